@@ -105,7 +105,7 @@ evidence: $(INSTALLED) ## run tests, then benchmarks, on this machine's NVIDIA G
 	RESULTS='$(RESULTS)' MINUTES='$(MINUTES)' tools/evidence.sh "$(BIN)/python"
 
 tables: $(INSTALLED) ## regenerate the tables of docs/performance.md from the reports in benchmarks/results
-	"$(BIN)/python" benchmarks/lib/tables.py
+	"$(BIN)/python" benchmarks/tables.py
 
 lint: $(INSTALLED) ## check formatting, lint rules and types
 	"$(BIN)/ruff" format --check .
@@ -121,7 +121,7 @@ wheel: $(INSTALLED) ## build a wheel in dist/, and test it in an empty environme
 	CONSTRAINTS='$(CONSTRAINTS)' tools/check_wheel.sh "$(BIN)/python" dist/jax_ep-*.whl
 
 bench: $(INSTALLED) ## run every benchmark except the comparison with another checkout
-	for script in $(filter-out benchmarks/compare.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; "$(BIN)/python" "$$script" || echo "exit status $$?"; done
+	for script in $(filter-out benchmarks/compare.py benchmarks/public_operations.py benchmarks/scale_model.py benchmarks/tables.py benchmarks/plots.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; "$(BIN)/python" "$$script" || echo "exit status $$?"; done
 
 clean: ## remove all results of these tasks, including the environment
 	rm -rf '$(VENV)' '$(WITH_MAXTEXT)' build dist runs jax_ep/ffi/libjax_ep_ffi.so .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -18,8 +18,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lib import harness
-from lib.harness import Report, Timing
+from jax_ep.tools.benchmark import harness
+from jax_ep.tools.benchmark.harness import Report, Timing
 
 MODEL, TOKENS, DECODED_TOKENS = "qwen3-235b", 4096, 128
 QUICK = ("tiny", 32, 8)
@@ -29,8 +29,8 @@ NAMES = ("this", "other")
 
 def run(checkout: Path, sizes: tuple[str, int, int], rounds: int) -> dict[str, list[float]]:
     """Samples of each operation, from one process that imports the package from this checkout."""
-    script = HERE / "benchmarks" / "lib" / "public_operations.py"
-    path = [str(checkout), str(script.parents[1]), os.environ.get("PYTHONPATH", "")]
+    script = HERE / "benchmarks" / "public_operations.py"
+    path = [str(checkout), os.environ.get("PYTHONPATH", "")]
     values = zip(("--model", "--tokens", "--decoded-tokens", "--rounds"), (*sizes, rounds), strict=True)
     command = [sys.executable, str(script), *(str(word) for pair in values for word in pair)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
@@ -44,7 +44,7 @@ def run(checkout: Path, sizes: tuple[str, int, int], rounds: int) -> dict[str, l
 
 
 def main() -> None:
-    options = harness.parser(__doc__, rounds=12)
+    options = harness.parser(__doc__, "compare", rounds=12)
     options.add_argument("--against", type=Path, required=True, metavar="FOLDER", help="the other checkout")
     options.add_argument("--label", help="what the report calls the other checkout (default: its folder's name)")
     options.add_argument("--tolerance", type=float, default=1.03, help="time that counts as slower (default: 1.03)")
@@ -61,8 +61,8 @@ def main() -> None:
 def report(args: argparse.Namespace, sizes: tuple[str, int, int], samples: dict[str, Any]) -> int:
     """Writes and shows the comparison; returns the exit status."""
     settings = {"against": args.label or args.against.resolve().name, "tolerance": args.tolerance}
-    settings |= {"rounds": 2 * args.rounds, "quick": args.quick}
-    written = Report(f"compare{args.suffix}", args.out, settings)
+    settings |= {"rounds": 2 * args.rounds}
+    written = Report("compare", args, settings)
     shape = dict(zip(("model", "tokens", "decoded_tokens"), sizes, strict=True)) | {"dtype": "bfloat16"}
     table, slower = [], []
     for operation in samples["this"][0]:

@@ -26,9 +26,9 @@ import jax
 import jax.numpy as jnp
 
 import jax_ep
-from lib import harness
-from lib.harness import Report, Timing
-from lib.inputs import DEFAULT, MODELS, QUICK, Model, expert_mesh
+from jax_ep.tools.benchmark import harness
+from jax_ep.tools.benchmark.harness import Report, Timing
+from jax_ep.tools.benchmark.inputs import DEFAULT, MODELS, QUICK, Model, expert_mesh
 
 PROGRAMS = ("forward", "forward + backward")
 CACHES = ("cold", "cached")
@@ -112,7 +112,7 @@ def measure(report: Report, rounds: int, name: str, tokens: int, recipe: str | N
 
 def options() -> argparse.ArgumentParser:
     """The command line."""
-    parser = harness.parser(__doc__ or "", rounds=3, tokens="4096")
+    parser = harness.parser(__doc__, "compile_times", rounds=3, tokens="4096")
     parser.add_argument("--models", nargs="+", choices=MODELS, help=f"default: {DEFAULT} and qwen3-30b")
     parser.add_argument("--recipe", choices=["fp8"], help="of the layer; default: none")
     parser.add_argument(
@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     # Devices of this process would take the memory of the others': it asks for their number, and no array is made.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    report = Report("compile_times" + args.suffix, args.out, {"rounds": args.rounds, "quick": args.quick})
+    report = Report("compile_times", args)
     table = [
         line for name in models for count in tokens for line in measure(report, args.rounds, name, count, args.recipe)
     ]

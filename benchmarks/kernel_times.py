@@ -24,35 +24,21 @@ import argparse
 import gc
 import itertools
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import jax
 
 import jax_ep
 from jax_ep.serving import serving_weights
-from lib import decode_layer, harness, layer_chains, layer_variants, low_latency_chains, trace_events
-from lib.harness import Report, Timing
-from lib.inputs import DEFAULT, MODELS, QUICK, expert_mesh, make_weights
-from lib.trace_events import Event
+from jax_ep.tools.benchmark import decode_layer, harness, layer_variants, low_latency_chains
+from jax_ep.tools.benchmark.harness import Report
+from jax_ep.tools.benchmark.inputs import DEFAULT, MODELS, QUICK, expert_mesh, make_weights
+from jax_ep.tools.benchmark.profiler import Program, profile, show
 
 ROUND_TRIPS, DECODE_LAYERS = 16, 4
 TOKENS, MOE_TOKENS, QUICK_TOKENS = [1, 128], 4096, 8
-PAUSE_S = 0.005
-WARMUP = 2  # what is loaded, or recorded as a CUDA graph, on first use is not what the trace is about
-_NAME_WIDTH = 72
-
-
-class Program(NamedTuple):
-    """What is profiled: a function, its arguments, and how many layers or round trips it makes of them."""
-
-    fn: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    steps: int
 
 
 def round_trips(mesh: jax.sharding.Mesh, name: str, tokens: int) -> Program:
@@ -71,55 +57,12 @@ def decode(mesh: jax.sharding.Mesh, name: str, tokens: int) -> Program:
     return Program(*decode_layer.chain(mesh, layer, (*inputs, weights), DECODE_LAYERS), DECODE_LAYERS)
 
 
-def moe(mesh: jax.sharding.Mesh, name: str, tokens: int, *, backward: bool, layer: str = "moe") -> Program:
-    """The layer of training."""
-    case = layer_chains.make_case(mesh, name, "uniform", tokens, make_weights(mesh, MODELS[name]))
-    (variant,) = layer_variants.layers(case, [layer], backward=backward).values()
-    return Program(*layer_chains.chain(case, variant)(1), 1)
-
-
 BUILDERS: dict[str, Callable[..., Program]] = {
     "low-latency": round_trips,
     "decode": decode,
-    "moe-forward": partial(moe, backward=False),
-    "moe-backward": partial(moe, backward=True),
+    "moe-forward": partial(layer_variants.program, backward=False),
+    "moe-backward": partial(layer_variants.program, backward=True),
 }
-
-
-def record(program: Program, rounds: int, folder: Path) -> tuple[list[Event], float]:
-    """Kernels of the first GPU in so many runs after those that warm up; and us of a run without the profiler."""
-    run = partial(jax.jit(program.fn).lower(*program.arguments).compile(), *program.arguments)
-    unprofiled = harness.measure_interleaved({"run": run}, rounds, warmup=WARMUP, title="without the profiler")["run"]
-    options = jax.profiler.ProfileOptions()
-    # A trace has room for a million events, which those of the host would fill.
-    options.python_tracer_level, options.host_tracer_level = 0, 1
-    with jax.profiler.trace(folder, profiler_options=options):
-        for _ in range(rounds):
-            jax.block_until_ready(run())
-            time.sleep(PAUSE_S)
-    return trace_events.kernels(trace_events.load(folder)), 1e6 * unprofiled.median
-
-
-def profile(program: Program, rounds: int, folder: Path | None = None) -> tuple[Timing, dict[str, Any]]:
-    """Spans of the runs, and the rest of the program's row; the trace is kept in a folder, if there is one."""
-    with tempfile.TemporaryDirectory() as scratch:
-        events, unprofiled_us = record(program, rounds + 1, folder or Path(scratch))
-    runs = trace_events.split_runs(events, rounds + 1)[1:]
-    timing = Timing(tuple(1e-6 * trace_events.span(run) for run in runs))
-    return timing, {"steps": program.steps, "unprofiled_us": unprofiled_us, **trace_events.summarise(runs)}
-
-
-def show(title: str, found: dict[str, Any]) -> None:
-    """Prints one program's row."""
-    span, idle = found["span_us"], found["idle_us"]
-    title += f": span {span:.1f} us, busy {found['busy_us']:.1f}, idle {idle:.1f} ({100 * idle / span:.0f} %)"
-    title += f"; {found['unprofiled_us']:.1f} us without the profiler, seen from the host"
-    title += "" if found["same_calls"] else "; RUNS DIFFER IN THEIR CALLS"
-    cells = [
-        [k["name"][:_NAME_WIDTH], f"{k['calls']:g}", f"{k['us_per_call']:.2f}", f"{k['us']:.1f}", f"{k['share']:.1%}"]
-        for k in found["kernels"]
-    ]
-    harness.show_table(title, ["kernel", "calls", "us per call", "us per run", "of busy"], cells)
 
 
 def measure(
@@ -143,7 +86,7 @@ def measure(
 
 def options() -> argparse.ArgumentParser:
     """The command line."""
-    parser = harness.parser(__doc__ or "", rounds=5, tokens=f"{TOKENS}; of low-latency and decode")
+    parser = harness.parser(__doc__, "kernel_times", rounds=5, tokens=f"{TOKENS}; of low-latency and decode")
     parser.add_argument("--what", nargs="+", choices=BUILDERS, default=list(BUILDERS), help="default: all")
     parser.add_argument("--layers", nargs="+", choices=layer_variants.LAYERS, default=["moe"], help="of moe-...")
     parser.add_argument("--model", choices=MODELS, help=f"default: {DEFAULT}; --quick: {QUICK}")
@@ -166,8 +109,8 @@ def main() -> None:
     cases = itertools.chain(
         *(itertools.product([w], *((of_moe, layers) if "moe" in w else (args.tokens, [{}]))) for w in args.what)
     )
-    settings = {"rounds": args.rounds, "quick": args.quick, "what": args.what, "tokens": args.tokens}
-    report = Report(f"kernel_times{args.suffix}", args.out, settings)
+    settings = {"what": args.what, "tokens": args.tokens}
+    report = Report("kernel_times", args, settings)
     measure(report, args, mesh, cases)
     print(report.path)
 

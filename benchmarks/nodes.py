@@ -1,4 +1,4 @@
-"""What crosses nodes and how long it takes, flat and hierarchical, as lib/scale_model.py predicts; needs no GPU.
+"""What crosses nodes and how long it takes, flat and hierarchical, as scale_model.py predicts; needs no GPU.
 
     python benchmarks/nodes.py [--model deepseek-v3] [--ranks 8 16 ... 1024] [--link-rate 370e9] [--nic-rate 45e9]
 
@@ -24,9 +24,10 @@ import jax
 import numpy as np
 
 import jax_ep
-from lib import harness, inputs, plots, scale_model
-from lib.harness import Report, Timing
-from lib.scale_model import Rates, Rows, Topology
+import scale_model
+from jax_ep.tools.benchmark import harness, inputs, plots
+from jax_ep.tools.benchmark.harness import Report, Timing
+from scale_model import Rates, Rows, Topology
 
 RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)
 LIMITED = {"4 of 8 groups": 8, "at most 4 nodes": None}  # groups; None: the nodes that hold one copy of all experts
@@ -79,10 +80,10 @@ def cases(args: argparse.Namespace) -> Iterator[tuple[str, Topology]]:
 def predict(args: argparse.Namespace) -> Report:
     """All cases."""
     rates = Rates(args.link_rate, args.nic_rate, args.start, args.message, args.blocks)
-    settings = {"rounds": args.rounds, "quick": args.quick, "model": args.model, "ranks": args.ranks}
+    settings = {"model": args.model, "ranks": args.ranks}
     settings |= {"gpus_per_node": args.gpus_per_node, "tokens": args.tokens, "rates": rates._asdict()}
-    report = Report(f"nodes{args.suffix}", args.out, settings)
-    report.summarise(seconds="predicted by benchmarks/lib/scale_model.py from the rates of the settings, not measured")
+    report = Report("nodes", args, settings)
+    report.summarise(seconds="predicted by benchmarks/scale_model.py from the rates of the settings, not measured")
     model = inputs.MODELS[args.model]
     sizes = {"tokens": args.tokens, "row_bytes": 2 * model.hidden, "rates": rates}
     for kind, topology in cases(args):
@@ -168,7 +169,7 @@ def draw(path: Path) -> Path | None:
 
 def options() -> argparse.ArgumentParser:
     """The command line."""
-    parser = harness.parser(__doc__ or "", rounds=5)
+    parser = harness.parser(__doc__, "nodes", rounds=5)
     add = parser.add_argument
     add("--model", choices=inputs.MODELS, help=f"default: {inputs.DEFAULT}; --quick: {inputs.QUICK}")
     add("--tokens", type=int, default=4096, help="of each rank (default: 4096)")

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from jax_ep.placement import Placement, plan
-from lib import harness, inputs, plots
-from lib.harness import Report, Timing
+from jax_ep.tools.benchmark import harness, inputs, plots
+from jax_ep.tools.benchmark.harness import Report, Timing
 
 RANKS = (8, 16, 32, 64, 128, 256)
 EXPONENTS = (0.25, 0.5, 0.75, 1.0, 1.25)
@@ -92,9 +92,9 @@ def spread(drift: float, samples: list[tuple[float, float]]) -> dict[str, float]
 
 def measure(args: argparse.Namespace) -> Report:
     """All models, exponents, ranks and drifts."""
-    settings = {"rounds": args.rounds, "quick": args.quick, "models": args.models, "ranks": args.ranks}
+    settings = {"models": args.models, "ranks": args.ranks}
     settings |= {"tokens": args.tokens, "copies_per_rank": args.copies_per_rank, "gpus_per_node": GPUS_PER_NODE}
-    report = Report(f"placement{args.suffix}", args.out, settings)
+    report = Report("placement", args, settings)
     worst: dict[str, float] = {}
     for name in args.models:
         for exponent in harness.progress(args.exponents, name):
@@ -180,7 +180,7 @@ def _curve(axes: Any, points: list[tuple[float, Any]], color: str, line: str, la
 
 def options() -> argparse.ArgumentParser:
     """The command line."""
-    parser = harness.parser(__doc__ or "", rounds=9)
+    parser = harness.parser(__doc__, "placement", rounds=9)
     add = parser.add_argument
     add("--models", nargs="+", choices=inputs.MODELS, help="default: deepseek-v3 qwen3-235b; --quick: tiny")
     add("--tokens", type=int, help="that a plan is made of, and as many that are served (default: 32768)")

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from jax_ep.tools import command
-from lib import harness, plots
+from jax_ep.tools.benchmark import harness, plots
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 RECIPES = ("bf16", "fp8")

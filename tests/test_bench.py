@@ -1,18 +1,18 @@
-"""`jax-ep bench` and `jax-ep scale`: the benchmarks of the source tree from the command line."""
+"""`jax-ep bench` and `jax-ep scale`: the benchmarks from the command line."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import harness
 from jax_ep import __main__
-from jax_ep.tools import bench
+from jax_ep.tools import benchmark
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -24,40 +24,37 @@ def run(folder: Path, *arguments: str, command: str = "bench") -> subprocess.Com
     return subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_every_benchmark_is_there_and_takes_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert bench.folder() == ROOT / "benchmarks"
-    for name, (script, _) in bench.BENCHMARKS.items():
-        source = (bench.folder() / script).read_text()
-        assert '"--model' in source, name
-        assert "harness.parser(" in source, name
+@pytest.mark.parametrize("name", benchmark.BENCHMARKS)
+def test_bench_help_names_the_command_and_a_model(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        __main__.main(["bench", name, "--help"])
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: jax-ep bench {name} ")
+    assert "--model" in shown
 
 
-def test_options_are_those_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = tmp_path / "exchange.py"
-    script.write_text(
-        "import json, pathlib, sys\npathlib.Path('seen.json').write_text(json.dumps([sys.argv, sys.path[0]]))\n"
-    )
-    monkeypatch.setattr(bench, "folder", lambda: tmp_path)
-    monkeypatch.chdir(tmp_path)
-    before = list(sys.argv), list(sys.path)
+def test_bench_passes_options_on_and_names_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(benchmark, "_main", lambda name: lambda *arguments: seen.append((name, *arguments)))
     assert __main__.main(["bench", "exchange", "--model", "qwen3-30b", "--tokens", "8", "16"]) == 0
-    arguments, folder = json.loads((tmp_path / "seen.json").read_text())
-    assert arguments == [str(script), "--model", "qwen3-30b", "--tokens", "8", "16", "--out", "runs/benchmarks"]
-    assert folder == str(tmp_path)
-    assert (sys.argv, sys.path) == before
-    assert __main__.main(["bench", "exchange", "--out=there"]) == 0
-    assert json.loads((tmp_path / "seen.json").read_text())[0][1:] == ["--out=there"]
+    assert __main__.main(["bench", "moe", "--out=there"]) == 0
+    assert __main__.main(["scale", "--quick", "--ranks", "1", "2", "--help"]) == 0
+    out = ["--out", "runs/benchmarks"]
+    assert seen == [
+        ("exchange", ["--model", "qwen3-30b", "--tokens", "8", "16", *out], "jax-ep bench exchange"),
+        ("moe", ["--out=there"], "jax-ep bench moe"),
+        ("scale", ["--quick", "--ranks", "1", "2", "--help", *out], "jax-ep scale"),
+    ]
 
 
-def test_what_there_is_none_of(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_unknown_name(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         __main__.main(["bench", "exchanges"])
     assert "invalid choice: 'exchanges'" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_a_run(tmp_path: Path) -> None:
-    """As a user without a GPU tries it out."""
+def test_bench_runs_without_a_gpu(tmp_path: Path) -> None:
     done = run(tmp_path, "fused-moe", "--quick", "--tokens", "4", "--formats", "--only", "fused_moe")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "tiny, 4 tokens" in done.stdout
@@ -67,8 +64,7 @@ def test_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_by_its_name(tmp_path: Path) -> None:
-    """Without GPUs there is nothing to measure in the size of a model, which is said."""
+def test_bench_of_a_model_needs_gpus(tmp_path: Path) -> None:
     done = run(tmp_path, "moe", "--model", "qwen3-30b")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "layer: needs two or more GPUs; nothing measured\n"
@@ -76,22 +72,10 @@ def test_a_model_by_its_name(tmp_path: Path) -> None:
     assert wrong.returncode == 2
     assert wrong.stderr.startswith("jax-ep bench moe: argument --models: invalid choice: 'qwen'")
     assert wrong.stderr.count("\n") == 1
-    assert run(tmp_path, "moe", "--help").stdout.startswith("usage: jax-ep bench moe ")
-
-
-def test_scale_passes_every_option_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = tmp_path / "scaling.py"
-    script.write_text("import json, pathlib, sys\npathlib.Path('seen.json').write_text(json.dumps(sys.argv))\n")
-    monkeypatch.setattr(bench, "folder", lambda: tmp_path)
-    monkeypatch.chdir(tmp_path)
-    assert __main__.main(["scale", "--quick", "--ranks", "1", "2", "--help"]) == 0
-    seen = json.loads((tmp_path / "seen.json").read_text())
-    assert seen == [str(script), "--quick", "--ranks", "1", "2", "--help", "--out", "runs/benchmarks"]
 
 
 @pytest.mark.slow
-def test_scale(tmp_path: Path) -> None:
-    """All parts that CPU devices have, as a user without a GPU tries them out."""
+def test_scale_runs_without_a_gpu(tmp_path: Path) -> None:
     done = run(tmp_path, "--quick", "--ranks", "1", "2", "--tokens", "4", command="scale")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "left out, kernels: CPU devices have no kernels to profile" in done.stdout

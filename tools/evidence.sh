@@ -134,6 +134,6 @@ for ((i = 0; i < ${#pieces[@]}; i += 3)); do
   echo "== $name: $((SECONDS - start)) s"
 done
 if [[ -n $ran && $results == benchmarks/results ]]; then
-  "$python" benchmarks/lib/tables.py || status=$((status ? status : $?))
+  "$python" benchmarks/tables.py || status=$((status ? status : $?))
 fi
 exit "$status"

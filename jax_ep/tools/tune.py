@@ -24,7 +24,7 @@ from jax_ep.core.json_files import shown
 from jax_ep.formats import STORED
 from jax_ep.settings import file
 from jax_ep.settings.operations import bucket
-from jax_ep.tools import bench, trace
+from jax_ep.tools.benchmark import harness, inputs
 from jax_ep.tools.command import raise_if_interrupted
 from jax_ep.tools.tune_chains import Sizes, is_small
 
@@ -57,7 +57,7 @@ def add_command(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Tune, and write the file; on CPU devices, whose figures mean nothing, write nothing."""
-    trace.require_triton()
+    harness.require_triton()
     if jax.process_count() > 1:
         raise ValueError("tune: there are several processes; run one, which drives the GPUs of a machine")
     all_sizes = _sizes(args)
@@ -94,7 +94,7 @@ def _path(out: Path | None) -> Path | None:
 
 def _sizes(args: argparse.Namespace) -> list[Any]:
     """Sizes of the layer, one for each number of tokens."""
-    models = bench.library("inputs").MODELS
+    models = inputs.MODELS
     name = ("tiny" if is_small() else "deepseek-v3") if args.model is None else args.model
     if name not in models:
         raise ValueError(f"tune: --model={shown(name)}, expected one of {', '.join(models)}")
@@ -333,7 +333,7 @@ def _show(results: _Results) -> None:
         text = ", ".join(f"{name}={value}" for name, value in chosen.items()) or "as shipped"
         rows.append([case.title, f"{last.relative:.2f}" if chosen else "1.00", text])
     if rows:
-        bench.library("harness").show_table("tuned settings", ["operation", "time, shipped 1", "settings"], rows)
+        harness.show_table("tuned settings", ["operation", "time, shipped 1", "settings"], rows)
     if results.rates is not None:
         for name, value in dataclasses.asdict(results.rates).items():
             print(f"{name}: {'not measured' if value is None else f'{value:.3g}'}")

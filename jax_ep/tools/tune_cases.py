@@ -17,7 +17,7 @@ from jax_ep.ops import registry
 from jax_ep.ops.low_latency import low_latency_combine, low_latency_dispatch
 from jax_ep.ops.moe import fused_moe as public_fused_moe
 from jax_ep.settings.operations import Setting
-from jax_ep.tools import bench
+from jax_ep.tools.benchmark import exchange_chains, inputs
 from jax_ep.tools.tune_chains import BF16, Sizes, few, make_chain, programs, stored_as
 from jax_ep.tools.tune_search import Case
 from jax_ep.types import Array, Options
@@ -34,11 +34,11 @@ def exchange(sizes: Sizes) -> Iterator[Case]:
 
 def _dispatch(layer: _Exchange, wire: str, dtype: Any) -> Case:
     """Of tokens that travel in a dtype, or as they are."""
-    chains, case = bench.library("exchange_chains"), layer.case
+    case = layer.case
 
     def sent(zero: Array, x: Array, handle: Any) -> Any:
         options = dataclasses.replace(layer.options, wire_dtype=dtype)
-        return layer.run.dispatch_tokens(options, x, None, chains.after(chains.local(handle), zero))[0]
+        return layer.run.dispatch_tokens(options, x, None, exchange_chains.local_after(handle, zero))[0]
 
     return Case(
         operation="dispatch",
@@ -55,10 +55,10 @@ def _dispatch(layer: _Exchange, wire: str, dtype: Any) -> Case:
 
 
 def _combine(layer: _Exchange) -> Case:
-    chains, hidden = bench.library("exchange_chains"), layer.sizes.hidden
+    hidden = layer.sizes.hidden
 
     def summed(zero: Array, y: Array, handle: Any) -> Any:
-        return layer.run.combine_tokens(layer.options, y, None, chains.after(chains.local(handle), zero))[0]
+        return layer.run.combine_tokens(layer.options, y, None, exchange_chains.local_after(handle, zero))[0]
 
     return Case(
         operation="combine",
@@ -79,16 +79,15 @@ class _Exchange:
     """Tokens of all ranks, and the handle of a dispatch."""
 
     def __init__(self, sizes: Sizes) -> None:
-        inputs, chains = bench.library("inputs"), bench.library("exchange_chains")
         model = inputs.Model(sizes.hidden, sizes.intermediate, sizes.experts, sizes.top_k)
         self.sizes, self.mesh = sizes, inputs.expert_mesh(sizes.ranks)
-        self.model, self._inputs = model, inputs
-        self.case = chains.make_case(self.mesh, sizes.routing, sizes.tokens, BF16, model)
+        self.model = model
+        self.case = exchange_chains.make_case(self.mesh, sizes.routing, sizes.tokens, BF16, model)
         self.layout, self.run = self.case.layout, registry.get("exchange", "triton")
         self.options = Options("tune", ("expert",))
 
         def plan(ids: Array) -> Any:
-            return chains.stack(self.run.plan(self.options, ids, self.layout))
+            return exchange_chains.stack(self.run.plan(self.options, ids, self.layout))
 
         self.handle = jax.jit(self.case.shard_map(plan, 1))(self.case.ids)
 
@@ -105,19 +104,18 @@ class _Exchange:
 
     def rows(self, columns: int) -> Array:
         """`[W * R, columns]` random rows of experts."""
-        made: Array = self._inputs.on_ranks(self.mesh, (self.layout.capacity, columns), 2)
+        made: Array = inputs.on_ranks(self.mesh, (self.layout.capacity, columns), 2)
         return made
 
     def weights(self) -> tuple[Array, Array]:
         """Both matrices of all experts."""
-        made: tuple[Array, Array] = self._inputs.make_weights(self.mesh, self.model)
+        made: tuple[Array, Array] = inputs.make_weights(self.mesh, self.model)
         return made
 
 
 def exchange_gemm(sizes: Sizes) -> Iterator[Case]:
     """Exchanges with products: in one launch or in two, by how many programs, and with the gradient of matrices."""
     run: Any = registry.get("exchange_gemm", "triton")
-    chains = bench.library("exchange_chains")
     wide = 2 * sizes.intermediate
     layer = _Exchange(sizes)
     layout, options = layer.layout, layer.options
@@ -126,7 +124,7 @@ def exchange_gemm(sizes: Sizes) -> Iterator[Case]:
     w_gate_up, w_down = layer.weights()
 
     def placed(zero: Array, handle: Any) -> Any:
-        return chains.after(chains.local(handle), zero)
+        return exchange_chains.local_after(handle, zero)
 
     def first(zero: Array, x: Array, w: Array, handle: Any) -> Any:
         handle = placed(zero, handle)
@@ -158,14 +156,14 @@ def exchange_gemm(sizes: Sizes) -> Iterator[Case]:
 def weight_gradients(sizes: Sizes) -> Iterator[Case]:
     """The backward pass of dispatch + GEMM: GEMM + combine and the gradient of the matrices, in one launch or apart."""
     run: Any = registry.get("exchange_gemm", "triton")
-    chains, layer, wide = bench.library("exchange_chains"), _Exchange(sizes), 2 * sizes.intermediate
+    layer, wide = _Exchange(sizes), 2 * sizes.intermediate
     layout, options = layer.layout, layer.options
     if not run.fuses(layout, BF16, wide, sizes.hidden):
         return
     w_gate_up, _ = layer.weights()
 
     def backward(zero: Array, h: Array, w: Array, tokens: Array, handle: Any) -> Any:
-        handle = chains.after(chains.local(handle), zero)
+        handle = exchange_chains.local_after(handle, zero)
         if run.fuses_weight_gradient(options.schedule, layout, BF16, wide, sizes.hidden):
             fused: Any = run.grouped_gemm_combine_with_weight_gradient
             return fused(options, h, None, w, tokens, handle, transpose_rhs=True, saved_as="rows")
@@ -194,7 +192,6 @@ def low_latency(sizes: Sizes) -> Iterator[Case]:
     layer = _Exchange(sizes)
     case, local = layer.case, sizes.experts // sizes.ranks
     keywords: dict[str, Any] = {"num_experts": sizes.experts, "max_tokens_per_rank": sizes.tokens}
-    inputs = bench.library("inputs")
     weights = case.place(np.full(case.ids.shape, 1 / sizes.top_k, np.float32))
     rows = inputs.on_ranks(layer.mesh, (local, sizes.ranks * sizes.tokens, sizes.hidden), 3)
 
@@ -233,7 +230,6 @@ def _depths(expert_format: str | None) -> tuple[Setting, ...]:
 
 def fused_moe(sizes: Sizes, expert_format: str | None = None) -> Iterator[Case]:
     """The layer of one device, with all experts, in one launch or in several."""
-    inputs = bench.library("inputs")
     mesh = inputs.expert_mesh(1)
     model = inputs.Model(sizes.hidden, sizes.intermediate, sizes.experts, sizes.top_k)
     w_gate_up, w_down = inputs.make_weights(mesh, model)

@@ -19,7 +19,7 @@ from jax_ep import tuning
 from jax_ep.core.expert_matrices import QuantizedExperts
 from jax_ep.quantization import prepack_experts, quantize_experts
 from jax_ep.settings.operations import Setting
-from jax_ep.tools import bench
+from jax_ep.tools.benchmark import chains, harness
 from jax_ep.tools.tune_search import Run, Settings
 from jax_ep.types import Array
 
@@ -86,7 +86,6 @@ def make_chain(
     operation: str, mesh: jax.sharding.Mesh, step: Step, arrays: tuple[Any, ...], graphs: bool = False
 ) -> Callable[[Settings], Callable[[int], Run]]:
     """See `Case.make_chain`; with `graphs` as CUDA graphs, for calls that take less time than their launch."""
-    harness, waiting = bench.library("harness"), bench.library("waiting")
     options = harness.GRAPHS if graphs and not is_small() else None
 
     def compile_chain(settings: Settings, n: int) -> Run:
@@ -94,7 +93,7 @@ def make_chain(
             def once(zero: Array, _: None) -> tuple[Array, None]:
                 zero, inputs = lax.optimization_barrier((zero, local))
                 results = lax.optimization_barrier(jax.tree.leaves(step(zero, *inputs)))
-                return waiting.zero_after(results[0]), None
+                return chains.zero_after(results[0]), None
 
             return lax.scan(once, jnp.zeros((), jnp.int32), None, length=n)[0][None]
 

@@ -13,7 +13,7 @@ from jax_ep.core.dtypes import FP8
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.ops import registry
 from jax_ep.ops.masked import masked_grouped_gemm
-from jax_ep.tools import bench
+from jax_ep.tools.benchmark import inputs
 from jax_ep.tools.tune_chains import BF16, Sizes, few, make_chain, stored_as
 from jax_ep.tools.tune_search import Case
 from jax_ep.types import Array
@@ -50,7 +50,6 @@ class _Product(NamedTuple):
 
 def _products(sizes: Sizes) -> Iterator[_Product]:
     """Both."""
-    inputs = bench.library("inputs")
     mesh, local, rows = inputs.expert_mesh(1), sizes.experts // sizes.ranks, sizes.tokens * sizes.top_k
     model = inputs.Model(sizes.hidden, sizes.intermediate, local, 1)
     ids = inputs.routing(sizes.routing, rows, model, np.random.default_rng(0)) if local > 1 else np.zeros(rows, int)
@@ -138,7 +137,7 @@ def grouped_gemm_fp8(sizes: Sizes) -> Iterator[Case]:
 
 def quantized_gemm(sizes: Sizes, expert_format: str) -> Iterator[Case]:
     """The first product with matrices in 8 or 4 bits."""
-    inputs, run = bench.library("inputs"), registry.get("quantized_gemm", "triton")
+    run = registry.get("quantized_gemm", "triton")
     mesh, local = inputs.expert_mesh(1), sizes.experts // sizes.ranks
     rows, columns = sizes.tokens * sizes.top_k, 2 * sizes.intermediate
     x = inputs.on_ranks(mesh, (rows, sizes.hidden), 0)
@@ -168,7 +167,7 @@ def quantized_gemm(sizes: Sizes, expert_format: str) -> Iterator[Case]:
 
 def masked_gemm(sizes: Sizes) -> Iterator[Case]:
     """The first product between a low-latency dispatch and its combine."""
-    inputs, local = bench.library("inputs"), sizes.experts // sizes.ranks
+    local = sizes.experts // sizes.ranks
     mesh = inputs.expert_mesh(1)
     expected = -(-sizes.ranks * sizes.tokens * sizes.top_k // sizes.experts)
     most = sizes.ranks * sizes.tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -29,6 +30,11 @@ class Clock:
     def nap(self, seconds: float) -> None:
         with self._lock:
             self._now += seconds
+
+
+def arguments(out: Path, **changed: object) -> argparse.Namespace:
+    """A parsed command line."""
+    return argparse.Namespace(**{"out": out, "suffix": "", "script": "script", "rounds": 3, "quick": False} | changed)
 
 
 def run(script: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -13,7 +13,7 @@ import jax_ep
 from cases import BF16, F32, Shape, assert_close, probabilities, reals
 from emulated_ragged import emulated_ragged_all_to_all
 from harness import compiled
-from lib import baselines
+from jax_ep.tools.benchmark import baselines
 from routings import ROUTINGS
 
 SHAPE = Shape(num_tokens=24, top_k=3, num_experts=8, hidden=12, intermediate=10)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
 import pytest
-from reports import ROOT, check_report, run
+from reports import ROOT, arguments, check_report, run
 
 import compare
 
 
 def report_of(folder: Path, other: float, *, quick: bool = False) -> int:
     """Two operations of 1 s here; `other` seconds in the other checkout, and 1 s."""
-    args = argparse.Namespace(suffix="", out=folder, against=Path("before"), label=None)
-    args.__dict__ |= {"tolerance": 1.05, "rounds": 3, "quick": quick}
+    args = arguments(folder, against=Path("before"), label=None, tolerance=1.05, quick=quick)
     samples = {"this": [{"a": [1.0] * 3, "b": [1.0] * 3}] * 2, "other": [{"a": [other] * 3, "b": [1.0] * 3}] * 2}
     return compare.report(args, compare.QUICK, samples)
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from reports import check_report, run_quickly
 
-from lib import decode_experts
-from lib.inputs import Model
+from jax_ep.tools.benchmark import decode_experts
+from jax_ep.tools.benchmark.inputs import Model
 
 PARTS = {"gate_up", "activation", "down", "experts", "read all of gate_up"}
 

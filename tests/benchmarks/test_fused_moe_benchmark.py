@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 from reports import check_report, run_quickly
 
-import fused_moe
 import jax_ep
 from jax_ep import formats
 from jax_ep.megakernels.fused_moe import fused_sizes
-from lib import fused_tiles, plots
-from lib.inputs import MODELS, expert_mesh
-from lib.touched_chains import Operation, chain
+from jax_ep.tools.benchmark import fused_moe, fused_tiles, plots
+from jax_ep.tools.benchmark.chains import Operation, chain
+from jax_ep.tools.benchmark.inputs import MODELS, expert_mesh
 
 TINY = MODELS["tiny"]
 

@@ -1,4 +1,4 @@
-"""benchmarks/lib/trace_events.py reads traces exactly; benchmarks/kernel_times.py profiles what it says it profiles."""
+"""`profiler` reads traces exactly, and benchmarks/kernel_times.py profiles the programs that it names."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
-from reports import check_report, run
+from reports import arguments, check_report, run
 
 import jax_ep
 import kernel_times
-from lib import harness, trace_events
-from lib.inputs import expert_mesh
+from jax_ep.tools.benchmark import harness, profiler
+from jax_ep.tools.benchmark.inputs import expert_mesh
 
 GPU, GPU_1, GPU_10, HOST = 1, 2, 11, 701
 COMPUTE, COPIES, DERIVED = 13, 14, 99
@@ -65,12 +65,12 @@ def synthetic_trace() -> list[dict]:
 
 
 def test_numbers_of_a_trace():
-    runs = trace_events.split_runs(trace_events.kernels(synthetic_trace()), len(SCALES))
+    runs = profiler.split_runs(profiler.kernels(synthetic_trace()), len(SCALES))
     names = ["fused", "MemcpyD2D", "fused", "add"]
     assert [[e.name for e in run] for run in runs] == [[*names[:3], "only once", "add"], names, names, names]
-    assert [trace_events.span(run) for run in runs] == [105, 35, 140, 70]
-    assert [trace_events.busy(run) for run in runs] == [78, 25, 100, 50]
-    found = trace_events.summarise(runs[1:])
+    assert [profiler.span(run) for run in runs] == [105, 35, 140, 70]
+    assert [profiler.busy(run) for run in runs] == [78, 25, 100, 50]
+    found = profiler.summarise(runs[1:])
     columns = ("name", "calls", "us_per_call", "us", "share")
     # Per call of the kernel that repeats: the median of 8, 10, 16, 20, 32 and 40.
     rows = [("fused", 2, 18, 36, 0.72), ("MemcpyD2D", 1, 12, 12, 0.24), ("add", 1, 10, 10, 0.2)]
@@ -79,8 +79,8 @@ def test_numbers_of_a_trace():
 
 
 def test_runs_that_differ_are_said_to():
-    runs = trace_events.split_runs(trace_events.kernels(synthetic_trace()), len(SCALES))
-    found = trace_events.summarise(runs)
+    runs = profiler.split_runs(profiler.kernels(synthetic_trace()), len(SCALES))
+    found = profiler.summarise(runs)
     assert found["same_calls"] is False
     (once,) = (kernel for kernel in found["kernels"] if kernel["name"] == "only once")
     assert once == {"name": "only once", "calls": 0, "us_per_call": 3, "us": 0, "share": 0}
@@ -88,27 +88,27 @@ def test_runs_that_differ_are_said_to():
 
 def test_other_devices_have_their_own_events():
     for device in (1, 10):
-        (first, *_) = found = trace_events.kernels(synthetic_trace(), device)
+        (first, *_) = found = profiler.kernels(synthetic_trace(), device)
         assert len(found) == len(SCALES) and first == ("fused", 1000, 1205)
 
 
 def test_a_kernel_that_outlasts_later_ones_bridges_their_gap():
     """Between b and c nothing starts for 80 us, but a runs; the runs part after it, where the gap is 30 us."""
     times = ("a", 0, 100), ("b", 5, 10), ("c", 90, 95), ("d", 130, 135), ("e", 145, 150)
-    events = [trace_events.Event(*e) for e in times]
-    assert [[e.name for e in run] for run in trace_events.split_runs(events, 2)] == [["a", "b", "c"], ["d", "e"]]
-    assert [len(run) for run in trace_events.split_runs(events, 1)] == [5]
-    assert trace_events.span(events[:3]) == trace_events.busy(events[:3]) == 100
-    assert trace_events.span(events) == 150 and trace_events.busy(events) == 110
+    events = [profiler.Event(*e) for e in times]
+    assert [[e.name for e in run] for run in profiler.split_runs(events, 2)] == [["a", "b", "c"], ["d", "e"]]
+    assert [len(run) for run in profiler.split_runs(events, 1)] == [5]
+    assert profiler.span(events[:3]) == profiler.busy(events[:3]) == 100
+    assert profiler.span(events) == 150 and profiler.busy(events) == 110
 
 
 def test_what_is_missing_is_named(tmp_path):
-    with pytest.raises(ValueError, match=f"no trace in {tmp_path}"):
-        trace_events.load(tmp_path)
+    with pytest.raises(ValueError, match=f"no trace to {tmp_path}"):
+        profiler.load(tmp_path)
     with pytest.raises(ValueError, match=r"/device:GPU:2; .*'/device:GPU:0: Stream #13\(Compute\)'"):
-        trace_events.kernels(synthetic_trace(), 2)
+        profiler.kernels(synthetic_trace(), 2)
     with pytest.raises(ValueError, match="4 events cannot belong to 5 runs"):
-        trace_events.split_runs(trace_events.kernels(synthetic_trace(), 1), 5)
+        profiler.split_runs(profiler.kernels(synthetic_trace(), 1), 5)
 
 
 def test_the_newest_trace_is_loaded(tmp_path):
@@ -117,7 +117,7 @@ def test_the_newest_trace_is_loaded(tmp_path):
         path.parent.mkdir(parents=True)
         path.write_bytes(gzip.compress(json.dumps({"traceEvents": [{"name": name}]}).encode()))
         os.utime(path, (1e9 - age, 1e9 - age))
-    assert trace_events.load(tmp_path) == [{"name": "new"}]
+    assert profiler.load(tmp_path) == [{"name": "new"}]
 
 
 # --- programs -------------------------------------------------------------------------------------------------------
@@ -162,8 +162,8 @@ def test_a_trace_of_the_profiler_is_found_and_has_the_assumed_metadata(tmp_path)
         pytest.skip("for CPU devices")
     program = kernel_times.Program(lambda x: x @ x, (jnp.ones((8, 8)),), 1)
     with pytest.raises(ValueError, match=r"/device:GPU:0; the trace has \['/host:CPU"):
-        kernel_times.record(program, 2, tmp_path)
-    runs = [e for e in trace_events.load(tmp_path) if e.get("ph") == "X"]
+        profiler.record(program, 2, tmp_path)
+    runs = [e for e in profiler.load(tmp_path) if e.get("ph") == "X"]
     assert runs and all({"name", "pid", "tid", "ts", "dur"} <= set(e) for e in runs)
 
 
@@ -196,13 +196,13 @@ def test_report(monkeypatch, tmp_path, capsys):
 
     def record(program, rounds, folder):
         ran.append((program.fn(), rounds, folder.name))
-        return trace_events.kernels(synthetic_trace()), 99.0
+        return profiler.kernels(synthetic_trace()), 99.0
 
     for what in EXPECTED:
         monkeypatch.setitem(script.BUILDERS, what, lambda *args, what=what: build(what, *args))
-    monkeypatch.setattr(script, "record", record)
+    monkeypatch.setattr(profiler, "record", record)
     args = SimpleNamespace(rounds=len(SCALES) - 1, model="tiny", traces=tmp_path / "traces")
-    report = harness.Report("kernel_times", tmp_path, {"rounds": args.rounds, "quick": True})
+    report = harness.Report("kernel_times", arguments(tmp_path, rounds=args.rounds, quick=True))
     cases = [("low-latency", 1), ("decode", 7), ("decode", 8)]
     script.measure(report, args, expert_mesh(2), [(*case, {}) for case in cases])
     assert ran == [("low-latency", 4, "low-latency-1"), ("decode", 4, "decode-8")]

@@ -12,14 +12,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from reports import Clock, check_report, run_quickly
+from reports import Clock, arguments, check_report, run_quickly
 
-import layer
 from jax_ep.core import layout
 from jax_ep.ops import registry
+from jax_ep.tools.benchmark import (
+    baselines,
+    harness,
+    inputs,
+    layer,
+    layer_chains,
+    layer_run,
+    layer_variants,
+    plots,
+)
 from jax_ep.xla import exchange
 from jax_ep.xla import grouped_gemm as xla
-from lib import baselines, harness, inputs, layer_chains, layer_run, layer_variants, plots, watchdog
 
 RANKS = 4
 
@@ -33,7 +41,7 @@ def case():
 
 @pytest.fixture
 def run(tmp_path):
-    return layer_run.Run(tmp_path, {"rounds": 3, "quick": True}, add=False)
+    return layer_run.Run(arguments(tmp_path, quick=True, add=False))
 
 
 def rows_of(run):
@@ -275,7 +283,7 @@ def test_adding_keeps_other_rows_and_replaces_the_same(case, run, clock):
         run.measure(case, direction, variants, (1, 3))
     run.summarise(case, ratio=1.5)
     folder = run.report.path.parent
-    again = layer_run.Run(folder, {"rounds": 3, "quick": True}, add=True)
+    again = layer_run.Run(arguments(folder, quick=True, add=True))
     again.measure(case, "forward", {"b": variants["b"]}, (1, 3))
     again.summarise(case, other=2.0)
     content = json.loads(run.report.path.read_text())
@@ -284,7 +292,7 @@ def test_adding_keeps_other_rows_and_replaces_the_same(case, run, clock):
     assert found == [("a", "forward"), ("a", "forward + backward"), ("b", "forward + backward"), ("b", "forward")]
     assert content["summary"] == {layer_run.label(case): {"ratio": 1.5, "other": 2.0}}
     with pytest.raises(SystemExit, match="leave out --add"):
-        layer_run.Run(folder, {"rounds": 4, "quick": True}, add=True)
+        layer_run.Run(arguments(folder, rounds=4, quick=True, add=True))
 
 
 def test_ratio_to_the_longer_of_two_within_rounds():
@@ -318,7 +326,7 @@ def test_a_hung_baseline_ends_the_run_with_a_complete_report(case, run, monkeypa
         def cancel(self):
             pass
 
-    monkeypatch.setattr(watchdog, "threading", SimpleNamespace(Timer=Timer))
+    monkeypatch.setattr(harness, "threading", SimpleNamespace(Timer=Timer))
     monkeypatch.setattr(os, "_exit", leave)
     monkeypatch.setattr(run, "measure", measure)
     for variant in ("another", name):  # the second is of an earlier run

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from reports import check_report, run_quickly
 
-import low_latency
-from lib import harness, low_latency_chains
-from lib.inputs import Model, expert_mesh
+from jax_ep.tools.benchmark import harness, low_latency, low_latency_chains
+from jax_ep.tools.benchmark.inputs import Model, expert_mesh
 
 RANKS, TOKENS = 4, 6
 VARIANTS = {

@@ -17,11 +17,12 @@ from reports import ROOT, check_report, published, run, run_quickly
 import jax_ep
 import nodes
 import portable_ways
+import scale_model
 from cases import F32
 from emulated_ragged import emulated_ragged_all_to_all
 from harness import compiled, make_mesh
-from lib import inputs, scale_model
-from lib.scale_model import Rates, Topology
+from jax_ep.tools.benchmark import inputs
+from scale_model import Rates, Topology
 
 
 @pytest.mark.parametrize("way", scale_model.WAYS)

@@ -9,7 +9,7 @@ import numpy as np
 from reports import check_report, run_quickly
 
 import placement
-from lib import inputs
+from jax_ep.tools.benchmark import inputs
 
 
 def test_drift_exchanges_popularity_of_a_share(rng: np.random.Generator) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lib import inputs, scale_model
-from lib.scale_model import Rates, Topology
+import scale_model
+from jax_ep.tools.benchmark import inputs
+from scale_model import Rates, Topology
 
 TOPOLOGIES = [Topology(4, 4, 8), Topology(8, 2, 16), Topology(8, 4, 8), Topology(16, 4, 8)]
 

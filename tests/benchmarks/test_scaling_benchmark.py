@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import scaling
 from jax_ep.core.kernel import Kernel
-from lib import growth, harness, inputs, link_rate
+from jax_ep.tools.benchmark import growth, harness, inputs, links, scaling
 
 
 def test_places_are_measured_once():
@@ -82,15 +81,15 @@ GPU 1: NVIDIA H200 (UUID: GPU-1)
 
 
 def test_theoretical_rate_of_links():
-    whole, part = link_rate.parse(NVLINK.format("26.562 GB/s")), link_rate.parse(NVLINK.format("<inactive>"))
+    whole, part = links.parse(NVLINK.format("26.562 GB/s")), links.parse(NVLINK.format("<inactive>"))
     assert whole.bytes_per_s == pytest.approx(2 * 26.562e9) and "2 links of 26.562 GB/s" in whole.said
     assert part.bytes_per_s == pytest.approx(26.562e9), "of the GPU that has least"
-    assert link_rate.parse("").bytes_per_s is None and link_rate.parse("GPU 0: T4\n").bytes_per_s is None
+    assert links.parse("").bytes_per_s is None and links.parse("GPU 0: T4\n").bytes_per_s is None
 
 
 def test_without_the_tool_the_rate_is_unknown(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    found = link_rate.nvlink()
+    found = links.nvlink()
     assert found.bytes_per_s is None and found.said == "unknown: there is no nvidia-smi"
 
 
@@ -122,7 +121,7 @@ def test_kernels_are_reported_and_watched(tmp_path, monkeypatch, capsys):
     """What the profiler would find on GPUs; a profile that fails keeps the others."""
     args = harness.parse(scaling.options(), ["--quick", "--out", str(tmp_path)])
     args.model = "tiny"
-    run = scaling.Run(args, harness.Report("scaling", tmp_path, {"rounds": 3}), inputs.MODELS["tiny"], {}, {})
+    run = scaling.Run(args, harness.Report("scaling", args), inputs.MODELS["tiny"], {}, {})
     times = {1: 10.0, 2: 12.0}
 
     def profile(program, rounds):
@@ -131,8 +130,8 @@ def test_kernels_are_reported_and_watched(tmp_path, monkeypatch, capsys):
         found = {"kernels": [kernel("weighted_activation", times[program])], "span_us": times[program]}
         return harness.Timing((times[program] * 1e-6,) * 3), found
 
-    monkeypatch.setattr(scaling.kernel_times, "profile", profile)
-    monkeypatch.setitem(scaling.kernel_times.BUILDERS, scaling.PROFILED, lambda mesh, model, tokens: mesh)
+    monkeypatch.setattr(scaling.profiler, "profile", profile)
+    monkeypatch.setattr(scaling.layer_variants, "program", lambda mesh, model, tokens, backward: mesh)
     for ranks in (1, 2, 4):
         scaling.measure_kernels(run, ranks, scaling.Place(ranks, 8, ("weak",)))
         run.moved[ranks, 8] = growth.Moved(100.0, 0.0, 0.0, 1.0)

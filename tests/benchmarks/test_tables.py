@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from lib import tables
+import tables
 
 DISPATCH, COMBINE = "triton dispatch to rows", "triton combine"
 

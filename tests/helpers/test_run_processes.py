@@ -113,13 +113,12 @@ def test_nobody_stays_behind_when_it_is_ended(tmp_path: Path) -> None:
 
 BENCHMARK = """
 import json, os, sys, time
-sys.path.insert(0, {folder!r})
 import jax
 from figures import answer
-from lib import harness, processes
+from jax_ep.tools.benchmark import harness, processes
 
 if __name__ == "__main__":
-    options = harness.parser("", rounds=3)
+    options = harness.parser("", "script", rounds=3)
     processes.add_option(options)
     args = harness.parse(options)
     figure = processes.enter(args.processes, answer)
@@ -140,7 +139,7 @@ if __name__ == "__main__":
         times = harness.measure_interleaved(naps, args.rounds, budget_s=0)
         with open(f"times{{jax.process_index()}}.json", "w") as file:
             json.dump({{"ends of naps": ends, "starts of sums": starts}}, file)
-        report = harness.Report("rows", args.out, {{}})
+        report = harness.Report("rows", args)
         found = {{"processes": jax.process_count(), "process": jax.process_index(), "sum": int(sum_of_all())}}
         for name, timing in times.items():
             report.add(name, {{}}, timing, **found, figure=figure)
@@ -152,14 +151,11 @@ if __name__ == "__main__":
 @pytest.mark.slow
 def test_benchmarks_in_two_processes(tmp_path: Path) -> None:
     """The copies run together, and the report is that of the first."""
-    folder = LAUNCHER.parents[2] / "benchmarks"
-    if not folder.is_dir():
-        pytest.skip("not a source checkout")
     script = tmp_path / "script.py"
-    script.write_text(BENCHMARK.format(folder=str(folder)))
+    script.write_text(BENCHMARK.format())
     (tmp_path / "figures.py").write_text("def answer():\n    return 42.5\n")
     flags = "--xla_force_host_platform_device_count=1"
-    path = os.pathsep.join([str(folder.parent), str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(LAUNCHER.parents[2]), str(tmp_path), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": path}
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 

@@ -259,8 +259,8 @@ def test_trace_command_shows_merges_draws(tmp_path: Path, capsys: pytest.Capture
         "exchange",
         "34 %",
         "device 1",
-        "clocks aligned by the exchange",
-        "2 events had no room",
+        "clocks aligned by the all-to-all",
+        "2 events were dropped",
     ):
         assert words in shown
     same(tracing.Trace.load(merged), tracing.Trace.of_devices({0: written(0), 1: written(1, SKEW)}))

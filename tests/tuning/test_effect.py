@@ -162,7 +162,8 @@ def test_tuning_tiles_reach_launch(
     config, found = of(launched, "grouped_gemm")
     assert (config.num_warps, found.tile.block_m, found.tile.block_n) == (4, 32, 32)
     with tuning.override("grouped_gemm", block_n=64, block_m=16):  # The same call, traced again.
-        np.testing.assert_array_equal(product(lhs, rhs), got)
+        # NumPy adds blocks of other sizes in another order.
+        np.testing.assert_allclose(product(lhs, rhs).astype(jnp.float32), got.astype(jnp.float32), 2**-7, 2**-7)
     assert [found.tile.block_n for name, _, found in launched if name == "grouped_gemm"] == [32, 64]
     jax.eval_shape(jax.grad(total, argnums=1), lhs, rhs)
     assert of(launched, "weight_gradient")[1].tile.block_rows == 32

@@ -20,9 +20,9 @@ from jax_ep.core.dtypes import FP8
 from jax_ep.core.layout import round_up
 from jax_ep.ops import registry
 from jax_ep.quantization import GROUP_SIZE
+from jax_ep.tools.benchmark.chains import zero_after
+from jax_ep.tools.benchmark.inputs import AXIS, Model, routing
 from jax_ep.types import Handle, Layout, Options, Schedule
-from lib.inputs import AXIS, Model, routing
-from lib.waiting import zero_after
 
 FEW_PROGRAMS = 24
 RAGGED, RAGGED_AS_IT_IS = "ragged_all_to_all, best flags", "ragged_all_to_all, default flags"
@@ -139,6 +139,11 @@ def after(handle: Handle, previous: Array) -> Handle:
     if handle.group is not None:
         return dataclasses.replace(handle, group=handle.group + previous)
     return dataclasses.replace(handle, row_slot=handle.row_slot + previous, slot_row=handle.slot_row + previous)
+
+
+def local_after(handle: Handle, previous: Array) -> Handle:
+    """Return the rank's handle of a stacked one, available only once `previous`, a zero, is."""
+    return after(local(handle), previous)
 
 
 def chain(case: Case, variant: Variant, n: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -26,10 +26,10 @@ import jax_ep
 from jax_ep.megakernels import masked
 from jax_ep.megakernels.masked import MaskedTiles, masked_tiles
 from jax_ep.quantization import quantize_fp8, quantize_fp8_weights
-from lib import harness
-from lib.harness import Report
-from lib.inputs import Model, routing
-from lib.waiting import after
+from jax_ep.tools.benchmark import harness
+from jax_ep.tools.benchmark.chains import after
+from jax_ep.tools.benchmark.harness import Report
+from jax_ep.tools.benchmark.inputs import Model, routing
 
 LENGTHS, QUICK_LENGTHS = (4, 24), (1, 2)
 TOKENS = [1, 8, 32, 128, 256]
@@ -218,9 +218,8 @@ def measure(report: Report, args: argparse.Namespace, model: Model, num_ranks: i
                 title=f"{count} tokens",
                 workers=harness.WORKERS,
                 failures=failures,
+                resolve=not args.quick,
             )
-            if not args.quick:
-                harness.leave_out_unresolved(times, failures)
             shape = {"tokens_per_rank": count, "ranks": num_ranks, **model._asdict(), "dtype": dtype}
             show(report, shape, rows, matrices, times, failures, error)
 

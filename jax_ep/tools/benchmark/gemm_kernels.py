@@ -25,10 +25,10 @@ from jax_ep.pallas import grouped_gemm as pallas_gemm
 from jax_ep.pallas.tiling import ForwardTiles as PallasForwardTiles
 from jax_ep.pallas.tiling import Fp8Tiles
 from jax_ep.pallas.tiling import WeightTiles as PallasWeightTiles
+from jax_ep.tools.benchmark import harness, torch_products
+from jax_ep.tools.benchmark.gemm_inputs import check, group_sizes, make_operands, make_sample
+from jax_ep.tools.benchmark.harness import Report
 from jax_ep.xla import grouped_gemm as xla_gemm
-from lib import harness, torch_products
-from lib.gemm_inputs import check, group_sizes, make_operands, make_sample
-from lib.harness import Report
 
 PallasTiles = PallasForwardTiles | PallasWeightTiles
 
@@ -293,6 +293,7 @@ def measure_kernels(report: Report, args: argparse.Namespace) -> None:
 
 
 def problems(args: argparse.Namespace) -> Iterator[Problem]:
+    """Make the problems of the command line, one at a time."""
     shapes = args.shapes or (QUICK_SHAPES if args.quick else SHAPES)
     for shape in shapes:
         yield from make_problems(shape, args.directions)

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 
 import jax_ep
-from lib.harness import Timing, progress
+from jax_ep.tools.benchmark.harness import Timing, progress
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 WARMUP = 3
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from jax_ep.megakernels.grouped_gemm import Tiles, WeightTiles
 from jax_ep.pallas.tiling import ForwardTiles as PallasForwardTiles
 from jax_ep.pallas.tiling import WeightTiles as PallasWeightTiles
-from lib import harness
-from lib.gemm_kernels import (
+from jax_ep.tools.benchmark import harness
+from jax_ep.tools.benchmark.gemm_kernels import (
     CUBLAS,
     DISTRIBUTIONS,
     PallasTiles,
@@ -24,7 +24,7 @@ from lib.gemm_kernels import (
     triton,
     workers_on_cpu,
 )
-from lib.harness import Report
+from jax_ep.tools.benchmark.harness import Report
 
 type AnyTiles = Tiles | WeightTiles | PallasTiles
 

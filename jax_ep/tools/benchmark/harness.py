@@ -1,12 +1,13 @@
-"""What benchmarks share: interleaved timing, reports as JSON, tables and command-line options.
+"""Timing, reports, tables and command lines that all benchmarks share.
 
-Clocks, power limits and other processes move single timings by far more than the differences that matter. So the
-variants of one comparison always run in turns, medians and quartiles are reported, and ratios are taken within rounds.
+Clocks, power limits and other processes change single timings more than the differences that matter. So the variants of
+a comparison alternate, reports have medians and quartiles, and ratios are taken within rounds.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
@@ -15,8 +16,9 @@ import math
 import os
 import platform
 import sys
+import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
@@ -27,13 +29,13 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jax_ep.core.files import check_writable
-from jax_ep.tools import bench, command
+from jax_ep.tools import command
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
-QUICK_RESULTS = Path("runs/benchmarks")  # quick figures mean nothing: they never replace the published ones
+RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"  # of a source checkout
+QUICK_RESULTS = Path("runs/benchmarks")  # quick runs never replace the published figures
 QUICK_DEVICES = 4
-WORKERS = 8  # compilers at a time
-# Short calls would be measured as long as their launches take from the host.
+WORKERS = 8  # threads that compile
+# Without graphs, short calls would take as long as the host needs to launch them.
 GRAPHS: dict[str, Any] = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,WHILE,CONDITIONAL,DYNAMIC_SLICE_FUSION",
     "xla_gpu_graph_min_graph_size": 1,
@@ -44,6 +46,8 @@ GRAPHS_WITH_COLLECTIVES = GRAPHS | {
 _MIN_ROUNDS = 3
 _BUDGET_S = 15.0
 
+type Factory = Callable[[int], tuple[Callable[..., Any], tuple[Any, ...]]]
+
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
@@ -53,25 +57,26 @@ class Timing:
 
     @property
     def median(self) -> float:
+        """The median of the samples."""
         return float(np.median(self.samples))
 
     def summary(self) -> dict[str, Any]:
-        """Median, quartiles, minimum and the number of samples."""
+        """Return median, quartiles, minimum and the number of samples."""
         q1, median, q3 = (float(q) for q in np.quantile(self.samples, (0.25, 0.5, 0.75)))
         return {"median": median, "q1": q1, "q3": q3, "min": min(self.samples), "rounds": len(self.samples)}
 
     def milliseconds(self) -> str:
-        """Median and quartiles, for tables."""
+        """Format median and quartiles as one cell of a table."""
         s = self.summary()
         return f"{1e3 * s['median']:.2f} [{1e3 * s['q1']:.2f} {1e3 * s['q3']:.2f}]"
 
     def microseconds(self, digits: int = 0) -> list[str]:
-        """Median, and quartiles, as two cells of a table."""
+        """Format the median, and the quartiles, as two cells of a table."""
         median, q1, q3 = (f"{1e6 * self.summary()[name]:.{digits}f}" for name in ("median", "q1", "q3"))
         return [median, f"{q1} to {q3}"]
 
     def ratio_to(self, other: Timing) -> float:
-        """Median over rounds of this time divided by the other's in the same round."""
+        """Return the median over rounds of this time divided by the other's in the same round."""
         return float(np.median([a / b for a, b in zip(self.samples, other.samples, strict=False)]))
 
 
@@ -84,16 +89,16 @@ def measure_interleaved[Key: Hashable](
     settle_s: float = 0.0,
     title: str = "measuring",
 ) -> dict[Key, Timing]:
-    """Wall-clock times of functions that run in turns, each until its results are ready.
+    """Measure wall-clock times of functions that alternate, each until its results are ready.
 
     Args:
       variants: functions without arguments, compiled or not; they return arrays.
       rounds: samples of each variant.
       warmup: calls before the first sample; the first one compiles.
-      budget_s: a variant whose samples sum to more sits out the remaining rounds, once it has three of them.
-      settle_s: how long a variant runs before each of its samples: the clock of a GPU at its power limit is the one
-        that the last tenth of a second asked for, by whatever ran then.
-      title: for the progress bar.
+      budget_s: a variant whose samples sum to more skips the remaining rounds, once it has three samples.
+      settle_s: how long a variant runs before each of its samples. At its power limit, a GPU's clock depends on what
+        ran in the last tenth of a second.
+      title: of the progress bar.
     """
     together = jax.process_count() > 1
     if together:
@@ -103,11 +108,11 @@ def measure_interleaved[Key: Hashable](
             jax.block_until_ready(run())
     samples: dict[Key, list[float]] = {name: [] for name in variants}
     for i in progress(range(rounds), title):
-        # Every other round runs backwards, so that no variant always follows the same neighbour.
+        # Every other round runs backwards, so that a variant does not always follow the same one.
         for name in list(variants)[:: 1 if i % 2 == 0 else -1]:
             if len(samples[name]) >= _MIN_ROUNDS and sum(samples[name]) > budget_s:
                 continue
-            if together:  # or one would time how long it waits for another
+            if together:  # otherwise the time includes the wait for other processes
                 multihost_utils.sync_global_devices("sample")
             settled = time.perf_counter() + settle_s
             while time.perf_counter() < settled:
@@ -119,7 +124,7 @@ def measure_interleaved[Key: Hashable](
 
 
 def measure_chained(
-    factories: Mapping[str, Callable[[int], tuple[Callable[..., Any], tuple[Any, ...]]]],
+    factories: Mapping[str, Factory],
     rounds: int,
     *,
     lengths: tuple[int, int] = (1, 3),
@@ -127,21 +132,23 @@ def measure_chained(
     title: str = "measuring",
     workers: int = 1,
     failures: dict[str, str] | None = None,
+    resolve: bool = False,
     compiler_options: dict[str, Any] | None = None,
 ) -> dict[str, Timing]:
-    """Device time of one call inside jit: a chain of n2 calls less one of n1, divided by n2 - n1.
+    """Measure the device time of one call inside jit: the times of two chains of calls, divided by the extra calls.
 
-    The difference leaves out the launch of the program, the transfer of its arguments and whatever runs once.
+    The difference excludes the launch of the program, the transfer of its arguments and everything that runs once.
 
     Args:
-      factories: `make(n)` returns a function, jitted or not, and its arguments; the function makes n calls, each of
-        which needs the result of the one before, or XLA would merge them.
+      factories: `make(n)` returns a function, jitted or not, and its arguments. The function makes n calls; each needs
+        the result of the previous one, so that XLA cannot merge them.
       rounds: samples of each variant.
-      lengths: n1 and n2.
+      lengths: calls of the short and of the long chain.
       budget_s: see `measure_interleaved`; for each length.
-      title: for the progress bar.
-      workers: variants compiled at a time; one where compilation runs candidates on the device to choose among them.
-      failures: where given, a variant that cannot be compiled or run is left out, and its error put here.
+      title: of the progress bar.
+      workers: variants compiled at a time; 1 if compilation times candidates on the device.
+      failures: if given, it receives the error of each variant that cannot be compiled or run.
+      resolve: also treat a variant whose two chains take the same time as failed.
       compiler_options: of XLA, for all variants; such as `GRAPHS`.
     """
     short, long = lengths
@@ -152,24 +159,20 @@ def measure_chained(
     for name in compiled:
         pairs = zip(times[name, short].samples, times[name, long].samples, strict=False)
         result[name] = Timing(tuple((b - a) / (long - short) for a, b in pairs))
+        if resolve and failures is not None and result[name].median <= 0:
+            failures[name] = "takes less than what these chains resolve"
+            del result[name]
     return result
 
 
-def leave_out_unresolved(times: dict[str, Timing], failures: dict[str, str]) -> None:
-    """Takes out what seems to take no time, and says so in `failures`."""
-    for name in [name for name, timing in times.items() if timing.median <= 0]:
-        failures[name] = "takes less than what these chains resolve"
-        del times[name]
-
-
 def _compile_chains(
-    factories: Mapping[str, Callable[[int], tuple[Callable[..., Any], tuple[Any, ...]]]],
+    factories: Mapping[str, Factory],
     lengths: tuple[int, int],
     workers: int,
     failures: dict[str, str] | None,
     compiler_options: dict[str, Any] | None,
 ) -> dict[str, list[Callable[[], Any]]]:
-    """The chains of both lengths, compiled, then tried one after another, twice."""
+    """Compile the chains of both lengths in parallel, then run each of them twice."""
 
     def compile_both(name: str) -> list[Callable[[], Any]]:
         runs = []
@@ -179,18 +182,18 @@ def _compile_chains(
             runs.append(partial(jitted.lower(*args).compile(compiler_options), *args))
         return runs
 
-    # Processes must compile, and enlarge what they share, in one order; and no program may run meanwhile.
+    # Processes must compile, and enlarge the shared heap, in one order; and no program may run meanwhile.
     pool = ThreadPoolExecutor(1 if jax.process_count() > 1 else workers)
     try:
         pending = {name: pool.submit(compile_both, name) for name in factories}
         wait(pending.values())
     finally:
-        pool.shutdown(cancel_futures=True)  # Ctrl-C waits for what is being compiled, not for the others
+        pool.shutdown(cancel_futures=True)  # Ctrl-C waits only for compilations in progress
     compiled = {}
     for name, future in pending.items():
         try:
             runs = future.result()
-            for run in [*runs, *runs]:  # what runs again XLA makes a CUDA graph of, where options ask for it
+            for run in [*runs, *runs]:  # XLA makes a CUDA graph on the second run, if options ask for one
                 jax.block_until_ready(run())
             compiled[name] = runs
         except Exception as error:
@@ -201,8 +204,8 @@ def _compile_chains(
     return compiled
 
 
-def progress(items: Iterable[Any], title: str) -> Iterable[Any]:
-    """`items`, with a progress bar where rich is installed and somebody watches."""
+def progress[Item](items: Iterable[Item], title: str) -> Iterable[Item]:
+    """Return `items`, with a progress bar on a terminal if rich is installed."""
     try:
         from rich.console import Console
         from rich.progress import track
@@ -212,66 +215,100 @@ def progress(items: Iterable[Any], title: str) -> Iterable[Any]:
     return track(items, title, console=console, transient=True) if console.is_terminal else items
 
 
+@contextlib.contextmanager
+def ends_the_run(timeout_s: float, give_up: Callable[[], None]) -> Iterator[None]:
+    """End the process unless the block ends in time: a program that hangs on a device cannot be canceled.
+
+    Before that, call `give_up`, which completes the report.
+    """
+
+    def end() -> None:
+        give_up()
+        os._exit(0)
+
+    timer = threading.Timer(timeout_s, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+# --- reports --------------------------------------------------------------------------------------------------------
+
+
 def versions() -> dict[str, str]:
-    """Versions of what decides about speed; packages that are not installed are left out."""
+    """Return the versions of the packages that determine speed, if installed."""
     found = {"python": platform.python_version()}
     for package in ("jax", "jaxlib", "jax-cuda13-plugin", "triton", "jax-triton", "numpy"):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
 def device() -> dict[str, Any]:
-    """Platform, kind and number of the devices that the benchmark sees."""
+    """Return platform, kind and number of the devices that the benchmark sees."""
     first = jax.devices()[0]
     return {"platform": first.platform, "kind": first.device_kind, "count": jax.device_count(), "cores": os.cpu_count()}
 
 
 class Report:
-    """Rows of one benchmark run, written to `NAME.json` after each addition, so that an abort keeps the others."""
+    """Rows of one run, written to `NAME.json` after each addition, so that an abort keeps the others.
+
+    Args:
+      name: of the file, without the suffix of the command line.
+      args: the command line, as `parse` returns it.
+      settings: other settings than rounds and quick.
+    """
 
     made: ClassVar[list[Report]] = []  # of this process, for the exit status
 
-    def __init__(self, name: str, folder: Path, settings: Mapping[str, Any]) -> None:
-        self.path = folder / f"{name}.json"
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, name: str, args: argparse.Namespace, settings: Mapping[str, Any] | None = None) -> None:
+        self.path: Path = args.out / f"{name}{args.suffix}.json"
+        args.out.mkdir(parents=True, exist_ok=True)
         check_writable(self.path)
         self.made.append(self)
         self._content: dict[str, Any] = {
-            "name": name,
-            "script": f"benchmarks/{Path(sys.argv[0]).name}",
+            "name": f"{name}{args.suffix}",
+            "script": f"benchmarks/{args.script}.py",
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "versions": versions(),
             "device": device(),
-            "settings": dict(settings),
+            "settings": {"rounds": args.rounds, "quick": args.quick, **(settings or {})},
             "summary": {},
             "rows": [],
         }
 
     @property
     def rows(self) -> list[dict[str, Any]]:
+        """The rows so far."""
         return self._content["rows"]
 
     @property
     def summary(self) -> dict[str, Any]:
+        """The few figures that the benchmark is about."""
         return self._content["summary"]
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the run."""
+        return self._content["settings"]
+
     def add(self, variant: str, shape: Mapping[str, Any], timing: Timing, **details: Any) -> None:
-        """One row: a variant, the shape it ran on, its time, and whatever else belongs to it."""
+        """Add a row: a variant, the shape it ran on, its time, and other figures."""
         self.rows.append({"variant": variant, "shape": dict(shape), "seconds": timing.summary(), **details})
         self._write()
 
     def failed(self, variant: str, shape: Mapping[str, Any], error: str, **details: Any) -> None:
-        """One row for a variant that cannot run this shape, with the reason."""
+        """Add a row for a variant that cannot run this shape, with the reason."""
         command.raise_if_interrupted(error)
         self.rows.append({"variant": variant, "shape": dict(shape), "failed": error, **details})
         self._write()
 
     def summarise(self, **figures: Any) -> None:
-        """The few figures that the benchmark is about."""
-        self._content["summary"].update(figures)
+        """Add figures to the summary."""
+        self.summary.update(figures)
         self._write()
 
     def _write(self) -> None:
@@ -279,7 +316,7 @@ class Report:
 
 
 def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """A table on the console, by rich where it is installed."""
+    """Print a table, formatted by rich if it is installed."""
     cells = [[str(cell) for cell in row] for row in rows]
     try:
         from rich.console import Console
@@ -300,23 +337,34 @@ def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[objec
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
-def parser(description: str, *, rounds: int, tokens: str = "") -> argparse.ArgumentParser:
-    """The options that all benchmarks have, with `tokens` the one for numbers of tokens; read them with `parse`."""
-    result = command.Parser(
-        prog=bench.program_name(), description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+# --- command lines --------------------------------------------------------------------------------------------------
+
+
+def parser(
+    description: str | None, script: str, *, rounds: int, tokens: str = "", prog: str | None = None
+) -> argparse.ArgumentParser:
+    """Make a parser with the options that all benchmarks have; `parse` reads them.
+
+    Args:
+      description: the benchmark's docstring.
+      script: file in `benchmarks/`, without its ending, that runs the benchmark.
+      rounds: default of `--rounds`.
+      tokens: defaults of `--tokens`, for its help; "" for no such option.
+      prog: the command that `usage:` shows, such as "jax-ep bench moe"; None: the script.
+    """
+    result = command.Parser(prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     result.add_argument("--out", type=Path, help=f"folder of the JSON and PNG files (default: {RESULTS.name}/ here)")
     result.add_argument("--rounds", type=int, help=f"samples of each variant (default: {rounds})")
-    result.add_argument("--quick", action="store_true", help=f"tiny shapes, to try it out; writes to {QUICK_RESULTS}")
-    result.add_argument("--suffix", default="", help="of the report's name, as _4_gpus")
+    result.add_argument("--quick", action="store_true", help=f"tiny shapes, to try it; writes to {QUICK_RESULTS}")
+    result.add_argument("--suffix", default="", help="of the report's name, such as _4_gpus")
     if tokens:
         result.add_argument("--tokens", type=int, nargs="+", help=f"tokens per rank (default: {tokens})")
-    result.set_defaults(default_rounds=rounds)
+    result.set_defaults(default_rounds=rounds, script=script)
     return result
 
 
 def parse(options: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parses, and fills in the defaults that depend on `--quick`."""
+    """Parse a command line, and fill in the defaults that depend on `--quick`."""
     args = options.parse_args(arguments)
     args.rounds = args.rounds or (_MIN_ROUNDS if args.quick else args.default_rounds)
     args.out = args.out or (QUICK_RESULTS if args.quick else RESULTS)
@@ -326,18 +374,17 @@ def parse(options: argparse.ArgumentParser, arguments: Sequence[str] | None = No
 
 
 def chosen[Variant](variants: Mapping[str, Variant], only: Sequence[str] | None) -> dict[str, Variant]:
-    """Those whose names hold one of `only`; all, where it is None or empty."""
+    """Return the variants whose names contain one of `only`; all if it is None or empty."""
     return {name: variant for name, variant in variants.items() if not only or any(part in name for part in only)}
 
 
-def run(main: Callable[[], None]) -> None:
-    """Run a script, by itself or for a command; a report without a measured row ends it with status 1."""
-    if bench.program_name() is None:
-        command.run(Path(sys.argv[0]).name, partial(_measure, main))
-    _measure(main)
+def run(main: Callable[[], object]) -> None:
+    """Run a script and end the process with its exit status."""
+    command.run(Path(sys.argv[0]).name, partial(measured, main))
 
 
-def _measure(main: Callable[[], None]) -> None:
+def measured(main: Callable[[], object]) -> None:
+    """Run a benchmark; exit with status 1 if a report has no measured row."""
     Report.made.clear()
     main()
     for report in Report.made:
@@ -346,11 +393,19 @@ def _measure(main: Callable[[], None]) -> None:
 
 
 def can_measure(args: argparse.Namespace, num_devices: int) -> bool:
-    """Whether there are so many GPUs, or with `--quick` so many devices of any kind."""
+    """Return whether there are enough GPUs, or with `--quick` enough devices of any kind."""
     return (jax.default_backend() == "gpu" or args.quick) and jax.device_count() >= num_devices
 
 
 def require_devices(what: str, args: argparse.Namespace, *, num_devices: int = 2) -> None:
-    """End the run with status 1 where there are too few devices."""
+    """Exit with status 1 if there are too few devices."""
     if not can_measure(args, num_devices):
         sys.exit(f"{what}: needs {'two or more GPUs' if num_devices == 2 else 'a GPU'}; nothing measured")
+
+
+def require_triton() -> None:
+    """Raise an ImportError that names the remedy if Triton is not installed."""
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        raise ImportError("the kernels need Triton: pip install '.[cuda13]', or triton without a GPU") from error

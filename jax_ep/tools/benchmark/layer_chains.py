@@ -20,10 +20,10 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from jax_ep.core.layout import round_up
+from jax_ep.tools.benchmark.chains import zero_after
+from jax_ep.tools.benchmark.exchange_chains import local
+from jax_ep.tools.benchmark.inputs import AXIS, MODELS, Model, on_ranks, routing
 from jax_ep.types import Handle, Layout
-from lib.exchange_chains import local
-from lib.inputs import AXIS, MODELS, Model, on_ranks, routing
-from lib.waiting import zero_after
 
 CAPACITY_FACTOR = 1.25
 _SAMPLE = 1024

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from lib.harness import Timing
+from jax_ep.tools.benchmark.harness import Timing
 
 _CALLS, _WARMUP = 10, 3
 

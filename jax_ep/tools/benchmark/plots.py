@@ -1,7 +1,6 @@
-"""Plots of reports, from their JSON files alone: `python benchmarks/lib/plots.py [FOLDER]` draws them again.
+"""Plots of reports, from their JSON files alone.
 
-The expert layer has one plot for all its reports, `layer_by_model.png`; of the others, those that have a plot get it
-anew.
+All reports of the expert layer share one plot, `layer_by_model.png`.
 """
 
 from __future__ import annotations
@@ -283,16 +282,3 @@ def _layers(axes: Any, groups: Sequence[tuple[str, Mapping[str, float]]]) -> Non
 
 def _ratio(value: float) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:.0f}"
-
-
-def main() -> None:
-    """Draws what a folder of reports has plots of."""
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parents[1] / "results")
-    drawn = [draw(path) for path in sorted(folder.glob("*.json")) if path.with_suffix(".png").exists()]
-    for path in (*drawn, draw_layers(folder)):
-        if path is not None:
-            print(path)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Benchmarks with one process per GPU: `--processes N` starts N copies of the script, of which the first reports."""
+"""Benchmarks with one process per GPU: `--processes N` runs this command N times; the first process reports."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ _PROCESS, _COORDINATOR, _FIGURE = (f"JAX_EP_BENCHMARK_{name}" for name in ("PROC
 
 
 def add_option(options: argparse.ArgumentParser) -> None:
-    """Adds `--processes`."""
+    """Add `--processes`."""
     options.add_argument("--processes", type=int, default=1, metavar="N", help="one process for each of N GPUs")
 
 
 def enter(count: int, figure: Callable[[], float]) -> float | None:
-    """Makes this process one of `count`, or starts those and ends with their exit status.
+    """Make this process one of `count` processes, or start them and exit with their status.
 
     Args:
-      count: processes, as of `--processes`.
-      figure: measures something that one process must measure, which drives every GPU; a function of a module of lib.
+      count: number of processes, as passed to `--processes`.
+      figure: a module's function that measures something that a process must measure which drives all GPUs.
 
     Returns:
-      The figure, or None where this process has only started the others.
+      The figure, or None if this process only started the others.
     """
     if count == 1:
         return figure()
     if _PROCESS not in os.environ:
         on_gpus = os.environ.get("JAX_PLATFORMS") != "cpu"
         if on_gpus and count > (gpus := len(list(Path("/proc/driver/nvidia/gpus").glob("*")))):
-            raise ValueError(f"--processes {count}: there are {gpus} GPUs, expected one for each process")
+            raise ValueError(f"--processes {count}: there are {gpus} GPUs, expected one per process")
         os.environ[_FIGURE] = str(_alone(figure))
         _run_copies(count)
         return None
@@ -46,18 +46,18 @@ def enter(count: int, figure: Callable[[], float]) -> float | None:
 
     process = int(os.environ[_PROCESS])
     jax.distributed.initialize(os.environ[_COORDINATOR], count, process, local_device_ids=[process])
-    # With the mesh, plans need no exchange of device numbers.
+    # With the mesh, plans need no all-to-all of device numbers.
     jax_ep.init(jax.make_mesh((count,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,)))
     return float(os.environ[_FIGURE])
 
 
 def _run_copies(count: int) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the copies must end too
-    with socket.socket() as probe, tempfile.TemporaryDirectory() as elsewhere:
+    with socket.socket() as probe, tempfile.TemporaryDirectory() as unused:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
         probe.close()
-        copies = [_start(i, address, elsewhere) for i in range(count)]
+        copies = [_start(i, address, unused) for i in range(count)]
         try:
             while None in (codes := [copy.poll() for copy in copies]) and not any(codes):
                 time.sleep(0.1)
@@ -68,20 +68,20 @@ def _run_copies(count: int) -> None:
         sys.exit(f"{Path(sys.argv[0]).name}: exit statuses of the processes: {codes}")
 
 
-def _start(process: int, address: str, elsewhere: str) -> subprocess.Popen[bytes]:
-    """A copy of this script; those that do not report write to a folder that goes away."""
+def _start(process: int, address: str, unused: str) -> subprocess.Popen[bytes]:
+    """Start a copy of this command; all but the first write their report to the folder `unused`."""
     own = {_PROCESS: str(process), _COORDINATOR: address}
-    quiet = ["--out", elsewhere] if process else []
+    quiet = ["--out", unused] if process else []
     output = subprocess.DEVNULL if process else None
-    # In a session of its own, where Ctrl-C does not reach it: this process ends it.
-    command = [sys.executable, *sys.argv, *quiet]
+    # In another session, which Ctrl-C does not reach: this process ends it.
+    command = [sys.executable, *sys.orig_argv[1:], *quiet]
     return subprocess.Popen(command, env=os.environ | own, stdout=output, start_new_session=True)
 
 
 def _alone(figure: Callable[[], float]) -> float:
-    """The number that a function returns in a process of its own, which has ended when this returns."""
+    """Call a function in another process, which has ended when this returns."""
     code = f"import {figure.__module__} as m; print('result', m.{figure.__name__}())"
-    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(filter(None, sys.path))
     command = [sys.executable, "-P", "-c", code]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, text=True, check=True)
     return float(done.stdout.split("result")[-1])

@@ -15,10 +15,10 @@ from jax_ep.core.dtypes import FP8
 from jax_ep.megakernels import low_latency
 from jax_ep.megakernels.exchange import all_gather_i32
 from jax_ep.megakernels.launch import group_on
+from jax_ep.tools.benchmark.chains import after
+from jax_ep.tools.benchmark.exchange_chains import Case, make_case
+from jax_ep.tools.benchmark.inputs import AXIS, Model
 from jax_ep.types import Schedule
-from lib.exchange_chains import Case, make_case
-from lib.inputs import AXIS, Model
-from lib.waiting import after
 
 Step = Callable[..., Any]
 

@@ -1,7 +1,7 @@
-"""Times the public operations of whichever jax_ep is on the path: what compare.py starts, once per checkout and turn.
+"""Time the public operations of the jax_ep on the path; compare.py runs this once per checkout and turn.
 
-Only functions and keywords that versions have since 0.1, so that older ones run it too. Prints, as JSON, where the
-package lies and the seconds of each sample.
+It uses only functions and keywords that exist since 0.1, so that it also runs older versions. It prints, as JSON, the
+folder of the package and the seconds of each sample.
 """
 
 from __future__ import annotations
@@ -19,11 +19,15 @@ import numpy as np
 from jax import Array
 
 import jax_ep
+import jax_ep.tools
 from jax_ep.quantization import quantize_fp8, quantize_fp8_weights
 from jax_ep.serving import serving_weights
-from lib import harness
-from lib.inputs import AXIS, MODELS, expert_mesh, make_weights, on_ranks, routing
-from lib.touched_chains import Operation, chain
+
+# The harness is that of this checkout, for both packages.
+jax_ep.tools.__path__.insert(0, str(Path(__file__).resolve().parents[1] / "jax_ep" / "tools"))
+from jax_ep.tools.benchmark import harness
+from jax_ep.tools.benchmark.chains import Operation, chain
+from jax_ep.tools.benchmark.inputs import AXIS, MODELS, expert_mesh, make_weights, on_ranks, routing
 
 LENGTHS = (2, 8)
 FP8 = jnp.float8_e4m3fn

@@ -1,9 +1,11 @@
-"""What the profiler's trace says about one GPU: its kernels and copies, run by run, and where the time goes.
+"""Profile a program on the first GPU: its kernels and copies, run by run, and idle gaps.
 
-`jax.profiler.trace` leaves a `*.trace.json.gz` in Chrome's format. Metadata events name its processes, which are
+`jax.profiler.trace` writes a `*.trace.json.gz` in Chrome's format. Metadata events name its processes, which are
 devices ("/device:GPU:0") and hosts, and their threads, which are streams ("Stream #13(Compute)") and summaries that XLA
 derives from them ("XLA Ops", "XLA Modules"). An event of phase "X" on a stream is a kernel or a copy. Times are in
 microseconds.
+
+A program runs several times in one trace, with a pause after each run that is far longer than any gap inside.
 """
 
 from __future__ import annotations
@@ -12,12 +14,31 @@ import gzip
 import itertools
 import json
 import re
+import tempfile
+import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+
+from jax_ep.tools.benchmark import harness
+from jax_ep.tools.benchmark.harness import Timing
+
+_PAUSE_S = 0.005
+_WARMUP = 2  # the first runs load code and record CUDA graphs
+_NAME_WIDTH = 72
+
+
+class Program(NamedTuple):
+    """A function to profile, its arguments, and the number of layers or round trips that it computes."""
+
+    fn: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    steps: int
 
 
 class Event(NamedTuple):
@@ -33,16 +54,16 @@ class Event(NamedTuple):
 
 
 def load(folder: Path) -> list[dict[str, Any]]:
-    """The events of the newest trace below a folder."""
+    """Return the events of the newest trace in a folder."""
     found = sorted(folder.rglob("*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
     if not found:
-        raise ValueError(f"the profiler has left no trace in {folder}")
+        raise ValueError(f"the profiler wrote no trace to {folder}")
     with gzip.open(found[-1], "rt") as file:
         return json.load(file)["traceEvents"]
 
 
 def kernels(trace: Sequence[Mapping[str, Any]], device: int = 0) -> list[Event]:
-    """Kernels and copies of one GPU, in the order in which they start."""
+    """Return the kernels and copies of one GPU, by start time."""
     metadata = [event for event in trace if event.get("ph") == "M"]
     names = {e["pid"]: e["args"]["name"] for e in metadata if e["name"] == "process_name"}
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in metadata if e["name"] == "thread_name"}
@@ -62,7 +83,7 @@ def kernels(trace: Sequence[Mapping[str, Any]], device: int = 0) -> list[Event]:
 
 
 def split_runs(events: Sequence[Event], count: int) -> list[list[Event]]:
-    """Events of `count` runs of a program, in order of their starts, split where nothing ran for longest."""
+    """Split events, sorted by start time, into `count` runs at the longest gaps."""
     if len(events) < count:
         raise ValueError(f"{len(events)} events cannot belong to {count} runs")
     ends = itertools.accumulate((event.end for event in events), max)  # an early kernel may outlast later ones
@@ -73,12 +94,12 @@ def split_runs(events: Sequence[Event], count: int) -> list[list[Event]]:
 
 
 def span(run: Sequence[Event]) -> float:
-    """From the first start to the last end."""
+    """Return the time from the first start to the last end."""
     return max(event.end for event in run) - min(event.start for event in run)
 
 
 def busy(run: Iterable[Event]) -> float:
-    """How long anything ran: what overlaps, on several streams, counts once."""
+    """Return the time in which at least one event ran."""
     total, until = 0.0, -np.inf
     for event in sorted(run, key=lambda event: event.start):
         total += max(0.0, event.end - max(event.start, until))
@@ -87,10 +108,10 @@ def busy(run: Iterable[Event]) -> float:
 
 
 def summarise(runs: Sequence[Sequence[Event]]) -> dict[str, Any]:
-    """Medians over runs; kernels by their part of a run, `us_per_call` over all calls, shares of the busy time.
+    """Return medians over runs; kernels are sorted by time, and their shares are of the busy time.
 
-    Shares add up to more than one where kernels overlap. Where `same_calls` is false, runs differ in what they called
-    and how often: then the program does so, or they were not split where one ended.
+    The sum of the shares exceeds 1 if kernels overlap. `same_calls` is false if runs differ in their kernels: then the
+    program itself differs, or the runs were not split correctly.
     """
     calls = [Counter(event.name for event in run) for run in runs]
     return {
@@ -115,3 +136,39 @@ def _kernel(name: str, runs: Sequence[Sequence[Event]]) -> dict[str, Any]:
 
 def _median(values: Iterable[float]) -> float:
     return float(np.median(list(values)))
+
+
+def record(program: Program, rounds: int, folder: Path) -> tuple[list[Event], float]:
+    """Return the kernels of the first GPU in `rounds` runs, and microseconds of a run without the profiler."""
+    run = partial(jax.jit(program.fn).lower(*program.arguments).compile(), *program.arguments)
+    unprofiled = harness.measure_interleaved({"run": run}, rounds, warmup=_WARMUP, title="without the profiler")["run"]
+    options = jax.profiler.ProfileOptions()
+    # A trace holds a million events; those of the host would fill it.
+    options.python_tracer_level, options.host_tracer_level = 0, 1
+    with jax.profiler.trace(folder, profiler_options=options):
+        for _ in range(rounds):
+            jax.block_until_ready(run())
+            time.sleep(_PAUSE_S)
+    return kernels(load(folder)), 1e6 * unprofiled.median
+
+
+def profile(program: Program, rounds: int, folder: Path | None = None) -> tuple[Timing, dict[str, Any]]:
+    """Return the spans of the runs, and the rest of the program's row; keep the trace in `folder`, if given."""
+    with tempfile.TemporaryDirectory() as scratch:
+        events, unprofiled_us = record(program, rounds + 1, folder or Path(scratch))
+    runs = split_runs(events, rounds + 1)[1:]
+    timing = Timing(tuple(1e-6 * span(run) for run in runs))
+    return timing, {"steps": program.steps, "unprofiled_us": unprofiled_us, **summarise(runs)}
+
+
+def show(title: str, found: dict[str, Any]) -> None:
+    """Print one program's row."""
+    span, idle = found["span_us"], found["idle_us"]
+    title += f": span {span:.1f} us, busy {found['busy_us']:.1f}, idle {idle:.1f} ({100 * idle / span:.0f} %)"
+    title += f"; {found['unprofiled_us']:.1f} us without the profiler, seen from the host"
+    title += "" if found["same_calls"] else "; RUNS DIFFER IN THEIR CALLS"
+    cells = [
+        [k["name"][:_NAME_WIDTH], f"{k['calls']:g}", f"{k['us_per_call']:.2f}", f"{k['us']:.1f}", f"{k['share']:.1%}"]
+        for k in found["kernels"]
+    ]
+    harness.show_table(title, ["kernel", "calls", "us per call", "us per run", "of busy"], cells)

@@ -15,11 +15,12 @@ import jax_ep
 from jax_ep.core.expert_matrices import Fp8Weights
 from jax_ep.ops import registry
 from jax_ep.quantization import quantize_master_weights
+from jax_ep.tools.benchmark import baselines
+from jax_ep.tools.benchmark.exchange_chains import OPTIONS, after, local, stack
+from jax_ep.tools.benchmark.inputs import MODELS, make_weights, on_ranks
+from jax_ep.tools.benchmark.layer_chains import CAPACITY_FACTOR, Case, Variant, chain, make_case
+from jax_ep.tools.benchmark.profiler import Program
 from jax_ep.types import COMBINE_MODES, DISPATCH_MODES, Handle, Options, Schedule
-from lib import baselines
-from lib.exchange_chains import OPTIONS, after, local, stack
-from lib.inputs import on_ranks
-from lib.layer_chains import CAPACITY_FACTOR, Case, Variant
 
 BF16, FP8 = jnp.dtype("bfloat16"), jnp.float8_e4m3fn
 
@@ -290,6 +291,13 @@ def layers(case: Case, chosen: list[str], *, backward: bool) -> dict[str, Varian
         )
         for key in chosen
     }
+
+
+def program(mesh: jax.sharding.Mesh, name: str, tokens: int, *, backward: bool, layer: str = "moe") -> Program:
+    """Return one layer of training, to profile."""
+    case = make_case(mesh, name, "uniform", tokens, make_weights(mesh, MODELS[name]))
+    (variant,) = layers(case, [layer], backward=backward).values()
+    return Program(*chain(case, variant)(1), 1)
 
 
 def kept_bytes(case: Case, key: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import time
@@ -11,9 +12,9 @@ from typing import Any
 
 import jax
 
-from lib import harness
-from lib.harness import Report, Timing
-from lib.layer_chains import Case, Variant, chain, difference
+from jax_ep.tools.benchmark import harness
+from jax_ep.tools.benchmark.harness import Report, Timing
+from jax_ep.tools.benchmark.layer_chains import Case, Variant, chain, difference
 
 BUDGET_S = 2.0
 _KEY = ("model", "routing", "tokens_per_rank", "ranks")
@@ -55,17 +56,18 @@ class Run:
       started: when, by `time.perf_counter`.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any], *, add: bool, name: str = "moe_layer") -> None:
-        path = folder / f"{name}.json"
-        old = json.loads(path.read_text()) if add and path.exists() else None
+    def __init__(self, args: argparse.Namespace) -> None:
+        path: Path = args.out / f"moe_layer{args.suffix}.json"
+        old = json.loads(path.read_text()) if args.add and path.exists() else None
         if old is not None:
-            here = {"versions": harness.versions(), "device": harness.device(), "settings": dict(settings)}
+            settings = {"rounds": args.rounds, "quick": args.quick}
+            here = {"versions": harness.versions(), "device": harness.device(), "settings": settings}
             there = {name: old[name] for name in here}
             if here != there:
                 raise SystemExit(f"--add: {path} was measured with {there}, but this run has {here}; leave out --add.")
-        self.report = Report(name, folder, settings)
+        self.report = Report("moe_layer", args)
         self.report.rows.extend([] if old is None else old["rows"])
-        self.rounds: int = settings["rounds"]
+        self.rounds: int = args.rounds
         self.summary: dict[str, dict[str, float]] = {} if old is None else old["summary"]
         self.report.summarise(**self.summary)
         self.started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Tables of docs/performance.md, from the reports in benchmarks/results: `python benchmarks/lib/tables.py [--check]`.
+"""Tables of docs/performance.md, from the reports in benchmarks/results: `python benchmarks/tables.py [--check]`.
 
 A table stands between `<!-- table NAME -->` and `<!-- end -->`. Of several reports that hold a line the newest counts;
 the figures of one line, or of one number of GPUs, are of one report, since figures of different runs do not compare.
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "performance.md"
 NOT_YET = "Not measured yet: `make evidence` on two or more GPUs writes `{name}*.json`."
 MODELS = {

@@ -24,17 +24,18 @@ from jax import Array
 
 import jax_ep
 from jax_ep.serving import ServingWeights, serving_weights
-from lib import harness
-from lib.decode_experts import LENGTHS, QUICK_LENGTHS
-from lib.harness import Report
-from lib.inputs import AXIS, Model, make_weights, routing
+from jax_ep.tools.benchmark import harness
+from jax_ep.tools.benchmark.decode_experts import LENGTHS, QUICK_LENGTHS
+from jax_ep.tools.benchmark.harness import Report
+from jax_ep.tools.benchmark.inputs import AXIS, Model, make_weights, routing
 
 SPEC = jax.P(*AXIS)
 Layer = Callable[..., Array]  # x, ids, weights, matrices -> x
 
 
 def low_latency(model: Model, name: str | None, x: Array, ids: Array, weights: Array, w: ServingWeights) -> Array:
-    options = {"num_experts": model.experts, "implementation": name}
+    """Run the layer in one kernel launch less."""
+    options: dict[str, Any] = {"num_experts": model.experts, "implementation": name}
     return jax_ep.low_latency_moe(x, ids, weights, w.w_gate_up, w.w_down, **options)
 
 
@@ -59,6 +60,7 @@ def separate(model: Model, name: str | None, x: Array, ids: Array, weights: Arra
 
 
 def training(model: Model, name: str | None, x: Array, ids: Array, weights: Array, w: tuple[Array, Array]) -> Array:
+    """Run the layer of training."""
     return jax_ep.moe(x, ids, weights, *w, num_experts=model.experts, implementation=name)
 
 

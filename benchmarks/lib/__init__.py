@@ -1,1 +1,0 @@
-"""What the benchmarks share. Scripts beside this folder import it: Python puts their folder on its path."""

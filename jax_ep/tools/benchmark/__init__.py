@@ -1,0 +1,60 @@
+"""Benchmarks: `jax-ep bench`, `jax-ep scale`, and the modules that `jax-ep trace` and `jax-ep tune` share with them.
+
+Each benchmark is a module with a `main(arguments=None, prog=None)`, which `benchmarks/NAME.py` of a source checkout
+runs, too. Public face for other benchmarks: `harness` (timing, reports, tables, command lines), `inputs` (models,
+meshes, random arrays), `chains` (chains of dependent calls), `plots`, `links` (rates of links) and `processes`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+BENCHMARKS = {
+    "exchange": "dispatch and combine, compared with XLA's collectives and the copy engines; two GPUs or more",
+    "grouped-gemm": "grouped GEMMs and their gradients, compared with cuBLAS",
+    "moe": "the expert layer on several GPUs, forward and backward, compared with what JAX offers",
+    "low-latency": "all-to-all, experts and layer for decode-sized batches",
+    "fused-moe": "the expert layer on one GPU, by weight type, compared with `ragged_dot`, cuBLAS and PyTorch",
+}
+_OUT = Path("runs/benchmarks")
+
+
+def add_command(commands: Any) -> None:
+    """Add `bench` and `scale` to the command line."""
+    summary = "measure an operation, or a layer with the sizes of a model, and its alternatives"
+    listed = "\n".join(f"  {name:13} {what}" for name, what in BENCHMARKS.items())
+    parser = commands.add_parser(
+        "bench",
+        help=summary,
+        description=f"{summary}.\n\n{listed}\n\nEach benchmark has its own options: jax-ep bench fused-moe --help.",
+        epilog="Prints a table and writes JSON to --out, with matplotlib also a PNG.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("what", choices=BENCHMARKS, metavar="WHAT")
+    parser.add_argument("options", nargs=argparse.REMAINDER, help=f"such as --model, --tokens, --out (default: {_OUT})")
+    parser.set_defaults(run=lambda args: run(args.what, args.options, f"jax-ep bench {args.what}"))
+    summary = "measure how operations, kernels, the layer and a training scale over this machine's GPUs"
+    # All options belong to the benchmark, --help too, so this parser must not parse dashes.
+    parser = commands.add_parser("scale", help=summary, add_help=False, prefix_chars="+")
+    parser.add_argument("options", nargs=argparse.REMAINDER)
+    parser.set_defaults(run=lambda args: run("scale", args.options, "jax-ep scale"))
+
+
+def run(name: str, options: Sequence[str], prog: str) -> None:
+    """Run a benchmark in this process; without `--out` it writes to `runs/benchmarks` in the current folder."""
+    from jax_ep.tools.benchmark import harness
+
+    given = any(option == "--out" or option.startswith("--out=") for option in options)
+    arguments = [*options, *([] if given else ["--out", str(_OUT)])]
+    harness.measured(lambda: _main(name)(arguments, prog))
+
+
+def _main(name: str) -> Callable[[Sequence[str], str], None]:
+    """Return the `main` of a benchmark; their imports take a second, so they are not at the top."""
+    from jax_ep.tools.benchmark import exchange, fused_moe, grouped_gemm, layer, low_latency, scaling
+
+    mains = {"exchange": exchange, "grouped-gemm": grouped_gemm, "moe": layer, "low-latency": low_latency}
+    return (mains | {"fused-moe": fused_moe, "scale": scaling})[name].main

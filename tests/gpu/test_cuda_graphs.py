@@ -105,7 +105,7 @@ def inputs(num_ranks: int, seed: int, shape: Shape = SHAPE) -> tuple[np.ndarray,
 
 @pytest.mark.parametrize("kind", GRAPHS)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_replays_have_the_bits_of_single_launches(
+def test_cuda_graphs_replay_same_bits(
     name: str, kind: str, on_gpu: None, one_process: None, mesh: Mesh, same_bits: Any, tmp_path: Path
 ) -> None:
     fn = harness.per_rank(PROGRAMS[name], mesh)
@@ -124,7 +124,7 @@ def test_replays_have_the_bits_of_single_launches(
         assert has_graphs(tmp_path), f"XLA made no graph: {sorted(path.name for path in tmp_path.iterdir())}"
 
 
-def test_all_launches_in_one_program(on_gpu: None, one_process: None, mesh: Mesh, same_bits: Any) -> None:
+def test_cuda_graphs_all_launches(on_gpu: None, one_process: None, mesh: Mesh, same_bits: Any) -> None:
     """Recorded together, in one graph or several."""
 
     def fn(*arguments: Any) -> Any:
@@ -140,9 +140,7 @@ def test_all_launches_in_one_program(on_gpu: None, one_process: None, mesh: Mesh
             same_bits(harness.to_numpy(replayed(*arguments)), want)
 
 
-def test_a_kernel_may_run_first_while_it_is_recorded(
-    on_gpu: None, one_process: None, mesh: Mesh, same_bits: Any
-) -> None:
+def test_cuda_graphs_first_run_during_capture(on_gpu: None, one_process: None, mesh: Mesh, same_bits: Any) -> None:
     """Its code is loaded then; no other test has kernels of this shape, so none has loaded it before."""
     shape = dataclasses.replace(SHAPE, num_tokens=71, hidden=648)
     arguments = inputs(mesh.size, 0, shape)

@@ -49,7 +49,7 @@ def check_absence(failure: dict[str, Any], timeout_s: float, kernels: Sequence[s
     ("scenario", "operation"),
     [("never", "dispatch"), *(("late", operation) for operation in ("dispatch", *LOW_LATENCY))],
 )
-def test_a_rank_that_does_not_come(scenario: str, operation: str, one_process: None) -> None:
+def test_failures_missing_rank(scenario: str, operation: str, one_process: None) -> None:
     if jax.device_count() < 2:
         pytest.skip("needs two devices")
     found = programs.run("missing_peer.py", scenario, operation)
@@ -72,7 +72,7 @@ def test_a_rank_that_does_not_come(scenario: str, operation: str, one_process: N
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("path", ["throughput", "low_latency"])
-def test_a_process_that_is_killed(path: str, on_gpu: None, one_process: None) -> None:
+def test_failures_killed_process(path: str, on_gpu: None, one_process: None) -> None:
     """One process per GPU: the last one kills itself between two calls."""
     count = min(4, jax.device_count())
     if count < 2:

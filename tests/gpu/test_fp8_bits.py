@@ -49,7 +49,7 @@ def as_bytes(x: jax.Array) -> np.ndarray:
 
 
 @pytest.mark.parametrize("rows", [1, 3000, 20000] if jax.default_backend() == "gpu" else [1, 300])
-def test_columns(rows: int, rng: np.random.Generator) -> None:
+def test_fp8_bits_columns(rows: int, rng: np.random.Generator) -> None:
     sizes = rng.multinomial(rows, rng.dirichlet(np.ones(GROUPS))).astype(np.int32)
     x = rng.standard_normal((rows, 640)) * 10.0 ** rng.integers(-6, 6, (rows, 1))
     x = np.where(rng.random(x.shape) < 0.1, 0, x).astype(jnp.bfloat16)
@@ -77,7 +77,7 @@ def test_columns(rows: int, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("exponent", [0, 1, 30, 126, 127, 200, 254])
-def test_inverses_of_scales(on_gpu: None, exponent: int) -> None:
+def test_fp8_bits_inverse_scales(on_gpu: None, exponent: int) -> None:
     """Of all mantissas, rounded as a division rounds."""
     jax_triton = pytest.importorskip("jax_triton")
     source = Path(__file__).parents[1] / "megakernels" / "kernels_for_tests" / "scales.py"
@@ -94,7 +94,7 @@ def test_inverses_of_scales(on_gpu: None, exponent: int) -> None:
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bf16", "f32"])
 @pytest.mark.parametrize("shape", [(3, 256, 384), (2, 1024, 4096 if jax.default_backend() == "gpu" else 640)], ids=str)
-def test_matrices(shape: tuple[int, int, int], dtype: jnp.dtype, rng: np.random.Generator) -> None:
+def test_fp8_bits_matrices(shape: tuple[int, int, int], dtype: jnp.dtype, rng: np.random.Generator) -> None:
     w = (rng.standard_normal(shape) * 10.0 ** rng.integers(-6, 6, (*shape[:2], 1))).astype(dtype)
     w[0, 3, 5], w[1, 128:, :128] = np.inf, 0
     groups, depth, columns = shape

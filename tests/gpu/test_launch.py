@@ -34,7 +34,7 @@ def gather(x, index, sizes, **changes):
     return ffi.launch_kernel(compiled.name, compiled.code, (x, index, sizes), (RESULT,), **numbers)[0]
 
 
-def test_a_call_as_it_should_be():
+def test_launch_valid_call():
     np.testing.assert_array_equal(jax.jit(gather)(X, INDEX, SIZES), WANTED)
 
 
@@ -50,20 +50,20 @@ def test_a_call_as_it_should_be():
     ],
     ids=["alignment", "too few arrays", "unknown parameters", "no programs", "too much memory", "too many threads"],
 )
-def test_mistakes_are_errors(changes, message):
+def test_launch_mistakes(changes, message):
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         jax.jit(lambda *arrays: gather(*arrays, **changes))(X, INDEX, SIZES).block_until_ready()
     np.testing.assert_array_equal(jax.jit(gather)(X, INDEX, SIZES), WANTED)  # the device is still usable
 
 
-def test_programs_carry_their_kernels():
+def test_launch_program_contains_kernel():
     compiled = jax.jit(rows.gather_rows).lower(X, INDEX, SIZES).compile()
     packed = serialize_executable.serialize(compiled)
     again = serialize_executable.deserialize_and_load(*packed, execution_devices=jax.devices()[:1])
     np.testing.assert_array_equal(again(X, INDEX, SIZES), WANTED)
 
 
-def test_vmap_launches_once_per_element():
+def test_launch_vmap():
     xs = jnp.stack([X, 2 * X])
     got = jax.jit(jax.vmap(gather, in_axes=(0, None, None)))(xs, INDEX, SIZES)
     np.testing.assert_array_equal(got, np.stack([WANTED, 2 * WANTED]))

@@ -29,7 +29,7 @@ def collectives(z: Any) -> tuple[Any, Any, Any]:
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_exchanges_and_collectives_that_do_not_know_of_each_other(scheduler: str, mesh: Mesh) -> None:
+def test_nccl_independent_collectives(scheduler: str, mesh: Mesh) -> None:
     """In one loop: tokens to their experts and back, and other arrays through psum, all_gather and all_to_all."""
     num_ranks, rng = mesh.size, np.random.default_rng(0)
     ids = ROUTINGS["uniform"](rng, num_ranks, SHAPE)
@@ -63,7 +63,7 @@ def test_exchanges_and_collectives_that_do_not_know_of_each_other(scheduler: str
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_gradients_of_rematerialised_layers_beside_collectives(scheduler: str, mesh: Mesh) -> None:
+def test_nccl_remat_gradients(scheduler: str, mesh: Mesh) -> None:
     """`lax.scan` over `jax.checkpoint`: the backward pass runs every exchange again, beside sums over all ranks."""
     num_ranks, num_layers = mesh.size, 8 if ON_GPU else 2
     rng = np.random.default_rng(1)

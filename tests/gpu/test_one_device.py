@@ -47,7 +47,7 @@ def in_float32(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> A
 @pytest.mark.parametrize("stored", [None, "fp8", "int4", "mxfp4", "int4 prepacked", "mxfp4 prepacked"])
 @pytest.mark.parametrize("num_experts", [8, 512] if ON_GPU else [8])
 @pytest.mark.slow
-def test_layer(one_process: None, num_experts: int, stored: str | None, one: bool) -> None:
+def test_one_device_layer(one_process: None, num_experts: int, stored: str | None, one: bool) -> None:
     rng = np.random.default_rng(num_experts)
     shapes = (num_experts, HIDDEN, 2 * INNER), (num_experts, INNER, HIDDEN)
     keys = jax.random.split(jax.random.key(num_experts))

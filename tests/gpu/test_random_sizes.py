@@ -96,7 +96,7 @@ def compare(got: dict[str, Any], want: dict[str, Any], problem: Problem, *, exac
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_exchange(example: int, rng: np.random.Generator) -> None:
+def test_random_sizes_exchange(example: int, rng: np.random.Generator) -> None:
     """dispatch and combine and their transposes: the same bits, for the sums are exact."""
     problem = draw(rng, multiple=one_of(rng, 1, 8, 128))
     shape, alignment = problem.shape, one_of(rng, 1, 1, 16, 128)
@@ -145,7 +145,7 @@ def gate_operands(
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_layer(example: int, rng: np.random.Generator) -> None:
+def test_random_sizes_layer(example: int, rng: np.random.Generator) -> None:
     """moe and all of its gradients, in every mode, up to the rounding of the dtype."""
     multiple = one_of(rng, 8, 8, 128, 1)
     problem = draw(rng, multiple=multiple)
@@ -177,7 +177,7 @@ def test_layer(example: int, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_low_latency(example: int, rng: np.random.Generator) -> None:
+def test_random_sizes_low_latency(example: int, rng: np.random.Generator) -> None:
     """Both functions of decode-sized batches: the same rows in the same places, the same sums."""
     group_size = one_of(rng, 128, 64)
     ranks = draw_ranks(rng)

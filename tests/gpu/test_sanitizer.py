@@ -44,7 +44,7 @@ def sanitizer(on_gpu: None) -> str:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("tool", TOOLS)
-def test_nothing_wrong(tool: str, one_process: None, sanitizer: str) -> None:
+def test_sanitizer_no_errors(tool: str, one_process: None, sanitizer: str) -> None:
     options = ["--tool", tool, "--error-exitcode", str(ERRORS), *TOOLS[tool]]
     options += ["--target-processes", "application-only"]  # not the assembler that JAX starts
     command = [sanitizer, *options, sys.executable, str(programs.FOLDER / "one_rank.py")]

@@ -34,7 +34,7 @@ def count_different_bits(got: Any, want: Any) -> Any:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("wire", ["bf16", "fp8"])
-def test_ten_thousand_iterations_have_the_bits_of_the_first(wire: str, mesh: Any) -> None:
+def test_soak_same_bits(wire: str, mesh: Any) -> None:
     """Two inputs take turns, so that what an iteration leaves behind is not what the next one needs."""
     rng, num_ranks = np.random.default_rng(0), mesh.size
     wire_dtype = jnp.float8_e4m3fn if wire == "fp8" else None

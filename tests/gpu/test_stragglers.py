@@ -38,7 +38,7 @@ def combine(y: Any, d: jax_ep.Dispatched) -> Any:
 
 
 @pytest.mark.parametrize("delay", [busy, asleep])
-def test_one_rank_is_late(delay: Callable[..., Any], mesh: Mesh, same_bits: Any) -> None:
+def test_stragglers_late_rank(delay: Callable[..., Any], mesh: Mesh, same_bits: Any) -> None:
     """Late before the dispatch, and another one before the combine."""
     num_ranks = mesh.size
 
@@ -56,7 +56,7 @@ def test_one_rank_is_late(delay: Callable[..., Any], mesh: Mesh, same_bits: Any)
         same_bits(run(*arguments, np.int32(late)), want)
 
 
-def test_alternating_exchanges_of_two_batches(mesh: Mesh, same_bits: Any) -> None:
+def test_stragglers_two_batches(mesh: Mesh, same_bits: Any) -> None:
     """Their exchanges alternate, of different sizes, and in each layer another rank is late in another of the two."""
     num_ranks, num_layers = mesh.size, 4 if ON_GPU else 2
 
@@ -85,7 +85,7 @@ def test_alternating_exchanges_of_two_batches(mesh: Mesh, same_bits: Any) -> Non
         same_bits(run(*first, *second, np.int32(late)), want)
 
 
-def test_groups_of_devices_that_overlap(one_process: None, same_bits: Any) -> None:
+def test_stragglers_overlapping_groups(one_process: None, same_bits: Any) -> None:
     """Programs on different groups, launched without waiting; a rank that is late in one holds the others up."""
     count = jax.device_count()
     if count < 3:

@@ -26,7 +26,7 @@ LARGEST_ERROR_NS = 100_000
 
 @pytest.mark.parametrize("kind", ["no graphs", "custom calls"])
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_every_launch_is_recorded(
+def test_traces_record_every_launch(
     name: str, kind: str, on_gpu: None, one_process: None, mesh: Mesh, same_bits: Any
 ) -> None:
     options, repeats, arguments = {"no graphs": NO_GRAPHS, **GRAPHS}[kind], 20, inputs(mesh.size, 1)

@@ -32,7 +32,7 @@ def train(out: Path, implementation: str, dtype: str) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(900)
-def test_loss_curves_are_the_same(one_process: None, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_training_same_loss_curves(one_process: None, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     for package in ("flax", "optax", "orbax.checkpoint", "rich", "matplotlib"):
         pytest.importorskip(package)
     if jax.device_count() < 2:

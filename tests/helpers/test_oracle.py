@@ -17,7 +17,7 @@ W = 4
 
 @pytest.mark.parametrize("alignment", [1, 4])
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_layout_is_the_sorted_list_of_slots(rng: np.random.Generator, routing: str, alignment: int) -> None:
+def test_oracle_layout_is_sorted_assignments(rng: np.random.Generator, routing: str, alignment: int) -> None:
     topk_idx = ROUTINGS[routing](rng, W, BASE)
     lay = oracle.layout(topk_idx, BASE.num_experts, alignment=alignment)
     num_local = BASE.num_experts // W
@@ -36,7 +36,7 @@ def test_layout_is_the_sorted_list_of_slots(rng: np.random.Generator, routing: s
 
 
 @pytest.mark.parametrize("capacity", [4, 12, 20, 200])
-def test_capacity_keeps_a_prefix_of_the_rows(rng: np.random.Generator, capacity: int) -> None:
+def test_oracle_capacity_keeps_prefix(rng: np.random.Generator, capacity: int) -> None:
     topk_idx = ROUTINGS["zipf"](rng, W, BASE)
     whole = oracle.layout(topk_idx, BASE.num_experts, alignment=4, capacity=400)
     cut = oracle.layout(topk_idx, BASE.num_experts, alignment=4, capacity=capacity)
@@ -48,7 +48,7 @@ def test_capacity_keeps_a_prefix_of_the_rows(rng: np.random.Generator, capacity:
         np.testing.assert_array_equal(np.cumsum(cut.group_sizes[rank]), used)
 
 
-def test_gather_and_combine_are_each_other_transposed(rng: np.random.Generator) -> None:
+def test_oracle_gather_and_combine_are_transposes(rng: np.random.Generator) -> None:
     topk_idx = ROUTINGS["duplicates"](rng, W, BASE)
     lay = oracle.layout(topk_idx, BASE.num_experts, alignment=4)
     x, y = integers(rng, W, BASE.num_tokens, 5), integers(rng, *lay.source.shape, 5)
@@ -57,7 +57,7 @@ def test_gather_and_combine_are_each_other_transposed(rng: np.random.Generator) 
     assert np.vdot(oracle.gather_weights(weights, lay), d_rows) == np.vdot(weights, oracle.scatter_weights(d_rows, lay))
 
 
-def test_combine_rounds_each_partial_sum_to_the_wire() -> None:
+def test_oracle_combine_rounds_partial_sums() -> None:
     topk_idx = np.array([[[0, 1]], [[-1, -1]]], np.int32)  # one token, one expert on each of two ranks
     lay = oracle.layout(topk_idx, 2)
     y = np.zeros((2, *lay.source.shape[1:], 1), F32)
@@ -66,7 +66,7 @@ def test_combine_rounds_each_partial_sum_to_the_wire() -> None:
     assert oracle.combine(y, lay, np.dtype("bfloat16"))[0, 0, 0] == 512
 
 
-def test_fp8_rounds_to_the_nearest_of_all_values(rng: np.random.Generator) -> None:
+def test_oracle_fp8_rounds_to_nearest(rng: np.random.Generator) -> None:
     grid = np.arange(256, dtype=np.uint8).view(oracle.FP8).astype(np.float64)
     grid = grid[np.isfinite(grid)]
     assert grid.max() == oracle.FP8_MAX
@@ -80,7 +80,7 @@ def test_fp8_rounds_to_the_nearest_of_all_values(rng: np.random.Generator) -> No
     np.testing.assert_array_equal(oracle.dequantize(values, scales), values.astype(F32) * scales.repeat(128, -1))
 
 
-def test_fp8_of_zeros_is_zero() -> None:
+def test_oracle_fp8_zeros() -> None:
     values, scales = oracle.quantize(np.zeros((2, 128), F32))
     assert not values.astype(F32).any()
     assert np.isfinite(scales).all()
@@ -105,7 +105,7 @@ ACTIVATIONS = {
 
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_moe_and_its_gradients(rng: np.random.Generator, activation: str, gated: bool) -> None:
+def test_oracle_moe_and_gradients(rng: np.random.Generator, activation: str, gated: bool) -> None:
     shape = Shape(num_tokens=3, top_k=3, num_experts=4, hidden=5, intermediate=3)
     topk_idx = ROUTINGS["some_without_expert"](rng, 2, shape)
     topk_idx[0, 0] = 1  # one expert three times
@@ -129,7 +129,7 @@ def test_moe_and_its_gradients(rng: np.random.Generator, activation: str, gated:
             np.testing.assert_allclose(gradient[at], (ends[0] - ends[1]) / 2e-6, rtol=1e-5, atol=1e-6)
 
 
-def test_dropped_rows_leave_the_layer(rng: np.random.Generator) -> None:
+def test_oracle_dropped_rows(rng: np.random.Generator) -> None:
     topk_idx = np.zeros((1, 3, 1), np.int32)  # three rows for one expert, room for two
     x, weights = rng.standard_normal((1, 3, 2)), np.ones((1, 3, 1))
     lay = oracle.layout(topk_idx, 1, capacity=2)
@@ -137,7 +137,7 @@ def test_dropped_rows_leave_the_layer(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(out[0], np.maximum(x[0], 0) * [[1], [1], [0]])
 
 
-def test_grouped_gemm(rng: np.random.Generator) -> None:
+def test_oracle_grouped_gemm(rng: np.random.Generator) -> None:
     lhs, rhs = integers(rng, 7, 3), integers(rng, 3, 3, 2)
     owner = [0, 0, 2, 2, 2, -1, -1]
     want = np.stack([lhs[i] @ rhs[g] if g >= 0 else np.zeros(2) for i, g in enumerate(owner)])
@@ -152,7 +152,7 @@ def test_grouped_gemm(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(got[1], d_rhs)
 
 
-def test_moe_sort_by_hand() -> None:
+def test_oracle_moe_sort_example() -> None:
     topk_idx = np.array([[2, 0], [2, -1], [9, 2]], np.int32)
     weights = np.arange(1, 7, dtype=F32).reshape(3, 2)
     got = oracle_serving.moe_sort(topk_idx, weights, num_experts=4, block_size=2)
@@ -163,7 +163,7 @@ def test_moe_sort_by_hand() -> None:
     assert got.num_rows == 6
 
 
-def test_low_latency_by_hand(rng: np.random.Generator) -> None:
+def test_oracle_low_latency_example(rng: np.random.Generator) -> None:
     # Two ranks, two experts, two tokens; token 1 of rank 0 asks for expert 1 twice.
     topk_idx = np.array([[[0, 1], [1, 1]], [[1, -1], [0, 1]]], np.int32)
     lay = oracle_serving.low_latency_layout(topk_idx, 2, max_tokens_per_rank=2)
@@ -181,7 +181,7 @@ def test_low_latency_by_hand(rng: np.random.Generator) -> None:
     assert fewer.token[1, 0].tolist() == [0, 0, 1, -1]
 
 
-def test_low_latency_gradients_are_transposes(rng: np.random.Generator) -> None:
+def test_oracle_low_latency_gradients_are_transposes(rng: np.random.Generator) -> None:
     topk_idx = ROUTINGS["duplicates"](rng, 2, BASE)
     lay = oracle_serving.low_latency_layout(topk_idx, BASE.num_experts, max_tokens_per_rank=BASE.num_tokens + 1)
     x, y = integers(rng, 2, BASE.num_tokens, 3), integers(rng, *lay.token.shape, 3)

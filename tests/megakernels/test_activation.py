@@ -57,7 +57,7 @@ def run(experts, hidden, weights, bias, d_rows, sizes):
     + [(experts, True, jnp.bfloat16) for experts in OTHERS if experts.weight_on == "output"],
     ids=str,
 )
-def test_values_and_gradients(pool, rng, experts, bias, dtype):
+def test_activation_values_and_gradients(pool, rng, experts, bias, dtype):
     hidden, weights, biases, d_rows, sizes = inputs(rng, experts, dtype, bias)
     used = sum(SIZES)
     got = run(experts, hidden, weights, biases, d_rows, sizes)
@@ -72,7 +72,7 @@ def test_values_and_gradients(pool, rng, experts, bias, dtype):
 
 
 @pytest.mark.parametrize("experts", [Experts(), GPT_OSS, LLAMA_4], ids=["silu", "gpt-oss", "llama4"])
-def test_the_portable_formulas_agree(pool, rng, experts):
+def test_activation_matches_portable_formulas(pool, rng, experts):
     """To rounding, on the rows in use, whatever JAX makes of them."""
     hidden, weights, biases, d_rows, sizes = inputs(rng, experts, bias=experts is GPT_OSS)
     for x in (hidden, weights, d_rows):
@@ -84,7 +84,7 @@ def test_the_portable_formulas_agree(pool, rng, experts):
         assert_close(g[:used], w[:used], "portable")
 
 
-def test_nan_and_infinity_stay_in_their_elements(pool, rng):
+def test_activation_nan_and_infinity(pool, rng):
     for experts in (*(Experts(name) for name in ACTIVATIONS), dataclasses.replace(GPT_OSS, interleaved=False)):
         hidden, weights, _, d_rows, sizes = inputs(rng, experts)
         hidden[2, 7], hidden[3, INNER + 9] = np.nan, np.inf

@@ -27,7 +27,7 @@ def mesh(two_ranks: jax.sharding.Mesh) -> jax.sharding.Mesh:
     return two_ranks
 
 
-def test_the_number_of_programs_changes_no_bits(mesh: jax.sharding.Mesh, rng: Any, monkeypatch: Any) -> None:
+def test_combine_mode_num_programs_same_bits(mesh: jax.sharding.Mesh, rng: Any, monkeypatch: Any) -> None:
     """One program or several, which leave sums to the last one."""
     chosen, launched = exchange_gemm.gemm_combine_sizes, []
     layout = Layout(num_ranks=2, num_experts=8, num_tokens=19, top_k=3, capacity=90)
@@ -58,7 +58,7 @@ def layout(ranks: int, *, tokens: int = 4096, top_k: int = 8, experts: int = 256
     return Layout(ranks, experts, tokens, top_k, capacity=9 * tokens * top_k // 8)
 
 
-def test_times_are_those_of_the_page_on_performance(on_h200: None) -> None:
+def test_combine_mode_times_match_performance_page(on_h200: None) -> None:
     """DeepSeek-V3's second product on four ranks: the numbers of docs/performance.md, in nanoseconds."""
     times = {mode: 1e9 * time for mode, time in cost_model.combine_times(layout(4), 2048, 7168).items()}
     assert times == pytest.approx({"serial": 486.9, "scatter": 453.3}, abs=0.1)
@@ -74,7 +74,7 @@ def test_times_are_those_of_the_page_on_performance(on_h200: None) -> None:
         (4, (2048, 1536), None, "fused"),  # little is gained by a product alone that is so shallow
     ],
 )
-def test_the_mode_of_dispatch(ranks: int, sizes: tuple[int, int], keep: str | None, wanted: str, on_h200: None) -> None:
+def test_dispatch_mode_choice(ranks: int, sizes: tuple[int, int], keep: str | None, wanted: str, on_h200: None) -> None:
     assert cost_model.dispatch_mode(layout(ranks), *sizes, keep) == wanted
     assert cost_model.dispatch_mode(layout(ranks, tokens=128), *sizes, keep) == "fused"  # where launches take the time
 
@@ -90,11 +90,11 @@ def test_the_mode_of_dispatch(ranks: int, sizes: tuple[int, int], keep: str | No
         (2, (256, 7168), "serial"),
     ],
 )
-def test_the_mode_follows_what_can_be_hidden(ranks: int, sizes: tuple[int, int], wanted: str, on_h200: None) -> None:
+def test_combine_mode_choice(ranks: int, sizes: tuple[int, int], wanted: str, on_h200: None) -> None:
     assert cost_model.combine_mode(layout(ranks), *sizes) == wanted
 
 
-def test_the_choice_is_what_runs(mesh: jax.sharding.Mesh, monkeypatch: Any) -> None:
+def test_combine_mode_choice_is_launched(mesh: jax.sharding.Mesh, monkeypatch: Any) -> None:
     ran = []
     names = {"scatter": "_scatter_arguments", "serial": "combine_tokens"}
     for mode, name in names.items():
@@ -115,7 +115,7 @@ def test_the_choice_is_what_runs(mesh: jax.sharding.Mesh, monkeypatch: Any) -> N
     assert ran == list(COMBINE_MODES)
 
 
-def test_other_calls_are_refused_with_what_they_have(mesh: jax.sharding.Mesh) -> None:
+def test_combine_mode_unsupported_calls(mesh: jax.sharding.Mesh) -> None:
     """float32, sizes that are no multiples of 8, FP8 on the wire: no launch for both, and no other in its place."""
     x, ids = np.ones((2, 4, 128), np.float32), np.zeros((2, 4, 1), np.int32)
 

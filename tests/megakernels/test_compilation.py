@@ -39,12 +39,12 @@ def on_hopper(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
 
 
-def test_parameters_have_tritons_types():
+def test_compilation_parameter_types():
     assert Parameter(BF16).type_name == "*bf16"
     assert Parameter(np.dtype(jnp.float8_e4m3fn), (1, 64)).type_name == "tensordesc<fp8e4nv[1, 64]>"
 
 
-def test_machine_code_is_made_once(on_hopper):
+def test_compilation_cached(on_hopper):
     parameters = tuple(Parameter(dtype) for dtype in (BF16, I32, I32, BF16))
     make = functools.partial(compile.compile_kernel, GATHER, parameters, constants=GATHER_SIZES, capability=90)
     compiled = make(config=Config(8, num_warps=4)).result()
@@ -55,14 +55,14 @@ def test_machine_code_is_made_once(on_hopper):
     assert make(config=Config(8, num_warps=8)).result().code != compiled.code
 
 
-def test_code_has_no_source_lines(on_hopper):
+def test_compilation_without_source_lines(on_hopper):
     """It is part of every call."""
     parameters = tuple(Parameter(dtype) for dtype in (BF16, I32, I32, BF16))
     code = compile.compile_kernel(GATHER, parameters, Config(1), GATHER_SIZES, 90).result().code
     assert b".debug_line" not in code and b"debug_ptx_txt" not in code
 
 
-def test_arrays_of_other_dtypes_are_refused():
+def test_compilation_unsupported_dtype():
     with pytest.raises(TypeError, match=r"arrays of complex64, expected one of .*bfloat16"):
         _ = Parameter(np.dtype(np.complex64)).type_name
 
@@ -73,7 +73,7 @@ def lowered(kernel, operands, results, config, constants, *shapes):
     return jax.jit(run).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def test_a_launch_carries_its_code_and_numbers(on_hopper):
+def test_launch_attributes(on_hopper):
     shapes = Array((64, 128), BF16), Array((32,), I32), Array((4,), I32)
     results, config = (Array((32, 128), BF16),), Config(7, num_warps=4)
     text = lowered(GATHER, lambda *arrays: arrays, results, config, GATHER_SIZES, *shapes)
@@ -83,7 +83,7 @@ def test_a_launch_carries_its_code_and_numbers(on_hopper):
     assert "parameters = dense<0> : tensor<4xi64>" in text, "four addresses"
 
 
-def test_descriptors_of_operands_and_results(on_hopper):
+def test_launch_descriptors(on_hopper):
     """Rank, element type, bytes, swizzle; sizes, strides, box: of two bounded operands, a pointer, and the result."""
     shapes = Array((256, 192), BF16), Array((256, 128), BF16), Array((4,), I32)
     describe = lambda a, b, sizes: (Descriptor(a, (64, 64), bounded=True), Descriptor(b, (64, 64), bounded=True), sizes)  # noqa: E731
@@ -98,7 +98,7 @@ def test_descriptors_of_operands_and_results(on_hopper):
     assert found == [*lhs, *rhs, 0, 3, *kind, 4, 192, 128, 192 * 128, 128, 1, 1, 64, 64]
 
 
-def test_a_kernel_can_do_without_some_arrays(on_hopper):
+def test_launch_none_pointers(on_hopper):
     """Those that the constants name are no parameters of the code, wherever they stand."""
     sizes = MaskedGemm(
         64, 128, 64, num_groups=4, padded_groups=16, fp8=False, tile=MaskedTile(64, 128, 64, swap_ab=False)
@@ -113,7 +113,7 @@ def test_a_kernel_can_do_without_some_arrays(on_hopper):
     assert numbers.count(",") + 1 == 2 * described + 2
 
 
-def test_arrays_that_belong_together_are_one_parameter(on_hopper):
+def test_launch_named_tuple_parameters(on_hopper):
     """The code takes an address for each of them, in their order; results come back in the same NamedTuple."""
     constants = {"S": SmallExchange(4096, 1024), "HEAP": Heap(2, 2, 1 << 20, 4096, 32768, 1)}
     shapes = Array((4096,), I32), Array((3,), I32), Array((7,), np.dtype(np.int64))
@@ -125,7 +125,7 @@ def test_arrays_that_belong_together_are_one_parameter(on_hopper):
     assert regrouped("abc", [None, type_of(Peers(1, 2))]) == ["a", Peers("b", "c")]
 
 
-def test_scratch_memory_is_refused(on_hopper, monkeypatch, tmp_path):
+def test_compilation_scratch_memory_unsupported(on_hopper, monkeypatch, tmp_path):
     """Where a kernel makes descriptors itself."""
     (tmp_path / "kernel_of_test.py").write_text(
         "import triton\nimport triton.language as tl\n\n\n@triton.jit\ndef copy(x_ptr, out_ptr, N: tl.constexpr):\n"
@@ -167,7 +167,7 @@ def slow_compiler(monkeypatch):
     go.set()
 
 
-def test_tracing_does_not_wait_for_code(on_hopper, slow_compiler):
+def test_async_compile_tracing_does_not_wait(on_hopper, slow_compiler):
     """Two kernels are under way when the program is traced; lowering it waits for both."""
     go, asked = slow_compiler
     traced = jax.jit(lambda *arrays: (gather(*arrays), gather(*arrays, warps=8))).trace(*ROWS)
@@ -177,7 +177,7 @@ def test_tracing_does_not_wait_for_code(on_hopper, slow_compiler):
     assert text.count("custom_call @jax_ep_launch_kernel") == 2 == len(asked)
 
 
-def test_equal_launches_share_their_code(on_hopper, slow_compiler):
+def test_async_compile_shared_code(on_hopper, slow_compiler):
     go, asked = slow_compiler
     go.set()
     traced = jax.jit(lambda *arrays: (gather(*arrays), gather(*arrays))).trace(*ROWS)
@@ -185,7 +185,7 @@ def test_equal_launches_share_their_code(on_hopper, slow_compiler):
     assert len(asked) == 1 and text.count("custom_call @jax_ep_launch_kernel") == 2
 
 
-def test_what_failed_is_tried_again(on_hopper, monkeypatch):
+def test_async_compile_retries_after_failure(on_hopper, monkeypatch):
     """The error comes where the program is lowered, and is not kept: the assembler may be found the next time."""
     compiled = compile._compile
     monkeypatch.setattr(compile, "_begun", {})
@@ -197,7 +197,7 @@ def test_what_failed_is_tried_again(on_hopper, monkeypatch):
     assert "7FELF" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-def test_a_batch_is_launched_one_by_one(on_hopper):
+def test_launch_vmap(on_hopper):
     x, *others = ROWS
     batch = jax.vmap(gather, in_axes=(0, None, None))
     traced = jax.jit(batch).trace(Array((3, *x.shape), x.dtype), *others)
@@ -206,7 +206,7 @@ def test_a_batch_is_launched_one_by_one(on_hopper):
     assert text.count("custom_call @jax_ep_launch_kernel") == 1 and "stablehlo.while" in text
 
 
-def test_calls_outside_of_jit(monkeypatch):
+def test_launch_eager(monkeypatch):
     """Each launches what is compiled once; here what is launched is JAX's own gather, as there is no GPU."""
     asked = []
 
@@ -229,7 +229,7 @@ def test_calls_outside_of_jit(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
-def test_results_vary_as_operands_do(on_hopper, kind):
+def test_launch_results_vary_like_operands(on_hopper, kind):
     mesh = jax.make_mesh((2,), ("expert",), axis_types=(kind,))
     spec = jax.P("expert")
     shapes = [Array((2 * x.shape[0], *x.shape[1:]), x.dtype) for x in ROWS]

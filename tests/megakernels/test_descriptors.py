@@ -23,7 +23,7 @@ def padded(x, rows, columns):
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "float32", "int32"])
-def test_block_at_the_edge(pool, rng, name):
+def test_descriptor_block_at_edge(pool, rng, name):
     x = rng.integers(1, 100, (10, 24)).astype(jnp.dtype(name))
     for row, column in ((0, 0), (4, 8), (6, 16), (8, 16), (16, 0)):
         got = block(jnp.asarray(x), "block_of_matrix", (8, 16), ROW=row, COLUMN=column)
@@ -31,7 +31,7 @@ def test_block_at_the_edge(pool, rng, name):
 
 
 @pytest.mark.parametrize("compile_it", [True, False], ids=["jit", "eager"])
-def test_block_of_one_matrix_never_holds_another(pool, rng, compile_it):
+def test_descriptor_blocks_per_matrix(pool, rng, compile_it):
     x = rng.standard_normal((3, 10, 16)).astype(np.float32)
 
     def fn(x):
@@ -41,26 +41,26 @@ def test_block_of_one_matrix_never_holds_another(pool, rng, compile_it):
     np.testing.assert_array_equal(np.asarray(got), padded(x[1], 8, 0)[8:16])
 
 
-def test_vmap(pool, rng):
+def test_descriptor_vmap(pool, rng):
     x = rng.standard_normal((10, 24, 2)).astype(np.float32)
     got = jax.vmap(lambda x: block(x, "block_of_matrix", (8, 16), ROW=4, COLUMN=16), in_axes=2)(x)
     for i in range(2):
         np.testing.assert_array_equal(np.asarray(got[i]), padded(x[..., i], 8, 8)[4:12, 16:32])
 
 
-def test_rows_of_no_whole_words_are_refused(pool, after_failures):
+def test_descriptor_unaligned_rows(pool, after_failures):
     with pytest.raises(Exception, match="16-byte aligned"):
         jax.block_until_ready(block(jnp.ones((8, 9)), "block_of_matrix", (8, 16), ROW=0, COLUMN=0))
     pool.reset()
 
 
-def test_strides():
+def test_descriptor_strides():
     array = jax.ShapeDtypeStruct((3, 10, 16), jnp.float32)
     assert Descriptor(array, (1, 8, 16)).blocks == ((3, 10, 16), (160, 16, 1), (1, 8, 16))
 
 
 @pytest.mark.parametrize(("row", "end"), [(0, 1), (70, 100), (99, 100), (2**30 - 1, 2**30)])
-def test_bounded_descriptors_reach_the_row_and_end_where_told(row, end):
+def test_descriptor_bounded_rows(row, end):
     """Kernels use coordinates `[BOUND, end, row - end + BOUND, column]`; tests/megakernels/test_gemm.py runs them."""
     blocks = Descriptor(jax.ShapeDtypeStruct((end, 7168), jnp.bfloat16), (64, 128), bounded=True).blocks
     for at in (row, end - 1, end):

@@ -163,7 +163,7 @@ def identity(request: Launch) -> int:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.slow(unless={"name": ["exchange", "low-latency round trip"]})
-def test_a_missing_launch_poisons_what_waited_for_it(monkeypatch, mesh, rng, name):
+def test_failed_launch_missing_poisons_results(monkeypatch, mesh, rng, name):
     jax_ep.init(mesh, transport="shared_memory")
     args = inputs(rng, 128 if name == "fp8 wire" else H)
     call = harness.compiled(PROGRAMS[name], mesh)
@@ -183,7 +183,7 @@ def test_a_missing_launch_poisons_what_waited_for_it(monkeypatch, mesh, rng, nam
         run(call, *args)
 
 
-def test_a_program_on_another_mesh_gives_no_numbers(monkeypatch, rng):
+def test_failed_launch_other_mesh_poisons_results(monkeypatch, rng):
     leave_ones(monkeypatch)
     devices = jax.devices()[:W]
     jax_ep.init(Mesh(np.array(devices), (harness.EXPERT,)), transport="shared_memory")
@@ -208,7 +208,7 @@ def test_a_program_on_another_mesh_gives_no_numbers(monkeypatch, rng):
     ],
 )
 @pytest.mark.slow(unless={"name": ["exchange", "GEMM + combine, scatter", "low-latency round trip"]})
-def test_a_wait_that_expires_names_its_operation(monkeypatch, mesh, rng, name, operation):
+def test_failed_launch_timeout_names_operation(monkeypatch, mesh, rng, name, operation):
     jax_ep.init(mesh, transport="shared_memory")
     args = inputs(rng)
     call = harness.compiled(PROGRAMS[name], mesh)
@@ -229,7 +229,7 @@ def test_a_wait_that_expires_names_its_operation(monkeypatch, mesh, rng, name, o
     assert story is not None and "timed out" in story and f" in {operation} " in story
 
 
-def test_launches_have_the_operation_that_they_are_part_of(monkeypatch, mesh, rng):
+def test_launch_identity_operation(monkeypatch, mesh, rng):
     """Every launch on the heap; and there is no operation that no launch has."""
     jax_ep.init(mesh, transport="shared_memory")
     found, launch_identity = set(), launch.launch_identity
@@ -261,7 +261,7 @@ def test_launches_have_the_operation_that_they_are_part_of(monkeypatch, mesh, rn
     ],
 )
 @pytest.mark.slow(unless={"name": ["exchange"]})
-def test_ranks_that_launch_something_else_exchange_nothing(monkeypatch, mesh, rng, name, operation, other):
+def test_failed_launch_mismatch_sends_nothing(monkeypatch, mesh, rng, name, operation, other):
     """A `lax.cond` that differs between ranks, say: one rank's data was taken for what the other expected.
 
     The interpreter starts only what all ranks come to, so rank 1 is told to launch another thing there.
@@ -293,7 +293,7 @@ def test_ranks_that_launch_something_else_exchange_nothing(monkeypatch, mesh, rn
     assert ("launched other sizes" if other is None else " launched ") in story
 
 
-def test_what_a_launch_is(mesh):
+def test_launch_identity(mesh):
     """Sizes, dtypes and kernels tell launches apart; the same ones are the same."""
     kernel, x = Kernel("dispatch", "dispatch"), jax.ShapeDtypeStruct((4, 8), jnp.bfloat16)
     sizes = {"T": 4, "H": 8, "OPERATION": int(ffi.Operation.DISPATCH)}
@@ -311,7 +311,7 @@ def test_what_a_launch_is(mesh):
 
 @pytest.mark.parametrize("name", ["exchange", "low-latency round trip", "GEMM + combine, scatter"])
 @pytest.mark.slow(unless={"name": ["GEMM + combine, scatter"]})
-def test_epochs_go_on_past_their_largest_number(mesh, rng, name):
+def test_launch_epoch_wraps_around(mesh, rng, name):
     jax_ep.init(mesh, transport="shared_memory")
     args = inputs(rng)
     call = harness.compiled(PROGRAMS[name], mesh)

@@ -24,13 +24,13 @@ def mesh(two_ranks: jax.sharding.Mesh) -> jax.sharding.Mesh:
     return two_ranks
 
 
-def test_a_limit_is_none_or_a_number_that_is_not_exceeded():
+def test_num_programs_limit():
     config = Config(7, num_warps=2)
     assert exchange.at_most(config, None) == exchange.at_most(config, 9) == config
     assert exchange.at_most(config, 3) == Config(3, num_warps=2)
 
 
-def test_one_program_sends_what_several_send(mesh, monkeypatch):
+def test_num_programs_one_matches_several(mesh, monkeypatch):
     launched, launch = [], exchange.launch
 
     def launch_and_note(kernel: Any, operands: Any, results: Any, config: Config, *rest: Any, **options: Any) -> Any:

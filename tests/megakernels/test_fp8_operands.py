@@ -28,7 +28,7 @@ def same(got, want):
     np.testing.assert_array_equal(np.asarray(got).astype(np.float32), np.asarray(want).astype(np.float32))
 
 
-def test_inverses_of_scales(pool, rng):
+def test_fp8_operands_inverse_scales(pool, rng):
     """Rounded as a division rounds, of zeros, infinities and NaN, too; tests/gpu has them of all mantissas."""
     largest = np.concatenate([
         [0, 1, 0x007FFFFF, 0x00800000, 0x7F7FFFFF, 0x7F800000, 0x7FC00000],  # subnormal and largest numbers among them
@@ -45,7 +45,7 @@ def test_inverses_of_scales(pool, rng):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bf16", "f32"])
 @pytest.mark.parametrize("columns", [128, 384, 1280])
-def test_rows(pool, rng, columns, dtype):
+def test_fp8_operands_rows(pool, rng, columns, dtype):
     x = magnitudes(rng, ROWS, columns, dtype=dtype)
     x[3, 130 % columns], x[7], x[USED:] = np.nan, 0, np.nan
     values, scales = kernels.quantize_rows(jnp.asarray(x), SIZES)
@@ -60,7 +60,7 @@ def test_rows(pool, rng, columns, dtype):
 
 
 @pytest.mark.parametrize("columns", [128, 200, 40])
-def test_matrices(pool, rng, columns):
+def test_fp8_operands_matrices(pool, rng, columns):
     w = magnitudes(rng, 3, 256, columns)
     w[1, 140, 3], w[2] = np.nan, 0
     values, scales = kernels.quantize_matrices(jnp.asarray(w))
@@ -71,7 +71,7 @@ def test_matrices(pool, rng, columns):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bf16", "f32"])
-def test_matrices_as_they_are_and_both_ways(pool, rng, dtype):
+def test_fp8_operands_weights_both_layouts(pool, rng, dtype):
     w = jnp.asarray(magnitudes(rng, 2, 256, 384, dtype=dtype))
     for name, options in (("quantize_matrices", {"transpose": False}), ("quantize_masters", {})):
         for got, want in zip(*(getattr(k, name)(w, **options) for k in (kernels, portable)), strict=True):
@@ -84,7 +84,7 @@ IN_BLOCKS, BLOCK_ROWS = 266, 290
 
 
 @pytest.mark.parametrize("kind", ["bf16", "f32", "FP8", "both ways"])
-def test_columns(pool, rng, kind):
+def test_fp8_operands_columns(pool, rng, kind):
     """The bits of the portable function in the blocks in use, zeros behind the rows of a group, and nothing else."""
     x = magnitudes(rng, BLOCK_ROWS, 256, dtype=jnp.float32 if kind == "f32" else jnp.bfloat16)
     x[8, 130], x[20], x[:, 3], x[IN_BLOCKS:] = np.nan, 0, 0, np.nan
@@ -108,7 +108,7 @@ def test_columns(pool, rng, kind):
     Experts("gelu", gated=False),
     Experts(interleaved=True, alpha=1.702, clamp=1.0, up_offset=1.0),
 ], ids=str)  # fmt: skip
-def test_activated_columns(pool, rng, experts):
+def test_fp8_operands_activated_columns(pool, rng, experts):
     columns = 256 if experts.gated else 128
     hidden = rng.standard_normal((BLOCK_ROWS, columns)).astype(jnp.bfloat16)
     weights = rng.random(BLOCK_ROWS).astype(np.float32)
@@ -129,7 +129,7 @@ def test_activated_columns(pool, rng, experts):
     Experts(interleaved=True, alpha=1.702, clamp=1.0, up_offset=1.0),
     Experts(weight_on="input"),
 ], ids=str)  # fmt: skip
-def test_activation(pool, rng, experts):
+def test_fp8_operands_activation(pool, rng, experts):
     inner, columns = 256, 512 if experts.gated else 256
     hidden = rng.standard_normal((ROWS, columns)).astype(jnp.bfloat16)
     weights = rng.random(ROWS).astype(np.float32)

@@ -44,7 +44,7 @@ def pass_config(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("hidden", [HIDDEN, 128])
 @pytest.mark.parametrize("kernel", [kernels._QUANTIZE_ROWS, kernels._DEQUANTIZE_ROWS], ids=lambda k: k.function)
 @pytest.mark.slow(unless={"hidden": [HIDDEN]})
-def test_rows(pass_config: Any, kernel: Any, hidden: int, capability: int) -> None:
+def test_fp8_operands_ptx_rows(pass_config: Any, kernel: Any, hidden: int, capability: int) -> None:
     other = "x_ptr" if kernel is kernels._QUANTIZE_ROWS else "out_ptr"
     constants = {"S": kernels.sizes_of((ROWS, hidden), np.zeros(GROUPS, np.int32))}
     check(kernel, FP8 | {other: "*bf16"}, constants, pass_config, capability)
@@ -53,7 +53,7 @@ def test_rows(pass_config: Any, kernel: Any, hidden: int, capability: int) -> No
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
 @pytest.mark.slow(unless={"activation": ["silu"]})
-def test_activation(pass_config: Any, activation: str, gated: bool) -> None:
+def test_fp8_operands_ptx_activation(pass_config: Any, activation: str, gated: bool) -> None:
     sizes, kind = kernels.sizes_of((ROWS, INNER), np.zeros(GROUPS, np.int32)), Experts(activation, gated=gated)
     constants = {"S": sizes, "KIND": kernels.kind_of(kind), "bias": None}
     types = FP8 | {"hidden_ptr": "*bf16", "weights_ptr": "*fp32"}
@@ -64,7 +64,9 @@ def test_activation(pass_config: Any, activation: str, gated: bool) -> None:
 @pytest.mark.parametrize("element", ["bf16", "fp32"])
 @pytest.mark.parametrize("results", [("turned",), ("as_is",), ("turned", "as_is")], ids=" and ".join)
 @pytest.mark.slow(unless={"capability": [90], "element": ["bf16"]})
-def test_matrices(monkeypatch: pytest.MonkeyPatch, results: tuple[str, ...], element: str, capability: int) -> None:
+def test_fp8_operands_ptx_matrices(
+    monkeypatch: pytest.MonkeyPatch, results: tuple[str, ...], element: str, capability: int
+) -> None:
     monkeypatch.setattr(kernels, "num_programs", lambda *_: PROGRAMS)
     num_tasks = GROUPS * (HIDDEN // 128) * (2 * INNER // 128)
     constants: dict[str, Any] = {"K": HIDDEN, "N": 2 * INNER, "G": GROUPS, "turned": None, "as_is": None}
@@ -79,7 +81,7 @@ COLUMNS = {"sizes_ptr": "*i32", "columns": Rows("*fp8e4nv", "*fp32")}
 
 @pytest.mark.parametrize("capability", [90, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["bf16", "FP8", "both ways"])
-def test_columns(monkeypatch: pytest.MonkeyPatch, kind: str, capability: int) -> None:
+def test_fp8_operands_ptx_columns(monkeypatch: pytest.MonkeyPatch, kind: str, capability: int) -> None:
     monkeypatch.setattr(kernels, "num_programs", lambda *_: PROGRAMS)
     sizes = kernels.column_sizes_of((ROWS, HIDDEN), np.zeros(GROUPS, np.int32), 128)
     types: dict[str, Any] = COLUMNS | {"x_ptr": "*fp8e4nv" if kind == "FP8" else "*bf16"}
@@ -94,7 +96,7 @@ def test_columns(monkeypatch: pytest.MonkeyPatch, kind: str, capability: int) ->
 
 
 @pytest.mark.parametrize("experts", [Experts(), Experts(gated=False), Experts("gelu_exact")], ids=str)
-def test_activated_columns(monkeypatch: pytest.MonkeyPatch, experts: Experts) -> None:
+def test_fp8_operands_ptx_activated_columns(monkeypatch: pytest.MonkeyPatch, experts: Experts) -> None:
     monkeypatch.setattr(kernels, "num_programs", lambda *_: PROGRAMS)
     sizes = kernels.column_sizes_of((ROWS, INNER), np.zeros(GROUPS, np.int32), kernels._ACTIVATED_COLUMNS)
     constants = {"S": sizes, "KIND": kernels.kind_of(experts), "bias": None}
@@ -103,7 +105,7 @@ def test_activated_columns(monkeypatch: pytest.MonkeyPatch, experts: Experts) ->
 
 
 @pytest.mark.parametrize("capability", [90, 100])
-def test_dispatch(capability: int) -> None:
+def test_fp8_operands_ptx_dispatch(capability: int) -> None:
     layout = Layout(num_ranks=4, num_experts=256, num_tokens=4096, top_k=8, capacity=40960)
     wire = jnp.dtype(jnp.float8_e4m3fn)
     config, tile = exchange.dispatch_config(Schedule(), layout, HIDDEN, jnp.dtype(jnp.bfloat16), wire, clear=False)

@@ -133,7 +133,7 @@ def steps_of(code: str) -> list[str]:
 
 @pytest.mark.parametrize(("tokens", "top_k", "w_down", "experts", "expert_format"), CASES)
 @pytest.mark.slow(unless={"expert_format": [None, "mxfp4", "mxfp4_tokens", "mxfp4_prepacked"], "tokens": [1, 32]})
-def test_layer(
+def test_fused_moe_ptx_layer(
     tokens: int,
     top_k: int,
     w_down: tuple[int, int, int],
@@ -170,7 +170,7 @@ def test_layer(
 
 @pytest.mark.parametrize("expert_format", ["fp8", "mxfp4", "int4"])
 @pytest.mark.slow(unless={"expert_format": ["fp8"]})
-def test_tokens_in_fp8(expert_format: str) -> None:
+def test_fused_moe_ptx_fp8_tokens(expert_format: str) -> None:
     """Nothing is converted to floats of 16 bits: tensor cores take FP8, and eight codes of 4 bits are made at once."""
     built, _, sizes = compile_layer(16, *QWEN3, Experts(), f"{expert_format}_tokens")
     assert "QGMMA.64x16x32.F32.E4M3.E4M3" in built["code"]
@@ -185,7 +185,7 @@ def test_tokens_in_fp8(expert_format: str) -> None:
 
 
 @pytest.mark.slow
-def test_pairs_of_four_bits() -> None:
+def test_fused_moe_ptx_int4_pairs() -> None:
     """Of MXFP4 two elements are made at a time; one by one, their instructions would take longer than the memory."""
     built, _, sizes = compile_layer(16, *QWEN3, Experts(), "mxfp4")
     loop = built["code"].count("HMUL2.BF16"), built["code"].count("HMMA.16816.F32.BF16")
@@ -196,7 +196,7 @@ def test_pairs_of_four_bits() -> None:
 
 
 @pytest.mark.slow
-def test_scales_of_int4() -> None:
+def test_fused_moe_ptx_int4_scales() -> None:
     """Those of 128 elements are factors of their sums: elements become no float32, in which they would be scaled."""
     built, _, _ = compile_layer(16, *QWEN3, Experts(), "int4")
     products = built["code"].count("HMMA.16816.F32.BF16")
@@ -207,9 +207,7 @@ def test_scales_of_int4() -> None:
 
 @pytest.mark.parametrize("expert_format", ["mxfp4", "int4"])
 @pytest.mark.slow(unless={"expert_format": ["mxfp4"]})
-def test_elements_of_prepacked_matrices_stay_where_they_are(
-    expert_format: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fused_moe_ptx_prepacked_weights_in_registers(expert_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the registers of the thread that multiplies them, and with fewer instructions than bytes need."""
     monkeypatch.setattr(fused_moe, "all_programs", lambda programs: 132 * programs)
     counts = dict[str, int]()

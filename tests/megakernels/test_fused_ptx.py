@@ -72,7 +72,9 @@ def check_flat(built: dict, product: gemm_structs.GroupedGemm, num_stages: int) 
     [(DEEPSEEK, False, True), (MIXTRAL, True, False)],
 )
 @pytest.mark.slow(unless={"shape": [DEEPSEEK]})
-def test_dispatch_gemm(shape: tuple[int, ...], transposed: bool, keep: bool, capability: int, on_h200: None) -> None:
+def test_fused_ptx_dispatch_gemm(
+    shape: tuple[int, ...], transposed: bool, keep: bool, capability: int, on_h200: None
+) -> None:
     tokens, hidden, columns, _ = shape
     config, sizes = exchange_gemm.dispatch_gemm_sizes(Schedule(), layout(tokens), (hidden, columns), transposed, keep)
     types = {"handle": HANDLE, "order": exchange_gemm_structs.OrderedSends(*["*i32"] * 3)} | PEERS | WEIGHTS
@@ -89,7 +91,9 @@ def test_dispatch_gemm(shape: tuple[int, ...], transposed: bool, keep: bool, cap
     [(DEEPSEEK, False, True), (DEEPSEEK, True, False), (DEEPSEEK_LONG, False, False), (MIXTRAL, True, True)],
 )
 @pytest.mark.slow(unless={"shape": [DEEPSEEK], "transposed": [False]})
-def test_gemm_combine(shape: tuple[int, ...], transposed: bool, drops: bool, capability: int, on_h200: None) -> None:
+def test_fused_ptx_gemm_combine(
+    shape: tuple[int, ...], transposed: bool, drops: bool, capability: int, on_h200: None
+) -> None:
     tokens, hidden, _, features = shape
     config, sizes = exchange_gemm.gemm_combine_sizes(layout(tokens), features, hidden, transposed)
     built = build_gemm_combine(config, dataclasses.replace(sizes, may_drop=drops), capability)
@@ -97,7 +101,7 @@ def test_gemm_combine(shape: tuple[int, ...], transposed: bool, drops: bool, cap
     check_flat(built, sizes.gemm, config.num_stages)
 
 
-def test_gemm_combine_with_bias(on_h200: None) -> None:
+def test_fused_ptx_gemm_combine_bias(on_h200: None) -> None:
     tokens, hidden, _, features = DEEPSEEK
     config, sizes = exchange_gemm.gemm_combine_sizes(layout(tokens), features, hidden, False)
     built = build_gemm_combine(config, sizes, 90, bias=True)
@@ -105,7 +109,7 @@ def test_gemm_combine_with_bias(on_h200: None) -> None:
     check_flat(built, sizes.gemm, config.num_stages)
 
 
-def test_gemm_combine_to_float32(on_h200: None) -> None:
+def test_fused_ptx_gemm_combine_float32(on_h200: None) -> None:
     tokens, hidden, _, features = DEEPSEEK
     config, sizes = exchange_gemm.gemm_combine_sizes(layout(tokens), features, hidden, False)
     built = build_gemm_combine(config, sizes, 90, out="*fp32")
@@ -141,7 +145,7 @@ def build_gemm_combine(
     ],
 )
 @pytest.mark.slow(unless={"shape": [DEEPSEEK]})
-def test_gemm_combine_with_weights(
+def test_fused_ptx_gemm_combine_weight_gradients(
     capability: int, shape: tuple[int, ...], transposed: bool, drops: bool, on_h200: None
 ) -> None:
     tokens, hidden, features, _ = shape
@@ -159,7 +163,9 @@ def test_gemm_combine_with_weights(
     ("capability", "shape", "transposed"), [(90, DEEPSEEK, True), (90, DEEPSEEK_LONG, False), (100, MIXTRAL, True)]
 )
 @pytest.mark.slow(unless={"shape": [DEEPSEEK]})
-def test_combine_with_weights(capability: int, shape: tuple[int, ...], transposed: bool, on_h200: None) -> None:
+def test_fused_ptx_combine_weight_gradients(
+    capability: int, shape: tuple[int, ...], transposed: bool, on_h200: None
+) -> None:
     """Two programs fit on a multiprocessor."""
     tokens, hidden, features, _ = shape
     config, sizes = exchange_gemm.combine_with_weight_gradient_sizes(

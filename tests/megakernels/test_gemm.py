@@ -90,7 +90,7 @@ def run_gathered(tokens, index, rows, sizes, *, transpose, out_dtype=jnp.float32
 @pytest.mark.parametrize("transpose_rhs", [False, True], ids=["", "transposed"])
 @pytest.mark.parametrize("name", FORWARD)
 @pytest.mark.slow(unless={"name": ["as chosen", "stored by TMA"], "transpose_rhs": [False]})
-def test_forward(pool, rng, subtests, name, transpose_rhs):
+def test_triton_gemm_forward(pool, rng, subtests, name, transpose_rhs):
     for groups, sizes in GROUPS.items():
         with subtests.test(groups):
             lhs, rhs = integers(rng, sum(sizes) + SPARE, K), integers(rng, len(sizes), K, N)
@@ -100,7 +100,7 @@ def test_forward(pool, rng, subtests, name, transpose_rhs):
 
 @pytest.mark.parametrize("name", WEIGHTS)
 @pytest.mark.slow(unless={"name": ["as chosen", "stored by TMA"]})
-def test_weights(pool, rng, subtests, name):
+def test_triton_gemm_weights(pool, rng, subtests, name):
     for groups, sizes in GROUPS.items():
         with subtests.test(groups):
             lhs, rhs = integers(rng, sum(sizes) + SPARE, K), integers(rng, sum(sizes) + SPARE, N)
@@ -110,7 +110,7 @@ def test_weights(pool, rng, subtests, name):
 
 @pytest.mark.parametrize("transpose", [False, True], ids=["tokens first", "rows first"])
 @pytest.mark.slow(unless={"transpose": [False]})
-def test_weights_of_gathered_tokens(pool, rng, subtests, transpose):
+def test_triton_gemm_gathered_weight_gradient(pool, rng, subtests, transpose):
     """Some rows have no token, which counts as zero; tokens that no row names, and rows past the groups, hold NaN."""
     for groups, sizes in GROUPS.items():
         with subtests.test(groups):
@@ -125,7 +125,7 @@ def test_weights_of_gathered_tokens(pool, rng, subtests, transpose):
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16"])
-def test_dtypes_of_results(pool, rng, name):
+def test_triton_gemm_result_dtypes(pool, rng, name):
     sizes, dtype = [5, 70, 0, 21], jnp.dtype(name)
     lhs, rhs = integers(rng, 100, K, dtype=dtype), integers(rng, 4, K, N, dtype=dtype)
     for out_dtype in (dtype, jnp.dtype(jnp.float32)):
@@ -137,7 +137,7 @@ def test_dtypes_of_results(pool, rng, name):
         np.testing.assert_array_equal(got, weights(lhs, lhs[:, :8], sizes).astype(out_dtype))
 
 
-def test_nan_stays_in_its_group(pool, rng):
+def test_triton_gemm_nan_stays_in_group(pool, rng):
     """Tiles reach into the rows of the next group, which may hold anything."""
     sizes = [70, 0, 33, 130, 9]
     lhs, rhs = integers(rng, sum(sizes), K), integers(rng, sum(sizes), N)
@@ -158,7 +158,7 @@ def test_nan_stays_in_its_group(pool, rng):
 
 
 @pytest.mark.parametrize("sizes", [[-5, 40, -1, 20], [90, 90, 90], [2**31 - 1, 2**31 - 1, 7], [-(2**31), 2**31 - 1]])
-def test_sizes_that_no_caller_should_pass(pool, rng, sizes):
+def test_triton_gemm_invalid_sizes(pool, rng, sizes):
     """Nothing is written, or read, outside of the arrays; negative sizes are 0, and the last row ends every group."""
     lhs, rhs, other = integers(rng, 100, K), integers(rng, len(sizes), K, N), integers(rng, 100, N)
     np.testing.assert_array_equal(run_forward(lhs, rhs, sizes), forward(lhs, rhs, sizes))
@@ -168,13 +168,13 @@ def test_sizes_that_no_caller_should_pass(pool, rng, sizes):
     np.testing.assert_array_equal(got, weights(other, lhs[index], sizes))
 
 
-def test_many_groups(pool, rng):
+def test_triton_gemm_many_groups(pool, rng):
     sizes = rng.multinomial(300, np.ones(1000) / 1000)
     lhs, rhs = integers(rng, 310, 16), integers(rng, 1000, 16, 8)
     np.testing.assert_array_equal(run_forward(poisoned(lhs, sizes), rhs, sizes), forward(lhs, rhs, sizes))
 
 
-def test_what_has_no_kernel_takes_the_portable_loop(rng):
+def test_triton_gemm_unsupported_uses_portable_loop(rng):
     """Without a pool, so that a kernel could not run: float32, mixed results, empty arrays, too many groups."""
     lhs, rhs = integers(rng, 6, 8, dtype=np.float32), integers(rng, 2, 8, 8, dtype=np.float32)
     np.testing.assert_array_equal(run_forward(lhs, rhs, [2, 3]), forward(lhs, rhs, [2, 3]))
@@ -192,7 +192,7 @@ def test_what_has_no_kernel_takes_the_portable_loop(rng):
         np.testing.assert_array_equal(got, wanted.swapaxes(1, 2) if transpose else wanted)
 
 
-def test_vmap(pool, rng):
+def test_triton_gemm_vmap(pool, rng):
     sizes = np.array([[3, 0, 60], [20, 20, 20]], np.int32)
     lhs, rhs = integers(rng, 2, 64, 16), integers(rng, 3, 16, 24)
     call = partial(grouped_gemm.grouped_gemm, transpose_rhs=False, out_dtype=jnp.float32)
@@ -202,7 +202,7 @@ def test_vmap(pool, rng):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_shard_map(pool, mesh4, rng, check_vma):
+def test_triton_gemm_shard_map(pool, mesh4, rng, check_vma):
     """Each rank its own rows and sizes; the matrices are the same on all."""
     sizes = rng.multinomial(60, np.ones(3) / 3, size=W).astype(np.int32)
     lhs, rhs = integers(rng, W, 64, 16), integers(rng, 3, 16, 24)

@@ -35,7 +35,7 @@ CASES += [(90, ODD, "bf16"), (100, DEEPSEEK, "bf16"), (100, FEW_ROWS, "bf16")]
 
 
 @pytest.mark.parametrize(("capability", "size", "out"), CASES)
-def test_gemm(monkeypatch: pytest.MonkeyPatch, capability: int, size: tuple[int, ...], out: str) -> None:
+def test_gemm_fp8_ptx_gemm(monkeypatch: pytest.MonkeyPatch, capability: int, size: tuple[int, ...], out: str) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     tiles = grouped_gemm.fp8_tiles(size[0], size[3], 2 if out == "bf16" else 4)
     built = compile_gemm(tiles, size, out, capability)
@@ -58,7 +58,9 @@ def check(built: Any, tiles: Any, capability: int) -> None:
 @pytest.mark.parametrize("out", ["bf16", "fp32"])
 @pytest.mark.parametrize(("capability", "size"), [(90, DEEPSEEK), (90, ODD), (100, DEEPSEEK)])
 @pytest.mark.slow(unless={"size": [DEEPSEEK], "capability": [90]})
-def test_weight_gradient(monkeypatch: pytest.MonkeyPatch, capability: int, size: tuple[int, ...], out: str) -> None:
+def test_gemm_fp8_ptx_weight_gradient(
+    monkeypatch: pytest.MonkeyPatch, capability: int, size: tuple[int, ...], out: str
+) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     (rows, depth, columns, groups), tiles = size, grouped_gemm.fp8_weight_tiles()
     types = {"lhs_scales_ptr": "*fp32", "rhs_scales_ptr": "*fp32", "sizes_ptr": "*i32", "out": f"*{out}"}
@@ -73,7 +75,7 @@ def test_weight_gradient(monkeypatch: pytest.MonkeyPatch, capability: int, size:
     assert re.search(r"st\.global\.v4\.b32", built["ptx"]) or size == ODD, "results are not stored 16 bytes at a time"
 
 
-def test_loads_of_the_next_tile_begin_before_this_one_ends() -> None:
+def test_gemm_fp8_ptx_loads_overlap_epilogue() -> None:
     """The loops over tiles and over K are one: its loads are behind its products, and no others are."""
     ptx = compile_gemm(Fp8Tiles(), DEEPSEEK, "bf16", 90)["ptx"]
     loads, last = list(re.finditer(r"cp\.async\.bulk\.tensor", ptx)), ptx.rindex("wgmma.mma_async")

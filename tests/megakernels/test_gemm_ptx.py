@@ -77,7 +77,7 @@ CASES += [(90, FEW_ROWS, False, "bfloat16"), (90, ODD, False, "bfloat16")]
 
 
 @pytest.mark.parametrize(("capability", "size", "transpose", "out"), CASES)
-def test_forward(on_gpus, compile_launch, capability, size, transpose, out):
+def test_gemm_ptx_forward(on_gpus, compile_launch, capability, size, transpose, out):
     rows, k, n, groups = size
     tiles = grouped_gemm.forward_tiles(rows, n, groups, jnp.dtype(out).itemsize)
     shapes = ((rows, k), (groups, n, k) if transpose else (groups, k, n), (groups,))
@@ -92,7 +92,7 @@ WEIGHT_CASES = [(90, "float16"), (90, "float32"), (100, "float16")]
 
 
 @pytest.mark.parametrize(("capability", "out"), WEIGHT_CASES)
-def test_weights(on_gpus, compile_launch, capability, out):
+def test_gemm_ptx_weights(on_gpus, compile_launch, capability, out):
     rows, k, n, groups = DEEPSEEK
     tiles = grouped_gemm.weight_tiles(jnp.dtype(out).itemsize)
     options = {"out_dtype": jnp.dtype(out), "tiles": tiles}
@@ -112,7 +112,7 @@ VARIANTS = {
 @pytest.mark.parametrize("capability", [90])
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.slow
-def test_variants(on_gpus, compile_launch, capability, name):
+def test_gemm_ptx_variants(on_gpus, compile_launch, capability, name):
     rows, k, n, groups = DEEPSEEK
     options = {"transpose_rhs": False, "out_dtype": jnp.dtype(jnp.bfloat16), "tiles": VARIANTS[name]}
     shapes = ((rows, k), (groups, k, n), (groups,))
@@ -133,7 +133,7 @@ WEIGHT_VARIANTS = {
 @pytest.mark.parametrize("capability", [90])
 @pytest.mark.parametrize("name", WEIGHT_VARIANTS)
 @pytest.mark.slow
-def test_weight_variants(on_gpus, compile_launch, capability, name):
+def test_gemm_ptx_weight_variants(on_gpus, compile_launch, capability, name):
     """Descriptors of results come from the host: those that a kernel makes in scratch memory end a command buffer."""
     tiles = WEIGHT_VARIANTS[name]
     options = {"out_dtype": jnp.dtype(jnp.bfloat16), "tiles": tiles}

@@ -95,7 +95,7 @@ CASES = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.slow(unless={"name": ["uniform", "capacity"]})
-def test_one_launch_gives_the_bits_of_two(name: str, mode: str, mesh: jax.sharding.Mesh, rng: Any) -> None:
+def test_fused_weight_gradients_match_two_launches(name: str, mode: str, mesh: jax.sharding.Mesh, rng: Any) -> None:
     layout, transposed, routing = CASES[name]
     arguments = operands(layout, transposed, routing, rng)
     joined, parts = harness.run(launches(layout, transposed, mode, parts=True), mesh, *arguments)
@@ -108,7 +108,9 @@ def test_one_launch_gives_the_bits_of_two(name: str, mode: str, mesh: jax.shardi
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.slow(unless={"mode": ["scatter"]})
-def test_programs_and_tiles_change_no_bits(mode: str, mesh: jax.sharding.Mesh, rng: Any, monkeypatch: Any) -> None:
+def test_fused_weight_gradients_programs_and_tiles_same_bits(
+    mode: str, mesh: jax.sharding.Mesh, rng: Any, monkeypatch: Any
+) -> None:
     """One program or several, which leave sums to the last one, or more than all to the first; other tiles."""
     chosen, launched = getattr(exchange_gemm, MODES[mode]), []
     gradient_sizes = exchange_gemm._gradient_sizes
@@ -135,7 +137,7 @@ def test_programs_and_tiles_change_no_bits(mode: str, mesh: jax.sharding.Mesh, r
 
 
 @pytest.mark.parametrize("function", ["moe", "dispatch_grouped_gemm"])
-def test_what_is_asked_for_is_what_runs(function: str, mesh: jax.sharding.Mesh, monkeypatch: Any) -> None:
+def test_fused_weight_gradients_requested_launch_runs(function: str, mesh: jax.sharding.Mesh, monkeypatch: Any) -> None:
     """By name against the model, and by the model where nothing is named."""
     launched = gradient_launches(monkeypatch)
     kernels = {"scatter": "gemm_combine", "serial": "combine_with_weight_gradient"}
@@ -163,7 +165,7 @@ def gradient_launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return launched
 
 
-def test_frozen_matrices_have_no_gradient(mesh: jax.sharding.Mesh, monkeypatch: Any) -> None:
+def test_fused_weight_gradients_frozen_weights(mesh: jax.sharding.Mesh, monkeypatch: Any) -> None:
     """Whatever was asked for: none is made, and no tokens are kept, or sent again, for it."""
     launched = gradient_launches(monkeypatch)
     forms, dispatch, sent = [], exchange_gemm.dispatch_grouped_gemm, []
@@ -226,7 +228,7 @@ REFUSED = {
 }
 
 
-def test_what_cannot_be_one_launch_is_refused(mesh: jax.sharding.Mesh, subtests: pytest.Subtests) -> None:
+def test_fused_weight_gradients_unsupported(mesh: jax.sharding.Mesh, subtests: pytest.Subtests) -> None:
     """With True; with None the same call takes the parts."""
 
     def trace(function: str, dtype: Any, **options: Any) -> Any:
@@ -254,7 +256,7 @@ def layout(ranks: int) -> Layout:
         (8, (512, 4096), None, True),  # narrow experts: the rows take longer than the products
     ],
 )
-def test_the_model_chooses(
+def test_fused_weight_gradients_cost_model_choice(
     ranks: int, sizes: tuple[int, int], mode: str | None, wanted: bool, on_h200: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exchange_gemm, "has_tma", lambda: True)

@@ -59,7 +59,7 @@ def lower(fn: Callable[..., Any], mesh: Mesh, num_tokens: int, hidden: int) -> N
 
 
 @pytest.mark.parametrize("fn", [round_trip, decode], ids=["data", "buffers"])
-def test_growing_while_a_program_runs(mesh, fn):
+def test_growth_while_program_runs(mesh, fn):
     """A second thread traces programs that need ever more; the first goes on, in the heap with which it was traced."""
     jax_ep.init(mesh, transport=TRANSPORT)
     x, ids = inputs()
@@ -92,7 +92,7 @@ def test_growing_while_a_program_runs(mesh, fn):
     np.testing.assert_array_equal(call(x, ids), K * x)
 
 
-def test_threads_that_trace_at_once(mesh):
+def test_growth_concurrent_tracing(mesh):
     """Each gets room for its own program, whichever of them grows the heap first."""
     jax_ep.init(mesh, transport=TRANSPORT)
     failures = []
@@ -117,7 +117,7 @@ def test_threads_that_trace_at_once(mesh):
 
 @pytest.mark.parametrize("heap_bytes", [None, 8 << 20], ids=["growing", "fixed"])
 @pytest.mark.slow
-def test_programs_run_on_in_a_later_context(mesh, heap_bytes):
+def test_growth_programs_in_later_context(mesh, heap_bytes):
     """Also in a third, and those that found other generations; between contexts an error says what to do."""
     jax_ep.init(mesh, transport=TRANSPORT, heap_bytes=heap_bytes)
     x, ids = inputs()
@@ -139,7 +139,7 @@ def test_programs_run_on_in_a_later_context(mesh, heap_bytes):
 
 
 @pytest.mark.parametrize("then_one_device", [False, True])
-def test_finalize_with_work_enqueued(mesh, then_one_device, monkeypatch):
+def test_finalize_with_enqueued_work(mesh, then_one_device, monkeypatch):
     """Programs of two devices, and those of one that take their results, end before the heap goes."""
     jax_ep.init(mesh, transport=TRANSPORT, timeout_s=harness.PATIENCE_S)
     x, ids = inputs()
@@ -163,7 +163,7 @@ def test_finalize_with_work_enqueued(mesh, then_one_device, monkeypatch):
         np.testing.assert_array_equal(result, K * x[0])
 
 
-def test_a_later_context_that_is_too_small_says_so(mesh):
+def test_growth_later_context_too_small(mesh):
     jax_ep.init(mesh, transport=TRANSPORT)
     x, ids = inputs()
     call = harness.compiled(round_trip, mesh)
@@ -177,7 +177,7 @@ def test_a_later_context_that_is_too_small_says_so(mesh):
 
 
 @pytest.mark.slow
-def test_a_context_that_ends_while_a_program_is_traced(mesh, monkeypatch):
+def test_growth_context_ends_during_tracing(mesh, monkeypatch):
     """What the thread has reserved is gone, and the new heap may be smaller."""
     jax_ep.init(mesh, transport=TRANSPORT)
     reserve = context.reserve
@@ -200,7 +200,7 @@ def test_a_context_that_ends_while_a_program_is_traced(mesh, monkeypatch):
 
 @pytest.mark.parametrize("heap_bytes", [1 << 46, 1 << 60], ids=["memory", "addresses"])
 @pytest.mark.slow(unless={"heap_bytes": [1 << 60]})
-def test_more_than_there_is(mesh, heap_bytes):
+def test_growth_out_of_memory(mesh, heap_bytes):
     message = rf"init: .*{heap_bytes}.*(free|addressed)"
     with pytest.raises((RuntimeError, ValueError), match=message):
         jax_ep.init(mesh, transport=TRANSPORT, heap_bytes=heap_bytes)

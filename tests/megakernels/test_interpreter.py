@@ -27,7 +27,7 @@ FLOATS = ["float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "float32", "flo
 
 
 @pytest.mark.parametrize("name", INTEGERS + FLOATS)
-def test_every_dtype_alone_and_compiled(pool, float64, name):
+def test_interpreter_dtypes(pool, float64, name):
     dtype = jnp.dtype(name)
     x = jnp.asarray(np.arange(-20, 20) if dtype.kind != "u" else np.arange(40)).astype(dtype)
 
@@ -44,7 +44,7 @@ def test_every_dtype_alone_and_compiled(pool, float64, name):
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float16"])
-def test_conversions_round_to_nearest_even_as_on_a_gpu(pool, rng, name):
+def test_interpreter_conversions_round_to_nearest_even(pool, rng, name):
     dtype = jnp.dtype(name)
     x = (rng.standard_normal(1024) * np.exp2(rng.integers(-12, 9, 1024))).astype(np.float32)
     x[:3] = 1e6, -1e6, np.nan
@@ -58,7 +58,7 @@ def test_conversions_round_to_nearest_even_as_on_a_gpu(pool, rng, name):
     np.testing.assert_array_equal(np.asarray(back), y.astype(np.float32))
 
 
-def test_assembler_reads_its_arguments_before_it_writes_results():
+def test_interpreter_asm_reads_before_writes():
     """Compilers may keep a result in the register of an argument, unless they are told that it is written early."""
     found = 0
     names = [f"{p.__name__}.{m.name}" for p in (kernels, formats_kernels) for m in pkgutil.iter_modules(p.__path__)]
@@ -76,7 +76,7 @@ def test_assembler_reads_its_arguments_before_it_writes_results():
     assert found >= 7
 
 
-def test_what_assembler_may_take_for_neighbours(pool, rng):
+def test_interpreter_asm_adjacent_elements(pool, rng):
     """Two bytes whose results share a register; the other two that are made at a time lie elsewhere."""
     x = rng.integers(0, 256, 64).astype(np.uint8)
 
@@ -90,7 +90,7 @@ def test_what_assembler_may_take_for_neighbours(pool, rng):
     np.testing.assert_array_equal(widened("0x4342", "0x4140"), np.roll(x, 32))
 
 
-def test_results_start_poisoned(pool):
+def test_interpreter_results_poisoned(pool):
     result = jax.ShapeDtypeStruct((8,), jnp.int32)
     y = run_one(("elementwise", "write_half"), jnp.arange(8, dtype=jnp.int32), result, SIZE=8)
     assert np.asarray(y).tolist() == [0, 1, 2, 3, -1, -1, -1, -1]
@@ -98,7 +98,7 @@ def test_results_start_poisoned(pool):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("compile_it", [True, False], ids=["jit", "eager"])
-def test_exchange_between_processes(pool, mesh4, rng, check_vma, compile_it):
+def test_interpreter_exchange_between_processes(pool, mesh4, rng, check_vma, compile_it):
     x = rng.standard_normal((W, W, H)).astype(np.float32)
     fn = harness.per_rank(exchange, mesh4, check_vma=check_vma)
     y = (jax.jit(fn) if compile_it else fn)(ranks(), np.full(W, 5, np.int32), heap_tables(pool), x)
@@ -107,7 +107,7 @@ def test_exchange_between_processes(pool, mesh4, rng, check_vma, compile_it):
     assert flags == [[5] * W] * W  # the heaps of this process are those of the workers
 
 
-def test_two_axes_make_one_group(pool, rng):
+def test_interpreter_group_of_two_axes(pool, rng):
     mesh = harness.make_mesh((2, 2), ("data", harness.EXPERT))
     x = rng.standard_normal((2, 2, W, H)).astype(np.float32)
     by_axes = [a.reshape(2, 2, *a.shape[1:]) for a in (ranks(), np.full(W, 1, np.int32), heap_tables(pool))]
@@ -115,7 +115,7 @@ def test_two_axes_make_one_group(pool, rng):
     np.testing.assert_array_equal(y.reshape(W, W, H), x.reshape(W, W, H).swapaxes(0, 1))
 
 
-def test_kernels_run_on_the_worker_of_the_device_not_of_the_mesh_position(pool, rng):
+def test_interpreter_worker_per_device(pool, rng):
     mesh = Mesh(np.array([jax.devices()[i] for i in (3, 1, 0, 2)]), (harness.EXPERT,))
     x = rng.standard_normal((W, W, H)).astype(np.float32)
     order = np.array([3, 1, 0, 2])
@@ -128,7 +128,7 @@ def test_kernels_run_on_the_worker_of_the_device_not_of_the_mesh_position(pool, 
         np.testing.assert_array_equal(received, x[:, rank])
 
 
-def test_two_groups_at_once(pool, rng):
+def test_interpreter_concurrent_groups(pool, rng):
     """The devices of two programs overlap in one device, whose launches of a site are not equally many."""
     meshes = [Mesh(np.array(jax.devices())[list(pair)], (harness.EXPERT,)) for pair in ((0, 1), (1, 2))]
 
@@ -142,7 +142,7 @@ def test_two_groups_at_once(pool, rng):
         np.testing.assert_array_equal(np.asarray(y), 2 * (x + i))
 
 
-def test_shared_memory_serves_a_symmetric_heap():
+def test_interpreter_symmetric_heap():
     memory = interpreter.SharedMemory(timeout_s=30)
     try:
         pool = memory.pool
@@ -163,7 +163,7 @@ def test_shared_memory_serves_a_symmetric_heap():
     assert interpreter.current_pool() is None
 
 
-def test_independent_launches_keep_one_order(pool, mesh4, rng):
+def test_interpreter_launch_order(pool, mesh4, rng):
     x = rng.standard_normal((W, len(BASES), W, H)).astype(np.float32)
     tables = heap_tables(pool)
 
@@ -177,7 +177,7 @@ def test_independent_launches_keep_one_order(pool, mesh4, rng):
         np.testing.assert_array_equal(y, (x * epoch).swapaxes(0, 2))
 
 
-def test_scan(pool, mesh4, rng):
+def test_interpreter_scan(pool, mesh4, rng):
     x = rng.standard_normal((W, W, H)).astype(np.float32)
 
     def repeated(rank, heaps, x):
@@ -193,7 +193,7 @@ def test_scan(pool, mesh4, rng):
     np.testing.assert_array_equal(y, expected)
 
 
-def test_vmap_launches_once_per_element(pool):
+def test_interpreter_vmap(pool):
     def fn(x):
         return run_one(("elementwise", "scale"), x, jax.ShapeDtypeStruct((4,), jnp.int32), SIZE=4, BLOCK=4, FACTOR=3)
 
@@ -201,7 +201,7 @@ def test_vmap_launches_once_per_element(pool):
     np.testing.assert_array_equal(np.asarray(jax.jit(jax.vmap(fn, in_axes=1))(x)), 3 * np.asarray(x).T)
 
 
-def test_polls_give_up_in_time(pool, mesh4):
+def test_interpreter_poll_timeout(pool, mesh4):
     for worker in range(W):
         pool.heap(worker)[: 4 * W].view(np.int32)[:] = np.arange(W) == worker
 
@@ -215,7 +215,7 @@ def test_polls_give_up_in_time(pool, mesh4):
     np.testing.assert_array_equal(seen[:, 1:], np.eye(W))
 
 
-def test_more_heaps_and_reset(pool, mesh4, rng):
+def test_interpreter_more_heaps_and_reset(pool, mesh4, rng):
     """Heaps that come later leave those before them where they are, with what they hold."""
     x = rng.standard_normal((W, W, H)).astype(np.float32)
     run = harness.compiled(exchange, mesh4)
@@ -234,7 +234,7 @@ def test_more_heaps_and_reset(pool, mesh4, rng):
     assert not any(pool.heap(worker, number).any() for worker in range(W) for number in range(2))
 
 
-def test_memory_that_cannot_be_had_leaves_what_there_is(pool):
+def test_interpreter_allocation_fails(pool):
     with pytest.raises(MemoryError, match=f"{1 << 62} bytes for each of {W} workers"):
         pool.allocate(1 << 62)
     result = jax.ShapeDtypeStruct((4,), jnp.int32)
@@ -242,7 +242,7 @@ def test_memory_that_cannot_be_had_leaves_what_there_is(pool):
     assert y.tolist() == [0, 2, 4, 6]
 
 
-def test_status_records_start_clear(pool):
+def test_interpreter_status_records_cleared(pool):
     for worker in range(W):
         assert StatusRecord(*pool.status(worker).tolist()) == StatusRecord()
         assert len(set(pool.status_addresses(worker))) == W

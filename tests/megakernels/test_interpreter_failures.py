@@ -29,7 +29,7 @@ LONG_S = 1000.0  # beyond the time limit of a test
 STOPPED = "the launch failed on another worker"  # what its peers say, whose error XLA may show in place of the first
 
 
-def test_kernel_that_raises(pool, mesh4, after_failures):
+def test_interpreter_kernel_raises(pool, mesh4, after_failures):
     def fn(x):
         return run_one(("elementwise", "fail"), x, jax.ShapeDtypeStruct((1,), jnp.int32), LIMIT=3)
 
@@ -42,7 +42,7 @@ def test_kernel_that_raises(pool, mesh4, after_failures):
     np.testing.assert_array_equal(np.asarray(run(ranks()[:, None] - 1)), ranks()[:, None] - 1)
 
 
-def test_failure_stops_peers_that_have_not_begun(pool, mesh4, after_failures, monkeypatch):
+def test_interpreter_failure_stops_peers(pool, mesh4, after_failures, monkeypatch):
     def fn(rank, heaps, x):
         limited = run_one(("elementwise", "fail"), x, jax.ShapeDtypeStruct((1,), jnp.int32), LIMIT=3)
         return exchange(rank, limited[0], heaps, jnp.zeros((W, H), jnp.float32))
@@ -88,7 +88,7 @@ def own_pool(num_workers: int = W, heap_bytes: int = HEAP_BYTES):
         pool.close()
 
 
-def test_a_killed_worker_ends_the_waits_of_its_peers(mesh4, after_failures):
+def test_interpreter_killed_worker_ends_waits(mesh4, after_failures):
     with own_pool() as pool:
 
         def kill() -> None:
@@ -103,7 +103,7 @@ def test_a_killed_worker_ends_the_waits_of_its_peers(mesh4, after_failures):
         assert re.match(r"kernel wait, worker 2 \(process \d+\) died with exit code -9", str(pool.close()))
 
 
-def test_a_stopped_worker_is_named_and_killed(mesh4, after_failures):
+def test_interpreter_stopped_worker_is_killed(mesh4, after_failures):
     with own_pool() as pool:
 
         def stop() -> None:
@@ -119,7 +119,7 @@ def test_a_stopped_worker_is_named_and_killed(mesh4, after_failures):
 
 
 @pytest.mark.slow
-def test_waits_do_not_count_the_work_of_others():
+def test_interpreter_waits_count_idle_time():
     """Worker 0 waits for 0.2 s; worker 1 is on its way for longer, then looks, then has given up, then is gone."""
     words = [np.zeros(activity.NUM_WORDS, np.int64) for _ in range(2)]
     for own in words:
@@ -155,7 +155,7 @@ def test_waits_do_not_count_the_work_of_others():
         asleep.kill()
 
 
-def test_no_pool(after_failures):
+def test_interpreter_no_pool(after_failures):
     interpreter.set_pool(None)
     with pytest.raises(Exception, match="no interpreter pool"):
         jax.block_until_ready(
@@ -163,7 +163,7 @@ def test_no_pool(after_failures):
         )
 
 
-def test_mesh_larger_than_pool(pool, after_failures):
+def test_interpreter_mesh_larger_than_pool(pool, after_failures):
     mesh = harness.make_mesh((2 * W,), (harness.EXPERT,))
 
     def fn(x):
@@ -173,7 +173,7 @@ def test_mesh_larger_than_pool(pool, after_failures):
         jax.block_until_ready(jax.jit(harness.per_rank(fn, mesh))(np.zeros((2 * W, 1), np.int32)))
 
 
-def test_worker_killed(after_failures):
+def test_interpreter_worker_killed(after_failures):
     with own_pool(1, 64) as pool:
         os.kill(pool._workers[0].process.pid, 9)
         for _ in range(2):
@@ -193,7 +193,7 @@ REQUEST = interpreter.Launch(
 )
 
 
-def test_missing_devices_are_named():
+def test_interpreter_missing_devices():
     pool = interpreter.Pool(3, 64)
     with ThreadPoolExecutor(3) as executor:
 
@@ -218,7 +218,7 @@ def test_missing_devices_are_named():
     pool.close()
 
 
-def test_a_device_with_other_work_is_not_missing():
+def test_interpreter_busy_device_is_not_missing():
     """What it does is a launch with another device, which goes on for longer than others wait for it."""
     pool = interpreter.Pool(3, 64)
     pool.timeout_s = 0.2
@@ -237,7 +237,7 @@ def test_a_device_with_other_work_is_not_missing():
     pool.close()
 
 
-def test_the_time_limit_is_that_of_the_context(mesh4):
+def test_interpreter_timeout_of_context(mesh4):
     jax_ep.finalize()
     jax_ep.init(mesh4, transport="shared_memory", timeout_s=3)
     assert context.heap("test")._memory.pool.timeout_s == 3
@@ -279,7 +279,7 @@ jax.block_until_ready(run(ranks(), heap_tables(pool)))
 
 
 @pytest.mark.slow
-def test_an_interrupt_ends_a_program_with_one_traceback():
+def test_interpreter_interrupt_one_traceback():
     """A terminal sends it to all processes of the program, whose main thread waits for the kernels meanwhile."""
     process = start(INTERRUPTED)
     os.killpg(process.pid, signal.SIGINT)
@@ -321,7 +321,7 @@ os._exit(0)
 
 
 @pytest.mark.slow
-def test_a_forked_child_neither_ends_nor_keeps_the_workers():
+def test_interpreter_forked_child():
     process = start(FORKED)
     worker, child = map(int, process.stdout.readline().split())
     with process:
@@ -331,7 +331,7 @@ def test_a_forked_child_neither_ends_nor_keeps_the_workers():
 
 
 @pytest.mark.slow
-def test_exit_leaves_nothing_behind():
+def test_interpreter_exit_cleans_up():
     """A program that neither closes its pool nor finishes its kernel prints no warning, and its worker ends with it."""
     program = """
 from jax_ep.interpreter import Pool

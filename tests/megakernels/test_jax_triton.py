@@ -143,7 +143,7 @@ def named(kernel: Kernel) -> str:
     return f"{kernel.module}.{kernel.function}"
 
 
-def test_no_kernel_is_left_out() -> None:
+def test_jax_triton_covers_all_kernels() -> None:
     assert set[str]().union(*(kernels for _, _, kernels in CASES.values())) == kernels_of_the_package()
 
 
@@ -210,7 +210,7 @@ def lower(fn: Callable[..., Any], mesh: jax.sharding.Mesh, arguments: Any) -> An
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_kernels(
+def test_jax_triton_kernels(
     name: str, mesh: jax.sharding.Mesh, launched: set[str], compiled: list[str], on_hopper: None, tmp_path: Path
 ) -> None:
     fn, arguments, kernels = CASES[name]
@@ -223,14 +223,14 @@ def test_kernels(
         assert re.findall(r"(\d+) bytes spill stores", report) == ["0"], report
 
 
-def test_counters_are_written_in_place(mesh: jax.sharding.Mesh, launched: set[str], on_hopper: None) -> None:
+def test_jax_triton_in_place_counters(mesh: jax.sharding.Mesh, launched: set[str], on_hopper: None) -> None:
     """XLA must know of it: the zeros that they are at first may be a constant."""
     fn, arguments, _ = CASES["one launch"]
     calls = [line for line in lower(fn, mesh, arguments).as_text().splitlines() if "@triton_kernel_call_ffi" in line]
     assert ["output_operand_aliases = [#" in line for line in calls].count(True) == 1
 
 
-def test_transformations(mesh: jax.sharding.Mesh, launched: set[str], on_hopper: None) -> None:
+def test_jax_triton_transformations(mesh: jax.sharding.Mesh, launched: set[str], on_hopper: None) -> None:
     """Layers in a scan, each computed again in the backward pass; and a launch per element of a batch."""
     x, ids, weights, w_gate_up, w_down = layer()
 
@@ -247,7 +247,7 @@ def test_transformations(mesh: jax.sharding.Mesh, launched: set[str], on_hopper:
     assert text.count("@triton_kernel_call_ffi") == 1 and "stablehlo.while" in text
 
 
-def test_the_interpreter_runs_kernels_on_the_cpu(mesh: jax.sharding.Mesh, rng: np.random.Generator) -> None:
+def test_jax_triton_on_cpu_uses_interpreter(mesh: jax.sharding.Mesh, rng: np.random.Generator) -> None:
     lhs, rhs = rng.standard_normal((24, 16)).astype(BF16), rng.standard_normal((2, 16, 8)).astype(BF16)
     sizes = np.array([10, 14], np.int32)
     got = np.asarray(jax_ep.grouped_gemm(lhs, rhs, sizes, **TRITON), np.float64)
@@ -285,7 +285,7 @@ def primitive() -> Any:
     return importlib.import_module("jax_triton.triton_lib").triton_kernel_call_p
 
 
-def test_its_rule_of_two_arguments_serves_this_jax(rules: dict[Any, Any]) -> None:
+def test_jax_triton_dce_rule_adapted(rules: dict[Any, Any]) -> None:
     """Dead code goes through the rule in jitted functions, in the bodies of scans, and with a Ref."""
 
     def loss(x: Any) -> Any:
@@ -303,7 +303,7 @@ def test_its_rule_of_two_arguments_serves_this_jax(rules: dict[Any, Any]) -> Non
     assert rules[primitive()] is fixed, "a jax-triton that takes three arguments is left alone"
 
 
-def test_the_rule_is_wrapped_once(rules: dict[Any, Any]) -> None:
+def test_jax_triton_dce_rule_wrapped_once(rules: dict[Any, Any]) -> None:
     jax_triton.load()
     before = rules[primitive()]
     jax_triton.load()
@@ -320,20 +320,20 @@ def no_context() -> Iterator[None]:
     jax_ep.finalize()
 
 
-def test_an_unknown_launcher(no_context: None) -> None:
+def test_launcher_unknown(no_context: None) -> None:
     with pytest.raises(ValueError, match=r"launcher='pallas' is unknown, expected one of \('ffi', 'jax-triton'\)"):
         jax_ep.init(launcher="pallas")
     assert context.transport() is None, "a context was made"
 
 
-def test_a_missing_package(no_context: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jax_triton_missing(no_context: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jax_triton", None)
     with pytest.raises(ImportError, match=r"pip install '\.\[jax-triton\]', or leave launcher out"):
         jax_ep.init(launcher="jax-triton")
     assert context.transport() is None and context.launcher() == "ffi"
 
 
-def test_a_package_that_does_not_work_with_this_jax(no_context: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jax_triton_incompatible(no_context: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*arguments: Any, **options: Any) -> None:
         raise TypeError("its rule takes 2 positional arguments but 3 were given")
 
@@ -345,13 +345,13 @@ def test_a_package_that_does_not_work_with_this_jax(no_context: None, monkeypatc
     assert context.transport() is None and context.launcher() == "ffi"
 
 
-def test_results_by_descriptor_are_refused() -> None:
+def test_jax_triton_result_descriptors_unsupported() -> None:
     result = Descriptor(Array((64, 64), BF16), (16, 16))
     with pytest.raises(NotImplementedError, match=r"copy: .*jax-triton supports descriptors of operands only"):
         jax_triton.launch_kernel(Kernel("m", "copy"), (), (result,), Config(1), {}, capability=90)
 
 
-def test_another_launcher_drops_traces(no_context: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launcher_change_drops_traces(no_context: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Jitted functions hold launches; they must not outlive the choice."""
     monkeypatch.setattr(jax_triton, "check", lambda: None)
     seen = []
@@ -370,7 +370,7 @@ def stripped(ptx: str) -> str:
 
 
 @pytest.mark.parametrize("grouped", [False, True], ids=["pointers", "a NamedTuple"])
-def test_flat_parameters_make_the_same_code(grouped: bool) -> None:
+def test_jax_triton_flat_parameters_same_code(grouped: bool) -> None:
     if grouped:
         kernel, constants = Kernel("small_exchange", "all_gather_i32"), {"S": SmallExchange(4096, 1024)}
         constants |= {"HEAP": Heap(2, 2, 1 << 20, 4096, 32768, 1)}

@@ -56,7 +56,7 @@ PROGRAMS: dict[str, tuple[Any, dict[str, int], dict[str, int]]] = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.slow(unless={"name": ["dispatch, combine"]})
-def test_weights_have_no_launch(name: str, two_ranks: Mesh, rng: np.random.Generator) -> None:
+def test_launch_counts_router_weights(name: str, two_ranks: Mesh, rng: np.random.Generator) -> None:
     fn, forward, both = PROGRAMS[name]
     ids = np.argsort(rng.random((W, T, E)), axis=2)[:, :, :K].astype(np.int32)
     weights = rng.random((W, T, K)).astype(np.float32)

@@ -120,9 +120,7 @@ def believe_in_other_launches(pool: interpreter.Pool) -> None:
 
 
 @pytest.mark.slow
-def test_a_late_peer_changes_no_result(
-    two_ranks: Mesh, rng: Any, monkeypatch: pytest.MonkeyPatch, subtests: Any
-) -> None:
+def test_low_latency_late_peer(two_ranks: Mesh, rng: Any, monkeypatch: pytest.MonkeyPatch, subtests: Any) -> None:
     for name, way in CASES:
         with subtests.test(f"{name}, {way}"), monkeypatch.context() as patch:
             choose(way, patch)
@@ -151,7 +149,7 @@ EITHER += [pytest.param(*case, "never", marks=pytest.mark.slow) for case in CASE
 
 @pytest.mark.parametrize(("name", "way", "how"), EITHER)
 @pytest.mark.slow(unless={"name": ["low_latency_dispatch"], "way": ["few tokens"]})
-def test_a_missing_peer_is_named(
+def test_low_latency_missing_peer(
     name: str,
     way: str,
     how: str,
@@ -202,7 +200,7 @@ def outcome(call: Callable[[], None]) -> str:
 
 @pytest.mark.parametrize(("name", "way"), [case for case in CASES if case[1] == "few tokens"])
 @pytest.mark.slow(unless={"name": ["low_latency_combine"]})
-def test_a_killed_peer_is_named(
+def test_low_latency_killed_peer(
     name: str, way: str, two_ranks: Mesh, rng: Any, monkeypatch: pytest.MonkeyPatch, after_failures: None
 ) -> None:
     choose(way, monkeypatch)

@@ -59,7 +59,7 @@ def fused(shape: Shape = SHAPE) -> Any:
 
 @pytest.mark.parametrize("programs", [1, 2, 5])
 @pytest.mark.slow(unless={"programs": [2]})
-def test_it_is_one_launch_of_any_number_of_programs(monkeypatch, mesh, rng, programs):
+def test_low_latency_gemm_one_launch_any_num_programs(monkeypatch, mesh, rng, programs):
     def no_product(*_: Any, **__: Any) -> Any:
         raise AssertionError("a product of its own")
 
@@ -72,7 +72,7 @@ def test_it_is_one_launch_of_any_number_of_programs(monkeypatch, mesh, rng, prog
 
 
 @pytest.mark.slow
-def test_other_groups_and_launches_in_between(mesh, rng):
+def test_low_latency_gemm_interleaved_groups(mesh, rng):
     """Every kernel finds the control words as it needs them, and pairs of devices have their own halves."""
     jax_ep.finalize()
     jax_ep.init(transport="shared_memory")
@@ -95,7 +95,7 @@ def test_other_groups_and_launches_in_between(mesh, rng):
             np.testing.assert_array_equal(throughput(x, ids), 2 * x)
 
 
-def test_what_it_does_not_fuse_runs_as_two_operations(monkeypatch, mesh, rng):
+def test_low_latency_gemm_unsupported_runs_separately(monkeypatch, mesh, rng):
     monkeypatch.setattr(low_latency, "MOST_ROWS", 17)
     problem = Problem(rng, "uniform", 2)
     problem.check(harness.run(fused(), mesh, problem.ids, problem.weights, problem.lhs, problem.rhs))

@@ -85,7 +85,7 @@ WAYS = {"few tokens": (1 << 20, 1 << 20), "many tokens": (0, 0)}
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("num_ranks", "max_tokens"), [(2, 9), (3, 7)])
 @pytest.mark.slow
-def test_every_routing_in_both_ways(monkeypatch, mesh, rng, subtests, way, num_ranks, max_tokens):
+def test_low_latency_kernels_routings_both_algorithms(monkeypatch, mesh, rng, subtests, way, num_ranks, max_tokens):
     comparisons, rows = WAYS[way]
     monkeypatch.setattr(low_latency, "_MOST_COMPARISONS", comparisons)
     monkeypatch.setattr(low_latency, "_MOST_ROWS", rows)
@@ -100,7 +100,7 @@ def test_every_routing_in_both_ways(monkeypatch, mesh, rng, subtests, way, num_r
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("quantize", [False, True])
 @pytest.mark.slow(unless={"way": ["many tokens"], "quantize": [True]})
-def test_fp8_and_float32(monkeypatch, mesh, rng, way, quantize):
+def test_low_latency_kernels_fp8_and_float32(monkeypatch, mesh, rng, way, quantize):
     """The bits of quantisation are those of XLA; sums of rows that were rounded to FP8 stay within its bound."""
     comparisons, rows = WAYS[way]
     monkeypatch.setattr(low_latency, "_MOST_COMPARISONS", comparisons)
@@ -136,7 +136,7 @@ def test_fp8_and_float32(monkeypatch, mesh, rng, way, quantize):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
 @pytest.mark.slow(unless={"way": ["few tokens"], "dtype": ["float16"]})
-def test_other_dtypes(monkeypatch, float64, mesh, rng, way, dtype):
+def test_low_latency_kernels_other_dtypes(monkeypatch, float64, mesh, rng, way, dtype):
     monkeypatch.setattr(low_latency, "_MOST_COMPARISONS", WAYS[way][0])
     monkeypatch.setattr(low_latency, "_MOST_ROWS", WAYS[way][1])
     options = {"num_experts": 4, "max_tokens_per_rank": 5, "quantize": False}
@@ -156,7 +156,7 @@ def test_other_dtypes(monkeypatch, float64, mesh, rng, way, dtype):
 
 
 @pytest.mark.slow
-def test_groups_that_overlap_and_sizes_that_differ(mesh, rng):
+def test_low_latency_kernels_overlapping_groups(mesh, rng):
     """Pairs of devices have their own halves: launches of other groups and other sizes may come in between."""
     jax_ep.finalize()
     jax_ep.init(transport="shared_memory")  # without a mesh: the group is not known before a program runs
@@ -173,7 +173,7 @@ def test_groups_that_overlap_and_sizes_that_differ(mesh, rng):
 
 
 @pytest.mark.slow
-def test_programs_compiled_before_the_area_grew(mesh, rng):
+def test_low_latency_kernels_programs_before_growth(mesh, rng):
     first = Problem(rng, "uniform", 2, SHAPE, 7)
     call = harness.compiled(round_trip(SHAPE, 7), mesh)
     first.check(*call(*first.args))
@@ -193,7 +193,7 @@ def test_programs_compiled_before_the_area_grew(mesh, rng):
 
 
 @pytest.mark.slow
-def test_a_heap_of_a_given_size_holds_the_area_too():
+def test_low_latency_kernels_fixed_heap():
     jax_ep.finalize()
     mesh = harness.make_mesh((2,), (harness.EXPERT,))
     rng = np.random.default_rng(0)
@@ -213,7 +213,7 @@ def test_a_heap_of_a_given_size_holds_the_area_too():
     jax_ep.finalize()
 
 
-def test_fewer_tokens_than_there_is_room_for_and_none_at_all(mesh, rng):
+def test_low_latency_kernels_few_or_no_tokens(mesh, rng):
     shape = Shape(num_tokens=3, top_k=2, num_experts=4, hidden=8)
     problem = Problem(rng, "uniform", 2, shape, 700)  # slots past T are cleared by several tasks
     problem.check(*harness.run(round_trip(shape, 700), mesh, *problem.args))
@@ -225,7 +225,7 @@ def test_fewer_tokens_than_there_is_room_for_and_none_at_all(mesh, rng):
 
 @pytest.mark.parametrize("dtype", ["int8", "int32", "uint32"])
 @pytest.mark.slow(unless={"dtype": ["int32"]})
-def test_any_count_of_tokens(mesh, rng, dtype):
+def test_low_latency_kernels_token_counts(mesh, rng, dtype):
     problem = Problem(rng, "uniform", 2, SHAPE, 7)
 
     def fn(x, ids, count):
@@ -240,7 +240,7 @@ def test_any_count_of_tokens(mesh, rng, dtype):
 
 
 @pytest.mark.slow
-def test_bits_do_not_change_from_run_to_run(mesh, rng):
+def test_low_latency_kernels_deterministic(mesh, rng):
     problem = Problem(rng, "zipf", 2, SHAPE, 7)
     weights, y = reals(rng, *problem.ids.shape), reals(rng, *problem.y.shape)
     call = harness.compiled(round_trip(SHAPE, 7), mesh)
@@ -254,7 +254,7 @@ def test_bits_do_not_change_from_run_to_run(mesh, rng):
     [(12, 4, 2, "no whole 16-byte words"), (16, 1025, 2, "1025 exceeds 1024"), (16, 4, 17, "K=17 exceeds 16")],
 )
 @pytest.mark.slow(unless={"top_k": [17]})
-def test_refusals_say_why_and_xla_takes_over(mesh, rng, hidden, max_tokens, top_k, reason):
+def test_low_latency_kernels_unsupported_uses_xla(mesh, rng, hidden, max_tokens, top_k, reason):
     shape = Shape(num_tokens=2, top_k=top_k, num_experts=4, hidden=hidden)
     problem = Problem(rng, "duplicates", 2, shape, max_tokens)
     with pytest.raises(NotImplementedError, match=reason):

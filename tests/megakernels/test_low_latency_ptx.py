@@ -53,7 +53,7 @@ def built(name: str, num_tokens: int, fp8: bool, capability: int) -> Any:
 @pytest.mark.parametrize(("capability", "num_tokens", "fp8"), CASES)
 @pytest.mark.parametrize("name", ["dispatch", "combine"])
 @pytest.mark.slow(unless={"num_tokens": [128], "fp8": [True]})
-def test_kernels(name: str, capability: int, num_tokens: int, fp8: bool) -> None:
+def test_low_latency_ptx_kernels(name: str, capability: int, num_tokens: int, fp8: bool) -> None:
     kernel = built(name, num_tokens, fp8, capability)
     assert re.search(r"ld\.global\.v4\.b32", kernel["ptx"]), "rows are not loaded 16 bytes at a time"
     assert re.search(r"st\.global\.v4\.b32", kernel["ptx"]), "rows are not stored 16 bytes at a time"

@@ -47,7 +47,7 @@ CASES += [(100, rows, fp8, "bf16") for rows in (64, 128) for fp8 in (True, False
 
 @pytest.mark.parametrize(("capability", "block_m", "fp8", "out"), CASES)
 @pytest.mark.slow(unless={"block_m": [16], "out": ["bf16"]})
-def test_gemm(capability: int, block_m: int, fp8: bool, out: str) -> None:
+def test_masked_ptx_gemm(capability: int, block_m: int, fp8: bool, out: str) -> None:
     tiles = masked.masked_tiles(M, EXPECTED[block_m], 1 if fp8 else 2, 2 if out == "bf16" else 4)
     assert tiles.block_m == block_m
     built = compile_gemm(tiles, fp8, out, capability)
@@ -69,7 +69,7 @@ def test_gemm(capability: int, block_m: int, fp8: bool, out: str) -> None:
 @pytest.mark.parametrize("fp8", [True, False])
 @pytest.mark.parametrize("block_m", EXPECTED)
 @pytest.mark.slow(unless={"block_m": [128], "bias": [True]})
-def test_gemm_combine(block_m: int, fp8: bool, bias: bool) -> None:
+def test_masked_ptx_gemm_combine(block_m: int, fp8: bool, bias: bool) -> None:
     """The epilogue that stores rows at their sources leaves registers, and stores 16 bytes at a time."""
     num_ranks, tokens, top_k = 4, 128, 8
     tiles = masked.masked_tiles(num_ranks * tokens, EXPECTED[block_m], 1 if fp8 else 2, 2)
@@ -104,7 +104,7 @@ def test_gemm_combine(block_m: int, fp8: bool, bias: bool) -> None:
 @pytest.mark.parametrize("expected_rows", [8, 64])
 @pytest.mark.parametrize("tokens_in", ["bf16", "fp8e4nv"])
 @pytest.mark.slow(unless={"expert_format": ["mxfp4"], "expected_rows": [8], "tokens_in": ["fp8e4nv"]})
-def test_gemm_combine_of_quantised_matrices(tokens_in: str, expected_rows: int, expert_format: str) -> None:
+def test_masked_ptx_gemm_combine_quantized_weights(tokens_in: str, expected_rows: int, expert_format: str) -> None:
     num_ranks, tokens, top_k = 4, 128, 8
     activations = "fp8" if tokens_in == "fp8e4nv" else None
     quantize = partial(quantize_experts, format=expert_format, activations=activations)
@@ -131,14 +131,14 @@ def test_gemm_combine_of_quantised_matrices(tokens_in: str, expected_rows: int, 
     assert tiles.programs * (built["shared"] + 1024) <= SHARED_BYTES + 1024
 
 
-def test_smallest_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masked_ptx_smallest_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     for capability, rows in (("9.0", 16), ("10.0", 64)):
         device = SimpleNamespace(platform="gpu", compute_capability=capability)
         monkeypatch.setattr(masked.jax, "local_devices", lambda device=device: [device])
         assert masked.masked_tiles(M, 1, 1, 2).block_m == rows
 
 
-def test_loads_of_the_next_tile_begin_before_this_one_ends() -> None:
+def test_masked_ptx_loads_overlap_epilogue() -> None:
     """The loops over tiles and over K are one: its loads are behind its products, and no others are."""
     ptx = compile_gemm(masked.masked_tiles(M, 4, 1, 2), True, "bf16", 90)["ptx"]
     loads, last = list(re.finditer(r"cp\.async\.bulk\.tensor", ptx)), ptx.rindex("wgmma.mma_async")
@@ -150,7 +150,9 @@ def test_loads_of_the_next_tile_begin_before_this_one_ends() -> None:
 @pytest.mark.parametrize("quantize", [True, False])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu", "gpt-oss"])
 @pytest.mark.slow(unless={"activation": ["silu"]})
-def test_activation(monkeypatch: pytest.MonkeyPatch, activation: str, quantize: bool, capability: int) -> None:
+def test_masked_ptx_activation(
+    monkeypatch: pytest.MonkeyPatch, activation: str, quantize: bool, capability: int
+) -> None:
     types = {"hidden_ptr": "*bf16", "sizes_ptr": "*i32", "scales_ptr": "*fp32"}
     types["out_ptr"] = "*fp8e4nv" if quantize else "*bf16"
     experts = GPT_OSS if activation == "gpt-oss" else Experts(activation)

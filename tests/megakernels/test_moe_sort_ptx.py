@@ -12,7 +12,7 @@ from jax_ep.megakernels import moe_sort
 
 @pytest.mark.parametrize(("tokens", "experts", "counted"), [(4096, 256, True), (16384, 128, False), (1, 512, False)])
 @pytest.mark.slow(unless={"tokens": [4096]})
-def test_kernel(tokens: int, experts: int, counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moe_sort_ptx_kernel(tokens: int, experts: int, counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe_sort, "all_programs", lambda: 132)
     config, sizes = moe_sort.sort_sizes((tokens, 8), 0, experts, 64)
     assert config.num_programs <= 132

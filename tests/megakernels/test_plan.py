@@ -94,7 +94,7 @@ def random_layout(rng: np.random.Generator, num_ranks: int) -> Layout:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.slow(unless={"num_ranks": [3]})
-def test_random_layouts_and_hostile_ids(heaps, rng, num_ranks):
+def test_plan_kernel_random_layouts_and_invalid_ids(heaps, rng, num_ranks):
     for _ in range(2):
         layout = random_layout(rng, num_ranks)
         call = planner(layout)
@@ -113,14 +113,14 @@ LAYOUTS = {
 }
 
 
-def test_ids_of_no_expert(heaps):
+def test_plan_kernel_no_expert(heaps):
     layout = Layout(4, 8, 20, 2, 50)
     check(layout, np.full((4, 20, 2), -1, np.int32))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.slow(unless={"name": ["one slot", "too many experts, sorted", "huge alignment"]})
-def test_edges(heaps, rng, name):
+def test_plan_kernel_edge_sizes(heaps, rng, name):
     layout = LAYOUTS[name]
     call = planner(layout)
     for ids in routings(rng, layout).values():
@@ -135,7 +135,7 @@ def test_edges(heaps, rng, name):
     ],
     ids=["many blocks", "long blocks"],
 )
-def test_blocks_of_many_parts(heaps, rng, monkeypatch, blocks):
+def test_plan_kernel_blocks_of_many_parts(heaps, rng, monkeypatch, blocks):
     """The tiles of large exchanges, at sizes that an interpreter can do."""
     layout = Layout(2, 12, 300, 7, 4000, 4)
     config, chosen = exchange.plan_config(layout)
@@ -146,7 +146,7 @@ def test_blocks_of_many_parts(heaps, rng, monkeypatch, blocks):
         check(layout, ids, call)
 
 
-def test_tiles_cover_every_layout():
+def test_plan_kernel_tiles_cover_layouts():
     for layout in (*LAYOUTS.values(), Layout(63, 63, 1 << 18, 8, 1 << 27), Layout(4, 256, 32768, 8, 1 << 20)):
         _, sizes = exchange.plan_config(layout)
         source_blocks = -(-layout.num_tokens * layout.top_k // sizes.tile.block)
@@ -156,7 +156,7 @@ def test_tiles_cover_every_layout():
         assert sizes.tile.block % sizes.tile.lanes == 0
 
 
-def test_the_same_bits_whatever_the_heap_holds(heaps, rng):
+def test_plan_kernel_ignores_heap_content(heaps, rng):
     layout = Layout(4, 12, 100, 3, 400, 2)
     call, other = planner(layout), planner(Layout(4, 12, 120, 5, 2400))
     ids = routings(rng, layout)["hostile"]
@@ -173,7 +173,7 @@ def test_the_same_bits_whatever_the_heap_holds(heaps, rng):
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("axis", [("expert",), ("data", "expert"), ("b", "data"), ("b",)], ids="-".join)
 @pytest.mark.slow(unless={"axis": [("data", "expert")], "check_vma": [True]})
-def test_a_known_mesh_gives_the_group_without_an_exchange(fresh, monkeypatch, axis, check_vma):
+def test_plan_kernel_given_mesh_without_exchange(fresh, monkeypatch, axis, check_vma):
     if jax.device_count() < 8:
         pytest.skip(f"needs 8 devices, {jax.device_count()} present")
     devices = np.array(jax.devices())[[3, 1, 0, 2, 7, 6, 5, 4]].reshape(2, 2, 2)
@@ -202,7 +202,7 @@ def test_a_known_mesh_gives_the_group_without_an_exchange(fresh, monkeypatch, ax
     assert len(set(types)) == 1, "typed as varying over other axes"
 
 
-def test_results_that_are_the_same_over_an_axis_stay_so(fresh):
+def test_plan_kernel_replicated_results(fresh):
     """Their groups differ over it: only an exchange gives one that is typed as they are."""
     mesh = harness.make_mesh((2, 2), ("data", EXPERT))
     jax_ep.init(mesh, transport=TRANSPORT)
@@ -224,7 +224,7 @@ def received(heap: SymmetricHeap) -> np.ndarray:
     return np.stack([heap._memory.pool.heap(n, heap.data.allocation)[heap.layout.data :] for n in range(2)])
 
 
-def test_another_mesh_than_the_one_given_fails(fresh):
+def test_plan_kernel_other_mesh_fails(fresh):
     first, second = harness.make_mesh((2,), (EXPERT,)).devices
     jax_ep.init(Mesh([first, second], (EXPERT,)), transport=TRANSPORT, timeout_s=harness.PATIENCE_S)
     layout = Layout(2, 4, 3, 2, 12)

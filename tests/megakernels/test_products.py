@@ -29,7 +29,7 @@ REFUSAL = requirements.refusal(Options("moe", (), ("pallas",)), "grouped_gemm", 
         (2048, "cpu", None, "triton"),
     ],
 )
-def test_the_fastest_kernel(
+def test_gemm_choice_fastest_kernel(
     rows: int, platform: str, lacking: str | None, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exchange_gemm.jax, "default_backend", lambda: platform)
@@ -44,7 +44,7 @@ def test_the_fastest_kernel(
 @pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
 @pytest.mark.parametrize("mode", ["serial", "fused"])
 @pytest.mark.slow
-def test_rows_between_exchanges_are_activated_where_that_kernel_is(
+def test_gemm_choice_activation_follows_gemm(
     mode: str, two_ranks: jax.sharding.Mesh, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the product is a launch by itself, and nobody wants a gradient."""

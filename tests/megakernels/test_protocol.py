@@ -37,7 +37,7 @@ def round_trip(x, ids):
     return jax_ep.combine(d.tokens, d.handle, implementation="triton")
 
 
-def test_an_expired_wait_names_both_ranks_and_ends_the_context(mesh):
+def test_protocol_timeout_names_ranks(mesh):
     jax_ep.init(mesh, transport="shared_memory", timeout_s=1)
     # Launches begin together, whenever that is: only waits within a kernel expire.
     context.heap("test")._memory.pool.timeout_s = harness.PATIENCE_S
@@ -59,7 +59,7 @@ def test_an_expired_wait_names_both_ranks_and_ends_the_context(mesh):
     np.testing.assert_array_equal(harness.run(round_trip, mesh, x, ids), K * x)
 
 
-def test_a_heap_that_is_too_small_says_how_much_is_needed(mesh):
+def test_protocol_heap_too_small(mesh):
     jax_ep.init(mesh, transport="shared_memory", heap_bytes=8 << 20)
     x, ids = (np.tile(a, (1, 40, 1)) for a in inputs())
     wide = np.zeros((W, x.shape[1], 1 << 14), np.float32)
@@ -68,12 +68,12 @@ def test_a_heap_that_is_too_small_says_how_much_is_needed(mesh):
     np.testing.assert_array_equal(harness.run(round_trip, mesh, x, ids), K * x)
 
 
-def test_a_heap_that_holds_no_flags_is_refused(mesh):
+def test_protocol_heap_without_room_for_flags(mesh):
     with pytest.raises(ValueError, match=r"heap_bytes=4096, expected at least \d+"):
         jax_ep.init(mesh, transport="shared_memory", heap_bytes=4096)
 
 
-def test_a_heap_without_a_size_grows(mesh):
+def test_protocol_heap_grows(mesh):
     jax_ep.init(mesh, transport="shared_memory")
     for num_tokens in (1, 64, 3):
         x = np.random.default_rng(num_tokens).normal(size=(W, num_tokens, H)).astype(np.float32)
@@ -81,7 +81,7 @@ def test_a_heap_without_a_size_grows(mesh):
         np.testing.assert_array_equal(harness.run(round_trip, mesh, x, ids), K * x)
 
 
-def test_dispatch_sends_a_token_once_per_rank(rng):
+def test_protocol_token_sent_once_per_rank(rng):
     """Counted where tokens arrive, in slots `[sender, slot]` of each rank's heap."""
     num_ranks, tokens, top_k, experts, hidden = 4, 7, 4, 8, 256
     jax_ep.finalize()
@@ -108,7 +108,7 @@ def test_dispatch_sends_a_token_once_per_rank(rng):
     jax_ep.finalize()
 
 
-def test_hostile_ids_write_nowhere(mesh):
+def test_protocol_invalid_ids_write_nothing(mesh):
     """Any 32-bit pattern as an id: rows of valid ids are right, the others are counted and have no rows."""
     jax_ep.init(mesh, transport="shared_memory")
     rng = np.random.default_rng(3)
@@ -127,7 +127,7 @@ def test_hostile_ids_write_nowhere(mesh):
 
 
 @pytest.mark.slow
-def test_meshes_of_different_devices_share_one_heap(mesh):
+def test_protocol_meshes_share_heap(mesh):
     """Pairs of devices count their launches together, so groups that overlap can take turns."""
     jax_ep.init(mesh, transport="shared_memory")
     x, ids = inputs()
@@ -138,7 +138,7 @@ def test_meshes_of_different_devices_share_one_heap(mesh):
         np.testing.assert_array_equal(harness.run(round_trip, four, wide_x, wide_ids), K * wide_x)
 
 
-def test_init_replaces_a_context_that_made_itself(mesh):
+def test_init_replaces_implicit_context(mesh):
     implicit = context._outside_of_traces(lambda: context._check(mesh, "expert", "shared_memory", None, 30.0))
     context._current, context._is_implicit = implicit, True
     x, ids = inputs()
@@ -150,7 +150,7 @@ def test_init_replaces_a_context_that_made_itself(mesh):
 
 
 @pytest.mark.slow
-def test_bits_do_not_change_from_run_to_run(mesh):
+def test_protocol_deterministic(mesh):
     jax_ep.init(mesh, transport="shared_memory")
     x, ids = inputs()
     call = harness.compiled(lambda x, ids: round_trip(jnp.exp(x), ids), mesh)

@@ -44,7 +44,7 @@ def row_sizes(hidden: int, fp8: bool) -> dict[str, int]:
 @pytest.mark.parametrize("limit", [None, 24], ids=["all-programs", "few-programs"])
 @pytest.mark.parametrize("name", ["dispatch", "combine"])
 @pytest.mark.slow(unless={"dtype": ["bfloat16"], "limit": [None]})
-def test_row_kernels(name, limit, dtype, fp8, capability):
+def test_ptx_row_kernels(name, limit, dtype, fp8, capability):
     if fp8 and capability < 89:
         pytest.skip("this architecture has no FP8 conversions")
     element = {"bfloat16": "*bf16", "float32": "*fp32"}[dtype]
@@ -78,7 +78,7 @@ def test_row_kernels(name, limit, dtype, fp8, capability):
 
 @pytest.mark.parametrize("hidden", [256, 512, 2048])
 @pytest.mark.slow(unless={"hidden": [512]})
-def test_combine_of_narrow_rows(hidden):
+def test_ptx_combine_narrow_rows(hidden):
     """Each thread still copies 16 bytes."""
     config, tile = exchange.combine_config(Schedule(), LAYOUT, hidden, jnp.dtype("bfloat16"))
     types = dict.fromkeys(["ids_ptr", "slot_row_ptr"], "*i32")
@@ -91,7 +91,7 @@ def test_combine_of_narrow_rows(hidden):
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_small_exchange_kernel(capability):
+def test_ptx_small_exchange_kernel(capability):
     config, block = exchange.small_exchange_config(4, 4096 * 8)
     pointers = {"x_ptr": "*i32", "peers": PEERS, "out_ptr": "*i32"}
     constants = {"S": SmallExchange(4096 * 8, block), "HEAP": HEAP}
@@ -103,7 +103,7 @@ def test_small_exchange_kernel(capability):
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(("experts", "tokens"), [(256, 128), (256, 4096), (256, 32768), (1024, 4096), (4096, 4096)])
 @pytest.mark.slow(unless={"experts": [256], "tokens": [4096]})
-def test_plan_kernel(experts, tokens, capability):
+def test_ptx_plan_kernel(experts, tokens, capability):
     layout = Layout(4, experts, tokens, 8, 4 * tokens * 8)
     config, sizes = exchange.plan_config(layout)
     results = ("row_slot", "slot_row", "sizes", "ids", "num_invalid", "num_dropped")

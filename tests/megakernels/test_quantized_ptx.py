@@ -45,7 +45,7 @@ def compile_gemm(function: str, rhs: QuantizedExperts, rows: int) -> tuple[dict,
 
 
 @pytest.mark.parametrize("rows", [4, 64])
-def test_rows_in_int8(rows: int) -> None:
+def test_quantized_ptx_int8_rows(rows: int) -> None:
     built, _ = compile_gemm("quantized_grouped_gemm", matrices("int8", "int8"), rows)
     assert re.search(r"wgmma\.mma_async\S*\.s32\.s8\.s8", built["ptx"]), "integers are not multiplied as such"
     assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]
@@ -55,7 +55,7 @@ def test_rows_in_int8(rows: int) -> None:
 @pytest.mark.parametrize("rows", [4, 16, 32, 64])
 @pytest.mark.parametrize("function", ["quantized_grouped_gemm", "quantized_masked_grouped_gemm"])
 @pytest.mark.slow(unless={"function": ["quantized_masked_grouped_gemm"], "stored": ["mxfp4", "mxfp4 prepacked"]})
-def test_kernels(function: str, rows: int, stored: str) -> None:
+def test_quantized_ptx_kernels(function: str, rows: int, stored: str) -> None:
     built, tiles = compile_gemm(function, matrices(stored), rows)
     # Those of 64 rows and more are for many; registers hold operands of others in a way that takes fewer instructions.
     wide = rows > 48 or stored.endswith(" prepacked") or (stored.startswith("fp8") and rows > 8)

@@ -37,7 +37,7 @@ def compile_pass(monkeypatch, kernel, types, constants, config=None):
 )
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "not gated"])
 @pytest.mark.slow(unless={"name": ["gpt-oss"]})
-def test_activation(monkeypatch, kernel, keep, name, gated):
+def test_rows_ptx_activation(monkeypatch, kernel, keep, name, gated):
     """The experts of gpt-oss have gates and biases."""
     experts = {"llama 4": Experts(gated=gated, weight_on="input"), "gpt-oss": GPT_OSS}.get(name)
     if experts is None:
@@ -61,7 +61,7 @@ def test_activation(monkeypatch, kernel, keep, name, gated):
 
 @pytest.mark.parametrize(("dtype", "hidden"), [("bf16", 7168), ("bf16", 2048), ("fp16", 72)])
 @pytest.mark.slow(unless={"hidden": [7168]})
-def test_gather(monkeypatch, dtype, hidden):
+def test_rows_ptx_gather(monkeypatch, dtype, hidden):
     types = {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "index_ptr": "*i32", "sizes_ptr": "*i32"}
     sizes = rows.row_pass((ROWS, hidden), np.zeros(GROUPS, np.int32), 1024, 4096)
     compile_pass(monkeypatch, rows._GATHER, types, {"S": sizes})

@@ -47,7 +47,7 @@ def scanned(layer: Any, x: Any, *routing: Any) -> Any:
 @pytest.mark.parametrize("layer", [low_latency, throughput])
 @pytest.mark.parametrize("loop", [unrolled, scanned])
 @pytest.mark.slow(unless={"loop": [scanned]})
-def test_one_check_and_one_table(layer: Any, loop: Any, mesh: jax.sharding.Mesh) -> None:
+def test_custom_calls_shared_per_program(layer: Any, loop: Any, mesh: jax.sharding.Mesh) -> None:
     """A check is on the host: between any two launches it would keep them out of one CUDA graph."""
     fn = jax.jit(harness.per_rank(lambda *arguments: loop(layer, *arguments), mesh))
     arguments = np.ones((2, 4, 64), np.float32), np.ones((2, 4, 2), np.int32), np.ones((2, 4, 2), np.float32)

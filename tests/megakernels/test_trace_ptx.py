@@ -28,17 +28,19 @@ PACKAGE = Path(jax_ep.__file__).parent
 CALL = re.compile(r"^ *(began = stamp\(HEAP\)|trace\w*\(launch, .*\))\n", re.MULTILINE)
 IMPORT = re.compile(r"^from \.trace import (\([^)]*\)|.*)\n", re.MULTILINE)
 CASES: dict[str, Callable[[], None]] = {
-    "all_gather_i32": lambda: rows.test_small_exchange_kernel(90),
-    "dispatch": lambda: rows.test_row_kernels("dispatch", None, "bfloat16", False, 90),
-    "combine": lambda: rows.test_row_kernels("combine", None, "bfloat16", False, 90),
-    "plan": lambda: rows.test_plan_kernel(256, 4096, 90),
-    "dispatch_gemm": lambda: fused.test_dispatch_gemm(fused.DEEPSEEK, False, True, 90, None),
-    "gemm_combine": lambda: fused.test_gemm_combine(fused.DEEPSEEK, False, True, 90, None),
-    "gemm_combine, gradient": lambda: fused.test_gemm_combine_with_weights(90, fused.DEEPSEEK, True, False, None),
-    "combine, gradient": lambda: fused.test_combine_with_weights(90, fused.DEEPSEEK, True, None),
+    "all_gather_i32": lambda: rows.test_ptx_small_exchange_kernel(90),
+    "dispatch": lambda: rows.test_ptx_row_kernels("dispatch", None, "bfloat16", False, 90),
+    "combine": lambda: rows.test_ptx_row_kernels("combine", None, "bfloat16", False, 90),
+    "plan": lambda: rows.test_ptx_plan_kernel(256, 4096, 90),
+    "dispatch_gemm": lambda: fused.test_fused_ptx_dispatch_gemm(fused.DEEPSEEK, False, True, 90, None),
+    "gemm_combine": lambda: fused.test_fused_ptx_gemm_combine(fused.DEEPSEEK, False, True, 90, None),
+    "gemm_combine, gradient": lambda: fused.test_fused_ptx_gemm_combine_weight_gradients(
+        90, fused.DEEPSEEK, True, False, None
+    ),
+    "combine, gradient": lambda: fused.test_fused_ptx_combine_weight_gradients(90, fused.DEEPSEEK, True, None),
     "low-latency dispatch": lambda: decode.built("dispatch", 128, False, 90),
     "low-latency combine": lambda: decode.built("combine", 128, True, 90),
-    "low-latency gemm_combine": lambda: masked.test_gemm_combine(64, False, True),
+    "low-latency gemm_combine": lambda: masked.test_masked_ptx_gemm_combine(64, False, True),
 }
 
 
@@ -85,7 +87,7 @@ def depths(ptx: str) -> list[int]:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.slow
-def test_what_traces_cost(
+def test_trace_ptx_overhead(
     name: str,
     without_traces: subprocess.Popen[bytes],
     monkeypatch: pytest.MonkeyPatch,

@@ -67,7 +67,7 @@ def layer(axis_name: Any, implementation: str | None, *arguments: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_layer_and_gradients_over_a_topology(nodes: Mesh, rng: Any) -> None:
+def test_unreachable_peers_layer_over_topology(nodes: Mesh, rng: Any) -> None:
     """By kernels, whose launches inside the nodes are there; against the oracle."""
 
     def fn(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any, d_out: Any) -> Any:
@@ -85,7 +85,7 @@ def test_layer_and_gradients_over_a_topology(nodes: Mesh, rng: Any) -> None:
 
 
 @pytest.mark.slow
-def test_decoding_over_a_topology(nodes: Mesh, rng: Any) -> None:
+def test_unreachable_peers_decoding_over_topology(nodes: Mesh, rng: Any) -> None:
     shape = Shape(hidden=128, intermediate=128)
     problem = Layer(rng, "uniform", 4, shape, BF16)
 
@@ -104,7 +104,7 @@ def test_decoding_over_a_topology(nodes: Mesh, rng: Any) -> None:
     ids=["flat", "the wrong way round"],
 )
 @pytest.mark.slow(unless={"axes": [("node", "expert")]})
-def test_exchanges_across_are_refused(nodes: Mesh, rng: Any, axis_name: Any, axes: Any) -> None:
+def test_unreachable_peers_exchange_unsupported(nodes: Mesh, rng: Any, axis_name: Any, axes: Any) -> None:
     """Where `triton` alone is asked for, with the reason; else `xla` serves them."""
     problem, reason = Layer(rng, "uniform", 4, BASE), REASON.format(axes)
 
@@ -122,7 +122,7 @@ def test_exchanges_across_are_refused(nodes: Mesh, rng: Any, axis_name: Any, axe
     assert "all_to_all" in lower(None)
 
 
-def test_another_mesh_than_that_of_init(nodes: Mesh) -> None:
+def test_unreachable_peers_other_mesh(nodes: Mesh) -> None:
     """Of it nobody knows who reaches whom."""
     other = make_mesh((4,), ("expert",))
     assert context.unreachable_reason(("expert",)) is not None

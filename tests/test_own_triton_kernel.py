@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,7 +20,7 @@ from jax_ep.megakernels.launch import launch
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the example itself runs on GPUs")
 
-KERNELS = Path(example.__file__).parent / "own_kernels" / "learned_swish.py"
+learned_swish = pytest.importorskip("own_kernels.learned_swish")
 
 
 @pytest.fixture
@@ -29,7 +28,7 @@ def interpreted(two_ranks: Mesh, monkeypatch: pytest.MonkeyPatch) -> Mesh:
     """Two ranks on which the example's kernels run in Triton's interpreter, by the interface of `triton_call`."""
 
     def call(name: str, arrays: Any, results: Any, num_programs: int, **constants: int) -> Any:
-        return launch(Kernel(str(KERNELS), name), arrays, results, Config(num_programs), constants)
+        return launch(Kernel(getattr(learned_swish, name)), arrays, results, Config(num_programs), constants)
 
     monkeypatch.setattr(example, "call_kernel", call)
     monkeypatch.setattr(example, "varying", lambda x: x)  # `launch` types results itself

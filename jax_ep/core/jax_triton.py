@@ -106,7 +106,7 @@ def launch_kernel(
     """
     if any(isinstance(x, Descriptor) for x in flat(results)):
         raise NotImplementedError(
-            f"{kernel.function}: a result is stored through a tensor descriptor, but jax-triton supports descriptors"
+            f"{kernel.name}: a result is stored through a tensor descriptor, but jax-triton supports descriptors"
             " of operands only. Aliasing the result to an operand would give it a descriptor, but XLA may move such a"
             " result, for example into the stacked results of a scan. Use tiles without tma_store, or call"
             " jax_ep.init() without launcher."
@@ -129,7 +129,7 @@ def launch_kernel(
                 kernel=function,
                 out_type=[jax.ShapeDtypeStruct(shapes[i].shape, shapes[i].dtype) for i in order],
                 grid=(config.num_programs,),
-                name=kernel.function,
+                name=kernel.name,
                 compute_capability=capability,
                 backend_options=_compiler_options(config),
                 input_output_aliases={operand: order.index(result) for operand, result in written.items()},
@@ -170,7 +170,7 @@ def _flat_function(
       written: maps updated operands to results, which have no parameter of their own.
       constants: names of the constants.
     """
-    body, scope = kernel.load(), dict[str, Any]()
+    body, scope = kernel.body, dict[str, Any]()
     sizes = [1 if kind is None else len(kind._fields) for kind in types]
     names = [f"x{i}" for i in range(sum(sizes))]
     for operand, result in written:
@@ -184,8 +184,8 @@ def _flat_function(
     values |= {name: name for name in constants}
     parameters = [*dict.fromkeys(names), *(f"{name}: tl.constexpr" for name in constants)]
     call = ", ".join(f"{name}={value}" for name, value in values.items())
-    source = f"def {kernel.function}({', '.join(parameters)}):\n    kernel({call})\n"
-    return _compilable(kernel.function, source, scope)
+    source = f"def {kernel.name}({', '.join(parameters)}):\n    kernel({call})\n"
+    return _compilable(kernel.name, source, scope)
 
 
 def _compilable(name: str, source: str, scope: dict[str, Any]) -> Any:

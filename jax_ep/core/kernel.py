@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import itertools
 import math
 from collections.abc import Iterable
@@ -11,28 +10,25 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # equal if identical: Triton hashes the sources of a function
 class Kernel:
-    """A kernel by name; creating one imports nothing.
+    """A kernel.
 
     Attributes:
-      module: a module of `jax_ep.megakernels.kernels`, or, in the interpreter, the absolute path of a file.
-      function: the name of the `triton.jit` function in it.
+      body: the `triton.jit` function. Modules that name kernels import Triton; nothing that `import jax_ep` loads does.
     """
 
-    module: str
-    function: str
+    body: Any
+
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return str(self.body.__name__)
 
     @property
     def path(self) -> Path:
-        """The source file."""
-        if Path(self.module).is_absolute():
-            return Path(self.module)
-        return Path(__file__).parents[1] / "megakernels" / "kernels" / f"{self.module}.py"
-
-    def load(self) -> Any:
-        """Import the `triton.jit` function; needs Triton."""
-        return getattr(importlib.import_module(f"jax_ep.megakernels.kernels.{self.module}"), self.function)
+        """The source file, from which Triton's interpreter loads the kernel in its own process."""
+        return Path(self.body.fn.__code__.co_filename)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -166,7 +166,7 @@ def call(
         ffi.pointer_table(_DEVICE_NUMBERS, 1),
         *flat_arrays(operands),
         path=str(kernel.path),
-        function=kernel.function,
+        function=kernel.name,
         parameters=tuple(type_of(x) for x in (*operands, *results)),
         descriptors=tuple(blocks_of(x) for x in flat((*operands, *results))),
         results=tuple(_as_words(shape) for shape in shapes),

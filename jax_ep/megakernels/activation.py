@@ -21,6 +21,9 @@ from jax_ep.core.kernel import Config, Kernel
 from jax_ep.core.layout import power_of_two, row_groups
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels.grid import num_programs, whole_registers
+from jax_ep.megakernels.kernels import activation as activation_kernels
+from jax_ep.megakernels.kernels import fp8_columns as fp8_columns_kernels
+from jax_ep.megakernels.kernels import fp8_matrices as fp8_matrices_kernels
 from jax_ep.megakernels.kernels.activation_structs import Activation, ColumnPass, RowBias, RowPass
 from jax_ep.megakernels.kernels.exchange_structs import Rows
 from jax_ep.megakernels.launch import launch
@@ -28,14 +31,14 @@ from jax_ep.megakernels.rows import BLOCK_ELEMENTS, num_blocks, pass_config, row
 from jax_ep.types import Array, Experts, Quantized, Tokens
 from jax_ep.xla import activation as xla
 
-_ACTIVATE = Kernel("activation", "weighted_activation")
-_GRADIENT = Kernel("activation", "weighted_activation_gradient")
-_QUANTIZE_ROWS = Kernel("activation", "quantize_rows")
-_DEQUANTIZE_ROWS = Kernel("activation", "dequantize_rows")
-_ACTIVATE_QUANTIZED = Kernel("activation", "activate_quantized")
-_QUANTIZE_MATRICES = Kernel("fp8_matrices", "quantize_matrices")
-_QUANTIZE_COLUMNS = Kernel("fp8_columns", "quantize_columns")
-_ACTIVATE_COLUMNS = Kernel("fp8_columns", "activate_columns")
+_ACTIVATE = Kernel(activation_kernels.weighted_activation)
+_GRADIENT = Kernel(activation_kernels.weighted_activation_gradient)
+_QUANTIZE_ROWS = Kernel(activation_kernels.quantize_rows)
+_DEQUANTIZE_ROWS = Kernel(activation_kernels.dequantize_rows)
+_ACTIVATE_QUANTIZED = Kernel(activation_kernels.activate_quantized)
+_QUANTIZE_MATRICES = Kernel(fp8_matrices_kernels.quantize_matrices)
+_QUANTIZE_COLUMNS = Kernel(fp8_columns_kernels.quantize_columns)
+_ACTIVATE_COLUMNS = Kernel(fp8_columns_kernels.activate_columns)
 # Of a block.
 _MOST_COLUMNS, _MOST_GRADIENT_COLUMNS = 512, 1024
 _ACTIVATED_COLUMNS = 64  # gates, and what they multiply, of twice as many would not fit in registers

@@ -125,16 +125,14 @@ def _threads() -> ThreadPoolExecutor:
 
 def _compile(asked: Compilation) -> Compiled:
     kernel, constants = asked.kernel, dict(asked.constants)
-    arrays = [name for name in kernel.load().arg_names if name not in constants]
+    arrays = [name for name in kernel.body.arg_names if name not in constants]
     types = {name: _type_names(parameter) for name, parameter in zip(arrays, asked.parameters, strict=True)}
     built = build(kernel, types, asked.config, constants, asked.capability)
     if built.metadata.global_scratch_size:
-        raise NotImplementedError(
-            f"{kernel.function}: kernels have no scratch memory, as descriptors of their own need"
-        )
+        raise NotImplementedError(f"{kernel.name}: kernels have no scratch memory, as descriptors of their own need")
     copies = tuple(_copies(found) for found in built.metadata.tensordesc_meta or ())
     if len(copies) != sum(parameter.block_shape is not None for parameter in flat(asked.parameters)):
-        raise NotImplementedError(f"{kernel.function}: Triton describes {len(copies)} of its descriptors")
+        raise NotImplementedError(f"{kernel.name}: Triton describes {len(copies)} of its descriptors")
     return Compiled(built.metadata.name, built.asm["cubin"], built.metadata.shared, copies)
 
 
@@ -149,7 +147,7 @@ def build(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    function = kernel.load()
+    function = kernel.body
     names = list(function.arg_names)
     values = {(names.index(name),): value for name, value in constants.items()}
     signature = {name: types.get(name, "constexpr") for name in names}

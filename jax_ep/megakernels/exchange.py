@@ -22,15 +22,19 @@ from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import varying_axes
 from jax_ep.heap.symmetric import MAX_BLOCKS
 from jax_ep.megakernels import grid, tuned
+from jax_ep.megakernels.kernels import combine as combine_kernels
+from jax_ep.megakernels.kernels import dispatch as dispatch_kernels
 from jax_ep.megakernels.kernels import exchange_structs as structs
+from jax_ep.megakernels.kernels import plan as plan_kernels
+from jax_ep.megakernels.kernels import small_exchange as small_exchange_kernels
 from jax_ep.megakernels.launch import group_of, group_on, launch
 from jax_ep.types import Array, Handle, Layout, Options, Quantized, Schedule
 from jax_ep.xla import exchange as xla
 
-_PLAN = Kernel("plan", "plan")
-_ALL_GATHER_I32 = Kernel("small_exchange", "all_gather_i32")
-_DISPATCH = Kernel("dispatch", "dispatch")
-_COMBINE = Kernel("combine", "combine")
+_PLAN = Kernel(plan_kernels.plan)
+_ALL_GATHER_I32 = Kernel(small_exchange_kernels.all_gather_i32)
+_DISPATCH = Kernel(dispatch_kernels.dispatch)
+_COMBINE = Kernel(combine_kernels.combine)
 # The plan keeps a slot's local expert and its position in its block in one word (kernels/plan.py).
 MOST_EXPERTS, MOST_POSITIONS = 1 << 10, 1 << 20
 
@@ -201,7 +205,7 @@ def _reserved_sizes(
     num_slots = layout.num_ranks * layout.num_tokens
     value_bytes = rows.round_up(num_slots * hidden * jnp.dtype(wire_dtype or dtype).itemsize, 16)
     scale_bytes = rows.round_up(num_slots * (hidden // GROUP_SIZE) * 4 if wire_dtype else 0, 16)
-    context.reserve(kernel.function, value_bytes + scale_bytes + weight_bytes)
+    context.reserve(kernel.name, value_bytes + scale_bytes + weight_bytes)
     return {
         "num_tokens": layout.num_tokens,
         "top_k": layout.top_k,

@@ -32,6 +32,7 @@ from jax_ep.megakernels.exchange import (
     summed_columns,
     weight_arguments,
 )
+from jax_ep.megakernels.kernels import exchange_gemm as exchange_gemm_kernels
 from jax_ep.megakernels.kernels import exchange_gemm_structs as structs
 from jax_ep.megakernels.kernels import gemm_structs
 from jax_ep.megakernels.kernels.exchange_structs import Combine, Sums, SumTile
@@ -40,9 +41,9 @@ from jax_ep.megakernels.rows import gather_rows
 from jax_ep.megakernels.send_order import order_sends
 from jax_ep.types import COMBINE_MODES, Array, Handle, Layout, Options, Schedule
 
-_DISPATCH_GEMM = Kernel("exchange_gemm", "dispatch_gemm")
-_GEMM_COMBINE = Kernel("exchange_gemm", "gemm_combine")
-_COMBINE_WITH_WEIGHT_GRADIENT = Kernel("exchange_gemm", "combine_with_weight_gradient")
+_DISPATCH_GEMM = Kernel(exchange_gemm_kernels.dispatch_gemm)
+_GEMM_COMBINE = Kernel(exchange_gemm_kernels.gemm_combine)
+_COMBINE_WITH_WEIGHT_GRADIENT = Kernel(exchange_gemm_kernels.combine_with_weight_gradient)
 
 _ITEM_BYTES = 2
 """Of what travels in a launch with a product: see `fuses`."""

@@ -22,6 +22,7 @@ from jax_ep.megakernels.activation import kind_of, quantize_rows
 from jax_ep.megakernels.capability import has_tma
 from jax_ep.megakernels.cost_model import few_rows, serves_in_one_launch
 from jax_ep.megakernels.grid import all_programs, whole_registers
+from jax_ep.megakernels.kernels import fused_moe as fused_moe_kernels
 from jax_ep.megakernels.kernels.fused_moe_structs import (
     FusedGemm,
     FusedMoE,
@@ -35,7 +36,7 @@ from jax_ep.megakernels.moe_sort import moe_sort
 from jax_ep.megakernels.quantized_gemm import is_readable, is_turned, storage_of
 from jax_ep.types import Array, Experts, Schedule
 
-_FUSED = Kernel("fused_moe", "fused_moe")
+_FUSED = Kernel(fused_moe_kernels.fused_moe)
 _MOST_UNSORTED = 512  # slots, which every program sorts for itself
 _FEW_BYTES = 1 << 24  # that rows of the result have in float32; more are in the dtype of tokens
 Matrices = Array | QuantizedExperts

@@ -27,14 +27,15 @@ from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels import tuned
 from jax_ep.megakernels.grid import num_programs
 from jax_ep.megakernels.kernels import gemm_structs
+from jax_ep.megakernels.kernels import grouped_gemm as grouped_gemm_kernels
 from jax_ep.megakernels.launch import launch, stores_by_descriptor
 from jax_ep.types import Array
 from jax_ep.xla import grouped_gemm as xla
 
-_FORWARD = Kernel("grouped_gemm", "grouped_gemm")
-_FP8 = Kernel("grouped_gemm", "grouped_gemm_fp8")
-_WEIGHT_GRADIENT = Kernel("grouped_gemm", "weight_gradient")
-_FP8_WEIGHT_GRADIENT = Kernel("grouped_gemm", "weight_gradient_fp8")
+_FORWARD = Kernel(grouped_gemm_kernels.grouped_gemm)
+_FP8 = Kernel(grouped_gemm_kernels.grouped_gemm_fp8)
+_WEIGHT_GRADIENT = Kernel(grouped_gemm_kernels.weight_gradient)
+_FP8_WEIGHT_GRADIENT = Kernel(grouped_gemm_kernels.weight_gradient_fp8)
 _WORD = 8  # elements of a 16-byte word
 MAX_GROUPS = 1024
 """More groups would take more registers than a program has to spare."""

@@ -107,7 +107,7 @@ def _with_heap(
     buffers: Generation | None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Operands and constants of a launch on the heap."""
-    heap = context.reserved_heap(kernel.function)
+    heap = context.reserved_heap(kernel.name)
     generation = heap.data if buffers is None else buffers
     # Equal calls with an operand are one to XLA. So the launches of a program share one check of the status record,
     # which runs since the table needs it, and one table: CUDA graphs can hold the launches, and no check is between.
@@ -115,7 +115,7 @@ def _with_heap(
     table = _table(heap, generation.id, varying_axes(group), checked, generation.reserved)
     identity = launch_identity(kernel, (*operands, group, *results), constants)
     sizes = {name: value for name, value in constants.items() if name != "OPERATION"}
-    traced = context.records(identity, kernel.function)
+    traced = context.records(identity, kernel.name)
     sizes["HEAP"] = heap_of(heap.layout, group.shape[0] - 1, identity, traced)
     return (*operands, Peers(group, table)), sizes
 
@@ -131,7 +131,7 @@ def launch_identity(kernel: Kernel, arrays: tuple[Any, ...], constants: Mapping[
     The operation is in the lowest 8 bits, for messages; above it is a hash, the same in all processes.
     """
     types = [f"{x.dtype}{list(x.shape)}" for x in flat_arrays(arrays)]
-    text = f"{kernel.path.name} {kernel.function} {sorted(constants.items())} {types}"
+    text = f"{kernel.path.name} {kernel.name} {sorted(constants.items())} {types}"
     return zlib.crc32(text.encode()) >> 9 << 8 | constants["OPERATION"]
 
 

@@ -25,6 +25,8 @@ from jax_ep.core.mesh_axes import varying_axes
 from jax_ep.megakernels import quantized_gemm, tuned
 from jax_ep.megakernels.capability import has_tma
 from jax_ep.megakernels.grid import num_programs
+from jax_ep.megakernels.kernels import low_latency as low_latency_kernels
+from jax_ep.megakernels.kernels import low_latency_gemm_combine as low_latency_gemm_combine_kernels
 from jax_ep.megakernels.kernels import low_latency_structs as structs
 from jax_ep.megakernels.kernels.exchange_structs import Rows
 from jax_ep.megakernels.kernels.gemm_structs import MaskedGemm, QuantizedGemm
@@ -33,10 +35,10 @@ from jax_ep.megakernels.masked import MaskedTiles, gemm_operands, gemm_sizes, tu
 from jax_ep.megakernels.requirements import MOST_LOW_LATENCY_TOKENS
 from jax_ep.types import Array, Layout, LowLatencyHandle, Options, Schedule, Tokens
 
-_DISPATCH = Kernel("low_latency", "low_latency_dispatch")
-_COMBINE = Kernel("low_latency", "low_latency_combine")
+_DISPATCH = Kernel(low_latency_kernels.low_latency_dispatch)
+_COMBINE = Kernel(low_latency_kernels.low_latency_combine)
 _FLAG_BYTES = round_up(8 + 4 * MOST_LOW_LATENCY_TOKENS, 256)  # a greeting, and a flag per token
-_GEMM_COMBINE = Kernel("low_latency_gemm_combine", "low_latency_gemm_combine")
+_GEMM_COMBINE = Kernel(low_latency_gemm_combine_kernels.low_latency_gemm_combine)
 # Every (token, k) has a row of its own in the buffer of the rank that sends it.
 MOST_ROWS = 4096
 _BLOCK_H = 1024
@@ -82,7 +84,7 @@ def low_latency_dispatch(
     operands = (tokens, topk_idx, topk_idx if num_tokens is None else num_tokens)
     group = group_on(options.axis, varying_axes(topk_idx))
     results = dispatch_results(layout, hidden, wire_dtype, num_scales)
-    heap = context.reserve(_DISPATCH.function, 0, buffer_bytes)
+    heap = context.reserve(_DISPATCH.name, 0, buffer_bytes)
     rows, plan = launch(_DISPATCH, operands, results, config, constants, group=group, buffers=heap.buffers)
     arrays = plan.token_ptr, plan.start_ptr, plan.count_ptr, plan.slot_row_ptr, plan.num_invalid_ptr
     handle = LowLatencyHandle(*arrays, layout, plan.own_ids_ptr, group)
@@ -123,7 +125,7 @@ def low_latency_combine(options: Options, y: Array, topk_weights: Array, handle:
     sizes = structs.LowLatencyCombine(**common, fp8=wire_dtype is not None, tile=tile)
     constants = {"S": sizes, "OPERATION": int(ffi.Operation.LOW_LATENCY_COMBINE)}
     operands = (y, handle.slot_row, handle.own_ids, topk_weights)
-    heap = context.reserve(_COMBINE.function, 0, buffer_bytes)
+    heap = context.reserve(_COMBINE.name, 0, buffer_bytes)
     return launch(_COMBINE, operands, (result,), config, constants, group=handle.group, buffers=heap.buffers)[0]
 
 
@@ -215,7 +217,7 @@ def low_latency_gemm_combine(
         operands, constants["bias_ptr"] = operands[:-1], None
     most_tasks = experts * -(-rows // tiles.block_m) * -(-hidden // tiles.block_n)
     config = Config(num_programs(most_tasks, tiles.programs), tiles.num_warps, tiles.num_stages)
-    heap = context.reserve(_GEMM_COMBINE.function, 0, buffer_bytes)
+    heap = context.reserve(_GEMM_COMBINE.name, 0, buffer_bytes)
     return launch(_GEMM_COMBINE, operands, (result,), config, constants, group=handle.group, buffers=heap.buffers)[0]
 
 

@@ -17,12 +17,13 @@ from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels import tuned
 from jax_ep.megakernels.activation import kind_of
 from jax_ep.megakernels.grid import num_programs, whole_registers
+from jax_ep.megakernels.kernels import masked as masked_kernels
 from jax_ep.megakernels.kernels.gemm_structs import MaskedActivation, MaskedActivationTile, MaskedGemm, MaskedTile
 from jax_ep.megakernels.launch import launch
 from jax_ep.types import Array, Experts
 
-_GEMM = Kernel("masked", "masked_grouped_gemm")
-_ACTIVATION = Kernel("masked", "masked_gated_activation")
+_GEMM = Kernel(masked_kernels.masked_grouped_gemm)
+_ACTIVATION = Kernel(masked_kernels.masked_gated_activation)
 _SHARED_BYTES = 226 << 10  # of a multiprocessor
 ACTIVATION_PROGRAMS = 8
 

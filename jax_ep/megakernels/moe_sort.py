@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from jax_ep.core.kernel import Config, Kernel
 from jax_ep.core.layout import dropless_capacity, power_of_two
 from jax_ep.megakernels.grid import all_programs, num_programs
+from jax_ep.megakernels.kernels import moe_sort as moe_sort_kernels
 from jax_ep.megakernels.kernels.fused_moe_structs import Sort
 from jax_ep.megakernels.launch import launch
 from jax_ep.types import Array, SortedTokens
 from jax_ep.xla import moe_sort as xla
 
-_SORT = Kernel("moe_sort", "moe_sort")
+_SORT = Kernel(moe_sort_kernels.moe_sort)
 _LANES, _MOST_COUNTED = 256, 2048
 _EXPERTS_OF_PROGRAM = 4  # whose empty rows it fills, where slots need fewer programs
 MOST_EXPERTS = 1 << 10

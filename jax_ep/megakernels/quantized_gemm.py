@@ -19,13 +19,14 @@ from jax_ep.formats import format_of, stored_name
 from jax_ep.megakernels import tuned
 from jax_ep.megakernels.grid import num_programs
 from jax_ep.megakernels.grouped_gemm import MAX_GROUPS, common_sizes
+from jax_ep.megakernels.kernels import quantized_gemm as quantized_gemm_kernels
 from jax_ep.megakernels.kernels.gemm_structs import QuantizedGemm, QuantizedTile
 from jax_ep.megakernels.launch import launch
 from jax_ep.types import Array
 from jax_ep.xla import quantized_gemm as xla
 
-_GROUPED = Kernel("quantized_gemm", "quantized_grouped_gemm")
-_MASKED = Kernel("quantized_gemm", "quantized_masked_grouped_gemm")
+_GROUPED = Kernel(quantized_gemm_kernels.quantized_grouped_gemm)
+_MASKED = Kernel(quantized_gemm_kernels.quantized_masked_grouped_gemm)
 _DEPTH = 128  # of a block: that of the blocks of FP8, and a multiple of all other groups
 BLOCK_SIZES = (16, 32, 64, 128)
 """Elements of K that may share a scale in the kernels, unless all do."""

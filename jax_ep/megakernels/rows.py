@@ -8,11 +8,12 @@ from jax_ep.core.kernel import Config, Kernel
 from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels.grid import num_programs, thread_registers
+from jax_ep.megakernels.kernels import rows as rows_kernels
 from jax_ep.megakernels.kernels.activation_structs import RowPass
 from jax_ep.megakernels.launch import launch
 from jax_ep.types import Array
 
-_GATHER = Kernel("rows", "gather_rows")
+_GATHER = Kernel(rows_kernels.gather_rows)
 _PROGRAMS = 8
 """Of four warps, on a multiprocessor: it takes many bytes in flight to keep the memory busy."""
 BLOCK_ELEMENTS = 2048

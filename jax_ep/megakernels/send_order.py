@@ -10,13 +10,14 @@ from jax_ep.core.kernel import Config, Kernel
 from jax_ep.core.layout import power_of_two
 from jax_ep.megakernels.exchange import MOST_EXPERTS, MOST_POSITIONS
 from jax_ep.megakernels.grid import num_programs
+from jax_ep.megakernels.kernels import send_order as send_order_kernels
 from jax_ep.megakernels.kernels.exchange_gemm_structs import OrderedSends
 from jax_ep.megakernels.kernels.exchange_structs import CountTile, SendOrder
 from jax_ep.megakernels.launch import group_of, launch
 from jax_ep.types import Array, Handle, Layout
 
-_COUNT = Kernel("send_order", "send_order_count")
-_PLACE = Kernel("send_order", "send_order_place")
+_COUNT = Kernel(send_order_kernels.send_order_count)
+_PLACE = Kernel(send_order_kernels.send_order_place)
 
 
 def order_sends(handle: Handle) -> OrderedSends:

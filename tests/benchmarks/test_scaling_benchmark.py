@@ -55,7 +55,7 @@ def test_kernels_that_are_told_apart_have_these_names():
     from jax_ep.megakernels import exchange, exchange_gemm, send_order
 
     modules = (exchange, exchange_gemm, send_order)
-    named = {value.function for module in modules for value in vars(module).values() if isinstance(value, Kernel)}
+    named = {value.name for module in modules for value in vars(module).values() if isinstance(value, Kernel)}
     assert set(growth.KERNELS) == named
 
 

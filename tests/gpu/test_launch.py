@@ -12,6 +12,7 @@ from jax_ep import ffi
 from jax_ep.core.kernel import Config, Kernel
 from jax_ep.megakernels import compile, rows
 from jax_ep.megakernels.compile import Parameter
+from jax_ep.megakernels.kernels import rows as rows_kernels
 from jax_ep.megakernels.kernels.activation_structs import RowPass
 
 pytestmark = pytest.mark.usefixtures("on_gpu", "one_process")
@@ -27,7 +28,7 @@ def gather(x, index, sizes, **changes):
     """`x[index]` by a call that is wrong in one number."""
     constants = {"S": RowPass(num_rows=32, width=128, num_groups=4, padded_groups=16, block_rows=16, block_columns=128)}
     parameters = tuple(Parameter(np.dtype(d)) for d in ("float32", "int32", "int32", "float32"))
-    kernel, capability = Kernel("rows", "gather_rows"), compile.device_capability()
+    kernel, capability = Kernel(rows_kernels.gather_rows), compile.device_capability()
     compiled = compile.compile_kernel(kernel, parameters, Config(2, num_warps=4), constants, capability).result()
     numbers = {"num_programs": 2, "num_threads": 128, "shared_bytes": compiled.shared_bytes, "alignment": 16}
     numbers |= {"parameters": [ffi.by_address()] * 4} | changes

@@ -7,6 +7,7 @@ one for all requests, since its imports take as long as compiling a kernel.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import pickle
 import subprocess
 import sys
@@ -22,7 +23,8 @@ from jax_ep.megakernels import compile
 
 def compile_kernel(module, function, types, constants, warps, stages, capability, max_registers):
     config = Config(1, warps, stages, max_registers)
-    built = compile.build(Kernel(module, function), types, config, constants, capability)
+    kernels = importlib.import_module(f"jax_ep.megakernels.kernels.{module}")
+    built = compile.build(Kernel(getattr(kernels, function)), types, config, constants, capability)
     report, code = assemble(built.asm["ptx"], capability)
     metadata = {"shared": built.metadata.shared, "scratch": built.metadata.global_scratch_size}
     return {"ptx": built.asm["ptx"], "report": report, "code": code, **metadata}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import jax
@@ -19,7 +20,7 @@ BASES = tuple(range(0, HEAP_BYTES, 512))
 
 
 def kernel(module: str, function: str) -> Kernel:
-    return Kernel(str(FOLDER / f"{module}.py"), function)
+    return Kernel(getattr(importlib.import_module(f"kernels_for_tests.{module}"), function))
 
 
 def run_one(name: tuple[str, str], x, result, num_programs: int = 1, **constants):

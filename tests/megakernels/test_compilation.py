@@ -13,6 +13,10 @@ import pytest
 from jax_ep.core.kernel import Config, Descriptor, Kernel, regrouped, type_of
 from jax_ep.megakernels import compile, pending
 from jax_ep.megakernels.compile import Parameter
+from jax_ep.megakernels.kernels import grouped_gemm as grouped_gemm_kernels
+from jax_ep.megakernels.kernels import masked as masked_kernels
+from jax_ep.megakernels.kernels import rows as rows_kernels
+from jax_ep.megakernels.kernels import small_exchange as small_exchange_kernels
 from jax_ep.megakernels.kernels.activation_structs import RowPass
 from jax_ep.megakernels.kernels.exchange_structs import Heap, Peers, SmallExchange
 from jax_ep.megakernels.kernels.gemm_structs import MaskedGemm, MaskedTile, WeightGradient, WeightGradientTile
@@ -21,9 +25,9 @@ from jax_ep.megakernels.launch import launch
 pytest.importorskip("triton")
 
 BF16, I32 = np.dtype(jnp.bfloat16), np.dtype(np.int32)
-GATHER = Kernel("rows", "gather_rows")
+GATHER = Kernel(rows_kernels.gather_rows)
 GATHER_SIZES = {"S": RowPass(num_rows=32, width=128, num_groups=4, padded_groups=16, block_rows=16, block_columns=128)}
-GRADIENT = Kernel("grouped_gemm", "weight_gradient")
+GRADIENT = Kernel(grouped_gemm_kernels.weight_gradient)
 GRADIENT_TILE = WeightGradientTile(64, 64, 64, 8, num_stages=None)
 GRADIENT_SIZES = {
     "S": WeightGradient(
@@ -107,7 +111,7 @@ def test_launch_none_pointers(on_hopper):
     shapes = Array((4, 64, 64), BF16), Array((4, 128, 64), BF16), Array((4,), I32)
     describe = lambda a, b, sizes: (Descriptor(a, (1, 64, 64)), Descriptor(b, (1, 128, 64)), sizes)  # noqa: E731
     results, config = (Array((4, 64, 128), BF16),), Config(7, num_warps=4)
-    text = lowered(Kernel("masked", "masked_grouped_gemm"), describe, results, config, constants, *shapes)
+    text = lowered(Kernel(masked_kernels.masked_grouped_gemm), describe, results, config, constants, *shapes)
     numbers = text.split("parameters = dense<[")[1].split("]>")[0]
     described = 1 + 3 + 3 * 3  # rank, kind, and sizes, strides and box of three dimensions
     assert numbers.count(",") + 1 == 2 * described + 2
@@ -120,7 +124,7 @@ def test_launch_named_tuple_parameters(on_hopper):
     together = lambda x, group, table: (x, Peers(group, table))  # noqa: E731
     results, config = (Array((2, 4096), I32),), Config(7, num_warps=4)
     with jax.enable_x64(True):
-        text = lowered(Kernel("small_exchange", "all_gather_i32"), together, results, config, constants, *shapes)
+        text = lowered(Kernel(small_exchange_kernels.all_gather_i32), together, results, config, constants, *shapes)
     assert "parameters = dense<0> : tensor<4xi64>" in text
     assert regrouped("abc", [None, type_of(Peers(1, 2))]) == ["a", Peers("b", "c")]
 
@@ -133,11 +137,9 @@ def test_compilation_scratch_memory_unsupported(on_hopper, monkeypatch, tmp_path
         "    tl.make_tensor_descriptor(out_ptr, [N, N], [N, 1], [16, 16]).store([0, 0], x.load([0, 0]))\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(Kernel, "load", lambda kernel: __import__(kernel.module).copy)
+    kernel = Kernel(__import__("kernel_of_test").copy)
     with pytest.raises(NotImplementedError, match="no scratch memory"):
-        compile.compile_kernel(
-            Kernel("kernel_of_test", "copy"), (Parameter(BF16),) * 2, Config(1), {"N": 64}, 90
-        ).result()
+        compile.compile_kernel(kernel, (Parameter(BF16),) * 2, Config(1), {"N": 64}, 90).result()
 
 
 # --- in threads -----------------------------------------------------------------------------------------------------
@@ -156,7 +158,7 @@ def slow_compiler(monkeypatch):
     go, asked = threading.Event(), []
 
     def compile_slowly(compilation):
-        asked.append(compilation.kernel.function)
+        asked.append(compilation.kernel.name)
         assert go.wait(60)
         return compiled(compilation)
 

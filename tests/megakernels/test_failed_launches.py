@@ -20,6 +20,8 @@ from jax_ep.core.kernel import Kernel
 from jax_ep.heap.symmetric import SymmetricHeap
 from jax_ep.interpreter import Launch, Pool
 from jax_ep.megakernels import launch
+from jax_ep.megakernels.kernels import combine as combine_kernels
+from jax_ep.megakernels.kernels import dispatch as dispatch_kernels
 from jax_ep.megakernels.launch import launch_identity
 from jax_ep.types import Schedule
 
@@ -235,7 +237,7 @@ def test_launch_identity_operation(monkeypatch, mesh, rng):
     found, launch_identity = set(), launch.launch_identity
 
     def record(kernel: Kernel, arrays: Any, constants: Any) -> int:
-        found.add((kernel.function, ffi.Operation(constants["OPERATION"]).name.lower()))
+        found.add((kernel.name, ffi.Operation(constants["OPERATION"]).name.lower()))
         return launch_identity(kernel, arrays, constants)
 
     monkeypatch.setattr(launch, "launch_identity", record)
@@ -295,7 +297,7 @@ def test_failed_launch_mismatch_sends_nothing(monkeypatch, mesh, rng, name, oper
 
 def test_launch_identity(mesh):
     """Sizes, dtypes and kernels tell launches apart; the same ones are the same."""
-    kernel, x = Kernel("dispatch", "dispatch"), jax.ShapeDtypeStruct((4, 8), jnp.bfloat16)
+    kernel, x = Kernel(dispatch_kernels.dispatch), jax.ShapeDtypeStruct((4, 8), jnp.bfloat16)
     sizes = {"T": 4, "H": 8, "OPERATION": int(ffi.Operation.DISPATCH)}
     one = launch_identity(kernel, (x,), sizes)
     assert one == launch_identity(kernel, (x,), dict(reversed(sizes.items())))
@@ -303,7 +305,7 @@ def test_launch_identity(mesh):
     others = [
         launch_identity(kernel, (x,), sizes | {"T": 5}),
         launch_identity(kernel, (jax.ShapeDtypeStruct((4, 8), jnp.float16),), sizes),
-        launch_identity(Kernel("combine", "combine"), (x,), sizes),
+        launch_identity(Kernel(combine_kernels.combine), (x,), sizes),
         launch_identity(kernel, (x,), sizes | {"OPERATION": int(ffi.Operation.COMBINE)}),
     ]
     assert len({one, *others}) == 5

@@ -34,7 +34,7 @@ def test_num_programs_one_matches_several(mesh, monkeypatch):
     launched, launch = [], exchange.launch
 
     def launch_and_note(kernel: Any, operands: Any, results: Any, config: Config, *rest: Any, **options: Any) -> Any:
-        launched.append((kernel.function, config.num_programs))
+        launched.append((kernel.name, config.num_programs))
         return launch(kernel, operands, results, config, *rest, **options)
 
     monkeypatch.setattr(exchange, "launch", launch_and_note)

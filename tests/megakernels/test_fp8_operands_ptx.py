@@ -27,7 +27,7 @@ FP8 = {"quantized": Rows("*fp8e4nv", "*fp32"), "sizes_ptr": "*i32"}
 def check(kernel: Any, types: dict[str, Any], constants: dict[str, Any], config: Any, capability: int = 90) -> int:
     """Returns the registers of a thread."""
     shape = (config.num_warps, config.num_stages, capability, config.max_registers)
-    built = build(kernel.module, kernel.function, types, constants, *shape)
+    built = build(kernel.path.stem, kernel.name, types, constants, *shape)
     assert re.search(r"ld\.global\.v4\.b32", built["ptx"]) and re.search(r"st\.global\.v[24]\.b32", built["ptx"])
     assert not re.search(r"(ld|st)\.global\.b(8|16)\b", built["ptx"]), "short accesses: an alignment hint was lost"
     assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]
@@ -42,7 +42,7 @@ def pass_config(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize("hidden", [HIDDEN, 128])
-@pytest.mark.parametrize("kernel", [kernels._QUANTIZE_ROWS, kernels._DEQUANTIZE_ROWS], ids=lambda k: k.function)
+@pytest.mark.parametrize("kernel", [kernels._QUANTIZE_ROWS, kernels._DEQUANTIZE_ROWS], ids=lambda k: k.name)
 @pytest.mark.slow(unless={"hidden": [HIDDEN]})
 def test_fp8_operands_ptx_rows(pass_config: Any, kernel: Any, hidden: int, capability: int) -> None:
     other = "x_ptr" if kernel is kernels._QUANTIZE_ROWS else "out_ptr"

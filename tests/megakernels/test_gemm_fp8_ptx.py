@@ -27,7 +27,7 @@ def compile_gemm(tiles: Fp8Tiles, size: tuple[int, int, int, int], out: str, cap
     types["rhs"] = f"tensordesc<fp8e4nv[1,{tiles.block_n},128]>"
     constants = {"S": grouped_gemm.fp8_sizes(rows, columns, depth, groups, tiles)}
     kernel = grouped_gemm._FP8
-    return build(kernel.module, kernel.function, types, constants, tiles.num_warps, tiles.num_stages, capability)
+    return build(kernel.path.stem, kernel.name, types, constants, tiles.num_warps, tiles.num_stages, capability)
 
 
 CASES = [(90, size, out) for size in (DEEPSEEK, FEW_ROWS) for out in ("bf16", "fp32")]
@@ -70,7 +70,7 @@ def test_gemm_fp8_ptx_weight_gradient(
     constants = {"S": grouped_gemm.fp8_weight_sizes(places, columns, depth, groups, tiles)}
     kernel = grouped_gemm._FP8_WEIGHT_GRADIENT
     config = (tiles.num_warps, tiles.num_stages, capability)
-    built = build(kernel.module, kernel.function, types, constants, *config)
+    built = build(kernel.path.stem, kernel.name, types, constants, *config)
     check(built, tiles, capability)
     assert re.search(r"st\.global\.v4\.b32", built["ptx"]) or size == ODD, "results are not stored 16 bytes at a time"
 

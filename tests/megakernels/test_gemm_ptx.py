@@ -49,7 +49,7 @@ def compile_launch(monkeypatch):
         ((kernel, operands, results, config, constants),) = launches
         types = {name: type_name(x) for name, x in zip(("lhs", "rhs", "sizes_ptr"), operands, strict=True)}
         types["out"] = type_name(results[0])
-        built = build(kernel.module, kernel.function, types, constants, config.num_warps, config.num_stages, capability)
+        built = build(kernel.path.stem, kernel.name, types, constants, config.num_warps, config.num_stages, capability)
         check(built, capability)
         return built
 

@@ -158,7 +158,7 @@ def gradient_launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def note(kernel: Any, operands: Any, *rest: Any, **options: Any) -> Any:
         if isinstance(operands[-1], WeightGradientOperands):
-            launched.append(kernel.function)
+            launched.append(kernel.name)
         return launch(kernel, operands, *rest, **options)
 
     monkeypatch.setattr(exchange_gemm, "launch", note)

@@ -26,6 +26,8 @@ from jax_ep import Schedule, context, megakernels
 from jax_ep.core import jax_triton
 from jax_ep.core.kernel import Config, Descriptor, Kernel, flat, type_of
 from jax_ep.megakernels import compile, grouped_gemm
+from jax_ep.megakernels.kernels import rows as rows_kernels
+from jax_ep.megakernels.kernels import small_exchange as small_exchange_kernels
 from jax_ep.megakernels.kernels.activation_structs import RowPass
 from jax_ep.megakernels.kernels.exchange_structs import Heap, Peers, SmallExchange
 from jax_ep.quantization import quantize_experts, quantize_fp8_weights
@@ -140,7 +142,7 @@ def kernels_of_the_package() -> set[str]:
 
 
 def named(kernel: Kernel) -> str:
-    return f"{kernel.module}.{kernel.function}"
+    return f"{kernel.path.stem}.{kernel.name}"
 
 
 def test_jax_triton_covers_all_kernels() -> None:
@@ -348,7 +350,9 @@ def test_jax_triton_incompatible(no_context: None, monkeypatch: pytest.MonkeyPat
 def test_jax_triton_result_descriptors_unsupported() -> None:
     result = Descriptor(Array((64, 64), BF16), (16, 16))
     with pytest.raises(NotImplementedError, match=r"copy: .*jax-triton supports descriptors of operands only"):
-        jax_triton.launch_kernel(Kernel("m", "copy"), (), (result,), Config(1), {}, capability=90)
+        jax_triton.launch_kernel(
+            Kernel(types.SimpleNamespace(__name__="copy")), (), (result,), Config(1), {}, capability=90
+        )
 
 
 def test_launcher_change_drops_traces(no_context: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,12 +376,12 @@ def stripped(ptx: str) -> str:
 @pytest.mark.parametrize("grouped", [False, True], ids=["pointers", "a NamedTuple"])
 def test_jax_triton_flat_parameters_same_code(grouped: bool) -> None:
     if grouped:
-        kernel, constants = Kernel("small_exchange", "all_gather_i32"), {"S": SmallExchange(4096, 1024)}
+        kernel, constants = Kernel(small_exchange_kernels.all_gather_i32), {"S": SmallExchange(4096, 1024)}
         constants |= {"HEAP": Heap(2, 2, 1 << 20, 4096, 32768, 1)}
         arguments = {"x_ptr": "*i32", "peers": Peers("*i32", "*i64"), "out_ptr": "*i32"}
     else:
         kernel, constants = (
-            Kernel("rows", "gather_rows"),
+            Kernel(rows_kernels.gather_rows),
             {"S": RowPass(32, 128, 4, 16, 16, 128)},
         )
         arguments = {"x_ptr": "*bf16", "index_ptr": "*i32", "sizes_ptr": "*i32", "out_ptr": "*bf16"}

@@ -38,7 +38,7 @@ def compile_gemm(tiles: MaskedTiles, fp8: bool, out: str, capability: int) -> An
     types["out_ptr"] = f"*{out}"
     constants = {"S": masked.gemm_sizes(G, M, N, K, fp8, tiles)}
     kernel = masked._GEMM
-    return build(kernel.module, kernel.function, types, constants, tiles.num_warps, tiles.num_stages, capability)
+    return build(kernel.path.stem, kernel.name, types, constants, tiles.num_warps, tiles.num_stages, capability)
 
 
 CASES = [(90, rows, fp8, out) for rows in EXPECTED for fp8 in (True, False) for out in ("bf16", "fp32")]
@@ -89,7 +89,7 @@ def test_masked_ptx_gemm_combine(block_m: int, fp8: bool, bias: bool) -> None:
         types["bias_ptr"] = "*bf16"
     else:
         constants["bias_ptr"] = None
-    built = build(kernel.module, kernel.function, types, constants, *shape)
+    built = build(kernel.path.stem, kernel.name, types, constants, *shape)
     assert "wgmma.mma_async" in built["ptx"] and "cp.async.bulk.tensor.3d.shared" in built["ptx"]
     assert re.search(r"st\.global\.v4\.b32", built["ptx"]), "rows are not stored 16 bytes at a time"
     assert not re.search(r"st\.global\.b(8|16)\b", built["ptx"]), "short stores: an alignment hint was lost"
@@ -123,7 +123,7 @@ def test_masked_ptx_gemm_combine_quantized_weights(tokens_in: str, expected_rows
     types |= {"out_ptr": "*bf16", "peers": Peers("*i32", "*i64")}
     constants: dict[str, Any] = {"S": sizes, "HEAP": heap, "bias_ptr": None}
     kernel = low_latency._GEMM_COMBINE
-    built = build(kernel.module, kernel.function, types, constants, tiles.num_warps, tiles.num_stages, 90)
+    built = build(kernel.path.stem, kernel.name, types, constants, tiles.num_warps, tiles.num_stages, 90)
     assert ("wgmma.mma_async" if activations or expected_rows > 48 else "mma.sync") in built["ptx"]
     assert "cp.async.bulk.tensor.3d.shared" in built["ptx"]
     assert re.search(r"st\.global\.v4\.b32", built["ptx"]), "rows are not stored 16 bytes at a time"
@@ -164,7 +164,7 @@ def test_masked_ptx_activation(
     monkeypatch.setattr(masked, "num_programs", lambda *_: 1056)
     config = masked.activation_config(1056)
     launch = config.num_warps, config.num_stages, capability, config.max_registers
-    built = build(masked._ACTIVATION.module, masked._ACTIVATION.function, types, constants, *launch)
+    built = build(masked._ACTIVATION.path.stem, masked._ACTIVATION.name, types, constants, *launch)
     assert "ld.global.v4.b32" in built["ptx"], "rows are not loaded 16 bytes at a time"
     assert re.search(r"st\.global\.v4\.b32" if not quantize else r"st\.global\.v[24]\.b32", built["ptx"])
     assert not re.search(r"(ld|st)\.global\.b(8|16)\b", built["ptx"]), "short accesses: an alignment hint was lost"

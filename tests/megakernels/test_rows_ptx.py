@@ -22,7 +22,7 @@ def compile_pass(monkeypatch, kernel, types, constants, config=None):
     monkeypatch.setattr(rows, "num_programs", lambda *_: 1056)
     config = config or rows.pass_config(1056)
     built = build(
-        kernel.module, kernel.function, types, constants, config.num_warps, config.num_stages, 90, config.max_registers
+        kernel.path.stem, kernel.name, types, constants, config.num_warps, config.num_stages, 90, config.max_registers
     )
     assert re.search(r"ld\.global\.v4\.b32", built["ptx"]) and re.search(r"st\.global\.v4\.b32", built["ptx"])
     assert not re.search(r"(ld|st)\.global\.b16", built["ptx"])

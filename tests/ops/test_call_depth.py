@@ -59,7 +59,7 @@ def test_call_depth_to_custom_call(name: str, two_ranks: Mesh, monkeypatch: pyte
 
     def call(kernel: Any, *arguments: Any) -> Any:
         frames = [frame for frame in traceback.extract_stack() if PACKAGE in Path(frame.filename).parents]
-        chains[kernel.function] = [*(f"{Path(frame.filename).stem}.{frame.name}" for frame in frames), "custom call"]
+        chains[kernel.name] = [*(f"{Path(frame.filename).stem}.{frame.name}" for frame in frames), "custom call"]
         return original(kernel, *arguments)
 
     original = interpreter.call

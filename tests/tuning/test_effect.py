@@ -42,7 +42,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
         def note(
             kernel: Any, operands: Any, results: Any, config: Config, constants: Any, _launch: Any = launch, **o: Any
         ):
-            found.append((kernel.function, config, constants["S"]))
+            found.append((kernel.name, config, constants["S"]))
             return _launch(kernel, operands, results, config, constants, **o)
 
         monkeypatch.setattr(module, "launch", note)

@@ -88,7 +88,7 @@ def operations(mesh: jax.sharding.Mesh, name: str, tokens: int, decoded_tokens: 
         return jax_ep.low_latency_moe(*arguments, **experts)
 
     def activation(hidden: Array, counts: Array) -> Any:
-        return jax_ep.masked_gated_activation(hidden, counts)
+        return jax_ep.ops.masked.masked_gated_activation(hidden, counts)
 
     quantized = jax.jit(quantize_fp8), jax.jit(quantize_fp8_weights)
     found = {

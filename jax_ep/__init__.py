@@ -22,7 +22,7 @@ from jax_ep import quantization as quantization
 from jax_ep import serving as serving
 from jax_ep import sharding as sharding
 from jax_ep import tuning as tuning
-from jax_ep.context import Context, finalize, init
+from jax_ep.context import finalize, init
 from jax_ep.core.balance import Balance
 from jax_ep.core.expert_matrices import Fp8Weights, QuantizedExperts
 from jax_ep.core.router import Router
@@ -30,22 +30,15 @@ from jax_ep.ops.exchange import combine, dispatch, row_experts
 from jax_ep.ops.exchange_gemm import dispatch_grouped_gemm, grouped_gemm_combine
 from jax_ep.ops.grouped_gemm import grouped_gemm
 from jax_ep.ops.low_latency import low_latency_combine, low_latency_dispatch
-from jax_ep.ops.masked import masked_gated_activation, masked_grouped_gemm
+from jax_ep.ops.masked import masked_grouped_gemm
 from jax_ep.ops.moe import fused_moe, moe
 from jax_ep.ops.moe_low_latency import low_latency_gemm_combine, low_latency_moe
 from jax_ep.ops.moe_sort import moe_sort
 from jax_ep.routing import load_balancing_loss, router_z_loss, topk_router, update_router_bias
 from jax_ep.types import (
-    Dispatched,
-    DispatchedGemm,
     Experts,
-    Handle,
-    HierarchicalHandle,
-    LowLatencyDispatched,
-    LowLatencyHandle,
     Routing,
     Schedule,
-    SortedTokens,
     Topology,
 )
 
@@ -53,20 +46,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Balance",
-    "Context",
-    "Dispatched",
-    "DispatchedGemm",
     "Experts",
     "Fp8Weights",
-    "Handle",
-    "HierarchicalHandle",
-    "LowLatencyDispatched",
-    "LowLatencyHandle",
     "QuantizedExperts",
     "Router",
     "Routing",
     "Schedule",
-    "SortedTokens",
     "Topology",
     "combine",
     "dispatch",
@@ -81,7 +66,6 @@ __all__ = [
     "low_latency_dispatch",
     "low_latency_gemm_combine",
     "low_latency_moe",
-    "masked_gated_activation",
     "masked_grouped_gemm",
     "moe",
     "moe_sort",

@@ -21,6 +21,16 @@ from jax_ep.core.no_gradient import without_gradient
 from jax_ep.core.router import Router
 from jax_ep.types import Array, AxisName, Routing, result_type
 
+__all__ = [
+    "MoEMetrics",
+    "identity_experts",
+    "load_balancing_loss",
+    "router_z_loss",
+    "sparsemixer_router",
+    "topk_router",
+    "update_router_bias",
+]
+
 # DeepSeek-V3 adds 1e-20 to the sum. A lower bound of 1e-18 gives the same float32 weights for every sum above 1e-11,
 # and the gradient of the division, which squares it, stays finite for tokens whose scores all underflow.
 _SMALLEST_SUM = 1e-18

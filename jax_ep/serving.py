@@ -103,9 +103,8 @@ def serving_weights(
         )
     inner, hidden = w_down.shape[-2:]
     check.size(function, "axis -2 of w_gate_up", w_gate_up.shape[-2], hidden, "pass [..., E, H, 2 * I]")
-    experts = Experts() if experts is None else experts
     columns = w_gate_up.shape[-1]
-    experts = check.expert_function(function, experts, "silu", columns, inner)
+    experts = check.expert_function(function, experts, columns, inner)
     b_gate_up = check.bias(function, "b_gate_up", b_gate_up, (*w_down.shape[:-2], columns))
     b_down = check.bias(function, "b_down", b_down, (*w_down.shape[:-2], hidden))
     if not fp8 and format is None:

@@ -441,14 +441,14 @@ def _check_matrices(
 def _check_kinds(w_gate_up: tuple[int, ...], w_down: tuple[int, ...], experts: Any) -> None:
     """Check `[E, H, kinds, I]`: from a rank's share of the columns, gates could not be told from up columns."""
     (*_, kinds, columns), intermediate = w_gate_up, w_down[1]
-    if isinstance(experts, Experts) and callable(experts.activation):
-        return  # a function of the caller's takes any columns
-    known = (2 if experts.gated else 1,) if isinstance(experts, Experts) else (1, 2)
-    if kinds not in known or columns != intermediate:
-        expected = " or ".join(f"[E, H, {kind}, {intermediate}]" for kind in reversed(known))
+    experts = check.value_of(_FUNCTION, "experts", experts, Experts, "jax_ep.Experts") or Experts()
+    if callable(experts.activation):
+        return  # It takes any columns.
+    expected = 2 if experts.gated else 1
+    if kinds != expected or columns != intermediate:
         raise ValueError(
-            f"{_FUNCTION}: w_gate_up has shape {w_gate_up} and w_down {w_down}, expected {expected}, of gates and what"
-            " they multiply, or without gates; give the two kinds of columns an axis of their own before that of I."
+            f"{_FUNCTION}: w_gate_up has shape {w_gate_up} and w_down {w_down}, expected [E, H, {expected},"
+            f" {intermediate}] with {experts.gated=}; give gate and up columns an axis of their own before that of I."
         )
 
 

@@ -27,19 +27,19 @@ from jax_ep.types import Layout
 
 LAYOUT = Layout(2, 4, 3, 2, 16, axis=("node", "expert"))
 ONE = jnp.ones((2, 3))
-HANDLE = jax_ep.Handle(ONE, ONE, ONE, ONE, None, ONE, ONE, LAYOUT)
+HANDLE = jax_ep.types.Handle(ONE, ONE, ONE, ONE, None, ONE, ONE, LAYOUT)
 IDS = jnp.zeros((4, 2), jnp.int32)
 W = jnp.ones((2, 128, 128))
 VALUES: dict[str, Callable[[], Any]] = {
     "Routing": lambda: jax_ep.Routing(IDS, ONE, ONE),
     "Handle": lambda: HANDLE,
-    "HierarchicalHandle": lambda: jax_ep.HierarchicalHandle(HANDLE, HANDLE, ONE, ONE),
+    "HierarchicalHandle": lambda: jax_ep.types.HierarchicalHandle(HANDLE, HANDLE, ONE, ONE),
     "Dispatched": lambda: jax_ep.dispatch(jnp.ones((4, 8)), IDS, num_experts=2, axis_name=()),
-    "DispatchedGemm": lambda: jax_ep.DispatchedGemm(ONE, None, ONE, HANDLE, ONE),
-    "SortedTokens": lambda: jax_ep.SortedTokens(ONE, None, ONE, ONE, ONE),
-    "LowLatencyHandle": lambda: jax_ep.LowLatencyHandle(ONE, ONE, ONE, ONE, ONE, LAYOUT),
-    "LowLatencyDispatched": lambda: jax_ep.LowLatencyDispatched(
-        ONE, None, ONE, jax_ep.LowLatencyHandle(ONE, ONE, ONE, ONE, ONE, LAYOUT, own_ids=ONE)
+    "DispatchedGemm": lambda: jax_ep.types.DispatchedGemm(ONE, None, ONE, HANDLE, ONE),
+    "SortedTokens": lambda: jax_ep.types.SortedTokens(ONE, None, ONE, ONE, ONE),
+    "LowLatencyHandle": lambda: jax_ep.types.LowLatencyHandle(ONE, ONE, ONE, ONE, ONE, LAYOUT),
+    "LowLatencyDispatched": lambda: jax_ep.types.LowLatencyDispatched(
+        ONE, None, ONE, jax_ep.types.LowLatencyHandle(ONE, ONE, ONE, ONE, ONE, LAYOUT, own_ids=ONE)
     ),
     "QuantizedExperts": lambda: quantize_experts(W, "int8", activations="int8"),
     "Fp8Weights": lambda: quantize_master_weights(W),
@@ -64,8 +64,9 @@ def test_export_round_trip_of_a_result_type(name: str) -> None:
 
 def test_every_public_pytree_can_be_exported() -> None:
     covered = {name.split()[0] for name in VALUES}
-    assert {name for name in jax_ep.__all__ if name in ("Routing", "SortedTokens") or "Dispatched" in name} <= covered
-    assert {name for name in jax_ep.__all__ if "Handle" in name or "Weights" in name or "Quantized" in name} <= covered
+    names = {*jax_ep.__all__, *vars(jax_ep.types)} - {"Quantized"}
+    assert {name for name in names if name in ("Routing", "SortedTokens") or "Dispatched" in name} <= covered
+    assert {name for name in names if "Handle" in name or "Weights" in name or "Quantized" in name} <= covered
 
 
 def _layer(x: jax.Array, logits: jax.Array, **options: Any) -> jax.Array:

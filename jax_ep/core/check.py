@@ -12,7 +12,6 @@ from jax.typing import DTypeLike
 from jax_ep.core.dtypes import FP8, TOKEN_DTYPES
 from jax_ep.core.mesh_axes import axis_size, spread_axes
 from jax_ep.types import (
-    ACTIVATIONS,
     Array,
     AxisName,
     Experts,
@@ -364,32 +363,18 @@ def group_sizes(function: str, value: Any) -> Array:
     return value
 
 
-def expert_function(function: str, experts: Any, activation: str, columns: int, intermediate: int) -> Experts:
-    """Return the `Experts` for the given columns of `w_gate_up` and rows of `w_down`."""
-    if experts is None:
-        if not isinstance(activation, str) or activation not in ACTIVATIONS:
-            raise ValueError(
-                f"{function}: activation={activation!r}, expected one of {ACTIVATIONS}; pass a custom function as"
-                " experts=jax_ep.Experts(function)."
-            )
-        if columns not in (intermediate, 2 * intermediate):
-            raise ValueError(
-                f"{function}: w_gate_up has {columns} columns and w_down has I={intermediate} rows, expected 2 * I ="
-                f" {2 * intermediate} columns (gated) or I = {intermediate} (not gated); change one of the two."
-            )
-        return Experts(activation, gated=columns == 2 * intermediate)
-    if not isinstance(experts, Experts):
-        raise TypeError(f"{function}: experts is {type_name(experts)}, expected a jax_ep.Experts; pass one, or None.")
-    if activation != "silu":
-        raise ValueError(
-            f"{function}: activation={activation!r} with experts={experts}, which already has an activation; leave"
-            " activation out."
-        )
+def expert_function(function: str, experts: Any, columns: int, intermediate: int) -> Experts:
+    """Return the `Experts` for the given columns of `w_gate_up` and rows of `w_down`; None is the default."""
+    experts = value_of(function, "experts", experts, Experts, "jax_ep.Experts") or Experts()
     if callable(experts.activation):
         return experts  # `activation_rows` checks its result.
-    expected = (2 if experts.gated else 1) * intermediate
-    remedy = f"it must be {'2 * I' if experts.gated else 'I'} for {experts.gated=} and the I={intermediate} rows of"
-    size(function, "the number of columns of w_gate_up", columns, expected, f"{remedy} w_down")
+    if columns != (2 if experts.gated else 1) * intermediate:
+        expected = f"2 * I = {2 * intermediate}" if experts.gated else f"I = {intermediate}"
+        remedy = "for experts without gates pass experts=jax_ep.Experts(..., gated=False)"
+        raise ValueError(
+            f"{function}: w_gate_up has {columns} columns and w_down has I={intermediate} rows, expected {expected}"
+            f" columns with {experts.gated=}; change one of them" + (f", or {remedy}." if experts.gated else ".")
+        )
     return experts
 
 

@@ -116,7 +116,6 @@ def masked_gated_activation(
     *,
     experts: Experts | None = None,
     bias: Array | None = None,
-    activation: str = "silu",
     quantize: bool = True,
     implementation: str | Sequence[str] | None = None,
 ) -> tuple[Array, Array | None]:
@@ -127,9 +126,8 @@ def masked_gated_activation(
     Args:
       hidden: `[L, M, 2 * I]` bfloat16, float16, float32 or float64, gate in its first I columns, up in its last.
       group_sizes: `[L]` int32, how many of the M rows count.
-      experts: what the experts compute; `weight_on` counts for nothing here. None: `activation`, with gates.
+      experts: what the experts compute; `weight_on` is ignored. None: `Experts()`.
       bias: of the hidden rows, one for each of their columns, `[L, 2 * I]`; None: none.
-      activation: as for `moe`; short for `experts`.
       quantize: to FP8 with one scale per row and 128 columns (True), or to the dtype of hidden (False).
       implementation: see `dispatch`.
 
@@ -144,7 +142,8 @@ def masked_gated_activation(
     Example:
       >>> import jax.numpy as jnp, jax_ep
       >>> hidden, sizes = jnp.full((2, 4, 256), 2.0), jnp.array([3, 0])
-      >>> rows, scales = jax_ep.masked_gated_activation(hidden, sizes, activation="relu")
+      >>> experts = jax_ep.Experts("relu")
+      >>> rows, scales = jax_ep.ops.masked.masked_gated_activation(hidden, sizes, experts=experts)
       >>> rows.shape, scales.shape, (rows.astype(jnp.float32) * scales)[0, 0, 0].item()
       ((2, 4, 128), (2, 4, 1), 4.0)
     """
@@ -155,7 +154,7 @@ def masked_gated_activation(
     group_sizes = check.group_sizes(function, group_sizes)
     remedy = "pass the counts of the local experts"
     check.size(function, "axis 0 of group_sizes", group_sizes.shape[0], hidden.shape[0], remedy)
-    experts, inner = _checked_activation(experts, activation, hidden)
+    experts, inner = _checked_activation(experts, hidden)
     bias = check.bias(function, "bias", bias, (hidden.shape[0], hidden.shape[2]))
     if quantize and inner is not None:
         check_fp8.whole_blocks(function, "I, the columns of the activated rows,", inner)
@@ -163,7 +162,7 @@ def masked_gated_activation(
     return activate(options, experts, inner, hidden, group_sizes, bias, quantize)
 
 
-def _checked_activation(experts: Experts | None, activation: str, hidden: Array) -> tuple[Experts, int | None]:
+def _checked_activation(experts: Experts | None, hidden: Array) -> tuple[Experts, int | None]:
     """What experts with such hidden rows compute, and of how many columns; None: their own function says it."""
     function, columns = "masked_gated_activation", hidden.shape[2]
     gated = experts is None or not isinstance(experts, Experts) or experts.gated
@@ -173,7 +172,7 @@ def _checked_activation(experts: Experts | None, activation: str, hidden: Array)
             f"{function}: hidden has {columns} columns, expected an even number, 2 * I; pass gate and up side by side."
         )
     inner = columns // 2 if gated else columns
-    return check.expert_function(function, experts, activation, columns, inner), None if own else inner
+    return check.expert_function(function, experts, columns, inner), None if own else inner
 
 
 def multiply(

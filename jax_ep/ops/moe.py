@@ -63,7 +63,6 @@ def moe(
     experts: Experts | None = None,
     b_gate_up: Array | None = None,
     b_down: Array | None = None,
-    activation: str = "silu",
     axis_name: AxisName = "expert",
     capacity: int | None = None,
     balance: Balance | None = None,
@@ -93,10 +92,9 @@ def moe(
         `recipe="fp8"` in any floating dtype, or `Fp8Weights`, whose gradient is in `master`.
       w_down: `[L, I, H]`, or `Fp8Weights` or `QuantizedExperts` of them.
       num_experts: E over all ranks.
-      experts: what an expert computes, see `Experts`; None: `activation`, gated where w_gate_up has 2 * I columns.
+      experts: what an expert computes, see `Experts`; None: `Experts()`.
       b_gate_up: biases of the first product, one for each column of w_gate_up, `[L, 2 * I]`; None: none.
       b_down: `[L, H]` biases of the second, which router weights scale like all that experts return; None: none.
-      activation: "silu", "gelu" (the tanh approximation), "gelu_exact", "relu" or "relu_squared"; short for `experts`.
       axis_name: mesh axis, or tuple of axes, over which experts are spread; or a `Topology`, whose node axis tokens
         cross once per node, and sums of them once, to the layer over its local axis.
       capacity: static rows per rank; None: nothing is dropped. See `dispatch`. Not with several blocks of a `Topology`.
@@ -128,8 +126,6 @@ def moe(
       >>> import jax.numpy as jnp, jax_ep
       >>> x, idx, weights = jnp.ones((2, 4)), jnp.array([[0], [1]]), jnp.ones((2, 1))
       >>> w_gate_up, w_down = jnp.ones((2, 4, 6)), jnp.ones((2, 3, 4))
-      >>> jax_ep.moe(x, idx, weights, w_gate_up, w_down, num_experts=2, axis_name=(), activation="relu")[0, 0].item()
-      48.0
       >>> experts = jax_ep.Experts("relu", clamp=3.0)
       >>> jax_ep.moe(x, idx, weights, w_gate_up, w_down, num_experts=2, axis_name=(), experts=experts)[0, 0].item()
       27.0
@@ -156,7 +152,6 @@ def moe(
             experts=experts,
             b_gate_up=b_gate_up,
             b_down=b_down,
-            activation=activation,
             capacity=capacity,
             recipe=recipe,
             schedule=schedule,
@@ -178,7 +173,7 @@ def moe(
     options = registry.options("moe", axis_name, implementation, wire_dtype, schedule)
     options = dataclasses.replace(options, recipe=recipe)
     parts = ExpertWeights(w_gate_up, w_down, b_gate_up, b_down)
-    experts, parts = _check_experts(options, x, parts, num_experts, experts, activation)
+    experts, parts = _check_experts(options, x, parts, num_experts, experts)
     if topk_weights is None:
         raise TypeError(_NO_WEIGHTS)
     if recipe is not None or isinstance(parts.w_gate_up, QuantizedExperts):
@@ -260,7 +255,6 @@ def fused_moe(
     experts: Experts | None = None,
     b_gate_up: Array | None = None,
     b_down: Array | None = None,
-    activation: str = "silu",
     num_tokens: Array | int | None = None,
     recipe: str | None = None,
     preferred_element_type: DTypeLike | None = None,
@@ -276,10 +270,9 @@ def fused_moe(
       w_gate_up: `[E, H, 2 * I]`, or `[E, H, I]` for experts without a gate; or `Fp8Weights` or `QuantizedExperts`, see
         `moe`.
       w_down: `[E, I, H]`, or `Fp8Weights` or `QuantizedExperts`.
-      experts: see `moe`, also for
+      experts: see `moe`.
       b_gate_up: `[E, 2 * I]`, or None.
       b_down: `[E, H]`, or None.
-      activation: short for `experts`.
       num_tokens: `[]` int32, tokens at and past this index are ignored; None: all T count.
       recipe: see `moe`.
       preferred_element_type: see `moe`.
@@ -295,7 +288,7 @@ def fused_moe(
     Example:
       >>> import jax.numpy as jnp, jax_ep
       >>> x, idx, weights = jnp.ones((2, 4)), jnp.array([[0], [1]]), jnp.ones((2, 1))
-      >>> jax_ep.fused_moe(x, idx, weights, jnp.ones((2, 4, 6)), jnp.ones((2, 3, 4)), activation="relu").shape
+      >>> jax_ep.fused_moe(x, idx, weights, jnp.ones((2, 4, 6)), jnp.ones((2, 3, 4))).shape
       (2, 4)
     """
     if isinstance(w_gate_up, QuantizedExperts):
@@ -312,7 +305,6 @@ def fused_moe(
         experts=experts,
         b_gate_up=b_gate_up,
         b_down=b_down,
-        activation=activation,
         axis_name=(),
         num_tokens=num_tokens,
         recipe=recipe,
@@ -332,7 +324,7 @@ class ExpertWeights(NamedTuple):
 
 
 def _check_experts(
-    options: Options, x: Array, parts: ExpertWeights, num_experts: int, experts: Experts | None, activation: str
+    options: Options, x: Array, parts: ExpertWeights, num_experts: int, experts: Experts | None
 ) -> tuple[Experts, ExpertWeights]:
     """What the experts compute, and what they are made of, checked against the tokens and each other."""
     function = options.function
@@ -352,7 +344,7 @@ def _check_experts(
         w_gate_up = matrices("w_gate_up", parts.w_gate_up, (num_local, x.shape[1]))
         w_down = matrices("w_down", parts.w_down, (num_local, None))
         columns, (intermediate, returned) = w_gate_up.shape[2], w_down.shape[1:]
-    experts = check.expert_function(function, experts, activation, columns, intermediate)
+    experts = check.expert_function(function, experts, columns, intermediate)
     check.size(function, "the number of columns of w_down", returned, x.shape[1], "it must return to H of x")
     b_gate_up = check.bias(function, "b_gate_up", parts.b_gate_up, (num_local, columns))
     b_down = check.bias(function, "b_down", parts.b_down, (num_local, x.shape[1]))

@@ -44,7 +44,6 @@ def low_latency_moe(
     experts: Experts | None = None,
     b_gate_up: Array | None = None,
     b_down: Array | None = None,
-    activation: str = "silu",
     axis_name: AxisName = "expert",
     max_tokens_per_rank: int | None = None,
     num_tokens: Array | int | None = None,
@@ -67,11 +66,10 @@ def low_latency_moe(
         as their `activations` say: with "fp8" tokens travel in FP8, too.
       w_down: `[L, H, I]`, or such a pair, or `QuantizedExperts`.
       num_experts: E over all ranks.
-      experts: what an expert computes, see `Experts`; None: `activation`, with gates. Experts with their weights on the
-        input get each token once for each of its experts, scaled and rounded to the dtype of x.
+      experts: what an expert computes, see `Experts`; None: `Experts()`. Experts with their weights on the input
+        get each token once for each of its experts, scaled and rounded to the dtype of x.
       b_gate_up: biases of the first product, one for each row of w_gate_up, `[L, 2 * I]`; None: none.
       b_down: `[L, H]` biases of the second; None: none.
-      activation: as for `moe`; short for `experts`.
       axis_name: mesh axis, or tuple of axes, over which experts are spread; or a `Topology`, see `moe`.
       max_tokens_per_rank: static, at least T and the same on all ranks; sizes the buffers, but over a `Topology`, where
         they hold the tokens that can come from all nodes. None: T.
@@ -94,7 +92,8 @@ def low_latency_moe(
       >>> x, idx, weights = jnp.ones((2, 128)), jnp.array([[0], [1]]), jnp.ones((2, 1))
       >>> w_gate_up, w_down = jnp.ones((2, 128, 256)), jnp.ones((2, 128, 128))
       >>> matrices = quantize_fp8_weights(w_gate_up), quantize_fp8_weights(w_down)
-      >>> y = jax_ep.low_latency_moe(x, idx, weights, *matrices, num_experts=2, axis_name=(), activation="relu")
+      >>> experts = jax_ep.Experts("relu")
+      >>> y = jax_ep.low_latency_moe(x, idx, weights, *matrices, num_experts=2, axis_name=(), experts=experts)
       >>> y[0, 0].item()  # 128 * 128 from the first matrix, gated by as much, times 128 from the second
       2097152.0
 
@@ -109,7 +108,6 @@ def low_latency_moe(
             experts=experts,
             b_gate_up=b_gate_up,
             b_down=b_down,
-            activation=activation,
             preferred_element_type=preferred_element_type,
             schedule=schedule,
             implementation=implementation,
@@ -147,12 +145,7 @@ def low_latency_moe(
         check_quantized.as_pair(function, n, w) for n, w in (("w_gate_up", w_gate_up), ("w_down", w_down))
     )
     columns, inner = check_quantized.expert_matrices(function, x, w_gate_up, w_down, num_local)
-    if experts is None and columns != 2 * inner:
-        raise ValueError(
-            f"{function}: axis 1 of w_gate_up is {columns}, expected 2 * I = {2 * inner}, twice axis 2 of w_down;"
-            " change one of them, or for experts without gates pass experts=jax_ep.Experts(activation, gated=False)."
-        )
-    experts = check.expert_function(function, experts, activation, columns, inner)
+    experts = check.expert_function(function, experts, columns, inner)
     out_dtype = check.result_dtype(function, preferred_element_type, x.dtype)
     b_gate_up = check.bias(function, "b_gate_up", b_gate_up, (num_local, columns))
     b_down = check.bias(function, "b_down", b_down, (num_local, x.shape[1]))

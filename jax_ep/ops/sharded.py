@@ -28,8 +28,8 @@ def run_sharded(
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     leaves, tree = jax.tree.flatten((in_specs, out_specs))
     key = function, tuple(options.items()), mesh, tuple(leaves), tree, context.generation()
-    activations = options.get("activation"), getattr(options.get("experts"), "activation", None)
-    if any(map(callable, activations)) or not _is_hashable(key):
+    activation = getattr(options.get("experts"), "activation", None)
+    if callable(activation) or not _is_hashable(key):
         return _program.__wrapped__(*key)
     return _program(*key)
 

@@ -73,7 +73,7 @@ def test_moe_activations(implementation: str, activation: str, gated: bool, expe
     arrays = layer_arrays(rng, 2, BASE, gated=gated)
     d_out = reals(rng, *arrays[0].shape)
     weights = [split_experts(w, 2) for w in arrays[2:]]
-    fn = moe_vjp(BASE, implementation, activation=activation)
+    fn = moe_vjp(BASE, implementation, experts=jax_ep.Experts(activation, gated=gated))
     got = run(fn, expert_mesh(2), *arrays[:2], *weights, topk_idx, d_out)
     # The slope of gelu at a negative number is a difference of numbers that are nearly equal.
     tolerance = 5e-5 if activation == "gelu" else None

@@ -87,7 +87,7 @@ def test_routings(implementation: str, expert_mesh: Any, rng: np.random.Generato
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
 def test_activations(implementation: str, activation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     problem = Problem(rng, "uniform", 2, BF16)
-    call = compiled(layer(implementation, fp8=True, activation=activation), expert_mesh(2))
+    call = compiled(layer(implementation, fp8=True, experts=jax_ep.Experts(activation)), expert_mesh(2))
     assert relative_error(call(*problem.args), problem.want(activation)) < FP8_ERROR
 
 

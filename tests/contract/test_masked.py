@@ -150,7 +150,12 @@ def test_no_row_or_column_is_lost(implementation: str, rng: np.random.Generator)
 @pytest.mark.slow(unless={"activation": ["silu"]})
 def test_activation(implementation: str, activation: str, quantize: bool, rng: Any, subtests: Any) -> None:
     call = jax.jit(
-        partial(jax_ep.masked_gated_activation, activation=activation, quantize=quantize, implementation=implementation)
+        partial(
+            jax_ep.ops.masked.masked_gated_activation,
+            experts=jax_ep.Experts(activation),
+            quantize=quantize,
+            implementation=implementation,
+        )
     )
     for dtype in (BF16, F32):
         for name, (rows, sizes) in GROUPS.items():
@@ -179,7 +184,9 @@ def test_activation(implementation: str, activation: str, quantize: bool, rng: A
 def test_nan_spoils_its_group_of_columns(implementation: str, activation: str) -> None:
     hidden = np.ones((1, 2, 512), F32)
     hidden[0, 1, 3] = np.nan
-    call = partial(jax_ep.masked_gated_activation, activation=activation, implementation=implementation)
+    call = partial(
+        jax_ep.ops.masked.masked_gated_activation, experts=jax_ep.Experts(activation), implementation=implementation
+    )
     values, scales = to_numpy(call(jnp.asarray(hidden), jnp.array([2], jnp.int32)))
     spoilt = np.isnan(oracle.dequantize(values, scales))
     assert spoilt[0, 1, :128].all() and not spoilt[0, 1, 128:].any() and not spoilt[0, 0].any()
@@ -204,7 +211,7 @@ def test_no_gradient(implementation: str) -> None:
         jax.grad(through_product)(jnp.ones((1, 2, 16), jnp.bfloat16))
 
     def through_activation(hidden):
-        call = partial(jax_ep.masked_gated_activation, quantize=False, implementation=implementation)
+        call = partial(jax_ep.ops.masked.masked_gated_activation, quantize=False, implementation=implementation)
         return jnp.sum(call(hidden, jnp.array([2]))[0])
 
     with pytest.raises(TypeError, match="no gradient"):

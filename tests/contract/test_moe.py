@@ -46,7 +46,10 @@ def test_activations(implementation: str, mesh: Mesh, rng: np.random.Generator, 
     layers = {gated: Layer(rng, "uniform", mesh.size, BASE, gated=gated) for gated in (True, False)}
 
     def fn(gated_args, plain_args):
-        layers = [(moe(BASE, implementation, activation=a), gated_args if g else plain_args) for a, g in VARIANTS]
+        layers = [
+            (moe(BASE, implementation, experts=jax_ep.Experts(a, gated=g)), gated_args if g else plain_args)
+            for a, g in VARIANTS
+        ]
         return in_turn(layers)
 
     got = run(fn, mesh, layers[True].args, layers[False].args)
@@ -130,7 +133,9 @@ def test_fused_moe(implementation: str, rng: np.random.Generator, subtests: pyte
     @jax.jit
     def fn(gated_args, plain_args):
         return [
-            jax_ep.fused_moe(*(gated_args if g else plain_args), activation=a, implementation=implementation)
+            jax_ep.fused_moe(
+                *(gated_args if g else plain_args), experts=jax_ep.Experts(a, gated=g), implementation=implementation
+            )
             for a, g in VARIANTS
         ]
 

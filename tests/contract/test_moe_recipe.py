@@ -75,7 +75,7 @@ def test_fused_moe(implementation: str, rng: Any) -> None:
 @pytest.mark.slow
 def test_activations(implementation: str, activation: str, gated: bool, expert_mesh: Any, rng: Any) -> None:
     layer = Layer(rng, "uniform", 2, dtype=BF16, gated=gated)
-    call = with_gradients(activation=activation, implementation=implementation)
+    call = with_gradients(experts=jax_ep.Experts(activation, gated=gated), implementation=implementation)
     got = run(call, expert_mesh(2), *layer.args, layer.probe)
     assert {a.dtype for i, a in enumerate(got) if i != 2} == {BF16}
     assert_near(got, oracle_fp8.layer(layer, layer.probe.astype(np.float64), activation), 0.05)

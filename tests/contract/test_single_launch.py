@@ -203,7 +203,9 @@ def test_random_sizes(implementation: str, seed: int) -> None:
 def test_overflow_in_float16_is_infinite(implementation: str, schedule: Any, rng: np.random.Generator) -> None:
     """Gates times what they multiply may be beyond float16, which ends at 65504; a large number never looks small."""
     layer = Layer(rng, "uniform", 1, SHAPES["cut tiles"], F16)
-    call = jax.jit(partial(jax_ep.fused_moe, activation="relu", schedule=schedule, implementation=implementation))
+    call = jax.jit(
+        partial(jax_ep.fused_moe, experts=jax_ep.Experts("relu"), schedule=schedule, implementation=implementation)
+    )
     large = np.abs(layer.w_gate_up) * 100
     for dtype, is_finite in ((F16, False), (BF16, True)):
         operands = [

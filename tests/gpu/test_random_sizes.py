@@ -153,7 +153,7 @@ def test_random_sizes_layer(example: int, rng: np.random.Generator) -> None:
     fusable = dtype != F32 and multiple > 1
     mode = one_of(rng, None, "scatter", "serial")
     tuned = jax_ep.Schedule(combine_mode=mode, num_communicating_programs=one_of(rng, None, 1, 7, 64))
-    options = problem.options | {"activation": one_of(rng, "silu", "gelu", "relu")}
+    options = problem.options | {"experts": jax_ep.Experts(one_of(rng, "silu", "gelu", "relu"), gated=gated)}
 
     def fn(**options: Any) -> Any:
         def body(x, ids, weights, w_gate_up, w_down, d_y):
@@ -168,7 +168,7 @@ def test_random_sizes_layer(example: int, rng: np.random.Generator) -> None:
     ranks, local = problem.num_ranks, shape.num_experts // problem.num_ranks
     ids = ROUTINGS[problem.routing](rng, ranks, shape)
     columns = shape.intermediate * (2 if gated else 1)
-    x, w_gate_up = gate_operands(rng, problem, columns, exact=options["activation"] == "relu")
+    x, w_gate_up = gate_operands(rng, problem, columns, exact=options["experts"].activation == "relu")
     w_down = reals(rng, ranks, local, shape.intermediate, shape.hidden) / np.sqrt(shape.intermediate)
     d_y = reals(rng, ranks, shape.num_tokens, shape.hidden, dtype=dtype)
     args = x, ids, probabilities(rng, *ids.shape), w_gate_up.astype(dtype), w_down.astype(dtype), d_y

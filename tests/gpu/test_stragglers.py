@@ -29,11 +29,11 @@ def inputs(num_ranks: int, num_tokens: int, seed: int, routing: str = "zipf") ->
     return reals(rng, num_ranks, num_tokens, SHAPE.hidden, dtype=BF16), ids, probabilities(rng, *ids.shape)
 
 
-def weighted(d: jax_ep.Dispatched) -> Any:
+def weighted(d: jax_ep.types.Dispatched) -> Any:
     return d.tokens * d.weights[:, None].astype(d.tokens.dtype)
 
 
-def combine(y: Any, d: jax_ep.Dispatched) -> Any:
+def combine(y: Any, d: jax_ep.types.Dispatched) -> Any:
     return jax_ep.combine(y, d.handle, implementation="triton")
 
 

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import harness
 import jax_ep
 from jax_ep import quantization, routing
+from jax_ep.ops import masked
 
 # per-shard sizes of the correct calls; nearly all different, so that a number in a message has one meaning
 T, K, E, W, H, INNER, N, MAX_T = 6, 2, 8, 4, 256, 24, 40, 9
@@ -121,7 +122,7 @@ NEEDS_AXIS = [name for name in GOOD if "dispatch" in name or "combine" in name o
 
 
 def function(name):
-    return next(getattr(module, name) for module in (jax_ep, routing, quantization) if hasattr(module, name))
+    return next(getattr(module, name) for module in (jax_ep, routing, masked, quantization) if hasattr(module, name))
 
 
 def is_array(value):

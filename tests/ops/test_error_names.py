@@ -65,7 +65,6 @@ CHANGES: dict[str, tuple[int, Any]] = {
 OPTIONS: dict[str, Any] = {
     "implementation": "numpy",
     "recipe": "int2",
-    "activation": "swish",
     "preferred_element_type": "float7",
     "schedule": 3,
     "experts": "silu",

@@ -280,7 +280,6 @@ COMPUTE_CASES = [
         error=TypeError,
     ),
     # the layer
-    *value(["moe", "fused_moe"], "activation", {"activation": "swish"}, "activation", "swish", "silu", "gelu", "relu"),
     *value("moe", "another I", {"w_gate_up": f32(L, H, 50)}, "w_gate_up", "w_down", number(50), number(48), number(24)),
     *value("fused_moe", "another I", {"w_gate_up": f32(E, H, 50)}, "w_down", number(50), number(48), number(24)),
     *size("moe", "w_gate_up", f32(L, 250, 2 * INNER), 250, H),
@@ -402,12 +401,7 @@ ROUTER_CASES = [
 LAYERS, OWN = ("moe", "fused_moe"), jax_ep.Experts(lambda hidden: hidden)
 EXPERTS_CASES = [
     *value(LAYERS, "experts by name", {"experts": "silu"}, "experts", r"\bstr\b", "jax_ep.Experts", error=TypeError),
-    *value(
-        LAYERS,
-        "activation beside experts",
-        {"experts": jax_ep.Experts("relu"), "activation": "gelu"},
-        *("activation", "gelu", "relu", "leave"),
-    ),
+    *value("moe", "no gates", {"w_gate_up": f32(L, H, INNER)}, number(INNER), number(2 * INNER), "gated=False"),
     *value(LAYERS, "gates", {"experts": jax_ep.Experts(gated=False)}, "gated", number(2 * INNER), number(INNER)),
     *value(LAYERS, "rows of a function", {"experts": OWN}, "activation", number(2 * INNER), number(INNER), "change"),
     *value(LAYERS, "b_gate_up", {"b_gate_up": f32(L, INNER)}, "b_gate_up", number(INNER), number(2 * INNER)),
@@ -472,7 +466,7 @@ MASKED_CASES = [
     *positive(GEMM, "expected_rows"),
     *rank(ACTIVATION, "hidden", f32(L, 2 * H), "L", "M", r"2 \* I"),
     *dtype(ACTIVATION, "hidden", i32(L, MAX_T, 2 * H), FLOATING),
-    *value(ACTIVATION, "activation", {"activation": "swish"}, "activation", "swish", "silu", "gelu", "relu"),
+    *value(ACTIVATION, "by name", {"experts": "relu"}, "experts", r"\bstr\b", "jax_ep.Experts", error=TypeError),
     *value(ACTIVATION, "odd columns", {"hidden": f32(L, MAX_T, 255)}, "hidden", number(255), "even"),
     *value(ACTIVATION, "odd I", {"hidden": f32(L, MAX_T, 400)}, number(200), number(128), "multiple", "pad"),
     *value(
@@ -505,7 +499,7 @@ MASKED_CASES = [
         LAYER,
         "another I",
         {"w_down": (fp8(L, H, 128), f32(L, 2, 1))},
-        *("w_gate_up", "w_down", number(2 * H), number(H), "twice"),
+        *("w_gate_up", "w_down", number(2 * H), number(H), "gated"),
     ),
     *value(
         LAYER,
@@ -533,7 +527,7 @@ MASKED_CASES = [
         error=TypeError,
     ),
     *positive(FUSED, "expected_rows"),
-    *value(LAYER, "activation", {"activation": "swish"}, "activation", "swish", "silu", "gelu", "relu"),
+    *value(LAYER, "by name", {"experts": "relu"}, "experts", r"\bstr\b", "jax_ep.Experts", error=TypeError),
     *value(
         LAYER, "more tokens than the maximum", {"max_tokens_per_rank": 5}, number(T), number(5), "max_tokens_per_rank"
     ),

@@ -187,7 +187,7 @@ def _layer(problem, intermediate, activation, gated):
                 w_gate_up,
                 w_down,
                 num_experts=problem.num_experts,
-                activation=activation,
+                experts=jax_ep.Experts(activation, gated=gated),
                 capacity=problem.capacity,
             )
 

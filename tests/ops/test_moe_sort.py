@@ -167,7 +167,7 @@ def _layer(num_tokens, hidden, k, num_experts, intermediate, gated=True, seed=0)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_fused_moe_matches_numpy(activation, gated):
     x, weights, w_gate_up, w_down = _layer(23, 20, 3, E, 12, gated=gated)
-    compiled = jax.jit(partial(jax_ep.fused_moe, activation=activation))
+    compiled = jax.jit(partial(jax_ep.fused_moe, experts=jax_ep.Experts(activation, gated=gated)))
     for kind in KINDS:
         ids = _routing(kind, 23, 3)
         actual = compiled(*map(jnp.asarray, (x, ids, weights, w_gate_up, w_down)))
@@ -228,7 +228,7 @@ def test_fused_moe_gradients_match_finite_differences(activation, gated):
     cotangent = np.random.default_rng(8).normal(size=(5, 4)).astype(np.float32)
 
     def objective(x, weights, w_gate_up, w_down, ids):
-        y = jax_ep.fused_moe(x, ids, weights, w_gate_up, w_down, activation=activation)
+        y = jax_ep.fused_moe(x, ids, weights, w_gate_up, w_down, experts=jax_ep.Experts(activation, gated=gated))
         return jnp.sum(y * cotangent)
 
     gradients = jax.jit(jax.grad(objective, argnums=(0, 1, 2, 3)))

@@ -35,7 +35,7 @@ class LayerTensors(NamedTuple):
 
 
 class SortedLayerTensors(NamedTuple):
-    """Inputs of the expert layer with sorted assignments, as in `jax_ep.SortedTokens` for blocks of block_m."""
+    """Inputs of the expert layer with sorted assignments, as in `jax_ep.types.SortedTokens` for blocks of block_m."""
 
     x_ptr: Any  # as in `LayerTensors`, up to weights_ptr
     x_scales_ptr: Any

@@ -65,7 +65,7 @@ def moe_sort(
     num_rows_ptr,
     S: tl.constexpr,
 ):
-    """Ids and weights `[N]` to the arrays of `jax_ep.SortedTokens`; without weights, and without a number of tokens."""
+    """Ids and weights `[N]` to the arrays of `SortedTokens`; without weights, and without a number of tokens."""
     BINS: tl.constexpr = S.bins
     LANES: tl.constexpr = S.lanes
     num_slots = S.num_assignments

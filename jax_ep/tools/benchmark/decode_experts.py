@@ -108,7 +108,7 @@ def product(values: Array, scales: Array | None, matrix: Any, rows: Rows, name: 
 
 def activation(hidden: Array, rows: Rows, name: str | None) -> tuple[Array, Array | None]:
     """The step between the products."""
-    return jax_ep.masked_gated_activation(hidden, rows.sizes, quantize=rows.fp8, implementation=name)
+    return jax_ep.ops.masked.masked_gated_activation(hidden, rows.sizes, quantize=rows.fp8, implementation=name)
 
 
 def experts(name: str | None, rows: Rows, matrices: Matrices) -> Array:

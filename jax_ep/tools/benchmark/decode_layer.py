@@ -54,7 +54,7 @@ def separate(model: Model, name: str | None, x: Array, ids: Array, weights: Arra
         implementation=name,
     )
     hidden = multiply(d.tokens, up, lhs_scales=d.scales, rhs_scales=up_scales)
-    rows, scales = jax_ep.masked_gated_activation(hidden, d.group_sizes, quantize=fp8, implementation=name)
+    rows, scales = jax_ep.ops.masked.masked_gated_activation(hidden, d.group_sizes, quantize=fp8, implementation=name)
     y = multiply(rows, down, lhs_scales=scales, rhs_scales=down_scales)
     return jax_ep.low_latency_combine(y, ids, weights, d.handle, implementation=name)
 

@@ -66,7 +66,7 @@ def make_inputs(mesh: jax.sharding.Mesh, tokens: int, model: Model) -> Inputs:
     return Inputs(case, case.place(np.full(case.ids.shape, 1 / model.top_k, np.float32)), rows)
 
 
-def dispatch(case: Case, name: str, x: Array, ids: Array, *, quantize: bool) -> jax_ep.LowLatencyDispatched:
+def dispatch(case: Case, name: str, x: Array, ids: Array, *, quantize: bool) -> jax_ep.types.LowLatencyDispatched:
     """One dispatch of a rank."""
     sizes = {"num_experts": case.layout.num_experts, "max_tokens_per_rank": case.layout.num_tokens}
     return jax_ep.low_latency_dispatch(x, ids, **sizes, quantize=quantize, implementation=name)

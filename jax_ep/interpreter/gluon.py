@@ -13,7 +13,6 @@ Deadlocks, memory accesses outside of an array, and TMA stores of shared memory 
 
 from __future__ import annotations
 
-import functools
 import operator
 import random
 import re
@@ -228,11 +227,15 @@ class _Product:
 
     def __init__(self, a: Shared, b: Shared, total: Any) -> None:
         self.operands, self.total = (a, b), total
+        self.value: Tensor | None = None
 
-    def result(self) -> Tensor:
+    def finish(self) -> Tensor:
+        """Read the operands, after the product that gives the accumulator."""
+        total = self.total.value if isinstance(self.total, _Product) else self.total
         a, b = (operand.values.astype(np.float32) for operand in self.operands)
         product = a @ b
-        return Tensor(product if self.total is None else _values(self.total) + product)
+        self.value = Tensor(product if self.total is None else _values(total) + product)
+        return self.value
 
 
 class _Partition:
@@ -241,6 +244,7 @@ class _Partition:
     def __init__(self, number: int, num_warps: int) -> None:
         self.number, self.num_warps = number, num_warps
         self.stores: list[Callable[[], None]] = []
+        self.products: list[_Product] = []
         self.waits_for: tuple[Callable[[], bool], str] | None = None
         self.may_run = threading.Event()
         self.is_finished = False
@@ -422,16 +426,19 @@ def _mma(a: Shared, b: Shared, total: Any, *, use_acc: Any = True, is_async: boo
         raise EmulationError("wgmma reads shared memory that was written without fence_async_shared")
     product = _Product(a, b, total if use_acc else None)
     if not is_async:
-        return product.result()
+        return product.finish()
+    _program().current.products.append(product)
     _program().switch()
     return product
 
 
 def _mma_wait(num_outstanding: int = 0, deps: Sequence[Any] = ()) -> Any:
-    if num_outstanding:
-        raise NotImplementedError("warpgroup_mma_wait with products left in flight")
+    """Finish all but the newest products of this partition; what is still in flight stays in `deps`."""
     _program().switch()
-    found = [dep.result() if isinstance(dep, _Product) else dep for dep in deps]
+    products = _program().current.products
+    while len(products) > int(num_outstanding):
+        products.pop(0).finish()
+    found = [dep.value if isinstance(dep, _Product) and dep.value is not None else dep for dep in deps]
     return found[0] if len(found) == 1 else tuple(found)
 
 
@@ -492,6 +499,8 @@ _LANGUAGE: dict[str, Any] = {
     "full": lambda shape, value, dtype, layout=None: Tensor(np.full(shape, value, _numpy_dtype(dtype))),
     "inline_asm": _inline_asm,
     "load": _load,
+    "maximum": max,
+    "minimum": min,
     "num_programs": lambda axis: _program().count,
     "program_id": lambda axis: _program().number,
     "static_range": range,
@@ -539,16 +548,19 @@ def _replaced(value: Any) -> Any:
     return _FUNCTIONS.get(value, value) if callable(value) else value
 
 
-@functools.cache
+_known: dict[Any, Callable[..., Any]] = {}
+
+
 def _emulated(function: Any) -> Callable[..., Any]:
     """Return the Python function of a `gluon.jit` function, with its globals replaced."""
-    inner = function.fn
-    names = dict.fromkeys(inner.__code__.co_names)
-    found = {"__builtins__": __builtins__} | {n: inner.__globals__[n] for n in names if n in inner.__globals__}
-    known: dict[str, Any] = {}
-    emulated = types.FunctionType(inner.__code__, known, inner.__name__, inner.__defaults__, inner.__closure__)
-    known |= {name: value if name == "__builtins__" else _replaced(value) for name, value in found.items()}
-    return emulated
+    if function not in _known:
+        inner = function.fn
+        names: dict[str, Any] = {"__builtins__": __builtins__}
+        emulated = types.FunctionType(inner.__code__, names, inner.__name__, inner.__defaults__, inner.__closure__)
+        _known[function] = emulated  # before its globals, which may name it
+        used = set(inner.__code__.co_names) & inner.__globals__.keys() - names.keys()
+        names |= {name: _replaced(inner.__globals__[name]) for name in used}
+    return _known[function]
 
 
 def run(kernel: Any, num_programs: int, *arguments: Any, num_warps: int = 4, seed: int = 0, **constants: Any) -> None:

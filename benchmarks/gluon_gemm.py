@@ -1,13 +1,13 @@
-"""Probe: FP8 grouped GEMM in Gluon, compared with `jax_ep.grouped_gemm` (`pallas`) and PyTorch on one Hopper GPU.
+"""Probe: grouped GEMMs in Gluon, compared with `jax_ep.grouped_gemm` (`pallas`) and PyTorch on one Hopper GPU.
 
-    python benchmarks/gluon_gemm.py --out FOLDER
+    python benchmarks/gluon_gemm.py --out FOLDER --dtype fp8        # or bf16
 
-Triton launches the kernel of `gluon/fp8_kernel.py` on PyTorch's arrays. Each variant is checked first, on poisoned
+Triton launches the kernels of `gluon/` on PyTorch's arrays. Each variant is checked first, on poisoned
 outputs, against float32 sums of the same products. Then all variants run in turns under a steady load, because the
 power limit decides the clock; the report has the clock and the power in the middle of each sample.
 
-PyTorch multiplies the same operands with one scale per row, which needs no promotion; `pallas` quantizes the same
-matrices by blocks, and its time includes the kernel that lists its tiles.
+In FP8, PyTorch multiplies the same operands with one scale per row, which needs no promotion; `pallas` quantizes them
+by blocks. The time of `pallas` includes the kernel that lists its tiles.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 sys.path.insert(0, str(Path(__file__).parent / "gluon"))
 
+import bf16_kernel
 import fp8_kernel
 import jax
 import jax.numpy as jnp
@@ -47,11 +48,20 @@ VARIANTS = {
     "gluon, static tiles": {"STAGES": 4, "BAND": 4, "DYNAMIC": False},
 }
 WARMUP_S, SAMPLE_S = 0.6, 0.4  # the power limit settles within some tenths of a second
-FLOPS_PER_CLOCK = 8192  # of FP8 products on one multiprocessor
+TILES = {name: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2) for name, bits in
+         (("fp8", 8), ("bf16", 16))}  # fmt: skip
 
 
-class Operands:
-    """Random FP8 operands on the GPU: `a [M, K]`, `b [G, N, K]`, and scales per 1x128 and 128x128 block."""
+def described(array: torch.Tensor, block: tuple[int, int]) -> TensorDescriptor:
+    """Return a TMA descriptor of a matrix."""
+    layout = TILES["fp8" if array.itemsize == 1 else "bf16"]
+    return TensorDescriptor(array, list(array.shape), [array.shape[1], 1], list(block), layout)
+
+
+class Fp8:
+    """FP8 operands on the GPU: `a [M, K]`, `b [G, N, K]`, and scales per 1x128 and 128x128 block."""
+
+    flops_per_clock = 8192  # of products on one multiprocessor
 
     def __init__(self, rows: int, groups: int, k: int, n: int) -> None:
         a = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
@@ -66,6 +76,65 @@ class Operands:
             *jax.jit(quantize_fp8_weights)(jnp.from_dlpack(b.transpose(1, 2).contiguous())),
         )
 
+    def gluon(self, sizes: torch.Tensor, queue: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
+        """Return the kernel and its arguments."""
+        (m, k), (groups, n, _) = self.a.shape, self.b.shape
+        descriptors = described(self.a, (128, 128)), described(self.b.view(groups * n, k), (256, 128))
+        arrays = described(self.out, (64, 128)), sizes, self.a_scales, self.b_scales, self.out, queue
+        return fp8_kernel.grouped_gemm_fp8, (*descriptors, *arrays, groups, m, n, k)
+
+    def torch(self, offsets: torch.Tensor) -> Callable[[], Any]:
+        """Return PyTorch's grouped product of the same operands, with one scale per row and column."""
+        ones = torch.ones(self.a.shape[0], device="cuda"), torch.ones(self.b.shape[:2], device="cuda")
+        keywords = {"offs": offsets, "out_dtype": torch.bfloat16, "use_fast_accum": True}
+        return lambda: torch._scaled_grouped_mm(self.a, self.b.transpose(1, 2), *ones, **keywords)
+
+    def pallas(self, sizes: jax.Array) -> Callable[[], Any]:
+        """Return `jax_ep.grouped_gemm` of the same matrices."""
+        run = jax.jit(lambda q, qs, w, ws, s: jax_ep.grouped_gemm(q, w, s, lhs_scales=qs, rhs_scales=ws))
+        return partial(run, *self.for_jax, sizes)
+
+    def exact(self, rows: torch.Tensor, group: int) -> torch.Tensor:
+        """Return rows of the result, in float32."""
+        want = torch.zeros(len(rows), self.b.shape[1], device="cuda")
+        for k in range(self.a.shape[1] // 128):
+            part = slice(128 * k, 128 * k + 128)
+            product = self.a[rows, part].float() @ self.b[group, :, part].float().t()
+            scales = self.b_scales[group, :, k].repeat_interleave(128)
+            want += product * self.a_scales[k, rows][:, None] * scales[None]
+        return want
+
+
+class Bf16:
+    """bfloat16 operands on the GPU: `a [M, K]` and `b [G, K, N]`."""
+
+    flops_per_clock = 4096
+
+    def __init__(self, rows: int, groups: int, k: int, n: int) -> None:
+        self.a = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
+        self.b = torch.randn(groups, k, n, device="cuda", dtype=torch.bfloat16) * k**-0.5
+        self.out = torch.empty(rows, n, device="cuda", dtype=torch.bfloat16)
+
+    def gluon(self, sizes: torch.Tensor, queue: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
+        """Return the kernel and its arguments."""
+        groups, k, n = self.b.shape
+        rows = [described(self.a, (size, 64)) for size in (128, 64, 32)]
+        results = [described(self.out, (size, 64)) for size in (128, 64, 32)]
+        weights = described(self.b.view(groups * k, n), (64, 64))
+        return bf16_kernel.grouped_gemm_bf16, (*rows, weights, *results, sizes, self.out, queue, groups, n, k)
+
+    def torch(self, offsets: torch.Tensor) -> Callable[[], Any]:
+        """Return PyTorch's grouped product."""
+        return lambda: torch._grouped_mm(self.a, self.b, offs=offsets)
+
+    def pallas(self, sizes: jax.Array) -> Callable[[], Any]:
+        """Return `jax_ep.grouped_gemm`."""
+        return partial(jax.jit(jax_ep.grouped_gemm), jnp.from_dlpack(self.a), jnp.from_dlpack(self.b), sizes)
+
+    def exact(self, rows: torch.Tensor, group: int) -> torch.Tensor:
+        """Return rows of the result, in float32."""
+        return self.a[rows].float() @ self.b[group].float()
+
 
 def group_sizes(routing: str, groups: int, rows: int, seed: int = 1) -> np.ndarray:
     """Rows of each group, int32, which add up to `rows`."""
@@ -76,49 +145,23 @@ def group_sizes(routing: str, groups: int, rows: int, seed: int = 1) -> np.ndarr
     return rng.multinomial(rows, weights / weights.sum()).astype(np.int32)
 
 
-def gluon_call(operands: Operands, sizes: np.ndarray, variant: dict[str, Any]) -> Callable[[], Any]:
+def gluon_call(operands: Fp8 | Bf16, sizes: np.ndarray, variant: dict[str, Any]) -> Callable[[], Any]:
     """Return a launch of the kernel that writes `operands.out`."""
-    (m, k), (groups, n, _) = operands.a.shape, operands.b.shape
-    of_bytes, of_halves = (
-        gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2) for bits in (8, 16)
-    )
-    arguments = (
-        TensorDescriptor(operands.a, [m, k], [k, 1], [128, 128], of_bytes),
-        TensorDescriptor(operands.b.view(groups * n, k), [groups * n, k], [k, 1], [256, 128], of_bytes),
-        TensorDescriptor(operands.out, [m, n], [n, 1], [64, 128], of_halves),
-        torch.from_numpy(np.append(sizes, np.int32(0))).cuda(),
-        operands.a_scales,
-        operands.b_scales,
-        operands.out,
-        torch.zeros(2, dtype=torch.int32, device="cuda"),
-        *(groups, m, n, k),
-    )
-    launch = fp8_kernel.grouped_gemm_fp8[(torch.cuda.get_device_properties(0).multi_processor_count,)]
-    return lambda: launch(*arguments, GROUPS=triton.next_power_of_2(groups), **variant, num_warps=4)
+    queue = torch.zeros(2, dtype=torch.int32, device="cuda")
+    kernel, arguments = operands.gluon(torch.from_numpy(np.append(sizes, np.int32(0))).cuda(), queue)
+    launch = kernel[(torch.cuda.get_device_properties(0).multi_processor_count,)]
+    return lambda: launch(*arguments, GROUPS=triton.next_power_of_2(len(sizes)), **variant, num_warps=4)
 
 
-def torch_call(operands: Operands, sizes: np.ndarray) -> Callable[[], Any]:
-    """Return PyTorch's grouped product of the same FP8 operands, with one scale per row and column."""
-    ones = torch.ones(operands.a.shape[0], device="cuda"), torch.ones(operands.b.shape[:2], device="cuda")
-    offsets = torch.from_numpy(np.cumsum(sizes, dtype=np.int32)).cuda()
-    keywords = {"offs": offsets, "out_dtype": torch.bfloat16, "use_fast_accum": True}
-    return lambda: torch._scaled_grouped_mm(operands.a, operands.b.transpose(1, 2), *ones, **keywords)
-
-
-def error_of(operands: Operands, sizes: np.ndarray) -> float:
+def error_of(operands: Fp8 | Bf16, sizes: np.ndarray) -> float:
     """Return the largest relative error of a group's first and last rows; every element must have been written."""
     assert not torch.isnan(operands.out).any(), "elements were not written"
     worst, first = 0.0, 0
     for group, size in enumerate(map(int, sizes)):
         rows = torch.arange(first, first + size, device="cuda")
         rows = torch.cat([rows[:40], rows[-40:]]).unique()
-        want = torch.zeros(len(rows), operands.b.shape[1], device="cuda")
-        for k in range(operands.a.shape[1] // 128):
-            part = slice(128 * k, 128 * k + 128)
-            product = operands.a[rows, part].float() @ operands.b[group, :, part].float().t()
-            scales = operands.b_scales[group, :, k].repeat_interleave(128)
-            want += product * operands.a_scales[k, rows][:, None] * scales[None]
         if size:
+            want = operands.exact(rows, group)
             worst = max(worst, ((operands.out[rows].float() - want).norm() / want.norm()).item())
         first += size
     return worst
@@ -146,9 +189,9 @@ def sample(call: Callable[[], Any], wait: Callable[[Any], Any]) -> dict[str, flo
     return {"seconds": (time.perf_counter() - start) / repeats, "clock_mhz": clock, "power_w": power}
 
 
-def measure(operands: Operands, routing: str, rounds: int) -> dict[str, Any]:
+def measure(operands: Fp8 | Bf16, routing: str, rounds: int) -> dict[str, Any]:
     """Check, then time all variants on groups of one routing; return the case of the report."""
-    (rows, k), (groups, n, _) = operands.a.shape, operands.b.shape
+    (rows, k), n, groups = operands.a.shape, operands.out.shape[1], operands.b.shape[0]
     sizes = group_sizes(routing, groups, rows)
     on_gpu = partial(sample, wait=lambda _: torch.cuda.synchronize())
     calls, errors = {}, {}
@@ -160,9 +203,8 @@ def measure(operands: Operands, routing: str, rounds: int) -> dict[str, Any]:
         errors[name] = error_of(operands, sizes)
         assert errors[name] < 4e-3, f"{name}: relative error {errors[name]}"  # bfloat16 rounds by 2**-9
         calls[name] = partial(on_gpu, call)
-    calls["torch, a scale per row"] = partial(on_gpu, torch_call(operands, sizes))
-    multiply = jax.jit(lambda q, qs, w, ws, s: jax_ep.grouped_gemm(q, w, s, lhs_scales=qs, rhs_scales=ws))
-    pallas = partial(multiply, *operands.for_jax, jnp.asarray(sizes))
+    calls["torch"] = partial(on_gpu, operands.torch(torch.from_numpy(np.cumsum(sizes, dtype=np.int32)).cuda()))
+    pallas = operands.pallas(jnp.asarray(sizes))
     jax.block_until_ready(pallas())  # compile
     calls["pallas"] = partial(sample, pallas, wait=jax.block_until_ready)
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in calls}
@@ -175,7 +217,7 @@ def measure(operands: Operands, routing: str, rounds: int) -> dict[str, Any]:
         seconds, clock, power = (np.median([one[x] for one in some]) for x in ("seconds", "clock_mhz", "power_w"))
         flops = 2 * rows * k * n / seconds
         processors = torch.cuda.get_device_properties(0).multi_processor_count
-        share = flops / (processors * FLOPS_PER_CLOCK * clock * 1e6)
+        share = flops / (processors * operands.flops_per_clock * clock * 1e6)
         case["variants"][name] = {"samples": some, "tflops": flops / 1e12, "share_at_clock": share}
         facts = f"{seconds * 1e6:6.0f} us {flops / 1e12:5.0f} TFLOP/s {clock:5.0f} MHz {power:4.0f} W {share:.2f}"
         print(f"{name:24s} {facts}", flush=True)
@@ -184,22 +226,24 @@ def measure(operands: Operands, routing: str, rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = command.Parser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"), help="folder of gluon_gemm.json")
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"), help="folder of gluon_gemm_DTYPE.json")
+    parser.add_argument("--dtype", choices=["fp8", "bf16"], default="fp8")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     torch.manual_seed(0)
     report = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "dtype": arguments.dtype,
         "device": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "triton": triton.__version__, "jax": jax.__version__},
         "cases": [],
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
     for shape in SHAPES:
-        operands = Operands(*shape)
+        operands = {"fp8": Fp8, "bf16": Bf16}[arguments.dtype](*shape)
         for routing in ROUTINGS:
             report["cases"].append(measure(operands, routing, arguments.rounds))
-            (arguments.out / "gluon_gemm.json").write_text(json.dumps(report, indent=1) + "\n")
+            (arguments.out / f"gluon_gemm_{arguments.dtype}.json").write_text(json.dumps(report, indent=1) + "\n")
         del operands
 
 

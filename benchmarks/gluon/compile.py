@@ -1,6 +1,6 @@
-"""Compile the kernel of `fp8_kernel.py` for sm_90, without a GPU, and print what the assembler made of it.
+"""Compile the kernels of this folder for sm_90, without a GPU, and print what the assembler made of them.
 
-python benchmarks/gluon/compile.py
+python benchmarks/gluon/compile.py fp8 bf16
 """
 
 from __future__ import annotations
@@ -8,11 +8,14 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
+import bf16_kernel
 import fp8_kernel
 import triton
 from triton.backends.compiler import GPUTarget
@@ -23,31 +26,58 @@ CONSTANTS = {"GROUPS": 64, "STAGES": 4, "BAND": 4, "DYNAMIC": True}
 ALIGNED = ("sizes", "a_scales", "b_scales", "out", "queue", "M", "N", "K")
 
 
-def compile_kernel(**constants):
+def described(dtype: str, bits: int, *block: int) -> str:
+    """Return the type of a tensor descriptor."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2)
+    return f"tensordesc<{dtype}{list(block)},{layout!r}>"
+
+
+def bf16(rows: int) -> str:
+    return described("bf16", 16, rows, 64)
+
+
+KERNELS: dict[str, tuple[Any, dict[str, str]]] = {
+    "fp8": (
+        fp8_kernel.grouped_gemm_fp8,
+        {
+            "a_desc": described("fp8e4nv", 8, 128, 128),
+            "b_desc": described("fp8e4nv", 8, 256, 128),
+            "out_desc": described("bf16", 16, 64, 128),
+            "sizes": "*i32",
+            "a_scales": "*fp32",
+            "b_scales": "*fp32",
+            "out": "*bf16",
+            "queue": "*i32",
+            **dict.fromkeys(("num_groups", "M", "N", "K"), "i32"),
+        },
+    ),
+    "bf16": (
+        bf16_kernel.grouped_gemm_bf16,
+        {
+            **{f"x{rows}": bf16(rows) for rows in (128, 64, 32)},
+            "w_desc": bf16(64),
+            **{f"out{rows}": bf16(rows) for rows in (128, 64, 32)},
+            "sizes": "*i32",
+            "out": "*bf16",
+            "queue": "*i32",
+            **dict.fromkeys(("num_groups", "N", "K"), "i32"),
+        },
+    ),
+}
+
+
+def compile_kernel(name: str, **constants: Any) -> Any:
     """Return the compiled kernel for 64 groups and sizes that are multiples of 16."""
-    of_bytes, of_halves = (
-        gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2) for bits in (8, 16)
-    )
-    types = {
-        "a_desc": f"tensordesc<fp8e4nv[128, 128],{of_bytes!r}>",
-        "b_desc": f"tensordesc<fp8e4nv[256, 128],{of_bytes!r}>",
-        "out_desc": f"tensordesc<bf16[64, 128],{of_halves!r}>",
-        "sizes": "*i32",
-        "a_scales": "*fp32",
-        "b_scales": "*fp32",
-        "out": "*bf16",
-        "queue": "*i32",
-        **dict.fromkeys(("num_groups", "M", "N", "K"), "i32"),
-        **dict.fromkeys(CONSTANTS, "constexpr"),
-    }
+    function, types = KERNELS[name]
+    types = types | dict.fromkeys(CONSTANTS, "constexpr")
     names = list(types)
-    constants = {(names.index(name),): value for name, value in (CONSTANTS | constants).items()}
-    multiples = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in ALIGNED}
-    source = GluonASTSource(fp8_kernel.grouped_gemm_fp8, types, constexprs=constants, attrs=multiples)
+    values = {(names.index(key),): value for key, value in (CONSTANTS | constants).items()}
+    multiples = {(i,): [["tt.divisibility", 16]] for i, key in enumerate(names) if key in ALIGNED}
+    source = GluonASTSource(function, types, constexprs=values, attrs=multiples)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 
 
-def machine_code(compiled) -> str:
+def machine_code(compiled: Any) -> str:
     """Return the disassembled kernel."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -57,10 +87,12 @@ def machine_code(compiled) -> str:
 
 
 def main() -> None:
-    compiled = compile_kernel()
-    code = machine_code(compiled)
-    print("warps", compiled.metadata.num_warps, "shared bytes", compiled.metadata.shared)
-    print("products", code.count("QGMMA"), "spilled", len(re.findall(r"\b(?:LDL|STL)\b", code)))
+    for name in sys.argv[1:] or KERNELS:
+        compiled = compile_kernel(name)
+        code = machine_code(compiled)
+        products = len(re.findall(r"\b[QH]GMMA", code))
+        print(name, "warps", compiled.metadata.num_warps, "shared bytes", compiled.metadata.shared)
+        print("products", products, "spilled", len(re.findall(r"\b(?:LDL|STL)\b", code)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The Gluon emulator: the FP8 grouped GEMM against NumPy in float64, and that broken synchronization does not pass."""
+"""The Gluon emulator: grouped GEMMs against NumPy in float64, and that broken synchronization does not pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ pytest.importorskip("triton")
 
 from jax_ep.interpreter import gluon
 
-SOURCE = Path(__file__).parents[2] / "benchmarks/gluon/fp8_kernel.py"
+FOLDER = Path(__file__).parents[2] / "benchmarks/gluon"
+SOURCE = FOLDER / "fp8_kernel.py"
 _names = itertools.count()
 
 
@@ -94,6 +95,32 @@ def multiply(
 def test_fp8_grouped_gemm(kernel: Any, rng: Any, sizes: Any, k: int, n: int, programs: int, options: Any) -> None:
     error = multiply(kernel, rng, sizes, k, n, programs=programs, seed=int(rng.integers(1 << 30)), **options)
     assert error < 3e-3  # bfloat16 rounds to 2**-9
+
+
+@pytest.mark.parametrize(
+    ("sizes", "programs", "options"),
+    [
+        ([300, 0, 37, 200, 1], 3, {}),
+        ([600, 257, 256], 2, {"STAGES": 3, "BAND": 2}),
+        ([27, 59, 91, 123, 155, 187, 219, 251], 2, {"DYNAMIC": False}),  # every height
+    ],
+)
+@pytest.mark.usefixtures("kernel")
+def test_bf16_grouped_gemm(
+    sizes: Any, programs: int, options: Any, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    run, bf16, (k, n) = load(FOLDER / "bf16_kernel.py").grouped_gemm_bf16, ml_dtypes.bfloat16, (128, 256)
+    lhs, rhs = (rng.standard_normal(s).astype(bf16) for s in ((sum(sizes), k), (len(sizes), k, n)))
+    out, queue = np.full((len(lhs), n), np.nan, bf16), np.zeros(2, np.int32)
+    tokens, results = ([gluon.Descriptor(a, (rows, 64)) for rows in (128, 64, 32)] for a in (lhs, out))
+    weights = gluon.Descriptor(rhs.reshape(-1, n), (64, 64))
+    arrays = (*tokens, weights, *results, np.array([*sizes, 0], np.int32), out, queue)
+    options = {"GROUPS": 8, "STAGES": 2, "BAND": 4, "DYNAMIC": True} | options
+    gluon.run(run, programs, *arrays, len(sizes), n, k, seed=int(rng.integers(1 << 30)), **options)
+    rows = np.split(lhs.astype(np.float64), np.cumsum(sizes)[:-1])
+    want = np.concatenate([a @ w.astype(np.float64) for a, w in zip(rows, rhs, strict=True)])
+    assert np.linalg.norm(out.astype(np.float64) - want) < 3e-3 * np.linalg.norm(want)
 
 
 MISTAKES = {

@@ -90,10 +90,10 @@ _WHOLE = (
 )
 _LAYERS = {
     "fused": (
-        *("forward_and_gradients[scatter-triton-2]", "forward_and_gradients[serial-triton-4]"),
-        *("capacity", "dispatch_modes[triton-2-serial]"),
+        *("fused_forward_and_gradients[scatter-triton-2]", "fused_forward_and_gradients[serial-triton-4]"),
+        *("fused_capacity", "fused_dispatch_modes[triton-2-serial]"),
     ),
-    "moe_recipe": ("capacity", "fused_moe", "nan_stays_with_its_token"),
+    "moe_recipe": ("moe_recipe_capacity", "moe_recipe_fused_moe", "moe_recipe_nan_stays_with_token"),
 }
 ON_KERNELS = {
     *map(_CONTRACT.format, _WHOLE),

@@ -43,12 +43,14 @@ every_family = pytest.mark.parametrize("name", HUB)
 # --- what the families say -------------------------------------------------------------------------------------------
 
 
-def test_every_family_is_tested() -> None:
+def test_checkpoint_families_are_tested() -> None:
     assert set(HUB) == set(FAMILIES)
 
 
 @every_family
-def test_values(name: str, tmp_path: Path, rng: np.random.Generator, expert_mesh: Callable[[int], Mesh]) -> None:
+def test_checkpoint_values(
+    name: str, tmp_path: Path, rng: np.random.Generator, expert_mesh: Callable[[int], Mesh]
+) -> None:
     """With the names of published checkpoints; on one device, and over four."""
     checkpoint, want = written(name, tmp_path, rng)
     assert checkpoint.moe_layers == HUB[name].layers
@@ -63,7 +65,7 @@ def test_values(name: str, tmp_path: Path, rng: np.random.Generator, expert_mesh
 
 
 @every_family
-def test_options(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
+def test_checkpoint_options(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
     checkpoint, _ = written(name, tmp_path, rng)
     hub = HUB[name]
     sizes = {"hidden_size": HIDDEN, "intermediate_size": WIDTH, "num_experts": EXPERTS, "num_experts_per_tok": 2}
@@ -72,7 +74,7 @@ def test_options(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, hub in HUB.items() if not hub.fused])
-def test_one_tensor_for_all_experts(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
+def test_checkpoint_fused_expert_tensors(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
     """As Hugging Face's own code keeps the experts in memory: `[E, out, in]`, gates first."""
     hub = HUB[name]
     tensors, want = hub_checkpoints.layer(hub, hub.layers[0], rng)
@@ -100,7 +102,7 @@ def test_one_tensor_for_all_experts(name: str, tmp_path: Path, rng: np.random.Ge
         ("longcat_flash", {"num_layers": 2}, (0, 1)),
     ],
 )
-def test_moe_layers(
+def test_checkpoint_moe_layers(
     name: str, changes: dict[str, Any], layers: tuple[int, ...], tmp_path: Path, rng: np.random.Generator
 ) -> None:
     assert written(name, tmp_path, rng, **changes)[0].moe_layers == layers
@@ -121,21 +123,21 @@ def test_moe_layers(
         *(("mixtral", {"hidden_act": theirs}, {"experts": Experts(ours)}) for theirs, ours in ACTIVATIONS.items()),
     ],
 )
-def test_options_follow_the_config(
+def test_checkpoint_options_follow_config(
     name: str, changes: dict[str, Any], wanted: dict[str, Any], tmp_path: Path, rng: np.random.Generator
 ) -> None:
     options = written(name, tmp_path, rng, **changes)[0].moe_options()
     assert {key: options[key] for key in wanted} == wanted
 
 
-def test_without_shared_experts_there_are_no_parameters_of_them(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_checkpoint_without_shared_experts(tmp_path: Path, rng: np.random.Generator) -> None:
     checkpoint, want = written("deepseek_v3", tmp_path, rng, n_shared_experts=0)
     assert "shared_experts" not in checkpoint.moe_options()
     got = checkpoint.moe_weights(3)
     assert_equal(got, {name: value for name, value in want[3].items() if "shared" not in name})
 
 
-def test_columns_of_the_router_for_experts_without_matrices(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_checkpoint_identity_expert_router_columns(tmp_path: Path, rng: np.random.Generator) -> None:
     """LongCat's experts that return their token."""
     hub = HUB["longcat_flash"]
     tensors, want = hub_checkpoints.layer(hub, 0, rng)
@@ -148,7 +150,7 @@ def test_columns_of_the_router_for_experts_without_matrices(tmp_path: Path, rng:
     assert checkpoint.moe_options()["router"].num_identity_experts == 3
 
 
-def test_sparsemixer_with_other_thresholds(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_checkpoint_sparsemixer_other_thresholds(tmp_path: Path, rng: np.random.Generator) -> None:
     checkpoint, _ = written("phimoe", tmp_path, rng, router_jitter_noise=0.02)
     with pytest.raises(NotImplementedError, match=r"router_jitter_noise=0\.02, expected 0\.01.*moe_weights"):
         checkpoint.moe_options()
@@ -159,7 +161,7 @@ def test_sparsemixer_with_other_thresholds(tmp_path: Path, rng: np.random.Genera
 
 @pytest.mark.parametrize("num_ranks", [2, 8])
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3"])
-def test_numbers_of_ranks(
+def test_checkpoint_rank_counts(
     name: str, num_ranks: int, tmp_path: Path, rng: np.random.Generator, expert_mesh: Callable[[int], Mesh]
 ) -> None:
     checkpoint, want = written(name, tmp_path, rng, BF16)
@@ -170,7 +172,7 @@ def test_numbers_of_ranks(
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_meshes(axis_type: AxisType, tmp_path: Path, rng: np.random.Generator) -> None:
+def test_checkpoint_meshes(axis_type: AxisType, tmp_path: Path, rng: np.random.Generator) -> None:
     """Of several axes, of which some have copies; and the mesh that is set."""
     checkpoint, want = written("gpt_oss", tmp_path, rng)
     mesh = make_mesh((2, 2, 2), ("data", "node", "expert"), axis_type)
@@ -186,7 +188,7 @@ def test_meshes(axis_type: AxisType, tmp_path: Path, rng: np.random.Generator) -
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16, F32])
-def test_dtype(dtype: np.dtype, tmp_path: Path, rng: np.random.Generator, mesh: Mesh) -> None:
+def test_checkpoint_dtype(dtype: np.dtype, tmp_path: Path, rng: np.random.Generator, mesh: Mesh) -> None:
     checkpoint, want = written("deepseek_v3", tmp_path, rng, BF16)
     kept = ("router", "router_bias")
     converted = {name: value if name in kept else value.astype(dtype) for name, value in want[3].items()}
@@ -195,7 +197,7 @@ def test_dtype(dtype: np.dtype, tmp_path: Path, rng: np.random.Generator, mesh: 
 
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("spec", [P(), P("a"), P("a", "b"), P(None, ("b", "a"))], ids=str)
-def test_any_tensor_in_any_sharding(spec: P, transpose: bool, tmp_path: Path, rng: np.random.Generator) -> None:
+def test_checkpoint_read_shardings(spec: P, transpose: bool, tmp_path: Path, rng: np.random.Generator) -> None:
     values = rng.standard_normal((16, 24)).astype(BF16)
     checkpoint = Checkpoint(hub_checkpoints.write(tmp_path, {"model_type": "dense"}, {"w": values, "other": values[0]}))
     sharding = NamedSharding(make_mesh((4, 2), ("a", "b")), spec)
@@ -204,7 +206,7 @@ def test_any_tensor_in_any_sharding(spec: P, transpose: bool, tmp_path: Path, rn
     assert_same_bits(np.asarray(array), (values.T if transpose else values).astype(F32))
 
 
-def test_tensors_as_they_are_stored(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_checkpoint_read_stored_dtypes(tmp_path: Path, rng: np.random.Generator) -> None:
     tensors = {
         "scalar": np.asarray(2.5, F16),
         "vector": np.arange(5, dtype=np.int32),
@@ -251,7 +253,9 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return shapes
 
 
-def test_each_part_is_read_once(taken: list[tuple[int, ...]], tmp_path: Path, rng: np.random.Generator) -> None:
+def test_checkpoint_reads_each_part_once(
+    taken: list[tuple[int, ...]], tmp_path: Path, rng: np.random.Generator
+) -> None:
     """Whatever the number of devices: those that hold copies share what is read."""
     values = rng.standard_normal((16, 24)).astype(F32)
     checkpoint = Checkpoint(hub_checkpoints.write(tmp_path, {}, {"w": values}))
@@ -311,7 +315,7 @@ def large_checkpoint(kind: str, folder: Path, rng: np.random.Generator) -> Check
     ],
     ids=["bf16", "float32", "fp8", "fp8-dequantised", "mxfp4"],
 )
-def test_memory(
+def test_checkpoint_memory(
     kind: str,
     options: dict[str, Any],
     num_ranks: int,
@@ -351,7 +355,7 @@ def dequantised(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_fp8_as_it_is_stored(
+def test_checkpoint_fp8_as_stored(
     num_ranks: int, tmp_path: Path, rng: np.random.Generator, expert_mesh: Callable[[int], Mesh]
 ) -> None:
     checkpoint, pairs = fp8_checkpoint(tmp_path, rng)
@@ -371,7 +375,7 @@ def test_fp8_as_it_is_stored(
 
 @pytest.mark.parametrize(("hidden", "width"), [(256, 384), (200, 72)])
 @pytest.mark.parametrize("scale_dtype", [F32, BF16, np.dtype(ml_dtypes.float8_e8m0fnu)], ids=str)
-def test_fp8_dequantised(
+def test_checkpoint_fp8_dequantized(
     hidden: int, width: int, scale_dtype: np.dtype, tmp_path: Path, rng: np.random.Generator
 ) -> None:
     """Also in blocks that the edge cuts, and to bfloat16 where no dtype is given."""
@@ -383,7 +387,7 @@ def test_fp8_dequantised(
     assert_same_bits(np.asarray(checkpoint.moe_weights(3)["w_gate_up"]), want.astype(BF16))
 
 
-def test_fp8_in_shards_that_cut_blocks(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_checkpoint_fp8_shards_within_blocks(tmp_path: Path, rng: np.random.Generator) -> None:
     checkpoint, pairs = fp8_checkpoint(tmp_path, rng, 200, 72)
     name = "model.layers.3.mlp.shared_experts.down_proj.weight"
     sharding = NamedSharding(make_mesh((2, 4), ("a", "b")), P("a", "b"))
@@ -392,7 +396,7 @@ def test_fp8_in_shards_that_cut_blocks(tmp_path: Path, rng: np.random.Generator)
     assert_same_bits(np.asarray(checkpoint.read(name)), pairs["shared_experts.down"][0])
 
 
-def test_every_code_of_mxfp4() -> None:
+def test_checkpoint_mxfp4_all_codes() -> None:
     """All bytes of two values with all scales, by the definition of the formats in float64."""
     magnitudes = [(m / 2 if e == 0 else (1 + m / 2) * 2.0 ** (e - 1)) for e in range(4) for m in range(2)]
     values = np.array(magnitudes + [-m for m in magnitudes])
@@ -410,7 +414,7 @@ def test_every_code_of_mxfp4() -> None:
         np.testing.assert_array_equal(got.astype(BF16).astype(F32), got)
 
 
-def test_mxfp4(tmp_path: Path, rng: np.random.Generator, expert_mesh: Callable[[int], Mesh]) -> None:
+def test_checkpoint_mxfp4(tmp_path: Path, rng: np.random.Generator, expert_mesh: Callable[[int], Mesh]) -> None:
     """gpt-oss as it is published: [E, out, in] in blocks of 32 along `in`, and everything else in bfloat16."""
     hub = HUB["gpt_oss"]
     tensors, want = hub_checkpoints.layer(hub, 0, rng, BF16)
@@ -454,7 +458,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_progress_bar(tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_progress_bar(tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a terminal with rich; it ends where all bytes of the result have been read."""
     progress = pytest.importorskip("rich.progress")
     checkpoint, want = written("gpt_oss", tmp_path, rng)
@@ -470,7 +474,7 @@ def test_progress_bar(tmp_path: Path, rng: np.random.Generator, monkeypatch: pyt
     assert sys.stderr.getvalue() == ""
 
 
-def test_what_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_downloaded_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = pytest.importorskip("huggingface_hub")
     from huggingface_hub.utils import filter_repo_objects
 
@@ -492,7 +496,7 @@ def test_what_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert sorted(filter_repo_objects(wanted + others, **patterns)) == sorted(wanted)
 
 
-def test_missing_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_missing_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ImportError, match=r"save: needs safetensors, .*: pip install safetensors"):
@@ -501,14 +505,14 @@ def test_missing_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         download("owner/name")
 
 
-def test_missing_safetensors_in_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_missing_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub_checkpoints.write(tmp_path, {}, {"t": np.zeros(3, F32)})
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(ImportError, match=r"Checkpoint: needs safetensors, .*: pip install safetensors"):
         Checkpoint(tmp_path)
 
 
-def test_import_needs_no_optional_package() -> None:
+def test_checkpoint_import_without_optional_packages() -> None:
     program = """
 import sys
 blocked = ("flax", "safetensors", "huggingface_hub", "rich", "triton")
@@ -519,7 +523,7 @@ import jax_ep.checkpoints
     subprocess.run([*STRICT_PYTHON, "-c", program], check=True)
 
 
-def test_the_example_of_the_class_runs() -> None:
+def test_checkpoint_docstring_example() -> None:
     (test,) = doctest.DocTestFinder(recurse=False).find(Checkpoint, globs={})
     output: list[str] = []
     assert test.examples
@@ -573,7 +577,7 @@ def option_row(name: str, family: Family) -> str:
     return f"| `{name}` | {sizes} | {' | '.join(cells)} | {_cell(refused)} |"
 
 
-def test_the_page_shows_the_table() -> None:
+def test_checkpoint_page_table() -> None:
     page = (Path(__file__).parent.parent / "docs" / "checkpoints.md").read_text()
     rows = [tensor_row(name, family.forms[0]) for name, family in FAMILIES.items()]
     rows += [option_row(name, family) for name, family in FAMILIES.items()]

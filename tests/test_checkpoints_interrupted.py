@@ -127,7 +127,7 @@ def test_save_fails_at_any_step(old: int | None, new: int, tmp_path: Path, monke
         assert found(folder) in ((2,) if ended else (None if old is None else 1, 2))
 
 
-def test_reader_of_a_killed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_killed_reader_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, 1)
     real = os.replace
 
@@ -143,7 +143,7 @@ def test_reader_of_a_killed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         Checkpoint(tmp_path)
 
 
-def test_disk_full(tmp_path: Path) -> None:
+def test_save_disk_full(tmp_path: Path) -> None:
     write(tmp_path, 1)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
@@ -156,7 +156,7 @@ def test_disk_full(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
 
 
-def test_folder_that_is_a_file(tmp_path: Path) -> None:
+def test_save_folder_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("theirs")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(OSError, match=r"^save: cannot write the checkpoint to .*file"):
@@ -165,7 +165,7 @@ def test_folder_that_is_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_two_saves_at_once(overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_concurrent(overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one is an error, whenever it comes while the first one writes."""
     real = safetensors.numpy.save_file
 
@@ -179,7 +179,7 @@ def test_two_saves_at_once(overwrite: bool, tmp_path: Path, monkeypatch: pytest.
     assert found(tmp_path) == 1
 
 
-def test_files_of_others_stay(tmp_path: Path) -> None:
+def test_save_keeps_foreign_files(tmp_path: Path) -> None:
     write(tmp_path, 1, TWO_FILES)
     for name in FOREIGN:
         (tmp_path / name).write_text("theirs")
@@ -196,7 +196,7 @@ def test_files_of_others_stay(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../theirs.safetensors", "tokenizer.json", "sub/x.safetensors"])
-def test_old_index_that_names_files_of_others(name: str, tmp_path: Path) -> None:
+def test_save_old_index_names_foreign_files(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     (folder / "sub").mkdir(parents=True)
     (folder / name).write_text("theirs")
@@ -208,7 +208,7 @@ def test_old_index_that_names_files_of_others(name: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", [".jax_ep_save", ".jax_ep_save.lock"])
 @pytest.mark.parametrize("kind", ["symlink", "fifo"])
-def test_no_folder_or_lock_of_a_save(name: str, kind: str, tmp_path: Path) -> None:
+def test_save_folder_or_lock_is_foreign(name: str, kind: str, tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     folder = tmp_path / "checkpoint"
     folder.mkdir()
@@ -222,7 +222,7 @@ def test_no_folder_or_lock_of_a_save(name: str, kind: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
-def test_permissions_follow_the_umask(umask: int, tmp_path: Path) -> None:
+def test_save_permissions_follow_umask(umask: int, tmp_path: Path) -> None:
     before = os.umask(umask)
     try:
         write(tmp_path / "new", 1, TWO_FILES)

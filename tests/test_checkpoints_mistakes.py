@@ -204,7 +204,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_in_reading(mistake: str, tmp_path: Path, rng: np.random.Generator) -> None:
+def test_checkpoint_read_mistakes(mistake: str, tmp_path: Path, rng: np.random.Generator) -> None:
     call, error, text = MISTAKES[mistake]
     tensors, _ = hub_checkpoints.layer(HUB["mixtral"], 0, rng)
     others = {"other": np.ones((2, 3), F32), "bias": np.ones(3, F32), "bytes": np.ones((2, 2), np.uint8)}
@@ -224,7 +224,7 @@ def test_mistakes_in_reading(mistake: str, tmp_path: Path, rng: np.random.Genera
         ("longcat_flash", {"router_bias": True}, "router_bias=True"),
     ],
 )
-def test_weights_that_would_be_left_out(
+def test_checkpoint_unsupported_weights(
     name: str, changes: dict[str, Any], text: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
     checkpoint, _ = written(name, tmp_path, rng, **changes)
@@ -243,7 +243,7 @@ def test_weights_that_would_be_left_out(
         ("minimax_m2", {"scoring_func": "softmax"}),
     ],
 )
-def test_routers_that_are_not_here(
+def test_checkpoint_unsupported_routers(
     name: str, changes: dict[str, Any], tmp_path: Path, rng: np.random.Generator
 ) -> None:
     checkpoint, want = written(name, tmp_path, rng, **changes)
@@ -254,7 +254,7 @@ def test_routers_that_are_not_here(
     assert_equal(checkpoint.moe_weights(number), want[number])
 
 
-def test_experts_in_several_dtypes(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_checkpoint_experts_in_several_dtypes(tmp_path: Path, rng: np.random.Generator) -> None:
     tensors, _ = hub_checkpoints.layer(HUB["mixtral"], 0, rng, BF16)
     tensors[EXPERT] = tensors[EXPERT].astype(F16)
     checkpoint = Checkpoint(hub_checkpoints.write(tmp_path, HUB["mixtral"].config, tensors))
@@ -264,7 +264,7 @@ def test_experts_in_several_dtypes(tmp_path: Path, rng: np.random.Generator) -> 
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.bool_, np.uint8, FP8], ids=str)
-def test_weights_that_are_no_floats(dtype: Any, tmp_path: Path, rng: np.random.Generator) -> None:
+def test_checkpoint_integer_weights(dtype: Any, tmp_path: Path, rng: np.random.Generator) -> None:
     tensors, _ = hub_checkpoints.layer(HUB["mixtral"], 0, rng)
     tensors[EXPERT] = tensors[EXPERT].astype(dtype)
     checkpoint = Checkpoint(hub_checkpoints.write(tmp_path, HUB["mixtral"].config, tensors))
@@ -276,14 +276,14 @@ def test_weights_that_are_no_floats(dtype: Any, tmp_path: Path, rng: np.random.G
     ("values", "scales"),
     [("w", np.ones((1, 1), np.int32)), ("w", np.ones((1, 1), bool)), ("w_blocks", np.ones(1, FP8))],
 )
-def test_scales_of_another_dtype(values: str, scales: np.ndarray, tmp_path: Path) -> None:
+def test_checkpoint_scale_dtype(values: str, scales: np.ndarray, tmp_path: Path) -> None:
     stored = np.ones((3, 4), FP8) if values == "w" else np.ones((1, 16), np.uint8)
     tensors = {values: stored, "w_scale_inv" if values == "w" else "w_scales": scales}
     with pytest.raises(ValueError, match=rf"{scales.dtype}.*, expected"):
         Checkpoint(hub_checkpoints.write(tmp_path, {}, tensors)).read(values, dtype=F32)
 
 
-def test_fp8_that_does_not_fit(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_checkpoint_fp8_mismatched_scales(tmp_path: Path, rng: np.random.Generator) -> None:
     checkpoint, _ = fp8_checkpoint(tmp_path / "odd", rng, 256, 192)
     with pytest.raises(ValueError, match=r"w_gate_up has shape \(2, 256, 384\), expected I and H that are multiples"):
         checkpoint.moe_weights(3, quantized=True)
@@ -301,7 +301,7 @@ def test_fp8_that_does_not_fit(tmp_path: Path, rng: np.random.Generator) -> None
         Checkpoint(hub_checkpoints.write(tmp_path / "none", checkpoint.config, tensors)).moe_weights(3)
 
 
-def test_a_format_that_is_not_known(tmp_path: Path) -> None:
+def test_checkpoint_unknown_quantization(tmp_path: Path) -> None:
     folder = hub_checkpoints.write(tmp_path, {}, {"t": np.zeros((2, 2), np.uint8)})
     content = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(content.replace(b"[2,2]", b"[2,4]").replace(b'"U8"', b'"F4"'))
@@ -385,7 +385,7 @@ SAVING = {
 
 
 @pytest.mark.parametrize("mistake", SAVING)
-def test_mistakes_in_writing(mistake: str, tmp_path: Path, rng: np.random.Generator) -> None:
+def test_checkpoint_save_mistakes(mistake: str, tmp_path: Path, rng: np.random.Generator) -> None:
     changes, error, text = SAVING[mistake]
     _, weights = hub_checkpoints.layer(HUB["mixtral"], 0, rng)
     arguments = {"layers": {0: weights}, "others": {}} | changes(weights)
@@ -395,13 +395,13 @@ def test_mistakes_in_writing(mistake: str, tmp_path: Path, rng: np.random.Genera
     assert not (tmp_path / "new").exists()
 
 
-def test_arrays_of_a_traced_function(tmp_path: Path) -> None:
+def test_checkpoint_save_traced_arrays(tmp_path: Path) -> None:
     config = dict(HUB["mixtral"].config) | {"num_hidden_layers": 0}
     with pytest.raises(TypeError, match=r"others\['x'\] is a .*Tracer, expected .* outside of jax.jit"):
         jax.jit(lambda x: save(tmp_path / "new", config, {}, {"x": x}))(jnp.ones(3))
 
 
-def test_matrices_in_4_bits_are_not_written(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_checkpoint_save_4_bit_weights(tmp_path: Path, rng: np.random.Generator) -> None:
     _, weights = hub_checkpoints.layer(HUB["mixtral"], 0, rng)
     config = dict(HUB["mixtral"].config) | {"num_hidden_layers": 1}
     quantized = quantize_experts(jnp.asarray(weights["w_down"]), "int8")
@@ -410,7 +410,7 @@ def test_matrices_in_4_bits_are_not_written(tmp_path: Path, rng: np.random.Gener
     assert not (tmp_path / "new").exists()
 
 
-def test_pairs_of_other_dtypes(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_checkpoint_save_pair_dtypes(tmp_path: Path, rng: np.random.Generator) -> None:
     original, _ = fp8_checkpoint(tmp_path / "original", rng)
     weights = original.moe_weights(3, quantized=True)
     values, scales = weights["w_down"]
@@ -421,7 +421,7 @@ def test_pairs_of_other_dtypes(tmp_path: Path, rng: np.random.Generator) -> None
 @pytest.mark.parametrize(
     ("dtype", "values"), [(np.int64, [2**40 + 7, 1]), (np.uint64, [2**63]), (np.int64, [-(2**31) - 1])]
 )
-def test_integers_that_jax_does_not_hold(dtype: Any, values: list[int], tmp_path: Path) -> None:
+def test_checkpoint_integers_beyond_32_bits(dtype: Any, values: list[int], tmp_path: Path) -> None:
     """They would be others without a word."""
     save(
         tmp_path / "new",

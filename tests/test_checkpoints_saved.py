@@ -24,7 +24,9 @@ every_family = pytest.mark.parametrize("name", HUB)
 
 
 @every_family
-def test_round_trip(name: str, tmp_path: Path, rng: np.random.Generator, expert_mesh: Callable[[int], Mesh]) -> None:
+def test_checkpoint_save_round_trip(
+    name: str, tmp_path: Path, rng: np.random.Generator, expert_mesh: Callable[[int], Mesh]
+) -> None:
     """Shards of eight devices are written with the names of published checkpoints, and are the same bits again."""
     hub = HUB[name]
     original, want = written(name, tmp_path / "original", rng, BF16)
@@ -43,7 +45,7 @@ def test_round_trip(name: str, tmp_path: Path, rng: np.random.Generator, expert_
         assert_same_bits(got, stored, tensor)
 
 
-def test_files(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_checkpoint_save_files(tmp_path: Path, rng: np.random.Generator) -> None:
     """As other programs read them: file names, index, sizes; one file without an index where it is enough."""
     from safetensors import safe_open
 
@@ -66,7 +68,7 @@ def test_files(tmp_path: Path, rng: np.random.Generator) -> None:
     assert_same_bits(np.asarray(Checkpoint(tmp_path).read("t2")), others["t2"])
 
 
-def test_arrays_without_elements_and_no_arrays(tmp_path: Path) -> None:
+def test_checkpoint_save_empty_arrays(tmp_path: Path) -> None:
     config = dict(HUB["mixtral"].config) | {"num_hidden_layers": 0}
     others = {"empty": jax.numpy.ones((0, 3)), "scalar": np.ones((), F32), "empty.numpy": np.ones((2, 0), F32)}
     save(tmp_path / "some", config, {}, others)
@@ -77,7 +79,7 @@ def test_arrays_without_elements_and_no_arrays(tmp_path: Path) -> None:
     assert Checkpoint(tmp_path / "none").names == ()
 
 
-def test_nothing_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_save_does_not_overwrite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not without being told to; and a save that fails leaves all as it was."""
     config = dict(HUB["mixtral"].config) | {"num_hidden_layers": 0}
     others = {"t": np.ones(3, F32)}
@@ -98,7 +100,9 @@ def test_nothing_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert_same_bits(np.asarray(Checkpoint(tmp_path).read("t")), others["t"])
 
 
-def test_fp8_round_trip(tmp_path: Path, rng: np.random.Generator, expert_mesh: Callable[[int], Mesh]) -> None:
+def test_checkpoint_save_fp8_round_trip(
+    tmp_path: Path, rng: np.random.Generator, expert_mesh: Callable[[int], Mesh]
+) -> None:
     """Values and scales of the experts as they were; shared experts have been dequantised."""
     original, _ = fp8_checkpoint(tmp_path / "original", rng)
     weights = original.moe_weights(3, mesh=expert_mesh(2), quantized=True)
@@ -113,7 +117,7 @@ def test_fp8_round_trip(tmp_path: Path, rng: np.random.Generator, expert_mesh: C
             assert_same_bits(np.asarray(again.read(name)), np.asarray(original.read(name)), name)
 
 
-def test_arrays_that_are_sharded_in_several_axes(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_checkpoint_save_sharded_in_several_axes(tmp_path: Path, rng: np.random.Generator) -> None:
     checkpoint, want = written("olmoe", tmp_path / "original", rng)
     sharding = NamedSharding(make_mesh((4, 2), ("expert", "tensor")), P("expert", None, "tensor"))
     weights = {n: jax.device_put(w, sharding) if w.ndim == 3 else w for n, w in want[0].items()}
@@ -121,7 +125,7 @@ def test_arrays_that_are_sharded_in_several_axes(tmp_path: Path, rng: np.random.
     assert_equal(Checkpoint(tmp_path / "new").moe_weights(0), want[0])
 
 
-def test_of_an_array_the_shards_in_use_alone_are_on_the_host(rng: np.random.Generator) -> None:
+def test_checkpoint_save_host_memory(rng: np.random.Generator) -> None:
     values = rng.standard_normal((8, 4)).astype(F32)
     copy = shards.HostCopy(jax.device_put(values, NamedSharding(make_mesh((4,), ("a",)), P("a"))))
     for first, last, held in ((0, 1, 1), (1, 2, 1), (1, 5, 3), (7, 8, 1)):

@@ -42,24 +42,26 @@ def fails(error: BaseException) -> Callable[[], None]:
         (BrokenPipeError(), 141, ""),
     ],
 )
-def test_an_error_is_one_line(error: BaseException, status: int, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_error_is_one_line(
+    error: BaseException, status: int, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert command.status_of("tool", fails(error)) == status
     assert capsys.readouterr() == ("", f"{line}\n" if line else "")
 
 
-def test_a_long_error_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_long_error_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.status_of("tool", fails(ValueError("x" * 10**6))) == 2
     assert len(capsys.readouterr().err) < 320
 
 
-def test_the_status_of_a_command() -> None:
+def test_command_exit_status() -> None:
     assert [command.status_of("tool", lambda value=value: value) for value in (None, 0, 3, {"loss": 1})] == [0, 0, 3, 0]
     with pytest.raises(SystemExit, match="4"):
         command.status_of("tool", fails(SystemExit(4)))
 
 
 @pytest.mark.parametrize("text", ["-1", "0", "1.5", "", "x", str(2**31), "9" * 10_000, "\u0663", "1_0", "nan"])
-def test_numbers_that_options_do_not_take(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_invalid_integers(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     parser = command.Parser(prog="tool")
     parser.add_argument("--size", type=int)
     with pytest.raises(SystemExit, match="2"):
@@ -68,7 +70,7 @@ def test_numbers_that_options_do_not_take(text: str, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("text", ["-1", "nan", "inf", "1e999", "x"])
-def test_floats_that_options_do_not_take(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_invalid_floats(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     parser = command.Parser(prog="tool")
     parser.add_argument("--seconds", type=float)
     with pytest.raises(SystemExit, match="2"):
@@ -76,7 +78,7 @@ def test_floats_that_options_do_not_take(text: str, capsys: pytest.CaptureFixtur
     assert "expected a finite number of at least 0" in capsys.readouterr().err
 
 
-def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         __main__.main(["--version"])
     assert capsys.readouterr().out == f"jax-ep {__version__}\n"
@@ -92,7 +94,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
         ("| true", 141, ""),
     ],
 )
-def test_output_that_cannot_be_written(redirection: str, status: int, error: str) -> None:
+def test_command_unwritable_output(redirection: str, status: int, error: str) -> None:
     line = f"set -o pipefail; {shlex.join(PROGRAM)} doctor --help {redirection}"
     for unbuffered in ("", "1"):
         environment = ENVIRONMENT | {"PYTHONUNBUFFERED": unbuffered}
@@ -101,7 +103,7 @@ def test_output_that_cannot_be_written(redirection: str, status: int, error: str
         assert done.stderr.endswith(error)
 
 
-def test_ctrl_c_during_imports_is_silent() -> None:
+def test_command_ctrl_c_during_imports() -> None:
     """The handler that the package installs is there before JAX is imported."""
     program = """
 import signal, sys
@@ -180,12 +182,12 @@ def main():
 
 
 @pytest.mark.parametrize("body", INTERRUPTED.values(), ids=INTERRUPTED.keys())
-def test_ctrl_c_at_any_instant(body: str) -> None:
+def test_command_ctrl_c_any_time(body: str) -> None:
     done = interrupted(body)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-def test_the_text_of_an_interrupted_callback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_ctrl_c_in_callback(capsys: pytest.CaptureFixture[str]) -> None:
     error = RuntimeError("CpuCallback error: Traceback ...\nKeyboardInterrupt: \n")
     assert command.status_of("tool", fails(error)) == 130
     assert capsys.readouterr() == ("", "")
@@ -211,7 +213,7 @@ def main():
 
 
 @pytest.mark.slow
-def test_ctrl_c_in_a_kernel_of_a_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_ctrl_c_in_tune_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     done = interrupted(TUNE)
     assert (done.returncode, done.stderr) == (130, "")
@@ -220,7 +222,7 @@ def test_ctrl_c_in_a_kernel_of_a_search(tmp_path: Path, monkeypatch: pytest.Monk
     assert workers and not any(Path(f"/proc/{worker}/exe").exists() for worker in workers)
 
 
-def test_wrong_arguments_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in ([], ["bench"], ["what\never"], ["doctor", "x" * 10_000], ["tune", "--tokens"]):
         with pytest.raises(SystemExit, match="2"):
             __main__.main(arguments)
@@ -229,14 +231,14 @@ def test_wrong_arguments_are_one_line(capsys: pytest.CaptureFixture[str]) -> Non
         assert error.startswith("jax-ep") and len(error) < 400
 
 
-def test_an_environment_that_jax_does_not_accept() -> None:
+def test_command_invalid_jax_environment() -> None:
     environment = ENVIRONMENT | {"JAX_ENABLE_X64": "maybe"}
     done = subprocess.run([*PROGRAM, "--version"], env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert done.stderr.startswith("jax-ep: ") and "JAX_ENABLE_X64" in done.stderr
 
 
-def test_an_output_that_is_a_link(tmp_path: Path) -> None:
+def test_command_output_is_a_link(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "target")
     check_writable(tmp_path / "link")
     assert os.listdir(tmp_path) == ["link"]

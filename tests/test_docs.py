@@ -86,7 +86,7 @@ def quick_compilation() -> Iterator[None]:
 @pytest.mark.parametrize(
     "page", [pytest.param(p, marks=[pytest.mark.slow] * (p.name in SLOW), id=p.name) for p in WITH_CODE]
 )
-def test_code_runs(page: Path) -> None:
+def test_docs_code_runs(page: Path) -> None:
     """The blocks of a page run one after another, as a reader would run them; they check themselves."""
     if jax.device_count() < NUM_DEVICES:
         pytest.skip(f"needs {NUM_DEVICES} devices")
@@ -102,7 +102,7 @@ def test_code_runs(page: Path) -> None:
         jax.set_mesh(None)
 
 
-def test_code_blocks_are_marked() -> None:
+def test_docs_code_blocks_are_marked() -> None:
     """A block with a misspelled language would be neither highlighted nor run."""
     for page in PAGES:
         languages = {m[1].strip() for m in FENCE.finditer(page.read_text())}
@@ -110,7 +110,7 @@ def test_code_blocks_are_marked() -> None:
         assert page.read_text().count("```") == 2 * len(FENCE.findall(page.read_text())), page.name
 
 
-def test_links_lead_somewhere() -> None:
+def test_docs_links() -> None:
     """Links of pages outside docs/, whose own links `make docs` checks."""
     for page in (page for page in TEXTS if not page.is_relative_to(DOCS)):
         for target in LINK.findall(CODE.sub("`code`", prose(page))):
@@ -123,7 +123,7 @@ def test_links_lead_somewhere() -> None:
 
 
 @pytest.mark.slow
-def test_the_site_is_built_without_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_docs_site_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`mkdocs build --strict`, with the version, the plots that pages show, and the repository where one is known."""
     pytest.importorskip("mkdocs")
     monkeypatch.setenv("REPOSITORY_URL", "https://example.org/jax_ep")
@@ -136,7 +136,7 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path, monkeypatch: pytest
     assert shown and not [name for name in shown if not (tmp_path / name).is_file()]
 
 
-def test_every_public_name_is_in_the_reference() -> None:
+def test_docs_reference_is_complete() -> None:
     text = (DOCS / "api.md").read_text()
     named = set(re.findall(r"`(jax_ep\.[\w.]+)`", text))
     rendered = set(re.findall(r"^::: (\S+)$", text, re.MULTILINE))
@@ -151,7 +151,7 @@ def _rendered(name: str) -> Any:
     return jax_ep.moe if name == "jax_ep.moe.moe" else resolve(name)
 
 
-def test_names_exist() -> None:
+def test_docs_names_exist() -> None:
     """What the prose names in code style: names of the package, files, tasks of the Makefile, extras."""
     checkpoint_names = {"jax_ep.tokens", "jax_ep.hidden", "jax_ep.output"}
     for page in TEXTS:
@@ -185,7 +185,7 @@ def test_comments_name_existing_files() -> None:
                 assert name in endings, f"{source} names {name}"
 
 
-def test_commands_exist() -> None:
+def test_docs_commands_exist() -> None:
     tasks = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for page in TEXTS:

@@ -25,7 +25,7 @@ def of(findings: list[doctor.Finding], topic: str) -> doctor.Finding:
 
 
 @pytest.mark.slow
-def test_this_machine() -> None:
+def test_doctor_this_machine() -> None:
     """As a user runs it; four devices make a mesh."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
@@ -45,7 +45,7 @@ def test_this_machine() -> None:
     assert next(f["data"] for f in content["findings"] if f["topic"] == "devices")["kinds"] == {"cpu": 4}
 
 
-def test_the_terminal_and_the_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_terminal_and_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(doctor, "_error_of", lambda name: 0.004)
     assert __main__.main(["doctor"]) == 0
     output = capsys.readouterr().out
@@ -60,7 +60,7 @@ def test_the_terminal_and_the_exit_status(monkeypatch: pytest.MonkeyPatch, capsy
     assert "1 error" in output.splitlines()[-1]
 
 
-def test_what_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_failures_are_findings(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(name: str) -> float:
         raise RuntimeError("the device\nhas gone")
 
@@ -77,7 +77,7 @@ def test_what_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(finding.remedy for finding in findings if finding.state != doctor.OK)
 
 
-def test_jax_triton_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_jax_triton_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
     def examined() -> doctor.Finding:
         (finding,) = doctor._jax_triton()
         return finding
@@ -96,7 +96,7 @@ def test_jax_triton_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
     assert examined().state == doctor.OK and examined().text.startswith("0.9 works")
 
 
-def test_a_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise ffi.LibraryError("it is missing:\n  /there: does not exist\nBuild it with make ffi.")
 
@@ -107,7 +107,7 @@ def test_a_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
     assert finding.text == "it is missing: /there: does not exist"
 
 
-def test_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if there were some: implementations that refuse are a warning, whatever else they do an error."""
 
     def computes(name: str) -> float:
@@ -129,7 +129,7 @@ def test_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert links.data["bytes_per_s"][0][:2] == [None, 2e10]
 
 
-def test_every_implementation_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_tries_every_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
     monkeypatch.setattr(doctor, "_on_gpus", lambda: True)
     monkeypatch.setattr(doctor, "_error_of", lambda name: tried.append(name) or 0.001)
@@ -138,7 +138,7 @@ def test_every_implementation_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], ["nonsense"]])
-def test_an_unknown_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_unknown_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         __main__.main(arguments)
     assert "COMMAND" in capsys.readouterr().err

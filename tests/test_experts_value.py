@@ -31,13 +31,13 @@ WRONG = [
 @pytest.mark.parametrize(
     ("fields", "error", "got", "remedy"), WRONG, ids=[" ".join(w[0]) + f" {i}" for i, w in enumerate(WRONG)]
 )
-def test_wrong_values_are_explained(fields, error, got, remedy):
+def test_experts_wrong_values(fields, error, got, remedy):
     with pytest.raises(error) as caught:
         Experts(**fields)
     assert re.search(got, str(caught.value)) and re.search(remedy, str(caught.value)), caught.value
 
 
-def test_equal_values_are_compiled_once():
+def test_experts_equal_values_compile_once():
     traced = []
 
     @jax.jit
@@ -51,7 +51,7 @@ def test_equal_values_are_compiled_once():
     assert len(traced) == 1 and Experts(clamp=2.0) == Experts(clamp=2) and len({Experts(), Experts()}) == 1
 
 
-def test_padding_for_fp8_knows_where_gates_are(rng):
+def test_experts_fp8_padding_with_gates(rng):
     """Columns of zeros beside gates and beside what they multiply, wherever these are; biases likewise."""
     from jax_ep.quantization import dequantize_fp8_weights
 
@@ -72,7 +72,7 @@ def test_padding_for_fp8_knows_where_gates_are(rng):
         assert jnp.all(jnp.any(kinds[:, :, :inner] != 0, axis=-1)) and jnp.all(biases[:, :, :inner] != 0)
 
 
-def test_a_function_of_the_callers_cannot_be_padded():
+def test_experts_custom_activation_not_padded():
     w, down = jnp.ones((2, 128, 96)), jnp.ones((2, 96, 128))
     with pytest.raises(ValueError, match=r"96.*128"):
         serving_weights(w, down, experts=Experts(jnp.tanh))

@@ -62,7 +62,7 @@ def test_export_round_trip_of_a_result_type(name: str) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a.astype(np.float32), b.astype(np.float32)), got, value)
 
 
-def test_every_public_pytree_can_be_exported() -> None:
+def test_export_public_pytrees() -> None:
     covered = {name.split()[0] for name in VALUES}
     names = {*jax_ep.__all__, *vars(jax_ep.types)} - {"Quantized"}
     assert {name for name in names if name in ("Routing", "SortedTokens") or "Dispatched" in name} <= covered

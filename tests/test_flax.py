@@ -88,7 +88,7 @@ def with_bias(moe: MoE, rng: np.random.Generator) -> MoE:
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.slow(unless={"kind": ["Auto"]})
-def test_matches_a_loop_over_tokens(kind: str, rng: np.random.Generator) -> None:
+def test_flax_matches_loop_over_tokens(kind: str, rng: np.random.Generator) -> None:
     mesh = data_expert_mesh(kind)
     x = rng.normal(size=(8, 3, H)).astype(np.float32)
     with jax.set_mesh(mesh):
@@ -108,7 +108,7 @@ def test_matches_a_loop_over_tokens(kind: str, rng: np.random.Generator) -> None
 
 
 @pytest.mark.slow
-def test_tokens_that_do_not_divide_among_devices(rng: np.random.Generator) -> None:
+def test_flax_tokens_do_not_divide(rng: np.random.Generator) -> None:
     mesh = data_expert_mesh("Explicit")
     x = rng.normal(size=(3, 1, H)).astype(np.float32)
     with jax.set_mesh(mesh):
@@ -123,7 +123,7 @@ def test_tokens_that_do_not_divide_among_devices(rng: np.random.Generator) -> No
 @pytest.mark.parametrize("num_rows", [8, 5])
 @pytest.mark.parametrize("kind", ["Auto", "Explicit", "one device"])
 @pytest.mark.slow(unless={"kind": ["Explicit"], "num_rows": [5]})
-def test_masked_tokens_are_padding(kind: str, num_rows: int, rng: np.random.Generator) -> None:
+def test_flax_token_mask(kind: str, num_rows: int, rng: np.random.Generator) -> None:
     """They go to no routed expert and count in no metric; on a mesh, numbers that do and do not divide among it."""
     mesh = None if kind == "one device" else data_expert_mesh(kind)
     x, mask = rng.normal(size=(num_rows, 3, H)).astype(np.float32), rng.uniform(size=(num_rows, 3)) < 0.6
@@ -166,7 +166,7 @@ def stacked(num_layers: int, mesh: jax.sharding.Mesh | None, **changed: Any) -> 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.slow
-def test_gradients_through_remat_and_scan_equal_the_dense_layers(kind: str, rng: np.random.Generator) -> None:
+def test_flax_gradients_remat_and_scan(kind: str, rng: np.random.Generator) -> None:
     mesh = data_expert_mesh(kind)
     x = jnp.asarray(rng.normal(size=(16, H)), jnp.float32)
     moe = stacked(2, mesh)
@@ -202,7 +202,7 @@ def test_gradients_through_remat_and_scan_equal_the_dense_layers(kind: str, rng:
         np.testing.assert_allclose(leaf, expected_leaf, rtol=1e-3, atol=1e-4)
 
 
-def test_one_device_without_a_mesh_and_bfloat16(rng: np.random.Generator) -> None:
+def test_flax_one_device_bfloat16(rng: np.random.Generator) -> None:
     x = jnp.asarray(rng.normal(size=(5, H)), jnp.bfloat16)
     moe = MoE(**{**SIZES, "dtype": jnp.bfloat16}, rngs=nnx.Rngs(0))
     y, metrics = nnx.jit(lambda m, x: m(x))(moe, x)
@@ -214,7 +214,7 @@ def test_one_device_without_a_mesh_and_bfloat16(rng: np.random.Generator) -> Non
 
 @pytest.mark.parametrize("on_mesh", [False, True])
 @pytest.mark.slow
-def test_sums_in_float32_of_bfloat16_experts(on_mesh: bool, rng: np.random.Generator) -> None:
+def test_flax_preferred_element_type_float32(on_mesh: bool, rng: np.random.Generator) -> None:
     """With identity experts and shared ones, and where it serves."""
     mesh = data_expert_mesh("Auto") if on_mesh else None
     options = {**SIZES, "dtype": jnp.bfloat16, "shared_experts": SharedExperts(), "mesh": mesh}
@@ -231,7 +231,7 @@ def test_sums_in_float32_of_bfloat16_experts(on_mesh: bool, rng: np.random.Gener
         assert np.any(np.float32(wide.astype(jnp.bfloat16)) != wide)
 
 
-def test_capacity_counts_what_it_drops(rng: np.random.Generator) -> None:
+def test_flax_capacity_counts_drops(rng: np.random.Generator) -> None:
     mesh = data_expert_mesh("Auto")
     capacity, tokens = 3, 16
     moe = MoE(**SIZES, axes=BATCH, capacity=capacity, mesh=mesh, rngs=nnx.Rngs(0))
@@ -248,7 +248,7 @@ def test_capacity_counts_what_it_drops(rng: np.random.Generator) -> None:
     assert 0 < tokens - int(complete.sum()) <= dropped
 
 
-def test_bias_update_moves_load_to_idle_experts(rng: np.random.Generator) -> None:
+def test_flax_bias_update_moves_load(rng: np.random.Generator) -> None:
     x = jnp.asarray(rng.normal(size=(256, H)), jnp.float32)
     moe = MoE(**SIZES, router=jax_ep.Router("sigmoid", selection_bias=True), rngs=nnx.Rngs(3))
     # Uneven at first, far beyond what steps of one size leave at the end.
@@ -263,13 +263,13 @@ def test_bias_update_moves_load_to_idle_experts(rng: np.random.Generator) -> Non
     assert not any(isinstance(leaf, RouterBias) for _, leaf in nnx.to_flat_state(gradients))
 
 
-def test_router_bias_step_on_stacked_layers() -> None:
+def test_flax_router_bias_step_stacked_layers() -> None:
     load = jnp.array([[4, 0, 2, 2], [1, 1, 1, 1]], jnp.int32)
     bias = update_router_bias(jnp.zeros((2, 4)), load, rate=0.5)
     np.testing.assert_array_equal(bias, [[-0.5, 0.5, 0, 0], [0, 0, 0, 0]])
 
 
-def test_mistakes_are_explained() -> None:
+def test_flax_mistakes() -> None:
     with pytest.raises(ValueError, match="MoE: num_experts_per_tok=9 exceeds the 8 experts that can be chosen"):
         MoE(H, INNER, 8, 9, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"MoE: capacity=4 .* expected a mesh, but there is none"):
@@ -298,7 +298,7 @@ def serve_layer(kind: str, hidden: int = 128, inner: int = 96, **options: Any) -
 @pytest.mark.parametrize(("hidden", "inner", "compiled"), [(128, 96, True), (256, 384, False)])
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.slow
-def test_serving_weights_compute_the_same_layer(kind: str, hidden: int, inner: int, compiled: bool) -> None:
+def test_flax_serving_weights_same_layer(kind: str, hidden: int, inner: int, compiled: bool) -> None:
     """Eleven tokens do not divide among the devices, as in decoding; the matrices have one block or several."""
     moe, x = serve_layer(kind, hidden, inner)
     apply = nnx.jit(lambda moe, x, serving: moe(x, serving))
@@ -312,7 +312,7 @@ def test_serving_weights_compute_the_same_layer(kind: str, hidden: int, inner: i
         np.testing.assert_array_equal(metrics.load, want_metrics.load)
 
 
-def test_many_tokens_do_not_take_the_serving_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flax_serving_path_token_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     moe, x = serve_layer("Auto")
     broken = jax.tree.map(lambda w: w * jnp.nan, moe.serving_weights(fp8=False))
 
@@ -326,7 +326,7 @@ def test_many_tokens_do_not_take_the_serving_path(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("expert_format", ["int8", "mxfp4"])
 @pytest.mark.slow
-def test_serving_in_8_and_4_bits(expert_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flax_serving_8_and_4_bits(expert_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few tokens take the low-latency path, others `sharded_moe`, by the same matrices."""
     moe, x = serve_layer("Auto")
     server = moe.to_serving(format=expert_format)
@@ -342,7 +342,7 @@ def test_serving_in_8_and_4_bits(expert_format: str, monkeypatch: pytest.MonkeyP
     assert float(jnp.linalg.norm(few - want) / jnp.linalg.norm(want)) < (0.03 if expert_format == "int8" else 0.3)
 
 
-def test_serving_by_prepacked_matrices() -> None:
+def test_flax_serving_prepacked_weights() -> None:
     """The same numbers in another order."""
     moe, x = serve_layer("Auto")
     prepacked = moe.serving_weights(format="mxfp4")
@@ -354,7 +354,7 @@ def test_serving_by_prepacked_matrices() -> None:
     np.testing.assert_array_equal(run(moe, x, prepacked), run(moe, x, weights))
 
 
-def test_serving_in_fp8_whatever_the_schedule_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flax_serving_fp8_any_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few tokens and many are multiplied in FP8 by the same matrices, in launches that a schedule cannot name."""
     schedule = Schedule(dispatch_mode="serial", combine_mode="serial", num_warps=4)
     moe, x = serve_layer("Auto", inner=96, schedule=schedule, recipe="fp8")
@@ -371,20 +371,20 @@ def test_serving_in_fp8_whatever_the_schedule_of_training(monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_serving_on_one_device() -> None:
+def test_flax_serving_one_device() -> None:
     x = jax.random.normal(jax.random.key(2), (5, H))
     for gated in (True, False):
         moe = MoE(**SIZES, experts=jax_ep.Experts(gated=gated), rngs=nnx.Rngs(1))
         np.testing.assert_allclose(moe(x, moe.serving_weights(fp8=False))[0], moe(x)[0], rtol=1e-4, atol=1e-6)
 
 
-def test_flax_stays_optional() -> None:
+def test_flax_is_optional() -> None:
     code = "import sys, jax_ep, jax_ep.sharding; sys.exit('flax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
 @pytest.mark.slow
-def test_code_of_the_documentation() -> None:
+def test_flax_docs_code() -> None:
     """The blocks of docs/flax.md run one after another, as a reader would run them; they check themselves."""
     if jax.device_count() < 4:
         pytest.skip("needs 4 devices")
@@ -399,7 +399,7 @@ def test_code_of_the_documentation() -> None:
 
 @pytest.mark.parametrize("on_mesh", [False, True])
 @pytest.mark.slow
-def test_products_in_fp8(on_mesh: bool) -> None:
+def test_flax_fp8_recipe(on_mesh: bool) -> None:
     """`recipe` reaches the experts: their output is off by roundings to FP8, and has gradients."""
     sizes = SIZES | {"hidden_size": 128, "intermediate_size": 128}
     x = jax.random.normal(jax.random.key(3), (16, 128), jnp.float32)
@@ -436,7 +436,7 @@ def gradients_of_microbatches(moe: MoE, microbatches: jax.Array, is_once: bool) 
 
 @pytest.mark.parametrize("kind", ["one device", "Auto", "Explicit"])
 @pytest.mark.slow
-def test_matrices_quantised_once_for_all_microbatches(kind: str, rng: np.random.Generator) -> None:
+def test_flax_training_weights_quantized_once(kind: str, rng: np.random.Generator) -> None:
     """Stacked layers in a scan, in another over microbatches: gradients of parameters, the same bits as without."""
     mesh = None if kind == "one device" else data_expert_mesh(kind)
     x = jnp.asarray(rng.normal(size=(2, 8, 2, 128)), jnp.bfloat16)
@@ -451,7 +451,7 @@ def test_matrices_quantised_once_for_all_microbatches(kind: str, rng: np.random.
         np.testing.assert_array_equal(np.asarray(g), np.asarray(w))
 
 
-def test_training_weights_of_the_wrong_layer() -> None:
+def test_flax_training_weights_wrong_layer() -> None:
     sizes = SIZES | {"hidden_size": 128, "intermediate_size": 128}
     moe, x = MoE(**sizes, recipe="fp8", rngs=nnx.Rngs(0)), jnp.ones((4, 128), jnp.float32)
     weights, plain = moe.training_weights(), MoE(**sizes, rngs=nnx.Rngs(0))
@@ -468,12 +468,12 @@ def test_training_weights_of_the_wrong_layer() -> None:
         wide(x, weights)
 
 
-def test_input_that_is_no_array() -> None:
+def test_flax_input_not_an_array() -> None:
     with pytest.raises(TypeError, match="MoE: x is a list, expected a JAX or NumPy array"):
         MoE(**SIZES, rngs=nnx.Rngs(0))([[1.0]])
 
 
-def test_explicit_and_automatic_axes_in_one_mesh(rng: np.random.Generator) -> None:
+def test_flax_explicit_and_automatic_axes(rng: np.random.Generator) -> None:
     """Flax makes no parameters on such a mesh; a layer that was made elsewhere runs on it."""
     if jax.device_count() < 4:
         pytest.skip("needs 4 devices")
@@ -487,7 +487,7 @@ def test_explicit_and_automatic_axes_in_one_mesh(rng: np.random.Generator) -> No
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_, jnp.float8_e4m3fn])
-def test_tokens_are_floating(dtype):
+def test_flax_integer_tokens(dtype):
     """The result has the dtype of tokens: of integers it would be rounded."""
     with pytest.raises(TypeError, match=r"MoE: x has dtype .*, expected one of bfloat16"):
         MoE(**SIZES, rngs=nnx.Rngs(0))(jnp.ones((3, H), dtype))
@@ -511,7 +511,7 @@ def _routing_of(**changes):
         (_routing_of(scores=jnp.ones((6, 2 * E))), ValueError, rf"scores \(6, 16\), expected \[6, {E}\]"),
     ],
 )
-def test_what_a_router_returns_is_checked(router, error, match):
+def test_flax_router_fn_invalid_result(router, error, match):
     """A router over other experts would lose tokens, and count none of them as dropped."""
     moe = MoE(**SIZES, router=router, rngs=nnx.Rngs(0))
     with pytest.raises(error, match=match):
@@ -519,7 +519,7 @@ def test_what_a_router_returns_is_checked(router, error, match):
 
 
 @pytest.mark.parametrize("shape", [(H,), (5, H), (2, 3, H), (2, 1, 3, H)])
-def test_shared_experts_give_a_callers_function_rows(shape):
+def test_flax_shared_experts_custom_activation(shape):
     """`[R, N]`, as routed experts do, whatever axes tokens have."""
     seen = []
 
@@ -536,7 +536,7 @@ def test_shared_experts_give_a_callers_function_rows(shape):
 
 
 @pytest.mark.parametrize("place", ["itself", "in a model", "stacked"])
-def test_tabulate_shows_the_layer(place):
+def test_flax_tabulate(place):
     """`nnx.tabulate` makes plain structures of outputs, of lists and dicts alone."""
 
     class Model(nnx.Module):
@@ -552,7 +552,7 @@ def test_tabulate_shows_the_layer(place):
     assert "load_balancing_loss" in table and "w_gate_up" in table
 
 
-def test_metrics_are_items_and_attributes():
+def test_flax_metrics_items_and_attributes():
     metrics = jax.jit(lambda m: m)(MoEMetrics(load=jnp.arange(4), dropped=jnp.zeros((), jnp.int32)))
     assert isinstance(metrics, MoEMetrics) and metrics["load"] is metrics.load
     np.testing.assert_allclose(metrics.load_share, np.arange(4) / 6, rtol=1e-6)
@@ -561,7 +561,7 @@ def test_metrics_are_items_and_attributes():
 
 
 @pytest.mark.filterwarnings("default:MoE. no mesh is set")
-def test_no_mesh_on_several_devices_warns_once(recwarn):
+def test_flax_no_mesh_warns_once(recwarn):
     if jax.device_count() == 1:
         pytest.skip("needs several devices")
     jax_ep.flax._warn_of_no_mesh.cache_clear()
@@ -589,7 +589,7 @@ def test_no_mesh_on_several_devices_warns_once(recwarn):
         ({"preferred_element_type": jnp.int8}, TypeError, "MoE: preferred_element_type=.*, expected one of"),
     ],
 )
-def test_option_that_no_gradient_would_see(options, error, match):
+def test_flax_option_without_gradient(options, error, match):
     with pytest.raises(error, match=match):
         MoE(**SIZES | options, rngs=nnx.Rngs(0))
 
@@ -614,7 +614,7 @@ def test_number_of_parameters():
     assert len(inspect.signature(MoE.__init__).parameters) <= 21
 
 
-def test_router_weights_of_integers():
+def test_flax_router_fn_integer_weights():
     moe = MoE(**SIZES, router=_routing_of(topk_weights=jnp.ones((6, K), jnp.int32)), rngs=nnx.Rngs(0))
     with pytest.raises(TypeError, match="MoE: router returned weights of int32, expected a floating"):
         moe(jnp.ones((6, H)))
@@ -631,7 +631,7 @@ def test_router_weights_of_integers():
         ),
     ],
 )
-def test_router_without_a_gradient_names_the_remedy(options, remedy):
+def test_flax_router_without_gradient(options, remedy):
     moe = MoE(**SIZES | options, rngs=nnx.Rngs(0))
     x = jnp.ones((6, H))
     assert moe(x)[0].shape == x.shape

@@ -72,7 +72,7 @@ def value_and_gradients(moe: MoE, x: jax.Array, cotangent: jax.Array) -> Any:
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.slow(unless={"name": ["gpt-oss"], "kind": ["Explicit"]})
-def test_tensor_and_fsdp_axes(name: str, kind: str, rng: np.random.Generator) -> None:
+def test_flax_tensor_and_fsdp_axes(name: str, kind: str, rng: np.random.Generator) -> None:
     """Values and gradients are those of one device, and gradients are sharded as their parameters."""
     mesh, options = mesh_of(kind), LAYERS[name]
     x, cotangent = (rng.normal(size=(8, 2, H)).astype(np.float32) for _ in range(2))
@@ -96,7 +96,7 @@ def test_tensor_and_fsdp_axes(name: str, kind: str, rng: np.random.Generator) ->
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("axes", AXES)
 @pytest.mark.slow
-def test_training_weights_on_tensor_and_fsdp_axes(axes: str, kind: str, rng: np.random.Generator) -> None:
+def test_flax_training_weights_tensor_and_fsdp_axes(axes: str, kind: str, rng: np.random.Generator) -> None:
     """Values and gradients are, bit for bit, those without; numbers in FP8 are split as their parameters."""
     mesh = mesh_of(kind)
     sizes = SIZES | {"hidden_size": 256, "intermediate_size": 256, "dtype": jnp.bfloat16, "recipe": "fp8"}
@@ -133,7 +133,7 @@ def test_training_weights_on_tensor_and_fsdp_axes(axes: str, kind: str, rng: np.
 @pytest.mark.parametrize("kind", ["Auto", "Explicit", "one device"])
 @pytest.mark.parametrize("fp8", [True, False])
 @pytest.mark.slow
-def test_serving_without_a_second_copy(kind: str, fp8: bool, rng: np.random.Generator) -> None:
+def test_flax_serving_without_second_copy(kind: str, fp8: bool, rng: np.random.Generator) -> None:
     """Few tokens and many: the experts in FP8 are all there is of them."""
     sizes = SIZES | {"hidden_size": 128, "intermediate_size": 128}
     options = LAYERS["gpt-oss"] | ({} if kind == "one device" else {"axes": AXES["both"]})
@@ -157,7 +157,7 @@ def test_serving_without_a_second_copy(kind: str, fp8: bool, rng: np.random.Gene
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.slow
-def test_another_router(kind: str, rng: np.random.Generator) -> None:
+def test_flax_custom_router(kind: str, rng: np.random.Generator) -> None:
     """A module of the caller's, with parameters that get gradients, on a mesh."""
 
     class Router(nnx.Module):
@@ -189,7 +189,7 @@ def test_another_router(kind: str, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("on_mesh", [False, True])
 @pytest.mark.slow
-def test_identity_experts_return_their_token(on_mesh: bool, rng: np.random.Generator) -> None:
+def test_flax_identity_experts(on_mesh: bool, rng: np.random.Generator) -> None:
     x = rng.normal(size=(12, H)).astype(np.float32)
     with jax.set_mesh(mesh_of("Auto")) if on_mesh else contextlib.nullcontext():
         router = jax_ep.Router(renormalize=False, scale=3.0, selection_bias=True, num_identity_experts=4)
@@ -209,7 +209,7 @@ def test_identity_experts_return_their_token(on_mesh: bool, rng: np.random.Gener
     assert (kept >= E).any() and not np.asarray(y)[10:].any()
 
 
-def test_sparsemixer(rng: np.random.Generator) -> None:
+def test_flax_sparsemixer(rng: np.random.Generator) -> None:
     moe = fill(MoE(**SIZES, router=jax_ep.Router("sparsemixer"), rngs=nnx.Rngs(0)), rng)
     x = jnp.asarray(rng.normal(size=(12, H)), jnp.float32)
     routing = jax_ep.routing.sparsemixer_router(x @ moe.router.get_value())
@@ -225,6 +225,6 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("options", "message"), WRONG, ids=[message for _, message in WRONG])
-def test_wrong_options_are_explained(options: dict[str, Any], message: str) -> None:
+def test_flax_wrong_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MoE(**SIZES | options, rngs=nnx.Rngs(0))

@@ -45,7 +45,7 @@ def copies_of(placement: Placement) -> list[set[int]]:
 
 
 @pytest.mark.parametrize("kind", ["idle", "one busy", "ties", "skewed", "huge"])
-def test_copies_of_an_expert_are_on_different_ranks(kind: str, rng: np.random.Generator) -> None:
+def test_placement_copies_on_different_ranks(kind: str, rng: np.random.Generator) -> None:
     for _ in range(60):
         num_ranks, num_experts = int(rng.integers(1, 9)), int(rng.integers(1, 30))
         num_slots = num_ranks * (-(-num_experts // num_ranks) + int(rng.integers(0, 4)))
@@ -62,7 +62,7 @@ def test_copies_of_an_expert_are_on_different_ranks(kind: str, rng: np.random.Ge
             assert on_ranks.max() == 1 or placement.num_copies[expert] > num_ranks, (loads, placement)
 
 
-def test_plans_of_random_loads(rng: np.random.Generator) -> None:
+def test_placement_plan_random_loads(rng: np.random.Generator) -> None:
     for _ in range(200):
         num_nodes, num_groups = int(rng.choice([1, 2])), int(rng.choice([1, 2, 4]))
         num_ranks = num_nodes * int(rng.choice([1, 2, 4]))
@@ -90,7 +90,7 @@ def test_plans_of_random_loads(rng: np.random.Generator) -> None:
                 assert on_node.max() <= on_node.mean() + heaviest * (1 + 1e-9)
 
 
-def test_the_busiest_expert_is_divided(rng: np.random.Generator) -> None:
+def test_placement_plan_splits_busiest_expert(rng: np.random.Generator) -> None:
     """One has half of all load: as many copies as it takes, each on a rank of its own."""
     loads = np.ones(16)
     loads[5] = 16
@@ -102,13 +102,13 @@ def test_the_busiest_expert_is_divided(rng: np.random.Generator) -> None:
     assert placement.rank_loads(loads).max() <= 4
 
 
-def test_copies_go_one_by_one_to_what_has_the_most_load() -> None:
+def test_placement_plan_copies_by_load() -> None:
     placement = plan([60, 31, 20, 1], num_slots=8, num_ranks=4)
     assert placement.num_copies.tolist() == [3, 2, 2, 1]  # of 60, 31, 30 and 20, which 20 / 1 has before 60 / 3
     assert plan([60, 31, 20, 1], num_slots=8, num_ranks=2).num_copies.tolist() == [2, 2, 2, 2]  # one for each rank
 
 
-def test_more_slots_than_different_ranks() -> None:
+def test_placement_plan_more_slots_than_ranks() -> None:
     """Copies must share ranks then, as few as can."""
     placement = plan([3, 1], num_slots=12, num_ranks=2)
     assert placement.num_copies.tolist() == [9, 3]
@@ -116,14 +116,14 @@ def test_more_slots_than_different_ranks() -> None:
     assert plan(np.zeros(4), num_slots=8, num_ranks=2).num_copies.tolist() == [2, 2, 2, 2]
 
 
-def test_plans_are_the_same_in_every_run(rng: np.random.Generator) -> None:
+def test_placement_plan_deterministic(rng: np.random.Generator) -> None:
     loads = random_loads(rng, 3, 32)
     plans = [plan(values, num_slots=40, num_ranks=8, num_nodes=2, num_groups=4) for values in (loads, loads.tolist())]
     for one, other in zip(*(jax.tree.leaves(found) for found in plans), strict=True):
         assert (one == other).all()
 
 
-def test_every_layer_has_its_plan(rng: np.random.Generator) -> None:
+def test_placement_plan_per_layer(rng: np.random.Generator) -> None:
     loads = random_loads(rng, 3, 16)
     together = plan(loads, num_slots=20, num_ranks=4)
     for layer in range(3):
@@ -133,7 +133,7 @@ def test_every_layer_has_its_plan(rng: np.random.Generator) -> None:
         assert (together.rank_loads(loads)[layer] == alone.rank_loads(loads[layer])).all()
 
 
-def test_a_placement_is_frozen() -> None:
+def test_placement_is_frozen() -> None:
     slots = np.array([0, 1, 0, 2])
     placement = Placement(slots, 3, 2)
     slots[0] = 1
@@ -146,7 +146,7 @@ def test_a_placement_is_frozen() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
-def test_remap(num_ranks: int, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_placement_remap(num_ranks: int, expert_mesh: Any, rng: np.random.Generator) -> None:
     placement = random_placement(rng, num_ranks)
     ids = rng.integers(-2, 10, (num_ranks, 24, 3)).astype(np.int32)
     got = run(placement.remap, expert_mesh(num_ranks), ids)
@@ -158,7 +158,7 @@ def test_remap(num_ranks: int, expert_mesh: Any, rng: np.random.Generator) -> No
         assert got[rank, token, k] == copies[(token + rank) % len(copies)]
 
 
-def test_copies_have_equal_shares(expert_mesh: Any) -> None:
+def test_placement_copies_have_equal_shares(expert_mesh: Any) -> None:
     placement = Placement([0, 1, 0, 0, 2, 3, 0, 0], 4, 4)
     got = run(placement.remap, expert_mesh(4), np.zeros((4, 10, 1), np.int32))
     assert np.bincount(got.reshape(-1), minlength=8).tolist() == [8, 0, 8, 8, 0, 0, 8, 8]
@@ -166,7 +166,7 @@ def test_copies_have_equal_shares(expert_mesh: Any) -> None:
     assert len(set(one_token.reshape(-1).tolist())) == 4, "ranks with one token each all took the same copy"
 
 
-def test_copies_on_the_own_node_first(expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_placement_prefers_own_node(expert_mesh: Any, rng: np.random.Generator) -> None:
     placement = Placement([0, 1, 0, 0, 2, 3, 0, 1], 4, 4, num_nodes=2)
     ids = rng.integers(-1, 4, (4, 12, 2)).astype(np.int32)
     got = run(lambda ids: placement.remap(ids, prefer_own_node=True), expert_mesh(4), ids)
@@ -176,7 +176,7 @@ def test_copies_on_the_own_node_first(expert_mesh: Any, rng: np.random.Generator
         assert got[rank, token, k] == near[(token + rank) % len(near)]
 
 
-def test_another_placement_compiles_nothing(rng: np.random.Generator) -> None:
+def test_placement_change_does_not_recompile(rng: np.random.Generator) -> None:
     remap = jax.jit(lambda placement, ids: placement.remap(ids, axis_name=()))
     ids = rng.integers(0, 8, (5, 2)).astype(np.int32)
     for _ in range(3):
@@ -185,7 +185,7 @@ def test_another_placement_compiles_nothing(rng: np.random.Generator) -> None:
     assert remap._cache_size() == 1
 
 
-def test_scan_over_layers(rng: np.random.Generator) -> None:
+def test_placement_scan_over_layers(rng: np.random.Generator) -> None:
     placements = plan(random_loads(rng, 3, 8), num_slots=12, num_ranks=4)
     ids, w = rng.integers(0, 8, (3, 5, 2)).astype(np.int32), integers(rng, 3, 8, 4)
 
@@ -204,7 +204,7 @@ def test_scan_over_layers(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("num_ranks", RANKS)
-def test_expand_and_its_gradient(num_ranks: int, kind: AxisType, rng: np.random.Generator) -> None:
+def test_placement_expand_and_gradient(num_ranks: int, kind: AxisType, rng: np.random.Generator) -> None:
     """Of integers, whose sums are exact; on one axis of ranks or two, as global arrays."""
     sizes, names = ((2, 2), ("node", "expert")) if num_ranks == 4 else ((num_ranks,), ("expert",))
     mesh, placement = make_mesh(sizes, names, kind), random_placement(rng, num_ranks)
@@ -233,7 +233,7 @@ def test_expand_and_its_gradient(num_ranks: int, kind: AxisType, rng: np.random.
         assert (np.asarray(value(gradient), np.float64) == want).all()
 
 
-def test_second_derivative(expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_placement_second_derivative(expert_mesh: Any, rng: np.random.Generator) -> None:
     placement, mesh = random_placement(rng, 2), expert_mesh(2)
     expand = jax.shard_map(placement.expand, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
     w, v = integers(rng, 8, 2), integers(rng, 8, 2)
@@ -242,7 +242,7 @@ def test_second_derivative(expert_mesh: Any, rng: np.random.Generator) -> None:
     assert (got == 6 * w * v * placement.num_copies[:, None]).all()
 
 
-def test_rows_travel_once_and_nothing_is_gathered(expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_placement_rows_sent_once(expert_mesh: Any, rng: np.random.Generator) -> None:
     mesh, placement = expert_mesh(4), plan(random_loads(rng, 16), num_slots=24, num_ranks=4)
     source = placement.physical_to_logical // 4
     target = np.arange(24) // 6
@@ -256,7 +256,7 @@ def test_rows_travel_once_and_nothing_is_gathered(expert_mesh: Any, rng: np.rand
     assert sum(int(number) for _, number in sent) == len(pairs)
 
 
-def test_quantized_experts(expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_placement_quantized_experts(expert_mesh: Any, rng: np.random.Generator) -> None:
     placement, mesh = random_placement(rng, 4), expert_mesh(4)
     expand = jax.jit(jax.shard_map(placement.expand, mesh=mesh, in_specs=P("expert"), out_specs=P("expert")))
     w = reals(rng, 8, 128, 128)
@@ -267,7 +267,7 @@ def test_quantized_experts(expert_mesh: Any, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
-def test_move(num_ranks: int, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_placement_move(num_ranks: int, expert_mesh: Any, rng: np.random.Generator) -> None:
     mesh = expert_mesh(num_ranks)
     old, new = random_placement(rng, num_ranks), random_placement(rng, num_ranks, extra=8)
     w = {"mu": integers(rng, 8, 3), "count": rng.integers(0, 9, 8).astype(np.int32)}
@@ -280,7 +280,7 @@ def test_move(num_ranks: int, expert_mesh: Any, rng: np.random.Generator) -> Non
         assert (whole[name] == leaf[new.physical_to_logical]).all()
 
 
-def test_what_stays_does_not_travel(expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_placement_local_rows_not_sent(expert_mesh: Any, rng: np.random.Generator) -> None:
     """To the same placement nothing does, and a row from its own node where there is a copy."""
     old = plan(random_loads(rng, 8), num_slots=12, num_ranks=4)
     program = jax.shard_map(
@@ -293,7 +293,7 @@ def test_what_stays_does_not_travel(expert_mesh: Any, rng: np.random.Generator) 
     assert (sources // 4 == np.arange(8) // 4).all()
 
 
-def test_colors_are_few_and_differ(rng: np.random.Generator) -> None:
+def test_relayout_edge_coloring(rng: np.random.Generator) -> None:
     for _ in range(30):
         num_ranks = int(rng.integers(2, 20))
         edges = [(int(a), int(b)) for a, b in rng.integers(0, num_ranks, (int(rng.integers(1, 120)), 2))]
@@ -308,7 +308,7 @@ def test_colors_are_few_and_differ(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("num_ranks", RANKS)
 @pytest.mark.slow(unless={"num_ranks": [2]})
-def test_the_layer_with_copies(num_ranks: int, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_placement_layer_with_copies(num_ranks: int, expert_mesh: Any, rng: np.random.Generator) -> None:
     """Equal to the oracle of the layer without: what it returns, and every gradient."""
     layer = Layer(rng, "zipf", num_ranks, BASE)
     loads = np.bincount(layer.topk_idx[layer.topk_idx >= 0].reshape(-1), minlength=BASE.num_experts)
@@ -332,7 +332,7 @@ def test_the_layer_with_copies(num_ranks: int, expert_mesh: Any, rng: np.random.
         assert_close(got.reshape(want.shape), want, f"gradient of {name}")
 
 
-def test_no_rank_has_more_rows_than_planned(two_by_two: Mesh, rng: np.random.Generator) -> None:
+def test_placement_rows_match_plan(two_by_two: Mesh, rng: np.random.Generator) -> None:
     """What `dispatch` gives ranks by a remapped routing is what `rank_loads` says, where shares come out even."""
     ids = np.where(rng.random((4, 24, 1)) < 0.5, 0, rng.integers(0, 8, (4, 24, 1))).astype(np.int32)
     ids = np.repeat(ids, 24, axis=1)  # each choice at all positions: shares of 2, 3 and 4 copies are even
@@ -405,13 +405,13 @@ IDS = np.zeros((2, 1), np.int32)
         (lambda: move(np.ones(4), THREE, Placement([0, 1, 2], 3, 1)), ValueError, ("is 1", "2", "same ranks")),
     ],
 )
-def test_errors(call: Any, error: type[Exception], fragments: tuple[str, ...]) -> None:
+def test_placement_errors(call: Any, error: type[Exception], fragments: tuple[str, ...]) -> None:
     with pytest.raises(error) as raised:
         call()
     assert [text for text in fragments if text not in str(raised.value)] == [], str(raised.value)
 
 
-def test_errors_on_ranks(expert_mesh: Any) -> None:
+def test_placement_errors_on_ranks(expert_mesh: Any) -> None:
     def shard(fn: Any) -> Any:
         return jax.shard_map(fn, mesh=expert_mesh(4), in_specs=P("expert"), out_specs=P("expert"))
 
@@ -425,7 +425,7 @@ def test_errors_on_ranks(expert_mesh: Any) -> None:
         traced(placement, np.zeros(4))
 
 
-def test_examples_of_methods_run() -> None:
+def test_placement_docstring_examples() -> None:
     """Those of functions run with all others."""
     for name in ("remap", "expand", "sum_copies", "rank_loads"):
         (test,) = doctest.DocTestFinder(recurse=False).find(getattr(Placement, name), name, globs={})

@@ -40,7 +40,7 @@ def finish(started: list[subprocess.Popen[str]]) -> list[tuple[str, str]]:
     ids=["2x4", "4x2"],
 )
 @pytest.mark.slow
-def test_exchange_and_layer(num_processes: int, num_devices: int, over: str, count: int) -> None:
+def test_processes_exchange_and_layer(num_processes: int, num_devices: int, over: str, count: int) -> None:
     """Dispatch, combine, the layer and its gradient over the devices of all processes, against the oracle."""
     run = [sys.executable, str(HELPERS / "run_processes.py"), str(num_processes), "--devices", str(num_devices)]
     command = [*run, "-q", str(CONTRACT / "test_nodes.py"), "--slow", "-k", over, "--implementation", "xla"]
@@ -50,7 +50,7 @@ def test_exchange_and_layer(num_processes: int, num_devices: int, over: str, cou
 
 
 @pytest.mark.slow
-def test_kernels_inside_processes() -> None:
+def test_processes_kernels_inside() -> None:
     """Two nodes of two devices, each a process with kernels in Triton's interpreter."""
     pytest.importorskip("triton")
     run = [sys.executable, str(HELPERS / "run_processes.py"), "2", "--devices", "2"]
@@ -61,7 +61,7 @@ def test_kernels_inside_processes() -> None:
 
 
 @pytest.mark.slow
-def test_processes_that_differ() -> None:
+def test_processes_mismatch() -> None:
     """Each difference ends in an error that names it; differing_processes.py is what runs."""
     address = f"127.0.0.1:{free_port()}"
     commands = [[sys.executable, str(HELPERS / "differing_processes.py"), str(i), address] for i in range(2)]
@@ -147,7 +147,7 @@ def ends(program: str, num_processes: int, *processes: int) -> list[tuple[int, s
     ],
     ids=["no coordinator", "too few", "duplicate"],
 )
-def test_jax_ends_processes_that_do_not_find_each_other(processes: list[int], texts: list[str]) -> None:
+def test_processes_do_not_connect(processes: list[int], texts: list[str]) -> None:
     """As docs/multi_process.md says: within `initialization_timeout`, and not by a Python error."""
     found = ends(ALONE, 3, *processes)
     assert all(code != 0 for code, _ in found), found
@@ -155,7 +155,7 @@ def test_jax_ends_processes_that_do_not_find_each_other(processes: list[int], te
 
 
 @pytest.mark.slow
-def test_jax_ends_collectives_of_other_sizes() -> None:
+def test_processes_collective_size_mismatch() -> None:
     """What the package does not see, because it is not its own exchange, Gloo does."""
     found = ends(MISMATCHED, 2, 0, 1)
     assert all(code != 0 for code, _ in found), found
@@ -172,7 +172,7 @@ def example(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_example() -> None:
+def test_processes_example() -> None:
     """Two processes by one command learn, on a mesh of nodes."""
     sizes = ["--devices", "2", "--tokens", "64", "--hidden", "32", "--intermediate", "32", "--experts", "8"]
     done = example("--local", "2", "--nodes", "--steps", "6", *sizes)
@@ -185,7 +185,7 @@ def test_example() -> None:
 
 
 @pytest.mark.slow
-def test_example_with_experts_that_do_not_fit() -> None:
+def test_processes_example_experts_do_not_divide() -> None:
     done = example("--local", "2", "--experts", "10")
     assert done.returncode == 1
     assert "--experts 10 is not divisible by the 4 devices of 2 processes: expected a multiple of 4" in done.stderr
@@ -200,7 +200,7 @@ def test_example_with_experts_that_do_not_fit() -> None:
     ],
     ids=["no coordinator", "number", "incomplete"],
 )
-def test_example_refuses(arguments: str, text: str) -> None:
+def test_processes_example_invalid_arguments(arguments: str, text: str) -> None:
     done = example("--coordinator", f"127.0.0.1:{free_port()}", *arguments.split())
     assert done.returncode != 0
     assert re.search(text, done.stderr), done.stderr

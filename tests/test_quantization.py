@@ -37,7 +37,9 @@ def largest_of_blocks(w: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize(("leading", "depth", "columns"), [((3,), 256, 200), ((), 128, 1), ((2, 2), 128, 256)])
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-def test_error(leading: tuple[int, ...], depth: int, columns: int, dtype: np.dtype, rng: np.random.Generator) -> None:
+def test_quantize_fp8_error(
+    leading: tuple[int, ...], depth: int, columns: int, dtype: np.dtype, rng: np.random.Generator
+) -> None:
     w = (reals(rng, *leading, depth, columns) * 10.0 ** rng.uniform(-6, 0, (*leading, depth, columns))).astype(dtype)
     values, scales = (np.asarray(x) for x in jax.jit(quantize_fp8_weights)(w))
     assert values.dtype == oracle.FP8 and scales.dtype == F32
@@ -50,7 +52,7 @@ def test_error(leading: tuple[int, ...], depth: int, columns: int, dtype: np.dty
     assert (error <= bound).all() and (error / bound).max() > 0.5
 
 
-def test_the_way_back(rng: np.random.Generator) -> None:
+def test_quantize_fp8_round_trip(rng: np.random.Generator) -> None:
     values, scales = quantize_fp8_weights(reals(rng, 2, 256, 300))
     for dtype in (F32, BF16):
         got = np.asarray(dequantize_fp8_weights(values, scales, dtype))
@@ -58,7 +60,7 @@ def test_the_way_back(rng: np.random.Generator) -> None:
         np.testing.assert_array_equal(got, want)
 
 
-def test_zeros_and_nan() -> None:
+def test_quantize_fp8_zeros_and_nan() -> None:
     w = np.zeros((256, 256), F32)
     w[3, 200] = np.nan
     back = np.asarray(dequantize_fp8_weights(*quantize_fp8_weights(jnp.asarray(w)), jnp.float32))
@@ -67,14 +69,14 @@ def test_zeros_and_nan() -> None:
     assert not back[~spoilt].any()
 
 
-def test_nan_spoils_its_group_in_arrays_of_any_size() -> None:
+def test_quantize_fp8_nan_fills_block() -> None:
     x = np.zeros((256, 256), F32)
     x[3, 200] = np.nan
     spoilt = np.isnan(np.asarray(dequantize_fp8(*quantize_fp8(jnp.asarray(x)), jnp.float32)))
     assert spoilt[3, 128:].all() and spoilt.sum() == 128
 
 
-def test_no_gradient() -> None:
+def test_quantize_fp8_no_gradient() -> None:
     with pytest.raises(TypeError, match="no gradient"):
         jax.grad(lambda w: quantize_fp8_weights(w)[1].sum())(jnp.ones((128, 4)))
 
@@ -82,7 +84,7 @@ def test_no_gradient() -> None:
 @pytest.mark.parametrize(("inner", "compiled"), [(384, False), (384, True), (192, True)])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.slow(unless={"kind": [AxisType.Auto], "inner": [192]})
-def test_sharded_matrices_have_the_same_bits(kind: AxisType, inner: int, compiled: bool, rng: Any) -> None:
+def test_quantize_fp8_weights_sharded_same_bits(kind: AxisType, inner: int, compiled: bool, rng: Any) -> None:
     """More than one block along both axes, experts and columns split over devices."""
 
     def fn(w_gate_up: Any, w_down: Any) -> Any:
@@ -104,7 +106,7 @@ def test_sharded_matrices_have_the_same_bits(kind: AxisType, inner: int, compile
                 assert jax.typeof(got).sharding.spec[0] == "expert"
 
 
-def test_blocks_that_explicit_axes_would_split() -> None:
+def test_quantize_fp8_weights_blocks_split_by_axes() -> None:
     mesh = make_mesh((2,), ("tensor",), AxisType.Explicit)
     w = jax.device_put(jnp.ones((4, 384, 256)), NamedSharding(mesh, P(None, "tensor")))
     with pytest.raises(ValueError, match=r"axis -2 of w is 384, 3 blocks of 128, .* 2 devices of .*reshard"):
@@ -117,7 +119,7 @@ def test_blocks_that_explicit_axes_would_split() -> None:
     assert_same_bits(np.asarray(unprepack_experts(prepack_experts(q)).values), np.asarray(q.values))
 
 
-def test_serving_weights_are_those_of_moe_transposed_and_padded(rng: np.random.Generator) -> None:
+def test_serving_weights_transposed_and_padded(rng: np.random.Generator) -> None:
     w_gate_up, w_down = reals(rng, 2, 3, 128, 2 * 72), reals(rng, 2, 3, 72, 128)
     same = serving_weights(w_gate_up, w_down, fp8=False)
     np.testing.assert_array_equal(same.w_gate_up, np.swapaxes(w_gate_up, -1, -2))
@@ -134,7 +136,7 @@ def test_serving_weights_are_those_of_moe_transposed_and_padded(rng: np.random.G
 
 
 @pytest.mark.parametrize("format", ["int4", "mxfp4", "int8"])
-def test_serving_weights_in_4_bits_are_prepacked(format: str, rng: np.random.Generator) -> None:
+def test_serving_weights_4_bits_prepacked(format: str, rng: np.random.Generator) -> None:
     w_gate_up, w_down = reals(rng, 3, 128, 2 * 128), reals(rng, 3, 128, 128)
     found = serving_weights(w_gate_up, w_down, format=format)
     for got, w in ((found.w_gate_up, w_gate_up), (found.w_down, w_down)):
@@ -160,12 +162,12 @@ def test_serving_weights_in_4_bits_are_prepacked(format: str, rng: np.random.Gen
         ((256,), (2, 128, 96), False, r"w_gate_up has shape \(256,\), expected \[..., K, N\]"),
     ],
 )
-def test_serving_weights_of_wrong_shapes(up: tuple, down: tuple, fp8: bool, message: str) -> None:
+def test_serving_weights_wrong_shapes(up: tuple, down: tuple, fp8: bool, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         serving_weights(jnp.ones(up), jnp.ones(down), fp8=fp8)
 
 
-def test_serving_weights_of_different_dtypes() -> None:
+def test_serving_weights_different_dtypes() -> None:
     with pytest.raises(TypeError, match="w_down has dtype bfloat16, expected float32, the dtype of w_gate_up"):
         serving_weights(jnp.ones((2, 128, 256)), jnp.ones((2, 128, 128), jnp.bfloat16))
 
@@ -179,6 +181,6 @@ def test_serving_weights_of_different_dtypes() -> None:
         (lambda: dequantize_fp8(*quantize_fp8(jnp.ones((1, 128))), "number"), "dtype='number' is not a dtype"),
     ],
 )
-def test_what_is_no_array_or_dtype(call: Any, message: str) -> None:
+def test_quantization_invalid_types(call: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         call()

@@ -36,7 +36,9 @@ def options_of(expert_format: str, block_size: int) -> dict[str, int]:
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize(("leading", "columns"), [((3,), 200), ((), 1), ((2, 2), 8)])
 @pytest.mark.slow(unless={"dtype": [BF16]})
-def test_error(leading: tuple[int, ...], columns: int, dtype: np.dtype, expert_format: str, rng: Any) -> None:
+def test_quantized_experts_error(
+    leading: tuple[int, ...], columns: int, dtype: np.dtype, expert_format: str, rng: Any
+) -> None:
     depth, options = 256, options_of(expert_format, 64)
     w = (reals(rng, *leading, depth, columns) * 10.0 ** rng.uniform(-4, 0, (*leading, depth, columns))).astype(dtype)
     q = quantized(w, expert_format, **options)
@@ -53,7 +55,7 @@ def test_error(leading: tuple[int, ...], columns: int, dtype: np.dtype, expert_f
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**-120, 2.0**100])
-def test_rounding_of_mxfp4_is_to_the_nearest_and_even(scale: float) -> None:
+def test_mxfp4_rounds_to_nearest_even(scale: float) -> None:
     """All codes, and what is in the middle between two."""
     middles = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5])
     nearest = np.array([0, 1, 1, 2, 2, 4, 4])
@@ -63,13 +65,13 @@ def test_rounding_of_mxfp4_is_to_the_nearest_and_even(scale: float) -> None:
     np.testing.assert_array_equal(dequantize_experts(quantized(w, "mxfp4"), jnp.float32)[0] / scale, want)
 
 
-def test_mxfp4_saturates_and_loses_what_float32_does() -> None:
+def test_mxfp4_saturation() -> None:
     for value, want in ((7.9, 6), (-7.9, -6), (2.0**-130, 0)):
         w = quantized(np.full((32, 1), value, F32), "mxfp4")
         assert np.all(np.abs(dequantize_experts(w, jnp.float32) - np.float32(want)) < 2.0**-126)
 
 
-def test_mxfp4_is_that_of_checkpoints(rng: np.random.Generator) -> None:
+def test_mxfp4_matches_checkpoints(rng: np.random.Generator) -> None:
     q = quantized(reals(rng, 4, 96, 5), "mxfp4")
     values, scales = np.asarray(q.values), np.asarray(q.scales)
     blocks = values.reshape(*scales.shape, 16)
@@ -78,7 +80,7 @@ def test_mxfp4_is_that_of_checkpoints(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @FORMATS
-def test_what_is_not_finite_spoils_what_shares_its_scale(expert_format: str, bad: float, rng: Any) -> None:
+def test_quantized_experts_not_finite_fills_block(expert_format: str, bad: float, rng: Any) -> None:
     w = reals(rng, 256, 256)
     w[3, 5] = bad
     got = np.asarray(dequantize_experts(quantized(w, expert_format), jnp.float32))
@@ -89,7 +91,7 @@ def test_what_is_not_finite_spoils_what_shares_its_scale(expert_format: str, bad
 
 
 @FORMATS
-def test_zeros_stay_zeros(expert_format: str) -> None:
+def test_quantized_experts_zeros(expert_format: str) -> None:
     assert not np.any(dequantize_experts(quantized(np.zeros((2, 128, 3), F32), expert_format), jnp.float32))
 
 
@@ -126,7 +128,7 @@ def table_layer() -> TableLayer:
 
 @FORMATS
 @pytest.mark.slow
-def test_the_table_of_the_docs(expert_format: str) -> None:
+def test_quantized_experts_docs_table(expert_format: str) -> None:
     row = next(line for line in NUMERICS.splitlines() if line.startswith(f'| "{expert_format}"'))
     bits, of_matrix, of_layer = (float(cell) for cell in row.split("|")[3:6])
     layer = table_layer()
@@ -140,7 +142,7 @@ def test_the_table_of_the_docs(expert_format: str) -> None:
 
 
 @pytest.mark.slow
-def test_what_the_docs_say_beside_the_table() -> None:
+def test_quantized_experts_docs_text() -> None:
     layer, text = table_layer(), NUMERICS.replace("\n", " ")
     assert "to bfloat16 alone causes 0.005" in text
     assert layer.error(*(w.astype(BF16) for w in layer[1:3])) == pytest.approx(0.005, abs=0.0005)
@@ -153,7 +155,7 @@ def test_what_the_docs_say_beside_the_table() -> None:
         assert layer.error(*both) == pytest.approx(error, abs=0.0015), expert_format
 
 
-def test_mistakes() -> None:
+def test_quantize_experts_mistakes() -> None:
     w = jnp.ones((2, 96, 4))
     with pytest.raises(ValueError, match="format='int3', expected one of"):
         quantize_experts(w, "int3")
@@ -199,7 +201,7 @@ def test_mistakes() -> None:
         dequantize_experts(jax_ep.QuantizedExperts(q.values, q.scales[:, :3], "int8"), jnp.float32)
 
 
-def test_smooth_columns_lose_less(rng: np.random.Generator) -> None:
+def test_quantize_experts_smooth_reduces_error(rng: np.random.Generator) -> None:
     """Rows of w are multiplied before they are rounded, and divided by as much where they are dequantised."""
     w, smooth = reals(rng, 2, 64, 8), (2.0 ** rng.uniform(-4, 4, (2, 64))).astype(F32)
     q = quantize_experts(jnp.asarray(w), "int8", activations="int8", smooth=smooth)
@@ -215,7 +217,7 @@ def test_smooth_columns_lose_less(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize(("expert_format", "block_size"), [("mxfp4", 32), ("int4", 128), ("int4", 32), ("int4", 16)])
 @pytest.mark.parametrize("depth", [128, 256, 384])
 @pytest.mark.slow(unless={"depth": [384]})
-def test_prepacked_matrices_come_back_to_the_bit(expert_format: str, block_size: int, depth: int, rng: Any) -> None:
+def test_prepack_round_trip(expert_format: str, block_size: int, depth: int, rng: Any) -> None:
     q = quantized(reals(rng, 2, 3, depth, 40), expert_format, **options_of(expert_format, block_size))
     prepacked = jax.jit(prepack_experts)(q)
     assert prepacked.is_prepacked
@@ -232,7 +234,7 @@ def test_prepacked_matrices_come_back_to_the_bit(expert_format: str, block_size:
 
 
 @pytest.mark.parametrize("depth", [32, 96, 160])
-def test_exponents_behind_a_matrix_are_dropped_again(depth: int, rng: Any) -> None:
+def test_prepack_drops_padding_exponents(depth: int, rng: Any) -> None:
     q = quantized(reals(rng, 2, depth, 5), "mxfp4")
     prepacked = prepack_experts(q)
     assert prepacked.scales.shape == (2, -(-depth // 128), 5)
@@ -241,7 +243,7 @@ def test_exponents_behind_a_matrix_are_dropped_again(depth: int, rng: Any) -> No
         np.testing.assert_array_equal(got, want)
 
 
-def test_where_a_word_has_its_elements(rng: Any) -> None:
+def test_prepack_element_positions(rng: Any) -> None:
     """As the assembler of the kernels takes them out: of MXFP4 sign, exponent and mantissa, of INT4 8 more."""
     for expert_format, block_size in (("mxfp4", 32), ("int4", 32)):
         q = quantized(reals(rng, 1, 96, 3), expert_format, **options_of(expert_format, block_size))
@@ -265,7 +267,7 @@ def test_where_a_word_has_its_elements(rng: Any) -> None:
             assert code == codes[0, column, k], (expert_format, column, k)
 
 
-def test_a_scale_that_is_nan_stays_so_when_prepacked(rng: Any) -> None:
+def test_prepack_nan_scale(rng: Any) -> None:
     q = quantized(reals(rng, 1, 64, 3), "mxfp4")
     scales = np.asarray(q.scales).copy()
     scales[0, 1, 0] = 255
@@ -275,7 +277,7 @@ def test_a_scale_that_is_nan_stays_so_when_prepacked(rng: Any) -> None:
     assert np.isfinite(np.delete(got.reshape(-1), np.s_[64:96])).all()
 
 
-def test_mistakes_of_prepacking() -> None:
+def test_prepack_mistakes() -> None:
     w = jnp.ones((2, 128, 4))
     q = quantize_experts(w, "mxfp4")
     prepacked = prepack_experts(q)
@@ -299,7 +301,7 @@ def test_mistakes_of_prepacking() -> None:
         dequantize_experts(dataclasses.replace(prepacked, activations="fp8"), jnp.float32)
 
 
-def test_a_pytree_of_arrays() -> None:
+def test_quantized_experts_pytree() -> None:
     q = quantize_experts(jnp.ones((5, 2, 64, 4)), "mxfp4")
     assert [leaf.shape for leaf in jax.tree.leaves(q)] == [(5, 2, 4, 32), (5, 2, 4, 2)]
     shapes = jax.lax.map(lambda layer: jnp.asarray(layer.shape), q)

@@ -61,7 +61,7 @@ def spec_list(specs):
     ids=["expert", "data-expert", "two-axes"],
 )
 @pytest.mark.slow(unless={"kind": [AxisType.Explicit], "names": [("data", "expert")]})
-def test_only_the_needed_collectives(kind, sizes, names, axes, rng):
+def test_sharded_moe_collectives(kind, sizes, names, axes, rng):
     """Forward: ids, weights and tokens are gathered, sums travel back once; nothing is resharded."""
     mesh = harness.make_mesh(sizes, names, kind)
     values = place(mesh, arguments(rng), spec_list(axes.specs))
@@ -74,7 +74,7 @@ def test_only_the_needed_collectives(kind, sizes, names, axes, rng):
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.slow(unless={"keep": [False]})
-def test_backward_adds_the_transposes_only(keep, rng):
+def test_sharded_moe_backward_collectives(keep, rng):
     """Backward: cotangents, and tokens that were not kept, are gathered, those of tokens and weights travel back."""
     mesh = harness.make_mesh((4,), ("expert",))
     values = place(mesh, arguments(rng), spec_list(MeshAxes().specs))
@@ -90,7 +90,7 @@ def test_backward_adds_the_transposes_only(keep, rng):
     assert not set(found) - {"all-gather", "all-to-all"}, found
 
 
-def test_data_parallel_gradients_are_summed_once(rng):
+def test_sharded_moe_data_parallel_gradients(rng):
     """Over a data axis, the gradients of the matrices need one all-reduce each, and nothing else is added."""
     mesh = harness.make_mesh((2, 4), ("data", "expert"))
     values = place(mesh, arguments(rng), spec_list(MeshAxes(batch="data").specs))
@@ -106,7 +106,7 @@ def test_data_parallel_gradients_are_summed_once(rng):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.slow(unless={"kind": [AxisType.Explicit]})
-def test_tensor_axis(kind, rng):
+def test_sharded_moe_tensor_axis(kind, rng):
     """I split over a tensor axis, on a data x expert x tensor mesh, equals the layer on one device."""
     mesh = harness.make_mesh((2, 2, 2), ("data", "expert", "tensor"), kind)
     x, idx, weights, gate_up, down = arguments(rng)
@@ -122,7 +122,7 @@ def test_tensor_axis(kind, rng):
     assert got.sharding.is_equivalent_to(NamedSharding(mesh, specs.tokens), got.ndim)
 
 
-def test_explicit_sharding_that_differs_is_an_error(rng):
+def test_sharded_moe_explicit_sharding_mismatch(rng):
     mesh = harness.make_mesh((4,), ("expert",), AxisType.Explicit)
     x, *rest = place(mesh, arguments(rng), spec_list(MeshAxes().specs))
     with jax.set_mesh(mesh):
@@ -131,7 +131,7 @@ def test_explicit_sharding_that_differs_is_an_error(rng):
             sharded_moe(num_experts=E)(replicated, *rest)
 
 
-def test_automatic_sharding_that_differs_is_moved(rng):
+def test_sharded_moe_automatic_sharding_mismatch(rng):
     mesh = harness.make_mesh((4,), ("expert",))
     values = arguments(rng)
     want = jax_ep.fused_moe(*values)
@@ -153,7 +153,7 @@ def test_automatic_sharding_that_differs_is_moved(rng):
         ({}, {"mesh": "expert"}, TypeError, "mesh is a str, expected a jax.sharding.Mesh"),
     ],
 )
-def test_mistakes(changes, options, error, message, rng):
+def test_sharded_moe_mistakes(changes, options, error, message, rng):
     values = arguments(rng)
     if options.get("num_experts") == 6:
         values[1] = np.minimum(values[1], 5)
@@ -163,7 +163,7 @@ def test_mistakes(changes, options, error, message, rng):
         sharded_moe(**{"mesh": harness.make_mesh((4,), ("expert",)), "num_experts": E, **options})(*values)
 
 
-def test_columns_that_the_tensor_axis_does_not_divide(rng):
+def test_sharded_moe_tensor_axis_does_not_divide(rng):
     mesh = harness.make_mesh((1, 4), ("expert", "tensor"))
     x, ids, weights, _, _ = arguments(rng)
     w_gate_up, w_down = np.ones((E, H, 2, 6), np.float32), np.ones((E, 6, H), np.float32)
@@ -196,14 +196,14 @@ def test_equal_mesh_axes_are_one_value():
     assert len({MeshAxes(["a", "b"], batch=["data"]), MeshAxes(("a", "b"), batch=("data",)), MeshAxes()}) == 2
 
 
-def test_specs():
+def test_sharded_moe_specs():
     specs = MeshAxes(("a", "b"), batch=("data",), tensor="tensor").specs
     assert specs.tokens == P(("data", "a", "b"))
     assert specs.w_gate_up == P(("a", "b"), None, None, "tensor")
     assert specs.w_down == P(("a", "b"), "tensor", None)
 
 
-def test_init_is_idempotent_and_finalize_releases():
+def test_init_idempotent_finalize_releases():
     mesh = harness.make_mesh((4,), ("expert",))
     jax_ep.finalize()
     context = jax_ep.init(mesh)
@@ -230,7 +230,7 @@ def test_init_is_idempotent_and_finalize_releases():
         ({"transport": "shared_memory", "heap_bytes": 0}, ValueError, "heap_bytes=0, expected at least 1"),
     ],
 )
-def test_init_explains_mistakes(options, error, message):
+def test_init_mistakes(options, error, message):
     if options.get("transport") == "shared_memory" and jax.default_backend() != "cpu":
         pytest.skip("needs CPU devices")
     jax_ep.finalize()
@@ -238,7 +238,7 @@ def test_init_explains_mistakes(options, error, message):
         jax_ep.init(**options)
 
 
-def test_a_mesh_of_cpu_devices_in_a_program_with_gpus(monkeypatch):
+def test_sharded_moe_cpu_mesh_with_gpus(monkeypatch):
     """Kernels for GPUs are neither offered nor missed there; the GPUs are a pretence."""
     if len(jax.devices("cpu")) < 2:
         pytest.skip("needs two CPU devices")
@@ -255,7 +255,7 @@ def test_a_mesh_of_cpu_devices_in_a_program_with_gpus(monkeypatch):
     assert platforms == ["gpu", "cpu"]
 
 
-def test_quantised_experts_are_checked_as_others_are() -> None:
+def test_sharded_moe_quantized_experts_checked() -> None:
     """That experts divide over their axis, and on explicit axes that they lie there already."""
     x, ids, weights = jnp.ones((8, 64)), jnp.zeros((8, 1), jnp.int32), jnp.ones((8, 1))
 
@@ -277,7 +277,7 @@ def test_quantised_experts_are_checked_as_others_are() -> None:
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("expert_format", ["int4", "mxfp4"])
 @pytest.mark.slow
-def test_prepacked_experts_stay_where_they_are(expert_format: str, kind: AxisType) -> None:
+def test_sharded_moe_prepacked_experts_not_moved(expert_format: str, kind: AxisType) -> None:
     """On the devices of their experts, from which the layer takes them."""
     mesh = harness.make_mesh((2,), ("expert",), kind)
     sharding = NamedSharding(mesh, P("expert"))
@@ -294,7 +294,7 @@ def test_prepacked_experts_stay_where_they_are(expert_format: str, kind: AxisTyp
         np.testing.assert_array_equal(call(x, ids, weights, *prepacked), call(x, ids, weights, *matrices))
 
 
-def test_fp8_weights_are_split_between_blocks() -> None:
+def test_sharded_moe_fp8_weights_split_at_blocks() -> None:
     mesh = harness.make_mesh((2, 2), ("data", "expert"), AxisType.Auto)
     x, ids, weights = jnp.ones((8, 128)), jnp.zeros((8, 1), jnp.int32), jnp.ones((8, 1))
     matrices = [quantize_master_weights(jnp.ones((4, 128, columns))) for columns in (256, 128)]
@@ -317,7 +317,7 @@ def test_fp8_weights_are_split_between_blocks() -> None:
     ("kinds", "columns", "experts"),
     [(1, 2 * INNER, None), (2, INNER // 2, None), (1, INNER, None), (1, INNER, "gated"), (2, INNER, "ungated")],
 )
-def test_a_tensor_axis_knows_gates_by_their_axis(kinds, columns, experts, rng):
+def test_sharded_moe_tensor_axis_gate_axis(kinds, columns, experts, rng):
     """A rank's share of the columns does not tell: what is laid out otherwise would be multiplied wrongly."""
     mesh, (x, idx, weights, _, w_down) = make_mesh((2, 2), ("expert", "tensor")), arguments(rng)
     w_gate_up = rng.normal(size=(E, H, kinds, columns)).astype(np.float32)
@@ -328,7 +328,7 @@ def test_a_tensor_axis_knows_gates_by_their_axis(kinds, columns, experts, rng):
         layer(x, idx, weights, w_gate_up, w_down)
 
 
-def test_a_tensor_axis_leaves_columns_of_a_callers_function_alone(rng):
+def test_sharded_moe_tensor_axis_custom_activation(rng):
     mesh, (x, idx, weights, _, w_down) = make_mesh((2, 2), ("expert", "tensor")), arguments(rng)
     w = rng.normal(size=(E, H, 3, INNER)).astype(np.float32)
     product = lambda h: jnp.prod(h.reshape(h.shape[0], 3, -1), axis=1)  # noqa: E731
@@ -348,7 +348,7 @@ def test_a_tensor_axis_leaves_columns_of_a_callers_function_alone(rng):
         ({"axes": "expert"}, r"axes is a str, expected a jax_ep.sharding.MeshAxes"),
     ],
 )
-def test_what_is_no_option_of_the_layer(given, match):
+def test_sharded_moe_unknown_option(given, match):
     with pytest.raises(TypeError, match=match):
         sharded_moe(num_experts=E, **given)
 
@@ -363,14 +363,14 @@ def compilations(call, caplog):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_eager_layer_is_compiled_once(kind, rng, caplog):
+def test_sharded_moe_eager_compiled_once(kind, rng, caplog):
     mesh = harness.make_mesh((2, 4), ("data", "expert"), kind)
     values = place(mesh, arguments(rng), spec_list(MeshAxes(batch="data").specs))
     options = {"num_experts": E, "axes": MeshAxes(batch="data"), "implementation": ["xla"]}
     assert compilations(lambda: sharded_moe(mesh, **options)(*values), caplog) == 0
 
 
-def test_eager_layer_is_compiled_anew_for_another_mesh(rng):
+def test_sharded_moe_eager_recompiled_for_mesh(rng):
     """Of the same sizes and names: with other devices, and with other kinds of axes."""
     given = arguments(rng)
     want = jax_ep.fused_moe(*given, implementation="xla")
@@ -385,7 +385,7 @@ def test_eager_layer_is_compiled_anew_for_another_mesh(rng):
             np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
-def test_eager_layer_reads_what_a_callers_function_reads(rng):
+def test_sharded_moe_eager_custom_activation_closure(rng):
     mesh, given, factor = make_mesh((2,), ("expert",)), arguments(rng), [1.0]
     experts = jax_ep.Experts(lambda h: h[:, :INNER] * h[:, INNER:] * factor[0])
     first = sharded_moe(mesh, num_experts=E, experts=experts, implementation="xla")(*given)

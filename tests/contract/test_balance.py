@@ -41,7 +41,9 @@ def check(got: Any, layer: Layer, d_out: np.ndarray, tolerance: float | None = N
 
 @pytest.mark.parametrize("balance", BALANCES, ids=lambda b: f"{b.rows}-{b.spare_experts}")
 @pytest.mark.slow(unless={"balance": BALANCES[:1]})
-def test_routings(implementation: str, balance: jax_ep.Balance, every_mesh: Mesh, rng: Any, subtests: Any) -> None:
+def test_balance_routings(
+    implementation: str, balance: jax_ep.Balance, every_mesh: Mesh, rng: Any, subtests: Any
+) -> None:
     call = compiled(layer_and_gradients(BASE, implementation, balance), every_mesh)
     for routing in ROUTINGS:
         with subtests.test(routing):
@@ -50,7 +52,7 @@ def test_routings(implementation: str, balance: jax_ep.Balance, every_mesh: Mesh
             check(call(*layer.args, d_out), layer, d_out)
 
 
-def test_one_expert_per_rank(implementation: str, mesh: Mesh, rng: np.random.Generator, subtests: Any) -> None:
+def test_balance_one_expert_per_rank(implementation: str, mesh: Mesh, rng: np.random.Generator, subtests: Any) -> None:
     shape = Shape(num_tokens=9, top_k=2, num_experts=mesh.size)
     call = compiled(layer_and_gradients(shape, implementation, jax_ep.Balance(1.0)), mesh)
     for routing in ("one_hot_every_slot", "zipf"):
@@ -60,7 +62,7 @@ def test_one_expert_per_rank(implementation: str, mesh: Mesh, rng: np.random.Gen
             check(call(*layer.args, d_out), layer, d_out)
 
 
-def test_bfloat16(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_balance_bfloat16(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     layer = Layer(rng, "zipf", 2, BASE, BF16)
     d_out = reals(rng, *layer.x.shape, dtype=BF16)
     got = run(layer_and_gradients(BASE, implementation, jax_ep.Balance(1.0, 1)), expert_mesh(2), *layer.args, d_out)
@@ -68,7 +70,7 @@ def test_bfloat16(implementation: str, expert_mesh: Any, rng: np.random.Generato
     check(got, layer, d_out, tolerance=4e-2)
 
 
-def test_num_tokens_and_biases(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_balance_num_tokens_and_biases(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """The same sums as without balance; tokens past `num_tokens` get zeros."""
     layer = Layer(rng, "one_hot_every_slot", 2, BASE)
     biases = reals(rng, 2, 4, 2 * BASE.intermediate), reals(rng, 2, 4, BASE.hidden)
@@ -90,7 +92,7 @@ def test_num_tokens_and_biases(implementation: str, expert_mesh: Any, rng: np.ra
 
 
 @pytest.mark.parametrize("kind", ["recipe", "int8"])
-def test_eight_bits(implementation: str, kind: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_balance_eight_bits(implementation: str, kind: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """FP8 training and quantized experts, close to the layer without balance: rows move, and scales with them."""
     shape = Shape(num_tokens=8, top_k=2, num_experts=4, hidden=128, intermediate=128)
     layer = Layer(rng, "one_hot_every_slot", 2, shape, BF16)
@@ -109,7 +111,7 @@ def test_eight_bits(implementation: str, kind: str, expert_mesh: Any, rng: np.ra
     assert_close(got, want.astype(np.float64), "y")
 
 
-def test_jit_scan_and_remat(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_balance_jit_scan_and_remat(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """Two rematerialized layers in a scan have the gradient of two calls."""
     layer = Layer(rng, "zipf", 2, BASE)
 
@@ -134,7 +136,7 @@ def test_jit_scan_and_remat(implementation: str, expert_mesh: Any, rng: np.rando
         assert_close(g, w.astype(np.float64), "gradient")
 
 
-def test_memory(expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_balance_memory(expert_mesh: Any, rng: np.random.Generator) -> None:
     """The gradient of the balanced layer needs at most 0.4 of the temporary memory of the dropless layer."""
     shape = Shape(num_tokens=512, top_k=4, num_experts=16, hidden=128, intermediate=64)
     layer = Layer(rng, "uniform", 8, shape)
@@ -146,7 +148,7 @@ def test_memory(expert_mesh: Any, rng: np.random.Generator) -> None:
     assert bytes_of(jax_ep.Balance(1.1, 1)) < 0.4 * bytes_of(None)
 
 
-def test_mistakes(expert_mesh: Any, rng: np.random.Generator, subtests: Any) -> None:
+def test_balance_mistakes(expert_mesh: Any, rng: np.random.Generator, subtests: Any) -> None:
     layer = Layer(rng, "uniform", 2, BASE)
 
     def call(**options: Any) -> None:

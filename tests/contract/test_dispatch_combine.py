@@ -61,7 +61,9 @@ class Problem:
         np.testing.assert_array_equal(back.astype(np.float64), oracle.combine(self.y, self.lay), "combine")
 
 
-def test_routings(implementation: str, every_mesh: Mesh, rng: np.random.Generator, subtests: pytest.Subtests) -> None:
+def test_dispatch_combine_routings(
+    implementation: str, every_mesh: Mesh, rng: np.random.Generator, subtests: pytest.Subtests
+) -> None:
     call = compiled(round_trip(BASE, implementation), every_mesh)
     for routing in ROUTINGS:
         with subtests.test(routing):
@@ -77,7 +79,9 @@ def test_routings(implementation: str, every_mesh: Mesh, rng: np.random.Generato
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.slow(unless={"name": ["prime_tokens", "odd_hidden", "one_expert_in_the_world"]})
-def test_shapes(implementation: str, name: str, expert_mesh: Any, rng: np.random.Generator, subtests: Any) -> None:
+def test_dispatch_combine_shapes(
+    implementation: str, name: str, expert_mesh: Any, rng: np.random.Generator, subtests: Any
+) -> None:
     num_ranks, shape = SHAPES[name]
     call = compiled(round_trip(shape, implementation), expert_mesh(num_ranks))
     for routing in FEW_ROUTINGS:
@@ -87,12 +91,16 @@ def test_shapes(implementation: str, name: str, expert_mesh: Any, rng: np.random
 
 
 @pytest.mark.parametrize("dtype", [F16, F32], ids=str)
-def test_dtypes(implementation: str, dtype: np.dtype, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_dispatch_combine_dtypes(
+    implementation: str, dtype: np.dtype, expert_mesh: Any, rng: np.random.Generator
+) -> None:
     problem = Problem(rng, "duplicates", 2, BASE, dtype)
     problem.check(*run(round_trip(BASE, implementation), expert_mesh(2), *problem.args))
 
 
-def test_float64(implementation: str, expert_mesh: Any, rng: np.random.Generator, float64: None) -> None:
+def test_dispatch_combine_float64(
+    implementation: str, expert_mesh: Any, rng: np.random.Generator, float64: None
+) -> None:
     problem = Problem(rng, "duplicates", 2, BASE, np.dtype(np.float64))
     problem.check(*run(round_trip(BASE, implementation), expert_mesh(2), *problem.args))
 
@@ -100,7 +108,7 @@ def test_float64(implementation: str, expert_mesh: Any, rng: np.random.Generator
 # (capacity, alignment): dropless and aligned, cut within a group, cut to a single row or block, room to spare.
 @pytest.mark.parametrize(("capacity", "alignment"), [(None, 8), (8, 4), (1, 1), (20, 1), (96, 16)])
 @pytest.mark.slow_interpreted(unless={"alignment": [4, 16]})
-def test_capacity_and_alignment(
+def test_dispatch_combine_capacity_and_alignment(
     implementation: str,
     capacity: int | None,
     alignment: int,
@@ -116,7 +124,7 @@ def test_capacity_and_alignment(
             problem.check(*call(*problem.args))
 
 
-def test_no_tokens(implementation: str, expert_mesh: Any) -> None:
+def test_dispatch_combine_no_tokens(implementation: str, expert_mesh: Any) -> None:
     """With a capacity too, whose rows are then all padding."""
     shape = Shape(num_tokens=0, top_k=2, num_experts=4, hidden=8)
     x, ids, weights = np.zeros((2, 0, 8), F32), np.zeros((2, 0, 2), np.int32), np.zeros((2, 0, 2), F32)
@@ -128,14 +136,16 @@ def test_no_tokens(implementation: str, expert_mesh: Any) -> None:
 
 @pytest.mark.parametrize("kind", [np.int64, np.int16, np.uint8])
 @pytest.mark.slow_interpreted
-def test_numbers_of_numpy(implementation: str, expert_mesh: Any, rng: np.random.Generator, kind: Any) -> None:
+def test_dispatch_combine_numpy_integers(
+    implementation: str, expert_mesh: Any, rng: np.random.Generator, kind: Any
+) -> None:
     """As static sizes they are as good as Python's, and have no dtype that could reach an array."""
     problem = Problem(rng, "uniform", 2, BASE)
     shape = dataclasses.replace(BASE, num_experts=kind(BASE.num_experts))
     problem.check(*run(round_trip(shape, implementation), expert_mesh(2), *problem.args))
 
 
-def test_handle_is_reused(implementation: str, mesh: Mesh, rng: np.random.Generator) -> None:
+def test_dispatch_combine_handle_reuse(implementation: str, mesh: Mesh, rng: np.random.Generator) -> None:
     """A second dispatch with the handle of the first moves other tokens along the same routes."""
     options = {"num_experts": BASE.num_experts, "capacity": 24, "alignment": 2, "implementation": implementation}
 
@@ -158,7 +168,7 @@ def test_handle_is_reused(implementation: str, mesh: Mesh, rng: np.random.Genera
     problem.check(weighted, back)
 
 
-def test_quantised_tokens_arrive_as_they_are(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_dispatch_quantized_tokens_bit_for_bit(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """A (values, scales) pair is moved bit for bit, even bytes that no quantisation makes."""
 
     def fn(values, scales, topk_idx):
@@ -183,7 +193,9 @@ def fp8_friendly(rng: np.random.Generator, *shape: int, dtype: np.dtype) -> np.n
     return (x * 2.0**exponents).astype(dtype)
 
 
-def test_fp8_wire(implementation: str, expert_mesh: Any, rng: np.random.Generator, subtests: Any) -> None:
+def test_dispatch_combine_fp8_wire(
+    implementation: str, expert_mesh: Any, rng: np.random.Generator, subtests: Any
+) -> None:
     """Tokens arrive quantised and dequantised, and so do the partial sums of combine."""
 
     def fn(x, topk_idx, y):
@@ -225,7 +237,7 @@ def test_fp8_wire(implementation: str, expert_mesh: Any, rng: np.random.Generato
         assert_close(tokens, oracle.gather(oracle.to_wire(x, oracle.FP8), lay), "tokens", tolerance=2**-4)
 
 
-def test_partial_sums_are_rounded_once(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_combine_partial_sums_rounded_once(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """Each rank sums in float32 and rounds to the dtype of y, then the source sums those in float32 and rounds."""
     shape = Shape(top_k=6)
     problem = Problem(rng, "uniform", 2, shape)

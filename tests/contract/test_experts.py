@@ -90,7 +90,7 @@ def assert_near(got: np.ndarray, want: np.ndarray, what: str) -> None:
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.slow(unless={"case": ["gpt-oss", "llama 4"], "dtype": [BF16]})
-def test_values_and_gradients(implementation: str, case: str, dtype: Any, expert_mesh: Any, rng: Any) -> None:
+def test_experts_values_and_gradients(implementation: str, case: str, dtype: Any, expert_mesh: Any, rng: Any) -> None:
     inputs = Inputs(rng, *CASES[case], 2, BASE, dtype)
     y, gradients = run(with_gradients(moe(implementation, inputs)), expert_mesh(2), *inputs.args, inputs.d_out)
     want, wanted = inputs.answer()
@@ -105,7 +105,7 @@ def test_values_and_gradients(implementation: str, case: str, dtype: Any, expert
 
 @pytest.mark.parametrize("case", ["plain", "gpt-oss in halves", "gpt-oss"])
 @pytest.mark.slow(unless={"case": ["plain"]})
-def test_inference_agrees_with_training(implementation: str, case: str, expert_mesh: Any, rng: Any) -> None:
+def test_experts_inference_matches_training(implementation: str, case: str, expert_mesh: Any, rng: Any) -> None:
     """Up to the rounding of hidden rows, which are not there where nobody wants a gradient."""
     halves = dataclasses.replace(GPT_OSS, interleaved=False)
     experts = {"plain": jax_ep.Experts(), "gpt-oss in halves": halves, "gpt-oss": GPT_OSS}[case]
@@ -118,7 +118,7 @@ def test_inference_agrees_with_training(implementation: str, case: str, expert_m
 
 
 @pytest.mark.parametrize("mode", ["scatter", "serial"])
-def test_bias_behind_each_way_to_combine(implementation: str, mode: str, expert_mesh: Any, rng: Any) -> None:
+def test_experts_bias_combine_modes(implementation: str, mode: str, expert_mesh: Any, rng: Any) -> None:
     inputs = Inputs(rng, GPT_OSS, True, 2, WIDE, BF16)
     schedule = jax_ep.Schedule(combine_mode=mode)
     call = with_gradients(moe(implementation, inputs, schedule=schedule))
@@ -129,13 +129,13 @@ def test_bias_behind_each_way_to_combine(implementation: str, mode: str, expert_
         assert_near(g, w, mode)
 
 
-def test_dropped_rows_have_no_bias(implementation: str, expert_mesh: Any, rng: Any) -> None:
+def test_experts_dropped_rows_have_no_bias(implementation: str, expert_mesh: Any, rng: Any) -> None:
     inputs = Inputs(rng, GPT_OSS, True, 2, BASE, F32)
     got = run(moe(implementation, inputs, capacity=7), expert_mesh(2), *inputs.args)
     assert_close(got, inputs.answer(capacity=7)[0], "moe")
 
 
-def test_fp8_products(implementation: str, expert_mesh: Any, rng: Any) -> None:
+def test_experts_fp8_gemm(implementation: str, expert_mesh: Any, rng: Any) -> None:
     """About as far from the exact layer as one without biases; limits would make the derivatives jump."""
     inputs = Inputs(rng, dataclasses.replace(GPT_OSS, clamp=None), True, 2, WIDE, BF16)
     call = moe(implementation, inputs, recipe="fp8")
@@ -148,7 +148,7 @@ def test_fp8_products(implementation: str, expert_mesh: Any, rng: Any) -> None:
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("case", ["gpt-oss", "llama 4", "no gates"])
 @pytest.mark.slow(unless={"case": ["gpt-oss"]})
-def test_low_latency(implementation: str, case: str, fp8: bool, expert_mesh: Any, rng: Any) -> None:
+def test_experts_low_latency(implementation: str, case: str, fp8: bool, expert_mesh: Any, rng: Any) -> None:
     inputs = Inputs(rng, *CASES[case], 2, WIDE, BF16)
 
     def call(x, topk_idx, weights, w_gate_up, w_down, b_gate_up, b_down):
@@ -162,7 +162,7 @@ def test_low_latency(implementation: str, case: str, fp8: bool, expert_mesh: Any
     assert error < (0.12 if fp8 else 0.01)
 
 
-def test_a_function_of_the_callers(implementation: str, expert_mesh: Any, rng: Any) -> None:
+def test_experts_custom_activation(implementation: str, expert_mesh: Any, rng: Any) -> None:
     """With parameters of its own, whose gradient no row without a token touches."""
     inputs = Inputs(rng, jax_ep.Experts(), False, 2, BASE, BF16)
     slope = rng.standard_normal((2, BASE.intermediate)).astype(np.float32)
@@ -204,7 +204,7 @@ def test_a_function_of_the_callers(implementation: str, expert_mesh: Any, rng: A
 @pytest.mark.parametrize("count", [0, 3, 99])
 @pytest.mark.slow(unless={"count": [3]})
 @pytest.mark.slow_interpreted
-def test_tokens_past_the_count(implementation: str, count: int, expert_mesh: Any, rng: Any) -> None:
+def test_experts_tokens_past_num_tokens(implementation: str, count: int, expert_mesh: Any, rng: Any) -> None:
     """They may hold anything, and get zeros; each rank has a number of its own."""
     inputs = Inputs(rng, GPT_OSS, True, 2, BASE, F32)
     counts, of = np.array([count, 5], np.int32), inputs.layer
@@ -226,7 +226,7 @@ def test_tokens_past_the_count(implementation: str, count: int, expert_mesh: Any
     assert not got[past].any()
 
 
-def test_dispatch_counts_tokens(implementation: str, expert_mesh: Any, rng: Any) -> None:
+def test_dispatch_num_tokens(implementation: str, expert_mesh: Any, rng: Any) -> None:
     of = Layer(rng, "uniform", 2, BASE)
 
     def rows(x, topk_idx, num_tokens):

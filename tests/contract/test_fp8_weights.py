@@ -21,7 +21,7 @@ from jax_ep.quantization import quantize_master_weights
 from layers import Layer as PlainLayer
 
 
-def test_what_they_are(rng: Any) -> None:
+def test_fp8_weights_definition(rng: Any) -> None:
     """Both orientations hold the numbers of the oracle, and parts of stacked layers are those of each layer."""
     w = reals(rng, 3, 2, 256, 128, dtype=BF16)
     found = jax.jit(quantize_master_weights)(w)
@@ -39,7 +39,7 @@ def test_what_they_are(rng: Any) -> None:
 
 
 @pytest.mark.parametrize("kinds", [1, 2])
-def test_columns_of_several_kinds(kinds: int, rng: Any) -> None:
+def test_fp8_weights_two_column_kinds(kinds: int, rng: Any) -> None:
     """As a tensor axis splits them: each kind has the numbers that it has by itself."""
     w = reals(rng, 3, 2, 256, kinds, 128, dtype=BF16)
     found = quantize_master_weights(jnp.asarray(w))
@@ -58,7 +58,7 @@ def activates_by_xla(implementation: str) -> bool:
 
 
 @pytest.mark.slow
-def test_same_bits_as_masters(implementation: str, expert_mesh: Any, rng: Any) -> None:
+def test_fp8_weights_same_bits_as_masters(implementation: str, expert_mesh: Any, rng: Any) -> None:
     """In a mesh, with masters and gradients in float32 beside tokens in bfloat16."""
     layer = Layer(rng, "duplicates", 2, dtype=BF16)
     matrices = [layer.per_rank(reals(rng, *w.shape) / 16) for w in (layer.w_gate_up, layer.w_down)]
@@ -133,7 +133,7 @@ KEPT = ("jax_ep.tokens", "jax_ep.hidden")
 @pytest.mark.parametrize("saved", [None, KEPT, ()], ids=["no remat", "experts kept", "nothing kept"])
 @pytest.mark.parametrize("way", ["of all parts", "of masters", "through"])
 @pytest.mark.slow(unless={"saved": [KEPT], "way": ["of all parts"]})
-def test_scan_over_layers_with_gradient_accumulation(
+def test_fp8_weights_scan_with_gradient_accumulation(
     implementation: str, saved: tuple[str, ...] | None, way: str, rng: Any
 ) -> None:
     if implementation == "triton" and jax.default_backend() == "cpu":
@@ -162,7 +162,7 @@ def test_scan_over_layers_with_gradient_accumulation(
 @pytest.mark.parametrize("explicit", [False, True], ids=["automatic", "explicit"])
 @pytest.mark.parametrize("fsdp_axis", [None, "data"])
 @pytest.mark.slow
-def test_in_sharded_moe(explicit: bool, fsdp_axis: str | None, implementation: str, rng: Any) -> None:
+def test_fp8_weights_sharded_moe(explicit: bool, fsdp_axis: str | None, implementation: str, rng: Any) -> None:
     """Global arrays: quantised where they lie, with the gradients of masters at the same places."""
     if implementation != "xla":
         pytest.skip("the portable functions make them of global arrays")
@@ -229,7 +229,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes(name: str) -> None:
+def test_fp8_weights_mistakes(name: str) -> None:
     error, options, parts, message = MISTAKES[name]
     x, ids, weights = jnp.ones((3, 128)), jnp.zeros((3, 1), jnp.int32), jnp.ones((3, 1))
     matrices = whole(**parts), quantize_master_weights(jnp.ones((2, 128, 128)))
@@ -237,7 +237,7 @@ def test_mistakes(name: str) -> None:
         jax_ep.fused_moe(x, ids, weights, *matrices, **{"recipe": "fp8", **options})
 
 
-def test_mistakes_of_making_them() -> None:
+def test_quantize_master_weights_mistakes() -> None:
     with pytest.raises(ValueError, match=r"axis -1 of w is 100, expected a multiple of 128"):
         quantize_master_weights(jnp.ones((2, 128, 100)))
     x, ids, weights = jnp.ones((3, 128)), jnp.zeros((3, 1), jnp.int32), jnp.ones((3, 1))
@@ -247,7 +247,7 @@ def test_mistakes_of_making_them() -> None:
 
 @pytest.mark.parametrize("policy", ["everything_saveable", "dots_saveable"])
 @pytest.mark.slow(unless={"policy": ["everything_saveable"]})
-def test_quantised_in_layers_that_are_made_again(policy: str, rng: Any) -> None:
+def test_fp8_weights_remat(policy: str, rng: Any) -> None:
     """Of a scan on the CPU, whose FP8 values are lost where such layers save them."""
     stacked = [jnp.asarray(reals(rng, 2, 2, *shape, dtype=F32)) / 12 for shape in ((128, 256), (128, 128))]
     x, ids = jnp.asarray(reals(rng, 6, 128, dtype=F32)), jnp.arange(6, dtype=jnp.int32)[:, None] % 2

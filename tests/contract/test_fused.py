@@ -71,7 +71,7 @@ def check(got: Any, args: Any, d_out: np.ndarray, lay: oracle.Layout) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.slow(unless={"num_ranks": [2]})
-def test_forward_and_gradients(
+def test_fused_forward_and_gradients(
     implementation: str, mode: str, num_ranks: int, expert_mesh: Any, rng: Any, subtests: Any
 ) -> None:
     call = compiled(layer_and_gradients(SHAPE, implementation, combine_mode=mode), expert_mesh(num_ranks))
@@ -85,7 +85,9 @@ def test_forward_and_gradients(
 
 @pytest.mark.parametrize("capacity", [1, 24, 60])
 @pytest.mark.slow_interpreted(unless={"capacity": [60], "mode": ["scatter"]})
-def test_capacity(implementation: str, mode: str, capacity: int, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_fused_capacity(
+    implementation: str, mode: str, capacity: int, expert_mesh: Any, rng: np.random.Generator
+) -> None:
     """Slots that find no row add nothing, whatever the heap holds from earlier calls."""
     options = {"capacity": capacity, "combine_mode": mode}
     call = compiled(layer_and_gradients(SHAPE, implementation, **options), expert_mesh(2))
@@ -96,7 +98,7 @@ def test_capacity(implementation: str, mode: str, capacity: int, expert_mesh: An
         check(got, args, d_out, oracle.layout(args[1], SHAPE.num_experts, capacity=capacity))
 
 
-def test_float16(implementation: str, mode: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_fused_float16(implementation: str, mode: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     args = inputs(rng, "uniform", 2, dtype=F16)
     call = layer(SHAPE, implementation, combine_mode=mode)
     got = run(call, expert_mesh(2), *args[:3], *(split(w, 2) for w in args[3:]))
@@ -107,7 +109,7 @@ def test_float16(implementation: str, mode: str, expert_mesh: Any, rng: np.rando
 
 
 @pytest.mark.parametrize("number", [1, 1000])
-def test_communicating_programs_change_no_bits(
+def test_fused_communicating_programs_same_bits(
     implementation: str, number: int, expert_mesh: Any, rng: np.random.Generator
 ) -> None:
     args, mesh = inputs(rng, "zipf", 2), expert_mesh(2)
@@ -122,7 +124,7 @@ def test_communicating_programs_change_no_bits(
 @pytest.mark.parametrize("dispatch_mode", DISPATCH_MODES)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.slow(unless={"num_ranks": [2]})
-def test_dispatch_modes(
+def test_fused_dispatch_modes(
     implementation: str, dispatch_mode: str, num_ranks: int, expert_mesh: Any, rng: Any, subtests: Any
 ) -> None:
     """Forward and gradients; and with a capacity, where tokens may have no row left."""
@@ -143,7 +145,7 @@ def test_dispatch_modes(
 
 @pytest.mark.parametrize("dispatch_mode", [None, *DISPATCH_MODES])
 @pytest.mark.parametrize("alignment", [1, 16])
-def test_halves(
+def test_fused_halves(
     implementation: str, mode: str, alignment: int, dispatch_mode: str | None, mesh: Mesh, rng: np.random.Generator
 ) -> None:
     """Row for row what dispatch and grouped_gemm give, and zero in padding."""
@@ -198,7 +200,7 @@ def sixteenths(rng: np.random.Generator, *shape: int) -> np.ndarray:
 @pytest.mark.parametrize("options", [{}, {"capacity": 32, "alignment": 4}], ids=["dropless", "capacity"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.slow(unless={"num_ranks": [2]})
-def test_modes_round_as_they_say(
+def test_fused_modes_rounding(
     implementation: str, num_ranks: int, options: dict[str, int], expert_mesh: Any, rng: Any, subtests: Any
 ) -> None:
     """Each mode rounds elsewhere; the gradients of both are the same bits."""
@@ -224,7 +226,7 @@ def test_modes_round_as_they_say(
                 assert_same_bits(got, wanted, name)
 
 
-def test_the_mode_is_chosen_where_none_is_named(implementation: str, mesh: Mesh, rng: np.random.Generator) -> None:
+def test_fused_mode_default(implementation: str, mesh: Mesh, rng: np.random.Generator) -> None:
     """In every implementation, and with the result of one of the modes."""
     args = inputs(rng, "zipf", mesh.size)
     arguments = *args[:3], *(split(w, mesh.size) for w in args[3:])
@@ -233,7 +235,7 @@ def test_the_mode_is_chosen_where_none_is_named(implementation: str, mesh: Mesh,
     assert_close(got, serial.astype(np.float64), "chosen", tolerance=TOLERANCE)
 
 
-def test_second_derivative(implementation: str, mode: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_fused_second_derivative(implementation: str, mode: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """The backward pass differentiates again; against the portable implementation in float32."""
     shape = Shape(num_tokens=9, top_k=2, num_experts=4, hidden=16, intermediate=8)
     args = inputs(rng, "uniform", 2, shape)

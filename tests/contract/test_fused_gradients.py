@@ -70,7 +70,7 @@ def check(got: Any, args: Any, **options: Any) -> None:
 
 @pytest.mark.parametrize(("num_ranks", "mode"), [(2, "scatter"), (2, "serial"), (4, "serial")])
 @pytest.mark.slow_interpreted(unless={"num_ranks": [2]})
-def test_gradients_of_the_layer(
+def test_fused_gradients_layer(
     implementation: str, num_ranks: int, mode: str, expert_mesh: Any, rng: Any, subtests: Any
 ) -> None:
     """And the same bits on every run."""
@@ -85,7 +85,7 @@ def test_gradients_of_the_layer(
 
 
 @pytest.mark.parametrize("mode", ["scatter", "serial"])
-def test_capacity(implementation: str, mode: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_fused_gradients_capacity(implementation: str, mode: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """Slots that find no row add nothing, whatever the heap holds from earlier calls."""
     call = compiled(gradients_of(layer(implementation, capacity=16, mode=mode)), expert_mesh(2))
     for _ in range(2):
@@ -94,13 +94,13 @@ def test_capacity(implementation: str, mode: str, expert_mesh: Any, rng: np.rand
 
 
 @pytest.mark.parametrize("mode", ["scatter", "serial"])
-def test_one_token(implementation: str, mode: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_fused_gradients_one_token(implementation: str, mode: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     shape = Shape(num_tokens=1, top_k=2, num_experts=4, hidden=16, intermediate=8)
     args = inputs(rng, "uniform", 2, shape)
     check(run(gradients_of(layer(implementation, shape, mode=mode)), expert_mesh(2), *args), args)
 
 
-def test_dispatch_grouped_gemm(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_fused_gradients_dispatch_grouped_gemm(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """With rows of padding between the groups, against the same gradients from a launch each."""
     x, topk_idx, topk_weights, w, _, _ = inputs(rng, "duplicates", 2)
     rows = oracle.layout(topk_idx, SHAPE.num_experts, alignment=4)
@@ -123,7 +123,7 @@ def test_dispatch_grouped_gemm(implementation: str, expert_mesh: Any, rng: np.ra
         assert_close(g, want.astype(np.float64), name)
 
 
-def test_scan_and_remat(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_fused_gradients_scan_and_remat(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """Two layers, whose gradients are those without either."""
     x, topk_idx, topk_weights, *matrices, d_out = inputs(rng, "uniform", 2)
     layers = [np.stack([w, np.roll(w, 1, axis=1)], axis=1) for w in matrices]
@@ -147,7 +147,7 @@ def test_scan_and_remat(implementation: str, expert_mesh: Any, rng: np.random.Ge
         assert_close(g, w.astype(np.float64), name)
 
 
-def test_second_derivative(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_fused_gradients_second_derivative(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """The backward pass differentiates again; against the portable implementation in float32."""
     shape = Shape(num_tokens=9, top_k=2, num_experts=4, hidden=16, intermediate=8)
     *args, _ = inputs(rng, "uniform", 2, shape)

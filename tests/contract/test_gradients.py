@@ -53,7 +53,7 @@ def check_moe(got: Any, layer: oracle.MoE, d_out: np.ndarray, tolerance: float |
         assert_close(g.reshape(w.shape), w, name, tolerance=tolerance)
 
 
-def test_moe_routings(implementation: str, every_mesh: Mesh, rng: np.random.Generator, subtests: Any) -> None:
+def test_moe_gradients_routings(implementation: str, every_mesh: Mesh, rng: np.random.Generator, subtests: Any) -> None:
     num_ranks = every_mesh.size
     call = compiled(moe_vjp(BASE, implementation), every_mesh)
     for routing in ROUTINGS:
@@ -68,7 +68,9 @@ def test_moe_routings(implementation: str, every_mesh: Mesh, rng: np.random.Gene
 
 @pytest.mark.parametrize(("activation", "gated"), VARIANTS)
 @pytest.mark.slow(unless={"gated": [True]})
-def test_moe_activations(implementation: str, activation: str, gated: bool, expert_mesh: Any, rng: Any) -> None:
+def test_moe_gradients_activations(
+    implementation: str, activation: str, gated: bool, expert_mesh: Any, rng: Any
+) -> None:
     topk_idx = ROUTINGS["duplicates"](rng, 2, BASE)
     arrays = layer_arrays(rng, 2, BASE, gated=gated)
     d_out = reals(rng, *arrays[0].shape)
@@ -80,7 +82,7 @@ def test_moe_activations(implementation: str, activation: str, gated: bool, expe
     check_moe(got, oracle.MoE(*arrays, oracle.layout(topk_idx, BASE.num_experts), activation), d_out, tolerance)
 
 
-def test_moe_capacity(implementation: str, expert_mesh: Any, rng: np.random.Generator, subtests: Any) -> None:
+def test_moe_gradients_capacity(implementation: str, expert_mesh: Any, rng: np.random.Generator, subtests: Any) -> None:
     """Dropped rows neither give nor receive gradients."""
     call = compiled(moe_vjp(BASE, implementation, capacity=10), expert_mesh(2))
     for routing in ("zipf", "one_hot_every_slot"):
@@ -94,7 +96,7 @@ def test_moe_capacity(implementation: str, expert_mesh: Any, rng: np.random.Gene
             check_moe(got, oracle.MoE(*arrays, lay), d_out)
 
 
-def test_moe_bfloat16(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_moe_gradients_bfloat16(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     topk_idx = ROUTINGS["uniform"](rng, 2, BASE)
     arrays = layer_arrays(rng, 2, BASE, BF16)
     d_out = reals(rng, *arrays[0].shape, dtype=BF16)
@@ -125,7 +127,9 @@ def dispatch_combine_vjp(implementation: str, **options: Any):
 
 # Cotangents of small integers sum exactly, so the transposes compare bit for bit.
 @pytest.mark.parametrize("options", [{}, {"alignment": 4}, {"capacity": 12, "alignment": 2}], ids=str)
-def test_transposes(implementation: str, options: dict[str, int], mesh: Mesh, rng: Any, subtests: Any) -> None:
+def test_gradients_transposes(
+    implementation: str, options: dict[str, int], mesh: Mesh, rng: Any, subtests: Any
+) -> None:
     call = compiled(dispatch_combine_vjp(implementation, **options), mesh)
     for routing in FEW_ROUTINGS:
         with subtests.test(routing):
@@ -141,7 +145,7 @@ def test_transposes(implementation: str, options: dict[str, int], mesh: Mesh, rn
             np.testing.assert_array_equal(dy, oracle.gather(d_out, lay))
 
 
-def test_fp8_wire_is_straight_through(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_gradients_fp8_wire_straight_through(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """The backward quantises the cotangent like any other tokens, and ignores the rounding of the forward."""
     call = compiled(dispatch_combine_vjp(implementation, wire_dtype=jnp.float8_e4m3fn), expert_mesh(2))
     topk_idx = ROUTINGS["uniform"](rng, 2, BASE)
@@ -165,7 +169,7 @@ def test_fp8_wire_is_straight_through(implementation: str, expert_mesh: Any, rng
     np.testing.assert_array_equal(d_topk_weights, oracle.scatter_weights(d_weights, lay))
 
 
-def test_moe_fp8_wire(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_moe_gradients_fp8_wire(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """Gradients of the layer that sees quantised tokens and cotangents."""
     shape = Shape(hidden=128)
     topk_idx = ROUTINGS["uniform"](rng, 2, shape)
@@ -193,7 +197,9 @@ def global_loss(fn: Any, mesh: Mesh, probe: np.ndarray) -> Any:
     return lambda *args: jnp.sum(jnp.sin(stacked(*args)) * probe)
 
 
-def test_dispatch_combine_finite_differences(implementation: str, expert_mesh: Any, rng: Any, float64: None) -> None:
+def test_dispatch_combine_gradients_finite_differences(
+    implementation: str, expert_mesh: Any, rng: Any, float64: None
+) -> None:
     """Weights and tokens through dispatch, a nonlinearity, and combine."""
     topk_idx = ROUTINGS["duplicates"](rng, 2, TINY)
     topk_idx[0, 0, 0] = -1
@@ -210,7 +216,9 @@ def test_dispatch_combine_finite_differences(implementation: str, expert_mesh: A
     check_directional_derivatives(check, (x, topk_weights), rng)
 
 
-def test_moe_finite_differences(implementation: str, expert_mesh: Any, rng: np.random.Generator, float64: None) -> None:
+def test_moe_gradients_finite_differences(
+    implementation: str, expert_mesh: Any, rng: np.random.Generator, float64: None
+) -> None:
     """First and second order, from one function: g(a) = sum(sin(moe(a))), then h(a) = <grad g(a), u>."""
     topk_idx = ROUTINGS["duplicates"](rng, 2, TINY)
     arrays = layer_arrays(rng, 2, TINY, np.dtype(np.float64))
@@ -230,7 +238,7 @@ def test_moe_finite_differences(implementation: str, expert_mesh: Any, rng: np.r
     check_directional_derivatives(jax.jit(jax.value_and_grad(slope, argnums=(0, 1, 2, 3))), args, rng, tolerance=1e-6)
 
 
-def test_halves_finite_differences(implementation: str, expert_mesh: Any, rng: Any, float64: None) -> None:
+def test_halves_gradients_finite_differences(implementation: str, expert_mesh: Any, rng: Any, float64: None) -> None:
     """dispatch_grouped_gemm and grouped_gemm_combine, chained by hand."""
     topk_idx = ROUTINGS["uniform"](rng, 2, TINY)
     x, topk_weights, w_gate_up, w_down = layer_arrays(rng, 2, TINY, np.dtype(np.float64), gated=False)
@@ -248,7 +256,7 @@ def test_halves_finite_differences(implementation: str, expert_mesh: Any, rng: A
     check_directional_derivatives(gradient, args, rng)
 
 
-def test_fused_moe(implementation: str, rng: np.random.Generator) -> None:
+def test_fused_moe_gradients(implementation: str, rng: np.random.Generator) -> None:
     """The single-device layer has the same gradients."""
     topk_idx = ROUTINGS["some_without_expert"](rng, 1, BASE)
     arrays = layer_arrays(rng, 1, BASE)

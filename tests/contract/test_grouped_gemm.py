@@ -49,7 +49,9 @@ def poison(array: np.ndarray, group_sizes: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", [BF16, pytest.param(F16, marks=pytest.mark.slow_interpreted), F32], ids=str)
-def test_groups(implementation: str, dtype: np.dtype, rng: np.random.Generator, subtests: pytest.Subtests) -> None:
+def test_grouped_gemm_groups(
+    implementation: str, dtype: np.dtype, rng: np.random.Generator, subtests: pytest.Subtests
+) -> None:
     call = with_gradients(implementation)
     for name, (rows, sizes) in GROUPS.items():
         with subtests.test(name):
@@ -67,7 +69,7 @@ def test_groups(implementation: str, dtype: np.dtype, rng: np.random.Generator, 
 
 
 @pytest.mark.parametrize(("rows", "groups", "inner", "columns"), [(1, 1, 1, 1), (300, 3, 130, 67), (5, 64, 8, 8)])
-def test_shapes(implementation: str, rows: int, groups: int, inner: int, columns: int, rng: Any) -> None:
+def test_grouped_gemm_shapes(implementation: str, rows: int, groups: int, inner: int, columns: int, rng: Any) -> None:
     """Products of small integers are exact in float32, so any lost or doubled row shows."""
     bounds = np.sort(rng.integers(0, rows, groups - 1, endpoint=True))
     group_sizes = np.diff(np.concatenate([[0], bounds, [rows]])).astype(np.int32)
@@ -81,7 +83,7 @@ def test_shapes(implementation: str, rows: int, groups: int, inner: int, columns
 
 @pytest.mark.slow_interpreted
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-def test_remainders(implementation: str, dtype: np.dtype, rng: np.random.Generator) -> None:
+def test_grouped_gemm_remainders(implementation: str, dtype: np.dtype, rng: np.random.Generator) -> None:
     """Groups of all sizes around those of tiles, empty ones at both ends, and rows past them."""
     group_sizes = np.array([0, 1, 63, 64, 65, 127, 128, 129, 0], np.int32)
     rows = group_sizes.sum() + 7
@@ -99,7 +101,7 @@ def test_remainders(implementation: str, dtype: np.dtype, rng: np.random.Generat
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.slow_interpreted
-def test_nan_stays_in_its_group(implementation: str, dtype: np.dtype, rng: np.random.Generator) -> None:
+def test_grouped_gemm_nan_stays_in_group(implementation: str, dtype: np.dtype, rng: np.random.Generator) -> None:
     group_sizes = np.array([30, 0, 17, 70, 9], np.int32)
     lhs, rhs = reals(rng, 126, 16, dtype=dtype), reals(rng, 5, 16, 8, dtype=dtype)
     d_out = reals(rng, 126, 8, dtype=dtype)
@@ -113,7 +115,7 @@ def test_nan_stays_in_its_group(implementation: str, dtype: np.dtype, rng: np.ra
 
 
 @pytest.mark.slow_interpreted
-def test_preferred_element_type(implementation: str, rng: np.random.Generator) -> None:
+def test_grouped_gemm_preferred_element_type(implementation: str, rng: np.random.Generator) -> None:
     """float32 out of bfloat16 in: accumulated and returned without a rounding to bfloat16."""
     group_sizes = np.array([2, 0, 4], np.int32)
     lhs, rhs, d_out = reals(rng, 6, 33, dtype=BF16), reals(rng, 3, 33, 4, dtype=BF16), reals(rng, 6, 4)
@@ -126,7 +128,7 @@ def test_preferred_element_type(implementation: str, rng: np.random.Generator) -
     assert_close(d_rhs, want[1], "d_rhs")
 
 
-def test_finite_differences(implementation: str, rng: np.random.Generator, float64: None) -> None:
+def test_grouped_gemm_finite_differences(implementation: str, rng: np.random.Generator, float64: None) -> None:
     group_sizes = np.array([2, 0, 3], np.int32)
     lhs, rhs, probe = (rng.standard_normal(s) for s in ((6, 3), (3, 3, 2), (6, 2)))
 
@@ -138,7 +140,9 @@ def test_finite_differences(implementation: str, rng: np.random.Generator, float
 
 @pytest.mark.slow_interpreted
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-def test_scan_stacks_results(implementation: str, dtype: np.dtype, rng: np.random.Generator, subtests: Any) -> None:
+def test_grouped_gemm_scan_stacks_results(
+    implementation: str, dtype: np.dtype, rng: np.random.Generator, subtests: Any
+) -> None:
     """Of each step there is what a call alone gives: compilers may let kernels write into the stack."""
     group_sizes = np.array([5, 0, 12], np.int32)
     lhs, rhs = reals(rng, 3, 20, 32, dtype=dtype), reals(rng, 3, 3, 32, 24, dtype=dtype)

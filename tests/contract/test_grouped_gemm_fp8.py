@@ -58,7 +58,7 @@ class Problem:
 
 @pytest.mark.parametrize("columns", [200, 64])
 @pytest.mark.parametrize("groups", GROUPS)
-def test_groups(implementation: str, groups: str, columns: int, rng: np.random.Generator) -> None:
+def test_grouped_gemm_fp8_groups(implementation: str, groups: str, columns: int, rng: np.random.Generator) -> None:
     problem = Problem(rng, *GROUPS[groups], 384, columns)
     got = problem.call(gemm(implementation, preferred_element_type=jnp.float32))
     assert got.dtype == F32
@@ -67,7 +67,9 @@ def test_groups(implementation: str, groups: str, columns: int, rng: np.random.G
 
 
 @pytest.mark.parametrize("dtype", [None, jnp.float16, jnp.float64], ids=str)
-def test_result_dtypes(implementation: str, dtype: Any, rng: np.random.Generator, request: Any) -> None:
+def test_grouped_gemm_fp8_result_dtypes(
+    implementation: str, dtype: Any, rng: np.random.Generator, request: Any
+) -> None:
     if dtype == jnp.float64:
         request.getfixturevalue("float64")
     problem = Problem(rng, 20, [5, 0, 9], 256, 136)
@@ -78,7 +80,7 @@ def test_result_dtypes(implementation: str, dtype: Any, rng: np.random.Generator
     assert_close(got, problem.want(), tolerance=1e-5 if dtype == jnp.float64 else None)
 
 
-def test_sums_are_float32(implementation: str) -> None:
+def test_grouped_gemm_fp8_accumulates_in_float32(implementation: str) -> None:
     """A small term that comes after a large one is not lost, as it is in sums of fewer bits."""
     depth = 16 * 128
     lhs_scales = np.full((4, 16), 2.0**-6, F32)
@@ -94,7 +96,7 @@ def test_sums_are_float32(implementation: str) -> None:
     np.testing.assert_array_equal(got, 2.0**16 + 15 * 2)
 
 
-def test_quantised_operands(implementation: str, rng: np.random.Generator) -> None:
+def test_grouped_gemm_fp8_quantized_operands(implementation: str, rng: np.random.Generator) -> None:
     """Of `quantize_fp8` and `quantize_fp8_weights`: two roundings of 3 mantissa bits from the exact product."""
     sizes = np.array([17, 0, 30], np.int32)
     lhs, rhs = reals(rng, 47, 512, dtype=BF16), reals(rng, 3, 512, 96, dtype=BF16)
@@ -107,7 +109,7 @@ def test_quantised_operands(implementation: str, rng: np.random.Generator) -> No
 
 
 @pytest.mark.parametrize("what", ["lhs", "lhs_scales", "rhs", "rhs_scales"])
-def test_nan_stays_in_its_group(implementation: str, what: str, rng: np.random.Generator) -> None:
+def test_grouped_gemm_fp8_nan_stays_in_group(implementation: str, what: str, rng: np.random.Generator) -> None:
     problem = Problem(rng, 90, [20, 33, 0, 37], 256, 72)
     want, bad = problem.want(), slice(20, 53)
     getattr(problem, what)[bad if what.startswith("lhs") else 1] = np.nan
@@ -117,7 +119,7 @@ def test_nan_stays_in_its_group(implementation: str, what: str, rng: np.random.G
 
 
 @pytest.mark.parametrize("sizes", [[-3, 5, 2], [2, 2**31 - 1, 2**31 - 1], [0, -(2**31), 7]])
-def test_sizes_that_no_caller_should_pass(implementation: str, sizes: list[int], rng: np.random.Generator) -> None:
+def test_grouped_gemm_fp8_invalid_sizes(implementation: str, sizes: list[int], rng: np.random.Generator) -> None:
     """They change which rows have a product, and nothing else."""
     problem = Problem(rng, 12, [12], 128, 40)
     rhs, scales = np.repeat(problem.rhs, 3, 0), np.repeat(problem.rhs_scales, 3, 0)
@@ -130,7 +132,7 @@ def test_sizes_that_no_caller_should_pass(implementation: str, sizes: list[int],
 
 
 @pytest.mark.parametrize(("rows", "groups", "columns"), [(0, 2, 8), (3, 2, 0), (3, 0, 8)])
-def test_empty_arrays(implementation: str, rows: int, groups: int, columns: int) -> None:
+def test_grouped_gemm_fp8_empty_arrays(implementation: str, rows: int, groups: int, columns: int) -> None:
     got = gemm(implementation)(
         np.ones((rows, 128), oracle.FP8),
         np.ones((groups, columns, 128), oracle.FP8),
@@ -141,7 +143,7 @@ def test_empty_arrays(implementation: str, rows: int, groups: int, columns: int)
     assert got.shape == (rows, columns) and got.dtype == BF16 and not got.astype(F32).any()
 
 
-def test_vmap(implementation: str, rng: np.random.Generator) -> None:
+def test_grouped_gemm_fp8_vmap(implementation: str, rng: np.random.Generator) -> None:
     problems = [Problem(rng, 20, sizes, 128, 24) for sizes in ([3, 9], [20, 0])]
     names = ("lhs", "rhs", "sizes", "lhs_scales", "rhs_scales")
     stacked = [np.stack([getattr(problem, name) for problem in problems]) for name in names]
@@ -156,7 +158,7 @@ def test_vmap(implementation: str, rng: np.random.Generator) -> None:
         assert_close(got[i], problem.want(), tolerance=fp8_tolerance(implementation))
 
 
-def test_no_gradient(implementation: str) -> None:
+def test_grouped_gemm_fp8_no_gradient(implementation: str) -> None:
     def loss(scales):
         ones = jnp.ones((2, 128), jnp.float8_e4m3fn), jnp.ones((1, 8, 128), jnp.float8_e4m3fn), jnp.array([2])
         options = {"rhs_scales": jnp.ones((1, 1, 1)), "preferred_element_type": jnp.float32}

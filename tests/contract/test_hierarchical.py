@@ -53,7 +53,7 @@ def node_pairs(topk_idx: np.ndarray, num_experts: int, num_nodes: int) -> np.nda
     return counts
 
 
-def test_moe_and_its_gradients(implementation: str, nodes: Mesh, rng: Any, subtests: pytest.Subtests) -> None:
+def test_hierarchical_moe_and_gradients(implementation: str, nodes: Mesh, rng: Any, subtests: pytest.Subtests) -> None:
     """Equal to the oracle, and to the exchange among all ranks."""
 
     def layer(axis_name: Any, x: Any, idx: Any, weights: Any, w_gate_up: Any, w_down: Any, d_out: Any) -> Any:
@@ -80,7 +80,7 @@ def test_moe_and_its_gradients(implementation: str, nodes: Mesh, rng: Any, subte
         assert_close(got, exact.astype(np.float64), "flat moe")
 
 
-def test_rows_bit_for_bit(implementation: str, nodes: Mesh, rng: Any, subtests: pytest.Subtests) -> None:
+def test_hierarchical_rows_bit_for_bit(implementation: str, nodes: Mesh, rng: Any, subtests: pytest.Subtests) -> None:
     """Tokens, weights, sizes and counts, and the sums of integers, which are exact."""
     options = {"num_experts": BASE.num_experts, "axis_name": TOPOLOGY, "implementation": implementation}
 
@@ -112,7 +112,7 @@ def test_rows_bit_for_bit(implementation: str, nodes: Mesh, rng: Any, subtests: 
             np.testing.assert_array_equal(experts, np.where(lay.is_padding, -1, lay.expert - first))
 
 
-def test_tokens_cross_nodes_once(nodes: Mesh, rng: Any, subtests: pytest.Subtests) -> None:
+def test_hierarchical_tokens_cross_nodes_once(nodes: Mesh, rng: Any, subtests: pytest.Subtests) -> None:
     """What the plan sends from node to node is the least there can be: each token once per node that it needs."""
     num_nodes, num_local = nodes.devices.shape
 
@@ -155,7 +155,7 @@ def crosses_nodes(groups: str, num_local: int) -> bool:
     return any(len({i // num_local for i in group}) > 1 for group in parts)
 
 
-def test_bytes_of_the_compiled_program(nodes: Mesh, rng: Any) -> None:
+def test_hierarchical_compiled_bytes(nodes: Mesh, rng: Any) -> None:
     """Collectives over nodes carry at most N * T tokens and their routing; the large ones stay inside the nodes."""
     num_nodes, num_local = nodes.devices.shape
     shape = Shape(num_tokens=16, top_k=4, num_experts=16, hidden=64)
@@ -184,7 +184,7 @@ def test_bytes_of_the_compiled_program(nodes: Mesh, rng: Any) -> None:
 @pytest.mark.parametrize(
     "limits", [{"capacity": 12}, {"node_capacity": 5}, {"capacity": 12, "node_capacity": 7}], ids=str
 )
-def test_drops_are_counted(implementation: str, two_nodes: Mesh, rng: Any, limits: dict[str, int]) -> None:
+def test_hierarchical_drops_counted(implementation: str, two_nodes: Mesh, rng: Any, limits: dict[str, int]) -> None:
     """Each slot has a row or is counted, where it got lost; rows that are there are right."""
     topology = jax_ep.Topology(node="node", local="expert", node_capacity=limits.get("node_capacity"))
     options = {"num_experts": BASE.num_experts, "axis_name": topology, "implementation": implementation}
@@ -208,7 +208,7 @@ def test_drops_are_counted(implementation: str, two_nodes: Mesh, rng: Any, limit
         assert_same_bits(dropped, oracle.hierarchical_layout(layer.topk_idx, BASE.num_experts, 2, **limits).dropped)
 
 
-def test_fp8_between_nodes(implementation: str, two_nodes: Mesh, rng: Any) -> None:
+def test_hierarchical_fp8_between_nodes(implementation: str, two_nodes: Mesh, rng: Any) -> None:
     """Tokens are those of the flat exchange in FP8, bit for bit; the layer is within the rounding of sums."""
     shape = Shape(hidden=128)
     layer = Layer(rng, "uniform", 4, shape)
@@ -236,7 +236,7 @@ def test_fp8_between_nodes(implementation: str, two_nodes: Mesh, rng: Any) -> No
     assert np.linalg.norm(dx - exact) < 2**-3.5 * np.linalg.norm(exact)
 
 
-def test_quantised_pairs(two_nodes: Mesh, rng: Any) -> None:
+def test_hierarchical_quantized_pairs(two_nodes: Mesh, rng: Any) -> None:
     shape = Shape(hidden=128)
     layer = Layer(rng, "duplicates", 4, shape)
     values, scales = oracle.quantize(layer.x)
@@ -252,7 +252,7 @@ def test_quantised_pairs(two_nodes: Mesh, rng: Any) -> None:
 
 @pytest.mark.parametrize("num_blocks", [2, 4])
 @pytest.mark.slow
-def test_blocks(two_nodes: Mesh, rng: Any, num_blocks: int) -> None:
+def test_hierarchical_micro_batches(two_nodes: Mesh, rng: Any, num_blocks: int) -> None:
     """Blocks of tokens change nothing but roundings, also where they are not all of a size, and with a count."""
     topology = jax_ep.Topology(node="node", local="expert", num_blocks=num_blocks)
     shape = Shape(num_tokens=7)
@@ -275,7 +275,7 @@ def test_blocks(two_nodes: Mesh, rng: Any, num_blocks: int) -> None:
 
 
 @pytest.mark.slow
-def test_scan_and_remat(two_nodes: Mesh, rng: Any) -> None:
+def test_hierarchical_scan_and_remat(two_nodes: Mesh, rng: Any) -> None:
     """Two layers under scan, jit and checkpoint, in bfloat16: the same as without, and the handle is a pytree."""
     layer = Layer(rng, "zipf", 4, BASE, BF16)
     call = moe(BASE, "xla")
@@ -300,7 +300,7 @@ def test_scan_and_remat(two_nodes: Mesh, rng: Any) -> None:
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.slow(unless={"check_vma": [True]})
-def test_sharded_moe(two_nodes: Mesh, rng: Any, check_vma: bool) -> None:
+def test_hierarchical_sharded_moe(two_nodes: Mesh, rng: Any, check_vma: bool) -> None:
     """Global arrays, and replicated matrices of one's own shard_map, whose gradients are summed."""
     layer = Layer(rng, "uniform", 4, BASE)
     x, idx, weights = (a.reshape(-1, a.shape[-1]) for a in layer.args[:3])
@@ -317,7 +317,7 @@ def test_sharded_moe(two_nodes: Mesh, rng: Any, check_vma: bool) -> None:
 
 @pytest.mark.parametrize("in_fp8", [False, True])
 @pytest.mark.slow(unless={"in_fp8": [True]})
-def test_low_latency_moe(implementation: str, two_nodes: Mesh, rng: Any, in_fp8: bool) -> None:
+def test_hierarchical_low_latency_moe(implementation: str, two_nodes: Mesh, rng: Any, in_fp8: bool) -> None:
     shape = Shape(hidden=128, intermediate=128)
     layer = Layer(rng, "uniform", 4, shape)  # a token has an expert once, as decoding has it
 
@@ -341,7 +341,7 @@ def test_low_latency_moe(implementation: str, two_nodes: Mesh, rng: Any, in_fp8:
         assert_close(got, want, "low_latency_moe")
 
 
-def test_no_tokens(two_nodes: Mesh) -> None:
+def test_hierarchical_no_tokens(two_nodes: Mesh) -> None:
     layer = [np.zeros((4, 0, 4), F32), np.zeros((4, 0, 2), np.int32), np.zeros((4, 0, 2), F32)]
     matrices = np.ones((4, 1, 4, 6), F32), np.ones((4, 1, 3, 4), F32)
 
@@ -356,7 +356,7 @@ def test_no_tokens(two_nodes: Mesh) -> None:
 
 
 @pytest.mark.slow
-def test_flax_layer(two_nodes: Mesh, rng: Any) -> None:
+def test_hierarchical_flax_layer(two_nodes: Mesh, rng: Any) -> None:
     """Nothing but the axis changes: outputs, metrics and gradients are those of the flat layer."""
     nnx = pytest.importorskip("flax.nnx")
     from jax_ep.flax import MoE
@@ -398,13 +398,13 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_topologies_that_are_none(name: str) -> None:
+def test_topology_invalid(name: str) -> None:
     arguments, error, message = MISTAKES[name]
     with pytest.raises(error, match=re.escape(message)):
         jax_ep.Topology(**arguments)
 
 
-def test_misuse(two_nodes: Mesh) -> None:
+def test_hierarchical_misuse(two_nodes: Mesh) -> None:
     """Axes, sizes and handles that do not fit are refused, with what was got."""
     x, idx = np.ones((4, 2, 4), F32), np.zeros((4, 2, 1), np.int32)
     other = jax_ep.Topology(node="expert", local="node")

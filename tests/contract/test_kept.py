@@ -80,7 +80,7 @@ CASES = [(name, BF16, num_ranks) for name in EXPERTS for num_ranks in (1, 4)] + 
 
 
 @pytest.mark.parametrize(("name", "dtype", "num_ranks"), CASES)
-def test_bytes_are_those_of_the_formula(
+def test_residuals_bytes_match_formula(
     implementation: str, name: str, dtype: Any, num_ranks: int, expert_mesh: Any, rng: np.random.Generator
 ) -> None:
     """x, hidden rows, and some numbers for each slot; with `keep_tokens` also tokens."""
@@ -104,7 +104,7 @@ def test_bytes_are_those_of_the_formula(
 
 
 @pytest.mark.slow
-def test_a_program_takes_that_memory(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_residuals_program_memory(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """Of a scan over layers as XLA compiles it, one layer more: no tokens, and no activated rows."""
     if implementation != "xla" or jax.default_backend() != "cpu":
         pytest.skip("the interpreter's calls have memory of their own, and XLA's products on GPUs")
@@ -132,7 +132,7 @@ def test_a_program_takes_that_memory(implementation: str, expert_mesh: Any, rng:
 
 @pytest.mark.parametrize("name", EXPERTS)
 @pytest.mark.slow(unless={"name": ["silu"]})
-def test_no_product_is_computed_again(implementation: str, name: str, rng: np.random.Generator) -> None:
+def test_residuals_no_gemm_recomputed(implementation: str, name: str, rng: np.random.Generator) -> None:
     """As many in the compiled program as forward and two gradients of each take, also where hidden rows alone are kept.
 
     The third program keeps nothing, and so computes one product twice.
@@ -169,7 +169,7 @@ WAYS = {
 
 @pytest.mark.parametrize(("name", "way"), [*((name, None) for name in EXPERTS), *(("silu", way) for way in WAYS)])
 @pytest.mark.slow(unless={"way": ["fp8 on the wire"]})
-def test_gradients_have_the_same_bits(
+def test_residuals_gradients_same_bits(
     implementation: str, name: str, way: str | None, expert_mesh: Any, rng: np.random.Generator
 ) -> None:
     """Whether tokens are kept or sent again, also where some have no expert and others no row."""
@@ -199,7 +199,9 @@ def test_gradients_have_the_same_bits(
 
 @pytest.mark.parametrize("name", EXPERTS)
 @pytest.mark.slow
-def test_second_derivatives(implementation: str, name: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_residuals_second_derivatives(
+    implementation: str, name: str, expert_mesh: Any, rng: np.random.Generator
+) -> None:
     """In everything, through rows that are made again, as in float32 with tokens that are kept.
 
     On one rank, since exchanges of a second derivative depend on each other in nothing, and the interpreter's devices

@@ -80,7 +80,9 @@ class Problem:
         np.testing.assert_array_equal(back.astype(np.float64), want)
 
 
-def test_routings(implementation: str, every_mesh: Mesh, rng: np.random.Generator, subtests: pytest.Subtests) -> None:
+def test_low_latency_routings(
+    implementation: str, every_mesh: Mesh, rng: np.random.Generator, subtests: pytest.Subtests
+) -> None:
     call = compiled(round_trip(implementation, quantize=False), every_mesh)
     for routing in routings(implementation, every_mesh.size):
         with subtests.test(routing):
@@ -93,7 +95,7 @@ def test_routings(implementation: str, every_mesh: Mesh, rng: np.random.Generato
 
 @pytest.mark.parametrize("group_size", [128, 64])
 @pytest.mark.slow_interpreted(unless={"group_size": [128]})
-def test_quantised(implementation: str, group_size: int, expert_mesh: Any, rng: Any, subtests: Any) -> None:
+def test_low_latency_quantized(implementation: str, group_size: int, expert_mesh: Any, rng: Any, subtests: Any) -> None:
     call = compiled(round_trip(implementation, group_size=group_size), expert_mesh(2))
     for routing in ("uniform", "duplicates", "one_hot", "no_experts"):
         problem = Problem(rng, routing, 2)
@@ -120,7 +122,9 @@ def test_quantised(implementation: str, group_size: int, expert_mesh: Any, rng: 
             assert (error <= bound * (1 + 1e-6)).all()
 
 
-def test_quantised_tokens_arrive_as_they_are(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_low_latency_quantized_tokens_bit_for_bit(
+    implementation: str, expert_mesh: Any, rng: np.random.Generator
+) -> None:
     problem = Problem(rng, "some_without_expert", 2)
     values = rng.integers(0, 256, problem.x.shape, np.uint8).view(oracle.FP8)
     scales = rng.random((*values.shape[:-1], 2)).astype(F32)
@@ -130,7 +134,7 @@ def test_quantised_tokens_arrive_as_they_are(implementation: str, expert_mesh: A
     problem.check_routes(*got[2:])
 
 
-def test_num_tokens_on_the_device(implementation: str, expert_mesh: Any, rng: Any, subtests: Any) -> None:
+def test_low_latency_num_tokens_on_device(implementation: str, expert_mesh: Any, rng: Any, subtests: Any) -> None:
     """One compiled function serves every batch size."""
     call = compiled(round_trip(implementation, quantize=False), expert_mesh(2))
     for count in ([0, 0], [5, 5], [1, 4], [3, 0]):
@@ -151,7 +155,7 @@ def test_num_tokens_on_the_device(implementation: str, expert_mesh: Any, rng: An
     ids=repr,
 )
 @pytest.mark.slow_interpreted(unless={"count": [-1]})
-def test_number_of_tokens_of_any_integer_dtype(implementation: str, expert_mesh: Any, rng: Any, count: Any) -> None:
+def test_low_latency_num_tokens_integer_dtypes(implementation: str, expert_mesh: Any, rng: Any, count: Any) -> None:
     """Of more tokens than int8 can count; a number past them is as good as all."""
     shape = Shape(num_tokens=300, top_k=1, num_experts=2, hidden=16)
 
@@ -168,7 +172,7 @@ def test_number_of_tokens_of_any_integer_dtype(implementation: str, expert_mesh:
     assert int(sizes.sum()) == min(max(int(count), 0), shape.num_tokens)
 
 
-def test_weights_of_slots_without_expert(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_low_latency_weights_without_expert(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """They may be anything, as the softmax of a row that is masked entirely is."""
     problem = Problem(rng, "some_without_expert", 2)
     clean = np.where(problem.topk_idx < 0, 0, problem.topk_weights)
@@ -183,7 +187,7 @@ def test_weights_of_slots_without_expert(implementation: str, expert_mesh: Any, 
 
 
 @pytest.mark.parametrize("quantize", [False, True])
-def test_no_tokens(implementation: str, quantize: bool, expert_mesh: Any) -> None:
+def test_low_latency_no_tokens(implementation: str, quantize: bool, expert_mesh: Any) -> None:
     shape = Shape(num_tokens=0, top_k=2, num_experts=4, hidden=128)
 
     def fn(x, topk_idx, topk_weights, y):
@@ -216,7 +220,9 @@ def test_no_tokens(implementation: str, quantize: bool, expert_mesh: Any) -> Non
         "many tokens",
     ],
 )
-def test_shapes(implementation: str, num_ranks: int, shape: Shape, max_tokens: int, expert_mesh: Any, rng: Any) -> None:
+def test_low_latency_shapes(
+    implementation: str, num_ranks: int, shape: Shape, max_tokens: int, expert_mesh: Any, rng: Any
+) -> None:
     sizes = {"shape": shape, "max_tokens": max_tokens}
     problem = Problem(rng, "duplicates", num_ranks, **sizes)
     call = round_trip(implementation, quantize=False, **sizes)
@@ -225,7 +231,7 @@ def test_shapes(implementation: str, num_ranks: int, shape: Shape, max_tokens: i
     problem.check_routes(*rest)
 
 
-def test_fp8_on_the_way_back(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_low_latency_combine_fp8_wire(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """Whatever is quantised, rows or their weighted sums, the error stays within FP8's bound of each term."""
 
     def fn(x, topk_idx, topk_weights, y):
@@ -251,7 +257,7 @@ def test_fp8_on_the_way_back(implementation: str, expert_mesh: Any, rng: np.rand
     assert (error <= weighted_sum(np.abs(y)) * 2.0**-4 + weighted_sum(scales) * 2.0**-9 + 1e-6).all()
 
 
-def test_two_batches_in_flight(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_low_latency_two_batches_in_flight(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """Two dispatches before either combine, and the second combined first."""
     options = {"num_experts": 8, "max_tokens_per_rank": MAX_TOKENS, "quantize": False, "implementation": implementation}
 
@@ -273,7 +279,7 @@ def test_two_batches_in_flight(implementation: str, expert_mesh: Any, rng: np.ra
 GRADIENT_SHAPE = Shape(num_tokens=6, top_k=3, num_experts=8, hidden=12)
 
 
-def test_gradients(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_low_latency_gradients(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """Without quantisation both functions are differentiable."""
 
     def fn(x, topk_idx, topk_weights, y, d_tokens, d_out):
@@ -309,7 +315,7 @@ def test_gradients(implementation: str, expert_mesh: Any, rng: np.random.Generat
     assert_close(d_weights, want_d_weights, "d_weights")
 
 
-def test_rows_past_the_counts_reach_nothing(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_low_latency_rows_past_counts_ignored(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """Neither sums nor, where the dispatch is differentiated, the gradients of a product over all rows."""
     shape, num_ranks = GRADIENT_SHAPE, 2
     weights = probabilities(rng, num_ranks, shape.num_tokens, shape.top_k)
@@ -339,7 +345,9 @@ def test_rows_past_the_counts_reach_nothing(implementation: str, expert_mesh: An
     assert np.isfinite(dw).all()
 
 
-def test_scan_with_other_exchanges_in_between(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_low_latency_scan_with_other_dispatches(
+    implementation: str, expert_mesh: Any, rng: np.random.Generator
+) -> None:
     """Each exchange of a decode loop gets its own data, whatever runs between two of them."""
     shape, num_ranks = Shape(num_tokens=2, top_k=2, num_experts=4, hidden=16), 2
     options = {"num_experts": shape.num_experts, "implementation": implementation}
@@ -372,7 +380,7 @@ def test_scan_with_other_exchanges_in_between(implementation: str, expert_mesh: 
     np.testing.assert_array_equal(run(fn, expert_mesh(num_ranks), x, ids, weights), want)
 
 
-def test_a_rank_may_be_ahead_of_its_peers(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_low_latency_rank_ahead_of_peers(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """Only rank 0 receives, so that, on GPUs, the other sends again while rank 0 still works on what came before."""
     shape, num_steps = Shape(num_tokens=6, top_k=2, num_experts=4, hidden=16), 12
     options = {"num_experts": 4, "max_tokens_per_rank": 6, "quantize": False, "implementation": implementation}
@@ -393,7 +401,7 @@ def test_a_rank_may_be_ahead_of_its_peers(implementation: str, expert_mesh: Any,
         assert_same_bits(tokens[:, step][lay.token >= 0], want[lay.token >= 0], f"tokens of launch {step}")
 
 
-def test_quantised_dispatch_refuses_to_be_differentiated(implementation: str, expert_mesh: Any, rng: Any) -> None:
+def test_low_latency_quantized_dispatch_no_gradient(implementation: str, expert_mesh: Any, rng: Any) -> None:
     def fn(x, topk_idx):
         def loss(x):
             out = jax_ep.low_latency_dispatch(

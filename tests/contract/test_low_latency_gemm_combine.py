@@ -57,7 +57,9 @@ class Problem:
         return oracle_serving.low_latency_combine(y, self.ids, self.weights, self.lay)
 
 
-def test_routings(implementation: str, every_mesh: Mesh, rng: np.random.Generator, subtests: pytest.Subtests) -> None:
+def test_low_latency_gemm_combine_routings(
+    implementation: str, every_mesh: Mesh, rng: np.random.Generator, subtests: pytest.Subtests
+) -> None:
     call = compiled(product_and_combine(implementation, preferred_element_type=jnp.float32), every_mesh)
     for routing in routings(implementation, every_mesh.size):
         with subtests.test(routing):
@@ -68,7 +70,9 @@ def test_routings(implementation: str, every_mesh: Mesh, rng: np.random.Generato
 
 
 @pytest.mark.parametrize("expected_rows", [1, 12, 20, 100])
-def test_tiles_of_all_sizes(implementation: str, expected_rows: int, expert_mesh: Any, rng: Any) -> None:
+def test_low_latency_gemm_combine_tile_sizes(
+    implementation: str, expected_rows: int, expert_mesh: Any, rng: Any
+) -> None:
     shape = Shape(num_tokens=7, top_k=2, num_experts=2, hidden=264, intermediate=136)
     problem = Problem(rng, "uniform", 2, shape)
     options = {"preferred_element_type": jnp.float32, "expected_rows": expected_rows}
@@ -79,7 +83,7 @@ def test_tiles_of_all_sizes(implementation: str, expected_rows: int, expert_mesh
 @pytest.mark.parametrize("activations", [None, "int8", "fp8"])
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.slow(unless={"stored": ["mxfp4", "mxfp4 prepacked", "int8"], "activations": [None, "int8"]})
-def test_quantised_matrices(
+def test_low_latency_gemm_combine_quantized_weights(
     implementation: str, stored: str, activations: str | None, expert_mesh: Any, rng: np.random.Generator
 ) -> None:
     """As `masked_grouped_gemm` and `low_latency_combine`, to the rounding of sums."""
@@ -105,7 +109,7 @@ def test_quantised_matrices(
     assert_close(got, want.astype(np.float64), tolerance=1e-5)
 
 
-def test_num_tokens(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_low_latency_gemm_combine_num_tokens(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     counts = np.array([2, 0], np.int32)
     problem = Problem(rng, "uniform", 2, num_tokens=counts)
     call = product_and_combine(implementation, preferred_element_type=jnp.float32)
@@ -114,7 +118,9 @@ def test_num_tokens(implementation: str, expert_mesh: Any, rng: np.random.Genera
     assert not got[1].any()
 
 
-def test_rows_are_rounded_once_to_travel(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_low_latency_gemm_combine_rows_rounded_once(
+    implementation: str, expert_mesh: Any, rng: np.random.Generator
+) -> None:
     problem = Problem(rng, "duplicates", 2)
     problem.lhs, problem.rhs = (reals(rng, *x.shape, dtype=BF16) for x in (problem.lhs, problem.rhs))
     problem.weights = probabilities(rng, *problem.ids.shape)
@@ -123,7 +129,7 @@ def test_rows_are_rounded_once_to_travel(implementation: str, expert_mesh: Any, 
     assert_close(got, problem.want())
 
 
-def test_fp8(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_low_latency_gemm_combine_fp8(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     shape = Shape(num_tokens=5, top_k=3, num_experts=4, hidden=200, intermediate=256)
     problem = Problem(rng, "uniform", 2, shape)
     lhs, rhs = (100 * reals(rng, *x.shape) for x in (problem.lhs, problem.rhs))
@@ -144,7 +150,7 @@ def test_fp8(implementation: str, expert_mesh: Any, rng: np.random.Generator) ->
     assert_close(got, want)
 
 
-def test_scan(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_low_latency_gemm_combine_scan(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """Steps that follow each other get their own rows, through both halves of what they travel in."""
     problems = [Problem(rng, "zipf", 2) for _ in range(5)]
     call = product_and_combine(implementation, preferred_element_type=jnp.float32)
@@ -165,7 +171,7 @@ def test_scan(implementation: str, expert_mesh: Any, rng: np.random.Generator) -
         np.testing.assert_array_equal(got[:, i], problem.want())
 
 
-def test_no_gradient(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_low_latency_gemm_combine_no_gradient(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     problem = Problem(rng, "uniform", 2)
     call = product_and_combine(implementation)
 

@@ -71,7 +71,9 @@ def relative_error(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.linalg.norm(got.astype(np.float64) - want) / np.linalg.norm(want))
 
 
-def test_routings(implementation: str, expert_mesh: Any, rng: np.random.Generator, subtests: Any) -> None:
+def test_low_latency_moe_routings(
+    implementation: str, expert_mesh: Any, rng: np.random.Generator, subtests: Any
+) -> None:
     call = compiled(layer(implementation, fp8=False), expert_mesh(2))
     fp8_call = compiled(layer(implementation, fp8=True), expert_mesh(2))
     for routing in ("uniform", "duplicates", "some_without_expert", "one_hot_every_slot", "out_of_range"):
@@ -85,13 +87,15 @@ def test_routings(implementation: str, expert_mesh: Any, rng: np.random.Generato
 
 
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
-def test_activations(implementation: str, activation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_low_latency_moe_activations(
+    implementation: str, activation: str, expert_mesh: Any, rng: np.random.Generator
+) -> None:
     problem = Problem(rng, "uniform", 2, BF16)
     call = compiled(layer(implementation, fp8=True, experts=jax_ep.Experts(activation)), expert_mesh(2))
     assert relative_error(call(*problem.args), problem.want(activation)) < FP8_ERROR
 
 
-def test_num_tokens(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_low_latency_moe_num_tokens(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """Tokens past the count, which differs by rank, get zeros and change nothing."""
     problem, counts = Problem(rng, "uniform", 2, BF16), np.array([2, 5], np.int32)
     ignored = np.arange(SHAPE.num_tokens) >= counts[:, None]
@@ -102,7 +106,7 @@ def test_num_tokens(implementation: str, expert_mesh: Any, rng: np.random.Genera
     assert not got[ignored].any()
 
 
-def test_it_is_moe_up_to_rounding(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_low_latency_moe_matches_moe(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """In float32 both agree to float32's precision, so that a program may change between them."""
     problem = Problem(rng, "uniform", 2, F32)
 
@@ -115,7 +119,7 @@ def test_it_is_moe_up_to_rounding(implementation: str, expert_mesh: Any, rng: np
 
 
 @pytest.mark.slow_interpreted
-def test_no_tokens(implementation: str) -> None:
+def test_low_latency_moe_no_tokens(implementation: str) -> None:
     w = jnp.ones((2, 256, 128), oracle.FP8), jnp.ones((2, 2, 1), jnp.float32)
     down = jnp.ones((2, 128, 128), oracle.FP8), jnp.ones((2, 1, 1), jnp.float32)
     call = partial(jax_ep.low_latency_moe, num_experts=2, axis_name=(), implementation="xla")
@@ -123,7 +127,7 @@ def test_no_tokens(implementation: str) -> None:
     assert out.shape == (0, 128)
 
 
-def test_no_gradient() -> None:
+def test_low_latency_moe_no_gradient() -> None:
     w, down = jnp.ones((2, 256, 128)), jnp.ones((2, 128, 128))
 
     def loss(x):
@@ -144,7 +148,7 @@ def small_layer(seed=0):
 
 @pytest.mark.parametrize("other", ["fp8", "fp8_channel", "mxfp4", "int4"])
 @pytest.mark.parametrize("swapped", [False, True])
-def test_matrices_of_two_formats(other: str, swapped: bool) -> None:
+def test_low_latency_moe_two_weight_formats(other: str, swapped: bool) -> None:
     """As `fused_moe` takes them: each matrix says by itself what its rows become."""
     x, ids, weights, *matrices = small_layer()
     formats = [
@@ -163,7 +167,7 @@ def test_matrices_of_two_formats(other: str, swapped: bool) -> None:
 
 
 @pytest.mark.parametrize("jit", [False, True])
-def test_ids_of_tokens_that_do_not_count(jit: bool) -> None:
+def test_low_latency_moe_ids_past_num_tokens(jit: bool) -> None:
     """They may be anything, in the layer, its dispatch and its combine."""
     x, ids, weights, up, down = small_layer()
     keywords = {"num_experts": 4, "axis_name": (), "implementation": "xla"}
@@ -183,7 +187,7 @@ def test_ids_of_tokens_that_do_not_count(jit: bool) -> None:
 
 
 @pytest.mark.parametrize("argument", ["topk_weights", "b_down"])
-def test_no_gradient_in_any_array(argument: str) -> None:
+def test_low_latency_moe_no_gradient_per_array(argument: str) -> None:
     """Whether an implementation has one launch for it or several: on each kind of device alike."""
     x, ids, weights, up, down = small_layer()
     given = {"topk_weights": weights, "b_down": jnp.ones((4, 128))}

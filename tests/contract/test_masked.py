@@ -63,7 +63,7 @@ class Quantised:
 
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("expected_rows", [None, 4, 16, 100])
-def test_fp8(implementation: str, groups: str, expected_rows: int | None, rng: np.random.Generator) -> None:
+def test_masked_fp8(implementation: str, groups: str, expected_rows: int | None, rng: np.random.Generator) -> None:
     rows, sizes = GROUPS[groups]
     problem = Quantised(rng, sizes, rows, 384, 200)
     got = problem.call(gemm(implementation, preferred_element_type=jnp.float32, expected_rows=expected_rows))
@@ -72,7 +72,7 @@ def test_fp8(implementation: str, groups: str, expected_rows: int | None, rng: n
 
 
 @pytest.mark.parametrize("group_size", [256, 64])
-def test_tokens_of_other_groups(implementation: str, group_size: int, rng: np.random.Generator) -> None:
+def test_masked_other_block_size(implementation: str, group_size: int, rng: np.random.Generator) -> None:
     """As low_latency_dispatch quantises them: larger groups are multiplied, of smaller ones an error says the size."""
     x, ids = reals(rng, 6, 512, dtype=BF16), rng.integers(0, 3, (6, 2), dtype=np.int32)
     sizes = {"num_experts": 3, "max_tokens_per_rank": 6, "axis_name": (), "implementation": implementation}
@@ -99,14 +99,14 @@ def test_tokens_of_other_groups(implementation: str, group_size: int, rng: np.ra
     assert np.linalg.norm(rounded - exact) < 0.05 * np.linalg.norm(exact)
 
 
-def test_fp8_is_bfloat16_by_default(implementation: str, rng: np.random.Generator) -> None:
+def test_masked_fp8_default_dtype(implementation: str, rng: np.random.Generator) -> None:
     problem = Quantised(rng, [5, 0, 2], 7, 256, 136)
     got = problem.call(gemm(implementation))
     assert got.dtype == BF16
     assert_close(got[problem.real], problem.want()[problem.real])
 
 
-def test_fp8_sums_are_float32(implementation: str, rng: np.random.Generator) -> None:
+def test_masked_fp8_accumulates_in_float32(implementation: str, rng: np.random.Generator) -> None:
     """A small term that comes after a large one is not lost, as it is in sums of fewer bits."""
     depth = 16 * 128
     ones, sizes = np.ones((1, 4, depth), oracle.FP8), np.array([4], np.int32)
@@ -120,7 +120,7 @@ def test_fp8_sums_are_float32(implementation: str, rng: np.random.Generator) -> 
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
 @pytest.mark.parametrize("groups", GROUPS)
-def test_other_dtypes(implementation: str, groups: str, dtype: np.dtype, rng: np.random.Generator) -> None:
+def test_masked_other_dtypes(implementation: str, groups: str, dtype: np.dtype, rng: np.random.Generator) -> None:
     rows, sizes = GROUPS[groups]
     real, depth = counted(rows, sizes), 72
     lhs, rhs = reals(rng, len(sizes), rows, depth, dtype=dtype), reals(rng, len(sizes), 40, depth, dtype=dtype)
@@ -130,13 +130,13 @@ def test_other_dtypes(implementation: str, groups: str, dtype: np.dtype, rng: np
 
 
 @pytest.mark.parametrize(("groups", "rows", "depth", "columns"), [(3, 0, 8, 4), (2, 3, 8, 0), (0, 3, 8, 4)])
-def test_empty_arrays(implementation: str, groups: int, rows: int, depth: int, columns: int) -> None:
+def test_masked_empty_arrays(implementation: str, groups: int, rows: int, depth: int, columns: int) -> None:
     lhs, rhs = np.ones((groups, rows, depth), BF16), np.ones((groups, columns, depth), BF16)
     got = gemm(implementation)(lhs, rhs, np.full(groups, rows, np.int32))
     assert got.shape == (groups, rows, columns)
 
 
-def test_no_row_or_column_is_lost(implementation: str, rng: np.random.Generator) -> None:
+def test_masked_covers_rows_and_columns(implementation: str, rng: np.random.Generator) -> None:
     """Small integers are exact, so that any lost or doubled product shows."""
     sizes = rng.integers(0, 40, 9).astype(np.int32)
     lhs, rhs = integers(rng, 9, 39, 264, dtype=BF16), integers(rng, 9, 301, 264, dtype=BF16)
@@ -148,7 +148,7 @@ def test_no_row_or_column_is_lost(implementation: str, rng: np.random.Generator)
 @pytest.mark.parametrize("quantize", [True, False])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
 @pytest.mark.slow(unless={"activation": ["silu"]})
-def test_activation(implementation: str, activation: str, quantize: bool, rng: Any, subtests: Any) -> None:
+def test_masked_activation(implementation: str, activation: str, quantize: bool, rng: Any, subtests: Any) -> None:
     call = jax.jit(
         partial(
             jax_ep.ops.masked.masked_gated_activation,
@@ -181,7 +181,7 @@ def test_activation(implementation: str, activation: str, quantize: bool, rng: A
 
 
 @pytest.mark.parametrize("activation", ["silu", "relu"])
-def test_nan_spoils_its_group_of_columns(implementation: str, activation: str) -> None:
+def test_masked_nan_stays_in_scale_block(implementation: str, activation: str) -> None:
     hidden = np.ones((1, 2, 512), F32)
     hidden[0, 1, 3] = np.nan
     call = partial(
@@ -192,7 +192,7 @@ def test_nan_spoils_its_group_of_columns(implementation: str, activation: str) -
     assert spoilt[0, 1, :128].all() and not spoilt[0, 1, 128:].any() and not spoilt[0, 0].any()
 
 
-def test_vmap(implementation: str, rng: np.random.Generator) -> None:
+def test_masked_vmap(implementation: str, rng: np.random.Generator) -> None:
     sizes = np.array([[3, 0], [1, 8]], np.int32)
     lhs, rhs = integers(rng, 2, 2, 8, 64, dtype=BF16), integers(rng, 2, 24, 64, dtype=BF16)
     call = partial(jax_ep.masked_grouped_gemm, implementation=implementation)
@@ -202,7 +202,7 @@ def test_vmap(implementation: str, rng: np.random.Generator) -> None:
         assert_close(got[i][real], oracle_serving.masked_grouped_gemm(lhs[i], rhs)[real])
 
 
-def test_no_gradient(implementation: str) -> None:
+def test_masked_no_gradient(implementation: str) -> None:
     def through_product(lhs):
         rhs, sizes = jnp.ones((1, 8, 16), jnp.bfloat16), jnp.array([2])
         return jnp.sum(jax_ep.masked_grouped_gemm(lhs, rhs, sizes, implementation=implementation))

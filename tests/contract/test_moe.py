@@ -25,7 +25,9 @@ def moe(shape: Shape, implementation: str, **options: Any):
     return functools.partial(jax_ep.moe, num_experts=shape.num_experts, implementation=implementation, **options)
 
 
-def test_routings(implementation: str, every_mesh: Mesh, rng: np.random.Generator, subtests: pytest.Subtests) -> None:
+def test_moe_routings(
+    implementation: str, every_mesh: Mesh, rng: np.random.Generator, subtests: pytest.Subtests
+) -> None:
     call = compiled(moe(BASE, implementation), every_mesh)
     for routing in ROUTINGS:
         with subtests.test(routing):
@@ -35,14 +37,14 @@ def test_routings(implementation: str, every_mesh: Mesh, rng: np.random.Generato
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.slow(unless={"name": ["prime_tokens", "one_token"]})
-def test_shapes(implementation: str, name: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_moe_shapes(implementation: str, name: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     num_ranks, shape = SHAPES[name]
     layer = Layer(rng, "duplicates", num_ranks, shape)
     got = run(moe(shape, implementation), expert_mesh(num_ranks), *layer.args)
     assert_close(got, layer.oracle().forward(), "moe")
 
 
-def test_activations(implementation: str, mesh: Mesh, rng: np.random.Generator, subtests: pytest.Subtests) -> None:
+def test_moe_activations(implementation: str, mesh: Mesh, rng: np.random.Generator, subtests: pytest.Subtests) -> None:
     layers = {gated: Layer(rng, "uniform", mesh.size, BASE, gated=gated) for gated in (True, False)}
 
     def fn(gated_args, plain_args):
@@ -59,7 +61,7 @@ def test_activations(implementation: str, mesh: Mesh, rng: np.random.Generator, 
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-def test_dtypes(implementation: str, dtype: np.dtype, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_moe_dtypes(implementation: str, dtype: np.dtype, expert_mesh: Any, rng: np.random.Generator) -> None:
     layer = Layer(rng, "uniform", 2, BASE, dtype)
     got = run(moe(BASE, implementation), expert_mesh(2), *layer.args)
     assert got.dtype == dtype
@@ -68,7 +70,7 @@ def test_dtypes(implementation: str, dtype: np.dtype, expert_mesh: Any, rng: np.
 
 @pytest.mark.parametrize("capacity", [3, 16])
 @pytest.mark.slow(unless={"capacity": [3]})
-def test_capacity(implementation: str, capacity: int, expert_mesh: Any, rng: Any, subtests: Any) -> None:
+def test_moe_capacity(implementation: str, capacity: int, expert_mesh: Any, rng: Any, subtests: Any) -> None:
     """Dropped rows are left out of the layer; the others do not change."""
     call = compiled(moe(BASE, implementation, capacity=capacity), expert_mesh(2))
     for routing in ("zipf", "one_hot_every_slot"):
@@ -79,7 +81,7 @@ def test_capacity(implementation: str, capacity: int, expert_mesh: Any, rng: Any
             assert_close(call(*layer.args), want.forward(), "moe")
 
 
-def test_fp8_wire(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_moe_fp8_wire(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """Equal to the layer of the quantised tokens, up to the rounding of the way back."""
     shape = Shape(hidden=128)
     layer = Layer(rng, "uniform", 2, shape)
@@ -92,7 +94,7 @@ def test_fp8_wire(implementation: str, expert_mesh: Any, rng: np.random.Generato
     assert np.linalg.norm(got - want) < 2**-4 * np.linalg.norm(want)
 
 
-def test_halves_make_the_layer(implementation: str, mesh: Mesh, rng: np.random.Generator) -> None:
+def test_moe_equals_its_halves(implementation: str, mesh: Mesh, rng: np.random.Generator) -> None:
     """dispatch_grouped_gemm and grouped_gemm_combine against the oracle, each alone."""
     options = {"capacity": 40, "alignment": 4}
 

@@ -31,7 +31,7 @@ def assert_near(got: Any, want: Any, limit: float = NEAR) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.slow(unless={"num_ranks": [2]})
 @pytest.mark.slow_interpreted
-def test_against_the_oracle(
+def test_moe_recipe_matches_oracle(
     implementation: str, num_ranks: int, expert_mesh: Any, rng: Any, subtests: pytest.Subtests
 ) -> None:
     """Near the layer with the same roundings, and as far from the one without as those are."""
@@ -49,7 +49,7 @@ def test_against_the_oracle(
                 assert 0.01 < relative(g, w) < max(0.15, 1.1 * relative(r, w)), name
 
 
-def test_capacity(implementation: str, expert_mesh: Any, rng: Any) -> None:
+def test_moe_recipe_capacity(implementation: str, expert_mesh: Any, rng: Any) -> None:
     layer = Layer(rng, "one_hot_every_slot", 2)
     want = layer.oracle(capacity=13)
     assert want.lay.dropped.sum() > 0
@@ -58,7 +58,7 @@ def test_capacity(implementation: str, expert_mesh: Any, rng: Any) -> None:
     assert 0.01 < relative(got, want.forward()) < 0.12
 
 
-def test_fused_moe(implementation: str, rng: Any) -> None:
+def test_moe_recipe_fused_moe(implementation: str, rng: Any) -> None:
     layer = Layer(rng, "uniform", 1)
     call = functools.partial(jax_ep.fused_moe, recipe="fp8", implementation=implementation)
     x, weights, up, down = (jnp.asarray(a) for a in (layer.x[0], layer.topk_weights[0], layer.w_gate_up, layer.w_down))
@@ -73,7 +73,7 @@ def test_fused_moe(implementation: str, rng: Any) -> None:
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.slow
-def test_activations(implementation: str, activation: str, gated: bool, expert_mesh: Any, rng: Any) -> None:
+def test_moe_recipe_activations(implementation: str, activation: str, gated: bool, expert_mesh: Any, rng: Any) -> None:
     layer = Layer(rng, "uniform", 2, dtype=BF16, gated=gated)
     call = with_gradients(experts=jax_ep.Experts(activation, gated=gated), implementation=implementation)
     got = run(call, expert_mesh(2), *layer.args, layer.probe)
@@ -83,7 +83,7 @@ def test_activations(implementation: str, activation: str, gated: bool, expert_m
 
 @pytest.mark.parametrize("routing", ["one_hot_every_slot", "zipf"])
 @pytest.mark.slow
-def test_groups_of_several_blocks(implementation: str, routing: str, rng: Any) -> None:
+def test_moe_recipe_groups_of_several_blocks(implementation: str, routing: str, rng: Any) -> None:
     """More than 128 rows of an expert, no whole number of blocks; experts without rows have gradients of zero."""
     shape = Shape(num_tokens=150, top_k=2, num_experts=3, hidden=128, intermediate=128)
     layer = Layer(rng, routing, 1, shape)
@@ -96,7 +96,7 @@ def test_groups_of_several_blocks(implementation: str, routing: str, rng: Any) -
     assert not got[3][0][empty].any() and not got[4][0][empty].any()
 
 
-def test_nan_stays_with_its_token(implementation: str, expert_mesh: Any, rng: Any) -> None:
+def test_moe_recipe_nan_stays_with_token(implementation: str, expert_mesh: Any, rng: Any) -> None:
     """In the result and in the gradient of tokens; in those of matrices it reaches the experts of its token.
 
     All other rows are those of the oracle without it.
@@ -119,7 +119,7 @@ def test_nan_stays_with_its_token(implementation: str, expert_mesh: Any, rng: An
 
 @pytest.mark.parametrize("factor", [2.0**60, 2.0**-60, 2.0**-110], ids="{:.0e}".format)
 @pytest.mark.slow
-def test_any_size_of_numbers(implementation: str, factor: float, rng: Any) -> None:
+def test_moe_recipe_magnitudes(implementation: str, factor: float, rng: Any) -> None:
     """Scales follow the operands: neither large tokens nor small cotangents overflow or vanish."""
     layer = Layer(rng, "uniform", 1)
     mesh = make_mesh((1,), ("expert",))
@@ -137,7 +137,7 @@ def test_any_size_of_numbers(implementation: str, factor: float, rng: Any) -> No
 
 
 @pytest.mark.slow
-def test_zeros(implementation: str, rng: Any) -> None:
+def test_moe_recipe_zeros(implementation: str, rng: Any) -> None:
     """Blocks of zeros have a scale that is none, and results that are zero and no NaN."""
     layer = Layer(rng, "uniform", 1)
     layer.x[..., :128] = 0
@@ -153,7 +153,7 @@ def test_zeros(implementation: str, rng: Any) -> None:
 
 @pytest.mark.parametrize("weight_on", ["output", "input"])
 @pytest.mark.slow
-def test_biases(implementation: str, weight_on: str, expert_mesh: Any, rng: Any) -> None:
+def test_moe_recipe_biases(implementation: str, weight_on: str, expert_mesh: Any, rng: Any) -> None:
     """Those behind the second product, and before the activation, have the gradients of the layer without FP8."""
     layer = Layer(rng, "uniform", 2)
     biases = [reals(rng, 2, 4, columns) for columns in (256, 256)][: 2 if weight_on == "output" else 1]
@@ -176,7 +176,7 @@ def test_biases(implementation: str, weight_on: str, expert_mesh: Any, rng: Any)
 
 
 @pytest.mark.slow
-def test_over_nodes(implementation: str, rng: Any) -> None:
+def test_moe_recipe_over_nodes(implementation: str, rng: Any) -> None:
     """Between nodes tokens travel in FP8 too, once rounded: the layer is that of flat ranks but for sums of nodes."""
     if implementation == "triton" and not ON_GPU:
         pytest.skip("in the interpreter, launches that do not depend on each other may wait for each other")
@@ -188,7 +188,7 @@ def test_over_nodes(implementation: str, rng: Any) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_kept(implementation: str, rng: Any) -> None:
+def test_moe_recipe_residuals(implementation: str, rng: Any) -> None:
     """For the backward pass: tokens in FP8 with their scales, and hidden rows; nothing else of so many columns."""
     shape = Shape(num_tokens=6, top_k=2, num_experts=2, hidden=128, intermediate=384)
     layer = Layer(rng, "uniform", 1, shape, BF16)
@@ -203,7 +203,7 @@ def test_what_is_kept(implementation: str, rng: Any) -> None:
     assert of_rows == [("bfloat16", 768), ("float32", 1), ("uint8", 128)]
 
 
-def test_no_second_derivative(implementation: str, rng: Any) -> None:
+def test_moe_recipe_no_second_derivative(implementation: str, rng: Any) -> None:
     layer = Layer(rng, "uniform", 1)
 
     def loss(x):

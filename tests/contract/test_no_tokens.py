@@ -98,12 +98,12 @@ def test_no_tokens(implementation: str, name: str, dtype: np.dtype) -> None:
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_no_tokens_in_sharded_moe(implementation: str, axis_type: AxisType) -> None:
+def test_no_tokens_sharded_moe(implementation: str, axis_type: AxisType) -> None:
     mesh = make_mesh((W,), (EXPERT,), axis_type)
     check(sharded_moe(mesh, num_experts=E, implementation=implementation), arguments(mesh, F32))
 
 
-def test_no_tokens_on_one_device(implementation: str) -> None:
+def test_no_tokens_one_device(implementation: str) -> None:
     args = [jnp.asarray(np.asarray(value)) for value in arguments(make_mesh((1,), (EXPERT,)), F32)]
     layer = functools.partial(jax_ep.fused_moe, implementation=implementation)
     check(layer, args)

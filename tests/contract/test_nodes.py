@@ -65,7 +65,7 @@ def over(request: pytest.FixtureRequest) -> Over:
     return Over(mesh, jax_ep.Topology(node="node", local="expert"), num_ranks // num_nodes)
 
 
-def test_dispatch_and_combine(implementation: str, over: Over, rng: np.random.Generator, subtests: Any) -> None:
+def test_nodes_dispatch_and_combine(implementation: str, over: Over, rng: np.random.Generator, subtests: Any) -> None:
     """Rows bit for bit, and sums of whole numbers, which no order changes."""
 
     def fn(x, topk_idx, topk_weights, y):
@@ -87,7 +87,7 @@ def test_dispatch_and_combine(implementation: str, over: Over, rng: np.random.Ge
             assert_same_bits(back, oracle.combine(y, lay).astype(y.dtype), "combined")
 
 
-def test_moe_and_gradients(implementation: str, over: Over, rng: np.random.Generator, subtests: Any) -> None:
+def test_nodes_moe_and_gradients(implementation: str, over: Over, rng: np.random.Generator, subtests: Any) -> None:
     """The layer, and the gradients of its tokens, router weights and both matrices: over nodes as among all ranks."""
 
     def fn(axis_name, x, topk_idx, topk_weights, w_gate_up, w_down, d_out):
@@ -115,7 +115,7 @@ def test_moe_and_gradients(implementation: str, over: Over, rng: np.random.Gener
             assert_close(got, exact.astype(np.float64), "flat moe")
 
 
-def test_capacity(implementation: str, over: Over, rng: np.random.Generator) -> None:
+def test_nodes_capacity(implementation: str, over: Over, rng: np.random.Generator) -> None:
     """Rows past it are dropped and counted, on each rank as in one process."""
     capacity = 6
 

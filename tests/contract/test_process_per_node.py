@@ -40,7 +40,7 @@ def layer(axis_name: Any, *arguments: Any) -> Any:
     return jax_ep.moe(*arguments, num_experts=BASE.num_experts, axis_name=axis_name, implementation="triton")
 
 
-def test_layer_and_gradients(nodes: Mesh, rng: Any) -> None:
+def test_process_per_node_layer_and_gradients(nodes: Mesh, rng: Any) -> None:
     def fn(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any, d_out: Any) -> Any:
         arrays = x, weights, w_gate_up, w_down
         y, vjp = jax.vjp(lambda x, weights, *w: layer(TOPOLOGY, x, ids, weights, *w), *arrays)
@@ -57,7 +57,7 @@ def test_layer_and_gradients(nodes: Mesh, rng: Any) -> None:
             assert_close(got, exact.reshape(got.shape), "gradient")
 
 
-def test_decoding(nodes: Mesh, rng: Any) -> None:
+def test_process_per_node_decoding(nodes: Mesh, rng: Any) -> None:
     shape = Shape(hidden=128, intermediate=128)
     problem = Layer(rng, "uniform", nodes.size, shape, BF16)
 
@@ -70,7 +70,7 @@ def test_decoding(nodes: Mesh, rng: Any) -> None:
     assert_close(y, problem.oracle().forward(), "low_latency_moe")
 
 
-def test_exchanges_between_processes_are_refused(nodes: Mesh, rng: Any) -> None:
+def test_process_per_node_exchange_unsupported(nodes: Mesh, rng: Any) -> None:
     problem = Layer(rng, "uniform", nodes.size, BASE)
     reason = f"triton: ranks of the axes {TOPOLOGY.axes} span several of the {len(nodes.devices)} processes"
     with pytest.raises(NotImplementedError, match=re.escape(reason)):

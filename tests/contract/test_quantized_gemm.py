@@ -53,7 +53,7 @@ def tolerance(dtype: Any) -> float | None:
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.slow(unless={"groups": ["uneven"], "dtype": [BF16]})
-def test_grouped_gemm(implementation: str, groups: str, dtype: Any, stored: str, rng: Any) -> None:
+def test_quantized_gemm_grouped(implementation: str, groups: str, dtype: Any, stored: str, rng: Any) -> None:
     depth = 256 if oracle_quantized.FORMATS[stored.split()[0]].block[1] == 128 else 160
     problem = Problem(rng, groups, stored, dtype, depth, columns=72)
     call = partial(jax_ep.grouped_gemm, preferred_element_type=jnp.float32, implementation=implementation)
@@ -66,7 +66,9 @@ def test_grouped_gemm(implementation: str, groups: str, dtype: Any, stored: str,
 @IN_EVERY_WAY
 @pytest.mark.parametrize("expected_rows", [None, 40])
 @pytest.mark.slow(unless={"expected_rows": [None]})
-def test_masked(implementation: str, expected_rows: int | None, stored: str, rng: np.random.Generator) -> None:
+def test_quantized_gemm_masked(
+    implementation: str, expected_rows: int | None, stored: str, rng: np.random.Generator
+) -> None:
     problem = Problem(rng, "uneven", stored, BF16, 256, columns=40)
     counts = np.array([5, 0, 33, 40], np.int32)
     lhs = reals(rng, 4, 40, 256, dtype=BF16)
@@ -80,7 +82,9 @@ def test_masked(implementation: str, expected_rows: int | None, stored: str, rng
 
 @pytest.mark.parametrize("stored", ["int4", "int4 prepacked"])
 @pytest.mark.parametrize("block_size", [16, 32, 256])
-def test_groups_of_int4(implementation: str, block_size: int, stored: str, rng: np.random.Generator) -> None:
+def test_quantized_gemm_int4_blocks(
+    implementation: str, block_size: int, stored: str, rng: np.random.Generator
+) -> None:
     lhs, w = reals(rng, 9, 256, dtype=BF16), reals(rng, 2, 256, 24)
     q = store(w, stored, block_size=block_size)
     sizes = np.array([4, 5], np.int32)
@@ -92,7 +96,9 @@ def test_groups_of_int4(implementation: str, block_size: int, stored: str, rng: 
 
 @pytest.mark.parametrize("prepacked", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-def test_scales_of_mxfp4(implementation: str, dtype: Any, prepacked: bool, rng: np.random.Generator) -> None:
+def test_quantized_gemm_mxfp4_scales(
+    implementation: str, dtype: Any, prepacked: bool, rng: np.random.Generator
+) -> None:
     """Far from one, too, of one column each; what is too large is not finite, and NaN stays in its column."""
     exponents = np.array([63, 100, 127, 128, 129, 140, 160, 161, 254, 255], np.uint8)
     lhs, columns = reals(rng, 6, 64, dtype=dtype), len(exponents)
@@ -114,7 +120,9 @@ def test_scales_of_mxfp4(implementation: str, dtype: Any, prepacked: bool, rng: 
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("smoothed", [False, True])
-def test_tokens_in_int8(implementation: str, masked: bool, smoothed: bool, rng: np.random.Generator) -> None:
+def test_quantized_gemm_int8_tokens(
+    implementation: str, masked: bool, smoothed: bool, rng: np.random.Generator
+) -> None:
     """Products of integers: what is left are the roundings of rows and matrices, which are those of the oracle."""
     sizes, depth = np.array([5, 0, 30], np.int32), 160
     w = reals(rng, 3, depth, 40)
@@ -143,7 +151,7 @@ def test_tokens_in_int8(implementation: str, masked: bool, smoothed: bool, rng: 
 
 
 @pytest.mark.slow_interpreted
-def test_smoothing_is_for_columns_that_stand_out(implementation: str, rng: np.random.Generator) -> None:
+def test_quantized_gemm_smooth_outlier_columns(implementation: str, rng: np.random.Generator) -> None:
     """Of tokens some of whose columns are a hundred times the others, as SmoothQuant finds them in models."""
     x, w, sizes = reals(rng, 64, 256), reals(rng, 2, 256, 32), np.array([40, 24], np.int32)
     x[:, ::32] *= 100
@@ -157,7 +165,7 @@ def test_smoothing_is_for_columns_that_stand_out(implementation: str, rng: np.ra
     assert errors[1] < 0.7 * errors[0]
 
 
-def test_a_layer_of_int8_tokens(implementation: str, rng: np.random.Generator) -> None:
+def test_quantized_layer_int8_tokens(implementation: str, rng: np.random.Generator) -> None:
     layer = Layer(rng, "uniform", 1, Shape(num_tokens=9, hidden=128, intermediate=128), BF16)
     want = layer.oracle().forward()[0]
     q = [quantize_experts(jnp.asarray(w), "int8", activations="int8") for w in (layer.w_gate_up, layer.w_down)]
@@ -169,7 +177,7 @@ def test_a_layer_of_int8_tokens(implementation: str, rng: np.random.Generator) -
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_tokens_in_fp8(implementation: str, masked: bool, rng: np.random.Generator) -> None:
+def test_quantized_gemm_fp8_tokens(implementation: str, masked: bool, rng: np.random.Generator) -> None:
     """As products of the two FP8 operands, to the bit."""
     sizes, depth = np.array([5, 0, 30], np.int32), 256
     q = quantize_experts(jnp.asarray(reals(rng, 3, depth, 40)), "fp8", activations="fp8")
@@ -200,7 +208,7 @@ def in_fp8(rows: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("given", ["rows", "masked", "masked in FP8"])
 @pytest.mark.parametrize("block_size", [128, 32])
 @pytest.mark.slow(unless={"given": ["masked in FP8"], "block_size": [128]})
-def test_fp8_tokens_of_other_formats(
+def test_quantized_gemm_fp8_tokens_other_formats(
     implementation: str, given: str, block_size: int, expert_format: str, rng: np.random.Generator
 ) -> None:
     """Sums of products of what is left of the rows and what the matrices stand for: their elements are not rounded."""
@@ -234,7 +242,9 @@ def test_fp8_tokens_of_other_formats(
 @FP8_FORMATS
 @pytest.mark.parametrize("which", ["one launch", "several launches", "low latency"])
 @pytest.mark.slow(unless={"which": ["low latency"], "expert_format": ["mxfp4"]})
-def test_layers_of_fp8_tokens(implementation: str, which: str, expert_format: str, rng: np.random.Generator) -> None:
+def test_quantized_layers_fp8_tokens(
+    implementation: str, which: str, expert_format: str, rng: np.random.Generator
+) -> None:
     layer = Layer(rng, "uniform", 1, Shape(num_tokens=9, hidden=256, intermediate=128), BF16)
     x, ids, weights = layer.x[0], layer.topk_idx[0], layer.topk_weights[0]
     pair = [quantize_experts(jnp.asarray(w), expert_format, activations="fp8") for w in (layer.w_gate_up, layer.w_down)]
@@ -262,7 +272,7 @@ def test_layers_of_fp8_tokens(implementation: str, which: str, expert_format: st
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("kind", ["silu", "weights on the input", "function"])
 @pytest.mark.slow(unless={"kind": ["silu"]})
-def test_layer_of_fp8_tokens(implementation: str, kind: str, num_ranks: int, expert_mesh: Any, rng: Any) -> None:
+def test_quantized_layer_fp8_tokens(implementation: str, kind: str, num_ranks: int, expert_mesh: Any, rng: Any) -> None:
     """What the layer computes that quantises its matrices in each call, but for sums in FP8, where there is one."""
     layer = Layer(rng, "duplicates", num_ranks, Shape(num_tokens=9, hidden=128, intermediate=128), BF16)
     own = jax_ep.Experts(lambda hidden: jnp.maximum(hidden[..., :128], 0) * hidden[..., 128:])
@@ -290,7 +300,7 @@ def test_layer_of_fp8_tokens(implementation: str, kind: str, num_ranks: int, exp
         assert np.linalg.norm(to_numpy(got).astype(np.float64) - want) < 0.05 * np.linalg.norm(want)
 
 
-def test_low_latency_layer_of_fp8_tokens(implementation: str, rng: np.random.Generator) -> None:
+def test_quantized_low_latency_layer_fp8_tokens(implementation: str, rng: np.random.Generator) -> None:
     """That of pairs."""
     layer = Layer(rng, "uniform", 1, Shape(num_tokens=9, hidden=128, intermediate=128), BF16)
     quantised = [quantize_experts(jnp.asarray(w), "fp8", activations="fp8") for w in (layer.w_gate_up, layer.w_down)]
@@ -310,7 +320,7 @@ def stands_for(layer: Layer, stored: str, dtype: Any) -> Layer:
 @IN_EVERY_WAY
 @pytest.mark.parametrize("which", ["moe", "low latency"])
 @pytest.mark.slow(unless={"stored": ["mxfp4", "mxfp4 prepacked"]})
-def test_layers(implementation: str, which: str, stored: str, expert_mesh: Any, rng: Any) -> None:
+def test_quantized_layers(implementation: str, which: str, stored: str, expert_mesh: Any, rng: Any) -> None:
     shape = Shape(num_tokens=5, hidden=128, intermediate=128)
     layer = Layer(rng, "duplicates" if which == "moe" else "uniform", 2, shape, BF16)
     x, ids, weights, w_gate_up, w_down = layer.args
@@ -325,7 +335,7 @@ def test_layers(implementation: str, which: str, stored: str, expert_mesh: Any, 
     assert_close(got, stands_for(layer, stored, BF16).oracle().forward(), tolerance=2.5e-2)
 
 
-def test_biases_capacity_and_counts(implementation: str, rng: np.random.Generator) -> None:
+def test_quantized_layers_biases_capacity_num_tokens(implementation: str, rng: np.random.Generator) -> None:
     """As `fused_moe` has them for other matrices."""
     w = [reals(rng, 4, 128, n, dtype=BF16) / 11 for n in (256, 128)]
     x, ids = reals(rng, 6, 128, dtype=BF16), rng.integers(-1, 4, (6, 2), dtype=np.int32)
@@ -340,7 +350,7 @@ def test_biases_capacity_and_counts(implementation: str, rng: np.random.Generato
     assert not np.any(got[4:])
 
 
-def test_prepacked_matrices_go_with_tokens_in_16_bits(implementation: str) -> None:
+def test_quantized_gemm_prepacked_needs_16_bit_tokens(implementation: str) -> None:
     w = store(jnp.ones((2, 128, 256)), "mxfp4 prepacked")
     in_fp8 = dataclasses.replace(w, activations="fp8")
     gemm = partial(jax_ep.grouped_gemm, implementation=implementation)
@@ -355,7 +365,7 @@ def test_prepacked_matrices_go_with_tokens_in_16_bits(implementation: str) -> No
     assert_close(both, apart.astype(np.float64))
 
 
-def test_mistakes(implementation: str) -> None:
+def test_quantized_gemm_mistakes(implementation: str) -> None:
     q = quantize_experts(jnp.ones((2, 128, 256)), "int8")
     x, ids, weights = jnp.ones((3, 128)), jnp.zeros((3, 1), jnp.int32), jnp.ones((3, 1))
     down = quantize_experts(jnp.ones((2, 128, 128)), "int8")

@@ -28,7 +28,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.slow(unless={"kind": ["scatter", "biased"]})
-def test_moe(implementation: str, kind: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_result_dtype_moe(implementation: str, kind: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     shape = Shape(num_tokens=12, hidden=128, intermediate=128) if "fp8" in kind else SHAPE
     layer = Layer(rng, "uniform", 2, shape, BF16)
     options = dict(LAYERS[kind])
@@ -61,7 +61,7 @@ def test_moe(implementation: str, kind: str, expert_mesh: Any, rng: np.random.Ge
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_halves(implementation: str, dtype: np.dtype, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_result_dtype_halves(implementation: str, dtype: np.dtype, expert_mesh: Any, rng: np.random.Generator) -> None:
     """`combine` and `grouped_gemm_combine`, also of float32 rows to bfloat16."""
     other = BF16 if dtype == F32 else F32
     layer = Layer(rng, "uniform", 2, SHAPE, dtype)
@@ -82,7 +82,7 @@ def test_halves(implementation: str, dtype: np.dtype, expert_mesh: Any, rng: np.
         assert_same_bits(wide.astype(BF16), narrow)
 
 
-def test_second_derivatives(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_result_dtype_second_derivatives(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     layer = Layer(rng, "uniform", 2, SHAPE, BF16)
     x, ids, weights, w_gate_up, w_down = layer.args
 
@@ -99,7 +99,9 @@ def test_second_derivatives(implementation: str, expert_mesh: Any, rng: np.rando
 
 
 @pytest.mark.parametrize("quantize", [False, True])
-def test_low_latency(implementation: str, quantize: bool, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_result_dtype_low_latency(
+    implementation: str, quantize: bool, expert_mesh: Any, rng: np.random.Generator
+) -> None:
     shape = Shape(num_tokens=3, hidden=128, intermediate=128)
     layer = Layer(rng, "uniform", 2, shape, BF16)
     x, ids, weights, w_gate_up, w_down = layer.args
@@ -120,7 +122,7 @@ def test_low_latency(implementation: str, quantize: bool, expert_mesh: Any, rng:
     assert_same_bits(sums[1].astype(BF16), sums[0])
 
 
-def test_no_tokens(implementation: str) -> None:
+def test_result_dtype_no_tokens(implementation: str) -> None:
     layer = partial(jax_ep.fused_moe, implementation=implementation, preferred_element_type=jnp.float32)
     x, ids, w = jnp.ones((0, 16), jnp.bfloat16), jnp.zeros((0, 2), jnp.int32), jnp.ones((4, 16, 16), jnp.bfloat16)
     y = layer(x, ids, jnp.ones((0, 2)), jnp.ones((4, 16, 32), jnp.bfloat16), w)

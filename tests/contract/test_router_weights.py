@@ -68,7 +68,9 @@ def scattered(d_rows: np.ndarray, lay: oracle.Layout) -> np.ndarray:
 
 @pytest.mark.parametrize("path", [*WIRES, *FUSED])
 @pytest.mark.slow_interpreted(unless={"path": ["as it is", "one launch", "combine beside the gradient"]})
-def test_bits(path: str, implementation: str, expert_mesh: Any, rng: np.random.Generator, subtests: Any) -> None:
+def test_router_weights_bits(
+    path: str, implementation: str, expert_mesh: Any, rng: np.random.Generator, subtests: Any
+) -> None:
     if implementation != "triton" and path in FUSED and FUSED[path].fuse_weight_gradients:
         pytest.skip("only the implementation triton has this launch")
     matrices = (2, SHAPE.num_experts // 2, SHAPE.hidden, SHAPE.intermediate)
@@ -87,7 +89,7 @@ def test_bits(path: str, implementation: str, expert_mesh: Any, rng: np.random.G
             assert_same_bits(back, scattered(d_rows, lay), "gradients of weights")
 
 
-def test_on_one_device(implementation: str, rng: np.random.Generator) -> None:
+def test_router_weights_one_device(implementation: str, rng: np.random.Generator) -> None:
     topk_idx = ROUTINGS["duplicates"](rng, 1, SHAPE)
     lay = oracle.layout(topk_idx, SHAPE.num_experts)
     weights, d_rows = any_bits(rng, *topk_idx.shape), any_bits(rng, *lay.source.shape)
@@ -99,7 +101,7 @@ def test_on_one_device(implementation: str, rng: np.random.Generator) -> None:
     assert_same_bits(back, scattered(d_rows, lay)[0], "gradients of weights")
 
 
-def test_float64(implementation: str, expert_mesh: Any, rng: np.random.Generator, float64: None) -> None:
+def test_router_weights_float64(implementation: str, expert_mesh: Any, rng: np.random.Generator, float64: None) -> None:
     """Of numbers that float32 does not hold, in both directions."""
     topk_idx = ROUTINGS["duplicates"](rng, 2, SHAPE)
     lay = oracle.layout(topk_idx, SHAPE.num_experts)

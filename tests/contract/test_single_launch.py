@@ -47,7 +47,9 @@ def call(implementation: str, **options: Any) -> Any:
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.slow(unless={"name": ["cut tiles"]})
-def test_routings(implementation: str, name: str, rng: np.random.Generator, subtests: pytest.Subtests) -> None:
+def test_single_launch_routings(
+    implementation: str, name: str, rng: np.random.Generator, subtests: pytest.Subtests
+) -> None:
     run = jax.jit(call(implementation))
     for routing in ROUTINGS:
         with subtests.test(routing):
@@ -62,7 +64,9 @@ def test_routings(implementation: str, name: str, rng: np.random.Generator, subt
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.slow(unless={"dtype": [BF16], "biased": [True]})
-def test_experts(implementation: str, kind: str, biased: bool, dtype: Any, rng: np.random.Generator) -> None:
+def test_single_launch_experts(
+    implementation: str, kind: str, biased: bool, dtype: Any, rng: np.random.Generator
+) -> None:
     """As the portable layer in float32 computes them."""
     experts, shape = EXPERTS[kind], SHAPES["cut tiles"]
     layer = Layer(rng, "some_without_expert", 1, shape, dtype, gated=experts.gated)
@@ -81,7 +85,9 @@ def test_experts(implementation: str, kind: str, biased: bool, dtype: Any, rng: 
 @pytest.mark.parametrize("kind", EXPERTS)
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.slow(unless={"kind": ["silu"], "dtype": [BF16], "stored": FEW})
-def test_quantised(implementation: str, stored: str, kind: str, dtype: Any, rng: np.random.Generator) -> None:
+def test_single_launch_quantized(
+    implementation: str, stored: str, kind: str, dtype: Any, rng: np.random.Generator
+) -> None:
     """As the portable layer computes in float32 with the matrices for which the quantised ones stand."""
     experts, shape = EXPERTS[kind], Shape(num_tokens=13, top_k=3, num_experts=6, hidden=256, intermediate=128)
     layer = Layer(rng, "some_without_expert", 1, shape, dtype, gated=experts.gated)
@@ -101,7 +107,7 @@ def test_quantised(implementation: str, stored: str, kind: str, dtype: Any, rng:
 
 @pytest.mark.parametrize("stored", [name for name in STORED if name.endswith(" prepacked")])
 @pytest.mark.slow
-def test_steps_of_prepacked_matrices(implementation: str, stored: str, rng: np.random.Generator) -> None:
+def test_single_launch_prepacked_steps(implementation: str, stored: str, rng: np.random.Generator) -> None:
     """Of two pieces or of four, the last of which may lie behind the matrix."""
     shape = Shape(num_tokens=13, top_k=3, num_experts=6, hidden=384, intermediate=640)
     layer = Layer(rng, "some_without_expert", 1, shape, BF16)
@@ -121,7 +127,9 @@ def test_steps_of_prepacked_matrices(implementation: str, stored: str, rng: np.r
 @pytest.mark.parametrize("stored", ["fp8", "fp8_channel"])
 @pytest.mark.parametrize("kind", ["silu", "gpt-oss"])
 @pytest.mark.slow(unless={"kind": ["silu"], "stored": ["fp8"], "num_tokens": [60]})
-def test_blocks_of_fp8(implementation: str, kind: str, stored: str, num_tokens: int, rng: np.random.Generator) -> None:
+def test_single_launch_fp8_blocks(
+    implementation: str, kind: str, stored: str, num_tokens: int, rng: np.random.Generator
+) -> None:
     """Of 32 rows and of 64, in which products are turned."""
     experts, shape = EXPERTS[kind], Shape(num_tokens, top_k=2, num_experts=2, hidden=256, intermediate=384)
     layer = Layer(rng, "uniform", 1, shape, BF16, gated=experts.gated)
@@ -136,7 +144,7 @@ def test_blocks_of_fp8(implementation: str, kind: str, stored: str, num_tokens: 
     assert_close(got, to_numpy(want(operands[0].astype(F32), *operands[1:], *dense)), tolerance=1.5e-2)
 
 
-def test_counts_and_dtypes(implementation: str, rng: np.random.Generator) -> None:
+def test_single_launch_num_tokens_and_dtypes(implementation: str, rng: np.random.Generator) -> None:
     layer = Layer(rng, "uniform", 1, SHAPES["cut tiles"], BF16)
     operands = layer.x[0], layer.topk_idx[0], layer.topk_weights[0], layer.w_gate_up, layer.w_down
     run = jax.jit(
@@ -149,7 +157,7 @@ def test_counts_and_dtypes(implementation: str, rng: np.random.Generator) -> Non
     assert_close(everything, layer.oracle().forward()[0], tolerance=1.2e-2)
 
 
-def test_gradients_are_those_of_several_launches(implementation: str, rng: np.random.Generator) -> None:
+def test_single_launch_gradients_match_several(implementation: str, rng: np.random.Generator) -> None:
     layer = Layer(rng, "duplicates", 1, SHAPES["cut tiles"], BF16)
     ids, d_y = layer.topk_idx[0], reals(rng, *layer.x[0].shape, dtype=BF16)
 
@@ -166,7 +174,7 @@ def test_gradients_are_those_of_several_launches(implementation: str, rng: np.ra
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.slow(unless={"seed": [0]})
-def test_random_sizes(implementation: str, seed: int) -> None:
+def test_single_launch_random_sizes(implementation: str, seed: int) -> None:
     """Layers of any size, experts, format and dtype, as the portable one in float32 computes them."""
     rng = np.random.default_rng(seed)
     num_experts, top_k = int(rng.integers(1, 24)), int(rng.integers(1, 7))
@@ -200,7 +208,7 @@ def test_random_sizes(implementation: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("schedule", [ONE, SEVERAL], ids=["one", "several"])
-def test_overflow_in_float16_is_infinite(implementation: str, schedule: Any, rng: np.random.Generator) -> None:
+def test_single_launch_float16_overflow(implementation: str, schedule: Any, rng: np.random.Generator) -> None:
     """Gates times what they multiply may be beyond float16, which ends at 65504; a large number never looks small."""
     layer = Layer(rng, "uniform", 1, SHAPES["cut tiles"], F16)
     call = jax.jit(
@@ -220,7 +228,7 @@ def test_overflow_in_float16_is_infinite(implementation: str, schedule: Any, rng
         assert np.array_equal(np.isfinite(got), np.full(got.shape, is_finite))
 
 
-def test_workspace(implementation: str, rng: np.random.Generator) -> None:
+def test_single_launch_workspace(implementation: str, rng: np.random.Generator) -> None:
     """Beside operands and result: the hidden rows, those of the result, and some counters; no gathered tokens."""
     tokens, top_k, hidden, inner = 1200, 4, 1024, 512
     shapes = [(tokens, hidden), (tokens, top_k), (tokens, top_k), (4, hidden, 2 * inner), (4, inner, hidden)]
@@ -231,7 +239,7 @@ def test_workspace(implementation: str, rng: np.random.Generator) -> None:
     assert found.temp_size_in_bytes < 1.02 * rows + (1 << 17)
 
 
-def test_what_it_does_not_take(implementation: str, rng: np.random.Generator) -> None:
+def test_single_launch_unsupported(implementation: str, rng: np.random.Generator) -> None:
     layer = Layer(rng, "uniform", 1, SHAPES["cut tiles"], BF16)
     operands = layer.x[0], layer.topk_idx[0], layer.topk_weights[0], layer.w_gate_up, layer.w_down
     wide = [a.astype(F32) if a.dtype == BF16 else a for a in operands]

@@ -26,7 +26,9 @@ def check(got: Any, want: Any) -> None:
 
 
 @pytest.mark.parametrize(("shape", "block_size"), SHAPES)
-def test_routings(implementation: str, shape: Shape, block_size: int, rng: Any, subtests: pytest.Subtests) -> None:
+def test_moe_sort_routings(
+    implementation: str, shape: Shape, block_size: int, rng: Any, subtests: pytest.Subtests
+) -> None:
     call = partial(jax_ep.moe_sort, num_experts=shape.num_experts, block_size=block_size, implementation=implementation)
     with_weights, without = jax.jit(call), jax.jit(lambda ids: call(ids))
     for name, routing in ROUTINGS.items():
@@ -41,7 +43,7 @@ def test_routings(implementation: str, shape: Shape, block_size: int, rng: Any, 
 
 
 @pytest.mark.parametrize(("first_expert", "num_local_experts"), [(0, 3), (5, None), (2, 1)])
-def test_experts_of_one_rank(
+def test_moe_sort_local_experts(
     implementation: str, first_expert: int, num_local_experts: int | None, rng: np.random.Generator
 ) -> None:
     """As the sort of ids that are counted from the first one, and of -1 for those of others."""
@@ -57,7 +59,7 @@ def test_experts_of_one_rank(
 
 
 @pytest.mark.parametrize("count", [0, 1, 9, 50, -3])
-def test_tokens_that_count(implementation: str, count: int, rng: np.random.Generator) -> None:
+def test_moe_sort_num_tokens(implementation: str, count: int, rng: np.random.Generator) -> None:
     shape = Shape(num_tokens=40, top_k=2, num_experts=6)
     ids = ROUTINGS["uniform"](rng, 1, shape)[0]
     weights = probabilities(rng, *ids.shape)
@@ -67,7 +69,7 @@ def test_tokens_that_count(implementation: str, count: int, rng: np.random.Gener
     check(got, oracle_serving.moe_sort(ids, weights, 6, 8))
 
 
-def test_gradient_of_weights(implementation: str, rng: np.random.Generator) -> None:
+def test_moe_sort_weight_gradient(implementation: str, rng: np.random.Generator) -> None:
     ids = ROUTINGS["some_without_expert"](rng, 1, BASE)[0]
     weights = probabilities(rng, *ids.shape)
 
@@ -83,7 +85,7 @@ def test_gradient_of_weights(implementation: str, rng: np.random.Generator) -> N
     np.testing.assert_array_equal(jax.jit(jax.grad(loss))(weights), want.reshape(ids.shape))
 
 
-def test_mistakes(implementation: str) -> None:
+def test_moe_sort_mistakes(implementation: str) -> None:
     ids = jnp.zeros((3, 1), jnp.int32)
     call = partial(jax_ep.moe_sort, ids, num_experts=4, block_size=2, implementation=implementation)
     with pytest.raises(ValueError, match="first_expert=3 and num_local_experts=2 reach past num_experts=4"):

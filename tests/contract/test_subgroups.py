@@ -75,13 +75,13 @@ def shard_layer(implementation: str, mesh: Any, *, tensor: bool = False, **optio
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_data_and_expert(implementation: str, check_vma: bool, rng: np.random.Generator) -> None:
+def test_subgroups_data_and_expert(implementation: str, check_vma: bool, rng: np.random.Generator) -> None:
     mesh = make_mesh((2, 2), ("data", "expert"))
     groups = Groups(rng, 2, 2)
     groups.check(*value_and_vjp(shard_layer(implementation, mesh, check_vma=check_vma), groups))
 
 
-def test_expert_axis_first(implementation: str, rng: np.random.Generator) -> None:
+def test_subgroups_expert_axis_first(implementation: str, rng: np.random.Generator) -> None:
     """The ranks of one group are not neighbours: device order differs from group order."""
     mesh = make_mesh((2, 2), ("expert", "data"))
     groups = Groups(rng, 2, 2)
@@ -90,14 +90,14 @@ def test_expert_axis_first(implementation: str, rng: np.random.Generator) -> Non
 
 @pytest.mark.parametrize("names", [("data", "expert", "tensor"), ("tensor", "expert", "data")], ids="-".join)
 @pytest.mark.slow(unless={"names": [("tensor", "expert", "data")]})
-def test_data_expert_and_tensor(implementation: str, names: tuple[str, ...], rng: np.random.Generator) -> None:
+def test_subgroups_data_expert_tensor(implementation: str, names: tuple[str, ...], rng: np.random.Generator) -> None:
     """Tokens replicated over tensor, the experts' hidden columns split over it, partial outputs summed."""
     mesh = make_mesh((2, 2, 2), names)
     groups = Groups(rng, 2, 2)
     groups.check(*value_and_vjp(shard_layer(implementation, mesh, tensor=True), groups))
 
 
-def test_other_axes_left_automatic(implementation: str, rng: np.random.Generator) -> None:
+def test_subgroups_automatic_axes(implementation: str, rng: np.random.Generator) -> None:
     """shard_map over the expert axis alone; XLA keeps the data axis."""
     mesh = make_mesh((2, 2), ("data", "expert"))
     groups = Groups(rng, 1, 2)
@@ -121,7 +121,9 @@ def test_other_axes_left_automatic(implementation: str, rng: np.random.Generator
 
 @pytest.mark.parametrize("axis_name", [("data", "expert"), ("expert", "data")], ids="-".join)
 @pytest.mark.slow(unless={"axis_name": [("expert", "data")]})
-def test_one_group_over_two_axes(implementation: str, axis_name: tuple[str, str], rng: np.random.Generator) -> None:
+def test_subgroups_group_over_two_axes(
+    implementation: str, axis_name: tuple[str, str], rng: np.random.Generator
+) -> None:
     """Ranks count in the order of the names given, as in `lax.axis_index`, not in the order of the mesh."""
     mesh = make_mesh((2, 2), ("data", "expert"))
     options = {"num_experts": SHAPE.num_experts, "axis_name": axis_name, "implementation": implementation}
@@ -146,7 +148,7 @@ def test_one_group_over_two_axes(implementation: str, axis_name: tuple[str, str]
     groups.check(out[None], (dx[None], d_topk_weights[None], d_gate_up.reshape(groups.w_gate_up.shape), d_down[:, 0]))
 
 
-def test_axes_of_one_rank_change_nothing(implementation: str, rng: np.random.Generator) -> None:
+def test_subgroups_axes_of_size_one(implementation: str, rng: np.random.Generator) -> None:
     """A handle of a dispatch over one axis fits a combine over the same ranks, however many axes name them."""
     mesh = make_mesh((2, 1), ("expert", "single"))
 
@@ -161,7 +163,7 @@ def test_axes_of_one_rank_change_nothing(implementation: str, rng: np.random.Gen
     np.testing.assert_array_equal(got, oracle.combine(y, lay))
 
 
-def test_low_latency_in_subgroups(implementation: str, rng: np.random.Generator) -> None:
+def test_subgroups_low_latency(implementation: str, rng: np.random.Generator) -> None:
     mesh = make_mesh((2, 2), ("data", "expert"))
     groups = Groups(rng, 2, 2)
 

@@ -102,13 +102,15 @@ REMAT = {
 
 @pytest.mark.parametrize("remat", REMAT)
 @pytest.mark.slow(unless={"remat": ["save by name"]})
-def test_scan_over_layers(implementation: str, remat: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_transforms_scan_over_layers(
+    implementation: str, remat: str, expert_mesh: Any, rng: np.random.Generator
+) -> None:
     stack = Stack(rng, 2)
     fn = scanned(implementation, REMAT[remat])
     stack.check(*run(fn, expert_mesh(2), stack.x, *stack.layers, stack.d_out))
 
 
-def test_checkpoint_names_select_residuals(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_transforms_checkpoint_names(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """A policy finds each documented name: naming one adds that array, and nothing else, to what is kept."""
     stack = Stack(rng, 2, layers=1)
     topk_idx, *parameters = (a[:, 0] for a in stack.layers)
@@ -137,7 +139,9 @@ def test_checkpoint_names_select_residuals(implementation: str, expert_mesh: Any
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.slow(unless={"check_vma": [True]})
-def test_mesh_axis_types_and_vma(implementation: str, axis_type: AxisType, check_vma: bool, rng: Any) -> None:
+def test_transforms_mesh_axis_types_and_vma(
+    implementation: str, axis_type: AxisType, check_vma: bool, rng: Any
+) -> None:
     """Gradients taken outside shard_map, on global arrays placed on the mesh."""
     mesh = make_mesh((2,), (EXPERT,), axis_type)
     stack = Stack(rng, 2, layers=1)
@@ -155,7 +159,7 @@ def test_mesh_axis_types_and_vma(implementation: str, axis_type: AxisType, check
     stack.check(out, (gradients[0], *(g[:, None] for g in gradients[1:])))
 
 
-def test_donation(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_transforms_donation(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     mesh = expert_mesh(2)
     stack = Stack(rng, 2, layers=1)
     args = stack.x, *(a[:, 0] for a in stack.layers)
@@ -165,7 +169,7 @@ def test_donation(implementation: str, expert_mesh: Any, rng: np.random.Generato
     assert x.is_deleted()
 
 
-def test_eval_shape_and_ahead_of_time_compilation(implementation: str, expert_mesh: Any, rng: Any) -> None:
+def test_transforms_eval_shape_and_aot(implementation: str, expert_mesh: Any, rng: Any) -> None:
     mesh = expert_mesh(2)
     stack = Stack(rng, 2, layers=1)
     args = stack.x, *(a[:, 0] for a in stack.layers)
@@ -179,7 +183,7 @@ def test_eval_shape_and_ahead_of_time_compilation(implementation: str, expert_me
     assert_close(to_numpy(got), stack.layer(0).forward(), "moe")
 
 
-def test_export(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_transforms_export(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """What `jax.export` makes computes the same, gradients included."""
     if implementation != "xla":
         pytest.skip("kernels use the memory of the process that has compiled them")
@@ -194,7 +198,7 @@ def test_export(implementation: str, expert_mesh: Any, rng: np.random.Generator)
             assert_same_bits(got, want)
 
 
-def test_no_effects(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_transforms_no_effects(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """An effect in the jaxpr would break jax.checkpoint."""
     stack = Stack(rng, 2, layers=1)
     args = stack.x, *(a[:, 0] for a in stack.layers)
@@ -203,7 +207,7 @@ def test_no_effects(implementation: str, expert_mesh: Any, rng: np.random.Genera
     assert not jax.make_jaxpr(gradient)(*args).effects
 
 
-def test_vmap(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_transforms_vmap(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """A batch of problems that share the experts."""
     mesh = expert_mesh(2)
     batch = [Stack(rng, 2, layers=1) for _ in range(2)]
@@ -219,7 +223,7 @@ def test_vmap(implementation: str, expert_mesh: Any, rng: np.random.Generator) -
 
 
 @pytest.mark.parametrize("batch", [(2,), (2, 2)], ids=["vmap", "vmap of vmap"])
-def test_vmap_of_handles(implementation: str, batch: tuple[int, ...], expert_mesh: Any, rng: Any) -> None:
+def test_transforms_vmap_handles(implementation: str, batch: tuple[int, ...], expert_mesh: Any, rng: Any) -> None:
     """One vmap returns the handles that another takes; gradients inside of a vmap and around one."""
     options = {"num_experts": BASE.num_experts, "implementation": implementation}
 
@@ -269,7 +273,7 @@ def _batch(arrays: list[np.ndarray], batch: tuple[int, ...]) -> np.ndarray:
     return np.stack(arrays, axis=1).reshape(len(arrays[0]), *batch, *arrays[0].shape[1:])
 
 
-def test_vmap_of_low_latency_handles(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_transforms_vmap_low_latency_handles(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     options = {"num_experts": SHAPE.num_experts, "max_tokens_per_rank": 6, "quantize": False}
 
     def fn(x, topk_idx, topk_weights):
@@ -289,7 +293,7 @@ def test_vmap_of_low_latency_handles(implementation: str, expert_mesh: Any, rng:
         assert_close(got[:, i], want, f"problem {i}")
 
 
-def test_two_layers_do_not_share_a_handle(implementation: str, mesh: Mesh, rng: np.random.Generator) -> None:
+def test_transforms_two_layers_separate_handles(implementation: str, mesh: Mesh, rng: np.random.Generator) -> None:
     """Two dispatches in flight, combined in the other order, and crosswise gradients."""
     options = {"num_experts": BASE.num_experts, "implementation": implementation}
 
@@ -313,7 +317,9 @@ def test_two_layers_do_not_share_a_handle(implementation: str, mesh: Mesh, rng: 
         np.testing.assert_array_equal(g, w, f"result {i}")
 
 
-def test_handle_crosses_jit_and_scan(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_transforms_handle_crosses_jit_and_scan(
+    implementation: str, expert_mesh: Any, rng: np.random.Generator
+) -> None:
     """A handle is a value: returned by one compiled function, used by every step of a scan in another."""
     mesh = expert_mesh(2)
     options = {"num_experts": BASE.num_experts, "implementation": implementation}
@@ -336,7 +342,7 @@ def test_handle_crosses_jit_and_scan(implementation: str, expert_mesh: Any, rng:
     np.testing.assert_array_equal(total, sum(oracle.combine(r, lay) for r in rows))
 
 
-def test_compiled_once_for_every_routing(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_transforms_compiled_once_for_routings(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """Routing is data: new ids never cause a new compilation."""
     jitted = jax.jit(per_rank(moe(implementation), expert_mesh(2)))
     for _ in range(3):

@@ -55,7 +55,7 @@ def rows_of(rng: Any, rows: int, sizes: list[int], width: int, dtype: np.dtype =
 
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.slow_interpreted(unless={"groups": ["around blocks", "spare rows"]})
-def test_groups(implementation: str, groups: str, rng: Any) -> None:
+def test_weight_gradient_fp8_groups(implementation: str, groups: str, rng: Any) -> None:
     rows, sizes = GROUPS[groups]
     lhs, rhs = (rows_of(rng, rows, sizes, width) for width in (128, 256))
     got = weight_gradient(implementation)(lhs, rhs, np.array(sizes, np.int32))
@@ -67,7 +67,7 @@ def test_groups(implementation: str, groups: str, rng: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, F64], ids=str)
 @pytest.mark.slow_interpreted
-def test_result_dtypes(implementation: str, dtype: np.dtype, rng: Any, request: Any) -> None:
+def test_weight_gradient_fp8_result_dtypes(implementation: str, dtype: np.dtype, rng: Any, request: Any) -> None:
     if dtype == F64:
         request.getfixturevalue("float64")
     sizes = [130, 0, 20]
@@ -78,7 +78,7 @@ def test_result_dtypes(implementation: str, dtype: np.dtype, rng: Any, request: 
     assert_near(got, want, 2 * NEAR)
 
 
-def test_sums_are_float32(implementation: str) -> None:
+def test_weight_gradient_fp8_accumulates_in_float32(implementation: str) -> None:
     """Small terms that come after a large one are not lost, as they are in sums of fewer bits."""
     lhs = np.full((16 * 128, 128), 2.0**-6, F32)
     lhs[:128] = 2.0**9
@@ -87,7 +87,7 @@ def test_sums_are_float32(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["lhs", "rhs"])
-def test_nan_stays_in_its_group(implementation: str, what: str, rng: Any) -> None:
+def test_weight_gradient_fp8_nan_stays_in_group(implementation: str, what: str, rng: Any) -> None:
     sizes = [20, 133, 0, 37]
     operands = {name: rows_of(rng, 190, sizes, 128) for name in ("lhs", "rhs")}
     want = oracle_fp8.weight_gradient(operands["lhs"], operands["rhs"], np.array(sizes))
@@ -99,7 +99,7 @@ def test_nan_stays_in_its_group(implementation: str, what: str, rng: Any) -> Non
 
 
 @pytest.mark.slow_interpreted
-def test_fp8_rows(implementation: str, rng: Any) -> None:
+def test_weight_gradient_fp8_rows(implementation: str, rng: Any) -> None:
     """What came in FP8 is rounded again, along the other axis."""
     sizes = np.array([140, 0, 30], np.int32)
     lhs, rhs = (reals(rng, 170, 128) for _ in range(2))

@@ -42,7 +42,7 @@ LAYOUTS = ("plain", *FORMATS, "prepacked int4", "prepacked mxfp4")
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("sizes", PRODUCTS, ids=str)
-def test_grouped_gemm(layout: str, sizes: tuple[int, int, int, int], implementation: str) -> None:
+def test_zero_sizes_grouped_gemm(layout: str, sizes: tuple[int, int, int, int], implementation: str) -> None:
     G, M, K, N = sizes
     if K == 0 and layout != "plain":
         with pytest.raises(ValueError, match=r"^quantize_experts: axis -2 of w, K, is 0, expected at least 1"):
@@ -57,7 +57,7 @@ def test_grouped_gemm(layout: str, sizes: tuple[int, int, int, int], implementat
 
 
 @pytest.mark.parametrize("sizes", PRODUCTS, ids=str)
-def test_gradients_of_grouped_gemm(sizes: tuple[int, int, int, int], implementation: str) -> None:
+def test_zero_sizes_grouped_gemm_gradients(sizes: tuple[int, int, int, int], implementation: str) -> None:
     G, M, K, N = sizes
     group_sizes = jnp.full((G,), M // max(G, 1), jnp.int32)
 
@@ -74,7 +74,7 @@ def layer_of(T: int, K: int, E: int, H: int, inner: int) -> tuple[jax.Array, ...
 
 @pytest.mark.parametrize("recipe", [None, "fp8"])
 @pytest.mark.parametrize("sizes", [(0, 2, 4, 128, 128), (4, 2, 4, 128, 0)], ids=str)
-def test_layers_of_nothing(sizes: tuple[int, ...], recipe: str | None, implementation: str) -> None:
+def test_zero_sizes_layers(sizes: tuple[int, ...], recipe: str | None, implementation: str) -> None:
     """No tokens, or experts without hidden columns: forward and gradient."""
     x, ids, weights, w_gate_up, w_down = layer_of(*sizes)
     options: dict[str, Any] = {"recipe": recipe, "implementation": implementation}
@@ -124,7 +124,7 @@ LAYERS: dict[str, Callable[..., Any]] = {
     ],
     ids=["K", "E", "H"],
 )
-def test_sizes_that_a_layer_needs(name: str, sizes: tuple[int, ...], words: str, implementation: str) -> None:
+def test_zero_sizes_invalid(name: str, sizes: tuple[int, ...], words: str, implementation: str) -> None:
     if name == "moe_sort" and sizes[3] == 0:
         pytest.skip("it takes no tokens")
     with pytest.raises(ValueError) as caught:
@@ -133,12 +133,12 @@ def test_sizes_that_a_layer_needs(name: str, sizes: tuple[int, ...], words: str,
 
 
 @pytest.mark.parametrize("name", ["low_latency_moe", "dispatch", "sharded_moe"])
-def test_no_tokens(name: str, implementation: str) -> None:
+def test_zero_sizes_no_tokens(name: str, implementation: str) -> None:
     check_zero(LAYERS[name](*layer_of(0, 2, 4, 128, 128), implementation=implementation), (0, 128))
 
 
 @pytest.mark.parametrize("name", ["router_z_loss", "load_balancing_loss"])
-def test_losses_of_no_experts(name: str) -> None:
+def test_zero_sizes_losses(name: str) -> None:
     ids = [] if name == "router_z_loss" else [jnp.zeros((4, 1), jnp.int32)]
     with pytest.raises(ValueError, match=rf"^{name}: .* has shape \(4, 0\), expected E >= 1"):
         getattr(jax_ep, name)(jnp.ones((4, 0)), *ids)

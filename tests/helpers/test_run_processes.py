@@ -58,7 +58,7 @@ def launch(*arguments: str, late: str | None = None) -> tuple[int, str]:
 @pytest.mark.slow
 def test_contract_tests_in_two_processes() -> None:
     """Through jax.distributed and collectives between processes, on real contract tests."""
-    names = "test_routings or test_handle_is_reused or test_quantised"
+    names = "test_dispatch_combine_routings or test_dispatch_combine_handle_reuse or test_dispatch_quantized"
     options = ["--implementation", "xla", "-o", "verbosity_subtests=1", "--slow", "-k", names]
     code, output = launch(str(CONTRACT), *options)
     assert code == 0, output

@@ -21,7 +21,7 @@ from jax_ep.core.named_scopes import operation
 from jax_ep.core.no_gradient import call_without_gradient
 from jax_ep.formats import check_quantized
 from jax_ep.formats.base import PREPACKED_K, Format
-from jax_ep.ops import registry
+from jax_ep.ops import plan, registry
 from jax_ep.types import Array, Quantized, type_name
 
 
@@ -189,7 +189,8 @@ def _quantize_masters(w: Array) -> tuple[Array, Array, Array]:
         values, scales = fp8.quantize_matrices(w)
         return values, jnp.swapaxes(values, -1, -2), scales
     options = registry.options("quantize_master_weights")
-    run = registry.get("activation", registry.choose(options, "activation", w.dtype)).quantize_masters
+    part = plan.fp8_operands(options, w.dtype, w.shape, w.shape[-2])
+    run = registry.get("activation", part.implementation).quantize_masters
     found = run(w.reshape(math.prod(w.shape[:-2]), *w.shape[-2:]))
     values, transposed, scales = (a.reshape(*w.shape[:-2], *a.shape[1:]) for a in found)
     return values, transposed, scales

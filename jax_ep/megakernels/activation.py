@@ -1,7 +1,6 @@
 """The weighted activation between the products of the layer, its gradient, and operands in FP8, of the rows in use.
 
-The kernels of the activation take bfloat16 and float16; other dtypes, and widths that are no whole 16-byte words, take
-the portable formulas. What lies past the groups is neither read nor written.
+requirements.py says which operands the kernels take. What lies past the groups is neither read nor written.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_ep.core import activations, fp8_columns
+from jax_ep.core import fp8_columns
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.kernel import Config, Kernel
@@ -29,7 +28,6 @@ from jax_ep.megakernels.kernels.exchange_structs import Rows
 from jax_ep.megakernels.launch import launch
 from jax_ep.megakernels.rows import BLOCK_ELEMENTS, num_blocks, pass_config, row_pass
 from jax_ep.types import Array, Experts, Quantized, Tokens
-from jax_ep.xla import activation as xla
 
 _ACTIVATE = Kernel(activation_kernels.weighted_activation)
 _GRADIENT = Kernel(activation_kernels.weighted_activation_gradient)
@@ -42,16 +40,6 @@ _ACTIVATE_COLUMNS = Kernel(fp8_columns_kernels.activate_columns)
 # Of a block.
 _MOST_COLUMNS, _MOST_GRADIENT_COLUMNS = 512, 1024
 _ACTIVATED_COLUMNS = 64  # gates, and what they multiply, of twice as many would not fit in registers
-
-
-def _has_kernel(experts: Experts, hidden: Array, weights: Array, group_sizes: Array) -> bool:
-    return (
-        not callable(experts.activation)
-        and hidden.dtype in (jnp.bfloat16, jnp.float16)
-        and weights.dtype == jnp.float32
-        and hidden.shape[1] % (16 if experts.gated else 8) == 0
-        and 0 not in (*hidden.shape, *group_sizes.shape)
-    )
 
 
 @functools.partial(jax.jit, static_argnums=0)  # one compilation for eager callers, as all below
@@ -68,8 +56,6 @@ def activate(experts: Experts, hidden: Array, weights: Array, bias: Array | None
     Returns:
       `[R, I]`.
     """
-    if not _has_kernel(experts, hidden, weights, group_sizes):
-        return activations.weighted(experts, hidden, weights, bias, group_sizes)
     hidden, weights, bias, group_sizes = vary_alike((hidden, weights, bias, group_sizes))
     sizes = sizes_of((hidden.shape[0], _columns(experts, hidden)), group_sizes)
     result = jax.ShapeDtypeStruct((sizes.num_rows, sizes.width), hidden.dtype)
@@ -97,8 +83,6 @@ def activate_gradient(
       d_rows: `[R, I]`, the cotangent of its result.
       keep: also return that result, made again in the same pass; else None.
     """
-    if not _has_kernel(experts, hidden, weights, group_sizes):
-        return xla.activate_gradient(experts, hidden, weights, bias, d_rows, group_sizes, keep=keep)
     hidden, weights, bias, d_rows, group_sizes = vary_alike((hidden, weights, bias, d_rows, group_sizes))
     sizes = gradient_sizes_of(experts, d_rows.shape, group_sizes)
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (hidden, weights)]
@@ -137,8 +121,6 @@ def _with_bias(operands: tuple[Any, ...], bias: Array | None) -> tuple[tuple[Any
 @jax.jit
 def quantize_rows(x: Array, group_sizes: Array) -> Quantized:
     """`[R, H]` rows to FP8 values and their scales `[R, H / 128]`; past the groups they hold anything."""
-    if x.dtype == jnp.float64 or 0 in (*x.shape, *group_sizes.shape):
-        return xla.quantize_rows(x, group_sizes)
     sizes, operands = sizes_of(x.shape, group_sizes), vary_alike((x, group_sizes))
     results = (_quantized(x.shape),)
     rows = launch(_QUANTIZE_ROWS, operands, results, pass_config(num_blocks(sizes)), {"S": sizes})[0]
@@ -148,8 +130,6 @@ def quantize_rows(x: Array, group_sizes: Array) -> Quantized:
 @functools.partial(jax.jit, static_argnames="dtype")
 def dequantize_rows(values: Array, scales: Array, group_sizes: Array, *, dtype: DTypeLike) -> Array:
     """The inverse of `quantize_rows`, rounded to `dtype`."""
-    if jnp.dtype(dtype) == jnp.float64 or 0 in (*values.shape, *group_sizes.shape):
-        return xla.dequantize_rows(values, scales, group_sizes, dtype=dtype)
     values, scales, group_sizes = vary_alike((values, scales, group_sizes))
     sizes, result = sizes_of(values.shape, group_sizes), jax.ShapeDtypeStruct(values.shape, dtype)
     operands = (Rows(values, scales), group_sizes)
@@ -161,8 +141,6 @@ def activate_quantized(
     experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array
 ) -> Quantized:
     """Activated and weighted rows in FP8, `[R, I]` and `[R, I / 128]`."""
-    if hidden.dtype == jnp.float64 or weights.dtype != jnp.float32 or 0 in (*hidden.shape, *group_sizes.shape):
-        return xla.activate_quantized(experts, hidden, weights, bias, group_sizes)
     shape = (hidden.shape[0], _columns(experts, hidden))
     hidden, weights, bias, group_sizes = vary_alike((hidden, weights, bias, group_sizes))
     sizes = sizes_of(shape, group_sizes)
@@ -179,8 +157,6 @@ def quantize_matrices(w: Array, *, transpose: bool = True) -> Quantized:
 
     Without `transpose` to `[G, K, N]`, with scales `[G, ceil(K / 128), N / 128]`.
     """
-    if w.dtype == jnp.float64 or 0 in w.shape or (transpose and w.shape[1] % GROUP_SIZE):
-        return xla.quantize_matrices(w, transpose=transpose)
     (rows,) = launch(_QUANTIZE_MATRICES, (w,), *_results_of_matrices(w, turned=transpose, as_is=not transpose))
     return rows.values_ptr, rows.scales_ptr
 
@@ -188,8 +164,6 @@ def quantize_matrices(w: Array, *, transpose: bool = True) -> Quantized:
 @jax.jit
 def quantize_masters(w: Array) -> tuple[Array, Array, Array]:
     """`[G, K, N]`, read once, to FP8 `[G, N, K]`, `[G, K, N]`, and the scales of the first."""
-    if w.dtype == jnp.float64 or 0 in w.shape or w.shape[1] % GROUP_SIZE:
-        return xla.quantize_masters(w)
     turned, as_is = launch(_QUANTIZE_MATRICES, (w,), *_results_of_matrices(w, turned=True, as_is=True))
     return turned.values_ptr, as_is.values_ptr, turned.scales_ptr
 
@@ -218,9 +192,6 @@ def quantize_columns(x: Tokens, group_sizes: Array) -> Quantized:
 
     Places past the blocks in use hold anything.
     """
-    rows = x[0] if isinstance(x, tuple) else x
-    if not _has_columns(rows, group_sizes):
-        return xla.quantize_columns(x, group_sizes)
     columns = launch(_QUANTIZE_COLUMNS, *_columns_launch(x, group_sizes, both=False))[0]
     return columns.values_ptr, columns.scales_ptr
 
@@ -228,14 +199,8 @@ def quantize_columns(x: Tokens, group_sizes: Array) -> Quantized:
 @jax.jit
 def quantize_both_ways(x: Array, group_sizes: Array) -> tuple[Quantized, Quantized]:
     """`quantize_rows` and `quantize_columns` of the same rows, read once."""
-    if not _has_columns(x, group_sizes):
-        return xla.quantize_both_ways(x, group_sizes)
     columns, rows = launch(_QUANTIZE_COLUMNS, *_columns_launch(x, group_sizes, both=True))
     return (rows.values_ptr, rows.scales_ptr), (columns.values_ptr, columns.scales_ptr)
-
-
-def _has_columns(x: Array, group_sizes: Array) -> bool:
-    return x.dtype != jnp.float64 and x.shape[1] % GROUP_SIZE == 0 and 0 not in (*x.shape, *group_sizes.shape)
 
 
 def _columns_launch(x: Tokens, group_sizes: Array, *, both: bool) -> tuple[Any, list[Any], Config, dict[str, Any]]:
@@ -257,8 +222,6 @@ def activate_columns(
 ) -> Quantized:
     """Activated and weighted rows, rounded once, as `quantize_columns` has them."""
     shape = (hidden.shape[0], _columns(experts, hidden))
-    if weights.dtype != jnp.float32 or not _has_columns(hidden, group_sizes) or shape[1] % GROUP_SIZE:
-        return xla.activate_columns(experts, hidden, weights, bias, group_sizes)
     hidden, weights, bias, group_sizes = vary_alike((hidden, weights, bias, group_sizes))
     sizes = column_sizes_of(shape, group_sizes, _ACTIVATED_COLUMNS)
     operands, constants = _with_bias((hidden, weights, group_sizes), bias)

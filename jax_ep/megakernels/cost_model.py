@@ -6,10 +6,7 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
-import jax
-
 from jax_ep.megakernels import tuned
-from jax_ep.pallas import requirements
 from jax_ep.settings.file import Rates
 from jax_ep.types import Layout
 
@@ -120,7 +117,15 @@ def few_rows(bits: int, *, in_fp8: bool, turned: bool) -> int:
 
 
 def serves_in_one_launch(
-    num_slots: int, num_experts: int, hidden: int, intermediate: int, bits: int, *, in_fp8: bool, turned: bool
+    num_slots: int,
+    num_experts: int,
+    hidden: int,
+    intermediate: int,
+    bits: int,
+    *,
+    in_fp8: bool,
+    turned: bool,
+    by_pallas: bool,
 ) -> bool:
     """Whether the layer of one device should be fastest as one launch, of gated experts of `[I, H]`.
 
@@ -139,12 +144,12 @@ def serves_in_one_launch(
       bits: of an element of the matrices.
       in_fp8: rows are FP8, too.
       turned: products are, so that elements are converted once for more rows.
+      by_pallas: `pallas` runs the first product where it is a launch of its own.
     """
     rows, is_small = num_slots / num_experts, hidden * intermediate <= _SMALL_EXPERT
     if rows <= few_rows(bits, in_fp8=in_fp8, turned=turned):
         return True
-    by_triton = not is_from_pallas(num_slots, hidden, 2 * intermediate, num_experts)
-    return rows >= _MANY_ROWS and is_small and bits == 16 and by_triton
+    return rows >= _MANY_ROWS and is_small and bits == 16 and not by_pallas
 
 
 def _ranks_of_token(layout: Layout) -> float:
@@ -178,20 +183,10 @@ def _sums_of_scatter(layout: Layout, hidden: int) -> float:
     return (layout.top_k + 1) * row / rate + meeting
 
 
-def is_from_pallas(num_rows: int, depth: int, columns: int, groups: int) -> bool:
-    """Whether a product of these sizes, and the gradient of its matrices, are launches of `pallas`."""
-    return jax.default_backend() == "gpu" and requirements.multiplies_fastest(num_rows, depth, columns, groups)
-
-
-def _is_from_pallas(layout: Layout, features: int, hidden: int) -> bool:
-    """Whether a product in a launch of its own comes from there."""
-    return is_from_pallas(layout.capacity, features, hidden, layout.num_local_experts)
-
-
-def _product_alone(layout: Layout, features: int, hidden: int) -> float:
+def _gemm_alone(layout: Layout, features: int, hidden: int, by_pallas: bool) -> float:
     """Seconds per token to compute the products in a launch of their own."""
     time = _product(layout, features, hidden)
-    if _is_from_pallas(layout, features, hidden):
+    if by_pallas:
         time /= 1 + (_device().pallas_product - 1) * min(1.0, features / _device().pallas_depth)
     return time
 
@@ -203,19 +198,19 @@ def _combine_alone(layout: Layout, hidden: int) -> tuple[float, float]:
     return sent, _summed_bytes(layout, hidden) / _device().combine_bytes
 
 
-def combine_times(layout: Layout, features: int, hidden: int) -> dict[str, float]:
+def combine_times(layout: Layout, features: int, hidden: int, *, by_pallas: bool) -> dict[str, float]:
     """Seconds per token that each mode of GEMM + combine should take, the simplest mode first.
 
-    docs/design/fused.md tells why.
+    `by_pallas`: `pallas` runs a GEMM in a launch of its own. docs/design/fused.md explains the model.
     """
     product, (sent, made) = _product(layout, features, hidden), _combine_alone(layout, hidden)
     return {
-        "serial": _product_alone(layout, features, hidden) + max(sent, made),
+        "serial": _gemm_alone(layout, features, hidden, by_pallas) + max(sent, made),
         "scatter": max(product, _rows_sent(layout, hidden)) + _sums_of_scatter(layout, hidden),
     }
 
 
-def dispatch_mode(layout: Layout, hidden: int, columns: int, save_as: str | None) -> str:
+def dispatch_mode(layout: Layout, hidden: int, columns: int, save_as: str | None, *, by_pallas: bool) -> str:
     """Of the modes of dispatch + GEMM, `[., hidden]` times `[hidden, columns]`, the simpler one unless it is slower.
 
     In one launch a part of the exchange shows in spite of the products; in two the saved tokens, in the other the saved
@@ -224,7 +219,7 @@ def dispatch_mode(layout: Layout, hidden: int, columns: int, save_as: str | None
     sent, _ = _combine_alone(layout, hidden)
     token = 2 * 2 * hidden / _device().copy_bytes  # to read and write one
     rows, tokens = layout.top_k * token, _ranks_of_token(layout) * token
-    serial = _product_alone(layout, hidden, columns) + sent + (tokens if save_as == "tokens" else 0.0)
+    serial = _gemm_alone(layout, hidden, columns, by_pallas) + sent + (tokens if save_as == "tokens" else 0.0)
     serial += _device().launch_seconds / layout.num_tokens
     fused = _product(layout, hidden, columns) + _device().shown_dispatch * sent + (rows if save_as == "rows" else 0.0)
     return "serial" if serial <= 1.03 * fused else "fused"
@@ -242,26 +237,26 @@ class BackwardTimes(NamedTuple):
     beside: dict[str, float]
 
 
-def backward_times(layout: Layout, features: int, hidden: int) -> BackwardTimes:
+def backward_times(layout: Layout, features: int, hidden: int, *, by_pallas: bool) -> BackwardTimes:
     """How long each way should take; docs/design/fused.md tells why.
 
     What travels has the time of the gradient, too, or, in mode "scatter", that of both products.
     """
     product, (sent, made) = _product(layout, features, hidden), _combine_alone(layout, hidden)
     gradient = product * _device().product_flops / _device().gradient_flops
-    alone = gradient / (_device().pallas_gradient if _is_from_pallas(layout, features, hidden) else 1)
+    alone = gradient / (_device().pallas_gradient if by_pallas else 1)
     both = max(product + gradient, _rows_sent(layout, hidden))
     return BackwardTimes(
-        {mode: time + alone for mode, time in combine_times(layout, features, hidden).items()},
+        {mode: time + alone for mode, time in combine_times(layout, features, hidden, by_pallas=by_pallas).items()},
         {
             "scatter": both + _sums_of_scatter(layout, hidden),
-            "serial": _product_alone(layout, features, hidden)
+            "serial": _gemm_alone(layout, features, hidden, by_pallas)
             + max(gradient + _device().sums_beside_gradient * made, sent),
         },
     )
 
 
-def combine_mode(layout: Layout, features: int, hidden: int) -> str:
+def combine_mode(layout: Layout, features: int, hidden: int, *, by_pallas: bool) -> str:
     """The simplest mode of GEMM + combine of those that should take least time, up to a hundredth."""
-    times = combine_times(layout, features, hidden)
+    times = combine_times(layout, features, hidden, by_pallas=by_pallas)
     return next(mode for mode, time in times.items() if time <= 1.01 * min(times.values()))

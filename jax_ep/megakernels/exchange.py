@@ -29,7 +29,6 @@ from jax_ep.megakernels.kernels import plan as plan_kernels
 from jax_ep.megakernels.kernels import small_exchange as small_exchange_kernels
 from jax_ep.megakernels.launch import group_of, group_on, launch
 from jax_ep.types import Array, Handle, Layout, Options, Quantized, Schedule
-from jax_ep.xla import exchange as xla
 
 _PLAN = Kernel(plan_kernels.plan)
 _ALL_GATHER_I32 = Kernel(small_exchange_kernels.all_gather_i32)
@@ -176,9 +175,6 @@ def sum_results(shape: tuple[int, ...], dtype: DTypeLike, config: Config, length
 def combine_tokens(options: Options, y: Array, row_weights: Array | None, handle: Handle) -> tuple[Array, Array | None]:
     """`[R, H]` rows to their unweighted sums `[T, H]`; and `[R]` values to the `[T, K]` slots of their rows."""
     layout, hidden, wire_dtype = handle.layout, y.shape[1], options.wire_dtype
-    if layout.num_ranks == 1 and wire_dtype is None:
-        # Nothing travels: XLA's sums of rows are faster than the kernel's (docs/design/exchange.md).
-        return xla.combine_tokens(dataclasses.replace(options, axis=()), y, row_weights, handle)
     y = _pad_columns(y)
     schedule = tuned.schedule(options.schedule, "combine", **tuned.exchange_facts(layout, y.shape[1], y.dtype))
     config, tile = combine_config(schedule, layout, y.shape[1], y.dtype)

@@ -1,6 +1,6 @@
 """Exchange and grouped GEMM, in one launch or in two: dispatch + GEMM, and GEMM + combine.
 
-Launches of their own for products are by the fastest kernel there is, which may be that of `pallas`. In the backward
+The caller passes the implementation of GEMMs in launches of their own. In the backward
 pass of dispatch + GEMM the gradient of the matrices may be in the launch of its exchange. Two launches have it: GEMM +
 combine, whose programs multiply for the gradient where they have no more rows to send; and combine alone, behind a
 product, most of whose programs multiply for the gradient.
@@ -9,22 +9,20 @@ product, most of whose programs multiply for the gradient.
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from jax_ep import context, ffi
-from jax_ep.core import layout as rows_of
 from jax_ep.core.bias import Bias
-from jax_ep.core.kernel import BOUND, Config, Descriptor, Kernel
+from jax_ep.core.kernel import Config, Descriptor, Kernel
 from jax_ep.core.layout import dropless_capacity, power_of_two, row_tokens
-from jax_ep.megakernels import cost_model, grid, grouped_gemm, tuned
-from jax_ep.megakernels.capability import has_tma
+from jax_ep.core.operations import GroupedGemm
+from jax_ep.megakernels import grid, grouped_gemm, tuned
 from jax_ep.megakernels.exchange import (
     combine_config,
-    combine_tokens,
     copied_columns,
     dispatch_tokens,
     num_bytes,
@@ -37,30 +35,29 @@ from jax_ep.megakernels.kernels import exchange_gemm_structs as structs
 from jax_ep.megakernels.kernels import gemm_structs
 from jax_ep.megakernels.kernels.exchange_structs import Combine, Sums, SumTile
 from jax_ep.megakernels.launch import group_of, launch, stores_by_descriptor
+from jax_ep.megakernels.modes import backward_schedule, fused_modes
 from jax_ep.megakernels.rows import gather_rows
 from jax_ep.megakernels.send_order import order_sends
-from jax_ep.types import COMBINE_MODES, Array, Handle, Layout, Options, Schedule
+from jax_ep.types import Array, Handle, Layout, Options, Schedule
+
+__all__ = [
+    "dispatch_apart",
+    "dispatch_grouped_gemm",
+    "fused_modes",
+    "grouped_gemm_combine",
+    "grouped_gemm_combine_with_weight_gradient",
+    "weight_gradient",
+]
 
 _DISPATCH_GEMM = Kernel(exchange_gemm_kernels.dispatch_gemm)
 _GEMM_COMBINE = Kernel(exchange_gemm_kernels.gemm_combine)
 _COMBINE_WITH_WEIGHT_GRADIENT = Kernel(exchange_gemm_kernels.combine_with_weight_gradient)
 
 _ITEM_BYTES = 2
-"""Of what travels in a launch with a product: see `fuses`."""
+"""Of what travels in a launch with a product: see requirements.py."""
 
 BESIDE = 24
 """Programs of combine beside the weight gradient: few leave more of the GPU to that, and have its time."""
-
-
-def fuses(layout: Layout, dtype: DTypeLike, depth: int, columns: int) -> bool:
-    """Whether an exchange and products with `[depth, columns]` matrices go through one launch.
-
-    The tensor cores take 16-bit tokens, descriptors rows of whole 16 bytes, and tiles the shared memory of a Hopper;
-    all else runs as two launches.
-    """
-    whole_words = depth % 8 == 0 and columns % 8 == 0 and min(depth, columns, layout.num_tokens) > 0
-    few_groups = layout.num_local_experts <= grouped_gemm.MAX_GROUPS
-    return dtype in (jnp.bfloat16, jnp.float16) and whole_words and few_groups and has_tma()
 
 
 def dispatch_grouped_gemm(
@@ -72,34 +69,38 @@ def dispatch_grouped_gemm(
     *,
     transpose_rhs: bool,
     save_as: str | None,
+    mode: str,
+    products: GroupedGemm,
 ) -> tuple[Array, Array | None, Array | None]:
     """Tokens to the ranks of their experts, and there times the experts' matrices; router weights to the rows.
 
     Args:
-      options: of the call; the mode is that of its schedule, or what should be faster.
+      options: of the call.
       x: `[T, H]`.
       weights: `[T, K]`, or None.
       w: `[L, H, N]`, or `[L, N, H]` with `transpose_rhs`.
       handle: of this implementation.
       transpose_rhs: contract with the last axis of w.
       save_as: also return the tokens that arrived, as "tokens" or as "rows"; or None.
+      mode: "fused", or "serial" for a GEMM in a launch of its own.
+      products: the implementation of that GEMM.
 
     Returns:
       `[R, N]`, zero in padding rows; and the tokens that have an expert here, "tokens": `[W * T, H]` by source rank and
       token; "rows": `[R, H]`; both of unspecified value elsewhere. Else None. Last `[R]` weights, zero in padding rows,
       or None.
     """
-    layout, columns = handle.layout, w.shape[1 if transpose_rhs else 2]
-    schedule = _dispatch_schedule(options.schedule, layout, x.dtype, x.shape[1], columns, save_as)
-    if schedule.dispatch_mode == "serial":
+    layout = handle.layout
+    if mode == "serial":
         # Only rows between groups must be zero: a product reads none past them.
         rows, row_weights = dispatch_tokens(options, x, weights, handle, clear=layout.alignment > 1)
-        products = _fastest(rows, columns, handle)
         hidden = products.grouped_gemm(rows, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=x.dtype)
         if save_as != "tokens":
             return hidden, rows if save_as == "rows" else None, row_weights
         a_row = jnp.max(handle.slot_row.reshape(-1, layout.top_k), axis=1)
         return hidden, gather_rows(rows, a_row, jnp.full((1,), a_row.size, a_row.dtype)), row_weights
+    facts = tuned.exchange_gemm_facts(layout, x.shape[1], w.shape[1 if transpose_rhs else 2], x.dtype)
+    schedule = tuned.schedule(options.schedule, "dispatch_grouped_gemm", **facts)
     order = order_sends(handle)
     arguments = _dispatch_arguments(schedule, x, weights, w, handle, order, transpose_rhs, save_as)
     hidden, saved, *weights_found = launch(_DISPATCH_GEMM, *arguments, group=group_of(handle))
@@ -108,26 +109,9 @@ def dispatch_grouped_gemm(
     return hidden, None if save_as is None else saved, next(iter(weights_found), None)
 
 
-def _dispatch_schedule(
-    given: Schedule, layout: Layout, dtype: DTypeLike, depth: int, columns: int, save_as: str | None
-) -> Schedule:
-    """What is set, and the mode that should be faster where none is."""
-    facts = tuned.exchange_gemm_facts(layout, depth, columns, dtype)
-    schedule = tuned.schedule(given, "dispatch_grouped_gemm", **facts)
-    mode = schedule.dispatch_mode or cost_model.dispatch_mode(layout, depth, columns, save_as)
-    return dataclasses.replace(schedule, dispatch_mode=mode)
-
-
-def product_apart(schedule: Schedule, layout: Layout, dtype: DTypeLike, depth: int, columns: int) -> str | None:
-    """Whose product `dispatch_grouped_gemm` launches by itself, where no tokens are saved; None: it has one launch."""
-    if _dispatch_schedule(schedule, layout, dtype, depth, columns, None).dispatch_mode != "serial":
-        return None
-    product = layout.capacity, depth, columns, layout.num_local_experts
-    return "pallas" if cost_model.is_from_pallas(*product) else "triton"
-
-
 def dispatch_apart(options: Options, x: Array, weights: Array | None, handle: Handle) -> tuple[Array, Array | None]:
     """Rows `[R, H]` for a product in a launch of its own, and `[R]` weights; anything past the groups."""
+    # Only rows between groups must be zero: a product reads none past them.
     return dispatch_tokens(options, x, weights, handle, clear=handle.layout.alignment > 1)
 
 
@@ -202,16 +186,9 @@ def grouped_gemm_combine(
     """Rows times the matrices of their experts, with a bias if there is one, and the sums of each token's rows.
 
     `h [R, F]` times `w [L, F, H]`, or `[L, H, F]` with `transpose_rhs`, to `[T, H]`; and `[R]` values to the `[T, K]`
-    slots of their rows. The mode is that of the schedule, or what should be fastest.
+    slots of their rows: mode "scatter". In mode "serial" the GEMM and the combine are calls of their own.
     """
     hidden = w.shape[1 if transpose_rhs else 2]
-    facts = tuned.exchange_gemm_facts(handle.layout, h.shape[1], hidden, h.dtype)
-    mode = tuned.schedule(options.schedule, "grouped_gemm_combine", **facts).combine_mode
-    mode = mode or cost_model.combine_mode(handle.layout, h.shape[1], hidden)
-    if mode == "serial":
-        options_of_product: dict[str, Any] = {"transpose_rhs": transpose_rhs, "out_dtype": h.dtype, "bias": bias}
-        y = _fastest(h, hidden, handle).grouped_gemm(h, w, handle.group_sizes, **options_of_product)
-        return combine_tokens(options, y, row_weights, handle)
     config, sizes = gemm_combine_sizes(handle.layout, h.shape[1], hidden, transpose_rhs)
     operands, results, constants = _scatter_arguments(options, h, row_weights, w, handle, bias, config, sizes)
     constants |= {"factors": None, "gradient": None}
@@ -300,38 +277,6 @@ def _matrices(w: Array, product: gemm_structs.GroupedGemm) -> Descriptor:
     return Descriptor(w, (1, *((tile.block_n, tile.block_k) if product.transposed else (tile.block_k, tile.block_n))))
 
 
-def fuses_weight_gradient(schedule: Schedule, layout: Layout, dtype: DTypeLike, features: int, hidden: int) -> bool:
-    """Whether products and the gradient of their matrices share a launch.
-
-    Args:
-      schedule: its `fuse_weight_gradients`: True: wherever the launch can; False: nowhere; None: where it should be
-        faster, too.
-      layout: static sizes.
-      dtype: of the tokens.
-      features: F, the depth of the product.
-      hidden: H, its columns.
-    """
-    schedule = _backward_schedule(schedule, layout, features, hidden, dtype)
-    can, wanted = fuses(layout, dtype, features, hidden) and layout.capacity <= BOUND, schedule.fuse_weight_gradients
-    if not can or wanted is not None:
-        return can and bool(wanted)
-    return _is_faster(schedule, layout, features, hidden)
-
-
-def _backward_schedule(given: Schedule, layout: Layout, features: int, hidden: int, dtype: DTypeLike) -> Schedule:
-    facts = tuned.exchange_gemm_facts(layout, features, hidden, jnp.dtype(dtype))
-    return tuned.schedule(given, "grouped_gemm_combine_with_weight_gradient", **facts)
-
-
-def _is_faster(schedule: Schedule, layout: Layout, features: int, hidden: int) -> bool:
-    if jax.default_backend() == "cpu":
-        return False  # nothing runs beside anything in the interpreter
-    times = cost_model.backward_times(layout, features, hidden)
-    modes = COMBINE_MODES if schedule.combine_mode is None else (schedule.combine_mode,)
-    apart, fastest = (min(found[name] for name in modes) for found in times)
-    return 1.01 * fastest < apart  # simpler is better, up to a hundredth
-
-
 def grouped_gemm_combine_with_weight_gradient(
     options: Options,
     h: Array,
@@ -342,14 +287,15 @@ def grouped_gemm_combine_with_weight_gradient(
     *,
     transpose_rhs: bool,
     saved_as: str,
+    mode: str,
+    products: GroupedGemm,
 ) -> tuple[Array, Array | None, Array]:
     """`grouped_gemm_combine` and `weight_gradient` of the same rows.
 
     Saved tokens of the rows in use are copied into expert order first, by a launch of its own.
 
     Args:
-      options: of the call. Its `combine_mode` "scatter": one launch for all, as `grouped_gemm_combine` of this mode has
-        it; "serial": a product, then one launch for its combine and the gradient; None: what should be faster.
+      options: of the call.
       h: `[R, F]`.
       row_weights: `[R]`, or None.
       w: `[L, F, H]`, or `[L, H, F]` with `transpose_rhs`.
@@ -357,18 +303,18 @@ def grouped_gemm_combine_with_weight_gradient(
       handle: of this implementation.
       transpose_rhs: contract with the last axis of w.
       saved_as: "tokens" or "rows".
+      mode: "scatter": one launch for all; "serial": a GEMM, then one launch for its combine and the gradient.
+      products: the implementation of that GEMM.
 
     Returns:
       `[T, H]` sums, the `[T, K]` slots of row_weights or None, and the gradient in the shape of w: per local expert,
       rows of h times tokens, or tokens times rows with `transpose_rhs`; zero for experts without rows.
     """
     tokens = saved if saved_as == "rows" else gather_rows(saved, row_tokens(handle), handle.group_sizes)
-    schedule = _backward_schedule(options.schedule, handle.layout, h.shape[1], tokens.shape[1], h.dtype)
-    options, mode = dataclasses.replace(options, schedule=schedule), schedule.combine_mode
-    if mode is None:
-        times = cost_model.backward_times(handle.layout, h.shape[1], tokens.shape[1]).beside
-        mode = min(COMBINE_MODES, key=lambda name: times[name])
-    run = _scatter_beside_gradient if mode == "scatter" else _combine_beside_gradient
+    if mode == "scatter":
+        run = _scatter_beside_gradient
+    else:
+        run = partial(_combine_beside_gradient, products=products)
     sums, slot_weights, gradient = run(options, h, row_weights, w, tokens, handle, transpose_rhs)
     return sums.out_ptr, slot_weights, gradient
 
@@ -400,13 +346,13 @@ def _combine_beside_gradient(
     tokens: Array,
     handle: Handle,
     transpose_rhs: bool,
+    *,
+    products: GroupedGemm,
 ) -> tuple[Sums, Array | None, Array]:
     layout, hidden = handle.layout, tokens.shape[1]
-    products = _fastest(h, hidden, handle)
+    schedule = backward_schedule(options.schedule, layout, h.shape[1], hidden, h.dtype)
     y = products.grouped_gemm(h, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=h.dtype)
-    config, sizes = combine_with_weight_gradient_sizes(
-        options.schedule, layout, h.shape[1], hidden, h.dtype, transpose_rhs
-    )
+    config, sizes = combine_with_weight_gradient_sizes(schedule, layout, h.shape[1], hidden, h.dtype, transpose_rhs)
     factors, gradient = _gradient_arguments(h, w, tokens, sizes.gradient, transpose_rhs)
     taken, given, constants = weight_arguments(row_weights, (layout.num_tokens, layout.top_k))
     context.reserve("combine", sizes.combine.weights_offset + sum(map(num_bytes, given)))
@@ -461,8 +407,13 @@ def _gradient_arguments(
     ) if sizes.tma_store else gradient
 
 
-def weight_gradient(saved: Array, rows: Array, handle: Handle, *, transpose: bool, saved_as: str) -> Array:
+def weight_gradient(
+    saved: Array, rows: Array, handle: Handle, *, transpose: bool, saved_as: str, products: GroupedGemm
+) -> Array:
     """Per local expert, dispatched tokens times rows, in a launch of its own.
+
+    Tokens that were saved as "tokens" are copied into expert order first, in one pass: products that read them where
+    they lie were slower by more than that (docs/design/grouped_gemm.md).
 
     Args:
       saved: from `dispatch_grouped_gemm`.
@@ -470,64 +421,11 @@ def weight_gradient(saved: Array, rows: Array, handle: Handle, *, transpose: boo
       handle: of this implementation.
       transpose: rows first.
       saved_as: "tokens" or "rows".
+      products: the implementation of the grouped GEMM.
 
     Returns:
       `[L, H, N]`, or `[L, N, H]` with `transpose`; zero for experts without rows.
     """
-    options: dict[str, Any] = {"out_dtype": saved.dtype}
-    if saved_as == "tokens":
-        return gathered_weight_gradient(
-            saved, row_tokens(handle), rows, handle.group_sizes, transpose=transpose, **options
-        )
-    lhs, rhs = (rows, saved) if transpose else (saved, rows)
-    return _fastest(lhs, rhs.shape[1], handle).weight_gradient(lhs, rhs, handle.group_sizes, **options)
-
-
-def _fastest(rows: Array, columns: int, handle: Handle) -> Any:
-    """The module with the fastest products of `rows [R, K]` and matrices of `columns` columns, and their gradient."""
-    num_rows, depth = rows.shape
-    return fastest_products(num_rows, depth, columns, handle.group_sizes.shape[0])
-
-
-def fastest_products(num_rows: int, depth: int, columns: int, groups: int) -> Any:
-    """The module with the fastest products of these sizes, of this implementation or of `pallas`."""
-    if cost_model.is_from_pallas(num_rows, depth, columns, groups):
-        from jax_ep.pallas import grouped_gemm as pallas
-
-        return pallas
-    return grouped_gemm
-
-
-def gathered_weight_gradient(
-    tokens: Array,
-    index: Array,
-    rows: Array,
-    group_sizes: Array,
-    *,
-    transpose: bool,
-    out_dtype: DTypeLike,
-) -> Array:
-    """`out[g] = tokens[index of g's rows].T @ rows[rows of g]`, or its transpose.
-
-    The tokens of the rows in use are copied into expert order first, in one pass: products that read them where they
-    lie were slower by more than that (docs/design/grouped_gemm.md).
-
-    Args:
-      tokens: `[S, H]`, in any order; what no row names may hold anything.
-      index: `[M]` int32, the token of each row; -1: zero.
-      rows: `[M, N]`.
-      group_sizes: `[G]` int32.
-      transpose: rows first.
-      out_dtype: dtype of the result; sums run in float32 (float64 for float64).
-
-    Returns:
-      `[G, H, N]`, or `[G, N, H]` with `transpose`; zero for empty groups.
-    """
-    if grouped_gemm.has_kernel(rows, tokens, group_sizes, out_dtype):
-        gathered = gather_rows(grouped_gemm.pad(tokens, 1), index, group_sizes)[:, : tokens.shape[1]]
-    else:
-        gathered = rows_of.gather_rows(tokens, index)
-    lhs, rhs = (rows, gathered) if transpose else (gathered, rows)
-    (num_rows, depth), columns = lhs.shape, rhs.shape[1]
-    products = fastest_products(num_rows, depth, columns, group_sizes.shape[0])
-    return products.weight_gradient(lhs, rhs, group_sizes, out_dtype=out_dtype)
+    tokens = saved if saved_as == "rows" else gather_rows(saved, row_tokens(handle), handle.group_sizes)
+    lhs, rhs = (rows, tokens) if transpose else (tokens, rows)
+    return products.weight_gradient(lhs, rhs, handle.group_sizes, out_dtype=saved.dtype)

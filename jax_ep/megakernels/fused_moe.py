@@ -33,7 +33,8 @@ from jax_ep.megakernels.kernels.fused_moe_structs import (
 )
 from jax_ep.megakernels.launch import launch
 from jax_ep.megakernels.moe_sort import moe_sort
-from jax_ep.megakernels.quantized_gemm import is_readable, is_turned, storage_of
+from jax_ep.megakernels.quantized_gemm import is_turned, storage_of
+from jax_ep.megakernels.requirements import is_readable
 from jax_ep.types import Array, Experts, Schedule
 
 _FUSED = Kernel(fused_moe_kernels.fused_moe)
@@ -74,13 +75,15 @@ def fuses(experts: Experts, num_slots: int, dtype: DTypeLike, w_gate_up: Matrice
     return taken and _is_read(w_gate_up) and _is_read(w_down)
 
 
-def is_fastest(num_slots: int, w_gate_up: Matrices, w_down: Matrices) -> bool:
-    """Whether it should be faster than several launches; see cost_model.py."""
+def is_fastest(num_slots: int, w_gate_up: Matrices, w_down: Matrices, *, by_pallas: bool) -> bool:
+    """Whether it should be faster than several launches; see cost_model.py for `by_pallas`."""
     single_launch = tuned.schedule(Schedule(), "fused_moe", **_facts(num_slots, w_down)).single_launch
     if single_launch is not None:
         return single_launch
     bits, in_fp8 = _bits(w_down)
-    return serves_in_one_launch(num_slots, *_sizes_of(w_down), bits, in_fp8=in_fp8, turned=_is_turned(w_down))
+    return serves_in_one_launch(
+        num_slots, *_sizes_of(w_down), bits, in_fp8=in_fp8, turned=_is_turned(w_down), by_pallas=by_pallas
+    )
 
 
 def _sizes_of(w_down: Matrices) -> tuple[int, int, int]:

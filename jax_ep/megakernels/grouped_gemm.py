@@ -1,7 +1,6 @@
 """Grouped GEMM, its weight gradient, and the product of FP8 rows and matrices, on the tensor cores.
 
-float32 and float64 stay with the portable loop over ordinary products: cuBLAS has full precision there, tensor cores
-have not. So do empty arrays, more than 1024 groups, and results that are neither of the operands' dtype nor float32.
+requirements.py says which operands the kernels take.
 
 Descriptors need rows of whole 16-byte words. Other arrays are padded with zeros and the result is cut, which costs
 copies; the widths of models are multiples of 8.
@@ -21,7 +20,7 @@ from jax.typing import DTypeLike
 
 from jax_ep.core.bias import Bias
 from jax_ep.core.fp8 import GROUP_SIZE
-from jax_ep.core.kernel import BOUND, Config, Descriptor, Kernel
+from jax_ep.core.kernel import Config, Descriptor, Kernel
 from jax_ep.core.layout import power_of_two, round_up
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels import tuned
@@ -30,15 +29,12 @@ from jax_ep.megakernels.kernels import gemm_structs
 from jax_ep.megakernels.kernels import grouped_gemm as grouped_gemm_kernels
 from jax_ep.megakernels.launch import launch, stores_by_descriptor
 from jax_ep.types import Array
-from jax_ep.xla import grouped_gemm as xla
 
 _FORWARD = Kernel(grouped_gemm_kernels.grouped_gemm)
 _FP8 = Kernel(grouped_gemm_kernels.grouped_gemm_fp8)
 _WEIGHT_GRADIENT = Kernel(grouped_gemm_kernels.weight_gradient)
 _FP8_WEIGHT_GRADIENT = Kernel(grouped_gemm_kernels.weight_gradient_fp8)
 _WORD = 8  # elements of a 16-byte word
-MAX_GROUPS = 1024
-"""More groups would take more registers than a program has to spare."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,18 +149,6 @@ def weight_tiles(out_itemsize: int) -> WeightTiles:
     return WeightTiles(block_n=128)
 
 
-def has_kernel(lhs: Array, rhs: Array, group_sizes: Array, out_dtype: DTypeLike) -> bool:
-    """Whether the kernels take these operands; the portable loop takes all."""
-    return (
-        lhs.dtype == rhs.dtype
-        and lhs.dtype in (jnp.bfloat16, jnp.float16)
-        and jnp.dtype(out_dtype) in (lhs.dtype, jnp.float32)
-        and 0 not in (*lhs.shape, *rhs.shape, *group_sizes.shape)
-        and group_sizes.shape[0] <= MAX_GROUPS
-        and lhs.shape[0] <= BOUND
-    )
-
-
 @functools.partial(jax.jit, static_argnames=("transpose_rhs", "out_dtype", "tiles"))
 def grouped_gemm(
     lhs: Array,
@@ -177,8 +161,6 @@ def grouped_gemm(
     tiles: Tiles | None = None,
 ) -> Array:
     """See xla/grouped_gemm.py. `tiles` are those of the kernel; None: those for the shape."""
-    if not has_kernel(lhs, rhs, group_sizes, out_dtype):
-        return xla.grouped_gemm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=out_dtype, bias=bias)
     wanted, groups = rhs.shape[1 if transpose_rhs else 2], rhs.shape[0]
     facts = _facts(lhs.shape, wanted, groups, lhs.dtype, out_dtype)
     default = forward_tiles(lhs.shape[0], wanted, groups, jnp.dtype(out_dtype).itemsize)
@@ -217,8 +199,6 @@ def weight_gradient(
     lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: DTypeLike, tiles: WeightTiles | None = None
 ) -> Array:
     """See xla/grouped_gemm.py; `tiles` as for `grouped_gemm`."""
-    if not has_kernel(lhs, rhs, group_sizes, out_dtype):
-        return xla.weight_gradient(lhs, rhs, group_sizes, out_dtype=out_dtype)
     wanted = lhs.shape[1], rhs.shape[1]
     facts = _facts(lhs.shape, wanted[1], group_sizes.shape[0], lhs.dtype, out_dtype)
     tiles = tiles or tuned.tiles(weight_tiles(jnp.dtype(out_dtype).itemsize), "weight_gradient", **facts)
@@ -257,8 +237,6 @@ def grouped_gemm_fp8(
     operands = vary_alike((lhs, rhs, group_sizes, lhs_scales, rhs_scales))
     lhs, rhs, group_sizes, lhs_scales, rhs_scales = operands
     (num_rows, depth), (groups, columns), out_dtype = lhs.shape, rhs.shape[:2], jnp.dtype(out_dtype)
-    if 0 in (*lhs.shape, *rhs.shape) or groups > MAX_GROUPS or num_rows > BOUND or out_dtype == jnp.float64:
-        return xla.grouped_gemm_fp8(*operands, out_dtype=out_dtype)
     facts = _facts(lhs.shape, columns, groups, lhs.dtype, out_dtype)
     tiles = tiles or tuned.tiles(fp8_tiles(num_rows, groups, out_dtype.itemsize), "grouped_gemm_fp8", **facts)
     left = Descriptor(lhs[None], (1, tiles.block_m, GROUP_SIZE))
@@ -285,8 +263,6 @@ def weight_gradient_fp8(
     operands = vary_alike((lhs, rhs, group_sizes, lhs_scales, rhs_scales))
     lhs, rhs, group_sizes, lhs_scales, rhs_scales = operands
     (rows, places), columns, groups, out_dtype = lhs.shape, rhs.shape[0], group_sizes.shape[0], jnp.dtype(out_dtype)
-    if 0 in (*lhs.shape, *rhs.shape, groups) or groups > MAX_GROUPS or places > BOUND or out_dtype == jnp.float64:
-        return xla.weight_gradient_fp8(*operands, out_dtype=out_dtype)
     facts = _facts((places, rows), columns, groups, lhs.dtype, out_dtype)
     tiles = tiles or tuned.tiles(fp8_weight_tiles(), "weight_gradient_fp8", **facts)
     left, right = (Descriptor(x, (block, GROUP_SIZE)) for x, block in ((lhs, tiles.block_m), (rhs, tiles.block_n)))

@@ -23,7 +23,6 @@ from jax_ep.core.kernel import Config, Kernel
 from jax_ep.core.layout import power_of_two, round_up
 from jax_ep.core.mesh_axes import varying_axes
 from jax_ep.megakernels import quantized_gemm, tuned
-from jax_ep.megakernels.capability import has_tma
 from jax_ep.megakernels.grid import num_programs
 from jax_ep.megakernels.kernels import low_latency as low_latency_kernels
 from jax_ep.megakernels.kernels import low_latency_gemm_combine as low_latency_gemm_combine_kernels
@@ -39,8 +38,6 @@ _DISPATCH = Kernel(low_latency_kernels.low_latency_dispatch)
 _COMBINE = Kernel(low_latency_kernels.low_latency_combine)
 _FLAG_BYTES = round_up(8 + 4 * MOST_LOW_LATENCY_TOKENS, 256)  # a greeting, and a flag per token
 _GEMM_COMBINE = Kernel(low_latency_gemm_combine_kernels.low_latency_gemm_combine)
-# Every (token, k) has a row of its own in the buffer of the rank that sends it.
-MOST_ROWS = 4096
 _BLOCK_H = 1024
 # Up to so many comparisons, a copy of the dispatch finds its rows by itself.
 _MOST_COMPARISONS = 4096
@@ -151,23 +148,6 @@ def buffer_offsets(**num_bytes: int) -> tuple[dict[str, int], int]:
         offsets[name] = end
         end = round_up(end + size, 128)
     return offsets, end
-
-
-def fuses(layout: Layout, lhs: jax.ShapeDtypeStruct, rhs: Array | QuantizedExperts, dtype: DTypeLike) -> bool:
-    """Whether the second product can send its rows itself: rows as `lhs` says, and results of `dtype`."""
-    dtype, depth = jnp.dtype(dtype), lhs.shape[2]
-    if isinstance(rhs, QuantizedExperts):
-        is_read = quantized_gemm.has_kernel(lhs, rhs, dtype)
-    else:
-        is_read = lhs.dtype in (jnp.float8_e4m3fn, jnp.bfloat16, jnp.float16) and depth * lhs.dtype.itemsize % 16 == 0
-    return (
-        is_read
-        and dtype in (jnp.bfloat16, jnp.float16, jnp.float32)
-        and depth > 0
-        and rhs.shape[1] * dtype.itemsize % 16 == 0
-        and layout.num_tokens * layout.top_k <= MOST_ROWS
-        and has_tma()
-    )
 
 
 def low_latency_gemm_combine(

@@ -14,12 +14,10 @@ from jax_ep.megakernels.kernels import moe_sort as moe_sort_kernels
 from jax_ep.megakernels.kernels.fused_moe_structs import Sort
 from jax_ep.megakernels.launch import launch
 from jax_ep.types import Array, SortedTokens
-from jax_ep.xla import moe_sort as xla
 
 _SORT = Kernel(moe_sort_kernels.moe_sort)
 _LANES, _MOST_COUNTED = 256, 2048
 _EXPERTS_OF_PROGRAM = 4  # whose empty rows it fills, where slots need fewer programs
-MOST_EXPERTS = 1 << 10
 
 
 def moe_sort(
@@ -32,9 +30,6 @@ def moe_sort(
     block_size: int,
 ) -> SortedTokens:
     """See xla/moe_sort.py."""
-    if topk_idx.size == 0 or num_local_experts > MOST_EXPERTS:
-        experts = {"first_expert": first_expert, "num_local_experts": num_local_experts}
-        return xla.moe_sort(topk_idx, topk_weights, num_tokens, **experts, block_size=block_size)
     config, sizes = sort_sizes(topk_idx.shape, first_expert, num_local_experts, block_size)
     given = {"weights_ptr": topk_weights, "num_tokens_ptr": num_tokens}
     operands = (topk_idx, *(value for value in given.values() if value is not None))

@@ -12,24 +12,21 @@ from jax.typing import DTypeLike
 
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import QuantizedExperts
-from jax_ep.core.kernel import BOUND, Config, Descriptor, Kernel
+from jax_ep.core.kernel import Config, Descriptor, Kernel
 from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.formats import format_of, stored_name
 from jax_ep.megakernels import tuned
 from jax_ep.megakernels.grid import num_programs
-from jax_ep.megakernels.grouped_gemm import MAX_GROUPS, common_sizes
+from jax_ep.megakernels.grouped_gemm import common_sizes
 from jax_ep.megakernels.kernels import quantized_gemm as quantized_gemm_kernels
 from jax_ep.megakernels.kernels.gemm_structs import QuantizedGemm, QuantizedTile
 from jax_ep.megakernels.launch import launch
 from jax_ep.types import Array
-from jax_ep.xla import quantized_gemm as xla
 
 _GROUPED = Kernel(quantized_gemm_kernels.quantized_grouped_gemm)
 _MASKED = Kernel(quantized_gemm_kernels.quantized_masked_grouped_gemm)
 _DEPTH = 128  # of a block: that of the blocks of FP8, and a multiple of all other groups
-BLOCK_SIZES = (16, 32, 64, 128)
-"""Elements of K that may share a scale in the kernels, unless all do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,28 +106,6 @@ def storage_of(rhs: QuantizedExperts) -> dict[str, Any]:
     return {"decoder": wanted.decoder, **sizes}
 
 
-def is_readable(rhs: QuantizedExperts) -> bool:
-    """Whether kernels take such matrices."""
-    return (
-        0 not in rhs.shape
-        and rhs.shape[0] <= MAX_GROUPS
-        and rhs.values.shape[-1] * rhs.values.dtype.itemsize % 16 == 0
-        and format_of(rhs).block_size(rhs) in (0, *BLOCK_SIZES)
-    )
-
-
-def has_kernel(lhs: Array | jax.ShapeDtypeStruct, rhs: QuantizedExperts, out_dtype: DTypeLike) -> bool:
-    """Whether the kernels take these operands; the portable loop takes all."""
-    return (
-        is_readable(rhs)
-        and lhs.dtype in (jnp.bfloat16, jnp.float16, jnp.int8, FP8)
-        and jnp.dtype(out_dtype) != jnp.float64
-        and 0 not in lhs.shape
-        and lhs.shape[-2] <= BOUND
-        and lhs.shape[-1] * lhs.dtype.itemsize % 16 == 0
-    )
-
-
 @functools.partial(jax.jit, static_argnames=("out_dtype", "tiles"))
 def grouped_gemm(
     lhs: Array,
@@ -142,8 +117,6 @@ def grouped_gemm(
     tiles: QuantizedTiles | None = None,
 ) -> Array:
     """See xla/quantized_gemm.py. `tiles` are those of the kernel; None: those for the shape."""
-    if not has_kernel(lhs, rhs, out_dtype):
-        return xla.grouped_gemm(lhs, rhs, group_sizes, row_scales, out_dtype=out_dtype)
     num_rows, (groups, columns, _) = lhs.shape[0], rhs.shape
     tiles = tiles or _tuned_tiles(-(-num_rows // groups), lhs.dtype, rhs)
     most_tasks = (num_rows // tiles.block_m + groups) * -(-columns // tiles.block_n)
@@ -163,9 +136,6 @@ def masked_grouped_gemm(
     tiles: QuantizedTiles | None = None,
 ) -> Array:
     """See xla/quantized_gemm.py; rows past the sizes hold anything here. `tiles` as for `grouped_gemm`."""
-    if not has_kernel(lhs, rhs, out_dtype):
-        options = {"out_dtype": out_dtype, "expected_rows": expected_rows}
-        return xla.masked_grouped_gemm(lhs, rhs, group_sizes, row_scales, **options)
     groups, most_rows, _ = lhs.shape
     tiles = tiles or masked_tiles(most_rows, expected_rows, lhs.dtype, rhs)
     most_tasks = groups * -(-most_rows // tiles.block_m) * -(-rhs.shape[1] // tiles.block_n)

@@ -1,9 +1,9 @@
-"""What the `triton` implementation refuses, without loading its compiler."""
+"""What the `triton` implementation does not support, without loading its compiler."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,30 +11,59 @@ from jax.typing import DTypeLike
 
 from jax_ep import context
 from jax_ep.core.dtypes import FP8
+from jax_ep.core.expert_matrices import QuantizedExperts
+from jax_ep.core.facts import (
+    ActivationFacts,
+    ExchangeFacts,
+    Facts,
+    Fp8OperandFacts,
+    FusedFacts,
+    FusedMoEFacts,
+    GemmFacts,
+    LowLatencyFacts,
+    LowLatencyGemmFacts,
+    MaskedActivationFacts,
+    MaskedGemmFacts,
+    Portable,
+    QuantizedGemmFacts,
+    SortFacts,
+)
+from jax_ep.core.fp8 import GROUP_SIZE
+from jax_ep.core.kernel import BOUND
 from jax_ep.core.mesh_axes import automatic_axes, platform
+from jax_ep.formats import format_of
 from jax_ep.heap import nvshmem, peer_access
 from jax_ep.heap.symmetric import MAX_BLOCKS
 from jax_ep.megakernels import capability
-from jax_ep.types import Layout, Options
+from jax_ep.types import Options
 
 _MOST_TOKENS_PER_BLOCK = 8
 _MOST_RANKS = 63  # kernels keep a set of ranks in an int64
 MOST_LOW_LATENCY_TOKENS = 1024
 _MOST_LOW_LATENCY_TOP_K = 16
+_MOST_LOW_LATENCY_ROWS = 4096
+"""Of a rank whose second GEMM sends its rows: each (token, k) has a row in the buffer of the rank that sends it."""
+MAX_GROUPS = 1024
+"""Of a grouped GEMM: more groups would take more registers than a program has."""
+BLOCK_SIZES = (16, 32, 64, 128)
+"""Elements of K that may share a scale in the kernels, unless all do."""
+_MOST_SORTED_EXPERTS = 1 << 10
+_HALF = (jnp.bfloat16, jnp.float16)
+_EMPTY = Portable("there is nothing to compute: an operand is empty")
 
 
-def is_fastest(options: Options, operation: str, dtype: DTypeLike, *facts: Any) -> bool:
-    """Only where it is the first that can serve the request."""
+def is_preferred(facts: Facts) -> bool:
+    """Only where it is the first that supports the facts."""
     return False
 
 
-def is_made_for(dtype: DTypeLike) -> bool:
+def supports_dtype(dtype: DTypeLike) -> bool:
     """All dtypes of the package: those that no kernel takes go through the portable functions."""
     return True
 
 
-def refusal(options: Options, operation: str, dtype: DTypeLike, *facts: Any) -> str | None:
-    """Why this implementation cannot serve a request, or None; see ops/registry.py."""
+def unsupported_reason(facts: Facts, options: Options) -> str | None:
+    """Why this implementation does not support these facts, or None; see ops/registry.py."""
     on = platform()
     if on not in ("gpu", "cpu"):
         return f"the platform is {on}, it needs NVIDIA GPUs"
@@ -46,35 +75,21 @@ def refusal(options: Options, operation: str, dtype: DTypeLike, *facts: Any) -> 
         return reason
     if context.transport() == "xla":
         return "the context was initialized with transport='xla'"
-    dtype = jnp.dtype(dtype)
-    if operation == "masked":
-        return _refusal_of_masked(dtype, *facts)
-    if operation == "quantized_gemm":
-        return _refusal_of_quantized(dtype)
-    if operation == "grouped_gemm":
-        return _refusal_of_products(dtype)
-    if operation in ("activation", "moe_sort"):
-        return None
-    if operation == "fused_moe":
-        return capability.missing_tma("its layer in one launch")
-    if operation == "low_latency" and (reason := _refusal_of_low_latency(options, dtype, *facts)) is not None:
-        return reason
-    if on == "gpu" and (reason := context.unordered_launches_reason()) is not None:
-        return reason
-    return _refusal_of_exchange(options, operation, dtype, *facts)
+    return _reason(facts, options)
 
 
-def _refusal_of_exchange(
-    options: Options,
-    operation: str,
-    dtype: jnp.dtype,
-    hidden: int,
-    layout: Layout,
-    is_foreign: bool,
-    columns: int | None = None,
-) -> str | None:
+@functools.singledispatch
+def _reason(facts: Facts, options: Options) -> str | None:
+    return f"it has no {facts.operation}"
+
+
+@_reason.register
+def _of_exchange(facts: ExchangeFacts, options: Options) -> str | None:
+    if platform() == "gpu" and (reason := context.unordered_launches_reason()) is not None:
+        return reason
+    layout, fp8 = facts.layout, options.wire_dtype is not None
     if layout.num_tokens == 0:
-        return None  # needs no kernel
+        return Portable("there is no token to exchange")
     most_tokens = MAX_BLOCKS * (options.schedule.tokens_per_block or _MOST_TOKENS_PER_BLOCK)
     if layout.num_tokens > most_tokens:
         return f"T={layout.num_tokens} exceeds {most_tokens} tokens per rank"
@@ -82,42 +97,116 @@ def _refusal_of_exchange(
         return f"W={layout.num_ranks} exceeds {_MOST_RANKS} ranks"
     if layout.num_ranks > 1 and (reason := context.unreachable_reason(options.axis)) is not None:
         return reason
-    if is_foreign:
+    if facts.is_foreign:
         return "the handle was made by another implementation"
-    if options.wire_dtype is not None and (reason := capability.missing_fp8("FP8 on the wire")) is not None:
+    if fp8 and (reason := capability.missing_fp8("FP8 on the wire")) is not None:
         return reason
+    if facts.columns is not None and (reason := _reason_against_fused_modes(facts, facts.columns, options)) is not None:
+        return reason
+    if facts.is_combine and layout.num_ranks == 1 and not fp8:
+        return Portable("nothing travels, and XLA adds rows faster than the kernel (docs/design/exchange.md)")
+    return None
+
+
+def _reason_against_fused_modes(facts: ExchangeFacts, columns: int, options: Options) -> str | None:
+    """Why the fused modes that the schedule asks for do not exist, or None."""
     modes = options.schedule.combine_mode, options.schedule.dispatch_mode
     fused = [mode for mode in modes if mode not in (None, "serial")]
-    if columns is None or not fused:
-        return None
-    from jax_ep.megakernels.exchange_gemm import fuses
-
-    if options.wire_dtype is None and fuses(layout, dtype, hidden, columns):
+    if not fused or _reason(FusedFacts(facts.dtype, facts.hidden, columns, facts.layout), options) is None:
         return None
     return (
         f"mode={fused[0]!r} takes bfloat16 and float16 without FP8 on the wire, and matrices whose sizes are multiples"
-        f" of 8, on GPUs with TMA ({capability.TMA_MODELS}); here tokens of {dtype}, wire_dtype={options.wire_dtype}"
-        f" and matrices of [{hidden}, {columns}]"
+        f" of 8, on GPUs with TMA ({capability.TMA_MODELS}); here tokens of {facts.dtype},"
+        f" wire_dtype={options.wire_dtype} and matrices between {facts.hidden} and {columns} columns"
     )
 
 
-def _refusal_of_products(dtype: jnp.dtype) -> str | None:
-    """float32 and float64 are a loop over products of XLA in every implementation."""
-    if dtype not in (FP8, jnp.bfloat16, jnp.float16):
-        return None
-    return capability.missing_tma(f"its grouped GEMM in {'FP8' if dtype == FP8 else dtype}")
+@_reason.register
+def _of_fused(facts: FusedFacts, options: Options) -> str | None:
+    """Tensor cores take 16-bit tokens, descriptors whole rows of 16 bytes, and tiles the shared memory of a Hopper."""
+    layout = facts.layout
+    if options.wire_dtype is not None:
+        return "with FP8 on the wire exchanges and GEMMs are launches of their own"
+    if facts.dtype not in _HALF:
+        return f"one launch for exchange and GEMM takes bfloat16 and float16, not {facts.dtype}"
+    if facts.hidden % 8 or facts.columns % 8 or min(facts.hidden, facts.columns, layout.num_tokens) == 0:
+        return f"sizes of weights must be multiples of 8, they are [{facts.hidden}, {facts.columns}]"
+    if layout.num_local_experts > MAX_GROUPS:
+        return f"{layout.num_local_experts} local experts exceed {MAX_GROUPS}"
+    return capability.missing_tma("one launch for exchange and GEMM")
 
 
-def _refusal_of_quantized(dtype: jnp.dtype) -> str | None:
-    """Likewise for float32 and float64."""
-    if dtype not in (FP8, jnp.bfloat16, jnp.float16):
-        return None
-    return capability.missing_tma("its products of quantised matrices")
+@_reason.register
+def _of_gemm(facts: GemmFacts, options: Options) -> str | None:
+    """Tensor cores lack full precision for float32 and float64, which cuBLAS has."""
+    if not facts.in_fp8 and facts.dtype not in _HALF:
+        return Portable(f"tensor cores lack the precision of {facts.dtype}")
+    name = "FP8" if facts.in_fp8 else facts.dtype
+    if (reason := capability.missing_tma(f"its grouped GEMM in {name}")) is not None:
+        return reason
+    if facts.out_dtype == jnp.float64 if facts.in_fp8 else facts.out_dtype not in (facts.dtype, jnp.float32):
+        return Portable(f"it has no grouped GEMM of {name} to {facts.out_dtype}")
+    if facts.is_empty:
+        return _EMPTY
+    if facts.groups > MAX_GROUPS or facts.num_rows > BOUND:
+        return Portable(f"{facts.groups} groups of {facts.num_rows} rows exceed {MAX_GROUPS} groups or {BOUND} rows")
+    return None
 
 
-def _refusal_of_low_latency(
-    options: Options, dtype: jnp.dtype, hidden: int, layout: Layout, is_foreign: bool
-) -> str | None:
+@_reason.register
+def _of_activation(facts: ActivationFacts, options: Options) -> str | None:
+    if callable(facts.experts.activation):
+        return Portable("the activation is a function of the caller")
+    if facts.dtype not in _HALF:
+        return Portable(f"its kernel of the activation takes bfloat16 and float16, not {facts.dtype}")
+    if 0 in (facts.num_rows, facts.columns, facts.groups):
+        return _EMPTY
+    if facts.columns % (16 if facts.experts.gated else 8):
+        return Portable(f"rows of {facts.columns} columns have no whole 16-byte words")
+    return None
+
+
+@_reason.register
+def _of_fp8_operand(facts: Fp8OperandFacts, options: Options) -> str | None:
+    if facts.dtype == jnp.float64:
+        return Portable("it does not round float64 to FP8")
+    if 0 in facts.sizes:
+        return _EMPTY
+    return None if facts.whole_blocks else Portable(f"an axis that shares scales is no multiple of {GROUP_SIZE}")
+
+
+@_reason.register
+def _of_sort(facts: SortFacts, options: Options) -> str | None:
+    if facts.num_slots == 0:
+        return _EMPTY
+    if facts.num_experts > _MOST_SORTED_EXPERTS:
+        return Portable(f"{facts.num_experts} experts exceed {_MOST_SORTED_EXPERTS}")
+    return None
+
+
+@_reason.register
+def _of_fused_moe(facts: FusedMoEFacts, options: Options) -> str | None:
+    return capability.missing_tma("its layer in one launch")
+
+
+@_reason.register
+def _of_quantized_gemm(facts: QuantizedGemmFacts, options: Options) -> str | None:
+    if facts.dtype in (FP8, *_HALF) and (reason := capability.missing_tma("its products of quantised matrices")):
+        return reason
+    if facts.dtype not in (FP8, jnp.int8, *_HALF):
+        return Portable(f"it has no GEMM of {facts.dtype} rows and quantized weights")
+    if facts.out_dtype == jnp.float64:
+        return Portable("it has no GEMM of quantized weights to float64")
+    if 0 in facts.shape:
+        return _EMPTY
+    if facts.shape[-2] > BOUND or facts.shape[-1] * facts.dtype.itemsize % 16 or not is_readable(facts.rhs):
+        return Portable(f"its kernels do not read rows {facts.shape} and weights {facts.rhs.shape} of this format")
+    return None
+
+
+@_reason.register
+def _of_low_latency(facts: LowLatencyFacts, options: Options) -> str | None:
+    layout = facts.layout
     if layout.num_tokens > MOST_LOW_LATENCY_TOKENS:
         return (
             f"max_tokens_per_rank={layout.num_tokens} exceeds {MOST_LOW_LATENCY_TOKENS}, at which dispatch is the"
@@ -125,22 +214,54 @@ def _refusal_of_low_latency(
         )
     if layout.top_k > _MOST_LOW_LATENCY_TOP_K:
         return f"K={layout.top_k} exceeds {_MOST_LOW_LATENCY_TOP_K} experts per token"
-    if hidden * dtype.itemsize % 16:
-        return f"rows of {hidden} {dtype} are no whole 16-byte words"
-    return capability.missing_fp8("FP8") if FP8 in (dtype, options.wire_dtype) else None
+    if facts.hidden * facts.dtype.itemsize % 16:
+        return f"rows of {facts.hidden} {facts.dtype} are no whole 16-byte words"
+    if FP8 in (facts.dtype, options.wire_dtype) and (reason := capability.missing_fp8("FP8")) is not None:
+        return reason
+    return _of_exchange(ExchangeFacts(facts.dtype, facts.hidden, layout, facts.is_foreign), options)
 
 
-def _refusal_of_masked(dtype: jnp.dtype, kind: str, width: int, quantize: bool = False) -> str | None:
-    """`kind` is "grouped_gemm" of rows of so many elements, or "activation", whose result may be FP8."""
-    if kind == "activation":
-        if dtype == jnp.float64:
-            return "it has no kernel of the activation for float64"
-        return capability.missing_fp8("FP8") if quantize else None
-    if dtype not in (FP8, jnp.bfloat16, jnp.float16):
-        return f"it has no masked grouped GEMM for {dtype}"
-    if width * dtype.itemsize % 16:
-        return f"rows of {width} {dtype} are no whole 16-byte words"
+@_reason.register
+def _of_low_latency_gemm(facts: LowLatencyGemmFacts, options: Options) -> str | None:
+    if isinstance(facts.rhs, QuantizedExperts):
+        gemm: Facts = QuantizedGemmFacts(facts.dtype, facts.shape, facts.rhs, facts.out_dtype)
+    else:
+        gemm = MaskedGemmFacts(facts.dtype, facts.shape[2])
+    if (reason := _reason(gemm, options)) is not None:
+        return reason
+    if facts.out_dtype not in (jnp.bfloat16, jnp.float16, jnp.float32) or facts.shape[2] == 0:
+        return f"its GEMM sends no rows of {facts.out_dtype}, products of {facts.shape[2]} columns"
+    if facts.rhs.shape[1] * facts.out_dtype.itemsize % 16:
+        return f"rows of {facts.rhs.shape[1]} {facts.out_dtype} have no whole 16-byte words"
+    if facts.layout.num_tokens * facts.layout.top_k > _MOST_LOW_LATENCY_ROWS:
+        return f"{facts.layout.num_tokens * facts.layout.top_k} rows of a rank exceed {_MOST_LOW_LATENCY_ROWS}"
+    return capability.missing_tma("one launch for GEMM and combine")
+
+
+@_reason.register
+def _of_masked_gemm(facts: MaskedGemmFacts, options: Options) -> str | None:
+    if facts.dtype not in (FP8, *_HALF):
+        return f"it has no masked grouped GEMM for {facts.dtype}"
+    if facts.depth * facts.dtype.itemsize % 16:
+        return f"rows of {facts.depth} {facts.dtype} are no whole 16-byte words"
     return capability.missing_tma("its masked grouped GEMM")
+
+
+@_reason.register
+def _of_masked_activation(facts: MaskedActivationFacts, options: Options) -> str | None:
+    if facts.dtype == jnp.float64:
+        return "it has no kernel of the activation for float64"
+    return capability.missing_fp8("FP8") if facts.quantize else None
+
+
+def is_readable(rhs: QuantizedExperts) -> bool:
+    """Whether kernels take such matrices."""
+    return (
+        0 not in rhs.shape
+        and rhs.shape[0] <= MAX_GROUPS
+        and rhs.values.shape[-1] * rhs.values.dtype.itemsize % 16 == 0
+        and format_of(rhs).block_size(rhs) in (0, *BLOCK_SIZES)
+    )
 
 
 def _missing_on_gpu() -> str | None:

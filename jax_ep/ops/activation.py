@@ -13,14 +13,14 @@ from jax import lax
 from jax_ep.core import check
 from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.core.layout import row_groups
-from jax_ep.ops import registry
 from jax_ep.ops.grouped_gemm import sum_groups
-from jax_ep.types import Array, Experts, Options, Quantized
+from jax_ep.ops.plan import ActivationPlan
+from jax_ep.types import Array, Experts
 from jax_ep.xla import activation as portable
 
 
 def activate(
-    options: Options,
+    plan: ActivationPlan,
     experts: Experts,
     intermediate: int,
     hidden: Array,
@@ -34,7 +34,7 @@ def activate(
     hold anything, as products do not read them.
     """
     if is_one_pass(experts, bias):
-        return _activate(options, experts, hidden, weights, bias, group_sizes)
+        return _activate(plan, experts, hidden, weights, bias, group_sizes)
     # One pass for the weights or the caller's function, with JAX's own derivatives, and one for what is left.
     in_use = (row_groups(group_sizes, hidden.shape[0]) >= 0)[:, None]
     wide = accumulation_dtype(hidden.dtype)
@@ -45,15 +45,15 @@ def activate(
         factors = jnp.ones_like(factors)
     if not callable(experts.activation):
         after = dataclasses.replace(experts, weight_on="output")
-        return _activate(options, after, hidden, factors[:, 0], bias, group_sizes)
+        return _activate(plan, after, hidden, factors[:, 0], bias, group_sizes)
     if bias is not None:
         # An activation that is none adds the bias alone, with the sums of its gradient by group.
         identity = Experts(_same)
-        hidden = _activate(options, identity, hidden, jnp.ones_like(weights), bias, group_sizes)
+        hidden = _activate(plan, identity, hidden, jnp.ones_like(weights), bias, group_sizes)
     # In other rows the function shall see what it sees elsewhere, as its derivative may not exist at zero.
     usual = lax.stop_gradient(jnp.where(in_use[:1], hidden[:1], 1))
     rows = experts.activation(jnp.where(in_use, hidden, usual))
-    rows = check.activation_rows(options.function, rows, hidden, intermediate)
+    rows = check.activation_rows(plan.options.function, rows, hidden, intermediate)
     return (jnp.where(in_use, rows, 0).astype(wide) * factors).astype(hidden.dtype)
 
 
@@ -62,25 +62,15 @@ def is_one_pass(experts: Experts, bias: Array | None) -> bool:
     return not callable(experts.activation) and (experts.weight_on == "output" or bias is None)
 
 
-def activate_to_fp8(
-    options: Options, experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array
-) -> Quantized:
-    """`activate` to FP8 rows and their scales, rounded once, where `is_one_pass`; without a gradient."""
-    run = registry.get("activation", registry.choose(options, "activation", hidden.dtype)).activate_quantized
-    rows: Quantized = run(experts, hidden, weights, bias, group_sizes)
-    return rows
-
-
 def _same(hidden: Array) -> Array:
     return hidden
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _activate(
-    options: Options, experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array
+    plan: ActivationPlan, experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array
 ) -> Array:
-    run = registry.get("activation", registry.choose(options, "activation", hidden.dtype)).activate
-    return run(experts, hidden, weights, bias, group_sizes)
+    return plan.run.activate(experts, hidden, weights, bias, group_sizes)
 
 
 class Gradient(NamedTuple):
@@ -93,7 +83,7 @@ class Gradient(NamedTuple):
 
 
 def activate_again(
-    options: Options,
+    plan: ActivationPlan,
     experts: Experts,
     hidden: Array,
     weights: Array,
@@ -102,11 +92,11 @@ def activate_again(
     group_sizes: Array,
 ) -> Gradient:
     """All cotangents, and the rows of `activate`, made again in the same pass, where `is_one_pass`."""
-    return _gradient(options, experts, True, hidden, weights, bias, d_rows, group_sizes)
+    return _gradient(plan, experts, True, hidden, weights, bias, d_rows, group_sizes)
 
 
 def _gradient(
-    options: Options,
+    plan: ActivationPlan,
     experts: Experts,
     keep: bool,
     hidden: Array,
@@ -115,42 +105,40 @@ def _gradient(
     d_rows: Array,
     group_sizes: Array,
 ) -> Gradient:
-    d_hidden, d_weights, rows = activate_gradient(options, experts, keep, hidden, weights, bias, d_rows, group_sizes)
-    d_bias = None if bias is None else sum_groups(options, d_hidden, None, group_sizes).astype(bias.dtype)
+    d_hidden, d_weights, rows = activate_gradient(plan, experts, keep, hidden, weights, bias, d_rows, group_sizes)
+    d_bias = None if bias is None else sum_groups(plan.sums, d_hidden, None, group_sizes).astype(bias.dtype)
     return Gradient(d_hidden, d_weights, d_bias, rows)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def activate_gradient(
-    options: Options, experts: Experts, keep: bool, hidden: Array, *others: Any
+    plan: ActivationPlan, experts: Experts, keep: bool, hidden: Array, *others: Any
 ) -> tuple[Array, Array, Array | None]:
     """Cotangents of `hidden` and `weights` and, with `keep`, the rows of `activate`, where `is_one_pass`.
 
     `others` are `weights`, `bias`, the cotangent of the rows, and `group_sizes`.
     """
-    run = registry.get("activation", registry.choose(options, "activation", hidden.dtype)).activate_gradient
-    found: tuple[Array, Array, Array | None] = run(experts, hidden, *others, keep=keep)
-    return found
+    return plan.run.activate_gradient(experts, hidden, *others, keep=keep)
 
 
-def _activate_forward(options: Options, experts: Experts, *operands: Any) -> Any:
-    return _activate(options, experts, *operands), operands
+def _activate_forward(plan: ActivationPlan, experts: Experts, *operands: Any) -> Any:
+    return _activate(plan, experts, *operands), operands
 
 
 def _activate_backward(
-    options: Options, experts: Experts, residuals: Any, d_rows: Array
+    plan: ActivationPlan, experts: Experts, residuals: Any, d_rows: Array
 ) -> tuple[Array, Array, Array | None, None]:
     hidden, weights, bias, group_sizes = residuals
-    found = _gradient(options, experts, False, hidden, weights, bias, d_rows, group_sizes)
+    found = _gradient(plan, experts, False, hidden, weights, bias, d_rows, group_sizes)
     return found.hidden, found.weights, found.bias, None
 
 
-def _activate_gradient_forward(options: Options, experts: Experts, keep: bool, *operands: Any) -> Any:
-    return activate_gradient(options, experts, keep, *operands), operands
+def _activate_gradient_forward(plan: ActivationPlan, experts: Experts, keep: bool, *operands: Any) -> Any:
+    return activate_gradient(plan, experts, keep, *operands), operands
 
 
 def _activate_gradient_backward(
-    options: Options, experts: Experts, keep: bool, residuals: Any, cotangents: Any
+    plan: ActivationPlan, experts: Experts, keep: bool, residuals: Any, cotangents: Any
 ) -> tuple[Any, ...]:
     # Second derivatives are rare: the portable formula, which JAX differentiates again.
     *operands, group_sizes = residuals

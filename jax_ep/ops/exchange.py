@@ -22,11 +22,14 @@ from jax.typing import DTypeLike
 from jax_ep import context
 from jax_ep.core import check
 from jax_ep.core.collectives import known_after
+from jax_ep.core.facts import ExchangeFacts
 from jax_ep.core.layout import dropless_capacity, row_groups
 from jax_ep.core.mesh_axes import spread_axes, takes_global_arrays, vary_alike
 from jax_ep.core.named_scopes import operation
 from jax_ep.core.no_gradient import without_gradient
 from jax_ep.ops import hierarchical, registry
+from jax_ep.ops import plan as plans
+from jax_ep.ops.plan import ExchangePlan
 from jax_ep.types import (
     Array,
     AxisName,
@@ -131,7 +134,7 @@ def dispatch(
             implementation=implementation,
         )
     options = registry.options("dispatch", axis_name, implementation, wire_dtype, schedule)
-    options, x, topk_weights, handle = prepare(
+    given = checked(
         options,
         x,
         topk_idx,
@@ -142,12 +145,14 @@ def dispatch(
         num_tokens=num_tokens,
         handle=cast(Handle | None, handle),  # checked there
     )
+    plan = plans.exchange(given.options, given.facts)
+    x, topk_weights, handle = located(plan, given)
     tokens: Tokens
     if isinstance(x, tuple):
         pair = without_gradient(_NO_GRADIENT_OF_PAIRS, x)
-        tokens, weights = dispatch_pair(options, pair, topk_weights, handle)
+        tokens, weights = dispatch_pair(plan, pair, topk_weights, handle)
     else:
-        tokens, weights = dispatch_tokens(options, x, topk_weights, handle)
+        tokens, weights = dispatch_tokens(plan, x, topk_weights, handle)
     return Dispatched(tokens, weights, handle.group_sizes, handle, handle.num_dropped)
 
 
@@ -214,7 +219,9 @@ def combine(
     sum_dtype = check.result_dtype(function, preferred_element_type, y.dtype)
     options = dataclasses.replace(options, wire_dtype=check.wire(function, wire_dtype, y), sum_dtype=sum_dtype)
     y, handle = vary_alike((y, handle), over=options.axis)
-    return combine_tokens(options, y, None, handle)[0]
+    flat = cast(Handle, handle)  # checked above
+    plan = plans.exchange(options, plans.exchange_facts(y.dtype, y.shape[1], flat))
+    return combine_tokens(plan, y, None, flat)[0]
 
 
 @operation
@@ -251,16 +258,25 @@ def row_experts(handle: Handle | HierarchicalHandle) -> Array:
     return jnp.where(handle.row_slot < 0, -1, groups)
 
 
-class Prepared(NamedTuple):
-    """Checked arguments of a dispatch, alike in the mesh axes over which they vary; `x` may be a quantised pair."""
+class Checked(NamedTuple):
+    """Checked arguments of a dispatch; `x` may be a quantized pair."""
 
     options: Options
-    x: Any
+    x: Tokens
+    topk_idx: Array | None
     topk_weights: Array | None
-    handle: Handle
+    layout: Layout
+    handle: Handle | None
+
+    @property
+    def facts(self) -> ExchangeFacts:
+        """On which the plan depends."""
+        values = self.x[0] if isinstance(self.x, tuple) else self.x
+        is_foreign = self.handle is not None and self.handle.group is None
+        return ExchangeFacts(values.dtype, values.shape[1], self.layout, is_foreign)
 
 
-def prepare(
+def checked(
     options: Options,
     x: Tokens,
     topk_idx: Array | None,
@@ -271,12 +287,8 @@ def prepare(
     alignment: int = 1,
     num_tokens: Array | int | None = None,
     handle: Handle | None = None,
-    columns: int | None = None,
-) -> Prepared:
-    """Checks the arguments of a dispatch, and makes the handle where there is none.
-
-    `columns` are those of the matrices that the dispatched rows are multiplied by, if they are.
-    """
+) -> Checked:
+    """Check the arguments of a dispatch."""
     function = options.function
     x = check.tokens(function, x)
     values = x[0] if isinstance(x, tuple) else x
@@ -292,12 +304,30 @@ def prepare(
     if topk_weights is not None:
         topk_weights = check.router_weights(function, topk_weights, (layout.num_tokens, layout.top_k), x)
     options = dataclasses.replace(options, wire_dtype=check.wire(function, options.wire_dtype, x))
-    name = choose(options, values, layout, handle, columns)
-    x, topk_idx, topk_weights, handle = vary_alike((x, topk_idx, topk_weights, handle), over=options.axis)
+    if isinstance(x, tuple):
+        options = dataclasses.replace(options, wire_dtype=None)  # travels as it is
+    return Checked(options, x, topk_idx, topk_weights, layout, handle)
+
+
+class Located(NamedTuple):
+    """Tokens and weights, alike in the mesh axes over which they vary, and the handle of their exchange."""
+
+    x: Any
+    topk_weights: Any
+    handle: Handle
+
+
+def located(plan: ExchangePlan, given: Checked) -> Located:
+    """Make the handle where there is none."""
+    options, layout = plan.options, given.layout
+    arrays = given.x, given.topk_idx, given.topk_weights, given.handle
+    x, topk_idx, topk_weights, handle = vary_alike(arrays, over=options.axis)
     if handle is None:
-        context.compare(function, f"{layout}, tokens {values.dtype}[{values.shape[0]}, {values.shape[1]}]")
-        handle = registry.get("exchange", name).plan(options, cast(Array, topk_idx), layout)
-    return Prepared(options, x, topk_weights, handle)
+        values = x[0] if isinstance(x, tuple) else x
+        context.compare(options.function, f"{layout}, tokens {values.dtype}[{values.shape[0]}, {values.shape[1]}]")
+        run = registry.get("exchange", plan.handle.implementation)
+        handle = run.plan(options, cast(Array, topk_idx), layout)
+    return Located(x, topk_weights, handle)
 
 
 def _layout(options: Options, wanted: Layout, capacity: int | None, handle: Handle | None) -> Layout:
@@ -316,39 +346,27 @@ def _layout(options: Options, wanted: Layout, capacity: int | None, handle: Hand
     return dataclasses.replace(wanted, capacity=most if capacity is None else capacity)
 
 
-def choose(
-    options: Options, rows: Array, layout: Layout, handle: Handle | None = None, columns: int | None = None
-) -> str:
-    """The implementation of an exchange of `rows [N, H]`, that made the handle, if there is one."""
-    is_foreign = handle is not None and handle.group is None
-    name = registry.choose(options, "exchange", rows.dtype, rows.shape[1], layout, is_foreign, columns)
-    # Where there is nothing to exchange no kernel is needed.
-    return name if layout.num_tokens else "xla"
-
-
-def _run(options: Options, rows: Array, handle: Handle) -> Any:
-    return registry.get("exchange", choose(options, rows, handle.layout, handle))
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def dispatch_tokens(options: Options, x: Array, weights: Array | None, handle: Handle) -> tuple[Array, Array | None]:
+def dispatch_tokens(plan: ExchangePlan, x: Array, weights: Array | None, handle: Handle) -> tuple[Array, Array | None]:
     """`[T, H]` tokens and `[T, K]` weights to `[R, H]` and `[R]` rows; transpose of `combine_tokens`."""
-    return _run(options, x, handle).dispatch_tokens(options, x, weights, handle)
+    return registry.get("exchange", plan.dispatch.implementation).dispatch_tokens(plan.options, x, weights, handle)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def combine_tokens(options: Options, y: Array, row_weights: Array | None, handle: Handle) -> tuple[Array, Array | None]:
+def combine_tokens(
+    plan: ExchangePlan, y: Array, row_weights: Array | None, handle: Handle
+) -> tuple[Array, Array | None]:
     """`[R, H]` rows to `[T, H]` sums, and `[R]` row values to their `[T, K]` slots; transpose of `dispatch_tokens`."""
-    return _run(options, y, handle).combine_tokens(options, y, row_weights, handle)
+    return registry.get("exchange", plan.combine.implementation).combine_tokens(plan.options, y, row_weights, handle)
 
 
-def dispatch_again(options: Options, x: Array, handle: Handle, after: Array) -> Array:
+def dispatch_again(plan: ExchangePlan, x: Array, handle: Handle, after: Array) -> Array:
     """`[T, H]` tokens that have travelled before to `[R, H]` rows, once `after` is known.
 
     Else XLA might make one dispatch of both, and keep its rows.
     """
     x, after = lax.optimization_barrier((x, after))
-    return dispatch_tokens(options, x, None, later(handle, after))[0]
+    return dispatch_tokens(plan, x, None, later(handle, after))[0]
 
 
 def later(handle: Handle, earlier: Array) -> Handle:
@@ -363,14 +381,14 @@ def later(handle: Handle, earlier: Array) -> Handle:
 
 
 def _transposes(function: Any, transpose: Any) -> None:
-    """Makes `transpose` the backward of the linear `function(options, *arrays, handle)`."""
+    """Makes `transpose` the backward of the linear `function(plan, *arrays, handle)`."""
 
-    def forward(options: Options, *args: Any) -> tuple[Any, Any]:
-        return function(options, *args), (args[0][:0], args[-1])  # nothing of the first, to know its dtype
+    def forward(plan: ExchangePlan, *args: Any) -> tuple[Any, Any]:
+        return function(plan, *args), (args[0][:0], args[-1])  # nothing of the first, to know its dtype
 
-    def backward(options: Options, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+    def backward(plan: ExchangePlan, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
         (like, handle), (first, *others) = residuals, cotangents
-        return *transpose(options.transposed, first.astype(like.dtype), *others, handle), None
+        return *transpose(plan.transposed, first.astype(like.dtype), *others, handle), None
 
     function.defvjp(forward, backward)
 
@@ -379,16 +397,18 @@ _transposes(dispatch_tokens, combine_tokens)
 _transposes(combine_tokens, dispatch_tokens)
 
 
-def dispatch_quantized(options: Options, x: Array, weights: Array, handle: Handle) -> tuple[Quantized, Array]:
+def dispatch_quantized(
+    plan: ExchangePlan, x: Array, weights: Array | None, handle: Handle
+) -> tuple[Quantized, Array | None]:
     """`[T, H]` tokens to `[R]` rows in FP8, as they travel, with scales; and `[T, K]` weights to `[R]`: no gradient."""
-    return _run(options, x, handle).dispatch_quantized(options, x, weights, handle)
+    return registry.get("exchange", plan.dispatch.implementation).dispatch_quantized(plan.options, x, weights, handle)
 
 
 def dispatch_pair(
-    options: Options, pair: Quantized, weights: Array | None, handle: Handle
+    plan: ExchangePlan, pair: Quantized, weights: Array | None, handle: Handle
 ) -> tuple[Quantized, Array | None]:
     """FP8 values and scales of `[T]` tokens to `[R]` rows, bit for bit, and the weights of the rows."""
-    values = _run(options, pair[0], handle).dispatch_rows(options, pair[0], handle)
+    values = registry.get("exchange", plan.dispatch.implementation).dispatch_rows(plan.options, pair[0], handle)
     # As tokens in float32, which they are to an exchange, so that weights have a gradient.
-    scales, row_weights = dispatch_tokens(dataclasses.replace(options, wire_dtype=None), pair[1], weights, handle)
+    scales, row_weights = dispatch_tokens(plan, pair[1], weights, handle)
     return (values, scales), row_weights

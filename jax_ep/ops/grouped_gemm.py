@@ -17,16 +17,16 @@ from jax_ep.core import check, check_fp8
 from jax_ep.core.bias import Bias
 from jax_ep.core.dtypes import FP8, accumulation_dtype
 from jax_ep.core.expert_matrices import QuantizedExperts
+from jax_ep.core.facts import GemmFacts
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.mesh_axes import takes_global_arrays, vary_alike
 from jax_ep.core.named_scopes import operation
 from jax_ep.core.no_gradient import call_without_gradient
 from jax_ep.formats import check_quantized
+from jax_ep.ops import plan as plans
 from jax_ep.ops import quantized_gemm, registry
+from jax_ep.ops.plan import FEWEST_COLUMNS, GemmPlan
 from jax_ep.types import Array, Options
-
-_FEWEST_COLUMNS = 8
-"""Of matrices that have one column to multiply: kernels take whole 16-byte words."""
 
 
 @operation
@@ -88,13 +88,16 @@ def grouped_gemm(
         lhs, rhs, group_sizes = check_quantized.operands("grouped_gemm", lhs, rhs, group_sizes)
         check.known_rows("grouped_gemm", "lhs", "with QuantizedExperts", lhs.shape[0])
         out_dtype = check.result_dtype("grouped_gemm", preferred_element_type, lhs.dtype)
-        return quantized_gemm.multiply(options, out_dtype, lhs, rhs, group_sizes)
+        plan = plans.quantized_gemm(options, lhs.shape, lhs.dtype, rhs, out_dtype)
+        return quantized_gemm.multiply(plan, out_dtype, lhs, rhs, group_sizes)
     if FP8 in (getattr(lhs, "dtype", None), getattr(rhs, "dtype", None)) or not (lhs_scales is rhs_scales is None):
         scales = (lhs_scales, rhs_scales)
         return _grouped_gemm_fp8(options, lhs, rhs, group_sizes, *scales, preferred_element_type)
     lhs, rhs, group_sizes = checked(options, lhs, rhs, group_sizes)
-    out_dtype = check.result_dtype(options.function, preferred_element_type, lhs.dtype)
-    return multiply(options, False, out_dtype, *vary_alike((lhs, rhs, group_sizes)))
+    out_dtype = jnp.dtype(check.result_dtype(options.function, preferred_element_type, lhs.dtype))
+    groups, depth, columns = rhs.shape
+    facts = GemmFacts(lhs.dtype, lhs.shape[0], depth, columns, groups, out_dtype)
+    return multiply(plans.gemm(options, facts), False, out_dtype, *vary_alike((lhs, rhs, group_sizes)))
 
 
 def checked(
@@ -124,7 +127,8 @@ def _grouped_gemm_fp8(
     lhs_scales = check_fp8.scales(function, "lhs_scales", lhs_scales, lhs, 1)
     rhs_scales = check_fp8.scales(function, "rhs_scales", rhs_scales, rhs, GROUP_SIZE)
     out_dtype = check_fp8.result_dtype(function, preferred_element_type, lhs)
-    run = partial(quantized_gemm.fp8_product(options, lhs, rhs), out_dtype=out_dtype)
+    facts = GemmFacts(lhs.dtype, lhs.shape[0], lhs.shape[1], rhs.shape[1], rhs.shape[0], jnp.dtype(out_dtype))
+    run = partial(plans.gemm(options, facts).run.grouped_gemm_fp8, out_dtype=out_dtype)
     operands = vary_alike((lhs, rhs, group_sizes, lhs_scales, rhs_scales))
     remedy = (
         f"{function} of FP8 operands has no gradient: train with moe(recipe='fp8'), or pass the operands in bfloat16."
@@ -132,95 +136,90 @@ def _grouped_gemm_fp8(
     return call_without_gradient(remedy, run, *operands)
 
 
-def _run(options: Options, dtype: DTypeLike, num_rows: int, depth: int, columns: int, groups: int) -> Any:
-    name = registry.choose(options, "grouped_gemm", dtype, num_rows, depth, columns, groups)
-    return registry.get("grouped_gemm", name)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def multiply(
+    plan: GemmPlan, transpose_rhs: bool, out_dtype: DTypeLike, lhs: Array, rhs: Array, group_sizes: Array
+) -> Array:
+    """`[M, K]` rows times the `[G, K, N]` matrix of their group (`[G, N, K]` if `transpose_rhs`)."""
+    return plan.run.grouped_gemm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=out_dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def weight_gradient(plan: GemmPlan, out_dtype: DTypeLike, lhs: Array, rhs: Array, group_sizes: Array) -> Array:
+    """`[M, K]` and `[M, N]` rows to `[G, K, N]`, one product per group."""
+    return plan.run.weight_gradient(lhs, rhs, group_sizes, out_dtype=out_dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def multiply(
-    options: Options, transpose_rhs: bool, out_dtype: DTypeLike, lhs: Array, rhs: Array, group_sizes: Array
-) -> Array:
-    """`[M, K]` rows times the `[G, K, N]` matrix of their group (`[G, N, K]` if `transpose_rhs`)."""
-    (num_rows, depth), columns = lhs.shape, rhs.shape[1 if transpose_rhs else 2]
-    run = _run(options, lhs.dtype, num_rows, depth, columns, rhs.shape[0])
-    return run.grouped_gemm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=out_dtype)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def weight_gradient(options: Options, out_dtype: DTypeLike, lhs: Array, rhs: Array, group_sizes: Array) -> Array:
-    """`[M, K]` and `[M, N]` rows to `[G, K, N]`, one product per group."""
-    (num_rows, depth), columns = lhs.shape, rhs.shape[1]
-    run = _run(options, lhs.dtype, num_rows, depth, columns, group_sizes.shape[0])
-    return run.weight_gradient(lhs, rhs, group_sizes, out_dtype=out_dtype)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def multiply_with_bias(
-    options: Options, out_dtype: DTypeLike, lhs: Array, rhs: Array, group_sizes: Array, bias: Bias
+    plan: GemmPlan,
+    sums: GemmPlan,
+    out_dtype: DTypeLike,
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    bias: Bias,
 ) -> Array:
-    """`multiply` by `[G, K, N]`, and the bias of each row's group."""
-    (num_rows, depth), columns = lhs.shape, rhs.shape[2]
-    run = _run(options, lhs.dtype, num_rows, depth, columns, rhs.shape[0])
-    return run.grouped_gemm(lhs, rhs, group_sizes, transpose_rhs=False, out_dtype=out_dtype, bias=bias)
+    """`multiply` by `[G, K, N]`, and the bias of each row's group, whose gradient `sums` adds up."""
+    return plan.run.grouped_gemm(lhs, rhs, group_sizes, transpose_rhs=False, out_dtype=out_dtype, bias=bias)
 
 
-def sum_groups(options: Options, rows: Array, scales: Array | None, group_sizes: Array) -> Array:
+def sum_groups(sums: GemmPlan, rows: Array, scales: Array | None, group_sizes: Array) -> Array:
     """`[M, N]` rows, times their scales if there are any, added up for each group: `[G, N]` in float32 or float64."""
     column = jnp.ones_like(rows, shape=rows.shape[:1]) if scales is None else scales.astype(rows.dtype)
-    factors = jnp.broadcast_to(column[:, None], (rows.shape[0], _FEWEST_COLUMNS))
+    factors = jnp.broadcast_to(column[:, None], (rows.shape[0], FEWEST_COLUMNS))
     wide = accumulation_dtype(rows.dtype)
-    return weight_gradient(options, wide, *vary_alike((factors, rows, group_sizes)))[:, 0]
+    return weight_gradient(sums, wide, *vary_alike((factors, rows, group_sizes)))[:, 0]
 
 
-def bias_gradient(options: Options, rows: Array, bias: Bias, group_sizes: Array) -> Bias:
+def bias_gradient(sums: GemmPlan, rows: Array, bias: Bias, group_sizes: Array) -> Bias:
     """The cotangent of a bias, for that of the rows `[M, N]` to which it was added."""
-    d_values = sum_groups(options, rows, bias.scales, group_sizes).astype(bias.values.dtype)
+    d_values = sum_groups(sums, rows, bias.scales, group_sizes).astype(bias.values.dtype)
     if bias.scales is None:
         return Bias(d_values, None)
     wide = accumulation_dtype(rows.dtype)
-    columns = jnp.broadcast_to(bias.values.astype(rows.dtype)[:, :, None], (*bias.values.shape, _FEWEST_COLUMNS))
-    d_scales = multiply(options, False, wide, *vary_alike((rows, columns, group_sizes)))[:, 0]
+    columns = jnp.broadcast_to(bias.values.astype(rows.dtype)[:, :, None], (*bias.values.shape, FEWEST_COLUMNS))
+    d_scales = multiply(sums, False, wide, *vary_alike((rows, columns, group_sizes)))[:, 0]
     return Bias(d_values, d_scales.astype(bias.scales.dtype))
 
 
-def _multiply_with_bias_forward(options: Options, out_dtype: DTypeLike, *operands: Any) -> Any:
-    return multiply_with_bias(options, out_dtype, *operands), operands
+def _multiply_with_bias_forward(plan: GemmPlan, sums: GemmPlan, out_dtype: DTypeLike, *operands: Any) -> Any:
+    return multiply_with_bias(plan, sums, out_dtype, *operands), operands
 
 
 def _multiply_with_bias_backward(
-    options: Options, out_dtype: DTypeLike, residuals: Any, cotangent: Array
+    plan: GemmPlan, sums: GemmPlan, out_dtype: DTypeLike, residuals: Any, cotangent: Array
 ) -> tuple[Array, Array, None, Bias]:
     lhs, rhs, group_sizes, bias = residuals
-    gradients = _multiply_backward(options, False, out_dtype, (lhs, rhs, group_sizes), cotangent)
-    return *gradients, bias_gradient(options, cotangent.astype(lhs.dtype), bias, group_sizes)
+    gradients = _multiply_backward(plan, False, out_dtype, (lhs, rhs, group_sizes), cotangent)
+    return *gradients, bias_gradient(sums, cotangent.astype(lhs.dtype), bias, group_sizes)
 
 
-def _multiply_forward(options: Options, transpose_rhs: bool, out_dtype: DTypeLike, *operands: Array) -> Any:
-    return multiply(options, transpose_rhs, out_dtype, *operands), operands
+def _multiply_forward(plan: GemmPlan, transpose_rhs: bool, out_dtype: DTypeLike, *operands: Array) -> Any:
+    return multiply(plan, transpose_rhs, out_dtype, *operands), operands
 
 
 def _multiply_backward(
-    options: Options, transpose_rhs: bool, out_dtype: DTypeLike, residuals: Any, cotangent: Array
+    plan: GemmPlan, transpose_rhs: bool, out_dtype: DTypeLike, residuals: Any, cotangent: Array
 ) -> tuple[Array, Array, None]:
     lhs, rhs, group_sizes = residuals
-    cotangent = cotangent.astype(lhs.dtype)
-    d_lhs = multiply(options, not transpose_rhs, lhs.dtype, cotangent, rhs, group_sizes)
+    back, cotangent = plan.transposed, cotangent.astype(lhs.dtype)
+    d_lhs = multiply(back, not transpose_rhs, lhs.dtype, cotangent, rhs, group_sizes)
     rows = (cotangent, lhs) if transpose_rhs else (lhs, cotangent)
-    return d_lhs, weight_gradient(options, rhs.dtype, *rows, group_sizes), None
+    return d_lhs, weight_gradient(back, rhs.dtype, *rows, group_sizes), None
 
 
-def _weight_gradient_forward(options: Options, out_dtype: DTypeLike, *operands: Array) -> Any:
-    return weight_gradient(options, out_dtype, *operands), operands
+def _weight_gradient_forward(plan: GemmPlan, out_dtype: DTypeLike, *operands: Array) -> Any:
+    return weight_gradient(plan, out_dtype, *operands), operands
 
 
 def _weight_gradient_backward(
-    options: Options, out_dtype: DTypeLike, residuals: Any, cotangent: Array
+    plan: GemmPlan, out_dtype: DTypeLike, residuals: Any, cotangent: Array
 ) -> tuple[Array, Array, None]:
     lhs, rhs, group_sizes = residuals
-    cotangent = cotangent.astype(lhs.dtype)
-    d_lhs = multiply(options, True, lhs.dtype, rhs, cotangent, group_sizes)
-    d_rhs = multiply(options, False, lhs.dtype, lhs, cotangent, group_sizes)
+    back, cotangent = plan.transposed, cotangent.astype(lhs.dtype)
+    d_lhs = multiply(back, True, lhs.dtype, rhs, cotangent, group_sizes)
+    d_rhs = multiply(back, False, lhs.dtype, lhs, cotangent, group_sizes)
     return d_lhs, d_rhs, None
 
 

@@ -18,7 +18,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jax_ep import context
-from jax_ep.core import check
+from jax_ep.core import check, operations
 from jax_ep.core.collectives import all_gather, rank_on
 from jax_ep.core.layout import count_invalid, gather_rows, row_tokens
 from jax_ep.core.mesh_axes import axis_size, spread_axes, vary_alike
@@ -26,7 +26,10 @@ from jax_ep.core.transposes import transposes
 from jax_ep.ops import registry
 from jax_ep.types import Array, Dispatched, Handle, HierarchicalHandle, Layout, Options, Tokens, Topology, type_name
 
-_exchange = partial(registry.get, "exchange", "xla")  # XLA's collectives reach other machines
+
+def _exchange() -> operations.Exchange:
+    """XLA's collectives, which reach other machines."""
+    return registry.get("exchange", "xla")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

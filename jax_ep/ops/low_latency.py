@@ -19,11 +19,13 @@ from jax.typing import DTypeLike
 
 from jax_ep import context
 from jax_ep.core import check
-from jax_ep.core.dtypes import accumulation_dtype
+from jax_ep.core.dtypes import FP8, accumulation_dtype
 from jax_ep.core.mesh_axes import spread_axes, takes_global_arrays, vary_alike
 from jax_ep.core.named_scopes import operation
 from jax_ep.core.transposes import transposes
+from jax_ep.ops import plan as plans
 from jax_ep.ops import registry
+from jax_ep.ops.plan import PartPlan
 from jax_ep.types import (
     Array,
     AxisName,
@@ -108,7 +110,8 @@ def low_latency_dispatch(
     layout = checked_layout(options, num_experts, max_tokens, topk_idx.shape[1])
     x, topk_idx, num_tokens = vary_alike((x, topk_idx, num_tokens), over=options.axis)
     columns = group_size if quantize or isinstance(x, tuple) else None
-    return LowLatencyDispatched(*dispatch_tokens(options, layout, columns, dtype, x, topk_idx, num_tokens))
+    plan = plans.low_latency(options, dtype, hidden, layout, is_foreign=False)
+    return LowLatencyDispatched(*dispatch_tokens(plan, layout, columns, x, topk_idx, num_tokens))
 
 
 @operation
@@ -161,7 +164,8 @@ def low_latency_combine(
     topk_idx, topk_weights = check_combine(function, "y", y, topk_idx, topk_weights, layout)
     options = registry.options(function, axis_name, implementation, check.wire(function, wire_dtype, y), schedule)
     options = dataclasses.replace(options, sum_dtype=check.result_dtype(function, preferred_element_type, y.dtype))
-    return combine_tokens(options, *vary_alike((y, topk_weights, handle), over=options.axis))
+    plan = plans.low_latency(options, y.dtype, y.shape[2], layout, is_foreign=handle.group is None)
+    return combine_tokens(plan, *vary_alike((y, topk_weights, handle), over=options.axis))
 
 
 def checked_layout(options: Options, num_experts: int, max_tokens: int, top_k: int) -> Layout:
@@ -221,25 +225,24 @@ transposes(_to_rows, _from_rows)
 transposes(_from_rows, _to_rows)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def dispatch_tokens(
-    options: Options,
+    plan: PartPlan,
     layout: Layout,
     group_size: int | None,
-    dtype: DTypeLike,
     x: Tokens,
     topk_idx: Array,
     num_tokens: Array | None,
 ) -> tuple[Array, Array | None, Array, LowLatencyHandle]:
-    """Tokens, scales, group sizes and handle of a dispatch of `dtype`; differentiable where it quantises nothing.
+    """Tokens, scales, group sizes and handle of a dispatch; differentiable where it quantises nothing.
 
     `group_size` are the columns per FP8 scale; None: x travels as it is.
     """
-    hidden = (x[0] if isinstance(x, tuple) else x).shape[1]
-    name = registry.choose(options, "low_latency", jnp.dtype(dtype), hidden, layout, False)
-    context.compare(options.function, f"{layout}, tokens {jnp.dtype(dtype)}[{layout.num_tokens}, {hidden}]")
-    run = registry.get("low_latency", name).low_latency_dispatch
-    return run(options, x, topk_idx, num_tokens, layout, group_size)
+    values = x[0] if isinstance(x, tuple) else x
+    dtype = values.dtype if group_size is None else FP8
+    context.compare(plan.options.function, f"{layout}, tokens {dtype}[{layout.num_tokens}, {values.shape[1]}]")
+    run = registry.get("low_latency", plan.part.implementation).low_latency_dispatch
+    return run(plan.options, x, topk_idx, num_tokens, layout, group_size)
 
 
 def _dispatch_forward(*arguments: Any) -> Any:
@@ -247,37 +250,36 @@ def _dispatch_forward(*arguments: Any) -> Any:
     # Rows past the counts hold anything, and would meet zeros in the gradient of a product: NaN * 0 is NaN.
     counts = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :] < group_sizes[:, None]
     tokens = jnp.where(counts[:, :, None], tokens, jnp.zeros((), tokens.dtype))
-    return (tokens, scales, group_sizes, handle), (arguments[4], handle)
+    return (tokens, scales, group_sizes, handle), (arguments[3], handle)
 
 
 def _dispatch_backward(
-    options: Options, layout: Layout, group_size: int | None, dtype: DTypeLike, residuals: Any, cotangents: Any
+    plan: PartPlan, layout: Layout, group_size: int | None, residuals: Any, cotangents: Any
 ) -> tuple[Array, None, None]:
     x, handle = residuals
     if group_size is not None or isinstance(x, tuple):
         raise TypeError(
             "low_latency_dispatch in FP8 has no gradient: pass quantize=False, or train with dispatch(wire_dtype=...)."
         )
-    return _from_rows(options, cotangents[0], handle)[: x.shape[0]], None, None
+    return _from_rows(plan.options, cotangents[0], handle)[: x.shape[0]], None, None
 
 
 dispatch_tokens.defvjp(_dispatch_forward, _dispatch_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def combine_tokens(options: Options, y: Array, topk_weights: Array, handle: LowLatencyHandle) -> Array:
+def combine_tokens(plan: PartPlan, y: Array, topk_weights: Array, handle: LowLatencyHandle) -> Array:
     """Weighted sums of a combine; differentiable where nothing is rounded to FP8."""
-    is_foreign = handle.group is None
-    name = registry.choose(options, "low_latency", y.dtype, y.shape[2], handle.layout, is_foreign)
-    return registry.get("low_latency", name).low_latency_combine(options, y, topk_weights, handle)
+    run = registry.get("low_latency", plan.part.implementation)
+    return run.low_latency_combine(plan.options, y, topk_weights, handle)
 
 
-def _combine_forward(options: Options, y: Array, topk_weights: Array, handle: LowLatencyHandle) -> Any:
-    return combine_tokens(options, y, topk_weights, handle), (y, topk_weights, handle)
+def _combine_forward(plan: PartPlan, y: Array, topk_weights: Array, handle: LowLatencyHandle) -> Any:
+    return combine_tokens(plan, y, topk_weights, handle), (y, topk_weights, handle)
 
 
-def _combine_backward(options: Options, residuals: Any, cotangent: Array) -> tuple[Any, Any, None]:
-    y, topk_weights, handle = residuals
+def _combine_backward(plan: PartPlan, residuals: Any, cotangent: Array) -> tuple[Any, Any, None]:
+    (y, topk_weights, handle), options = residuals, plan.options
     if options.wire_dtype is not None:
         raise TypeError("low_latency_combine in FP8 has no gradient: leave wire_dtype=None, or train with combine.")
     dtype, layout = accumulation_dtype(y.dtype), handle.layout

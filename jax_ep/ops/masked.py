@@ -20,7 +20,9 @@ from jax_ep.core.mesh_axes import takes_global_arrays, vary_alike
 from jax_ep.core.named_scopes import operation
 from jax_ep.core.no_gradient import call_without_gradient
 from jax_ep.formats import check_quantized
+from jax_ep.ops import plan as plans
 from jax_ep.ops import quantized_gemm, registry
+from jax_ep.ops.plan import PartPlan, QuantizedGemmPlan
 from jax_ep.types import Array, Experts, Options
 
 
@@ -85,7 +87,8 @@ def masked_grouped_gemm(
     if expected_rows is not None:
         expected_rows = check.positive(function, "expected_rows", expected_rows)
     options = registry.options(function, implementation=implementation)
-    return multiply(options, out_dtype, expected_rows, lhs, rhs, group_sizes, *scales)
+    plan = plans.masked_gemm(options, lhs.shape, lhs.dtype, rhs, out_dtype)
+    return multiply(plan, out_dtype, expected_rows, lhs, rhs, group_sizes, *scales)
 
 
 def checked_operands(
@@ -159,7 +162,8 @@ def masked_gated_activation(
     if quantize and inner is not None:
         check_fp8.whole_blocks(function, "I, the columns of the activated rows,", inner)
     options = registry.options(function, implementation=implementation)
-    return activate(options, experts, inner, hidden, group_sizes, bias, quantize)
+    plan = plans.masked_activation(options, hidden.dtype, quantize=quantize and not callable(experts.activation))
+    return activate(plan, experts, inner, hidden, group_sizes, bias, quantize)
 
 
 def _checked_activation(experts: Experts | None, hidden: Array) -> tuple[Experts, int | None]:
@@ -176,7 +180,7 @@ def _checked_activation(experts: Experts | None, hidden: Array) -> tuple[Experts
 
 
 def multiply(
-    options: Options,
+    plan: QuantizedGemmPlan,
     out_dtype: DTypeLike,
     expected_rows: int | None,
     lhs: Array,
@@ -186,21 +190,21 @@ def multiply(
 ) -> Array:
     """`masked_grouped_gemm` of checked operands, with scales of lhs and of rhs or None."""
     if isinstance(rhs, QuantizedExperts):
-        (lhs_scales, _), pair = scales, check_quantized.as_pair(options.function, "rhs", rhs)
+        (lhs_scales, _), pair = scales, check_quantized.as_pair(plan.options.function, "rhs", rhs)
         if isinstance(pair, QuantizedExperts):
-            return quantized_gemm.multiply_masked(options, out_dtype, expected_rows, lhs, rhs, group_sizes, lhs_scales)
+            return quantized_gemm.multiply_masked(plan, out_dtype, expected_rows, lhs, rhs, group_sizes, lhs_scales)
         if lhs_scales is None:
             lhs, lhs_scales = quantize_rows(lhs)
         rhs, scales = pair[0], (lhs_scales, pair[1])
-    name = registry.choose(options, "masked", lhs.dtype, "grouped_gemm", lhs.shape[2])
-    run = registry.get("masked", name).masked_grouped_gemm
+    run = registry.get("masked", plan.product.implementation).masked_grouped_gemm
     run = partial(run, out_dtype=out_dtype, expected_rows=expected_rows)
     operands = vary_alike((lhs, rhs, group_sizes, *scales))
-    return call_without_gradient(f"{options.function} has no gradient: train with moe or grouped_gemm.", run, *operands)
+    remedy = f"{plan.options.function} has no gradient: train with moe or grouped_gemm."
+    return call_without_gradient(remedy, run, *operands)
 
 
 def activate(
-    options: Options,
+    plan: PartPlan,
     experts: Experts,
     inner: int | None,
     hidden: Array,
@@ -210,11 +214,10 @@ def activate(
 ) -> tuple[Array, Array | None]:
     """`masked_gated_activation` of checked operands, to `inner` columns."""
     if callable(experts.activation):
-        return _by_own_function(options, experts.activation, inner, hidden, bias, quantize)
-    name = registry.choose(options, "masked", hidden.dtype, "activation", inner, quantize)
-    run = partial(registry.get("masked", name).masked_gated_activation, experts, quantize=quantize)
+        return _by_own_function(plan.options, experts.activation, inner, hidden, bias, quantize)
+    run = partial(registry.get("masked", plan.part.implementation).masked_gated_activation, experts, quantize=quantize)
     return call_without_gradient(
-        f"{options.function} has no gradient: train with moe.", run, *vary_alike((hidden, group_sizes, bias))
+        f"{plan.options.function} has no gradient: train with moe.", run, *vary_alike((hidden, group_sizes, bias))
     )
 
 

@@ -15,8 +15,8 @@ from jax.typing import DTypeLike
 from jax_ep.core import check, check_recipe
 from jax_ep.core.balance import Balance
 from jax_ep.core.bias import Bias, add_bias
-from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import Fp8Weights, QuantizedExperts
+from jax_ep.core.facts import FusedMoEFacts, Part
 from jax_ep.core.mesh_axes import axis_size, takes_global_arrays, vary_alike
 from jax_ep.core.named_scopes import operation
 from jax_ep.formats import check_quantized
@@ -32,7 +32,8 @@ from jax_ep.ops import (
     registry,
 )
 from jax_ep.ops import fused_moe as fused_moe_in_one
-from jax_ep.ops.activation import activate, activate_to_fp8, is_one_pass
+from jax_ep.ops import plan as plans
+from jax_ep.ops.activation import activate, is_one_pass
 from jax_ep.ops.activation_gemm_combine import Between
 from jax_ep.types import (
     HIDDEN_NAME,
@@ -205,42 +206,44 @@ def moe(
         arrays = (x, ids, topk_weights, tuple(parts))
         y = balanced.run(balance, one_pass, *arrays, num_experts=num_experts, axis=options.axis, sum_dtype=sum_dtype)
         return checkpoint_name(y, OUTPUT_NAME)
-    kept = {"recipe": recipe, "wire_dtype": wire_dtype, "capacity": capacity}
-    if x.shape[0] and fused_moe_in_one.is_wanted(options, experts, x, topk_idx, parts[:2], kept):
-        return _in_one_launch(options, experts, x, topk_idx, topk_weights, parts, num_tokens, sum_dtype)
-    columns = parts.w_gate_up.shape[1 if isinstance(parts.w_gate_up, QuantizedExperts) else 2]
+    others = {"recipe": recipe, "wire_dtype": wire_dtype, "capacity": capacity}
+    given_others = [name for name, value in others.items() if value is not None]
+    if x.shape[0]:
+        slots = check.array("moe", "topk_idx", topk_idx, 2, "[T, K]").size
+        facts = FusedMoEFacts(x.dtype, experts, slots, parts.w_gate_up, parts.w_down)
+        single = plans.single_launch(options, facts, given_others)
+        if single is not None:
+            return _in_one_launch(options, single, experts, x, topk_idx, topk_weights, parts, num_tokens, sum_dtype)
     prepare = functools.partial(
-        exchange.prepare,
-        options,
-        num_experts=num_experts,
-        capacity=capacity,
-        num_tokens=num_tokens,
-        columns=columns,
+        exchange.checked, options, num_experts=num_experts, capacity=capacity, num_tokens=num_tokens
     )
+    plan = functools.partial(_plan, experts=experts, parts=parts, sum_dtype=sum_dtype)
     if x.shape[0] == 0:
         # The same errors, but nothing to compile: XLA's compiler for GPUs crashes at some programs without a row.
-        jax.eval_shape(lambda *arrays: prepare(*arrays)[1:], x, topk_idx, topk_weights)
+        jax.eval_shape(lambda *arrays: plan(prepare(*arrays)) and None, x, topk_idx, topk_weights)
         # Gradients are zeros that have the shardings of what they belong to.
         zeros = x + sum(jnp.sum(a[:0]).astype(x.dtype) for a in jax.tree.leaves((topk_weights, parts)))
         return zeros.astype(sum_dtype)
-    options, *prepared = prepare(x, topk_idx, topk_weights)
-    back = dataclasses.replace(options, sum_dtype=sum_dtype)
-    tokens, row_weights, handle, parts = vary_alike((*prepared, parts), over=options.axis)
-    if isinstance(parts.w_gate_up, QuantizedExperts):
-        return _by_quantized(options, back, experts, tokens, row_weights, handle, parts)
-    if recipe is not None:
-        hidden, row_weights = moe_fp8.dispatch_and_multiply(options, tokens, row_weights, parts.w_gate_up, handle)
+    given = prepare(x, topk_idx, topk_weights)
+    resolved = plan(given)
+    whole = resolved[0].exchange if isinstance(resolved, tuple) else resolved.exchange
+    located = (*exchange.located(whole, given), parts)
+    tokens, weights, handle, parts = vary_alike(located, over=given.options.axis)
+    if isinstance(resolved, plans.QuantizedLayerPlan):
+        return _by_quantized(resolved, experts, tokens, weights, handle, parts)
+    if isinstance(resolved, tuple):
+        first, second = resolved
+        hidden, row_weights = moe_fp8.dispatch_and_multiply(first, tokens, weights, parts.w_gate_up, handle)
         bias = _bias_of_result(experts, parts, row_weights)
         between = Between(checkpoint_name(hidden, HIDDEN_NAME), row_weights, parts.b_gate_up, bias)
-        y = moe_fp8.multiply_and_combine(back, experts, between, parts.w_down, handle)
+        y = moe_fp8.multiply_and_combine(second, experts, between, parts.w_down, handle)
         return checkpoint_name(y, OUTPUT_NAME)
-    exchange_gemm.check_weight_gradients(options, handle.layout, tokens, parts.w_gate_up)
-    operands = (back, experts, tokens, row_weights, handle, parts)
-    activating = gemm_activation.choose(options, experts, tokens, parts.w_gate_up, parts.b_gate_up, handle)
-    if activating is not None:
-        y = gemm_activation.run(options, activating, _with_hidden_rows, *operands)
+    exchange_gemm.check_weight_gradients(resolved.first, parts.w_gate_up)
+    operands = (experts, tokens, weights, handle, parts)
+    if resolved.activated is not None:
+        y = gemm_activation.run(resolved, resolved.activated, _with_hidden_rows, *operands)
     else:
-        y = _with_hidden_rows(options, *operands)
+        y = _with_hidden_rows(resolved, *operands)
     return checkpoint_name(y, OUTPUT_NAME)
 
 
@@ -351,8 +354,24 @@ def _check_experts(
     return experts, ExpertWeights(w_gate_up, w_down, b_gate_up, b_down)
 
 
+type Plan = plans.LayerPlan | tuple[plans.Fp8LayerPlan, plans.Fp8LayerPlan] | plans.QuantizedLayerPlan
+
+
+def _plan(given: exchange.Checked, experts: Experts, parts: ExpertWeights, sum_dtype: DTypeLike) -> Plan:
+    """Resolve the layer of these arguments."""
+    w_gate_up, w_down = parts[:2]
+    if isinstance(w_gate_up, QuantizedExperts):
+        return plans.quantized_layer(given.options, given.facts, experts, (w_gate_up, w_down), sum_dtype)
+    sizes = plans.LayerSizes(w_gate_up.shape[2], w_down.shape[1], parts.b_gate_up is not None)
+    if given.options.recipe is not None:
+        dtypes = w_gate_up.dtype, w_down.dtype
+        return plans.fp8_layer(given.options, given.facts, experts, sizes, sum_dtype, dtypes)
+    return plans.layer(given.options, given.facts, experts, sizes, sum_dtype)
+
+
 def _in_one_launch(
     options: Options,
+    single: Part,
     experts: Experts,
     x: Array,
     topk_idx: Array,
@@ -387,66 +406,52 @@ def _in_one_launch(
         )
 
     operands = (topk_idx, x, topk_weights, tuple(parts[:2]), tuple(parts[2:]))
-    y = fused_moe_in_one.run(options, experts, sum_dtype, unfused, *vary_alike(operands))
+    y = fused_moe_in_one.run(options, single, experts, sum_dtype, unfused, *vary_alike(operands))
     return checkpoint_name(y, OUTPUT_NAME)
 
 
 def _with_hidden_rows(
-    options: Options,
-    back: Options,
-    experts: Experts,
-    x: Array,
-    weights: Array,
-    handle: Handle,
-    parts: ExpertWeights,
+    plan: plans.LayerPlan, experts: Experts, x: Array, weights: Array, handle: Handle, parts: ExpertWeights
 ) -> Array:
     """`moe` of matrices in the dtype of the tokens, whose backward pass keeps the first product."""
     first = (x, weights, parts.w_gate_up, handle)
-    if exchange_gemm.fuses(options, x, parts.w_gate_up.shape[2], handle):
-        hidden, _, row_weights = exchange_gemm.dispatch_and_multiply(options, False, None, *first)
+    if plan.first.fused is None:
+        hidden, row_weights = exchange_gemm.dispatch_then_multiply(plan.first, *first)
     else:
-        hidden, row_weights = exchange_gemm.dispatch_then_multiply(options, *first)
+        hidden, _, row_weights = exchange_gemm.dispatch_with_multiply(plan.first, False, None, *first)
     row_weights = cast(Array, row_weights)
     bias = _bias_of_result(experts, parts, row_weights)
     between = Between(checkpoint_name(hidden, HIDDEN_NAME), row_weights, parts.b_gate_up, bias)
     run = activation_gemm_combine.for_experts(experts, parts.b_gate_up)
-    return cast(Array, run(back, experts, between, parts.w_down, handle))
+    return cast(Array, run(plan.second, plan.activation, experts, between, parts.w_down, handle))
 
 
 def _by_quantized(
-    options: Options,
-    back: Options,
-    experts: Experts,
-    x: Array,
-    weights: Array,
-    handle: Handle,
-    parts: ExpertWeights,
+    plan: plans.QuantizedLayerPlan, experts: Experts, x: Array, weights: Array, handle: Handle, parts: ExpertWeights
 ) -> Array:
     """`moe` of `QuantizedExperts`, one operation after another."""
-    sizes = handle.group_sizes
+    options, sizes = plan.options, handle.group_sizes
     first, second = (w.activations == "fp8" for w in (parts.w_gate_up, parts.w_down))
     if first:
-        # What is multiplied in FP8 loses nothing by travelling so.
-        in_8_bits = dataclasses.replace(options, wire_dtype=FP8)
-        dispatch = functools.partial(exchange.dispatch_quantized, in_8_bits)
+        dispatch = functools.partial(exchange.dispatch_quantized, plan.exchange)
         tokens, row_weights = quantized_gemm.without_gradient(options, dispatch, x, weights, handle)
-        hidden = quantized_gemm.multiply_fp8(options, x.dtype, tokens, parts.w_gate_up, sizes)
+        hidden = quantized_gemm.multiply_fp8(plan.first, x.dtype, tokens, parts.w_gate_up, sizes)
     else:
-        rows, row_weights = exchange.dispatch_tokens(options, x, weights, handle)
-        hidden = quantized_gemm.multiply(options, x.dtype, rows, parts.w_gate_up, sizes)
+        rows, row_weights = exchange.dispatch_tokens(plan.exchange, x, weights, handle)
+        hidden = quantized_gemm.multiply(plan.first, x.dtype, rows, parts.w_gate_up, sizes)
     row_weights, inner = cast(Array, row_weights), parts.w_down.shape[2]
     if second and is_one_pass(experts, parts.b_gate_up):
-        between = functools.partial(activate_to_fp8, options, experts)
         operands = (hidden, row_weights, parts.b_gate_up, sizes)
+        between = functools.partial(quantized_gemm.fp8_operands(plan.second).activate_quantized, experts)
         quantized = quantized_gemm.without_gradient(options, between, *operands)
-        products = quantized_gemm.multiply_fp8(options, x.dtype, quantized, parts.w_down, sizes)
+        products = quantized_gemm.multiply_fp8(plan.second, x.dtype, quantized, parts.w_down, sizes)
     else:
-        rows = activate(options, experts, inner, hidden, row_weights, parts.b_gate_up, sizes)
-        products = quantized_gemm.multiply(options, x.dtype, rows, parts.w_down, sizes)
+        rows = activate(plan.activation, experts, inner, hidden, row_weights, parts.b_gate_up, sizes)
+        products = quantized_gemm.multiply(plan.second, x.dtype, rows, parts.w_down, sizes)
     bias = _bias_of_result(experts, parts, row_weights)
     if bias is not None:
         products = add_bias(products, bias, sizes)
-    return exchange.combine_tokens(back, products, None, handle)[0]
+    return exchange.combine_tokens(plan.back, products, None, handle)[0]
 
 
 def _bias_of_result(experts: Experts, parts: ExpertWeights, row_weights: Array) -> Bias | None:

@@ -31,7 +31,7 @@ from jax_ep.ops import exchange, registry
 from jax_ep.ops.activation import activate_gradient, is_one_pass
 from jax_ep.ops.activation_gemm_combine import Between
 from jax_ep.ops.grouped_gemm import bias_gradient, sum_groups
-from jax_ep.ops.quantized_gemm import fp8_kernels, fp8_product, fp8_weight_gradient
+from jax_ep.ops.plan import Fp8LayerPlan
 from jax_ep.types import TOKENS_NAME, Array, Experts, Handle, Options, Quantized
 
 Weights = Array | Fp8Weights
@@ -65,42 +65,41 @@ def check_layer(options: Options, experts: Experts, b_gate_up: Array | None, w: 
 
 
 def _multiply(
-    options: Options, rows: Quantized, w: Weights, handle: Handle, dtype: DTypeLike, *, transpose: bool = False
+    plan: Fp8LayerPlan, rows: Quantized, w: Weights, handle: Handle, dtype: DTypeLike, *, transpose: bool = False
 ) -> Array:
     """`[R, K]` rows times `w [L, K, N]`, or `[R, N]` rows times its transpose; matrices that are not FP8 become so."""
     if not isinstance(w, Fp8Weights):
-        matrices, scales = fp8_kernels(options)[1].quantize_matrices(w, transpose=not transpose)
+        matrices, scales = plan.operands.quantize_matrices(w, transpose=not transpose)
     elif transpose:
         matrices, scales = w.transposed, jnp.swapaxes(w.scales, 1, 2)
     else:
         matrices, scales = w.values, w.scales
-    run = fp8_product(options, rows[0], matrices)
+    run = registry.get("grouped_gemm", plan.gemm.product.implementation).grouped_gemm_fp8
     return run(rows[0], matrices, handle.group_sizes, rows[1], scales, out_dtype=dtype)
 
 
-def _weight_gradient(options: Options, lhs: Quantized, rhs: Quantized, w: Weights, handle: Handle) -> Weights:
+def _weight_gradient(plan: Fp8LayerPlan, lhs: Quantized, rhs: Quantized, w: Weights, handle: Handle) -> Weights:
     """The cotangent of `w`, which goes to its master; operands are columns."""
-    sizes = handle.group_sizes
-    run = fp8_weight_gradient(options, lhs[0], rhs[0], sizes.shape[0])
-    gradient = run(lhs[0], rhs[0], sizes, lhs[1], rhs[1], out_dtype=w.dtype).astype(w.dtype)
+    run = registry.get("grouped_gemm", plan.gemm.gradient.implementation).weight_gradient_fp8
+    gradient = run(lhs[0], rhs[0], handle.group_sizes, lhs[1], rhs[1], out_dtype=w.dtype).astype(w.dtype)
     return Fp8Weights(gradient, *(cast(Array, None),) * 3) if isinstance(w, Fp8Weights) else gradient
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def dispatch_and_multiply(
-    options: Options, x: Array, weights: Array, w: Weights, handle: Handle
+    plan: Fp8LayerPlan, x: Array, weights: Array, w: Weights, handle: Handle
 ) -> tuple[Array, Array]:
     """`[T, H]` tokens to rows, times `w [L, H, N]` in FP8; and `[T, K]` weights to `[R]`."""
-    saved, row_weights = _dispatch(options, x, weights, handle)
-    return _multiply(options, _as_fp8(saved), w, handle, x.dtype), row_weights
+    saved, row_weights = _dispatch(plan, x, weights, handle)
+    return _multiply(plan, _as_fp8(saved), w, handle, x.dtype), row_weights
 
 
-def _dispatch(options: Options, x: Array, weights: Array, handle: Handle) -> tuple[Quantized, Array]:
+def _dispatch(plan: Fp8LayerPlan, x: Array, weights: Array, handle: Handle) -> tuple[Quantized, Array]:
     """Tokens by row, their values as bytes, which is what the backward pass needs; and the weights of rows."""
-    run = registry.get("exchange", exchange.choose(options, x, handle.layout, handle))
-    (values, scales), row_weights = run.dispatch_quantized(options, x, weights, handle)
+    run = registry.get("exchange", plan.exchange.dispatch.implementation)
+    (values, scales), row_weights = run.dispatch_quantized(plan.exchange.options, x, weights, handle)
     # As bytes: FP8 values that `jax.checkpoint` saves inside of a scan come back as NaN on the CPU (JAX 0.11.2).
-    return (lax.bitcast_convert_type(values, jnp.uint8), scales), row_weights
+    return (lax.bitcast_convert_type(values, jnp.uint8), scales), cast(Array, row_weights)
 
 
 def _saved_matrices(w: Weights) -> Weights:
@@ -124,71 +123,71 @@ def _as_fp8(saved: Quantized) -> Quantized:
     return lax.bitcast_convert_type(saved[0], FP8), saved[1]
 
 
-def _dispatch_forward(options: Options, x: Array, weights: Array, w: Weights, handle: Handle) -> Any:
-    saved, row_weights = _without_second_derivative(options, partial(_dispatch, options), x, weights, handle)
+def _dispatch_forward(plan: Fp8LayerPlan, x: Array, weights: Array, w: Weights, handle: Handle) -> Any:
+    saved, row_weights = _without_second_derivative(plan.options, partial(_dispatch, plan), x, weights, handle)
     saved = checkpoint_name(saved, TOKENS_NAME)
 
     def run(saved: Quantized, w: Weights, handle: Handle) -> Array:
-        return _multiply(options, _as_fp8(saved), w, handle, x.dtype)
+        return _multiply(plan, _as_fp8(saved), w, handle, x.dtype)
 
-    hidden = _without_second_derivative(options, run, saved, w, handle)
+    hidden = _without_second_derivative(plan.options, run, saved, w, handle)
     return (hidden, row_weights), (saved, _saved_matrices(w), handle)
 
 
-def _dispatch_backward(options: Options, residuals: Any, cotangents: tuple[Array, Array]) -> Any:
-    return _without_second_derivative(options, partial(_gradient_of_dispatch, options), residuals, cotangents)
+def _dispatch_backward(plan: Fp8LayerPlan, residuals: Any, cotangents: tuple[Array, Array]) -> Any:
+    return _without_second_derivative(plan.options, partial(_gradient_of_dispatch, plan), residuals, cotangents)
 
 
-def _gradient_of_dispatch(options: Options, residuals: Any, cotangents: tuple[Array, Array]) -> Any:
+def _gradient_of_dispatch(plan: Fp8LayerPlan, residuals: Any, cotangents: tuple[Array, Array]) -> Any:
     saved, saved_w, handle = residuals
     w, sizes = _matrices(saved_w), handle.group_sizes
     d_hidden, d_row_weights = cotangents
-    operands = fp8_kernels(options)[1]
+    operands = plan.operands
     rows, rhs = operands.quantize_both_ways(d_hidden, sizes)
-    d_rows = _multiply(options, rows, w, handle, d_hidden.dtype, transpose=True)
-    d_x, d_weights = exchange.combine_tokens(options, d_rows, d_row_weights, handle)
+    d_rows = _multiply(plan, rows, w, handle, d_hidden.dtype, transpose=True)
+    d_x, d_weights = exchange.combine_tokens(plan.exchange, d_rows, d_row_weights, handle)
     lhs = operands.quantize_columns(_as_fp8(saved), sizes)
-    return d_x, d_weights, _weight_gradient(options, lhs, rhs, w, handle), None
+    return d_x, d_weights, _weight_gradient(plan, lhs, rhs, w, handle), None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def multiply_and_combine(options: Options, experts: Experts, between: Between, w: Weights, handle: Handle) -> Array:
+def multiply_and_combine(plan: Fp8LayerPlan, experts: Experts, between: Between, w: Weights, handle: Handle) -> Array:
     """Hidden rows, activated and weighted, times `w [L, I, H]` in FP8, to unweighted sums `[T, H]`."""
-    rows = fp8_kernels(options)[1].activate_quantized(experts, *between[:3], handle.group_sizes)
-    y = _multiply(options, rows, w, handle, between.hidden.dtype)
+    hidden, weights, b_gate_up, _ = between
+    rows = plan.operands.activate_quantized(experts, hidden, weights, b_gate_up, handle.group_sizes)
+    y = _multiply(plan, rows, w, handle, between.hidden.dtype)
     if between.b_down is not None:
         y = add_bias(y, between.b_down, handle.group_sizes)
-    run = registry.get("exchange", exchange.choose(options, y, handle.layout, handle))
-    return run.combine_tokens(options, y, None, handle)[0]
+    run = registry.get("exchange", plan.exchange.combine.implementation)
+    return run.combine_tokens(plan.exchange.options, y, None, handle)[0]
 
 
-def _combine_forward(options: Options, experts: Experts, between: Between, w: Weights, handle: Handle) -> Any:
-    run = partial(multiply_and_combine, options, experts)
-    return _without_second_derivative(options, run, between, w, handle), (between, _saved_matrices(w), handle)
+def _combine_forward(plan: Fp8LayerPlan, experts: Experts, between: Between, w: Weights, handle: Handle) -> Any:
+    run = partial(multiply_and_combine, plan, experts)
+    return _without_second_derivative(plan.options, run, between, w, handle), (between, _saved_matrices(w), handle)
 
 
-def _combine_backward(options: Options, experts: Experts, residuals: Any, d_sums: Array) -> Any:
-    run = partial(_gradient_of_combine, options.transposed, experts)
-    return _without_second_derivative(options, run, residuals, d_sums)
+def _combine_backward(plan: Fp8LayerPlan, experts: Experts, residuals: Any, d_sums: Array) -> Any:
+    run = partial(_gradient_of_combine, plan.transposed, experts)
+    return _without_second_derivative(plan.options, run, residuals, d_sums)
 
 
-def _gradient_of_combine(options: Options, experts: Experts, residuals: Any, d_sums: Array) -> Any:
+def _gradient_of_combine(plan: Fp8LayerPlan, experts: Experts, residuals: Any, d_sums: Array) -> Any:
     between, saved_w, handle = residuals
     w, sizes, dtype = _matrices(saved_w), handle.group_sizes, between.hidden.dtype
-    operands, d_sums = fp8_kernels(options)[1], d_sums.astype(dtype)
-    run = registry.get("exchange", exchange.choose(options, d_sums, handle.layout, handle))
-    d_products, _ = run.dispatch_quantized(options, d_sums, None, handle)
-    d_rows = _multiply(options, d_products, w, handle, dtype, transpose=True)
-    d_hidden, d_weights, _ = activate_gradient(options, experts, False, *between[:3], d_rows, sizes)
+    operands, d_sums = plan.operands, d_sums.astype(dtype)
+    d_products, _ = exchange.dispatch_quantized(plan.exchange, d_sums, None, handle)
+    d_rows = _multiply(plan, d_products, w, handle, dtype, transpose=True)
+    d_hidden, d_weights, _ = activate_gradient(plan.activation, experts, False, *between[:3], d_rows, sizes)
     d_gate_up, d_down = between.b_gate_up, between.b_down
     if d_gate_up is not None:
-        d_gate_up = sum_groups(options, d_hidden, None, sizes).astype(d_gate_up.dtype)
+        d_gate_up = sum_groups(plan.activation.sums, d_hidden, None, sizes).astype(d_gate_up.dtype)
     if d_down is not None:
-        d_down = bias_gradient(options, operands.dequantize_rows(*d_products, sizes, dtype=dtype), d_down, sizes)
-    lhs = operands.activate_columns(experts, *between[:3], sizes)
+        d_down = bias_gradient(plan.gemm.sums, operands.dequantize_rows(*d_products, sizes, dtype=dtype), d_down, sizes)
+    lhs = operands.activate_columns(experts, between.hidden, between.row_weights, between.b_gate_up, sizes)
     rhs = operands.quantize_columns(d_products, sizes)
     d_between = Between(d_hidden, d_weights, d_gate_up, d_down)
-    return d_between, _weight_gradient(options, lhs, rhs, w, handle), None
+    return d_between, _weight_gradient(plan, lhs, rhs, w, handle), None
 
 
 dispatch_and_multiply.defvjp(_dispatch_forward, _dispatch_backward)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_ep.core import check, check_fp8
+from jax_ep.core import check, check_fp8, operations
 from jax_ep.core.bias import add_bias_of_blocks
 from jax_ep.core.dtypes import FP8, accumulation_dtype
 from jax_ep.core.expert_matrices import QuantizedExperts
@@ -20,6 +20,7 @@ from jax_ep.core.named_scopes import operation
 from jax_ep.core.no_gradient import call_without_gradient
 from jax_ep.formats import check_quantized
 from jax_ep.ops import hierarchical, quantized_gemm, registry
+from jax_ep.ops import plan as plans
 from jax_ep.ops.low_latency import (
     check_combine,
     checked_layout,
@@ -28,6 +29,7 @@ from jax_ep.ops.low_latency import (
     dispatch_tokens,
 )
 from jax_ep.ops.masked import activate, checked_operands, multiply
+from jax_ep.ops.plan import LowLatencyGemmPlan, LowLatencyLayerPlan
 from jax_ep.types import Array, AxisName, Experts, Layout, LowLatencyHandle, Options, Quantized, Schedule, Topology
 
 
@@ -155,13 +157,32 @@ def low_latency_moe(
         max_tokens_per_rank *= top_k
     tokens, matrices = (x, topk_idx, topk_weights, num_tokens), _Matrices(w_gate_up, w_down, b_gate_up, b_down)
     tokens, matrices = vary_alike((tokens, matrices), over=options.axis)
-    layer = _Layer(options, experts, inner, out_dtype)
     layout = checked_layout(options, num_experts, max_tokens_per_rank, topk_idx.shape[1])
-    y = _run_experts(layer, layout, matrices, *tokens)
+    plan = _plan(options, experts, layout, matrices, x.dtype, out_dtype)
+    y = _run_experts(_Layer(plan, experts, inner, out_dtype), layout, matrices, *tokens)
     if experts.weight_on == "input" and top_k > 1:
         wide = y.reshape(-1, top_k, y.shape[1]).astype(accumulation_dtype(y.dtype))
         y = jnp.sum(wide, axis=1).astype(y.dtype)
     return y
+
+
+def _plan(
+    options: Options, experts: Experts, layout: Layout, matrices: _Matrices, dtype: DTypeLike, out_dtype: DTypeLike
+) -> LowLatencyLayerPlan:
+    """Resolve the layer of tokens of `dtype`."""
+    (up, down), rows = matrices[:2], layout.num_ranks * layout.num_tokens
+    arrays = [w[0] if isinstance(w, tuple) else w for w in (up, down)]
+    hidden, inner = arrays[0].shape[2], arrays[1].shape[2]
+    takes_fp8 = [check_quantized.takes_fp8(w) for w in (up, down)]
+    wire, second = (FP8 if fp8 else jnp.dtype(dtype) for fp8 in takes_fp8)
+    shape = layout.num_local_experts, rows
+    own = callable(experts.activation)
+    return LowLatencyLayerPlan(
+        plans.low_latency(options, wire, hidden, layout, is_foreign=False),
+        plans.masked_gemm(options, (*shape, hidden), wire, arrays[0], dtype),
+        plans.masked_activation(options, dtype, quantize=takes_fp8[1] and not own),
+        plans.low_latency_gemm_combine(options, (*shape, inner), second, arrays[1], out_dtype, layout),
+    )
 
 
 class _Matrices(NamedTuple):
@@ -176,7 +197,7 @@ class _Matrices(NamedTuple):
 class _Layer(NamedTuple):
     """What the layer computes of any tokens, with `inner` columns between its products."""
 
-    options: Options
+    plan: LowLatencyLayerPlan
     experts: Experts
     inner: int
     out_dtype: DTypeLike
@@ -191,11 +212,11 @@ class _Layer(NamedTuple):
         group_sizes: Array,
     ) -> tuple[Any, ...]:
         """Operands of the second product, for tokens of `dtype` that have come to their experts."""
-        options, w_gate_up, w_down = self.options, matrices.w_gate_up, matrices.w_down
+        plan, w_gate_up, w_down = self.plan, matrices.w_gate_up, matrices.w_down
         up, up_scales = w_gate_up if isinstance(w_gate_up, tuple) else (w_gate_up, None)
-        hidden = multiply(options, dtype, expected_rows, tokens, up, group_sizes, scales, up_scales)
+        hidden = multiply(plan.first, dtype, expected_rows, tokens, up, group_sizes, scales, up_scales)
         quantize, bias = check_quantized.takes_fp8(w_down), matrices.b_gate_up
-        rows, row_scales = activate(options, self.experts, self.inner, hidden, group_sizes, bias, quantize)
+        rows, row_scales = activate(plan.activation, self.experts, self.inner, hidden, group_sizes, bias, quantize)
         down, down_scales = w_down if isinstance(w_down, tuple) else (w_down, None)
         return rows, down, group_sizes, row_scales, down_scales
 
@@ -210,12 +231,12 @@ def _run_experts(
     num_tokens: Array | None,
 ) -> Array:
     """Return the layer's result `[T, H]` for checked arguments."""
-    options, out_dtype = layer.options, layer.out_dtype
-    wire = (GROUP_SIZE, FP8) if check_quantized.takes_fp8(matrices.w_gate_up) else (None, x.dtype)
-    tokens, scales, sizes, handle = dispatch_tokens(options, layout, *wire, x, topk_idx, num_tokens)
+    plan, out_dtype = layer.plan, layer.out_dtype
+    group_size = GROUP_SIZE if check_quantized.takes_fp8(matrices.w_gate_up) else None
+    tokens, scales, sizes, handle = dispatch_tokens(plan.dispatch, layout, group_size, x, topk_idx, num_tokens)
     expected_rows = max(1, -(-layout.num_ranks * topk_idx.size // layout.num_experts))
     product = layer.activated(matrices, x.dtype, expected_rows, tokens, scales, sizes)
-    return _multiply_and_combine(options, out_dtype, expected_rows, topk_weights, handle, matrices.b_down, *product)
+    return _multiply_and_combine(plan.second, out_dtype, expected_rows, topk_weights, handle, matrices.b_down, *product)
 
 
 def _one_token_per_expert(
@@ -299,11 +320,14 @@ def low_latency_gemm_combine(
     options = registry.options(function, axis_name, implementation, None, schedule)
     operands = topk_weights, handle, lhs, rhs, group_sizes, *scales
     topk_weights, handle, *product = vary_alike(operands, over=options.axis)
-    return _multiply_and_combine(options, out_dtype, expected_rows, topk_weights, handle, None, *product)
+    plan = plans.low_latency_gemm_combine(
+        options, lhs.shape, lhs.dtype, rhs, out_dtype, layout, is_foreign=handle.group is None
+    )
+    return _multiply_and_combine(plan, out_dtype, expected_rows, topk_weights, handle, None, *product)
 
 
 def _multiply_and_combine(
-    options: Options,
+    plan: LowLatencyGemmPlan,
     out_dtype: DTypeLike,
     expected_rows: int | None,
     topk_weights: Array,
@@ -315,29 +339,24 @@ def _multiply_and_combine(
     *scales: Array | None,
 ) -> Array:
     """`low_latency_gemm_combine` of checked operands that vary alike, with a bias `[L, H]` of the product or None."""
-    layout = handle.layout
-    name = registry.choose(options, "low_latency", out_dtype, rhs.shape[1], layout, handle.group is None)
-    run = registry.get("low_latency", name)
-    rows, _ = jax.eval_shape(_prepared_rows, lhs, rhs, scales[0])
-    fuses = run.fuses(layout, rows, rhs, out_dtype)
+    options = plan.options
 
     def unfused(lhs: Array, rhs: Any, group_sizes: Array, *rest: Any) -> Array:
         topk_weights, handle, lhs_scales, rhs_scales, bias = rest
-        product = multiply(options, out_dtype, expected_rows, lhs, rhs, group_sizes, lhs_scales, rhs_scales)
+        product = multiply(plan.product, out_dtype, expected_rows, lhs, rhs, group_sizes, lhs_scales, rhs_scales)
         if bias is not None:
             product = add_bias_of_blocks(product, bias)
-        return combine_tokens(options, product, topk_weights, handle)
+        return combine_tokens(plan.combine, product, topk_weights, handle)
 
     def fused(lhs: Array, rhs: Any, group_sizes: Array, *rest: Any) -> Array:
         topk_weights, handle, lhs_scales, rhs_scales, bias = rest
         rows, row_scales = _prepared_rows(lhs, rhs, lhs_scales)
         operands = (rows, rhs, group_sizes, topk_weights, handle, row_scales, rhs_scales, bias)
-        multiply_and_send = run.low_latency_gemm_combine
-        result: Array = multiply_and_send(options, *operands, out_dtype=out_dtype, expected_rows=expected_rows)
-        return result
+        run = cast(operations.LowLatencyGemm, registry.get("low_latency", plan.combine.part.implementation))
+        return run.low_latency_gemm_combine(options, *operands, out_dtype=out_dtype, expected_rows=expected_rows)
 
     operands = (lhs, rhs, group_sizes, topk_weights, handle, *scales, bias)
-    run_one = fused if fuses else unfused
+    run_one = unfused if plan.fused is None else fused
     return call_without_gradient(f"{options.function} has no gradient: train with moe.", run_one, *operands)
 
 

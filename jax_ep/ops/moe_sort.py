@@ -14,8 +14,10 @@ from jax_ep.core import check
 from jax_ep.core.layout import dropless_capacity
 from jax_ep.core.mesh_axes import on_automatic_axes, vary_alike
 from jax_ep.core.named_scopes import operation
+from jax_ep.ops import plan as plans
 from jax_ep.ops import registry
-from jax_ep.types import Array, Options, SortedTokens
+from jax_ep.ops.plan import PartPlan
+from jax_ep.types import Array, SortedTokens
 
 
 @operation
@@ -78,7 +80,8 @@ def moe_sort(
     options = registry.options(function, implementation=implementation)
     arrays = vary_alike((topk_weights, topk_idx, num_tokens))
     specs = SortedTokens(P(), None if topk_weights is None else P(), P(), P(), P())  # type: ignore[arg-type]
-    sort = partial(sort_slots, options, first_expert, num_local, block_size)
+    plan = plans.sort(options, topk_idx.size, num_local)
+    sort = partial(sort_slots, plan, first_expert, num_local, block_size)
     return on_automatic_axes(sort, specs, *arrays)
 
 
@@ -99,7 +102,7 @@ def _local_experts(num_experts: int, first_expert: int, num_local_experts: int |
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def sort_slots(
-    options: Options,
+    plan: PartPlan,
     first_expert: int,
     num_local: int,
     block_size: int,
@@ -108,8 +111,7 @@ def sort_slots(
     num_tokens: Array | None,
 ) -> SortedTokens:
     """`moe_sort` of checked arguments."""
-    name = registry.choose(options, "moe_sort", jnp.int32)
-    run = registry.get("moe_sort", name).moe_sort
+    run = registry.get("moe_sort", plan.part.implementation).moe_sort
     sizes = {"first_expert": first_expert, "num_local_experts": num_local, "block_size": block_size}
     return run(topk_idx, topk_weights, num_tokens, **sizes)
 
@@ -120,7 +122,7 @@ def _forward(*arguments: Any) -> tuple[SortedTokens, tuple[Array | None, Array]]
 
 
 def _backward(
-    options: Options, first_expert: int, num_local: int, block_size: int, residuals: Any, cotangents: SortedTokens
+    plan: PartPlan, first_expert: int, num_local: int, block_size: int, residuals: Any, cotangents: SortedTokens
 ) -> tuple[Array | None, None, None]:
     weights, slots = residuals
     if weights is None:

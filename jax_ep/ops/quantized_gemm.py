@@ -9,80 +9,66 @@ from typing import Any
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_ep.core.dtypes import FP8
+from jax_ep.core import operations
 from jax_ep.core.expert_matrices import QuantizedExperts
 from jax_ep.core.fp8 import quantize_rows
 from jax_ep.core.layout import row_groups
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.core.no_gradient import call_without_gradient
-from jax_ep.formats import format_of
 from jax_ep.formats.int8 import quantize_tokens
 from jax_ep.ops import registry
+from jax_ep.ops.plan import QuantizedGemmPlan
 from jax_ep.types import Array, Options, Quantized
 
 
-def multiply(options: Options, out_dtype: DTypeLike, lhs: Array, rhs: QuantizedExperts, group_sizes: Array) -> Array:
+def multiply(
+    plan: QuantizedGemmPlan, out_dtype: DTypeLike, lhs: Array, rhs: QuantizedExperts, group_sizes: Array
+) -> Array:
     """`[M, K]` rows times the `[N, K]` matrix of their group, checked; zero past the groups."""
 
     def product(lhs: Array, rhs: QuantizedExperts, group_sizes: Array) -> Array:
         if rhs.activations == "fp8":
-            rows = fp8_kernels(options)[1].quantize_rows(lhs, group_sizes)
-            return _multiply_fp8(options, out_dtype, rows, rhs, group_sizes)
-        run = partial(_kernels(options, lhs.dtype).grouped_gemm, out_dtype=out_dtype)
+            in_fp8 = fp8_operands(plan).quantize_rows(lhs, group_sizes)
+            return _multiply_fp8(plan, out_dtype, in_fp8, rhs, group_sizes)
+        run = partial(_run(plan).grouped_gemm, out_dtype=out_dtype)
         if rhs.activations is None:
             return run(lhs, rhs, group_sizes, None)
         rows, scales = quantize_tokens(lhs, row_groups(group_sizes, lhs.shape[0]), rhs.smooth)
         return run(rows, rhs, group_sizes, scales)
 
-    return call_without_gradient(_remedy(options), product, *vary_alike((lhs, rhs, group_sizes)))
+    return call_without_gradient(_remedy(plan.options), product, *vary_alike((lhs, rhs, group_sizes)))
 
 
-def _kernels(options: Options, dtype: DTypeLike) -> Any:
-    """The functions of products with quantised matrices, of rows of a dtype."""
-    return registry.get("quantized_gemm", registry.choose(options, "quantized_gemm", dtype))
+def _run(plan: QuantizedGemmPlan) -> operations.QuantizedGemm:
+    return registry.get("quantized_gemm", plan.product.implementation)
 
 
-def fp8_kernels(options: Options) -> tuple[Any, Any]:
-    """The functions of products in FP8, and of what makes their operands."""
-    products, operands = (registry.choose(options, operation, FP8) for operation in ("grouped_gemm", "activation"))
-    return registry.get("grouped_gemm", products), registry.get("activation", operands)
-
-
-def fp8_product(options: Options, lhs: Array, rhs: Array) -> Callable[..., Array]:
-    """The product in FP8 of `[M, K]` rows and `[G, N, K]` matrices; see `grouped_gemm_fp8` in xla/grouped_gemm.py."""
-    facts = *lhs.shape, rhs.shape[1], rhs.shape[0]
-    name = registry.choose(options, "grouped_gemm", lhs.dtype, *facts)
-    run: Callable[..., Array] = registry.get("grouped_gemm", name).grouped_gemm_fp8
-    return run
-
-
-def fp8_weight_gradient(options: Options, lhs: Array, rhs: Array, groups: int) -> Callable[..., Array]:
-    """The product of columns in FP8, `[K, P]` and `[N, P]`; see `weight_gradient_fp8` in xla/grouped_gemm.py."""
-    facts = lhs.shape[1], lhs.shape[0], rhs.shape[0], groups
-    name = registry.choose(options, "grouped_gemm", lhs.dtype, *facts)
-    run: Callable[..., Array] = registry.get("grouped_gemm", name).weight_gradient_fp8
-    return run
+def fp8_operands(plan: QuantizedGemmPlan) -> operations.Activation:
+    """The functions that round rows to FP8 for this GEMM."""
+    if plan.operands is None:
+        raise ValueError(f"{plan.options.function}: these weights take rows as they are; do not round them.")
+    return registry.get("activation", plan.operands.implementation)
 
 
 def _multiply_fp8(
-    options: Options, out_dtype: DTypeLike, rows: Quantized, rhs: QuantizedExperts, group_sizes: Array
+    plan: QuantizedGemmPlan, out_dtype: DTypeLike, rows: Quantized, rhs: QuantizedExperts, group_sizes: Array
 ) -> Array:
-    if not format_of(rhs).is_fp8_operand:
-        return _kernels(options, FP8).grouped_gemm(rows[0], rhs, group_sizes, rows[1], out_dtype=out_dtype)
-    run = fp8_product(options, rows[0], rhs.values)
+    if plan.product.operation == "quantized_gemm":
+        return _run(plan).grouped_gemm(rows[0], rhs, group_sizes, rows[1], out_dtype=out_dtype)
+    run = registry.get("grouped_gemm", plan.product.implementation).grouped_gemm_fp8
     return run(rows[0], rhs.values, group_sizes, rows[1], rhs.scales, out_dtype=out_dtype)
 
 
 def multiply_fp8(
-    options: Options, out_dtype: DTypeLike, rows: Quantized, rhs: QuantizedExperts, group_sizes: Array
+    plan: QuantizedGemmPlan, out_dtype: DTypeLike, rows: Quantized, rhs: QuantizedExperts, group_sizes: Array
 ) -> Array:
     """`multiply` of rows that are in FP8 already."""
-    product = partial(_multiply_fp8, options, out_dtype)
-    return call_without_gradient(_remedy(options), product, *vary_alike((rows, rhs, group_sizes)))
+    product = partial(_multiply_fp8, plan, out_dtype)
+    return call_without_gradient(_remedy(plan.options), product, *vary_alike((rows, rhs, group_sizes)))
 
 
 def multiply_masked(
-    options: Options,
+    plan: QuantizedGemmPlan,
     out_dtype: DTypeLike,
     expected_rows: int | None,
     lhs: Array,
@@ -94,14 +80,13 @@ def multiply_masked(
 
     Rows in FP8 have scales `[G, M, K / 128]`.
     """
-    dtype = FP8 if rhs.activations == "fp8" else lhs.dtype
-    run = partial(_kernels(options, dtype).masked_grouped_gemm, out_dtype=out_dtype, expected_rows=expected_rows)
+    run = partial(_run(plan).masked_grouped_gemm, out_dtype=out_dtype, expected_rows=expected_rows)
 
     def product(lhs: Array, rhs: QuantizedExperts, group_sizes: Array, lhs_scales: Array | None) -> Array:
         rows, scales = masked_rows(lhs, rhs, lhs_scales)
         return run(rows, rhs, group_sizes, scales)
 
-    return call_without_gradient(_remedy(options), product, *vary_alike((lhs, rhs, group_sizes, lhs_scales)))
+    return call_without_gradient(_remedy(plan.options), product, *vary_alike((lhs, rhs, group_sizes, lhs_scales)))
 
 
 def masked_rows(lhs: Array, rhs: QuantizedExperts, lhs_scales: Array | None) -> tuple[Array, Array | None]:

@@ -1,13 +1,14 @@
-"""Which implementation serves an operation: one table of names, and what each package says of itself.
+"""Which implementations exist, and which of them runs one part of a call.
 
 An implementation is a package, an operation a module of it: `xla/grouped_gemm.py` and `pallas/grouped_gemm.py` have the
-same functions. They know nothing of autodiff and argument checks, which are in this folder, and take the `Options` of
-the call. `requirements.py` of each package says what it refuses and why, without loading a compiler:
+same functions. They know nothing of autodiff and argument checks, which are in this folder. `requirements.py` of each
+package says what it does not support, without loading a compiler:
 
-    refusal(options, operation, dtype, *facts) -> str | None
-    is_fastest(options, operation, dtype, *facts) -> bool
+    unsupported_reason(facts, options) -> str | None
+    is_preferred(facts) -> bool
+    supports_dtype(dtype) -> bool
 
-The facts of an operation are static, and what its callers here pass to `choose`.
+`plan.py` asks for each part of a public call once; nothing else chooses.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import functools
 import importlib
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Literal, Protocol, cast, overload
 
 from jax.typing import DTypeLike
 
+from jax_ep.core import operations
+from jax_ep.core.facts import Facts, Part, Portable
 from jax_ep.core.mesh_axes import axis_tuple, platform
 from jax_ep.core.named_scopes import called
 from jax_ep.types import AxisName, Options, Schedule, Topology, type_name
@@ -36,11 +39,24 @@ _IMPLEMENTATIONS = {
     "grouped_gemm": ("triton", "pallas", "xla"),
     "fused_moe": ("triton",),  # others run the layer one operation after another
     "quantized_gemm": ("triton", "xla"),
-    "activation": ("triton", "xla", "pallas"),
+    "activation": ("triton", "xla"),
     "moe_sort": ("triton", "xla"),
     "low_latency": ("triton", "xla"),
     "masked": ("triton", "xla"),
 }
+
+
+class Requirements(Protocol):
+    """What the `requirements` module of an implementation says."""
+
+    def unsupported_reason(self, facts: Facts, options: Options) -> str | None:
+        """Why the implementation does not support these facts, or None."""
+
+    def is_preferred(self, facts: Facts) -> bool:
+        """Whether it is the fastest one, if it supports them."""
+
+    def supports_dtype(self, dtype: DTypeLike) -> bool:
+        """Whether it has kernels for this dtype on some machine."""
 
 
 def options(
@@ -71,8 +87,8 @@ def options(
     return Options(called(function), axis_tuple(axis_name), names, wire_dtype, schedule or Schedule())
 
 
-def _names(function: str, implementation: Any) -> tuple[str, ...]:
-    names = (implementation,) if isinstance(implementation, str) else implementation
+def _names(function: str, implementation: object) -> tuple[str, ...]:
+    names: object = (implementation,) if isinstance(implementation, str) else implementation
     if not isinstance(names, Sequence):
         raise TypeError(
             f"{function}: implementation={implementation!r} is {type_name(implementation)}, expected a name, a"
@@ -92,55 +108,91 @@ def available(operation: str | None = None) -> tuple[str, ...]:
     return tuple(_PACKAGES) if operation is None else _IMPLEMENTATIONS[operation]
 
 
-def get(operation: str, name: str) -> Any:
+@overload
+def get(operation: Literal["exchange"], name: str) -> operations.Exchange: ...
+
+
+@overload
+def get(operation: Literal["exchange_gemm"], name: str) -> operations.ExchangeGemm: ...
+
+
+@overload
+def get(operation: Literal["gemm_activation"], name: str) -> operations.GemmActivation: ...
+
+
+@overload
+def get(operation: Literal["grouped_gemm"], name: str) -> operations.GroupedGemm: ...
+
+
+@overload
+def get(operation: Literal["fused_moe"], name: str) -> operations.FusedMoE: ...
+
+
+@overload
+def get(operation: Literal["quantized_gemm"], name: str) -> operations.QuantizedGemm: ...
+
+
+@overload
+def get(operation: Literal["activation"], name: str) -> operations.Activation: ...
+
+
+@overload
+def get(operation: Literal["moe_sort"], name: str) -> operations.MoESort: ...
+
+
+@overload
+def get(operation: Literal["low_latency"], name: str) -> operations.LowLatency: ...
+
+
+@overload
+def get(operation: Literal["masked"], name: str) -> operations.Masked: ...
+
+
+def get(operation: str, name: str) -> object:
     """The module with the functions of `operation` in implementation `name`."""
     return importlib.import_module(f"{_PACKAGES[name]}.{operation}")
 
 
-def requirements(name: str) -> Any:
-    """The module in which implementation `name` says what it refuses."""
-    return importlib.import_module(f"{_PACKAGES[name]}.requirements")
+def requirements(name: str) -> Requirements:
+    """The module in which implementation `name` says what it does not support."""
+    return cast(Requirements, importlib.import_module(f"{_PACKAGES[name]}.requirements"))
 
 
 @functools.cache
-def _say_once(name: str, reason: str, on: str) -> None:
-    """On a GPU, falling back is worth a word; on the CPU the portable implementation is the expected one."""
+def _warn_once(name: str, reason: str, on: str) -> None:
+    """On a GPU a fallback deserves a warning; on the CPU the portable implementation is the expected one."""
     if on == "gpu":
         _log.warning("implementation %s is not used: %s", name, reason)
 
 
-def choose(options: Options, operation: str, dtype: DTypeLike, *facts: Any) -> str:
-    """The first of the implementations asked for (None: of all) that can serve `operation` on arrays of `dtype`.
+def unsupported_reason(name: str, facts: Facts, options: Options) -> str | None:
+    """Why implementation `name` does not support this part, or None."""
+    return requirements(name).unsupported_reason(facts, options)
+
+
+def choose(options: Options, facts: Facts) -> Part:
+    """The first of the implementations asked for (None: of all) that supports these facts.
+
+    A `Portable` reason ends the search: `xla` runs what no kernel of that implementation does.
 
     Raises:
-      NotImplementedError: none can serve it; the message gives every reason.
+      NotImplementedError: none supports them; the message gives every reason.
     """
-    request = (options, operation, dtype, *facts)
-    known = _IMPLEMENTATIONS[operation]
     names: Sequence[str] = options.implementation or sorted(
-        known, key=lambda name: not requirements(name).is_fastest(*request)
+        _IMPLEMENTATIONS[facts.operation], key=lambda name: not requirements(name).is_preferred(facts)
     )
-    refusals = {}
+    reasons: list[str] = []
     for name in names:
-        if name not in known:
-            refusals[name] = f"it has no {operation}"
-            continue
-        reason = requirements(name).refusal(*request)
+        reason = unsupported_reason(name, facts, options)
         if reason is None:
-            return name
-        refusals[name] = reason
-        if requirements(name).is_made_for(dtype):  # nobody waits for what it was not made for
-            _say_once(name, reason, platform())
-    reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
+            return Part(facts.operation, name, reason="; ".join(reasons))
+        reasons.append(f"{name}: {reason}")
+        if isinstance(reason, Portable):
+            return Part(facts.operation, "xla", reason="; ".join(reasons))
+        has_it = name in _IMPLEMENTATIONS[facts.operation]
+        if has_it and requirements(name).supports_dtype(facts.dtype):  # else nobody expects it
+            _warn_once(name, reason, platform())
     raise NotImplementedError(
-        f"{options.function}: no implementation of {tuple(names)} can serve this call: {reasons}. Leave"
+        f"{options.function}: no implementation of {tuple(names)} can serve this call: {'; '.join(reasons)}. Leave"
         " implementation=None, or name one that can."
     )
-
-
-def first_choice(options: Options, operation: str, dtype: DTypeLike) -> str | None:
-    """The first of the implementations asked for (None: of those with `operation`), if it can serve that; else None."""
-    known = _IMPLEMENTATIONS[operation]
-    name = (options.implementation or known)[0]
-    refused = name not in known or requirements(name).refusal(options, operation, dtype) is not None
-    return None if refused else name

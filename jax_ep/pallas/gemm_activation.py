@@ -13,13 +13,12 @@ from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.pallas import epilogue, forward_activated, ring, tiling
 from jax_ep.pallas.export_cache import lowered_once
 from jax_ep.pallas.forward_activated import HALVES
-from jax_ep.pallas.grouped_gemm import ROWS, has_kernel, launch_product, pad
+from jax_ep.pallas.grouped_gemm import ROWS, launch_product, pad
 from jax_ep.pallas.launch import is_interpreted, num_programs
 from jax_ep.pallas.memory import swizzled, vectors
 from jax_ep.pallas.schedule import row_tiles
 from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, STEP, TILE, ForwardTiles
 from jax_ep.types import Array, Experts
-from jax_ep.xla import activation, grouped_gemm
 
 _CHUNK = 32  # rows that leave at a time: half as many as of other products, for the sake of higher tiles
 
@@ -40,9 +39,6 @@ def gemm_activation(
 
     Source: a dual GEMM with the gated unit in its epilogue, as CUTLASS's, for groups of rows.
     """
-    if not has_kernel(lhs, rhs, group_sizes, lhs.dtype):
-        hidden = grouped_gemm.grouped_gemm(lhs, rhs, group_sizes, transpose_rhs=False, out_dtype=lhs.dtype)
-        return activation.activate(experts, hidden, row_weights, None, group_sizes)
     static = {"experts": experts, "tiles": tiles or tiling.activated_tiles(), "interpret": is_interpreted()}
     return _run(lhs, rhs, group_sizes, row_weights, **static)
 

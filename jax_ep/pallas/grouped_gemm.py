@@ -27,7 +27,7 @@ from jax_ep.pallas import epilogue, forward, forward_fp8, gradient, gradient_fp8
 from jax_ep.pallas.export_cache import lowered_once
 from jax_ep.pallas.launch import is_interpreted, launch, num_programs
 from jax_ep.pallas.memory import swizzled, vectors
-from jax_ep.pallas.schedule import fits, row_tiles
+from jax_ep.pallas.schedule import row_tiles
 from jax_ep.pallas.tiling import (
     ALIGNMENT,
     CHUNK,
@@ -43,19 +43,7 @@ from jax_ep.types import Array
 from jax_ep.xla import grouped_gemm as xla
 
 ROWS, _MATRICES = (ALIGNMENT, STEP), (1, STEP, STEP)  # what sizes must be multiples of
-_FP8_RESULTS = (jnp.bfloat16, jnp.float16, jnp.float32)
 _STATIC = ("transpose", "out_dtype", "tiles", "interpret")
-
-
-def has_kernel(lhs: Array, rhs: Array, group_sizes: Array, out_dtype: DTypeLike) -> bool:
-    """Whether the kernels take these operands; the portable loop takes all."""
-    return (
-        lhs.dtype == rhs.dtype
-        and lhs.dtype in (jnp.bfloat16, jnp.float16)
-        and jnp.dtype(out_dtype) in (lhs.dtype, jnp.float32)
-        and 0 not in (*lhs.shape, *rhs.shape, *group_sizes.shape)
-        and fits(lhs.shape[0], group_sizes.shape[0])
-    )
 
 
 def grouped_gemm(
@@ -72,8 +60,6 @@ def grouped_gemm(
 
     Source: persistent, warp-specialised products as in CUTLASS and DeepGEMM, here in Pallas.
     """
-    if not has_kernel(lhs, rhs, group_sizes, out_dtype):
-        return xla.grouped_gemm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=out_dtype, bias=bias)
     tiles = tiles or tiling.forward_tiles(lhs.shape[0], group_sizes.shape[0])
     static = {"out_dtype": jnp.dtype(out_dtype), "tiles": tiles, "interpret": is_interpreted()}
     rows = _forward(lhs, rhs, group_sizes, transpose=transpose_rhs, **static)
@@ -118,9 +104,6 @@ def grouped_gemm_fp8(
     Source: sums of each block of the contraction promoted to float32 as in DeepGEMM.
     """
     out_dtype, operands = jnp.dtype(out_dtype), (lhs, rhs, group_sizes, lhs_scales, rhs_scales)
-    is_empty, is_small = 0 in (*lhs.shape, *rhs.shape, *group_sizes.shape), fits(lhs.shape[0], group_sizes.shape[0])
-    if is_empty or not is_small or out_dtype not in _FP8_RESULTS:
-        return xla.grouped_gemm_fp8(*operands, out_dtype=out_dtype)
     tiles = tiles or tiling.fp8_tiles(rhs.shape[1])
     return _forward_fp8(*operands, out_dtype=out_dtype, tiles=tiles, interpret=is_interpreted())
 
@@ -158,8 +141,6 @@ def weight_gradient(
     lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: DTypeLike, tiles: WeightTiles | None = None
 ) -> Array:
     """See xla/grouped_gemm.py; `tiles` as for `grouped_gemm`."""
-    if not has_kernel(lhs, rhs, group_sizes, out_dtype):
-        return xla.weight_gradient(lhs, rhs, group_sizes, out_dtype=out_dtype)
     tiles = tiles or tiling.weight_tiles(rhs.shape[1], jnp.dtype(out_dtype).itemsize)
     static = {"out_dtype": jnp.dtype(out_dtype), "tiles": tiles, "interpret": is_interpreted()}
     return _gradient(lhs, rhs, group_sizes, **static)
@@ -206,8 +187,6 @@ def weight_gradient_fp8(
     Source: as `grouped_gemm_fp8`.
     """
     out_dtype, operands = jnp.dtype(out_dtype), (lhs, rhs, group_sizes, lhs_scales, rhs_scales)
-    if 0 in (*lhs.shape, *rhs.shape, *group_sizes.shape) or out_dtype not in _FP8_RESULTS:
-        return xla.weight_gradient_fp8(*operands, out_dtype=out_dtype)
     tiles = tiles or tiling.fp8_weight_tiles(rhs.shape[0])
     return _gradient_fp8(*operands, out_dtype=out_dtype, tiles=tiles, interpret=is_interpreted())
 

@@ -1,23 +1,35 @@
-"""What the `pallas` implementation refuses; apart from its functions, so that asking loads no compiler."""
+"""What the `pallas` implementation does not support; apart from its functions, so that asking loads no compiler."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jax_ep.core.facts import (
+    ActivationFacts,
+    ExchangeFacts,
+    Facts,
+    Fp8OperandFacts,
+    GemmActivationFacts,
+    GemmFacts,
+    Portable,
+)
 from jax_ep.core.mesh_axes import platform
 from jax_ep.pallas.tiling import ALIGNMENT, STEP
 from jax_ep.types import Experts, Options
 from jax_ep.xla import requirements as portable
 
 _CAPABILITY = "9.0"
-_DTYPES = {"grouped_gemm": ("bfloat16", "float16", "float8_e4m3fn")}
-_OTHER_DTYPES = (*_DTYPES["grouped_gemm"], "float32")  # of rows that are moved, added and activated
+_GEMM_DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
+_FP8_RESULTS = (jnp.bfloat16, jnp.float16, jnp.float32)
+_OTHER_DTYPES = (*_GEMM_DTYPES, "float32")  # of rows that are moved, added and activated
+_NOT_ON_CPU = "it runs on GPUs; on CPU devices only for tests that name it alone"
+_MOST_GROUPS = 4095  # in shared memory, of which a thread has 32 then
 _ROWS_PER_GROUP = 256
 _MOST_DEPTH_OF_ACTIVATED = 2048
 _ACTIVATIONS = ("silu", "gelu", "relu", "relu_squared")  # "gelu_exact" has no instruction of its own
@@ -26,47 +38,76 @@ INTERPRETER_THREADS = 4
 _COMPILER = "jax.experimental.mosaic.gpu"
 
 
-def refusal(options: Options, operation: str, dtype: DTypeLike, *facts: Any) -> str | None:
-    """Why this implementation cannot serve a request, or None; see ops/registry.py."""
-    dtypes = _DTYPES.get(operation, _OTHER_DTYPES)
-    if jnp.dtype(dtype).name not in dtypes:
-        return f"it was made for {dtypes}, not for {jnp.dtype(dtype).name}"
-    if (reason := portable.refusal(options, operation, dtype, *facts)) is not None:
+def unsupported_reason(facts: Facts, options: Options) -> str | None:
+    """Why this implementation does not support these facts, or None; see ops/registry.py."""
+    dtypes = _GEMM_DTYPES if isinstance(facts, GemmFacts) else _OTHER_DTYPES
+    if facts.dtype.name not in dtypes:
+        return f"it was made for {dtypes}, not for {facts.dtype.name}"
+    if isinstance(facts, ExchangeFacts) and (reason := portable.unsupported_reason(facts, options)) is not None:
         return reason  # what is not fused there is not here
     on = platform()
     if on == "cpu":
-        return (
-            _missing_on_cpu() if options.alone else "it runs on GPUs; on CPU devices only for tests that name it alone"
-        )
-    if on != "gpu":
-        return f"the platform is {on}, it needs NVIDIA GPUs"
-    return missing()
+        reason = _missing_on_cpu() if options.alone else _NOT_ON_CPU
+    else:
+        reason = missing() if on == "gpu" else f"the platform is {on}, it needs NVIDIA GPUs"
+    return _reason(facts) if reason is None else reason
 
 
-def is_made_for(dtype: DTypeLike) -> bool:
+@functools.singledispatch
+def _reason(facts: Facts) -> str | None:
+    return None if isinstance(facts, ExchangeFacts) else f"it has no {facts.operation}"
+
+
+@_reason.register
+def _of_gemm(facts: GemmFacts) -> str | None:
+    out_dtypes = _FP8_RESULTS if facts.in_fp8 else (facts.dtype, jnp.float32)
+    if facts.out_dtype not in out_dtypes:
+        return Portable(f"it has no grouped GEMM of {facts.dtype} to {facts.out_dtype}")
+    if facts.is_empty:
+        return Portable("there is nothing to compute: an operand is empty")
+    if not fits(facts.num_rows, facts.groups):
+        return Portable(f"{facts.groups} groups of {facts.num_rows} rows are too many")
+    return None
+
+
+@_reason.register
+def _of_gemm_activation(facts: GemmActivationFacts) -> str | None:
+    if not activates(facts.experts, facts.gemm.depth):
+        return "it activates no rows of such experts in its GEMM, or the GEMM is too deep for that to be faster"
+    return _reason(facts.gemm)
+
+
+@_reason.register(ActivationFacts)
+@_reason.register(Fp8OperandFacts)
+def _of_activation(facts: ActivationFacts | Fp8OperandFacts) -> str | None:
+    return Portable("it has no kernel for what comes between GEMMs: XLA fuses that as it is")
+
+
+def supports_dtype(dtype: DTypeLike) -> bool:
     """Whether there are machines where it multiplies these operands."""
-    return jnp.dtype(dtype).name in _DTYPES["grouped_gemm"]
+    return jnp.dtype(dtype).name in _GEMM_DTYPES
 
 
-def is_fastest(options: Options, operation: str, dtype: DTypeLike, *product: int) -> bool:
-    """Whether it serves a product of `num_rows, depth, columns, groups`, or its weight gradient, faster than others."""
-    can = operation == "grouped_gemm" and bool(product) and platform() == "gpu" and is_made_for(dtype)
-    return can and multiplies_fastest(*product)
+def is_preferred(facts: Facts) -> bool:
+    """Whether these GPUs have no faster grouped GEMM, nor a faster gradient of its weights.
 
-
-def multiplies_fastest(num_rows: int, depth: int, columns: int, groups: int) -> bool:
-    """Whether these GPUs have no faster product of `[num_rows, depth]` rows and `[groups, depth, columns]` matrices.
-
-    Nor a faster gradient of the matrices. That is so where groups have hundreds of rows, and nothing must be padded
-    (docs/design/grouped_gemm.md).
+    That is so where groups have hundreds of rows, and nothing must be padded (docs/design/grouped_gemm.md).
     """
     return (
-        missing() is None
-        and num_rows >= _ROWS_PER_GROUP * groups
-        and num_rows % ALIGNMENT == 0
-        and depth % STEP == 0
-        and columns % STEP == 0
+        isinstance(facts, GemmFacts)
+        and platform() == "gpu"
+        and supports_dtype(facts.dtype)
+        and missing() is None
+        and facts.num_rows >= _ROWS_PER_GROUP * facts.groups
+        and facts.num_rows % ALIGNMENT == 0
+        and facts.depth % STEP == 0
+        and facts.columns % STEP == 0
     )
+
+
+def fits(num_rows: int, num_groups: int) -> bool:
+    """Whether groups have room in memory, and no sum of sizes, nor a coordinate behind the last row, leaves int32."""
+    return num_groups <= _MOST_GROUPS and num_rows * (num_groups + 1) <= jnp.iinfo(jnp.int32).max
 
 
 def activates(experts: Experts, depth: int) -> bool:

@@ -25,7 +25,6 @@ from jax_ep.types import Array
 
 _LANES = 128
 _UNROLLED = 4  # groups in a turn of the loops over them
-_MOST_GROUPS = 4095  # in shared memory, of which a thread has 32 then
 _MOST_EQUAL_TILES = 3
 
 
@@ -76,11 +75,6 @@ class _Tile(NamedTuple):
     units: Array
     start: Array
     end: Array
-
-
-def fits(num_rows: int, num_groups: int) -> bool:
-    """Whether groups have room in memory, and no sum of sizes, nor a coordinate behind the last row, leaves int32."""
-    return num_groups <= _MOST_GROUPS and num_rows * (num_groups + 1) <= jnp.iinfo(jnp.int32).max
 
 
 def row_tiles(group_sizes: Array, num_rows: int, tiles: ForwardTiles | Fp8Tiles, *, interpret: bool) -> RowTiles:

@@ -12,7 +12,10 @@ import numpy as np
 from jax import lax
 
 from jax_ep.core.dtypes import FP8
+from jax_ep.core.facts import ExchangeFacts
 from jax_ep.megakernels import tuned
+from jax_ep.ops import exchange_gemm as ops
+from jax_ep.ops import plan as plans
 from jax_ep.ops import registry
 from jax_ep.ops.low_latency import low_latency_combine, low_latency_dispatch
 from jax_ep.ops.moe import fused_moe as public_fused_moe
@@ -91,6 +94,11 @@ class _Exchange:
 
         self.handle = jax.jit(self.case.shard_map(plan, 1))(self.case.ids)
 
+    def plan(self, columns: int) -> plans.ExchangeGemmPlan:
+        """Of the exchange with GEMMs by `[hidden, columns]` weights, by the settings of now."""
+        facts = ExchangeFacts(jnp.dtype(BF16), self.sizes.hidden, self.layout, columns=columns)
+        return plans.exchange_gemm(self.options, facts, out_columns=columns)
+
     @property
     def facts(self) -> dict[str, Any]:
         """By which settings of the exchange are looked up."""
@@ -115,11 +123,10 @@ class _Exchange:
 
 def exchange_gemm(sizes: Sizes) -> Iterator[Case]:
     """Exchanges with products: in one launch or in two, by how many programs, and with the gradient of matrices."""
-    run: Any = registry.get("exchange_gemm", "triton")
     wide = 2 * sizes.intermediate
     layer = _Exchange(sizes)
-    layout, options = layer.layout, layer.options
-    if not run.fuses(layout, BF16, sizes.hidden, wide):
+    layout = layer.layout
+    if layer.plan(wide).fused is None:
         return
     w_gate_up, w_down = layer.weights()
 
@@ -127,11 +134,10 @@ def exchange_gemm(sizes: Sizes) -> Iterator[Case]:
         return exchange_chains.local_after(handle, zero)
 
     def first(zero: Array, x: Array, w: Array, handle: Any) -> Any:
-        handle = placed(zero, handle)
-        return run.dispatch_grouped_gemm(options, x, None, w, handle, transpose_rhs=False, save_as=None)[0]
+        return ops.dispatch_and_multiply(layer.plan(wide), x, None, w, placed(zero, handle))[0]
 
     def second(zero: Array, h: Array, w: Array, handle: Any) -> Any:
-        return run.grouped_gemm_combine(options, h, None, w, placed(zero, handle), transpose_rhs=False)[0]
+        return ops.multiply_and_combine(layer.plan(sizes.intermediate), h, w, placed(zero, handle), None)
 
     name = "dispatch_grouped_gemm"
     yield Case(
@@ -155,21 +161,22 @@ def exchange_gemm(sizes: Sizes) -> Iterator[Case]:
 
 def weight_gradients(sizes: Sizes) -> Iterator[Case]:
     """The backward pass of dispatch + GEMM: GEMM + combine and the gradient of the matrices, in one launch or apart."""
-    run: Any = registry.get("exchange_gemm", "triton")
     layer, wide = _Exchange(sizes), 2 * sizes.intermediate
-    layout, options = layer.layout, layer.options
-    if not run.fuses(layout, BF16, wide, sizes.hidden):
+    layout = layer.layout
+    if layer.plan(wide).fused is None:
         return
     w_gate_up, _ = layer.weights()
 
     def backward(zero: Array, h: Array, w: Array, tokens: Array, handle: Any) -> Any:
         handle = exchange_chains.local_after(handle, zero)
-        if run.fuses_weight_gradient(options.schedule, layout, BF16, wide, sizes.hidden):
-            fused: Any = run.grouped_gemm_combine_with_weight_gradient
-            return fused(options, h, None, w, tokens, handle, transpose_rhs=True, saved_as="rows")
-        sums = run.grouped_gemm_combine(options, h, None, w, handle, transpose_rhs=True)[0]
+        plan = layer.plan(wide)
+        if plan.gradient_mode:
+            x = tokens[: layout.num_tokens]  # whose gradient nobody wants
+            fused: Any = ops.multiply_with_combine_and_weight_gradient
+            return fused(plan, True, "rows", h, None, x, tokens, w, handle)
+        sums = ops.multiply_with_combine(plan, True, h, None, w, handle)[0]
         h, sums = lax.optimization_barrier((h, sums))  # as in a layer, where the sums come first
-        return run.weight_gradient(tokens, h, handle, transpose=False, saved_as="rows"), sums
+        return ops.weight_gradient(plan, False, "rows", tokens, tokens, h, handle), sums
 
     name = "grouped_gemm_combine_with_weight_gradient"
     arrays = layer.rows(wide), w_gate_up, layer.rows(sizes.hidden), layer.handle

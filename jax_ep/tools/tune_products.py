@@ -100,7 +100,7 @@ def grouped_gemm_fp8(sizes: Sizes) -> Iterator[Case]:
     """The same of operands in FP8, where sizes have whole blocks."""
     if sizes.hidden % GROUP_SIZE or sizes.intermediate % GROUP_SIZE:
         return
-    run, operands = (registry.get(*names) for names in (("grouped_gemm", "triton"), ("activation", "xla")))
+    run, operands = registry.get("grouped_gemm", "triton"), registry.get("activation", "xla")
     tiles = {
         "block_m": few(64, 128),
         "block_n": few(64, 128),

@@ -11,6 +11,7 @@ The local steps are `pick`, which all implementations share, and `unpermute`.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
@@ -142,6 +143,8 @@ def combine_tokens(
 
     Rows are added per expert rank first, then over ranks in rank order.
     """
+    if handle.layout.num_ranks == 1:
+        options = dataclasses.replace(options, axis=())  # nothing travels
     wide, layout, axis = accumulation_dtype(y.dtype), handle.layout, options.axis
     dtype = options.sum_dtype or y.dtype
     wire = y.dtype if options.wire_dtype is None else FP8

@@ -1,29 +1,38 @@
-"""What the `xla` implementation refuses: nothing but launches that it does not have."""
+"""What the `xla` implementation does not support: only modes that share a launch."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from jax.typing import DTypeLike
 
+from jax_ep.core.facts import (
+    ExchangeFacts,
+    Facts,
+    FusedFacts,
+    FusedMoEFacts,
+    GemmActivationFacts,
+    LowLatencyGemmFacts,
+)
 from jax_ep.types import Options
 
 
-def refusal(options: Options, operation: str, dtype: DTypeLike, *facts: Any) -> str | None:
-    """Why this implementation cannot serve a request, or None; see ops/registry.py."""
-    columns = facts[3] if operation == "exchange" else None
+def unsupported_reason(facts: Facts, options: Options) -> str | None:
+    """Why this implementation does not support these facts, or None; see ops/registry.py."""
+    if isinstance(facts, FusedFacts | FusedMoEFacts | GemmActivationFacts | LowLatencyGemmFacts):
+        return f"it has no {facts.operation}: its operations are launches of their own"
+    if not isinstance(facts, ExchangeFacts) or facts.columns is None:
+        return None
     modes = options.schedule.dispatch_mode, options.schedule.combine_mode
     fused = [mode for mode in modes if mode not in (None, "serial")]
-    if columns is None or not fused:
+    if not fused:
         return None
     return f"it fuses nothing, so that mode={fused[0]!r} does not exist there; 'serial' does"
 
 
-def is_fastest(options: Options, operation: str, dtype: DTypeLike, *facts: Any) -> bool:
-    """Never before others that can serve the request."""
+def is_preferred(facts: Facts) -> bool:
+    """Never before others that support the facts."""
     return False
 
 
-def is_made_for(dtype: DTypeLike) -> bool:
+def supports_dtype(dtype: DTypeLike) -> bool:
     """All dtypes of the package."""
     return True

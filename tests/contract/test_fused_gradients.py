@@ -9,11 +9,11 @@ import jax
 import numpy as np
 import pytest
 
+import facts_of
 import jax_ep
 import oracle
 from cases import BF16, Shape, assert_close, assert_same_bits, probabilities, reals
 from harness import compiled, run
-from jax_ep.ops import registry
 from jax_ep.types import Layout, Schedule
 from layers import second_derivative
 from routings import ROUTINGS
@@ -25,10 +25,7 @@ TOLERANCE = 4e-2  # two products deep, each with its own rounding of what it rea
 
 @pytest.fixture(autouse=True)
 def needs_fused_products(implementation: str) -> None:
-    fuses = implementation in registry.available("exchange_gemm")
-    if not fuses or not registry.get("exchange_gemm", implementation).fuses(
-        Layout(2, 8, 13, 2, 52), BF16, SHAPE.hidden, SHAPE.intermediate
-    ):
+    if not facts_of.fuses(implementation, Layout(2, 8, 13, 2, 52), BF16, SHAPE.hidden, SHAPE.intermediate):
         pytest.skip(f"{implementation} fuses no products with exchanges")
 
 

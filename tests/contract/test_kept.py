@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import facts_of
 import jax_ep
 from cases import BF16, F32, Shape, assert_same_bits, reals
 from harness import compiled, per_rank
-from jax_ep.ops import registry
 from jax_ep.types import Layout
 from layers import Layer
 from oracle_experts import GPT_OSS
@@ -56,10 +56,8 @@ def layer(implementation: str, experts: jax_ep.Experts, keep: bool | None, **opt
 
 
 def fuses(implementation: str, num_ranks: int, dtype: Any, capacity: int) -> bool:
-    if implementation not in registry.available("exchange_gemm"):
-        return False
     layout = Layout(num_ranks, SHAPE.num_experts, T, K, capacity)
-    return registry.get("exchange_gemm", implementation).fuses(layout, dtype, H, 2 * INNER)
+    return facts_of.fuses(implementation, layout, dtype, H, 2 * INNER)
 
 
 def kept_bytes(call: Any, arrays: Any, topk_idx: np.ndarray, mesh: Any) -> float:

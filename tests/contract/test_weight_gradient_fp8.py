@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import facts_of
 import oracle_fp8
 from cases import BF16, F32, F64, assert_close, reals
 from harness import to_numpy
-from jax_ep.ops import registry
-from jax_ep.ops.quantized_gemm import fp8_kernels
+from jax_ep.ops import plan, registry
 
 # name: (rows M, group sizes); rows past the sum hold NaN.
 GROUPS = {
@@ -34,9 +34,16 @@ def assert_near(got: np.ndarray, want: np.ndarray, limit: float = NEAR) -> None:
     assert (error <= limit * size).all(), error / np.maximum(size, 1e-300)
 
 
+def kernels(implementation: str) -> Any:
+    """The functions of GEMMs in FP8, and of what makes their operands."""
+    options = registry.options("test", implementation=implementation)
+    part = plan.fp8_operands(options, F32, (1,))
+    return plan.gemm(options, facts_of.gemm(jnp.float8_e4m3fn)).run, registry.get("activation", part.implementation)
+
+
 def weight_gradient(implementation: str, out_dtype: Any = jnp.float32) -> Any:
     """`[M, K]` and `[M, N]` rows, as they are, to `[G, K, N]`."""
-    products, operands = fp8_kernels(registry.options("test", implementation=implementation))
+    products, operands = kernels(implementation)
 
     @jax.jit
     def run(lhs, rhs, sizes):
@@ -103,7 +110,7 @@ def test_weight_gradient_fp8_rows(implementation: str, rng: Any) -> None:
     """What came in FP8 is rounded again, along the other axis."""
     sizes = np.array([140, 0, 30], np.int32)
     lhs, rhs = (reals(rng, 170, 128) for _ in range(2))
-    products, operands = fp8_kernels(registry.options("test", implementation=implementation))
+    products, operands = kernels(implementation)
 
     @jax.jit
     def run(lhs, rhs):

@@ -24,6 +24,7 @@ import pytest
 
 import fake_nvshmem
 from jax_ep import context, ffi
+from jax_ep.core.facts import SortFacts
 from jax_ep.heap import nvshmem, peer_access, rendezvous, transports
 from jax_ep.heap.nvshmem import NvshmemMemory
 from jax_ep.heap.symmetric import SymmetricHeap
@@ -325,28 +326,29 @@ def gpus(fake: fake_nvshmem.Fake, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     context.finalize()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(capability, "_written", lambda: "9.0")
-    registry._say_once.cache_clear()
+    registry._warn_once.cache_clear()
     yield
     context.finalize()
-    registry._say_once.cache_clear()
+    registry._warn_once.cache_clear()
 
 
 MESH = jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2])
 
 
 def test_nvshmem_processes_need_init(gpus: None, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: types.SimpleNamespace())  # Everything is installed.
-    request = ("grouped_gemm", np.dtype(np.float32))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: types.SimpleNamespace())  # all is installed
+    facts = SortFacts(np.dtype(np.int32), 64, 8)
     reason = "several processes: call jax_ep.init() in each of them first"
     with caplog.at_level(logging.WARNING, "jax_ep"):
-        assert [registry.choose(Options("dispatch"), *request) for _ in range(2)] == ["xla", "xla"]
+        used = [registry.choose(Options("dispatch"), facts).implementation for _ in range(2)]
+        assert used == ["xla", "xla"]
     assert [record.getMessage() for record in caplog.records] == [f"implementation triton is not used: {reason}"]
     with pytest.raises(NotImplementedError, match=f"triton: {re.escape(reason)}"):
-        registry.choose(Options("dispatch", (), ("triton",)), *request)
+        registry.choose(Options("dispatch", (), ("triton",)), facts)
     with pytest.raises(RuntimeError, match=r"dispatch: several processes: call jax_ep.init"):
         context.heap("dispatch")
     context.init(MESH)
-    assert registry.choose(Options("dispatch"), *request) == "triton"
+    assert registry.choose(Options("dispatch"), facts).implementation == "triton"
     assert context.transport() == "nvshmem"
 
 
@@ -452,10 +454,10 @@ def test_peer_access_other_machines(gpus: None, caplog: Any, monkeypatch: pytest
     with caplog.at_level(logging.WARNING, "jax_ep"):
         assert context.init(MESH).transport == "xla"
     assert reason in caplog.text
-    request = ("grouped_gemm", np.dtype(np.float32))
-    assert registry.choose(Options("dispatch"), *request) == "xla"
+    facts = SortFacts(np.dtype(np.int32), 64, 8)
+    assert registry.choose(Options("dispatch"), facts).implementation == "xla"
     with pytest.raises(NotImplementedError, match=f"triton: {re.escape(reason)}"):
-        registry.choose(Options("dispatch", (), ("triton",)), *request)
+        registry.choose(Options("dispatch", (), ("triton",)), facts)
 
 
 def test_transports_unordered_launches(gpus: None, caplog: Any) -> None:

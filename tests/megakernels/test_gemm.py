@@ -11,9 +11,15 @@ import numpy as np
 import pytest
 from kernel_calls import W
 
+import facts_of
 import harness
-from jax_ep.megakernels import exchange_gemm, grouped_gemm
+from cases import BF16, F32
+from jax_ep import context
+from jax_ep.megakernels import grouped_gemm
 from jax_ep.megakernels.grouped_gemm import Tiles, WeightTiles
+from jax_ep.megakernels.rows import gather_rows
+from jax_ep.ops import registry
+from jax_ep.types import Options
 
 TALL = Tiles(block_n=32, block_k=16, num_stages=2)
 FORWARD = {
@@ -83,8 +89,9 @@ def run_weights(lhs, rhs, sizes, *, out_dtype=jnp.float32, tiles=None):
 
 
 def run_gathered(tokens, index, rows, sizes, *, transpose, out_dtype=jnp.float32):
-    call = partial(exchange_gemm.gathered_weight_gradient, transpose=transpose, out_dtype=out_dtype)
-    return np.asarray(call(*map(jnp.asarray, (tokens, index, rows)), jnp.asarray(sizes, jnp.int32)))
+    tokens, index, sizes = jnp.asarray(tokens), jnp.asarray(index), jnp.asarray(sizes, jnp.int32)
+    gathered = np.asarray(gather_rows(tokens, index, sizes))
+    return run_weights(*((rows, gathered) if transpose else (gathered, rows)), sizes, out_dtype=out_dtype)
 
 
 @pytest.mark.parametrize("transpose_rhs", [False, True], ids=["", "transposed"])
@@ -174,22 +181,19 @@ def test_triton_gemm_many_groups(pool, rng):
     np.testing.assert_array_equal(run_forward(poisoned(lhs, sizes), rhs, sizes), forward(lhs, rhs, sizes))
 
 
-def test_triton_gemm_unsupported_uses_portable_loop(rng):
-    """Without a pool, so that a kernel could not run: float32, mixed results, empty arrays, too many groups."""
-    lhs, rhs = integers(rng, 6, 8, dtype=np.float32), integers(rng, 2, 8, 8, dtype=np.float32)
-    np.testing.assert_array_equal(run_forward(lhs, rhs, [2, 3]), forward(lhs, rhs, [2, 3]))
-    low = jnp.bfloat16, jnp.float16
-    assert run_forward(lhs.astype(low[0]), rhs.astype(low[0]), [2, 3], out_dtype=low[1]).dtype == low[1]
-    assert run_forward(lhs[:0].astype(low[0]), rhs.astype(low[0]), [0, 0]).shape == (0, 8)
-    many = integers(rng, 1025, 8, 8)
-    got = run_forward(lhs.astype(low[0]), many, [1] * 6 + [0] * 1019)
-    np.testing.assert_array_equal(got, forward(lhs, many, [1] * 6 + [0] * 1019))
-    index = np.array([3, -1, 0, 3, 5], np.int32)
-    gathered = np.where((index < 0)[:, None], 0, lhs[index])
-    for transpose in (False, True):
-        got = run_gathered(lhs, index, rhs[0, :5], [2, 3], transpose=transpose)
-        wanted = weights(gathered, rhs[0, :5], [2, 3])
-        np.testing.assert_array_equal(got, wanted.swapaxes(1, 2) if transpose else wanted)
+def test_triton_gemm_unsupported_uses_portable_loop(monkeypatch):
+    """float32, mixed results, empty arrays, too many groups: also where `triton` is named alone."""
+    monkeypatch.setattr(context, "transport", lambda: "shared_memory")
+    options = Options("grouped_gemm", (), ("triton",))
+    assert registry.choose(options, facts_of.gemm(BF16)).implementation == "triton"
+    for facts in (
+        facts_of.gemm(F32),
+        facts_of.gemm(BF16, out_dtype=jnp.float16),
+        facts_of.gemm(BF16, num_rows=0),
+        facts_of.gemm(BF16, groups=1025),
+    ):
+        part = registry.choose(options, facts)
+        assert part.implementation == "xla" and part.reason.startswith("triton: ")
 
 
 def test_triton_gemm_vmap(pool, rng):

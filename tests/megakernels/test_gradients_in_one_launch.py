@@ -12,14 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import facts_of
 import harness
 import jax_ep
 from cases import BF16, Shape
+from jax_ep.core.facts import FusedFacts
 from jax_ep.core.kernel import Config
 from jax_ep.core.layout import dropless_capacity
-from jax_ep.megakernels import cost_model, exchange_gemm
+from jax_ep.megakernels import cost_model, exchange_gemm, modes
 from jax_ep.megakernels.kernels.gemm_structs import WeightGradientOperands
+from jax_ep.ops import exchange_gemm as ops
 from jax_ep.ops import registry
+from jax_ep.pallas import requirements
 from jax_ep.types import Layout, Options, Schedule
 from routings import ROUTINGS
 
@@ -46,14 +50,15 @@ def sixteenths(rng: np.random.Generator, *shape: int) -> np.ndarray:
 def launches(layout: Layout, transposed: bool, mode: str, *, parts: bool) -> Any:
     """`fn(ids, x, h, w)`: sums and products by one launch, or one less and, with `parts`, each by its own."""
     run: Any = registry.get("exchange_gemm", "triton")
-    options = Options("test", AXIS, schedule=Schedule(dispatch_mode="fused", combine_mode=mode))
+    products = registry.get("grouped_gemm", "triton")
+    options = Options("test", AXIS, ("triton",), schedule=Schedule(dispatch_mode="fused", combine_mode=mode))
+    sent = {"save_as": "tokens", "mode": "fused", "products": products}
 
     def fn(ids: Any, x: Any, h: Any, w: Any) -> Any:
         handle = registry.get("exchange", "triton").plan(options, ids, layout)
-        saved = run.dispatch_grouped_gemm(options, x, None, w, handle, transpose_rhs=not transposed, save_as="tokens")[
-            1
-        ]
-        arguments = {"transpose_rhs": transposed, "saved_as": "tokens"}
+        plan = facts_of.exchange_gemm(options, layout, BF16, SHAPE.hidden, SHAPE.intermediate)
+        saved = run.dispatch_grouped_gemm(options, x, None, w, handle, transpose_rhs=not transposed, **sent)[1]
+        arguments = {"transpose_rhs": transposed, "saved_as": "tokens", "mode": mode, "products": products}
         sums, _, gradient = run.grouped_gemm_combine_with_weight_gradient(
             options, h, None, w, saved, handle, **arguments
         )
@@ -62,9 +67,9 @@ def launches(layout: Layout, transposed: bool, mode: str, *, parts: bool) -> Any
             return found
         # One after the other: on the CPU the runtime would start what is independent in any order.
         h = h + (found[0][0, 0] == 12345.678).astype(h.dtype)
-        sums, _ = run.grouped_gemm_combine(options, h, None, w, handle, transpose_rhs=transposed)
+        sums, _ = ops.run_combine(plan, transposed, h, None, w, handle, None)
         h = h + (sums[0, 0] == 12345.678).astype(h.dtype)
-        return found, (sums, run.weight_gradient(saved, h, handle, transpose=not transposed, saved_as="tokens"))
+        return found, (sums, ops.weight_gradient(plan, not transposed, "tokens", x, saved, h, handle))
 
     return fn
 
@@ -142,10 +147,10 @@ def test_fused_weight_gradients_requested_launch_runs(function: str, mesh: jax.s
     launched = gradient_launches(monkeypatch)
     kernels = {"scatter": "gemm_combine", "serial": "combine_with_weight_gradient"}
     for wanted, faster, number in ((True, False, 1), (False, True, 0), (None, False, 0), (None, True, 1)):
-        monkeypatch.setattr(exchange_gemm, "_is_faster", lambda *_, faster=faster: faster)
+        monkeypatch.setattr(modes, "_gradient_is_faster", lambda *_, faster=faster: faster)
         for mode in kernels:
             times = cost_model.BackwardTimes({}, {name: float(name != mode) for name in kernels})
-            monkeypatch.setattr(cost_model, "backward_times", lambda *_, times=times: times)
+            monkeypatch.setattr(cost_model, "backward_times", lambda *_, times=times, **__: times)
             launched.clear()
             schedule = Schedule(fuse_weight_gradients=wanted)
             jax.eval_shape(harness.per_rank(gradients(function, schedule=schedule), mesh), *layer_inputs())
@@ -257,9 +262,11 @@ def layout(ranks: int) -> Layout:
     ],
 )
 def test_fused_weight_gradients_cost_model_choice(
-    ranks: int, sizes: tuple[int, int], mode: str | None, wanted: bool, on_h200: None, monkeypatch: pytest.MonkeyPatch
+    ranks: int, sizes: tuple[int, int], mode: str | None, wanted: bool, on_h200: None
 ) -> None:
-    monkeypatch.setattr(exchange_gemm, "has_tma", lambda: True)
+    product = facts_of.gemm(BF16, layout(ranks).capacity, *sizes, layout(ranks).num_local_experts)
+    facts = FusedFacts(jnp.dtype(BF16), sizes[1], sizes[0], layout(ranks))
     for asked, expected in ((None, wanted), (False, False), (True, True)):
         schedule = Schedule(combine_mode=mode, fuse_weight_gradients=asked)
-        assert exchange_gemm.fuses_weight_gradient(schedule, layout(ranks), BF16, *sizes) == expected
+        found = modes.fused_modes(schedule, facts, by_pallas=requirements.is_preferred(product))
+        assert (found.combine_with_gradient is not None) == expected

@@ -8,16 +8,17 @@ import jax
 import numpy as np
 import pytest
 
+import facts_of
 import jax_ep
 from cases import BF16, Shape, assert_close
 from harness import run
-from jax_ep.megakernels import cost_model, exchange_gemm, grouped_gemm
+from jax_ep.core.facts import GemmFacts
+from jax_ep.megakernels import requirements as triton
 from jax_ep.pallas import gemm_activation, requirements
-from jax_ep.pallas import grouped_gemm as pallas_gemm
 from jax_ep.types import Layout, Options, Schedule
 from layers import Layer
 
-REFUSAL = requirements.refusal(Options("moe", (), ("pallas",)), "grouped_gemm", BF16)
+REFUSAL = requirements.unsupported_reason(facts_of.gemm(BF16), Options("moe", (), ("pallas",)))
 
 
 @pytest.mark.parametrize(
@@ -32,13 +33,14 @@ REFUSAL = requirements.refusal(Options("moe", (), ("pallas",)), "grouped_gemm", 
 def test_gemm_choice_fastest_kernel(
     rows: int, platform: str, lacking: str | None, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exchange_gemm.jax, "default_backend", lambda: platform)
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
     monkeypatch.setattr(requirements, "missing", lambda: lacking)
-    modules = {"pallas": pallas_gemm, "triton": grouped_gemm}
-    assert exchange_gemm.fastest_products(rows, 64, 64, 8) is modules[wanted]
+    monkeypatch.setattr(triton, "unsupported_reason", lambda *_: None)
     layout = Layout(1, 8, rows // 2, 2, rows)
-    for mode, apart in (("serial", wanted), ("fused", None)):
-        assert exchange_gemm.product_apart(Schedule(dispatch_mode=mode), layout, BF16, 64, 64) == apart
+    for mode in ("serial", "fused"):
+        options = Options("test", (), ("triton",), schedule=Schedule(dispatch_mode=mode))
+        plan = facts_of.exchange_gemm(options, layout, BF16, 64, 64)
+        assert plan.gemm.forward.implementation == wanted and plan.mode(None) == mode
 
 
 @pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
@@ -48,7 +50,8 @@ def test_gemm_choice_activation_follows_gemm(
     mode: str, two_ranks: jax.sharding.Mesh, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the product is a launch by itself, and nobody wants a gradient."""
-    monkeypatch.setattr(cost_model, "is_from_pallas", lambda *_: True)
+    monkeypatch.setattr(requirements, "is_preferred", lambda facts: isinstance(facts, GemmFacts))
+    monkeypatch.setattr(Options, "alone", True)  # so that it runs on the CPU
     launched, launch = [], gemm_activation.gemm_activation
 
     def note(experts: jax_ep.Experts, rows: Any, *others: Any) -> Any:

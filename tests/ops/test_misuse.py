@@ -204,10 +204,10 @@ def two_that_refuse(monkeypatch):
     """Register two implementations that support no call, each for its own reason."""
     reasons = {"wheeled": "needs eight wheels", "winged": "H must be a prime"}
     for name, reason in reasons.items():
-        says = types.ModuleType(f"{name}.requirements")  # No other module of it may be loaded.
-        says.refusal = lambda *_, reason=reason: reason
-        says.is_fastest = lambda *_: False
-        says.is_made_for = lambda _: True
+        says = types.ModuleType(f"{name}.requirements")  # no other module of it may be loaded
+        says.unsupported_reason = lambda *_, reason=reason: reason
+        says.is_preferred = lambda *_: False
+        says.supports_dtype = lambda _: True
         monkeypatch.setitem(sys.modules, says.__name__, says)
         monkeypatch.setitem(registry._PACKAGES, name, name)
     for operation, names in registry._IMPLEMENTATIONS.items():

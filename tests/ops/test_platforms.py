@@ -11,26 +11,27 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+import facts_of
 import harness
 import jax_ep
+from facts_of import LAYOUT
+from jax_ep.core.facts import LowLatencyFacts, MaskedActivationFacts, MaskedGemmFacts
 from jax_ep.ops import registry
-from jax_ep.types import Layout, Options, Schedule
+from jax_ep.types import Options, Schedule
 
 pytest.importorskip("triton")
 BF16, FP8 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float8_e4m3fn)
-LAYOUT = Layout(2, 8, 256, 2, 1024)
 PRODUCT = (1 << 13, 256, 256, 8)
-# Arguments of `registry.choose` after the options.
 OPERATIONS = {
-    "exchange": ("exchange", BF16, 256, LAYOUT, False, None),
-    "exchange in FP8": ("exchange", BF16, 256, LAYOUT, False, None),
-    "large products": ("grouped_gemm", BF16, *PRODUCT),
-    "small products": ("grouped_gemm", BF16, 64, 256, 256, 8),
-    "products in FP8": ("grouped_gemm", FP8),
-    "low latency": ("low_latency", BF16, 256, LAYOUT, False),
-    "low latency in FP8": ("low_latency", FP8, 256, LAYOUT, False),
-    "masked products": ("masked", BF16, "grouped_gemm", 256),
-    "masked activation to FP8": ("masked", BF16, "activation", 256, True),
+    "exchange": facts_of.exchange(BF16),
+    "exchange in FP8": facts_of.exchange(BF16),
+    "large products": facts_of.gemm(BF16, *PRODUCT),
+    "small products": facts_of.gemm(BF16),
+    "products in FP8": facts_of.gemm(FP8),
+    "low latency": LowLatencyFacts(BF16, 256, LAYOUT),
+    "low latency in FP8": LowLatencyFacts(FP8, 256, LAYOUT),
+    "masked products": MaskedGemmFacts(BF16, 256),
+    "masked activation to FP8": MaskedActivationFacts(BF16, quantize=True),
 }
 HOPPER = dict.fromkeys(OPERATIONS, "triton") | {"large products": "pallas"}
 PRODUCTS = ("large products", "small products", "products in FP8", "masked products")
@@ -57,14 +58,14 @@ def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     monkeypatch.setattr(jax, "local_devices", lambda *_, **__: [device])
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr("jax_ep.heap.peer_access.unsupported_reason", lambda: None)
-    registry._say_once.cache_clear()
+    registry._warn_once.cache_clear()
     return request.param
 
 
 def choose(asked: str | None, name: str, **options: Any) -> str:
     wire_dtype = FP8 if name == "exchange in FP8" else None
     made = Options("moe", ("expert",), None if asked is None else (asked,), wire_dtype, **options)
-    return registry.choose(made, *OPERATIONS[name])
+    return registry.choose(made, OPERATIONS[name]).implementation
 
 
 @pytest.mark.parametrize(("gpus", "used"), USED.items(), indirect=["gpus"], ids=USED)
@@ -99,14 +100,15 @@ def test_platforms_unsupported_capability_reason(gpus: str, name: str, asked: st
 def test_platforms_fused_mode_needs_tma(gpus: str) -> None:
     made = Options("moe", ("expert",), ("triton",), schedule=Schedule(combine_mode="scatter"))
     with pytest.raises(NotImplementedError, match=r"GPUs with TMA \(9.0 to 11.x\)"):
-        registry.choose(made, "exchange", BF16, 256, LAYOUT, False, 256)
+        registry.choose(made, facts_of.exchange(BF16, columns=256))
 
 
 @pytest.mark.parametrize("gpus", ["8.0"], indirect=True)
 def test_platforms_float32_gemm_needs_no_tma(gpus: str) -> None:
-    """float32 uses a loop over XLA matmuls in every implementation."""
+    """float32 is a loop over products of XLA, also where `triton` is named alone."""
     made = Options("moe", (), ("triton",))
-    assert registry.choose(made, "grouped_gemm", jnp.dtype(jnp.float32), *PRODUCT) == "triton"
+    part = registry.choose(made, facts_of.gemm(jnp.float32, *PRODUCT))
+    assert part.implementation == "xla" and "precision of float32" in part.reason
 
 
 @pytest.mark.parametrize("platform", ["tpu", "METAL"])

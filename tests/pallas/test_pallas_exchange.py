@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+import facts_of
 import jax_ep
 import oracle
 from cases import BF16, F16, F32, assert_same_bits, integers, probabilities, reals
@@ -22,7 +23,7 @@ from jax_ep.pallas import local_steps, requirements
 from jax_ep.types import Options
 from jax_ep.xla import exchange, rounds
 
-REFUSAL = requirements.refusal(Options("dispatch", (), ("pallas",)), "activation", BF16)
+REFUSAL = requirements.unsupported_reason(facts_of.exchange(BF16), Options("dispatch", (), ("pallas",)))
 pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
 
 FP8 = oracle.FP8

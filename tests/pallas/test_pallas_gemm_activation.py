@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import facts_of
 import jax_ep
 from cases import BF16, F32, Shape, assert_close, assert_same_bits, reals
 from harness import per_rank
@@ -19,7 +20,7 @@ from jax_ep.types import Options
 from layers import Layer
 from oracle_experts import GPT_OSS, LLAMA_4
 
-REFUSAL = requirements.refusal(Options("moe", (), ("pallas",)), "grouped_gemm", BF16)
+REFUSAL = requirements.unsupported_reason(facts_of.gemm(BF16), Options("moe", (), ("pallas",)))
 pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
 
 SHAPE = Shape(num_tokens=14, top_k=2, num_experts=4, hidden=64, intermediate=64)

@@ -13,6 +13,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+import facts_of
 import oracle
 import oracle_serving
 from cases import BF16, F16, F32, assert_close, integers, probabilities, reals
@@ -23,7 +24,7 @@ from jax_ep.pallas.tiling import ForwardTiles, Fp8Tiles, Fp8WeightTiles, WeightT
 from jax_ep.types import Experts, Options
 from oracle_experts import expert_rows
 
-REFUSAL = requirements.refusal(Options("grouped_gemm", (), ("pallas",)), "grouped_gemm", BF16)
+REFUSAL = requirements.unsupported_reason(facts_of.gemm(BF16), Options("grouped_gemm", (), ("pallas",)))
 pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
 interpreted = pytest.mark.skipif(jax.default_backend() != "cpu", reason="this is about the interpreter")
 

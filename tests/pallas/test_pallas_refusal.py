@@ -7,23 +7,26 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import facts_of
 import jax_ep
+from jax_ep.core.facts import ActivationFacts, LowLatencyFacts, MaskedGemmFacts
 from jax_ep.megakernels import requirements as triton
 from jax_ep.ops import registry
 from jax_ep.pallas import requirements
-from jax_ep.types import Layout, Options, Schedule
+from jax_ep.types import Experts, Options, Schedule
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="this is about what CPU devices are given")
 
 
 PRODUCT = (32768, 7168, 4096, 64)
-EXCHANGE = (64, Layout(2, 8, 256, 2, 1024), False, None)
+EXCHANGE = facts_of.exchange(BF16, 64)
+ACTIVATION = ActivationFacts(BF16, Experts(), 64, 64, 8)
 
 
-def choose(asked=None, operation="grouped_gemm", dtype=BF16, *facts):
+def choose(asked=None, facts=None):
     names = (asked,) if isinstance(asked, str) else asked
-    return registry.choose(Options("grouped_gemm", (), names), operation, dtype, *facts)
+    return registry.choose(Options("grouped_gemm", (), names), facts or facts_of.gemm(BF16)).implementation
 
 
 @pytest.fixture
@@ -34,11 +37,11 @@ def hopper(monkeypatch):
         device = types.SimpleNamespace(compute_capability=capability)
         monkeypatch.setattr(jax, "local_devices", lambda: [device])
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-        monkeypatch.setattr(triton, "refusal", lambda *_: None if serves else "not installed")
+        monkeypatch.setattr(triton, "unsupported_reason", lambda *_: None if serves else "not installed")
 
-    registry._say_once.cache_clear()
+    registry._warn_once.cache_clear()
     yield make
-    registry._say_once.cache_clear()
+    registry._warn_once.cache_clear()
 
 
 def test_pallas_support_order():
@@ -56,27 +59,26 @@ def test_pallas_support_order():
         ("triton", (32768, 7160, 4096, 64), BF16),  # Copies of weights.
         ("triton", (32768, 7168, 4104, 64), BF16),
         ("triton", PRODUCT, F32),
-        ("triton", (), BF16),
     ],
     ids=str,
 )
 def test_pallas_support_preferred(wanted, product, dtype, hopper, caplog):
     hopper(serves=True)
-    assert choose(None, "grouped_gemm", dtype, *product) == wanted
-    assert choose(("triton", "pallas"), "grouped_gemm", dtype, *product) == "triton"
+    assert choose(None, facts_of.gemm(dtype, *product)) == wanted
+    assert choose(("triton", "pallas"), facts_of.gemm(dtype, *product)) == "triton"
     hopper("8.0", serves=True)
-    assert choose(None, "grouped_gemm", dtype, *product) == "triton"
-    assert not caplog.records  # No other implementation was requested.
+    assert choose(None, facts_of.gemm(dtype, *product)) == "triton"
+    assert not caplog.records  # nobody expected another one
 
 
 def test_pallas_support_hopper_without_triton(hopper, caplog):
     hopper()
     with caplog.at_level(logging.WARNING, "jax_ep"):
         assert choose() == "pallas"
-        assert choose(None, "exchange", BF16, *EXCHANGE) == "xla"
-        assert choose(None, "low_latency", BF16, *EXCHANGE[:3]) == "xla"
-        assert choose(None, "masked", BF16, "grouped_gemm", 64) == "xla"
-        assert choose(None, "activation") == choose(None, "grouped_gemm", F32) == "xla"
+        assert choose(None, EXCHANGE) == "xla"
+        assert choose(None, LowLatencyFacts(BF16, 64, facts_of.LAYOUT)) == "xla"
+        assert choose(None, MaskedGemmFacts(BF16, 64)) == "xla"
+        assert choose(None, ACTIVATION) == choose(None, facts_of.gemm(F32)) == "xla"
     assert [record.getMessage() for record in caplog.records] == ["implementation triton is not used: not installed"]
 
 
@@ -92,32 +94,32 @@ def test_pallas_support_other_gpus(hopper, caplog):
 
 
 @pytest.mark.parametrize(
-    ("reason", "request_"),
+    ("reason", "facts"),
     [
-        ("it has no low_latency", ("low_latency", BF16, *EXCHANGE[:3])),
-        ("made for .*'float32'.*, not for float64", ("exchange", jnp.dtype(jnp.float64), *EXCHANGE)),
-        ("made for .*'bfloat16', 'float16'.*, not for float32", ("grouped_gemm", F32)),
-        ("not for float8_e5m2", ("grouped_gemm", jnp.dtype(jnp.float8_e5m2))),
+        ("it has no low_latency", LowLatencyFacts(BF16, 64, facts_of.LAYOUT)),
+        ("made for .*'float32'.*, not for float64", facts_of.exchange(jnp.float64)),
+        ("made for .*'bfloat16', 'float16'.*, not for float32", facts_of.gemm(F32)),
+        ("not for float8_e5m2", facts_of.gemm(jnp.float8_e5m2)),
     ],
 )
-def test_pallas_support_reasons(reason, request_):
+def test_pallas_support_reasons(reason, facts):
     with pytest.raises(NotImplementedError, match=f"pallas: .*{reason}"):
-        choose("pallas", *request_)
+        choose("pallas", facts)
 
 
 def test_pallas_support_fusion_as_xla():
     options = Options("moe", (), ("pallas",), schedule=Schedule(dispatch_mode="fused"))
     with pytest.raises(NotImplementedError, match="pallas: it fuses nothing"):
-        registry.choose(options, "exchange", BF16, *EXCHANGE[:3], 64)
+        registry.choose(options, facts_of.exchange(BF16, 64, columns=64))
 
 
 def test_pallas_support_exchange_when_named(hopper):
     hopper(serves=False)
-    assert choose(None, "exchange", BF16, *EXCHANGE) == "xla"
-    assert choose(("pallas", "xla"), "exchange", BF16, *EXCHANGE) == "pallas"
-    assert choose("pallas", "exchange", F32, *EXCHANGE) == choose("pallas", "activation", F32) == "pallas"
-    foreign = (*EXCHANGE[:2], True, None)
-    assert choose("pallas", "exchange", BF16, *foreign) == "pallas"  # All handles have the same rows.
+    assert choose(None, EXCHANGE) == "xla"
+    assert choose(("pallas", "xla"), EXCHANGE) == "pallas"
+    assert choose("pallas", facts_of.exchange(F32)) == "pallas"
+    assert choose("pallas", ACTIVATION) == "xla"  # which fuses it as it is
+    assert choose("pallas", facts_of.exchange(BF16, is_foreign=True)) == "pallas"  # all handles have the same rows
 
 
 def test_pallas_support_other_platforms(monkeypatch):
@@ -151,14 +153,15 @@ def test_pallas_support_interpreter_needs_threads(monkeypatch):
 def test_pallas_support_mixed_implementations(monkeypatch):
     """On GPUs without Triton, xla communicates and activates, and GEMMs choose separately. Also with explicit names."""
     monkeypatch.setattr(requirements, "_missing_on_cpu", lambda: None)
-    monkeypatch.setattr(requirements, "is_fastest", lambda options, operation, *_: operation == "grouped_gemm")
+    monkeypatch.setattr(requirements, "is_preferred", lambda facts: facts.operation == "grouped_gemm")
     monkeypatch.setattr(Options, "alone", True)
     chosen = []
     choose = registry.choose
 
-    def choose_and_tell(options, operation, *request):
-        chosen.append((operation, choose(options, operation, *request)))
-        return chosen[-1][1]
+    def choose_and_tell(options, facts):
+        part = choose(options, facts)
+        chosen.append((part.operation, part.implementation))
+        return part
 
     monkeypatch.setattr(registry, "choose", choose_and_tell)
     x, idx, weights = jnp.ones((4, 128), BF16), jnp.array([[0], [1], [1], [0]], jnp.int32), jnp.ones((4, 1), F32)
@@ -173,5 +176,5 @@ def test_pallas_support_mixed_implementations(monkeypatch):
     assert layer() == {("exchange", "xla"), ("grouped_gemm", "pallas"), ("activation", "xla")}
     assert layer(implementation="xla") == {("exchange", "xla"), ("grouped_gemm", "xla"), ("activation", "xla")}
     assert layer(recipe="fp8") == layer()
-    whole = {(operation, "pallas") for operation in ("exchange", "grouped_gemm", "activation")}
+    whole = {("exchange", "pallas"), ("grouped_gemm", "pallas"), ("activation", "xla")}
     assert layer(implementation="pallas") == layer(implementation=("pallas", "xla")) == whole

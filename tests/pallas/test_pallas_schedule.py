@@ -6,7 +6,8 @@ import pytest
 
 from jax_ep.pallas import tiling
 from jax_ep.pallas.launch import is_interpreted
-from jax_ep.pallas.schedule import fits, row_tiles
+from jax_ep.pallas.requirements import fits
+from jax_ep.pallas.schedule import row_tiles
 from jax_ep.pallas.tiling import ForwardTiles, Fp8Tiles
 from jax_ep.xla.grouped_gemm import locate_groups
 

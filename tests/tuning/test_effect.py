@@ -17,8 +17,10 @@ import harness
 import jax_ep
 from jax_ep import tuning
 from jax_ep.core import fp8, fp8_columns
+from jax_ep.core.facts import FusedFacts
 from jax_ep.core.kernel import Config
 from jax_ep.megakernels import cost_model, exchange, fused_moe, grouped_gemm, low_latency, quantized_gemm, tuned
+from jax_ep.megakernels import modes as modes_of
 from jax_ep.settings.operations import OPERATIONS, bucket
 from jax_ep.tools import tune_cases, tune_chains, tune_products
 from jax_ep.types import Layout, Schedule
@@ -263,24 +265,24 @@ def test_tuning_modes_from_file(mode: str, make_file: Callable[..., Path]) -> No
     chosen = Schedule(combine_mode="serial")
     filled = tuned.schedule(chosen, name, **found)
     assert (filled.fuse_weight_gradients, filled.combine_mode, filled.num_summing_programs) == (fuse, "serial", 1)
-    from jax_ep.megakernels import exchange_gemm
-
-    sizes = LAYOUT, jnp.bfloat16, H, H
-    assert exchange_gemm.fuses_weight_gradient(Schedule(), *sizes) is fuse
-    assert exchange_gemm.fuses_weight_gradient(Schedule(fuse_weight_gradients=not fuse), *sizes) is not fuse
+    facts = FusedFacts(jnp.dtype("bfloat16"), H, H, LAYOUT)
+    modes = modes_of.fused_modes(Schedule(), facts, by_pallas=False)
+    assert modes.dispatch == mode and (modes.combine_with_gradient == "scatter") is fuse
+    modes = modes_of.fused_modes(Schedule(fuse_weight_gradients=not fuse), facts, by_pallas=False)
+    assert (modes.combine_with_gradient is None) is fuse
 
 
 def test_tuning_rates_scale_cost_model(make_file: Callable[..., Path]) -> None:
     assert cost_model.scaled(None) == cost_model.H200 == cost_model.scaled(cost_model.H200_RATES)
     layout = Layout(8, 256, 4096, 8, 4096 * 8)
-    before = cost_model.combine_times(layout, 2048, 7168)
+    before = cost_model.combine_times(layout, 2048, 7168, by_pallas=True)
     slow = {"link_bytes_per_s": 395e8, "memory_bytes_per_s": None, "product_flops_per_s": 735e12}
     tuning.use(make_file(rates=slow))
     assert cost_model._device().link_bytes == pytest.approx(35e9)
     assert cost_model._device().copy_bytes == cost_model.H200.copy_bytes
-    after = cost_model.combine_times(layout, 2048, 7168)
+    after = cost_model.combine_times(layout, 2048, 7168, by_pallas=True)
     assert after["scatter"] > 3 * before["scatter"]
-    assert cost_model.combine_mode(layout, 2048, 7168) == "serial"
+    assert cost_model.combine_mode(layout, 2048, 7168, by_pallas=True) == "serial"
 
 
 def draw(rng: np.random.Generator, operation: str) -> dict[str, Any]:

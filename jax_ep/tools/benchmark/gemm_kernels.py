@@ -19,8 +19,11 @@ import numpy as np
 from jax import Array
 
 import jax_ep
-from jax_ep.megakernels import activation, exchange_gemm, grouped_gemm
+from jax_ep.core.facts import GemmFacts
+from jax_ep.megakernels import activation, grouped_gemm
 from jax_ep.megakernels.grouped_gemm import Tiles, WeightTiles
+from jax_ep.megakernels.rows import gather_rows
+from jax_ep.ops import plan, registry
 from jax_ep.pallas import grouped_gemm as pallas_gemm
 from jax_ep.pallas.tiling import ForwardTiles as PallasForwardTiles
 from jax_ep.pallas.tiling import Fp8Tiles
@@ -91,9 +94,11 @@ def gathered_weights(a: Array, b: Array, sizes: Array, *, transpose: bool) -> Ar
     """The weight gradient with a list of rows that, unknown to the kernels, names them in order."""
     tokens, rows = (b, a) if transpose else (a, b)
     index = jnp.arange(a.shape[0], dtype=jnp.int32)
-    return exchange_gemm.gathered_weight_gradient(
-        tokens, index, rows, sizes, transpose=transpose, out_dtype=jnp.bfloat16
-    )
+    gathered = gather_rows(tokens, index, sizes)
+    lhs, rhs = (rows, gathered) if transpose else (gathered, rows)
+    facts = GemmFacts(lhs.dtype, *lhs.shape, rhs.shape[1], sizes.shape[0], lhs.dtype)
+    run = plan.gemm(registry.options("weight_gradient"), facts).run
+    return run.weight_gradient(lhs, rhs, sizes, out_dtype=jnp.bfloat16)
 
 
 def in_fp8(problem: Problem, tiles: dict[str, Fp8Tiles] | None = None) -> dict[str, Product]:

@@ -13,6 +13,9 @@ from jax import Array
 
 import jax_ep
 from jax_ep.core.expert_matrices import Fp8Weights
+from jax_ep.core.facts import ExchangeFacts
+from jax_ep.ops import exchange_gemm as ops
+from jax_ep.ops import plan as plans
 from jax_ep.ops import registry
 from jax_ep.quantization import quantize_master_weights
 from jax_ep.tools.benchmark import baselines
@@ -97,6 +100,12 @@ def _scheduled(**choices: Any) -> Options:
     return dataclasses.replace(OPTIONS, schedule=Schedule(**choices))
 
 
+def plan_of(case: Case, options: Options, columns: int) -> plans.ExchangeGemmPlan:
+    """The plan of an exchange with GEMMs by `[hidden, columns]` weights."""
+    facts = ExchangeFacts(jnp.dtype(BF16), case.model.hidden, case.layout, columns=columns)
+    return plans.exchange_gemm(options, facts, out_columns=columns)
+
+
 def fresh_handle(handle: Handle, zero: Array) -> Handle:
     """The handle, but known only once the zero is."""
     return dataclasses.replace(after(handle, zero), group_sizes=handle.group_sizes + zero)
@@ -104,7 +113,7 @@ def fresh_handle(handle: Handle, zero: Array) -> Handle:
 
 def _dispatch_part(case: Case, handle: Handle, programs: Sequence[int], *, pallas: bool) -> dict[str, Variant]:
     x, w, part = case.inputs[0], case.weights[0], PARTS["dispatch"]
-    exchange, both = (registry.get(operation, "triton") for operation in ("exchange", "exchange_gemm"))
+    exchange = registry.get("exchange", "triton")
 
     def dispatch(_: Any, fixed: Any, zero: Array) -> Array:
         return exchange.dispatch_tokens(OPTIONS, fixed[1], None, fresh_handle(fixed[0], zero))[0]
@@ -113,10 +122,8 @@ def _dispatch_part(case: Case, handle: Handle, programs: Sequence[int], *, palla
         return gemm(fixed[1], fixed[2], fixed[0].group_sizes + zero, transpose_rhs=False, out_dtype=BF16)
 
     def fused(options: Options, _: Any, fixed: Any, zero: Array) -> Array:
-        fresh = fresh_handle(fixed[0], zero)
-        return both.dispatch_grouped_gemm(options, fixed[1], None, fixed[2], fresh, transpose_rhs=False, save_as=None)[
-            0
-        ]
+        plan = plan_of(case, options, w.shape[2])
+        return ops.dispatch_and_multiply(plan, fixed[1], None, fixed[2], fresh_handle(fixed[0], zero))[0]
 
     def sequence(gemm: Any, _: Any, fixed: Any, zero: Array) -> Array:
         fresh = fresh_handle(fixed[0], zero)
@@ -139,7 +146,7 @@ def _dispatch_part(case: Case, handle: Handle, programs: Sequence[int], *, palla
 
 def _combine_part(case: Case, handle: Handle) -> dict[str, Variant]:
     w, part = case.weights[1], PARTS["combine"]
-    exchange, both = (registry.get(operation, "triton") for operation in ("exchange", "exchange_gemm"))
+    exchange = registry.get("exchange", "triton")
     gemm = partial(registry.get("grouped_gemm", "triton").grouped_gemm, transpose_rhs=False, out_dtype=BF16)
 
     def combine(_: Any, fixed: Any, zero: Array) -> Array:
@@ -149,8 +156,8 @@ def _combine_part(case: Case, handle: Handle) -> dict[str, Variant]:
         return gemm(fixed[1], fixed[2], fixed[0].group_sizes + zero)
 
     def fused(mode: str | None, _: Any, fixed: Any, zero: Array) -> Array:
-        options, fresh = _scheduled(combine_mode=mode), fresh_handle(fixed[0], zero)
-        return both.grouped_gemm_combine(options, fixed[1], None, fixed[2], fresh, transpose_rhs=False)[0]
+        plan = plan_of(case, _scheduled(combine_mode=mode), w.shape[1])
+        return ops.multiply_and_combine(plan, fixed[1], fixed[2], fresh_handle(fixed[0], zero), None)
 
     def sequence(_: Any, fixed: Any, zero: Array) -> Array:
         fresh = fresh_handle(fixed[0], zero)
@@ -174,20 +181,22 @@ def _combine_part(case: Case, handle: Handle) -> dict[str, Variant]:
 def _gradients_part(case: Case, handle: Handle) -> dict[str, Variant]:
     """The backward pass of dispatch + GEMM 1, at random tokens."""
     w, part, layout = case.weights[0], PARTS["gradients"], case.layout
-    run = registry.get("exchange_gemm", "triton")
 
     def combined(_: Any, fixed: Any, zero: Array) -> Array:
         handle, d_hidden, _, w = fixed
-        return run.grouped_gemm_combine(OPTIONS, d_hidden, None, w, fresh_handle(handle, zero), transpose_rhs=True)[0]
+        plan = plan_of(case, OPTIONS, w.shape[2])
+        return ops.run_combine(plan, True, d_hidden, None, w, fresh_handle(handle, zero), None)[0]
 
     def gradient(_: Any, fixed: Any, zero: Array) -> Array:
         handle, d_hidden, saved, _ = fixed
-        return run.weight_gradient(saved, d_hidden, fresh_handle(handle, zero), transpose=False, saved_as="tokens")
+        plan = plan_of(case, OPTIONS, w.shape[2])
+        return ops.weight_gradient(plan, False, "tokens", saved, saved, d_hidden, fresh_handle(handle, zero))
 
     def fused(mode: str, _: Any, fixed: Any, zero: Array) -> Any:
-        (handle, d_hidden, saved, w), options = fixed, _scheduled(combine_mode=mode)
-        sums, _, gradient = run.grouped_gemm_combine_with_weight_gradient(
-            options, d_hidden, None, w, saved, fresh_handle(handle, zero), transpose_rhs=True, saved_as="tokens"
+        handle, d_hidden, saved, w = fixed
+        plan = plan_of(case, _scheduled(combine_mode=mode, fuse_weight_gradients=True), w.shape[2])
+        sums, _, gradient = ops.multiply_with_combine_and_weight_gradient(
+            plan, True, "tokens", d_hidden, None, saved, saved, w, fresh_handle(handle, zero)
         )
         return sums, gradient
 

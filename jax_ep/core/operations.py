@@ -1,0 +1,312 @@
+"""What implementations provide: one protocol per operation, which the module of that name satisfies.
+
+`jax_ep/xla` documents the functions; other implementations give the same results. Implementations know nothing of
+autodiff and argument checks, which are in `jax_ep/ops`, and take the checked `Options` of the call.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from jax.typing import DTypeLike
+
+from jax_ep.core.bias import Bias
+from jax_ep.core.expert_matrices import QuantizedExperts
+from jax_ep.core.facts import FusedFacts, FusedModes, Weights
+from jax_ep.types import (
+    Array,
+    Experts,
+    Handle,
+    Layout,
+    LowLatencyHandle,
+    Options,
+    Quantized,
+    Schedule,
+    SortedTokens,
+    Tokens,
+)
+
+
+class Exchange(Protocol):
+    """Dispatch and combine."""
+
+    def plan(self, options: Options, topk_idx: Array, layout: Layout, /) -> Handle: ...
+
+    def dispatch_rows(self, options: Options, x: Array, handle: Handle, /) -> Array: ...
+
+    def dispatch_tokens(
+        self, options: Options, x: Array, weights: Array | None, handle: Handle, /
+    ) -> tuple[Array, Array | None]: ...
+
+    def dispatch_quantized(
+        self, options: Options, x: Array, weights: Array | None, handle: Handle, /
+    ) -> tuple[Quantized, Array | None]: ...
+
+    def combine_tokens(
+        self, options: Options, y: Array, row_weights: Array | None, handle: Handle, /
+    ) -> tuple[Array, Array | None]: ...
+
+
+class GroupedGemm(Protocol):
+    """Grouped GEMM and the gradient of its weights, in 16 bits and more, and in FP8."""
+
+    def grouped_gemm(
+        self,
+        lhs: Array,
+        rhs: Array,
+        group_sizes: Array,
+        *,
+        transpose_rhs: bool,
+        out_dtype: DTypeLike,
+        bias: Bias | None = None,
+    ) -> Array: ...
+
+    def weight_gradient(self, lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: DTypeLike) -> Array: ...
+
+    def grouped_gemm_fp8(
+        self,
+        lhs: Array,
+        rhs: Array,
+        group_sizes: Array,
+        lhs_scales: Array,
+        rhs_scales: Array,
+        *,
+        out_dtype: DTypeLike,
+    ) -> Array: ...
+
+    def weight_gradient_fp8(
+        self,
+        lhs: Array,
+        rhs: Array,
+        group_sizes: Array,
+        lhs_scales: Array,
+        rhs_scales: Array,
+        *,
+        out_dtype: DTypeLike,
+    ) -> Array: ...
+
+
+class ExchangeGemm(Protocol):
+    """Exchange and grouped GEMM in one launch."""
+
+    def fused_modes(self, schedule: Schedule, facts: FusedFacts, *, by_pallas: bool) -> FusedModes: ...
+
+    def dispatch_apart(
+        self, options: Options, x: Array, weights: Array | None, handle: Handle
+    ) -> tuple[Array, Array | None]: ...
+
+    def dispatch_grouped_gemm(
+        self,
+        options: Options,
+        x: Array,
+        weights: Array | None,
+        w: Array,
+        handle: Handle,
+        *,
+        transpose_rhs: bool,
+        save_as: str | None,
+        mode: str,
+        products: GroupedGemm,
+    ) -> tuple[Array, Array | None, Array | None]: ...
+
+    def grouped_gemm_combine(
+        self,
+        options: Options,
+        h: Array,
+        row_weights: Array | None,
+        w: Array,
+        handle: Handle,
+        *,
+        transpose_rhs: bool,
+        bias: Bias | None = None,
+    ) -> tuple[Array, Array | None]: ...
+
+    def grouped_gemm_combine_with_weight_gradient(
+        self,
+        options: Options,
+        h: Array,
+        row_weights: Array | None,
+        w: Array,
+        saved: Array,
+        handle: Handle,
+        *,
+        transpose_rhs: bool,
+        saved_as: str,
+        mode: str,
+        products: GroupedGemm,
+    ) -> tuple[Array, Array | None, Array]: ...
+
+    def weight_gradient(
+        self, saved: Array, rows: Array, handle: Handle, *, transpose: bool, saved_as: str, products: GroupedGemm
+    ) -> Array: ...
+
+
+class GemmActivation(Protocol):
+    """Grouped GEMM that stores activated rows."""
+
+    def gemm_activation(
+        self, experts: Experts, lhs: Array, rhs: Array, group_sizes: Array, row_weights: Array
+    ) -> Array: ...
+
+
+class Activation(Protocol):
+    """What comes between the GEMMs of the layer, its gradient, and operands in FP8."""
+
+    def activate(
+        self, experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array, /
+    ) -> Array: ...
+
+    def activate_gradient(
+        self,
+        experts: Experts,
+        hidden: Array,
+        weights: Array,
+        bias: Array | None,
+        d_rows: Array,
+        group_sizes: Array,
+        /,
+        *,
+        keep: bool,
+    ) -> tuple[Array, Array, Array | None]: ...
+
+    def activate_quantized(
+        self, experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array, /
+    ) -> Quantized: ...
+
+    def activate_columns(
+        self, experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array, /
+    ) -> Quantized: ...
+
+    def quantize_rows(self, x: Array, group_sizes: Array, /) -> Quantized: ...
+
+    def dequantize_rows(self, values: Array, scales: Array, group_sizes: Array, /, *, dtype: DTypeLike) -> Array: ...
+
+    def quantize_columns(self, x: Tokens, group_sizes: Array, /) -> Quantized: ...
+
+    def quantize_both_ways(self, x: Array, group_sizes: Array, /) -> tuple[Quantized, Quantized]: ...
+
+    def quantize_matrices(self, w: Array, /, *, transpose: bool = True) -> Quantized: ...
+
+    def quantize_masters(self, w: Array, /) -> tuple[Array, Array, Array]: ...
+
+
+class QuantizedGemm(Protocol):
+    """GEMM of rows and quantized weights, in groups one after another or in masked blocks."""
+
+    def grouped_gemm(
+        self,
+        lhs: Array,
+        rhs: QuantizedExperts,
+        group_sizes: Array,
+        row_scales: Array | None,
+        *,
+        out_dtype: DTypeLike,
+    ) -> Array: ...
+
+    def masked_grouped_gemm(
+        self,
+        lhs: Array,
+        rhs: QuantizedExperts,
+        group_sizes: Array,
+        row_scales: Array | None,
+        *,
+        out_dtype: DTypeLike,
+        expected_rows: int | None,
+    ) -> Array: ...
+
+
+class FusedMoE(Protocol):
+    """The expert layer of one device in one launch."""
+
+    def fuses(
+        self, experts: Experts, num_slots: int, dtype: DTypeLike, w_gate_up: Weights, w_down: Weights
+    ) -> bool: ...
+
+    def is_fastest(self, num_slots: int, w_gate_up: Weights, w_down: Weights, *, by_pallas: bool) -> bool: ...
+
+    def fused_moe(
+        self,
+        experts: Experts,
+        x: Array,
+        topk_idx: Array,
+        topk_weights: Array,
+        w_gate_up: Weights,
+        w_down: Weights,
+        biases: tuple[Array | None, Array | None],
+        *,
+        out_dtype: DTypeLike,
+    ) -> Array: ...
+
+
+class MoESort(Protocol):
+    """The sort of one device's assignments by expert."""
+
+    def moe_sort(
+        self,
+        topk_idx: Array,
+        topk_weights: Array | None,
+        num_tokens: Array | None,
+        *,
+        first_expert: int,
+        num_local_experts: int,
+        block_size: int,
+    ) -> SortedTokens: ...
+
+
+class LowLatency(Protocol):
+    """Dispatch and combine of decode-sized batches."""
+
+    def low_latency_dispatch(
+        self,
+        options: Options,
+        x: Tokens,
+        topk_idx: Array,
+        num_tokens: Array | None,
+        layout: Layout,
+        group_size: int | None,
+    ) -> tuple[Array, Array | None, Array, LowLatencyHandle]: ...
+
+    def low_latency_combine(
+        self, options: Options, y: Array, topk_weights: Array, handle: LowLatencyHandle
+    ) -> Array: ...
+
+
+class LowLatencyGemm(LowLatency, Protocol):
+    """The same, of an implementation whose second GEMM sends its rows."""
+
+    def low_latency_gemm_combine(
+        self,
+        options: Options,
+        lhs: Array,
+        rhs: Weights,
+        group_sizes: Array,
+        topk_weights: Array,
+        handle: LowLatencyHandle,
+        lhs_scales: Array | None,
+        rhs_scales: Array | None,
+        bias: Array | None,
+        *,
+        out_dtype: DTypeLike,
+        expected_rows: int | None,
+    ) -> Array: ...
+
+
+class Masked(Protocol):
+    """Masked grouped GEMM and the activation of masked blocks."""
+
+    def masked_grouped_gemm(
+        self,
+        lhs: Array,
+        rhs: Array,
+        group_sizes: Array,
+        lhs_scales: Array | None,
+        rhs_scales: Array | None,
+        /,
+        *,
+        out_dtype: DTypeLike,
+        expected_rows: int | None,
+    ) -> Array: ...
+
+    def masked_gated_activation(
+        self, experts: Experts, hidden: Array, group_sizes: Array, bias: Array | None, /, *, quantize: bool
+    ) -> tuple[Array, Array | None]: ...

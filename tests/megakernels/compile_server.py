@@ -1,7 +1,7 @@
-"""Compiles kernels to PTX and machine code: pickled requests at its input, pickled answers at its output.
+"""Compile kernels to PTX and machine code: pickled requests on stdin, pickled answers on stdout.
 
-A process of its own, since a test process may be the parent of interpreters, in which kernels mean something else; and
-one for all requests, since its imports take as long as compiling a kernel.
+It is a separate process, because test processes may run the interpreter, which changes Triton. One process handles all
+requests, because its imports take as long as compiling a kernel.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def compile_kernel(module, function, types, constants, warps, stages, capability
 
 
 def assemble(ptx, capability):
-    """The assembler's report, and the machine code as text."""
+    """Return the assembler's report, and the machine code as text."""
     ptxas = triton.knobs.nvidia.ptxas_blackwell.path or triton.knobs.nvidia.ptxas.path
     target = f"sm_{capability}" + ("a" if capability >= 90 else "")
     with tempfile.TemporaryDirectory() as folder:
@@ -45,7 +45,7 @@ def run(*command):
     return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True).stdout
 
 
-answers, sys.stdout = sys.stdout.buffer, sys.stderr  # what compilers print is no answer
+answers, sys.stdout = sys.stdout.buffer, sys.stderr  # Output of compilers is not an answer.
 with contextlib.suppress(EOFError):
     while True:
         request = pickle.load(sys.stdin.buffer)

@@ -1,4 +1,4 @@
-"""Compiles a kernel to PTX and that to machine code, without a GPU."""
+"""Compile kernels to PTX and machine code, without a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def build(module, function, types, constants, warps, stages, capability, max_registers=None):
-    """PTX, the assembler's report and its code, bytes of shared and of scratch memory; `types` are Triton's names."""
+    """Return PTX, the assembler's report and code, shared and scratch bytes; `types` are Triton's names."""
     server = _server()
     request = [module, function, types, constants, warps, stages, capability, max_registers]
     pickle.dump(request, server.stdin)
@@ -24,16 +24,16 @@ def build(module, function, types, constants, warps, stages, capability, max_reg
 
 @functools.cache
 def _server():
-    """One for this process, which ends with it: its input does."""
+    """Start one server for this process; it ends with its stdin."""
     command = [sys.executable, Path(__file__).with_name("compile_server.py")]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 def diverged_barriers(code):
-    """Barriers that a warp may reach in parts: one thread has loaded something, and the others are not waited for.
+    """Return barriers that only part of a warp may reach: one thread loads something while the others do not wait.
 
-    The assembler makes a branch of a load by one thread. Where it joins the warp only behind the next barrier, programs
-    were seen to hang in it.
+    The assembler turns a load by one thread into a branch. If the branch rejoins the warp only after the next barrier,
+    programs can hang.
     """
     lines = [line.strip() for line in code.splitlines()]
     labels = {line[:-1]: i for i, line in enumerate(lines) if re.fullmatch(r"\.L_\w+:", line)}
@@ -44,7 +44,7 @@ def diverged_barriers(code):
             continue
         skipped, rest = lines[i : labels[branch[1]]], lines[labels[branch[1]] :]
         ending = next((x for x in rest if re.search(r"BSYNC|WARPSYNC|BAR\.SYNC|EXIT|BRA ", x)), "")
-        whole = any("BAR.SYNC" in x for x in skipped)  # all threads take the same way
+        whole = any("BAR.SYNC" in x for x in skipped)  # All threads take the same path.
         if any("STRONG" in x for x in skipped) and not whole and "BAR.SYNC" in ending:
             found.append(line)
     return found

@@ -1,4 +1,4 @@
-"""One pool of four workers for the tests of a file; it needs Triton, and stands for GPUs on the CPU."""
+"""Simulated GPUs on the CPU for the tests of this folder: one pool of four workers per file. Needs Triton."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jax_ep.pallas import requirements
 
 @pytest.fixture(autouse=True)
 def needs_triton(request: pytest.FixtureRequest) -> None:
-    """Tests of this folder run on CPU devices; those of modules with ALSO_ON_GPUS on the GPUs of one process too."""
+    """Run tests of this folder on CPU devices; modules with ALSO_ON_GPUS also run on the GPUs of one process."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed: pip install 'triton>=3.9'")
     if jax.default_backend() != "cpu" and not getattr(request.module, "ALSO_ON_GPUS", False):
@@ -31,7 +31,7 @@ def needs_triton(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes and choices are those of an H200; nothing can run there."""
+    """Use the sizes and choices of an H200, without running anything."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(requirements, "missing", lambda: None)
     monkeypatch.setattr(grid, "all_programs", lambda per_multiprocessor=1: 132 * per_multiprocessor)
@@ -59,9 +59,9 @@ def mesh4() -> Mesh:
 
 @pytest.fixture
 def two_impatient_ranks() -> Iterator[Mesh]:
-    """Two ranks with a context of the test's own, whose kernels wait for a peer for a second in which nobody works.
+    """Two ranks with their own context, whose kernels time out after a second of idle time.
 
-    Their launches begin together, whenever that is: only waits within a kernel expire.
+    Launches wait for all ranks without a limit; only waits within a kernel expire.
     """
     jax_ep.finalize()
     mesh = harness.make_mesh((2,), (harness.EXPERT,))
@@ -73,7 +73,7 @@ def two_impatient_ranks() -> Iterator[Mesh]:
 
 @pytest.fixture
 def after_failures() -> Iterator[None]:
-    """JAX raises the last failure of a callback once more at exit, unless something has run on the device since."""
+    """JAX raises the last failure of a callback again at exit, unless the device has run something since."""
     yield
     mesh = harness.make_mesh((jax.device_count(),), (harness.EXPERT,))
     same = harness.per_rank(lambda x: jax.pure_callback(np.asarray, x, x, vmap_method="sequential"), mesh)

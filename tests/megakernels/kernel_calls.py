@@ -33,7 +33,7 @@ def ranks() -> np.ndarray:
 
 
 def heap_tables(pool: Pool) -> np.ndarray:
-    """[worker, heap, 2]: 64-bit addresses as pairs of int32, for programs without x64."""
+    """Return `[worker, heap, 2]`: 64-bit addresses as pairs of int32, for programs without x64."""
     return np.array([pool.heap_addresses(worker) for worker in range(W)], np.int64).view(np.int32).reshape(W, W, 2)
 
 

@@ -22,7 +22,7 @@ OTHERS = [GPT_OSS, LLAMA_4, Experts("relu_squared", clamp=2.0), Experts("gelu", 
 
 
 def inputs(rng, experts, dtype=jnp.bfloat16, bias=False):
-    """Some hidden values are far out, where exponentials overflow; what lies past the groups is NaN."""
+    """Draw hidden values, some so large that exponentials overflow; rows past the groups are NaN."""
     columns = INNER * (2 if experts.gated else 1)
     hidden = rng.standard_normal((ROWS, columns)) * rng.choice([1, 30], (ROWS, 1))
     hidden[0, :4] = 300, -300, 0, -0.0
@@ -35,7 +35,7 @@ def inputs(rng, experts, dtype=jnp.bfloat16, bias=False):
 
 
 def run(experts, hidden, weights, bias, d_rows, sizes):
-    """Rows, and cotangents of hidden rows and of weights."""
+    """Return rows, and cotangents of hidden rows and of weights."""
     forward = (hidden, weights, bias, sizes)
     rows = kernels.activate(experts, *(None if x is None else jnp.asarray(x) for x in forward))
     backward = (hidden, weights, bias, d_rows, sizes)
@@ -52,7 +52,7 @@ def run(experts, hidden, weights, bias, d_rows, sizes):
 @pytest.mark.parametrize(
     ("experts", "bias", "dtype"),
     [(experts, False, jnp.bfloat16) for experts in PLAIN]
-    + [(experts, False, jnp.float16) for experts in PLAIN if experts.activation != "relu_squared"]  # it overflows
+    + [(experts, False, jnp.float16) for experts in PLAIN if experts.activation != "relu_squared"]  # It overflows.
     + [(experts, False, jnp.bfloat16) for experts in OTHERS]
     + [(experts, True, jnp.bfloat16) for experts in OTHERS if experts.weight_on == "output"],
     ids=str,
@@ -73,7 +73,7 @@ def test_activation_values_and_gradients(pool, rng, experts, bias, dtype):
 
 @pytest.mark.parametrize("experts", [Experts(), GPT_OSS, LLAMA_4], ids=["silu", "gpt-oss", "llama4"])
 def test_activation_matches_portable_formulas(pool, rng, experts):
-    """To rounding, on the rows in use, whatever JAX makes of them."""
+    """Results match up to rounding on the rows in use, however JAX compiles them."""
     hidden, weights, biases, d_rows, sizes = inputs(rng, experts, bias=experts is GPT_OSS)
     for x in (hidden, weights, d_rows):
         x[sum(SIZES) :] = 0

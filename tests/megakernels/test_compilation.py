@@ -1,4 +1,4 @@
-"""What is launched on GPUs, without one: kernels become machine code, and calls that carry it."""
+"""Launches for GPUs, without a GPU: kernels become machine code, and calls that contain it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_compilation_cached(on_hopper):
 
 
 def test_compilation_without_source_lines(on_hopper):
-    """It is part of every call."""
+    """The code is part of every call."""
     parameters = tuple(Parameter(dtype) for dtype in (BF16, I32, I32, BF16))
     code = compile.compile_kernel(GATHER, parameters, Config(1), GATHER_SIZES, 90).result().code
     assert b".debug_line" not in code and b"debug_ptx_txt" not in code
@@ -72,7 +72,7 @@ def test_compilation_unsupported_dtype():
 
 
 def lowered(kernel, operands, results, config, constants, *shapes):
-    """StableHLO of a launch for CUDA devices."""
+    """Return the StableHLO of a launch for CUDA devices."""
     run = lambda *arrays: launch(kernel, operands(*arrays), results, config, constants)  # noqa: E731
     return jax.jit(run).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
@@ -88,7 +88,7 @@ def test_launch_attributes(on_hopper):
 
 
 def test_launch_descriptors(on_hopper):
-    """Rank, element type, bytes, swizzle; sizes, strides, box: of two bounded operands, a pointer, and the result."""
+    """Rank, element type, bytes, swizzle; sizes, strides, box: for two bounded operands, a pointer, and the result."""
     shapes = Array((256, 192), BF16), Array((256, 128), BF16), Array((4,), I32)
     describe = lambda a, b, sizes: (Descriptor(a, (64, 64), bounded=True), Descriptor(b, (64, 64), bounded=True), sizes)  # noqa: E731
     results = (Descriptor(Array((4, 192, 128), BF16), (1, 64, 64)),)
@@ -96,14 +96,14 @@ def test_launch_descriptors(on_hopper):
     numbers = text.split("parameters = dense<[")[1].split("]>")[0]
     found = [int(number) for number in numbers.split(",")]
     far, bound = 0x7FFF0000, 1 << 30
-    kind = [9, 2, 3]  # bfloat16, two bytes, 128 bytes swizzled
+    kind = [9, 2, 3]  # bfloat16, two bytes, 128 bytes swizzled.
     lhs = [4, *kind, far, far, bound, 192, (1 << 34) - 192, 192, 192, 1, 1, 1, 64, 64]
     rhs = [4, *kind, far, far, bound, 128, (1 << 34) - 128, 128, 128, 1, 1, 1, 64, 64]
     assert found == [*lhs, *rhs, 0, 3, *kind, 4, 192, 128, 192 * 128, 128, 1, 1, 64, 64]
 
 
 def test_launch_none_pointers(on_hopper):
-    """Those that the constants name are no parameters of the code, wherever they stand."""
+    """Pointers that the constants name are not parameters of the code, at any position."""
     sizes = MaskedGemm(
         64, 128, 64, num_groups=4, padded_groups=16, fp8=False, tile=MaskedTile(64, 128, 64, swap_ab=False)
     )
@@ -113,12 +113,12 @@ def test_launch_none_pointers(on_hopper):
     results, config = (Array((4, 64, 128), BF16),), Config(7, num_warps=4)
     text = lowered(Kernel(masked_kernels.masked_grouped_gemm), describe, results, config, constants, *shapes)
     numbers = text.split("parameters = dense<[")[1].split("]>")[0]
-    described = 1 + 3 + 3 * 3  # rank, kind, and sizes, strides and box of three dimensions
+    described = 1 + 3 + 3 * 3  # Rank, kind, and sizes, strides and box of three dimensions.
     assert numbers.count(",") + 1 == 2 * described + 2
 
 
 def test_launch_named_tuple_parameters(on_hopper):
-    """The code takes an address for each of them, in their order; results come back in the same NamedTuple."""
+    """The code takes an address for each array, in order; results are returned in the same NamedTuple."""
     constants = {"S": SmallExchange(4096, 1024), "HEAP": Heap(2, 2, 1 << 20, 4096, 32768, 1)}
     shapes = Array((4096,), I32), Array((3,), I32), Array((7,), np.dtype(np.int64))
     together = lambda x, group, table: (x, Peers(group, table))  # noqa: E731
@@ -130,7 +130,7 @@ def test_launch_named_tuple_parameters(on_hopper):
 
 
 def test_compilation_scratch_memory_unsupported(on_hopper, monkeypatch, tmp_path):
-    """Where a kernel makes descriptors itself."""
+    """A kernel that creates descriptors needs scratch memory."""
     (tmp_path / "kernel_of_test.py").write_text(
         "import triton\nimport triton.language as tl\n\n\n@triton.jit\ndef copy(x_ptr, out_ptr, N: tl.constexpr):\n"
         "    x = tl.make_tensor_descriptor(x_ptr, [N, N], [N, 1], [16, 16])\n"
@@ -154,7 +154,7 @@ def gather(*arrays, warps=4):
 
 @pytest.fixture
 def slow_compiler(monkeypatch):
-    """No kernel is compiled before `go` is set; what the compiler was asked for."""
+    """Block compilation until `go` is set; record requests to the compiler."""
     go, asked = threading.Event(), []
 
     def compile_slowly(compilation):
@@ -170,7 +170,7 @@ def slow_compiler(monkeypatch):
 
 
 def test_async_compile_tracing_does_not_wait(on_hopper, slow_compiler):
-    """Two kernels are under way when the program is traced; lowering it waits for both."""
+    """Two kernels are compiling when the program is traced; lowering it waits for both."""
     go, asked = slow_compiler
     traced = jax.jit(lambda *arrays: (gather(*arrays), gather(*arrays, warps=8))).trace(*ROWS)
     assert asked[:1] == ["gather_rows"] and "7FELF" not in str(traced.jaxpr)
@@ -188,7 +188,7 @@ def test_async_compile_shared_code(on_hopper, slow_compiler):
 
 
 def test_async_compile_retries_after_failure(on_hopper, monkeypatch):
-    """The error comes where the program is lowered, and is not kept: the assembler may be found the next time."""
+    """The error is raised when the program is lowered, and is not cached: the assembler may be found the next time."""
     compiled = compile._compile
     monkeypatch.setattr(compile, "_begun", {})
     monkeypatch.setattr(compile, "_compile", lambda *_: 1 / 0)
@@ -209,7 +209,7 @@ def test_launch_vmap(on_hopper):
 
 
 def test_launch_eager(monkeypatch):
-    """Each launches what is compiled once; here what is launched is JAX's own gather, as there is no GPU."""
+    """Each call launches code that is compiled once; JAX's own gather stands in, because there is no GPU."""
     asked = []
 
     def gather_on_cpu(name, code, operands, results, **numbers):

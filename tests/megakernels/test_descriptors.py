@@ -1,4 +1,4 @@
-"""Tensor descriptors as operands: what lies outside reads as zero, and the host's descriptors are the kernels'."""
+"""Tensor descriptors as operands: reads outside return zero, and host descriptors match those of kernels."""
 
 from __future__ import annotations
 
@@ -68,6 +68,6 @@ def test_descriptor_bounded_rows(row, end):
         address = 2 * sum(i * stride for i, stride in zip(place, blocks.strides, strict=True))
         assert address % 2**64 == 2 * (at * 7168 + 5)
         assert all(i < size for i, size in zip(place, blocks.shape, strict=True)) == (at < end)
-    # What TMA takes: strides of whole words below 2**40 bytes, and sizes up to 2**32.
+    # TMA supports strides of whole words below 2**40 bytes, and sizes up to 2**32.
     assert all(2 * stride % 16 == 0 and 2 * stride < 2**40 for stride in blocks.strides[:-1])
     assert max(blocks.shape) <= 2**32

@@ -1,4 +1,4 @@
-"""A launch that has failed hands out no numbers: its results are poisoned, and the next call says why."""
+"""A failed launch returns no valid numbers: its results are poisoned, and the next call reports the failure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ W, T, K, E, H, F = 2, 5, 2, 4, 16, 24
 OPTIONS: dict[str, Any] = {"num_experts": E, "implementation": "triton"}
 GIVEN = {"implementation": "triton"}
 SHORT_S = 0.3
-EPOCHS = 64  # the first of the control words that count launches
+EPOCHS = 64  # The first of the control words that count launches.
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def all_control_words(heap: SymmetricHeap, rank: int) -> list[np.ndarray]:
 
 
 def shorten_waits(heap: SymmetricHeap) -> None:
-    """From now on no wait lasts long; nothing that has to succeed comes after it."""
+    """Shorten all waits from now on; nothing after this has to succeed."""
     heap._timeout_ns = int(SHORT_S * 1e9)
     for generation in heap.generations:
         heap._register(generation)
@@ -94,7 +94,7 @@ def layer_gradients(x, ids, w, h):
 
 
 def gradients_of_parts(x, ids, w, h):
-    """With the gradient of the matrices beside combine, and that of router weights."""
+    """With the weight gradient next to combine, and the gradient of router weights."""
     schedule = Schedule(combine_mode="serial", dispatch_mode="fused", fuse_weight_gradients=True)
 
     def loss(x, w, weights):
@@ -152,13 +152,13 @@ def run(call: Callable[..., Any], *args: np.ndarray) -> list[np.ndarray]:
 
 
 def leave_ones(patch: pytest.MonkeyPatch) -> None:
-    """What a kernel does not write is no poison by itself: from now on the interpreter's own is the byte 1."""
+    """Set the interpreter's fill byte to 1, so that unwritten results do not look poisoned."""
     launch = Pool.launch
     patch.setattr(Pool, "launch", lambda pool, x, **rest: launch(pool, dataclasses.replace(x, poison=1), **rest))
 
 
 def identity(request: Launch) -> int:
-    """What the launch is to the heap, 0 without one."""
+    """Return the identity of the launch on the heap, or 0 without one."""
     heap = request.constants.get("HEAP")
     return 0 if heap is None else heap.launch_id
 
@@ -172,7 +172,7 @@ def test_failed_launch_missing_poisons_results(monkeypatch, mesh, rng, name):
     right = run(call, *args)
     assert not any(is_poisoned(leaf) for leaf in right)
     heap = context.heap("test")
-    for rank in range(W):  # each believes that it and its peer are elsewhere: neither sees what it waits for
+    for rank in range(W):  # Each counts its peer differently, so neither sees the epoch that it waits for.
         for words in all_control_words(heap, rank):
             words[EPOCHS : EPOCHS + 2 * len(jax.devices())] += 2 * rank
     shorten_waits(heap)
@@ -232,7 +232,7 @@ def test_failed_launch_timeout_names_operation(monkeypatch, mesh, rng, name, ope
 
 
 def test_launch_identity_operation(monkeypatch, mesh, rng):
-    """Every launch on the heap; and there is no operation that no launch has."""
+    """Every launch on the heap has an operation, and every operation has a launch."""
     jax_ep.init(mesh, transport="shared_memory")
     found, launch_identity = set(), launch.launch_identity
 
@@ -264,9 +264,9 @@ def test_launch_identity_operation(monkeypatch, mesh, rng):
 )
 @pytest.mark.slow(unless={"name": ["exchange"]})
 def test_failed_launch_mismatch_sends_nothing(monkeypatch, mesh, rng, name, operation, other):
-    """A `lax.cond` that differs between ranks, say: one rank's data was taken for what the other expected.
+    """For example with a `lax.cond` that differs between ranks, one rank's data would be taken for another's.
 
-    The interpreter starts only what all ranks come to, so rank 1 is told to launch another thing there.
+    The interpreter starts only launches that all ranks reach, so rank 1 is made to launch a different kernel there.
     """
     jax_ep.init(mesh, transport="shared_memory")
     args = inputs(rng)
@@ -296,7 +296,7 @@ def test_failed_launch_mismatch_sends_nothing(monkeypatch, mesh, rng, name, oper
 
 
 def test_launch_identity(mesh):
-    """Sizes, dtypes and kernels tell launches apart; the same ones are the same."""
+    """Sizes, dtypes and kernels distinguish launches; equal ones are identical."""
     kernel, x = Kernel(dispatch_kernels.dispatch), jax.ShapeDtypeStruct((4, 8), jnp.bfloat16)
     sizes = {"T": 4, "H": 8, "OPERATION": int(ffi.Operation.DISPATCH)}
     one = launch_identity(kernel, (x,), sizes)
@@ -319,7 +319,7 @@ def test_launch_epoch_wraps_around(mesh, rng, name):
     call = harness.compiled(PROGRAMS[name], mesh)
     want = run(call, *args)
     heap = context.heap("test")
-    for start in (2**31 - 3, -3):  # where the sign changes, and where numbers begin again
+    for start in (2**31 - 3, -3):  # The sign changes, and numbers wrap around.
         for rank in range(W):
             for words in all_control_words(heap, rank):
                 words[EPOCHS : EPOCHS + 2 * len(jax.devices())] = start

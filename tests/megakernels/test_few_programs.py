@@ -1,4 +1,4 @@
-"""Exchanges by fewer programs than would fill the device, as beside other work: the same bits."""
+"""All-to-alls with fewer programs than would fill the device, as next to other work: the same bits."""
 
 from __future__ import annotations
 

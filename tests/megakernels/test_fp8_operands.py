@@ -1,4 +1,4 @@
-"""The kernels that make FP8 operands, in the interpreter: the bits of the portable functions, of the rows in use."""
+"""The FP8 quantization kernels in the interpreter: bit-for-bit equal to the portable functions on rows in use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ USED, ROWS = 25, 40
 
 
 def magnitudes(rng, *shape, dtype=jnp.bfloat16):
-    """Of very different sizes, zeros and subnormal numbers of FP8 among them."""
+    """Draw numbers of very different magnitudes, including zeros and FP8 subnormals."""
     values = rng.standard_normal(shape) * 10.0 ** rng.integers(-6, 6, shape)
     return np.where(rng.random(shape) < 0.1, 0, values).astype(dtype)
 
@@ -29,9 +29,9 @@ def same(got, want):
 
 
 def test_fp8_operands_inverse_scales(pool, rng):
-    """Rounded as a division rounds, of zeros, infinities and NaN, too; tests/gpu has them of all mantissas."""
+    """Rounded like a division, also for zeros, infinities and NaN; tests/gpu covers all mantissas."""
     largest = np.concatenate([
-        [0, 1, 0x007FFFFF, 0x00800000, 0x7F7FFFFF, 0x7F800000, 0x7FC00000],  # subnormal and largest numbers among them
+        [0, 1, 0x007FFFFF, 0x00800000, 0x7F7FFFFF, 0x7F800000, 0x7FC00000],  # Includes subnormal and largest numbers.
         rng.integers(0, 0x7F800000, 4089),
     ]).astype(np.int32)  # fmt: skip
     shape = jax.ShapeDtypeStruct(largest.shape, jnp.float32)
@@ -79,13 +79,13 @@ def test_fp8_operands_weights_both_layouts(pool, rng, dtype):
             same(got, want)
 
 
-BLOCKS = jnp.array([5, 0, 130, 128, 3], jnp.int32)  # 5 blocks in use, of two groups more than one
+BLOCKS = jnp.array([5, 0, 130, 128, 3], jnp.int32)  # 5 blocks in use, two of them of partially filled groups.
 IN_BLOCKS, BLOCK_ROWS = 266, 290
 
 
 @pytest.mark.parametrize("kind", ["bf16", "f32", "FP8", "both ways"])
 def test_fp8_operands_columns(pool, rng, kind):
-    """The bits of the portable function in the blocks in use, zeros behind the rows of a group, and nothing else."""
+    """The blocks in use match the portable function, with zeros after the rows of a group; nothing else is written."""
     x = magnitudes(rng, BLOCK_ROWS, 256, dtype=jnp.float32 if kind == "f32" else jnp.bfloat16)
     x[8, 130], x[20], x[:, 3], x[IN_BLOCKS:] = np.nan, 0, 0, np.nan
     x = jnp.asarray(x)
@@ -99,7 +99,7 @@ def test_fp8_operands_columns(pool, rng, kind):
         by_columns, want = (k.quantize_columns(rows, BLOCKS) for k in (kernels, portable))
     same(by_columns[0][:, : 5 * 128], want[0][:, : 5 * 128])
     same(by_columns[1][:5], want[1][:5])
-    assert np.isnan(np.asarray(by_columns[1])).sum() > 1  # that of the NaN, and those that were not written
+    assert np.isnan(np.asarray(by_columns[1])).sum() > 1  # That of the NaN, and the unwritten ones.
     assert (np.asarray(by_columns[0])[:, 5 * 128 :].view(np.uint8) == 0xFF).all(), "places not in use were written"
 
 
@@ -118,7 +118,7 @@ def test_fp8_operands_activated_columns(pool, rng, experts):
     got, want = (k.activate_columns(experts, *inputs) for k in (kernels, portable))
     np.testing.assert_allclose(np.asarray(got[1])[:5], np.asarray(want[1])[:5], rtol=1e-5)
     got, want = (np.asarray(pair[0]).astype(np.float32)[:, : 5 * 128] for pair in (got, want))
-    # Where the last bits of the activations differ, a value may round to its neighbour.
+    # If the last bits of the activations differ, a value may round to its neighbor.
     error = np.abs(got - want)
     assert (error <= np.maximum(np.abs(want) * 2.0**-3, 2.0**-9)).all() and (error > 0).mean() < 0.01
     assert not got[:, 5:128].any() and np.abs(want).max() == 448
@@ -141,6 +141,6 @@ def test_fp8_operands_activation(pool, rng, experts):
     got = [np.asarray(x) for x in kernels.activate_quantized(experts, *inputs)]
     np.testing.assert_allclose(got[1][:USED], np.asarray(want[1])[:USED], rtol=1e-5)
     exact = np.asarray(want[0]).astype(np.float32)[:USED]
-    # Where the last bits of the activations differ, a value may round to its neighbour.
+    # If the last bits of the activations differ, a value may round to its neighbor.
     error = np.abs(got[0][:USED].astype(np.float32) - exact)
     assert (error <= np.maximum(np.abs(exact) * 2.0**-3, 2.0**-9)).all() and (error > 0).mean() < 0.01

@@ -1,4 +1,4 @@
-"""The kernels that make FP8 operands compile to PTX without a GPU: 16 bytes at a time, no spilled registers."""
+"""The FP8 quantization kernels compile to PTX without a GPU: 16-byte accesses, no spilled registers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FP8 = {"quantized": Rows("*fp8e4nv", "*fp32"), "sizes_ptr": "*i32"}
 
 
 def check(kernel: Any, types: dict[str, Any], constants: dict[str, Any], config: Any, capability: int = 90) -> int:
-    """Returns the registers of a thread."""
+    """Return the registers per thread."""
     shape = (config.num_warps, config.num_stages, capability, config.max_registers)
     built = build(kernel.path.stem, kernel.name, types, constants, *shape)
     assert re.search(r"ld\.global\.v4\.b32", built["ptx"]) and re.search(r"st\.global\.v[24]\.b32", built["ptx"])

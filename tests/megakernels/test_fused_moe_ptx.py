@@ -1,4 +1,4 @@
-"""The expert layer in one launch compiles to PTX without a GPU: tensor cores, TMA, no spilled registers."""
+"""The single-launch expert layer compiles to PTX without a GPU: tensor cores, TMA, no spilled registers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from jax_ep.megakernels.kernels.fused_moe_structs import LayerScratch, LayerTens
 from jax_ep.quantization import prepack_experts, quantize_experts
 from oracle_experts import GPT_OSS
 
-SHARED_BYTES = 227 << 10  # of a multiprocessor
-# Choices, and [E, I, H] of Qwen3-30B-A3B, Mixtral-8x7B and gpt-oss-120b.
+SHARED_BYTES = 227 << 10  # Of a multiprocessor.
+# top_k, and [E, I, H] of Qwen3-30B-A3B, Mixtral-8x7B and gpt-oss-120b.
 QWEN3, MIXTRAL, GPT = (8, (128, 768, 2048)), (2, (8, 14336, 4096)), (4, (128, 2880, 2880))
 CASES = [
     (1, *QWEN3, Experts(), None),
@@ -118,7 +118,7 @@ def compile_layer(
 
 
 def steps_of(code: str) -> list[str]:
-    """Machine code of the loops over the depth of products: those with instructions of tensor cores, none within."""
+    """Return the machine code of the loops over K: innermost loops with tensor core instructions."""
     labels, lines, loops = dict[str, int](), code.splitlines(), list[tuple[int, int]]()
     for i, line in enumerate(lines):
         if label := re.match(r"\s*(\.L_x_\d+):", line):
@@ -146,9 +146,9 @@ def test_fused_moe_ptx_layer(
     assert re.search(r"mma\.sync|wgmma\.mma_async", built["ptx"]), "the tensor cores are not used"
     dimensions = 4 if sizes.gate_up.split_halves else 3
     assert re.search(rf"cp\.async\.bulk\.tensor\.{dimensions}d\.shared", built["ptx"]), "matrices are not read by TMA"
-    # Three programs of a multiprocessor with some registers in memory were faster than two without.
+    # Three programs per multiprocessor with some spills are faster than two without.
     most = 64 if config.max_registers and sizes.down.values_per_byte == 2 else 0
-    # Places of a thread, kept for what is behind a loop: these tiles are the fastest even so.
+    # Spills of values used after a loop: these tiles are the fastest even so.
     if expert_format == "int4" and sizes.down.tile.block_m == 32:
         most = 24
     turned_fp8 = expert_format in ("fp8", "fp8_channel") and sizes.down.tile.swap_ab
@@ -160,7 +160,7 @@ def test_fused_moe_ptx_layer(
     if prepacked or turned_fp8 or not config.max_registers:
         assert not any(re.search(r"\b(STL|LDL)\b", line) for line in steps_of(built["code"])), "spills in each step"
     programs = config.num_programs // 132
-    assert programs * (built["shared"] + 1024) <= SHARED_BYTES + 1024  # 1 KB of each program is the driver's
+    assert programs * (built["shared"] + 1024) <= SHARED_BYTES + 1024  # The driver needs 1 KB per program.
     registers = int(re.findall(r"Used (\d+) registers", built["report"])[0])
     assert programs * config.num_warps * 32 * registers <= 65536
     active = min(tokens * top_k, w_down[0])
@@ -171,14 +171,14 @@ def test_fused_moe_ptx_layer(
 @pytest.mark.parametrize("expert_format", ["fp8", "mxfp4", "int4"])
 @pytest.mark.slow(unless={"expert_format": ["fp8"]})
 def test_fused_moe_ptx_fp8_tokens(expert_format: str) -> None:
-    """Nothing is converted to floats of 16 bits: tensor cores take FP8, and eight codes of 4 bits are made at once."""
+    """Nothing is converted to 16-bit floats: tensor cores take FP8, and eight 4-bit values are converted at once."""
     built, _, sizes = compile_layer(16, *QWEN3, Experts(), f"{expert_format}_tokens")
     assert "QGMMA.64x16x32.F32.E4M3.E4M3" in built["code"]
     assert "HMMA" not in built["code"]
     assert "HGMMA" not in built["code"]
     assert sizes.down.tile.swap_ab
     if expert_format != "fp8":
-        # Of 32 elements of a thread, 8 registers: each takes one permutation for magnitudes and one or two for signs.
+        # 32 elements per thread fill 8 registers: each needs one permutation for magnitudes and one or two for signs.
         permutations = {"mxfp4": 2, "int4": 3}[expert_format]
         elements = sum(t.block_n * t.block_k for t in (sizes.gate_up.tile, sizes.gate_up.tile, sizes.down.tile)) // 128
         assert built["code"].count("PRMT") <= permutations * elements // 4 + 128
@@ -186,10 +186,10 @@ def test_fused_moe_ptx_fp8_tokens(expert_format: str) -> None:
 
 @pytest.mark.slow
 def test_fused_moe_ptx_int4_pairs() -> None:
-    """Of MXFP4 two elements are made at a time; one by one, their instructions would take longer than the memory."""
+    """MXFP4 converts two elements at a time; single conversions would take longer than the memory accesses."""
     built, _, sizes = compile_layer(16, *QWEN3, Experts(), "mxfp4")
     loop = built["code"].count("HMUL2.BF16"), built["code"].count("HMMA.16816.F32.BF16")
-    # One product for each pair, with 2**126 and the scale in one; an instruction of tensor cores takes two of a thread.
+    # One multiplication per pair, with 2**126 and the scale combined; a tensor core instruction takes two per thread.
     assert 0 < loop[0] <= 2 * loop[1] + 16
     assert "I2F" not in built["code"].replace("I2FP", ""), "integers are converted one by one"
     assert sizes.gate_up.values_per_byte == 2
@@ -197,7 +197,7 @@ def test_fused_moe_ptx_int4_pairs() -> None:
 
 @pytest.mark.slow
 def test_fused_moe_ptx_int4_scales() -> None:
-    """Those of 128 elements are factors of their sums: elements become no float32, in which they would be scaled."""
+    """Scales of 128 elements multiply their sums; elements are not converted to float32 and scaled."""
     built, _, _ = compile_layer(16, *QWEN3, Experts(), "int4")
     products = built["code"].count("HMMA.16816.F32.BF16")
     assert products
@@ -208,7 +208,7 @@ def test_fused_moe_ptx_int4_scales() -> None:
 @pytest.mark.parametrize("expert_format", ["mxfp4", "int4"])
 @pytest.mark.slow(unless={"expert_format": ["mxfp4"]})
 def test_fused_moe_ptx_prepacked_weights_in_registers(expert_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the registers of the thread that multiplies them, and with fewer instructions than bytes need."""
+    """Prepacked elements are in the registers of the thread that multiplies them, with few instructions per byte."""
     monkeypatch.setattr(fused_moe, "all_programs", lambda programs: 132 * programs)
     counts = dict[str, int]()
     for stored in (expert_format, f"{expert_format}_prepacked"):
@@ -219,6 +219,6 @@ def test_fused_moe_ptx_prepacked_weights_in_registers(expert_format: str, monkey
         instructions = [line for line in steps if re.search(r"^\s+(/\*\w+\*/)?\s*(@!?U?P\w+ )?[A-Z]", line)]
         counts[stored] = len(instructions)
     assert len([line for line in steps if "HGMMA" in line]) == 32
-    # What is stored in the loops are scales, by which threads that loaded them give them to those that need them.
+    # The stores in the loops are scales, which threads pass to others through shared memory.
     assert len([line for line in steps if re.search(r"\bSTS", line)]) <= 8
     assert counts[stored] < {"mxfp4": 0.82, "int4": 0.9}[expert_format] * counts[expert_format], counts

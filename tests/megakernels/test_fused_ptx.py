@@ -1,4 +1,4 @@
-"""The fused kernels at the sizes of models: tensor cores, TMA, 16-byte rows, no spilled registers, memory that fits."""
+"""The fused kernels at model sizes: tensor cores, TMA, 16-byte rows, no spilled registers, memory that fits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 
 SHARED_BYTES = 227 << 10
 PRODUCTS = {90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}
-# tokens per rank, hidden, columns of the first product, depth of the second
+# Tokens per rank, hidden, columns of the first GEMM, K of the second.
 DEEPSEEK, DEEPSEEK_LONG, MIXTRAL = (4096, 7168, 4096, 2048), (16384, 7168, 4096, 2048), (1024, 4096, 28672, 14336)
 PEERS = {"peers": exchange_structs.Peers("*i32", "*i64")}
 HANDLE = exchange_gemm_structs.HandleArrays(*["*i32"] * 4)
@@ -43,7 +43,7 @@ def matrices(product: gemm_structs.GroupedGemm) -> str:
 
 
 def of_gradient(gradient: gemm_structs.WeightGradient) -> dict[str, Any]:
-    """Types of what the gradient is made of, and of itself."""
+    """Return types of the operands of the weight gradient and of the gradient."""
     tile = gradient.tile
     factors = [f"tensordesc<bf16[1, 1, {tile.block_rows}, {width}]>" for width in (tile.block_m, tile.block_n)]
     stored = f"tensordesc<bf16[1,{tile.block_m},{tile.block_n // gradient.store_parts}]>"
@@ -61,7 +61,7 @@ def check(built: dict, capability: int) -> None:
 
 
 def check_flat(built: dict, product: gemm_structs.GroupedGemm, num_stages: int) -> None:
-    """One loop over tiles and their depth: a tile has memory to be stored through while the next one is loaded."""
+    """Tiles and K form one loop: a tile can be stored while the next one is loaded."""
     loaded = 2 * num_stages * product.tile.block_k * (product.tile.block_m + product.tile.block_n)
     assert built["shared"] > loaded + (8 << 10)
 
@@ -155,7 +155,7 @@ def test_fused_ptx_gemm_combine_weight_gradients(
     built = build_gemm_combine(config, dataclasses.replace(sizes, may_drop=drops), capability)
     check(built, capability)
     check_flat(built, sizes.gemm, config.num_stages)
-    assert "serialized" not in built["report"], built["report"]  # products that do not overlap
+    assert "serialized" not in built["report"], built["report"]  # Matmuls that do not overlap.
     assert re.search(r"cp\.async\.bulk\.tensor\.4d\.shared", built["ptx"]), "rows and tokens do not come by TMA"
 
 
@@ -176,6 +176,6 @@ def test_fused_ptx_combine_weight_gradients(
     options = config.num_warps, config.num_stages, capability
     built = build("exchange_gemm", "combine_with_weight_gradient", types, constants(sizes), *options)
     check(built, capability)
-    assert "serialized" not in built["report"], built["report"]  # products that do not overlap
+    assert "serialized" not in built["report"], built["report"]  # Matmuls that do not overlap.
     assert capability != 90 or 2 * (built["shared"] + 1024) <= SHARED_BYTES + 1024
     assert re.search(r"cp\.async\.bulk\.tensor\.4d\.shared", built["ptx"]), "rows and tokens do not come by TMA"

@@ -1,4 +1,4 @@
-"""The grouped GEMM's kernels in the interpreter: every way to cover groups of every size, against NumPy."""
+"""The grouped GEMM kernels in the interpreter: all ways to cover groups of all sizes, against NumPy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WEIGHTS = {
     "stored by TMA in halves": WeightTiles(block_m=32, block_n=64, block_r=32, tma_store=True, store_parts=2),
     "stored in quarters": WeightTiles(block_m=32, block_n=64, block_r=32, store_parts=4),
 }
-# Rows past the groups are 13 more.
+# There are 13 more rows past the groups.
 GROUPS = {
     "remainders": [0, 1, 63, 64, 65, 127, 128, 129, 0],
     "one large": [300, 3, 0, 129],
@@ -45,11 +45,11 @@ GROUPS = {
     "all empty": [0, 0, 0],
 }
 SPARE = 13
-K, N = 40, 70  # not whole tiles, and N not whole 16-byte words
+K, N = 40, 70  # Not whole tiles, and N is not in whole 16-byte words.
 
 
 def bounds(sizes, num_rows):
-    """First row and end of each group, as the API reads any int32."""
+    """Return first row and end of each group, as the API interprets any int32."""
     ends = np.minimum(np.cumsum(np.maximum(np.asarray(sizes, np.int64), 0)), num_rows)
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
@@ -67,7 +67,7 @@ def weights(lhs, rhs, sizes):
 
 
 def integers(rng, *shape, dtype=jnp.bfloat16):
-    """Whose sums of products are exact in float32, in any order."""
+    """Draw small integers, whose sums of products are exact in float32 in any order."""
     return rng.integers(-3, 4, shape).astype(dtype)
 
 
@@ -118,7 +118,7 @@ def test_triton_gemm_weights(pool, rng, subtests, name):
 @pytest.mark.parametrize("transpose", [False, True], ids=["tokens first", "rows first"])
 @pytest.mark.slow(unless={"transpose": [False]})
 def test_triton_gemm_gathered_weight_gradient(pool, rng, subtests, transpose):
-    """Some rows have no token, which counts as zero; tokens that no row names, and rows past the groups, hold NaN."""
+    """Rows without a token count as zero; tokens without a row, and rows past the groups, hold NaN."""
     for groups, sizes in GROUPS.items():
         with subtests.test(groups):
             num_rows, num_tokens = sum(sizes) + SPARE, 70
@@ -145,7 +145,7 @@ def test_triton_gemm_result_dtypes(pool, rng, name):
 
 
 def test_triton_gemm_nan_stays_in_group(pool, rng):
-    """Tiles reach into the rows of the next group, which may hold anything."""
+    """Tiles extend into the rows of the next group, which are undefined."""
     sizes = [70, 0, 33, 130, 9]
     lhs, rhs = integers(rng, sum(sizes), K), integers(rng, sum(sizes), N)
     matrices = integers(rng, len(sizes), K, N)
@@ -166,7 +166,7 @@ def test_triton_gemm_nan_stays_in_group(pool, rng):
 
 @pytest.mark.parametrize("sizes", [[-5, 40, -1, 20], [90, 90, 90], [2**31 - 1, 2**31 - 1, 7], [-(2**31), 2**31 - 1]])
 def test_triton_gemm_invalid_sizes(pool, rng, sizes):
-    """Nothing is written, or read, outside of the arrays; negative sizes are 0, and the last row ends every group."""
+    """Nothing is read or written outside of the arrays; negative sizes are 0, and the last row ends every group."""
     lhs, rhs, other = integers(rng, 100, K), integers(rng, len(sizes), K, N), integers(rng, 100, N)
     np.testing.assert_array_equal(run_forward(lhs, rhs, sizes), forward(lhs, rhs, sizes))
     np.testing.assert_array_equal(run_weights(lhs, other, sizes), weights(lhs, other, sizes))

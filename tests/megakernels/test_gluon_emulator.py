@@ -22,7 +22,7 @@ _names = itertools.count()
 
 
 def load(path: Path) -> Any:
-    """Import a kernel's module, of which Triton reads the file."""
+    """Import a kernel's module from a file that Triton can read."""
     spec = importlib.util.spec_from_file_location(f"gluon_kernel_{next(_names)}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -33,7 +33,7 @@ def load(path: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def kernel(monkeypatch_module: pytest.MonkeyPatch) -> Any:
-    monkeypatch_module.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # where it is unset, Triton 3.9 warns
+    monkeypatch_module.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns if it is unset.
     return load(SOURCE).grouped_gemm_fp8
 
 
@@ -54,7 +54,7 @@ def multiply(
     seed: int,
     **constants: Any,
 ) -> float:
-    """Relative error of `[M, K]` rows in groups times `[G, N, K]`; NaN if an element is not written."""
+    """Return the relative error of grouped rows `[M, K]` times `[G, N, K]`; NaN if an element is not written."""
     groups, rows, steps = len(sizes), sum(sizes), k // 128
     lhs, rhs = (rng.standard_normal(s).astype(ml_dtypes.float8_e4m3fn) for s in ((rows, k), (groups, n, k)))
     padded = np.full(steps * rows + 128, 7.0, np.float32)
@@ -94,7 +94,7 @@ def multiply(
 )
 def test_fp8_grouped_gemm(kernel: Any, rng: Any, sizes: Any, k: int, n: int, programs: int, options: Any) -> None:
     error = multiply(kernel, rng, sizes, k, n, programs=programs, seed=int(rng.integers(1 << 30)), **options)
-    assert error < 3e-3  # bfloat16 rounds to 2**-9
+    assert error < 3e-3  # bfloat16 rounds to 2**-9.
 
 
 @pytest.mark.parametrize(
@@ -138,8 +138,8 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistake_is_found(mistake: str, tmp_path: Path, rng: np.random.Generator, kernel: Any) -> None:
-    """Each mistake gives an error, or numbers that are wrong, for one of a few orders."""
-    del kernel  # its fixture sets the environment
+    """Each mistake gives an error, or wrong numbers, for one of a few orders."""
+    del kernel  # Its fixture sets the environment.
     right, wrong = MISTAKES[mistake]
     text = SOURCE.read_text()
     assert text.count(right) >= 1, "the kernel has changed: update the mistake"

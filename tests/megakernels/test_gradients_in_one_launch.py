@@ -1,4 +1,4 @@
-"""The weight gradient in the launch of an exchange: the bits of two launches, however divided; where it is chosen."""
+"""The weight gradient fused with dispatch or combine: same bits as two launches, and the default choice."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def mesh() -> Iterator[jax.sharding.Mesh]:
 
 
 def sixteenths(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    """Products of such numbers have exact sums in float32, in any order: tiles of other shapes may have others."""
+    """Draw sixteenths, whose products have exact float32 sums in any order: tiles may differ in order."""
     return (rng.integers(-60, 61, shape) / 16).astype(BF16)
 
 
 def launches(layout: Layout, transposed: bool, mode: str, *, parts: bool) -> Any:
-    """`fn(ids, x, h, w)`: sums and products by one launch, or one less and, with `parts`, each by its own."""
+    """Return `fn(ids, x, h, w)`: sums and GEMMs in one launch, or in separate ones; with `parts`, each separately."""
     run: Any = registry.get("exchange_gemm", "triton")
     products = registry.get("grouped_gemm", "triton")
     options = Options("test", AXIS, ("triton",), schedule=Schedule(dispatch_mode="fused", combine_mode=mode))
@@ -65,7 +65,7 @@ def launches(layout: Layout, transposed: bool, mode: str, *, parts: bool) -> Any
         found = sums, gradient
         if not parts:
             return found
-        # One after the other: on the CPU the runtime would start what is independent in any order.
+        # Sequentially: on the CPU the runtime would start independent launches in any order.
         h = h + (found[0][0, 0] == 12345.678).astype(h.dtype)
         sums, _ = ops.run_combine(plan, transposed, h, None, w, handle, None)
         h = h + (sums[0, 0] == 12345.678).astype(h.dtype)
@@ -78,13 +78,13 @@ def operands(layout: Layout, transposed: bool, routing: str, rng: np.random.Gene
     sizes = (SHAPE.hidden, SHAPE.intermediate) if transposed else (SHAPE.intermediate, SHAPE.hidden)
     ids = ROUTINGS[routing](rng, 2, dataclasses.replace(SHAPE, num_tokens=layout.num_tokens))
     h = sixteenths(rng, 2, layout.capacity, SHAPE.intermediate)
-    if layout.alignment == 1:  # rows past the groups may hold anything
+    if layout.alignment == 1:  # Rows past the groups are undefined.
         for rank in range(2):
             h[rank, np.count_nonzero((ids >= 4 * rank) & (ids < 4 * rank + 4)) :] = np.nan
     return ids, sixteenths(rng, 2, layout.num_tokens, SHAPE.hidden), h, sixteenths(rng, 2, 4, *sizes)
 
 
-MODES = {  # and what says how they are divided
+MODES = {  # And the settings that divide them.
     "scatter": "gemm_combine_sizes",
     "serial": "combine_with_weight_gradient_sizes",
 }
@@ -107,7 +107,7 @@ def test_fused_weight_gradients_match_two_launches(name: str, mode: str, mesh: j
     for what, got, wanted in zip(("sums", "gradient"), joined, parts, strict=True):
         assert got.dtype == wanted.dtype and np.isfinite(wanted.astype(np.float32)).all()
         np.testing.assert_array_equal(got, wanted, err_msg=what)
-    if name != "alignment":  # where rows of padding hold numbers that no other rank knows
+    if name != "alignment":  # Padding rows hold numbers that no other rank knows.
         assert all(np.abs(array.astype(np.float32)).max() > 0 for array in joined)
 
 
@@ -116,7 +116,7 @@ def test_fused_weight_gradients_match_two_launches(name: str, mode: str, mesh: j
 def test_fused_weight_gradients_programs_and_tiles_same_bits(
     mode: str, mesh: jax.sharding.Mesh, rng: Any, monkeypatch: Any
 ) -> None:
-    """One program or several, which leave sums to the last one, or more than all to the first; other tiles."""
+    """One program, several that leave sums to the last one, or more than all for the first; other tiles."""
     chosen, launched = getattr(exchange_gemm, MODES[mode]), []
     gradient_sizes = exchange_gemm._gradient_sizes
     arguments = operands(LAYOUT, True, "zipf", rng)
@@ -143,7 +143,7 @@ def test_fused_weight_gradients_programs_and_tiles_same_bits(
 
 @pytest.mark.parametrize("function", ["moe", "dispatch_grouped_gemm"])
 def test_fused_weight_gradients_requested_launch_runs(function: str, mesh: jax.sharding.Mesh, monkeypatch: Any) -> None:
-    """By name against the model, and by the model where nothing is named."""
+    """By name against the cost model, and by the cost model as the default."""
     launched = gradient_launches(monkeypatch)
     kernels = {"scatter": "gemm_combine", "serial": "combine_with_weight_gradient"}
     for wanted, faster, number in ((True, False, 1), (False, True, 0), (None, False, 0), (None, True, 1)):
@@ -158,7 +158,7 @@ def test_fused_weight_gradients_requested_launch_runs(function: str, mesh: jax.s
 
 
 def gradient_launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Kernels of launches that have a weight gradient, from now on."""
+    """Record kernels of launches that include a weight gradient, from now on."""
     launched, launch = [], exchange_gemm.launch
 
     def note(kernel: Any, operands: Any, *rest: Any, **options: Any) -> Any:
@@ -171,7 +171,7 @@ def gradient_launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_fused_weight_gradients_frozen_weights(mesh: jax.sharding.Mesh, monkeypatch: Any) -> None:
-    """Whatever was asked for: none is made, and no tokens are kept, or sent again, for it."""
+    """With any schedule: no gradient is computed, and no tokens are saved or sent again for it."""
     launched = gradient_launches(monkeypatch)
     forms, dispatch, sent = [], exchange_gemm.dispatch_grouped_gemm, []
     again = exchange_gemm.dispatch_apart
@@ -207,13 +207,13 @@ def test_fused_weight_gradients_frozen_weights(mesh: jax.sharding.Mesh, monkeypa
 
 
 def layer_inputs(dtype: Any = BF16) -> tuple[np.ndarray, ...]:
-    """x, expert ids, router weights, and both matrices of two ranks."""
+    """Return x, expert ids, router weights, and both weights of two ranks."""
     matrices = np.ones((2, 2, 16, 32), dtype), np.ones((2, 2, 16, 16), dtype)
     return np.ones((2, 4, 16), dtype), np.zeros((2, 4, 1), np.int32), np.ones((2, 4, 1), np.float32), *matrices
 
 
 def gradients(function: str, **options: Any) -> Any:
-    """Gradients of tokens and of the first matrices."""
+    """Return gradients of tokens and of the first weights."""
 
     def fn(x: Any, ids: Any, weights: Any, w: Any, w_down: Any) -> Any:
         def loss(x: Any, w: Any) -> Any:
@@ -234,7 +234,7 @@ REFUSED = {
 
 
 def test_fused_weight_gradients_unsupported(mesh: jax.sharding.Mesh, subtests: pytest.Subtests) -> None:
-    """With True; with None the same call takes the parts."""
+    """True is an error; None uses separate launches."""
 
     def trace(function: str, dtype: Any, **options: Any) -> Any:
         return jax.eval_shape(harness.per_rank(gradients(function, **options), mesh), *layer_inputs(dtype))
@@ -253,12 +253,12 @@ def layout(ranks: int) -> Layout:
 @pytest.mark.parametrize(
     ("ranks", "sizes", "mode", "wanted"),
     [
-        (2, (4096, 7168), None, False),  # little travels: less than a hundredth to gain
+        (2, (4096, 7168), None, False),  # Little is sent: less than a hundredth to gain.
         (4, (4096, 7168), None, True),
-        (8, (4096, 7168), "scatter", False),  # the product hides what travels
+        (8, (4096, 7168), "scatter", False),  # The GEMM hides the communication.
         (8, (4096, 7168), "serial", True),
-        (4, (3072, 4096), None, True),  # Qwen3-235B
-        (8, (512, 4096), None, True),  # narrow experts: the rows take longer than the products
+        (4, (3072, 4096), None, True),  # Qwen3-235B.
+        (8, (512, 4096), None, True),  # Narrow experts: communication takes longer than the GEMMs.
     ],
 )
 def test_fused_weight_gradients_cost_model_choice(

@@ -1,4 +1,4 @@
-"""Heaps that grow while programs run, and programs that outlive their context. On GPUs of one process too."""
+"""Heaps that grow while programs run, and programs that outlive their context. Also on GPUs of one process."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def inputs(num_tokens: int = T) -> tuple[np.ndarray, np.ndarray]:
 
 
 def round_trip(x, ids):
-    """Every row to its experts and back: each token times its number of experts."""
+    """Dispatch and combine every row: each token times its number of experts."""
     d = jax_ep.dispatch(x, ids, num_experts=E, implementation="triton")
     return jax_ep.combine(d.tokens, d.handle, implementation="triton")
 
 
 def decode(x, ids):
-    """The same by the low-latency kernels, which use another part of the heap."""
+    """Compute the same with the low-latency kernels, which use another part of the heap."""
     options = {"implementation": "triton", "axis_name": harness.EXPERT}
     sizes = {"num_experts": E, "max_tokens_per_rank": x.shape[0]}
     d = jax_ep.low_latency_dispatch(x, ids, **sizes, quantize=False, **options)
@@ -52,7 +52,7 @@ def decode(x, ids):
 
 
 def lower(fn: Callable[..., Any], mesh: Mesh, num_tokens: int, hidden: int) -> None:
-    """Traces a program, which makes the heap large enough for it, and does not run it."""
+    """Trace a program, which grows the heap for it, without running it."""
     shapes = [(W, num_tokens, hidden), (W, num_tokens, K)]
     types = [jax.ShapeDtypeStruct(s, t) for s, t in zip(shapes, (jnp.float32, jnp.int32), strict=True)]
     jax.jit(harness.per_rank(fn, mesh)).lower(*types)
@@ -60,7 +60,7 @@ def lower(fn: Callable[..., Any], mesh: Mesh, num_tokens: int, hidden: int) -> N
 
 @pytest.mark.parametrize("fn", [round_trip, decode], ids=["data", "buffers"])
 def test_growth_while_program_runs(mesh, fn):
-    """A second thread traces programs that need ever more; the first goes on, in the heap with which it was traced."""
+    """A second thread traces ever larger programs; the first program keeps running in its original heap."""
     jax_ep.init(mesh, transport=TRANSPORT)
     x, ids = inputs()
     call = harness.compiled(fn, mesh)
@@ -93,7 +93,7 @@ def test_growth_while_program_runs(mesh, fn):
 
 
 def test_growth_concurrent_tracing(mesh):
-    """Each gets room for its own program, whichever of them grows the heap first."""
+    """Each thread gets room for its own program, whichever grows the heap first."""
     jax_ep.init(mesh, transport=TRANSPORT)
     failures = []
 
@@ -118,14 +118,14 @@ def test_growth_concurrent_tracing(mesh):
 @pytest.mark.parametrize("heap_bytes", [None, 8 << 20], ids=["growing", "fixed"])
 @pytest.mark.slow
 def test_growth_programs_in_later_context(mesh, heap_bytes):
-    """Also in a third, and those that found other generations; between contexts an error says what to do."""
+    """Also in a third context, and for programs of other generations; between contexts an error states the remedy."""
     jax_ep.init(mesh, transport=TRANSPORT, heap_bytes=heap_bytes)
     x, ids = inputs()
     calls = [harness.compiled(fn, mesh) for fn in (round_trip, decode)]
     for call in calls:
         np.testing.assert_array_equal(call(x, ids), K * x)
     if heap_bytes is None:
-        lower(round_trip, mesh, 1024, 4096)  # so that the next context has a larger heap under the old id
+        lower(round_trip, mesh, 1024, 4096)  # So that the next context has a larger heap under the old id.
     for _ in range(2):
         jax_ep.finalize()
         with pytest.raises(Exception, match=r"Call jax_ep\.init\(\).*jax\.clear_caches\(\)"):
@@ -140,14 +140,14 @@ def test_growth_programs_in_later_context(mesh, heap_bytes):
 
 @pytest.mark.parametrize("then_one_device", [False, True])
 def test_finalize_with_enqueued_work(mesh, then_one_device, monkeypatch):
-    """Programs of two devices, and those of one that take their results, end before the heap goes."""
+    """Programs of two devices, and single-device programs that take their results, end before the heap is freed."""
     jax_ep.init(mesh, transport=TRANSPORT, timeout_s=harness.PATIENCE_S)
     x, ids = inputs()
     call = jax.jit(harness.per_rank(round_trip, mesh))
     same, sizes = jnp.eye(H, dtype=jnp.bfloat16)[None], jnp.array([T], jnp.int32)
     alone = jax.jit(lambda x: jax_ep.grouped_gemm(x.astype(jnp.bfloat16), same, sizes, implementation="triton"))
     jax.block_until_ready([call(x, ids), alone(x[0])])
-    go = threading.Event()  # while `finalize` waits
+    go = threading.Event()  # While `finalize` waits.
     if TRANSPORT:
         worker, wait = context.heap("test")._memory.pool._workers[0], symmetric.wait_for_devices
         run = worker.run
@@ -178,7 +178,7 @@ def test_growth_later_context_too_small(mesh):
 
 @pytest.mark.slow
 def test_growth_context_ends_during_tracing(mesh, monkeypatch):
-    """What the thread has reserved is gone, and the new heap may be smaller."""
+    """The thread's reservation is gone, and the new heap may be smaller."""
     jax_ep.init(mesh, transport=TRANSPORT)
     reserve = context.reserve
 

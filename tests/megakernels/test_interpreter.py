@@ -1,4 +1,4 @@
-"""The interpreter pool: dtypes, kernels that talk across processes, order of launches, memory."""
+"""The interpreter pool: dtypes, kernels that communicate across processes, order of launches, memory."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_interpreter_conversions_round_to_nearest_even(pool, rng, name):
 
 
 def test_interpreter_asm_reads_before_writes():
-    """Compilers may keep a result in the register of an argument, unless they are told that it is written early."""
+    """Compilers may keep a result in the register of an argument, unless it is declared early-clobber."""
     found = 0
     names = [f"{p.__name__}.{m.name}" for p in (kernels, formats_kernels) for m in pkgutil.iter_modules(p.__path__)]
     constants = ((name, x) for name in names for x in vars(importlib.import_module(name)).values())
@@ -77,7 +77,7 @@ def test_interpreter_asm_reads_before_writes():
 
 
 def test_interpreter_asm_adjacent_elements(pool, rng):
-    """Two bytes whose results share a register; the other two that are made at a time lie elsewhere."""
+    """Two bytes whose results share a register are adjacent; the other two of a pack come from other positions."""
     x = rng.integers(0, 256, 64).astype(np.uint8)
 
     def widened(first, second):
@@ -104,7 +104,7 @@ def test_interpreter_exchange_between_processes(pool, mesh4, rng, check_vma, com
     y = (jax.jit(fn) if compile_it else fn)(ranks(), np.full(W, 5, np.int32), heap_tables(pool), x)
     np.testing.assert_array_equal(np.asarray(y), x.swapaxes(0, 1))
     flags = [pool.heap(worker)[: 4 * W].view(np.int32).tolist() for worker in range(W)]
-    assert flags == [[5] * W] * W  # the heaps of this process are those of the workers
+    assert flags == [[5] * W] * W  # The heaps mapped in this process are those of the workers.
 
 
 def test_interpreter_group_of_two_axes(pool, rng):
@@ -119,7 +119,7 @@ def test_interpreter_worker_per_device(pool, rng):
     mesh = Mesh(np.array([jax.devices()[i] for i in (3, 1, 0, 2)]), (harness.EXPERT,))
     x = rng.standard_normal((W, W, H)).astype(np.float32)
     order = np.array([3, 1, 0, 2])
-    # Addresses of each device's own view, heaps in the order of the mesh: a wrong worker would read a wrong mapping.
+    # Addresses of each device's own view, heaps in mesh order: a wrong worker would read a wrong mapping.
     tables = heap_tables(pool)[order][:, order]
     y = harness.run(exchange, mesh, ranks(), np.ones(W, np.int32), tables, x)
     np.testing.assert_array_equal(y, x.swapaxes(0, 1))
@@ -129,7 +129,7 @@ def test_interpreter_worker_per_device(pool, rng):
 
 
 def test_interpreter_concurrent_groups(pool, rng):
-    """The devices of two programs overlap in one device, whose launches of a site are not equally many."""
+    """The devices of two programs overlap in one device, which launches a site more often than the others."""
     meshes = [Mesh(np.array(jax.devices())[list(pair)], (harness.EXPERT,)) for pair in ((0, 1), (1, 2))]
 
     def fn(x):
@@ -168,7 +168,7 @@ def test_interpreter_launch_order(pool, mesh4, rng):
     tables = heap_tables(pool)
 
     def both(rank, epoch, heaps, x):
-        # Whichever of them the ranks' runtimes come to first: each waits in its kernel for all peers.
+        # Whichever the ranks' runtimes reach first: each waits in its kernel for all peers.
         return jnp.stack([exchange(rank, epoch, heaps, x[i], base) for i, base in enumerate(BASES)])
 
     compiled = harness.compiled(both, mesh4)
@@ -211,12 +211,12 @@ def test_interpreter_poll_timeout(pool, mesh4):
         return launch(kernel("exchange", "wait"), (rank, heaps), (result,), Config(1), constants)[0]
 
     seen = harness.run(fn, mesh4, ranks(), heap_tables(pool))
-    np.testing.assert_array_equal(seen[:, 0], ranks() == 0)  # the scalar poll looks at flag 0
+    np.testing.assert_array_equal(seen[:, 0], ranks() == 0)  # The scalar poll looks at flag 0.
     np.testing.assert_array_equal(seen[:, 1:], np.eye(W))
 
 
 def test_interpreter_more_heaps_and_reset(pool, mesh4, rng):
-    """Heaps that come later leave those before them where they are, with what they hold."""
+    """New heaps leave earlier ones in place, with their content."""
     x = rng.standard_normal((W, W, H)).astype(np.float32)
     run = harness.compiled(exchange, mesh4)
     tables, size = heap_tables(pool), pool.heap(0).size

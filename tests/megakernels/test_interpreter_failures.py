@@ -25,8 +25,9 @@ from jax_ep.core.kernel import Config
 from jax_ep.interpreter import activity
 from jax_ep.megakernels.launch import launch
 
-LONG_S = 1000.0  # beyond the time limit of a test
-STOPPED = "the launch failed on another worker"  # what its peers say, whose error XLA may show in place of the first
+LONG_S = 1000.0  # Beyond the time limit of a test.
+# The error of its peers, which XLA may report instead of the first one.
+STOPPED = "the launch failed on another worker"
 
 
 def test_interpreter_kernel_raises(pool, mesh4, after_failures):
@@ -51,12 +52,12 @@ def test_interpreter_failure_stops_peers(pool, mesh4, after_failures, monkeypatc
     start = time.perf_counter()
     with pytest.raises(Exception, match=f"the limit is reached|{STOPPED}"):
         jax.block_until_ready(jax.jit(harness.per_rank(fn, mesh4))(ranks(), heap_tables(pool), ranks()[:, None]))
-    pool.reset()  # waits until the others have stopped too
+    pool.reset()  # Waits until the others have stopped too.
     assert time.perf_counter() - start < LONG_S, "the others waited for the rank that failed"
 
 
 def wait_for_ever(mesh4):
-    """A compiled call of a kernel that waits for flags which nobody sets."""
+    """Compile a call of a kernel that waits for flags that are never set."""
 
     def fn(rank, heaps):
         result = jax.ShapeDtypeStruct((1 + W,), jnp.int32)
@@ -67,7 +68,7 @@ def wait_for_ever(mesh4):
 
 
 def until(condition):
-    """Returns once `condition` holds; that it never does is for the test's time limit."""
+    """Return once `condition` holds; the test's time limit ends it otherwise."""
     while not condition():
         time.sleep(0.01)
 
@@ -78,7 +79,7 @@ def all_wait(pool) -> bool:
 
 @contextlib.contextmanager
 def own_pool(num_workers: int = W, heap_bytes: int = HEAP_BYTES):
-    """A pool of the test's own, whose workers may die; gone after it."""
+    """A separate pool, whose workers may die; closed after the test."""
     pool = interpreter.Pool(num_workers, heap_bytes)
     interpreter.set_pool(pool)
     try:
@@ -120,7 +121,7 @@ def test_interpreter_stopped_worker_is_killed(mesh4, after_failures):
 
 @pytest.mark.slow
 def test_interpreter_waits_count_idle_time():
-    """Worker 0 waits for 0.2 s; worker 1 is on its way for longer, then looks, then has given up, then is gone."""
+    """Worker 0 waits for 0.2 s; worker 1 works longer, then polls, then has given up, then is gone."""
     words = [np.zeros(activity.NUM_WORDS, np.int64) for _ in range(2)]
     for own in words:
         own[[activity.PID, activity.LAUNCHES]] = os.getpid(), 1
@@ -135,7 +136,7 @@ def test_interpreter_waits_count_idle_time():
         wait.succeeded()
         return False
 
-    assert not expires()  # the other has its launch before it
+    assert not expires()  # The other worker has an earlier launch.
     activity.begin(words[1])
     assert not expires()
     words[1][activity.STATE] = activity.WAITING
@@ -219,7 +220,7 @@ def test_interpreter_missing_devices():
 
 
 def test_interpreter_busy_device_is_not_missing():
-    """What it does is a launch with another device, which goes on for longer than others wait for it."""
+    """The device runs a launch with another device, longer than the others' timeout."""
     pool = interpreter.Pool(3, 64)
     pool.timeout_s = 0.2
     held = threading.Event()
@@ -230,7 +231,7 @@ def test_interpreter_busy_device_is_not_missing():
         until(lambda: pool._queues[1])
         calls.append(executor.submit(pool.launch, REQUEST, worker=0, group_size=2, site=1))
         time.sleep(1)
-        pool.timeout_s = LONG_S  # what comes now is in time however slow the machine is
+        pool.timeout_s = LONG_S  # Later launches are in time on any machine.
         held.set()
         calls.append(executor.submit(pool.launch, REQUEST, worker=1, group_size=2, site=1))
         assert [call.result() for call in calls] == [[bytes(4)]] * 4
@@ -245,7 +246,7 @@ def test_interpreter_timeout_of_context(mesh4):
 
 
 def start(program: str) -> subprocess.Popen[str]:
-    """A program that has said "ready", at the head of a process group."""
+    """Start a program in a new process group, and wait until it prints "ready"."""
     path = os.pathsep.join([str(FOLDER.parents[2]), str(FOLDER.parent), str(FOLDER.parents[1] / "helpers")])
     process = subprocess.Popen(
         [*harness.STRICT_PYTHON, "-c", program],
@@ -280,14 +281,14 @@ jax.block_until_ready(run(ranks(), heap_tables(pool)))
 
 @pytest.mark.slow
 def test_interpreter_interrupt_one_traceback():
-    """A terminal sends it to all processes of the program, whose main thread waits for the kernels meanwhile."""
+    """A terminal sends it to all processes of the program, whose main thread waits for the kernels."""
     process = start(INTERRUPTED)
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate()
     assert process.returncode in (1, -signal.SIGINT)
     assert len(output.splitlines()) < 20, output
     assert len(re.findall(r"^(KeyboardInterrupt|jax\.errors\.\w+)\b", output, re.MULTILINE)) == 1, output
-    with pytest.raises(ProcessLookupError):  # nobody of the group is left
+    with pytest.raises(ProcessLookupError):  # No process of the group is left.
         os.killpg(process.pid, 0)
 
 

@@ -1,4 +1,4 @@
-"""Every kernel through jax-triton: it makes code of them, on machines without GPUs too."""
+"""Every kernel through jax-triton, which compiles them also on machines without GPUs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Array = jax.ShapeDtypeStruct
 FP8, I32 = np.dtype(jnp.float8_e4m3fn), np.dtype(np.int32)
 T, K, E, H, INNER = 64, 4, 8, 256, 128
 TRITON = {"implementation": "triton"}
-# Kernels, as they are named here.
+# Kernels by name.
 EXCHANGE = {"plan.plan", "dispatch.dispatch", "combine.combine"}
 PRODUCTS = {"grouped_gemm.grouped_gemm", "grouped_gemm.weight_gradient"}
 ACTIVATION = {"activation.weighted_activation", "activation.weighted_activation_gradient"}
@@ -54,7 +54,7 @@ TOKENS = Array((T, H), BF16), Array((T, K), I32), Array((T, K), F32)
 
 
 def layer(matrices: Any = None, *, num_local: int = E // 2) -> tuple[Any, ...]:
-    """Arguments of `moe` of one rank."""
+    """Return arguments of `moe` for one rank."""
     shapes = Array((num_local, H, 2 * INNER), BF16), Array((num_local, INNER, H), BF16)
     return *TOKENS, *(shapes if matrices is None else (jax.eval_shape(matrices, w) for w in shapes))
 
@@ -87,7 +87,7 @@ BESIDE = Schedule(dispatch_mode="fused", combine_mode="serial", fuse_weight_grad
 SERIAL = Schedule(dispatch_mode="serial", combine_mode="serial", fuse_weight_gradients=False)
 ONE_LAUNCH = Schedule(single_launch=True)
 
-# name: (function of one rank, its arguments, kernels among those that it launches)
+# name: (function of one rank, its arguments, kernels among those that it launches).
 CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], set[str]]] = {
     "serial": (gradient(moe(schedule=SERIAL), 0, 2, 3, 4), layer(), EXCHANGE | PRODUCTS | ACTIVATION),
     "fused": (gradient(moe(schedule=FUSED), 0, 2, 3, 4), layer(), SENDS | {"exchange_gemm.gemm_combine"}),
@@ -168,7 +168,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def launched(mesh: jax.sharding.Mesh, monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Kernels that are launched through jax-triton from here on."""
+    """Record kernels that are launched through jax-triton from now on."""
     found: set[str] = set()
 
     def record(kernel: Kernel, *arguments: Any, **options: Any) -> Any:
@@ -177,13 +177,13 @@ def launched(mesh: jax.sharding.Mesh, monkeypatch: pytest.MonkeyPatch) -> set[st
 
     launch = jax_triton.launch_kernel
     monkeypatch.setattr(jax_triton, "launch_kernel", record)
-    jax.clear_caches()  # what another test has traced
+    jax.clear_caches()  # Traces of other tests.
     return found
 
 
 @pytest.fixture
 def compiled(mesh: jax.sharding.Mesh, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """PTX of the kernels that jax-triton compiles from here on; it keeps what earlier tests have compiled."""
+    """Record the PTX of kernels that jax-triton compiles from now on; it caches those of earlier tests."""
     library = sys.modules["jax_triton.triton_lib"].triton_kernel_call_lib
     make, found = library.TritonKernel, list[str]()
 
@@ -196,7 +196,7 @@ def compiled(mesh: jax.sharding.Mesh, monkeypatch: pytest.MonkeyPatch) -> list[s
 
 
 def assemble(ptx: str, folder: Path) -> str:
-    """The assembler's report."""
+    """Return the assembler's report."""
     import triton
 
     source = folder / "kernel.ptx"
@@ -206,7 +206,7 @@ def assemble(ptx: str, folder: Path) -> str:
 
 
 def lower(fn: Callable[..., Any], mesh: jax.sharding.Mesh, arguments: Any) -> Any:
-    """A per-rank function for CUDA devices."""
+    """Lower a per-rank function for CUDA devices."""
     stacked = jax.tree.map(lambda x: Array((mesh.size, *x.shape), x.dtype), arguments)
     return jax.jit(harness.per_rank(fn, mesh)).trace(*stacked).lower(lowering_platforms=("cuda",))
 
@@ -226,14 +226,14 @@ def test_jax_triton_kernels(
 
 
 def test_jax_triton_in_place_counters(mesh: jax.sharding.Mesh, launched: set[str], on_hopper: None) -> None:
-    """XLA must know of it: the zeros that they are at first may be a constant."""
+    """XLA must know about in-place updates: the initial zeros may be a constant."""
     fn, arguments, _ = CASES["one launch"]
     calls = [line for line in lower(fn, mesh, arguments).as_text().splitlines() if "@triton_kernel_call_ffi" in line]
     assert ["output_operand_aliases = [#" in line for line in calls].count(True) == 1
 
 
 def test_jax_triton_transformations(mesh: jax.sharding.Mesh, launched: set[str], on_hopper: None) -> None:
-    """Layers in a scan, each computed again in the backward pass; and a launch per element of a batch."""
+    """Layers in a scan, each recomputed in the backward pass, and a launch per element of a batch."""
     x, ids, weights, w_gate_up, w_down = layer()
 
     def layers(x: Any, ids: Any, weights: Any, *matrices: Any) -> Any:
@@ -262,7 +262,7 @@ def test_jax_triton_on_cpu_uses_interpreter(mesh: jax.sharding.Mesh, rng: np.ran
 
 
 def use_of_one_result(x: Any) -> Any:
-    """A call of jax-triton of which a jitted function returns one of two results, and one of which it returns none."""
+    """Call jax-triton in jitted functions of which one uses one of two results, and one uses none."""
 
     def call(x: Any) -> Any:
         options = {"grid": (1,), "compute_capability": 90, "backend_options": jax_triton._compiler_options(Config(1))}
@@ -275,7 +275,7 @@ def use_of_one_result(x: Any) -> Any:
 
 @pytest.fixture
 def rules() -> Iterator[dict[Any, Any]]:
-    """The dead-code rules of JAX, which the test may change."""
+    """JAX's dead-code rules, which the test may change."""
     rules = partial_eval.dce_rules
     saved = dict(rules)
     yield rules
@@ -288,7 +288,7 @@ def primitive() -> Any:
 
 
 def test_jax_triton_dce_rule_adapted(rules: dict[Any, Any]) -> None:
-    """Dead code goes through the rule in jitted functions, in the bodies of scans, and with a Ref."""
+    """Dead-code elimination runs in jitted functions, in the bodies of scans, and with a Ref."""
 
     def loss(x: Any) -> Any:
         ref = jax.new_ref(x)
@@ -356,7 +356,7 @@ def test_jax_triton_result_descriptors_unsupported() -> None:
 
 
 def test_launcher_change_drops_traces(no_context: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Jitted functions hold launches; they must not outlive the choice."""
+    """Jitted functions contain launches and must not outlive the choice."""
     monkeypatch.setattr(jax_triton, "check", lambda: None)
     seen = []
     fn = jax.jit(lambda x: (seen.append(context.launcher()), x + 1)[1])
@@ -368,7 +368,7 @@ def test_launcher_change_drops_traces(no_context: None, monkeypatch: pytest.Monk
 
 
 def stripped(ptx: str) -> str:
-    """Without the lines of sources, and without the names that come from them."""
+    """Remove source locations and names derived from them."""
     lines = (line for line in ptx.splitlines() if not re.match(r"\s*(\.loc|\.file|//|\$L__)", line))
     return re.sub(r"\$L__\w+|\s*//.*", "", "\n".join(lines).split(".section")[0])
 

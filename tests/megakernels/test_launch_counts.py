@@ -1,4 +1,4 @@
-"""Which launches an exchange with router weights consists of: those of the tokens, and none for weights alone."""
+"""The launches of a dispatch with router weights: those for tokens, and none for weights alone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def layer(**options: Any) -> Any:
 MODES = {"dispatch_mode": "fused", "combine_mode": "scatter", "fuse_weight_gradients": None}
 SERIAL = {"dispatch_mode": "serial", "combine_mode": "serial", "fuse_weight_gradients": None}
 FP8 = {"wire_dtype": jnp.float8_e4m3fn}
-# Forward, and both passes: tokens are sent again for the gradient of the first matrices.
+# Forward, and both passes: tokens are sent again for the gradient of the first weights.
 PROGRAMS: dict[str, tuple[Any, dict[str, int], dict[str, int]]] = {
     "dispatch, combine": (round_trip, {"dispatch": 1, "combine": 1}, {"dispatch": 2, "combine": 2}),
     "one launch": (

@@ -1,7 +1,7 @@
-"""The low-latency kernels and a peer that is late, does not come, or dies: right results, or errors that name it.
+"""The low-latency kernels with a late, missing or dying peer: correct results, or errors that name the peer.
 
-What becomes of a rank is staged by its worker, which is stopped before a kernel, and goes on, or dies, when its peer
-has come to the state that the test is about. So no speed of the machine changes an outcome.
+Worker processes stage the states of ranks: one is stopped before a kernel, and continues or dies when its peer has
+reached the required state. So the outcome does not depend on the machine's speed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CASES = [
     ("low_latency_combine", "many tokens"),
     ("low_latency_gemm_combine", "few tokens"),
 ]
-# What stands in a result before a kernel writes it. As a row number it lies far outside of every buffer.
+# Content of a result before a kernel writes it. As a row number it is far outside of every buffer.
 POISON = 0x01
 
 
@@ -47,7 +47,7 @@ def choose(way: str, patch: pytest.MonkeyPatch) -> None:
 
 
 class Program:
-    """A program with the kernel, compiled for the context that there is."""
+    """A program with the kernel, compiled for the current context."""
 
     def __init__(self, name: str, mesh: Mesh, rng: np.random.Generator) -> None:
         self._is_fused = name == "low_latency_gemm_combine"
@@ -59,13 +59,13 @@ class Program:
             self._call = harness.compiled(kernels.round_trip(kernels.SHAPE, 7), mesh)
 
     def run(self) -> None:
-        """Fails unless the results are right."""
+        """Run the program, and fail unless the results are right."""
         results = self._call(*self._problem.args)
         self._problem.check(results) if self._is_fused else self._problem.check(*results)
 
 
 class Stage:
-    """Lets something happen to worker 1 before its next launch of a kernel, and keeps what the launches return."""
+    """Run an action in worker 1 before its next launch of a kernel, and record the results of launches."""
 
     def __init__(self, name: str, before: Callable[[interpreter.Pool], None], patch: pytest.MonkeyPatch) -> None:
         self.pool: interpreter.Pool = context.heap("test")._memory.pool
@@ -93,12 +93,12 @@ DTYPES = {"i32": np.dtype(np.int32), "fp32": np.dtype(np.float32), "bf16": np.dt
 
 
 def state(pool: interpreter.Pool) -> int:
-    """What worker 0 is doing."""
+    """Return the activity of worker 0."""
     return int(pool._activity[0][activity.STATE])
 
 
 def stopped_until(wanted: int, then: int) -> Callable[[interpreter.Pool], None]:
-    """Stops worker 1 until worker 0 is in a state, and sends a signal then."""
+    """Stop worker 1 until worker 0 reaches a state, then send a signal."""
 
     def before(pool: interpreter.Pool) -> None:
         pid = pool._workers[1].process.pid
@@ -114,7 +114,7 @@ def stopped_until(wanted: int, then: int) -> Callable[[interpreter.Pool], None]:
 
 
 def believe_in_other_launches(pool: interpreter.Pool) -> None:
-    """Rank 1 takes part in a launch that is not the one of rank 0: neither comes to the other's."""
+    """Make rank 1 take part in another launch than rank 0, so that neither reaches the other's."""
     heap = context.heap("test")
     harness.words_of(heap, heap.buffers, 1)[64 + heap.layout.num_devices] += 2
 
@@ -132,7 +132,7 @@ def test_low_latency_late_peer(two_ranks: Mesh, rng: Any, monkeypatch: pytest.Mo
 
 
 def check_story(name: str, story: str) -> None:
-    """It names the operation and both ranks, of which each may have waited for the other."""
+    """Check that the message names the operation and both ranks, either of which may have waited for the other."""
     said = re.search(r"rank (\d+) timed out after 1 s in (\w+) .*waiting for rank (\d+)", story)
     assert said, story
     assert sorted([said[1], said[3]]) == ["0", "1"]
@@ -159,16 +159,16 @@ def test_low_latency_missing_peer(
     after_failures: None,
     caplog: Any,
 ) -> None:
-    """And what the launch returns cannot be taken for a result; the interpreter looks for what is written beside it."""
+    """Results of the launches must not look valid; the interpreter detects writes out of bounds."""
     choose(way, monkeypatch)
     program, heap = Program(name, two_impatient_ranks, rng), context.heap("test")
     program.run()
     with monkeypatch.context() as patch:
         stage = Stage(name, MISSING[how], patch)
         error = outcome(program.run)
-    # The check of a later call reports it, if the check of this one came too early.
+    # If the check of this call ran too early, that of a later call reports it.
     error = error if "timed out" in error else outcome(program.run)
-    # It tells of one of the ranks; the other may have come further before it waited for the first.
+    # It names one of the ranks; the other may have progressed further before it waited.
     check_story(name if name in error else "low_latency_combine", error)
     story = heap.failure()
     assert story is not None
@@ -177,18 +177,18 @@ def test_low_latency_missing_peer(
         context.heap(name)
     assert not caplog.records
     jax_ep.finalize()
-    assert story in caplog.text  # for programs that end before a check could tell
-    # Of a dispatch, each expert has one row, which is poisoned, so that what is computed with it is no zero.
+    assert story in caplog.text  # For programs that end before a check could report it.
+    # In a dispatch, each expert has one poisoned row, so that results computed from it are not zero.
     numbers = {2: 1, 4: 0, 5: 0} if name == "low_latency_dispatch" else {}
     for index, result in enumerate(stage.results[0]):
         if result.dtype == np.int32:
             np.testing.assert_array_equal(result, numbers.get(index, -1))
-        elif len(result) > 1:  # not what stands for scales that there are none of
+        elif len(result) > 1:  # Not the placeholder for missing scales.
             assert np.isnan(result.astype(np.float32)).all()
 
 
 def outcome(call: Callable[[], None]) -> str:
-    """The text of the error that a call ends in; wrong results are none, where nothing has told of the failure yet."""
+    """Return the text of the error that a call raises; wrong results are an error only if no failure was reported."""
     try:
         call()
     except AssertionError:
@@ -208,7 +208,7 @@ def test_low_latency_killed_peer(
     program.run()
     with monkeypatch.context() as patch:
         stage = Stage(name, stopped_until(activity.WAITING, then=signal.SIGKILL), patch)
-        # XLA tells of one device: of worker 1, or of worker 0, which was stopped because of that.
+        # XLA reports one device: worker 1, or worker 0, which was stopped because of it.
         with pytest.raises(Exception, match=f"died with exit code -9|{STOPPED}"):
             program.run()
     died = rf"kernel {name}, worker 1 \(process \d+\) died with exit code -9"

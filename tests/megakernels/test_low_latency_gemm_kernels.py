@@ -1,4 +1,4 @@
-"""The kernel that multiplies and combines: one launch, any number of programs, other launches around it, failures."""
+"""The fused GEMM + combine kernel: one launch, any number of programs, interleaved launches, failures."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_low_latency_gemm_one_launch_any_num_programs(monkeypatch, mesh, rng, pr
 
 @pytest.mark.slow
 def test_low_latency_gemm_interleaved_groups(mesh, rng):
-    """Every kernel finds the control words as it needs them, and pairs of devices have their own halves."""
+    """Every kernel finds consistent control words, and pairs of devices have separate halves."""
     jax_ep.finalize()
     jax_ep.init(transport="shared_memory")
     others = Mesh(np.array(jax.devices())[[1, 2]], (harness.EXPERT,))

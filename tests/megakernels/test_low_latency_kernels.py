@@ -1,4 +1,4 @@
-"""The low-latency kernels: every routing in both of their ways, the halves of the area, its growth, and failures."""
+"""The low-latency kernels: every routing with both algorithms, the halves of the area, its growth, and failures."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def round_trip(shape: Shape, max_tokens: int) -> Any:
 
 
 class Problem:
-    """Inputs of one round trip, and what must come of them."""
+    """Inputs of one round trip, and its expected results."""
 
     def __init__(self, rng: np.random.Generator, routing: str, num_ranks: int, shape: Shape, max_tokens: int) -> None:
         self.ids = ROUTINGS[routing](rng, num_ranks, shape)
         self.weights = integers(rng, *self.ids.shape)
-        # The weights of slots that have no expert are nobody's.
+        # The weights of assignments without an expert are ignored.
         self.weights[(self.ids < 0) | (self.ids >= shape.num_experts)] = np.nan
         self.x = reals(rng, num_ranks, shape.num_tokens, shape.hidden, dtype=BF16)
         self.shape, self.max_tokens = shape, max_tokens
@@ -101,7 +101,7 @@ def test_low_latency_kernels_routings_both_algorithms(monkeypatch, mesh, rng, su
 @pytest.mark.parametrize("quantize", [False, True])
 @pytest.mark.slow(unless={"way": ["many tokens"], "quantize": [True]})
 def test_low_latency_kernels_fp8_and_float32(monkeypatch, mesh, rng, way, quantize):
-    """The bits of quantisation are those of XLA; sums of rows that were rounded to FP8 stay within its bound."""
+    """Quantization matches XLA bit for bit; sums of rows rounded to FP8 stay within their bound."""
     comparisons, rows = WAYS[way]
     monkeypatch.setattr(low_latency, "_MOST_COMPARISONS", comparisons)
     monkeypatch.setattr(low_latency, "_MOST_ROWS", rows)
@@ -128,7 +128,7 @@ def test_low_latency_kernels_fp8_and_float32(monkeypatch, mesh, rng, way, quanti
     (tokens, scales, back, _), (want, want_scales, want_back, magnitudes) = harness.run(fn, mesh, x, ids, weights, y)
     np.testing.assert_array_equal(tokens, want)
     np.testing.assert_array_equal(scales, want_scales)
-    # Both round: the one the rows, the other their sums on a rank, each to 2^-4 of what it rounds.
+    # Both round to 2^-4: one the rows, the other their sums on a rank.
     bound = 1e-5 + (magnitudes / 8 if quantize else 0)
     np.testing.assert_array_less(np.abs(back - want_back), bound)
 
@@ -157,9 +157,9 @@ def test_low_latency_kernels_other_dtypes(monkeypatch, float64, mesh, rng, way, 
 
 @pytest.mark.slow
 def test_low_latency_kernels_overlapping_groups(mesh, rng):
-    """Pairs of devices have their own halves: launches of other groups and other sizes may come in between."""
+    """Pairs of devices have separate halves, so launches of other groups and sizes may come in between."""
     jax_ep.finalize()
-    jax_ep.init(transport="shared_memory")  # without a mesh: the group is not known before a program runs
+    jax_ep.init(transport="shared_memory")  # Without a mesh: the ep_group is not known before a program runs.
     others = Mesh(np.array(jax.devices())[[1, 2]], (harness.EXPERT,))
     four = harness.make_mesh((4,), (harness.EXPERT,))
     small, large = SHAPE, Shape(num_tokens=20, top_k=2, num_experts=8, hidden=48)
@@ -186,7 +186,7 @@ def test_low_latency_kernels_programs_before_growth(mesh, rng):
     assert after.buffer_bytes >= before.buffer_bytes * 3 // 2
     assert after.id > before.id
     first.check(*call(*first.args))
-    data = np.zeros((2, 100, 4096), np.float32)  # and the data area beside it
+    data = np.zeros((2, 100, 4096), np.float32)  # And the data area next to it.
     harness.run(lambda x, ids: jax_ep.dispatch(x, ids, num_experts=8, implementation="triton").tokens, mesh, data,
                 np.zeros((2, 100, 1), np.int32))  # fmt: skip
     first.check(*call(*first.args))
@@ -200,7 +200,7 @@ def test_low_latency_kernels_fixed_heap():
     problem = Problem(rng, "uniform", 2, SHAPE, 7)
     call = harness.compiled(round_trip(SHAPE, 7), mesh)
     needed = 2_110_000
-    for name in ("dispatch", "combine"):  # each has buffers of a size of its own
+    for name in ("dispatch", "combine"):  # Each has buffers of its size.
         jax_ep.init(mesh, transport="shared_memory", heap_bytes=needed)
         with pytest.raises(
             ValueError, match=rf"low_latency_{name}: .*heap_bytes={needed} per device.*needs \d+"
@@ -215,7 +215,7 @@ def test_low_latency_kernels_fixed_heap():
 
 def test_low_latency_kernels_few_or_no_tokens(mesh, rng):
     shape = Shape(num_tokens=3, top_k=2, num_experts=4, hidden=8)
-    problem = Problem(rng, "uniform", 2, shape, 700)  # slots past T are cleared by several tasks
+    problem = Problem(rng, "uniform", 2, shape, 700)  # Assignments past T are cleared by several tasks.
     problem.check(*harness.run(round_trip(shape, 700), mesh, *problem.args))
     empty = [a[:, :0] for a in problem.args[:3]]
     d, back = harness.run(round_trip(shape, 700), mesh, *empty, problem.y)
@@ -261,7 +261,7 @@ def test_low_latency_kernels_unsupported_uses_xla(mesh, rng, hidden, max_tokens,
         jax.eval_shape(harness.per_rank(round_trip(shape, max_tokens), mesh), *problem.args)
     options = {"num_experts": 4, "max_tokens_per_rank": max_tokens, "quantize": False}
 
-    def fn(x, ids, weights):  # the way back must understand the handle, whoever made it
+    def fn(x, ids, weights):  # Combine must accept the handle of any implementation.
         d = jax_ep.low_latency_dispatch(x, ids, **options)
         return jax_ep.low_latency_combine(d.tokens.repeat(8, axis=2), ids, weights, d.handle)
 

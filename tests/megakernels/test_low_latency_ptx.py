@@ -1,4 +1,4 @@
-"""The low-latency kernels compile to PTX without a GPU, for few tokens and for many: 16-byte accesses, no spills."""
+"""The low-latency kernels compile to PTX without a GPU, for few and many tokens: 16-byte accesses, no spills."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jax_ep.types import Layout, Schedule
 
 W, E, K, H = 4, 256, 8, 7168
 BF16, FP8 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float8_e4m3fn)
-PROGRAMS = 264  # of an H200
+PROGRAMS = 264  # Of an H200.
 CASES = [(90, 1, False), (90, 1, True), (90, 128, False), (90, 128, True), (100, 128, True), (80, 128, False)]
 
 
@@ -29,7 +29,7 @@ def built(name: str, num_tokens: int, fp8: bool, capability: int) -> Any:
     sizes = low_latency.layout_sizes(layout, num_tokens, H)
     types: dict[str, Any] = {"peers": Peers("*i32", "*i64")}
     parts = {"values_offset": num_tokens * H * wire.itemsize, "scales_offset": num_tokens * K * scales * 4}
-    # The tuning of a CPU has fewer programs, and so another order of tasks.
+    # The tuning for a CPU has fewer programs, and so another task order.
     lag = min(num_tokens, PROGRAMS // 4)
     if name == "dispatch":
         _, tile = low_latency.dispatch_tile(Schedule(), layout, num_tokens, H, BF16, wire, scales)

@@ -25,8 +25,8 @@ from jax_ep.types import Layout
 from oracle_experts import GPT_OSS
 
 G, M, K, N, INNER = 64, 512, 7168, 4096, 2048
-SHARED_BYTES = 227 << 10  # of a multiprocessor
-# Tokens of one rank of four, and the rows an expert expects of them.
+SHARED_BYTES = 227 << 10  # Of a multiprocessor.
+# Tokens of one rank of four, and the expected rows per expert.
 EXPECTED = {16: 4, 32: 16, 64: 32, 128: 64}
 
 
@@ -59,7 +59,7 @@ def test_masked_ptx_gemm(capability: int, block_m: int, fp8: bool, out: str) -> 
     assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]
     assert "serialized" not in built["report"], built["report"]
     assert built["scratch"] == 0
-    assert tiles.programs * (built["shared"] + 1024) <= SHARED_BYTES + 1024  # 1 KB of each program is the driver's
+    assert tiles.programs * (built["shared"] + 1024) <= SHARED_BYTES + 1024  # The driver needs 1 KB per program.
     registers = int(re.findall(r"Used (\d+) registers", built["report"])[0])
     assert tiles.programs * tiles.num_warps * 32 * registers <= 65536
     assert tiles.num_stages >= 3
@@ -70,7 +70,7 @@ def test_masked_ptx_gemm(capability: int, block_m: int, fp8: bool, out: str) -> 
 @pytest.mark.parametrize("block_m", EXPECTED)
 @pytest.mark.slow(unless={"block_m": [128], "bias": [True]})
 def test_masked_ptx_gemm_combine(block_m: int, fp8: bool, bias: bool) -> None:
-    """The epilogue that stores rows at their sources leaves registers, and stores 16 bytes at a time."""
+    """The epilogue that stores rows at their source ranks leaves registers free, and stores 16 bytes at a time."""
     num_ranks, tokens, top_k = 4, 128, 8
     tiles = masked.masked_tiles(num_ranks * tokens, EXPECTED[block_m], 1 if fp8 else 2, 2)
     element = "fp8e4nv" if fp8 else "bf16"
@@ -139,7 +139,7 @@ def test_masked_ptx_smallest_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_masked_ptx_loads_overlap_epilogue() -> None:
-    """The loops over tiles and over K are one: its loads are behind its products, and no others are."""
+    """Tiles and K form one loop: its loads follow its matmuls, and there are no others."""
     ptx = compile_gemm(masked.masked_tiles(M, 4, 1, 2), True, "bf16", 90)["ptx"]
     loads, last = list(re.finditer(r"cp\.async\.bulk\.tensor", ptx)), ptx.rindex("wgmma.mma_async")
     assert len([load for load in loads if load.start() > last]) == 2

@@ -1,6 +1,6 @@
-"""The plan kernel: every field of the handle bit for bit as `layout.make_handle` computes it, and the device group.
+"""The plan kernel: every field of the handle matches `layout.make_handle` bit for bit, and the ep_group.
 
-On GPUs too, where one process drives them.
+Also on GPUs that one process drives.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TRANSPORT = "shared_memory" if jax.default_backend() == "cpu" else None
 
 @pytest.fixture(scope="module")
 def heaps() -> Iterator[None]:
-    """A context whose mesh, of four devices, is known to programs on four ranks; others ask for their group."""
+    """A context whose mesh, of four devices, is known to programs on four ranks; other programs compute their group."""
     jax_ep.finalize()
     jax_ep.init(harness.make_mesh((4,), (EXPERT,)), transport=TRANSPORT)
     yield
@@ -50,7 +50,7 @@ def fresh() -> Iterator[None]:
 
 
 def planner(layout: Layout) -> Callable[..., Any]:
-    """The fields of the handles of all ranks."""
+    """Return the fields of the handles of all ranks."""
     mesh = harness.make_mesh((layout.num_ranks,), (EXPERT,))
 
     def fn(ids):
@@ -73,7 +73,7 @@ def check(layout: Layout, ids: np.ndarray, call: Callable[..., Any] | None = Non
 
 
 def routings(rng: np.random.Generator, layout: Layout) -> dict[str, np.ndarray]:
-    """Ids `[W, T, K]`, from any 32 bits to a single expert."""
+    """Draw ids `[W, T, K]`, from arbitrary 32-bit values to a single expert."""
     shape = (layout.num_ranks, layout.num_tokens, layout.top_k)
     uniform = rng.integers(0, layout.num_experts, shape, dtype=np.int32)
     last = np.full(shape, layout.num_experts - 1, np.int32)
@@ -83,7 +83,7 @@ def routings(rng: np.random.Generator, layout: Layout) -> dict[str, np.ndarray]:
 
 
 def random_layout(rng: np.random.Generator, num_ranks: int) -> Layout:
-    """Sizes that are multiples of nothing; a capacity that is enough, too small, or far too large."""
+    """Draw odd sizes, and a capacity that is sufficient, too small, or far too large."""
     experts, tokens, top_k = num_ranks * int(rng.integers(1, 20)), int(rng.integers(1, 100)), int(rng.integers(1, 8))
     alignment = int(rng.choice([1, 1, 3, 16]))
     sizes = Layout(num_ranks, experts, tokens, top_k, 0, alignment)
@@ -136,7 +136,7 @@ def test_plan_kernel_edge_sizes(heaps, rng, name):
     ids=["many blocks", "long blocks"],
 )
 def test_plan_kernel_blocks_of_many_parts(heaps, rng, monkeypatch, blocks):
-    """The tiles of large exchanges, at sizes that an interpreter can do."""
+    """The tiles of large all-to-alls, at sizes that an interpreter can handle."""
     layout = Layout(2, 12, 300, 7, 4000, 4)
     config, chosen = exchange.plan_config(layout)
     sizes = dataclasses.replace(chosen, **blocks | {"tile": dataclasses.replace(chosen.tile, **blocks["tile"])})
@@ -203,7 +203,7 @@ def test_plan_kernel_given_mesh_without_exchange(fresh, monkeypatch, axis, check
 
 
 def test_plan_kernel_replicated_results(fresh):
-    """Their groups differ over it: only an exchange gives one that is typed as they are."""
+    """Their groups differ over the axis: only an all-to-all gives one with the right type."""
     mesh = harness.make_mesh((2, 2), ("data", EXPERT))
     jax_ep.init(mesh, transport=TRANSPORT)
     layout = Layout(2, 4, 3, 2, 12)
@@ -218,7 +218,7 @@ def test_plan_kernel_replicated_results(fresh):
 
 
 def received(heap: SymmetricHeap) -> np.ndarray:
-    """What lies in the data areas of two ranks; nothing where this process cannot look at them."""
+    """Return the data areas of two ranks, or nothing if this process cannot access them."""
     if TRANSPORT is None:
         return np.empty(0)
     return np.stack([heap._memory.pool.heap(n, heap.data.allocation)[heap.layout.data :] for n in range(2)])
@@ -243,7 +243,7 @@ def test_plan_kernel_other_mesh_fails(fresh):
     heap = context.heap("test")
     data = received(heap)
     wrong = ()
-    # The check of a later call reports it, or already that of a later part of this program; no other error may come.
+    # A later part of this program, or the check of a later call, reports it; no other error may occur.
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         wrong = run([second, first])
     assert "rank 1 is another device in dispatch than in the mesh given" in heap.failure()

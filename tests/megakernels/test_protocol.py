@@ -1,4 +1,4 @@
-"""What keeps kernels of several ranks safe: bounded waits, refusal after a failure, a heap of a given size, odd ids."""
+"""Safety of kernels of several ranks: bounded waits, errors after a failure, heaps of a given size, invalid ids."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ def inputs(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 
 def round_trip(x, ids):
-    """Every row to its experts and back: each token times its number of experts."""
+    """Dispatch and combine every row: each token times its number of experts."""
     d = jax_ep.dispatch(x, ids, **OPTIONS)
     return jax_ep.combine(d.tokens, d.handle, implementation="triton")
 
 
 def test_protocol_timeout_names_ranks(mesh):
     jax_ep.init(mesh, transport="shared_memory", timeout_s=1)
-    # Launches begin together, whenever that is: only waits within a kernel expire.
+    # Launches wait for all ranks without a limit; only waits within a kernel expire.
     context.heap("test")._memory.pool.timeout_s = harness.PATIENCE_S
     x, ids = inputs()
     np.testing.assert_array_equal(harness.run(round_trip, mesh, x, ids), K * x)
     heap = context.heap("test")
     epochs = harness.words_of(heap, heap.data, 1)
-    epochs[64] += 1  # it believes in one launch more with rank 0: neither will see the epoch it waits for
-    # The check of a later call reports it, if the check of this one came too early.
+    epochs[64] += 1  # It expects one more launch with rank 0, so neither sees the epoch that it waits for.
+    # If the check of this call ran too early, that of a later call reports it.
     with pytest.raises(Exception, match="timed out"):
         [harness.run(round_trip, mesh, x, ids) for _ in range(2)]
     story = heap.failure()
@@ -82,7 +82,7 @@ def test_protocol_heap_grows(mesh):
 
 
 def test_protocol_token_sent_once_per_rank(rng):
-    """Counted where tokens arrive, in slots `[sender, slot]` of each rank's heap."""
+    """Counted at the destination, in slots `[sender, slot]` of each rank's heap."""
     num_ranks, tokens, top_k, experts, hidden = 4, 7, 4, 8, 256
     jax_ep.finalize()
     mesh = harness.make_mesh((num_ranks,), (harness.EXPERT,))
@@ -90,26 +90,26 @@ def test_protocol_token_sent_once_per_rank(rng):
     ids = np.argsort(rng.random((num_ranks, tokens, experts)), axis=2)[..., :top_k].astype(np.int32)
     x = rng.normal(size=(num_ranks, tokens, hidden)).astype(np.float32)
     run = harness.compiled(lambda x, ids: jax_ep.dispatch(x, ids, **OPTIONS | {"num_experts": experts}).tokens, mesh)
-    run(x, ids)  # the heap grows here
+    run(x, ids)  # The heap grows here.
     heap = context.heap("test")
     start, shape = heap.data.start + heap.layout.data, (num_ranks, tokens, 4 * hidden)
     areas = [heap._memory.pool.heap(rank, heap.data.allocation)[start:][: np.prod(shape)] for rank in range(num_ranks)]
     for area in areas:
         area[:] = 0xA5
     run(x, ids)
-    # The ids of all ranks, 448 bytes, arrive in the first slot too.
+    # The ids of all ranks, 448 bytes, also arrive in the first slot.
     slots = [area.reshape(shape)[..., 512:] for area in areas]
     arrived = np.stack([(slot != 0xA5).any(axis=2).sum(axis=1) for slot in slots], axis=1)
     owners = ids // (experts // num_ranks)
     wanted = np.stack([(owners == rank).any(axis=2).sum(axis=1) for rank in range(num_ranks)], axis=1)
-    np.fill_diagonal(wanted, 0)  # own tokens do not travel
+    np.fill_diagonal(wanted, 0)  # Own tokens are not sent.
     np.testing.assert_array_equal(arrived, wanted)
     assert wanted.sum() < (owners != np.arange(num_ranks)[:, None, None]).sum(), "no token is saved: nothing is tested"
     jax_ep.finalize()
 
 
 def test_protocol_invalid_ids_write_nothing(mesh):
-    """Any 32-bit pattern as an id: rows of valid ids are right, the others are counted and have no rows."""
+    """With any 32-bit pattern as id, rows of valid ids are right; the others are counted and have no rows."""
     jax_ep.init(mesh, transport="shared_memory")
     rng = np.random.default_rng(3)
     x, _ = inputs()
@@ -128,7 +128,7 @@ def test_protocol_invalid_ids_write_nothing(mesh):
 
 @pytest.mark.slow
 def test_protocol_meshes_share_heap(mesh):
-    """Pairs of devices count their launches together, so groups that overlap can take turns."""
+    """Pairs of devices count their launches together, so overlapping groups can alternate."""
     jax_ep.init(mesh, transport="shared_memory")
     x, ids = inputs()
     four = harness.make_mesh((4,), (harness.EXPERT,))

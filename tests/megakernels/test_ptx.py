@@ -70,8 +70,8 @@ def test_ptx_row_kernels(name, limit, dtype, fp8, capability):
     assert not re.search(r"st\.global\.b16", built["ptx"]), "2-byte stores: an alignment hint was lost"
     assert "st.release.sys" in built["ptx"] or "release.sys" in built["ptx"] or "fence.acq_rel.sys" in built["ptx"]
     (spilled,) = re.findall(r"(\d+) bytes spill stores", built["report"])
-    # ptxas keeps to 80 or 128 of 255 registers and so moves a few words out: for Blackwell at FP8 and in workstations,
-    # and for the large tiles of few programs.
+    # ptxas limits itself to 80 or 128 of 255 registers and spills a few words: for Blackwell with FP8 and in
+    # workstations, and for the large tiles of few programs.
     allowed = 64 if limit is not None else 32 if capability == 120 or (fp8 and capability == 100) else 0
     assert int(spilled) <= allowed, built["report"]
 
@@ -112,5 +112,5 @@ def test_ptx_plan_kernel(experts, tokens, capability):
     built = build("plan", "plan", pointers, {"S": sizes, "HEAP": HEAP}, config.num_warps, STAGES, capability)
     assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]
     assert int(re.findall(r"Used (\d+) registers", built["report"])[0]) <= 255
-    if tokens > 128:  # else a block is a word per thread
+    if tokens > 128:  # Otherwise a block is one word per thread.
         assert re.search(r"st\.global\.v4\.b32", built["ptx"]), "ids are not copied 16 bytes at a time"

@@ -1,4 +1,4 @@
-"""Products of quantised matrices compile to PTX without a GPU: tensor cores, TMA, no spilled registers."""
+"""GEMMs with quantized weights compile to PTX without a GPU: tensor cores, TMA, no spilled registers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jax_ep.quantization import prepack_experts, quantize_experts
 from stored_experts import STORED
 
 G, M, K, N = 128, 4096, 2048, 1536
-SHARED_BYTES = 227 << 10  # of a multiprocessor
+SHARED_BYTES = 227 << 10  # Of a multiprocessor.
 
 
 def matrices(stored: str, activations: str | None = None) -> QuantizedExperts:
@@ -57,13 +57,13 @@ def test_quantized_ptx_int8_rows(rows: int) -> None:
 @pytest.mark.slow(unless={"function": ["quantized_masked_grouped_gemm"], "stored": ["mxfp4", "mxfp4 prepacked"]})
 def test_quantized_ptx_kernels(function: str, rows: int, stored: str) -> None:
     built, tiles = compile_gemm(function, matrices(stored), rows)
-    # Those of 64 rows and more are for many; registers hold operands of others in a way that takes fewer instructions.
+    # Tiles of 64 rows and more are for many rows; others use registers as operands, which takes fewer instructions.
     wide = rows > 48 or stored.endswith(" prepacked") or (stored.startswith("fp8") and rows > 8)
     assert ("wgmma.mma_async" if wide else "mma.sync") in built["ptx"], "the tensor cores are not used"
     assert "serialized" not in built["report"], built["report"]
     assert re.search(r"cp\.async\.bulk\.tensor\.3d\.shared", built["ptx"]), "not read by TMA"
     assert not re.search(r"mul\.ftz", built["ptx"]), "subnormal numbers, as those of e2m1 are on their way, are lost"
     assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]
-    assert tiles.programs * (built["shared"] + 1024) <= SHARED_BYTES + 1024  # 1 KB of each program is the driver's
+    assert tiles.programs * (built["shared"] + 1024) <= SHARED_BYTES + 1024  # The driver needs 1 KB per program.
     registers = int(re.findall(r"Used (\d+) registers", built["report"])[0])
     assert tiles.programs * tiles.num_warps * 32 * registers <= 65536

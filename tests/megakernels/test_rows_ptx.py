@@ -1,4 +1,4 @@
-"""Passes over the rows in use compile to PTX without a GPU: 16 bytes at a time, no spilled registers."""
+"""Kernels over the rows in use compile to PTX without a GPU: 16-byte accesses, no spilled registers."""
 
 from __future__ import annotations
 

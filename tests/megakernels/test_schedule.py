@@ -1,4 +1,4 @@
-"""The order of sends: what a stable sort gives, for every rank, on hostile ids too."""
+"""The order of sends matches a stable sort for every rank, also for invalid ids."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def fresh() -> Iterator[None]:
 
 
 def wanted(layout: Layout, ids: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """By NumPy: order, number of sends, and what local experts need."""
+    """Compute order, number of sends, and what local experts need, with NumPy."""
     num_local = layout.num_local_experts
 
     def firsts(source: int, target: int) -> np.ndarray:

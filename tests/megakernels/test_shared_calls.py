@@ -48,11 +48,11 @@ def scanned(layer: Any, x: Any, *routing: Any) -> Any:
 @pytest.mark.parametrize("loop", [unrolled, scanned])
 @pytest.mark.slow(unless={"loop": [scanned]})
 def test_custom_calls_shared_per_program(layer: Any, loop: Any, mesh: jax.sharding.Mesh) -> None:
-    """A check is on the host: between any two launches it would keep them out of one CUDA graph."""
+    """A check runs on the host: between two launches it would split their CUDA graph."""
     fn = jax.jit(harness.per_rank(lambda *arguments: loop(layer, *arguments), mesh))
     arguments = np.ones((2, 4, 64), np.float32), np.ones((2, 4, 2), np.int32), np.ones((2, 4, 2), np.float32)
     compiled = fn.lower(*map(jnp.asarray, arguments)).compile().as_text()
-    # With an operand: without one, the interpreter fetches the number of the device for each launch.
+    # With an operand: calls without one fetch the device number for each launch of the interpreter.
     calls = re.findall(r'custom-call\([^)]+\), custom_call_target="(\w+)"', compiled)
     assert {name: calls.count(name) for name in (library.CHECK_STATUS, library.POINTER_TABLE)} == {
         library.CHECK_STATUS: 1,

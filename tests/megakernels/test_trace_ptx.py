@@ -1,4 +1,4 @@
-"""What traces cost a kernel: nothing where they are off, and where they are on no wide access and no loop."""
+"""Overhead of traces in kernels: none if disabled, and no change to wide accesses or loops if enabled."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CASES: dict[str, Callable[[], None]] = {
 
 @pytest.fixture(scope="module")
 def without_traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[bytes]]:
-    """A compiler of kernels out of which every line of traces has been taken."""
+    """Start a compiler for kernels without their trace lines."""
     folder = tmp_path_factory.mktemp("without_traces")
     shutil.copytree(PACKAGE, folder / "jax_ep", ignore=shutil.ignore_patterns("*.so", "csrc", "__pycache__"))
     kernels = folder / "jax_ep" / "megakernels" / "kernels"
@@ -68,13 +68,13 @@ def without_traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subproc
 
 
 def instructions(ptx: str) -> list[str]:
-    """Of a kernel, without where in the source they come from."""
+    """Return a kernel's instructions without source locations."""
     lines = (line.split("//")[0].strip() for line in ptx.partition("\t.section")[0].splitlines())
     return [line for line in lines if line and not line.startswith((".loc", ".file", "$L__tmp", "$L__func"))]
 
 
 def depths(ptx: str) -> list[int]:
-    """In how many loops each product is, in order."""
+    """Return the loop depth of each matmul, in order."""
     found, depth = [], 0
     for line in ptx.splitlines():
         if nested := re.search(r"(?:Inner |This )Loop.*Depth=(\d)|in Loop: Header=\S+ Depth=(\d)", line):
@@ -107,7 +107,7 @@ def test_trace_ptx_overhead(
 
     for module in (rows, fused, decode, masked):
         monkeypatch.setattr(module, "build", build)
-    CASES[name]()  # the checks of the kernel's own test hold for both
+    CASES[name]()  # The checks of the kernel's own test hold for both.
     traced = False
     CASES[name]()
     off, on = (built[one]["ptx"] for one in (False, True))

@@ -1,4 +1,4 @@
-"""Devices marked as those of two machines: kernels inside each, XLA's collectives between, and none reaches over."""
+"""Devices marked as two machines: kernels inside each, XLA's collectives between them, and no access across."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REASON = "ranks of the axes {} span several of the 2 processes"
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Mesh]:
-    """Two nodes of two devices, in whose tables there is no address of the other node."""
+    """Two nodes of two devices, whose tables lack the addresses of the other node."""
     if jax.default_backend() != "cpu" or jax.process_count() > 1:
         pytest.skip("marks CPU devices of one process")
     from jax_ep.interpreter import SharedMemory
@@ -68,7 +68,7 @@ def layer(axis_name: Any, implementation: str | None, *arguments: Any) -> Any:
 
 @pytest.mark.slow
 def test_unreachable_peers_layer_over_topology(nodes: Mesh, rng: Any) -> None:
-    """By kernels, whose launches inside the nodes are there; against the oracle."""
+    """By kernels, which run inside the nodes; against the oracle."""
 
     def fn(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any, d_out: Any) -> Any:
         call = functools.partial(layer, TOPOLOGY, "triton")
@@ -105,7 +105,7 @@ def test_unreachable_peers_decoding_over_topology(nodes: Mesh, rng: Any) -> None
 )
 @pytest.mark.slow(unless={"axes": [("node", "expert")]})
 def test_unreachable_peers_exchange_unsupported(nodes: Mesh, rng: Any, axis_name: Any, axes: Any) -> None:
-    """Where `triton` alone is asked for, with the reason; else `xla` serves them."""
+    """With only `triton`, an error with the reason; otherwise `xla` is used."""
     problem, reason = Layer(rng, "uniform", 4, BASE), REASON.format(axes)
 
     def lower(implementation: str | None) -> str:
@@ -123,7 +123,7 @@ def test_unreachable_peers_exchange_unsupported(nodes: Mesh, rng: Any, axis_name
 
 
 def test_unreachable_peers_other_mesh(nodes: Mesh) -> None:
-    """Of it nobody knows who reaches whom."""
+    """Peer access is not known for this mesh."""
     other = make_mesh((4,), ("expert",))
     assert context.unreachable_reason(("expert",)) is not None
     with jax.set_mesh(other):

@@ -1,4 +1,4 @@
-"""GEMM + combine in one launch: the same bits however it is divided, and which mode is chosen where none is named."""
+"""GEMM + combine in one launch: the same bits for any division of work, and the default choice of the mode."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def mesh(two_ranks: jax.sharding.Mesh) -> jax.sharding.Mesh:
 
 
 def test_combine_mode_num_programs_same_bits(mesh: jax.sharding.Mesh, rng: Any, monkeypatch: Any) -> None:
-    """One program or several, which leave sums to the last one."""
+    """One program, or several that leave sums to the last one."""
     chosen, launched = exchange_gemm.gemm_combine_sizes, []
     layout = Layout(num_ranks=2, num_experts=8, num_tokens=19, top_k=3, capacity=90)
     exchange, run = registry.get("exchange", "triton"), registry.get("exchange_gemm", "triton")
@@ -66,7 +66,7 @@ def by_pallas(layout: Layout, sizes: tuple[int, int]) -> bool:
 
 
 def test_combine_mode_times_match_performance_page(on_h200: None) -> None:
-    """DeepSeek-V3's second product on four ranks: the numbers of docs/performance.md, in nanoseconds."""
+    """DeepSeek-V3's second GEMM on four ranks: the numbers of docs/performance.md, in nanoseconds."""
     four = layout(4)
     is_pallas = by_pallas(four, (2048, 7168))
     times = {mode: 1e9 * time for mode, time in cost_model.combine_times(four, 2048, 7168, by_pallas=is_pallas).items()}
@@ -78,9 +78,9 @@ def test_combine_mode_times_match_performance_page(on_h200: None) -> None:
     [
         (4, (7168, 4096), None, "serial"),
         (4, (7168, 4096), "tokens", "serial"),
-        (8, (7168, 4096), "tokens", "fused"),  # more travels, which one launch hides
-        (8, (7168, 2048), "rows", "serial"),  # which one launch would have to copy
-        (4, (2048, 1536), None, "fused"),  # little is gained by a product alone that is so shallow
+        (8, (7168, 4096), "tokens", "fused"),  # More data is sent, which one launch hides.
+        (8, (7168, 2048), "rows", "serial"),  # One launch would have to copy it.
+        (4, (2048, 1536), None, "fused"),  # A GEMM with a small K gains little.
     ],
 )
 def test_dispatch_mode_choice(ranks: int, sizes: tuple[int, int], keep: str | None, wanted: str, on_h200: None) -> None:
@@ -90,17 +90,17 @@ def test_dispatch_mode_choice(ranks: int, sizes: tuple[int, int], keep: str | No
             layout(ranks, tokens=128), *sizes, keep, by_pallas=by_pallas(layout(ranks, tokens=128), sizes)
         )
         == "fused"
-    )  # where launches take the time
+    )  # Launches dominate the time.
 
 
 @pytest.mark.parametrize(
     ("ranks", "sizes", "wanted"),
     [
         (1, (2048, 7168), "serial"),
-        (2, (2048, 7168), "serial"),  # combine takes less than the sums at the end of one launch
+        (2, (2048, 7168), "serial"),  # Combine takes less time than the sums at the end of one launch.
         (4, (2048, 7168), "scatter"),
         (8, (2048, 7168), "scatter"),
-        (8, (768, 2048), "serial"),  # too narrow to hide a row per expert
+        (8, (768, 2048), "serial"),  # Too narrow to hide a row per expert.
         (2, (256, 7168), "serial"),
     ],
 )
@@ -130,7 +130,7 @@ def test_combine_mode_choice_is_launched(mesh: jax.sharding.Mesh, monkeypatch: A
 
 
 def test_combine_mode_unsupported_calls(mesh: jax.sharding.Mesh) -> None:
-    """float32, sizes that are no multiples of 8, FP8 on the wire: no launch for both, and no other in its place."""
+    """float32, sizes that are not multiples of 8, FP8 on the wire: no fused launch, and no silent replacement."""
     x, ids = np.ones((2, 4, 128), np.float32), np.zeros((2, 4, 1), np.int32)
 
     def fn(x, ids, width, dtype, **options):

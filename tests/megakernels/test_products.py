@@ -1,4 +1,4 @@
-"""Products between exchanges take the fastest kernel there is."""
+"""GEMMs between dispatch and combine use the fastest kernel."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_gemm_choice_fastest_kernel(
 def test_gemm_choice_activation_follows_gemm(
     mode: str, two_ranks: jax.sharding.Mesh, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the product is a launch by itself, and nobody wants a gradient."""
+    """If the GEMM is a separate launch without gradients."""
     monkeypatch.setattr(requirements, "is_preferred", lambda facts: isinstance(facts, GemmFacts))
     monkeypatch.setattr(Options, "alone", True)  # so that it runs on the CPU
     launched, launch = [], gemm_activation.gemm_activation

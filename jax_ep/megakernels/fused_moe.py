@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +57,7 @@ class FusedTiles:
       num_warps: of a program.
       num_stages: steps in flight, the one in use included.
       programs: of a multiprocessor.
+      candidates: values that `jax-ep tune` searches, the simplest first.
     """
 
     block_m: int = 16  # the fewest that tensor cores multiply without turning the product
@@ -66,6 +68,16 @@ class FusedTiles:
     num_warps: int = 4
     num_stages: int = 3
     programs: int = 2
+    candidates: ClassVar[Mapping[str, tuple[int, ...]]] = {
+        "block_m": (16, 32, 64, 128),
+        "hidden_columns": (32, 64, 128),
+        "columns": (64, 128, 256),
+        "splits": (1, 2, 4, 8),
+        "depth": (64, 128, 256),
+        "num_stages": (2, 3, 4),
+        "programs": (1, 2, 3, 4, 5, 6),
+        "num_warps": (2, 4, 8),
+    }
 
 
 def fuses(experts: Experts, num_slots: int, dtype: DTypeLike, w_gate_up: Matrices, w_down: Matrices) -> bool:

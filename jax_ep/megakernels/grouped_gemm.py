@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -46,12 +47,18 @@ class _Programs:
       num_warps: of a program.
       num_stages: blocks in flight, the one in use included.
       programs: per multiprocessor.
+      candidates: values that `jax-ep tune` searches, the simplest first.
     """
 
     group_m: int = 8
     num_warps: int = 8
     num_stages: int = 4
     programs: int = 1
+    candidates: ClassVar[Mapping[str, tuple[int, ...]]] = {
+        "programs": (1, 2),
+        "num_warps": (4, 8),
+        "group_m": (4, 8, 16),
+    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,6 +72,14 @@ class _StoredTiles(_Programs):
 
     tma_store: bool = False
     store_parts: int = 1
+    candidates: ClassVar[Mapping[str, tuple[int, ...]]] = {
+        "block_m": (64, 128, 256),
+        "block_n": (64, 128, 256),
+        "num_stages": (2, 3, 4, 5),
+        "tma_store": (False, True),
+        "store_parts": (1, 2, 4),
+        **_Programs.candidates,
+    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,6 +89,7 @@ class Tiles(_StoredTiles):
     block_m: int = 128
     block_n: int = 256
     block_k: int = 64
+    candidates: ClassVar[Mapping[str, tuple[int, ...]]] = {**_StoredTiles.candidates, "block_k": (32, 64, 128)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,6 +99,7 @@ class WeightTiles(_StoredTiles):
     block_m: int = 128
     block_n: int = 256
     block_r: int = 64
+    candidates: ClassVar[Mapping[str, tuple[int, ...]]] = {**_StoredTiles.candidates, "block_r": (32, 64, 128)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,6 +113,12 @@ class Fp8Tiles(_Programs):
     block_m: int = 128
     block_n: int = 128
     num_stages: int = 5
+    candidates: ClassVar[Mapping[str, tuple[int, ...]]] = {
+        "block_m": (64, 128),
+        "block_n": (64, 128),
+        "num_stages": (2, 3, 4, 5, 6),
+        **_Programs.candidates,
+    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,6 +130,7 @@ class Fp8WeightTiles(_Programs):
 
     block_m: int = 128
     block_n: int = 128
+    candidates: ClassVar[Mapping[str, tuple[int, ...]]] = Fp8Tiles.candidates
 
 
 def forward_tiles(num_rows: int, columns: int, groups: int, out_itemsize: int) -> Tiles:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +41,7 @@ class MaskedTiles:
       num_warps: of a program.
       num_stages: blocks in flight, the one in use included.
       programs: per multiprocessor.
+      candidates: values that `jax-ep tune` searches, the simplest first.
     """
 
     block_m: int
@@ -47,6 +50,13 @@ class MaskedTiles:
     num_warps: int = 4
     num_stages: int = 4
     programs: int = 2
+    candidates: ClassVar[Mapping[str, tuple[int, ...]]] = {
+        "block_m": (16, 32, 64, 128),
+        "block_n": (64, 128),
+        "num_stages": (2, 3, 4, 5, 6),
+        "programs": (1, 2, 3),
+        "num_warps": (4, 8),
+    }
 
     @property
     def swap(self) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,7 @@ class QuantizedTiles:
       num_warps: of a program.
       num_stages: blocks in flight, the one in use included.
       programs: per multiprocessor.
+      candidates: values that `jax-ep tune` searches, the simplest first.
     """
 
     block_m: int
@@ -46,6 +48,13 @@ class QuantizedTiles:
     num_warps: int = 4
     num_stages: int = 3
     programs: int = 2
+    candidates: ClassVar[Mapping[str, tuple[int, ...]]] = {
+        "block_m": (16, 32, 64, 128),
+        "block_n": (64, 128, 256),
+        "num_stages": (2, 3, 4, 5),
+        "programs": (1, 2, 3),
+        "num_warps": (4, 8),
+    }
 
 
 def quantized_tiles(rows_of_group: int, activations: str | None = None, *, prepacked: bool = False) -> QuantizedTiles:

@@ -1,93 +1,174 @@
-"""What `jax-ep tune` measures of exchanges, alone and with products, and of the layer of one device."""
+"""The operations that `jax-ep tune` measures: their settings, and chains of calls.
+
+Candidates of tiles are next to each kernel's tile dataclass; those of other settings are here.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_ep import tuning
 from jax_ep.core.dtypes import FP8
+from jax_ep.core.expert_matrices import QuantizedExperts
 from jax_ep.core.facts import ExchangeFacts
+from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.megakernels import tuned
+from jax_ep.megakernels.fused_moe import FusedTiles
+from jax_ep.megakernels.grouped_gemm import Fp8Tiles, Fp8WeightTiles, Tiles, WeightTiles
+from jax_ep.megakernels.masked import MaskedTiles
+from jax_ep.megakernels.quantized_gemm import QuantizedTiles
+from jax_ep.megakernels.requirements import MOST_LOW_LATENCY_TOKENS
 from jax_ep.ops import exchange_gemm as ops
 from jax_ep.ops import plan as plans
 from jax_ep.ops import registry
 from jax_ep.ops.low_latency import low_latency_combine, low_latency_dispatch
+from jax_ep.ops.masked import masked_grouped_gemm
 from jax_ep.ops.moe import fused_moe as public_fused_moe
+from jax_ep.quantization import prepack_experts, quantize_experts
 from jax_ep.settings.operations import Setting
-from jax_ep.tools.benchmark import exchange_chains, inputs
-from jax_ep.tools.tune_chains import BF16, Sizes, few, make_chain, programs, stored_as
-from jax_ep.tools.tune_search import Case
+from jax_ep.tools.benchmark import exchange_chains, harness
+from jax_ep.tools.benchmark.chains import zero_chain
+from jax_ep.tools.benchmark.inputs import Model, expert_mesh, make_weights, on_ranks, routing
+from jax_ep.tools.tune_search import Case, Run, Settings
 from jax_ep.types import Array, Options
 
+PARTS = ("exchange", "exchange-gemm", "low-latency", "grouped-gemm", "fused-moe")
+PROGRAM_SETTINGS = ("num_communicating_programs", "num_combining_programs")
+_BF16 = jnp.dtype(jnp.bfloat16)
+_PROGRAMS = (8, 16, 24, 32, 48)
 
-def exchange(sizes: Sizes) -> Iterator[Case]:
-    """Dispatch and combine, each alone."""
-    layer = _Exchange(sizes)
-    for wire, dtype in (("bf16", None), ("fp8", FP8)):
-        if dtype is None or sizes.hidden % 128 == 0:
-            yield _dispatch(layer, wire, dtype)
-    yield _combine(layer)
+Make = Callable[[], Iterator[Case]]
 
 
-def _dispatch(layer: _Exchange, wire: str, dtype: Any) -> Case:
-    """Of tokens that travel in a dtype, or as they are."""
-    case = layer.case
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Sizes of an expert layer, and of the group of ranks that share it.
 
-    def sent(zero: Array, x: Array, handle: Any) -> Any:
-        options = dataclasses.replace(layer.options, wire_dtype=dtype)
-        return layer.run.dispatch_tokens(options, x, None, exchange_chains.local_after(handle, zero))[0]
+    Attributes:
+      tokens: per rank.
+      hidden: hidden size.
+      intermediate: intermediate size.
+      experts: of all ranks.
+      top_k: experts per token.
+      ranks: number of ranks.
+      routing: "uniform" or "zipf".
+    """
+
+    tokens: int
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+    ranks: int
+    routing: str
+
+    @property
+    def title(self) -> str:
+        """A description for messages."""
+        return f"{self.tokens} tokens x {self.hidden}, {self.ranks} ranks"
+
+    @property
+    def model(self) -> Model:
+        """The sizes of the layer."""
+        return Model(self.hidden, self.intermediate, self.experts, self.top_k)
+
+
+def makers(parts: Sequence[str], all_sizes: Sequence[Sizes], formats: Sequence[str]) -> Iterator[Make]:
+    """Yield functions that make the cases of one group, and their arrays."""
+    made: dict[str, list[Callable[[Sizes], Iterator[Case]]]] = {
+        "exchange": [_exchange],
+        "exchange-gemm": [_exchange_gemm, _weight_gradients],
+        "low-latency": [_low_latency, _masked_gemm],
+        "grouped-gemm": [_grouped_gemm, _grouped_gemm_fp8],
+        "fused-moe": [_fused_moe],
+    }
+    quantized = {"grouped-gemm": _quantized_gemm, "fused-moe": _fused_moe}
+    for sizes in all_sizes:
+        for part in parts:
+            if part == "low-latency" and sizes.tokens > MOST_LOW_LATENCY_TOKENS:
+                continue
+            for make in made.get(part, ()):
+                yield partial(make, sizes)
+            for name in formats if part in quantized else ():
+                yield partial(quantized[part], sizes, name)
+
+
+def is_small() -> bool:
+    """Return whether kernels run in the interpreter, whose time grows with the number of elements."""
+    return jax.default_backend() == "cpu"
+
+
+def _case(
+    operation: str,
+    facts: Mapping[str, Any],
+    title: str,
+    candidates: Mapping[str, Sequence[Setting]],
+    mesh: jax.sharding.Mesh,
+    step: Callable[..., Any],
+    arrays: tuple[Any, ...],
+    *,
+    graphs: bool = False,
+    start: Settings | None = None,
+    moved_bytes: float = 0.0,
+) -> Case:
+    """Make a case whose chains run `step(zero, *arrays)`; `graphs` for calls that are shorter than their launch.
+
+    Settings take effect as in any program: by `jax_ep.tuning.override`, around tracing. In the interpreter only the
+    first two candidates of each setting are tried.
+    """
+    options = harness.GRAPHS if graphs and not is_small() else None
+
+    def compile_chain(settings: Settings, n: int) -> Run:
+        with tuning.override(operation, **settings):
+            return partial(jax.jit(zero_chain(mesh, step, arrays, n)).lower(*arrays).compile(options), *arrays)
 
     return Case(
-        operation="dispatch",
-        facts=layer.facts | {"wire_dtype": jnp.dtype(dtype or BF16)},
-        title=f"dispatch of {layer.sizes.title}, {wire}",
-        candidates={
-            "num_communicating_programs": programs(),
-            "num_warps": few(4, 8, 16),
-            "tokens_per_block": few(2, 4, 8, 16, 32),
-        },
-        make_chain=make_chain("dispatch", layer.mesh, sent, (case.x, layer.handle)),
-        moved_bytes=layer.moved_tokens * case.row_bytes(wire),
+        operation=operation,
+        facts=facts,
+        title=title,
+        candidates={name: values[: 2 if is_small() else None] for name, values in candidates.items()},
+        start=start or {},
+        make_chain=lambda settings: partial(compile_chain, settings),
+        moved_bytes=moved_bytes,
     )
 
 
-def _combine(layer: _Exchange) -> Case:
-    hidden = layer.sizes.hidden
+def _programs(per_multiprocessor: Sequence[int] = (1, 2)) -> tuple[int, ...]:
+    """Return numbers of communicating programs, up to some per multiprocessor."""
+    if is_small():
+        return 1, 2
+    count = jax.local_devices()[0].core_count
+    return tuple(sorted({*_PROGRAMS, 64, 96, *(count * n for n in per_multiprocessor)}))
 
-    def summed(zero: Array, y: Array, handle: Any) -> Any:
-        return layer.run.combine_tokens(layer.options, y, None, exchange_chains.local_after(handle, zero))[0]
 
-    return Case(
-        operation="combine",
-        facts=layer.facts,
-        title=f"combine of {layer.sizes.title}",
-        candidates={
-            "num_combining_programs": programs((1, 2, 4)),
-            "num_warps": few(1, 2, 4, 8),
-            "tokens_per_block": few(2, 4, 8, 16, 32),
-            "rows_in_flight": few(2, 3, 5, 7, 10),
-        },
-        make_chain=make_chain("combine", layer.mesh, summed, (layer.rows(hidden), layer.handle)),
-        moved_bytes=layer.moved_tokens * layer.case.row_bytes("bf16"),
-    )
+@partial(jax.jit, static_argnums=0)
+def _stored_as(expert_format: str, w: Array) -> QuantizedExperts:
+    """Quantize weights; the name of the format may end with "_prepacked"."""
+    found = quantize_experts(w, expert_format.removesuffix("_prepacked"))
+    return prepack_experts(found) if expert_format.endswith("_prepacked") else found
+
+
+# --- all-to-all, alone and with GEMMs -------------------------------------------------------------------------------
 
 
 class _Exchange:
     """Tokens of all ranks, and the handle of a dispatch."""
 
     def __init__(self, sizes: Sizes) -> None:
-        model = inputs.Model(sizes.hidden, sizes.intermediate, sizes.experts, sizes.top_k)
-        self.sizes, self.mesh = sizes, inputs.expert_mesh(sizes.ranks)
-        self.model = model
-        self.case = exchange_chains.make_case(self.mesh, sizes.routing, sizes.tokens, BF16, model)
+        self.sizes, self.mesh, self.options = sizes, expert_mesh(sizes.ranks), Options("tune", ("expert",))
+        self.case = exchange_chains.make_case(self.mesh, sizes.routing, sizes.tokens, _BF16, sizes.model)
         self.layout, self.run = self.case.layout, registry.get("exchange", "triton")
-        self.options = Options("tune", ("expert",))
+        self.facts = tuned.exchange_facts(self.layout, sizes.hidden, _BF16)
+        remote = self.case.remote
+        self.moved_tokens = float(max(remote.sum(0).max(), remote.sum(1).max()))  # by the busiest rank
 
         def plan(ids: Array) -> Any:
             return exchange_chains.stack(self.run.plan(self.options, ids, self.layout))
@@ -95,176 +176,324 @@ class _Exchange:
         self.handle = jax.jit(self.case.shard_map(plan, 1))(self.case.ids)
 
     def plan(self, columns: int) -> plans.ExchangeGemmPlan:
-        """Of the exchange with GEMMs by `[hidden, columns]` weights, by the settings of now."""
-        facts = ExchangeFacts(jnp.dtype(BF16), self.sizes.hidden, self.layout, columns=columns)
+        """Plan the all-to-all with GEMMs by `[hidden, columns]` weights, with the settings in effect."""
+        facts = ExchangeFacts(_BF16, self.sizes.hidden, self.layout, columns=columns)
         return plans.exchange_gemm(self.options, facts, out_columns=columns)
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        """By which settings of the exchange are looked up."""
-        return tuned.exchange_facts(self.layout, self.sizes.hidden, BF16)
-
-    @property
-    def moved_tokens(self) -> float:
-        """That the busiest rank sends or receives."""
-        remote = self.case.remote
-        return float(max(remote.sum(0).max(), remote.sum(1).max()))
-
     def rows(self, columns: int) -> Array:
-        """`[W * R, columns]` random rows of experts."""
-        made: Array = inputs.on_ranks(self.mesh, (self.layout.capacity, columns), 2)
-        return made
-
-    def weights(self) -> tuple[Array, Array]:
-        """Both matrices of all experts."""
-        made: tuple[Array, Array] = inputs.make_weights(self.mesh, self.model)
-        return made
+        """Make random expert rows of all ranks."""
+        return on_ranks(self.mesh, (self.layout.capacity, columns), 2)
 
 
-def exchange_gemm(sizes: Sizes) -> Iterator[Case]:
-    """Exchanges with products: in one launch or in two, by how many programs, and with the gradient of matrices."""
-    wide = 2 * sizes.intermediate
+def _exchange(sizes: Sizes) -> Iterator[Case]:
+    """Dispatch and combine, each alone."""
     layer = _Exchange(sizes)
+    case = layer.case
+
+    def dispatch(dtype: Any, zero: Array, x: Array, handle: Any) -> Any:
+        options = dataclasses.replace(layer.options, wire_dtype=dtype)
+        return layer.run.dispatch_tokens(options, x, None, exchange_chains.local_after(handle, zero))[0]
+
+    def combine(zero: Array, y: Array, handle: Any) -> Any:
+        return layer.run.combine_tokens(layer.options, y, None, exchange_chains.local_after(handle, zero))[0]
+
+    for wire, dtype in (("bf16", None), ("fp8", FP8)):
+        if dtype is None or sizes.hidden % GROUP_SIZE == 0:
+            yield _case(
+                "dispatch",
+                layer.facts | {"wire_dtype": jnp.dtype(dtype or _BF16)},
+                f"dispatch of {sizes.title}, {wire}",
+                {
+                    "num_communicating_programs": _programs(),
+                    "num_warps": (4, 8, 16),
+                    "tokens_per_block": (2, 4, 8, 16, 32),
+                },
+                layer.mesh,
+                partial(dispatch, dtype),
+                (case.x, layer.handle),
+                moved_bytes=layer.moved_tokens * case.row_bytes(wire),
+            )
+    yield _case(
+        "combine",
+        layer.facts,
+        f"combine of {sizes.title}",
+        {
+            "num_combining_programs": _programs((1, 2, 4)),
+            "num_warps": (1, 2, 4, 8),
+            "tokens_per_block": (2, 4, 8, 16, 32),
+            "rows_in_flight": (2, 3, 5, 7, 10),
+        },
+        layer.mesh,
+        combine,
+        (layer.rows(sizes.hidden), layer.handle),
+        moved_bytes=layer.moved_tokens * case.row_bytes("bf16"),
+    )
+
+
+def _exchange_gemm(sizes: Sizes) -> Iterator[Case]:
+    """All-to-all with a GEMM: in one kernel or in two, and by how many programs."""
+    wide, layer = 2 * sizes.intermediate, _Exchange(sizes)
     layout = layer.layout
     if layer.plan(wide).fused is None:
         return
-    w_gate_up, w_down = layer.weights()
-
-    def placed(zero: Array, handle: Any) -> Any:
-        return exchange_chains.local_after(handle, zero)
+    w_gate_up, w_down = make_weights(layer.mesh, sizes.model)
 
     def first(zero: Array, x: Array, w: Array, handle: Any) -> Any:
-        return ops.dispatch_and_multiply(layer.plan(wide), x, None, w, placed(zero, handle))[0]
+        return ops.dispatch_and_multiply(layer.plan(wide), x, None, w, exchange_chains.local_after(handle, zero))[0]
 
     def second(zero: Array, h: Array, w: Array, handle: Any) -> Any:
-        return ops.multiply_and_combine(layer.plan(sizes.intermediate), h, w, placed(zero, handle), None)
+        handle = exchange_chains.local_after(handle, zero)
+        return ops.multiply_and_combine(layer.plan(sizes.intermediate), h, w, handle, None)
 
-    name = "dispatch_grouped_gemm"
-    yield Case(
-        operation=name,
-        facts=tuned.exchange_gemm_facts(layout, sizes.hidden, wide, BF16),
-        title=f"dispatch + GEMM of {sizes.title}",
-        candidates={"num_communicating_programs": few(8, 16, 24, 32, 48), "dispatch_mode": ("serial", "fused")},
+    yield _case(
+        "dispatch_grouped_gemm",
+        tuned.exchange_gemm_facts(layout, sizes.hidden, wide, _BF16),
+        f"dispatch + GEMM of {sizes.title}",
+        {"num_communicating_programs": _PROGRAMS, "dispatch_mode": ("serial", "fused")},
+        layer.mesh,
+        first,
+        (layer.case.x, w_gate_up, layer.handle),
         start={"dispatch_mode": "fused"},
-        make_chain=make_chain(name, layer.mesh, first, (layer.case.x, w_gate_up, layer.handle)),
     )
-    name = "grouped_gemm_combine"
-    hidden_rows = layer.rows(sizes.intermediate)
-    yield Case(
-        operation=name,
-        facts=tuned.exchange_gemm_facts(layout, sizes.intermediate, sizes.hidden, BF16),
-        title=f"GEMM + combine of {sizes.title}",
-        candidates={"combine_mode": ("serial", "scatter")},
-        make_chain=make_chain(name, layer.mesh, second, (hidden_rows, w_down, layer.handle)),
+    yield _case(
+        "grouped_gemm_combine",
+        tuned.exchange_gemm_facts(layout, sizes.intermediate, sizes.hidden, _BF16),
+        f"GEMM + combine of {sizes.title}",
+        {"combine_mode": ("serial", "scatter")},
+        layer.mesh,
+        second,
+        (layer.rows(sizes.intermediate), w_down, layer.handle),
     )
 
 
-def weight_gradients(sizes: Sizes) -> Iterator[Case]:
-    """The backward pass of dispatch + GEMM: GEMM + combine and the gradient of the matrices, in one launch or apart."""
+def _weight_gradients(sizes: Sizes) -> Iterator[Case]:
+    """The backward pass of dispatch + GEMM: GEMM + combine and the weight gradient, in one kernel or in two."""
     layer, wide = _Exchange(sizes), 2 * sizes.intermediate
     layout = layer.layout
     if layer.plan(wide).fused is None:
         return
-    w_gate_up, _ = layer.weights()
+    w_gate_up, _ = make_weights(layer.mesh, sizes.model)
 
     def backward(zero: Array, h: Array, w: Array, tokens: Array, handle: Any) -> Any:
         handle = exchange_chains.local_after(handle, zero)
         plan = layer.plan(wide)
         if plan.gradient_mode:
-            x = tokens[: layout.num_tokens]  # whose gradient nobody wants
+            x = tokens[: layout.num_tokens]  # its gradient is not needed
             fused: Any = ops.multiply_with_combine_and_weight_gradient
             return fused(plan, True, "rows", h, None, x, tokens, w, handle)
         sums = ops.multiply_with_combine(plan, True, h, None, w, handle)[0]
         h, sums = lax.optimization_barrier((h, sums))  # as in a layer, where the sums come first
         return ops.weight_gradient(plan, False, "rows", tokens, tokens, h, handle), sums
 
-    name = "grouped_gemm_combine_with_weight_gradient"
-    arrays = layer.rows(wide), w_gate_up, layer.rows(sizes.hidden), layer.handle
-    yield Case(
-        operation=name,
-        facts=tuned.exchange_gemm_facts(layout, wide, sizes.hidden, BF16),
-        title=f"its gradient of {sizes.title}",
-        candidates={
+    yield _case(
+        "grouped_gemm_combine_with_weight_gradient",
+        tuned.exchange_gemm_facts(layout, wide, sizes.hidden, _BF16),
+        f"gradient of dispatch + GEMM of {sizes.title}",
+        {
             "combine_mode": ("serial", "scatter"),
-            "num_summing_programs": few(8, 16, 24, 32, 48),
+            "num_summing_programs": _PROGRAMS,
             "fuse_weight_gradients": (False, True),
         },
+        layer.mesh,
+        backward,
+        (layer.rows(wide), w_gate_up, layer.rows(sizes.hidden), layer.handle),
         start={"fuse_weight_gradients": True},
-        make_chain=make_chain(name, layer.mesh, backward, arrays),
     )
 
 
-def low_latency(sizes: Sizes) -> Iterator[Case]:
-    """Dispatch and combine of a few tokens."""
+def _low_latency(sizes: Sizes) -> Iterator[Case]:
+    """Low-latency dispatch and combine."""
     layer = _Exchange(sizes)
     case, local = layer.case, sizes.experts // sizes.ranks
     keywords: dict[str, Any] = {"num_experts": sizes.experts, "max_tokens_per_rank": sizes.tokens}
     weights = case.place(np.full(case.ids.shape, 1 / sizes.top_k, np.float32))
-    rows = inputs.on_ranks(layer.mesh, (local, sizes.ranks * sizes.tokens, sizes.hidden), 3)
+    rows = on_ranks(layer.mesh, (local, sizes.ranks * sizes.tokens, sizes.hidden), 3)
 
-    def sent(zero: Array, x: Array, ids: Array) -> Any:
+    def dispatch(zero: Array, x: Array, ids: Array) -> Any:
         return low_latency_dispatch(x, ids + zero, **keywords, implementation="triton").tokens
 
-    def both_ways(zero: Array, x: Array, ids: Array, weights: Array, rows: Array) -> Any:
+    def round_trip(zero: Array, x: Array, ids: Array, weights: Array, rows: Array) -> Any:
         handle = low_latency_dispatch(x, ids + zero, **keywords, implementation="triton").handle
         return low_latency_combine(rows, ids, weights, handle, implementation="triton")
 
-    name = "low_latency_dispatch"
-    yield Case(
-        operation=name,
-        facts=layer.facts | {"wire_dtype": jnp.dtype(FP8)},
-        title=f"low-latency dispatch of {sizes.title}",
-        candidates={"num_communicating_programs": programs()},
-        make_chain=make_chain(name, layer.mesh, sent, (case.x, case.ids), graphs=True),
+    yield _case(
+        "low_latency_dispatch",
+        layer.facts | {"wire_dtype": jnp.dtype(FP8)},
+        f"low-latency dispatch of {sizes.title}",
+        {"num_communicating_programs": _programs()},
+        layer.mesh,
+        dispatch,
+        (case.x, case.ids),
+        graphs=True,
     )
-    name = "low_latency_combine"
-    arrays: tuple[Any, ...] = case.x, case.ids, weights, rows
-    yield Case(
-        operation=name,
-        facts=layer.facts,
-        title=f"low-latency combine of {sizes.title}",
-        candidates={"num_combining_programs": programs()},
-        make_chain=make_chain(name, layer.mesh, both_ways, arrays, graphs=True),
+    yield _case(
+        "low_latency_combine",
+        layer.facts,
+        f"low-latency combine of {sizes.title}",
+        {"num_combining_programs": _programs()},
+        layer.mesh,
+        round_trip,
+        (case.x, case.ids, weights, rows),
+        graphs=True,
     )
 
 
-def _depths(expert_format: str | None) -> tuple[Setting, ...]:
-    """Steps, which 128 columns that share a scale leave no choice unless they are prepacked."""
-    if expert_format is None:
-        return few(64, 128, 256)
-    return few(128, 256) if expert_format.endswith("_prepacked") else (128,)
+# --- GEMMs of one device --------------------------------------------------------------------------------------------
 
 
-def fused_moe(sizes: Sizes, expert_format: str | None = None) -> Iterator[Case]:
-    """The layer of one device, with all experts, in one launch or in several."""
-    mesh = inputs.expert_mesh(1)
-    model = inputs.Model(sizes.hidden, sizes.intermediate, sizes.experts, sizes.top_k)
-    w_gate_up, w_down = inputs.make_weights(mesh, model)
+class _Gemm(NamedTuple):
+    """A GEMM of the layer with the experts of one rank.
+
+    Attributes:
+      mesh: of one device.
+      x: `[rows, K]`.
+      y: `[rows, N]` results, or cotangents of them.
+      w: `[experts, K, N]` weights.
+      counts: rows of each expert, of all ranks.
+    """
+
+    mesh: jax.sharding.Mesh
+    x: Array
+    y: Array
+    w: Array
+    counts: Array
+
+    @property
+    def title(self) -> str:
+        """A description for messages."""
+        return f"{self.x.shape[0]} rows x {self.w.shape[1]} x {self.w.shape[2]}, {self.w.shape[0]} groups"
+
+    def facts(self, num_rows: int, dtype: Any) -> dict[str, Any]:
+        """Return the facts of the GEMM and of its weight gradient."""
+        groups, depth, columns = self.w.shape
+        sizes = {"num_rows": num_rows, "depth": depth, "columns": columns, "groups": groups}
+        return sizes | {"dtype": jnp.dtype(dtype), "out_dtype": _BF16}
+
+
+def _gemms(sizes: Sizes) -> Iterator[_Gemm]:
+    """Yield both GEMMs of the layer."""
+    mesh, local, rows = expert_mesh(1), sizes.experts // sizes.ranks, sizes.tokens * sizes.top_k
+    model = Model(sizes.hidden, sizes.intermediate, local, 1)
+    ids = routing(sizes.routing, rows, model, np.random.default_rng(0)) if local > 1 else np.zeros(rows, int)
+    counts = jnp.asarray(np.bincount(ids.reshape(-1), minlength=local), jnp.int32)
+    for depth, columns in ((sizes.hidden, 2 * sizes.intermediate), (sizes.intermediate, sizes.hidden)):
+        x, y = (on_ranks(mesh, (rows, width), seed) for seed, width in enumerate((depth, columns)))
+        yield _Gemm(mesh, x, y, on_ranks(mesh, (local, depth, columns), 2, depth**-0.5), counts)
+
+
+def _grouped_gemm(sizes: Sizes) -> Iterator[Case]:
+    """Both GEMMs and their weight gradients."""
+    run = registry.get("grouped_gemm", "triton")
+
+    def gemm(zero: Array, x: Array, w: Array, counts: Array) -> Any:
+        return run.grouped_gemm(x, w, counts + zero, transpose_rhs=False, out_dtype=_BF16)
+
+    def gradient(zero: Array, x: Array, y: Array, counts: Array) -> Any:
+        return run.weight_gradient(x, y, counts + zero, out_dtype=_BF16)
+
+    for one in _gemms(sizes):
+        facts, arrays = one.facts(one.x.shape[0], _BF16), (one.x, one.w, one.counts)
+        yield _case("grouped_gemm", facts, f"GEMM of {one.title}", Tiles.candidates, one.mesh, gemm, arrays)
+        name, title, arrays = "weight_gradient", f"weight gradient of {one.title}", (one.x, one.y, one.counts)
+        yield _case(name, facts, title, WeightTiles.candidates, one.mesh, gradient, arrays)
+
+
+def _grouped_gemm_fp8(sizes: Sizes) -> Iterator[Case]:
+    """The same in FP8, if the sizes are multiples of a scale block."""
+    if sizes.hidden % GROUP_SIZE or sizes.intermediate % GROUP_SIZE:
+        return
+    run, quantize = registry.get("grouped_gemm", "triton"), registry.get("activation", "xla")
+
+    def gemm(zero: Array, x: Any, w: Any, counts: Array) -> Any:
+        return run.grouped_gemm_fp8(x[0], w[0], counts + zero, x[1], w[1], out_dtype=_BF16)
+
+    def gradient(zero: Array, x: Any, y: Any, counts: Array) -> Any:
+        return run.weight_gradient_fp8(x[0], y[0], counts + zero, x[1], y[1], out_dtype=_BF16)
+
+    for one in _gemms(sizes):
+        x, w = jax.jit(quantize.quantize_rows)(one.x, one.counts), jax.jit(quantize.quantize_matrices)(one.w)
+        name, facts, title = "grouped_gemm_fp8", one.facts(one.x.shape[0], FP8), f"GEMM in FP8 of {one.title}"
+        yield _case(name, facts, title, Fp8Tiles.candidates, one.mesh, gemm, (x, w, one.counts))
+        x, y = (jax.jit(quantize.quantize_columns)(rows, one.counts) for rows in (one.x, one.y))
+        name, title = "weight_gradient_fp8", f"weight gradient in FP8 of {one.title}"
+        facts = one.facts(x[0].shape[1], FP8)
+        yield _case(name, facts, title, Fp8WeightTiles.candidates, one.mesh, gradient, (x, y, one.counts))
+
+
+def _quantized_gemm(sizes: Sizes, expert_format: str) -> Iterator[Case]:
+    """The first GEMM with quantized weights."""
+    run, mesh, local = registry.get("quantized_gemm", "triton"), expert_mesh(1), sizes.experts // sizes.ranks
+    rows, columns = sizes.tokens * sizes.top_k, 2 * sizes.intermediate
+    x = on_ranks(mesh, (rows, sizes.hidden), 0)
+    w = on_ranks(mesh, (local, sizes.hidden, columns), 1, sizes.hidden**-0.5)
+    counts = jnp.full((local,), rows // local, jnp.int32)
+
+    def gemm(zero: Array, x: Array, w: Any, counts: Array) -> Any:
+        return run.grouped_gemm(x, w, counts + zero, None, out_dtype=_BF16)
+
+    facts = {"rows_of_group": -(-rows // local), "depth": sizes.hidden, "columns": columns, "groups": local}
+    yield _case(
+        "quantized_gemm",
+        facts | {"dtype": _BF16, "format": expert_format},
+        f"GEMM in {expert_format} of {rows} rows x {sizes.hidden} x {columns}, {local} groups",
+        QuantizedTiles.candidates,
+        mesh,
+        gemm,
+        (x, _stored_as(expert_format, w), counts),
+        graphs=True,
+    )
+
+
+def _masked_gemm(sizes: Sizes) -> Iterator[Case]:
+    """The first GEMM between a low-latency dispatch and its combine."""
+    local, mesh = sizes.experts // sizes.ranks, expert_mesh(1)
+    expected = -(-sizes.ranks * sizes.tokens * sizes.top_k // sizes.experts)
+    most, columns = sizes.ranks * sizes.tokens, 2 * sizes.intermediate
+    counts = jnp.full((local,), min(expected, most), jnp.int32)
+    rows = on_ranks(mesh, (local, most, sizes.hidden), 3)
+    w = on_ranks(mesh, (local, columns, sizes.hidden), 4, sizes.hidden**-0.5)
+
+    def gemm(zero: Array, rows: Array, w: Array, counts: Array) -> Any:
+        return masked_grouped_gemm(rows, w, counts + zero, expected_rows=expected, implementation="triton")
+
+    facts = {"num_rows": most, "depth": sizes.hidden, "columns": columns, "groups": local, "expected_rows": expected}
+    yield _case(
+        "masked_grouped_gemm",
+        facts | {"dtype": _BF16, "out_dtype": _BF16},
+        f"masked GEMM of {sizes.title}",
+        MaskedTiles.candidates,
+        mesh,
+        gemm,
+        (rows, w, counts),
+        graphs=True,
+    )
+
+
+def _fused_moe(sizes: Sizes, expert_format: str | None = None) -> Iterator[Case]:
+    """The layer of one device with all experts, in one kernel or in several."""
+    mesh = expert_mesh(1)
+    weights: tuple[Any, ...] = make_weights(mesh, sizes.model)
+    depths: tuple[int, ...] = FusedTiles.candidates["depth"]
     if expert_format is not None:
-        w_gate_up, w_down = (stored_as(expert_format, w) for w in (w_gate_up, w_down))
-    ids = jnp.asarray(inputs.routing(sizes.routing, sizes.tokens, model, np.random.default_rng(0)))
-    x = inputs.on_ranks(mesh, (sizes.tokens, sizes.hidden), 2)
-    weights = jnp.full(ids.shape, 1 / sizes.top_k, jnp.float32)
+        weights = tuple(_stored_as(expert_format, w) for w in weights)
+        # A step has whole scale blocks of 128; only prepacked kernels take two of them.
+        depths = (128, 256) if expert_format.endswith("_prepacked") else (128,)
+    ids = jnp.asarray(routing(sizes.routing, sizes.tokens, sizes.model, np.random.default_rng(0)))
+    x = on_ranks(mesh, (sizes.tokens, sizes.hidden), 2)
+    topk_weights = jnp.full(ids.shape, 1 / sizes.top_k, jnp.float32)
 
-    def layer(zero: Array, x: Array, ids: Array, weights: Array, gate_up: Any, down: Any) -> Any:
-        return public_fused_moe(x, ids + zero, weights, gate_up, down, implementation="triton")
+    def layer(zero: Array, x: Array, ids: Array, topk_weights: Array, gate_up: Any, down: Any) -> Any:
+        return public_fused_moe(x, ids + zero, topk_weights, gate_up, down, implementation="triton")
 
-    shape = {"hidden": sizes.hidden, "intermediate": sizes.intermediate, "format": expert_format or BF16}
-    yield Case(
-        operation="fused_moe",
-        facts={"num_slots": sizes.tokens * sizes.top_k, "num_experts": sizes.experts, **shape},
-        title=f"layer of {sizes.tokens} tokens x {sizes.hidden}, {sizes.experts} experts, {shape['format']}",
-        candidates={
-            "block_m": few(16, 32, 64, 128),
-            "hidden_columns": few(32, 64, 128),
-            "columns": few(64, 128, 256),
-            "splits": few(1, 2, 4, 8),
-            "depth": _depths(expert_format),
-            "num_stages": few(2, 3, 4),
-            "programs": few(1, 2, 3, 4, 5, 6),
-            "num_warps": few(2, 4, 8),
-            "single_launch": (False, True),
-        },
+    shape = {"hidden": sizes.hidden, "intermediate": sizes.intermediate, "format": expert_format or _BF16}
+    yield _case(
+        "fused_moe",
+        {"num_slots": sizes.tokens * sizes.top_k, "num_experts": sizes.experts, **shape},
+        f"layer of {sizes.tokens} tokens x {sizes.hidden}, {sizes.experts} experts, {shape['format']}",
+        {**FusedTiles.candidates, "depth": depths, "single_launch": (False, True)},
+        mesh,
+        layer,
+        (x, ids, topk_weights, *weights),
         start={"single_launch": True},
-        make_chain=make_chain("fused_moe", mesh, layer, (x, ids, weights, w_gate_up, w_down), graphs=True),
+        graphs=True,
     )

@@ -1,10 +1,8 @@
-"""Rates of this machine: what a link, the memory and the tensor cores do at their best."""
+"""Rates of this machine: the best that a link, the memory and the tensor cores do."""
 
 from __future__ import annotations
 
 import itertools
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,70 +11,46 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep.settings.file import Rates
+from jax_ep.tools.benchmark import harness, links
 
 _ROUNDS = 7
 
 
 def measure(*, quick: bool) -> Rates:
-    """All rates; `quick` takes small arrays, whose figures mean nothing."""
-    devices = jax.local_devices()
+    """Measure all rates; `quick` uses small arrays, whose rates have no meaning."""
     link = None
-    if len(devices) > 1:
-        num_bytes = 1 << (16 if quick else 28)
-        link = min(_link(*pair, num_bytes) for pair in itertools.permutations(devices[:2], 2))
-    return Rates(link, _memory(1 << (16 if quick else 31)), _products(64 if quick else 8192, 0.0 if quick else 1.0))
-
-
-def _link(source: jax.Device, target: jax.Device, num_bytes: int) -> float:
-    """Bytes per second of a copy from one device to another."""
-    data = jax.device_put(jnp.zeros((num_bytes,), jnp.uint8), source)
-
-    def copies(n: int) -> Callable[[], Any]:
-        return lambda: [jax.device_put(data, target) for _ in range(n)]
-
-    return num_bytes / _seconds_of_one(copies, (1, 9))
+    if len(jax.local_devices()) > 1:
+        pairs = itertools.permutations(jax.local_devices()[:2], 2)
+        link = min(links.peak(1 << (16 if quick else 28), pair) for pair in pairs)
+    return Rates(link, _memory(1 << (16 if quick else 31)), _gemms(64 if quick else 8192, 0.0 if quick else 1.0))
 
 
 def _memory(num_bytes: int) -> float:
-    """Bytes per second read by a sum."""
+    """Measure the bytes per second that a sum reads."""
     x = jnp.ones((num_bytes // 4,), jnp.float32)
 
     def sums(n: int) -> Callable[[], Any]:
-        def chain(x: jax.Array) -> jax.Array:
-            # The next one needs the last one's, of which only the device knows that it is zero.
-            return lax.fori_loop(0, n, lambda _, offset: jnp.max(x + offset) * 0, jnp.zeros(()))
+        # Each sum needs a zero of the previous one, which only the device knows.
+        chain = jax.jit(lambda x: lax.fori_loop(0, n, lambda _, zero: jnp.max(x + zero) * 0, jnp.zeros(())))
+        return lambda: chain(x)
 
-        compiled = jax.jit(chain)
-        return lambda: compiled(x)
-
-    return num_bytes / _seconds_of_one(sums, (1, 11))
+    return num_bytes / _seconds(sums, (1, 11))
 
 
-def _products(size: int, settle_s: float) -> float:
-    """Operations per second of square products in bfloat16, after so many seconds of the same."""
+def _gemms(size: int, settle_s: float) -> float:
+    """Measure the operations per second of square bfloat16 GEMMs, after `settle_s` seconds of the same."""
     a, b = (jax.random.normal(jax.random.key(i), (size, size), jnp.float32).astype(jnp.bfloat16) for i in range(2))
     b /= size**0.5
 
-    def products(n: int) -> Callable[[], Any]:
+    def gemms(n: int) -> Callable[[], Any]:
         chain = jax.jit(lambda a, b: lax.fori_loop(0, n, lambda _, x: x @ b, a))
         return lambda: chain(a, b)
 
-    return 2 * size**3 / _seconds_of_one(products, (1, 21), settle_s)
+    return 2 * size**3 / _seconds(gemms, (1, 21), settle_s)
 
 
-def _seconds_of_one(make: Callable[[int], Callable[[], Any]], lengths: tuple[int, int], settle_s: float = 0.0) -> float:
-    """Of a long chain less a short one; the median over rounds."""
-    short, long = map(make, lengths)
-    jax.block_until_ready((short(), long()))
-    settled = time.perf_counter() + settle_s
-    while time.perf_counter() < settled:
-        jax.block_until_ready(long())
-    samples = []
-    for _ in range(_ROUNDS):
-        times = []
-        for run in (short, long):
-            start = time.perf_counter()
-            jax.block_until_ready(run())
-            times.append(time.perf_counter() - start)
-        samples.append((times[1] - times[0]) / (lengths[1] - lengths[0]))
-    return max(1e-9, statistics.median(samples))
+def _seconds(make: Callable[[int], Callable[[], Any]], lengths: tuple[int, int], settle_s: float = 0.0) -> float:
+    """Measure the time of one call: the difference of a long and a short chain."""
+    short, long = lengths
+    times = harness.measure_interleaved({n: make(n) for n in lengths}, _ROUNDS, settle_s=settle_s / _ROUNDS)
+    return max(1e-9, (times[long].median - times[short].median) / (long - short))

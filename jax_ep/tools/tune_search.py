@@ -1,9 +1,8 @@
-"""The search for settings: one after another, each among its values, beside the package's own in the same turns.
+"""Search for the best settings of an operation: optimize one setting after another, compared with the defaults.
 
-Clocks move single timings by more than the differences that matter, so settings that are compared run in turns, and
-what is kept of each is the median, over rounds, of its time relative to that of the package's own settings in the same
-round. Those run at both ends of a round, and their better time counts: what is no better than they are by chance is not
-chosen. What has been measured is kept in a log, a line each, and not measured again.
+Clocks change single timings more than settings do. So settings alternate, and the figure of each is the median over
+rounds of its time relative to the defaults' time in the same round. The defaults run at both ends of a round and their
+better time counts, so that nothing is chosen by chance. A log holds each measurement, which is never repeated.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ Settings = Mapping[str, Setting]
 Run = Callable[[], Any]
 LEAST_ROUNDS, ROUNDS, LAST_ROUNDS = 5, 7, 15
 WORTH = 0.99
-"""At most so much of the time of simpler settings makes others worth it."""
-_SAMPLE_S = 0.02  # that a chain should take, beside which what a single launch of a program scatters is little
-_LONGEST = 1000
-_MOST_BYTES = 256 << 20
+"""Settings are chosen only if they take at most this share of the time of simpler ones."""
+_SAMPLE_S = 0.02  # the time of a chain; the scatter of one program launch is small in comparison
+_MAX_CALLS = 1000
+_MAX_BYTES = 256 << 20
 
 
 _TIME = json_files.value_of("a time", lambda value: type(value) in (int, float) and value > 0)
@@ -47,12 +46,12 @@ _LINE = json_files.record(
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What has become of some settings.
+    """The outcome of some settings.
 
     Attributes:
-      relative: time, divided by that of the package's own settings.
+      relative: time divided by that of the default settings.
       seconds: of one call.
-      error: why there is no time; "" where there is one.
+      error: why there is no time; "" if there is one.
     """
 
     relative: float = float("inf")
@@ -69,12 +68,12 @@ class Case:
 
     Attributes:
       operation: one of `settings.operations.OPERATIONS`.
-      facts: by which its settings are looked up.
-      title: for people.
-      candidates: values of each setting, the simpler ones first; in this order they are searched.
-      start: from where; settings without which the others have no meaning.
-      make_chain: `make_chain(settings) -> compile`, with `compile(n)` the program of n calls, each after another.
-      moved_bytes: of one call, where a bandwidth makes sense, that the busiest rank sends or receives; else 0.
+      facts: the keys of its settings in the file.
+      title: description for messages.
+      candidates: values of each setting, the simplest first, in the order of the search.
+      start: settings that the search starts from, without which the others have no effect.
+      make_chain: `make_chain(settings) -> compile`, where `compile(n)` is a program of n dependent calls.
+      moved_bytes: bytes that the busiest rank sends or receives per call; 0 if a bandwidth makes no sense.
     """
 
     operation: str
@@ -87,15 +86,15 @@ class Case:
 
 
 def name_of(settings: Settings) -> str:
-    """Settings as a text that is the same for the same ones."""
+    """Return a text that is equal for equal settings."""
     return json.dumps(dict(sorted(settings.items())))
 
 
 class Log:
-    """What has been measured, by operation, facts and settings, in a file that only grows; path None: no file.
+    """Measurements by operation, facts and settings, in a file that is only appended to; path None: no file.
 
-    A line tells before settings are tried, one that they ran, and one what became of them. Settings that were tried
-    twice and did not run have ended the process, and are left out; once may have been the user.
+    There is a line before settings are tried, one when they ran, and one with their outcome. Settings that were tried
+    twice without running have crashed the process and are skipped; once may have been the user.
     """
 
     def __init__(self, path: Path | None, circumstances: Mapping[str, Any]) -> None:
@@ -103,7 +102,7 @@ class Log:
         self._circumstances = dict(circumstances)
         self._found: dict[str, Outcome] = {}
         self._tried: collections.Counter[str] = collections.Counter()
-        for line in read_regular(path, _MOST_BYTES).splitlines() if path and path.exists() else ():
+        for line in read_regular(path, _MAX_BYTES).splitlines() if path and path.exists() else ():
             try:
                 record = json.loads(line)
                 _LINE(record, "")
@@ -120,15 +119,15 @@ class Log:
             self._found[key] = Outcome(error="the process ended while these settings were tried")
 
     def find(self, case: Case, settings: Settings) -> Outcome | None:
-        """What is known of them, or None."""
+        """Return the known outcome, or None."""
         return self._found.get(self._key(case, settings))
 
     def failures(self, case: Case) -> int:
-        """How many settings of a case could not run."""
+        """Return how many settings of a case could not run."""
         return sum(bool(found.error) for key, found in self._found.items() if key.startswith(self._prefix(case)))
 
     def add(self, case: Case, settings: Settings, state: str, outcome: Outcome = _NOTHING_YET) -> None:
-        """They are about to be "tried", have "run", or are "measured"."""
+        """Record that settings are about to be "tried", have "run", or are "measured"."""
         key = self._key(case, settings)
         if state == "measured":
             self._found[key] = outcome
@@ -148,27 +147,27 @@ class Log:
 
 
 class Meter:
-    """Times of settings of one case, beside those of the package's own, whose programs it keeps."""
+    """Measure settings of one case relative to the defaults, whose programs it keeps."""
 
     def __init__(self, case: Case, recover: Callable[[], None], is_over: Callable[[], bool]) -> None:
         self._case, self._recover, self._is_over = case, recover, is_over
         self._lengths, self._own = self._prepare()
 
     def _prepare(self) -> tuple[tuple[int, int], tuple[Run, Run]]:
-        """Lengths of chains that take long enough to be timed, and the chains of the package's own settings."""
+        """Return lengths of chains that take long enough, and the chains of the default settings."""
         compile_chain, more = self._case.make_chain({}), 1
         short = compile_chain(1)
         while True:
             long = compile_chain(1 + more)
             seconds = _best(long) - _best(short)
-            if seconds >= _SAMPLE_S or more >= _LONGEST:
+            if seconds >= _SAMPLE_S or more >= _MAX_CALLS:
                 return (1, 1 + more), (short, long)
-            # Of few calls, that difference may be chance.
+            # The difference of few calls may be chance.
             wanted = round(more * _SAMPLE_S / max(seconds, 1e-7))
-            more = min(max(2 * more, min(wanted, 16 * more)), _LONGEST)
+            more = min(max(2 * more, min(wanted, 16 * more)), _MAX_CALLS)
 
     def outcomes(self, trials: Sequence[Settings], rounds: int, log: Log) -> list[Outcome]:
-        """What becomes of each, or of the first ones where the time is over. One that fails is left out."""
+        """Return the outcome of each, or of the first ones if the time is over."""
         found: dict[int, Outcome] = {}
         chains: dict[int, tuple[Run, Run]] = {}
         for i, settings in enumerate(trials):
@@ -189,35 +188,35 @@ class Meter:
         return [found[i] for i in range(len(found))]
 
     def _in_turns(self, chains: Mapping[int, tuple[Run, Run]], rounds: int) -> dict[int, Outcome]:
-        """Times of chains relative to the better one of the package's own at both ends of their round."""
+        """Measure chains relative to the better time of the defaults at both ends of each round."""
         samples: dict[int, list[float]] = {i: [] for i in chains}
         own: list[float] = []
-        for both in (self._own, *chains.values()):  # clocks fall, and graphs are forgotten, while others are compiled
+        for both in (self._own, *chains.values()):  # clocks fall, and graphs are evicted, during compilation
             jax.block_until_ready([run() for run in both])
         for number in range(rounds):
             if number >= LEAST_ROUNDS and self._is_over():
                 break
             before = self._seconds(self._own)
-            # Every other round runs backwards, so that none always follows the same neighbour.
+            # Every other round runs backwards, so that a chain does not always follow the same one.
             for i in list(chains)[:: 1 if number % 2 == 0 else -1]:
                 samples[i].append(self._seconds(chains[i]))
             own.append(min(before, self._seconds(self._own)))
         return {
             i: Outcome(
-                statistics.median(mine / beside for mine, beside in zip(times, own, strict=True)),
+                statistics.median(mine / default for mine, default in zip(times, own, strict=True)),
                 statistics.median(times),
             )
             for i, times in samples.items()
         }
 
     def _seconds(self, chain: tuple[Run, Run]) -> float:
-        """Of one call."""
+        """Return the time of one call."""
         short, long = chain
         return max((_timed(long) - _timed(short)) / (self._lengths[1] - self._lengths[0]), 1e-9)
 
 
 def _best(run: Run) -> float:
-    """Seconds of a program that has been run before, at best of three times."""
+    """Return the best of three times of a program, after one run."""
     jax.block_until_ready(run())
     return min(_timed(run) for _ in range(3))
 
@@ -238,10 +237,9 @@ def descend(
     is_over: Callable[[], bool],
     say: Callable[[str], None],
 ) -> tuple[Settings, bool]:
-    """The best settings found: of each in turn the best value, until a pass changes none, or the time is over.
+    """Optimize one setting after another until a pass changes none; return the settings, and whether it is complete.
 
-    Of values that are equal up to a hundredth the first is taken, which is the simplest one. And whether the search
-    came to its end.
+    Among values within 1 % of each other the first one is chosen, which is the simplest.
     """
     best: Settings = dict(case.start)
     for _ in range(3):
@@ -271,7 +269,7 @@ def _known(log: Log, case: Case, settings: Settings) -> Outcome:
 
 
 def confirm(chosen: Settings, measure: Measure, log: Log) -> Outcome:
-    """The chosen settings once more, in turns with the package's own; better only if `relative` is at most `WORTH`."""
+    """Measure the chosen settings once more; they are better only if `relative` is at most `WORTH`."""
     if not chosen:
         return Outcome(1.0)
     return measure([chosen], LAST_ROUNDS, log)[0]

@@ -22,7 +22,7 @@ from jax_ep.core.kernel import Config
 from jax_ep.megakernels import cost_model, exchange, fused_moe, grouped_gemm, low_latency, quantized_gemm, tuned
 from jax_ep.megakernels import modes as modes_of
 from jax_ep.settings.operations import OPERATIONS, bucket
-from jax_ep.tools import tune_cases, tune_chains, tune_products
+from jax_ep.tools import tune_cases
 from jax_ep.types import Layout, Schedule
 from jax_ep.xla import grouped_gemm as xla_products
 
@@ -179,13 +179,13 @@ def test_tuning_tiles_reach_launch(
 
 
 @pytest.mark.parametrize(
-    "make", [tune_products.grouped_gemm, tune_products.grouped_gemm_fp8], ids=["bfloat16", "float8_e4m3fn"]
+    "make", [tune_cases._grouped_gemm, tune_cases._grouped_gemm_fp8], ids=["bfloat16", "float8_e4m3fn"]
 )
 def test_tuning_gemm_keys_match_launches(
     make: Any, two_ranks: Mesh, launched: Launched, make_file: Callable[..., Path]
 ) -> None:
     """Entries for the shapes of the cases, of both GEMMs and gradients, reach the launches of these operations."""
-    sizes = tune_chains.Sizes(24, 128, 256, experts=2, top_k=1, ranks=1, routing="uniform")
+    sizes = tune_cases.Sizes(24, 128, 256, experts=2, top_k=1, ranks=1, routing="uniform")
     cases = list(make(sizes))
     assert len({(case.operation, case.facts["depth"]) for case in cases}) == 4
     facts = [{name: bucket(name, value) for name, value in case.facts.items()} for case in cases]
@@ -201,11 +201,11 @@ def test_tuning_gemm_keys_match_launches(
         assert (config.num_warps, sizes_of_launch.tile.block_n) == (2, 32), case.title
 
 
-@pytest.mark.parametrize("make", [tune_products.quantized_gemm, tune_cases.fused_moe])
+@pytest.mark.parametrize("make", [tune_cases._quantized_gemm, tune_cases._fused_moe])
 def test_tuning_prepacked_weights_key(
     make: Any, two_ranks: Mesh, launched: Launched, make_file: Callable[..., Path]
 ) -> None:
-    sizes = tune_chains.Sizes(8, 128, 128, experts=2, top_k=1, ranks=1, routing="uniform")
+    sizes = tune_cases.Sizes(8, 128, 128, experts=2, top_k=1, ranks=1, routing="uniform")
     heights = dict[str, set[int]]()
     for expert_format in ("mxfp4", "mxfp4_prepacked"):
         (case,) = make(sizes, expert_format)
@@ -222,8 +222,8 @@ def test_tuning_prepacked_weights_key(
 
 
 def test_tuning_fp8_sizes_not_whole_blocks() -> None:
-    sizes = tune_chains.Sizes(8, 128, 192, experts=2, top_k=1, ranks=1, routing="uniform")
-    assert list(tune_products.grouped_gemm_fp8(sizes)) == []
+    sizes = tune_cases.Sizes(8, 128, 192, experts=2, top_k=1, ranks=1, routing="uniform")
+    assert list(tune_cases._grouped_gemm_fp8(sizes)) == []
 
 
 @pytest.mark.slow

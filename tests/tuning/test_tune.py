@@ -17,7 +17,7 @@ import pytest
 import harness
 from jax_ep import __main__
 from jax_ep.settings import file
-from jax_ep.tools import tune, tune_chart, tune_rates, tune_search
+from jax_ep.tools import tune, tune_cases, tune_rates, tune_search
 from jax_ep.tools.tune_search import Case, Log, Outcome, Settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -220,9 +220,9 @@ def test_tune_keeps_foreign_entries(tmp_path: Path, capsys: pytest.CaptureFixtur
     path = tmp_path / "tuned.json"
     file.write(path, "NVIDIA Z9", [], None)
     for text, message in (
-        (path.read_text(), f"is of 'NVIDIA Z9', the device here is {KIND!r}; pass another --out"),
-        ('{"name": "package"}', "is there, and no file of tuned settings; delete it, or pass another --out"),
-        ("notes", "is there, and no file of tuned settings"),
+        (path.read_text(), f"is for 'NVIDIA Z9', the device here is {KIND!r}; pass another --out"),
+        ('{"name": "package"}', "exists and is not a file of tuned settings; delete it, or pass another --out"),
+        ("notes", "exists and is not a file of tuned settings"),
     ):
         path.write_text(text)
         assert __main__.main(["tune", "rates", "--out", str(path)]) == 2
@@ -255,11 +255,11 @@ def test_tune_invalid_arguments(options: list[str], message: str, tmp_path: Path
 
 def test_tune_chart_curves(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    curves = [tune_chart.Curve("dispatch", {8: 1e11, 16: 2e11, 32: 2.1e11}, 16, 1.9e11)]
-    curves.append(tune_chart.Curve("combine", {8: 1e11, 16: 2e11}, None, 2e11))
+    curves = [tune._Curve("dispatch", {8: 1e11, 16: 2e11, 32: 2.1e11}, 16, 1.9e11)]
+    curves.append(tune._Curve("combine", {8: 1e11, 16: 2e11}, None, 2e11))
     sizes = []
     for number in (1, 2):
-        assert tune_chart.draw(curves[:number], tmp_path / f"{number}.png")
+        assert tune._Results(None, KIND, curves=curves[:number]).draw(tmp_path / f"{number}.png")
         sizes.append(int.from_bytes((tmp_path / f"{number}.png").read_bytes()[16:20]))
     assert sizes[1] == 2 * sizes[0]
 
@@ -317,7 +317,7 @@ def test_tune_cpu_rates_not_written(
 
 
 def test_tune_run_without_measurements_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune, "_makers", lambda *_: [])
+    monkeypatch.setattr(tune_cases, "makers", lambda *_: [])
     with pytest.raises(SystemExit, match="jax-ep tune: nothing measured"):
         __main__.main(["tune", "exchange"])
 

@@ -64,3 +64,24 @@ def touch(x: Array, zero: Array) -> Array:
     """Return `x`, available only once the zero is; in place if nothing else needs it."""
     origin = (0,) * x.ndim
     return lax.dynamic_update_slice(x, lax.slice(x, origin, (1,) * x.ndim) + zero.astype(x.dtype), origin)
+
+
+def zero_chain(
+    mesh: jax.sharding.Mesh, step: Callable[..., Any], arrays: tuple[Any, ...], length: int
+) -> Callable[..., Array]:
+    """Return a function of arrays of all ranks that makes `length` dependent calls of `step(zero, *arrays)`.
+
+    `step` is a function of one rank, and its result must need the zero. The barriers keep XLA from moving work out of
+    the loop, and from computing only the element that is read.
+    """
+
+    def body(*local: Any) -> Array:
+        def once(zero: Array, _: None) -> tuple[Array, None]:
+            zero, inputs = lax.optimization_barrier((zero, local))
+            results = lax.optimization_barrier(jax.tree.leaves(step(zero, *inputs)))
+            return zero_after(results[0]), None
+
+        return lax.scan(once, jnp.zeros((), jnp.int32), None, length=length)[0][None]
+
+    specs = (jax.P(*AXIS),) * len(arrays)
+    return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=jax.P(*AXIS), check_vma=False)

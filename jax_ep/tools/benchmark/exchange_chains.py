@@ -20,7 +20,7 @@ from jax_ep.core.dtypes import FP8
 from jax_ep.core.layout import round_up
 from jax_ep.ops import registry
 from jax_ep.quantization import GROUP_SIZE
-from jax_ep.tools.benchmark.chains import zero_after
+from jax_ep.tools.benchmark.chains import zero_chain
 from jax_ep.tools.benchmark.inputs import AXIS, Model, routing
 from jax_ep.types import Handle, Layout, Options, Schedule
 
@@ -149,18 +149,12 @@ def local_after(handle: Handle, previous: Array) -> Handle:
 def chain(case: Case, variant: Variant, n: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A jitted function of n steps, each of which needs a number from the one before, and its arguments."""
 
-    def body(rows: Array, handle: Handle) -> Array:
-        handle = local(handle)
+    arrays = variant.rows, variant.handle
 
-        def once(previous: Array, _: None) -> tuple[Array, None]:
-            # Barriers keep XLA from taking work out of the loop, and from computing only the element that is looked at.
-            x, h, zero = lax.optimization_barrier((rows, handle, previous))
-            result = lax.optimization_barrier(variant.step(after(h, zero), x, zero))
-            return zero_after(result), None
+    def step(zero: Array, rows: Array, handle: Handle) -> Array:
+        return variant.step(local_after(handle, zero), rows, zero)
 
-        return lax.scan(once, jnp.zeros((), jnp.int32), None, length=n)[0][None]
-
-    return jax.jit(case.shard_map(body, 2), compiler_options=variant.options), (variant.rows, variant.handle)
+    return jax.jit(zero_chain(case.mesh, step, arrays, n), compiler_options=variant.options), arrays
 
 
 def variants(case: Case, *, baselines: bool) -> dict[str, Variant]:

@@ -15,9 +15,9 @@ from jax_ep.tools.benchmark import harness
 PEAK_BYTES, QUICK_BYTES = 1 << 30, 1 << 22
 
 
-def peak(num_bytes: int = PEAK_BYTES) -> float:
-    """Measure the bytes per second of a large copy from the first GPU to the second."""
-    source, target = jax.devices()[:2]
+def peak(num_bytes: int = PEAK_BYTES, devices: Sequence[jax.Device] | None = None) -> float:
+    """Measure the bytes per second of a large copy from one GPU to another; by default from the first to the second."""
+    source, target = devices or jax.devices()[:2]
     data = jax.device_put(jnp.zeros((num_bytes,), jnp.uint8), source)
 
     def copies(n: int) -> Callable[[], list[jax.Array]]:

@@ -1,6 +1,6 @@
-"""A custom Triton kernel as the expert function, called by jax-triton between `dispatch` and `combine`.
+"""A custom Triton kernel as the expert function, called by `jax_ep.triton_call` between `dispatch` and `combine`.
 
-python examples/own_triton_kernel.py    # on NVIDIA GPUs, after pip install '.[cuda13,jax-triton]'
+python examples/own_triton_kernel.py    # after pip install '.[cuda13]'; without GPUs in Triton's interpreter
 
 The example trains the layer. Its experts are gated, and each learns the slope of its activation. jax_ep does the GEMMs
 and the communication. The activation and its gradient are the kernels of `own_kernels/learned_swish.py`, combined by
@@ -9,7 +9,6 @@ and the communication. The activation and its gradient are the kernels of `own_k
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import sys
 from typing import Any
@@ -25,19 +24,6 @@ EXPERTS, TOP_K, HIDDEN, INNER, TOKENS, STEPS = 8, 2, 64, 96, 256, 20
 Parameters = dict[str, jax.Array]
 
 
-def call_kernel(name: str, arrays: Any, results: Any, num_programs: int, **constants: int) -> list[jax.Array]:
-    """Run a kernel of `own_kernels/learned_swish.py` with pointers of the arrays and results, then constants."""
-    from jax_ep.core import jax_triton
-    from own_kernels import learned_swish
-
-    # Triton writes PTX for its own assembler; jaxlib's may be older and accepts only older PTX.
-    options = {"enable_fp_fusion": True, "ptx_version": 88}
-    kernel = getattr(learned_swish, name)
-    triton_call = jax_triton.load().triton_call  # `import jax_triton`, adapted to JAX 0.12
-    call = functools.partial(triton_call, kernel=kernel, grid=(num_programs,), backend_options=options)
-    return call(*arrays, out_type=results, **constants)
-
-
 @jax.custom_vjp
 def activate(hidden: jax.Array, slopes: jax.Array, weights: jax.Array, experts: jax.Array) -> jax.Array:
     """Compute `weight * gate * sigmoid(slope * gate) * up` of each row.
@@ -51,10 +37,12 @@ def activate(hidden: jax.Array, slopes: jax.Array, weights: jax.Array, experts: 
     Returns:
       `[R, I]`.
     """
+    from own_kernels import learned_swish
+
     num_rows, inner = hidden.shape[0], hidden.shape[1] // 2
     result = jax.ShapeDtypeStruct((num_rows, inner), hidden.dtype)
-    found = call_kernel("activate", (hidden, slopes, weights, experts), [result], num_rows, INNER=inner, BLOCK=128)
-    return varying(found[0])
+    options = {"out_shape": result, "grid": num_rows, "INNER": inner, "BLOCK": 128}
+    return jax_ep.triton_call(learned_swish.activate, hidden, slopes, weights, experts, **options)
 
 
 def activate_forward(*arguments: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
@@ -64,22 +52,19 @@ def activate_forward(*arguments: jax.Array) -> tuple[jax.Array, tuple[jax.Array,
 
 def activate_backward(saved: tuple[jax.Array, ...], d_out: jax.Array) -> tuple[jax.Array | None, ...]:
     """Return cotangents of hidden, slopes and weights; `experts` are integers and have none."""
+    from own_kernels import learned_swish
+
     hidden, slopes, weights, experts = saved
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (hidden, weights, weights)]
-    constants = {"INNER": hidden.shape[1] // 2, "BLOCK": 128}
-    found = call_kernel("activate_gradient", (*saved, d_out), results, hidden.shape[0], **constants)
-    d_hidden, d_slope_of_rows, d_weights = map(varying, found)
+    options = {"out_shape": results, "grid": hidden.shape[0], "INNER": hidden.shape[1] // 2, "BLOCK": 128}
+    found = jax_ep.triton_call(learned_swish.activate_gradient, *saved, d_out, **options)
+    d_hidden, d_slope_of_rows, d_weights = found
     # Sum rows here: atomic additions would depend on the order in which programs run.
     d_slopes = jax.ops.segment_sum(d_slope_of_rows, jnp.where(experts < 0, slopes.shape[0], experts), slopes.shape[0])
     return d_hidden, d_slopes, d_weights, None
 
 
 activate.defvjp(activate_forward, activate_backward)
-
-
-def varying(x: jax.Array) -> jax.Array:
-    """Mark results as varying: jax-triton types them as replicated, but inside `jax.shard_map` they are not."""
-    return jax.lax.pcast(x, ("expert",), to="varying")
 
 
 def expert_layer(p: Parameters, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array) -> jax.Array:
@@ -143,22 +128,15 @@ def train(layer: Any, arguments: tuple[Any, ...], steps: int) -> list[float]:
     return losses
 
 
-def missing() -> str | None:
-    """Return why the kernels cannot run here, or None if they can."""
-    if jax.default_backend() != "gpu":
-        return f"jax_triton.triton_call runs on GPUs, but JAX's devices here are on platform {jax.default_backend()}"
-    if importlib.util.find_spec("jax_triton") is None:
-        return "not installed: jax-triton; pip install '.[jax-triton]'"
-    return None
-
-
 def main() -> None:
-    """Compare the layer with plain JAX on all GPUs, then train it."""
-    if (reason := missing()) is not None:
-        sys.exit(f"own_triton_kernel.py: {reason}.")
+    """Compare the layer with plain JAX on all devices, then train it."""
+    if importlib.util.find_spec("triton") is None:
+        sys.exit("own_triton_kernel.py: not installed: triton; pip install '.[cuda13]', or triton without a GPU.")
     jax.config.update("jax_default_matmul_precision", "highest")
     # Automatic axes: arguments are resharded to what the layer needs.
     mesh = jax.make_mesh((jax.device_count(),), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+    if jax.default_backend() == "cpu":
+        jax_ep.init(mesh, transport="shared_memory")  # runs kernels in Triton's interpreter
     arguments = jax.device_put(make_inputs(jax.random.key(0)), jax.NamedSharding(mesh, P("expert")))
     layer = on_all_devices(mesh)
     error = compare(layer, arguments)

@@ -34,6 +34,7 @@ from jax_ep.ops.masked import masked_grouped_gemm
 from jax_ep.ops.moe import fused_moe, moe
 from jax_ep.ops.moe_low_latency import low_latency_gemm_combine, low_latency_moe
 from jax_ep.ops.moe_sort import moe_sort
+from jax_ep.ops.triton_call import triton_call
 from jax_ep.routing import load_balancing_loss, router_z_loss, topk_router, update_router_bias
 from jax_ep.types import (
     Experts,
@@ -72,6 +73,7 @@ __all__ = [
     "router_z_loss",
     "row_experts",
     "topk_router",
+    "triton_call",
     "update_router_bias",
 ]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from typing import Any
 
@@ -12,10 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+import jax_ep
 import own_triton_kernel as example
-from jax_ep.core import jax_triton
-from jax_ep.core.kernel import Config, Kernel
-from jax_ep.megakernels.launch import launch
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the example itself runs on GPUs")
@@ -23,19 +20,7 @@ pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the exam
 learned_swish = pytest.importorskip("own_kernels.learned_swish")
 
 
-@pytest.fixture
-def interpreted(two_ranks: Mesh, monkeypatch: pytest.MonkeyPatch) -> Mesh:
-    """Two ranks on which the example's kernels run in Triton's interpreter, by the interface of `triton_call`."""
-
-    def call(name: str, arrays: Any, results: Any, num_programs: int, **constants: int) -> Any:
-        return launch(Kernel(getattr(learned_swish, name)), arrays, results, Config(num_programs), constants)
-
-    monkeypatch.setattr(example, "call_kernel", call)
-    monkeypatch.setattr(example, "varying", lambda x: x)  # `launch` types results itself
-    return two_ranks
-
-
-def test_kernels(interpreted: Mesh, rng: np.random.Generator) -> None:
+def test_kernels(two_ranks: Mesh, rng: np.random.Generator) -> None:
     """Against NumPy in float64, at widths that no block divides, with padding rows that hold NaN."""
     rows, inner, local = 23, 150, 3
     hidden, d_out = rng.standard_normal((rows, 2 * inner)), rng.standard_normal((rows, inner))
@@ -68,42 +53,75 @@ def test_kernels(interpreted: Mesh, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.slow
-def test_layer(interpreted: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layer(two_ranks: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole layer and its gradients against plain JAX, and that it learns."""
     monkeypatch.setattr(example, "TOKENS", 48)
     arguments = example.make_inputs(jax.random.key(0))
-    layer = example.on_all_devices(interpreted)
+    layer = example.on_all_devices(two_ranks)
     assert example.compare(layer, arguments) < 1e-4
     losses = example.train(layer, arguments, 3)
     assert losses[2] < losses[1] < losses[0]
 
 
-def test_code_for_gpus(two_ranks: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = jax_triton.load()
-    monkeypatch.setattr(package, "triton_call", functools.partial(package.triton_call, compute_capability=90))
-
-    def per_rank(*arguments: Any) -> Any:
-        *arrays, experts, d_out = arguments
-        out, vjp = jax.vjp(lambda *args: example.activate(*args, experts), *arrays)
-        return out, *vjp(d_out)
-
-    shapes = [((2 * 64, 2 * 96), jnp.bfloat16), ((8,), jnp.float32), ((2 * 64,), jnp.float32), ((2 * 64,), jnp.int32)]
-    arrays = [jax.ShapeDtypeStruct(*shape) for shape in (*shapes, ((2 * 64, 96), jnp.bfloat16))]
-    specs = {"in_specs": jax.P("expert"), "out_specs": jax.P("expert")}
-    run = jax.jit(jax.shard_map(per_rank, mesh=two_ranks, **specs))
-    text = run.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@triton_kernel_call_ffi") == 2
-
-
-@pytest.mark.parametrize(
-    ("platform", "words"),
-    [
-        ("cpu", "runs on GPUs, but JAX's devices here are on platform cpu"),
-        ("gpu", "not installed: jax-triton; pip install"),
-    ],
-)
-def test_what_is_missing(platform: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+def test_triton_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match=words):
+    with pytest.raises(SystemExit, match=r"not installed: triton; pip install"):
         example.main()
+
+
+def call(x: Any, **options: Any) -> Any:
+    """Run the kernel `activate` on rows `x [R, 2 * I]` of one expert, with weights of 1."""
+    rows = x.shape[0]
+    arrays = x, jnp.ones(1), jnp.ones(rows), jnp.zeros(rows, jnp.int32)
+    shape = jax.ShapeDtypeStruct((rows, x.shape[1] // 2), x.dtype)
+    given = {"out_shape": shape, "grid": rows, "INNER": x.shape[1] // 2, "BLOCK": 16} | options
+    return jax_ep.triton_call(learned_swish.activate, *arrays, **given)
+
+
+def test_triton_call_under_transformations(two_ranks: Mesh, rng: np.random.Generator) -> None:
+    x = jnp.asarray(rng.standard_normal((4, 2, 12)), jnp.float32)
+    want = jax.nn.silu(x[..., :6]) * x[..., 6:]
+    spec = jax.P("expert")
+
+    def per_rank(x: Any) -> Any:
+        scanned = jax.lax.scan(lambda carry, row: (carry, call(row)), 0, x)[1]
+        return scanned, jax.vmap(call)(x)
+
+    for got in jax.jit(jax.shard_map(per_rank, mesh=two_ranks, in_specs=spec, out_specs=spec))(x):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    (pair,) = jax.tree.leaves(call(x[0], out_shape={"a": jax.ShapeDtypeStruct((2, 6), jnp.float32)}))
+    np.testing.assert_allclose(pair, want[0], rtol=1e-5, atol=1e-6)
+
+
+def test_triton_call_mistakes(two_ranks: Mesh, subtests: pytest.Subtests) -> None:
+    x, shape = jnp.ones((2, 4)), jax.ShapeDtypeStruct((2, 2), jnp.float32)
+    mistakes: list[tuple[Any, type[Exception], str]] = [
+        (lambda: call(x, out_shape=(shape, shape)), ValueError, "takes the pointers .* 4 operands and 2 results"),
+        (lambda: call(x, out_shape=3), TypeError, "out_shape contains an int, expected jax.ShapeDtypeStruct"),
+        (lambda: call(x, grid=0), ValueError, "grid=0, expected"),
+        (lambda: call(x, WIDTH=3), TypeError, r"no parameters \['WIDTH'\], only"),
+        (lambda: call(x.astype(jnp.complex64)), TypeError, "operand 0: kernels do not support arrays of complex64"),
+        (lambda: jax_ep.triton_call(lambda x: x, x, out_shape=shape, grid=1), TypeError, "kernel is a function, exp"),
+        (lambda: jax_ep.triton_call(learned_swish.activate, 3, out_shape=shape, grid=1), TypeError, "operand 0 is an"),
+        (lambda: jax.grad(lambda x: call(x).sum())(x), TypeError, "triton_call has no gradient: combine activate"),
+    ]
+    for mistake, kind, words in mistakes:
+        with subtests.test(words), pytest.raises(kind, match=words):
+            mistake()
+
+
+def test_triton_call_without_interpreter() -> None:
+    jax_ep.finalize()
+    with pytest.raises(NotImplementedError, match=r"the platform is cpu.*jax_ep.init\(mesh, transport="):
+        call(jnp.ones((2, 4)))
+
+
+def test_triton_call_compiles_for_gpus() -> None:
+    """The launcher compiles the kernels for Hopper without a GPU."""
+    from jax_ep.core.kernel import Config, Kernel
+    from jax_ep.megakernels.compile import Parameter, compile_kernel
+
+    half, single, number = (Parameter(np.dtype(dtype)) for dtype in (jnp.bfloat16, np.float32, np.int32))
+    parameters, constants = (half, single, single, number, half), {"INNER": 96, "BLOCK": 128}
+    compiled = compile_kernel(Kernel(learned_swish.activate), parameters, Config(1, 4), constants, 90).result()
+    assert compiled.name == "activate" and len(compiled.code) > 1000

@@ -1,0 +1,142 @@
+"""Calls of the user's own Triton kernels."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ep import context
+from jax_ep.core import check
+from jax_ep.core.kernel import Config, Kernel, element_type
+from jax_ep.core.mesh_axes import platform, vary_alike
+from jax_ep.core.no_gradient import call_without_gradient
+from jax_ep.types import Array, type_name
+
+_NAME = "triton_call"
+_kernels: dict[int, Kernel] = {}  # by the identity of the function: programs share what is compiled of it
+
+
+def triton_call(
+    kernel: Any,
+    *operands: Array,
+    out_shape: Any,
+    grid: int,
+    num_warps: int = 4,
+    num_stages: int = 3,
+    max_registers: int | None = None,
+    **constants: Any,
+) -> Any:
+    """Run a Triton kernel on the arrays of one device; works under `jit`, `shard_map`, `scan` and `vmap`.
+
+    The parameters of the kernel that `constants` does not name are pointers: one per operand, then one per result.
+    Results are not initialized, and operands must not be written. Numbers are constants, or arrays of one element.
+    The kernel is compiled by Triton on NVIDIA GPUs. On CPU devices it runs in Triton's interpreter, for tests, after
+    `jax_ep.init(mesh, transport="shared_memory")`. There is no gradient: combine two kernels by `jax.custom_vjp`.
+
+    Args:
+      kernel: a function decorated by `triton.jit`.
+      *operands: arrays; all addresses are multiples of 16 bytes.
+      out_shape: a pytree of `jax.ShapeDtypeStruct`, the results.
+      grid: number of programs, `tl.num_programs(0)`.
+      num_warps: warps per program, a power of two.
+      num_stages: depth of software pipelining.
+      max_registers: register limit per thread; None lets the compiler decide.
+      **constants: the kernel's `tl.constexpr` parameters, by name.
+
+    Returns:
+      Arrays in the structure of `out_shape`, which vary over the mesh axes over which an operand does.
+
+    Raises:
+      TypeError: no Triton kernel, no arrays, an unsupported dtype, or a gradient.
+      ValueError: the number of operands and results does not fit the kernel's parameters; a number out of range.
+      NotImplementedError: a platform without Triton.
+
+    Example:
+      Scale rows by a kernel with the parameters `x_ptr, factors_ptr, out_ptr, WIDTH, BLOCK`, one program per row.
+
+      >>> like_x = jax.ShapeDtypeStruct(x.shape, x.dtype)  # doctest: +SKIP
+      >>> triton_call(scale, x, factors, out_shape=like_x, grid=len(x), WIDTH=x.shape[1], BLOCK=128)  # doctest: +SKIP
+    """
+    arrays = [_array(i, operand) for i, operand in enumerate(operands)]
+    results, structure = jax.tree.flatten(out_shape)
+    results = [_result(result) for result in results]
+    described = _kernel(kernel, len(arrays), len(results), constants)
+    config = Config(
+        check.positive(_NAME, "grid", grid),
+        check.positive(_NAME, "num_warps", num_warps),
+        check.positive(_NAME, "num_stages", num_stages),
+        None if max_registers is None else check.positive(_NAME, "max_registers", max_registers),
+    )
+    _check_platform()
+    from jax_ep.megakernels.launch import launch  # imports Triton
+
+    def run(*arrays: Array) -> tuple[Array, ...]:
+        found: tuple[Array, ...] = launch(described, arrays, results, config, constants)
+        return found
+
+    remedy = f"{_NAME} has no gradient: combine {described.name} and a kernel for its gradient by jax.custom_vjp."
+    found = call_without_gradient(remedy, run, *vary_alike(tuple(arrays)))
+    return jax.tree.unflatten(structure, found)
+
+
+def _array(number: int, operand: Any) -> Array:
+    if not isinstance(operand, jax.Array | np.ndarray):
+        raise TypeError(
+            f"{_NAME}: operand {number} is {type_name(operand)}, expected an array; pass numbers as keyword constants."
+        )
+    _check_dtype(f"operand {number}", np.dtype(operand.dtype))
+    return jnp.asarray(operand)
+
+
+def _result(result: Any) -> jax.ShapeDtypeStruct:
+    if not hasattr(result, "shape") or not hasattr(result, "dtype"):
+        raise TypeError(
+            f"{_NAME}: out_shape contains {type_name(result)}, expected jax.ShapeDtypeStruct; pass"
+            " jax.ShapeDtypeStruct(shape, dtype), or a pytree of them."
+        )
+    _check_dtype("a result", np.dtype(result.dtype))
+    return jax.ShapeDtypeStruct(tuple(result.shape), result.dtype)
+
+
+def _check_dtype(what: str, dtype: np.dtype) -> None:
+    try:
+        element_type(dtype)
+    except TypeError as error:
+        raise TypeError(f"{_NAME}: {what}: {error}.") from None
+
+
+def _kernel(kernel: Any, num_operands: int, num_results: int, constants: dict[str, Any]) -> Kernel:
+    """The description of a kernel, whose parameters fit the call."""
+    names = getattr(kernel, "arg_names", None)
+    if names is None or not hasattr(kernel, "fn"):
+        raise TypeError(
+            f"{_NAME}: kernel is {type_name(kernel)}, expected a function decorated by triton.jit; decorate it, and"
+            " pass it without a grid in brackets."
+        )
+    unknown = sorted(constants.keys() - set(names))
+    if unknown:
+        raise TypeError(f"{_NAME}: {kernel.__name__} has no parameters {unknown}, only {list(names)}; leave them out.")
+    pointers = [name for name in names if name not in constants]
+    if len(pointers) != num_operands + num_results:
+        raise ValueError(
+            f"{_NAME}: {kernel.__name__} takes the pointers {pointers}, but there are {num_operands} operands and"
+            f" {num_results} results; pass one of either for each, and every other parameter by name."
+        )
+    if "<" in inspect.getfile(kernel.fn):
+        raise ValueError(f"{_NAME}: {kernel.__name__} is not in a file, from which Triton reads it; move it to one.")
+    return _kernels.setdefault(id(kernel), Kernel(kernel))
+
+
+def _check_platform() -> None:
+    on = platform()
+    if on == "cpu" and context.transport() != "shared_memory":
+        raise NotImplementedError(
+            f"{_NAME}: the platform is cpu, where kernels run in Triton's interpreter, for tests; call"
+            ' jax_ep.init(mesh, transport="shared_memory") first.'
+        )
+    if on not in ("cpu", "gpu"):
+        raise NotImplementedError(f"{_NAME}: the platform is {on}, expected NVIDIA GPUs; use plain JAX here.")

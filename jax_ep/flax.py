@@ -424,7 +424,7 @@ class MoE(nnx.Module):
                 preferred_element_type=self.preferred_element_type,
                 implementation=self.implementation,
                 **self._products_of(made_of),
-                **made_of,
+                **_arguments(made_of),
             )
         y = _with_identity(y, routed, tokens)
         return y.reshape(x.shape), _metrics(routed, jnp.zeros((), jnp.int32))
@@ -474,7 +474,7 @@ class MoE(nnx.Module):
                 implementation=self.implementation,
                 **self._products_of(made_of),
             )
-            y = errors_begin_with("MoE")(run)(all_tokens, topk_idx, topk_weights, **made_of)
+            y = errors_begin_with("MoE")(run)(all_tokens, topk_idx, topk_weights, **_arguments(made_of))
         y = rearrange(lambda v: v[:num_tokens], mesh, token_spec)(y) if padding else y
         y = _with_identity(y, routed, tokens)
         y = rearrange(lambda v: v.reshape(x.shape), mesh, jax.typeof(x).sharding.spec)(y)
@@ -542,6 +542,12 @@ def _check_dtypes(**dtypes: Any) -> None:
 
 def _size(mesh: Mesh, axes: tuple[str, ...]) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def _arguments(made_of: dict[str, Any]) -> dict[str, Any]:
+    """Return weights and biases as the layers take them."""
+    biases = made_of["b_gate_up"], made_of["b_down"]
+    return {"w_gate_up": made_of["w_gate_up"], "w_down": made_of["w_down"], "biases": biases}
 
 
 def _with_identity(y: Array, routed: Routed, tokens: Array) -> Array:

@@ -45,8 +45,7 @@ class ServingWeights:
 def serve(x: Array, topk_idx: Array, topk_weights: Array, weights: ServingWeights, **options: Any) -> Array:
     """`low_latency_moe` of `weights`, with its other arguments as options."""
     w_gate_up, w_down, b_gate_up, b_down = (getattr(weights, field.name) for field in dataclasses.fields(weights))
-    biases = {"b_gate_up": b_gate_up, "b_down": b_down}
-    return low_latency_moe(x, topk_idx, topk_weights, w_gate_up, w_down, **biases, **options)
+    return low_latency_moe(x, topk_idx, topk_weights, w_gate_up, w_down, biases=(b_gate_up, b_down), **options)
 
 
 @operation

@@ -24,7 +24,7 @@ from jax_ep.formats import check_quantized
 from jax_ep.ops.moe import moe
 from jax_ep.ops.sharded import run_sharded
 from jax_ep.quantization import quantize_master_weights
-from jax_ep.types import Array, AxisName, Experts, Topology, type_name
+from jax_ep.types import Array, AxisName, Biases, Experts, Topology, type_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +158,7 @@ def sharded_moe(
         `Experts.interleaved` is ignored.
 
     Returns:
-      `f(x [N, H], topk_idx [N, K], topk_weights [N, K], w_gate_up, w_down [E, I, H], *, b_gate_up=None, b_down=None,
+      `f(x [N, H], topk_idx [N, K], topk_weights [N, K], w_gate_up, w_down [E, I, H], *, biases=None,
       token_mask=None) -> [N, H]` with the shardings of `MeshAxes.specs`; weights may be `Fp8Weights`, whose parts are
       split like their masters, between blocks of 128. Tokens where `token_mask [N]`, of bool, is False are ignored, and
       their rows are zero. Arrays on automatic axes are moved to these shardings. On explicit axes a different sharding
@@ -197,12 +197,11 @@ def sharded_moe(
         w_gate_up: Array | Fp8Weights | QuantizedExperts,
         w_down: Array | Fp8Weights | QuantizedExperts,
         *,
-        b_gate_up: Array | None = None,
-        b_down: Array | None = None,
+        biases: Biases | None = None,
         token_mask: Array | None = None,
     ) -> Array:
-        the_mesh = _mesh(mesh, axes.specs)
-        arrays = dict(zip(_ARRAYS, (x, topk_idx, topk_weights, w_gate_up, w_down, b_gate_up, b_down), strict=True))
+        the_mesh, pair = _mesh(mesh, axes.specs), check.biases(_FUNCTION, biases)
+        arrays = dict(zip(_ARRAYS, (x, topk_idx, topk_weights, w_gate_up, w_down, *pair), strict=True))
         masked_idx = _check_tokens(the_mesh, axes.specs, x, topk_idx, topk_weights, token_mask, num_experts)
         if token_mask is not None:
             arrays["topk_idx"] = masked_idx
@@ -218,15 +217,10 @@ def sharded_moe(
 
 def _check_options(moe_kwargs: dict[str, Any]) -> None:
     """Check that these are static keywords of `moe`."""
-    if "num_tokens" in moe_kwargs:
-        raise TypeError(
-            f"{_FUNCTION}: num_tokens={moe_kwargs['num_tokens']!r} would count the tokens of each shard, expected none;"
-            " pass token_mask to the returned function."
-        )
-    arrays = sorted({"b_gate_up", "b_down", "token_mask"} & moe_kwargs.keys())
+    arrays = sorted({"biases", "token_mask"} & moe_kwargs.keys())
     if arrays:
         raise TypeError(f"{_FUNCTION}: {arrays} are arrays, expected options; pass them to the returned function.")
-    keywords = inspect.signature(moe).parameters.keys() - {*_ARRAYS, "num_experts", "num_tokens", "axis_name"}
+    keywords = inspect.signature(moe).parameters.keys() - {*_ARRAYS, "biases", "num_experts", "axis_name"}
     if unknown := sorted(moe_kwargs.keys() - keywords):
         raise TypeError(
             f"{_FUNCTION}: unknown keywords {unknown}, expected axes= or some of {sorted(keywords)}; mesh axes are"
@@ -261,8 +255,12 @@ def _check_weights(
 def _moe_per_shard(arrays: dict[str, Any], *, axes: MeshAxes, **options: Any) -> Array:
     if axes.fsdp is not None:
         arrays = _whole_matrices(arrays, axes.specs, axes.fsdp)
-    run = partial(moe, axis_name=axes.expert, **options)
+    run = partial(_moe, axis_name=axes.expert, **options)
     return run(**arrays) if axes.tensor is None else _on_tensor_axis(run, axes.tensor, **arrays)
+
+
+def _moe(*, b_gate_up: Array | None = None, b_down: Array | None = None, **arguments: Any) -> Array:
+    return moe(biases=(b_gate_up, b_down), **arguments)
 
 
 def quantize_per_device(mesh: Mesh | AbstractMesh | None, spec: P, w: Array, *, num_leading: int = 0) -> Fp8Weights:

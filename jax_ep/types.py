@@ -28,6 +28,8 @@ OUTPUT_NAME = "jax_ep.output"
 Array = jax.Array
 Quantized = tuple[Array, Array]
 """FP8 rows: `(values float8_e4m3fn [N, H], scales float32 [N, H // group_size])`."""
+Biases = tuple[Array | None, Array | None]
+"""Biases of the two GEMMs of an expert, `(b_gate_up, b_down)`, either of which may be None."""
 Tokens = Array | Quantized
 """Rows `[N, H]`, or quantized FP8 rows."""
 

@@ -99,8 +99,7 @@ def gpt_oss_experts(state: State) -> dict[str, Any]:
     return {
         "w_gate_up": state["experts.gate_up_proj"],
         "w_down": state["experts.down_proj"],
-        "b_gate_up": state["experts.gate_up_proj_bias"],
-        "b_down": state["experts.down_proj_bias"],
+        "biases": (state["experts.gate_up_proj_bias"], state["experts.down_proj_bias"]),
         "experts": jax_ep.Experts("silu", interleaved=True, alpha=1.702, clamp=7.0, up_offset=1.0),
     }
 

@@ -341,8 +341,10 @@ def test_sharded_moe_tensor_axis_custom_activation(rng):
 @pytest.mark.parametrize(
     ("given", "match"),
     [
-        ({"num_tokens": 3}, "num_tokens=3 would count the tokens of each shard.*token_mask"),
-        ({"b_down": np.zeros((E, H)), "token_mask": None}, r"\['b_down', 'token_mask'\] are arrays.*returned function"),
+        (
+            {"biases": (None, np.zeros((E, H))), "token_mask": None},
+            r"\['biases', 'token_mask'\] are arrays.*returned func",
+        ),
         ({"batch_axes": "data"}, r"unknown keywords \['batch_axes'\], expected axes= or some of .*MeshAxes"),
         ({"axis_name": "ep", "router": 3}, r"unknown keywords \['axis_name', 'router'\]"),
         ({"axes": "expert"}, r"axes is a str, expected a jax_ep.sharding.MeshAxes"),

@@ -14,6 +14,7 @@ from jax_ep.core.mesh_axes import axis_size, spread_axes
 from jax_ep.types import (
     Array,
     AxisName,
+    Biases,
     Experts,
     Handle,
     Layout,
@@ -389,6 +390,18 @@ def activation_rows(function: str, rows: Any, hidden: Array, intermediate: int |
             " element per row of w_down; change the function or the weights."
         )
     return floating(function, "the result of the activation", rows)
+
+
+def biases(function: str, value: Any) -> Biases:
+    """Return the pair `(b_gate_up, b_down)`, either of which may be None; None is neither."""
+    if value is None:
+        return None, None
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        what = f"a {type(value).__name__} of {len(value)}" if isinstance(value, tuple | list) else type_name(value)
+        raise TypeError(
+            f"{function}: biases is {what}, expected a pair (b_gate_up, b_down), either of which may be None; pass one."
+        )
+    return value[0], value[1]
 
 
 def bias(function: str, name: str, value: Any, shape: tuple[int, ...]) -> Array | None:

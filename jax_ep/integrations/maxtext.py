@@ -251,7 +251,7 @@ def _experts_of_shard(
     if layout.replicated_axes:  # One rank sends the tokens that all of them hold.
         idx = jnp.where(lax.axis_index(layout.replicated_axes) == 0, idx, -1)
     w0, w1, wo = (arrays[name].astype(x.dtype) for name in ("w0", "w1", "wo"))
-    rows = {
+    rows: dict[str, Any] = {
         "x": x.reshape(-1, x.shape[-1]),
         "topk_idx": idx.reshape(-1, idx.shape[-1]).astype(jnp.int32),
         "topk_weights": topk_weights.reshape(-1, idx.shape[-1]),
@@ -259,10 +259,10 @@ def _experts_of_shard(
         "w_down": wo,
     }
     if "wo_bias" in arrays:
-        rows["b_gate_up"] = jnp.concatenate([arrays["w0_bias"], arrays["w1_bias"]], axis=-1)
+        b_gate_up = jnp.concatenate([arrays["w0_bias"], arrays["w1_bias"]], axis=-1)
         # Every tensor rank adds its share of the output, but only the first one adds the bias.
         first = lax.axis_index(layout.tensor_axes) == 0 if layout.tensor_axes else True
-        rows["b_down"] = jnp.where(first, arrays["wo_bias"], 0)
+        rows["biases"] = (b_gate_up, jnp.where(first, arrays["wo_bias"], 0))
     y = moe(
         **vary_alike(rows, over=layout.tensor_axes),
         num_experts=layer.num_experts,

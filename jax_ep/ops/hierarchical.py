@@ -212,7 +212,6 @@ def layer(
     *,
     num_experts: int,
     axis_name: Topology,
-    num_tokens: Array | int | None,
     wire_dtypes: tuple[DTypeLike | None, DTypeLike | None],
     sum_dtype: DTypeLike | None,
 ) -> Array:
@@ -224,9 +223,7 @@ def layer(
     topology = axis_name
     x = check.matrix(function, "x", x, "[T, H]")
     num_experts, _ = check.experts(function, num_experts, topology)
-    topk_idx = check.expert_ids(function, topk_idx, x.shape[0], num_experts, all_count=num_tokens is None)
-    if num_tokens is not None:
-        topk_idx = check.mask_ids(function, topk_idx, num_tokens, None)
+    topk_idx = check.expert_ids(function, topk_idx, x.shape[0], num_experts)
     topk_weights = check.router_weights(function, topk_weights, topk_idx.shape, x)
     out, back = (_options(function, topology, check.wire(function, dtype, x)) for dtype in wire_dtypes)
     back = dataclasses.replace(back, sum_dtype=check.result_dtype(function, sum_dtype, x.dtype))

@@ -40,6 +40,7 @@ from jax_ep.types import (
     OUTPUT_NAME,
     Array,
     AxisName,
+    Biases,
     Experts,
     Handle,
     Options,
@@ -62,12 +63,10 @@ def moe(
     *,
     num_experts: int,
     experts: Experts | None = None,
-    b_gate_up: Array | None = None,
-    b_down: Array | None = None,
+    biases: Biases | None = None,
     axis_name: AxisName = "expert",
     capacity: int | None = None,
     balance: Balance | None = None,
-    num_tokens: Array | int | None = None,
     wire_dtype: DTypeLike | None = None,
     recipe: str | None = None,
     preferred_element_type: DTypeLike | None = None,
@@ -76,41 +75,40 @@ def moe(
 ) -> Array:
     """The expert layer: `y[t] = sum_k weight[t, k] * (act(x[t] @ gate) * (x[t] @ up)) @ down` of expert `idx[t, k]`.
 
-    Differentiable in x, the router weights, the matrices and the biases. For the backward pass it keeps x, the first
-    product and the routing; dispatched tokens only as `keep_tokens` of the schedule says. Under `jax.checkpoint` the
-    names `jax_ep.tokens` (such tokens), `jax_ep.hidden` (first product) and `jax_ep.output` can be saved or recomputed
-    by a policy.
+    It is differentiable in x, the router weights, the expert weights and the biases. For the backward pass it keeps x,
+    the result of the first GEMM and the routing; the schedule decides whether it also keeps dispatched tokens. Under
+    `jax.checkpoint` a policy can save or recompute the names `jax_ep.tokens` (dispatched tokens), `jax_ep.hidden`
+    (result of the first GEMM) and `jax_ep.output`.
 
     Args:
       x: `[T, H]` tokens of this rank.
-      topk_idx: `[T, K]` int32 expert ids; -1 is no expert.
-      topk_weights: `[T, K]` float32 router weights, or in a narrower dtype that is widened; they scale the rows in
-        float32 before the second product.
-      w_gate_up: `[L, H, 2 * I]`, gate in the first I columns and up in the last; or `[L, H, I]` for experts without a
-        gate, whose hidden rows are `act(x @ w)`. For a function of the caller's, any number of columns. Or
-        `QuantizedExperts` of them, multiplied as matrices of the dtype of x, or as their `activations` say: for
-        inference, without a gradient. With "fp8" tokens travel in FP8 too, which then loses nothing. With
-        `recipe="fp8"` in any floating dtype, or `Fp8Weights`, whose gradient is in `master`.
-      w_down: `[L, I, H]`, or `Fp8Weights` or `QuantizedExperts` of them.
+      topk_idx: `[T, K]` int32 expert ids; -1 is no expert, as for padding, and costs nothing.
+      topk_weights: `[T, K]` router weights in float32, or in a narrower dtype that is widened; they scale the rows in
+        float32 before the second GEMM.
+      w_gate_up: `[L, H, 2 * I]`, gate in the first I columns and up in the last; `[L, H, I]` for experts without a
+        gate; any number of columns for a custom activation. With `recipe="fp8"` in any floating dtype, or `Fp8Weights`,
+        whose gradient is in `master`. `QuantizedExperts` are for inference: they have no gradient, and their GEMMs run
+        in the dtype of x, or as their `activations` say; with "fp8" tokens travel in FP8, too.
+      w_down: `[L, I, H]`, or `Fp8Weights` or `QuantizedExperts` of it.
       num_experts: E over all ranks.
       experts: what an expert computes, see `Experts`; None: `Experts()`.
-      b_gate_up: biases of the first product, one for each column of w_gate_up, `[L, 2 * I]`; None: none.
-      b_down: `[L, H]` biases of the second, which router weights scale like all that experts return; None: none.
-      axis_name: mesh axis, or tuple of axes, over which experts are spread; or a `Topology`, whose node axis tokens
-        cross once per node, and sums of them once, to the layer over its local axis.
-      capacity: static rows per rank; None: nothing is dropped. See `dispatch`. Not with several blocks of a `Topology`.
+      biases: `(b_gate_up [L, 2 * I], b_down [L, H])` of the two GEMMs, either of which may be None; router weights
+        scale `b_down`, too. None: no biases.
+      axis_name: mesh axis, or tuple of axes, that the experts are spread over; or a `Topology`: tokens then cross its
+        node axis once per node, and so do their sums.
+      capacity: static number of rows per rank, see `dispatch`; None: nothing is dropped. Not with several blocks of a
+        `Topology`.
       balance: compute at most `balance.rows * T * K` rows per rank, with copies of hot experts on other ranks, and drop
         nothing; see `Balance`. None: experts stay on their ranks. Not with a `capacity` or a `Topology`.
-      num_tokens: see `dispatch`.
-      wire_dtype: `jnp.float8_e4m3fn` for FP8 on the wire, forward and backward; `recipe="fp8"` has no other.
-      recipe: how the layer computes. None: in the dtype of x. "fp8": the products of both passes are in FP8, and so is
-        what travels. Each operand is rounded to FP8 with one scale for 128 elements along the axis that is summed over;
-        matrices have one for a block of 128 by 128. Rounding counts as the identity, sums run in float32, and gradients
-        have the dtypes of the parameters. Matrices are quantised in each call, but for `Fp8Weights`; tokens once.
+      wire_dtype: `jnp.float8_e4m3fn` for FP8 on the wire, forward + backward; `recipe="fp8"` has no other.
+      recipe: None: compute in the dtype of x. "fp8": run the GEMMs of both passes in FP8, and send FP8. Each operand
+        has one scale for 128 elements along the axis that is summed over; weights have one for a block of 128 by 128.
+        Rounding counts as the identity, sums run in float32, and gradients have the dtypes of the parameters. Each call
+        quantizes the tokens once, and weights that are not `Fp8Weights`.
       preferred_element_type: dtype of the result, such as float32 for sums of bfloat16 experts that are not rounded
-        again; products, and what travels, stay in the dtype of x. None: that of x.
-      schedule: how launches share the GPU, see `Schedule`: its modes count for both products and their gradients;
-        `fuse_weight_gradients` for the first product, and not with `recipe="fp8"`. None: the package's choice.
+        again; GEMMs and the wire keep the dtype of x. None: that of x.
+      schedule: how kernels share the GPU, see `Schedule`: its modes apply to both GEMMs and their gradients;
+        `fuse_weight_gradients` to the first GEMM, and not with `recipe="fp8"`. None: the package chooses.
       implementation: see `dispatch`.
 
     Returns:
@@ -118,10 +116,10 @@ def moe(
 
     Raises:
       ValueError: shapes, sizes, axes or an activation that do not fit; `fuse_weight_gradients=True` in the schedule
-        where there is no such launch; an unknown recipe; with `recipe="fp8"`, H or I is not a multiple of 128, a
-        function of the caller's as activation, or another wire dtype.
+        where it does not exist; an unknown recipe; with `recipe="fp8"`, an H or I that is not a multiple of 128, a
+        custom activation, or another wire dtype.
       TypeError: unsupported or different dtypes; by the second derivative with `recipe="fp8"`.
-      NotImplementedError: none of the implementations asked for can serve the call.
+      NotImplementedError: no implementation supports the call.
 
     Example:
       >>> import jax.numpy as jnp, jax_ep
@@ -151,8 +149,7 @@ def moe(
             w_gate_up=w_gate_up,
             w_down=w_down,
             experts=experts,
-            b_gate_up=b_gate_up,
-            b_down=b_down,
+            biases=biases,
             capacity=capacity,
             recipe=recipe,
             schedule=schedule,
@@ -166,14 +163,13 @@ def moe(
             topk_weights,
             num_experts=num_experts,
             axis_name=axis_name,
-            num_tokens=num_tokens,
             wire_dtypes=(wire_dtype, wire_dtype),
             sum_dtype=preferred_element_type,
         )
         return checkpoint_name(y, OUTPUT_NAME)
     options = registry.options("moe", axis_name, implementation, wire_dtype, schedule)
     options = dataclasses.replace(options, recipe=recipe)
-    parts = ExpertWeights(w_gate_up, w_down, b_gate_up, b_down)
+    parts = ExpertWeights(w_gate_up, w_down, *check.biases("moe", biases))
     experts, parts = _check_experts(options, x, parts, num_experts, experts)
     if topk_weights is None:
         raise TypeError(_NO_WEIGHTS)
@@ -183,8 +179,7 @@ def moe(
         moe_fp8.check_layer(options, experts, parts.b_gate_up, parts.w_down)
     sum_dtype = check.result_dtype("moe", preferred_element_type, x.dtype)
     if balance is not None and x.shape[0] and axis_size(options.axis, function="moe") > 1:
-        ids = check.expert_ids("moe", topk_idx, x.shape[0], num_experts, all_count=num_tokens is None)
-        ids = ids if num_tokens is None else check.mask_ids("moe", ids, num_tokens, None)
+        ids = check.expert_ids("moe", topk_idx, x.shape[0], num_experts)
 
         def one_pass(x: Array, topk_idx: Array, topk_weights: Array, parts: Any, **sizes: Any) -> Array:
             return moe(
@@ -193,8 +188,7 @@ def moe(
                 topk_weights,
                 *parts[:2],
                 experts=experts,
-                b_gate_up=parts[2],
-                b_down=parts[3],
+                biases=parts[2:],
                 axis_name=axis_name,
                 wire_dtype=wire_dtype,
                 recipe=recipe,
@@ -213,10 +207,8 @@ def moe(
         facts = FusedMoEFacts(x.dtype, experts, slots, parts.w_gate_up, parts.w_down)
         single = plans.single_launch(options, facts, given_others)
         if single is not None:
-            return _in_one_launch(options, single, experts, x, topk_idx, topk_weights, parts, num_tokens, sum_dtype)
-    prepare = functools.partial(
-        exchange.checked, options, num_experts=num_experts, capacity=capacity, num_tokens=num_tokens
-    )
+            return _in_one_launch(options, single, experts, x, topk_idx, topk_weights, parts, sum_dtype)
+    prepare = functools.partial(exchange.checked, options, num_experts=num_experts, capacity=capacity)
     plan = functools.partial(_plan, experts=experts, parts=parts, sum_dtype=sum_dtype)
     if x.shape[0] == 0:
         # The same errors, but nothing to compile: XLA's compiler for GPUs crashes at some programs without a row.
@@ -256,9 +248,7 @@ def fused_moe(
     w_down: Array | Fp8Weights | QuantizedExperts,
     *,
     experts: Experts | None = None,
-    b_gate_up: Array | None = None,
-    b_down: Array | None = None,
-    num_tokens: Array | int | None = None,
+    biases: Biases | None = None,
     recipe: str | None = None,
     preferred_element_type: DTypeLike | None = None,
     schedule: Schedule | None = None,
@@ -270,13 +260,11 @@ def fused_moe(
       x: `[T, H]` tokens.
       topk_idx: `[T, K]` int32 expert ids; -1 is no expert.
       topk_weights: `[T, K]` router weights.
-      w_gate_up: `[E, H, 2 * I]`, or `[E, H, I]` for experts without a gate; or `Fp8Weights` or `QuantizedExperts`, see
-        `moe`.
+      w_gate_up: `[E, H, 2 * I]`, or `[E, H, I]` for experts without a gate; or `Fp8Weights` or `QuantizedExperts`,
+        see `moe`.
       w_down: `[E, I, H]`, or `Fp8Weights` or `QuantizedExperts`.
       experts: see `moe`.
-      b_gate_up: `[E, 2 * I]`, or None.
-      b_down: `[E, H]`, or None.
-      num_tokens: `[]` int32, tokens at and past this index are ignored; None: all T count.
+      biases: `(b_gate_up [E, 2 * I], b_down [E, H])`, see `moe`.
       recipe: see `moe`.
       preferred_element_type: see `moe`.
       schedule: see `moe`.
@@ -306,10 +294,8 @@ def fused_moe(
         w_down,
         num_experts=w_gate_up.shape[0],
         experts=experts,
-        b_gate_up=b_gate_up,
-        b_down=b_down,
+        biases=biases,
         axis_name=(),
-        num_tokens=num_tokens,
         recipe=recipe,
         preferred_element_type=preferred_element_type,
         schedule=schedule,
@@ -377,16 +363,12 @@ def _in_one_launch(
     topk_idx: Array,
     topk_weights: Array,
     parts: ExpertWeights,
-    num_tokens: Array | int | None,
     sum_dtype: DTypeLike,
 ) -> Array:
     """`moe` on one device by the launch that is all of it."""
     num_experts = parts.w_down.shape[0]
-    all_count = num_tokens is None
-    topk_idx = check.expert_ids(options.function, topk_idx, x.shape[0], num_experts, all_count=all_count)
+    topk_idx = check.expert_ids(options.function, topk_idx, x.shape[0], num_experts)
     topk_weights = check.router_weights(options.function, topk_weights, topk_idx.shape, x)
-    if num_tokens is not None:
-        topk_idx = check.mask_ids(options.function, topk_idx, num_tokens, None)
     apart = dataclasses.replace(options.schedule, single_launch=False)
 
     def unfused(topk_idx: Array, x: Array, topk_weights: Array, matrices: Any, biases: Any) -> Array:
@@ -397,8 +379,7 @@ def _in_one_launch(
             *matrices,
             num_experts=num_experts,
             experts=experts,
-            b_gate_up=biases[0],
-            b_down=biases[1],
+            biases=biases,
             axis_name=(),
             preferred_element_type=sum_dtype,
             schedule=apart,

@@ -30,7 +30,18 @@ from jax_ep.ops.low_latency import (
 )
 from jax_ep.ops.masked import activate, checked_operands, multiply
 from jax_ep.ops.plan import LowLatencyGemmPlan, LowLatencyLayerPlan
-from jax_ep.types import Array, AxisName, Experts, Layout, LowLatencyHandle, Options, Quantized, Schedule, Topology
+from jax_ep.types import (
+    Array,
+    AxisName,
+    Biases,
+    Experts,
+    Layout,
+    LowLatencyHandle,
+    Options,
+    Quantized,
+    Schedule,
+    Topology,
+)
 
 
 @operation
@@ -44,11 +55,9 @@ def low_latency_moe(
     *,
     num_experts: int,
     experts: Experts | None = None,
-    b_gate_up: Array | None = None,
-    b_down: Array | None = None,
+    biases: Biases | None = None,
     axis_name: AxisName = "expert",
     max_tokens_per_rank: int | None = None,
-    num_tokens: Array | int | None = None,
     preferred_element_type: DTypeLike | None = None,
     schedule: Schedule | None = None,
     implementation: str | Sequence[str] | None = None,
@@ -70,12 +79,10 @@ def low_latency_moe(
       num_experts: E over all ranks.
       experts: what an expert computes, see `Experts`; None: `Experts()`. Experts with their weights on the input
         get each token once for each of its experts, scaled and rounded to the dtype of x.
-      b_gate_up: biases of the first product, one for each row of w_gate_up, `[L, 2 * I]`; None: none.
-      b_down: `[L, H]` biases of the second; None: none.
+      biases: `(b_gate_up [L, 2 * I], b_down [L, H])` of the two GEMMs, either of which may be None; None: no biases.
       axis_name: mesh axis, or tuple of axes, over which experts are spread; or a `Topology`, see `moe`.
       max_tokens_per_rank: static, at least T and the same on all ranks; sizes the buffers, but over a `Topology`, where
         they hold the tokens that can come from all nodes. None: T.
-      num_tokens: `[]` int32, tokens at and past this index are ignored; None: all T count.
       preferred_element_type: dtype of the result, and of the experts' outputs as they travel; None: that of x.
       schedule: see `dispatch`.
       implementation: see `dispatch`.
@@ -108,8 +115,7 @@ def low_latency_moe(
             w_gate_up=w_gate_up,
             w_down=w_down,
             experts=experts,
-            b_gate_up=b_gate_up,
-            b_down=b_down,
+            biases=biases,
             preferred_element_type=preferred_element_type,
             schedule=schedule,
             implementation=implementation,
@@ -126,7 +132,6 @@ def low_latency_moe(
             topk_weights,
             num_experts=num_experts,
             axis_name=axis_name,
-            num_tokens=num_tokens,
             wire_dtypes=(FP8 if takes_fp8 else None, None),
             sum_dtype=preferred_element_type,
         )
@@ -134,10 +139,8 @@ def low_latency_moe(
     x = check.plain_tokens(function, x)
     check.known_rows(function, "x", "in a low-latency layer", x.shape[0])
     num_experts, num_ranks = check.experts(function, num_experts, axis_name)
-    topk_idx = check.expert_ids(function, topk_idx, x.shape[0], num_experts, all_count=num_tokens is None)
+    topk_idx = check.expert_ids(function, topk_idx, x.shape[0], num_experts)
     topk_weights = check.router_weights(function, topk_weights, topk_idx.shape, x)
-    if num_tokens is not None:
-        num_tokens = check.token_count(function, num_tokens, x.shape[0])
     if max_tokens_per_rank is None:
         max_tokens_per_rank = max(1, x.shape[0])
     max_tokens_per_rank = checked_max_tokens(function, x.shape[0], max_tokens_per_rank)
@@ -149,13 +152,14 @@ def low_latency_moe(
     columns, inner = check_quantized.expert_matrices(function, x, w_gate_up, w_down, num_local)
     experts = check.expert_function(function, experts, columns, inner)
     out_dtype = check.result_dtype(function, preferred_element_type, x.dtype)
+    b_gate_up, b_down = check.biases(function, biases)
     b_gate_up = check.bias(function, "b_gate_up", b_gate_up, (num_local, columns))
     b_down = check.bias(function, "b_down", b_down, (num_local, x.shape[1]))
     top_k = topk_idx.shape[1]
     if experts.weight_on == "input":
-        x, topk_idx, topk_weights, num_tokens = _one_token_per_expert(x, topk_idx, topk_weights, num_tokens)
+        x, topk_idx, topk_weights = _one_token_per_expert(x, topk_idx, topk_weights)
         max_tokens_per_rank *= top_k
-    tokens, matrices = (x, topk_idx, topk_weights, num_tokens), _Matrices(w_gate_up, w_down, b_gate_up, b_down)
+    tokens, matrices = (x, topk_idx, topk_weights), _Matrices(w_gate_up, w_down, b_gate_up, b_down)
     tokens, matrices = vary_alike((tokens, matrices), over=options.axis)
     layout = checked_layout(options, num_experts, max_tokens_per_rank, topk_idx.shape[1])
     plan = _plan(options, experts, layout, matrices, x.dtype, out_dtype)
@@ -228,29 +232,25 @@ def _run_experts(
     x: Array,
     topk_idx: Array,
     topk_weights: Array,
-    num_tokens: Array | None,
 ) -> Array:
     """Return the layer's result `[T, H]` for checked arguments."""
     plan, out_dtype = layer.plan, layer.out_dtype
     group_size = GROUP_SIZE if check_quantized.takes_fp8(matrices.w_gate_up) else None
-    tokens, scales, sizes, handle = dispatch_tokens(plan.dispatch, layout, group_size, x, topk_idx, num_tokens)
+    tokens, scales, sizes, handle = dispatch_tokens(plan.dispatch, layout, group_size, x, topk_idx, None)
     expected_rows = max(1, -(-layout.num_ranks * topk_idx.size // layout.num_experts))
     product = layer.activated(matrices, x.dtype, expected_rows, tokens, scales, sizes)
     return _multiply_and_combine(plan.second, out_dtype, expected_rows, topk_weights, handle, matrices.b_down, *product)
 
 
-def _one_token_per_expert(
-    x: Array, topk_idx: Array, topk_weights: Array, num_tokens: Array | None
-) -> tuple[Array, Array, Array, Array | None]:
-    """Each token once for each of its experts, scaled by its weight, which then is 1."""
+def _one_token_per_expert(x: Array, topk_idx: Array, topk_weights: Array) -> tuple[Array, Array, Array]:
+    """Return each token once for each of its experts, scaled by its weight, and weights of 1."""
     top_k = topk_idx.shape[1]
     valid = (topk_idx >= 0).reshape(-1, 1)
     # The weight of a slot without an expert may be anything.
     factors = jnp.where(valid, topk_weights.reshape(-1, 1), 0)
     wide = accumulation_dtype(x.dtype)
     scaled = (jnp.repeat(x, top_k, axis=0).astype(wide) * factors.astype(wide)).astype(x.dtype)
-    count = None if num_tokens is None else num_tokens * top_k
-    return scaled, topk_idx.reshape(-1, 1), jnp.ones_like(factors), count
+    return scaled, topk_idx.reshape(-1, 1), jnp.ones_like(factors)
 
 
 @operation

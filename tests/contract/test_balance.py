@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 import jax_ep
 from cases import BASE, BF16, F32, Shape, assert_close, reals
 from harness import compiled, per_rank, run
-from layers import Layer
+from layers import Layer, first_tokens
 from routings import ROUTINGS
 
 BALANCES = [jax_ep.Balance(1.0, 1), jax_ep.Balance(1.1), jax_ep.Balance(1.0, 8)]
@@ -70,16 +70,17 @@ def test_balance_bfloat16(implementation: str, expert_mesh: Any, rng: np.random.
     check(got, layer, d_out, tolerance=4e-2)
 
 
-def test_balance_num_tokens_and_biases(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
-    """The same sums as without balance; tokens past `num_tokens` get zeros."""
+def test_balance_padding_and_biases(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+    """The same sums as without balance; tokens without experts get zeros."""
     layer = Layer(rng, "one_hot_every_slot", 2, BASE)
     biases = reals(rng, 2, 4, 2 * BASE.intermediate), reals(rng, 2, 4, BASE.hidden)
 
     def fn(*args: Any) -> Any:
         *args, b_gate_up, b_down = args
+        args[1] = first_tokens(args[1], 4)
 
         def call(**options: Any) -> Any:
-            given = {"b_gate_up": b_gate_up, "b_down": b_down, "num_tokens": 4, "implementation": implementation}
+            given = {"biases": (b_gate_up, b_down), "implementation": implementation}
             return jax_ep.moe(*args, num_experts=BASE.num_experts, **given, **options)
 
         want = call()

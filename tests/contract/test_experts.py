@@ -58,9 +58,8 @@ def moe(implementation: str, inputs: Inputs, **options: Any) -> Any:
     run = functools.partial(jax_ep.moe, num_experts=inputs.shape.num_experts, implementation=implementation)
 
     def call(x, topk_idx, topk_weights, w_gate_up, w_down, b_gate_up, b_down):
-        biases = {"b_gate_up": b_gate_up, "b_down": b_down}
         arrays = (x, topk_idx, topk_weights, w_gate_up, w_down)
-        return run(*arrays, experts=inputs.experts, **biases, **options)
+        return run(*arrays, experts=inputs.experts, biases=(b_gate_up, b_down), **options)
 
     return call
 
@@ -154,8 +153,8 @@ def test_experts_low_latency(implementation: str, case: str, fp8: bool, expert_m
     def call(x, topk_idx, weights, w_gate_up, w_down, b_gate_up, b_down):
         matrices = [quantize_fp8_weights(w) if fp8 else w.swapaxes(1, 2) for w in (w_gate_up, w_down)]
         options = {"num_experts": inputs.shape.num_experts, "implementation": implementation}
-        biases = {"b_gate_up": b_gate_up, "b_down": b_down}
-        return jax_ep.low_latency_moe(x, topk_idx, weights, *matrices, experts=inputs.experts, **biases, **options)
+        options |= {"experts": inputs.experts, "biases": (b_gate_up, b_down)}
+        return jax_ep.low_latency_moe(x, topk_idx, weights, *matrices, **options)
 
     got, want = run(call, expert_mesh(2), *inputs.args), inputs.answer()[0]
     error = np.linalg.norm(got.astype(np.float64) - want) / np.linalg.norm(want)
@@ -204,22 +203,15 @@ def test_experts_custom_activation(implementation: str, expert_mesh: Any, rng: A
 @pytest.mark.parametrize("count", [0, 3, 99])
 @pytest.mark.slow(unless={"count": [3]})
 @pytest.mark.slow_interpreted
-def test_experts_tokens_past_num_tokens(implementation: str, count: int, expert_mesh: Any, rng: Any) -> None:
-    """They may hold anything, and get zeros; each rank has a number of its own."""
+def test_experts_padding(implementation: str, count: int, expert_mesh: Any, rng: Any) -> None:
+    """Tokens whose ids are all -1 may hold anything, and get zeros."""
     inputs = Inputs(rng, GPT_OSS, True, 2, BASE, F32)
-    counts, of = np.array([count, 5], np.int32), inputs.layer
-    past = np.arange(BASE.num_tokens)[None, :] >= counts[:, None]
-    call = moe(implementation, inputs)
-
-    def counted(x, topk_idx, weights, w_gate_up, w_down, b_gate_up, b_down, d_out, num_tokens):
-        counting = functools.partial(moe, implementation, inputs, num_tokens=num_tokens)()
-        return with_gradients(counting)(x, topk_idx, weights, w_gate_up, w_down, b_gate_up, b_down, d_out)
-
-    wanted_ids = np.where(past[:, :, None], -1, of.topk_idx)
-    args = inputs.args
-    want, wanted = run(with_gradients(call), expert_mesh(2), args[0], wanted_ids, *args[2:], inputs.d_out)
-    x = np.where(past[:, :, None], np.nan, of.x).astype(F32)
-    got, gradients = run(counted, expert_mesh(2), x, *args[1:], inputs.d_out, counts)
+    past = np.arange(BASE.num_tokens)[None, :] >= np.array([count, 5])[:, None]
+    call, ids = with_gradients(moe(implementation, inputs)), np.where(past[:, :, None], -1, inputs.layer.topk_idx)
+    x, _, *others = inputs.args
+    padded = np.where(past[:, :, None], np.nan, x).astype(F32)
+    want, wanted = run(call, expert_mesh(2), x, ids, *others, inputs.d_out)
+    got, gradients = run(call, expert_mesh(2), padded, ids, *others, inputs.d_out)
     np.testing.assert_array_equal(got, want)
     for g, w in zip(gradients, wanted, strict=True):
         np.testing.assert_array_equal(g, w)

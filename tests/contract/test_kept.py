@@ -49,8 +49,8 @@ def layer(implementation: str, experts: jax_ep.Experts, keep: bool | None, **opt
     common = {"num_experts": SHAPE.num_experts, "implementation": implementation, "schedule": schedule}
 
     def call(x, topk_idx, topk_weights, w_gate_up, w_down, b_gate_up, b_down):
-        biases = {"b_gate_up": b_gate_up, "b_down": b_down}
-        return jax_ep.moe(x, topk_idx, topk_weights, w_gate_up, w_down, experts=experts, **biases, **common, **options)
+        given = {"experts": experts, "biases": (b_gate_up, b_down), **common, **options}
+        return jax_ep.moe(x, topk_idx, topk_weights, w_gate_up, w_down, **given)
 
     return call
 

@@ -161,10 +161,10 @@ def test_moe_recipe_biases(implementation: str, weight_on: str, expert_mesh: Any
 
     def gradients(recipe: str | None):
         def fn(x, topk_idx, topk_weights, w_gate_up, w_down, probe, b_down, b_gate_up=None):
-            def loss(*biases):
-                named = dict(zip(("b_down", "b_gate_up"), biases, strict=False))
+            def loss(b_down, b_gate_up=None):
                 options = {"num_experts": 8, "recipe": recipe, "implementation": implementation, "experts": experts}
-                return jnp.vdot(jax_ep.moe(x, topk_idx, topk_weights, w_gate_up, w_down, **named, **options), probe)
+                options["biases"] = (b_gate_up, b_down)
+                return jnp.vdot(jax_ep.moe(x, topk_idx, topk_weights, w_gate_up, w_down, **options), probe)
 
             given = (b_down,) if b_gate_up is None else (b_down, b_gate_up)
             return jax.grad(loss, argnums=tuple(range(len(given))))(*given)

@@ -335,13 +335,14 @@ def test_quantized_layers(implementation: str, which: str, stored: str, expert_m
     assert_close(got, stands_for(layer, stored, BF16).oracle().forward(), tolerance=2.5e-2)
 
 
-def test_quantized_layers_biases_capacity_num_tokens(implementation: str, rng: np.random.Generator) -> None:
+def test_quantized_layers_biases_and_padding(implementation: str, rng: np.random.Generator) -> None:
     """As `fused_moe` has them for other matrices."""
     w = [reals(rng, 4, 128, n, dtype=BF16) / 11 for n in (256, 128)]
     x, ids = reals(rng, 6, 128, dtype=BF16), rng.integers(-1, 4, (6, 2), dtype=np.int32)
-    biases = {"b_gate_up": reals(rng, 4, 256, dtype=BF16), "b_down": reals(rng, 4, 128, dtype=BF16)}
+    ids[4:] = -1
+    biases = reals(rng, 4, 256, dtype=BF16), reals(rng, 4, 128, dtype=BF16)
     experts = jax_ep.Experts("silu", clamp=7.0, alpha=1.702, up_offset=1.0, interleaved=True)
-    call = partial(jax_ep.fused_moe, implementation=implementation, experts=experts, num_tokens=4, **biases)
+    call = partial(jax_ep.fused_moe, implementation=implementation, experts=experts, biases=biases)
     quantised = [quantize_experts(jnp.asarray(a), "int8") for a in w]
     dense = [jnp.swapaxes(jax_ep.quantization.dequantize_experts(q, jnp.bfloat16), -1, -2) for q in quantised]
     weights = np.full((6, 2), 0.5, F32)

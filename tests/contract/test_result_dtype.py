@@ -37,8 +37,8 @@ def test_result_dtype_moe(implementation: str, kind: str, expert_mesh: Any, rng:
         biases = (layer.per_rank(reals(rng, shape.num_experts, shape.hidden, dtype=BF16)),)
 
     def moe(x, topk_weights, w_gate_up, w_down, *biases, ids, dtype):
-        named = dict(zip(("b_down",), biases, strict=False))
-        call = partial(jax_ep.moe, num_experts=shape.num_experts, implementation=implementation, **options, **named)
+        pair = (None, *biases) if biases else None
+        call = partial(jax_ep.moe, num_experts=shape.num_experts, implementation=implementation, biases=pair, **options)
         return call(x, ids, topk_weights, w_gate_up, w_down, preferred_element_type=dtype)
 
     x, ids, topk_weights, w_gate_up, w_down = layer.args

@@ -16,7 +16,7 @@ from cases import BF16, F16, F32, Shape, assert_close, assert_same_bits, reals
 from harness import to_numpy
 from jax_ep.megakernels import fused_moe
 from jax_ep.quantization import dequantize_experts, quantize_experts
-from layers import Layer
+from layers import Layer, first_tokens
 from oracle_experts import GPT_OSS
 from oracle_quantized import FORMATS
 from routings import ROUTINGS
@@ -71,13 +71,13 @@ def test_single_launch_experts(
     experts, shape = EXPERTS[kind], SHAPES["cut tiles"]
     layer = Layer(rng, "some_without_expert", 1, shape, dtype, gated=experts.gated)
     operands = layer.x[0], layer.topk_idx[0], layer.topk_weights[0], layer.w_gate_up, layer.w_down
-    biases = {"b_gate_up": layer.w_gate_up.shape[2], "b_down": shape.hidden} if biased else {}
-    biases = {name: reals(rng, shape.num_experts, width, dtype=dtype) for name, width in biases.items()}
-    got = to_numpy(jax.jit(call(implementation, experts=experts, **biases))(*operands))
+    widths = (layer.w_gate_up.shape[2], shape.hidden)
+    biases = tuple(reals(rng, shape.num_experts, width, dtype=dtype) if biased else None for width in widths)
+    got = to_numpy(jax.jit(call(implementation, experts=experts, biases=biases))(*operands))
     assert got.dtype == dtype
     wide = [a.astype(F32) if a.dtype == dtype else a for a in operands]
-    biases = {name: b.astype(F32) for name, b in biases.items()}
-    want = jax.jit(partial(jax_ep.fused_moe, experts=experts, implementation="xla", **biases))(*wide)
+    biases = tuple(None if b is None else b.astype(F32) for b in biases)
+    want = jax.jit(partial(jax_ep.fused_moe, experts=experts, implementation="xla", biases=biases))(*wide)
     assert_close(got, to_numpy(want))
 
 
@@ -92,14 +92,13 @@ def test_single_launch_quantized(
     experts, shape = EXPERTS[kind], Shape(num_tokens=13, top_k=3, num_experts=6, hidden=256, intermediate=128)
     layer = Layer(rng, "some_without_expert", 1, shape, dtype, gated=experts.gated)
     operands = layer.x[0], layer.topk_idx[0], layer.topk_weights[0]
-    widths = {"b_gate_up": layer.w_gate_up.shape[2], "b_down": shape.hidden}
-    biases = {name: reals(rng, shape.num_experts, width, dtype=dtype) for name, width in widths.items()}
+    biases = tuple(reals(rng, shape.num_experts, n, dtype=dtype) for n in (layer.w_gate_up.shape[2], shape.hidden))
     matrices = [store(w, stored) for w in (layer.w_gate_up, layer.w_down)]
-    got = to_numpy(jax.jit(call(implementation, experts=experts, **biases))(*operands, *matrices))
+    got = to_numpy(jax.jit(call(implementation, experts=experts, biases=biases))(*operands, *matrices))
     assert got.dtype == dtype
     dense = [jnp.swapaxes(dequantize_experts(q, jnp.float32), -1, -2) for q in matrices]
-    biases = {name: b.astype(F32) for name, b in biases.items()}
-    want = jax.jit(partial(jax_ep.fused_moe, experts=experts, implementation="xla", **biases))
+    biases = tuple(None if b is None else b.astype(F32) for b in biases)
+    want = jax.jit(partial(jax_ep.fused_moe, experts=experts, implementation="xla", biases=biases))
     assert_close(got, to_numpy(want(operands[0].astype(F32), *operands[1:], *dense)), tolerance=1.5e-2)
     with pytest.raises(TypeError, match="with QuantizedExperts has no gradient"):
         jax.grad(lambda x: call(implementation, experts=experts)(x, *operands[1:], *matrices).sum())(operands[0])
@@ -147,9 +146,8 @@ def test_single_launch_fp8_blocks(
 def test_single_launch_num_tokens_and_dtypes(implementation: str, rng: np.random.Generator) -> None:
     layer = Layer(rng, "uniform", 1, SHAPES["cut tiles"], BF16)
     operands = layer.x[0], layer.topk_idx[0], layer.topk_weights[0], layer.w_gate_up, layer.w_down
-    run = jax.jit(
-        lambda count, *operands: call(implementation, preferred_element_type=F32)(*operands, num_tokens=count)
-    )
+    layer_of = call(implementation, preferred_element_type=F32)
+    run = jax.jit(lambda count, x, ids, *operands: layer_of(x, first_tokens(ids, count), *operands))
     some, everything = (to_numpy(run(jnp.int32(count), *operands)) for count in (5, 99))
     assert some.dtype == F32
     assert_same_bits(some[:5], everything[:5])
@@ -199,11 +197,11 @@ def test_single_launch_random_sizes(implementation: str, seed: int) -> None:
     if stored is not None:
         matrices = [store(w, stored) for w in matrices]
         wide = [jnp.swapaxes(dequantize_experts(q, jnp.float32), -1, -2) for q in matrices]
-    widths = {"b_gate_up": layer.w_gate_up.shape[2], "b_down": hidden}
-    biases = {name: reals(rng, num_experts, width, dtype=dtype) for name, width in widths.items() if rng.integers(2)}
-    got = to_numpy(jax.jit(call(implementation, experts=experts, **biases))(*operands, *matrices))
-    biases = {name: b.astype(F32) for name, b in biases.items()}
-    want = jax.jit(partial(jax_ep.fused_moe, experts=experts, implementation="xla", **biases))
+    widths = (layer.w_gate_up.shape[2], hidden)
+    biases = tuple(reals(rng, num_experts, n, dtype=dtype) if rng.integers(2) else None for n in widths)
+    got = to_numpy(jax.jit(call(implementation, experts=experts, biases=biases))(*operands, *matrices))
+    biases = tuple(None if b is None else b.astype(F32) for b in biases)
+    want = jax.jit(partial(jax_ep.fused_moe, experts=experts, implementation="xla", biases=biases))
     assert_close(got, to_numpy(want(operands[0].astype(F32), *operands[1:], *wide)), tolerance=1.5e-2)
 
 

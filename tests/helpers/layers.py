@@ -39,6 +39,11 @@ class Layer:
         return oracle.MoE(self.x, self.topk_weights, self.w_gate_up, self.w_down, lay, activation)
 
 
+def first_tokens(ids: Any, count: Any) -> Any:
+    """Ids `[T, K]` without those of the tokens at and past `count`."""
+    return jnp.where(jnp.arange(ids.shape[0])[:, None] < count, ids, -1)
+
+
 def second_derivative(call: Callable[[Any, Any], Any]) -> Callable[[Any, Any], tuple[Any, Any]]:
     """Of the sum of the squares of what `call(x, w)` returns: the gradients of the sum of its gradients' squares."""
 

@@ -107,7 +107,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], set[str]]] = {
         FP8_ROWS | {"fp8_matrices.quantize_matrices"} | FP8_COLUMNS,
     ),
     "FP8, biased": (
-        gradient(lambda *args: moe(recipe="fp8")(*args[:-1], b_down=args[-1]), 5),
+        gradient(lambda *args: moe(recipe="fp8")(*args[:-1], biases=(None, args[-1])), 5),
         (*layer(), Array((E // 2, H), BF16)),
         FP8_ROWS | {"activation.dequantize_rows"},
     ),

@@ -404,11 +404,15 @@ EXPERTS_CASES = [
     *value("moe", "no gates", {"w_gate_up": f32(L, H, INNER)}, number(INNER), number(2 * INNER), "gated=False"),
     *value(LAYERS, "gates", {"experts": jax_ep.Experts(gated=False)}, "gated", number(2 * INNER), number(INNER)),
     *value(LAYERS, "rows of a function", {"experts": OWN}, "activation", number(2 * INNER), number(INNER), "change"),
-    *value(LAYERS, "b_gate_up", {"b_gate_up": f32(L, INNER)}, "b_gate_up", number(INNER), number(2 * INNER)),
-    *value(LAYERS, "a bias for all", {"b_down": f32(H)}, "b_down", shape(H), "rank 2", "reshape"),
-    *dtype(LAYERS, "b_down", i32(L, H), FLOATING),
-    *dtype(["dispatch", *LAYERS], "num_tokens", f32(), "int32"),
-    *value(["dispatch", *LAYERS], "num_tokens", {"num_tokens": i32(1)}, "num_tokens", shape(1), "scalar"),
+    *value(LAYERS, "b_gate_up", {"biases": (f32(L, INNER), None)}, "b_gate_up", number(INNER), number(2 * INNER)),
+    *value(LAYERS, "a bias for all", {"biases": (None, f32(H))}, "b_down", shape(H), "rank 2", "reshape"),
+    *value(LAYERS, "one bias", {"biases": f32(L, H)}, "biases", "array", r"\(b_gate_up, b_down\)", error=TypeError),
+    *value(LAYERS, "a bias too few", {"biases": (f32(L, H),)}, "tuple of 1", r"\(b_gate_up, b_down\)", error=TypeError),
+    *value(
+        LAYERS, "b_down of int32", {"biases": (None, i32(L, H))}, "b_down", "int32", FLOATING, "cast", error=TypeError
+    ),
+    *dtype("dispatch", "num_tokens", f32(), "int32"),
+    *value("dispatch", "num_tokens", {"num_tokens": i32(1)}, "num_tokens", shape(1), "scalar"),
     *value(
         "dispatch", "num_tokens with a handle", {"num_tokens": 3, "handle": dispatch_handle()}, "num_tokens", "handle"
     ),

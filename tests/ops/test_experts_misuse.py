@@ -42,12 +42,9 @@ def halves(hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 @pytest.mark.slow
-def test_experts_num_tokens_past_end_weight_on_input(rng: np.random.Generator) -> None:
+def test_experts_weight_on_input_low_latency(rng: np.random.Generator) -> None:
     arrays, experts = Arrays(rng), Experts(weight_on="input")
     want = arrays.low_latency(experts=experts)
-    for count in (2**31 - 1, 4, 5):
-        got = jax.jit(lambda n: arrays.low_latency(experts=experts, num_tokens=n))(jnp.int32(count))
-        np.testing.assert_array_equal(got, want)
     np.testing.assert_allclose(want, arrays.moe(experts=experts), rtol=1e-5, atol=1e-5)
 
 
@@ -139,11 +136,9 @@ def test_experts_custom_activation_invalid_result(call: Any, rng: np.random.Gene
 def test_experts_ids_past_num_tokens(rng: np.random.Generator) -> None:
     """Ids past num_tokens may be anything, even if values are known; other ids may not."""
     arrays = Arrays(rng)
-    want = arrays.moe(num_tokens=2)
     arrays.idx = arrays.idx.at[3].set(777)
-    np.testing.assert_array_equal(arrays.moe(num_tokens=2), want)
     with pytest.raises(ValueError, match="777"):
-        arrays.moe(num_tokens=4)
+        arrays.moe()
     handle = jax_ep.dispatch(arrays.x, arrays.idx, num_experts=E, axis_name=(), num_tokens=2).handle
     with pytest.raises(ValueError, match=r"num_tokens.*handle"):
         jax_ep.dispatch(arrays.x, None, num_experts=E, axis_name=(), num_tokens=1, handle=handle)
@@ -161,14 +156,15 @@ def test_experts_biases_global_arrays_invalid(rng: np.random.Generator) -> None:
     args = (arrays.x, arrays.idx, arrays.weights, arrays.w_gate_up, arrays.w_down)
     layer = sharded_moe(mesh, num_experts=E)
     wrong = [
-        ({"b_gate_up": [1.0]}, TypeError, "list"),
-        ({"b_down": jnp.ones((3, H))}, ValueError, r"\(3, 8\), expected \(4, 8\)"),
-        ({"b_gate_up": jnp.ones((E, INNER))}, ValueError, r"\(4, 6\), expected \(4, 12\)"),
-        ({"b_down": jnp.ones((E, H), jnp.int32)}, TypeError, "int32"),
+        (([1.0], None), TypeError, "b_gate_up is a list"),
+        ((None, jnp.ones((3, H))), ValueError, r"b_down.*\(3, 8\), expected \(4, 8\)"),
+        ((jnp.ones((E, INNER)), None), ValueError, r"b_gate_up.*\(4, 6\), expected \(4, 12\)"),
+        ((None, jnp.ones((E, H), jnp.int32)), TypeError, "b_down.*int32"),
+        (jnp.ones((E, H)), TypeError, r"biases is an array, expected a pair \(b_gate_up, b_down\)"),
     ]
-    for options, error, message in wrong:
-        with pytest.raises(error, match=f"sharded_moe.*{next(iter(options))}.*{message}"):
-            layer(*args, **options)
+    for biases, error, message in wrong:
+        with pytest.raises(error, match=f"sharded_moe.*{message}"):
+            layer(*args, biases=biases)
 
 
 @pytest.mark.filterwarnings("ignore:MoE. no mesh is set")

@@ -35,10 +35,10 @@ def arrays_of(rng, num_ranks=1, gated=True):
     return topk_idx, (x, *others)
 
 
-def moe(experts=PLAIN, keep=None, **biases):
+def moe(experts=PLAIN, keep=None, biases=None):
     """Return a function of `(topk_idx, x, weights, w_gate_up, w_down)`."""
     schedule = jax_ep.Schedule(keep_tokens=keep)
-    options = {"num_experts": SHAPE.num_experts, "implementation": "pallas", "schedule": schedule, **biases}
+    options = {"num_experts": SHAPE.num_experts, "implementation": "pallas", "schedule": schedule, "biases": biases}
     return lambda topk_idx, x, *others: jax_ep.moe(x, topk_idx, *others, experts=experts, **options)
 
 
@@ -55,14 +55,14 @@ def test_gemm_activation_selection(expert_mesh, rng):
     topk_idx, arrays = arrays_of(rng)
     assert is_activated(per_rank(moe(), mesh), topk_idx, *arrays)
     b_down = jnp.ones((SHAPE.num_experts, SHAPE.hidden), BF16)
-    assert is_activated(per_rank(moe(b_down=b_down), mesh), topk_idx, *arrays)
+    assert is_activated(per_rank(moe(biases=(None, b_down)), mesh), topk_idx, *arrays)
 
     def loss(topk_idx, *arrays):
         return jnp.sum(per_rank(moe(), mesh)(topk_idx, *arrays).astype(F32))
 
     assert not is_activated(jax.value_and_grad(loss, 1), topk_idx, *arrays)
     b_gate_up = jnp.ones((SHAPE.num_experts, 2 * SHAPE.intermediate), BF16)
-    assert not is_activated(per_rank(moe(b_gate_up=b_gate_up), mesh), topk_idx, *arrays)
+    assert not is_activated(per_rank(moe(biases=(b_gate_up, None)), mesh), topk_idx, *arrays)
     for experts in (GPT_OSS, LLAMA_4, jax_ep.Experts("gelu_exact")):
         assert not is_activated(per_rank(moe(experts), mesh), topk_idx, *arrays), experts
     topk_idx, arrays = arrays_of(rng, gated=False)
@@ -85,7 +85,7 @@ def test_gemm_activation_matches_training(num_ranks, expert_mesh, rng):
     """Hidden rows are rounded only in training; with a bias of the second GEMM."""
     topk_idx, arrays = arrays_of(rng, num_ranks)
     b_down = reals(rng, SHAPE.num_experts // num_ranks, SHAPE.hidden, dtype=BF16)
-    layer = per_rank(moe(b_down=b_down), expert_mesh(num_ranks))
+    layer = per_rank(moe(biases=(None, b_down)), expert_mesh(num_ranks))
     trained = jax.jit(lambda *arrays: jax.vjp(functools.partial(layer, topk_idx), *arrays)[0])
     assert_close(np.asarray(jax.jit(layer)(topk_idx, *arrays)), np.asarray(trained(*arrays)))
 

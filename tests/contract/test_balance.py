@@ -1,4 +1,4 @@
-"""The balanced expert layer: forward and gradients against the oracle for any routing, and the memory that it takes."""
+"""The balanced expert layer: forward and gradients against the oracle for any routing, and its memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BALANCES = [jax_ep.Balance(1.0, 1), jax_ep.Balance(1.1), jax_ep.Balance(1.0, 8)]
 
 
 def layer_and_gradients(shape: Shape, implementation: str, balance: jax_ep.Balance | None, **options: Any) -> Any:
-    """`(y, dx, d_topk_weights, d_w_gate_up, d_w_down)` of per-rank arguments."""
+    """Return `(y, dx, d_topk_weights, d_w_gate_up, d_w_down)` of per-rank arguments."""
 
     def fn(x: Any, topk_idx: Any, topk_weights: Any, w_gate_up: Any, w_down: Any, d_out: Any) -> Any:
         def layer(x: Any, *others: Any) -> Any:
@@ -84,7 +84,7 @@ def test_balance_padding_and_biases(implementation: str, expert_mesh: Any, rng: 
             return jax_ep.moe(*args, num_experts=BASE.num_experts, **given, **options)
 
         want = call()
-        args[0] = args[0] + 0 * want[:1]  # one after the other
+        args[0] = args[0] + 0 * want[:1]  # Sequentially.
         return call(balance=jax_ep.Balance(1.0, 1)), want
 
     got, want = run(fn, expert_mesh(2), *layer.args, *biases)

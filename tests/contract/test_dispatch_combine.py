@@ -20,7 +20,7 @@ OPERATION = "exchange"
 
 
 def round_trip(shape: Shape, implementation: str, **options: Any):
-    """dispatch, and combine of rows made elsewhere: everything the two return, in one compiled function."""
+    """Compile dispatch, and combine of given rows; return all results."""
 
     def fn(x, topk_idx, topk_weights, y):
         out = jax_ep.dispatch(
@@ -43,7 +43,7 @@ class Problem:
         self.y = self.poisoned(integers(rng, *self.lay.source.shape, shape.hidden, dtype=dtype))
 
     def poisoned(self, y: np.ndarray) -> np.ndarray:
-        """Padding rows that must not be read."""
+        """Set padding rows, which must not be read, to NaN."""
         return np.where(self.lay.is_padding[..., None], np.array(np.nan, y.dtype), y)
 
     @property
@@ -56,7 +56,7 @@ class Problem:
         assert_same_bits(dispatched.group_sizes, self.lay.group_sizes, "group_sizes")
         assert_same_bits(dispatched.dropped, self.lay.dropped, "dropped")
         assert_same_bits(dispatched.handle, self.lay.num_invalid, "num_invalid")
-        # Sums of small integers are exact, whatever their order; a sum of nothing is +0.
+        # Sums of small integers are exact in any order; an empty sum is +0.
         assert back.dtype == self.y.dtype
         np.testing.assert_array_equal(back.astype(np.float64), oracle.combine(self.y, self.lay), "combine")
 
@@ -125,7 +125,7 @@ def test_dispatch_combine_capacity_and_alignment(
 
 
 def test_dispatch_combine_no_tokens(implementation: str, expert_mesh: Any) -> None:
-    """With a capacity too, whose rows are then all padding."""
+    """Also with a capacity, whose rows are then all padding."""
     shape = Shape(num_tokens=0, top_k=2, num_experts=4, hidden=8)
     x, ids, weights = np.zeros((2, 0, 8), F32), np.zeros((2, 0, 2), np.int32), np.zeros((2, 0, 2), F32)
     call = round_trip(shape, implementation, capacity=6)
@@ -139,14 +139,14 @@ def test_dispatch_combine_no_tokens(implementation: str, expert_mesh: Any) -> No
 def test_dispatch_combine_numpy_integers(
     implementation: str, expert_mesh: Any, rng: np.random.Generator, kind: Any
 ) -> None:
-    """As static sizes they are as good as Python's, and have no dtype that could reach an array."""
+    """As static sizes they work like Python integers, without a dtype that could reach an array."""
     problem = Problem(rng, "uniform", 2, BASE)
     shape = dataclasses.replace(BASE, num_experts=kind(BASE.num_experts))
     problem.check(*run(round_trip(shape, implementation), expert_mesh(2), *problem.args))
 
 
 def test_dispatch_combine_handle_reuse(implementation: str, mesh: Mesh, rng: np.random.Generator) -> None:
-    """A second dispatch with the handle of the first moves other tokens along the same routes."""
+    """A second dispatch with the handle of the first sends other tokens along the same routes."""
     options = {"num_experts": BASE.num_experts, "capacity": 24, "alignment": 2, "implementation": implementation}
 
     def fn(x, topk_idx, topk_weights, other, y):
@@ -169,7 +169,7 @@ def test_dispatch_combine_handle_reuse(implementation: str, mesh: Mesh, rng: np.
 
 
 def test_dispatch_quantized_tokens_bit_for_bit(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
-    """A (values, scales) pair is moved bit for bit, even bytes that no quantisation makes."""
+    """A (values, scales) pair is moved bit for bit, even bytes that no quantization produces."""
 
     def fn(values, scales, topk_idx):
         return jax_ep.dispatch(
@@ -186,7 +186,7 @@ def test_dispatch_quantized_tokens_bit_for_bit(implementation: str, expert_mesh:
 
 
 def fp8_friendly(rng: np.random.Generator, *shape: int, dtype: np.dtype) -> np.ndarray:
-    """Random numbers whose groups of 128 peak at 448 times a power of two: the scale is exact in any arithmetic."""
+    """Draw numbers whose blocks of 128 peak at 448 times a power of two, so that scales are exact."""
     x = rng.uniform(-400, 400, shape)
     x[..., ::128] = 448
     exponents = rng.integers(-9, 2, (*shape[:-1], shape[-1] // 128)).repeat(128, -1)
@@ -196,7 +196,7 @@ def fp8_friendly(rng: np.random.Generator, *shape: int, dtype: np.dtype) -> np.n
 def test_dispatch_combine_fp8_wire(
     implementation: str, expert_mesh: Any, rng: np.random.Generator, subtests: Any
 ) -> None:
-    """Tokens arrive quantised and dequantised, and so do the partial sums of combine."""
+    """Tokens are quantized and dequantized, and so are the partial sums of combine."""
 
     def fn(x, topk_idx, y):
         out = jax_ep.dispatch(
@@ -211,7 +211,7 @@ def test_dispatch_combine_fp8_wire(
         topk_idx = ROUTINGS["uniform"](rng, 2, BASE)
         lay = oracle.layout(topk_idx, BASE.num_experts)
         x = fp8_friendly(rng, 2, BASE.num_tokens, 256, dtype=dtype)
-        # One 448 in every partial sum, from the first row that a token has on a rank, makes those scales exact too.
+        # One 448 in every partial sum, from the first row of a token on a rank, makes those scales exact too.
         y = integers(rng, *lay.source.shape, 256, dtype=dtype, largest=100)
         y[..., ::128] = 0
         for rank in range(2):
@@ -225,7 +225,7 @@ def test_dispatch_combine_fp8_wire(
             assert_same_bits(tokens, oracle.gather(oracle.to_wire(x, oracle.FP8), lay), "tokens")
         with subtests.test(f"combine {dtype}"):
             want = oracle.combine(y, lay, oracle.FP8)
-            assert np.abs(want - oracle.combine(y, lay)).max() > 0  # the wire does lose bits here
+            assert np.abs(want - oracle.combine(y, lay)).max() > 0  # The wire format does lose bits here.
             np.testing.assert_array_equal(back, want.astype(F32).astype(dtype))
     with subtests.test("error bound on any input"):
         x = (reals(rng, 2, BASE.num_tokens, 256) * np.exp(3 * reals(rng, 2, BASE.num_tokens, 256))).astype(F32)
@@ -238,10 +238,10 @@ def test_dispatch_combine_fp8_wire(
 
 
 def test_combine_partial_sums_rounded_once(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
-    """Each rank sums in float32 and rounds to the dtype of y, then the source sums those in float32 and rounds."""
+    """Each rank sums in float32 and rounds to the dtype of y; the source sums those in float32 and rounds."""
     shape = Shape(top_k=6)
     problem = Problem(rng, "uniform", 2, shape)
-    # Sums of up to 600 in bfloat16: exact in float32, rounded above 256 by every cast that should be there.
+    # Sums of up to 600 in bfloat16 are exact in float32, and every expected cast rounds those above 256.
     problem.y = problem.poisoned(integers(rng, *problem.y.shape, dtype=BF16, largest=100) + BF16.type(60))
     _, back = run(round_trip(shape, implementation), expert_mesh(2), *problem.args)
     want = oracle.combine(problem.y, problem.lay, BF16).astype(BF16)

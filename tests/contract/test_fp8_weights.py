@@ -1,4 +1,4 @@
-"""Matrices quantised once per training step: the layer with them is that with their masters, bit for bit."""
+"""Weights quantized once per training step: the layer matches the one with their masters bit for bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from layers import Layer as PlainLayer
 
 
 def test_fp8_weights_definition(rng: Any) -> None:
-    """Both orientations hold the numbers of the oracle, and parts of stacked layers are those of each layer."""
+    """Both orientations hold the values of the oracle, and parts of stacked layers are those of each layer."""
     w = reals(rng, 3, 2, 256, 128, dtype=BF16)
     found = jax.jit(quantize_master_weights)(w)
     want = np.stack([oracle_fp8.quantised_blocks(layer.astype(F32)) for layer in w])
@@ -40,7 +40,7 @@ def test_fp8_weights_definition(rng: Any) -> None:
 
 @pytest.mark.parametrize("kinds", [1, 2])
 def test_fp8_weights_two_column_kinds(kinds: int, rng: Any) -> None:
-    """As a tensor axis splits them: each kind has the numbers that it has by itself."""
+    """As a tensor axis splits them: each kind has the values that it has alone."""
     w = reals(rng, 3, 2, 256, kinds, 128, dtype=BF16)
     found = quantize_master_weights(jnp.asarray(w))
     alone = [quantize_master_weights(jnp.asarray(w[..., kind, :])) for kind in range(kinds)]
@@ -53,13 +53,13 @@ def test_fp8_weights_two_column_kinds(kinds: int, rng: Any) -> None:
 
 
 def activates_by_xla(implementation: str) -> bool:
-    """Whether XLA activates rows on GPUs, where its fusions round and add differently in two programs."""
+    """Return whether XLA activates rows on GPUs, where its fusions round and add differently in two programs."""
     return implementation == "pallas" and jax.default_backend() == "gpu"
 
 
 @pytest.mark.slow
 def test_fp8_weights_same_bits_as_masters(implementation: str, expert_mesh: Any, rng: Any) -> None:
-    """In a mesh, with masters and gradients in float32 beside tokens in bfloat16."""
+    """In a mesh, with masters and gradients in float32 and tokens in bfloat16."""
     layer = Layer(rng, "duplicates", 2, dtype=BF16)
     matrices = [layer.per_rank(reals(rng, *w.shape) / 16) for w in (layer.w_gate_up, layer.w_down)]
     plain = with_gradients(implementation=implementation)
@@ -78,14 +78,14 @@ def test_fp8_weights_same_bits_as_masters(implementation: str, expert_mesh: Any,
     for name, g, w in zip(NAMES, got, want, strict=True):
         assert np.abs(w.astype(F32)).max() > 0
         if name == "topk_weights" and activates_by_xla(implementation):
-            assert_close(g, w, name)  # a sum over columns, whose order is that program's
+            assert_close(g, w, name)  # A sum over columns, whose order depends on the program.
         else:
             assert_same_bits(g, w, name)
     assert [a.dtype for a in got] == [BF16, BF16, F32, F32, F32]
 
 
 def steps(implementation: str, ids: Any, weights: Any, saved: tuple[str, ...] | None) -> Any:
-    """Gradients of stacked masters, added up over microbatches: with masters, and with `Fp8Weights` in three ways."""
+    """Return gradients of stacked masters, summed over microbatches, with masters and with `Fp8Weights`."""
     layer = functools.partial(jax_ep.fused_moe, recipe="fp8", implementation=implementation)
 
     def loss(matrices, x):
@@ -145,15 +145,15 @@ def test_fp8_weights_scan_with_gradient_accumulation(
     functions = steps(implementation, ids, weights, saved)
     want = to_numpy(jax.jit(functions["plain"])(masters, microbatches))
     got = to_numpy(jax.jit(functions[way])(masters, microbatches))
-    # Where there are several GPUs, matrices outside of a mesh are quantised by XLA, whose division there is not exact:
-    # an element in thousands rounds the other way.
+    # With several GPUs, XLA quantizes weights outside of a mesh, and its division there is not exact: one element in
+    # thousands rounds the other way.
     inexact = jax.default_backend() == "gpu" and jax.device_count() > 1 and implementation != "xla"
     inexact |= way == "through" and activates_by_xla(implementation)
     for g, w in zip(got, want, strict=True):
         assert g.dtype == F32 and np.abs(w).max() > 0
         if inexact:
             assert np.linalg.norm(g - w) < 1e-2 * np.linalg.norm(w)
-        elif way == "through":  # sums over microbatches may have another order
+        elif way == "through":  # Sums over microbatches may have another order.
             assert_close(g, w, way)
         else:
             assert_same_bits(g, w, way)
@@ -163,7 +163,7 @@ def test_fp8_weights_scan_with_gradient_accumulation(
 @pytest.mark.parametrize("fsdp_axis", [None, "data"])
 @pytest.mark.slow
 def test_fp8_weights_sharded_moe(explicit: bool, fsdp_axis: str | None, implementation: str, rng: Any) -> None:
-    """Global arrays: quantised where they lie, with the gradients of masters at the same places."""
+    """Global arrays are quantized in place, and gradients of masters have the same sharding."""
     if implementation != "xla":
         pytest.skip("the portable functions make them of global arrays")
     kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
@@ -248,7 +248,7 @@ def test_quantize_master_weights_mistakes() -> None:
 @pytest.mark.parametrize("policy", ["everything_saveable", "dots_saveable"])
 @pytest.mark.slow(unless={"policy": ["everything_saveable"]})
 def test_fp8_weights_remat(policy: str, rng: Any) -> None:
-    """Of a scan on the CPU, whose FP8 values are lost where such layers save them."""
+    """In a scan on the CPU, FP8 values are lost when such layers save them."""
     stacked = [jnp.asarray(reals(rng, 2, 2, *shape, dtype=F32)) / 12 for shape in ((128, 256), (128, 128))]
     x, ids = jnp.asarray(reals(rng, 6, 128, dtype=F32)), jnp.arange(6, dtype=jnp.int32)[:, None] % 2
 

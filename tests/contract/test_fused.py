@@ -1,4 +1,4 @@
-"""The layer in 16-bit floats with rows of whole 16-byte words: what implementations may run as fused kernels."""
+"""The layer in 16-bit floats with rows of whole 16-byte words, which implementations may fuse."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from jax_ep.types import COMBINE_MODES, DISPATCH_MODES, Schedule
 from layers import second_derivative
 from routings import FEW_ROUTINGS, ROUTINGS
 
-# Groups end within tiles, and T is no multiple of a block.
+# Groups end within tiles, and T is not a multiple of a block.
 SHAPE = Shape(num_tokens=37, top_k=3, num_experts=8, hidden=88, intermediate=40)
-# Two products deep, each with its own rounding of what it reads and writes.
+# Two GEMMs deep, each of which rounds its inputs and outputs.
 TOLERANCE = 4e-2
 
 
 @pytest.fixture(params=COMBINE_MODES)
 def mode(request: pytest.FixtureRequest) -> str:
-    """How GEMM + combine runs; implementations that fuse nothing skip all but one."""
+    """The mode of GEMM + combine; implementations without fusion skip all but one."""
     return request.param
 
 
 def inputs(rng: np.random.Generator, routing: str, num_ranks: int, shape: Shape = SHAPE, dtype: Any = BF16) -> Any:
-    """x, topk_idx, topk_weights and the stacked matrices of all experts."""
+    """Return x, topk_idx, topk_weights and the stacked weights of all experts."""
     topk_idx = ROUTINGS[routing](rng, num_ranks, shape)
     x = reals(rng, num_ranks, shape.num_tokens, shape.hidden, dtype=dtype)
     w_gate_up = rng.standard_normal((shape.num_experts, shape.hidden, 2 * shape.intermediate)) / shape.hidden**0.5
@@ -45,7 +45,7 @@ def split(w: np.ndarray, num_ranks: int) -> np.ndarray:
 
 
 def layer(shape: Shape, implementation: str, **options: Any) -> Any:
-    """`moe` with these keywords; those of the schedule by their names."""
+    """Return `moe` with these keywords; schedule fields are passed by name."""
     names = {field.name for field in dataclasses.fields(Schedule)}
     schedule = Schedule(**{name: options.pop(name) for name in names & set(options)})
     common = {"num_experts": shape.num_experts, "implementation": implementation, "schedule": schedule}
@@ -88,7 +88,7 @@ def test_fused_forward_and_gradients(
 def test_fused_capacity(
     implementation: str, mode: str, capacity: int, expert_mesh: Any, rng: np.random.Generator
 ) -> None:
-    """Slots that find no row add nothing, whatever the heap holds from earlier calls."""
+    """Assignments without a row add nothing, whatever earlier calls left in the heap."""
     options = {"capacity": capacity, "combine_mode": mode}
     call = compiled(layer_and_gradients(SHAPE, implementation, **options), expert_mesh(2))
     for _ in range(2):
@@ -114,7 +114,7 @@ def test_fused_communicating_programs_same_bits(
 ) -> None:
     args, mesh = inputs(rng, "zipf", 2), expert_mesh(2)
     arrays = *args[:3], *(split(w, 2) for w in args[3:]), reals(rng, *args[0].shape, dtype=BF16)
-    mode = "fused" if implementation == "triton" else None  # others do not read the number
+    mode = "fused" if implementation == "triton" else None  # Others ignore the number.
     call = layer_and_gradients(SHAPE, implementation, dispatch_mode=mode, num_communicating_programs=number)
     default = layer_and_gradients(SHAPE, implementation, dispatch_mode=mode)
     for got, want in zip(run(call, mesh, *arrays), run(default, mesh, *arrays), strict=True):
@@ -127,7 +127,7 @@ def test_fused_communicating_programs_same_bits(
 def test_fused_dispatch_modes(
     implementation: str, dispatch_mode: str, num_ranks: int, expert_mesh: Any, rng: Any, subtests: Any
 ) -> None:
-    """Forward and gradients; and with a capacity, where tokens may have no row left."""
+    """Forward and gradients; also with a capacity that leaves tokens without rows."""
     for capacity, routings in ((None, ("zipf", "some_without_expert")), (24, ("one_hot",))):
         options = {"dispatch_mode": dispatch_mode, "capacity": capacity}
         call = compiled(layer_and_gradients(SHAPE, implementation, **options), expert_mesh(num_ranks))
@@ -148,7 +148,7 @@ def test_fused_dispatch_modes(
 def test_fused_halves(
     implementation: str, mode: str, alignment: int, dispatch_mode: str | None, mesh: Mesh, rng: np.random.Generator
 ) -> None:
-    """Row for row what dispatch and grouped_gemm give, and zero in padding."""
+    """Results match dispatch and grouped_gemm row for row, with zeros in padding."""
     if dispatch_mode == "fused" and implementation != "triton":
         pytest.skip(f"{implementation} fuses nothing")
     if dispatch_mode is not None and mode != "serial":
@@ -193,7 +193,7 @@ def test_fused_halves(
 
 
 def sixteenths(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    """Products of such numbers have exact sums in float32, in any order: tiles of other shapes may have others."""
+    """Draw sixteenths, whose products have exact float32 sums in any order: tiles may differ in order."""
     return (rng.integers(-60, 61, shape) / 16).astype(BF16)
 
 
@@ -203,7 +203,7 @@ def sixteenths(rng: np.random.Generator, *shape: int) -> np.ndarray:
 def test_fused_modes_rounding(
     implementation: str, num_ranks: int, options: dict[str, int], expert_mesh: Any, rng: Any, subtests: Any
 ) -> None:
-    """Each mode rounds elsewhere; the gradients of both are the same bits."""
+    """The modes round in different places; the gradients of both have the same bits."""
 
     def fn(mode: str, x, topk_idx, h, w_down, d_y):
         common = {"num_experts": SHAPE.num_experts, "implementation": implementation}
@@ -227,7 +227,7 @@ def test_fused_modes_rounding(
 
 
 def test_fused_mode_default(implementation: str, mesh: Mesh, rng: np.random.Generator) -> None:
-    """In every implementation, and with the result of one of the modes."""
+    """In every implementation, with the result of one of the modes."""
     args = inputs(rng, "zipf", mesh.size)
     arguments = *args[:3], *(split(w, mesh.size) for w in args[3:])
     got = run(layer(SHAPE, implementation), mesh, *arguments)
@@ -236,7 +236,7 @@ def test_fused_mode_default(implementation: str, mesh: Mesh, rng: np.random.Gene
 
 
 def test_fused_second_derivative(implementation: str, mode: str, expert_mesh: Any, rng: np.random.Generator) -> None:
-    """The backward pass differentiates again; against the portable implementation in float32."""
+    """The backward pass can be differentiated; compare with the portable implementation in float32."""
     shape = Shape(num_tokens=9, top_k=2, num_experts=4, hidden=16, intermediate=8)
     args = inputs(rng, "uniform", 2, shape)
 

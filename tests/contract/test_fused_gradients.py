@@ -1,4 +1,4 @@
-"""The gradient of the matrices in the launch of an exchange, where an implementation has it."""
+"""The weight gradient fused with communication, in implementations that support it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from jax_ep.types import Layout, Schedule
 from layers import second_derivative
 from routings import ROUTINGS
 
-# Groups end within tiles, and T is no multiple of a block.
+# Groups end within tiles, and T is not a multiple of a block.
 SHAPE = Shape(num_tokens=13, top_k=2, num_experts=8, hidden=40, intermediate=24)
-TOLERANCE = 4e-2  # two products deep, each with its own rounding of what it reads and writes
+TOLERANCE = 4e-2  # Two GEMMs deep, each of which rounds its inputs and outputs.
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def layer(
 
 
 def inputs(rng: np.random.Generator, routing: str, num_ranks: int, shape: Shape = SHAPE) -> tuple[np.ndarray, ...]:
-    """x, topk_idx, topk_weights, both matrices by rank, and a cotangent of the result."""
+    """Return x, topk_idx, topk_weights, both weights by rank, and a cotangent of the result."""
     topk_idx = ROUTINGS[routing](rng, num_ranks, shape)
     x, d_out = (reals(rng, num_ranks, shape.num_tokens, shape.hidden, dtype=BF16) for _ in range(2))
     up = reals(rng, num_ranks, shape.num_experts // num_ranks, shape.hidden, 2 * shape.intermediate)
@@ -70,7 +70,7 @@ def check(got: Any, args: Any, **options: Any) -> None:
 def test_fused_gradients_layer(
     implementation: str, num_ranks: int, mode: str, expert_mesh: Any, rng: Any, subtests: Any
 ) -> None:
-    """And the same bits on every run."""
+    """Results have the same bits in every run."""
     call = compiled(gradients_of(layer(implementation, mode=mode)), expert_mesh(num_ranks))
     for routing in ("uniform", "zipf", "one_hot", "empty_experts") if num_ranks == 2 else ("some_without_expert",):
         with subtests.test(routing):
@@ -83,7 +83,7 @@ def test_fused_gradients_layer(
 
 @pytest.mark.parametrize("mode", ["scatter", "serial"])
 def test_fused_gradients_capacity(implementation: str, mode: str, expert_mesh: Any, rng: np.random.Generator) -> None:
-    """Slots that find no row add nothing, whatever the heap holds from earlier calls."""
+    """Assignments without a row add nothing, whatever earlier calls left in the heap."""
     call = compiled(gradients_of(layer(implementation, capacity=16, mode=mode)), expert_mesh(2))
     for _ in range(2):
         args = inputs(rng, "zipf", 2)
@@ -98,7 +98,7 @@ def test_fused_gradients_one_token(implementation: str, mode: str, expert_mesh: 
 
 
 def test_fused_gradients_dispatch_grouped_gemm(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
-    """With rows of padding between the groups, against the same gradients from a launch each."""
+    """With padding between the groups, compare with the same gradients from separate launches."""
     x, topk_idx, topk_weights, w, _, _ = inputs(rng, "duplicates", 2)
     rows = oracle.layout(topk_idx, SHAPE.num_experts, alignment=4)
     d_hidden = reals(rng, *rows.source.shape, w.shape[-1], dtype=BF16)
@@ -121,7 +121,7 @@ def test_fused_gradients_dispatch_grouped_gemm(implementation: str, expert_mesh:
 
 
 def test_fused_gradients_scan_and_remat(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
-    """Two layers, whose gradients are those without either."""
+    """Gradients of two layers are those without scan and remat."""
     x, topk_idx, topk_weights, *matrices, d_out = inputs(rng, "uniform", 2)
     layers = [np.stack([w, np.roll(w, 1, axis=1)], axis=1) for w in matrices]
 
@@ -145,7 +145,7 @@ def test_fused_gradients_scan_and_remat(implementation: str, expert_mesh: Any, r
 
 
 def test_fused_gradients_second_derivative(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
-    """The backward pass differentiates again; against the portable implementation in float32."""
+    """The backward pass can be differentiated; compare with the portable implementation in float32."""
     shape = Shape(num_tokens=9, top_k=2, num_experts=4, hidden=16, intermediate=8)
     *args, _ = inputs(rng, "uniform", 2, shape)
 

@@ -1,4 +1,4 @@
-"""Gradients: closed forms of the oracle in float32, finite differences in float64, FP8 on the wire both ways."""
+"""Gradients: closed forms of the oracle in float32, finite differences in float64, FP8 on the wire in both passes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VARIANTS = [(activation, gated) for activation in ("silu", "gelu", "relu") for g
 
 
 def layer_arrays(rng: np.random.Generator, num_ranks: int, shape: Shape, dtype=F32, *, gated: bool = True):
-    """x, topk_weights, and global weights [E, ...]."""
+    """Draw x, topk_weights, and global weights [E, ...]."""
     x = reals(rng, num_ranks, shape.num_tokens, shape.hidden, dtype=dtype)
     weight_dtype = np.float64 if dtype == np.float64 else F32
     topk_weights = probabilities(rng, num_ranks, shape.num_tokens, shape.top_k, dtype=weight_dtype)
@@ -77,13 +77,13 @@ def test_moe_gradients_activations(
     weights = [split_experts(w, 2) for w in arrays[2:]]
     fn = moe_vjp(BASE, implementation, experts=jax_ep.Experts(activation, gated=gated))
     got = run(fn, expert_mesh(2), *arrays[:2], *weights, topk_idx, d_out)
-    # The slope of gelu at a negative number is a difference of numbers that are nearly equal.
+    # The slope of gelu at a negative number is a difference of nearly equal numbers.
     tolerance = 5e-5 if activation == "gelu" else None
     check_moe(got, oracle.MoE(*arrays, oracle.layout(topk_idx, BASE.num_experts), activation), d_out, tolerance)
 
 
 def test_moe_gradients_capacity(implementation: str, expert_mesh: Any, rng: np.random.Generator, subtests: Any) -> None:
-    """Dropped rows neither give nor receive gradients."""
+    """Dropped rows neither contribute to nor receive gradients."""
     call = compiled(moe_vjp(BASE, implementation, capacity=10), expert_mesh(2))
     for routing in ("zipf", "one_hot_every_slot"):
         with subtests.test(routing):
@@ -103,12 +103,12 @@ def test_moe_gradients_bfloat16(implementation: str, expert_mesh: Any, rng: np.r
     weights = [split_experts(w, 2) for w in arrays[2:]]
     got = run(moe_vjp(BASE, implementation), expert_mesh(2), *arrays[:2], *weights, topk_idx, d_out)
     assert [g.dtype for g in got] == [BF16, F32, BF16, BF16]
-    # Three GEMMs deep, each with its own roundings: more than one product may carry.
+    # Three GEMMs deep, each with its own roundings, so more than one GEMM's tolerance.
     check_moe(got, oracle.MoE(*arrays, oracle.layout(topk_idx, BASE.num_experts)), d_out, tolerance=4e-2)
 
 
 def dispatch_combine_vjp(implementation: str, **options: Any):
-    """The transposes of dispatch (tokens and weights) and combine, for given cotangents."""
+    """Return the transposes of dispatch (tokens and weights) and combine, for given cotangents."""
     wire = {"wire_dtype": options.get("wire_dtype")}
 
     def fn(x, topk_weights, topk_idx, y, d_tokens, d_weights, d_out):
@@ -146,12 +146,12 @@ def test_gradients_transposes(
 
 
 def test_gradients_fp8_wire_straight_through(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
-    """The backward quantises the cotangent like any other tokens, and ignores the rounding of the forward."""
+    """The backward pass quantizes the cotangent like tokens, and ignores the rounding of the forward pass."""
     call = compiled(dispatch_combine_vjp(implementation, wire_dtype=jnp.float8_e4m3fn), expert_mesh(2))
     topk_idx = ROUTINGS["uniform"](rng, 2, BASE)
     lay = oracle.layout(topk_idx, BASE.num_experts)
     x, y = reals(rng, 2, BASE.num_tokens, 128), reals(rng, *lay.source.shape, 128)
-    # Scales that no arithmetic can miss: a single 448 in every group that is quantised.
+    # Use scales that are exact in any arithmetic: a single 448 in every quantized block.
     d_out = integers(rng, 2, BASE.num_tokens, 128, largest=200)
     d_out[..., 0] = 448
     d_tokens = integers(rng, *lay.source.shape, 128, largest=100)
@@ -170,7 +170,7 @@ def test_gradients_fp8_wire_straight_through(implementation: str, expert_mesh: A
 
 
 def test_moe_gradients_fp8_wire(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
-    """Gradients of the layer that sees quantised tokens and cotangents."""
+    """Gradients match the layer with quantized tokens and cotangents."""
     shape = Shape(hidden=128)
     topk_idx = ROUTINGS["uniform"](rng, 2, shape)
     x, topk_weights, w_gate_up, w_down = layer_arrays(rng, 2, shape)
@@ -184,15 +184,15 @@ def test_moe_gradients_fp8_wire(implementation: str, expert_mesh: Any, rng: np.r
         assert np.linalg.norm(g.reshape(e.shape) - e) > 1e-3 * np.linalg.norm(e), f"{name}: nothing was quantised"
     wired = oracle.MoE(oracle.to_wire(x, oracle.FP8), topk_weights, w_gate_up, w_down, lay)
     want = wired.gradients(oracle.to_wire(d_out, oracle.FP8))
-    # Weight gradients never travel: with the quantised operands they are exact.
+    # Weight gradients are never sent: with the quantized operands they are exact.
     for name, g, w in list(zip(NAMES, got, want, strict=True))[1:]:
         assert_close(g.reshape(w.shape), w, name, tolerance=5e-5)
-    # dx travels: every partial sum is off by 2**-4 at most, by a third of that on average.
+    # dx is sent: every partial sum is off by 2**-4 at most, by a third of that on average.
     assert np.linalg.norm(got[0] - want[0]) < 2**-4 * np.linalg.norm(want[0])
 
 
 def global_loss(fn: Any, mesh: Mesh, probe: np.ndarray) -> Any:
-    """A scalar of the stacked arrays, so that the transpose of shard_map itself is part of the gradient."""
+    """Return a scalar of the stacked arrays, so that the transpose of shard_map is part of the gradient."""
     stacked = per_rank(fn, mesh)
     return lambda *args: jnp.sum(jnp.sin(stacked(*args)) * probe)
 
@@ -200,7 +200,7 @@ def global_loss(fn: Any, mesh: Mesh, probe: np.ndarray) -> Any:
 def test_dispatch_combine_gradients_finite_differences(
     implementation: str, expert_mesh: Any, rng: Any, float64: None
 ) -> None:
-    """Weights and tokens through dispatch, a nonlinearity, and combine."""
+    """Differentiate weights and tokens through dispatch, a nonlinearity, and combine."""
     topk_idx = ROUTINGS["duplicates"](rng, 2, TINY)
     topk_idx[0, 0, 0] = -1
     x, topk_weights, _, _ = layer_arrays(rng, 2, TINY, np.dtype(np.float64))
@@ -239,7 +239,7 @@ def test_moe_gradients_finite_differences(
 
 
 def test_halves_gradients_finite_differences(implementation: str, expert_mesh: Any, rng: Any, float64: None) -> None:
-    """dispatch_grouped_gemm and grouped_gemm_combine, chained by hand."""
+    """Chain dispatch_grouped_gemm and grouped_gemm_combine."""
     topk_idx = ROUTINGS["uniform"](rng, 2, TINY)
     x, topk_weights, w_gate_up, w_down = layer_arrays(rng, 2, TINY, np.dtype(np.float64), gated=False)
     args = x, topk_weights, split_experts(w_gate_up, 2), split_experts(w_down, 2)

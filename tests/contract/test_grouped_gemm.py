@@ -1,4 +1,4 @@
-"""grouped_gemm and both of its gradients; no mesh is needed."""
+"""grouped_gemm and both of its gradients, without a mesh."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def with_gradients(implementation: str, **options: Any):
         return out, *vjp(d_out)
 
     def call(*args):
-        with refusals_skip():  # here too, because a subtest would report the error before the test's own hook
+        with refusals_skip():  # Also here, because a subtest would report the error before the test's own hook.
             return to_numpy(fn(*args))
 
     return call
 
 
 def poison(array: np.ndarray, group_sizes: np.ndarray) -> np.ndarray:
-    """NaN in the rows past the groups."""
+    """Set the rows past the groups to NaN."""
     out = array.copy()
     out[group_sizes.sum() :] = np.nan
     return out
@@ -97,7 +97,7 @@ def test_grouped_gemm_remainders(implementation: str, dtype: np.dtype, rng: np.r
         assert not g[group_sizes.sum() :].any(), "rows past the groups are not zero"
 
 
-# In Mosaic's interpreter NumPy multiplies, and says that it has met infinities.
+# In Mosaic's interpreter NumPy multiplies, and warns about infinities.
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.slow_interpreted
@@ -106,7 +106,7 @@ def test_grouped_gemm_nan_stays_in_group(implementation: str, dtype: np.dtype, r
     lhs, rhs = reals(rng, 126, 16, dtype=dtype), reals(rng, 5, 16, 8, dtype=dtype)
     d_out = reals(rng, 126, 8, dtype=dtype)
     want = oracle.grouped_gemm(lhs, rhs, group_sizes), *oracle.grouped_gemm_gradients(lhs, rhs, group_sizes, d_out)
-    bad = slice(30, 47)  # the rows of group 2
+    bad = slice(30, 47)  # The rows of group 2.
     lhs[bad], d_out[bad] = np.nan, np.inf
     got = with_gradients(implementation)(lhs, rhs, group_sizes, d_out)
     for what, g, w, spoilt in zip(("out", "d_lhs", "d_rhs"), got, want, (bad, bad, 2), strict=True):
@@ -116,7 +116,7 @@ def test_grouped_gemm_nan_stays_in_group(implementation: str, dtype: np.dtype, r
 
 @pytest.mark.slow_interpreted
 def test_grouped_gemm_preferred_element_type(implementation: str, rng: np.random.Generator) -> None:
-    """float32 out of bfloat16 in: accumulated and returned without a rounding to bfloat16."""
+    """bfloat16 inputs with a float32 result are accumulated and returned without rounding to bfloat16."""
     group_sizes = np.array([2, 0, 4], np.int32)
     lhs, rhs, d_out = reals(rng, 6, 33, dtype=BF16), reals(rng, 3, 33, 4, dtype=BF16), reals(rng, 6, 4)
     call = with_gradients(implementation, preferred_element_type=jnp.float32)
@@ -143,7 +143,7 @@ def test_grouped_gemm_finite_differences(implementation: str, rng: np.random.Gen
 def test_grouped_gemm_scan_stacks_results(
     implementation: str, dtype: np.dtype, rng: np.random.Generator, subtests: Any
 ) -> None:
-    """Of each step there is what a call alone gives: compilers may let kernels write into the stack."""
+    """Each step gives the result of a single call, although kernels may write into the stacked results."""
     group_sizes = np.array([5, 0, 12], np.int32)
     lhs, rhs = reals(rng, 3, 20, 32, dtype=dtype), reals(rng, 3, 3, 32, 24, dtype=dtype)
     d_out = reals(rng, 3, 20, 24, dtype=dtype)

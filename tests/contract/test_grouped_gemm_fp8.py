@@ -1,4 +1,4 @@
-"""grouped_gemm of FP8 operands: consecutive groups of rows, scales per row and per block of the matrices."""
+"""grouped_gemm of FP8 operands: consecutive groups of rows, scales per row and per block of the weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from harness import to_numpy
 from jax_ep.quantization import quantize_fp8, quantize_fp8_weights
 
 OPERATION = "grouped_gemm"
-pytestmark = pytest.mark.slow_interpreted(unless={"implementation": ["triton"]})  # Mosaic's interpreter takes seconds
+pytestmark = pytest.mark.slow_interpreted(unless={"implementation": ["triton"]})  # Mosaic's interpreter takes seconds.
 # name: (rows M, group sizes); rows past the sum hold NaN.
 GROUPS = {
     "around tiles": (260, [0, 1, 31, 32, 33, 63, 64, 9, 0]),
@@ -73,7 +73,7 @@ def test_grouped_gemm_fp8_result_dtypes(
     if dtype == jnp.float64:
         request.getfixturevalue("float64")
     problem = Problem(rng, 20, [5, 0, 9], 256, 136)
-    problem.lhs_scales /= 64  # float16 ends at 65504
+    problem.lhs_scales /= 64  # float16 overflows at 65504.
     problem.rhs_scales /= 64
     got = problem.call(gemm(implementation, preferred_element_type=dtype))
     assert got.dtype == (BF16 if dtype is None else dtype)
@@ -81,7 +81,7 @@ def test_grouped_gemm_fp8_result_dtypes(
 
 
 def test_grouped_gemm_fp8_accumulates_in_float32(implementation: str) -> None:
-    """A small term that comes after a large one is not lost, as it is in sums of fewer bits."""
+    """A small term after a large one is not lost, as in sums with fewer bits."""
     depth = 16 * 128
     lhs_scales = np.full((4, 16), 2.0**-6, F32)
     lhs_scales[:, 0] = 2.0**9
@@ -120,7 +120,7 @@ def test_grouped_gemm_fp8_nan_stays_in_group(implementation: str, what: str, rng
 
 @pytest.mark.parametrize("sizes", [[-3, 5, 2], [2, 2**31 - 1, 2**31 - 1], [0, -(2**31), 7]])
 def test_grouped_gemm_fp8_invalid_sizes(implementation: str, sizes: list[int], rng: np.random.Generator) -> None:
-    """They change which rows have a product, and nothing else."""
+    """They change which rows are computed, and nothing else."""
     problem = Problem(rng, 12, [12], 128, 40)
     rhs, scales = np.repeat(problem.rhs, 3, 0), np.repeat(problem.rhs_scales, 3, 0)
     call = gemm(implementation, preferred_element_type=jnp.float32)

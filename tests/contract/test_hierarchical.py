@@ -29,7 +29,7 @@ FEW = ("uniform", "duplicates")
 
 @pytest.fixture(params=[(2, 4), pytest.param((4, 2), marks=pytest.mark.slow)], ids="{0[0]}x{0[1]}".format)
 def nodes(request: pytest.FixtureRequest) -> Mesh:
-    """Nodes and the devices of each."""
+    """A mesh of nodes and the devices of each."""
     return make_mesh(request.param, ("node", "expert"))
 
 
@@ -44,7 +44,7 @@ def moe(shape: Shape, implementation: str, **options: Any) -> Any:
 
 
 def node_pairs(topk_idx: np.ndarray, num_experts: int, num_nodes: int) -> np.ndarray:
-    """`[W, N]`: how many tokens of each rank have an expert in each node, counted token by token."""
+    """Count `[W, N]` tokens of each rank with an expert in each node, token by token."""
     counts = np.zeros((len(topk_idx), num_nodes), np.int64)
     for rank, tokens in enumerate(topk_idx):
         for ids in tokens:
@@ -54,7 +54,7 @@ def node_pairs(topk_idx: np.ndarray, num_experts: int, num_nodes: int) -> np.nda
 
 
 def test_hierarchical_moe_and_gradients(implementation: str, nodes: Mesh, rng: Any, subtests: pytest.Subtests) -> None:
-    """Equal to the oracle, and to the exchange among all ranks."""
+    """Results equal the oracle, and the all-to-all among all ranks."""
 
     def layer(axis_name: Any, x: Any, idx: Any, weights: Any, w_gate_up: Any, w_down: Any, d_out: Any) -> Any:
         call = moe(BASE, implementation, axis_name=axis_name)
@@ -81,7 +81,7 @@ def test_hierarchical_moe_and_gradients(implementation: str, nodes: Mesh, rng: A
 
 
 def test_hierarchical_rows_bit_for_bit(implementation: str, nodes: Mesh, rng: Any, subtests: pytest.Subtests) -> None:
-    """Tokens, weights, sizes and counts, and the sums of integers, which are exact."""
+    """Compare tokens, weights, sizes and counts, and sums of integers, which are exact."""
     options = {"num_experts": BASE.num_experts, "axis_name": TOPOLOGY, "implementation": implementation}
 
     def fn(x: Any, idx: Any, weights: Any, y: Any) -> Any:
@@ -113,7 +113,7 @@ def test_hierarchical_rows_bit_for_bit(implementation: str, nodes: Mesh, rng: An
 
 
 def test_hierarchical_tokens_cross_nodes_once(nodes: Mesh, rng: Any, subtests: pytest.Subtests) -> None:
-    """What the plan sends from node to node is the least there can be: each token once per node that it needs."""
+    """The plan sends the minimum between nodes: each token once per node that it needs."""
     num_nodes, num_local = nodes.devices.shape
 
     def fn(x: Any, idx: Any) -> Any:
@@ -140,7 +140,7 @@ BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "u8": 1, "s8": 1, "pred": 1}
 
 
 def crosses_nodes(groups: str, num_local: int) -> bool:
-    """Whether a collective has devices of several nodes in one group, in each way in which XLA writes groups."""
+    """Return whether a collective has devices of several nodes in one group, for each of XLA's group notations."""
     if named := re.search(r"\{('[^}]*)\}", groups):  # mesh['node'=2,'expert'=4] {'node'}
         return "'node'" in named.group(1)
     if listed := re.findall(r"\{([\d,]+)\}", groups):  # {{0,4},{1,5}}
@@ -176,8 +176,8 @@ def test_hierarchical_compiled_bytes(nodes: Mesh, rng: Any) -> None:
             across += sum(sizes)
         else:
             inside += sum(sizes)
-    routing = shape.top_k * (4 + 4) + 4 * min(num_nodes, shape.top_k)  # ids, weights, and the nodes of a token
-    assert inside > across  # among them, those of the tokens of all ranks of a node
+    routing = shape.top_k * (4 + 4) + 4 * min(num_nodes, shape.top_k)  # Ids, weights, and the nodes of a token.
+    assert inside > across  # These include the tokens of all ranks of a node.
     assert 0 < across <= num_nodes * shape.num_tokens * (4 * shape.hidden + routing)
 
 
@@ -185,7 +185,7 @@ def test_hierarchical_compiled_bytes(nodes: Mesh, rng: Any) -> None:
     "limits", [{"capacity": 12}, {"node_capacity": 5}, {"capacity": 12, "node_capacity": 7}], ids=str
 )
 def test_hierarchical_drops_counted(implementation: str, two_nodes: Mesh, rng: Any, limits: dict[str, int]) -> None:
-    """Each slot has a row or is counted, where it got lost; rows that are there are right."""
+    """Each assignment has a row or is counted where it was dropped; existing rows are right."""
     topology = jax_ep.Topology(node="node", local="expert", node_capacity=limits.get("node_capacity"))
     options = {"num_experts": BASE.num_experts, "axis_name": topology, "implementation": implementation}
     layer = Layer(rng, "one_hot_every_slot", 4, BASE)
@@ -209,7 +209,7 @@ def test_hierarchical_drops_counted(implementation: str, two_nodes: Mesh, rng: A
 
 
 def test_hierarchical_fp8_between_nodes(implementation: str, two_nodes: Mesh, rng: Any) -> None:
-    """Tokens are those of the flat exchange in FP8, bit for bit; the layer is within the rounding of sums."""
+    """Tokens match flat dispatch in FP8 bit for bit; the layer matches within the rounding of sums."""
     shape = Shape(hidden=128)
     layer = Layer(rng, "uniform", 4, shape)
     options = {"num_experts": shape.num_experts, "implementation": implementation, "axis_name": TOPOLOGY}
@@ -253,7 +253,7 @@ def test_hierarchical_quantized_pairs(two_nodes: Mesh, rng: Any) -> None:
 @pytest.mark.parametrize("num_blocks", [2, 4])
 @pytest.mark.slow
 def test_hierarchical_micro_batches(two_nodes: Mesh, rng: Any, num_blocks: int) -> None:
-    """Blocks of tokens change nothing but roundings, also where they are not all of a size, and with a count."""
+    """Micro-batches change only roundings, also with unequal sizes, and with num_tokens."""
     topology = jax_ep.Topology(node="node", local="expert", num_blocks=num_blocks)
     shape = Shape(num_tokens=7)
     layer = Layer(rng, "uniform", 4, shape)
@@ -276,7 +276,7 @@ def test_hierarchical_micro_batches(two_nodes: Mesh, rng: Any, num_blocks: int) 
 
 @pytest.mark.slow
 def test_hierarchical_scan_and_remat(two_nodes: Mesh, rng: Any) -> None:
-    """Two layers under scan, jit and checkpoint, in bfloat16: the same as without, and the handle is a pytree."""
+    """Two layers under scan, jit and checkpoint, in bfloat16, match those without; the handle is a pytree."""
     layer = Layer(rng, "zipf", 4, BASE, BF16)
     call = moe(BASE, "xla")
 
@@ -301,7 +301,7 @@ def test_hierarchical_scan_and_remat(two_nodes: Mesh, rng: Any) -> None:
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.slow(unless={"check_vma": [True]})
 def test_hierarchical_sharded_moe(two_nodes: Mesh, rng: Any, check_vma: bool) -> None:
-    """Global arrays, and replicated matrices of one's own shard_map, whose gradients are summed."""
+    """Global arrays, and replicated weights of a custom shard_map, whose gradients are summed."""
     layer = Layer(rng, "uniform", 4, BASE)
     x, idx, weights = (a.reshape(-1, a.shape[-1]) for a in layer.args[:3])
     if check_vma:
@@ -319,7 +319,7 @@ def test_hierarchical_sharded_moe(two_nodes: Mesh, rng: Any, check_vma: bool) ->
 @pytest.mark.slow(unless={"in_fp8": [True]})
 def test_hierarchical_low_latency_moe(implementation: str, two_nodes: Mesh, rng: Any, in_fp8: bool) -> None:
     shape = Shape(hidden=128, intermediate=128)
-    layer = Layer(rng, "uniform", 4, shape)  # a token has an expert once, as decoding has it
+    layer = Layer(rng, "uniform", 4, shape)  # Decoding assigns a token to an expert once.
 
     def fn(x: Any, idx: Any, weights: Any, w_gate_up: Any, w_down: Any) -> Any:
         matrices: Any = (w_gate_up.mT, w_down.mT)
@@ -335,7 +335,7 @@ def test_hierarchical_low_latency_moe(implementation: str, two_nodes: Mesh, rng:
     got, flat = run(fn, two_nodes, *layer.args, axes=AXES)
     want = layer.oracle().forward()
     if in_fp8:
-        assert np.linalg.norm(got - flat) < 0.01 * np.linalg.norm(flat)  # quantised tokens lose little once more
+        assert np.linalg.norm(got - flat) < 0.01 * np.linalg.norm(flat)  # Quantizing tokens again adds a small error.
         assert np.linalg.norm(got - want) < 0.1 * np.linalg.norm(want)
     else:
         assert_close(got, want, "low_latency_moe")
@@ -357,7 +357,7 @@ def test_hierarchical_no_tokens(two_nodes: Mesh) -> None:
 
 @pytest.mark.slow
 def test_hierarchical_flax_layer(two_nodes: Mesh, rng: Any) -> None:
-    """Nothing but the axis changes: outputs, metrics and gradients are those of the flat layer."""
+    """Only the axis changes: outputs, metrics and gradients are those of the flat layer."""
     nnx = pytest.importorskip("flax.nnx")
     from jax_ep.flax import MoE
 
@@ -405,7 +405,7 @@ def test_topology_invalid(name: str) -> None:
 
 
 def test_hierarchical_misuse(two_nodes: Mesh) -> None:
-    """Axes, sizes and handles that do not fit are refused, with what was got."""
+    """Invalid axes, sizes and handles are errors that state the actual value."""
     x, idx = np.ones((4, 2, 4), F32), np.zeros((4, 2, 1), np.int32)
     other = jax_ep.Topology(node="expert", local="node")
 

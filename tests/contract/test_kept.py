@@ -1,4 +1,4 @@
-"""What the layer keeps for the backward pass, in bytes; what is sent or made again there changes no bit."""
+"""Residuals of the layer for the backward pass, in bytes; recomputation changes no bit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EXPERTS = {
 
 
 def inputs(rng: Any, num_ranks: int, bias: bool, dtype: Any = BF16) -> tuple[tuple[Any, ...], np.ndarray]:
-    """x, ids, router weights, matrices and biases by rank; and ids alone."""
+    """Return x, ids, router weights, weights and biases by rank; and ids alone."""
     layer = Layer(rng, "uniform", num_ranks, SHAPE, dtype)
     local = SHAPE.num_experts // num_ranks
     biases = [reals(rng, num_ranks, local, columns, dtype=dtype) for columns in (2 * INNER, H)]
@@ -61,7 +61,7 @@ def fuses(implementation: str, num_ranks: int, dtype: Any, capacity: int) -> boo
 
 
 def kept_bytes(call: Any, arrays: Any, topk_idx: np.ndarray, mesh: Any) -> float:
-    """Per rank, what `jax.vjp` keeps of arrays beside parameters."""
+    """Return the bytes per rank that `jax.vjp` saves in addition to parameters."""
 
     def pulled(*arrays: Any) -> Any:
         def of(x: Any, *others: Any) -> Any:
@@ -81,7 +81,7 @@ CASES = [(name, BF16, num_ranks) for name in EXPERTS for num_ranks in (1, 4)] + 
 def test_residuals_bytes_match_formula(
     implementation: str, name: str, dtype: Any, num_ranks: int, expert_mesh: Any, rng: np.random.Generator
 ) -> None:
-    """x, hidden rows, and some numbers for each slot; with `keep_tokens` also tokens."""
+    """Residuals are x, hidden rows, and some numbers per assignment; with `keep_tokens` also tokens."""
     (experts, bias), mesh, rows = EXPERTS[name], expert_mesh(num_ranks), T * K
     arrays, topk_idx = inputs(rng, num_ranks, bias, dtype)
     capacity = rows if num_ranks > 1 else None
@@ -91,19 +91,19 @@ def test_residuals_bytes_match_formula(
     )
     size = np.dtype(dtype).itemsize
     formula = size * (T * H + 2 * rows * INNER)
-    # Row numbers, weights (twice where biases have them), ids, groups, ranks and counters.
+    # Row numbers, weights (twice if biases have them), ids, groups, ranks and counters.
     routing = 4 * ((3 if bias else 2) * rows + 2 * num_ranks * T * K + SHAPE.num_experts + num_ranks + 3)
     assert formula < again <= formula + routing
     if fuses(implementation, num_ranks, dtype, rows):
         tokens = rows if num_ranks == 1 else min(num_ranks * T, rows)
     else:
-        tokens = rows - T  # which take the place of x
+        tokens = rows - T  # These replace x.
     assert kept - again == size * tokens * H
 
 
 @pytest.mark.slow
 def test_residuals_program_memory(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
-    """Of a scan over layers as XLA compiles it, one layer more: no tokens, and no activated rows."""
+    """Compile a scan over layers with one layer more: no tokens, and no activated rows are saved."""
     if implementation != "xla" or jax.default_backend() != "cpu":
         pytest.skip("the interpreter's calls have memory of their own, and XLA's products on GPUs")
     mesh, capacity, few, many = expert_mesh(4), T * K, 2, 12
@@ -131,9 +131,9 @@ def test_residuals_program_memory(implementation: str, expert_mesh: Any, rng: np
 @pytest.mark.parametrize("name", EXPERTS)
 @pytest.mark.slow(unless={"name": ["silu"]})
 def test_residuals_no_gemm_recomputed(implementation: str, name: str, rng: np.random.Generator) -> None:
-    """As many in the compiled program as forward and two gradients of each take, also where hidden rows alone are kept.
+    """The compiled program has as many GEMMs as forward and two gradients each need, also with saved hidden rows only.
 
-    The third program keeps nothing, and so computes one product twice.
+    The third program saves nothing, and so computes one GEMM twice.
     """
     if implementation != "xla" or jax.default_backend() != "cpu":
         pytest.skip("counts the products of XLA as it writes them for the CPU")
@@ -149,7 +149,7 @@ def test_residuals_no_gemm_recomputed(implementation: str, name: str, rng: np.ra
         return jax.jit(run).lower(x, *others).compile().as_text().count(" dot(")
 
     forward, both = products(loss), products(jax.value_and_grad(loss, (0, 1, 2, 3)))
-    # Router weights that scale biases get gradients of them by a product of one column, in tiles of two heights.
+    # Router weights that scale biases get gradients from a GEMM with one column, in tiles with two values of block_m.
     of_bias = 2 if EXPERTS[name][1] and EXPERTS[name][0].weight_on == "output" else 0
     assert forward > 0 and both == 3 * forward + of_bias
     policies = jax.checkpoint_policies.save_only_these_names("jax_ep.hidden"), jax.checkpoint_policies.nothing_saveable
@@ -170,14 +170,14 @@ WAYS = {
 def test_residuals_gradients_same_bits(
     implementation: str, name: str, way: str | None, expert_mesh: Any, rng: np.random.Generator
 ) -> None:
-    """Whether tokens are kept or sent again, also where some have no expert and others no row."""
+    """Compare saving tokens with sending them again, also with tokens without an expert or a row."""
     if way in ("gradient beside", "gradient apart") and not fuses(implementation, 2, BF16, 2 * T * K):
         pytest.skip(f"{implementation} fuses no products with exchanges")
     shape = Shape(
         num_tokens=T, top_k=K, num_experts=8, hidden=128 if way == "fp8 on the wire" else H, intermediate=INNER
     )
     (experts, bias), options = EXPERTS[name], dict(WAYS.get(way, {}))
-    # Else what is kept decides how many launches there are, and these which kernel multiplies.
+    # Otherwise the residuals decide the number of launches, which decides the kernel of the GEMMs.
     options["schedule"] = {"dispatch_mode": "serial"} | options.get("schedule", {})
     of = Layer(rng, "some_without_expert", 2, shape, BF16)
     biases = [reals(rng, 2, 4, columns, dtype=BF16) if bias else None for columns in (2 * INNER, shape.hidden)]
@@ -200,10 +200,11 @@ def test_residuals_gradients_same_bits(
 def test_residuals_second_derivatives(
     implementation: str, name: str, expert_mesh: Any, rng: np.random.Generator
 ) -> None:
-    """In everything, through rows that are made again, as in float32 with tokens that are kept.
+    """In all arguments, with recomputed rows, and in float32 with saved tokens.
 
-    On one rank, since exchanges of a second derivative depend on each other in nothing, and the interpreter's devices
-    would take them up in any order; tests/contract/test_fused.py has two.
+    On one rank, because the all-to-alls of a second derivative are independent, and the interpreter's devices would
+    start
+    them in any order; tests/contract/test_fused.py has two ranks.
     """
     experts, bias = EXPERTS[name]
     arrays, topk_idx = inputs(rng, 1, bias)
@@ -213,7 +214,7 @@ def test_residuals_second_derivatives(
             call = layer(implementation, experts, keep)
             return jnp.sum(call(parameters[0], topk_idx, *parameters[1:]).astype(jnp.float32) ** 2)
 
-        def slope(parameters: Any) -> Any:  # to which each gradient adds as much
+        def slope(parameters: Any) -> Any:  # To which each gradient adds equally.
             return sum(jnp.linalg.norm(d.astype(jnp.float32)) for d in jax.tree.leaves(jax.grad(loss)(parameters)))
 
         return jax.grad(slope)((x, weights, w_gate_up, w_down, *biases))

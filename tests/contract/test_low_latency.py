@@ -1,4 +1,4 @@
-"""low_latency_dispatch and low_latency_combine: packed rows, FP8 groups, weighted sums."""
+"""low_latency_dispatch and low_latency_combine: packed rows, FP8 scale blocks, weighted sums."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from harness import compiled, per_rank, refusals_skip, run
 from routings import ROUTINGS, routings
 
 SHAPE = Shape(num_tokens=5, top_k=3, num_experts=8, hidden=256)
-MAX_TOKENS = 7  # more room than tokens
+MAX_TOKENS = 7  # More room than tokens.
 
 
 def round_trip(implementation: str, *, shape: Shape = SHAPE, max_tokens: int = MAX_TOKENS, **options: Any):
@@ -64,7 +64,7 @@ class Problem:
         return self.x, self.topk_idx, self.topk_weights, self.y
 
     def check_rows(self, got: np.ndarray, tokens: np.ndarray, what: str) -> None:
-        """Rows within the counts are those of `tokens [W, T, ...]`, bit for bit; what the others hold is nobody's."""
+        """Check that rows within the counts are those of `tokens [W, T, ...]`, bit for bit."""
         real = self.lay.token >= 0
         want = oracle_serving.low_latency_gather(tokens, self.lay)
         assert got.shape == want.shape
@@ -101,7 +101,7 @@ def test_low_latency_quantized(implementation: str, group_size: int, expert_mesh
         problem = Problem(rng, routing, 2)
         real = problem.lay.token >= 0
         with subtests.test(f"{routing}, exact scales"):
-            # Every group peaks at 448 times a power of two, so its scale does not depend on how one divides.
+            # Every block peaks at 448 times a power of two, so its scale does not depend on the division.
             x = rng.uniform(-400, 400, problem.x.shape)
             x[..., ::group_size] = 448
             problem.x = (x * 2.0 ** rng.integers(-9, 2, (*x.shape[:-1], 1))).astype(BF16)
@@ -135,13 +135,13 @@ def test_low_latency_quantized_tokens_bit_for_bit(
 
 
 def test_low_latency_num_tokens_on_device(implementation: str, expert_mesh: Any, rng: Any, subtests: Any) -> None:
-    """One compiled function serves every batch size."""
+    """One compiled function handles every batch size."""
     call = compiled(round_trip(implementation, quantize=False), expert_mesh(2))
     for count in ([0, 0], [5, 5], [1, 4], [3, 0]):
         with subtests.test(str(count)):
             num_tokens = np.array(count, np.int32)
             problem = Problem(rng, "uniform", 2, num_tokens=num_tokens)
-            problem.x[np.arange(SHAPE.num_tokens) >= num_tokens[:, None]] = np.nan  # nobody may look
+            problem.x[np.arange(SHAPE.num_tokens) >= num_tokens[:, None]] = np.nan  # These must not be read.
             tokens, _, *rest = call(*problem.args, num_tokens)
             problem.check_rows(tokens, problem.x, "tokens")
             problem.check_routes(*rest)
@@ -156,10 +156,10 @@ def test_low_latency_num_tokens_on_device(implementation: str, expert_mesh: Any,
 )
 @pytest.mark.slow_interpreted(unless={"count": [-1]})
 def test_low_latency_num_tokens_integer_dtypes(implementation: str, expert_mesh: Any, rng: Any, count: Any) -> None:
-    """Of more tokens than int8 can count; a number past them is as good as all."""
+    """More tokens than int8 can count; a number past the end counts as all."""
     shape = Shape(num_tokens=300, top_k=1, num_experts=2, hidden=16)
 
-    # As an array where JAX has the dtype.
+    # As an array if JAX has the dtype.
     on_device = isinstance(count, np.generic) and count.dtype.itemsize <= 4
 
     def fn(x, topk_idx):
@@ -173,7 +173,7 @@ def test_low_latency_num_tokens_integer_dtypes(implementation: str, expert_mesh:
 
 
 def test_low_latency_weights_without_expert(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
-    """They may be anything, as the softmax of a row that is masked entirely is."""
+    """They are ignored, even NaN from the softmax of a fully masked row."""
     problem = Problem(rng, "some_without_expert", 2)
     clean = np.where(problem.topk_idx < 0, 0, problem.topk_weights)
     problem.topk_weights = clean.astype(np.float32)
@@ -232,7 +232,7 @@ def test_low_latency_shapes(
 
 
 def test_low_latency_combine_fp8_wire(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
-    """Whatever is quantised, rows or their weighted sums, the error stays within FP8's bound of each term."""
+    """Whether rows or their weighted sums are quantized, the error stays within FP8's bound of each term."""
 
     def fn(x, topk_idx, topk_weights, y):
         out = jax_ep.low_latency_dispatch(
@@ -258,7 +258,7 @@ def test_low_latency_combine_fp8_wire(implementation: str, expert_mesh: Any, rng
 
 
 def test_low_latency_two_batches_in_flight(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
-    """Two dispatches before either combine, and the second combined first."""
+    """Two dispatches before either combine, and the second is combined first."""
     options = {"num_experts": 8, "max_tokens_per_rank": MAX_TOKENS, "quantize": False, "implementation": implementation}
 
     def fn(*problems):
@@ -280,7 +280,7 @@ GRADIENT_SHAPE = Shape(num_tokens=6, top_k=3, num_experts=8, hidden=12)
 
 
 def test_low_latency_gradients(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
-    """Without quantisation both functions are differentiable."""
+    """Without quantization both functions are differentiable."""
 
     def fn(x, topk_idx, topk_weights, y, d_tokens, d_out):
         def dispatch(x):
@@ -316,7 +316,7 @@ def test_low_latency_gradients(implementation: str, expert_mesh: Any, rng: np.ra
 
 
 def test_low_latency_rows_past_counts_ignored(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
-    """Neither sums nor, where the dispatch is differentiated, the gradients of a product over all rows."""
+    """They affect neither sums nor, in a differentiated dispatch, the gradients of a GEMM over all rows."""
     shape, num_ranks = GRADIENT_SHAPE, 2
     weights = probabilities(rng, num_ranks, shape.num_tokens, shape.top_k)
     topk_idx = ROUTINGS["some_without_expert"](rng, num_ranks, shape)
@@ -338,7 +338,7 @@ def test_low_latency_rows_past_counts_ignored(implementation: str, expert_mesh: 
     out, dx, dw = run(fn, expert_mesh(num_ranks), x, w, topk_idx, weights)
     experts = w.reshape(-1, shape.hidden, shape.hidden).astype(np.float64)
     chosen = np.where((topk_idx >= 0)[..., None, None], experts[topk_idx], 0) * weights[..., None, None]
-    mixed = chosen.sum(axis=2)  # one matrix per token
+    mixed = chosen.sum(axis=2)  # One matrix per token.
     want = np.einsum("wth,wthn->wtn", x, mixed)
     assert_close(out, want, "out")
     assert_close(dx, 2 * np.einsum("wtn,wthn->wth", want, mixed), "dx")
@@ -348,7 +348,7 @@ def test_low_latency_rows_past_counts_ignored(implementation: str, expert_mesh: 
 def test_low_latency_scan_with_other_dispatches(
     implementation: str, expert_mesh: Any, rng: np.random.Generator
 ) -> None:
-    """Each exchange of a decode loop gets its own data, whatever runs between two of them."""
+    """Each step of a decode loop gets its own data, whatever runs between two of them."""
     shape, num_ranks = Shape(num_tokens=2, top_k=2, num_experts=4, hidden=16), 2
     options = {"num_experts": shape.num_experts, "implementation": implementation}
 
@@ -375,13 +375,13 @@ def test_low_latency_scan_with_other_dispatches(
     x = integers(rng, num_ranks, shape.num_tokens, shape.hidden)
     weights = integers(rng, num_ranks, shape.num_tokens, shape.top_k)
     want = x.astype(np.float64)
-    for _ in range(10):  # two different experts per token: each exchange of the others doubles
+    for _ in range(10):  # Two distinct experts per token, so each round trip doubles.
         want = np.mod(2 * want * weights.sum(-1, keepdims=True) + want, 61)
     np.testing.assert_array_equal(run(fn, expert_mesh(num_ranks), x, ids, weights), want)
 
 
 def test_low_latency_rank_ahead_of_peers(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
-    """Only rank 0 receives, so that, on GPUs, the other sends again while rank 0 still works on what came before."""
+    """Only rank 0 receives, so on GPUs the other rank sends again while rank 0 is still working."""
     shape, num_steps = Shape(num_tokens=6, top_k=2, num_experts=4, hidden=16), 12
     options = {"num_experts": 4, "max_tokens_per_rank": 6, "quantize": False, "implementation": implementation}
 

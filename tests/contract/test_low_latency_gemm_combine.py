@@ -1,4 +1,4 @@
-"""low_latency_gemm_combine: the product and the combine after it, as one."""
+"""low_latency_gemm_combine: the GEMM fused with the combine that follows it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_TOKENS = 7
 
 
 def product_and_combine(implementation: str, shape: Shape = SHAPE, **options: Any):
-    """Rows are given; the dispatch only makes the handle."""
+    """Return a function of given rows; the dispatch only creates the handle."""
 
     def fn(x, ids, weights, lhs, rhs, num_tokens=None, **scales):
         sizes = {"num_experts": shape.num_experts, "max_tokens_per_rank": MAX_TOKENS, "num_tokens": num_tokens}
@@ -86,7 +86,7 @@ def test_low_latency_gemm_combine_tile_sizes(
 def test_low_latency_gemm_combine_quantized_weights(
     implementation: str, stored: str, activations: str | None, expert_mesh: Any, rng: np.random.Generator
 ) -> None:
-    """As `masked_grouped_gemm` and `low_latency_combine`, to the rounding of sums."""
+    """Results match `masked_grouped_gemm` and `low_latency_combine` up to the rounding of sums."""
     if activations is not None and ((activations == "int8") != (stored == "int8") or stored.endswith("prepacked")):
         pytest.skip("there is no such product")
     shape = Shape(num_tokens=5, top_k=3, num_experts=8, hidden=264, intermediate=256)
@@ -151,7 +151,7 @@ def test_low_latency_gemm_combine_fp8(implementation: str, expert_mesh: Any, rng
 
 
 def test_low_latency_gemm_combine_scan(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
-    """Steps that follow each other get their own rows, through both halves of what they travel in."""
+    """Consecutive steps get their own rows, through both halves of the buffers."""
     problems = [Problem(rng, "zipf", 2) for _ in range(5)]
     call = product_and_combine(implementation, preferred_element_type=jnp.float32)
 
@@ -160,7 +160,8 @@ def test_low_latency_gemm_combine_scan(implementation: str, expert_mesh: Any, rn
 
         def step(carry, at):
             x, ids, weights, lhs, rhs = at
-            lhs = lhs + (carry[0, 0] == 12345.678).astype(lhs.dtype)  # never: a step follows the one before
+            # Never true: makes a step depend on the previous one.
+            lhs = lhs + (carry[0, 0] == 12345.678).astype(lhs.dtype)
             out = call(x, ids, weights, lhs, rhs)
             return out, out
 

@@ -1,4 +1,4 @@
-"""masked_grouped_gemm and masked_gated_activation: the rows that count, in FP8 and in the dtypes of tokens."""
+"""masked_grouped_gemm and masked_gated_activation on valid rows, in FP8 and in the dtypes of tokens."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ GROUPS = {
 
 
 def counted(rows: int, sizes: Any) -> np.ndarray:
-    """[L, M] which rows count."""
+    """Return which rows are valid, [L, M]."""
     return np.arange(rows) < np.asarray(sizes, np.int64)[:, None]
 
 
 def poison(array: np.ndarray, real: np.ndarray, value: Any = np.nan) -> np.ndarray:
-    """`value` in the rows that do not count."""
+    """Set rows that are not valid to `value`."""
     return np.where(real.reshape(*real.shape, *[1] * (array.ndim - real.ndim)), array, np.array(value, array.dtype))
 
 
@@ -42,7 +42,7 @@ def gemm(implementation: str, **options: Any):
 
 
 class Quantised:
-    """FP8 operands with scales of very different sizes, and the float64 values for which they stand."""
+    """FP8 operands with scales of very different sizes, and their float64 values."""
 
     def __init__(self, rng: np.random.Generator, sizes: list[int], rows: int, depth: int, columns: int) -> None:
         groups, blocks = len(sizes), depth // 128
@@ -73,7 +73,7 @@ def test_masked_fp8(implementation: str, groups: str, expected_rows: int | None,
 
 @pytest.mark.parametrize("group_size", [256, 64])
 def test_masked_other_block_size(implementation: str, group_size: int, rng: np.random.Generator) -> None:
-    """As low_latency_dispatch quantises them: larger groups are multiplied, of smaller ones an error says the size."""
+    """As low_latency_dispatch quantizes them: larger blocks work, and smaller ones are an error."""
     x, ids = reals(rng, 6, 512, dtype=BF16), rng.integers(0, 3, (6, 2), dtype=np.int32)
     sizes = {"num_experts": 3, "max_tokens_per_rank": 6, "axis_name": (), "implementation": implementation}
     d = jax.jit(partial(jax_ep.low_latency_dispatch, group_size=group_size, **sizes))(x, ids)
@@ -85,12 +85,12 @@ def test_masked_other_block_size(implementation: str, group_size: int, rng: np.r
             call(d.tokens, problem.rhs, d.group_sizes, **scales)
         return
     got, real = call(d.tokens, problem.rhs, d.group_sizes, **scales), counted(6, d.group_sizes)
-    scales = np.where(real[..., None], to_numpy(d.scales), 0)  # rows without a token hold anything
+    scales = np.where(real[..., None], to_numpy(d.scales), 0)  # Rows without a token are undefined.
     lhs = oracle.dequantize(to_numpy(d.tokens), scales.repeat(2, axis=-1))
     rhs = oracle_serving.dequantize_blocks(problem.rhs, problem.rhs_scales)
     want = oracle_serving.masked_grouped_gemm(np.where(real[..., None], lhs, 0), rhs)
     assert_close(got[real], want[real], tolerance=fp8_tolerance(implementation))
-    # And back in FP8, whose groups are its own.
+    # And back in FP8, with its own scale blocks.
     y = jnp.where(real[..., None], got, 0).astype(jnp.bfloat16)[..., :40].repeat(16, axis=-1)[..., :640]
     weights = jnp.full(ids.shape, 0.5)
     back = partial(jax_ep.low_latency_combine, axis_name=(), implementation=implementation)
@@ -107,7 +107,7 @@ def test_masked_fp8_default_dtype(implementation: str, rng: np.random.Generator)
 
 
 def test_masked_fp8_accumulates_in_float32(implementation: str, rng: np.random.Generator) -> None:
-    """A small term that comes after a large one is not lost, as it is in sums of fewer bits."""
+    """A small term after a large one is not lost, as in sums with fewer bits."""
     depth = 16 * 128
     ones, sizes = np.ones((1, 4, depth), oracle.FP8), np.array([4], np.int32)
     lhs_scales = np.full((1, 4, 16), 2.0**-6, F32)
@@ -175,7 +175,8 @@ def test_masked_activation(implementation: str, activation: str, quantize: bool,
                 np.testing.assert_allclose(scales[real], want_scales, rtol=1e-4)
                 error = np.abs(oracle.dequantize(values[real], scales[real]) - want)
                 bound = np.maximum(np.abs(want) * 2.0**-4, want_scales.repeat(128, -1) * 2.0**-10)
-                # In float32, the gelu of a negative number has few digits: it is that times a difference from one.
+                # In float32, the gelu of a negative number has few digits, because it multiplies by a difference from
+                # one.
                 few_digits = np.abs(np.prod(np.split(hidden[real].astype(np.float64), 2, axis=-1), axis=0)) * 2.0**-22
                 assert (error <= bound * 1.001 + few_digits).all()
 

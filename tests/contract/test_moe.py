@@ -82,7 +82,7 @@ def test_moe_capacity(implementation: str, capacity: int, expert_mesh: Any, rng:
 
 
 def test_moe_fp8_wire(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
-    """Equal to the layer of the quantised tokens, up to the rounding of the way back."""
+    """The result equals the layer of the quantized tokens, up to the rounding in combine."""
     shape = Shape(hidden=128)
     layer = Layer(rng, "uniform", 2, shape)
     got = run(moe(shape, implementation, wire_dtype=jnp.float8_e4m3fn), expert_mesh(2), *layer.args)
@@ -95,7 +95,7 @@ def test_moe_fp8_wire(implementation: str, expert_mesh: Any, rng: np.random.Gene
 
 
 def test_moe_equals_its_halves(implementation: str, mesh: Mesh, rng: np.random.Generator) -> None:
-    """dispatch_grouped_gemm and grouped_gemm_combine against the oracle, each alone."""
+    """Compare dispatch_grouped_gemm and grouped_gemm_combine with the oracle separately."""
     options = {"capacity": 40, "alignment": 4}
 
     def fn(x, topk_idx, topk_weights, w_gate_up, h, w_down):

@@ -1,4 +1,4 @@
-"""moe(recipe="fp8"): all products of both passes in FP8, against an oracle with the same roundings."""
+"""moe(recipe="fp8"): all GEMMs of both passes in FP8, against an oracle with the same roundings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from routings import FEW_ROUTINGS
 
 FP8, ON_GPU = jnp.float8_e4m3fn, jax.default_backend() == "gpu"
 NEAR = 0.03 if ON_GPU else 0.015
-"""Relative, of what is rounded alike: values next to a tie round differently, more of them where tensor cores add."""
+"""Relative tolerance between equal roundings: values next to a tie round differently, more of them on tensor cores."""
 
 
 def assert_near(got: Any, want: Any, limit: float = NEAR) -> None:
@@ -34,7 +34,7 @@ def assert_near(got: Any, want: Any, limit: float = NEAR) -> None:
 def test_moe_recipe_matches_oracle(
     implementation: str, num_ranks: int, expert_mesh: Any, rng: Any, subtests: pytest.Subtests
 ) -> None:
-    """Near the layer with the same roundings, and as far from the one without as those are."""
+    """Results are close to the layer with the same roundings, and as far from the exact one as that layer."""
     call = compiled(with_gradients(implementation=implementation), expert_mesh(num_ranks))
     for routing in FEW_ROUTINGS:
         with subtests.test(routing):
@@ -45,7 +45,7 @@ def test_moe_recipe_matches_oracle(
             exact = layer.oracle()
             exact = exact.forward(), *exact.gradients(layer.probe)
             for name, g, r, w in zip(NAMES, got, rounded, exact, strict=True):
-                # Of few weights of the router roundings alone are beyond 0.15 with one seed in some hundreds.
+                # For few router weights, roundings alone exceed 0.15 with one seed in some hundreds.
                 assert 0.01 < relative(g, w) < max(0.15, 1.1 * relative(r, w)), name
 
 
@@ -84,7 +84,7 @@ def test_moe_recipe_activations(implementation: str, activation: str, gated: boo
 @pytest.mark.parametrize("routing", ["one_hot_every_slot", "zipf"])
 @pytest.mark.slow
 def test_moe_recipe_groups_of_several_blocks(implementation: str, routing: str, rng: Any) -> None:
-    """More than 128 rows of an expert, no whole number of blocks; experts without rows have gradients of zero."""
+    """More than 128 rows of an expert, not a whole number of blocks; experts without rows have zero gradients."""
     shape = Shape(num_tokens=150, top_k=2, num_experts=3, hidden=128, intermediate=128)
     layer = Layer(rng, routing, 1, shape)
     mesh = make_mesh((1,), ("expert",))
@@ -97,9 +97,9 @@ def test_moe_recipe_groups_of_several_blocks(implementation: str, routing: str, 
 
 
 def test_moe_recipe_nan_stays_with_token(implementation: str, expert_mesh: Any, rng: Any) -> None:
-    """In the result and in the gradient of tokens; in those of matrices it reaches the experts of its token.
+    """NaN stays with its token in the result and token gradients; in weight gradients it reaches its experts.
 
-    All other rows are those of the oracle without it.
+    All other rows match the oracle without it.
     """
     layer = Layer(rng, "uniform", 2)
     wanted = oracle_fp8.layer(layer, layer.probe)
@@ -129,7 +129,7 @@ def test_moe_recipe_magnitudes(implementation: str, factor: float, rng: Any) -> 
     got = call(x * F32.type(factor), ids, weights, up / F32.type(factor), down, layer.probe)
     factors = (1, 1 / factor, 1, factor, 1)
     for name, g, w, f in zip(NAMES, got, want, factors, strict=True):
-        # Scales that are no smaller than 2**-120 cost bits where numbers are.
+        # The lower bound of scales, 2**-120, costs bits near it.
         assert relative(g / f, w) < (1e-5 if abs(np.log2(factor)) < 100 else 0.1), name
     got = call(*layer.args, layer.probe * F32.type(1 / factor))
     for name, g, w in zip(NAMES[1:], got[1:], want[1:], strict=True):
@@ -138,7 +138,7 @@ def test_moe_recipe_magnitudes(implementation: str, factor: float, rng: Any) -> 
 
 @pytest.mark.slow
 def test_moe_recipe_zeros(implementation: str, rng: Any) -> None:
-    """Blocks of zeros have a scale that is none, and results that are zero and no NaN."""
+    """Blocks of zeros have the minimum scale, and results that are zero and not NaN."""
     layer = Layer(rng, "uniform", 1)
     layer.x[..., :128] = 0
     layer.w_down[:, :, 128:] = 0
@@ -154,7 +154,7 @@ def test_moe_recipe_zeros(implementation: str, rng: Any) -> None:
 @pytest.mark.parametrize("weight_on", ["output", "input"])
 @pytest.mark.slow
 def test_moe_recipe_biases(implementation: str, weight_on: str, expert_mesh: Any, rng: Any) -> None:
-    """Those behind the second product, and before the activation, have the gradients of the layer without FP8."""
+    """Biases of the second GEMM, and before the activation, have the gradients of the layer without FP8."""
     layer = Layer(rng, "uniform", 2)
     biases = [reals(rng, 2, 4, columns) for columns in (256, 256)][: 2 if weight_on == "output" else 1]
     experts = jax_ep.Experts("silu", weight_on=weight_on)
@@ -177,7 +177,7 @@ def test_moe_recipe_biases(implementation: str, weight_on: str, expert_mesh: Any
 
 @pytest.mark.slow
 def test_moe_recipe_over_nodes(implementation: str, rng: Any) -> None:
-    """Between nodes tokens travel in FP8 too, once rounded: the layer is that of flat ranks but for sums of nodes."""
+    """Between nodes tokens are sent in FP8, rounded once: the layer matches flat ranks except for node sums."""
     if implementation == "triton" and not ON_GPU:
         pytest.skip("in the interpreter, launches that do not depend on each other may wait for each other")
     layer = Layer(rng, "uniform", 4)
@@ -189,7 +189,7 @@ def test_moe_recipe_over_nodes(implementation: str, rng: Any) -> None:
 
 @pytest.mark.slow
 def test_moe_recipe_residuals(implementation: str, rng: Any) -> None:
-    """For the backward pass: tokens in FP8 with their scales, and hidden rows; nothing else of so many columns."""
+    """Residuals are FP8 tokens with their scales, and hidden rows; nothing else has that many columns."""
     shape = Shape(num_tokens=6, top_k=2, num_experts=2, hidden=128, intermediate=384)
     layer = Layer(rng, "uniform", 1, shape, BF16)
     x, weights, *matrices = (jnp.asarray(a[0]) for a in (layer.args[0], *layer.args[2:]))

@@ -1,4 +1,4 @@
-"""No tokens on any rank: every exchange gives what its shapes say, and gradients are zeros."""
+"""No tokens on any rank: results have the documented shapes, and gradients are zero."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The exchange and the layer over all devices of several nodes: on one axis, on one axis per level, over a Topology.
+"""Dispatch, combine and the layer over all devices of several nodes: on one axis, one axis per level, and a Topology.
 
-In several processes (run_processes.py) a node is a process; in one the devices are halved.
+In several processes (run_processes.py) a node is a process; in one process the devices are split in half.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ ROUTINGS = ("duplicates", "zipf", "some_without_expert")
 
 @dataclasses.dataclass(frozen=True)
 class Over:
-    """What tokens travel over.
+    """The mesh and axes over which tokens are sent.
 
     Attributes:
       mesh: all devices.
-      axis_name: as the functions take it.
-      ranks_per_node: where tokens go over nodes first, which orders rows by the rank in the node before the node.
+      axis_name: the argument of the functions.
+      ranks_per_node: set if tokens go over nodes first, which orders rows by the local rank before the node.
     """
 
     mesh: Mesh
@@ -40,7 +40,7 @@ class Over:
     ranks_per_node: int = 1
 
     def compiled(self, fn: Any) -> Any:
-        """`fn` of the ranks' arrays, `[W, ...]` with the ranks in the order of `axis_name`."""
+        """Compile `fn` of the ranks' arrays, `[W, ...]` with the ranks in the order of `axis_name`."""
         return compiled(fn, self.mesh, axes=(self.mesh.axis_names,))
 
     def oracle(self, layer: Layer, **options: Any) -> oracle.MoE:
@@ -66,7 +66,7 @@ def over(request: pytest.FixtureRequest) -> Over:
 
 
 def test_nodes_dispatch_and_combine(implementation: str, over: Over, rng: np.random.Generator, subtests: Any) -> None:
-    """Rows bit for bit, and sums of whole numbers, which no order changes."""
+    """Rows match bit for bit, and sums of whole numbers, which do not depend on the order."""
 
     def fn(x, topk_idx, topk_weights, y):
         options = {"num_experts": SHAPE.num_experts, "axis_name": over.axis_name, "implementation": implementation}
@@ -88,7 +88,7 @@ def test_nodes_dispatch_and_combine(implementation: str, over: Over, rng: np.ran
 
 
 def test_nodes_moe_and_gradients(implementation: str, over: Over, rng: np.random.Generator, subtests: Any) -> None:
-    """The layer, and the gradients of its tokens, router weights and both matrices: over nodes as among all ranks."""
+    """The layer, and the gradients of its tokens, router weights and both weights, match those among all ranks."""
 
     def fn(axis_name, x, topk_idx, topk_weights, w_gate_up, w_down, d_out):
         def layer(x, topk_weights, w_gate_up, w_down):

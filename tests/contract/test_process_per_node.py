@@ -1,4 +1,4 @@
-"""Processes with several devices each: kernels inside of each, XLA's collectives between. test_processes.py runs it."""
+"""Processes with several devices each: kernels inside each, XLA's collectives between. test_processes.py runs it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AXES = (TOPOLOGY.axes,)
 
 @pytest.fixture
 def nodes() -> Iterator[Mesh]:
-    """A node per process."""
+    """A mesh with a node per process."""
     if jax.process_count() == 1 or jax.local_device_count() == 1:
         pytest.skip("needs several processes with several devices each: see test_processes.py")
     jax_ep.finalize()

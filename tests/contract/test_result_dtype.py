@@ -1,4 +1,4 @@
-"""Sums in another dtype than that of tokens: the same sums, but for their last rounding, and the same gradients."""
+"""Sums in another dtype than that of tokens: the same sums except for the last rounding, and the same gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Router weights arrive bit for bit, and so does what comes back for them, by whatever launches they travel."""
+"""Router weights are sent bit for bit, and so are their cotangents, by all launches."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ FUSED = {
     "combine beside the gradient": Schedule(combine_mode="serial", fuse_weight_gradients=True),
 }
 WIRES = {"as it is": {}, "fp8": {"wire_dtype": jnp.float8_e4m3fn}, "pair": {}}
-LAYOUTS = {  # routing, and what it is laid out by
+LAYOUTS = {  # Routing, and the options of its layout.
     "with padding": ("uniform", {"alignment": 4}),
     "duplicates": ("duplicates", {}),
     "rows past the capacity": ("some_without_expert", {"capacity": 12}),
     "no experts": ("no_experts", {}),
 }
 ODD = np.array([0x7FC00001, 0x7FA5A5A5, 0xFFFFFFFF, 0x7F800000, 0xFF800000, 0x80000000, 0x00000001], np.uint32)
-"""NaN of either kind and sign with payloads, infinities, -0, and the smallest number there is."""
+"""NaN of either kind and sign with payloads, infinities, -0, and the smallest number."""
 
 
 def any_bits(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -40,7 +40,7 @@ def any_bits(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 def there_and_back(path: str, implementation: str, **layout: Any) -> Any:
-    """`[R]` weights of rows, and, of cotangents `[R]` of them, those `[T, K]` of weights."""
+    """Return weights `[R]` of rows, and the cotangents `[T, K]` for cotangents `[R]`."""
     options = {"num_experts": SHAPE.num_experts, "implementation": implementation, **layout}
 
     def fn(x, topk_idx, topk_weights, w, d_rows):
@@ -59,7 +59,7 @@ def there_and_back(path: str, implementation: str, **layout: Any) -> Any:
 
 
 def scattered(d_rows: np.ndarray, lay: oracle.Layout) -> np.ndarray:
-    """The value of each slot's row, zero where it has none."""
+    """Return the value of each assignment's row, or zero."""
     slots = np.zeros((lay.source.shape[0], lay.num_tokens, lay.top_k), d_rows.dtype)
     real = ~lay.is_padding
     slots[lay.source[real], lay.token[real], lay.slot[real]] = d_rows[real]
@@ -102,7 +102,7 @@ def test_router_weights_one_device(implementation: str, rng: np.random.Generator
 
 
 def test_router_weights_float64(implementation: str, expert_mesh: Any, rng: np.random.Generator, float64: None) -> None:
-    """Of numbers that float32 does not hold, in both directions."""
+    """Numbers that float32 cannot represent, in both directions."""
     topk_idx = ROUTINGS["duplicates"](rng, 2, SHAPE)
     lay = oracle.layout(topk_idx, SHAPE.num_experts)
     weights, d_rows = rng.normal(size=topk_idx.shape), rng.normal(size=lay.source.shape)

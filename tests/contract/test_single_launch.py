@@ -38,7 +38,7 @@ EXPERTS = {
     "weights on the input": jax_ep.Experts(weight_on="input"),
 }
 
-FEW = [name for name in STORED if name not in ("int4", "mxfp4")]  # serving has these prepacked
+FEW = [name for name in STORED if name not in ("int4", "mxfp4")]  # Serving uses these prepacked.
 
 
 def call(implementation: str, **options: Any) -> Any:
@@ -67,7 +67,7 @@ def test_single_launch_routings(
 def test_single_launch_experts(
     implementation: str, kind: str, biased: bool, dtype: Any, rng: np.random.Generator
 ) -> None:
-    """As the portable layer in float32 computes them."""
+    """Results match the portable layer in float32."""
     experts, shape = EXPERTS[kind], SHAPES["cut tiles"]
     layer = Layer(rng, "some_without_expert", 1, shape, dtype, gated=experts.gated)
     operands = layer.x[0], layer.topk_idx[0], layer.topk_weights[0], layer.w_gate_up, layer.w_down
@@ -88,7 +88,7 @@ def test_single_launch_experts(
 def test_single_launch_quantized(
     implementation: str, stored: str, kind: str, dtype: Any, rng: np.random.Generator
 ) -> None:
-    """As the portable layer computes in float32 with the matrices for which the quantised ones stand."""
+    """Results match the portable layer in float32 with dequantized weights."""
     experts, shape = EXPERTS[kind], Shape(num_tokens=13, top_k=3, num_experts=6, hidden=256, intermediate=128)
     layer = Layer(rng, "some_without_expert", 1, shape, dtype, gated=experts.gated)
     operands = layer.x[0], layer.topk_idx[0], layer.topk_weights[0]
@@ -107,7 +107,7 @@ def test_single_launch_quantized(
 @pytest.mark.parametrize("stored", [name for name in STORED if name.endswith(" prepacked")])
 @pytest.mark.slow
 def test_single_launch_prepacked_steps(implementation: str, stored: str, rng: np.random.Generator) -> None:
-    """Of two pieces or of four, the last of which may lie behind the matrix."""
+    """Two or four pieces, the last of which may lie behind the weights."""
     shape = Shape(num_tokens=13, top_k=3, num_experts=6, hidden=384, intermediate=640)
     layer = Layer(rng, "some_without_expert", 1, shape, BF16)
     operands = layer.x[0], layer.topk_idx[0], layer.topk_weights[0]
@@ -129,7 +129,7 @@ def test_single_launch_prepacked_steps(implementation: str, stored: str, rng: np
 def test_single_launch_fp8_blocks(
     implementation: str, kind: str, stored: str, num_tokens: int, rng: np.random.Generator
 ) -> None:
-    """Of 32 rows and of 64, in which products are turned."""
+    """Tiles of 32 rows and of 64, which use swap_ab."""
     experts, shape = EXPERTS[kind], Shape(num_tokens, top_k=2, num_experts=2, hidden=256, intermediate=384)
     layer = Layer(rng, "uniform", 1, shape, BF16, gated=experts.gated)
     operands = layer.x[0], layer.topk_idx[0], layer.topk_weights[0]
@@ -173,7 +173,7 @@ def test_single_launch_gradients_match_several(implementation: str, rng: np.rand
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.slow(unless={"seed": [0]})
 def test_single_launch_random_sizes(implementation: str, seed: int) -> None:
-    """Layers of any size, experts, format and dtype, as the portable one in float32 computes them."""
+    """Layers of any size, experts, format and dtype match the portable one in float32."""
     rng = np.random.default_rng(seed)
     num_experts, top_k = int(rng.integers(1, 24)), int(rng.integers(1, 7))
     stored = rng.choice([None, *STORED])
@@ -207,7 +207,7 @@ def test_single_launch_random_sizes(implementation: str, seed: int) -> None:
 
 @pytest.mark.parametrize("schedule", [ONE, SEVERAL], ids=["one", "several"])
 def test_single_launch_float16_overflow(implementation: str, schedule: Any, rng: np.random.Generator) -> None:
-    """Gates times what they multiply may be beyond float16, which ends at 65504; a large number never looks small."""
+    """Gate times up may overflow float16, at 65504; a large number never looks small."""
     layer = Layer(rng, "uniform", 1, SHAPES["cut tiles"], F16)
     call = jax.jit(
         partial(jax_ep.fused_moe, experts=jax_ep.Experts("relu"), schedule=schedule, implementation=implementation)
@@ -227,7 +227,7 @@ def test_single_launch_float16_overflow(implementation: str, schedule: Any, rng:
 
 
 def test_single_launch_workspace(implementation: str, rng: np.random.Generator) -> None:
-    """Beside operands and result: the hidden rows, those of the result, and some counters; no gathered tokens."""
+    """The workspace has the hidden rows, those of the result, and some counters, but no gathered tokens."""
     tokens, top_k, hidden, inner = 1200, 4, 1024, 512
     shapes = [(tokens, hidden), (tokens, top_k), (tokens, top_k), (4, hidden, 2 * inner), (4, inner, hidden)]
     dtypes = [BF16, np.int32, F32, BF16, BF16]

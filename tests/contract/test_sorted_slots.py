@@ -1,4 +1,4 @@
-"""The sort of one device's slots, of all experts and of those of one rank."""
+"""The sort of one device's assignments, of all experts and of those of one rank."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_moe_sort_routings(
 def test_moe_sort_local_experts(
     implementation: str, first_expert: int, num_local_experts: int | None, rng: np.random.Generator
 ) -> None:
-    """As the sort of ids that are counted from the first one, and of -1 for those of others."""
+    """Results match the sort of ids relative to the first expert, with -1 for other experts."""
     shape = Shape(num_tokens=41, top_k=3, num_experts=8)
     ids, options = ROUTINGS["out_of_range"](rng, 1, shape)[0], {"first_expert": first_expert}
     num_local = num_local_experts or 8 - first_expert

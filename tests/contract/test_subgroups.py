@@ -32,7 +32,7 @@ class Groups:
         self.w_gate_up, self.w_down = reals(rng, experts, hidden, 2, size), reals(rng, experts, size, hidden)
 
     def check(self, out: np.ndarray, gradients: Any) -> None:
-        """Every group equals the oracle alone; the weights' gradients are summed over the groups."""
+        """Check that every group equals the oracle alone, with weight gradients summed over the groups."""
         dx, d_topk_weights, d_gate_up, d_down = gradients
         total_gate_up, total_down = np.zeros(self.w_gate_up.shape), np.zeros(self.w_down.shape)
         for i in range(len(self.x)):
@@ -59,7 +59,7 @@ def value_and_vjp(layer: Any, groups: Groups) -> Any:
 
 
 def shard_layer(implementation: str, mesh: Any, *, tensor: bool = False, **options: Any):
-    """The layer on global arrays: tokens split over data and expert, weights over expert (and tensor)."""
+    """Return the layer on global arrays: tokens sharded over data and expert, weights over expert (and tensor)."""
 
     def body(x, topk_weights, w_gate_up, w_down, topk_idx):
         x, topk_weights, topk_idx = (a[0, 0] for a in (x, topk_weights, topk_idx))
@@ -82,7 +82,7 @@ def test_subgroups_data_and_expert(implementation: str, check_vma: bool, rng: np
 
 
 def test_subgroups_expert_axis_first(implementation: str, rng: np.random.Generator) -> None:
-    """The ranks of one group are not neighbours: device order differs from group order."""
+    """The ranks of one group are not adjacent: device order differs from group order."""
     mesh = make_mesh((2, 2), ("expert", "data"))
     groups = Groups(rng, 2, 2)
     groups.check(*value_and_vjp(shard_layer(implementation, mesh), groups))
@@ -91,14 +91,14 @@ def test_subgroups_expert_axis_first(implementation: str, rng: np.random.Generat
 @pytest.mark.parametrize("names", [("data", "expert", "tensor"), ("tensor", "expert", "data")], ids="-".join)
 @pytest.mark.slow(unless={"names": [("tensor", "expert", "data")]})
 def test_subgroups_data_expert_tensor(implementation: str, names: tuple[str, ...], rng: np.random.Generator) -> None:
-    """Tokens replicated over tensor, the experts' hidden columns split over it, partial outputs summed."""
+    """Tokens are replicated over tensor, the experts' hidden columns sharded over it, and partial outputs summed."""
     mesh = make_mesh((2, 2, 2), names)
     groups = Groups(rng, 2, 2)
     groups.check(*value_and_vjp(shard_layer(implementation, mesh, tensor=True), groups))
 
 
 def test_subgroups_automatic_axes(implementation: str, rng: np.random.Generator) -> None:
-    """shard_map over the expert axis alone; XLA keeps the data axis."""
+    """shard_map is over the expert axis only; XLA keeps the data axis."""
     mesh = make_mesh((2, 2), ("data", "expert"))
     groups = Groups(rng, 1, 2)
 
@@ -124,7 +124,7 @@ def test_subgroups_automatic_axes(implementation: str, rng: np.random.Generator)
 def test_subgroups_group_over_two_axes(
     implementation: str, axis_name: tuple[str, str], rng: np.random.Generator
 ) -> None:
-    """Ranks count in the order of the names given, as in `lax.axis_index`, not in the order of the mesh."""
+    """Ranks are numbered in the order of the given names, as in `lax.axis_index`, not in the order of the mesh."""
     mesh = make_mesh((2, 2), ("data", "expert"))
     options = {"num_experts": SHAPE.num_experts, "axis_name": axis_name, "implementation": implementation}
 
@@ -149,7 +149,7 @@ def test_subgroups_group_over_two_axes(
 
 
 def test_subgroups_axes_of_size_one(implementation: str, rng: np.random.Generator) -> None:
-    """A handle of a dispatch over one axis fits a combine over the same ranks, however many axes name them."""
+    """A handle of a dispatch over one axis works in a combine over the same ranks, however many axes name them."""
     mesh = make_mesh((2, 1), ("expert", "single"))
 
     def fn(x, topk_idx, y):

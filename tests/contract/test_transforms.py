@@ -52,7 +52,7 @@ class Stack:
         return oracle.MoE(self.x if x is None else x, self.topk_weights[:, i], *weights, lay)
 
     def expected(self) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Output, and gradients of x, topk_weights, w_gate_up, w_down, layer by layer."""
+        """Return the output, and gradients of x, topk_weights, w_gate_up, w_down, layer by layer."""
         x, visited = self.x.astype(np.float64), []
         for i in range(self.topk_idx.shape[1]):
             visited.append(self.layer(i, x))
@@ -75,7 +75,7 @@ class Stack:
 
 
 def scanned(implementation: str, remat: Any = None):
-    """Output and all gradients of the stack, by `lax.scan` over its layers."""
+    """Return the output and all gradients of the stack, by `lax.scan` over its layers."""
 
     def block(x, layer):
         topk_idx, topk_weights, w_gate_up, w_down = layer
@@ -111,7 +111,7 @@ def test_transforms_scan_over_layers(
 
 
 def test_transforms_checkpoint_names(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
-    """A policy finds each documented name: naming one adds that array, and nothing else, to what is kept."""
+    """A policy finds each documented name: naming one adds only that array to the residuals."""
     stack = Stack(rng, 2, layers=1)
     topk_idx, *parameters = (a[:, 0] for a in stack.layers)
 
@@ -142,7 +142,7 @@ def test_transforms_checkpoint_names(implementation: str, expert_mesh: Any, rng:
 def test_transforms_mesh_axis_types_and_vma(
     implementation: str, axis_type: AxisType, check_vma: bool, rng: Any
 ) -> None:
-    """Gradients taken outside shard_map, on global arrays placed on the mesh."""
+    """Gradients are taken outside shard_map, on global arrays placed on the mesh."""
     mesh = make_mesh((2,), (EXPERT,), axis_type)
     stack = Stack(rng, 2, layers=1)
     layer = per_rank(moe(implementation), mesh, check_vma=check_vma)
@@ -184,7 +184,7 @@ def test_transforms_eval_shape_and_aot(implementation: str, expert_mesh: Any, rn
 
 
 def test_transforms_export(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
-    """What `jax.export` makes computes the same, gradients included."""
+    """Exported programs compute the same, including gradients."""
     if implementation != "xla":
         pytest.skip("kernels use the memory of the process that has compiled them")
     mesh, stack = expert_mesh(2), Stack(rng, 2, layers=1)
@@ -208,7 +208,7 @@ def test_transforms_no_effects(implementation: str, expert_mesh: Any, rng: np.ra
 
 
 def test_transforms_vmap(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
-    """A batch of problems that share the experts."""
+    """A batch of problems shares the experts."""
     mesh = expert_mesh(2)
     batch = [Stack(rng, 2, layers=1) for _ in range(2)]
     for problem in batch[1:]:
@@ -224,7 +224,7 @@ def test_transforms_vmap(implementation: str, expert_mesh: Any, rng: np.random.G
 
 @pytest.mark.parametrize("batch", [(2,), (2, 2)], ids=["vmap", "vmap of vmap"])
 def test_transforms_vmap_handles(implementation: str, batch: tuple[int, ...], expert_mesh: Any, rng: Any) -> None:
-    """One vmap returns the handles that another takes; gradients inside of a vmap and around one."""
+    """One vmap returns the handles that another takes; gradients inside a vmap and around one."""
     options = {"num_experts": BASE.num_experts, "implementation": implementation}
 
     def every(fn):
@@ -269,7 +269,7 @@ def test_transforms_vmap_handles(implementation: str, batch: tuple[int, ...], ex
 
 
 def _batch(arrays: list[np.ndarray], batch: tuple[int, ...]) -> np.ndarray:
-    """`[W, ...]` of each problem as `[W, *batch, ...]`."""
+    """Convert `[W, ...]` of each problem to `[W, *batch, ...]`."""
     return np.stack(arrays, axis=1).reshape(len(arrays[0]), *batch, *arrays[0].shape[1:])
 
 
@@ -294,7 +294,7 @@ def test_transforms_vmap_low_latency_handles(implementation: str, expert_mesh: A
 
 
 def test_transforms_two_layers_separate_handles(implementation: str, mesh: Mesh, rng: np.random.Generator) -> None:
-    """Two dispatches in flight, combined in the other order, and crosswise gradients."""
+    """Two dispatches are in flight, combined in the other order, with crosswise gradients."""
     options = {"num_experts": BASE.num_experts, "implementation": implementation}
 
     def fn(x1, idx1, x2, idx2, y1, y2, d_out):
@@ -320,7 +320,7 @@ def test_transforms_two_layers_separate_handles(implementation: str, mesh: Mesh,
 def test_transforms_handle_crosses_jit_and_scan(
     implementation: str, expert_mesh: Any, rng: np.random.Generator
 ) -> None:
-    """A handle is a value: returned by one compiled function, used by every step of a scan in another."""
+    """A handle is a value: one compiled function returns it, and every step of a scan in another uses it."""
     mesh = expert_mesh(2)
     options = {"num_experts": BASE.num_experts, "implementation": implementation}
 

@@ -1,4 +1,4 @@
-"""The weight gradient in FP8: rows as columns with a scale for 128 of them, and their products by group."""
+"""The weight gradient in FP8: column-wise quantization with a scale per 128 rows, and grouped GEMMs."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def assert_near(got: np.ndarray, want: np.ndarray, limit: float = NEAR) -> None:
 
 
 def kernels(implementation: str) -> Any:
-    """The functions of GEMMs in FP8, and of what makes their operands."""
+    """Return the functions for FP8 GEMMs and their operands."""
     options = registry.options("test", implementation=implementation)
     part = plan.fp8_operands(options, F32, (1,))
     return plan.gemm(options, facts_of.gemm(jnp.float8_e4m3fn)).run, registry.get("activation", part.implementation)
 
 
 def weight_gradient(implementation: str, out_dtype: Any = jnp.float32) -> Any:
-    """`[M, K]` and `[M, N]` rows, as they are, to `[G, K, N]`."""
+    """Return a function of rows `[M, K]` and `[M, N]` to `[G, K, N]`."""
     products, operands = kernels(implementation)
 
     @jax.jit
@@ -54,7 +54,7 @@ def weight_gradient(implementation: str, out_dtype: Any = jnp.float32) -> Any:
 
 
 def rows_of(rng: Any, rows: int, sizes: list[int], width: int, dtype: np.dtype = F32) -> np.ndarray:
-    """Of very different sizes, row by row; NaN past the groups."""
+    """Draw rows of very different magnitudes; NaN past the groups."""
     x = reals(rng, rows, width) * 2.0 ** rng.integers(-6, 6, (rows, 1))
     x[sum(sizes) :] = np.nan
     return x.astype(dtype)
@@ -86,7 +86,7 @@ def test_weight_gradient_fp8_result_dtypes(implementation: str, dtype: np.dtype,
 
 
 def test_weight_gradient_fp8_accumulates_in_float32(implementation: str) -> None:
-    """Small terms that come after a large one are not lost, as they are in sums of fewer bits."""
+    """Small terms after a large one are not lost, as in sums with fewer bits."""
     lhs = np.full((16 * 128, 128), 2.0**-6, F32)
     lhs[:128] = 2.0**9
     got = weight_gradient(implementation)(lhs, np.ones((16 * 128, 128), F32), np.array([16 * 128], np.int32))
@@ -107,7 +107,7 @@ def test_weight_gradient_fp8_nan_stays_in_group(implementation: str, what: str, 
 
 @pytest.mark.slow_interpreted
 def test_weight_gradient_fp8_rows(implementation: str, rng: Any) -> None:
-    """What came in FP8 is rounded again, along the other axis."""
+    """FP8 rows are rounded again, along the other axis."""
     sizes = np.array([140, 0, 30], np.int32)
     lhs, rhs = (reals(rng, 170, 128) for _ in range(2))
     products, operands = kernels(implementation)

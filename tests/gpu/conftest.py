@@ -1,6 +1,6 @@
-"""Tests of what only GPUs show: real concurrency, streams, graphs, failures of devices. Elsewhere they are skipped.
+"""Tests that need GPUs: real concurrency, streams, graphs, failures of devices. Skipped on other devices.
 
-`--implementation triton` tries most of them out on CPU devices, in Triton's interpreter, with a few iterations.
+`--implementation triton` runs most of them on CPU devices, in Triton's interpreter, with few iterations.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def one_process() -> None:
 
 @pytest.fixture
 def same_bits() -> Callable[[Any, Any], None]:
-    """Fails unless two results have the same bits, leaf by leaf."""
+    """Fail unless two results are equal bit for bit, leaf by leaf."""
 
     def compare(got: Any, want: Any) -> None:
         leaves = dict(jax.tree.leaves_with_path(got))

@@ -1,8 +1,8 @@
-"""One of several processes with one GPU each, of which one kills itself between two calls; see test_failures.py.
+"""Run as one of several processes with one GPU each; one kills itself between two calls. See test_failures.py.
 
     python tests/gpu/killed_peer.py COUNT COORDINATOR VICTIM PATH PROCESS
 
-PATH is "throughput" or "low_latency". Prints as JSON what has happened. With the victim -1 nobody dies.
+PATH is "throughput" or "low_latency". Prints the events as JSON. With victim -1, no process dies.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ import jax_ep
 from harness import EXPERT, make_mesh, per_rank, place
 
 COUNT, ADDRESS, VICTIM, PATH, ME = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
-TIMEOUT_S = 10.0  # much longer than any call here takes
+TIMEOUT_S = 10.0  # Much longer than any call here takes.
 STEPS_BEFORE, STEPS_AFTER = 5, 20
 T, K, H = 64, 2, 512
 
 
 def plan(x: Any, ids: Any) -> Any:
-    """The handle; XLA's own collectives, which know of no time limit, run here only."""
+    """Return the handle; XLA's collectives, which have no timeout, run only here."""
     return jax_ep.dispatch(x, ids, num_experts=8, implementation="triton").handle
 
 
 def round_trip(x: Any, ids: Any, handle: Any) -> Any:
-    """Every token to its experts and back: each token times its number of experts."""
+    """Dispatch and combine every token: each token times its number of experts."""
     if PATH == "low_latency":
         sizes = {"num_experts": 8, "max_tokens_per_rank": T, "quantize": False, "implementation": "triton"}
         d = jax_ep.low_latency_dispatch(x, ids, **sizes)
@@ -45,7 +45,7 @@ def round_trip(x: Any, ids: Any, handle: Any) -> Any:
 
 
 def main() -> None:
-    """Some steps, then the death of one, then steps until an error, or the end."""
+    """Run some steps, then one process dies, then run steps until an error, or to the end."""
     own = {"local_device_ids": [ME], "cluster_detection_method": "deactivate"}
     jax.distributed.initialize(ADDRESS, COUNT, ME, **own)
     mesh = make_mesh((COUNT,), (EXPERT,))
@@ -73,8 +73,8 @@ def main() -> None:
     found["failure"] = {"kind": kind, "text": text, "seconds": time.monotonic() - begun}
     print(json.dumps(found), flush=True)
     if VICTIM >= 0:
-        time.sleep(2 * TIMEOUT_S if ME == 0 else 0)  # the coordinator goes last
-        os._exit(0)  # finalize() and jax.distributed would wait for the one that is gone
+        time.sleep(2 * TIMEOUT_S if ME == 0 else 0)  # The coordinator exits last.
+        os._exit(0)  # finalize() and jax.distributed would wait for the dead process.
     jax_ep.finalize()
     jax.distributed.shutdown()
 

@@ -1,4 +1,4 @@
-"""Ranks that come late, by the GPU or by the host, and an order between calls where the runtime gives them none."""
+"""Delays of ranks, by the GPU or by the host, and an order of calls that the runtime does not order."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ SECONDS = 0.05
 
 
 def busy(x: Any, is_late: Any) -> Any:
-    """`x`, once this rank's GPU has multiplied large matrices for some ten milliseconds, if `is_late`."""
-    # The identity, which the compiler cannot know: it depends on x.
+    """Return `x` after this rank's GPU has multiplied large matrices for about ten milliseconds, if `is_late`."""
+    # The identity matrix, but the compiler cannot know, because it depends on x.
     matrix = jnp.eye(SIZE, dtype=jnp.bfloat16) + 0 * x.reshape(-1)[0].astype(jnp.bfloat16)
     number = jnp.where(is_late, PRODUCTS, 0) + 0 * jnp.asarray(matrix[0, 0], jnp.int32)
     product = lax.while_loop(lambda c: c[0] > 0, lambda c: (c[0] - 1, c[1] @ c[1]), (number, matrix))[1]
@@ -26,12 +26,12 @@ def busy(x: Any, is_late: Any) -> Any:
 
 
 def asleep(x: Any, is_late: Any) -> Any:
-    """`x`, once this rank's host has slept in the middle of the program, if `is_late`."""
+    """Return `x` after this rank's host has slept in the middle of the program, if `is_late`."""
     return _in_host(lambda: time.sleep(SECONDS), x, is_late)
 
 
 def when(condition: Callable[[], bool], x: Any, is_late: Any) -> Any:
-    """`x`, once this rank's host has seen that `condition` holds, if `is_late`."""
+    """Return `x` after this rank's host has seen that `condition` holds, if `is_late`."""
 
     def wait() -> None:
         while not condition():
@@ -52,7 +52,7 @@ def _in_host(act: Callable[[], None], x: Any, is_late: Any) -> Any:
 
 
 def after(x: Any, *earlier: Any) -> Any:
-    """`x` with the same bits, known only once `earlier` is."""
+    """Return `x` unchanged, with a data dependence on `earlier`."""
     for array in earlier:
         never = array.reshape(-1)[0].astype(jnp.float32) == 12345.678
         x = jnp.where(never, jnp.zeros((), x.dtype), x)
@@ -60,5 +60,5 @@ def after(x: Any, *earlier: Any) -> Any:
 
 
 def in_order(x: Any, *earlier: Any) -> Any:
-    """`x`; on CPU devices after `earlier`: their runtime starts what is independent in any order."""
+    """Return `x`; on CPU devices after `earlier`, because their runtime starts independent work in any order."""
     return x if ON_GPU else after(x, *earlier)

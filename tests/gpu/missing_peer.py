@@ -1,9 +1,10 @@
-"""A program in which a rank does not come; test_failures.py runs it, and it prints as JSON what has happened.
+"""A program in which a rank is missing; test_failures.py runs it, and it prints the events as JSON.
 
     python tests/gpu/missing_peer.py never|late OPERATION
 
-"never": a dispatch is told of one rank more than launch it. "late": a rank comes to an operation when another has
-given up. After either the context is finalised and made anew, and the same devices must compute what they did before.
+"never": a dispatch expects one rank more than launch it. "late": a rank reaches an operation after another has given
+up.
+In both cases the context is then finalized and created again, and the same devices must give the same results.
 """
 
 from __future__ import annotations
@@ -30,41 +31,41 @@ from harness import EXPERT, make_mesh, per_rank
 from jax_ep import context, interpreter
 from jax_ep.ops import registry
 
-# On CPU devices, time in which nobody is at work; on GPUs much longer than any call here takes.
+# On CPU devices, idle time; on GPUs much longer than any call here takes.
 TIMEOUT_S = 2.0 if jax.default_backend() == "cpu" else 10.0
 T, K, H = 20, 2, 256
 AXIS = (EXPERT,)
 
 
 def start(num_ranks: int) -> Mesh:
-    """A mesh of the first devices, and a context for it, so that no collective of XLA is needed."""
+    """Create a mesh of the first devices and a context for it, so that XLA needs no collective."""
     mesh = make_mesh((num_ranks,), AXIS)
     jax_ep.init(mesh, transport="shared_memory" if jax.default_backend() == "cpu" else None, timeout_s=TIMEOUT_S)
     return mesh
 
 
 def somebody_has_given_up() -> bool:
-    """Whether a wait has expired: of a kernel, or on CPU devices of a launch for all devices to come to it."""
+    """Return whether a wait has expired: in a kernel, or on CPU devices in a launch that waits for all devices."""
     pool, heap = interpreter.current_pool(), context._heap
     return (pool is not None and pool._failure is not None) or (heap is not None and heap.failure() is not None)
 
 
 def late(x: Any, is_late: Any, *earlier: Any) -> Any:
-    """`x`, on a late rank once another has given up, after `earlier`."""
+    """Return `x`, on a late rank after another has given up, and after `earlier`."""
     return when(somebody_has_given_up, after(x, *earlier), is_late)
 
 
 def throughput(operation: str, x: Any, ids: Any, is_late: Any) -> Any:
-    """Every token to its experts and back: each token times its number of experts."""
+    """Dispatch and combine every token: each token times its number of experts."""
     handle = jax_ep.dispatch(x, ids, num_experts=8, implementation="triton").handle
-    # Late when all have planned, so that it is the tokens that the others wait for.
+    # Late after all have planned, so that the others wait for its tokens.
     x = late(x, is_late, handle.slot_row)
     d = jax_ep.dispatch(x, None, num_experts=8, handle=handle, implementation="triton")
     return jax_ep.combine(d.tokens, d.handle, implementation="triton")
 
 
 def low_latency(operation: str, x: Any, ids: Any, is_late: Any) -> Any:
-    """The same by the kernels for small batches; late at one of them."""
+    """Compute the same with the kernels for small batches, with a late rank in one of them."""
     weights = jnp.ones(ids.shape, jnp.float32)
     x = x.astype(jnp.bfloat16)
     if operation == "low_latency_dispatch":
@@ -83,7 +84,7 @@ def low_latency(operation: str, x: Any, ids: Any, is_late: Any) -> Any:
 
 
 class Round:
-    """A round trip on a mesh, compiled for the context that there is now."""
+    """A round trip on a mesh, compiled for the current context."""
 
     def __init__(self, mesh: Mesh, operation: str) -> None:
         rng, num_ranks = np.random.default_rng(0), mesh.size
@@ -94,7 +95,7 @@ class Round:
         self._run = jax.jit(per_rank(functools.partial(trip, operation), mesh))
 
     def __call__(self, late: int = -1) -> bool:
-        """Whether the result is right; rank `late` is late. Where it is not right it must be NaN."""
+        """Return whether the result is right if rank `late` is late. Otherwise it must be NaN."""
         is_late = np.arange(self.mesh.size) == late
         y = np.asarray(self._run(self.x, self.ids, is_late))
         wrong = np.isfinite(y) & (y != K * self.x)
@@ -104,7 +105,7 @@ class Round:
 
 
 def outcome(call: Callable[[], object]) -> dict[str, Any]:
-    """The error that a call, repeated as a program's steps are, ends in, and after how long."""
+    """Repeat a call, like the steps of a program, and return the error that ends it, and the time."""
     begun = time.monotonic()
     try:
         for _ in range(3):
@@ -115,7 +116,7 @@ def outcome(call: Callable[[], object]) -> dict[str, Any]:
 
 
 def without_last_rank(everyone: Mesh, work: Round) -> Callable[[], Any]:
-    """A dispatch to all ranks that all but the last one launch."""
+    """Dispatch to all ranks, but launch it on all except the last one."""
     run, options = registry.get("exchange", "triton"), registry.options("dispatch", AXIS)
     layout = jax_ep.types.Layout(everyone.size, 8, T, K, capacity=everyone.size * T * K)
     handles = jax.jit(per_rank(lambda ids: run.plan(options, ids, layout), everyone))(work.ids)
@@ -126,7 +127,7 @@ def without_last_rank(everyone: Mesh, work: Round) -> Callable[[], Any]:
 
 
 def main(scenario: str, operation: str) -> None:
-    """Fails, asks what still works, starts again, and prints all that."""
+    """Fail, check what still works, restart, and print everything."""
     num_ranks = min(4, jax.device_count())
     work = Round(start(num_ranks), operation)
     found: dict[str, Any] = {"ranks": num_ranks, "timeout_s": TIMEOUT_S, "right before": work()}
@@ -139,7 +140,7 @@ def main(scenario: str, operation: str) -> None:
     found["right again"] = [work() for _ in range(3)]
     jax_ep.finalize()
     print(json.dumps(found), flush=True)
-    os._exit(0)  # JAX raises the last failure of a callback once more at exit
+    os._exit(0)  # JAX raises the last failure of a callback again at exit.
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A small dispatch and combine on one device, for tools that watch every access of a kernel; see test_sanitizer.py.
+"""A small dispatch and combine on one device, for tools that check every memory access; see test_sanitizer.py.
 
     python tests/gpu/one_rank.py
 
@@ -22,13 +22,13 @@ import numpy as np
 import jax_ep
 from harness import EXPERT, make_mesh, per_rank
 
-# Sizes that no block divides; the ids of some tokens are no experts.
+# Odd sizes; some ids are not experts.
 T, K, E = 21, 3, 5
 CASES = [(np.float32, 65, None), (ml_dtypes.bfloat16, 200, None), (ml_dtypes.bfloat16, 384, jnp.float8_e4m3fn)]
 
 
 def round_trip(x: Any, ids: Any, weights: Any, wire_dtype: Any) -> Any:
-    """Every token to its experts and back, and the weights to their rows: twice, since the second finds a used heap."""
+    """Dispatch and combine every token, and send its weights, twice: the second call reuses the heap."""
     options = {"wire_dtype": wire_dtype, "implementation": "triton"}
     for _ in range(2):
         d = jax_ep.dispatch(x, ids, weights, num_experts=E, capacity=T * K + 7, **options)
@@ -37,7 +37,7 @@ def round_trip(x: Any, ids: Any, weights: Any, wire_dtype: Any) -> Any:
 
 
 def main() -> None:
-    """All cases in one process: starting JAX under such a tool takes the longest."""
+    """Run all cases in one process, because starting JAX under such a tool dominates."""
     jax_ep.init(transport="shared_memory" if jax.default_backend() == "cpu" else None)
     rng, mesh = np.random.default_rng(0), make_mesh((1,), (EXPERT,))
     ids = rng.integers(-1, E, (1, T, K), np.int32)
@@ -45,7 +45,7 @@ def main() -> None:
     count = (ids >= 0).sum(-1, keepdims=True)
     right = []
     for dtype, hidden, wire_dtype in CASES:
-        # One or minus one: exact on every wire.
+        # One or minus one: exact in every wire dtype.
         x = (2 * rng.integers(0, 2, (1, T, hidden)) - 1).astype(dtype)
         run = jax.jit(per_rank(lambda *a, w=wire_dtype: round_trip(*a, w), mesh))
         sums, row_weights, dropped = (np.asarray(a) for a in run(x, ids, weights))

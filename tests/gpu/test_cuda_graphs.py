@@ -1,4 +1,4 @@
-"""Launches that XLA records into CUDA graphs and replays have the bits of those that it launches one by one."""
+"""Launches recorded into CUDA graphs and replayed give the same bits as single launches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from routings import ROUTINGS
 
 SHAPE = Shape(num_tokens=64, top_k=2, num_experts=8, hidden=512)
 REPLAYS = 100
-# As options of one compilation, not in XLA_FLAGS: so both programs are in one process.
+# As options of one compilation, not in XLA_FLAGS, so that both programs run in one process.
 NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 KINDS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION"
 GRAPHS = {
@@ -33,7 +33,7 @@ OPTIONS: dict[str, Any] = {"num_experts": SHAPE.num_experts, "implementation": "
 
 
 def exchanges(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> Any:
-    """Two layers that differ, with elementwise work between their exchanges."""
+    """Run two different layers, with elementwise work between their all-to-alls."""
     for layer in range(2):
         d = jax_ep.dispatch(x, ids[layer], weights[layer], **OPTIONS)
         y = d.tokens * d.weights[:, None].astype(x.dtype)
@@ -42,7 +42,7 @@ def exchanges(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> An
 
 
 def fused(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> Any:
-    """Dispatch + product and product + combine, one launch each."""
+    """Run dispatch + GEMM and GEMM + combine, one launch each."""
     for layer in range(2):
         modes = jax_ep.Schedule(dispatch_mode="fused", combine_mode="scatter")
         x = x + jax_ep.moe(x, ids[layer], weights[layer], w_gate_up, w_down, schedule=modes, **OPTIONS)
@@ -50,7 +50,7 @@ def fused(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> Any:
 
 
 def gradients(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> Any:
-    """What a layer's backward pass launches, with the gradients of matrices beside the exchange."""
+    """Run a layer's backward pass, with weight gradients fused with the communication."""
 
     def loss(x: Any, *matrices: Any) -> Any:
         beside = jax_ep.Schedule(fuse_weight_gradients=True)
@@ -61,7 +61,7 @@ def gradients(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> An
 
 
 def low_latency(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> Any:
-    """Tokens in FP8 to their experts and back; experts as one product that sends its rows itself."""
+    """Dispatch and combine FP8 tokens; the experts are one GEMM that sends its rows itself."""
     most = {"max_tokens_per_rank": SHAPE.num_tokens}
     d = jax_ep.low_latency_dispatch(x, ids[0], **most, **OPTIONS)
     rows = (d.tokens.astype(jnp.float32) * jnp.repeat(d.scales, 128, axis=-1)).astype(x.dtype)
@@ -73,7 +73,7 @@ def low_latency(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> 
 
 
 def serving(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> Any:
-    """Layers of decode-sized batches."""
+    """Run layers of decode-sized batches."""
     matrices = w_gate_up.swapaxes(1, 2), w_down.swapaxes(1, 2)
     for layer in range(2):
         x = x + jax_ep.low_latency_moe(x, ids[layer], weights[layer], *matrices, **OPTIONS)
@@ -81,7 +81,7 @@ def serving(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> Any:
 
 
 def one_device(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> Any:
-    """The layer of the experts here in one launch, whose counters begin at zero in every replay."""
+    """Run the layer of the local experts in one launch, whose counters start at zero in every replay."""
     local = w_down.shape[0]
     for layer in range(2):
         schedule = jax_ep.Schedule(single_launch=True)
@@ -116,7 +116,7 @@ def test_cuda_graphs_replay_same_bits(
     wanted = [harness.to_numpy(launched(*arguments)) for arguments in different]
     assert len({jax.tree.leaves(result)[0].tobytes() for result in wanted}) == len(different)
     for turn in range(REPLAYS // len(different)):
-        # One after another without waiting, so that replays follow each other closely, in another order each time.
+        # Without waiting, so that replays follow each other closely, in a different order each time.
         order = np.random.default_rng(turn).permutation(len(different))
         results = [replayed(*different[i]) for i in order]
         same_bits(harness.to_numpy(results), [wanted[i] for i in order])
@@ -125,7 +125,7 @@ def test_cuda_graphs_replay_same_bits(
 
 
 def test_cuda_graphs_all_launches(on_gpu: None, one_process: None, mesh: Mesh, same_bits: Any) -> None:
-    """Recorded together, in one graph or several."""
+    """Record all launches together, in one graph or several."""
 
     def fn(*arguments: Any) -> Any:
         return harness.in_turn([(PROGRAMS[name], arguments) for name in PROGRAMS])
@@ -141,7 +141,7 @@ def test_cuda_graphs_all_launches(on_gpu: None, one_process: None, mesh: Mesh, s
 
 
 def test_cuda_graphs_first_run_during_capture(on_gpu: None, one_process: None, mesh: Mesh, same_bits: Any) -> None:
-    """Its code is loaded then; no other test has kernels of this shape, so none has loaded it before."""
+    """Its code is loaded during the capture; no other test has loaded kernels of this shape."""
     shape = dataclasses.replace(SHAPE, num_tokens=71, hidden=648)
     arguments = inputs(mesh.size, 0, shape)
     fn = harness.per_rank(exchanges, mesh)
@@ -152,5 +152,5 @@ def test_cuda_graphs_first_run_during_capture(on_gpu: None, one_process: None, m
 
 
 def has_graphs(folder: Path) -> bool:
-    """Whether a dumped program launches graphs: its list of thunks names them."""
+    """Return whether a dumped program launches graphs, according to its list of thunks."""
     return any(b"kCommandBuffer" in path.read_bytes() for path in folder.rglob("*") if path.is_file())

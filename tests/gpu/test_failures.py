@@ -1,6 +1,6 @@
-"""A rank that does not come ends in a Python error that names it, and the devices stay usable.
+"""A missing rank leads to a Python error that names it, and the devices stay usable.
 
-That it comes in time is what the error says of its wait: seconds measured here would be those of the machine.
+The error states the time of its wait; times measured here would depend on the machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOW_LATENCY = tuple(f"low_latency_{name}" for name in ("dispatch", "combine", "g
 def check_story(
     failure: dict[str, Any], timeout_s: float, operations: Sequence[str], missing: int | None = None
 ) -> None:
-    """The error names the operation, both ranks and how long one of them waited."""
+    """Check that the error names the operation, both ranks and how long one of them waited."""
     assert failure["kind"] == "JaxRuntimeError" or not ON_GPU, failure
     assert "jax_ep.finalize() and jax_ep.init()" in failure["text"]
     wait = f"rank (\\d+) timed out after {timeout_s:g} s in (\\w+) .*waiting for rank (\\d+)"
@@ -39,7 +39,7 @@ def check_story(
 
 
 def check_absence(failure: dict[str, Any], timeout_s: float, kernels: Sequence[str], missing: int) -> None:
-    """In the interpreter no rank begins before all are there: it is the launch that one does not come to."""
+    """In the interpreter no rank starts before all are there, so the error names the missing launch."""
     story = re.search(rf"kernel (\w+): device (\d+) waited {timeout_s:g} s for .*\b{missing}\b.*:", failure["text"])
     assert story, failure
     assert story[1] in kernels and int(story[2]) != missing
@@ -62,7 +62,7 @@ def test_failures_missing_rank(scenario: str, operation: str, one_process: None)
     else:
         check_absence(found["failure"], timeout_s, (operation, "dispatch_tokens"), last)
     assert found["failure"]["seconds"] > 0.9 * timeout_s
-    # In between the context refuses work: compiled programs by their check, new ones when they are traced.
+    # In between the context is unusable: compiled programs fail in their check, new ones when they are traced.
     for what in ("same program after it", "new program after it"):
         assert found[what]["kind"] != "no error", found
     if is_in_kernel:
@@ -73,7 +73,7 @@ def test_failures_missing_rank(scenario: str, operation: str, one_process: None)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("path", ["throughput", "low_latency"])
 def test_failures_killed_process(path: str, on_gpu: None, one_process: None) -> None:
-    """One process per GPU: the last one kills itself between two calls."""
+    """With one process per GPU, the last one kills itself between two calls."""
     count = min(4, jax.device_count())
     if count < 2:
         pytest.skip("needs two GPUs")
@@ -85,16 +85,16 @@ def test_failures_killed_process(path: str, on_gpu: None, one_process: None) -> 
         assert process["right"], process
         operations = DISPATCH_OR_COMBINE if path == "throughput" else LOW_LATENCY
         check_story(process["failure"], process["timeout_s"], operations)
-    # All of them wait for the one that is gone, or for one that does.
+    # All of them wait for the dead process, or for one that does.
     assert f"waiting for rank {count - 1}" in "".join(process["failure"]["text"] for process in processes[:-1])
-    # The GPUs are as usable as before.
+    # The GPUs stay usable.
     for process in run_processes(count, path, victim=-1):
         assert process["status"] == 0 and process["right"], process["output"]
         assert process["failure"]["kind"] == "no error", process
 
 
 def run_processes(count: int, path: str, victim: int) -> list[dict[str, Any]]:
-    """Runs killed_peer.py in `count` processes; what each printed, its exit status and its output."""
+    """Run killed_peer.py in `count` processes; return what each printed, its exit status and its output."""
     address = f"127.0.0.1:{free_port()}"
     command = [sys.executable, str(programs.FOLDER / "killed_peer.py"), str(count), address, str(victim), path]
     started = [

@@ -1,4 +1,4 @@
-"""Operands in FP8 on a GPU, bit by bit beside NumPy: what the interpreter cannot show of instructions and compilers."""
+"""FP8 operands on a GPU against NumPy, bit by bit, because the interpreter does not execute GPU instructions."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ LEAST = np.float32(2.0**-120)
 
 
 def rounded(values: np.ndarray, largest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """float32 as bytes of e4m3, and scales of groups whose largest magnitudes broadcast against them."""
-    # As the kernels round, by an inverse: dividing by the scale, as the oracle does, may give other bits.
+    """Round float32 to e4m3 bytes and scales; the largest magnitudes of blocks broadcast."""
+    # Multiply by the inverse, like the kernels; dividing by the scale, like the oracle, may give other bits.
     scales = np.maximum(largest * np.float32(1 / 448), LEAST)
     scaled = np.clip(values * (np.float32(1) / scales), -448, 448)
     return scaled.astype(ml_dtypes.float8_e4m3fn).view(np.uint8), scales
 
 
 def as_columns(x: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """What `quantize_columns` makes of float32 rows `[R, H]`: bytes `[H, P]`, scales, and how many places are used."""
+    """Quantize float32 rows `[R, H]` column-wise: bytes `[H, P]`, scales, and the number of used positions."""
     places = num_blocks(x.shape[0], GROUPS) * 128
     values = np.zeros((x.shape[1], places), np.uint8)
     scales = np.zeros((places // 128, x.shape[1]), np.float32)
@@ -78,7 +78,7 @@ def test_fp8_bits_columns(rows: int, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("exponent", [0, 1, 30, 126, 127, 200, 254])
 def test_fp8_bits_inverse_scales(on_gpu: None, exponent: int) -> None:
-    """Of all mantissas, rounded as a division rounds."""
+    """All mantissas are rounded like a division."""
     jax_triton = pytest.importorskip("jax_triton")
     source = Path(__file__).parents[1] / "megakernels" / "kernels_for_tests" / "scales.py"
     spec = importlib.util.spec_from_file_location("scales", source)
@@ -106,7 +106,7 @@ def test_fp8_bits_matrices(shape: tuple[int, int, int], dtype: jnp.dtype, rng: n
     one, of_one = activation.quantize_matrices(jnp.asarray(w))
     other, of_other = activation.quantize_matrices(jnp.asarray(w), transpose=False)
     for got, want in ((turned, codes.swapaxes(1, 2)), (one, codes.swapaxes(1, 2)), (as_is, codes), (other, codes)):
-        # Of infinity times zero, NaN has either sign.
+        # Infinity times zero gives NaN of either sign.
         np.testing.assert_array_equal(*(np.where((x & 127) == 127, 127, x) for x in (as_bytes(got), want)))
     for got, want in ((by_columns, scales.swapaxes(1, 2)), (of_one, scales.swapaxes(1, 2)), (of_other, scales)):
         np.testing.assert_array_equal(np.asarray(got), want)

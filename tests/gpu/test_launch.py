@@ -1,4 +1,4 @@
-"""The custom call that launches kernels, on a GPU: what it refuses, and that programs carry what they launch."""
+"""The custom call that launches kernels, on a GPU: its errors, and that programs contain their kernels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RESULT = jax.ShapeDtypeStruct((32, 128), jnp.float32)
 
 
 def gather(x, index, sizes, **changes):
-    """`x[index]` by a call that is wrong in one number."""
+    """Return `x[index]` by a call with one wrong number."""
     constants = {"S": RowPass(num_rows=32, width=128, num_groups=4, padded_groups=16, block_rows=16, block_columns=128)}
     parameters = tuple(Parameter(np.dtype(d)) for d in ("float32", "int32", "int32", "float32"))
     kernel, capability = Kernel(rows_kernels.gather_rows), compile.device_capability()
@@ -54,7 +54,7 @@ def test_launch_valid_call():
 def test_launch_mistakes(changes, message):
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         jax.jit(lambda *arrays: gather(*arrays, **changes))(X, INDEX, SIZES).block_until_ready()
-    np.testing.assert_array_equal(jax.jit(gather)(X, INDEX, SIZES), WANTED)  # the device is still usable
+    np.testing.assert_array_equal(jax.jit(gather)(X, INDEX, SIZES), WANTED)  # The device is still usable.
 
 
 def test_launch_program_contains_kernel():

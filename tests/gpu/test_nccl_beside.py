@@ -1,4 +1,4 @@
-"""Exchanges beside XLA's own collectives, which NCCL runs on other streams: neither waits for the other for ever."""
+"""All-to-alls next to XLA's collectives, which NCCL runs on other streams, without a deadlock."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ SCHEDULERS = {"default": {}, "latency-hiding": {"xla_gpu_enable_latency_hiding_s
 
 
 def collectives(z: Any) -> tuple[Any, Any, Any]:
-    """Three that do not depend on each other: `[W, N]` int32 to its blocks exchanged, its sum, and all first blocks."""
+    """Run three independent collectives on `[W, N]` int32: an all-to-all of blocks, a sum, and all first blocks."""
     return lax.all_to_all(z, AXIS, 0, 0), lax.psum(z, AXIS), lax.all_gather(z[0], AXIS)
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_nccl_independent_collectives(scheduler: str, mesh: Mesh) -> None:
-    """In one loop: tokens to their experts and back, and other arrays through psum, all_gather and all_to_all."""
+    """In one loop, dispatch and combine tokens, and send other arrays through psum, all_gather and all_to_all."""
     num_ranks, rng = mesh.size, np.random.default_rng(0)
     ids = ROUTINGS["uniform"](rng, num_ranks, SHAPE)
     x = integers(rng, num_ranks, SHAPE.num_tokens, SHAPE.hidden, dtype=BF16)
     z = rng.integers(-1000, 1000, (num_ranks, num_ranks, WORDS // num_ranks), np.int32)
-    half = np.asarray(0.5, BF16)  # top-2: what comes back is twice what was sent
+    half = np.asarray(0.5, BF16)  # top-2: the combined result is twice the input.
 
     def fn(x, ids, z):
         def step(carry, _):
@@ -54,7 +54,7 @@ def test_nccl_independent_collectives(scheduler: str, mesh: Mesh) -> None:
     got_x, got_z, total, different = harness.to_numpy(run(*arguments))
     np.testing.assert_array_equal(different, np.zeros(num_ranks, np.int32))
     np.testing.assert_array_equal(got_x.astype(np.float32), x.astype(np.float32))
-    # The exchange of blocks is its own inverse.
+    # The all-to-all of blocks is its own inverse.
     turns = [z, z.transpose(1, 0, 2)]
     np.testing.assert_array_equal(got_z, turns[ITERATIONS % 2])
     each = [turn.sum(axis=0)[0] + turn[:, 0].sum(axis=0) for turn in turns]
@@ -64,7 +64,7 @@ def test_nccl_independent_collectives(scheduler: str, mesh: Mesh) -> None:
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_nccl_remat_gradients(scheduler: str, mesh: Mesh) -> None:
-    """`lax.scan` over `jax.checkpoint`: the backward pass runs every exchange again, beside sums over all ranks."""
+    """`lax.scan` over `jax.checkpoint`: the backward pass repeats every all-to-all, next to sums over all ranks."""
     num_ranks, num_layers = mesh.size, 8 if ON_GPU else 2
     rng = np.random.default_rng(1)
     shape = Shape(SHAPE.num_tokens // 2, SHAPE.top_k, SHAPE.num_experts, SHAPE.hidden // 4)

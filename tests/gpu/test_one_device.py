@@ -1,4 +1,4 @@
-"""The expert layer of one device in the sizes of models: from one token to thousands, of few experts and of many."""
+"""The expert layer of one device at model sizes: from one token to thousands, with few and many experts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HIDDEN, INNER, TOP_K = (1024, 768, 8) if ON_GPU else (128, 128, 2)
 
 
 def in_float32(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> Any:
-    """The layer expert by expert, of all tokens, as if each had a row of every one; matrices are widened one by one."""
+    """Compute the layer expert by expert on all tokens; weights are widened one by one."""
 
     def wide(matrix: Any) -> Any:
         if isinstance(matrix, QuantizedExperts):
@@ -59,7 +59,7 @@ def test_one_device_layer(one_process: None, num_experts: int, stored: str | Non
     reference = jax.jit(in_float32)
     for tokens in TOKENS:
         x = jax.random.normal(jax.random.key(tokens), (tokens, HIDDEN), jnp.bfloat16)
-        for routing in ROUTINGS:  # of one compilation
+        for routing in ROUTINGS:  # With one compilation.
             ids = choose(rng, routing, tokens, num_experts)
             weights = rng.random(ids.shape, np.float32)
             got = to_numpy(call(x, ids, weights, *matrices)).astype(np.float64)
@@ -69,7 +69,7 @@ def test_one_device_layer(one_process: None, num_experts: int, stored: str | Non
 
 
 def choose(rng: np.random.Generator, routing: str, tokens: int, num_experts: int) -> np.ndarray:
-    """`[T, K]` different experts of each token, or -1."""
+    """Choose `[T, K]` distinct experts of each token, or -1."""
     ids = np.argpartition(rng.random((tokens, num_experts), np.float32), TOP_K - 1, axis=1)[:, :TOP_K].astype(np.int32)
     if routing == "one expert":
         ids[:] = -1

@@ -1,7 +1,8 @@
-"""Random sizes of real models' order, every option drawn at random: `triton` against `xla` on the same devices.
+"""Random sizes in the range of real models, with random options: `triton` against `xla` on the same devices.
 
 The contract suite has small named shapes and the oracle; here sizes meet tiles, blocks and tables as users' do. Inputs
-are fresh on every run: pytest shows the seed of a failure, and `--seed` brings it back.
+are
+new in every run: pytest shows the seed of a failure, and `--seed` reproduces it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from cases import BF16, F16, F32, TOLERANCE, Shape, assert_close, assert_same_bi
 from harness import compiled, make_mesh
 from routings import ROUTINGS
 
-pytestmark = pytest.mark.usefixtures("on_gpu")  # the interpreter would take minutes for each
+pytestmark = pytest.mark.usefixtures("on_gpu")  # The interpreter would take minutes for each.
 EXAMPLES = range(12)
 MOST_BYTES = 1 << 28
 FP8 = jnp.float8_e4m3fn
@@ -42,7 +43,7 @@ def one_of(rng: np.random.Generator, *values: Any) -> Any:
 
 
 def size(rng: np.random.Generator, largest: int, multiple: int = 1) -> int:
-    """Between 1 and `largest` multiples, small ones as often as large ones; half of them next to a power of two."""
+    """Draw up to `largest` multiples, small ones as often as large ones; half of them next to a power of two."""
     largest = max(largest, 1)
     value = int(np.exp(rng.uniform(0, np.log(largest))))
     if rng.random() < 0.5:
@@ -51,7 +52,7 @@ def size(rng: np.random.Generator, largest: int, multiple: int = 1) -> int:
 
 
 def draw_shape(rng: np.random.Generator, num_ranks: int, *, tokens: int, multiple: int) -> Shape:
-    """A shape whose tokens, rows and matrices each fit into MOST_BYTES on every rank."""
+    """Draw a shape whose tokens, rows and weights each fit into MOST_BYTES on every rank."""
     while True:
         num_local = size(rng, 64)
         shape = Shape(
@@ -68,7 +69,7 @@ def draw_shape(rng: np.random.Generator, num_ranks: int, *, tokens: int, multipl
 
 
 def draw_ranks(rng: np.random.Generator) -> int:
-    """Any number of the devices; all of them where others belong to other processes."""
+    """Draw a number of devices; use all if several processes share them."""
     return int(rng.integers(1, jax.device_count() + 1)) if jax.process_count() == 1 else jax.device_count()
 
 
@@ -86,7 +87,7 @@ def draw(rng: np.random.Generator, *, multiple: int) -> Problem:
 
 
 def compare(got: dict[str, Any], want: dict[str, Any], problem: Problem, *, exact: bool) -> None:
-    """Bit for bit, or, what is not integers, within the tolerance of the tokens' dtype."""
+    """Compare bit for bit, or floats within the tolerance of the tokens' dtype."""
     for name in want:
         what = f"{name} of {problem}"
         if exact or want[name].dtype.kind == "i":
@@ -97,7 +98,7 @@ def compare(got: dict[str, Any], want: dict[str, Any], problem: Problem, *, exac
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_random_sizes_exchange(example: int, rng: np.random.Generator) -> None:
-    """dispatch and combine and their transposes: the same bits, for the sums are exact."""
+    """dispatch and combine and their transposes give the same bits, because the sums are exact."""
     problem = draw(rng, multiple=one_of(rng, 1, 8, 128))
     shape, alignment = problem.shape, one_of(rng, 1, 1, 16, 128)
     capacity = problem.options["capacity"]
@@ -114,7 +115,7 @@ def test_random_sizes_exchange(example: int, rng: np.random.Generator) -> None:
                 return (sent.tokens, sent.weights), sent
 
             (rows, row_weights), back, sent = jax.vjp(there, x, weights, has_aux=True)
-            y = jnp.round(rows)  # of small integers, so that every sum is exact on any wire
+            y = jnp.round(rows)  # Small integers, so that every sum is exact in any wire dtype.
             d_x, d_weights = back((y, row_weights))
             sums = jax_ep.combine(y, sent.handle, implementation=implementation, **wire)
             out = {"tokens": rows, "weights": row_weights, "d_x": d_x, "d_weights": d_weights, "sums": sums}
@@ -131,10 +132,11 @@ def test_random_sizes_exchange(example: int, rng: np.random.Generator) -> None:
 def gate_operands(
     rng: np.random.Generator, problem: Problem, columns: int, *, exact: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and the first matrix; `exact`: of small integers, so that sums are the same in any order.
+    """Draw tokens and the first weights; with `exact`, small integers, so that sums do not depend on the order.
 
-    The derivative of relu jumps at zero: of millions of sums some are so near to it that the order of their terms
-    decides their sign, and a gradient that one such term carries is then another.
+    The derivative of relu jumps at zero. Of millions of sums some are so close to it that the order of their terms
+    decides
+    their sign, which changes a gradient.
     """
     shape, ranks = problem.shape, problem.num_ranks
     sizes = (ranks, shape.num_tokens, shape.hidden), (ranks, shape.num_experts // ranks, shape.hidden, columns)
@@ -146,7 +148,7 @@ def gate_operands(
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_random_sizes_layer(example: int, rng: np.random.Generator) -> None:
-    """moe and all of its gradients, in every mode, up to the rounding of the dtype."""
+    """moe and all of its gradients match in every mode, up to the rounding of the dtype."""
     multiple = one_of(rng, 8, 8, 128, 1)
     problem = draw(rng, multiple=multiple)
     shape, dtype, gated = problem.shape, problem.dtype, bool(rng.random() < 0.8)
@@ -178,7 +180,7 @@ def test_random_sizes_layer(example: int, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_random_sizes_low_latency(example: int, rng: np.random.Generator) -> None:
-    """Both functions of decode-sized batches: the same rows in the same places, the same sums."""
+    """Both low-latency operations give the same rows in the same places, and the same sums."""
     group_size = one_of(rng, 128, 64)
     ranks = draw_ranks(rng)
     shape = draw_shape(rng, ranks, tokens=512, multiple=group_size)
@@ -202,7 +204,7 @@ def test_random_sizes_low_latency(example: int, rng: np.random.Generator) -> Non
         return compiled(body, make_mesh((ranks,), ("expert",)))
 
     ids = ROUTINGS[one_of(rng, *ROUTINGS)](rng, ranks, shape)
-    weights = np.abs(integers(rng, *ids.shape))  # the sign of a zero is not defined
+    weights = np.abs(integers(rng, *ids.shape))  # The sign of a zero is not specified.
     args = reals(rng, ranks, shape.num_tokens, shape.hidden, dtype=BF16), ids, weights, used
     got, want = fn("triton")(*args), fn("xla")(*args)
     problem = Problem(ranks, shape, BF16, "", options)

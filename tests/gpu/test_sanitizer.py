@@ -1,4 +1,4 @@
-"""compute-sanitizer finds nothing wrong in a dispatch and a combine on one GPU."""
+"""compute-sanitizer finds no errors in a dispatch and a combine on one GPU."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from pathlib import Path
 import programs
 import pytest
 
-ERRORS = 86  # the exit status that says that it has found some
+ERRORS = 86  # The exit status if errors were found.
 KERNELS = ("dispatch", "combine", "plan")
 TOOLS = {
-    "memcheck": ["--leak-check", "no", "--report-api-errors", "no"],  # JAX asks the driver for things in vain
+    "memcheck": ["--leak-check", "no", "--report-api-errors", "no"],  # JAX makes driver calls that fail.
     "racecheck": [option for name in KERNELS for option in ("--kernel-name", f"kernel_substring={name}")],
-    # It must see who writes, so it watches XLA's kernels too, of which some read what nobody has written.
+    # initcheck must see all writes, so it also checks XLA's kernels, some of which read uninitialized memory.
     "initcheck": ["--print-limit", "1000"],
 }
 
 
 def places() -> Iterator[Path]:
-    """Where a compute-sanitizer may be."""
+    """Yield paths where compute-sanitizer may be."""
     if found := shutil.which("compute-sanitizer"):
         yield Path(found)
     packages = Path(sysconfig.get_path("purelib")) / "nvidia"
@@ -46,9 +46,9 @@ def sanitizer(on_gpu: None) -> str:
 @pytest.mark.parametrize("tool", TOOLS)
 def test_sanitizer_no_errors(tool: str, one_process: None, sanitizer: str) -> None:
     options = ["--tool", tool, "--error-exitcode", str(ERRORS), *TOOLS[tool]]
-    options += ["--target-processes", "application-only"]  # not the assembler that JAX starts
+    options += ["--target-processes", "application-only"]  # Not the assembler that JAX starts.
     command = [sanitizer, *options, sys.executable, str(programs.FOLDER / "one_rank.py")]
-    # Every array an allocation of its own: past its end is then past the end of what the GPU knows.
+    # Give every array a separate allocation, so that accesses past its end are invalid.
     environment = programs.environment(CUDA_VISIBLE_DEVICES="0", XLA_PYTHON_CLIENT_ALLOCATOR="platform")
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     output = f"{' '.join(command)}: exit status {done.returncode}\n{done.stdout[-5000:]}\n{done.stderr[-2000:]}"

@@ -1,4 +1,4 @@
-"""The example generates text with the kernels of decode-sized batches as it does with those of training."""
+"""The example generates the same text with the low-latency kernels as with the training kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMPTS = [b"import sys", b"def f(x):", b"a"]
 )
 @pytest.mark.slow
 def test_low_latency_decoding(one_process: None, experts: str, dtype: str, most: float) -> None:
-    """The products of float32 are XLA's, all others the kernels'; `most` is relative to the spread of the logits."""
+    """XLA computes float32 GEMMs, the kernels all others; `most` is relative to the spread of the logits."""
     pytest.importorskip("flax")
     from flax import nnx
 
@@ -29,7 +29,7 @@ def test_low_latency_decoding(one_process: None, experts: str, dtype: str, most:
     config = ModelConfig(hidden=128, layers=2, heads=2, intermediate=128, shared_experts=1, dtype=dtype)
     mesh = make_mesh(max_devices=ranks, num_experts=8, expert_parallel=ranks)
     model = LanguageModel(config, mesh=mesh, rngs=nnx.Rngs(6))
-    model.head.kernel[...] = model.head.kernel[...] * 40  # far from uniform, so that the argmax is no accident
+    model.head.kernel[...] = model.head.kernel[...] * 40  # Far from uniform, so that the argmax is stable.
     found = compare(Generator(model, mesh), Generator(model, mesh, experts=experts), PROMPTS, max_new=NEW)
     assert np.isfinite(found.logit_scale) and found.logit_scale > 1
     assert found.logit_error / found.logit_scale < most

@@ -1,4 +1,4 @@
-"""Ten thousand exchanges in a row, in few launches, each with the same bits as the first."""
+"""Ten thousand all-to-alls in a row, in few launches, each with the same bits as the first."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHAPE = Shape(num_tokens=37, top_k=3, num_experts=8, hidden=256 if ON_GPU else 1
 
 
 def exchange(x: Any, ids: Any, weights: Any, wire_dtype: Any) -> tuple[Any, Any]:
-    """The rows of the experts, and their weighted sums."""
+    """Return the rows of the experts, and their weighted sums."""
     options = {"implementation": "triton", "wire_dtype": wire_dtype}
     d = jax_ep.dispatch(x, ids, weights, num_experts=SHAPE.num_experts, **options)
     return d.tokens, jax_ep.combine(d.tokens * d.weights[:, None].astype(x.dtype), d.handle, **options)
@@ -35,7 +35,7 @@ def count_different_bits(got: Any, want: Any) -> Any:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("wire", ["bf16", "fp8"])
 def test_soak_same_bits(wire: str, mesh: Any) -> None:
-    """Two inputs take turns, so that what an iteration leaves behind is not what the next one needs."""
+    """Two inputs alternate, so that stale data of an iteration is wrong for the next one."""
     rng, num_ranks = np.random.default_rng(0), mesh.size
     wire_dtype = jnp.float8_e4m3fn if wire == "fp8" else None
     ids = np.stack([ROUTINGS[name](rng, num_ranks, SHAPE) for name in ("zipf", "some_without_expert")], axis=1)
@@ -54,12 +54,12 @@ def test_soak_same_bits(wire: str, mesh: Any) -> None:
             got = exchange(x[turn], ids[turn], weights[turn], wire_dtype)
             return count + sum(count_different_bits(a, b[turn]) for a, b in zip(got, (rows, sums), strict=True)), None
 
-        # Of the inputs' type: the count differs from rank to rank.
+        # Of the inputs' type: the count differs between ranks.
         zero = 0 * ids[0, 0, 0]
         return jax.lax.scan(step, zero, jnp.arange(ITERATIONS // LAUNCHES))[0]
 
     rows, sums = harness.run(firsts, mesh, x, ids, weights)
-    for turn in range(2 if wire == "bf16" else 0):  # that FP8 is right is another test's subject
+    for turn in range(2 if wire == "bf16" else 0):  # Another test checks that FP8 is right.
         lay = oracle.layout(ids[:, turn], SHAPE.num_experts)
         assert_same_bits(rows[:, turn], oracle.gather(x[:, turn], lay), f"rows of input {turn}")
         scaled = rows[:, turn] * oracle.gather_weights(weights[:, turn], lay).astype(BF16)[..., None]

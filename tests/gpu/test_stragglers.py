@@ -1,4 +1,4 @@
-"""A rank that comes late changes no bit: whichever it is, wherever it is late, whatever else is under way."""
+"""A late rank changes no result, whichever rank it is, wherever it is late, and with any other work."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def combine(y: Any, d: jax_ep.types.Dispatched) -> Any:
 
 @pytest.mark.parametrize("delay", [busy, asleep])
 def test_stragglers_late_rank(delay: Callable[..., Any], mesh: Mesh, same_bits: Any) -> None:
-    """Late before the dispatch, and another one before the combine."""
+    """One rank is late before the dispatch, and another one before the combine."""
     num_ranks = mesh.size
 
     def fn(x, ids, weights, late):
@@ -57,7 +57,7 @@ def test_stragglers_late_rank(delay: Callable[..., Any], mesh: Mesh, same_bits: 
 
 
 def test_stragglers_two_batches(mesh: Mesh, same_bits: Any) -> None:
-    """Their exchanges alternate, of different sizes, and in each layer another rank is late in another of the two."""
+    """All-to-alls of two sizes alternate, and in each layer another rank is late in one of the two."""
     num_ranks, num_layers = mesh.size, 4 if ON_GPU else 2
 
     def layers(batches, late):
@@ -86,7 +86,7 @@ def test_stragglers_two_batches(mesh: Mesh, same_bits: Any) -> None:
 
 
 def test_stragglers_overlapping_groups(one_process: None, same_bits: Any) -> None:
-    """Programs on different groups, launched without waiting; a rank that is late in one holds the others up."""
+    """Programs on different groups are launched without waiting; a rank that is late in one delays the others."""
     count = jax.device_count()
     if count < 3:
         pytest.skip(f"needs 3 devices, {count} present")
@@ -108,7 +108,7 @@ def test_stragglers_overlapping_groups(one_process: None, same_bits: Any) -> Non
         results = []
         for number, (run, arguments, _) in enumerate(calls):
             results.append(run(*arguments, np.int32(turn % 2 if number == turn % len(calls) else NOBODY)))
-            if not ON_GPU:  # the interpreter's devices take programs up in any order
+            if not ON_GPU:  # The interpreter's devices start programs in any order.
                 jax.block_until_ready(results[-1])
         for result, (_, _, want) in zip(results, calls, strict=True):
             same_bits(result, want)

@@ -1,4 +1,4 @@
-"""Traces of launches that run at the same time on several GPUs, and of replayed CUDA graphs."""
+"""Traces of concurrent launches on several GPUs, and of replayed CUDA graphs."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def test_traces_record_every_launch(
 
 
 def check_times(trace: tracing.Trace, took_ns: int) -> None:
-    """Times of a GPU's clock, of launches one after another, which other clocks agree with."""
+    """Check that times of consecutive launches agree with other clocks."""
     cores = jax.devices()[0].core_count
     events = trace.aligned
     assert (events["end"] >= events["begin"]).all() and len(np.unique(events["multiprocessor"])) > 1
-    assert events["multiprocessor"].max() < 2 * cores  # numbers may have gaps
+    assert events["multiprocessor"].max() < 2 * cores  # Numbers may have gaps.
     for device in trace.devices:
         own = events[events["device"] == device]
         assert 0 < own["end"].max() - own["begin"].min() < 1.05 * took_ns + 10**6

@@ -14,15 +14,16 @@ import keep_results
 ON_GPU = jax.default_backend() == "gpu"
 STEPS = 60 if ON_GPU else 3
 TINY = "" if ON_GPU else "--layers 1 --hidden 32 --intermediate 32 --heads 2 --batch-size 8 --length 16"
-# Largest and mean difference of the losses in nats. A rounding sends a token to another expert sooner or later, and
-# from then on the difference grows. In bfloat16 soon: spreading `xla` alone over other devices moved this curve by up
-# to 0.07, by 0.007 on average. In float32 on four GPUs after 42 steps: 5e-7 until then, 0.004 at the end.
+# Largest and mean difference of the losses in nats. Eventually a rounding sends a token to another expert, and the
+# difference grows from then on. In bfloat16 this happens soon: running only `xla` on other devices changed this curve
+# by up to 0.07, by 0.007 on average. In float32 on four GPUs it happened after 42 steps: 5e-7 until then, 0.004 at the
+# end.
 TOLERANCES = {"bfloat16": (0.2, 0.02), "float32": (5e-3, 1e-3)}
-EXACT_STEPS, EXACT = 10, 1e-5  # of float32
+EXACT_STEPS, EXACT = 10, 1e-5  # Of float32.
 
 
 def train(out: Path, implementation: str, dtype: str) -> dict[str, Any]:
-    """The metrics of the first steps of the default training, with all devices on the expert axis."""
+    """Return the metrics of the first steps of the default training, with all devices on the expert axis."""
     import train_moe_flax
 
     schedule = f"--steps 600 --stop-after {STEPS} --evaluate-every {STEPS} --checkpoint-every 600"
@@ -38,7 +39,7 @@ def test_training_same_loss_curves(one_process: None, tmp_path: Path, request: p
     if jax.device_count() < 2:
         pytest.skip("needs two devices")
     curves: dict[str, Any] = {}
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # Optax needs them
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # Optax needs them.
         for dtype in TOLERANCES:
             found = {name: train(tmp_path, name, dtype) for name in ("triton", "xla")}
             losses = {name: [row["loss"] for row in metrics["train"]] for name, metrics in found.items()}

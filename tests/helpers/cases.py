@@ -1,4 +1,4 @@
-"""Named shapes and the one tolerance table that the tests share."""
+"""Named shapes and the tolerance table that the tests share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Shape:
 
 BASE = Shape()
 
-# Each is a corner of the shape space; `num_ranks` is in the value so that L = 1 and E = W = 1 exist.
+# Each is a corner case; `num_ranks` is part of the value so that L = 1 and E = W = 1 exist.
 SHAPES: dict[str, tuple[int, Shape]] = {
     "one_token": (2, Shape(num_tokens=1)),
     "one_token_one_choice_one_local_expert": (4, Shape(num_tokens=1, top_k=1, num_experts=4)),
@@ -44,7 +44,7 @@ SHAPES: dict[str, tuple[int, Shape]] = {
 
 
 def fp8_tolerance(implementation: str) -> float | None:
-    """Of FP8 products: Hopper's tensor cores add those of a block with about 14 bits."""
+    """Return the tolerance of FP8 GEMMs: Hopper's tensor cores accumulate a block with about 14 bits."""
     return None if implementation == "xla" else 2e-3
 
 
@@ -53,7 +53,7 @@ def reals(rng: np.random.Generator, *shape: int, dtype: np.dtype = F32) -> np.nd
 
 
 def integers(rng: np.random.Generator, *shape: int, dtype: np.dtype = F32, largest: int = 3) -> np.ndarray:
-    """Small integers: their sums are exact in every dtype and order, so that reductions compare bit for bit."""
+    """Draw small integers, whose sums are exact in every dtype and order, so that reductions compare bit for bit."""
     return rng.integers(-largest, largest, shape, endpoint=True).astype(dtype)
 
 
@@ -63,7 +63,7 @@ def probabilities(rng: np.random.Generator, *shape: int, dtype: np.dtype = F32) 
 
 
 def assert_same_bits(got: np.ndarray, want: np.ndarray, what: str = "") -> None:
-    """Same dtype, same shape, same bits."""
+    """Check for equal dtype, shape and bits."""
     assert got.dtype == want.dtype, f"{what}: dtype {got.dtype}, expected {want.dtype}"
     assert got.shape == want.shape, f"{what}: shape {got.shape}, expected {want.shape}"
     view = np.dtype(f"u{want.dtype.itemsize}")
@@ -74,7 +74,7 @@ def assert_same_bits(got: np.ndarray, want: np.ndarray, what: str = "") -> None:
 
 
 def assert_close(got: np.ndarray, want: np.ndarray, what: str = "", *, tolerance: float | None = None) -> None:
-    """Within the table's tolerance for `got.dtype`, relative to each value and to the largest."""
+    """Check the table's tolerance for `got.dtype`, relative to each value and to the largest."""
     assert got.shape == want.shape, f"{what}: shape {got.shape}, expected {want.shape}"
     limit = TOLERANCE[got.dtype] if tolerance is None else tolerance
     want = want.astype(np.float64)

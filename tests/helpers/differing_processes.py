@@ -1,4 +1,4 @@
-"""One of two processes that test_processes.py starts; prints, as JSON, what has happened in it.
+"""Run as one of two processes that test_processes.py starts; print the events as JSON.
 
 python tests/helpers/differing_processes.py PROCESS COORDINATOR
 """
@@ -19,12 +19,12 @@ import jax_ep
 from meeting_processes import outcome
 
 ME, ADDRESS = int(sys.argv[1]), sys.argv[2]
-PATIENCE_S = 100.0  # ten times as long between processes: beyond the time limit of the test
+PATIENCE_S = 100.0  # Ten times as long between processes: beyond the time limit of the test.
 SHORT_S = 0.2
 
 
 TOPOLOGY = jax_ep.Topology(node="node", local="expert")
-OVER_NODES: dict[str, tuple[dict[str, Any], ...]] = {  # what each process traces over TOPOLOGY, or another axis_name
+OVER_NODES: dict[str, tuple[dict[str, Any], ...]] = {  # What each process traces over TOPOLOGY, or another axis_name.
     "node tokens": ({"tokens": 5}, {"tokens": 6}),
     "node experts": ({"experts": 16}, {"experts": 32}),
     "node K": ({"top_k": 1}, {"top_k": 2}),
@@ -49,7 +49,7 @@ def trace(
     axis_name: jax_ep.types.AxisName = "expert",
     wire_dtype: Any = None,
 ) -> None:
-    """Lowers an exchange on the mesh, and runs nothing."""
+    """Lower an all-to-all on the mesh without running it."""
     options = {"num_experts": experts, "axis_name": axis_name}
 
     def fn(x: jax.Array, topk_idx: jax.Array) -> jax.Array:
@@ -71,7 +71,7 @@ def trace(
 
 
 def over_nodes(mesh: jax.sharding.Mesh, different: tuple[dict[str, Any], ...]) -> str:
-    """What comes of it, in a context of its own: which of the two notices decides how far each has counted."""
+    """Return the outcome in a new context; the number of comparisons so far depends on which process notices first."""
     jax_ep.init(mesh, axis_name=TOPOLOGY, timeout_s=PATIENCE_S)
     trace(mesh, tokens=3, axis_name=TOPOLOGY)
     found = outcome(lambda: trace(mesh, **{"axis_name": TOPOLOGY} | different[ME]))
@@ -80,8 +80,8 @@ def over_nodes(mesh: jax.sharding.Mesh, different: tuple[dict[str, Any], ...]) -
 
 
 def main() -> None:
-    """Everything in one life of the two processes, because starting JAX takes the longest."""
-    asked_for = 2 + ME  # JAX takes process 1, which waits for a third, for one of two
+    """Run everything in one process pair, because starting JAX dominates."""
+    asked_for = 2 + ME  # JAX treats process 1, which waits for a third, as one of two.
     jax.distributed.initialize(ADDRESS, asked_for, ME, cluster_detection_method="deactivate")
     mesh = jax.make_mesh((jax.device_count(),), ("expert",))
     own = jax.make_mesh((2,), ("expert",), devices=jax.local_devices())
@@ -110,7 +110,7 @@ def main() -> None:
     if ME == 0:
         found["missing"] = outcome(lambda: jax_ep.init(mesh, timeout_s=SHORT_S))
     print(json.dumps(found), flush=True)
-    os._exit(0)  # jax.distributed would wait for the other
+    os._exit(0)  # jax.distributed would wait for the other.
 
 
 if __name__ == "__main__":

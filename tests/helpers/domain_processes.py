@@ -1,4 +1,4 @@
-"""One of four processes, in two NVLink domains, that test_nvshmem.py starts; prints, as JSON, what has happened in it.
+"""Run as one of four processes, in two NVLink domains, that test_nvshmem.py starts; print the events as JSON.
 
 python tests/helpers/domain_processes.py PROCESS COORDINATOR
 """
@@ -26,13 +26,13 @@ ME, ADDRESS = int(sys.argv[1]), sys.argv[2]
 
 
 def domains(devices: Iterable[jax.Device], *, of_processes: bool = False) -> list[list[int]]:
-    """Processes 0 and 2, and 1 and 3: CPU devices are all of one machine to JAX."""
+    """Group processes 0 and 2, and 1 and 3: JAX sees all CPU devices as one machine."""
     places = list(enumerate(devices))
     return [[place for place, device in places if device.process_index % 2 == parity] for parity in (0, 1)]
 
 
 def end() -> None:
-    """Ends this process, without JAX's own end, which would wait; the coordinator last, or JAX aborts the others."""
+    """End this process without JAX's exit, which would wait; the coordinator ends last, or JAX aborts the others."""
     client = distributed.global_state.client
     if ME == 0:
         for other in (1, 2, 3):
@@ -44,7 +44,7 @@ def end() -> None:
 
 
 def main() -> None:
-    """Allocates, fails to in one process, and ends."""
+    """Allocate, fail in one process, and end."""
     fake = fake_nvshmem.install()
     jax.distributed.initialize(ADDRESS, 4, ME, cluster_detection_method="deactivate")
     peer_access.domains = domains

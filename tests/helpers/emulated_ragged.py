@@ -1,4 +1,4 @@
-"""`lax.ragged_all_to_all` for CPU devices, for which XLA lacks it."""
+"""Emulation of `lax.ragged_all_to_all` for CPU devices, for which XLA lacks it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def emulated_ragged_all_to_all(
     axis_name: Any,
     axis_index_groups: None = None,
 ) -> jax.Array:
-    """What the primitive is documented to do; all bits of the result are ones where sizes or offsets contradict."""
+    """Do what the primitive documents; if sizes or offsets contradict, all bits of the result are ones."""
     sources, me = lax.all_gather(operand, axis_name), lax.axis_index(axis_name)
     first, count, place = (
         lax.all_gather(part, axis_name)[:, me] for part in (input_offsets, send_sizes, output_offsets)

@@ -1,4 +1,4 @@
-"""Stands for nvshmem4py and cuda-python where there is no GPU: writes down the calls, and hands out host memory."""
+"""Fakes of nvshmem4py and cuda-python for machines without GPUs: they record calls, and allocate host memory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-PEER_STRIDE = 1 << 40  # addresses of peers' memory, which nothing reads
+PEER_STRIDE = 1 << 40  # Addresses of peers' memory are never read.
 UNIQUE_ID = np.dtype([("version", np.int32), ("internal", np.uint8, (124,))])
 
 
 class Fake:
-    """The calls so far, and what goes wrong.
+    """The recorded calls, and injected failures.
 
     Attributes:
       calls: name and arguments of each, in order.
@@ -87,7 +87,7 @@ class Fake:
         return types.SimpleNamespace(ordinal=ordinal, set_current=set_current)
 
     def modules(self) -> dict[str, types.ModuleType]:
-        """The fake modules by name, for `sys.modules`."""
+        """Return the fake modules by name, for `sys.modules`."""
         core = {"get_unique_id": self.get_unique_id, "init": self.init, "finalize": self.finalize}
         bindings = {"malloc": self.malloc, "free": self.free, "ptr": self.ptr, "barrier_all": self.barrier_all}
         driver = {"cuMemsetD8": self.fill, "cuCtxSynchronize": self.synchronize}
@@ -113,7 +113,7 @@ class Fake:
 
 
 def install() -> Fake:
-    """Makes the fake what this process imports."""
+    """Install the fakes in this process."""
     fake = Fake()
     sys.modules.update(fake.modules())
     return fake

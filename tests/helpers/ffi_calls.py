@@ -1,4 +1,4 @@
-"""What the tests of the custom calls share."""
+"""Helpers of the tests of custom calls."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ import jax
 import pytest
 
 ON_GPU = jax.default_backend() == "gpu"
-# JAX's fast path, from a compiled function's second call on, raises ValueError for what fails at once on the CPU.
+# From a compiled function's second call on, JAX's fast path raises ValueError for immediate failures on the CPU.
 FAILED = (jax.errors.JaxRuntimeError, ValueError)
 
-_ids = itertools.count(1000)  # no context gets so far
+_ids = itertools.count(1000)  # Beyond the ids of any context.
 
 
 def needs_gpu(test: Callable[..., None]) -> Callable[..., None]:
-    """Marks a test that runs on GPUs only."""
+    """Mark a test that runs on GPUs only."""
     return pytest.mark.gpu(pytest.mark.skipif(not ON_GPU, reason="needs a GPU")(test))
 
 
 def new_id() -> int:
-    """An id of a table or a context that nobody uses."""
+    """Return an unused id of a table or a context."""
     return next(_ids)
 
 
 def run_with_fake_driver(folder: Path, program: str) -> str:
-    """What a Python program prints whose CUDA driver is `tests/ffi/fake_driver.cc`, built in `folder`."""
+    """Run a Python program with `tests/ffi/fake_driver.cc` as CUDA driver, built in `folder`; return its output."""
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None or sys.platform == "darwin":
         pytest.skip("needs a C++ compiler, and the names of Linux")

@@ -17,19 +17,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("seconds")
-    if path is not None and not hasattr(config, "workerinput"):  # the workers of pytest-xdist report to one process
+    if path is not None and not hasattr(config, "workerinput"):  # The workers of pytest-xdist report to one process.
         config.pluginmanager.register(_Recorder(path))
 
 
 class _Recorder:
-    """Adds up the seconds of setup, call and teardown by file."""
+    """Sums the seconds of setup, call and teardown by file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._seconds: collections.Counter[str] = collections.Counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if type(report).__name__ != "SubtestReport":  # whose seconds its test has too
+        if type(report).__name__ != "SubtestReport":  # Its test includes these seconds.
             self._seconds[report.nodeid.split("::")[0]] += report.duration
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:

@@ -1,4 +1,4 @@
-"""Central differences in float64 of functions written in NumPy: gradients that share nothing with the package."""
+"""Central differences in float64 of NumPy functions, independent of the package."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def gradients(function: Callable[..., float], arrays: Sequence[np.ndarray], step: float = 1e-5) -> list[np.ndarray]:
-    """The gradient of a scalar function in every coordinate of every array, for small arrays."""
+    """Return the gradient of a scalar function in every coordinate of every array, for small arrays."""
     wide = [array.astype(np.float64) for array in arrays]
     result = []
     for position, at in enumerate(wide):

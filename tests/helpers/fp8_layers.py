@@ -17,7 +17,7 @@ NAMES = ("y", "x", "topk_weights", "w_gate_up", "w_down")
 
 
 class Layer(layers.Layer):
-    """With a cotangent of its result."""
+    """A layer with a cotangent of its result."""
 
     def __init__(self, rng: Any, routing: str, num_ranks: int, shape: Shape = SHAPE, dtype=F32, *, gated=True) -> None:
         super().__init__(rng, routing, num_ranks, shape, dtype, gated=gated)
@@ -30,7 +30,7 @@ def relative(got: np.ndarray, want: np.ndarray) -> float:
 
 
 def with_gradients(**options: Any) -> Callable[..., Any]:
-    """The layer and its gradients: `(x, ids, weights, w_gate_up, w_down, probe)` to what `NAMES` says."""
+    """Return a function of `(x, ids, weights, w_gate_up, w_down, probe)` that returns the arrays of `NAMES`."""
     options = {"num_experts": SHAPE.num_experts, "recipe": "fp8", **options}
 
     def fn(x, topk_idx, topk_weights, w_gate_up, w_down, probe):
@@ -38,7 +38,7 @@ def with_gradients(**options: Any) -> Callable[..., Any]:
             return jax_ep.moe(x, topk_idx, weights, up, down, **options)
 
         y, pull = jax.vjp(layer, x, topk_weights, w_gate_up, w_down)
-        # Behind the forward pass, as a cotangent comes: what is independent has no order in the interpreter.
+        # After the forward pass, like a cotangent: the interpreter does not order independent work.
         return y, *pull(probe + (y.reshape(-1)[0] == 12345.678).astype(probe.dtype))
 
     return fn

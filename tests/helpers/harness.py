@@ -1,7 +1,8 @@
-"""Runs per-rank functions on stacked arrays: `[W, ...]` in, `[W, ...]` out, one leading axis per mesh axis.
+"""Run per-rank functions on stacked arrays: `[W, ...]` in, `[W, ...]` out, one leading axis per mesh axis.
 
-With several processes (run_processes.py) each of them makes the same inputs, holds its own device's part of them, and
-gathers the results whole, so that each compares everything.
+With several processes (run_processes.py), each creates the same inputs, holds its device's part of them, and gathers
+the
+full results, so that each process compares everything.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 EXPERT = "expert"
 PATIENCE_S = 200.0
-"""Of waits that no test lets expire: slowness fails nothing, and what hangs is told before the test's time is up."""
+"""Time limit of waits that must not expire: slow machines do not fail, and hangs end before the test's time limit."""
 
 STRICT_PYTHON = (sys.executable, "-W", "error", "-W", "ignore:Error reading persistent compilation cache entry")
-"""A program for which warnings are the errors that they are in pytest."""
+"""A Python command that treats warnings as errors, like pytest."""
 
 
 def make_mesh(sizes: Sequence[int], names: Sequence[str], axis_type: AxisType = AxisType.Auto) -> Mesh:
-    """A mesh over the first devices; skips the test where there are too few.
+    """Create a mesh over the first devices; skip the test if there are too few.
 
-    And where it would leave out devices of other processes: those would have nothing to do.
+    Also skip it if the mesh would leave out devices of other processes, which would have nothing to do.
     """
     needed = math.prod(sizes)
     if needed > jax.device_count():
@@ -48,14 +49,14 @@ def per_rank(
     replicated: Iterable[int] = (),
     check_vma: bool = True,
 ) -> Callable[..., Any]:
-    """`fn` on every shard, from and to arrays whose leading axes are the mesh axes.
+    """Map `fn` over shards; the leading axes of its arguments and results are the mesh axes.
 
     Args:
       fn: a function of one rank's arrays to a pytree of one rank's arrays.
       mesh: the mesh.
-      axes: what each leading axis is split over: mesh axis names or tuples of them; default: every mesh axis.
-      replicated: positions of arguments that every rank gets whole, without leading axes.
-      check_vma: as in `jax.shard_map`.
+      axes: how each leading axis is split: mesh axis names or tuples of them; default: every mesh axis.
+      replicated: positions of arguments that every rank gets in full, without leading axes.
+      check_vma: see `jax.shard_map`.
     """
     axes = tuple(mesh.axis_names) if axes is None else tuple(axes)
     whole = frozenset(replicated)
@@ -77,7 +78,7 @@ def _drop_axes(tree: Any, count: int) -> Any:
 
 
 def to_numpy(tree: Any) -> Any:
-    """Results as NumPy arrays, those of other processes' devices included."""
+    """Return results as NumPy arrays, including those of other processes' devices."""
     return jax.tree.map(lambda leaf: np.asarray(leaf) if _is_here(leaf) else _gather(leaf), tree)
 
 
@@ -86,7 +87,7 @@ def _is_here(leaf: Any) -> bool:
 
 
 def _gather(leaf: jax.Array) -> np.ndarray:
-    """Bit for bit: collectives of some backends do not know every dtype."""
+    """Bit for bit: collectives of some backends do not support every dtype."""
     bits = jnp.dtype(f"u{leaf.dtype.itemsize}")
     everywhere = leaf.sharding.update(spec=PartitionSpec())
     whole = jax.jit(lambda x: jax.lax.bitcast_convert_type(x, bits), out_shardings=everywhere)(leaf)
@@ -94,7 +95,7 @@ def _gather(leaf: jax.Array) -> np.ndarray:
 
 
 def place(tree: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
-    """Arrays that all processes have, as global arrays on the mesh; what is one already stays as it is."""
+    """Place arrays that all processes have on the mesh; global arrays stay unchanged."""
     sharding = NamedSharding(mesh, spec)
 
     def put(leaf: Any) -> jax.Array:
@@ -108,7 +109,7 @@ def place(tree: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
 
 @contextlib.contextmanager
 def refusals_skip() -> Iterator[None]:
-    """Skips where an implementation says that it cannot serve the call; other NotImplementedErrors are failures."""
+    """Skip if an implementation does not support the call; other NotImplementedErrors are failures."""
     try:
         yield
     except NotImplementedError as error:
@@ -118,27 +119,28 @@ def refusals_skip() -> Iterator[None]:
 
 
 def in_turn(calls: Sequence[tuple[Callable[..., Any], Sequence[Any]]]) -> list[Any]:
-    """Results of several calls in one program, each after the one before.
+    """Run several calls in one program, each after the previous one, and return their results.
 
-    Kernels of a group of ranks need one order everywhere. A GPU's stream gives them one; the CPU runtime starts what
-    is independent in any order, different on each device.
+    Kernels of a group of ranks need one order on all devices. A GPU's stream provides it; the CPU runtime starts
+    independent
+    calls in any order, different on each device.
     """
     results: list[Any] = []
     for fn, args in calls:
         x, *rest = args
-        if results:  # a barrier would not do: XLA takes it out before it orders the calls
+        if results:  # A barrier does not work: XLA removes it before it orders the calls.
             x = x + (jax.tree.leaves(results[-1])[0].reshape(-1)[0] == 12345.678).astype(x.dtype)
         results.append(fn(x, *rest))
     return results
 
 
 def run(fn: Callable[..., Any], mesh: Mesh, *args: Any, **options: Any) -> Any:
-    """Compiles `fn` under `per_rank`, runs it once, and brings the results back as NumPy arrays."""
+    """Compile `fn` under `per_rank`, run it once, and return the results as NumPy arrays."""
     return compiled(fn, mesh, **options)(*args)
 
 
 def compiled(fn: Callable[..., Any], mesh: Mesh, **options: Any) -> Callable[..., Any]:
-    """`run` for several calls: one compilation per set of shapes."""
+    """Compile `fn` like `run`, for several calls: one compilation per set of shapes."""
     jitted = jax.jit(per_rank(fn, mesh, **options))
     axes, whole = options.get("axes") or mesh.axis_names, frozenset(options.get("replicated", ()))
     specs = (PartitionSpec(*axes), PartitionSpec())
@@ -146,7 +148,7 @@ def compiled(fn: Callable[..., Any], mesh: Mesh, **options: Any) -> Callable[...
     def call(*args: Any) -> Any:
         if jax.process_count() > 1:
             args = tuple(place(arg, mesh, specs[i in whole]) for i, arg in enumerate(args))
-        with refusals_skip():  # here too, because a subtest would report the error before the test's own hook
+        with refusals_skip():  # Also here, because a subtest would report the error before the test's own hook.
             return to_numpy(jitted(*args))
 
     return call
@@ -161,15 +163,15 @@ def check_directional_derivatives(
     tolerance: float = 1e-7,
     directions: int = 2,
 ) -> None:
-    """Compares gradients with central differences along random directions, argument by argument.
+    """Compare gradients with central differences along random directions, argument by argument.
 
     Args:
       value_and_gradients: returns a scalar and one gradient per argument.
       arguments: float64 arrays.
       rng: source of the directions.
-      step: of the difference.
+      step: step of the difference.
       tolerance: relative to the size of the derivative.
-      directions: per argument.
+      directions: number of directions per argument.
     """
     _, gradients = to_numpy(value_and_gradients(*arguments))
     for i, gradient in enumerate(gradients):
@@ -188,6 +190,6 @@ def check_directional_derivatives(
 
 
 def words_of(heap: Any, generation: Any, device: int) -> np.ndarray:
-    """The control words of a device in shared memory, int32: those of `heap.data` or of `heap.buffers`."""
+    """Return the int32 control words of a device in shared memory: those of `heap.data` or of `heap.buffers`."""
     memory = heap._memory.pool.heap(device, generation.allocation)[generation.start :]
     return memory[: heap.layout.flags].view(np.int32)

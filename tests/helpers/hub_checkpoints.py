@@ -1,6 +1,6 @@
-"""Tiny checkpoints with the names that published ones have, and their parameters put together by NumPy.
+"""Tiny checkpoints with the names of published ones, and their parameters assembled by NumPy.
 
-The names and configs here are written down apart from those of the package.
+The names and configs here are independent of those of the package.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ EXPERTS, HIDDEN, WIDTH, NUM_LAYERS = 8, 12, 10, 4
 
 @dataclasses.dataclass(frozen=True)
 class Hub:
-    """One family: its config, which layers of four are MoE, the options that follow, and its tensors' names.
+    """One family: its config, which of four layers are MoE, the resulting options, and its tensors' names.
 
     `gate`, `up` and `down` are one tensor per expert, [out, in]; with `fused`, `gate` is [E, in, out] of both, and
-    `down` [E, in, out]. `shared` is the width of the shared experts.
+    `down`
+    [E, in, out]. `shared` is the width of the shared experts.
     """
 
     config: Mapping[str, Any]
@@ -224,7 +225,7 @@ HUB: dict[str, Hub] = {
 def layer(
     hub: Hub, number: int, rng: np.random.Generator, dtype: np.dtype = F32
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """The tensors of a layer as they are stored, and its parameters as they should be read."""
+    """Return the stored tensors of a layer, and its expected parameters."""
     prefix = hub.prefix.format(number)
     stored: dict[str, np.ndarray] = {}
 
@@ -258,7 +259,7 @@ def layer(
 
 
 def write(folder: Path, config: Mapping[str, Any], *files: Mapping[str, np.ndarray]) -> Path:
-    """A checkpoint of one file, or of several with an index."""
+    """Write a checkpoint of one file, or of several with an index."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(config)))
     if len(files) == 1:
@@ -281,7 +282,7 @@ def _dense(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 def written(
     name: str, folder: Path, rng: np.random.Generator, dtype: np.dtype = F32, **more: Any
 ) -> tuple[Checkpoint, Layers]:
-    """A checkpoint in two files, the layers spread over both, and the parameters of its layers."""
+    """Write a checkpoint in two files, with the layers split over both; return the parameters of its layers."""
     hub = HUB[name]
     files: list[dict[str, np.ndarray]] = [{"other": np.arange(6, dtype=dtype).reshape(2, 3)}, {}]
     want = {}
@@ -301,7 +302,7 @@ def assert_equal(got: Mapping[str, jax.Array], want: Mapping[str, np.ndarray]) -
 def fp8_checkpoint(
     folder: Path, rng: np.random.Generator, hidden: int = 256, width: int = 384, scale_dtype: np.dtype = F32
 ) -> tuple[Checkpoint, dict[str, Any]]:
-    """DeepSeek-V3 with two experts in FP8 by blocks; pairs [E, N, K] of what is stored, by parameter."""
+    """Write DeepSeek-V3 with two experts in block-wise FP8; return stored pairs [E, N, K] by parameter."""
     sizes = {"hidden_size": hidden, "moe_intermediate_size": width, "n_routed_experts": 2, "n_group": 1}
     config = HUB["deepseek_v3"].config | sizes | {"topk_group": 1, "quantization_config": FP8_CONFIG}
     prefix = "model.layers.3.mlp."

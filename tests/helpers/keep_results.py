@@ -1,7 +1,8 @@
-"""`--results FOLDER` keeps the outcome of a run in FOLDER/test_gpu.json, and what tests measure beside it.
+"""`--results FOLDER` writes the results of a run, and measurements of tests, to FOLDER/test_gpu.json.
 
-Runs of other numbers of processes, and of other parts of the tests, go to the same file: a run replaces what the file
-says of the files that it ran. It is written after every file, so that a run which ends by force keeps the others.
+Runs with other numbers of processes, and of other tests, write to the same file: a run replaces the entries of the
+files
+that it ran. The file is written after every test file, so that a killed run keeps the others.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def header() -> dict[str, Any]:
-    """When, with which versions and on which devices."""
+    """Return the time, versions and devices."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -54,7 +55,7 @@ def header() -> dict[str, Any]:
 
 
 def write(folder: Path, name: str, content: Mapping[str, Any]) -> None:
-    """Keeps what a test has measured."""
+    """Store a measurement of a test."""
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"name": name, **header(), **content}, indent=1)
     (folder / f"{name}.json").write_text(text + "\n")
@@ -77,12 +78,12 @@ class _Recorder:
         self._current = file
         found = self._files.setdefault(file, {"passed": 0, "failed": 0, "skipped": 0, "seconds": 0.0})
         found["seconds"] = round(found["seconds"] + report.duration, 2)
-        # A subtest counts where it fails; its test counts in any case.
+        # A subtest counts if it fails; its test counts in any case.
         is_part = type(report).__name__ == "SubtestReport"
         if report.failed:
             found["failed"] += 1
             found.setdefault("failures", {})[report.nodeid.split("::", 1)[-1]] = report.longreprtext[-_MOST_TEXT:]
-            self._write()  # a run that is stopped does not print why its tests failed
+            self._write()  # A stopped run does not print why its tests failed.
         elif report.skipped and not is_part:
             found["skipped"] += 1
             reasons = collections.Counter(found.get("reasons", {}))

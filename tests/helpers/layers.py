@@ -1,4 +1,4 @@
-"""Random inputs of an expert layer, and derivatives that tests of several layers take."""
+"""Random inputs of an expert layer, and derivatives used by tests of several layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from routings import ROUTINGS
 
 
 class Layer:
-    """Random inputs of one layer; matrices are `[E, ...]` here and `[W, L, ...]` for the ranks."""
+    """Random inputs of one layer; weights are `[E, ...]` here and `[W, L, ...]` for the ranks."""
 
     def __init__(self, rng: Any, routing: str, num_ranks: int, shape: Shape, dtype=F32, *, gated: bool = True) -> None:
         experts, hidden, size = shape.num_experts, shape.hidden, shape.intermediate
@@ -45,7 +45,7 @@ def first_tokens(ids: Any, count: Any) -> Any:
 
 
 def second_derivative(call: Callable[[Any, Any], Any]) -> Callable[[Any, Any], tuple[Any, Any]]:
-    """Of the sum of the squares of what `call(x, w)` returns: the gradients of the sum of its gradients' squares."""
+    """Return gradients of the sum of squared gradients, for the loss `sum(call(x, w)**2)`."""
 
     def loss(x: Any, w: Any) -> Any:
         return jnp.sum(call(x, w).astype(jnp.float32) ** 2)

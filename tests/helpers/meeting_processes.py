@@ -1,4 +1,4 @@
-"""One of two processes that test_nvshmem.py starts; prints, as JSON, what has happened in it.
+"""Run as one of two processes that test_nvshmem.py starts; print the events as JSON.
 
 python tests/helpers/meeting_processes.py PROCESS COORDINATOR
 """
@@ -19,22 +19,22 @@ from jax_ep.heap.nvshmem import NvshmemMemory
 from jax_ep.heap.rendezvous import Meetings
 from jax_ep.heap.symmetric import SymmetricHeap
 
-TIMEOUT_S = 3.0  # of waits for a process that does not come
-PATIENCE_S = 1000.0  # of all others: beyond the time limit of the test
+TIMEOUT_S = 3.0  # For waits for a missing process.
+PATIENCE_S = 1000.0  # For all others: beyond the time limit of the test.
 ME, ADDRESS = int(sys.argv[1]), sys.argv[2]
 
 
 def outcome(call: Callable[[], object]) -> str:
-    """The error that `call` ends in."""
+    """Return the error that `call` raises."""
     try:
         call()
-    except RuntimeError as error:  # JaxRuntimeError is one
+    except RuntimeError as error:  # Includes JaxRuntimeError.
         return f"{type(error).__name__}: {error}"
     return "no error"
 
 
 def life(fake: fake_nvshmem.Fake) -> dict[str, object]:
-    """One context from its start to its end, and the table that a program of this process sees."""
+    """Run one context from start to end, and return the table that a program of this process sees."""
     fake.calls.clear()
     memory = NvshmemMemory(PATIENCE_S, "the same")
     heap = SymmetricHeap(memory, None, 5.0)
@@ -58,7 +58,7 @@ def refuse() -> str:
 
 
 def meet_late() -> None:
-    """Comes to a meeting, process 1 when process 0 has given up."""
+    """Attend a meeting, process 1 after process 0 has given up."""
     client = distributed.global_state.client
     if ME == 1:
         client.blocking_key_value_get("process 0 has given up", int(1000 * PATIENCE_S))
@@ -70,7 +70,7 @@ def meet_late() -> None:
 
 
 def main() -> None:
-    """Everything in one life of the two processes, because starting JAX takes the longest."""
+    """Run everything in one process pair, because starting JAX dominates."""
     fake = fake_nvshmem.install()
     jax.distributed.initialize(ADDRESS, 2, ME, cluster_detection_method="deactivate")
     found: dict[str, object] = {"first": life(fake), "second": life(fake)}
@@ -86,12 +86,12 @@ def main() -> None:
     memory = NvshmemMemory(PATIENCE_S, "the same")
     if ME == 1:
         print(json.dumps(found), flush=True)
-        os._exit(0)  # as a process that crashes: without a word to the other
+        os._exit(0)  # As a process that crashes, without notice.
     memory._meetings._timeout_s = TIMEOUT_S
     found["alone"] = outcome(memory.close)
     found["still alone"] = outcome(lambda: NvshmemMemory(TIMEOUT_S, "the same"))
     print(json.dumps(found), flush=True)
-    os._exit(0)  # jax.distributed would wait for the other
+    os._exit(0)  # jax.distributed would wait for the other.
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Correct calls of every public function, ways to damage them, and the check of what the error says.
+"""Valid calls of every public function, ways to damage them, and the check of error messages.
 
-A message has to give the offending value, what would have been right, and what to do about it. The fragments of a case
-are regular expressions for these three; all of them must be found. Arguments are traced and never run.
+A message must contain the actual value, the expected value, and the remedy. The fragments of a case are regular
+expressions for these three; all of them must match. Arguments are traced and never run.
 """
 
 import inspect
@@ -17,7 +17,7 @@ import jax_ep
 from jax_ep import quantization, routing
 from jax_ep.ops import masked
 
-# per-shard sizes of the correct calls; nearly all different, so that a number in a message has one meaning
+# Per-shard sizes of the valid calls; nearly all different, so that a number in a message is unambiguous.
 T, K, E, W, H, INNER, N, MAX_T = 6, 2, 8, 4, 256, 24, 40, 9
 L, R = E // W, W * T * K
 FP8 = jnp.float8_e4m3fn
@@ -43,7 +43,7 @@ def fp8(*shape):
 
 
 class Traced:
-    """An argument that is made inside the traced function, such as a handle."""
+    """An argument that is created inside the traced function, such as a handle."""
 
     def __init__(self, make):
         self.make = make
@@ -135,7 +135,7 @@ def mesh_of(size=W, name="expert"):
 
 
 def program(name, *, inside=None, **changes):
-    """The correct call with these changes, inside shard_map if it belongs there or `inside` says so; its arrays."""
+    """Return the valid call with changes, inside shard_map if it belongs there or `inside` says so, and its arrays."""
     accepted = inspect.signature(function(name)).parameters
     arguments = GOOD[name] | {key: value for key, value in changes.items() if key in accepted}
     arrays = {key: value for key, value in arguments.items() if is_array(value)}
@@ -151,7 +151,7 @@ def program(name, *, inside=None, **changes):
 
 
 def trace(name, **changes):
-    """Traces the program of these arguments."""
+    """Trace the call with these changes."""
     return jax.eval_shape(*program(name, **changes))
 
 
@@ -159,12 +159,12 @@ def trace(name, **changes):
 
 
 def shape(*dims):
-    """A shape, in brackets of either kind."""
+    """Match a shape, in brackets of either kind."""
     return r"[\(\[]" + r", ?".join(map(str, dims)) + r",?[\)\]]"
 
 
 def number(value):
-    """The number by itself, not as a part of another one or of a name such as `int32`."""
+    """Match a number, but not as a part of another one or of a name such as `int32`."""
     return rf"(?<![\w.]){re.escape(str(value))}(?!\w|\.\d)"
 
 
@@ -173,15 +173,15 @@ FLOATING = r"float(ing|32)|bfloat16"
 
 
 def value(names, wrong, changes, *fragments, error=ValueError):
-    """One case for each of the functions `names` (one, or a list)."""
+    """Create one case for each of the functions `names` (one, or a list)."""
     for name in [names] if isinstance(names, str) else names:
         yield pytest.param(name, changes, error, fragments, id=f"{name}: {wrong}")
 
 
 def rank(names, argument, bad, *layout):
-    """An array with the wrong number of axes; `layout` names the right ones, as `"T", "H"`.
+    """Create cases of an array with a wrong number of axes; `layout` names the expected ones, as `"T", "H"`.
 
-    The message shows them by these names, or by their sizes where other arguments settle them.
+    The message shows them by these names, or by their sizes if other arguments determine them.
     """
     axes = ", ?".join(rf"([1-9]\d*|{axis}|W \* M|N)" for axis in layout)
     fragments = rf"\b{argument}\b", shape(*bad.shape), rf"\[{axes}\]"
@@ -194,13 +194,13 @@ def dtype(names, argument, bad, expected):
 
 
 def size(names, argument, bad, offending, expected):
-    """An array one of whose axes does not fit to another argument."""
+    """Create cases of an array with an axis that does not match another argument."""
     fragments = rf"\b{argument}\b", number(offending), number(expected)
     return value(names, f"{argument} of shape {list(bad.shape)}", {argument: bad}, *fragments)
 
 
 def positive(names, argument, **others):
-    """A static size that is zero, negative or not an integer."""
+    """Create cases of a static size that is zero, negative or not an integer."""
     for bad in (0, -16):
         fragments = rf"\b{argument}\b", number(bad), "positive|at least|greater than|multiple"
         yield from value(names, f"{argument}={bad}", {argument: bad, **others}, *fragments)
@@ -209,7 +209,7 @@ def positive(names, argument, **others):
 
 
 def check(error, fragments, call, *args, **kwargs):
-    """Calls, expects the exception, and finds every fragment in its message."""
+    """Call, expect the exception, and find every fragment in its message."""
     with pytest.raises(error) as caught:
         call(*args, **kwargs)
     message = str(caught.value)

@@ -1,8 +1,8 @@
-"""NumPy float64 global view of everything that jax_ep computes across ranks.
+"""NumPy float64 reference, in a global view, for everything that jax_ep computes across ranks.
 
-Every array carries a leading rank axis: `x [W, T, H]`, `topk_idx [W, T, K]`, `y [W, R, H]`; expert weights are global,
-`[E, ...]`. Nothing here imports the package or JAX: the rules of the row order, of capacity and of the gradients are
-written a second time, as plain loops over rows, so that a mistake in the package cannot hide in its own test.
+Every array has a leading rank axis: `x [W, T, H]`, `topk_idx [W, T, K]`, `y [W, R, H]`; expert weights are global,
+`[E, ...]`. Nothing here imports the package or JAX. The rules of row order, capacity and gradients are written
+independently, as plain loops over rows.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def default_num_rows(num_ranks: int, num_tokens: int, top_k: int, num_local: int, alignment: int) -> int:
-    """Rows that the dropless layout needs in the worst case: every slot of every rank lands here."""
+    """Return the worst-case number of rows of the dropless layout: every assignment of every rank goes to one rank."""
     slots = num_ranks * num_tokens * top_k
     return slots if alignment == 1 else round_up(slots + min(num_local, slots) * (alignment - 1), alignment)
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Which (source rank, token, k) every row of every receiving rank holds; -1 marks padding."""
+    """The (source rank, token, k) of every row of every receiving rank; -1 marks padding."""
 
     source: np.ndarray  # [W, R]
     token: np.ndarray  # [W, R]
     slot: np.ndarray  # [W, R], the k of the row
     expert: np.ndarray  # [W, R], global expert id
     group_sizes: np.ndarray  # [W, L] int32, padding included
-    dropped: np.ndarray  # [W] int32, real rows lost on the receiving rank
+    dropped: np.ndarray  # [W] int32, rows dropped on the receiving rank
     num_invalid: np.ndarray  # [W] int32, out-of-range ids among the rank's own tokens
     num_tokens: int
     top_k: int
@@ -46,13 +46,13 @@ class Layout:
         return self.source < 0
 
     def rows(self, rank: int) -> list[tuple[int, int, int, int, int]]:
-        """The real rows of one rank: (row, source, token, k, expert)."""
+        """Return the non-padding rows of one rank: (row, source, token, k, expert)."""
         columns = (self.source, self.token, self.slot, self.expert)
         return [(i, *(int(c[rank, i]) for c in columns)) for i in np.flatnonzero(self.source[rank] >= 0)]
 
 
 def layout(topk_idx: np.ndarray, num_experts: int, *, capacity: int | None = None, alignment: int = 1) -> Layout:
-    """Rows in the order expert, source rank, token, k; groups padded to `alignment`; rows past `capacity` are lost."""
+    """Order rows by expert, source rank, token, k; pad groups to `alignment`; drop rows past `capacity`."""
     num_ranks, num_tokens, top_k = topk_idx.shape
     num_local = num_experts // num_ranks
     num_rows = default_num_rows(num_ranks, num_tokens, top_k, num_local, alignment) if capacity is None else capacity
@@ -62,7 +62,7 @@ def layout(topk_idx: np.ndarray, num_experts: int, *, capacity: int | None = Non
     for expert in range(num_experts):
         rank, local = divmod(expert, num_local)
         start = int(group_sizes[rank, :local].sum())
-        slots = np.argwhere(topk_idx == expert)  # argwhere runs in the order source, token, k
+        slots = np.argwhere(topk_idx == expert)  # argwhere uses the order source, token, k
         for i, (source, token, k) in enumerate(slots):
             if start + i < num_rows:
                 columns[:, rank, start + i] = source, token, k, expert
@@ -75,7 +75,7 @@ def layout(topk_idx: np.ndarray, num_experts: int, *, capacity: int | None = Non
 
 
 def hierarchical_layout(topk_idx: np.ndarray, num_experts: int, num_local_ranks: int, **options: int | None) -> Layout:
-    """Rows in the order expert, local rank, node, token and k: the oracle's, with the ranks numbered in that order."""
+    """Order rows by expert, local rank, node, token and k: the layout with ranks numbered in that order."""
     num_ranks = len(topk_idx)
     order = np.arange(num_ranks).reshape(-1, num_local_ranks).T.reshape(-1)
     lay = layout(topk_idx[order], num_experts, **options)
@@ -85,7 +85,7 @@ def hierarchical_layout(topk_idx: np.ndarray, num_experts: int, num_local_ranks:
 
 
 def gather(values: np.ndarray, lay: Layout) -> np.ndarray:
-    """dispatch: [W, T, ...] per token to [W, R, ...] per row, bit for bit, padding zero."""
+    """Dispatch [W, T, ...] per token to [W, R, ...] per row, bit for bit, with zeros in padding."""
     rows = np.zeros(lay.source.shape + values.shape[2:], values.dtype)
     real = ~lay.is_padding
     rows[real] = values[lay.source[real], lay.token[real]]
@@ -93,7 +93,7 @@ def gather(values: np.ndarray, lay: Layout) -> np.ndarray:
 
 
 def gather_weights(topk_weights: np.ndarray, lay: Layout) -> np.ndarray:
-    """dispatch: [W, T, K] to [W, R], padding zero."""
+    """Dispatch [W, T, K] to [W, R], with zeros in padding."""
     rows = np.zeros(lay.source.shape, topk_weights.dtype)
     real = ~lay.is_padding
     rows[real] = topk_weights[lay.source[real], lay.token[real], lay.slot[real]]
@@ -101,7 +101,7 @@ def gather_weights(topk_weights: np.ndarray, lay: Layout) -> np.ndarray:
 
 
 def scatter_weights(d_rows: np.ndarray, lay: Layout) -> np.ndarray:
-    """The transpose of `gather_weights`: every (token, k) slot has at most one row."""
+    """Transpose `gather_weights`: every assignment has at most one row."""
     out = np.zeros((lay.source.shape[0], lay.num_tokens, lay.top_k))
     real = ~lay.is_padding
     out[lay.source[real], lay.token[real], lay.slot[real]] = d_rows[real]
@@ -109,7 +109,7 @@ def scatter_weights(d_rows: np.ndarray, lay: Layout) -> np.ndarray:
 
 
 def to_wire(values: np.ndarray, wire_dtype: np.dtype | None) -> np.ndarray:
-    """What values look like after a trip in `wire_dtype`: rounded, or quantised in groups of 128."""
+    """Return the values after sending them in `wire_dtype`: rounded, or quantized in blocks of 128."""
     if wire_dtype is None:
         return values
     single = values.astype(np.float32)
@@ -119,7 +119,7 @@ def to_wire(values: np.ndarray, wire_dtype: np.dtype | None) -> np.ndarray:
 
 
 def combine(y: np.ndarray, lay: Layout, wire_dtype: np.dtype | None = None) -> np.ndarray:
-    """[W, R, H] to float64 [W, T, H]: per token one partial sum on each rank, cast to the wire, then summed."""
+    """Combine [W, R, H] to float64 [W, T, H]: partial sums per rank are cast to the wire dtype, then summed."""
     num_ranks = y.shape[0]
     out = np.zeros((num_ranks, lay.num_tokens, y.shape[-1]))
     for rank in range(num_ranks):
@@ -134,7 +134,7 @@ def combine(y: np.ndarray, lay: Layout, wire_dtype: np.dtype | None = None) -> n
 
 
 def quantize(x: np.ndarray, group_size: int = 128) -> tuple[np.ndarray, np.ndarray]:
-    """[..., H] to (float8_e4m3fn [..., H], float32 scales [..., H // group_size]), scale = amax / 448."""
+    """Quantize [..., H] to (float8_e4m3fn [..., H], float32 scales [..., H // group_size]), scale = amax / 448."""
     groups = x.astype(np.float32).reshape(*x.shape[:-1], -1, group_size)
     scales = np.abs(groups).max(axis=-1) / FP8_MAX
     divisor = np.where(scales == 0, np.float32(1), scales)[..., None]
@@ -151,7 +151,7 @@ def dequantize(values: np.ndarray, scales: np.ndarray, dtype: type = np.float32)
 
 
 def grouped_gemm(lhs: np.ndarray, rhs: np.ndarray, group_sizes: np.ndarray) -> np.ndarray:
-    """[M, K] x [G, K, N] to float64 [M, N]; rows past the groups are zero."""
+    """Multiply [M, K] x [G, K, N] to float64 [M, N]; rows past the groups are zero."""
     out = np.zeros((lhs.shape[0], rhs.shape[2]))
     start = 0
     for group, size in enumerate(group_sizes):
@@ -164,7 +164,7 @@ def grouped_gemm(lhs: np.ndarray, rhs: np.ndarray, group_sizes: np.ndarray) -> n
 def grouped_gemm_gradients(
     lhs: np.ndarray, rhs: np.ndarray, group_sizes: np.ndarray, d_out: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(d_lhs [M, K], d_rhs [G, K, N]) in float64; rows past the groups get zero."""
+    """Return (d_lhs [M, K], d_rhs [G, K, N]) in float64; rows past the groups get zero."""
     d_lhs, d_rhs = np.zeros(lhs.shape), np.zeros(rhs.shape)
     start = 0
     for group, size in enumerate(group_sizes):
@@ -182,7 +182,7 @@ GELU_CUBIC = 0.044715
 
 
 def activate(name: str, z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The activation and its derivative."""
+    """Return the activation and its derivative."""
     if name == "relu":
         return np.maximum(z, 0), (z > 0).astype(np.float64)
     if name == "silu":
@@ -201,7 +201,7 @@ def activate(name: str, z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def expert_hidden(name: str, z: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """The activated hidden vector [I] of one row and its Jacobian's diagonals d hidden / d z, [C // I, I]."""
+    """Return the activated row [I] and its Jacobian's diagonals d hidden / d z, [C // I, I]."""
     value, slope = activate(name, z[:size])
     if z.shape[0] == size:
         return value, slope[None]
@@ -210,7 +210,7 @@ def expert_hidden(name: str, z: np.ndarray, size: int) -> tuple[np.ndarray, np.n
 
 @dataclasses.dataclass(frozen=True)
 class MoE:
-    """One MoE layer on global weights `w_gate_up [E, H, 2I or I]`, `w_down [E, I, H]`, everything in float64."""
+    """One MoE layer with global weights `w_gate_up [E, H, 2I or I]`, `w_down [E, I, H]`, in float64."""
 
     x: np.ndarray
     topk_weights: np.ndarray
@@ -233,7 +233,7 @@ class MoE:
         return out
 
     def gradients(self, d_out: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """(dx, dtopk_weights, dw_gate_up, dw_down) for the cotangent `d_out [W, T, H]`."""
+        """Return (dx, dtopk_weights, dw_gate_up, dw_down) for the cotangent `d_out [W, T, H]`."""
         arrays = (self.x, self.topk_weights, self.w_gate_up, self.w_down)
         dx, d_weights, d_gate_up, d_down = (np.zeros(a.shape) for a in arrays)
         for rank in range(len(self.x)):

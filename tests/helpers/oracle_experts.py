@@ -1,4 +1,4 @@
-"""What experts compute between their products, and its derivatives, in float64."""
+"""Activations between the expert matmuls, and their derivatives, in float64."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Gradient(NamedTuple):
 
 
 def _pieces(experts: jax_ep.Experts, hidden: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Gates, and what they multiply, ones without gates."""
+    """Split hidden rows into gate and up; up is one without gates."""
     if not experts.gated:
         return hidden, np.ones_like(hidden)
     if experts.interleaved:
@@ -45,7 +45,7 @@ def expert_rows(
     bias: np.ndarray | None = None,
     groups: np.ndarray | None = None,
 ) -> tuple[np.ndarray, Gradient]:
-    """Rows `[R, I]` and the gradient for their cotangent `d_rows`; `bias [G, N]` is that of the rows' `groups [R]`."""
+    """Return rows `[R, I]` and the gradient for their cotangent `d_rows`; `bias [G, N]` belongs to `groups [R]`."""
     hidden, weights, d_rows = (x.astype(np.float64) for x in (hidden, weights, d_rows))
     on_input = experts.weight_on == "input"
     wide = hidden * weights[:, None] if on_input else hidden
@@ -63,7 +63,7 @@ def expert_rows(
     d_wide = d_gate
     if experts.gated:
         d_wide = np.empty_like(wide)
-        gates, others = _pieces(experts, d_wide)  # views
+        gates, others = _pieces(experts, d_wide)  # Views.
         gates[...], others[...] = d_gate, d_up
     d_bias = np.zeros((0, wide.shape[1]))
     if bias is not None and groups is not None:
@@ -75,7 +75,7 @@ def expert_rows(
 
 
 class Arrays(NamedTuple):
-    """Of a layer, or their cotangents: all ranks' tokens and weights, all experts' matrices and biases, or None."""
+    """Arrays of a layer, or their cotangents: tokens of all ranks, and weights and biases of all experts, or None."""
 
     x: np.ndarray
     topk_weights: np.ndarray
@@ -86,9 +86,9 @@ class Arrays(NamedTuple):
 
 
 def layer(experts: jax_ep.Experts, arrays: Arrays, lay: oracle.Layout, d_out: np.ndarray) -> tuple[np.ndarray, Arrays]:
-    """The output `[W, T, H]` of the expert layer, and the cotangents for that of the output, `d_out`.
+    """Return the output `[W, T, H]` of the expert layer, and the cotangents for its cotangent `d_out`.
 
-    Hidden rows are rounded to the dtype of x, as layers round them: at a limit the derivative jumps.
+    Hidden rows are rounded to the dtype of x, like in layers, because the derivative jumps at a limit.
     """
     wide = Arrays(*(None if a is None else a.astype(np.float64) for a in arrays))
     found = [row[1:] for rank in range(len(arrays.x)) for row in lay.rows(rank)]

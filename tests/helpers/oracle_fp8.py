@@ -1,8 +1,8 @@
 """The expert layer with recipe "fp8" in float64, with its roundings to FP8 and to the dtype of its tokens.
 
-Written a second time, as loops over rows: forward, and the gradients for a cotangent. Everything is rounded where it
-travels or is multiplied: rows for 128 columns, matrices for blocks of 128 by 128, and both operands of a weight
-gradient for a column of 128 rows of the expert, counted from its first.
+An independent implementation with loops over rows, forward and backward. Everything is rounded before it is sent or
+multiplied: rows per 128 columns, weights per 128 x 128 block, and both operands of a weight gradient per column of 128
+rows of the expert, counted from its first row.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import oracle
 
 
 def quantised_blocks(w: np.ndarray) -> np.ndarray:
-    """`[E, K, N]` rounded to FP8 with one scale per block of 128 by 128, whole blocks only."""
+    """Round `[E, K, N]` to FP8 with one scale per 128 x 128 block, whole blocks only."""
     experts, depth, columns = w.shape
     blocks = w.astype(np.float32).reshape(experts, depth // 128, 128, columns // 128, 128).transpose(0, 1, 3, 2, 4)
     flat = oracle.dequantize(*oracle.quantize(blocks.reshape(*blocks.shape[:3], -1), 128 * 128), np.float64)
@@ -21,12 +21,12 @@ def quantised_blocks(w: np.ndarray) -> np.ndarray:
 
 
 def quantised_rows(x: np.ndarray) -> np.ndarray:
-    """`[..., H]` rounded for 128 columns."""
+    """Round `[..., H]` per 128 columns."""
     return oracle.to_wire(x.astype(np.float32), oracle.FP8).astype(np.float64)
 
 
 def quantised_columns(x: np.ndarray) -> np.ndarray:
-    """The rows `[n, H]` of one expert, rounded for a column of 128 of them; the last block may be shorter."""
+    """Round the rows `[n, H]` of one expert per column of 128 rows; the last block may be shorter."""
     out = np.zeros(x.shape)
     for start in range(0, len(x), 128):
         block = x[start : start + 128].T
@@ -37,7 +37,7 @@ def quantised_columns(x: np.ndarray) -> np.ndarray:
 
 
 def weight_gradient(lhs: np.ndarray, rhs: np.ndarray, group_sizes: np.ndarray) -> np.ndarray:
-    """`[M, K]` and `[M, N]` rows, rounded as columns, to float64 `[G, K, N]`."""
+    """Multiply `[M, K]` and `[M, N]` rows, rounded column-wise, to float64 `[G, K, N]`."""
     out, start = np.zeros((len(group_sizes), lhs.shape[1], rhs.shape[1])), 0
     for group, size in enumerate(group_sizes):
         rows = slice(start, start + int(size))
@@ -47,7 +47,7 @@ def weight_gradient(lhs: np.ndarray, rhs: np.ndarray, group_sizes: np.ndarray) -
 
 
 def layer(inputs: object, d_out: np.ndarray, activation: str = "silu") -> tuple[np.ndarray, ...]:
-    """Of a `layers.Layer`: its result, and the cotangents of x, router weights and both matrices for `d_out`."""
+    """Return the result of a `layers.Layer`, and the cotangents of x, router weights and both weights for `d_out`."""
     dtype, lay = inputs.x.dtype, oracle.layout(inputs.topk_idx, len(inputs.w_down))
 
     def rounded(a: np.ndarray) -> np.ndarray:

@@ -1,6 +1,6 @@
-"""What `QuantizedExperts` stand for, in float64, by the definitions of the formats and in plain NumPy.
+"""Dequantized `QuantizedExperts` in float64, by the definitions of the formats and in plain NumPy.
 
-`FORMATS` is the table of all formats: the tests of every format take what they expect from it.
+`FORMATS` is the table of all formats, from which the tests of every format take their expectations.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import NamedTuple
 import numpy as np
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-SLACK = 1 + 1e-6  # of float32
+SLACK = 1 + 1e-6  # Of float32.
 
 
 def nibbles(values: np.ndarray) -> np.ndarray:
-    """Bytes `[..., K / 2]` to nibbles `[..., K]`, the lower half first."""
+    """Unpack bytes `[..., K / 2]` to nibbles `[..., K]`, the lower half first."""
     out = np.empty((*values.shape[:-1], 2 * values.shape[-1]), np.int64)
     out[..., 0::2], out[..., 1::2] = values % 16, values // 16
     return out
@@ -30,24 +30,24 @@ def fp8_error(w: np.ndarray, largest: np.ndarray) -> np.ndarray:
 
 
 def e2m1_error(w: np.ndarray, largest: np.ndarray) -> np.ndarray:
-    """A quarter of the element, but for what lies between 6 and 8 times the scale, and half of the smallest step."""
+    """Return a quarter of the element, except between 6 and 8 times the scale, or half of the smallest step."""
     step = 2.0 ** (np.floor(np.log2(np.maximum(largest, 1e-300))) - 2)
     return SLACK * np.maximum(np.maximum(np.abs(w) / 4, np.abs(w) - 6 * step), step / 4)
 
 
 def integer_error(limit: int) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    """Half a step. A product of the float32 inverse is off by some units of 127."""
+    """Return half a step. Multiplying by the float32 inverse is off by some units of 127."""
     return lambda w, largest: (1 + 1e-4) * largest / limit / 2
 
 
 class Format(NamedTuple):
-    """Columns and elements of K that share a scale (None: all), the bound of an error, and what is stored."""
+    """Columns and elements of K that share a scale (None: all), the error bound, and the storage."""
 
     block: tuple[int, int | None]
     error: Callable[[np.ndarray, np.ndarray], np.ndarray]
     numbers: Callable[[np.ndarray], np.ndarray] = to_float64
     scales: Callable[[np.ndarray], np.ndarray] = to_float64
-    stored_bits: Callable[[int], float] | None = None  # of an element, by the block size
+    stored_bits: Callable[[int], float] | None = None  # Of an element, by the block size.
 
 
 FORMATS = {
@@ -66,7 +66,7 @@ FORMATS = {
 
 
 def dequantize(values: np.ndarray, scales: np.ndarray, expert_format: str) -> np.ndarray:
-    """`[..., N, K]` float64."""
+    """Dequantize to `[..., N, K]` float64."""
     found = FORMATS[expert_format]
     numbers, scales = found.numbers(values), found.scales(scales)
     columns, depth = found.block
@@ -76,7 +76,7 @@ def dequantize(values: np.ndarray, scales: np.ndarray, expert_format: str) -> np
 
 
 def largest_error(w: np.ndarray, expert_format: str, block_size: int | None = None) -> np.ndarray:
-    """Bound of |dequantised - w| by element, of `w [..., N, K]` in float64: what `quantize_experts` says."""
+    """Return the bound of |dequantized - w| per element, for `w [..., N, K]` in float64, from `quantize_experts`."""
     found, (*leading, columns, depth) = FORMATS[expert_format], w.shape
     rows, size = found.block[0], block_size or found.block[1] or depth
     largest = np.abs(w).reshape(*leading, columns, depth // size, size).max(-1)

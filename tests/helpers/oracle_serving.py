@@ -1,6 +1,6 @@
 """NumPy float64 oracle of the serving paths: single-device sorting and low-latency dispatch and combine.
 
-Same rules as `oracle.py`: a leading rank axis, plain loops, neither the package nor JAX.
+The rules of `oracle.py` apply: a leading rank axis, plain loops, neither the package nor JAX.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Sorted:
 
 
 def moe_sort(topk_idx: np.ndarray, topk_weights: np.ndarray, num_experts: int, block_size: int) -> Sorted:
-    """Slots by expert, each expert padded to whole blocks."""
+    """Sort assignments by expert, each expert padded to whole blocks."""
     flat, flat_weights = topk_idx.reshape(-1), topk_weights.reshape(-1)
     total = round_up(flat.size + min(num_experts, flat.size) * (block_size - 1), block_size)
     slots, weights = np.full(total, -1, np.int32), np.zeros(total, topk_weights.dtype)
@@ -85,7 +85,7 @@ def low_latency_layout(
 
 
 def low_latency_gather(values: np.ndarray, lay: LowLatencyLayout) -> np.ndarray:
-    """[W, T, H] to [W, L, N, H], rows past the count zero."""
+    """Dispatch [W, T, H] to [W, L, N, H], with zeros past the count."""
     rows = np.zeros(lay.token.shape + values.shape[2:], values.dtype)
     real = lay.token >= 0
     rows[real] = values[lay.source[real], lay.token[real]]
@@ -93,7 +93,7 @@ def low_latency_gather(values: np.ndarray, lay: LowLatencyLayout) -> np.ndarray:
 
 
 def low_latency_scatter(d_rows: np.ndarray, lay: LowLatencyLayout, num_tokens: int) -> np.ndarray:
-    """The transpose of `low_latency_gather`, float64 [W, T, H]."""
+    """Transpose `low_latency_gather`: float64 [W, T, H]."""
     out = np.zeros((len(d_rows), num_tokens, d_rows.shape[-1]))
     for rank, local, row in np.argwhere(lay.token >= 0):
         out[lay.source[rank, local, row], lay.token[rank, local, row]] += d_rows[rank, local, row]
@@ -103,7 +103,7 @@ def low_latency_scatter(d_rows: np.ndarray, lay: LowLatencyLayout, num_tokens: i
 def low_latency_combine(
     y: np.ndarray, topk_idx: np.ndarray, topk_weights: np.ndarray, lay: LowLatencyLayout
 ) -> np.ndarray:
-    """sum_k w_tk * y[row of expert topk_idx[t, k]], float64 [W, T, H]."""
+    """Compute sum_k w_tk * y[row of expert topk_idx[t, k]], float64 [W, T, H]."""
     out = np.zeros((*topk_idx.shape[:2], y.shape[-1]))
     for source, token, k in np.ndindex(*topk_idx.shape):
         row = lay.row_of(source, token, int(topk_idx[source, token, k]))
@@ -115,7 +115,7 @@ def low_latency_combine(
 def low_latency_combine_gradients(
     y: np.ndarray, topk_idx: np.ndarray, topk_weights: np.ndarray, lay: LowLatencyLayout, d_out: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(dy, dtopk_weights) in float64."""
+    """Return (dy, dtopk_weights) in float64."""
     dy, d_weights = np.zeros(y.shape), np.zeros(topk_weights.shape)
     for source, token, k in np.ndindex(*topk_idx.shape):
         row = lay.row_of(source, token, int(topk_idx[source, token, k]))
@@ -129,7 +129,7 @@ def low_latency_combine_gradients(
 
 
 def dequantize_blocks(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """[..., N, K] FP8 with one scale per block of 128 by 128, the last rows' block cut, to float64."""
+    """Dequantize [..., N, K] FP8 with one scale per 128 x 128 block, the last row block cut, to float64."""
     out = values.astype(np.float64)
     for i, j in np.ndindex(scales.shape[-2:]):
         block = (..., slice(128 * i, 128 * (i + 1)), slice(128 * j, 128 * (j + 1)))
@@ -138,11 +138,11 @@ def dequantize_blocks(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def masked_grouped_gemm(lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
-    """[L, M, K] times the transposed [L, N, K], float64 [L, M, N]; all rows."""
+    """Multiply [L, M, K] by the transposed [L, N, K], float64 [L, M, N]; all rows."""
     return np.einsum("lmk,lnk->lmn", lhs.astype(np.float64), rhs.astype(np.float64))
 
 
 def gated_activation(hidden: np.ndarray, activation: str) -> np.ndarray:
-    """[..., 2I] to [..., I] in float64."""
+    """Activate [..., 2I] to [..., I] in float64."""
     gate, up = np.split(hidden.astype(np.float64), 2, axis=-1)
     return activate(activation, gate)[0] * up

@@ -1,4 +1,4 @@
-"""The ways of the exchange of `xla` for arrays of any size, and what its compiled programs send."""
+"""The algorithms of `xla` for dispatch and combine of any size, and what its compiled programs send."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLATFORM = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
 
 
 def take(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arrays of any size go this way: "gathered", "rounds" or "ragged"."""
+    """Force one algorithm for arrays of any size: "gathered", "rounds" or "ragged"."""
     monkeypatch.setattr(exchange, "GATHERED_BYTES", 1 << 62 if way == "gathered" else 0)
     for cost in ("RAGGED_COST", "ROUNDS_COST"):
         monkeypatch.setattr(exchange, cost, 0)
@@ -34,7 +34,7 @@ def take(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def both_ways(monkeypatch: pytest.MonkeyPatch, way: str, fn: Any, mesh: Mesh, *args: Any, **options: Any) -> Any:
-    """Results of `fn`, and what it returns where tokens of all ranks are gathered, which the contract suite proves."""
+    """Return results of `fn` with this algorithm and with "gathered", which the contract suite checks."""
     got = compiled(fn, mesh, **options)(*args)
     take("gathered", monkeypatch)
     wanted = compiled(lambda *a: fn(*a), mesh, **options)(*args)
@@ -47,7 +47,7 @@ def lowered(platform: str, fn: Any, mesh: Mesh, *args: Any) -> str:
 
 
 def sent_bytes(program: Any) -> dict[str, int]:
-    """Bytes of the arrays that a compiled program's collectives exchange, of which each rank keeps its own part."""
+    """Return the bytes that a compiled program's collectives send, including each rank's own part."""
     found: dict[str, int] = {}
     for line in program.as_text().splitlines():
         match = re.search(r"= (.*?) (all-to-all|all-gather|all-reduce)\(", line)
@@ -63,19 +63,19 @@ HLO_DTYPES = {"f32": "f4", "u8": "u1", "s32": "i4"}
 
 
 def tokens_between(ids: np.ndarray, num_experts: int) -> np.ndarray:
-    """`[W, W]` tokens of each rank with an expert on each rank: the least that can travel."""
+    """Count `[W, W]` tokens of each rank with an expert on each rank: the minimum that must be sent."""
     owners = np.where(ids < 0, -1, ids // (num_experts // len(ids)))
     return np.stack([(owners == rank).any(-1).sum(-1) for rank in range(len(ids))], 1)
 
 
 def only_in_one_process() -> None:
-    """For what is counted by callbacks of all ranks."""
+    """Skip in several processes, because callbacks of all ranks are counted."""
     if jax.process_count() > 1:
         pytest.skip("counts the calls of all ranks, in one process")
 
 
 def count_calls(function: Any, counted: list[None]) -> Any:
-    """`function`, which adds to a list on each rank and in each round."""
+    """Wrap `function` to append to a list on each rank and in each round."""
 
     def call(x, axis):
         jax.debug.callback(lambda: counted.append(None))

@@ -1,4 +1,4 @@
-"""Named routings, which the tests share: what every rank sends where."""
+"""Named routings that the tests share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Routing = Callable[[np.random.Generator, int, Shape], np.ndarray]
 
 
 def _weighted(rng: np.random.Generator, num_ranks: int, shape: Shape, p: np.ndarray) -> np.ndarray:
-    """Experts drawn by `p`, distinct within a token where there are enough of them."""
+    """Draw experts by `p`, distinct within a token if there are enough of them."""
     out = np.empty((num_ranks, shape.num_tokens, shape.top_k), np.int32)
     replace = np.count_nonzero(p) < shape.top_k
     for at in np.ndindex(num_ranks, shape.num_tokens):
@@ -30,24 +30,24 @@ def zipf(rng: np.random.Generator, num_ranks: int, shape: Shape) -> np.ndarray:
 
 
 def one_hot(rng: np.random.Generator, num_ranks: int, shape: Shape) -> np.ndarray:
-    """All tokens to one expert, once."""
+    """Route all tokens to one expert, once."""
     out = np.full((num_ranks, shape.num_tokens, shape.top_k), -1, np.int32)
     out[..., rng.integers(shape.top_k)] = rng.integers(shape.num_experts)
     return out
 
 
 def one_hot_every_slot(rng: np.random.Generator, num_ranks: int, shape: Shape) -> np.ndarray:
-    """All slots of all tokens to one expert: one rank receives every row there is."""
+    """Route all assignments of all tokens to one expert: one rank receives every row."""
     return np.full((num_ranks, shape.num_tokens, shape.top_k), rng.integers(shape.num_experts), np.int32)
 
 
 def empty_experts(rng: np.random.Generator, num_ranks: int, shape: Shape) -> np.ndarray:
-    """Every other expert gets nothing."""
+    """Leave every other expert empty."""
     return _weighted(rng, num_ranks, shape, (np.arange(shape.num_experts) % 2 == 0).astype(np.float64))
 
 
 def idle_ranks(rng: np.random.Generator, num_ranks: int, shape: Shape) -> np.ndarray:
-    """The first rank sends nothing, and only the last rank receives."""
+    """Let the first rank send nothing, and only the last rank receive."""
     num_local = shape.num_experts // num_ranks
     out = _weighted(rng, num_ranks, shape, (np.arange(shape.num_experts) >= shape.num_experts - num_local) * 1.0)
     if num_ranks > 1:
@@ -56,14 +56,14 @@ def idle_ranks(rng: np.random.Generator, num_ranks: int, shape: Shape) -> np.nda
 
 
 def local_only(rng: np.random.Generator, num_ranks: int, shape: Shape) -> np.ndarray:
-    """Every token stays on its rank."""
+    """Keep every token on its rank."""
     num_local = shape.num_experts // num_ranks
     local = rng.integers(num_local, size=(num_ranks, shape.num_tokens, shape.top_k))
     return (local + np.arange(num_ranks)[:, None, None] * num_local).astype(np.int32)
 
 
 def no_experts(rng: np.random.Generator, num_ranks: int, shape: Shape) -> np.ndarray:
-    """All -1."""
+    """Set all ids to -1."""
     return np.full((num_ranks, shape.num_tokens, shape.top_k), -1, np.int32)
 
 
@@ -73,13 +73,13 @@ def some_without_expert(rng: np.random.Generator, num_ranks: int, shape: Shape) 
 
 
 def duplicates(rng: np.random.Generator, num_ranks: int, shape: Shape) -> np.ndarray:
-    """Drawn with replacement from three experts, so that tokens ask for the same expert twice."""
+    """Draw with replacement from three experts, so that tokens repeat an expert."""
     few = rng.choice(shape.num_experts, min(3, shape.num_experts), replace=False)
     return rng.choice(few, (num_ranks, shape.num_tokens, shape.top_k)).astype(np.int32)
 
 
 def out_of_range(rng: np.random.Generator, num_ranks: int, shape: Shape) -> np.ndarray:
-    """A third of the ids lies outside [0, E), up to the ends of int32."""
+    """Set a third of the ids outside [0, E), up to the limits of int32."""
     wrong = np.array([shape.num_experts, shape.num_experts + 7, -2, -(2**31), 2**31 - 1], np.int32)
     out = uniform(rng, num_ranks, shape)
     return np.where(rng.random(out.shape) < 0.3, rng.choice(wrong, out.shape), out)
@@ -101,11 +101,11 @@ ROUTINGS: dict[str, Routing] = {
         out_of_range,
     )
 }
-# A quick subset for tests whose subject is not the routing.
+# A quick subset for tests that are not about the routing.
 FEW_ROUTINGS = {name: ROUTINGS[name] for name in ("uniform", "one_hot_every_slot", "some_without_expert", "duplicates")}
 
 
 def routings(implementation: str, num_ranks: int) -> dict[str, Routing]:
-    """Those for a test whose subject is the routing: all, but few where an interpreter runs kernels of many ranks."""
+    """Return the routings for a test of routing: all, or few if an interpreter runs kernels of many ranks."""
     interpreted = implementation == "triton" and jax.default_backend() == "cpu"
     return FEW_ROUTINGS if interpreted and num_ranks > 2 else ROUTINGS

@@ -1,10 +1,12 @@
-"""Runs tests in several processes in step, as programs of several processes run.
+"""Run tests in several processes in step, as programs of several processes run.
 
     python tests/helpers/run_processes.py N [--devices D] [--timeout SECONDS] [--grace SECONDS] [arguments of pytest]
 
 Each process runs the same pytest command on the same random inputs, through `jax.distributed`, and compares all
-results. The output is that of process 0; of a process that fails, its last lines. With `JAX_EP_TEST_DEVICES=gpu`
-process i drives GPU i, with `JAX_EP_TEST_GPUS=N` GPU i modulo N, otherwise D CPU devices, one by default.
+results.
+The output is that of process 0, and the last lines of a failing process. With `JAX_EP_TEST_DEVICES=gpu` process i
+drives
+GPU i, with `JAX_EP_TEST_GPUS=N` GPU i modulo N, otherwise D CPU devices, one by default.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_LAST_LINES = 60
-LAST_WORDS_S = 60  # for what a process prints when it is ended
+LAST_WORDS_S = 60  # For the output of a process that is being ended.
 
 
 class Process:
-    """One pytest process; a thread keeps what it prints."""
+    """One pytest process; a thread collects its output."""
 
     def __init__(self, index: int, own: dict[str, str], arguments: list[str]) -> None:
         self.index = index
@@ -42,7 +44,7 @@ class Process:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            start_new_session=True,  # so that a signal reaches its children too
+            start_new_session=True,  # So that a signal also reaches its children.
         )
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
@@ -55,7 +57,7 @@ class Process:
                 print(f"[0] {line}", end="", flush=True)
 
     def end(self) -> None:
-        """Ends the process and its children; they first print where they were."""
+        """End the process and its children, which first print their stacks."""
         for sign in (signal.SIGABRT, signal.SIGKILL):
             if self.popen.poll() is None:
                 os.killpg(self.popen.pid, sign)
@@ -66,11 +68,11 @@ class Process:
         self.finish()
 
     def finish(self) -> None:
-        """Waits for the last of the output."""
+        """Wait for the last of the output."""
         self._thread.join(LAST_WORDS_S)
 
     def counts(self) -> dict[str, int]:
-        """Numbers of tests by outcome, from pytest's summary."""
+        """Return numbers of tests by outcome, from pytest's summary."""
         pattern = re.compile(r"(\d+) (passed|failed|skipped|error|xfailed|subtests passed)")
         summary = next((line for line in reversed(self.lines) if re.search(r" in [\d.]+s", line)), "")
         return {outcome: int(number) for number, outcome in pattern.findall(summary)}
@@ -83,7 +85,7 @@ def free_port() -> int:
 
 
 def wait(processes: list[Process], timeout_s: float, grace_s: float) -> str | None:
-    """Waits until all have ended, or one has failed; returns why the others must be ended, or None."""
+    """Wait until all have ended, or one has failed; return why the others must be ended, or None."""
     deadline, first = time.monotonic() + timeout_s, None
     while any(process.popen.poll() is None for process in processes):
         failed = [process.index for process in processes if process.popen.poll() not in (None, 0)]
@@ -96,7 +98,7 @@ def wait(processes: list[Process], timeout_s: float, grace_s: float) -> str | No
 
 
 def verdict(processes: list[Process]) -> str | None:
-    """What is wrong with the outcome, or None."""
+    """Return what is wrong with the outcome, or None."""
     codes = [process.popen.returncode for process in processes]
     if any(codes):
         return f"exit statuses {codes}"
@@ -109,7 +111,7 @@ def verdict(processes: list[Process]) -> str | None:
 
 
 def main() -> int:
-    """Runs the tests; 0 where they have passed in every process."""
+    """Run the tests; return 0 if they have passed in every process."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -123,7 +125,7 @@ def main() -> int:
         arguments += ["--seed", "0" if os.environ.get("CI") else str(secrets.randbits(32))]
     count, address = options.num_processes, f"127.0.0.1:{free_port()}"
     own = {"PROCESSES": str(count), "CPU_DEVICES": str(options.devices), "COORDINATOR": address}
-    # The signal of `timeout`, after which nobody may stay behind.
+    # The signal of `timeout`, after which no process may remain.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     processes = [Process(index, own, arguments) for index in range(count)]
     try:
@@ -137,7 +139,7 @@ def main() -> int:
     problem = verdict(processes) if problem is None else problem
     if problem is None:
         return 0
-    for process in processes[1:]:  # all of process 0 is above
+    for process in processes[1:]:  # All output of process 0 is above.
         if process.popen.returncode != 0:
             ended = ", ended from here" if process in late else ""
             print(f"\n=== process {process.index}: exit status {process.popen.returncode}{ended}; its last lines:")

@@ -1,4 +1,4 @@
-"""`QuantizedExperts` in each way in which they may be stored."""
+"""`QuantizedExperts` in all their storage layouts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STORED = tuple(name.replace("_prepacked", " prepacked") for name in formats.STOR
 
 
 def store(w: Any, name: str, **options: Any) -> QuantizedExperts:
-    """Matrices `[..., K, N]` by a name of `STORED`."""
+    """Quantize `[..., K, N]` by a name of `STORED`."""
 
     @jax.jit
     def run(w: Any) -> QuantizedExperts:
@@ -27,7 +27,7 @@ def store(w: Any, name: str, **options: Any) -> QuantizedExperts:
 
 
 def stand_for(q: QuantizedExperts) -> np.ndarray:
-    """The matrices `[..., K, N]` in float64."""
+    """Dequantize to `[..., K, N]` in float64."""
     q = unprepack_experts(q) if q.is_prepacked else q
     values, scales = jax.tree.map(np.asarray, (q.values, q.scales))
     return np.swapaxes(oracle_quantized.dequantize(values, scales, q.format), -1, -2)

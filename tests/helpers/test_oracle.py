@@ -1,4 +1,4 @@
-"""The oracle against brute force that shares no code with it, and its gradients against finite differences."""
+"""The oracle against an independent brute-force version, and its gradients against finite differences."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def test_oracle_gather_and_combine_are_transposes(rng: np.random.Generator) -> N
 
 
 def test_oracle_combine_rounds_partial_sums() -> None:
-    topk_idx = np.array([[[0, 1]], [[-1, -1]]], np.int32)  # one token, one expert on each of two ranks
+    topk_idx = np.array([[[0, 1]], [[-1, -1]]], np.int32)  # One token, one expert on each of two ranks.
     lay = oracle.layout(topk_idx, 2)
     y = np.zeros((2, *lay.source.shape[1:], 1), F32)
-    y[0, 0], y[1, 0] = 257, 257  # bfloat16 holds 256 and 258 only; ties go to even
+    y[0, 0], y[1, 0] = 257, 257  # bfloat16 holds only 256 and 258; ties go to even.
     assert oracle.combine(y, lay)[0, 0, 0] == 514
     assert oracle.combine(y, lay, np.dtype("bfloat16"))[0, 0, 0] == 512
 
@@ -87,7 +87,7 @@ def test_oracle_fp8_zeros() -> None:
 
 
 def dense_moe(x, topk_idx, topk_weights, w_gate_up, w_down, gated, act):
-    """Every expert on every token, then a weighted one-hot sum: no row lists."""
+    """Apply every expert to every token, then a weighted one-hot sum, without row lists."""
     z = np.einsum("wth,ehc->wtec", x, w_gate_up)
     size = w_down.shape[1]
     hidden = act(z[..., :size]) * (z[..., size:] if gated else 1)
@@ -108,7 +108,7 @@ ACTIVATIONS = {
 def test_oracle_moe_and_gradients(rng: np.random.Generator, activation: str, gated: bool) -> None:
     shape = Shape(num_tokens=3, top_k=3, num_experts=4, hidden=5, intermediate=3)
     topk_idx = ROUTINGS["some_without_expert"](rng, 2, shape)
-    topk_idx[0, 0] = 1  # one expert three times
+    topk_idx[0, 0] = 1  # One expert three times.
     arrays = {
         "x": rng.standard_normal((2, 3, 5)),
         "topk_weights": rng.standard_normal((2, 3, 3)),
@@ -130,7 +130,7 @@ def test_oracle_moe_and_gradients(rng: np.random.Generator, activation: str, gat
 
 
 def test_oracle_dropped_rows(rng: np.random.Generator) -> None:
-    topk_idx = np.zeros((1, 3, 1), np.int32)  # three rows for one expert, room for two
+    topk_idx = np.zeros((1, 3, 1), np.int32)  # Three rows for one expert, room for two.
     x, weights = rng.standard_normal((1, 3, 2)), np.ones((1, 3, 1))
     lay = oracle.layout(topk_idx, 1, capacity=2)
     out = oracle.MoE(x, weights, np.eye(2)[None], np.eye(2)[None], lay, "relu").forward()
@@ -164,7 +164,7 @@ def test_oracle_moe_sort_example() -> None:
 
 
 def test_oracle_low_latency_example(rng: np.random.Generator) -> None:
-    # Two ranks, two experts, two tokens; token 1 of rank 0 asks for expert 1 twice.
+    # Two ranks, two experts, two tokens; token 1 of rank 0 has expert 1 twice.
     topk_idx = np.array([[[0, 1], [1, 1]], [[1, -1], [0, 1]]], np.int32)
     lay = oracle_serving.low_latency_layout(topk_idx, 2, max_tokens_per_rank=2)
     assert lay.token[0, 0].tolist() == [0, 1, -1, -1]
@@ -190,5 +190,5 @@ def test_oracle_low_latency_gradients_are_transposes(rng: np.random.Generator) -
     weights, d_out = probabilities(rng, *topk_idx.shape), integers(rng, 2, BASE.num_tokens, 3)
     value = np.vdot(oracle_serving.low_latency_combine(y, topk_idx, weights, lay), d_out)
     d_y, d_weights = oracle_serving.low_latency_combine_gradients(y, topk_idx, weights, lay, d_out)
-    # The value is linear in each of the two arguments, so each gradient gives it back.
+    # The value is linear in each of the two arguments, so each gradient reproduces it.
     np.testing.assert_allclose([np.vdot(d_y, y), np.vdot(d_weights, weights)], value, rtol=1e-6, atol=1e-6)

@@ -1,4 +1,4 @@
-"""The launcher of tests in several processes: it passes what passes in step everywhere, and nothing else."""
+"""The launcher of tests in several processes: it passes only if all processes pass in step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def hang():
     pathlib.Path(__file__).with_name(f"hangs{ME}").write_text(str(os.getpid()))
     time.sleep(1000)
 """
-# The launcher, for which time does not pass before the file that it is given exists, and then passes fast.
+# A launcher whose clock stands still until the given file exists, and then runs fast.
 STAGED = """
 import itertools, sys, time, types
 from pathlib import Path
@@ -42,10 +42,10 @@ sys.exit(run_processes.main())
 
 
 def launch(*arguments: str, late: str | None = None) -> tuple[int, str]:
-    """Runs the launcher; with `late`, its time passes once that file exists."""
+    """Run the launcher; with `late`, its clock starts once that file exists."""
     staged = [str(LAUNCHER)] if late is None else ["-c", STAGED, late]
     command = [sys.executable, *staged, "2", "-q", "-rN", *arguments]
-    # On CPU devices also where the suite runs on GPUs, whose memory this process holds.
+    # On CPU devices, even if the suite runs on GPUs, whose memory this process holds.
     environment = os.environ | {
         "JAX_EP_TEST_DEVICES": "cpu",
         "PYTHONPATH": os.pathsep.join([str(LAUNCHER.parent), *sys.path]),
@@ -57,7 +57,7 @@ def launch(*arguments: str, late: str | None = None) -> tuple[int, str]:
 
 @pytest.mark.slow
 def test_contract_tests_in_two_processes() -> None:
-    """Through jax.distributed and collectives between processes, on real contract tests."""
+    """Use jax.distributed and collectives between processes, on real contract tests."""
     names = "test_dispatch_combine_routings or test_dispatch_combine_handle_reuse or test_dispatch_quantized"
     options = ["--implementation", "xla", "-o", "verbosity_subtests=1", "--slow", "-k", names]
     code, output = launch(str(CONTRACT), *options)
@@ -94,7 +94,7 @@ def test_outcomes(name: str, tmp_path: Path) -> None:
 
 
 def test_nobody_stays_behind_when_it_is_ended(tmp_path: Path) -> None:
-    """By the signal that `timeout` sends: orphans would keep the GPUs."""
+    """After the signal of `timeout`, orphans would keep the GPUs."""
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_case.py").write_text(HEAD + "def test_hangs(): hang()\n")
     environment = os.environ | {"JAX_EP_TEST_DEVICES": "cpu"}

@@ -1,4 +1,4 @@
-"""What experts compute, with biases, on every implementation: values and gradients against the oracle."""
+"""Activations with biases on every implementation: values and gradients against the oracle."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ CASES = {
 
 
 class Inputs:
-    """Random inputs of a layer with experts, and the oracle's answer."""
+    """Random inputs of a layer with experts, and the oracle's result."""
 
     def __init__(self, rng: Any, experts: jax_ep.Experts, bias: bool, num_ranks: int, shape: Shape, dtype: Any) -> None:
         self.experts, self.shape = experts, shape
         self.layer = Layer(rng, "duplicates", num_ranks, shape, dtype, gated=experts.gated)
-        self.layer.w_gate_up *= 3  # so that limits are reached
+        self.layer.w_gate_up *= 3  # So that limits are reached.
         num_experts, hidden, columns = self.layer.w_gate_up.shape
         self.biases = (reals(rng, num_experts, columns, dtype=dtype), reals(rng, num_experts, hidden, dtype=dtype))
         self.biases = self.biases if bias else (None, None)
@@ -65,7 +65,7 @@ def moe(implementation: str, inputs: Inputs, **options: Any) -> Any:
 
 
 def with_gradients(call: Any) -> Any:
-    """`call`, and its gradients in all floating arguments, for a cotangent that comes last."""
+    """Return `call` and its gradients in all floating arguments, for a cotangent as the last argument."""
 
     def value(arrays, topk_idx, d_out):
         x, weights, *others = arrays
@@ -81,7 +81,7 @@ def with_gradients(call: Any) -> Any:
 
 
 def assert_near(got: np.ndarray, want: np.ndarray, what: str) -> None:
-    """In the norm: a sum that rounds to the other side of a limit has another derivative."""
+    """Compare in the norm: a sum that rounds to the other side of a limit has another derivative."""
     error = np.linalg.norm(got.astype(np.float64) - want) / np.linalg.norm(want)
     assert error < 0.05, f"{what}: off by {error}"
 
@@ -105,7 +105,7 @@ def test_experts_values_and_gradients(implementation: str, case: str, dtype: Any
 @pytest.mark.parametrize("case", ["plain", "gpt-oss in halves", "gpt-oss"])
 @pytest.mark.slow(unless={"case": ["plain"]})
 def test_experts_inference_matches_training(implementation: str, case: str, expert_mesh: Any, rng: Any) -> None:
-    """Up to the rounding of hidden rows, which are not there where nobody wants a gradient."""
+    """Up to the rounding of hidden rows, which do not exist without gradients."""
     halves = dataclasses.replace(GPT_OSS, interleaved=False)
     experts = {"plain": jax_ep.Experts(), "gpt-oss in halves": halves, "gpt-oss": GPT_OSS}[case]
     inputs = Inputs(rng, experts, False, 2, BASE, BF16)
@@ -162,7 +162,7 @@ def test_experts_low_latency(implementation: str, case: str, fp8: bool, expert_m
 
 
 def test_experts_custom_activation(implementation: str, expert_mesh: Any, rng: Any) -> None:
-    """With parameters of its own, whose gradient no row without a token touches."""
+    """A custom activation with its own parameters, whose gradient ignores rows without a token."""
     inputs = Inputs(rng, jax_ep.Experts(), False, 2, BASE, BF16)
     slope = rng.standard_normal((2, BASE.intermediate)).astype(np.float32)
 

@@ -1,4 +1,4 @@
-"""low_latency_moe: the layer that moe computes, for few tokens, in FP8 and in the dtype of the tokens."""
+"""low_latency_moe: the layer of moe for few tokens, in FP8 and in the dtype of the tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jax_ep.quantization import quantize_experts, quantize_fp8_weights
 from routings import ROUTINGS
 
 SHAPE = Shape(num_tokens=6, top_k=3, num_experts=8, hidden=256, intermediate=128)
-# Roundings to 3 mantissa bits, each of 0.026 in the root mean square: two in each product, gate and up count both.
+# Roundings to 3 mantissa bits, each of 0.026 in the root mean square: two in each GEMM, where gate and up both count.
 # That makes 0.06 to 0.075 for the few tokens of these tests.
 FP8_ERROR = 0.1
 
@@ -80,7 +80,7 @@ def test_low_latency_moe_routings(
             problem = Problem(rng, routing, 2, BF16)
             got = call(*problem.args)
             assert got.dtype == BF16
-            assert_close(got, problem.want(), tolerance=2e-2)  # three roundings to bfloat16, one after another
+            assert_close(got, problem.want(), tolerance=2e-2)  # Three roundings to bfloat16, one after another.
             error = relative_error(fp8_call(*problem.args), problem.want())
             assert 0.02 < error < FP8_ERROR
 
@@ -106,7 +106,7 @@ def test_low_latency_moe_padding(implementation: str, expert_mesh: Any, rng: np.
 
 
 def test_low_latency_moe_matches_moe(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
-    """In float32 both agree to float32's precision, so that a program may change between them."""
+    """In float32 both agree to float32 precision, so that a program may switch between them."""
     problem = Problem(rng, "uniform", 2, F32)
 
     def moe(x, topk_idx, topk_weights, w_gate_up, w_down):
@@ -138,7 +138,7 @@ def test_low_latency_moe_no_gradient() -> None:
 
 
 def small_layer(seed=0):
-    """x, ids, weights, and matrices as `moe` takes them, of four experts."""
+    """Return x, ids, weights, and expert weights in the layout of `moe`, for four experts."""
     rng = np.random.default_rng(seed)
     shapes = ((3, 128), (4, 128, 256), (4, 128, 128))
     x, up, down = (jnp.asarray(rng.normal(size=shape) / 11, jnp.float32) for shape in shapes)
@@ -148,7 +148,7 @@ def small_layer(seed=0):
 @pytest.mark.parametrize("other", ["fp8", "fp8_channel", "mxfp4", "int4"])
 @pytest.mark.parametrize("swapped", [False, True])
 def test_low_latency_moe_two_weight_formats(other: str, swapped: bool) -> None:
-    """As `fused_moe` takes them: each matrix says by itself what its rows become."""
+    """As in `fused_moe`, each weight determines how its rows are quantized."""
     x, ids, weights, *matrices = small_layer()
     formats = [
         {"format": "fp8", "activations": "fp8"},
@@ -184,7 +184,7 @@ def test_low_latency_ids_past_num_tokens(jit: bool) -> None:
 
 @pytest.mark.parametrize("argument", ["topk_weights", "biases"])
 def test_low_latency_moe_no_gradient_per_array(argument: str) -> None:
-    """Whether an implementation has one launch for it or several: on each kind of device alike."""
+    """Whether an implementation fuses it or not, on each kind of device."""
     x, ids, weights, up, down = small_layer()
     given = {"topk_weights": weights, "biases": (None, jnp.ones((4, 128)))}
 

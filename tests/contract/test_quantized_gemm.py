@@ -1,4 +1,4 @@
-"""Products of rows and matrices in 8 and 4 bits, and the layers that are made of them."""
+"""GEMMs with weights in 8 and 4 bits, and layers with them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from stored_experts import STORED, stand_for, store
 OPERATION = "quantized_gemm"
 FORMATS = pytest.mark.parametrize("expert_format", formats.FORMATS)
 IN_EVERY_WAY = pytest.mark.parametrize("stored", STORED)
-# Rows, sizes of groups: empty groups, tiles that are cut, rows past the groups.
+# Rows, sizes of groups: empty groups, partial tiles, rows past the groups.
 GROUPS = {"uneven": (70, [3, 0, 41, 17]), "one": (20, [20]), "none used": (9, [0, 0]), "few": (3, [1, 2])}
 
 
 class Problem:
-    """Rows that are NaN where they belong to no group, and quantised matrices with the float64 that they stand for."""
+    """Rows that are NaN outside of groups, and quantized weights with their float64 values."""
 
     def __init__(self, rng: Any, name: str, stored: str, dtype: Any, depth: int, columns: int) -> None:
         rows, sizes = GROUPS[name]
@@ -45,7 +45,7 @@ class Problem:
 
 
 def tolerance(dtype: Any) -> float | None:
-    """Elements are rounded to the dtype of rows, which sums of many make less of."""
+    """Return the tolerance: elements are rounded to the dtype of rows, which sums of many average out."""
     return {BF16: 8e-3, F16: 2e-3}.get(np.dtype(dtype))
 
 
@@ -99,7 +99,7 @@ def test_quantized_gemm_int4_blocks(
 def test_quantized_gemm_mxfp4_scales(
     implementation: str, dtype: Any, prepacked: bool, rng: np.random.Generator
 ) -> None:
-    """Far from one, too, of one column each; what is too large is not finite, and NaN stays in its column."""
+    """Scales far from one, one per column; too large values are not finite, and NaN stays in its column."""
     exponents = np.array([63, 100, 127, 128, 129, 140, 160, 161, 254, 255], np.uint8)
     lhs, columns = reals(rng, 6, 64, dtype=dtype), len(exponents)
     q = quantize_experts(jnp.asarray(reals(rng, 1, 64, columns)), "mxfp4")
@@ -123,7 +123,7 @@ def test_quantized_gemm_mxfp4_scales(
 def test_quantized_gemm_int8_tokens(
     implementation: str, masked: bool, smoothed: bool, rng: np.random.Generator
 ) -> None:
-    """Products of integers: what is left are the roundings of rows and matrices, which are those of the oracle."""
+    """Integer GEMMs: only the roundings of rows and weights remain, which match the oracle."""
     sizes, depth = np.array([5, 0, 30], np.int32), 160
     w = reals(rng, 3, depth, 40)
     smooth = (2.0 ** rng.uniform(-3, 3, (3, depth))).astype(F32) if smoothed else None
@@ -142,7 +142,7 @@ def test_quantized_gemm_int8_tokens(
         got = to_numpy(jax.jit(partial(jax_ep.masked_grouped_gemm, **options))(lhs, q, sizes))[real]
     else:
         got = to_numpy(jax.jit(partial(jax_ep.grouped_gemm, **options))(rows, q, sizes))
-    # One in some thousands of elements lies so close to the middle of two integers that float32 rounds it otherwise.
+    # One in some thousands of elements lies so close to the middle of two integers that float32 rounds it differently.
     assert_close(got, want, tolerance=1e-2)
     assert np.linalg.norm(got - want) < 1e-3 * np.linalg.norm(want)
     if smooth is None:
@@ -152,7 +152,7 @@ def test_quantized_gemm_int8_tokens(
 
 @pytest.mark.slow_interpreted
 def test_quantized_gemm_smooth_outlier_columns(implementation: str, rng: np.random.Generator) -> None:
-    """Of tokens some of whose columns are a hundred times the others, as SmoothQuant finds them in models."""
+    """Some columns of the tokens are a hundred times the others, as SmoothQuant finds them in models."""
     x, w, sizes = reals(rng, 64, 256), reals(rng, 2, 256, 32), np.array([40, 24], np.int32)
     x[:, ::32] *= 100
     smooth = np.broadcast_to(np.sqrt(np.abs(x).max(0)) / np.sqrt(np.abs(w).max((0, 2))), (2, 256)).astype(F32)
@@ -178,7 +178,7 @@ def test_quantized_layer_int8_tokens(implementation: str, rng: np.random.Generat
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_quantized_gemm_fp8_tokens(implementation: str, masked: bool, rng: np.random.Generator) -> None:
-    """As products of the two FP8 operands, to the bit."""
+    """Results match GEMMs of the two FP8 operands bit for bit."""
     sizes, depth = np.array([5, 0, 30], np.int32), 256
     q = quantize_experts(jnp.asarray(reals(rng, 3, depth, 40)), "fp8", activations="fp8")
     rows = reals(rng, 35, depth, dtype=BF16)
@@ -199,7 +199,7 @@ FP8_FORMATS = pytest.mark.parametrize(
 
 
 def in_fp8(rows: np.ndarray) -> np.ndarray:
-    """What is left of rows, in float64."""
+    """Return rows after rounding to FP8, in float64."""
     values, scales = (to_numpy(a).astype(np.float64) for a in quantize_fp8(jnp.asarray(rows, jnp.float32)))
     return values * scales.repeat(128, -1)
 
@@ -211,7 +211,7 @@ def in_fp8(rows: np.ndarray) -> np.ndarray:
 def test_quantized_gemm_fp8_tokens_other_formats(
     implementation: str, given: str, block_size: int, expert_format: str, rng: np.random.Generator
 ) -> None:
-    """Sums of products of what is left of the rows and what the matrices stand for: their elements are not rounded."""
+    """Sums of products of the rounded rows and the dequantized weights, whose elements are not rounded again."""
     sizes, depth = np.array([5, 0, 30], np.int32), 256
     w = reals(rng, 3, depth, 40) * 2.0 ** rng.integers(-9, 1, (3, depth // 32, 1, 40)).repeat(32, 1).reshape(
         3, depth, 40
@@ -233,7 +233,7 @@ def test_quantized_gemm_fp8_tokens_other_formats(
         else:
             values, scales = quantize_fp8(jnp.asarray(lhs))
             got = to_numpy(call(values, q, sizes, lhs_scales=scales))[real]
-    # Tensor cores of Hopper add products of FP8 in about 14 bits, until 128 are scaled and added in float32.
+    # Hopper's tensor cores add FP8 products in about 14 bits, until 128 are scaled and added in float32.
     in_float32 = 2e-3 if jax.default_backend() == "gpu" else 2e-5
     exact = not sizes_of_blocks or block_size == 128 or implementation == "xla"
     assert_close(got, want, tolerance=in_float32 if exact else 1e-2)
@@ -264,7 +264,7 @@ def test_quantized_layers_fp8_tokens(
     else:
         call = partial(jax_ep.fused_moe, schedule=jax_ep.Schedule(single_launch=which == "one launch"))
     got = to_numpy(jax.jit(partial(call, implementation=implementation))(x, ids, weights, *pair))
-    # Rows between the products are rounded to bfloat16, some of which FP8 then rounds the other way.
+    # Rows between the GEMMs are rounded to bfloat16, after which FP8 rounds some of them the other way.
     assert_close(got, want, tolerance=0.1)
     assert np.linalg.norm(got.astype(np.float64) - want) < 4e-2 * np.linalg.norm(want)
 
@@ -273,7 +273,7 @@ def test_quantized_layers_fp8_tokens(
 @pytest.mark.parametrize("kind", ["silu", "weights on the input", "function"])
 @pytest.mark.slow(unless={"kind": ["silu"]})
 def test_quantized_layer_fp8_tokens(implementation: str, kind: str, num_ranks: int, expert_mesh: Any, rng: Any) -> None:
-    """What the layer computes that quantises its matrices in each call, but for sums in FP8, where there is one."""
+    """Results match the layer that quantizes its weights in each call, except for FP8 sums, if it exists."""
     layer = Layer(rng, "duplicates", num_ranks, Shape(num_tokens=9, hidden=128, intermediate=128), BF16)
     own = jax_ep.Experts(lambda hidden: jnp.maximum(hidden[..., :128], 0) * hidden[..., 128:])
     experts = {"silu": jax_ep.Experts(), "weights on the input": jax_ep.Experts(weight_on="input"), "function": own}[
@@ -301,7 +301,7 @@ def test_quantized_layer_fp8_tokens(implementation: str, kind: str, num_ranks: i
 
 
 def test_quantized_low_latency_layer_fp8_tokens(implementation: str, rng: np.random.Generator) -> None:
-    """That of pairs."""
+    """Results match the layer with pairs."""
     layer = Layer(rng, "uniform", 1, Shape(num_tokens=9, hidden=128, intermediate=128), BF16)
     quantised = [quantize_experts(jnp.asarray(w), "fp8", activations="fp8") for w in (layer.w_gate_up, layer.w_down)]
     pairs = [(q.values, q.scales) for q in quantised]
@@ -311,7 +311,7 @@ def test_quantized_low_latency_layer_fp8_tokens(implementation: str, rng: np.ran
 
 
 def stands_for(layer: Layer, stored: str, dtype: Any) -> Layer:
-    """The layer of the matrices that its quantised ones stand for."""
+    """Return the layer with dequantized weights."""
     for name in ("w_gate_up", "w_down"):
         setattr(layer, name, stand_for(store(getattr(layer, name), stored)).astype(F32))
     return layer
@@ -336,7 +336,7 @@ def test_quantized_layers(implementation: str, which: str, stored: str, expert_m
 
 
 def test_quantized_layers_biases_and_padding(implementation: str, rng: np.random.Generator) -> None:
-    """As `fused_moe` has them for other matrices."""
+    """As in `fused_moe` with other weights."""
     w = [reals(rng, 4, 128, n, dtype=BF16) / 11 for n in (256, 128)]
     x, ids = reals(rng, 6, 128, dtype=BF16), rng.integers(-1, 4, (6, 2), dtype=np.int32)
     ids[4:] = -1

@@ -1,8 +1,8 @@
-"""Devices, strictness, and the fixtures that every test shares.
+"""Devices, strict settings, and the fixtures that all tests share.
 
 `JAX_EP_TEST_DEVICES=gpu` runs the suite on the machine's GPUs; otherwise it runs on eight CPU devices. run_processes.py
-runs it in several processes in step, with one GPU or some CPU devices each; with `JAX_EP_TEST_GPUS=N` they share N
-GPUs, where they take turns.
+runs it in several processes in step, with one GPU or some CPU devices each; with `JAX_EP_TEST_GPUS=N` they share N GPUs
+and take turns.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ import pytest
 
 NUM_PROCESSES = int(os.environ.get("JAX_EP_TEST_PROCESSES", "1"))
 NUM_GPUS = int(os.environ.get("JAX_EP_TEST_GPUS", NUM_PROCESSES))
-NUM_CPU_DEVICES = int(os.environ.get("JAX_EP_TEST_CPU_DEVICES", "8"))  # of each process
+NUM_CPU_DEVICES = int(os.environ.get("JAX_EP_TEST_CPU_DEVICES", "8"))  # Of each process.
 ON_GPU = os.environ.get("JAX_EP_TEST_DEVICES", "cpu") == "gpu"
-# Set before JAX is imported: it reads both when it is first used.
+# Set before JAX is imported, because it reads both on first use.
 if ON_GPU:
     os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu")
 else:
     os.environ["JAX_PLATFORMS"] = "cpu"
-    # Most of the time goes into compiling small programs that run once.
+    # Compiling small programs that run once dominates the time.
     fast_compilation = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    # A device may wait long for its turn on a core: by default XLA takes a collective for hung, and aborts the process.
+    # A device may wait long for a CPU core. By default XLA assumes that a collective hangs, and aborts the process.
     waits = "--xla_cpu_collective_timeout_seconds=1800 --xla_cpu_collective_call_terminate_timeout_seconds=1800"
     flags = f"{fast_compilation} {waits} --xla_force_host_platform_device_count={NUM_CPU_DEVICES}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
 
-os.environ["JAX_EP_TUNING"] = "off"  # what a person has measured on this machine is no part of a test
+os.environ["JAX_EP_TUNING"] = "off"  # Ignore tuned settings of this machine.
 
 import jax
 from jax.sharding import Mesh
 
 import harness
 
-gc.set_threshold(200_000, 20, 20)  # tracing makes many objects that live: looking through them took a fifth of the time
+gc.set_threshold(200_000, 20, 20)  # Tracing creates many live objects; scanning them took a fifth of the time.
 pytest_plugins = ["keep_results", "file_seconds"]  # --results, --seconds
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# The oracle is float64: without this, float32 products on a GPU carry 10 bits.
+# The oracle is float64: without this, float32 matmuls on a GPU have 10 bits.
 jax.config.update("jax_default_matmul_precision", "highest")
 
 
@@ -59,7 +59,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """JAX must know of the other processes before it looks for devices."""
+    """JAX must know of the other processes before it searches for devices."""
     for name in ON_KERNELS:
         file, _, test = name.partition("::")
         path = Path(__file__).parents[1] / file
@@ -69,8 +69,8 @@ def pytest_configure() -> None:
         process = int(os.environ["JAX_EP_TEST_PROCESS"])
         address = os.environ["JAX_EP_TEST_COORDINATOR"]
         if NUM_GPUS < NUM_PROCESSES:
-            os.environ["NCCL_HOSTID"] = str(process)  # NCCL refuses processes of one host that share a GPU
-        # run_processes.py ends those that wait for one that hangs.
+            os.environ["NCCL_HOSTID"] = str(process)  # NCCL rejects processes of one host that share a GPU.
+        # run_processes.py ends processes that wait for a hanging one.
         times = {"heartbeat_timeout_seconds": 300, "shutdown_timeout_seconds": 300}
         own = {"local_device_ids": [process % NUM_GPUS] if ON_GPU else None, "cluster_detection_method": "deactivate"}
         jax.distributed.initialize(address, NUM_PROCESSES, process, **own, **times)
@@ -104,15 +104,16 @@ ON_KERNELS = {
 
 
 def is_on_kernels(nodeid: str) -> bool:
-    """Whether `ON_KERNELS` has this file, test or case, or a case of this test."""
+    """Return whether `ON_KERNELS` contains this file, test or case, or a case of this test."""
     names = {nodeid, nodeid.split("[")[0], nodeid.split("::")[0]}
     return not names.isdisjoint(ON_KERNELS) or any(name.startswith(f"{nodeid}[") for name in ON_KERNELS)
 
 
 def implementations(config: pytest.Config, module: Any = None, nodeid: str = "") -> list[str]:
-    """Those asked for, or all that run on these devices without preparations.
+    """Return the requested implementations, or all that run on these devices without preparation.
 
-    On CPU devices `pallas` is there for modules that name their `OPERATION`: whole layers in its interpreter take long.
+    On CPU devices, `pallas` is included for modules that set `OPERATION`, because whole layers take long in its
+    interpreter.
     """
     from jax_ep.ops import registry
 
@@ -121,28 +122,28 @@ def implementations(config: pytest.Config, module: Any = None, nodeid: str = "")
         return chosen.split(",")
     if ON_GPU:
         return list(registry.available())
-    # Each at the same index everywhere: pytest puts tests with the same parameter of a session next to each other.
+    # Each at the same index in all tests: pytest groups tests with the same parameter of a session.
     interpreted = ["triton"] if NUM_PROCESSES == 1 and is_on_kernels(nodeid) else []
     return ["xla", *interpreted, *(["pallas"] if hasattr(module, "OPERATION") else [])]
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Kernels run on CPU devices only where asked for: in Triton's interpreter, one process per device."""
+    """Kernels run on CPU devices only on request: in Triton's interpreter, one process per device."""
     if "triton" in implementations(session.config):
         _begin(session.config)
 
 
-_begun: Any = None  # the context that `_begin` made
+_begun: Any = None  # The context that `_begin` created.
 
 
 def _begin(config: pytest.Config) -> None:
-    """The context of tests that have none of their own."""
+    """Create the context of tests that do not create their own."""
     global _begun
     import jax_ep
     from jax_ep import context
 
     launcher = config.getoption("launcher")
-    if NUM_PROCESSES > 1:  # a transport that refuses must not look like tests that pass
+    if NUM_PROCESSES > 1:  # An unsupported transport must not look like passing tests.
         mesh = harness.make_mesh((NUM_PROCESSES,), (harness.EXPERT,))
         jax_ep.init(mesh, transport="nvshmem", launcher=launcher)
     elif not ON_GPU:
@@ -159,18 +160,18 @@ def pytest_sessionfinish() -> None:
     jax_ep.finalize()
 
 
-MEASURED_CAPABILITY = 90  # of the GPUs that kernels are made for
+MEASURED_CAPABILITY = 90  # Of the GPUs that the kernels are written for.
 
 
 SLOW_GROUPS = (
     "tests/benchmarks/*",
-    "*ptx.py",  # machine code of kernels
+    "*ptx.py",  # Machine code of kernels.
     "tests/megakernels/test_jax_triton.py",
     "tests/helpers/test_run_processes.py",
     "tests/test_packaging.py",
     "tests/test_evidence.py",
 )
-"""Files of which `make test-rest` runs all tests."""
+"""Files whose tests all run in `make test-rest`."""
 
 
 def _implementation(item: pytest.Item) -> str | None:
@@ -178,12 +179,12 @@ def _implementation(item: pytest.Item) -> str | None:
 
 
 def is_slow(item: pytest.Item) -> bool:
-    """Whether `make test` leaves it to `make test-rest`."""
+    """Return whether `make test` leaves this test to `make test-rest`."""
     if any(item.path.match(group) for group in SLOW_GROUPS):
         return True
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     if parameters.get("capability", MEASURED_CAPABILITY) != MEASURED_CAPABILITY:
-        return True  # a kernel compiled for other GPUs too
+        return True  # A kernel compiled for other GPUs.
     interpreted = parameters.get("implementation") in ("triton", "pallas")
     names = ("slow", "slow_interpreted") if interpreted else ("slow",)
     marks = [mark for name in names for mark in item.iter_markers(name)]
@@ -191,7 +192,7 @@ def is_slow(item: pytest.Item) -> bool:
 
 
 def _is_exempt(mark: pytest.Mark, parameters: dict[str, Any]) -> bool:
-    """Whether this is one of the cases that a mark names with `unless={parameter: values}`."""
+    """Return whether this is one of the cases that a mark exempts with `unless={parameter: values}`."""
     unless = mark.kwargs.get("unless", {})
     return bool(unless) and all(parameters[name] in values for name, values in unless.items())
 
@@ -209,7 +210,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A module that names its `OPERATION` also gets implementations made for that alone."""
+    """Add the implementations that exist only for the `OPERATION` of a module."""
     from jax_ep.ops import registry
 
     if "implementation" in metafunc.fixturenames:
@@ -221,7 +222,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None]:
-    """Tests on kernels have the session's context, or one that begins anew after a test with its own; others none."""
+    """Give tests on kernels the session's context, or a new one after a test with its own; give others none."""
     import jax_ep
     from jax_ep import context
 
@@ -242,10 +243,11 @@ def pytest_runtest_call() -> Generator[None]:
 
 @pytest.fixture(autouse=True)
 def _interpreters_of_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mosaic's interpreter takes the first device that is done with a block for the only one.
+    """Fix Mosaic's interpreter, which treats the first device that finishes a block as the only one.
 
-    It then calls barriers left behind that other devices still use, and counts accumulators from the first again, so
-    that another device's two have one number.
+    It then reports barriers as unused that other devices still use, and numbers accumulators from the first again, so
+    that
+    two accumulators of different devices share a number.
     """
     if not ON_GPU:
         from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
@@ -261,9 +263,9 @@ def _interpreters_of_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
-    """Fresh random inputs; pytest shows the printed seed with a failure, and `--seed` brings it back.
+    """A generator of new random inputs; pytest shows its seed with a failure, and `--seed` reproduces it.
 
-    Continuous integration uses one seed: whether a change passes there must depend on the change alone.
+    Continuous integration uses a fixed seed, so that its result depends on the change only.
     """
     seed = request.config.getoption("seed")
     if seed is None:
@@ -274,13 +276,13 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
 
 @pytest.fixture
 def expert_mesh() -> Callable[[int], Mesh]:
-    """`expert_mesh(W)`: a mesh of W devices on the axis "expert"; skips where there are fewer."""
+    """Return `expert_mesh(W)`, which creates a mesh of W devices on the axis "expert", or skips the test."""
     return lambda num_ranks: harness.make_mesh((num_ranks,), (harness.EXPERT,))
 
 
 @pytest.fixture
 def two_ranks() -> Iterator[Mesh]:
-    """Two ranks of the kernels with a context of the test's own, in Triton's interpreter where there are no GPUs."""
+    """Two ranks of the kernels with their own context, in Triton's interpreter on machines without GPUs."""
     import jax_ep
 
     pytest.importorskip("triton")
@@ -300,13 +302,13 @@ RANKS += [pytest.param(n, marks=pytest.mark.slow) for n in (1, 4)]
 
 @pytest.fixture(params=RANKS, ids="ranks{}".format)
 def every_mesh(request: pytest.FixtureRequest, expert_mesh: Callable[[int], Mesh]) -> Mesh:
-    """Meshes of 1, 2, 4 and 8 ranks."""
+    """A mesh of 1, 2, 4 and 8 ranks."""
     return expert_mesh(request.param)
 
 
 @pytest.fixture
 def mesh(expert_mesh: Callable[[int], Mesh]) -> Mesh:
-    """Four ranks, or as many as the machine has: for tests whose subject is not the number of ranks."""
+    """A mesh of four ranks, or as many as the machine has, for tests that are not about the number of ranks."""
     return expert_mesh(min(4, jax.device_count()))
 
 

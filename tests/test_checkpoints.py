@@ -40,7 +40,7 @@ from jax_ep.types import Experts
 every_family = pytest.mark.parametrize("name", HUB)
 
 
-# --- what the families say -------------------------------------------------------------------------------------------
+# --- model families ---------------------------------------------------------------------------------------------------
 
 
 def test_checkpoint_families_are_tested() -> None:
@@ -51,7 +51,7 @@ def test_checkpoint_families_are_tested() -> None:
 def test_checkpoint_values(
     name: str, tmp_path: Path, rng: np.random.Generator, expert_mesh: Callable[[int], Mesh]
 ) -> None:
-    """With the names of published checkpoints; on one device, and over four."""
+    """With the names of published checkpoints, on one device and over four."""
     checkpoint, want = written(name, tmp_path, rng)
     assert checkpoint.moe_layers == HUB[name].layers
     mesh = expert_mesh(4)
@@ -75,7 +75,7 @@ def test_checkpoint_options(name: str, tmp_path: Path, rng: np.random.Generator)
 
 @pytest.mark.parametrize("name", [name for name, hub in HUB.items() if not hub.fused])
 def test_checkpoint_fused_expert_tensors(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
-    """As Hugging Face's own code keeps the experts in memory: `[E, out, in]`, gates first."""
+    """As in Hugging Face's own code: `[E, out, in]`, gates first."""
     hub = HUB[name]
     tensors, want = hub_checkpoints.layer(hub, hub.layers[0], rng)
     prefix = f"model.layers.{hub.layers[0]}.mlp."
@@ -138,7 +138,7 @@ def test_checkpoint_without_shared_experts(tmp_path: Path, rng: np.random.Genera
 
 
 def test_checkpoint_identity_expert_router_columns(tmp_path: Path, rng: np.random.Generator) -> None:
-    """LongCat's experts that return their token."""
+    """LongCat's identity experts."""
     hub = HUB["longcat_flash"]
     tensors, want = hub_checkpoints.layer(hub, 0, rng)
     wider = rng.standard_normal((EXPERTS + 3, HIDDEN)).astype(F32)
@@ -173,7 +173,7 @@ def test_checkpoint_rank_counts(
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_checkpoint_meshes(axis_type: AxisType, tmp_path: Path, rng: np.random.Generator) -> None:
-    """Of several axes, of which some have copies; and the mesh that is set."""
+    """Meshes of several axes with replicas, and the mesh of `jax.set_mesh`."""
     checkpoint, want = written("gpt_oss", tmp_path, rng)
     mesh = make_mesh((2, 2, 2), ("data", "node", "expert"), axis_type)
     weights = checkpoint.moe_weights(0, mesh=mesh, axis_name=("node", "expert"))
@@ -224,7 +224,7 @@ def test_checkpoint_read_stored_dtypes(tmp_path: Path, rng: np.random.Generator)
 
 
 class Counting(np.ndarray):
-    """Knows which parts of two axes are taken of it, as all reading of matrices does."""
+    """An array that records which parts of two axes are read, as all reading of weights does."""
 
     taken: list[tuple[int, ...]]
 
@@ -240,7 +240,7 @@ class Counting(np.ndarray):
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Shapes of the parts that are read of tensors."""
+    """Record the shapes of the parts that are read from tensors."""
     shapes: list[tuple[int, ...]] = []
     real = TensorFiles.__getitem__
 
@@ -256,7 +256,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 def test_checkpoint_reads_each_part_once(
     taken: list[tuple[int, ...]], tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    """Whatever the number of devices: those that hold copies share what is read."""
+    """For any number of devices, replicas share what is read."""
     values = rng.standard_normal((16, 24)).astype(F32)
     checkpoint = Checkpoint(hub_checkpoints.write(tmp_path, {}, {"w": values}))
     sharding = NamedSharding(make_mesh((4, 2), ("a", "b")), P("a"))
@@ -271,13 +271,13 @@ def test_checkpoint_reads_each_part_once(
 
 
 def bytes_of(rng: np.random.Generator, dtype: np.dtype, *shape: int) -> np.ndarray:
-    """Finite numbers of any dtype."""
+    """Draw finite numbers of any dtype."""
     small = rng.integers(0, 64, (*shape, np.dtype(dtype).itemsize), np.uint8)
     return small.view(dtype).reshape(shape)
 
 
 def large_checkpoint(kind: str, folder: Path, rng: np.random.Generator) -> Checkpoint:
-    """Four experts whose matrices are a megabyte or more each, in one of the formats."""
+    """Write four experts whose weights are at least a megabyte each, in one of the formats."""
     experts, hidden, width = 4, 1024, 512
     sizes = {"hidden_size": hidden, "intermediate_size": width, "num_local_experts": experts, "num_hidden_layers": 1}
     if kind == "mxfp4":
@@ -324,15 +324,15 @@ def test_checkpoint_memory(
     expert_mesh: Callable[[int], Mesh],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The host has one shard of one array at a time, and a little for what is being decoded; values are the same."""
+    """The host holds one shard of one array at a time, and some memory for decoding; values are the same."""
     checkpoint = large_checkpoint(kind, tmp_path, rng)
     load = lambda: checkpoint.moe_weights(0, mesh=expert_mesh(num_ranks), **options)  # noqa: E731
     want = jax.tree.map(np.asarray, load())
-    # As on accelerators, which have memory of their own, so that nothing that is traced is the result.
+    # As on accelerators with their own memory, so that nothing that is traced is the result.
     put = jax.device_put
     monkeypatch.setattr(jax, "device_put", lambda x, device=None: jnp.copy(put(x, device)))
     monkeypatch.setattr(shards, "_has_host_memory", lambda device: False)
-    load()  # what Python and JAX keep from the first time is not counted
+    load()  # Exclude what Python and JAX cache on first use.
     tracemalloc.start()
     try:
         weights = load()
@@ -350,7 +350,7 @@ def test_checkpoint_memory(
 
 
 def dequantised(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """[out, in] of blocks to [in, out] in float32, with one rounding."""
+    """Dequantize [out, in] blocks to [in, out] in float32, with one rounding."""
     return oracle_serving.dequantize_blocks(values, scales).astype(F32).T
 
 
@@ -367,7 +367,7 @@ def test_checkpoint_fp8_as_stored(
         assert_same_bits(np.asarray(weights["w_down"][i]), down.astype(dtype), "w_down")
         assert weights["w_down"][i].sharding.spec == P("expert")
     assert_same_bits(np.asarray(weights["shared_down"]), dequantised(*pairs["shared_experts.down"]))
-    # These are the pairs that the package computes with.
+    # The package computes with these pairs.
     whole = checkpoint.moe_weights(3, dtype=F32)["w_gate_up"]
     same = dequantize_fp8_weights(*weights["w_gate_up"], F32).swapaxes(1, 2)
     np.testing.assert_array_equal(np.asarray(same), np.asarray(whole))
@@ -378,7 +378,7 @@ def test_checkpoint_fp8_as_stored(
 def test_checkpoint_fp8_dequantized(
     hidden: int, width: int, scale_dtype: np.dtype, tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    """Also in blocks that the edge cuts, and to bfloat16 where no dtype is given."""
+    """Also for blocks cut at the edge, and to bfloat16 by default."""
     checkpoint, pairs = fp8_checkpoint(tmp_path, rng, hidden, width, scale_dtype)
     halves = [[dequantised(*pairs[f"experts.{e}.{n}"]) for n in ("gate", "up")] for e in range(2)]
     want = np.stack([np.concatenate(two, axis=-1) for two in halves])
@@ -410,12 +410,12 @@ def test_checkpoint_mxfp4_all_codes() -> None:
     with np.errstate(over="ignore"):
         assert_same_bits(np.abs(got), np.abs(want).astype(F32))
         np.testing.assert_array_equal(np.signbit(got[:255]), np.signbit(want[:255]))
-        # bfloat16 has every one of them too, so that reading rounds nothing.
+        # bfloat16 represents all of them exactly.
         np.testing.assert_array_equal(got.astype(BF16).astype(F32), got)
 
 
 def test_checkpoint_mxfp4(tmp_path: Path, rng: np.random.Generator, expert_mesh: Callable[[int], Mesh]) -> None:
-    """gpt-oss as it is published: [E, out, in] in blocks of 32 along `in`, and everything else in bfloat16."""
+    """gpt-oss as published: [E, out, in] in blocks of 32 along `in`, and everything else in bfloat16."""
     hub = HUB["gpt_oss"]
     tensors, want = hub_checkpoints.layer(hub, 0, rng, BF16)
     config = hub.config | {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1}
@@ -444,13 +444,14 @@ def test_checkpoint_mxfp4(tmp_path: Path, rng: np.random.Generator, expert_mesh:
             assert_same_bits(np.asarray(matrices.values), blocks.reshape(*blocks.shape[:2], -1))
             assert_same_bits(np.asarray(matrices.scales), scales)
             same = np.asarray(dequantize_experts(matrices, BF16)).swapaxes(1, 2)
-            normal = np.abs(want[parameter].astype(F32)) >= np.finfo(F32).tiny  # XLA's products lose others on the CPU
+            # XLA's CPU matmuls flush the others to zero.
+            normal = np.abs(want[parameter].astype(F32)) >= np.finfo(F32).tiny
             np.testing.assert_array_equal(same[normal], want[parameter][normal])
             assert mesh is None or matrices.values.sharding.spec == P("expert")
         assert_same_bits(np.asarray(as_stored["b_down"]), want["b_down"])
 
 
-# --- around it -------------------------------------------------------------------------------------------------------
+# --- other ------------------------------------------------------------------------------------------------------------
 
 
 class Terminal(io.StringIO):
@@ -459,7 +460,7 @@ class Terminal(io.StringIO):
 
 
 def test_checkpoint_progress_bar(tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a terminal with rich; it ends where all bytes of the result have been read."""
+    """On a terminal with rich; it ends when all bytes of the result have been read."""
     progress = pytest.importorskip("rich.progress")
     checkpoint, want = written("gpt_oss", tmp_path, rng)
     told: list[float] = []
@@ -535,7 +536,7 @@ def test_checkpoint_docstring_example() -> None:
 
 
 def _names(stored: Stored) -> str:
-    """`a.{b,c}.d` for two tensors, and a mark where they are transposed."""
+    """Format `a.{b,c}.d` for two tensors, with a mark if they are transposed."""
     tokens = list(zip(*(name.format(expert="E").split(".") for name in stored.names), strict=True))
     name = ".".join(one[0] if len(set(one)) == 1 else "{" + ",".join(one) + "}" for one in tokens)
     return f"`{name}` ᵀ" if stored.transposed else f"`{name}`"
@@ -555,7 +556,7 @@ def _cell(parts: Iterable[str]) -> str:
 
 
 def tensor_row(name: str, form: Form) -> str:
-    """A family's tensors, as the page shows them."""
+    """Format a family's tensors like the page."""
     main = ("router", "w_gate_up", "w_down")
     others = _cell(f"`{key}`: {_names(stored)}" for key, stored in form.items() if key not in main)
     return f"| `{name}` | {' | '.join(_names(form[key]) for key in main)} | {others} |"
@@ -565,7 +566,7 @@ SIZE_OPTIONS = ("num_experts", "num_experts_per_tok", "intermediate_size")
 
 
 def option_row(name: str, family: Family) -> str:
-    """What a family takes from its config."""
+    """Format the options that a family reads from its config."""
     sizes = ", ".join(_keys(family.options[key]) for key in SIZE_OPTIONS)
     rule, every = family.layers._asdict(), Layers()._asdict()
     layers = {key: wanted for key, wanted in rule.items() if wanted != every[key]}

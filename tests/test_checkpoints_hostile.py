@@ -1,4 +1,4 @@
-"""Files that are malformed or hostile: each one is an error that names it, before any tensor is read."""
+"""Malformed or hostile files: each is an error that names it, before any tensor is read."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def test_file_replaced_after_the_checkpoint_was_opened(is_mapped: bool, tmp_path
 
 
 def test_file_cut_after_a_tensor_was_read(folder: Path) -> None:
-    """A read behind the end of a mapped file would end the process."""
+    """A read past the end of a mapped file would end the process."""
     write_file(folder / SINGLE, tensor())
     checkpoint = Checkpoint(folder)
     checkpoint.read("a")
@@ -258,7 +258,7 @@ def test_file_cut_after_a_tensor_was_read(folder: Path) -> None:
 def test_config_replaced_while_the_checkpoint_is_opened(
     change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files that fit no longer are not told to be broken."""
+    """Files that no longer match are not reported as broken."""
     save(tmp_path, CONFIG, {}, tensors(1), max_shard_bytes=16)
     read_index = files.read_index
 
@@ -319,7 +319,7 @@ def test_current_folder_that_was_removed(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def fields_of(family: str) -> set[str]:
-    """The fields of config.json that are read for a family."""
+    """Return the fields of config.json that are read for a family."""
     row = FAMILIES[family]
     keys = [
         key
@@ -346,7 +346,7 @@ def changed(family: str, **changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_config_values_out_of_range(family: str, folder: Path) -> None:
-    """Every field that is read, of every wrong type and of any size."""
+    """Every field that is read, with every wrong type and extreme values."""
     write_file(folder / SINGLE, tensor())
     for name in sorted(fields_of(family)):
         wrong = [10**12, -7, -(10**400), 1e300, {"a": 1}, [[1]], [True], [-1], [10**12], [5, 5]]
@@ -394,7 +394,7 @@ def test_config_section_of_another_type(value: Any, folder: Path) -> None:
 
 
 def test_fp8_blocks_of_another_size(tmp_path: Path, rng: np.random.Generator) -> None:
-    """Where the number of blocks is the same, only the config tells them apart."""
+    """If the number of blocks is the same, only the config shows the difference."""
     checkpoint, _ = hub_checkpoints.fp8_checkpoint(tmp_path, rng, 200, 72)
     checkpoint.config["quantization_config"]["weight_block_size"] = [100, 100]
     name = "model.layers.3.mlp.experts.0.up_proj.weight"

@@ -1,4 +1,4 @@
-"""Saves that are killed, fail or meet: a reader finds the old checkpoint, the new one, or an error."""
+"""Killed, failing or concurrent saves: a reader finds the old checkpoint, the new one, or an error."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def no_waits_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Killed(BaseException):
-    """Stands for the end of the process."""
+    """Simulates the end of the process."""
 
 
 def write(folder: Path, value: float, max_shard_bytes: int = ONE_FILE, **options: Any) -> None:
@@ -41,7 +41,7 @@ def write(folder: Path, value: float, max_shard_bytes: int = ONE_FILE, **options
 
 
 def found(folder: Path) -> float | None:
-    """The value of a whole checkpoint; None where opening or reading it is an error."""
+    """Return the value of a complete checkpoint, or None if opening or reading it is an error."""
     try:
         checkpoint = Checkpoint(folder)
         values = {float(value) for name in checkpoint.names for value in np.asarray(checkpoint.read(name))}
@@ -52,7 +52,7 @@ def found(folder: Path) -> float | None:
 
 
 def steps(monkeypatch: pytest.MonkeyPatch, is_wrong: Callable[[int], bool], error: BaseException) -> None:
-    """Raise in the calls of the operating system whose number is wrong."""
+    """Raise in the operating system calls whose number is wrong."""
     number = itertools.count()
 
     def wrapped(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,7 +70,7 @@ def steps(monkeypatch: pytest.MonkeyPatch, is_wrong: Callable[[int], bool], erro
 def attempts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: int | None, new: int, error: BaseException, *, all_after: bool
 ) -> Iterator[tuple[Path, bool]]:
-    """The folder after a save in which step 0 fails, then step 1, and so on; and whether the save ended."""
+    """Yield the folder after a save that fails in step 0, then step 1, and so on, and whether the save ended."""
     for wrong in itertools.count():
         folder = tmp_path / str(wrong)
         folder.mkdir()
@@ -107,10 +107,10 @@ SIZES = pytest.mark.parametrize(
 
 @SIZES
 def test_save_killed_at_any_step(old: int | None, new: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next save brings a whole checkpoint, and removes what the killed one left."""
+    """The next save writes a complete checkpoint, and removes the remains of the killed one."""
     for folder, ended in attempts(tmp_path, monkeypatch, old, new, Killed(), all_after=True):
         assert found(folder) in ((2,) if ended else (None, 1, 2))
-        if old is not None:  # without overwrite, the next save restores the old checkpoint, and leaves it
+        if old is not None:  # Without overwrite, the next save restores the old checkpoint and keeps it.
             with pytest.raises(FileExistsError, match="already"):
                 write(folder, 3)
             assert found(folder) in (1, 2)
@@ -166,7 +166,7 @@ def test_save_folder_is_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_save_concurrent(overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second one is an error, whenever it comes while the first one writes."""
+    """The second save is an error at any time while the first one writes."""
     real = safetensors.numpy.save_file
 
     def save_file(*args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint, or with a call, is told in an error: got, expected, remedy."""
+"""Mistakes in a checkpoint or a call: errors state the actual value, the expected value, and the remedy."""
 
 from __future__ import annotations
 
@@ -422,7 +422,7 @@ def test_checkpoint_save_pair_dtypes(tmp_path: Path, rng: np.random.Generator) -
     ("dtype", "values"), [(np.int64, [2**40 + 7, 1]), (np.uint64, [2**63]), (np.int64, [-(2**31) - 1])]
 )
 def test_checkpoint_integers_beyond_32_bits(dtype: Any, values: list[int], tmp_path: Path) -> None:
-    """They would be others without a word."""
+    """They would silently become other integers."""
     save(
         tmp_path / "new",
         {"model_type": "mixtral"} | dict(HUB["mixtral"].config) | {"num_hidden_layers": 0},

@@ -1,4 +1,4 @@
-"""Checkpoints that are written: the same bits again, and files as other programs read them."""
+"""Written checkpoints: the same bits again, and files as other programs read them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ every_family = pytest.mark.parametrize("name", HUB)
 def test_checkpoint_save_round_trip(
     name: str, tmp_path: Path, rng: np.random.Generator, expert_mesh: Callable[[int], Mesh]
 ) -> None:
-    """Shards of eight devices are written with the names of published checkpoints, and are the same bits again."""
+    """Shards of eight devices are written with the names of published checkpoints, and read back bit for bit."""
     hub = HUB[name]
     original, want = written(name, tmp_path / "original", rng, BF16)
     mesh = expert_mesh(8)
@@ -39,14 +39,14 @@ def test_checkpoint_save_round_trip(
         assert_equal(again.moe_weights(number), want[number])
     for tensor in original.names:
         got, stored = np.asarray(again.read(tensor)), np.asarray(original.read(tensor))
-        if stored.dtype != got.dtype:  # what routes is kept in float32
+        if stored.dtype != got.dtype:  # Router parameters stay in float32.
             assert any(word in tensor for word in ("gate.weight", "router", "correction_bias"))
             stored = stored.astype(F32)
         assert_same_bits(got, stored, tensor)
 
 
 def test_checkpoint_save_files(tmp_path: Path, rng: np.random.Generator) -> None:
-    """As other programs read them: file names, index, sizes; one file without an index where it is enough."""
+    """The files match the format: file names, index, sizes; one file without an index if it suffices."""
     from safetensors import safe_open
 
     config, others = {"model_type": "mixtral"} | dict(HUB["mixtral"].config) | {"num_hidden_layers": 0}, {}
@@ -80,7 +80,7 @@ def test_checkpoint_save_empty_arrays(tmp_path: Path) -> None:
 
 
 def test_checkpoint_save_does_not_overwrite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not without being told to; and a save that fails leaves all as it was."""
+    """Overwriting needs `overwrite`, and a failed save changes nothing."""
     config = dict(HUB["mixtral"].config) | {"num_hidden_layers": 0}
     others = {"t": np.ones(3, F32)}
     (tmp_path / "notes.txt").write_text("mine")
@@ -103,7 +103,7 @@ def test_checkpoint_save_does_not_overwrite(tmp_path: Path, monkeypatch: pytest.
 def test_checkpoint_save_fp8_round_trip(
     tmp_path: Path, rng: np.random.Generator, expert_mesh: Callable[[int], Mesh]
 ) -> None:
-    """Values and scales of the experts as they were; shared experts have been dequantised."""
+    """Values and scales of the experts are unchanged; shared experts were dequantized."""
     original, _ = fp8_checkpoint(tmp_path / "original", rng)
     weights = original.moe_weights(3, mesh=expert_mesh(2), quantized=True)
     save(tmp_path / "new", original.config, {3: weights})

@@ -1,4 +1,4 @@
-"""What ends a command of `jax-ep` is one line on standard error, or nothing, and an exit status."""
+"""`jax-ep` commands end with one line on standard error, or none, and an exit status."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_command_unwritable_output(redirection: str, status: int, error: str) ->
 
 
 def test_command_ctrl_c_during_imports() -> None:
-    """The handler that the package installs is there before JAX is imported."""
+    """The package installs its handler before JAX is imported."""
     program = """
 import signal, sys
 sys.argv = ["jax-ep"]
@@ -134,7 +134,7 @@ command.run("tool", main)
     return subprocess.run(arguments, env=ENVIRONMENT, capture_output=True, text=True, check=False)
 
 
-# As XLA makes a RuntimeError of it, as Python drops it, and as a compiler does not see it.
+# XLA turns it into a RuntimeError, Python drops it, and a compiler does not see it.
 INTERRUPTED = {
     "raised": "def main(): interrupt()",
     "an error": """

@@ -1,4 +1,4 @@
-"""The documentation cannot rot: its code runs, its links lead somewhere, and the names it uses exist."""
+"""Documentation tests: its code runs, its links work, and the names it uses exist."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 TEXTS = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
 TESTED_ELSEWHERE = {"flax.md"}  # test_flax.py
-# In `make test-rest`: their parts repeat what tests of these subjects have.
+# In `make test-rest`, because tests of these subjects cover their parts.
 SLOW = {
     "checkpoints.md",
     "integrations.md",
@@ -35,7 +35,7 @@ SLOW = {
     "tracing.md",
     "tutorial.md",
 }
-FOLDERS = ("", "jax_ep", "jax_ep/ffi")  # that the prose names files relative to
+FOLDERS = ("", "jax_ep", "jax_ep/ffi")  # Folders that the prose's file names are relative to.
 NUM_DEVICES = 8
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`([^`\n]+)`")
@@ -43,7 +43,7 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
 def python_blocks(page: Path) -> list[str]:
-    """The blocks of a page, each after as many empty lines as stand before it, so that tracebacks name its lines."""
+    """Return the blocks of a page, padded with empty lines so that tracebacks show the page's lines."""
     text = page.read_text()
     return ["\n" * text[: m.start(2)].count("\n") + m[2] for m in FENCE.finditer(text) if m[1].strip() == "python"]
 
@@ -53,7 +53,7 @@ def prose(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """Anchors of a page's headings, and of what mkdocstrings puts there."""
+    """Return the anchors of a page's headings, and of mkdocstrings."""
     text = prose(page)
     headings = re.findall(r"^#+ +(.+)$", text, re.MULTILINE)
     slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
@@ -61,7 +61,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def resolve(dotted: str) -> Any:
-    """The module or object of that name, or an error."""
+    """Return the module or object of that name, or raise an error."""
     value: Any = jax_ep
     for i, part in enumerate(dotted.split(".")[1:], 2):
         if not hasattr(value, part):
@@ -75,7 +75,7 @@ WITH_CODE = [page for page in PAGES if page.name not in TESTED_ELSEWHERE and pyt
 
 @pytest.fixture
 def quick_compilation() -> Iterator[None]:
-    """Compilation is nearly all of the time that the examples take, and halves without XLA's optimisations."""
+    """Compilation dominates the examples' time, and halves without XLA's optimizations."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
@@ -87,7 +87,7 @@ def quick_compilation() -> Iterator[None]:
     "page", [pytest.param(p, marks=[pytest.mark.slow] * (p.name in SLOW), id=p.name) for p in WITH_CODE]
 )
 def test_docs_code_runs(page: Path) -> None:
-    """The blocks of a page run one after another, as a reader would run them; they check themselves."""
+    """The blocks of a page run one after another and check themselves."""
     if jax.device_count() < NUM_DEVICES:
         pytest.skip(f"needs {NUM_DEVICES} devices")
     for package in ("flax", "equinox", "optax", "orbax.checkpoint", "matplotlib"):
@@ -95,7 +95,8 @@ def test_docs_code_runs(page: Path) -> None:
             pytest.importorskip(package)
     namespace: dict[str, Any] = {"__name__": "__docs__"}
     try:
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as readers have them
+        # JAX's defaults, as readers have them.
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             for block in python_blocks(page):
                 exec(compile(block, str(page), "exec"), namespace)
     finally:
@@ -111,7 +112,7 @@ def test_docs_code_blocks_are_marked() -> None:
 
 
 def test_docs_links() -> None:
-    """Links of pages outside docs/, whose own links `make docs` checks."""
+    """Links of pages outside docs/; `make docs` checks those inside."""
     for page in (page for page in TEXTS if not page.is_relative_to(DOCS)):
         for target in LINK.findall(CODE.sub("`code`", prose(page))):
             if re.match(r"[a-z]+:", target):
@@ -124,7 +125,7 @@ def test_docs_links() -> None:
 
 @pytest.mark.slow
 def test_docs_site_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`mkdocs build --strict`, with the version, the plots that pages show, and the repository where one is known."""
+    """Run `mkdocs build --strict`, with the version, the plots, and the repository if it is configured."""
     pytest.importorskip("mkdocs")
     monkeypatch.setenv("REPOSITORY_URL", "https://example.org/jax_ep")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(tmp_path)]
@@ -152,7 +153,7 @@ def _rendered(name: str) -> Any:
 
 
 def test_docs_names_exist() -> None:
-    """What the prose names in code style: names of the package, files, tasks of the Makefile, extras."""
+    """Check names in code style: of the package, files, tasks of the Makefile, extras."""
     checkpoint_names = {"jax_ep.tokens", "jax_ep.hidden", "jax_ep.output"}
     for page in TEXTS:
         for code in CODE.findall(prose(page)):

@@ -1,4 +1,4 @@
-"""`jax-ep doctor`: what it finds here, and what it says where something is missing or wrong."""
+"""`jax-ep doctor`: its findings here, and its messages if something is missing or wrong."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def of(findings: list[doctor.Finding], topic: str) -> doctor.Finding:
 
 @pytest.mark.slow
 def test_doctor_this_machine() -> None:
-    """As a user runs it; four devices make a mesh."""
+    """As a user runs it; four devices form a mesh."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(ROOT),
@@ -108,7 +108,7 @@ def test_doctor_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_doctor_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if there were some: implementations that refuse are a warning, whatever else they do an error."""
+    """With fake GPUs: unsupported implementations are a warning, other failures an error."""
 
     def computes(name: str) -> float:
         if name == "triton":

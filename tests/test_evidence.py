@@ -1,4 +1,4 @@
-"""tools/evidence.sh: which pieces there are for so many GPUs, what is remembered, and what becomes of failures."""
+"""tools/evidence.sh: its pieces per number of GPUs, its records, and failures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "tools" / "evidence.sh"
 
-if not SCRIPT.exists():  # an installation has no tools
+if not SCRIPT.exists():  # An installed package has no tools.
     pytest.skip("needs a source checkout", allow_module_level=True)
 
 
@@ -25,7 +25,7 @@ def run(
 
 
 def listed(folder: Path, *arguments: str, gpus: int = 1, minutes: int = 25) -> dict[str, str]:
-    """Pieces, and whether they are done, or too late."""
+    """Return the pieces, and whether they are done, or too late."""
     lines = run(folder, "--list", *arguments, gpus=gpus, minutes=minutes).stdout.splitlines()
     return {line[6:].split()[0]: line[:4].strip() for line in lines}
 

@@ -1,4 +1,4 @@
-"""The example programs on tiny models: exact resumption, generation through the cache, data and plots."""
+"""The example programs on tiny models: exact resumption, generation with the cache, data and plots."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SCHEDULE = "--steps 4 --checkpoint-every 2 --evaluate-every 2"
 
 @pytest.fixture(scope="module", autouse=True)
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Implicit promotion, which Optax needs, and a cache, since several runs compile the same steps."""
+    """Enable implicit promotion, which Optax needs, and a compilation cache for the repeated steps."""
     cache = {
         "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("cache")),
         "jax_persistent_cache_min_compile_time_secs": 0.3,
@@ -63,14 +63,14 @@ def train(out: Path, extra: str = "") -> dict[str, Any]:
 
 
 def serve(out: Path) -> list[dict[str, Any]]:
-    """Sampled and greedy texts. Another expert axis than in training: the checkpoint is read into other shardings."""
+    """Sample texts and generate greedy ones, with another expert axis than in training, so that shardings differ."""
     prompts = ["--prompt", "def main", "--prompt", "x"]
     options = ["--max-new", "9", "--temperature", "0.7", "--temperature", "0", "--expert-parallel", "2"]
     return serve_moe.main(["--out", str(out), *options, *prompts])
 
 
 def saved_arrays(out: Path) -> list[np.ndarray]:
-    """All that the newest checkpoint holds: parameters, moments, step counts, random key."""
+    """Return the content of the newest checkpoint: parameters, moments, step counts, random key."""
     args = train_moe_flax.parse([*TINY.split(), *SCHEDULE.split()])
     model, config = train_moe_flax.configs(args)
     mesh = make_mesh(max_devices=None, num_experts=model.experts, expert_parallel=None)
@@ -85,7 +85,7 @@ def without_timing(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key != "tokens_per_second"} for row in rows]
 
 
-# One test, because every step needs the run before it, and parallel test processes would each train anew.
+# One test, because every step needs the previous run, and parallel test processes would each train again.
 @pytest.mark.slow
 def test_train_interrupt_resume_and_serve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -111,7 +111,7 @@ def test_train_interrupt_resume_and_serve(tmp_path: Path, capsys: pytest.Capture
     for leaf, other in zip(saved_arrays(whole), saved_arrays(parts), strict=True):
         np.testing.assert_array_equal(leaf, other)
 
-    # Once more, as by a second `make demo`: a sample, and the files stay as they are.
+    # Again, like a second `make demo`: a sample, and unchanged files.
     before = (whole / "metrics.json").read_bytes()
     again = train(whole)
     assert "nothing left to train after step 4" in capsys.readouterr().out
@@ -127,7 +127,7 @@ def test_train_interrupt_resume_and_serve(tmp_path: Path, capsys: pytest.Capture
     assert "tokens/s" in out and "p99" in out and "experts: same" in out
     agreement = sampled["agreement"]
     assert agreement.typical_error < 0.02 * agreement.logit_scale and agreement.same_bytes > 0.9
-    # In bfloat16 one of the 18 bytes may go to another expert, which makes 0.05 of the error of all by itself.
+    # In bfloat16 one of the 18 bytes may go to another expert, which alone makes 0.05 of the error.
     assert agreement.logit_error < 0.1 * agreement.logit_scale
     train(tmp_path / "float32", "--dtype float32")
     agreement = serve(tmp_path / "float32")[0]["agreement"]
@@ -139,7 +139,7 @@ def test_train_interrupt_resume_and_serve(tmp_path: Path, capsys: pytest.Capture
 
 def check_report(out: Path, result: dict[str, Any]) -> None:
     losses = [row["loss"] for row in result["train"]]
-    assert losses[0] == pytest.approx(np.log(256), abs=0.1)  # starts uniform
+    assert losses[0] == pytest.approx(np.log(256), abs=0.1)  # Starts uniform.
     assert losses[-1] < losses[0] - 0.1
     assert json.loads((out / "metrics.json").read_text())["held_out_loss"] == result["held_out_loss"]
     load = np.array([row["load"] for row in result["train"]])
@@ -154,7 +154,7 @@ def test_cached_decoding_equals_the_full_forward_pass() -> None:
     config = ModelConfig(hidden=32, layers=2, heads=2, intermediate=32, dtype="float32")
     mesh = make_mesh(max_devices=None, num_experts=8, expert_parallel=None)
     model = LanguageModel(config, mesh=mesh, rngs=nnx.Rngs(5))
-    model.head.kernel[...] = model.head.kernel[...] * 40  # far from uniform, so that the argmax is no accident
+    model.head.kernel[...] = model.head.kernel[...] * 40  # Far from uniform, so that the argmax is stable.
     prompts, new = [b"import sys", b"def f(x):", b"a"], 6
     texts = Generator(model, mesh)(prompts, max_new=new).texts
 
@@ -167,7 +167,7 @@ def test_cached_decoding_equals_the_full_forward_pass() -> None:
         assert bytes(row[len(prompt) - 1 : len(prompt) - 1 + new].argmax(axis=-1).astype(np.uint8)) == text
     assert len(set(b"".join(texts))) > 3
 
-    # The logits too, position by position, with a cache that held another text before.
+    # Also compare the logits, position by position, with a cache that held another text before.
     stale = jax.tree.map(lambda leaf: leaf + 7, empty_cache(config, 3, 16))
     cached = nnx.jit(lambda model, tokens, cache: model(tokens, cache=cache)[0])(model, jnp.asarray(rows), stale)
     np.testing.assert_allclose(cached, logits, rtol=1e-4, atol=1e-4)
@@ -176,7 +176,7 @@ def test_cached_decoding_equals_the_full_forward_pass() -> None:
 @pytest.mark.parametrize(("experts", "least", "most"), [("same", 0.0, 1e-5), ("fp8", 1e-3, 0.2)])
 @pytest.mark.slow
 def test_low_latency_decoding_finds_the_same_bytes(experts: str, least: float, most: float) -> None:
-    """In float32 the paths agree to its precision; FP8 moves the logits, but little beside their spread."""
+    """In float32 the paths agree to float32 precision; FP8 changes the logits little compared with their spread."""
     config = ModelConfig(hidden=128, layers=2, heads=2, intermediate=96, shared_experts=1, dtype="float32")
     mesh = make_mesh(max_devices=None, num_experts=8, expert_parallel=4)
     model = LanguageModel(config, mesh=mesh, rngs=nnx.Rngs(6))
@@ -192,7 +192,7 @@ def test_low_latency_decoding_finds_the_same_bytes(experts: str, least: float, m
 
 def test_dispatch_in_shard_map() -> None:
     command = [*STRICT_PYTHON, str(EXAMPLES / "dispatch_in_shard_map.py")]
-    environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}  # as an installed package would be found
+    environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}  # Like an installed package.
     done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.split()[-1]) < 1e-3
@@ -223,7 +223,7 @@ def test_window_iterator_continues_from_its_state() -> None:
     for batch in expected:
         np.testing.assert_array_equal(next(again), batch)
         assert batch.shape == (4, 17)
-        np.testing.assert_array_equal((batch[:, :-1] + 1) % 251, batch[:, 1:])  # consecutive bytes of the text
+        np.testing.assert_array_equal((batch[:, :-1] + 1) % 251, batch[:, 1:])  # Consecutive bytes of the text.
 
 
 def test_load_bars() -> None:
@@ -233,7 +233,7 @@ def test_load_bars() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [None, "fp8"])
 def test_microbatches_train_the_same(recipe: str | None) -> None:
-    """Of two, each device has every other one of its windows; in FP8 both have the same matrices."""
+    """Each device has every other one of its windows in each of two microbatches; in FP8 both have the same weights."""
     mesh = make_mesh(max_devices=None, num_experts=8, expert_parallel=None)
     windows = np.random.default_rng(0).integers(0, 256, (16, 9)).astype(np.int32)
     sizes = {"hidden": 128, "layers": 2, "heads": 2, "intermediate": 128, "balance": "bias", "dtype": "float32"}
@@ -247,7 +247,7 @@ def test_microbatches_train_the_same(recipe: str | None) -> None:
     np.testing.assert_array_equal(metrics["load"], known["load"])
     for name in ("loss", "z_loss", "gradient_norm"):
         np.testing.assert_allclose(metrics[name], known[name], rtol=1e-2 if recipe else 1e-5)
-    if recipe is None:  # else a gradient of a window is rounded beside those of others
+    if recipe is None:  # Otherwise a gradient of a window is rounded together with others.
         for g, w in zip(got, want, strict=True):
             np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="batch_size=16 must be a multiple of the 8 devices, times microbatches=4"):

@@ -1,4 +1,4 @@
-"""`jax_ep.Experts` as a value: what it refuses, and that equal ones are one to `jit`."""
+"""`jax_ep.Experts` as a value: rejected fields, and that equal values are one to `jit`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_experts_equal_values_compile_once():
 
 
 def test_experts_fp8_padding_with_gates(rng):
-    """Columns of zeros beside gates and beside what they multiply, wherever these are; biases likewise."""
+    """Columns of zeros are added to gate and up, in either layout, and to biases."""
     from jax_ep.quantization import dequantize_fp8_weights
 
     inner, hidden = 96, 128

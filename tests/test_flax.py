@@ -1,4 +1,4 @@
-"""The Flax layer against a loop over tokens in NumPy, its gradients against a dense layer, and the docs' own code."""
+"""The Flax layer against a loop over tokens in NumPy, its gradients against a dense layer, and the code of the docs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from jax_ep.flax import MoE, MoEMetrics, RouterBias, SharedExperts, TrainingWeig
 from jax_ep.quantization import unprepack_experts
 from jax_ep.sharding import MeshAxes
 
-# Layers without a mesh are what others are compared with, on machines with several devices too.
+# Layers without a mesh are the reference, also on machines with several devices.
 pytestmark = pytest.mark.filterwarnings("ignore:MoE. no mesh is set")
 ROOT = Path(__file__).parent.parent
 P = jax.sharding.PartitionSpec
@@ -62,7 +62,7 @@ def mlp(x: np.ndarray, w_gate_up: np.ndarray, w_down: np.ndarray) -> np.ndarray:
 
 
 def per_token(moe: MoE, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, float, float]:
-    """Output, load, balance loss and z-loss of a sigmoid-scored, bias-corrected layer, one token after another."""
+    """Return output, load, balance loss and z-loss of a sigmoid-scored, bias-corrected layer, token by token."""
     router, bias = array(moe.router), array(moe.router_bias)
     w_gate_up, w_down = array(moe.w_gate_up), array(moe.w_down)
     tokens = x.reshape(-1, H).astype(np.float64)
@@ -81,7 +81,7 @@ def per_token(moe: MoE, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, float, f
 
 
 def with_bias(moe: MoE, rng: np.random.Generator) -> MoE:
-    """A bias large enough to change most choices, so that ignoring it would show."""
+    """Set a bias large enough to change most choices, so that ignoring it would show."""
     moe.router_bias[...] = jnp.asarray(rng.normal(size=E) * 0.3, jnp.float32)
     return moe
 
@@ -124,7 +124,7 @@ def test_flax_tokens_do_not_divide(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("kind", ["Auto", "Explicit", "one device"])
 @pytest.mark.slow(unless={"kind": ["Explicit"], "num_rows": [5]})
 def test_flax_token_mask(kind: str, num_rows: int, rng: np.random.Generator) -> None:
-    """They go to no routed expert and count in no metric; on a mesh, numbers that do and do not divide among it."""
+    """Masked tokens go to no routed expert and are excluded from metrics, also for numbers that do not divide."""
     mesh = None if kind == "one device" else data_expert_mesh(kind)
     x, mask = rng.normal(size=(num_rows, 3, H)).astype(np.float32), rng.uniform(size=(num_rows, 3)) < 0.6
     x[~mask] *= 100
@@ -142,13 +142,13 @@ def test_flax_token_mask(kind: str, num_rows: int, rng: np.random.Generator) -> 
 
 
 def weights_of(moe: MoE) -> dict[str, jax.Array]:
-    """The routed layer's parameters as plain arrays without any sharding."""
+    """Return the routed layer's parameters as plain arrays without sharding."""
     names = ("router", "w_gate_up", "w_down")
     return {name: jnp.asarray(np.asarray(getattr(moe, name).get_value())) for name in names}
 
 
 def dense(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-    """Every token through every expert, in plain jax.numpy, weighted by a softmax over the K best logits."""
+    """Apply every expert to every token in plain jax.numpy, weighted by a softmax over the K best logits."""
     best, chosen = jax.lax.top_k(x @ weights["router"], K)
     shares = (jax.nn.one_hot(chosen, E) * jax.nn.softmax(best)[:, :, None]).sum(axis=1)
     gate, up = jnp.split(jnp.einsum("th,ehi->tei", x, weights["w_gate_up"]), 2, axis=-1)
@@ -215,7 +215,7 @@ def test_flax_one_device_bfloat16(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("on_mesh", [False, True])
 @pytest.mark.slow
 def test_flax_preferred_element_type_float32(on_mesh: bool, rng: np.random.Generator) -> None:
-    """With identity experts and shared ones, and where it serves."""
+    """With identity experts and shared experts, and in serving."""
     mesh = data_expert_mesh("Auto") if on_mesh else None
     options = {**SIZES, "dtype": jnp.bfloat16, "shared_experts": SharedExperts(), "mesh": mesh}
     options |= {"router": jax_ep.Router(num_identity_experts=2)}
@@ -239,7 +239,7 @@ def test_flax_capacity_counts_drops(rng: np.random.Generator) -> None:
     y, metrics = nnx.jit(lambda m, x: m(x))(moe, jnp.asarray(x))
     chosen = np.argsort(-(x @ array(moe.router)), axis=1)[:, :K]
     ranks = mesh.shape["expert"]
-    # Each half of the batch has expert ranks of its own.
+    # Each half of the batch has its own expert ranks.
     rows = [np.bincount((half // (E // ranks)).ravel(), minlength=ranks) for half in np.split(chosen, 2)]
     dropped = sum(int(np.maximum(row - capacity, 0).sum()) for row in rows)
     assert dropped > 0 and int(metrics.dropped) == dropped
@@ -251,7 +251,7 @@ def test_flax_capacity_counts_drops(rng: np.random.Generator) -> None:
 def test_flax_bias_update_moves_load(rng: np.random.Generator) -> None:
     x = jnp.asarray(rng.normal(size=(256, H)), jnp.float32)
     moe = MoE(**SIZES, router=jax_ep.Router("sigmoid", selection_bias=True), rngs=nnx.Rngs(3))
-    # Uneven at first, far beyond what steps of one size leave at the end.
+    # Initially uneven, far beyond what fixed-size steps leave at the end.
     moe.router_bias[...] = jnp.linspace(-0.3, 0.3, E)
     step = nnx.jit(lambda m, x: m(x)[1].load)
     before = np.asarray(step(moe, x))
@@ -299,7 +299,7 @@ def serve_layer(kind: str, hidden: int = 128, inner: int = 96, **options: Any) -
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.slow
 def test_flax_serving_weights_same_layer(kind: str, hidden: int, inner: int, compiled: bool) -> None:
-    """Eleven tokens do not divide among the devices, as in decoding; the matrices have one block or several."""
+    """Eleven tokens do not divide among the devices, as in decoding; the weights have one block or several."""
     moe, x = serve_layer(kind, hidden, inner)
     apply = nnx.jit(lambda moe, x, serving: moe(x, serving))
     want, want_metrics = apply(moe, x, None)
@@ -327,7 +327,7 @@ def test_flax_serving_path_token_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("expert_format", ["int8", "mxfp4"])
 @pytest.mark.slow
 def test_flax_serving_8_and_4_bits(expert_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few tokens take the low-latency path, others `sharded_moe`, by the same matrices."""
+    """Small batches use the low-latency path, others `sharded_moe`, with the same weights."""
     moe, x = serve_layer("Auto")
     server = moe.to_serving(format=expert_format)
     assert server.w_gate_up is None
@@ -343,7 +343,7 @@ def test_flax_serving_8_and_4_bits(expert_format: str, monkeypatch: pytest.Monke
 
 
 def test_flax_serving_prepacked_weights() -> None:
-    """The same numbers in another order."""
+    """The same values in another order."""
     moe, x = serve_layer("Auto")
     prepacked = moe.serving_weights(format="mxfp4")
     assert prepacked.w_gate_up.is_prepacked and prepacked.w_down.is_prepacked
@@ -355,7 +355,7 @@ def test_flax_serving_prepacked_weights() -> None:
 
 
 def test_flax_serving_fp8_any_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few tokens and many are multiplied in FP8 by the same matrices, in launches that a schedule cannot name."""
+    """Small and large batches compute in FP8 with the same weights, in launches that a schedule cannot select."""
     schedule = Schedule(dispatch_mode="serial", combine_mode="serial", num_warps=4)
     moe, x = serve_layer("Auto", inner=96, schedule=schedule, recipe="fp8")
     server = moe.to_serving()
@@ -366,7 +366,7 @@ def test_flax_serving_fp8_any_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     few = run()
     monkeypatch.setattr("jax_ep.flax.LOW_LATENCY_TOKENS", 1)
     many = run()
-    # The weight is in the activated rows there, and in the result here: their roundings differ.
+    # One path applies the router weight to the activated rows, the other to the result, so their roundings differ.
     assert 0 < float(jnp.linalg.norm(few - many) / jnp.linalg.norm(few)) < 0.05
 
 
@@ -385,7 +385,7 @@ def test_flax_is_optional() -> None:
 
 @pytest.mark.slow
 def test_flax_docs_code() -> None:
-    """The blocks of docs/flax.md run one after another, as a reader would run them; they check themselves."""
+    """The blocks of docs/flax.md run one after another and check themselves."""
     if jax.device_count() < 4:
         pytest.skip("needs 4 devices")
     text = (ROOT / "docs/flax.md").read_text()
@@ -400,7 +400,7 @@ def test_flax_docs_code() -> None:
 @pytest.mark.parametrize("on_mesh", [False, True])
 @pytest.mark.slow
 def test_flax_fp8_recipe(on_mesh: bool) -> None:
-    """`recipe` reaches the experts: their output is off by roundings to FP8, and has gradients."""
+    """`recipe` reaches the experts: their output differs by roundings to FP8, and has gradients."""
     sizes = SIZES | {"hidden_size": 128, "intermediate_size": 128}
     x = jax.random.normal(jax.random.key(3), (16, 128), jnp.float32)
     options = {"mesh": data_expert_mesh("Auto"), "axes": BATCH} if on_mesh else {}
@@ -415,7 +415,7 @@ def test_flax_fp8_recipe(on_mesh: bool) -> None:
 
 @nnx.scan(in_axes=(nnx.Carry, None, None, 0), out_axes=nnx.Carry)
 def add_gradients(total: Any, moe: MoE, weights: TrainingWeights | None, x: jax.Array) -> Any:
-    """One microbatch through layers one after another, each with its part of the weights."""
+    """Run one microbatch through consecutive layers, each with its part of the weights."""
 
     @nnx.remat
     def layer(x: jax.Array, moe: MoE, weights: TrainingWeights | None) -> jax.Array:
@@ -437,7 +437,7 @@ def gradients_of_microbatches(moe: MoE, microbatches: jax.Array, is_once: bool) 
 @pytest.mark.parametrize("kind", ["one device", "Auto", "Explicit"])
 @pytest.mark.slow
 def test_flax_training_weights_quantized_once(kind: str, rng: np.random.Generator) -> None:
-    """Stacked layers in a scan, in another over microbatches: gradients of parameters, the same bits as without."""
+    """Stacked layers in a scan, inside another over microbatches: gradients have the same bits as without."""
     mesh = None if kind == "one device" else data_expert_mesh(kind)
     x = jnp.asarray(rng.normal(size=(2, 8, 2, 128)), jnp.bfloat16)
     changed = {"hidden_size": 128, "intermediate_size": 128, "dtype": jnp.bfloat16, "recipe": "fp8"}
@@ -474,7 +474,7 @@ def test_flax_input_not_an_array() -> None:
 
 
 def test_flax_explicit_and_automatic_axes(rng: np.random.Generator) -> None:
-    """Flax makes no parameters on such a mesh; a layer that was made elsewhere runs on it."""
+    """Flax creates no parameters on such a mesh; a layer created without it runs there."""
     if jax.device_count() < 4:
         pytest.skip("needs 4 devices")
     layer = MoE(**SIZES, axes=BATCH, rngs=nnx.Rngs(0))
@@ -488,7 +488,7 @@ def test_flax_explicit_and_automatic_axes(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_, jnp.float8_e4m3fn])
 def test_flax_integer_tokens(dtype):
-    """The result has the dtype of tokens: of integers it would be rounded."""
+    """The result has the dtype of tokens, so integers would round it."""
     with pytest.raises(TypeError, match=r"MoE: x has dtype .*, expected one of bfloat16"):
         MoE(**SIZES, rngs=nnx.Rngs(0))(jnp.ones((3, H), dtype))
 
@@ -512,7 +512,7 @@ def _routing_of(**changes):
     ],
 )
 def test_flax_router_fn_invalid_result(router, error, match):
-    """A router over other experts would lose tokens, and count none of them as dropped."""
+    """A router for other experts would lose tokens without counting them as dropped."""
     moe = MoE(**SIZES, router=router, rngs=nnx.Rngs(0))
     with pytest.raises(error, match=match):
         moe(jnp.ones((6, H)))
@@ -520,7 +520,7 @@ def test_flax_router_fn_invalid_result(router, error, match):
 
 @pytest.mark.parametrize("shape", [(H,), (5, H), (2, 3, H), (2, 1, 3, H)])
 def test_flax_shared_experts_custom_activation(shape):
-    """`[R, N]`, as routed experts do, whatever axes tokens have."""
+    """The function gets `[R, N]`, as for routed experts, for any token axes."""
     seen = []
 
     def activation(rows):
@@ -537,7 +537,7 @@ def test_flax_shared_experts_custom_activation(shape):
 
 @pytest.mark.parametrize("place", ["itself", "in a model", "stacked"])
 def test_flax_tabulate(place):
-    """`nnx.tabulate` makes plain structures of outputs, of lists and dicts alone."""
+    """`nnx.tabulate` converts outputs to plain lists and dicts."""
 
     class Model(nnx.Module):
         def __init__(self, rngs):

@@ -1,4 +1,4 @@
-"""`jax_ep.flax.MoE` on meshes with tensor and fsdp axes, with other routers, and as a layer that serves only."""
+"""`jax_ep.flax.MoE` on meshes with tensor and fsdp axes, with other routers, and in serving only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jax_ep.flax import MoE, ServingArray, TrainingWeights
 from jax_ep.sharding import MeshAxes
 from oracle_experts import GPT_OSS
 
-# Layers without a mesh are what others are compared with, on machines with several devices too.
+# Layers without a mesh are the reference, also on machines with several devices.
 pytestmark = pytest.mark.filterwarnings("ignore:MoE. no mesh is set")
 P = jax.sharding.PartitionSpec
 H, INNER, E, K = 16, 24, 8, 2
@@ -42,7 +42,7 @@ def mesh_of(kind: str) -> jax.sharding.Mesh:
 
 
 def fill(moe: MoE, rng: np.random.Generator) -> MoE:
-    """Random parameters, biases too, where they are sharded."""
+    """Draw random parameters, including biases, with their shardings."""
     for _, param in nnx.iter_graph(nnx.state(moe, nnx.Param)):
         if isinstance(param, nnx.Param):
             old = param.get_value()
@@ -51,7 +51,7 @@ def fill(moe: MoE, rng: np.random.Generator) -> MoE:
 
 
 def on_one_device(moe: MoE, options: dict[str, Any]) -> MoE:
-    """The same layer without a mesh: gates in halves, as a tensor axis has them."""
+    """Return the same layer without a mesh: gates in halves, as on a tensor axis."""
     experts = options.get("experts", jax_ep.Experts())
     plain = MoE(**SIZES, **options | {"experts": moe.experts if experts.gated else experts}, rngs=nnx.Rngs(0))
     for name in ("router", "b_router", "w_gate_up", "w_down", "b_gate_up", "b_down"):
@@ -73,7 +73,7 @@ def value_and_gradients(moe: MoE, x: jax.Array, cotangent: jax.Array) -> Any:
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.slow(unless={"name": ["gpt-oss"], "kind": ["Explicit"]})
 def test_flax_tensor_and_fsdp_axes(name: str, kind: str, rng: np.random.Generator) -> None:
-    """Values and gradients are those of one device, and gradients are sharded as their parameters."""
+    """Values and gradients match one device, and gradients are sharded like their parameters."""
     mesh, options = mesh_of(kind), LAYERS[name]
     x, cotangent = (rng.normal(size=(8, 2, H)).astype(np.float32) for _ in range(2))
     with jax.set_mesh(mesh):
@@ -97,7 +97,7 @@ def test_flax_tensor_and_fsdp_axes(name: str, kind: str, rng: np.random.Generato
 @pytest.mark.parametrize("axes", AXES)
 @pytest.mark.slow
 def test_flax_training_weights_tensor_and_fsdp_axes(axes: str, kind: str, rng: np.random.Generator) -> None:
-    """Values and gradients are, bit for bit, those without; numbers in FP8 are split as their parameters."""
+    """Values and gradients match those without, bit for bit; FP8 values are sharded like their parameters."""
     mesh = mesh_of(kind)
     sizes = SIZES | {"hidden_size": 256, "intermediate_size": 256, "dtype": jnp.bfloat16, "recipe": "fp8"}
     x, cotangent = (rng.normal(size=(8, 2, 256)).astype(np.float32) for _ in range(2))
@@ -134,7 +134,7 @@ def test_flax_training_weights_tensor_and_fsdp_axes(axes: str, kind: str, rng: n
 @pytest.mark.parametrize("fp8", [True, False])
 @pytest.mark.slow
 def test_flax_serving_without_second_copy(kind: str, fp8: bool, rng: np.random.Generator) -> None:
-    """Few tokens and many: the experts in FP8 are all there is of them."""
+    """Small and large batches use the same FP8 experts, without another copy."""
     sizes = SIZES | {"hidden_size": 128, "intermediate_size": 128}
     options = LAYERS["gpt-oss"] | ({} if kind == "one device" else {"axes": AXES["both"]})
     few, many = (rng.normal(size=(n, 128)).astype(np.float32) for n in (8, 1024))
@@ -158,7 +158,7 @@ def test_flax_serving_without_second_copy(kind: str, fp8: bool, rng: np.random.G
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.slow
 def test_flax_custom_router(kind: str, rng: np.random.Generator) -> None:
-    """A module of the caller's, with parameters that get gradients, on a mesh."""
+    """A custom router module, with parameters that get gradients, on a mesh."""
 
     class Router(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:

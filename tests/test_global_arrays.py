@@ -35,7 +35,7 @@ LAYOUTS = {"tokens": {"T": ("data", "expert")}, "both": {"T": "data", "E": "expe
 
 
 class Case(NamedTuple):
-    """A function, and for each argument its shape, kind and axes; what the gradient is taken of are floats."""
+    """A function, and for each argument its shape, kind and axes; gradients are taken of floats."""
 
     function: Callable[..., Any]
     arguments: tuple[tuple[tuple[int, ...], str, tuple[str, ...]], ...]
@@ -58,7 +58,7 @@ def balance(logits: jax.Array, mask: jax.Array | None = None) -> jax.Array:
 
 
 def through(quantize: Callable[..., Any], back: Callable[..., Any], *arguments: Any) -> Case:
-    """Both directions: what is quantized has no gradient, but what it stands for must come back."""
+    """Quantize and dequantize: quantized values have no gradient, but must be reproduced."""
     return Case(lambda *a: (quantized := quantize(*a), back(quantized)), arguments, has_gradient=False)
 
 
@@ -67,13 +67,13 @@ def dequantize(w: q.QuantizedExperts) -> jax.Array:
 
 
 def dispatch_and_combine(x: jax.Array, idx: jax.Array) -> jax.Array:
-    """A round trip, in which each token comes back once per expert."""
+    """Dispatch and combine, which adds each token once per expert."""
     dispatched = jax_ep.dispatch(x, idx, num_experts=E, axis_name=())
     return jax_ep.combine(dispatched.tokens, dispatched.handle, axis_name=())
 
 
 def in_blocks(x: jax.Array, idx: jax.Array) -> jax.Array:
-    """The rows that count of a low-latency dispatch."""
+    """Return the valid rows of a low-latency dispatch."""
     found = jax_ep.low_latency_dispatch(x, idx, num_experts=E, max_tokens_per_rank=T, axis_name=(), quantize=False)
     counts = jnp.arange(found.tokens.shape[1])[None] < found.group_sizes[:, None]
     return jnp.where(counts[..., None], found.tokens, 0)
@@ -180,7 +180,7 @@ def make(shape: tuple[int, ...], kind: str, rng: np.random.Generator) -> Any:
 
 
 def with_gradient(case: Case) -> Callable[..., Any]:
-    """Results, and the gradient of a sum of all floats in them."""
+    """Return results, and the gradient of a sum of all floats in them."""
     if not case.has_gradient:
         return case.function
     wrt = tuple(i for i, (_, kind, _) in enumerate(case.arguments) if kind == "float")
@@ -199,7 +199,7 @@ def with_gradient(case: Case) -> Callable[..., Any]:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.slow(unless={"kind": ["Explicit"], "name": QUICK})
 def test_helper_on_global_arrays(name: str, kind: str, rng: np.random.Generator) -> None:
-    """Eager, jitted, with and without `jax.set_mesh`: results are those of one device."""
+    """Eager, jitted, with and without `jax.set_mesh`, results match one device."""
     if jax.device_count() < 8:
         pytest.skip("needs 8 devices")
     case, mesh = CASES[name], jax.make_mesh((2, 4), ("data", "expert"), axis_types=KINDS[kind])

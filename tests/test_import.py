@@ -1,4 +1,4 @@
-"""What `import jax_ep` may touch, which modules may know each other, and what every public name must document."""
+"""What `import jax_ep` may load, which modules may import each other, and what every public name must document."""
 
 import ast
 import functools
@@ -91,7 +91,7 @@ def test_import_works_without_the_optional_packages():
 
 
 def test_import_loads_no_third_party_but_jax_and_numpy():
-    # what jax itself needs may be loaded on the way, for example by jax.experimental
+    # JAX may load its own dependencies, for example in jax.experimental.
     allowed = {"jax", "jaxlib", "numpy", "ml_dtypes", "opt_einsum", "scipy", "jax_ep"}
     roots = {name.split(".")[0] for name in _isolated_import()["new_modules"]}
     assert roots - allowed - set(sys.stdlib_module_names) == set()
@@ -118,7 +118,7 @@ def test_import_leaves_the_process_as_it_was():
 # --- layers ---------------------------------------------------------------------------------------------------------
 
 # A unit is a module or folder directly under jax_ep. Imports, also those inside functions, go to a strictly lower
-# level. Units of one level do not know each other.
+# level. Units of one level do not import each other.
 LEVELS = [
     {"types"},
     {"core", "ffi"},
@@ -129,7 +129,7 @@ LEVELS = [
     {"ops"},  # loads implementations by name
     {"routing", "quantization", "placement", "tuning"},
     {"sharding", "serving", "tracing"},
-    {"flax", "integrations", "checkpoints", "__init__"},  # `__init__` is for users: only tools import it
+    {"flax", "integrations", "checkpoints", "__init__"},  # `__init__` is for users: only tools import it.
     {"tools"},
     {"__main__"},
 ]
@@ -143,7 +143,7 @@ def _module_name(path):
 
 
 def _internal_imports(path):
-    """Dotted names below jax_ep which this file imports, at any depth of nesting; `()` stands for jax_ep itself."""
+    """Return dotted names below jax_ep that this file imports, at any nesting depth; `()` stands for jax_ep itself."""
     here = ("jax_ep", *path.relative_to(PACKAGE).with_suffix("").parts)
     for node in ast.walk(ast.parse(path.read_text(), filename=str(path))):
         if isinstance(node, ast.Import):
@@ -160,7 +160,7 @@ def _internal_imports(path):
 
 
 def _unit_of_target(target):
-    """The unit an imported name belongs to; `jax_ep.dispatch` and a bare `import jax_ep` mean the top."""
+    """Return the unit of an imported name; `jax_ep.dispatch` and a bare `import jax_ep` mean the top."""
     if target and ((PACKAGE / f"{target[0]}.py").exists() or (PACKAGE / target[0]).is_dir()):
         return target[0]
     return "__init__"
@@ -194,7 +194,7 @@ def test_imports_go_down_only():
 
 
 def test_files_do_not_import_each_other_in_a_circle():
-    """Imports inside functions and for types alone included; `graphlib` names the files of a circle."""
+    """Includes imports inside functions and for types; `graphlib` names the files of a cycle."""
     files = {_module_name(path): path for path in SOURCES}
 
     def imported(path):
@@ -207,7 +207,7 @@ def test_files_do_not_import_each_other_in_a_circle():
 
 
 def test_an_operation_has_one_name_in_every_layer():
-    """`ls jax_ep/*/grouped_gemm.py` shows an operation whole."""
+    """`ls jax_ep/*/grouped_gemm.py` shows all files of an operation."""
     from jax_ep.ops import registry
 
     for operation, names in registry._IMPLEMENTATIONS.items():
@@ -224,7 +224,7 @@ def _external_roots(tree):
 
 
 def _is_triton_kernel_file(tree):
-    """Whether a function here is decorated with `triton.jit`, under any of the usual spellings."""
+    """Return whether a function here is decorated with `triton.jit`, in any of the usual spellings."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             for decorator in node.decorator_list:
@@ -246,7 +246,7 @@ def test_kernel_bodies_do_not_import_jax():
 
 
 def _kernel_free_imports(path):
-    """`{"jax_ep"}` where a kernel file imports a module of the package that itself needs jax."""
+    """Return `{"jax_ep"}` if a kernel file imports a module of the package that needs jax."""
     for _, target in _internal_imports(path):
         for length in range(len(target), 0, -1):
             module = PACKAGE.joinpath(*target[:length]).with_suffix(".py")

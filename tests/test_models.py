@@ -1,7 +1,7 @@
-"""The MoE blocks of published models, made of jax_ep's functions, against those of Hugging Face's transformers.
+"""The MoE blocks of published models, built from jax_ep's functions, against those of Hugging Face's transformers.
 
-`data/golden_blocks.npz` has weights, outputs and gradients of a small block per family; `data/make_golden_blocks.py`
-says how it was made. Weights stay in the layouts of their checkpoints here, so that gradients have them too.
+`data/golden_blocks.npz` has weights, outputs and gradients of a small block per family, made by
+`data/make_golden_blocks.py`. Weights stay in their checkpoints' layouts here, so that gradients have them too.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from jax_ep.routing import identity_experts, sparsemixer_router
 
 GOLDEN = np.load(Path(__file__).parent / "data" / "golden_blocks.npz")
 CONFIGS = json.loads(str(GOLDEN["families"]))["families"]
-TOLERANCE = 2e-6  # of the largest value; both sides are float32
+TOLERANCE = 2e-6  # Of the largest value; both sides are float32.
 State = dict[str, jax.Array]
 Config = dict[str, Any]
 
 
 def of_family(name: str, kind: str = "") -> dict[str, np.ndarray]:
-    """The arrays `<name>/<kind><key>` by their keys."""
+    """Return the arrays `<name>/<kind><key>` by their keys."""
     prefix = f"{name}/{kind}"
     return {key.removeprefix(prefix): GOLDEN[key] for key in GOLDEN.files if key.startswith(prefix)}
 
 
-# --- how each family is said in jax_ep, as docs/models.md lists it ---------------------------------------------------
+# --- each family in jax_ep, as docs/models.md lists it ----------------------------------------------------------------
 
 
 def normalised(logits: jax.Array, state: State, c: Config) -> jax_ep.Routing:
@@ -87,7 +87,7 @@ def longcat(logits: jax.Array, state: State, c: Config) -> jax_ep.Routing:
 
 
 def plain_experts(state: State) -> dict[str, Any]:
-    """Matrices `[E, out, in]`, gate above up."""
+    """Return weights `[E, out, in]`, gate above up."""
     return {
         "w_gate_up": jnp.swapaxes(state["experts.gate_up_proj"], 1, 2),
         "w_down": jnp.swapaxes(state["experts.down_proj"], 1, 2),
@@ -95,7 +95,7 @@ def plain_experts(state: State) -> dict[str, Any]:
 
 
 def gpt_oss_experts(state: State) -> dict[str, Any]:
-    """Matrices `[E, in, out]` and biases, gate and up in turn."""
+    """Return weights `[E, in, out]` and biases, gate and up alternating."""
     return {
         "w_gate_up": state["experts.gate_up_proj"],
         "w_down": state["experts.down_proj"],
@@ -105,7 +105,7 @@ def gpt_oss_experts(state: State) -> dict[str, Any]:
 
 
 def llama4_experts(state: State) -> dict[str, Any]:
-    """Matrices `[E, in, out]`, gate before up."""
+    """Return weights `[E, in, out]`, gate before up."""
     return {
         "w_gate_up": state["experts.gate_up_proj"],
         "w_down": state["experts.down_proj"],
@@ -114,14 +114,14 @@ def llama4_experts(state: State) -> dict[str, Any]:
 
 
 def longcat_experts(state: State) -> dict[str, Any]:
-    """Only the first of the two tensors has matrices for identity experts, which nothing uses."""
+    """Only the first of the two tensors has weights for identity experts, which are unused."""
     matrices = plain_experts(state)
     return matrices | {"w_gate_up": matrices["w_gate_up"][: len(matrices["w_down"])]}
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """The router, the arguments of `fused_moe`, and where the weights are in the state."""
+    """The router, the arguments of `fused_moe`, and the positions of the weights in the state."""
 
     route: Callable[[jax.Array, State, Config], jax_ep.Routing] = normalised
     experts: Callable[[State], dict[str, Any]] = plain_experts
@@ -162,7 +162,7 @@ def shared_experts(state: State, prefix: str, x: jax.Array) -> jax.Array:
 
 
 def block(name: str, implementation: str, state: State, x: jax.Array) -> jax.Array:
-    """The whole MoE block `[T, H]` to `[T, H]`."""
+    """Apply the whole MoE block to `[T, H]`."""
     family, routing, rest = FAMILIES[name], routing_of(name, state, x), []
     if "zero_expert_num" in CONFIGS[name]:
         routing, weight = identity_experts(routing, CONFIGS[name]["n_routed_experts"])
@@ -186,7 +186,7 @@ def test_every_family_is_here() -> None:
     assert set(FAMILIES) == set(CONFIGS)
 
 
-# By mixtral and qwen3_moe_unnormalised, and the last two by deepseek_v3.
+# Covered by mixtral and qwen3_moe_unnormalised, and the last two by deepseek_v3.
 REPEATED = {"qwen3_moe", "olmoe", "glm4_moe", "minimax_m2"}
 
 
@@ -205,6 +205,6 @@ def test_outputs_and_gradients(implementation: str, name: str) -> None:
     assert_near(dx, arrays["dx"], "dx")
     for key, gradient in gradients.items():
         assert_near(d_state.pop(key), gradient, key)
-    for key, gradient in d_state.items():  # buffers, and parameters that take none: biases of the selection
+    for key, gradient in d_state.items():  # Buffers, and parameters without gradients: biases of the selection.
         assert "correction_bias" in key
         np.testing.assert_array_equal(gradient, np.zeros_like(gradient), err_msg=key)

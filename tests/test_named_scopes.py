@@ -1,4 +1,4 @@
-"""Profiles and lowered programs name the operations of the package, backward passes included."""
+"""Profiles and lowered programs name the operations of the package, including backward passes."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ INFERENCE = {
     *("low_latency_moe", "low_latency_gemm_combine", "masked_grouped_gemm", "masked_gated_activation"),
     *("quantize_fp8", "quantize_fp8_weights"),
 }
-CHANGES: dict[str, dict[str, Any]] = {"low_latency_dispatch": {"quantize": False}}  # in FP8 there is no gradient
+CHANGES: dict[str, dict[str, Any]] = {"low_latency_dispatch": {"quantize": False}}  # FP8 has no gradient.
 LAUNCHED = (*NEEDS_AXIS, "fused_moe", "moe_sort", "masked_grouped_gemm", "masked_gated_activation")
 MATRICES = f32(E, H, 2 * H), f32(E, H, H)
 
 
 def names_in(fn: Any, *args: Any) -> set[str]:
-    """What the operations of the lowered program are called."""
+    """Return the names of the operations in the lowered program."""
     return set(re.findall(r'loc\("([^"]+)"', jax.jit(fn).lower(*args).as_text(debug_info=True)))
 
 
 def in_scope(names: set[str], scope: str) -> list[str]:
-    """Those with `scope`, and no longer word that contains it."""
+    """Return those with `scope` as a whole word."""
     return [name for name in names if re.search(rf"(?<![\w.]){re.escape(scope)}(?![\w.])", name)]
 
 
@@ -55,7 +55,7 @@ def is_float(leaf: Any) -> bool:
 
 
 def backward(name: str, **changes: Any) -> tuple[Any, Any, Any]:
-    """A program of the backward pass alone, and its arguments: what was kept, and gradients of the results."""
+    """Return a program of the backward pass alone, and its arguments: residuals, and gradients of the results."""
     call, arrays = program(name, **CHANGES.get(name, {}), **changes)
     leaves, tree = jax.tree.flatten(arrays)
     inputs = [leaf for leaf in leaves if is_float(leaf)]
@@ -75,7 +75,7 @@ def test_every_operation_has_a_gradient_or_is_for_inference() -> None:
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_backward_passes_have_names(name: str) -> None:
-    """What transposition emits, and the backward functions of custom VJPs."""
+    """Covers operations from transposition, and the backward functions of custom VJPs."""
     found = in_scope(names_in(*backward(name)), f"jax_ep.{name}")
     assert found
     if name in EXCHANGES:
@@ -91,7 +91,7 @@ def test_what_is_for_inference_has_no_backward_pass(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def with_kernels() -> Iterator[None]:
-    """Four ranks for which kernels are launched; their programs are compiled, and never run."""
+    """Four ranks on which kernels are launched; their programs are compiled, but never run."""
     pytest.importorskip("triton")
     jax_ep.finalize()
     jax_ep.init(mesh_of(), transport="shared_memory")
@@ -100,7 +100,7 @@ def with_kernels() -> Iterator[None]:
 
 
 def launches(fn: Any, *args: Any) -> list[str]:
-    """What profiles call each launch of a compiled program: functions of JAX have taken up their callers' names."""
+    """Return the profile name of each launch of a compiled program; inlined JAX functions take their callers' names."""
     text = jax.jit(fn).lower(*args).compile().as_text()
     lines = [line for line in text.splitlines() if 'custom_call_target="xla_ffi_python_cpu_callback"' in line]
     return [re.search(r'op_name="([^"]*)"', line)[1] for line in lines]

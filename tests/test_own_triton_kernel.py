@@ -1,4 +1,4 @@
-"""`examples/own_triton_kernel.py`: its kernels run in Triton's interpreter, and become code for GPUs."""
+"""`examples/own_triton_kernel.py`: its kernels run in Triton's interpreter, and compile for GPUs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ learned_swish = pytest.importorskip("own_kernels.learned_swish")
 
 
 def test_kernels(two_ranks: Mesh, rng: np.random.Generator) -> None:
-    """Against NumPy in float64, at widths that no block divides, with padding rows that hold NaN."""
+    """Compare with NumPy in float64, at widths that are not multiples of a block, with padding rows of NaN."""
     rows, inner, local = 23, 150, 3
     hidden, d_out = rng.standard_normal((rows, 2 * inner)), rng.standard_normal((rows, inner))
     slopes, weights = rng.uniform(0.5, 2, local), rng.standard_normal(rows)
@@ -54,7 +54,7 @@ def test_kernels(two_ranks: Mesh, rng: np.random.Generator) -> None:
 
 @pytest.mark.slow
 def test_layer(two_ranks: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole layer and its gradients against plain JAX, and that it learns."""
+    """The whole layer and its gradients match plain JAX, and it learns."""
     monkeypatch.setattr(example, "TOKENS", 48)
     arguments = example.make_inputs(jax.random.key(0))
     layer = example.on_all_devices(two_ranks)

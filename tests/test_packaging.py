@@ -1,4 +1,4 @@
-"""The machinery around the package: finding a Python, what the Makefile offers, what a wheel holds."""
+"""Packaging: the search for a Python, the tasks of the Makefile, and the content of a wheel."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if not FIND_PYTHON.exists():
 
 
 def fake(path: Path, version: str | None, *, modules: bool = True) -> Path:
-    """A launcher that answers as Python `version` would; None is one that does not start, like a shim of pyenv."""
+    """Create a launcher that answers as Python `version` would, or with None does not start, like a shim of pyenv."""
     path.parent.mkdir(parents=True, exist_ok=True)
     status = 127
     if version is not None:
@@ -40,7 +40,7 @@ def fake(path: Path, version: str | None, *, modules: bool = True) -> Path:
 
 
 class Machine:
-    """A machine with nothing on PATH but the tools the script uses, and the Pythons a test puts there."""
+    """A machine with only the tools that the script uses on PATH, and the Pythons of a test."""
 
     def __init__(self, root: Path) -> None:
         self.bin, self.home = root / "bin", root / "home"
@@ -88,7 +88,7 @@ def test_plain_python3_if_new_enough(machine):
 
 
 def test_old_python3_and_pyenv_holding_the_right_one(machine):
-    """Launchers of versions that pyenv has not activated stand on PATH and fail."""
+    """Launchers of versions that pyenv has not activated are on PATH and fail."""
     machine.on_path("python3", "3.11.7")
     machine.on_path("python3.12", None)
     machine.in_pyenv("3.9.18")
@@ -145,7 +145,7 @@ def test_no_python_is_a_clear_error(machine):
 
 
 def test_the_question_the_script_asks_is_answered_by_a_real_python(machine):
-    """The fakes above only stand for its exit status."""
+    """The fakes above only simulate its exit status."""
     assert_found(machine.find(PYTHON=sys.executable), Path(sys.executable))
 
 
@@ -154,7 +154,7 @@ def test_the_question_the_script_asks_is_answered_by_a_real_python(machine):
 SET_BY_MAKE = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES"}
 OF_THE_MAKEFILE = {"PYTHON", "VENV", "EXTRAS", "CONSTRAINTS", "PIP_ARGS"}
 
-# Not the variables of a `make test` that runs these tests.
+# Without the variables of a `make test` that runs these tests.
 CLEAN = {name: value for name, value in os.environ.items() if name not in SET_BY_MAKE | OF_THE_MAKEFILE}
 
 
@@ -185,7 +185,7 @@ def test_gpu_machines_get_the_cuda_packages(make, tmp_path):
 
 @pytest.mark.parametrize(("extras", "wanted"), [("test,lint", True), ("flax", False), ("test,cuda12", False)])
 def test_launches_through_jax_triton_are_tested_without_cuda(make, tmp_path, extras, wanted):
-    """With the part of the CUDA plugin that fits the installed jaxlib, unless CUDA's packages bring it."""
+    """With the part of the CUDA plugin that matches the installed jaxlib, unless CUDA's packages include it."""
     fake(tmp_path / "bin" / "python", "3.12.0")
     shown = run([make, "-C", str(ROOT), "-n", f"VENV={tmp_path}", f"EXTRAS={extras}", "env"], CLEAN)
     assert bool(re.search(r"--no-deps +\"jax-cuda13-plugin==", shown.stdout)) == wanted, shown.stdout + shown.stderr
@@ -213,7 +213,7 @@ def test_clock_keeps_output_and_status(status):
     clock = [str(ROOT / "tools" / "with_clock.sh"), "waiting", *command]
     completed = run(clock, os.environ)
     assert (completed.returncode, completed.stdout) == (status, "waiting\nsaid\n"), completed.stderr
-    # On a terminal, which `script` makes, the first line counts.
+    # On a terminal, which `script` emulates, the first line counts.
     if shutil.which("script"):
         completed = run(["script", "-qec", " ".join([*clock[:3], "-c", f"'{command[2]}'"]), "/dev/null"], os.environ)
         assert completed.returncode == status
@@ -232,7 +232,7 @@ def test_dependencies_are_jax_and_numpy_alone(project):
     names = {re.match(r"[\w-]+", requirement).group() for requirement in project["project"]["dependencies"]}
     assert names == {"jax", "numpy"}
     assert project["project"]["requires-python"] == ">=3.12"
-    # On an older Python, pip must name requires-python before it looks for a JAX that does not exist there.
+    # On an older Python, pip must report requires-python before it searches for a JAX version.
     needed = (*project["build-system"]["requires"], *project["project"]["dependencies"])
     requirements = [Requirement(text) for text in needed if text.startswith("jax")]
     assert len(requirements) == 2
@@ -241,7 +241,7 @@ def test_dependencies_are_jax_and_numpy_alone(project):
 
 
 def test_what_the_package_reaches_into_has_upper_bounds(project):
-    """JAX's Pallas for Mosaic and jaxlib's headers, Triton's interpreter: no new minor version unseen."""
+    """JAX's Pallas for Mosaic and jaxlib's headers, Triton's interpreter: new minor versions must be tested first."""
     extras = project["project"]["optional-dependencies"]
     requirements = itertools.chain(project["project"]["dependencies"], *extras.values())
     reached = [text for text in requirements if re.match(r"(jax|triton)\b(?!-|\[)", text)]
@@ -250,7 +250,7 @@ def test_what_the_package_reaches_into_has_upper_bounds(project):
 
 
 def test_constraints_name_one_version_of_all_that_is_installed(project):
-    """Every direct requirement is locked, and the lock names no place to load from."""
+    """Every direct requirement is locked, and the lock names no index."""
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
     assert [line for line in lines if not re.fullmatch(r"[\w-]+==[\w.]+( ; .*)?", line)] == []
     locked = {line.split("==")[0] for line in lines}
@@ -260,7 +260,7 @@ def test_constraints_name_one_version_of_all_that_is_installed(project):
     assert names - locked == set(), "`make lock` writes the file anew"
 
 
-# Loads the library from a copy of the package; the copy that is installed in this environment must not help out.
+# Load the library from a copy of the package, without help of the installed one.
 PROBE = """
 import importlib.metadata, sys
 
@@ -276,14 +276,14 @@ print(jax_ep.ffi.load()._name)
 
 
 def load_from(site: Path, *left_out: str) -> subprocess.CompletedProcess[str]:
-    """Copies the package into `site`, over what is there, and loads its library."""
+    """Copy the package into `site`, over existing files, and load its library."""
     ignore = shutil.ignore_patterns("*.so", "__pycache__", *left_out)
     shutil.copytree(ROOT / "jax_ep", site / "jax_ep", ignore=ignore, dirs_exist_ok=True)
     return run([sys.executable, "-c", PROBE, str(site)], os.environ)
 
 
 def test_library_is_found_in_the_layout_of_a_wheel(tmp_path):
-    """Without the C++ sources, and with the library beside library.py."""
+    """Without the C++ sources, and with the library next to library.py."""
     from jax_ep.ffi import library
 
     installed = tmp_path / "jax_ep" / "ffi" / library.NAME
@@ -303,7 +303,7 @@ def test_bare_source_tree_says_how_to_build(tmp_path):
 
 @pytest.mark.slow
 def test_wheel_holds_the_library_and_no_sources(tmp_path, project):
-    """The real build, where its tools are at hand without a network: CMake and scikit-build-core."""
+    """The real build, if its tools are available offline: CMake and scikit-build-core."""
     pytest.importorskip("scikit_build_core")
     if shutil.which("cmake") is None:
         pytest.skip("needs cmake")

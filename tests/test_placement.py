@@ -1,4 +1,4 @@
-"""Copies of experts: plans hold what they promise, and a layer with copies is the layer without, gradients too."""
+"""Placement: plans keep their guarantees, and a layer with copies equals the layer without, including gradients."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ RANKS = (1, 2, 4)
 
 
 def random_loads(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    """From nearly equal to all on a few experts; some of none."""
+    """Draw loads from nearly equal to concentrated on a few experts; some are zero."""
     loads = rng.random(shape) ** rng.integers(0, 12) * 1000
     return np.where(rng.random(shape) < 0.1, 0, np.floor(loads))
 
 
 def random_placement(rng: np.random.Generator, num_ranks: int, *, num_experts: int = 8, extra: int = 4) -> Placement:
-    """Any that is allowed, not only what `plan` makes: copies may share a rank."""
+    """Draw any valid placement, not only those of `plan`: copies may share a rank."""
     slots = np.concatenate([np.arange(num_experts), rng.integers(0, num_experts, extra)])
     return Placement(rng.permutation(slots), num_experts, num_ranks)
 
@@ -91,7 +91,7 @@ def test_placement_plan_random_loads(rng: np.random.Generator) -> None:
 
 
 def test_placement_plan_splits_busiest_expert(rng: np.random.Generator) -> None:
-    """One has half of all load: as many copies as it takes, each on a rank of its own."""
+    """An expert with half of all load gets as many copies as it needs, each on another rank."""
     loads = np.ones(16)
     loads[5] = 16
     placement = plan(loads, num_slots=24, num_ranks=8)
@@ -104,12 +104,13 @@ def test_placement_plan_splits_busiest_expert(rng: np.random.Generator) -> None:
 
 def test_placement_plan_copies_by_load() -> None:
     placement = plan([60, 31, 20, 1], num_slots=8, num_ranks=4)
-    assert placement.num_copies.tolist() == [3, 2, 2, 1]  # of 60, 31, 30 and 20, which 20 / 1 has before 60 / 3
-    assert plan([60, 31, 20, 1], num_slots=8, num_ranks=2).num_copies.tolist() == [2, 2, 2, 2]  # one for each rank
+    # Loads of 60, 31, 30 and 20; 20 / 1 gets a copy before 60 / 3.
+    assert placement.num_copies.tolist() == [3, 2, 2, 1]
+    assert plan([60, 31, 20, 1], num_slots=8, num_ranks=2).num_copies.tolist() == [2, 2, 2, 2]  # One for each rank.
 
 
 def test_placement_plan_more_slots_than_ranks() -> None:
-    """Copies must share ranks then, as few as can."""
+    """Then copies must share ranks, as few as possible."""
     placement = plan([3, 1], num_slots=12, num_ranks=2)
     assert placement.num_copies.tolist() == [9, 3]
     assert placement.rank_loads([3, 1]).tolist() == pytest.approx([2, 2])
@@ -205,7 +206,7 @@ def test_placement_scan_over_layers(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("num_ranks", RANKS)
 def test_placement_expand_and_gradient(num_ranks: int, kind: AxisType, rng: np.random.Generator) -> None:
-    """Of integers, whose sums are exact; on one axis of ranks or two, as global arrays."""
+    """With integers, whose sums are exact; on one axis of ranks or two, as global arrays."""
     sizes, names = ((2, 2), ("node", "expert")) if num_ranks == 4 else ((num_ranks,), ("expert",))
     mesh, placement = make_mesh(sizes, names, kind), random_placement(rng, num_ranks)
     spec = P(names)
@@ -281,7 +282,7 @@ def test_placement_move(num_ranks: int, expert_mesh: Any, rng: np.random.Generat
 
 
 def test_placement_local_rows_not_sent(expert_mesh: Any, rng: np.random.Generator) -> None:
-    """To the same placement nothing does, and a row from its own node where there is a copy."""
+    """An unchanged placement sends nothing, and a row comes from its own node if there is a copy."""
     old = plan(random_loads(rng, 8), num_slots=12, num_ranks=4)
     program = jax.shard_map(
         lambda w: move(w, old, old), mesh=expert_mesh(4), in_specs=P("expert"), out_specs=P("expert")
@@ -309,7 +310,7 @@ def test_relayout_edge_coloring(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("num_ranks", RANKS)
 @pytest.mark.slow(unless={"num_ranks": [2]})
 def test_placement_layer_with_copies(num_ranks: int, expert_mesh: Any, rng: np.random.Generator) -> None:
-    """Equal to the oracle of the layer without: what it returns, and every gradient."""
+    """The layer equals the oracle of the layer without copies: its result, and every gradient."""
     layer = Layer(rng, "zipf", num_ranks, BASE)
     loads = np.bincount(layer.topk_idx[layer.topk_idx >= 0].reshape(-1), minlength=BASE.num_experts)
     placement = plan(loads, num_slots=12, num_ranks=num_ranks)
@@ -333,9 +334,9 @@ def test_placement_layer_with_copies(num_ranks: int, expert_mesh: Any, rng: np.r
 
 
 def test_placement_rows_match_plan(two_by_two: Mesh, rng: np.random.Generator) -> None:
-    """What `dispatch` gives ranks by a remapped routing is what `rank_loads` says, where shares come out even."""
+    """For even shares, `dispatch` with a remapped routing gives ranks the loads of `rank_loads`."""
     ids = np.where(rng.random((4, 24, 1)) < 0.5, 0, rng.integers(0, 8, (4, 24, 1))).astype(np.int32)
-    ids = np.repeat(ids, 24, axis=1)  # each choice at all positions: shares of 2, 3 and 4 copies are even
+    ids = np.repeat(ids, 24, axis=1)  # Each choice at all positions: shares of 2, 3 and 4 copies are even.
     placement = plan(np.bincount(ids.reshape(-1), minlength=8), num_slots=16, num_ranks=4)
     x = np.ones((4, ids.shape[1], 2), F32)
 

@@ -1,4 +1,4 @@
-"""Several real processes on loopback: the same results as in one, and errors where they differ or do not come."""
+"""Several real processes on loopback: the same results as in one, and errors for differing or missing processes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "
 
 
 def environment(num_devices: int) -> dict[str, str]:
-    """Of a process with so many CPU devices."""
+    """Return the environment of a process with `num_devices` CPU devices."""
     own = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}"}
     return os.environ | own | {"PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 def finish(started: list[subprocess.Popen[str]]) -> list[tuple[str, str]]:
-    """The output of all, of which none stays behind."""
+    """Return the output of all processes, and end them."""
     try:
         return [process.communicate() for process in started]
     finally:
@@ -41,7 +41,7 @@ def finish(started: list[subprocess.Popen[str]]) -> list[tuple[str, str]]:
 )
 @pytest.mark.slow
 def test_processes_exchange_and_layer(num_processes: int, num_devices: int, over: str, count: int) -> None:
-    """Dispatch, combine, the layer and its gradient over the devices of all processes, against the oracle."""
+    """Dispatch, combine, the layer and its gradient over the devices of all processes match the oracle."""
     run = [sys.executable, str(HELPERS / "run_processes.py"), str(num_processes), "--devices", str(num_devices)]
     command = [*run, "-q", str(CONTRACT / "test_nodes.py"), "--slow", "-k", over, "--implementation", "xla"]
     done = subprocess.run(command, env=os.environ | {"JAX_EP_TEST_DEVICES": "cpu"}, **PIPES, check=False)
@@ -62,7 +62,7 @@ def test_processes_kernels_inside() -> None:
 
 @pytest.mark.slow
 def test_processes_mismatch() -> None:
-    """Each difference ends in an error that names it; differing_processes.py is what runs."""
+    """Each difference is an error that names it; differing_processes.py is the program."""
     address = f"127.0.0.1:{free_port()}"
     commands = [[sys.executable, str(HELPERS / "differing_processes.py"), str(i), address] for i in range(2)]
     started = [subprocess.Popen(command, env=environment(2), **PIPES) for command in commands]
@@ -95,7 +95,7 @@ def test_processes_mismatch() -> None:
         ("node wire", "wire_dtype=float8_e4m3fn", "wire_dtype=None"),
         ("node or flat", "dispatch, over nodes", "dispatch, Layout"),
     ):
-        # Who comes first goes on: who comes later, or both, see that they differ.
+        # The first process continues; the later one, or both, detect the difference.
         said = [found[name] for found in both if found[name] != "no error"]
         assert said, name
         assert all(
@@ -129,7 +129,7 @@ jax.block_until_ready(jax.jit(jax.shard_map(gather, mesh=mesh, **specs))(x))
 
 
 def ends(program: str, num_processes: int, *processes: int) -> list[tuple[int, str]]:
-    """Exit status and errors of these processes of a program that is told of so many."""
+    """Return exit status and errors of these processes of a program that expects `num_processes`."""
     address = f"127.0.0.1:{free_port()}"
     common = [sys.executable, "-c", program, address, str(num_processes)]
     started = [subprocess.Popen([*common, str(i)], env=environment(1), **PIPES) for i in processes]
@@ -141,14 +141,14 @@ def ends(program: str, num_processes: int, *processes: int) -> list[tuple[int, s
 @pytest.mark.parametrize(
     ("processes", "texts"),
     [
-        ([1], ["DEADLINE_EXCEEDED", "RegisterTask"]),  # nobody is the coordinator
-        ([0], ["DEADLINE_EXCEEDED", "RegisterTask"]),  # nobody else comes
+        ([1], ["DEADLINE_EXCEEDED", "RegisterTask"]),  # The coordinator is missing.
+        ([0], ["DEADLINE_EXCEEDED", "RegisterTask"]),  # All others are missing.
         ([0, 1, 1], ["ALREADY_EXISTS", "request from a newer incarnation"]),
     ],
     ids=["no coordinator", "too few", "duplicate"],
 )
 def test_processes_do_not_connect(processes: list[int], texts: list[str]) -> None:
-    """As docs/multi_process.md says: within `initialization_timeout`, and not by a Python error."""
+    """As in docs/multi_process.md: within `initialization_timeout`, and not by a Python error."""
     found = ends(ALONE, 3, *processes)
     assert all(code != 0 for code, _ in found), found
     assert any(all(text in stderr for text in texts) for _, stderr in found), found
@@ -156,7 +156,7 @@ def test_processes_do_not_connect(processes: list[int], texts: list[str]) -> Non
 
 @pytest.mark.slow
 def test_processes_collective_size_mismatch() -> None:
-    """What the package does not see, because it is not its own exchange, Gloo does."""
+    """Gloo detects mismatches of collectives that are not the package's."""
     found = ends(MISMATCHED, 2, 0, 1)
     assert all(code != 0 for code, _ in found), found
     assert any("distributed collective mismatch" in stderr for _, stderr in found), found
@@ -173,7 +173,7 @@ def example(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_processes_example() -> None:
-    """Two processes by one command learn, on a mesh of nodes."""
+    """Two processes, started by one command, train on a mesh of nodes."""
     sizes = ["--devices", "2", "--tokens", "64", "--hidden", "32", "--intermediate", "32", "--experts", "8"]
     done = example("--local", "2", "--nodes", "--steps", "6", *sizes)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""What every public name must document, and the `>>>` examples in its docstring, run so that they stay true."""
+"""What every public name must document, and the `>>>` examples in its docstring, which run."""
 
 import dataclasses
 import doctest
@@ -27,11 +27,11 @@ NAMES = {
     "jax_ep.ops.masked": ["masked_gated_activation"],
 }
 NUM_DEVICES = 8
-# A result is compared by its text: give it room for spaces and line breaks, and `...` for what does not matter.
+# Results are compared as text: allow other spaces and line breaks, and `...` for irrelevant parts.
 OPTIONS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 # `[T, H]`, `[]`, `[W * T, 2I]`, `[..., H // group_size]`: symbols of one or two letters, numbers and named sizes
 SHAPE = re.compile(r"\[(?:\.\.\.|[A-Z\d]\w?|\w+_\w+|[ ,*/+-])*\]")
-# the names that neither take nor return an array
+# Names that neither take nor return an array.
 WITHOUT_ARRAYS = {
     "Schedule",
     "Router",
@@ -52,14 +52,14 @@ SPECIFIED = {
 
 
 def _public():
-    """Functions and classes of the package that users may name, each once."""
+    """Yield the public functions and classes of the package, each once."""
     found = {}
     for module_name in [*MODULES, *NAMES]:
         module = importlib.import_module(module_name)
         names = NAMES.get(module_name) or getattr(module, "__all__", None)
         for name in names or [name for name in vars(module) if not name.startswith("_")]:
             value = getattr(module, name)
-            own = getattr(value, "__module__", "").startswith(module_name)  # not what the module imports
+            own = getattr(value, "__module__", "").startswith(module_name)  # Not what the module imports.
             if own and (inspect.isfunction(value) or inspect.isclass(value)):
                 found.setdefault(value, f"{module_name}.{name}")
     return found

@@ -1,4 +1,4 @@
-"""FP8 matrices in blocks of 128 by 128, within the error that their docstring states; NaN is never lost."""
+"""FP8 weights in blocks of 128 by 128, within the documented error; NaN is never lost."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from jax_ep.serving import serving_weights
 
 
 def largest_of_blocks(w: np.ndarray) -> np.ndarray:
-    """[..., N, K] to the largest magnitude of each block, [..., ceil(N / 128), K / 128]."""
+    """Return the largest magnitude of each block of [..., N, K], [..., ceil(N / 128), K / 128]."""
     rows = range(0, w.shape[-2], 128)
     columns = range(0, w.shape[-1], 128)
     blocks = [[np.abs(w[..., i : i + 128, j : j + 128]).max(axis=(-2, -1)) for j in columns] for i in rows]
@@ -85,7 +85,7 @@ def test_quantize_fp8_no_gradient() -> None:
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.slow(unless={"kind": [AxisType.Auto], "inner": [192]})
 def test_quantize_fp8_weights_sharded_same_bits(kind: AxisType, inner: int, compiled: bool, rng: Any) -> None:
-    """More than one block along both axes, experts and columns split over devices."""
+    """More than one block along both axes, experts and columns sharded over devices."""
 
     def fn(w_gate_up: Any, w_down: Any) -> Any:
         pair = quantize_fp8_weights(w_gate_up)
@@ -115,7 +115,7 @@ def test_quantize_fp8_weights_blocks_split_by_axes() -> None:
         quantize_experts(w, "int4")
     with pytest.raises(ValueError, match=r"prepack_experts: axis -1 of w is 384, 3 blocks of 128, .* 2 devices"):
         prepack_experts(quantize_experts(w, "mxfp4"))
-    q = quantize_experts(w, "int4", block_size=32)  # whose scales need no steps of 128
+    q = quantize_experts(w, "int4", block_size=32)  # Its scales need no steps of 128.
     assert_same_bits(np.asarray(unprepack_experts(prepack_experts(q)).values), np.asarray(q.values))
 
 

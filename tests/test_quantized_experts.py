@@ -1,4 +1,4 @@
-"""Expert matrices in 8 and 4 bits: the error that each format may have, what spoils a group, and what is refused."""
+"""Expert weights in 8 and 4 bits: error bounds of each format, non-finite values, and errors."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_quantized_experts_error(
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**-120, 2.0**100])
 def test_mxfp4_rounds_to_nearest_even(scale: float) -> None:
-    """All codes, and what is in the middle between two."""
+    """All codes, and the midpoints between two."""
     middles = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5])
     nearest = np.array([0, 1, 1, 2, 2, 4, 4])
     w = np.zeros((32, 1), F32)
@@ -95,11 +95,11 @@ def test_quantized_experts_zeros(expert_format: str) -> None:
     assert not np.any(dequantize_experts(quantized(np.zeros((2, 128, 3), F32), expert_format), jnp.float32))
 
 
-# --- the errors that docs/numerics.md states, of a layer of normally distributed matrices ----------------------------
+# --- the errors in docs/numerics.md, of a layer of normally distributed weights ---------------------------------------
 
 
 class TableLayer(NamedTuple):
-    """Tokens in bfloat16, ids and weights; matrices in float32; what the layer is in float64."""
+    """Tokens in bfloat16, ids and weights; expert weights in float32; the layer's result in float64."""
 
     operands: tuple[Any, ...]
     w_gate_up: np.ndarray
@@ -107,7 +107,7 @@ class TableLayer(NamedTuple):
     want: np.ndarray
 
     def error(self, *matrices: Any) -> float:
-        """Of the layer of these matrices, in the norm."""
+        """Return the error in the norm of the layer with these weights."""
         got = np.asarray(jax.jit(jax_ep.fused_moe)(*self.operands, *matrices), np.float64)
         return float(np.linalg.norm(got - self.want) / np.linalg.norm(self.want))
 
@@ -202,7 +202,7 @@ def test_quantize_experts_mistakes() -> None:
 
 
 def test_quantize_experts_smooth_reduces_error(rng: np.random.Generator) -> None:
-    """Rows of w are multiplied before they are rounded, and divided by as much where they are dequantised."""
+    """Rows of w are multiplied before they are rounded, and divided by the same factor when they are dequantized."""
     w, smooth = reals(rng, 2, 64, 8), (2.0 ** rng.uniform(-4, 4, (2, 64))).astype(F32)
     q = quantize_experts(jnp.asarray(w), "int8", activations="int8", smooth=smooth)
     got = np.asarray(dequantize_experts(q, jnp.float32))
@@ -244,7 +244,7 @@ def test_prepack_drops_padding_exponents(depth: int, rng: Any) -> None:
 
 
 def test_prepack_element_positions(rng: Any) -> None:
-    """As the assembler of the kernels takes them out: of MXFP4 sign, exponent and mantissa, of INT4 8 more."""
+    """As the kernels' assembler extracts them: for MXFP4 sign, exponent and mantissa, for INT4 plus 8."""
     for expert_format, block_size in (("mxfp4", 32), ("int4", 32)):
         q = quantized(reals(rng, 1, 96, 3), expert_format, **options_of(expert_format, block_size))
         words = np.asarray(prepack_experts(q).values).astype(object)
@@ -252,7 +252,7 @@ def test_prepack_element_positions(rng: Any) -> None:
         for column, k in np.ndindex(3, 96):
             part, q8, t, second = k // 32, k % 32 // 8, k % 8 // 2, k % 2
             word = int(words[0, column, 4 * part + t])
-            # Turned to the left by so many bits, and for the second of two by 16 less, it has its code in these places.
+            # Rotated left by this many bits, and for the second of two by 16 less, its code is in these places.
             left = {"mxfp4": (0, 6, 28, 2), "int4": (0, 28, 24, 4)}[expert_format][q8] - 16 * second
 
             def bit(place: int, left: int = left, word: int = word) -> int:
@@ -262,7 +262,7 @@ def test_prepack_element_positions(rng: Any) -> None:
                 code = sum(bit(3 + i) << i for i in range(4))
             elif q8 < 3:
                 code = bit(6) | bit(7) << 1 | bit(8) << 2 | bit(15) << 3
-            else:  # the higher bit of the exponent comes from elsewhere
+            else:  # The higher bit of the exponent comes from another place.
                 code = bit(6) | bit(7) << 1 | bit(8, -6 - 16 * second) << 2 | bit(15) << 3
             assert code == codes[0, column, k], (expert_format, column, k)
 

@@ -18,7 +18,7 @@ def _logits(num_tokens, num_experts):
 
 
 def _balancing_loss(scores, topk_idx):
-    """E * sum_e (share of the valid assignments) * (mean probability), in float64."""
+    """Compute E * sum_e (share of the valid assignments) * (mean probability), in float64."""
     num_experts = scores.shape[1]
     valid = topk_idx[topk_idx >= 0]
     share = np.bincount(valid, minlength=num_experts) / max(len(valid), 1)
@@ -114,7 +114,7 @@ def test_router_z_loss_value_and_gradient():
 
 @pytest.mark.parametrize("size", [300.0, 1e4, -1e4])
 def test_router_z_loss_does_not_overflow(size):
-    # exp(300) has no float32, so a naive logsumexp gives inf and a gradient of nan
+    # exp(300) overflows float32, so a naive logsumexp gives inf and a gradient of nan.
     logits = jnp.full((4, 8), size, jnp.float32)
     value, gradient = jax.value_and_grad(jax_ep.router_z_loss)(logits)
     np.testing.assert_allclose(value, (size + np.log(8.0)) ** 2, rtol=1e-5)
@@ -141,7 +141,7 @@ def test_losses_of_bfloat16_inputs_are_float32():
 
 
 def _masked_case(num_tokens=24):
-    """Scores, ids, logits and a mask; what padding holds must not matter, so it holds NaN and any ids."""
+    """Return scores, ids, logits and a mask; padding holds NaN and arbitrary ids, because it must not matter."""
     scores, topk_idx = _random_assignments(num_tokens, invalid=0.2, seed=7)
     logits, mask = _logits(num_tokens, 8), np.random.default_rng(8).uniform(size=num_tokens) < 0.6
     scores[~mask], logits[~mask], topk_idx[~mask] = np.nan, np.nan, 5
@@ -153,7 +153,7 @@ def _z_loss(logits):
 
 
 def test_masked_tokens_are_as_good_as_dropped():
-    """Values and gradients of both losses, against those without these tokens."""
+    """Values and gradients of both losses match those without these tokens."""
     scores, topk_idx, logits, mask = _masked_case()
     balance = partial(jax_ep.load_balancing_loss, topk_idx=jnp.asarray(topk_idx), token_mask=jnp.asarray(mask))
     z_loss = partial(jax_ep.router_z_loss, token_mask=jnp.asarray(mask))
@@ -170,7 +170,7 @@ def test_masked_tokens_are_as_good_as_dropped():
 
 
 def test_a_mask_over_a_mesh_weighs_ranks_by_their_tokens():
-    """Ranks with different numbers of tokens that count, one of them with none."""
+    """Ranks have different numbers of valid tokens, one of them none."""
     mesh = harness.make_mesh((4,), ("expert",))
     scores, topk_idx, logits, mask = _masked_case(32)
     mask[8:16] = False

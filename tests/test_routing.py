@@ -14,10 +14,10 @@ import jax_ep
 from jax_ep.routing import identity_experts
 
 STATIC = ("k", "router")
-topk_router = jax.jit(jax_ep.topk_router, static_argnames=STATIC)  # one compilation instead of one per operation
+topk_router = jax.jit(jax_ep.topk_router, static_argnames=STATIC)  # One compilation instead of one per operation.
 sparsemixer_router = jax.jit(jax_ep.routing.sparsemixer_router)
 
-# --- the models, each written out in NumPy float64 from its own definition -----------------------------------------
+# --- the models, each in NumPy float64 from its own definition --------------------------------------------------------
 
 
 def _softmax(logits):
@@ -30,12 +30,12 @@ def _sigmoid(logits):
 
 
 def _largest(values, k):
-    """Positions of the k largest values of each row, best first, the lower position first among equals."""
+    """Return positions of the k largest values of each row, best first; ties go to the lower position."""
     return np.argsort(-values, axis=-1, kind="stable")[..., :k]
 
 
 def mixtral(logits):
-    """Mixtral 8x7B: softmax over all experts, the two best, weights renormalised."""
+    """Mixtral 8x7B: softmax over all experts, the two best, weights renormalized."""
     probabilities = _softmax(logits)
     idx = _largest(probabilities, 2)
     weights = np.take_along_axis(probabilities, idx, axis=-1)
@@ -51,7 +51,7 @@ def qwen3(logits, renormalize=True):
 
 
 def deepseek_v2(logits):
-    """DeepSeek-V2: 160 experts in 8 groups, 3 groups by their best expert, top 6, no renormalisation, times 16."""
+    """DeepSeek-V2: 160 experts in 8 groups, 3 groups by their best expert, top 6, no renormalization, times 16."""
     scores = _softmax(logits)
     idx = np.empty((len(logits), 6), np.int64)
     for t, row in enumerate(scores):
@@ -76,7 +76,7 @@ def deepseek_v3(logits, bias):
 
 
 def gpt_oss(logits):
-    """gpt-oss: the four largest logits, and the softmax of these alone."""
+    """gpt-oss: the four largest logits, and the softmax of only these."""
     idx = _largest(logits, 4)
     return idx, _softmax(np.take_along_axis(logits, idx, axis=-1)), _softmax(logits)
 
@@ -108,8 +108,10 @@ MODELS = {
 
 
 def _logits(kind, num_tokens, num_experts, seed=0):
-    """`ties`: multiples of 1/2, so that most rows have equal logits; `normal`: multiples of 1/64, so that logits
-    which differ do so by more than the rounding of float32 scores."""
+    """Draw logits: `ties` are multiples of 1/2, so that most rows have equal logits; `normal` are multiples of 1/64.
+
+    Distinct multiples of 1/64 differ by more than the rounding of float32 scores.
+    """
     rng = np.random.default_rng(seed)
     step = {"normal": 64.0, "ties": 2.0}[kind]
     return (np.round(rng.normal(size=(num_tokens, num_experts)) * 2.0 * step) / step).astype(np.float32)
@@ -135,7 +137,7 @@ def test_router_equals_the_published_model(name, kind):
 
 @pytest.mark.parametrize("bias_scale", [0.05, 1.0, -30.0], ids=["small", "large", "all-negative"])
 def test_bias_selects_but_does_not_weigh(bias_scale):
-    # all-negative: biased scores below zero must still beat the experts of the groups that were not chosen
+    # All negative: biased scores below zero must still beat experts of groups that were not chosen.
     logits = _logits("normal", 48, 64)
     bias = (bias_scale * np.random.default_rng(1).uniform(size=64)).astype(np.float32)
     expected = deepseek_v3(logits.astype(np.float64), bias.astype(np.float64))
@@ -175,7 +177,7 @@ def test_every_expert_may_be_chosen():
 
 
 def test_groups_of_one_expert_sum_the_one_they_have():
-    # E == num_groups: a group has no second best expert, so top2_sum and max agree
+    # E == num_groups: a group has no second best expert, so top2_sum and max agree.
     logits = jnp.asarray(_logits("normal", 9, 6))
     both = [
         topk_router(logits, 2, router=jax_ep.Router(num_groups=6, topk_groups=3, group_score=group_score))
@@ -187,7 +189,7 @@ def test_groups_of_one_expert_sum_the_one_they_have():
 
 
 def test_the_two_group_scores_differ_where_they_should():
-    # group 0 holds the best expert, group 1 the best pair
+    # Group 0 holds the best expert, group 1 the best pair.
     logits = jnp.log(jnp.asarray([[0.40, 0.02, 0.30, 0.28]], jnp.float32))
     by_sum = topk_router(logits, 2, router=jax_ep.Router(num_groups=2, topk_groups=1, group_score="top2_sum"))
     by_max = topk_router(logits, 2, router=jax_ep.Router(num_groups=2, topk_groups=1, group_score="max"))
@@ -241,7 +243,7 @@ def test_weights_are_differentiable_in_the_logits(score, renormalize):
     )
     chosen = np.asarray(routing(jnp.asarray(logits)).topk_idx)
 
-    def objective(values):  # the selection is piecewise constant, so it stays fixed here
+    def objective(values):  # The selection is piecewise constant, so it stays fixed here.
         scores = _softmax(values) if score == "softmax" else _sigmoid(values)
         weights = np.take_along_axis(scores, chosen, axis=1)
         if renormalize:
@@ -267,7 +269,7 @@ def test_no_gradient_reaches_the_bias(renormalize):
 
     def objective(bias):
         routing = V3_ROUTER(logits, bias=bias, router=dataclasses.replace(DEEPSEEK_V3, renormalize=renormalize))
-        # every float output, so that none of them leaks a gradient
+        # Every float output, so that none of them leaks a gradient.
         return jnp.sum(routing.topk_weights**2) + jnp.sum(routing.scores**2)
 
     gradient = jax.grad(objective)(jnp.linspace(-0.1, 0.1, 64, dtype=jnp.float32))
@@ -284,7 +286,7 @@ def test_gradient_in_the_logits_ignores_the_bias_values():
             )
         )(logits)
 
-    # k == E: the selected set is the same whatever the bias, only the order changes
+    # k == E: the selected set is the same for every bias, only the order changes.
     np.testing.assert_allclose(
         gradient(jnp.linspace(-3.0, 3.0, 16, dtype=jnp.float32)), gradient(None), rtol=1e-4, atol=1e-7
     )
@@ -320,7 +322,7 @@ def test_masked_tokens_have_no_experts_and_no_gradient(name):
 
 
 def sparsemixer(logits, jitter_eps, chosen=None):
-    """Phi-3.5-MoE: two rounds of best or given experts; returns ids, softmax of each round, and the best ids."""
+    """Phi-3.5-MoE: two rounds of best or given experts; return ids, softmax of each round, and the best ids."""
     num_tokens, num_experts = logits.shape
     idx, best_idx, gates = np.empty((num_tokens, 2), int), np.empty((num_tokens, 2), int), []
     for t, row in enumerate(logits):
@@ -341,13 +343,13 @@ def sparsemixer_weights(idx, gates):
 
 
 def sparsemixer_gradient(idx, gates, d_weights):
-    """Of the weights as they are before some are divided: p_i (1 - p_i) at the expert, -p_i p_j at the others."""
+    """Return the gradient of weights before division: p_i (1 - p_i) at the expert, -p_i p_j at the others."""
     one_hot = np.eye(gates.shape[-1])[idx]
     return ((d_weights * sparsemixer_weights(idx, gates))[:, :, None] * (one_hot - gates)).sum(axis=1)
 
 
 def _sparsemixer_logits(num_tokens, num_experts=16):
-    """Rows with positive and negative maxima, equal and zero logits, many of them near the best."""
+    """Draw rows with positive and negative maxima, equal and zero logits, many of them near the best."""
     logits = _logits("normal", num_tokens, num_experts, seed=5)
     logits[::4] -= 9.0
     logits[1::4] = _logits("ties", num_tokens, num_experts, seed=6)[1::4]
@@ -371,7 +373,7 @@ def test_sparsemixer_equals_the_published_model(jitter_eps):
 
 @pytest.mark.parametrize("key", [None, 4], ids=["best", "drawn"])
 def test_sparsemixer_with_masked_experts(key):
-    """One expert that is left has all the weight of the first round, and the second has none; then neither."""
+    """A single remaining expert has all the weight of the first round, and the second has none; then neither."""
     logits = jnp.full((4, 5), -jnp.inf).at[0, 0].set(-3.0).at[1, 3].set(2.0).at[2, 1:3].set(jnp.array([1.0, 0.9]))
     key = None if key is None else jax.random.key(key)
 
@@ -446,7 +448,7 @@ def test_sparsemixer_draws_experts_by_their_softmax():
 
 
 def test_sparsemixer_draws_of_the_published_code_have_these_values_and_gradients():
-    """Of the oracle above: draws of Hugging Face's router in training mode, by `data/make_golden_blocks.py`."""
+    """Values of the oracle above for draws of Hugging Face's router in training mode (`data/make_golden_blocks.py`)."""
     golden = np.load(Path(__file__).parent / "data" / "golden_blocks.npz")
     names = ("logits", "dw", "topk_idx", "topk_weights", "dlogits")
     logits, d_weights, chosen, topk_weights, d_logits = (golden[f"phimoe_training/{name}"] for name in names)
@@ -471,7 +473,7 @@ def test_sparsemixer_in_other_precisions_and_transformations():
 
 
 def test_topk_router_with_sparsemixer():
-    """It is `sparsemixer_router` without draws, and takes a mask."""
+    """It equals `sparsemixer_router` without draws, and accepts a mask."""
     logits, mask = jnp.asarray(_sparsemixer_logits(24)), jnp.arange(24) % 5 > 0
     router, want = jax_ep.Router("sparsemixer"), sparsemixer_router(logits)
     for got, expected in zip(topk_router(logits, 2, router=router), want, strict=True):
@@ -554,7 +556,7 @@ def test_one_renormalized_expert_has_no_gradient(score):
 
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_router_of_one_expert_without_gradient(renormalize):
-    """A softmax over one logit is 1 whatever the logit; a sigmoid has a gradient."""
+    """A softmax over one logit is always 1; a sigmoid has a gradient."""
     router = jax_ep.Router(renormalize=renormalize)
     with pytest.raises(TypeError, match=r"topk_router: (renormalize=True with one expert|the softmax over one expert)"):
         _weight_gradient(lambda logits: topk_router(logits[:, :1], 1, router=router))

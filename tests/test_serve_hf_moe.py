@@ -1,4 +1,4 @@
-"""serve_hf_moe.py on tiny checkpoints: logits and greedy texts are those of Transformers (make_golden_logits.py)."""
+"""serve_hf_moe.py on tiny checkpoints: logits and greedy texts match Transformers (make_golden_logits.py)."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ PAGE = ROOT / "docs" / "serving.md"
 GOLDEN = Path(__file__).parent / "data" / "golden_logits.npz"
 FAMILIES = tuple(make_tiny_checkpoint.CONFIGS)
 FLOAT32 = {"dtype": jnp.float32, "param_dtype": jnp.float32}
-pytestmark = pytest.mark.filterwarnings("ignore:MoE. no mesh is set")  # a decoder on one device of several
-TOLERANCE = 1e-4  # of logits, relative to the largest
+pytestmark = pytest.mark.filterwarnings("ignore:MoE. no mesh is set")  # A decoder on one device of several.
+TOLERANCE = 1e-4  # Of logits, relative to the largest.
 every_family = pytest.mark.parametrize("family", FAMILIES)
 needs_4_devices = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 
 
 @dataclasses.dataclass(frozen=True)
 class Golden:
-    """What Transformers found: of each prompt, its ids, its logits, and its greedy continuation."""
+    """Results of Transformers: for each prompt, its ids, its logits, and its greedy continuation."""
 
     prompts: list[np.ndarray]
     logits: list[np.ndarray]
@@ -66,7 +66,7 @@ def golden(family: str) -> Golden:
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The tiny checkpoints that Transformers had."""
+    """The tiny checkpoints that Transformers ran."""
     made = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
     with np.load(GOLDEN) as file:
         for family, folder in made.items():
@@ -76,7 +76,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def implicit_promotion() -> Iterator[None]:
-    """Which Optax needs."""
+    """Enable implicit promotion, which Optax needs."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
@@ -113,7 +113,7 @@ def test_greedy_texts_are_those_of_transformers(family: str, folders: dict[str, 
 @pytest.mark.slow
 @every_family
 def test_logits_are_those_of_transformers(family: str, folders: dict[str, Path]) -> None:
-    """At every position, on one device; and windows and sinks decide about them."""
+    """Logits match at every position, on one device, and depend on windows and sinks."""
     want = golden(family)
     decoder = load(Checkpoint(folders[family]), **FLOAT32)
     for prompt, expected in zip(want.prompts, want.logits, strict=True):
@@ -141,7 +141,7 @@ def test_logits_are_those_of_transformers(family: str, folders: dict[str, Path])
 @pytest.mark.slow
 @every_family
 def test_batches_and_low_latency_do_not_change_texts(family: str, folders: dict[str, Path]) -> None:
-    """A batch that the devices cannot share; a text alone; the low-latency path; an end within a program."""
+    """A batch that the devices cannot share; a single text; the low-latency path; a stop token within a program."""
     want, steps = golden(family), len(golden(family).new[0])
     checkpoint = Checkpoint(folders[family])
     mesh = mesh_of(4, expert_parallel=2)
@@ -183,7 +183,7 @@ def test_bfloat16_is_near(folders: dict[str, Path]) -> None:
     want = golden("gpt_oss")
     decoder = load(Checkpoint(folders["gpt_oss"]))
     dtypes = {leaf.dtype for leaf in jax.tree.leaves(nnx.state(decoder, nnx.Param))}
-    assert dtypes == {jnp.dtype("bfloat16"), jnp.dtype("float32")}  # of the routers
+    assert dtypes == {jnp.dtype("bfloat16"), jnp.dtype("float32")}  # Of the routers.
     assert 1e-4 < error(forward(decoder, want.prompts[1][None])[0], want.logits[1]) < 0.1
 
 
@@ -213,7 +213,7 @@ def test_training_lowers_the_loss_and_is_saved(family: str, folders: dict[str, P
 
 
 def test_sampling(rng: np.random.Generator) -> None:
-    """Shares of the tokens within top_p are those of the softmax at a temperature; the others never come."""
+    """Token frequencies within top_p follow the softmax at a temperature; the others never occur."""
     share = np.array([0.05, 0.4, 0.15, 0.3, 0.1])
     logits = jnp.broadcast_to(jnp.log(jnp.array(share, jnp.float32)), (20_000, 5))
     key = jax.random.key(rng.integers(2**31))
@@ -228,7 +228,7 @@ def test_sampling(rng: np.random.Generator) -> None:
 
 
 def test_config() -> None:
-    """Both versions of the entries about rotary positions; what is not known is refused."""
+    """Read both versions of the rotary entries; unknown values are errors."""
     config = make_tiny_checkpoint.config_of("gpt_oss")
     newer = {name: value for name, value in config.items() if name not in ("rope_theta", "rope_scaling")}
     newer["rope_parameters"] = config["rope_scaling"] | {"rope_theta": config["rope_theta"]}
@@ -236,7 +236,7 @@ def test_config() -> None:
     rope = DecoderConfig.from_json(config).rope
     assert rope.scale == pytest.approx(0.1 * np.log(32) + 1)
     plain = 1.5e5 ** (-np.arange(16) / 16)
-    # Fast channels are left alone, and slow ones are stretched by the factor.
+    # Fast channels stay, and slow ones are stretched by the factor.
     np.testing.assert_allclose(rope.frequencies[0], plain[0])
     np.testing.assert_allclose(rope.frequencies[5:], plain[5:] / 32)
     for change, message in [
@@ -289,7 +289,7 @@ def test_command_line(folders: dict[str, Path], tmp_path: Path, capsys: pytest.C
     assert "2 prompts: prefill" in out and "tokens/s" in out and "on 2 cpu device(s)" in out
     assert all(prompt + made in out for prompt, made in zip(("To", "not"), result["texts"], strict=True))
     again = serve_hf_moe.main([str(tmp_path / "trained"), "--max-new", "9", "--prompt", "To", "--prompt", "not"])
-    assert again["texts"] != result["texts"]  # greedy, by the same weights
+    assert again["texts"] != result["texts"]  # Greedy, with the same weights.
     with pytest.raises(SystemExit):
         serve_hf_moe.main([str(tmp_path / "nowhere")])
     assert "there is no" in capsys.readouterr().err
@@ -297,7 +297,7 @@ def test_command_line(folders: dict[str, Path], tmp_path: Path, capsys: pytest.C
 
 @pytest.mark.slow
 def test_commands_of_the_page_run(tmp_path: Path) -> None:
-    """As a reader would run them, one after another; on CPU devices, so on tiny checkpoints."""
+    """The page's commands run one after another; on CPU devices with tiny checkpoints."""
     text = PAGE.read_text()
     commands = [
         line
@@ -305,7 +305,7 @@ def test_commands_of_the_page_run(tmp_path: Path) -> None:
         for line in block.splitlines()
     ]
     assert len(commands) >= 4
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}  # as an installed package would be found
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}  # Like an installed package.
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "README.md").symlink_to(ROOT / "README.md")
     for command in commands:

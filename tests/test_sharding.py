@@ -1,4 +1,4 @@
-"""The global-array wrapper: specs, sharding modes, and that no collective appears which the layer does not need."""
+"""sharded_moe on global arrays: specs, sharding modes, and no unnecessary collectives."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COLLECTIVES = ("all-gather", "all-to-all", "all-reduce", "reduce-scatter", "coll
 
 
 def arguments(rng: np.random.Generator) -> list[np.ndarray]:
-    """Global x, topk_idx, topk_weights, w_gate_up, w_down."""
+    """Draw global x, topk_idx, topk_weights, w_gate_up, w_down."""
     return [
         rng.normal(size=(N, H)).astype(np.float32),
         rng.integers(-1, E, size=(N, K), dtype=np.int32),
@@ -36,7 +36,7 @@ def arguments(rng: np.random.Generator) -> list[np.ndarray]:
 
 
 def collectives(function, *args) -> collections.Counter[str]:
-    """The collectives of the compiled program, by kind; asynchronous pairs count once."""
+    """Count the collectives of the compiled program by kind; asynchronous pairs count once."""
     text = jax.jit(function).lower(*args).compile().as_text()
     found = re.findall(rf" ({'|'.join(COLLECTIVES)})(?:-start)?\(", text)
     return collections.Counter(found)
@@ -62,12 +62,12 @@ def spec_list(specs):
 )
 @pytest.mark.slow(unless={"kind": [AxisType.Explicit], "names": [("data", "expert")]})
 def test_sharded_moe_collectives(kind, sizes, names, axes, rng):
-    """Forward: ids, weights and tokens are gathered, sums travel back once; nothing is resharded."""
+    """Forward: ids, weights and tokens are gathered, sums are sent back once; nothing is resharded."""
     mesh = harness.make_mesh(sizes, names, kind)
     values = place(mesh, arguments(rng), spec_list(axes.specs))
     with jax.set_mesh(mesh):
         found = collectives(sharded_moe(num_experts=E, axes=axes, implementation="xla"), *values)
-    assert found["all-gather"] <= 3, found  # XLA may merge them
+    assert found["all-gather"] <= 3, found  # XLA may merge them.
     assert found["all-to-all"] == 1, found
     assert not set(found) - {"all-gather", "all-to-all"}, found
 
@@ -75,7 +75,7 @@ def test_sharded_moe_collectives(kind, sizes, names, axes, rng):
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.slow(unless={"keep": [False]})
 def test_sharded_moe_backward_collectives(keep, rng):
-    """Backward: cotangents, and tokens that were not kept, are gathered, those of tokens and weights travel back."""
+    """Backward: cotangents, and tokens that were not saved, are gathered; those of tokens and weights are sent back."""
     mesh = harness.make_mesh((4,), ("expert",))
     values = place(mesh, arguments(rng), spec_list(MeshAxes().specs))
     schedule = jax_ep.Schedule(keep_tokens=keep)
@@ -91,7 +91,7 @@ def test_sharded_moe_backward_collectives(keep, rng):
 
 
 def test_sharded_moe_data_parallel_gradients(rng):
-    """Over a data axis, the gradients of the matrices need one all-reduce each, and nothing else is added."""
+    """Over a data axis, each weight gradient needs one all-reduce, and nothing else."""
     mesh = harness.make_mesh((2, 4), ("data", "expert"))
     values = place(mesh, arguments(rng), spec_list(MeshAxes(batch="data").specs))
     layer = sharded_moe(mesh, num_experts=E, axes=MeshAxes(batch="data"), implementation="xla")
@@ -239,7 +239,7 @@ def test_init_mistakes(options, error, message):
 
 
 def test_sharded_moe_cpu_mesh_with_gpus(monkeypatch):
-    """Kernels for GPUs are neither offered nor missed there; the GPUs are a pretence."""
+    """Kernels for GPUs are neither offered nor reported as missing there; the GPUs are fakes."""
     if len(jax.devices("cpu")) < 2:
         pytest.skip("needs two CPU devices")
     mesh = jax.make_mesh((2,), ("expert",), devices=jax.devices("cpu")[:2])
@@ -256,7 +256,7 @@ def test_sharded_moe_cpu_mesh_with_gpus(monkeypatch):
 
 
 def test_sharded_moe_quantized_experts_checked() -> None:
-    """That experts divide over their axis, and on explicit axes that they lie there already."""
+    """Experts must divide over their axis, and on explicit axes be sharded over it."""
     x, ids, weights = jnp.ones((8, 64)), jnp.zeros((8, 1), jnp.int32), jnp.ones((8, 1))
 
     def call(kind: AxisType, num_experts: int) -> None:
@@ -278,7 +278,7 @@ def test_sharded_moe_quantized_experts_checked() -> None:
 @pytest.mark.parametrize("expert_format", ["int4", "mxfp4"])
 @pytest.mark.slow
 def test_sharded_moe_prepacked_experts_not_moved(expert_format: str, kind: AxisType) -> None:
-    """On the devices of their experts, from which the layer takes them."""
+    """The layer uses them on the devices of their experts."""
     mesh = harness.make_mesh((2,), ("expert",), kind)
     sharding = NamedSharding(mesh, P("expert"))
     rng = np.random.default_rng(0)
@@ -318,7 +318,7 @@ def test_sharded_moe_fp8_weights_split_at_blocks() -> None:
     [(1, 2 * INNER, None), (2, INNER // 2, None), (1, INNER, None), (1, INNER, "gated"), (2, INNER, "ungated")],
 )
 def test_sharded_moe_tensor_axis_gate_axis(kinds, columns, experts, rng):
-    """A rank's share of the columns does not tell: what is laid out otherwise would be multiplied wrongly."""
+    """A rank's share of the columns does not show the layout; a wrong one would give wrong results."""
     mesh, (x, idx, weights, _, w_down) = make_mesh((2, 2), ("expert", "tensor")), arguments(rng)
     w_gate_up = rng.normal(size=(E, H, kinds, columns)).astype(np.float32)
     given = {} if experts is None else {"experts": jax_ep.Experts(gated=experts == "gated")}
@@ -356,7 +356,7 @@ def test_sharded_moe_unknown_option(given, match):
 
 
 def compilations(call, caplog):
-    """How many programs a second call compiles."""
+    """Count the programs that a second call compiles."""
     jax.block_until_ready(call())
     caplog.clear()
     with jax.log_compiles(True):
@@ -373,7 +373,7 @@ def test_sharded_moe_eager_compiled_once(kind, rng, caplog):
 
 
 def test_sharded_moe_eager_recompiled_for_mesh(rng):
-    """Of the same sizes and names: with other devices, and with other kinds of axes."""
+    """With the same sizes and names, but other devices, or other kinds of axes."""
     given = arguments(rng)
     want = jax_ep.fused_moe(*given, implementation="xla")
     if jax.device_count() < 8:

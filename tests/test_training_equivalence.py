@@ -23,7 +23,7 @@ def route(x: jax.Array, router: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def dense_layer(parameters: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-    """Every expert on every token; no dispatch, no rows."""
+    """Apply every expert to every token, without dispatch and rows."""
     topk_idx, topk_weights = route(x, parameters["router"])
     z = jnp.einsum("th,ehc->tec", x, parameters["w_gate_up"])
     out = jnp.einsum("tei,eih->teh", jax.nn.silu(z[..., :SIZE]) * z[..., SIZE:], parameters["w_down"])
@@ -91,7 +91,7 @@ def test_ten_steps(implementation: str, expert_mesh: Any) -> None:
             np.testing.assert_allclose(
                 np.asarray(parallel[name]), np.asarray(dense[name]), rtol=1e-4, atol=1e-5, err_msg=f"{name}, step {i}"
             )
-    # The comparison means something: every parameter moved, the loss fell, and the routing changed on the way.
+    # The comparison is meaningful: every parameter moved, the loss fell, and the routing changed.
     assert losses[-1] < 0.9 * losses[1]
     assert len(routes) > 2
     for name, value in initial.items():

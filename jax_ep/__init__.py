@@ -28,6 +28,7 @@ from jax_ep.core.expert_matrices import Fp8Weights, QuantizedExperts
 from jax_ep.core.router import Router
 from jax_ep.ops.exchange import combine, dispatch, row_experts
 from jax_ep.ops.exchange_gemm import dispatch_grouped_gemm, grouped_gemm_combine
+from jax_ep.ops.explain import explain
 from jax_ep.ops.grouped_gemm import grouped_gemm
 from jax_ep.ops.low_latency import low_latency_combine, low_latency_dispatch
 from jax_ep.ops.masked import masked_grouped_gemm
@@ -57,6 +58,7 @@ __all__ = [
     "combine",
     "dispatch",
     "dispatch_grouped_gemm",
+    "explain",
     "finalize",
     "fused_moe",
     "grouped_gemm",

@@ -136,7 +136,7 @@ def dispatch(
     options = registry.options("dispatch", axis_name, implementation, wire_dtype, schedule)
     given = checked(
         options,
-        x,
+        check.tokens(options.function, x),
         topk_idx,
         topk_weights,
         num_experts=num_experts,
@@ -146,7 +146,7 @@ def dispatch(
         handle=cast(Handle | None, handle),  # checked there
     )
     plan = plans.exchange(given.options, given.facts)
-    x, topk_weights, handle = located(plan, given)
+    (x, topk_weights, handle), _ = located(plan, given, None)
     tokens: Tokens
     if isinstance(x, tuple):
         pair = without_gradient(_NO_GRADIENT_OF_PAIRS, x)
@@ -288,9 +288,8 @@ def checked(
     num_tokens: Array | int | None = None,
     handle: Handle | None = None,
 ) -> Checked:
-    """Check the arguments of a dispatch."""
+    """Check the arguments of a dispatch of checked tokens."""
     function = options.function
-    x = check.tokens(function, x)
     values = x[0] if isinstance(x, tuple) else x
     num_experts, num_ranks = check.experts(function, num_experts, options.axis)
     if topk_idx is not None:
@@ -317,17 +316,17 @@ class Located(NamedTuple):
     handle: Handle
 
 
-def located(plan: ExchangePlan, given: Checked) -> Located:
-    """Make the handle where there is none."""
+def located[Weights](plan: ExchangePlan, given: Checked, weights: Weights) -> tuple[Located, Weights]:
+    """Make the handle where there is none; expert weights vary over the same mesh axes then."""
     options, layout = plan.options, given.layout
-    arrays = given.x, given.topk_idx, given.topk_weights, given.handle
-    x, topk_idx, topk_weights, handle = vary_alike(arrays, over=options.axis)
+    arrays = given.x, given.topk_idx, given.topk_weights, given.handle, weights
+    x, topk_idx, topk_weights, handle, weights = vary_alike(arrays, over=options.axis)
     if handle is None:
         values = x[0] if isinstance(x, tuple) else x
         context.compare(options.function, f"{layout}, tokens {values.dtype}[{values.shape[0]}, {values.shape[1]}]")
         run = registry.get("exchange", plan.handle.implementation)
         handle = run.plan(options, cast(Array, topk_idx), layout)
-    return Located(x, topk_weights, handle)
+    return Located(x, topk_weights, handle), weights
 
 
 def _layout(options: Options, wanted: Layout, capacity: int | None, handle: Handle | None) -> Layout:

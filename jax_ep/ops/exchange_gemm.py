@@ -83,7 +83,7 @@ def dispatch_grouped_gemm(
       (2, 3)
     """
     options = registry.options("dispatch_grouped_gemm", axis_name, implementation, wire_dtype, schedule)
-    x = check.matrix(options.function, "x", x, "[T, H]")
+    x = check.plain_tokens(options.function, x)
     num_experts, num_ranks = check.experts(options.function, num_experts, axis_name)
     w = check.expert_weights(options.function, "w", w, (num_experts // num_ranks, x.shape[1]), x.dtype)
     given = exchange.checked(
@@ -97,9 +97,9 @@ def dispatch_grouped_gemm(
         handle=handle,
     )
     plan = plans.exchange_gemm(given.options, given.facts.with_columns(w.shape[2]), out_columns=w.shape[2])
-    tokens, weights, handle = exchange.located(plan.exchange, given)
     check_weight_gradients(plan, w)
-    hidden, row_weights = dispatch_and_multiply(plan, *vary_alike((tokens, weights, w, handle)))
+    (tokens, weights, handle), w = exchange.located(plan.exchange, given, w)
+    hidden, row_weights = dispatch_and_multiply(plan, tokens, weights, w, handle)
     return DispatchedGemm(hidden, row_weights, handle.group_sizes, handle, handle.num_dropped)
 
 

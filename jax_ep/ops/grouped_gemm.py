@@ -24,7 +24,7 @@ from jax_ep.core.named_scopes import operation
 from jax_ep.core.no_gradient import call_without_gradient
 from jax_ep.formats import check_quantized
 from jax_ep.ops import plan as plans
-from jax_ep.ops import quantized_gemm, registry
+from jax_ep.ops import plan_serving, quantized_gemm, registry
 from jax_ep.ops.plan import FEWEST_COLUMNS, GemmPlan
 from jax_ep.types import Array, Options
 
@@ -88,7 +88,7 @@ def grouped_gemm(
         lhs, rhs, group_sizes = check_quantized.operands("grouped_gemm", lhs, rhs, group_sizes)
         check.known_rows("grouped_gemm", "lhs", "with QuantizedExperts", lhs.shape[0])
         out_dtype = check.result_dtype("grouped_gemm", preferred_element_type, lhs.dtype)
-        plan = plans.quantized_gemm(options, lhs.shape, lhs.dtype, rhs, out_dtype)
+        plan = plan_serving.quantized_gemm(options, lhs.shape, lhs.dtype, rhs, out_dtype)
         return quantized_gemm.multiply(plan, out_dtype, lhs, rhs, group_sizes)
     if FP8 in (getattr(lhs, "dtype", None), getattr(rhs, "dtype", None)) or not (lhs_scales is rhs_scales is None):
         scales = (lhs_scales, rhs_scales)

@@ -23,9 +23,8 @@ from jax_ep.core.dtypes import FP8, accumulation_dtype
 from jax_ep.core.mesh_axes import spread_axes, takes_global_arrays, vary_alike
 from jax_ep.core.named_scopes import operation
 from jax_ep.core.transposes import transposes
-from jax_ep.ops import plan as plans
-from jax_ep.ops import registry
-from jax_ep.ops.plan import PartPlan
+from jax_ep.ops import plan_serving, registry
+from jax_ep.ops.plan_serving import PartPlan
 from jax_ep.types import (
     Array,
     AxisName,
@@ -110,7 +109,7 @@ def low_latency_dispatch(
     layout = checked_layout(options, num_experts, max_tokens, topk_idx.shape[1])
     x, topk_idx, num_tokens = vary_alike((x, topk_idx, num_tokens), over=options.axis)
     columns = group_size if quantize or isinstance(x, tuple) else None
-    plan = plans.low_latency(options, dtype, hidden, layout, is_foreign=False)
+    plan = plan_serving.low_latency(options, dtype, hidden, layout, is_foreign=False)
     return LowLatencyDispatched(*dispatch_tokens(plan, layout, columns, x, topk_idx, num_tokens))
 
 
@@ -164,7 +163,7 @@ def low_latency_combine(
     topk_idx, topk_weights = check_combine(function, "y", y, topk_idx, topk_weights, layout)
     options = registry.options(function, axis_name, implementation, check.wire(function, wire_dtype, y), schedule)
     options = dataclasses.replace(options, sum_dtype=check.result_dtype(function, preferred_element_type, y.dtype))
-    plan = plans.low_latency(options, y.dtype, y.shape[2], layout, is_foreign=handle.group is None)
+    plan = plan_serving.low_latency(options, y.dtype, y.shape[2], layout, is_foreign=handle.group is None)
     return combine_tokens(plan, *vary_alike((y, topk_weights, handle), over=options.axis))
 
 

@@ -20,9 +20,8 @@ from jax_ep.core.mesh_axes import takes_global_arrays, vary_alike
 from jax_ep.core.named_scopes import operation
 from jax_ep.core.no_gradient import call_without_gradient
 from jax_ep.formats import check_quantized
-from jax_ep.ops import plan as plans
-from jax_ep.ops import quantized_gemm, registry
-from jax_ep.ops.plan import PartPlan, QuantizedGemmPlan
+from jax_ep.ops import plan_serving, quantized_gemm, registry
+from jax_ep.ops.plan_serving import PartPlan, QuantizedGemmPlan
 from jax_ep.types import Array, Experts, Options
 
 
@@ -87,7 +86,7 @@ def masked_grouped_gemm(
     if expected_rows is not None:
         expected_rows = check.positive(function, "expected_rows", expected_rows)
     options = registry.options(function, implementation=implementation)
-    plan = plans.masked_gemm(options, lhs.shape, lhs.dtype, rhs, out_dtype)
+    plan = plan_serving.masked_gemm(options, lhs.shape, lhs.dtype, rhs, out_dtype)
     return multiply(plan, out_dtype, expected_rows, lhs, rhs, group_sizes, *scales)
 
 
@@ -162,7 +161,7 @@ def masked_gated_activation(
     if quantize and inner is not None:
         check_fp8.whole_blocks(function, "I, the columns of the activated rows,", inner)
     options = registry.options(function, implementation=implementation)
-    plan = plans.masked_activation(options, hidden.dtype, quantize=quantize and not callable(experts.activation))
+    plan = plan_serving.masked_activation(options, hidden.dtype, quantize=quantize and not callable(experts.activation))
     return activate(plan, experts, inner, hidden, group_sizes, bias, quantize)
 
 

@@ -28,6 +28,7 @@ from jax_ep.ops import (
     gemm_activation,
     hierarchical,
     moe_fp8,
+    plan_serving,
     quantized_gemm,
     registry,
 )
@@ -132,7 +133,7 @@ def moe(
     Source: Mixture of Experts as in Mixtral (arXiv:2401.04088) with GLU experts (arXiv:2002.05202); "fp8" as in
     DeepSeek-V3 (arXiv:2412.19437, section 3.3); what is kept is as in SonicMoE (arXiv:2512.14080).
     """
-    x = check.matrix("moe", "x", x, "[T, H]")
+    x = check.plain_tokens("moe", x)
     recipe = check_recipe.recipe("moe", recipe)
     wire_dtype = check_recipe.wire("moe", recipe, wire_dtype)
     balanced.check_balance("moe", balance, axis_name, capacity)
@@ -205,7 +206,7 @@ def moe(
     if x.shape[0]:
         slots = check.array("moe", "topk_idx", topk_idx, 2, "[T, K]").size
         facts = FusedMoEFacts(x.dtype, experts, slots, parts.w_gate_up, parts.w_down)
-        single = plans.single_launch(options, facts, given_others)
+        single = plan_serving.single_launch(options, facts, given_others)
         if single is not None:
             return _in_one_launch(options, single, experts, x, topk_idx, topk_weights, parts, sum_dtype)
     prepare = functools.partial(exchange.checked, options, num_experts=num_experts, capacity=capacity)
@@ -219,9 +220,8 @@ def moe(
     given = prepare(x, topk_idx, topk_weights)
     resolved = plan(given)
     whole = resolved[0].exchange if isinstance(resolved, tuple) else resolved.exchange
-    located = (*exchange.located(whole, given), parts)
-    tokens, weights, handle, parts = vary_alike(located, over=given.options.axis)
-    if isinstance(resolved, plans.QuantizedLayerPlan):
+    (tokens, weights, handle), parts = exchange.located(whole, given, parts)
+    if isinstance(resolved, plan_serving.QuantizedLayerPlan):
         return _by_quantized(resolved, experts, tokens, weights, handle, parts)
     if isinstance(resolved, tuple):
         first, second = resolved
@@ -340,14 +340,14 @@ def _check_experts(
     return experts, ExpertWeights(w_gate_up, w_down, b_gate_up, b_down)
 
 
-type Plan = plans.LayerPlan | tuple[plans.Fp8LayerPlan, plans.Fp8LayerPlan] | plans.QuantizedLayerPlan
+type Plan = plans.LayerPlan | tuple[plans.Fp8LayerPlan, plans.Fp8LayerPlan] | plan_serving.QuantizedLayerPlan
 
 
 def _plan(given: exchange.Checked, experts: Experts, parts: ExpertWeights, sum_dtype: DTypeLike) -> Plan:
     """Resolve the layer of these arguments."""
     w_gate_up, w_down = parts[:2]
     if isinstance(w_gate_up, QuantizedExperts):
-        return plans.quantized_layer(given.options, given.facts, experts, (w_gate_up, w_down), sum_dtype)
+        return plan_serving.quantized_layer(given.options, given.facts, experts, (w_gate_up, w_down), sum_dtype)
     sizes = plans.LayerSizes(w_gate_up.shape[2], w_down.shape[1], parts.b_gate_up is not None)
     if given.options.recipe is not None:
         dtypes = w_gate_up.dtype, w_down.dtype
@@ -408,7 +408,12 @@ def _with_hidden_rows(
 
 
 def _by_quantized(
-    plan: plans.QuantizedLayerPlan, experts: Experts, x: Array, weights: Array, handle: Handle, parts: ExpertWeights
+    plan: plan_serving.QuantizedLayerPlan,
+    experts: Experts,
+    x: Array,
+    weights: Array,
+    handle: Handle,
+    parts: ExpertWeights,
 ) -> Array:
     """`moe` of `QuantizedExperts`, one operation after another."""
     options, sizes = plan.options, handle.group_sizes

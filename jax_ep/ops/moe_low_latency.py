@@ -19,8 +19,7 @@ from jax_ep.core.mesh_axes import takes_global_arrays, vary_alike
 from jax_ep.core.named_scopes import operation
 from jax_ep.core.no_gradient import call_without_gradient
 from jax_ep.formats import check_quantized
-from jax_ep.ops import hierarchical, quantized_gemm, registry
-from jax_ep.ops import plan as plans
+from jax_ep.ops import hierarchical, plan_serving, quantized_gemm, registry
 from jax_ep.ops.low_latency import (
     check_combine,
     checked_layout,
@@ -29,7 +28,7 @@ from jax_ep.ops.low_latency import (
     dispatch_tokens,
 )
 from jax_ep.ops.masked import activate, checked_operands, multiply
-from jax_ep.ops.plan import LowLatencyGemmPlan, LowLatencyLayerPlan
+from jax_ep.ops.plan_serving import LowLatencyGemmPlan, LowLatencyLayerPlan
 from jax_ep.types import (
     Array,
     AxisName,
@@ -37,7 +36,6 @@ from jax_ep.types import (
     Experts,
     Layout,
     LowLatencyHandle,
-    Options,
     Quantized,
     Schedule,
     Topology,
@@ -162,31 +160,12 @@ def low_latency_moe(
     tokens, matrices = (x, topk_idx, topk_weights), _Matrices(w_gate_up, w_down, b_gate_up, b_down)
     tokens, matrices = vary_alike((tokens, matrices), over=options.axis)
     layout = checked_layout(options, num_experts, max_tokens_per_rank, topk_idx.shape[1])
-    plan = _plan(options, experts, layout, matrices, x.dtype, out_dtype)
+    plan = plan_serving.low_latency_layer(options, experts, layout, (w_gate_up, w_down), x.dtype, out_dtype)
     y = _run_experts(_Layer(plan, experts, inner, out_dtype), layout, matrices, *tokens)
     if experts.weight_on == "input" and top_k > 1:
         wide = y.reshape(-1, top_k, y.shape[1]).astype(accumulation_dtype(y.dtype))
         y = jnp.sum(wide, axis=1).astype(y.dtype)
     return y
-
-
-def _plan(
-    options: Options, experts: Experts, layout: Layout, matrices: _Matrices, dtype: DTypeLike, out_dtype: DTypeLike
-) -> LowLatencyLayerPlan:
-    """Resolve the layer of tokens of `dtype`."""
-    (up, down), rows = matrices[:2], layout.num_ranks * layout.num_tokens
-    arrays = [w[0] if isinstance(w, tuple) else w for w in (up, down)]
-    hidden, inner = arrays[0].shape[2], arrays[1].shape[2]
-    takes_fp8 = [check_quantized.takes_fp8(w) for w in (up, down)]
-    wire, second = (FP8 if fp8 else jnp.dtype(dtype) for fp8 in takes_fp8)
-    shape = layout.num_local_experts, rows
-    own = callable(experts.activation)
-    return LowLatencyLayerPlan(
-        plans.low_latency(options, wire, hidden, layout, is_foreign=False),
-        plans.masked_gemm(options, (*shape, hidden), wire, arrays[0], dtype),
-        plans.masked_activation(options, dtype, quantize=takes_fp8[1] and not own),
-        plans.low_latency_gemm_combine(options, (*shape, inner), second, arrays[1], out_dtype, layout),
-    )
 
 
 class _Matrices(NamedTuple):
@@ -320,7 +299,7 @@ def low_latency_gemm_combine(
     options = registry.options(function, axis_name, implementation, None, schedule)
     operands = topk_weights, handle, lhs, rhs, group_sizes, *scales
     topk_weights, handle, *product = vary_alike(operands, over=options.axis)
-    plan = plans.low_latency_gemm_combine(
+    plan = plan_serving.low_latency_gemm_combine(
         options, lhs.shape, lhs.dtype, rhs, out_dtype, layout, is_foreign=handle.group is None
     )
     return _multiply_and_combine(plan, out_dtype, expected_rows, topk_weights, handle, None, *product)

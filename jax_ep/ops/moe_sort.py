@@ -14,9 +14,8 @@ from jax_ep.core import check
 from jax_ep.core.layout import dropless_capacity
 from jax_ep.core.mesh_axes import on_automatic_axes, vary_alike
 from jax_ep.core.named_scopes import operation
-from jax_ep.ops import plan as plans
-from jax_ep.ops import registry
-from jax_ep.ops.plan import PartPlan
+from jax_ep.ops import plan_serving, registry
+from jax_ep.ops.plan_serving import PartPlan
 from jax_ep.types import Array, SortedTokens
 
 
@@ -80,7 +79,7 @@ def moe_sort(
     options = registry.options(function, implementation=implementation)
     arrays = vary_alike((topk_weights, topk_idx, num_tokens))
     specs = SortedTokens(P(), None if topk_weights is None else P(), P(), P(), P())  # type: ignore[arg-type]
-    plan = plans.sort(options, topk_idx.size, num_local)
+    plan = plan_serving.sort(options, topk_idx.size, num_local)
     sort = partial(sort_slots, plan, first_expert, num_local, block_size)
     return on_automatic_axes(sort, specs, *arrays)
 

@@ -6,39 +6,64 @@ A plan is frozen and hashable. It is the static argument of the custom VJPs, car
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
 from jax_ep.core import fp8_columns, operations
 from jax_ep.core.dtypes import FP8
-from jax_ep.core.expert_matrices import QuantizedExperts
 from jax_ep.core.facts import (
     ActivationFacts,
     ExchangeFacts,
-    Facts,
     Fp8OperandFacts,
     FusedFacts,
     FusedModes,
-    FusedMoEFacts,
     GemmActivationFacts,
     GemmFacts,
-    LowLatencyFacts,
-    LowLatencyGemmFacts,
-    MaskedActivationFacts,
-    MaskedGemmFacts,
     Part,
-    QuantizedGemmFacts,
-    SortFacts,
-    Weights,
 )
 from jax_ep.core.fp8 import GROUP_SIZE
-from jax_ep.formats import check_quantized, format_of
 from jax_ep.ops import registry
 from jax_ep.types import Experts, Handle, Layout, Options
+
+_resolved: ContextVar[list[object] | None] = ContextVar("jax_ep_resolved", default=None)
+
+
+def resolution[**Arguments, Plan](resolve: Callable[Arguments, Plan]) -> Callable[Arguments, Plan]:
+    """Decorate a function that resolves a plan: `recording` collects it, but not those that it consists of."""
+
+    @functools.wraps(resolve)
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Plan:
+        found = _resolved.get()
+        if found is None:
+            return resolve(*args, **kwargs)
+        token = _resolved.set(None)
+        try:
+            plan = resolve(*args, **kwargs)
+        finally:
+            _resolved.reset(token)
+        if plan is not None:
+            found.append(plan)
+        return plan
+
+    return run
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[object]]:
+    """Collect the plans that are resolved in this block."""
+    found: list[object] = []
+    token = _resolved.set(found)
+    try:
+        yield found
+    finally:
+        _resolved.reset(token)
+
 
 FEWEST_COLUMNS = 8
 """Of a GEMM that adds up rows: 16 bytes of 16-bit elements."""
@@ -59,6 +84,7 @@ class ExchangePlan:
         return dataclasses.replace(self, options=self.options.transposed)
 
 
+@resolution
 def exchange(options: Options, facts: ExchangeFacts, *, wire_dtype: DTypeLike | None = None) -> ExchangePlan:
     """Resolve the exchange of such tokens, which are dispatched in `wire_dtype`, if given, and not as the options say.
 
@@ -94,6 +120,7 @@ class GemmPlan:
         return registry.get("grouped_gemm", self.forward.implementation)
 
 
+@resolution
 def gemm(options: Options, facts: GemmFacts) -> GemmPlan:
     """Resolve a grouped GEMM.
 
@@ -124,6 +151,7 @@ class ExchangeGemmPlan:
       saved_as: the form in which dispatched tokens are saved for the gradient of weights, where they are; whichever
         takes less memory. "tokens" are `[W * T, hidden]` by source rank and token, "rows" `[R, hidden]`.
       sums: of biases' gradients, whose columns are those that the GEMM gives.
+      reason: why there are no functions for both; else empty.
     """
 
     exchange: ExchangePlan
@@ -132,6 +160,7 @@ class ExchangeGemmPlan:
     modes: FusedModes | None
     saved_as: str | None
     sums: GemmPlan
+    reason: str = ""
 
     @property
     def options(self) -> Options:
@@ -169,6 +198,7 @@ def _known[Value](value: Value | None) -> Value:
     return value
 
 
+@resolution
 def exchange_gemm(
     options: Options, facts: ExchangeFacts, *, out_columns: int, sum_dtype: DTypeLike | None = None
 ) -> ExchangeGemmPlan:
@@ -191,7 +221,7 @@ def exchange_gemm(
     fused, name = FusedFacts(facts.dtype, facts.hidden, columns, layout), whole.handle.implementation
     reason = registry.unsupported_reason(name, fused, options)
     if reason is not None:
-        return ExchangeGemmPlan(whole, gemm(options, product), None, None, None, sums)
+        return ExchangeGemmPlan(whole, gemm(options, product), None, None, None, sums, f"{name}: {reason}")
     # A GEMM of its own is that of the fastest implementation, whichever one exchanges.
     apart = gemm(dataclasses.replace(options, implementation=None), product)
     modes = registry.get("exchange_gemm", name).fused_modes(
@@ -263,6 +293,7 @@ class LayerSizes:
     has_bias: bool
 
 
+@resolution
 def layer(
     options: Options, facts: ExchangeFacts, experts: Experts, sizes: LayerSizes, sum_dtype: DTypeLike
 ) -> LayerPlan:
@@ -341,6 +372,7 @@ def _fp8_gemm(options: Options, product: GemmFacts, weight_dtype: DTypeLike, out
     )
 
 
+@resolution
 def fp8_layer(
     options: Options,
     facts: ExchangeFacts,
@@ -364,224 +396,6 @@ def fp8_layer(
     return (
         Fp8LayerPlan(whole, _fp8_gemm(options, first, weight_dtypes[0], sizes.columns), between),
         Fp8LayerPlan(back, _fp8_gemm(options, second, weight_dtypes[1], hidden), between),
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class QuantizedGemmPlan:
-    """GEMM of rows and quantized weights: of "quantized_gemm", or of "grouped_gemm" where both are in FP8.
-
-    `operands` rounds rows to FP8, where the weights ask for it.
-    """
-
-    options: Options
-    product: Part
-    operands: Part | None
-
-
-def quantized_gemm(
-    options: Options, shape: tuple[int, ...], dtype: DTypeLike, rhs: QuantizedExperts, out_dtype: DTypeLike
-) -> QuantizedGemmPlan:
-    """Resolve the GEMM of rows of this shape, `[M, K]` or `[G, M, K]`, and quantized weights.
-
-    Raises:
-      NotImplementedError: none of the implementations asked for supports it.
-    """
-    multiplied, out = multiplied_dtype(dtype, rhs), jnp.dtype(out_dtype)
-    operands = None
-    if rhs.activations == "fp8":
-        operands = fp8_operands(options, dtype, shape)
-    if multiplied == FP8 and format_of(rhs).is_fp8_operand and len(shape) == 2:
-        facts: Facts = GemmFacts(FP8, shape[0], shape[1], rhs.shape[1], rhs.shape[0], out)
-    else:
-        facts = QuantizedGemmFacts(multiplied, shape, rhs, out)
-    return QuantizedGemmPlan(options, registry.choose(options, facts), operands)
-
-
-def masked_gemm(
-    options: Options, shape: tuple[int, ...], dtype: DTypeLike, rhs: Weights, out_dtype: DTypeLike
-) -> QuantizedGemmPlan:
-    """Resolve the masked grouped GEMM of blocks `[L, M, K]`: of "quantized_gemm", or else of "masked".
-
-    Raises:
-      NotImplementedError: none of the implementations asked for supports it.
-    """
-    weights = check_quantized.as_pair(options.function, "rhs", rhs)
-    if isinstance(weights, QuantizedExperts):
-        return quantized_gemm(options, shape, dtype, weights, out_dtype)
-    facts = MaskedGemmFacts(FP8 if isinstance(weights, tuple) else jnp.dtype(dtype), shape[2])
-    return QuantizedGemmPlan(options, registry.choose(options, facts), None)
-
-
-@dataclasses.dataclass(frozen=True)
-class PartPlan:
-    """A call with one part."""
-
-    options: Options
-    part: Part
-
-
-def masked_activation(options: Options, dtype: DTypeLike, *, quantize: bool) -> PartPlan:
-    """Resolve the activation of masked blocks, to FP8 with `quantize`."""
-    return PartPlan(options, registry.choose(options, MaskedActivationFacts(jnp.dtype(dtype), quantize)))
-
-
-def sort(options: Options, num_slots: int, num_experts: int) -> PartPlan:
-    """Resolve the sort of so many assignments to so many experts."""
-    return PartPlan(options, registry.choose(options, SortFacts(jnp.dtype(jnp.int32), num_slots, num_experts)))
-
-
-def low_latency(options: Options, dtype: DTypeLike, hidden: int, layout: Layout, *, is_foreign: bool) -> PartPlan:
-    """Resolve low-latency dispatch or combine of rows of `dtype` with `hidden` columns."""
-    return PartPlan(options, registry.choose(options, LowLatencyFacts(jnp.dtype(dtype), hidden, layout, is_foreign)))
-
-
-@dataclasses.dataclass(frozen=True)
-class LowLatencyGemmPlan:
-    """The second GEMM of experts and combine, in one launch or in two."""
-
-    product: QuantizedGemmPlan
-    combine: PartPlan
-    fused: Part | None
-
-    @property
-    def options(self) -> Options:
-        """Of the call."""
-        return self.combine.options
-
-
-def low_latency_gemm_combine(
-    options: Options,
-    shape: tuple[int, ...],
-    dtype: DTypeLike,
-    rhs: Weights,
-    out_dtype: DTypeLike,
-    layout: Layout,
-    *,
-    is_foreign: bool = False,
-) -> LowLatencyGemmPlan:
-    """Resolve the GEMM of rows `[L, M, I]` of `dtype` and weights `[L, H, I]`, and the combine of its rows.
-
-    Raises:
-      NotImplementedError: none of the implementations asked for supports it.
-    """
-    out = jnp.dtype(out_dtype)
-    combine = low_latency(options, out, rhs.shape[1], layout, is_foreign=is_foreign)
-    multiplied = multiplied_dtype(dtype, rhs) if isinstance(rhs, QuantizedExperts) else jnp.dtype(dtype)
-    name, facts = combine.part.implementation, LowLatencyGemmFacts(multiplied, shape, rhs, out, layout)
-    fused = None if registry.unsupported_reason(name, facts, options) else Part("low_latency", name)
-    return LowLatencyGemmPlan(masked_gemm(options, shape, dtype, rhs, out), combine, fused)
-
-
-@dataclasses.dataclass(frozen=True)
-class LowLatencyLayerPlan:
-    """The expert layer of decode-sized batches."""
-
-    dispatch: PartPlan
-    first: QuantizedGemmPlan
-    activation: PartPlan
-    second: LowLatencyGemmPlan
-
-
-def multiplied_dtype(dtype: DTypeLike, rhs: QuantizedExperts) -> np.dtype:
-    """Of rows, as their GEMM with these weights takes them."""
-    return {None: jnp.dtype(dtype), "fp8": FP8, "int8": jnp.dtype(jnp.int8)}[rhs.activations]
-
-
-@dataclasses.dataclass(frozen=True)
-class QuantizedLayerPlan:
-    """The expert layer of quantized weights, one operation after another; `back` is the exchange of combine."""
-
-    exchange: ExchangePlan
-    back: ExchangePlan
-    first: QuantizedGemmPlan
-    second: QuantizedGemmPlan
-    activation: ActivationPlan
-
-    @property
-    def options(self) -> Options:
-        """Of the call."""
-        return self.exchange.options
-
-
-def quantized_layer(
-    options: Options,
-    facts: ExchangeFacts,
-    experts: Experts,
-    weights: tuple[QuantizedExperts, QuantizedExperts],
-    sum_dtype: DTypeLike,
-) -> QuantizedLayerPlan:
-    """Resolve the layer of quantized weights.
-
-    Raises:
-      NotImplementedError: none of the implementations asked for supports it.
-    """
-    layout, dtype = facts.layout, facts.dtype
-    w_gate_up, w_down = weights
-    # What is multiplied in FP8 loses nothing by travelling so.
-    wire = FP8 if w_gate_up.activations == "fp8" else None
-    whole = exchange(options, dataclasses.replace(facts, columns=w_gate_up.shape[1]), wire_dtype=wire)
-    back = dataclasses.replace(whole, options=dataclasses.replace(options, sum_dtype=sum_dtype))
-    if wire is not None:
-        whole = dataclasses.replace(whole, options=_with_wire(options, wire))
-    rows = layout.capacity
-    return QuantizedLayerPlan(
-        whole,
-        back,
-        quantized_gemm(options, (rows, facts.hidden), dtype, w_gate_up, dtype),
-        quantized_gemm(options, (rows, w_down.shape[2]), dtype, w_down, dtype),
-        activation(options, experts, dtype, rows, w_gate_up.shape[1], layout.num_local_experts),
-    )
-
-
-def single_launch(options: Options, facts: FusedMoEFacts, others: Sequence[str]) -> Part | None:
-    """Resolve whether the layer of one device is one launch, as the schedule says or where that is faster; None: no.
-
-    `others` are the keywords given that such a launch does not have.
-
-    Raises:
-      ValueError: the schedule asks for it, and there is none.
-      NotImplementedError: likewise, with none of the implementations asked for.
-    """
-    schedule = options.schedule
-    if schedule.single_launch is False:
-        return None
-    if schedule.single_launch:
-        part = registry.choose(options, facts)
-        reason = _reason_against_one_launch(options, part.implementation, facts, others)
-        if reason is not None:
-            raise ValueError(f"{options.function}: single_launch=True, but {reason}; leave it None in the schedule.")
-        return part
-    modes = schedule.dispatch_mode, schedule.combine_mode, schedule.fuse_weight_gradients
-    name = (options.implementation or registry.available("fused_moe"))[0]
-    if modes != (None, None, None) or registry.unsupported_reason(name, facts, options) is not None:
-        return None
-    if _reason_against_one_launch(options, name, facts, others) is not None:
-        return None
-    run = registry.get("fused_moe", name)
-    num_experts, first, second = facts.w_gate_up.shape
-    hidden, columns = (second, first) if isinstance(facts.w_gate_up, QuantizedExperts) else (first, second)
-    product = GemmFacts(facts.dtype, facts.num_slots, hidden, columns, num_experts, facts.dtype)
-    apart = registry.choose(dataclasses.replace(options, implementation=None), product)
-    by_pallas = apart.implementation == "pallas"
-    if run.is_fastest(facts.num_slots, facts.w_gate_up, facts.w_down, by_pallas=by_pallas):
-        return Part("fused_moe", name)
-    return None
-
-
-def _reason_against_one_launch(options: Options, name: str, facts: FusedMoEFacts, others: Sequence[str]) -> str | None:
-    if options.axis:
-        return f"experts are spread over {options.axis}, and one launch serves one device"
-    if others:
-        return f"there is no such launch with {', '.join(others)}"
-    weights = facts.w_gate_up, facts.w_down
-    if registry.get("fused_moe", name).fuses(facts.experts, facts.num_slots, facts.dtype, *weights):
-        return None
-    shapes = " and ".join(str(tuple(w.shape)) for w in weights)
-    return (
-        f"{name!r} has no such launch for {facts.num_slots} slots of {facts.dtype} tokens with matrices {shapes} and"
-        f" {facts.experts}: it takes tokens of 16 bits, sizes that are multiples of 8, or of 16 or 32 where matrices"
-        " have 8 or 4 bits, scales of 16 to 128 elements in int4, no tokens in int8, and no function of the caller's"
     )
 
 

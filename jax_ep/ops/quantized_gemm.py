@@ -17,7 +17,7 @@ from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.core.no_gradient import call_without_gradient
 from jax_ep.formats.int8 import quantize_tokens
 from jax_ep.ops import registry
-from jax_ep.ops.plan import QuantizedGemmPlan
+from jax_ep.ops.plan_serving import QuantizedGemmPlan
 from jax_ep.types import Array, Options, Quantized
 
 

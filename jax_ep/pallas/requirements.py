@@ -28,6 +28,7 @@ _CAPABILITY = "9.0"
 _GEMM_DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
 _FP8_RESULTS = (jnp.bfloat16, jnp.float16, jnp.float32)
 _OTHER_DTYPES = (*_GEMM_DTYPES, "float32")  # of rows that are moved, added and activated
+_SUPPORTED = ExchangeFacts | GemmFacts | GemmActivationFacts | ActivationFacts | Fp8OperandFacts
 _NOT_ON_CPU = "it runs on GPUs; on CPU devices only for tests that name it alone"
 _MOST_GROUPS = 4095  # in shared memory, of which a thread has 32 then
 _ROWS_PER_GROUP = 256
@@ -40,6 +41,8 @@ _COMPILER = "jax.experimental.mosaic.gpu"
 
 def unsupported_reason(facts: Facts, options: Options) -> str | None:
     """Why this implementation does not support these facts, or None; see ops/registry.py."""
+    if not isinstance(facts, _SUPPORTED):
+        return f"it has no {facts.operation}"
     dtypes = _GEMM_DTYPES if isinstance(facts, GemmFacts) else _OTHER_DTYPES
     if facts.dtype.name not in dtypes:
         return f"it was made for {dtypes}, not for {facts.dtype.name}"
@@ -55,7 +58,7 @@ def unsupported_reason(facts: Facts, options: Options) -> str | None:
 
 @functools.singledispatch
 def _reason(facts: Facts) -> str | None:
-    return None if isinstance(facts, ExchangeFacts) else f"it has no {facts.operation}"
+    return None
 
 
 @_reason.register

@@ -1,0 +1,244 @@
+"""Which implementation runs each part of a program, in which mode, and why not a faster one."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+from jax_ep.core.facts import Part
+from jax_ep.ops import plan as plans
+from jax_ep.ops import plan_serving as serving
+
+_HEADER = ("part", "implementation", "mode", "why not a faster one")
+_trace = jax.make_user_context(default_value=None)
+
+
+class Row(NamedTuple):
+    """One part of a call.
+
+    Attributes:
+      part: what it does; parts of the backward pass say so.
+      implementation: its name.
+      mode: "fused" or "scatter" in one launch with the exchange, "serial" in launches of their own; else empty.
+      reason: why no implementation or mode that comes first runs it; else empty.
+    """
+
+    part: str
+    implementation: str
+    mode: str = ""
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What `explain` found: the rows of all calls of the package, in the order of the trace. It prints as a table."""
+
+    rows: tuple[Row, ...]
+
+    def __str__(self) -> str:
+        seen: set[str] = set()
+        lines = [_HEADER]
+        for row in self.rows:
+            lines.append((*row[:3], "as above" if row.reason in seen else row.reason))
+            seen |= {row.reason} - {""}
+        widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADER) - 1)]
+        return "\n".join(
+            "  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[-1]]).rstrip()
+            for line in lines
+        )
+
+
+def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Trace a function without running it, and tell what runs each part of its jax_ep calls.
+
+    Args:
+      function: any function that JAX can trace: a layer, a loss, its gradient, a training step, jitted or not.
+      *args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
+      **kwargs: its keyword arguments.
+
+    Returns:
+      An `Explanation`, which prints as a table with a row per part: its implementation, its mode, and why not a faster
+      one. Rows of the backward pass are there with and without a gradient.
+
+    Raises:
+      NotImplementedError: none of the implementations asked for supports a call.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_ep
+      >>> x, idx, w = jnp.ones((2, 4)), jnp.array([[0], [1]]), jnp.ones((2, 4, 3))
+      >>> print(jax_ep.explain(jax_ep.grouped_gemm, jnp.ones((2, 4)), w, jnp.array([1, 1]), implementation="xla"))
+      part                        implementation  mode  why not a faster one
+      GEMM                        xla
+      GEMM transposed (backward)  xla
+      weight gradient (backward)  xla
+    """
+    with _trace(object()), plans.recording() as found:  # a context of its own, so that no cached trace hides a call
+        jax.eval_shape(functools.partial(function, **kwargs), *args)
+    return Explanation(tuple(row for plan in found for row in _rows(plan)))
+
+
+@functools.singledispatch
+def _rows(plan: object) -> Iterator[Row]:
+    raise TypeError(f"explain: {type(plan).__name__} is no plan; register its rows.")
+
+
+def _row(name: str, part: Part) -> Row:
+    return Row(name, part.implementation, part.mode, part.reason)
+
+
+@_rows.register
+def _of_part(plan: Part) -> Iterator[Row]:
+    yield _row({"fused_moe": "layer in one launch"}.get(plan.operation, plan.operation), plan)
+
+
+@_rows.register
+def _of_one_part(plan: serving.PartPlan) -> Iterator[Row]:
+    yield _row(plan.options.function.replace("_", " "), plan.part)
+
+
+@_rows.register
+def _of_exchange(plan: plans.ExchangePlan) -> Iterator[Row]:
+    yield _row("row plan", plan.handle)
+    yield _row("dispatch", plan.dispatch)
+    yield _row("combine", plan.combine)
+
+
+@_rows.register
+def _of_gemm(plan: plans.GemmPlan) -> Iterator[Row]:
+    yield _row("GEMM", plan.forward)
+    yield _row("GEMM transposed (backward)", plan.backward)
+    yield _row("weight gradient (backward)", plan.backward)
+
+
+def _mode_reason(plan: plans.ExchangeGemmPlan, mode: str, given: str | None) -> str:
+    """Why an exchange with a GEMM is no single launch."""
+    if mode != "serial":
+        return ""
+    return "the schedule asks for this mode" if given else "the cost model expects separate launches to be faster"
+
+
+def _dispatch_gemm(plan: plans.ExchangeGemmPlan, name: str, save_as: str | None, suffix: str = "") -> Iterator[Row]:
+    if plan.fused is None:
+        yield _unfused(f"dispatch{suffix}", plan.exchange.dispatch, plan.reason)
+        yield _row(f"{name}{suffix}", plan.gemm.forward)
+        return
+    mode = plan.mode(save_as)
+    reason = _mode_reason(plan, mode, plan.options.schedule.dispatch_mode)
+    yield Row(f"dispatch + {name}{suffix}", plan.fused.implementation, mode, reason)
+    if mode == "serial":
+        yield _row(f"{name}{suffix}", plan.gemm.forward)
+
+
+def _gemm_combine(plan: plans.ExchangeGemmPlan, name: str, suffix: str = "") -> Iterator[Row]:
+    if plan.fused is None:
+        yield _row(f"{name}{suffix}", plan.gemm.forward)
+        yield _unfused(f"combine{suffix}", plan.exchange.combine, plan.reason)
+        return
+    mode = plan.combine_mode
+    reason = _mode_reason(plan, mode, plan.options.schedule.combine_mode)
+    yield Row(f"{name} + combine{suffix}", plan.fused.implementation, mode, reason)
+    if mode == "serial":
+        yield _row(f"{name}{suffix}", plan.gemm.forward)
+        yield _row(f"combine{suffix}", plan.exchange.combine)
+
+
+def _unfused(name: str, part: Part, reason: str) -> Row:
+    """An exchange that shares no launch with a GEMM, for this reason."""
+    return Row(name, part.implementation, part.mode, "; ".join(filter(None, (part.reason, reason))))
+
+
+def _first_backward(plan: plans.ExchangeGemmPlan, name: str) -> Iterator[Row]:
+    """The backward pass of dispatch + GEMM."""
+    if plan.gradient_mode and plan.fused is not None:
+        what = f"{name} transposed + combine + weight gradient (backward)"
+        yield Row(what, plan.fused.implementation, plan.gradient_mode)
+        return
+    yield from _gemm_combine(plan, f"{name} transposed", " (backward)")
+    yield _row(f"{name}: weight gradient (backward)", plan.gemm.backward)
+
+
+def _second_backward(plan: plans.ExchangeGemmPlan, name: str) -> Iterator[Row]:
+    """The backward pass of GEMM + combine."""
+    yield from _dispatch_gemm(plan, f"{name} transposed", "rows", " (backward)")
+    yield _row(f"{name}: weight gradient (backward)", plan.gemm.backward)
+
+
+@_rows.register
+def _of_exchange_gemm(plan: plans.ExchangeGemmPlan) -> Iterator[Row]:
+    if plan.options.sum_dtype is None:
+        yield _row("row plan", plan.exchange.handle)
+        yield from _dispatch_gemm(plan, "GEMM", None)
+        yield from _first_backward(plan, "GEMM")
+    else:
+        yield from _gemm_combine(plan, "GEMM")
+        yield from _second_backward(plan, "GEMM")
+
+
+@_rows.register
+def _of_layer(plan: plans.LayerPlan) -> Iterator[Row]:
+    yield _row("row plan", plan.exchange.handle)
+    if plan.activated is not None:
+        yield _row("dispatch", plan.exchange.dispatch)
+        yield _row("first GEMM with activation (no gradient)", plan.activated)
+    yield from _dispatch_gemm(plan.first, "first GEMM", None)
+    yield _row("activation", plan.activation.part)
+    yield from _gemm_combine(plan.second, "second GEMM")
+    yield from _second_backward(plan.second, "second GEMM")
+    yield _row("activation (backward)", plan.activation.part)
+    yield from _first_backward(plan.first, "first GEMM")
+
+
+@_rows.register
+def _of_fp8_layers(plan: tuple) -> Iterator[Row]:
+    first, second = plan
+    yield _row("row plan", first.exchange.handle)
+    yield _row("dispatch", first.exchange.dispatch)
+    for name, half in (("first", first), ("second", second)):
+        yield _row(f"{name} GEMM in FP8", half.gemm.product)
+        yield _row(f"{name} GEMM: FP8 operands", half.gemm.operands)
+    yield _row("combine", first.exchange.combine)
+    yield _row("activation (backward)", first.activation.part)
+    for name, half in (("second", second), ("first", first)):
+        yield _row(f"{name} GEMM in FP8: weight gradient (backward)", half.gemm.gradient)
+
+
+def _quantized(plan: serving.QuantizedGemmPlan, name: str) -> Iterator[Row]:
+    if plan.operands is not None:
+        yield _row(f"{name}: FP8 rows", plan.operands)
+    yield _row(name, plan.product)
+
+
+@_rows.register
+def _of_quantized_gemm(plan: serving.QuantizedGemmPlan) -> Iterator[Row]:
+    yield from _quantized(plan, "GEMM")
+
+
+@_rows.register
+def _of_quantized_layer(plan: serving.QuantizedLayerPlan) -> Iterator[Row]:
+    yield _row("row plan", plan.exchange.handle)
+    yield _row("dispatch", plan.exchange.dispatch)
+    yield from _quantized(plan.first, "first GEMM")
+    yield _row("activation", plan.activation.part)
+    yield from _quantized(plan.second, "second GEMM")
+    yield _row("combine", plan.back.combine)
+
+
+@_rows.register
+def _of_low_latency_gemm(plan: serving.LowLatencyGemmPlan) -> Iterator[Row]:
+    if plan.fused is not None:
+        yield _row("second GEMM + combine", plan.fused)
+        return
+    yield from _quantized(plan.product, "second GEMM")
+    yield _row("combine", plan.combine.part)
+
+
+@_rows.register
+def _of_low_latency_layer(plan: serving.LowLatencyLayerPlan) -> Iterator[Row]:
+    yield _row("dispatch", plan.dispatch.part)
+    yield from _quantized(plan.first, "first GEMM")
+    yield _row("activation", plan.activation.part)
+    yield from _of_low_latency_gemm(plan.second)

@@ -1,0 +1,283 @@
+"""Plans of inference: quantized weights, masked blocks, decode-sized batches, the layer of one device in one launch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jax_ep.core.dtypes import FP8
+from jax_ep.core.expert_matrices import QuantizedExperts
+from jax_ep.core.facts import (
+    ExchangeFacts,
+    Facts,
+    FusedMoEFacts,
+    GemmFacts,
+    LowLatencyFacts,
+    LowLatencyGemmFacts,
+    MaskedActivationFacts,
+    MaskedGemmFacts,
+    Part,
+    QuantizedGemmFacts,
+    SortFacts,
+    Weights,
+)
+from jax_ep.formats import check_quantized, format_of
+from jax_ep.ops import registry
+from jax_ep.ops.plan import ActivationPlan, ExchangePlan, activation, exchange, fp8_operands, resolution
+from jax_ep.types import Experts, Layout, Options, Quantized
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedGemmPlan:
+    """GEMM of rows and quantized weights: of "quantized_gemm", or of "grouped_gemm" where both are in FP8.
+
+    `operands` rounds rows to FP8, where the weights ask for it.
+    """
+
+    options: Options
+    product: Part
+    operands: Part | None
+
+
+@resolution
+def quantized_gemm(
+    options: Options, shape: tuple[int, ...], dtype: DTypeLike, rhs: QuantizedExperts, out_dtype: DTypeLike
+) -> QuantizedGemmPlan:
+    """Resolve the GEMM of rows of this shape, `[M, K]` or `[G, M, K]`, and quantized weights.
+
+    Raises:
+      NotImplementedError: none of the implementations asked for supports it.
+    """
+    multiplied, out = multiplied_dtype(dtype, rhs), jnp.dtype(out_dtype)
+    operands = None
+    if rhs.activations == "fp8":
+        operands = fp8_operands(options, dtype, shape)
+    if multiplied == FP8 and format_of(rhs).is_fp8_operand and len(shape) == 2:
+        facts: Facts = GemmFacts(FP8, shape[0], shape[1], rhs.shape[1], rhs.shape[0], out)
+    else:
+        facts = QuantizedGemmFacts(multiplied, shape, rhs, out)
+    return QuantizedGemmPlan(options, registry.choose(options, facts), operands)
+
+
+@resolution
+def masked_gemm(
+    options: Options, shape: tuple[int, ...], dtype: DTypeLike, rhs: Weights, out_dtype: DTypeLike
+) -> QuantizedGemmPlan:
+    """Resolve the masked grouped GEMM of blocks `[L, M, K]`: of "quantized_gemm", or else of "masked".
+
+    Raises:
+      NotImplementedError: none of the implementations asked for supports it.
+    """
+    weights = check_quantized.as_pair(options.function, "rhs", rhs)
+    if isinstance(weights, QuantizedExperts):
+        return quantized_gemm(options, shape, dtype, weights, out_dtype)
+    facts = MaskedGemmFacts(FP8 if isinstance(weights, tuple) else jnp.dtype(dtype), shape[2])
+    return QuantizedGemmPlan(options, registry.choose(options, facts), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class PartPlan:
+    """A call with one part."""
+
+    options: Options
+    part: Part
+
+
+@resolution
+def masked_activation(options: Options, dtype: DTypeLike, *, quantize: bool) -> PartPlan:
+    """Resolve the activation of masked blocks, to FP8 with `quantize`."""
+    return PartPlan(options, registry.choose(options, MaskedActivationFacts(jnp.dtype(dtype), quantize)))
+
+
+@resolution
+def sort(options: Options, num_slots: int, num_experts: int) -> PartPlan:
+    """Resolve the sort of so many assignments to so many experts."""
+    return PartPlan(options, registry.choose(options, SortFacts(jnp.dtype(jnp.int32), num_slots, num_experts)))
+
+
+@resolution
+def low_latency(options: Options, dtype: DTypeLike, hidden: int, layout: Layout, *, is_foreign: bool) -> PartPlan:
+    """Resolve low-latency dispatch or combine of rows of `dtype` with `hidden` columns."""
+    return PartPlan(options, registry.choose(options, LowLatencyFacts(jnp.dtype(dtype), hidden, layout, is_foreign)))
+
+
+@dataclasses.dataclass(frozen=True)
+class LowLatencyGemmPlan:
+    """The second GEMM of experts and combine, in one launch or in two."""
+
+    product: QuantizedGemmPlan
+    combine: PartPlan
+    fused: Part | None
+
+    @property
+    def options(self) -> Options:
+        """Of the call."""
+        return self.combine.options
+
+
+@resolution
+def low_latency_gemm_combine(
+    options: Options,
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    rhs: Weights,
+    out_dtype: DTypeLike,
+    layout: Layout,
+    *,
+    is_foreign: bool = False,
+) -> LowLatencyGemmPlan:
+    """Resolve the GEMM of rows `[L, M, I]` of `dtype` and weights `[L, H, I]`, and the combine of its rows.
+
+    Raises:
+      NotImplementedError: none of the implementations asked for supports it.
+    """
+    out = jnp.dtype(out_dtype)
+    combine = low_latency(options, out, rhs.shape[1], layout, is_foreign=is_foreign)
+    multiplied = multiplied_dtype(dtype, rhs) if isinstance(rhs, QuantizedExperts) else jnp.dtype(dtype)
+    name, facts = combine.part.implementation, LowLatencyGemmFacts(multiplied, shape, rhs, out, layout)
+    fused = None if registry.unsupported_reason(name, facts, options) else Part("low_latency", name)
+    return LowLatencyGemmPlan(masked_gemm(options, shape, dtype, rhs, out), combine, fused)
+
+
+@dataclasses.dataclass(frozen=True)
+class LowLatencyLayerPlan:
+    """The expert layer of decode-sized batches."""
+
+    dispatch: PartPlan
+    first: QuantizedGemmPlan
+    activation: PartPlan
+    second: LowLatencyGemmPlan
+
+
+@resolution
+def low_latency_layer(
+    options: Options,
+    experts: Experts,
+    layout: Layout,
+    weights: tuple[Weights | Quantized, Weights | Quantized],
+    dtype: DTypeLike,
+    out_dtype: DTypeLike,
+) -> LowLatencyLayerPlan:
+    """Resolve the layer of tokens of `dtype`; weights in FP8 are pairs.
+
+    Raises:
+      NotImplementedError: none of the implementations asked for supports it.
+    """
+    up, down = (w[0] if isinstance(w, tuple) else w for w in weights)
+    wire, second = (FP8 if check_quantized.takes_fp8(w) else jnp.dtype(dtype) for w in weights)
+    shape = layout.num_local_experts, layout.num_ranks * layout.num_tokens
+    quantize = second == FP8 and not callable(experts.activation)
+    return LowLatencyLayerPlan(
+        low_latency(options, wire, up.shape[2], layout, is_foreign=False),
+        masked_gemm(options, (*shape, up.shape[2]), wire, up, dtype),
+        masked_activation(options, dtype, quantize=quantize),
+        low_latency_gemm_combine(options, (*shape, down.shape[2]), second, down, out_dtype, layout),
+    )
+
+
+def multiplied_dtype(dtype: DTypeLike, rhs: QuantizedExperts) -> np.dtype:
+    """Of rows, as their GEMM with these weights takes them."""
+    return {None: jnp.dtype(dtype), "fp8": FP8, "int8": jnp.dtype(jnp.int8)}[rhs.activations]
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedLayerPlan:
+    """The expert layer of quantized weights, one operation after another; `back` is the exchange of combine."""
+
+    exchange: ExchangePlan
+    back: ExchangePlan
+    first: QuantizedGemmPlan
+    second: QuantizedGemmPlan
+    activation: ActivationPlan
+
+    @property
+    def options(self) -> Options:
+        """Of the call."""
+        return self.exchange.options
+
+
+@resolution
+def quantized_layer(
+    options: Options,
+    facts: ExchangeFacts,
+    experts: Experts,
+    weights: tuple[QuantizedExperts, QuantizedExperts],
+    sum_dtype: DTypeLike,
+) -> QuantizedLayerPlan:
+    """Resolve the layer of quantized weights.
+
+    Raises:
+      NotImplementedError: none of the implementations asked for supports it.
+    """
+    layout, dtype = facts.layout, facts.dtype
+    w_gate_up, w_down = weights
+    # What is multiplied in FP8 loses nothing by travelling so.
+    wire = FP8 if w_gate_up.activations == "fp8" else None
+    whole = exchange(options, dataclasses.replace(facts, columns=w_gate_up.shape[1]), wire_dtype=wire)
+    back = dataclasses.replace(whole, options=dataclasses.replace(options, sum_dtype=sum_dtype))
+    if wire is not None:
+        whole = dataclasses.replace(whole, options=dataclasses.replace(options, wire_dtype=wire))
+    rows = layout.capacity
+    return QuantizedLayerPlan(
+        whole,
+        back,
+        quantized_gemm(options, (rows, facts.hidden), dtype, w_gate_up, dtype),
+        quantized_gemm(options, (rows, w_down.shape[2]), dtype, w_down, dtype),
+        activation(options, experts, dtype, rows, w_gate_up.shape[1], layout.num_local_experts),
+    )
+
+
+@resolution
+def single_launch(options: Options, facts: FusedMoEFacts, others: Sequence[str]) -> Part | None:
+    """Resolve whether the layer of one device is one launch, as the schedule says or where that is faster; None: no.
+
+    `others` are the keywords given that such a launch does not have.
+
+    Raises:
+      ValueError: the schedule asks for it, and there is none.
+      NotImplementedError: likewise, with none of the implementations asked for.
+    """
+    schedule = options.schedule
+    if schedule.single_launch is False:
+        return None
+    if schedule.single_launch:
+        part = registry.choose(options, facts)
+        reason = _reason_against_one_launch(options, part.implementation, facts, others)
+        if reason is not None:
+            raise ValueError(f"{options.function}: single_launch=True, but {reason}; leave it None in the schedule.")
+        return part
+    modes = schedule.dispatch_mode, schedule.combine_mode, schedule.fuse_weight_gradients
+    name = (options.implementation or registry.available("fused_moe"))[0]
+    if modes != (None, None, None) or registry.unsupported_reason(name, facts, options) is not None:
+        return None
+    if _reason_against_one_launch(options, name, facts, others) is not None:
+        return None
+    run = registry.get("fused_moe", name)
+    num_experts, first, second = facts.w_gate_up.shape
+    hidden, columns = (second, first) if isinstance(facts.w_gate_up, QuantizedExperts) else (first, second)
+    product = GemmFacts(facts.dtype, facts.num_slots, hidden, columns, num_experts, facts.dtype)
+    apart = registry.choose(dataclasses.replace(options, implementation=None), product)
+    by_pallas = apart.implementation == "pallas"
+    if run.is_fastest(facts.num_slots, facts.w_gate_up, facts.w_down, by_pallas=by_pallas):
+        return Part("fused_moe", name)
+    return None
+
+
+def _reason_against_one_launch(options: Options, name: str, facts: FusedMoEFacts, others: Sequence[str]) -> str | None:
+    if options.axis:
+        return f"experts are spread over {options.axis}, and one launch serves one device"
+    if others:
+        return f"there is no such launch with {', '.join(others)}"
+    weights = facts.w_gate_up, facts.w_down
+    if registry.get("fused_moe", name).fuses(facts.experts, facts.num_slots, facts.dtype, *weights):
+        return None
+    shapes = " and ".join(str(tuple(w.shape)) for w in weights)
+    return (
+        f"{name!r} has no such launch for {facts.num_slots} slots of {facts.dtype} tokens with matrices {shapes} and"
+        f" {facts.experts}: it takes tokens of 16 bits, sizes that are multiples of 8, or of 16 or 32 where matrices"
+        " have 8 or 4 bits, scales of 16 to 128 elements in int4, no tokens in int8, and no function of the caller's"
+    )

@@ -1,0 +1,137 @@
+"""`explain`, and how often a call resolves what it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import Mesh
+
+import harness
+import jax_ep
+from cases import BF16, F32
+from jax_ep.ops import plan, registry
+from jax_ep.quantization import quantize_experts
+
+T, K, E, H, INNER = 6, 2, 4, 128, 128
+FP8 = jnp.float8_e4m3fn
+
+
+def shapes(*arrays: tuple[tuple[int, ...], Any]) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(*array) for array in arrays]
+
+
+TOKENS = ((T, H), BF16), ((T, K), jnp.int32), ((T, K), F32)
+LAYER = shapes(*TOKENS, ((E, H, 2 * INNER), BF16), ((E, INNER, H), BF16))
+
+
+def layer(**options: Any) -> Callable[..., Any]:
+    return lambda *args: jax_ep.moe(*args, num_experts=E, axis_name=(), **options)
+
+
+def gradient(function: Callable[..., Any], argnums: Any = (0, 2, 3, 4)) -> Callable[..., Any]:
+    return jax.grad(lambda *args: jnp.sum(function(*args).astype(F32)), argnums)
+
+
+def exchange(x: Any, idx: Any, weights: Any) -> Any:
+    sent = jax_ep.dispatch(x, idx, weights, num_experts=E, axis_name=())
+    return jax_ep.combine(sent.tokens, sent.handle, axis_name=())
+
+
+def fused_halves(x: Any, idx: Any, weights: Any, w_gate_up: Any, w_down: Any) -> Any:
+    sent = jax_ep.dispatch_grouped_gemm(x, idx, weights, w_gate_up, num_experts=E, axis_name=())
+    return jax_ep.grouped_gemm_combine(sent.hidden[:, :INNER], w_down, sent.handle, axis_name=())
+
+
+def quantized(x: Any, idx: Any, weights: Any, *matrices: Any) -> Any:
+    return jax_ep.fused_moe(x, idx, weights, *(quantize_experts(w, "mxfp4") for w in matrices))
+
+
+def test_explain_rows() -> None:
+    found = jax_ep.explain(layer(implementation="xla"), *LAYER)
+    assert {row.implementation for row in found.rows} == {"xla"}
+    parts = [row.part for row in found.rows]
+    assert parts[:6] == ["row plan", "dispatch", "first GEMM", "activation", "second GEMM", "combine"]
+    assert all("(backward)" in part for part in parts[6:]) and len(parts) == 13
+    lines = str(found).splitlines()
+    assert lines[0].split("  ")[0] == "part" and len(lines) == 14
+    assert all(line.startswith(row.part) for line, row in zip(lines[1:], found.rows, strict=True))
+
+
+def test_explain_reasons() -> None:
+    """The default says why each implementation that comes first runs nothing; a repeated reason is not repeated."""
+    jax_ep.finalize()
+    if jax.default_backend() != "cpu":
+        pytest.skip("GPUs may support the first implementation")
+    found = jax_ep.explain(gradient(layer()), *LAYER)
+    assert all("triton: it runs on GPUs" in row.reason for row in found.rows)
+    assert str(found).count("as above") > 3
+
+
+def test_explain_traced_function() -> None:
+    """A cached trace hides no call, in any context; the second explanation is that of the first."""
+    function = jax.jit(gradient(layer(implementation="xla")))
+    function.lower(*LAYER)
+    found = jax_ep.explain(function, *LAYER)
+    assert len(found.rows) == 13 and jax_ep.explain(function, *LAYER) == found
+
+
+def test_explain_inside_shard_map(two_ranks: Mesh) -> None:
+    """With `triton` exchanges and GEMMs share launches, in the modes of the schedule."""
+    pytest.importorskip("triton")
+    if jax.default_backend() != "cpu":
+        pytest.skip("the interpreter stands for GPUs on the CPU")
+    schedule = jax_ep.Schedule(dispatch_mode="fused", combine_mode="serial")
+    call = harness.per_rank(
+        lambda *args: jax_ep.moe(*args, num_experts=E, implementation="triton", schedule=schedule), two_ranks
+    )
+    arrays = [jax.ShapeDtypeStruct((2, *a.shape), a.dtype) for a in LAYER[:3]]
+    arrays += [jax.ShapeDtypeStruct((2, E // 2, *a.shape[1:]), a.dtype) for a in LAYER[3:]]
+    rows = {row.part: row for row in jax_ep.explain(gradient(call), *arrays).rows}
+    assert rows["dispatch + first GEMM"][1:] == ("triton", "fused", "")
+    assert rows["second GEMM + combine"][1:] == ("triton", "serial", "the schedule asks for this mode")
+    assert {row.implementation for row in rows.values()} == {"triton"}
+
+
+CALLS: dict[str, tuple[Callable[..., Any], int]] = {
+    "moe": (layer(), 1),
+    "moe in FP8": (layer(recipe="fp8"), 1),
+    "moe with FP8 on the wire": (layer(wire_dtype=FP8), 1),
+    "dispatch and combine": (lambda *args: exchange(*args[:3]), 2),
+    "fused halves": (fused_halves, 2),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_plan_resolved_once_per_call(name: str) -> None:
+    """Forward and backward: whatever the gradient runs has been chosen by the call."""
+    call, number = CALLS[name]
+    argnums = (0,) if name == "dispatch and combine" else (0, 2, 3, 4)
+    with plan.recording() as found:
+        jax.eval_shape(gradient(call, argnums), *LAYER)
+    assert len(found) == number
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_plan_backward_chooses_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, choose = [], registry.choose
+    monkeypatch.setattr(registry, "choose", lambda *args: asked.append(args) or choose(*args))
+    call, _ = CALLS[name]
+
+    def run(*arrays: Any) -> Any:
+        out, pull = jax.vjp(lambda x: call(x, *arrays[1:]), arrays[0])
+        number = len(asked)
+        found = pull(out)
+        assert number > 0 and len(asked) == number
+        return found
+
+    jax.eval_shape(run, *LAYER)
+
+
+def test_plan_quantized_resolved_once() -> None:
+    with plan.recording() as found:
+        jax.eval_shape(quantized, *LAYER)
+    assert len(found) == 1

@@ -1,0 +1,161 @@
+"""Simulate what `jax_ep.Balance` does to the most loaded rank; needs no GPU.
+
+    python benchmarks/balance.py [--models deepseek-v3 qwen3-30b] [--ranks 4 8 16 32 64] [--rows 1.1] [--spare 2]
+
+Experts are chosen by Zipf's law with several exponents. The plan is the one that the layer makes on the device. The
+report has, per case, rows of the most loaded rank over the mean without balance, copies in all and on the fullest rank,
+and the number of passes. Writes results/balance.json and a plot. Seconds are those of a plan on this machine's CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_ep import Balance
+from jax_ep.core.balance import plan_pass
+from jax_ep.tools.benchmark import harness, inputs, plots
+from jax_ep.tools.benchmark.harness import Report, Timing
+
+RANKS = (4, 8, 16, 32, 64)
+EXPONENTS = (0.5, 0.75, 1.0, 1.25)
+
+
+def counts_of(model: inputs.Model, num_ranks: int, tokens: int, exponent: float, seed: int) -> np.ndarray:
+    """Assignments `[W, E]` of random tokens, `tokens` per rank."""
+    rng = np.random.default_rng(seed)
+    popularity = inputs.popularity("zipf", model.experts, rng, exponent)
+    chosen = inputs.choose(popularity, num_ranks * tokens, model.top_k, rng).reshape(num_ranks, -1)
+    return np.stack([np.bincount(ids, minlength=model.experts) for ids in chosen]).astype(np.int32)
+
+
+def run_passes(counts: np.ndarray, plan: Any) -> tuple[int, np.ndarray, float]:
+    """The number of passes, the copies `[W]` of the first one, and the seconds of its plan."""
+    passes, copies, seconds = 0, np.zeros(len(counts), int), 0.0
+    while counts.any():
+        start = time.perf_counter()
+        made = jax.device_get(plan(counts))
+        if passes == 0:
+            copies, seconds = (made.copies >= 0).sum(1), time.perf_counter() - start
+        counts, passes = made.left, passes + 1
+    return passes, copies, seconds
+
+
+def measure(args: argparse.Namespace) -> Report:
+    """Simulate all models, ranks and exponents."""
+    report = Report(
+        "balance", args, {"models": args.models, "tokens": args.tokens, "rows": args.rows, "spare": args.spare}
+    )
+    for name in args.models:
+        model = inputs.MODELS[name]
+        for num_ranks in harness.progress([n for n in args.ranks if model.experts % n == 0], name):
+            rows = Balance(args.rows).rows_per_rank(args.tokens * model.top_k)
+            plan = jax.jit(lambda counts, rows=rows: plan_pass(counts, rows, args.spare))
+            for exponent in args.exponents:
+                found = []
+                for seed in range(args.rounds):
+                    counts = counts_of(model, num_ranks, args.tokens, exponent, seed)
+                    loads = counts.sum(0).reshape(num_ranks, -1).sum(1)
+                    run_passes(counts, plan)  # compile
+                    found.append((loads.max() / loads.mean(), *run_passes(counts, plan)))
+                before, passes, copies, seconds = zip(*found, strict=True)
+                shape = {"model": name, "ranks": num_ranks, "exponent": exponent, "dtype": "int32"}
+                report.add(
+                    "plan",
+                    shape,
+                    Timing(tuple(seconds)),
+                    most_loaded_over_mean=float(np.median(before)),
+                    most_passes=max(passes),
+                    copies=float(np.median([c.sum() for c in copies])),
+                    copies_of_fullest_rank=int(max(c.max() for c in copies)),
+                )
+    return report
+
+
+def show(report: Report) -> None:
+    """Print a table of each model."""
+    for name in dict.fromkeys(row["shape"]["model"] for row in report.rows):
+        own = [row for row in report.rows if row["shape"]["model"] == name]
+        cells = [
+            [
+                row["shape"]["ranks"],
+                row["shape"]["exponent"],
+                f"{row['most_loaded_over_mean']:.2f}",
+                f"{row['copies']:g}",
+                row["copies_of_fullest_rank"],
+                row["most_passes"],
+            ]
+            for row in own
+        ]
+        columns = ["ranks", "exponent", "most / mean before", "copies", "on the fullest rank", "passes"]
+        harness.show_table(name, columns, cells)
+
+
+def draw(path: Path) -> Path | None:
+    """Draw the most loaded rank before and after, by ranks; None where matplotlib is not installed."""
+    if plots.matplotlib() is None:
+        return None
+    from matplotlib import pyplot
+
+    content = json.loads(path.read_text())
+    rows, limit = content["rows"], content["settings"]["rows"]
+    models = list(dict.fromkeys(row["shape"]["model"] for row in rows))
+    figure, axes = pyplot.subplots(1, len(models), figsize=(5 * len(models), 3.5), squeeze=False, layout="constrained")
+    for name, ax in zip(models, axes[0], strict=True):
+        own = [row for row in rows if row["shape"]["model"] == name]
+        for exponent in sorted({row["shape"]["exponent"] for row in own}):
+            line = [r for r in own if r["shape"]["exponent"] == exponent]
+            at, before = [r["shape"]["ranks"] for r in line], [r["most_loaded_over_mean"] for r in line]
+            ax.plot(at, before, marker="o", label=f"Zipf {exponent:g}, without balance")
+        ax.axhline(limit, color="black", linestyle="--", label=f"Balance(rows={limit:g})")
+        ax.set(
+            title=plots.NAMES.get(name, name),
+            xlabel="ranks",
+            ylabel="most loaded rank / mean",
+            xscale="log",
+            yscale="log",
+        )
+        ax.set_xticks(at, [str(n) for n in at])
+        ax.set_yticks(ticks := [1, 2, 4, 8, 16], [str(n) for n in ticks])
+        ax.minorticks_off()
+        ax.grid(alpha=0.3)
+        ax.legend(fontsize=7)
+    drawn = path.with_suffix(".png")
+    figure.savefig(drawn, dpi=100)
+    pyplot.close(figure)
+    return drawn
+
+
+def options() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = harness.parser(__doc__, "balance", rounds=5)
+    add = parser.add_argument
+    add("--models", nargs="+", choices=inputs.MODELS, help="default: deepseek-v3 qwen3-30b; --quick: tiny")
+    add("--tokens", type=int, help="per rank (default: 4096)")
+    add("--ranks", type=int, nargs="+", help=f"those that divide the experts (default: {RANKS}; --quick: 2 4)")
+    add("--exponents", type=float, nargs="+", default=EXPONENTS, help=f"of Zipf's law (default: {EXPONENTS})")
+    add("--rows", type=float, default=1.1, help="see jax_ep.Balance (default: 1.1)")
+    add("--spare", type=int, default=2, help="spare experts per rank (default: 2)")
+    return parser
+
+
+def main() -> None:
+    """Simulate, and draw."""
+    args = harness.parse(options())
+    args.models = args.models or ([inputs.QUICK] if args.quick else ["deepseek-v3", "qwen3-30b"])
+    args.ranks = args.ranks or ([2, 4] if args.quick else list(RANKS))
+    args.tokens = args.tokens or (256 if args.quick else 4096)
+    report = measure(args)
+    show(report)
+    drawn = draw(report.path)
+    print(f"wrote {report.path}" + ("" if drawn is None else f" and {drawn}"))
+
+
+if __name__ == "__main__":
+    harness.run(main)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
 CONSUMERS = 2
@@ -36,11 +37,13 @@ class ForwardTiles:
         that it stores, of 32 rows in float32.
       stages: steps whose operands are in shared memory.
       band: most tiles of rows that programs visit together, so that they find each other's columns in the L2 cache.
+      candidates: values that sweeps measure, the simplest first.
     """
 
     heights: tuple[int, ...] = (32, 64, 96, 128, 144, 160, 176, 192, 208, 224, 240, 256)
     stages: int = 4
     band: int = 4
+    candidates: ClassVar[Mapping[str, tuple[int, ...]]] = {"stages": (3, 4), "band": (2, 4, 8, 16)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +80,7 @@ class WeightTiles:
     columns: int
     stages: int
     band: int = 8
+    candidates: ClassVar[Mapping[str, tuple[int, ...]]] = {"columns": (128, 256), "band": (4, 8, 16)}
 
     def __post_init__(self) -> None:
         if self.stages < _FEWEST_STAGES:

@@ -13,11 +13,11 @@ import pytest
 from reports import check_report, run_quickly
 
 import jax_ep
-from jax_ep import formats
-from jax_ep.megakernels.fused_moe import fused_sizes
-from jax_ep.tools.benchmark import fused_moe, fused_tiles, plots
+from jax_ep.megakernels.fused_moe import FusedTiles
+from jax_ep.tools.benchmark import fused_moe, plots
 from jax_ep.tools.benchmark.chains import Operation, chain
 from jax_ep.tools.benchmark.inputs import MODELS, expert_mesh
+from jax_ep.tools.benchmark.tiles import variations
 
 TINY = MODELS["tiny"]
 
@@ -63,20 +63,11 @@ def test_hidden_rows_are_those_of_one_variant_alone() -> None:
         assert ("name=gemm_activation" in str(program.result())) == activates
 
 
-@pytest.mark.parametrize("slots", [16, 100_000])
-def test_tilings_fit_their_format(slots: int) -> None:
-    """What a kernel refuses to compile would end the run."""
-    everything = fused_tiles.candidates(slots, 8, "bfloat16")
-    for expert_format in formats.STORED:
-        fitting = fused_tiles.candidates(slots, 8, expert_format)
-        assert 1 < len(fitting) < len(everything)
-        w = fused_moe.stored_as(expert_format, jnp.ones((8, 256, 256)))
-        for tiles in fitting:
-            _, sizes = fused_sizes(jax_ep.Experts(gated=False), (slots // 2, 256), 2, w, w, tiles)
-            for product in (sizes.gate_up, sizes.down):
-                assert product.tile.block_k % max(1, product.block_size) == 0
-                assert not product.prepacked or product.tile.block_k in (128, 256)
-                assert expert_format != "fp8" or (product.tile.block_k == 128 and 128 % product.tile.block_n == 0)
+def test_variations_change_one_field() -> None:
+    found = variations(FusedTiles())
+    assert found.pop("default") == FusedTiles()
+    assert found["splits=4"] == FusedTiles(splits=4)
+    assert len(found) == sum(len(values) - 1 for values in FusedTiles.candidates.values()) == len({*found.values()})
 
 
 def test_the_plot_shows_layers_in_the_order_of_their_sizes() -> None:

@@ -5,14 +5,13 @@ two chains of calls in one program; the sizes of a call depend on the result of 
 each, which is part of the times and takes a microsecond or two.
 
 What bounds the products is reading the matrices of the experts that have rows. So beside the time there is the rate at
-which these bytes were read, and the rate at which XLA reads the same matrices to add them up. `--sweep` tries tiles.
+which these bytes were read, and the rate at which XLA reads the same matrices to add them up.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,8 +22,7 @@ import numpy as np
 from jax import Array, lax
 
 import jax_ep
-from jax_ep.megakernels import masked
-from jax_ep.megakernels.masked import MaskedTiles, masked_tiles
+from jax_ep.megakernels.masked import masked_tiles
 from jax_ep.quantization import quantize_fp8, quantize_fp8_weights
 from jax_ep.tools.benchmark import harness
 from jax_ep.tools.benchmark.chains import after
@@ -159,38 +157,6 @@ def check(rows: Rows, matrices: Matrices, name: str | None) -> float:
     return error
 
 
-def sweep(rows: Rows) -> dict[str, MaskedTiles]:
-    """Tiles to compare, by name."""
-    itemsize = rows.values.dtype.itemsize
-    chosen = masked_tiles(rows.values.shape[1], rows.expected, itemsize, 2)
-    found = {"as chosen": chosen}
-    for block_m, block_n, programs in itertools.product((16, 32, 64, 128), (64, 128), (1, 2, 3)):
-        for stages in (3, 4, 6, 8, 10):
-            num_bytes = programs * ((block_m + block_n) * 128 * stages + 2 * block_m * block_n)
-            warps = 8 if block_m == 128 else 4
-            registers = programs * warps * 32 * (2 * block_m * block_n // (32 * warps) + 60)
-            if 100 << 10 <= num_bytes <= 226 << 10 and registers <= 65536:
-                tiles = MaskedTiles(block_m, block_n, 128 // itemsize, warps, stages, programs)
-                found[f"{block_m}x{block_n}, {stages} stages, {programs} per SM"] = tiles
-    return {name: tiles for name, tiles in found.items() if tiles.block_m <= 2 * chosen.block_m}
-
-
-def tiled(tiles: MaskedTiles) -> Step:
-    """The first product with these tiles."""
-    call = partial(masked.masked_grouped_gemm, out_dtype=jnp.bfloat16, expected_rows=None, tiles=tiles)
-    return lambda rows, w: call(rows.values, w.gate_up[0], rows.sizes, rows.scales, w.gate_up[1])
-
-
-def variants(args: argparse.Namespace, rows: Rows, name: str | None) -> dict[str, Step]:
-    """What is timed of one dtype."""
-    if args.sweep:
-        found = {f"gate_up, {label}": tiled(tiles) for label, tiles in sweep(rows).items()}
-    else:
-        found = steps(name)
-        found["read all of gate_up"] = read
-    return harness.chosen(found, args.only)
-
-
 def read_bytes(variant: str, rows: Rows, matrices: Matrices) -> int:
     """Bytes of the matrices that a variant must read."""
     used, num_local = int(jnp.sum(rows.sizes > 0)), rows.sizes.shape[0]
@@ -198,7 +164,7 @@ def read_bytes(variant: str, rows: Rows, matrices: Matrices) -> int:
     parts = {"experts": sum(both.values()), "activation": 0, **both}
     if "all" in variant:
         return both["gate_up"]
-    return parts[variant.split(",")[0]] * used // num_local
+    return parts[variant] * used // num_local
 
 
 def measure(report: Report, args: argparse.Namespace, model: Model, num_ranks: int, tokens: list[int]) -> None:
@@ -211,8 +177,9 @@ def measure(report: Report, args: argparse.Namespace, model: Model, num_ranks: i
             rows = make_rows(model, num_ranks, count, fp8)
             error = check(rows, matrices, name)
             failures: dict[str, str] = {}
+            variants = harness.chosen({**steps(name), "read all of gate_up": read}, args.only)
             times = harness.measure_chained(
-                {label: partial(chain, step, rows, matrices) for label, step in variants(args, rows, name).items()},
+                {label: partial(chain, step, rows, matrices) for label, step in variants.items()},
                 args.rounds,
                 lengths=QUICK_LENGTHS if args.quick else LENGTHS,
                 title=f"{count} tokens",

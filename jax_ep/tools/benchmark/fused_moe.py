@@ -38,14 +38,17 @@ from jax import Array, lax
 
 import jax_ep
 from jax_ep import formats
+from jax_ep.megakernels.fused_moe import FusedTiles, Matrices, fused_tiles
+from jax_ep.megakernels.fused_moe import fused_moe as kernel
 from jax_ep.ops import registry
 from jax_ep.quantization import prepack_experts, quantize_experts
 from jax_ep.tools.benchmark import baselines, harness, plots, profiler, torch_layer
 from jax_ep.tools.benchmark.chains import Operation, chain
-from jax_ep.tools.benchmark.fused_tiles import candidates, cut, label
 from jax_ep.tools.benchmark.harness import Report, Timing
 from jax_ep.tools.benchmark.inputs import MODELS, Model, expert_mesh, make_weights, on_ranks, routing
+from jax_ep.tools.benchmark.tiles import variations
 from jax_ep.tools.command import count_or_zero
+from jax_ep.types import Experts
 
 TOKENS, QUICK_TOKENS = [1, 4, 16, 64, 256, 1024, 4096, 16384], [1, 16]
 MODELS_BY_DEFAULT, QUICK = ["qwen3-30b", "mixtral-8x7b", "deepseek-v3", "gpt-oss-120b"], "tiny"
@@ -97,6 +100,14 @@ def with_hidden_rows(layer: Callable[..., Array], x: Array, *others: Array) -> A
     return jax.vjp(lambda x: layer(x, *others), x)[0]
 
 
+def in_one_kernel(
+    tiles: FusedTiles, x: Array, topk_idx: Array, topk_weights: Array, w_gate_up: Matrices, w_down: Matrices
+) -> Array:
+    """Compute the layer in one kernel with these tiles."""
+    biases = (None, None)
+    return kernel(Experts(), x, topk_idx, topk_weights, w_gate_up, w_down, biases, out_dtype=x.dtype, tiles=tiles)
+
+
 def bytes_of(matrices: Any, num_experts: int, active: int) -> int:
     """Of the matrices of so many experts, as they are stored."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(matrices)) // num_experts * active
@@ -117,7 +128,9 @@ def operations(
     for expert_format, held in {"bfloat16": matrices, **stored}.items():
         ways = {way: partial(jax_ep.fused_moe, schedule=one, implementation=args.implementation) for way, one in WAYS}
         if args.tiles:
-            ways |= {label(tiles): partial(cut, tiles) for tiles in candidates(ids.size, num_experts, expert_format)}
+            bits = formats.FORMATS[FORMATS[expert_format]["format"]].bits if expert_format in FORMATS else 16
+            default = fused_tiles(ids.size, num_experts, model.hidden, model.intermediate, bits)
+            ways |= {name: partial(in_one_kernel, tiles) for name, tiles in variations(default).items()}
         for way, function in ways.items():
             if way != "fused_moe" and expert_format == "int8_tokens":
                 continue  # several launches are all there is

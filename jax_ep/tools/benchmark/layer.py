@@ -39,7 +39,8 @@ from typing import Any
 import jax
 
 import jax_ep
-from jax_ep.ops.exchange import choose
+from jax_ep.core.facts import ExchangeFacts
+from jax_ep.ops import registry
 from jax_ep.tools.benchmark import harness, plots
 from jax_ep.tools.benchmark.exchange_chains import OPTIONS
 from jax_ep.tools.benchmark.inputs import MODELS, expert_mesh, make_weights
@@ -52,10 +53,8 @@ from jax_ep.tools.benchmark.layer_variants import (
     MODES,
     PALLAS,
     PARTS,
-    kept_bytes,
     layers,
     parts,
-    with_programs,
 )
 from jax_ep.tools.command import count_or_zero
 
@@ -79,10 +78,10 @@ def measure_parts(run: Run, case: Case, args: argparse.Namespace) -> None:
     """The halves of the layer."""
     lengths = chain_lengths(case.layout.num_tokens, layer=False, quick=args.quick)
     on_gpus = jax.default_backend() == "gpu"  # Mosaic's interpreter takes one device at a time
-    variants = parts(case, args.parts, programs=args.programs, pallas=on_gpus)
+    variants = parts(case, args.parts, pallas=on_gpus)
     times = run.measure(case, "forward", variants, lengths)
     others = {
-        "dispatch": [DISPATCHED[None], *(with_programs(n) for n in args.programs)],
+        "dispatch": [DISPATCHED[None]],
         "combine": [*MODES.values()],
         "gradients": [GRADIENT_MODES["serial"]],
     }
@@ -110,10 +109,6 @@ def measure_layers(run: Run, case: Case, chosen: list[str], args: argparse.Names
     for direction in args.directions:
         variants = layers(case, chosen, backward=DIRECTIONS[direction])
         notes = layer_notes(case)
-        if DIRECTIONS[direction]:
-            for key in {"moe", "kept"} & set(chosen):
-                kept = {"kept_mib": kept_bytes(case, key) / 2**20}
-                notes[LAYERS[key]] = notes.get(LAYERS[key], {}) | kept
         times = run.measure(case, direction, variants, lengths, notes=notes)
         ours = times.pop(LAYERS["moe"], None)
         if ours is not None:
@@ -122,8 +117,9 @@ def measure_layers(run: Run, case: Case, chosen: list[str], args: argparse.Names
 
 def layer_notes(case: Case) -> dict[str, dict[str, Any]]:
     """What rows of the report say about variants: which implementation serves the users' call, and what is dropped."""
+    facts = ExchangeFacts(case.inputs[0].dtype, case.model.hidden, case.layout)
     return {
-        LAYERS["moe"]: {"implementation": choose(OPTIONS, case.inputs[0], case.layout)},
+        LAYERS["moe"]: {"implementation": registry.choose(OPTIONS, facts).implementation},
         LAYERS["capacity"]: {"dropped": case.dropped},
     }
 
@@ -192,8 +188,6 @@ def options(prog: str | None = None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--routing", nargs="+", choices=["uniform", "zipf"], help="default: both; --quick: uniform")
     parser.add_argument("--parts", nargs="*", choices=PARTS, help="default: all on GPUs; none: layers only")
-    numbers = "communicating programs of dispatch + GEMM 1, to try beside the package's choice"
-    parser.add_argument("--programs", type=int, nargs="*", default=[], help=numbers)
     parser.add_argument("--layers", nargs="*", choices=LAYERS, default=DEFAULT_LAYERS, help="none: parts only")
     parser.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=list(DIRECTIONS), help="of layers")
     parser.add_argument(

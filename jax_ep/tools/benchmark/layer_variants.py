@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from jax_ep.tools.benchmark.layer_chains import CAPACITY_FACTOR, Case, Variant, 
 from jax_ep.tools.benchmark.profiler import Program
 from jax_ep.types import COMBINE_MODES, DISPATCH_MODES, Handle, Options, Schedule
 
-BF16, FP8 = jnp.dtype("bfloat16"), jnp.float8_e4m3fn
+BF16 = jnp.dtype("bfloat16")
 
 # --- parts ------------------------------------------------------------------------------------------------------------
 
@@ -74,21 +74,16 @@ DISPATCHED = {"fused": PARTS["dispatch"].fused, None: "dispatch + GEMM 1, as cho
 MODES = {mode: f"GEMM 2 + combine, {mode}" for mode in COMBINE_MODES}
 
 
-def with_programs(num_communicating: int) -> str:
-    """The name of dispatch + GEMM 1 with so many communicating programs instead of the package's choice."""
-    return f"{PARTS['dispatch'].fused}, {num_communicating} communicating programs"
-
-
-def parts(case: Case, chosen: list[str], *, programs: Sequence[int], pallas: bool) -> dict[str, Variant]:
+def parts(case: Case, chosen: list[str], *, pallas: bool) -> dict[str, Variant]:
     """The halves of the layer by the functions of `triton`.
 
-    Dispatch + GEMM 1 in one launch is there once more for each of `programs`; with `pallas`, in two with its product.
+    With `pallas`, dispatch + GEMM 1 is there in two launches with its GEMM, too.
     """
     run = registry.get("exchange", "triton")
     handle = jax.jit(case.shard_map(lambda ids: stack(run.plan(OPTIONS, ids, case.layout))))(case.inputs[2])
     found: dict[str, Variant] = {}
     if "dispatch" in chosen:
-        found |= _dispatch_part(case, handle, programs, pallas=pallas)
+        found |= _dispatch_part(case, handle, pallas=pallas)
     if "combine" in chosen:
         found |= _combine_part(case, handle)
     if "gradients" in chosen:
@@ -111,7 +106,7 @@ def fresh_handle(handle: Handle, zero: Array) -> Handle:
     return dataclasses.replace(after(handle, zero), group_sizes=handle.group_sizes + zero)
 
 
-def _dispatch_part(case: Case, handle: Handle, programs: Sequence[int], *, pallas: bool) -> dict[str, Variant]:
+def _dispatch_part(case: Case, handle: Handle, *, pallas: bool) -> dict[str, Variant]:
     x, w, part = case.inputs[0], case.weights[0], PARTS["dispatch"]
     exchange = registry.get("exchange", "triton")
 
@@ -133,10 +128,9 @@ def _dispatch_part(case: Case, handle: Handle, programs: Sequence[int], *, palla
     rows = jax.jit(case.shard_map(lambda x, h: exchange.dispatch_tokens(OPTIONS, x, None, local(h))[0]))(x, handle)
     flops = 4.0 * case.layout.num_tokens * case.layout.top_k * case.model.hidden * case.model.intermediate
     found = {part.exchange: Variant(dispatch, (), (handle, x)), part.einsum: _einsum(case, w, flops)}
-    launches = {(mode, None): name for mode, name in DISPATCHED.items()}
-    for (mode, number), name in (launches | {("fused", n): with_programs(n) for n in programs}).items():
-        options = _scheduled(dispatch_mode=mode, num_communicating_programs=number)
-        found[name] = Variant(partial(fused, options), (), (handle, x, w), flops, part.sequence)
+    for mode, name in DISPATCHED.items():
+        step = partial(fused, _scheduled(dispatch_mode=mode))
+        found[name] = Variant(step, (), (handle, x, w), flops, part.sequence)
     for names, implementation in ((part, "triton"), (PALLAS, "pallas"))[: 2 if pallas else 1]:
         gemm = registry.get("grouped_gemm", implementation).grouped_gemm
         found[names.product] = Variant(partial(product, gemm), (), (handle, rows, w), flops, part.sequence)
@@ -242,14 +236,11 @@ def _einsum(case: Case, w: Array, flops: float) -> Variant:
 
 LAYERS = {
     "moe": "jax_ep.moe",
-    "dropless": "jax_ep.moe, dropless layout",
-    "wire": "jax_ep.moe, FP8 on the wire",
     "fp8": "jax_ep.moe, recipe fp8",
     "fp8 once": "jax_ep.moe, recipe fp8, matrices quantised before",
     **{mode: f"jax_ep.moe, combine_mode {mode}" for mode in COMBINE_MODES},
     "fused gradients": "jax_ep.moe, weight gradients in the launch of an exchange",
     "gradients apart": "jax_ep.moe, weight gradients in launches of their own",
-    "kept": "jax_ep.moe, tokens kept for the backward pass",
     **{f"{mode} dispatch": f"jax_ep.moe, dispatch_mode {mode}" for mode in DISPATCH_MODES},
     "xla": "jax_ep.moe, implementation xla",
     "capacity": f"all_to_all + einsum, capacity {CAPACITY_FACTOR}",
@@ -266,14 +257,11 @@ def _functions(case: Case) -> dict[str, Callable[..., Array]]:
     moe = partial(jax_ep.moe, capacity=case.layout.capacity)
     return {
         "moe": moe,
-        "dropless": jax_ep.moe,
-        "wire": partial(moe, wire_dtype=FP8),
         "fp8": partial(moe, recipe="fp8"),
         "fp8 once": partial(moe, recipe="fp8"),
         **{mode: partial(moe, schedule=Schedule(combine_mode=mode)) for mode in COMBINE_MODES},
         "fused gradients": partial(moe, schedule=Schedule(fuse_weight_gradients=True)),
         "gradients apart": partial(moe, schedule=Schedule(fuse_weight_gradients=False)),
-        "kept": partial(moe, schedule=Schedule(keep_tokens=True)),
         **{f"{mode} dispatch": partial(moe, schedule=Schedule(dispatch_mode=mode)) for mode in DISPATCH_MODES},
         "xla": partial(moe, implementation="xla"),
         "capacity": partial(baselines.capacity_layer, capacity=case.slot_capacity),
@@ -296,7 +284,7 @@ def layers(case: Case, chosen: list[str], *, backward: bool) -> dict[str, Varian
             LAYERS["xla"] if key in (*OURS, "ragged") else None,
             key not in OURS,
             baselines.RAGGED_OPTIONS if key == "ragged" else None,
-            FP8_DIFFERENCE if key == "wire" or key.startswith("fp8") else 0.25,
+            FP8_DIFFERENCE if key.startswith("fp8") else 0.25,
         )
         for key in chosen
     }
@@ -307,19 +295,6 @@ def program(mesh: jax.sharding.Mesh, name: str, tokens: int, *, backward: bool, 
     case = make_case(mesh, name, "uniform", tokens, make_weights(mesh, MODELS[name]))
     (variant,) = layers(case, [layer], backward=backward).values()
     return Program(*chain(case, variant)(1), 1)
-
-
-def kept_bytes(case: Case, key: str) -> int:
-    """What a layer keeps on each rank between the passes, without the matrices."""
-    layer = case.shard_map(partial(_functions(case)[key], num_experts=case.model.experts))
-    x, _, ids, router_weights = case.inputs
-
-    def pulled(x: Array, *others: Array) -> Any:
-        return jax.vjp(lambda x, *others: layer(x, ids, *others), x, *others)[1]
-
-    leaves = jax.tree.leaves(jax.eval_shape(pulled, x, router_weights, *case.weights))
-    found = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) - sum(w.nbytes for w in case.weights)
-    return found // case.layout.num_ranks
 
 
 def _quantised_before(case: Case) -> Any:

@@ -1,7 +1,7 @@
 """Low-latency operations for decode-sized batches on GPUs, beside what XLA offers and the layer of training.
 
     python benchmarks/low_latency.py --parts exchange --tokens 1 128 --ranks 2 4
-    python benchmarks/low_latency.py --parts experts --sweep --only 64x128
+    python benchmarks/low_latency.py --parts experts --only gate_up
 
 Each part has a report in results/; `--quick` without GPUs runs the kernels of the exchange in Triton's interpreter.
 
@@ -132,7 +132,7 @@ def decode_report(name: str, args: argparse.Namespace, model: Model) -> tuple[Re
 
 def measure_experts(args: argparse.Namespace, model: Model) -> Report:
     """What one rank of several does."""
-    report, tokens = decode_report("decode_experts_sweep" if args.sweep else "decode_experts", args, model)
+    report, tokens = decode_report("decode_experts", args, model)
     for num_ranks in args.ranks or [DECODE_RANKS]:
         decode_experts.measure(report, args, model, num_ranks, tokens)
     return report
@@ -167,7 +167,6 @@ def options(prog: str | None = None) -> argparse.ArgumentParser:
     most = "exchange: up to how many tokens to time `xla`, which is slow"
     parser.add_argument("--most-xla-tokens", type=count_or_zero, default=128, help=most)
     parser.add_argument("--dtypes", nargs="+", choices=("fp8", "bf16"), default=["fp8", "bf16"], help="experts")
-    parser.add_argument("--sweep", action="store_true", help="experts: the first product with many tiles")
     parser.add_argument("--only", nargs="+", help="experts: only variants whose names hold one of these")
     return parser
 

@@ -93,6 +93,7 @@ _LAYERS = {
         *("fused_forward_and_gradients[scatter-triton-2]", "fused_forward_and_gradients[serial-triton-4]"),
         *("fused_capacity", "fused_dispatch_modes[triton-2-serial]"),
     ),
+    "balance": ("bfloat16",),
     "moe_recipe": ("moe_recipe_capacity", "moe_recipe_fused_moe", "moe_recipe_nan_stays_with_token"),
 }
 ON_KERNELS = {
@@ -166,7 +167,17 @@ MEASURED_CAPABILITY = 90  # Of the GPUs that the kernels are written for.
 SLOW_GROUPS = (
     "tests/benchmarks/*",
     "*ptx.py",  # Machine code of kernels.
+    "tests/ffi/test_ffi_driver.py",
+    "tests/megakernels/test_failed_launches.py",
+    "tests/megakernels/test_growth.py",
     "tests/megakernels/test_jax_triton.py",
+    "tests/pallas/test_pallas_kernels.py",
+    "tests/test_command.py",
+    "tests/test_export.py",
+    "tests/test_public_examples.py",
+    "tests/tracing/test_recording.py",
+    "tests/tuning/test_effect.py",
+    "tests/xla/test_portable_exchange.py",
     "tests/helpers/test_run_processes.py",
     "tests/test_packaging.py",
     "tests/test_evidence.py",
@@ -296,8 +307,7 @@ def two_ranks() -> Iterator[Mesh]:
     jax_ep.finalize()
 
 
-RANKS = [2, pytest.param(8, marks=pytest.mark.slow_interpreted)]
-RANKS += [pytest.param(n, marks=pytest.mark.slow) for n in (1, 4)]
+RANKS = [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4, 8))]
 
 
 @pytest.fixture(params=RANKS, ids="ranks{}".format)

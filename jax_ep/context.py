@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from jax_ep.core.mesh_axes import axis_tuple, check_mesh
-from jax_ep.heap import check, nvshmem, peer_access, rendezvous, transports
+from jax_ep.heap import nvshmem, peer_access, rendezvous, transports
 from jax_ep.settings import file as settings_file
 from jax_ep.types import AxisName
 
@@ -192,8 +192,8 @@ def _check(
     transport = transports.resolve(transport)
     if heap_bytes is not None and transport == "xla":
         raise ValueError(f"init: heap_bytes={heap_bytes}, but transport 'xla' owns no memory; leave heap_bytes out.")
-    check.heap_bytes(heap_bytes)
-    check.timeout_s(timeout_s, default=_TIMEOUT_S)
+    transports.check_heap_bytes(heap_bytes)
+    transports.check_timeout_s(timeout_s, default=_TIMEOUT_S)
     num_ranks = 1
     for name in axis_tuple(axis_name):
         num_ranks *= mesh.shape[name]
@@ -291,7 +291,7 @@ def given_mesh() -> jax.sharding.Mesh | None:
 
 def unordered_launches_reason() -> str | None:
     """Return why XLA's flags rule out communication kernels, or None."""
-    return check.unordered_launches_reason()
+    return transports.unordered_launches_reason()
 
 
 def unreachable_reason(axis: tuple[str, ...]) -> str | None:

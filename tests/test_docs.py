@@ -182,7 +182,7 @@ def test_comments_name_existing_files() -> None:
     assert len(sources) > 150
     for source in sources:
         for text in _comments(ROOT / source):
-            for name in re.findall(r"(?<![\w/.*-])\w[\w/-]*\.(?:py|md|sh|cc|h)\b", text):
+            for name in re.findall(r"(?<![\w/.*-])[a-z_][a-z0-9_/-]*\.(?:py|md|sh|cc|h)\b", text):
                 assert name in endings, f"{source} names {name}"
 
 

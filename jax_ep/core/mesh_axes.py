@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import UnionType
 from typing import Any, cast
 
@@ -212,3 +213,13 @@ def rearrange(
         return function
     spec = _explicit_part(mesh, spec)
     return jax.sharding.auto_axes(function, out_sharding=jax.sharding.NamedSharding(mesh, spec))
+
+
+def numbers_in_processes(devices: Iterable[jax.Device]) -> dict[jax.Device, int]:
+    """Return the position of each device among the devices of its process."""
+    counts = collections.Counter[int]()
+    found = {}
+    for device in devices:
+        found[device] = counts[device.process_index]
+        counts[device.process_index] += 1
+    return found

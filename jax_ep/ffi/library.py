@@ -12,8 +12,9 @@ import importlib.metadata
 import re
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jaxlib
@@ -238,3 +239,22 @@ def raise_for(code: int) -> None:
         return
     message = load().jax_ep_last_error().decode()
     raise ValueError(message) if code == 1 else RuntimeError(message)
+
+
+def batch_invariant(call: Callable[[jax.Array], jax.Array], token: jax.Array) -> jax.Array:
+    """Run `call(token)`; under `jax.vmap`, run it once with the batched token and return one unbatched result.
+
+    For calls that use an array of any shape only as a data dependence. Their handlers know the result's shape, which
+    must
+    not get a batch axis.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def of_token(token: jax.Array) -> jax.Array:
+        return call(token)
+
+    @of_token.def_vmap
+    def _of_all(axis_size: int, batched: list[bool], tokens: jax.Array) -> tuple[Any, bool]:
+        return of_token(tokens), False
+
+    return of_token(token)

@@ -17,7 +17,6 @@ import numpy as np
 from jax import lax
 
 from jax_ep.ffi import library
-from jax_ep.ffi.batching import batch_invariant
 
 
 class State(enum.IntEnum):
@@ -150,6 +149,6 @@ def check_status(token: jax.Array, context_id: int, *, wait: bool = False) -> ja
     library.load()
     token = lax.stop_gradient(token)  # The custom call has no derivative, and needs none.
     call = jax.ffi.ffi_call(library.CHECK_STATUS, jax.ShapeDtypeStruct((1,), np.int32))
-    result = batch_invariant(partial(call, context_id=np.int64(context_id), wait=bool(wait)), token)
+    result = library.batch_invariant(partial(call, context_id=np.int64(context_id), wait=bool(wait)), token)
     varying = jax.typeof(token).manual_axis_type.varying
     return lax.pcast(result, tuple(sorted(varying)), to="varying") if varying else result

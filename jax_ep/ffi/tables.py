@@ -11,7 +11,6 @@ import numpy as np
 from jax import lax
 
 from jax_ep.ffi import library
-from jax_ep.ffi.batching import batch_invariant
 
 
 def register_table(table_id: int, device: jax.Device, values: Sequence[int], num_bytes: int = 0) -> None:
@@ -81,6 +80,6 @@ def pointer_table(
     shape = jax.ShapeDtypeStruct((num_entries,), np.int64)
     attributes = {"table_id": np.int64(table_id), "num_bytes": np.int64(num_bytes)}
     fetch = partial(jax.ffi.ffi_call(library.POINTER_TABLE, shape), **attributes)
-    result = fetch() if token is None else batch_invariant(fetch, lax.stop_gradient(token))
+    result = fetch() if token is None else library.batch_invariant(fetch, lax.stop_gradient(token))
     axes = tuple(jax.sharding.get_abstract_mesh().manual_axes) if varying is None else varying
     return lax.pcast(result, axes, to="varying") if axes else result

@@ -18,8 +18,8 @@ import numpy as np
 
 from jax_ep import ffi
 from jax_ep.heap import peer_access
+from jax_ep.heap.memory import DeviceTraceArea
 from jax_ep.heap.rendezvous import Meetings
-from jax_ep.heap.trace_area import DeviceTraceArea
 
 _NO_MULTICAST = "NVSHMEM_DISABLE_NVLS"
 _left_running = False  # Per process, like NVSHMEM's state.

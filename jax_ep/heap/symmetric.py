@@ -22,8 +22,7 @@ import numpy as np
 
 from jax_ep import ffi
 from jax_ep.core.layout import round_up
-from jax_ep.heap.memory import Generation, Memory, allocation_bytes, next_generation_bytes, wait_for_devices
-from jax_ep.heap.trace_area import TraceArea
+from jax_ep.heap.memory import Generation, Memory, TraceArea, allocation_bytes, next_generation_bytes, wait_for_devices
 
 _PAGE = 4096
 _CONTROL_WORDS = 64  # Before those of each device: EPOCHS of megakernels/kernels/table.py.

@@ -37,9 +37,8 @@ from jax_ep.core.kernel import (
     flat_arrays,
     type_of,
 )
-from jax_ep.core.mesh_axes import automatic_axes
+from jax_ep.core.mesh_axes import automatic_axes, numbers_in_processes
 from jax_ep.core.primitives import in_order
-from jax_ep.core.processes import numbers_in_processes
 from jax_ep.interpreter.pool import Pool
 from jax_ep.interpreter.process import Launch
 from jax_ep.types import Array
@@ -119,7 +118,7 @@ class SharedMemory:
 
 
 class _PoolTraceArea:
-    """Trace areas in memory shared with the workers; implements `jax_ep.heap.trace_area.TraceArea`."""
+    """Trace areas in memory shared with the workers; implements `jax_ep.heap.memory.TraceArea`."""
 
     def __init__(self, pool: Pool, header: np.ndarray, num_words: int) -> None:
         self._pool = pool

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_ep.core import fp8_columns
+from jax_ep.core import fp8
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.kernel import Config, Kernel
@@ -234,7 +234,7 @@ def activate_columns(
 def column_sizes_of(shape: tuple[int, ...], group_sizes: Array, block: int) -> ColumnPass:
     """Of a pass that turns an array of this shape, so many columns at a time."""
     (num_rows, columns), groups = shape, group_sizes.shape[0]
-    places = fp8_columns.num_blocks(num_rows, groups) * GROUP_SIZE
+    places = fp8.num_blocks(num_rows, groups) * GROUP_SIZE
     return ColumnPass(num_rows, columns, groups, max(16, power_of_two(groups)), GROUP_SIZE, block, places)
 
 

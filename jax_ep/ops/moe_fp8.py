@@ -22,11 +22,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from jax_ep.core import check_recipe
+from jax_ep.core.autodiff import call_without_gradient
 from jax_ep.core.bias import add_bias
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import Fp8Weights, QuantizedExperts
 from jax_ep.core.mesh_axes import platform
-from jax_ep.core.no_gradient import call_without_gradient
 from jax_ep.ops import exchange, registry
 from jax_ep.ops.activation import activate_gradient, is_one_pass
 from jax_ep.ops.activation_gemm_combine import Between

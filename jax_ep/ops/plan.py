@@ -15,7 +15,7 @@ from contextvars import ContextVar
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_ep.core import fp8_columns, operations
+from jax_ep.core import fp8, operations
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.facts import (
     ActivationFacts,
@@ -361,7 +361,7 @@ def fp8_operands(options: Options, dtype: DTypeLike, sizes: tuple[int, ...], dep
 
 
 def _fp8_gemm(options: Options, product: GemmFacts, weight_dtype: DTypeLike, out_columns: int) -> Fp8GemmPlan:
-    places = fp8_columns.num_blocks(product.num_rows, product.groups) * GROUP_SIZE
+    places = fp8.num_blocks(product.num_rows, product.groups) * GROUP_SIZE
     gradient = dataclasses.replace(product, num_rows=places, out_dtype=jnp.dtype(weight_dtype))
     sizes = product.num_rows, product.depth, product.columns
     return Fp8GemmPlan(

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_ep.core import operations
+from jax_ep.core.autodiff import call_without_gradient
 from jax_ep.core.expert_matrices import QuantizedExperts
 from jax_ep.core.fp8 import quantize_rows
 from jax_ep.core.layout import row_groups
 from jax_ep.core.mesh_axes import vary_alike
-from jax_ep.core.no_gradient import call_without_gradient
 from jax_ep.formats.int8 import quantize_tokens
 from jax_ep.ops import registry
 from jax_ep.ops.plan_serving import QuantizedGemmPlan

@@ -11,9 +11,9 @@ import numpy as np
 
 from jax_ep import context
 from jax_ep.core import check
+from jax_ep.core.autodiff import call_without_gradient
 from jax_ep.core.kernel import Config, Kernel, element_type
 from jax_ep.core.mesh_axes import platform, vary_alike
-from jax_ep.core.no_gradient import call_without_gradient
 from jax_ep.types import Array, type_name
 
 _NAME = "triton_call"

@@ -1,6 +1,6 @@
 """The kernel of `out[g] = lhs[:, places of g] @ rhs[:, places of g].T` for FP8 columns with scales per block of places.
 
-A step is one block of 128 places, of which core/fp8_columns.py lets each belong to one group alone: nothing has to be
+A step is one block of 128 places, of which core/fp8.py lets each belong to one group alone: nothing has to be
 cleared. Its sum is scaled by row and column and added in float32 registers, as in forward_fp8.py. Results leave by TMA
 from memory of their own, while the next tile is multiplied.
 """

@@ -19,7 +19,7 @@ from jax.custom_batching import sequential_vmap
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from jax_ep.core import fp8_columns
+from jax_ep.core import fp8
 from jax_ep.core.bias import Bias, add_bias
 from jax_ep.core.layout import round_up
 from jax_ep.core.mesh_axes import vary_alike
@@ -204,7 +204,7 @@ def _gradient_fp8(
 @lowered_once
 def _launch_gradient_fp8(*operands: Array, out_dtype: jnp.dtype, tiles: Fp8WeightTiles, interpret: bool) -> Array:
     lhs, rhs, group_sizes, *scales = operands
-    ends = jnp.minimum(fp8_columns.blocks_until(group_sizes), lhs.shape[1] // FP8_STEP)
+    ends = jnp.minimum(fp8.blocks_until(group_sizes), lhs.shape[1] // FP8_STEP)
     starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
     shape = (group_sizes.shape[0], lhs.shape[0], rhs.shape[0])
     programs = num_programs(shape[0] * -(-shape[1] // TILE) * -(-shape[2] // tiles.columns), interpret)

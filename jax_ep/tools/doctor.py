@@ -148,7 +148,7 @@ def _jax_triton() -> Iterator[Finding]:
 
 
 def _transport() -> Iterator[Finding]:
-    from jax_ep.heap import check, nvshmem, peer_access, transports
+    from jax_ep.heap import nvshmem, peer_access, transports
 
     chosen = transports.best()
     text = transports.describe(chosen)
@@ -161,7 +161,7 @@ def _transport() -> Iterator[Finding]:
         yield Finding("transport", WARNING, reason, remedy, {"transport": chosen})
         return
     if chosen == "xla" and _on_gpus():
-        reason = check.unordered_launches_reason() or nvshmem.unsupported_reason() or "kernels are not used"
+        reason = transports.unordered_launches_reason() or nvshmem.unsupported_reason() or "kernels are not used"
         yield Finding("transport", WARNING, f"{text}; {reason}", "see docs/sharding.md", {"transport": chosen})
         return
     yield Finding("transport", OK, text, data={"transport": chosen})

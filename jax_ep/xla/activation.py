@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_ep.core import activations, fp8, fp8_columns
+from jax_ep.core import activations, fp8
 from jax_ep.types import Array, Experts, Quantized, Tokens
 
 
@@ -54,9 +54,9 @@ def quantize_masters(w: Array) -> tuple[Array, Array, Array]:
 
 
 def quantize_columns(x: Tokens, group_sizes: Array) -> Quantized:
-    """Quantize rows `[R, H]`, which may be in FP8, column-wise to `[H, P]` (core/fp8_columns.py)."""
+    """Quantize rows `[R, H]`, which may be in FP8, column-wise to `[H, P]` (core/fp8.py)."""
     rows = fp8.dequantize_rows(*x, jnp.float32) if isinstance(x, tuple) else x
-    return fp8_columns.quantize_columns(rows, group_sizes)
+    return fp8.quantize_columns(rows, group_sizes)
 
 
 def quantize_both_ways(x: Array, group_sizes: Array) -> tuple[Quantized, Quantized]:
@@ -69,7 +69,7 @@ def activate_columns(
 ) -> Quantized:
     """Activate and weight rows, and quantize them column-wise with one rounding; see `activate_quantized`."""
     rows = activations.weighted_wide(experts, hidden, weights, bias, group_sizes)
-    return fp8_columns.quantize_columns(rows, group_sizes)
+    return fp8.quantize_columns(rows, group_sizes)
 
 
 def activate_quantized(

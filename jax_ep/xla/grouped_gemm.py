@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jax_ep.core import fp8, fp8_columns
+from jax_ep.core import fp8
 from jax_ep.core.bias import Bias, add_bias
 from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.core.mesh_axes import vary_alike
@@ -249,7 +249,7 @@ def weight_gradient_fp8(
     """Compute `out[g] = lhs[:, positions of g] @ rhs[:, positions of g].T` on the dequantized float32 operands.
 
     Args:
-      lhs: `[K, P]` float8_e4m3fn, grouped rows quantized column-wise, see core/fp8_columns.py.
+      lhs: `[K, P]` float8_e4m3fn, grouped rows quantized column-wise, see core/fp8.py.
       rhs: `[N, P]` float8_e4m3fn, in the same layout.
       group_sizes: `[G]` int32, rows of each group.
       lhs_scales: `[P / 128, K]` float32.
@@ -264,7 +264,7 @@ def weight_gradient_fp8(
     lhs, rhs, group_sizes, lhs_scales, rhs_scales, out = vary_alike(operands)
     if 0 in (lhs.shape[1], *shape):
         return lax.optimization_barrier((out, group_sizes))[0]  # see `weight_gradient`
-    ends = jnp.minimum(fp8_columns.blocks_until(group_sizes), lhs.shape[1] // fp8.GROUP_SIZE)
+    ends = jnp.minimum(fp8.blocks_until(group_sizes), lhs.shape[1] // fp8.GROUP_SIZE)
     groups = order_groups(jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]]), ends)
 
     def one_group(i: Array, out: Array) -> Array:

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jax_ep.core.fp8_columns import num_blocks
+from jax_ep.core.fp8 import num_blocks
 from jax_ep.megakernels import activation
 
 pytestmark = pytest.mark.usefixtures("one_process")

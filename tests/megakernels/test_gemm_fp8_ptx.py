@@ -9,7 +9,7 @@ import jax
 import pytest
 from compiling import build
 
-from jax_ep.core.fp8_columns import num_blocks
+from jax_ep.core.fp8 import num_blocks
 from jax_ep.megakernels import grouped_gemm
 from jax_ep.megakernels.grouped_gemm import Fp8Tiles
 

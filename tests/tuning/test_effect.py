@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 import harness
 import jax_ep
 from jax_ep import tuning
-from jax_ep.core import fp8, fp8_columns
+from jax_ep.core import fp8
 from jax_ep.core.facts import FusedFacts
 from jax_ep.core.kernel import Config
 from jax_ep.megakernels import cost_model, exchange, fused_moe, grouped_gemm, low_latency, quantized_gemm, tuned
@@ -233,7 +233,7 @@ def test_tuning_random_fp8_tiles(case: int, two_ranks: Mesh, rng: np.random.Gene
     sizes = jnp.asarray(rng.multinomial(int(rng.integers(1, 90)), [0.2, 0.0, 0.8]), jnp.int32)
     rows, others = (jnp.asarray(rng.standard_normal((100, width)), jnp.bfloat16) for width in (128, 256))
     (x, x_scales), (w, w_scales) = fp8.quantize_rows(rows), fp8.quantize_matrices(jnp.ones((3, 128, 256)) * 0.3)
-    (a, a_scales), (b, b_scales) = (fp8_columns.quantize_columns(side, sizes) for side in (rows, others))
+    (a, a_scales), (b, b_scales) = (fp8.quantize_columns(side, sizes) for side in (rows, others))
     chosen = {name: draw(rng, name) for name in ("grouped_gemm_fp8", "weight_gradient_fp8")}
     print(chosen, sizes)
     found = []

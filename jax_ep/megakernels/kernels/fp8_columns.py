@@ -1,4 +1,4 @@
-"""Rows in use as columns in FP8, for weight gradients: `[H, P]` of `[M, H]`, see jax_ep/core/fp8_columns.py.
+"""Rows in use as columns in FP8, for weight gradients: `[H, P]` of `[M, H]`, see jax_ep/core/fp8.py.
 
 A task is a block of 128 rows of one group and some columns: read once, rounded with a scale for each column, turned,
 and written with zeros in the places behind the last row, while the next one is on its way. Places past the blocks in

@@ -1,4 +1,4 @@
-"""Functions that raise an error when differentiated, instead of returning a wrong gradient."""
+"""Custom derivatives: pairs of linear functions, and functions that raise when differentiated."""
 
 from __future__ import annotations
 
@@ -7,6 +7,21 @@ from functools import partial
 from typing import Any
 
 import jax
+
+from jax_ep.types import Array, Options
+
+
+def transposes(function: Any, transpose: Any) -> None:
+    """Define `transpose` as the backward pass of the custom VJP `function(options, rows, handle)`."""
+
+    def forward(options: Options, rows: Array, handle: Any) -> tuple[Array, Any]:
+        return function(options, rows, handle), (rows[:0], handle)
+
+    def backward(options: Options, residuals: Any, cotangent: Array) -> tuple[Array, None]:
+        like, handle = residuals
+        return transpose(options.transposed, cotangent.astype(like.dtype), handle), None
+
+    function.defvjp(forward, backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -52,6 +52,7 @@ def test_balance_routings(
             check(call(*layer.args, d_out), layer, d_out)
 
 
+@pytest.mark.slow
 def test_balance_one_expert_per_rank(implementation: str, mesh: Mesh, rng: np.random.Generator, subtests: Any) -> None:
     shape = Shape(num_tokens=9, top_k=2, num_experts=mesh.size)
     call = compiled(layer_and_gradients(shape, implementation, jax_ep.Balance(1.0)), mesh)
@@ -112,6 +113,7 @@ def test_balance_eight_bits(implementation: str, kind: str, expert_mesh: Any, rn
     assert_close(got, want.astype(np.float64), "y")
 
 
+@pytest.mark.slow
 def test_balance_jit_scan_and_remat(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """Two rematerialized layers in a scan have the gradient of two calls."""
     layer = Layer(rng, "zipf", 2, BASE)
@@ -137,6 +139,7 @@ def test_balance_jit_scan_and_remat(implementation: str, expert_mesh: Any, rng: 
         assert_close(g, w.astype(np.float64), "gradient")
 
 
+@pytest.mark.slow
 def test_balance_memory(expert_mesh: Any, rng: np.random.Generator) -> None:
     """The gradient of the balanced layer needs at most 0.4 of the temporary memory of the dropless layer."""
     shape = Shape(num_tokens=512, top_k=4, num_experts=16, hidden=128, intermediate=64)

@@ -4,18 +4,19 @@ Per-shard functions for use inside `jax.shard_map`; see `dispatch` for the shape
 globally sharded arrays are in `jax_ep.sharding`, the Flax NNX layer in `jax_ep.flax`.
 """
 
-import importlib
 import os
-import signal
 import sys
-from pathlib import Path
-from types import ModuleType
 
-if Path(sys.argv[0]).name == "jax-ep" or (sys.argv[0] == "-m" and "jax_ep" in sys.orig_argv):
-    # This is the command. Its imports, which take a second, must end in no traceback: neither by Ctrl-C, nor where JAX
-    # does not accept an environment variable.
+if os.path.basename("".join(sys.argv[:1])) == "jax-ep" or (sys.argv[:1] == ["-m"] and "jax_ep" in sys.orig_argv):
+    # This is the command. Its imports, which take a second, must not end in a traceback: neither by Ctrl-C, nor where
+    # JAX does not accept an environment variable. So this comes before all imports of modules that are not loaded yet.
+    import signal
+
     signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
     sys.excepthook = lambda _, error, __: print(f"jax-ep: {' '.join(str(error).split())}", file=sys.stderr)
+
+import importlib
+from types import ModuleType
 
 from jax_ep import placement as placement
 from jax_ep import quantization as quantization

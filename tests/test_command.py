@@ -103,14 +103,16 @@ def test_command_unwritable_output(redirection: str, status: int, error: str) ->
         assert done.stderr.endswith(error)
 
 
-def test_command_ctrl_c_during_imports() -> None:
-    """The package installs its handler before JAX is imported."""
-    program = """
+@pytest.mark.parametrize("first", ["jax_ep.placement", "jax"])
+def test_command_ctrl_c_during_imports(first: str) -> None:
+    """The handler is installed before the first import of a module of the package."""
+    program = f"""
 import signal, sys
+first = {first!r}
 sys.argv = ["jax-ep"]
 class Interrupt:
     def find_spec(self, name, *_):
-        if name == "jax":
+        if name == first:
             signal.raise_signal(signal.SIGINT)
 sys.meta_path.insert(0, Interrupt())
 import jax_ep
@@ -122,7 +124,7 @@ import jax_ep
 def interrupted(body: str) -> subprocess.CompletedProcess[str]:
     """Run a command that raises its own SIGINT."""
     program = f"""
-import signal, sys, time
+import os, signal, sys, time
 from jax_ep.tools import command
 command._GRACE_S = 0.1
 def interrupt():
@@ -168,6 +170,18 @@ class Dropped:
 def main():
     Dropped()
     time.sleep(10**6)
+""",
+    "in an import by a module in C++": """
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "slow_to_import":
+            try:
+                interrupt()
+            except KeyboardInterrupt:
+                os.abort()  # as `std::terminate` does
+def main():
+    sys.meta_path.insert(0, Finder())
+    import slow_to_import
 """,
     "swallowed": """
 def main():

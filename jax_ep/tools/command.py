@@ -20,6 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from types import FrameType
 from typing import IO, Any, NoReturn
 
 from jax_ep.core.json_files import cut
@@ -90,9 +91,16 @@ def _interruptible(command: Callable[[], object]) -> object:
             raise KeyboardInterrupt
 
 
-def _interrupt(*_: object) -> NoReturn:
-    """Handle the first Ctrl-C; the second one ends the process at once."""
+def _interrupt(_: int, frame: FrameType | None) -> NoReturn:
+    """Handle the first Ctrl-C. The second one ends the process at once, and so does one during an import.
+
+    C++ modules that import Python modules call `std::terminate` when such an import raises.
+    """
     signal.signal(signal.SIGINT, _exit)
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            _exit()
+        frame = frame.f_back
     raise KeyboardInterrupt
 
 

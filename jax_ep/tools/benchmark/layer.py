@@ -12,7 +12,7 @@ has the product of `triton`. "gradients" is the backward pass of dispatch + GEMM
 chooses, and the weight gradient, each alone, one after the other, and with the gradient in the launch of GEMM +
 combine, or in that of combine alone. The batched einsum has as many rows in equal groups.
 Layers: forward, and with the gradients of tokens, router weights and both matrices; the baselines are those of
-lib/baselines.py. The capacity of `jax_ep.moe` and of the ragged baseline is the most loaded rank's rows, rounded up to
+baselines.py. The capacity of `jax_ep.moe` and of the ragged baseline is the most loaded rank's rows, rounded up to
 128, which the host knows from the routing, so that nothing is dropped; `--layers dropless` is the layer with room for
 any routing, and does the same work with W times the rows. `--layers scatter serial` is the layer in each mode of
 GEMM + combine, "fused dispatch" and "serial dispatch" in those of dispatch + GEMM, and "fused gradients" and "gradients

@@ -15,7 +15,7 @@ the most ranks have in weak scaling. Parts:
 
 Percent of peak is given against three rates: what the copy engine moves from one GPU to another in the same run, what
 each sends while all copy to all others, and what NVLink carries by its specification, where the driver tells it. Where
-a time grows faster, from one number of ranks to the next, than the bytes of the most loaded rank (lib/growth.py), the
+a time grows faster, from one number of ranks to the next, than the bytes of the most loaded rank (growth.py), the
 report says so. A kernel that waits for another GPU is busy meanwhile.
 """
 

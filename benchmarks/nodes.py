@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +59,8 @@ def shares(
 
 def limited_router(top_k: int, groups: int) -> Any:
     """Logits to ids of experts in the groups that have most."""
-    options = {"score": "sigmoid", "num_groups": groups, "topk_groups": min(CHOSEN_GROUPS, groups)}
-    return jax.jit(lambda logits: partial(jax_ep.topk_router, k=top_k, **options)(logits).topk_idx)
+    router = jax_ep.Router(score="sigmoid", num_groups=groups, topk_groups=min(CHOSEN_GROUPS, groups))
+    return jax.jit(lambda logits: jax_ep.topk_router(logits, top_k, router=router).topk_idx)
 
 
 def cases(args: argparse.Namespace) -> Iterator[tuple[str, Topology]]:

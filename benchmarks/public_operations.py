@@ -99,7 +99,9 @@ def operations(mesh: jax.sharding.Mesh, name: str, tokens: int, decoded_tokens: 
         ),
         "dispatch": Operation(dispatch, (x, ids)),
         "dispatch, combine": Operation(round_trip, (x, ids)),
-        "dispatch, combine, FP8 wire": Operation(lambda *a: round_trip(*a, wire_dtype=FP8), (x, ids)),
+        "dispatch, combine, FP8 wire": Operation(
+            lambda *a: round_trip(*a, schedule=jax_ep.Schedule(wire_dtype=FP8)), (x, ids)
+        ),
         "dispatch_grouped_gemm, grouped_gemm_combine": Operation(fused, layer),
         "moe": Operation(moe, layer),
         "moe, gradients": Operation(moe_gradients, layer),

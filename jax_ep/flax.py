@@ -84,7 +84,6 @@ class MoE(nnx.Module):
       use_bias: both GEMMs of the experts have biases.
       shared_experts: experts that every token passes, see `SharedExperts`; None: none.
       capacity: rows that each rank computes at most for all its experts; None never drops.
-      wire_dtype: dtype of the tokens between devices, e.g. `jnp.float8_e4m3fn`.
       recipe: how the experts compute, see `jax_ep.moe`: "fp8"; None: in `dtype`.
       dtype: dtype of the computation; the router always computes in float32.
       param_dtype: dtype of the parameters, which the forward pass casts to `dtype`. With `recipe="fp8"` and no fsdp
@@ -115,7 +114,6 @@ class MoE(nnx.Module):
         use_bias: bool = False,
         shared_experts: SharedExperts | None = None,
         capacity: int | None = None,
-        wire_dtype: Any = None,
         recipe: str | None = None,
         dtype: Any = jnp.bfloat16,
         param_dtype: Any = jnp.float32,
@@ -131,14 +129,13 @@ class MoE(nnx.Module):
         self.router_options, self.router_fn = _checked_router(router)
         self.axes, self.mesh = _checked_axes(axes), mesh
         self.experts = _checked_experts(experts, self.axes)
-        self.capacity, self.wire_dtype = capacity, wire_dtype
+        self.capacity = capacity
         self.recipe = check_recipe.recipe("MoE", recipe)
         self.dtype, self.preferred_element_type = dtype, preferred_element_type
         self.schedule = schedule
         self.implementation = implementation if isinstance(implementation, str | None) else tuple(implementation)
         self._check_sizes(intermediate_size, shared_experts)
         _check_dtypes(dtype=dtype, param_dtype=param_dtype, preferred_element_type=preferred_element_type)
-        check_recipe.wire("MoE", recipe, wire_dtype)
         make = _Maker(rngs, mesh, self._active_mesh() is not None)
         self._make_router(make)
         self._make_experts(make, kernel_init, intermediate_size, param_dtype, use_bias)
@@ -396,7 +393,7 @@ class MoE(nnx.Module):
             "axis_name": axis_name,
             "experts": self.experts,
             "preferred_element_type": self.preferred_element_type,
-            "schedule": self.schedule,
+            "schedule": None if self.schedule is None else dataclasses.replace(self.schedule, wire_dtype=None),
             "implementation": self.implementation,
         }
 
@@ -469,7 +466,6 @@ class MoE(nnx.Module):
                 axes=dataclasses.replace(self.axes, tensor=None, fsdp=None) if self.w_gate_up is None else self.axes,
                 experts=self.experts,
                 capacity=self.capacity,
-                wire_dtype=self.wire_dtype,
                 preferred_element_type=self.preferred_element_type,
                 implementation=self.implementation,
                 **self._products_of(made_of),

@@ -50,7 +50,7 @@ def quantize_fp8(x: Array, *, group_size: int = GROUP_SIZE) -> Quantized:
     """
     x = check.floating("quantize_fp8", "x", check.rows("quantize_fp8", "x", x, "[..., H]"))
     check.fp8_columns("quantize_fp8", x.shape[-1], group_size)
-    remedy = "quantize_fp8 has no gradient: dispatch and combine with wire_dtype=float8_e4m3fn have one."
+    remedy = "quantize_fp8 has no gradient: dispatch and combine with Schedule(wire_dtype=float8_e4m3fn) have one."
     return call_without_gradient(remedy, partial(fp8.quantize_rows, group_size=group_size), x)
 
 

@@ -153,8 +153,8 @@ def sharded_moe(
       mesh: the devices; None: the mesh of `jax.set_mesh` at the time of the call.
       num_experts: E.
       axes: the mesh axes that split experts, tokens and weights, see `MeshAxes`; None: `MeshAxes()`.
-      **moe_kwargs: further keywords of `moe`: experts, capacity, balance, wire_dtype, recipe, preferred_element_type,
-        schedule, implementation. With a tensor axis gate and up columns have an axis of their own, and
+      **moe_kwargs: further keywords of `moe`: experts, capacity, balance, recipe, preferred_element_type, schedule,
+        implementation. With a tensor axis gate and up columns have an axis of their own, and
         `Experts.interleaved` is ignored.
 
     Returns:

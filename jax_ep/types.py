@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.export
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
@@ -79,13 +80,10 @@ class Topology:
       node: mesh axis, or tuple of axes, between nodes.
       local: mesh axis, or tuple of axes, inside a node.
       num_blocks: number of micro-batches into which a layer divides its tokens `[T, H]`. Each has its own all-to-alls
-        and
-        matmuls, so that one can cross nodes while another computes. Functions other than layers ignore it.
+        and matmuls, so that one can cross nodes while another computes. Functions other than layers ignore it.
       node_capacity: maximum number of tokens that a rank accepts over the node axis, including its own, in node order;
-        in
-        a layer, per micro-batch. Assignments of further tokens to this node are dropped and counted. None accepts all,
-          at
-        most the ranks of `node` times T.
+        in a layer, per micro-batch. Assignments of further tokens to this node are dropped and counted. None accepts
+        all, at most the ranks of `node` times T.
 
     Raises:
       ValueError: an axis is named twice or no axis is named, or a number is less than one.
@@ -156,46 +154,56 @@ COMBINE_MODES = ("scatter", "serial")
 ACTIVATIONS = ("silu", "gelu", "gelu_exact", "relu", "relu_squared")
 
 
+def _checked_wire(value: Any) -> np.dtype | None:
+    """Return the dtype of FP8, or None."""
+    try:
+        if value is None or np.dtype(value) == jnp.float8_e4m3fn:
+            return None if value is None else np.dtype(value)
+    except TypeError:
+        pass
+    raise TypeError(
+        f"Schedule: wire_dtype={value!r}, expected float8_e4m3fn or None; pass jnp.float8_e4m3fn, or None to send the"
+        " tokens as they are."
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """How an operation's kernels share the GPU. It affects time and memory, and the rounding order of some results.
+    """How an operation runs: its kernels, what they send, and how they share the GPU.
 
     None lets the package choose. A mode, or `fuse_weight_gradients=True`, is an error if no kernel supports it; numbers
-    that a kernel does not use are ignored. Handles do not depend on the schedule.
+    that a kernel does not use are ignored. Handles do not depend on the schedule. Only `wire_dtype` affects results by
+    more than the order of roundings.
 
     Attributes:
       dispatch_mode: "fused": one kernel for dispatch and grouped GEMM, which computes on rows that have arrived while
-        other
-        tokens are in flight; "serial": two kernels. "fused" exists in `triton`, for 16-bit tokens without `wire_dtype`.
+        other tokens are in flight; "serial": two kernels. "fused" exists in `triton`, for 16-bit tokens without
+        `wire_dtype`.
       combine_mode: "scatter": one kernel for grouped GEMM and combine, which stores every row at the rank of its token,
         where the K rows of a token are added and rounded once; "serial": two kernels, which round the sum on each
-          expert
-        rank, then the sum over ranks. "scatter" exists where "fused" does. Gradients are the same in both modes.
+        expert rank, then the sum over ranks. "scatter" exists where "fused" does. Gradients are the same in both modes.
+      wire_dtype: dtype of the tokens between ranks, forward + backward: `jnp.float8_e4m3fn` for FP8 with one scale per
+        128 columns; None: the dtype of the tokens, or FP8 with `recipe="fp8"`.
       fuse_weight_gradients: True: in the backward pass of dispatch + grouped GEMM, the kernel that sends the token
         gradients also computes the weight gradients; False: a separate kernel does. True exists where "fused" does.
       keep_tokens: for dispatch + grouped GEMM. True: save the dispatched tokens for the weight gradients, under the
-        name
-        `jax_ep.tokens`. False, the default: dispatch them again in the backward pass (or read them in place on one
-          device),
-        which costs one more all-to-all, or a copy, and no memory between the passes.
+        name `jax_ep.tokens`. False, the default: dispatch them again in the backward pass (or read them in place on one
+        device), which costs one more all-to-all, or a copy, and no memory between the passes.
       num_communicating_programs: for dispatch + grouped GEMM in one kernel, how many programs, of one per
-        multiprocessor,
-        send tokens before they compute: fewer leave more for the first tiles, more send sooner. For a separate
-          dispatch,
-        the maximum number of its programs.
+        multiprocessor, send tokens before they compute: fewer leave more for the first tiles, more send sooner. For a
+        separate dispatch, the maximum number of its programs.
       num_combining_programs: maximum number of programs of a combine kernel.
       num_summing_programs: for combine fused with the weight gradients, how many programs sum; the others compute.
       num_warps: warps per program of dispatch and combine, a power of two up to 16.
       tokens_per_block: for dispatch and combine, tokens that share a flag, a power of two: fewer signal arrivals
-        sooner,
-        more need fewer flags.
+        sooner, more need fewer flags.
       rows_in_flight: rows that each combine program prefetches while it adds others, 1 to 10.
       single_launch: True: `fused_moe`, the whole layer on one device, is one kernel; False: several. True exists in
         `triton`, for 16-bit tokens. With gradients the layer always uses several.
 
     Raises:
       ValueError: a mode is unknown, or a number is out of range.
-      TypeError: a value has a wrong type.
+      TypeError: a value has a wrong type, or `wire_dtype` is not FP8.
 
     Example:
       >>> import jax_ep
@@ -205,6 +213,7 @@ class Schedule:
 
     dispatch_mode: str | None = None
     combine_mode: str | None = None
+    wire_dtype: DTypeLike | None = None
     fuse_weight_gradients: bool | None = None
     keep_tokens: bool | None = None
     num_communicating_programs: int | None = None
@@ -222,6 +231,7 @@ class Schedule:
                 raise ValueError(
                     f"Schedule: {name}={mode!r}, expected one of {known}, or None for the fastest; pass one of them."
                 )
+        object.__setattr__(self, "wire_dtype", _checked_wire(self.wire_dtype))
         for name in ("fuse_weight_gradients", "keep_tokens", "single_launch"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, bool):
@@ -261,10 +271,9 @@ class Experts:
     Attributes:
       activation: "silu", "gelu" (the tanh approximation), "gelu_exact", "relu" or "relu_squared"; or a JAX function of
         hidden rows `[R, N]`, all their columns, to rows `[R, I]`, applied row by row. Such a function may close over
-          arrays,
-        which get gradients. It runs as a separate pass. Pass the same function object in every call to avoid
-          recompilation.
-        With a tensor axis that splits I, it gets this rank's columns, so it must work on any share of them.
+        arrays, which get gradients. It runs as a separate pass. Pass the same function object in every call to avoid
+        recompilation. With a tensor axis that splits I, it gets this rank's columns, so it must work on any share of
+        them.
       gated: half of the columns are gates. For a custom function: layers that create their own weights pass it 2 * I
         columns if True, else I; other functions pass any number.
       interleaved: gate and up columns alternate, gate first; otherwise the first half is gate.
@@ -357,8 +366,7 @@ class Options:
       wire_dtype: FP8 to quantize tokens before they are sent, or None to send them unchanged.
       schedule: how kernels share the GPU.
       sum_dtype: dtype of the sums that combine returns, or None for that of its rows. Transposed operations use the
-        dtype
-        of the rows, see `transposed`.
+        dtype of the rows, see `transposed`.
       recipe: "fp8", or None for matmuls in the dtype of the tokens.
     """
 
@@ -454,8 +462,7 @@ class HierarchicalHandle:
       local: handle of the all-to-all inside the node, whose tokens are these rows.
       num_invalid: `[]` int32, see `Handle`.
       num_dropped: `[]` int32, assignments dropped because of this rank's capacity, and assignments to this node of
-        tokens
-        past `Topology.node_capacity`.
+        tokens past `Topology.node_capacity`.
     """
 
     node: Handle
@@ -475,8 +482,7 @@ class Dispatched(NamedTuple):
 
     Attributes:
       tokens: `[R, H]`, ordered by expert, source rank, token, k; padding rows are zero. A `(values, scales)` pair if
-        the
-        input was one.
+        the input was one.
       weights: `[R]` router weight of each row (0 for padding), or None when no weights were given.
       group_sizes: `[L]` int32, ready for `grouped_gemm` and `lax.ragged_dot`.
       handle: the input of `combine` and of a later `dispatch(handle=...)`.
@@ -538,13 +544,11 @@ class LowLatencyHandle:
       source_start: `[L, W]` int32, first row of each source rank within each expert.
       source_count: `[L, W]` int32, rows of each source rank within each expert.
       slot_row: `[W, max_tokens_per_rank, K]` int32, row `expert * W * max_tokens_per_rank + i` of each assignment on
-        this
-        rank; -1: not here.
+        this rank; -1: not here.
       num_invalid: `[]` int32, see `Handle`.
       layout: static sizes and axes; `num_tokens` is `max_tokens_per_rank`, `capacity` is `L * W * max_tokens_per_rank`.
       own_ids: `[max_tokens_per_rank, K]` int32, expert ids of this rank's tokens, -1 for masked tokens; None if `group`
-        is
-        None.
+        is None.
       group: see `Handle`.
     """
 

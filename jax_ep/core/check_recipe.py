@@ -34,19 +34,6 @@ def recipe(function: str, value: Any) -> str | None:
     return value
 
 
-def wire(function: str, recipe: str | None, wire_dtype: DTypeLike | None) -> DTypeLike | None:
-    """Return the wire dtype of a layer; with a recipe it is FP8, and no other is accepted."""
-    if recipe is None:
-        return wire_dtype
-    wanted = FP8 if wire_dtype is None else check.dtype(function, "wire_dtype", wire_dtype, "float8_e4m3fn or None")
-    if wanted != FP8:
-        raise ValueError(
-            f"{function}: wire_dtype={wanted} with recipe={recipe!r}, expected float8_e4m3fn, the wire dtype of this"
-            " recipe; leave wire_dtype=None."
-        )
-    return FP8
-
-
 def whole_blocks(function: str, hidden: int, intermediate: int) -> None:
     """Check that H and I are multiples of 128, which FP8 matmuls need."""
     if hidden % GROUP_SIZE or intermediate % GROUP_SIZE:

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jax.typing import DTypeLike
 
 from jax_ep.core.mesh_axes import axis_tuple, vary_alike
 from jax_ep.ops.moe import moe
@@ -34,7 +33,7 @@ _UNSUPPORTED = {
     "te_moe_block": "set it to false",
     "use_batch_split_schedule": "set it to false",
     "use_random_routing": "set it to false",
-    "moe_quantize_combine_bwd_method": "leave it empty and pass wire_dtype= to use() for FP8 on the wire",
+    "moe_quantize_combine_bwd_method": "leave it empty and pass schedule=Schedule(wire_dtype=...) to use()",
     "moe_log_max_load_ratio": "set it to false",
     "log_required_ragged_buffer_factor": "set it to false",
     "defer_small_all_reduces": "set it to false",
@@ -45,7 +44,6 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu"}
 
 def use(
     *,
-    wire_dtype: DTypeLike | None = None,
     recipe: str | None = None,
     schedule: Schedule | None = None,
     implementation: str | Sequence[str] | None = None,
@@ -57,7 +55,7 @@ def use(
     and `sparse_matmul=false` with `capacity_factor=-1`.
 
     Args:
-      wire_dtype, recipe, schedule, implementation: see `jax_ep.moe`.
+      recipe, schedule, implementation: see `jax_ep.moe`.
 
     Returns:
       A context manager. Leaving it restores MaxText's code. Without a `with` statement the replacement stays.
@@ -74,7 +72,7 @@ def use(
     Source: https://github.com/AI-Hypercomputer/maxtext/blob/main/src/maxtext/layers/moe.py
     """
     library = _library()
-    options = {"wire_dtype": wire_dtype, "recipe": recipe, "schedule": schedule, "implementation": implementation}
+    options = {"recipe": recipe, "schedule": schedule, "implementation": implementation}
     layer = library.RoutedMoE
     methods = {"__init__": _check_after(layer.__init__), "__call__": _check_before(layer.__call__)}
     methods |= dict.fromkeys(("sparse_matmul", "dense_matmul"), _expert_method(library, options))

@@ -46,7 +46,8 @@ from jax_ep.types import (
 )
 
 _NO_GRADIENT_OF_PAIRS = (
-    "dispatch of a (values, scales) pair has no gradient: pass the tokens themselves with wire_dtype=float8_e4m3fn."
+    "dispatch of a (values, scales) pair has no gradient: pass the tokens themselves, with FP8 as wire_dtype of the"
+    " schedule."
 )
 
 
@@ -62,7 +63,6 @@ def dispatch(
     capacity: int | None = None,
     alignment: int = 1,
     num_tokens: Array | int | None = None,
-    wire_dtype: DTypeLike | None = None,
     handle: Handle | HierarchicalHandle | None = None,
     schedule: Schedule | None = None,
     implementation: str | Sequence[str] | None = None,
@@ -88,8 +88,6 @@ def dispatch(
       alignment: every expert starts at a multiple of this many rows; `group_sizes` include that padding.
       num_tokens: `[]` int32, tokens at and past this index of this rank are ignored, as if their ids were -1: they have
         no rows, and may hold anything; None: all T count. Not with `handle`, which knows.
-      wire_dtype: `jnp.float8_e4m3fn` sends tokens quantised per 128 columns, and their cotangents too; None sends them
-        as they are. Over a `Topology` that is of the way between nodes.
       handle: layout of an earlier dispatch with the same ids, to be used again.
       schedule: how launches share the GPU, see `Schedule`; None: the package's choice.
       implementation: name, names in order of preference, or None for the best that fits.
@@ -126,14 +124,13 @@ def dispatch(
             num_experts=num_experts,
             axis_name=axis_name,
             num_tokens=num_tokens,
-            wire_dtype=wire_dtype,
+            schedule=registry.checked_schedule("dispatch", schedule),
             handle=handle,
             capacity=capacity,
             alignment=alignment,
-            schedule=schedule,
             implementation=implementation,
         )
-    options = registry.options("dispatch", axis_name, implementation, wire_dtype, schedule)
+    options = registry.options("dispatch", axis_name, implementation, schedule)
     given = checked(
         options,
         check.tokens(options.function, x),
@@ -163,7 +160,6 @@ def combine(
     handle: Handle | HierarchicalHandle,
     *,
     axis_name: AxisName = "expert",
-    wire_dtype: DTypeLike | None = None,
     preferred_element_type: DTypeLike | None = None,
     schedule: Schedule | None = None,
     implementation: str | Sequence[str] | None = None,
@@ -179,7 +175,6 @@ def combine(
       y: `[R, H]` rows in the order of the dispatch; what padding rows hold is never read.
       handle: `Dispatched.handle`.
       axis_name: the axis of the dispatch.
-      wire_dtype: `jnp.float8_e4m3fn` quantises what travels per 128 columns; None sends `y.dtype`.
       preferred_element_type: dtype of the result, such as float32 for sums that are not rounded to bfloat16 again; what
         travels stays as it is. None: that of y.
       schedule: see `dispatch`.
@@ -206,18 +201,17 @@ def combine(
             y,
             handle,
             axis_name=axis_name,
-            wire_dtype=wire_dtype,
+            schedule=registry.checked_schedule(function, schedule),
             preferred_element_type=preferred_element_type,
-            schedule=schedule,
             implementation=implementation,
         )
-    options = registry.options(function, axis_name, implementation, wire_dtype, schedule)
+    options = registry.options(function, axis_name, implementation, schedule)
     y = check.matrix(function, "y", y, "[R, H]")
     layout = check.handle(function, handle, Handle, axis_name)
     remedy = "pass one row per row of the dispatch that made the handle"
     check.size(function, "the number of rows of y", y.shape[0], layout.capacity, remedy)
     sum_dtype = check.result_dtype(function, preferred_element_type, y.dtype)
-    options = dataclasses.replace(options, wire_dtype=check.wire(function, wire_dtype, y), sum_dtype=sum_dtype)
+    options = dataclasses.replace(options, wire_dtype=check.wire(function, options.wire_dtype, y), sum_dtype=sum_dtype)
     y, handle = vary_alike((y, handle), over=options.axis)
     flat = cast(Handle, handle)  # checked above
     plan = plans.exchange(options, plans.exchange_facts(y.dtype, y.shape[1], flat))

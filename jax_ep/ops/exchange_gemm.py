@@ -45,7 +45,6 @@ def dispatch_grouped_gemm(
     axis_name: AxisName = "expert",
     capacity: int | None = None,
     alignment: int = 1,
-    wire_dtype: DTypeLike | None = None,
     handle: Handle | None = None,
     schedule: Schedule | None = None,
     implementation: str | Sequence[str] | None = None,
@@ -61,7 +60,6 @@ def dispatch_grouped_gemm(
       axis_name: expert axis.
       capacity: R.
       alignment: rows at whose multiples experts start.
-      wire_dtype: FP8 on the wire.
       handle: layout to be used again.
       schedule: how launches share the GPU, see `Schedule`: here its `dispatch_mode` and `num_communicating_programs`,
         and, for the backward pass, `keep_tokens`, `fuse_weight_gradients` and `combine_mode`.
@@ -82,7 +80,7 @@ def dispatch_grouped_gemm(
       >>> out.hidden.shape
       (2, 3)
     """
-    options = registry.options("dispatch_grouped_gemm", axis_name, implementation, wire_dtype, schedule)
+    options = registry.options("dispatch_grouped_gemm", axis_name, implementation, schedule)
     x = check.plain_tokens(options.function, x)
     num_experts, num_ranks = check.experts(options.function, num_experts, axis_name)
     w = check.expert_weights(options.function, "w", w, (num_experts // num_ranks, x.shape[1]), x.dtype)
@@ -111,7 +109,6 @@ def grouped_gemm_combine(
     handle: Handle,
     *,
     axis_name: AxisName = "expert",
-    wire_dtype: DTypeLike | None = None,
     preferred_element_type: DTypeLike | None = None,
     schedule: Schedule | None = None,
     implementation: str | Sequence[str] | None = None,
@@ -127,7 +124,6 @@ def grouped_gemm_combine(
       w: `[L, I, H]` matrices of this rank's experts, in the dtype of h.
       handle: `Dispatched.handle`.
       axis_name: the axis of the dispatch.
-      wire_dtype: see `combine`.
       preferred_element_type: dtype of the result, see `combine`; products are rounded to that of h. None: that of h.
       schedule: how launches share the GPU, see `Schedule`: here its `combine_mode`, and, for the backward pass,
         `dispatch_mode`.
@@ -148,7 +144,7 @@ def grouped_gemm_combine(
       [12.0, 12.0, 12.0, 12.0]
     """
     function = "grouped_gemm_combine"
-    options = registry.options(function, axis_name, implementation, wire_dtype, schedule)
+    options = registry.options(function, axis_name, implementation, schedule)
     h = check.matrix(function, "h", h, "[R, I]")
     layout = check.handle(function, handle, Handle, axis_name)
     remedy = "pass one row per row of the dispatch that made the handle"
@@ -156,7 +152,7 @@ def grouped_gemm_combine(
     w = check.expert_weights(function, "w", w, (layout.num_local_experts, h.shape[1]), h.dtype)
     travels = jax.ShapeDtypeStruct((layout.capacity, w.shape[2]), h.dtype)
     sum_dtype = check.result_dtype(function, preferred_element_type, h.dtype)
-    options = dataclasses.replace(options, wire_dtype=check.wire(function, wire_dtype, travels))
+    options = dataclasses.replace(options, wire_dtype=check.wire(function, options.wire_dtype, travels))
     h, w, handle = vary_alike((h, w, handle), over=options.axis)
     facts = plans.exchange_facts(h.dtype, w.shape[2], handle).with_columns(w.shape[1])
     plan = plans.exchange_gemm(options, facts, out_columns=w.shape[2], sum_dtype=sum_dtype)

@@ -24,7 +24,18 @@ from jax_ep.core.collectives import all_gather, rank_on
 from jax_ep.core.layout import count_invalid, gather_rows, row_tokens
 from jax_ep.core.mesh_axes import axis_size, spread_axes, vary_alike
 from jax_ep.ops import registry
-from jax_ep.types import Array, Dispatched, Handle, HierarchicalHandle, Layout, Options, Tokens, Topology, type_name
+from jax_ep.types import (
+    Array,
+    Dispatched,
+    Handle,
+    HierarchicalHandle,
+    Layout,
+    Options,
+    Schedule,
+    Tokens,
+    Topology,
+    type_name,
+)
 
 
 def _exchange() -> operations.Exchange:
@@ -128,7 +139,7 @@ def dispatch(
     num_experts: int,
     axis_name: Topology,
     num_tokens: Array | int | None,
-    wire_dtype: DTypeLike | None,
+    schedule: Schedule,
     handle: Any,
     **keywords: Any,
 ) -> Dispatched:
@@ -137,7 +148,7 @@ def dispatch(
     x = check.tokens(function, x)
     num_rows = (x[0] if isinstance(x, tuple) else x).shape[0]
     num_experts, _ = check.experts(function, num_experts, topology)
-    options = _options(function, topology, check.wire(function, wire_dtype, x))
+    options = _options(function, topology, check.wire(function, schedule.wire_dtype, x))
     if topk_idx is not None:
         topk_idx = check.expert_ids(function, topk_idx, num_rows, num_experts, all_count=num_tokens is None)
     if num_tokens is not None:
@@ -161,7 +172,14 @@ def dispatch(
         num_invalid = handle.num_invalid
     per_node = num_experts // axis_size(topology.node_axes, function=function)
     local = None if handle is None else handle.local
-    d = inside(*arrived[:3], num_experts=per_node, axis_name=topology.local, handle=local, **keywords)
+    d = inside(
+        *arrived[:3],
+        num_experts=per_node,
+        axis_name=topology.local,
+        handle=local,
+        schedule=dataclasses.replace(schedule, wire_dtype=None),
+        **keywords,
+    )
     num_dropped = arrived.num_dropped + d.dropped
     both = HierarchicalHandle(arrived.handle, cast(Handle, d.handle), num_invalid, num_dropped)
     return Dispatched(d.tokens, d.weights, d.group_sizes, both, num_dropped)
@@ -188,7 +206,7 @@ def combine(
     handle: Any,
     *,
     axis_name: Topology,
-    wire_dtype: DTypeLike | None,
+    schedule: Schedule,
     preferred_element_type: DTypeLike | None,
     **keywords: Any,
 ) -> Array:
@@ -197,9 +215,11 @@ def combine(
     y = check.matrix(function, "y", y, "[R, H]")
     checked_handle(function, handle, axis_name)
     sum_dtype = check.result_dtype(function, preferred_element_type, y.dtype)
-    options = _options(function, axis_name, check.wire(function, wire_dtype, y))
+    options = _options(function, axis_name, check.wire(function, schedule.wire_dtype, y))
     y, handle = vary_alike((y, handle), over=axis_name.axes)
-    sums = inside(y, handle.local, axis_name=axis_name.local, **keywords)
+    sums = inside(
+        y, handle.local, axis_name=axis_name.local, schedule=dataclasses.replace(schedule, wire_dtype=None), **keywords
+    )
     return _from_nodes(dataclasses.replace(options, sum_dtype=sum_dtype), sums, handle.node)
 
 

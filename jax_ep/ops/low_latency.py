@@ -105,7 +105,7 @@ def low_latency_dispatch(
         dtype = jnp.dtype(check.fp8_columns(function, hidden, group_size) if quantize else x.dtype)
     if num_tokens is not None:
         num_tokens = check.token_count(function, num_tokens, actual)
-    options = registry.options(function, axis_name, implementation, None, schedule)
+    options = registry.options(function, axis_name, implementation, schedule, has_wire=False)
     layout = checked_layout(options, num_experts, max_tokens, topk_idx.shape[1])
     x, topk_idx, num_tokens = vary_alike((x, topk_idx, num_tokens), over=options.axis)
     columns = group_size if quantize or isinstance(x, tuple) else None
@@ -122,7 +122,6 @@ def low_latency_combine(
     handle: LowLatencyHandle,
     *,
     axis_name: AxisName = "expert",
-    wire_dtype: DTypeLike | None = None,
     preferred_element_type: DTypeLike | None = None,
     schedule: Schedule | None = None,
     implementation: str | Sequence[str] | None = None,
@@ -135,8 +134,6 @@ def low_latency_combine(
       topk_weights: `[T, K]` float32 router weights.
       handle: `LowLatencyDispatched.handle`.
       axis_name: the axis of the dispatch.
-      wire_dtype: `jnp.float8_e4m3fn` rounds what travels, rows or their weighted sums per rank, to FP8 with one scale
-        per 128 columns, and has no gradient; None sends both at least as exact as y.
       preferred_element_type: dtype of the result, see `combine`; None: that of y.
       schedule: see `dispatch`.
       implementation: see `dispatch`.
@@ -161,8 +158,10 @@ def low_latency_combine(
     y = check.floating(function, "y", check.array(function, "y", y, 3, "[L, W * M, H]"))
     layout = check.handle(function, handle, LowLatencyHandle, axis_name)
     topk_idx, topk_weights = check_combine(function, "y", y, topk_idx, topk_weights, layout)
-    options = registry.options(function, axis_name, implementation, check.wire(function, wire_dtype, y), schedule)
-    options = dataclasses.replace(options, sum_dtype=check.result_dtype(function, preferred_element_type, y.dtype))
+    options = registry.options(function, axis_name, implementation, schedule)
+    sum_dtype = check.result_dtype(function, preferred_element_type, y.dtype)
+    wire_dtype = check.wire(function, options.wire_dtype, y)
+    options = dataclasses.replace(options, wire_dtype=wire_dtype, sum_dtype=sum_dtype)
     plan = plan_serving.low_latency(options, y.dtype, y.shape[2], layout, is_foreign=handle.group is None)
     return combine_tokens(plan, *vary_alike((y, topk_weights, handle), over=options.axis))
 
@@ -258,7 +257,8 @@ def _dispatch_backward(
     x, handle = residuals
     if group_size is not None or isinstance(x, tuple):
         raise TypeError(
-            "low_latency_dispatch in FP8 has no gradient: pass quantize=False, or train with dispatch(wire_dtype=...)."
+            "low_latency_dispatch in FP8 has no gradient: pass quantize=False, or train with dispatch, which has one"
+            " for Schedule(wire_dtype=...)."
         )
     return _from_rows(plan.options, cotangents[0], handle)[: x.shape[0]], None, None
 
@@ -280,7 +280,9 @@ def _combine_forward(plan: PartPlan, y: Array, topk_weights: Array, handle: LowL
 def _combine_backward(plan: PartPlan, residuals: Any, cotangent: Array) -> tuple[Any, Any, None]:
     (y, topk_weights, handle), options = residuals, plan.options
     if options.wire_dtype is not None:
-        raise TypeError("low_latency_combine in FP8 has no gradient: leave wire_dtype=None, or train with combine.")
+        raise TypeError(
+            "low_latency_combine in FP8 has no gradient: leave wire_dtype of the schedule None, or train with combine."
+        )
     dtype, layout = accumulation_dtype(y.dtype), handle.layout
     room = jnp.zeros_like(cotangent, shape=(layout.num_tokens - cotangent.shape[0], cotangent.shape[1]))
     sent = _to_rows(options, jnp.concatenate([cotangent, room]), handle).astype(dtype)

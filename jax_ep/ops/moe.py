@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from jax_ep.core import check, check_recipe
 from jax_ep.core.balance import Balance
 from jax_ep.core.bias import Bias, add_bias
+from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import Fp8Weights, QuantizedExperts
 from jax_ep.core.facts import FusedMoEFacts, Part
 from jax_ep.core.mesh_axes import axis_size, takes_global_arrays, vary_alike
@@ -68,7 +69,6 @@ def moe(
     axis_name: AxisName = "expert",
     capacity: int | None = None,
     balance: Balance | None = None,
-    wire_dtype: DTypeLike | None = None,
     recipe: str | None = None,
     preferred_element_type: DTypeLike | None = None,
     schedule: Schedule | None = None,
@@ -101,7 +101,6 @@ def moe(
         `Topology`.
       balance: compute at most `balance.rows * T * K` rows per rank, with copies of hot experts on other ranks, and drop
         nothing; see `Balance`. None: experts stay on their ranks. Not with a `capacity` or a `Topology`.
-      wire_dtype: `jnp.float8_e4m3fn` for FP8 on the wire, forward + backward; `recipe="fp8"` has no other.
       recipe: None: compute in the dtype of x. "fp8": run the GEMMs of both passes in FP8, and send FP8. Each operand
         has one scale for 128 elements along the axis that is summed over; weights have one for a block of 128 by 128.
         Rounding counts as the identity, sums run in float32, and gradients have the dtypes of the parameters. Each call
@@ -135,7 +134,8 @@ def moe(
     """
     x = check.plain_tokens("moe", x)
     recipe = check_recipe.recipe("moe", recipe)
-    wire_dtype = check_recipe.wire("moe", recipe, wire_dtype)
+    schedule = registry.checked_schedule("moe", schedule)
+    wire_dtype = FP8 if recipe == "fp8" else schedule.wire_dtype
     balanced.check_balance("moe", balance, axis_name, capacity)
     if isinstance(axis_name, Topology):
         if topk_weights is None:
@@ -153,7 +153,7 @@ def moe(
             biases=biases,
             capacity=capacity,
             recipe=recipe,
-            schedule=schedule,
+            schedule=dataclasses.replace(schedule, wire_dtype=None),
             implementation=implementation,
         )
         y = hierarchical.layer(
@@ -168,8 +168,8 @@ def moe(
             sum_dtype=preferred_element_type,
         )
         return checkpoint_name(y, OUTPUT_NAME)
-    options = registry.options("moe", axis_name, implementation, wire_dtype, schedule)
-    options = dataclasses.replace(options, recipe=recipe)
+    options = registry.options("moe", axis_name, implementation, schedule)
+    options = dataclasses.replace(options, recipe=recipe, wire_dtype=wire_dtype)
     parts = ExpertWeights(w_gate_up, w_down, *check.biases("moe", biases))
     experts, parts = _check_experts(options, x, parts, num_experts, experts)
     if topk_weights is None:
@@ -191,7 +191,6 @@ def moe(
                 experts=experts,
                 biases=parts[2:],
                 axis_name=axis_name,
-                wire_dtype=wire_dtype,
                 recipe=recipe,
                 schedule=schedule,
                 implementation=implementation,

@@ -133,7 +133,7 @@ def low_latency_moe(
             wire_dtypes=(FP8 if takes_fp8 else None, None),
             sum_dtype=preferred_element_type,
         )
-    options = registry.options(function, axis_name, implementation, None, schedule)
+    options = registry.options(function, axis_name, implementation, schedule, has_wire=False)
     x = check.plain_tokens(function, x)
     check.known_rows(function, "x", "in a low-latency layer", x.shape[0])
     num_experts, num_ranks = check.experts(function, num_experts, axis_name)
@@ -296,7 +296,7 @@ def low_latency_gemm_combine(
     y = jax.ShapeDtypeStruct((*lhs.shape[:2], rhs.shape[1]), out_dtype)
     layout = check.handle(function, handle, LowLatencyHandle, axis_name)
     topk_idx, topk_weights = check_combine(function, "lhs", y, topk_idx, topk_weights, layout)
-    options = registry.options(function, axis_name, implementation, None, schedule)
+    options = registry.options(function, axis_name, implementation, schedule, has_wire=False)
     operands = topk_weights, handle, lhs, rhs, group_sizes, *scales
     topk_weights, handle, *product = vary_alike(operands, over=options.axis)
     plan = plan_serving.low_latency_gemm_combine(

@@ -21,7 +21,7 @@ from typing import Literal, Protocol, cast, overload
 
 from jax.typing import DTypeLike
 
-from jax_ep.core import operations
+from jax_ep.core import check, operations
 from jax_ep.core.facts import Facts, Part, Portable
 from jax_ep.core.mesh_axes import axis_tuple, platform
 from jax_ep.core.named_scopes import called
@@ -63,8 +63,9 @@ def options(
     function: str,
     axis_name: AxisName = (),
     implementation: str | Sequence[str] | None = None,
-    wire_dtype: DTypeLike | None = None,
     schedule: Schedule | None = None,
+    *,
+    has_wire: bool = True,
 ) -> Options:
     """The keywords that all operations share, checked.
 
@@ -79,12 +80,19 @@ def options(
             f" flax.MoE know slow axes; call one of them, or pass the tuple {axis_name.axes} for one exchange among all"
             " ranks."
         )
-    if schedule is not None and not isinstance(schedule, Schedule):
-        raise TypeError(
-            f"{function}: schedule is {type_name(schedule)}, expected a jax_ep.Schedule, or None; pass one."
+    schedule = checked_schedule(function, schedule)
+    if schedule.wire_dtype is not None and not has_wire:
+        raise ValueError(
+            f"{function}: wire_dtype={schedule.wire_dtype} of the schedule, expected None; pass quantize=True to"
+            " low_latency_dispatch, or weights in FP8 to low_latency_moe."
         )
     names = None if implementation is None else _names(function, implementation)
-    return Options(called(function), axis_tuple(axis_name), names, wire_dtype, schedule or Schedule())
+    return Options(called(function), axis_tuple(axis_name), names, schedule.wire_dtype, schedule)
+
+
+def checked_schedule(function: str, schedule: object) -> Schedule:
+    """Return the schedule, or the default for None."""
+    return check.value_of(function, "schedule", schedule, Schedule, "jax_ep.Schedule") or Schedule()
 
 
 def _names(function: str, implementation: object) -> tuple[str, ...]:

@@ -128,8 +128,8 @@ OPERATIONS: Mapping[str, Operation] = {
         },
     ),
 }
-SCHEDULE_FIELDS = frozenset(field.name for field in dataclasses.fields(Schedule)) - {"keep_tokens"}
-"""Those that times can settle: what is kept is a matter of memory, too."""
+SCHEDULE_FIELDS = frozenset(field.name for field in dataclasses.fields(Schedule)) - {"keep_tokens", "wire_dtype"}
+"""Fields that measured times decide; the others also change memory or results."""
 MOST_BLOCKS = 1 << 15
 """Flags that a peer has in the symmetric heap: blocks of tokens are no more (`heap.symmetric.MAX_BLOCKS`)."""
 NAMES = frozenset({"dtype", "out_dtype", "wire_dtype", "format"})

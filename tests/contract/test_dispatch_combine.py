@@ -200,9 +200,15 @@ def test_dispatch_combine_fp8_wire(
 
     def fn(x, topk_idx, y):
         out = jax_ep.dispatch(
-            x, topk_idx, num_experts=BASE.num_experts, wire_dtype=jnp.float8_e4m3fn, implementation=implementation
+            x,
+            topk_idx,
+            num_experts=BASE.num_experts,
+            schedule=jax_ep.Schedule(wire_dtype=jnp.float8_e4m3fn),
+            implementation=implementation,
         )
-        back = jax_ep.combine(y, out.handle, wire_dtype=jnp.float8_e4m3fn, implementation=implementation)
+        back = jax_ep.combine(
+            y, out.handle, schedule=jax_ep.Schedule(wire_dtype=jnp.float8_e4m3fn), implementation=implementation
+        )
         return out.tokens, back
 
     mesh = expert_mesh(2)

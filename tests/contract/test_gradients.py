@@ -109,7 +109,7 @@ def test_moe_gradients_bfloat16(implementation: str, expert_mesh: Any, rng: np.r
 
 def dispatch_combine_vjp(implementation: str, **options: Any):
     """Return the transposes of dispatch (tokens and weights) and combine, for given cotangents."""
-    wire = {"wire_dtype": options.get("wire_dtype")}
+    wire = {"schedule": options.get("schedule")}
 
     def fn(x, topk_weights, topk_idx, y, d_tokens, d_weights, d_out):
         def dispatch(x, topk_weights):
@@ -147,7 +147,9 @@ def test_gradients_transposes(
 
 def test_gradients_fp8_wire_straight_through(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """The backward pass quantizes the cotangent like tokens, and ignores the rounding of the forward pass."""
-    call = compiled(dispatch_combine_vjp(implementation, wire_dtype=jnp.float8_e4m3fn), expert_mesh(2))
+    call = compiled(
+        dispatch_combine_vjp(implementation, schedule=jax_ep.Schedule(wire_dtype=jnp.float8_e4m3fn)), expert_mesh(2)
+    )
     topk_idx = ROUTINGS["uniform"](rng, 2, BASE)
     lay = oracle.layout(topk_idx, BASE.num_experts)
     x, y = reals(rng, 2, BASE.num_tokens, 128), reals(rng, *lay.source.shape, 128)
@@ -176,7 +178,7 @@ def test_moe_gradients_fp8_wire(implementation: str, expert_mesh: Any, rng: np.r
     x, topk_weights, w_gate_up, w_down = layer_arrays(rng, 2, shape)
     w_gate_up, d_out = w_gate_up / 11, reals(rng, *x.shape)
     weights = [split_experts(w, 2) for w in (w_gate_up, w_down)]
-    fn = moe_vjp(shape, implementation, wire_dtype=jnp.float8_e4m3fn)
+    fn = moe_vjp(shape, implementation, schedule=jax_ep.Schedule(wire_dtype=jnp.float8_e4m3fn))
     got = run(fn, expert_mesh(2), x, topk_weights, *weights, topk_idx, d_out)
     lay = oracle.layout(topk_idx, shape.num_experts)
     exact = oracle.MoE(x, topk_weights, w_gate_up, w_down, lay).gradients(d_out)

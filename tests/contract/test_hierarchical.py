@@ -216,9 +216,14 @@ def test_hierarchical_fp8_between_nodes(implementation: str, two_nodes: Mesh, rn
 
     def fn(*args: Any) -> Any:
         axes = (TOPOLOGY, TOPOLOGY.axes)
-        tokens = [jax_ep.dispatch(*args[:3], wire_dtype=FP8, **options | {"axis_name": a}).tokens for a in axes]
-        dx = jax.grad(lambda x: jax_ep.moe(x, *args[1:], wire_dtype=FP8, **options).sum())(args[0])
-        return tokens, jax_ep.moe(*args, wire_dtype=FP8, **options), dx
+        tokens = [
+            jax_ep.dispatch(*args[:3], schedule=jax_ep.Schedule(wire_dtype=FP8), **options | {"axis_name": a}).tokens
+            for a in axes
+        ]
+        dx = jax.grad(lambda x: jax_ep.moe(x, *args[1:], schedule=jax_ep.Schedule(wire_dtype=FP8), **options).sum())(
+            args[0]
+        )
+        return tokens, jax_ep.moe(*args, schedule=jax_ep.Schedule(wire_dtype=FP8), **options), dx
 
     (tokens, flat), y, dx = run(fn, two_nodes, *layer.args, axes=AXES)
     x, layer.x = layer.x, oracle.to_wire(layer.x, oracle.FP8)

@@ -159,7 +159,7 @@ def test_residuals_no_gemm_recomputed(implementation: str, name: str, rng: np.ra
 
 
 WAYS = {
-    "fp8 on the wire": {"wire_dtype": jnp.float8_e4m3fn},
+    "fp8 on the wire": {"schedule": {"wire_dtype": jnp.float8_e4m3fn}},
     "gradient beside": {"schedule": {"fuse_weight_gradients": True}},
     "gradient apart": {"schedule": {"fuse_weight_gradients": False, "combine_mode": "scatter"}},
 }

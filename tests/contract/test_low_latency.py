@@ -239,7 +239,12 @@ def test_low_latency_combine_fp8_wire(implementation: str, expert_mesh: Any, rng
             x, topk_idx, num_experts=8, max_tokens_per_rank=MAX_TOKENS, implementation=implementation
         )
         return jax_ep.low_latency_combine(
-            y, topk_idx, topk_weights, out.handle, wire_dtype=jnp.float8_e4m3fn, implementation=implementation
+            y,
+            topk_idx,
+            topk_weights,
+            out.handle,
+            schedule=jax_ep.Schedule(wire_dtype=jnp.float8_e4m3fn),
+            implementation=implementation,
         )
 
     problem = Problem(rng, "some_without_expert", 2)

@@ -94,7 +94,9 @@ def test_masked_other_block_size(implementation: str, group_size: int, rng: np.r
     y = jnp.where(real[..., None], got, 0).astype(jnp.bfloat16)[..., :40].repeat(16, axis=-1)[..., :640]
     weights = jnp.full(ids.shape, 0.5)
     back = partial(jax_ep.low_latency_combine, axis_name=(), implementation=implementation)
-    rounded = to_numpy(back(y, ids, weights, d.handle, wire_dtype=jnp.float8_e4m3fn)).astype(np.float64)
+    rounded = to_numpy(back(y, ids, weights, d.handle, schedule=jax_ep.Schedule(wire_dtype=jnp.float8_e4m3fn))).astype(
+        np.float64
+    )
     exact = to_numpy(back(y, ids, weights, d.handle)).astype(np.float64)
     assert np.linalg.norm(rounded - exact) < 0.05 * np.linalg.norm(exact)
 

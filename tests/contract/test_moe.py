@@ -85,7 +85,9 @@ def test_moe_fp8_wire(implementation: str, expert_mesh: Any, rng: np.random.Gene
     """The result equals the layer of the quantized tokens, up to the rounding in combine."""
     shape = Shape(hidden=128)
     layer = Layer(rng, "uniform", 2, shape)
-    got = run(moe(shape, implementation, wire_dtype=jnp.float8_e4m3fn), expert_mesh(2), *layer.args)
+    got = run(
+        moe(shape, implementation, schedule=jax_ep.Schedule(wire_dtype=jnp.float8_e4m3fn)), expert_mesh(2), *layer.args
+    )
     exact = layer.oracle().forward()
     layer.x = oracle.to_wire(layer.x, oracle.FP8)
     want = layer.oracle().forward()

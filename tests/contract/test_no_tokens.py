@@ -55,7 +55,7 @@ LAYERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "fused halves": (halves, {}),
     "moe": (jax_ep.moe, {}),
     "moe with a capacity": (jax_ep.moe, {"capacity": 16}),
-    "moe, FP8 on the wire": (jax_ep.moe, {"wire_dtype": FP8}),
+    "moe, FP8 on the wire": (jax_ep.moe, {"schedule": jax_ep.Schedule(wire_dtype=FP8)}),
     "moe, FP8 products": (jax_ep.moe, {"recipe": "fp8"}),
     "low latency": (low_latency, {}),
 }

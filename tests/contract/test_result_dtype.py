@@ -21,7 +21,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "serial": {"schedule": jax_ep.Schedule(combine_mode="serial", dispatch_mode="serial")},
     "dropping": {"capacity": 20},
     "biased": {"biased": True},
-    "fp8 wire": {"wire_dtype": jnp.float8_e4m3fn},
+    "fp8 wire": {"schedule": jax_ep.Schedule(wire_dtype=jnp.float8_e4m3fn)},
     "fp8 products": {"recipe": "fp8"},
 }
 

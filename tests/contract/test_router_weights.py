@@ -23,7 +23,7 @@ FUSED = {
     "scatter beside the gradient": Schedule(combine_mode="scatter", fuse_weight_gradients=True),
     "combine beside the gradient": Schedule(combine_mode="serial", fuse_weight_gradients=True),
 }
-WIRES = {"as it is": {}, "fp8": {"wire_dtype": jnp.float8_e4m3fn}, "pair": {}}
+WIRES = {"as it is": {}, "fp8": {"schedule": jax_ep.Schedule(wire_dtype=jnp.float8_e4m3fn)}, "pair": {}}
 LAYOUTS = {  # Routing, and the options of its layout.
     "with padding": ("uniform", {"alignment": 4}),
     "duplicates": ("duplicates", {}),

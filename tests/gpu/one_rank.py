@@ -29,7 +29,7 @@ CASES = [(np.float32, 65, None), (ml_dtypes.bfloat16, 200, None), (ml_dtypes.bfl
 
 def round_trip(x: Any, ids: Any, weights: Any, wire_dtype: Any) -> Any:
     """Dispatch and combine every token, and send its weights, twice: the second call reuses the heap."""
-    options = {"wire_dtype": wire_dtype, "implementation": "triton"}
+    options = {"schedule": jax_ep.Schedule(wire_dtype=wire_dtype), "implementation": "triton"}
     for _ in range(2):
         d = jax_ep.dispatch(x, ids, weights, num_experts=E, capacity=T * K + 7, **options)
         x = jax_ep.combine(d.tokens, d.handle, **options)

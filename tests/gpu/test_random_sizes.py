@@ -106,7 +106,8 @@ def test_random_sizes_exchange(example: int, rng: np.random.Generator) -> None:
         "alignment": alignment,
         "capacity": None if capacity is None else oracle.round_up(capacity, alignment),
     }
-    wire = {"wire_dtype": FP8 if shape.hidden % 128 == 0 and problem.dtype != F16 and rng.random() < 0.5 else None}
+    in_fp8 = shape.hidden % 128 == 0 and problem.dtype != F16 and rng.random() < 0.5
+    wire = {"schedule": jax_ep.Schedule(wire_dtype=FP8 if in_fp8 else None)}
 
     def fn(implementation: str) -> Any:
         def body(x, ids, weights):
@@ -126,7 +127,7 @@ def test_random_sizes_exchange(example: int, rng: np.random.Generator) -> None:
     ids = ROUTINGS[problem.routing](rng, problem.num_ranks, shape)
     x = integers(rng, problem.num_ranks, shape.num_tokens, shape.hidden, dtype=problem.dtype, largest=1)
     args = x, ids, integers(rng, *ids.shape)
-    compare(fn("triton")(*args), fn("xla")(*args), problem, exact=wire["wire_dtype"] is None)
+    compare(fn("triton")(*args), fn("xla")(*args), problem, exact=not in_fp8)
 
 
 def gate_operands(

@@ -22,7 +22,7 @@ SHAPE = Shape(num_tokens=37, top_k=3, num_experts=8, hidden=256 if ON_GPU else 1
 
 def exchange(x: Any, ids: Any, weights: Any, wire_dtype: Any) -> tuple[Any, Any]:
     """Return the rows of the experts, and their weighted sums."""
-    options = {"implementation": "triton", "wire_dtype": wire_dtype}
+    options = {"implementation": "triton", "schedule": jax_ep.Schedule(wire_dtype=wire_dtype)}
     d = jax_ep.dispatch(x, ids, weights, num_experts=SHAPE.num_experts, **options)
     return d.tokens, jax_ep.combine(d.tokens * d.weights[:, None].astype(x.dtype), d.handle, **options)
 

@@ -60,7 +60,7 @@ def trace(
             num_local = experts // mesh.size
             matrices = jnp.ones((num_local, hidden, 4)), jnp.ones((num_local, 2, hidden))
             return jax_ep.moe(x, topk_idx, jnp.ones(topk_idx.shape), *matrices, **options)
-        sent = jax_ep.dispatch(x, topk_idx, wire_dtype=wire_dtype, **options)
+        sent = jax_ep.dispatch(x, topk_idx, schedule=jax_ep.Schedule(wire_dtype=wire_dtype), **options)
         return jax_ep.combine(sent.tokens, sent.handle, axis_name=axis_name)
 
     spread = jax.P(mesh.axis_names)

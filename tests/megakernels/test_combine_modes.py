@@ -133,12 +133,12 @@ def test_combine_mode_unsupported_calls(mesh: jax.sharding.Mesh) -> None:
     """float32, sizes that are not multiples of 8, FP8 on the wire: no fused launch, and no silent replacement."""
     x, ids = np.ones((2, 4, 128), np.float32), np.zeros((2, 4, 1), np.int32)
 
-    def fn(x, ids, width, dtype, **options):
+    def fn(x, ids, width, dtype, wire_dtype=None):
         x = x.astype(dtype)
         d = jax_ep.dispatch(x, ids, num_experts=4, implementation="triton")
         w = jax.numpy.ones((2, 128, width), dtype)
-        schedule = jax_ep.Schedule(combine_mode="scatter")
-        options |= {"implementation": "triton", "schedule": schedule}
+        schedule = jax_ep.Schedule(combine_mode="scatter", wire_dtype=wire_dtype)
+        options = {"implementation": "triton", "schedule": schedule}
         return jax_ep.grouped_gemm_combine(d.tokens, w, d.handle, **options)
 
     refused = {"float32": (128, np.float32, {}), "between 12 and 128 columns": (12, BF16, {})}

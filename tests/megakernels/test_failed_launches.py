@@ -66,8 +66,8 @@ def dispatch_alone(x, ids, w, h):
 
 
 def quantized(x, ids, w, h):
-    d = jax_ep.dispatch(x, ids, wire_dtype=jnp.float8_e4m3fn, **OPTIONS)
-    return d.tokens, jax_ep.combine(d.tokens, d.handle, wire_dtype=jnp.float8_e4m3fn, **GIVEN)
+    d = jax_ep.dispatch(x, ids, schedule=jax_ep.Schedule(wire_dtype=jnp.float8_e4m3fn), **OPTIONS)
+    return d.tokens, jax_ep.combine(d.tokens, d.handle, schedule=jax_ep.Schedule(wire_dtype=jnp.float8_e4m3fn), **GIVEN)
 
 
 def dispatch_gemm(x, ids, w, h):

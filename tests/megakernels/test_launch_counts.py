@@ -29,12 +29,14 @@ def round_trip(x: Any, ids: Any, weights: Any, *_: Any) -> Any:
 
 
 def layer(**options: Any) -> Any:
-    schedule = {name: options.pop(name) for name in ("dispatch_mode", "combine_mode", "fuse_weight_gradients")}
+    schedule = {
+        name: options.pop(name) for name in ("dispatch_mode", "combine_mode", "fuse_weight_gradients", "wire_dtype")
+    }
     return lambda *args: jax_ep.moe(*args, **OPTIONS, **options, schedule=Schedule(**schedule))
 
 
-MODES = {"dispatch_mode": "fused", "combine_mode": "scatter", "fuse_weight_gradients": None}
-SERIAL = {"dispatch_mode": "serial", "combine_mode": "serial", "fuse_weight_gradients": None}
+MODES = {"dispatch_mode": "fused", "combine_mode": "scatter", "fuse_weight_gradients": None, "wire_dtype": None}
+SERIAL = {"dispatch_mode": "serial", "combine_mode": "serial", "fuse_weight_gradients": None, "wire_dtype": None}
 FP8 = {"wire_dtype": jnp.float8_e4m3fn}
 # Forward, and both passes: tokens are sent again for the gradient of the first weights.
 PROGRAMS: dict[str, tuple[Any, dict[str, int], dict[str, int]]] = {
@@ -45,7 +47,7 @@ PROGRAMS: dict[str, tuple[Any, dict[str, int], dict[str, int]]] = {
         {"dispatch_gemm": 2, "gemm_combine": 2, "dispatch": 1},
     ),
     "two launches": (layer(**SERIAL), {"dispatch": 1, "combine": 1}, {"dispatch": 3, "combine": 2}),
-    "fp8 wire": (layer(**SERIAL, **FP8), {"dispatch": 1, "combine": 1}, {"dispatch": 3, "combine": 2}),
+    "fp8 wire": (layer(**SERIAL | FP8), {"dispatch": 1, "combine": 1}, {"dispatch": 3, "combine": 2}),
     "combine beside the gradient": (
         layer(**SERIAL | {"fuse_weight_gradients": True}),
         {"dispatch": 1, "combine": 1},

@@ -107,7 +107,7 @@ def test_low_latency_kernels_fp8_and_float32(monkeypatch, mesh, rng, way, quanti
     monkeypatch.setattr(low_latency, "_MOST_ROWS", rows)
     shape = Shape(5, 3, 4, 384)
     options = {"num_experts": shape.num_experts, "max_tokens_per_rank": 5, "quantize": quantize}
-    wire = {"wire_dtype": jnp.float8_e4m3fn} if quantize else {}
+    wire = {"schedule": jax_ep.Schedule(wire_dtype=jnp.float8_e4m3fn)} if quantize else {}
 
     def fn(x, ids, weights, y):
         def run(name):

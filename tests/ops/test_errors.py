@@ -1,5 +1,7 @@
 """Every argument that a caller can get wrong, the exception it raises, and its message."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -86,22 +88,21 @@ DISPATCH_CASES = [
     ),
     # wire
     *value(
-        [*ROUTED_IN, *COMBINE, "low_latency_combine"],
-        "an unsupported wire dtype",
-        {"wire_dtype": jnp.int8},
-        *("wire_dtype", "int8", "float8_e4m3fn"),
-        error=TypeError,
+        ["low_latency_dispatch", "low_latency_moe", "low_latency_gemm_combine"],
+        "FP8 wire of a schedule",
+        {"schedule": jax_ep.Schedule(wire_dtype=FP8)},
+        *("wire_dtype=float8_e4m3fn", "expected None", "quantize=True"),
     ),
     *value(
         ROUTED_IN,
         "FP8 wire and odd H",
-        NARROW | {"x": f32(T, 200), "wire_dtype": FP8},
+        NARROW | {"x": f32(T, 200), "schedule": jax_ep.Schedule(wire_dtype=FP8)},
         *(number(200), number(128), DIVISIBLE, "unquanti[sz]ed|wire_dtype"),
     ),
     *value(
         "combine",
         "FP8 wire and odd H",
-        {"y": f32(R, 200), "wire_dtype": FP8},
+        {"y": f32(R, 200), "schedule": jax_ep.Schedule(wire_dtype=FP8)},
         *(number(200), number(128), DIVISIBLE, "unquanti[sz]ed|wire_dtype"),
     ),
     # FP8 pairs
@@ -258,7 +259,7 @@ COMPUTE_CASES = [
     *value(
         "moe",
         "one launch and FP8 on the wire",
-        {"schedule": BESIDE, "wire_dtype": FP8},
+        {"schedule": dataclasses.replace(BESIDE, wire_dtype=FP8)},
         *("wire_dtype=float8_e4m3fn", "wire_dtype=None", "leave it None in the schedule"),
     ),
     *value(
@@ -315,12 +316,6 @@ COMPUTE_CASES = [
         {"recipe": FP8},
         *("recipe", "expected 'fp8' or None", "None", "pass"),
         error=TypeError,
-    ),
-    *value(
-        "moe",
-        "another wire than that of the recipe",
-        {"recipe": "fp8", "wire_dtype": jnp.float32},
-        *("wire_dtype=float32", "recipe='fp8'", "float8_e4m3fn", "None"),
     ),
     # sorting
     *positive("moe_sort", "block_size"),

@@ -99,7 +99,7 @@ def test_explain_inside_shard_map(two_ranks: Mesh) -> None:
 CALLS: dict[str, tuple[Callable[..., Any], int]] = {
     "moe": (layer(), 1),
     "moe in FP8": (layer(recipe="fp8"), 1),
-    "moe with FP8 on the wire": (layer(wire_dtype=FP8), 1),
+    "moe with FP8 on the wire": (layer(schedule=jax_ep.Schedule(wire_dtype=FP8)), 1),
     "dispatch and combine": (lambda *args: exchange(*args[:3]), 2),
     "fused halves": (fused_halves, 2),
 }

@@ -344,26 +344,27 @@ def test_axis_name_repeated():
     check(ValueError, ["axis_name", "'expert', 'expert'", "twice"], trace, "dispatch", axis_name=("expert", "expert"))
 
 
-def test_wire_dtype_invalid():
-    check(TypeError, ["dispatch", "wire_dtype", "'fp8'", "float8_e4m3fn"], trace, "dispatch", wire_dtype="fp8")
+@pytest.mark.parametrize("wire_dtype", ["fp8", jnp.int8, jnp.float8_e5m2, jnp.bfloat16, 8], ids=str)
+def test_wire_dtype_invalid(wire_dtype):
+    with pytest.raises(TypeError, match=r"Schedule: wire_dtype=.*, expected float8_e4m3fn or None; pass"):
+        jax_ep.Schedule(wire_dtype=wire_dtype)
 
 
-def test_quantized_pair_wire_dtype():
-    pair = (jax.ShapeDtypeStruct((T, H), jnp.float8_e4m3fn), f32(T, H // 128))
-    fragments = ["dispatch", "wire_dtype", "int8", "float8_e4m3fn"]
-    check(TypeError, fragments, trace, "dispatch", x=pair, wire_dtype=jnp.int8)
+def test_equal_wire_dtypes_are_one_schedule():
+    dtypes = (jnp.float8_e4m3fn, "float8_e4m3fn", jnp.dtype(jnp.float8_e4m3fn))
+    assert len({jax_ep.Schedule(wire_dtype=dtype) for dtype in dtypes}) == 1
 
 
 def test_quantize_fp8_no_gradient():
     def loss(y, topk_idx, topk_weights):
         handle = low_latency_handle().make()
-        wire = {"wire_dtype": jnp.float8_e4m3fn}
+        wire = {"schedule": jax_ep.Schedule(wire_dtype=jnp.float8_e4m3fn)}
         return jax_ep.low_latency_combine(y, topk_idx, topk_weights, handle, **wire).sum()
 
     specs = {"in_specs": P(), "out_specs": P("expert"), "mesh": mesh_of()}
     gradient = jax.shard_map(lambda *args: jax.grad(loss)(*args)[None], **specs)
     good = [GOOD["low_latency_combine"][name] for name in ("y", "topk_idx", "topk_weights")]
-    check(TypeError, ["low_latency_combine", "FP8", "wire_dtype=None"], jax.eval_shape, gradient, *good)
+    check(TypeError, ["low_latency_combine", "FP8", "wire_dtype"], jax.eval_shape, gradient, *good)
     quantised = jax.grad(lambda x: jax_ep.quantization.quantize_fp8(x)[1].sum())
     check(TypeError, ["quantize_fp8", "gradient", "dispatch"], jax.eval_shape, quantised, f32(T, H))
 

@@ -139,7 +139,7 @@ def test_pallas_exchange(num_ranks, wire_dtype, in_segments, expert_mesh, rng, m
     rows = reals(rng, num_ranks, num_ranks * 12, 512, dtype=BF16)
 
     def both_ways(x, idx, rows, implementation):
-        options = {"implementation": implementation, "wire_dtype": wire_dtype}
+        options = {"implementation": implementation, "schedule": jax_ep.Schedule(wire_dtype=wire_dtype)}
         out = jax_ep.dispatch(x, idx, num_experts=4, **options)
         used = jax_ep.row_experts(out.handle)[:, None] >= 0
         back = jax_ep.combine(jnp.where(used, rows, POISON), out.handle, **options)

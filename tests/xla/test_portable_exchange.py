@@ -38,8 +38,17 @@ def round_trip(shape: Shape, wire: Any = None, **options: Any) -> Any:
     """Return rows, and sums of other rows, `[W, ...]` of each."""
 
     def fn(x, ids, y):
-        sent = jax_ep.dispatch(x, ids, num_experts=shape.num_experts, implementation="xla", wire_dtype=wire, **options)
-        return sent.tokens, jax_ep.combine(y, sent.handle, implementation="xla", wire_dtype=wire)
+        sent = jax_ep.dispatch(
+            x,
+            ids,
+            num_experts=shape.num_experts,
+            implementation="xla",
+            schedule=jax_ep.Schedule(wire_dtype=wire),
+            **options,
+        )
+        return sent.tokens, jax_ep.combine(
+            y, sent.handle, implementation="xla", schedule=jax_ep.Schedule(wire_dtype=wire)
+        )
 
     return fn
 

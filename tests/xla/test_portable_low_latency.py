@@ -44,7 +44,9 @@ def round_trip(shape: Shape = SHAPE, max_tokens: int = MAX_TOKENS, wire: Any = N
 
     def fn(x, ids, weights, y):
         sent = jax_ep.low_latency_dispatch(x, ids, **options)
-        back = jax_ep.low_latency_combine(y, ids, weights, sent.handle, wire_dtype=wire, implementation="xla")
+        back = jax_ep.low_latency_combine(
+            y, ids, weights, sent.handle, schedule=jax_ep.Schedule(wire_dtype=wire), implementation="xla"
+        )
         return sent.tokens, sent.scales, back
 
     return fn

@@ -98,7 +98,9 @@ def round_trip(case: Case, name: str, quantize: bool, wire_dtype: Any, *, own_ro
         d = dispatch(case, name, x, ids, quantize=quantize)
         weights = after(weights, d.tokens) if name == "xla" else weights  # nor would it send what nobody reads
         y = d.tokens if own_rows else rows
-        return jax_ep.low_latency_combine(y, ids, weights, d.handle, wire_dtype=wire_dtype, implementation=name)
+        return jax_ep.low_latency_combine(
+            y, ids, weights, d.handle, schedule=jax_ep.Schedule(wire_dtype=wire_dtype), implementation=name
+        )
 
     return step
 

@@ -23,6 +23,7 @@ from jax_ep.megakernels.grid import num_programs, whole_registers
 from jax_ep.megakernels.kernels import activation as activation_kernels
 from jax_ep.megakernels.kernels import fp8_columns as fp8_columns_kernels
 from jax_ep.megakernels.kernels import fp8_matrices as fp8_matrices_kernels
+from jax_ep.megakernels.kernels import rows as rows_kernels
 from jax_ep.megakernels.kernels.activation_structs import Activation, ColumnPass, RowBias, RowPass
 from jax_ep.megakernels.kernels.exchange_structs import Rows
 from jax_ep.megakernels.launch import launch
@@ -31,8 +32,8 @@ from jax_ep.types import Array, Experts, Quantized, Tokens
 
 _ACTIVATE = Kernel(activation_kernels.weighted_activation)
 _GRADIENT = Kernel(activation_kernels.weighted_activation_gradient)
-_QUANTIZE_ROWS = Kernel(activation_kernels.quantize_rows)
-_DEQUANTIZE_ROWS = Kernel(activation_kernels.dequantize_rows)
+_QUANTIZE_ROWS = Kernel(rows_kernels.quantize_rows)
+_DEQUANTIZE_ROWS = Kernel(rows_kernels.dequantize_rows)
 _ACTIVATE_QUANTIZED = Kernel(activation_kernels.activate_quantized)
 _QUANTIZE_MATRICES = Kernel(fp8_matrices_kernels.quantize_matrices)
 _QUANTIZE_COLUMNS = Kernel(fp8_columns_kernels.quantize_columns)
@@ -177,8 +178,8 @@ def _results_of_matrices(w: Array, *, turned: bool, as_is: bool) -> tuple[list[R
         results.append(_blocks((groups, columns, depth), (groups, *blocks)))
     if as_is:
         results.append(_blocks(w.shape, (groups, *blocks[::-1])))
-    constants: dict[str, Any] = {"K": depth, "N": columns, "G": groups}
-    constants |= ({} if turned else {"turned": None}) | ({} if as_is else {"as_is": None})
+    constants: dict[str, Any] = {"K": depth, "N": columns, "NUM_GROUPS": groups}
+    constants |= ({} if turned else {"transposed": None}) | ({} if as_is else {"untransposed": None})
     return results, matrices_config(groups * math.prod(blocks), w.dtype), constants
 
 

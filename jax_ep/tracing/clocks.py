@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jax_ep.megakernels.kernels.trace_structs import GREETING, KINDS
+from jax_ep.megakernels.kernels.trace_structs import KINDS, READY
 from jax_ep.tracing.events import Launch
 
 _MOST_NS = 1 << 61  # so that aligned times are int64
@@ -107,7 +107,7 @@ class Sent:
                 self._numbers[key] = None if key in self._numbers else number
         self._times: dict[tuple[int, int, int, int], int] = {}
         for event in events[np.isin(events["kind"], (_ANNOUNCE, _PUBLISH))]:
-            block = GREETING if event["kind"] == _ANNOUNCE else int(event["block"])
+            block = READY if event["kind"] == _ANNOUNCE else int(event["block"])
             sent_key = (int(event["device"]), int(event["launch"]), int(event["peer"]), block)
             begin = int(event["begin"])
             self._times[sent_key] = min(begin, self._times.get(sent_key, begin))
@@ -123,7 +123,7 @@ class Sent:
     def awaited(self, wait: np.void) -> list[tuple[int, int]]:
         """What a wait was for: devices, and when each of them began to send it."""
         device, peer, number, block = (int(wait[name]) for name in ("device", "peer", "launch", "block"))
-        if block < GREETING:
+        if block < READY:
             return []
         peers = self._launches[device, number].group if peer < 0 else (peer,)
         found = ((source, self.time(source, device, number, block)) for source in peers if source != device)

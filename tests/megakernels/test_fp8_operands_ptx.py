@@ -62,14 +62,22 @@ def test_fp8_operands_ptx_activation(pass_config: Any, activation: str, gated: b
 
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize("element", ["bf16", "fp32"])
-@pytest.mark.parametrize("results", [("turned",), ("as_is",), ("turned", "as_is")], ids=" and ".join)
+@pytest.mark.parametrize(
+    "results", [("transposed",), ("untransposed",), ("transposed", "untransposed")], ids=" and ".join
+)
 @pytest.mark.slow(unless={"capability": [90], "element": ["bf16"]})
 def test_fp8_operands_ptx_matrices(
     monkeypatch: pytest.MonkeyPatch, results: tuple[str, ...], element: str, capability: int
 ) -> None:
     monkeypatch.setattr(kernels, "num_programs", lambda *_: PROGRAMS)
     num_tasks = GROUPS * (HIDDEN // 128) * (2 * INNER // 128)
-    constants: dict[str, Any] = {"K": HIDDEN, "N": 2 * INNER, "G": GROUPS, "turned": None, "as_is": None}
+    constants: dict[str, Any] = {
+        "K": HIDDEN,
+        "N": 2 * INNER,
+        "NUM_GROUPS": GROUPS,
+        "transposed": None,
+        "untransposed": None,
+    }
     types: dict[str, Any] = {"w_ptr": f"*{element}"} | dict.fromkeys(results, Rows("*fp8e4nv", "*fp32"))
     constants = {name: value for name, value in constants.items() if name not in results}
     config = kernels.matrices_config(num_tasks, jnp.float32 if element == "fp32" else jnp.bfloat16)

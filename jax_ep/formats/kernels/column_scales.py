@@ -1,4 +1,4 @@
-"""8-bit weights with one scale per column (`fp8_channel`, `int8`): the scale multiplies the sum of all of K."""
+"""Decoder of 8-bit weights with a scale per column (`fp8_channel`, `int8`), which multiplies the sum over all of K."""
 
 import triton
 import triton.language as tl
@@ -8,13 +8,13 @@ from .common import multiply, to_float
 
 @triton.jit
 def add_product(total, rows, packed, scales, scales_ptr, group, column, k, S: tl.constexpr):
-    """See quantized.py."""
+    """Add the product of unscaled elements, see quantized.py."""
     return multiply(rows, to_float(packed, rows.dtype), total, S)
 
 
 @triton.jit
 def add_fp8_product(total, rows, factors, packed, scales, scales_ptr, group, column, k, S: tl.constexpr):
-    """See quantized.py."""
+    """Add the product of FP8 elements times the rows' scales, see quantized.py."""
     return total + multiply(rows, packed, tl.zeros(total.shape, tl.float32), S) * factors
 
 

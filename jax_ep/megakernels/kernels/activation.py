@@ -1,19 +1,24 @@
-"""The weighted activation between the two products of the layer, its gradient, and operands of the products in FP8.
+"""The weighted activation between the two GEMMs of experts, and its gradient.
 
-Each is one pass over the rows in use. What lies past the groups is neither read nor written: no product reads it
-either. With a dropless capacity that is most of the array.
+Each kernel is one pass over the rows in use (rows.py), in float32 with one final rounding. Programs are equal and none
+waits for another. Floor: memory bandwidth, reading hidden rows once and writing each result once.
 """
 
 import triton
 import triton.language as tl
 
-from .quantization import dequantize, quantize, scale_offsets
-from .rows import block_of_task, num_row_tasks, rows_in_use
+from .rows import block_of_task, load_block, num_row_tasks, rows_in_use, store_block, store_quantized
+
+SQRT_8_OVER_PI = tl.constexpr(1.5957691216057308)  # sqrt(8 / pi)
+GELU_CUBIC = tl.constexpr(0.044715)
+GELU_CUBIC_SLOPE = tl.constexpr(0.134145)  # 3 * GELU_CUBIC
+SQRT_HALF = tl.constexpr(0.7071067811865476)
+INV_SQRT_2PI = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 * pi)
 
 
 @triton.jit
 def activate(x, KIND: tl.constexpr):
-    """float32 to float32."""
+    """Apply the activation to float32."""
     NAME: tl.constexpr = KIND.name
     if NAME == "relu":
         # NaN stays NaN.
@@ -23,9 +28,9 @@ def activate(x, KIND: tl.constexpr):
         y = y * y
     elif NAME == "gelu":
         # 0.5 * (1 + tanh(z)) is sigmoid(2 * z).
-        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        y = x * tl.sigmoid(SQRT_8_OVER_PI * (x + GELU_CUBIC * x * x * x))
     elif NAME == "gelu_exact":
-        y = x * 0.5 * (1 + tl.erf(0.7071067811865476 * x))
+        y = x * 0.5 * (1 + tl.erf(SQRT_HALF * x))
     else:
         tl.static_assert(NAME == "silu")
         y = x * tl.sigmoid(KIND.alpha * x)
@@ -34,21 +39,21 @@ def activate(x, KIND: tl.constexpr):
 
 @triton.jit
 def slope(x, KIND: tl.constexpr):
-    """The derivative of `activate`."""
+    """Return the derivative of `activate`."""
     NAME: tl.constexpr = KIND.name
     if NAME == "relu":
         y = tl.where(x > 0, 1.0, 0.0)
     elif NAME == "relu_squared":
         y = tl.where(x < 0, 0.0, 2 * x)
     elif NAME == "gelu":
-        # Farther out it is 0 or 1, and the powers would overflow; NaN stays NaN.
+        # Past 16 the slope is 0 or 1, and the powers would overflow; NaN stays NaN.
         x = tl.where(x > 16.0, 16.0, tl.where(x < -16.0, -16.0, x))
-        share = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-        y = share + x * share * (1 - share) * 1.5957691216057308 * (1 + 0.134145 * x * x)
+        share = tl.sigmoid(SQRT_8_OVER_PI * (x + GELU_CUBIC * x * x * x))
+        y = share + x * share * (1 - share) * SQRT_8_OVER_PI * (1 + GELU_CUBIC_SLOPE * x * x)
     elif NAME == "gelu_exact":
-        density = 0.3989422804014327 * tl.exp(-0.5 * x * x)
-        # Where it is 0, x may be infinite.
-        y = 0.5 * (1 + tl.erf(0.7071067811865476 * x)) + tl.where(density == 0.0, 0.0, x * density)
+        density = INV_SQRT_2PI * tl.exp(-0.5 * x * x)
+        # If the density is 0, x may be infinite.
+        y = 0.5 * (1 + tl.erf(SQRT_HALF * x)) + tl.where(density == 0.0, 0.0, x * density)
     else:
         tl.static_assert(NAME == "silu")
         share = tl.sigmoid(KIND.alpha * x)
@@ -58,7 +63,7 @@ def slope(x, KIND: tl.constexpr):
 
 @triton.jit
 def limit_gate(gate, KIND: tl.constexpr):
-    """What of a gate is activated; NaN stays NaN, here and below."""
+    """Clamp gates from above; NaN stays NaN, here and below."""
     if KIND.clamp is not None:
         gate = tl.where(gate > KIND.clamp, KIND.clamp, gate)
     return gate
@@ -66,7 +71,7 @@ def limit_gate(gate, KIND: tl.constexpr):
 
 @triton.jit
 def factor_of(up, KIND: tl.constexpr):
-    """What an activated gate multiplies."""
+    """Return the factor of an activated gate: the up value, clamped and shifted."""
     if KIND.clamp is not None:
         up = tl.where(up > KIND.clamp, KIND.clamp, tl.where(up < -KIND.clamp, -KIND.clamp, up))
     if KIND.up_offset != 0:
@@ -75,22 +80,10 @@ def factor_of(up, KIND: tl.constexpr):
 
 
 @triton.jit
-def load_block(x_ptr, rows, columns, mask, WIDTH: tl.constexpr):
-    """float32 `[BR, BC]` of `[R, WIDTH]`; zero where not in the mask."""
-    return tl.load(x_ptr + rows.to(tl.int64)[:, None] * WIDTH + columns, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def store_block(x_ptr, rows, columns, values, mask, WIDTH: tl.constexpr):
-    """Rounds once."""
-    target = x_ptr + rows.to(tl.int64)[:, None] * WIDTH + columns
-    tl.store(target, values.to(x_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def load_halves(x_ptr, rows, column, used, KIND: tl.constexpr, S: tl.constexpr):
-    """Gates and what they multiply of a block of `[., 2 * H]`; without gates the block of `[., H]`, twice."""
+    """Load gates and up values of a block of `[., 2 * width]`; without gates return the block of `[., width]` twice."""
     if KIND.interleaved:
+        # Interleaved: gates are the even columns.
         columns = (2 * column + tl.arange(0, 2 * S.block_columns))[None, :]
         both = load_block(x_ptr, rows, columns, (rows < used)[:, None] & (columns < 2 * S.width), 2 * S.width)
         gate, up = tl.split(tl.reshape(both, (rows.shape[0], S.block_columns, 2)))
@@ -105,7 +98,7 @@ def load_halves(x_ptr, rows, column, used, KIND: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def store_halves(x_ptr, rows, column, gate, up, used, KIND: tl.constexpr, S: tl.constexpr):
-    """The inverse of `load_halves`; without gates the first is stored."""
+    """Store gates and up values as `load_halves` reads them; without gates only the first block."""
     if KIND.interleaved:
         columns = (2 * column + tl.arange(0, 2 * S.block_columns))[None, :]
         both = tl.reshape(tl.join(gate, up), (rows.shape[0], 2 * S.block_columns))
@@ -121,7 +114,7 @@ def store_halves(x_ptr, rows, column, gate, up, used, KIND: tl.constexpr, S: tl.
 
 @triton.jit
 def load_hidden(hidden_ptr, bias, weights, rows, column, used, KIND: tl.constexpr, S: tl.constexpr):
-    """Gates and what they multiply, with weights on the input and biases, of a block of hidden rows."""
+    """Load gates and up values of hidden rows, with biases, and with weights if these scale the input."""
     gate, up = load_halves(hidden_ptr, rows, column, used, KIND, S)
     if KIND.weights_on_input:
         gate, up = gate * weights[:, None], up * weights[:, None]
@@ -134,7 +127,7 @@ def load_hidden(hidden_ptr, bias, weights, rows, column, used, KIND: tl.constexp
 
 @triton.jit
 def activate_block(hidden_ptr, weights_ptr, bias, rows, column, used, KIND: tl.constexpr, S: tl.constexpr):
-    """float32 block of activated and weighted rows of `hidden [R, 2 * H]` (`[R, H]` without GATED)."""
+    """Compute a float32 block of activated, weighted rows of `hidden [., 2 * width]` (`[., width]` without gates)."""
     weights = tl.load(weights_ptr + rows, mask=rows < used, other=0.0)
     gate, up = load_hidden(hidden_ptr, bias, weights, rows, column, used, KIND, S)
     values = activate(limit_gate(gate, KIND), KIND)
@@ -147,7 +140,7 @@ def activate_block(hidden_ptr, weights_ptr, bias, rows, column, used, KIND: tl.c
 
 @triton.jit
 def weighted_activation(hidden_ptr, weights_ptr, sizes_ptr, bias, out_ptr, KIND: tl.constexpr, S: tl.constexpr):
-    """`hidden [R, 2 * H]` (`[R, H]` without GATED), `weights [R]` and a `RowBias` or None to `out [R, H]`."""
+    """Activate `hidden [num_rows, 2 * width]` to `out [num_rows, width]`, with row weights and a `RowBias` or None."""
     used = rows_in_use(sizes_ptr, S)
     for task in range(tl.program_id(0), num_row_tasks(used, S), tl.num_programs(0)):
         rows, column, columns, mask = block_of_task(task, used, S)
@@ -157,7 +150,7 @@ def weighted_activation(hidden_ptr, weights_ptr, sizes_ptr, bias, out_ptr, KIND:
 
 @triton.jit
 def differentiate_block(gate, up, d_values, KIND: tl.constexpr):
-    """Cotangents of gates and of what they multiply, and the activated block, for the cotangent of that."""
+    """Return the cotangents of gates and up values, and the activated block, given the block's cotangent."""
     limited = limit_gate(gate, KIND)
     values = activate(limited, KIND)
     d_gate = d_values * slope(limited, KIND)
@@ -166,6 +159,7 @@ def differentiate_block(gate, up, d_values, KIND: tl.constexpr):
         factor = factor_of(up, KIND)
         values *= factor
         d_gate *= factor
+    # No gradient where values were clamped.
     if KIND.clamp is not None:
         d_gate = tl.where(gate > KIND.clamp, 0.0, d_gate)
         d_up = tl.where((up > KIND.clamp) | (up < -KIND.clamp), 0.0, d_up)
@@ -186,9 +180,9 @@ def weighted_activation_gradient(
     KEEP: tl.constexpr,
     S: tl.constexpr,
 ):
-    """Cotangents of `hidden` and `weights` for `d_rows [R, H]`; those of weights past the groups are zero.
+    """Store the cotangents of `hidden` and `weights` for `d_rows [num_rows, width]`; weights past the groups get zero.
 
-    With KEEP also `rows` as `weighted_activation` has them.
+    If KEEP, also store the activated `rows`, as `weighted_activation` does.
     """
     WIDTH: tl.constexpr = S.width
     BLOCK_ROWS: tl.constexpr = S.block_rows
@@ -197,6 +191,7 @@ def weighted_activation_gradient(
     for block in range(tl.program_id(0), (S.num_rows + BLOCK_ROWS - 1) // BLOCK_ROWS, tl.num_programs(0)):
         rows = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         weights = tl.load(weights_ptr + rows, mask=rows < used, other=0.0)
+        # The cotangent of a weight is a sum over the row's columns.
         products = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
         if block * BLOCK_ROWS < used:
             for column in range(0, WIDTH, BLOCK_COLUMNS):
@@ -208,7 +203,7 @@ def weighted_activation_gradient(
                     d_gate, d_up, values = differentiate_block(gate, up, d_rows, KIND)
                     if KEEP:
                         store_block(rows_ptr, rows, columns, values, mask, WIDTH)
-                    # Of the rows as they were: there is no bias here, and a weight may be zero.
+                    # The weight scaled the unbiased input: load that again, since the weight may be zero.
                     gate, up = load_halves(hidden_ptr, rows, column, used, KIND, S)
                     products += d_gate * gate
                     if KIND.gated:
@@ -224,39 +219,6 @@ def weighted_activation_gradient(
 
 
 @triton.jit
-def store_quantized(quantized, rows, column, values, used, S: tl.constexpr):
-    """Stores float32 `[., BC]`, a line for each of `rows`, as values of `[R, H]` and scales of `[R, H / 128]`."""
-    columns = (column + tl.arange(0, S.block_columns))[None, :]
-    values, scales = quantize(values, values.shape[0], S.block_columns)
-    store_block(quantized.values_ptr, rows, columns, values, (rows < used)[:, None] & (columns < S.width), S.width)
-    offsets, exist = scale_offsets(rows, column, S.width, S.block_columns)
-    tl.store(quantized.scales_ptr + offsets, scales, mask=(rows < used)[:, None] & exist)
-
-
-@triton.jit
-def quantize_rows(x_ptr, sizes_ptr, quantized, S: tl.constexpr):
-    """`x [R, H]` to FP8 values and `[R, H / 128]` scales."""
-    used = rows_in_use(sizes_ptr, S)
-    for task in range(tl.program_id(0), num_row_tasks(used, S), tl.num_programs(0)):
-        rows, column, columns, mask = block_of_task(task, used, S)
-        values = load_block(x_ptr, rows, columns, mask, S.width)
-        store_quantized(quantized, rows, column, values, used, S)
-
-
-@triton.jit
-def dequantize_rows(quantized, sizes_ptr, out_ptr, S: tl.constexpr):
-    """The inverse, in the dtype of `out [R, H]`."""
-    used = rows_in_use(sizes_ptr, S)
-    for task in range(tl.program_id(0), num_row_tasks(used, S), tl.num_programs(0)):
-        rows, column, columns, mask = block_of_task(task, used, S)
-        source = quantized.values_ptr + rows.to(tl.int64)[:, None] * S.width + columns
-        values = tl.load(source, mask=mask, other=0.0)
-        offsets, exist = scale_offsets(rows, column, S.width, S.block_columns)
-        scales = tl.load(quantized.scales_ptr + offsets, mask=(rows < used)[:, None] & exist, other=0.0)
-        store_block(out_ptr, rows, columns, dequantize(values, scales, S.block_rows, S.block_columns), mask, S.width)
-
-
-@triton.jit
 def activate_quantized(
     hidden_ptr,
     weights_ptr,
@@ -266,7 +228,7 @@ def activate_quantized(
     KIND: tl.constexpr,
     S: tl.constexpr,
 ):
-    """Store the weighted activation in FP8, `[R, H]`."""
+    """Store the weighted activation as FP8 `[num_rows, width]` with scales."""
     used = rows_in_use(sizes_ptr, S)
     for task in range(tl.program_id(0), num_row_tasks(used, S), tl.num_programs(0)):
         rows, column, _, _ = block_of_task(task, used, S)

@@ -1,28 +1,31 @@
-"""Exchange and grouped GEMM in one launch: dispatch + GEMM, GEMM + combine, and combine beside a weight gradient.
+"""All-to-all fused with grouped GEMMs: dispatch + GEMM, GEMM + combine, and combine overlapped with a weight gradient.
 
-No kernel needs more than one resident program: a wait for another rank is never for what a program has yet to begin.
+Every kernel finishes with one resident program per rank: a program waits for another rank only for work that some
+running program has taken.
 
-**Dispatch + GEMM**: the first experts are multiplied while the other tokens travel. Of two queues, the first is
-communication: announce, then push each block of the send order to every peer, then, where the caller saves the tokens,
-copy what has arrived. The first COMM programs to start empty it and then help with the second: the tiles of the
-product, in expert order, and the rows that are zero. Tokens are read where they are, in the heap or in the caller's own
-array; a tile waits for the prefix of each peer's sends that its expert needs, once per program. Router weights are sent
-with their tokens, and stored by the first tile of a row. A program leaves the first queue only when all its tasks are
-taken by programs that run; and pushes wait only for the peers' announcements, at least once for each peer.
+**Dispatch + GEMM** (`dispatch_gemm`). Two queues. The communication queue, in order:
 
-**GEMM + combine**: each row of the product is stored at its source at once, in slot `[token, k]` of its heap, and added
-there. Every program computes its share of the tiles, counts itself, and helps with the sums; the program that counts
-last tells all ranks. Values of rows, such as gradients of router weights, go to their slots before the tiles. Sums run
-in float32, in the order of k. The launch may make the weight gradient of the same rows, too: both are the backward pass
-of dispatch + GEMM. While the last rows of the product travel, and while a program would have no tile left, programs
-multiply tiles of the gradient, which need nothing of other ranks. Who had fewer tiles of the product begins with the
-tiles of the gradient. Only sums wait for what other ranks compute, and only in programs that see all programs of this
-launch begun; the last to begin always does.
+    task 0     signal the peers that this rank is ready
+    send       wait for a peer's handshake, copy a block of the send order to its heap, and set the block's flag
+    copy       if tokens are saved: wait for a source's blocks and copy them to the result
 
-**Combine beside a weight gradient**: the rows `y` are products of an earlier launch. The first COMM programs to begin
-make their sums, as combine.py does, while all others multiply tiles of the gradient; those of COMM come to them late.
-So the link works while the tensor cores do, and only few programs wait for other ranks. Tiles are taken some at a time,
-by whoever is free.
+The first `comm_programs` programs to start empty it, then join the others at the tile queue: tiles of the grouped GEMM
+in expert order, then blocks of padding rows. A tile reads tokens where they are, in the heap or in the caller's array.
+Before the first tile of an expert, a program waits for the prefix of each source's sends that the expert needs. So the
+first experts are computed while the tokens of later ones travel. Router weights travel with tokens; the first column
+tile of a row stores them. No deadlock: sends wait only for handshakes (task 0), and a program starts with tiles
+only when running programs hold all communication tasks. Floor: the larger of link time and GEMM time.
+
+**GEMM + combine** (`gemm_combine`). Each tile's epilogue stores its rows directly at their sources, at assignment
+`[token, k]` of the heap. Every program computes a fixed share of the tiles and counts itself; the last one to count
+signals all ranks. If a weight gradient of the same rows is wanted, programs then compute its tiles while rows travel:
+these need nothing from other ranks, and programs with fewer GEMM tiles start with them. Then programs add the rows of
+this rank's tokens, in float32 and in order of k. No deadlock: only sums wait for other ranks, and only in programs
+that see all programs of this launch started; the last one to start always does. Floor as above.
+
+**Combine overlapped with a weight gradient** (`combine_with_weight_gradient`). The rows come from an earlier launch.
+The first `comm_programs` programs run the tasks of combine.py, the others take gradient tiles from a queue, and the
+first ones join them at the end. So the link and the tensor cores work at the same time, and few programs wait.
 """
 
 from typing import Any, NamedTuple
@@ -30,27 +33,26 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .bounded import halves
+from .bounded import split_columns
 from .combine import combine_blocks
-from .dispatch import copy_tokens
 from .exchange_structs import Rows
 from .failures import poison
 from .grouped_gemm import ALL_TASKS, multiply_rows
 from .listed_sums import sum_listed, write_list
-from .masks import send_mask
-from .programs import all_begun, count_stored
 from .protocol import (
-    announce,
+    all_programs_started,
+    await_all_ready,
     await_block_of_all,
     await_blocks,
-    await_peers,
     await_ready,
+    count_stored,
     data_of,
     end_launch,
     next_task,
     open_launch,
     peer_of,
     publish,
+    signal_ready,
 )
 from .router_weights import clear_weights, push_weights, return_weights, store_row_weights, take_weights
 from .table import QUEUE, STARTED
@@ -58,18 +60,19 @@ from .tiles import (
     Tile,
     add_bias,
     find_tile,
+    first_task_after,
     load_rhs,
     locate_groups,
     multiply,
-    num_turns,
+    num_own_tasks,
     number_tasks,
-    place_after,
+    own_task,
     store_tile,
-    task_of_turn,
     tasks_until,
     tile_in_grid,
     zero_rows,
 )
+from .token_rows import copy_tokens, send_mask
 from .trace import COPY_EVENT, PUSH_EVENT, SUM_EVENT, TILE_EVENT, ZERO_EVENT, stamp, trace, trace_exchange
 
 
@@ -84,22 +87,22 @@ class TokensByRow(NamedTuple):
 
 @triton.jit
 def row_tiles(size, BLOCK_M: tl.constexpr):
-    """Row tiles of a group of `size` rows."""
+    """Return the number of row tiles of a group of `size` rows."""
     return (size + BLOCK_M - 1) // BLOCK_M
 
 
 @triton.jit
 def count_row_tiles(sizes_ptr, S: tl.constexpr):
-    """Row tiles of all groups."""
+    """Return the number of row tiles of all groups."""
     groups = tl.arange(0, S.padded_groups)
     return tl.sum(row_tiles(tl.load(sizes_ptr + groups, mask=groups < S.num_groups, other=0), S.tile.block_m), axis=0)
 
 
 @triton.jit
 def find_group(tile, group, first_tile, first_row, sizes_ptr, COLUMN_TILES: tl.constexpr, BLOCK_M: tl.constexpr):
-    """From a group at or before that of `tile`, with its first tile and row, to the group of `tile`.
+    """Advance from a group at or before that of `tile`, with its first tile and row, to the group of `tile`.
 
-    Tiles come to a program in rising order: it moves on from its last one, mostly by a few groups.
+    A program gets tiles in ascending order, so it moves on from its last group, usually by a few groups.
     """
     size = tl.load(sizes_ptr + group)
     tiles = row_tiles(size, BLOCK_M) * COLUMN_TILES
@@ -114,10 +117,14 @@ def find_group(tile, group, first_tile, first_row, sizes_ptr, COLUMN_TILES: tl.c
 
 @triton.jit
 def multiply_gathered(a_ptrs, b_desc, tile, S: tl.constexpr, BLOCK_M: tl.constexpr):
-    """`[BM, BN]` float32: rows at `a_ptrs` (`[BM, BK]`, their first columns) times columns of the group's matrix."""
+    """Multiply rows at `a_ptrs` with a tile's columns of the group's weights, to float32 `[BLOCK_M, block_n]`.
+
+    `a_ptrs [BLOCK_M, block_k]` point to the first columns of the rows.
+    """
     BLOCK_K: tl.constexpr = S.tile.block_k
     total = tl.zeros((BLOCK_M, S.tile.block_n), tl.float32)
     for k in range(0, S.K, BLOCK_K):
+        # Mask the last step only if K needs it.
         if S.K % BLOCK_K == 0:
             a = tl.load(a_ptrs)
         else:
@@ -129,29 +136,32 @@ def multiply_gathered(a_ptrs, b_desc, tile, S: tl.constexpr, BLOCK_M: tl.constex
 
 @triton.jit
 def gathered_tile(tokens, b_desc, out_ptr, group, row, size, column, S: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Multiplies `size <= BM` rows of the `TokensByRow` from `row` on with a tile's columns; stores the product."""
-    lines = tl.arange(0, BLOCK_M)
-    inside = lines < size
-    slot = tl.load(tokens.row_slot_ptr + row + lines, mask=inside, other=-1)
-    # Rows without a slot are padding: any token may stand for them, since the product is not used.
-    token = tl.where(slot < 0, 0, slot // S.top_k)
+    """Compute one tile from rows of `TokensByRow`: at most BLOCK_M of `size` rows from `row` on; store the result."""
+    row_offsets = tl.arange(0, BLOCK_M)
+    inside = row_offsets < size
+    assignment = tl.load(tokens.row_slot_ptr + row + row_offsets, mask=inside, other=-1)
+    # Padding rows read any token, since their result is replaced by zero.
+    token = tl.where(assignment < 0, 0, assignment // S.top_k)
     columns = tl.arange(0, S.gemm.tile.block_k)[None, :]
-    own = ((slot < 0) | (token // S.num_tokens == tokens.rank))[:, None]
+    own = ((assignment < 0) | (token // S.num_tokens == tokens.rank))[:, None]
+    # Own tokens are in the caller's array, the others in the heap.
     own_ptrs = tokens.own_ptr + (token % S.num_tokens).to(tl.int64)[:, None] * S.gemm.K + columns
     received_ptrs = tokens.received_ptr + token.to(tl.int64)[:, None] * S.gemm.K + columns
     a_ptrs = tl.multiple_of(tl.where(own, own_ptrs, received_ptrs), (16, 16))
     tile = Tile(group, row, row + size, column * S.gemm.tile.block_n)
     total = multiply_gathered(a_ptrs, b_desc, tile, S.gemm, BLOCK_M)
-    total = tl.where((slot >= 0)[:, None], total, 0.0)
+    # Padding rows are zero.
+    total = tl.where((assignment >= 0)[:, None], total, 0.0)
     store_tile(out_ptr, total, tile, S.gemm)
 
 
 @triton.jit
 def push_block(x_ptr, weights_ptr, order, launch, peer, block, num_sends, task, S: tl.constexpr, HEAP: tl.constexpr):
-    """Sends a block of what goes to `peer`."""
+    """Send a block of the tokens that go to `peer`."""
     began = stamp(HEAP)
     index = block * S.block_tokens + tl.arange(0, S.block_tokens)
     mask = index < num_sends
+    # The send order lists the tokens of each destination.
     tokens = tl.load(order.order_ptr + peer.rank * S.num_tokens + index, mask=mask, other=0)
     values_ptr = data_of(launch, peer.device, x_ptr.dtype.element_ty, HEAP)
     copy_tokens(x_ptr, tokens, launch.rank * S.num_tokens + tokens, mask, values_ptr, S.gemm.K, S.block_hidden)
@@ -170,11 +180,11 @@ def communicate(
     order,
     saved_ptr,
     launch,
-    alive,
+    not_failed,
     S: tl.constexpr,
     HEAP: tl.constexpr,
 ):
-    """Tasks of the first queue of `dispatch_gemm` until none is left; returns whether the launch is still alive."""
+    """Run the communication queue of `dispatch_gemm` until no task is left."""
     NUM_RANKS: tl.constexpr = HEAP.num_ranks
     BLOCK_TOKENS: tl.constexpr = S.block_tokens
     num_blocks: tl.constexpr = (S.num_tokens + BLOCK_TOKENS - 1) // BLOCK_TOKENS
@@ -183,20 +193,21 @@ def communicate(
     task = next_task(launch)
     while task < push_end + (num_blocks * NUM_RANKS if S.saves_tokens else 0):
         if task == 0:
-            announce(launch, HEAP)
+            signal_ready(launch, HEAP)
         elif task < push_end:
+            # Send: blocks are interleaved over the peers.
             block = (task - 1) // num_peers
             step = (task - 1) % num_peers
             peer_rank = (launch.rank + 1 + step) % NUM_RANKS
             num_sends = tl.load(order.num_sends_ptr + peer_rank)
             peer = peer_of(launch, peer_rank)
-            # Once even where nothing goes: no rank may run two launches ahead of another.
+            # Wait for block 0 even if nothing is sent: no rank may run two launches ahead of another.
             if (block == 0) | (block * BLOCK_TOKENS < num_sends):
-                alive = await_ready(launch, peer, alive, task, HEAP)
-                if (alive != 0) & (block * BLOCK_TOKENS < num_sends):
+                not_failed = await_ready(launch, peer, not_failed, task, HEAP)
+                if (not_failed != 0) & (block * BLOCK_TOKENS < num_sends):
                     push_block(x_ptr, weights_ptr, order, launch, peer, block, num_sends, task, S, HEAP)
         else:
-            # Own tokens first: they are here.
+            # Copy a block of saved tokens; own tokens come first, since they are here.
             source = peer_of(launch, (launch.rank + (task - push_end) // num_blocks) % NUM_RANKS)
             local = (task - push_end) % num_blocks * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
             slots = source.rank * S.num_tokens + local
@@ -205,26 +216,28 @@ def communicate(
             if source.rank == launch.rank:
                 copy_tokens(x_ptr, local, slots, mask, saved_ptr, S.gemm.K, S.block_hidden)
             else:
+                # The last expert needs all tokens that the source sends here.
                 needed = tl.load(order.num_needed_ptr + source.rank * S.gemm.num_groups + S.gemm.num_groups - 1)
                 end = (needed + BLOCK_TOKENS - 1) // BLOCK_TOKENS
-                alive = await_blocks(launch, source, 0, end, alive, task, HEAP)
+                not_failed = await_blocks(launch, source, 0, end, not_failed, task, HEAP)
                 began = stamp(HEAP)
                 copy_tokens(received_ptr, slots, slots, mask, saved_ptr, S.gemm.K, S.block_hidden)
             trace_exchange(launch, COPY_EVENT, began, task, source.device, (task - push_end) % num_blocks, HEAP)
         task = next_task(launch)
-    return alive
+    return not_failed
 
 
 @triton.jit
-def await_tokens(launch, order, ready, expert, alive, tile, S: tl.constexpr, HEAP: tl.constexpr):
-    """Waits for the tokens of experts behind `ready` up to `expert`; returns whether the launch is still alive."""
+def await_tokens(launch, order, ready, expert, not_failed, tile, S: tl.constexpr, HEAP: tl.constexpr):
+    """Wait for the tokens of the experts after `ready` up to `expert`, from every source."""
     for step in range(1, HEAP.num_ranks):
         source = peer_of(launch, (launch.rank + HEAP.num_ranks - step) % HEAP.num_ranks)
         needed_ptr = order.num_needed_ptr + source.rank * S.gemm.num_groups
+        # Blocks before this one were awaited for the previous expert.
         begin = tl.load(needed_ptr + ready, mask=ready >= 0, other=0) // S.block_tokens
         end = (tl.load(needed_ptr + expert) + S.block_tokens - 1) // S.block_tokens
-        alive = await_blocks(launch, source, begin, end, alive, tile, HEAP)
-    return alive
+        not_failed = await_blocks(launch, source, begin, end, not_failed, tile, HEAP)
+    return not_failed
 
 
 @triton.jit
@@ -241,20 +254,25 @@ def dispatch_gemm(
     S: tl.constexpr,
     HEAP: tl.constexpr,
 ):
-    """`x [T, H]` and matrices `[L, H, N]` (`[L, N, H]` if TRANSPOSED) to `out [R, N]`.
+    """Multiply dispatched tokens with their experts' weights.
 
-    With SAVES, tokens with an expert here are copied to `saved [W * T, H]`. Unless both are None, `weights [T, K]` go
-    to `out_weights [R]`, zero in padding rows.
+    `x [num_tokens, hidden]` and weights `[num_local_experts, hidden, N]` (`[., N, hidden]` if transposed) give `out
+    [num_rows, N]`. If `S.saves_tokens`, tokens with an expert here are copied to `saved [num_ranks * num_tokens,
+    hidden]`. Unless both are None, `weights [num_tokens, top_k]` go to `out_weights [num_rows]`, zero in padding rows.
     """
-    launch, alive = open_launch(peers, HEAP)
+    launch, not_failed = open_launch(peers, HEAP)
     GEMM: tl.constexpr = S.gemm
     BLOCK_M: tl.constexpr = S.gemm.tile.block_m
     BLOCK_N: tl.constexpr = S.gemm.tile.block_n
     received_ptr = data_of(launch, launch.device, x_ptr.dtype.element_ty, HEAP)
+    # The first programs to start communicate until that queue is empty.
     if tl.atomic_add(launch.control + STARTED, 1, sem="relaxed", scope="gpu") < S.comm_programs:
-        alive = communicate(x_ptr, weights_ptr, received_ptr, handle.ids_ptr, order, saved_ptr, launch, alive, S, HEAP)
+        not_failed = communicate(
+            x_ptr, weights_ptr, received_ptr, handle.ids_ptr, order, saved_ptr, launch, not_failed, S, HEAP
+        )
     row_slot_ptr, sizes_ptr = handle.row_slot_ptr, handle.sizes_ptr
     tokens = TokensByRow(x_ptr, received_ptr, row_slot_ptr, launch.rank)
+    # The tile queue: tiles of all experts, then blocks of padding rows behind them.
     column_tiles: tl.constexpr = (GEMM.N + BLOCK_N - 1) // BLOCK_N
     num_tiles = count_row_tiles(sizes_ptr, GEMM) * column_tiles
     lanes = tl.arange(0, GEMM.padded_groups)
@@ -267,21 +285,24 @@ def dispatch_gemm(
             expert, first_tile, first_row, size = find_group(
                 tile, expert, first_tile, first_row, sizes_ptr, column_tiles, BLOCK_M
             )
+            # First tile of an expert in this program: wait for the tokens that it needs.
             if expert > ready:
-                alive = await_tokens(launch, order, ready, expert, alive, tile, S, HEAP)
+                not_failed = await_tokens(launch, order, ready, expert, not_failed, tile, S, HEAP)
                 ready = expert
             began = stamp(HEAP)
+            # Locate the tile among those of its expert.
             row_tile, column = tile_in_grid(
                 tile - first_tile, row_tiles(size, BLOCK_M), column_tiles, GEMM.tile.group_m
             )
             rows_left = size - row_tile * BLOCK_M
+            # The first column tile stores the router weights of its rows.
             if weights_ptr is not None:
                 if column == 0:
                     first = first_row + row_tile * BLOCK_M
                     store_row_weights(
                         weights_ptr, row_slot_ptr, out_weights_ptr, first, rows_left, launch, S, BLOCK_M, HEAP
                     )
-            # A group ends with a tile of half the height where at most that many rows remain.
+            # Use half of block_m if no more rows remain.
             if rows_left > BLOCK_M // 2:
                 gathered_tile(
                     tokens, b_desc, out_ptr, expert, first_row + row_tile * BLOCK_M, rows_left, column, S, BLOCK_M
@@ -293,11 +314,13 @@ def dispatch_gemm(
             trace(launch, TILE_EVENT, began, tile, HEAP)
         else:
             began = stamp(HEAP)
+            # Zero a block of rows behind all experts.
             zero_rows(out_ptr, num_rows + (tile - num_tiles) * BLOCK_M, GEMM.M, GEMM.N, BLOCK_M, BLOCK_N)
             if weights_ptr is not None:
                 clear_weights(out_weights_ptr, row_slot_ptr, num_rows + (tile - num_tiles) * BLOCK_M, BLOCK_M, GEMM.M)
             trace(launch, ZERO_EVENT, began, tile, HEAP)
         tile = tl.atomic_add(launch.control + QUEUE, 1, sem="relaxed", scope="gpu")
+    # After a failure no result may look valid.
     if end_launch(launch, HEAP):
         poison(out_ptr, GEMM.M * GEMM.N)
         if S.saves_tokens:
@@ -308,21 +331,22 @@ def dispatch_gemm(
 
 @triton.jit
 def row_addresses(row_slot_ptr, launch, tile, dtype: tl.constexpr, S: tl.constexpr, HEAP: tl.constexpr):
-    """Addresses of the rows of a `Tile` in the heaps of the ranks that their tokens came from, or 0 behind its end."""
+    """Return the addresses of a tile's rows in the heaps of their tokens' sources; 0 for padding and past the end."""
     rows = tile.row + tl.arange(0, S.gemm.tile.block_m)
-    slot = tl.load(row_slot_ptr + rows, mask=rows < tile.end, other=-1)
-    travels = slot >= 0
-    source = tl.load(launch.group_ptr + tl.where(travels, slot // (S.num_tokens * S.top_k), 0))
+    assignment = tl.load(row_slot_ptr + rows, mask=rows < tile.end, other=-1)
+    travels = assignment >= 0
+    # The source rank is the leading part of the assignment.
+    source = tl.load(launch.group_ptr + tl.where(travels, assignment // (S.num_tokens * S.top_k), 0))
     heap = tl.load(launch.table_ptr + source)
-    offset = tl.where(travels, slot % (S.num_tokens * S.top_k), 0).to(tl.int64) * (
-        S.gemm.N * dtype.primitive_bitwidth // 8
-    )
+    # At the source, assignments of its own tokens are numbered from 0.
+    row_bytes: tl.constexpr = S.gemm.N * dtype.primitive_bitwidth // 8
+    offset = tl.where(travels, assignment % (S.num_tokens * S.top_k), 0).to(tl.int64) * row_bytes
     return tl.where(travels, heap + HEAP.data_offset + offset, 0)
 
 
 @triton.jit
 def store_at_sources(total, addresses, column, dtype: tl.constexpr, S: tl.constexpr):
-    """Stores a tile's columns of the rows at these addresses."""
+    """Store a tile's columns of the rows at these addresses."""
     columns = (column + tl.arange(0, total.shape[1]))[None, :]
     target = tl.multiple_of(addresses.to(tl.pointer_type(dtype))[:, None] + columns, (16, 16))
     tl.store(target, total.to(dtype), mask=(addresses != 0)[:, None] & (columns < S.gemm.N))
@@ -330,9 +354,9 @@ def store_at_sources(total, addresses, column, dtype: tl.constexpr, S: tl.conste
 
 @triton.jit
 def store_biased_at_sources(total, bias, tile, addresses, dtype: tl.constexpr, S: tl.constexpr):
-    """The same with a `Bias`, one half of the columns after the other: all at once would spill registers."""
+    """Add a `Bias` and store a tile at its sources in two halves of the columns: at once they would spill registers."""
     HALF: tl.constexpr = S.gemm.tile.block_n // 2
-    left, right = halves(total, S.gemm.tile.block_m, HALF * 2)
+    left, right = split_columns(total, S.gemm.tile.block_m, HALF * 2)
     left = add_bias(left, bias, tile, S.gemm)
     store_at_sources(left, addresses, tile.column, dtype, S)
     right_tile = Tile(tile.group, tile.row, tile.end, tile.column + HALF)
@@ -341,7 +365,7 @@ def store_biased_at_sources(total, bias, tile, addresses, dtype: tl.constexpr, S
 
 @triton.jit
 def clear_dropped(handle, launch, dtype: tl.constexpr, S: tl.constexpr, HEAP: tl.constexpr):
-    """This program's share of the zeros at the sources, for slots that should have a row here but found no place."""
+    """Zero this program's share of the dropped assignments, at their sources."""
     NUM_TOKENS: tl.constexpr = S.num_tokens
     HIDDEN: tl.constexpr = S.gemm.N
     LOCAL_EXPERTS: tl.constexpr = S.gemm.num_groups
@@ -353,22 +377,23 @@ def clear_dropped(handle, launch, dtype: tl.constexpr, S: tl.constexpr, HEAP: tl
         tokens = index % blocks * ROWS + tl.arange(0, ROWS)
         base = data_of(launch, tl.load(launch.group_ptr + source_rank), dtype, HEAP)
         for k in range(S.top_k):
-            slots = (source_rank * NUM_TOKENS + tokens) * S.top_k + k
-            expert = tl.load(handle.ids_ptr + slots, mask=tokens < NUM_TOKENS, other=-1)
-            dropped = (expert >= launch.rank * LOCAL_EXPERTS) & (expert < launch.rank * LOCAL_EXPERTS + LOCAL_EXPERTS)
-            dropped = dropped & (tl.load(handle.slot_row_ptr + slots, mask=tokens < NUM_TOKENS, other=0) < 0)
+            assignments = (source_rank * NUM_TOKENS + tokens) * S.top_k + k
+            expert = tl.load(handle.ids_ptr + assignments, mask=tokens < NUM_TOKENS, other=-1)
+            # Dropped: the expert is here, but the assignment has no row.
+            first_expert = launch.rank * LOCAL_EXPERTS
+            dropped = (expert >= first_expert) & (expert < first_expert + LOCAL_EXPERTS)
+            dropped = dropped & (tl.load(handle.slot_row_ptr + assignments, mask=tokens < NUM_TOKENS, other=0) < 0)
             if tl.max(dropped.to(tl.int32), axis=0) > 0:
                 for h in range(0, HIDDEN, COLUMNS):
                     columns = h + tl.arange(0, COLUMNS)[None, :]
-                    target = tl.multiple_of(
-                        base + (tokens * S.top_k + k).to(tl.int64)[:, None] * HIDDEN + columns, (16, 16)
-                    )
+                    rows = (tokens * S.top_k + k).to(tl.int64)
+                    target = tl.multiple_of(base + rows[:, None] * HIDDEN + columns, (16, 16))
                     tl.store(target, tl.zeros((ROWS, COLUMNS), dtype), mask=dropped[:, None] & (columns < HIDDEN))
 
 
 @triton.jit
 def return_share_of_weights(weights_ptr, handle, launch, S: tl.constexpr, HEAP: tl.constexpr):
-    """Sends this program's share of the values of rows to their slots, those that found no place included."""
+    """Send this program's share of row values to their assignments, dropped ones included."""
     blocks: tl.constexpr = (S.num_tokens + S.weight_tokens - 1) // S.weight_tokens
     for index in range(tl.program_id(0), HEAP.num_ranks * blocks, tl.num_programs(0)):
         peer = peer_of(launch, index // blocks)
@@ -379,15 +404,15 @@ def return_share_of_weights(weights_ptr, handle, launch, S: tl.constexpr, HEAP: 
 
 
 @triton.jit
-def list_slots(list_ptr, ids_ptr, rank, block, NUM_EXPERTS: tl.constexpr, S: tl.constexpr):
-    """Lists the slots of a block of this rank's tokens that have an expert, in order of k; returns how many."""
+def list_assignments(list_ptr, ids_ptr, rank, block, NUM_EXPERTS: tl.constexpr, S: tl.constexpr):
+    """List the assignments of a block of this rank's tokens that have an expert, in order of k; return how many."""
     tokens = block * S.sum_tokens + tl.arange(0, S.sum_tokens)
     k = tl.arange(0, S.padded_top_k)[None, :]
-    slots = tokens[:, None] * S.top_k + k
+    assignments = tokens[:, None] * S.top_k + k
     inside = (tokens < S.num_tokens)[:, None] & (k < S.top_k)
-    expert = tl.load(ids_ptr + rank * S.num_tokens * S.top_k + slots, mask=inside, other=-1)
+    expert = tl.load(ids_ptr + rank * S.num_tokens * S.top_k + assignments, mask=inside, other=-1)
     chosen = (expert >= 0) & (expert < NUM_EXPERTS)
-    return write_list(list_ptr, slots, chosen, tokens, tokens < S.num_tokens, S.sums.list_length)
+    return write_list(list_ptr, assignments, chosen, tokens, tokens < S.num_tokens, S.sums.list_length)
 
 
 @triton.jit
@@ -405,67 +430,76 @@ def gemm_combine(
     S: tl.constexpr,
     HEAP: tl.constexpr,
 ):
-    """`h [R, F]` and matrices `[L, F, H]` (`[L, H, F]` if TRANSPOSED) to `Sums`.
+    """Multiply rows `h [num_rows, K]` with their experts' weights and combine the results at their sources.
 
-    Unless it is None, a `Bias` is added to the rows before they are rounded and travel. Unless both are None,
-    `weights [R]` go to the slots `out_weights [T, K]` of their rows, zero where there is none.
+    Weights are `[num_local_experts, K, hidden]` (`[., hidden, K]` if transposed). Unless it is None, a `Bias` is added
+    before rows are rounded and sent. Unless both are None, values `weights [num_rows]` go to `out_weights [num_tokens,
+    top_k]`, zero where an assignment has no row.
 
-    Unless `gradient` is None, also `factors`, which are `h` and the tokens `[R, H]` by row (or these and `h` if
-    TRANSPOSED), to `gradient`: `lhs[rows].T @ rhs[rows]` of each expert, in the shape of the matrices, through a
-    descriptor of blocks `[1, BM, BN / PARTS]`.
+    Unless `gradient` is None, the launch also computes the weight gradient of `factors`, which are `h` and the tokens
+    `[num_rows, hidden]` by row, in this order, or swapped if the weights are transposed. `gradient` is a descriptor of
+    blocks `[1, block_m, block_n / store_parts]`.
     """
-    launch, alive = open_launch(peers, HEAP)
+    launch, not_failed = open_launch(peers, HEAP)
     NUM_RANKS: tl.constexpr = HEAP.num_ranks
     GEMM: tl.constexpr = S.gemm
     dtype: tl.constexpr = h_desc.dtype
     received_ptr = data_of(launch, launch.device, dtype, HEAP)
+    # The first program signals; every program waits before it stores at a peer.
     if tl.atomic_add(launch.control + STARTED, 1, sem="relaxed", scope="gpu") == 0:
-        announce(launch, HEAP)
-    alive = await_peers(launch, alive, 0, HEAP)
-    if S.may_drop:  # known when compiling, unlike what follows
-        if alive != 0:
+        signal_ready(launch, HEAP)
+    not_failed = await_all_ready(launch, not_failed, 0, HEAP)
+    # Assignments without a row need a value at their source.
+    if S.may_drop:
+        if not_failed != 0:
             began = stamp(HEAP)
             clear_dropped(handle, launch, dtype, S, HEAP)
             trace(launch, ZERO_EVENT, began, tl.program_id(0), HEAP)
+    # Row values, such as gradients of router weights, go to their assignments.
     if weights_ptr is not None:
-        if alive != 0:
+        if not_failed != 0:
             began = stamp(HEAP)
             return_share_of_weights(weights_ptr, handle, launch, S, HEAP)
             trace_exchange(launch, PUSH_EVENT, began, tl.program_id(0), -1, 0, HEAP)
     groups = locate_groups(handle.sizes_ptr, GEMM)
     group_ends = number_tasks(groups, GEMM)
-    # After a failure nobody may be there to receive: no more stores, whatever the results then are.
     all_tiles = tasks_until(tl.max(group_ends, axis=0))
-    num_tiles = all_tiles * alive
-    for turn in tl.range(0, num_turns(num_tiles), flatten=True):
+    # After a failure compute no tiles: a peer may no longer be there to receive.
+    num_tiles = all_tiles * not_failed
+    # GEMM: the loops over tiles and K are one, so the loads of a tile begin before the previous tile is stored.
+    for i in tl.range(0, num_own_tasks(num_tiles), flatten=True):
         began = stamp(HEAP)
-        tile = find_tile(task_of_turn(turn), group_ends, handle.sizes_ptr, GEMM)
+        tile = find_tile(own_task(i), group_ends, handle.sizes_ptr, GEMM)
         total = multiply(h_desc, b_desc, tile, GEMM)
-        # Addresses that live beside the sums would spill registers in the flat loop.
+        # Look addresses up only now: kept across the GEMM, they would spill registers.
         addresses = row_addresses(handle.row_slot_ptr, launch, tile, dtype, S, HEAP)
         if bias is None:
             store_at_sources(total, addresses, tile.column, dtype, S)
         else:
             store_biased_at_sources(total, bias, tile, addresses, dtype, S)
-        trace(launch, TILE_EVENT, began, task_of_turn(turn), HEAP)
-    if alive != 0:  # who has failed is missing in the count, so that nobody is told of rows that were not stored
+        trace(launch, TILE_EVENT, began, own_task(i), HEAP)
+    # The last program to finish signals all ranks. A failed program does not count, so that no rank takes missing rows
+    # for stored ones.
+    if not_failed != 0:
         if count_stored(launch, 0):
             for peer_rank in range(NUM_RANKS):
                 publish(launch, peer_of(launch, peer_rank), 0, 0, HEAP)
     if gradient is not None:
-        # The first tile is the same in all programs, also where some have failed and others not.
+        # Gradient tiles continue the round-robin after the GEMM tiles. The start does not depend on `not_failed`, which
+        # may differ between programs.
         began = stamp(HEAP)
-        multiply_rows(factors.lhs, factors.rhs, gradient, groups, place_after(all_tiles), ALL_TASKS, S.gradient)
+        multiply_rows(factors.lhs, factors.rhs, gradient, groups, first_task_after(all_tiles), ALL_TASKS, S.gradient)
         trace(launch, TILE_EVENT, began, all_tiles + tl.program_id(0), HEAP)
-    if all_begun(launch):
+    if all_programs_started(launch):
+        # Sum the rows of this rank's tokens; the first block waits for all ranks.
         blocks: tl.constexpr = (S.num_tokens + S.sum_tokens - 1) // S.sum_tokens
         list_ptr = sums.lists_ptr + tl.program_id(0) * 2 * S.sums.list_length
         block = next_task(launch)
         if block < blocks:
-            alive = await_block_of_all(launch, 0, alive, block, HEAP)
+            not_failed = await_block_of_all(launch, 0, not_failed, block, HEAP)
         while block < blocks:
             began = stamp(HEAP)
-            count = list_slots(list_ptr, handle.ids_ptr, launch.rank, block, NUM_RANKS * GEMM.num_groups, S)
+            count = list_assignments(list_ptr, handle.ids_ptr, launch.rank, block, NUM_RANKS * GEMM.num_groups, S)
             received = Rows(received_ptr, received_ptr)
             sum_listed(list_ptr, count, received, Rows(sums.out_ptr, sums.out_ptr), tl.float32, GEMM.N, S.sums)
             if weights_ptr is not None:
@@ -474,7 +508,8 @@ def gemm_combine(
             trace(launch, SUM_EVENT, began, block, HEAP)
             block = next_task(launch)
     if end_launch(launch, HEAP):
-        poison(sums.out_ptr, S.num_tokens * GEMM.N)  # the gradient needs nothing of other ranks
+        # The gradient is valid: it needs nothing from other ranks.
+        poison(sums.out_ptr, S.num_tokens * GEMM.N)
         if weights_ptr is not None:
             poison(out_weights_ptr, S.num_tokens * S.top_k)
 
@@ -492,30 +527,34 @@ def combine_with_weight_gradient(
     S: tl.constexpr,
     HEAP: tl.constexpr,
 ):
-    """`y [R, H]` and `weights` to where `combine` has them; and `factors` to `gradient`, as `gemm_combine` has it."""
-    launch, alive = open_launch(peers, HEAP)
+    """Combine `y [num_rows, hidden]` like `combine`, and compute the gradient of `factors` like `gemm_combine`."""
+    launch, not_failed = open_launch(peers, HEAP)
     programs = tl.num_programs(0)
     GRADIENT: tl.constexpr = S.gradient
     BLOCK_M: tl.constexpr = S.gradient.tile.block_m
     BLOCK_N: tl.constexpr = S.gradient.tile.block_n
-    tiles: tl.constexpr = (
-        GRADIENT.num_groups * ((GRADIENT.K + BLOCK_M - 1) // BLOCK_M) * ((GRADIENT.N + BLOCK_N - 1) // BLOCK_N)
-    )
-    most_turns = tl.cdiv(tiles, S.tiles_per_task * programs) * programs
+    column_tiles: tl.constexpr = (GRADIENT.N + BLOCK_N - 1) // BLOCK_N
+    tiles: tl.constexpr = GRADIENT.num_groups * ((GRADIENT.K + BLOCK_M - 1) // BLOCK_M) * column_tiles
+    num_tasks = tl.cdiv(tiles, S.tiles_per_task * programs) * programs
+    # The first programs to start run combine until its queue is empty.
     communicates = tl.atomic_add(launch.control + STARTED, 1, sem="relaxed", scope="gpu") < S.comm_programs
     if communicates:
         ids_ptr, slot_row_ptr = handle.ids_ptr, handle.slot_row_ptr
-        combine_blocks(y_ptr, weights_ptr, ids_ptr, slot_row_ptr, sums, out_weights_ptr, launch, alive, S.combine, HEAP)
+        combine_blocks(
+            y_ptr, weights_ptr, ids_ptr, slot_row_ptr, sums, out_weights_ptr, launch, not_failed, S.combine, HEAP
+        )
+    # Then all take gradient tiles, `tiles_per_task` at a time.
     groups = locate_groups(handle.sizes_ptr, GRADIENT)
-    turn = tl.atomic_add(launch.control + QUEUE, 1, sem="relaxed", scope="gpu")
-    while turn < most_turns:
-        # Programs that take neighbouring turns work on neighbouring tiles.
-        first = turn // programs * programs * S.tiles_per_task + turn % programs
+    task = tl.atomic_add(launch.control + QUEUE, 1, sem="relaxed", scope="gpu")
+    while task < num_tasks:
+        # Programs that take neighboring tasks work on neighboring tiles.
+        first = task // programs * programs * S.tiles_per_task + task % programs
         began = stamp(HEAP)
         multiply_rows(factors.lhs, factors.rhs, gradient, groups, first, S.tiles_per_task, GRADIENT)
-        trace(launch, TILE_EVENT, began, turn, HEAP)
-        turn = tl.atomic_add(launch.control + QUEUE, 1, sem="relaxed", scope="gpu")
+        trace(launch, TILE_EVENT, began, task, HEAP)
+        task = tl.atomic_add(launch.control + QUEUE, 1, sem="relaxed", scope="gpu")
     if end_launch(launch, HEAP):
-        poison(sums.out_ptr, S.combine.num_tokens * S.combine.hidden)  # the gradient needs nothing of other ranks
+        # The gradient is valid: it needs nothing from other ranks.
+        poison(sums.out_ptr, S.combine.num_tokens * S.combine.hidden)
         if weights_ptr is not None:
             poison(out_weights_ptr, S.combine.num_tokens * S.combine.top_k)

@@ -1,44 +1,49 @@
-"""What a kernel leaves for the host when a launch cannot succeed, how it stops waiting, and what becomes of results."""
+"""Failures of a launch: the status record for the host, the end of all waits, and poisoned results."""
 
 import triton
 import triton.language as tl
 
 from .table import FAILED, STATUS, TIMEOUT_NS
 
+# States of the status record, as in jax_ep/ffi/csrc/status.h.
 STATE_TIMEOUT = tl.constexpr(1)
 STATE_WRITING = tl.constexpr(3)
 STATE_WRONG_MESH = tl.constexpr(4)
 STATE_OTHER_LAUNCH = tl.constexpr(5)
 
+# Elements that `poison` stores at a time.
 POISON_BLOCK = tl.constexpr(2048)
 
 
 @triton.jit
 def poison(ptr, NUM: tl.constexpr):
-    """Fills `[N]` elements of any type with the bytes 0xFF: NaN in floats, -1 in integers."""
+    """Fill `[NUM]` elements of any type with 0xFF bytes: NaN in float types, -1 in integer types."""
     bits: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth
     word: tl.constexpr = tl.int8 if bits == 8 else tl.int16 if bits == 16 else tl.int32 if bits == 32 else tl.int64
     words = ptr.to(tl.pointer_type(word), bitcast=True)
     index = tl.arange(0, POISON_BLOCK).to(tl.int64)
     for _ in range((NUM + POISON_BLOCK - 1) // POISON_BLOCK):
         tl.store(words + index, tl.full((POISON_BLOCK,), -1, word), mask=index < NUM)
+        # int64, so that large results do not overflow the index.
         index += POISON_BLOCK
 
 
 @triton.jit
 def give_up(launch, flag, epoch, peer_rank, task, timeout_ns, HEAP: tl.constexpr):
-    """Ends all waiting on this device after that for `flag` has expired."""
+    """End all waits on this device after the wait for `flag` has expired, and report it."""
     tl.atomic_store(launch.control + FAILED, 1, sem="relaxed", scope="gpu")
     seen = tl.atomic_load(flag, sem="relaxed", scope="sys")
     report_timeout(launch, peer_rank, epoch, seen, task, timeout_ns, HEAP)
 
 
 @triton.jit
-def refuse_greeting(launch, peer_rank, epoch, seen, task, HEAP: tl.constexpr):
-    """Tells the host of an expired wait for a greeting: the peer did not come, or it launches something else."""
+def report_handshake(launch, peer_rank, epoch, seen, task, HEAP: tl.constexpr):
+    """Report an expired wait for a handshake: the peer is late, or it launched a different kernel."""
     LAUNCH: tl.constexpr = HEAP.launch_id
+    # Unpack the handshake: launch_id << 32 | epoch.
     seen_epoch, seen_launch = seen.to(tl.int32), (seen >> 32).to(tl.int32)
     is_other = (seen_epoch == epoch) & (seen_launch != LAUNCH)
+    # The same epoch with another identity is another kernel; every other value is a late peer.
     state = tl.where(is_other, STATE_OTHER_LAUNCH, STATE_TIMEOUT)
     expected, found = tl.where(is_other, LAUNCH, epoch), tl.where(is_other, seen_launch, seen_epoch)
     timeout_ns = tl.load(launch.table_ptr + HEAP.num_devices + TIMEOUT_NS)
@@ -48,15 +53,16 @@ def refuse_greeting(launch, peer_rank, epoch, seen, task, HEAP: tl.constexpr):
 
 @triton.jit
 def report_timeout(launch, peer_rank, epoch, seen, task, timeout_ns, HEAP: tl.constexpr):
-    """Tells the host of a wait that has expired."""
+    """Report a wait that has expired."""
     detail = (timeout_ns // 1000000).to(tl.int32)
     report(launch, STATE_TIMEOUT, peer_rank, epoch, seen, task, detail, HEAP)
 
 
 @triton.jit
 def report(launch, state, peer_rank, expected, seen, task, detail, HEAP: tl.constexpr):
-    """Fills the status record (jax_ep/ffi/csrc/status.h), unless an earlier failure holds it."""
+    """Fill the status record (jax_ep/ffi/csrc/status.h), unless an earlier failure holds it."""
     status = tl.load(launch.table_ptr + HEAP.num_devices + STATUS).to(tl.pointer_type(tl.int32))
+    # The first failure wins; the record stays in state WRITING until it is complete.
     if tl.atomic_cas(status, 0, STATE_WRITING, sem="relaxed", scope="sys") == 0:
         tl.store(status + 1, HEAP.launch_id & 0xFF)  # the operation
         tl.store(status + 2, launch.rank)

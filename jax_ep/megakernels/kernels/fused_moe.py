@@ -1,17 +1,21 @@
-"""The expert layer on one device in one launch: both products, the activation between them, the sums.
+"""The expert layer of one device in one launch: both GEMMs, the activation between them, and the sums over top_k.
 
-A slot is a token's choice of an expert, and slots of one expert make blocks of up to BM. Few slots every program sorts
-for itself; many have been sorted. There are three kinds of tasks: (1) a tile of columns of a block's hidden rows,
-activated and weighted; (2) a tile of a block's rows of the result, or what a part of the hidden columns adds to them,
-once all its hidden rows are there; (3) the sums of some tokens' rows, once all are there. Programs take tasks in this
-order from one queue, and a task waits only for tasks of earlier kinds, which have been taken before: so no order and no
-number of programs can stop, and waits are bounded all the same. What a wait that expires would have read is NaN.
+Assignments of one expert form blocks of up to block_m. Few assignments are sorted by every program itself; many come
+sorted (moe_sort.py). Roles: programs are equal and take tasks from one queue, in three phases:
 
-With few tokens the matrices are nearly all that is read, each once, by as many programs as there are tiles. Rows are
-read where tokens are, and the hidden and resulting rows lie in the order of slots, so none are moved. Sums are made in
-order of k: the same input gives the same bits.
+    (1) hidden   a tile of columns of a block's hidden rows, activated and weighted
+    (2) rows     once all hidden tiles of a block are done: a tile of its rows, or the part of them from one split of K
+    (3) sums     once all rows are done: the sums over k of some tokens
 
-Source: one launch with a queue of tasks and flags between two products, as in Composable Kernel's fused MoE.
+Waits. (2) polls a counter per block, (3) one counter of all row tasks. It cannot deadlock: a task waits only for tasks
+of earlier phases, which have smaller numbers and have been taken, so any order and number of resident programs
+finishes. Waits have a timeout all the same; values whose wait expired are NaN.
+
+Floor: with few tokens nearly all memory traffic is the weights, each read once by as many programs as there are tiles.
+Rows are read where tokens are, and intermediate rows stay in the order of assignments, so nothing is permuted. Sums run
+in order of k and of the splits: the same input gives the same bits.
+
+Source: one launch with a task queue and flags between two GEMMs, as in Composable Kernel's fused MoE.
 """
 
 import triton
@@ -30,25 +34,28 @@ from jax_ep.formats.kernels.quantized import (
 from .activation import activate, factor_of, limit_gate
 from .quantization import GROUP, quantize, scale_offsets
 
-TIMEOUT_NS = tl.constexpr(10_000_000_000)
+TIMEOUT_NS = tl.constexpr(10_000_000_000)  # of a wait within the launch
 
 
 @triton.jit
-def sort_slots(tensors, scratch, S: tl.constexpr):
-    """How many blocks there are; of few slots, stores their order by expert, and where in it each block begins."""
+def sort_assignments(tensors, scratch, S: tl.constexpr):
+    """Sort few assignments by expert and store where each block begins; return the number of blocks."""
     BLOCK_M: tl.constexpr = S.down.tile.block_m
     if S.presorted:
         num_blocks = tl.load(tensors.num_rows_ptr) // BLOCK_M
     else:
         lanes = tl.arange(0, S.padded_assignments)
         ids = tl.load(tensors.ids_ptr + lanes, mask=lanes < S.num_tokens * S.top_k, other=-1)
+        # Keys order by (expert, assignment); invalid ids come last.
         order = tl.sort(tl.where((ids >= 0) & (ids < S.num_experts), ids, S.num_experts) * S.padded_assignments + lanes)
-        # All programs store the same, and each reads what itself has stored: behind a barrier, not waiting for another.
+        # All programs store the same values, and each reads only after its own stores: a barrier suffices.
         tl.store(scratch.order_ptr + lanes, order)
         tl.debug_barrier()
         experts = order // S.padded_assignments
         before = tl.load(scratch.order_ptr + lanes - 1, mask=lanes > 0, other=-1) // S.padded_assignments
+        # Position of each expert's first assignment, by a running maximum.
         first = tl.associative_scan(tl.where((lanes > 0) & (experts == before), 0, lanes), 0, largest)
+        # A block begins at every block_m-th assignment of an expert.
         begins = (experts < S.num_experts) & ((lanes - first) % BLOCK_M == 0)
         block = tl.cumsum(begins.to(tl.int32), axis=0) - 1
         tl.store(scratch.blocks_ptr + block, lanes, mask=begins)
@@ -59,33 +66,34 @@ def sort_slots(tensors, scratch, S: tl.constexpr):
 
 @triton.jit
 def largest(a, b):
-    """Of two, as a scan takes it."""
+    """Return the larger of two, the combine function of a scan."""
     return tl.maximum(a, b)
 
 
 @triton.jit
 def find_block(block, tensors, scratch, S: tl.constexpr):
-    """Expert of a block, its slots `[BM]`, and which of these exist; behind `sort_slots`."""
+    """Return a block's expert, its assignments `[block_m]` and their mask; call `sort_assignments` first."""
     BLOCK_M: tl.constexpr = S.down.tile.block_m
     if S.presorted:
+        # Presorted: padding rows have no assignment.
         expert = tl.load(tensors.block_expert_ptr + block)
-        slots = tl.load(tensors.slots_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
-        exist = slots >= 0
-        slots = tl.maximum(slots, 0)
+        assignments = tl.load(tensors.assignments_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
+        exist = assignments >= 0
+        assignments = tl.maximum(assignments, 0)
     else:
+        # Sorted here: a block ends where the next expert begins.
         first = tl.load(scratch.blocks_ptr + block)
-        places = first + tl.arange(0, BLOCK_M)
-        order = tl.load(
-            scratch.order_ptr + places, mask=places < S.padded_assignments, other=S.num_experts * S.padded_assignments
-        )
+        positions = first + tl.arange(0, BLOCK_M)
+        past_end: tl.constexpr = S.num_experts * S.padded_assignments
+        order = tl.load(scratch.order_ptr + positions, mask=positions < S.padded_assignments, other=past_end)
         expert = tl.load(scratch.order_ptr + first) // S.padded_assignments
-        slots, exist = order % S.padded_assignments, order // S.padded_assignments == expert
-    return expert, slots, exist
+        assignments, exist = order % S.padded_assignments, order // S.padded_assignments == expert
+    return expert, assignments, exist
 
 
 @triton.jit
 def load_rows(x_ptr, rows, exist, k, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
-    """`[BM, BK]` of rows of `[., WIDTH]`, zero behind them."""
+    """Load columns `[k, k + BLOCK_K)` of rows of `[., WIDTH]`; zero outside."""
     columns = k + tl.arange(0, BLOCK_K)[None, :]
     source = x_ptr + rows.to(tl.int64)[:, None] * WIDTH + columns
     return tl.load(source, mask=exist[:, None] & (columns < WIDTH), other=0.0)
@@ -93,7 +101,7 @@ def load_rows(x_ptr, rows, exist, k, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr)
 
 @triton.jit
 def load_step(x_ptr, rows, exist, k, WIDTH: tl.constexpr, S: tl.constexpr):
-    """`[BM, BK]` of rows of `[., WIDTH]`, of a step; with prepacked weights, each piece of it."""
+    """Load the rows of one step of K; for prepacked weights, as a tuple of pieces."""
     if S.prepacked:
         first = load_rows(x_ptr, rows, exist, k, WIDTH, PIECE)
         second = load_rows(x_ptr, rows, exist, k + PIECE, WIDTH, PIECE)
@@ -101,8 +109,8 @@ def load_step(x_ptr, rows, exist, k, WIDTH: tl.constexpr, S: tl.constexpr):
             step = first, second
         else:
             third = load_rows(x_ptr, rows, exist, k + 2 * PIECE, WIDTH, PIECE)
-            fourth = load_rows(x_ptr, rows, exist, k + 3 * PIECE, WIDTH, PIECE)
-            step = first, second, third, fourth  # type: ignore[assignment]
+            interleaved_rows = load_rows(x_ptr, rows, exist, k + 3 * PIECE, WIDTH, PIECE)
+            step = first, second, third, interleaved_rows  # type: ignore[assignment]
     else:
         step = load_rows(x_ptr, rows, exist, k, WIDTH, S.tile.block_k)
     return step
@@ -110,7 +118,7 @@ def load_step(x_ptr, rows, exist, k, WIDTH: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def load_row_scales(scales_ptr, rows, exist, k, S: tl.constexpr):
-    """`[BM]` scales of rows of `[., K / 128]` at a step, of those in FP8; else anything."""
+    """Load the scales of FP8 rows of `[., K / 128]` at a step; return anything for other rows."""
     scales = exist
     if S.fp8_rows:
         scales = tl.load(scales_ptr + rows.to(tl.int64) * (S.K // GROUP) + k // GROUP, mask=exist, other=0.0)
@@ -119,7 +127,8 @@ def load_row_scales(scales_ptr, rows, exist, k, S: tl.constexpr):
 
 @triton.jit
 def add_step(total, rows, row_scales, matrix, scales, scales_ptr, expert, column, k, S: tl.constexpr):
-    """`total` and the product of rows of `load_step` with the block of an expert's matrix at (k, column)."""
+    """Add the product of rows of `load_step` and the expert's weights at (k, column) to `total`."""
+    # Weights in the tokens' dtype need no decoding.
     if S.decoder == "":
         block = tl.reshape(matrix.load([expert, k, column]), (S.tile.block_k, S.tile.block_n))
         total = tl.dot(rows, block, total)
@@ -135,24 +144,25 @@ def add_step(total, rows, row_scales, matrix, scales, scales_ptr, expert, column
 
 
 @triton.jit
-def no_sums(S: tl.constexpr):
-    """float32 zeros `[BM, BN]`, or with SWAP turned."""
+def zero_sums(S: tl.constexpr):
+    """Return float32 zeros `[block_m, block_n]`, or `[block_n, block_m]` with swap_ab."""
     BLOCK_M: tl.constexpr = S.tile.block_m
     BLOCK_N: tl.constexpr = S.tile.block_n
     return tl.zeros((BLOCK_N, BLOCK_M) if S.tile.swap_ab else (BLOCK_M, BLOCK_N), tl.float32)
 
 
 @triton.jit
-def whole_sums(total, scales_ptr, expert, column, rows_dtype: tl.constexpr, S: tl.constexpr):
-    """`[BM, BN]`, of rows of a dtype, with the scales of columns where they have some."""
+def finish_sums(total, scales_ptr, expert, column, rows_dtype: tl.constexpr, S: tl.constexpr):
+    """Transpose swapped sums to `[block_m, block_n]` and apply the scales that are left."""
     return scale_columns(tl.trans(total) if S.tile.swap_ab else total, scales_ptr, expert, column, rows_dtype, S)
 
 
 @triton.jit
-def multiply_hidden(tensors, scales_ptr, tokens, exist, expert, column, KIND: tl.constexpr, S: tl.constexpr):
-    """float32 `[BM, BN]` gates and what they multiply, of columns of I from `column` on; twice the same without.
+def compute_gate_up(tensors, scales_ptr, tokens, exist, expert, column, KIND: tl.constexpr, S: tl.constexpr):
+    """Compute float32 gates and up values of a block, `[block_m, block_intermediate]`; without gates return one twice.
 
-    Where gates and what they multiply lie in two halves, these are two products, or of prepacked weights one of both.
+    Gates and up values in separate halves need two GEMMs over the same rows, except for prepacked weights, whose tiles
+    hold both halves.
     """
     GEMM: tl.constexpr = S.gate_up
     BLOCK_M: tl.constexpr = GEMM.tile.block_m
@@ -161,7 +171,8 @@ def multiply_hidden(tensors, scales_ptr, tokens, exist, expert, column, KIND: tl
     dtype: tl.constexpr = tensors.x_ptr.dtype.element_ty
     if KIND.interleaved:
         column *= 2
-    first, second = no_sums(GEMM), no_sums(GEMM)
+    first, second = zero_sums(GEMM), zero_sums(GEMM)
+    # Scales are loaded one step ahead.
     ahead = load_scales(scales_ptr, expert, column, 0, GEMM)
     ahead_second = load_scales(scales_ptr, expert, S.intermediate_size + column, 0, GEMM)
     for k in range(0, S.hidden, BLOCK_K):
@@ -169,25 +180,27 @@ def multiply_hidden(tensors, scales_ptr, tokens, exist, expert, column, KIND: tl
         row_scales = load_row_scales(tensors.x_scales_ptr, tokens, exist, k, GEMM)
         scales, ahead = ahead, load_scales(scales_ptr, expert, column, k + BLOCK_K, GEMM)
         first = add_step(first, rows, row_scales, tensors.gate_up, scales, scales_ptr, expert, column, k, GEMM)
+        # Second GEMM over the same rows: the up values.
         if TWICE:
             up = S.intermediate_size + column
             scales, ahead_second = ahead_second, load_scales(scales_ptr, expert, up, k + BLOCK_K, GEMM)
             second = add_step(second, rows, row_scales, tensors.gate_up, scales, scales_ptr, expert, up, k, GEMM)
-    first = whole_sums(first, scales_ptr, expert, column, dtype, GEMM)
+    first = finish_sums(first, scales_ptr, expert, column, dtype, GEMM)
     if KIND.interleaved:
+        # Split gates and up values.
         gate, up = tl.split(tl.reshape(first, (BLOCK_M, S.block_intermediate, 2)))
     elif GEMM.split_halves:
         gate, up = tl.split(tl.permute(tl.reshape(first, (BLOCK_M, 2, S.block_intermediate)), (0, 2, 1)))
     else:
         gate, up = first, first
         if TWICE:
-            up = whole_sums(second, scales_ptr, expert, S.intermediate_size + column, dtype, GEMM)
+            up = finish_sums(second, scales_ptr, expert, S.intermediate_size + column, dtype, GEMM)
     return gate, up
 
 
 @triton.jit
 def load_bias(bias_ptr, expert, column, KIND: tl.constexpr, S: tl.constexpr):
-    """`[1, BN]` biases of gates and of what they multiply."""
+    """Load `[1, block_intermediate]` biases of gates and up values."""
     columns = column + tl.arange(0, S.block_intermediate)
     inside = columns < S.intermediate_size
     width: tl.constexpr = 2 * S.intermediate_size if KIND.gated else S.intermediate_size
@@ -201,70 +214,74 @@ def load_bias(bias_ptr, expert, column, KIND: tl.constexpr, S: tl.constexpr):
 
 
 @triton.jit
-def make_hidden(
-    tensors, scales_ptr, bias_ptr, scratch, expert, slots, exist, column, KIND: tl.constexpr, S: tl.constexpr
+def compute_hidden_tile(
+    tensors, scales_ptr, bias_ptr, scratch, expert, assignments, exist, column, KIND: tl.constexpr, S: tl.constexpr
 ):
-    """Task (1): a tile of the activated and weighted hidden rows of a block."""
-    gate, up = multiply_hidden(tensors, scales_ptr, slots // S.top_k, exist, expert, column, KIND, S)
-    weights = tl.load(tensors.weights_ptr + slots, mask=exist, other=0.0)[:, None]
+    """Run a task of phase (1): a tile of a block's hidden rows, activated and weighted."""
+    gate, up = compute_gate_up(tensors, scales_ptr, assignments // S.top_k, exist, expert, column, KIND, S)
+    weights = tl.load(tensors.weights_ptr + assignments, mask=exist, other=0.0)[:, None]
     if KIND.weights_on_input:
         gate, up = gate * weights, up * weights
     if bias_ptr is not None:
         gate_bias, up_bias = load_bias(bias_ptr, expert, column, KIND, S)
         gate, up = gate + gate_bias, up + up_bias
+    # act(gate) * up, in float32.
     values = activate(limit_gate(gate, KIND), KIND)
     if KIND.gated:
         values *= factor_of(up, KIND)
     if not KIND.weights_on_input:
         values *= weights
+    # The second GEMM takes FP8 rows: quantize here.
     if S.down.fp8_rows:
         values, scales = quantize(values, S.down.tile.block_m, S.block_intermediate)
-        offsets, inside = scale_offsets(slots, column, S.intermediate_size, S.block_intermediate)
+        offsets, inside = scale_offsets(assignments, column, S.intermediate_size, S.block_intermediate)
         tl.store(scratch.hidden_scales_ptr + offsets, scales, mask=exist[:, None] & inside)
     columns = column + tl.arange(0, S.block_intermediate)[None, :]
-    target = scratch.hidden_ptr + slots.to(tl.int64)[:, None] * S.intermediate_size + columns
+    target = scratch.hidden_ptr + assignments.to(tl.int64)[:, None] * S.intermediate_size + columns
     tl.store(
         target, values.to(scratch.hidden_ptr.dtype.element_ty), mask=exist[:, None] & (columns < S.intermediate_size)
     )
 
 
 @triton.jit
-def multiply_part(tensors, scales_ptr, scratch, slots, exist, expert, column, part, S: tl.constexpr):
-    """float32 `[BM, BN]`: what a part of the hidden columns adds to rows of the result."""
+def compute_down(tensors, scales_ptr, scratch, assignments, exist, expert, column, part, S: tl.constexpr):
+    """Compute what one split of K adds to a tile of a block's rows, in float32 `[block_m, block_n]`."""
     GEMM: tl.constexpr = S.down
     BLOCK_K: tl.constexpr = GEMM.tile.block_k
-    DEPTH: tl.constexpr = (GEMM.K + GEMM.k_splits * BLOCK_K - 1) // (GEMM.k_splits * BLOCK_K) * BLOCK_K
-    start = part * DEPTH
-    total = no_sums(GEMM)
+    # K of a split, in whole steps.
+    SPLIT_K: tl.constexpr = (GEMM.K + GEMM.k_splits * BLOCK_K - 1) // (GEMM.k_splits * BLOCK_K) * BLOCK_K
+    start = part * SPLIT_K
+    total = zero_sums(GEMM)
     ahead = load_scales(scales_ptr, expert, column, start, GEMM)
-    for k in range(start, tl.minimum(start + DEPTH, GEMM.K), BLOCK_K):
-        rows = load_step(scratch.hidden_ptr, slots, exist, k, GEMM.K, GEMM)
-        row_scales = load_row_scales(scratch.hidden_scales_ptr, slots, exist, k, GEMM)
+    for k in range(start, tl.minimum(start + SPLIT_K, GEMM.K), BLOCK_K):
+        rows = load_step(scratch.hidden_ptr, assignments, exist, k, GEMM.K, GEMM)
+        row_scales = load_row_scales(scratch.hidden_scales_ptr, assignments, exist, k, GEMM)
         scales, ahead = ahead, load_scales(scales_ptr, expert, column, k + BLOCK_K, GEMM)
         total = add_step(total, rows, row_scales, tensors.down, scales, scales_ptr, expert, column, k, GEMM)
-    return whole_sums(total, scales_ptr, expert, column, scratch.hidden_ptr.dtype.element_ty, GEMM)
+    return finish_sums(total, scales_ptr, expert, column, scratch.hidden_ptr.dtype.element_ty, GEMM)
 
 
 @triton.jit
-def finish_rows(
-    total, tensors, bias_ptr, rows_ptr, expert, slots, exist, column, part, KIND: tl.constexpr, S: tl.constexpr
+def store_block_rows(
+    total, tensors, bias_ptr, rows_ptr, expert, assignments, exist, column, part, KIND: tl.constexpr, S: tl.constexpr
 ):
-    """Stores a tile of a block's rows, or a part of them; the first one has the bias."""
+    """Store a tile of a block's rows, or one split of it; the first split adds the bias."""
     columns = column + tl.arange(0, S.down.tile.block_n)
     if bias_ptr is not None:
         source = bias_ptr + expert.to(tl.int64) * S.hidden + columns
         bias = tl.load(source, mask=(columns < S.hidden) & (part == 0), other=0.0).to(tl.float32)[None, :]
+        # Weights on the input do not scale the bias of the output.
         if KIND.weights_on_input:
             total += bias
         else:
-            total += tl.load(tensors.weights_ptr + slots, mask=exist, other=0.0)[:, None] * bias
-    target = rows_ptr + (slots.to(tl.int64) * S.down.k_splits + part)[:, None] * S.hidden + columns[None, :]
+            total += tl.load(tensors.weights_ptr + assignments, mask=exist, other=0.0)[:, None] * bias
+    target = rows_ptr + (assignments.to(tl.int64) * S.down.k_splits + part)[:, None] * S.hidden + columns[None, :]
     tl.store(target, total.to(rows_ptr.dtype.element_ty), mask=exist[:, None] & (columns < S.hidden)[None, :])
 
 
 @triton.jit
-def add_rows(ids_ptr, rows_ptr, out_ptr, first, column, arrived, S: tl.constexpr):
-    """Task (3): the sums of a block of tokens, in order of k and of the parts."""
+def sum_rows(ids_ptr, rows_ptr, out_ptr, first, column, arrived, S: tl.constexpr):
+    """Run a task of phase (3): sum the rows of a block of tokens, in order of k and of the splits."""
     K: tl.constexpr = S.top_k
     K_SPLITS: tl.constexpr = S.down.k_splits
     SUM_TOKENS: tl.constexpr = S.sum_tokens
@@ -274,32 +291,33 @@ def add_rows(ids_ptr, rows_ptr, out_ptr, first, column, arrived, S: tl.constexpr
     inside = (tokens < S.num_tokens)[:, None] & (columns < S.hidden)[None, :]
     total = tl.zeros((SUM_TOKENS, SUM_HIDDEN), tl.float32)
     for k in tl.static_range(K):
-        slots = tokens * K + k
-        expert = tl.load(ids_ptr + slots, mask=tokens < S.num_tokens, other=-1)
+        assignments = tokens * K + k
+        expert = tl.load(ids_ptr + assignments, mask=tokens < S.num_tokens, other=-1)
         exists = ((expert >= 0) & (expert < S.num_experts))[:, None] & inside
         for part in tl.static_range(K_SPLITS):
-            source = rows_ptr + (slots.to(tl.int64) * K_SPLITS + part)[:, None] * S.hidden + columns[None, :]
+            source = rows_ptr + (assignments.to(tl.int64) * K_SPLITS + part)[:, None] * S.hidden + columns[None, :]
             total += tl.load(source, mask=exists, other=0.0).to(tl.float32)
+    # A wait that expired leaves NaN.
     total = tl.where(arrived, total, float("nan"))
     target = out_ptr + tokens.to(tl.int64)[:, None] * S.hidden + columns[None, :]
     tl.store(target, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def count_up(counter_ptr):
-    """Tells others that what this program has stored for a task is there."""
-    # A release by one thread covers the others' stores only after a barrier of the program.
+def count_task(counter_ptr):
+    """Count a task whose results other tasks wait for."""
+    # The release of one thread covers the stores of the others only after a barrier.
     tl.debug_barrier()
     tl.atomic_add(counter_ptr, 1, sem="release", scope="gpu")
 
 
 @triton.jit
-def await_count(counter_ptr, count):
-    """Waits until so many tasks have been counted; returns whether they have."""
-    arrived = tl.atomic_poll(counter_ptr, count, sem="acquire", scope="gpu", timeout_ns=TIMEOUT_NS)
-    # What they have stored is read by all threads, after this barrier.
+def await_tasks(counter_ptr, count):
+    """Wait until `count` tasks have been counted; return whether they have."""
+    finished = tl.atomic_poll(counter_ptr, count, sem="acquire", scope="gpu", timeout_ns=TIMEOUT_NS)
+    # All threads read the results only after this barrier.
     tl.debug_barrier()
-    return arrived
+    return finished
 
 
 @triton.jit
@@ -316,13 +334,13 @@ def fused_moe(
     KIND: tl.constexpr,
     S: tl.constexpr,
 ):
-    """Tokens `[T, H]` to `out [T, H]`.
+    """Apply the expert layer to tokens `[num_tokens, hidden]`; store `out [num_tokens, hidden]`.
 
-    `counters` are zero: the queue, the tiles of rows of the result that are there, the tiles of hidden rows of each of
-    MOST_BLOCKS blocks that are. They are written in place, which `written_counters` is there to say.
+    `counters [2 + max_blocks]` are zero at the start: next task, finished row tasks, finished hidden tiles of each
+    block. They are updated in place; `written_counters` is the result that aliases them.
     """
     BLOCK_N: tl.constexpr = S.down.tile.block_n
-    num_blocks = sort_slots(tensors, scratch, S)
+    num_blocks = sort_assignments(tensors, scratch, S)
     hidden_tiles: tl.constexpr = (S.intermediate_size + S.block_intermediate - 1) // S.block_intermediate
     row_tiles: tl.constexpr = (S.hidden + BLOCK_N - 1) // BLOCK_N
     row_tasks: tl.constexpr = row_tiles * S.down.k_splits
@@ -332,29 +350,34 @@ def fused_moe(
     hidden_counts_ptr = counters_ptr + 2
     first_rows = num_blocks * hidden_tiles
     first_sums = first_rows + num_blocks * row_tasks
-    # Not taken ahead: it would wait for this program when others have none. What it waits for has been taken before.
+    # Do not prefetch the next task: it would wait in this program while idle programs could run it.
     task = tl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
     while task < first_sums + sum_tasks:
         if task < first_rows:
+            # (1) Compute a tile of a block's hidden rows.
             block, tile = task // hidden_tiles, task % hidden_tiles
-            expert, slots, exist = find_block(block, tensors, scratch, S)
+            expert, assignments, exist = find_block(block, tensors, scratch, S)
             column = tile * S.block_intermediate
-            make_hidden(tensors, gate_up_scales_ptr, gate_up_bias_ptr, scratch, expert, slots, exist, column, KIND, S)
-            count_up(hidden_counts_ptr + block)
+            compute_hidden_tile(
+                tensors, gate_up_scales_ptr, gate_up_bias_ptr, scratch, expert, assignments, exist, column, KIND, S
+            )
+            count_task(hidden_counts_ptr + block)
         elif task < first_sums:
+            # (2) Compute a tile of a block's rows, once the block's hidden rows are complete.
             block, inside = (task - first_rows) // row_tasks, (task - first_rows) % row_tasks
             part, column = inside // row_tiles, inside % row_tiles * BLOCK_N
-            expert, slots, exist = find_block(block, tensors, scratch, S)
-            arrived = await_count(hidden_counts_ptr + block, hidden_tiles)
-            total = multiply_part(tensors, down_scales_ptr, scratch, slots, exist, expert, column, part, S)
+            expert, assignments, exist = find_block(block, tensors, scratch, S)
+            arrived = await_tasks(hidden_counts_ptr + block, hidden_tiles)
+            total = compute_down(tensors, down_scales_ptr, scratch, assignments, exist, expert, column, part, S)
             total = tl.where(arrived, total, float("nan"))
-            finish_rows(total, tensors, down_bias_ptr, scratch.rows_ptr, expert, slots, exist, column, part, KIND, S)
-            count_up(done_ptr)
-        else:
-            token, column = (
-                (task - first_sums) // sum_tiles * S.sum_tokens,
-                (task - first_sums) % sum_tiles * S.sum_hidden,
+            store_block_rows(
+                total, tensors, down_bias_ptr, scratch.rows_ptr, expert, assignments, exist, column, part, KIND, S
             )
-            arrived = await_count(done_ptr, num_blocks * row_tasks)
-            add_rows(tensors.ids_ptr, scratch.rows_ptr, out_ptr, token, column, arrived, S)
+            count_task(done_ptr)
+        else:
+            # (3) Sum the rows of some tokens, once all rows are complete.
+            token = (task - first_sums) // sum_tiles * S.sum_tokens
+            column = (task - first_sums) % sum_tiles * S.sum_hidden
+            arrived = await_tasks(done_ptr, num_blocks * row_tasks)
+            sum_rows(tensors.ids_ptr, scratch.rows_ptr, out_ptr, token, column, arrived, S)
         task = tl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")

@@ -43,7 +43,7 @@ class SortedLayerTensors(NamedTuple):
     down: Any
     ids_ptr: Any
     weights_ptr: Any
-    slots_ptr: Any  # [num_rows] assignment of each row; -1: padding
+    assignments_ptr: Any  # [num_rows] assignment of each row; -1: padding
     block_expert_ptr: Any  # [num_rows / block_m] expert of each block
     num_rows_ptr: Any  # [] rows in use
 

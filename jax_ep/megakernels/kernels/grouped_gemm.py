@@ -1,11 +1,12 @@
-"""Grouped GEMM: each row times the matrix of its group; the same of FP8 operands; and its weight gradient.
+"""Grouped GEMM: multiply each row with its group's weights, in 16 or 32 bits or FP8; and the weight gradient.
 
-Programs are persistent, and compute one tile after another (tiles.py). The loops over tiles and over K are one
-(`flatten`): the loads of a tile begin before the one before it is stored.
+Roles. Programs are persistent and equal; each computes one tile after another (tiles.py), and no program waits for
+another. The loops over tiles and over K are flattened into one, so the loads of a tile begin before the previous tile
+is stored. Floor: the tensor cores' rate for many rows per group, reading all weights once for few.
 
-Of the weight gradient, for each group the product of its rows of two arrays, summed over the rows, a task is one tile
-of one group's matrix; each group has the same number of them. The last block of a group's rows ends with the group:
-what lies behind, another group's rows or none, may hold NaN and reads as zero from both operands.
+Weight gradient: for each group, contract its rows of two arrays. A task is one tile of one group's gradient; every
+group has the same number of tiles. The last block of a group's rows ends at the group: rows behind it belong to another
+group or to none, may hold NaN, and read as zero from both operands.
 """
 
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .bounded import halves, load_bounded
+from .bounded import load_bounded, split_columns
 from .fp8_columns import locate_places
 from .quantization import GROUP
 from .tiles import (
@@ -21,38 +22,37 @@ from .tiles import (
     find_tile,
     locate_groups,
     multiply,
-    num_turns,
+    num_own_tasks,
     number_tasks,
+    own_task,
     store_tile,
-    task_of_turn,
     tasks_until,
     tile_in_grid,
     zero_rest,
 )
 
-ALL_TASKS = tl.constexpr(1 << 30)
+ALL_TASKS = tl.constexpr(1 << 30)  # limit of `multiply_rows` that no launch reaches
 
 
 @triton.jit
 def grouped_gemm(lhs, rhs, sizes_ptr, bias, out, S: tl.constexpr):
-    """`out[rows of g] = lhs[rows of g] @ rhs[g]`, zero past the groups.
+    """Compute `out[rows of g] = lhs[rows of g] @ rhs[g]`, and zeros past the groups.
 
-    `lhs` and `rhs` are descriptors. `bias` is a `Bias` that is added, or None. `out` is a pointer, or with TMA_PARTS a
-    bounded descriptor of blocks `[BM, BN / TMA_PARTS]`: stores then end while the next tile is computed.
+    `lhs` and `rhs` are descriptors. `bias` is a `Bias` that is added, or None. `out` is a pointer, or if `S.tma_parts`
+    is not 0 a bounded descriptor of blocks `[block_m, block_n / tma_parts]`: TMA stores overlap with the next tile.
     """
     group_ends = number_tasks(locate_groups(sizes_ptr, S), S)
-    for turn in tl.range(0, num_turns(tasks_until(tl.max(group_ends, axis=0))), flatten=True):
-        tile = find_tile(task_of_turn(turn), group_ends, sizes_ptr, S)
+    for i in tl.range(0, num_own_tasks(tasks_until(tl.max(group_ends, axis=0))), flatten=True):
+        tile = find_tile(own_task(i), group_ends, sizes_ptr, S)
         store_tile(out, add_bias(multiply(lhs, rhs, tile, S), bias, tile, S), tile, S)
     zero_rest(out, group_ends, S)
 
 
 @triton.jit
 def multiply_fp8(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, tile, S: tl.constexpr):
-    """float32 `[BM, BN]` of a `Tile`; operands as for `grouped_gemm_fp8`.
+    """Compute a `Tile` of FP8 operands in float32 `[block_m, block_n]`; operands as for `grouped_gemm_fp8`.
 
-    Products of one block of K are scaled and added in float32 registers, see masked.py. Rows of other groups are
-    computed too, whatever they hold, and not stored.
+    Products of one block of K are scaled and added in float32 registers, see masked.py.
     """
     BLOCK_M: tl.constexpr = S.tile.block_m
     BLOCK_N: tl.constexpr = S.tile.block_n
@@ -60,6 +60,7 @@ def multiply_fp8(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, tile, S: tl.constexpr
     num_scales: tl.constexpr = S.K // GROUP
     column_blocks: tl.constexpr = (S.N + GROUP - 1) // GROUP
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    # Rows of other groups are computed too, and not stored.
     rows = tl.minimum(tile.row + tl.arange(0, BLOCK_M), S.M - 1).to(tl.int64)
     lhs_scales = lhs_scales_ptr + rows * num_scales
     rhs_scales = rhs_scales_ptr + (tile.group.to(tl.int64) * column_blocks + tile.column // GROUP) * num_scales
@@ -67,21 +68,22 @@ def multiply_fp8(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, tile, S: tl.constexpr
         a = tl.reshape(lhs.load([0, tile.row, k]), (BLOCK_M, GROUP))
         b = tl.reshape(rhs.load([tile.group, tile.column, k]), (BLOCK_N, GROUP))
         scale = tl.load(lhs_scales + k // GROUP) * tl.load(rhs_scales + k // GROUP)
+        # Promote to float32 every 128 of K: scale the block's products, then add.
         total += tl.dot(a, tl.trans(b)) * scale[:, None]
     return total
 
 
 @triton.jit
 def grouped_gemm_fp8(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, sizes_ptr, out_ptr, S: tl.constexpr):
-    """`out[rows of g] = lhs[rows of g] @ rhs[g].T`, zero past the groups.
+    """Compute `out[rows of g] = lhs[rows of g] @ rhs[g].T` of FP8 operands, and zeros past the groups.
 
-    `lhs` describes `[1, M, K]` in blocks `[1, BM, 128]`, `rhs` `[G, N, K]` in blocks `[1, BN, 128]`; scales are
-    `[M, K / 128]` and `[G, ceil(N / 128), K / 128]`. A tile has at most 128 columns: its sum and the products of one
-    block of K, which are scaled before they are added, take as many registers each.
+    `lhs` describes `[1, M, K]` in blocks `[1, block_m, 128]`, `rhs` `[num_groups, N, K]` in blocks `[1, block_n, 128]`.
+    Scales are `[M, K / 128]` and `[num_groups, ceil(N / 128), K / 128]`. A tile has at most 128 columns: its sum and
+    the products of one block of K take as many registers each.
     """
     group_ends = number_tasks(locate_groups(sizes_ptr, S), S)
-    for turn in tl.range(0, num_turns(tasks_until(tl.max(group_ends, axis=0))), flatten=True):
-        tile = find_tile(task_of_turn(turn), group_ends, sizes_ptr, S)
+    for i in tl.range(0, num_own_tasks(tasks_until(tl.max(group_ends, axis=0))), flatten=True):
+        tile = find_tile(own_task(i), group_ends, sizes_ptr, S)
         total = multiply_fp8(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, tile, S)
         store_tile(out_ptr, total, tile, S)
     zero_rest(out_ptr, group_ends, S)
@@ -89,7 +91,7 @@ def grouped_gemm_fp8(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, sizes_ptr, out_pt
 
 @triton.jit
 def store_block(out, values, group, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, S: tl.constexpr):
-    """Stores a block of one group's matrix in `[G, K, N]`, through a descriptor of such blocks or a pointer."""
+    """Store a block of one group's gradient `[num_groups, K, N]`, through a descriptor of such blocks or a pointer."""
     if S.tma_store:
         out.store([group, row, column], tl.reshape(values, (1, ROWS, COLUMNS)))
     else:
@@ -100,16 +102,16 @@ def store_block(out, values, group, row, column, ROWS: tl.constexpr, COLUMNS: tl
 
 
 @triton.jit
-def store_matrix_tile(out, values, group, row, column, COLUMNS: tl.constexpr, PARTS: tl.constexpr, S: tl.constexpr):
-    """Stores a tile of one group's matrix in 1, 2 or 4 parts: shared memory then holds a part at a time."""
+def store_gradient_tile(out, values, group, row, column, COLUMNS: tl.constexpr, PARTS: tl.constexpr, S: tl.constexpr):
+    """Store a tile of one group's gradient in 1, 2 or 4 parts, so that shared memory holds one part at a time."""
     BLOCK_M: tl.constexpr = S.tile.block_m
     values = values.to(out.dtype if S.tma_store else out.dtype.element_ty)
     if PARTS == 1:
         store_block(out, values, group, row, column, BLOCK_M, COLUMNS, S)
     else:
-        left, right = halves(values, BLOCK_M, COLUMNS)
-        store_matrix_tile(out, left, group, row, column, COLUMNS // 2, PARTS // 2, S)
-        store_matrix_tile(out, right, group, row, column + COLUMNS // 2, COLUMNS // 2, PARTS // 2, S)
+        left, right = split_columns(values, BLOCK_M, COLUMNS)
+        store_gradient_tile(out, left, group, row, column, COLUMNS // 2, PARTS // 2, S)
+        store_gradient_tile(out, right, group, row, column + COLUMNS // 2, COLUMNS // 2, PARTS // 2, S)
 
 
 class GradientTile(NamedTuple):
@@ -123,13 +125,13 @@ class GradientTile(NamedTuple):
 
 
 @triton.jit
-def find_matrix_tile(task, groups, S: tl.constexpr):
-    """The `GradientTile` of a task."""
+def find_gradient_tile(task, groups, S: tl.constexpr):
+    """Return the `GradientTile` of a task."""
     num_rows: tl.constexpr = (S.K + S.tile.block_m - 1) // S.tile.block_m
     num_columns: tl.constexpr = (S.N + S.tile.block_n - 1) // S.tile.block_n
     group = task // (num_rows * num_columns)
     is_group = tl.arange(0, S.padded_groups) == group
-    # Both at once: the sum runs over one group.
+    # Extract start and end of the one matching group in a single reduction: start << 32 | end.
     bounds = tl.sum(tl.where(is_group, groups.starts.to(tl.int64) << 32 | (groups.starts + groups.rows), 0), axis=0)
     row, column = tile_in_grid(task % (num_rows * num_columns), num_rows, num_columns, S.tile.group_m)
     start, end = (bounds >> 32).to(tl.int32), (bounds & 0xFFFFFFFF).to(tl.int32)
@@ -138,17 +140,18 @@ def find_matrix_tile(task, groups, S: tl.constexpr):
 
 @triton.jit
 def multiply_rows(lhs, rhs, out, groups, first_task, most_tasks, S: tl.constexpr):
-    """At most so many tiles, from `first_task` on in steps of the number of programs, until there are no more.
+    """Compute up to `most_tasks` gradient tiles: `first_task`, then every num_programs-th task while there are any.
 
-    The loops over tiles and rows are one, written by hand since the number of blocks differs from tile to tile: the
-    loads of a tile begin before the one before it is stored.
+    The loops over tiles and rows are one. It is written by hand, since the number of row blocks differs between groups:
+    the loads of a tile begin before the previous tile is stored.
     """
     BLOCK_M: tl.constexpr = S.tile.block_m
     BLOCK_N: tl.constexpr = S.tile.block_n
     BLOCK_ROWS: tl.constexpr = S.tile.block_rows
     programs = tl.num_programs(0)
     tiles: tl.constexpr = ((S.K + BLOCK_M - 1) // BLOCK_M) * ((S.N + BLOCK_N - 1) // BLOCK_N)
-    # Tasks of this program before the first one of each group, and before that of the next group.
+    # Number of this program's steps: its tasks in each group, times the group's row blocks (at least one, so that empty
+    # groups store zeros).
     index = tl.arange(0, S.padded_groups)
     before = tl.minimum(tl.cdiv(tl.maximum(index * tiles - first_task, 0), programs), most_tasks)
     until = tl.minimum(tl.cdiv(tl.maximum((index + 1) * tiles - first_task, 0), programs), most_tasks)
@@ -156,34 +159,36 @@ def multiply_rows(lhs, rhs, out, groups, first_task, most_tasks, S: tl.constexpr
     num_steps = tl.sum(tl.where(index < S.num_groups, (until - before) * blocks_of_group, 0), axis=0)
     task = first_task
     block = 0
-    tile = find_matrix_tile(task, groups, S)
+    tile = find_gradient_tile(task, groups, S)
     num_blocks = tl.maximum(tl.cdiv(tile.end - tile.start, BLOCK_ROWS), 1)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for _ in tl.range(0, num_steps, num_stages=S.tile.num_stages):
         first = tile.start + block * BLOCK_ROWS
+        # One step: contract a block of rows; rows past the group read as zero.
         a = load_bounded(lhs, first, tile.end, tile.row, BLOCK_ROWS, BLOCK_M)
         b = load_bounded(rhs, first, tile.end, tile.column, BLOCK_ROWS, BLOCK_N)
         total = tl.dot(tl.trans(a), b, total)
         is_last = block == num_blocks - 1
+        # Last row block of the tile: store it and start the next one.
         if is_last:
-            store_matrix_tile(out, total, tile.group, tile.row, tile.column, BLOCK_N, S.store_parts, S)
+            store_gradient_tile(out, total, tile.group, tile.row, tile.column, BLOCK_N, S.store_parts, S)
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        # Apart from the store: the compiler runs this ahead, with the loads of later steps.
+        # Separate from the store, so that the compiler can run it ahead with the loads of later steps.
         block += 1
         if is_last:
             task += programs
-            tile = find_matrix_tile(task, groups, S)
+            tile = find_gradient_tile(task, groups, S)
             block = 0
             num_blocks = tl.maximum(tl.cdiv(tile.end - tile.start, BLOCK_ROWS), 1)
 
 
 @triton.jit
 def weight_gradient_fp8(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, sizes_ptr, out, S: tl.constexpr):
-    """`out[g] = lhs[:, places of g] @ rhs[:, places of g].T` in `[G, K, N]`, zero for empty groups.
+    """Compute `out[g] = lhs[:, places of g] @ rhs[:, places of g].T` in `[num_groups, K, N]`, zero for empty groups.
 
-    `lhs` describes `[K, P]` in blocks `[BM, 128]`, `rhs` `[N, P]` in blocks `[BN, 128]`, with the places of
-    fp8_columns.py, and M places at most; scales are `[M / 128, K]` and `[M / 128, N]`. Products of one block of places
-    are scaled and added in float32 registers. The loops over tiles and blocks are one, see `multiply_rows`.
+    `lhs` describes `[K, places]` in blocks `[block_m, 128]`, `rhs` `[N, places]` in blocks `[block_n, 128]`, with the
+    places of fp8_columns.py; there are at most M. Scales are `[M / 128, K]` and `[M / 128, N]`. Products of one block
+    of places are scaled and added in float32 registers. The loops over tiles and blocks are one, see `multiply_rows`.
     """
     BLOCK_M: tl.constexpr = S.tile.block_m
     BLOCK_N: tl.constexpr = S.tile.block_n
@@ -192,15 +197,16 @@ def weight_gradient_fp8(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, sizes_ptr, out
     programs = tl.num_programs(0)
     task = tl.program_id(0)
     index = tl.arange(0, S.padded_groups)
+    # Number of this program's steps, as in `multiply_rows`.
     before = tl.cdiv(tl.maximum(index * num_tiles - task, 0), programs)
     until = tl.cdiv(tl.maximum((index + 1) * num_tiles - task, 0), programs)
     blocks_of_group = tl.maximum(places.rows // GROUP, 1)
     num_steps = tl.sum(tl.where(index < S.num_groups, (until - before) * blocks_of_group, 0), axis=0)
-    tile = find_matrix_tile(task, places, S)
+    tile = find_gradient_tile(task, places, S)
     place = tile.start
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for _ in tl.range(0, num_steps, num_stages=S.tile.num_stages):
-        # A group without rows has one step, behind the last place: what lies there reads as zero.
+        # An empty group has one step behind the last place, which reads as zero.
         first = tl.where(place < tile.end, place, S.M)
         a = lhs.load([tile.row, first])
         b = rhs.load([tile.column, first])
@@ -209,23 +215,26 @@ def weight_gradient_fp8(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, sizes_ptr, out
         block = (first // GROUP).to(tl.int64)
         left = tl.load(lhs_scales_ptr + block * S.K + rows, mask=(rows < S.K) & (first < S.M), other=0.0)
         right = tl.load(rhs_scales_ptr + block * S.N + columns, mask=(columns < S.N) & (first < S.M), other=0.0)
+        # Promote to float32 every 128 places.
         total += tl.dot(a, tl.trans(b)) * left[:, None] * right[None, :]
         place += GROUP
         is_last = place >= tile.end
+        # Last block of the tile: store it and start the next one.
         if is_last:
-            store_matrix_tile(out, total, tile.group, tile.row, tile.column, BLOCK_N, S.store_parts, S)
+            store_gradient_tile(out, total, tile.group, tile.row, tile.column, BLOCK_N, S.store_parts, S)
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         if is_last:
+            # Separate from the store, as in `multiply_rows`.
             task += programs
-            tile = find_matrix_tile(task, places, S)
+            tile = find_gradient_tile(task, places, S)
             place = tile.start
 
 
 @triton.jit
 def weight_gradient(lhs, rhs, sizes_ptr, out, S: tl.constexpr):
-    """`out[g] = lhs[rows of g].T @ rhs[rows of g]` in `[G, K, N]`, zero for empty groups.
+    """Compute `out[g] = lhs[rows of g].T @ rhs[rows of g]` in `[num_groups, K, N]`, zero for empty groups.
 
-    `lhs` and `rhs` are bounded descriptors. `out` is a pointer, or with TMA_STORE a descriptor of what is stored at a
-    time, and stores end while the next tile is computed.
+    `lhs` and `rhs` are bounded descriptors. `out` is a pointer, or if `S.tma_store` a descriptor of the stored blocks:
+    TMA stores overlap with the next tile.
     """
     multiply_rows(lhs, rhs, out, locate_groups(sizes_ptr, S), tl.program_id(0), ALL_TASKS, S)

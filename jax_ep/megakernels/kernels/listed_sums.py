@@ -1,8 +1,8 @@
-"""Sums of rows that a list names, one row after the other, with the next ones on their way.
+"""Sums of rows that a list names, one row after the other, with the next rows in flight.
 
-A program first writes the list of its task: only rows that exist, the rows of a token one after another. Then it walks
-through the list in one loop, whose loads the compiler issues several rows ahead, over the borders of tokens. What is
-in flight does not depend on how many of a token's experts are on one rank, so that few programs keep memory busy.
+A program first writes the list of its task: only existing rows, the rows of one token next to each other. It then walks
+through the list in one loop, whose loads the compiler issues several rows ahead, across tokens. The loads in flight do
+not depend on how many of a token's experts are on one rank, so a few programs keep memory busy.
 """
 
 import triton
@@ -13,20 +13,23 @@ from .quantization import dequantize, quantize, scale_offsets
 
 @triton.jit
 def write_list(list_ptr, rows, exists, targets, needed, LENGTH: tl.constexpr):
-    """Writes those of `rows [TOKENS, EACH]` that exist, with the row that their sum goes to; returns how many.
+    """Write the existing ones of `rows [tokens, each]`, with the target row of their sum; return how many.
 
-    `list_ptr` has LENGTH rows, of which -1 is a row of zeros, then for each of them the target, if it is the last
-    one of its sum, or else -1. Tokens that are `needed` have a sum also where no row exists: zero.
+    `list_ptr` holds LENGTH rows, where -1 is a row of zeros. LENGTH targets follow: the target row for the last entry
+    of a sum, -1 for other entries. Tokens that are `needed` have a sum, zero, even if none of their rows exists.
     """
+    # A needed token without rows gets one entry: the row of zeros.
     without = needed & (tl.max(exists.to(tl.int32), axis=1) == 0)
     rows = tl.where(exists, rows, -1)
     exists = exists | ((tl.arange(0, rows.shape[1])[None, :] == 0) & without[:, None])
     flags = exists.to(tl.int32)
+    # Position of each entry: entries of earlier tokens, then of this token.
     counts = tl.sum(flags, axis=1)
     within = tl.cumsum(flags, axis=1)
     index = (tl.cumsum(counts, axis=0) - counts)[:, None] + within - 1
+    # The last entry of a token carries the target.
     ends = tl.where(within == counts[:, None], tl.broadcast_to(targets[:, None], rows.shape), -1)
-    tl.debug_barrier()  # no warp still reads the list before
+    tl.debug_barrier()  # no warp still reads the previous list
     tl.store(list_ptr + index, rows, mask=exists)
     tl.store(list_ptr + LENGTH + index, ends, mask=exists)
     tl.debug_barrier()
@@ -35,7 +38,7 @@ def write_list(list_ptr, rows, exists, targets, needed, LENGTH: tl.constexpr):
 
 @triton.jit
 def load_row(rows, row, h, HIDDEN: tl.constexpr, BLOCK_HIDDEN: tl.constexpr, SUM: tl.constexpr):
-    """Columns from h of a row, `[1, BLOCK_H]`; FP8 with its scales; zeros of row -1."""
+    """Load columns from h of a row as SUM, `[1, BLOCK_HIDDEN]`; row -1 is zero, FP8 is multiplied by its scales."""
     columns = h + tl.arange(0, BLOCK_HIDDEN)[None, :]
     source = tl.multiple_of(rows.values_ptr + row.to(tl.int64) * HIDDEN + columns, (16, 16))
     values = tl.load(source, mask=(columns < HIDDEN) & (row >= 0), other=0.0)
@@ -50,7 +53,7 @@ def load_row(rows, row, h, HIDDEN: tl.constexpr, BLOCK_HIDDEN: tl.constexpr, SUM
 
 @triton.jit
 def store_row(rows, values, row, h, HIDDEN: tl.constexpr, BLOCK_HIDDEN: tl.constexpr):
-    """The reverse, for a row that exists."""
+    """Store columns from h of a row, rounded to the dtype of `rows`; FP8 is quantized."""
     columns = h + tl.arange(0, BLOCK_HIDDEN)[None, :]
     target = tl.multiple_of(rows.values_ptr + row.to(tl.int64) * HIDDEN + columns, (16, 16))
     if rows.values_ptr.dtype.element_ty == tl.float8e4nv:
@@ -64,14 +67,16 @@ def store_row(rows, values, row, h, HIDDEN: tl.constexpr, BLOCK_HIDDEN: tl.const
 
 @triton.jit
 def sum_listed(list_ptr, count, source, target, SUM: tl.constexpr, HIDDEN: tl.constexpr, TILE: tl.constexpr):
-    """Sums `Rows` `[., H]` as the list says, BLOCK_H columns at a time; what is FP8 has scales."""
+    """Sum `Rows` as the list says, BLOCK_HIDDEN columns at a time."""
     BLOCK_HIDDEN: tl.constexpr = TILE.block_hidden
     for h in tl.static_range(0, HIDDEN, BLOCK_HIDDEN):
         total = tl.zeros((1, BLOCK_HIDDEN), SUM)
+        # One software-pipelined loop over all entries: later rows load while earlier ones are added.
         for i in tl.range(0, count, num_stages=TILE.num_stages):
             row = tl.load(list_ptr + i)
             sum_row = tl.load(list_ptr + TILE.list_length + i)
             total += load_row(source, row, h, HIDDEN, BLOCK_HIDDEN, SUM)
+            # The last entry of a sum: store it and start the next one.
             if sum_row >= 0:
                 store_row(target, total, sum_row, h, HIDDEN, BLOCK_HIDDEN)
                 total = tl.zeros_like(total)

@@ -1,22 +1,22 @@
-"""Low-latency buffers: launches that send at once, without asking whether a peer is ready.
+"""Low-latency buffers: launches that send at once, without waiting for the receiver's ready handshake.
 
-Their area of the heap holds `[2, D]` buffers of one size. Of the buffers of device d only d writes; each begins with
-d's greeting (int64, see protocol.py) and flags (int32, flag i >= 1 at byte 4 + 4 * i), and what a launch sends lies
-behind them, as it likes. The table says where the area begins, after the number of this device, and how large a buffer
-is: both may change when the heap is allocated again, with all its words zero.
+Layout. The area of a heap holds `[2, num_devices]` buffers of one size. Only device d writes to the buffers of d. Each
+begins with d's handshake (int64, protocol.py) and flags (int32; flag i >= 1 at byte 4 + 4 * i); the launch's data
+follows. The table says where the area begins and how large a buffer is. Both may change when the heap is reallocated,
+which zeroes all words.
 
-Two devices count the launches that use the area and in which both take part: their epoch here, at control word
-EPOCHS + D + device. A launch sends through half `epoch & 1`, and its flags become `epoch`. Every rank waits for the
-greeting of every other rank of its group before its launch ends, and so learns whether all have launched the same. So
-two halves suffice, and nobody needs to announce itself:
+Epochs. A pair of devices counts the launches that use the area and in which both take part, at control word
+`EPOCHS + num_devices + device`. A launch sends through half `epoch & 1` and sets flags to `epoch`.
 
-    Let P send something in its launch e + 2 with me. Its launch e + 1 with me has ended, and in it P heard from me.
-    So I had begun launch e + 1, and had ended launch e: I no longer read what P sent in e, which lay in the same half,
-    and no longer wait for a flag of e, in whose place there is now a flag of e + 2.
+Why two halves suffice. Every rank waits for the handshakes of all ranks of its group before its launch ends. Let P send
+in its launch e + 2 with this rank. P's launch e + 1 has ended, and in it P read this rank's handshake of e + 1. So this
+rank had begun launch e + 1 and ended launch e: it no longer reads what P sent in e, in the same half, and no longer
+waits for flags of e, which e + 2 overwrites.
 
-This is about one pair of devices, its own buffers and its own count. So groups may overlap, launches of different sizes
-may follow each other, and launches of other operations in between change nothing: they use neither the area nor this
-count, and need not wait for anybody.
+The argument concerns one pair of devices, its buffers and its count. So groups may overlap, and launches of different
+sizes may alternate. Other operations use neither the area nor the count, so they need no handshake here.
+
+The handshakes also compare launch identities: ranks that launched different kernels fail instead of hanging.
 """
 
 from typing import Any, NamedTuple
@@ -25,9 +25,9 @@ import triton
 import triton.language as tl
 
 from .failures import report_timeout
-from .masks import goes_to
-from .protocol import await_greetings, first_missing, greeting
+from .protocol import await_ready_words, first_missing, ready_word
 from .table import AREA, BUFFER_BYTES, DONE, EPOCHS, EXITED, FAILED, STARTED, TICKET, TIMEOUT_NS
+from .token_rows import goes_to
 from .trace import ANNOUNCE_EVENT, PUBLISH_EVENT, stamp, trace_members, trace_set, trace_wait
 
 
@@ -41,20 +41,21 @@ class LowLatencyBuffers(NamedTuple):
 
 @triton.jit
 def pair_epochs(launch, devices, HEAP: tl.constexpr):
-    """Pointers to the numbers of launches so far with each of `devices`."""
+    """Return pointers to the launch counts with each of `devices`."""
     return launch.control + EPOCHS + HEAP.num_devices + devices
 
 
 @triton.jit
 def open_buffers(launch, HEAP: tl.constexpr):
-    """The buffers of this launch, by rank; lanes past W repeat rank 0.
+    """Look up the buffers of this launch by rank; lanes past num_ranks repeat rank 0.
 
-    All that a launch must look up, at its start: after a wait it would cost more.
+    All lookups happen at the start of a launch: after a wait they would add latency.
     """
     NUM_DEVICES: tl.constexpr = HEAP.num_devices
     lanes = tl.arange(0, triton.next_power_of_2(HEAP.num_ranks))
     peers = tl.load(launch.group_ptr + tl.where(lanes < HEAP.num_ranks, lanes, 0))
     epochs = tl.load(pair_epochs(launch, peers, HEAP)) + 1
+    # Two halves, by parity of the epoch.
     halves = epochs & 1
     area, size = tl.load(launch.table_ptr + NUM_DEVICES + AREA), tl.load(launch.table_ptr + NUM_DEVICES + BUFFER_BYTES)
     outgoing = tl.load(launch.table_ptr + peers) + area + (halves * NUM_DEVICES + launch.device).to(tl.int64) * size
@@ -64,50 +65,50 @@ def open_buffers(launch, HEAP: tl.constexpr):
 
 @triton.jit
 def pick(values, rank):
-    """The entry of `values [LANES]` for a rank."""
+    """Return the entry of `values [lanes]` for a rank."""
     lanes = tl.arange(0, values.shape[0])
     return tl.sum(tl.where(lanes == rank, values, 0), axis=0)
 
 
 @triton.jit
 def pick_each(values, ranks):
-    """The entries `[N]` of `values [LANES]` for `ranks [N]`."""
+    """Return the entries of `values [lanes]` for `ranks [N]`."""
     lanes = tl.arange(0, values.shape[0])[None, :]
     return tl.sum(tl.where(ranks[:, None] == lanes, values[None, :], 0), axis=1)
 
 
 @triton.jit
 def part_of(buffer, AT: tl.constexpr, dtype: tl.constexpr):
-    """Pointer to what lies at byte AT, a multiple of 16, of one buffer or of several."""
+    """Return a pointer to byte AT, a multiple of 16, of one buffer or of several."""
     return tl.multiple_of((buffer + AT).to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
-def greet(launch, buffers, ranks, task, HEAP: tl.constexpr):
-    """Greets each rank of a set; what this program has stored there is complete."""
+def signal_ready_to(launch, buffers, ranks, task, HEAP: tl.constexpr):
+    """Signal each rank of a set that this launch has begun and that this program's stores there are complete."""
     began = stamp(HEAP)
     lanes = tl.arange(0, buffers.epochs.shape[0])
     words = part_of(buffers.outgoing, 0, tl.int64)
-    # A release by some threads covers the others' stores only after a barrier of the program.
+    # The release of some threads covers the stores of the others only after a barrier.
     tl.debug_barrier()
     mask = (lanes < HEAP.num_ranks) & goes_to(ranks, lanes)
-    tl.atomic_store(words, greeting(buffers.epochs, HEAP), mask=mask, sem="release", scope="sys")
+    tl.atomic_store(words, ready_word(buffers.epochs, HEAP), mask=mask, sem="release", scope="sys")
     trace_set(launch, ANNOUNCE_EVENT, began, task, ranks, 0, HEAP)
 
 
 @triton.jit
-def await_greeting_of_each(launch, incoming, epochs, ranks, alive, task, HEAP: tl.constexpr):
-    """Waits for the greetings in buffers `incoming [N]`, those of `ranks [N]`; returns whether it is still alive."""
-    return await_greetings(launch, part_of(incoming, 0, tl.int64), epochs, ranks, alive, task, HEAP)
+def await_ready_of(launch, incoming, epochs, ranks, not_failed, task, HEAP: tl.constexpr):
+    """Wait for the handshakes in buffers `incoming [N]` of `ranks [N]`."""
+    return await_ready_words(launch, part_of(incoming, 0, tl.int64), epochs, ranks, not_failed, task, HEAP)
 
 
 @triton.jit
 def publish_to(launch, buffers, ranks, flag, task, HEAP: tl.constexpr):
-    """Sets flag `flag >= 1` at each rank of a set: what this program has stored there is complete."""
+    """Set flag `flag >= 1` at each rank of a set: this program's stores there are complete."""
     began = stamp(HEAP)
     lanes = tl.arange(0, buffers.epochs.shape[0])
     flags = part_of(buffers.outgoing, 0, tl.int32) + 1 + flag
-    # A release by some threads covers the others' stores only after a barrier of the program.
+    # The release of some threads covers the stores of the others only after a barrier.
     tl.debug_barrier()
     mask = (lanes < HEAP.num_ranks) & goes_to(ranks, lanes)
     tl.atomic_store(flags, buffers.epochs, mask=mask, sem="release", scope="sys")
@@ -115,45 +116,48 @@ def publish_to(launch, buffers, ranks, flag, task, HEAP: tl.constexpr):
 
 
 @triton.jit
-def await_flags(launch, incoming, flags, epochs, ranks, alive, task, HEAP: tl.constexpr):
-    """Waits for `flags [N]` in buffers `incoming [N]`, those of `ranks [N]`; returns whether the launch is alive."""
+def await_flags(launch, incoming, flags, epochs, ranks, not_failed, task, HEAP: tl.constexpr):
+    """Wait for `flags [N]` in buffers `incoming [N]` of `ranks [N]`."""
     began = stamp(HEAP)
-    if alive != 0:
+    if not_failed != 0:
         timeout_ns = tl.load(launch.table_ptr + HEAP.num_devices + TIMEOUT_NS)
         words = part_of(incoming, 0, tl.int32) + 1 + flags
         arrived = tl.atomic_poll(words, epochs, sem="acquire", scope="sys", timeout_ns=timeout_ns)
         arrived = arrived.to(tl.int32)
         if tl.min(arrived, axis=0) == 0:
-            alive = 0
+            not_failed = 0
             tl.atomic_store(launch.control + FAILED, 1, sem="relaxed", scope="gpu")
+            # Report the first missing flag.
             late = first_missing(arrived)
             seen = tl.sum(tl.where(late, tl.atomic_load(words, sem="relaxed", scope="sys"), 0), axis=0)
             epoch, missing = tl.sum(tl.where(late, epochs, 0), axis=0), tl.sum(tl.where(late, ranks, 0), axis=0)
             report_timeout(launch, missing, epoch, seen, task, timeout_ns, HEAP)
-    # What the flags guard is read by all threads, after this barrier.
+    # All threads read what the flags guard only after this barrier.
     tl.debug_barrier()
     trace_wait(launch, began, task, ranks, tl.max(flags, axis=0), HEAP)
-    return alive
+    return not_failed
 
 
 @triton.jit
 def end_low_latency_launch(launch, HEAP: tl.constexpr):
-    """As `end_launch` of protocol.py: 1 in the program that must poison what the launch returns, else 0."""
+    """End a launch that uses the buffers; returns like `end_launch` of protocol.py."""
     control = launch.control
     has_failed = 0
     tl.debug_barrier()
     if tl.atomic_add(control + EXITED, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
         has_failed = tl.atomic_load(control + FAILED, sem="relaxed", scope="gpu")
+        # Reset the queue and counters for the next launch.
         tl.store(control + TICKET, 0)
         tl.store(control + EXITED, 0)
         tl.store(control + DONE, 0)
         tl.store(control + STARTED, 0)
         lanes = tl.arange(0, triton.next_power_of_2(HEAP.num_ranks))
         inside = lanes < HEAP.num_ranks
+        # Count this launch with every member of the group.
         peers = tl.load(launch.group_ptr + lanes, mask=inside, other=0)
         epochs = pair_epochs(launch, peers, HEAP)
         trace_members(launch, EPOCHS + HEAP.num_devices, HEAP)
         tl.store(epochs, tl.load(epochs, mask=inside, other=0) + 1, mask=inside)
-    # Nothing of what other programs have stored may come after what poisons it.
+    # Stores of other programs must not land after the poison.
     tl.debug_barrier()
     return has_failed

@@ -1,17 +1,17 @@
-"""Grouped GEMM and gated activation on the layout of a low-latency dispatch: of M rows of a group the first count.
+"""Masked grouped GEMM and gated activation, on the layout of a low-latency dispatch: of M rows per group, `size` count.
 
-Tasks are numbered group by group, in a group column by column, so that the row tiles that share a part of the group's
-matrix are neighbours: it is read from memory once. Groups without rows, and rows past the count, have no tasks.
+Roles. Programs are persistent and equal; no program waits for another. Tasks are numbered group by group, and column by
+column in a group, so the row tiles that share columns of the weights are neighbors: weights are read from memory once.
+Groups without rows, and rows past the size, have no tasks.
 
-With few rows per group the matrices are nearly all that is read, each once. So what counts is how many bytes of them
-are under way: blocks of [BN, BK] come by TMA, several per program, and one loop over tiles and K keeps them coming
-across the end of a tile.
+Floor: with few rows per group, reading all weights once at memory bandwidth. So many bytes must be in flight: blocks
+`[block_n, block_k]` come by TMA, several per program, and one loop over tiles and K keeps them coming across tiles.
 
-Tensor cores of Hopper multiply 64 rows at a time, but as few as 8 columns. With fewer than 64 rows per tile the product
-is turned (SWAP): columns of the matrix stand in for rows, `out.T = rhs @ lhs.T`.
+swap_ab: Hopper's tensor cores multiply at least 64 rows, but as few as 8 columns. With fewer than 64 rows per tile the
+kernel computes the transposed tile, `out.T = rhs @ lhs.T`.
 
-In FP8, products of one block of K are scaled and added in float32 registers, since the sums inside of the tensor cores
-keep fewer bits. Source: section 3.3 of DeepSeek-V3 (arXiv:2412.19437).
+FP8: products of one block of K are scaled and added in float32 registers, since sums inside of the tensor cores keep
+fewer bits. Source: section 3.3 of DeepSeek-V3 (arXiv:2412.19437).
 """
 
 import triton
@@ -19,12 +19,12 @@ import triton.language as tl
 
 from .activation import activate, factor_of, limit_gate
 from .quantization import GROUP, quantize, scale_offsets
-from .tiles import num_turns, task_of_turn
+from .tiles import num_own_tasks, own_task
 
 
 @triton.jit
 def rows_of(sizes_ptr, group, M: tl.constexpr, mask=None):
-    """Rows of groups that count; the API takes any int32."""
+    """Return the sizes of groups, clipped to `[0, M]`; the API takes any int32."""
     if mask is None:
         size = tl.load(sizes_ptr + group)
     else:
@@ -34,7 +34,7 @@ def rows_of(sizes_ptr, group, M: tl.constexpr, mask=None):
 
 @triton.jit
 def number_masked_tasks(sizes_ptr, S: tl.constexpr):
-    """`[GROUPS]` int32: the first task after each group."""
+    """Return the end task of each group, int32 `[padded_groups]`."""
     column_tiles: tl.constexpr = (S.N + S.tile.block_n - 1) // S.tile.block_n
     group = tl.arange(0, S.padded_groups)
     rows = rows_of(sizes_ptr, group, S.M, group < S.num_groups)
@@ -43,18 +43,23 @@ def number_masked_tasks(sizes_ptr, S: tl.constexpr):
 
 @triton.jit
 def find_masked_tile(task, group_ends, sizes_ptr, S: tl.constexpr):
-    """Group, first row in its block, rows of the group that count, and column tile of a task."""
+    """Return a task's group, first row in it, the group's size, and column tile."""
+    # The group is the first one that ends behind the task.
     before = group_ends <= task
     group = tl.sum(before.to(tl.int32), axis=0)
     local = task - tl.max(tl.where(before, group_ends, 0), axis=0)
     rows = rows_of(sizes_ptr, group, S.M)
     row_tiles = (rows + S.tile.block_m - 1) // S.tile.block_m
+    # Row tiles run first, so neighbors share columns of the weights.
     return group, local % row_tiles * S.tile.block_m, rows, local // row_tiles
 
 
 @triton.jit
 def multiply_masked(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, group, row, column, S: tl.constexpr):
-    """float32 `[BM, BN]`, or `[BN, BM]` with SWAP, from descriptors of `[G, M, K]` and `[G, N, K]`."""
+    """Compute a tile in float32 `[block_m, block_n]`, or `[block_n, block_m]` with swap_ab.
+
+    `lhs` and `rhs` are descriptors of `[num_groups, M, K]` and `[num_groups, N, K]`.
+    """
     BLOCK_M: tl.constexpr = S.tile.block_m
     BLOCK_N: tl.constexpr = S.tile.block_n
     BLOCK_K: tl.constexpr = S.tile.block_k
@@ -63,6 +68,7 @@ def multiply_masked(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, group, row, column
     num_scales: tl.constexpr = S.K // GROUP
     if S.fp8:
         tl.static_assert(BLOCK_K == GROUP and GROUP % BLOCK_N == 0, "a block has one scale of the matrix")
+        # Scales of the rows, and of the block of weights; rows past M repeat the last one.
         rows = group.to(tl.int64) * S.M + tl.minimum(row + tl.arange(0, BLOCK_M), S.M - 1)
         lhs_scales = lhs_scales_ptr + rows * num_scales
         column_blocks: tl.constexpr = (S.N + GROUP - 1) // GROUP
@@ -71,6 +77,7 @@ def multiply_masked(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, group, row, column
         a = tl.reshape(lhs.load([group, row, k]), (BLOCK_M, BLOCK_K))
         b = tl.reshape(rhs.load([group, column, k]), (BLOCK_N, BLOCK_K))
         if S.fp8:
+            # Promote to float32 every 128 of K.
             scale = tl.load(lhs_scales + k // GROUP) * tl.load(rhs_scales + k // GROUP)
             if SWAP_AB:
                 total += tl.dot(b, tl.trans(a)) * scale[None, :]
@@ -85,17 +92,18 @@ def multiply_masked(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, group, row, column
 
 @triton.jit
 def masked_grouped_gemm(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, sizes_ptr, out_ptr, S: tl.constexpr):
-    """`out[g, i] = lhs[g, i] @ rhs[g].T` for rows i below the group's size; others are not written.
+    """Compute `out[g, i] = lhs[g, i] @ rhs[g].T` for rows i below the group's size; other rows are not written.
 
-    Scales are `[G, M, K / 128]` and `[G, ceil(N / 128), K / 128]`; without FP8 they are not read.
+    Scales are `[num_groups, M, K / 128]` and `[num_groups, ceil(N / 128), K / 128]`; without FP8 they are not read.
     """
     group_ends = number_masked_tasks(sizes_ptr, S)
-    for turn in tl.range(0, num_turns(tl.max(group_ends, axis=0)), flatten=True):
-        group, row, size, column_tile = find_masked_tile(task_of_turn(turn), group_ends, sizes_ptr, S)
+    for i in tl.range(0, num_own_tasks(tl.max(group_ends, axis=0)), flatten=True):
+        group, row, size, column_tile = find_masked_tile(own_task(i), group_ends, sizes_ptr, S)
         column = column_tile * S.tile.block_n
         total = multiply_masked(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, group, row, column, S)
         if S.tile.swap_ab:
             total = tl.trans(total)
+        # Store the rows below the size.
         rows = row + tl.arange(0, S.tile.block_m)
         columns = column + tl.arange(0, S.tile.block_n)
         target = out_ptr + (group.to(tl.int64) * S.M + rows)[:, None] * S.N + columns[None, :]
@@ -104,7 +112,7 @@ def masked_grouped_gemm(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, sizes_ptr, out
 
 @triton.jit
 def load_masked_halves(x_ptr, rows, mask, column, KIND: tl.constexpr, S: tl.constexpr):
-    """float32 gates and what they multiply of a block of `[., 2 * N]`; without gates the block of `[., N]`, twice."""
+    """Load float32 gates and up values of a block of `[., 2 * N]`; without gates return the block of `[., N]` twice."""
     N: tl.constexpr = S.N
     BLOCK_N: tl.constexpr = S.tile.block_n
     if KIND.interleaved:
@@ -122,16 +130,17 @@ def load_masked_halves(x_ptr, rows, mask, column, KIND: tl.constexpr, S: tl.cons
 
 @triton.jit
 def masked_gated_activation(hidden_ptr, sizes_ptr, bias_ptr, out_ptr, scales_ptr, KIND: tl.constexpr, S: tl.constexpr):
-    """`hidden [G, M, 2 * N]` to `out [G, M, N]`, with QUANTIZE as FP8 and `scales [G, M, N / 128]`.
+    """Activate `hidden [num_groups, M, 2 * N]` to `out [num_groups, M, N]`.
 
-    With biases `[G, 2 * N]` of the hidden rows, or None. Without gates hidden is `[G, M, N]`, and biases as wide.
+    If `S.quantizes`, the result is FP8 with `scales [num_groups, M, N / 128]`. `bias_ptr` points to biases
+    `[num_groups, 2 * N]` of the hidden rows, or is None. Without gates, hidden rows and biases have N columns.
     """
     N: tl.constexpr = S.N
     BLOCK_M: tl.constexpr = S.tile.block_m
     BLOCK_N: tl.constexpr = S.tile.block_n
     group_ends = number_masked_tasks(sizes_ptr, S)
-    for turn in range(num_turns(tl.max(group_ends, axis=0))):
-        group, row, size, column_tile = find_masked_tile(task_of_turn(turn), group_ends, sizes_ptr, S)
+    for i in range(num_own_tasks(tl.max(group_ends, axis=0))):
+        group, row, size, column_tile = find_masked_tile(own_task(i), group_ends, sizes_ptr, S)
         local = row + tl.arange(0, BLOCK_M)
         rows = group.to(tl.int64) * S.M + local
         column = column_tile * BLOCK_N
@@ -140,6 +149,7 @@ def masked_gated_activation(hidden_ptr, sizes_ptr, bias_ptr, out_ptr, scales_ptr
             one = group.to(tl.int64) + tl.zeros((1,), tl.int64)
             gate_bias, up_bias = load_masked_halves(bias_ptr, one, one >= 0, column, KIND, S)
             gate, up = gate + gate_bias, up + up_bias
+        # act(gate) * up, in float32.
         values = activate(limit_gate(gate, KIND), KIND)
         if KIND.gated:
             values *= factor_of(up, KIND)

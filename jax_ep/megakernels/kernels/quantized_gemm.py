@@ -1,8 +1,9 @@
 """GEMMs of rows and quantized weights, which are decoded in registers (jax_ep/formats/kernels).
 
-As in masked.py there is one loop over tiles and K, and blocks come by TMA as they are stored. Few rows are multiplied
-by instructions of a warp, whose operands are in registers, the decoded ones too. Few rows in FP8 or int8 are swapped
-with the weights, since Hopper's tensor cores take at least 64 rows of the first operand; so are prepacked weights.
+Roles and tasks as in masked.py and tiles.py: persistent, equal programs; one loop over tiles and K; weights come by TMA
+as they are stored. With few rows, warp-level instructions take both operands from registers, decoded weights included.
+FP8 and int8 rows, and prepacked weights, use swap_ab if there are few rows, since Hopper's tensor cores take at least
+64 rows of the first operand. Floor: reading the quantized weights once at memory bandwidth.
 """
 
 import triton
@@ -23,10 +24,10 @@ from .masked import find_masked_tile, number_masked_tasks
 from .tiles import (
     find_tile,
     locate_groups,
-    num_turns,
+    num_own_tasks,
     number_tasks,
+    own_task,
     store_tile,
-    task_of_turn,
     tasks_until,
     zero_rest,
 )
@@ -34,34 +35,36 @@ from .tiles import (
 
 @triton.jit
 def multiply_quantized(lhs, rhs, scales_ptr, row_scales_ptr, block, group, row, column, S: tl.constexpr):
-    """float32 `[BM, BN]`: rows of `lhs [., M, K]`, in its block, times the matrix of a group.
+    """Compute a tile in float32 `[block_m, block_n]`: rows of one block of `lhs [., M, K]` times a group's weights.
 
-    Rows of int8 have one scale, those of FP8 one in each step.
+    int8 rows have one scale each, FP8 rows one per step.
     """
     BLOCK_M: tl.constexpr = S.tile.block_m
     BLOCK_N: tl.constexpr = S.tile.block_n
     BLOCK_K: tl.constexpr = S.tile.block_k
     SWAP_AB: tl.constexpr = S.tile.swap_ab
-    total = tl.zeros(
-        (BLOCK_N, BLOCK_M) if SWAP_AB else (BLOCK_M, BLOCK_N), tl.int32 if lhs.dtype == tl.int8 else tl.float32
-    )
+    dtype: tl.constexpr = tl.int32 if lhs.dtype == tl.int8 else tl.float32
+    total = tl.zeros((BLOCK_N, BLOCK_M) if SWAP_AB else (BLOCK_M, BLOCK_N), dtype)
     ahead = load_scales(scales_ptr, group, column, 0, S)
-    # Rows of other groups, and behind the last, are multiplied, too, and not stored.
+    # Rows of other groups and past the last row are computed too, and not stored.
     scaled = tl.cast(block, tl.int64) * S.M + tl.minimum(row + tl.arange(0, BLOCK_M), S.M - 1)
     for k in range(0, S.K, BLOCK_K):
         if S.prepacked:
+            # Prepacked weights are decoded in pieces of K.
             first = tl.reshape(lhs.load([block, row, k]), (BLOCK_M, PIECE))
             second = tl.reshape(lhs.load([block, row, k + PIECE]), (BLOCK_M, PIECE))
             total = add_prepacked_product(total, (first, second), rhs, scales_ptr, group, column, k, S)
         else:
             rows = tl.reshape(lhs.load([block, row, k]), (BLOCK_M, BLOCK_K))
             packed = load_packed(rhs, group, column, k, S)
+            # Load scales one step ahead: the software pipeline covers TMA loads only.
             scales, ahead = ahead, load_scales(scales_ptr, group, column, k + BLOCK_K, S)
             if lhs.dtype == tl.float8e4nv:
                 row_scales = tl.load(row_scales_ptr + scaled * (S.K // FP8_BLOCK) + k // FP8_BLOCK)
                 total = add_fp8_product(total, rows, row_scales, packed, scales, scales_ptr, group, column, k, S)
             else:
                 total = add_product(total, rows, packed, scales, scales_ptr, group, column, k, S)
+    # Apply the scales that are left, then those of int8 rows.
     total = scale_columns(tl.trans(total) if SWAP_AB else total, scales_ptr, group, column, lhs.dtype, S)
     if lhs.dtype == tl.int8:
         total *= tl.load(row_scales_ptr + scaled)[:, None]
@@ -70,13 +73,13 @@ def multiply_quantized(lhs, rhs, scales_ptr, row_scales_ptr, block, group, row, 
 
 @triton.jit
 def quantized_grouped_gemm(lhs, rhs, scales_ptr, sizes_ptr, row_scales_ptr, out_ptr, S: tl.constexpr):
-    """`out[rows of g] = lhs[rows of g] @ rhs[g].T`, zero past the groups; `lhs` describes `[1, M, K]`.
+    """Compute `out[rows of g] = lhs[rows of g] @ rhs[g].T`, and zeros past the groups; `lhs` describes `[1, M, K]`.
 
-    Rows of int8 have scales `[M]`, rows of FP8 `[M, K / 128]`.
+    int8 rows have scales `[M]`, FP8 rows `[M, K / 128]`.
     """
     group_ends = number_tasks(locate_groups(sizes_ptr, S), S)
-    for turn in tl.range(0, num_turns(tasks_until(tl.max(group_ends, axis=0))), flatten=True):
-        tile = find_tile(task_of_turn(turn), group_ends, sizes_ptr, S)
+    for i in tl.range(0, num_own_tasks(tasks_until(tl.max(group_ends, axis=0))), flatten=True):
+        tile = find_tile(own_task(i), group_ends, sizes_ptr, S)
         total = multiply_quantized(lhs, rhs, scales_ptr, row_scales_ptr, 0, tile.group, tile.row, tile.column, S)
         store_tile(out_ptr, total, tile, S)
     zero_rest(out_ptr, group_ends, S)
@@ -84,15 +87,16 @@ def quantized_grouped_gemm(lhs, rhs, scales_ptr, sizes_ptr, row_scales_ptr, out_
 
 @triton.jit
 def quantized_masked_grouped_gemm(lhs, rhs, scales_ptr, sizes_ptr, row_scales_ptr, out_ptr, S: tl.constexpr):
-    """`out[g, i] = lhs[g, i] @ rhs[g].T` for rows i below the group's size; others are not written.
+    """Compute `out[g, i] = lhs[g, i] @ rhs[g].T` for rows i below the group's size; other rows are not written.
 
-    Rows of int8 have scales `[G, M]`, rows of FP8 `[G, M, K / 128]`.
+    int8 rows have scales `[num_groups, M]`, FP8 rows `[num_groups, M, K / 128]`.
     """
     group_ends = number_masked_tasks(sizes_ptr, S)
-    for turn in tl.range(0, num_turns(tl.max(group_ends, axis=0)), flatten=True):
-        group, row, size, column_tile = find_masked_tile(task_of_turn(turn), group_ends, sizes_ptr, S)
+    for i in tl.range(0, num_own_tasks(tl.max(group_ends, axis=0)), flatten=True):
+        group, row, size, column_tile = find_masked_tile(own_task(i), group_ends, sizes_ptr, S)
         column = column_tile * S.tile.block_n
         total = multiply_quantized(lhs, rhs, scales_ptr, row_scales_ptr, group, group, row, column, S)
+        # Store the rows below the size.
         rows = row + tl.arange(0, S.tile.block_m)
         before = group.to(tl.int64) * S.M
         columns = column + tl.arange(0, S.tile.block_n)

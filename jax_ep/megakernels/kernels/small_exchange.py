@@ -1,21 +1,37 @@
-"""A small exchange of 32-bit values: what every rank needs to know of the others before the tokens.
+"""All-gather of 32-bit values: what every rank needs to know about the others before tokens move.
 
-Tasks, in order: (0) announce; (1) push blocks of values to every rank, this one included; (2) copy what each rank has
-sent to its place in the result.
+Roles. All programs take tasks from one queue, in order:
+
+    task 0       signal the peers that this rank is ready
+    then         store blocks of values at every rank, this one included, and set their flags
+    then         wait for a block of a rank and copy it to the result
+
+Waits. A store waits for the peer's ready handshake, a copy for the block's flag. It cannot deadlock: a rank stores in
+tasks with smaller numbers than those that copy. Floor: the latency of the handshake and of one store.
 """
 
 import triton
 import triton.language as tl
 
 from .failures import poison
-from .protocol import announce, await_block, await_ready, data_of, end_launch, next_task, open_launch, peer_of, publish
+from .protocol import (
+    await_block,
+    await_ready,
+    data_of,
+    end_launch,
+    next_task,
+    open_launch,
+    peer_of,
+    publish,
+    signal_ready,
+)
 from .trace import COPY_EVENT, PUSH_EVENT, stamp, trace_exchange
 
 
 @triton.jit
 def all_gather_i32(x_ptr, peers, out_ptr, S: tl.constexpr, HEAP: tl.constexpr):
-    """`x [N]` to all ranks; `out [W, N]` by source rank."""
-    launch, alive = open_launch(peers, HEAP)
+    """Gather `x [num_values]` of all ranks to `out [num_ranks, num_values]`."""
+    launch, not_failed = open_launch(peers, HEAP)
     NUM_RANKS: tl.constexpr = HEAP.num_ranks
     NUM_VALUES: tl.constexpr = S.num_values
     num_blocks: tl.constexpr = (NUM_VALUES + S.block - 1) // S.block
@@ -23,13 +39,14 @@ def all_gather_i32(x_ptr, peers, out_ptr, S: tl.constexpr, HEAP: tl.constexpr):
     task = next_task(launch)
     while task < push_end + NUM_RANKS * num_blocks:
         if task == 0:
-            announce(launch, HEAP)
+            signal_ready(launch, HEAP)
         elif task < push_end:
+            # Store a block at one rank, starting with the next one.
             block = (task - 1) // NUM_RANKS
             peer = peer_of(launch, (launch.rank + 1 + (task - 1) % NUM_RANKS) % NUM_RANKS)
             if peer.rank != launch.rank:
-                alive = await_ready(launch, peer, alive, task, HEAP)
-            if alive != 0:
+                not_failed = await_ready(launch, peer, not_failed, task, HEAP)
+            if not_failed != 0:
                 began = stamp(HEAP)
                 index = block * S.block + tl.arange(0, S.block)
                 values = tl.load(x_ptr + index, mask=index < NUM_VALUES)
@@ -38,9 +55,10 @@ def all_gather_i32(x_ptr, peers, out_ptr, S: tl.constexpr, HEAP: tl.constexpr):
                 trace_exchange(launch, PUSH_EVENT, began, task, peer.device, block, HEAP)
                 publish(launch, peer, block, task, HEAP)
         else:
+            # Copy a block of one rank to the result.
             block = (task - push_end) // NUM_RANKS
             source = peer_of(launch, (launch.rank + NUM_RANKS - 1 - (task - push_end) % NUM_RANKS) % NUM_RANKS)
-            alive = await_block(launch, source, block, alive, task, HEAP)
+            not_failed = await_block(launch, source, block, not_failed, task, HEAP)
             began = stamp(HEAP)
             index = source.rank.to(tl.int64) * NUM_VALUES + block * S.block + tl.arange(0, S.block)
             inside = block * S.block + tl.arange(0, S.block) < NUM_VALUES
@@ -48,5 +66,6 @@ def all_gather_i32(x_ptr, peers, out_ptr, S: tl.constexpr, HEAP: tl.constexpr):
             tl.store(out_ptr + index, tl.load(received + index, mask=inside), mask=inside)
             trace_exchange(launch, COPY_EVENT, began, task, source.device, block, HEAP)
         task = next_task(launch)
+    # After a failure no result may look valid.
     if end_launch(launch, HEAP):
         poison(out_ptr, NUM_RANKS * NUM_VALUES)

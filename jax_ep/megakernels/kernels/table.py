@@ -1,36 +1,29 @@
-"""Names of the words that kernels find in the table of a heap and among its control words.
+"""Words of a heap's table and of its control area.
 
-The table, int64, begins with the addresses of the heaps of all D devices. Behind them:
-
-    D + STATUS        address of the status record        D + AREA          offset of the low-latency area
-    D + TIMEOUT_NS    how long a wait may take            D + BUFFER_BYTES  size of a low-latency buffer
-    D + DEVICE        number of this device              D + TRACE         address of the trace area, or 0
-
-Each heap begins with control words, int32:
-
-    TICKET   next task of the running launch              EPOCHS         [D] launches so far with each device
-    EXITED   programs of the launch that ended            EPOCHS + D     [D] the same of low_latency_buffers.py
-    FAILED   1 after a failure, until reset               EPOCHS + 2 * D [2, D] int64 greetings
-    QUEUE    next task of a launch's second queue
-    STARTED  programs of the launch that began
-    DONE     [16] counters of finished tasks
-
-heap/symmetric.py allocates both.
+The table is int64. It begins with the heap addresses of all `num_devices` devices; the words below follow them. Each
+heap begins with int32 control words. `jax_ep/heap` allocates both.
 """
 
 import triton.language as tl
 
-STATUS = tl.constexpr(0)
-TIMEOUT_NS = tl.constexpr(1)
-DEVICE = tl.constexpr(2)
-AREA = tl.constexpr(3)
-BUFFER_BYTES = tl.constexpr(4)
-TRACE = tl.constexpr(5)
+# Words of the table, from index num_devices on.
+STATUS = tl.constexpr(0)  # address of the status record
+TIMEOUT_NS = tl.constexpr(1)  # how long a wait may take
+DEVICE = tl.constexpr(2)  # number of this device
+AREA = tl.constexpr(3)  # offset of the low-latency area in a heap
+BUFFER_BYTES = tl.constexpr(4)  # size of a low-latency buffer
+TRACE = tl.constexpr(5)  # address of the trace area; 0: nothing is recorded
 
-TICKET = tl.constexpr(0)
-EXITED = tl.constexpr(1)
-FAILED = tl.constexpr(2)
-QUEUE = tl.constexpr(8)
-STARTED = tl.constexpr(9)
-DONE = tl.constexpr(16)
+# Control words of the running launch.
+TICKET = tl.constexpr(0)  # next task
+EXITED = tl.constexpr(1)  # programs that have ended
+FAILED = tl.constexpr(2)  # 1 after a failure, until the heap is reset
+QUEUE = tl.constexpr(8)  # next task of the second queue
+STARTED = tl.constexpr(9)  # programs that have started
+DONE = tl.constexpr(16)  # [16] counters of finished tasks
+
+# Control words that outlive a launch.
+#   EPOCHS                    [num_devices] int32: launches with each device
+#   EPOCHS + num_devices      [num_devices] int32: launches with each device that use the low-latency area
+#   EPOCHS + 2 * num_devices  [2, num_devices] int64: ready handshakes, by parity of the epoch
 EPOCHS = tl.constexpr(64)

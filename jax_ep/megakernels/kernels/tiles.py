@@ -1,12 +1,12 @@
-"""Tiles of a grouped GEMM: which one a task computes, its sum over K, and how it is stored.
+"""Tiles of a grouped GEMM: which tile a task computes, its sum over K, and its store.
 
-The rows of a group are covered by tiles of BM rows; the last one reaches past the group where they are no multiple.
-Tasks are numbered group by group, so that all programs work on few matrices at a time, which stay in the L2 cache;
-which tile a task has follows from the group sizes alone, on the device.
+Tiles of block_m rows cover the rows of each group; the last tile of a group may reach past it. Tasks are numbered group
+by group, so programs work on few groups at a time and their weights stay in the L2 cache. Which tile a task has follows
+from the group sizes alone, on the device.
 
-Operands come in blocks through descriptors, by TMA. What lies outside an array reads as zero, so K needs no care, and
-neither do rows: those of other groups are computed, whatever they hold, and not stored. Kernels that communicate use
-this code too.
+Persistent programs take tasks round-robin. Operands come in blocks by TMA, which reads zeros outside of an array, so a
+partial step of K needs no mask. Rows past the group are computed, whatever they hold, but not stored. Kernels that
+communicate share this code.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ import triton.language as tl
 
 from .bounded import store_bounded, store_in_parts
 
-ZERO_ROWS = tl.constexpr(8)  # a block of those past the groups
+ZERO_ROWS = tl.constexpr(8)  # rows past the groups that are zeroed at a time
 
 
 class Groups(NamedTuple):
@@ -37,9 +37,9 @@ class Tile(NamedTuple):
 
 @triton.jit
 def locate_groups(sizes_ptr, S: tl.constexpr):
-    """The `Groups` of sizes `[G]`; none can reach past row M."""
+    """Return the `Groups` of sizes `[num_groups]`; none reaches past row M."""
     index = tl.arange(0, S.padded_groups)
-    # The API takes any int32: negative sizes are empty groups, and the sums of large ones need 64 bits.
+    # Sizes may be any int32: negative ones are empty groups, and sums of large ones need 64 bits.
     sizes = tl.maximum(tl.load(sizes_ptr + index, mask=index < S.num_groups, other=0), 0).to(tl.int64)
     ends = tl.cumsum(sizes, axis=0)
     starts = tl.minimum(ends - sizes, S.M)
@@ -48,21 +48,22 @@ def locate_groups(sizes_ptr, S: tl.constexpr):
 
 @triton.jit
 def number_tasks(groups, S: tl.constexpr):
-    """`[GROUPS]` end of each group, as (last row << 32 | last task) in int64; both never decrease."""
+    """Return the end of each group, `(end row << 32) | end task` in int64 `[padded_groups]`; both never decrease."""
     tasks = tl.cdiv(groups.rows, S.tile.block_m) * ((S.N + S.tile.block_n - 1) // S.tile.block_n)
     return (groups.starts + groups.rows).to(tl.int64) << 32 | tl.cumsum(tasks, axis=0).to(tl.int64)
 
 
 @triton.jit
 def tasks_until(end):
-    """The part of a group's end that counts tasks."""
+    """Extract the end task from a group's end."""
     return (end & 0xFFFFFFFF).to(tl.int32)
 
 
 @triton.jit
 def tile_in_grid(task, num_rows, NUM_COLUMNS: tl.constexpr, GROUP_M: tl.constexpr):
-    """Row and column of a tile in a grid: bands of GROUP_M rows; in a band, down its columns first."""
+    """Return row and column of a tile in bands of GROUP_M rows; in a band, tiles run down its columns first."""
     band = task // (GROUP_M * NUM_COLUMNS) * GROUP_M
+    # The last band may have fewer rows.
     height = tl.minimum(num_rows - band, GROUP_M)
     inside = task % (GROUP_M * NUM_COLUMNS)
     return band + inside % height, inside // height
@@ -70,12 +71,14 @@ def tile_in_grid(task, num_rows, NUM_COLUMNS: tl.constexpr, GROUP_M: tl.constexp
 
 @triton.jit
 def find_tile(task, group_ends, sizes_ptr, S: tl.constexpr):
-    """The `Tile` of a task, which is less than the number of tasks; `group_ends` are of `number_tasks`."""
+    """Return the `Tile` of a task below the number of tasks; `group_ends` come from `number_tasks`."""
+    # The group is the first one that ends behind the task.
     before = tasks_until(group_ends) <= task
     group = tl.sum(before.to(tl.int32), axis=0)
     previous = tl.max(tl.where(before, group_ends, 0), axis=0)
     start = (previous >> 32).to(tl.int32)
     local = task - tasks_until(previous)
+    # Group sizes are clipped as in `locate_groups`.
     rows = tl.minimum(tl.maximum(tl.load(sizes_ptr + group), 0), S.M - start)
     row, column = tile_in_grid(
         local, tl.cdiv(rows, S.tile.block_m), (S.N + S.tile.block_n - 1) // S.tile.block_n, S.tile.group_m
@@ -84,27 +87,27 @@ def find_tile(task, group_ends, sizes_ptr, S: tl.constexpr):
 
 
 @triton.jit
-def num_turns(num_tasks):
-    """How many tasks this program takes; see `task_of_turn`."""
+def num_own_tasks(num_tasks):
+    """Return how many tasks this program takes; see `own_task`."""
     programs = tl.num_programs(0)
     full = num_tasks // programs
     return full + ((tl.program_id(0) + full) % programs < num_tasks % programs).to(tl.int32)
 
 
 @triton.jit
-def task_of_turn(turn):
-    """The task of this program in a turn: all programs take neighbours, and each turn their places move by one.
+def own_task(i):
+    """Return the i-th task of this program: each round, programs take consecutive tasks, shifted by one place.
 
-    Without the move, programs could meet the tiles at the end of a group always or never: as often as their number and
-    that of a group's tiles have a common factor.
+    Without the shift, a program could get the partial tiles at the end of groups always or never, depending on the
+    common factors of the number of programs and of a group's tiles.
     """
     programs = tl.num_programs(0)
-    return turn * programs + (tl.program_id(0) + turn) % programs
+    return i * programs + (tl.program_id(0) + i) % programs
 
 
 @triton.jit
-def place_after(num_tasks):
-    """This program's place behind `num_tasks` tasks of `task_of_turn`: those with a turn less come first."""
+def first_task_after(num_tasks):
+    """Return this program's first task after `num_tasks` others: programs with one task less come first."""
     programs = tl.num_programs(0)
     full = num_tasks // programs
     return (tl.program_id(0) + full - num_tasks % programs + programs) % programs
@@ -112,9 +115,9 @@ def place_after(num_tasks):
 
 @triton.jit
 def load_rhs(rhs, group, k, column, S: tl.constexpr):
-    """`[BK, BN]` of one group's matrix, from `[G, K, N]`, or from `[G, N, K]` if TRANSPOSED.
+    """Load `[block_k, block_n]` of a group's weights `[num_groups, K, N]` (`[num_groups, N, K]` if transposed).
 
-    `rhs` is a descriptor with blocks `[1, BK, BN]`, or `[1, BN, BK]`.
+    `rhs` is a descriptor with blocks `[1, block_k, block_n]`, or `[1, block_n, block_k]`.
     """
     if S.transposed:
         block = tl.trans(tl.reshape(rhs.load([group, column, k]), (S.tile.block_n, S.tile.block_k)))
@@ -125,7 +128,7 @@ def load_rhs(rhs, group, k, column, S: tl.constexpr):
 
 @triton.jit
 def multiply(lhs, rhs, tile, S: tl.constexpr):
-    """float32 `[BM, BN]` of a `Tile`; `lhs` is a descriptor of `[M, K]` with blocks `[BM, BK]`."""
+    """Compute a `Tile` in float32 `[block_m, block_n]`; `lhs` describes `[M, K]` in blocks `[block_m, block_k]`."""
     total = tl.zeros((S.tile.block_m, S.tile.block_n), tl.float32)
     for k in range(0, S.K, S.tile.block_k):
         block = load_rhs(rhs, tile.group, k, tile.column, S)
@@ -135,7 +138,7 @@ def multiply(lhs, rhs, tile, S: tl.constexpr):
 
 @triton.jit
 def add_bias(total, bias, tile, S: tl.constexpr):
-    """Columns of a `Tile`, from its first on, with its group's row of a `Bias`; as they are where that is None."""
+    """Add the group's row of a `Bias` to columns of a `Tile`; return them unchanged if `bias` is None."""
     if bias is not None:
         rows = tile.row + tl.arange(0, total.shape[0])
         columns = tile.column + tl.arange(0, total.shape[1])
@@ -147,14 +150,14 @@ def add_bias(total, bias, tile, S: tl.constexpr):
 
 @triton.jit
 def store_tile(out, total, tile, S: tl.constexpr):
-    """Stores the rows before the end of a `Tile`, `[., BN]`.
+    """Store the rows of a `Tile` that lie before its end.
 
-    `out` points at `[M, N]`, or is a bounded descriptor of blocks `[BM, BN / TMA_PARTS]`, where that is not 0.
+    `out` is a pointer to `[M, N]`, or if `S.tma_parts` is not 0 a bounded descriptor of blocks `[block_m, block_n /
+    tma_parts]`.
     """
     if S.tma_parts:
-        store_in_parts(
-            out, total.to(out.dtype), tile.row, tile.end, tile.column, S.tile.block_m, S.tile.block_n, S.tma_parts
-        )
+        BLOCK_N: tl.constexpr = S.tile.block_n
+        store_in_parts(out, total.to(out.dtype), tile.row, tile.end, tile.column, S.tile.block_m, BLOCK_N, S.tma_parts)
     else:
         rows = tile.row + tl.arange(0, total.shape[0])
         columns = tile.column + tl.arange(0, S.tile.block_n)
@@ -164,7 +167,7 @@ def store_tile(out, total, tile, S: tl.constexpr):
 
 @triton.jit
 def zero_rows(out_ptr, first, end, N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Zeroes up to ROWS rows from `first` on, before `end`."""
+    """Zero up to ROWS rows from `first` on, before `end`."""
     rows = first + tl.arange(0, ROWS)
     zeros = tl.zeros((ROWS, COLUMNS), out_ptr.dtype.element_ty)
     for start in range(0, N, COLUMNS):
@@ -175,18 +178,18 @@ def zero_rows(out_ptr, first, end, N: tl.constexpr, ROWS: tl.constexpr, COLUMNS:
 
 @triton.jit
 def zero_bounded(out, first, end, N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The same through a bounded descriptor of blocks `[ROWS, COLUMNS]`."""
+    """Zero rows through a bounded descriptor of blocks `[ROWS, COLUMNS]`."""
     for column in range(0, N, COLUMNS):
         store_bounded(out, tl.zeros((ROWS, COLUMNS), out.dtype), first, end, column, ROWS, COLUMNS)
 
 
 @triton.jit
 def zero_rest(out, group_ends, S: tl.constexpr):
-    """This program's share of the zeros past the groups; `out` as for `store_tile`."""
+    """Zero this program's share of the rows past the groups; `out` as for `store_tile`."""
     BLOCK_M: tl.constexpr = S.tile.block_m
     used = (tl.max(group_ends, axis=0) >> 32).to(tl.int32)
-    for block in range(num_turns(tl.cdiv(S.M - used, BLOCK_M if S.tma_parts else ZERO_ROWS))):
+    for block in range(num_own_tasks(tl.cdiv(S.M - used, BLOCK_M if S.tma_parts else ZERO_ROWS))):
         if S.tma_parts:
-            zero_bounded(out, used + task_of_turn(block) * BLOCK_M, S.M, S.N, BLOCK_M, S.tile.block_n // S.tma_parts)
+            zero_bounded(out, used + own_task(block) * BLOCK_M, S.M, S.N, BLOCK_M, S.tile.block_n // S.tma_parts)
         else:
-            zero_rows(out, used + task_of_turn(block) * ZERO_ROWS, S.M, S.N, ZERO_ROWS, S.tile.block_n)
+            zero_rows(out, used + own_task(block) * ZERO_ROWS, S.M, S.N, ZERO_ROWS, S.tile.block_n)

@@ -24,7 +24,8 @@ from jax_ep.core.layout import power_of_two, round_up
 from jax_ep.core.mesh_axes import varying_axes
 from jax_ep.megakernels import quantized_gemm, tuned
 from jax_ep.megakernels.grid import num_programs
-from jax_ep.megakernels.kernels import low_latency as low_latency_kernels
+from jax_ep.megakernels.kernels import low_latency_combine as low_latency_combine_kernels
+from jax_ep.megakernels.kernels import low_latency_dispatch as low_latency_dispatch_kernels
 from jax_ep.megakernels.kernels import low_latency_gemm_combine as low_latency_gemm_combine_kernels
 from jax_ep.megakernels.kernels import low_latency_structs as structs
 from jax_ep.megakernels.kernels.exchange_structs import Rows
@@ -34,8 +35,8 @@ from jax_ep.megakernels.masked import MaskedTiles, gemm_operands, gemm_sizes, tu
 from jax_ep.megakernels.requirements import MOST_LOW_LATENCY_TOKENS
 from jax_ep.types import Array, Layout, LowLatencyHandle, Options, Schedule, Tokens
 
-_DISPATCH = Kernel(low_latency_kernels.low_latency_dispatch)
-_COMBINE = Kernel(low_latency_kernels.low_latency_combine)
+_DISPATCH = Kernel(low_latency_dispatch_kernels.low_latency_dispatch)
+_COMBINE = Kernel(low_latency_combine_kernels.low_latency_combine)
 _FLAG_BYTES = round_up(8 + 4 * MOST_LOW_LATENCY_TOKENS, 256)  # a greeting, and a flag per token
 _GEMM_COMBINE = Kernel(low_latency_gemm_combine_kernels.low_latency_gemm_combine)
 _BLOCK_H = 1024

@@ -47,7 +47,7 @@ def built(name: str, num_tokens: int, fp8: bool, capability: int) -> Any:
         given = LowLatencyCombine(**sizes, **offsets, fp8=fp8, tile=dataclasses.replace(tile, lag=lag))
     registers = 128 if num_tokens > 1 else None
     constants = {"S": given, "HEAP": heap_of(HeapLayout(W), W, 6)}
-    return build("low_latency", f"low_latency_{name}", types, constants, 8, 3, capability, registers)
+    return build(f"low_latency_{name}", f"low_latency_{name}", types, constants, 8, 3, capability, registers)
 
 
 @pytest.mark.parametrize(("capability", "num_tokens", "fp8"), CASES)

@@ -61,9 +61,9 @@ def list_rows(list_ptr, slot_row_ptr, ids_ptr, block, peer_rank, rank, S: tl.con
 def list_arrivals(list_ptr, ids_ptr, block, rank, S: tl.constexpr):
     """List the slots in which sums for a block of this rank's tokens arrive, in rank order; return how many."""
     tokens = block * S.tile.block_tokens + tl.arange(0, S.tile.block_tokens)
-    inside = tokens < S.num_tokens
     # The ranks that a token was dispatched to are those that send a sum back.
     first_ids = (rank * S.num_tokens + tokens) * S.top_k
+    inside = tokens < S.num_tokens
     senders = destinations(ids_ptr, first_ids, inside, S.top_k, S.num_local_experts, S.num_experts)
     source_rank = tl.arange(0, S.tile.padded_ranks)[None, :]
     sends = goes_to(senders[:, None], source_rank)

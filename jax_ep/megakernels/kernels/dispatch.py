@@ -155,9 +155,9 @@ def dispatch(
             not_failed = await_block(launch, source, block, not_failed, task, HEAP)
             began = stamp(HEAP)
             slots = source.rank * S.num_tokens + block * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-            inside = slots < (source.rank + 1) * S.num_tokens
+            first_ids, inside = slots * S.top_k, slots < (source.rank + 1) * S.num_tokens
             # Only tokens with an expert here have been sent.
-            mask = send_mask(ids_ptr, slots * S.top_k, inside, launch.rank, S.top_k, S.num_local_experts)
+            mask = send_mask(ids_ptr, first_ids, inside, launch.rank, S.top_k, S.num_local_experts)
             scales_ptr = data_of(launch, launch.device, tl.float32, HEAP, S.scales_offset)
             received = Rows(data_of(launch, launch.device, wire, HEAP), scales_ptr)
             copy_to_rows(received, slots, mask, slot_row_ptr, out, S)

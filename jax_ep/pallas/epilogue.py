@@ -1,7 +1,8 @@
-"""How tiles leave, of which some rows belong to other programs.
+"""Stores of tiles of which some rows belong to other programs.
 
-From accumulators through shared memory by TMA: transposed ones, a chunk of rows of 128 bytes at a time; others, a chunk
-of columns.
+Accumulators leave through shared memory by TMA: transposed ones in chunks of rows of 128 bytes, others in chunks of
+columns. A chunk with all of its rows leaves as one swizzled copy. A chunk at a group's border leaves as copies of
+single powers of two of rows, since TMA boxes have static sizes.
 """
 
 from __future__ import annotations
@@ -20,30 +21,30 @@ from jax_ep.pallas.memory import WARPGROUP, Ref, Scalar, int32, line, swizzled
 from jax_ep.pallas.tiling import CHUNK, CONSUMERS
 from jax_ep.types import Array
 
-_SLOTS = 2  # chunks of a consumer on their way out: more leave no room for operands, which cost more than they gained
+_SLOTS = 2  # chunks of a consumer in flight: more leave too little room for operands
 
 type Target = Callable[[Scalar, int], Ref]
 type Block = Callable[[Scalar, int, int, int], Ref]
 
 
 def columns_scratch(out_dtype: DTypeLike, rows: int | None = None) -> Any:
-    """Declares chunks of each consumer for `store_columns`, in two views.
+    """Declare chunks of each consumer for `store_columns`, in two views.
 
-    They have so many `rows`; None: as 8 KB have. Whole chunks leave swizzled. Single rows can be addressed only where
-    they lie one after another. Both views have one shape, so that each consumer has the same memory in both.
+    A chunk has `rows` rows; None: as many as 8 KB hold. Whole chunks leave from the swizzled view. Single rows can be
+    addressed only in the plain view. Both views have one shape, so that each consumer has the same memory in both.
     """
     shape = (CONSUMERS, _SLOTS, rows or line(out_dtype), CHUNK)
     return plgpu.RefUnion(swizzled(shape, out_dtype), plgpu.SMEM(shape, out_dtype))
 
 
 def store_columns(views: Ref, result: Array, target: Target, bounds: tuple[Array, Array]) -> None:
-    """Stores the transposed `[64, rows]` float32 of a consumer, but for rows out of `bounds`.
+    """Store the transposed `[64, rows]` float32 of a consumer, except rows out of `bounds`.
 
     Args:
       views: see `columns_scratch`.
       result: accumulators.
       target: `(first, height)` to rows of the result.
-      bounds: first row and end; only the first chunk and the last one may have other rows.
+      bounds: first row and end; only the first and the last chunk may have other rows.
     """
     swizzled_view, _ = views
     chunk = swizzled_view.shape[2]
@@ -51,9 +52,10 @@ def store_columns(views: Ref, result: Array, target: Target, bounds: tuple[Array
     for number, first in enumerate(firsts):
         height = min(chunk, result.shape[1] - first)
         values = result[:, first : first + height].astype(swizzled_view.dtype)
-        # At the first chunk the slot may be that of the last one of another tile, of any number of chunks.
+        # Wait until this slot's previous copy has left; the first chunk waits for all copies of the previous tile.
         plgpu.wait_smem_to_gmem(_SLOTS - 1 if number else 0, wait_read_only=True)
         whole = partial(_store_chunk, views, values, number, partial(target, int32(first), height))
+        # Only border chunks may have rows of other tiles.
         if number in (0, len(firsts) - 1):
             start = jnp.maximum(bounds[0] - int32(first), int32(0))
             rows = jnp.minimum(bounds[1] - int32(first), int32(height)) - start
@@ -67,7 +69,8 @@ def store_columns(views: Ref, result: Array, target: Target, bounds: tuple[Array
 def _store_chunk(views: Ref, values: Array, number: int, target: Callable[[], Ref]) -> None:
     buffer, _ = views
     chunk = buffer.at[lax.axis_index(WARPGROUP), number % _SLOTS, pl.ds(0, values.shape[1])]
-    if values.dtype.itemsize > 2:  # shared memory itself transposes 16-bit elements as they are stored
+    # 16-bit elements are transposed by the store itself.
+    if values.dtype.itemsize > 2:
         values = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
     chunk.transpose((1, 0))[...] = values
     plgpu.commit_smem()
@@ -77,22 +80,23 @@ def _store_chunk(views: Ref, values: Array, number: int, target: Callable[[], Re
 def _store_part(
     views: Ref, values: Array, number: int, target: Target, first: Scalar, start: Array, rows: Array
 ) -> None:
-    """Stores `rows` rows from `start` on, both of the chunk of this number, which begins with row `first`."""
+    """Store `rows` rows from `start` on, both relative to the chunk, which begins with row `first`."""
     _, buffer = views
     chunk = buffer.at[lax.axis_index(WARPGROUP), number % _SLOTS]
     part = chunk.at[pl.ds(0, values.shape[1])]
-    _store_slowly(part.transpose((1, 0)), plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED))
+    _store_unswizzled(part.transpose((1, 0)), plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED))
     plgpu.commit_smem()
     _store_boxes(chunk, lambda here, height: target(first + here, height), start, rows)
 
 
 def _store_boxes(chunk: Ref, target: Target, start: Scalar, rows: Scalar) -> None:
-    """Sends `rows` rows from `start` on, fewer than a chunk, whose rows lie one after another, as one group of copies.
+    """Send `rows` rows from `start` on, fewer than a chunk, as one group of copies; rows must lie one after another.
 
-    The boxes of TMA have static heights: powers of two, the tallest first.
+    TMA boxes have static heights: powers of two, the largest first.
     """
     rows, height = jnp.maximum(rows, int32(0)), 1 << (chunk.shape[0] - 1).bit_length() - 1
     while height:
+        # Rows in larger boxes come before this one.
         here = start + (rows & int32(-2 * height))
         send = partial(plgpu.copy_smem_to_gmem, chunk.at[pl.ds(here, height)], target(here, height), commit_group=False)
         pl.when((rows & int32(height)) != int32(0))(send)
@@ -101,7 +105,7 @@ def _store_boxes(chunk: Ref, target: Target, start: Scalar, rows: Scalar) -> Non
 
 
 def rows_scratch(out_dtype: DTypeLike, chunks: int) -> Any:
-    """Declares so many chunks of each consumer for `store_rows`, in the two views of `columns_scratch`."""
+    """Declare chunks of each consumer for `store_rows`, in the two views of `columns_scratch`."""
     shape = (CONSUMERS, chunks, CHUNK, line(out_dtype))
     return plgpu.RefUnion(swizzled(shape, out_dtype), plgpu.SMEM(shape, out_dtype))
 
@@ -109,14 +113,14 @@ def rows_scratch(out_dtype: DTypeLike, chunks: int) -> Any:
 def store_rows(
     views: Ref, parts: Sequence[Array], block: Block, bounds: tuple[Scalar, Scalar], num_columns: Scalar
 ) -> None:
-    """Stores the float32 of a consumer, but for rows out of `bounds` and columns that are not there.
+    """Store the float32 of a consumer, except rows out of `bounds` and columns past `num_columns`.
 
     Args:
       views: see `rows_scratch`.
-      parts: `[64, columns]` of accumulators, one beside the other.
+      parts: `[64, columns]` of accumulators, one next to the other.
       block: `(row, height, column, width)` to a part of the result.
       bounds: first row and end.
-      num_columns: how many there are, a multiple of 64.
+      num_columns: number of columns, a multiple of 64.
     """
     swizzled_view, plain = views
     slots, height, width = swizzled_view.shape[1:]
@@ -127,7 +131,7 @@ def store_rows(
     for number, chunk in enumerate(chunks):
         values, slot, first = chunk.astype(swizzled_view.dtype), number % slots, number * width
         is_there = int32(first) < num_columns
-        # At the first chunk the slot may be that of the last one of another tile, of any number of chunks.
+        # Wait until this slot's previous copy has left; the first chunk waits for all copies of the previous tile.
         if number == 0 or number >= slots:
             plgpu.wait_smem_to_gmem(slots - 1 if number else 0, wait_read_only=True)
 
@@ -139,7 +143,7 @@ def store_rows(
 
         def some(values: Array = values, slot: int = slot, first: int = first) -> None:
             buffer = plain.at[consumer, slot]
-            _store_slowly(buffer, values)
+            _store_unswizzled(buffer, values)
             plgpu.commit_smem()
             _store_boxes(buffer, lambda here, height: block(here, height, first, width), start, rows)
 
@@ -147,9 +151,9 @@ def store_rows(
         pl.when((rows < int32(height)) & (rows > int32(0)) & is_there)(some)
 
 
-def _store_slowly(target: Ref, values: Array) -> None:
-    """Stores where rows lie one after another, which takes a warp several turns at the same banks."""
-    if hasattr(plgpu, "store"):  # since JAX 0.12, where other stores must take one turn
+def _store_unswizzled(target: Ref, values: Array) -> None:
+    """Store to rows that lie one after another, with bank conflicts."""
+    if hasattr(plgpu, "store"):  # from JAX 0.12 on, other stores must be free of bank conflicts
         plgpu.store(target, values, optimized=False)
     else:
         target[...] = values

@@ -1,12 +1,15 @@
-"""The kernel of `out[rows of g] = lhs[rows of g] @ rhs[g]`.
+"""Grouped GEMM: `out[rows of g] = lhs[rows of g] @ rhs[g]`.
 
-Tensor cores multiply 64 rows at a time, but any multiple of 8 columns. So the result is computed transposed: its
-columns, which come in whole tiles, take the place of rows, and its rows, whose number the routing decides, that of
-columns. Tiles have as many rows as their group needs, in steps of 16; the kernel has a loop for each such height.
+Roles. One warpgroup loads steps of K into a ring in shared memory, two multiply (ring.py). Persistent programs take
+tiles round-robin; no program waits for another.
 
-Tiles may reach into their neighbours, whose rows they compute in vain and do not store: other programs write them at
-the same time. Rows past the groups are a group without steps, so that zeros are stored there and what they hold is
-never read.
+Tensor cores multiply 64 rows at a time, but any multiple of 8 columns. So the kernel computes transposed tiles: the
+result's columns, which come in whole tiles, take the place of rows, and its rows, whose number the routing decides,
+that of columns. Tiles have as many rows as their group needs, in steps of 16; the kernel has one loop per such block_m.
+
+Tiles may overlap the next group; the extra rows are computed but not stored, since other programs write them at the
+same time. Rows past the groups form a group without steps: zeros are stored there, and what they hold is never read.
+Floor: the tensor cores' rate for many rows per group, reading all weights once for few.
 """
 
 from __future__ import annotations
@@ -28,42 +31,43 @@ from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, STEP, TILE, ForwardTiles
 from jax_ep.types import Array
 
 
-class Place(NamedTuple):
-    """A tile of the result: fields of `RowTiles`, its first column, and number of steps."""
+class Tile(NamedTuple):
+    """One tile of the result: fields of `RowTiles`, its first column, and its number of steps."""
 
     group: Array
     row: Array
-    height: Array
+    block_m_index: Array
     start: Array
     end: Array
     column: Array
     steps: Array
 
 
-def place_of(
-    rows: RowTiles, task: Array, *, columns: int = TILE, tiles_per_row: int, num_steps: int, num_groups: int
-) -> Place:
-    """The tile of a task: in bands of tiles of rows, in each of them column by column."""
-    any_of_band = lax.div(task, int32(tiles_per_row))
-    first, count = rows.band[any_of_band], rows.band_size[any_of_band]
+def locate_tile(
+    rows: RowTiles, task: Array, *, block_n: int = TILE, tiles_per_row: int, num_steps: int, num_groups: int
+) -> Tile:
+    """Return the tile of a task: bands of row tiles, column by column in each band."""
+    first_of_row = lax.div(task, int32(tiles_per_row))
+    first, count = rows.band[first_of_row], rows.band_size[first_of_row]
     within = task - first * int32(tiles_per_row)
-    tile, number = first + lax.rem(within, count), lax.div(within, count)
-    group = rows.group[tile]
+    row_tile, column_tile = first + lax.rem(within, count), lax.div(within, count)
+    # Rows past the groups have no steps.
+    group = rows.group[row_tile]
     steps = jnp.where(group < int32(num_groups), int32(num_steps), int32(0))
-    place = rows.row[tile], rows.height[tile], rows.start[tile], rows.end[tile]
-    return Place(group, *place, number * int32(columns), steps)
+    fields = rows.row[row_tile], rows.block_m_index[row_tile], rows.start[row_tile], rows.end[row_tile]
+    return Tile(group, *fields, column_tile * int32(block_n), steps)
 
 
-def store_tile(views: Ref, result: Array, out: Ref, place: Place) -> None:
-    """Stores the transposed `[64, rows]` of a consumer, but for rows of other tiles; `views` are `columns_scratch`."""
-    origin, first = pl.multiple_of(place.row, ALIGNMENT), lax.axis_index(WARPGROUP) * int32(CHUNK)
-    column = pl.multiple_of(place.column, TILE) + first
-    bounds = place.start - origin, place.end - origin
+def store_tile(views: Ref, result: Array, out: Ref, tile: Tile) -> None:
+    """Store the transposed `[64, rows]` of a consumer, except rows of other tiles; `views` are `columns_scratch`."""
+    origin, first = pl.multiple_of(tile.row, ALIGNMENT), lax.axis_index(WARPGROUP) * int32(CHUNK)
+    column = pl.multiple_of(tile.column, TILE) + first
+    bounds = tile.start - origin, tile.end - origin
 
     def target(below: Array, height: int) -> Ref:
         return out.at[pl.ds(origin + below, height), pl.ds(column, CHUNK)]
 
-    # Sizes are multiples of a consumer's columns: it stores all of them, or none.
+    # N is a multiple of a consumer's columns: it stores all of them, or none.
     pl.when(column < int32(out.shape[1]))(lambda: epilogue.store_columns(views, result, target, bounds))
 
 
@@ -79,52 +83,58 @@ def grouped_gemm(
     transpose: bool,
     programs: int,
 ) -> None:
-    """`[M, K]` and `[G, K, N]` (`[G, N, K]` with `transpose`) to `[M, N]`; `store` is `epilogue.columns_scratch`."""
+    """Multiply `[M, K]` and `[num_groups, K, N]` (`[num_groups, N, K]` if `transpose`) to `[M, N]`.
+
+    `store` is `epilogue.columns_scratch`.
+    """
     tiles_per_row = -(-out.shape[1] // TILE)
     consumer = lax.axis_index(WARPGROUP)
     num_steps = -(-lhs.shape[1] // STEP)
-    locate = partial(place_of, rows, tiles_per_row=tiles_per_row, num_steps=num_steps, num_groups=rhs.shape[0])
+    locate = partial(locate_tile, rows, tiles_per_row=tiles_per_row, num_steps=num_steps, num_groups=rhs.shape[0])
 
-    def load(place: Place, step: Array) -> Array:
-        columns = pl.ds(pl.multiple_of(place.column, TILE), TILE)
+    def load(tile: Tile, step: Array) -> Array:
+        columns = pl.ds(pl.multiple_of(tile.column, TILE), TILE)
 
-        def load_rows(height: int) -> Array:
-            own_rows = pl.ds(pl.multiple_of(place.row, ALIGNMENT), height)
+        def load_rows(block_m: int) -> Array:
+            own_rows = pl.ds(pl.multiple_of(tile.row, ALIGNMENT), block_m)
 
             def one(k: Array, step: Array) -> Array:
-                slot, depth = lax.rem(step, int32(tiles.stages)), pl.ds(k * int32(STEP), STEP)
-                left, right = ring.lhs.at[slot, pl.ds(0, height)], ring.rhs.at[slot]
-                block = rhs.at[(place.group, columns, depth) if transpose else (place.group, depth, columns)]
+                slot, k_block = lax.rem(step, int32(tiles.stages)), pl.ds(k * int32(STEP), STEP)
+                left, right = ring.lhs.at[slot, pl.ds(0, block_m)], ring.rhs.at[slot]
+                block = rhs.at[(tile.group, columns, k_block) if transpose else (tile.group, k_block, columns)]
+                # Wait until both consumers have read this stage, then fill it.
                 plgpu.barrier_wait(ring.empty.at[slot])
-                plgpu.copy_gmem_to_smem(lhs.at[own_rows, depth], left, ring.full.at[slot])
+                plgpu.copy_gmem_to_smem(lhs.at[own_rows, k_block], left, ring.full.at[slot])
                 plgpu.copy_gmem_to_smem(block, right, ring.full.at[slot])
                 return step + int32(1)
 
-            return lax.fori_loop(int32(0), place.steps, one, step)
+            return lax.fori_loop(int32(0), tile.steps, one, step)
 
-        return lax.switch(place.height, [partial(load_rows, height) for height in tiles.heights])
+        return lax.switch(tile.block_m_index, [partial(load_rows, block_m) for block_m in tiles.heights])
 
-    def multiply(place: Place, step: Array) -> Array:
+    def multiply(tile: Tile, step: Array) -> Array:
         first = consumer * int32(CHUNK)
         columns = pl.ds(pl.multiple_of(first, CHUNK), CHUNK)
-        after = step + place.steps
+        after = step + tile.steps
 
-        def multiply_rows(height: int) -> None:
+        def multiply_rows(block_m: int) -> None:
             def operands(slot: Array) -> list[tuple[Ref, Ref]]:
-                matrix = ring.rhs.at[slot, columns] if transpose else ring.rhs.at[slot, :, columns].transpose((1, 0))
-                return [(matrix, ring.lhs.at[slot, pl.ds(0, height)].transpose((1, 0)))]
+                # Both operands transposed: weights are the rows of the product.
+                weights = ring.rhs.at[slot, columns] if transpose else ring.rhs.at[slot, :, columns].transpose((1, 0))
+                return [(weights, ring.lhs.at[slot, pl.ds(0, block_m)].transpose((1, 0)))]
 
             def product(accumulator: Ref) -> Array:
-                rings.multiply_steps(ring, tiles.stages, step, place.steps, [accumulator], operands)
+                rings.multiply_steps(ring, tiles.stages, step, tile.steps, [accumulator], operands)
                 return accumulator[...]
 
-            result = pl.run_scoped(product, plgpu.ACC((CHUNK, height)))
-            pl.when(place.steps > int32(0))(lambda: rings.release(ring, tiles.stages, after))
-            store_tile(store, result, out, place)
+            result = pl.run_scoped(product, plgpu.ACC((CHUNK, block_m)))
+            # Release the last stage; a tile without steps used none.
+            pl.when(tile.steps > int32(0))(lambda: rings.release(ring, tiles.stages, after))
+            store_tile(store, result, out, tile)
 
-        lax.switch(place.height, [partial(multiply_rows, height) for height in tiles.heights])
+        lax.switch(tile.block_m_index, [partial(multiply_rows, block_m) for block_m in tiles.heights])
         return after
 
     num_tasks = rows.total[0] * int32(tiles_per_row)
     begin = jnp.int32(0)
-    rings.run_tasks(ring, tiles.stages, num_tasks, programs, locate, load, multiply, begin=begin, turning=True)
+    rings.run_tasks(ring, tiles.stages, num_tasks, programs, locate, load, multiply, begin=begin, reverses=True)

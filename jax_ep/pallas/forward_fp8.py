@@ -1,13 +1,13 @@
-"""The kernel of `out[rows of g] = lhs[rows of g] @ rhs[g].T` for FP8 operands with scales per block.
+"""Grouped GEMM of FP8 operands with scales per block: `out[rows of g] = lhs[rows of g] @ rhs[g].T`.
 
-A step is one block of the contraction. Its sum is scaled and added in float32 registers (wgmma.py), so that a consumer
-has the sum of its part of a tile there, and the product of a step for half of its columns. Rows are those of the tensor
-cores: a thread then has two of them, and scales cost it next to nothing; where they lie along the columns, as in
-forward.py, each costs a load and a multiplication.
+Roles as in forward.py; consumers begin products in turn (wgmma.py). A step is one block of K, 128. Its sum is scaled
+and added in float32 registers, so a consumer holds the sum of its part of a tile, and the product of a step for half of
+its columns. Rows stay rows of the tensor cores: a thread then has two of them, and scales cost next to nothing. Along
+the columns, as in forward.py, each scale would cost a load and a multiplication.
 
-Tiles have 128 rows. The last one of a group may have 64, of which each consumer takes all, and half of the columns.
-Tiles may reach into their neighbours, whose rows they compute in vain and do not store. Rows past the groups are a
-group without steps.
+Tiles have 128 rows. The last one of a group may have 64; each consumer then takes all of them and half of the columns.
+Tiles may overlap the next group; the extra rows are computed but not stored. Rows past the groups form a group without
+steps. Floor: the tensor cores' FP8 rate.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_ep.pallas import epilogue, wgmma
 from jax_ep.pallas import ring as rings
-from jax_ep.pallas.forward import Place, place_of
+from jax_ep.pallas.forward import Tile, locate_tile
 from jax_ep.pallas.memory import WARPGROUP, Ref, Scalar, int32
 from jax_ep.pallas.ring import Ring
 from jax_ep.pallas.schedule import RowTiles
@@ -40,82 +40,86 @@ def grouped_gemm_fp8(
     ring: Ring,
     scales: Ref,
     store: Ref,
-    turns: Ref,
+    ping_pong: Ref,
     *,
     tiles: Fp8Tiles,
     programs: int,
     interpret: bool,
 ) -> None:
-    """`[M, K]` and `[G, N, K]` to `[M, N]`; `lhs_scales [K / 128, M]`, `rhs_scales [G, N / 128, K / 128]`.
+    """Multiply `[M, K]` and `[num_groups, N, K]` to `[M, N]`.
 
-    `scales` are `[stages, TILE]`, those of the rows in the ring; `store` is `epilogue.rows_scratch`, and
-    `turns` are `wgmma.turns`.
+    Scales are `lhs_scales [K / 128, M]` and `rhs_scales [num_groups, N / 128, K / 128]`. `scales` are `[stages, TILE]`,
+    those of the rows in the ring; `store` is `epilogue.rows_scratch`; `ping_pong` are `wgmma.ping_pong_barriers`.
     """
     num_steps, columns = lhs.shape[1] // FP8_STEP, tiles.columns
     tiles_per_row = -(-out.shape[1] // columns)
     consumer = lax.axis_index(WARPGROUP)
     locate = partial(
-        place_of, rows, columns=columns, tiles_per_row=tiles_per_row, num_steps=num_steps, num_groups=rhs.shape[0]
+        locate_tile, rows, block_n=columns, tiles_per_row=tiles_per_row, num_steps=num_steps, num_groups=rhs.shape[0]
     )
 
-    def load(place: Place, step: Array) -> Array:
-        own_columns = pl.ds(rings.aligned(place.column, columns), columns)
+    def load(tile: Tile, step: Array) -> Array:
+        own_columns = pl.ds(rings.aligned(tile.column, columns), columns)
 
-        def load_rows(height: int) -> Array:
-            own_rows = pl.ds(rings.aligned(place.row, ALIGNMENT), height)
+        def load_rows(block_m: int) -> Array:
+            own_rows = pl.ds(rings.aligned(tile.row, ALIGNMENT), block_m)
 
             def one(k: Array, step: Array) -> Array:
-                slot, depth = lax.rem(step, int32(tiles.stages)), pl.ds(k * int32(FP8_STEP), FP8_STEP)
-                full, some = ring.full.at[slot], pl.ds(0, height)
+                slot, k_block = lax.rem(step, int32(tiles.stages)), pl.ds(k * int32(FP8_STEP), FP8_STEP)
+                full, some = ring.full.at[slot], pl.ds(0, block_m)
+                # Wait until both consumers have read this stage, then fill it.
                 plgpu.barrier_wait(ring.empty.at[slot])
-                plgpu.copy_gmem_to_smem(lhs.at[own_rows, depth], ring.lhs.at[slot, some], full)
-                plgpu.copy_gmem_to_smem(rhs.at[place.group, own_columns, depth], ring.rhs.at[slot], full)
+                plgpu.copy_gmem_to_smem(lhs.at[own_rows, k_block], ring.lhs.at[slot, some], full)
+                plgpu.copy_gmem_to_smem(rhs.at[tile.group, own_columns, k_block], ring.rhs.at[slot], full)
                 plgpu.copy_gmem_to_smem(lhs_scales.at[k, own_rows], scales.at[slot, some], full)
                 return step + int32(1)
 
-            return lax.fori_loop(int32(0), place.steps, one, step)
+            return lax.fori_loop(int32(0), tile.steps, one, step)
 
-        return rings.one_of(place.height, [partial(load_rows, height) for height in tiles.heights])
+        return rings.one_of(tile.block_m_index, [partial(load_rows, block_m) for block_m in tiles.heights])
 
-    def multiply(place: Place, step: Array) -> Array:
-        group = jnp.minimum(place.group, int32(rhs.shape[0] - 1))
+    def multiply(tile: Tile, step: Array) -> Array:
+        group = jnp.minimum(tile.group, int32(rhs.shape[0] - 1))
         own = pl.multiple_of(consumer * int32(CHUNK), CHUNK)
 
         def multiply_part(row: Scalar, column: Scalar, width: int) -> None:
-            """The part of the tile from this row and column on that this consumer makes."""
+            """Compute and store the part of the tile from this row and column on."""
             own_rows, part = pl.ds(row, CHUNK), min(width, TILE)
             parts = [column + first for first in range(0, width, part)]
 
             def one(k: Array, total: Sums) -> Sums:
                 slot, sums = lax.rem(step + k, int32(tiles.stages)), []
+                # Wait until the producer has filled this stage.
                 plgpu.barrier_wait(ring.full.at[slot])
                 for first, before in zip(parts, total, strict=True):
                     right = ring.rhs.at[slot, pl.ds(first, part)]
-                    product = wgmma.begin(turns, ring.lhs.at[slot, own_rows], right, interpret=interpret)
-                    block = lax.div(place.column + first, int32(TILE))
-                    of_matrix = rhs_scales[group, jnp.minimum(block, int32(rhs_scales.shape[1] - 1)), k]
-                    factors = plgpu.load(scales.at[slot, own_rows], layout=_BY_ROW) * of_matrix
+                    product = wgmma.begin(ping_pong, ring.lhs.at[slot, own_rows], right, interpret=interpret)
+                    block = lax.div(tile.column + first, int32(TILE))
+                    block_scale = rhs_scales[group, jnp.minimum(block, int32(rhs_scales.shape[1] - 1)), k]
+                    factors = plgpu.load(scales.at[slot, own_rows], layout=_BY_ROW) * block_scale
                     some = wgmma.finish(product, interpret=interpret)
+                    # Promote to float32 every 128 of K: scale the step's sum, then add.
                     sums.append(before + some * lax.broadcast_in_dim(factors, some.shape, (0,)))
                 plgpu.barrier_arrive(ring.empty.at[slot])
                 return tuple(sums)
 
-            total = lax.fori_loop(int32(0), place.steps, one, tuple(wgmma.zeros(part) for _ in parts))
-            first, origin = pl.multiple_of(place.row, ALIGNMENT) + row, pl.multiple_of(place.column, columns) + column
+            total = lax.fori_loop(int32(0), tile.steps, one, tuple(wgmma.zeros(part) for _ in parts))
+            first, origin = pl.multiple_of(tile.row, ALIGNMENT) + row, pl.multiple_of(tile.column, columns) + column
 
-            def target(below: Scalar, height: int, beside: int, width: int) -> Ref:
-                return out.at[pl.ds(first + below, height), pl.ds(origin + int32(beside), width)]
+            def target(below: Scalar, block_m: int, beside: int, width: int) -> Ref:
+                return out.at[pl.ds(first + below, block_m), pl.ds(origin + int32(beside), width)]
 
-            bounds = place.start - first, place.end - first
+            bounds = tile.start - first, tile.end - first
             epilogue.store_rows(store, total, target, bounds, out.shape[1] - origin)
 
+        # Large tiles: each consumer has half of the rows. Small ones: all rows and half of the columns.
         half = columns // CONSUMERS
-        tall = partial(multiply_part, own, 0, columns)
-        low = partial(multiply_part, 0, pl.multiple_of(consumer * int32(half), half), half)
-        lax.switch(place.height, [low if height == CHUNK else tall for height in tiles.heights])
-        return step + place.steps
+        split_rows = partial(multiply_part, own, 0, columns)
+        split_columns = partial(multiply_part, 0, pl.multiple_of(consumer * int32(half), half), half)
+        lax.switch(tile.block_m_index, [split_columns if block_m == CHUNK else split_rows for block_m in tiles.heights])
+        return step + tile.steps
 
-    wgmma.open_turns(turns)
+    wgmma.open_ping_pong(ping_pong)
     num_tasks, begin = rows.total[0] * int32(tiles_per_row), jnp.int32(0)
     rings.run_tasks(ring, tiles.stages, num_tasks, programs, locate, load, multiply, begin=begin, loads_as_warp=True)
 

@@ -1,8 +1,13 @@
-"""The kernel of `out[g] = lhs[rows of g].T @ rhs[rows of g]`.
+"""Weight gradient: `out[g] = lhs[rows of g].T @ rhs[rows of g]`.
 
-The first and the last step of a group may reach into its neighbours, or past all groups, where anything may lie: those
-rows of both operands are set to zero in shared memory, since zero times NaN is not zero. The warpgroup that loads does
-so: it has the time, and the others' registers are full.
+Roles as in forward.py: one warpgroup loads steps of rows, two multiply, and results leave from the ring
+(result_slots.py).
+
+The first and last step of a group may reach into its neighbors, or past all groups, where anything may lie. The loading
+warpgroup sets those rows of both operands to zero in shared memory, since zero times NaN is not zero. It has the time
+for it, and the registers of the others are full. Such edge steps have barriers of their own: the loading warpgroup
+waits for its copies, clears rows, and then opens the consumers' barrier. No wait is circular: an edge step is cleared
+before the loading warpgroup waits for the next free stage but one. Floor: the tensor cores' rate.
 """
 
 from __future__ import annotations
@@ -23,11 +28,11 @@ from jax_ep.pallas.ring import Ring
 from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, STEP, TILE, WeightTiles
 from jax_ep.types import Array
 
-_CLEARED = 128  # columns at a time: half of them take a quarter more of all
+_CLEAR_COLUMNS = 128  # columns cleared at a time; 64 make the kernel a quarter slower
 
 
-class Place(NamedTuple):
-    """A tile of the result: its group, first row and column there, and first row and end of the operands."""
+class Tile(NamedTuple):
+    """One tile of the result: group, first row and column in it, and first row and end of the operands."""
 
     group: Array
     row: Array
@@ -37,12 +42,12 @@ class Place(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """Of a tile: those with rows of other groups come first, while the results of the tile before leave.
+    """Steps of a tile; edge steps come first, while the results of the previous tile leave.
 
     Attributes:
-      total: all of them.
-      begin: how many, none or one, have rows of others before the group.
-      edges: how many, none to two, have rows of others.
+      total: number of steps.
+      begin: 0 or 1: whether an edge step has rows of earlier groups.
+      edges: number of edge steps, at most 2.
       first: the row at which blocks of `STEP` rows begin.
     """
 
@@ -52,19 +57,20 @@ class Steps(NamedTuple):
     first: Array
 
     def row(self, k: Array) -> Array:
-        """First row of step `k`."""
+        """Return the first row of step `k`."""
         ends = self.edges - self.begin
         edge = jnp.where(k < self.begin, int32(0), self.total - int32(1))
         return self.first + jnp.where(k < self.edges, edge, k - ends) * int32(STEP)
 
 
-def steps_of(place: Place) -> Steps:
-    """The steps of a tile."""
-    first = place.start & int32(-ALIGNMENT)
-    total = lax.div(place.end - first + int32(STEP - 1), int32(STEP))
-    total = jnp.where(place.end > place.start, total, int32(0))
-    begin = jnp.where(place.start > first, jnp.minimum(total, int32(1)), int32(0))
-    whole = jnp.clip(lax.div(place.end - first, int32(STEP)) - begin, int32(0), total - begin)
+def steps_of(tile: Tile) -> Steps:
+    """Return the steps of a tile."""
+    # Copies begin at aligned rows.
+    first = tile.start & int32(-ALIGNMENT)
+    total = lax.div(tile.end - first + int32(STEP - 1), int32(STEP))
+    total = jnp.where(tile.end > tile.start, total, int32(0))
+    begin = jnp.where(tile.start > first, jnp.minimum(total, int32(1)), int32(0))
+    whole = jnp.clip(lax.div(tile.end - first, int32(STEP)) - begin, int32(0), total - begin)
     return Steps(total, begin, total - whole, first)
 
 
@@ -72,9 +78,9 @@ class Loaded(NamedTuple):
     """State of the loading warpgroup.
 
     Attributes:
-      step: the next one.
-      is_edge: whether the one before has rows of other groups, which are still to be cleared.
-      start, end: then, the rows of that step that are the group's.
+      step: the next step.
+      is_edge: whether the previous step is an edge step, whose rows still have to be cleared.
+      start, end: the rows of that step that belong to the group.
     """
 
     step: Array
@@ -96,22 +102,23 @@ def weight_gradient(
     tiles: WeightTiles,
     programs: int,
 ) -> None:
-    """`[M, K]` and `[M, N]` to `[G, K, N]`; groups have rows `[start, end)`, both `[G]`.
+    """Contract `[M, K]` and `[M, N]` over rows to `[num_groups, K, N]`; group g has rows `[start[g], end[g])`.
 
-    `edge` are barriers of the slots, which open when both operands of a step with rows of others are there.
+    `edge` are barriers of the ring's slots, which open when both operands of an edge step have arrived.
     """
-    num_groups, num_tall, num_wide = out.shape[0], -(-out.shape[1] // TILE), -(-out.shape[2] // tiles.columns)
+    num_groups, num_row_tiles = out.shape[0], -(-out.shape[1] // TILE)
+    num_column_tiles = -(-out.shape[2] // tiles.columns)
     consumer = lax.axis_index(WARPGROUP)
 
-    def locate(task: Array) -> Place:
-        group = lax.div(task, int32(num_tall * num_wide))
-        within = lax.rem(task, int32(num_tall * num_wide))
-        row, column = rings.row_and_column(within, int32(num_tall), num_wide, tiles.band)
-        return Place(group, row * int32(TILE), column * int32(tiles.columns), start[group], end[group])
+    def locate(task: Array) -> Tile:
+        group = lax.div(task, int32(num_row_tiles * num_column_tiles))
+        within = lax.rem(task, int32(num_row_tiles * num_column_tiles))
+        row, column = rings.row_and_column(within, int32(num_row_tiles), num_column_tiles, tiles.band)
+        return Tile(group, row * int32(TILE), column * int32(tiles.columns), start[group], end[group])
 
-    def load(place: Place, loaded: Loaded) -> Loaded:
-        steps = steps_of(place)
-        own_row, own_column = pl.multiple_of(place.row, TILE), pl.multiple_of(place.column, tiles.columns)
+    def load(tile: Tile, loaded: Loaded) -> Loaded:
+        steps = steps_of(tile)
+        own_row, own_column = pl.multiple_of(tile.row, TILE), pl.multiple_of(tile.column, tiles.columns)
 
         def one(k: Array, loaded: Loaded) -> Loaded:
             slot, row = lax.rem(loaded.step, int32(tiles.stages)), steps.row(k)
@@ -123,16 +130,18 @@ def weight_gradient(
                 plgpu.copy_gmem_to_smem(right, ring.rhs.at[slot], barriers.at[slot])
 
             is_edge = k < steps.edges
+            # Wait until both consumers have read this stage, then fill it.
             plgpu.barrier_wait(ring.empty.at[slot])
             pl.when(is_edge)(lambda: copy(edge))
             pl.when(~is_edge)(lambda: copy(ring.full))
-            clear_last(loaded)  # not at once: it has been on its way while this step's slot was read
-            return Loaded(loaded.step + int32(1), is_edge, place.start - row, place.end - row)
+            # Clear the previous step only now: its copies had time to arrive.
+            clear_last(loaded)
+            return Loaded(loaded.step + int32(1), is_edge, tile.start - row, tile.end - row)
 
         return lax.fori_loop(int32(0), steps.total, one, loaded)
 
     def clear_last(loaded: Loaded) -> None:
-        """Clears the rows of others in the step before `loaded.step`, and hands it to the consumers."""
+        """Clear other groups' rows in the step before `loaded.step`, and hand it to the consumers."""
 
         @pl.when(loaded.is_edge)
         def _clear() -> None:
@@ -141,11 +150,11 @@ def weight_gradient(
             for buffer in (ring.lhs, ring.rhs):
                 _clear_rows(buffer.at[slot], loaded.start, loaded.end)
             plgpu.commit_smem()
-            for _ in range(2):  # in place of two copies
+            for _ in range(2):  # in tile of two copies
                 plgpu.barrier_arrive(ring.full.at[slot])
 
-    def multiply(place: Place, step: Array) -> Array:
-        steps = steps_of(place).total
+    def multiply(tile: Tile, step: Array) -> Array:
+        steps = steps_of(tile).total
         own = pl.ds(pl.multiple_of(consumer * int32(CHUNK), CHUNK), CHUNK)
         after, has_steps = step + steps, steps > int32(0)
 
@@ -160,17 +169,17 @@ def weight_gradient(
 
         result = pl.run_scoped(product, plgpu.ACC((CHUNK, tiles.columns)))
         slot = result_slots.slot_of(results, ring, tiles.stages, after, has_steps)
-        result_slots.store(slot, result, has_steps, partial(send, place, slot))
+        result_slots.store(slot, result, has_steps, partial(send, tile, slot))
         return after
 
-    def send(place: Place, slot: Ref, half: Scalar) -> None:
-        row = pl.multiple_of(place.row + half * int32(CHUNK), CHUNK)
-        column = pl.multiple_of(place.column, tiles.columns)
-        target = out.at[place.group, pl.ds(row, CHUNK), pl.ds(column, tiles.columns)]
-        # Sizes are multiples of a half's rows: all of them are stored, or none.
+    def send(tile: Tile, slot: Ref, half: Scalar) -> None:
+        row = pl.multiple_of(tile.row + half * int32(CHUNK), CHUNK)
+        column = pl.multiple_of(tile.column, tiles.columns)
+        target = out.at[tile.group, pl.ds(row, CHUNK), pl.ds(column, tiles.columns)]
+        # K is a multiple of a half's rows: it stores all of them, or none.
         pl.when(row < int32(out.shape[1]))(lambda: plgpu.copy_smem_to_gmem(slot, target))
 
-    num_tasks = int32(num_groups * num_tall * num_wide)
+    num_tasks = int32(num_groups * num_row_tiles * num_column_tiles)
     begin = Loaded(jnp.int32(0), jnp.bool_(False), jnp.int32(0), jnp.int32(0))
     rings.run_tasks(
         ring,
@@ -187,9 +196,9 @@ def weight_gradient(
 
 
 def _clear_rows(buffer: Ref, start: Array, end: Array) -> None:
-    """Sets the rows of `buffer [STEP, columns]` outside of `[start, end)` to zero."""
+    """Set the rows of `buffer [STEP, columns]` outside of `[start, end)` to zero."""
     start, end = jnp.clip(start, 0, STEP), jnp.clip(end, 0, STEP)
-    shape = (ALIGNMENT, _CLEARED)
+    shape = (ALIGNMENT, _CLEAR_COLUMNS)
     zeros = plgpu.layout_cast(jnp.zeros(shape, buffer.dtype), BLOCKS)
 
     def clear_some(columns: Any, first: Scalar) -> None:
@@ -201,10 +210,11 @@ def _clear_rows(buffer: Ref, start: Array, end: Array) -> None:
         rows = pl.ds(pl.multiple_of(block * int32(ALIGNMENT), ALIGNMENT), ALIGNMENT)
         buffer[rows, columns] = zeros
 
+    # Blocks at the borders are cleared in part, blocks behind the end as a whole.
     last = pl.multiple_of(end & int32(-ALIGNMENT), ALIGNMENT)
     behind = lax.div(end + int32(ALIGNMENT - 1), int32(ALIGNMENT))
-    for column in range(0, buffer.shape[1], _CLEARED):
-        columns = pl.ds(column, _CLEARED)
+    for column in range(0, buffer.shape[1], _CLEAR_COLUMNS):
+        columns = pl.ds(column, _CLEAR_COLUMNS)
         pl.when(start > int32(0))(partial(clear_some, columns, 0))  # groups begin within the first block
         pl.when(end > last)(partial(clear_some, columns, last))
         lax.fori_loop(behind, int32(STEP // ALIGNMENT), lambda i, _, c=columns: clear_all(c, i), None)

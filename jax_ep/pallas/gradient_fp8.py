@@ -1,8 +1,8 @@
-"""The kernel of `out[g] = lhs[:, places of g] @ rhs[:, places of g].T` for FP8 columns with scales per block of places.
+"""Weight gradient of column-wise FP8 operands: `out[g] = lhs[:, places of g] @ rhs[:, places of g].T`.
 
-A step is one block of 128 places, of which core/fp8.py lets each belong to one group alone: nothing has to be
-cleared. Its sum is scaled by row and column and added in float32 registers, as in forward_fp8.py. Results leave by TMA
-from memory of their own, while the next tile is multiplied.
+Roles as in forward_fp8.py. A step is one block of 128 places. core/fp8.py gives each block to one group, so no
+rows have to be cleared. Its sum is scaled by row and column and added in float32 registers. Results leave by TMA from
+their own shared memory while the next tile is multiplied. Floor: the tensor cores' FP8 rate.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from jax_ep.pallas.wgmma import Sums
 from jax_ep.types import Array
 
 _BY_ROW, _BY_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
-_PART = 64  # columns of a tile whose scales are in registers at a time
+_PART = 64  # columns whose scales are in registers at a time
 
 
-class Place(NamedTuple):
-    """A tile of the result: its group, first row and column there, and first block and end of the operands."""
+class Tile(NamedTuple):
+    """One tile of the result: group, first row and column in it, and first block and end of the operands."""
 
     group: Array
     row: Array
@@ -37,7 +37,7 @@ class Place(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Those of the operands in the ring, `[stages, TILE]` and `[stages, columns]`."""
+    """Scales of the operands in the ring, `[stages, TILE]` and `[stages, columns]`."""
 
     lhs: Ref
     rhs: Ref
@@ -54,32 +54,35 @@ def weight_gradient_fp8(
     ring: Ring,
     scales: Scales,
     results: Ref,
-    turns: Ref,
+    ping_pong: Ref,
     *,
     tiles: Fp8WeightTiles,
     programs: int,
     interpret: bool,
 ) -> None:
-    """`[K, P]`, `[N, P]` and scales `[P / 128, .]` to `[G, K, N]`; groups have blocks `[start, end)`, both `[G]`.
+    """Contract `[K, places]` and `[N, places]` to `[num_groups, K, N]`; group g has blocks `[start[g], end[g])`.
 
-    `results` are `[CONSUMERS, CHUNK, some columns]` in the dtype of the result, and `turns` are `wgmma.turns`.
+    Scales are `[places / 128, .]`. `results` are `[CONSUMERS, CHUNK, some columns]` in the dtype of the result;
+    `ping_pong` are `wgmma.ping_pong_barriers`.
     """
-    num_groups, num_tall, num_wide = out.shape[0], -(-out.shape[1] // TILE), -(-out.shape[2] // tiles.columns)
+    num_groups, num_row_tiles = out.shape[0], -(-out.shape[1] // TILE)
+    num_column_tiles = -(-out.shape[2] // tiles.columns)
     consumer = lax.axis_index(WARPGROUP)
 
-    def locate(task: Array) -> Place:
-        group = lax.div(task, int32(num_tall * num_wide))
-        within = lax.rem(task, int32(num_tall * num_wide))
-        row, column = rings.row_and_column(within, int32(num_tall), num_wide, tiles.band)
-        return Place(group, row * int32(TILE), column * int32(tiles.columns), start[group], end[group])
+    def locate(task: Array) -> Tile:
+        group = lax.div(task, int32(num_row_tiles * num_column_tiles))
+        within = lax.rem(task, int32(num_row_tiles * num_column_tiles))
+        row, column = rings.row_and_column(within, int32(num_row_tiles), num_column_tiles, tiles.band)
+        return Tile(group, row * int32(TILE), column * int32(tiles.columns), start[group], end[group])
 
-    def load(place: Place, step: Array) -> Array:
-        rows = pl.ds(rings.aligned(place.row, TILE), TILE)
-        columns = pl.ds(rings.aligned(place.column, tiles.columns), tiles.columns)
+    def load(tile: Tile, step: Array) -> Array:
+        rows = pl.ds(rings.aligned(tile.row, TILE), TILE)
+        columns = pl.ds(rings.aligned(tile.column, tiles.columns), tiles.columns)
 
         def one(block: Array, step: Array) -> Array:
             slot, places = lax.rem(step, int32(tiles.stages)), pl.ds(block * int32(FP8_STEP), FP8_STEP)
             full = ring.full.at[slot]
+            # Wait until both consumers have read this stage, then fill it.
             plgpu.barrier_wait(ring.empty.at[slot])
             plgpu.copy_gmem_to_smem(lhs.at[rows, places], ring.lhs.at[slot], full)
             plgpu.copy_gmem_to_smem(rhs.at[columns, places], ring.rhs.at[slot], full)
@@ -87,20 +90,21 @@ def weight_gradient_fp8(
             plgpu.copy_gmem_to_smem(rhs_scales.at[block, columns], scales.rhs.at[slot], full)
             return step + int32(1)
 
-        return lax.fori_loop(place.start, place.end, one, step)
+        return lax.fori_loop(tile.start, tile.end, one, step)
 
-    def multiply(place: Place, step: Array) -> Array:
+    def multiply(tile: Tile, step: Array) -> Array:
         own = pl.ds(pl.multiple_of(consumer * int32(CHUNK), CHUNK), CHUNK)
 
         def one(k: Array, total: Sums) -> Sums:
             slot, sums = lax.rem(step + k, int32(tiles.stages)), list(total)
+            # Wait until the producer has filled this stage.
             plgpu.barrier_wait(ring.full.at[slot])
             for half in range(0, tiles.columns, TILE):
                 right = ring.rhs.at[slot, pl.ds(half, TILE)]
-                product = wgmma.begin(turns, ring.lhs.at[slot, own], right, interpret=interpret)
+                product = wgmma.begin(ping_pong, ring.lhs.at[slot, own], right, interpret=interpret)
                 by_row = plgpu.load(scales.lhs.at[slot, own], layout=_BY_ROW)
                 some = wgmma.finish(product, interpret=interpret)
-                # A part at a time: the scales of all columns would leave no registers for the product.
+                # Scale and add some columns at a time: scales of all would leave no registers for the product.
                 for first in range(0, TILE, _PART):
                     by_column = plgpu.load(scales.rhs.at[slot, pl.ds(half + first, _PART)], layout=_BY_COLUMN)
                     scaled = some[:, first : first + _PART] * lax.broadcast_in_dim(by_column, (CHUNK, _PART), (1,))
@@ -109,24 +113,25 @@ def weight_gradient_fp8(
             plgpu.barrier_arrive(ring.empty.at[slot])
             return tuple(sums)
 
-        count = place.end - place.start
+        count = tile.end - tile.start
         nothing = tuple(wgmma.zeros(_PART) for _ in range(0, tiles.columns, _PART))
         total = lax.fori_loop(int32(0), count, one, nothing)
-        row = pl.multiple_of(place.row + consumer * int32(CHUNK), CHUNK)
-        # Sizes are multiples of a consumer's rows: all of them are stored, or none.
-        pl.when(row < int32(out.shape[1]))(lambda: send(place, row, total))
+        row = pl.multiple_of(tile.row + consumer * int32(CHUNK), CHUNK)
+        # K is a multiple of a consumer's rows: it stores all of them, or none.
+        pl.when(row < int32(out.shape[1]))(lambda: send(tile, row, total))
         return step + count
 
-    def send(place: Place, row: Array, total: Sums) -> None:
+    def send(tile: Tile, row: Array, total: Sums) -> None:
         own, width = results.at[consumer], results.shape[2]
         for first in range(0, tiles.columns, width):
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the part before, or of the tile before
+            # Wait until the previous part, or tile, has been read from shared memory.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for below in range(0, width, _PART):
                 own.at[:, pl.ds(below, _PART)][...] = total[(first + below) // _PART].astype(results.dtype)
             plgpu.commit_smem()
-            columns = pl.ds(pl.multiple_of(place.column, tiles.columns) + int32(first), width)
-            plgpu.copy_smem_to_gmem(own, out.at[place.group, pl.ds(row, CHUNK), columns])
+            columns = pl.ds(pl.multiple_of(tile.column, tiles.columns) + int32(first), width)
+            plgpu.copy_smem_to_gmem(own, out.at[tile.group, pl.ds(row, CHUNK), columns])
 
-    wgmma.open_turns(turns)
-    num_tasks, begin = int32(num_groups * num_tall * num_wide), jnp.int32(0)
+    wgmma.open_ping_pong(ping_pong)
+    num_tasks, begin = int32(num_groups * num_row_tiles * num_column_tiles), jnp.int32(0)
     rings.run_tasks(ring, tiles.stages, num_tasks, programs, locate, load, multiply, begin=begin, loads_as_warp=True)

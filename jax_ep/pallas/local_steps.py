@@ -1,6 +1,6 @@
-"""Local steps of an exchange: a kernel for rows that are added and quantised, XLA's own gathers and sums for the rest.
+"""Local steps of an all-to-all: a kernel for rows that are summed and quantized, XLA's gathers and sums for the rest.
 
-Those move rows at the rate of memory, but take longer where they quantise on the way (docs/design/exchange.md).
+XLA moves rows at memory bandwidth, but takes longer if it quantizes on the way (docs/design/exchange.md).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from jax_ep.types import Array, Quantized
 from jax_ep.xla import local_steps as xla
 
 _PROGRAMS_PER_CORE = 2
-_SLOT_BYTES = 96 << 10  # of a program: so many programs have room on a multiprocessor of Hopper
-_MOST_BYTES = 192 << 10  # a program that needs more than `_SLOT_BYTES` has a multiprocessor to itself
+_SLOT_BYTES = 96 << 10  # per program: two programs then fit on a multiprocessor of Hopper
+_MOST_BYTES = 192 << 10  # a program that needs more than `_SLOT_BYTES` runs alone on a multiprocessor
 _FEWEST_SLOTS, _MOST_SLOTS = 2, 8
-_MOST_PART = 16  # lines of a sum: as many numbers in registers
-_MOST_ROWS = 1 << 30  # their numbers are 32 bits wide
+_MOST_PART = 16  # lines of a sum, which are held in registers
+_MOST_ROWS = 1 << 30  # row indices have 32 bits
 
 
 def unpermute(y: Array, index: Array, dtype: DTypeLike) -> Array | Quantized:
-    """See xla/local_steps.py."""
+    """Sum rows by `index`, see xla/local_steps.py."""
     part = _part(y, index) if dtype == FP8 else None
     if part is None:
         return xla.unpermute(y, index, dtype)
@@ -41,14 +41,14 @@ def unpermute(y: Array, index: Array, dtype: DTypeLike) -> Array | Quantized:
 
 
 def _part(y: Array, index: Array) -> int | None:
-    """Lines that are added at a time, a divisor of those of a row; None: the kernel does not take these operands."""
+    """Return how many lines are added at a time, a divisor of a row's lines; None: the kernel does not apply."""
     if y.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32) or y.shape[1] % LINE or 0 in (y.size, index.size):
         return None
     if max(y.shape[0], index.size) >= _MOST_ROWS:
         return None
     lines, bytes_per_line = y.shape[1] // LINE, index.shape[1] * LINE * y.dtype.itemsize
     most = min(max(_SLOT_BYTES // 3, WARPS * bytes_per_line), _MOST_BYTES // _FEWEST_SLOTS)
-    # Scales are found by whole warps.
+    # A warp computes the scale of a line: parts are whole multiples of WARPS lines.
     parts = [n for n in range(WARPS, _MOST_PART + 1, WARPS) if lines % n == 0 and n * bytes_per_line <= most]
     return max(parts, default=None)
 

@@ -1,4 +1,4 @@
-"""Words of both kernels: references, scalars, and the layout of shared memory."""
+"""What all kernels share: types of references and scalars, and layouts of shared memory and registers."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ WARPGROUP = "warpgroup"
 LINE_BYTES = 128
 
 Ref = Any
-Scalar = Any  # int32, known or not
-int32 = np.int32  # all scalars of a kernel, also where JAX makes int64 of Python's
+Scalar = Any  # int32, static or traced
+int32 = np.int32  # of all scalars in a kernel, so that x64 mode does not make them int64
 
 
 def line(dtype: DTypeLike) -> int:
-    """How many elements a line of shared memory has, of 128 bytes."""
+    """Return how many elements a 128-byte line of shared memory holds."""
     return LINE_BYTES // jnp.dtype(dtype).itemsize
 
 
 def swizzling(dtype: DTypeLike) -> Any:
-    """The layout of shared memory that the tensor cores read without conflicts."""
+    """Return the layout of shared memory that the tensor cores read without bank conflicts."""
     return plgpu.TilingTransform((ALIGNMENT, line(dtype))), plgpu.SwizzleTransform(LINE_BYTES)  # type: ignore[abstract]
 
 
 def swizzled(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
-    """Shared memory in that layout."""
+    """Declare swizzled shared memory."""
     return plgpu.SMEM(shape, dtype, transforms=swizzling(dtype))
 
 
 def vectors(number: int, length: int, dtype: DTypeLike) -> Any:
-    """Shared memory for so many vectors, each of which begins where copies must.
+    """Declare shared memory for `number` vectors, each of which begins where TMA copies may begin.
 
-    Interpreters do not mind where it does not; GPUs end the program.
+    GPUs end the program at a misaligned copy; the interpreter does not check it.
     """
     return plgpu.SMEM((number, round_up(length, line(dtype))), dtype)
 
@@ -46,4 +46,4 @@ def vectors(number: int, length: int, dtype: DTypeLike) -> Any:
 BLOCKS = plgpu.Layout.TILED(
     plgpu.Tiling(((ALIGNMENT, 64), (2, 64), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
 )
-"""How a warpgroup holds blocks of 8 rows: four elements per thread and 64 columns, half a warp per row."""
+"""Register layout of blocks of 8 rows: four elements per thread and 64 columns, half a warp per row."""

@@ -1,9 +1,11 @@
-"""How tiles of weight gradients leave: from slots of the ring by TMA, which nobody waits for.
+"""Stores of weight gradient tiles: from slots of the ring by TMA, without waiting for them.
 
-They are as large as the right operand of a step. Those of one consumer wait in the ring's slot of the tile's last step,
-which it releases with the next tile; those of the other in a slot that never has operands. So a program has the
-room to store one tile while it multiplies the next, with as many steps in flight as if it stored nothing. Results of
-another dtype have memory of their own, and keep to the same order.
+A consumer's half of a tile is as large as the right operand of a step. Consumer 0 puts its result into the ring's slot
+of the tile's last step, and releases that slot during the next tile. Consumer 1 uses a slot that never holds operands.
+So a tile is stored while the next one is multiplied, with as many steps in flight as if nothing were stored. Results of
+another dtype have their own memory, and keep to the same order.
+
+Waits. Consumer 0 overwrites the last step's operands only after consumer 1 has read them (`multiplied`).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from jax_ep.pallas.ring import Ring
 from jax_ep.pallas.tiling import CONSUMERS
 from jax_ep.types import Array
 
-_RING_CONSUMER = 0
+_RING_CONSUMER = 0  # whose results lie in the ring
 
 
 class ResultSlots(NamedTuple):
@@ -31,7 +33,7 @@ class ResultSlots(NamedTuple):
 
     Attributes:
       own: None, or `[CONSUMERS, ...]` for results of another dtype than the operands'.
-      multiplied: barriers of the ring's slots, at which the other consumer tells that it has read a tile's last one.
+      multiplied: barriers of the ring's slots, which the other consumer opens when it has read a tile's last step.
     """
 
     own: Ref | None
@@ -39,7 +41,7 @@ class ResultSlots(NamedTuple):
 
 
 def scratch(dtype: DTypeLike, out_dtype: DTypeLike, shape: tuple[int, int], stages: int) -> tuple[Any, ResultSlots]:
-    """Declares the right operands of a ring, and what results of the same shape per consumer need besides."""
+    """Declare the right operands of a ring, and the memory for results of the same shape per consumer."""
     shares_ring = jnp.dtype(dtype) == jnp.dtype(out_dtype)
     own = None if shares_ring else swizzled((CONSUMERS, *shape), out_dtype)
     operands = swizzled((stages + 1 if shares_ring else stages, *shape), dtype)
@@ -47,48 +49,51 @@ def scratch(dtype: DTypeLike, out_dtype: DTypeLike, shape: tuple[int, int], stag
 
 
 def slot_of(results: ResultSlots, ring: Ring, stages: int, after: Array, has_steps: Array) -> Ref:
-    """Where this consumer may put the results of a task before `after`, of which it has multiplied all steps."""
+    """Return where this consumer may put the results of the task that ended before step `after`."""
     consumer, last = lax.axis_index(WARPGROUP), rings.before(after, stages)
     shares_ring = consumer == _RING_CONSUMER
 
+    # The other consumer has read the last step: it signals and releases the slot.
     @pl.when(has_steps & ~shares_ring)
     def _tell() -> None:
         plgpu.barrier_arrive(results.multiplied.at[last])
         rings.release(ring, stages, after)
 
     pl.when(has_steps & shares_ring)(lambda: plgpu.barrier_wait(results.multiplied.at[last]))
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the task before
+    # Wait until the previous task's results have left.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     if results.own is not None:
         return results.own.at[consumer]
     return ring.rhs.at[jnp.where(shares_ring, last, int32(stages))]
 
 
 def await_stores(ring: Ring, stages: int, step: Array) -> None:
-    """Waits for the stores of the task before `step`, and releases the slot of the ring that they came from.
+    """Wait for the stores of the task before `step`, and release the slot of the ring that they came from.
 
-    Both consumers wait, in the second step of a task, when they need not wait for long: one that fell behind the other
-    would stay there, and the slots between them would be missing for the operands to come.
+    Both consumers wait, in the second step of a task, when the wait is short. If one fell behind the other it would
+    stay behind, and the slots between them would be missing for operands.
     """
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     release(ring, stages, step)
 
 
 def release(ring: Ring, stages: int, step: Array) -> None:
-    """Releases the ring's slot with results of the task before `step`, if there was one, whose stores have ended."""
+    """Release the ring's slot with results of the task before `step`, if there was one; its stores must have ended."""
     held = (lax.axis_index(WARPGROUP) == _RING_CONSUMER) & (step > int32(0))
     pl.when(held)(lambda: rings.release(ring, stages, step))
 
 
-def store(place: Ref, result: Array, has_steps: Array, send: Callable[[Scalar], None]) -> None:
-    """Puts results in their place, and calls `send(half)` for the halves of the tile that this consumer sends.
+def store(slot: Ref, result: Array, has_steps: Array, send: Callable[[Scalar], None]) -> None:
+    """Store results in their slot, and call `send(half)` for the halves of the tile that this consumer sends.
 
-    That is its own, but for tiles without steps: the ring has no slot for them, and the other one sends zeros for both.
+    A consumer sends its own half. A tile without steps has no slot in the ring: there the other consumer sends zeros
+    for both halves.
     """
     consumer = lax.axis_index(WARPGROUP)
 
     @pl.when(has_steps | (consumer != _RING_CONSUMER))
     def _put() -> None:
-        place[...] = result.astype(place.dtype)
+        slot[...] = result.astype(slot.dtype)
 
     plgpu.commit_smem()
     pl.when(has_steps)(lambda: send(consumer))

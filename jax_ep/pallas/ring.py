@@ -1,7 +1,13 @@
-"""What both kernels do: operands travel through a ring of slots in shared memory.
+"""The ring: operands travel through slots (stages) in shared memory from one loading warpgroup to two multiplying ones.
 
-One warpgroup loads, two multiply. The loading one runs ahead of them by as many steps as there are slots, over the
-borders of tiles, so that the next tile's operands arrive while results are stored.
+Roles. Warpgroups 0 and 1 are consumers, each with the accumulators of half of a tile; warpgroup 2 is the producer. The
+producer runs up to `stages` steps ahead, across tiles, so the next tile's operands arrive while results are stored.
+
+Waits. Per slot, `full` opens when all copies of a step have arrived, and `empty` when both consumers have read it. The
+producer waits for `empty` before it fills a slot, a consumer for `full` before it multiplies. It cannot deadlock:
+consumers open all slots at the start, and each waits only for a step that precedes what it holds.
+
+Programs are persistent, take tasks round-robin and do not wait for each other.
 """
 
 from __future__ import annotations
@@ -19,15 +25,16 @@ from jax_ep.pallas.memory import WARPGROUP, Ref, Scalar, int32
 from jax_ep.pallas.tiling import CONSUMERS
 from jax_ep.types import Array
 
-_LOADING_REGISTERS, _MULTIPLYING_REGISTERS = 40, 232  # per thread: the accumulators of a wide tile alone are 128
+# Per thread. The accumulators of a wide tile alone take 128.
+_LOADING_REGISTERS, _MULTIPLYING_REGISTERS = 40, 232
 
 
 class Ring(NamedTuple):
     """Scratch memory of a program.
 
     Attributes:
-      lhs, rhs: `[stages, ...]` operands of one step; there may be more slots behind.
-      full: barriers of the slots, which open when both operands are there.
+      lhs, rhs: `[stages, ...]` operands of one step; there may be more slots at the end.
+      full: barriers of the slots, which open when both operands have arrived.
       empty: barriers of the slots, which open when both consumers have read them.
     """
 
@@ -38,7 +45,7 @@ class Ring(NamedTuple):
 
 
 def scratch(lhs: Any, rhs: Any, stages: int, copies: int = 2) -> Ring:
-    """Declares a ring of these operands, with so many copies per step."""
+    """Declare a ring of these operands; a step arrives in `copies` copies."""
     full = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
     return Ring(lhs, rhs, full, plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages))
 
@@ -46,59 +53,61 @@ def scratch(lhs: Any, rhs: Any, stages: int, copies: int = 2) -> Ring:
 # --- roles ----------------------------------------------------------------------------------------------------------
 
 
-def run_tasks[Place, Loaded](
+def run_tasks[Tile, Loaded](
     ring: Ring,
     stages: int,
     num_tasks: Scalar,
     programs: int,
-    locate: Callable[[Array], Place],
-    load: Callable[[Place, Loaded], Loaded],
-    multiply: Callable[[Place, Array], Array],
+    locate: Callable[[Array], Tile],
+    load: Callable[[Tile, Loaded], Loaded],
+    multiply: Callable[[Tile, Array], Array],
     *,
     begin: Loaded,
     finish: Callable[[Loaded], None] = lambda _: None,
     leave: Callable[[Array], None] = lambda _: None,
-    turning: bool = False,
+    reverses: bool = False,
     loads_as_warp: bool = False,
 ) -> None:
-    """Shares tasks out among programs, and in a program the work on each of them among its warpgroups.
+    """Share tasks among programs, and the work on each task among the program's warpgroups.
 
     Args:
       ring: scratch memory.
-      stages: of the ring.
-      num_tasks: of all programs, at least one.
-      programs: how many there are.
-      locate: all that the others read of tables about a task. It is asked one task ahead: a microsecond of waiting for
-        memory is a tenth of a short task.
-      load: `(place, state)` to the state after the task; called by one warpgroup.
-      multiply: `(place, step)` to the step after the task; called by the others.
+      stages: slots of the ring.
+      num_tasks: tasks of all programs, at least one.
+      programs: number of programs.
+      locate: looks up a task in tables. It runs one task ahead: a microsecond of waiting for memory is a tenth of a
+        short task.
+      load: `(tile, state)` to the state after the task; the producer calls it.
+      multiply: `(tile, step)` to the step after the task; consumers call it.
       begin: state before the first `load`.
-      finish: what follows the last `load`, of its state.
-      leave: what follows the last `multiply`, and all stores, of the step after.
-      turning: every other round runs backwards: where tasks become shorter and shorter, all programs get as much. Where
-        they do not, programs next to each other keep to tiles next to each other.
-      loads_as_warp: one warp calls `load` and `finish`, which then know scalars and copies alone, `one_of` in place of
-        `lax.switch`, and `aligned` in place of `pl.multiple_of`. Else all four do, and wait for each other.
+      finish: runs after the last `load`, with its state.
+      leave: runs after the last `multiply` and all stores, with the step after.
+      reverses: run every other round backwards. If tasks get shorter and shorter, all programs get equal shares;
+        otherwise neighboring programs keep neighboring tiles.
+      loads_as_warp: one warp calls `load` and `finish`. These then use scalars and copies only, `one_of` instead of
+        `lax.switch`, and `aligned` instead of `pl.multiple_of`. Otherwise all four warps call them, and wait for each
+        other.
     """
     program, warpgroup = lax.axis_index(PROGRAM), lax.axis_index(WARPGROUP)
     rounds = lax.div(num_tasks, int32(programs))
 
-    def task_of(turn: Array) -> Array:
-        forwards = (lax.rem(turn, int32(2)) == int32(0)) | (not turning)
-        return turn * int32(programs) + jnp.where(forwards, program, int32(programs - 1) - program)
+    def task_of(round_index: Array) -> Array:
+        forwards = (lax.rem(round_index, int32(2)) == int32(0)) | (not reverses)
+        return round_index * int32(programs) + jnp.where(forwards, program, int32(programs - 1) - program)
 
     count = rounds + (task_of(rounds) < num_tasks).astype(jnp.int32)
 
-    def for_each_task[State](role: Callable[[Place, State], State], first: State) -> State:
-        def place_of(turn: Array) -> Place:
-            return locate(jnp.minimum(task_of(turn), num_tasks - int32(1)))
+    def for_each_task[State](role: Callable[[Tile, State], State], first: State) -> State:
+        def tile_of(round_index: Array) -> Tile:
+            return locate(jnp.minimum(task_of(round_index), num_tasks - int32(1)))
 
-        def one(turn: Array, carry: tuple[State, Place]) -> tuple[State, Place]:
-            state, place = carry
-            following = place_of(turn + int32(1))
-            return role(place, state), following
+        def one(round_index: Array, carry: tuple[State, Tile]) -> tuple[State, Tile]:
+            # Locate the next task while this one runs.
+            state, tile = carry
+            following = tile_of(round_index + int32(1))
+            return role(tile, state), following
 
-        return lax.fori_loop(int32(0), count, one, (first, place_of(jnp.int32(0))))[0]
+        return lax.fori_loop(int32(0), count, one, (first, tile_of(jnp.int32(0))))[0]
 
     @pl.when(warpgroup == CONSUMERS)
     def _loading() -> None:
@@ -106,7 +115,8 @@ def run_tasks[Place, Loaded](
 
         def load_all() -> None:
             finish(for_each_task(load, begin))
-            for slot in range(stages):  # nobody may leave while others still signal
+            # Stay until both consumers have signaled all slots.
+            for slot in range(stages):
                 plgpu.barrier_wait(ring.empty.at[slot])
 
         if loads_as_warp:
@@ -117,6 +127,7 @@ def run_tasks[Place, Loaded](
     @pl.when(warpgroup < CONSUMERS)
     def _multiplying() -> None:
         plgpu.set_max_registers(_MULTIPLYING_REGISTERS, action="increase")
+        # All slots are free at the start.
         for slot in range(stages):
             plgpu.barrier_arrive(ring.empty.at[slot])
         after = for_each_task(multiply, jnp.int32(0))
@@ -133,17 +144,19 @@ def multiply_steps(
     operands: Callable[[Array], Sequence[tuple[Ref, Ref]]],
     second: Callable[[], None] | None = None,
 ) -> None:
-    """Adds the products of the `count` steps of a task, of which the first is `step`.
+    """Add the products of the `count` steps of a task, from `step` on.
 
-    The products of one step stay in flight; the slot of the one before is free again, all but that of the last step.
-    `operands(slot)` are what to multiply for each accumulator, and `second` is called in the second step.
+    The product of one step stays in flight while the previous step's slot is released; the last step's slot stays
+    taken. `operands(slot)` are the factors of each accumulator. `second` runs in the second step.
     """
 
     def one(k: Array, step: Array) -> Array:
         slot = lax.rem(step, int32(stages))
+        # Wait until the producer has filled this stage.
         plgpu.barrier_wait(ring.full.at[slot])
         for accumulator, pair in zip(accumulators, operands(slot), strict=True):
             plgpu.wgmma(accumulator, *pair)
+        # Leave this step's products in flight; those of the previous step have ended.
         plgpu.wgmma_wait(len(accumulators))
 
         @pl.when(k > int32(0))
@@ -158,17 +171,17 @@ def multiply_steps(
 
 
 def release(ring: Ring, stages: int, step: Array) -> None:
-    """This consumer needs the slot of the step before `step` no longer."""
+    """Release the slot of the step before `step` for this consumer."""
     plgpu.barrier_arrive(ring.empty.at[before(step, stages)])
 
 
 def before(step: Array, stages: int) -> Array:
-    """The slot of the step before."""
+    """Return the slot of the step before `step`."""
     return lax.rem(step + int32(stages - 1), int32(stages))
 
 
 def one_of[Result](index: Scalar, branches: Sequence[Callable[[], Result]]) -> Result:
-    """`lax.switch` for single warps too: of indices that are in range."""
+    """Select a branch like `lax.switch`, also in single warps; the index must be in range."""
     if len(branches) == 1:
         return branches[0]()
     half = len(branches) // 2
@@ -177,7 +190,7 @@ def one_of[Result](index: Scalar, branches: Sequence[Callable[[], Result]]) -> R
 
 
 def aligned(x: Scalar, multiple: int) -> Scalar:
-    """`pl.multiple_of` for single warps too: of numbers that are none it is the multiple below."""
+    """Assert a multiple like `pl.multiple_of`, also in single warps; other numbers are rounded down."""
     return lax.div(x, int32(multiple)) * int32(multiple)
 
 
@@ -185,7 +198,7 @@ def aligned(x: Scalar, multiple: int) -> Scalar:
 
 
 def row_and_column(index: Array, num_rows: Scalar, num_columns: int, band: int) -> tuple[Array, Array]:
-    """Tile of rows and tile of columns of a task: bands of rows, in each of them column by column."""
+    """Return row tile and column tile of a task: bands of row tiles, column by column in each band."""
     tasks_per_band = int32(band * num_columns)
     first = lax.div(index, tasks_per_band) * int32(band)
     within = lax.rem(index, tasks_per_band)

@@ -1,8 +1,9 @@
-"""Which rows the tiles of a grouped product have: a kernel before the product's, of a warpgroup for each 128 tiles.
+"""Which rows the tiles of a grouped GEMM have: a small kernel before the GEMM's, one warpgroup per 128 tiles.
 
-As operations of XLA it was seven launches, and a product of a few hundred microseconds notices: sums along the groups,
-their order, and which group a tile is of each need the one before. Here a thread is a group, then a tile, and what it
-needs of all groups it adds up in a loop over them: a few instructions for each.
+In XLA this took seven launches, a notable part of a GEMM of a few hundred microseconds, since each step needs the
+previous one: sums along the groups, their order, and the group of each tile. Here a thread stands for a group, then for
+a tile, and accumulates what it needs over all groups in a loop: a few instructions per group. No program waits for
+another.
 """
 
 from __future__ import annotations
@@ -24,25 +25,25 @@ from jax_ep.pallas.tiling import ALIGNMENT, ROW_UNIT, ForwardTiles, Fp8Tiles
 from jax_ep.types import Array
 
 _LANES = 128
-_UNROLLED = 4  # groups in a turn of the loops over them
+_UNROLLED = 4  # groups per iteration of the loops over them
 _MOST_EQUAL_TILES = 3
 
 
 class RowTiles(NamedTuple):
-    """Tiles of rows, all of a group one after another; the rows past the groups are one more group, G.
+    """Row tiles, those of a group one after another; the rows past the groups form one more group.
 
     Attributes:
-      group: `[P]` int32.
-      row: `[P]` int32, first row, which may be one of another tile or group.
-      height: `[P]` int32, place in the heights of `ForwardTiles` or `Fp8Tiles`.
-      start, end: `[P]` int32, rows that are the tile's, but for those behind its height.
-      band, band_size: `[P]` int32, first tile of those that are visited together, all of one group, and how many.
-      total: `[P]` int32, how many tiles there are, everywhere; those behind hold anything.
+      group: `[P]` int32; P tiles at most.
+      row: `[P]` int32, first row, which may belong to another tile or group.
+      block_m_index: `[P]` int32, index into the `heights` of `ForwardTiles` or `Fp8Tiles`.
+      start, end: `[P]` int32, the tile's own rows; rows past its height belong to later tiles.
+      band, band_size: `[P]` int32, first tile and number of tiles of the band, visited together and all of one group.
+      total: `[P]` int32, the number of tiles, in every entry; entries past it are undefined.
     """
 
     group: Any
     row: Any
-    height: Any
+    block_m_index: Any
     start: Any
     end: Any
     band: Any
@@ -51,13 +52,13 @@ class RowTiles(NamedTuple):
 
 
 class _Groups(NamedTuple):
-    """What threads know of all groups, `[lanes]` in shared memory; those behind the last are empty.
+    """What threads know about all groups, `[lanes]` in shared memory; groups past the last are empty.
 
     Attributes:
       start, end: rows.
-      num_tiles: of the group.
-      key: the greater, the earlier are the tiles.
-      first: number of the first tile.
+      num_tiles: tiles of the group.
+      key: groups with a greater key come earlier.
+      first: index of the first tile.
     """
 
     start: Ref
@@ -68,7 +69,7 @@ class _Groups(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """Tiles, one in each thread: the number in its group, and of that how many tiles and units, first row and end."""
+    """Tiles, one per thread: index in its group, the group's numbers of tiles and row units, first row and end."""
 
     number: Array
     num_tiles: Array
@@ -78,18 +79,18 @@ class _Tile(NamedTuple):
 
 
 def row_tiles(group_sizes: Array, num_rows: int, tiles: ForwardTiles | Fp8Tiles, *, interpret: bool) -> RowTiles:
-    """Tiles for groups of `group_sizes [G]` int32: negative ones are empty, and none reaches past the last row.
+    """List row tiles of groups of `group_sizes [num_groups]` int32; negative sizes are empty groups.
 
-    Those of `ForwardTiles`: a group has as few as possible. Up to three are of one height: they read the same matrix,
-    and stay in step only where they take equally long. The last one then begins up to two units within the one before,
-    which stores these rows. Tiles of more than three differ by a unit of rows at most. Groups with the tallest tiles
-    come first, so that programs which run at the same time have tiles of like heights.
+    No group reaches past the last row. With `ForwardTiles`, a group has as few tiles as possible. Up to three have one
+    height: they read the same weights, and stay in step only if they take equally long. The last one then may begin up
+    to two units inside of the previous one, which stores these rows. More than three tiles differ by at most one unit
+    of rows. Groups with the largest tiles come first, so that programs run tiles of similar heights at the same time.
 
-    Those of `Fp8Tiles` have the larger of two heights, the last of a group the smaller one where that is enough.
+    With `Fp8Tiles`, tiles have the larger of two heights; the last one of a group has the smaller one if that suffices.
     """
     num_groups = group_sizes.shape[0]
-    tallest = tiles.heights[-1]
-    most = (num_rows + (num_groups + 1) * (tallest + ALIGNMENT - 2)) // tallest
+    max_block_m = tiles.heights[-1]
+    most = (num_rows + (num_groups + 1) * (max_block_m + ALIGNMENT - 2)) // max_block_m
     lanes, programs = round_up(num_groups + 1, _LANES), -(-most // _LANES)
     in_memory = plgpu.SMEM((lanes,), jnp.int32)
     scratch = {
@@ -112,15 +113,17 @@ def _list_tiles(
     num_groups: int,
     tiles: ForwardTiles | Fp8Tiles,
 ) -> None:
-    tallest = tiles.heights[-1]
+    max_block_m = tiles.heights[-1]
     program = lax.axis_index(PROGRAM)
-    none = lax.min(program, int32(0))  # not known to be in bounds: behind the last size there are zeros
+    # Zero, but not provably so: copies then may reach past the last size, where TMA reads zeros.
+    none = lax.min(program, int32(0))
     for lane in range(0, sizes.shape[0], _LANES):
         some = group_sizes.at[pl.ds(none + int32(lane), _LANES)]
         plgpu.copy_gmem_to_smem(some, sizes.at[pl.ds(lane, _LANES)], full)
     plgpu.barrier_wait(full)
-    _write_groups(sizes, groups, num_rows, num_groups, tallest, is_sorted=isinstance(tiles, ForwardTiles))
+    _write_groups(sizes, groups, num_rows, num_groups, max_block_m, is_sorted=isinstance(tiles, ForwardTiles))
 
+    # One tile per thread: find its group in a loop over all groups.
     tile = _each(_LANES) + program * int32(_LANES)
 
     def find(found: tuple[Array, ...], group: Scalar, first: Scalar, count: Scalar, *rows: Scalar) -> tuple[Array, ...]:
@@ -131,20 +134,21 @@ def _list_tiles(
 
     known = groups.first, groups.num_tiles, groups.start, groups.end
     group, first, start, end, total = _over_groups(find, [jnp.zeros_like(tile)] * 5, num_groups, *known)
-    units, count = _units_and_count(start, end, tallest)
+    units, count = _units_and_count(start, end, max_block_m)
     own = _Tile(tile - first, jnp.maximum(count, int32(1)), units, start, end)
-    row, height, start = _varied(own, tiles) if isinstance(tiles, ForwardTiles) else _whole(own, tiles)
+    row, block_m_index, start = _varied(own, tiles) if isinstance(tiles, ForwardTiles) else _whole(own, tiles)
+    # Bands of tiles, for rasterization.
     band = lax.div(own.number, int32(tiles.band)) * int32(tiles.band)
     band_size = jnp.minimum(own.num_tiles - band, int32(tiles.band))
-    values = RowTiles(group, row, height, start, own.end, tile - own.number + band, band_size, total)
+    values = RowTiles(group, row, block_m_index, start, own.end, tile - own.number + band, band_size, total)
     for ref, value in zip(out, values, strict=True):
         ref[pl.ds(program * int32(_LANES), _LANES)] = value
 
 
 def _write_groups(
-    sizes: Ref, groups: _Groups, num_rows: int, num_groups: int, tallest: int, *, is_sorted: bool
+    sizes: Ref, groups: _Groups, num_rows: int, num_groups: int, max_block_m: int, *, is_sorted: bool
 ) -> None:
-    """Fills `groups`, a group in each thread."""
+    """Fill `groups`, one group per thread."""
     group = _each(sizes.shape[0])
     size = jnp.where(group < int32(num_groups), jnp.clip(_strided(sizes[...]), int32(0), int32(num_rows)), int32(0))
     plgpu.commit_smem()
@@ -155,10 +159,11 @@ def _write_groups(
         return (before[0] + jnp.where(other < group, size, int32(0)),)
 
     nothing = [jnp.zeros_like(group)]
+    # A group starts after all earlier ones.
     start = jnp.minimum(_over_groups(add_earlier, nothing, num_groups, sizes)[0], int32(num_rows))
     end = jnp.where(group == int32(num_groups), int32(num_rows), jnp.minimum(start + size, int32(num_rows)))
-    units, count = _units_and_count(start, end, tallest)
-    # Behind groups of taller tiles, and of as tall ones those before it.
+    units, count = _units_and_count(start, end, max_block_m)
+    # Order groups by tile height, the largest first, then by index.
     height = _divide(units, jnp.maximum(count, int32(1))) if is_sorted else jnp.zeros_like(group)
     key = height * int32(sizes.shape[0]) - group
     for ref, value in zip(groups[:-1], (start, end, count, key), strict=True):
@@ -172,18 +177,19 @@ def _write_groups(
     plgpu.commit_smem()
 
 
-def _units_and_count(start: Array, end: Array, tallest: int) -> tuple[Array, Array]:
-    """Units of `ROW_UNIT` from where the first tile of rows may begin, and how many tiles they need."""
+def _units_and_count(start: Array, end: Array, max_block_m: int) -> tuple[Array, Array]:
+    """Return the number of `ROW_UNIT`s from where the first tile may begin, and the number of tiles they need."""
     rows = jnp.where(end > start, end - _origin(start), int32(0))
-    return _divide(rows, int32(ROW_UNIT)), _divide(rows, int32(tallest))
+    return _divide(rows, int32(ROW_UNIT)), _divide(rows, int32(max_block_m))
 
 
 def _varied(own: _Tile, tiles: ForwardTiles) -> tuple[Array, Array, Array]:
-    """First row, height and first own row of tiles of `ForwardTiles`."""
-    tallest, more = _divide(own.units, own.num_tiles), lax.rem(own.units, own.num_tiles)
+    """Return first row, height index and first own row of tiles of `ForwardTiles`."""
+    max_units, more = _divide(own.units, own.num_tiles), lax.rem(own.units, own.num_tiles)
+    # With more than three tiles, the last ones are one unit shorter.
     is_shorter = (own.num_tiles > int32(_MOST_EQUAL_TILES)) & (more > int32(0)) & (own.number >= more)
-    height = tallest - _one_where(is_shorter)
-    above = own.number * tallest - jnp.where(is_shorter, own.number - more, int32(0))
+    height = max_units - _one_where(is_shorter)
+    above = own.number * max_units - jnp.where(is_shorter, own.number - more, int32(0))
     row = _origin(own.start) + jnp.minimum(above, own.units - height) * int32(ROW_UNIT)
     start = jnp.maximum(own.start, _origin(own.start) + above * int32(ROW_UNIT))
     kind = jnp.zeros_like(height)
@@ -193,7 +199,7 @@ def _varied(own: _Tile, tiles: ForwardTiles) -> tuple[Array, Array, Array]:
 
 
 def _whole(own: _Tile, tiles: Fp8Tiles) -> tuple[Array, Array, Array]:
-    """The same of tiles of `Fp8Tiles`."""
+    """Return first row, height index and first own row of tiles of `Fp8Tiles`."""
     row = _origin(own.start) + own.number * int32(tiles.heights[1])
     return row, _one_where(own.end - row > int32(tiles.heights[0])), jnp.maximum(own.start, row)
 
@@ -201,15 +207,15 @@ def _whole(own: _Tile, tiles: Fp8Tiles) -> tuple[Array, Array, Array]:
 def _over_groups(
     step: Callable[..., tuple[Array, ...]], initial: list[Array], num_groups: int, *known: Ref
 ) -> tuple[Array, ...]:
-    """`step(before, group, *its numbers)` of all groups and those behind the last, one after another."""
+    """Fold `step(before, group, *its values)` over all groups, in order, padded to whole iterations."""
 
-    def turn(number: Array, found: tuple[Array, ...]) -> tuple[Array, ...]:
+    def iteration(number: Array, found: tuple[Array, ...]) -> tuple[Array, ...]:
         for i in range(_UNROLLED):
             group = number * int32(_UNROLLED) + int32(i)
             found = step(found, group, *(ref[group] for ref in known))
         return found
 
-    return lax.fori_loop(int32(0), int32(-(-(num_groups + 1) // _UNROLLED)), turn, tuple(initial))
+    return lax.fori_loop(int32(0), int32(-(-(num_groups + 1) // _UNROLLED)), iteration, tuple(initial))
 
 
 def _each(lanes: int) -> Array:
@@ -217,12 +223,12 @@ def _each(lanes: int) -> Array:
 
 
 def _strided(x: Array) -> Array:
-    """One after another in the threads."""
+    """Lay out elements one after another in the threads."""
     return plgpu.layout_cast(x, plgpu.Layout.WG_STRIDED(x.shape, vec_size=1))
 
 
 def _origin(start: Array) -> Array:
-    """Where tiles may begin."""
+    """Return the aligned row at which tiles may begin."""
     return start & int32(-ALIGNMENT)
 
 
@@ -231,5 +237,5 @@ def _one_where(condition: Array) -> Array:
 
 
 def _divide(a: Array, b: Scalar) -> Array:
-    """Rounded up."""
+    """Divide and round up."""
     return lax.div(a + (b - int32(1)), jnp.broadcast_to(b, a.shape))

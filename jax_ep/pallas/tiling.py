@@ -1,4 +1,4 @@
-"""Sizes of the tiles of a product: chosen by its shape, static in its kernel."""
+"""Tile sizes of the GEMMs: chosen by shape, static in the kernel."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import ClassVar
 CONSUMERS = 2
 """Warpgroups that multiply; one more loads."""
 STEP = 64
-"""Length of the contraction in one step: a row of 128 bytes, the widest that shared memory swizzles."""
+"""Length of K in one step of 16-bit operands: a row of 128 bytes, the widest that shared memory swizzles."""
 FP8_STEP = 128
-"""The same of 8-bit operands: as many bytes, and the block of the contraction that shares scales."""
+"""Length of K in one step of 8-bit operands: a row of 128 bytes, and the block that shares scales."""
 ALIGNMENT = 8
-"""Rows of the blocks in which operands lie in shared memory. Copies of whole blocks begin at multiples of it."""
+"""Rows of the swizzled blocks of operands in shared memory. Copies of whole blocks begin at multiples of it."""
 ROW_UNIT = 16
-"""Heights of forward tiles are multiples of it."""
+"""Unit of the block_m candidates of forward tiles."""
 CHUNK = 64
-"""Rows of the accumulators of a consumer, as many as tensor cores take at a time; it stores some columns at once."""
+"""Rows of a consumer's accumulators: as many as the tensor cores take at a time."""
 TILE = CONSUMERS * CHUNK
-"""Rows of the accumulators of a program: columns of a forward tile, and rows of one of weight gradients."""
+"""Rows of a program's accumulators: columns of a forward tile, rows of a weight gradient tile."""
 
 _FEWEST_STAGES = 4
 _LOW_HEIGHTS = (32, 64, 80, 96, 112, 128)
@@ -27,16 +27,16 @@ _LOW_HEIGHTS = (32, 64, 80, 96, 112, 128)
 
 @dataclasses.dataclass(frozen=True)
 class ForwardTiles:
-    """Sizes of the forward kernel.
+    """Tile sizes of the forward kernel.
 
     Attributes:
-      heights: how many rows a tile may have, multiples of `ROW_UNIT` in increasing order. Each has a loop of its own in
-        the kernel, which takes time to compile. All multiples above half of the last one are there, so that several
-        tiles of a group can have the height that it needs; below, where one tile serves a group, reading its matrix
-        takes longer than multiplying, and every other does. Rows that a tile is too high by must lie in the last chunk
-        that it stores, of 32 rows in float32.
+      heights: block_m candidates, multiples of `ROW_UNIT` in increasing order. Each has its own loop in the kernel,
+        which takes time to compile. All multiples above half of the last one are candidates, so that several tiles of a
+        group can have the height that it needs. Below that, one tile serves a group, and reading its weights takes
+        longer than multiplying: every other multiple suffices. Extra rows of a tile must lie in the last chunk that it
+        stores, of 32 rows in float32.
       stages: steps whose operands are in shared memory.
-      band: most tiles of rows that programs visit together, so that they find each other's columns in the L2 cache.
+      band: most row tiles that programs visit together, so that they share columns of the weights in the L2 cache.
       candidates: values that sweeps measure, the simplest first.
     """
 
@@ -48,11 +48,11 @@ class ForwardTiles:
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Tiles:
-    """Sizes of the forward kernel in FP8.
+    """Tile sizes of the FP8 forward kernel.
 
     Attributes:
-      heights: how many rows a tile may have.
-      columns: of a tile, 128 or 256.
+      heights: block_m candidates.
+      columns: block_n, 128 or 256.
       stages: see `ForwardTiles`.
       band: see `ForwardTiles`.
     """
@@ -65,16 +65,16 @@ class Fp8Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class WeightTiles:
-    """Sizes of the kernel of weight gradients.
+    """Tile sizes of the weight gradient kernel.
 
     Attributes:
-      columns: of a tile of the result, 128 or 256; it has `TILE` rows, a part of them for each consumer.
-      stages: see `ForwardTiles`; at least four. The loading warpgroup hands a step over when the next one's slot is
-        free, and the slot of a tile's last step is free in the second step of the next tile.
+      columns: block_n, 128 or 256; a tile has `TILE` rows, half of them for each consumer.
+      stages: see `ForwardTiles`; at least four. The producer hands over a step when the next one's slot is free, and
+        the slot of a tile's last step is free in the second step of the next tile.
       band: see `ForwardTiles`.
 
     Raises:
-      ValueError: fewer stages, which would wait for each other.
+      ValueError: with fewer stages, producer and consumers would wait for each other.
     """
 
     columns: int
@@ -89,7 +89,7 @@ class WeightTiles:
 
 @dataclasses.dataclass(frozen=True)
 class Fp8WeightTiles:
-    """Sizes of the kernel of weight gradients in FP8: fields of `WeightTiles` and `Fp8Tiles`."""
+    """Tile sizes of the FP8 weight gradient kernel: fields as in `WeightTiles` and `Fp8Tiles`."""
 
     columns: int = 256
     stages: int = 3
@@ -97,32 +97,32 @@ class Fp8WeightTiles:
 
 
 def forward_tiles(num_rows: int, groups: int) -> ForwardTiles:
-    """For `[M, K]` rows in groups: where they are small, fewer heights, whose kernel takes less time to compile."""
+    """Return the tiles for `[M, K]` rows in groups; small groups need fewer candidates, which compile faster."""
     return ForwardTiles(_LOW_HEIGHTS) if num_rows <= 64 * groups else ForwardTiles()
 
 
 def activated_tiles() -> ForwardTiles:
-    """For products that store activated rows: two sums for each leave registers for half of the rows, or some more."""
+    """Return the tiles of GEMMs with activation: two accumulators leave registers for about half of the rows."""
     return ForwardTiles((*_LOW_HEIGHTS, 144), band=8)
 
 
 def weight_tiles(columns: int, out_itemsize: int = 2) -> WeightTiles:
-    """For `[G, K, N]` out of `[M, K]` and `[M, N]`."""
-    if out_itemsize > 2:  # results of another dtype have memory of their own
+    """Return the tiles for `[num_groups, K, N]` out of `[M, K]` and `[M, N]`."""
+    if out_itemsize > 2:  # results of another dtype have their own shared memory
         return WeightTiles(128, 5)
     return WeightTiles(256, 4) if _are_wide(columns) else WeightTiles(128, 6)
 
 
 def fp8_tiles(columns: int) -> Fp8Tiles:
-    """For `[M, N]`."""
+    """Return the tiles for `[M, N]`."""
     return Fp8Tiles() if _are_wide(columns) else Fp8Tiles(128, 5)
 
 
 def fp8_weight_tiles(columns: int) -> Fp8WeightTiles:
-    """For `[G, K, N]` out of columns in FP8."""
+    """Return the tiles for `[num_groups, K, N]` out of column-wise FP8 operands."""
     return Fp8WeightTiles() if _are_wide(columns) else Fp8WeightTiles(128, 5)
 
 
 def _are_wide(columns: int) -> bool:
-    """Wide tiles read less, but not where an eighth of them would lie outside of the matrix."""
+    """Return whether wide tiles pay: they read less, unless an eighth of them would lie outside of the weights."""
     return -(-columns // 256) * 256 * 7 <= columns * 8

@@ -1,15 +1,16 @@
-"""Products of FP8 operands that are values: begun by the tensor cores in turn, finished later.
+"""FP8 products as values: the tensor cores begin them in turn, and they are finished later.
 
-Tensor cores add FP8 products in few bits, so each step's sum is scaled and added in float32 registers. Warpgroups that
-begin a product as soon as they can come to multiply together and to add together, while the tensor cores wait. So they
-take turns: one begins, and the other one begins behind it, and each adds while the other's product runs. The wait for a
-turn also keeps the assembler from beginning a product while the one before is added, for which registers are missing.
+Tensor cores add FP8 products in few bits, so each step's sum is scaled and added in float32 registers. If warpgroups
+begin products as soon as they can, they drift into multiplying at the same time and adding at the same time, and the
+tensor cores idle. So consumers alternate (ping-pong): one begins a product, then the other, and each adds while the
+other's product runs. Waiting at the ping-pong barrier also keeps the assembler from beginning a product while the
+previous one is added, for which there are too few registers.
 
-Accumulators of Pallas are memory of a scope, cleared before they are added to: an instruction for two elements of each
-step. Here the first instruction of a product does not read its sums, so nothing is cleared.
+Pallas accumulators are memory of a scope and are cleared before use: an instruction for two elements in each step. Here
+the first instruction of a product does not read its sums, so nothing is cleared.
 
-A product must be finished by straight code: where it is on its way at the end of a loop's turn, or a branch, the
-assembler lets every product end before the next begins.
+Finish a product in straight-line code: if it is in flight at the end of a loop iteration or a branch, the assembler
+lets every product end before the next one begins.
 """
 
 from __future__ import annotations
@@ -30,56 +31,57 @@ from jax_ep.pallas.memory import LINE_BYTES, WARPGROUP, Ref, int32, swizzling
 from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, CONSUMERS, FP8_STEP
 from jax_ep.types import Array
 
-_INSTRUCTION_BYTES = 32  # of the contraction
+_INSTRUCTION_BYTES = 32  # of K per instruction
 _FLOAT32 = jnp.dtype(jnp.float32)
 _THREADS = 128  # of a warpgroup
 _TYPES = {"f8E4M3FN": "e4m3", "f8E5M2": "e5m2"}
-_ON_ITS_WAY = plgpu.Layout.TILED(
+_IN_FLIGHT = plgpu.Layout.TILED(
     plgpu.Tiling(((CHUNK, 8), (16, 8), (8, 8), (2,), (1,))), warp_dims=(-8,), lane_dims=(-4, -3), vector_dim=-1
 )
-"""Elements lie in registers as in `Layout.WGMMA`, but each is a value of its own, so that no two have to be packed."""
+"""Register layout of `Layout.WGMMA` with one element per value, so that no two elements have to be packed."""
 
 type Sums = tuple[Array, ...]
-"""What a consumer has added, float32, in parts of its columns."""
+"""Float32 sums of a consumer, in parts of its columns."""
 
 
-def turns() -> Any:
-    """Declares barriers of the consumers, which open when it is their turn to begin a product."""
+def ping_pong_barriers() -> Any:
+    """Declare barriers of the consumers, which open when it is their turn to begin a product."""
     return plgpu.Barrier(num_arrivals=1, num_barriers=CONSUMERS)
 
 
-def open_turns(turns: Ref) -> None:
-    """Gives the first consumer its first turn; all call it."""
+def open_ping_pong(ping_pong: Ref) -> None:
+    """Let the first consumer begin; all consumers call this."""
 
     @pl.when(lax.axis_index(WARPGROUP) == int32(CONSUMERS - 1))
     def _last() -> None:
-        plgpu.barrier_arrive(turns.at[0])
+        plgpu.barrier_arrive(ping_pong.at[0])
 
 
 def zeros(columns: int) -> Array:
-    """A sum of nothing, as products lie in registers."""
+    """Return zero sums in the register layout of products."""
     return plgpu.layout_cast(jnp.zeros((CHUNK, columns), jnp.float32), plgpu.Layout.WGMMA)
 
 
-def begin(turns: Ref, lhs: Ref, rhs: Ref, *, interpret: bool) -> Array:
-    """Starts `lhs [64, 128] @ rhs [N, 128].T`, both FP8 in swizzled shared memory, in turn: what `finish` takes.
+def begin(ping_pong: Ref, lhs: Ref, rhs: Ref, *, interpret: bool) -> Array:
+    """Begin `lhs [64, 128] @ rhs [N, 128].T`, both FP8 in swizzled shared memory, in turn; pass the result to `finish`.
 
-    All consumers must begin as many products.
+    All consumers must begin the same number of products.
     """
     consumer = lax.axis_index(WARPGROUP)
-    plgpu.barrier_wait(turns.at[consumer])
+    # Wait for this consumer's turn, begin, then let the other one begin.
+    plgpu.barrier_wait(ping_pong.at[consumer])
     product = _begin(lhs, rhs, interpret)
-    plgpu.barrier_arrive(turns.at[lax.rem(consumer + int32(1), int32(CONSUMERS))])
+    plgpu.barrier_arrive(ping_pong.at[lax.rem(consumer + int32(1), int32(CONSUMERS))])
     return product
 
 
 def finish(product: Array, *, interpret: bool) -> Array:
-    """Its sums, float32."""
+    """Wait for a product and return its sums, float32."""
     if interpret:
         return product
     result = plgpu.ShapeDtypeStruct(product.shape, _FLOAT32, layout=plgpu.Layout.WGMMA)
 
-    @plgpu.inline_mgpu(arg_types=(_ON_ITS_WAY,), return_type=result)
+    @plgpu.inline_mgpu(arg_types=(_IN_FLIGHT,), return_type=result)
     def wait(_: Any, sums: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         values = [llvm.extractelement(x, _first()) for x in sums.registers.flat]
         code = "wgmma.wait_group.sync.aligned 0;"
@@ -93,7 +95,7 @@ def _begin(lhs: Ref, rhs: Ref, interpret: bool) -> Array:
     if interpret:
         return pl.run_scoped(lambda sums: _multiply(sums, lhs, rhs), plgpu.ACC(shape))
     operand = plgpu.RefType(swizzling(lhs.dtype))
-    result = plgpu.ShapeDtypeStruct(shape, _FLOAT32, layout=_ON_ITS_WAY)
+    result = plgpu.ShapeDtypeStruct(shape, _FLOAT32, layout=_IN_FLIGHT)
 
     @plgpu.inline_mgpu(arg_types=(operand, operand), return_type=result)
     def issue(_: Any, left: ir.Value, right: ir.Value) -> mgpu.FragmentedArray:
@@ -111,20 +113,21 @@ def _multiply(sums: Ref, lhs: Ref, rhs: Ref) -> Array:
 
 
 def _instructions(columns: int, types: str) -> str:
-    """Of a product whose sums are the first operands of the assembly, and descriptors of its operands the next."""
+    """Return the assembly of a product: its first operands are the sums, the next ones descriptors of its operands."""
     number = columns // 2  # sums of a thread
     sums = ", ".join(f"${i}" for i in range(number))
     code = [".reg .pred never, always;", "setp.ne.b32 never, 0, 0;", "setp.eq.b32 always, 0, 0;"]
     code += [".reg .b64 left, right;", "wgmma.fence.sync.aligned;"]
     for k in range(0, FP8_STEP, _INSTRUCTION_BYTES):
         code += [f"add.s64 left, ${number}, {k >> 4};", f"add.s64 right, ${number + 1}, {k >> 4};"]
+        # The first instruction overwrites the sums, later ones add to them.
         multiply = f"wgmma.mma_async.sync.aligned.m{CHUNK}n{columns}k{_INSTRUCTION_BYTES}.f32.{types}"
         code.append(f"{multiply} {{{sums}}}, left, right, {'always' if k else 'never'}, 1, 1;")
     return "\n".join(["{", *code, "wgmma.commit_group.sync.aligned;", "}"])
 
 
 def _assembly(code: str, shape: tuple[int, ...], operands: list[ir.Value], through: bool = False) -> Any:
-    """An array of what assembly makes of operands; `through`: of each one element, in the same register."""
+    """Return an array made by assembly from operands; with `through`, from one register per element, in place."""
     number, float32 = shape[0] * shape[1] // _THREADS, ir.F32Type.get()
     constraints = [str(i) for i in range(number)] if through else ["l"] * len(operands)
     results = llvm.inline_asm(
@@ -135,7 +138,7 @@ def _assembly(code: str, shape: tuple[int, ...], operands: list[ir.Value], throu
         asm_dialect=0,
         has_side_effects=True,
     )
-    vector, layout = ir.VectorType.get((1,), float32), _ON_ITS_WAY.to_mgpu()
+    vector, layout = ir.VectorType.get((1,), float32), _IN_FLIGHT.to_mgpu()
     elements = [llvm.extractvalue(float32, results, [i]) for i in range(number)]
     registers = [llvm.insertelement(llvm.mlir_undef(vector), element, _first()) for element in elements]
     in_shape = np.array(registers, dtype=object).reshape(layout.registers_shape(shape))

@@ -45,9 +45,9 @@ ACTIVATION = {"activation.weighted_activation", "activation.weighted_activation_
 SENDS = {"send_order.send_order_count", "send_order.send_order_place", "exchange_gemm.dispatch_gemm"}
 FP8_ROWS = {"activation.activate_quantized", "grouped_gemm.grouped_gemm_fp8"}
 FP8_COLUMNS = {"fp8_columns.quantize_columns", "fp8_columns.activate_columns", "grouped_gemm.weight_gradient_fp8"}
-LOW_LATENCY = {"low_latency.low_latency_dispatch", "masked.masked_gated_activation"}
+LOW_LATENCY = {"low_latency_dispatch.low_latency_dispatch", "masked.masked_gated_activation"}
 MASKED = {"masked.masked_grouped_gemm"}
-SUMS_AFTER = {"low_latency.low_latency_combine"}
+SUMS_AFTER = {"low_latency_combine.low_latency_combine"}
 SUMS_IN_PRODUCT = {"low_latency_gemm_combine.low_latency_gemm_combine"}
 
 TOKENS = Array((T, H), BF16), Array((T, K), I32), Array((T, K), F32)
@@ -109,12 +109,12 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], set[str]]] = {
     "FP8, biased": (
         gradient(lambda *args: moe(recipe="fp8")(*args[:-1], biases=(None, args[-1])), 5),
         (*layer(), Array((E // 2, H), BF16)),
-        FP8_ROWS | {"activation.dequantize_rows"},
+        FP8_ROWS | {"rows.dequantize_rows"},
     ),
     "FP8 rows": (
         partial(jax_ep.grouped_gemm, **TRITON),
         (TOKENS[0], jax.eval_shape(quantized("fp8", activations="fp8"), layer()[3]), Array((E // 2,), I32)),
-        {"activation.quantize_rows", "grouped_gemm.grouped_gemm_fp8"},
+        {"rows.quantize_rows", "grouped_gemm.grouped_gemm_fp8"},
     ),
     "quantised": (moe(), layer(quantized("int8")), {"quantized_gemm.quantized_grouped_gemm"}),
     "low latency": (low_latency, layer(lambda w: w.mT), LOW_LATENCY | MASKED | SUMS_IN_PRODUCT),

@@ -24,8 +24,8 @@ from jax_ep.megakernels.kernels import activation as activation_kernels
 from jax_ep.megakernels.kernels import fp8_columns as fp8_columns_kernels
 from jax_ep.megakernels.kernels import fp8_matrices as fp8_matrices_kernels
 from jax_ep.megakernels.kernels import rows as rows_kernels
-from jax_ep.megakernels.kernels.activation_structs import Activation, ColumnPass, RowBias, RowPass
 from jax_ep.megakernels.kernels.exchange_structs import Rows
+from jax_ep.megakernels.kernels.gemm_structs import Activation, ColumnPass, RowBias, RowPass
 from jax_ep.megakernels.launch import launch
 from jax_ep.megakernels.rows import BLOCK_ELEMENTS, num_blocks, pass_config, row_pass
 from jax_ep.types import Array, Experts, Quantized, Tokens

@@ -9,7 +9,7 @@ from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels.grid import num_programs, thread_registers
 from jax_ep.megakernels.kernels import rows as rows_kernels
-from jax_ep.megakernels.kernels.activation_structs import RowPass
+from jax_ep.megakernels.kernels.gemm_structs import RowPass
 from jax_ep.megakernels.launch import launch
 from jax_ep.types import Array
 

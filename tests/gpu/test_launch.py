@@ -13,7 +13,7 @@ from jax_ep.core.kernel import Config, Kernel
 from jax_ep.megakernels import compile, rows
 from jax_ep.megakernels.compile import Parameter
 from jax_ep.megakernels.kernels import rows as rows_kernels
-from jax_ep.megakernels.kernels.activation_structs import RowPass
+from jax_ep.megakernels.kernels.gemm_structs import RowPass
 
 pytestmark = pytest.mark.usefixtures("on_gpu", "one_process")
 

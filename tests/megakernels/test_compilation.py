@@ -17,9 +17,8 @@ from jax_ep.megakernels.kernels import grouped_gemm as grouped_gemm_kernels
 from jax_ep.megakernels.kernels import masked as masked_kernels
 from jax_ep.megakernels.kernels import rows as rows_kernels
 from jax_ep.megakernels.kernels import small_exchange as small_exchange_kernels
-from jax_ep.megakernels.kernels.activation_structs import RowPass
 from jax_ep.megakernels.kernels.exchange_structs import Heap, Peers, SmallExchange
-from jax_ep.megakernels.kernels.gemm_structs import MaskedGemm, MaskedTile, WeightGradient, WeightGradientTile
+from jax_ep.megakernels.kernels.gemm_structs import MaskedGemm, MaskedTile, RowPass, WeightGradient, WeightGradientTile
 from jax_ep.megakernels.launch import launch
 
 pytest.importorskip("triton")

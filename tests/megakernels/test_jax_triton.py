@@ -28,8 +28,8 @@ from jax_ep.core.kernel import Config, Descriptor, Kernel, flat, type_of
 from jax_ep.megakernels import compile, grouped_gemm
 from jax_ep.megakernels.kernels import rows as rows_kernels
 from jax_ep.megakernels.kernels import small_exchange as small_exchange_kernels
-from jax_ep.megakernels.kernels.activation_structs import RowPass
 from jax_ep.megakernels.kernels.exchange_structs import Heap, Peers, SmallExchange
+from jax_ep.megakernels.kernels.gemm_structs import RowPass
 from jax_ep.quantization import quantize_experts, quantize_fp8_weights
 
 pytest.importorskip("triton")

@@ -40,7 +40,7 @@ def grouped_gemm_fp8(
     ring: Ring,
     scales: Ref,
     store: Ref,
-    ping_pong: Ref,
+    wgmma_ping_pong: Ref,
     *,
     tiles: Fp8Tiles,
     programs: int,
@@ -49,7 +49,7 @@ def grouped_gemm_fp8(
     """Multiply `[M, K]` and `[num_groups, N, K]` to `[M, N]`.
 
     Scales are `lhs_scales [K / 128, M]` and `rhs_scales [num_groups, N / 128, K / 128]`. `scales` are `[stages, TILE]`,
-    those of the rows in the ring; `store` is `epilogue.rows_scratch`; `ping_pong` are `wgmma.ping_pong_barriers`.
+    those of the rows in the ring; `store` is `epilogue.rows_scratch`; `wgmma_ping_pong` are `wgmma.ping_pong_barriers`.
     """
     num_steps, columns = lhs.shape[1] // FP8_STEP, tiles.columns
     tiles_per_row = -(-out.shape[1] // columns)
@@ -93,7 +93,7 @@ def grouped_gemm_fp8(
                 plgpu.barrier_wait(ring.full.at[slot])
                 for first, before in zip(parts, total, strict=True):
                     right = ring.rhs.at[slot, pl.ds(first, part)]
-                    product = wgmma.begin(ping_pong, ring.lhs.at[slot, own_rows], right, interpret=interpret)
+                    product = wgmma.begin(wgmma_ping_pong, ring.lhs.at[slot, own_rows], right, interpret=interpret)
                     block = lax.div(tile.column + first, int32(TILE))
                     block_scale = rhs_scales[group, jnp.minimum(block, int32(rhs_scales.shape[1] - 1)), k]
                     factors = plgpu.load(scales.at[slot, own_rows], layout=_BY_ROW) * block_scale
@@ -119,7 +119,7 @@ def grouped_gemm_fp8(
         lax.switch(tile.block_m_index, [split_columns if block_m == CHUNK else split_rows for block_m in tiles.heights])
         return step + tile.steps
 
-    wgmma.open_ping_pong(ping_pong)
+    wgmma.open_ping_pong(wgmma_ping_pong)
     num_tasks, begin = rows.total[0] * int32(tiles_per_row), jnp.int32(0)
     rings.run_tasks(ring, tiles.stages, num_tasks, programs, locate, load, multiply, begin=begin, loads_as_warp=True)
 

@@ -54,7 +54,7 @@ def weight_gradient_fp8(
     ring: Ring,
     scales: Scales,
     results: Ref,
-    ping_pong: Ref,
+    wgmma_ping_pong: Ref,
     *,
     tiles: Fp8WeightTiles,
     programs: int,
@@ -63,7 +63,7 @@ def weight_gradient_fp8(
     """Contract `[K, places]` and `[N, places]` to `[num_groups, K, N]`; group g has blocks `[start[g], end[g])`.
 
     Scales are `[places / 128, .]`. `results` are `[CONSUMERS, CHUNK, some columns]` in the dtype of the result;
-    `ping_pong` are `wgmma.ping_pong_barriers`.
+    `wgmma_ping_pong` are `wgmma.ping_pong_barriers`.
     """
     num_groups, num_row_tiles = out.shape[0], -(-out.shape[1] // TILE)
     num_column_tiles = -(-out.shape[2] // tiles.columns)
@@ -101,7 +101,7 @@ def weight_gradient_fp8(
             plgpu.barrier_wait(ring.full.at[slot])
             for half in range(0, tiles.columns, TILE):
                 right = ring.rhs.at[slot, pl.ds(half, TILE)]
-                product = wgmma.begin(ping_pong, ring.lhs.at[slot, own], right, interpret=interpret)
+                product = wgmma.begin(wgmma_ping_pong, ring.lhs.at[slot, own], right, interpret=interpret)
                 by_row = plgpu.load(scales.lhs.at[slot, own], layout=_BY_ROW)
                 some = wgmma.finish(product, interpret=interpret)
                 # Scale and add some columns at a time: scales of all would leave no registers for the product.
@@ -132,6 +132,6 @@ def weight_gradient_fp8(
             columns = pl.ds(pl.multiple_of(tile.column, tiles.columns) + int32(first), width)
             plgpu.copy_smem_to_gmem(own, out.at[tile.group, pl.ds(row, CHUNK), columns])
 
-    wgmma.open_ping_pong(ping_pong)
+    wgmma.open_ping_pong(wgmma_ping_pong)
     num_tasks, begin = int32(num_groups * num_row_tiles * num_column_tiles), jnp.int32(0)
     rings.run_tasks(ring, tiles.stages, num_tasks, programs, locate, load, multiply, begin=begin, loads_as_warp=True)

@@ -129,7 +129,7 @@ def _launch_fp8(*operands: Array, out_dtype: jnp.dtype, tiles: Fp8Tiles, interpr
         "ring": ring.scratch(left, right, stages, copies=3),
         "scales": vectors(stages, TILE, jnp.float32),
         "store": epilogue.rows_scratch(out_dtype, tiles.columns // CHUNK),
-        "ping_pong": wgmma.ping_pong_barriers(),
+        "wgmma_ping_pong": wgmma.ping_pong_barriers(),
     }
     body = functools.partial(forward_fp8.grouped_gemm_fp8, tiles=tiles, programs=programs, interpret=interpret)
     result = jax.ShapeDtypeStruct((lhs.shape[0], rhs.shape[1]), out_dtype)
@@ -216,7 +216,7 @@ def _launch_gradient_fp8(*operands: Array, out_dtype: jnp.dtype, tiles: Fp8Weigh
             vectors(tiles.stages, TILE, jnp.float32), vectors(tiles.stages, tiles.columns, jnp.float32)
         ),
         "results": swizzled((tiling.CONSUMERS, CHUNK, width), out_dtype),
-        "ping_pong": wgmma.ping_pong_barriers(),
+        "wgmma_ping_pong": wgmma.ping_pong_barriers(),
     }
     body = functools.partial(gradient_fp8.weight_gradient_fp8, tiles=tiles, programs=programs, interpret=interpret)
     result = jax.ShapeDtypeStruct(shape, out_dtype)

@@ -64,9 +64,9 @@ def list_arrivals(list_ptr, ids_ptr, block, rank, S: tl.constexpr):
     # The ranks that a token was dispatched to are those that send a sum back.
     first_ids = (rank * S.num_tokens + tokens) * S.top_k
     inside = tokens < S.num_tokens
-    senders = destinations(ids_ptr, first_ids, inside, S.top_k, S.num_local_experts, S.num_experts)
+    senders = destinations(ids_ptr, first_ids, inside, S.top_k, S.num_local_experts, S.num_experts)[:, None]
     source_rank = tl.arange(0, S.tile.padded_ranks)[None, :]
-    sends = goes_to(senders[:, None], source_rank)
+    sends = goes_to(senders, source_rank)
     slots = source_rank * S.num_tokens + tokens[:, None]
     return write_list(list_ptr, slots, sends, tokens, inside, S.tile.list_length)
 

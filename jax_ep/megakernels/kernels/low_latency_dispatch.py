@@ -62,8 +62,8 @@ def send_ids(ids_ptr, count, buffer, plan, own, not_failed, S: tl.constexpr):
         assignments = start + tl.arange(0, SPAN)
         ids = tl.load(ids_ptr + assignments, mask=assignments // S.top_k < count, other=-1)
         if not_failed != 0:
-            target = part_of(buffer, S.ids_offset, tl.int32) + assignments
-            tl.store(target, ids, mask=assignments < S.num_tokens * S.top_k)
+            exists = assignments < S.num_tokens * S.top_k
+            tl.store(part_of(buffer, S.ids_offset, tl.int32) + assignments, ids, mask=exists)
         if own:
             tl.store(plan.own_ids_ptr + assignments, ids, mask=assignments < S.max_tokens * S.top_k)
         invalid += ((ids < -1) | (ids >= S.num_ranks * S.num_local_experts)).to(tl.int32)
@@ -161,9 +161,8 @@ def assign_rows(expert, incoming, launch, plan, S: tl.constexpr):
         assignments = ((source * S.max_tokens + token) * S.top_k)[:, None] + tl.arange(0, S.tile.padded_top_k)[None, :]
         # Assignments to other ranks have no row here; tokens are shared among the experts.
         is_away = (ids < first) | (ids >= first + LOCAL_EXPERTS)
-        has_no_row = exist & is_away & (index % LOCAL_EXPERTS == expert)[:, None]
-        target = plan.slot_row_ptr + assignments
-        tl.store(target, tl.where(named, row.to(tl.int32)[:, None], -1), mask=named | has_no_row)
+        stored = named | (exist & is_away & (index % LOCAL_EXPERTS == expert)[:, None])
+        tl.store(plan.slot_row_ptr + assignments, tl.where(named, row.to(tl.int32)[:, None], -1), mask=stored)
         size += tl.sum(is_here, axis=0)
         counts += tl.sum(tl.where(source[:, None] == lanes[None, :], is_here[:, None], 0), axis=0)
     tl.store(plan.sizes_ptr + expert, size)
@@ -347,8 +346,8 @@ def low_latency_dispatch(x, ids_ptr, num_tokens_ptr, peers, out, plan, S: tl.con
                         began = stamp(HEAP)
                     k = tl.arange(0, S.tile.padded_top_k)[None, :]
                     assignments = ((source_rank * MAX_TOKENS + tokens) * TOP_K)[:, None] + k
-                    source = plan.slot_row_ptr + assignments
-                    rows = tl.load(source, mask=(tokens < NUM_TOKENS)[:, None] & (k < TOP_K), other=-1)
+                    exists = (tokens < NUM_TOKENS)[:, None] & (k < TOP_K)
+                    rows = tl.load(plan.slot_row_ptr + assignments, mask=exists, other=-1)
                     # After a failure rows may be anything: keep them inside of the result.
                     rows = tl.where(rows < LOCAL_EXPERTS * NUM_RANKS * MAX_TOKENS, rows, -1)
                 mask = tl.max(rows, axis=1) >= 0

@@ -37,7 +37,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import jax_ep
-from jax_ep.quantization import quantize_fp8, quantize_fp8_weights
+from jax_ep.quantization import quantize, quantize_fp8
 from jax_ep.tools import command
 
 SHAPES = ((32768, 64, 7168, 4096), (32768, 64, 2048, 7168))  # rows, groups, K, N
@@ -71,9 +71,10 @@ class Fp8:
         self.a_scales = padded[:-128].view(k // 128, rows)
         self.b_scales = torch.rand(groups, n // 128, k // 128, device="cuda") + 0.5
         self.out = torch.empty(rows, n, device="cuda", dtype=torch.bfloat16)
+        in_fp8 = partial(quantize, format="fp8", activations="fp8")
         self.for_jax = (
             *jax.jit(quantize_fp8)(jnp.from_dlpack(a)),
-            *jax.jit(quantize_fp8_weights)(jnp.from_dlpack(b.transpose(1, 2).contiguous())),
+            jax.jit(in_fp8)(jnp.from_dlpack(b.transpose(1, 2).contiguous())),
         )
 
     def gluon(self, sizes: torch.Tensor, queue: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
@@ -91,7 +92,7 @@ class Fp8:
 
     def pallas(self, sizes: jax.Array) -> Callable[[], Any]:
         """Return `jax_ep.grouped_gemm` of the same matrices."""
-        run = jax.jit(lambda q, qs, w, ws, s: jax_ep.grouped_gemm(q, w, s, lhs_scales=qs, rhs_scales=ws))
+        run = jax.jit(lambda q, qs, w, s: jax_ep.grouped_gemm(q, w, s, lhs_scales=qs))
         return partial(run, *self.for_jax, sizes)
 
     def exact(self, rows: torch.Tensor, group: int) -> torch.Tensor:

@@ -51,7 +51,7 @@ def round_trips(mesh: jax.sharding.Mesh, name: str, tokens: int) -> Program:
 def decode(mesh: jax.sharding.Mesh, name: str, tokens: int) -> Program:
     """Whole layers of decode-sized batches, in FP8."""
     model = MODELS[name]
-    weights = jax.jit(partial(serving_weights, fp8=True))(*make_weights(mesh, model))
+    weights = jax.jit(partial(serving_weights, format="fp8", activations="fp8"))(*make_weights(mesh, model))
     inputs = decode_layer.make_tokens(mesh, model, tokens)
     layer = partial(decode_layer.low_latency, model, None)
     return Program(*decode_layer.chain(mesh, layer, (*inputs, weights), DECODE_LAYERS), DECODE_LAYERS)

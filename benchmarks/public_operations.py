@@ -20,7 +20,7 @@ from jax import Array
 
 import jax_ep
 import jax_ep.tools
-from jax_ep.quantization import quantize_fp8, quantize_fp8_weights
+from jax_ep.quantization import quantize, quantize_fp8
 from jax_ep.serving import serving_weights
 
 # The harness is that of this checkout, for both packages.
@@ -41,7 +41,7 @@ def operations(mesh: jax.sharding.Mesh, name: str, tokens: int, decoded_tokens: 
     x, ids, weights = _tokens(mesh, name, tokens, seed=2)
     layer = (x, ids, weights, w_gate_up, w_down)
     few = _tokens(mesh, name, decoded_tokens, seed=3)
-    served = jax.jit(serving_weights)(w_gate_up, w_down)
+    served = jax.jit(partial(serving_weights, format="fp8", activations="fp8"))(w_gate_up, w_down)
 
     num_local, rows = model.experts // num_ranks, tokens * model.top_k
     rng = np.random.default_rng(0)
@@ -57,7 +57,7 @@ def operations(mesh: jax.sharding.Mesh, name: str, tokens: int, decoded_tokens: 
 
     def in_fp8(gemm: Callable[..., Array]) -> Callable[..., Array]:
         def step(lhs: Any, rhs: Any, sizes: Array) -> Array:
-            return gemm(lhs[0], rhs[0], sizes, lhs_scales=lhs[1], rhs_scales=rhs[1])
+            return gemm(lhs[0], rhs, sizes, lhs_scales=lhs[1])
 
         return step
 
@@ -90,7 +90,7 @@ def operations(mesh: jax.sharding.Mesh, name: str, tokens: int, decoded_tokens: 
     def activation(hidden: Array, counts: Array) -> Any:
         return jax_ep.ops.masked.masked_gated_activation(hidden, counts)
 
-    quantized = jax.jit(quantize_fp8), jax.jit(quantize_fp8_weights)
+    quantized = jax.jit(quantize_fp8), jax.jit(partial(quantize, format="fp8", activations="fp8"))
     found = {
         "grouped_gemm": Operation(jax_ep.grouped_gemm, (lhs, w_gate_up, sizes)),
         "grouped_gemm, gradients": Operation(gemm_gradients, (lhs, w_gate_up, sizes)),

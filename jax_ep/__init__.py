@@ -25,7 +25,7 @@ from jax_ep import sharding as sharding
 from jax_ep import tuning as tuning
 from jax_ep.context import finalize, init
 from jax_ep.core.balance import Balance
-from jax_ep.core.expert_matrices import Fp8Weights, QuantizedExperts
+from jax_ep.core.expert_matrices import ExpertWeights, QuantizedWeights
 from jax_ep.core.router import Router
 from jax_ep.ops.exchange import combine, dispatch, row_experts
 from jax_ep.ops.exchange_gemm import dispatch_grouped_gemm, grouped_gemm_combine
@@ -37,6 +37,7 @@ from jax_ep.ops.moe import fused_moe, moe
 from jax_ep.ops.moe_low_latency import low_latency_gemm_combine, low_latency_moe
 from jax_ep.ops.moe_sort import moe_sort
 from jax_ep.ops.triton_call import triton_call
+from jax_ep.quantization import dequantize, quantize
 from jax_ep.routing import load_balancing_loss, router_z_loss, topk_router, update_router_bias
 from jax_ep.types import (
     Experts,
@@ -49,14 +50,15 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Balance",
+    "ExpertWeights",
     "Experts",
-    "Fp8Weights",
-    "QuantizedExperts",
+    "QuantizedWeights",
     "Router",
     "Routing",
     "Schedule",
     "Topology",
     "combine",
+    "dequantize",
     "dispatch",
     "dispatch_grouped_gemm",
     "explain",
@@ -73,6 +75,7 @@ __all__ = [
     "masked_grouped_gemm",
     "moe",
     "moe_sort",
+    "quantize",
     "router_z_loss",
     "row_experts",
     "topk_router",

@@ -21,16 +21,16 @@ from jax.sharding import PartitionSpec
 from jax_ep.core import check, check_recipe
 from jax_ep.core.activations import activate_tokens
 from jax_ep.core.dtypes import TOKEN_DTYPES
-from jax_ep.core.expert_matrices import QuantizedExperts, TrainingWeights, with_one_axis_of_columns
+from jax_ep.core.expert_matrices import ExpertWeights, QuantizedWeights, merge_columns
 from jax_ep.core.mesh_axes import rearrange
 from jax_ep.core.named_scopes import errors_begin_with
 from jax_ep.core.router import Router
 from jax_ep.core.shared_experts import SharedExperts as SharedExperts
 from jax_ep.ops.moe import fused_moe
 from jax_ep.ops.sharded import run_sharded
-from jax_ep.quantization import quantize_master_weights
+from jax_ep.quantization import quantize
 from jax_ep.routing import MoEMetrics, Routed, RouterWeights, count_dropped, route, update_router_bias
-from jax_ep.serving import LOW_LATENCY_TOKENS, ServingWeights, serve, serving_weights
+from jax_ep.serving import LOW_LATENCY_TOKENS, serve, serving_weights
 from jax_ep.sharding import MeshAxes, quantize_per_device, sharded_moe
 from jax_ep.types import AxisName, Experts, Routing, Schedule, Topology, type_name
 
@@ -198,7 +198,7 @@ class MoE(nnx.Module):
     def __call__(
         self,
         x: Array,
-        weights: ServingWeights | TrainingWeights | None = None,
+        weights: ExpertWeights | None = None,
         *,
         token_mask: Array | None = None,
     ) -> tuple[Array, MoEMetrics]:
@@ -212,10 +212,10 @@ class MoE(nnx.Module):
         `training_weights` change neither the result nor a gradient, and spare `recipe="fp8"` quantising matrices.
         """
         x = check.floating("MoE", "x", check.rows("MoE", "x", x, "[..., hidden_size]"))
-        if not isinstance(weights, ServingWeights | TrainingWeights | None):
+        if not isinstance(weights, ExpertWeights | None):
             raise TypeError(
-                f"MoE: weights is a {type(weights).__name__}, expected ServingWeights or TrainingWeights; pass those of"
-                " serving_weights() or training_weights()"
+                f"MoE: weights is a {type(weights).__name__}, expected ExpertWeights or None; pass the result of"
+                " serving_weights(...) or training_weights()"
             )
         if x.shape[-1] != self.hidden_size:
             raise ValueError(f"MoE: x has shape {x.shape}, but this MoE takes [..., hidden_size={self.hidden_size}]")
@@ -276,7 +276,7 @@ class MoE(nnx.Module):
         check.divisible_experts("MoE", self.num_experts, _size(mesh, self.axes.expert_axes), self.axes.expert)
         return mesh
 
-    def training_weights(self) -> TrainingWeights:
+    def training_weights(self) -> ExpertWeights:
         """The experts' matrices in FP8, for all microbatches of a step: `moe(x, moe.training_weights())`.
 
         For layers with `recipe="fp8"`, also stacked by `nnx.vmap`. It may be called in or outside of what is
@@ -290,41 +290,42 @@ class MoE(nnx.Module):
             )
         matrices, mesh = self._matrices(), self._active_mesh()
         if mesh is None:
-            return TrainingWeights(*map(quantize_master_weights, matrices.values()))
+            w_gate_up, w_down = (quantize(w, "fp8", for_training=True) for w in matrices.values())
+            return ExpertWeights(w_gate_up, w_down)
         specs, shape = self.axes.specs, matrices["w_down"].shape
         check_recipe.whole_blocks_per_rank("training_weights", mesh.shape, shape, self.axes.tensor, self.axes.fsdp)
-        quantize = partial(quantize_per_device, self.mesh, num_leading=len(shape) - 3)
-        return TrainingWeights(*(quantize(getattr(specs, name), w) for name, w in matrices.items()))
+        run = partial(quantize_per_device, self.mesh, num_leading=len(shape) - 3)
+        w_gate_up, w_down = (run(getattr(specs, name), w) for name, w in matrices.items())
+        return ExpertWeights(w_gate_up, w_down)
 
-    def serving_weights(self, *, fp8: bool = True, format: str | None = None) -> ServingWeights:
-        """The experts' matrices for inference, `moe(x, moe.serving_weights())`; also of layers stacked by `nnx.vmap`.
+    def serving_weights(self, format: str | None, *, activations: str | None = None) -> ExpertWeights:
+        """The experts' weights for inference, `moe(x, moe.serving_weights("mxfp4"))`; also of layers stacked by `vmap`.
 
-        They are in FP8, in a format of `jax_ep.quantization.quantize_experts`, or in `dtype`.
+        See `jax_ep.serving.serving_weights` for the arguments. With format None they are in `dtype`.
         """
         if self.capacity is not None:
             raise ValueError(f"MoE: capacity={self.capacity}: serving drops nothing, and needs capacity=None")
-        # Quantisation begins at the parameters: a rounding to `dtype` before it would add to its error.
+        # Quantization begins at the parameters: a rounding to `dtype` before it would add to its error.
         parameters, biases = self._parameters(), self._biases()
         w_gate_up, w_down = self._whole(parameters["w_gate_up"], 2), self._whole(parameters["w_down"])
-        if not fp8 and format is None:
+        if format is None:
             w_gate_up, w_down = w_gate_up.astype(self.dtype), w_down.astype(self.dtype)
         if (bias := biases["b_gate_up"]) is not None:
             biases["b_gate_up"] = self._whole(bias, 2)
-        return serving_weights(w_gate_up, w_down, experts=self.experts, fp8=fp8, format=format, **biases)
+        return serving_weights(w_gate_up, w_down, format, activations=activations, experts=self.experts, **biases)
 
-    def to_serving(self, *, fp8: bool = True, format: str | None = None) -> MoE:
-        """This layer with its experts as `serving_weights` makes them, and in no other form: it cannot train.
+    def to_serving(self, format: str | None, *, activations: str | None = None) -> MoE:
+        """A copy of this layer that holds its experts' weights only as `serving_weights` makes them: it cannot train.
 
-        All other parameters are those of this layer. Whatever the size of a batch, matrices are multiplied as they are:
-        by tokens in FP8, or, those in a `format`, by tokens in their own dtype.
+        All other parameters are those of this layer.
         """
-        arrays, tree = jax.tree.flatten(self.serving_weights(fp8=fp8, format=format))
+        arrays, tree = jax.tree.flatten(self.serving_weights(format, activations=activations))
         layer = nnx.merge(*nnx.split(self))
         layer.w_gate_up = layer.w_down = layer.b_gate_up = layer.b_down = None
         layer.serving_arrays, layer.serving_tree = nnx.List([ServingArray(array) for array in arrays]), tree
         return layer
 
-    def _served(self) -> ServingWeights | None:
+    def _served(self) -> ExpertWeights | None:
         """The experts of a layer that serves only."""
         if self.serving_tree is None:
             return None
@@ -335,7 +336,7 @@ class MoE(nnx.Module):
         kept = [None if entry in (self.axes.tensor, self.axes.fsdp) else entry for entry in jax.typeof(w).sharding.spec]
         if kept != list(jax.typeof(w).sharding.spec):
             w = jax.sharding.reshard(w, PartitionSpec(*kept))
-        return with_one_axis_of_columns(w) if num_columns == 2 and self.axes.tensor is not None else w
+        return merge_columns(w) if num_columns == 2 and self.axes.tensor is not None else w
 
     def _biases(self) -> dict[str, Array | None]:
         """Those of both products."""
@@ -355,24 +356,19 @@ class MoE(nnx.Module):
             matrices = {name: w.astype(self.dtype) for name, w in matrices.items()}
         return matrices
 
-    def _weights(self, weights: ServingWeights | TrainingWeights | None) -> dict[str, Any]:
-        """Matrices and biases as `moe` takes them; those of a layer that serves only are whole."""
-        if self.w_gate_up is not None or not isinstance(weights, ServingWeights):
-            matrices: dict[str, Any] = self._matrices()
-            if isinstance(weights, TrainingWeights):  # numbers alone: gradients are of the parameters here
-                matrices = {name: dataclasses.replace(getattr(weights, name), master=w) for name, w in matrices.items()}
-            return matrices | self._biases()
-        found = {field.name: getattr(weights, field.name) for field in dataclasses.fields(ServingWeights)}
-        for name in ("w_gate_up", "w_down"):
-            w = found[name]
-            if isinstance(w, tuple):
-                w = QuantizedExperts(w[0], w[1], "fp8", activations="fp8")  # as the low-latency path multiplies
-            found[name] = w if isinstance(w, QuantizedExperts) else jnp.swapaxes(w, -1, -2)
-        return found
+    def _weights(self, weights: ExpertWeights | None) -> dict[str, Any]:
+        """Weights and biases as `moe` takes them: the parameters, or those of a layer that serves only."""
+        if self.w_gate_up is None and weights is not None and not _has_masters(weights):
+            return weights._asdict()
+        matrices: dict[str, Any] = self._matrices()
+        if _has_masters(weights):  # numbers alone: gradients are of the parameters here
+            matrices = {name: dataclasses.replace(getattr(weights, name), master=w) for name, w in matrices.items()}
+        return matrices | self._biases()
 
     def _products_of(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """How the products run; `QuantizedExperts` say that themselves, in launches of their own."""
-        if not isinstance(weights["w_gate_up"], QuantizedExperts):
+        """How GEMMs run; `QuantizedWeights` for inference determine that themselves."""
+        w = weights["w_gate_up"]
+        if not isinstance(w, QuantizedWeights) or w.master is not None or w.format is None:
             return {"recipe": self.recipe, "schedule": self.schedule}
         schedule = self.schedule or Schedule()
         return {"schedule": dataclasses.replace(schedule, **dict.fromkeys(_LAUNCHES))}
@@ -398,13 +394,13 @@ class MoE(nnx.Module):
         }
 
     def _on_one_device(
-        self, x: Array, token_mask: Array | None, weights: ServingWeights | TrainingWeights | None
+        self, x: Array, token_mask: Array | None, weights: ExpertWeights | None
     ) -> tuple[Array, MoEMetrics]:
         tokens = x.reshape(-1, self.hidden_size)
         mask = None if token_mask is None else token_mask.reshape(-1)
         how: dict[str, Any] = {"options": self.router_options, "top_k": self.num_experts_per_tok}
         routed = route(tokens, mask, self._router(tokens), axes=(), **how)
-        if isinstance(weights, ServingWeights) and tokens.shape[0] <= LOW_LATENCY_TOKENS:
+        if weights is not None and not _has_masters(weights) and tokens.shape[0] <= LOW_LATENCY_TOKENS:
             y = errors_begin_with("MoE")(serve)(
                 tokens, routed.topk_idx, routed.topk_weights, weights, **self._low_latency(())
             )
@@ -412,7 +408,7 @@ class MoE(nnx.Module):
             made_of = self._weights(weights)
             if self.w_gate_up is not None and self.axes.tensor is not None:
                 for name in ("w_gate_up", "b_gate_up"):
-                    made_of[name] = None if made_of[name] is None else with_one_axis_of_columns(made_of[name])
+                    made_of[name] = None if made_of[name] is None else merge_columns(made_of[name])
             y = errors_begin_with("MoE")(fused_moe)(
                 tokens,
                 routed.topk_idx,
@@ -427,7 +423,7 @@ class MoE(nnx.Module):
         return y.reshape(x.shape), _metrics(routed, jnp.zeros((), jnp.int32))
 
     def _on_mesh(
-        self, x: Array, token_mask: Array | None, mesh: Mesh, weights: ServingWeights | TrainingWeights | None
+        self, x: Array, token_mask: Array | None, mesh: Mesh, weights: ExpertWeights | None
     ) -> tuple[Array, MoEMetrics]:
         axes = self.axes.token_axes
         specs = self.axes.specs
@@ -453,7 +449,8 @@ class MoE(nnx.Module):
             all_tokens = rearrange(lambda v: jnp.pad(v, pad), mesh, specs.tokens)(tokens)
             topk_idx = rearrange(lambda v: jnp.pad(v, pad, constant_values=-1), mesh, specs.routing)(topk_idx)
             topk_weights = rearrange(lambda v: jnp.pad(v, pad), mesh, specs.routing)(topk_weights)
-        if isinstance(weights, ServingWeights) and all_tokens.shape[0] <= LOW_LATENCY_TOKENS * _size(mesh, axes):
+        few = all_tokens.shape[0] <= LOW_LATENCY_TOKENS * _size(mesh, axes)
+        if weights is not None and not _has_masters(weights) and few:
             in_specs = specs.tokens, specs.routing, specs.routing, PartitionSpec(self.axes.expert_axes)
             options = self._low_latency(self.axes.expert)
             run = run_sharded(serve, options, self.mesh, in_specs, specs.tokens)
@@ -507,6 +504,11 @@ def _checked_router(
             " jax_ep.Routing; pass jax_ep.Router(...)."
         )
     return Router(), router
+
+
+def _has_masters(weights: ExpertWeights | None) -> bool:
+    """Whether these are the result of `training_weights`."""
+    return weights is not None and isinstance(w := weights.w_gate_up, QuantizedWeights) and w.master is not None
 
 
 def _checked_axes(axes: MeshAxes | None) -> MeshAxes:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 
 from jax_ep.core import check, check_fp8
-from jax_ep.core.expert_matrices import QuantizedExperts
+from jax_ep.core.expert_matrices import ExpertWeights
+from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.named_scopes import operation
 from jax_ep.formats import check_quantized
 from jax_ep.ops.moe_low_latency import low_latency_moe
-from jax_ep.quantization import prepack_experts, quantize_experts, quantize_fp8_weights
-from jax_ep.types import Array, Experts, Quantized, result_type
+from jax_ep.quantization import quantize, with_layout
+from jax_ep.types import Array, Experts
 
 LOW_LATENCY_TOKENS = 128
 """Up to so many tokens per rank, layers that choose by themselves take the low-latency path; beyond, that of `moe`.
@@ -24,81 +24,60 @@ with 128 and top-8 of 256 an expert has tens of rows, whose products are still b
 """
 
 
-@result_type
-@dataclasses.dataclass(frozen=True)
-class ServingWeights:
-    """The matrices of expert layers as `low_latency_moe` takes them; leading axes, such as one of layers, are allowed.
-
-    Attributes:
-      w_gate_up: `[..., E, 2 * I, H]`, or in FP8 a pair `(values, scales)`, or `QuantizedExperts`.
-      w_down: `[..., E, H, I]`, or such a pair, or `QuantizedExperts`.
-      b_gate_up: `[..., E, 2 * I]`, or None.
-      b_down: `[..., E, H]`, or None.
-    """
-
-    w_gate_up: Array | Quantized | QuantizedExperts
-    w_down: Array | Quantized | QuantizedExperts
-    b_gate_up: Array | None = None
-    b_down: Array | None = None
-
-
-def serve(x: Array, topk_idx: Array, topk_weights: Array, weights: ServingWeights, **options: Any) -> Array:
+def serve(x: Array, topk_idx: Array, topk_weights: Array, weights: ExpertWeights, **options: Any) -> Array:
     """`low_latency_moe` of `weights`, with its other arguments as options."""
-    w_gate_up, w_down, b_gate_up, b_down = (getattr(weights, field.name) for field in dataclasses.fields(weights))
-    return low_latency_moe(x, topk_idx, topk_weights, w_gate_up, w_down, biases=(b_gate_up, b_down), **options)
+    biases = weights.b_gate_up, weights.b_down
+    return low_latency_moe(x, topk_idx, topk_weights, weights.w_gate_up, weights.w_down, biases=biases, **options)
 
 
 @operation
 def serving_weights(
     w_gate_up: Array,
     w_down: Array,
+    format: str | None,
     *,
+    activations: str | None = None,
     experts: Experts | None = None,
     b_gate_up: Array | None = None,
     b_down: Array | None = None,
-    fp8: bool = True,
-    format: str | None = None,
-) -> ServingWeights:
-    """Turns the matrices of `moe` into those of `low_latency_moe`, once, before serving.
+) -> ExpertWeights:
+    """Prepare the weights of an expert layer for inference, once: pad, quantize and prepack them as kernels read them.
 
-    They keep their sharding, on automatic and on explicit mesh axes: only the last two axes change.
+    They keep their sharding, on automatic and on explicit mesh axes.
 
     Args:
       w_gate_up: `[..., E, H, 2 * I]`.
       w_down: `[..., E, I, H]`.
+      format: see `quantize`. I is padded with zeros to whole scale blocks, which changes no result, and 4-bit weights
+        are prepacked, see `with_layout`, if tokens keep their dtype.
+      activations: the dtype in which tokens are multiplied, see `quantize`.
       experts: what the experts compute, see `jax_ep.Experts`; None: gates in the first half of the columns.
       b_gate_up: `[..., E, 2 * I]`, or None.
       b_down: `[..., E, H]`, or None.
-      fp8: quantise them, with tokens and activated rows in FP8 too.
-      format: quantise them as `quantize_experts` does, with tokens in their own dtype; then `fp8` counts for nothing.
-        In groups of I, it is padded with zeros, which changes no result. In 4 bits they are prepacked, see
-        `prepack_experts`, for which kernels take less time.
 
     Returns:
-      Both matrices, transposed, and the biases.
+      Both weights, and the biases, as every layer takes them.
 
     Raises:
-      ValueError: shapes that do not fit; with `fp8`, H is not a multiple of 128; in FP8 or 4 bits, explicit mesh axes
-        split H or I where devices hold no whole blocks of 128; or I is no multiple of 128 with a function of the
-        caller's as activation, whose rows this function cannot pad.
+      ValueError: shapes that do not fit; an unknown format; H is not whole scale blocks; explicit mesh axes split H or
+        I within scale blocks; or I is not whole scale blocks with the caller's own function as activation, whose rows
+        cannot be padded.
       TypeError: unsupported dtypes.
 
     Example:
       >>> import jax.numpy as jnp
       >>> from jax_ep.serving import serving_weights
-      >>> w = serving_weights(jnp.ones((4, 128, 384)), jnp.ones((4, 192, 128)))
-      >>> [values.shape for values, scales in (w.w_gate_up, w.w_down)]
-      [(4, 512, 128), (4, 128, 256)]
+      >>> w = serving_weights(jnp.ones((4, 128, 384)), jnp.ones((4, 192, 128)), "fp8", activations="fp8")
+      >>> w.w_gate_up.shape, w.w_down.shape
+      ((4, 128, 512), (4, 256, 128))
     """
     function = "serving_weights"
-    w_gate_up, w_down = (
-        check_fp8.matrices(function, name, w, whole=False) for name, w in (("w_gate_up", w_gate_up), ("w_down", w_down))
-    )
+    w_gate_up, w_down = (check_fp8.weights(function, n, w) for n, w in (("w_gate_up", w_gate_up), ("w_down", w_down)))
     check.same_dtype(function, "w_down", w_down, "w_gate_up", w_gate_up.dtype)
     if w_gate_up.shape[:-2] != w_down.shape[:-2]:
         raise ValueError(
             f"{function}: w_gate_up has shape {w_gate_up.shape} and w_down {w_down.shape}, expected the same axes"
-            " before the last two; pass both matrices of the same experts."
+            " before the last two; pass both weights of the same experts."
         )
     inner, hidden = w_down.shape[-2:]
     check.size(function, "axis -2 of w_gate_up", w_gate_up.shape[-2], hidden, "pass [..., E, H, 2 * I]")
@@ -106,27 +85,24 @@ def serving_weights(
     experts = check.expert_function(function, experts, columns, inner)
     b_gate_up = check.bias(function, "b_gate_up", b_gate_up, (*w_down.shape[:-2], columns))
     b_down = check.bias(function, "b_down", b_down, (*w_down.shape[:-2], hidden))
-    if not fp8 and format is None:
-        return ServingWeights(jnp.swapaxes(w_gate_up, -1, -2), jnp.swapaxes(w_down, -1, -2), b_gate_up, b_down)
-    wanted = check_quantized.format_named(function, "fp8" if format is None else format)
-    check_quantized.depth(function, "H, axis -2 of w_gate_up,", wanted, hidden)
-    missing = -inner % (wanted.block_k or 1)
-    if missing:
-        if callable(experts.activation):
-            check_quantized.depth(function, "I, axis -2 of w_down,", wanted, inner)
-        w_gate_up = _pad_columns(experts, w_gate_up, missing)
-        b_gate_up = None if b_gate_up is None else _pad_columns(experts, b_gate_up, missing)
-        w_down = jnp.pad(w_down, [(0, 0)] * (w_down.ndim - 2) + [(0, missing), (0, 0)])
-    if format is None:
-        return ServingWeights(quantize_fp8_weights(w_gate_up), quantize_fp8_weights(w_down), b_gate_up, b_down)
-    gate_up, down = quantize_experts(w_gate_up, format), quantize_experts(w_down, format)
-    if wanted.prepacked is not None:
-        gate_up, down = prepack_experts(gate_up), prepack_experts(down)
-    return ServingWeights(gate_up, down, b_gate_up, b_down)
+    if format is not None:
+        wanted = check_quantized.format_named(function, format)
+        check_quantized.depth(function, "H, axis -2 of w_gate_up,", wanted, hidden)
+        block = GROUP_SIZE if activations == "fp8" else wanted.block_k or 1
+        if missing := -inner % block:
+            if callable(experts.activation):
+                check_quantized.depth(function, "I, axis -2 of w_down,", wanted, inner, block)
+            w_gate_up = _pad_columns(experts, w_gate_up, missing)
+            b_gate_up = None if b_gate_up is None else _pad_columns(experts, b_gate_up, missing)
+            w_down = jnp.pad(w_down, [(0, 0)] * (w_down.ndim - 2) + [(0, missing), (0, 0)])
+    pair = [quantize(w, format, activations=activations) for w in (w_gate_up, w_down)]
+    if format is not None and wanted.prepacked is not None and activations is None:
+        pair = [with_layout(w, "prepacked") for w in pair]
+    return ExpertWeights(pair[0], pair[1], b_gate_up, b_down)
 
 
 def _pad_columns(experts: Experts, x: Array, missing: int) -> Array:
-    """So many zeros more in each kind of the columns `[..., 2 * I]` of hidden rows; activations of 0 are 0."""
+    """Append `missing` zeros to each kind of the columns `[..., 2 * I]` of hidden rows; activations of 0 are 0."""
     at_end = ((0, 0),) * (x.ndim - 1)
     if not experts.gated or experts.interleaved:
         return jnp.pad(x, (*at_end, (0, missing * (2 if experts.gated else 1))))

@@ -17,13 +17,13 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ep.core import check, check_recipe
 from jax_ep.core.dtypes import FP8
-from jax_ep.core.expert_matrices import Fp8Weights, QuantizedExperts, with_one_axis_of_columns
+from jax_ep.core.expert_matrices import QuantizedWeights, merge_columns
 from jax_ep.core.mesh_axes import axis_tuple, check_mesh, vary_alike
 from jax_ep.core.named_scopes import errors_begin_with
 from jax_ep.formats import check_quantized
 from jax_ep.ops.moe import moe
 from jax_ep.ops.sharded import run_sharded
-from jax_ep.quantization import quantize_master_weights
+from jax_ep.quantization import quantize
 from jax_ep.types import Array, AxisName, Biases, Experts, Topology, type_name
 
 
@@ -159,10 +159,11 @@ def sharded_moe(
 
     Returns:
       `f(x [N, H], topk_idx [N, K], topk_weights [N, K], w_gate_up, w_down [E, I, H], *, biases=None,
-      token_mask=None) -> [N, H]` with the shardings of `MeshAxes.specs`; weights may be `Fp8Weights`, whose parts are
-      split like their masters, between blocks of 128. Tokens where `token_mask [N]`, of bool, is False are ignored, and
-      their rows are zero. Arrays on automatic axes are moved to these shardings. On explicit axes a different sharding
-      is an error, because moving data there is the caller's decision (`jax.sharding.reshard`).
+      token_mask=None) -> [N, H]` with the shardings of `MeshAxes.specs`; weights may be `QuantizedWeights`; with a
+      master, their parts are split like the master, between blocks of 128. Tokens where `token_mask [N]`, of bool, is
+      False are ignored, and their rows are zero. Arrays on automatic axes are moved to these shardings. On explicit
+      axes a different sharding is an error, because moving data there is the caller's decision
+      (`jax.sharding.reshard`).
 
     Raises:
       ValueError: by the returned function: axes that the mesh lacks; N, E or I that the axes do not divide; arrays of
@@ -194,8 +195,8 @@ def sharded_moe(
         x: Array,
         topk_idx: Array,
         topk_weights: Array,
-        w_gate_up: Array | Fp8Weights | QuantizedExperts,
-        w_down: Array | Fp8Weights | QuantizedExperts,
+        w_gate_up: Array | QuantizedWeights,
+        w_down: Array | QuantizedWeights,
         *,
         biases: Biases | None = None,
         token_mask: Array | None = None,
@@ -235,12 +236,7 @@ def _check_weights(
     num_shards = _num_shards(mesh, axes.expert_axes)
     check.divisible_experts(_FUNCTION, num_experts, num_shards, axes.expert)
     w_gate_up, w_down, hidden = arrays["w_gate_up"], arrays["w_down"], arrays["x"].shape[1]
-    if isinstance(w_gate_up, QuantizedExperts):
-        columns = _check_quantized(w_gate_up, w_down, num_experts, axes)
-    elif isinstance(w_gate_up, Fp8Weights):
-        columns = _check_fp8_weights(mesh, w_gate_up, w_down, num_experts, axes)
-    else:
-        columns = _check_matrices(mesh, w_gate_up, w_down, num_experts, axes.tensor)
+    columns = _columns_of(mesh, axes, num_experts, w_gate_up, w_down)
     if axes.tensor is not None:
         _check_kinds(w_gate_up.shape, w_down.shape, experts)
     check.bias(_FUNCTION, "b_gate_up", arrays["b_gate_up"], (num_experts, *columns))
@@ -263,10 +259,12 @@ def _moe(*, b_gate_up: Array | None = None, b_down: Array | None = None, **argum
     return moe(biases=(b_gate_up, b_down), **arguments)
 
 
-def quantize_per_device(mesh: Mesh | AbstractMesh | None, spec: P, w: Array, *, num_leading: int = 0) -> Fp8Weights:
-    """`quantize_master_weights` of matrices that lie on a mesh, by each device for itself.
+def quantize_per_device(
+    mesh: Mesh | AbstractMesh | None, spec: P, w: Array, *, num_leading: int = 0
+) -> QuantizedWeights:
+    """`quantize(w, "fp8", for_training=True)` of weights on a mesh, computed by each device for its part.
 
-    So no device needs memory for more than what it keeps, and the kernels of its GPU round.
+    No device needs memory for more than its part, and the kernels of its GPU round.
 
     Args:
       mesh: where they lie; None: the mesh of the context.
@@ -275,10 +273,10 @@ def quantize_per_device(mesh: Mesh | AbstractMesh | None, spec: P, w: Array, *, 
       num_leading: axes of w before those of a layer, such as that of stacked layers.
 
     Returns:
-      `Fp8Weights` whose parts lie as w does.
+      `QuantizedWeights` whose parts are sharded as w is.
 
     Raises:
-      ValueError, TypeError: as `quantize_master_weights` does; devices hold no whole blocks of 128 by 128.
+      ValueError, TypeError: as `quantize` does; devices hold no whole blocks of 128 by 128.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -289,31 +287,34 @@ def quantize_per_device(mesh: Mesh | AbstractMesh | None, spec: P, w: Array, *, 
       (256, 128)
     """
     leading = (None,) * num_leading
-    straight, turned = (P(*leading, *part) for part in (spec, _turned(spec, w.ndim - num_leading)))
-
-    run = run_sharded(_numbers, {}, mesh, (straight,), (turned, straight, turned))
-    return Fp8Weights(w, *run(lax.stop_gradient(w)))
-
-
-def _numbers(w: Array) -> tuple[Array, Array, Array]:
-    found = quantize_master_weights(w)
-    return found.values, found.transposed, found.scales
+    specs = _specs_of_master(P(*leading, *spec), P(*leading, *_transposed(spec, w.ndim - num_leading)))
+    run = run_sharded(_quantize_values, {}, mesh, (P(*leading, *spec),), dataclasses.replace(specs, master=None))
+    return dataclasses.replace(run(lax.stop_gradient(w)), master=w)
 
 
-def _turned(spec: P, rank: int) -> P:
-    """Return the spec of values and scales, whose axis of rows is the last one."""
+def _quantize_values(w: Array) -> QuantizedWeights:
+    return dataclasses.replace(quantize(w, "fp8", for_training=True), master=None)
+
+
+def _specs_of_master(spec: P, transposed: P) -> QuantizedWeights:
+    parts: tuple[Any, ...] = transposed, transposed, spec, spec
+    values, scales, master, values_kn = parts
+    return QuantizedWeights(values, scales, "fp8", master=master, values_kn=values_kn)
+
+
+def _transposed(spec: P, rank: int) -> P:
+    """The spec of values and scales, whose axis of K is the last."""
     experts, rows, *columns = tuple(spec) + (None,) * (rank - len(spec))
     return P(experts, *columns, rows)
 
 
 def _specs_of_parts(spec: P, argument: Any) -> Any:
     """Return the spec of an argument, or of each of its parts."""
-    if isinstance(argument, QuantizedExperts):
-        return jax.tree.map(lambda _: P(spec[0]), argument)
-    if not isinstance(argument, Fp8Weights):
+    if not isinstance(argument, QuantizedWeights):
         return spec
-    turned = _turned(spec, argument.master.ndim)
-    return Fp8Weights(spec, turned, spec, turned)  # type: ignore[arg-type]
+    if argument.master is None:
+        return jax.tree.map(lambda _: P(spec[0]), argument)
+    return _specs_of_master(spec, _transposed(spec, argument.master.ndim))
 
 
 def _whole_matrices(arrays: dict[str, Any], specs: MoESpecs, axis: str) -> dict[str, Any]:
@@ -342,7 +343,7 @@ def _on_tensor_axis(
         arrays["b_down"] = arrays["b_down"] * (lax.axis_index(axis) == 0).astype(arrays["b_down"].dtype)
     if b_gate_up is not None:
         arrays["b_gate_up"] = b_gate_up.reshape(b_gate_up.shape[0], -1)
-    arrays["w_gate_up"] = with_one_axis_of_columns(w_gate_up)
+    arrays["w_gate_up"] = merge_columns(w_gate_up)
     return lax.psum(run(**vary_alike(arrays, over=(axis,))), axis)
 
 
@@ -450,40 +451,26 @@ def _check_kinds(w_gate_up: tuple[int, ...], w_down: tuple[int, ...], experts: A
         )
 
 
-def _check_quantized(
-    w_gate_up: QuantizedExperts,
-    w_down: Any,
-    num_experts: int,
-    axes: MeshAxes,
+def _columns_of(
+    mesh: Mesh | AbstractMesh, axes: MeshAxes, num_experts: int, w_gate_up: Any, w_down: Any
 ) -> tuple[int, ...]:
-    """Check quantized weights; return the axes of columns of w_gate_up."""
+    """Check both weights, whose scale blocks no axis may split; return the axes of columns of w_gate_up."""
+    check_quantized.two_of_a_kind(_FUNCTION, w_gate_up, w_down)
+    if not isinstance(w_gate_up, QuantizedWeights):
+        return _check_matrices(mesh, w_gate_up, w_down, num_experts, axes.tensor)
+    ranks = {"w_gate_up": 3 if axes.tensor is None or w_gate_up.master is None else 4, "w_down": 3}
+    for (name, rank), w in zip(ranks.items(), (w_gate_up, w_down), strict=True):
+        check_quantized.weights(_FUNCTION, name, w, num_experts, rank=rank)
+    if w_gate_up.master is not None:
+        check_recipe.whole_blocks_per_rank(_FUNCTION, mesh.shape, w_down.shape, axes.tensor, axes.fsdp)
+        return _check_matrices(mesh, w_gate_up.master, w_down.master, num_experts, axes.tensor)
     if axes.tensor is not None or axes.fsdp is not None:
         raise ValueError(
-            f"{_FUNCTION}: tensor={axes.tensor!r}, fsdp={axes.fsdp!r} of MeshAxes with {type(w_gate_up).__name__},"
+            f"{_FUNCTION}: tensor={axes.tensor!r}, fsdp={axes.fsdp!r} of MeshAxes with QuantizedWeights for inference,"
             " expected neither, since only the expert axis splits quantized weights; leave both None, or pass weights"
             " that are not quantized."
         )
-    check_quantized.two_of_a_kind(_FUNCTION, w_gate_up, w_down)
-    for name, w in (("w_gate_up", w_gate_up), ("w_down", w_down)):
-        check_quantized.experts(_FUNCTION, name, w, num_experts)
-    return w_gate_up.shape[1:2]
-
-
-def _check_fp8_weights(
-    mesh: Mesh | AbstractMesh,
-    w_gate_up: Fp8Weights,
-    w_down: Any,
-    num_experts: int,
-    axes: MeshAxes,
-) -> tuple[int, ...]:
-    """Check weights quantized for training; return the axes of columns of w_gate_up. No axis splits their blocks."""
-    check_quantized.two_of_a_kind(_FUNCTION, w_gate_up, w_down)
-    ranks = {"w_gate_up": 3 if axes.tensor is None else 4, "w_down": 3}
-    for (name, rank), w in zip(ranks.items(), (w_gate_up, w_down), strict=True):
-        check_recipe.fp8_weights(_FUNCTION, name, w, rank)
-    columns = _check_matrices(mesh, w_gate_up.master, w_down.master, num_experts, axes.tensor)
-    check_recipe.whole_blocks_per_rank(_FUNCTION, mesh.shape, w_down.shape, axes.tensor, axes.fsdp)
-    return columns
+    return w_gate_up.shape[2:]
 
 
 def _check_explicit(mesh: Mesh | AbstractMesh, name: str, argument: Array, spec: P) -> None:

@@ -34,7 +34,7 @@ from jax_ep.checkpoints.decoded import dequantize_mxfp4
 from jax_ep.checkpoints.families import ACTIVATIONS, FAMILIES, Family, Form, Key, Layers, Stored
 from jax_ep.checkpoints.files import TensorFiles
 from jax_ep.core.shared_experts import SharedExperts
-from jax_ep.quantization import dequantize_experts, dequantize_fp8_weights
+from jax_ep.quantization import dequantize
 from jax_ep.types import Experts
 
 every_family = pytest.mark.parametrize("name", HUB)
@@ -360,16 +360,16 @@ def test_checkpoint_fp8_as_stored(
 ) -> None:
     checkpoint, pairs = fp8_checkpoint(tmp_path, rng)
     weights = checkpoint.moe_weights(3, mesh=expert_mesh(num_ranks), dtype=F32, quantized=True)
-    for i, dtype in enumerate((FP8, F32)):
+    for i, (part, dtype) in enumerate((("values", FP8), ("scales", F32))):
         up = [np.concatenate([pairs[f"experts.{e}.{n}"][i] for n in ("gate", "up")]) for e in range(2)]
-        assert_same_bits(np.asarray(weights["w_gate_up"][i]), np.stack(up).astype(dtype), "w_gate_up")
+        assert_same_bits(np.asarray(getattr(weights["w_gate_up"], part)), np.stack(up).astype(dtype), "w_gate_up")
         down = np.stack([pairs[f"experts.{e}.down"][i] for e in range(2)])
-        assert_same_bits(np.asarray(weights["w_down"][i]), down.astype(dtype), "w_down")
-        assert weights["w_down"][i].sharding.spec == P("expert")
+        assert_same_bits(np.asarray(getattr(weights["w_down"], part)), down.astype(dtype), "w_down")
+        assert getattr(weights["w_down"], part).sharding.spec == P("expert")
     assert_same_bits(np.asarray(weights["shared_down"]), dequantised(*pairs["shared_experts.down"]))
-    # The package computes with these pairs.
+    # The package computes with these weights.
     whole = checkpoint.moe_weights(3, dtype=F32)["w_gate_up"]
-    same = dequantize_fp8_weights(*weights["w_gate_up"], F32).swapaxes(1, 2)
+    same = dequantize(weights["w_gate_up"], F32)
     np.testing.assert_array_equal(np.asarray(same), np.asarray(whole))
 
 
@@ -443,7 +443,7 @@ def test_checkpoint_mxfp4(tmp_path: Path, rng: np.random.Generator, expert_mesh:
             blocks, scales = (tensors[f"{prefix}experts.{name}_{part}"] for part in ("blocks", "scales"))
             assert_same_bits(np.asarray(matrices.values), blocks.reshape(*blocks.shape[:2], -1))
             assert_same_bits(np.asarray(matrices.scales), scales)
-            same = np.asarray(dequantize_experts(matrices, BF16)).swapaxes(1, 2)
+            same = np.asarray(dequantize(matrices, BF16))
             # XLA's CPU matmuls flush the others to zero.
             normal = np.abs(want[parameter].astype(F32)) >= np.finfo(F32).tiny
             np.testing.assert_array_equal(same[normal], want[parameter][normal])

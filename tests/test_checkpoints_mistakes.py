@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from cases import BF16, F16, F32
 from harness import make_mesh
 from hub_checkpoints import FP8, FP8_CONFIG, HUB, assert_equal, fp8_checkpoint, written
 from jax_ep.checkpoints import Checkpoint, save
-from jax_ep.quantization import quantize_experts
+from jax_ep.quantization import QuantizedWeights, quantize
 
 
 def reading(change: Callable[[Path], Any], call: Callable[[Checkpoint], Any] = lambda checkpoint: None) -> Any:
@@ -313,9 +314,10 @@ def without(weights: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in weights.items() if key != name}
 
 
-def pair(array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def fp8_weights(array: np.ndarray) -> QuantizedWeights:
     values = array.swapaxes(1, 2).astype(FP8)
-    return values, np.ones((array.shape[0], *(-(-size // 128) for size in values.shape[1:])), F32)
+    scales = np.ones((array.shape[0], *(-(-size // 128) for size in values.shape[1:])), F32)
+    return QuantizedWeights(values, scales, "fp8")
 
 
 def deleted() -> jax.Array:
@@ -375,9 +377,9 @@ SAVING = {
         "has a quantization_config, but no",
     ),
     "blocks": (
-        lambda w: {"layers": {0: w | {"w_down": pair(w["w_down"])}}},
+        lambda w: {"layers": {0: w | {"w_down": fp8_weights(w["w_down"])}}},
         ValueError,
-        "a tuple of 2, expected an array",
+        "w_down of layer 0 is QuantizedWeights, expected an array",
     ),
     "bytes": (lambda w: {"max_shard_bytes": 0}, ValueError, "max_shard_bytes=0, expected a positive int"),
     "model_type": (lambda w: {"config": {"model_type": "gpt2"}}, ValueError, "save: model_type is 'gpt2'"),
@@ -404,8 +406,8 @@ def test_checkpoint_save_traced_arrays(tmp_path: Path) -> None:
 def test_checkpoint_save_4_bit_weights(tmp_path: Path, rng: np.random.Generator) -> None:
     _, weights = hub_checkpoints.layer(HUB["mixtral"], 0, rng)
     config = dict(HUB["mixtral"].config) | {"num_hidden_layers": 1}
-    quantized = quantize_experts(jnp.asarray(weights["w_down"]), "int8")
-    with pytest.raises(TypeError, match="w_down of layer 0 is QuantizedExperts, expected an array"):
+    quantized = quantize(jnp.asarray(weights["w_down"]), "int8")
+    with pytest.raises(TypeError, match="w_down of layer 0 is QuantizedWeights in format 'int8', expected an array"):
         save(tmp_path / "new", config, {0: weights | {"w_down": quantized}})
     assert not (tmp_path / "new").exists()
 
@@ -413,9 +415,10 @@ def test_checkpoint_save_4_bit_weights(tmp_path: Path, rng: np.random.Generator)
 def test_checkpoint_save_pair_dtypes(tmp_path: Path, rng: np.random.Generator) -> None:
     original, _ = fp8_checkpoint(tmp_path / "original", rng)
     weights = original.moe_weights(3, quantized=True)
-    values, scales = weights["w_down"]
-    with pytest.raises(TypeError, match="w_down of layer 3 is a pair of float8_e4m3fn and bfloat16"):
-        save(tmp_path / "new", original.config, {3: weights | {"w_down": (values, scales.astype(BF16))}})
+    w_down = weights["w_down"]
+    other = dataclasses.replace(w_down, scales=w_down.scales.astype(BF16))
+    with pytest.raises(TypeError, match="w_down of layer 3 has values of float8_e4m3fn and scales of bfloat16"):
+        save(tmp_path / "new", original.config, {3: weights | {"w_down": other}})
 
 
 @pytest.mark.parametrize(

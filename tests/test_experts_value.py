@@ -53,7 +53,7 @@ def test_experts_equal_values_compile_once():
 
 def test_experts_fp8_padding_with_gates(rng):
     """Columns of zeros are added to gate and up, in either layout, and to biases."""
-    from jax_ep.quantization import dequantize_fp8_weights
+    from jax_ep.quantization import dequantize
 
     inner, hidden = 96, 128
     w = jnp.asarray(rng.standard_normal((2, hidden, 2 * inner)), jnp.float32)
@@ -61,8 +61,8 @@ def test_experts_fp8_padding_with_gates(rng):
     down = jnp.asarray(rng.standard_normal((2, inner, hidden)), jnp.float32)
     for experts in (Experts(), Experts(interleaved=True), Experts("relu", gated=False)):
         columns = 2 * inner if experts.gated else inner
-        found = serving_weights(w[..., :columns], down, experts=experts, b_gate_up=bias[:, :columns])
-        values = dequantize_fp8_weights(*found.w_gate_up, jnp.float32)
+        found = serving_weights(w[..., :columns], down, "fp8", experts=experts, b_gate_up=bias[:, :columns])
+        values = dequantize(found.w_gate_up, jnp.float32).mT
         assert values.shape == (2, columns // inner * 128, hidden)
         pick = [values, found.b_gate_up[..., None]]
         if experts.interleaved:
@@ -75,4 +75,4 @@ def test_experts_fp8_padding_with_gates(rng):
 def test_experts_custom_activation_not_padded():
     w, down = jnp.ones((2, 128, 96)), jnp.ones((2, 96, 128))
     with pytest.raises(ValueError, match=r"96.*128"):
-        serving_weights(w, down, experts=Experts(jnp.tanh))
+        serving_weights(w, down, "fp8", experts=Experts(jnp.tanh))

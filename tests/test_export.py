@@ -12,17 +12,10 @@ import pytest
 from jax import export
 
 import jax_ep
-from jax_ep.core.expert_matrices import TrainingWeights
 from jax_ep.placement import plan
-from jax_ep.quantization import (
-    QuantizedExperts,
-    quantize_experts,
-    quantize_fp8,
-    quantize_fp8_weights,
-    quantize_master_weights,
-)
+from jax_ep.quantization import QuantizedWeights, quantize, quantize_fp8, with_layout
 from jax_ep.routing import MoEMetrics
-from jax_ep.serving import ServingWeights, serving_weights
+from jax_ep.serving import serving_weights
 from jax_ep.types import Layout
 
 LAYOUT = Layout(2, 4, 3, 2, 16, axis=("node", "expert"))
@@ -41,11 +34,12 @@ VALUES: dict[str, Callable[[], Any]] = {
     "LowLatencyDispatched": lambda: jax_ep.types.LowLatencyDispatched(
         ONE, None, ONE, jax_ep.types.LowLatencyHandle(ONE, ONE, ONE, ONE, ONE, LAYOUT, own_ids=ONE)
     ),
-    "QuantizedExperts": lambda: quantize_experts(W, "int8", activations="int8"),
-    "Fp8Weights": lambda: quantize_master_weights(W),
-    "TrainingWeights": lambda: TrainingWeights(quantize_master_weights(W), quantize_master_weights(W)),
-    "ServingWeights": lambda: serving_weights(W, W[:, :64]),
-    "ServingWeights mxfp4": lambda: ServingWeights(quantize_experts(W, "mxfp4"), W),
+    "QuantizedWeights": lambda: quantize(W, "int8", activations="int8"),
+    "QuantizedWeights for training": lambda: quantize(W, "fp8", for_training=True),
+    "QuantizedWeights without a format": lambda: quantize(W, None),
+    "QuantizedWeights prepacked": lambda: with_layout(quantize(W, "mxfp4"), "prepacked"),
+    "ExpertWeights": lambda: serving_weights(W, W[:, :64], "fp8", activations="fp8"),
+    "ExpertWeights of arrays": lambda: jax_ep.ExpertWeights(W, W, ONE),
     "MoEMetrics": lambda: MoEMetrics(load=ONE, load_balancing_loss=ONE, router_z_loss=ONE, dropped=ONE),
     "Placement": lambda: plan(np.arange(4), num_slots=6, num_ranks=2),
 }
@@ -91,14 +85,13 @@ def test_export_of_a_symbolic_number_of_tokens(constraints: tuple[str, ...], rng
         )
 
 
-def _int8(rows: int, columns: int) -> QuantizedExperts:
-    return quantize_experts(jnp.ones((4, rows, columns)), "int8")
+def _int8(rows: int, columns: int) -> QuantizedWeights:
+    return quantize(jnp.ones((4, rows, columns)), "int8")
 
 
 def _in_fp8(x: jax.Array) -> jax.Array:
-    (rows, scales), (w, w_scales) = quantize_fp8(x), quantize_fp8_weights(jnp.ones((4, 128, 128)))
-    sizes = jnp.ones(4, jnp.int32)
-    return jax_ep.grouped_gemm(rows, w, sizes, lhs_scales=scales, rhs_scales=w_scales)
+    (rows, scales), w = quantize_fp8(x), quantize(jnp.ones((4, 128, 128)), "fp8", activations="fp8")
+    return jax_ep.grouped_gemm(rows, w, jnp.ones(4, jnp.int32), lhs_scales=scales)
 
 
 ONES = jnp.ones((4, 128, 256), jnp.bfloat16), jnp.ones((4, 128, 128), jnp.bfloat16)
@@ -106,7 +99,7 @@ OF_KNOWN_SIZE: dict[str, Callable[..., Any]] = {
     "fused_moe int8": lambda x, idx, w: jax_ep.fused_moe(x, idx, w, _int8(128, 256), _int8(128, 128)),
     "fused_moe fp8": lambda x, idx, w: jax_ep.fused_moe(x.astype(jnp.bfloat16), idx, w, *ONES, recipe="fp8"),
     "low_latency_moe": lambda x, idx, w: jax_ep.low_latency_moe(
-        x.astype(jnp.bfloat16), idx, w, ONES[0].swapaxes(1, 2), ONES[1], num_experts=4, axis_name=()
+        x.astype(jnp.bfloat16), idx, w, *ONES, num_experts=4, axis_name=()
     ),
     "low_latency_dispatch": lambda x, idx, w: jax_ep.low_latency_dispatch(
         x, idx, num_experts=4, max_tokens_per_rank=16, axis_name=()

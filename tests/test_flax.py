@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import subprocess
@@ -22,8 +21,8 @@ nnx = pytest.importorskip("flax.nnx")
 
 import jax_ep
 from jax_ep import Schedule
-from jax_ep.flax import MoE, MoEMetrics, RouterBias, SharedExperts, TrainingWeights, update_router_bias
-from jax_ep.quantization import unprepack_experts
+from jax_ep.flax import MoE, MoEMetrics, RouterBias, SharedExperts, update_router_bias
+from jax_ep.quantization import with_layout
 from jax_ep.sharding import MeshAxes
 
 # Layers without a mesh are the reference, also on machines with several devices.
@@ -223,7 +222,7 @@ def test_flax_preferred_element_type_float32(on_mesh: bool, rng: np.random.Gener
     layers = [MoE(**options, preferred_element_type=dtype, rngs=nnx.Rngs(0)) for dtype in (None, jnp.float32)]
     for serves in (False, True):
         narrow, wide = (
-            nnx.jit(lambda m, x, serves=serves: m(x, m.serving_weights(fp8=False) if serves else None)[0])(layer, x)
+            nnx.jit(lambda m, x, serves=serves: m(x, m.serving_weights(None) if serves else None)[0])(layer, x)
             for layer in layers
         )
         assert (narrow.dtype, wide.dtype) == (jnp.bfloat16, jnp.float32)
@@ -304,7 +303,9 @@ def test_flax_serving_weights_same_layer(kind: str, hidden: int, inner: int, com
     apply = nnx.jit(lambda moe, x, serving: moe(x, serving))
     want, want_metrics = apply(moe, x, None)
     for fp8, tolerance in ((False, 1e-5), (True, 0.1)):
-        make = functools.partial(MoE.serving_weights, fp8=fp8)
+        make = functools.partial(
+            MoE.serving_weights, **({"format": "fp8", "activations": "fp8"} if fp8 else {"format": None})
+        )
         serving = (nnx.jit(make) if compiled else make)(moe)
         got, metrics = apply(moe, x, serving)
         error = float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
@@ -314,7 +315,7 @@ def test_flax_serving_weights_same_layer(kind: str, hidden: int, inner: int, com
 
 def test_flax_serving_path_token_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     moe, x = serve_layer("Auto")
-    broken = jax.tree.map(lambda w: w * jnp.nan, moe.serving_weights(fp8=False))
+    broken = jax.tree.map(lambda w: w * jnp.nan, moe.serving_weights(None))
 
     def run(serving: Any) -> np.ndarray:
         return np.asarray(nnx.jit(lambda moe, x, serving: moe(x, serving)[0])(moe, x, serving))
@@ -329,7 +330,7 @@ def test_flax_serving_path_token_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_flax_serving_8_and_4_bits(expert_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small batches use the low-latency path, others `sharded_moe`, with the same weights."""
     moe, x = serve_layer("Auto")
-    server = moe.to_serving(format=expert_format)
+    server = moe.to_serving(expert_format)
     assert server.w_gate_up is None
 
     def run() -> jax.Array:
@@ -345,11 +346,9 @@ def test_flax_serving_8_and_4_bits(expert_format: str, monkeypatch: pytest.Monke
 def test_flax_serving_prepacked_weights() -> None:
     """The same values in another order."""
     moe, x = serve_layer("Auto")
-    prepacked = moe.serving_weights(format="mxfp4")
+    prepacked = moe.serving_weights("mxfp4")
     assert prepacked.w_gate_up.is_prepacked and prepacked.w_down.is_prepacked
-    weights = dataclasses.replace(
-        prepacked, w_gate_up=unprepack_experts(prepacked.w_gate_up), w_down=unprepack_experts(prepacked.w_down)
-    )
+    weights = jax_ep.ExpertWeights(*(with_layout(w, "transposed") for w in prepacked[:2]))
     run = nnx.jit(lambda moe, x, weights: moe(x, weights)[0])
     np.testing.assert_array_equal(run(moe, x, prepacked), run(moe, x, weights))
 
@@ -358,7 +357,7 @@ def test_flax_serving_fp8_any_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small and large batches compute in FP8 with the same weights, in launches that a schedule cannot select."""
     schedule = Schedule(dispatch_mode="serial", combine_mode="serial", num_warps=4)
     moe, x = serve_layer("Auto", inner=96, schedule=schedule, recipe="fp8")
-    server = moe.to_serving()
+    server = moe.to_serving("fp8", activations="fp8")
 
     def run() -> jax.Array:
         return nnx.jit(lambda moe, x: moe(x)[0])(server, x)
@@ -375,7 +374,7 @@ def test_flax_serving_one_device() -> None:
     x = jax.random.normal(jax.random.key(2), (5, H))
     for gated in (True, False):
         moe = MoE(**SIZES, experts=jax_ep.Experts(gated=gated), rngs=nnx.Rngs(1))
-        np.testing.assert_allclose(moe(x, moe.serving_weights(fp8=False))[0], moe(x)[0], rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(moe(x, moe.serving_weights(None))[0], moe(x)[0], rtol=1e-4, atol=1e-6)
 
 
 def test_flax_is_optional() -> None:
@@ -414,11 +413,11 @@ def test_flax_fp8_recipe(on_mesh: bool) -> None:
 
 
 @nnx.scan(in_axes=(nnx.Carry, None, None, 0), out_axes=nnx.Carry)
-def add_gradients(total: Any, moe: MoE, weights: TrainingWeights | None, x: jax.Array) -> Any:
+def add_gradients(total: Any, moe: MoE, weights: jax_ep.ExpertWeights | None, x: jax.Array) -> Any:
     """Run one microbatch through consecutive layers, each with its part of the weights."""
 
     @nnx.remat
-    def layer(x: jax.Array, moe: MoE, weights: TrainingWeights | None) -> jax.Array:
+    def layer(x: jax.Array, moe: MoE, weights: jax_ep.ExpertWeights | None) -> jax.Array:
         return x + moe(x, weights)[0]
 
     def loss(moe: MoE, x: jax.Array) -> jax.Array:
@@ -457,11 +456,11 @@ def test_flax_training_weights_wrong_layer() -> None:
     weights, plain = moe.training_weights(), MoE(**sizes, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"training_weights: recipe=None rounds no matrices, expected recipe='fp8'"):
         plain.training_weights()
-    with pytest.raises(ValueError, match=r"w_gate_up is Fp8Weights with recipe=None, expected recipe='fp8'"):
+    with pytest.raises(ValueError, match=r"are QuantizedWeights with a master, which need recipe='fp8'"):
         plain(x, weights)
     with pytest.raises(ValueError, match="this MoE serves only: ask the one that it was made of"):
-        moe.to_serving()(x, weights)
-    with pytest.raises(TypeError, match="MoE: weights is a tuple, expected ServingWeights or TrainingWeights"):
+        moe.to_serving("fp8")(x, weights)
+    with pytest.raises(TypeError, match="MoE: weights is a tuple, expected ExpertWeights or None"):
         moe(x, (weights.w_gate_up, weights.w_down))
     wide = MoE(**sizes | {"intermediate_size": 256}, recipe="fp8", rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"w_gate_up.values is float8_e4m3fn\[8, 256, 128\], expected float8_e4m3fn"):

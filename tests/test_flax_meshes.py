@@ -13,7 +13,7 @@ import pytest
 nnx = pytest.importorskip("flax.nnx")
 
 import jax_ep
-from jax_ep.flax import MoE, ServingArray, TrainingWeights
+from jax_ep.flax import MoE, ServingArray
 from jax_ep.sharding import MeshAxes
 from oracle_experts import GPT_OSS
 
@@ -103,7 +103,7 @@ def test_flax_training_weights_tensor_and_fsdp_axes(axes: str, kind: str, rng: n
     x, cotangent = (rng.normal(size=(8, 2, 256)).astype(np.float32) for _ in range(2))
 
     @nnx.jit
-    def both_ways(moe: MoE, weights: TrainingWeights | None, x: jax.Array, cotangent: jax.Array) -> Any:
+    def both_ways(moe: MoE, weights: jax_ep.ExpertWeights | None, x: jax.Array, cotangent: jax.Array) -> Any:
         return nnx.value_and_grad(lambda moe, x: jnp.sum(moe(x, weights)[0] * cotangent), argnums=(0, 1))(moe, x)
 
     with jax.set_mesh(mesh):
@@ -114,15 +114,12 @@ def test_flax_training_weights_tensor_and_fsdp_axes(axes: str, kind: str, rng: n
         got, want = (jax.tree.leaves(both_ways(moe, w, *arrays)) for w in (weights, None))
         if kind == "Explicit" and axes != "tensor":
             small = MoE(**sizes | {"hidden_size": 128}, axes=AXES[axes], rngs=nnx.Rngs(0))
-            message = (
-                "training_weights: H=128 of Fp8Weights over the 2 ranks of 'data', expected a multiple of 128 on each"
-            )
+            message = "training_weights: H=128 of QuantizedWeights over the 2 ranks of 'data', expected"
             with pytest.raises(ValueError, match=message):
                 small.training_weights()
     for w in (weights.w_gate_up, weights.w_down):
         split = {
-            part.addressable_shards[0].data.size * 2 ** (3 if axes == "both" else 2)
-            for part in (w.values, w.transposed)
+            part.addressable_shards[0].data.size * 2 ** (3 if axes == "both" else 2) for part in (w.values, w.values_kn)
         }
         assert split == {w.values.size}
     for g, w in zip(got, want, strict=True):
@@ -141,7 +138,7 @@ def test_flax_serving_without_second_copy(kind: str, fp8: bool, rng: np.random.G
     mesh = None if kind == "one device" else mesh_of(kind)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         moe = fill(MoE(**sizes, **options, rngs=nnx.Rngs(0)), rng)
-        serving = moe.to_serving(fp8=fp8)
+        serving = moe.to_serving("fp8", activations="fp8") if fp8 else moe.to_serving(None)
         kept = jax.tree.leaves(nnx.state(serving))
         assert max(array.size for array in kept) == E * 128 * 2 * 128
         assert sum(array.dtype == jnp.float8_e4m3fn for array in kept) == (2 if fp8 else 0)

@@ -62,8 +62,8 @@ def through(quantize: Callable[..., Any], back: Callable[..., Any], *arguments: 
     return Case(lambda *a: (quantized := quantize(*a), back(quantized)), arguments, has_gradient=False)
 
 
-def dequantize(w: q.QuantizedExperts) -> jax.Array:
-    return q.dequantize_experts(w, jnp.float32)
+def dequantize(w: q.QuantizedWeights) -> jax.Array:
+    return q.dequantize(w, jnp.float32)
 
 
 def dispatch_and_combine(x: jax.Array, idx: jax.Array) -> jax.Array:
@@ -139,24 +139,25 @@ CASES = {
     "quantize_fp8": through(
         q.quantize_fp8, lambda pair: q.dequantize_fp8(*pair, jnp.float32), ((T, H), "float", TOKENS)
     ),
-    "quantize_fp8_weights": through(
-        q.quantize_fp8_weights, lambda pair: q.dequantize_fp8_weights(*pair, jnp.float32), MATRICES
+    "quantize for training": Case(lambda w: q.quantize(w, "fp8", for_training=True).master, (MATRICES,)),
+    "serving_weights": through(
+        lambda *w: serving_weights(*w, "fp8", activations="fp8"),
+        lambda w: w.w_down.values,
+        MATRICES,
+        ((E, 64, H), "float", EXPERTS),
     ),
-    "quantize_master_weights": Case(lambda w: q.quantize_master_weights(w).master, (MATRICES,)),
-    "serving_weights": through(serving_weights, lambda w: w.w_down[0], MATRICES, ((E, 64, H), "float", EXPERTS)),
     "smooth": through(
-        lambda w, smooth: q.quantize_experts(w, "int8", activations="int8", smooth=1 + jnp.abs(smooth)),
+        lambda w, smooth: q.quantize(w, "int8", activations="int8", smooth=1 + jnp.abs(smooth)),
         dequantize,
         MATRICES,
         ((E, H), "float", EXPERTS),
     ),
+    **{f"quantize {name}": through(lambda w, name=name: q.quantize(w, name), dequantize, MATRICES) for name in FORMATS},
     **{
-        f"quantize_experts {name}": through(lambda w, name=name: q.quantize_experts(w, name), dequantize, MATRICES)
-        for name in FORMATS
-    },
-    **{
-        f"prepack_experts {name}": through(
-            lambda w, name=name: q.prepack_experts(q.quantize_experts(w, name)), q.unprepack_experts, MATRICES
+        f"with_layout {name}": through(
+            lambda w, name=name: q.with_layout(q.quantize(w, name), "prepacked"),
+            lambda w: q.with_layout(w, "transposed"),
+            MATRICES,
         )
         for name in FORMATS
         if FORMATS[name].prepacked

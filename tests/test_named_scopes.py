@@ -18,11 +18,11 @@ from mistakes import GOOD, NEEDS_AXIS, E, H, K, T, f32, i32, mesh_of, program
 
 EXCHANGES = ("dispatch", "combine", "dispatch_grouped_gemm", "grouped_gemm_combine", "moe", "low_latency_combine")
 ROUTING = ("topk_router", "sparsemixer_router", "load_balancing_loss", "router_z_loss")
-ARRAYS = ("grouped_gemm", "fused_moe", "moe_sort", "identity_experts", "dequantize_fp8", "dequantize_fp8_weights")
+ARRAYS = ("grouped_gemm", "fused_moe", "moe_sort", "identity_experts", "dequantize_fp8", "dequantize")
 DIFFERENTIABLE = (*EXCHANGES, *ARRAYS, *ROUTING, "low_latency_dispatch")
 INFERENCE = {
     *("low_latency_moe", "low_latency_gemm_combine", "masked_grouped_gemm", "masked_gated_activation"),
-    *("quantize_fp8", "quantize_fp8_weights"),
+    *("quantize_fp8", "quantize"),
 }
 CHANGES: dict[str, dict[str, Any]] = {"low_latency_dispatch": {"quantize": False}}  # FP8 has no gradient.
 LAUNCHED = (*NEEDS_AXIS, "fused_moe", "moe_sort", "masked_grouped_gemm", "masked_gated_activation")
@@ -128,7 +128,7 @@ def test_layers_of_global_arrays_have_names() -> None:
     layer = sharding.sharded_moe(mesh, num_experts=E)
     found = names_in(layer, f32(4 * T, H), i32(4 * T, K), f32(4 * T, K), *MATRICES)
     assert in_scope(found, "jax_ep.sharded_moe") and in_scope(found, "jax_ep.moe")
-    assert in_scope(names_in(serving.serving_weights, *MATRICES), "jax_ep.serving_weights")
+    assert in_scope(names_in(lambda *w: serving.serving_weights(*w, "fp8"), *MATRICES), "jax_ep.serving_weights")
 
 
 @pytest.mark.filterwarnings("ignore:MoE. no mesh is set")

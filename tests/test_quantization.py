@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,15 +16,7 @@ import oracle
 import oracle_serving
 from cases import BF16, F32, assert_same_bits, reals
 from harness import make_mesh
-from jax_ep.quantization import (
-    dequantize_fp8,
-    dequantize_fp8_weights,
-    prepack_experts,
-    quantize_experts,
-    quantize_fp8,
-    quantize_fp8_weights,
-    unprepack_experts,
-)
+from jax_ep.quantization import dequantize, dequantize_fp8, quantize, quantize_fp8, with_layout
 from jax_ep.serving import serving_weights
 
 
@@ -41,7 +34,7 @@ def test_quantize_fp8_error(
     leading: tuple[int, ...], depth: int, columns: int, dtype: np.dtype, rng: np.random.Generator
 ) -> None:
     w = (reals(rng, *leading, depth, columns) * 10.0 ** rng.uniform(-6, 0, (*leading, depth, columns))).astype(dtype)
-    values, scales = (np.asarray(x) for x in jax.jit(quantize_fp8_weights)(w))
+    values, scales = map(np.asarray, jax.tree.leaves(jax.jit(partial(quantize, format="fp8"))(w)))
     assert values.dtype == oracle.FP8 and scales.dtype == F32
     want = np.swapaxes(w, -1, -2).astype(np.float64)
     assert values.shape == want.shape
@@ -53,19 +46,19 @@ def test_quantize_fp8_error(
 
 
 def test_quantize_fp8_round_trip(rng: np.random.Generator) -> None:
-    values, scales = quantize_fp8_weights(reals(rng, 2, 256, 300))
+    w = quantize(reals(rng, 2, 256, 300), "fp8")
     for dtype in (F32, BF16):
-        got = np.asarray(dequantize_fp8_weights(values, scales, dtype))
-        want = oracle_serving.dequantize_blocks(np.asarray(values), np.asarray(scales)).astype(F32).astype(dtype)
-        np.testing.assert_array_equal(got, want)
+        got = np.asarray(dequantize(w, dtype))
+        want = oracle_serving.dequantize_blocks(np.asarray(w.values), np.asarray(w.scales)).astype(F32).astype(dtype)
+        np.testing.assert_array_equal(got, np.swapaxes(want, 1, 2))
 
 
 def test_quantize_fp8_zeros_and_nan() -> None:
     w = np.zeros((256, 256), F32)
     w[3, 200] = np.nan
-    back = np.asarray(dequantize_fp8_weights(*quantize_fp8_weights(jnp.asarray(w)), jnp.float32))
+    back = np.asarray(dequantize(quantize(jnp.asarray(w), "fp8"), jnp.float32))
     spoilt = np.isnan(back)
-    assert spoilt[128:, :128].all() and spoilt.sum() == 128 * 128
+    assert spoilt[:128, 128:].all() and spoilt.sum() == 128 * 128
     assert not back[~spoilt].any()
 
 
@@ -78,7 +71,7 @@ def test_quantize_fp8_nan_fills_block() -> None:
 
 def test_quantize_fp8_no_gradient() -> None:
     with pytest.raises(TypeError, match="no gradient"):
-        jax.grad(lambda w: quantize_fp8_weights(w)[1].sum())(jnp.ones((128, 4)))
+        jax.grad(lambda w: quantize(w, "fp8").scales.sum())(jnp.ones((128, 4)))
 
 
 @pytest.mark.parametrize(("inner", "compiled"), [(384, False), (384, True), (192, True)])
@@ -88,10 +81,10 @@ def test_quantize_fp8_weights_sharded_same_bits(kind: AxisType, inner: int, comp
     """More than one block along both axes, experts and columns sharded over devices."""
 
     def fn(w_gate_up: Any, w_down: Any) -> Any:
-        pair = quantize_fp8_weights(w_gate_up)
+        pair = quantize(w_gate_up, "fp8")
         rows = quantize_fp8(jnp.swapaxes(w_gate_up, -1, -2))
-        back = dequantize_fp8_weights(*pair, jnp.float32), dequantize_fp8(*rows, jnp.bfloat16)
-        return pair, rows, back, serving_weights(w_gate_up, w_down)
+        back = dequantize(pair, jnp.float32), dequantize_fp8(*rows, jnp.bfloat16)
+        return pair, rows, back, serving_weights(w_gate_up, w_down, "fp8", activations="fp8")
 
     mesh = make_mesh((2, 2), ("expert", "tensor"), kind)
     matrices = reals(rng, 4, 256, 2 * inner), reals(rng, 4, inner, 256)
@@ -110,22 +103,22 @@ def test_quantize_fp8_weights_blocks_split_by_axes() -> None:
     mesh = make_mesh((2,), ("tensor",), AxisType.Explicit)
     w = jax.device_put(jnp.ones((4, 384, 256)), NamedSharding(mesh, P(None, "tensor")))
     with pytest.raises(ValueError, match=r"axis -2 of w is 384, 3 blocks of 128, .* 2 devices of .*reshard"):
-        quantize_fp8_weights(w)
+        quantize(w, "fp8")
     with pytest.raises(ValueError, match=r"axis -2 of w is 384, 3 blocks of 128, .* 2 devices of .*reshard"):
-        quantize_experts(w, "int4")
-    with pytest.raises(ValueError, match=r"prepack_experts: axis -1 of w is 384, 3 blocks of 128, .* 2 devices"):
-        prepack_experts(quantize_experts(w, "mxfp4"))
-    q = quantize_experts(w, "int4", block_size=32)  # Its scales need no steps of 128.
-    assert_same_bits(np.asarray(unprepack_experts(prepack_experts(q)).values), np.asarray(q.values))
+        quantize(w, "int4")
+    with pytest.raises(ValueError, match=r"with_layout: axis -1 of w is 384, 3 blocks of 128, .* 2 devices"):
+        with_layout(quantize(w, "mxfp4"), "prepacked")
+    q = quantize(w, "int4", block_size=32)  # Its scales need no steps of 128.
+    assert_same_bits(np.asarray(with_layout(with_layout(q, "prepacked"), "transposed").values), np.asarray(q.values))
 
 
 def test_serving_weights_transposed_and_padded(rng: np.random.Generator) -> None:
     w_gate_up, w_down = reals(rng, 2, 3, 128, 2 * 72), reals(rng, 2, 3, 72, 128)
-    same = serving_weights(w_gate_up, w_down, fp8=False)
-    np.testing.assert_array_equal(same.w_gate_up, np.swapaxes(w_gate_up, -1, -2))
-    np.testing.assert_array_equal(same.w_down, np.swapaxes(w_down, -1, -2))
-    fp8 = serving_weights(w_gate_up, w_down)
-    up, down = (oracle_serving.dequantize_blocks(*map(np.asarray, pair)) for pair in (fp8.w_gate_up, fp8.w_down))
+    same = serving_weights(w_gate_up, w_down, None)
+    np.testing.assert_array_equal(same.w_gate_up.values, np.swapaxes(w_gate_up, -1, -2))
+    np.testing.assert_array_equal(same.w_down.values, np.swapaxes(w_down, -1, -2))
+    pair = serving_weights(w_gate_up, w_down, "fp8", activations="fp8")[:2]
+    up, down = (oracle_serving.dequantize_blocks(*map(np.asarray, (w.values, w.scales))) for w in pair)
     assert up.shape == (2, 3, 256, 128) and down.shape == (2, 3, 128, 128)
     for half, start in ((0, 0), (1, 128)):
         want = np.swapaxes(w_gate_up[..., half * 72 : (half + 1) * 72], -1, -2)
@@ -135,14 +128,21 @@ def test_serving_weights_transposed_and_padded(rng: np.random.Generator) -> None
     assert not down[..., 72:].any()
 
 
+@pytest.mark.parametrize("format", ["fp8_channel", "mxfp4"])
+def test_serving_weights_pad_for_fp8_tokens(format: str, rng: np.random.Generator) -> None:
+    found = serving_weights(reals(rng, 3, 128, 2 * 96), reals(rng, 3, 96, 128), format, activations="fp8")
+    assert (found.w_gate_up.shape, found.w_down.shape) == ((3, 128, 256), (3, 128, 128))
+    assert found.w_down.activations == "fp8" and not found.w_down.is_prepacked
+
+
 @pytest.mark.parametrize("format", ["int4", "mxfp4", "int8"])
 def test_serving_weights_4_bits_prepacked(format: str, rng: np.random.Generator) -> None:
     w_gate_up, w_down = reals(rng, 3, 128, 2 * 128), reals(rng, 3, 128, 128)
-    found = serving_weights(w_gate_up, w_down, format=format)
+    found = serving_weights(w_gate_up, w_down, format)
     for got, w in ((found.w_gate_up, w_gate_up), (found.w_down, w_down)):
-        want = quantize_experts(w, format)
+        want = quantize(w, format)
         assert got.is_prepacked == (format != "int8")
-        back = unprepack_experts(got) if got.is_prepacked else got
+        back = with_layout(got, "transposed") if got.is_prepacked else got
         for one, other in zip(jax.tree.leaves(back), jax.tree.leaves(want), strict=True):
             assert_same_bits(np.asarray(one), np.asarray(other))
 
@@ -150,7 +150,7 @@ def test_serving_weights_4_bits_prepacked(format: str, rng: np.random.Generator)
 @pytest.mark.parametrize(
     ("up", "down", "fp8", "message"),
     [
-        ((2, 128, 64), (2, 64, 128), True, r"w_gate_up is 64, expected 128; it must be 2 \* I"),
+        ((2, 128, 64), (2, 64, 128), True, "w_gate_up has 64 columns"),
         ((2, 64, 128), (2, 64, 128), True, r"axis -2 of w_gate_up is 64, expected 128"),
         (
             (2, 96, 256),
@@ -164,12 +164,12 @@ def test_serving_weights_4_bits_prepacked(format: str, rng: np.random.Generator)
 )
 def test_serving_weights_wrong_shapes(up: tuple, down: tuple, fp8: bool, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        serving_weights(jnp.ones(up), jnp.ones(down), fp8=fp8)
+        serving_weights(jnp.ones(up), jnp.ones(down), "fp8" if fp8 else None)
 
 
 def test_serving_weights_different_dtypes() -> None:
     with pytest.raises(TypeError, match="w_down has dtype bfloat16, expected float32, the dtype of w_gate_up"):
-        serving_weights(jnp.ones((2, 128, 256)), jnp.ones((2, 128, 128), jnp.bfloat16))
+        serving_weights(jnp.ones((2, 128, 256)), jnp.ones((2, 128, 128), jnp.bfloat16), "fp8")
 
 
 @pytest.mark.parametrize(

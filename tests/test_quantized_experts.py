@@ -17,15 +17,15 @@ import oracle_quantized
 from cases import BF16, F32, reals
 from jax_ep import formats
 from jax_ep.checkpoints.decoded import dequantize_mxfp4
-from jax_ep.quantization import dequantize_experts, prepack_experts, quantize_experts, unprepack_experts
+from jax_ep.quantization import dequantize, quantize, with_layout
 from stored_experts import stand_for
 
 NUMERICS = (Path(__file__).resolve().parents[1] / "docs" / "numerics.md").read_text()
 FORMATS = pytest.mark.parametrize("expert_format", formats.FORMATS)
 
 
-def quantized(w: Any, expert_format: str, **options: Any) -> jax_ep.QuantizedExperts:
-    return jax.jit(partial(quantize_experts, format=expert_format, **options))(w)
+def quantized(w: Any, expert_format: str, **options: Any) -> jax_ep.QuantizedWeights:
+    return jax.jit(partial(quantize, format=expert_format, **options))(w)
 
 
 def options_of(expert_format: str, block_size: int) -> dict[str, int]:
@@ -43,13 +43,13 @@ def test_quantized_experts_error(
     w = (reals(rng, *leading, depth, columns) * 10.0 ** rng.uniform(-4, 0, (*leading, depth, columns))).astype(dtype)
     q = quantized(w, expert_format, **options)
     want = np.swapaxes(w, -1, -2).astype(np.float64)
-    assert q.shape == want.shape
+    assert q.shape == w.shape
     stands_for = np.swapaxes(stand_for(q), -1, -2)
     bound = oracle_quantized.largest_error(want, expert_format, **options)
     assert np.all(np.abs(stands_for - want) <= bound)
     assert np.any(stands_for != want)
-    got = jax.jit(partial(dequantize_experts, dtype=jnp.float32))(q)
-    np.testing.assert_allclose(got, stands_for, rtol=1e-6)
+    got = jax.jit(partial(dequantize, dtype=jnp.float32))(q)
+    np.testing.assert_allclose(np.swapaxes(got, -1, -2), stands_for, rtol=1e-6)
     if (stored_bits := oracle_quantized.FORMATS[expert_format].stored_bits) is not None:
         assert 8 * sum(x.nbytes for x in jax.tree.leaves(q)) == stored_bits(64) * w.size
 
@@ -62,20 +62,20 @@ def test_mxfp4_rounds_to_nearest_even(scale: float) -> None:
     w = np.zeros((32, 1), F32)
     w[:30, 0] = scale * np.concatenate([oracle_quantized.E2M1, middles, -middles])
     want = np.concatenate([oracle_quantized.E2M1, nearest, -nearest, [0, 0]])
-    np.testing.assert_array_equal(dequantize_experts(quantized(w, "mxfp4"), jnp.float32)[0] / scale, want)
+    np.testing.assert_array_equal(dequantize(quantized(w, "mxfp4"), jnp.float32)[:, 0] / scale, want)
 
 
 def test_mxfp4_saturation() -> None:
     for value, want in ((7.9, 6), (-7.9, -6), (2.0**-130, 0)):
         w = quantized(np.full((32, 1), value, F32), "mxfp4")
-        assert np.all(np.abs(dequantize_experts(w, jnp.float32) - np.float32(want)) < 2.0**-126)
+        assert np.all(np.abs(dequantize(w, jnp.float32) - np.float32(want)) < 2.0**-126)
 
 
 def test_mxfp4_matches_checkpoints(rng: np.random.Generator) -> None:
     q = quantized(reals(rng, 4, 96, 5), "mxfp4")
     values, scales = np.asarray(q.values), np.asarray(q.scales)
     blocks = values.reshape(*scales.shape, 16)
-    np.testing.assert_array_equal(dequantize_mxfp4(blocks, scales), dequantize_experts(q, jnp.float32))
+    np.testing.assert_array_equal(np.swapaxes(dequantize_mxfp4(blocks, scales), 1, 2), dequantize(q, jnp.float32))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -83,16 +83,16 @@ def test_mxfp4_matches_checkpoints(rng: np.random.Generator) -> None:
 def test_quantized_experts_not_finite_fills_block(expert_format: str, bad: float, rng: Any) -> None:
     w = reals(rng, 256, 256)
     w[3, 5] = bad
-    got = np.asarray(dequantize_experts(quantized(w, expert_format), jnp.float32))
+    got = np.asarray(dequantize(quantized(w, expert_format), jnp.float32))
     rows, depth = oracle_quantized.FORMATS[expert_format].block
     spoilt = np.zeros(got.shape, bool)
-    spoilt[5 // rows * rows : (5 // rows + 1) * rows, : depth or 256] = True
+    spoilt[: depth or 256, 5 // rows * rows : (5 // rows + 1) * rows] = True
     np.testing.assert_array_equal(~np.isfinite(got), spoilt)
 
 
 @FORMATS
 def test_quantized_experts_zeros(expert_format: str) -> None:
-    assert not np.any(dequantize_experts(quantized(np.zeros((2, 128, 3), F32), expert_format), jnp.float32))
+    assert not np.any(dequantize(quantized(np.zeros((2, 128, 3), F32), expert_format), jnp.float32))
 
 
 # --- the errors in docs/numerics.md, of a layer of normally distributed weights ---------------------------------------
@@ -135,7 +135,7 @@ def test_quantized_experts_docs_table(expert_format: str) -> None:
     first, second = (quantized(w, expert_format) for w in (layer.w_gate_up, layer.w_down))
     stored = 8 * sum(leaf.nbytes for leaf in jax.tree.leaves((first, second)))
     assert stored / (layer.w_gate_up.size + layer.w_down.size) == pytest.approx(bits, abs=0.005)
-    found = np.asarray(dequantize_experts(first, jnp.float32)).swapaxes(1, 2)
+    found = np.asarray(dequantize(first, jnp.float32))
     error = np.linalg.norm(found - layer.w_gate_up) / np.linalg.norm(layer.w_gate_up)
     assert error == pytest.approx(of_matrix, rel=0.06)
     assert layer.error(first, second) == pytest.approx(of_layer, rel=0.06)
@@ -155,59 +155,76 @@ def test_quantized_experts_docs_text() -> None:
         assert layer.error(*both) == pytest.approx(error, abs=0.0015), expert_format
 
 
+def test_quantize_without_a_format() -> None:
+    """Transposed storage, which every layer and GEMM takes."""
+    w = jnp.arange(24.0).reshape(2, 3, 4)
+    q = quantize(w, None)
+    assert q.shape == w.shape and q.values.shape == (2, 4, 3) and len(jax.tree.leaves(q)) == 1
+    np.testing.assert_array_equal(dequantize(q, jnp.float32), w)
+    x, sizes = jnp.ones((5, 3)), jnp.array([2, 3])
+    np.testing.assert_array_equal(jax_ep.grouped_gemm(x, q, sizes), jax_ep.grouped_gemm(x, w, sizes))
+    for options in ({"activations": "fp8"}, {"block_size": 32}, {"smooth": jnp.ones((2, 3))}):
+        with pytest.raises(ValueError, match=rf"format=None and .'{next(iter(options))}'. with format=None"):
+            quantize(w, None, **options)
+    with pytest.raises(ValueError, match=r"format='int8' and .. with for_training=True, expected format='fp8'"):
+        quantize(w, "int8", for_training=True)
+    with pytest.raises(TypeError, match=r"rhs.values has dtype float32, expected bfloat16, the dtype of lhs"):
+        jax_ep.masked_grouped_gemm(jnp.ones((2, 5, 3), jnp.bfloat16), q, sizes)
+
+
 def test_quantize_experts_mistakes() -> None:
     w = jnp.ones((2, 96, 4))
     with pytest.raises(ValueError, match="format='int3', expected one of"):
-        quantize_experts(w, "int3")
+        quantize(w, "int3")
     with pytest.raises(
         ValueError, match="K, is 96, expected a multiple of 128, the elements that share a scale of 'int4'"
     ):
-        quantize_experts(w, "int4")
+        quantize(w, "int4")
     with pytest.raises(ValueError, match="K, is 48, expected a multiple of 32"):
-        quantize_experts(w[:, :48], "mxfp4")
+        quantize(w[:, :48], "mxfp4")
     for name in formats.FORMATS:
         with pytest.raises(ValueError, match="K, is 0, expected at least 1"):
-            quantize_experts(w[:, :0], name)
+            quantize(w[:, :0], name)
     with pytest.raises(ValueError, match="block_size=3, expected an even number"):
-        quantize_experts(w, "int4", block_size=3)
+        quantize(w, "int4", block_size=3)
     with pytest.raises(ValueError, match=r"block_size=32 with format='mxfp4', expected None; only \['int4'\] take it"):
-        quantize_experts(w, "mxfp4", block_size=32)
+        quantize(w, "mxfp4", block_size=32)
     with pytest.raises(TypeError, match="no gradient"):
-        jax.grad(lambda w: jnp.sum(quantize_experts(w, "int8").scales))(w)
-    with pytest.raises(TypeError, match="w is an array, expected QuantizedExperts"):
-        dequantize_experts(w, jnp.float32)
+        jax.grad(lambda w: jnp.sum(quantize(w, "int8").scales))(w)
+    with pytest.raises(TypeError, match="w is an array, expected QuantizedWeights"):
+        dequantize(w, jnp.float32)
     with pytest.raises(
         ValueError, match="activations='int8' with format='mxfp4', but tensor cores multiply int8 with int8"
     ):
-        quantize_experts(w, "mxfp4", activations="int8")
+        quantize(w, "mxfp4", activations="int8")
     with pytest.raises(
         ValueError, match="activations='fp8' with format='int8', but tensor cores multiply int8 with int8"
     ):
-        quantize_experts(w, "int8", activations="fp8")
+        quantize(w, "int8", activations="fp8")
     with pytest.raises(ValueError, match=r"activations='fp8' with K=96, expected a multiple of 128"):
-        quantize_experts(jnp.ones((2, 96, 4)), "mxfp4", activations="fp8")
+        quantize(jnp.ones((2, 96, 4)), "mxfp4", activations="fp8")
     with pytest.raises(ValueError, match="activations='int4', expected 'int8', 'fp8' or None"):
-        quantize_experts(w, "int8", activations="int4")
+        quantize(w, "int8", activations="int4")
     with pytest.raises(ValueError, match="smooth without activations='int8'"):
-        quantize_experts(jnp.ones((2, 128, 4)), "fp8", activations="fp8", smooth=jnp.ones((2, 128)))
+        quantize(jnp.ones((2, 128, 4)), "fp8", activations="fp8", smooth=jnp.ones((2, 128)))
     with pytest.raises(ValueError, match="smooth without activations='int8'"):
-        quantize_experts(w, "int8", smooth=jnp.ones((2, 96)))
+        quantize(w, "int8", smooth=jnp.ones((2, 96)))
     with pytest.raises(ValueError, match=r"smooth has shape \(2, 4\), expected \(2, 96\)"):
-        quantize_experts(w, "int8", activations="int8", smooth=jnp.ones((2, 4)))
-    q = quantize_experts(w, "int8")
+        quantize(w, "int8", activations="int8", smooth=jnp.ones((2, 4)))
+    q = quantize(w, "int8")
     with pytest.raises(TypeError, match="values of int8 and scales of float16, expected int8 and float32"):
-        dequantize_experts(jax_ep.QuantizedExperts(q.values, q.scales.astype(jnp.float16), "int8"), jnp.float32)
+        dequantize(jax_ep.QuantizedWeights(q.values, q.scales.astype(jnp.float16), "int8"), jnp.float32)
     with pytest.raises(ValueError, match="do not belong together"):
-        dequantize_experts(jax_ep.QuantizedExperts(q.values, q.scales[:, :3], "int8"), jnp.float32)
+        dequantize(jax_ep.QuantizedWeights(q.values, q.scales[:, :3], "int8"), jnp.float32)
 
 
 def test_quantize_experts_smooth_reduces_error(rng: np.random.Generator) -> None:
     """Rows of w are multiplied before they are rounded, and divided by the same factor when they are dequantized."""
     w, smooth = reals(rng, 2, 64, 8), (2.0 ** rng.uniform(-4, 4, (2, 64))).astype(F32)
-    q = quantize_experts(jnp.asarray(w), "int8", activations="int8", smooth=smooth)
-    got = np.asarray(dequantize_experts(q, jnp.float32))
-    step = np.abs(w * smooth[..., None]).max(axis=1)[..., None] / 127
-    assert np.all(np.abs(got - np.swapaxes(w, 1, 2)) <= 0.51 * step / smooth[:, None])
+    q = quantize(jnp.asarray(w), "int8", activations="int8", smooth=smooth)
+    got = np.asarray(dequantize(q, jnp.float32))
+    step = np.abs(w * smooth[..., None]).max(axis=1, keepdims=True) / 127
+    assert np.all(np.abs(got - w) <= 0.51 * step / smooth[..., None])
     assert len(jax.tree.leaves(q)) == 3
 
 
@@ -219,26 +236,26 @@ def test_quantize_experts_smooth_reduces_error(rng: np.random.Generator) -> None
 @pytest.mark.slow(unless={"depth": [384]})
 def test_prepack_round_trip(expert_format: str, block_size: int, depth: int, rng: Any) -> None:
     q = quantized(reals(rng, 2, 3, depth, 40), expert_format, **options_of(expert_format, block_size))
-    prepacked = jax.jit(prepack_experts)(q)
+    prepacked = jax.jit(lambda w: with_layout(w, "prepacked"))(q)
     assert prepacked.is_prepacked
     assert not q.is_prepacked
     assert prepacked.shape == q.shape
     assert sum(x.nbytes for x in jax.tree.leaves(prepacked)) == sum(x.nbytes for x in jax.tree.leaves(q))
-    back = jax.jit(unprepack_experts)(prepacked)
+    back = jax.jit(lambda w: with_layout(w, "transposed"))(prepacked)
     assert (back.format, back.activations, back.smooth) == (q.format, None, None)
     for got, want in zip(jax.tree.leaves(back), jax.tree.leaves(q), strict=True):
         assert got.dtype == want.dtype
         np.testing.assert_array_equal(got, want)
-    dense = (dequantize_experts(w, jnp.float32) for w in (prepacked, q))
+    dense = (dequantize(w, jnp.float32) for w in (prepacked, q))
     np.testing.assert_array_equal(*dense)
 
 
 @pytest.mark.parametrize("depth", [32, 96, 160])
 def test_prepack_drops_padding_exponents(depth: int, rng: Any) -> None:
     q = quantized(reals(rng, 2, depth, 5), "mxfp4")
-    prepacked = prepack_experts(q)
+    prepacked = with_layout(q, "prepacked")
     assert prepacked.scales.shape == (2, -(-depth // 128), 5)
-    back = unprepack_experts(prepacked)
+    back = with_layout(prepacked, "transposed")
     for got, want in zip(jax.tree.leaves(back), jax.tree.leaves(q), strict=True):
         np.testing.assert_array_equal(got, want)
 
@@ -247,7 +264,7 @@ def test_prepack_element_positions(rng: Any) -> None:
     """As the kernels' assembler extracts them: for MXFP4 sign, exponent and mantissa, for INT4 plus 8."""
     for expert_format, block_size in (("mxfp4", 32), ("int4", 32)):
         q = quantized(reals(rng, 1, 96, 3), expert_format, **options_of(expert_format, block_size))
-        words = np.asarray(prepack_experts(q).values).astype(object)
+        words = np.asarray(with_layout(q, "prepacked").values).astype(object)
         codes = oracle_quantized.nibbles(np.asarray(q.values))
         for column, k in np.ndindex(3, 96):
             part, q8, t, second = k // 32, k % 32 // 8, k % 8 // 2, k % 2
@@ -271,38 +288,39 @@ def test_prepack_nan_scale(rng: Any) -> None:
     q = quantized(reals(rng, 1, 64, 3), "mxfp4")
     scales = np.asarray(q.scales).copy()
     scales[0, 1, 0] = 255
-    prepacked = prepack_experts(dataclasses.replace(q, scales=jnp.asarray(scales)))
-    got = np.asarray(dequantize_experts(prepacked, jnp.float32))
-    assert np.isnan(got[0, 1, :32]).all()
-    assert np.isfinite(np.delete(got.reshape(-1), np.s_[64:96])).all()
+    prepacked = with_layout(dataclasses.replace(q, scales=jnp.asarray(scales)), "prepacked")
+    got = np.asarray(dequantize(prepacked, jnp.float32))
+    assert np.isnan(got[0, :32, 1]).all()
+    assert np.isfinite(np.delete(got[0].T.reshape(-1), np.s_[64:96])).all()
 
 
 def test_prepack_mistakes() -> None:
     w = jnp.ones((2, 128, 4))
-    q = quantize_experts(w, "mxfp4")
-    prepacked = prepack_experts(q)
-    with pytest.raises(TypeError, match="w is an array, expected QuantizedExperts"):
-        prepack_experts(w)
-    with pytest.raises(ValueError, match="w is prepacked already"):
-        prepack_experts(prepacked)
-    with pytest.raises(ValueError, match="w is in 'int8', expected 'int4' or 'mxfp4'"):
-        prepack_experts(quantize_experts(w, "int8"))
+    q = quantize(w, "mxfp4")
+    prepacked = with_layout(q, "prepacked")
+    with pytest.raises(TypeError, match="w is an array, expected QuantizedWeights"):
+        with_layout(w, "prepacked")
+    np.testing.assert_array_equal(with_layout(prepacked, "prepacked").values, prepacked.values)
+    with pytest.raises(ValueError, match="layout='packed', expected 'prepacked' or 'transposed'"):
+        with_layout(q, "packed")
+    with pytest.raises(ValueError, match="layout='prepacked'; make it with"):
+        dequantize(dataclasses.replace(quantize(w, "int8"), layout="prepacked"), jnp.float32)
+    with pytest.raises(ValueError, match="w is in format 'int8', expected 'int4' or 'mxfp4'"):
+        with_layout(quantize(w, "int8"), "prepacked")
     with pytest.raises(ValueError, match="w has activations='fp8', expected None"):
-        prepack_experts(quantize_experts(w, "mxfp4", activations="fp8"))
+        with_layout(quantize(w, "mxfp4", activations="fp8"), "prepacked")
     with pytest.raises(ValueError, match="K is 48, expected a multiple of 32"):
-        prepack_experts(quantize_experts(w[:, :48], "int4", block_size=16))
-    with pytest.raises(ValueError, match="w is not prepacked"):
-        unprepack_experts(q)
+        with_layout(quantize(w[:, :48], "int4", block_size=16), "prepacked")
     with pytest.raises(ValueError, match="do not belong together"):
-        unprepack_experts(dataclasses.replace(prepacked, scales=prepacked.scales[..., :3]))
-    with pytest.raises(TypeError, match="values of uint32 and scales of uint8, expected uint8 and uint8"):
-        unprepack_experts(dataclasses.replace(prepacked, scales=q.scales))
+        with_layout(dataclasses.replace(prepacked, scales=prepacked.scales[..., :3]), "transposed")
+    with pytest.raises(TypeError, match="values of uint32 and scales of uint8, expected uint32 and uint32"):
+        with_layout(dataclasses.replace(prepacked, scales=q.scales), "transposed")
     with pytest.raises(ValueError, match="w is prepacked, with activations='fp8', expected None"):
-        dequantize_experts(dataclasses.replace(prepacked, activations="fp8"), jnp.float32)
+        dequantize(dataclasses.replace(prepacked, activations="fp8"), jnp.float32)
 
 
 def test_quantized_experts_pytree() -> None:
-    q = quantize_experts(jnp.ones((5, 2, 64, 4)), "mxfp4")
+    q = quantize(jnp.ones((5, 2, 64, 4)), "mxfp4")
     assert [leaf.shape for leaf in jax.tree.leaves(q)] == [(5, 2, 4, 32), (5, 2, 4, 2)]
     shapes = jax.lax.map(lambda layer: jnp.asarray(layer.shape), q)
-    np.testing.assert_array_equal(shapes, [[2, 4, 64]] * 5)
+    np.testing.assert_array_equal(shapes, [[2, 64, 4]] * 5)

@@ -17,7 +17,7 @@ import jax_ep
 from cases import reals
 from harness import make_mesh
 from jax_ep.core.mesh_axes import platform
-from jax_ep.quantization import prepack_experts, quantize_experts, quantize_master_weights, unprepack_experts
+from jax_ep.quantization import quantize, with_layout
 from jax_ep.sharding import MeshAxes, sharded_moe
 
 N, H, K, E, INNER = 32, 16, 2, 8, 12
@@ -261,7 +261,7 @@ def test_sharded_moe_quantized_experts_checked() -> None:
 
     def call(kind: AxisType, num_experts: int) -> None:
         mesh = harness.make_mesh((2,), ("expert",), kind)
-        matrices = [quantize_experts(jnp.ones((num_experts, 64, n)), "int8") for n in (128, 64)]
+        matrices = [quantize(jnp.ones((num_experts, 64, n)), "int8") for n in (128, 64)]
         put = [jax.device_put(a, NamedSharding(mesh, P("expert"))) for a in (x, ids, weights)]
         with jax.set_mesh(mesh):
             held = [jax.device_put(w, NamedSharding(mesh, P())) for w in matrices]
@@ -286,9 +286,9 @@ def test_sharded_moe_prepacked_experts_not_moved(expert_format: str, kind: AxisT
     weights = jax.device_put(np.full((8, 2), 0.5, np.float32), sharding)
     with jax.set_mesh(mesh):
         held = [jax.device_put(reals(rng, 4, 128, n), sharding) for n in (256, 128)]
-        matrices = [quantize_experts(w, expert_format) for w in held]
-        prepacked = [prepack_experts(w) for w in matrices]
-        for leaf in jax.tree.leaves((prepacked, [unprepack_experts(w) for w in prepacked])):
+        matrices = [quantize(w, expert_format) for w in held]
+        prepacked = [with_layout(w, "prepacked") for w in matrices]
+        for leaf in jax.tree.leaves((prepacked, [with_layout(w, "transposed") for w in prepacked])):
             assert tuple(leaf.sharding.spec)[:1] == ("expert",)
         call = jax.jit(sharded_moe(mesh, num_experts=4))
         np.testing.assert_array_equal(call(x, ids, weights, *prepacked), call(x, ids, weights, *matrices))
@@ -297,15 +297,15 @@ def test_sharded_moe_prepacked_experts_not_moved(expert_format: str, kind: AxisT
 def test_sharded_moe_fp8_weights_split_at_blocks() -> None:
     mesh = harness.make_mesh((2, 2), ("data", "expert"), AxisType.Auto)
     x, ids, weights = jnp.ones((8, 128)), jnp.zeros((8, 1), jnp.int32), jnp.ones((8, 1))
-    matrices = [quantize_master_weights(jnp.ones((4, 128, columns))) for columns in (256, 128)]
+    matrices = [quantize(jnp.ones((4, 128, columns)), "fp8", for_training=True) for columns in (256, 128)]
     for axes, message in (
         (
             MeshAxes(batch="data", fsdp="data"),
-            "sharded_moe: H=128 of Fp8Weights over the 2 ranks of 'data', expected a multiple of 128",
+            "sharded_moe: H=128 of QuantizedWeights over the 2 ranks of 'data', expected a multiple of 128",
         ),
         (
             MeshAxes(tensor="data"),
-            r"w_gate_up stands for weights \(4, 128, 256\), expected \[L, K, 2, N",
+            r"w_gate_up stands for weights \(4, 128, 256\), expected \[4, K, 2, N",
         ),
     ):
         run = sharded_moe(mesh, num_experts=4, recipe="fp8", axes=axes)

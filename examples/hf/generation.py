@@ -14,11 +14,11 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from hf.model import Cache, Decoder, empty_cache
+from jax_ep import ExpertWeights
 from jax_ep.flax import MoE
-from jax_ep.serving import ServingWeights
 
 Array = jax.Array
-Experts = str  # "off", "same", or a format of quantize_experts
+Experts = str  # "off", "same", or a format of quantize
 # Number of tokens per text that one program generates before they are shown.
 STEPS_PER_PROGRAM = 8
 # Prompts are padded to a multiple of this, so that similar lengths share compiled programs.
@@ -99,9 +99,7 @@ class Generator:
       mesh: its mesh, or None for one device.
       stop_tokens: ids that end a text.
       experts: expert weights for batches so small that `jax_ep.flax.MoE` takes its low-latency path, as in decoding:
-        "fp8",
-        with FP8 tokens; "same", in the model's dtype; a format of `jax_ep.quantization.quantize_experts`, with tokens
-          in the
+        "fp8", with FP8 tokens; "same", in the model's dtype; another format of `jax_ep.quantize`, with tokens in the
         model's dtype; or "off", which disables that path.
     """
 
@@ -116,12 +114,13 @@ class Generator:
         self.config, self.mesh, self._dtype = decoder.config, mesh, decoder.dtype
         self._stop_tokens = np.array(stop_tokens, np.int32)
         self._graph, self._params = nnx.split(decoder)
-        self._serving: list[ServingWeights | None] | None = None
+        self._serving: list[ExpertWeights | None] | None = None
         if experts != "off":
-            kept = None if experts in ("same", "fp8") else experts
-            quantize = nnx.jit(lambda moe: moe.serving_weights(fp8=experts == "fp8", format=kept))
+            form = {"format": None if experts == "same" else experts}
+            form |= {"activations": "fp8"} if experts == "fp8" else {}
+            prepare = nnx.jit(lambda moe: moe.serving_weights(**form))
             mlps = [layer.mlp for layer in decoder.model.layers]
-            self._serving = [quantize(mlp) if isinstance(mlp, MoE) else None for mlp in mlps]
+            self._serving = [prepare(mlp) if isinstance(mlp, MoE) else None for mlp in mlps]
         self._programs: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
     def __call__(
@@ -212,7 +211,7 @@ class Generator:
     def _prefill(
         self,
         params: nnx.State,
-        serving: list[ServingWeights | None] | None,
+        serving: list[ExpertWeights | None] | None,
         tokens: Array,
         lengths: Array,
         sampling: Sampling,
@@ -237,7 +236,7 @@ class Generator:
     def _decode(
         self,
         params: nnx.State,
-        serving: list[ServingWeights | None] | None,
+        serving: list[ExpertWeights | None] | None,
         state: _State,
         sampling: Sampling,
         steps: Array,

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from hf.config import DecoderConfig, Rope
+from jax_ep import ExpertWeights
 from jax_ep.flax import MoE, MoEMetrics
-from jax_ep.serving import ServingWeights
 from jax_ep.sharding import MeshAxes
 
 Array = jax.Array
@@ -156,7 +156,7 @@ class Layer(nnx.Module):
         positions: Array,
         token_mask: Array | None,
         cache: Cache | None,
-        serving: ServingWeights | None,
+        serving: ExpertWeights | None,
     ) -> tuple[Array, Cache | None, MoEMetrics | None]:
         mixed, cache = self.self_attn(self.input_layernorm(x), positions, cache)
         x = x + mixed
@@ -230,7 +230,7 @@ class Decoder(nnx.Module):
         positions: Array | None = None,
         cache: list[Cache] | None = None,
         token_mask: Array | None = None,
-        serving: list[ServingWeights | None] | None = None,
+        serving: list[ExpertWeights | None] | None = None,
     ) -> DecoderOutput:
         """Run `tokens [B, S]` through all layers.
 

@@ -12,7 +12,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_ep.serving import ServingWeights
+from jax_ep import ExpertWeights
 from lm.model import Cache, LanguageModel, empty_cache
 
 Array = jax.Array
@@ -57,10 +57,11 @@ class Generator:
     def __init__(self, model: LanguageModel, mesh: jax.sharding.Mesh, *, experts: Experts = "off") -> None:
         self.config, self.mesh = model.config, mesh
         self._graph, self._state = nnx.split(model)
-        self._serving: ServingWeights | None = None
+        self._serving: ExpertWeights | None = None
         if experts != "off":
             # Transpose and quantize the weights in one program, so that each device processes its own.
-            self._serving = nnx.jit(lambda model: model.blocks.moe.serving_weights(fp8=experts == "fp8"))(model)
+            form = {"format": "fp8", "activations": "fp8"} if experts == "fp8" else {"format": None}
+            self._serving = nnx.jit(lambda model: model.blocks.moe.serving_weights(**form))(model)
         self._prefill = jax.jit(self._prefill_step, static_argnames="room")
         # No result has the shape of the donated state. On several devices XLA still reuses its memory; on one, JAX
         # warns.
@@ -139,7 +140,7 @@ class Generator:
         return jax.device_put(array, NamedSharding(self.mesh, spec))
 
     def _prefill_step(
-        self, params: nnx.State, serving: ServingWeights | None, tokens: Array, lengths: Array, *, room: int
+        self, params: nnx.State, serving: ExpertWeights | None, tokens: Array, lengths: Array, *, room: int
     ) -> _State:
         """Return logits after the last byte of each prompt, and a cache with `room` more positions.
 
@@ -155,7 +156,7 @@ class Generator:
     def _step(
         self,
         params: nnx.State,
-        serving: ServingWeights | None,
+        serving: ExpertWeights | None,
         state: _State,
         temperature: Array,
         key: Array,
@@ -170,7 +171,7 @@ class Generator:
     def _decode_steps(
         self,
         params: nnx.State,
-        serving: ServingWeights | None,
+        serving: ExpertWeights | None,
         state: _State,
         temperature: Array,
         keys: Array,

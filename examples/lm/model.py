@@ -9,14 +9,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_ep import Router, Schedule
-from jax_ep.flax import MoE, MoEMetrics, SharedExperts, TrainingWeights
-from jax_ep.serving import ServingWeights
+from jax_ep import ExpertWeights, Router, Schedule
+from jax_ep.flax import MoE, MoEMetrics, SharedExperts
 from jax_ep.sharding import MeshAxes
 from lm.data import NUM_BYTES
 
 Array = jax.Array
-ExpertWeights = ServingWeights | TrainingWeights
 # Saved under remat="keep-experts", because recomputing or sending them again is expensive.
 _EXPERT_NAMES = ("jax_ep.tokens", "jax_ep.hidden")
 

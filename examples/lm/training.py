@@ -13,7 +13,7 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_ep.flax import TrainingWeights
+from jax_ep import ExpertWeights
 from lm.model import LanguageModel, ModelConfig
 
 Array = jax.Array
@@ -166,7 +166,7 @@ class Trainer:
         return gradients, means | sums
 
     def _training_loss(
-        self, model: LanguageModel, weights: TrainingWeights | None, windows: Array, key: Array
+        self, model: LanguageModel, weights: ExpertWeights | None, windows: Array, key: Array
     ) -> tuple[Array, dict[str, Array]]:
         config = self.config
         logits, _, metrics = model(windows[:, :-1], key=key if self.model.dropout else None, weights=weights)

@@ -26,11 +26,11 @@ from jax_ep.checkpoints.files import CONFIG, INDEX, TensorFiles
 from jax_ep.checkpoints.shards import HostMemory, Part, make_array, shard_bytes, swapped, whole
 from jax_ep.core import check
 from jax_ep.core.dtypes import FP8, TOKEN_DTYPES
-from jax_ep.core.expert_matrices import QuantizedExperts
+from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.core.mesh_axes import axis_tuple, check_mesh
-from jax_ep.formats import mxfp4
+from jax_ep.formats import fp8, mxfp4
 from jax_ep.sharding import MeshAxes
-from jax_ep.types import Array, AxisName, Quantized
+from jax_ep.types import Array, AxisName
 
 __all__ = ["MAX_SHARD_BYTES", "Checkpoint", "Weights", "download", "save"]
 
@@ -39,7 +39,7 @@ _IN_FLOAT32 = ("router", "b_router", "router_bias")
 _OVER_EXPERTS = ("w_gate_up", "w_down", "b_gate_up", "b_down")
 _QUANTIZED = ("w_gate_up", "w_down")
 Weights = dict[str, Any]
-"""Arrays by parameter name of `jax_ep.flax.MoE`; FP8 weights are pairs, and MXFP4 weights are `QuantizedExperts`."""
+"""Arrays by parameter name of `jax_ep.flax.MoE`; quantized weights are `QuantizedWeights`."""
 
 
 class Checkpoint:
@@ -179,11 +179,8 @@ class Checkpoint:
           dtype: dtype of the result, floating with 16 bits or more. None keeps the stored dtype, with bfloat16 for
             weights
             stored in FP8 or MXFP4. The router and its biases are always float32.
-          quantized: return expert weights as stored. FP8 weights are pairs as from
-            `jax_ep.quantization.quantize_fp8_weights`:
-            float8_e4m3fn `[E, N, K]` and float32 `[E, ceil(N / 128), K / 128]`. MXFP4 weights are
-              `jax_ep.QuantizedExperts`;
-            `jax_ep.quantization.prepack_experts` makes them faster on GPUs.
+          quantized: return expert weights as stored, as `jax_ep.QuantizedWeights`: FP8 weights with
+            `activations="fp8"`, and MXFP4 weights, which `jax_ep.quantization.with_layout` makes faster on GPUs.
 
         Returns:
           `router [H, E]`, `w_gate_up [E, H, 2I]`, `w_down [E, I, H]`, and if the model has them `b_router [E]`,
@@ -235,7 +232,9 @@ def _combine(arrays: tuple[Array, ...]) -> Any:
     if len(arrays) == 1:
         return arrays[0]
     values, scales = arrays
-    return arrays if values.dtype == FP8 else QuantizedExperts(values, scales, mxfp4.FORMAT.name)
+    if values.dtype == FP8:
+        return QuantizedWeights(values, scales, fp8.FORMAT.name, activations="fp8")
+    return QuantizedWeights(values, scales, mxfp4.FORMAT.name)
 
 
 def _mesh(function: str, mesh: Mesh | None, axis_name: AxisName, num_experts: int) -> Mesh | None:
@@ -296,7 +295,7 @@ def _progress(what: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
 def save(
     folder: str | os.PathLike[str],
     config: Mapping[str, Any],
-    layers: Mapping[int, Mapping[str, Array | Quantized]],
+    layers: Mapping[int, Mapping[str, Array | QuantizedWeights]],
     others: Mapping[str, Array] | None = None,
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -316,7 +315,8 @@ def save(
       folder: created if it does not exist.
       config: the content of `config.json`; its `model_type` selects the names.
       layers: for each MoE layer of `config` its parameters, as from `Checkpoint.moe_weights`: `router [H, E]`,
-        `w_gate_up [E, H, 2I]`, `w_down [E, I, H]` and so on, in any dtype. Expert weights may be FP8 pairs.
+        `w_gate_up [E, H, 2I]`, `w_down [E, I, H]` and so on, in any dtype. Expert weights may be
+        `QuantizedWeights` in FP8.
       others: all other tensors, by their names in the checkpoint, written unchanged.
       max_shard_bytes: size limit of a file; a larger tensor gets its own file.
       overwrite: replace an existing checkpoint. Files that it does not name stay.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -16,10 +16,11 @@ from jax_ep.checkpoints.families import Stored
 from jax_ep.checkpoints.files import SINGLE
 from jax_ep.checkpoints.shards import HostCopy, Region, swapped, whole
 from jax_ep.core import json_files
-from jax_ep.core.expert_matrices import QuantizedExperts
+from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.json_files import shown
-from jax_ep.types import Array, Quantized
+from jax_ep.formats import fp8
+from jax_ep.types import Array
 
 
 class Tensor(NamedTuple):
@@ -40,7 +41,7 @@ class Tensor(NamedTuple):
 def tensors_of(
     function: str,
     config: Mapping[str, Any],
-    layers: Mapping[int, Mapping[str, Array | Quantized]],
+    layers: Mapping[int, Mapping[str, Array | QuantizedWeights]],
     others: Mapping[str, Array],
 ) -> list[Tensor]:
     """Return all tensors of a checkpoint, checked: those of the layers, in order, then the others."""
@@ -86,13 +87,8 @@ def _check_dict(function: str, what: str, value: Any, expected: str) -> None:
 
 def _of_parameter(function: str, what: str, value: Any, stored: Stored, shape: tuple[int, ...]) -> Iterator[Tensor]:
     """Return the tensors of one parameter."""
-    if isinstance(value, QuantizedExperts):
-        raise TypeError(
-            f"{function}: {what} is QuantizedExperts, expected an array or an FP8 pair; pass the result of"
-            " jax_ep.quantization.dequantize_experts with its last two axes swapped."
-        )
-    if isinstance(value, tuple):
-        yield from _of_pair(function, what, value, stored, shape)
+    if isinstance(value, QuantizedWeights):
+        yield from _of_fp8(function, what, value, stored, shape)
         return
     _check_array(function, what, value, shape)
     for name, region in stored.places(swapped(shape) if stored.transposed else shape):
@@ -100,24 +96,29 @@ def _of_parameter(function: str, what: str, value: Any, stored: Stored, shape: t
         yield Tensor(name, value, ours, stored.shape(region), stored.transposed)
 
 
-def _of_pair(
-    function: str, what: str, pair: tuple[Any, ...], stored: Stored, shape: tuple[int, ...]
+def _of_fp8(
+    function: str, what: str, value: QuantizedWeights, stored: Stored, shape: tuple[int, ...]
 ) -> Iterator[Tensor]:
     """Return the tensors of FP8 weights, which are stored unchanged."""
+    if value.format != fp8.FORMAT.name or value.master is not None:
+        raise TypeError(
+            f"{function}: {what} is QuantizedWeights in format {value.format!r}, expected an array, or format 'fp8'"
+            " without a master; pass the result of jax_ep.quantization.dequantize."
+        )
     as_stored = swapped(shape)
     whole_blocks = not any(size % GROUP_SIZE for size in (shape[-2], shape[-1] // len(stored.names)))
-    if len(pair) != 2 or len(shape) != 3 or not stored.transposed or not whole_blocks:
+    if len(shape) != 3 or not stored.transposed or not whole_blocks:
         raise ValueError(
-            f"{function}: {what} is a tuple of {len(pair)}, expected an array {shape}; pairs of FP8 values and scales"
-            " are for w_gate_up and w_down whose H and I are multiples of 128, in families with tensors [out, in]."
+            f"{function}: {what} is QuantizedWeights, expected an array {shape}; FP8 weights are for w_gate_up and"
+            " w_down whose H and I are multiples of 128, in families with tensors [out, in]."
         )
-    values, scales = pair
+    values, scales = value.values, cast(Array, value.scales)
     _check_array(function, f"{what}, values,", values, as_stored)
     _check_array(function, f"{what}, scales,", scales, num_blocks(as_stored))
     if values.dtype != FP8 or scales.dtype != np.float32:
         raise TypeError(
-            f"{function}: {what} is a pair of {values.dtype} and {scales.dtype}, expected float8_e4m3fn and float32;"
-            " quantize with jax_ep.quantization.quantize_fp8_weights."
+            f"{function}: {what} has values of {values.dtype} and scales of {scales.dtype}, expected float8_e4m3fn and"
+            " float32; make it with jax_ep.quantization.quantize."
         )
     for name, region in stored.places(as_stored):
         yield Tensor(name, values, region, stored.shape(region))

@@ -1,114 +1,100 @@
-"""Matrices of experts in other forms than those of training in 16 bits: for inference, and for products in FP8."""
+"""The type of expert weights that are stored in another way than as one array `[E, K, N]`."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import overload
+from typing import Any, NamedTuple, overload
 
-import numpy as np
+import jax.numpy as jnp
 
 from jax_ep.types import Array, result_type
 
 
 @result_type
 @dataclasses.dataclass(frozen=True)
-class QuantizedExperts:
-    """Matrices of experts in 8 or 4 bits, transposed, with their scales; tokens keep their dtype unless they say else.
+class QuantizedWeights:
+    """Expert weights `[..., E, K, N]` in 8 or 4 bits, with their scales. Every layer and GEMM takes them.
 
-    A pytree: it passes `jit`, `scan` over stacked layers and `shard_map`, and every array has the leading axes. Made by
-    `jax_ep.quantization.quantize_experts`, which says what each format is.
+    A pytree: it passes `jit`, `scan` over stacked layers and `shard_map`, and every array has the leading axes.
+    `jax_ep.quantization.quantize` makes it and describes the formats.
 
     Attributes:
-      values: `[..., E, N, K]` float8_e4m3fn or int8; in 4 bits `[..., E, N, K / 2]` uint8, whose low half is the first
-        element, or prepacked `[..., E, N, K / 8]` uint32.
+      values: `[..., E, N, K]` float8_e4m3fn or int8, transposed, because tensor cores read 8-bit operands along K. With
+        4 bits `[..., E, N, K / 2]` uint8, the first element in the low half, or prepacked `[..., E, N, K / 8]` uint32.
+        Without a format, in the dtype of the tokens.
       scales: float32 `[..., E, ceil(N / 128), K / 128]` ("fp8"), `[..., E, N]` ("fp8_channel", "int8") or
-        `[..., E, N, K / block_size]` ("int4"); uint8 exponents `[..., E, N, K / 32]` ("mxfp4"). Of prepacked values
-        float32 `[..., E, K / block_size, N]`, or uint32 `[..., E, ceil(K / 128), N]` of four exponents each.
-      format: as `quantize_experts` takes it.
-      smooth: `[..., E, K]` float32 by which columns of tokens are divided, as the matrices have been multiplied by
-        them; None: 1. Only with `activations="int8"`.
-      activations: tokens are quantised too, where they are multiplied: "int8", each by its largest element; "fp8", by
-        that of each 128 columns. None: they keep their dtype.
+        `[..., E, N, K / block_size]` ("int4"); uint8 exponents `[..., E, N, K / 32]` ("mxfp4"). For prepacked values
+        float32 `[..., E, K / block_size, N]`, or uint32 `[..., E, ceil(K / 128), N]` of four exponents each. None
+        without a format.
+      format: name of the format; None: the values are not quantized.
+      layout: "transposed" or "prepacked", see `jax_ep.quantization.with_layout`.
+      master: the weights `[..., E, K, N]` that these were quantized from, for training with `recipe="fp8"`. Gradients
+        go to the master; GEMMs do not read it. Or `[..., E, K, 2, N]`, as a tensor axis splits columns, with 2 or 1
+        kinds: then values are `[..., E, 2, N, K]` and scales `[..., E, 2, N / 128, K / 128]`. None: for inference.
+      values_kn: with a master, the same values in the layout of the master, for the gradients of tokens.
+      smooth: `[..., E, K]` float32, divides the columns of tokens; the weights were multiplied by it. None: 1. Only
+        with `activations="int8"`.
+      activations: the dtype in which tokens are multiplied: "int8", with one scale per token; "fp8", with one scale
+        per 128 columns of a token; None: their own dtype.
     """
 
     values: Array
-    scales: Array
-    format: str = dataclasses.field(metadata={"static": True})
+    scales: Array | None = None
+    format: str | None = dataclasses.field(default=None, metadata={"static": True})
+    layout: str = dataclasses.field(default="transposed", metadata={"static": True})
+    master: Array | None = None
+    values_kn: Array | None = None
     smooth: Array | None = None
     activations: str | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """`[..., E, N, K]`, of the matrices for which the values stand."""
-        *leading, depth = self.values.shape
-        return (*leading, depth * {"uint8": 2, "uint32": 8}.get(self.values.dtype.name, 1))
+        """The shape of the weights that these stand for: `[..., E, K, N]`, or that of the master."""
+        if self.master is not None:
+            return self.master.shape
+        *leading, columns, depth = self.values.shape
+        return (*leading, depth * {"uint8": 2, "uint32": 8}.get(self.values.dtype.name, 1), columns)
 
     @property
     def is_prepacked(self) -> bool:
-        """Whether the arrays are in the order of `prepack_experts`."""
-        return self.values.dtype == np.uint32
+        """Whether the layout is "prepacked"."""
+        return self.layout == "prepacked"
 
 
 @result_type
-@dataclasses.dataclass(frozen=True)
-class Fp8Weights:
-    """Matrices of experts in training, quantised once for all products of a step; gradients go to the master alone.
+class ExpertWeights(NamedTuple):
+    """The weights and biases of an expert layer, or of stacked ones, in any form that layers take; see `moe`."""
 
-    A pytree: it passes `jit`, `scan` over stacked layers and `shard_map`, and every array has the leading axes. Made by
-    `jax_ep.quantization.quantize_master_weights`. Blocks of 128 by 128 share a scale.
-
-    Attributes:
-      master: `[..., E, K, N]`, as `moe` takes matrices: products read nothing of it but the dtype of its gradient. Or
-        `[..., E, K, 2, N]`, as a tensor axis splits columns, of 2 or 1 kinds: then values are `[..., E, 2, N, K]` and
-        scales `[..., E, 2, N / 128, K / 128]`.
-      values: `[..., E, N, K]` float8_e4m3fn, for the products of the forward pass.
-      transposed: float8_e4m3fn of the shape of the master, the same numbers for the gradients of tokens.
-      scales: `[..., E, N / 128, K / 128]` float32, of both.
-    """
-
-    master: Array
-    values: Array
-    transposed: Array
-    scales: Array
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """That of the master."""
-        return self.master.shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        """That of the master, and of gradients."""
-        return self.master.dtype
+    w_gate_up: Any  # Array or QuantizedWeights, as w_down
+    w_down: Any
+    b_gate_up: Array | None = None
+    b_down: Array | None = None
 
 
-@result_type
-@dataclasses.dataclass(frozen=True)
-class TrainingWeights:
-    """The experts' matrices of a `jax_ep.flax.MoE`, or of stacked ones, quantised once for all products of a step.
+def as_array(w: Array | QuantizedWeights) -> Array | QuantizedWeights:
+    """Return weights without a format as an array `[..., K, N]`, and others unchanged."""
+    return jnp.swapaxes(w.values, -1, -2) if isinstance(w, QuantizedWeights) and w.format is None else w
 
-    Made by its `training_weights`. A pytree: it passes `jit`, and scans over layers and over microbatches.
 
-    Attributes:
-      w_gate_up: `[..., E, H, 2 * I]`, or with a tensor axis `[..., E, H, 2, I]`.
-      w_down: `[..., E, I, H]`.
-    """
-
-    w_gate_up: Fp8Weights
-    w_down: Fp8Weights
+def as_transposed(w: Array | QuantizedWeights) -> QuantizedWeights:
+    """Return an array `[..., K, N]` as `QuantizedWeights` without a format, which copies it, and others unchanged."""
+    return w if isinstance(w, QuantizedWeights) else QuantizedWeights(jnp.swapaxes(w, -1, -2))
 
 
 @overload
-def with_one_axis_of_columns(w: Array) -> Array: ...
+def merge_columns(w: Array) -> Array: ...
 
 
 @overload
-def with_one_axis_of_columns(w: Fp8Weights) -> Fp8Weights: ...
+def merge_columns(w: QuantizedWeights) -> QuantizedWeights: ...
 
 
-def with_one_axis_of_columns(w: Array | Fp8Weights) -> Array | Fp8Weights:
-    """Matrices `[..., K, 2, N]` as `[..., K, 2 * N]`: all columns of one kind, and then those of the other."""
-    if not isinstance(w, Fp8Weights):
+def merge_columns(w: Array | QuantizedWeights) -> Array | QuantizedWeights:
+    """Reshape `[..., K, 2, N]` to `[..., K, 2 * N]`: all columns of one kind, then those of the other."""
+    if not isinstance(w, QuantizedWeights):
         return w.reshape(*w.shape[:-2], -1)
-    values, scales = (part.reshape(*part.shape[:-3], -1, part.shape[-1]) for part in (w.values, w.scales))
-    return Fp8Weights(with_one_axis_of_columns(w.master), values, with_one_axis_of_columns(w.transposed), scales)
+    parts = {name: merge_columns(part) for name in ("master", "values_kn") if (part := getattr(w, name)) is not None}
+    for name in ("values", "scales"):
+        part = getattr(w, name)
+        parts[name] = part.reshape(*part.shape[:-3], -1, part.shape[-1])
+    return dataclasses.replace(w, **parts)

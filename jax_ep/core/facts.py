@@ -11,10 +11,10 @@ from typing import ClassVar
 import numpy as np
 
 from jax_ep.core.dtypes import FP8
-from jax_ep.core.expert_matrices import QuantizedExperts
+from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.types import Array, Experts, Layout
 
-type Weights = Array | QuantizedExperts
+type Weights = Array | QuantizedWeights
 
 
 class Portable(str):
@@ -170,7 +170,7 @@ class QuantizedGemmFacts(Facts):
 
     operation = "quantized_gemm"
     shape: tuple[int, ...]
-    rhs: QuantizedExperts
+    rhs: QuantizedWeights
     out_dtype: np.dtype
 
 
@@ -210,7 +210,7 @@ class LowLatencyGemmFacts(Facts):
 
     operation = "low_latency"
     shape: tuple[int, ...]
-    rhs: Weights
+    rhs: QuantizedWeights
     out_dtype: np.dtype
     layout: Layout
 

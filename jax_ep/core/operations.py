@@ -11,7 +11,7 @@ from typing import Protocol
 from jax.typing import DTypeLike
 
 from jax_ep.core.bias import Bias
-from jax_ep.core.expert_matrices import QuantizedExperts
+from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.core.facts import FusedFacts, FusedModes, Weights
 from jax_ep.types import (
     Array,
@@ -196,7 +196,7 @@ class QuantizedGemm(Protocol):
     def grouped_gemm(
         self,
         lhs: Array,
-        rhs: QuantizedExperts,
+        rhs: QuantizedWeights,
         group_sizes: Array,
         row_scales: Array | None,
         *,
@@ -206,7 +206,7 @@ class QuantizedGemm(Protocol):
     def masked_grouped_gemm(
         self,
         lhs: Array,
-        rhs: QuantizedExperts,
+        rhs: QuantizedWeights,
         group_sizes: Array,
         row_scales: Array | None,
         *,
@@ -278,12 +278,11 @@ class LowLatencyGemm(LowLatency, Protocol):
         self,
         options: Options,
         lhs: Array,
-        rhs: Weights,
+        rhs: QuantizedWeights,
         group_sizes: Array,
         topk_weights: Array,
         handle: LowLatencyHandle,
         lhs_scales: Array | None,
-        rhs_scales: Array | None,
         bias: Array | None,
         *,
         out_dtype: DTypeLike,
@@ -297,10 +296,9 @@ class Masked(Protocol):
     def masked_grouped_gemm(
         self,
         lhs: Array,
-        rhs: Array,
+        rhs: QuantizedWeights,
         group_sizes: Array,
         lhs_scales: Array | None,
-        rhs_scales: Array | None,
         /,
         *,
         out_dtype: DTypeLike,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import cast
 
 import jax
 from jax import lax
 from jax.typing import DTypeLike
 
-from jax_ep.core.expert_matrices import QuantizedExperts
+from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.formats import fp8, fp8_channel, int4, int8, mxfp4
 from jax_ep.formats.base import Format
 from jax_ep.types import Array
@@ -19,26 +20,32 @@ STORED = (*FORMATS, *(f"{name}_prepacked" for name, found in FORMATS.items() if 
 """Names of all ways to store weights, as `stored_name` has them."""
 
 
-def format_of(w: QuantizedExperts) -> Format:
-    """The format of quantized weights."""
-    return FORMATS[w.format]
+def format_of(w: QuantizedWeights) -> Format:
+    """The format of quantized weights, not of those without a format."""
+    return FORMATS[str(w.format)]
 
 
-def stored_name(w: QuantizedExperts) -> str:
-    """By which the settings of kernels are looked up."""
-    return w.format + ("_prepacked" if w.is_prepacked else "")
+def needs_decoder(w: QuantizedWeights) -> bool:
+    """Return whether kernels convert elements; if not, values and scales are operands of tensor cores as stored."""
+    return w.format is not None and not (format_of(w).is_fp8_operand and w.activations == "fp8")
 
 
-def dequantize(w: QuantizedExperts, dtype: DTypeLike) -> Array:
+def stored_name(w: QuantizedWeights) -> str:
+    """The name by which settings of kernels are looked up."""
+    return format_of(w).name + ("_prepacked" if w.is_prepacked else "")
+
+
+def dequantize(w: QuantizedWeights, dtype: DTypeLike) -> Array:
     """`[..., N, K]` of `dtype`, multiplied in float32; `smooth` is not divided out."""
-    wanted, values, scales = format_of(w), w.values, w.scales
+    if w.format is None:
+        return w.values.astype(dtype)
+    wanted, values, scales = format_of(w), w.values, cast(Array, w.scales)
     if w.is_prepacked and wanted.prepacked:
         values, scales = wanted.prepacked.unpack(values, scales)
     return wanted.dequantize(values, scales, dtype)
 
 
-def weight_at(w: QuantizedExperts, group: Array, dtype: DTypeLike) -> Array:
-    """The weight of one group of `[G, N, K]`, as `dtype`."""
-    parts = (lax.dynamic_index_in_dim(x, group, keepdims=False) for x in jax.tree.leaves((w.values, w.scales)))
-    values, scales = jax.tree.unflatten(jax.tree.structure((w.values, w.scales)), parts)
-    return dequantize(dataclasses.replace(w, values=values, scales=scales), dtype)
+def weight_at(w: QuantizedWeights, group: Array, dtype: DTypeLike) -> Array:
+    """`[N, K]` of one group of `[G, K, N]`, as `dtype`."""
+    parts = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, group, keepdims=False), (w.values, w.scales))
+    return dequantize(dataclasses.replace(w, values=parts[0], scales=parts[1]), dtype)

@@ -13,14 +13,14 @@ from jax.typing import DTypeLike
 
 from jax_ep.core import fp8
 from jax_ep.core.dtypes import FP8
-from jax_ep.core.expert_matrices import QuantizedExperts
+from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.types import Array, Quantized
 
 FLOAT32, UINT8, PREPACKED_DTYPE = (np.dtype(name) for name in ("float32", "uint8", "uint32"))
 
 
 class Prepacked(NamedTuple):
-    """The order in which kernels need fewest instructions per element, see `prepack_experts`; values are uint32."""
+    """The order in which kernels need fewest instructions per element, see `with_layout`; values are uint32."""
 
     scale_dtype: np.dtype
     step: int  # elements of K that lie on one device
@@ -42,21 +42,22 @@ class Format:
     scale_dtype: np.dtype = FLOAT32
     block_n: int = 1  # columns that share a scale
     block_k: int | None = None  # elements of K that do, or the default of `block_size`; None: all
-    takes_block_size: bool = False  # of `quantize_experts`
+    takes_block_size: bool = False  # of `quantize`
     activations: str = "fp8"  # what tokens may be quantized to
     is_fp8_operand: bool = False  # values and scales are an operand of FP8 GEMMs as they are
     prepacked: Prepacked | None = None  # None: kernels read the weights as they are
 
-    def block_size(self, w: QuantizedExperts) -> int:
+    def block_size(self, w: QuantizedWeights) -> int:
         """Elements of K that share a scale; 0: all of K, or its scales do not fit."""
         if not self.takes_block_size:
             return self.block_k or 0
-        blocks = math.prod(w.scales.shape[-2:-1] if w.is_prepacked else w.scales.shape[-1:])
-        return w.shape[-1] // blocks if blocks else 0
+        shape = () if w.scales is None else w.scales.shape
+        blocks = math.prod(shape[-2:-1] if w.is_prepacked else shape[-1:])
+        return w.shape[-2] // blocks if blocks else 0
 
-    def scale_shape(self, w: QuantizedExperts) -> tuple[int, ...] | None:
+    def scale_shape(self, w: QuantizedWeights) -> tuple[int, ...] | None:
         """The shape that its scales should have; None: K is not whole blocks."""
-        *leading, columns, depth = w.shape
+        *leading, depth, columns = w.shape
         block = self.block_size(w)
         if self.block_k is None:
             return (*leading, columns)

@@ -1,34 +1,37 @@
-"""Argument checks of quantized weights."""
+"""Argument checks of `QuantizedWeights`, and of layers and GEMMs that take them."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import math
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jax_ep.core import check, check_fp8
 from jax_ep.core.dtypes import FP8
-from jax_ep.core.expert_matrices import Fp8Weights, QuantizedExperts
+from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.core.fp8 import GROUP_SIZE
-from jax_ep.formats import FORMATS, Format, format_of
+from jax_ep.formats import FORMATS, Format
 from jax_ep.formats.base import PREPACKED_DTYPE
 from jax_ep.types import Array, Options, type_name
 
-_REMEDY = "make it with jax_ep.quantization.quantize_experts"
+_AXES = {"w_gate_up": "H, N", "w_down": "I, H", "rhs": "K, N"}
+_REMEDY = "make it with jax_ep.quantization.quantize"
 
 
 def format_named(function: str, name: Any) -> Format:
-    """A format by its name."""
+    """Return a format by its name."""
     if name not in FORMATS:
         raise ValueError(f"{function}: format={name!r}, expected one of {tuple(FORMATS)}; pass one of them.")
     return FORMATS[name]
 
 
 def block_size(function: str, wanted: Format, size: Any) -> int:
-    """Elements of K that share a scale: those of the format, or what the caller chose; 1: all of K."""
+    """Return how many elements of K share a scale: the caller's choice or the format's; 1 means all of K."""
     if size is None:
         return wanted.block_k or 1
     if not wanted.takes_block_size:
@@ -42,9 +45,9 @@ def block_size(function: str, wanted: Format, size: Any) -> int:
 
 
 def depth(function: str, name: str, wanted: Format, size: int, block: int | None = None) -> None:
-    """K is at least one, and a multiple of the elements that share a scale."""
+    """Check that K is at least one, and a multiple of the scale block."""
     if size < 1:
-        raise ValueError(f"{function}: {name} is {size}, expected at least 1; pass matrices with elements.")
+        raise ValueError(f"{function}: {name} is {size}, expected at least 1; pass weights with elements.")
     block = block or wanted.block_k or 1
     if size % block:
         raise ValueError(
@@ -54,13 +57,13 @@ def depth(function: str, name: str, wanted: Format, size: int, block: int | None
 
 
 def activations(function: str, wanted: Format, kind: Any, smooth: Any, shape: tuple[int, ...]) -> Array | None:
-    """Checks how tokens are quantized; what their columns are divided by, `[..., E, K]` as `shape`, or None."""
+    """Check how tokens are quantized, and return `smooth [..., E, K]`, whose shape is `shape`, or None."""
     if kind not in (None, *(found.activations for found in FORMATS.values())):
         raise ValueError(f"{function}: activations={kind!r}, expected 'int8', 'fp8' or None; pass one of them.")
     if kind not in (None, wanted.activations):
         raise ValueError(
             f"{function}: activations={kind!r} with format={wanted.name!r}, but tensor cores multiply int8 with int8"
-            " alone, and tokens in FP8 go with all other formats; leave activations None."
+            " only, and FP8 tokens go with all other formats; leave activations None."
         )
     if kind == "fp8" and shape[-1] % GROUP_SIZE:
         raise ValueError(
@@ -77,128 +80,169 @@ def activations(function: str, wanted: Format, kind: Any, smooth: Any, shape: tu
     return smooth.astype(jnp.float32)
 
 
-def experts(function: str, name: str, value: QuantizedExperts, leading: int | None = None) -> QuantizedExperts:
-    """Quantized weights whose parts fit together, of rank 3 with `leading` experts unless that is None."""
+def weights(
+    function: str, name: str, value: QuantizedWeights, groups: int | None = None, *, rank: int | None = 3
+) -> QuantizedWeights:
+    """Check that the parts of `QuantizedWeights` fit together: one layer's of `rank` axes, or any if None."""
+    parts = ("values", *(("scales",) if value.format is not None else ()))
+    parts += () if value.master is None else ("master", "values_kn")
+    for part in parts:
+        array = getattr(value, part)
+        for leaf in jax.tree.leaves(array, is_leaf=lambda x: x is None) if part == "scales" else [array]:
+            if not isinstance(leaf, jax.Array | np.ndarray):
+                raise TypeError(f"{function}: {name}.{part} is {type_name(leaf)}, not an array; {_REMEDY}.")
+    value = dataclasses.replace(value, **{part: jax.tree.map(jnp.asarray, getattr(value, part)) for part in parts})
+    if min(value.values.ndim, len(value.shape)) < 2 or len(value.shape) != (rank or len(value.shape)):
+        expected = f"[{'...' if rank is None else groups or 'E'}, K, {'2, N' if rank == 4 else 'N'}]"
+        raise ValueError(
+            f"{function}: {name} stands for weights {value.shape}, expected {expected}; {_REMEDY}, of one layer."
+        )
+    if groups is not None:
+        check.size(function, f"axis 0 of {name}", value.shape[0], groups, "pass one matrix per local expert")
+    if value.format is None:
+        check.floating(function, f"{name}.values", value.values)
+        return value
     wanted = format_named(function, value.format)
-    for part in ("values", "scales"):
-        for array in jax.tree.leaves(getattr(value, part), is_leaf=lambda x: x is None):
-            if not isinstance(array, jax.Array | np.ndarray):
-                raise TypeError(f"{function}: {name}.{part} is {type_name(array)}, not an array; {_REMEDY}.")
+    _check_parts(function, name, wanted, value)
+    if value.master is not None:
+        return value
+    smooth = activations(function, wanted, value.activations, value.smooth, value.shape[:-1])
+    if value.is_prepacked and value.activations is not None:
+        raise ValueError(
+            f"{function}: {name} is prepacked, with activations={value.activations!r}, expected None, because this"
+            " layout is for 16-bit tokens; pass with_layout(w, 'transposed'), or leave activations None."
+        )
+    return dataclasses.replace(value, smooth=smooth)
+
+
+def _check_parts(function: str, name: str, wanted: Format, value: QuantizedWeights) -> None:
+    """Check dtypes, then shapes."""
+    if value.layout not in ("transposed", *(("prepacked",) if wanted.prepacked else ())):
+        raise ValueError(f"{function}: {name} in {value.format!r} has layout={value.layout!r}; {_REMEDY}.")
     dtypes = value.values.dtype, jax.tree.map(lambda x: x.dtype, value.scales)
-    expected, layout = (wanted.dtype, wanted.scale_dtype), wanted.prepacked
-    if dtypes != expected and (layout is None or dtypes != (PREPACKED_DTYPE, layout.scale_dtype)):
+    expected = wanted.dtype, wanted.scale_dtype
+    if value.is_prepacked and wanted.prepacked:
+        expected = PREPACKED_DTYPE, wanted.prepacked.scale_dtype
+    if dtypes != expected:
         raise TypeError(
             f"{function}: {name} in {value.format!r} has values of {dtypes[0]} and scales of {dtypes[1]}, expected"
             f" {expected[0]} and {expected[1]}; {_REMEDY}."
         )
-    if value.values.ndim < 2 or (leading is not None and value.values.ndim != 3):
+    shapes = value.values.shape, jax.tree.map(lambda x: x.shape, value.scales)
+    if value.master is not None:
+        _check_master(function, name, value)
+    elif shapes[1] != wanted.scale_shape(value):
         raise ValueError(
-            f"{function}: {name} stands for matrices {value.shape}, expected [{'...' if leading is None else leading},"
-            f" N, K]; {_REMEDY}, of one layer."
+            f"{function}: {name} in {value.format!r} has values {shapes[0]} and scales {shapes[1]}, which do not belong"
+            f" together; {_REMEDY}."
         )
-    shapes = jax.tree.map(lambda x: x.shape, value.scales)
-    if shapes != wanted.scale_shape(value):
+
+
+def _check_master(function: str, name: str, value: QuantizedWeights) -> None:
+    """Check the parts of weights for training: `[..., K, N]`, or `[..., K, 2, N]`, in whole scale blocks."""
+    check.floating(function, f"{name}.master", cast(Array, value.master))
+    *leading, depth, columns = value.shape
+    kinds: tuple[int, ...] = ()
+    if len(leading) > 1 and depth in (1, 2):
+        *leading, depth, kinds = *leading, (depth,)
+    expected = {
+        "values": ((*leading, *kinds, columns, depth), FP8),
+        "scales": ((*leading, *kinds, columns // GROUP_SIZE, depth // GROUP_SIZE), np.dtype("float32")),
+        "values_kn": (value.shape, FP8),
+    }
+    for part, wanted in expected.items():
+        array = getattr(value, part)
+        if (array.shape, array.dtype) != wanted or columns % GROUP_SIZE or depth % GROUP_SIZE:
+            raise ValueError(
+                f"{function}: {name}.{part} is {array.dtype}{list(array.shape)}, expected {wanted[1]}{list(wanted[0])}"
+                f" for a master {list(value.shape)} of whole blocks of {GROUP_SIZE}; {_REMEDY}(..., for_training=True)."
+            )
+
+
+def _weights_or_array(function: str, name: str, w: Any, groups: int, tokens: str, dtype: DTypeLike | None) -> Any:
+    """Check weights `[L, K, N]`: an array of `dtype`, that of `tokens` (None: floating), or `QuantizedWeights`."""
+    if not isinstance(w, QuantizedWeights):
+        w = check.array(function, name, w, 3, f"[{groups}, {_AXES[name]}]")
+        if dtype is None:
+            check.floating(function, name, w)
+        else:
+            check.same_dtype(function, name, w, tokens, dtype)
+        check.size(function, f"axis 0 of {name}", w.shape[0], groups, "pass one matrix per local expert")
+        return w
+    w = weights(function, name, w, groups)
+    if w.format is None and dtype is not None:
+        check.same_dtype(function, f"{name}.values", w.values, tokens, dtype)
+    return w
+
+
+def layer_weights(
+    function: str, x: Array, w_gate_up: Any, w_down: Any, num_local: int, *, recipe: str | None = None
+) -> tuple[Any, Any]:
+    """Check both weights of an expert layer, `[L, H, 2 * I]` and `[L, I, H]`, with x `[T, H]`."""
+    two_of_a_kind(function, w_gate_up, w_down)
+    if recipe is None and isinstance(w_gate_up, QuantizedWeights) and w_gate_up.master is not None:
         raise ValueError(
-            f"{function}: {name} in {value.format!r} has values {value.values.shape} and scales {shapes}, which do not"
-            f" belong together; {_REMEDY}."
+            f"{function}: w_gate_up and w_down are {_kind(w_gate_up)}, which need recipe='fp8'; pass recipe='fp8' to"
+            " moe, or the result of quantize without for_training."
         )
-    if leading is not None:
-        check.size(function, f"axis 0 of {name}", value.shape[0], leading, "pass one matrix per local expert")
-    smooth = activations(function, wanted, value.activations, value.smooth, (*value.shape[:-2], value.shape[-1]))
-    if value.is_prepacked and value.activations is not None:
-        raise ValueError(
-            f"{function}: {name} is prepacked, with activations={value.activations!r}, expected None, as the order is"
-            " for tokens in 16 bits; pass unprepack_experts(...) of it, or leave activations None."
-        )
-    values, scales = jax.tree.map(jnp.asarray, (value.values, value.scales))
-    return dataclasses.replace(value, values=values, scales=scales, smooth=smooth)
-
-
-def operands(function: str, lhs: Any, rhs: QuantizedExperts, group_sizes: Any) -> tuple[Any, QuantizedExperts, Any]:
-    """Floating `lhs [..., K]`, or FP8 where rhs takes it, `rhs [G, N, K]` and `group_sizes [G]`, which fit together."""
-    group_sizes = check.group_sizes(function, group_sizes)
-    rhs = experts(function, "rhs", rhs, group_sizes.shape[0])
-    if lhs.dtype != FP8:
-        check.floating(function, "lhs", lhs)
-    elif not takes_fp8(rhs):
-        raise TypeError(
-            f"{function}: lhs has dtype {lhs.dtype} and rhs is QuantizedExperts with activations={rhs.activations!r},"
-            " expected 'fp8'; pass dataclasses.replace(rhs, activations='fp8'), or an lhs that is not quantised."
-        )
-    remedy = "matrices are quantised along K, the axis that is summed over"
-    check.size(function, "the last axis of rhs, K,", rhs.shape[2], lhs.shape[-1], remedy)
-    return lhs, rhs, group_sizes
-
-
-def no_scales(function: str, lhs_scales: Any, rhs_scales: Any) -> None:
-    """`QuantizedExperts` bring their own."""
-    for name, value in (("lhs_scales", lhs_scales), ("rhs_scales", rhs_scales)):
-        if value is not None:
-            raise TypeError(f"{function}: {name} beside QuantizedExperts, which have their own; pass None.")
+    dtype = x.dtype if recipe is None else None
+    w_gate_up, w_down = (
+        _weights_or_array(function, name, w, num_local, "x", dtype)
+        for name, w in (("w_gate_up", w_gate_up), ("w_down", w_down))
+    )
+    remedy = "weights are [L, K, N] here, also quantized ones"
+    check.size(function, "axis 1 of w_gate_up", w_gate_up.shape[1], x.shape[1], remedy)
+    check.size(function, "axis 2 of w_down", w_down.shape[2], x.shape[1], remedy)
+    return w_gate_up, w_down
 
 
 def two_of_a_kind(function: str, w_gate_up: Any, w_down: Any) -> None:
-    """Both matrices of an expert are arrays, pairs in FP8, or `QuantizedExperts`."""
+    """Check that both weights of a layer are arrays, or both are `QuantizedWeights` of one kind."""
     kinds = [_kind(w) for w in (w_gate_up, w_down)]
     if kinds[0] != kinds[1]:
         raise TypeError(
-            f"{function}: w_gate_up is {kinds[0]} and w_down is {kinds[1]}, expected two of a kind; quantise both with"
-            " quantize_fp8_weights of jax_ep.quantization, both with quantize_experts, or none."
+            f"{function}: w_gate_up is {kinds[0]} and w_down is {kinds[1]}, expected two of a kind; pass both through"
+            " jax_ep.quantization.quantize with the same arguments, or none."
         )
 
 
 def _kind(w: Any) -> str:
-    if isinstance(w, QuantizedExperts):
-        return "QuantizedExperts"
-    if isinstance(w, Fp8Weights):
-        return "Fp8Weights"
-    return "a pair (values, scales)" if isinstance(w, tuple) else "an array"
+    if not isinstance(w, QuantizedWeights):
+        return "an array"
+    kind = " with a master" if w.master is not None else " without a format" if w.format is None else ""
+    return f"QuantizedWeights{kind}"
 
 
-def takes_fp8(w: Any) -> bool:
-    """Whether rows are in FP8 where they meet these matrices."""
-    return isinstance(w, tuple) or (isinstance(w, QuantizedExperts) and w.activations == "fp8")
+def gemm_operands(
+    function: str, lhs: Array, rhs: Any, group_sizes: Any, lhs_scales: Any
+) -> tuple[Array, Any, Array, Array | None]:
+    """Check `lhs [..., K]`, floating or FP8 with scales, `rhs [G, K, N]` and `group_sizes [G]`."""
+    group_sizes = check.group_sizes(function, group_sizes)
+    if lhs.dtype != FP8:
+        check.floating(function, "lhs", lhs)
+    if isinstance(rhs, QuantizedWeights) and rhs.master is not None:
+        raise ValueError(
+            f"{function}: rhs is {_kind(rhs)}, which only moe(recipe='fp8') takes; pass the result of quantize without"
+            " for_training."
+        )
+    if lhs.dtype == FP8 and not (isinstance(rhs, QuantizedWeights) and rhs.activations == "fp8"):
+        raise TypeError(
+            f"{function}: lhs has dtype {lhs.dtype}, so rhs must be QuantizedWeights with activations='fp8'; pass"
+            " jax_ep.quantization.quantize(w, 'fp8', activations='fp8'), or an lhs that is not quantized."
+        )
+    rhs = _weights_or_array(function, "rhs", rhs, group_sizes.shape[0], "lhs", lhs.dtype)
+    check.size(function, "axis 1 of rhs, K,", rhs.shape[1], lhs.shape[-1], "rhs is [G, K, N], also quantized")
+    check.int32_rows(function, f"lhs of shape {lhs.shape}", math.prod(lhs.shape[:-1]), "split it")
+    return lhs, rhs, group_sizes, check_fp8.row_scales(function, lhs_scales, lhs)
 
 
-def as_pair(function: str, name: str, w: Any) -> Any:
-    """Matrices in FP8 that tokens in FP8 multiply by blocks, as values and scales; others as they are."""
-    if not isinstance(w, QuantizedExperts) or w.activations != "fp8" or not format_of(w).is_fp8_operand:
-        return w
-    w = experts(function, name, w)
-    return w.values, w.scales
-
-
-def nothing_fused(options: Options) -> None:
-    """No launch of an exchange multiplies by quantised matrices."""
+def no_fused_gemms(options: Options) -> None:
+    """Check that the schedule asks for no kernel that fuses communication with the GEMM of quantized weights."""
     schedule = options.schedule
     fused = [mode for mode in (schedule.dispatch_mode, schedule.combine_mode) if mode not in (None, "serial")]
     if fused or schedule.fuse_weight_gradients:
         what = f"mode={fused[0]!r}" if fused else "fuse_weight_gradients=True"
         raise ValueError(
-            f"{options.function}: {what} with QuantizedExperts, whose products have launches of their own; leave it"
-            " None in the schedule, or pass matrices in the dtype of x."
+            f"{options.function}: {what} with QuantizedWeights, whose GEMMs are kernels of their own; leave it None in"
+            " the schedule, or pass weights in the dtype of x."
         )
-
-
-def expert_matrices(function: str, x: Array, w_gate_up: Any, w_down: Any, num_local: int) -> tuple[int, int]:
-    """The matrices of an expert layer, transposed, after `two_of_a_kind`: columns of hidden rows, and I."""
-    hidden = x.shape[1]
-    values: list[Array | QuantizedExperts] = []
-    for name, w, layout in (("w_gate_up", w_gate_up, "[L, 2 * I, H]"), ("w_down", w_down, "[L, H, I]")):
-        if isinstance(w, QuantizedExperts):
-            values.append(experts(function, name, w, num_local))
-            continue
-        if isinstance(w, tuple) and len(w) != 2:
-            raise ValueError(f"{function}: {name} is a tuple of {len(w)}, expected 2; pass (values, scales).")
-        value = check.array(function, name, w[0] if isinstance(w, tuple) else w, 3, layout)
-        is_pair = isinstance(w, tuple)
-        check.same_dtype(function, name, value, "FP8 pairs" if is_pair else "x", FP8 if is_pair else x.dtype)
-        check.size(function, f"axis 0 of {name}", value.shape[0], num_local, "pass one matrix per local expert")
-        if isinstance(w, tuple):
-            check_fp8.scales(function, f"{name}_scales", w[1], value, GROUP_SIZE)
-        values.append(value)
-    up, down = values
-    remedy = "matrices are transposed here: swap their last two axes, or quantise them, which does"
-    check.size(function, "axis 2 of w_gate_up", up.shape[2], hidden, remedy)
-    check.size(function, "axis 1 of w_down", down.shape[1], hidden, remedy)
-    return up.shape[1], down.shape[2]

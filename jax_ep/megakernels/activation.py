@@ -154,7 +154,7 @@ def activate_quantized(
 
 @functools.partial(jax.jit, static_argnames="transpose")
 def quantize_matrices(w: Array, *, transpose: bool = True) -> Quantized:
-    """`[G, K, N]` to FP8 `[G, N, K]`, one scale per block of 128 by 128: the bits of `quantize_fp8_weights`.
+    """`[G, K, N]` to FP8 `[G, N, K]`, one scale per block of 128 by 128: the bits of format "fp8".
 
     Without `transpose` to `[G, K, N]`, with scales `[G, ceil(K / 128), N / 128]`.
     """

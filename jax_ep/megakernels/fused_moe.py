@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_ep.core.dtypes import FP8
-from jax_ep.core.expert_matrices import QuantizedExperts
+from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.kernel import Config, Descriptor, Kernel
 from jax_ep.core.layout import power_of_two
@@ -41,7 +41,7 @@ from jax_ep.types import Array, Experts, Schedule
 _FUSED = Kernel(fused_moe_kernels.fused_moe)
 _MOST_UNSORTED = 512  # slots, which every program sorts for itself
 _FEW_BYTES = 1 << 24  # that rows of the result have in float32; more are in the dtype of tokens
-Matrices = Array | QuantizedExperts
+Matrices = Array | QuantizedWeights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,34 +92,27 @@ def is_fastest(num_slots: int, w_gate_up: Matrices, w_down: Matrices, *, by_pall
     single_launch = tuned.schedule(Schedule(), "fused_moe", **_facts(num_slots, w_down)).single_launch
     if single_launch is not None:
         return single_launch
-    bits, in_fp8 = _bits(w_down)
-    return serves_in_one_launch(
-        num_slots, *_sizes_of(w_down), bits, in_fp8=in_fp8, turned=_is_turned(w_down), by_pallas=by_pallas
-    )
-
-
-def _sizes_of(w_down: Matrices) -> tuple[int, int, int]:
-    """Experts, hidden and intermediate columns."""
-    num_experts, rows, columns = w_down.shape
-    return (num_experts, rows, columns) if isinstance(w_down, QuantizedExperts) else (num_experts, columns, rows)
+    (num_experts, intermediate, hidden), (bits, in_fp8) = w_down.shape, _bits(w_down)
+    sizes = num_slots, num_experts, hidden, intermediate
+    return serves_in_one_launch(*sizes, bits, in_fp8=in_fp8, turned=_is_turned(w_down), by_pallas=by_pallas)
 
 
 def _bits(w_down: Matrices) -> tuple[int, bool]:
     """Of an element, and whether rows are FP8, too."""
-    if not isinstance(w_down, QuantizedExperts):
+    if not isinstance(w_down, QuantizedWeights):
         return 16, False
     return format_of(w_down).bits, w_down.activations == "fp8"
 
 
 def _is_turned(w: Matrices) -> bool:
     """Whether elements are converted where tensor cores take them from, once for all rows of a block of 32 or 64."""
-    return isinstance(w, QuantizedExperts) and not w.activations and is_turned(w, 32)
+    return isinstance(w, QuantizedWeights) and not w.activations and is_turned(w, 32)
 
 
 def _facts(num_slots: int, w_down: Matrices) -> dict[str, Any]:
     """By which settings are looked up."""
-    num_experts, hidden, intermediate = _sizes_of(w_down)
-    if isinstance(w_down, QuantizedExperts):
+    num_experts, intermediate, hidden = w_down.shape
+    if isinstance(w_down, QuantizedWeights):
         kind = stored_name(w_down) + ("_tokens" if w_down.activations else "")
     else:
         kind = str(w_down.dtype)
@@ -128,8 +121,8 @@ def _facts(num_slots: int, w_down: Matrices) -> dict[str, Any]:
 
 
 def _is_read(w: Matrices) -> bool:
-    if isinstance(w, QuantizedExperts):
-        whole = w.activations is None or (w.activations == "fp8" and w.shape[2] % GROUP_SIZE == 0)
+    if isinstance(w, QuantizedWeights):
+        whole = w.activations is None or (w.activations == "fp8" and w.shape[1] % GROUP_SIZE == 0)
         return whole and is_readable(w)
     return 0 not in w.shape and all(size % 8 == 0 for size in w.shape[1:])
 
@@ -153,8 +146,8 @@ def fused_moe(
       x: `[T, H]`.
       topk_idx: `[T, K]`; what is no expert has no row.
       topk_weights: `[T, K]` float32.
-      w_gate_up: `[E, H, 2 * I]`, or `[E, H, I]` without gates; or `QuantizedExperts` of them.
-      w_down: `[E, I, H]`; or `QuantizedExperts`.
+      w_gate_up: `[E, H, 2 * I]`, or `[E, H, I]` without gates; or `QuantizedWeights` of them.
+      w_down: `[E, I, H]`; or `QuantizedWeights`.
       biases: of both products, `[E, 2 * I]` or `[E, I]`, and `[E, H]`; or None.
       out_dtype: of the result.
       tiles: how it is cut; None: as suits its sizes.
@@ -204,10 +197,10 @@ def _scratch(sizes: FusedMoE, dtype: DTypeLike) -> LayerScratch:
 def _operands(w: Matrices, product: FusedGemm) -> tuple[Descriptor, Array | None]:
     """Matrices as the kernel reads them, and their scales."""
     columns, depth = product.tile.block_n, product.tile.block_k
-    if isinstance(w, QuantizedExperts):
-        stored = depth * w.values.shape[-1] // w.shape[-1]
+    if isinstance(w, QuantizedWeights):
+        stored = depth * w.values.shape[-1] // w.shape[-2]
         if product.split_halves:
-            halves = w.values.reshape(w.shape[0], 2, w.shape[1] // 2, -1)
+            halves = w.values.reshape(w.shape[0], 2, w.shape[2] // 2, -1)
             return Descriptor(halves, (1, 2, columns // 2, stored)), w.scales
         return Descriptor(w.values, (1, columns, stored)), w.scales
     return Descriptor(w, (1, depth, columns)), None
@@ -223,10 +216,9 @@ def fused_sizes(
 ) -> tuple[Config, FusedMoE]:
     """Config and sizes for tokens `[T, H]`; of the matrices, only shapes and formats count."""
     num_tokens, hidden = shape
-    num_experts = w_down.shape[0]
-    intermediate = w_down.shape[2 if isinstance(w_down, QuantizedExperts) else 1]
+    num_experts, intermediate, _ = w_down.shape
     slots = num_tokens * top_k
-    prepacked = [isinstance(w, QuantizedExperts) and w.is_prepacked for w in (w_gate_up, w_down)]
+    prepacked = [isinstance(w, QuantizedWeights) and w.is_prepacked for w in (w_gate_up, w_down)]
     halves = prepacked[0] and experts.gated and not experts.interleaved
     wide = 2 if experts.interleaved or halves else 1
     bits, in_fp8 = _bits(w_down)
@@ -263,14 +255,14 @@ def fused_sizes(
 
 
 def _product(w: Matrices, tiles: FusedTiles, columns: int, splits: int, *, halves: bool = False) -> FusedGemm:
-    if not isinstance(w, QuantizedExperts):
+    if not isinstance(w, QuantizedWeights):
         tile = FusedTile(tiles.block_m, columns, tiles.depth, swap_ab=False)
         stored: dict[str, Any] = {"decoder": "", "values_per_byte": 1, "block_size": 0, "prepacked": False}
         return FusedGemm(
             w.shape[2], w.shape[1], **stored, split_halves=False, fp8_rows=False, k_splits=splits, tile=tile
         )
     tile = FusedTile(tiles.block_m, columns, tiles.depth, swap_ab=is_turned(w, tiles.block_m))
-    sizes: dict[str, Any] = {"N": w.shape[1], "K": w.shape[2], "k_splits": splits, **storage_of(w)}
+    sizes: dict[str, Any] = {"N": w.shape[2], "K": w.shape[1], "k_splits": splits, **storage_of(w)}
     return FusedGemm(**sizes, split_halves=halves, fp8_rows=w.activations is not None, tile=tile)
 
 

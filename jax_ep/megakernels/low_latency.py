@@ -17,11 +17,12 @@ from jax.typing import DTypeLike
 from jax_ep import context, ffi
 from jax_ep.core import fp8
 from jax_ep.core.dtypes import FP8
-from jax_ep.core.expert_matrices import QuantizedExperts
+from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.kernel import Config, Kernel
 from jax_ep.core.layout import power_of_two, round_up
 from jax_ep.core.mesh_axes import varying_axes
+from jax_ep.formats import needs_decoder
 from jax_ep.megakernels import quantized_gemm, tuned
 from jax_ep.megakernels.grid import num_programs
 from jax_ep.megakernels.kernels import low_latency_combine as low_latency_combine_kernels
@@ -154,24 +155,23 @@ def buffer_offsets(**num_bytes: int) -> tuple[dict[str, int], int]:
 def low_latency_gemm_combine(
     options: Options,
     lhs: Array,
-    rhs: Array | QuantizedExperts,
+    rhs: QuantizedWeights,
     group_sizes: Array,
     topk_weights: Array,
     handle: LowLatencyHandle,
     lhs_scales: Array | None,
-    rhs_scales: Array | None,
     bias: Array | None,
     *,
     out_dtype: DTypeLike,
     expected_rows: int | None,
 ) -> Array:
-    """`[L, W * M, I]` rows, `[L, H, I]` matrices and `[T, K]` weights to weighted sums `[T, H]`.
+    """`[L, W * M, I]` rows, `[L, I, H]` weights and `[T, K]` weights to weighted sums `[T, H]`.
 
-    With a bias `[L, H]` of the product, or None. Rows that are multiplied by `QuantizedExperts` are as these take them.
+    With a bias `[L, H]` of the product, or None. Rows that are multiplied by `QuantizedWeights` are as these take them.
     """
     if handle.own_ids is None or handle.group is None:
         raise ValueError("the handle was made by another implementation; use the one that made it.")
-    layout, (experts, rows, depth), hidden = handle.layout, lhs.shape, rhs.shape[1]
+    layout, (experts, rows, depth), hidden = handle.layout, lhs.shape, rhs.shape[2]
     actual, dtype = topk_weights.shape[0], jnp.dtype(out_dtype)
     result = jax.ShapeDtypeStruct((actual, hidden), dtype)
     if actual == 0:
@@ -180,7 +180,7 @@ def low_latency_gemm_combine(
     tiles: MaskedTiles | quantized_gemm.QuantizedTiles
     product: MaskedGemm | QuantizedGemm
     multiplied: tuple[Any, ...]
-    if isinstance(rhs, QuantizedExperts):
+    if needs_decoder(rhs):
         tiles = quantized_gemm.masked_tiles(rows, expected_rows, lhs.dtype, rhs)
         product = quantized_gemm.sizes_of(rows, rhs, tiles)
         blocks = quantized_gemm.blocks_of(lhs, rhs, tiles)
@@ -189,7 +189,7 @@ def low_latency_gemm_combine(
         found = (*lhs.shape, hidden)
         tiles = tuned_tiles("low_latency_gemm_combine", found, expected_rows, lhs.dtype, dtype)
         product = gemm_sizes(experts, rows, hidden, depth, lhs_scales is not None, tiles)
-        multiplied = gemm_operands(lhs, rhs, group_sizes, lhs_scales, rhs_scales, tiles)
+        multiplied = gemm_operands(lhs, rhs, group_sizes, lhs_scales, tiles)
     sizes = gemm_combine_sizes(layout, actual, hidden, product, offsets["values_offset"])
     constants: dict[str, Any] = {"S": sizes, "OPERATION": int(ffi.Operation.LOW_LATENCY_GEMM_COMBINE)}
     sources = structs.RowSources(handle.source_token, handle.source_start, handle.slot_row, handle.own_ids)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_ep.core.dtypes import FP8
+from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.kernel import Config, Descriptor, Kernel
 from jax_ep.core.layout import power_of_two
@@ -108,19 +109,14 @@ def gemm_sizes(groups: int, rows: int, columns: int, depth: int, fp8: bool, tile
 
 
 def gemm_operands(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    lhs_scales: Array | None,
-    rhs_scales: Array | None,
-    tiles: MaskedTiles,
+    lhs: Array, rhs: QuantizedWeights, group_sizes: Array, lhs_scales: Array | None, tiles: MaskedTiles
 ) -> tuple[Array | Descriptor, ...]:
     """Operands of a kernel with a masked product; where there are no scales, they are not read."""
     return (
         Descriptor(lhs, (1, tiles.block_m, tiles.block_k)),
-        Descriptor(rhs, (1, tiles.block_n, tiles.block_k)),
+        Descriptor(rhs.values, (1, tiles.block_n, tiles.block_k)),
         group_sizes if lhs_scales is None else lhs_scales,
-        group_sizes if rhs_scales is None else rhs_scales,
+        group_sizes if rhs.scales is None else rhs.scales,
         group_sizes,
     )
 
@@ -141,28 +137,27 @@ def activation_sizes(groups: int, rows: int, inner: int, quantize: bool) -> Mask
 @functools.partial(jax.jit, static_argnames=("out_dtype", "expected_rows", "tiles"))
 def masked_grouped_gemm(
     lhs: Array,
-    rhs: Array,
+    rhs: QuantizedWeights,
     group_sizes: Array,
     lhs_scales: Array | None,
-    rhs_scales: Array | None,
     *,
     out_dtype: DTypeLike,
     expected_rows: int | None,
     tiles: MaskedTiles | None = None,
 ) -> Array:
-    """See xla/masked.py; rows past the sizes hold anything here.
+    """Multiply rows by weights whose values are operands of tensor cores; rows past the sizes hold anything.
 
-    `expected_rows` are those that a group should have, which chooses tiles; `tiles` are those of the kernel, or None.
+    See xla/quantized_gemm.py. `expected_rows` is how many rows a group should have, which chooses tiles; `tiles` are
+    those of the kernel, or None.
     """
     if 0 in (*lhs.shape, *rhs.shape):
-        return jnp.zeros_like(lhs, dtype=out_dtype, shape=(*lhs.shape[:2], rhs.shape[1]))
-    product = (*lhs.shape, rhs.shape[1])
+        return jnp.zeros_like(lhs, dtype=out_dtype, shape=(*lhs.shape[:2], rhs.shape[2]))
+    product = (*lhs.shape, rhs.shape[2])
     tiles = tiles or tuned_tiles("masked_grouped_gemm", product, expected_rows, lhs.dtype, jnp.dtype(out_dtype))
-    arrays = vary_alike((lhs, rhs, group_sizes, lhs_scales, rhs_scales))
-    lhs, rhs, group_sizes, lhs_scales, rhs_scales = arrays
-    (groups, rows, depth), columns = lhs.shape, rhs.shape[1]
+    lhs, rhs, group_sizes, lhs_scales = vary_alike((lhs, rhs, group_sizes, lhs_scales))
+    groups, rows, depth, columns = product
     sizes = gemm_sizes(groups, rows, columns, depth, lhs_scales is not None, tiles)
-    operands = gemm_operands(lhs, rhs, group_sizes, lhs_scales, rhs_scales, tiles)
+    operands = gemm_operands(lhs, rhs, group_sizes, lhs_scales, tiles)
     most_tasks = groups * -(-rows // tiles.block_m) * -(-columns // tiles.block_n)
     config = Config(num_programs(most_tasks, tiles.programs), tiles.num_warps, tiles.num_stages)
     result = jax.ShapeDtypeStruct((groups, rows, columns), out_dtype)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_ep.core.dtypes import FP8
-from jax_ep.core.expert_matrices import QuantizedExperts
+from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.core.kernel import Config, Descriptor, Kernel
 from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import vary_alike
@@ -78,16 +78,16 @@ def quantized_tiles(rows_of_group: int, activations: str | None = None, *, prepa
     return QuantizedTiles(128, num_warps=8, programs=1)
 
 
-def _tuned_tiles(rows_of_group: int, dtype: jnp.dtype, rhs: QuantizedExperts) -> QuantizedTiles:
-    groups, columns, depth = rhs.shape
+def _tuned_tiles(rows_of_group: int, dtype: jnp.dtype, rhs: QuantizedWeights) -> QuantizedTiles:
+    groups, depth, columns = rhs.shape
     sizes = {"rows_of_group": rows_of_group, "depth": depth, "columns": columns, "groups": groups}
     default = quantized_tiles(rows_of_group, rhs.activations, prepacked=rhs.is_prepacked)
     return tuned.tiles(default, "quantized_gemm", **sizes, dtype=dtype, format=stored_name(rhs))
 
 
-def sizes_of(num_rows: int, rhs: QuantizedExperts, tiles: QuantizedTiles) -> QuantizedGemm:
+def sizes_of(num_rows: int, rhs: QuantizedWeights, tiles: QuantizedTiles) -> QuantizedGemm:
     """What the kernels are compiled for; `num_rows` are those of a block where groups are masked."""
-    groups, columns, depth = rhs.shape
+    groups, depth, columns = rhs.shape
     sizes: dict[str, Any] = {**common_sizes(num_rows, columns, depth, groups), **storage_of(rhs)}
     return QuantizedGemm(
         **sizes,
@@ -96,7 +96,7 @@ def sizes_of(num_rows: int, rhs: QuantizedExperts, tiles: QuantizedTiles) -> Qua
     )
 
 
-def is_turned(rhs: QuantizedExperts, block_m: int) -> bool:
+def is_turned(rhs: QuantizedWeights, block_m: int) -> bool:
     """Whether columns of the matrix are the rows of products of blocks of so many rows.
 
     Tensor cores take 64 rows of 8 bits at the least, of which a few would leave most empty. FP8 is converted where they
@@ -108,7 +108,7 @@ def is_turned(rhs: QuantizedExperts, block_m: int) -> bool:
     return rhs.is_prepacked or (rhs.values.dtype == FP8 and block_m in (32, 64))
 
 
-def storage_of(rhs: QuantizedExperts) -> dict[str, Any]:
+def storage_of(rhs: QuantizedWeights) -> dict[str, Any]:
     """How the kernels find elements and scales, see `QuantizedGemm`."""
     wanted = format_of(rhs)
     sizes = {"values_per_byte": 8 // wanted.bits, "block_size": wanted.block_size(rhs), "prepacked": rhs.is_prepacked}
@@ -118,7 +118,7 @@ def storage_of(rhs: QuantizedExperts) -> dict[str, Any]:
 @functools.partial(jax.jit, static_argnames=("out_dtype", "tiles"))
 def grouped_gemm(
     lhs: Array,
-    rhs: QuantizedExperts,
+    rhs: QuantizedWeights,
     group_sizes: Array,
     row_scales: Array | None,
     *,
@@ -126,7 +126,7 @@ def grouped_gemm(
     tiles: QuantizedTiles | None = None,
 ) -> Array:
     """See xla/quantized_gemm.py. `tiles` are those of the kernel; None: those for the shape."""
-    num_rows, (groups, columns, _) = lhs.shape[0], rhs.shape
+    num_rows, (groups, _, columns) = lhs.shape[0], rhs.shape
     tiles = tiles or _tuned_tiles(-(-num_rows // groups), lhs.dtype, rhs)
     most_tasks = (num_rows // tiles.block_m + groups) * -(-columns // tiles.block_n)
     result = jax.ShapeDtypeStruct((num_rows, columns), out_dtype)
@@ -136,7 +136,7 @@ def grouped_gemm(
 @functools.partial(jax.jit, static_argnames=("out_dtype", "expected_rows", "tiles"))
 def masked_grouped_gemm(
     lhs: Array,
-    rhs: QuantizedExperts,
+    rhs: QuantizedWeights,
     group_sizes: Array,
     row_scales: Array | None,
     *,
@@ -147,19 +147,19 @@ def masked_grouped_gemm(
     """See xla/quantized_gemm.py; rows past the sizes hold anything here. `tiles` as for `grouped_gemm`."""
     groups, most_rows, _ = lhs.shape
     tiles = tiles or masked_tiles(most_rows, expected_rows, lhs.dtype, rhs)
-    most_tasks = groups * -(-most_rows // tiles.block_m) * -(-rhs.shape[1] // tiles.block_n)
-    result = jax.ShapeDtypeStruct((groups, most_rows, rhs.shape[1]), out_dtype)
+    most_tasks = groups * -(-most_rows // tiles.block_m) * -(-rhs.shape[2] // tiles.block_n)
+    result = jax.ShapeDtypeStruct((groups, most_rows, rhs.shape[2]), out_dtype)
     return _launch(_MASKED, (lhs, rhs, group_sizes, row_scales), result, tiles, most_tasks)
 
 
-def masked_tiles(most_rows: int, expected_rows: int | None, dtype: jnp.dtype, rhs: QuantizedExperts) -> QuantizedTiles:
+def masked_tiles(most_rows: int, expected_rows: int | None, dtype: jnp.dtype, rhs: QuantizedWeights) -> QuantizedTiles:
     """Tiles for groups of up to `most_rows` rows of `dtype`."""
     return _tuned_tiles(min(most_rows, expected_rows or 32), dtype, rhs)
 
 
-def blocks_of(lhs: Array, rhs: QuantizedExperts, tiles: QuantizedTiles) -> tuple[Descriptor, Descriptor]:
+def blocks_of(lhs: Array, rhs: QuantizedWeights, tiles: QuantizedTiles) -> tuple[Descriptor, Descriptor]:
     """Rows and matrices as the kernels read them."""
-    columns = (1, tiles.block_n, _DEPTH * rhs.values.shape[-1] // rhs.shape[-1])
+    columns = (1, tiles.block_n, _DEPTH * rhs.values.shape[-1] // rhs.shape[-2])
     rows = (1, tiles.block_m, _DEPTH // 2 if rhs.is_prepacked else _DEPTH)
     return Descriptor(lhs, rows), Descriptor(rhs.values, columns)
 

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from jax_ep import context
 from jax_ep.core.dtypes import FP8
-from jax_ep.core.expert_matrices import QuantizedExperts
+from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.core.facts import (
     ActivationFacts,
     ExchangeFacts,
@@ -31,7 +31,7 @@ from jax_ep.core.facts import (
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.kernel import BOUND
 from jax_ep.core.mesh_axes import automatic_axes, platform
-from jax_ep.formats import format_of
+from jax_ep.formats import format_of, needs_decoder
 from jax_ep.heap import nvshmem, peer_access
 from jax_ep.heap.symmetric import MAX_BLOCKS
 from jax_ep.megakernels import capability
@@ -223,7 +223,7 @@ def _of_low_latency(facts: LowLatencyFacts, options: Options) -> str | None:
 
 @_reason.register
 def _of_low_latency_gemm(facts: LowLatencyGemmFacts, options: Options) -> str | None:
-    if isinstance(facts.rhs, QuantizedExperts):
+    if needs_decoder(facts.rhs):
         gemm: Facts = QuantizedGemmFacts(facts.dtype, facts.shape, facts.rhs, facts.out_dtype)
     else:
         gemm = MaskedGemmFacts(facts.dtype, facts.shape[2])
@@ -231,8 +231,8 @@ def _of_low_latency_gemm(facts: LowLatencyGemmFacts, options: Options) -> str | 
         return reason
     if facts.out_dtype not in (jnp.bfloat16, jnp.float16, jnp.float32) or facts.shape[2] == 0:
         return f"its GEMM sends no rows of {facts.out_dtype}, products of {facts.shape[2]} columns"
-    if facts.rhs.shape[1] * facts.out_dtype.itemsize % 16:
-        return f"rows of {facts.rhs.shape[1]} {facts.out_dtype} have no whole 16-byte words"
+    if facts.rhs.shape[2] * facts.out_dtype.itemsize % 16:
+        return f"rows of {facts.rhs.shape[2]} {facts.out_dtype} have no whole 16-byte words"
     if facts.layout.num_tokens * facts.layout.top_k > _MOST_LOW_LATENCY_ROWS:
         return f"{facts.layout.num_tokens * facts.layout.top_k} rows of a rank exceed {_MOST_LOW_LATENCY_ROWS}"
     return capability.missing_tma("one launch for GEMM and combine")
@@ -254,7 +254,7 @@ def _of_masked_activation(facts: MaskedActivationFacts, options: Options) -> str
     return capability.missing_fp8("FP8") if facts.quantize else None
 
 
-def is_readable(rhs: QuantizedExperts) -> bool:
+def is_readable(rhs: QuantizedWeights) -> bool:
     """Whether kernels take such matrices."""
     return (
         0 not in rhs.shape

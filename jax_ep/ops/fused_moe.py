@@ -12,13 +12,13 @@ from typing import Any
 import jax
 from jax.typing import DTypeLike
 
-from jax_ep.core.expert_matrices import QuantizedExperts
+from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.core.facts import Part
 from jax_ep.ops import quantized_gemm, registry
 from jax_ep.types import Array, Experts, Options
 
 Layer = Callable[..., Array]
-Matrices = tuple[Array, Array] | tuple[QuantizedExperts, QuantizedExperts]
+Matrices = tuple[Array, Array] | tuple[QuantizedWeights, QuantizedWeights]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))

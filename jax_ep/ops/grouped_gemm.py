@@ -14,12 +14,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_ep.core import check, check_fp8
-from jax_ep.core.autodiff import call_without_gradient
 from jax_ep.core.bias import Bias
 from jax_ep.core.dtypes import FP8, accumulation_dtype
-from jax_ep.core.expert_matrices import QuantizedExperts
+from jax_ep.core.expert_matrices import QuantizedWeights, as_array
 from jax_ep.core.facts import GemmFacts
-from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.mesh_axes import takes_global_arrays, vary_alike
 from jax_ep.core.named_scopes import operation
 from jax_ep.formats import check_quantized
@@ -33,11 +31,10 @@ from jax_ep.types import Array, Options
 @takes_global_arrays(keeps_rows=True)
 def grouped_gemm(
     lhs: Array,
-    rhs: Array | QuantizedExperts,
+    rhs: Array | QuantizedWeights,
     group_sizes: Array,
     *,
     lhs_scales: Array | None = None,
-    rhs_scales: Array | None = None,
     preferred_element_type: DTypeLike | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Array:
@@ -50,12 +47,10 @@ def grouped_gemm(
 
     Args:
       lhs: `[M, K]` bfloat16, float16, float32, float64 or float8_e4m3fn.
-      rhs: `[G, K, N]` of the same dtype. In FP8 `[G, N, K]`, the matrices transposed, so that both operands have K
-        last, as FP8 tensor cores need it; `quantize_fp8_weights` makes it of `[G, K, N]`. Or `QuantizedExperts`, which
-        are multiplied as matrices of the dtype of lhs, or as their `activations` say, and have no gradient either.
+      rhs: `[G, K, N]` of the same dtype; or `QuantizedWeights`, multiplied in the dtype of lhs or as their
+        `activations` say: with "fp8", lhs may be FP8 already. Then there is no gradient.
       group_sizes: `[G]` int32, rows of each group; rows past their sum belong to none.
       lhs_scales: `[M, K / 128]` float32 of an FP8 lhs, as `quantize_fp8` makes it; else None.
-      rhs_scales: `[G, ceil(N / 128), K / 128]` float32 of an FP8 rhs, one per block of 128 by 128; else None.
       preferred_element_type: dtype of the result; None: that of lhs, bfloat16 for FP8.
       implementation: see `dispatch`.
 
@@ -69,30 +64,30 @@ def grouped_gemm(
 
     Example:
       >>> import jax.numpy as jnp, jax_ep
-      >>> from jax_ep.quantization import quantize_fp8, quantize_fp8_weights
+      >>> from jax_ep.quantization import quantize, quantize_fp8
       >>> rhs = jnp.stack([jnp.eye(2), 3 * jnp.eye(2)])
       >>> jax_ep.grouped_gemm(jnp.ones((3, 2)), rhs, jnp.array([1, 1]))[:, 0].tolist()
       [1.0, 3.0, 0.0]
       >>> rows, scales = quantize_fp8(jnp.ones((3, 128)))
-      >>> w, w_scales = quantize_fp8_weights(jnp.ones((2, 128, 4)))
-      >>> y = jax_ep.grouped_gemm(rows, w, jnp.array([1, 1]), lhs_scales=scales, rhs_scales=w_scales)
+      >>> w = quantize(jnp.ones((2, 128, 4)), "fp8", activations="fp8")
+      >>> y = jax_ep.grouped_gemm(rows, w, jnp.array([1, 1]), lhs_scales=scales)
       >>> y.shape, y.dtype.name, y[:, 0].tolist()
       ((3, 4), 'bfloat16', [128.0, 128.0, 0.0])
 
     Source: the scales are those of DeepSeek-V3 (arXiv:2412.19437, section 3.3).
     """
     options = registry.options("grouped_gemm", implementation=implementation)
-    if isinstance(rhs, QuantizedExperts):
-        lhs = check.matrix("grouped_gemm", "lhs", lhs, "[M, K]")
-        check_quantized.no_scales("grouped_gemm", lhs_scales, rhs_scales)
-        lhs, rhs, group_sizes = check_quantized.operands("grouped_gemm", lhs, rhs, group_sizes)
-        check.known_rows("grouped_gemm", "lhs", "with QuantizedExperts", lhs.shape[0])
-        out_dtype = check.result_dtype("grouped_gemm", preferred_element_type, lhs.dtype)
-        plan = plan_serving.quantized_gemm(options, lhs.shape, lhs.dtype, rhs, out_dtype)
-        return quantized_gemm.multiply(plan, out_dtype, lhs, rhs, group_sizes)
-    if FP8 in (getattr(lhs, "dtype", None), getattr(rhs, "dtype", None)) or not (lhs_scales is rhs_scales is None):
-        scales = (lhs_scales, rhs_scales)
-        return _grouped_gemm_fp8(options, lhs, rhs, group_sizes, *scales, preferred_element_type)
+    rhs = as_array(rhs)
+    if isinstance(rhs, QuantizedWeights) or lhs_scales is not None or getattr(lhs, "dtype", None) == FP8:
+        lhs = check.array("grouped_gemm", "lhs", lhs, 2, "[M, K]")
+        operands = check_quantized.gemm_operands("grouped_gemm", lhs, rhs, group_sizes, lhs_scales)
+        lhs, weights, group_sizes, lhs_scales = operands
+        check.known_rows("grouped_gemm", "lhs", "with QuantizedWeights", lhs.shape[0])
+        out_dtype = check_fp8.result_dtype("grouped_gemm", preferred_element_type, lhs)
+        plan = plan_serving.quantized_gemm(options, lhs.shape, lhs.dtype, weights, out_dtype)
+        if lhs_scales is None:
+            return quantized_gemm.multiply(plan, out_dtype, lhs, weights, group_sizes)
+        return quantized_gemm.multiply_fp8(plan, out_dtype, (lhs, lhs_scales), weights, group_sizes)
     lhs, rhs, group_sizes = checked(options, lhs, rhs, group_sizes)
     out_dtype = jnp.dtype(check.result_dtype(options.function, preferred_element_type, lhs.dtype))
     groups, depth, columns = rhs.shape
@@ -110,30 +105,6 @@ def checked(
     group_sizes = check.group_sizes(function, group_sizes)
     rhs = check.expert_weights(function, name, rhs, (group_sizes.shape[0], lhs.shape[1]), lhs.dtype, "group_sizes")
     return lhs, rhs, group_sizes
-
-
-def _grouped_gemm_fp8(
-    options: Options,
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    lhs_scales: Array | None,
-    rhs_scales: Array | None,
-    preferred_element_type: DTypeLike | None,
-) -> Array:
-    function = options.function
-    lhs, rhs, group_sizes = check_fp8.ragged_operands(function, lhs, rhs, group_sizes)
-    check.known_rows(function, "lhs", "in FP8", lhs.shape[0])
-    lhs_scales = check_fp8.scales(function, "lhs_scales", lhs_scales, lhs, 1)
-    rhs_scales = check_fp8.scales(function, "rhs_scales", rhs_scales, rhs, GROUP_SIZE)
-    out_dtype = check_fp8.result_dtype(function, preferred_element_type, lhs)
-    facts = GemmFacts(lhs.dtype, lhs.shape[0], lhs.shape[1], rhs.shape[1], rhs.shape[0], jnp.dtype(out_dtype))
-    run = partial(plans.gemm(options, facts).run.grouped_gemm_fp8, out_dtype=out_dtype)
-    operands = vary_alike((lhs, rhs, group_sizes, lhs_scales, rhs_scales))
-    remedy = (
-        f"{function} of FP8 operands has no gradient: train with moe(recipe='fp8'), or pass the operands in bfloat16."
-    )
-    return call_without_gradient(remedy, run, *operands)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

@@ -7,20 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_ep.core import check, check_fp8, fp8
 from jax_ep.core.autodiff import call_without_gradient
 from jax_ep.core.bias import add_bias_of_blocks
-from jax_ep.core.dtypes import FP8, accumulation_dtype
-from jax_ep.core.expert_matrices import QuantizedExperts
-from jax_ep.core.fp8 import GROUP_SIZE, quantize_rows
+from jax_ep.core.dtypes import accumulation_dtype
+from jax_ep.core.expert_matrices import QuantizedWeights, as_transposed
+from jax_ep.core.fp8 import quantize_rows
 from jax_ep.core.mesh_axes import takes_global_arrays, vary_alike
 from jax_ep.core.named_scopes import operation
-from jax_ep.formats import check_quantized
-from jax_ep.ops import plan_serving, quantized_gemm, registry
+from jax_ep.formats import check_quantized, needs_decoder
+from jax_ep.formats.int8 import quantize_tokens
+from jax_ep.ops import plan_serving, registry
 from jax_ep.ops.plan_serving import PartPlan, QuantizedGemmPlan
 from jax_ep.types import Array, Experts, Options
 
@@ -29,11 +30,10 @@ from jax_ep.types import Array, Experts, Options
 @takes_global_arrays(keeps_rows=True)
 def masked_grouped_gemm(
     lhs: Array,
-    rhs: Array | QuantizedExperts,
+    rhs: Array | QuantizedWeights,
     group_sizes: Array,
     *,
     lhs_scales: Array | None = None,
-    rhs_scales: Array | None = None,
     preferred_element_type: DTypeLike | None = None,
     expected_rows: int | None = None,
     implementation: str | Sequence[str] | None = None,
@@ -48,12 +48,11 @@ def masked_grouped_gemm(
 
     Args:
       lhs: `[L, M, K]` float8_e4m3fn, bfloat16, float16, float32 or float64.
-      rhs: `[L, N, K]` of the same dtype: the matrices, transposed, so that both operands have K last, as FP8 tensor
-        cores need it; `quantize_fp8_weights` makes it of `[L, K, N]`. Or `QuantizedExperts`, multiplied as matrices of
-        the dtype of lhs, or as their `activations` say: with "fp8", lhs may be FP8 already.
+      rhs: `[L, K, N]` of the same dtype; or `QuantizedWeights`, multiplied in the dtype of lhs or as their
+        `activations` say: with "fp8", lhs may be FP8 already. The GEMM reads transposed weights: an array is transposed
+        in each call, so prepare it once with `quantize(w, None)`, or with a format.
       group_sizes: `[L]` int32, how many of the M rows count.
       lhs_scales: `[L, M, K / 128]` float32 of an FP8 lhs, or fewer, of groups of a multiple of 128 columns; else None.
-      rhs_scales: `[L, ceil(N / 128), K / 128]` float32 of an FP8 rhs, one per block of 128 by 128; else None.
       preferred_element_type: dtype of the result; None: that of lhs, bfloat16 for FP8.
       expected_rows: static, how many rows an expert has on average, for example `W * T * K / E` with K experts per
         token. It only chooses tiles; None: as for up to 64.
@@ -69,45 +68,37 @@ def masked_grouped_gemm(
 
     Example:
       >>> import jax.numpy as jnp, jax_ep
-      >>> from jax_ep.quantization import quantize_fp8, quantize_fp8_weights
+      >>> from jax_ep.quantization import quantize, quantize_fp8
       >>> rows, scales = quantize_fp8(jnp.ones((2, 4, 256)))
-      >>> w, w_scales = quantize_fp8_weights(jnp.ones((2, 256, 8)))
+      >>> w = quantize(jnp.ones((2, 256, 8)), "fp8", activations="fp8")
       >>> sizes = jnp.array([3, 0])
-      >>> y = jax_ep.masked_grouped_gemm(rows, w, sizes, lhs_scales=scales, rhs_scales=w_scales)
+      >>> y = jax_ep.masked_grouped_gemm(rows, w, sizes, lhs_scales=scales)
       >>> y.shape, y.dtype.name, y[0, :3, 0].tolist()
       ((2, 4, 8), 'bfloat16', [256.0, 256.0, 256.0])
 
     Source: the masked layout and the scales are those of DeepGEMM and DeepSeek-V3 (arXiv:2412.19437, section 3.3).
     """
     function = "masked_grouped_gemm"
-    lhs, rhs, group_sizes, *scales = checked_operands(function, lhs, rhs, group_sizes, lhs_scales, rhs_scales)
+    lhs, rhs, group_sizes, lhs_scales = checked_operands(function, lhs, rhs, group_sizes, lhs_scales)
     check.known_rows(function, "each block of lhs", "in a masked grouped GEMM", lhs.shape[1])
     out_dtype = check_fp8.result_dtype(function, preferred_element_type, lhs)
     if expected_rows is not None:
         expected_rows = check.positive(function, "expected_rows", expected_rows)
     options = registry.options(function, implementation=implementation)
     plan = plan_serving.masked_gemm(options, lhs.shape, lhs.dtype, rhs, out_dtype)
-    return multiply(plan, out_dtype, expected_rows, lhs, rhs, group_sizes, *scales)
+    return multiply(plan, out_dtype, expected_rows, lhs, rhs, group_sizes, lhs_scales)
 
 
 def checked_operands(
-    function: str,
-    lhs: Array,
-    rhs: Array | QuantizedExperts,
-    group_sizes: Array,
-    lhs_scales: Array | None,
-    rhs_scales: Array | None,
-) -> tuple[Any, ...]:
-    """The same, which fit together, of a product of masked blocks."""
-    if isinstance(rhs, QuantizedExperts):
-        lhs = check.array(function, "lhs", lhs, 3, "[L, M, K]")
-        check_quantized.no_scales(function, None if lhs.dtype == FP8 else lhs_scales, rhs_scales)
-        lhs, rhs, group_sizes = check_quantized.operands(function, lhs, rhs, group_sizes)
-        check.size(function, "axis 0 of lhs", lhs.shape[0], rhs.shape[0], "pass one block of rows per local expert")
-        return lhs, rhs, group_sizes, check_fp8.scales(function, "lhs_scales", lhs_scales, lhs, 1), None
-    lhs, rhs, group_sizes = check_fp8.operands(function, lhs, rhs, group_sizes)
-    lhs_scales = check_fp8.scales(function, "lhs_scales", lhs_scales, lhs, 1)
-    return lhs, rhs, group_sizes, lhs_scales, check_fp8.scales(function, "rhs_scales", rhs_scales, rhs, GROUP_SIZE)
+    function: str, lhs: Array, rhs: Array | QuantizedWeights, group_sizes: Array, lhs_scales: Array | None
+) -> tuple[Array, QuantizedWeights, Array, Array | None]:
+    """The operands of a GEMM of masked blocks, which fit together."""
+    lhs = check.array(function, "lhs", lhs, 3, "[L, M, K]")
+    sizes = check.group_sizes(function, group_sizes)
+    check.size(function, "axis 0 of group_sizes", sizes.shape[0], lhs.shape[0], "pass one count per local expert")
+    operands = check_quantized.gemm_operands(function, lhs, rhs, group_sizes, lhs_scales)
+    lhs, rhs, group_sizes, lhs_scales = operands
+    return lhs, as_transposed(rhs), group_sizes, lhs_scales
 
 
 @operation
@@ -183,23 +174,34 @@ def multiply(
     out_dtype: DTypeLike,
     expected_rows: int | None,
     lhs: Array,
-    rhs: Array | QuantizedExperts,
+    rhs: QuantizedWeights,
     group_sizes: Array,
-    *scales: Array | None,
+    lhs_scales: Array | None,
 ) -> Array:
-    """`masked_grouped_gemm` of checked operands, with scales of lhs and of rhs or None."""
-    if isinstance(rhs, QuantizedExperts):
-        (lhs_scales, _), pair = scales, check_quantized.as_pair(plan.options.function, "rhs", rhs)
-        if isinstance(pair, QuantizedExperts):
-            return quantized_gemm.multiply_masked(plan, out_dtype, expected_rows, lhs, rhs, group_sizes, lhs_scales)
-        if lhs_scales is None:
-            lhs, lhs_scales = quantize_rows(lhs)
-        rhs, scales = pair[0], (lhs_scales, pair[1])
-    run = registry.get("masked", plan.product.implementation).masked_grouped_gemm
-    run = partial(run, out_dtype=out_dtype, expected_rows=expected_rows)
-    operands = vary_alike((lhs, rhs, group_sizes, *scales))
+    """`masked_grouped_gemm` of checked operands, with scales of an FP8 lhs or None."""
+    name = plan.product.implementation
+    kernels = registry.get("quantized_gemm", name) if needs_decoder(rhs) else registry.get("masked", name)
+    run = partial(kernels.masked_grouped_gemm, out_dtype=out_dtype, expected_rows=expected_rows)
+
+    def product(lhs: Array, rhs: QuantizedWeights, group_sizes: Array, lhs_scales: Array | None) -> Array:
+        rows, scales = prepared_rows(lhs, rhs, lhs_scales)
+        return run(rows, rhs, group_sizes, scales)
+
+    operands = vary_alike((lhs, rhs, group_sizes, lhs_scales))
     remedy = f"{plan.options.function} has no gradient: train with moe or grouped_gemm."
-    return call_without_gradient(remedy, run, *operands)
+    return call_without_gradient(remedy, product, *operands)
+
+
+def prepared_rows(lhs: Array, rhs: QuantizedWeights, lhs_scales: Array | None) -> tuple[Array, Array | None]:
+    """`[G, M, K]` rows in the dtype in which they are multiplied with these weights, and their scales or None."""
+    if rhs.activations is None:
+        return lhs, None
+    if rhs.activations == "fp8":
+        return quantize_rows(lhs) if lhs_scales is None else (lhs, lhs_scales)
+    num_groups, num_rows, depth = lhs.shape
+    groups = jnp.repeat(jnp.arange(num_groups, dtype=jnp.int32), num_rows)
+    rows, scales = quantize_tokens(lhs.reshape(-1, depth), groups, rhs.smooth)
+    return rows.reshape(lhs.shape), scales.reshape(num_groups, num_rows)
 
 
 def activate(

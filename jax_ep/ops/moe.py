@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax_ep.core import check, check_recipe
 from jax_ep.core.balance import Balance
 from jax_ep.core.bias import Bias, add_bias
 from jax_ep.core.dtypes import FP8
-from jax_ep.core.expert_matrices import Fp8Weights, QuantizedExperts
+from jax_ep.core.expert_matrices import ExpertWeights, QuantizedWeights, as_array
 from jax_ep.core.facts import FusedMoEFacts, Part
 from jax_ep.core.mesh_axes import axis_size, takes_global_arrays, vary_alike
 from jax_ep.core.named_scopes import operation
@@ -50,7 +50,6 @@ from jax_ep.types import (
     Topology,
 )
 
-_MATRICES = ("w_gate_up", "w_down")
 _NO_WEIGHTS = "moe: topk_weights is None, expected a float32 array [T, K]; pass jnp.ones for an unweighted sum."
 
 
@@ -60,8 +59,8 @@ def moe(
     x: Array,
     topk_idx: Array,
     topk_weights: Array,
-    w_gate_up: Array | Fp8Weights | QuantizedExperts,
-    w_down: Array | Fp8Weights | QuantizedExperts,
+    w_gate_up: Array | QuantizedWeights,
+    w_down: Array | QuantizedWeights,
     *,
     num_experts: int,
     experts: Experts | None = None,
@@ -87,10 +86,11 @@ def moe(
       topk_weights: `[T, K]` router weights in float32, or in a narrower dtype that is widened; they scale the rows in
         float32 before the second GEMM.
       w_gate_up: `[L, H, 2 * I]`, gate in the first I columns and up in the last; `[L, H, I]` for experts without a
-        gate; any number of columns for a custom activation. With `recipe="fp8"` in any floating dtype, or `Fp8Weights`,
-        whose gradient is in `master`. `QuantizedExperts` are for inference: they have no gradient, and their GEMMs run
-        in the dtype of x, or as their `activations` say; with "fp8" tokens travel in FP8, too.
-      w_down: `[L, I, H]`, or `Fp8Weights` or `QuantizedExperts` of it.
+        gate; any number of columns for a custom activation. With `recipe="fp8"` in any floating dtype. Or
+        `QuantizedWeights`: those with a master are for `recipe="fp8"`, and their gradient is in `master`. Others are
+        for inference: they have no gradient, and their GEMMs run in the dtype of x, or as their `activations` say; with
+        "fp8" tokens travel in FP8, too.
+      w_down: `[L, I, H]`, or `QuantizedWeights` of it.
       num_experts: E over all ranks.
       experts: what an expert computes, see `Experts`; None: `Experts()`.
       biases: `(b_gate_up [L, 2 * I], b_down [L, H])` of the two GEMMs, either of which may be None; router weights
@@ -104,7 +104,7 @@ def moe(
       recipe: None: compute in the dtype of x. "fp8": run the GEMMs of both passes in FP8, and send FP8. Each operand
         has one scale for 128 elements along the axis that is summed over; weights have one for a block of 128 by 128.
         Rounding counts as the identity, sums run in float32, and gradients have the dtypes of the parameters. Each call
-        quantizes the tokens once, and weights that are not `Fp8Weights`.
+        quantizes the tokens once, and weights that are not `QuantizedWeights`.
       preferred_element_type: dtype of the result, such as float32 for sums of bfloat16 experts that are not rounded
         again; GEMMs and the wire keep the dtype of x. None: that of x.
       schedule: how kernels share the GPU, see `Schedule`: its modes apply to both GEMMs and their gradients;
@@ -174,7 +174,7 @@ def moe(
     experts, parts = _check_experts(options, x, parts, num_experts, experts)
     if topk_weights is None:
         raise TypeError(_NO_WEIGHTS)
-    if recipe is not None or isinstance(parts.w_gate_up, QuantizedExperts):
+    if recipe is not None or isinstance(parts.w_gate_up, QuantizedWeights):
         check.known_rows("moe", "x", "in FP8 and with quantized experts", x.shape[0])
     if recipe is not None:
         moe_fp8.check_layer(options, experts, parts.b_gate_up, parts.w_down)
@@ -243,8 +243,8 @@ def fused_moe(
     x: Array,
     topk_idx: Array,
     topk_weights: Array,
-    w_gate_up: Array | Fp8Weights | QuantizedExperts,
-    w_down: Array | Fp8Weights | QuantizedExperts,
+    w_gate_up: Array | QuantizedWeights,
+    w_down: Array | QuantizedWeights,
     *,
     experts: Experts | None = None,
     biases: Biases | None = None,
@@ -259,9 +259,8 @@ def fused_moe(
       x: `[T, H]` tokens.
       topk_idx: `[T, K]` int32 expert ids; -1 is no expert.
       topk_weights: `[T, K]` router weights.
-      w_gate_up: `[E, H, 2 * I]`, or `[E, H, I]` for experts without a gate; or `Fp8Weights` or `QuantizedExperts`,
-        see `moe`.
-      w_down: `[E, I, H]`, or `Fp8Weights` or `QuantizedExperts`.
+      w_gate_up: `[E, H, 2 * I]`, or `[E, H, I]` for experts without a gate; or `QuantizedWeights`, see `moe`.
+      w_down: `[E, I, H]`, or `QuantizedWeights`.
       experts: see `moe`.
       biases: `(b_gate_up [E, 2 * I], b_down [E, H])`, see `moe`.
       recipe: see `moe`.
@@ -281,9 +280,9 @@ def fused_moe(
       >>> jax_ep.fused_moe(x, idx, weights, jnp.ones((2, 4, 6)), jnp.ones((2, 3, 4))).shape
       (2, 4)
     """
-    if isinstance(w_gate_up, QuantizedExperts):
-        w_gate_up = check_quantized.experts("fused_moe", "w_gate_up", w_gate_up)
-    elif not isinstance(w_gate_up, Fp8Weights):
+    if isinstance(w_gate_up, QuantizedWeights):
+        w_gate_up = check_quantized.weights("fused_moe", "w_gate_up", w_gate_up)
+    else:
         w_gate_up = check.array("fused_moe", "w_gate_up", w_gate_up, 3, "[E, H, 2 * I]")
     return moe(
         x,
@@ -302,15 +301,6 @@ def fused_moe(
     )
 
 
-class ExpertWeights(NamedTuple):
-    """What this rank's experts are made of; see `moe`."""
-
-    w_gate_up: Any
-    w_down: Any
-    b_gate_up: Array | None
-    b_down: Array | None
-
-
 def _check_experts(
     options: Options, x: Array, parts: ExpertWeights, num_experts: int, experts: Experts | None
 ) -> tuple[Experts, ExpertWeights]:
@@ -318,22 +308,12 @@ def _check_experts(
     function = options.function
     num_experts, num_ranks = check.experts(function, num_experts, options.axis)
     num_local = num_experts // num_ranks
-    check_quantized.two_of_a_kind(function, parts.w_gate_up, parts.w_down)
-    w_gate_up: Any
-    w_down: Any
-    if isinstance(parts.w_gate_up, QuantizedExperts):
-        check_quantized.nothing_fused(options)
-        w_gate_up, w_down = (check_quantized.experts(function, n, getattr(parts, n), num_local) for n in _MATRICES)
-        remedy = "quantise the matrices of moe, which transposes them"
-        check.size(function, "the last axis of w_gate_up", w_gate_up.shape[2], x.shape[1], remedy)
-        (columns, _), (returned, intermediate) = w_gate_up.shape[1:], w_down.shape[1:]
-    else:
-        matrices = functools.partial(check_recipe.matrices, function, options.recipe, tokens=x.dtype)
-        w_gate_up = matrices("w_gate_up", parts.w_gate_up, (num_local, x.shape[1]))
-        w_down = matrices("w_down", parts.w_down, (num_local, None))
-        columns, (intermediate, returned) = w_gate_up.shape[2], w_down.shape[1:]
+    found = check_quantized.layer_weights(function, x, *parts[:2], num_local, recipe=options.recipe)
+    w_gate_up, w_down = map(as_array, found)
+    if isinstance(w_gate_up, QuantizedWeights) and w_gate_up.master is None:
+        check_quantized.no_fused_gemms(options)
+    columns, intermediate = w_gate_up.shape[2], w_down.shape[1]
     experts = check.expert_function(function, experts, columns, intermediate)
-    check.size(function, "the number of columns of w_down", returned, x.shape[1], "it must return to H of x")
     b_gate_up = check.bias(function, "b_gate_up", parts.b_gate_up, (num_local, columns))
     b_down = check.bias(function, "b_down", parts.b_down, (num_local, x.shape[1]))
     return experts, ExpertWeights(w_gate_up, w_down, b_gate_up, b_down)
@@ -345,12 +325,12 @@ type Plan = plans.LayerPlan | tuple[plans.Fp8LayerPlan, plans.Fp8LayerPlan] | pl
 def _plan(given: exchange.Checked, experts: Experts, parts: ExpertWeights, sum_dtype: DTypeLike) -> Plan:
     """Resolve the layer of these arguments."""
     w_gate_up, w_down = parts[:2]
-    if isinstance(w_gate_up, QuantizedExperts):
-        return plan_serving.quantized_layer(given.options, given.facts, experts, (w_gate_up, w_down), sum_dtype)
     sizes = plans.LayerSizes(w_gate_up.shape[2], w_down.shape[1], parts.b_gate_up is not None)
     if given.options.recipe is not None:
-        dtypes = w_gate_up.dtype, w_down.dtype
-        return plans.fp8_layer(given.options, given.facts, experts, sizes, sum_dtype, dtypes)
+        up, down = (getattr(w, "master", w).dtype for w in (w_gate_up, w_down))
+        return plans.fp8_layer(given.options, given.facts, experts, sizes, sum_dtype, (up, down))
+    if isinstance(w_gate_up, QuantizedWeights):
+        return plan_serving.quantized_layer(given.options, given.facts, experts, (w_gate_up, w_down), sum_dtype)
     return plans.layer(given.options, given.facts, experts, sizes, sum_dtype)
 
 
@@ -414,7 +394,7 @@ def _by_quantized(
     handle: Handle,
     parts: ExpertWeights,
 ) -> Array:
-    """`moe` of `QuantizedExperts`, one operation after another."""
+    """`moe` of `QuantizedWeights`, one operation after another."""
     options, sizes = plan.options, handle.group_sizes
     first, second = (w.activations == "fp8" for w in (parts.w_gate_up, parts.w_down))
     if first:
@@ -424,7 +404,7 @@ def _by_quantized(
     else:
         rows, row_weights = exchange.dispatch_tokens(plan.exchange, x, weights, handle)
         hidden = quantized_gemm.multiply(plan.first, x.dtype, rows, parts.w_gate_up, sizes)
-    row_weights, inner = cast(Array, row_weights), parts.w_down.shape[2]
+    row_weights, inner = cast(Array, row_weights), parts.w_down.shape[1]
     if second and is_one_pass(experts, parts.b_gate_up):
         operands = (hidden, row_weights, parts.b_gate_up, sizes)
         between = functools.partial(quantized_gemm.fp8_operands(plan.second).activate_quantized, experts)

@@ -25,7 +25,7 @@ from jax_ep.core import check_recipe
 from jax_ep.core.autodiff import call_without_gradient
 from jax_ep.core.bias import add_bias
 from jax_ep.core.dtypes import FP8
-from jax_ep.core.expert_matrices import Fp8Weights, QuantizedExperts
+from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.core.mesh_axes import platform
 from jax_ep.ops import exchange, registry
 from jax_ep.ops.activation import activate_gradient, is_one_pass
@@ -34,7 +34,7 @@ from jax_ep.ops.grouped_gemm import bias_gradient, sum_groups
 from jax_ep.ops.plan import Fp8LayerPlan
 from jax_ep.types import TOKENS_NAME, Array, Experts, Handle, Options, Quantized
 
-Weights = Array | Fp8Weights
+Weights = Array | QuantizedWeights
 """Of one product, as the caller has them or quantised before."""
 
 
@@ -46,9 +46,10 @@ def _without_second_derivative(options: Options, function: Callable[..., Any], *
 def check_layer(options: Options, experts: Experts, b_gate_up: Array | None, w: Any) -> None:
     """Raises where products, the second by `w [L, I, H]`, cannot run in FP8."""
     function = options.function
-    if isinstance(w, QuantizedExperts):
+    if isinstance(w, QuantizedWeights) and w.master is None:
         raise ValueError(
-            f"{function}: recipe='fp8' with QuantizedExperts, which say how products run; leave recipe=None."
+            f"{function}: recipe='fp8' with QuantizedWeights for inference; pass quantize(w, 'fp8', for_training=True),"
+            " or leave recipe=None."
         )
     intermediate, hidden = w.shape[1:]
     check_recipe.whole_blocks(function, hidden, intermediate)
@@ -68,12 +69,12 @@ def _multiply(
     plan: Fp8LayerPlan, rows: Quantized, w: Weights, handle: Handle, dtype: DTypeLike, *, transpose: bool = False
 ) -> Array:
     """`[R, K]` rows times `w [L, K, N]`, or `[R, N]` rows times its transpose; matrices that are not FP8 become so."""
-    if not isinstance(w, Fp8Weights):
+    if not isinstance(w, QuantizedWeights):
         matrices, scales = plan.operands.quantize_matrices(w, transpose=not transpose)
     elif transpose:
-        matrices, scales = w.transposed, jnp.swapaxes(w.scales, 1, 2)
+        matrices, scales = cast(Array, w.values_kn), jnp.swapaxes(cast(Array, w.scales), 1, 2)
     else:
-        matrices, scales = w.values, w.scales
+        matrices, scales = w.values, cast(Array, w.scales)
     run = registry.get("grouped_gemm", plan.gemm.product.implementation).grouped_gemm_fp8
     return run(rows[0], matrices, handle.group_sizes, rows[1], scales, out_dtype=dtype)
 
@@ -81,8 +82,12 @@ def _multiply(
 def _weight_gradient(plan: Fp8LayerPlan, lhs: Quantized, rhs: Quantized, w: Weights, handle: Handle) -> Weights:
     """The cotangent of `w`, which goes to its master; operands are columns."""
     run = registry.get("grouped_gemm", plan.gemm.gradient.implementation).weight_gradient_fp8
-    gradient = run(lhs[0], rhs[0], handle.group_sizes, lhs[1], rhs[1], out_dtype=w.dtype).astype(w.dtype)
-    return Fp8Weights(gradient, *(cast(Array, None),) * 3) if isinstance(w, Fp8Weights) else gradient
+    dtype = cast(Array, w.master if isinstance(w, QuantizedWeights) else w).dtype
+    gradient = run(lhs[0], rhs[0], handle.group_sizes, lhs[1], rhs[1], out_dtype=dtype).astype(dtype)
+    if not isinstance(w, QuantizedWeights):
+        return gradient
+    none = cast(Array, None)
+    return dataclasses.replace(w, values=none, scales=none, values_kn=none, master=gradient)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -112,10 +117,10 @@ def _matrices(saved: Weights) -> Weights:
 
 
 def _bitcast(w: Weights, dtype: DTypeLike) -> Weights:
-    if not isinstance(w, Fp8Weights) or w.values.dtype == dtype:
+    if not isinstance(w, QuantizedWeights) or w.values.dtype == dtype:
         return w
-    values, transposed = (lax.bitcast_convert_type(part, dtype) for part in (w.values, w.transposed))
-    return dataclasses.replace(w, values=values, transposed=transposed)
+    values, values_kn = (lax.bitcast_convert_type(part, dtype) for part in (w.values, cast(Array, w.values_kn)))
+    return dataclasses.replace(w, values=values, values_kn=values_kn)
 
 
 def _as_fp8(saved: Quantized) -> Quantized:

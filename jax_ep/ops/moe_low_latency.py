@@ -14,12 +14,12 @@ from jax_ep.core import check, check_fp8, operations
 from jax_ep.core.autodiff import call_without_gradient
 from jax_ep.core.bias import add_bias_of_blocks
 from jax_ep.core.dtypes import FP8, accumulation_dtype
-from jax_ep.core.expert_matrices import QuantizedExperts
+from jax_ep.core.expert_matrices import ExpertWeights, QuantizedWeights, as_transposed
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.mesh_axes import takes_global_arrays, vary_alike
 from jax_ep.core.named_scopes import operation
 from jax_ep.formats import check_quantized
-from jax_ep.ops import hierarchical, plan_serving, quantized_gemm, registry
+from jax_ep.ops import hierarchical, plan_serving, registry
 from jax_ep.ops.low_latency import (
     check_combine,
     checked_layout,
@@ -27,19 +27,9 @@ from jax_ep.ops.low_latency import (
     combine_tokens,
     dispatch_tokens,
 )
-from jax_ep.ops.masked import activate, checked_operands, multiply
+from jax_ep.ops.masked import activate, checked_operands, multiply, prepared_rows
 from jax_ep.ops.plan_serving import LowLatencyGemmPlan, LowLatencyLayerPlan
-from jax_ep.types import (
-    Array,
-    AxisName,
-    Biases,
-    Experts,
-    Layout,
-    LowLatencyHandle,
-    Quantized,
-    Schedule,
-    Topology,
-)
+from jax_ep.types import Array, AxisName, Biases, Experts, Layout, LowLatencyHandle, Schedule, Topology
 
 
 @operation
@@ -48,8 +38,8 @@ def low_latency_moe(
     x: Array,
     topk_idx: Array,
     topk_weights: Array,
-    w_gate_up: Array | Quantized | QuantizedExperts,
-    w_down: Array | Quantized | QuantizedExperts,
+    w_gate_up: Array | QuantizedWeights,
+    w_down: Array | QuantizedWeights,
     *,
     num_experts: int,
     experts: Experts | None = None,
@@ -69,11 +59,11 @@ def low_latency_moe(
       x: `[T, H]` bfloat16, float16, float32 or float64 tokens of this rank.
       topk_idx: `[T, K]` int32 expert ids; -1 is no expert.
       topk_weights: `[T, K]` router weights.
-      w_gate_up: this rank's matrices, transposed: `[L, 2 * I, H]` in the dtype of x, gate in the first I rows; or in
-        FP8, as `quantize_fp8_weights` makes them of `[L, H, 2 * I]`, a pair `(values, scales)`, with which tokens and
-        activated rows are quantised too; or `QuantizedExperts`, which are multiplied as matrices of the dtype of x, or
-        as their `activations` say: with "fp8" tokens travel in FP8, too.
-      w_down: `[L, H, I]`, or such a pair, or `QuantizedExperts`.
+      w_gate_up: weights of this rank's experts as `moe` takes them, `[L, H, 2 * I]` in the dtype of x, or
+        `QuantizedWeights`, multiplied in the dtype of x or as their `activations` say: with "fp8" tokens travel in FP8,
+        too. The GEMM reads transposed weights: an array is transposed in each call, so prepare it once with
+        `quantize(w, None)`, or with a format.
+      w_down: `[L, I, H]`, or `QuantizedWeights`.
       num_experts: E over all ranks.
       experts: what an expert computes, see `Experts`; None: `Experts()`. Experts with their weights on the input
         get each token once for each of its experts, scaled and rounded to the dtype of x.
@@ -89,16 +79,17 @@ def low_latency_moe(
       `[T, H]`; zero for tokens without experts.
 
     Raises:
-      ValueError: shapes, sizes, axes or an activation that do not fit; in FP8, H or I is not a multiple of 128.
-      TypeError: unsupported or different dtypes, or one matrix in FP8 and the other not; also by the gradient.
+      ValueError: shapes, sizes, axes or an activation that do not fit; with FP8 tokens, H or I that is no multiple
+        of 128.
+      TypeError: unsupported or different dtypes, or weights of two kinds; also by the gradient.
       NotImplementedError: none of the implementations asked for can serve the call.
 
     Example:
       >>> import jax.numpy as jnp, jax_ep
-      >>> from jax_ep.quantization import quantize_fp8_weights
+      >>> from jax_ep.quantization import quantize
       >>> x, idx, weights = jnp.ones((2, 128)), jnp.array([[0], [1]]), jnp.ones((2, 1))
       >>> w_gate_up, w_down = jnp.ones((2, 128, 256)), jnp.ones((2, 128, 128))
-      >>> matrices = quantize_fp8_weights(w_gate_up), quantize_fp8_weights(w_down)
+      >>> matrices = [quantize(w, "fp8", activations="fp8") for w in (w_gate_up, w_down)]
       >>> experts = jax_ep.Experts("relu")
       >>> y = jax_ep.low_latency_moe(x, idx, weights, *matrices, num_experts=2, axis_name=(), experts=experts)
       >>> y[0, 0].item()  # 128 * 128 from the first matrix, gated by as much, times 128 from the second
@@ -121,7 +112,7 @@ def low_latency_moe(
         x = check.plain_tokens(function, x)
         if max_tokens_per_rank is not None:
             checked_max_tokens(function, x.shape[0], max_tokens_per_rank)
-        takes_fp8 = check_quantized.takes_fp8(check_quantized.as_pair(function, "w_gate_up", w_gate_up))
+        takes_fp8 = isinstance(w_gate_up, QuantizedWeights) and w_gate_up.activations == "fp8"
         return hierarchical.layer(
             inside,
             function,
@@ -143,11 +134,8 @@ def low_latency_moe(
         max_tokens_per_rank = max(1, x.shape[0])
     max_tokens_per_rank = checked_max_tokens(function, x.shape[0], max_tokens_per_rank)
     num_local = num_experts // num_ranks
-    check_quantized.two_of_a_kind(function, w_gate_up, w_down)
-    w_gate_up, w_down = (
-        check_quantized.as_pair(function, n, w) for n, w in (("w_gate_up", w_gate_up), ("w_down", w_down))
-    )
-    columns, inner = check_quantized.expert_matrices(function, x, w_gate_up, w_down, num_local)
+    w_gate_up, w_down = check_quantized.layer_weights(function, x, w_gate_up, w_down, num_local)
+    columns, inner = w_gate_up.shape[2], w_down.shape[1]
     experts = check.expert_function(function, experts, columns, inner)
     out_dtype = check.result_dtype(function, preferred_element_type, x.dtype)
     b_gate_up, b_down = check.biases(function, biases)
@@ -157,24 +145,15 @@ def low_latency_moe(
     if experts.weight_on == "input":
         x, topk_idx, topk_weights = _one_token_per_expert(x, topk_idx, topk_weights)
         max_tokens_per_rank *= top_k
-    tokens, matrices = (x, topk_idx, topk_weights), _Matrices(w_gate_up, w_down, b_gate_up, b_down)
-    tokens, matrices = vary_alike((tokens, matrices), over=options.axis)
+    matrices = ExpertWeights(as_transposed(w_gate_up), as_transposed(w_down), b_gate_up, b_down)
+    tokens, matrices = vary_alike(((x, topk_idx, topk_weights), matrices), over=options.axis)
     layout = checked_layout(options, num_experts, max_tokens_per_rank, topk_idx.shape[1])
-    plan = plan_serving.low_latency_layer(options, experts, layout, (w_gate_up, w_down), x.dtype, out_dtype)
+    plan = plan_serving.low_latency_layer(options, experts, layout, matrices, x.dtype, out_dtype)
     y = _run_experts(_Layer(plan, experts, inner, out_dtype), layout, matrices, *tokens)
     if experts.weight_on == "input" and top_k > 1:
         wide = y.reshape(-1, top_k, y.shape[1]).astype(accumulation_dtype(y.dtype))
         y = jnp.sum(wide, axis=1).astype(y.dtype)
     return y
-
-
-class _Matrices(NamedTuple):
-    """The arrays of all experts here."""
-
-    w_gate_up: Array | tuple[Array, Array] | QuantizedExperts
-    w_down: Array | tuple[Array, Array] | QuantizedExperts
-    b_gate_up: Array | None
-    b_down: Array | None
 
 
 class _Layer(NamedTuple):
@@ -187,7 +166,7 @@ class _Layer(NamedTuple):
 
     def activated(
         self,
-        matrices: _Matrices,
+        matrices: ExpertWeights,
         dtype: DTypeLike,
         expected_rows: int,
         tokens: Array,
@@ -196,25 +175,23 @@ class _Layer(NamedTuple):
     ) -> tuple[Any, ...]:
         """Operands of the second product, for tokens of `dtype` that have come to their experts."""
         plan, w_gate_up, w_down = self.plan, matrices.w_gate_up, matrices.w_down
-        up, up_scales = w_gate_up if isinstance(w_gate_up, tuple) else (w_gate_up, None)
-        hidden = multiply(plan.first, dtype, expected_rows, tokens, up, group_sizes, scales, up_scales)
-        quantize, bias = check_quantized.takes_fp8(w_down), matrices.b_gate_up
+        hidden = multiply(plan.first, dtype, expected_rows, tokens, w_gate_up, group_sizes, scales)
+        quantize, bias = w_down.activations == "fp8", matrices.b_gate_up
         rows, row_scales = activate(plan.activation, self.experts, self.inner, hidden, group_sizes, bias, quantize)
-        down, down_scales = w_down if isinstance(w_down, tuple) else (w_down, None)
-        return rows, down, group_sizes, row_scales, down_scales
+        return rows, w_down, group_sizes, row_scales
 
 
 def _run_experts(
     layer: _Layer,
     layout: Layout,
-    matrices: _Matrices,
+    matrices: ExpertWeights,
     x: Array,
     topk_idx: Array,
     topk_weights: Array,
 ) -> Array:
     """Return the layer's result `[T, H]` for checked arguments."""
     plan, out_dtype = layer.plan, layer.out_dtype
-    group_size = GROUP_SIZE if check_quantized.takes_fp8(matrices.w_gate_up) else None
+    group_size = GROUP_SIZE if matrices.w_gate_up.activations == "fp8" else None
     tokens, scales, sizes, handle = dispatch_tokens(plan.dispatch, layout, group_size, x, topk_idx, None)
     expected_rows = max(1, -(-layout.num_ranks * topk_idx.size // layout.num_experts))
     product = layer.activated(matrices, x.dtype, expected_rows, tokens, scales, sizes)
@@ -236,14 +213,13 @@ def _one_token_per_expert(x: Array, topk_idx: Array, topk_weights: Array) -> tup
 @takes_global_arrays()
 def low_latency_gemm_combine(
     lhs: Array,
-    rhs: Array | QuantizedExperts,
+    rhs: Array | QuantizedWeights,
     group_sizes: Array,
     topk_idx: Array,
     topk_weights: Array,
     handle: LowLatencyHandle,
     *,
     lhs_scales: Array | None = None,
-    rhs_scales: Array | None = None,
     preferred_element_type: DTypeLike | None = None,
     expected_rows: int | None = None,
     axis_name: AxisName = "expert",
@@ -257,13 +233,12 @@ def low_latency_gemm_combine(
 
     Args:
       lhs: `[L, M, I]` rows in the layout of the dispatch; for this and all operands see `masked_grouped_gemm`.
-      rhs: `[L, H, I]` matrices, transposed, or `QuantizedExperts` of them.
+      rhs: weights `[L, I, H]`, or `QuantizedWeights` of them.
       group_sizes: `[L]` int32, those of the dispatch.
       topk_idx: `[T, K]` int32, the ids of the dispatch.
       topk_weights: `[T, K]` float32 router weights.
       handle: `LowLatencyDispatched.handle`.
       lhs_scales: of an FP8 lhs.
-      rhs_scales: of an FP8 rhs.
       preferred_element_type: dtype of the rows that travel and of the result; None: that of lhs, bfloat16 for FP8.
       expected_rows: how many rows an expert has on average.
       axis_name: the axis of the dispatch.
@@ -282,23 +257,23 @@ def low_latency_gemm_combine(
       >>> x, idx = jnp.ones((2, 128), jnp.bfloat16), jnp.array([[0, 1], [1, -1]])
       >>> d = jax_ep.low_latency_dispatch(
       ...     x, idx, num_experts=2, max_tokens_per_rank=4, axis_name=(), quantize=False)
-      >>> w, weights = jnp.ones((2, 8, 128), jnp.bfloat16), jnp.full((2, 2), 0.5)
+      >>> w, weights = jnp.ones((2, 128, 8), jnp.bfloat16), jnp.full((2, 2), 0.5)
       >>> y = jax_ep.low_latency_gemm_combine(d.tokens, w, d.group_sizes, idx, weights, d.handle, axis_name=())
       >>> y[:, 0].tolist()
       [128.0, 64.0]
     """
     function = "low_latency_gemm_combine"
-    lhs, rhs, group_sizes, *scales = checked_operands(function, lhs, rhs, group_sizes, lhs_scales, rhs_scales)
+    lhs, rhs, group_sizes, lhs_scales = checked_operands(function, lhs, rhs, group_sizes, lhs_scales)
     out_dtype = check_fp8.result_dtype(function, preferred_element_type, lhs)
     if expected_rows is not None:
         expected_rows = check.positive(function, "expected_rows", expected_rows)
     # What travels looks to the checks as the result of the product does.
-    y = jax.ShapeDtypeStruct((*lhs.shape[:2], rhs.shape[1]), out_dtype)
+    y = jax.ShapeDtypeStruct((*lhs.shape[:2], rhs.shape[2]), out_dtype)
     layout = check.handle(function, handle, LowLatencyHandle, axis_name)
     topk_idx, topk_weights = check_combine(function, "lhs", y, topk_idx, topk_weights, layout)
     options = registry.options(function, axis_name, implementation, schedule, has_wire=False)
-    operands = topk_weights, handle, lhs, rhs, group_sizes, *scales
-    topk_weights, handle, *product = vary_alike(operands, over=options.axis)
+    operands = topk_weights, handle, lhs, rhs, group_sizes, lhs_scales
+    topk_weights, handle, *product = cast(Any, vary_alike(operands, over=options.axis))
     plan = plan_serving.low_latency_gemm_combine(
         options, lhs.shape, lhs.dtype, rhs, out_dtype, layout, is_foreign=handle.group is None
     )
@@ -313,32 +288,27 @@ def _multiply_and_combine(
     handle: LowLatencyHandle,
     bias: Array | None,
     lhs: Array,
-    rhs: Array | QuantizedExperts,
+    rhs: QuantizedWeights,
     group_sizes: Array,
-    *scales: Array | None,
+    lhs_scales: Array | None,
 ) -> Array:
     """`low_latency_gemm_combine` of checked operands that vary alike, with a bias `[L, H]` of the product or None."""
     options = plan.options
 
-    def unfused(lhs: Array, rhs: Any, group_sizes: Array, *rest: Any) -> Array:
-        topk_weights, handle, lhs_scales, rhs_scales, bias = rest
-        product = multiply(plan.product, out_dtype, expected_rows, lhs, rhs, group_sizes, lhs_scales, rhs_scales)
+    def unfused(lhs: Array, rhs: QuantizedWeights, group_sizes: Array, *rest: Any) -> Array:
+        topk_weights, handle, lhs_scales, bias = rest
+        product = multiply(plan.product, out_dtype, expected_rows, lhs, rhs, group_sizes, lhs_scales)
         if bias is not None:
             product = add_bias_of_blocks(product, bias)
         return combine_tokens(plan.combine, product, topk_weights, handle)
 
-    def fused(lhs: Array, rhs: Any, group_sizes: Array, *rest: Any) -> Array:
-        topk_weights, handle, lhs_scales, rhs_scales, bias = rest
-        rows, row_scales = _prepared_rows(lhs, rhs, lhs_scales)
-        operands = (rows, rhs, group_sizes, topk_weights, handle, row_scales, rhs_scales, bias)
+    def fused(lhs: Array, rhs: QuantizedWeights, group_sizes: Array, *rest: Any) -> Array:
+        topk_weights, handle, lhs_scales, bias = rest
+        rows, row_scales = prepared_rows(lhs, rhs, lhs_scales)
+        operands = (rows, rhs, group_sizes, topk_weights, handle, row_scales, bias)
         run = cast(operations.LowLatencyGemm, registry.get("low_latency", plan.combine.part.implementation))
         return run.low_latency_gemm_combine(options, *operands, out_dtype=out_dtype, expected_rows=expected_rows)
 
-    operands = (lhs, rhs, group_sizes, topk_weights, handle, *scales, bias)
+    operands = (lhs, rhs, group_sizes, topk_weights, handle, lhs_scales, bias)
     run_one = unfused if plan.fused is None else fused
     return call_without_gradient(f"{options.function} has no gradient: train with moe.", run_one, *operands)
-
-
-def _prepared_rows(lhs: Array, rhs: Array | QuantizedExperts, lhs_scales: Array | None) -> tuple[Array, Array | None]:
-    """Rows as their product takes them."""
-    return quantized_gemm.masked_rows(lhs, rhs, lhs_scales) if isinstance(rhs, QuantizedExperts) else (lhs, lhs_scales)

@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jax_ep.core.dtypes import FP8
-from jax_ep.core.expert_matrices import QuantizedExperts
+from jax_ep.core.expert_matrices import ExpertWeights, QuantizedWeights
 from jax_ep.core.facts import (
     ExchangeFacts,
     Facts,
@@ -23,12 +23,11 @@ from jax_ep.core.facts import (
     Part,
     QuantizedGemmFacts,
     SortFacts,
-    Weights,
 )
-from jax_ep.formats import check_quantized, format_of
+from jax_ep.formats import format_of, needs_decoder
 from jax_ep.ops import registry
 from jax_ep.ops.plan import ActivationPlan, ExchangePlan, activation, exchange, fp8_operands, resolution
-from jax_ep.types import Experts, Layout, Options, Quantized
+from jax_ep.types import Experts, Layout, Options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +44,7 @@ class QuantizedGemmPlan:
 
 @resolution
 def quantized_gemm(
-    options: Options, shape: tuple[int, ...], dtype: DTypeLike, rhs: QuantizedExperts, out_dtype: DTypeLike
+    options: Options, shape: tuple[int, ...], dtype: DTypeLike, rhs: QuantizedWeights, out_dtype: DTypeLike
 ) -> QuantizedGemmPlan:
     """Resolve the GEMM of rows of this shape, `[M, K]` or `[G, M, K]`, and quantized weights.
 
@@ -57,7 +56,7 @@ def quantized_gemm(
     if rhs.activations == "fp8":
         operands = fp8_operands(options, dtype, shape)
     if multiplied == FP8 and format_of(rhs).is_fp8_operand and len(shape) == 2:
-        facts: Facts = GemmFacts(FP8, shape[0], shape[1], rhs.shape[1], rhs.shape[0], out)
+        facts: Facts = GemmFacts(FP8, shape[0], shape[1], rhs.shape[2], rhs.shape[0], out)
     else:
         facts = QuantizedGemmFacts(multiplied, shape, rhs, out)
     return QuantizedGemmPlan(options, registry.choose(options, facts), operands)
@@ -65,17 +64,16 @@ def quantized_gemm(
 
 @resolution
 def masked_gemm(
-    options: Options, shape: tuple[int, ...], dtype: DTypeLike, rhs: Weights, out_dtype: DTypeLike
+    options: Options, shape: tuple[int, ...], dtype: DTypeLike, rhs: QuantizedWeights, out_dtype: DTypeLike
 ) -> QuantizedGemmPlan:
     """Resolve the masked grouped GEMM of blocks `[L, M, K]`: of "quantized_gemm", or else of "masked".
 
     Raises:
       NotImplementedError: none of the implementations asked for supports it.
     """
-    weights = check_quantized.as_pair(options.function, "rhs", rhs)
-    if isinstance(weights, QuantizedExperts):
-        return quantized_gemm(options, shape, dtype, weights, out_dtype)
-    facts = MaskedGemmFacts(FP8 if isinstance(weights, tuple) else jnp.dtype(dtype), shape[2])
+    if needs_decoder(rhs):
+        return quantized_gemm(options, shape, dtype, rhs, out_dtype)
+    facts = MaskedGemmFacts(multiplied_dtype(dtype, rhs), shape[2])
     return QuantizedGemmPlan(options, registry.choose(options, facts), None)
 
 
@@ -124,20 +122,20 @@ def low_latency_gemm_combine(
     options: Options,
     shape: tuple[int, ...],
     dtype: DTypeLike,
-    rhs: Weights,
+    rhs: QuantizedWeights,
     out_dtype: DTypeLike,
     layout: Layout,
     *,
     is_foreign: bool = False,
 ) -> LowLatencyGemmPlan:
-    """Resolve the GEMM of rows `[L, M, I]` of `dtype` and weights `[L, H, I]`, and the combine of its rows.
+    """Resolve the GEMM of rows `[L, M, I]` of `dtype` and weights `[L, I, H]`, and the combine of its rows.
 
     Raises:
       NotImplementedError: none of the implementations asked for supports it.
     """
     out = jnp.dtype(out_dtype)
-    combine = low_latency(options, out, rhs.shape[1], layout, is_foreign=is_foreign)
-    multiplied = multiplied_dtype(dtype, rhs) if isinstance(rhs, QuantizedExperts) else jnp.dtype(dtype)
+    combine = low_latency(options, out, rhs.shape[2], layout, is_foreign=is_foreign)
+    multiplied = multiplied_dtype(dtype, rhs)
     name, facts = combine.part.implementation, LowLatencyGemmFacts(multiplied, shape, rhs, out, layout)
     fused = None if registry.unsupported_reason(name, facts, options) else Part("low_latency", name)
     return LowLatencyGemmPlan(masked_gemm(options, shape, dtype, rhs, out), combine, fused)
@@ -158,28 +156,28 @@ def low_latency_layer(
     options: Options,
     experts: Experts,
     layout: Layout,
-    weights: tuple[Weights | Quantized, Weights | Quantized],
+    weights: ExpertWeights,
     dtype: DTypeLike,
     out_dtype: DTypeLike,
 ) -> LowLatencyLayerPlan:
-    """Resolve the layer of tokens of `dtype`; weights in FP8 are pairs.
+    """Resolve the layer of tokens of `dtype`.
 
     Raises:
       NotImplementedError: none of the implementations asked for supports it.
     """
-    up, down = (w[0] if isinstance(w, tuple) else w for w in weights)
-    wire, second = (FP8 if check_quantized.takes_fp8(w) else jnp.dtype(dtype) for w in weights)
+    up, down = weights[:2]
+    wire, second = (FP8 if w.activations == "fp8" else jnp.dtype(dtype) for w in (up, down))
     shape = layout.num_local_experts, layout.num_ranks * layout.num_tokens
     quantize = second == FP8 and not callable(experts.activation)
     return LowLatencyLayerPlan(
-        low_latency(options, wire, up.shape[2], layout, is_foreign=False),
-        masked_gemm(options, (*shape, up.shape[2]), wire, up, dtype),
+        low_latency(options, wire, up.shape[1], layout, is_foreign=False),
+        masked_gemm(options, (*shape, up.shape[1]), wire, up, dtype),
         masked_activation(options, dtype, quantize=quantize),
-        low_latency_gemm_combine(options, (*shape, down.shape[2]), second, down, out_dtype, layout),
+        low_latency_gemm_combine(options, (*shape, down.shape[1]), second, down, out_dtype, layout),
     )
 
 
-def multiplied_dtype(dtype: DTypeLike, rhs: QuantizedExperts) -> np.dtype:
+def multiplied_dtype(dtype: DTypeLike, rhs: QuantizedWeights) -> np.dtype:
     """Of rows, as their GEMM with these weights takes them."""
     return {None: jnp.dtype(dtype), "fp8": FP8, "int8": jnp.dtype(jnp.int8)}[rhs.activations]
 
@@ -205,7 +203,7 @@ def quantized_layer(
     options: Options,
     facts: ExchangeFacts,
     experts: Experts,
-    weights: tuple[QuantizedExperts, QuantizedExperts],
+    weights: tuple[QuantizedWeights, QuantizedWeights],
     sum_dtype: DTypeLike,
 ) -> QuantizedLayerPlan:
     """Resolve the layer of quantized weights.
@@ -217,7 +215,7 @@ def quantized_layer(
     w_gate_up, w_down = weights
     # What is multiplied in FP8 loses nothing by travelling so.
     wire = FP8 if w_gate_up.activations == "fp8" else None
-    whole = exchange(options, dataclasses.replace(facts, columns=w_gate_up.shape[1]), wire_dtype=wire)
+    whole = exchange(options, dataclasses.replace(facts, columns=w_gate_up.shape[2]), wire_dtype=wire)
     back = dataclasses.replace(whole, options=dataclasses.replace(options, sum_dtype=sum_dtype))
     if wire is not None:
         whole = dataclasses.replace(whole, options=dataclasses.replace(options, wire_dtype=wire))
@@ -226,8 +224,8 @@ def quantized_layer(
         whole,
         back,
         quantized_gemm(options, (rows, facts.hidden), dtype, w_gate_up, dtype),
-        quantized_gemm(options, (rows, w_down.shape[2]), dtype, w_down, dtype),
-        activation(options, experts, dtype, rows, w_gate_up.shape[1], layout.num_local_experts),
+        quantized_gemm(options, (rows, w_down.shape[1]), dtype, w_down, dtype),
+        activation(options, experts, dtype, rows, w_gate_up.shape[2], layout.num_local_experts),
     )
 
 
@@ -257,8 +255,7 @@ def single_launch(options: Options, facts: FusedMoEFacts, others: Sequence[str])
     if _reason_against_one_launch(options, name, facts, others) is not None:
         return None
     run = registry.get("fused_moe", name)
-    num_experts, first, second = facts.w_gate_up.shape
-    hidden, columns = (second, first) if isinstance(facts.w_gate_up, QuantizedExperts) else (first, second)
+    num_experts, hidden, columns = facts.w_gate_up.shape
     product = GemmFacts(facts.dtype, facts.num_slots, hidden, columns, num_experts, facts.dtype)
     apart = registry.choose(dataclasses.replace(options, implementation=None), product)
     by_pallas = apart.implementation == "pallas"

@@ -1,18 +1,16 @@
-"""Products of rows and `QuantizedExperts`, for inference: of groups one after another, or of masked blocks."""
+"""GEMMs of consecutive groups of rows and `QuantizedWeights`, for inference."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_ep.core import operations
 from jax_ep.core.autodiff import call_without_gradient
-from jax_ep.core.expert_matrices import QuantizedExperts
-from jax_ep.core.fp8 import quantize_rows
+from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.core.layout import row_groups
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.formats.int8 import quantize_tokens
@@ -22,11 +20,11 @@ from jax_ep.types import Array, Options, Quantized
 
 
 def multiply(
-    plan: QuantizedGemmPlan, out_dtype: DTypeLike, lhs: Array, rhs: QuantizedExperts, group_sizes: Array
+    plan: QuantizedGemmPlan, out_dtype: DTypeLike, lhs: Array, rhs: QuantizedWeights, group_sizes: Array
 ) -> Array:
-    """`[M, K]` rows times the `[N, K]` matrix of their group, checked; zero past the groups."""
+    """`[M, K]` rows times the weights `[K, N]` of their group, checked; zero past the groups."""
 
-    def product(lhs: Array, rhs: QuantizedExperts, group_sizes: Array) -> Array:
+    def product(lhs: Array, rhs: QuantizedWeights, group_sizes: Array) -> Array:
         if rhs.activations == "fp8":
             in_fp8 = fp8_operands(plan).quantize_rows(lhs, group_sizes)
             return _multiply_fp8(plan, out_dtype, in_fp8, rhs, group_sizes)
@@ -51,66 +49,32 @@ def fp8_operands(plan: QuantizedGemmPlan) -> operations.Activation:
 
 
 def _multiply_fp8(
-    plan: QuantizedGemmPlan, out_dtype: DTypeLike, rows: Quantized, rhs: QuantizedExperts, group_sizes: Array
+    plan: QuantizedGemmPlan, out_dtype: DTypeLike, rows: Quantized, rhs: QuantizedWeights, group_sizes: Array
 ) -> Array:
     if plan.product.operation == "quantized_gemm":
         return _run(plan).grouped_gemm(rows[0], rhs, group_sizes, rows[1], out_dtype=out_dtype)
     run = registry.get("grouped_gemm", plan.product.implementation).grouped_gemm_fp8
-    return run(rows[0], rhs.values, group_sizes, rows[1], rhs.scales, out_dtype=out_dtype)
+    return run(rows[0], rhs.values, group_sizes, rows[1], cast(Array, rhs.scales), out_dtype=out_dtype)
 
 
 def multiply_fp8(
-    plan: QuantizedGemmPlan, out_dtype: DTypeLike, rows: Quantized, rhs: QuantizedExperts, group_sizes: Array
+    plan: QuantizedGemmPlan, out_dtype: DTypeLike, rows: Quantized, rhs: QuantizedWeights, group_sizes: Array
 ) -> Array:
     """`multiply` of rows that are in FP8 already."""
     product = partial(_multiply_fp8, plan, out_dtype)
     return call_without_gradient(_remedy(plan.options), product, *vary_alike((rows, rhs, group_sizes)))
 
 
-def multiply_masked(
-    plan: QuantizedGemmPlan,
-    out_dtype: DTypeLike,
-    expected_rows: int | None,
-    lhs: Array,
-    rhs: QuantizedExperts,
-    group_sizes: Array,
-    lhs_scales: Array | None = None,
-) -> Array:
-    """`[G, M, K]` rows, of which the first of each group count, times its `[N, K]` matrix, checked.
-
-    Rows in FP8 have scales `[G, M, K / 128]`.
-    """
-    run = partial(_run(plan).masked_grouped_gemm, out_dtype=out_dtype, expected_rows=expected_rows)
-
-    def product(lhs: Array, rhs: QuantizedExperts, group_sizes: Array, lhs_scales: Array | None) -> Array:
-        rows, scales = masked_rows(lhs, rhs, lhs_scales)
-        return run(rows, rhs, group_sizes, scales)
-
-    return call_without_gradient(_remedy(plan.options), product, *vary_alike((lhs, rhs, group_sizes, lhs_scales)))
-
-
-def masked_rows(lhs: Array, rhs: QuantizedExperts, lhs_scales: Array | None) -> tuple[Array, Array | None]:
-    """`[G, M, K]` rows as their product with these matrices takes them, and their scales where it needs some."""
-    if rhs.activations is None:
-        return lhs, None
-    if rhs.activations == "fp8":
-        return quantize_rows(lhs) if lhs_scales is None else (lhs, lhs_scales)
-    num_groups, num_rows, depth = lhs.shape
-    groups = jnp.repeat(jnp.arange(num_groups, dtype=jnp.int32), num_rows)
-    rows, scales = quantize_tokens(lhs.reshape(-1, depth), groups, rhs.smooth)
-    return rows.reshape(lhs.shape), scales.reshape(num_groups, num_rows)
-
-
 def without_gradient(options: Options, function: Callable[..., Any], *arguments: Any) -> Any:
-    """A step of a layer of `QuantizedExperts`, whose derivative is the `TypeError` that says so."""
+    """A step of a layer of `QuantizedWeights`, whose derivative is the `TypeError` that says so."""
     return call_without_gradient(_remedy(options), function, *arguments)
 
 
 def _remedy(options: Options) -> str:
-    return f"{options.function} with QuantizedExperts has no gradient: train with the matrices as they are."
+    return f"{options.function} with QuantizedWeights has no gradient: train with the matrices as they are."
 
 
-def refuse_gradient(options: Options, matrices: Sequence[Array | QuantizedExperts]) -> None:
+def refuse_gradient(options: Options, matrices: Sequence[Array | QuantizedWeights]) -> None:
     """Raises the `TypeError` of a derivative, where matrices are quantised."""
-    if any(isinstance(w, QuantizedExperts) for w in matrices):
+    if any(isinstance(w, QuantizedWeights) for w in matrices):
         raise TypeError(_remedy(options))

@@ -17,7 +17,7 @@ from jax import lax
 
 from jax_ep import tuning
 from jax_ep.core.dtypes import FP8
-from jax_ep.core.expert_matrices import QuantizedExperts
+from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.core.facts import ExchangeFacts
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.megakernels import tuned
@@ -32,7 +32,7 @@ from jax_ep.ops import registry
 from jax_ep.ops.low_latency import low_latency_combine, low_latency_dispatch
 from jax_ep.ops.masked import masked_grouped_gemm
 from jax_ep.ops.moe import fused_moe as public_fused_moe
-from jax_ep.quantization import prepack_experts, quantize_experts
+from jax_ep.quantization import quantize, with_layout
 from jax_ep.settings.operations import Setting
 from jax_ep.tools.benchmark import exchange_chains, harness
 from jax_ep.tools.benchmark.chains import zero_chain
@@ -150,10 +150,10 @@ def _programs(per_multiprocessor: Sequence[int] = (1, 2)) -> tuple[int, ...]:
 
 
 @partial(jax.jit, static_argnums=0)
-def _stored_as(expert_format: str, w: Array) -> QuantizedExperts:
+def _stored_as(expert_format: str, w: Array) -> QuantizedWeights:
     """Quantize weights; the name of the format may end with "_prepacked"."""
-    found = quantize_experts(w, expert_format.removesuffix("_prepacked"))
-    return prepack_experts(found) if expert_format.endswith("_prepacked") else found
+    found = quantize(w, expert_format.removesuffix("_prepacked"))
+    return with_layout(found, "prepacked") if expert_format.endswith("_prepacked") else found
 
 
 # --- all-to-all, alone and with GEMMs -------------------------------------------------------------------------------
@@ -451,9 +451,9 @@ def _masked_gemm(sizes: Sizes) -> Iterator[Case]:
     most, columns = sizes.ranks * sizes.tokens, 2 * sizes.intermediate
     counts = jnp.full((local,), min(expected, most), jnp.int32)
     rows = on_ranks(mesh, (local, most, sizes.hidden), 3)
-    w = on_ranks(mesh, (local, columns, sizes.hidden), 4, sizes.hidden**-0.5)
+    w = QuantizedWeights(on_ranks(mesh, (local, columns, sizes.hidden), 4, sizes.hidden**-0.5))
 
-    def gemm(zero: Array, rows: Array, w: Array, counts: Array) -> Any:
+    def gemm(zero: Array, rows: Array, w: QuantizedWeights, counts: Array) -> Any:
         return masked_grouped_gemm(rows, w, counts + zero, expected_rows=expected, implementation="triton")
 
     facts = {"num_rows": most, "depth": sizes.hidden, "columns": columns, "groups": local, "expected_rows": expected}

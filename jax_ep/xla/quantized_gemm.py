@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from jax_ep.core import fp8
 from jax_ep.core.dtypes import FP8
-from jax_ep.core.expert_matrices import QuantizedExperts
+from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.formats import weight_at
 from jax_ep.types import Array
@@ -19,13 +19,13 @@ from jax_ep.xla import grouped_gemm as loops
 
 @functools.partial(jax.jit, static_argnames=("out_dtype",))  # one compilation for eager callers
 def grouped_gemm(
-    lhs: Array, rhs: QuantizedExperts, group_sizes: Array, row_scales: Array | None, *, out_dtype: DTypeLike
+    lhs: Array, rhs: QuantizedWeights, group_sizes: Array, row_scales: Array | None, *, out_dtype: DTypeLike
 ) -> Array:
-    """Compute `out[rows of g] = lhs[rows of g] @ rhs[g].T`, with weights dequantized to the dtype of lhs.
+    """Compute `out[rows of g] = lhs[rows of g] @ rhs[g]`, with weights dequantized to the dtype of lhs.
 
     Args:
       lhs: `[M, K]`; int8 or FP8 if rows have scales.
-      rhs: `[G, N, K]`.
+      rhs: `[G, K, N]`.
       group_sizes: `[G]` int32.
       row_scales: float32 `[M]` for int8, `[M, K / 128]` for FP8, which compute in float32; or None.
       out_dtype: dtype of the result; accumulates in float32 (float64 for float64).
@@ -40,18 +40,18 @@ def grouped_gemm(
 @functools.partial(jax.jit, static_argnames=("out_dtype", "expected_rows"))
 def masked_grouped_gemm(
     lhs: Array,
-    rhs: QuantizedExperts,
+    rhs: QuantizedWeights,
     group_sizes: Array,
     row_scales: Array | None,
     *,
     out_dtype: DTypeLike,
     expected_rows: int | None,
 ) -> Array:
-    """Compute `out[g, i] = lhs[g, i] @ rhs[g].T` for rows below the sizes.
+    """Compute `out[g, i] = lhs[g, i] @ rhs[g]` for rows below the sizes.
 
     Args:
       lhs: `[G, M, K]`.
-      rhs: `[G, N, K]`.
+      rhs: `[G, K, N]`.
       group_sizes: `[G]` int32.
       row_scales: `[G, M]` or `[G, M, K / 128]`, or None; see `grouped_gemm`.
       out_dtype: dtype of the result.
@@ -67,13 +67,13 @@ def masked_grouped_gemm(
     if scales is not None:
         scales = scales.reshape(num_groups * num_rows, *scales.shape[2:])
     product = _multiply(rows, rhs, groups, scales, out_dtype)
-    return product.reshape(num_groups, num_rows, rhs.shape[1])
+    return product.reshape(num_groups, num_rows, rhs.shape[2])
 
 
 def _multiply(
-    rows: Array, rhs: QuantizedExperts, groups: loops.Groups, row_scales: Array | None, out_dtype: DTypeLike
+    rows: Array, rhs: QuantizedWeights, groups: loops.Groups, row_scales: Array | None, out_dtype: DTypeLike
 ) -> Array:
-    out = jnp.zeros((rows.shape[0], rhs.shape[1]), out_dtype)
+    out = jnp.zeros((rows.shape[0], rhs.shape[2]), out_dtype)
     rows, rhs, groups, row_scales, out = vary_alike((rows, rhs, groups, row_scales, out))
     if 0 in (*rows.shape, *rhs.shape):
         return out

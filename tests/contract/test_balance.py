@@ -104,7 +104,7 @@ def test_balance_eight_bits(implementation: str, kind: str, expert_mesh: Any, rn
         if kind == "recipe":
             options["recipe"] = "fp8"
         else:
-            weights = tuple(jax_ep.quantization.quantize_experts(w, "int8") for w in weights)
+            weights = tuple(jax_ep.quantize(w, "int8") for w in weights)
         want = jax_ep.moe(x, topk_idx, topk_weights, *weights, **options)
         got = jax_ep.moe(x + 0 * want, topk_idx, topk_weights, *weights, **options, balance=jax_ep.Balance(1.0, 1))
         return got, want

@@ -15,7 +15,7 @@ import jax_ep
 import oracle
 from cases import BASE, BF16, F32, Shape, assert_close, reals
 from harness import compiled, run
-from jax_ep.quantization import quantize_fp8_weights
+from jax_ep.quantization import quantize
 from layers import Layer
 from oracle_experts import GPT_OSS, LLAMA_4, Arrays, layer
 
@@ -151,7 +151,7 @@ def test_experts_low_latency(implementation: str, case: str, fp8: bool, expert_m
     inputs = Inputs(rng, *CASES[case], 2, WIDE, BF16)
 
     def call(x, topk_idx, weights, w_gate_up, w_down, b_gate_up, b_down):
-        matrices = [quantize_fp8_weights(w) if fp8 else w.swapaxes(1, 2) for w in (w_gate_up, w_down)]
+        matrices = [quantize(w, "fp8", activations="fp8") if fp8 else w for w in (w_gate_up, w_down)]
         options = {"num_experts": inputs.shape.num_experts, "implementation": implementation}
         options |= {"experts": inputs.experts, "biases": (b_gate_up, b_down)}
         return jax_ep.low_latency_moe(x, topk_idx, weights, *matrices, **options)

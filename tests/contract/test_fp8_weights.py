@@ -16,15 +16,17 @@ import oracle_fp8
 from cases import BF16, F32, assert_close, assert_same_bits, probabilities, reals
 from fp8_layers import NAMES, SHAPE, Layer, with_gradients
 from harness import make_mesh, run, to_numpy
-from jax_ep.core.expert_matrices import Fp8Weights, with_one_axis_of_columns
-from jax_ep.quantization import quantize_master_weights
+from jax_ep.core.expert_matrices import QuantizedWeights, merge_columns
+from jax_ep.quantization import dequantize, quantize
 from layers import Layer as PlainLayer
+
+for_training = functools.partial(quantize, format="fp8", for_training=True)
 
 
 def test_fp8_weights_definition(rng: Any) -> None:
     """Both orientations hold the values of the oracle, and parts of stacked layers are those of each layer."""
     w = reals(rng, 3, 2, 256, 128, dtype=BF16)
-    found = jax.jit(quantize_master_weights)(w)
+    found = jax.jit(for_training)(w)
     want = np.stack([oracle_fp8.quantised_blocks(layer.astype(F32)) for layer in w])
     scales = np.asarray(found.scales, np.float64).repeat(128, -1).repeat(128, -2)
     assert_same_bits(np.asarray(found.master), w)
@@ -32,9 +34,9 @@ def test_fp8_weights_definition(rng: Any) -> None:
     got, want = np.asarray(found.values).astype(np.float64) * scales, np.swapaxes(want, -1, -2)
     error = np.abs(got - want)
     assert (error > 1e-6 * np.abs(want)).mean() < 0.01 and (error <= np.abs(want) / 8 + scales * 2.0**-9).all()
-    assert_same_bits(np.asarray(found.transposed), np.swapaxes(np.asarray(found.values), -1, -2))
-    one = quantize_master_weights(jnp.asarray(w[1]))
-    for part in ("master", "values", "transposed", "scales"):
+    assert_same_bits(np.asarray(found.values_kn), np.swapaxes(np.asarray(found.values), -1, -2))
+    one = quantize(jnp.asarray(w[1]), "fp8", for_training=True)
+    for part in ("master", "values", "values_kn", "scales"):
         assert_same_bits(np.asarray(getattr(one, part)), np.asarray(getattr(found, part)[1]), part)
 
 
@@ -42,14 +44,16 @@ def test_fp8_weights_definition(rng: Any) -> None:
 def test_fp8_weights_two_column_kinds(kinds: int, rng: Any) -> None:
     """As a tensor axis splits them: each kind has the values that it has alone."""
     w = reals(rng, 3, 2, 256, kinds, 128, dtype=BF16)
-    found = quantize_master_weights(jnp.asarray(w))
-    alone = [quantize_master_weights(jnp.asarray(w[..., kind, :])) for kind in range(kinds)]
-    together = with_one_axis_of_columns(found)
-    for part, axis in (("master", -1), ("values", -2), ("transposed", -1), ("scales", -2)):
+    found = quantize(jnp.asarray(w), "fp8", for_training=True)
+    alone = [quantize(jnp.asarray(w[..., kind, :]), "fp8", for_training=True) for kind in range(kinds)]
+    together = merge_columns(found)
+    for part, axis in (("master", -1), ("values", -2), ("values_kn", -1), ("scales", -2)):
         want = jnp.concatenate([getattr(one, part) for one in alone], axis=axis)
         assert_same_bits(np.asarray(getattr(together, part)), np.asarray(want), part)
-    assert found.shape == found.transposed.shape == w.shape
+    assert found.shape == found.values_kn.shape == w.shape
     assert found.scales.shape == (3, 2, kinds, 1, 2)
+    wide = [np.asarray(dequantize(one, jnp.float32)) for one in alone]
+    np.testing.assert_array_equal(np.asarray(dequantize(found, jnp.float32)), np.stack(wide, -2))
 
 
 def activates_by_xla(implementation: str) -> bool:
@@ -66,7 +70,7 @@ def test_fp8_weights_same_bits_as_masters(implementation: str, expert_mesh: Any,
 
     def quantised(x, topk_idx, topk_weights, w_gate_up, w_down, probe):
         def layer(x, weights, up, down):
-            up, down = (quantize_master_weights(w) for w in (up, down))
+            up, down = (quantize(w, "fp8", for_training=True) for w in (up, down))
             options = {"num_experts": SHAPE.num_experts, "implementation": implementation, "recipe": "fp8"}
             return jax_ep.moe(x, topk_idx, weights, up, down, **options)
 
@@ -85,7 +89,7 @@ def test_fp8_weights_same_bits_as_masters(implementation: str, expert_mesh: Any,
 
 
 def steps(implementation: str, ids: Any, weights: Any, saved: tuple[str, ...] | None) -> Any:
-    """Return gradients of stacked masters, summed over microbatches, with masters and with `Fp8Weights`."""
+    """Return gradients of stacked masters, summed over microbatches, with masters and with `QuantizedWeights`."""
     layer = functools.partial(jax_ep.fused_moe, recipe="fp8", implementation=implementation)
 
     def loss(matrices, x):
@@ -106,11 +110,11 @@ def steps(implementation: str, ids: Any, weights: Any, saved: tuple[str, ...] | 
         return accumulate(lambda x: jax.grad(loss)(masters, x), masters, microbatches)
 
     def of_all_parts(masters, microbatches):
-        quantised = tuple(quantize_master_weights(w) for w in masters)
+        quantised = tuple(quantize(w, "fp8", for_training=True) for w in masters)
         return accumulate(lambda x: tuple(g.master for g in jax.grad(loss)(quantised, x)), masters, microbatches)
 
     def of_masters(masters, microbatches):
-        quantised = tuple(quantize_master_weights(w) for w in masters)
+        quantised = tuple(quantize(w, "fp8", for_training=True) for w in masters)
 
         def beside(masters, x):
             return loss(tuple(dataclasses.replace(q, master=w) for q, w in zip(quantised, masters, strict=True)), x)
@@ -119,7 +123,7 @@ def steps(implementation: str, ids: Any, weights: Any, saved: tuple[str, ...] | 
 
     def through(masters, microbatches):
         def total(masters):
-            quantised = tuple(quantize_master_weights(w) for w in masters)
+            quantised = tuple(quantize(w, "fp8", for_training=True) for w in masters)
             return sum(loss(quantised, x) for x in microbatches)
 
         return jax.grad(total)(masters)
@@ -194,31 +198,36 @@ def test_fp8_weights_sharded_moe(explicit: bool, fsdp_axis: str | None, implemen
 
         return *jax.jit(jax.grad(made_within, argnums=(0, 1)))(*arrays[3:]), *jax.jit(of_all_parts)(*arrays[3:])
 
-    got, want = gradients(quantize_master_weights), gradients(lambda w: w)
+    got, want = gradients(for_training), gradients(lambda w: w)
     for i, (g, w) in enumerate(zip(got, want, strict=True)):
         assert g.sharding == w.sharding or i > 1
         assert_same_bits(to_numpy(g), to_numpy(w))
 
 
-def whole(**parts: Any) -> Fp8Weights:
-    return dataclasses.replace(quantize_master_weights(jnp.ones((2, 128, 256))), **parts)
+def whole(**parts: Any) -> QuantizedWeights:
+    return dataclasses.replace(quantize(jnp.ones((2, 128, 256)), "fp8", for_training=True), **parts)
 
 
 MISTAKES = {
-    "another recipe": (ValueError, {"recipe": None}, {}, r"w_gate_up is Fp8Weights with recipe=None.*master"),
+    "another recipe": (
+        ValueError,
+        {"recipe": None},
+        {},
+        r"QuantizedWeights with a master, which need recipe='fp8'",
+    ),
     "a part that is missing": (
         TypeError,
         {},
-        {"transposed": None},
-        r"w_gate_up.transposed is a NoneType, not an array",
+        {"values_kn": None},
+        r"w_gate_up.values_kn is a NoneType, not an array",
     ),
     "parts of others": (
         *(ValueError, {}, {"scales": jnp.ones((2, 1, 1))}),
         r"w_gate_up.scales is float32\[2, 1, 1\], expected float32\[2, 2, 1\] for a master \[2, 128, 256\]",
     ),
     "parts of another dtype": (
-        *(ValueError, {}, {"values": jnp.ones((2, 256, 128))}),
-        r"w_gate_up.values is float32\[2, 256, 128\], expected float8_e4m3fn",
+        *(TypeError, {}, {"values": jnp.ones((2, 256, 128))}),
+        r"w_gate_up in 'fp8' has values of float32 and scales of float32, expected float8_e4m3fn",
     ),
     "no array": (TypeError, {}, {"values": [1]}, r"w_gate_up.values is a list"),
     "several layers": (
@@ -232,16 +241,16 @@ MISTAKES = {
 def test_fp8_weights_mistakes(name: str) -> None:
     error, options, parts, message = MISTAKES[name]
     x, ids, weights = jnp.ones((3, 128)), jnp.zeros((3, 1), jnp.int32), jnp.ones((3, 1))
-    matrices = whole(**parts), quantize_master_weights(jnp.ones((2, 128, 128)))
+    matrices = whole(**parts), quantize(jnp.ones((2, 128, 128)), "fp8", for_training=True)
     with pytest.raises(error, match=message):
         jax_ep.fused_moe(x, ids, weights, *matrices, **{"recipe": "fp8", **options})
 
 
 def test_quantize_master_weights_mistakes() -> None:
     with pytest.raises(ValueError, match=r"axis -1 of w is 100, expected a multiple of 128"):
-        quantize_master_weights(jnp.ones((2, 128, 100)))
+        quantize(jnp.ones((2, 128, 100)), "fp8", for_training=True)
     x, ids, weights = jnp.ones((3, 128)), jnp.zeros((3, 1), jnp.int32), jnp.ones((3, 1))
-    with pytest.raises(TypeError, match=r"w_gate_up is Fp8Weights and w_down is an array, expected two of a kind"):
+    with pytest.raises(TypeError, match=r"QuantizedWeights with a master and w_down is an array, expected two of"):
         jax_ep.fused_moe(x, ids, weights, whole(), jnp.ones((2, 128, 128)), recipe="fp8")
 
 
@@ -254,7 +263,7 @@ def test_fp8_weights_remat(policy: str, rng: Any) -> None:
 
     def gradients(policy: str | None) -> Any:
         def layer(x: Any, masters: Any) -> Any:
-            w = [quantize_master_weights(master) for master in masters]
+            w = [quantize(master, "fp8", for_training=True) for master in masters]
             return x + jax_ep.fused_moe(x, ids, jnp.ones((6, 1)), *w, recipe="fp8", implementation="xla"), None
 
         if policy is not None:

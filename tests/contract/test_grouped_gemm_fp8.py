@@ -15,7 +15,8 @@ import oracle
 import oracle_serving
 from cases import BF16, F32, assert_close, fp8_tolerance, reals
 from harness import to_numpy
-from jax_ep.quantization import quantize_fp8, quantize_fp8_weights
+from jax_ep.quantization import quantize, quantize_fp8
+from stored_experts import fp8_weights
 
 OPERATION = "grouped_gemm"
 pytestmark = pytest.mark.slow_interpreted(unless={"implementation": ["triton"]})  # Mosaic's interpreter takes seconds.
@@ -48,7 +49,7 @@ class Problem:
     def call(self, fn: Any) -> np.ndarray:
         lhs, scales = self.lhs.copy(), self.lhs_scales.copy()
         lhs[self.used :], scales[self.used :] = np.nan, np.nan
-        return fn(lhs, self.rhs, self.sizes, lhs_scales=scales, rhs_scales=self.rhs_scales)
+        return fn(lhs, fp8_weights(self.rhs, self.rhs_scales), self.sizes, lhs_scales=scales)
 
     def want(self) -> np.ndarray:
         lhs = oracle.dequantize(self.lhs, self.lhs_scales, np.float64)
@@ -88,21 +89,20 @@ def test_grouped_gemm_fp8_accumulates_in_float32(implementation: str) -> None:
     call = gemm(implementation, preferred_element_type=jnp.float32)
     got = call(
         np.ones((4, depth), oracle.FP8),
-        np.ones((1, 8, depth), oracle.FP8),
+        fp8_weights(np.ones((1, 8, depth), oracle.FP8), np.ones((1, 1, 16), F32)),
         np.array([4], np.int32),
         lhs_scales=lhs_scales,
-        rhs_scales=np.ones((1, 1, 16), F32),
     )
     np.testing.assert_array_equal(got, 2.0**16 + 15 * 2)
 
 
 def test_grouped_gemm_fp8_quantized_operands(implementation: str, rng: np.random.Generator) -> None:
-    """Of `quantize_fp8` and `quantize_fp8_weights`: two roundings of 3 mantissa bits from the exact product."""
+    """Of `quantize_fp8` and `quantize`: two roundings of 3 mantissa bits from the exact product."""
     sizes = np.array([17, 0, 30], np.int32)
     lhs, rhs = reals(rng, 47, 512, dtype=BF16), reals(rng, 3, 512, 96, dtype=BF16)
-    rows, matrices = quantize_fp8(jnp.asarray(lhs)), quantize_fp8_weights(jnp.asarray(rhs))
+    rows, w = quantize_fp8(jnp.asarray(lhs)), quantize(jnp.asarray(rhs), "fp8", activations="fp8")
     call = gemm(implementation, preferred_element_type=jnp.float32)
-    got = call(rows[0], matrices[0], sizes, lhs_scales=rows[1], rhs_scales=matrices[1])
+    got = call(rows[0], w, sizes, lhs_scales=rows[1])
     want = oracle.grouped_gemm(lhs, rhs, sizes)
     error = np.linalg.norm(got - want) / np.linalg.norm(want)
     assert 0.01 < error < 0.06
@@ -124,8 +124,8 @@ def test_grouped_gemm_fp8_invalid_sizes(implementation: str, sizes: list[int], r
     problem = Problem(rng, 12, [12], 128, 40)
     rhs, scales = np.repeat(problem.rhs, 3, 0), np.repeat(problem.rhs_scales, 3, 0)
     call = gemm(implementation, preferred_element_type=jnp.float32)
-    operands = (problem.lhs, rhs, np.array(sizes, np.int32))
-    got = call(*operands, lhs_scales=problem.lhs_scales, rhs_scales=scales)
+    operands = (problem.lhs, fp8_weights(rhs, scales), np.array(sizes, np.int32))
+    got = call(*operands, lhs_scales=problem.lhs_scales)
     used = min(12, sum(max(0, size) for size in sizes))
     assert_close(got[:used], problem.want()[:used], tolerance=fp8_tolerance(implementation))
     assert not got[used:].any()
@@ -135,10 +135,9 @@ def test_grouped_gemm_fp8_invalid_sizes(implementation: str, sizes: list[int], r
 def test_grouped_gemm_fp8_empty_arrays(implementation: str, rows: int, groups: int, columns: int) -> None:
     got = gemm(implementation)(
         np.ones((rows, 128), oracle.FP8),
-        np.ones((groups, columns, 128), oracle.FP8),
+        fp8_weights(np.ones((groups, columns, 128), oracle.FP8), np.ones((groups, -(-columns // 128), 1), F32)),
         np.full(groups, rows, np.int32),
         lhs_scales=np.ones((rows, 1), F32),
-        rhs_scales=np.ones((groups, -(-columns // 128), 1), F32),
     )
     assert got.shape == (rows, columns) and got.dtype == BF16 and not got.astype(F32).any()
 
@@ -149,9 +148,8 @@ def test_grouped_gemm_fp8_vmap(implementation: str, rng: np.random.Generator) ->
     stacked = [np.stack([getattr(problem, name) for problem in problems]) for name in names]
 
     def call(lhs, rhs, sizes, lhs_scales, rhs_scales):
-        scales = {"lhs_scales": lhs_scales, "rhs_scales": rhs_scales}
         options = {"preferred_element_type": jnp.float32, "implementation": implementation}
-        return jax_ep.grouped_gemm(lhs, rhs, sizes, **scales, **options)
+        return jax_ep.grouped_gemm(lhs, fp8_weights(rhs, rhs_scales), sizes, lhs_scales=lhs_scales, **options)
 
     got = to_numpy(jax.jit(jax.vmap(call))(*stacked))
     for i, problem in enumerate(problems):
@@ -160,9 +158,10 @@ def test_grouped_gemm_fp8_vmap(implementation: str, rng: np.random.Generator) ->
 
 def test_grouped_gemm_fp8_no_gradient(implementation: str) -> None:
     def loss(scales):
-        ones = jnp.ones((2, 128), jnp.float8_e4m3fn), jnp.ones((1, 8, 128), jnp.float8_e4m3fn), jnp.array([2])
-        options = {"rhs_scales": jnp.ones((1, 1, 1)), "preferred_element_type": jnp.float32}
-        return jnp.sum(jax_ep.grouped_gemm(*ones, lhs_scales=scales, implementation=implementation, **options))
+        w = fp8_weights(jnp.ones((1, 8, 128), jnp.float8_e4m3fn), jnp.ones((1, 1, 1)))
+        operands, options = (jnp.ones((2, 128), jnp.float8_e4m3fn), w, jnp.array([2])), {}
+        options["preferred_element_type"] = jnp.float32
+        return jnp.sum(jax_ep.grouped_gemm(*operands, lhs_scales=scales, implementation=implementation, **options))
 
-    with pytest.raises(TypeError, match=r"no gradient.*recipe"):
+    with pytest.raises(TypeError, match="no gradient"):
         jax.grad(loss)(jnp.ones((2, 1)))

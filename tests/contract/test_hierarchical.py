@@ -327,9 +327,9 @@ def test_hierarchical_low_latency_moe(implementation: str, two_nodes: Mesh, rng:
     layer = Layer(rng, "uniform", 4, shape)  # Decoding assigns a token to an expert once.
 
     def fn(x: Any, idx: Any, weights: Any, w_gate_up: Any, w_down: Any) -> Any:
-        matrices: Any = (w_gate_up.mT, w_down.mT)
+        matrices: Any = (w_gate_up, w_down)
         if in_fp8:
-            matrices = [jax_ep.quantization.quantize_fp8_weights(w) for w in (w_gate_up, w_down)]
+            matrices = [jax_ep.quantize(w, "fp8", activations="fp8") for w in (w_gate_up, w_down)]
         options = {"num_experts": shape.num_experts, "axis_name": TOPOLOGY}
         layer = functools.partial(jax_ep.low_latency_moe, implementation=implementation)
         operands = x, idx, weights, *matrices

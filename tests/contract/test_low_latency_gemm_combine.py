@@ -16,7 +16,7 @@ import oracle_serving
 from cases import BF16, F32, Shape, assert_close, integers, probabilities, reals
 from harness import compiled, run
 from routings import ROUTINGS, routings
-from stored_experts import STORED, store
+from stored_experts import STORED, fp8_weights, store
 
 SHAPE = Shape(num_tokens=5, top_k=3, num_experts=8, hidden=40, intermediate=24)
 MAX_TOKENS = 7
@@ -25,7 +25,8 @@ MAX_TOKENS = 7
 def product_and_combine(implementation: str, shape: Shape = SHAPE, **options: Any):
     """Return a function of given rows; the dispatch only creates the handle."""
 
-    def fn(x, ids, weights, lhs, rhs, num_tokens=None, **scales):
+    def fn(x, ids, weights, lhs, rhs, num_tokens=None, rhs_scales=None, **scales):
+        rhs = jnp.swapaxes(rhs, 1, 2) if rhs_scales is None else fp8_weights(rhs, rhs_scales)
         sizes = {"num_experts": shape.num_experts, "max_tokens_per_rank": MAX_TOKENS, "num_tokens": num_tokens}
         d = jax_ep.low_latency_dispatch(x, ids, **sizes, quantize=False, implementation=implementation)
         arguments = (lhs, rhs, d.group_sizes, ids, weights, d.handle)

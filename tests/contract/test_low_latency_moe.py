@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 import jax_ep
-import oracle
 import oracle_serving
 from cases import BF16, F32, Shape, assert_close, probabilities, reals
 from harness import compiled
-from jax_ep.quantization import quantize_experts, quantize_fp8_weights
+from jax_ep.quantization import quantize
 from routings import ROUTINGS
 
 SHAPE = Shape(num_tokens=6, top_k=3, num_experts=8, hidden=256, intermediate=128)
@@ -26,7 +25,7 @@ FP8_ERROR = 0.1
 
 def layer(implementation: str, fp8: bool, **options: Any):
     def fn(x, topk_idx, topk_weights, w_gate_up, w_down):
-        prepare = quantize_fp8_weights if fp8 else partial(jnp.swapaxes, axis1=1, axis2=2)
+        prepare = partial(quantize, format="fp8", activations="fp8") if fp8 else (lambda w: w)
         return jax_ep.low_latency_moe(
             x,
             topk_idx,
@@ -119,15 +118,14 @@ def test_low_latency_moe_matches_moe(implementation: str, expert_mesh: Any, rng:
 
 @pytest.mark.slow_interpreted
 def test_low_latency_moe_no_tokens(implementation: str) -> None:
-    w = jnp.ones((2, 256, 128), oracle.FP8), jnp.ones((2, 2, 1), jnp.float32)
-    down = jnp.ones((2, 128, 128), oracle.FP8), jnp.ones((2, 1, 1), jnp.float32)
+    w, down = (quantize(jnp.ones((2, 128, n)), "fp8", activations="fp8") for n in (256, 128))
     call = partial(jax_ep.low_latency_moe, num_experts=2, axis_name=(), implementation="xla")
     out = call(jnp.ones((0, 128)), jnp.ones((0, 2), jnp.int32), jnp.ones((0, 2)), w, down)
     assert out.shape == (0, 128)
 
 
 def test_low_latency_moe_no_gradient() -> None:
-    w, down = jnp.ones((2, 256, 128)), jnp.ones((2, 128, 128))
+    w, down = jnp.ones((2, 128, 256)), jnp.ones((2, 128, 128))
 
     def loss(x):
         call = partial(jax_ep.low_latency_moe, num_experts=2, axis_name=(), implementation="xla")
@@ -155,10 +153,7 @@ def test_low_latency_moe_two_weight_formats(other: str, swapped: bool) -> None:
         {"format": other, "activations": None if other == "fp8" else "fp8"},
     ]
     kinds = formats[::-1] if swapped else formats
-    w = [
-        quantize_experts(m, kind["format"], activations=kind["activations"])
-        for m, kind in zip(matrices, kinds, strict=True)
-    ]
+    w = [quantize(m, kind["format"], activations=kind["activations"]) for m, kind in zip(matrices, kinds, strict=True)]
     got = jax_ep.low_latency_moe(x, ids, weights, *w, num_experts=4, axis_name=(), implementation="xla")
     want = jax_ep.fused_moe(x, ids, weights, *w, implementation="xla")
     error = np.linalg.norm(np.asarray(got - want)) / np.linalg.norm(np.asarray(want))
@@ -170,7 +165,7 @@ def test_low_latency_ids_past_num_tokens(jit: bool) -> None:
     """They may be anything, in dispatch and combine."""
     x, ids, weights, up, down = small_layer()
     keywords = {"num_experts": 4, "axis_name": (), "implementation": "xla"}
-    matrices = up.swapaxes(1, 2), down.swapaxes(1, 2)
+    matrices = up, down
     others = ids.at[2].set(jnp.array([99, -7]))
     dispatch = partial(jax_ep.low_latency_dispatch, max_tokens_per_rank=4, num_tokens=2, quantize=False, **keywords)
     dispatched = (jax.jit(dispatch) if jit else dispatch)(x, others)
@@ -190,7 +185,7 @@ def test_low_latency_moe_no_gradient_per_array(argument: str) -> None:
 
     def loss(value: Any) -> Any:
         arrays = given | {argument: value}
-        matrices = {"w_gate_up": up.swapaxes(1, 2), "w_down": down.swapaxes(1, 2)}
+        matrices = {"w_gate_up": up, "w_down": down}
         call = partial(jax_ep.low_latency_moe, num_experts=4, axis_name=(), implementation="xla")
         return call(x, ids, **arrays, **matrices).sum()
 

@@ -13,8 +13,10 @@ import pytest
 import jax_ep
 import oracle
 import oracle_serving
-from cases import BF16, F16, F32, assert_close, fp8_tolerance, integers, reals
+from cases import BF16, F16, F32, assert_close, assert_same_bits, fp8_tolerance, integers, reals
 from harness import refusals_skip, to_numpy
+from jax_ep.quantization import quantize as quantize_weights
+from stored_experts import fp8_weights
 
 # name: (rows M of a group, sizes)
 GROUPS = {
@@ -54,7 +56,7 @@ class Quantised:
 
     def call(self, fn: Any) -> np.ndarray:
         lhs, scales = poison(self.lhs, self.real), poison(self.lhs_scales, self.real)
-        return fn(lhs, self.rhs, self.sizes, lhs_scales=scales, rhs_scales=self.rhs_scales)
+        return fn(lhs, fp8_weights(self.rhs, self.rhs_scales), self.sizes, lhs_scales=scales)
 
     def want(self) -> np.ndarray:
         lhs = oracle.dequantize(self.lhs, self.lhs_scales)
@@ -79,12 +81,12 @@ def test_masked_other_block_size(implementation: str, group_size: int, rng: np.r
     d = jax.jit(partial(jax_ep.low_latency_dispatch, group_size=group_size, **sizes))(x, ids)
     problem = Quantised(rng, [1, 1, 1], 6, 512, 40)
     call = gemm(implementation, preferred_element_type=jnp.float32)
-    scales = {"lhs_scales": d.scales, "rhs_scales": problem.rhs_scales}
+    w = fp8_weights(problem.rhs, problem.rhs_scales)
     if group_size < 128:
-        with pytest.raises(ValueError, match=r"These are of groups of 64: quantise with group_size=128"):
-            call(d.tokens, problem.rhs, d.group_sizes, **scales)
+        with pytest.raises(ValueError, match=r"These are for 64 columns: quantize with group_size=128"):
+            call(d.tokens, w, d.group_sizes, lhs_scales=d.scales)
         return
-    got, real = call(d.tokens, problem.rhs, d.group_sizes, **scales), counted(6, d.group_sizes)
+    got, real = call(d.tokens, w, d.group_sizes, lhs_scales=d.scales), counted(6, d.group_sizes)
     scales = np.where(real[..., None], to_numpy(d.scales), 0)  # Rows without a token are undefined.
     lhs = oracle.dequantize(to_numpy(d.tokens), scales.repeat(2, axis=-1))
     rhs = oracle_serving.dequantize_blocks(problem.rhs, problem.rhs_scales)
@@ -114,9 +116,9 @@ def test_masked_fp8_accumulates_in_float32(implementation: str, rng: np.random.G
     ones, sizes = np.ones((1, 4, depth), oracle.FP8), np.array([4], np.int32)
     lhs_scales = np.full((1, 4, 16), 2.0**-6, F32)
     lhs_scales[..., 0] = 2.0**9
-    rhs_scales = np.ones((1, 1, 16), F32)
+    w = fp8_weights(np.ones((1, 8, depth), oracle.FP8), np.ones((1, 1, 16), F32))
     call = gemm(implementation, preferred_element_type=jnp.float32)
-    got = call(ones, np.ones((1, 8, depth), oracle.FP8), sizes, lhs_scales=lhs_scales, rhs_scales=rhs_scales)
+    got = call(ones, w, sizes, lhs_scales=lhs_scales)
     np.testing.assert_array_equal(got, 2.0**16 + 15 * 2)
 
 
@@ -126,14 +128,16 @@ def test_masked_other_dtypes(implementation: str, groups: str, dtype: np.dtype, 
     rows, sizes = GROUPS[groups]
     real, depth = counted(rows, sizes), 72
     lhs, rhs = reals(rng, len(sizes), rows, depth, dtype=dtype), reals(rng, len(sizes), 40, depth, dtype=dtype)
-    got = gemm(implementation)(poison(lhs, real), rhs, np.array(sizes, np.int32))
+    call, sizes = gemm(implementation), np.array(sizes, np.int32)
+    got = call(poison(lhs, real), np.swapaxes(rhs, 1, 2), sizes)
     assert got.dtype == dtype
+    assert_same_bits(got[real], call(poison(lhs, real), quantize_weights(jnp.swapaxes(rhs, 1, 2), None), sizes)[real])
     assert_close(got[real], oracle_serving.masked_grouped_gemm(lhs, rhs)[real])
 
 
 @pytest.mark.parametrize(("groups", "rows", "depth", "columns"), [(3, 0, 8, 4), (2, 3, 8, 0), (0, 3, 8, 4)])
 def test_masked_empty_arrays(implementation: str, groups: int, rows: int, depth: int, columns: int) -> None:
-    lhs, rhs = np.ones((groups, rows, depth), BF16), np.ones((groups, columns, depth), BF16)
+    lhs, rhs = np.ones((groups, rows, depth), BF16), np.ones((groups, depth, columns), BF16)
     got = gemm(implementation)(lhs, rhs, np.full(groups, rows, np.int32))
     assert got.shape == (groups, rows, columns)
 
@@ -142,7 +146,7 @@ def test_masked_covers_rows_and_columns(implementation: str, rng: np.random.Gene
     """Small integers are exact, so that any lost or doubled product shows."""
     sizes = rng.integers(0, 40, 9).astype(np.int32)
     lhs, rhs = integers(rng, 9, 39, 264, dtype=BF16), integers(rng, 9, 301, 264, dtype=BF16)
-    got = gemm(implementation, preferred_element_type=jnp.float32)(lhs, rhs, sizes)
+    got = gemm(implementation, preferred_element_type=jnp.float32)(lhs, np.swapaxes(rhs, 1, 2), sizes)
     real = counted(39, sizes)
     np.testing.assert_array_equal(got[real], oracle_serving.masked_grouped_gemm(lhs, rhs)[real])
 
@@ -199,7 +203,7 @@ def test_masked_vmap(implementation: str, rng: np.random.Generator) -> None:
     sizes = np.array([[3, 0], [1, 8]], np.int32)
     lhs, rhs = integers(rng, 2, 2, 8, 64, dtype=BF16), integers(rng, 2, 24, 64, dtype=BF16)
     call = partial(jax_ep.masked_grouped_gemm, implementation=implementation)
-    got = to_numpy(jax.jit(jax.vmap(call, in_axes=(0, None, 0)))(lhs, rhs, sizes))
+    got = to_numpy(jax.jit(jax.vmap(call, in_axes=(0, None, 0)))(lhs, np.swapaxes(rhs, 1, 2), sizes))
     for i in range(2):
         real = counted(8, sizes[i])
         assert_close(got[i][real], oracle_serving.masked_grouped_gemm(lhs[i], rhs)[real])
@@ -207,7 +211,7 @@ def test_masked_vmap(implementation: str, rng: np.random.Generator) -> None:
 
 def test_masked_no_gradient(implementation: str) -> None:
     def through_product(lhs):
-        rhs, sizes = jnp.ones((1, 8, 16), jnp.bfloat16), jnp.array([2])
+        rhs, sizes = jnp.ones((1, 16, 8), jnp.bfloat16), jnp.array([2])
         return jnp.sum(jax_ep.masked_grouped_gemm(lhs, rhs, sizes, implementation=implementation))
 
     with pytest.raises(TypeError, match="no gradient"):

@@ -62,7 +62,7 @@ def test_process_per_node_decoding(nodes: Mesh, rng: Any) -> None:
     problem = Layer(rng, "uniform", nodes.size, shape, BF16)
 
     def fn(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> Any:
-        matrices = w_gate_up.swapaxes(1, 2), w_down.swapaxes(1, 2)
+        matrices = w_gate_up, w_down
         options = {"num_experts": shape.num_experts, "max_tokens_per_rank": shape.num_tokens, "axis_name": TOPOLOGY}
         return jax_ep.low_latency_moe(x, ids, weights, *matrices, implementation="triton", **options)
 

@@ -17,7 +17,7 @@ import oracle_quantized
 from cases import BF16, F16, F32, Shape, assert_close, assert_same_bits, reals
 from harness import compiled, to_numpy
 from jax_ep import formats
-from jax_ep.quantization import prepack_experts, quantize_experts, quantize_fp8, unprepack_experts
+from jax_ep.quantization import quantize, quantize_fp8, with_layout
 from layers import Layer
 from stored_experts import STORED, stand_for, store
 
@@ -102,11 +102,11 @@ def test_quantized_gemm_mxfp4_scales(
     """Scales far from one, one per column; too large values are not finite, and NaN stays in its column."""
     exponents = np.array([63, 100, 127, 128, 129, 140, 160, 161, 254, 255], np.uint8)
     lhs, columns = reals(rng, 6, 64, dtype=dtype), len(exponents)
-    q = quantize_experts(jnp.asarray(reals(rng, 1, 64, columns)), "mxfp4")
+    q = quantize(jnp.asarray(reals(rng, 1, 64, columns)), "mxfp4")
     scales = np.broadcast_to(exponents[None, :, None], q.scales.shape)
     q = dataclasses.replace(q, scales=jnp.asarray(scales))
     call = partial(jax_ep.grouped_gemm, preferred_element_type=jnp.float32, implementation=implementation)
-    rhs = prepack_experts(q) if prepacked else q
+    rhs = with_layout(q, "prepacked") if prepacked else q
     got = to_numpy(jax.jit(call)(lhs, rhs, np.array([6], np.int32))).astype(np.float64)
     matrix = oracle_quantized.dequantize(np.asarray(q.values), scales, "mxfp4")[0]
     want = lhs.astype(np.float64) @ matrix.T
@@ -127,7 +127,7 @@ def test_quantized_gemm_int8_tokens(
     sizes, depth = np.array([5, 0, 30], np.int32), 160
     w = reals(rng, 3, depth, 40)
     smooth = (2.0 ** rng.uniform(-3, 3, (3, depth))).astype(F32) if smoothed else None
-    q = quantize_experts(jnp.asarray(w), "int8", activations="int8", smooth=smooth)
+    q = quantize(jnp.asarray(w), "int8", activations="int8", smooth=smooth)
     groups = np.repeat(np.arange(3), sizes)
     rows = reals(rng, 35, depth, dtype=BF16) * (4 * np.arange(depth) % 7).astype(BF16)
     wide = rows.astype(np.float64) / (smooth[groups].astype(np.float64) if smoothed else 1)
@@ -159,7 +159,7 @@ def test_quantized_gemm_smooth_outlier_columns(implementation: str, rng: np.rand
     want = oracle.grouped_gemm(x.astype(np.float64), w, sizes)
     errors = []
     for factors in (None, smooth):
-        q = quantize_experts(jnp.asarray(w), "int8", activations="int8", smooth=factors)
+        q = quantize(jnp.asarray(w), "int8", activations="int8", smooth=factors)
         got = to_numpy(jax_ep.grouped_gemm(x.astype(BF16), q, sizes, implementation=implementation))
         errors.append(np.linalg.norm(got.astype(np.float64) - want) / np.linalg.norm(want))
     assert errors[1] < 0.7 * errors[0]
@@ -168,7 +168,7 @@ def test_quantized_gemm_smooth_outlier_columns(implementation: str, rng: np.rand
 def test_quantized_layer_int8_tokens(implementation: str, rng: np.random.Generator) -> None:
     layer = Layer(rng, "uniform", 1, Shape(num_tokens=9, hidden=128, intermediate=128), BF16)
     want = layer.oracle().forward()[0]
-    q = [quantize_experts(jnp.asarray(w), "int8", activations="int8") for w in (layer.w_gate_up, layer.w_down)]
+    q = [quantize(jnp.asarray(w), "int8", activations="int8") for w in (layer.w_gate_up, layer.w_down)]
     operands = layer.x[0], layer.topk_idx[0], layer.topk_weights[0]
     for call in (jax_ep.fused_moe, partial(jax_ep.low_latency_moe, num_experts=8, axis_name=())):
         got = to_numpy(jax.jit(partial(call, implementation=implementation))(*operands, *q))
@@ -180,14 +180,14 @@ def test_quantized_layer_int8_tokens(implementation: str, rng: np.random.Generat
 def test_quantized_gemm_fp8_tokens(implementation: str, masked: bool, rng: np.random.Generator) -> None:
     """Results match GEMMs of the two FP8 operands bit for bit."""
     sizes, depth = np.array([5, 0, 30], np.int32), 256
-    q = quantize_experts(jnp.asarray(reals(rng, 3, depth, 40)), "fp8", activations="fp8")
+    q = quantize(jnp.asarray(reals(rng, 3, depth, 40)), "fp8", activations="fp8")
     rows = reals(rng, 35, depth, dtype=BF16)
     if masked:
         rows, real = np.full((3, 32, depth), np.nan, BF16), np.arange(32) < sizes[:, None]
         rows[real] = reals(rng, 35, depth, dtype=BF16)
     product = partial(jax_ep.masked_grouped_gemm if masked else jax_ep.grouped_gemm, implementation=implementation)
     values, scales = quantize_fp8(rows)
-    want = to_numpy(jax.jit(product)(values, q.values, sizes, lhs_scales=scales, rhs_scales=q.scales))
+    want = to_numpy(jax.jit(product)(values, q, sizes, lhs_scales=scales))
     got = to_numpy(jax.jit(product)(rows, q, sizes))
     assert_same_bits(got[real] if masked else got, want[real] if masked else want)
 
@@ -217,7 +217,7 @@ def test_quantized_gemm_fp8_tokens_other_formats(
         3, depth, 40
     )
     sizes_of_blocks = {"block_size": block_size} if formats.FORMATS[expert_format].takes_block_size else {}
-    q = quantize_experts(jnp.asarray(w, F32), expert_format, activations="fp8", **sizes_of_blocks)
+    q = quantize(jnp.asarray(w, F32), expert_format, activations="fp8", **sizes_of_blocks)
     matrices = np.swapaxes(stand_for(q), -1, -2)
     rows = reals(rng, 35, depth, dtype=BF16)
     want = oracle.grouped_gemm(in_fp8(rows), np.swapaxes(matrices, -1, -2), sizes)
@@ -247,7 +247,7 @@ def test_quantized_layers_fp8_tokens(
 ) -> None:
     layer = Layer(rng, "uniform", 1, Shape(num_tokens=9, hidden=256, intermediate=128), BF16)
     x, ids, weights = layer.x[0], layer.topk_idx[0], layer.topk_weights[0]
-    pair = [quantize_experts(jnp.asarray(w), expert_format, activations="fp8") for w in (layer.w_gate_up, layer.w_down)]
+    pair = [quantize(jnp.asarray(w), expert_format, activations="fp8") for w in (layer.w_gate_up, layer.w_down)]
     matrices = [np.swapaxes(stand_for(q), -1, -2) for q in pair]
     want = np.zeros(x.shape)
     tokens = in_fp8(x)
@@ -282,7 +282,7 @@ def test_quantized_layer_fp8_tokens(implementation: str, kind: str, num_ranks: i
     options = {"num_experts": 8, "implementation": implementation, "experts": experts}
 
     def stored(x, ids, weights, *matrices):
-        quantised = [quantize_experts(w, "fp8", activations="fp8") for w in matrices]
+        quantised = [quantize(w, "fp8", activations="fp8") for w in matrices]
         return jax_ep.moe(x, ids, weights, *quantised, **options)
 
     def in_each_call(*operands):
@@ -298,16 +298,6 @@ def test_quantized_layer_fp8_tokens(implementation: str, kind: str, num_ranks: i
     else:
         want = to_numpy(compiled(in_each_call, expert_mesh(num_ranks))(*layer.args)).astype(np.float64)
         assert np.linalg.norm(to_numpy(got).astype(np.float64) - want) < 0.05 * np.linalg.norm(want)
-
-
-def test_quantized_low_latency_layer_fp8_tokens(implementation: str, rng: np.random.Generator) -> None:
-    """Results match the layer with pairs."""
-    layer = Layer(rng, "uniform", 1, Shape(num_tokens=9, hidden=128, intermediate=128), BF16)
-    quantised = [quantize_experts(jnp.asarray(w), "fp8", activations="fp8") for w in (layer.w_gate_up, layer.w_down)]
-    pairs = [(q.values, q.scales) for q in quantised]
-    call = jax.jit(partial(jax_ep.low_latency_moe, num_experts=8, axis_name=(), implementation=implementation))
-    operands = layer.x[0], layer.topk_idx[0], layer.topk_weights[0]
-    assert_same_bits(to_numpy(call(*operands, *quantised)), to_numpy(call(*operands, *pairs)))
 
 
 def stands_for(layer: Layer, stored: str, dtype: Any) -> Layer:
@@ -343,8 +333,8 @@ def test_quantized_layers_biases_and_padding(implementation: str, rng: np.random
     biases = reals(rng, 4, 256, dtype=BF16), reals(rng, 4, 128, dtype=BF16)
     experts = jax_ep.Experts("silu", clamp=7.0, alpha=1.702, up_offset=1.0, interleaved=True)
     call = partial(jax_ep.fused_moe, implementation=implementation, experts=experts, biases=biases)
-    quantised = [quantize_experts(jnp.asarray(a), "int8") for a in w]
-    dense = [jnp.swapaxes(jax_ep.quantization.dequantize_experts(q, jnp.bfloat16), -1, -2) for q in quantised]
+    quantised = [quantize(jnp.asarray(a), "int8") for a in w]
+    dense = [jax_ep.dequantize(q, jnp.bfloat16) for q in quantised]
     weights = np.full((6, 2), 0.5, F32)
     got, want = (to_numpy(jax.jit(call)(x, ids, weights, *matrices)) for matrices in (quantised, dense))
     assert_close(got, want.astype(np.float64), tolerance=2e-2)
@@ -362,28 +352,33 @@ def test_quantized_gemm_prepacked_needs_16_bit_tokens(implementation: str) -> No
     with pytest.raises(ValueError, match="w_gate_up is prepacked, with activations='fp8'"):
         jax_ep.fused_moe(*operands, in_fp8, down, implementation=implementation)
     both = to_numpy(jax_ep.fused_moe(*operands, w, down, implementation=implementation))
-    apart = to_numpy(jax_ep.fused_moe(*operands, *map(unprepack_experts, (w, down)), implementation=implementation))
+    others = (with_layout(a, "transposed") for a in (w, down))
+    apart = to_numpy(jax_ep.fused_moe(*operands, *others, implementation=implementation))
     assert_close(both, apart.astype(np.float64))
 
 
 def test_quantized_gemm_mistakes(implementation: str) -> None:
-    q = quantize_experts(jnp.ones((2, 128, 256)), "int8")
+    q = quantize(jnp.ones((2, 128, 256)), "int8")
     x, ids, weights = jnp.ones((3, 128)), jnp.zeros((3, 1), jnp.int32), jnp.ones((3, 1))
-    down = quantize_experts(jnp.ones((2, 128, 128)), "int8")
+    down = quantize(jnp.ones((2, 128, 128)), "int8")
     layer = partial(jax_ep.fused_moe, implementation=implementation)
-    with pytest.raises(TypeError, match="w_gate_up is QuantizedExperts and w_down is an array, expected two of a kind"):
+    with pytest.raises(TypeError, match="w_gate_up is QuantizedWeights and w_down is an array, expected two of a kind"):
         layer(x, ids, weights, q, jnp.ones((2, 128, 128)))
-    with pytest.raises(ValueError, match=r"mode='fused' with QuantizedExperts"):
+    with pytest.raises(ValueError, match=r"mode='fused' with QuantizedWeights"):
         layer(x, ids, weights, q, down, schedule=jax_ep.Schedule(dispatch_mode="fused"))
-    with pytest.raises(ValueError, match="with QuantizedExperts, which say how products run"):
+    with pytest.raises(ValueError, match="recipe='fp8' with QuantizedWeights for inference"):
         layer(x, ids, weights, q, down, recipe="fp8")
-    with pytest.raises(TypeError, match="with QuantizedExperts has no gradient"):
+    with pytest.raises(TypeError, match="with QuantizedWeights has no gradient"):
         jax.grad(lambda x: layer(x, ids, weights, q, down).sum())(x)
-    both = (quantize_experts(jnp.ones(shape), "fp8", activations="fp8") for shape in ((2, 128, 256), (2, 128, 128)))
-    with pytest.raises(TypeError, match="with QuantizedExperts has no gradient"):
+    both = (quantize(jnp.ones(shape), "fp8", activations="fp8") for shape in ((2, 128, 256), (2, 128, 128)))
+    with pytest.raises(TypeError, match="with QuantizedWeights has no gradient"):
         jax.grad(lambda x, *both: layer(x, ids, weights, *both).sum())(x, *both)
     gemm = partial(jax_ep.grouped_gemm, implementation=implementation)
-    with pytest.raises(TypeError, match="rhs_scales beside QuantizedExperts"):
-        gemm(x, q, jnp.array([1, 2]), rhs_scales=q.scales)
-    with pytest.raises(ValueError, match="the last axis of rhs, K,"):
+    with pytest.raises(TypeError, match="lhs_scales are given but lhs has dtype float32"):
+        gemm(x, q, jnp.array([1, 2]), lhs_scales=jnp.ones((3, 1)))
+    with pytest.raises(TypeError, match="lhs has dtype float8_e4m3fn, so rhs must be QuantizedWeights with act"):
+        gemm(x.astype(jnp.float8_e4m3fn), q, jnp.array([1, 2]), lhs_scales=jnp.ones((3, 1)))
+    with pytest.raises(ValueError, match="which only moe"):
+        gemm(x, quantize(jnp.ones((2, 128, 256)), "fp8", for_training=True), jnp.array([1, 2]))
+    with pytest.raises(ValueError, match="axis 1 of rhs, K,"):
         gemm(x[:, :64], q, jnp.array([1, 2]))

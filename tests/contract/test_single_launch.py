@@ -15,7 +15,7 @@ import jax_ep
 from cases import BF16, F16, F32, Shape, assert_close, assert_same_bits, reals
 from harness import to_numpy
 from jax_ep.megakernels import fused_moe
-from jax_ep.quantization import dequantize_experts, quantize_experts
+from jax_ep.quantization import dequantize, quantize
 from layers import Layer, first_tokens
 from oracle_experts import GPT_OSS
 from oracle_quantized import FORMATS
@@ -96,11 +96,11 @@ def test_single_launch_quantized(
     matrices = [store(w, stored) for w in (layer.w_gate_up, layer.w_down)]
     got = to_numpy(jax.jit(call(implementation, experts=experts, biases=biases))(*operands, *matrices))
     assert got.dtype == dtype
-    dense = [jnp.swapaxes(dequantize_experts(q, jnp.float32), -1, -2) for q in matrices]
+    dense = [dequantize(q, jnp.float32) for q in matrices]
     biases = tuple(None if b is None else b.astype(F32) for b in biases)
     want = jax.jit(partial(jax_ep.fused_moe, experts=experts, implementation="xla", biases=biases))
     assert_close(got, to_numpy(want(operands[0].astype(F32), *operands[1:], *dense)), tolerance=1.5e-2)
-    with pytest.raises(TypeError, match="with QuantizedExperts has no gradient"):
+    with pytest.raises(TypeError, match="with QuantizedWeights has no gradient"):
         jax.grad(lambda x: call(implementation, experts=experts)(x, *operands[1:], *matrices).sum())(operands[0])
 
 
@@ -117,7 +117,7 @@ def test_single_launch_prepacked_steps(implementation: str, stored: str, rng: np
         with jax_ep.tuning.override("fused_moe", depth=depth, num_stages=2):
             got.append(to_numpy(jax.jit(call(implementation))(*operands, *matrices)))
     assert_close(got[1], got[0].astype(np.float64), tolerance=1e-2)
-    dense = [jnp.swapaxes(dequantize_experts(q, jnp.float32), -1, -2) for q in matrices]
+    dense = [dequantize(q, jnp.float32) for q in matrices]
     want = jax.jit(partial(jax_ep.fused_moe, implementation="xla"))(operands[0].astype(F32), *operands[1:], *dense)
     assert_close(got[1], to_numpy(want), tolerance=1.5e-2)
 
@@ -138,7 +138,7 @@ def test_single_launch_fp8_blocks(
     assert {sizes.gate_up.tile.block_m, sizes.down.tile.block_m} == {32 if num_tokens == 24 else 64}
     assert sizes.gate_up.tile.swap_ab and sizes.down.tile.swap_ab
     got = to_numpy(jax.jit(call(implementation, experts=experts))(*operands, *matrices))
-    dense = [jnp.swapaxes(dequantize_experts(q, jnp.float32), -1, -2) for q in matrices]
+    dense = [dequantize(q, jnp.float32) for q in matrices]
     want = jax.jit(partial(jax_ep.fused_moe, experts=experts, implementation="xla"))
     assert_close(got, to_numpy(want(operands[0].astype(F32), *operands[1:], *dense)), tolerance=1.5e-2)
 
@@ -196,7 +196,7 @@ def test_single_launch_random_sizes(implementation: str, seed: int) -> None:
     wide = [w.astype(F32) for w in matrices]
     if stored is not None:
         matrices = [store(w, stored) for w in matrices]
-        wide = [jnp.swapaxes(dequantize_experts(q, jnp.float32), -1, -2) for q in matrices]
+        wide = [dequantize(q, jnp.float32) for q in matrices]
     widths = (layer.w_gate_up.shape[2], hidden)
     biases = tuple(reals(rng, num_experts, n, dtype=dtype) if rng.integers(2) else None for n in widths)
     got = to_numpy(jax.jit(call(implementation, experts=experts, biases=biases))(*operands, *matrices))
@@ -244,7 +244,7 @@ def test_single_launch_unsupported(implementation: str, rng: np.random.Generator
     odd = [operands[0][:, :68], *operands[1:3], operands[3][:, :68], operands[4][..., :68]]
     with pytest.raises(ValueError, match=r"single_launch=True, but .* float32 tokens"):
         call(implementation)(*wide)
-    in_int8 = [quantize_experts(jnp.ones((6, 128, 128)), "int8", activations="int8")] * 2
+    in_int8 = [quantize(jnp.ones((6, 128, 128)), "int8", activations="int8")] * 2
     with pytest.raises(ValueError, match="no tokens in int8"):
         call(implementation)(jnp.ones((13, 128), BF16), *operands[1:3], *in_int8, experts=EXPERTS["up only"])
     with pytest.raises(ValueError, match="sizes that are multiples of 8"):

@@ -31,9 +31,9 @@ def check_zero(result: Any, *shapes: tuple[int, ...]) -> None:
 
 def matrices(layout: str, shape: tuple[int, int, int]) -> Any:
     if layout in FORMATS:
-        return quantization.quantize_experts(ones(*shape), format=layout)
+        return quantization.quantize(ones(*shape), format=layout)
     if layout.startswith("prepacked "):
-        return quantization.prepack_experts(matrices(layout.removeprefix("prepacked "), shape))
+        return quantization.with_layout(matrices(layout.removeprefix("prepacked "), shape), "prepacked")
     return ones(*shape)
 
 
@@ -45,14 +45,13 @@ LAYOUTS = ("plain", *FORMATS, "prepacked int4", "prepacked mxfp4")
 def test_zero_sizes_grouped_gemm(layout: str, sizes: tuple[int, int, int, int], implementation: str) -> None:
     G, M, K, N = sizes
     if K == 0 and layout != "plain":
-        with pytest.raises(ValueError, match=r"^quantize_experts: axis -2 of w, K, is 0, expected at least 1"):
+        with pytest.raises(ValueError, match=r"^quantize: axis -2 of w, K, is 0, expected at least 1"):
             matrices(layout, (G, K, N))
         return
     w, group_sizes = matrices(layout, (G, K, N)), jnp.full((G,), M // max(G, 1), jnp.int32)
     result = jax_ep.grouped_gemm(ones(M, K), w, group_sizes, implementation=implementation)
     check_zero(result, (M, N))
-    transposed = jnp.swapaxes(w, 1, 2) if layout == "plain" else w
-    result = jax_ep.masked_grouped_gemm(ones(G, M, K), transposed, group_sizes, implementation=implementation)
+    result = jax_ep.masked_grouped_gemm(ones(G, M, K), w, group_sizes, implementation=implementation)
     check_zero(result, (G, M, N))
 
 
@@ -89,7 +88,7 @@ def test_zero_sizes_layers(sizes: tuple[int, ...], recipe: str | None, implement
 
 def low_latency(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any, **options: Any) -> jax.Array:
     options |= {"num_experts": w_down.shape[0], "axis_name": ()}
-    return jax_ep.low_latency_moe(x, ids, weights, w_gate_up.mT, w_down.mT, **options)
+    return jax_ep.low_latency_moe(x, ids, weights, w_gate_up, w_down, **options)
 
 
 def sorted_tokens(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any, **options: Any) -> Any:

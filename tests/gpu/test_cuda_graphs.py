@@ -74,7 +74,7 @@ def low_latency(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> 
 
 def serving(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> Any:
     """Run layers of decode-sized batches."""
-    matrices = w_gate_up.swapaxes(1, 2), w_down.swapaxes(1, 2)
+    matrices = [jax_ep.quantize(w, None) for w in (w_gate_up, w_down)]
     for layer in range(2):
         x = x + jax_ep.low_latency_moe(x, ids[layer], weights[layer], *matrices, **OPTIONS)
     return x

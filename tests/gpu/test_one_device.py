@@ -14,8 +14,8 @@ from jax import lax
 import jax_ep
 from cases import F32
 from harness import to_numpy
-from jax_ep.core.expert_matrices import QuantizedExperts
-from jax_ep.quantization import dequantize_experts
+from jax_ep.core.expert_matrices import QuantizedWeights
+from jax_ep.quantization import dequantize
 from stored_experts import store
 
 ON_GPU = jax.default_backend() == "gpu"
@@ -28,9 +28,9 @@ def in_float32(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> A
     """Compute the layer expert by expert on all tokens; weights are widened one by one."""
 
     def wide(matrix: Any) -> Any:
-        if isinstance(matrix, QuantizedExperts):
+        if isinstance(matrix, QuantizedWeights):
             one = jax.tree.map(lambda values: values[None], matrix)
-            return jnp.swapaxes(dequantize_experts(one, jnp.float32)[0], -1, -2)
+            return dequantize(one, jnp.float32)[0]
         return matrix.astype(F32)
 
     def add(total: Any, expert: Any) -> tuple[Any, None]:

@@ -39,6 +39,13 @@ def fp8(*shape):
     return array(FP8, *shape)
 
 
+def fp8_weights(*shape):
+    """`QuantizedWeights` of types for weights `[..., K, N]` and tokens in FP8."""
+    *leading, depth, columns = shape
+    scales = f32(*leading, -(-columns // 128), depth // 128)
+    return jax_ep.QuantizedWeights(fp8(*leading, columns, depth), scales, "fp8", activations="fp8")
+
+
 # --- correct arguments ----------------------------------------------------------------------------------------------
 
 
@@ -86,22 +93,20 @@ GOOD = {
     },
     "low_latency_moe": ROUTED
     | {
-        "w_gate_up": (fp8(L, 2 * H, H), f32(L, 2 * H // 128, H // 128)),
-        "w_down": (fp8(L, H, H), f32(L, H // 128, H // 128)),
+        "w_gate_up": fp8_weights(L, H, 2 * H),
+        "w_down": fp8_weights(L, H, H),
     },
     "masked_grouped_gemm": {
         "lhs": fp8(L, MAX_T, H),
-        "rhs": fp8(L, N, H),
+        "rhs": fp8_weights(L, H, N),
         "group_sizes": i32(L),
         "lhs_scales": f32(L, MAX_T, H // 128),
-        "rhs_scales": f32(L, 1, H // 128),
     },
     "low_latency_gemm_combine": {
         "lhs": fp8(L, W * MAX_T, 128),
-        "rhs": fp8(L, H, 128),
+        "rhs": fp8_weights(L, 128, H),
         "group_sizes": i32(L),
         "lhs_scales": f32(L, W * MAX_T, 1),
-        "rhs_scales": f32(L, H // 128, 1),
         "topk_idx": i32(T, K),
         "topk_weights": f32(T, K),
         "handle": low_latency_handle(),
@@ -114,8 +119,8 @@ GOOD = {
     "load_balancing_loss": {"scores": f32(T, 32), "topk_idx": i32(T, K)},
     "router_z_loss": {"logits": f32(T, 32)},
     "quantize_fp8": {"x": f32(T, H)},
-    "quantize_fp8_weights": {"w": f32(L, H, N)},
-    "dequantize_fp8_weights": {"values": fp8(L, N, H), "scales": f32(L, 1, H // 128), "dtype": jnp.float32},
+    "quantize": {"w": f32(L, H, N), "format": "fp8"},
+    "dequantize": {"w": fp8_weights(L, H, N), "dtype": jnp.float32},
     "dequantize_fp8": {"values": fp8(T, H), "scales": f32(T, 2), "dtype": jnp.float32},
 }
 NEEDS_AXIS = [name for name in GOOD if "dispatch" in name or "combine" in name or name in ("moe", "low_latency_moe")]

@@ -1,4 +1,4 @@
-"""Dequantized `QuantizedExperts` in float64, by the definitions of the formats and in plain NumPy.
+"""Dequantized `QuantizedWeights` in float64, by the definitions of the formats and in plain NumPy.
 
 `FORMATS` is the table of all formats, from which the tests of every format take their expectations.
 """
@@ -76,7 +76,7 @@ def dequantize(values: np.ndarray, scales: np.ndarray, expert_format: str) -> np
 
 
 def largest_error(w: np.ndarray, expert_format: str, block_size: int | None = None) -> np.ndarray:
-    """Return the bound of |dequantized - w| per element, for `w [..., N, K]` in float64, from `quantize_experts`."""
+    """Return the bound of |dequantized - w| per element, for `w [..., N, K]` in float64, from `quantize`."""
     found, (*leading, columns, depth) = FORMATS[expert_format], w.shape
     rows, size = found.block[0], block_size or found.block[1] or depth
     largest = np.abs(w).reshape(*leading, columns, depth // size, size).max(-1)

@@ -1,4 +1,4 @@
-"""`QuantizedExperts` in all their storage layouts."""
+"""`QuantizedWeights` in all their storage layouts."""
 
 from __future__ import annotations
 
@@ -9,25 +9,30 @@ import jax.numpy as jnp
 import numpy as np
 
 import oracle_quantized
-from jax_ep import QuantizedExperts, formats
-from jax_ep.quantization import prepack_experts, quantize_experts, unprepack_experts
+from jax_ep import QuantizedWeights, formats
+from jax_ep.quantization import quantize, with_layout
 
 STORED = tuple(name.replace("_prepacked", " prepacked") for name in formats.STORED)
 
 
-def store(w: Any, name: str, **options: Any) -> QuantizedExperts:
+def store(w: Any, name: str, **options: Any) -> QuantizedWeights:
     """Quantize `[..., K, N]` by a name of `STORED`."""
 
     @jax.jit
-    def run(w: Any) -> QuantizedExperts:
-        found = quantize_experts(w, name.split()[0], **options)
-        return prepack_experts(found) if name.endswith(" prepacked") else found
+    def run(w: Any) -> QuantizedWeights:
+        found = quantize(w, name.split()[0], **options)
+        return with_layout(found, "prepacked") if name.endswith(" prepacked") else found
 
     return run(jnp.asarray(w))
 
 
-def stand_for(q: QuantizedExperts) -> np.ndarray:
+def fp8_weights(values: Any, scales: Any) -> QuantizedWeights:
+    """Return FP8 values `[..., N, K]` and the scales of their blocks as weights for FP8 tokens."""
+    return QuantizedWeights(jnp.asarray(values), jnp.asarray(scales), "fp8", activations="fp8")
+
+
+def stand_for(q: QuantizedWeights) -> np.ndarray:
     """Dequantize to `[..., K, N]` in float64."""
-    q = unprepack_experts(q) if q.is_prepacked else q
+    q = with_layout(q, "transposed") if q.is_prepacked else q
     values, scales = jax.tree.map(np.asarray, (q.values, q.scales))
     return np.swapaxes(oracle_quantized.dequantize(values, scales, q.format), -1, -2)

@@ -16,7 +16,7 @@ from jax_ep.core.kernel import element_type
 from jax_ep.megakernels import fused_moe
 from jax_ep.megakernels.activation import kind_of
 from jax_ep.megakernels.kernels.fused_moe_structs import LayerScratch, LayerTensors, SortedLayerTensors
-from jax_ep.quantization import prepack_experts, quantize_experts
+from jax_ep.quantization import quantize, with_layout
 from oracle_experts import GPT_OSS
 
 SHARED_BYTES = 227 << 10  # Of a multiprocessor.
@@ -84,9 +84,9 @@ def compile_layer(
     if expert_format:
         name = expert_format.removesuffix("_tokens").removesuffix("_prepacked")
         options = {"format": name, "activations": "fp8" if in_fp8 else None}
-        matrices = [jax.eval_shape(partial(quantize_experts, **options), w) for w in matrices]
+        matrices = [jax.eval_shape(partial(quantize, **options), w) for w in matrices]
         if expert_format.endswith("_prepacked"):
-            matrices = [jax.eval_shape(prepack_experts, w) for w in matrices]
+            matrices = [jax.eval_shape(partial(with_layout, layout="prepacked"), w) for w in matrices]
     config, sizes = fused_moe.fused_sizes(experts, (tokens, hidden), top_k, *matrices)
     described, types, constants = [], dict[str, Any](), {"KIND": kind_of(experts), "S": sizes}
     for name, w, product in zip(("gate_up", "down"), matrices, (sizes.gate_up, sizes.down), strict=True):

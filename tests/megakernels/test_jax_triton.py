@@ -30,7 +30,7 @@ from jax_ep.megakernels.kernels import rows as rows_kernels
 from jax_ep.megakernels.kernels import small_exchange as small_exchange_kernels
 from jax_ep.megakernels.kernels.exchange_structs import Heap, Peers, SmallExchange
 from jax_ep.megakernels.kernels.gemm_structs import RowPass
-from jax_ep.quantization import quantize_experts, quantize_fp8_weights
+from jax_ep.quantization import quantize
 
 pytest.importorskip("triton")
 
@@ -79,7 +79,7 @@ def low_latency_apart(x: Any, ids: Any, weights: Any) -> Any:
 
 
 def quantized(expert_format: str, **options: Any) -> Callable[..., Any]:
-    return partial(quantize_experts, format=expert_format, **options)
+    return partial(quantize, format=expert_format, **options)
 
 
 FUSED = Schedule(dispatch_mode="fused", combine_mode="scatter", fuse_weight_gradients=True)
@@ -117,8 +117,12 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], set[str]]] = {
         {"rows.quantize_rows", "grouped_gemm.grouped_gemm_fp8"},
     ),
     "quantised": (moe(), layer(quantized("int8")), {"quantized_gemm.quantized_grouped_gemm"}),
-    "low latency": (low_latency, layer(lambda w: w.mT), LOW_LATENCY | MASKED | SUMS_IN_PRODUCT),
-    "low latency, FP8": (low_latency, layer(quantize_fp8_weights), LOW_LATENCY | MASKED | SUMS_IN_PRODUCT),
+    "low latency": (low_latency, layer(), LOW_LATENCY | MASKED | SUMS_IN_PRODUCT),
+    "low latency, FP8": (
+        low_latency,
+        layer(quantized("fp8", activations="fp8")),
+        LOW_LATENCY | MASKED | SUMS_IN_PRODUCT,
+    ),
     "low latency, quantised": (
         low_latency,
         layer(quantized("mxfp4")),

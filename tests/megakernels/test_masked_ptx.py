@@ -20,7 +20,7 @@ from jax_ep.megakernels.kernels.exchange_structs import Peers
 from jax_ep.megakernels.kernels.low_latency_structs import RowSources
 from jax_ep.megakernels.launch import heap_of
 from jax_ep.megakernels.masked import MaskedTiles
-from jax_ep.quantization import quantize_experts
+from jax_ep.quantization import quantize
 from jax_ep.types import Layout
 from oracle_experts import GPT_OSS
 
@@ -107,8 +107,8 @@ def test_masked_ptx_gemm_combine(block_m: int, fp8: bool, bias: bool) -> None:
 def test_masked_ptx_gemm_combine_quantized_weights(tokens_in: str, expected_rows: int, expert_format: str) -> None:
     num_ranks, tokens, top_k = 4, 128, 8
     activations = "fp8" if tokens_in == "fp8e4nv" else None
-    quantize = partial(quantize_experts, format=expert_format, activations=activations)
-    w = jax.eval_shape(quantize, jax.ShapeDtypeStruct((G, INNER, K), jnp.bfloat16))
+    run = partial(quantize, format=expert_format, activations=activations)
+    w = jax.eval_shape(run, jax.ShapeDtypeStruct((G, INNER, K), jnp.bfloat16))
     rows = num_ranks * tokens
     tiles = quantized_gemm.quantized_tiles(expected_rows, activations)
     product = quantized_gemm.sizes_of(rows, w, tiles)

@@ -11,23 +11,23 @@ import jax.numpy as jnp
 import pytest
 from compiling import build
 
-from jax_ep.core.expert_matrices import QuantizedExperts
+from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.core.kernel import element_type
 from jax_ep.megakernels import quantized_gemm
-from jax_ep.quantization import prepack_experts, quantize_experts
+from jax_ep.quantization import quantize, with_layout
 from stored_experts import STORED
 
 G, M, K, N = 128, 4096, 2048, 1536
 SHARED_BYTES = 227 << 10  # Of a multiprocessor.
 
 
-def matrices(stored: str, activations: str | None = None) -> QuantizedExperts:
-    quantize = partial(quantize_experts, format=stored.split()[0], activations=activations)
-    found = jax.eval_shape(quantize, jax.ShapeDtypeStruct((G, K, N), jnp.float32))
-    return jax.eval_shape(prepack_experts, found) if stored.endswith(" prepacked") else found
+def matrices(stored: str, activations: str | None = None) -> QuantizedWeights:
+    run = partial(quantize, format=stored.split()[0], activations=activations)
+    found = jax.eval_shape(run, jax.ShapeDtypeStruct((G, K, N), jnp.float32))
+    return jax.eval_shape(partial(with_layout, layout="prepacked"), found) if stored.endswith(" prepacked") else found
 
 
-def compile_gemm(function: str, rhs: QuantizedExperts, rows: int) -> tuple[dict, quantized_gemm.QuantizedTiles]:
+def compile_gemm(function: str, rhs: QuantizedWeights, rows: int) -> tuple[dict, quantized_gemm.QuantizedTiles]:
     tiles = quantized_gemm.quantized_tiles(rows, rhs.activations, prepacked=rhs.is_prepacked)
     sizes = quantized_gemm.sizes_of(M, rhs, tiles)
     types: dict[str, Any] = {"sizes_ptr": "*i32", "out_ptr": "*bf16"}

@@ -90,7 +90,7 @@ def test_unreachable_peers_decoding_over_topology(nodes: Mesh, rng: Any) -> None
     problem = Layer(rng, "uniform", 4, shape, BF16)
 
     def fn(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> Any:
-        matrices = w_gate_up.swapaxes(1, 2), w_down.swapaxes(1, 2)
+        matrices = w_gate_up, w_down
         options = {"num_experts": shape.num_experts, "max_tokens_per_rank": shape.num_tokens, "axis_name": TOPOLOGY}
         return jax_ep.low_latency_moe(x, ids, weights, *matrices, implementation="triton", **options)
 

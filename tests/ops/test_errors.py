@@ -27,6 +27,7 @@ from mistakes import (
     dtype,
     f32,
     fp8,
+    fp8_weights,
     i32,
     low_latency_handle,
     number,
@@ -160,22 +161,22 @@ DISPATCH_CASES = [
     ),
 ]
 
-IN_FP8 = {"lhs": fp8(20, H), "rhs": fp8(3, N, H), "lhs_scales": f32(20, 2), "rhs_scales": f32(3, 1, 2)}
+IN_FP8 = {"lhs": fp8(20, H), "rhs": fp8_weights(3, H, N), "lhs_scales": f32(20, 2)}
 FP8_GEMM_CASES = [
     *value(
         "grouped_gemm",
-        "matrices [G, K, N] in FP8",
-        IN_FP8 | {"rhs": fp8(3, H, N)},
-        *("rhs", number(N), number(H), "swap", "quantize_fp8_weights"),
+        "another K in FP8",
+        IN_FP8 | {"rhs": fp8_weights(3, 128, N)},
+        *("rhs", number(128), number(H), r"G, K, N"),
     ),
     *value("grouped_gemm", "FP8 of 7 groups", IN_FP8 | {"group_sizes": i32(7)}, "rhs", number(3), number(7), "pass"),
     *value("grouped_gemm", "FP8 rows of rank 3", IN_FP8 | {"lhs": fp8(1, 20, H)}, "lhs", shape(1, 20, H), "M, K"),
-    *value("grouped_gemm", "FP8 matrices of rank 2", IN_FP8 | {"rhs": fp8(N, H)}, r"\brhs\b", shape(N, H), "G, N, K"),
+    *value("grouped_gemm", "FP8 matrices of rank 2", IN_FP8 | {"rhs": fp8_weights(H, N)}, "rhs", shape(H, N), "K, N"),
     *value(
         "grouped_gemm",
         "FP8 times float32",
-        IN_FP8 | {"rhs": f32(3, N, H)},
-        *("rhs", "float32", "float8_e4m3fn", "cast"),
+        IN_FP8 | {"rhs": f32(3, H, N)},
+        *("rhs", "float8_e4m3fn", "QuantizedWeights", "quantize"),
         error=TypeError,
     ),
     *value(
@@ -188,8 +189,8 @@ FP8_GEMM_CASES = [
     *value(
         "grouped_gemm",
         "no scales of rhs",
-        IN_FP8 | {"rhs_scales": None},
-        *("rhs_scales", "None", shape(3, 1, 2)),
+        IN_FP8 | {"rhs": dataclasses.replace(fp8_weights(3, H, N), scales=None)},
+        *("rhs.scales", "None", "quantize"),
         error=TypeError,
     ),
     *value(
@@ -208,14 +209,8 @@ FP8_GEMM_CASES = [
     *value(
         "grouped_gemm",
         "scales per column",
-        IN_FP8 | {"rhs_scales": f32(3, N, 2)},
-        *("rhs_scales", shape(3, N, 2), shape(3, 1, 2), number(128)),
-    ),
-    *value(
-        "grouped_gemm",
-        "odd K in FP8",
-        IN_FP8 | {"lhs": fp8(20, 200), "rhs": fp8(3, N, 200)},
-        *(r"\bK\b", number(200), number(128), "multiple", "pad"),
+        IN_FP8 | {"rhs": dataclasses.replace(fp8_weights(3, H, N), scales=f32(3, N, 2))},
+        *("rhs", shape(3, N, 2), shape(3, N, H), "quantize"),
     ),
 ]
 
@@ -414,25 +409,23 @@ EXPERTS_CASES = [
     *value("row_experts", "no handle", {"handle": i32(R)}, "handle", "Handle", "Dispatched", error=TypeError),
 ]
 
-GEMM, ACTIVATION, MATRICES = "masked_grouped_gemm", "masked_gated_activation", "quantize_fp8_weights"
+GEMM, ACTIVATION, MATRICES = "masked_grouped_gemm", "masked_gated_activation", "quantize"
 LAYER, FUSED = "low_latency_moe", "low_latency_gemm_combine"
 MASKED_CASES = [
     *rank(GEMM, "lhs", fp8(MAX_T, H), "L", "M", "K"),
-    *rank(GEMM, "rhs", fp8(N, H), "L", "N", "K"),
+    *rank(GEMM, "rhs", fp8_weights(H, N), "L", "K", "N"),
     *rank([GEMM, ACTIVATION], "group_sizes", i32(L, 1), "G"),
     *dtype([GEMM, ACTIVATION], "group_sizes", f32(L), "int32"),
     *size([GEMM, ACTIVATION], "group_sizes", i32(3), 3, L),
     *dtype(GEMM, "lhs", i32(L, MAX_T, H), FLOATING),
-    *size(GEMM, "rhs", fp8(3, N, H), 3, L),
-    *size(GEMM, "rhs", fp8(L, N, 128), 128, H),
-    *value(GEMM, "matrices [L, K, N]", {"rhs": fp8(L, H, N)}, "rhs", number(N), number(H), "swap"),
-    *value(GEMM, "float32 rhs", {"rhs": f32(L, N, H)}, "rhs", "float32", "float8_e4m3fn", "cast", error=TypeError),
+    *size(GEMM, "rhs", fp8_weights(3, H, N), 3, L),
+    *size(GEMM, "rhs", fp8_weights(L, 128, N), 128, H),
+    *value(GEMM, "float32 rhs", {"rhs": f32(L, H, N)}, "rhs", "float8_e4m3fn", "QuantizedWeights", error=TypeError),
     *value(GEMM, "no scales of lhs", {"lhs_scales": None}, "lhs_scales", "None", shape(L, MAX_T, 2), error=TypeError),
-    *value(GEMM, "no scales of rhs", {"rhs_scales": None}, "rhs_scales", "None", shape(L, 1, 2), error=TypeError),
     *value(
         GEMM,
         "scales of float32",
-        {"lhs": f32(L, MAX_T, H), "rhs": f32(L, N, H)},
+        {"lhs": f32(L, MAX_T, H), "rhs": f32(L, H, N)},
         *("lhs_scales", "float32", "None"),
         error=TypeError,
     ),
@@ -445,16 +438,10 @@ MASKED_CASES = [
     *value(
         GEMM,
         "scales per column",
-        {"rhs_scales": f32(L, N, 2)},
-        *("rhs_scales", shape(L, N, 2), shape(L, 1, 2), number(128)),
+        {"rhs": dataclasses.replace(fp8_weights(L, H, N), scales=f32(L, N, 2))},
+        *("rhs", shape(L, N, 2), shape(L, N, H), "quantize"),
     ),
     *dtype(GEMM, "lhs_scales", array(jnp.bfloat16, L, MAX_T, 2), "float32"),
-    *value(
-        GEMM,
-        "odd K",
-        {"lhs": fp8(L, MAX_T, 200), "rhs": fp8(L, N, 200)},
-        *(r"\bK\b", number(200), number(128), "multiple", "pad"),
-    ),
     *value(
         GEMM,
         "an integer result",
@@ -472,45 +459,39 @@ MASKED_CASES = [
         LAYER,
         "one matrix in FP8",
         {"w_down": f32(L, H, H)},
-        *("w_gate_up", "w_down", "pair", "array", "quantize_fp8_weights"),
+        *("w_gate_up", "w_down", "QuantizedWeights", "array", "quantize"),
         error=TypeError,
     ),
     *value(
         LAYER,
-        "a triple",
-        {"w_gate_up": (fp8(L, 2 * H, H), f32(L, 4, 2), f32(L, 4, 2))},
-        *("w_gate_up", number(3), number(2), "scales"),
-    ),
-    *value(
-        LAYER,
         "float32 values",
-        {"w_gate_up": (f32(L, 2 * H, H), f32(L, 4, 2))},
-        *("w_gate_up", "float32", "float8_e4m3fn", "cast"),
+        {"w_gate_up": dataclasses.replace(fp8_weights(L, H, 2 * H), values=f32(L, 2 * H, H))},
+        *("w_gate_up", "float32", "float8_e4m3fn", "quantize"),
         error=TypeError,
     ),
     *value(
         LAYER,
         "matrices of all experts",
-        {"w_gate_up": (fp8(E, 2 * H, H), f32(E, 4, 2))},
+        {"w_gate_up": fp8_weights(E, H, 2 * H)},
         *("w_gate_up", number(E), number(L), "local expert"),
     ),
     *value(
         LAYER,
         "another I",
-        {"w_down": (fp8(L, H, 128), f32(L, 2, 1))},
+        {"w_down": fp8_weights(L, 128, H)},
         *("w_gate_up", "w_down", number(2 * H), number(H), "gated"),
     ),
     *value(
         LAYER,
-        "matrices as those of moe",
-        {"w_gate_up": f32(L, H, 2 * H), "w_down": f32(L, H, H)},
-        *("w_gate_up", number(2 * H), number(H), "swap"),
+        "transposed arrays",
+        {"w_gate_up": f32(L, 2 * H, H), "w_down": f32(L, H, H)},
+        *("w_gate_up", number(2 * H), number(H), r"L, K, N"),
     ),
     *rank(FUSED, "lhs", fp8(L, H), "L", "M", "K"),
     *size(FUSED, "lhs", fp8(L, W * MAX_T + 1, 128), W * MAX_T + 1, W * MAX_T),
-    *size(FUSED, "rhs", fp8(L, H, 200), 200, 128),
+    *size(FUSED, "rhs", fp8_weights(L, 256, H), 256, 128),
     *size(FUSED, "group_sizes", i32(3), 3, L),
-    *value(FUSED, "no scales", {"rhs_scales": None}, "rhs_scales", "None", shape(L, 2, 1), error=TypeError),
+    *value(FUSED, "no scales", {"lhs_scales": None}, "lhs_scales", "None", shape(L, W * MAX_T, 1), error=TypeError),
     *value(FUSED, "other weights", {"topk_weights": f32(T, 3)}, "topk_weights", shape(T, 3), shape(T, K), "one weight"),
     *value(
         FUSED,
@@ -536,12 +517,11 @@ MASKED_CASES = [
     *value(MATRICES, "odd K", {"w": f32(L, 200, N)}, r"\bK\b", number(200), number(128), "multiple", "pad"),
     *dtype(MATRICES, "w", i32(L, H, N), FLOATING),
     *value(
-        "dequantize_fp8_weights",
+        "dequantize",
         "other scales",
-        {"scales": f32(L, 2, 2)},
-        *("values", shape(L, N, H), shape(L, 2, 2), shape(L, 1, 2), "quantize_fp8_weights"),
+        {"w": dataclasses.replace(fp8_weights(L, H, N), scales=f32(L, 2, 2))},
+        *("values", shape(L, N, H), shape(L, 2, 2), "quantize"),
     ),
-    *dtype("dequantize_fp8_weights", "values", f32(L, N, H), "float8_e4m3fn"),
 ]
 
 TABLE = FP8_GEMM_CASES + MASKED_CASES + DISPATCH_CASES + COMPUTE_CASES + LOW_LATENCY_CASES + ROUTER_CASES

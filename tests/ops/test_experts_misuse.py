@@ -32,9 +32,8 @@ class Arrays:
         return jax_ep.fused_moe(*arrays, implementation="xla", **options)
 
     def low_latency(self, **options: Any) -> jax.Array:
-        matrices = (jnp.swapaxes(w, 1, 2) for w in (self.w_gate_up, self.w_down))
         run = partial(jax_ep.low_latency_moe, num_experts=E, axis_name=(), implementation="xla")
-        return run(self.x, self.idx, self.weights, *matrices, **options)
+        return run(self.x, self.idx, self.weights, self.w_gate_up, self.w_down, **options)
 
 
 def halves(hidden: jax.Array) -> tuple[jax.Array, jax.Array]:

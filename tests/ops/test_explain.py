@@ -14,7 +14,7 @@ import harness
 import jax_ep
 from cases import BF16, F32
 from jax_ep.ops import plan, registry
-from jax_ep.quantization import quantize_experts
+from jax_ep.quantization import quantize
 
 T, K, E, H, INNER = 6, 2, 4, 128, 128
 FP8 = jnp.float8_e4m3fn
@@ -47,7 +47,7 @@ def fused_halves(x: Any, idx: Any, weights: Any, w_gate_up: Any, w_down: Any) ->
 
 
 def quantized(x: Any, idx: Any, weights: Any, *matrices: Any) -> Any:
-    return jax_ep.fused_moe(x, idx, weights, *(quantize_experts(w, "mxfp4") for w in matrices))
+    return jax_ep.fused_moe(x, idx, weights, *(quantize(w, "mxfp4") for w in matrices))
 
 
 def test_explain_rows() -> None:

@@ -51,7 +51,7 @@ def decode(x: Any, ids: Any, weights: Any, *_: Any) -> Any:
 
 
 def decode_layer(x: Any, ids: Any, weights: Any, gate_up: Any, down: Any) -> Any:
-    return jax_ep.low_latency_moe(x, ids, weights, gate_up.swapaxes(1, 2), down.swapaxes(1, 2), **OPTIONS)
+    return jax_ep.low_latency_moe(x, ids, weights, gate_up, down, **OPTIONS)
 
 
 def record(fn: Any, mesh: Mesh, args: Any, **options: Any) -> tuple[tracing.Trace, Any]:

@@ -1,4 +1,4 @@
-"""Prepacked 4-bit weights (`jax_ep.quantization.prepack_experts`): the order that takes the fewest instructions.
+"""Prepacked 4-bit weights (`jax_ep.quantization.with_layout`): the order that takes the fewest instructions.
 
 The GEMM uses swap_ab: columns of the weights are the rows of the first operand, which tensor cores take from registers;
 tokens stay in shared memory. A uint32 holds the eight nibbles that one thread multiplies in 32 of K. A shift and a mask

@@ -57,7 +57,7 @@ class QuantizedGemm(GemmSizes):
     decoder: str  # module of jax_ep/formats/kernels that decodes the weights
     values_per_byte: int
     block_size: int  # values of a column that share a scale; 0: all
-    prepacked: bool  # weights are in the order of `prepack_experts`, eight values per uint32
+    prepacked: bool  # weights are in the layout "prepacked", eight values per uint32
     tma_parts: int  # 0: tiles are stored through a pointer
     tile: QuantizedTile
 

@@ -22,8 +22,9 @@ import numpy as np
 from jax import Array, lax
 
 import jax_ep
+from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.megakernels.masked import masked_tiles
-from jax_ep.quantization import quantize_fp8, quantize_fp8_weights
+from jax_ep.quantization import quantize, quantize_fp8
 from jax_ep.tools.benchmark import harness
 from jax_ep.tools.benchmark.chains import after
 from jax_ep.tools.benchmark.harness import Report
@@ -34,10 +35,10 @@ TOKENS = [1, 8, 32, 128, 256]
 
 
 class Matrices(NamedTuple):
-    """Both matrices of the local experts, `[L, N, K]`, with scales in FP8."""
+    """Both weights of the local experts, as their kernels read them."""
 
-    gate_up: tuple[Array, Array | None]
-    down: tuple[Array, Array | None]
+    gate_up: QuantizedWeights
+    down: QuantizedWeights
 
 
 @jax.tree_util.register_dataclass
@@ -75,7 +76,7 @@ def make_matrices(model: Model, num_local: int, fp8: bool) -> Matrices:
         made = []
         for part, shape in zip(jax.random.split(key), shapes, strict=True):
             w = jax.random.normal(part, shape, jnp.bfloat16) * shape[1] ** -0.5
-            made.append(quantize_fp8_weights(w) if fp8 else (jnp.swapaxes(w, 1, 2), None))
+            made.append(quantize(w, "fp8", activations="fp8") if fp8 else quantize(w, None))
         return Matrices(*made)
 
     return make(jax.random.key(0))
@@ -100,8 +101,8 @@ Step = Callable[[Rows, Matrices], Array]  # anything that depends on all of the 
 
 def product(values: Array, scales: Array | None, matrix: Any, rows: Rows, name: str | None) -> Array:
     """One masked product."""
-    options = {"lhs_scales": scales, "rhs_scales": matrix[1], "expected_rows": rows.expected, "implementation": name}
-    return jax_ep.masked_grouped_gemm(values, matrix[0], rows.sizes, **options)
+    options = {"lhs_scales": scales, "expected_rows": rows.expected, "implementation": name}
+    return jax_ep.masked_grouped_gemm(values, matrix, rows.sizes, **options)
 
 
 def activation(hidden: Array, rows: Rows, name: str | None) -> tuple[Array, Array | None]:
@@ -160,7 +161,7 @@ def check(rows: Rows, matrices: Matrices, name: str | None) -> float:
 def read_bytes(variant: str, rows: Rows, matrices: Matrices) -> int:
     """Bytes of the matrices that a variant must read."""
     used, num_local = int(jnp.sum(rows.sizes > 0)), rows.sizes.shape[0]
-    both = {"gate_up": matrices.gate_up[0].nbytes, "down": matrices.down[0].nbytes}
+    both = {"gate_up": matrices.gate_up.values.nbytes, "down": matrices.down.values.nbytes}
     parts = {"experts": sum(both.values()), "activation": 0, **both}
     if "all" in variant:
         return both["gate_up"]

@@ -23,7 +23,8 @@ import numpy as np
 from jax import Array
 
 import jax_ep
-from jax_ep.serving import ServingWeights, serving_weights
+from jax_ep.core.expert_matrices import ExpertWeights
+from jax_ep.serving import serving_weights
 from jax_ep.tools.benchmark import harness
 from jax_ep.tools.benchmark.decode_experts import LENGTHS, QUICK_LENGTHS
 from jax_ep.tools.benchmark.harness import Report
@@ -33,16 +34,15 @@ SPEC = jax.P(*AXIS)
 Layer = Callable[..., Array]  # x, ids, weights, matrices -> x
 
 
-def low_latency(model: Model, name: str | None, x: Array, ids: Array, weights: Array, w: ServingWeights) -> Array:
+def low_latency(model: Model, name: str | None, x: Array, ids: Array, weights: Array, w: ExpertWeights) -> Array:
     """Run the layer in one kernel launch less."""
     options: dict[str, Any] = {"num_experts": model.experts, "implementation": name}
     return jax_ep.low_latency_moe(x, ids, weights, w.w_gate_up, w.w_down, **options)
 
 
-def separate(model: Model, name: str | None, x: Array, ids: Array, weights: Array, w: ServingWeights) -> Array:
+def separate(model: Model, name: str | None, x: Array, ids: Array, weights: Array, w: ExpertWeights) -> Array:
     """`low_latency_moe` without the fused last step."""
-    fp8 = isinstance(w.w_gate_up, tuple)
-    (up, up_scales), (down, down_scales) = (m if isinstance(m, tuple) else (m, None) for m in (w.w_gate_up, w.w_down))
+    fp8 = w.w_gate_up.activations == "fp8"
     sizes = {"num_experts": model.experts, "max_tokens_per_rank": x.shape[0], "quantize": fp8}
     d = jax_ep.low_latency_dispatch(x, ids, **sizes, implementation=name)
     expected = max(1, -(-d.handle.layout.num_ranks * ids.size // model.experts))
@@ -53,9 +53,9 @@ def separate(model: Model, name: str | None, x: Array, ids: Array, weights: Arra
         expected_rows=expected,
         implementation=name,
     )
-    hidden = multiply(d.tokens, up, lhs_scales=d.scales, rhs_scales=up_scales)
+    hidden = multiply(d.tokens, w.w_gate_up, lhs_scales=d.scales)
     rows, scales = jax_ep.ops.masked.masked_gated_activation(hidden, d.group_sizes, quantize=fp8, implementation=name)
-    y = multiply(rows, down, lhs_scales=scales, rhs_scales=down_scales)
+    y = multiply(rows, w.w_down, lhs_scales=scales)
     return jax_ep.low_latency_combine(y, ids, weights, d.handle, implementation=name)
 
 
@@ -102,8 +102,8 @@ def measure(report: Report, args: argparse.Namespace, mesh: jax.sharding.Mesh, m
     """All variants for all numbers of tokens."""
     name = None if jax.default_backend() == "gpu" else "xla"
     matrices = make_weights(mesh, model)
-    prepare = jax.jit(serving_weights, static_argnames="fp8")
-    serving = {"fp8": prepare(*matrices, fp8=True), "bf16": prepare(*matrices, fp8=False)}
+    prepare = jax.jit(serving_weights, static_argnames=("format", "activations"))
+    serving = {"fp8": prepare(*matrices, format="fp8", activations="fp8"), "bf16": prepare(*matrices, format=None)}
     for count in tokens:
         inputs = make_tokens(mesh, model, count)
         variants: dict[str, tuple[Layer, Any]] = {"moe": (partial(training, model, name), matrices)}

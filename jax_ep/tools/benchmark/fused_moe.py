@@ -5,7 +5,7 @@
 
 Variants, each forward, without gradients:
 
-  fused_moe, FORMAT        as the package chooses, of bfloat16 or of `QuantizedExperts`; "FORMAT_tokens" quantises
+  fused_moe, FORMAT        as the package chooses, of bfloat16 or of `QuantizedWeights`; "FORMAT_tokens" quantises
                            tokens too, to int8 with "int8" and to FP8 with all others
   one launch, FORMAT       as the schedule may choose
   several launches, FORMAT likewise
@@ -41,7 +41,7 @@ from jax_ep import formats
 from jax_ep.megakernels.fused_moe import FusedTiles, Matrices, fused_tiles
 from jax_ep.megakernels.fused_moe import fused_moe as kernel
 from jax_ep.ops import registry
-from jax_ep.quantization import prepack_experts, quantize_experts
+from jax_ep.quantization import quantize, with_layout
 from jax_ep.tools.benchmark import baselines, harness, plots, profiler, torch_layer
 from jax_ep.tools.benchmark.chains import Operation, chain
 from jax_ep.tools.benchmark.harness import Report, Timing
@@ -191,10 +191,10 @@ def read_memory(args: argparse.Namespace) -> float:
     return max(rates.values())
 
 
-def stored_as(expert_format: str, w: Array) -> jax_ep.QuantizedExperts:
+def stored_as(expert_format: str, w: Array) -> jax_ep.QuantizedWeights:
     """Matrices in one of `FORMATS`."""
-    found = quantize_experts(w, **FORMATS[expert_format])
-    return prepack_experts(found) if expert_format.endswith("_prepacked") else found
+    found = quantize(w, **FORMATS[expert_format])
+    return with_layout(found, "prepacked") if expert_format.endswith("_prepacked") else found
 
 
 def lengths(tokens: int) -> tuple[int, int]:

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from jax import Array
 
 import jax_ep
-from jax_ep.core.expert_matrices import Fp8Weights
+from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.core.facts import ExchangeFacts
 from jax_ep.ops import exchange_gemm as ops
 from jax_ep.ops import plan as plans
 from jax_ep.ops import registry
-from jax_ep.quantization import quantize_master_weights
+from jax_ep.quantization import quantize
 from jax_ep.tools.benchmark import baselines
 from jax_ep.tools.benchmark.exchange_chains import OPTIONS, after, local, stack
 from jax_ep.tools.benchmark.inputs import MODELS, make_weights, on_ranks
@@ -298,8 +298,8 @@ def program(mesh: jax.sharding.Mesh, name: str, tokens: int, *, backward: bool, 
 
 
 def _quantised_before(case: Case) -> Any:
-    """The matrices as `Fp8Weights`, made once, on the device of each rank."""
-    make = case.shard_map(lambda *weights: tuple(quantize_master_weights(w) for w in weights))
+    """Weights as `QuantizedWeights`, made once, on the device of each rank."""
+    make = case.shard_map(lambda *weights: tuple(quantize(w, "fp8", for_training=True) for w in weights))
     return jax.jit(make)(*case.weights)
 
 
@@ -317,6 +317,6 @@ def _layer_step(layer: Callable[..., Array], *, backward: bool) -> Callable[[Any
         (x, d_y), (ids, router_weights, *weights) = touched, _anew(fixed, zero)
         scaled = router_weights + zero.astype(jnp.float32)
         y, pull = jax.vjp(lambda x, s, w, v: layer(x, ids + zero, s, w, v), x, scaled, *weights)
-        return y, *(g.master if isinstance(g, Fp8Weights) else g for g in pull(d_y))
+        return y, *(g.master if isinstance(g, QuantizedWeights) else g for g in pull(d_y))
 
     return forward_and_backward if backward else forward

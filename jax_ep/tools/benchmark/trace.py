@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.experimental import multihost_utils
@@ -57,8 +56,7 @@ def layers(num_experts: int, args: argparse.Namespace) -> dict[str, Function]:
         return jax_ep.combine(sent.tokens, sent.handle, implementation="triton")
 
     def low_latency(x: Array, ids: Array, weights: Array, gate_up: Array, down: Array) -> Array:
-        matrices = [jnp.swapaxes(w, 1, 2) for w in (gate_up, down)]
-        return jax_ep.low_latency_moe(x, ids, weights, *matrices, **options)
+        return jax_ep.low_latency_moe(x, ids, weights, gate_up, down, **options)
 
     return {"moe": moe, "dispatch": round_trip, "combine": round_trip, "low-latency": low_latency}
 

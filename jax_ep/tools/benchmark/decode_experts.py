@@ -128,7 +128,7 @@ def steps(name: str | None) -> dict[str, Step]:
 
 def read(rows: Rows, matrices: Matrices) -> Array:
     """What XLA needs to read the first matrices."""
-    values = matrices.gate_up[0]
+    values = matrices.gate_up.values
     words = lax.bitcast_convert_type(values.reshape(-1, 4 // values.dtype.itemsize), jnp.int32)
     return jnp.sum(words ^ rows.sizes[0])
 

@@ -20,12 +20,14 @@ from jax.sharding import PartitionSpec
 
 from jax_ep.core import check, check_recipe
 from jax_ep.core.activations import activate_tokens
+from jax_ep.core.balance import Balance
 from jax_ep.core.dtypes import TOKEN_DTYPES
 from jax_ep.core.expert_matrices import ExpertWeights, QuantizedWeights, merge_columns
 from jax_ep.core.mesh_axes import rearrange
 from jax_ep.core.named_scopes import errors_begin_with
 from jax_ep.core.router import Router
 from jax_ep.core.shared_experts import SharedExperts as SharedExperts
+from jax_ep.ops.balanced import check_balance
 from jax_ep.ops.moe import fused_moe
 from jax_ep.ops.sharded import run_sharded
 from jax_ep.quantization import quantize
@@ -84,6 +86,8 @@ class MoE(nnx.Module):
       use_bias: both GEMMs of the experts have biases.
       shared_experts: experts that every token passes, see `SharedExperts`; None: none.
       capacity: rows that each rank computes at most for all its experts; None never drops.
+      balance: compute about the same number of rows on every rank and drop nothing, see `jax_ep.Balance`; None: experts
+        stay on their ranks. Small batches of serving weights do not need it.
       recipe: how the experts compute, see `jax_ep.moe`: "fp8"; None: in `dtype`.
       dtype: dtype of the computation; the router always computes in float32.
       param_dtype: dtype of the parameters, which the forward pass casts to `dtype`. With `recipe="fp8"` and no fsdp
@@ -114,6 +118,7 @@ class MoE(nnx.Module):
         use_bias: bool = False,
         shared_experts: SharedExperts | None = None,
         capacity: int | None = None,
+        balance: Balance | None = None,
         recipe: str | None = None,
         dtype: Any = jnp.bfloat16,
         param_dtype: Any = jnp.float32,
@@ -129,7 +134,8 @@ class MoE(nnx.Module):
         self.router_options, self.router_fn = _checked_router(router)
         self.axes, self.mesh = _checked_axes(axes), mesh
         self.experts = _checked_experts(experts, self.axes)
-        self.capacity = capacity
+        check_balance("MoE", balance, self.axes.expert, capacity)
+        self.capacity, self.balance = capacity, balance
         self.recipe = check_recipe.recipe("MoE", recipe)
         self.dtype, self.preferred_element_type = dtype, preferred_element_type
         self.schedule = schedule
@@ -463,6 +469,7 @@ class MoE(nnx.Module):
                 axes=dataclasses.replace(self.axes, tensor=None, fsdp=None) if self.w_gate_up is None else self.axes,
                 experts=self.experts,
                 capacity=self.capacity,
+                balance=self.balance,
                 preferred_element_type=self.preferred_element_type,
                 implementation=self.implementation,
                 **self._products_of(made_of),

@@ -94,6 +94,26 @@ def test_flax_tensor_and_fsdp_axes(name: str, kind: str, rng: np.random.Generato
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.slow(unless={"kind": ["Explicit"]})
+def test_flax_balance(kind: str, rng: np.random.Generator) -> None:
+    """All tokens choose the experts of one rank; the layer and its gradients are those without balance."""
+    mesh = mesh_of(kind)
+    with jax.set_mesh(mesh):
+        axes = MeshAxes(batch="data", tensor="tensor")
+        plain = fill(MoE(**SIZES, axes=axes, rngs=nnx.Rngs(0)), rng)
+        router = plain.router.get_value()
+        plain.router.set_value(jnp.where(jnp.arange(E)[None] < K, 9.0, router))
+        balanced = MoE(**SIZES, axes=axes, balance=jax_ep.Balance(1.0, 1), rngs=nnx.Rngs(0))
+        nnx.update(balanced, nnx.state(plain))
+        spread = jax.NamedSharding(mesh, P(("data", "expert")))
+        x = jax.device_put(np.abs(rng.normal(size=(24, H))).astype(np.float32), spread)
+        cotangent = jax.device_put(rng.normal(size=(24, H)).astype(np.float32), spread)
+        found = [jax.tree.leaves(value_and_gradients(moe, x, cotangent)) for moe in (balanced, plain)]
+    for got, want in zip(*found, strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-4 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("axes", AXES)
 @pytest.mark.slow
 def test_flax_training_weights_tensor_and_fsdp_axes(axes: str, kind: str, rng: np.random.Generator) -> None:

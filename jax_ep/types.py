@@ -428,10 +428,10 @@ class Handle:
     """The source of every row of a dispatch, and the row of every assignment; a pytree.
 
     Attributes:
-      row_slot: `[R]` int32, `(source_rank * T + token) * K + k` of each row; -1 marks padding.
-      slot_row: `[W, T, K]` int32, the row of each assignment on this rank; -1: not here, dropped or no expert.
+      row_to_assignment: `[R]` int32, `(source_rank * T + token) * K + k` of each row; -1 marks padding.
+      assignment_to_row: `[W, T, K]` int32, the row of each assignment on this rank; -1: not here, dropped or no expert.
       group_sizes: `[L]` int32, rows of each local expert, including alignment padding.
-      ids: `[W, T, K]` int32, expert ids of the tokens of all ranks.
+      topk_idx: `[W, T, K]` int32, expert ids of the tokens of all ranks.
       group: `[W + 1]` int32, device numbers of the ranks and this rank's position, if the implementation writes to
         peers'
         memory; else None.
@@ -440,10 +440,10 @@ class Handle:
       layout: static sizes and axes.
     """
 
-    row_slot: Array
-    slot_row: Array
+    row_to_assignment: Array
+    assignment_to_row: Array
     group_sizes: Array
-    ids: Array
+    topk_idx: Array
     group: Array | None
     num_invalid: Array
     num_dropped: Array
@@ -543,22 +543,22 @@ class LowLatencyHandle:
       source_token: `[L, W * max_tokens_per_rank]` int32, token index on its source rank; -1 past the count.
       source_start: `[L, W]` int32, first row of each source rank within each expert.
       source_count: `[L, W]` int32, rows of each source rank within each expert.
-      slot_row: `[W, max_tokens_per_rank, K]` int32, row `expert * W * max_tokens_per_rank + i` of each assignment on
-        this rank; -1: not here.
+      assignment_to_row: `[W, max_tokens_per_rank, K]` int32, row `expert * W * max_tokens_per_rank + i` of each
+        assignment on this rank; -1: not here.
       num_invalid: `[]` int32, see `Handle`.
       layout: static sizes and axes; `num_tokens` is `max_tokens_per_rank`, `capacity` is `L * W * max_tokens_per_rank`.
-      own_ids: `[max_tokens_per_rank, K]` int32, expert ids of this rank's tokens, -1 for masked tokens; None if `group`
-        is None.
+      own_topk_idx: `[max_tokens_per_rank, K]` int32, expert ids of this rank's tokens, -1 for masked tokens; None if
+        `group` is None.
       group: see `Handle`.
     """
 
     source_token: Array
     source_start: Array
     source_count: Array
-    slot_row: Array
+    assignment_to_row: Array
     num_invalid: Array
     layout: Layout = dataclasses.field(metadata={"static": True})
-    own_ids: Array | None = None
+    own_topk_idx: Array | None = None
     group: Array | None = None
 
 

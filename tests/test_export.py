@@ -32,7 +32,7 @@ VALUES: dict[str, Callable[[], Any]] = {
     "SortedTokens": lambda: jax_ep.types.SortedTokens(ONE, None, ONE, ONE, ONE),
     "LowLatencyHandle": lambda: jax_ep.types.LowLatencyHandle(ONE, ONE, ONE, ONE, ONE, LAYOUT),
     "LowLatencyDispatched": lambda: jax_ep.types.LowLatencyDispatched(
-        ONE, None, ONE, jax_ep.types.LowLatencyHandle(ONE, ONE, ONE, ONE, ONE, LAYOUT, own_ids=ONE)
+        ONE, None, ONE, jax_ep.types.LowLatencyHandle(ONE, ONE, ONE, ONE, ONE, LAYOUT, own_topk_idx=ONE)
     ),
     "QuantizedWeights": lambda: quantize(W, "int8", activations="int8"),
     "QuantizedWeights for training": lambda: quantize(W, "fp8", for_training=True),

@@ -80,8 +80,8 @@ def count_invalid(topk_idx: Array, num_experts: int) -> Array:
 class RowMap(NamedTuple):
     """Maps between assignments and rows (-1: none), padded group sizes, and the number of dropped assignments."""
 
-    row_slot: Array
-    slot_row: Array
+    row_to_assignment: Array
+    assignment_to_row: Array
     group_sizes: Array
     dropped: Array
 
@@ -98,7 +98,7 @@ def map_rows(groups: Array, num_groups: int, capacity: int, alignment: int) -> R
       alignment: each group starts at a multiple of it.
 
     Returns:
-      `row_slot [R]`, `slot_row [N]`, `group_sizes [G]`, `dropped []`, all int32.
+      `row_to_assignment [R]`, `assignment_to_row [N]`, `group_sizes [G]`, `dropped []`, all int32.
     """
     order = sort_by_group(groups, num_groups)
     ends = jnp.cumsum(-(-order.counts // alignment) * alignment, dtype=jnp.int32)
@@ -106,10 +106,12 @@ def map_rows(groups: Array, num_groups: int, capacity: int, alignment: int) -> R
     rows = offsets[order.groups] + order.ranks_in_group
     kept = (order.groups < num_groups) & (rows < capacity)
     rows = jnp.where(kept, rows, capacity)
-    row_slot = jnp.full_like(rows, -1, shape=(capacity,)).at[rows].set(order.slots, mode="drop", unique_indices=False)
-    slot_row = jnp.full_like(rows, -1).at[order.slots].set(jnp.where(kept, rows, -1), unique_indices=True)
+    row_to_assignment = (
+        jnp.full_like(rows, -1, shape=(capacity,)).at[rows].set(order.slots, mode="drop", unique_indices=False)
+    )
+    assignment_to_row = jnp.full_like(rows, -1).at[order.slots].set(jnp.where(kept, rows, -1), unique_indices=True)
     dropped = order.starts[num_groups] - jnp.sum(kept, dtype=jnp.int32)
-    return RowMap(row_slot, slot_row, jnp.diff(jnp.minimum(offsets, capacity)), dropped)
+    return RowMap(row_to_assignment, assignment_to_row, jnp.diff(jnp.minimum(offsets, capacity)), dropped)
 
 
 def make_handle(
@@ -127,8 +129,10 @@ def make_handle(
     num_local = layout.num_local_experts
     groups = local_groups(ids, rank * num_local, num_local)
     rows = map_rows(groups, num_local, layout.capacity, layout.alignment)
-    slot_row = rows.slot_row.reshape(ids.shape)
-    return Handle(rows.row_slot, slot_row, rows.group_sizes, ids, group, num_invalid, rows.dropped, layout)
+    assignment_to_row = rows.assignment_to_row.reshape(ids.shape)
+    return Handle(
+        rows.row_to_assignment, assignment_to_row, rows.group_sizes, ids, group, num_invalid, rows.dropped, layout
+    )
 
 
 def block_owners(group_sizes: Array, num_blocks: int, block_size: int) -> Array:
@@ -148,7 +152,7 @@ def row_groups(group_sizes: Array, num_rows: int) -> Array:
 
 def row_tokens(handle: Handle) -> Array:
     """Return `source_rank * T + token` of each row, `[R]` int32; -1 for padding."""
-    return jnp.where(handle.row_slot < 0, -1, handle.row_slot // handle.layout.top_k)
+    return jnp.where(handle.row_to_assignment < 0, -1, handle.row_to_assignment // handle.layout.top_k)
 
 
 def gather_rows(source: Array, index: Array) -> Array:

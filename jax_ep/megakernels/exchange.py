@@ -74,10 +74,10 @@ def _plan_in_one_launch(topk_idx: Array, layout: Layout, group: Array, config: C
     )
     results = (*map(_int32, shapes), scratch)
     constants = {"S": sizes, "OPERATION": int(ffi.Operation.DISPATCH)}
-    row_slot, slot_row, group_sizes, ids, num_invalid, num_dropped, _ = launch(
+    row_to_assignment, assignment_to_row, group_sizes, ids, num_invalid, num_dropped, _ = launch(
         _PLAN, (topk_idx.reshape(-1),), results, config, constants, group=group
     )
-    return Handle(row_slot, slot_row, group_sizes, ids, group, num_invalid, num_dropped, layout)
+    return Handle(row_to_assignment, assignment_to_row, group_sizes, ids, group, num_invalid, num_dropped, layout)
 
 
 def _int32(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
@@ -149,7 +149,7 @@ def _dispatch_arguments(
     common = _reserved_sizes(_DISPATCH, layout, hidden, x.dtype, wire_dtype, weight_bytes)
     common |= {"num_rows": layout.capacity, "quantized": quantized, "clears_padding": clear}
     sizes = structs.Dispatch(**common, tile=tile)
-    operands = (x, *taken, handle.ids, handle.slot_row, handle.row_slot)
+    operands = (x, *taken, handle.topk_idx, handle.assignment_to_row, handle.row_to_assignment)
     constants |= {"S": sizes, "OPERATION": int(ffi.Operation.DISPATCH)}
     return operands, (result, scales, *given), config, constants
 
@@ -183,7 +183,7 @@ def combine_tokens(options: Options, y: Array, row_weights: Array | None, handle
     sizes = structs.Combine(**common, tile=tile)
     constants |= {"S": sizes, "OPERATION": int(ffi.Operation.COMBINE)}
     results = sum_results((layout.num_tokens, y.shape[1]), options.sum_dtype or y.dtype, config, tile.list_length)
-    operands = (y, *taken, handle.ids, handle.slot_row)
+    operands = (y, *taken, handle.topk_idx, handle.assignment_to_row)
     sums, *slot_weights = launch(_COMBINE, operands, (results, *given), config, constants, group=group_of(handle))
     return sums.out_ptr[:, :hidden], next(iter(slot_weights), None)
 

@@ -97,7 +97,7 @@ def dispatch_grouped_gemm(
         hidden = products.grouped_gemm(rows, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=x.dtype)
         if save_as != "tokens":
             return hidden, rows if save_as == "rows" else None, row_weights
-        a_row = jnp.max(handle.slot_row.reshape(-1, layout.top_k), axis=1)
+        a_row = jnp.max(handle.assignment_to_row.reshape(-1, layout.top_k), axis=1)
         return hidden, gather_rows(rows, a_row, jnp.full((1,), a_row.size, a_row.dtype)), row_weights
     facts = tuned.exchange_gemm_facts(layout, x.shape[1], w.shape[1 if transpose_rhs else 2], x.dtype)
     schedule = tuned.schedule(options.schedule, "dispatch_grouped_gemm", **facts)
@@ -139,7 +139,7 @@ def _dispatch_arguments(
 
 
 def _arrays_of(handle: Handle) -> structs.HandleArrays:
-    return structs.HandleArrays(handle.ids, handle.slot_row, handle.row_slot, handle.group_sizes)
+    return structs.HandleArrays(handle.topk_idx, handle.assignment_to_row, handle.row_to_assignment, handle.group_sizes)
 
 
 def dispatch_gemm_sizes(

@@ -38,7 +38,7 @@ from jax_ep.types import Array, Layout, LowLatencyHandle, Options, Schedule, Tok
 
 _DISPATCH = Kernel(low_latency_dispatch_kernels.low_latency_dispatch)
 _COMBINE = Kernel(low_latency_combine_kernels.low_latency_combine)
-_FLAG_BYTES = round_up(8 + 4 * MOST_LOW_LATENCY_TOKENS, 256)  # a greeting, and a flag per token
+_FLAG_BYTES = round_up(8 + 4 * MOST_LOW_LATENCY_TOKENS, 256)  # a ready handshake, and a flag per token
 _GEMM_COMBINE = Kernel(low_latency_gemm_combine_kernels.low_latency_gemm_combine)
 _BLOCK_H = 1024
 # Up to so many comparisons, a copy of the dispatch finds its rows by itself.
@@ -85,8 +85,8 @@ def low_latency_dispatch(
     results = dispatch_results(layout, hidden, wire_dtype, num_scales)
     heap = context.reserve(_DISPATCH.name, 0, buffer_bytes)
     rows, plan = launch(_DISPATCH, operands, results, config, constants, group=group, buffers=heap.buffers)
-    arrays = plan.token_ptr, plan.start_ptr, plan.count_ptr, plan.slot_row_ptr, plan.num_invalid_ptr
-    handle = LowLatencyHandle(*arrays, layout, plan.own_ids_ptr, group)
+    arrays = plan.token_ptr, plan.start_ptr, plan.count_ptr, plan.assignment_to_row_ptr, plan.num_invalid_ptr
+    handle = LowLatencyHandle(*arrays, layout, plan.own_topk_idx_ptr, group)
     return rows.values_ptr, rows.scales_ptr if num_scales else None, plan.sizes_ptr, handle
 
 
@@ -109,7 +109,7 @@ def low_latency_combine(options: Options, y: Array, topk_weights: Array, handle:
     result = jax.ShapeDtypeStruct((actual, hidden), options.sum_dtype or y.dtype)
     if actual == 0:
         return jnp.zeros_like(y, shape=result.shape, dtype=result.dtype)
-    if handle.own_ids is None or handle.group is None:
+    if handle.own_topk_idx is None or handle.group is None:
         raise ValueError("the handle was made by another implementation; use the one that made it.")
     facts = tuned.exchange_facts(layout, hidden, y.dtype)
     schedule = tuned.schedule(options.schedule, "low_latency_combine", **facts)
@@ -123,7 +123,7 @@ def low_latency_combine(options: Options, y: Array, topk_weights: Array, handle:
     common = {**layout_sizes(layout, actual, hidden), **offsets}
     sizes = structs.LowLatencyCombine(**common, fp8=wire_dtype is not None, tile=tile)
     constants = {"S": sizes, "OPERATION": int(ffi.Operation.LOW_LATENCY_COMBINE)}
-    operands = (y, handle.slot_row, handle.own_ids, topk_weights)
+    operands = (y, handle.assignment_to_row, handle.own_topk_idx, topk_weights)
     heap = context.reserve(_COMBINE.name, 0, buffer_bytes)
     return launch(_COMBINE, operands, (result,), config, constants, group=handle.group, buffers=heap.buffers)[0]
 
@@ -169,7 +169,7 @@ def low_latency_gemm_combine(
 
     With a bias `[L, H]` of the product, or None. Rows that are multiplied by `QuantizedWeights` are as these take them.
     """
-    if handle.own_ids is None or handle.group is None:
+    if handle.own_topk_idx is None or handle.group is None:
         raise ValueError("the handle was made by another implementation; use the one that made it.")
     layout, (experts, rows, depth), hidden = handle.layout, lhs.shape, rhs.shape[2]
     actual, dtype = topk_weights.shape[0], jnp.dtype(out_dtype)
@@ -192,7 +192,9 @@ def low_latency_gemm_combine(
         multiplied = gemm_operands(lhs, rhs, group_sizes, lhs_scales, tiles)
     sizes = gemm_combine_sizes(layout, actual, hidden, product, offsets["values_offset"])
     constants: dict[str, Any] = {"S": sizes, "OPERATION": int(ffi.Operation.LOW_LATENCY_GEMM_COMBINE)}
-    sources = structs.RowSources(handle.source_token, handle.source_start, handle.slot_row, handle.own_ids)
+    sources = structs.RowSources(
+        handle.source_token, handle.source_start, handle.assignment_to_row, handle.own_topk_idx
+    )
     operands: tuple[Any, ...] = (*multiplied, sources, topk_weights, bias)
     if bias is None:
         operands, constants["bias_ptr"] = operands[:-1], None

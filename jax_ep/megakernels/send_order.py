@@ -29,7 +29,7 @@ def order_sends(handle: Handle) -> OrderedSends:
     num_ranks, num_tokens, num_blocks = sizes.num_ranks, sizes.num_tokens, -(-sizes.num_tokens // sizes.tile.block)
     counted = ((num_ranks, num_tokens), (2 * num_ranks, num_blocks, sizes.tile.bins))
     config = Config(num_programs(2 * num_ranks * num_blocks, 4), num_warps=4)
-    found = launch(_COUNT, (handle.ids, group_of(handle)), _int32(*counted), config, {"S": sizes})
+    found = launch(_COUNT, (handle.topk_idx, group_of(handle)), _int32(*counted), config, {"S": sizes})
     results = ((num_ranks, num_tokens), (num_ranks,), (num_ranks, sizes.num_local_experts))
     return OrderedSends(*launch(_PLACE, found, _int32(*results), config, {"S": sizes}))
 
@@ -55,11 +55,11 @@ def sort_sends(handle: Handle) -> OrderedSends:
     layout = handle.layout
     num_ranks, num_local = layout.num_ranks, layout.num_local_experts
     rank = group_of(handle)[-1]
-    own = lax.dynamic_index_in_dim(handle.ids, rank, keepdims=False)  # [T, K]
+    own = lax.dynamic_index_in_dim(handle.topk_idx, rank, keepdims=False)  # [T, K]
     first = jnp.stack([_first_expert(own, r * num_local, num_local) for r in range(num_ranks)])  # [W, T]
     tokens = jnp.broadcast_to(lax.iota(jnp.int32, layout.num_tokens), first.shape)
     _, order = lax.sort((first, tokens + jnp.zeros_like(first)), num_keys=1, is_stable=True)
-    arriving = _first_expert(handle.ids, rank * num_local, num_local)  # [W, T]
+    arriving = _first_expert(handle.topk_idx, rank * num_local, num_local)  # [W, T]
     experts = lax.iota(jnp.int32, num_local)
     num_needed = jnp.sum(arriving[:, None, :] <= experts[None, :, None], axis=-1, dtype=jnp.int32)
     return OrderedSends(order, jnp.sum(first < num_local, axis=-1, dtype=jnp.int32), num_needed)

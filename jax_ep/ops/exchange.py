@@ -243,13 +243,13 @@ def row_experts(handle: Handle | HierarchicalHandle) -> Array:
         raise TypeError(
             f"row_experts: handle is {type_name(handle)}, expected the Handle of a dispatch; pass Dispatched.handle."
         )
-    if handle.row_slot.ndim != 1:
+    if handle.row_to_assignment.ndim != 1:
         raise ValueError(
-            f"row_experts: row_slot of the handle has shape {handle.row_slot.shape}, expected [R], that of one rank;"
+            f"row_experts: handle.row_to_assignment has shape {handle.row_to_assignment.shape}, expected [R], of one rank;"
             " call it inside jax.shard_map, or use jax.vmap."
         )
-    groups = row_groups(handle.group_sizes, handle.row_slot.shape[0])
-    return jnp.where(handle.row_slot < 0, -1, groups)
+    groups = row_groups(handle.group_sizes, handle.row_to_assignment.shape[0])
+    return jnp.where(handle.row_to_assignment < 0, -1, groups)
 
 
 class Checked(NamedTuple):
@@ -369,8 +369,8 @@ def later(handle: Handle, earlier: Array) -> Handle:
     """
     if handle.group is None or handle.layout.num_ranks == 1:
         return handle
-    row_slot, group_sizes = (known_after(x, earlier) for x in (handle.row_slot, handle.group_sizes))
-    return dataclasses.replace(handle, row_slot=row_slot, group_sizes=group_sizes)
+    row_to_assignment, group_sizes = (known_after(x, earlier) for x in (handle.row_to_assignment, handle.group_sizes))
+    return dataclasses.replace(handle, row_to_assignment=row_to_assignment, group_sizes=group_sizes)
 
 
 def _transposes(function: Any, transpose: Any) -> None:

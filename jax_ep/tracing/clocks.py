@@ -90,7 +90,7 @@ def _relaxed(bounds: np.ndarray) -> tuple[int, np.ndarray]:
 
 
 class Sent:
-    """When each device has sent what: greetings and blocks, by launch.
+    """When each device has sent what: ready handshakes and blocks, by launch.
 
     Args:
       events: of all devices.

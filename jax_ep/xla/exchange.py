@@ -128,7 +128,7 @@ def dispatch_quantized(
 def _dispatch_weights(options: Options, weights: Array | None, handle: Handle) -> Array | None:
     if weights is None:
         return None
-    return rows.gather_rows(all_gather(weights, options.axis).reshape(-1), handle.row_slot)
+    return rows.gather_rows(all_gather(weights, options.axis).reshape(-1), handle.row_to_assignment)
 
 
 def combine_tokens(
@@ -173,7 +173,7 @@ def combine_tokens(
 
 def _partial_sums(y: Array, handle: Handle, wire: DTypeLike, unpermute: Unpermute, token: Array) -> Array | Quantized:
     """Sum the rows `y [R, H]` of tokens `[N]`, `source_rank * T + token`, in the wire dtype; zeros for -1."""
-    token_rows = handle.slot_row.reshape(-1, handle.layout.top_k)
+    token_rows = handle.assignment_to_row.reshape(-1, handle.layout.top_k)
     index = jnp.where(token[:, None] < 0, -1, token_rows[token])
     return unpermute(y, index, wire)
 
@@ -187,5 +187,5 @@ def _combine_weights(options: Options, row_weights: Array | None, handle: Handle
         return None
     # An assignment has a row on at most one rank, so a sum of bits keeps the one value exactly.
     bits = jnp.uint64 if row_weights.dtype.itemsize == 8 else jnp.uint32
-    parts = rows.gather_rows(lax.bitcast_convert_type(row_weights, bits), handle.slot_row)
+    parts = rows.gather_rows(lax.bitcast_convert_type(row_weights, bits), handle.assignment_to_row)
     return lax.bitcast_convert_type(sum_in_order(exchange(parts, options.axis)), row_weights.dtype)

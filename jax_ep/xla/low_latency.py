@@ -66,17 +66,19 @@ def _plan(options: Options, topk_idx: Array, layout: Layout) -> LowLatencyHandle
     order = rows.sort_by_group(jnp.where(is_first.reshape(-1), groups, num_local), num_local)
     used = order.groups < num_local
     row = jnp.where(used, order.groups * block + order.ranks_in_group, layout.capacity)
-    row_slot = jnp.full_like(row, -1, shape=(layout.capacity,)).at[row].set(order.slots, mode="drop")
-    slot_row = jnp.full_like(row, -1).at[order.slots].set(jnp.where(used, row, -1), unique_indices=True)
-    slot_row = jnp.take_along_axis(slot_row.reshape(all_idx.shape), first_k, axis=-1)
+    row_to_assignment = jnp.full_like(row, -1, shape=(layout.capacity,)).at[row].set(order.slots, mode="drop")
+    assignment_to_row = jnp.full_like(row, -1).at[order.slots].set(jnp.where(used, row, -1), unique_indices=True)
+    assignment_to_row = jnp.take_along_axis(assignment_to_row.reshape(all_idx.shape), first_k, axis=-1)
     source = jnp.where(used, order.slots // (layout.num_tokens * layout.top_k), 0)
     cell = jnp.where(used, order.groups * num_ranks + source, num_local * num_ranks)
     count = jnp.zeros_like(row, shape=(num_local * num_ranks,)).at[cell].add(1, mode="drop")
     count = count.reshape(num_local, num_ranks)
     start = jnp.cumsum(count, axis=1, dtype=jnp.int32) - count
-    source_token = jnp.where(row_slot < 0, -1, row_slot // layout.top_k % layout.num_tokens)
+    source_token = jnp.where(row_to_assignment < 0, -1, row_to_assignment // layout.top_k % layout.num_tokens)
     num_invalid = rows.count_invalid(topk_idx, layout.num_experts)
-    return LowLatencyHandle(source_token.reshape(num_local, block), start, count, slot_row, num_invalid, layout)
+    return LowLatencyHandle(
+        source_token.reshape(num_local, block), start, count, assignment_to_row, num_invalid, layout
+    )
 
 
 def dispatch_rows[Tree](options: Options, x: Tree, handle: LowLatencyHandle) -> Tree:
@@ -109,29 +111,29 @@ def _row_tokens(handle: LowLatencyHandle) -> Array:
 
 def _is_first(handle: LowLatencyHandle) -> Array:
     """Return whether an assignment is its token's first one with its row here, `[W, M, K]`."""
-    slot_row, earlier = handle.slot_row, jnp.tri(handle.layout.top_k, k=-1, dtype=jnp.bool_)
-    same = (slot_row[..., :, None] == slot_row[..., None, :]) & earlier[None, None]
-    return (slot_row >= 0) & ~jnp.any(same, axis=-1)
+    assignment_to_row, earlier = handle.assignment_to_row, jnp.tri(handle.layout.top_k, k=-1, dtype=jnp.bool_)
+    same = (assignment_to_row[..., :, None] == assignment_to_row[..., None, :]) & earlier[None, None]
+    return (assignment_to_row >= 0) & ~jnp.any(same, axis=-1)
 
 
 def _rows_of_tokens(handle: LowLatencyHandle) -> Array:
     """Return the distinct rows of each token here, `[W * M, min(K, L)]` int32; -1 for none."""
-    slot_row = jnp.where(_is_first(handle), handle.slot_row, -1).reshape(-1, handle.layout.top_k)
-    return lax.top_k(slot_row, min(handle.layout.top_k, handle.layout.num_local_experts))[0]
+    assignment_to_row = jnp.where(_is_first(handle), handle.assignment_to_row, -1).reshape(-1, handle.layout.top_k)
+    return lax.top_k(assignment_to_row, min(handle.layout.top_k, handle.layout.num_local_experts))[0]
 
 
 def dispatch_weights(options: Options, weights: Array, handle: LowLatencyHandle) -> Array:
     """Dispatch per-assignment values `[T, K]` to `[L, W * max_tokens_per_rank]`, summed per row."""
     layout = handle.layout
     everywhere = all_gather(_pad_rows(weights, layout.num_tokens, 0), options.axis)
-    slot_row = jnp.where(handle.slot_row < 0, layout.capacity, handle.slot_row)
-    sums = jnp.zeros_like(everywhere, shape=(layout.capacity,)).at[slot_row].add(everywhere, mode="drop")
+    assignment_to_row = jnp.where(handle.assignment_to_row < 0, layout.capacity, handle.assignment_to_row)
+    sums = jnp.zeros_like(everywhere, shape=(layout.capacity,)).at[assignment_to_row].add(everywhere, mode="drop")
     return sums.reshape(layout.num_local_experts, -1)
 
 
 def combine_weights(options: Options, row_values: Array, handle: LowLatencyHandle) -> Array:
     """Send row values `[L, W * max_tokens_per_rank]` back to their assignments `[max_tokens_per_rank, K]`."""
-    values = rows.gather_rows(row_values.reshape(-1), handle.slot_row)
+    values = rows.gather_rows(row_values.reshape(-1), handle.assignment_to_row)
     return sum_in_order(exchange(values, options.axis))
 
 
@@ -143,7 +145,7 @@ def low_latency_combine(options: Options, y: Array, topk_weights: Array, handle:
     dtype = accumulation_dtype(y.dtype)
     weights = all_gather(_pad_rows(topk_weights.astype(dtype), handle.layout.num_tokens, 0), options.axis)
     # The weight of an assignment without a row here is undefined.
-    weights = jnp.where(handle.slot_row < 0, jnp.zeros((), dtype), weights)
+    weights = jnp.where(handle.assignment_to_row < 0, jnp.zeros((), dtype), weights)
     sums = _combine(options, y, weights, handle, dtype)
     return sums.astype(options.sum_dtype or y.dtype)[: topk_weights.shape[0]]
 
@@ -184,7 +186,7 @@ def _combine(options: Options, y: Array, weights: Array, handle: LowLatencyHandl
 def _partial_sums(options: Options, y: Array, weights: Array, handle: LowLatencyHandle, token: Array) -> Array:
     """Compute weighted sums of the rows here of tokens `[N]`, `source_rank * M + token`; zeros for -1."""
     flat = y.reshape(-1, y.shape[-1])
-    token_rows = rows.gather_rows(handle.slot_row.reshape(-1, handle.layout.top_k) + 1, token) - 1
+    token_rows = rows.gather_rows(handle.assignment_to_row.reshape(-1, handle.layout.top_k) + 1, token) - 1
     weight = rows.gather_rows(weights.reshape(-1, handle.layout.top_k), token)
     total = jnp.zeros((), weights.dtype)
     for k in range(handle.layout.top_k):

@@ -38,6 +38,6 @@ def moe_sort(
     groups = local_groups(topk_idx, first_expert, num_local_experts)
     rows = map_rows(groups, num_local_experts, capacity, block_size)
     block_expert = block_owners(rows.group_sizes, capacity // block_size, block_size)
-    weights = None if topk_weights is None else gather_rows(topk_weights.reshape(-1), rows.row_slot)
+    weights = None if topk_weights is None else gather_rows(topk_weights.reshape(-1), rows.row_to_assignment)
     used = jnp.sum(rows.group_sizes, dtype=jnp.int32)
-    return SortedTokens(rows.row_slot, weights, block_expert, rows.group_sizes, used)
+    return SortedTokens(rows.row_to_assignment, weights, block_expert, rows.group_sizes, used)

@@ -51,7 +51,7 @@ def starts(counts: Array) -> Array:
 
 def places(handle: Handle | LowLatencyHandle, axis: Axis) -> Places:
     """Return the places of tokens that have rows; ranks tell each other which tokens do, with one byte each."""
-    arrived = jnp.any(handle.slot_row >= 0, axis=-1)
+    arrived = jnp.any(handle.assignment_to_row >= 0, axis=-1)
     sent = exchange(arrived.astype(jnp.uint8), axis) != 0
     return Places(_number(arrived), _number(sent))
 

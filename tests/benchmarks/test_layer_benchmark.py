@@ -79,7 +79,7 @@ def test_capacity_holds_the_most_loaded_rank(case):
 
 def test_dropped_share_is_that_of_the_baseline(case):
     slots = [
-        np.asarray(baselines.fixed_slots(jnp.asarray(ids), 8, case.slot_capacity).slot_row)
+        np.asarray(baselines.fixed_slots(jnp.asarray(ids), 8, case.slot_capacity).assignment_to_row)
         for ids in case.ids.reshape(RANKS, 48, 2)
     ]
     assert case.slot_capacity == 15  # 1.25 * 48 * 2 / 8

@@ -210,7 +210,7 @@ def test_fused_modes_rounding(
         handle = jax_ep.dispatch(x, topk_idx, **common, **options).handle
         how = {"schedule": Schedule(combine_mode=mode), "implementation": implementation}
         call = functools.partial(jax_ep.grouped_gemm_combine, handle=handle, **how)
-        y, pull = jax.vjp(call, h[: handle.row_slot.shape[0]], w_down)
+        y, pull = jax.vjp(call, h[: handle.row_to_assignment.shape[0]], w_down)
         return y, *pull(d_y)
 
     calls = {mode: compiled(functools.partial(fn, mode), expert_mesh(num_ranks)) for mode in COMBINE_MODES}

@@ -117,7 +117,7 @@ def test_hierarchical_tokens_cross_nodes_once(nodes: Mesh, rng: Any, subtests: p
     num_nodes, num_local = nodes.devices.shape
 
     def fn(x: Any, idx: Any) -> Any:
-        return jax_ep.dispatch(x, idx, num_experts=BASE.num_experts, axis_name=TOPOLOGY).handle.node.row_slot
+        return jax_ep.dispatch(x, idx, num_experts=BASE.num_experts, axis_name=TOPOLOGY).handle.node.row_to_assignment
 
     call = compiled(fn, nodes, axes=AXES)
     for routing in UNEVEN:

@@ -59,7 +59,7 @@ def throughput(operation: str, x: Any, ids: Any, is_late: Any) -> Any:
     """Dispatch and combine every token: each token times its number of experts."""
     handle = jax_ep.dispatch(x, ids, num_experts=8, implementation="triton").handle
     # Late after all have planned, so that the others wait for its tokens.
-    x = late(x, is_late, handle.slot_row)
+    x = late(x, is_late, handle.assignment_to_row)
     d = jax_ep.dispatch(x, None, num_experts=8, handle=handle, implementation="triton")
     return jax_ep.combine(d.tokens, d.handle, implementation="triton")
 

@@ -57,12 +57,18 @@ def shorten_waits(heap: SymmetricHeap) -> None:
 
 def exchange(x, ids, w, h):
     d = jax_ep.dispatch(x, ids, jnp.ones(ids.shape, jnp.float32), **OPTIONS)
-    return d.tokens, d.weights, jax_ep.combine(d.tokens, d.handle, **GIVEN), d.handle.row_slot, d.handle.num_invalid
+    return (
+        d.tokens,
+        d.weights,
+        jax_ep.combine(d.tokens, d.handle, **GIVEN),
+        d.handle.row_to_assignment,
+        d.handle.num_invalid,
+    )
 
 
 def dispatch_alone(x, ids, w, h):
     d = jax_ep.dispatch(x, ids, **OPTIONS)
-    return d.tokens, d.handle.row_slot, d.handle.slot_row, d.handle.ids
+    return d.tokens, d.handle.row_to_assignment, d.handle.assignment_to_row, d.handle.topk_idx
 
 
 def quantized(x, ids, w, h):
@@ -73,7 +79,7 @@ def quantized(x, ids, w, h):
 def dispatch_gemm(x, ids, w, h):
     weights, schedule = jnp.ones(ids.shape, jnp.float32), Schedule(dispatch_mode="fused")
     d = jax_ep.dispatch_grouped_gemm(x.astype(jnp.bfloat16), ids, weights, w, schedule=schedule, **OPTIONS)
-    return d.hidden, d.weights, d.handle.row_slot
+    return d.hidden, d.weights, d.handle.row_to_assignment
 
 
 def gemm_combine(mode: str) -> Callable[..., Any]:
@@ -106,7 +112,7 @@ def gradients_of_parts(x, ids, w, h):
 
 def low_latency_dispatch(x, ids, w, h):
     d = jax_ep.low_latency_dispatch(x, ids, max_tokens_per_rank=T, quantize=False, **OPTIONS)
-    return d.tokens, d.handle.source_token, d.handle.slot_row, d.handle.own_ids, d.handle.num_invalid
+    return d.tokens, d.handle.source_token, d.handle.assignment_to_row, d.handle.own_topk_idx, d.handle.num_invalid
 
 
 def low_latency_round_trip(x, ids, w, h):

@@ -117,7 +117,7 @@ def test_fp8_operands_ptx_dispatch(capability: int) -> None:
     layout = Layout(num_ranks=4, num_experts=256, num_tokens=4096, top_k=8, capacity=40960)
     wire = jnp.dtype(jnp.float8_e4m3fn)
     config, tile = exchange.dispatch_config(Schedule(), layout, HIDDEN, jnp.dtype(jnp.bfloat16), wire, clear=False)
-    integers = ("ids_ptr", "slot_row_ptr", "row_slot_ptr")
+    integers = ("topk_idx_ptr", "assignment_to_row_ptr", "row_to_assignment_ptr")
     types: dict[str, Any] = {"x_ptr": "*bf16", "out_ptr": "*fp8e4nv", "out_scales_ptr": "*fp32"}
     types["peers"] = Peers("*i32", "*i64")
     types |= {"weights_ptr": "*fp32", "out_weights_ptr": "*fp32"}

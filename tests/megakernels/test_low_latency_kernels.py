@@ -61,14 +61,14 @@ class Problem:
         assert_same_bits(d.handle.source_token, lay.token, "source_token")
         assert_same_bits(d.handle.source_start, lay.start, "source_start")
         assert_same_bits(d.handle.source_count, lay.count, "source_count")
-        assert_same_bits(d.handle.slot_row, self.slot_row(), "slot_row")
+        assert_same_bits(d.handle.assignment_to_row, self.assignment_to_row(), "assignment_to_row")
         invalid = ((self.ids < -1) | (self.ids >= self.shape.num_experts)).sum((1, 2), dtype=np.int32)
         assert_same_bits(np.ravel(d.handle.num_invalid), invalid, "num_invalid")
         weights = np.where(np.isnan(self.weights), 0, self.weights)
         want = oracle_serving.low_latency_combine(self.y, self.ids, weights, lay)
         np.testing.assert_array_equal(back.astype(np.float64), want)
 
-    def slot_row(self) -> np.ndarray:
+    def assignment_to_row(self) -> np.ndarray:
         num_ranks, _, top_k = self.ids.shape
         rows = np.full((num_ranks, num_ranks, self.max_tokens, top_k), -1, np.int32)
         for source, token, k in np.ndindex(*self.ids.shape):
@@ -220,7 +220,7 @@ def test_low_latency_kernels_few_or_no_tokens(mesh, rng):
     empty = [a[:, :0] for a in problem.args[:3]]
     d, back = harness.run(round_trip(shape, 700), mesh, *empty, problem.y)
     assert back.shape == (2, 0, shape.hidden)
-    assert not d.group_sizes.any() and (d.handle.slot_row == -1).all() and (d.handle.source_token == -1).all()
+    assert not d.group_sizes.any() and (d.handle.assignment_to_row == -1).all() and (d.handle.source_token == -1).all()
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int32", "uint32"])
@@ -236,7 +236,7 @@ def test_low_latency_kernels_token_counts(mesh, rng, dtype):
     handle = harness.run(fn, mesh, problem.x, problem.ids, extreme)
     want = oracle_serving.low_latency_layout(problem.ids, 8, 7, num_tokens=np.array([7, 0]))
     assert_same_bits(handle.source_count, want.count)
-    assert_same_bits(handle.own_ids, np.where(np.array([7, 0])[:, None, None] > 0, problem.ids, np.int32(-1)))
+    assert_same_bits(handle.own_topk_idx, np.where(np.array([7, 0])[:, None, None] > 0, problem.ids, np.int32(-1)))
 
 
 @pytest.mark.slow

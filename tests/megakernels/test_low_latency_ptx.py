@@ -33,7 +33,7 @@ def built(name: str, num_tokens: int, fp8: bool, capability: int) -> Any:
     lag = min(num_tokens, PROGRAMS // 4)
     if name == "dispatch":
         _, tile = low_latency.dispatch_tile(Schedule(), layout, num_tokens, H, BF16, wire, scales)
-        types |= {"x": Rows("*bf16", "*bf16"), "ids_ptr": "*i32", "num_tokens_ptr": "*i32"}
+        types |= {"x": Rows("*bf16", "*bf16"), "topk_idx_ptr": "*i32", "num_tokens_ptr": "*i32"}
         types |= {"out": Rows("*fp8e4nv" if fp8 else "*bf16", "*fp32"), "plan": LowLatencyPlan(*["*i32"] * 7)}
         offsets, _ = low_latency.buffer_offsets(ids_offset=num_tokens * K * 4, **parts)
         sizes |= {"num_scales": scales, "scale_block": 128 if fp8 else 0, "has_num_tokens": True}
@@ -41,7 +41,7 @@ def built(name: str, num_tokens: int, fp8: bool, capability: int) -> Any:
     else:
         _, tile = low_latency.combine_tile(Schedule(), layout, num_tokens, H, BF16)
         types |= {"y_ptr": "*bf16", "out_ptr": "*bf16", "weights_ptr": "*fp32"}
-        types |= {"slot_row_ptr": "*i32", "own_ids_ptr": "*i32"}
+        types |= {"assignment_to_row_ptr": "*i32", "own_topk_idx_ptr": "*i32"}
         parts["values_offset"] *= K
         offsets, _ = low_latency.buffer_offsets(weights_offset=num_tokens * K * 4, **parts)
         given = LowLatencyCombine(**sizes, **offsets, fp8=fp8, tile=dataclasses.replace(tile, lag=lag))

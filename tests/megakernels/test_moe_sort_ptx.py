@@ -16,7 +16,7 @@ def test_moe_sort_ptx_kernel(tokens: int, experts: int, counted: bool, monkeypat
     monkeypatch.setattr(moe_sort, "all_programs", lambda: 132)
     config, sizes = moe_sort.sort_sizes((tokens, 8), 0, experts, 64)
     assert config.num_programs <= 132
-    pointers = ["ids_ptr", "assignments_ptr", "block_expert_ptr", "sizes_ptr", "num_rows_ptr"]
+    pointers = ["topk_idx_ptr", "assignments_ptr", "block_expert_ptr", "sizes_ptr", "num_rows_ptr"]
     types = dict.fromkeys(pointers, "*i32") | dict.fromkeys(["weights_ptr", "row_weights_ptr"], "*fp32")
     constants = {"S": sizes}
     if counted:

@@ -26,7 +26,7 @@ from jax_ep.heap.symmetric import SymmetricHeap
 from jax_ep.megakernels import exchange, launch
 from jax_ep.types import Handle, Layout, Options
 
-FIELDS = ("row_slot", "slot_row", "group_sizes", "ids", "num_invalid", "num_dropped")
+FIELDS = ("row_to_assignment", "assignment_to_row", "group_sizes", "topk_idx", "num_invalid", "num_dropped")
 HOSTILE = np.array([-(2**31), 2**31 - 1, -2, -1, 2**30, -(2**30)], np.int32)
 EXPERT = harness.EXPERT
 ALSO_ON_GPUS = True
@@ -210,11 +210,13 @@ def test_plan_kernel_replicated_results(fresh):
     ids = np.arange(12, dtype=np.int32).reshape(6, 2) % 4
 
     def fn(ids):
-        return exchange.plan(Options("dispatch", (EXPERT,)), ids, layout).row_slot[None]
+        return exchange.plan(Options("dispatch", (EXPERT,)), ids, layout).row_to_assignment[None]
 
-    row_slot = jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=P(EXPERT), out_specs=P(EXPERT)))(ids)
-    want = [rows.make_handle(jnp.asarray(ids.reshape(2, 3, 2)), r, jnp.int32(0), layout).row_slot for r in range(2)]
-    np.testing.assert_array_equal(np.asarray(row_slot), np.stack(want))
+    row_to_assignment = jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=P(EXPERT), out_specs=P(EXPERT)))(ids)
+    want = [
+        rows.make_handle(jnp.asarray(ids.reshape(2, 3, 2)), r, jnp.int32(0), layout).row_to_assignment for r in range(2)
+    ]
+    np.testing.assert_array_equal(np.asarray(row_to_assignment), np.stack(want))
 
 
 def received(heap: SymmetricHeap) -> np.ndarray:
@@ -232,7 +234,7 @@ def test_plan_kernel_other_mesh_fails(fresh):
 
     def fn(ids):
         handle = exchange.plan(Options("dispatch", (EXPERT,)), ids, layout)
-        return handle.row_slot, handle.slot_row
+        return handle.row_to_assignment, handle.assignment_to_row
 
     def run(devices):
         mesh = Mesh(devices, (EXPERT,))

@@ -54,13 +54,13 @@ def test_ptx_row_kernels(name, limit, dtype, fp8, capability):
         config, tile = exchange.dispatch_config(schedule, LAYOUT, HIDDEN, jnp.dtype(dtype), wire_dtype)
         options = {"num_rows": 40960, "quantized": False, "clears_padding": True}
         sizes = Dispatch(**row_sizes(HIDDEN, fp8), **options, tile=tile)
-        rows = {"x_ptr": element, "out_ptr": element, "row_slot_ptr": "*i32", "out_scales_ptr": "*fp32"}
+        rows = {"x_ptr": element, "out_ptr": element, "row_to_assignment_ptr": "*i32", "out_scales_ptr": "*fp32"}
     else:
         schedule = Schedule(num_combining_programs=limit)
         config, tile = exchange.combine_config(schedule, LAYOUT, HIDDEN, jnp.dtype(dtype))
         sizes = Combine(**row_sizes(HIDDEN, fp8), tile=tile)
         rows = {"y_ptr": element, "sums": Sums(element, "*i32")}
-    types = {"peers": PEERS} | dict.fromkeys(["ids_ptr", "slot_row_ptr"], "*i32")
+    types = {"peers": PEERS} | dict.fromkeys(["topk_idx_ptr", "assignment_to_row_ptr"], "*i32")
     types |= dict.fromkeys(["weights_ptr", "out_weights_ptr"], "*fp32")
     types |= rows
     built = build(name, name, types, {"S": sizes, "HEAP": HEAP}, config.num_warps, STAGES, capability)
@@ -81,7 +81,7 @@ def test_ptx_row_kernels(name, limit, dtype, fp8, capability):
 def test_ptx_combine_narrow_rows(hidden):
     """Each thread still copies 16 bytes."""
     config, tile = exchange.combine_config(Schedule(), LAYOUT, hidden, jnp.dtype("bfloat16"))
-    types = dict.fromkeys(["ids_ptr", "slot_row_ptr"], "*i32")
+    types = dict.fromkeys(["topk_idx_ptr", "assignment_to_row_ptr"], "*i32")
     types |= {"y_ptr": "*bf16", "sums": Sums("*bf16", "*i32"), "peers": PEERS}
     sizes = Combine(**row_sizes(hidden, False), tile=tile)
     constants = {"S": sizes, "HEAP": HEAP, "weights_ptr": None, "out_weights_ptr": None}
@@ -106,7 +106,7 @@ def test_ptx_small_exchange_kernel(capability):
 def test_ptx_plan_kernel(experts, tokens, capability):
     layout = Layout(4, experts, tokens, 8, 4 * tokens * 8)
     config, sizes = exchange.plan_config(layout)
-    results = ("row_slot", "slot_row", "sizes", "ids", "num_invalid", "num_dropped")
+    results = ("row_to_assignment", "assignment_to_row", "sizes", "topk_idx", "num_invalid", "num_dropped")
     pointers = {"x_ptr": "*i32", "peers": PEERS, **{f"{name}_ptr": "*i32" for name in results}}
     pointers["scratch"] = PlanScratch("*i32", "*i32", "*i32")
     built = build("plan", "plan", pointers, {"S": sizes, "HEAP": HEAP}, config.num_warps, STAGES, capability)

@@ -34,12 +34,15 @@ def test_known_after_keeps_dependence() -> None:
 
 def test_known_after_one_rank() -> None:
     layout = Layout(num_ranks=2, num_experts=4, num_tokens=3, top_k=1, capacity=6, axis=("expert",))
-    arrays = {name: jnp.zeros(4, jnp.int32) for name in ("row_slot", "slot_row", "group_sizes", "ids", "group")}
+    arrays = {
+        name: jnp.zeros(4, jnp.int32)
+        for name in ("row_to_assignment", "assignment_to_row", "group_sizes", "topk_idx", "group")
+    }
     handle = Handle(**arrays, num_invalid=jnp.zeros((), jnp.int32), num_dropped=jnp.zeros((), jnp.int32), layout=layout)
     earlier = jnp.ones((2, 2))
-    assert later(dataclasses.replace(handle, group=None), earlier).row_slot is handle.row_slot
+    assert later(dataclasses.replace(handle, group=None), earlier).row_to_assignment is handle.row_to_assignment
     alone = dataclasses.replace(handle, layout=dataclasses.replace(layout, num_ranks=1))
     assert later(alone, earlier) is alone
     changed = later(handle, earlier)
-    assert changed.row_slot is not handle.row_slot and changed.group_sizes is not handle.group_sizes
+    assert changed.row_to_assignment is not handle.row_to_assignment and changed.group_sizes is not handle.group_sizes
     assert changed.group is handle.group, "another group would be another table, and a check between the launches"

@@ -39,7 +39,7 @@ from .trace import PUSH_EVENT, SUM_EVENT, stamp, trace, trace_exchange
 
 
 @triton.jit
-def list_rows(list_ptr, slot_row_ptr, ids_ptr, block, peer_rank, rank, S: tl.constexpr):
+def list_rows(list_ptr, assignment_to_row_ptr, topk_idx_ptr, block, peer_rank, rank, S: tl.constexpr):
     """List the rows here of a block of a peer's tokens, in order of k; return how many.
 
     A token whose rows were all dropped still has a sum, zero, because the peer adds it up.
@@ -48,23 +48,23 @@ def list_rows(list_ptr, slot_row_ptr, ids_ptr, block, peer_rank, rank, S: tl.con
     k = tl.arange(0, S.tile.padded_top_k)[None, :]
     assignments = (peer_rank * S.num_tokens + tokens)[:, None] * S.top_k + k
     inside = (tokens < S.num_tokens)[:, None] & (k < S.top_k)
-    expert = tl.load(ids_ptr + assignments, mask=inside, other=-1)
+    expert = tl.load(topk_idx_ptr + assignments, mask=inside, other=-1)
     # A token has a sum here if one of its experts is here.
     first_expert = rank * S.num_local_experts
     is_here = (expert >= first_expert) & (expert < first_expert + S.num_local_experts)
     has_rows = tl.max(is_here.to(tl.int32), axis=1) > 0
-    rows = tl.load(slot_row_ptr + assignments, mask=inside & has_rows[:, None], other=-1)
+    rows = tl.load(assignment_to_row_ptr + assignments, mask=inside & has_rows[:, None], other=-1)
     return write_list(list_ptr, rows, rows >= 0, rank * S.num_tokens + tokens, has_rows, S.tile.list_length)
 
 
 @triton.jit
-def list_arrivals(list_ptr, ids_ptr, block, rank, S: tl.constexpr):
+def list_arrivals(list_ptr, topk_idx_ptr, block, rank, S: tl.constexpr):
     """List the slots in which sums for a block of this rank's tokens arrive, in rank order; return how many."""
     tokens = block * S.tile.block_tokens + tl.arange(0, S.tile.block_tokens)
     # The ranks that a token was dispatched to are those that send a sum back.
     first_ids = (rank * S.num_tokens + tokens) * S.top_k
     inside = tokens < S.num_tokens
-    senders = destinations(ids_ptr, first_ids, inside, S.top_k, S.num_local_experts, S.num_experts)[:, None]
+    senders = destinations(topk_idx_ptr, first_ids, inside, S.top_k, S.num_local_experts, S.num_experts)[:, None]
     source_rank = tl.arange(0, S.tile.padded_ranks)[None, :]
     sends = goes_to(senders, source_rank)
     slots = source_rank * S.num_tokens + tokens[:, None]
@@ -75,8 +75,8 @@ def list_arrivals(list_ptr, ids_ptr, block, rank, S: tl.constexpr):
 def combine_blocks(
     y_ptr,
     weights_ptr,
-    ids_ptr,
-    slot_row_ptr,
+    topk_idx_ptr,
+    assignment_to_row_ptr,
     sums,
     out_weights_ptr,
     launch,
@@ -103,7 +103,7 @@ def combine_blocks(
             # Sum a block's rows for one peer and store the sums in its heap.
             block = step
             peer = peer_of(launch, (launch.rank + 1 + index) % NUM_RANKS)
-            count = list_rows(list_ptr, slot_row_ptr, ids_ptr, block, peer.rank, launch.rank, S)
+            count = list_rows(list_ptr, assignment_to_row_ptr, topk_idx_ptr, block, peer.rank, launch.rank, S)
             # Once per program: peers no longer use their heaps for earlier launches.
             if peers_ready == 0:
                 not_failed = await_all_ready(launch, not_failed, task, HEAP)
@@ -117,13 +117,15 @@ def combine_blocks(
                 if weights_ptr is not None:
                     tokens = block * S.tile.block_tokens + tl.arange(0, S.tile.block_tokens)
                     local_experts: tl.constexpr = S.num_local_experts
-                    return_weights(weights_ptr, ids_ptr, slot_row_ptr, tokens, launch, peer, S, local_experts, HEAP)
+                    return_weights(
+                        weights_ptr, topk_idx_ptr, assignment_to_row_ptr, tokens, launch, peer, S, local_experts, HEAP
+                    )
                 trace_exchange(launch, PUSH_EVENT, began, task, peer.device, block, HEAP)
                 publish(launch, peer, block, task, HEAP)
         elif index == NUM_RANKS and step >= LAG:
             # Add up what all ranks have sent for a block of own tokens.
             block = step - LAG
-            count = list_arrivals(list_ptr, ids_ptr, block, launch.rank, S)
+            count = list_arrivals(list_ptr, topk_idx_ptr, block, launch.rank, S)
             not_failed = await_block_of_all(launch, block, not_failed, task, HEAP)
             began = stamp(HEAP)
             values_ptr = data_of(launch, launch.device, wire, HEAP)
@@ -132,7 +134,7 @@ def combine_blocks(
             sum_listed(list_ptr, count, arrived, Rows(sums.out_ptr, scales_ptr), SUM, S.hidden, S.tile)
             if weights_ptr is not None:
                 tokens = block * S.tile.block_tokens + tl.arange(0, S.tile.block_tokens)
-                take_weights(ids_ptr, tokens, out_weights_ptr, launch, S, S.num_local_experts, HEAP)
+                take_weights(topk_idx_ptr, tokens, out_weights_ptr, launch, S, S.num_local_experts, HEAP)
             trace(launch, SUM_EVENT, began, task, HEAP)
         task = next_task(launch)
 
@@ -141,8 +143,8 @@ def combine_blocks(
 def combine(
     y_ptr,
     weights_ptr,
-    ids_ptr,
-    slot_row_ptr,
+    topk_idx_ptr,
+    assignment_to_row_ptr,
     peers,
     sums,
     out_weights_ptr,
@@ -155,7 +157,9 @@ def combine(
     of their rows; assignments without a row get zero.
     """
     launch, not_failed = open_launch(peers, HEAP)
-    combine_blocks(y_ptr, weights_ptr, ids_ptr, slot_row_ptr, sums, out_weights_ptr, launch, not_failed, S, HEAP)
+    combine_blocks(
+        y_ptr, weights_ptr, topk_idx_ptr, assignment_to_row_ptr, sums, out_weights_ptr, launch, not_failed, S, HEAP
+    )
     # After a failure no result may look valid.
     if end_launch(launch, HEAP):
         poison(sums.out_ptr, S.num_tokens * S.hidden)

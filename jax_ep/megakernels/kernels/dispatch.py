@@ -42,7 +42,16 @@ from .trace import COPY_EVENT, PUSH_EVENT, ZERO_EVENT, stamp, trace, trace_excha
 
 @triton.jit
 def dispatch_block(
-    x_ptr, weights_ptr, ids_ptr, slot_row_ptr, out, out_weights_ptr, launch, block, S: tl.constexpr, HEAP: tl.constexpr
+    x_ptr,
+    weights_ptr,
+    topk_idx_ptr,
+    assignment_to_row_ptr,
+    out,
+    out_weights_ptr,
+    launch,
+    block,
+    S: tl.constexpr,
+    HEAP: tl.constexpr,
 ):
     """Store a block of this rank's tokens in the heaps of its destinations, and own tokens in their rows."""
     wire: tl.constexpr = tl.float8e4nv if S.fp8 else x_ptr.dtype.element_ty
@@ -52,7 +61,9 @@ def dispatch_block(
     NUM_RANKS: tl.constexpr = HEAP.num_ranks
     tokens = block * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     slots = launch.rank * S.num_tokens + tokens
-    ranks = destinations(ids_ptr, slots * S.top_k, tokens < S.num_tokens, S.top_k, S.num_local_experts, S.num_experts)
+    ranks = destinations(
+        topk_idx_ptr, slots * S.top_k, tokens < S.num_tokens, S.top_k, S.num_local_experts, S.num_experts
+    )
     for h in range(0, HIDDEN, BLOCK_HIDDEN):
         # Read the columns once for all destinations.
         columns = h + tl.arange(0, BLOCK_HIDDEN)[None, :]
@@ -74,16 +85,16 @@ def dispatch_block(
         # Own tokens skip the heap; they round like the others.
         own = goes_to(ranks, launch.rank)
         if S.quantized:
-            store_scales(scales, slot_row_ptr + slots * S.top_k, own, out.scales_ptr, h, S)
+            store_scales(scales, assignment_to_row_ptr + slots * S.top_k, own, out.scales_ptr, h, S)
         elif S.fp8:
             values = dequantize(values, scales, BLOCK_TOKENS, BLOCK_HIDDEN).to(x_ptr.dtype.element_ty)
-        store_rows(values, slot_row_ptr + slots * S.top_k, own, out.values_ptr, columns, inside, S)
+        store_rows(values, assignment_to_row_ptr + slots * S.top_k, own, out.values_ptr, columns, inside, S)
     if weights_ptr is not None:
         # Router weights take the same way.
         for step in tl.static_range(1, NUM_RANKS):
             peer = peer_of(launch, (launch.rank + step) % NUM_RANKS)
             push_weights(weights_ptr, tokens, goes_to(ranks, peer.rank), launch, peer, S, HEAP)
-        own_rows_ptr = slot_row_ptr + launch.rank * (S.num_tokens * S.top_k)
+        own_rows_ptr = assignment_to_row_ptr + launch.rank * (S.num_tokens * S.top_k)
         weights_to_rows(weights_ptr, own_rows_ptr, tokens, tokens < S.num_tokens, out_weights_ptr, S.top_k)
 
 
@@ -91,9 +102,9 @@ def dispatch_block(
 def dispatch(
     x_ptr,
     weights_ptr,
-    ids_ptr,
-    slot_row_ptr,
-    row_slot_ptr,
+    topk_idx_ptr,
+    assignment_to_row_ptr,
+    row_to_assignment_ptr,
     peers,
     out_ptr,
     out_scales_ptr,
@@ -130,9 +141,11 @@ def dispatch(
             # Zero a block of padding rows: the last tasks, so that the link is not kept waiting.
             began = stamp(HEAP)
             if S.clears_padding:
-                clear_padding(out_ptr, row_slot_ptr, (task - steps_end) * BLOCK_ROWS, S)
+                clear_padding(out_ptr, row_to_assignment_ptr, (task - steps_end) * BLOCK_ROWS, S)
             if weights_ptr is not None:
-                clear_weights(out_weights_ptr, row_slot_ptr, (task - steps_end) * BLOCK_ROWS, BLOCK_ROWS, S.num_rows)
+                clear_weights(
+                    out_weights_ptr, row_to_assignment_ptr, (task - steps_end) * BLOCK_ROWS, BLOCK_ROWS, S.num_rows
+                )
             trace(launch, ZERO_EVENT, began, task, HEAP)
         elif index == 0:
             # Send a block to all peers.
@@ -144,7 +157,16 @@ def dispatch(
                 if not_failed != 0:
                     began = stamp(HEAP)
                     dispatch_block(
-                        x_ptr, weights_ptr, ids_ptr, slot_row_ptr, out, out_weights_ptr, launch, step, S, HEAP
+                        x_ptr,
+                        weights_ptr,
+                        topk_idx_ptr,
+                        assignment_to_row_ptr,
+                        out,
+                        out_weights_ptr,
+                        launch,
+                        step,
+                        S,
+                        HEAP,
                     )
                     trace_exchange(launch, PUSH_EVENT, began, task, -1, step, HEAP)
                     publish_to_all(launch, step, task, HEAP)
@@ -157,13 +179,13 @@ def dispatch(
             slots = source.rank * S.num_tokens + block * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
             first_ids, inside = slots * S.top_k, slots < (source.rank + 1) * S.num_tokens
             # Only tokens with an expert here have been sent.
-            mask = send_mask(ids_ptr, first_ids, inside, launch.rank, S.top_k, S.num_local_experts)
+            mask = send_mask(topk_idx_ptr, first_ids, inside, launch.rank, S.top_k, S.num_local_experts)
             scales_ptr = data_of(launch, launch.device, tl.float32, HEAP, S.scales_offset)
             received = Rows(data_of(launch, launch.device, wire, HEAP), scales_ptr)
-            copy_to_rows(received, slots, mask, slot_row_ptr, out, S)
+            copy_to_rows(received, slots, mask, assignment_to_row_ptr, out, S)
             if weights_ptr is not None:
                 arrived_ptr = data_of(launch, launch.device, weights_ptr.dtype.element_ty, HEAP, S.weights_offset)
-                weights_to_rows(arrived_ptr, slot_row_ptr, slots, mask, out_weights_ptr, S.top_k)
+                weights_to_rows(arrived_ptr, assignment_to_row_ptr, slots, mask, out_weights_ptr, S.top_k)
             trace_exchange(launch, COPY_EVENT, began, task, source.device, block, HEAP)
         task = next_task(launch)
     # After a failure no result may look valid.

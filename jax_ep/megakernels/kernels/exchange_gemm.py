@@ -81,7 +81,7 @@ class TokensByRow(NamedTuple):
 
     own_ptr: Any  # [num_tokens, hidden] tokens of this rank
     received_ptr: Any  # [num_ranks * num_tokens, hidden] received tokens, in the heap
-    row_slot_ptr: Any  # [num_rows] assignment of each row; -1: padding
+    row_to_assignment_ptr: Any  # [num_rows] assignment of each row; -1: padding
     rank: Any  # this rank
 
 
@@ -139,7 +139,7 @@ def gathered_tile(tokens, b_desc, out_ptr, group, row, size, column, S: tl.const
     """Compute one tile from rows of `TokensByRow`: at most BLOCK_M of `size` rows from `row` on; store the result."""
     row_offsets = tl.arange(0, BLOCK_M)
     inside = row_offsets < size
-    assignment = tl.load(tokens.row_slot_ptr + row + row_offsets, mask=inside, other=-1)
+    assignment = tl.load(tokens.row_to_assignment_ptr + row + row_offsets, mask=inside, other=-1)
     # Padding rows read any token, since their result is replaced by zero.
     token = tl.where(assignment < 0, 0, assignment // S.top_k)
     columns = tl.arange(0, S.gemm.tile.block_k)[None, :]
@@ -176,7 +176,7 @@ def communicate(
     x_ptr,
     weights_ptr,
     received_ptr,
-    ids_ptr,
+    topk_idx_ptr,
     order,
     saved_ptr,
     launch,
@@ -211,7 +211,9 @@ def communicate(
             source = peer_of(launch, (launch.rank + (task - push_end) // num_blocks) % NUM_RANKS)
             local = (task - push_end) % num_blocks * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
             slots = source.rank * S.num_tokens + local
-            mask = send_mask(ids_ptr, slots * S.top_k, local < S.num_tokens, launch.rank, S.top_k, S.gemm.num_groups)
+            mask = send_mask(
+                topk_idx_ptr, slots * S.top_k, local < S.num_tokens, launch.rank, S.top_k, S.gemm.num_groups
+            )
             began = stamp(HEAP)
             if source.rank == launch.rank:
                 copy_tokens(x_ptr, local, slots, mask, saved_ptr, S.gemm.K, S.block_hidden)
@@ -268,10 +270,10 @@ def dispatch_gemm(
     # The first programs to start communicate until that queue is empty.
     if tl.atomic_add(launch.control + STARTED, 1, sem="relaxed", scope="gpu") < S.comm_programs:
         not_failed = communicate(
-            x_ptr, weights_ptr, received_ptr, handle.ids_ptr, order, saved_ptr, launch, not_failed, S, HEAP
+            x_ptr, weights_ptr, received_ptr, handle.topk_idx_ptr, order, saved_ptr, launch, not_failed, S, HEAP
         )
-    row_slot_ptr, sizes_ptr = handle.row_slot_ptr, handle.sizes_ptr
-    tokens = TokensByRow(x_ptr, received_ptr, row_slot_ptr, launch.rank)
+    row_to_assignment_ptr, sizes_ptr = handle.row_to_assignment_ptr, handle.sizes_ptr
+    tokens = TokensByRow(x_ptr, received_ptr, row_to_assignment_ptr, launch.rank)
     # The tile queue: tiles of all experts, then blocks of padding rows behind them.
     column_tiles: tl.constexpr = (GEMM.N + BLOCK_N - 1) // BLOCK_N
     num_tiles = count_row_tiles(sizes_ptr, GEMM) * column_tiles
@@ -300,7 +302,7 @@ def dispatch_gemm(
                 if column == 0:
                     first = first_row + row_tile * BLOCK_M
                     store_row_weights(
-                        weights_ptr, row_slot_ptr, out_weights_ptr, first, rows_left, launch, S, BLOCK_M, HEAP
+                        weights_ptr, row_to_assignment_ptr, out_weights_ptr, first, rows_left, launch, S, BLOCK_M, HEAP
                     )
             # Use half of block_m if no more rows remain.
             if rows_left > BLOCK_M // 2:
@@ -317,7 +319,9 @@ def dispatch_gemm(
             # Zero a block of rows behind all experts.
             zero_rows(out_ptr, num_rows + (tile - num_tiles) * BLOCK_M, GEMM.M, GEMM.N, BLOCK_M, BLOCK_N)
             if weights_ptr is not None:
-                clear_weights(out_weights_ptr, row_slot_ptr, num_rows + (tile - num_tiles) * BLOCK_M, BLOCK_M, GEMM.M)
+                clear_weights(
+                    out_weights_ptr, row_to_assignment_ptr, num_rows + (tile - num_tiles) * BLOCK_M, BLOCK_M, GEMM.M
+                )
             trace(launch, ZERO_EVENT, began, tile, HEAP)
         tile = tl.atomic_add(launch.control + QUEUE, 1, sem="relaxed", scope="gpu")
     # After a failure no result may look valid.
@@ -330,10 +334,10 @@ def dispatch_gemm(
 
 
 @triton.jit
-def row_addresses(row_slot_ptr, launch, tile, dtype: tl.constexpr, S: tl.constexpr, HEAP: tl.constexpr):
+def row_addresses(row_to_assignment_ptr, launch, tile, dtype: tl.constexpr, S: tl.constexpr, HEAP: tl.constexpr):
     """Return the addresses of a tile's rows in the heaps of their tokens' sources; 0 for padding and past the end."""
     rows = tile.row + tl.arange(0, S.gemm.tile.block_m)
-    assignment = tl.load(row_slot_ptr + rows, mask=rows < tile.end, other=-1)
+    assignment = tl.load(row_to_assignment_ptr + rows, mask=rows < tile.end, other=-1)
     travels = assignment >= 0
     # The source rank is the leading part of the assignment.
     source = tl.load(launch.group_ptr + tl.where(travels, assignment // (S.num_tokens * S.top_k), 0))
@@ -378,11 +382,13 @@ def clear_dropped(handle, launch, dtype: tl.constexpr, S: tl.constexpr, HEAP: tl
         base = data_of(launch, tl.load(launch.group_ptr + source_rank), dtype, HEAP)
         for k in range(S.top_k):
             assignments = (source_rank * NUM_TOKENS + tokens) * S.top_k + k
-            expert = tl.load(handle.ids_ptr + assignments, mask=tokens < NUM_TOKENS, other=-1)
+            expert = tl.load(handle.topk_idx_ptr + assignments, mask=tokens < NUM_TOKENS, other=-1)
             # Dropped: the expert is here, but the assignment has no row.
             first_expert = launch.rank * LOCAL_EXPERTS
             dropped = (expert >= first_expert) & (expert < first_expert + LOCAL_EXPERTS)
-            dropped = dropped & (tl.load(handle.slot_row_ptr + assignments, mask=tokens < NUM_TOKENS, other=0) < 0)
+            dropped = dropped & (
+                tl.load(handle.assignment_to_row_ptr + assignments, mask=tokens < NUM_TOKENS, other=0) < 0
+            )
             if tl.max(dropped.to(tl.int32), axis=0) > 0:
                 for h in range(0, HIDDEN, COLUMNS):
                     columns = h + tl.arange(0, COLUMNS)[None, :]
@@ -399,18 +405,26 @@ def return_share_of_weights(weights_ptr, handle, launch, S: tl.constexpr, HEAP: 
         peer = peer_of(launch, index // blocks)
         tokens = index % blocks * S.weight_tokens + tl.arange(0, S.weight_tokens)
         return_weights(
-            weights_ptr, handle.ids_ptr, handle.slot_row_ptr, tokens, launch, peer, S, S.gemm.num_groups, HEAP
+            weights_ptr,
+            handle.topk_idx_ptr,
+            handle.assignment_to_row_ptr,
+            tokens,
+            launch,
+            peer,
+            S,
+            S.gemm.num_groups,
+            HEAP,
         )
 
 
 @triton.jit
-def list_assignments(list_ptr, ids_ptr, rank, block, NUM_EXPERTS: tl.constexpr, S: tl.constexpr):
+def list_assignments(list_ptr, topk_idx_ptr, rank, block, NUM_EXPERTS: tl.constexpr, S: tl.constexpr):
     """List the assignments of a block of this rank's tokens that have an expert, in order of k; return how many."""
     tokens = block * S.sum_tokens + tl.arange(0, S.sum_tokens)
     k = tl.arange(0, S.padded_top_k)[None, :]
     assignments = tokens[:, None] * S.top_k + k
     inside = (tokens < S.num_tokens)[:, None] & (k < S.top_k)
-    expert = tl.load(ids_ptr + rank * S.num_tokens * S.top_k + assignments, mask=inside, other=-1)
+    expert = tl.load(topk_idx_ptr + rank * S.num_tokens * S.top_k + assignments, mask=inside, other=-1)
     chosen = (expert >= 0) & (expert < NUM_EXPERTS)
     return write_list(list_ptr, assignments, chosen, tokens, tokens < S.num_tokens, S.sums.list_length)
 
@@ -472,7 +486,7 @@ def gemm_combine(
         tile = find_tile(own_task(i), group_ends, handle.sizes_ptr, GEMM)
         total = multiply(h_desc, b_desc, tile, GEMM)
         # Look addresses up only now: kept across the GEMM, they would spill registers.
-        addresses = row_addresses(handle.row_slot_ptr, launch, tile, dtype, S, HEAP)
+        addresses = row_addresses(handle.row_to_assignment_ptr, launch, tile, dtype, S, HEAP)
         if bias is None:
             store_at_sources(total, addresses, tile.column, dtype, S)
         else:
@@ -499,12 +513,12 @@ def gemm_combine(
             not_failed = await_block_of_all(launch, 0, not_failed, block, HEAP)
         while block < blocks:
             began = stamp(HEAP)
-            count = list_assignments(list_ptr, handle.ids_ptr, launch.rank, block, NUM_RANKS * GEMM.num_groups, S)
+            count = list_assignments(list_ptr, handle.topk_idx_ptr, launch.rank, block, NUM_RANKS * GEMM.num_groups, S)
             received = Rows(received_ptr, received_ptr)
             sum_listed(list_ptr, count, received, Rows(sums.out_ptr, sums.out_ptr), tl.float32, GEMM.N, S.sums)
             if weights_ptr is not None:
                 tokens = block * S.sum_tokens + tl.arange(0, S.sum_tokens)
-                take_weights(handle.ids_ptr, tokens, out_weights_ptr, launch, S, GEMM.num_groups, HEAP)
+                take_weights(handle.topk_idx_ptr, tokens, out_weights_ptr, launch, S, GEMM.num_groups, HEAP)
             trace(launch, SUM_EVENT, began, block, HEAP)
             block = next_task(launch)
     if end_launch(launch, HEAP):
@@ -539,9 +553,18 @@ def combine_with_weight_gradient(
     # The first programs to start run combine until its queue is empty.
     communicates = tl.atomic_add(launch.control + STARTED, 1, sem="relaxed", scope="gpu") < S.comm_programs
     if communicates:
-        ids_ptr, slot_row_ptr = handle.ids_ptr, handle.slot_row_ptr
+        topk_idx_ptr, assignment_to_row_ptr = handle.topk_idx_ptr, handle.assignment_to_row_ptr
         combine_blocks(
-            y_ptr, weights_ptr, ids_ptr, slot_row_ptr, sums, out_weights_ptr, launch, not_failed, S.combine, HEAP
+            y_ptr,
+            weights_ptr,
+            topk_idx_ptr,
+            assignment_to_row_ptr,
+            sums,
+            out_weights_ptr,
+            launch,
+            not_failed,
+            S.combine,
+            HEAP,
         )
     # Then all take gradient tiles, `tiles_per_task` at a time.
     groups = locate_groups(handle.sizes_ptr, GRADIENT)

@@ -12,9 +12,9 @@ from .gemm_structs import GroupedGemm, WeightGradient
 class HandleArrays(NamedTuple):
     """The arrays of a dispatch handle."""
 
-    ids_ptr: Any  # [num_ranks, num_tokens, top_k] expert ids of all ranks
-    slot_row_ptr: Any  # [num_ranks, num_tokens, top_k] row of each assignment here; -1: none
-    row_slot_ptr: Any  # [num_rows] assignment of each row; -1: padding
+    topk_idx_ptr: Any  # [num_ranks, num_tokens, top_k] expert ids of all ranks
+    assignment_to_row_ptr: Any  # [num_ranks, num_tokens, top_k] row of each assignment here; -1: none
+    row_to_assignment_ptr: Any  # [num_rows] assignment of each row; -1: padding
     sizes_ptr: Any  # [num_local_experts] rows of each expert, padding included
 
 

@@ -45,7 +45,7 @@ def sort_assignments(tensors, scratch, S: tl.constexpr):
         num_blocks = tl.load(tensors.num_rows_ptr) // BLOCK_M
     else:
         lanes = tl.arange(0, S.padded_assignments)
-        ids = tl.load(tensors.ids_ptr + lanes, mask=lanes < S.num_tokens * S.top_k, other=-1)
+        ids = tl.load(tensors.topk_idx_ptr + lanes, mask=lanes < S.num_tokens * S.top_k, other=-1)
         # Keys order by (expert, assignment); invalid ids come last.
         order = tl.sort(tl.where((ids >= 0) & (ids < S.num_experts), ids, S.num_experts) * S.padded_assignments + lanes)
         # All programs store the same values, and each reads only after its own stores: a barrier suffices.
@@ -280,7 +280,7 @@ def store_block_rows(
 
 
 @triton.jit
-def sum_rows(ids_ptr, rows_ptr, out_ptr, first, column, arrived, S: tl.constexpr):
+def sum_rows(topk_idx_ptr, rows_ptr, out_ptr, first, column, arrived, S: tl.constexpr):
     """Run a task of phase (3): sum the rows of a block of tokens, in order of k and of the splits."""
     K: tl.constexpr = S.top_k
     K_SPLITS: tl.constexpr = S.down.k_splits
@@ -292,7 +292,7 @@ def sum_rows(ids_ptr, rows_ptr, out_ptr, first, column, arrived, S: tl.constexpr
     total = tl.zeros((SUM_TOKENS, SUM_HIDDEN), tl.float32)
     for k in tl.static_range(K):
         assignments = tokens * K + k
-        expert = tl.load(ids_ptr + assignments, mask=tokens < S.num_tokens, other=-1)
+        expert = tl.load(topk_idx_ptr + assignments, mask=tokens < S.num_tokens, other=-1)
         exists = ((expert >= 0) & (expert < S.num_experts))[:, None] & inside
         for part in tl.static_range(K_SPLITS):
             source = rows_ptr + (assignments.to(tl.int64) * K_SPLITS + part)[:, None] * S.hidden + columns[None, :]
@@ -379,5 +379,5 @@ def fused_moe(
             token = (task - first_sums) // sum_tiles * S.sum_tokens
             column = (task - first_sums) % sum_tiles * S.sum_hidden
             arrived = await_tasks(done_ptr, num_blocks * row_tasks)
-            sum_rows(tensors.ids_ptr, scratch.rows_ptr, out_ptr, token, column, arrived, S)
+            sum_rows(tensors.topk_idx_ptr, scratch.rows_ptr, out_ptr, token, column, arrived, S)
         task = tl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")

@@ -30,7 +30,7 @@ class LayerTensors(NamedTuple):
     gate_up: Any  # descriptor of [num_experts, hidden, 2 * intermediate] ([., hidden, intermediate] without gates);
     # quantized weights are [num_experts, ., hidden]
     down: Any  # descriptor of [num_experts, intermediate, hidden]; quantized weights are [num_experts, hidden, .]
-    ids_ptr: Any  # [num_tokens, top_k] expert ids
+    topk_idx_ptr: Any  # [num_tokens, top_k] expert ids
     weights_ptr: Any  # [num_tokens, top_k] float32 router weights
 
 
@@ -41,7 +41,7 @@ class SortedLayerTensors(NamedTuple):
     x_scales_ptr: Any
     gate_up: Any
     down: Any
-    ids_ptr: Any
+    topk_idx_ptr: Any
     weights_ptr: Any
     assignments_ptr: Any  # [num_rows] assignment of each row; -1: padding
     block_expert_ptr: Any  # [num_rows / block_m] expert of each block

@@ -160,7 +160,7 @@ def add_rows(out_ptr, token, experts, weights, incoming, wire: tl.constexpr, SUM
 
 @triton.jit
 def low_latency_combine(
-    y_ptr, slot_row_ptr, own_ids_ptr, weights_ptr, peers, out_ptr, S: tl.constexpr, HEAP: tl.constexpr
+    y_ptr, assignment_to_row_ptr, own_topk_idx_ptr, weights_ptr, peers, out_ptr, S: tl.constexpr, HEAP: tl.constexpr
 ):
     """Combine `y [num_local_experts, num_ranks * max_tokens, hidden]` to `out [num_tokens, hidden]`.
 
@@ -217,7 +217,7 @@ def low_latency_combine(
             assignments = (peer_rank * S.max_tokens + sent) * TOP_K
             if SENDS_SUMS:
                 # send: the weighted sum of the token's rows here.
-                rows = tl.load(slot_row_ptr + assignments + choices, mask=choices < TOP_K, other=-1)
+                rows = tl.load(assignment_to_row_ptr + assignments + choices, mask=choices < TOP_K, other=-1)
                 if tl.max(rows, axis=0) >= 0:
                     if heard & peer == 0:
                         # The sum needs the peer's weights: wait for its handshake once. All lanes poll the same word.
@@ -236,7 +236,7 @@ def low_latency_combine(
             else:
                 # send: one row of the token.
                 choice = step // NUM_RANKS
-                row = tl.load(slot_row_ptr + assignments + choice)
+                row = tl.load(assignment_to_row_ptr + assignments + choice)
                 if (row >= 0) & (not_failed != 0):
                     assignment = sent * TOP_K + choice
                     send_row(y_ptr, row, assignment, buffer, wire, S)
@@ -245,11 +245,13 @@ def low_latency_combine(
         elif summed >= 0:
             assignments = summed * TOP_K + choices
             # sum: wait for what the token's ranks send, then add it.
-            experts = tl.load(own_ids_ptr + assignments, mask=choices < TOP_K, other=-1)
+            experts = tl.load(own_topk_idx_ptr + assignments, mask=choices < TOP_K, other=-1)
             weights = tl.load(weights_ptr + assignments, mask=choices < TOP_K, other=0.0)
             local_experts: tl.constexpr = S.num_local_experts
             num_experts: tl.constexpr = NUM_RANKS * local_experts
-            ranks = destinations(own_ids_ptr, summed * TOP_K, summed < NUM_TOKENS, TOP_K, local_experts, num_experts)
+            ranks = destinations(
+                own_topk_idx_ptr, summed * TOP_K, summed < NUM_TOKENS, TOP_K, local_experts, num_experts
+            )
             if ranks != 0:
                 if SENDS_SUMS:
                     chosen = (lanes < NUM_RANKS) & goes_to(ranks, lanes)
@@ -260,7 +262,7 @@ def low_latency_combine(
                     chosen = (experts >= 0) & (experts < num_experts)
                     # Choices without an expert poll the flag of the last choice that has one.
                     existing = tl.where(chosen, choices, tl.max(tl.where(chosen, choices, 0), axis=0))
-                    sources = tl.load(own_ids_ptr + summed * TOP_K + existing) // local_experts
+                    sources = tl.load(own_topk_idx_ptr + summed * TOP_K + existing) // local_experts
                     flags = 1 + summed * TOP_K + existing
                 incoming, expected = pick_each(buffers.incoming, sources), pick_each(buffers.epochs, sources)
                 not_failed = await_flags(launch, incoming, flags, expected, sources, not_failed, task, HEAP)

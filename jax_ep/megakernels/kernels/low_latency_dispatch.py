@@ -52,7 +52,7 @@ SPAN = tl.constexpr(1024)
 
 
 @triton.jit
-def send_ids(ids_ptr, count, buffer, plan, own, not_failed, S: tl.constexpr):
+def send_ids(topk_idx_ptr, count, buffer, plan, own, not_failed, S: tl.constexpr):
     """Send the ids of the first `count` tokens, and -1 for the others.
 
     For its own buffer, a rank also stores them in the handle and counts invalid ones.
@@ -60,19 +60,19 @@ def send_ids(ids_ptr, count, buffer, plan, own, not_failed, S: tl.constexpr):
     invalid = tl.zeros((SPAN,), tl.int32)
     for start in range(0, S.max_tokens * S.top_k, SPAN):
         assignments = start + tl.arange(0, SPAN)
-        ids = tl.load(ids_ptr + assignments, mask=assignments // S.top_k < count, other=-1)
+        ids = tl.load(topk_idx_ptr + assignments, mask=assignments // S.top_k < count, other=-1)
         if not_failed != 0:
             exists = assignments < S.num_tokens * S.top_k
             tl.store(part_of(buffer, S.ids_offset, tl.int32) + assignments, ids, mask=exists)
         if own:
-            tl.store(plan.own_ids_ptr + assignments, ids, mask=assignments < S.max_tokens * S.top_k)
+            tl.store(plan.own_topk_idx_ptr + assignments, ids, mask=assignments < S.max_tokens * S.top_k)
         invalid += ((ids < -1) | (ids >= S.num_ranks * S.num_local_experts)).to(tl.int32)
     if own:
         tl.store(plan.num_invalid_ptr, tl.sum(invalid, axis=0))
 
 
 @triton.jit
-def send_token(x, ids_ptr, token, count, not_failed, outgoing, rank, wire: tl.constexpr, S: tl.constexpr):
+def send_token(x, topk_idx_ptr, token, count, not_failed, outgoing, rank, wire: tl.constexpr, S: tl.constexpr):
     """Send a token to each rank that has one of its experts, quantized if `S.scale_block` is not 0.
 
     Returns:
@@ -87,7 +87,9 @@ def send_token(x, ids_ptr, token, count, not_failed, outgoing, rank, wire: tl.co
     # Load the first columns while the destinations are computed.
     values = tl.load(tl.multiple_of(x.values_ptr + row + lanes, 16), mask=(lanes < HIDDEN) & (token < count), other=0.0)
     experts: tl.constexpr = S.num_ranks * S.num_local_experts
-    ranks = destinations(ids_ptr, token * S.top_k, token < count, S.top_k, S.num_local_experts, experts) * not_failed
+    ranks = (
+        destinations(topk_idx_ptr, token * S.top_k, token < count, S.top_k, S.num_local_experts, experts) * not_failed
+    )
     if ranks != 0:
         for h in tl.static_range(0, HIDDEN, SEND_HIDDEN):
             columns = h + lanes
@@ -127,8 +129,8 @@ def ids_of(index, incoming, S: tl.constexpr):
     buffers = pick_each(incoming, tl.minimum(index // S.num_tokens, S.num_ranks - 1))
     k = tl.arange(0, S.tile.padded_top_k)[None, :]
     exist = (index < S.num_ranks * S.num_tokens)[:, None] & (k < S.top_k)
-    ids_ptr = part_of(buffers, S.ids_offset, tl.int32)[:, None] + (index % S.num_tokens * S.top_k)[:, None] + k
-    return tl.load(ids_ptr, mask=exist, other=-1), exist
+    topk_idx_ptr = part_of(buffers, S.ids_offset, tl.int32)[:, None] + (index % S.num_tokens * S.top_k)[:, None] + k
+    return tl.load(topk_idx_ptr, mask=exist, other=-1), exist
 
 
 @triton.jit
@@ -162,7 +164,7 @@ def assign_rows(expert, incoming, launch, plan, S: tl.constexpr):
         # Assignments to other ranks have no row here; tokens are shared among the experts.
         is_away = (ids < first) | (ids >= first + LOCAL_EXPERTS)
         stored = named | (exist & is_away & (index % LOCAL_EXPERTS == expert)[:, None])
-        tl.store(plan.slot_row_ptr + assignments, tl.where(named, row.to(tl.int32)[:, None], -1), mask=stored)
+        tl.store(plan.assignment_to_row_ptr + assignments, tl.where(named, row.to(tl.int32)[:, None], -1), mask=stored)
         size += tl.sum(is_here, axis=0)
         counts += tl.sum(tl.where(source[:, None] == lanes[None, :], is_here[:, None], 0), axis=0)
     tl.store(plan.sizes_ptr + expert, size)
@@ -200,13 +202,13 @@ def count_rows(index, incoming, rank, S: tl.constexpr):
 
 
 @triton.jit
-def clear_assignments(first, slot_row_ptr, S: tl.constexpr):
+def clear_assignments(first, assignment_to_row_ptr, S: tl.constexpr):
     """Mark assignments of tokens past num_tokens as without a row."""
     if S.max_tokens > S.num_tokens:
         index = first + tl.arange(0, SPAN)
         width: tl.constexpr = (S.max_tokens - S.num_tokens) * S.top_k
         assignments = index // width * (S.max_tokens * S.top_k) + S.num_tokens * S.top_k + index % width
-        tl.store(slot_row_ptr + assignments, tl.full((SPAN,), -1, tl.int32), mask=index < S.num_ranks * width)
+        tl.store(assignment_to_row_ptr + assignments, tl.full((SPAN,), -1, tl.int32), mask=index < S.num_ranks * width)
 
 
 @triton.jit
@@ -264,7 +266,7 @@ def send_or_copy(index, S: tl.constexpr):
 
 
 @triton.jit
-def low_latency_dispatch(x, ids_ptr, num_tokens_ptr, peers, out, plan, S: tl.constexpr, HEAP: tl.constexpr):
+def low_latency_dispatch(x, topk_idx_ptr, num_tokens_ptr, peers, out, plan, S: tl.constexpr, HEAP: tl.constexpr):
     """Dispatch `x [num_tokens, hidden]` to `out [num_local_experts, num_ranks * max_tokens, hidden]`; fill the plan.
 
     Rows past an expert's size are not written. FP8 tokens travel with `num_scales` scales each: those of `x`, or if
@@ -302,18 +304,18 @@ def low_latency_dispatch(x, ids_ptr, num_tokens_ptr, peers, out, plan, S: tl.con
             # ids: send all ids to one rank, then the ready handshake.
             peer_rank = (launch.rank + 1 + task) % NUM_RANKS
             buffer, own = pick(buffers.outgoing, peer_rank), peer_rank == launch.rank
-            send_ids(ids_ptr, count, buffer, plan, own, not_failed, S)
+            send_ids(topk_idx_ptr, count, buffer, plan, own, not_failed, S)
             trace(launch, PUSH_EVENT, began, task, HEAP)
             # After a failure the set of ranks is empty.
             peer = tl.full((), 1, tl.int64) * not_failed << peer_rank.to(tl.int64)
             signal_ready_to(launch, buffers, peer, task, HEAP)
         elif task >= clear_start:
             # clear: the rest of the handle.
-            clear_assignments((task - clear_start) * SPAN, plan.slot_row_ptr, S)
+            clear_assignments((task - clear_start) * SPAN, plan.assignment_to_row_ptr, S)
             trace(launch, ZERO_EVENT, began, task, HEAP)
         elif token >= 0:
             # send: one token to its destinations, and its flag.
-            ranks = send_token(x, ids_ptr, token, count, not_failed, buffers.outgoing, launch.rank, wire, S)
+            ranks = send_token(x, topk_idx_ptr, token, count, not_failed, buffers.outgoing, launch.rank, wire, S)
             trace(launch, PUSH_EVENT, began, task, HEAP)
             if ranks != 0:
                 publish_to(launch, buffers, ranks, 1 + token, task, HEAP)
@@ -347,7 +349,7 @@ def low_latency_dispatch(x, ids_ptr, num_tokens_ptr, peers, out, plan, S: tl.con
                     k = tl.arange(0, S.tile.padded_top_k)[None, :]
                     assignments = ((source_rank * MAX_TOKENS + tokens) * TOP_K)[:, None] + k
                     exists = (tokens < NUM_TOKENS)[:, None] & (k < TOP_K)
-                    rows = tl.load(plan.slot_row_ptr + assignments, mask=exists, other=-1)
+                    rows = tl.load(plan.assignment_to_row_ptr + assignments, mask=exists, other=-1)
                     # After a failure rows may be anything: keep them inside of the result.
                     rows = tl.where(rows < LOCAL_EXPERTS * NUM_RANKS * MAX_TOKENS, rows, -1)
                 mask = tl.max(rows, axis=1) >= 0
@@ -369,8 +371,8 @@ def low_latency_dispatch(x, ids_ptr, num_tokens_ptr, peers, out, plan, S: tl.con
         if S.num_scales > 0:
             poison(out.scales_ptr, LOCAL_EXPERTS * NUM_RANKS * MAX_TOKENS * S.num_scales)
         poison(plan.token_ptr, LOCAL_EXPERTS * NUM_RANKS * MAX_TOKENS)
-        poison(plan.slot_row_ptr, NUM_RANKS * MAX_TOKENS * TOP_K)
-        poison(plan.own_ids_ptr, MAX_TOKENS * TOP_K)
+        poison(plan.assignment_to_row_ptr, NUM_RANKS * MAX_TOKENS * TOP_K)
+        poison(plan.own_topk_idx_ptr, MAX_TOKENS * TOP_K)
         poison(plan.num_invalid_ptr, 1)
         # Give each expert one poisoned row: sizes stay usable.
         zeros = tl.zeros((S.tile.padded_ranks,), tl.int32)

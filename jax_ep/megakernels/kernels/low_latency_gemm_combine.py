@@ -52,22 +52,24 @@ def source_addresses(expert, row, size, outgoing, sources, dtype: tl.constexpr, 
     choices = tl.arange(0, S.padded_top_k)[None, :]
     assignments = ((source * S.max_tokens + tl.maximum(token, 0)) * TOP_K)[:, None] + choices
     # The first of the token's assignments that has this row.
-    named = tl.load(sources.slot_row_ptr + assignments, mask=(token >= 0)[:, None] & (choices < TOP_K), other=-1)
+    named = tl.load(
+        sources.assignment_to_row_ptr + assignments, mask=(token >= 0)[:, None] & (choices < TOP_K), other=-1
+    )
     k = tl.min(tl.where(named == index[:, None], choices, TOP_K), axis=1)
     offset = (token * TOP_K + k).to(tl.int64) * (S.hidden * dtype.primitive_bitwidth // 8)
     return tl.where((token >= 0) & (k < TOP_K), pick_each(outgoing, source) + S.values_offset + offset, 0)
 
 
 @triton.jit
-def add_received(out_ptr, own_ids_ptr, weights_ptr, token, h, incoming, S: tl.constexpr):
+def add_received(out_ptr, own_topk_idx_ptr, weights_ptr, token, h, incoming, S: tl.constexpr):
     """Add columns `[h, h + block_hidden)` of a token's rows in float32, times their weights, in order of k."""
     HIDDEN: tl.constexpr = S.hidden
     TOP_K: tl.constexpr = S.top_k
     columns, choices = h + tl.arange(0, S.block_hidden), tl.arange(0, S.padded_top_k)
-    ids = tl.load(own_ids_ptr + token * TOP_K + choices, mask=choices < TOP_K, other=-1)
+    ids = tl.load(own_topk_idx_ptr + token * TOP_K + choices, mask=choices < TOP_K, other=-1)
     total = tl.zeros((S.block_hidden,), tl.float32)
     for k in tl.static_range(TOP_K):
-        expert = tl.load(own_ids_ptr + token * TOP_K + k)
+        expert = tl.load(own_topk_idx_ptr + token * TOP_K + k)
         valid = (expert >= 0) & (expert < S.num_ranks * S.num_local_experts)
         # If the token names an expert twice, the row is at the first assignment.
         first = tl.min(tl.where(ids == expert, choices, k), axis=0)
@@ -152,7 +154,7 @@ def low_latency_gemm_combine(
         while task < S.num_tokens * blocks:
             began = stamp(HEAP)
             token, h = task // blocks, task % blocks * S.block_hidden
-            add_received(out_ptr, sources.own_ids_ptr, weights_ptr, token, h, buffers.incoming, S)
+            add_received(out_ptr, sources.own_topk_idx_ptr, weights_ptr, token, h, buffers.incoming, S)
             trace(launch, SUM_EVENT, began, task, HEAP)
             task = next_task(launch)
     if end_low_latency_launch(launch, HEAP):

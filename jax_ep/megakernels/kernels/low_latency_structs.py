@@ -15,8 +15,8 @@ class LowLatencyPlan(NamedTuple):
     token_ptr: Any  # [num_local_experts, num_ranks * max_tokens] token of each row at its source; -1: none
     start_ptr: Any  # [num_local_experts, num_ranks] position of the first row of each source
     count_ptr: Any  # [num_local_experts, num_ranks] rows of each source
-    slot_row_ptr: Any  # [num_ranks, max_tokens, top_k] row of each assignment here; -1: none
-    own_ids_ptr: Any  # [max_tokens, top_k] expert ids of this rank's tokens
+    assignment_to_row_ptr: Any  # [num_ranks, max_tokens, top_k] row of each assignment here; -1: none
+    own_topk_idx_ptr: Any  # [max_tokens, top_k] expert ids of this rank's tokens
     num_invalid_ptr: Any  # [] invalid ids among them
 
 
@@ -25,8 +25,8 @@ class RowSources(NamedTuple):
 
     token_ptr: Any
     start_ptr: Any
-    slot_row_ptr: Any
-    own_ids_ptr: Any
+    assignment_to_row_ptr: Any
+    own_topk_idx_ptr: Any
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,21 +13,21 @@ from .plan import count_alike_before
 
 
 @triton.jit
-def local_experts(ids_ptr, assignments, num_assignments, S: tl.constexpr):
+def local_experts(topk_idx_ptr, assignments, num_assignments, S: tl.constexpr):
     """Return the local experts of assignments, and a mask of those that have one."""
-    ids = tl.load(ids_ptr + assignments, mask=assignments < num_assignments, other=-1)
+    ids = tl.load(topk_idx_ptr + assignments, mask=assignments < num_assignments, other=-1)
     here = (ids >= S.first_expert) & (ids < S.first_expert + S.num_local_experts)
     return tl.where(here, ids - S.first_expert, S.bins), here
 
 
 @triton.jit
-def count_assignments(ids_ptr, first, num_assignments, S: tl.constexpr):
+def count_assignments(topk_idx_ptr, first, num_assignments, S: tl.constexpr):
     """Count assignments by expert `[bins]`: all of them, and those before `first`."""
     total = tl.zeros((S.bins,), tl.int32)
     before = tl.zeros((S.bins,), tl.int32)
     for start in range(0, num_assignments, S.count_block):
         assignments = start + tl.arange(0, S.count_block)
-        expert, here = local_experts(ids_ptr, assignments, num_assignments, S)
+        expert, here = local_experts(topk_idx_ptr, assignments, num_assignments, S)
         counts = tl.histogram(expert, S.bins, mask=here)
         total += counts
         # Count blocks before `first` whole, the block around it by a mask.
@@ -56,7 +56,7 @@ def fill_rows(assignments_ptr, row_weights_ptr, weights_ptr, first, end, LANES: 
 
 @triton.jit
 def moe_sort(
-    ids_ptr,
+    topk_idx_ptr,
     weights_ptr,
     num_tokens_ptr,
     assignments_ptr,
@@ -76,7 +76,7 @@ def moe_sort(
     if num_tokens_ptr is not None:
         num_assignments = tl.minimum(tl.maximum(tl.load(num_tokens_ptr), 0) * S.top_k, S.num_assignments)
     first = tl.program_id(0) * S.per_program
-    total, before = count_assignments(ids_ptr, first, num_assignments, S)
+    total, before = count_assignments(topk_idx_ptr, first, num_assignments, S)
     # Rows of experts, padded to whole blocks, one expert after another.
     padded = (total + S.block_size - 1) // S.block_size * S.block_size
     ends = tl.cumsum(padded, axis=0)
@@ -91,7 +91,7 @@ def moe_sort(
     # Give this program's assignments their rows.
     for start in range(first, tl.minimum(first + S.per_program, num_assignments), LANES):
         assignments = start + tl.arange(0, LANES)
-        expert, here = local_experts(ids_ptr, assignments, num_assignments, S)
+        expert, here = local_experts(topk_idx_ptr, assignments, num_assignments, S)
         rows = tl.gather(bases, expert & (BINS - 1), 0) + count_alike_before(expert, LANES)
         tl.store(assignments_ptr + rows, assignments, mask=here)
         if weights_ptr is not None:

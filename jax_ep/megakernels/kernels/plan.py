@@ -70,7 +70,7 @@ def count_alike_before(expert, LANES: tl.constexpr):
 
 @triton.jit
 def count_block(
-    ids_ptr, positions_ptr, counts_ptr, count, first_expert, LOCAL_EXPERTS: tl.constexpr, TILE: tl.constexpr
+    topk_idx_ptr, positions_ptr, counts_ptr, count, first_expert, LOCAL_EXPERTS: tl.constexpr, TILE: tl.constexpr
 ):
     """Store the `positions` of a block's first `count` ids, and its `counts [bins]` by local expert."""
     BINS: tl.constexpr = TILE.bins
@@ -78,7 +78,7 @@ def count_block(
     counts = tl.zeros((BINS,), tl.int32)
     for start in range(0, tl.minimum(count, TILE.block), TILE.lanes):
         inside = start + lanes < count
-        ids = tl.load(ids_ptr + start + lanes, mask=inside, other=-1)
+        ids = tl.load(topk_idx_ptr + start + lanes, mask=inside, other=-1)
         here = (ids >= first_expert) & (ids < first_expert + LOCAL_EXPERTS)
         expert = tl.where(here, ids - first_expert, BINS)
         # Position: assignments of the expert in earlier lanes of the block.
@@ -103,7 +103,7 @@ def sum_counts(counts_ptr, block, NUM_BLOCKS: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def store_rows(positions_ptr, slot_row_ptr, row_slot_ptr, first, count, bases, S: tl.constexpr):
+def store_rows(positions_ptr, assignment_to_row_ptr, row_to_assignment_ptr, first, count, bases, S: tl.constexpr):
     """Store the rows of `count` assignments from `first` on; `bases [bins]` are the first rows of local experts."""
     lanes: tl.constexpr = min(1024, S.tile.block)
     for start in range(0, tl.minimum(count, S.tile.block), lanes):
@@ -114,8 +114,8 @@ def store_rows(positions_ptr, slot_row_ptr, row_slot_ptr, first, count, bases, S
         row = tl.gather(bases, (packed >> EXPERT_BIT) & (S.tile.bins - 1), 0) + (packed & POSITION_MASK)
         # Rows past the capacity are dropped.
         has_row = (packed >= 0) & (row >= 0) & (row < S.num_rows)
-        tl.store(slot_row_ptr + first + index, tl.where(has_row, row, -1), mask=inside)
-        tl.store(row_slot_ptr + row, first + index, mask=has_row)
+        tl.store(assignment_to_row_ptr + first + index, tl.where(has_row, row, -1), mask=inside)
+        tl.store(row_to_assignment_ptr + row, first + index, mask=has_row)
 
 
 @triton.jit
@@ -145,10 +145,10 @@ def count_task(launch):
 def plan(
     x_ptr,
     peers,
-    row_slot_ptr,
-    slot_row_ptr,
+    row_to_assignment_ptr,
+    assignment_to_row_ptr,
     sizes_ptr,
-    ids_ptr,
+    topk_idx_ptr,
     num_invalid_ptr,
     num_dropped_ptr,
     scratch,
@@ -195,7 +195,7 @@ def plan(
             first = (task - push_end) * S.fill_rows
             for start in range(first, tl.minimum((task - push_end + 1) * S.fill_rows, S.num_rows), lanes):
                 rows = start + tl.arange(0, lanes)
-                tl.store(row_slot_ptr + rows, tl.full((lanes,), -1, tl.int32), mask=rows < S.num_rows)
+                tl.store(row_to_assignment_ptr + rows, tl.full((lanes,), -1, tl.int32), mask=rows < S.num_rows)
             count_task(launch)
             trace(launch, ZERO_EVENT, began, task, HEAP)
         else:
@@ -214,17 +214,17 @@ def plan(
                 began = stamp(HEAP)
                 # (3) Count: copy a block's ids to the result; own ids come from `x`, the others from the heap.
                 if source_rank == launch.rank:
-                    invalid = copy_ids(x_ptr + block * BLOCK, ids_ptr + first, count, BLOCK, NUM_EXPERTS)
+                    invalid = copy_ids(x_ptr + block * BLOCK, topk_idx_ptr + first, count, BLOCK, NUM_EXPERTS)
                     tl.store(scratch.invalid_ptr + block, invalid)
                 else:
                     not_failed = await_block(launch, peer_of(launch, source_rank), block, not_failed, task, HEAP)
                     began = stamp(HEAP)
                     received = data_of(launch, launch.device, tl.int32, HEAP) + source_rank.to(tl.int64) * stride
-                    copy_ids(received + block * BLOCK, ids_ptr + first, count, BLOCK, NUM_EXPERTS)
+                    copy_ids(received + block * BLOCK, topk_idx_ptr + first, count, BLOCK, NUM_EXPERTS)
                 # Count from the copy, not from the heap: after a failure the heap may change, and steps (3) and (4)
                 # need the same ids.
                 tl.debug_barrier()
-                counts, ids = scratch.counts_ptr + counts_row * BINS, ids_ptr + first
+                counts, ids = scratch.counts_ptr + counts_row * BINS, topk_idx_ptr + first
                 positions, first_expert = scratch.positions_ptr + first, launch.rank * S.num_local_experts
                 count_block(ids, positions, counts, count, first_expert, S.num_local_experts, S.tile)
                 count_task(launch)
@@ -246,14 +246,22 @@ def plan(
                 if index == 0:
                     invalid_ptr = scratch.invalid_ptr
                     store_sizes(total, starts, ends, invalid_ptr, sizes_ptr, num_invalid_ptr, num_dropped_ptr, S)
-                store_rows(scratch.positions_ptr, slot_row_ptr, row_slot_ptr, first, count, starts + before, S)
+                store_rows(
+                    scratch.positions_ptr,
+                    assignment_to_row_ptr,
+                    row_to_assignment_ptr,
+                    first,
+                    count,
+                    starts + before,
+                    S,
+                )
                 trace(launch, PLACE_EVENT, began, task, HEAP)
         task = next_task(launch)
     # After a failure no result may look valid.
     if end_launch(launch, HEAP):
-        poison(row_slot_ptr, S.num_rows)
-        poison(slot_row_ptr, NUM_RANKS * NUM_ASSIGNMENTS)
-        poison(ids_ptr, NUM_RANKS * NUM_ASSIGNMENTS)
+        poison(row_to_assignment_ptr, S.num_rows)
+        poison(assignment_to_row_ptr, NUM_RANKS * NUM_ASSIGNMENTS)
+        poison(topk_idx_ptr, NUM_RANKS * NUM_ASSIGNMENTS)
         poison(num_invalid_ptr, 1)
         poison(num_dropped_ptr, 1)
         # Give each expert one poisoned row if it fits: sizes stay usable, and weight gradients become NaN, not zero.

@@ -130,8 +130,8 @@ def ready_word(epoch, HEAP: tl.constexpr):
 @triton.jit
 def ready_words(control, device, epoch, HEAP: tl.constexpr):
     """Return pointers to the handshakes of `device`, one or several, in the heap that `control` belongs to."""
-    greetings = (control + EPOCHS + 2 * HEAP.num_devices).to(tl.pointer_type(tl.int64), bitcast=True)
-    return greetings + (epoch & 1) * HEAP.num_devices + device
+    words = (control + EPOCHS + 2 * HEAP.num_devices).to(tl.pointer_type(tl.int64), bitcast=True)
+    return words + (epoch & 1) * HEAP.num_devices + device
 
 
 @triton.jit

@@ -28,31 +28,39 @@ def push_weights(weights_ptr, tokens, mask, launch, peer, S: tl.constexpr, HEAP:
 
 
 @triton.jit
-def weights_to_rows(weights_ptr, slot_row_ptr, tokens, mask, out_ptr, TOP_K: tl.constexpr):
+def weights_to_rows(weights_ptr, assignment_to_row_ptr, tokens, mask, out_ptr, TOP_K: tl.constexpr):
     """Store the weights of tokens in their rows here."""
     assignments, exists = assignments_of(tokens, mask, TOP_K)
-    row = tl.load(slot_row_ptr + assignments, mask=exists, other=-1)
+    row = tl.load(assignment_to_row_ptr + assignments, mask=exists, other=-1)
     tl.store(out_ptr + row, tl.load(weights_ptr + assignments, mask=row >= 0), mask=row >= 0)
 
 
 @triton.jit
-def clear_weights(out_ptr, row_slot_ptr, first, ROWS: tl.constexpr, NUM_ROWS: tl.constexpr):
+def clear_weights(out_ptr, row_to_assignment_ptr, first, ROWS: tl.constexpr, NUM_ROWS: tl.constexpr):
     """Zero the weights of the padding rows among ROWS rows from `first` on."""
     rows = first + tl.arange(0, ROWS)
-    empty = tl.load(row_slot_ptr + rows, mask=rows < NUM_ROWS, other=0) < 0
+    empty = tl.load(row_to_assignment_ptr + rows, mask=rows < NUM_ROWS, other=0) < 0
     tl.store(out_ptr + rows, tl.zeros((ROWS,), out_ptr.dtype.element_ty), mask=empty)
 
 
 @triton.jit
 def store_row_weights(
-    weights_ptr, row_slot_ptr, out_ptr, row, size, launch, S: tl.constexpr, BLOCK_M: tl.constexpr, HEAP: tl.constexpr
+    weights_ptr,
+    row_to_assignment_ptr,
+    out_ptr,
+    row,
+    size,
+    launch,
+    S: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    HEAP: tl.constexpr,
 ):
     """Store the weights of up to BLOCK_M of `size` rows from `row` on, once their tokens are here; zero for padding.
 
     Weights of this rank's tokens are in `weights [num_tokens, top_k]`, those of other tokens in the heap.
     """
     lines = tl.arange(0, BLOCK_M)
-    assignment = tl.load(row_slot_ptr + row + lines, mask=lines < size, other=-1)
+    assignment = tl.load(row_to_assignment_ptr + row + lines, mask=lines < size, other=-1)
     first = launch.rank * (S.num_tokens * S.top_k)
     # Own tokens did not travel.
     own = (assignment >= first) & (assignment < first + S.num_tokens * S.top_k)
@@ -66,8 +74,8 @@ def store_row_weights(
 @triton.jit
 def return_weights(
     weights_ptr,
-    ids_ptr,
-    slot_row_ptr,
+    topk_idx_ptr,
+    assignment_to_row_ptr,
     tokens,
     launch,
     peer,
@@ -78,20 +86,22 @@ def return_weights(
     """Store the values `weights [num_rows]` of rows at a peer's assignments; dropped assignments get zero."""
     assignments, exists = assignments_of(tokens, tokens < S.num_tokens, S.top_k)
     first = peer.rank * (S.num_tokens * S.top_k)
-    expert = tl.load(ids_ptr + first + assignments, mask=exists, other=-1)
+    expert = tl.load(topk_idx_ptr + first + assignments, mask=exists, other=-1)
     # Only assignments to experts of this rank: each is written by one rank.
     here = (expert >= launch.rank * LOCAL_EXPERTS) & (expert < launch.rank * LOCAL_EXPERTS + LOCAL_EXPERTS)
-    row = tl.load(slot_row_ptr + first + assignments, mask=here, other=-1)
+    row = tl.load(assignment_to_row_ptr + first + assignments, mask=here, other=-1)
     values = tl.load(weights_ptr + row, mask=row >= 0, other=0.0)
     arrived_ptr = data_of(launch, peer.device, weights_ptr.dtype.element_ty, HEAP, S.weights_offset)
     tl.store(arrived_ptr + assignments, values, mask=here)
 
 
 @triton.jit
-def take_weights(ids_ptr, tokens, out_ptr, launch, S: tl.constexpr, LOCAL_EXPERTS: tl.constexpr, HEAP: tl.constexpr):
+def take_weights(
+    topk_idx_ptr, tokens, out_ptr, launch, S: tl.constexpr, LOCAL_EXPERTS: tl.constexpr, HEAP: tl.constexpr
+):
     """Copy the values returned for this rank's assignments to `out [num_tokens, top_k]`; zero without an expert."""
     assignments, exists = assignments_of(tokens, tokens < S.num_tokens, S.top_k)
-    expert = tl.load(ids_ptr + launch.rank * (S.num_tokens * S.top_k) + assignments, mask=exists, other=-1)
+    expert = tl.load(topk_idx_ptr + launch.rank * (S.num_tokens * S.top_k) + assignments, mask=exists, other=-1)
     chosen = (expert >= 0) & (expert < HEAP.num_ranks * LOCAL_EXPERTS)
     arrived_ptr = data_of(launch, launch.device, out_ptr.dtype.element_ty, HEAP, S.weights_offset)
     tl.store(out_ptr + assignments, tl.load(arrived_ptr + assignments, mask=chosen, other=0.0), mask=exists)

@@ -16,17 +16,17 @@ from .plan import EXPERT_BIT, POSITION_MASK, count_alike_before, sum_counts
 
 
 @triton.jit
-def first_expert(ids_ptr, tokens, inside, first, TOP_K: tl.constexpr, LOCAL_EXPERTS: tl.constexpr):
+def first_expert(topk_idx_ptr, tokens, inside, first, TOP_K: tl.constexpr, LOCAL_EXPERTS: tl.constexpr):
     """Return the local index of the lowest of each token's experts from `first` on; LOCAL_EXPERTS if none."""
     lowest = tl.full(tokens.shape, LOCAL_EXPERTS, tl.int32)
     for k in tl.static_range(TOP_K):
-        local = tl.load(ids_ptr + tokens * TOP_K + k, mask=inside, other=-1) - first
+        local = tl.load(topk_idx_ptr + tokens * TOP_K + k, mask=inside, other=-1) - first
         lowest = tl.where((local >= 0) & (local < LOCAL_EXPERTS), tl.minimum(lowest, local), lowest)
     return lowest
 
 
 @triton.jit
-def send_order_count(ids_ptr, group_ptr, positions_ptr, counts_ptr, S: tl.constexpr):
+def send_order_count(topk_idx_ptr, group_ptr, positions_ptr, counts_ptr, S: tl.constexpr):
     """Count expert ids `[num_ranks, num_tokens, top_k]`.
 
     Results: `positions [num_ranks, num_tokens]` of own sends, `counts [2 * num_ranks, blocks, bins]` of all lists.
@@ -51,7 +51,9 @@ def send_order_count(ids_ptr, group_ptr, positions_ptr, counts_ptr, S: tl.conste
         for start in range(begin, tl.minimum(begin + BLOCK, NUM_TOKENS), LANES):
             tokens = start + lanes
             inside = tokens < NUM_TOKENS
-            expert = first_expert(ids_ptr, source * NUM_TOKENS + tokens, inside, first, S.top_k, S.num_local_experts)
+            expert = first_expert(
+                topk_idx_ptr, source * NUM_TOKENS + tokens, inside, first, S.top_k, S.num_local_experts
+            )
             # Stable: earlier tokens of the block with the same expert come first.
             position = tl.gather(counts, expert, 0) + count_alike_before(expert, LANES)
             tl.store(

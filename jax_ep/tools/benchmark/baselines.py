@@ -29,15 +29,15 @@ RAGGED_OPTIONS = {"xla_gpu_unsupported_enable_ragged_all_to_all_decomposer": Tru
 
 
 class Slots(NamedTuple):
-    """Rows and (token, k) slots: `row_slot [N]` is `token * K + k` and `slot_row [T, K]` its inverse; -1 is none."""
+    """Rows and assignments: `row_to_assignment [N]` is `token * K + k`; `assignment_to_row [T, K]` inverts it."""
 
-    row_slot: Array
-    slot_row: Array
+    row_to_assignment: Array
+    assignment_to_row: Array
 
     @property
     def row_token(self) -> Array:
         """`[N]` the token of each row."""
-        return jnp.where(self.row_slot < 0, -1, self.row_slot // self.slot_row.shape[1])
+        return jnp.where(self.row_to_assignment < 0, -1, self.row_to_assignment // self.assignment_to_row.shape[1])
 
 
 def gather(source: Array, index: Array) -> Array:
@@ -54,8 +54,8 @@ def spread(x: Array, slots: Slots) -> Array:
 def _sum_slots(rows: Array, weights: Array | None, slots: Slots) -> Array:
     """`[N, H]` rows to sums `[T, H]`, in float32 with one rounding; one fused kernel without `[T, K, H]` in memory."""
     total = jnp.zeros((), jnp.float32)
-    for k in range(slots.slot_row.shape[1]):
-        row = gather(rows, slots.slot_row[:, k]).astype(jnp.float32)
+    for k in range(slots.assignment_to_row.shape[1]):
+        row = gather(rows, slots.assignment_to_row[:, k]).astype(jnp.float32)
         total = total + (row if weights is None else row * weights[:, k, None])
     return total.astype(rows.dtype)
 
@@ -75,9 +75,9 @@ def collect(rows: Array, weights: Array, slots: Slots) -> Array:
 
 def _collect_backward(residuals: Any, d_out: Array) -> tuple[Array, Array, None]:
     rows, weights, slots = residuals
-    scale = gather(weights.reshape(-1), slots.row_slot)
+    scale = gather(weights.reshape(-1), slots.row_to_assignment)
     d_rows = gather(d_out, slots.row_token).astype(jnp.float32) * scale[:, None]
-    taken = gather(rows, slots.slot_row).astype(jnp.float32)
+    taken = gather(rows, slots.assignment_to_row).astype(jnp.float32)
     d_weights = jnp.sum(taken * d_out[:, None].astype(jnp.float32), axis=-1)
     return d_rows.astype(rows.dtype), d_weights, None
 
@@ -132,9 +132,9 @@ def fixed_slots(topk_idx: Array, num_experts: int, capacity: int) -> Slots:
     position = lax.iota(jnp.int32, found.slots.shape[0]) - found.starts[found.experts]
     num_rows = num_experts * capacity
     row = jnp.where(position < capacity, found.experts * capacity + position, num_rows)
-    row_slot = jnp.full((num_rows,), -1, jnp.int32).at[row].set(found.slots, mode="drop")
-    slot_row = jnp.zeros_like(row).at[found.slots].set(jnp.where(row < num_rows, row, -1), unique_indices=True)
-    return Slots(row_slot, slot_row.reshape(topk_idx.shape))
+    row_to_assignment = jnp.full((num_rows,), -1, jnp.int32).at[row].set(found.slots, mode="drop")
+    assignment_to_row = jnp.zeros_like(row).at[found.slots].set(jnp.where(row < num_rows, row, -1), unique_indices=True)
+    return Slots(row_to_assignment, assignment_to_row.reshape(topk_idx.shape))
 
 
 def capacity_layer(
@@ -224,10 +224,10 @@ def ragged_layer(
     x, topk_idx, topk_weights, w_gate_up, w_down = arguments
     num_ranks, hidden_size = lax.axis_size(axis_name), x.shape[1]
     found = _sort_slots(topk_idx, num_experts)
-    slot_row = (
+    assignment_to_row = (
         jnp.zeros_like(found.slots).at[found.slots].set(lax.iota(jnp.int32, found.slots.shape[0]), unique_indices=True)
     )
-    slots = Slots(found.slots, slot_row.reshape(topk_idx.shape))
+    slots = Slots(found.slots, assignment_to_row.reshape(topk_idx.shape))
     sizes = lax.all_gather(found.counts, axis_name).reshape(num_ranks, num_ranks, -1)
     route = plan_route(sizes, lax.axis_index(axis_name), capacity)
 

@@ -138,7 +138,11 @@ def after(handle: Handle, previous: Array) -> Handle:
     """The handle, but known only once `previous`, a zero, is."""
     if handle.group is not None:
         return dataclasses.replace(handle, group=handle.group + previous)
-    return dataclasses.replace(handle, row_slot=handle.row_slot + previous, slot_row=handle.slot_row + previous)
+    return dataclasses.replace(
+        handle,
+        row_to_assignment=handle.row_to_assignment + previous,
+        assignment_to_row=handle.assignment_to_row + previous,
+    )
 
 
 def local_after(handle: Handle, previous: Array) -> Handle:
@@ -211,7 +215,7 @@ def _of_triton(case: Case, handle: Handle, y: Array) -> dict[str, Variant]:
 
     def planned_too(options: Options, h: Handle, x: Array, zero: Array) -> Array:
         first = h.group[-1] * num_tokens  # ids of all ranks are in every handle, so that it needs no second input
-        ids = lax.dynamic_slice_in_dim(h.ids.reshape(-1, case.layout.top_k), first, num_tokens)
+        ids = lax.dynamic_slice_in_dim(h.topk_idx.reshape(-1, case.layout.top_k), first, num_tokens)
         return run.dispatch_tokens(options, x, None, run.plan(options, ids + zero, case.layout))[0]
 
     def to_rows(options: Options, h: Handle, x: Array, zero: Array) -> Array:

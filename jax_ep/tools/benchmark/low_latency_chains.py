@@ -76,7 +76,7 @@ def ids_step(case: Case, quantize: bool) -> Step:
     """Ids to the same ids, by a dispatch of the kernels, whose handle has them."""
 
     def step(ids: Array, x: Array) -> Array:
-        return dispatch(case, "triton", x, ids, quantize=quantize).handle.own_ids
+        return dispatch(case, "triton", x, ids, quantize=quantize).handle.own_topk_idx
 
     return step
 

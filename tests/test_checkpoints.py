@@ -463,13 +463,13 @@ def test_checkpoint_progress_bar(tmp_path: Path, rng: np.random.Generator, monke
     """On a terminal with rich; it ends when all bytes of the result have been read."""
     progress = pytest.importorskip("rich.progress")
     checkpoint, want = written("gpt_oss", tmp_path, rng)
-    told: list[float] = []
+    advanced: list[float] = []
     advance = progress.Progress.advance
-    monkeypatch.setattr(progress.Progress, "advance", lambda bar, task, n: (told.append(n), advance(bar, task, n)))
+    monkeypatch.setattr(progress.Progress, "advance", lambda bar, task, n: (advanced.append(n), advance(bar, task, n)))
     monkeypatch.setattr(sys, "stderr", Terminal())
     checkpoint.moe_weights(0, mesh=make_mesh((2, 2), ("expert", "copies")))
     assert "layer 0" in sys.stderr.getvalue()
-    assert sum(told) == sum(value.nbytes for value in want[0].values())
+    assert sum(advanced) == sum(value.nbytes for value in want[0].values())
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     checkpoint.moe_weights(0)
     assert sys.stderr.getvalue() == ""

@@ -91,7 +91,7 @@ def test_train_interrupt_resume_and_serve(tmp_path: Path, capsys: pytest.Capture
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     result = train(whole)
     check_report(whole, result)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     stages = [
         "starting JAX",
         "making the parameters",
@@ -99,8 +99,8 @@ def test_train_interrupt_resume_and_serve(tmp_path: Path, capsys: pytest.Capture
         "step 2: held-out loss",
         "a sample",
     ]
-    assert [said.find(stage) for stage in stages] == sorted(said.find(stage) for stage in stages)
-    assert stages[0] in said
+    assert [output.find(stage) for stage in stages] == sorted(output.find(stage) for stage in stages)
+    assert stages[0] in output
 
     interrupted = train(parts, "--stop-after 2")
     assert len(interrupted["train"]) == 2 and not (parts / "curves.png").exists()

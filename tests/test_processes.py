@@ -96,12 +96,12 @@ def test_processes_mismatch() -> None:
         ("node or flat", "dispatch, over nodes", "dispatch, Layout"),
     ):
         # The first process continues; the later one, or both, detect the difference.
-        said = [found[name] for found in both if found[name] != "no error"]
-        assert said, name
+        errors = [found[name] for found in both if found[name] != "no error"]
+        assert errors, name
         assert all(
-            re.search(rf"process 0: .*{re.escape(zero)}.*; process 1: .*{re.escape(one)}", text) for text in said
+            re.search(rf"process 0: .*{re.escape(zero)}.*; process 1: .*{re.escape(one)}", text) for text in errors
         )
-        assert all("the processes run different programs: as all-to-all number" in text for text in said)
+        assert all("the processes run different programs: as all-to-all number" in text for text in errors)
     assert both[0]["on its own devices"] == "no error"
     assert "processes [1] have not arrived within 2 s" in both[0]["missing"]
 

@@ -57,16 +57,16 @@ def test_quantize_fp8_zeros_and_nan() -> None:
     w = np.zeros((256, 256), F32)
     w[3, 200] = np.nan
     back = np.asarray(dequantize(quantize(jnp.asarray(w), "fp8"), jnp.float32))
-    spoilt = np.isnan(back)
-    assert spoilt[:128, 128:].all() and spoilt.sum() == 128 * 128
-    assert not back[~spoilt].any()
+    affected = np.isnan(back)
+    assert affected[:128, 128:].all() and affected.sum() == 128 * 128
+    assert not back[~affected].any()
 
 
 def test_quantize_fp8_nan_fills_block() -> None:
     x = np.zeros((256, 256), F32)
     x[3, 200] = np.nan
-    spoilt = np.isnan(np.asarray(dequantize_fp8(*quantize_fp8(jnp.asarray(x)), jnp.float32)))
-    assert spoilt[3, 128:].all() and spoilt.sum() == 128
+    affected = np.isnan(np.asarray(dequantize_fp8(*quantize_fp8(jnp.asarray(x)), jnp.float32)))
+    assert affected[3, 128:].all() and affected.sum() == 128
 
 
 def test_quantize_fp8_no_gradient() -> None:

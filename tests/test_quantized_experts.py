@@ -85,9 +85,9 @@ def test_quantized_experts_not_finite_fills_block(expert_format: str, bad: float
     w[3, 5] = bad
     got = np.asarray(dequantize(quantized(w, expert_format), jnp.float32))
     rows, depth = oracle_quantized.FORMATS[expert_format].block
-    spoilt = np.zeros(got.shape, bool)
-    spoilt[: depth or 256, 5 // rows * rows : (5 // rows + 1) * rows] = True
-    np.testing.assert_array_equal(~np.isfinite(got), spoilt)
+    affected = np.zeros(got.shape, bool)
+    affected[: depth or 256, 5 // rows * rows : (5 // rows + 1) * rows] = True
+    np.testing.assert_array_equal(~np.isfinite(got), affected)
 
 
 @FORMATS

@@ -116,10 +116,10 @@ def steps(implementation: str, ids: Any, weights: Any, saved: tuple[str, ...] | 
     def of_masters(masters, microbatches):
         quantised = tuple(quantize(w, "fp8", for_training=True) for w in masters)
 
-        def beside(masters, x):
+        def with_masters(masters, x):
             return loss(tuple(dataclasses.replace(q, master=w) for q, w in zip(quantised, masters, strict=True)), x)
 
-        return accumulate(lambda x: jax.grad(beside)(masters, x), masters, microbatches)
+        return accumulate(lambda x: jax.grad(with_masters)(masters, x), masters, microbatches)
 
     def through(masters, microbatches):
         def total(masters):

@@ -152,7 +152,7 @@ def test_fused_halves(
     if dispatch_mode == "fused" and implementation != "triton":
         pytest.skip(f"{implementation} fuses nothing")
     if dispatch_mode is not None and mode != "serial":
-        pytest.skip("each mode once, beside the simplest of the other half")
+        pytest.skip("each mode runs once, with the simplest mode of the other half")
     x, topk_idx, _, w_gate_up, w_down = inputs(rng, "some_without_expert", mesh.size)
 
     def fn(x, topk_idx, w_gate_up, w_down):

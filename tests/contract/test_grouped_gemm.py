@@ -109,9 +109,9 @@ def test_grouped_gemm_nan_stays_in_group(implementation: str, dtype: np.dtype, r
     bad = slice(30, 47)  # The rows of group 2.
     lhs[bad], d_out[bad] = np.nan, np.inf
     got = with_gradients(implementation)(lhs, rhs, group_sizes, d_out)
-    for what, g, w, spoilt in zip(("out", "d_lhs", "d_rhs"), got, want, (bad, bad, 2), strict=True):
-        assert not np.isfinite(g[spoilt].astype(np.float32)).all(), what
-        assert_close(np.delete(g, spoilt, axis=0), np.delete(w, spoilt, axis=0), what)
+    for what, g, w, affected in zip(("out", "d_lhs", "d_rhs"), got, want, (bad, bad, 2), strict=True):
+        assert not np.isfinite(g[affected].astype(np.float32)).all(), what
+        assert_close(np.delete(g, affected, axis=0), np.delete(w, affected, axis=0), what)
 
 
 @pytest.mark.slow_interpreted

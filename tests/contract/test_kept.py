@@ -160,8 +160,8 @@ def test_residuals_no_gemm_recomputed(implementation: str, name: str, rng: np.ra
 
 WAYS = {
     "fp8 on the wire": {"schedule": {"wire_dtype": jnp.float8_e4m3fn}},
-    "gradient beside": {"schedule": {"fuse_weight_gradients": True}},
-    "gradient apart": {"schedule": {"fuse_weight_gradients": False, "combine_mode": "scatter"}},
+    "gradient fused": {"schedule": {"fuse_weight_gradients": True}},
+    "gradient separate": {"schedule": {"fuse_weight_gradients": False, "combine_mode": "scatter"}},
 }
 
 
@@ -171,7 +171,7 @@ def test_residuals_gradients_same_bits(
     implementation: str, name: str, way: str | None, expert_mesh: Any, rng: np.random.Generator
 ) -> None:
     """Compare saving tokens with sending them again, also with tokens without an expert or a row."""
-    if way in ("gradient beside", "gradient apart") and not fuses(implementation, 2, BF16, 2 * T * K):
+    if way in ("gradient fused", "gradient separate") and not fuses(implementation, 2, BF16, 2 * T * K):
         pytest.skip(f"{implementation} fuses no products with exchanges")
     shape = Shape(
         num_tokens=T, top_k=K, num_experts=8, hidden=128 if way == "fp8 on the wire" else H, intermediate=INNER

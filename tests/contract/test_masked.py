@@ -195,8 +195,8 @@ def test_masked_nan_stays_in_scale_block(implementation: str, activation: str) -
         jax_ep.ops.masked.masked_gated_activation, experts=jax_ep.Experts(activation), implementation=implementation
     )
     values, scales = to_numpy(call(jnp.asarray(hidden), jnp.array([2], jnp.int32)))
-    spoilt = np.isnan(oracle.dequantize(values, scales))
-    assert spoilt[0, 1, :128].all() and not spoilt[0, 1, 128:].any() and not spoilt[0, 0].any()
+    affected = np.isnan(oracle.dequantize(values, scales))
+    assert affected[0, 1, :128].all() and not affected[0, 1, 128:].any() and not affected[0, 0].any()
 
 
 def test_masked_vmap(implementation: str, rng: np.random.Generator) -> None:

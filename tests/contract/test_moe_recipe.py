@@ -108,13 +108,13 @@ def test_moe_recipe_nan_stays_with_token(implementation: str, expert_mesh: Any, 
         with_gradients(implementation=implementation), expert_mesh(2), *layer.args, layer.probe
     )
     for rows, want in zip((y, d_x), wanted, strict=False):
-        spoilt = np.isnan(rows).any(-1)
-        assert spoilt[1, 2] and spoilt.sum() == 1
-        assert relative(rows[~spoilt], want[~spoilt]) < NEAR
+        affected = np.isnan(rows).any(-1)
+        assert affected[1, 2] and affected.sum() == 1
+        assert relative(rows[~affected], want[~affected]) < NEAR
     reached = set(layer.topk_idx[1, 2].tolist())
     for matrices in (d_up, d_down):
-        spoilt = np.isnan(matrices).any((-1, -2)).reshape(-1)
-        assert set(np.flatnonzero(spoilt)) == reached
+        affected = np.isnan(matrices).any((-1, -2)).reshape(-1)
+        assert set(np.flatnonzero(affected)) == reached
 
 
 @pytest.mark.parametrize("factor", [2.0**60, 2.0**-60, 2.0**-110], ids="{:.0e}".format)

@@ -20,8 +20,8 @@ SHAPE = Shape(num_tokens=11, top_k=3, num_experts=4, hidden=128, intermediate=24
 FUSED = {
     "one launch": Schedule(dispatch_mode="fused", combine_mode="scatter"),
     "two launches": Schedule(dispatch_mode="serial", combine_mode="serial"),
-    "scatter beside the gradient": Schedule(combine_mode="scatter", fuse_weight_gradients=True),
-    "combine beside the gradient": Schedule(combine_mode="serial", fuse_weight_gradients=True),
+    "scatter with the weight gradient": Schedule(combine_mode="scatter", fuse_weight_gradients=True),
+    "combine with the weight gradient": Schedule(combine_mode="serial", fuse_weight_gradients=True),
 }
 WIRES = {"as it is": {}, "fp8": {"schedule": jax_ep.Schedule(wire_dtype=jnp.float8_e4m3fn)}, "pair": {}}
 LAYOUTS = {  # Routing, and the options of its layout.
@@ -67,7 +67,7 @@ def scattered(d_rows: np.ndarray, lay: oracle.Layout) -> np.ndarray:
 
 
 @pytest.mark.parametrize("path", [*WIRES, *FUSED])
-@pytest.mark.slow_interpreted(unless={"path": ["as it is", "one launch", "combine beside the gradient"]})
+@pytest.mark.slow_interpreted(unless={"path": ["as it is", "one launch", "combine with the weight gradient"]})
 def test_router_weights_bits(
     path: str, implementation: str, expert_mesh: Any, rng: np.random.Generator, subtests: Any
 ) -> None:

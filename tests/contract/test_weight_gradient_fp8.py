@@ -100,8 +100,8 @@ def test_weight_gradient_fp8_nan_stays_in_group(implementation: str, what: str, 
     want = oracle_fp8.weight_gradient(operands["lhs"], operands["rhs"], np.array(sizes))
     operands[what][40, 7] = np.nan
     got = weight_gradient(implementation)(*operands.values(), np.array(sizes, np.int32))
-    spoilt = got[1][7] if what == "lhs" else got[1][:, 7]
-    assert np.isnan(spoilt).all() and np.isnan(got).sum() == 128
+    affected = got[1][7] if what == "lhs" else got[1][:, 7]
+    assert np.isnan(affected).all() and np.isnan(got).sum() == 128
     assert_near(np.delete(got, 1, 0), np.delete(want, 1, 0))
 
 

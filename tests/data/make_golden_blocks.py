@@ -95,7 +95,7 @@ GAIN = {"gpt_oss": 6.0}
 
 
 def random(rng: np.random.Generator, *shape: int, scale: float = 1.0) -> torch.Tensor:
-    """Normal numbers with few bits, of which a compressed file is half as large."""
+    """Draw normal numbers with few bits, which halve the compressed file."""
     return torch.tensor(rng.normal(scale=scale, size=shape), dtype=torch.bfloat16).float()
 
 

@@ -53,8 +53,8 @@ def gradients(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> An
     """Run a layer's backward pass, with weight gradients fused with the communication."""
 
     def loss(x: Any, *matrices: Any) -> Any:
-        beside = jax_ep.Schedule(fuse_weight_gradients=True)
-        y = jax_ep.moe(x, ids[0], weights[0], *matrices, schedule=beside, **OPTIONS)
+        schedule = jax_ep.Schedule(fuse_weight_gradients=True)
+        y = jax_ep.moe(x, ids[0], weights[0], *matrices, schedule=schedule, **OPTIONS)
         return jnp.sum(jnp.square(y.astype(jnp.float32)))
 
     return jax.grad(loss, argnums=(0, 1, 2))(x, w_gate_up, w_down)

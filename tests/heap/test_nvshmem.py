@@ -64,8 +64,8 @@ class Store:
             head, _, own = value.partition("\n")
             theirs = next((text for part, text in self.peer_says.items() if part in head), None)
             for other in self.others:
-                said = own if theirs is None else theirs
-                self.values[key.removesuffix("0") + str(other)] = f"{head}\n{said}"
+                text = own if theirs is None else theirs
+                self.values[key.removesuffix("0") + str(other)] = f"{head}\n{text}"
 
     def wait_at_barrier(self, name: str, timeout_in_ms: int) -> None:
         if not self.peer_comes:
@@ -508,7 +508,7 @@ def test_nvshmem_two_processes() -> None:
         ids.append(inits[0][-1])
     assert ids[0] != ids[1]
     for found in (zero, one):
-        assert found["said"] == ["I am 0\nreally", "I am 1\nreally"]
+        assert found["payloads"] == ["I am 0\nreally", "I am 1\nreally"]
         assert (
             "process 0: dispatch: allocating, 100 bytes; process 1: dispatch: allocating, 101 " in found["other wish"]
         )

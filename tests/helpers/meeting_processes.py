@@ -75,7 +75,7 @@ def main() -> None:
     jax.distributed.initialize(ADDRESS, 2, ME, cluster_detection_method="deactivate")
     found: dict[str, object] = {"first": life(fake), "second": life(fake)}
     meetings = Meetings(PATIENCE_S)
-    found["said"] = meetings.meet("init", "talking", payload=f"I am {ME}\nreally")
+    found["payloads"] = meetings.meet("init", "talking", payload=f"I am {ME}\nreally")
     found["other wish"] = outcome(lambda: meetings.meet("dispatch", "allocating", same=f"{100 + ME} bytes"))
     found["other function"] = outcome(lambda: meetings.meet(("dispatch", "combine")[ME], "allocating"))
     found["one fails"] = outcome(lambda: meetings.attempt("init", "loading", refuse if ME == 1 else lambda: ""))

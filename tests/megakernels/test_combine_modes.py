@@ -61,7 +61,7 @@ def layout(ranks: int, *, tokens: int = 4096, top_k: int = 8, experts: int = 256
 
 
 def by_pallas(layout: Layout, sizes: tuple[int, int]) -> bool:
-    """Whether `pallas` runs a GEMM of these sizes, where it is a launch of its own."""
+    """Whether `pallas` runs a GEMM of these sizes, as a separate launch."""
     return requirements.is_preferred(facts_of.gemm(BF16, layout.capacity, *sizes, layout.num_local_experts))
 
 

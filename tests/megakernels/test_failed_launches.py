@@ -104,7 +104,7 @@ def gradients_of_parts(x, ids, w, h):
     schedule = Schedule(combine_mode="serial", dispatch_mode="fused", fuse_weight_gradients=True)
 
     def loss(x, w, weights):
-        y = jax_ep.moe(x, ids, weights, w, w.swapaxes(1, 2), **OPTIONS, schedule=schedule)
+        y = jax_ep.moe(x, ids, weights, w, w[..., : F // 2].swapaxes(1, 2), **OPTIONS, schedule=schedule)
         return y.astype(jnp.float32).sum()
 
     return jax.grad(loss, argnums=(0, 1, 2))(x.astype(jnp.bfloat16), w, jnp.ones(ids.shape, jnp.float32))

@@ -151,13 +151,13 @@ def test_fused_moe_ptx_layer(
     # Spills of values used after a loop: these tiles are the fastest even so.
     if expert_format == "int4" and sizes.down.tile.block_m == 32:
         most = 24
-    turned_fp8 = expert_format in ("fp8", "fp8_channel") and sizes.down.tile.swap_ab
-    if turned_fp8:
+    swapped_fp8 = expert_format in ("fp8", "fp8_channel") and sizes.down.tile.swap_ab
+    if swapped_fp8:
         most = 96
     if prepacked := expert_format is not None and expert_format.endswith("_prepacked"):
         assert "serialized" not in built["report"], "each product is waited for"
     assert max(map(int, re.findall(r"(\d+) bytes spill stores", built["report"]))) <= most, built["report"]
-    if prepacked or turned_fp8 or not config.max_registers:
+    if prepacked or swapped_fp8 or not config.max_registers:
         assert not any(re.search(r"\b(STL|LDL)\b", line) for line in steps_of(built["code"])), "spills in each step"
     programs = config.num_programs // 132
     assert programs * (built["shared"] + 1024) <= SHARED_BYTES + 1024  # The driver needs 1 KB per program.

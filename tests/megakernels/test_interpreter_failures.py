@@ -294,7 +294,7 @@ def test_interpreter_interrupt_one_traceback():
 
 FORKED = """
 import os, sys, time, warnings
-warnings.simplefilter("ignore")  # of forks beside threads
+warnings.simplefilter("ignore")  # about forks with threads
 from test_interpreter_failures import REQUEST
 from jax_ep.interpreter import Pool
 pool = Pool(1, 64)

@@ -91,7 +91,7 @@ ONE_LAUNCH = Schedule(single_launch=True)
 CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], set[str]]] = {
     "serial": (gradient(moe(schedule=SERIAL), 0, 2, 3, 4), layer(), EXCHANGE | PRODUCTS | ACTIVATION),
     "fused": (gradient(moe(schedule=FUSED), 0, 2, 3, 4), layer(), SENDS | {"exchange_gemm.gemm_combine"}),
-    "beside": (
+    "fused_gradient": (
         gradient(moe(schedule=BESIDE), 0, 2, 3, 4),
         layer(),
         SENDS | {"exchange_gemm.combine_with_weight_gradient", "rows.gather_rows"},

@@ -48,7 +48,7 @@ PROGRAMS: dict[str, tuple[Any, dict[str, int], dict[str, int]]] = {
     ),
     "two launches": (layer(**SERIAL), {"dispatch": 1, "combine": 1}, {"dispatch": 3, "combine": 2}),
     "fp8 wire": (layer(**SERIAL | FP8), {"dispatch": 1, "combine": 1}, {"dispatch": 3, "combine": 2}),
-    "combine beside the gradient": (
+    "combine with the weight gradient": (
         layer(**SERIAL | {"fuse_weight_gradients": True}),
         {"dispatch": 1, "combine": 1},
         {"dispatch": 3, "combine": 1, "combine_with_weight_gradient": 1},

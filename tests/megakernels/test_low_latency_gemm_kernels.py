@@ -61,7 +61,7 @@ def fused(shape: Shape = SHAPE) -> Any:
 @pytest.mark.slow(unless={"programs": [2]})
 def test_low_latency_gemm_one_launch_any_num_programs(monkeypatch, mesh, rng, programs):
     def no_product(*_: Any, **__: Any) -> Any:
-        raise AssertionError("a product of its own")
+        raise AssertionError("a separate GEMM")
 
     monkeypatch.setattr(masked, "launch", no_product)
     monkeypatch.setattr(low_latency, "num_programs", lambda tasks, each: programs)

@@ -536,7 +536,7 @@ def test_errors_explain_mistakes(name, changes, error, fragments):
 @pytest.mark.parametrize("name", GOOD)
 def test_errors_start_with_public_function(name):
     """Errors name the called function, not an inner one: `moe` users do not search for `dispatch`."""
-    elsewhere = {}
+    others = {}
     for case in TABLE:
         called, changes, _, _ = case.values
         try:
@@ -544,5 +544,5 @@ def test_errors_start_with_public_function(name):
                 trace(name, **changes)
         except (TypeError, ValueError) as error:  # The test above checks that it raises.
             if not str(error).startswith(f"{name}: "):
-                elsewhere[case.id] = str(error)
-    assert not elsewhere
+                others[case.id] = str(error)
+    assert not others

@@ -345,7 +345,9 @@ def test_export_cache_exit_waits_for_compilation(launch, ahead, wait, monkeypatc
 
 
 def exported_for_here(function, *shapes):
-    return export.export(jax.jit(function), disabled_checks=[export.DisabledSafetyCheck.custom_call("nobody")])(*shapes)
+    return export.export(jax.jit(function), disabled_checks=[export.DisabledSafetyCheck.custom_call("unregistered")])(
+        *shapes
+    )
 
 
 @pytest.fixture
@@ -385,18 +387,18 @@ def test_export_cache_compiled_program_freed(x64, eager_cache, monkeypatch):
 
 
 def test_export_cache_xla_error_raised_in_program():
-    launch = exported_for_here(jax.ffi.ffi_call("nobody", ROWS), ROWS)
+    launch = exported_for_here(jax.ffi.ffi_call("unregistered", ROWS), ROWS)
     _compile_ahead(launch, (ROWS,), False)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="nobody"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="unregistered"):
         jax.jit(launch.call).lower(ROWS).compile()
 
 
 def test_export_cache_other_errors_printed(launch, ahead, wait, monkeypatch):
     run, _ = launch
     printed = []
-    elsewhere = export.export(jax.jit(lambda x: x), platforms=("tpu",))(ROWS)
+    for_tpu = export.export(jax.jit(lambda x: x), platforms=("tpu",))(ROWS)
     monkeypatch.setattr(threading, "excepthook", printed.append)
-    monkeypatch.setattr(export_cache, "_compile_ahead", lambda *facts: _compile_ahead(elsewhere, (ROWS,), False))
+    monkeypatch.setattr(export_cache, "_compile_ahead", lambda *facts: _compile_ahead(for_tpu, (ROWS,), False))
     assert "multiply" in lower(lambda x: run(x, x, interpret=False, factor=2.0), ROWS)
     wait()
     (error,) = printed

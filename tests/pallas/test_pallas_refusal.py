@@ -68,7 +68,7 @@ def test_pallas_support_preferred(wanted, product, dtype, hopper, caplog):
     assert choose(("triton", "pallas"), facts_of.gemm(dtype, *product)) == "triton"
     hopper("8.0", serves=True)
     assert choose(None, facts_of.gemm(dtype, *product)) == "triton"
-    assert not caplog.records  # nobody expected another one
+    assert not caplog.records  # No other implementation was requested.
 
 
 def test_pallas_support_hopper_without_triton(hopper, caplog):

@@ -179,12 +179,12 @@ def test_subprocess_lowering_waiting_order():
             taken.append(is_here)
             assert done.wait(PATIENCE_S)
 
-    with contextlib.ExitStack() as elsewhere_place, places.one(1) as is_here:
-        assert is_here and not elsewhere_place.enter_context(places.one(1))
+    with contextlib.ExitStack() as other_place, places.one(1) as is_here:
+        assert is_here and not other_place.enter_context(places.one(1))
         waiting = [threading.Thread(target=take) for _ in range(2)]
         for thread in waiting:
             thread.start()
-        elsewhere_place.close()
+        other_place.close()
         wait_until(lambda: taken)
         assert taken == [False]
     wait_until(lambda: len(taken) == 2)
@@ -237,8 +237,8 @@ def test_subprocess_lowering_falls_back(how, processes, monkeypatch):
         warnings.simplefilter("always")
         text = lower(lambda x: run(x, x, interpret=False, factor=factor)["out"], ROWS)
     assert "multiply" in text
-    said = [str(warning.message) for warning in caught if "JAX_EP_LOWERING_PROCESSES=0" in str(warning.message)]
-    assert len(said) == 1 and "kernel of scale failed" in said[0]
+    messages = [str(warning.message) for warning in caught if "JAX_EP_LOWERING_PROCESSES=0" in str(warning.message)]
+    assert len(messages) == 1 and "kernel of scale failed" in messages[0]
 
 
 class Unsent(float):

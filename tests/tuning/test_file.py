@@ -99,10 +99,10 @@ def test_tuning_file_bad(name: str, make_file: Callable[..., Path], monkeypatch:
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 700
     assert tuning.current().entries == {}
     monkeypatch.setenv(file.ENVIRONMENT, str(path))
-    with pytest.warns(tuning.TuningWarning) as told:
+    with pytest.warns(tuning.TuningWarning) as caught:
         assert tuning.current().entries == {}
-    assert len(told) == 1 and reason in str(told[0].message) and "\n" not in str(told[0].message)
-    assert len(str(told[0].message)) <= 200
+    assert len(caught) == 1 and reason in str(caught[0].message) and "\n" not in str(caught[0].message)
+    assert len(str(caught[0].message)) <= 200
     assert tuning.current().rates is None  # A second warning would be an error.
 
 
@@ -216,13 +216,13 @@ def test_tuning_file_mutated(where: tuple[Any, ...], value: Any) -> None:
     content = {"format": 1, "device_kind": KIND, "kernels": file.kernel_sources(), "rates": RATES, "entries": [ENTRY]}
     content = json.loads(json.dumps(content))
     functools.reduce(operator.getitem, where[:-1], content)[where[-1]] = value
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as told:
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as caught:
         path = Path(folder) / "tuned.json"
         path.write_text(json.dumps(content))
         warnings.simplefilter("always")
         found = file._read_once(path, KIND, True)
-    assert found.path == path if not told else (len(told), found.entries, found.rates) == (1, {}, None)
-    assert all(len(text) <= 200 and "\n" not in text for text in (str(one.message) for one in told))
+    assert found.path == path if not caught else (len(caught), found.entries, found.rates) == (1, {}, None)
+    assert all(len(text) <= 200 and "\n" not in text for text in (str(one.message) for one in caught))
 
 
 def test_tuning_file_not_regular(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,9 +233,9 @@ def test_tuning_file_not_regular(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         with pytest.raises(OSError):
             tuning.use(path)
         monkeypatch.setenv(file.ENVIRONMENT, str(path))
-        with pytest.warns(tuning.TuningWarning) as told:
+        with pytest.warns(tuning.TuningWarning) as caught:
             assert tuning.current().path is None
-        assert len(told) == 1 and len(str(told[0].message)) <= 200
+        assert len(caught) == 1 and len(str(caught[0].message)) <= 200
 
 
 def test_tuning_file_user_without_home(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,11 +252,11 @@ def test_tuning_file_user_without_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_tuning_file_unfit_default_warns_once(make_file: Callable[..., Path], monkeypatch: Any) -> None:
     monkeypatch.setenv(file.ENVIRONMENT, str(make_file(ENTRY, kernels="old")))
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
             tuning.current()
-    assert [found.category for found in told] == [tuning.TuningWarning]
+    assert [found.category for found in caught] == [tuning.TuningWarning]
 
 
 def test_tuning_page_names_every_setting() -> None:

@@ -12,16 +12,25 @@ running program has taken.
 The first `comm_programs` programs to start empty it, then join the others at the tile queue: tiles of the grouped GEMM
 in expert order, then blocks of padding rows. A tile reads tokens where they are, in the heap or in the caller's array.
 Before the first tile of an expert, a program waits for the prefix of each source's sends that the expert needs. So the
-first experts are computed while the tokens of later ones travel. Router weights travel with tokens; the first column
-tile of a row stores them. No deadlock: sends wait only for handshakes (task 0), and a program starts with tiles
-only when running programs hold all communication tasks. Floor: the larger of link time and GEMM time.
+first experts are computed while the tokens of later ones travel:
+
+    rank A                                               rank B
+    signal_ready         ------- handshake ------->      await_ready
+    await_tokens(e = 0)  <---- block 0, flag 0 -----     push_block(0)
+    tiles of expert 0    <---- block 1, flag 1 -----     push_block(1)
+    await_tokens(e = 1), tiles of expert 1, ...
+
+Router weights travel with tokens; the first column tile of a row stores them. No deadlock: sends wait only for
+handshakes (task 0), and a program starts with tiles only when running programs hold all communication tasks. Floor: the
+larger of link time and GEMM time.
 
 **GEMM + combine** (`gemm_combine`). Each tile's epilogue stores its rows directly at their sources, at assignment
 `[token, k]` of the heap. Every program computes a fixed share of the tiles and counts itself; the last one to count
 signals all ranks. If a weight gradient of the same rows is wanted, programs then compute its tiles while rows travel:
 these need nothing from other ranks, and programs with fewer GEMM tiles start with them. Then programs add the rows of
-this rank's tokens, in float32 and in order of k. No deadlock: only sums wait for other ranks, and only in programs
-that see all programs of this launch started; the last one to start always does. Floor as above.
+this rank's tokens, in float32 and in order of k. No deadlock: the first program of a rank signals before it waits for
+handshakes. Only sums wait for what other ranks compute, and only in programs that see all programs of this launch
+started; the last one to start always does. Floor as above.
 
 **Combine overlapped with a weight gradient** (`combine_with_weight_gradient`). The rows come from an earlier launch.
 The first `comm_programs` programs run the tasks of combine.py, the others take gradient tiles from a queue, and the

@@ -77,7 +77,7 @@ def test_schedule_kernel_order(sizes, hostile, rng):
 def test_schedule_kernel_without_spills(experts, tokens, capability):
     layout = Layout(4, experts, tokens, 8, 4 * tokens * 8)
     sizes = send_order_sizes(layout)
-    names = ("ids", "group", "positions", "counts", "order", "num_sends", "num_needed")
+    names = ("topk_idx", "group", "positions", "counts", "order", "num_sends", "num_needed")
     pointers = dict.fromkeys([f"{name}_ptr" for name in names], "*i32")
     for function in ("send_order_count", "send_order_place"):
         built = build("send_order", function, pointers, {"S": sizes}, 4, 3, capability)

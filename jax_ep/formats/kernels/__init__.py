@@ -1,10 +1,1 @@
-"""Decoders of quantized weights in kernels: `getattr(kernels, S.decoder)` in a kernel is the module of that name."""
-
-import importlib
-from typing import Any
-
-
-def __getattr__(name: str) -> Any:
-    if name.startswith("__"):  # attributes that Triton queries on every module
-        raise AttributeError(name)
-    return importlib.import_module(f".{name}", __package__)
+"""Triton functions that decode quantized weights, for the kernels of every implementation. Nothing here imports jax."""

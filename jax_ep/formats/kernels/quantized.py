@@ -18,8 +18,7 @@ block_n, block_k and swap_ab.
 import triton
 import triton.language as tl
 
-from jax_ep.formats import kernels as decoders
-
+from . import decoders
 from .common import FP8_BLOCK
 from .prepacked import PIECE, load_pieces, locate_columns
 

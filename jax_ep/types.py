@@ -71,7 +71,7 @@ def type_name(value: object) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Expert mesh axes, of which one is slow: tokens cross it once per node and then fan out inside the node.
+    """Expert mesh axes, one of which is slow: tokens cross it once per node and then fan out inside the node.
 
     Pass it as `axis_name` instead of the tuple `(node, local)`; experts stay on the same ranks. Experts of a node are
     contiguous, and so are those of a rank. The plain tuple means one all-to-all over all ranks.

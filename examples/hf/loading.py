@@ -54,8 +54,8 @@ def load(
     for done, (path, variable) in enumerate(flat.items()):
         layer = _moe_layer(path, moe_layers)
         if layer is None:
-            name, turned = _tensor(path), path[-1] == "kernel"
-            value = checkpoint.read(name, sharding=everywhere, dtype=variable.dtype, transpose=turned)
+            name, transpose = _tensor(path), path[-1] == "kernel"
+            value = checkpoint.read(name, sharding=everywhere, dtype=variable.dtype, transpose=transpose)
         else:
             if path not in experts:  # The first parameter of this layer.
                 weights = checkpoint.moe_weights(layer, mesh=mesh, dtype=param_dtype)

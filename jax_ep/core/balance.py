@@ -70,11 +70,11 @@ class Balance:
 
 
 class PassPlan(NamedTuple):
-    """Where one pass computes each row.
+    """The placement of rows in one pass.
 
     Attributes:
       copies: `[W, S]` expert in each spare slot, -1 if the slot is free. Used slots come first.
-      own: `[W, E]` rows that a rank computes of its own tokens, its first ones in order of token and k.
+      own: `[W, E]` rows of a rank's own tokens that it computes itself: the first ones, by token and k.
       ends: `[W, E]` the other rows of an expert, ordered by source rank, token and k, are divided among the ranks at
         these positions: rank r computes those from `ends[r - 1]` to `ends[r]`.
       starts: `[W, E]` position of a source rank's first row among these.

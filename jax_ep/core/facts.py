@@ -48,7 +48,7 @@ class FusedModes:
       dispatch_saving_tokens: of one that saves them as "tokens".
       combine: of GEMM + combine.
       combine_with_gradient: of GEMM + combine that share a launch with the gradient of the weights; None: that gradient
-        has a launch of its own.
+        has a separate launch.
     """
 
     dispatch: str
@@ -58,14 +58,14 @@ class FusedModes:
     combine_with_gradient: str | None
 
     def dispatch_mode(self, save_as: str | None) -> str:
-        """Of dispatch + GEMM that saves tokens so."""
+        """Return the mode of dispatch + GEMM that saves tokens as "rows" or "tokens", or not (None)."""
         saving = {"rows": self.dispatch_saving_rows, "tokens": self.dispatch_saving_tokens}
         return self.dispatch if save_as is None else saving[save_as]
 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What all facts have in common: the dtype of the rows, and the operation whose module has the functions."""
+    """Base of all facts: the dtype of the rows, and the operation whose module has the functions."""
 
     operation: ClassVar[str]
     dtype: np.dtype
@@ -91,7 +91,7 @@ class ExchangeFacts(Facts):
     is_combine: bool = False
 
     def with_columns(self, columns: int) -> ExchangeFacts:
-        """Return the facts of an exchange whose rows weights of so many columns multiply."""
+        """Return the facts of a dispatch or combine next to a GEMM with this many columns."""
         return dataclasses.replace(self, columns=columns)
 
 

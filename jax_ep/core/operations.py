@@ -150,7 +150,7 @@ class GemmActivation(Protocol):
 
 
 class Activation(Protocol):
-    """What comes between the GEMMs of the layer, its gradient, and operands in FP8."""
+    """Activation between the GEMMs of the layer, its gradient, and FP8 quantization of operands."""
 
     def activate(
         self, experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array, /
@@ -272,7 +272,7 @@ class LowLatency(Protocol):
 
 
 class LowLatencyGemm(LowLatency, Protocol):
-    """The same, of an implementation whose second GEMM sends its rows."""
+    """Low-latency operations of an implementation whose second GEMM sends its rows."""
 
     def low_latency_gemm_combine(
         self,

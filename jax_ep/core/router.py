@@ -122,7 +122,7 @@ class Router:
             )
 
     def check_sizes(self, function: str, name: str, top_k: int, num_logits: int) -> None:
-        """Check that `top_k`, which the caller knows by `name`, of so many experts can be chosen."""
+        """Check that `top_k` experts can be chosen; errors call it `name`."""
         if num_logits % self.num_groups:
             raise ValueError(
                 f"{function}: {num_logits} experts do not divide into num_groups={self.num_groups} of the Router,"

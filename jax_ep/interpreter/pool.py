@@ -111,7 +111,7 @@ class Pool:
             return self._map(heap_bytes, f"heap{len(self._maps)}")
 
     def allocate_traces(self, header: np.ndarray, num_words: int) -> list[int]:
-        """Allocate trace memory for each worker, replacing the previous one; return each worker's address of its own.
+        """Allocate trace memory for each worker, replacing the previous one; return the address of each worker's area.
 
         Launches that use the previous memory must have ended.
         """

@@ -38,7 +38,7 @@ def _with_a_tile(x: Array) -> Array:
 
 
 class Tile(NamedTuple):
-    """Rows `[start, start + len(mask))`, of which those in `mask [rows, 1]` belong to the tile."""
+    """Rows `[start, start + len(mask))`; those in `mask [rows, 1]` belong to the tile."""
 
     start: Array
     mask: Array

@@ -37,7 +37,7 @@ def send[Tree](
     layout: Layout,
     rows: Array | None = None,
 ) -> Tree:
-    """Return what the ranks send here in rank order, in `num_rows` places or in given rows; zeros elsewhere.
+    """Return what the ranks send here in rank order, in `num_rows` places or in given rows; other rows are zero.
 
     Args:
       rows_of: maps sent indices `[N]`, -1 for nothing, to arrays `[N, ...]`; called once per window.

@@ -9,7 +9,7 @@
 #   PYTEST_ARGS  more arguments for pytest
 #   RESULTS      folder for the results of test-gpu and evidence (default: benchmarks/results)
 #   MINUTES      time limit of evidence; the rest is left for the next run (default: 25)
-#   PARTS        parts of test-gpu, see tools/test_gpu.sh (default: all except sharing and products)
+#   PARTS        parts of test-gpu, see tools/test_gpu.sh (default: all except sharing and gemms)
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help

@@ -33,7 +33,7 @@ def listed(folder: Path, *arguments: str, gpus: int = 1, minutes: int = 25) -> d
 def test_pieces(tmp_path: Path) -> None:
     one, four = listed(tmp_path), listed(tmp_path, gpus=4)
     assert {"tests-contract", "tests-gpu", "bench-fused-moe", "bench-grouped-gemm"} <= set(one)
-    of_several = {"tests-products", "tests-processes"}
+    of_several = {"tests-gemms", "tests-processes"}
     layers = ("layer-deepseek-v3", "layer-qwen3-30b", "layer-mixtral", "layer-parts", "layer-recipes")
     others = ("exchange", "exchange-graphs", "low-latency", "scaling", "scaling-training")
     assert set(four) - set(one) == of_several | {f"bench-{name}" for name in (*layers, *others)}

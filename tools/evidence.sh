@@ -60,7 +60,7 @@ if ((gpus > 1)); then
   bench layer-mixtral 150 "layer.py --models mixtral-8x7b $layers --suffix '${suffix}_mixtral'"
   tests processes 200
   bench scaling-training 240 "scaling.py --parts training --suffix '${suffix}_training'"
-  tests products 260
+  tests gemms 260
 fi
 [[ -n ${BEFORE:-} ]] && bench compare 120 "compare.py --against $BEFORE --suffix '$suffix'"
 bench fused-moe 100 "fused_moe.py --models qwen3-30b"

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Run the tests on this machine's NVIDIA GPUs, in one process that drives all of them and with one process per GPU.
 # Usage: tools/test_gpu.sh PYTHON [PART...], where PYTHON has the package's dependencies.
-# Parts (default: all except sharing and products):
+# Parts (default: all except sharing and gemms):
 #   gpu        tests/gpu, which need GPUs
 #   contract   the contract suite on 1, 2 and 4 GPUs, with triton and pallas, and random sizes
 #   devices    the other tests that touch devices
 #   processes  contract tests and part of tests/gpu in 2 processes, and in one per GPU
-#   products   contract tests of fused GEMMs, in one process per GPU
+#   gemms      contract tests of fused GEMMs, in one process per GPU
 #   sharing    contract tests in 4 and 8 processes that share fewer GPUs
 # Environment:
 #   RESULTS      folder of test_gpu.json and training_equivalence.json (default: runs/test_gpu)
@@ -31,9 +31,9 @@ read -ra more <<<"${PYTEST_ARGS:-}"
 contract=(dispatch_combine gradients moe transforms)
 low_latency=(low_latency low_latency_moe low_latency_gemm_combine)
 together=("${contract[@]/#/tests/contract/test_}" "${low_latency[@]/#/tests/contract/test_}")
-products=(fused fused_gradients moe_recipe)
-products=("${products[@]/#/tests/contract/test_}")
-products=("${products[@]/%/.py}")
+gemms=(fused fused_gradients moe_recipe)
+gemms=("${gemms[@]/#/tests/contract/test_}")
+gemms=("${gemms[@]/%/.py}")
 together=("${together[@]/%/.py}" tests/gpu/test_soak.py tests/gpu/test_stragglers.py tests/gpu/test_nccl_beside.py)
 random=tests/gpu/test_random_sizes.py # mostly compiles
 devices=(ffi/test_ffi ffi/test_ffi_status test_sharding test_flax test_flax_meshes test_models ops/test_fuzz test_training_equivalence megakernels/test_growth tracing/test_recording xla/test_portable_exchange)
@@ -76,9 +76,9 @@ for part in $parts; do
           run "$count processes" "$python" tests/helpers/run_processes.py "$count" "${options[@]}" "${together[@]}" "${more[@]}"
       done
       ;;
-    products)
+    gemms)
       gpus=$(nvidia-smi -L | wc -l)
-      run "products in $gpus processes" "$python" tests/helpers/run_processes.py "$gpus" "${options[@]}" "${products[@]}" "${more[@]}"
+      run "gemms in $gpus processes" "$python" tests/helpers/run_processes.py "$gpus" "${options[@]}" "${gemms[@]}" "${more[@]}"
       ;;
     sharing)
       gpus=$(nvidia-smi -L | wc -l)
@@ -87,7 +87,7 @@ for part in $parts; do
         memory=$(printf '0.%02d' $((50 / count)))
         run "$count processes that share" env "JAX_EP_TEST_GPUS=$gpus" \
           "XLA_PYTHON_CLIENT_MEM_FRACTION=$memory" "$python" tests/helpers/run_processes.py "$count" "${options[@]}" \
-          "${together[@]:0:4}" "${products[@]:0:2}" "${more[@]}"
+          "${together[@]:0:4}" "${gemms[@]:0:2}" "${more[@]}"
       done
       ;;
     *)

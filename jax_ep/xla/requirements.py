@@ -16,9 +16,9 @@ from jax_ep.types import Options
 
 
 def unsupported_reason(facts: Facts, options: Options) -> str | None:
-    """Why this implementation does not support these facts, or None; see ops/registry.py."""
+    """Return why this implementation does not support these facts, or None; see ops/registry.py."""
     if isinstance(facts, FusedFacts | FusedMoEFacts | GemmActivationFacts | LowLatencyGemmFacts):
-        return f"it has no {facts.operation}: its operations are launches of their own"
+        return f"it has no {facts.operation}: its operations are separate kernels"
     if not isinstance(facts, ExchangeFacts) or facts.columns is None:
         return None
     modes = options.schedule.dispatch_mode, options.schedule.combine_mode
@@ -29,10 +29,10 @@ def unsupported_reason(facts: Facts, options: Options) -> str | None:
 
 
 def is_preferred(facts: Facts) -> bool:
-    """Never before others that support the facts."""
+    """Return whether this implementation is preferred: never, if others support the facts."""
     return False
 
 
 def supports_dtype(dtype: DTypeLike) -> bool:
-    """All dtypes of the package."""
+    """Return whether the dtype is supported, as all dtypes of the package are."""
     return True

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from .rows import block_of_task, load_block, num_row_tasks, rows_in_use, store_block, store_quantized
 
+# Write `tensor * constant`: in the interpreter, a constant on the left makes the product a constant.
 SQRT_8_OVER_PI = tl.constexpr(1.5957691216057308)  # sqrt(8 / pi)
 GELU_CUBIC = tl.constexpr(0.044715)
 GELU_CUBIC_SLOPE = tl.constexpr(0.134145)  # 3 * GELU_CUBIC
@@ -28,9 +29,9 @@ def activate(x, KIND: tl.constexpr):
         y = y * y
     elif NAME == "gelu":
         # 0.5 * (1 + tanh(z)) is sigmoid(2 * z).
-        y = x * tl.sigmoid(SQRT_8_OVER_PI * (x + GELU_CUBIC * x * x * x))
+        y = x * tl.sigmoid((x + x * GELU_CUBIC * x * x) * SQRT_8_OVER_PI)
     elif NAME == "gelu_exact":
-        y = x * 0.5 * (1 + tl.erf(SQRT_HALF * x))
+        y = x * 0.5 * (1 + tl.erf(x * SQRT_HALF))
     else:
         tl.static_assert(NAME == "silu")
         y = x * tl.sigmoid(KIND.alpha * x)
@@ -48,12 +49,12 @@ def slope(x, KIND: tl.constexpr):
     elif NAME == "gelu":
         # Past 16 the slope is 0 or 1, and the powers would overflow; NaN stays NaN.
         x = tl.where(x > 16.0, 16.0, tl.where(x < -16.0, -16.0, x))
-        share = tl.sigmoid(SQRT_8_OVER_PI * (x + GELU_CUBIC * x * x * x))
-        y = share + x * share * (1 - share) * SQRT_8_OVER_PI * (1 + GELU_CUBIC_SLOPE * x * x)
+        share = tl.sigmoid((x + x * GELU_CUBIC * x * x) * SQRT_8_OVER_PI)
+        y = share + x * share * (1 - share) * SQRT_8_OVER_PI * (1 + x * GELU_CUBIC_SLOPE * x)
     elif NAME == "gelu_exact":
-        density = INV_SQRT_2PI * tl.exp(-0.5 * x * x)
+        density = tl.exp(-0.5 * x * x) * INV_SQRT_2PI
         # If the density is 0, x may be infinite.
-        y = 0.5 * (1 + tl.erf(SQRT_HALF * x)) + tl.where(density == 0.0, 0.0, x * density)
+        y = 0.5 * (1 + tl.erf(x * SQRT_HALF)) + tl.where(density == 0.0, 0.0, x * density)
     else:
         tl.static_assert(NAME == "silu")
         share = tl.sigmoid(KIND.alpha * x)

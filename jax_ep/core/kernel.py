@@ -9,6 +9,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+
+from jax_ep.types import Array
+
 
 @dataclasses.dataclass(frozen=True, eq=False)  # equal if identical: Triton hashes the sources of a function
 class Kernel:
@@ -118,12 +122,19 @@ class Descriptor:
         return Blocks(shape, strides, tuple(self.block_shape))
 
 
-def blocks_of(argument: Any) -> Blocks | None:
+type Single = Array | jax.ShapeDtypeStruct | Descriptor
+type Argument = Single | tuple[Single, ...]
+"""An operand is an array or a descriptor of one, a result shape and dtype or a descriptor; or a NamedTuple of these."""
+type Constants = dict[str, object]
+"""`tl.constexpr` parameters by name."""
+
+
+def blocks_of(argument: Single) -> Blocks | None:
     """Return the blocks of a descriptor argument, or None for a plain pointer."""
     return argument.blocks if isinstance(argument, Descriptor) else None
 
 
-def array_of(argument: Any) -> Any:
+def array_of(argument: Single) -> Array | jax.ShapeDtypeStruct:
     """Return an operand, or shape and dtype of a result, without its descriptor."""
     return argument.array if isinstance(argument, Descriptor) else argument
 
@@ -133,7 +144,7 @@ def flat(arguments: Iterable[Any]) -> list[Any]:
     return [x for argument in arguments for x in (argument if isinstance(argument, tuple) else (argument,))]
 
 
-def flat_arrays(arguments: Iterable[Any]) -> list[Any]:
+def flat_arrays(arguments: Iterable[Argument]) -> list[Any]:
     """Flatten operands or results to arrays, or shapes and dtypes, without descriptors."""
     return [array_of(x) for x in flat(arguments)]
 

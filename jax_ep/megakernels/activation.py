@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from jax.typing import DTypeLike
 from jax_ep.core import fp8
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.fp8 import GROUP_SIZE
-from jax_ep.core.kernel import Config, Kernel
+from jax_ep.core.kernel import Argument, Config, Constants, Kernel, flat_arrays
 from jax_ep.core.layout import power_of_two, row_groups
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels.grid import num_programs, whole_registers
@@ -112,11 +111,12 @@ def _columns(experts: Experts, hidden: Array) -> int:
     return hidden.shape[1] // (2 if experts.gated else 1)
 
 
-def _with_bias(operands: tuple[Any, ...], bias: Array | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _with_bias(operands: tuple[Argument, ...], bias: Array | None) -> tuple[tuple[Argument, ...], Constants]:
     """Operands, of which the first are the rows and the last the group sizes, with those of a bias; and constants."""
     if bias is None:
         return operands, {"bias": None}
-    return (*operands, RowBias(bias, row_groups(operands[-1], operands[0].shape[0]))), {}
+    rows, *_, group_sizes = flat_arrays(operands)
+    return (*operands, RowBias(bias, row_groups(group_sizes, rows.shape[0]))), {}
 
 
 @jax.jit
@@ -169,7 +169,7 @@ def quantize_masters(w: Array) -> tuple[Array, Array, Array]:
     return turned.values_ptr, as_is.values_ptr, turned.scales_ptr
 
 
-def _results_of_matrices(w: Array, *, turned: bool, as_is: bool) -> tuple[list[Rows], Config, dict[str, Any]]:
+def _results_of_matrices(w: Array, *, turned: bool, as_is: bool) -> tuple[list[Rows], Config, Constants]:
     """What is asked for of `[G, N, K]` and `[G, K, N]`, with scales of blocks, in this order; and how it is made."""
     groups, depth, columns = w.shape
     blocks = (-(-columns // GROUP_SIZE), -(-depth // GROUP_SIZE))
@@ -178,7 +178,7 @@ def _results_of_matrices(w: Array, *, turned: bool, as_is: bool) -> tuple[list[R
         results.append(_blocks((groups, columns, depth), (groups, *blocks)))
     if as_is:
         results.append(_blocks(w.shape, (groups, *blocks[::-1])))
-    constants: dict[str, Any] = {"K": depth, "N": columns, "NUM_GROUPS": groups}
+    constants: Constants = {"K": depth, "N": columns, "NUM_GROUPS": groups}
     constants |= ({} if turned else {"transposed": None}) | ({} if as_is else {"untransposed": None})
     return results, matrices_config(groups * math.prod(blocks), w.dtype), constants
 
@@ -204,12 +204,14 @@ def quantize_both_ways(x: Array, group_sizes: Array) -> tuple[Quantized, Quantiz
     return (rows.values_ptr, rows.scales_ptr), (columns.values_ptr, columns.scales_ptr)
 
 
-def _columns_launch(x: Tokens, group_sizes: Array, *, both: bool) -> tuple[Any, list[Any], Config, dict[str, Any]]:
+def _columns_launch(
+    x: Tokens, group_sizes: Array, *, both: bool
+) -> tuple[tuple[Array, ...], list[Argument], Config, Constants]:
     """Operands, results, which are columns and, with `both`, rows, config and constants."""
     operands = vary_alike((*(x if isinstance(x, tuple) else (x,)), group_sizes))
     sizes = column_sizes_of(operands[0].shape, group_sizes, GROUP_SIZE)
-    constants: dict[str, Any] = {"S": sizes} | ({} if isinstance(x, tuple) else {"scales_ptr": None})
-    results = [_quantized_columns(sizes)]
+    constants: Constants = {"S": sizes} | ({} if isinstance(x, tuple) else {"scales_ptr": None})
+    results: list[Argument] = [_quantized_columns(sizes)]
     if both:
         results.append(_quantized(operands[0].shape))
     else:

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from jax_ep.core.files import sources_digest
-from jax_ep.core.kernel import Config, Kernel, element_type, flat
+from jax_ep.core.kernel import Config, Constants, Kernel, element_type, flat
 
 ALIGNMENT = 16
 """Bytes that all addresses are a multiple of, as the widest accesses of a thread need it."""
@@ -86,9 +86,9 @@ class Compilation:
     """
 
     kernel: Kernel
-    parameters: tuple[Any, ...]
+    parameters: tuple[Parameter | tuple[Parameter, ...], ...]
     config: Config
-    constants: tuple[tuple[str, Any], ...]
+    constants: tuple[tuple[str, object], ...]
     capability: int
 
     def result(self) -> Compiled:
@@ -105,7 +105,11 @@ class Compilation:
 
 
 def compile_kernel(
-    kernel: Kernel, parameters: tuple[Any, ...], config: Config, constants: dict[str, Any], capability: int
+    kernel: Kernel,
+    parameters: tuple[Parameter | tuple[Parameter, ...], ...],
+    config: Config,
+    constants: Constants,
+    capability: int,
 ) -> Compilation:
     """Begins to compile a kernel; the arguments are those of a `Compilation`."""
     config = dataclasses.replace(config, num_programs=0)
@@ -137,7 +141,7 @@ def _compile(asked: Compilation) -> Compiled:
 
 
 def build(
-    kernel: Kernel, types: Mapping[str, Any], config: Config, constants: Mapping[str, Any], capability: int
+    kernel: Kernel, types: Mapping[str, Any], config: Config, constants: Mapping[str, object], capability: int
 ) -> Any:
     """What Triton makes of a kernel, its intermediate forms included.
 
@@ -160,7 +164,7 @@ def build(
             return f"{super().hash()}-{sources_digest(_DECODERS)}"
 
     source = Source(function, signature, values, aligned)
-    options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    options: dict[str, object] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     options["maxnreg"] = config.max_registers
     options["enable_fp_fusion"] = True  # chosen here: where nobody chooses, Triton 3.9 warns
     options["ptx_options"] = "--suppress-debug-info"  # each call carries its code, which that makes three times as long
@@ -174,7 +178,7 @@ def _type_names(parameter: Any) -> Any:
     return parameter.type_name
 
 
-def _pointers(types: Iterable[Any]) -> list[tuple[int, ...]]:
+def _pointers(types: Iterable[str | tuple[str, ...]]) -> list[tuple[int, ...]]:
     """Where the pointers are: which parameter, and which of its NamedTuple."""
     found: list[tuple[int, ...]] = []
     for i, names in enumerate(types):

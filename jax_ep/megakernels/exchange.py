@@ -17,7 +17,7 @@ from jax_ep import context, ffi
 from jax_ep.core import layout as rows
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.fp8 import GROUP_SIZE
-from jax_ep.core.kernel import Config, Kernel
+from jax_ep.core.kernel import Argument, Config, Constants, Kernel
 from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import varying_axes
 from jax_ep.heap.symmetric import MAX_BLOCKS
@@ -72,7 +72,7 @@ def _plan_in_one_launch(topk_idx: Array, layout: Layout, group: Array, config: C
     scratch = structs.PlanScratch(
         *map(_int32, (per_slot, (layout.num_ranks * source_blocks, sizes.tile.bins), (source_blocks,)))
     )
-    results = (*map(_int32, shapes), scratch)
+    results: tuple[Argument, ...] = (*map(_int32, shapes), scratch)
     constants = {"S": sizes, "OPERATION": int(ffi.Operation.DISPATCH)}
     row_to_assignment, assignment_to_row, group_sizes, ids, num_invalid, num_dropped, _ = launch(
         _PLAN, (topk_idx.reshape(-1),), results, config, constants, group=group
@@ -135,7 +135,7 @@ def dispatch_quantized(
 
 def _dispatch_arguments(
     options: Options, x: Array, weights: Array | None, handle: Handle, result: jax.ShapeDtypeStruct, clear: bool
-) -> tuple[tuple[Array, ...], tuple[jax.ShapeDtypeStruct, ...], Config, dict[str, Any]]:
+) -> tuple[tuple[Array, ...], tuple[jax.ShapeDtypeStruct, ...], Config, Constants]:
     """Of the launch, which quantises what travels in FP8; rows of FP8 stay so, and have scales."""
     layout, hidden, wire_dtype = handle.layout, x.shape[1], options.wire_dtype
     wire = jnp.dtype(wire_dtype or x.dtype)
@@ -154,7 +154,9 @@ def _dispatch_arguments(
     return operands, (result, scales, *given), config, constants
 
 
-def weight_arguments(weights: Array | None, shape: tuple[int, ...]) -> tuple[Any, Any, dict[str, Any]]:
+def weight_arguments(
+    weights: Array | None, shape: tuple[int, ...]
+) -> tuple[tuple[Array, ...], tuple[jax.ShapeDtypeStruct, ...], Constants]:
     """Operand, result of this shape and constants of a launch that takes weights along, or does without."""
     if weights is None:
         return (), (), {"weights_ptr": None, "out_weights_ptr": None}

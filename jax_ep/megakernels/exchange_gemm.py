@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_ep import context, ffi
 from jax_ep.core.bias import Bias
-from jax_ep.core.kernel import Config, Descriptor, Kernel
+from jax_ep.core.kernel import Argument, Config, Constants, Descriptor, Kernel
 from jax_ep.core.layout import dropless_capacity, power_of_two, row_tokens
 from jax_ep.core.operations import GroupedGemm
 from jax_ep.megakernels import grid, grouped_gemm, tuned
@@ -124,7 +123,7 @@ def _dispatch_arguments(
     order: structs.OrderedSends,
     transpose_rhs: bool,
     save_as: str | None,
-) -> tuple[tuple[Any, ...], tuple[Any, ...], Config, dict[str, Any]]:
+) -> tuple[tuple[Argument, ...], tuple[Argument, ...], Config, Constants]:
     """Of one launch for both, whose second result are the tokens by source rank and token, where they are saved."""
     layout, saves = handle.layout, save_as is not None
     config, sizes = dispatch_gemm_sizes(schedule, layout, _product_of(w, transpose_rhs), transpose_rhs, saves)
@@ -133,7 +132,7 @@ def _dispatch_arguments(
     shapes = ((layout.capacity, sizes.gemm.N), saved_shape)
     results = tuple(jax.ShapeDtypeStruct(shape, x.dtype) for shape in shapes)
     taken, given, constants = weight_arguments(weights, (layout.capacity,))
-    operands = (x, *taken, _matrices(w, sizes.gemm), _arrays_of(handle), order)
+    operands: tuple[Argument, ...] = (x, *taken, _matrices(w, sizes.gemm), _arrays_of(handle), order)
     constants |= {"S": sizes, "OPERATION": int(ffi.Operation.DISPATCH_GROUPED_GEMM)}
     return operands, (*results, *given), config, constants
 
@@ -205,7 +204,7 @@ def _scatter_arguments(
     bias: Bias | None,
     config: Config,
     sizes: structs.GemmCombine,
-) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
+) -> tuple[tuple[Argument, ...], tuple[Argument, ...], Constants]:
     """Operands, results and constants of launches that store each row at its source, where the heap gets room for it.
 
     The results are `Sums`, and slots of weights where there are any.
@@ -358,7 +357,8 @@ def _combine_beside_gradient(
     context.reserve("combine", sizes.combine.weights_offset + sum(map(num_bytes, given)))
     sums = sum_results((layout.num_tokens, hidden), h.dtype, config, sizes.combine.tile.list_length)
     constants |= {"S": sizes, "OPERATION": int(ffi.Operation.GROUPED_GEMM_COMBINE)}
-    operands, results = (y, *taken, _arrays_of(handle), factors), (sums, *given, gradient)
+    operands: tuple[Argument, ...] = (y, *taken, _arrays_of(handle), factors)
+    results: tuple[Argument, ...] = (sums, *given, gradient)
     launched = launch(_COMBINE_WITH_WEIGHT_GRADIENT, operands, results, config, constants, group=group_of(handle))
     sums, *slot_weights, found = launched
     return sums, next(iter(slot_weights), None), found

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.core.fp8 import GROUP_SIZE
-from jax_ep.core.kernel import Config, Descriptor, Kernel
+from jax_ep.core.kernel import Argument, Config, Constants, Descriptor, Kernel
 from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.formats import format_of, stored_name
@@ -109,7 +109,7 @@ def _is_turned(w: Matrices) -> bool:
     return isinstance(w, QuantizedWeights) and not w.activations and is_turned(w, 32)
 
 
-def _facts(num_slots: int, w_down: Matrices) -> dict[str, Any]:
+def _facts(num_slots: int, w_down: Matrices) -> dict[str, object]:
     """By which settings are looked up."""
     num_experts, intermediate, hidden = w_down.shape
     if isinstance(w_down, QuantizedWeights):
@@ -164,7 +164,9 @@ def fused_moe(
     tokens, token_scales = x, topk_weights
     if sizes.gate_up.fp8_rows:
         tokens, token_scales = quantize_rows(x, jnp.full((1,), sizes.num_tokens, jnp.int32))
-    tensors: tuple[Any, ...] = LayerTensors(tokens, token_scales, gate_up, down, topk_idx, topk_weights)
+    tensors: LayerTensors | SortedLayerTensors = LayerTensors(
+        tokens, token_scales, gate_up, down, topk_idx, topk_weights
+    )
     if sizes.presorted:
         order = {"first_expert": 0, "num_local_experts": sizes.num_experts, "block_size": sizes.down.tile.block_m}
         found = moe_sort(topk_idx, None, None, **order)
@@ -172,8 +174,8 @@ def fused_moe(
     named = {"gate_up_scales_ptr": gate_up_scales, "down_scales_ptr": down_scales}
     named |= dict(zip(("gate_up_bias_ptr", "down_bias_ptr"), biases, strict=True))
     counters = jnp.zeros((2 + sizes.max_blocks,), jnp.int32)
-    operands = (tensors, *(value for value in named.values() if value is not None), counters)
-    constants: dict[str, Any] = {name: None for name, value in named.items() if value is None}
+    operands: tuple[Argument, ...] = (tensors, *(value for value in named.values() if value is not None), counters)
+    constants: Constants = {name: None for name, value in named.items() if value is None}
     constants |= {"KIND": kind_of(experts), "S": sizes}
     scratch = _scratch(sizes, x.dtype)
     results = (scratch, jax.ShapeDtypeStruct(x.shape, out_dtype), jax.ShapeDtypeStruct(counters.shape, counters.dtype))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from jax_ep.core.bias import Bias
 from jax_ep.core.fp8 import GROUP_SIZE
-from jax_ep.core.kernel import Config, Descriptor, Kernel
+from jax_ep.core.kernel import Config, Constants, Descriptor, Kernel
 from jax_ep.core.layout import power_of_two, round_up
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels import tuned
@@ -208,7 +208,7 @@ def grouped_gemm(
     return launch(_FORWARD, operands + added, (result,), _config(tiles, most_tasks), constants)[0][:, :wanted]
 
 
-def bias_arguments(bias: Bias | None, num_rows: int) -> tuple[tuple[gemm_structs.Bias, ...], dict[str, Any]]:
+def bias_arguments(bias: Bias | None, num_rows: int) -> tuple[tuple[gemm_structs.Bias, ...], Constants]:
     """The operand that kernels take as `bias`, with values for each column that they compute; or the constant."""
     if bias is None:
         return (), {"bias": None}
@@ -313,7 +313,7 @@ def fp8_sizes(num_rows: int, columns: int, depth: int, groups: int, tiles: Fp8Ti
     return gemm_structs.GroupedGemm(**sizes, transposed=True, tma_parts=0, tile=tile)
 
 
-def _facts(shape: tuple[int, ...], columns: int, groups: int, dtype: jnp.dtype, out_dtype: DTypeLike) -> dict[str, Any]:
+def _facts(shape: tuple[int, ...], columns: int, groups: int, dtype: jnp.dtype, out_dtype: DTypeLike) -> Constants:
     """By which settings are looked up, for rows of this shape; of a weight gradient, those of its first factor."""
     sizes = {"num_rows": shape[0], "depth": shape[1], "columns": columns, "groups": groups}
     return {**sizes, "dtype": dtype, "out_dtype": jnp.dtype(out_dtype)}

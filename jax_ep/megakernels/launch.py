@@ -17,7 +17,7 @@ from jax import lax
 
 from jax_ep import context, ffi
 from jax_ep.core.collectives import Axis, all_gather, rank_on
-from jax_ep.core.kernel import Config, Descriptor, Kernel, blocks_of, flat, flat_arrays, regrouped, type_of
+from jax_ep.core.kernel import Argument, Config, Descriptor, Kernel, blocks_of, flat, flat_arrays, regrouped, type_of
 from jax_ep.core.mesh_axes import varying_axes
 from jax_ep.heap.memory import Generation
 from jax_ep.heap.symmetric import MAX_BLOCKS, HeapLayout, SymmetricHeap
@@ -29,10 +29,10 @@ from jax_ep.types import Array, Handle, LowLatencyHandle
 
 def launch(
     kernel: Kernel,
-    operands: Sequence[Any],
-    results: Sequence[Any],
+    operands: Sequence[Argument],
+    results: Sequence[Argument],
     config: Config,
-    constants: Mapping[str, Any],
+    constants: Mapping[str, object],
     *,
     group: Array | None = None,
     buffers: Generation | None = None,
@@ -100,12 +100,12 @@ def _described(argument: Any) -> Any:
 
 def _with_heap(
     kernel: Kernel,
-    operands: Sequence[Any],
-    results: Sequence[Any],
-    constants: Mapping[str, Any],
+    operands: Sequence[Argument],
+    results: Sequence[Argument],
+    constants: Mapping[str, object],
     group: Array,
     buffers: Generation | None,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+) -> tuple[tuple[Argument, ...], dict[str, object]]:
     """Operands and constants of a launch on the heap."""
     heap = context.reserved_heap(kernel.name)
     generation = heap.data if buffers is None else buffers
@@ -125,14 +125,14 @@ def heap_of(layout: HeapLayout, num_ranks: int, identity: int, traced: bool = Fa
     return Heap(num_ranks, layout.num_devices, layout.data, layout.flags, MAX_BLOCKS, identity, traced)
 
 
-def launch_identity(kernel: Kernel, arrays: tuple[Any, ...], constants: Mapping[str, Any]) -> int:
+def launch_identity(kernel: Kernel, arrays: tuple[Argument, ...], constants: Mapping[str, object]) -> int:
     """What ranks that launch together must have in common, in 31 bits: kernel, operation and sizes.
 
     The operation is in the lowest 8 bits, for messages; above it is a hash, the same in all processes.
     """
     types = [f"{x.dtype}{list(x.shape)}" for x in flat_arrays(arrays)]
     text = f"{kernel.path.name} {kernel.name} {sorted(constants.items())} {types}"
-    return zlib.crc32(text.encode()) >> 9 << 8 | constants["OPERATION"]
+    return zlib.crc32(text.encode()) >> 9 << 8 | int(str(constants["OPERATION"]))
 
 
 def group_on(axis: Axis, varying: frozenset[str]) -> Array:

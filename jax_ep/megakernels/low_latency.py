@@ -8,7 +8,7 @@ about one per program. Tiles are measured by benchmarks/low_latency.py.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jax_ep.core import fp8
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.core.fp8 import GROUP_SIZE
-from jax_ep.core.kernel import Config, Kernel
+from jax_ep.core.kernel import Argument, Config, Constants, Kernel
 from jax_ep.core.layout import power_of_two, round_up
 from jax_ep.core.mesh_axes import varying_axes
 from jax_ep.formats import needs_decoder
@@ -132,7 +132,7 @@ def _add_row(x: Array) -> Array:
     return jnp.zeros_like(x, shape=(1, *x.shape[1:])) if x.shape[0] == 0 else x
 
 
-def layout_sizes(layout: Layout, num_tokens: int, hidden: int) -> dict[str, Any]:
+def layout_sizes(layout: Layout, num_tokens: int, hidden: int) -> dict[str, int]:
     """Sizes that all kernels take, for `num_tokens` tokens of this rank."""
     sizes = {
         "num_ranks": layout.num_ranks,
@@ -179,25 +179,27 @@ def low_latency_gemm_combine(
     offsets, buffer_bytes = buffer_offsets(values_offset=actual * layout.top_k * hidden * dtype.itemsize)
     tiles: MaskedTiles | quantized_gemm.QuantizedTiles
     product: MaskedGemm | QuantizedGemm
-    multiplied: tuple[Any, ...]
+    multiplied: tuple[Argument, ...]
     if needs_decoder(rhs):
         tiles = quantized_gemm.masked_tiles(rows, expected_rows, lhs.dtype, rhs)
         product = quantized_gemm.sizes_of(rows, rhs, tiles)
         blocks = quantized_gemm.blocks_of(lhs, rhs, tiles)
-        multiplied = (*blocks, group_sizes if lhs_scales is None else lhs_scales, rhs.scales, group_sizes)
+        multiplied = (*blocks, group_sizes if lhs_scales is None else lhs_scales, cast(Array, rhs.scales), group_sizes)
     else:
         found = (*lhs.shape, hidden)
         tiles = tuned_tiles("low_latency_gemm_combine", found, expected_rows, lhs.dtype, dtype)
         product = gemm_sizes(experts, rows, hidden, depth, lhs_scales is not None, tiles)
         multiplied = gemm_operands(lhs, rhs, group_sizes, lhs_scales, tiles)
     sizes = gemm_combine_sizes(layout, actual, hidden, product, offsets["values_offset"])
-    constants: dict[str, Any] = {"S": sizes, "OPERATION": int(ffi.Operation.LOW_LATENCY_GEMM_COMBINE)}
+    constants: Constants = {"S": sizes, "OPERATION": int(ffi.Operation.LOW_LATENCY_GEMM_COMBINE)}
     sources = structs.RowSources(
         handle.source_token, handle.source_start, handle.assignment_to_row, handle.own_topk_idx
     )
-    operands: tuple[Any, ...] = (*multiplied, sources, topk_weights, bias)
+    operands: tuple[Argument, ...] = (*multiplied, sources, topk_weights)
     if bias is None:
-        operands, constants["bias_ptr"] = operands[:-1], None
+        constants["bias_ptr"] = None
+    else:
+        operands = (*operands, bias)
     most_tasks = experts * -(-rows // tiles.block_m) * -(-hidden // tiles.block_n)
     config = Config(num_programs(most_tasks, tiles.programs), tiles.num_warps, tiles.num_stages)
     heap = context.reserve(_GEMM_COMBINE.name, 0, buffer_bytes)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-from jax_ep.core.kernel import Config, Kernel
+from jax_ep.core.kernel import Config, Constants, Kernel
 from jax_ep.core.layout import dropless_capacity, power_of_two
 from jax_ep.megakernels.grid import all_programs, num_programs
 from jax_ep.megakernels.kernels import moe_sort as moe_sort_kernels
@@ -33,7 +31,7 @@ def moe_sort(
     config, sizes = sort_sizes(topk_idx.shape, first_expert, num_local_experts, block_size)
     given = {"weights_ptr": topk_weights, "num_tokens_ptr": num_tokens}
     operands = (topk_idx, *(value for value in given.values() if value is not None))
-    constants: dict[str, Any] = {name: None for name, value in given.items() if value is None} | {"S": sizes}
+    constants: Constants = {name: None for name, value in given.items() if value is None} | {"S": sizes}
     results = (
         jax.ShapeDtypeStruct((sizes.num_rows,), jnp.int32),
         jax.ShapeDtypeStruct((1 if topk_weights is None else sizes.num_rows,), jnp.float32),

@@ -7,7 +7,6 @@ of them are under way.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 
@@ -51,7 +50,7 @@ def launch(
 def _launch_compiled(
     *operands: Array,
     code: Compilation,
-    results: tuple[Any, ...],
+    results: tuple[jax.ShapeDtypeStruct, ...],
     blocks: tuple[Blocks | None, ...],
     written: tuple[tuple[int, int], ...],
     **numbers: int,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import QuantizedWeights
-from jax_ep.core.kernel import Config, Descriptor, Kernel
+from jax_ep.core.kernel import Argument, Config, Constants, Descriptor, Kernel
 from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.formats import format_of, stored_name
@@ -165,13 +165,17 @@ def blocks_of(lhs: Array, rhs: QuantizedWeights, tiles: QuantizedTiles) -> tuple
 
 
 def _launch(
-    kernel: Kernel, arrays: tuple[Any, ...], result: jax.ShapeDtypeStruct, tiles: QuantizedTiles, most_tasks: int
+    kernel: Kernel,
+    arrays: tuple[Array, QuantizedWeights, Array, Array | None],
+    result: jax.ShapeDtypeStruct,
+    tiles: QuantizedTiles,
+    most_tasks: int,
 ) -> Array:
     """The arrays: `[1, M, K]` rows, or `[G, M, K]` where groups are masked, matrices, sizes, scales of rows or None."""
     lhs, rhs, group_sizes, row_scales = vary_alike(arrays)
     sizes = sizes_of(lhs.shape[1], rhs, tiles)
-    operands: tuple[Any, ...] = (*blocks_of(lhs, rhs, tiles), rhs.scales, group_sizes)
+    operands: tuple[Argument, ...] = (*blocks_of(lhs, rhs, tiles), cast(Array, rhs.scales), group_sizes)
     operands += () if row_scales is None else (row_scales,)
-    constants: dict[str, Any] = {"S": sizes} | ({"row_scales_ptr": None} if row_scales is None else {})
+    constants: Constants = {"S": sizes} | ({"row_scales_ptr": None} if row_scales is None else {})
     config = Config(num_programs(most_tasks, tiles.programs), tiles.num_warps, tiles.num_stages)
     return launch(kernel, operands, (result,), config, constants)[0]

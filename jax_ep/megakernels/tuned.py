@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from jax.typing import DTypeLike
+
 from jax_ep import context
 from jax_ep.settings.file import Rates, settings_of
 from jax_ep.settings.operations import SCHEDULE_FIELDS, Setting, check_blocks
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
-def schedule(given: Schedule, operation: str, **facts: Any) -> Schedule:
+def schedule(given: Schedule, operation: str, **facts: object) -> Schedule:
     """`given`, with its None fields filled in where there are settings of the operation.
 
     Raises:
@@ -31,7 +33,7 @@ def schedule(given: Schedule, operation: str, **facts: Any) -> Schedule:
     return dataclasses.replace(given, **missing) if missing else given
 
 
-def tiles[Tiles: DataclassInstance](default: Tiles, operation: str, **facts: Any) -> Tiles:
+def tiles[Tiles: DataclassInstance](default: Tiles, operation: str, **facts: object) -> Tiles:
     """`default`, with what the settings of the operation say instead."""
     fields = {field.name for field in dataclasses.fields(default)}
     found = {name: value for name, value in _settings(operation, facts).items() if name in fields}
@@ -43,18 +45,18 @@ def rates() -> Rates | None:
     return context.tuning().rates
 
 
-def exchange_facts(layout: Layout, hidden: int, dtype: Any) -> dict[str, Any]:
+def exchange_facts(layout: Layout, hidden: int, dtype: DTypeLike) -> dict[str, object]:
     """Those of dispatch and combine, for rows `[., hidden]`."""
     sizes = {"num_ranks": layout.num_ranks, "num_tokens": layout.num_tokens, "top_k": layout.top_k}
     return {**sizes, "hidden": hidden, "dtype": dtype}
 
 
-def exchange_gemm_facts(layout: Layout, depth: int, columns: int, dtype: Any) -> dict[str, Any]:
+def exchange_gemm_facts(layout: Layout, depth: int, columns: int, dtype: DTypeLike) -> dict[str, object]:
     """Those of an exchange with a product, `[., depth]` times `[depth, columns]`."""
     sizes = {"num_ranks": layout.num_ranks, "num_tokens": layout.num_tokens, "top_k": layout.top_k}
     return {**sizes, "num_experts": layout.num_experts, "depth": depth, "columns": columns, "dtype": dtype}
 
 
-def _settings(operation: str, facts: Mapping[str, Any]) -> dict[str, Setting]:
+def _settings(operation: str, facts: Mapping[str, object]) -> dict[str, Setting]:
     overridden = {name: value for of, name, value in context.overrides() if of == operation}
     return {**settings_of(context.tuning(), operation, facts), **overridden}

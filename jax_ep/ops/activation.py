@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -112,34 +112,51 @@ def _gradient(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def activate_gradient(
-    plan: ActivationPlan, experts: Experts, keep: bool, hidden: Array, *others: Any
+    plan: ActivationPlan,
+    experts: Experts,
+    keep: bool,
+    hidden: Array,
+    weights: Array,
+    bias: Array | None,
+    d_rows: Array,
+    group_sizes: Array,
 ) -> tuple[Array, Array, Array | None]:
-    """Cotangents of `hidden` and `weights` and, with `keep`, the rows of `activate`, where `is_one_pass`.
-
-    `others` are `weights`, `bias`, the cotangent of the rows, and `group_sizes`.
-    """
-    return plan.run.activate_gradient(experts, hidden, *others, keep=keep)
+    """Cotangents of `hidden` and `weights` and, with `keep`, the rows of `activate`, where `is_one_pass`."""
+    return plan.run.activate_gradient(experts, hidden, weights, bias, d_rows, group_sizes, keep=keep)
 
 
-def _activate_forward(plan: ActivationPlan, experts: Experts, *operands: Any) -> Any:
+type _Operands = tuple[Array, Array, Array | None, Array]
+type _GradientOperands = tuple[Array, Array, Array | None, Array, Array]
+
+
+def _activate_forward(
+    plan: ActivationPlan, experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array
+) -> tuple[Array, _Operands]:
+    operands = hidden, weights, bias, group_sizes
     return _activate(plan, experts, *operands), operands
 
 
 def _activate_backward(
-    plan: ActivationPlan, experts: Experts, residuals: Any, d_rows: Array
+    plan: ActivationPlan, experts: Experts, residuals: _Operands, d_rows: Array
 ) -> tuple[Array, Array, Array | None, None]:
     hidden, weights, bias, group_sizes = residuals
     found = _gradient(plan, experts, False, hidden, weights, bias, d_rows, group_sizes)
     return found.hidden, found.weights, found.bias, None
 
 
-def _activate_gradient_forward(plan: ActivationPlan, experts: Experts, keep: bool, *operands: Any) -> Any:
+def _activate_gradient_forward[*Operands](
+    plan: ActivationPlan, experts: Experts, keep: bool, *operands: *Operands
+) -> tuple[tuple[Array, Array, Array | None], tuple[*Operands]]:
     return activate_gradient(plan, experts, keep, *operands), operands
 
 
 def _activate_gradient_backward(
-    plan: ActivationPlan, experts: Experts, keep: bool, residuals: Any, cotangents: Any
-) -> tuple[Any, ...]:
+    plan: ActivationPlan,
+    experts: Experts,
+    keep: bool,
+    residuals: _GradientOperands,
+    cotangents: tuple[Array, Array, Array | None],
+) -> tuple[Array, Array, Array | None, Array, None]:
     # Second derivatives are rare: the portable formula, which JAX differentiates again.
     *operands, group_sizes = residuals
 

@@ -8,8 +8,9 @@ Source: what is kept, and that gradient, are those of SonicMoE (arXiv:2512.14080
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import jax
 
@@ -37,7 +38,7 @@ class Between(NamedTuple):
     b_down: Bias | None
 
 
-def for_experts(experts: Experts, b_gate_up: Array | None) -> Any:
+def for_experts(experts: Experts, b_gate_up: Array | None) -> Callable[..., Array]:
     """`activate_multiply_and_combine` or, where one pass does not activate rows, `in_several_passes`."""
     return activate_multiply_and_combine if is_one_pass(experts, b_gate_up) else in_several_passes
 
@@ -67,13 +68,19 @@ def activate_multiply_and_combine(
     return exchange_gemm.run_combine(plan, False, rows, None, w, handle, bias)[0]
 
 
-def _forward(plan: ExchangeGemmPlan, between_plan: ActivationPlan, experts: Experts, *operands: Any) -> Any:
+type _Operands = tuple[Between, Array, Handle]
+
+
+def _forward(
+    plan: ExchangeGemmPlan, between_plan: ActivationPlan, experts: Experts, between: Between, w: Array, handle: Handle
+) -> tuple[Array, _Operands]:
+    operands = between, w, handle
     return activate_multiply_and_combine(plan, between_plan, experts, *operands), operands
 
 
 def _backward(
-    plan: ExchangeGemmPlan, between_plan: ActivationPlan, experts: Experts, residuals: Any, d_sums: Array
-) -> Any:
+    plan: ExchangeGemmPlan, between_plan: ActivationPlan, experts: Experts, residuals: _Operands, d_sums: Array
+) -> tuple[Between, Array, None]:
     between, w, handle = residuals
     sizes, plan = handle.group_sizes, plan.transposed
     d_sums = d_sums.astype(w.dtype)

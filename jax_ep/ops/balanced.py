@@ -11,7 +11,7 @@ Each pass starts from the sum of those before, so XLA cannot run two at a time a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,8 @@ from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.types import HIDDEN_NAME, TOKENS_NAME, Array, AxisName, Topology, type_name
 
+type Tree = Any
+"""A pytree of arrays."""
 Layer = Callable[..., Array]
 """Compute one pass: `layer(x, topk_idx, topk_weights, weights, num_experts=, capacity=, preferred_element_type=)`."""
 
@@ -64,7 +66,7 @@ class Passes:
         return self.spare >= self.num_local
 
 
-def check_balance(function: str, balance: Any, axis_name: AxisName, capacity: int | None) -> None:
+def check_balance(function: str, balance: object, axis_name: AxisName, capacity: int | None) -> None:
     """Raise where `balance` is no `Balance`, or does not go with the other arguments."""
     if balance is None:
         return
@@ -87,7 +89,7 @@ def run(
     x: Array,
     topk_idx: Array,
     topk_weights: Array,
-    weights: Any,
+    weights: Tree,
     *,
     num_experts: int,
     axis: tuple[str, ...],
@@ -132,10 +134,10 @@ def _next_pass(passes: Passes, state: tuple[Array, Array]) -> tuple[tuple[Array,
     return (slots, plan.copies), (left, plan.left)
 
 
-def _one_pass(passes: Passes, place: tuple[Array, Array], x: Array, topk_weights: Array, weights: Any) -> Array:
+def _one_pass(passes: Passes, place: tuple[Array, Array], x: Array, topk_weights: Array, weights: Tree) -> Array:
     slots, copies = place
 
-    def compute(x: Array, topk_weights: Array, weights: Any) -> Array:
+    def compute(x: Array, topk_weights: Array, weights: Tree) -> Array:
         slots_after = slots
         whole = jax.tree.map(partial(_home_and_copies, passes, copies), weights)
         for leaf in jax.tree.leaves(whole):
@@ -150,12 +152,14 @@ def _one_pass(passes: Passes, place: tuple[Array, Array], x: Array, topk_weights
     return jax.checkpoint(compute, policy=policy)(x, topk_weights, weights)
 
 
-def _add_later_passes(passes: Passes, state: tuple[Array, Array], step: Callable[[Any], Any], first: Any) -> Any:
+def _add_later_passes(
+    passes: Passes, state: tuple[Array, Array], step: Callable[[tuple[Array, Array]], Tree], first: Tree
+) -> Tree:
     """`first` plus `step(place)` of each later pass. The number of passes follows from counts that all ranks share."""
     if passes.is_one_pass:
         return first
 
-    def body(carry: Any) -> Any:
+    def body(carry: Tree) -> Tree:
         place, left = _next_pass(passes, carry[0])
         return left, jax.tree.map(jnp.add, carry[1], step(place))
 
@@ -163,26 +167,26 @@ def _add_later_passes(passes: Passes, state: tuple[Array, Array], step: Callable
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _all_passes(passes: Passes, state: tuple[Array, Array], *operands: Any) -> Array:
+def _all_passes(passes: Passes, state: tuple[Array, Array], *operands: Tree) -> Array:
     place, left = _next_pass(passes, state)
     first = _one_pass(passes, place, *operands)
     return _add_later_passes(passes, left, lambda place: _one_pass(passes, place, *operands), first)
 
 
-def _all_passes_forward(passes: Passes, state: tuple[Array, Array], *operands: Any) -> tuple[Array, Any]:
+def _all_passes_forward(passes: Passes, state: tuple[Array, Array], *operands: Tree) -> tuple[Array, Tree]:
     place, left = _next_pass(passes, state)
     first, pull = jax.vjp(partial(_one_pass, passes, place), *operands)
     sums = _add_later_passes(passes, left, lambda place: _one_pass(passes, place, *operands), first)
     return sums, (pull, left, None if passes.is_one_pass else operands)
 
 
-def _all_passes_backward(passes: Passes, residuals: Any, cotangent: Array) -> tuple[Any, ...]:
+def _all_passes_backward(passes: Passes, residuals: Tree, cotangent: Array) -> tuple[Tree, ...]:
     pull, left, operands = residuals
     first = pull(cotangent)
     if passes.is_one_pass:
         return None, *first
 
-    def step(place: tuple[Array, Array]) -> Any:
+    def step(place: tuple[Array, Array]) -> Tree:
         gradients = jax.vjp(partial(_one_pass, passes, place), *operands)[1](cotangent)
         return jax.tree.map(_widen, gradients)
 
@@ -238,7 +242,7 @@ def _with_copies_backward(passes: Passes, copies: Array, gradient: Array) -> tup
 _with_copies.defvjp(_with_copies_forward, _with_copies_backward)
 
 
-def _rounds(passes: Passes, copies: Array) -> Any:
+def _rounds(passes: Passes, copies: Array) -> Iterator[tuple[list[tuple[int, int]], Array, Array, Array]]:
     """The permutation of each distance, which experts the peer wants, and which slots this rank sends and receives."""
     rank, num_ranks = rank_on(passes.axis), passes.num_ranks
     for distance in range(1, num_ranks):

@@ -125,7 +125,7 @@ def dispatch(
             axis_name=axis_name,
             num_tokens=num_tokens,
             schedule=registry.checked_schedule("dispatch", schedule),
-            handle=handle,
+            handle=cast(HierarchicalHandle | None, handle),  # checked there
             capacity=capacity,
             alignment=alignment,
             implementation=implementation,
@@ -199,7 +199,7 @@ def combine(
         return hierarchical.combine(
             combine,
             y,
-            handle,
+            cast(HierarchicalHandle, handle),  # checked there
             axis_name=axis_name,
             schedule=registry.checked_schedule(function, schedule),
             preferred_element_type=preferred_element_type,
@@ -305,8 +305,8 @@ def checked(
 class Located(NamedTuple):
     """Tokens and weights, alike in the mesh axes over which they vary, and the handle of their exchange."""
 
-    x: Any
-    topk_weights: Any
+    x: Any  # tokens, or a quantized pair
+    topk_weights: Any  # or None
     handle: Handle
 
 
@@ -373,15 +373,22 @@ def later(handle: Handle, earlier: Array) -> Handle:
     return dataclasses.replace(handle, row_to_assignment=row_to_assignment, group_sizes=group_sizes)
 
 
-def _transposes(function: Any, transpose: Any) -> None:
+type _Linear = jax.custom_vjp[tuple[Array, Array | None]]
+
+
+def _transposes(function: _Linear, transpose: _Linear) -> None:
     """Makes `transpose` the backward of the linear `function(plan, *arrays, handle)`."""
 
-    def forward(plan: ExchangePlan, *args: Any) -> tuple[Any, Any]:
-        return function(plan, *args), (args[0][:0], args[-1])  # nothing of the first, to know its dtype
+    def forward(
+        plan: ExchangePlan, rows: Array, weights: Array | None, handle: Handle
+    ) -> tuple[tuple[Array, Array | None], tuple[Array, Handle]]:
+        return function(plan, rows, weights, handle), (rows[:0], handle)  # nothing of the rows, to know their dtype
 
-    def backward(plan: ExchangePlan, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-        (like, handle), (first, *others) = residuals, cotangents
-        return *transpose(plan.transposed, first.astype(like.dtype), *others, handle), None
+    def backward(
+        plan: ExchangePlan, residuals: tuple[Array, Handle], cotangents: tuple[Array, Array | None]
+    ) -> tuple[Array, Array | None, None]:
+        (like, handle), (rows, weights) = residuals, cotangents
+        return *transpose(plan.transposed, rows.astype(like.dtype), weights, handle), None
 
     function.defvjp(forward, backward)
 

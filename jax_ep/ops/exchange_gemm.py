@@ -13,13 +13,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero, custom_vjp_primal_tree_values
 from jax.typing import DTypeLike
 
 from jax_ep.core import check
@@ -322,7 +322,15 @@ def multiply_with_combine_and_weight_gradient(
     )
 
 
-def _dispatch_forward(plan: ExchangeGemmPlan, transpose_rhs: bool, save_as: str | None, *arguments: Any) -> Any:
+type _Sums = tuple[Array, Array | None]
+"""Sums `[T, H]`, and slots of weights `[T, K]` or None."""
+type _Saved = tuple[Array | None, Array | None, Array, Handle]
+"""Tokens `x` and what they were saved as, each None where no gradient of the weights is wanted; weights, handle."""
+
+
+def _dispatch_forward(
+    plan: ExchangeGemmPlan, transpose_rhs: bool, save_as: str | None, *arguments: CustomVJPPrimal
+) -> tuple[Dispatched, _Saved]:
     """Keeps no tokens for matrices of which nobody wants the gradient."""
     trains = arguments[2].perturbed
     x, weights, w, handle = custom_vjp_primal_tree_values(arguments)
@@ -334,8 +342,8 @@ def _dispatch_forward(plan: ExchangeGemmPlan, transpose_rhs: bool, save_as: str 
 
 
 def _dispatch_backward(
-    plan: ExchangeGemmPlan, transpose_rhs: bool, save_as: str | None, residuals: Any, cotangents: Dispatched
-) -> Any:
+    plan: ExchangeGemmPlan, transpose_rhs: bool, save_as: str | None, residuals: _Saved, cotangents: Dispatched
+) -> tuple[Array, Array | None, Array | None, None]:
     x, saved, w, handle = residuals
     d_hidden, d_row_weights = cotangents.hidden, cotangents.row_weights
     if isinstance(d_hidden, SymbolicZero):
@@ -373,13 +381,13 @@ def _sent_again(plan: ExchangeGemmPlan, x: Array, handle: Handle, after: Array) 
 
 def _combine_forward(
     plan: ExchangeGemmPlan, transpose_rhs: bool, h: Array, row_weights: Array | None, w: Array, handle: Handle
-) -> Any:
+) -> tuple[_Sums, tuple[Array, Array, Handle]]:
     return multiply_with_combine(plan, transpose_rhs, h, row_weights, w, handle), (h, w, handle)
 
 
 def _combine_backward(
-    plan: ExchangeGemmPlan, transpose_rhs: bool, residuals: Any, cotangents: tuple[Array, Array | None]
-) -> Any:
+    plan: ExchangeGemmPlan, transpose_rhs: bool, residuals: tuple[Array, Array, Handle], cotangents: _Sums
+) -> tuple[Array, Array | None, Array, None]:
     h, w, handle = residuals
     d_sums, d_slots = cotangents[0].astype(h.dtype), cotangents[1]
     plan = plan.transposed
@@ -389,12 +397,14 @@ def _combine_backward(
     return back.hidden, back.row_weights, d_w, None
 
 
-def _combine_with_bias_forward(plan: ExchangeGemmPlan, h: Array, w: Array, handle: Handle, bias: Bias) -> Any:
+def _combine_with_bias_forward(
+    plan: ExchangeGemmPlan, h: Array, w: Array, handle: Handle, bias: Bias
+) -> tuple[Array, tuple[Array, Array, Handle, Bias]]:
     return _multiply_with_combine_and_bias(plan, h, w, handle, bias), (h, w, handle, bias)
 
 
 def _combine_with_bias_backward(
-    plan: ExchangeGemmPlan, residuals: Any, d_sums: Array
+    plan: ExchangeGemmPlan, residuals: tuple[Array, Array, Handle, Bias], d_sums: Array
 ) -> tuple[Array, Array | None, None, Bias]:
     h, w, handle, bias = residuals
     plan, d_sums = plan.transposed, d_sums.astype(h.dtype)
@@ -412,7 +422,9 @@ def dispatch_then_multiply(
     return multiply(plan.gemm, False, x.dtype, rows, w, handle.group_sizes), row_weights
 
 
-def _then_multiply_forward(plan: ExchangeGemmPlan, x: Array, weights: Array | None, w: Array, handle: Handle) -> Any:
+def _then_multiply_forward(
+    plan: ExchangeGemmPlan, x: Array, weights: Array | None, w: Array, handle: Handle
+) -> tuple[_Sums, _Saved]:
     if not plan.options.schedule.keep_tokens:
         return dispatch_then_multiply(plan, x, weights, w, handle), (x, None, w, handle)
     rows, row_weights = exchange.dispatch_tokens(plan.exchange, x, weights, handle)
@@ -420,51 +432,64 @@ def _then_multiply_forward(plan: ExchangeGemmPlan, x: Array, weights: Array | No
     return (multiply(plan.gemm, False, x.dtype, rows, w, handle.group_sizes), row_weights), (None, rows, w, handle)
 
 
-def _then_multiply_backward(plan: ExchangeGemmPlan, residuals: Any, cotangents: Any) -> Any:
+def _then_multiply_backward(
+    plan: ExchangeGemmPlan, residuals: _Saved, cotangents: _Sums
+) -> tuple[Array, Array | None, Array, None]:
     x, rows, w, handle = residuals
     d_hidden, d_row_weights = cotangents
     behind = handle
     if rows is None:
-        rows = exchange.dispatch_again(plan.exchange, x, handle, d_hidden)
+        rows = exchange.dispatch_again(plan.exchange, cast(Array, x), handle, d_hidden)
         behind = exchange.later(handle, rows)
     d_rows = multiply(plan.gemm, True, w.dtype, d_hidden, w, behind.group_sizes)
     d_x, d_weights = exchange.combine_tokens(plan.exchange, d_rows, d_row_weights, handle)
     return d_x, d_weights, grouped_gemm.weight_gradient(plan.gemm, w.dtype, rows, d_hidden, handle.group_sizes), None
 
 
-def _weight_gradient_forward(plan: ExchangeGemmPlan, transpose: bool, saved_as: str, *arguments: Any) -> Any:
-    return weight_gradient(plan, transpose, saved_as, *arguments), arguments
+def _weight_gradient_forward(
+    plan: ExchangeGemmPlan, transpose: bool, saved_as: str, x: Array, saved: Array, rows: Array, handle: Handle
+) -> tuple[Array, tuple[Array, Array, Handle]]:
+    return weight_gradient(plan, transpose, saved_as, x, saved, rows, handle), (x, rows, handle)
 
 
 def _weight_gradient_backward(
-    plan: ExchangeGemmPlan, transpose: bool, saved_as: str, residuals: Any, cotangent: Array
-) -> Any:
-    x, _, rows, handle = residuals
+    plan: ExchangeGemmPlan, transpose: bool, saved_as: str, residuals: tuple[Array, Array, Handle], cotangent: Array
+) -> tuple[Array, None, Array, None]:
+    x, rows, handle = residuals
     d_x, _ = multiply_with_combine(plan, not transpose, rows, None, cotangent, handle)
     d_rows = dispatch_with_multiply(plan, transpose, None, x, None, cotangent, handle).hidden
     return d_x, None, d_rows, None  # of what was saved, which is x
 
 
 def _with_weight_gradient_forward(
-    plan: ExchangeGemmPlan, transpose_rhs: bool, saved_as: str, h: Array, row_weights: Array | None, *others: Any
-) -> Any:
-    found = multiply_with_combine_and_weight_gradient(plan, transpose_rhs, saved_as, h, row_weights, *others)
-    return found, (h, *others)
+    plan: ExchangeGemmPlan,
+    transpose_rhs: bool,
+    saved_as: str,
+    h: Array,
+    row_weights: Array | None,
+    x: Array,
+    saved: Array,
+    w: Array,
+    handle: Handle,
+) -> tuple[tuple[Array, Array | None, Array], tuple[Array, Array, Array, Handle]]:
+    operands = (h, row_weights, x, saved, w, handle)
+    return multiply_with_combine_and_weight_gradient(plan, transpose_rhs, saved_as, *operands), (h, x, w, handle)
 
 
 def _with_weight_gradient_backward(
     plan: ExchangeGemmPlan,
     transpose_rhs: bool,
     saved_as: str,
-    residuals: Any,
+    residuals: tuple[Array, Array, Array, Handle],
     cotangents: tuple[Array, Array | None, Array],
-) -> Any:
+) -> tuple[Array, Array | None, Array, None, Array, None]:
     """The sum of the backward passes of both parts."""
-    h, x, saved, w, handle = residuals
+    h, x, w, handle = residuals
     d_sums, d_slots, d_gradient = cotangents
     d_h, d_row_weights, d_w, _ = _combine_backward(plan, transpose_rhs, (h, w, handle), (d_sums, d_slots))
+    residuals_of_gradient = x, h, handle
     d_x, d_saved, d_rows, _ = _weight_gradient_backward(
-        plan, not transpose_rhs, saved_as, (x, saved, h, handle), d_gradient
+        plan, not transpose_rhs, saved_as, residuals_of_gradient, d_gradient
     )
     return d_h + d_rows, d_row_weights, d_x, d_saved, d_w, None
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 from jax.typing import DTypeLike
@@ -18,6 +17,7 @@ from jax_ep.ops import quantized_gemm, registry
 from jax_ep.types import Array, Experts, Options
 
 Layer = Callable[..., Array]
+type _Pull = Callable[[Array], tuple[object, ...]]
 Matrices = tuple[Array, Array] | tuple[QuantizedWeights, QuantizedWeights]
 
 
@@ -47,15 +47,18 @@ def _forward(
     out_dtype: DTypeLike,
     unfused: Layer,
     topk_idx: Array,
-    *operands: Any,
-) -> tuple[Array, Any]:
-    quantized_gemm.refuse_gradient(options, operands[2])
-    return jax.vjp(partial(unfused, topk_idx), *operands)
+    x: Array,
+    topk_weights: Array,
+    matrices: Matrices,
+    biases: tuple[Array | None, Array | None],
+) -> tuple[Array, _Pull]:
+    quantized_gemm.refuse_gradient(options, matrices)
+    return jax.vjp(partial(unfused, topk_idx), x, topk_weights, matrices, biases)
 
 
 def _backward(
-    options: Options, part: Part, experts: Experts, out_dtype: DTypeLike, unfused: Layer, pull: Any, cotangent: Array
-) -> tuple[Any, ...]:
+    options: Options, part: Part, experts: Experts, out_dtype: DTypeLike, unfused: Layer, pull: _Pull, cotangent: Array
+) -> tuple[object, ...]:
     return None, *pull(cotangent)
 
 

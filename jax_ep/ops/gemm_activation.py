@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import jax
 from jax.custom_derivatives import CustomVJPPrimal
@@ -19,6 +19,7 @@ from jax_ep.ops.plan import LayerPlan
 from jax_ep.types import Array, Experts, Handle
 
 Layer = Callable[..., Array]
+type _Pull = Callable[[Array], tuple[tuple[object, ...]]]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
@@ -30,7 +31,7 @@ def run(
     x: Array,
     weights: Array,
     handle: Handle,
-    parts: Any,
+    parts: tuple[Array, Array, Array | None, Array | None],
 ) -> Array:
     """`[T, H]` tokens, `[T, K]` weights and the matrices and biases of experts to sums `[T, H]`.
 
@@ -44,24 +45,26 @@ def run(
     return exchange_gemm.multiply_and_combine(plan.second, rows, w_down, handle, bias)
 
 
-def _forward(plan: LayerPlan, activated: Part, unfused: Layer, experts: Experts, *arguments: Any) -> tuple[Array, Any]:
+def _forward(
+    plan: LayerPlan, activated: Part, unfused: Layer, experts: Experts, *arguments: object
+) -> tuple[Array, _Pull]:
     """Keeps what `unfused` does, for those arguments alone whose gradient somebody wants."""
     trained = jax.tree.map(lambda a: a.value if a.perturbed else None, arguments, is_leaf=_is_argument)
 
-    def of(trained: Any) -> Array:
+    def of(trained: object) -> Array:
         whole = jax.tree.map(lambda a, t: a.value if t is None else t, arguments, trained, is_leaf=_is_argument)
         return unfused(plan, experts, *whole)
 
     return jax.vjp(of, trained)
 
 
-def _is_argument(node: Any) -> bool:
+def _is_argument(node: object) -> bool:
     return isinstance(node, CustomVJPPrimal)
 
 
 def _backward(
-    plan: LayerPlan, activated: Part, unfused: Layer, experts: Experts, pull: Any, cotangent: Any
-) -> tuple[Any, ...]:
+    plan: LayerPlan, activated: Part, unfused: Layer, experts: Experts, pull: _Pull, cotangent: Array
+) -> tuple[object, ...]:
     return pull(cotangent)[0]
 
 

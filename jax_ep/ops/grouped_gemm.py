@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -154,24 +153,36 @@ def bias_gradient(sums: GemmPlan, rows: Array, bias: Bias, group_sizes: Array) -
     return Bias(d_values, d_scales.astype(bias.scales.dtype))
 
 
-def _multiply_with_bias_forward(plan: GemmPlan, sums: GemmPlan, out_dtype: DTypeLike, *operands: Any) -> Any:
-    return multiply_with_bias(plan, sums, out_dtype, *operands), operands
+type _Operands = tuple[Array, Array, Array]
+
+
+def _multiply_with_bias_forward(
+    plan: GemmPlan, sums: GemmPlan, out_dtype: DTypeLike, lhs: Array, rhs: Array, group_sizes: Array, bias: Bias
+) -> tuple[Array, tuple[Array, Array, Array, Bias]]:
+    found = multiply_with_bias(plan, sums, out_dtype, lhs, rhs, group_sizes, bias)
+    return found, (lhs, rhs, group_sizes, bias)
 
 
 def _multiply_with_bias_backward(
-    plan: GemmPlan, sums: GemmPlan, out_dtype: DTypeLike, residuals: Any, cotangent: Array
+    plan: GemmPlan,
+    sums: GemmPlan,
+    out_dtype: DTypeLike,
+    residuals: tuple[Array, Array, Array, Bias],
+    cotangent: Array,
 ) -> tuple[Array, Array, None, Bias]:
     lhs, rhs, group_sizes, bias = residuals
     gradients = _multiply_backward(plan, False, out_dtype, (lhs, rhs, group_sizes), cotangent)
     return *gradients, bias_gradient(sums, cotangent.astype(lhs.dtype), bias, group_sizes)
 
 
-def _multiply_forward(plan: GemmPlan, transpose_rhs: bool, out_dtype: DTypeLike, *operands: Array) -> Any:
+def _multiply_forward(
+    plan: GemmPlan, transpose_rhs: bool, out_dtype: DTypeLike, *operands: Array
+) -> tuple[Array, tuple[Array, ...]]:
     return multiply(plan, transpose_rhs, out_dtype, *operands), operands
 
 
 def _multiply_backward(
-    plan: GemmPlan, transpose_rhs: bool, out_dtype: DTypeLike, residuals: Any, cotangent: Array
+    plan: GemmPlan, transpose_rhs: bool, out_dtype: DTypeLike, residuals: _Operands, cotangent: Array
 ) -> tuple[Array, Array, None]:
     lhs, rhs, group_sizes = residuals
     back, cotangent = plan.transposed, cotangent.astype(lhs.dtype)
@@ -180,12 +191,12 @@ def _multiply_backward(
     return d_lhs, weight_gradient(back, rhs.dtype, *rows, group_sizes), None
 
 
-def _weight_gradient_forward(plan: GemmPlan, out_dtype: DTypeLike, *operands: Array) -> Any:
+def _weight_gradient_forward(plan: GemmPlan, out_dtype: DTypeLike, *operands: Array) -> tuple[Array, tuple[Array, ...]]:
     return weight_gradient(plan, out_dtype, *operands), operands
 
 
 def _weight_gradient_backward(
-    plan: GemmPlan, out_dtype: DTypeLike, residuals: Any, cotangent: Array
+    plan: GemmPlan, out_dtype: DTypeLike, residuals: _Operands, cotangent: Array
 ) -> tuple[Array, Array, None]:
     lhs, rhs, group_sizes = residuals
     back, cotangent = plan.transposed, cotangent.astype(lhs.dtype)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +70,7 @@ class Arrived(NamedTuple):
       num_dropped: `[]` slots of tokens that had no room.
     """
 
-    x: Any
+    x: Tokens
     topk_idx: Array | None
     topk_weights: Array | None
     handle: Handle
@@ -103,9 +103,10 @@ def send(
 
 def _send_along(
     options: Options, x: Tokens, topk_weights: Array | None, handle: Handle, ids: Array | None
-) -> tuple[Any, Array | None, Array | None]:
+) -> tuple[Tokens, Array | None, Array | None]:
     if isinstance(x, tuple):
-        rows: Any = tuple(_exchange().dispatch_rows(options, part, handle) for part in x)
+        values, scales = (_exchange().dispatch_rows(options, part, handle) for part in x)
+        rows: Tokens = (values, scales)
     else:
         rows = _to_nodes(options, x, handle)
     if topk_weights is not None:
@@ -140,8 +141,8 @@ def dispatch(
     axis_name: Topology,
     num_tokens: Array | int | None,
     schedule: Schedule,
-    handle: Any,
-    **keywords: Any,
+    handle: HierarchicalHandle | None,
+    **keywords: object,
 ) -> Dispatched:
     """`dispatch` over nodes, then `inside`, which is `dispatch`, in the node with further keywords."""
     topology, function = axis_name, "dispatch"
@@ -185,7 +186,7 @@ def dispatch(
     return Dispatched(d.tokens, d.weights, d.group_sizes, both, num_dropped)
 
 
-def checked_handle(function: str, handle: Any, topology: Topology, num_tokens: int | None = None) -> int:
+def checked_handle(function: str, handle: object, topology: Topology, num_tokens: int | None = None) -> int:
     """K of a handle of these axes, for so many tokens."""
     if not isinstance(handle, HierarchicalHandle):
         raise TypeError(
@@ -203,12 +204,12 @@ def checked_handle(function: str, handle: Any, topology: Topology, num_tokens: i
 def combine(
     inside: Callable[..., Array],
     y: Array,
-    handle: Any,
+    handle: HierarchicalHandle,
     *,
     axis_name: Topology,
     schedule: Schedule,
     preferred_element_type: DTypeLike | None,
-    **keywords: Any,
+    **keywords: object,
 ) -> Array:
     """Sums by `inside`, which is `combine`, in the node, and then over the nodes."""
     function = "combine"

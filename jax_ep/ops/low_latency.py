@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -243,16 +242,26 @@ def dispatch_tokens(
     return run(plan.options, x, topk_idx, num_tokens, layout, group_size)
 
 
-def _dispatch_forward(*arguments: Any) -> Any:
-    tokens, scales, group_sizes, handle = dispatch_tokens(*arguments)
+type _Dispatched = tuple[Array, Array | None, Array, LowLatencyHandle]
+type _DispatchSaved = tuple[Tokens, LowLatencyHandle]
+
+
+def _dispatch_forward(
+    plan: PartPlan, layout: Layout, group_size: int | None, x: Tokens, topk_idx: Array, num_tokens: Array | None
+) -> tuple[_Dispatched, _DispatchSaved]:
+    tokens, scales, group_sizes, handle = dispatch_tokens(plan, layout, group_size, x, topk_idx, num_tokens)
     # Rows past the counts hold anything, and would meet zeros in the gradient of a product: NaN * 0 is NaN.
     counts = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :] < group_sizes[:, None]
     tokens = jnp.where(counts[:, :, None], tokens, jnp.zeros((), tokens.dtype))
-    return (tokens, scales, group_sizes, handle), (arguments[3], handle)
+    return (tokens, scales, group_sizes, handle), (x, handle)
 
 
 def _dispatch_backward(
-    plan: PartPlan, layout: Layout, group_size: int | None, residuals: Any, cotangents: Any
+    plan: PartPlan,
+    layout: Layout,
+    group_size: int | None,
+    residuals: tuple[Tokens, LowLatencyHandle],
+    cotangents: _Dispatched,
 ) -> tuple[Array, None, None]:
     x, handle = residuals
     if group_size is not None or isinstance(x, tuple):
@@ -273,11 +282,16 @@ def combine_tokens(plan: PartPlan, y: Array, topk_weights: Array, handle: LowLat
     return run.low_latency_combine(plan.options, y, topk_weights, handle)
 
 
-def _combine_forward(plan: PartPlan, y: Array, topk_weights: Array, handle: LowLatencyHandle) -> Any:
+type _CombineSaved = tuple[Array, Array, LowLatencyHandle]
+
+
+def _combine_forward(
+    plan: PartPlan, y: Array, topk_weights: Array, handle: LowLatencyHandle
+) -> tuple[Array, _CombineSaved]:
     return combine_tokens(plan, y, topk_weights, handle), (y, topk_weights, handle)
 
 
-def _combine_backward(plan: PartPlan, residuals: Any, cotangent: Array) -> tuple[Any, Any, None]:
+def _combine_backward(plan: PartPlan, residuals: _CombineSaved, cotangent: Array) -> tuple[Array, Array, None]:
     (y, topk_weights, handle), options = residuals, plan.options
     if options.wire_dtype is not None:
         raise TypeError(

@@ -383,7 +383,7 @@ def _with_hidden_rows(
     bias = _bias_of_result(experts, parts, row_weights)
     between = Between(checkpoint_name(hidden, HIDDEN_NAME), row_weights, parts.b_gate_up, bias)
     run = activation_gemm_combine.for_experts(experts, parts.b_gate_up)
-    return cast(Array, run(plan.second, plan.activation, experts, between, parts.w_down, handle))
+    return run(plan.second, plan.activation, experts, between, parts.w_down, handle)
 
 
 def _by_quantized(

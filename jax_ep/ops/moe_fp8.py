@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -38,12 +38,14 @@ Weights = Array | QuantizedWeights
 """Of one product, as the caller has them or quantised before."""
 
 
-def _without_second_derivative(options: Options, function: Callable[..., Any], *arguments: Any) -> Any:
+def _without_second_derivative[*Arguments, Result](
+    options: Options, function: Callable[[*Arguments], Result], *arguments: *Arguments
+) -> Result:
     remedy = f"{options.function}: recipe='fp8' has first derivatives only; for second ones, leave recipe=None."
     return call_without_gradient(remedy, function, *arguments)
 
 
-def check_layer(options: Options, experts: Experts, b_gate_up: Array | None, w: Any) -> None:
+def check_layer(options: Options, experts: Experts, b_gate_up: Array | None, w: Weights) -> None:
     """Raises where products, the second by `w [L, I, H]`, cannot run in FP8."""
     function = options.function
     if isinstance(w, QuantizedWeights) and w.master is None:
@@ -128,7 +130,13 @@ def _as_fp8(saved: Quantized) -> Quantized:
     return lax.bitcast_convert_type(saved[0], FP8), saved[1]
 
 
-def _dispatch_forward(plan: Fp8LayerPlan, x: Array, weights: Array, w: Weights, handle: Handle) -> Any:
+type _DispatchSaved = tuple[Quantized, Weights, Handle]
+type _CombineSaved = tuple[Between, Weights, Handle]
+
+
+def _dispatch_forward(
+    plan: Fp8LayerPlan, x: Array, weights: Array, w: Weights, handle: Handle
+) -> tuple[tuple[Array, Array], _DispatchSaved]:
     saved, row_weights = _without_second_derivative(plan.options, partial(_dispatch, plan), x, weights, handle)
     saved = checkpoint_name(saved, TOKENS_NAME)
 
@@ -139,11 +147,18 @@ def _dispatch_forward(plan: Fp8LayerPlan, x: Array, weights: Array, w: Weights, 
     return (hidden, row_weights), (saved, _saved_matrices(w), handle)
 
 
-def _dispatch_backward(plan: Fp8LayerPlan, residuals: Any, cotangents: tuple[Array, Array]) -> Any:
+type _DispatchGradient = tuple[Array, Array | None, Weights, None]
+
+
+def _dispatch_backward(
+    plan: Fp8LayerPlan, residuals: _DispatchSaved, cotangents: tuple[Array, Array]
+) -> _DispatchGradient:
     return _without_second_derivative(plan.options, partial(_gradient_of_dispatch, plan), residuals, cotangents)
 
 
-def _gradient_of_dispatch(plan: Fp8LayerPlan, residuals: Any, cotangents: tuple[Array, Array]) -> Any:
+def _gradient_of_dispatch(
+    plan: Fp8LayerPlan, residuals: _DispatchSaved, cotangents: tuple[Array, Array]
+) -> _DispatchGradient:
     saved, saved_w, handle = residuals
     w, sizes = _matrices(saved_w), handle.group_sizes
     d_hidden, d_row_weights = cotangents
@@ -167,17 +182,26 @@ def multiply_and_combine(plan: Fp8LayerPlan, experts: Experts, between: Between,
     return run.combine_tokens(plan.exchange.options, y, None, handle)[0]
 
 
-def _combine_forward(plan: Fp8LayerPlan, experts: Experts, between: Between, w: Weights, handle: Handle) -> Any:
+def _combine_forward(
+    plan: Fp8LayerPlan, experts: Experts, between: Between, w: Weights, handle: Handle
+) -> tuple[Array, _CombineSaved]:
     run = partial(multiply_and_combine, plan, experts)
     return _without_second_derivative(plan.options, run, between, w, handle), (between, _saved_matrices(w), handle)
 
 
-def _combine_backward(plan: Fp8LayerPlan, experts: Experts, residuals: Any, d_sums: Array) -> Any:
+type _CombineGradient = tuple[Between, Weights, None]
+
+
+def _combine_backward(
+    plan: Fp8LayerPlan, experts: Experts, residuals: _CombineSaved, d_sums: Array
+) -> _CombineGradient:
     run = partial(_gradient_of_combine, plan.transposed, experts)
     return _without_second_derivative(plan.options, run, residuals, d_sums)
 
 
-def _gradient_of_combine(plan: Fp8LayerPlan, experts: Experts, residuals: Any, d_sums: Array) -> Any:
+def _gradient_of_combine(
+    plan: Fp8LayerPlan, experts: Experts, residuals: _CombineSaved, d_sums: Array
+) -> _CombineGradient:
     between, saved_w, handle = residuals
     w, sizes, dtype = _matrices(saved_w), handle.group_sizes, between.hidden.dtype
     operands, d_sums = plan.operands, d_sums.astype(dtype)

@@ -172,7 +172,7 @@ class _Layer(NamedTuple):
         tokens: Array,
         scales: Array | None,
         group_sizes: Array,
-    ) -> tuple[Any, ...]:
+    ) -> tuple[Array, QuantizedWeights, Array, Array | None]:
         """Operands of the second product, for tokens of `dtype` that have come to their experts."""
         plan, w_gate_up, w_down = self.plan, matrices.w_gate_up, matrices.w_down
         hidden = multiply(plan.first, dtype, expected_rows, tokens, w_gate_up, group_sizes, scales)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -115,13 +114,25 @@ def sort_slots(
     return run(topk_idx, topk_weights, num_tokens, **sizes)
 
 
-def _forward(*arguments: Any) -> tuple[SortedTokens, tuple[Array | None, Array]]:
-    found = sort_slots(*arguments)
-    return found, (arguments[4], found.slots)
+def _forward(
+    plan: PartPlan,
+    first_expert: int,
+    num_local: int,
+    block_size: int,
+    topk_weights: Array | None,
+    *others: Array | None,
+) -> tuple[SortedTokens, tuple[Array | None, Array]]:
+    found = sort_slots(plan, first_expert, num_local, block_size, topk_weights, *others)
+    return found, (topk_weights, found.slots)
 
 
 def _backward(
-    plan: PartPlan, first_expert: int, num_local: int, block_size: int, residuals: Any, cotangents: SortedTokens
+    plan: PartPlan,
+    first_expert: int,
+    num_local: int,
+    block_size: int,
+    residuals: tuple[Array | None, Array],
+    cotangents: SortedTokens,
 ) -> tuple[Array | None, None, None]:
     weights, slots = residuals
     if weights is None:

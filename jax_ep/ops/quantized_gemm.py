@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 from jax.typing import DTypeLike
 
@@ -65,7 +65,9 @@ def multiply_fp8(
     return call_without_gradient(_remedy(plan.options), product, *vary_alike((rows, rhs, group_sizes)))
 
 
-def without_gradient(options: Options, function: Callable[..., Any], *arguments: Any) -> Any:
+def without_gradient[*Arguments, Result](
+    options: Options, function: Callable[[*Arguments], Result], *arguments: *Arguments
+) -> Result:
     """A step of a layer of `QuantizedWeights`, whose derivative is the `TypeError` that says so."""
     return call_without_gradient(_remedy(options), function, *arguments)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,14 +13,17 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ep import context
 
+type Tree = Any
+"""A pytree of arrays, specs or results."""
+
 
 def run_sharded(
-    function: Callable[..., Any],
-    options: dict[str, Any],
+    function: Callable[..., Tree],
+    options: Mapping[str, object],
     mesh: Mesh | AbstractMesh | None,
-    in_specs: Any,
-    out_specs: Any,
-) -> Callable[..., Any]:
+    in_specs: Tree,
+    out_specs: Tree,
+) -> Callable[..., Tree]:
     """`jax.shard_map` of `function` with static `options`, as one program that eager callers compile once.
 
     A function of the caller's in the options may read what changes between calls, so then each call traces anew.
@@ -36,18 +39,18 @@ def run_sharded(
 
 @functools.lru_cache(maxsize=256)
 def _program(
-    function: Callable[..., Any],
-    options: tuple[tuple[str, Any], ...],
+    function: Callable[..., Tree],
+    options: tuple[tuple[str, object], ...],
     mesh: Mesh | AbstractMesh,
     leaves: tuple[P, ...],
-    tree: Any,
+    tree: Tree,
     generation: int,
-) -> Callable[..., Any]:
+) -> Callable[..., Tree]:
     in_specs, out_specs = jax.tree.unflatten(tree, leaves)
     return jax.jit(jax.shard_map(partial(function, **dict(options)), mesh=mesh, in_specs=in_specs, out_specs=out_specs))
 
 
-def _is_hashable(key: Any) -> bool:
+def _is_hashable(key: object) -> bool:
     try:
         hash(key)
     except TypeError:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -17,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from jax_ep.pallas.memory import WARPGROUP, Ref, Scalar, int32, line, swizzled
+from jax_ep.pallas.memory import WARPGROUP, Ref, Scalar, Scratch, int32, line, swizzled
 from jax_ep.pallas.tiling import CHUNK, CONSUMERS
 from jax_ep.types import Array
 
@@ -27,7 +26,7 @@ type Target = Callable[[Scalar, int], Ref]
 type Block = Callable[[Scalar, int, int, int], Ref]
 
 
-def columns_scratch(out_dtype: DTypeLike, rows: int | None = None) -> Any:
+def columns_scratch(out_dtype: DTypeLike, rows: int | None = None) -> Scratch:
     """Declare chunks of each consumer for `store_columns`, in two views.
 
     A chunk has `rows` rows; None: as many as 8 KB hold. Whole chunks leave from the swizzled view. Single rows can be
@@ -104,7 +103,7 @@ def _store_boxes(chunk: Ref, target: Target, start: Scalar, rows: Scalar) -> Non
     plgpu.commit_smem_to_gmem_group()
 
 
-def rows_scratch(out_dtype: DTypeLike, chunks: int) -> Any:
+def rows_scratch(out_dtype: DTypeLike, chunks: int) -> Scratch:
     """Declare chunks of each consumer for `store_rows`, in the two views of `columns_scratch`."""
     shape = (CONSUMERS, chunks, CHUNK, line(out_dtype))
     return plgpu.RefUnion(swizzled(shape, out_dtype), plgpu.SMEM(shape, out_dtype))

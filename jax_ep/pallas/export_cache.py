@@ -29,7 +29,7 @@ from jax_ep.core.primitives import deferred, shaped
 from jax_ep.pallas import subprocess_lowering
 from jax_ep.pallas.launch import shapes_alone
 from jax_ep.pallas.lowering_cache import cached_or_made
-from jax_ep.pallas.subprocess_lowering import export_launch
+from jax_ep.pallas.subprocess_lowering import Shapes, Static, export_launch
 from jax_ep.types import Array
 
 _MAX_LAUNCHES = 256  # of different sizes; half a megabyte each
@@ -42,7 +42,7 @@ def lowered_once[Result](launch: Callable[..., Result]) -> Callable[..., Result]
     its sources. Its results vary over the mesh axes of its operands.
     """
 
-    def exported_now(shapes: tuple[jax.ShapeDtypeStruct, ...], static: Any, x64: bool) -> export.Exported:
+    def exported_now(shapes: Shapes, static: Static, x64: bool) -> export.Exported:
         made = _exported_somewhere(launch, shapes, static, x64)
         if jax.default_backend() == "gpu" and len(os.sched_getaffinity(0)) > 1:  # two threads on one core are slower
             # Not a daemon: Python would crash if it ended while XLA compiles, so it waits a few seconds.
@@ -62,7 +62,7 @@ def lowered_once[Result](launch: Callable[..., Result]) -> Callable[..., Result]
         return _Begun(launch.__name__, functools.partial(exported_once, *key), results.result())
 
     @functools.wraps(launch)
-    def run(*operands: Array, interpret: bool, **static: Any) -> Result:
+    def run(*operands: Array, interpret: bool, **static: object) -> Result:
         if interpret:
             return launch(*operands, interpret=True, **static)
         operands = vary_alike(operands)
@@ -103,7 +103,7 @@ class _Places:
 _places = _Places()
 
 
-def _exported_somewhere(launch: Callable[..., Any], shapes: Any, static: Any, x64: bool) -> export.Exported:
+def _exported_somewhere(launch: Callable[..., object], shapes: Shapes, static: Static, x64: bool) -> export.Exported:
     """Export a launch in this process, or in a subprocess while this one is busy with another launch."""
     max_subprocesses = subprocess_lowering.most_processes()
     if not max_subprocesses:
@@ -130,7 +130,7 @@ class _Begun:
       results: shapes and dtypes, in the launch's structure.
     """
 
-    def __init__(self, name: str, make: Callable[[], export.Exported], results: Any) -> None:
+    def __init__(self, name: str, make: Callable[[], export.Exported], results: object) -> None:
         self.results = results
         self._name, self._make = name, make
         self._thread = threading.Thread(target=self._try)
@@ -154,19 +154,19 @@ class _Begun:
         return jax.tree.unflatten(structure, found)
 
 
-def _call(*operands: Array, launch: _Begun, results: Any) -> list[Array]:
+def _call(*operands: Array, launch: _Begun, results: object) -> list[Array]:
     return jax.tree.leaves(launch.made().call(*operands))
 
 
 _call_p = deferred("jax_ep_lowered", _call)
 
 
-def _results(launch: Callable[..., Any], shapes: Any, static: Any, x64: bool) -> Any:
+def _results(launch: Callable[..., object], shapes: Shapes, static: Static, x64: bool) -> Any:
     with jax.enable_x64(x64), shapes_alone():
         return jax.eval_shape(functools.partial(launch, interpret=False, **dict(static)), *shapes)
 
 
-def _compile_ahead(launch: export.Exported, shapes: tuple[jax.ShapeDtypeStruct, ...], x64: bool) -> None:
+def _compile_ahead(launch: export.Exported, shapes: Shapes, x64: bool) -> None:
     """Compile the kernels of a launch into Mosaic's cache, which lives as long as the process.
 
     Mosaic identifies a kernel by a hash of its lowered module, which is the same in every program with the launch. A

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +43,7 @@ def gemm_activation(
 
 
 @functools.partial(jax.jit, static_argnames=("experts", "tiles", "interpret"))  # one compilation for eager callers
-def _run(lhs: Array, rhs: Array, group_sizes: Array, row_weights: Array, **static: Any) -> Array:
+def _run(lhs: Array, rhs: Array, group_sizes: Array, row_weights: Array, **static: object) -> Array:
     intermediate = rhs.shape[2] // HALVES
     if intermediate % CHUNK:
         halves = rhs.reshape(*rhs.shape[:2], HALVES, intermediate)

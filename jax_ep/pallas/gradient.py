@@ -13,7 +13,7 @@ before the loading warpgroup waits for the next free stage but one. Floor: the t
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -201,12 +201,12 @@ def _clear_rows(buffer: Ref, start: Array, end: Array) -> None:
     shape = (ALIGNMENT, _CLEAR_COLUMNS)
     zeros = plgpu.layout_cast(jnp.zeros(shape, buffer.dtype), BLOCKS)
 
-    def clear_some(columns: Any, first: Scalar) -> None:
+    def clear_some(columns: Ref, first: Scalar) -> None:
         block = buffer.at[pl.ds(first, ALIGNMENT), columns]
         row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=BLOCKS) + first
         block[...] = jnp.where((row >= start) & (row < end), plgpu.load(block, layout=BLOCKS), zeros)
 
-    def clear_all(columns: Any, block: Array) -> None:
+    def clear_all(columns: Ref, block: Array) -> None:
         rows = pl.ds(pl.multiple_of(block * int32(ALIGNMENT), ALIGNMENT), ALIGNMENT)
         buffer[rows, columns] = zeros
 

@@ -11,7 +11,6 @@ costs copies; the widths of models are multiples of 64.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +66,7 @@ def grouped_gemm(
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC)  # one compilation for eager callers
-def _forward(lhs: Array, rhs: Array, group_sizes: Array, *, transpose: bool, **static: Any) -> Array:
+def _forward(lhs: Array, rhs: Array, group_sizes: Array, *, transpose: bool, **static: object) -> Array:
     operands = vary_alike((pad(lhs, ROWS), pad(rhs, _MATRICES), group_sizes))
     run = sequential_vmap(functools.partial(_launch_forward, transpose=transpose, **static))
     return run(*operands)[: lhs.shape[0], : rhs.shape[1 if transpose else 2]]
@@ -110,7 +109,7 @@ def grouped_gemm_fp8(
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
 def _forward_fp8(
-    lhs: Array, rhs: Array, group_sizes: Array, lhs_scales: Array, rhs_scales: Array, **static: Any
+    lhs: Array, rhs: Array, group_sizes: Array, lhs_scales: Array, rhs_scales: Array, **static: object
 ) -> Array:
     # Scales of a step's rows lie one after another. Their loads begin with whole blocks of rows, like the rows'.
     scales = pad(lhs_scales, (ALIGNMENT, 1)).T
@@ -147,7 +146,7 @@ def weight_gradient(
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
-def _gradient(lhs: Array, rhs: Array, group_sizes: Array, **static: Any) -> Array:
+def _gradient(lhs: Array, rhs: Array, group_sizes: Array, **static: object) -> Array:
     # Copies past the last column are cut off where there are more than those of one line.
     columns = STEP if rhs.shape[1] > STEP else 2 * STEP
     operands = vary_alike((pad(lhs, ROWS), pad(rhs, (ALIGNMENT, columns)), group_sizes))
@@ -193,7 +192,7 @@ def weight_gradient_fp8(
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
 def _gradient_fp8(
-    lhs: Array, rhs: Array, group_sizes: Array, lhs_scales: Array, rhs_scales: Array, **static: Any
+    lhs: Array, rhs: Array, group_sizes: Array, lhs_scales: Array, rhs_scales: Array, **static: object
 ) -> Array:
     columns, scales = (CHUNK, 1), (1, CHUNK)
     padded = pad(lhs, columns), pad(rhs, columns), group_sizes, pad(lhs_scales, scales), pad(rhs_scales, scales)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_ep.core.mesh_axes import vary_alike, vary_as
-from jax_ep.pallas.memory import WARPGROUP
+from jax_ep.pallas.memory import WARPGROUP, Scratch
 
 PROGRAM = "program"
 _cores = 132  # multiprocessors of H100 and H200, for lowering where there is no GPU
@@ -61,7 +61,7 @@ def launch(
     body: Callable[..., None],
     operands: tuple[Any, ...],
     result: Any,
-    scratch: dict[str, Any],
+    scratch: dict[str, Scratch],
     programs: int,
     interpret: bool,
     *,

@@ -17,7 +17,6 @@ import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import jaxlib
@@ -31,7 +30,9 @@ _DIGEST_BYTES = 32
 _MAX_BYTES = 1 << 28  # of a file; a launch has half a megabyte
 
 
-def cached_or_made(launch: Callable[..., Any], facts: Any, make: Callable[[], export.Exported]) -> export.Exported:
+def cached_or_made(
+    launch: Callable[..., object], facts: object, make: Callable[[], export.Exported]
+) -> export.Exported:
     """Return the cached export of a launch, or make it and cache it; `facts` are identified by their `repr`."""
     folder = _folder()
     if folder is None:
@@ -59,7 +60,7 @@ def _folder() -> Path | None:
     return Path(named) / _FOLDER
 
 
-def _name(launch: Callable[..., Any], facts: Any) -> str:
+def _name(launch: Callable[..., object], facts: object) -> str:
     device = jax.local_devices()[0]
     machine = jax.default_backend(), device.device_kind, getattr(device, "core_count", None)
     versions = jax.__version__, jaxlib.__version__, sources_digest(_PACKAGE)

@@ -17,6 +17,7 @@ LINE_BYTES = 128
 
 Ref = Any
 Scalar = Any  # int32, static or traced
+Scratch = Any  # declares memory or barriers of a program
 int32 = np.int32  # of all scalars in a kernel, so that x64 mode does not make them int64
 
 
@@ -30,12 +31,12 @@ def swizzling(dtype: DTypeLike) -> Any:
     return plgpu.TilingTransform((ALIGNMENT, line(dtype))), plgpu.SwizzleTransform(LINE_BYTES)  # type: ignore[abstract]
 
 
-def swizzled(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+def swizzled(shape: tuple[int, ...], dtype: DTypeLike) -> Scratch:
     """Declare swizzled shared memory."""
     return plgpu.SMEM(shape, dtype, transforms=swizzling(dtype))
 
 
-def vectors(number: int, length: int, dtype: DTypeLike) -> Any:
+def vectors(number: int, length: int, dtype: DTypeLike) -> Scratch:
     """Declare shared memory for `number` vectors, each of which begins where TMA copies may begin.
 
     GPUs end the program at a misaligned copy; the interpreter does not check it.

@@ -11,7 +11,7 @@ Waits. Consumer 0 overwrites the last step's operands only after consumer 1 has 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from jax_ep.pallas import ring as rings
-from jax_ep.pallas.memory import WARPGROUP, Ref, Scalar, int32, swizzled
+from jax_ep.pallas.memory import WARPGROUP, Ref, Scalar, Scratch, int32, swizzled
 from jax_ep.pallas.ring import Ring
 from jax_ep.pallas.tiling import CONSUMERS
 from jax_ep.types import Array
@@ -40,7 +40,7 @@ class ResultSlots(NamedTuple):
     multiplied: Ref
 
 
-def scratch(dtype: DTypeLike, out_dtype: DTypeLike, shape: tuple[int, int], stages: int) -> tuple[Any, ResultSlots]:
+def scratch(dtype: DTypeLike, out_dtype: DTypeLike, shape: tuple[int, int], stages: int) -> tuple[Scratch, ResultSlots]:
     """Declare the right operands of a ring, and the memory for results of the same shape per consumer."""
     shares_ring = jnp.dtype(dtype) == jnp.dtype(out_dtype)
     own = None if shares_ring else swizzled((CONSUMERS, *shape), out_dtype)

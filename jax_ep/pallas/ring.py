@@ -13,7 +13,7 @@ Programs are persistent, take tasks round-robin and do not wait for each other.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_ep.pallas.launch import PROGRAM
-from jax_ep.pallas.memory import WARPGROUP, Ref, Scalar, int32
+from jax_ep.pallas.memory import WARPGROUP, Ref, Scalar, Scratch, int32
 from jax_ep.pallas.tiling import CONSUMERS
 from jax_ep.types import Array
 
@@ -44,7 +44,7 @@ class Ring(NamedTuple):
     empty: Ref
 
 
-def scratch(lhs: Any, rhs: Any, stages: int, copies: int = 2) -> Ring:
+def scratch(lhs: Scratch, rhs: Scratch, stages: int, copies: int = 2) -> Ring:
     """Declare a ring of these operands; a step arrives in `copies` copies."""
     full = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
     return Ring(lhs, rhs, full, plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages))

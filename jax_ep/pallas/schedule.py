@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,14 +41,14 @@ class RowTiles(NamedTuple):
       total: `[P]` int32, the number of tiles, in every entry; entries past it are undefined.
     """
 
-    group: Any
-    row: Any
-    block_m_index: Any
-    start: Any
-    end: Any
-    band: Any
-    band_size: Any
-    total: Any
+    group: Ref
+    row: Ref
+    block_m_index: Ref
+    start: Ref
+    end: Ref
+    band: Ref
+    band_size: Ref
+    total: Ref
 
 
 class _Groups(NamedTuple):

@@ -15,12 +15,16 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax import export
 
 from jax_ep.pallas import launch as launches
+
+type Shapes = tuple[jax.ShapeDtypeStruct, ...]
+type Static = tuple[tuple[str, object], ...]
+"""Static arguments of a launch, by name."""
 
 VARIABLE = "JAX_EP_LOWERING_PROCESSES"
 """Environment variable: the number of subprocesses that lower at a time; 0 for none."""
@@ -35,13 +39,13 @@ class Request(NamedTuple):
 
     module: str
     name: str
-    shapes: tuple[jax.ShapeDtypeStruct, ...]
-    static: tuple[tuple[str, Any], ...]
+    shapes: Shapes
+    static: Static
     x64: bool
     cores: int | None
 
 
-def export_launch(launch: Callable[..., Any], shapes: Any, static: Any, x64: bool) -> export.Exported:
+def export_launch(launch: Callable[..., object], shapes: Shapes, static: Static, x64: bool) -> export.Exported:
     """Lower a launch of operands of these shapes for GPUs, in this process."""
     call = jax.jit(functools.partial(launch, interpret=False, **dict(static)))
     with jax.enable_x64(x64):
@@ -61,7 +65,7 @@ def most_processes() -> int:
     return int(asked)
 
 
-def lower(launch: Callable[..., Any], shapes: Any, static: Any, x64: bool) -> export.Exported:
+def lower(launch: Callable[..., object], shapes: Shapes, static: Static, x64: bool) -> export.Exported:
     """Run `export_launch` in a subprocess.
 
     Raises:

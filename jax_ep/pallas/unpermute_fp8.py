@@ -14,7 +14,7 @@ Floor: memory bandwidth, each listed row read once and each sum written once.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -72,7 +72,7 @@ def unpermute(
     num_tasks = out.shape[0] * num_parts
     first, count = _own_tasks(num_tasks, programs)
 
-    def locate(task: Scalar) -> tuple[Array, Any]:
+    def locate(task: Scalar) -> tuple[Array, Ref]:
         here = lax.min(first + task, int32(num_tasks - 1))
         line = lax.rem(here, int32(num_parts)) * int32(part)
         return lax.div(here, int32(num_parts)), pl.ds(pl.multiple_of(line, part), part)

@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from jax_ep.pallas.memory import LINE_BYTES, WARPGROUP, Ref, int32, swizzling
+from jax_ep.pallas.memory import LINE_BYTES, WARPGROUP, Ref, Scratch, int32, swizzling
 from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, CONSUMERS, FP8_STEP
 from jax_ep.types import Array
 
@@ -44,7 +44,7 @@ type Sums = tuple[Array, ...]
 """Float32 sums of a consumer, in parts of its columns."""
 
 
-def ping_pong_barriers() -> Any:
+def ping_pong_barriers() -> Scratch:
     """Declare barriers of the consumers, which open when it is their turn to begin a product."""
     return plgpu.Barrier(num_arrivals=1, num_barriers=CONSUMERS)
 
@@ -82,7 +82,7 @@ def finish(product: Array, *, interpret: bool) -> Array:
     result = plgpu.ShapeDtypeStruct(product.shape, _FLOAT32, layout=plgpu.Layout.WGMMA)
 
     @plgpu.inline_mgpu(arg_types=(_IN_FLIGHT,), return_type=result)
-    def wait(_: Any, sums: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+    def wait(_: object, sums: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         values = [llvm.extractelement(x, _first()) for x in sums.registers.flat]
         code = "wgmma.wait_group.sync.aligned 0;"
         return _assembly(code, product.shape, values, through=True).to_layout(mgpu.WGMMA_LAYOUT)
@@ -98,7 +98,7 @@ def _begin(lhs: Ref, rhs: Ref, interpret: bool) -> Array:
     result = plgpu.ShapeDtypeStruct(shape, _FLOAT32, layout=_IN_FLIGHT)
 
     @plgpu.inline_mgpu(arg_types=(operand, operand), return_type=result)
-    def issue(_: Any, left: ir.Value, right: ir.Value) -> mgpu.FragmentedArray:
+    def issue(_: object, left: ir.Value, right: ir.Value) -> mgpu.FragmentedArray:
         swizzle = mgpu.dialect.SwizzlingMode.k128ByteSwizzle
         operands = [mma_utils.encode_descriptor(x, 0, ALIGNMENT * LINE_BYTES, swizzle) for x in (left, right)]
         types = ".".join(_TYPES[str(ir.MemRefType(x.type).element_type)] for x in (left, right))

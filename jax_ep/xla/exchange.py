@@ -15,7 +15,8 @@ import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from types import ModuleType
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -61,9 +62,13 @@ def segments_pay(layout: Layout, cost: float) -> bool:
     return cost * share < 1 or layout.capacity < layout.num_ranks * layout.num_tokens
 
 
-def choose[Handles: (Handle, LowLatencyHandle)](
-    layout: Layout, row_bytes: int, to_all: Callable[[Handles], Any], in_segments: Callable[..., Any], handle: Handles
-) -> Any:
+def choose[Handles: (Handle, LowLatencyHandle), Result](
+    layout: Layout,
+    row_bytes: int,
+    to_all: Callable[[Handles], Result],
+    in_segments: Callable[..., Result],
+    handle: Handles,
+) -> Result:
     """Run `to_all(handle)` or `in_segments(handle, way=...)`, chosen by the platform of the lowering."""
     if is_small(layout, row_bytes):
         return to_all(handle)
@@ -73,7 +78,7 @@ def choose[Handles: (Handle, LowLatencyHandle)](
     return lax.platform_dependent(handle, default=in_rounds, **chosen)
 
 
-def token_bytes(tree: Any) -> int:
+def token_bytes(tree: object) -> int:
     """Return the bytes of one token in arrays `[T, ...]`."""
     return sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
@@ -91,7 +96,7 @@ def _dispatch[Tree](options: Options, tree: Tree, handle: Handle) -> Tree:
         gathered = jax.tree.map(lambda x: all_gather(x, axis).reshape(-1, *x.shape[1:]), tree)
         return pick(gathered, rows.row_tokens(handle))
 
-    def in_segments(handle: Handle, way: Any) -> Tree:
+    def in_segments(handle: Handle, way: ModuleType) -> Tree:
         places = segments.places(handle, axis)
         there = segments.to_experts(places, layout)
         received = way.send(partial(pick, tree), there, segments.most_here(layout), axis, layout)
@@ -99,7 +104,7 @@ def _dispatch[Tree](options: Options, tree: Tree, handle: Handle) -> Tree:
         here = rows.gather_rows(places.here.reshape(-1) + 1, rows.row_tokens(handle)) - 1
         return pick(received, here)
 
-    return cast(Tree, choose(layout, token_bytes(tree), to_all, in_segments, handle))
+    return choose(layout, token_bytes(tree), to_all, in_segments, handle)
 
 
 def dispatch_rows(options: Options, x: Array, handle: Handle) -> Array:
@@ -155,7 +160,7 @@ def combine_tokens(
         parts = jax.tree.map(lambda s: exchange(s.reshape(layout.num_ranks, -1, *s.shape[1:]), axis), sums)
         return sum_in_order(_widened(parts, wide)).astype(dtype)
 
-    def in_segments(handle: Handle, way: Any) -> Array:
+    def in_segments(handle: Handle, way: ModuleType) -> Array:
         places = segments.places(handle, axis)
         back = segments.to_sources(places, layout)
         received = way.send(partial_sums, back, segments.most_home(layout), axis, layout)
@@ -167,7 +172,7 @@ def combine_tokens(
             total = total + _widened(pick(received, place), wide)
         return total.astype(dtype)
 
-    total = cast(Array, choose(layout, y.shape[1] * wire.itemsize, to_all, in_segments, handle))
+    total = choose(layout, y.shape[1] * wire.itemsize, to_all, in_segments, handle)
     return total, _combine_weights(options, row_weights, handle)
 
 

@@ -6,7 +6,7 @@ Fixed blocks of rows have room for any routing, so arriving tokens are written t
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, cast
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +90,7 @@ def dispatch_rows[Tree](options: Options, x: Tree, handle: LowLatencyHandle) -> 
         everywhere = jax.tree.map(lambda part: all_gather(_pad_rows(part, layout.num_tokens, 0), axis), x)
         return portable.pick(jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:]), everywhere), index)
 
-    def in_segments(handle: LowLatencyHandle, way: Any) -> Tree:
+    def in_segments(handle: LowLatencyHandle, way: ModuleType) -> Tree:
         places = segments.places(handle, axis)
         token = segments.to_sources(places, layout).sent
         there = segments.to_experts(places, layout)
@@ -169,7 +169,7 @@ def _combine(options: Options, y: Array, weights: Array, handle: LowLatencyHandl
         parts = exchange(sums.reshape(layout.num_ranks, -1, y.shape[-1]), axis)
         return sum_in_order(parts.astype(weights.dtype))
 
-    def in_segments(handle: LowLatencyHandle, way: Any) -> Array:
+    def in_segments(handle: LowLatencyHandle, way: ModuleType) -> Array:
         def sums_of(token: Array) -> Array:
             return _partial_sums(options, y, weights, handle, token).astype(wire)
 
@@ -180,7 +180,7 @@ def _combine(options: Options, y: Array, weights: Array, handle: LowLatencyHandl
         return sum_in_order([rows.gather_rows(received, place).astype(weights.dtype) for place in order])
 
     row_bytes = y.shape[-1] * jnp.dtype(wire).itemsize
-    return cast(Array, portable.choose(layout, row_bytes, to_all, in_segments, handle))
+    return portable.choose(layout, row_bytes, to_all, in_segments, handle)
 
 
 def _partial_sums(options: Options, y: Array, weights: Array, handle: LowLatencyHandle, token: Array) -> Array:

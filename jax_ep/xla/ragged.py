@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -102,7 +101,7 @@ def _cut(first: Array, counts: Array, start: Array | int, size: int) -> tuple[Ar
     return begin, jnp.clip(start + size - first, 0, counts) - begin
 
 
-def _empty(parts: Any, num_rows: int) -> Any:
+def _empty[Tree](parts: Tree, num_rows: int) -> Tree:
     return jax.tree.map(lambda part: jnp.zeros((num_rows, *part.shape[1:]), part.dtype), parts)
 
 

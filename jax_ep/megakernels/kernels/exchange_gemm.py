@@ -37,11 +37,12 @@ The first `comm_programs` programs run the tasks of combine.py, the others take 
 first ones join them at the end. So the link and the tensor cores work at the same time, and few programs wait.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
+from .arguments import Pointer, Value
 from .bounded import split_columns
 from .combine import combine_blocks
 from .exchange_structs import Rows
@@ -88,10 +89,10 @@ from .trace import COPY_EVENT, PUSH_EVENT, SUM_EVENT, TILE_EVENT, ZERO_EVENT, st
 class TokensByRow(NamedTuple):
     """Where a GEMM tile finds the tokens of its rows."""
 
-    own_ptr: Any  # [num_tokens, hidden] tokens of this rank
-    received_ptr: Any  # [num_ranks * num_tokens, hidden] received tokens, in the heap
-    row_to_assignment_ptr: Any  # [num_rows] assignment of each row; -1: padding
-    rank: Any  # this rank
+    own_ptr: Pointer  # [num_tokens, hidden] tokens of this rank
+    received_ptr: Pointer  # [num_ranks * num_tokens, hidden] received tokens, in the heap
+    row_to_assignment_ptr: Pointer  # [num_rows] assignment of each row; -1: padding
+    rank: Value  # this rank
 
 
 @triton.jit

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from .arguments import Pointer
 from .exchange_structs import Combine, SumTile
 from .gemm_structs import GroupedGemm, WeightGradient
 
@@ -12,10 +13,10 @@ from .gemm_structs import GroupedGemm, WeightGradient
 class HandleArrays(NamedTuple):
     """The arrays of a dispatch handle."""
 
-    topk_idx_ptr: Any  # [num_ranks, num_tokens, top_k] expert ids of all ranks
-    assignment_to_row_ptr: Any  # [num_ranks, num_tokens, top_k] row of each assignment here; -1: none
-    row_to_assignment_ptr: Any  # [num_rows] assignment of each row; -1: padding
-    sizes_ptr: Any  # [num_local_experts] rows of each expert, padding included
+    topk_idx_ptr: Pointer  # [num_ranks, num_tokens, top_k] expert ids of all ranks
+    assignment_to_row_ptr: Pointer  # [num_ranks, num_tokens, top_k] row of each assignment here; -1: none
+    row_to_assignment_ptr: Pointer  # [num_rows] assignment of each row; -1: padding
+    sizes_ptr: Pointer  # [num_local_experts] rows of each expert, padding included
 
 
 class OrderedSends(NamedTuple):
@@ -25,9 +26,9 @@ class OrderedSends(NamedTuple):
     experts 0..e need are a prefix of what each source sends.
     """
 
-    order_ptr: Any  # [num_ranks, num_tokens] int32: this rank's tokens in send order per destination, then the others
-    num_sends_ptr: Any  # [num_ranks] int32: tokens that go to each rank
-    num_needed_ptr: Any  # [num_ranks, num_local_experts] int32: tokens of each source that experts 0..e need
+    order_ptr: Pointer  # [num_ranks, num_tokens] int32: own tokens in send order per destination, then the others
+    num_sends_ptr: Pointer  # [num_ranks] int32: tokens that go to each rank
+    num_needed_ptr: Pointer  # [num_ranks, num_local_experts] int32: tokens of each source that experts 0..e need
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,9 @@ Structs that only kernels create are declared in the kernel's file.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from .arguments import Pointer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,30 +34,30 @@ class Heap:
 class Peers(NamedTuple):
     """The arrays of a launch through which a kernel finds its peers."""
 
-    group_ptr: Any  # [num_ranks + 1] int32: the device of each rank, then this rank
-    table_ptr: Any  # [num_devices + 6] int64: heap addresses, then the words of table.py
+    group_ptr: Pointer  # [num_ranks + 1] int32: the device of each rank, then this rank
+    table_ptr: Pointer  # [num_devices + 6] int64: heap addresses, then the words of table.py
 
 
 class Rows(NamedTuple):
     """Rows in the wire dtype."""
 
-    values_ptr: Any
-    scales_ptr: Any  # float32 scales of FP8 values; unused for other dtypes
+    values_ptr: Pointer
+    scales_ptr: Pointer  # float32 scales of FP8 values; unused for other dtypes
 
 
 class Sums(NamedTuple):
     """Where combine stores its results."""
 
-    out_ptr: Any  # [num_tokens, hidden]
-    lists_ptr: Any  # scratch: the lists of rows that each program adds up (listed_sums.py)
+    out_ptr: Pointer  # [num_tokens, hidden]
+    lists_ptr: Pointer  # scratch: the lists of rows that each program adds up (listed_sums.py)
 
 
 class PlanScratch(NamedTuple):
     """Scratch memory of the plan."""
 
-    positions_ptr: Any  # [num_ranks, num_assignments] local expert and position of an assignment in its block
-    counts_ptr: Any  # [num_ranks * blocks per source, bins] assignments per block and local expert
-    invalid_ptr: Any  # [blocks per source] invalid expert ids in each block of this rank
+    positions_ptr: Pointer  # [num_ranks, num_assignments] local expert and position of an assignment in its block
+    counts_ptr: Pointer  # [num_ranks * blocks per source, bins] assignments per block and local expert
+    invalid_ptr: Pointer  # [blocks per source] invalid expert ids in each block of this rank
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from .arguments import Pointer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,37 +27,37 @@ class Sort:
 class LayerTensors(NamedTuple):
     """Inputs of the expert layer."""
 
-    x_ptr: Any  # [num_tokens, hidden], FP8 if the first GEMM takes FP8 rows
-    x_scales_ptr: Any  # [num_tokens, hidden / 128] float32 scales of FP8 tokens; else any float32 array
-    gate_up: Any  # descriptor of [num_experts, hidden, 2 * intermediate] ([., hidden, intermediate] without gates);
+    x_ptr: Pointer  # [num_tokens, hidden], FP8 if the first GEMM takes FP8 rows
+    x_scales_ptr: Pointer  # [num_tokens, hidden / 128] float32 scales of FP8 tokens; else any float32 array
+    gate_up: Pointer  # descriptor of [num_experts, hidden, 2 * intermediate] ([., hidden, intermediate] without gates);
     # quantized weights are [num_experts, ., hidden]
-    down: Any  # descriptor of [num_experts, intermediate, hidden]; quantized weights are [num_experts, hidden, .]
-    topk_idx_ptr: Any  # [num_tokens, top_k] expert ids
-    weights_ptr: Any  # [num_tokens, top_k] float32 router weights
+    down: Pointer  # descriptor of [num_experts, intermediate, hidden]; quantized weights are [num_experts, hidden, .]
+    topk_idx_ptr: Pointer  # [num_tokens, top_k] expert ids
+    weights_ptr: Pointer  # [num_tokens, top_k] float32 router weights
 
 
 class SortedLayerTensors(NamedTuple):
     """Inputs of the expert layer with sorted assignments, as in `jax_ep.types.SortedTokens` for blocks of block_m."""
 
-    x_ptr: Any  # as in `LayerTensors`, up to weights_ptr
-    x_scales_ptr: Any
-    gate_up: Any
-    down: Any
-    topk_idx_ptr: Any
-    weights_ptr: Any
-    assignments_ptr: Any  # [num_rows] assignment of each row; -1: padding
-    block_expert_ptr: Any  # [num_rows / block_m] expert of each block
-    num_rows_ptr: Any  # [] rows in use
+    x_ptr: Pointer  # as in `LayerTensors`, up to weights_ptr
+    x_scales_ptr: Pointer
+    gate_up: Pointer
+    down: Pointer
+    topk_idx_ptr: Pointer
+    weights_ptr: Pointer
+    assignments_ptr: Pointer  # [num_rows] assignment of each row; -1: padding
+    block_expert_ptr: Pointer  # [num_rows / block_m] expert of each block
+    num_rows_ptr: Pointer  # [] rows in use
 
 
 class LayerScratch(NamedTuple):
     """Intermediate results of the expert layer, by assignment."""
 
-    hidden_ptr: Any  # [num_tokens * top_k, intermediate] activated rows, FP8 if the second GEMM takes FP8 rows
-    hidden_scales_ptr: Any  # [num_tokens * top_k, intermediate / 128] float32 scales of FP8 rows; else unused
-    rows_ptr: Any  # [num_tokens * top_k, k_splits, hidden] rows of the result, or partial sums of them
-    order_ptr: Any  # [padded_assignments] expert * padded_assignments + assignment, sorted; unused if presorted
-    blocks_ptr: Any  # [max_blocks] first position of each block in it; unused if presorted
+    hidden_ptr: Pointer  # [num_tokens * top_k, intermediate] activated rows, FP8 if the second GEMM takes FP8 rows
+    hidden_scales_ptr: Pointer  # [num_tokens * top_k, intermediate / 128] float32 scales of FP8 rows; else unused
+    rows_ptr: Pointer  # [num_tokens * top_k, k_splits, hidden] rows of the result, or partial sums of them
+    order_ptr: Pointer  # [padded_assignments] expert * padded_assignments + assignment, sorted; unused if presorted
+    blocks_ptr: Pointer  # [max_blocks] first position of each block in it; unused if presorted
 
 
 @dataclasses.dataclass(frozen=True)

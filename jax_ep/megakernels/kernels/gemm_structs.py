@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from .arguments import Pointer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,15 +87,15 @@ class WeightGradient(GemmSizes):
 class Bias(NamedTuple):
     """A bias that a grouped GEMM adds to its result."""
 
-    values_ptr: Any  # [num_groups, N]
-    scales_ptr: Any  # [M] float32 factor of each row
+    values_ptr: Pointer  # [num_groups, N]
+    scales_ptr: Pointer  # [M] float32 factor of each row
 
 
 class WeightGradientOperands(NamedTuple):
     """Bounded descriptors of the two arrays whose rows a weight gradient contracts."""
 
-    lhs: Any  # [M, K]
-    rhs: Any  # [M, N]
+    lhs: Pointer  # [M, K]
+    rhs: Pointer  # [M, N]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,5 +177,5 @@ class Activation:
 class RowBias(NamedTuple):
     """Biases of hidden rows."""
 
-    values_ptr: Any  # [num_groups, N]
-    group_ptr: Any  # [num_rows] group of each row
+    values_ptr: Pointer  # [num_groups, N]
+    group_ptr: Pointer  # [num_rows] group of each row

@@ -9,11 +9,12 @@ group has the same number of tiles. The last block of a group's rows ends at the
 group or to none, may hold NaN, and read as zero from both operands.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
+from .arguments import Value
 from .bounded import load_bounded, split_columns
 from .fp8_columns import locate_places
 from .quantization import GROUP
@@ -117,11 +118,11 @@ def store_gradient_tile(out, values, group, row, column, COLUMNS: tl.constexpr, 
 class GradientTile(NamedTuple):
     """One tile of a group's weight gradient."""
 
-    group: Any
-    start: Any  # first row of the group, over whose rows the tile contracts
-    end: Any  # one past the last row of the group
-    row: Any  # first row of the tile
-    column: Any  # first column of the tile
+    group: Value
+    start: Value  # first row of the group, over whose rows the tile contracts
+    end: Value  # one past the last row of the group
+    row: Value  # first row of the tile
+    column: Value  # first column of the tile
 
 
 @triton.jit

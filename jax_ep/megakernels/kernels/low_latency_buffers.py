@@ -19,11 +19,12 @@ sizes may alternate. Other operations use neither the area nor the count, so the
 The handshakes also compare launch identities: ranks that launched different kernels fail instead of hanging.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
+from .arguments import Value
 from .failures import report_timeout
 from .protocol import await_ready_words, first_missing, ready_word
 from .table import AREA, BUFFER_BYTES, DONE, EPOCHS, EXITED, FAILED, STARTED, TICKET, TIMEOUT_NS
@@ -34,9 +35,9 @@ from .trace import ANNOUNCE_EVENT, PUBLISH_EVENT, stamp, trace_members, trace_se
 class LowLatencyBuffers(NamedTuple):
     """The buffers of a launch, as `[padded_ranks]` tensors by rank."""
 
-    epochs: Any  # number of this launch among those with the rank
-    outgoing: Any  # address of the buffer to write to
-    incoming: Any  # address of the buffer to read
+    epochs: Value  # number of this launch among those with the rank
+    outgoing: Value  # address of the buffer to write to
+    incoming: Value  # address of the buffer to read
 
 
 @triton.jit

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from .arguments import Pointer
 from .gemm_structs import MaskedGemm, QuantizedGemm
 
 
 class LowLatencyPlan(NamedTuple):
     """What a low-latency dispatch records about its rows, as in `LowLatencyHandle`."""
 
-    sizes_ptr: Any  # [num_local_experts] rows of each expert
-    token_ptr: Any  # [num_local_experts, num_ranks * max_tokens] token of each row at its source; -1: none
-    start_ptr: Any  # [num_local_experts, num_ranks] position of the first row of each source
-    count_ptr: Any  # [num_local_experts, num_ranks] rows of each source
-    assignment_to_row_ptr: Any  # [num_ranks, max_tokens, top_k] row of each assignment here; -1: none
-    own_topk_idx_ptr: Any  # [max_tokens, top_k] expert ids of this rank's tokens
-    num_invalid_ptr: Any  # [] invalid ids among them
+    sizes_ptr: Pointer  # [num_local_experts] rows of each expert
+    token_ptr: Pointer  # [num_local_experts, num_ranks * max_tokens] token of each row at its source; -1: none
+    start_ptr: Pointer  # [num_local_experts, num_ranks] position of the first row of each source
+    count_ptr: Pointer  # [num_local_experts, num_ranks] rows of each source
+    assignment_to_row_ptr: Pointer  # [num_ranks, max_tokens, top_k] row of each assignment here; -1: none
+    own_topk_idx_ptr: Pointer  # [max_tokens, top_k] expert ids of this rank's tokens
+    num_invalid_ptr: Pointer  # [] invalid ids among them
 
 
 class RowSources(NamedTuple):
     """Where each row of a low-latency dispatch came from; fields as in `LowLatencyPlan`."""
 
-    token_ptr: Any
-    start_ptr: Any
-    assignment_to_row_ptr: Any
-    own_topk_idx_ptr: Any
+    token_ptr: Pointer
+    start_ptr: Pointer
+    assignment_to_row_ptr: Pointer
+    own_topk_idx_ptr: Pointer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,11 +27,12 @@ A failed launch, and every launch after a failure, fills its results with 0xFF b
 in integer types. The status record holds the reason.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
+from .arguments import Pointer, Value
 from .failures import STATE_WRONG_MESH, give_up, report, report_handshake
 from .table import DEVICE, DONE, EPOCHS, EXITED, FAILED, QUEUE, STARTED, TICKET, TIMEOUT_NS
 from .trace import (
@@ -50,18 +51,18 @@ from .trace import (
 class Launch(NamedTuple):
     """A running launch, as one of its programs sees it."""
 
-    group_ptr: Any  # as in `Peers`
-    table_ptr: Any  # as in `Peers`
-    control: Any  # control words of this device
-    rank: Any  # this rank
-    device: Any  # this device's number in the heap
+    group_ptr: Pointer  # as in `Peers`
+    table_ptr: Pointer  # as in `Peers`
+    control: Value  # control words of this device
+    rank: Value  # this rank
+    device: Value  # this device's number in the heap
 
 
 class Peer(NamedTuple):
     """A rank of the EP group."""
 
-    rank: Any
-    device: Any  # its device's number in the heap
+    rank: Value
+    device: Value  # its device's number in the heap
 
 
 @triton.jit

@@ -9,11 +9,12 @@ partial step of K needs no mask. Rows past the group are computed, whatever they
 communicate share this code.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
+from .arguments import Value
 from .bounded import store_bounded, store_in_parts
 
 ZERO_ROWS = tl.constexpr(8)  # rows past the groups that are zeroed at a time
@@ -22,17 +23,17 @@ ZERO_ROWS = tl.constexpr(8)  # rows past the groups that are zeroed at a time
 class Groups(NamedTuple):
     """Rows of each group, as `[padded_groups]` int32 tensors."""
 
-    starts: Any  # first row
-    rows: Any  # number of rows
+    starts: Value  # first row
+    rows: Value  # number of rows
 
 
 class Tile(NamedTuple):
     """One tile of a grouped GEMM."""
 
-    group: Any  # whose weights the rows are multiplied with
-    row: Any  # first row
-    end: Any  # one past the last row of the group; rows from here on are not stored
-    column: Any  # first column
+    group: Value  # whose weights the rows are multiplied with
+    row: Value  # first row
+    end: Value  # one past the last row of the group; rows from here on are not stored
+    column: Value  # first column
 
 
 @triton.jit

@@ -1,0 +1,11 @@
+"""Types of the fields of kernel arguments, which hold other things on the host than in a kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+type Pointer = Any
+"""A Triton pointer or descriptor; on the host an array, the shape and dtype of a result, or a `Descriptor`."""
+
+type Value = Any
+"""A Triton scalar or block of values."""

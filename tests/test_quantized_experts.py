@@ -163,6 +163,9 @@ def test_quantize_without_a_format() -> None:
     np.testing.assert_array_equal(dequantize(q, jnp.float32), w)
     x, sizes = jnp.ones((5, 3)), jnp.array([2, 3])
     np.testing.assert_array_equal(jax_ep.grouped_gemm(x, q, sizes), jax_ep.grouped_gemm(x, w, sizes))
+    for part in ({"activations": "fp8"}, {"scales": w}, {"layout": "prepacked"}, {"values": jnp.ones(())}):
+        with pytest.raises(ValueError, match=r"^grouped_gemm: rhs (has format=None and other|stands for weights)"):
+            jax_ep.grouped_gemm(x, dataclasses.replace(q, **part), sizes)
     for options in ({"activations": "fp8"}, {"block_size": 32}, {"smooth": jnp.ones((2, 3))}):
         with pytest.raises(ValueError, match=rf"format=None and .'{next(iter(options))}'. with format=None"):
             quantize(w, None, **options)

@@ -92,15 +92,21 @@ def weights(
             if not isinstance(leaf, jax.Array | np.ndarray):
                 raise TypeError(f"{function}: {name}.{part} is {type_name(leaf)}, not an array; {_REMEDY}.")
     value = dataclasses.replace(value, **{part: jax.tree.map(jnp.asarray, getattr(value, part)) for part in parts})
-    if min(value.values.ndim, len(value.shape)) < 2 or len(value.shape) != (rank or len(value.shape)):
+    shape = value.values.shape if value.values.ndim < 2 else value.shape
+    if min(value.values.ndim, len(shape)) < 2 or len(shape) != (rank or len(shape)):
         expected = f"[{'...' if rank is None else groups or 'E'}, K, {'2, N' if rank == 4 else 'N'}]"
         raise ValueError(
-            f"{function}: {name} stands for weights {value.shape}, expected {expected}; {_REMEDY}, of one layer."
+            f"{function}: {name} stands for weights {shape}, expected {expected}; {_REMEDY}, of one layer."
         )
     if groups is not None:
         check.size(function, f"axis 0 of {name}", value.shape[0], groups, "pass one matrix per local expert")
     if value.format is None:
         check.floating(function, f"{name}.values", value.values)
+        others = value.scales, value.master, value.values_kn, value.smooth, value.activations
+        if value.layout != "transposed" or any(part is not None for part in others):
+            raise ValueError(
+                f"{function}: {name} has format=None and other parts than values, expected values alone; {_REMEDY}."
+            )
         return value
     wanted = format_named(function, value.format)
     _check_parts(function, name, wanted, value)

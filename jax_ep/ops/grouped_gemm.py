@@ -76,7 +76,8 @@ def grouped_gemm(
     Source: the scales are those of DeepSeek-V3 (arXiv:2412.19437, section 3.3).
     """
     options = registry.options("grouped_gemm", implementation=implementation)
-    rhs = as_array(rhs)
+    if isinstance(rhs, QuantizedWeights) and rhs.format is None:
+        rhs = as_array(check_quantized.weights("grouped_gemm", "rhs", rhs))
     if isinstance(rhs, QuantizedWeights) or lhs_scales is not None or getattr(lhs, "dtype", None) == FP8:
         lhs = check.array("grouped_gemm", "lhs", lhs, 2, "[M, K]")
         operands = check_quantized.gemm_operands("grouped_gemm", lhs, rhs, group_sizes, lhs_scales)

@@ -1,4 +1,4 @@
-"""The first product of gated experts, whose activated rows leave the kernel in place of the rows of both products."""
+"""The first GEMM of gated experts with the activation in its epilogue: activated rows replace the rows of both halves."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def is_interpreted() -> bool:
 
 
 def num_programs(num_tasks: int, interpret: bool, *, per_core: int = 1) -> int:
-    """So many per multiprocessor: they stay, and share the tasks."""
+    """Return the number of persistent programs: `per_core` per multiprocessor, at most one per task."""
     if interpret:
         return _INTERPRETED_PROGRAMS
     on_gpu = jax.default_backend() == "gpu"
@@ -34,7 +34,7 @@ def num_programs(num_tasks: int, interpret: bool, *, per_core: int = 1) -> int:
 
 
 def assume_cores(number: int) -> None:
-    """Where there is no GPU, kernels are lowered for one with so many multiprocessors."""
+    """Set the number of multiprocessors that kernels are lowered for on a machine without a GPU."""
     global _cores
     _cores = number
 

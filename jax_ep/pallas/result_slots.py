@@ -29,7 +29,7 @@ _RING_CONSUMER = 0  # whose results lie in the ring
 
 
 class ResultSlots(NamedTuple):
-    """Where results lie until they have left.
+    """Memory of results until they have left.
 
     Attributes:
       own: None, or `[CONSUMERS, ...]` for results of another dtype than the operands'.

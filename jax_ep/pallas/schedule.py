@@ -52,7 +52,7 @@ class RowTiles(NamedTuple):
 
 
 class _Groups(NamedTuple):
-    """What threads know about all groups, `[lanes]` in shared memory; groups past the last are empty.
+    """Facts of all groups in shared memory, `[lanes]` each; groups past the last are empty.
 
     Attributes:
       start, end: rows.

@@ -87,7 +87,7 @@ from .trace import COPY_EVENT, PUSH_EVENT, SUM_EVENT, TILE_EVENT, ZERO_EVENT, st
 
 
 class TokensByRow(NamedTuple):
-    """Where a GEMM tile finds the tokens of its rows."""
+    """Pointers through which a GEMM tile finds the tokens of its rows."""
 
     own_ptr: Pointer  # [num_tokens, hidden] tokens of this rank
     received_ptr: Pointer  # [num_ranks * num_tokens, hidden] received tokens, in the heap

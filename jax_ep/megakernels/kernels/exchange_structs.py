@@ -46,7 +46,7 @@ class Rows(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Where combine stores its results."""
+    """Results and scratch memory of combine."""
 
     out_ptr: Pointer  # [num_tokens, hidden]
     lists_ptr: Pointer  # scratch: the lists of rows that each program adds up (listed_sums.py)

@@ -163,7 +163,7 @@ class ColumnPass:
 
 @dataclasses.dataclass(frozen=True)
 class Activation:
-    """What experts compute between their two GEMMs, as in `jax_ep.Experts`."""
+    """The computation between the two GEMMs of an expert, as in `jax_ep.Experts`."""
 
     name: str  # of the activation
     gated: bool  # half of the columns are gates

@@ -10,7 +10,7 @@ from .gemm_structs import MaskedGemm, QuantizedGemm
 
 
 class LowLatencyPlan(NamedTuple):
-    """What a low-latency dispatch records about its rows, as in `LowLatencyHandle`."""
+    """Arrays that a low-latency dispatch records about its rows, as in `LowLatencyHandle`."""
 
     sizes_ptr: Pointer  # [num_local_experts] rows of each expert
     token_ptr: Pointer  # [num_local_experts, num_ranks * max_tokens] token of each row at its source; -1: none
@@ -22,7 +22,7 @@ class LowLatencyPlan(NamedTuple):
 
 
 class RowSources(NamedTuple):
-    """Where each row of a low-latency dispatch came from; fields as in `LowLatencyPlan`."""
+    """Origin of each row of a low-latency dispatch; fields as in `LowLatencyPlan`."""
 
     token_ptr: Pointer
     start_ptr: Pointer

@@ -1,4 +1,4 @@
-"""The first GEMM of gated experts with the activation in its epilogue: activated rows replace the rows of both halves."""
+"""First GEMM of gated experts with the activation in its epilogue: activated rows replace the rows of both halves."""
 
 from __future__ import annotations
 

@@ -253,7 +253,7 @@ def row_experts(handle: Handle | HierarchicalHandle) -> Array:
 
 
 class Checked(NamedTuple):
-    """Checked arguments of a dispatch; `x` may be a quantized pair."""
+    """Checked arguments of a dispatch, where `x` may be a quantized pair, and the facts on which its plan depends."""
 
     options: Options
     x: Tokens
@@ -261,13 +261,7 @@ class Checked(NamedTuple):
     topk_weights: Array | None
     layout: Layout
     handle: Handle | None
-
-    @property
-    def facts(self) -> ExchangeFacts:
-        """On which the plan depends."""
-        values = self.x[0] if isinstance(self.x, tuple) else self.x
-        is_foreign = self.handle is not None and self.handle.group is None
-        return ExchangeFacts(values.dtype, values.shape[1], self.layout, is_foreign)
+    facts: ExchangeFacts
 
 
 def checked(
@@ -299,7 +293,9 @@ def checked(
     options = dataclasses.replace(options, wire_dtype=check.wire(function, options.wire_dtype, x))
     if isinstance(x, tuple):
         options = dataclasses.replace(options, wire_dtype=None)  # travels as it is
-    return Checked(options, x, topk_idx, topk_weights, layout, handle)
+    is_foreign = handle is not None and handle.group is None
+    facts = ExchangeFacts(values.dtype, values.shape[1], layout, is_foreign)
+    return Checked(options, x, topk_idx, topk_weights, layout, handle, facts)
 
 
 class Located(NamedTuple):

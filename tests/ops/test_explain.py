@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,6 +19,7 @@ from cases import BF16, F32
 from jax_ep.ops import plan, registry
 from jax_ep.quantization import quantize
 
+PACKAGE = Path(jax_ep.__file__).parent
 T, K, E, H, INNER = 6, 2, 4, 128, 128
 FP8 = jnp.float8_e4m3fn
 
@@ -26,6 +30,12 @@ def shapes(*arrays: tuple[tuple[int, ...], Any]) -> list[jax.ShapeDtypeStruct]:
 
 TOKENS = ((T, H), BF16), ((T, K), jnp.int32), ((T, K), F32)
 LAYER = shapes(*TOKENS, ((E, H, 2 * INNER), BF16), ((E, INNER, H), BF16))
+
+
+def of_two_ranks() -> list[jax.ShapeDtypeStruct]:
+    """The layer's arrays, those of each rank along a leading axis."""
+    arrays = [jax.ShapeDtypeStruct((2, *a.shape), a.dtype) for a in LAYER[:3]]
+    return arrays + [jax.ShapeDtypeStruct((2, E // 2, *a.shape[1:]), a.dtype) for a in LAYER[3:]]
 
 
 def layer(**options: Any) -> Callable[..., Any]:
@@ -88,9 +98,7 @@ def test_explain_inside_shard_map(two_ranks: Mesh) -> None:
     call = harness.per_rank(
         lambda *args: jax_ep.moe(*args, num_experts=E, implementation="triton", schedule=schedule), two_ranks
     )
-    arrays = [jax.ShapeDtypeStruct((2, *a.shape), a.dtype) for a in LAYER[:3]]
-    arrays += [jax.ShapeDtypeStruct((2, E // 2, *a.shape[1:]), a.dtype) for a in LAYER[3:]]
-    rows = {row.part: row for row in jax_ep.explain(gradient(call), *arrays).rows}
+    rows = {row.part: row for row in jax_ep.explain(gradient(call), *of_two_ranks()).rows}
     assert rows["dispatch + first GEMM"][1:] == ("triton", "fused", "")
     assert rows["second GEMM + combine"][1:] == ("triton", "serial", "the schedule asks for this mode")
     assert {row.implementation for row in rows.values()} == {"triton"}
@@ -135,3 +143,27 @@ def test_plan_quantized_resolved_once() -> None:
     with plan.recording() as found:
         jax.eval_shape(quantized, *LAYER)
     assert len(found) == 1
+
+
+def test_few_calls_carry_the_tokens(two_ranks: Mesh) -> None:
+    """Functions of the package that get the tokens of `moe` as an argument, one after another or nested."""
+    carrying: list[str] = []
+
+    def profile(frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and PACKAGE in Path(code.co_filename).parents and not code.co_name.startswith("<"):
+            starred = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
+            names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + starred]
+            leaves = jax.tree.leaves([frame.f_locals.get(name) for name in names])
+            if any(getattr(leaf, "shape", None) == (T, H) for leaf in leaves):
+                carrying.append(code.co_name)
+
+    def call(*args: Any) -> Any:
+        sys.setprofile(profile)
+        try:
+            return jax_ep.moe(*args, num_experts=E, implementation="xla")
+        finally:
+            sys.setprofile(None)
+
+    jax.eval_shape(harness.per_rank(call, two_ranks), *of_two_ranks())
+    assert 10 < len(carrying) <= 25, " ".join(carrying)

@@ -14,7 +14,7 @@ import harness
 import jax_ep
 import oracle_serving
 from cases import BF16, Shape, integers
-from jax_ep.megakernels import low_latency, masked
+from jax_ep.megakernels import low_latency, masked, requirements
 from routings import ROUTINGS
 
 SHAPE = Shape(num_tokens=6, top_k=3, num_experts=8, hidden=24, intermediate=16)
@@ -96,6 +96,6 @@ def test_low_latency_gemm_interleaved_groups(mesh, rng):
 
 
 def test_low_latency_gemm_unsupported_runs_separately(monkeypatch, mesh, rng):
-    monkeypatch.setattr(low_latency, "MOST_ROWS", 17)
+    monkeypatch.setattr(requirements, "_MOST_LOW_LATENCY_ROWS", 17)
     problem = Problem(rng, "uniform", 2)
     problem.check(harness.run(fused(), mesh, problem.ids, problem.weights, problem.lhs, problem.rhs))

@@ -213,9 +213,9 @@ class MoE(nnx.Module):
         Tokens where `token_mask [...]`, of bool, is False are padding: they go to no routed expert and count in no
         metric, so they cost nothing and take no place in `capacity`. Shared experts pass them.
 
-        `weights` are the experts' matrices in another form. Those of `serving_weights` are for inference: where a
-        device has at most `jax_ep.serving.LOW_LATENCY_TOKENS` tokens, the path is `jax_ep.low_latency_moe`. Those of
-        `training_weights` change neither the result nor a gradient, and spare `recipe="fp8"` quantising matrices.
+        `weights` replace the expert weights. The result of `serving_weights` is for inference: if a device has at most
+        `jax_ep.serving.LOW_LATENCY_TOKENS` tokens, the layer runs `jax_ep.low_latency_moe` with it. The result of
+        `training_weights` changes neither the output nor a gradient; `recipe="fp8"` then quantizes no weights.
         """
         x = check.floating("MoE", "x", check.rows("MoE", "x", x, "[..., hidden_size]"))
         if not isinstance(weights, ExpertWeights | None):
@@ -283,11 +283,11 @@ class MoE(nnx.Module):
         return mesh
 
     def training_weights(self) -> ExpertWeights:
-        """The experts' matrices in FP8, for all microbatches of a step: `moe(x, moe.training_weights())`.
+        """Quantize the expert weights once, for all microbatches of a step: `moe(x, moe.training_weights())`.
 
-        For layers with `recipe="fp8"`, also stacked by `nnx.vmap`. It may be called in or outside of what is
-        differentiated: gradients are those of the parameters of the layer that is called, in their dtype, and the same
-        bits as without. After an update of the parameters these are the matrices from before it.
+        For layers with `recipe="fp8"`, also stacked by `nnx.vmap`. Call it inside or outside of the differentiated
+        function: gradients are those of the parameters of the layer that is called, in their dtype, with the same bits
+        as without. Call it again after each update of the parameters.
         """
         if self.recipe is None:
             raise ValueError(
@@ -305,23 +305,22 @@ class MoE(nnx.Module):
         return ExpertWeights(w_gate_up, w_down)
 
     def serving_weights(self, format: str | None, *, activations: str | None = None) -> ExpertWeights:
-        """The experts' weights for inference, `moe(x, moe.serving_weights("mxfp4"))`; also of layers stacked by `vmap`.
+        """Prepare the expert weights for inference: `moe(x, moe.serving_weights("mxfp4"))`; also stacked by `nnx.vmap`.
 
         See `jax_ep.serving.serving_weights` for the arguments. With format None they are in `dtype`.
         """
         if self.capacity is not None:
             raise ValueError(f"MoE: capacity={self.capacity}: serving drops nothing, and needs capacity=None")
         # Quantization begins at the parameters: a rounding to `dtype` before it would add to its error.
-        parameters, biases = self._parameters(), self._biases()
+        parameters, (b_gate_up, b_down) = self._parameters(), self._biases().values()
         w_gate_up, w_down = self._whole(parameters["w_gate_up"], 2), self._whole(parameters["w_down"])
         if format is None:
             w_gate_up, w_down = w_gate_up.astype(self.dtype), w_down.astype(self.dtype)
-        if (bias := biases["b_gate_up"]) is not None:
-            biases["b_gate_up"] = self._whole(bias, 2)
-        return serving_weights(w_gate_up, w_down, format, activations=activations, experts=self.experts, **biases)
+        biases = None if b_gate_up is None else self._whole(b_gate_up, 2), b_down
+        return serving_weights(w_gate_up, w_down, format, activations=activations, experts=self.experts, biases=biases)
 
     def to_serving(self, format: str | None, *, activations: str | None = None) -> MoE:
-        """A copy of this layer that holds its experts' weights only as `serving_weights` makes them: it cannot train.
+        """Return a copy of this layer that holds its expert weights only in this form, so it cannot train.
 
         All other parameters are those of this layer.
         """

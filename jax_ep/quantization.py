@@ -27,7 +27,7 @@ from jax_ep.types import Array, Quantized, type_name
 
 @operation
 def quantize_fp8(x: Array, *, group_size: int = GROUP_SIZE) -> Quantized:
-    """Quantises rows to FP8, one scale per row and `group_size` columns.
+    """Quantize rows to FP8, with one scale per row and `group_size` columns.
 
     Args:
       x: `[..., H]` bfloat16, float16, float32 or float64, `H % group_size == 0`.
@@ -35,11 +35,12 @@ def quantize_fp8(x: Array, *, group_size: int = GROUP_SIZE) -> Quantized:
 
     Returns:
       `(values [..., H] float8_e4m3fn, scales [..., H // group_size] float32)` with `values * scale` within
-      `max(|x| * 2**-4, scale * 2**-10)` of `x`, up to float32 rounding. An infinity or NaN spoils its whole group.
+      `max(|x| * 2**-4, scale * 2**-10)` of `x`, up to float32 rounding. An infinity or NaN makes its whole group
+      NaN.
 
     Raises:
       ValueError: H is not a multiple of `group_size`.
-      TypeError: x is not floating; also by the gradient, which would not be that of quantisation.
+      TypeError: x is not floating; also by the gradient: rounding has none.
 
     Example:
       >>> import jax.numpy as jnp

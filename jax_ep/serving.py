@@ -1,4 +1,4 @@
-"""The matrices of expert layers as serving takes them, and where its path is the faster one."""
+"""Prepare the weights of expert layers for inference, and run the layer for decode-sized batches."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from jax_ep.core.named_scopes import operation
 from jax_ep.formats import check_quantized
 from jax_ep.ops.moe_low_latency import low_latency_moe
 from jax_ep.quantization import quantize, with_layout
-from jax_ep.types import Array, Experts
+from jax_ep.types import Array, Biases, Experts
 
 LOW_LATENCY_TOKENS = 128
-"""Up to so many tokens per rank, layers that choose by themselves take the low-latency path; beyond, that of `moe`.
+"""Most tokens per rank for which `jax_ep.flax.MoE` takes the low-latency path; with more, it takes that of `moe`.
 
-The low-latency path sends a token once for each of its experts, and its layout has room for all tokens on every expert;
-in return it waits once per exchange and reads the matrices once. With many tokens per rank, what is sent decides, and
-with 128 and top-8 of 256 an expert has tens of rows, whose products are still bound by reading its matrices.
+The low-latency path sends a token once for each of its experts, and its layout has room for all tokens on every expert.
+In return it waits once per all-to-all and reads the weights once. With many tokens, the bytes sent decide. With 128
+tokens and top-8 of 256 experts, an expert has tens of rows, and its GEMMs are still bound by reading its weights.
 """
 
 
 def serve(x: Array, topk_idx: Array, topk_weights: Array, weights: ExpertWeights, **options: Any) -> Array:
-    """`low_latency_moe` of `weights`, with its other arguments as options."""
+    """Run `low_latency_moe` with `weights`; `options` are its other arguments."""
     biases = weights.b_gate_up, weights.b_down
     return low_latency_moe(x, topk_idx, topk_weights, weights.w_gate_up, weights.w_down, biases=biases, **options)
 
@@ -38,8 +38,7 @@ def serving_weights(
     *,
     activations: str | None = None,
     experts: Experts | None = None,
-    b_gate_up: Array | None = None,
-    b_down: Array | None = None,
+    biases: Biases | None = None,
 ) -> ExpertWeights:
     """Prepare the weights of an expert layer for inference, once: pad, quantize and prepack them as kernels read them.
 
@@ -52,8 +51,7 @@ def serving_weights(
         are prepacked, see `with_layout`, if tokens keep their dtype.
       activations: the dtype in which tokens are multiplied, see `quantize`.
       experts: what the experts compute, see `jax_ep.Experts`; None: gates in the first half of the columns.
-      b_gate_up: `[..., E, 2 * I]`, or None.
-      b_down: `[..., E, H]`, or None.
+      biases: `(b_gate_up [..., E, 2 * I], b_down [..., E, H])`, either of which may be None; None: no biases.
 
     Returns:
       Both weights, and the biases, as every layer takes them.
@@ -83,6 +81,7 @@ def serving_weights(
     check.size(function, "axis -2 of w_gate_up", w_gate_up.shape[-2], hidden, "pass [..., E, H, 2 * I]")
     columns = w_gate_up.shape[-1]
     experts = check.expert_function(function, experts, columns, inner)
+    b_gate_up, b_down = check.biases(function, biases)
     b_gate_up = check.bias(function, "b_gate_up", b_gate_up, (*w_down.shape[:-2], columns))
     b_down = check.bias(function, "b_down", b_down, (*w_down.shape[:-2], hidden))
     if format is not None:

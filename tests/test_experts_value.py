@@ -61,7 +61,7 @@ def test_experts_fp8_padding_with_gates(rng):
     down = jnp.asarray(rng.standard_normal((2, inner, hidden)), jnp.float32)
     for experts in (Experts(), Experts(interleaved=True), Experts("relu", gated=False)):
         columns = 2 * inner if experts.gated else inner
-        found = serving_weights(w[..., :columns], down, "fp8", experts=experts, b_gate_up=bias[:, :columns])
+        found = serving_weights(w[..., :columns], down, "fp8", experts=experts, biases=(bias[:, :columns], None))
         values = dequantize(found.w_gate_up, jnp.float32).mT
         assert values.shape == (2, columns // inner * 128, hidden)
         pick = [values, found.b_gate_up[..., None]]

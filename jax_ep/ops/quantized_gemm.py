@@ -73,10 +73,10 @@ def without_gradient[*Arguments, Result](
 
 
 def _remedy(options: Options) -> str:
-    return f"{options.function} with QuantizedWeights has no gradient: train with the matrices as they are."
+    return f"{options.function} with QuantizedWeights has no gradient: train with arrays, or with recipe='fp8'."
 
 
 def refuse_gradient(options: Options, matrices: Sequence[Array | QuantizedWeights]) -> None:
-    """Raises the `TypeError` of a derivative, where matrices are quantised."""
+    """Raise the `TypeError` of a derivative if weights are quantized."""
     if any(isinstance(w, QuantizedWeights) for w in matrices):
         raise TypeError(_remedy(options))

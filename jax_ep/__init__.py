@@ -25,7 +25,7 @@ from jax_ep import sharding as sharding
 from jax_ep import tuning as tuning
 from jax_ep.context import finalize, init
 from jax_ep.core.balance import Balance
-from jax_ep.core.expert_matrices import ExpertWeights, QuantizedWeights
+from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.core.router import Router
 from jax_ep.ops.exchange import combine, dispatch, row_experts
 from jax_ep.ops.exchange_gemm import dispatch_grouped_gemm, grouped_gemm_combine
@@ -34,23 +34,17 @@ from jax_ep.ops.grouped_gemm import grouped_gemm
 from jax_ep.ops.low_latency import low_latency_combine, low_latency_dispatch
 from jax_ep.ops.masked import masked_grouped_gemm
 from jax_ep.ops.moe import fused_moe, moe
-from jax_ep.ops.moe_low_latency import low_latency_gemm_combine, low_latency_moe
+from jax_ep.ops.moe_low_latency import low_latency_moe
 from jax_ep.ops.moe_sort import moe_sort
 from jax_ep.ops.triton_call import triton_call
 from jax_ep.quantization import dequantize, quantize
 from jax_ep.routing import load_balancing_loss, router_z_loss, topk_router, update_router_bias
-from jax_ep.types import (
-    Experts,
-    Routing,
-    Schedule,
-    Topology,
-)
+from jax_ep.types import Experts, Routing, Schedule, Topology
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Balance",
-    "ExpertWeights",
     "Experts",
     "QuantizedWeights",
     "Router",
@@ -70,7 +64,6 @@ __all__ = [
     "load_balancing_loss",
     "low_latency_combine",
     "low_latency_dispatch",
-    "low_latency_gemm_combine",
     "low_latency_moe",
     "masked_grouped_gemm",
     "moe",

@@ -39,7 +39,7 @@ VALUES: dict[str, Callable[[], Any]] = {
     "QuantizedWeights without a format": lambda: quantize(W, None),
     "QuantizedWeights prepacked": lambda: with_layout(quantize(W, "mxfp4"), "prepacked"),
     "ExpertWeights": lambda: serving_weights(W, W[:, :64], "fp8", activations="fp8"),
-    "ExpertWeights of arrays": lambda: jax_ep.ExpertWeights(W, W, ONE),
+    "ExpertWeights of arrays": lambda: jax_ep.serving.ExpertWeights(W, W, ONE),
     "MoEMetrics": lambda: MoEMetrics(load=ONE, load_balancing_loss=ONE, router_z_loss=ONE, dropped=ONE),
     "Placement": lambda: plan(np.arange(4), num_slots=6, num_ranks=2),
 }

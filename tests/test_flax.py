@@ -348,7 +348,7 @@ def test_flax_serving_prepacked_weights() -> None:
     moe, x = serve_layer("Auto")
     prepacked = moe.serving_weights("mxfp4")
     assert prepacked.w_gate_up.is_prepacked and prepacked.w_down.is_prepacked
-    weights = jax_ep.ExpertWeights(*(with_layout(w, "transposed") for w in prepacked[:2]))
+    weights = jax_ep.serving.ExpertWeights(*(with_layout(w, "transposed") for w in prepacked[:2]))
     run = nnx.jit(lambda moe, x, weights: moe(x, weights)[0])
     np.testing.assert_array_equal(run(moe, x, prepacked), run(moe, x, weights))
 
@@ -413,11 +413,11 @@ def test_flax_fp8_recipe(on_mesh: bool) -> None:
 
 
 @nnx.scan(in_axes=(nnx.Carry, None, None, 0), out_axes=nnx.Carry)
-def add_gradients(total: Any, moe: MoE, weights: jax_ep.ExpertWeights | None, x: jax.Array) -> Any:
+def add_gradients(total: Any, moe: MoE, weights: jax_ep.serving.ExpertWeights | None, x: jax.Array) -> Any:
     """Run one microbatch through consecutive layers, each with its part of the weights."""
 
     @nnx.remat
-    def layer(x: jax.Array, moe: MoE, weights: jax_ep.ExpertWeights | None) -> jax.Array:
+    def layer(x: jax.Array, moe: MoE, weights: jax_ep.serving.ExpertWeights | None) -> jax.Array:
         return x + moe(x, weights)[0]
 
     def loss(moe: MoE, x: jax.Array) -> jax.Array:

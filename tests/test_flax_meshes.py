@@ -123,7 +123,7 @@ def test_flax_training_weights_tensor_and_fsdp_axes(axes: str, kind: str, rng: n
     x, cotangent = (rng.normal(size=(8, 2, 256)).astype(np.float32) for _ in range(2))
 
     @nnx.jit
-    def both_ways(moe: MoE, weights: jax_ep.ExpertWeights | None, x: jax.Array, cotangent: jax.Array) -> Any:
+    def both_ways(moe: MoE, weights: jax_ep.serving.ExpertWeights | None, x: jax.Array, cotangent: jax.Array) -> Any:
         return nnx.value_and_grad(lambda moe, x: jnp.sum(moe(x, weights)[0] * cotangent), argnums=(0, 1))(moe, x)
 
     with jax.set_mesh(mesh):

@@ -14,8 +14,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from hf.model import Cache, Decoder, empty_cache
-from jax_ep import ExpertWeights
 from jax_ep.flax import MoE
+from jax_ep.serving import ExpertWeights
 
 Array = jax.Array
 Experts = str  # "off", "same", or a format of quantize

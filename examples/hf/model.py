@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from hf.config import DecoderConfig, Rope
-from jax_ep import ExpertWeights
 from jax_ep.flax import MoE, MoEMetrics
+from jax_ep.serving import ExpertWeights
 from jax_ep.sharding import MeshAxes
 
 Array = jax.Array

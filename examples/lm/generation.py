@@ -12,7 +12,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_ep import ExpertWeights
+from jax_ep.serving import ExpertWeights
 from lm.model import Cache, LanguageModel, empty_cache
 
 Array = jax.Array

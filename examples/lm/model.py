@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_ep import ExpertWeights, Router, Schedule
+from jax_ep import Router, Schedule
 from jax_ep.flax import MoE, MoEMetrics, SharedExperts
+from jax_ep.serving import ExpertWeights
 from jax_ep.sharding import MeshAxes
 from lm.data import NUM_BYTES
 

@@ -13,7 +13,7 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_ep import ExpertWeights
+from jax_ep.serving import ExpertWeights
 from lm.model import LanguageModel, ModelConfig
 
 Array = jax.Array

@@ -258,7 +258,8 @@ def low_latency_gemm_combine(
       >>> d = jax_ep.low_latency_dispatch(
       ...     x, idx, num_experts=2, max_tokens_per_rank=4, axis_name=(), quantize=False)
       >>> w, weights = jnp.ones((2, 128, 8), jnp.bfloat16), jnp.full((2, 2), 0.5)
-      >>> y = jax_ep.low_latency_gemm_combine(d.tokens, w, d.group_sizes, idx, weights, d.handle, axis_name=())
+      >>> arguments = d.tokens, w, d.group_sizes, idx, weights, d.handle
+      >>> y = jax_ep.ops.moe_low_latency.low_latency_gemm_combine(*arguments, axis_name=())
       >>> y[:, 0].tolist()
       [128.0, 64.0]
     """

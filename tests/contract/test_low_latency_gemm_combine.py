@@ -30,7 +30,9 @@ def product_and_combine(implementation: str, shape: Shape = SHAPE, **options: An
         sizes = {"num_experts": shape.num_experts, "max_tokens_per_rank": MAX_TOKENS, "num_tokens": num_tokens}
         d = jax_ep.low_latency_dispatch(x, ids, **sizes, quantize=False, implementation=implementation)
         arguments = (lhs, rhs, d.group_sizes, ids, weights, d.handle)
-        return jax_ep.low_latency_gemm_combine(*arguments, implementation=implementation, **options, **scales)
+        return jax_ep.ops.moe_low_latency.low_latency_gemm_combine(
+            *arguments, implementation=implementation, **options, **scales
+        )
 
     return fn
 
@@ -103,7 +105,9 @@ def test_low_latency_gemm_combine_quantized_weights(
         options["preferred_element_type"] = jnp.float32
         y = jax_ep.masked_grouped_gemm(lhs, rhs, d.group_sizes, **options)
         want = jax_ep.low_latency_combine(y, ids, weights, d.handle, implementation=implementation)
-        return jax_ep.low_latency_gemm_combine(lhs, rhs, d.group_sizes, ids, weights, d.handle, **options), want
+        return jax_ep.ops.moe_low_latency.low_latency_gemm_combine(
+            lhs, rhs, d.group_sizes, ids, weights, d.handle, **options
+        ), want
 
     got, want = run(fn, expert_mesh(2), problem.x, problem.ids, problem.weights, lhs, w)
     assert np.all(np.isfinite(want)) and np.any(want)

@@ -75,7 +75,7 @@ def low_latency(operation: str, x: Any, ids: Any, is_late: Any) -> Any:
     tokens = d.tokens if operation == "low_latency_dispatch" else late(d.tokens, is_late)
     if operation == "low_latency_gemm_combine":
         same = jnp.broadcast_to(jnp.eye(H, dtype=jnp.bfloat16), (tokens.shape[0], H, H))
-        y = jax_ep.low_latency_gemm_combine(
+        y = jax_ep.ops.moe_low_latency.low_latency_gemm_combine(
             tokens, same, d.group_sizes, ids, weights, d.handle, implementation="triton"
         )
     else:

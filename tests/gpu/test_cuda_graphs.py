@@ -69,7 +69,9 @@ def low_latency(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> 
     d = jax_ep.low_latency_dispatch(x, ids[1], quantize=False, **most, **OPTIONS)
     square = w_gate_up[:, :, : SHAPE.hidden]
     arguments = (d.tokens, square, d.group_sizes, ids[1], weights[1], d.handle)
-    return x + jax_ep.low_latency_gemm_combine(*arguments, preferred_element_type=x.dtype, implementation="triton")
+    return x + jax_ep.ops.moe_low_latency.low_latency_gemm_combine(
+        *arguments, preferred_element_type=x.dtype, implementation="triton"
+    )
 
 
 def serving(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> Any:

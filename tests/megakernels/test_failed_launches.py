@@ -123,7 +123,9 @@ def low_latency_round_trip(x, ids, w, h):
 def low_latency_gemm_combine(x, ids, w, h):
     d = jax_ep.low_latency_dispatch(x.astype(jnp.bfloat16), ids, max_tokens_per_rank=T, quantize=False, **OPTIONS)
     arguments = (d.tokens, w[..., :H], d.group_sizes, ids, jnp.ones(ids.shape, jnp.float32), d.handle)
-    return (jax_ep.low_latency_gemm_combine(*arguments, preferred_element_type=jnp.float32, **GIVEN),)
+    return (
+        jax_ep.ops.moe_low_latency.low_latency_gemm_combine(*arguments, preferred_element_type=jnp.float32, **GIVEN),
+    )
 
 
 PROGRAMS = {

@@ -52,7 +52,9 @@ def fused(shape: Shape = SHAPE) -> Any:
         sizes = {"num_experts": shape.num_experts, "max_tokens_per_rank": shape.num_tokens, "quantize": False}
         d = jax_ep.low_latency_dispatch(x, ids, **sizes, **OPTIONS)
         arguments = (lhs, jnp.swapaxes(rhs, 1, 2), d.group_sizes, ids, weights, d.handle)
-        return jax_ep.low_latency_gemm_combine(*arguments, preferred_element_type=jnp.float32, **OPTIONS)
+        return jax_ep.ops.moe_low_latency.low_latency_gemm_combine(
+            *arguments, preferred_element_type=jnp.float32, **OPTIONS
+        )
 
     return fn
 

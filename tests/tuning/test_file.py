@@ -296,5 +296,7 @@ def test_tuning_page_operations_table() -> None:
             for value in values.choices or (values.least, values.most):
                 Schedule(**{setting: value})
     assert (
-        seen == operations.SCHEDULE_FIELDS == {field.name for field in dataclasses.fields(Schedule)} - {"keep_tokens"}
+        seen
+        == operations.SCHEDULE_FIELDS
+        == {field.name for field in dataclasses.fields(Schedule)} - {"keep_tokens", "wire_dtype"}
     )

@@ -25,6 +25,7 @@ NAMES = {
     "jax_ep.types": [name for name in vars(jax_ep.types) if "Dispatched" in name or name.endswith("Handle")],
     "jax_ep.context": ["Context"],
     "jax_ep.ops.masked": ["masked_gated_activation"],
+    "jax_ep.ops.moe_low_latency": ["low_latency_gemm_combine"],
 }
 NUM_DEVICES = 8
 # Results are compared as text: allow other spaces and line breaks, and `...` for irrelevant parts.

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import harness
 import jax_ep
 from jax_ep import quantization, routing
-from jax_ep.ops import masked
+from jax_ep.ops import masked, moe_low_latency
 
 # Per-shard sizes of the valid calls; nearly all different, so that a number in a message is unambiguous.
 T, K, E, W, H, INNER, N, MAX_T = 6, 2, 8, 4, 256, 24, 40, 9
@@ -127,7 +127,8 @@ NEEDS_AXIS = [name for name in GOOD if "dispatch" in name or "combine" in name o
 
 
 def function(name):
-    return next(getattr(module, name) for module in (jax_ep, routing, masked, quantization) if hasattr(module, name))
+    modules = (jax_ep, routing, masked, moe_low_latency, quantization)
+    return next(getattr(module, name) for module in modules if hasattr(module, name))
 
 
 def is_array(value):

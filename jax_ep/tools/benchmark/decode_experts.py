@@ -23,7 +23,6 @@ from jax import Array, lax
 
 import jax_ep
 from jax_ep.core.expert_matrices import QuantizedWeights
-from jax_ep.megakernels.masked import masked_tiles
 from jax_ep.quantization import quantize, quantize_fp8
 from jax_ep.tools.benchmark import harness
 from jax_ep.tools.benchmark.chains import after
@@ -203,6 +202,8 @@ def show(
 ) -> None:
     """Adds one case to the report, and prints it."""
     shape |= {"rows": int(jnp.sum(rows.sizes)), "experts_used": int(jnp.sum(rows.sizes > 0))}
+    from jax_ep.megakernels.masked import masked_tiles  # imports Triton
+
     tiles = dataclasses.asdict(masked_tiles(rows.values.shape[1], rows.expected, rows.values.dtype.itemsize, 2))
     table = []
     for label, timing in sorted(times.items(), key=lambda item: item[1].median):

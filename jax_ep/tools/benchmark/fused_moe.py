@@ -29,7 +29,7 @@ import argparse
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -38,8 +38,6 @@ from jax import Array, lax
 
 import jax_ep
 from jax_ep import formats
-from jax_ep.megakernels.fused_moe import FusedTiles, Matrices, fused_tiles
-from jax_ep.megakernels.fused_moe import fused_moe as kernel
 from jax_ep.ops import registry
 from jax_ep.quantization import quantize, with_layout
 from jax_ep.tools.benchmark import baselines, harness, plots, profiler, torch_layer
@@ -49,6 +47,9 @@ from jax_ep.tools.benchmark.inputs import MODELS, Model, expert_mesh, make_weigh
 from jax_ep.tools.benchmark.tiles import variations
 from jax_ep.tools.command import count_or_zero
 from jax_ep.types import Experts
+
+if TYPE_CHECKING:  # these import Triton
+    from jax_ep.megakernels.fused_moe import FusedTiles, Matrices
 
 TOKENS, QUICK_TOKENS = [1, 4, 16, 64, 256, 1024, 4096, 16384], [1, 16]
 MODELS_BY_DEFAULT, QUICK = ["qwen3-30b", "mixtral-8x7b", "deepseek-v3", "gpt-oss-120b"], "tiny"
@@ -104,6 +105,8 @@ def in_one_kernel(
     tiles: FusedTiles, x: Array, topk_idx: Array, topk_weights: Array, w_gate_up: Matrices, w_down: Matrices
 ) -> Array:
     """Compute the layer in one kernel with these tiles."""
+    from jax_ep.megakernels.fused_moe import fused_moe as kernel  # imports Triton
+
     biases = (None, None)
     return kernel(Experts(), x, topk_idx, topk_weights, w_gate_up, w_down, biases, out_dtype=x.dtype, tiles=tiles)
 
@@ -129,6 +132,8 @@ def operations(
         ways = {way: partial(jax_ep.fused_moe, schedule=one, implementation=args.implementation) for way, one in WAYS}
         if args.tiles:
             bits = formats.FORMATS[FORMATS[expert_format]["format"]].bits if expert_format in FORMATS else 16
+            from jax_ep.megakernels.fused_moe import fused_tiles  # imports Triton
+
             default = fused_tiles(ids.size, num_experts, model.hidden, model.intermediate, bits)
             ways |= {name: partial(in_one_kernel, tiles) for name, tiles in variations(default).items()}
         for way, function in ways.items():

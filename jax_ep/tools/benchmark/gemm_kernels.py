@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,6 @@ from jax import Array
 
 import jax_ep
 from jax_ep.core.facts import GemmFacts
-from jax_ep.megakernels import activation, grouped_gemm
-from jax_ep.megakernels.grouped_gemm import Tiles, WeightTiles
-from jax_ep.megakernels.rows import gather_rows
 from jax_ep.ops import plan, registry
 from jax_ep.pallas import grouped_gemm as pallas_gemm
 from jax_ep.pallas.tiling import ForwardTiles as PallasForwardTiles
@@ -32,6 +29,9 @@ from jax_ep.tools.benchmark import harness, torch_products
 from jax_ep.tools.benchmark.gemm_inputs import check, group_sizes, make_operands, make_sample
 from jax_ep.tools.benchmark.harness import Report
 from jax_ep.xla import grouped_gemm as xla_gemm
+
+if TYPE_CHECKING:  # these import Triton
+    from jax_ep.megakernels.grouped_gemm import Tiles, WeightTiles
 
 PallasTiles = PallasForwardTiles | PallasWeightTiles
 
@@ -76,6 +76,8 @@ class Problem(NamedTuple):
 
 def triton(direction: str, tiles: Tiles | WeightTiles | None = None) -> Product:
     """The kernel, with its default tiles or others."""
+    from jax_ep.megakernels import grouped_gemm  # imports Triton
+
     if direction == "weight gradient":
         return jax.jit(partial(grouped_gemm.weight_gradient, out_dtype=jnp.bfloat16, tiles=tiles))
     transpose = direction == "input gradient"
@@ -92,6 +94,8 @@ def pallas(direction: str, tiles: PallasTiles | None = None) -> Product:
 
 def gathered_weights(a: Array, b: Array, sizes: Array, *, transpose: bool) -> Array:
     """The weight gradient with a list of rows that, unknown to the kernels, names them in order."""
+    from jax_ep.megakernels.rows import gather_rows  # imports Triton
+
     tokens, rows = (b, a) if transpose else (a, b)
     index = jnp.arange(a.shape[0], dtype=jnp.int32)
     gathered = gather_rows(tokens, index, sizes)
@@ -106,6 +110,8 @@ def in_fp8(problem: Problem, tiles: dict[str, Fp8Tiles] | None = None) -> dict[s
 
     `tiles` are more variants of the Pallas kernel, by name.
     """
+    from jax_ep.megakernels import activation, grouped_gemm  # imports Triton
+
     a, b, _ = problem.operands["equal"]
 
     def quantise(a: Array, b: Array, sizes: Array) -> tuple[Array, ...]:
@@ -130,6 +136,8 @@ def in_fp8(problem: Problem, tiles: dict[str, Fp8Tiles] | None = None) -> dict[s
 
 def weights_in_fp8(problem: Problem) -> dict[str, Product]:
     """The weight gradient in FP8 of columns that are quantised already."""
+    from jax_ep.megakernels import activation, grouped_gemm  # imports Triton
+
     quantise = jax.jit(
         lambda a, b, sizes: (*activation.quantize_columns(a, sizes), *activation.quantize_columns(b, sizes))
     )

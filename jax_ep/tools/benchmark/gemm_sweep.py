@@ -6,9 +6,8 @@ import argparse
 import dataclasses
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jax_ep.megakernels.grouped_gemm import Tiles, WeightTiles
 from jax_ep.pallas.tiling import ForwardTiles as PallasForwardTiles
 from jax_ep.pallas.tiling import WeightTiles as PallasWeightTiles
 from jax_ep.tools.benchmark import harness
@@ -26,6 +25,9 @@ from jax_ep.tools.benchmark.gemm_kernels import (
 )
 from jax_ep.tools.benchmark.harness import Report
 from jax_ep.tools.benchmark.tiles import variations
+
+if TYPE_CHECKING:  # these import Triton
+    from jax_ep.megakernels.grouped_gemm import Tiles, WeightTiles
 
 type AnyTiles = Tiles | WeightTiles | PallasTiles
 
@@ -76,6 +78,8 @@ def show_best(problem: Problem, rows: list[dict[str, Any]]) -> None:
 
 def sweep(direction: str, quick: bool) -> dict[str, AnyTiles]:
     """Return the tiles to measure, by name; with `quick` small ones, which the interpreter runs fast."""
+    from jax_ep.megakernels.grouped_gemm import Tiles, WeightTiles  # imports Triton
+
     of_weights = direction == "weight gradient"
     if quick:
         small = WeightTiles(block_r=16, block_n=32) if of_weights else Tiles(block_k=16, block_n=32)

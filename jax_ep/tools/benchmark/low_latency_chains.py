@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,9 +13,6 @@ from jax import Array, lax
 
 import jax_ep
 from jax_ep.core.dtypes import FP8
-from jax_ep.megakernels import low_latency
-from jax_ep.megakernels.exchange import all_gather_i32
-from jax_ep.megakernels.launch import group_on
 from jax_ep.tools.benchmark.chains import after
 from jax_ep.tools.benchmark.exchange_chains import Case, make_case
 from jax_ep.tools.benchmark.inputs import AXIS, Model
@@ -123,9 +121,7 @@ def variants(inputs: Inputs) -> dict[str, Variant]:
     """What the kernels do, and NCCL."""
     case, weights, rows = inputs
     num_bytes, num_ranks = traffic(case), case.layout.num_ranks
-    sizes = (case.layout, case.layout.num_tokens, case.x.shape[1], case.x.dtype)
-    _, tile = low_latency.combine_tile(Schedule(), *sizes)
-    back = "tokens" if tile.sends_sums else "rows"
+    back = "tokens" if _sends_sums(case) else "rows"
     found = {}
     for wire, quantize in (("fp8", True), ("bf16", False)):
         step, there = ids_step(case, quantize), num_bytes[f"tokens {wire}"]
@@ -154,8 +150,20 @@ def baselines(inputs: Inputs) -> dict[str, Variant]:
     }
 
 
+def _sends_sums(case: Case) -> bool:
+    """Whether combine of `triton` sends sums of tokens rather than rows; without Triton, what `xla` does."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    from jax_ep.megakernels import low_latency
+
+    _, tile = low_latency.combine_tile(Schedule(), case.layout, case.layout.num_tokens, case.x.shape[1], case.x.dtype)
+    return bool(tile.sends_sums)
+
+
 def word(mesh: jax.sharding.Mesh, case: Case) -> Variant:
     """The least that an exchange can be: a word from each rank to each."""
+    from jax_ep.megakernels.exchange import all_gather_i32  # imports Triton
+    from jax_ep.megakernels.launch import group_on
 
     def step(words: Array) -> Array:
         return all_gather_i32(words[0], group_on(AXIS, frozenset()))

@@ -107,7 +107,8 @@ def test_result_dtype_low_latency(
     x, ids, weights, w_gate_up, w_down = layer.args
 
     def fn(x, ids, weights, w_gate_up, w_down):
-        matrices = jax_ep.serving.serving_weights(w_gate_up, w_down, fp8=quantize)
+        form = {"format": "fp8", "activations": "fp8"} if quantize else {"format": None}
+        matrices = jax_ep.serving.serving_weights(w_gate_up, w_down, **form)
         operands = (x, ids, weights, matrices.w_gate_up, matrices.w_down)
         layer = partial(jax_ep.low_latency_moe, *operands, num_experts=8, implementation=implementation)
         sizes = {"num_experts": 8, "max_tokens_per_rank": 3, "quantize": False, "implementation": implementation}

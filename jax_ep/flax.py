@@ -27,6 +27,7 @@ from jax_ep.core.mesh_axes import rearrange
 from jax_ep.core.named_scopes import errors_begin_with
 from jax_ep.core.router import Router
 from jax_ep.core.shared_experts import SharedExperts as SharedExperts
+from jax_ep.ops import registry
 from jax_ep.ops.balanced import check_balance
 from jax_ep.ops.moe import fused_moe
 from jax_ep.ops.sharded import run_sharded
@@ -138,8 +139,8 @@ class MoE(nnx.Module):
         self.capacity, self.balance = capacity, balance
         self.recipe = check_recipe.recipe("MoE", recipe)
         self.dtype, self.preferred_element_type = dtype, preferred_element_type
-        self.schedule = schedule
-        self.implementation = implementation if isinstance(implementation, str | None) else tuple(implementation)
+        options = registry.options("MoE", (), implementation, schedule)
+        self.schedule, self.implementation = schedule, options.implementation
         self._check_sizes(intermediate_size, shared_experts)
         _check_dtypes(dtype=dtype, param_dtype=param_dtype, preferred_element_type=preferred_element_type)
         make = _Maker(rngs, mesh, self._active_mesh() is not None)
@@ -155,6 +156,8 @@ class MoE(nnx.Module):
             *(("num_experts", self.num_experts), ("num_experts_per_tok", self.num_experts_per_tok)),
         ):
             check.positive("MoE", name, value)
+        if self.capacity is not None:
+            check.positive("MoE", "capacity", self.capacity)
         all_experts = self.num_experts + self.router_options.num_identity_experts
         self.router_options.check_sizes("MoE", "num_experts_per_tok", self.num_experts_per_tok, all_experts)
         check.value_of("MoE", "shared_experts", shared_experts, SharedExperts, "jax_ep.flax.SharedExperts")

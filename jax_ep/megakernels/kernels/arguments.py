@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
-type Pointer = Any
+Pointer: TypeAlias = Any  # noqa: UP040
 """A Triton pointer or descriptor; on the host an array, the shape and dtype of a result, or a `Descriptor`."""
 
-type Value = Any
+Value: TypeAlias = Any  # noqa: UP040
 """A Triton scalar or block of values."""

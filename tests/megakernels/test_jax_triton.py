@@ -393,7 +393,7 @@ def test_jax_triton_flat_parameters_same_code(grouped: bool) -> None:
     kinds = tuple(map(type_of, values))
     function = jax_triton._flat_function(kernel, kinds, len(flat(values)) - 1, (), tuple(constants))
     types_of_flat = {f"x{i}": name for i, name in enumerate(flat(values))}
-    flat_kernel = types.SimpleNamespace(load=lambda: function)
+    flat_kernel = Kernel(function)
     codes = [
         compile.build(what, names, Config(1, num_warps=4), constants, 90).asm["ptx"]
         for what, names in ((kernel, arguments), (flat_kernel, types_of_flat))

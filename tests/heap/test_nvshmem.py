@@ -514,7 +514,7 @@ def test_nvshmem_two_processes() -> None:
         )
         assert "process 0: dispatch: allocating; process 1: combine: allocating." in found["other function"]
         assert found["one fails"] == "JaxRuntimeError: init: loading: process 1: OSError: no such library"
-        assert "timeout_s=0; process 1: init: initialising NVSHMEM, timeout_s=1" in found["settings"]
+        assert "timeout_s=0; process 1: init: initializing NVSHMEM, timeout_s=1" in found["settings"]
         assert found["in step again"] == found["in step after all"] == ["yes", "yes"]
     assert "dispatch: allocating takes all 2 processes together" in zero["late"]
     assert "processes [1] have not arrived within 3 s" in zero["late"]

@@ -60,6 +60,18 @@ def test_command_exit_status() -> None:
         command.status_of("tool", fails(SystemExit(4)))
 
 
+def test_command_closed_pipe_in_rich() -> None:
+    """Rich ends the process with status 1."""
+
+    def show() -> None:
+        try:
+            raise BrokenPipeError
+        except BrokenPipeError:
+            raise SystemExit(1)  # noqa: B904
+
+    assert command.status_of("tool", show) == 141
+
+
 @pytest.mark.parametrize("text", ["-1", "0", "1.5", "", "x", str(2**31), "9" * 10_000, "\u0663", "1_0", "nan"])
 def test_command_invalid_integers(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     parser = command.Parser(prog="tool")

@@ -144,7 +144,10 @@ def status_of(name: str, command: Callable[[], object]) -> int:
         result = command()
         status = result if isinstance(result, int) else 0
     except SystemExit as error:
-        end = error
+        if isinstance(error.__context__, BrokenPipeError):  # rich ends the process with status 1
+            status = _CLOSED_PIPE
+        else:
+            end = error
     except KeyboardInterrupt:
         status = _CTRL_C
     except BrokenPipeError:

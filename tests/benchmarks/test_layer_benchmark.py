@@ -353,5 +353,5 @@ def test_quick_run(tmp_path):
 def test_long_runs_leave_cases_out_instead_of_running_over(run, case, capsys):
     wanted = [("tiny", "uniform", 16), ("tiny", "uniform", 8)]
     assert list(layer.cases(run, case.mesh, wanted, minutes=0)) == []
-    assert "left out, for lack of time: tiny, 8 tokens/rank, uniform" in capsys.readouterr().out
+    assert "left out, no time left: tiny, 8 tokens/rank, uniform" in capsys.readouterr().out
     assert [c.layout.num_tokens for c in layer.cases(run, case.mesh, wanted, minutes=60)] == [16, 8]

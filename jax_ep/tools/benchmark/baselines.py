@@ -1,13 +1,13 @@
-"""The expert layer as plain JAX writes it today, in two ways, for layer.py to compare `jax_ep.moe` with.
+"""Baselines for `jax_ep.moe`: the expert layer in plain JAX.
 
-`ragged_layer` drops no token: rows sorted by expert, `lax.ragged_all_to_all`, `lax.ragged_dot`. `capacity_layer` is the
-classic one of GShard (arXiv:2006.16668) and Switch Transformers (arXiv:2101.03961): a fixed number of rows for each
-pair of source rank and expert, `lax.all_to_all`, one batched product; what does not fit is dropped.
+`ragged_layer` drops no token: it sorts rows by expert and uses `lax.ragged_all_to_all` and `lax.ragged_dot`.
+`capacity_layer` is that of GShard (arXiv:2006.16668) and Switch Transformers (arXiv:2101.03961): a fixed number of rows
+for each pair of source rank and expert, `lax.all_to_all`, one batched GEMM; rows beyond the capacity are dropped.
 
-Both are functions of one rank inside `shard_map`, with experts contiguous per rank, and mean the same as `jax_ep.moe`
-with SwiGLU experts. Every move of rows is a gather, in the backward pass too: the transpose that JAX derives for a
-gather is a scatter, which is far slower on GPUs. The activation is computed again in the backward pass, as `jax_ep.moe`
-does, which saves memory traffic. JAX differentiates all the rest.
+Both are functions of one rank inside `shard_map`, with contiguous experts per rank, and compute `jax_ep.moe` with
+SwiGLU. Rows are moved by gathers, in the backward pass too: the transpose that JAX derives for a gather is a scatter,
+which is far slower on GPUs. The backward pass recomputes the activation, like `jax_ep.moe`, which saves memory traffic.
+JAX differentiates everything else.
 
 Shapes: T tokens per rank, H hidden, K experts per token, E experts, W ranks, L = E / W, I intermediate.
 """
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 RAGGED_OPTIONS = {"xla_gpu_unsupported_enable_ragged_all_to_all_decomposer": True}
-"""Compiler options with which `lax.ragged_all_to_all` is fastest on GPUs: 62 GB/s instead of 8 on 4 H200s."""
+"""Compiler options for the fastest `lax.ragged_all_to_all` on GPUs: 62 instead of 8 GB/s on 4 H200s."""
 
 
 # --- moving rows ----------------------------------------------------------------------------------------------------
@@ -41,18 +41,18 @@ class Slots(NamedTuple):
 
 
 def gather(source: Array, index: Array) -> Array:
-    """`source[index]`, with zeros where the index is -1."""
+    """Return `source[index]`, with zeros where the index is -1."""
     return source.at[jnp.where(index < 0, source.shape[0], index)].get(mode="fill", fill_value=0)
 
 
 @jax.custom_vjp
 def spread(x: Array, slots: Slots) -> Array:
-    """`[T, H]` tokens to `[N, H]` rows."""
+    """Gather `[T, H]` tokens to `[N, H]` rows."""
     return gather(x, slots.row_token)
 
 
 def _sum_slots(rows: Array, weights: Array | None, slots: Slots) -> Array:
-    """`[N, H]` rows to sums `[T, H]`, in float32 with one rounding; one fused kernel without `[T, K, H]` in memory."""
+    """Sum `[N, H]` rows to `[T, H]` in float32 with one rounding, in one fused kernel without `[T, K, H]` in memory."""
     total = jnp.zeros((), jnp.float32)
     for k in range(slots.assignment_to_row.shape[1]):
         row = gather(rows, slots.assignment_to_row[:, k]).astype(jnp.float32)
@@ -69,7 +69,7 @@ spread.defvjp(lambda x, slots: (spread(x, slots), slots), _spread_backward)
 
 @jax.custom_vjp
 def collect(rows: Array, weights: Array, slots: Slots) -> Array:
-    """`[N, H]` rows and `[T, K]` weights to weighted sums `[T, H]`."""
+    """Compute weighted sums `[T, H]` of `[N, H]` rows with `[T, K]` weights."""
     return _sum_slots(rows, weights, slots)
 
 
@@ -87,7 +87,7 @@ collect.defvjp(lambda rows, weights, slots: (collect(rows, weights, slots), (row
 
 @jax.custom_vjp
 def permute(rows: Array, index: Array, inverse: Array) -> Array:
-    """`rows[index]`; `inverse` undoes it."""
+    """Return `rows[index]`; `inverse` is the inverse of `index`."""
     return gather(rows, index)
 
 
@@ -98,13 +98,13 @@ permute.defvjp(
 
 @jax.checkpoint
 def swiglu(hidden: Array) -> Array:
-    """`[..., 2I]` to `[..., I]`: silu of the first half times the second, in float32 with one rounding."""
+    """Compute silu of the first half times the second half, in float32 with one rounding."""
     gate, up = jnp.split(hidden.astype(jnp.float32), 2, axis=-1)
     return (jax.nn.silu(gate) * up).astype(hidden.dtype)
 
 
 class _Sorted(NamedTuple):
-    """Slots by expert: `slots [N]`, `experts [N]`, and per expert the number `counts [E]`."""
+    """Assignments sorted by expert: `slots [N]`, `experts [N]`, and `counts [E]` per expert."""
 
     slots: Array
     experts: Array
@@ -112,7 +112,7 @@ class _Sorted(NamedTuple):
 
     @property
     def starts(self) -> Array:
-        """`[E]` first sorted slot of each expert."""
+        """`[E]` first sorted assignment of each expert."""
         return jnp.cumsum(self.counts, dtype=jnp.int32) - self.counts
 
 
@@ -127,7 +127,7 @@ def _sort_slots(topk_idx: Array, num_experts: int) -> _Sorted:
 
 
 def fixed_slots(topk_idx: Array, num_experts: int, capacity: int) -> Slots:
-    """Row `expert * capacity + i` for the i-th slot of each expert; later slots than `capacity` get none."""
+    """Assign row `expert * capacity + i` to the i-th assignment of each expert; beyond the capacity, none."""
     found = _sort_slots(topk_idx, num_experts)
     position = lax.iota(jnp.int32, found.slots.shape[0]) - found.starts[found.experts]
     num_rows = num_experts * capacity
@@ -140,7 +140,7 @@ def fixed_slots(topk_idx: Array, num_experts: int, capacity: int) -> Slots:
 def capacity_layer(
     *arguments: Array, num_experts: int, capacity: int, axis_name: str | tuple[str, ...] = "expert"
 ) -> Array:
-    """The layer with a fixed number of rows for every pair of source rank and expert; the rest is dropped.
+    """Compute the layer with a fixed number of rows for each pair of source rank and expert; drop the rest.
 
     The arguments are those of `jax_ep.moe`; `capacity`: rows of one expert for the tokens of one rank.
     """
@@ -159,7 +159,7 @@ def capacity_layer(
 
 
 class Route(NamedTuple):
-    """Sizes and offsets of one rank's exchanges, and the order of its rows.
+    """Sizes and offsets of one rank's all-to-alls, and the order of its rows.
 
     Attributes:
       there: arguments of `lax.ragged_all_to_all` on the way to the experts: input offsets, send sizes, output offsets
@@ -178,10 +178,10 @@ class Route(NamedTuple):
 
 
 def plan_route(sizes: Array, rank: Array, num_rows: int) -> Route:
-    """The route of one rank, from `sizes [W, W, L]`: rows from each source for each expert of each destination."""
+    """Plan the route of one rank from `sizes [W, W, L]`: rows from each source for each expert of each destination."""
     totals = jnp.sum(sizes, axis=2, dtype=jnp.int32)
-    sent_from = jnp.cumsum(totals, axis=1, dtype=jnp.int32) - totals  # where on each source its rows for a rank begin
-    arrive_at = jnp.cumsum(totals, axis=0, dtype=jnp.int32) - totals  # where on each rank the rows of a source begin
+    sent_from = jnp.cumsum(totals, axis=1, dtype=jnp.int32) - totals  # first row for each rank on each source
+    arrive_at = jnp.cumsum(totals, axis=0, dtype=jnp.int32) - totals  # first row of each source on each rank
     of = partial(lax.dynamic_index_in_dim, index=rank, keepdims=False)
     there = (of(sent_from, axis=0), of(totals, axis=0), of(arrive_at, axis=0), of(totals, axis=1))
     back = (of(arrive_at, axis=1), of(totals, axis=1), of(sent_from, axis=1), of(totals, axis=0))
@@ -193,17 +193,17 @@ def plan_route(sizes: Array, rank: Array, num_rows: int) -> Route:
 
 
 def _starts(counts: Array) -> Array:
-    """Where each segment begins, in row-major order of `counts`."""
+    """Return where each segment begins, in row-major order of `counts`."""
     flat = counts.reshape(-1)
     return (jnp.cumsum(flat, dtype=jnp.int32) - flat).reshape(counts.shape)
 
 
 def _follow(counts: Array, starts: Array, other_starts: Array, num_rows: int) -> Array:
-    """`[num_rows]`: the row in the other order of each row in this one; -1 past the last segment.
+    """Return `[num_rows]` rows in the other order for each row in this one; -1 past the last segment.
 
     Args:
       counts: rows of each segment, in this order.
-      starts: where they begin in this order, shaped alike.
+      starts: where they begin in this order, of the same shape.
       other_starts: where the same segments begin in the other order.
       num_rows: R.
     """
@@ -217,9 +217,9 @@ def _follow(counts: Array, starts: Array, other_starts: Array, num_rows: int) ->
 def ragged_layer(
     *arguments: Array, num_experts: int, capacity: int, axis_name: str | tuple[str, ...] = "expert"
 ) -> Array:
-    """The layer without dropped tokens: `lax.ragged_all_to_all` there and back, `lax.ragged_dot` between.
+    """Compute the layer without dropped tokens, by `lax.ragged_all_to_all` and `lax.ragged_dot`.
 
-    The arguments are those of `jax_ep.moe`; `capacity`: R, rows that one rank may receive; it must hold all.
+    The arguments are those of `jax_ep.moe`; `capacity`: R, the rows that one rank can receive; it must hold all rows.
     """
     x, topk_idx, topk_weights, w_gate_up, w_down = arguments
     num_ranks, hidden_size = lax.axis_size(axis_name), x.shape[1]

@@ -1,11 +1,11 @@
-"""The experts of decode-sized batches on one GPU: masked grouped GEMMs in FP8 and bfloat16, and the activation.
+"""The experts for decode-sized batches on one GPU: masked grouped GEMMs in FP8 and bfloat16, and the activation.
 
-Part of low_latency.py. Rows are those that one of `--ranks` ranks gets with uniform routing. Times are differences of
-two chains of calls in one program; the sizes of a call depend on the result of the one before, by one small launch
-each, which is part of the times and takes a microsecond or two.
+Part of low_latency.py. The rows are those of one of `--ranks` ranks with uniform routing. Times are differences of two
+chains of calls. The group sizes of a call depend on the previous result through a small kernel, which is part of the
+time and takes a microsecond or two.
 
-What bounds the products is reading the matrices of the experts that have rows. So beside the time there is the rate at
-which these bytes were read, and the rate at which XLA reads the same matrices to add them up.
+The bound of the GEMMs is reading the weights of the experts that have rows. So the report has the rate at which these
+bytes are read, and the rate at which XLA reads the same weights to sum them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TOKENS = [1, 8, 32, 128, 256]
 
 
 class Matrices(NamedTuple):
-    """Both weights of the local experts, as their kernels read them."""
+    """The weights of the local experts, in the layout of the kernels."""
 
     gate_up: QuantizedWeights
     down: QuantizedWeights
@@ -43,14 +43,14 @@ class Matrices(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Rows of the local experts, with scales in FP8: what the products and the activation take.
+    """Rows of the local experts, with scales in FP8: operands of the GEMMs and of the activation.
 
     Attributes:
       values, scales: `[L, M, H]`.
-      hidden: `[L, M, 2I]`, stands for the result of the first product.
-      inner, inner_scales: `[L, M, I]`, what the activation makes of it.
-      sizes: `[L]`, how many count.
-      expected: how many an expert has on average.
+      hidden: `[L, M, 2I]`, in place of the result of the first GEMM.
+      inner, inner_scales: `[L, M, I]`, in place of the activated rows.
+      sizes: `[L]` valid rows.
+      expected: average number of rows of an expert.
     """
 
     values: Array
@@ -67,7 +67,7 @@ class Rows:
 
 
 def make_matrices(model: Model, num_local: int, fp8: bool) -> Matrices:
-    """Random matrices, made on the device."""
+    """Make random weights on the device."""
 
     @jax.jit
     def make(key: Array) -> Matrices:
@@ -82,7 +82,7 @@ def make_matrices(model: Model, num_local: int, fp8: bool) -> Matrices:
 
 
 def make_rows(model: Model, num_ranks: int, tokens: int, fp8: bool) -> Rows:
-    """Rows of one rank after a dispatch of uniformly routed tokens."""
+    """Make the rows of one rank after a dispatch of uniformly routed tokens."""
     rng = np.random.default_rng(tokens)
     num_tokens, num_local = num_ranks * tokens, model.experts // num_ranks
     sizes = np.bincount(routing("uniform", num_tokens, model, rng).ravel(), minlength=model.experts)[:num_local]
@@ -95,28 +95,28 @@ def make_rows(model: Model, num_ranks: int, tokens: int, fp8: bool) -> Rows:
     return Rows(*arrays[:2], hidden, *arrays[2:], jnp.asarray(sizes, jnp.int32), expected)
 
 
-Step = Callable[[Rows, Matrices], Array]  # anything that depends on all of the work
+Step = Callable[[Rows, Matrices], Array]  # any array that depends on all of the work
 
 
 def product(values: Array, scales: Array | None, matrix: Any, rows: Rows, name: str | None) -> Array:
-    """One masked product."""
+    """Compute a masked GEMM."""
     options = {"lhs_scales": scales, "expected_rows": rows.expected, "implementation": name}
     return jax_ep.masked_grouped_gemm(values, matrix, rows.sizes, **options)
 
 
 def activation(hidden: Array, rows: Rows, name: str | None) -> tuple[Array, Array | None]:
-    """The step between the products."""
+    """Compute the activation between the GEMMs."""
     return jax_ep.ops.masked.masked_gated_activation(hidden, rows.sizes, quantize=rows.fp8, implementation=name)
 
 
 def experts(name: str | None, rows: Rows, matrices: Matrices) -> Array:
-    """Both products with the activation between them."""
+    """Compute both GEMMs with the activation between them."""
     hidden = product(rows.values, rows.scales, matrices.gate_up, rows, name)
     return product(*activation(hidden, rows, name), matrices.down, rows, name)
 
 
 def steps(name: str | None) -> dict[str, Step]:
-    """The parts and the whole."""
+    """Return the parts and the whole."""
     return {
         "gate_up": lambda rows, w: product(rows.values, rows.scales, w.gate_up, rows, name),
         "activation": lambda rows, w: activation(rows.hidden, rows, name)[0],
@@ -126,14 +126,14 @@ def steps(name: str | None) -> dict[str, Step]:
 
 
 def read(rows: Rows, matrices: Matrices) -> Array:
-    """What XLA needs to read the first matrices."""
+    """Read the first weights, with XLA."""
     values = matrices.gate_up.values
     words = lax.bitcast_convert_type(values.reshape(-1, 4 // values.dtype.itemsize), jnp.int32)
     return jnp.sum(words ^ rows.sizes[0])
 
 
 def chain(step: Step, rows: Rows, matrices: Matrices, n: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A function of n steps, and its arguments."""
+    """Return a function of n steps, and its arguments."""
 
     def body(rows: Rows, matrices: Matrices) -> Array:
         for _ in range(n):
@@ -144,7 +144,7 @@ def chain(step: Step, rows: Rows, matrices: Matrices, n: int) -> tuple[Callable[
 
 
 def check(rows: Rows, matrices: Matrices, name: str | None) -> float:
-    """Largest error of the first rows of every expert, relative to their root mean square, against float32."""
+    """Return the largest error of the first rows of every expert, relative to their root mean square."""
     count = min(4, rows.values.shape[1])
     got = jax.jit(partial(experts, name))(rows, matrices)[:, :count].astype(jnp.float32)
     few = jax.tree.map(lambda x: x[:, :count] if x.ndim == 3 else jnp.minimum(x, count), rows)
@@ -158,7 +158,7 @@ def check(rows: Rows, matrices: Matrices, name: str | None) -> float:
 
 
 def read_bytes(variant: str, rows: Rows, matrices: Matrices) -> int:
-    """Bytes of the matrices that a variant must read."""
+    """Return the bytes of the weights that a variant must read."""
     used, num_local = int(jnp.sum(rows.sizes > 0)), rows.sizes.shape[0]
     both = {"gate_up": matrices.gate_up.values.nbytes, "down": matrices.down.values.nbytes}
     parts = {"experts": sum(both.values()), "activation": 0, **both}
@@ -168,7 +168,7 @@ def read_bytes(variant: str, rows: Rows, matrices: Matrices) -> int:
 
 
 def measure(report: Report, args: argparse.Namespace, model: Model, num_ranks: int, tokens: list[int]) -> None:
-    """Times of all dtypes for all numbers of tokens."""
+    """Measure all dtypes for all numbers of tokens."""
     name = None if jax.default_backend() == "gpu" else "xla"
     for dtype in args.dtypes:
         fp8 = dtype == "fp8"
@@ -200,7 +200,7 @@ def show(
     failures: dict[str, str],
     error: float,
 ) -> None:
-    """Adds one case to the report, and prints it."""
+    """Add one case to the report, and print it."""
     shape |= {"rows": int(jnp.sum(rows.sizes)), "experts_used": int(jnp.sum(rows.sizes > 0))}
     from jax_ep.megakernels.masked import masked_tiles  # imports Triton
 

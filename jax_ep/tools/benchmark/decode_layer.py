@@ -1,13 +1,13 @@
-"""The whole expert layer of decode-sized batches on several GPUs: low-latency paths beside that of training.
+"""The expert layer for decode-sized batches on several GPUs: low-latency paths compared with that of training.
 
 Part of low_latency.py. Variants, in FP8 and in bfloat16:
 
-  low latency             dispatch, product, activation, and product + combine in one launch (`low_latency_moe`)
-  low latency, separate   the same with product and combine one after the other
-  moe                     the path of training, in bfloat16, whose crossing with the others is where a program should
-                          change between them (`jax_ep.serving.LOW_LATENCY_TOKENS`)
+  low latency             dispatch, GEMM, activation, and GEMM + combine in one kernel (`low_latency_moe`)
+  low latency, separate   the same with GEMM and combine in two kernels
+  moe                     the path of training, in bfloat16; where its time crosses the others', a program should
+                          switch between them (`jax_ep.serving.LOW_LATENCY_TOKENS`)
 
-Times are differences of two chains of layers in one program, each of which takes the result of the one before.
+Times are differences of two chains of layers; each layer takes the result of the previous one.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ Layer = Callable[..., Array]  # x, ids, weights, matrices -> x
 
 
 def low_latency(model: Model, name: str | None, x: Array, ids: Array, weights: Array, w: ExpertWeights) -> Array:
-    """Run the layer in one kernel launch less."""
+    """Run the layer with GEMM and combine in one kernel."""
     options: dict[str, Any] = {"num_experts": model.experts, "implementation": name}
     return jax_ep.low_latency_moe(x, ids, weights, w.w_gate_up, w.w_down, **options)
 
 
 def separate(model: Model, name: str | None, x: Array, ids: Array, weights: Array, w: ExpertWeights) -> Array:
-    """`low_latency_moe` without the fused last step."""
+    """Run `low_latency_moe` with GEMM and combine in two kernels."""
     fp8 = w.w_gate_up.activations == "fp8"
     sizes = {"num_experts": model.experts, "max_tokens_per_rank": x.shape[0], "quantize": fp8}
     d = jax_ep.low_latency_dispatch(x, ids, **sizes, implementation=name)
@@ -65,11 +65,11 @@ def training(model: Model, name: str | None, x: Array, ids: Array, weights: Arra
 
 
 def chain(mesh: jax.sharding.Mesh, layer: Layer, arrays: tuple[Any, ...], n: int) -> tuple[Any, tuple[Any, ...]]:
-    """A function of n layers, and its arguments."""
+    """Return a function of n layers, and its arguments."""
 
     def body(x: Array, ids: Array, weights: Array, w: Any) -> Array:
         for _ in range(n):
-            # Sums that stay of one size, whatever the matrices make of them.
+            # The factor keeps the sums bounded.
             x = x + 1e-3 * layer(x, ids, weights, w)
         return x
 
@@ -77,7 +77,7 @@ def chain(mesh: jax.sharding.Mesh, layer: Layer, arrays: tuple[Any, ...], n: int
 
 
 def make_tokens(mesh: jax.sharding.Mesh, model: Model, tokens: int) -> tuple[Array, Array, Array]:
-    """Uniformly routed tokens of equal weights."""
+    """Make uniformly routed tokens with equal weights."""
     rng = np.random.default_rng(tokens)
     count = mesh.size * tokens
     ids = routing("uniform", count, model, rng)
@@ -88,7 +88,7 @@ def make_tokens(mesh: jax.sharding.Mesh, model: Model, tokens: int) -> tuple[Arr
 
 
 def check(found: dict[str, Array]) -> dict[str, float]:
-    """Differences of the results to those of `moe`, in the norm; refuses to time wrong ones."""
+    """Return the differences from the results of `moe` in the norm; raise if one is wrong."""
     want = np.asarray(found["moe"], np.float32)
     errors = {}
     for name, out in found.items():
@@ -99,7 +99,7 @@ def check(found: dict[str, Array]) -> dict[str, float]:
 
 
 def measure(report: Report, args: argparse.Namespace, mesh: jax.sharding.Mesh, model: Model, tokens: list[int]) -> None:
-    """All variants for all numbers of tokens."""
+    """Measure all variants for all numbers of tokens."""
     name = None if jax.default_backend() == "gpu" else "xla"
     matrices = make_weights(mesh, model)
     prepare = jax.jit(serving_weights, static_argnames=("format", "activations"))

@@ -1,16 +1,16 @@
-"""Dispatch and combine on GPUs: device time inside jit, beside what XLA offers, in one run.
+"""Dispatch and combine on GPUs: device time inside jit, compared with XLA's collectives in one run.
 
     python benchmarks/exchange.py [--tokens 4096 32768] [--routing uniform zipf] [--ranks 2 4] [--processes 4]
 
 Writes results/dispatch_combine.json and a plot; with one process per GPU, dispatch_combine_processes.json. `--quick`
 without GPUs runs the kernels in Triton's interpreter.
 
-Times are differences of chains of calls, the longer the fewer tokens there are; each includes the few small launches
-that chain the calls, which the variant "chain alone" shows. They matter below about 1000 tokens per rank.
-Logical bytes count every (token, other rank) pair once, in bfloat16; wire bytes are what a variant sends: FP8 with its
-scales, or padding as well. Both are those that a rank sends, on average over the ranks. The peak is what the copy
-engine moves from one GPU to another in the same run; the floor is what the rank that sends or receives most needs at
-that peak. The report also says what each GPU sends while the copy engines of all copy to all others.
+Times are differences of chains of calls, which are longer for fewer tokens. Each includes the few small kernels that
+chain the calls; the variant "chain alone" measures them. They matter below about 1000 tokens per rank.
+Logical bytes count each (token, other rank) pair once, in bfloat16. Wire bytes are what a variant sends: FP8 with its
+scales, or padding as well. Both are averages over the sending ranks. The peak is the copy engine's rate from one GPU to
+another in the same run. The floor is the time of the busiest rank at that peak. The report also has the rate of each
+GPU while the copy engines of all GPUs copy to all others.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ RAGGED_TIMEOUT_S = 120.0
 
 
 def chain_lengths(tokens: int, quick: bool) -> tuple[int, int]:
-    """Calls of the short and the long chain: their difference must be far above what one launch may take longer."""
+    """Return calls of the short and the long chain, whose difference must exceed the scatter of one launch."""
     if quick:
         return 1, 2
     return (2, 10) if tokens > 8192 else (4, 36) if tokens > 2048 else (16, 272)
@@ -53,7 +53,7 @@ def chain_lengths(tokens: int, quick: bool) -> tuple[int, int]:
 def measure(
     report: Report, kind: str, case: Case, todo: dict[str, Variant], args: argparse.Namespace, peak: float
 ) -> None:
-    """Times variants of one case, and adds them to the report."""
+    """Measure variants of one case, and add them to the report."""
     tokens, num_ranks = case.layout.num_tokens, case.layout.num_ranks
     failures: dict[str, str] = {}
     times = harness.measure_chained(
@@ -80,7 +80,7 @@ def measure(
 
 
 def shape_of(kind: str, case: Case) -> dict[str, Any]:
-    """What a row says of its case."""
+    """Return what a row records of its case."""
     sizes = {"tokens_per_rank": case.layout.num_tokens, "ranks": case.layout.num_ranks, "hidden": case.x.shape[1]}
     return {"routing": kind, **sizes, "dtype": case.x.dtype.name}
 
@@ -88,9 +88,9 @@ def shape_of(kind: str, case: Case) -> dict[str, Any]:
 def measure_ragged(
     report: Report, case: Case, args: argparse.Namespace, peak: float, timeout_s: float = RAGGED_TIMEOUT_S
 ) -> None:
-    """`ragged_all_to_all`, which comes last: a run in which it hangs ends there."""
+    """Measure `ragged_all_to_all` last: if it hangs, the run ends here."""
 
-    def give_up() -> None:  # nothing more can run on the devices
+    def give_up() -> None:  # the devices are blocked
         for name in (RAGGED, RAGGED_AS_IT_IS):
             error = f"not finished {timeout_s:g} s after it began"
             report.failed(name, shape_of("uniform", case), error, processes=jax.process_count())
@@ -101,7 +101,7 @@ def measure_ragged(
 
 
 def show(report: Report, shape: dict[str, Any], failures: dict[str, str]) -> None:
-    """Prints the rows of one case."""
+    """Print the rows of one case."""
     table = []
     for row in report.rows:
         if row["shape"] != shape or "failed" in row:
@@ -119,7 +119,7 @@ def show(report: Report, shape: dict[str, Any], failures: dict[str, str]) -> Non
 
 
 def options(prog: str | None = None) -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     parser = harness.parser(__doc__, "exchange", prog=prog, rounds=8, tokens="128 1024 4096 32768")
     parser.add_argument("--model", choices=inputs.MODELS, help=f"default: {inputs.DEFAULT}; --quick: {inputs.QUICK}")
     parser.add_argument("--routing", nargs="+", default=["uniform", "zipf"], choices=["uniform", "zipf"])
@@ -137,7 +137,7 @@ def options(prog: str | None = None) -> argparse.ArgumentParser:
 
 
 def make_report(args: argparse.Namespace, model: inputs.Model, ranks: list[int], peak: float) -> Report:
-    """The report before its rows."""
+    """Make the report, without rows."""
     lengths = {str(tokens): chain_lengths(tokens, args.quick) for tokens in args.tokens}
     settings: dict[str, Any] = {"experts": model.experts, "top_k": model.top_k}
     settings |= {
@@ -153,11 +153,11 @@ def make_report(args: argparse.Namespace, model: inputs.Model, ranks: list[int],
 
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
-    """Measures all cases and writes the report."""
+    """Measure all cases and write the report."""
     args = harness.parse(options(prog), arguments)
     args.tokens = args.tokens or ([8] if args.quick else [128, 1024, 4096, 32768])
     jax.config.update("jax_num_cpu_devices", harness.QUICK_DEVICES)
-    together = args.processes > 1  # then JAX must not look for devices before it knows of the other processes
+    together = args.processes > 1  # JAX must not initialize before it knows the other processes
     if not together:
         harness.require_devices("exchange", args)
     on_gpus = together or jax.default_backend() == "gpu"

@@ -1,6 +1,6 @@
-"""What exchange.py times: chains of calls in which each needs a number from the one before.
+"""Variants of exchange.py, and chains of dependent calls.
 
-Every chain is a `lax.scan`, which on GPUs runs on without the host. What chaining itself costs is a variant of its own.
+Every chain is a `lax.scan`, which on GPUs runs without the host. The cost of chaining is a separate variant.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from jax_ep.types import Handle, Layout, Options, Schedule
 
 FEW_PROGRAMS = 24
 RAGGED, RAGGED_AS_IT_IS = "ragged_all_to_all, best flags", "ragged_all_to_all, default flags"
-# Without it 8 GB/s on 4 H200s, against 62; the one-shot kernel switched off, with NCCL's fallback allowed, hung.
+# On 4 H200s 62 GB/s, without it 8; without the one-shot kernel, NCCL's fallback hung.
 _RAGGED_OPTIONS = {"xla_gpu_unsupported_enable_ragged_all_to_all_decomposer": True}
 
 Step = Callable[[Handle, Array, Array], Array]
 OPTIONS = Options("benchmark", AXIS)
-"""Of calls of the implementations' own functions, with the package's choices."""
+"""Options of direct calls of implementations, with the default choices."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Tokens of all ranks with their routing, on the mesh.
+    """Tokens of all ranks and their routing, on the mesh.
 
     Attributes:
       mesh: its only axis is that of the experts.
       layout: static sizes.
       x: `[W * T, H]` tokens.
       ids: `[W * T, K]` expert ids.
-      goes_to: `[W, T, W]` whether a token has an expert on a rank, on the host.
+      goes_to: `[W, T, W]` whether a token has an expert on a rank; on the host.
     """
 
     mesh: jax.sharding.Mesh
@@ -54,29 +54,29 @@ class Case:
 
     @property
     def remote(self) -> np.ndarray:
-        """`[W, W]` tokens from one rank to another; none from a rank to itself."""
+        """`[W, W]` number of tokens that each rank sends to each other rank; 0 to itself."""
         counts = self.goes_to.sum(axis=1)
         np.fill_diagonal(counts, 0)
         return counts
 
     def row_bytes(self, wire: str) -> int:
-        """Bytes of one token that travels as "bf16" or "fp8"."""
+        """Return the bytes of one token sent as "bf16" or "fp8"."""
         hidden = self.x.shape[1]
         return hidden + 4 * (hidden // GROUP_SIZE) if wire == "fp8" else self.x.dtype.itemsize * hidden
 
     def shard_map(self, body: Callable[..., Any], num_inputs: int) -> Callable[..., Any]:
-        """A per-shard function over the stacked inputs."""
+        """Map a per-shard function over the stacked inputs."""
         specs = (P("expert"),) * num_inputs
         return jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=P("expert"), check_vma=False)
 
     def place(self, rows: np.ndarray) -> Array:
-        """`[W * N, ...]` on the host to the ranks."""
+        """Place `[W * N, ...]` from the host on the ranks."""
         sharding = jax.NamedSharding(self.mesh, P("expert"))
         return jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])
 
 
 def make_case(mesh: jax.sharding.Mesh, kind: str, tokens: int, dtype: Any, model: Model) -> Case:
-    """Random tokens; the capacity is the most loaded rank's, rounded up."""
+    """Make random tokens; the capacity is that of the most loaded rank, rounded up."""
     num_ranks = mesh.devices.size
     ids = routing(kind, num_ranks * tokens, model, np.random.default_rng(0))
     owner = ids // (model.experts // num_ranks)
@@ -90,14 +90,14 @@ def make_case(mesh: jax.sharding.Mesh, kind: str, tokens: int, dtype: Any, model
 
 
 class Variant(NamedTuple):
-    """One thing that is timed: `step` on a handle and rows, and what it sends.
+    """A variant: a function of a handle and rows, and what it sends.
 
     Attributes:
-      step: `(handle, rows, zero) -> any array`, of one rank; it must depend on the handle, or else on the zero.
+      step: `(handle, rows, zero) -> array`, of one rank; it must depend on the handle or the zero.
       handle: of all ranks.
       rows: of all ranks.
-      wire: "bf16" or "fp8" where each token travels once to every other rank that wants it, "padded" where it travels
-        to all, or None where no tokens travel.
+      wire: "bf16" or "fp8" if each token is sent once to every other rank that needs it, "padded" if it is sent to
+        all, None if no tokens are sent.
       options: compiler options.
     """
 
@@ -109,7 +109,7 @@ class Variant(NamedTuple):
 
 
 def traffic(case: Case, variant: Variant, peak: float) -> dict[str, float]:
-    """What a call sends, and how long the busiest rank needs for it at the peak; nothing for other variants."""
+    """Return the bytes that a call sends, and the time of the busiest rank at the peak; {} if it sends no tokens."""
     if variant.wire is None:
         return {}
     remote, layout = case.remote, case.layout
@@ -125,17 +125,17 @@ def traffic(case: Case, variant: Variant, peak: float) -> dict[str, float]:
 
 
 def stack(handle: Handle) -> Handle:
-    """A handle whose arrays have a leading axis of one, for out_specs."""
+    """Add a leading axis of one to the arrays of a handle, for out_specs."""
     return jax.tree.map(lambda leaf: leaf[None], handle)
 
 
 def local(handle: Handle) -> Handle:
-    """The inverse of `stack`."""
+    """Undo `stack`."""
     return jax.tree.map(lambda leaf: leaf[0], handle)
 
 
 def after(handle: Handle, previous: Array) -> Handle:
-    """The handle, but known only once `previous`, a zero, is."""
+    """Return the handle, available only once `previous`, a zero, is."""
     if handle.group is not None:
         return dataclasses.replace(handle, group=handle.group + previous)
     return dataclasses.replace(
@@ -151,7 +151,7 @@ def local_after(handle: Handle, previous: Array) -> Handle:
 
 
 def chain(case: Case, variant: Variant, n: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A jitted function of n steps, each of which needs a number from the one before, and its arguments."""
+    """Return a jitted function of n dependent steps, and its arguments."""
 
     arrays = variant.rows, variant.handle
 
@@ -162,7 +162,7 @@ def chain(case: Case, variant: Variant, n: int) -> tuple[Callable[..., Any], tup
 
 
 def variants(case: Case, *, baselines: bool) -> dict[str, Variant]:
-    """Everything that is timed on one case, by name; `baselines` includes the implementation `xla`."""
+    """Return all variants of one case, by name; `baselines` includes the implementation `xla`."""
     found: dict[str, Variant] = {}
     for name in ("triton", "xla") if baselines else ("triton",):
         handle, y = _handle_and_rows(case, name)
@@ -176,7 +176,7 @@ def variants(case: Case, *, baselines: bool) -> dict[str, Variant]:
 
 
 def ragged_variants(case: Case) -> dict[str, Variant]:
-    """XLA's collective for what dispatch sends, with its best flags and with its own."""
+    """Return XLA's collective for the tokens of a dispatch, with its best and with its default flags."""
     best = _ragged_all_to_all(case, _handle_and_rows(case, "triton")[0])
     return {RAGGED: best, RAGGED_AS_IT_IS: best._replace(options=None)}
 
@@ -189,7 +189,7 @@ def _handle_and_rows(case: Case, name: str) -> tuple[Handle, Array]:
 
 
 def _exchanges(case: Case, name: str, handle: Handle, y: Array) -> dict[str, Variant]:
-    """What every implementation has."""
+    """Return the variants that every implementation has."""
     run, wire = registry.get("exchange", name), "bf16" if name == "triton" else "padded"
 
     def planned(h: Handle, ids: Array, zero: Array) -> Array:
@@ -206,7 +206,7 @@ def _exchanges(case: Case, name: str, handle: Handle, y: Array) -> dict[str, Var
 
 
 def _of_triton(case: Case, handle: Handle, y: Array) -> dict[str, Variant]:
-    """What only the kernels have: FP8 on the wire, few programs, a dispatch with its plan."""
+    """Return the variants of the kernels: FP8 on the wire, few programs, a dispatch with its plan."""
     run: Any = registry.get("exchange", "triton")
     num_tokens = case.layout.num_tokens
     in_fp8 = dataclasses.replace(OPTIONS, wire_dtype=FP8)
@@ -214,7 +214,7 @@ def _of_triton(case: Case, handle: Handle, y: Array) -> dict[str, Variant]:
     by_few = dataclasses.replace(OPTIONS, schedule=schedule)
 
     def planned_too(options: Options, h: Handle, x: Array, zero: Array) -> Array:
-        first = h.group[-1] * num_tokens  # ids of all ranks are in every handle, so that it needs no second input
+        first = h.group[-1] * num_tokens  # every handle has the ids of all ranks, so no second input is needed
         ids = lax.dynamic_slice_in_dim(h.topk_idx.reshape(-1, case.layout.top_k), first, num_tokens)
         return run.dispatch_tokens(options, x, None, run.plan(options, ids + zero, case.layout))[0]
 
@@ -235,7 +235,7 @@ def _of_triton(case: Case, handle: Handle, y: Array) -> dict[str, Variant]:
 
 
 def _all_to_all(case: Case) -> Step:
-    """What users do today: tokens in slots of fixed capacity, here all tokens for every rank, exchanged by NCCL."""
+    """Return NCCL's all-to-all with fixed capacity, here of all tokens for every rank."""
     num_ranks = case.layout.num_ranks
 
     def step(h: Handle, x: Array, zero: Array) -> Array:
@@ -246,7 +246,7 @@ def _all_to_all(case: Case) -> Step:
 
 
 def _ragged_all_to_all(case: Case, handle: Handle) -> Variant:
-    """The same tokens as dispatch sends, gathered by destination, and those for the own rank with them."""
+    """Return the ragged all-to-all of a dispatch's tokens, gathered by destination, including the rank's own."""
     counts = case.goes_to.sum(axis=1)  # [W, W]: source, destination
     num_rows = int(max(counts.sum(axis=0).max(), counts.sum(axis=1).max()))
     orders = np.zeros((len(counts), num_rows), np.int32)
@@ -254,7 +254,7 @@ def _ragged_all_to_all(case: Case, handle: Handle) -> Variant:
         order = np.nonzero(wanted.T)[1]  # by destination, then token
         orders[rank, : len(order)] = order
     starts = np.cumsum(counts, axis=1) - counts
-    places = np.cumsum(counts, axis=0) - counts  # where on each destination the rows of a source begin
+    places = np.cumsum(counts, axis=0) - counts  # first row of each source on each destination
     sizes = np.stack([starts, counts, places, counts.T], axis=1).astype(np.int32)
     rows = (case.x, case.place(orders.reshape(-1)), case.place(sizes.reshape(-1, len(counts))))
 

@@ -1,25 +1,25 @@
-"""The expert layer of one GPU, from one token to thousands, by weight type, beside what else there is and its bounds.
+"""The expert layer on one GPU, from one token to thousands, by weight type, compared with alternatives and bounds.
 
     python benchmarks/fused_moe.py --models qwen3-30b mixtral-8x7b --tokens 1 16 4096
     python benchmarks/fused_moe.py --formats none mxfp4 --routing zipf --tensor-parallel 2
 
 Variants, each forward, without gradients:
 
-  fused_moe, FORMAT        as the package chooses, of bfloat16 or of `QuantizedWeights`; "FORMAT_tokens" quantises
-                           tokens too, to int8 with "int8" and to FP8 with all others
-  one launch, FORMAT       as the schedule may choose
-  several launches, FORMAT likewise
-  hidden rows, bfloat16    several, of which the first product stores hidden rows, activated in a launch of its own
-  TILES, FORMAT            one launch, cut in other ways, with `--tiles`
+  fused_moe, FORMAT        the default choice, with bfloat16 or quantized weights; "FORMAT_tokens" quantizes tokens
+                           too, to int8 with "int8" and to FP8 with all others
+  one launch, FORMAT       one kernel, by the schedule
+  several launches, FORMAT several kernels, by the schedule
+  hidden rows, bfloat16    several kernels; the first GEMM stores the FFN hidden state, and another kernel activates it
+  TILES, FORMAT            one kernel with other tiles, with `--tiles`
   moe_sort                 the sort alone, of all experts
-  a step of the chain      what each measurement here holds beside its variant
-  ragged_dot               sort, two `lax.ragged_dot` and the sums: what JAX offers
-  PyTorch, _grouped_mm     the layer of its grouped products, as a CUDA graph, where it is installed
-  batched einsum           the products alone, of as many rows in equal groups of all experts, by cuBLAS
+  a step of the chain      the part of each measurement that is not its variant
+  ragged_dot               sort, two `lax.ragged_dot` and the sums: JAX's operations
+  PyTorch, _grouped_mm     the layer of PyTorch's grouped GEMMs, as a CUDA graph, if installed
+  batched einsum           the GEMMs alone, with as many rows in equal groups of all experts, by cuBLAS
 
-With few tokens the matrices of the experts that have rows are most of what is read. So each row has the bytes of these,
-as they are stored, and what part that is of the fastest rate at which XLA is seen to read memory; with many, operations
-per second.
+With few tokens, most of the time is reading the weights of the experts that have rows. So each row has the bytes of
+these weights, as stored, and their rate as a share of the fastest rate at which XLA reads memory here. With many tokens
+the figure is operations per second.
 Writes results/fused_moe.json. `--shard N` takes the experts of one of N ranks, `--tensor-parallel N` an Nth of I.
 """
 
@@ -40,7 +40,7 @@ import jax_ep
 from jax_ep import formats
 from jax_ep.ops import registry
 from jax_ep.quantization import quantize, with_layout
-from jax_ep.tools.benchmark import baselines, harness, plots, profiler, torch_layer
+from jax_ep.tools.benchmark import baselines, harness, plots, profiler, pytorch
 from jax_ep.tools.benchmark.chains import Operation, chain
 from jax_ep.tools.benchmark.harness import Report, Timing
 from jax_ep.tools.benchmark.inputs import MODELS, Model, expert_mesh, make_weights, on_ranks, routing
@@ -54,9 +54,9 @@ if TYPE_CHECKING:  # these import Triton
 TOKENS, QUICK_TOKENS = [1, 4, 16, 64, 256, 1024, 4096, 16384], [1, 16]
 MODELS_BY_DEFAULT, QUICK = ["qwen3-30b", "mixtral-8x7b", "deepseek-v3", "gpt-oss-120b"], "tiny"
 ROUTINGS = ("uniform", "balanced", "zipf")
-LENGTHS = {64: (8, 104), 512: (4, 24)}  # by the most tokens; of more:
+LENGTHS = {64: (8, 104), 512: (4, 24)}  # by the most tokens; for more:
 LENGTHS_OF_MANY, QUICK_LENGTHS = (2, 10), (1, 3)
-UNROLL = 8  # calls in a step of a chain's loop, which takes some microseconds in a CUDA graph
+UNROLL = 8  # calls per step of a chain's loop; a step takes some microseconds in a CUDA graph
 TORCH = "PyTorch, _grouped_mm"
 READ, READ_BYTES, QUICK_READ_BYTES = "read of memory", 4 << 30, 1 << 20
 FORMATS: dict[str, dict[str, str]] = {name: {"format": name} for name in formats.FORMATS}
@@ -67,14 +67,14 @@ WAYS = [("fused_moe", None), ("one launch", jax_ep.Schedule(single_launch=True))
 
 
 def make_ids(kind: str, tokens: int, model: Model, seed: int) -> np.ndarray:
-    """`[T, K]` experts; "balanced": in turn, so that all have as many slots."""
+    """Make `[T, K]` experts; "balanced": in turn, so that all have equally many assignments."""
     if kind == "balanced":
         return (np.arange(tokens * model.top_k, dtype=np.int32) % model.experts).reshape(tokens, model.top_k)
     return routing(kind, tokens, model, np.random.default_rng(seed))
 
 
 def ragged(x: Array, ids: Array, weights: Array, w_gate_up: Array, w_down: Array) -> Array:
-    """The layer of JAX's own operations; slots without an expert here are sorted behind all groups."""
+    """Compute the layer with JAX's operations; assignments without an expert here are sorted behind all groups."""
     num_experts = w_down.shape[0]
     groups = jnp.where(ids < 0, num_experts, ids).reshape(-1)
     order = jnp.argsort(groups, stable=True)
@@ -87,17 +87,17 @@ def ragged(x: Array, ids: Array, weights: Array, w_gate_up: Array, w_down: Array
 
 
 def batched(x: Array, w_gate_up: Array, w_down: Array) -> Array:
-    """`[E, M, H]` rows by both products."""
+    """Compute both GEMMs of `[E, M, H]` rows."""
     return jnp.einsum("emi,eih->emh", baselines.swiglu(jnp.einsum("emh,ehf->emf", x, w_gate_up)), w_down)
 
 
 def sort(ids: Array, weights: Array, num_experts: int) -> Any:
-    """The slots by expert, in blocks of 64."""
+    """Sort the assignments by expert, in blocks of 64."""
     return jax_ep.moe_sort(ids, weights, num_experts=num_experts, block_size=64)
 
 
 def with_hidden_rows(layer: Callable[..., Array], x: Array, *others: Array) -> Array:
-    """The layer as a gradient needs it: its first product stores no activated rows."""
+    """Compute the layer as a gradient needs it: the first GEMM stores the FFN hidden state."""
     return jax.vjp(lambda x: layer(x, *others), x)[0]
 
 
@@ -112,17 +112,17 @@ def in_one_kernel(
 
 
 def bytes_of(matrices: Any, num_experts: int, active: int) -> int:
-    """Of the matrices of so many experts, as they are stored."""
+    """Return the bytes of the weights of `active` experts, as stored."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(matrices)) // num_experts * active
 
 
 def operations(
     args: argparse.Namespace, model: Model, tokens: int, matrices: tuple[Array, Array], stored: dict[str, Any]
 ) -> tuple[dict[str, Operation], dict[str, int], float]:
-    """What is timed, the bytes of matrices that each variant reads, and the operations of the products."""
+    """Return the variants, the bytes of weights that each of them reads, and the operations of the GEMMs."""
     mesh, num_experts = expert_mesh(1), matrices[1].shape[0]
     all_ids = make_ids(args.routing, tokens, model, args.seed)
-    ids = np.where(all_ids < num_experts, all_ids, -1)  # those of the other shards
+    ids = np.where(all_ids < num_experts, all_ids, -1)  # -1 for experts of other shards
     all_ids = jnp.asarray(all_ids)
     slots, active = int((ids >= 0).sum()), len(np.unique(ids[ids >= 0]))
     x = on_ranks(mesh, (tokens, model.hidden), 2)
@@ -138,7 +138,7 @@ def operations(
             ways |= {name: partial(in_one_kernel, tiles) for name, tiles in variations(default).items()}
         for way, function in ways.items():
             if way != "fused_moe" and expert_format == "int8_tokens":
-                continue  # several launches are all there is
+                continue  # no kernel fuses it
             found[f"{way}, {expert_format}"] = Operation(function, (*layer, *held))
             read[f"{way}, {expert_format}"] = bytes_of(held, num_experts, active)
     several = partial(jax_ep.fused_moe, schedule=SEVERAL, implementation=args.implementation)
@@ -156,7 +156,7 @@ def operations(
 
 
 def check(found: dict[str, Operation], stored: Collection[str], chosen: Collection[str]) -> None:
-    """Refuses to time what computes another layer: beside JAX's own operations, within what bits are left."""
+    """Raise if a variant differs from JAX's operations by more than its format explains."""
     layers = [name for name in chosen if name.rpartition(", ")[2] in ("bfloat16", *stored)]
     if not layers:
         return
@@ -166,24 +166,24 @@ def check(found: dict[str, Operation], stored: Collection[str], chosen: Collecti
         try:
             return jax.jit(found[name].step)(*found[name].arguments).astype(jnp.float32)
         except (NotImplementedError, ValueError):
-            return None  # measured as a failure
+            return None  # reported later as a failure
 
     with ThreadPoolExecutor(harness.WORKERS) as pool:
         results = dict(zip(layers, pool.map(result_of, layers), strict=True))
     for name, got in results.items():
         if got is not None:
-            # No token may have an expert of this shard.
+            # All tokens may have experts of other shards.
             error = float(jnp.linalg.norm(got - want) / jnp.maximum(jnp.linalg.norm(want), 1e-30))
             if not error < (0.02 if name.endswith("bfloat16") else 0.3):
                 raise RuntimeError(f"{name} is wrong: error {error:.2g} in the norm.")
 
 
 def read_memory(args: argparse.Namespace) -> float:
-    """Bytes that XLA moves in a second, at best: it adds up rows or columns, or copies."""
+    """Measure the most bytes per second that XLA moves: it sums rows or columns, or copies."""
     count = (QUICK_READ_BYTES if args.quick else READ_BYTES) // 2
     x, zero = on_ranks(expert_mesh(1), (count // 4096, 4096), 7), jnp.zeros((1,), jnp.bfloat16)
     moved = {"sums of rows": x.nbytes, "sums of columns": x.nbytes, "copy": 2 * x.nbytes}
-    # Each call needs `zero`, of which a new value is written before it; writing into x might copy it.
+    # Each call needs `zero`, which is rewritten before it; writing into x might copy it.
     functions: dict[str, Callable[[Array, Array], Array]] = {
         "sums of rows": lambda zero, x: jnp.sum(x + zero, axis=1, dtype=jnp.float32),
         "sums of columns": lambda zero, x: jnp.sum(x + zero, axis=0, dtype=jnp.float32),
@@ -197,18 +197,18 @@ def read_memory(args: argparse.Namespace) -> float:
 
 
 def stored_as(expert_format: str, w: Array) -> jax_ep.QuantizedWeights:
-    """Matrices in one of `FORMATS`."""
+    """Quantize weights to one of `FORMATS`."""
     found = quantize(w, **FORMATS[expert_format])
     return with_layout(found, "prepacked") if expert_format.endswith("_prepacked") else found
 
 
 def lengths(tokens: int) -> tuple[int, int]:
-    """Of chains: long where calls are short."""
+    """Return the lengths of chains: long chains for short calls."""
     return next((both for most, both in LENGTHS.items() if tokens <= most), LENGTHS_OF_MANY)
 
 
 def measure(report: Report, args: argparse.Namespace, name: str, rate: float) -> None:
-    """All numbers of tokens of one model."""
+    """Measure all numbers of tokens of one model."""
     full = MODELS[name]
     model = full._replace(intermediate=full.intermediate // args.tensor_parallel)
     matrices = make_weights(expert_mesh(1), model._replace(experts=model.experts // args.shard))
@@ -237,9 +237,9 @@ def measure(report: Report, args: argparse.Namespace, name: str, rate: float) ->
             failures=failures,
             compiler_options=harness.GRAPHS if args.graphs else None,
         )
-        if torch_layer.is_here() and args.shard == 1:
+        if pytorch.is_here() and args.shard == 1:
             try:
-                times[TORCH] = torch_layer.measure(found["ragged_dot"].arguments, args.rounds)
+                times[TORCH] = pytorch.measure_layer(found["ragged_dot"].arguments, args.rounds)
                 read[TORCH] = read["ragged_dot"]
             except RuntimeError as error:
                 failures[TORCH] = str(error)
@@ -247,7 +247,7 @@ def measure(report: Report, args: argparse.Namespace, name: str, rate: float) ->
 
 
 def profile(report: Report, shape: dict[str, Any], chosen: dict[str, Operation], rounds: int) -> None:
-    """What kernels each variant consists of."""
+    """Profile the kernels of each variant."""
     for variant, operation in chosen.items():
         program = profiler.Program(operation.step, operation.arguments, 1)
         timing, found = profiler.profile(program, rounds)
@@ -264,7 +264,7 @@ def show(
     flops: float,
     rate: float,
 ) -> None:
-    """Adds one case to the report, and prints it."""
+    """Add one case to the report, and print it."""
     table = []
     for variant, timing in times.items():
         seconds, details = max(timing.median, 1e-9), dict[str, float]()
@@ -282,7 +282,7 @@ def show(
 
 
 def options(prog: str | None = None) -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     parser = harness.parser(__doc__, "fused_moe", prog=prog, rounds=8, tokens=str(TOKENS))
     parser.add_argument("--models", nargs="+", choices=MODELS, help=f"default: {MODELS_BY_DEFAULT}")
     parser.add_argument("--formats", nargs="*", choices=FORMATS, default=["fp8", "fp8_tokens", "int8", "mxfp4"])
@@ -290,11 +290,11 @@ def options(prog: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=count_or_zero, default=0, help="of the routing")
     parser.add_argument("--shard", type=int, default=1, metavar="N", help="the experts of one of N ranks")
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="an Nth of I")
-    parser.add_argument("--graphs", action="store_true", help="launch chains as CUDA graphs, as short calls need")
-    parser.add_argument("--tiles", action="store_true", help="time the one launch in many tilings, too")
-    parser.add_argument("--only", nargs="+", help="only variants whose names hold one of these")
+    parser.add_argument("--graphs", action="store_true", help="launch chains as CUDA graphs, which short calls need")
+    parser.add_argument("--tiles", action="store_true", help="also time one kernel with other tiles")
+    parser.add_argument("--only", nargs="+", help="only variants whose names contain one of these")
     parser.add_argument("--kernels", action="store_true", help="profile each variant instead, see kernel_times.py")
-    parser.add_argument("--lengths", type=int, nargs=2, help="of chains, where a short call needs longer ones")
+    parser.add_argument("--lengths", type=int, nargs=2, help="lengths of chains; short calls need longer ones")
     parser.add_argument(
         "--implementation", choices=registry.available(), help="of jax_ep's variants; default: its choice"
     )
@@ -302,7 +302,7 @@ def options(prog: str | None = None) -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
-    """Measures all models asked for."""
+    """Measure the models of the command line."""
     parser = options(prog)
     args = harness.parse(parser, arguments)
     if args.lengths and args.lengths[0] >= args.lengths[1]:
@@ -316,7 +316,7 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
     kept += ("graphs", "lengths")
     report = Report("fused_moe", args, {name: getattr(args, name) for name in kept})
     if args.tiles:
-        # What goes past the public operations asks for no context of its own.
+        # Direct calls of kernels do not initialize a context.
         jax_ep.init(transport=None if jax.default_backend() == "gpu" else "shared_memory")
     rate = 0.0 if args.kernels else read_memory(args)
     if rate:

@@ -1,4 +1,4 @@
-"""Inputs of the grouped GEMM benchmarks, and checks that what is timed is right."""
+"""Inputs of the grouped GEMM benchmarks, and checks of their results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax import Array, lax
 
 
 def group_sizes(distribution: str, rows: int, groups: int) -> Array:
-    """`[groups]` int32 with sum `rows`; Zipf has exponent 1 and its groups in random order."""
+    """Return `[groups]` int32 sizes with sum `rows`; Zipf has exponent 1 and groups in random order."""
     rng = np.random.default_rng(groups)
     share = np.full(groups, 1 / groups) if distribution == "multinomial" else 1 / (1 + rng.permutation(groups))
     if distribution == "equal":
@@ -22,7 +22,7 @@ def group_sizes(distribution: str, rows: int, groups: int) -> Array:
 
 
 def make_operands(rows: int, k: int, n: int, groups: int, dtype: Any, distribution: str) -> tuple[Array, Array, Array]:
-    """`lhs [rows, k]`, `rhs [groups, k, n]` and sizes; random numbers, because zeros draw less power."""
+    """Make `lhs [rows, k]`, `rhs [groups, k, n]` and sizes, with random numbers, because zeros draw less power."""
     keys = jax.random.split(jax.random.key(0), 2)
     lhs = jax.random.normal(keys[0], (rows, k), dtype)
     rhs = jax.jit(lambda key: jax.random.normal(key, (groups, k, n), dtype) / np.sqrt(k).astype(dtype))(keys[1])
@@ -30,7 +30,7 @@ def make_operands(rows: int, k: int, n: int, groups: int, dtype: Any, distributi
 
 
 class Sample(NamedTuple):
-    """Some rows of the right result, float32."""
+    """Some rows of the expected result, float32."""
 
     rows: Array
     expected: Array
@@ -38,7 +38,7 @@ class Sample(NamedTuple):
 
 @jax.jit
 def make_sample(lhs: Array, rhs: Array, sizes: Array) -> Sample:
-    """16 rows, each the product of a vector with the matrix of its group."""
+    """Compute 16 rows of the expected result, in float32."""
     rows = jnp.linspace(0, lhs.shape[0] - 1, 16).astype(jnp.int32)
     groups = jnp.searchsorted(jnp.cumsum(sizes), rows, side="right")
 
@@ -50,7 +50,7 @@ def make_sample(lhs: Array, rhs: Array, sizes: Array) -> Sample:
 
 
 def check(name: str, out: Array, sample: Sample) -> float:
-    """Largest error of the sampled rows in units of their root mean square; refuses to time wrong results."""
+    """Return the largest error of the sampled rows, in units of their root mean square; raise if it is too large."""
     expected = np.asarray(sample.expected)
     error = float(np.abs(np.asarray(out[sample.rows], np.float32) - expected).max() / np.sqrt(np.mean(expected**2)))
     limit = 1e-4 if out.dtype.itemsize >= 4 else 0.05

@@ -1,7 +1,7 @@
-"""The grouped GEMMs of Triton and Pallas beside cuBLAS and the portable loop; part of grouped_gemm.py.
+"""The grouped GEMMs of Triton and Pallas, compared with cuBLAS and the portable loop; part of grouped_gemm.py.
 
-All rates count the rows of the problem, not those that tiles compute in vain. cuBLAS multiplies equal groups, which is
-the least work, and is in every round: ratios to it are taken within rounds.
+All rates count the rows of the problem, not the extra rows of tiles. cuBLAS multiplies equal groups, which is the least
+work, and runs in every round: ratios to it are taken within rounds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jax_ep.pallas import grouped_gemm as pallas_gemm
 from jax_ep.pallas.tiling import ForwardTiles as PallasForwardTiles
 from jax_ep.pallas.tiling import Fp8Tiles
 from jax_ep.pallas.tiling import WeightTiles as PallasWeightTiles
-from jax_ep.tools.benchmark import harness, torch_products
+from jax_ep.tools.benchmark import harness, pytorch
 from jax_ep.tools.benchmark.gemm_inputs import check, group_sizes, make_operands, make_sample
 from jax_ep.tools.benchmark.harness import Report
 from jax_ep.xla import grouped_gemm as xla_gemm
@@ -48,13 +48,13 @@ FP8, PALLAS_FP8 = "triton, FP8", "pallas, FP8"
 QUANTISED = "pallas, FP8, operands quantised in the same call"
 FP8_ERROR, ERROR = 0.4, 0.1
 """Of single elements, in units of the root mean square; FP8 is off by 0.04 in the norm, others by two roundings."""
-SAMPLE_S = 0.01  # of one timed sample: launches then cost nothing
+SAMPLE_S = 0.01  # of one timed sample, so that launches do not count
 
-type Product = Callable[[Array, Array, Array], Array | torch_products.OnStream]
+type Product = Callable[[Array, Array, Array], Array | pytorch.OnStream]
 
 
 class Problem(NamedTuple):
-    """One direction of one shape, its operands, and the right results by distribution."""
+    """One direction of one shape, its operands, and the expected results by distribution."""
 
     direction: str
     shape: tuple[int, int, int, int]
@@ -75,7 +75,7 @@ class Problem(NamedTuple):
 
 
 def triton(direction: str, tiles: Tiles | WeightTiles | None = None) -> Product:
-    """The kernel, with its default tiles or others."""
+    """Return the Triton kernel, with its default tiles or others."""
     from jax_ep.megakernels import grouped_gemm  # imports Triton
 
     if direction == "weight gradient":
@@ -85,7 +85,7 @@ def triton(direction: str, tiles: Tiles | WeightTiles | None = None) -> Product:
 
 
 def pallas(direction: str, tiles: PallasTiles | None = None) -> Product:
-    """The kernel that needs no Triton, with its default tiles or others."""
+    """Return the Pallas kernel, with its default tiles or others."""
     if direction == "weight gradient":
         return jax.jit(partial(pallas_gemm.weight_gradient, out_dtype=jnp.bfloat16, tiles=tiles))
     transpose = direction == "input gradient"
@@ -93,7 +93,7 @@ def pallas(direction: str, tiles: PallasTiles | None = None) -> Product:
 
 
 def gathered_weights(a: Array, b: Array, sizes: Array, *, transpose: bool) -> Array:
-    """The weight gradient with a list of rows that, unknown to the kernels, names them in order."""
+    """Compute the weight gradient of gathered rows; the kernels do not know that the list is in order."""
     from jax_ep.megakernels.rows import gather_rows  # imports Triton
 
     tokens, rows = (b, a) if transpose else (a, b)
@@ -106,7 +106,7 @@ def gathered_weights(a: Array, b: Array, sizes: Array, *, transpose: bool) -> Ar
 
 
 def in_fp8(problem: Problem, tiles: dict[str, Fp8Tiles] | None = None) -> dict[str, Product]:
-    """The forward product in FP8: of operands that are quantised already, and with their quantisation.
+    """Return the forward GEMMs in FP8: of quantized operands, and including the quantization.
 
     `tiles` are more variants of the Pallas kernel, by name.
     """
@@ -135,7 +135,7 @@ def in_fp8(problem: Problem, tiles: dict[str, Fp8Tiles] | None = None) -> dict[s
 
 
 def weights_in_fp8(problem: Problem) -> dict[str, Product]:
-    """The weight gradient in FP8 of columns that are quantised already."""
+    """Return the weight gradients in FP8 of operands that are quantized by columns."""
     from jax_ep.megakernels import activation, grouped_gemm  # imports Triton
 
     quantise = jax.jit(
@@ -154,14 +154,14 @@ def weights_in_fp8(problem: Problem) -> dict[str, Product]:
 
 
 def portable(direction: str) -> Product:
-    """The loop over tiles in plain XLA."""
+    """Return the loop over tiles in plain XLA."""
     if direction == "weight gradient":
         return partial(xla_gemm.weight_gradient, out_dtype=jnp.bfloat16)
     return partial(xla_gemm.grouped_gemm, transpose_rhs=direction == "input gradient", out_dtype=jnp.bfloat16)
 
 
 def cublas(direction: str) -> Product:
-    """One batched product of equal groups; their number divides the rows."""
+    """Return the batched GEMM of equal groups, whose number divides the rows."""
     formula = {"forward": "gmk,gkn->gmn", "input gradient": "gmn,gkn->gmk", "weight gradient": "gmk,gmn->gkn"}
 
     def run(a: Array, b: Array, sizes: Array) -> Array:
@@ -179,7 +179,7 @@ def cublas(direction: str) -> Product:
 
 
 def make_problems(shape: tuple[int, int, int, int], directions: Iterable[str]) -> Iterator[Problem]:
-    """The directions of one shape on all distributions; the portable loop's results, of which some rows are checked."""
+    """Make the problems of one shape; the portable loop gives the expected results, and some rows are checked."""
     rows, k, n, groups = shape
     lhs, rhs, _ = make_operands(rows, k, n, groups, jnp.bfloat16, "equal")
     cotangent = jax.random.normal(jax.random.key(1), (rows, n), jnp.bfloat16)
@@ -197,7 +197,7 @@ def make_problems(shape: tuple[int, int, int, int], directions: Iterable[str]) -
 
 
 def check_matrix(name: str, out: Array, lhs: Array, rhs: Array, sizes: Array) -> None:
-    """Compares some rows of the largest group's matrix with a product in float32."""
+    """Compare some rows of the largest group's gradient with a float32 GEMM."""
     group = int(jnp.argmax(sizes))
     end = int(sizes[: group + 1].sum())
     rows = slice(end - int(sizes[group]), end)
@@ -210,18 +210,18 @@ def check_matrix(name: str, out: Array, lhs: Array, rhs: Array, sizes: Array) ->
 @jax.jit
 def _difference(out: Array, expected: Array) -> Array:
     out, expected = out.astype(jnp.float32), expected.astype(jnp.float32)
-    # The gradients of one matrix are sums over its group: their size, and that of their rounding, follows its rows.
+    # Weight gradients are sums over their group, so their size and rounding depend on its rows.
     size = jnp.sqrt(jnp.mean(expected**2, axis=(-2, -1), keepdims=True))
     return jnp.max(jnp.abs(out - expected) / jnp.maximum(size, 1e-30))
 
 
 def refuse_if_different(name: str, out: Array, expected: Array) -> float:
-    """Largest difference of any element in units of the root mean square, in gradients that of its matrix.
+    """Return the largest difference of an element, in units of the root mean square of its matrix; raise if wrong.
 
-    It is that of two roundings to bfloat16 of large elements, and of the operands' in FP8.
+    Large elements differ by two roundings to bfloat16, and in FP8 by those of the operands.
     """
     error, limit = float(_difference(out, expected)), FP8_ERROR if "FP8" in name else ERROR
-    if not error < limit:  # NaN too
+    if not error < limit:  # also for NaN
         raise RuntimeError(f"{name} is wrong: error {error:.2g} of the root mean square, limit {limit}.")
     return error
 
@@ -230,7 +230,7 @@ def refuse_if_different(name: str, out: Array, expected: Array) -> float:
 
 
 class Run(NamedTuple):
-    """What is timed."""
+    """A variant and its distribution of rows."""
 
     variant: str
     distribution: str
@@ -239,7 +239,7 @@ class Run(NamedTuple):
 def measure(
     report: Report, rounds: int, settle_s: float, problem: Problem, products: dict[str, Product], **details: Any
 ) -> list[str]:
-    """Times products on all distributions beside cuBLAS, a line for each; failures and wrong results end a product."""
+    """Measure GEMMs on all distributions and cuBLAS, and return a line for each; report failures and wrong results."""
     shape = dict(zip(("rows", "k", "n", "groups"), problem.shape, strict=True)) | {"dtype": "bfloat16"}
     details |= {"part": "kernels", "direction": problem.direction}
     lines, errors, timed = [], {}, {}
@@ -248,7 +248,7 @@ def measure(
             arguments = problem.operands[distribution]
             try:
                 out = product(*arguments)
-                out = out.array() if isinstance(out, torch_products.OnStream) else out
+                out = out.array() if isinstance(out, pytorch.OnStream) else out
                 error = refuse_if_different(name, out, problem.expected[distribution])
             except (jax.errors.JaxRuntimeError, RuntimeError, ValueError, NotImplementedError) as failure:
                 reason = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
@@ -272,7 +272,7 @@ def measure(
 
 
 def repeated(call: Callable[[], Any]) -> tuple[Callable[[], Any], int]:
-    """A compiled call, made so often, without waiting in between, that launches do not count; and how often."""
+    """Return a function that repeats a call without waiting, so that launches do not count, and the repetitions."""
     start = time.perf_counter()
     jax.block_until_ready(call())
     count = int(np.clip(SAMPLE_S / (time.perf_counter() - start), 0, 20)) + 1
@@ -286,7 +286,7 @@ def repeated(call: Callable[[], Any]) -> tuple[Callable[[], Any], int]:
 
 
 def measure_kernels(report: Report, args: argparse.Namespace) -> None:
-    """TFLOP/s of the kernels with their default tiles."""
+    """Measure TFLOP/s of the kernels with their default tiles."""
     with workers_on_cpu():
         for problem in problems(args):
             products = {TRITON: triton(problem.direction), PALLAS: pallas(problem.direction)}
@@ -294,8 +294,8 @@ def measure_kernels(report: Report, args: argparse.Namespace) -> None:
             if problem.direction == "forward" and problem.shape[1] % 128 == 0:
                 tiles = {f"{some.stages} stages, bands of {some.band}": some for some in args.fp8_tiles}
                 products |= in_fp8(problem, tiles)
-            if problem.direction == "forward" and torch_products.is_here():
-                products |= torch_products.products(*problem.operands["equal"][:2])
+            if problem.direction == "forward" and pytorch.is_here():
+                products |= pytorch.gemms(*problem.operands["equal"][:2])
             if problem.direction == "weight gradient":
                 products |= weights_in_fp8(problem) if problem.shape[1] % 128 == problem.shape[2] % 128 == 0 else {}
                 products |= {
@@ -314,7 +314,7 @@ def problems(args: argparse.Namespace) -> Iterator[Problem]:
 
 @contextlib.contextmanager
 def workers_on_cpu() -> Iterator[None]:
-    """On CPU devices, which only serve to try the benchmark out, kernels run in the interpreter."""
+    """Run kernels in the interpreter on CPU devices, to try the benchmark."""
     if jax.default_backend() == "cpu":
         jax_ep.init(transport="shared_memory")
     try:

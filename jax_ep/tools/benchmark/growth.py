@@ -1,4 +1,4 @@
-"""Whether what a kernel takes grows with what it moves, from one number of ranks to the next."""
+"""Compare the growth of a kernel's time with that of its bytes, from one number of ranks to the next."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import NamedTuple
 import numpy as np
 
 MARGIN = 1.1
-"""Times as fast as its bytes a time may grow: single timings differ by some percent."""
+"""How much faster than its bytes a time may grow: single timings differ by some percent."""
 
 LEAST_SHARE = 0.02
-"""Kernels that take less of the busy time are left out: they are all launch."""
+"""Kernels with a smaller share of the busy time are ignored: their time is that of the launch."""
 
 
 class Moved(NamedTuple):
     """Bytes of the most loaded rank.
 
     Attributes:
-      rows: of the rows of its experts.
-      sent: of tokens that it sends or receives, once for each pair of token and rank.
-      sent_apart: the same, once for each pair of token and expert.
-      ids: of the experts' ids of all ranks, which each rank has.
+      rows: of its expert rows.
+      sent: of tokens that it sends or receives, once per token and rank.
+      sent_apart: the same, once per token and expert.
+      ids: of the expert ids of all ranks.
     """
 
     rows: float
@@ -44,15 +44,15 @@ KERNELS = {
     "send_order_count": _IDS,
     "send_order_place": _IDS,
 }
-"""What a kernel moves, by its name in the profiler; all others, those of products too, move rows."""
+"""The bytes that a kernel moves, by its name in the profiler; all others, such as GEMMs, move rows."""
 
 
 class Travelling(NamedTuple):
-    """`[W, W]` how many leave a rank for another; nothing leaves a rank for itself.
+    """`[W, W]` numbers of tokens from each rank to each other rank; 0 to itself.
 
     Attributes:
-      tokens: once for each rank that has an expert of theirs.
-      pairs: of a token and an expert.
+      tokens: once per rank that has one of their experts.
+      pairs: once per token and expert.
     """
 
     tokens: np.ndarray
@@ -60,17 +60,17 @@ class Travelling(NamedTuple):
 
 
 def travelling(ids: np.ndarray, num_ranks: int, num_experts: int) -> Travelling:
-    """What travels between ranks, of `[W * T, K]` ids."""
+    """Count the tokens that ranks send, from `[W * T, K]` ids."""
     owner = ids.reshape(num_ranks, -1, ids.shape[1]) // (num_experts // num_ranks)  # [W, T, K]
-    elsewhere = 1 - np.eye(num_ranks, dtype=np.int64)
+    others = 1 - np.eye(num_ranks, dtype=np.int64)
     here = [owner == rank for rank in range(num_ranks)]
     tokens = np.stack([mask.any(axis=2).sum(axis=1) for mask in here], axis=1)
     pairs = np.stack([mask.sum(axis=(1, 2)) for mask in here], axis=1)
-    return Travelling(tokens * elsewhere, pairs * elsewhere)
+    return Travelling(tokens * others, pairs * others)
 
 
 def moved(ids: np.ndarray, num_ranks: int, num_experts: int, row_bytes: int) -> Moved:
-    """What the most loaded rank moves of `[W * T, K]` ids, with so many bytes in a row."""
+    """Return the bytes of the most loaded rank, from `[W * T, K]` ids."""
     travel = travelling(ids, num_ranks, num_experts)
     rows = np.bincount(ids.reshape(-1) // (num_experts // num_ranks), minlength=num_ranks).max()
     sent, apart = (float(max(part.sum(axis=0).max(), part.sum(axis=1).max()) * row_bytes) for part in travel)
@@ -78,7 +78,7 @@ def moved(ids: np.ndarray, num_ranks: int, num_experts: int, row_bytes: int) -> 
 
 
 def allowed(kinds: Sequence[str], before: Moved, after: Moved) -> float:
-    """How many times as much is moved, of whatever grows most; without end where there was nothing before."""
+    """Return the growth of the bytes that grow most; infinity if there were none."""
 
     def ratio(kind: str) -> float:
         old, new = getattr(before, kind), getattr(after, kind)
@@ -90,7 +90,7 @@ def allowed(kinds: Sequence[str], before: Moved, after: Moved) -> float:
 def warnings(
     what: str, kinds: Sequence[str], seconds: Mapping[int, float], bytes_by_ranks: Mapping[int, Moved]
 ) -> list[str]:
-    """A line for each step from one number of ranks to the next in which a time grows faster than its bytes."""
+    """Return a line for each step between numbers of ranks in which a time grows faster than its bytes."""
     found = []
     for fewer, more in itertools.pairwise(sorted(seconds)):
         bytes_grow = allowed(kinds, bytes_by_ranks[fewer], bytes_by_ranks[more])

@@ -1,4 +1,4 @@
-"""Sizes of models, meshes, routing and random arrays that the benchmarks run on."""
+"""Inputs of the benchmarks: sizes of models, meshes, routing and random arrays."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Model(NamedTuple):
 
 MODELS = {
     "deepseek-v3": Model(7168, 2048, 256, 8),
-    "deepseek-v3-quarter": Model(7168, 2048, 64, 8),  # a quarter of its experts, which one GPU can train
+    "deepseek-v3-quarter": Model(7168, 2048, 64, 8),  # with a quarter of the experts, one GPU can train it
     "qwen3-235b": Model(4096, 1536, 128, 8),
     "mixtral-8x7b": Model(4096, 14336, 8, 2),
     "qwen3-30b": Model(2048, 768, 128, 8),
@@ -41,7 +41,7 @@ DEFAULT, QUICK = "deepseek-v3", "tiny"
 
 
 def expert_mesh(num_ranks: int) -> jax.sharding.Mesh:
-    """The first devices, on the axis of the experts."""
+    """Return a mesh of the first devices, on the axis of the experts."""
     if num_ranks > jax.device_count():
         raise ValueError(f"--ranks {num_ranks}: there are {jax.device_count()} devices")
     auto = (jax.sharding.AxisType.Auto,)
@@ -49,14 +49,14 @@ def expert_mesh(num_ranks: int) -> jax.sharding.Mesh:
 
 
 def popularity(kind: str, experts: int, rng: np.random.Generator, exponent: float = 1.0) -> np.ndarray:
-    """`[experts]` logarithm of how often each is chosen: all alike, or by Zipf's law in a random order."""
+    """Return `[experts]` logarithms of popularities: uniform, or by Zipf's law in a random order."""
     if kind != "zipf":
         return np.zeros(experts)
     return -exponent * np.log(1 + rng.permutation(experts))
 
 
 def choose(popularity: np.ndarray, num_tokens: int, top_k: int, rng: np.random.Generator) -> np.ndarray:
-    """`[num_tokens, top_k]` different experts per token, one after another by their popularity among the others."""
+    """Draw `[num_tokens, top_k]` different experts per token, without replacement, by popularity."""
     if num_tokens * top_k >= 1 << 31:
         raise ValueError(f"{num_tokens} tokens of all ranks with {top_k} experts each: more than int32 numbers")
     ids = np.empty((num_tokens, top_k), np.int32)
@@ -67,17 +67,17 @@ def choose(popularity: np.ndarray, num_tokens: int, top_k: int, rng: np.random.G
 
 
 def routing(kind: str, num_tokens: int, model: Model, rng: np.random.Generator) -> np.ndarray:
-    """`[num_tokens, top_k]` different experts per token, all alike or by Zipf's law."""
+    """Draw `[num_tokens, top_k]` different experts per token, uniformly or by Zipf's law."""
     return choose(popularity(kind, model.experts, rng), num_tokens, model.top_k, rng)
 
 
 def on_ranks(mesh: jax.sharding.Mesh, shape: tuple[int, ...], seed: int, scale: float = 1.0) -> Array:
-    """Random bfloat16 numbers, of this shape on every rank; made there, in chunks that need little memory besides."""
+    """Make random bfloat16 numbers of this shape on every rank, in chunks that need little extra memory."""
     chunks = next(n for n in range(1, shape[0] + 1) if shape[0] % n == 0 and math.prod(shape) <= n * _CHUNK)
 
     def make(rank: Array) -> Array:
         def chunk(key: Array) -> Array:
-            # Numbers drawn in bfloat16 have few different values, and would draw less power.
+            # Numbers drawn in bfloat16 have few distinct values, and the GPU would draw less power.
             numbers = scale * jax.random.normal(key, (shape[0] // chunks, *shape[1:]), jnp.float32)
             return numbers.astype(jnp.bfloat16)
 
@@ -89,7 +89,7 @@ def on_ranks(mesh: jax.sharding.Mesh, shape: tuple[int, ...], seed: int, scale: 
 
 
 def make_weights(mesh: jax.sharding.Mesh, model: Model) -> tuple[Array, Array]:
-    """Both matrices of all experts, `[E, H, 2I]` and `[E, I, H]`, sharded."""
+    """Make the weights of all experts, `[E, H, 2I]` and `[E, I, H]`, sharded."""
     num_local = model.experts // mesh.devices.size
     gate_up = on_ranks(mesh, (num_local, model.hidden, 2 * model.intermediate), 0, model.hidden**-0.5)
     return gate_up, on_ranks(mesh, (num_local, model.intermediate, model.hidden), 1, model.intermediate**-0.5)

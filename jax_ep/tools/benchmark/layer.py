@@ -1,30 +1,26 @@
-"""The whole expert layer and its fused halves on GPUs, beside what plain JAX offers: device time inside jit.
+"""The expert layer and its fused parts on GPUs, compared with plain JAX: device time inside jit.
 
     python benchmarks/layer.py --models deepseek-v3 --tokens 4096 --routing uniform     # one case
     python benchmarks/layer.py --models mixtral-8x7b --add                              # more, to the same file
 
-Writes results/moe_layer.json, and draws layer_by_model.png of all such reports. `--quick` without GPUs runs the layers
-in plain XLA, and parts, if asked for, in Triton's interpreter.
+Writes results/moe_layer.json, and draws layer_by_model.png of all such reports. Without GPUs `--quick` runs the layers
+in plain XLA, and parts, if requested, in Triton's interpreter.
 
-Parts: fused kernels are compared with the longer of exchange and product, and with both in sequence, dispatch + GEMM 1
-with the product of `pallas`, too. GEMM 2 + combine runs as the package chooses, and in each mode by name; the sequence
-has the product of `triton`. "gradients" is the backward pass of dispatch + GEMM 1: GEMM + combine, as the package
-chooses, and the weight gradient, each alone, one after the other, and with the gradient in the launch of GEMM +
-combine, or in that of combine alone. The batched einsum has as many rows in equal groups.
-Layers: forward, and with the gradients of tokens, router weights and both matrices; the baselines are those of
-baselines.py. The capacity of `jax_ep.moe` and of the ragged baseline is the most loaded rank's rows, rounded up to
-128, which the host knows from the routing, so that nothing is dropped; `--layers dropless` is the layer with room for
-any routing, and does the same work with W times the rows. `--layers scatter serial` is the layer in each mode of
-GEMM + combine, "fused dispatch" and "serial dispatch" in those of dispatch + GEMM, and "fused gradients" and "gradients
-apart" with `fuse_weight_gradients`, and "kept" with `keep_tokens`: beside "moe" it shows what it costs to send tokens
-again, and how much each keeps for the backward pass, without matrices. `--layers moe wire fp8 "fp8 once" xla` compares
-the layer in bfloat16 with those that send in FP8, and send and multiply in FP8; the quantisation of the matrices is in
-their time, but for "fp8 once", whose matrices were quantised before. The other baseline drops, and the report says how
-much.
-TFLOP/s are those of a GPU on average and count real rows only, with three times the forward's for both ways.
+Parts compare a fused kernel with the longer of all-to-all and GEMM, and with both in sequence; the sequence of
+dispatch + GEMM 1 also with the GEMM of `pallas`. GEMM 2 + combine runs with the default choice, and in each mode.
+"gradients" is the backward pass of dispatch + GEMM 1: GEMM + combine and the weight gradient, alone, in sequence, and
+with the weight gradient in the kernel of GEMM + combine or of combine. The batched einsum has as many rows in equal
+groups.
 
-The parts of a case take turns with each other, and so do its layers. The ragged baseline comes last, by itself: it is
-slow, and a run in which it hangs ends there.
+Layers run forward, and with the gradients of tokens, router weights and expert weights. The baselines are in
+baselines.py. The capacity of `jax_ep.moe` and of the ragged baseline is the number of rows of the most loaded rank,
+rounded up to 128, so nothing is dropped. The other baseline drops; the report says how much. `--layers scatter serial`
+runs the layer in each mode of GEMM + combine, "fused dispatch" and "serial dispatch" in those of dispatch + GEMM,
+"fused gradients" and "gradients apart" with and without `fuse_weight_gradients`. "fp8" quantizes the weights in each
+call, "fp8 once" before.
+
+TFLOP/s are per GPU, count real rows only, and count three times the forward pass for forward + backward. The parts of a
+case are interleaved, and so are its layers. The ragged baseline runs last: it is slow, and if it hangs, the run ends.
 """
 
 from __future__ import annotations
@@ -66,7 +62,7 @@ DIRECTIONS = {"forward": False, "forward + backward": True}
 
 
 def chain_lengths(tokens: int, *, layer: bool, quick: bool) -> tuple[int, int]:
-    """Calls of the short and the long chain: their difference must be far above what one launch may take longer."""
+    """Return calls of the short and the long chain, whose difference must exceed the scatter of one launch."""
     if quick:
         return 1, 3
     if tokens <= 1024:
@@ -75,9 +71,9 @@ def chain_lengths(tokens: int, *, layer: bool, quick: bool) -> tuple[int, int]:
 
 
 def measure_parts(run: Run, case: Case, args: argparse.Namespace) -> None:
-    """The halves of the layer."""
+    """Measure the parts of the layer."""
     lengths = chain_lengths(case.layout.num_tokens, layer=False, quick=args.quick)
-    on_gpus = jax.default_backend() == "gpu"  # Mosaic's interpreter takes one device at a time
+    on_gpus = jax.default_backend() == "gpu"  # Mosaic's interpreter supports one device at a time
     variants = parts(case, args.parts, pallas=on_gpus)
     times = run.measure(case, "forward", variants, lengths)
     others = {
@@ -89,7 +85,7 @@ def measure_parts(run: Run, case: Case, args: argparse.Namespace) -> None:
         part, ratios = PARTS[key], {}
         fused = [part.fused, *others[key]]
         for name in fused:
-            overlaps = key != "gradients"  # there both parts multiply
+            overlaps = key != "gradients"  # there both parts are GEMMs
             if overlaps and {name, part.exchange, part.product} <= set(times):
                 both = times[part.exchange], times[part.product]
                 ratios[f"{name} / longer of both"] = ratio_to_longer(times[name], *both)
@@ -104,7 +100,7 @@ def measure_parts(run: Run, case: Case, args: argparse.Namespace) -> None:
 
 
 def measure_layers(run: Run, case: Case, chosen: list[str], args: argparse.Namespace) -> None:
-    """The layer in both directions."""
+    """Measure the layer in both directions."""
     lengths = chain_lengths(case.layout.num_tokens, layer=True, quick=args.quick)
     for direction in args.directions:
         variants = layers(case, chosen, backward=DIRECTIONS[direction])
@@ -116,7 +112,7 @@ def measure_layers(run: Run, case: Case, chosen: list[str], args: argparse.Names
 
 
 def layer_notes(case: Case) -> dict[str, dict[str, Any]]:
-    """What rows of the report say about variants: which implementation serves the users' call, and what is dropped."""
+    """Return notes on variants: the implementation of the default call, and the share of dropped assignments."""
     facts = ExchangeFacts(case.inputs[0].dtype, case.model.hidden, case.layout)
     return {
         LAYERS["moe"]: {"implementation": registry.choose(OPTIONS, facts).implementation},
@@ -125,7 +121,7 @@ def layer_notes(case: Case) -> dict[str, dict[str, Any]]:
 
 
 def measure_ragged(run: Run, case: Case, timeout_s: float = RAGGED_TIMEOUT_S) -> None:
-    """The ragged baseline, with a watchdog."""
+    """Measure the ragged baseline, with a watchdog."""
     name, unfinished = LAYERS["ragged"], list(DIRECTIONS)
     for direction in DIRECTIONS:
         run.forget(case, direction, [name])
@@ -146,15 +142,15 @@ def measure_ragged(run: Run, case: Case, timeout_s: float = RAGGED_TIMEOUT_S) ->
 
 
 def cases(run: Run, mesh: jax.sharding.Mesh, wanted: Iterable[tuple[str, str, int]], minutes: float) -> Iterator[Case]:
-    """The cases, one at a time, until the time of the run is over."""
+    """Make the cases, one at a time, until the time of the run is over."""
     weights_of, weights, longest = "", None, 0.0
     for name, kind, tokens in wanted:
         began = time.perf_counter()
         if began - run.started + longest > 60 * minutes:
-            print(f"left out, for lack of time: {name}, {tokens} tokens/rank, {kind}")
+            print(f"left out, no time left: {name}, {tokens} tokens/rank, {kind}")
             continue
         if name != weights_of:
-            weights = None  # before the next ones take their place
+            weights = None  # free memory for the next ones
             weights_of, weights = name, make_weights(mesh, MODELS[name])
         yield make_case(mesh, name, kind, tokens, weights)
         gc.collect()
@@ -162,7 +158,7 @@ def cases(run: Run, mesh: jax.sharding.Mesh, wanted: Iterable[tuple[str, str, in
 
 
 def measure_all(run: Run, args: argparse.Namespace) -> None:
-    """All cases, and then the ragged baseline."""
+    """Measure all cases, then the ragged baseline."""
     mesh = expert_mesh(jax.device_count())
     wanted = list(itertools.product(args.models, args.routing, args.tokens))
     chosen = [name for name in args.layers if name != "ragged"]
@@ -181,7 +177,7 @@ def measure_all(run: Run, args: argparse.Namespace) -> None:
 
 
 def options(prog: str | None = None) -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     parser = harness.parser(__doc__, "layer", prog=prog, rounds=8, tokens="4096 1024 16384")
     parser.add_argument(
         "--models", nargs="+", choices=MODELS, help=f"default: {' '.join(DEFAULT_MODELS)}; --quick: tiny"
@@ -197,13 +193,13 @@ def options(prog: str | None = None) -> argparse.ArgumentParser:
         default=[4096],
         help="of the ragged baseline, if uniform",
     )
-    parser.add_argument("--minutes", type=float, default=8.0, help="begin no case that would end later")
-    parser.add_argument("--add", action="store_true", help="keep what the file holds of other cases and variants")
+    parser.add_argument("--minutes", type=float, default=8.0, help="start no case that would end later")
+    parser.add_argument("--add", action="store_true", help="keep the rows of other cases and variants in the file")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
-    """Measures what the command line asks for and writes the report."""
+    """Measure the cases of the command line, and write the report."""
     args = harness.parse(options(prog), arguments)
     jax.config.update("jax_num_cpu_devices", harness.QUICK_DEVICES)
     harness.require_devices("layer", args)

@@ -1,8 +1,8 @@
-"""What layer.py times: the expert layer and its parts, as chains of calls in which each needs the one before.
+"""Cases of layer.py, and chains of dependent calls.
 
-Every chain is a `lax.scan`, which on GPUs runs on without the host. What a call depends on is an int32 zero that only
-the device knows, added to small index arrays or written into the first element of a large one, in place. Parameters
-and inputs are arguments of the program, for XLA would fold what it closes over.
+Every chain is a `lax.scan`, which on GPUs runs without the host. A call depends on an int32 zero that only the device
+knows: it is added to small index arrays, or written into the first element of a large array, in place. Weights and
+inputs are arguments of the program, because XLA would fold constants.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SAMPLE = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One layer with its tokens, on the mesh.
+    """A layer and its tokens, on the mesh.
 
     Attributes:
       mesh: its only axis is that of the experts.
@@ -62,19 +62,19 @@ class Case:
 
     @property
     def slot_capacity(self) -> int:
-        """Rows of an expert for the tokens of one rank, in the baseline that drops."""
+        """Rows of an expert for the tokens of one rank, in the baseline with fixed capacity."""
         return math.ceil(CAPACITY_FACTOR * self.layout.num_tokens * self.layout.top_k / self.layout.num_experts)
 
     @property
     def dropped(self) -> float:
-        """The share of slots that the baseline drops."""
+        """The share of assignments that this baseline drops."""
         layout = self.layout
         source = np.arange(layout.num_ranks).repeat(layout.num_tokens * layout.top_k)
         counts = np.bincount(source * layout.num_experts + self.ids.reshape(-1))
         return float(np.maximum(counts - self.slot_capacity, 0).sum() / self.ids.size)
 
     def shard_map(self, body: Callable[..., Any]) -> Callable[..., Any]:
-        """A per-shard function; all arrays are split along their first axis."""
+        """Map a per-shard function; all arrays are split along their first axis."""
         return jax.shard_map(body, mesh=self.mesh, in_specs=P("expert"), out_specs=P("expert"), check_vma=False)
 
 
@@ -83,7 +83,7 @@ def _rows(ids: np.ndarray, num_ranks: int, num_experts: int) -> np.ndarray:
 
 
 def make_case(mesh: jax.sharding.Mesh, name: str, kind: str, num_tokens: int, weights: tuple[Array, Array]) -> Case:
-    """Random tokens with their routing."""
+    """Make random tokens and their routing."""
     model, num_ranks = MODELS[name], mesh.devices.size
     ids = routing(kind, num_ranks * num_tokens, model, np.random.default_rng(0))
     capacity = round_up(int(_rows(ids, num_ranks, model.experts).max()), 128)
@@ -99,17 +99,17 @@ def make_case(mesh: jax.sharding.Mesh, name: str, kind: str, num_tokens: int, we
 
 
 class Variant(NamedTuple):
-    """One thing that is timed.
+    """A variant.
 
     Attributes:
       step: `(touched, fixed, zero) -> arrays`, of one rank. It must depend on the touched arrays or on the zero.
-      touched: arrays of all ranks that are new in every call: the zero is written into their first elements.
-      fixed: arrays and handles of all ranks that stay as they are.
+      touched: arrays of all ranks that change in every call: the zero is written into their first elements.
+      fixed: arrays and handles of all ranks that do not change.
       flops: of the real rows of one rank, on average.
-      same_as: a variant with the same results, except for rounding.
-      tuned: XLA chooses the algorithms of its products by timing candidates.
+      same_as: a variant whose results are equal except for rounding.
+      tuned: XLA times candidates to choose the algorithms of its GEMMs.
       options: compiler options.
-      largest_difference: from the results of `same_as`, of single elements, in units of their root mean square.
+      largest_difference: limit of the elements' difference from `same_as`, in units of their root mean square.
     """
 
     step: Callable[[Any, Any, Array], Any]
@@ -119,11 +119,11 @@ class Variant(NamedTuple):
     same_as: str | None = None
     tuned: bool = False
     options: dict[str, Any] | None = None
-    largest_difference: float = 0.25  # bfloat16 in several products differs by some hundredths
+    largest_difference: float = 0.25  # several GEMMs in bfloat16 differ by some hundredths
 
 
 def chain(case: Case, variant: Variant) -> Callable[[int], tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """`make(n)`: a jitted function of n calls, and its arguments. It returns the first numbers of the last results."""
+    """Return `make(n) -> (function, arguments)`: it makes n calls and returns the first numbers of the last results."""
     step, arguments = variant.step, (variant.touched, variant.fixed)
 
     @functools.cache
@@ -133,7 +133,7 @@ def chain(case: Case, variant: Variant) -> Callable[[int], tuple[Callable[..., A
 
             def once(carry: Any, _: None) -> Any:
                 touched, zero = carry
-                # The barrier keeps XLA from computing only the elements that are looked at.
+                # The barrier keeps XLA from computing only the elements that are read.
                 results = lax.optimization_barrier(jax.tree.leaves(step(touched, fixed, zero)))
                 samples = [leaf.reshape(-1)[:_SAMPLE].astype(jnp.float32) for leaf in results]
                 zero = sum(map(zero_after, samples))  # the next call cannot start before this one has ended
@@ -154,7 +154,7 @@ def _touch(x: Array, zero: Array) -> Array:
 
 
 def difference(got: list[Array], expected: list[Array]) -> float:
-    """The largest difference between samples, in units of the root mean square of what is expected."""
+    """Return the largest difference between samples, in units of the root mean square of `expected`."""
     worst = 0.0
     for a, b in zip(got, expected, strict=True):
         a, b = np.asarray(a), np.asarray(b)

@@ -1,4 +1,4 @@
-"""Timing of variants of one case of layer.py, and what becomes of it in the report."""
+"""Measure variants of one case of layer.py, and add them to the report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KEY = ("model", "routing", "tokens_per_rank", "ranks")
 
 
 def shape_of(case: Case) -> dict[str, Any]:
-    """What a row of the report says about its case."""
+    """Return what a row records of its case."""
     layout, rows = case.layout, case.rows
     return {
         "model": case.name,
@@ -37,23 +37,23 @@ def shape_of(case: Case) -> dict[str, Any]:
 
 
 def label(case: Case) -> str:
-    """The name of a case in tables and in the summary."""
+    """Return the name of a case in tables and in the summary."""
     return f"{case.name}, {case.layout.num_tokens} tokens/rank, {case.layout.num_ranks} ranks, {case.routing}"
 
 
 def ratio_to_longer(time: Timing, first: Timing, second: Timing) -> float:
-    """Median over rounds of a time divided by the longer of two others in the same round."""
+    """Return the median over rounds of a time divided by the longer of two others in the same round."""
     return time.ratio_to(Timing(tuple(max(pair) for pair in zip(first.samples, second.samples, strict=False))))
 
 
 class Run:
-    """One report and what goes into it.
+    """A report, its summary and its start.
 
     Attributes:
-      report: the report, which holds the rows of an earlier one where the run adds to it.
+      report: the report; with `--add` it starts with the rows of the existing file.
       rounds: samples of each variant.
       summary: ratios by case.
-      started: when, by `time.perf_counter`.
+      started: the start by `time.perf_counter`.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -83,16 +83,16 @@ class Run:
         notes: Mapping[str, dict[str, Any]] | None = None,
         references: Mapping[str, Variant] | None = None,
     ) -> dict[str, Timing]:
-        """Times variants in turns and writes one row each, failed ones with their reason; returns the others' times.
+        """Measure interleaved variants, and write a row for each; return the times of those that did not fail.
 
         Args:
-          case: what they run on.
+          case: the layer and its tokens.
           direction: of the row.
           variants: by name.
           lengths: calls of the short and of the long chain.
-          rounds: other than the run's.
-          notes: what else belongs to a variant's row.
-          references: variants that are not timed, but whose results others should have.
+          rounds: samples of each variant; None: those of the run.
+          notes: more figures of a variant's row.
+          references: variants that are not timed, whose results others must match.
         """
         factories = {name: chain(case, variant) for name, variant in variants.items()}
         _tune(factories, variants, lengths[0])
@@ -129,7 +129,7 @@ class Run:
         return {name: timing for name, timing in times.items() if name not in failures}
 
     def forget(self, case: Case, direction: str, variants: Collection[str]) -> None:
-        """Takes out the rows that new ones replace."""
+        """Remove the rows that new ones replace."""
         shape = shape_of(case)
 
         def is_replaced(row: dict[str, Any]) -> bool:
@@ -139,7 +139,7 @@ class Run:
         self.report.rows[:] = [row for row in self.report.rows if not is_replaced(row)]
 
     def summarise(self, case: Case, **ratios: float) -> None:
-        """Adds ratios of a case to the summary, and prints them."""
+        """Add ratios of a case to the summary, and print them."""
         self.summary.setdefault(label(case), {}).update(ratios)
         self.report.summarise(**self.summary)
         for name, ratio in ratios.items():
@@ -154,10 +154,10 @@ def _show(case: Case, direction: str, table: list[list[str]]) -> None:
 
 
 def _tune(factories: Mapping[str, Callable[[int], Any]], variants: Mapping[str, Variant], n: int) -> None:
-    """Compiles alone what XLA chooses by timing candidates; what else it compiles finds the choices made."""
+    """Compile, one at a time, the variants for which XLA times candidates; later compilations reuse its choices."""
     for name, variant in variants.items():
         if variant.tuned and jax.default_backend() == "gpu":
-            with contextlib.suppress(Exception):  # it fails again where failures are kept
+            with contextlib.suppress(Exception):  # it fails again later, and is reported there
                 fn, arguments = factories[name](n)
                 fn.lower(*arguments).compile()
 
@@ -168,12 +168,12 @@ def _differences(
     n: int,
     present: Collection[str],
 ) -> dict[str, float]:
-    """How far the results are from those of the variants that should have the same, of those present."""
+    """Return the differences from the results of the variants that must match, if present."""
 
     pairs = {name: v.same_as for name, v in variants.items() if name in present and v.same_as in present}
     found = {}
     for name in dict.fromkeys([*pairs, *pairs.values()]):
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # a reference that does not fit into memory, say
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # such as a reference that does not fit into memory
             fn, arguments = factories[name](n)
             found[name] = jax.block_until_ready(fn(*arguments))
     return {name: difference(found[name], found[same]) for name, same in pairs.items() if {name, same} <= set(found)}

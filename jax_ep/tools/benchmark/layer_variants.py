@@ -1,4 +1,4 @@
-"""What layer.py times: two parts, both fused and in sequence; and the layer in several ways."""
+"""Variants of layer.py: the parts of the layer, fused and in sequence, and the whole layer."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ BF16 = jnp.dtype("bfloat16")
 
 
 class Part(NamedTuple):
-    """An exchange and the product beside it: names of the variants whose times are compared.
+    """An all-to-all and its GEMM: names of the variants that are compared.
 
-    In "gradients", two products: the one with its combine, and the weight gradient.
+    In "gradients" these are two GEMMs: the one with its combine, and the weight gradient.
     """
 
     exchange: str
@@ -58,26 +58,26 @@ PARTS = {
 }
 
 
-# The same two launches with the product of `pallas`, which layers take where groups are large.
+# The same two launches with the GEMM of `pallas`, which layers use if groups are large.
 PALLAS = PARTS["dispatch"]._replace(product="GEMM 1, pallas", sequence="dispatch, then GEMM 1, pallas")
 
-# The weight gradient in the launch of an exchange, by mode of GEMM + combine.
+# The weight gradient in the kernel of an all-to-all, by mode of GEMM + combine.
 GRADIENT_MODES = {
     "scatter": PARTS["gradients"].fused,
     "serial": "GEMM, then combine and weight gradients in one launch",
 }
 
-# Dispatch + GEMM 1 in one launch, and as the package chooses.
+# Dispatch + GEMM 1 in one kernel, and with the default choice.
 DISPATCHED = {"fused": PARTS["dispatch"].fused, None: "dispatch + GEMM 1, as chosen"}
 
-# GEMM 2 + combine by mode; `Part.fused` is what the package chooses, `Part.sequence` mode "serial" with other tiles.
+# GEMM 2 + combine by mode; `Part.fused` is the default choice, `Part.sequence` is mode "serial" with other tiles.
 MODES = {mode: f"GEMM 2 + combine, {mode}" for mode in COMBINE_MODES}
 
 
 def parts(case: Case, chosen: list[str], *, pallas: bool) -> dict[str, Variant]:
-    """The halves of the layer by the functions of `triton`.
+    """Return the parts of the layer with the functions of `triton`.
 
-    With `pallas`, dispatch + GEMM 1 is there in two launches with its GEMM, too.
+    With `pallas`, dispatch + GEMM 1 also runs in two kernels with the GEMM of `pallas`.
     """
     run = registry.get("exchange", "triton")
     handle = jax.jit(case.shard_map(lambda ids: stack(run.plan(OPTIONS, ids, case.layout))))(case.inputs[2])
@@ -96,13 +96,13 @@ def _scheduled(**choices: Any) -> Options:
 
 
 def plan_of(case: Case, options: Options, columns: int) -> plans.ExchangeGemmPlan:
-    """The plan of an exchange with GEMMs by `[hidden, columns]` weights."""
+    """Plan the all-to-all with GEMMs by `[hidden, columns]` weights."""
     facts = ExchangeFacts(jnp.dtype(BF16), case.model.hidden, case.layout, columns=columns)
     return plans.exchange_gemm(options, facts, out_columns=columns)
 
 
 def fresh_handle(handle: Handle, zero: Array) -> Handle:
-    """The handle, but known only once the zero is."""
+    """Return the handle, available only once the zero is."""
     return dataclasses.replace(after(handle, zero), group_sizes=handle.group_sizes + zero)
 
 
@@ -173,7 +173,7 @@ def _combine_part(case: Case, handle: Handle) -> dict[str, Variant]:
 
 
 def _gradients_part(case: Case, handle: Handle) -> dict[str, Variant]:
-    """The backward pass of dispatch + GEMM 1, at random tokens."""
+    """Return the variants of the backward pass of dispatch + GEMM 1, at random tokens."""
     w, part, layout = case.weights[0], PARTS["gradients"], case.layout
 
     def combined(_: Any, fixed: Any, zero: Array) -> Array:
@@ -214,20 +214,20 @@ def _gradients_part(case: Case, handle: Handle) -> dict[str, Variant]:
 
 
 def _equal_groups(case: Case) -> tuple[int, int]:
-    """Local experts, and rows of each if all had as many."""
+    """Return the number of local experts, and the rows of each if all had equally many."""
     num_local = case.layout.num_local_experts
     return num_local, case.layout.num_tokens * case.layout.top_k // num_local
 
 
 def _einsum_of_gradients(case: Case, w: Array, flops: float) -> Variant:
-    """As many rows in equal groups, by cuBLAS."""
+    """Return the batched GEMM of equal groups with as many rows in total, by cuBLAS."""
     batches = on_ranks(case.mesh, (*_equal_groups(case), w.shape[1]), 10)
     cotangents = on_ranks(case.mesh, (*_equal_groups(case), w.shape[2]), 11)
     return Variant(lambda x, d, _: jnp.einsum("grm,grn->gmn", x[0], d[0]), (batches,), (cotangents,), flops, tuned=True)
 
 
 def _einsum(case: Case, w: Array, flops: float) -> Variant:
-    """As many rows in equal groups, by cuBLAS."""
+    """Return the batched GEMM of equal groups with as many rows in total, by cuBLAS."""
     batches = on_ranks(case.mesh, (*_equal_groups(case), w.shape[1]), 7)
     return Variant(lambda x, w, _: jnp.einsum("gmk,gkn->gmn", x[0], w[0]), (batches,), (w,), flops, tuned=True)
 
@@ -250,7 +250,7 @@ LAYERS = {
 
 BASELINES = ("xla", "capacity", "ragged")
 OURS = tuple(key for key in LAYERS if key not in BASELINES)
-FP8_DIFFERENCE = 0.6  # a relative error of 0.05 to 0.1 in the norm, several times that of single elements
+FP8_DIFFERENCE = 0.6  # a relative error of 0.05 to 0.1 in the norm is several times that in single elements
 
 
 def _functions(case: Case) -> dict[str, Callable[..., Array]]:
@@ -270,7 +270,7 @@ def _functions(case: Case) -> dict[str, Callable[..., Array]]:
 
 
 def layers(case: Case, chosen: list[str], *, backward: bool) -> dict[str, Variant]:
-    """The layer, forward or with the gradients of tokens, router weights and both matrices."""
+    """Return the layers, forward or with the gradients of tokens, router weights and expert weights."""
     functions = _functions(case)
     x, d_y, ids, router_weights = case.inputs
     layout, model = case.layout, case.model
@@ -298,13 +298,13 @@ def program(mesh: jax.sharding.Mesh, name: str, tokens: int, *, backward: bool, 
 
 
 def _quantised_before(case: Case) -> Any:
-    """Weights as `QuantizedWeights`, made once, on the device of each rank."""
+    """Quantize the weights once, on the device of each rank."""
     make = case.shard_map(lambda *weights: tuple(quantize(w, "fp8", for_training=True) for w in weights))
     return jax.jit(make)(*case.weights)
 
 
 def _anew(fixed: Any, zero: Array) -> Any:
-    """`fixed`, but known only once the zero is: what is made of weights alone is part of each call."""
+    """Return `fixed`, available only once the zero is, so that each call quantizes its weights."""
     return jax.lax.optimization_barrier((fixed, zero))[0]
 
 

@@ -1,21 +1,21 @@
-"""Low-latency operations for decode-sized batches on GPUs, beside what XLA offers and the layer of training.
+"""Low-latency operations for decode-sized batches on GPUs, compared with XLA's and with the layer of training.
 
     python benchmarks/low_latency.py --parts exchange --tokens 1 128 --ranks 2 4
     python benchmarks/low_latency.py --parts experts --only gate_up
 
-Each part has a report in results/; `--quick` without GPUs runs the kernels of the exchange in Triton's interpreter.
+Each part has a report in results/. Without GPUs `--quick` runs the kernels of the all-to-all in Triton's interpreter.
 
   exchange  low_latency.json and a plot: dispatch and combine on several GPUs
-  experts   decode_experts.json: the products and the activation between them on one GPU, which reads the matrices
-  layer     decode_layer.json: the whole layer on several GPUs, in one launch less, and as in training
+  experts   decode_experts.json: the GEMMs and the activation between them on one GPU, which read the weights
+  layer     decode_layer.json: the whole layer on several GPUs, in one kernel less, and as in training
 
-Times are differences of two chains of calls in one program, in which each call takes as input what the one before has
-put out, so that nothing runs but the calls: a dispatch gets the ids in the handle of the one before, a round trip the
-tokens. A combine is a round trip less its dispatch, within each round. Chains of `xla` have small launches in addition,
-which keep it from computing once for all calls what is the same in all.
+Times are differences of two chains of calls. The input of a call is the output of the previous one, so nothing else
+runs: a dispatch takes the ids in the previous handle, a round trip the tokens. A combine is a round trip less its
+dispatch, within each round. Chains of `xla` have additional small kernels, which keep XLA from hoisting work that is
+equal in all calls.
 
-Bytes are those that the busiest rank sends or receives; the floor is an exchange of one word between all ranks, which
-this run measures too, and those bytes at the copy engine's rate. FP8 is with its scales.
+Bytes are those that the busiest rank sends or receives. The floor is an all-to-all of one word, which this run measures
+too, plus those bytes at the copy engine's rate. FP8 includes its scales.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from jax_ep.tools.command import count_or_zero
 TOKENS = {2: [1, 128, 512], 4: [1, 8, 32, 128, 256, 512]}  # of the exchange, by ranks
 DECODE_TOKENS, DECODE_RANKS = [1, 8, 32, 128, 256], 4
 WORD = "one word"
-LENGTHS, SLOW_LENGTHS, QUICK_LENGTHS = (24, 72), (1, 4), (1, 2)  # first launches wait for the slower host thread
+LENGTHS, SLOW_LENGTHS, QUICK_LENGTHS = (24, 72), (1, 4), (1, 2)  # the first launches wait for the slower host thread
 
 
 # --- part: exchange -------------------------------------------------------------------------------------------------
 
 
 def less(total: Timing, part: Timing) -> Timing:
-    """What is left of a time without a part of it, within rounds."""
+    """Subtract a part from a time, within rounds."""
     return Timing(tuple(a - b for a, b in zip(total.samples, part.samples, strict=False)))
 
 
 def measure(inputs: Inputs, args: argparse.Namespace, mesh: jax.sharding.Mesh) -> tuple[dict[str, Timing], Any]:
-    """Times of everything on one case, and the bytes that each variant sends."""
+    """Measure all variants of one case; return times, and the bytes that each variant sends."""
     case = inputs.case
     check(inputs)
     fast = variants(inputs) | {WORD: word(mesh, case)}
@@ -75,12 +75,12 @@ def measure(inputs: Inputs, args: argparse.Namespace, mesh: jax.sharding.Mesh) -
 def show(
     report: Report, case: Case, times: dict[str, Timing], num_bytes: dict[str, float], peak: float, *, quick: bool
 ) -> None:
-    """Adds one case to the report, and prints it."""
+    """Add one case to the report, and print it."""
     shape = {"tokens_per_rank": case.layout.num_tokens, "ranks": case.layout.num_ranks}
     shape |= {"hidden": case.x.shape[1], "dtype": case.x.dtype.name}
     table = []
     floor_of_one, failures = times[WORD].median, dict[str, str]()
-    if not quick:  # a combine is a difference
+    if not quick:  # a combine is a difference, which can be negative
         failures = {name: "takes less than what these chains resolve" for name, t in times.items() if t.median <= 0}
     for name, reason in failures.items():
         report.failed(name, shape, reason)
@@ -99,7 +99,7 @@ def show(
 
 
 def measure_exchange(args: argparse.Namespace, model: Model) -> Report:
-    """Dispatch and combine."""
+    """Measure dispatch and combine."""
     on_gpus = jax.default_backend() == "gpu"
     peak = links.peak(links.PEAK_BYTES if on_gpus else links.QUICK_BYTES)
     ranks = [n for n in args.ranks or (2, 4) if n <= jax.device_count()]
@@ -124,14 +124,14 @@ def measure_exchange(args: argparse.Namespace, model: Model) -> Report:
 
 
 def decode_report(name: str, args: argparse.Namespace, model: Model) -> tuple[Report, list[int]]:
-    """A report before its rows, and the numbers of tokens."""
+    """Make a report without rows; return it and the numbers of tokens."""
     tokens = args.tokens or ([2] if args.quick else DECODE_TOKENS)
     settings = {"tokens": tokens, "lengths": decode_experts.LENGTHS, **model._asdict()}
     return Report(name, args, settings), tokens
 
 
 def measure_experts(args: argparse.Namespace, model: Model) -> Report:
-    """What one rank of several does."""
+    """Measure the experts of one of several ranks."""
     report, tokens = decode_report("decode_experts", args, model)
     for num_ranks in args.ranks or [DECODE_RANKS]:
         decode_experts.measure(report, args, model, num_ranks, tokens)
@@ -139,7 +139,7 @@ def measure_experts(args: argparse.Namespace, model: Model) -> Report:
 
 
 def measure_layer(args: argparse.Namespace, model: Model) -> Report:
-    """The whole layer."""
+    """Measure the whole layer."""
     report, tokens = decode_report("decode_layer", args, model)
     for num_ranks in args.ranks or [jax.device_count()]:
         mesh = expert_mesh(num_ranks)
@@ -156,23 +156,23 @@ PARTS = {"exchange": measure_exchange, "experts": measure_experts, "layer": meas
 
 
 def options(prog: str | None = None) -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     parser = harness.parser(
         __doc__, "low_latency", prog=prog, rounds=8, tokens=f"{DECODE_TOKENS}; exchange, by ranks: {TOKENS}"
     )
     parser.add_argument("--model", choices=MODELS, help=f"default: {DEFAULT}; --quick: {QUICK}")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
-    ranks = "GPUs, the first of the machine (default: 2 4 of the exchange, all of the layer); experts: as many as would"
+    ranks = "number of GPUs (default: 2 4 for the exchange, all for the layer); experts: the ranks that would"
     parser.add_argument("--ranks", type=int, nargs="+", help=f"{ranks} share the experts (default: {DECODE_RANKS})")
-    most = "exchange: up to how many tokens to time `xla`, which is slow"
+    most = "exchange: the most tokens for which to time `xla`, which is slow"
     parser.add_argument("--most-xla-tokens", type=count_or_zero, default=128, help=most)
     parser.add_argument("--dtypes", nargs="+", choices=("fp8", "bf16"), default=["fp8", "bf16"], help="experts")
-    parser.add_argument("--only", nargs="+", help="experts: only variants whose names hold one of these")
+    parser.add_argument("--only", nargs="+", help="experts: only variants whose names contain one of these")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
-    """Measures all parts, each with a report of its own."""
+    """Measure all parts, each with its report."""
     args = harness.parse(options(prog), arguments)
     jax.config.update("jax_num_cpu_devices", harness.QUICK_DEVICES)
     needed = {part: 1 if part == "experts" else 2 for part in args.parts}

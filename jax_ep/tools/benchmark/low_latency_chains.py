@@ -1,4 +1,4 @@
-"""What low_latency.py times of the exchange: chains of dispatches and of round trips, each from the result before."""
+"""Variants of the all-to-all of low_latency.py: chains of dispatches and of round trips."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Step = Callable[..., Any]
 
 
 class Variant(NamedTuple):
-    """One thing that is timed.
+    """A variant.
 
     Attributes:
       step: `(carry, *constants) -> carry`, of one rank.
@@ -36,7 +36,7 @@ class Variant(NamedTuple):
 
 
 def chain(case: Case, variant: Variant, n: int) -> tuple[Callable[..., Any], tuple[Array, ...]]:
-    """A function of n steps, and its arguments."""
+    """Return a function of n steps, and its arguments."""
     step = jax.jit(variant.step)  # traced once
 
     def body(carry: Array, *constants: Array) -> Array:
@@ -48,7 +48,7 @@ def chain(case: Case, variant: Variant, n: int) -> tuple[Callable[..., Any], tup
 
 
 class Inputs(NamedTuple):
-    """What a case is timed on, beside its tokens and ids."""
+    """A case with its router weights and expert rows."""
 
     case: Case
     weights: Array
@@ -56,7 +56,7 @@ class Inputs(NamedTuple):
 
 
 def make_inputs(mesh: jax.sharding.Mesh, tokens: int, model: Model) -> Inputs:
-    """Uniformly routed tokens with equal weights; the rows of the experts are constant."""
+    """Make uniformly routed tokens with equal weights; the rows of the experts are constant."""
     case = make_case(mesh, "uniform", tokens, jnp.bfloat16, model)
     sharding = jax.NamedSharding(mesh, jax.P(*AXIS))
     shape = (model.experts, mesh.size * tokens, model.hidden)
@@ -65,13 +65,13 @@ def make_inputs(mesh: jax.sharding.Mesh, tokens: int, model: Model) -> Inputs:
 
 
 def dispatch(case: Case, name: str, x: Array, ids: Array, *, quantize: bool) -> jax_ep.types.LowLatencyDispatched:
-    """One dispatch of a rank."""
+    """Dispatch the tokens of a rank."""
     sizes = {"num_experts": case.layout.num_experts, "max_tokens_per_rank": case.layout.num_tokens}
     return jax_ep.low_latency_dispatch(x, ids, **sizes, quantize=quantize, implementation=name)
 
 
 def ids_step(case: Case, quantize: bool) -> Step:
-    """Ids to the same ids, by a dispatch of the kernels, whose handle has them."""
+    """Return a step that maps ids to the same ids, through the handle of a dispatch."""
 
     def step(ids: Array, x: Array) -> Array:
         return dispatch(case, "triton", x, ids, quantize=quantize).handle.own_topk_idx
@@ -80,7 +80,7 @@ def ids_step(case: Case, quantize: bool) -> Step:
 
 
 def tokens_step(case: Case, name: str) -> Step:
-    """Tokens to the same tokens, by a dispatch in FP8 and some small launches."""
+    """Return a step that maps tokens to the same tokens, through a dispatch in FP8 and some small kernels."""
 
     def step(x: Array, ids: Array) -> Array:
         return after(x, dispatch(case, name, x, after(ids, x), quantize=True).tokens)
@@ -89,12 +89,12 @@ def tokens_step(case: Case, name: str) -> Step:
 
 
 def round_trip(case: Case, name: str, quantize: bool, wire_dtype: Any, *, own_rows: bool = False) -> Step:
-    """Tokens to sums of their experts' rows, which are given, or with `own_rows` the tokens themselves."""
+    """Return a step that maps tokens to sums of the given rows, or with `own_rows` of the dispatched tokens."""
 
     def step(x: Array, ids: Array, weights: Array, rows: Array) -> Array:
-        ids = after(ids, x) if name == "xla" else ids  # or XLA would plan once for all calls
+        ids = after(ids, x) if name == "xla" else ids  # otherwise XLA hoists the plan
         d = dispatch(case, name, x, ids, quantize=quantize)
-        weights = after(weights, d.tokens) if name == "xla" else weights  # nor would it send what nobody reads
+        weights = after(weights, d.tokens) if name == "xla" else weights  # otherwise XLA removes the dispatch
         y = d.tokens if own_rows else rows
         return jax_ep.low_latency_combine(
             y, ids, weights, d.handle, schedule=jax_ep.Schedule(wire_dtype=wire_dtype), implementation=name
@@ -104,7 +104,7 @@ def round_trip(case: Case, name: str, quantize: bool, wire_dtype: Any, *, own_ro
 
 
 def traffic(case: Case) -> dict[str, float]:
-    """Bytes that the busiest rank sends or receives: of a dispatch, and of a combine of sums and of rows."""
+    """Return the bytes that the busiest rank sends or receives: in a dispatch, and in a combine of sums and of rows."""
     ids = np.asarray(case.ids).reshape(case.layout.num_ranks, case.layout.num_tokens, -1)
     owner = ids // case.layout.num_local_experts
     rows = np.stack([(owner == rank).sum(axis=(1, 2)) for rank in range(len(ids))], axis=1)
@@ -118,7 +118,7 @@ def traffic(case: Case) -> dict[str, float]:
 
 
 def variants(inputs: Inputs) -> dict[str, Variant]:
-    """What the kernels do, and NCCL."""
+    """Return the variants of the kernels and of NCCL."""
     case, weights, rows = inputs
     num_bytes, num_ranks = traffic(case), case.layout.num_ranks
     back = "tokens" if _sends_sums(case) else "rows"
@@ -140,7 +140,7 @@ def variants(inputs: Inputs) -> dict[str, Variant]:
 
 
 def baselines(inputs: Inputs) -> dict[str, Variant]:
-    """The portable implementation, which gathers all tokens everywhere."""
+    """Return the variants of `xla`, which gathers all tokens everywhere."""
     case, weights, rows = inputs
     return {
         "xla dispatch, fp8": Variant(tokens_step(case, "xla"), (case.x, case.ids), 0.0),
@@ -161,7 +161,7 @@ def _sends_sums(case: Case) -> bool:
 
 
 def word(mesh: jax.sharding.Mesh, case: Case) -> Variant:
-    """The least that an exchange can be: a word from each rank to each."""
+    """Return the smallest all-to-all: a word from each rank to each."""
     from jax_ep.megakernels.exchange import all_gather_i32  # imports Triton
     from jax_ep.megakernels.launch import group_on
 
@@ -172,7 +172,7 @@ def word(mesh: jax.sharding.Mesh, case: Case) -> Variant:
 
 
 def check(inputs: Inputs) -> None:
-    """Tokens that come back as they went, with weights that sum to one."""
+    """Check that a round trip with weights that sum to one returns the tokens."""
     case, weights, _ = inputs
     step = round_trip(case, "triton", False, None, own_rows=True)
     back = jax.jit(case.shard_map(step, 4))(case.x, case.ids, weights, weights)

@@ -23,7 +23,7 @@ OURS = "jax_ep.moe"
 DIRECTIONS = ("forward", "forward + backward")
 BASELINES = ("jax_ep.moe, implementation xla", "all_to_all + einsum, capacity 1.25", "ragged_all_to_all + ragged_dot")
 ORDER = (OURS, *BASELINES)
-LONGEST = 2.5  # times the longest of our bars: what is longer is cut off and hatched, with its figure beside it
+LONGEST = 2.5  # times our longest bar; longer bars are cut and hatched, with their figure next to them
 HEIGHT = 0.28  # of a bar
 NAMES = {
     "deepseek-v3": "DeepSeek-V3",
@@ -44,7 +44,7 @@ NAMES = {
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """One set of axes: `curves[name]` is x values and the rows' `seconds` at them."""
+    """One plot: `curves[name]` has x values and the rows' `seconds` at them."""
 
     title: str
     xlabel: str
@@ -52,7 +52,7 @@ class Panel:
 
 
 class Axes(NamedTuple):
-    """How rows become panels: the title of a row's panel, where it has one, the name of its curve, its x in `shape`."""
+    """How rows become panels: the title of a row's panel or None, the name of its curve, and its x in `shape`."""
 
     title: Callable[[Row], str | None]
     curve: Callable[[Row], str]
@@ -74,7 +74,7 @@ def _title_of_groups(row: Row) -> str | None:
 
 def _title_of_layer(row: Row) -> str | None:
     if row["variant"].startswith(("one launch", "moe_sort", "a step of the chain")):
-        return None  # what the package chooses is shown, and no parts
+        return None  # only default choices are shown, and no parts
     return NAMES.get(row["shape"]["model"], row["shape"]["model"])
 
 
@@ -97,11 +97,11 @@ REPORTS = {
         lambda row: "groups" if row["part"] == "groups" else "experts",
     ),
 }
-"""By the beginning of the report's name."""
+"""Axes by the beginning of the report's name."""
 
 
 def panels_of(rows: Iterable[Row], axes: Axes) -> list[Panel]:
-    """Those of the rows that have a time and a panel, in their order."""
+    """Return the panels of the rows that have a time and a title, in their order."""
     panels: dict[str, Panel] = {}
     for row in rows:
         if "seconds" not in row or (title := axes.title(row)) is None:
@@ -119,16 +119,16 @@ def panels_of(rows: Iterable[Row], axes: Axes) -> list[Panel]:
 
 
 def draw(report: Path) -> Path | None:
-    """Draws a report beside its JSON; None where it is none that is drawn, or matplotlib is not installed."""
+    """Plot a report next to its JSON; None if it has no plot or matplotlib is not installed."""
     axes = next((axes for name, axes in REPORTS.items() if report.stem.startswith(name)), None)
     panels = [] if axes is None else panels_of(json.loads(report.read_text())["rows"], axes)
     return plot(report.with_suffix(".png"), panels) if panels else None
 
 
 def plot(path: Path, panels: Sequence[Panel]) -> Path | None:
-    """Medians with quartiles as error bars, as a PNG: curves over powers of two, or bars where a panel has one x alone.
+    """Plot medians with quartiles as error bars: curves over powers of two, or bars if a panel has a single x.
 
-    None where matplotlib is not installed.
+    Returns None if matplotlib is not installed.
     """
     mpl = matplotlib()
     if mpl is None:
@@ -153,7 +153,7 @@ def plot(path: Path, panels: Sequence[Panel]) -> Path | None:
 
 
 def matplotlib() -> Any:
-    """The package, which draws to files alone; None where it is not installed."""
+    """Import matplotlib, to draw files; None if it is not installed."""
     try:
         import matplotlib as mpl
     except ImportError:
@@ -164,13 +164,13 @@ def matplotlib() -> Any:
 
 
 def _milliseconds(seconds: Sequence[Mapping[str, float]]) -> tuple[np.ndarray, np.ndarray]:
-    """Medians `[n]`, and the quartiles' distances from them `[2, n]`."""
+    """Return medians `[n]`, and the distances of the quartiles from them `[2, n]`."""
     middle = np.array([s["median"] for s in seconds])
     return 1e3 * middle, 1e3 * np.abs(np.array([[s["q1"], s["q3"]] for s in seconds]).T - middle)
 
 
 def _bars(axes: Any, panel: Panel) -> None:
-    """One bar for each name, the first on top."""
+    """Draw a bar for each name, the first on top."""
     (x,) = {x for xs, _ in panel.curves.values() for x in xs}
     middle, spread = _milliseconds([seconds[0] for _, seconds in panel.curves.values()])
     bars = axes.barh(list(panel.curves), middle, xerr=spread, height=0.5, capsize=2)
@@ -181,19 +181,19 @@ def _bars(axes: Any, panel: Panel) -> None:
 
 
 def _curves(axes: Any, panel: Panel, ticker: Any) -> None:
-    """The legend stands beside the curves: over them it hides some."""
+    """Draw curves, with the legend next to the axes, where it hides none."""
     lines = ("-", "--", ":")
     for i, (name, (x, seconds)) in enumerate(panel.curves.items()):
         middle, spread = _milliseconds(seconds)
-        line = lines[i // 10 % len(lines)]  # the colours repeat after ten
+        line = lines[i // 10 % len(lines)]  # colors repeat after ten
         axes.errorbar(x, middle, spread, marker="o", markersize=3, capsize=2, linestyle=line, label=name)
     axes.set(title=panel.title, xlabel=panel.xlabel, ylabel="ms", xscale="log")
     medians = [s["median"] for _, seconds in panel.curves.values() for s in seconds if s["median"] > 0]
     if medians and max(medians) > 4 * min(medians):
         axes.set_yscale("log", nonpositive="mask")
-        axes.set_ylim(bottom=0.5e3 * min(medians))  # a quartile of noise must not set the scale
-    elif medians:  # and not the noise of a quick run
-        axes.set_ylim(0, 1.5e3 * max(medians))  # from zero: noise must not look like a trend
+        axes.set_ylim(bottom=0.5e3 * min(medians))  # noise must not set the scale
+    elif medians:  # a quick run may have none
+        axes.set_ylim(0, 1.5e3 * max(medians))  # from zero, so that noise does not look like a trend
     axes.xaxis.set_major_locator(ticker.LogLocator(base=2))
     axes.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
     axes.xaxis.set_minor_locator(ticker.NullLocator())
@@ -216,7 +216,7 @@ class Layer(NamedTuple):
 
 
 def layers_of(rows: Iterable[Row], tokens: int) -> dict[str, dict[Layer, dict[str, float]]]:
-    """`{direction: {layer: {variant: milliseconds}}}` with uniform routing, ours and what JAX offers."""
+    """Return `{direction: {layer: {variant: milliseconds}}}` with uniform routing, of jax_ep and of the baselines."""
     found: dict[str, dict[Layer, dict[str, float]]] = {direction: {} for direction in DIRECTIONS}
     for row in rows:
         shape, variant = row["shape"], row["variant"]
@@ -231,9 +231,9 @@ def layers_of(rows: Iterable[Row], tokens: int) -> dict[str, dict[Layer, dict[st
 
 
 def draw_layers(folder: Path, tokens: int = 4096) -> Path | None:
-    """`LAYER_PLOT` of all reports of layers in a folder, but for those of other GPUs than most are of.
+    """Draw `LAYER_PLOT` of all reports of layers in a folder that are of the most frequent kind of GPU.
 
-    None where they have no such layer, or without matplotlib.
+    Returns None if there is no such layer, or matplotlib is not installed.
     """
     contents = [json.loads(path.read_text()) for path in folder.glob("moe_layer*.json")]
     kinds = Counter(content["device"]["kind"] for content in contents)
@@ -264,9 +264,9 @@ def draw_layers(folder: Path, tokens: int = 4096) -> Path | None:
 
 
 def _layers(axes: Any, groups: Sequence[tuple[str, Mapping[str, float]]]) -> None:
-    """Bars of each group, ours on top; beside each other one how many times as long it is."""
+    """Draw the bars of each group, ours on top; the others with their ratio to ours."""
     most = LONGEST * max(times.get(OURS, 0) for _, times in groups)
-    limit = 1.4 * max(time for _, times in groups for time in times.values() if time <= most)  # room for the figures
+    limit = 1.4 * max(time for _, times in groups for time in times.values() if time <= most)  # space for figures
     for y, (_, times) in enumerate(groups):
         for i, (variant, time) in enumerate(sorted(times.items(), key=lambda item: ORDER.index(item[0]))):
             whole = time <= most

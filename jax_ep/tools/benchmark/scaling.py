@@ -1,22 +1,21 @@
-"""How operations, kernels, the layer and a training scale over this machine's GPUs: EP = 1, 2, 4, ...
+"""Scaling of operations, kernels, the layer and a training over this machine's GPUs: EP = 1, 2, 4, ...
 
     python benchmarks/scaling.py [--model qwen3-30b] [--tokens 4096] [--ranks 1 2 4]    # also: jax-ep scale
 
-Writes results/scaling.json and a plot. `--quick` without GPUs runs all of it on CPU devices, whose times say nothing
-of GPUs and who have no kernels.
+Writes results/scaling.json and a plot. Without GPUs `--quick` runs on CPU devices, whose times say nothing about GPUs,
+and which have no kernels to profile.
 
-Weak scaling: each rank has `--tokens` tokens. Strong scaling: all ranks together have `--total-tokens`, by default what
-the most ranks have in weak scaling. Parts:
+Weak scaling: each rank has `--tokens` tokens. Strong scaling: all ranks together have `--total-tokens`, by default as
+many as in weak scaling on the most ranks. Parts:
 
-  exchange  plan, dispatch and combine, beside a padded `all_to_all`, with percent of what links carry
+  exchange  plan, dispatch and combine, compared with a padded `all_to_all`, with percent of the links' rates
   layer     `jax_ep.moe`, forward and with its gradients
-  kernels   of one layer with its gradients those that take most, as JAX's profiler sees them on the first GPU
-  training  steps of examples/train_moe_flax.py and their tokens per second, a fixed batch on each device
+  kernels   the longest kernels of a layer with its gradients, by JAX's profiler on the first GPU
+  training  steps of examples/train_moe_flax.py and their tokens per second, with a fixed batch per device
 
-Percent of peak is given against three rates: what the copy engine moves from one GPU to another in the same run, what
-each sends while all copy to all others, and what NVLink carries by its specification, where the driver tells it. Where
-a time grows faster, from one number of ranks to the next, than the bytes of the most loaded rank (growth.py), the
-report says so. A kernel that waits for another GPU is busy meanwhile.
+Percent of peak refers to three rates: the copy engine from one GPU to another in the same run, each GPU while all copy
+to all others, and NVLink's specification, if the driver reports it. The report warns if a time grows faster between
+numbers of ranks than the bytes of the most loaded rank (growth.py). A kernel that waits for another GPU counts as busy.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ EXCHANGES = {
     "triton combine": ("rows", "sent"),
     "triton dispatch to rows, FP8 wire": ("rows", "sent"),
     "triton combine, FP8 wire": ("rows", "sent"),
-    "all_to_all, padded": None,  # what it sends grows with the ranks, whatever the routing
+    "all_to_all, padded": None,  # its bytes grow with the ranks, whatever the routing
 }
 LAYER = {"jax_ep.moe, forward": False, "jax_ep.moe, forward + backward": True}
 PROFILED = "moe-backward"
@@ -66,7 +65,7 @@ TRAINING = "training step"
 
 
 class Place(NamedTuple):
-    """A number of ranks and of tokens on each, and the modes of scaling that have them."""
+    """A number of ranks, the tokens on each, and the modes of scaling that have this case."""
 
     ranks: int
     tokens: int
@@ -74,14 +73,14 @@ class Place(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What the parts share.
+    """The data that all parts share.
 
     Attributes:
       args: the command line, with its defaults filled in.
-      report: where rows go.
+      report: the report.
       model: sizes of the layer.
-      peaks: bytes per second by what they are measured against; None where that is unknown.
-      moved: what the most loaded rank moves, by number of ranks and of tokens.
+      peaks: bytes per second by name; None if unknown.
+      moved: bytes of the most loaded rank, by numbers of ranks and tokens.
     """
 
     args: argparse.Namespace
@@ -91,7 +90,7 @@ class Run(NamedTuple):
     moved: dict[tuple[int, int], Moved]
 
     def shapes(self, place: Place) -> Iterator[dict[str, Any]]:
-        """What a row says of its case, for each mode of scaling."""
+        """Yield what a row records of its case, for each mode of scaling."""
         for mode in place.modes:
             yield {
                 "scaling": mode,
@@ -104,7 +103,7 @@ class Run(NamedTuple):
 
 
 def places(ranks: Iterable[int], tokens: int, total: int) -> list[Place]:
-    """All cases, by number of ranks; what both modes have is there once."""
+    """Return all cases, by number of ranks; a case of both modes is there once."""
     found: dict[tuple[int, int], list[str]] = {}
     for num_ranks in ranks:
         found.setdefault((num_ranks, tokens), []).append("weak")
@@ -116,7 +115,7 @@ def places(ranks: Iterable[int], tokens: int, total: int) -> list[Place]:
 
 
 def measure_exchange(run: Run, mesh: jax.sharding.Mesh, place: Place) -> None:
-    """Plan, dispatch and combine."""
+    """Measure plan, dispatch and combine."""
     case = exchange_chains.make_case(mesh, "uniform", place.tokens, jnp.bfloat16, run.model)
     every = exchange_chains.variants(case, baselines=False)
     variants = {name: every[name] for name in EXCHANGES}
@@ -139,7 +138,7 @@ def measure_exchange(run: Run, mesh: jax.sharding.Mesh, place: Place) -> None:
 
 
 def shares(sent: float, timing: Timing, peaks: Mapping[str, float | None]) -> dict[str, Any]:
-    """What a rank sends, and at which share of each peak; nothing where nothing travels."""
+    """Return the bytes that a rank sends, its rate, and the rate's share of each peak."""
     if not sent or timing.median <= 0:
         return {"wire_bytes": sent}
     rate = sent / timing.median
@@ -151,7 +150,7 @@ def shares(sent: float, timing: Timing, peaks: Mapping[str, float | None]) -> di
 
 
 def measure_layer(run: Run, case: layer_chains.Case, place: Place) -> None:
-    """The layer, with the package's choices."""
+    """Measure the layer with the default choices."""
     for name, backward in LAYER.items():
         (variant,) = layers(case, ["moe"], backward=backward).values()
         lengths = layer.chain_lengths(place.tokens, layer=True, quick=run.args.quick)
@@ -170,7 +169,7 @@ def measure_layer(run: Run, case: layer_chains.Case, place: Place) -> None:
 
 
 def measure_kernels(run: Run, mesh: jax.sharding.Mesh, place: Place) -> None:
-    """Kernels of the layer and its gradients."""
+    """Profile the kernels of the layer and its gradients."""
     try:
         program = layer_variants.program(mesh, run.args.model, place.tokens, backward=True)
         timing, found = profiler.profile(program, run.args.rounds)
@@ -183,7 +182,7 @@ def measure_kernels(run: Run, mesh: jax.sharding.Mesh, place: Place) -> None:
 
 
 def measure_training(run: Run, num_ranks: int) -> None:
-    """Steps of the example."""
+    """Measure the steps of the example."""
     sizes = training_rate.QUICK if run.args.quick else training_rate.Sizes()
     shape = {"scaling": "weak", "ranks": num_ranks, "dtype": "bfloat16", **sizes._asdict()}
     try:
@@ -196,7 +195,7 @@ def measure_training(run: Run, num_ranks: int) -> None:
 
 
 def measure_place(run: Run, place: Place, on_gpus: bool) -> None:
-    """What belongs to one number of ranks and tokens."""
+    """Measure all parts of one case."""
     mesh = inputs.expert_mesh(place.ranks)
     weights = inputs.make_weights(mesh, run.model)
     case = layer_chains.make_case(mesh, run.args.model, "uniform", place.tokens, weights)
@@ -207,10 +206,10 @@ def measure_place(run: Run, place: Place, on_gpus: bool) -> None:
         jax_ep.init(mesh)
     if "exchange" in run.args.parts:
         if not on_gpus:
-            jax_ep.init(mesh, transport="shared_memory")  # the kernels' bodies, in the interpreter
+            jax_ep.init(mesh, transport="shared_memory")  # kernels run in the interpreter
         measure_exchange(run, mesh, place)
         if not on_gpus:
-            jax_ep.finalize()  # the layer would be slow there; `xla` has it
+            jax_ep.finalize()  # the layer would be slow in the interpreter; use `xla`
     if "layer" in run.args.parts:
         measure_layer(run, case, place)
     del case, weights  # `program` makes its own
@@ -224,7 +223,7 @@ def measure_place(run: Run, place: Place, on_gpus: bool) -> None:
 
 
 def find_warnings(run: Run) -> list[str]:
-    """Operations and kernels whose time grows faster than their bytes."""
+    """Return warnings for operations and kernels whose time grows faster than their bytes."""
     found = []
     for mode in MODES:
         rows = [row for row in run.report.rows if row["shape"]["scaling"] == mode and "seconds" in row]
@@ -240,7 +239,7 @@ def find_warnings(run: Run) -> list[str]:
 
 
 def timed(row: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...], float]]:
-    """Of a row: what takes how many seconds, and what of its bytes they should follow."""
+    """Yield the timed parts of a row: name, the kinds of bytes that its time should follow, and seconds."""
     if row["part"] == "exchange":
         kinds = EXCHANGES[row["variant"]]
         if kinds is not None:
@@ -255,7 +254,7 @@ def timed(row: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...], float]
 
 
 def show(report: Report) -> None:
-    """Prints the tables of a report: operations and layer by mode, kernels by number of ranks, the training."""
+    """Print the tables of a report: operations and layer by mode, kernels by number of ranks, the training."""
     for mode in MODES:
         rows = [r for r in report.rows if r["shape"]["scaling"] == mode and r["part"] in ("exchange", "layer")]
         columns = ["", "ranks", "tokens/rank", "us", "times EP least", "MB sent", "copy engine", "all at once", "link"]
@@ -274,7 +273,7 @@ def show(report: Report) -> None:
 
 
 def operation_cells(row: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Time, and where tokens travel, the shares of the peaks."""
+    """Format a row of an operation: its time, and the shares of the peaks if it sends tokens."""
     shape = row["shape"]
     cells = [row["variant"], str(shape["ranks"]), str(shape["tokens_per_rank"])]
     if "failed" in row:
@@ -289,7 +288,7 @@ def operation_cells(row: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -
 
 
 def percent(peaks: Mapping[str, float | None], name: str) -> str:
-    """Of a peak; nothing where nothing travels, and "unknown" where the peak is."""
+    """Format the share of a peak; "" if nothing is sent, "unknown" if the peak is."""
     if name not in peaks:
         return ""
     share = peaks[name]
@@ -297,7 +296,7 @@ def percent(peaks: Mapping[str, float | None], name: str) -> str:
 
 
 def training_cells(row: Mapping[str, Any]) -> list[str]:
-    """One number of ranks."""
+    """Format a row of the training."""
     ranks = row["shape"]["ranks"]
     if "failed" in row:
         return [str(ranks), "failed", row["failed"].splitlines()[0][:60], ""]
@@ -309,19 +308,23 @@ def training_cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def options(prog: str | None = None) -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     parser = harness.parser(__doc__, "scaling", prog=prog, rounds=5)
     add = parser.add_argument
     add("--model", choices=inputs.MODELS, help=f"default: {inputs.DEFAULT}; --quick: {inputs.QUICK}")
     add("--tokens", type=int, help="tokens per rank in weak scaling (default: 4096)")
-    add("--total-tokens", type=int, help="of all ranks in strong scaling (default: weak scaling's on most ranks)")
+    add(
+        "--total-tokens",
+        type=int,
+        help="of all ranks in strong scaling (default: that of weak scaling on most ranks)",
+    )
     add("--ranks", type=int, nargs="+", help="numbers of GPUs (default: 1, 2, 4, ... of the machine)")
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
     return parser
 
 
 def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Fills in what depends on the machine, and refuses what does not fit it."""
+    """Fill in defaults that depend on the machine, and check that the options fit it."""
     devices = jax.device_count()
     args.model = args.model or (inputs.QUICK if args.quick else inputs.DEFAULT)
     experts = inputs.MODELS[args.model].experts
@@ -339,7 +342,7 @@ def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
 
 
 def measure_peaks(ranks: Iterable[int], on_gpus: bool) -> tuple[dict[str, float | None], str]:
-    """Bytes per second that links carry, and where the theoretical rate is from."""
+    """Measure the rates of the links; return them, and the source of the theoretical one."""
     most, num_bytes = max(ranks), links.PEAK_BYTES if on_gpus else links.QUICK_BYTES
     link = links.nvlink() if on_gpus else links.Links(None, "unknown: CPU devices have no link")
     together = None if most < 2 else links.peak_together(jax.devices()[:most], num_bytes)
@@ -348,7 +351,7 @@ def measure_peaks(ranks: Iterable[int], on_gpus: bool) -> tuple[dict[str, float 
 
 
 def measure(args: argparse.Namespace) -> Report:
-    """All parts of all numbers of ranks; the report, with its warnings in the summary."""
+    """Measure all parts on all numbers of ranks; return the report, with warnings in its summary."""
     on_gpus = jax.default_backend() == "gpu"
     settings = {"ranks": args.ranks, "parts": args.parts}
     settings |= {"tokens": args.tokens, "total_tokens": args.total_tokens, "top_kernels": TOP}
@@ -369,7 +372,7 @@ def measure(args: argparse.Namespace) -> Report:
 
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
-    """Measure what the command line asks for."""
+    """Measure the parts of the command line."""
     parser = options(prog)
     args = harness.parse(parser, arguments)
     jax.config.update("jax_num_cpu_devices", harness.QUICK_DEVICES)
@@ -381,7 +384,7 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
     for part, reason in report.summary["left_out"].items():
         print(f"left out, {part}: {reason}")
     if jax.default_backend() != "gpu":
-        print("times of CPU devices: they say nothing of GPUs, and neither does what follows")
+        print("these times are of CPU devices and say nothing about GPUs")
     for warning in report.summary["warnings"]:
         print(f"WARNING: {warning}")
     plots.draw(report.path)

@@ -1,4 +1,4 @@
-"""Tokens per second of a whole training: the steps of examples/train_moe_flax.py, with experts over so many devices."""
+"""Tokens per second of a training: the steps of examples/train_moe_flax.py, with experts over several devices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WARMUP = 3
 
 
 class Sizes(NamedTuple):
-    """Of the model and of a step; the batch has `windows` on each device."""
+    """Sizes of the model and of a step; the batch has `windows` per device."""
 
     hidden: int = 1024
     layers: int = 4
@@ -34,9 +34,9 @@ QUICK = Sizes(hidden=32, layers=1, heads=2, intermediate=32, experts=8, top_k=2,
 
 
 def reason_against() -> str | None:
-    """Why no training can be measured here, or None."""
+    """Return why no training can be measured here, or None."""
     if not (EXAMPLES / "lm" / "training.py").is_file():
-        return "the example's code comes with a source checkout alone"
+        return "the example's code is only in a source checkout"
     try:
         import flax  # noqa: F401
         import optax  # noqa: F401
@@ -46,7 +46,7 @@ def reason_against() -> str | None:
 
 
 def measure(num_ranks: int, sizes: Sizes, rounds: int) -> Timing:
-    """Seconds of one step, with its batch from the host, of so many ranks of experts on as many devices."""
+    """Measure the seconds of one step, including its batch from the host, with `num_ranks` devices."""
     if str(EXAMPLES) not in sys.path:
         sys.path.append(str(EXAMPLES))
     from lm.data import WindowIterator, read_corpus
@@ -73,7 +73,7 @@ def _steps(trainer: Any, windows: Any, rounds: int, title: str) -> list[float]:
         state, metrics = trainer.train_step(state, trainer.put(next(windows)))
         loss = float(np.asarray(metrics["loss"]))
         if not np.isfinite(loss):
-            raise ArithmeticError(f"the loss is {loss} after {i + 1} steps; a training that fails has no rate")
+            raise ArithmeticError(f"the loss is {loss} after {i + 1} steps; a training that diverges has no rate")
         if i >= WARMUP:
             samples.append(time.perf_counter() - start)
     return samples

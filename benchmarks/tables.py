@@ -1,6 +1,6 @@
-"""Tables of docs/performance.md, from the reports in benchmarks/results: `python benchmarks/tables.py [--check]`.
+"""Tables of `PAGES`, from the reports in benchmarks/results: `python benchmarks/tables.py [--check]`.
 
-A table stands between `<!-- table NAME -->` and `<!-- end -->`. Of several reports that hold a line the newest counts;
+A table is between `<!-- table NAME -->` and `<!-- end -->`. Of several reports that hold a line the newest counts;
 the figures of one line, or of one number of GPUs, are of one report, since figures of different runs do not compare.
 What no report holds stays empty, and a line without any figure is left out. Of GPUs, tables are about one kind, `GPU`:
 what others took is told in the text.
@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "performance.md"
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = [ROOT / "docs" / name for name in ("performance.md", "design/low_latency.md")]
 NOT_YET = "Not measured yet: `make evidence` on two or more GPUs writes `{name}*.json`."
 MODELS = {
     "deepseek-v3": "DeepSeek-V3",
@@ -121,22 +122,23 @@ FORWARD, BOTH = "forward", "forward + backward"
 
 
 def layer(reports: Reports) -> list[str]:
-    """The layer beside what JAX offers, by model."""
+    """The layer compared with what JAX offers, by model; the cells of one number of GPUs are of one report."""
+    columns = [
+        "us, times as fast; 4096 tokens per GPU",
+        *(f"{n} GPUs: {way}" for n in RANKS for way in (FORWARD, BOTH)),
+    ]
     lines = []
-    for ranks in RANKS:
-        for model, name in MODELS.items():
-            for routing in ("uniform", "zipf"):
-                for tokens in (4096, 8192):
-                    keys = {"model": model, "routing": routing, "tokens_per_rank": tokens, "ranks": ranks}
-                    forward = reports.find("moe_layer", (OURS, THEIRS), direction=FORWARD, **keys)
-                    both = reports.find("moe_layer", (OURS, THEIRS), direction=BOTH, **keys)
-                    if forward is None or both is None or forward.report != both.report:
-                        continue
-                    label = f"{name}, {tokens}{', Zipf' if routing == 'zipf' else ''}"
-                    pairs = (f"{one.us(OURS)}, {one.us(THEIRS)} ({one.ratio(THEIRS, OURS)})" for one in (forward, both))
-                    lines.append([label, str(ranks), *pairs, f"`{forward.report}.json`"])
-    columns = ["tokens per rank", "GPUs", "forward: `moe`, JAX (ratio)", f"{BOTH}: `moe`, JAX (ratio)", "report"]
-    return table(columns, lines)
+    for model, name in MODELS.items():
+        for routing, suffix in (("uniform", ""), ("zipf", ", Zipf")):
+            cells: list[str] = []
+            for ranks in RANKS:
+                keys = {"model": model, "routing": routing, "tokens_per_rank": 4096, "ranks": ranks}
+                pair = [reports.find("moe_layer", (OURS, THEIRS), direction=way, **keys) for way in (FORWARD, BOTH)]
+                whole = len({one and one.report for one in pair}) == 1
+                cells += [f"{one.us(OURS)}, {one.ratio(THEIRS, OURS)}" if one and whole else "" for one in pair]
+            lines.append([name + suffix, *cells])
+    filled = [i for i in range(len(columns)) if i == 0 or any(line[i] for line in lines)]
+    return table([columns[i] for i in filled], ([line[i] for i in filled] for line in lines))
 
 
 EXCHANGE = {
@@ -162,9 +164,11 @@ def exchange(reports: Reports) -> list[str]:
 
 
 DECODE = {
-    "`low_latency_moe`, FP8": "low latency, fp8",
-    "`low_latency_moe`, bf16": "low latency, bf16",
-    "`moe`, bf16": "moe",
+    "FP8, GEMM and combine in one kernel": "low latency, fp8",
+    "FP8, in two kernels": "low latency, separate, fp8",
+    "bfloat16, one kernel": "low latency, bf16",
+    "bfloat16, two kernels": "low latency, separate, bf16",
+    "`moe`, bfloat16": "moe",
 }
 
 
@@ -333,18 +337,18 @@ def filled(page: str, reports: Reports) -> str:
 
 
 def main() -> None:
-    """Writes the page, or with `--check` says whether it is as it should be."""
+    """Write the pages, or with `--check` exit with status 1 if a page differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 where the page differs")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
-    before = PAGE.read_text()
-    after = filled(before, Reports(args.results))
-    if args.check:
-        if after != before:
-            sys.exit(f"{PAGE}: its tables are not those of {args.results}; run make tables")
-        return
-    PAGE.write_text(after)
+    for page in PAGES:
+        before = page.read_text()
+        after = filled(before, Reports(args.results))
+        if not args.check:
+            page.write_text(after)
+        elif after != before:
+            sys.exit(f"{page}: its tables are not those of {args.results}; run make tables")
 
 
 if __name__ == "__main__":

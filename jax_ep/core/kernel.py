@@ -103,7 +103,7 @@ class Descriptor:
     Attributes:
       array: the array, or shape and dtype of a result. All strides but the last must be multiples of 16 bytes.
       block_shape: size of one load or store, per axis.
-      bounded: the array is `[M, N]`, and the kernel chooses where its rows end (megakernels/kernels/bounded.py).
+      bounded: the array is `[M, N]`, and the kernel chooses where its rows end (megakernels/kernels/tiles.py).
     """
 
     array: Any

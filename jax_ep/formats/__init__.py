@@ -10,11 +10,11 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jax_ep.core.expert_matrices import QuantizedWeights
-from jax_ep.formats import fp8, fp8_channel, int4, int8, mxfp4
+from jax_ep.formats import fp8, int4, int8, mxfp4
 from jax_ep.formats.base import Format
 from jax_ep.types import Array
 
-FORMATS: dict[str, Format] = {x.FORMAT.name: x.FORMAT for x in (fp8, fp8_channel, int8, int4, mxfp4)}
+FORMATS: dict[str, Format] = {x.name: x for x in (fp8.FORMAT, fp8.CHANNEL, int8.FORMAT, int4.FORMAT, mxfp4.FORMAT)}
 """All formats, by their names."""
 STORED = (*FORMATS, *(f"{name}_prepacked" for name, found in FORMATS.items() if found.prepacked))
 """Names of all ways to store weights, as `stored_name` has them."""

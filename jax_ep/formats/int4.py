@@ -6,31 +6,43 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_ep.core import fp8
-from jax_ep.formats import nibbles
-from jax_ep.formats.base import FLOAT32, UINT8, Format, Prepacked, blocks_of, scale_to, transposed
+from jax_ep.formats.base import (
+    FLOAT32,
+    UINT8,
+    BitPlaces,
+    Format,
+    Prepacked,
+    blocks_of,
+    pack_nibbles,
+    prepack_nibbles,
+    scale_to,
+    transposed,
+    unpack_nibbles,
+    unprepack_nibbles,
+)
 from jax_ep.types import Array, Quantized
 
 _MAX, _OFFSET = 7.0, 8
-BIT_PLACES: nibbles.BitPlaces = ((3, 4, 5, 6), (7, 8, 9, 10), (11, 12, 13, 14), (31, 0, 1, 2))
+BIT_PLACES: BitPlaces = ((3, 4, 5, 6), (7, 8, 9, 10), (11, 12, 13, 14), (31, 0, 1, 2))
 
 
 def _quantize(w: Array, block_size: int) -> Quantized:
     rows = transposed(w)
     values, scales = scale_to(blocks_of(rows, block_size), _MAX)
     stored = (jnp.round(values).astype(jnp.int8) + _OFFSET).astype(jnp.uint8)
-    return nibbles.pack(stored.reshape(rows.shape)), scales
+    return pack_nibbles(stored.reshape(rows.shape)), scales
 
 
 def _dequantize(values: Array, scales: Array, dtype: DTypeLike) -> Array:
-    return fp8.dequantize_rows(nibbles.unpack(values).astype(jnp.float32) - _OFFSET, scales, dtype)
+    return fp8.dequantize_rows(unpack_nibbles(values).astype(jnp.float32) - _OFFSET, scales, dtype)
 
 
 def _prepack(values: Array, scales: Array) -> Quantized:
-    return nibbles.prepack(nibbles.unpack(values), BIT_PLACES), jnp.swapaxes(scales, -1, -2)
+    return prepack_nibbles(unpack_nibbles(values), BIT_PLACES), jnp.swapaxes(scales, -1, -2)
 
 
 def _unprepack(packed: Array, scales: Array) -> Quantized:
-    return nibbles.pack(nibbles.unprepack(packed, BIT_PLACES)), jnp.swapaxes(scales, -1, -2)
+    return pack_nibbles(unprepack_nibbles(packed, BIT_PLACES)), jnp.swapaxes(scales, -1, -2)
 
 
 FORMAT = Format(

@@ -14,8 +14,19 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jax_ep.core import fp8
-from jax_ep.formats import nibbles
-from jax_ep.formats.base import PREPACKED_DTYPE, UINT8, Format, Prepacked, blocks_of, transposed
+from jax_ep.formats.base import (
+    PREPACKED_DTYPE,
+    UINT8,
+    BitPlaces,
+    Format,
+    Prepacked,
+    blocks_of,
+    pack_nibbles,
+    prepack_nibbles,
+    transposed,
+    unpack_nibbles,
+    unprepack_nibbles,
+)
 from jax_ep.types import Array, Quantized
 
 BLOCK = 32
@@ -24,7 +35,7 @@ E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_MAX_EXPONENT = 2  # 6 = 1.5 * 2**2
 E8M0_BIAS, E8M0_NAN = 127, 255
 _STEP = 128  # elements of K whose four exponents are one prepacked uint32
-BIT_PLACES: nibbles.BitPlaces = ((6, 7, 8, 15), (0, 1, 2, 9), (10, 11, 12, 19), (4, 5, 14, 13))
+BIT_PLACES: BitPlaces = ((6, 7, 8, 15), (0, 1, 2, 9), (10, 11, 12, 19), (4, 5, 14, 13))
 
 
 def _quantize(w: Array, _: int) -> Quantized:
@@ -43,11 +54,11 @@ def _quantize(w: Array, _: int) -> Quantized:
         middle = jnp.float32((low + high) / 2)
         magnitude = magnitude + ((size > middle) if below % 2 == 0 else (size >= middle)).astype(jnp.uint8)
     stored = magnitude | (jnp.signbit(numbers).astype(jnp.uint8) << 3)
-    return nibbles.pack(stored.reshape(rows.shape)), exponents
+    return pack_nibbles(stored.reshape(rows.shape)), exponents
 
 
 def _dequantize(values: Array, exponents: Array, dtype: DTypeLike) -> Array:
-    numbers = _e2m1(nibbles.unpack(values))
+    numbers = _e2m1(unpack_nibbles(values))
     # 2**-127 is subnormal, and XLA's products on the CPU take such factors for zero.
     halved = blocks_of(numbers, BLOCK) * jnp.where(exponents == 0, 0.5, 1.0)[..., None]
     return fp8.dequantize_rows(halved.reshape(numbers.shape), _powers(jnp.maximum(exponents, 1)), dtype)
@@ -69,10 +80,10 @@ def _powers(exponents: Array) -> Array:
 
 def _prepack(values: Array, exponents: Array) -> Quantized:
     """Four exponents are one uint32 `[..., ceil(K / 128), N]`, with zeros behind K."""
-    stored = nibbles.unpack(values)
+    stored = unpack_nibbles(values)
     # Kernels make infinity of a scale that is NaN: times zero it is NaN again.
     is_nan = jnp.repeat(exponents == E8M0_NAN, BLOCK, axis=-1)
-    packed = nibbles.prepack(jnp.where(is_nan, stored & 8, stored), BIT_PLACES)
+    packed = prepack_nibbles(jnp.where(is_nan, stored & 8, stored), BIT_PLACES)
     padded = jnp.pad(exponents, [(0, 0)] * (exponents.ndim - 1) + [(0, -exponents.shape[-1] % 4)])
     parts = blocks_of(padded.astype(jnp.uint32), 4)
     steps = functools.reduce(operator.or_, (parts[..., i] << 8 * i for i in range(4)))
@@ -83,7 +94,7 @@ def _unprepack(packed: Array, steps: Array) -> Quantized:
     steps = jnp.swapaxes(steps, -1, -2)
     parts = jnp.stack([steps >> 8 * i & 255 for i in range(4)], -1).astype(jnp.uint8)
     exponents = lax.slice_in_dim(parts.reshape(*steps.shape[:-1], -1), 0, 8 * packed.shape[-1] // BLOCK, axis=-1)
-    return nibbles.pack(nibbles.unprepack(packed, BIT_PLACES)), exponents
+    return pack_nibbles(unprepack_nibbles(packed, BIT_PLACES)), exponents
 
 
 FORMAT = Format(

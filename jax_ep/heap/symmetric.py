@@ -25,10 +25,10 @@ from jax_ep.core.layout import round_up
 from jax_ep.heap.memory import Generation, Memory, TraceArea, allocation_bytes, next_generation_bytes, wait_for_devices
 
 _PAGE = 4096
-_CONTROL_WORDS = 64  # Before those of each device: EPOCHS of megakernels/kernels/table.py.
+_CONTROL_WORDS = 64  # Before those of each device: EPOCHS in kernels/failures.py.
 _WORDS_OF_A_DEVICE = 6
 _BUFFER_UNIT = 256
-_BUFFERS_OF_A_DEVICE = 2  # See megakernels/kernels/low_latency_buffers.py.
+_BUFFERS_OF_A_DEVICE = 2  # See kernels/low_latency_buffers.py.
 _DATA, _BUFFERS = 1, 2  # First id of each kind.
 _STEP = 2  # From an id to the next of its kind.
 MAX_BLOCKS = 32768
@@ -37,7 +37,7 @@ MAX_BLOCKS = 32768
 
 @dataclasses.dataclass(frozen=True)
 class HeapLayout:
-    """Static offsets of a heap; megakernels/kernels/table.py names the control words at its start.
+    """Static offsets of a heap; kernels/failures.py names the control words at its start.
 
     Attributes:
       num_devices: D, devices that share the heap.
@@ -118,7 +118,7 @@ class SymmetricHeap:
 
     @property
     def num_table_entries(self) -> int:
-        """Number of table entries: heap addresses of all devices, then those of megakernels/kernels/table.py."""
+        """Number of table entries: heap addresses of all devices, then those in kernels/failures.py."""
         return self.layout.num_devices + 6
 
     @property

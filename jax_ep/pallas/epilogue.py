@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from jax_ep.pallas.memory import WARPGROUP, Ref, Scalar, Scratch, int32, line, swizzled
+from jax_ep.pallas.launch import WARPGROUP, Ref, Scalar, Scratch, int32, line, swizzled
 from jax_ep.pallas.tiling import CHUNK, CONSUMERS
 from jax_ep.types import Array
 

@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_ep.pallas import epilogue
 from jax_ep.pallas import ring as rings
-from jax_ep.pallas.memory import WARPGROUP, Ref, int32
+from jax_ep.pallas.launch import WARPGROUP, Ref, int32
 from jax_ep.pallas.ring import Ring
 from jax_ep.pallas.schedule import RowTiles
 from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, STEP, TILE, ForwardTiles

@@ -13,8 +13,7 @@ from jax_ep.pallas import epilogue, forward_activated, ring, tiling
 from jax_ep.pallas.export_cache import lowered_once
 from jax_ep.pallas.forward_activated import HALVES
 from jax_ep.pallas.grouped_gemm import ROWS, launch_product, pad
-from jax_ep.pallas.launch import is_interpreted, num_programs
-from jax_ep.pallas.memory import swizzled, vectors
+from jax_ep.pallas.launch import is_interpreted, num_programs, swizzled, vectors
 from jax_ep.pallas.schedule import row_tiles
 from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, STEP, TILE, ForwardTiles
 from jax_ep.types import Array, Experts

@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_ep.pallas import result_slots
 from jax_ep.pallas import ring as rings
-from jax_ep.pallas.memory import BLOCKS, WARPGROUP, Ref, Scalar, int32
+from jax_ep.pallas.launch import BLOCKS, WARPGROUP, Ref, Scalar, int32
 from jax_ep.pallas.result_slots import ResultSlots
 from jax_ep.pallas.ring import Ring
 from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, STEP, TILE, WeightTiles

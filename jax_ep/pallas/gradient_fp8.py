@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_ep.pallas import ring as rings
 from jax_ep.pallas import wgmma
-from jax_ep.pallas.memory import WARPGROUP, Ref, int32
+from jax_ep.pallas.launch import WARPGROUP, Ref, int32
 from jax_ep.pallas.ring import Ring
 from jax_ep.pallas.tiling import CHUNK, FP8_STEP, TILE, Fp8WeightTiles
 from jax_ep.pallas.wgmma import Sums

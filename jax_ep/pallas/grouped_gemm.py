@@ -24,8 +24,7 @@ from jax_ep.core.layout import round_up
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.pallas import epilogue, forward, forward_fp8, gradient, gradient_fp8, result_slots, ring, tiling, wgmma
 from jax_ep.pallas.export_cache import lowered_once
-from jax_ep.pallas.launch import is_interpreted, launch, num_programs
-from jax_ep.pallas.memory import swizzled, vectors
+from jax_ep.pallas.launch import is_interpreted, launch, num_programs, swizzled, vectors
 from jax_ep.pallas.schedule import row_tiles
 from jax_ep.pallas.tiling import (
     ALIGNMENT,

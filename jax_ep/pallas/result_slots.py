@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from jax_ep.pallas import ring as rings
-from jax_ep.pallas.memory import WARPGROUP, Ref, Scalar, Scratch, int32, swizzled
+from jax_ep.pallas.launch import WARPGROUP, Ref, Scalar, Scratch, int32, swizzled
 from jax_ep.pallas.ring import Ring
 from jax_ep.pallas.tiling import CONSUMERS
 from jax_ep.types import Array

@@ -20,8 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_ep.pallas.launch import PROGRAM
-from jax_ep.pallas.memory import WARPGROUP, Ref, Scalar, Scratch, int32
+from jax_ep.pallas.launch import PROGRAM, WARPGROUP, Ref, Scalar, Scratch, int32
 from jax_ep.pallas.tiling import CONSUMERS
 from jax_ep.types import Array
 

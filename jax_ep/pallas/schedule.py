@@ -19,8 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_ep.core.layout import round_up
-from jax_ep.pallas.launch import PROGRAM, launch
-from jax_ep.pallas.memory import Ref, Scalar, int32
+from jax_ep.pallas.launch import PROGRAM, Ref, Scalar, int32, launch
 from jax_ep.pallas.tiling import ALIGNMENT, ROW_UNIT, ForwardTiles, Fp8Tiles
 from jax_ep.types import Array
 

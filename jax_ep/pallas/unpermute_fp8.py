@@ -22,8 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_ep.core.fp8 import FP8_MAX, MIN_SCALE
-from jax_ep.pallas.launch import PROGRAM
-from jax_ep.pallas.memory import Ref, Scalar, int32
+from jax_ep.pallas.launch import PROGRAM, Ref, Scalar, int32
 from jax_ep.types import Array
 
 LINE = 128

@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from jax_ep.pallas.memory import LINE_BYTES, WARPGROUP, Ref, Scratch, int32, swizzling
+from jax_ep.pallas.launch import LINE_BYTES, WARPGROUP, Ref, Scratch, int32, swizzling
 from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, CONSUMERS, FP8_STEP
 from jax_ep.types import Array
 

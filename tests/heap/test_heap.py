@@ -20,7 +20,7 @@ from jax_ep.heap import symmetric
 from jax_ep.heap.symmetric import SymmetricHeap
 
 DEVICES = 2
-AREA, TRACE = DEVICES + 3, DEVICES + 5  # Positions in a table, see kernels/table.py.
+AREA, TRACE = DEVICES + 3, DEVICES + 5  # Positions in a table, see kernels/failures.py.
 DATA = symmetric.HeapLayout(DEVICES).data
 MIB = 1 << 20
 

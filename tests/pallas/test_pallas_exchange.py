@@ -19,7 +19,8 @@ import oracle
 from cases import BF16, F16, F32, assert_same_bits, integers, probabilities, reals
 from harness import run
 from jax_ep.core import fp8
-from jax_ep.pallas import local_steps, requirements
+from jax_ep.pallas import exchange as pallas_exchange
+from jax_ep.pallas import requirements
 from jax_ep.types import Options
 from jax_ep.xla import exchange, rounds
 
@@ -50,7 +51,7 @@ def refuse(*_, **__):
 @pytest.fixture
 def only_kernels(monkeypatch):
     """Disable fallbacks to XLA."""
-    monkeypatch.setattr(local_steps.xla, "unpermute", refuse)
+    monkeypatch.setattr(pallas_exchange.local_steps, "unpermute", refuse)
 
 
 def some_rows(rng, num_rows, *shape):
@@ -97,13 +98,13 @@ def test_pallas_exchange_unpermute_to_fp8(lines, top_k, dtype, rng, races, only_
     y = poisoned(reals(rng, 17, lines * 128, dtype=F32), index).astype(dtype)
     y = y * np.exp2(rng.integers(*((-10, 3) if dtype == F16 else (-60, 60)), (17, 1))).astype(dtype)
     y[index[0, 0], 130] = POISON  # Only one scale block is lost.
-    assert_same_pairs(local_steps.unpermute(jnp.asarray(y), jnp.asarray(index), FP8), quantized(y, index))
+    assert_same_pairs(pallas_exchange.unpermute(jnp.asarray(y), jnp.asarray(index), FP8), quantized(y, index))
     assert races() == 0
 
 
 def test_pallas_exchange_vmap(rng, only_kernels):
     y, index = reals(rng, 2, 9, 512, dtype=BF16), some_rows(rng, 9, 2, 8, 2)
-    got = jax.vmap(lambda y, i: local_steps.unpermute(y, i, FP8))(jnp.asarray(y), jnp.asarray(index))
+    got = jax.vmap(lambda y, i: pallas_exchange.unpermute(y, i, FP8))(jnp.asarray(y), jnp.asarray(index))
     for n in range(2):
         assert_same_pairs([part[n] for part in got], quantized(y[n], index[n]))
 
@@ -113,9 +114,9 @@ def test_pallas_exchange_vmap(rng, only_kernels):
     ("columns", "num_rows", "dtype"), [(128, 7, FP8), (512, 0, FP8), (512, 7, BF16), (72, 7, F32)], ids=str
 )
 def test_pallas_exchange_xla_parts(columns, num_rows, dtype, rng, monkeypatch):
-    monkeypatch.setattr(local_steps, "launch", refuse)
+    monkeypatch.setattr(pallas_exchange, "launch", refuse)
     index, y = some_rows(rng, 17, num_rows, 3), reals(rng, 17, columns, dtype=BF16)
-    got = local_steps.unpermute(jnp.asarray(y), jnp.asarray(index), dtype)
+    got = pallas_exchange.unpermute(jnp.asarray(y), jnp.asarray(index), dtype)
     if dtype == FP8:
         assert_same_pairs(got, quantized(y, index))
     else:
@@ -182,11 +183,11 @@ def lower(call, *arguments):
     """Return MLIR of a call for CUDA, with all checks of layouts and of shared memory."""
     shapes = [jax.ShapeDtypeStruct(*argument) for argument in arguments]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_steps, "is_interpreted", lambda: False)
+        patch.setattr(pallas_exchange, "is_interpreted", lambda: False)
         return jax.jit(call).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
 
-to_fp8 = functools.partial(local_steps.unpermute, dtype=FP8)
+to_fp8 = functools.partial(pallas_exchange.unpermute, dtype=FP8)
 MODELS = {"DeepSeek-V3": (7168, 8), "Qwen3-30B": (2048, 8), "Mixtral": (4096, 2)}
 
 

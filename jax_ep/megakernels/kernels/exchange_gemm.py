@@ -42,11 +42,14 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .arguments import Pointer, Value
-from .bounded import split_columns
 from .combine import combine_blocks
 from .exchange_structs import Rows
-from .failures import poison
+from .failures import (
+    QUEUE,
+    STARTED,
+    poison,
+)
+from .gemm_structs import Pointer, Value
 from .grouped_gemm import ALL_TASKS, multiply_rows
 from .listed_sums import sum_listed, write_list
 from .protocol import (
@@ -65,7 +68,6 @@ from .protocol import (
     signal_ready,
 )
 from .router_weights import clear_weights, push_weights, return_weights, store_row_weights, take_weights
-from .table import QUEUE, STARTED
 from .tiles import (
     Tile,
     add_bias,
@@ -77,6 +79,7 @@ from .tiles import (
     num_own_tasks,
     number_tasks,
     own_task,
+    split_columns,
     store_tile,
     tasks_until,
     tile_in_grid,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-from .arguments import Pointer
 from .exchange_structs import Combine, SumTile
-from .gemm_structs import GroupedGemm, WeightGradient
+from .gemm_structs import GroupedGemm, Pointer, WeightGradient
 
 
 class HandleArrays(NamedTuple):

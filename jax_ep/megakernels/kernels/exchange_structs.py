@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-from .arguments import Pointer
+from .gemm_structs import Pointer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Peers(NamedTuple):
     """The arrays of a launch through which a kernel finds its peers."""
 
     group_ptr: Pointer  # [num_ranks + 1] int32: the device of each rank, then this rank
-    table_ptr: Pointer  # [num_devices + 6] int64: heap addresses, then the words of table.py
+    table_ptr: Pointer  # [num_devices + 6] int64: heap addresses, then the words of failures.py
 
 
 class Rows(NamedTuple):

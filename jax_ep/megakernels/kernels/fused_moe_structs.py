@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-from .arguments import Pointer
+from .gemm_structs import Pointer
 
 
 @dataclasses.dataclass(frozen=True)

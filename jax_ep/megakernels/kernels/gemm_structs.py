@@ -6,9 +6,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-from .arguments import Pointer
+Pointer: TypeAlias = Any  # noqa: UP040
+"""A Triton pointer or descriptor; on the host an array, the shape and dtype of a result, or a `Descriptor`."""
+
+Value: TypeAlias = Any  # noqa: UP040
+"""A Triton scalar or block of values."""
 
 
 @dataclasses.dataclass(frozen=True)

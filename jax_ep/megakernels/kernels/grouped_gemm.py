@@ -14,18 +14,19 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .arguments import Value
-from .bounded import load_bounded, split_columns
 from .fp8_columns import locate_places
+from .gemm_structs import Value
 from .quantization import GROUP
 from .tiles import (
     add_bias,
     find_tile,
+    load_bounded,
     locate_groups,
     multiply,
     num_own_tasks,
     number_tasks,
     own_task,
+    split_columns,
     store_tile,
     tasks_until,
     tile_in_grid,

@@ -24,10 +24,20 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .arguments import Value
-from .failures import report_timeout
+from .failures import (
+    AREA,
+    BUFFER_BYTES,
+    DONE,
+    EPOCHS,
+    EXITED,
+    FAILED,
+    STARTED,
+    TICKET,
+    TIMEOUT_NS,
+    report_timeout,
+)
+from .gemm_structs import Value
 from .protocol import await_ready_words, first_missing, ready_word
-from .table import AREA, BUFFER_BYTES, DONE, EPOCHS, EXITED, FAILED, STARTED, TICKET, TIMEOUT_NS
 from .token_rows import goes_to
 from .trace import ANNOUNCE_EVENT, PUBLISH_EVENT, stamp, trace_members, trace_set, trace_wait
 

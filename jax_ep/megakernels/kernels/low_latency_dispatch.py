@@ -19,7 +19,10 @@ Floor: one link latency, plus the larger of link time and writing the rows.
 import triton
 import triton.language as tl
 
-from .failures import poison
+from .failures import (
+    DONE,
+    poison,
+)
 from .low_latency_buffers import (
     await_flags,
     await_ready_of,
@@ -33,7 +36,6 @@ from .low_latency_buffers import (
 )
 from .protocol import await_flag, next_task, open_launch
 from .quantization import quantize
-from .table import DONE
 from .token_rows import destinations, goes_to
 from .trace import (
     COPY_EVENT,

@@ -18,7 +18,10 @@ Floor: reading all weights once, as in masked.py, then one link latency.
 import triton
 import triton.language as tl
 
-from .failures import poison
+from .failures import (
+    STARTED,
+    poison,
+)
 from .low_latency_buffers import (
     await_ready_of,
     end_low_latency_launch,
@@ -31,7 +34,6 @@ from .low_latency_buffers import (
 from .masked import find_masked_tile, multiply_masked, number_masked_tasks
 from .protocol import all_programs_started, count_stored, next_task, open_launch
 from .quantized_gemm import multiply_quantized
-from .table import STARTED
 from .tiles import num_own_tasks, own_task
 from .trace import SUM_EVENT, TILE_EVENT, stamp, trace
 

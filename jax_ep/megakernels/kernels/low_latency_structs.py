@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-from .arguments import Pointer
-from .gemm_structs import MaskedGemm, QuantizedGemm
+from .gemm_structs import MaskedGemm, Pointer, QuantizedGemm
 
 
 class LowLatencyPlan(NamedTuple):

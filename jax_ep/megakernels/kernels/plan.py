@@ -20,7 +20,10 @@ assignments: no sort, and no work per expert. Floor: the latency of one handshak
 import triton
 import triton.language as tl
 
-from .failures import poison
+from .failures import (
+    DONE,
+    poison,
+)
 from .protocol import (
     await_block,
     await_flag,
@@ -33,7 +36,6 @@ from .protocol import (
     publish,
     signal_ready,
 )
-from .table import DONE
 from .trace import COUNT_EVENT, OWN, PLACE_EVENT, PUSH_EVENT, WAIT_EVENT, ZERO_EVENT, stamp, trace, trace_exchange
 
 # An assignment between steps (3) and (4), as int32; -1 if its expert is not here:

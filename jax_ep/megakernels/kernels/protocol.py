@@ -1,6 +1,6 @@
 """Protocol between ranks and programs: task queue, epochs, ready handshakes, block flags and bounded waits.
 
-Memory. Every device has a heap of the same layout, and a table with the addresses of all heaps. table.py names the
+Memory. Every device has a heap of the same layout, and a table with the addresses of all heaps. failures.py names the
 words of both. At byte `flags_offset` of a heap lie `[2, num_devices, max_blocks]` int32 flags: `[e & 1, d, b]` holds
 epoch `e` once device d has completed block b here. `num_devices` covers all devices, so any subset can form a group.
 
@@ -32,9 +32,22 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .arguments import Pointer, Value
-from .failures import STATE_WRONG_MESH, give_up, report, report_handshake
-from .table import DEVICE, DONE, EPOCHS, EXITED, FAILED, QUEUE, STARTED, TICKET, TIMEOUT_NS
+from .failures import (
+    DEVICE,
+    DONE,
+    EPOCHS,
+    EXITED,
+    FAILED,
+    QUEUE,
+    STARTED,
+    STATE_WRONG_MESH,
+    TICKET,
+    TIMEOUT_NS,
+    give_up,
+    report,
+    report_handshake,
+)
+from .gemm_structs import Pointer, Value
 from .trace import (
     ANNOUNCE_EVENT,
     PUBLISH_EVENT,

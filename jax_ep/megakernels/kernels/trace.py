@@ -8,7 +8,7 @@ next barrier is not visible. A kernel compiled with traces may run while nothing
 import triton
 import triton.language as tl
 
-from .table import TRACE
+from .failures import TRACE
 from .token_rows import goes_to
 from .trace_structs import AREA_LAUNCHES, AREA_LOST, AREA_PROGRAMS, AREA_ROOM, KINDS, NUM_HEADER, NUM_WORDS
 from .trace_structs import OWN as OWN_BLOCK

@@ -1,9 +1,11 @@
-"""Documentation tests: its code runs, its links work, and the names it uses exist."""
+"""Documentation tests: its code runs and prints what it says, its links work, and the names it uses exist."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
+import json
 import re
 import subprocess
 import sys
@@ -42,10 +44,40 @@ CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
-def python_blocks(page: Path) -> list[str]:
-    """Return the blocks of a page, padded with empty lines so that tracebacks show the page's lines."""
+def python_blocks(page: Path) -> list[tuple[str, str | None]]:
+    """Return each block of a page and what it prints: the text block that follows it, or None.
+
+    Blocks are padded with empty lines so that tracebacks show the page's lines.
+    """
     text = page.read_text()
-    return ["\n" * text[: m.start(2)].count("\n") + m[2] for m in FENCE.finditer(text) if m[1].strip() == "python"]
+    fences = list(FENCE.finditer(text))
+    blocks = []
+    for fence, following in zip(fences, [*fences[1:], None], strict=False):
+        if fence[1].strip() == "python":
+            adjacent = (
+                following and following[1].strip() == "text" and not text[fence.end() : following.start()].strip()
+            )
+            printed = following[2] if following and adjacent else None
+            blocks.append(("\n" * text[: fence.start(2)].count("\n") + fence[2], printed))
+    return blocks
+
+
+def run_blocks(blocks: list[tuple[str, str | None]], name: str) -> None:
+    """Run blocks one after another in one namespace, with JAX's defaults, and compare what they print on CPU devices.
+
+    A line of the expected text that ends in "..." may go on.
+    """
+    namespace: dict[str, Any] = {"__name__": "__docs__"}
+    try:
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            for block, printed in blocks:
+                with contextlib.redirect_stdout(io.StringIO()) as out:
+                    exec(compile(block, name, "exec"), namespace)
+                if printed is not None and jax.default_backend() == "cpu":
+                    pattern = re.escape(printed.strip()).replace(r"\.\.\.", ".*")
+                    assert re.fullmatch(pattern, out.getvalue().strip()), out.getvalue()
+    finally:
+        jax.set_mesh(None)
 
 
 def prose(page: Path) -> str:
@@ -87,20 +119,24 @@ def quick_compilation() -> Iterator[None]:
     "page", [pytest.param(p, marks=[pytest.mark.slow] * (p.name in SLOW), id=p.name) for p in WITH_CODE]
 )
 def test_docs_code_runs(page: Path) -> None:
-    """The blocks of a page run one after another and check themselves."""
+    """Check that the blocks of a page run one after another and print what the page says."""
     if jax.device_count() < NUM_DEVICES:
         pytest.skip(f"needs {NUM_DEVICES} devices")
     for package in ("flax", "equinox", "optax", "orbax.checkpoint", "matplotlib"):
         if package in page.read_text():
             pytest.importorskip(package)
-    namespace: dict[str, Any] = {"__name__": "__docs__"}
-    try:
-        # JAX's defaults, as readers have them.
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            for block in python_blocks(page):
-                exec(compile(block, str(page), "exec"), namespace)
-    finally:
-        jax.set_mesh(None)
+    run_blocks(python_blocks(page), str(page))
+
+
+@pytest.mark.usefixtures("quick_compilation")
+def test_notebook_prints_its_outputs() -> None:
+    if jax.device_count() != NUM_DEVICES or jax.default_backend() != "cpu":
+        pytest.skip(f"needs {NUM_DEVICES} CPU devices")
+    notebook = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text())
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    outputs = ["".join(line for output in cell["outputs"] for line in output["text"]) for cell in cells]
+    assert any(outputs)
+    run_blocks([("".join(cell["source"]), printed) for cell, printed in zip(cells, outputs, strict=True)], "notebook")
 
 
 def test_docs_code_blocks_are_marked() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import io
 import json
@@ -11,11 +12,12 @@ import subprocess
 import sys
 import tokenize
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import jax_ep
@@ -137,6 +139,36 @@ def test_notebook_prints_its_outputs() -> None:
     outputs = ["".join(line for output in cell["outputs"] for line in output["text"]) for cell in cells]
     assert any(outputs)
     run_blocks([("".join(cell["source"]), printed) for cell, printed in zip(cells, outputs, strict=True)], "notebook")
+
+
+def test_docs_errors_name_messages() -> None:
+    """The messages that docs/errors.md quotes are those that users get."""
+    text = (DOCS / "errors.md").read_text()
+    x, idx, one = jnp.ones((4, 64)), jnp.array([[0], [1], [2], [3]]), {"num_experts": 4, "axis_name": ()}
+    dispatch = functools.partial(jax_ep.dispatch, **one)
+    handle = jax.jit(lambda x: dispatch(x, idx).handle)(x)
+    fp8 = jax_ep.Schedule(wire_dtype=jnp.float8_e4m3fn)
+
+    def serve(x: jax.Array) -> jax.Array:
+        return jax_ep.low_latency_dispatch(x, idx, **one, max_tokens_per_rank=4).scales.sum()
+
+    def train(x: jax.Array) -> jax.Array:
+        return jax_ep.combine(dispatch(x, idx).tokens, handle, axis_name=())
+
+    calls: dict[str, Callable[[], Any]] = {
+        "no mesh axis is bound here": lambda: jax_ep.dispatch(x, idx, num_experts=4),
+        "topk_idx contains": lambda: dispatch(x, idx + 1),
+        "expected int32; use .astype(jnp.int32)": lambda: dispatch(x, idx.astype(jnp.int16)),
+        "is not a multiple of group_size": lambda: dispatch(x, idx, schedule=fp8),
+        "is not a multiple of alignment": lambda: dispatch(x, idx, capacity=6, alignment=4),
+        "of the handle is": lambda: dispatch(x[:2], None, handle=handle),
+        "has no gradient": lambda: jax.jit(jax.grad(serve))(jnp.ones((4, 128))),
+        "can't apply forward-mode autodiff": lambda: jax.jit(lambda x: jax.jvp(train, (x,), (x,)))(x),
+    }
+    for message, call in calls.items():
+        assert f"`{message}`" in text
+        with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+            call()
 
 
 def test_docs_code_blocks_are_marked() -> None:

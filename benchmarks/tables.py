@@ -124,7 +124,7 @@ FORWARD, BOTH = "forward", "forward + backward"
 def layer(reports: Reports) -> list[str]:
     """The layer compared with what JAX offers, by model; the cells of one number of GPUs are of one report."""
     columns = [
-        "us, times as fast; 4096 tokens per GPU",
+        "us (times as fast); 4096 tokens per GPU",
         *(f"{n} GPUs: {way}" for n in RANKS for way in (FORWARD, BOTH)),
     ]
     lines = []
@@ -135,7 +135,7 @@ def layer(reports: Reports) -> list[str]:
                 keys = {"model": model, "routing": routing, "tokens_per_rank": 4096, "ranks": ranks}
                 pair = [reports.find("moe_layer", (OURS, THEIRS), direction=way, **keys) for way in (FORWARD, BOTH)]
                 whole = len({one and one.report for one in pair}) == 1
-                cells += [f"{one.us(OURS)}, {one.ratio(THEIRS, OURS)}" if one and whole else "" for one in pair]
+                cells += [f"{one.us(OURS)} ({one.ratio(THEIRS, OURS)})" if one and whole else "" for one in pair]
             lines.append([name + suffix, *cells])
     filled = [i for i in range(len(columns)) if i == 0 or any(line[i] for line in lines)]
     return table([columns[i] for i in filled], ([line[i] for i in filled] for line in lines))

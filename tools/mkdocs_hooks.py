@@ -24,7 +24,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Adds what pyproject.toml says; REPOSITORY_URL, where it is set, stands for a fork's `project.urls.Repository`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     config.site_name = f"{config.site_name} {project['version']}"
-    config.copyright = f"{project['name']} {project['version']}, licence {project['license']}"
+    config.copyright = f"{project['name']} {project['version']}, license {project['license']}"
     url = os.environ.get("REPOSITORY_URL") or project.get("urls", {}).get("Repository")
     if url:
         config.repo_url, config.repo_name = url, project["name"]

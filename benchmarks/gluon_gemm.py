@@ -1,12 +1,12 @@
-"""Probe: grouped GEMMs in Gluon, compared with `jax_ep.grouped_gemm` (`pallas`) and PyTorch on one Hopper GPU.
+"""Probe: FP8 grouped GEMM in Gluon, compared with `jax_ep.grouped_gemm` (`pallas`) and PyTorch on one Hopper GPU.
 
-    python benchmarks/gluon_gemm.py --out FOLDER --dtype fp8        # or bf16
+    python benchmarks/gluon_gemm.py --out FOLDER
 
-Triton launches the kernels of `gluon/` on PyTorch's arrays. Each variant is checked first, on poisoned
+Triton launches the kernel of `gluon/` on PyTorch's arrays. Each variant is checked first, on poisoned
 outputs, against float32 sums of the same products. Then all variants run in turns under a steady load, because the
 power limit decides the clock; the report has the clock and the power in the middle of each sample.
 
-In FP8, PyTorch multiplies the same operands with one scale per row, which needs no promotion; `pallas` quantizes them
+PyTorch multiplies the same operands with one scale per row, which needs no promotion; `pallas` quantizes them
 by blocks. The time of `pallas` includes the kernel that lists its tiles.
 """
 
@@ -26,7 +26,6 @@ from typing import Any
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 sys.path.insert(0, str(Path(__file__).parent / "gluon"))
 
-import bf16_kernel
 import fp8_kernel
 import jax
 import jax.numpy as jnp
@@ -47,21 +46,19 @@ VARIANTS = {
     "gluon, bands of 16": {"STAGES": 4, "BAND": 16, "DYNAMIC": True},
     "gluon, static tiles": {"STAGES": 4, "BAND": 4, "DYNAMIC": False},
 }
+FLOPS_PER_CLOCK = 8192  # of one multiprocessor
 WARMUP_S, SAMPLE_S = 0.6, 0.4  # the power limit settles within some tenths of a second
-TILES = {name: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2) for name, bits in
-         (("fp8", 8), ("bf16", 16))}  # fmt: skip
+TILES = {bits: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2) for bits in (8, 16)}
 
 
 def described(array: torch.Tensor, block: tuple[int, int]) -> TensorDescriptor:
     """Return a TMA descriptor of a matrix."""
-    layout = TILES["fp8" if array.itemsize == 1 else "bf16"]
+    layout = TILES[8 * array.itemsize]
     return TensorDescriptor(array, list(array.shape), [array.shape[1], 1], list(block), layout)
 
 
 class Fp8:
     """FP8 operands on the GPU: `a [M, K]`, `b [G, N, K]`, and scales per 1x128 and 128x128 block."""
-
-    flops_per_clock = 8192  # of products on one multiprocessor
 
     def __init__(self, rows: int, groups: int, k: int, n: int) -> None:
         a = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
@@ -106,37 +103,6 @@ class Fp8:
         return want
 
 
-class Bf16:
-    """bfloat16 operands on the GPU: `a [M, K]` and `b [G, K, N]`."""
-
-    flops_per_clock = 4096
-
-    def __init__(self, rows: int, groups: int, k: int, n: int) -> None:
-        self.a = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
-        self.b = torch.randn(groups, k, n, device="cuda", dtype=torch.bfloat16) * k**-0.5
-        self.out = torch.empty(rows, n, device="cuda", dtype=torch.bfloat16)
-
-    def gluon(self, sizes: torch.Tensor, queue: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
-        """Return the kernel and its arguments."""
-        groups, k, n = self.b.shape
-        rows = [described(self.a, (size, 64)) for size in (128, 64, 32)]
-        results = [described(self.out, (size, 64)) for size in (128, 64, 32)]
-        weights = described(self.b.view(groups * k, n), (64, 64))
-        return bf16_kernel.grouped_gemm_bf16, (*rows, weights, *results, sizes, self.out, queue, groups, n, k)
-
-    def torch(self, offsets: torch.Tensor) -> Callable[[], Any]:
-        """Return PyTorch's grouped product."""
-        return lambda: torch._grouped_mm(self.a, self.b, offs=offsets)
-
-    def pallas(self, sizes: jax.Array) -> Callable[[], Any]:
-        """Return `jax_ep.grouped_gemm`."""
-        return partial(jax.jit(jax_ep.grouped_gemm), jnp.from_dlpack(self.a), jnp.from_dlpack(self.b), sizes)
-
-    def exact(self, rows: torch.Tensor, group: int) -> torch.Tensor:
-        """Return rows of the result, in float32."""
-        return self.a[rows].float() @ self.b[group].float()
-
-
 def group_sizes(routing: str, groups: int, rows: int, seed: int = 1) -> np.ndarray:
     """Rows of each group, int32, which add up to `rows`."""
     rng = np.random.default_rng(seed)
@@ -146,7 +112,7 @@ def group_sizes(routing: str, groups: int, rows: int, seed: int = 1) -> np.ndarr
     return rng.multinomial(rows, weights / weights.sum()).astype(np.int32)
 
 
-def gluon_call(operands: Fp8 | Bf16, sizes: np.ndarray, variant: dict[str, Any]) -> Callable[[], Any]:
+def gluon_call(operands: Fp8, sizes: np.ndarray, variant: dict[str, Any]) -> Callable[[], Any]:
     """Return a launch of the kernel that writes `operands.out`."""
     queue = torch.zeros(2, dtype=torch.int32, device="cuda")
     kernel, arguments = operands.gluon(torch.from_numpy(np.append(sizes, np.int32(0))).cuda(), queue)
@@ -154,7 +120,7 @@ def gluon_call(operands: Fp8 | Bf16, sizes: np.ndarray, variant: dict[str, Any])
     return lambda: launch(*arguments, GROUPS=triton.next_power_of_2(len(sizes)), **variant, num_warps=4)
 
 
-def error_of(operands: Fp8 | Bf16, sizes: np.ndarray) -> float:
+def error_of(operands: Fp8, sizes: np.ndarray) -> float:
     """Return the largest relative error of a group's first and last rows; every element must have been written."""
     assert not torch.isnan(operands.out).any(), "elements were not written"
     worst, first = 0.0, 0
@@ -190,7 +156,7 @@ def sample(call: Callable[[], Any], wait: Callable[[Any], Any]) -> dict[str, flo
     return {"seconds": (time.perf_counter() - start) / repeats, "clock_mhz": clock, "power_w": power}
 
 
-def measure(operands: Fp8 | Bf16, routing: str, rounds: int) -> dict[str, Any]:
+def measure(operands: Fp8, routing: str, rounds: int) -> dict[str, Any]:
     """Check, then time all variants on groups of one routing; return the case of the report."""
     (rows, k), n, groups = operands.a.shape, operands.out.shape[1], operands.b.shape[0]
     sizes = group_sizes(routing, groups, rows)
@@ -218,7 +184,7 @@ def measure(operands: Fp8 | Bf16, routing: str, rounds: int) -> dict[str, Any]:
         seconds, clock, power = (np.median([one[x] for one in some]) for x in ("seconds", "clock_mhz", "power_w"))
         flops = 2 * rows * k * n / seconds
         processors = torch.cuda.get_device_properties(0).multi_processor_count
-        share = flops / (processors * operands.flops_per_clock * clock * 1e6)
+        share = flops / (processors * FLOPS_PER_CLOCK * clock * 1e6)
         case["variants"][name] = {"samples": some, "tflops": flops / 1e12, "share_at_clock": share}
         facts = f"{seconds * 1e6:6.0f} us {flops / 1e12:5.0f} TFLOP/s {clock:5.0f} MHz {power:4.0f} W {share:.2f}"
         print(f"{name:24s} {facts}", flush=True)
@@ -227,24 +193,22 @@ def measure(operands: Fp8 | Bf16, routing: str, rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = command.Parser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"), help="folder of gluon_gemm_DTYPE.json")
-    parser.add_argument("--dtype", choices=["fp8", "bf16"], default="fp8")
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"), help="folder of gluon_gemm.json")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     torch.manual_seed(0)
     report = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "dtype": arguments.dtype,
         "device": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "triton": triton.__version__, "jax": jax.__version__},
         "cases": [],
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
     for shape in SHAPES:
-        operands = {"fp8": Fp8, "bf16": Bf16}[arguments.dtype](*shape)
+        operands = Fp8(*shape)
         for routing in ROUTINGS:
             report["cases"].append(measure(operands, routing, arguments.rounds))
-            (arguments.out / f"gluon_gemm_{arguments.dtype}.json").write_text(json.dumps(report, indent=1) + "\n")
+            (arguments.out / "gluon_gemm.json").write_text(json.dumps(report, indent=1) + "\n")
         del operands
 
 

@@ -1,6 +1,6 @@
-"""Compile the kernels of this folder for sm_90, without a GPU, and print what the assembler made of them.
+"""Compile the FP8 kernel for sm_90, without a GPU, and print what the assembler made of it.
 
-python benchmarks/gluon/compile.py fp8 bf16
+python benchmarks/gluon/compile.py
 """
 
 from __future__ import annotations
@@ -8,14 +8,12 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
-import bf16_kernel
 import fp8_kernel
 import triton
 from triton.backends.compiler import GPUTarget
@@ -32,48 +30,26 @@ def described(dtype: str, bits: int, *block: int) -> str:
     return f"tensordesc<{dtype}{list(block)},{layout!r}>"
 
 
-def bf16(rows: int) -> str:
-    return described("bf16", 16, rows, 64)
-
-
-KERNELS: dict[str, tuple[Any, dict[str, str]]] = {
-    "fp8": (
-        fp8_kernel.grouped_gemm_fp8,
-        {
-            "a_desc": described("fp8e4nv", 8, 128, 128),
-            "b_desc": described("fp8e4nv", 8, 256, 128),
-            "out_desc": described("bf16", 16, 64, 128),
-            "sizes": "*i32",
-            "a_scales": "*fp32",
-            "b_scales": "*fp32",
-            "out": "*bf16",
-            "queue": "*i32",
-            **dict.fromkeys(("num_groups", "M", "N", "K"), "i32"),
-        },
-    ),
-    "bf16": (
-        bf16_kernel.grouped_gemm_bf16,
-        {
-            **{f"x{rows}": bf16(rows) for rows in (128, 64, 32)},
-            "w_desc": bf16(64),
-            **{f"out{rows}": bf16(rows) for rows in (128, 64, 32)},
-            "sizes": "*i32",
-            "out": "*bf16",
-            "queue": "*i32",
-            **dict.fromkeys(("num_groups", "N", "K"), "i32"),
-        },
-    ),
+TYPES = {
+    "a_desc": described("fp8e4nv", 8, 128, 128),
+    "b_desc": described("fp8e4nv", 8, 256, 128),
+    "out_desc": described("bf16", 16, 64, 128),
+    "sizes": "*i32",
+    "a_scales": "*fp32",
+    "b_scales": "*fp32",
+    "out": "*bf16",
+    "queue": "*i32",
+    **dict.fromkeys(("num_groups", "M", "N", "K"), "i32"),
+    **dict.fromkeys(CONSTANTS, "constexpr"),
 }
 
 
-def compile_kernel(name: str, **constants: Any) -> Any:
+def compile_kernel(**constants: Any) -> Any:
     """Return the compiled kernel for 64 groups and sizes that are multiples of 16."""
-    function, types = KERNELS[name]
-    types = types | dict.fromkeys(CONSTANTS, "constexpr")
-    names = list(types)
+    names = list(TYPES)
     values = {(names.index(key),): value for key, value in (CONSTANTS | constants).items()}
     multiples = {(i,): [["tt.divisibility", 16]] for i, key in enumerate(names) if key in ALIGNED}
-    source = GluonASTSource(function, types, constexprs=values, attrs=multiples)
+    source = GluonASTSource(fp8_kernel.grouped_gemm_fp8, TYPES, constexprs=values, attrs=multiples)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 
 
@@ -87,12 +63,11 @@ def machine_code(compiled: Any) -> str:
 
 
 def main() -> None:
-    for name in sys.argv[1:] or KERNELS:
-        compiled = compile_kernel(name)
-        code = machine_code(compiled)
-        products = len(re.findall(r"\b[QH]GMMA", code))
-        print(name, "warps", compiled.metadata.num_warps, "shared bytes", compiled.metadata.shared)
-        print("products", products, "spilled", len(re.findall(r"\b(?:LDL|STL)\b", code)))
+    compiled = compile_kernel()
+    code = machine_code(compiled)
+    products = len(re.findall(r"\b[QH]GMMA", code))
+    print("warps", compiled.metadata.num_warps, "shared bytes", compiled.metadata.shared)
+    print("products", products, "spilled", len(re.findall(r"\b(?:LDL|STL)\b", code)))
 
 
 if __name__ == "__main__":

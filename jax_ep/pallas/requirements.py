@@ -43,7 +43,7 @@ def unsupported_reason(facts: Facts, options: Options) -> str | None:
     """Why this implementation does not support these facts, or None; see ops/registry.py."""
     if not isinstance(facts, _SUPPORTED):
         return f"it has no {facts.operation}"
-    dtypes = _GEMM_DTYPES if isinstance(facts, GemmFacts) else _OTHER_DTYPES
+    dtypes = _GEMM_DTYPES if isinstance(facts, GemmFacts | GemmActivationFacts) else _OTHER_DTYPES
     if facts.dtype.name not in dtypes:
         return f"it was made for {dtypes}, not for {facts.dtype.name}"
     if isinstance(facts, ExchangeFacts) and (reason := portable.unsupported_reason(facts, options)) is not None:

@@ -76,6 +76,8 @@ def test_weight_gradient_fp8_groups(implementation: str, groups: str, rng: Any) 
 @pytest.mark.slow_interpreted
 def test_weight_gradient_fp8_result_dtypes(implementation: str, dtype: np.dtype, rng: Any, request: Any) -> None:
     if dtype == F64:
+        if implementation == "pallas":
+            pytest.skip("pallas has no float64 results")
         request.getfixturevalue("float64")
     sizes = [130, 0, 20]
     lhs, rhs = (rows_of(rng, 150, sizes, 128, BF16) for _ in range(2))

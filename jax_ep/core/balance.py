@@ -17,7 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_ep.core.layout import round_up
 from jax_ep.types import Array, type_name
+
+_TILE = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +68,12 @@ class Balance:
             raise ValueError(f"Balance: spare_experts={spare}, expected a number from 1 to 1024, or None for 2.")
 
     def rows_per_rank(self, num_assignments: int) -> int:
-        """Rows per rank and pass for `num_assignments` = T * K assignments per rank."""
-        return math.ceil(round(float(self.rows) * num_assignments, 6))
+        """Rows per rank and pass for `num_assignments` = T * K assignments per rank.
+
+        From 1024 rows on it is a multiple of 128, since the fastest kernels take whole tiles.
+        """
+        rows = math.ceil(round(float(self.rows) * num_assignments, 6))
+        return rows if rows < 8 * _TILE else round_up(rows, _TILE)
 
 
 class PassPlan(NamedTuple):

@@ -17,6 +17,7 @@ BENCHMARKS = {
     "grouped-gemm": "grouped GEMMs and their gradients, compared with cuBLAS",
     "moe": "the expert layer on several GPUs, forward and backward, compared with what JAX offers",
     "low-latency": "all-to-all, experts and layer for decode-sized batches",
+    "train": "a whole training step with the widths of a model, compared with other expert layers",
     "fused-moe": "the expert layer on one GPU, by weight type, compared with `ragged_dot`, cuBLAS and PyTorch",
 }
 _OUT = Path("runs/benchmarks")
@@ -54,7 +55,7 @@ def run(name: str, options: Sequence[str], prog: str) -> None:
 
 def _main(name: str) -> Callable[[Sequence[str], str], None]:
     """Return the `main` of a benchmark; their imports take a second, so they are not at the top."""
-    from jax_ep.tools.benchmark import exchange, fused_moe, grouped_gemm, layer, low_latency, scaling
+    from jax_ep.tools.benchmark import exchange, fused_moe, grouped_gemm, layer, low_latency, scaling, train
 
     mains = {"exchange": exchange, "grouped-gemm": grouped_gemm, "moe": layer, "low-latency": low_latency}
-    return (mains | {"fused-moe": fused_moe, "scale": scaling})[name].main
+    return (mains | {"fused-moe": fused_moe, "scale": scaling, "train": train})[name].main

@@ -28,7 +28,7 @@ import numpy as np
 from jax_ep.tools.benchmark import harness
 from jax_ep.tools.benchmark.harness import Timing
 
-_PAUSE_S = 0.005
+PAUSE_S = 0.005  # far longer than any gap inside a run
 _WARMUP = 2  # the first runs load code and record CUDA graphs
 _NAME_WIDTH = 72
 
@@ -148,7 +148,7 @@ def record(program: Program, rounds: int, folder: Path) -> tuple[list[Event], fl
     with jax.profiler.trace(folder, profiler_options=options):
         for _ in range(rounds):
             jax.block_until_ready(run())
-            time.sleep(_PAUSE_S)
+            time.sleep(PAUSE_S)
     return kernels(load(folder)), 1e6 * unprofiled.median
 
 

@@ -165,17 +165,30 @@ def run(args: argparse.Namespace, trainer: Trainer, corpus: Corpus, console: Con
     with doing(console, "compiling the training step and the held-out loss"):
         trainer.compile()
     with TrainingBar(console, total=args.steps, done=start) as bar:
+        waiting = None  # The GPUs compute a step while the host reads the metrics of the step before.
+
+        def note(step: int, metrics: dict[str, Any]) -> None:
+            read = {name: np.asarray(value) for name, value in metrics.items()}
+            speed = bar.advance(float(read["loss"]), config.batch_size * config.length, read["load"])
+            row = {name: value.tolist() for name, value in read.items()}
+            history.add("train", {"step": step, "tokens_per_second": speed, **row})
+
         for step in range(start + 1, end + 1):
             state, metrics = trainer.train_step(state, trainer.put(next(batches)))
-            metrics = {name: np.asarray(value) for name, value in metrics.items()}
-            speed = bar.advance(float(metrics["loss"]), config.batch_size * config.length, metrics["load"])
-            row = {name: value.tolist() for name, value in metrics.items()}
-            history.add("train", {"step": step, "tokens_per_second": speed, **row})
-            if step % args.evaluate_every == 0 or step == end:
+            if waiting is not None:
+                note(*waiting)
+            waiting = step, metrics
+            evaluates = step % args.evaluate_every == 0 or step == end
+            saves = step % args.checkpoint_every == 0 or step == end
+            if not evaluates and not saves:
+                continue
+            note(*waiting)
+            waiting = None
+            if evaluates:
                 loss = trainer.held_out_loss(state.model, held_out)
                 history.add("held_out", {"step": step, "loss": loss})
                 console.print(f"step {step}: held-out loss {loss:.3f} nats/byte", highlight=False)
-            if step % args.checkpoint_every == 0 or step == end:
+            if saves:
                 checkpoints.save(step, state, batches.state(), trainer.model)
                 history.write()
             bar.pause()

@@ -18,6 +18,7 @@ from lm.data import NUM_BYTES
 Array = jax.Array
 # Saved under remat="keep-experts", because recomputing or sending them again is expensive.
 _EXPERT_NAMES = ("jax_ep.tokens", "jax_ep.hidden")
+_MOST_UNROLLED = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,19 +99,19 @@ class Attention(nnx.Module):
         qkv = self.qkv(x).reshape(batch, length, 3, heads, hidden // heads)
         query, key, value = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
         query, key = rotate(query, positions, base), rotate(key, positions, base)
-        key_positions = positions
-        if cache is not None:
+        if cache is None:
+            # The score matrix never reaches memory in cuDNN's kernel.
+            in_cudnn = jax.default_backend() == "gpu" and value.dtype.itemsize == 2
+            mixed = jax.nn.dot_product_attention(
+                query, key, value, is_causal=True, implementation="cudnn" if in_cudnn else "xla"
+            )
+        else:
             rows = jnp.arange(batch)[:, None]
             cache = Cache(cache.keys.at[rows, positions].set(key), cache.values.at[rows, positions].set(value))
-            key, value = cache.keys, cache.values
-            key_positions = jnp.arange(key.shape[1])[None, :]
-        # A cache slot past the query's position is empty or stale: the causal mask hides it.
-        visible = key_positions[:, None, None, :] <= positions[:, None, :, None]
-        scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
-        scores = jnp.where(visible, scores * (hidden // heads) ** -0.5, -jnp.inf)
-        weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-        mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value).reshape(batch, length, hidden)
-        return self.out(mixed), cache
+            # A cache slot past the query's position is empty or stale: the mask hides it.
+            visible = jnp.arange(cache.keys.shape[1]) <= positions[:, None, :, None]
+            mixed = jax.nn.dot_product_attention(query, cache.keys, cache.values, mask=visible)
+        return self.out(mixed.reshape(batch, length, hidden)), cache
 
 
 class Block(nnx.Module):
@@ -193,7 +194,7 @@ class LanguageModel(nnx.Module):
 
         Args:
           tokens: `[B, S]` bytes.
-          positions: `[B, S]` of the tokens in their texts; None counts from 0.
+          positions: `[B, S]` of the tokens in their texts, for calls with a cache; None counts from 0.
           cache: keys and values of earlier positions, or None to attend to `tokens` only.
           key: random key for dropout; None disables dropout.
           weights: expert weights of all layers, for serving or quantized for training; see `jax_ep.flax.MoE`.
@@ -213,6 +214,8 @@ class LanguageModel(nnx.Module):
             in_axes=(nnx.Carry, 0, 0, 0, 0),
             out_axes=(nnx.Carry, 0),
             transform_metadata={nnx.PARTITION_NAME: None},
+            # A loop copies each layer's weights and residuals; unrolled layers compile longer.
+            unroll=_MOST_UNROLLED if jax.default_backend() == "gpu" else 1,
         )
         x, (cache, metrics) = layers(self.embedding(tokens), self.blocks, cache, keys, weights)
         return self.head(self.norm(x)).astype(jnp.float32), cache, metrics

@@ -151,10 +151,19 @@ class Trainer:
         # Round FP8 expert weights once for all microbatches.
         weights = model.blocks.moe.training_weights() if self.model.recipe else None
 
-        @nnx.scan(in_axes=(nnx.Carry, None, None, 0, 0), out_axes=(nnx.Carry, 0))
-        def add(total: Any, model: LanguageModel, weights: Any, windows: Array, key: Array) -> tuple[Any, Any]:
+        def gradients_of(
+            model: LanguageModel, weights: Any, windows: Array, key: Array
+        ) -> tuple[Any, dict[str, Array]]:
             gradient = nnx.value_and_grad(self._training_loss, has_aux=True)
             (_, metrics), gradients = gradient(model, weights, windows, key)
+            return gradients, metrics
+
+        if count == 1:
+            return gradients_of(model, weights, windows, key)
+
+        @nnx.scan(in_axes=(nnx.Carry, None, None, 0, 0), out_axes=(nnx.Carry, 0))
+        def add(total: Any, model: LanguageModel, weights: Any, windows: Array, key: Array) -> tuple[Any, Any]:
+            gradients, metrics = gradients_of(model, weights, windows, key)
             return jax.tree.map(jnp.add, total, gradients), metrics
 
         # Take every count-th window, so that each device keeps its own.

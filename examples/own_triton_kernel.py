@@ -51,7 +51,7 @@ def activate_forward(*arguments: jax.Array) -> tuple[jax.Array, tuple[jax.Array,
 
 
 def activate_backward(saved: tuple[jax.Array, ...], d_out: jax.Array) -> tuple[jax.Array | None, ...]:
-    """Return cotangents of hidden, slopes and weights; `experts` are integers and have none."""
+    """Return cotangents of hidden, slopes and weights; `experts` are integers, which get no gradient."""
     from own_kernels import learned_swish
 
     hidden, slopes, weights, experts = saved

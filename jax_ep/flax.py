@@ -60,14 +60,14 @@ class ServingArray(nnx.Variable):
 
 
 class _Maker(NamedTuple):
-    """Makes parameters, placed by their partition specs."""
+    """Function that makes parameters and places them by their partition specs."""
 
     rngs: nnx.Rngs
     mesh: jax.sharding.Mesh | None
     eager_sharding: bool
 
     def __call__(self, init: nnx.Initializer, shape: tuple[int, ...], spec: PartitionSpec, dtype: Any) -> nnx.Param:
-        """Make a parameter. Without a mesh it keeps its spec as metadata, by which a later jit can place it."""
+        """Make a parameter. Without a mesh it keeps its spec as metadata, so that a later jit can place it."""
         where: dict[str, Any] = {} if self.mesh is None else {"mesh": self.mesh}
         value = init(self.rngs.params(), shape, dtype)
         return nnx.Param(value, out_sharding=tuple(spec), eager_sharding=self.eager_sharding, **where)
@@ -211,7 +211,7 @@ class MoE(nnx.Module):
         *,
         token_mask: Array | None = None,
     ) -> tuple[Array, MoEMetrics]:
-        """Applies the layer to global `x [..., H]`; the output has its shape, and dtype but for preferred_element_type.
+        """Apply the layer to global `x [..., H]`; the output has the shape and, by default, the dtype of x.
 
         Tokens where `token_mask [...]`, of bool, is False are padding: they go to no routed expert and count in no
         metric, so they cost nothing and take no place in `capacity`. Shared experts pass them.
@@ -243,7 +243,7 @@ class MoE(nnx.Module):
         return y.astype(self.preferred_element_type or x.dtype), metrics
 
     def update_bias(self, load: Array, *, rate: float = 1e-3) -> None:
-        """Moves the `RouterBias` by one step of `update_router_bias`; call it once per training step."""
+        """Move the `RouterBias` by one step of `update_router_bias`; call it once per training step."""
         if self.router_bias is None:
             raise ValueError(
                 "MoE: update_bias without a RouterBias, expected one; construct the layer with router="
@@ -255,7 +255,7 @@ class MoE(nnx.Module):
         return 2 * intermediate_size if self.experts.gated else intermediate_size
 
     def _shared(self, tokens: Array, w_gate_up: Array, w_down: Array) -> Array:
-        """What shared experts return: gates and what they multiply are in halves, whatever those of others are in."""
+        """Return the output of the shared experts, whose gate and up columns are in halves even if `interleaved`."""
         experts = self.experts
         if not callable(experts.activation):
             experts = dataclasses.replace(experts, interleaved=False)
@@ -266,7 +266,7 @@ class MoE(nnx.Module):
         return y
 
     def _active_mesh(self) -> Mesh | None:
-        """The mesh of this call, checked, or None where there is none."""
+        """Return the checked mesh of this call, or None if no mesh is set."""
         mesh = self.mesh if self.mesh is not None else jax.sharding.get_abstract_mesh()
         if mesh.empty:
             if self.capacity is not None:
@@ -334,47 +334,47 @@ class MoE(nnx.Module):
         return layer
 
     def _served(self) -> ExpertWeights | None:
-        """The experts of a layer that serves only."""
+        """Return the expert weights of a layer made by `to_serving`, or None for other layers."""
         if self.serving_tree is None:
             return None
         return jax.tree.unflatten(self.serving_tree, [array[...] for array in self.serving_arrays])
 
     def _whole(self, w: Array, num_columns: int = 1) -> Array:
-        """With nothing split over tensor and fsdp axes, and one axis of columns where a tensor axis makes them two."""
+        """Gather `w` over tensor and fsdp axes, and merge the two axes of columns that a tensor axis needs."""
         kept = [None if entry in (self.axes.tensor, self.axes.fsdp) else entry for entry in jax.typeof(w).sharding.spec]
         if kept != list(jax.typeof(w).sharding.spec):
             w = jax.sharding.reshard(w, PartitionSpec(*kept))
         return merge_columns(w) if num_columns == 2 and self.axes.tensor is not None else w
 
     def _biases(self) -> dict[str, Array | None]:
-        """Those of both products."""
+        """Return the biases of both GEMMs, in `dtype`."""
         biases = {"b_gate_up": self.b_gate_up, "b_down": self.b_down}
         return {name: None if value is None else value.astype(self.dtype) for name, value in biases.items()}
 
     def _parameters(self) -> dict[str, Array]:
-        """The experts' matrices."""
+        """Return the expert weights."""
         if self.w_gate_up is None or self.w_down is None:
             raise ValueError("MoE: this MoE serves only: ask the one that it was made of")
         return {"w_gate_up": self.w_gate_up[...], "w_down": self.w_down[...]}
 
     def _matrices(self) -> dict[str, Array]:
-        """Those that are multiplied, in `dtype`, or as `recipe="fp8"` rounds them."""
+        """Return the expert weights for the GEMMs: in `dtype`, or unrounded if `recipe="fp8"` quantizes them."""
         matrices = self._parameters()
         if self.recipe is None or self.axes.fsdp is not None:  # fewer bytes to gather
             matrices = {name: w.astype(self.dtype) for name, w in matrices.items()}
         return matrices
 
     def _weights(self, weights: ExpertWeights | None) -> dict[str, Any]:
-        """Weights and biases as `moe` takes them: the parameters, or those of a layer that serves only."""
+        """Return weights and biases as `moe` takes them: the parameters, or those of a layer made by `to_serving`."""
         if self.w_gate_up is None and weights is not None and not _has_masters(weights):
             return weights._asdict()
         matrices: dict[str, Any] = self._matrices()
-        if _has_masters(weights):  # numbers alone: gradients are of the parameters here
+        if _has_masters(weights):  # the parameters are the masters, so they get the gradient
             matrices = {name: dataclasses.replace(getattr(weights, name), master=w) for name, w in matrices.items()}
         return matrices | self._biases()
 
     def _products_of(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """How GEMMs run; `QuantizedWeights` for inference determine that themselves."""
+        """Return the options of the GEMMs; `QuantizedWeights` for inference determine these themselves."""
         w = weights["w_gate_up"]
         if not isinstance(w, QuantizedWeights) or w.master is not None or w.format is None:
             return {"recipe": self.recipe, "schedule": self.schedule}
@@ -391,7 +391,7 @@ class MoE(nnx.Module):
         return RouterWeights(cast(nnx.Param, self.router)[...], *biases)
 
     def _low_latency(self, axis_name: AxisName) -> dict[str, Any]:
-        """The static options of `serve`."""
+        """Return the static options of `serve`."""
         return {
             "num_experts": self.num_experts,
             "axis_name": axis_name,
@@ -483,7 +483,7 @@ class MoE(nnx.Module):
         return y, _metrics(routed, self._dropped(topk_idx, mesh, specs.routing))
 
     def _dropped(self, topk_idx: Array, mesh: Mesh, spec: PartitionSpec) -> Array:
-        """Assignments past `capacity`, from the routing alone: `sharded_moe` returns the tokens only."""
+        """Count the assignments past `capacity` from the routing: `sharded_moe` returns only the tokens."""
         if self.capacity is None:
             return jnp.zeros((), jnp.int32)
         of_ranks = {"axes": self.axes.expert_axes, "batch_axes": self.axes.batch, "capacity": self.capacity}
@@ -493,7 +493,7 @@ class MoE(nnx.Module):
 
 @functools.cache
 def _warn_of_no_mesh() -> None:
-    """Once in a process."""
+    """Warn once per process that no mesh is set."""
     warnings.warn(
         f"MoE: no mesh is set, so the layer runs on one device of {jax.device_count()}; call jax.set_mesh(mesh), or"
         " pass mesh=, to spread experts and tokens. A mesh of one device keeps them on it without this warning.",
@@ -516,7 +516,7 @@ def _checked_router(
 
 
 def _has_masters(weights: ExpertWeights | None) -> bool:
-    """Whether these are the result of `training_weights`."""
+    """Return whether these weights are the result of `training_weights`."""
     return weights is not None and isinstance(w := weights.w_gate_up, QuantizedWeights) and w.master is not None
 
 
@@ -558,7 +558,7 @@ def _arguments(made_of: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_identity(y: Array, routed: Routed, tokens: Array) -> Array:
-    """With what identity experts return."""
+    """Add the output of the identity experts."""
     weight = routed.identity_weight
     return y if weight is None else y + (weight[:, None] * tokens.astype(weight.dtype)).astype(y.dtype)
 

@@ -221,7 +221,7 @@ class Placement:
             return _over(tree, "sum_copies", relayed, relayout.scatter)
 
     def rank_loads(self, loads: Any) -> np.ndarray:
-        """Return the load of each rank for given expert loads, of which copies take equal shares.
+        """Return the load of each rank for given expert loads; copies of an expert take equal shares.
 
         Args:
           loads: `[E]`, or `[layers, E]` for a placement of several layers.

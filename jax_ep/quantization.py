@@ -40,7 +40,7 @@ def quantize_fp8(x: Array, *, group_size: int = GROUP_SIZE) -> Quantized:
 
     Raises:
       ValueError: H is not a multiple of `group_size`.
-      TypeError: x is not floating; also by the gradient: rounding has none.
+      TypeError: x is not floating; by the gradient, because rounding is not differentiable.
 
     Example:
       >>> import jax.numpy as jnp

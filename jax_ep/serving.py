@@ -51,7 +51,7 @@ def serving_weights(
         are prepacked, see `with_layout`, if tokens keep their dtype.
       activations: the dtype in which tokens are multiplied, see `quantize`.
       experts: what the experts compute, see `jax_ep.Experts`; None: gates in the first half of the columns.
-      biases: `(b_gate_up [..., E, 2 * I], b_down [..., E, H])`, either of which may be None; None: no biases.
+      biases: `(b_gate_up [..., E, 2 * I], b_down [..., E, H])`, each may be None; None: no biases.
 
     Returns:
       Both weights, and the biases, as every layer takes them.

@@ -49,7 +49,7 @@ class MoESpecs:
 
     @property
     def biases(self) -> dict[str, P]:
-        """Those of both biases, as functions take them."""
+        """Specs of both biases, as a pair."""
         return {"b_gate_up": self.b_gate_up, "b_down": self.b_down}
 
 
@@ -113,12 +113,12 @@ class MeshAxes:
 
     @property
     def expert_axes(self) -> tuple[str, ...]:
-        """All mesh axes that split the experts, in the order of the ranks."""
+        """Mesh axes that split the experts, in the order of the ranks."""
         return axis_tuple(self.expert)
 
     @property
     def token_axes(self) -> tuple[str, ...]:
-        """All mesh axes that split the tokens."""
+        """Mesh axes that split the tokens."""
         return (*self.batch, *self.expert_axes)
 
     @property
@@ -154,7 +154,7 @@ def sharded_moe(
       num_experts: E.
       axes: the mesh axes that split experts, tokens and weights, see `MeshAxes`; None: `MeshAxes()`.
       **moe_kwargs: further keywords of `moe`: experts, capacity, balance, recipe, preferred_element_type, schedule,
-        implementation. With a tensor axis gate and up columns have an axis of their own, and
+        implementation. With a tensor axis gate and up columns have a separate axis, and
         `Experts.interleaved` is ignored.
 
     Returns:
@@ -303,7 +303,7 @@ def _specs_of_master(spec: P, transposed: P) -> QuantizedWeights:
 
 
 def _transposed(spec: P, rank: int) -> P:
-    """The spec of values and scales, whose axis of K is the last."""
+    """Return the spec of values and scales, whose last axis is K."""
     experts, rows, *columns = tuple(spec) + (None,) * (rank - len(spec))
     return P(experts, *columns, rows)
 
@@ -438,7 +438,7 @@ def _check_matrices(
 
 
 def _check_kinds(w_gate_up: tuple[int, ...], w_down: tuple[int, ...], experts: Any) -> None:
-    """Check `[E, H, kinds, I]`: from a rank's share of the columns, gates could not be told from up columns."""
+    """Check that w_gate_up is `[E, H, kinds, I]`, so that each rank gets matching gate and up columns."""
     (*_, kinds, columns), intermediate = w_gate_up, w_down[1]
     experts = check.value_of(_FUNCTION, "experts", experts, Experts, "jax_ep.Experts") or Experts()
     if callable(experts.activation):
@@ -447,7 +447,7 @@ def _check_kinds(w_gate_up: tuple[int, ...], w_down: tuple[int, ...], experts: A
     if kinds != expected or columns != intermediate:
         raise ValueError(
             f"{_FUNCTION}: w_gate_up has shape {w_gate_up} and w_down {w_down}, expected [E, H, {expected},"
-            f" {intermediate}] with {experts.gated=}; give gate and up columns an axis of their own before that of I."
+            f" {intermediate}] with {experts.gated=}; give gate and up columns a separate axis before that of I."
         )
 
 

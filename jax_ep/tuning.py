@@ -1,12 +1,12 @@
-"""Settings of launches that were measured on this machine: where they come from, and how to put others in their place.
+"""Settings of kernels that were measured on this machine: where they come from, and how to override them.
 
-`jax-ep tune` measures them, and writes a file that every operation looks into when it is traced. What the caller says
-in a `Schedule` counts first, then `override`, then the file, then what the package was shipped with.
+`jax-ep tune` measures them and writes a file that every operation reads when it is traced. The first of these sets a
+value: the `Schedule` of the call, `override`, the file, the package's defaults.
 
-The file is that of `use`, else that of the environment variable `JAX_EP_TUNING`, a path, or "off" for none, else
-`jax_ep/tuning/<kind of device>.json` in the user's cache folder (`XDG_CACHE_HOME`, or `~/.cache`). It is read when a
-program that needs it is first traced. A file that does not fit, of another kind of device, for other kernels, or
-damaged, gives a `TuningWarning`, and is not used. All processes of a program need the same.
+The file is the one passed to `use`; else the path in the environment variable `JAX_EP_TUNING`, where "off" disables
+files; else `jax_ep/tuning/<kind of device>.json` in the user's cache folder (`XDG_CACHE_HOME`, or `~/.cache`). It is
+read when a program that needs it is first traced. A file that is damaged, or was measured on another kind of device or
+with other kernels, gives a `TuningWarning` and is not used. All processes of a program need the same file.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ __all__ = ["Rates", "Tuning", "TuningWarning", "current", "override", "use"]
 
 
 def use(path: str | os.PathLike[str] | None) -> None:
-    """Takes tuned settings from a file, or from none; for all programs that are traced from now on.
+    """Load tuned settings from a file, or disable files, for all programs that are traced from now on.
 
-    Functions under `jit` are traced again when they are next called. Programs of several processes must all do this,
-    with equal files, or their ranks may refuse to launch together.
+    Functions under `jit` are traced again when they are next called. All processes of a program must call this with
+    equal files; otherwise the first kernel launch raises an error.
 
     Args:
-      path: what `jax-ep tune` has written, read at once; None: no file, and so the settings of the package.
+      path: the file that `jax-ep tune` wrote, which is read at once; None: the defaults of the package.
 
     Raises:
-      FileNotFoundError: there is no such file.
-      OSError: it cannot be read.
-      ValueError: it is not for this kind of device or these kernels, or damaged.
-      TypeError: no path.
+      FileNotFoundError: the file does not exist.
+      OSError: the file cannot be read.
+      ValueError: the file is damaged, or was measured on another kind of device or with other kernels.
+      TypeError: `path` is not a path.
 
     Example:
       >>> import jax_ep
@@ -53,10 +53,10 @@ def use(path: str | os.PathLike[str] | None) -> None:
 
 
 def current() -> Tuning:
-    """The tuned settings in use, without overrides.
+    """Return the tuned settings in use, without overrides.
 
     Returns:
-      A frozen value; its `entries` are empty where there is no file, its `rates` None where none were measured.
+      A frozen value. Without a file its `entries` are empty; without measured rates its `rates` are None.
 
     Example:
       >>> import jax, jax_ep
@@ -67,11 +67,11 @@ def current() -> Tuning:
 
 
 def override(operation: str, **settings: bool | int | str) -> AbstractContextManager[None]:
-    """Within it, settings of an operation count instead of tuned ones; those of a `Schedule` that is passed still win.
+    """Return a context manager that overrides tuned settings of an operation; a `Schedule` still takes precedence.
 
-    It is of the thread, and acts on what is traced within it: put it around the call of a function under `jit`, which
-    is traced again for it, or around the `lower` of one. The backward pass is traced where `jax.grad` is called. It may
-    be nested. The settings change times, and no result but the order of some roundings.
+    It applies to its thread, and to everything traced inside it: put it around the call of a function under `jit`,
+    which is traced again, or around its `lower`. The backward pass is traced where `jax.grad` is called. Overrides may
+    be nested. They change speed, and results only by the order of some roundings.
 
     Args:
       operation: such as "dispatch", "combine" or "grouped_gemm"; docs/tuning.md lists them with their settings.
@@ -83,7 +83,7 @@ def override(operation: str, **settings: bool | int | str) -> AbstractContextMan
     Example:
       >>> import jax_ep
       >>> with jax_ep.tuning.override("combine", num_combining_programs=24, rows_in_flight=4):
-      ...     pass  # call what is to be traced with them
+      ...     pass  # call the jitted function here
     """
     try:
         operations.check(operation, settings)

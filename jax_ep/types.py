@@ -30,7 +30,7 @@ Array = jax.Array
 Quantized = tuple[Array, Array]
 """FP8 rows: `(values float8_e4m3fn [N, H], scales float32 [N, H // group_size])`."""
 Biases = tuple[Array | None, Array | None]
-"""Biases of the two GEMMs of an expert, `(b_gate_up, b_down)`, either of which may be None."""
+"""Biases of the two GEMMs of an expert, `(b_gate_up, b_down)`; each may be None."""
 Tokens = Array | Quantized
 """Rows `[N, H]`, or quantized FP8 rows."""
 
@@ -71,7 +71,7 @@ def type_name(value: object) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Expert mesh axes, one of which is slow: tokens cross it once per node and then fan out inside the node.
+    """Expert mesh axes with one slow axis: tokens cross it once per node and then fan out inside the node.
 
     Pass it as `axis_name` instead of the tuple `(node, local)`; experts stay on the same ranks. Experts of a node are
     contiguous, and so are those of a rank. The plain tuple means one all-to-all over all ranks.
@@ -142,7 +142,7 @@ class Topology:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """All axes, nodes first; this order numbers the ranks."""
+        """Node axes, then local axes; this order numbers the ranks."""
         return self.node_axes + self.local_axes
 
 

@@ -1,15 +1,14 @@
-"""Compiles the kernels of `pallas` for Hopper GPUs on a machine without one, and tells what they need of registers.
+"""Compile the kernels of `pallas` for Hopper GPUs without a GPU, and report their registers.
 
     .venv/bin/python tools/mosaic_registers.py [NAME...] [--keep FOLDER]
 
-Neither Mosaic's interpreter nor its lowering sees that sums no longer fit in registers, or that the assembler lets each
-product of the tensor cores end before the next begins; a GPU runs such kernels at half of the speed. Ends with an error
-where a kernel does so. `--keep` keeps PTX and what the assembler says of it.
+Neither Mosaic's interpreter nor its lowering shows that accumulators spill, or that the assembler serializes wgmma
+instructions; a GPU runs such kernels at half of the speed. This script fails if a kernel does so. `--keep` keeps the
+PTX and the assembler's output.
 
-JAX compiles such kernels in its CUDA plugin, of which this fetches the version of the installed JAX into build/mosaic,
-130 MB, with pip. There it also builds a stand-in for the driver, which says that there is a GPU of compute capability
-9.0. The assembler is the `ptxas` of a CUDA toolkit in PATH. Nothing runs: what the plugin says of the host's side of
-launches, for which symbols are missing here, does not matter.
+JAX compiles such kernels in its CUDA plugin. The script downloads the plugin of the installed JAX version with pip, 130
+MB, into build/mosaic, and builds a fake driver there that reports a GPU of compute capability 9.0. The assembler is the
+`ptxas` of a CUDA toolkit in PATH. No kernel runs, so the plugin's messages about missing host symbols do not matter.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ def compiler() -> Callable[[bytes, int], Any]:
 
 
 def modules(call: Call) -> list[bytes]:
-    """What Mosaic is to compile of a call."""
+    """Return the modules of a call that Mosaic compiles."""
     run, operands = call
     launch = partial(inspect.unwrap(run.func), **run.keywords)  # not what it is exported as
     lowered = jax.jit(launch).trace(*operands).lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")

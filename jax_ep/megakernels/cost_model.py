@@ -6,9 +6,14 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
+import jax
+from jax.typing import DTypeLike
+
+from jax_ep.core.facts import FusedFacts, FusedModes
+from jax_ep.core.kernel import BOUND
 from jax_ep.megakernels import tuned
 from jax_ep.settings.file import Rates
-from jax_ep.types import Layout
+from jax_ep.types import COMBINE_MODES, Layout, Schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,14 +111,14 @@ _RATE_OF = {
     "copy_bytes": "memory_bytes_per_s",
 }
 _FEW_ROWS = {16: 26, 8: 48, 4: 128}  # of an expert, by the bits of its matrices' elements
-_FEW_TURNED_ROWS = 96  # at the least, where an element is converted once for all rows of a block
+_FEW_SWAPPED_ROWS = 96  # at the least, where an element is converted once for all rows of a block
 _MANY_ROWS, _SMALL_EXPERT = 128, 1 << 21
 
 
-def few_rows(bits: int, *, in_fp8: bool, turned: bool) -> int:
+def few_rows(bits: int, *, in_fp8: bool, swap_ab: bool) -> int:
     """Up to how many rows of an expert one launch is faster; see `serves_in_one_launch`."""
     found = _FEW_ROWS[16 if in_fp8 else bits]
-    return max(found, _FEW_TURNED_ROWS) if turned else found
+    return max(found, _FEW_SWAPPED_ROWS) if swap_ab else found
 
 
 def serves_in_one_launch(
@@ -124,7 +129,7 @@ def serves_in_one_launch(
     bits: int,
     *,
     in_fp8: bool,
-    turned: bool,
+    swap_ab: bool,
     by_pallas: bool,
 ) -> bool:
     """Whether the layer of one device should be fastest as one launch, of gated experts of `[I, H]`.
@@ -143,11 +148,11 @@ def serves_in_one_launch(
       hidden, intermediate: columns H and I.
       bits: of an element of the matrices.
       in_fp8: rows are FP8, too.
-      turned: products are, so that elements are converted once for more rows.
+      swap_ab: products are, so that elements are converted once for more rows.
       by_pallas: `pallas` runs the first product where it is a launch of its own.
     """
     rows, is_small = num_slots / num_experts, hidden * intermediate <= _SMALL_EXPERT
-    if rows <= few_rows(bits, in_fp8=in_fp8, turned=turned):
+    if rows <= few_rows(bits, in_fp8=in_fp8, swap_ab=swap_ab):
         return True
     return rows >= _MANY_ROWS and is_small and bits == 16 and not by_pallas
 
@@ -260,3 +265,45 @@ def combine_mode(layout: Layout, features: int, hidden: int, *, by_pallas: bool)
     """The simplest mode of GEMM + combine of those that should take least time, up to a hundredth."""
     times = combine_times(layout, features, hidden, by_pallas=by_pallas)
     return next(mode for mode, time in times.items() if time <= 1.01 * min(times.values()))
+
+
+def fused_modes(schedule: Schedule, facts: FusedFacts, *, by_pallas: bool) -> FusedModes:
+    """The modes of both directions; `by_pallas`: `pallas` runs GEMMs in launches of their own."""
+    layout, dtype, hidden, columns = facts.layout, facts.dtype, facts.hidden, facts.columns
+    settings = tuned.exchange_gemm_facts(layout, hidden, columns, dtype)
+    chosen = tuned.schedule(schedule, "dispatch_grouped_gemm", **settings).dispatch_mode
+    none, rows, tokens = (
+        chosen or dispatch_mode(layout, hidden, columns, save_as, by_pallas=by_pallas)
+        for save_as in (None, "rows", "tokens")
+    )
+    settings = tuned.exchange_gemm_facts(layout, columns, hidden, dtype)
+    combine = tuned.schedule(schedule, "grouped_gemm_combine", **settings).combine_mode
+    combine = combine or combine_mode(layout, columns, hidden, by_pallas=by_pallas)
+    return FusedModes(none, rows, tokens, combine, _mode_with_gradient(schedule, facts, by_pallas))
+
+
+def _mode_with_gradient(schedule: Schedule, facts: FusedFacts, by_pallas: bool) -> str | None:
+    """The mode of GEMM + combine that share a launch with the gradient of the weights; None: they share none."""
+    schedule = backward_schedule(schedule, facts.layout, facts.columns, facts.hidden, facts.dtype)
+    wanted, mode = schedule.fuse_weight_gradients, schedule.combine_mode
+    if facts.layout.capacity > BOUND or wanted is False:
+        return None
+    times = backward_times(facts.layout, facts.columns, facts.hidden, by_pallas=by_pallas)
+    if wanted is None and not _gradient_is_faster(times, mode):
+        return None
+    return mode or min(COMBINE_MODES, key=lambda name: times.beside[name])
+
+
+def _gradient_is_faster(times: BackwardTimes, mode: str | None) -> bool:
+    """Whether the gradient of the weights is faster in the launch of the exchange, by more than a hundredth."""
+    if jax.default_backend() == "cpu":
+        return False  # the interpreter runs nothing at the same time
+    modes = COMBINE_MODES if mode is None else (mode,)
+    apart, together = (min(found[name] for name in modes) for found in times)
+    return 1.01 * together < apart
+
+
+def backward_schedule(given: Schedule, layout: Layout, features: int, hidden: int, dtype: DTypeLike) -> Schedule:
+    """The schedule of the backward pass of dispatch + GEMM, from rows `[., features]` to tokens `[., hidden]`."""
+    facts = tuned.exchange_gemm_facts(layout, features, hidden, dtype)
+    return tuned.schedule(given, "grouped_gemm_combine_with_weight_gradient", **facts)

@@ -1,6 +1,6 @@
-"""Dispatch and combine as one kernel each, over a symmetric heap; before them the plan.
+"""Dispatch and combine as one kernel each, over a symmetric heap, after the plan.
 
-By the plan every rank learns the ids of all, and derives the rows of its own experts.
+The plan gathers the ids of all ranks, from which every rank derives the rows of its own experts.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from jax_ep import context, ffi
 from jax_ep.core import layout as rows
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.fp8 import GROUP_SIZE
-from jax_ep.core.kernel import Argument, Config, Constants, Kernel
+from jax_ep.core.kernel import Argument, Config, Kernel
 from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import varying_axes
 from jax_ep.heap.symmetric import MAX_BLOCKS
-from jax_ep.megakernels import grid, tuned
+from jax_ep.megakernels import tuned
 from jax_ep.megakernels.kernels import combine as combine_kernels
 from jax_ep.megakernels.kernels import dispatch as dispatch_kernels
 from jax_ep.megakernels.kernels import exchange_structs as structs
 from jax_ep.megakernels.kernels import plan as plan_kernels
 from jax_ep.megakernels.kernels import small_exchange as small_exchange_kernels
-from jax_ep.megakernels.launch import group_of, group_on, launch
+from jax_ep.megakernels.launch import group_of, group_on, int32, launch, num_programs, optional
 from jax_ep.types import Array, Handle, Layout, Options, Quantized, Schedule
 
 _PLAN = Kernel(plan_kernels.plan)
 _ALL_GATHER_I32 = Kernel(small_exchange_kernels.all_gather_i32)
 _DISPATCH = Kernel(dispatch_kernels.dispatch)
 _COMBINE = Kernel(combine_kernels.combine)
-# The plan keeps a slot's local expert and its position in its block in one word (kernels/plan.py).
+# The plan packs an assignment's local expert and its position in its block into one word (kernels/plan.py).
 MOST_EXPERTS, MOST_POSITIONS = 1 << 10, 1 << 20
 
 BLOCK_T = 8
@@ -51,37 +51,29 @@ More rows on their way bring nothing, nor do more warps: 24 programs are then he
 
 
 def plan(options: Options, topk_idx: Array, layout: Layout) -> Handle:
-    """`[T, K]` ids of this rank to the handle, whose `group` tells kernels the devices of the ranks."""
+    """Make the handle of this rank's ids `[T, K]`; its `group` contains the devices of the ranks."""
     group = group_on(options.axis, varying_axes(topk_idx))
     config, sizes = plan_config(layout)
-    if layout.num_local_experts <= MOST_EXPERTS and sizes.tile.block <= MOST_POSITIONS:
-        return _plan_in_one_launch(topk_idx, layout, group, config, sizes)
-    # Beyond that each block would count thousands of experts: sorting, which knows no experts, is better.
-    ids = all_gather_i32(topk_idx.reshape(-1), group)
-    num_invalid = rows.count_invalid(topk_idx, layout.num_experts)
-    ids = ids.reshape(layout.num_ranks, *topk_idx.shape)
-    return rows.make_handle(ids, group[-1], num_invalid, layout, group)
-
-
-def _plan_in_one_launch(topk_idx: Array, layout: Layout, group: Array, config: Config, sizes: structs.Plan) -> Handle:
-    """The same by one kernel."""
+    if layout.num_local_experts > MOST_EXPERTS or sizes.tile.block > MOST_POSITIONS:
+        # Each block would count thousands of experts: sort instead.
+        ids = all_gather_i32(topk_idx.reshape(-1), group).reshape(layout.num_ranks, *topk_idx.shape)
+        return rows.make_handle(ids, group[-1], rows.count_invalid(topk_idx, layout.num_experts), layout, group)
     context.reserve("dispatch", layout.num_ranks * rows.round_up(sizes.num_assignments, 32) * 4)
-    per_slot = (layout.num_ranks, layout.num_tokens, layout.top_k)
-    source_blocks = -(-sizes.num_assignments // sizes.tile.block)
-    shapes = ((layout.capacity,), per_slot, (layout.num_local_experts,), per_slot, (), ())
+    per_slot, source_blocks = (
+        (layout.num_ranks, layout.num_tokens, layout.top_k),
+        -(-sizes.num_assignments // sizes.tile.block),
+    )
     scratch = structs.PlanScratch(
-        *map(_int32, (per_slot, (layout.num_ranks * source_blocks, sizes.tile.bins), (source_blocks,)))
+        *int32(per_slot, (layout.num_ranks * source_blocks, sizes.tile.bins), (source_blocks,))
     )
-    results: tuple[Argument, ...] = (*map(_int32, shapes), scratch)
+    results: tuple[Argument, ...] = (
+        *int32((layout.capacity,), per_slot, (layout.num_local_experts,), per_slot, (), ()),
+        scratch,
+    )
     constants = {"S": sizes, "OPERATION": int(ffi.Operation.DISPATCH)}
-    row_to_assignment, assignment_to_row, group_sizes, ids, num_invalid, num_dropped, _ = launch(
-        _PLAN, (topk_idx.reshape(-1),), results, config, constants, group=group
-    )
+    found = launch(_PLAN, (topk_idx.reshape(-1),), results, config, constants, group=group)
+    row_to_assignment, assignment_to_row, group_sizes, ids, num_invalid, num_dropped, _ = found
     return Handle(row_to_assignment, assignment_to_row, group_sizes, ids, group, num_invalid, num_dropped, layout)
-
-
-def _int32(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
 def all_gather_i32(x: Array, group: Array) -> Array:
@@ -109,111 +101,92 @@ def dispatch_rows(options: Options, x: Array, handle: Handle) -> Array:
 def dispatch_tokens(
     options: Options, x: Array, weights: Array | None, handle: Handle, *, clear: bool = True
 ) -> tuple[Array, Array | None]:
-    """`[T, H]` tokens to `[R, H]` rows, through FP8 where they travel in it; and `[T, K]` weights to `[R]`.
+    """Dispatch `[T, H]` tokens to `[R, H]` rows, through FP8 if they travel in it, and `[T, K]` weights to `[R]`.
 
-    Rows without a token are zero, or with `clear=False` of unspecified value; their weights are zero.
+    Rows without a token are zero, or undefined with `clear=False`; their weights are zero.
     """
-    padded = _pad_columns(x)
-    result = jax.ShapeDtypeStruct((handle.layout.capacity, padded.shape[1]), x.dtype)
-    arguments = _dispatch_arguments(options, padded, weights, handle, result, clear)
-    moved, _, *row_weights = launch(_DISPATCH, *arguments, group=group_of(handle))
-    return moved[:, : x.shape[1]], next(iter(row_weights), None)
+    moved, _, row_weights = _dispatch(options, _pad_columns(x), weights, handle, x.dtype, clear)
+    return moved[:, : x.shape[1]], row_weights
 
 
 def dispatch_quantized(
     options: Options, x: Array, weights: Array | None, handle: Handle
 ) -> tuple[Quantized, Array | None]:
-    """`[T, H]` tokens to FP8 rows `[R, H]` and their scales `[R, H / 128]`; and `[T, K]` weights to `[R]`.
+    """Dispatch `[T, H]` tokens to FP8 rows `[R, H]` with scales `[R, H / 128]`, and `[T, K]` weights to `[R]`.
 
-    Padding rows hold anything, and have no weight: zero.
+    Padding rows are undefined, and their weights are zero.
     """
-    result = jax.ShapeDtypeStruct((handle.layout.capacity, x.shape[1]), FP8)
-    arguments = _dispatch_arguments(options, x, weights, handle, result, clear=False)
-    values, scales, *row_weights = launch(_DISPATCH, *arguments, group=group_of(handle))
-    return (values, scales), next(iter(row_weights), None)
+    values, scales, row_weights = _dispatch(options, x, weights, handle, FP8, clear=False)
+    return (values, scales), row_weights
 
 
-def _dispatch_arguments(
-    options: Options, x: Array, weights: Array | None, handle: Handle, result: jax.ShapeDtypeStruct, clear: bool
-) -> tuple[tuple[Array, ...], tuple[jax.ShapeDtypeStruct, ...], Config, Constants]:
-    """Of the launch, which quantises what travels in FP8; rows of FP8 stay so, and have scales."""
-    layout, hidden, wire_dtype = handle.layout, x.shape[1], options.wire_dtype
-    wire = jnp.dtype(wire_dtype or x.dtype)
+def _dispatch(
+    options: Options, x: Array, weights: Array | None, handle: Handle, dtype: DTypeLike, clear: bool
+) -> tuple[Array, Array, Array | None]:
+    """Launch dispatch, which quantizes what travels in FP8; rows of `dtype` FP8 stay quantized, and have scales."""
+    layout, hidden, quantized = handle.layout, x.shape[1], dtype == FP8
+    wire = jnp.dtype(options.wire_dtype or x.dtype)
     facts = tuned.exchange_facts(layout, hidden, x.dtype)
     schedule = tuned.schedule(options.schedule, "dispatch", **facts, wire_dtype=wire)
     config, tile = dispatch_config(schedule, layout, hidden, x.dtype, wire, clear=clear)
-    quantized = result.dtype == FP8
-    scales = jax.ShapeDtypeStruct((layout.capacity, hidden // GROUP_SIZE) if quantized else (1,), jnp.float32)
-    taken, given, constants = weight_arguments(weights, (layout.capacity,))
-    weight_bytes = layout.num_ranks * num_bytes(weights)
-    common = _reserved_sizes(_DISPATCH, layout, hidden, x.dtype, wire_dtype, weight_bytes)
-    common |= {"num_rows": layout.capacity, "quantized": quantized, "clears_padding": clear}
-    sizes = structs.Dispatch(**common, tile=tile)
-    operands = (x, *taken, handle.topk_idx, handle.assignment_to_row, handle.row_to_assignment)
-    constants |= {"S": sizes, "OPERATION": int(ffi.Operation.DISPATCH)}
-    return operands, (result, scales, *given), config, constants
-
-
-def weight_arguments(
-    weights: Array | None, shape: tuple[int, ...]
-) -> tuple[tuple[Array, ...], tuple[jax.ShapeDtypeStruct, ...], Constants]:
-    """Operand, result of this shape and constants of a launch that takes weights along, or does without."""
-    if weights is None:
-        return (), (), {"weights_ptr": None, "out_weights_ptr": None}
-    return (weights,), (jax.ShapeDtypeStruct(shape, weights.dtype),), {}
+    common = _reserved_sizes(_DISPATCH, options, layout, x, layout.num_ranks * num_bytes(weights))
+    sizes = structs.Dispatch(**common, num_rows=layout.capacity, quantized=quantized, clears_padding=clear, tile=tile)
+    results = (
+        jax.ShapeDtypeStruct((layout.capacity, hidden), dtype),
+        jax.ShapeDtypeStruct((layout.capacity, hidden // GROUP_SIZE) if quantized else (1,), jnp.float32),
+        optional((layout.capacity,), weights),
+    )
+    operands = (x, weights, handle.topk_idx, handle.assignment_to_row, handle.row_to_assignment)
+    constants = {"S": sizes, "OPERATION": int(ffi.Operation.DISPATCH)}
+    values, scales, row_weights = launch(_DISPATCH, operands, results, config, constants, group=group_of(handle))
+    return values, scales, row_weights
 
 
 def num_bytes(array: Array | jax.ShapeDtypeStruct | None) -> int:
-    """Of an array, if there is one."""
+    """Return the size of an optional array."""
     return 0 if array is None else array.size * array.dtype.itemsize
 
 
 def sum_results(shape: tuple[int, ...], dtype: DTypeLike, config: Config, length: int) -> structs.Sums:
-    """Results of a launch that adds up what lists of this length name, one list for each of its programs."""
+    """Return the results of a launch whose programs add up the rows of their lists, which have this length."""
     lists = jax.ShapeDtypeStruct((config.num_programs, 2, length), jnp.int32)
     return structs.Sums(jax.ShapeDtypeStruct(shape, dtype), lists)
 
 
 def combine_tokens(options: Options, y: Array, row_weights: Array | None, handle: Handle) -> tuple[Array, Array | None]:
-    """`[R, H]` rows to their unweighted sums `[T, H]`; and `[R]` values to the `[T, K]` slots of their rows."""
-    layout, hidden, wire_dtype = handle.layout, y.shape[1], options.wire_dtype
+    """Combine `[R, H]` rows to unweighted sums `[T, H]`, and `[R]` values to the `[T, K]` assignments of their rows."""
+    layout, hidden = handle.layout, y.shape[1]
     y = _pad_columns(y)
     schedule = tuned.schedule(options.schedule, "combine", **tuned.exchange_facts(layout, y.shape[1], y.dtype))
     config, tile = combine_config(schedule, layout, y.shape[1], y.dtype)
-    taken, given, constants = weight_arguments(row_weights, (layout.num_tokens, layout.top_k))
-    common = _reserved_sizes(_COMBINE, layout, y.shape[1], y.dtype, wire_dtype, sum(map(num_bytes, given)))
-    sizes = structs.Combine(**common, tile=tile)
-    constants |= {"S": sizes, "OPERATION": int(ffi.Operation.COMBINE)}
+    slots = optional((layout.num_tokens, layout.top_k), row_weights)
+    sizes = structs.Combine(**_reserved_sizes(_COMBINE, options, layout, y, num_bytes(slots)), tile=tile)
     results = sum_results((layout.num_tokens, y.shape[1]), options.sum_dtype or y.dtype, config, tile.list_length)
-    operands = (y, *taken, handle.topk_idx, handle.assignment_to_row)
-    sums, *slot_weights = launch(_COMBINE, operands, (results, *given), config, constants, group=group_of(handle))
-    return sums.out_ptr[:, :hidden], next(iter(slot_weights), None)
+    operands = (y, row_weights, handle.topk_idx, handle.assignment_to_row)
+    constants = {"S": sizes, "OPERATION": int(ffi.Operation.COMBINE)}
+    sums, values = launch(_COMBINE, operands, (results, slots), config, constants, group=group_of(handle))
+    return sums.out_ptr[:, :hidden], values
 
 
 def _pad_columns(x: Array) -> Array:
-    """`x` with rows of whole 16-byte words, which kernels move; a copy only where they are not."""
+    """Pad `x` to rows of whole 16-byte words, which kernels move; a copy only if necessary."""
     columns = rows.round_up(x.shape[1] * x.dtype.itemsize, 16) // x.dtype.itemsize
     return jnp.pad(x, ((0, 0), (0, columns - x.shape[1]))) if columns > x.shape[1] else x
 
 
-def _reserved_sizes(
-    kernel: Kernel, layout: Layout, hidden: int, dtype: jnp.dtype, wire_dtype: DTypeLike | None, weight_bytes: int
-) -> dict[str, Any]:
-    """What dispatch and combine have in common, once the heap has room for rows of `hidden` columns and for weights."""
-    num_slots = layout.num_ranks * layout.num_tokens
-    value_bytes = rows.round_up(num_slots * hidden * jnp.dtype(wire_dtype or dtype).itemsize, 16)
-    scale_bytes = rows.round_up(num_slots * (hidden // GROUP_SIZE) * 4 if wire_dtype else 0, 16)
-    context.reserve(kernel.name, value_bytes + scale_bytes + weight_bytes)
-    return {
-        "num_tokens": layout.num_tokens,
-        "top_k": layout.top_k,
-        "hidden": hidden,
-        "num_local_experts": layout.num_local_experts,
-        "num_experts": layout.num_experts,
-        "scales_offset": value_bytes,
-        "weights_offset": value_bytes + scale_bytes,
-        "fp8": wire_dtype is not None,
-    }
+def _reserved_sizes(kernel: Kernel, options: Options, layout: Layout, x: Array, weight_bytes: int) -> dict[str, Any]:
+    """Reserve room on the heap for rows like those of `x` and for weights; return the fields of `Exchange`."""
+    num_slots, hidden, fp8 = layout.num_ranks * layout.num_tokens, x.shape[1], options.wire_dtype is not None
+    value_bytes = rows.round_up(num_slots * hidden * jnp.dtype(options.wire_dtype or x.dtype).itemsize, 16)
+    end = value_bytes + rows.round_up(num_slots * (hidden // GROUP_SIZE) * 4 if fp8 else 0, 16)
+    context.reserve(kernel.name, end + weight_bytes)
+    return exchange_sizes(layout, hidden, fp8=fp8, scales_offset=value_bytes, weights_offset=end)
+
+
+def exchange_sizes(layout: Layout, hidden: int, **others: Any) -> dict[str, Any]:
+    """Return the fields of `Exchange`, of which `others` are given."""
+    names = "num_tokens", "top_k", "num_local_experts", "num_experts"
+    return {"hidden": hidden, **{name: getattr(layout, name) for name in names}, **others}
 
 
 def copied_columns(hidden: int, itemsize: int) -> int:
@@ -244,7 +217,7 @@ def small_exchange_config(num_ranks: int, num_values: int) -> tuple[Config, int]
     block = 1024
     while block * MAX_BLOCKS < num_values:
         block *= 2
-    return Config(grid.num_programs(num_ranks * -(-num_values // block)), num_warps=4), block
+    return Config(num_programs(num_ranks * -(-num_values // block)), num_warps=4), block
 
 
 def plan_config(layout: Layout) -> tuple[Config, structs.Plan]:
@@ -274,7 +247,7 @@ def plan_config(layout: Layout) -> tuple[Config, structs.Plan]:
         tile=structs.CountTile(block, lanes, bins, max(1, min(4096 // bins, power_of_two(num_blocks)))),
     )
     # Registers are enough for three at a time; one that had to wait would only make the end later.
-    return Config(grid.num_programs(3 * num_blocks + -(-layout.capacity // fill), 3), num_warps=4), sizes
+    return Config(num_programs(3 * num_blocks + -(-layout.capacity // fill), 3), num_warps=4), sizes
 
 
 def _tokens_per_task(num_tokens: int) -> int:
@@ -305,7 +278,7 @@ def dispatch_config(
     num_tasks = layout.num_ranks * -(-layout.num_tokens // block)
     lag = min(max(1, 128 // block), -(-layout.num_tokens // block))
     tile = structs.DispatchTile(block, columns, block_rows=16 if clear else 1024, lag=lag)
-    return at_most(Config(grid.num_programs(num_tasks, per_processor), num_warps=warps), limit), tile
+    return at_most(Config(num_programs(num_tasks, per_processor), num_warps=warps), limit), tile
 
 
 def combine_config(
@@ -334,4 +307,4 @@ def combine_config(
     num_tasks = (layout.num_ranks + 1) * -(-layout.num_tokens // block)
     warps = max(1, min(4, columns * dtype.itemsize // 512))  # as many as have 16 bytes for each thread
     warps = schedule.num_warps or warps
-    return at_most(Config(grid.num_programs(num_tasks, 1 if few else max(1, 8 // warps)), num_warps=warps), limit), tile
+    return at_most(Config(num_programs(num_tasks, 1 if few else max(1, 8 // warps)), num_warps=warps), limit), tile

@@ -1,4 +1,4 @@
-"""Launch of the whole expert layer on one device."""
+"""The whole expert layer of one device in one launch."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ from jax.typing import DTypeLike
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.core.fp8 import GROUP_SIZE
-from jax_ep.core.kernel import Argument, Config, Constants, Descriptor, Kernel
+from jax_ep.core.kernel import Argument, Config, Descriptor, Kernel
 from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.formats import format_of, stored_name
 from jax_ep.megakernels import tuned
 from jax_ep.megakernels.activation import kind_of, quantize_rows
-from jax_ep.megakernels.capability import has_tma
 from jax_ep.megakernels.cost_model import few_rows, serves_in_one_launch
-from jax_ep.megakernels.grid import all_programs, whole_registers
 from jax_ep.megakernels.kernels import fused_moe as fused_moe_kernels
 from jax_ep.megakernels.kernels.fused_moe_structs import (
     FusedGemm,
@@ -32,35 +30,33 @@ from jax_ep.megakernels.kernels.fused_moe_structs import (
     LayerTensors,
     SortedLayerTensors,
 )
-from jax_ep.megakernels.launch import launch
+from jax_ep.megakernels.launch import all_programs, int32, launch, thread_registers
 from jax_ep.megakernels.moe_sort import moe_sort
-from jax_ep.megakernels.quantized_gemm import is_turned, storage_of
-from jax_ep.megakernels.requirements import is_readable
+from jax_ep.megakernels.quantized_gemm import storage_of, swaps_ab
+from jax_ep.megakernels.requirements import has_tma, is_readable
 from jax_ep.types import Array, Experts, Schedule
 
 _FUSED = Kernel(fused_moe_kernels.fused_moe)
-_MOST_UNSORTED = 512  # slots, which every program sorts for itself
-_FEW_BYTES = 1 << 24  # that rows of the result have in float32; more are in the dtype of tokens
+_MOST_UNSORTED = 512  # assignments, which every program sorts itself
+_FEW_BYTES = 1 << 24  # of rows of the result in float32; larger ones have the dtype of tokens
 Matrices = Array | QuantizedWeights
 
 
 @dataclasses.dataclass(frozen=True)
 class FusedTiles:
-    """How the layer is cut into tasks.
+    """Tasks of the layer.
 
     Attributes:
-      block_m: slots of a block.
-      hidden_columns: columns of I of a task of the first product.
-      columns: columns of H of a task of the second.
-      splits: parts of I that are tasks of the second product of their own.
-      depth: of one step of either product.
-      num_warps: of a program.
-      num_stages: steps in flight, the one in use included.
-      programs: of a multiprocessor.
+      block_m: assignments of a block, at least the 16 rows that tensor cores multiply without swap_ab.
+      hidden_columns: columns of I of a task of the first GEMM.
+      columns: columns of H of a task of the second GEMM.
+      splits: parts of I that are separate tasks of the second GEMM.
+      depth: depth of one step of either GEMM.
+      num_warps, num_stages, programs: see `Programs`.
       candidates: values that `jax-ep tune` searches, the simplest first.
     """
 
-    block_m: int = 16  # the fewest that tensor cores multiply without turning the product
+    block_m: int = 16
     hidden_columns: int = 64
     columns: int = 64
     splits: int = 1
@@ -81,36 +77,36 @@ class FusedTiles:
 
 
 def fuses(experts: Experts, num_slots: int, dtype: DTypeLike, w_gate_up: Matrices, w_down: Matrices) -> bool:
-    """Whether the layer of so many slots is one launch."""
+    """Return whether one launch supports the layer of this many assignments."""
     in_16_bits = dtype in (jnp.bfloat16, jnp.float16)
     taken = num_slots > 0 and in_16_bits and not callable(experts.activation) and has_tma()
     return taken and _is_read(w_gate_up) and _is_read(w_down)
 
 
 def is_fastest(num_slots: int, w_gate_up: Matrices, w_down: Matrices, *, by_pallas: bool) -> bool:
-    """Whether it should be faster than several launches; see cost_model.py for `by_pallas`."""
+    """Return whether one launch should be faster than several; see cost_model.py for `by_pallas`."""
     single_launch = tuned.schedule(Schedule(), "fused_moe", **_facts(num_slots, w_down)).single_launch
     if single_launch is not None:
         return single_launch
     (num_experts, intermediate, hidden), (bits, in_fp8) = w_down.shape, _bits(w_down)
     sizes = num_slots, num_experts, hidden, intermediate
-    return serves_in_one_launch(*sizes, bits, in_fp8=in_fp8, turned=_is_turned(w_down), by_pallas=by_pallas)
+    return serves_in_one_launch(*sizes, bits, in_fp8=in_fp8, swap_ab=_swaps_ab(w_down), by_pallas=by_pallas)
 
 
 def _bits(w_down: Matrices) -> tuple[int, bool]:
-    """Of an element, and whether rows are FP8, too."""
+    """Return the bits of an element, and whether rows are FP8, too."""
     if not isinstance(w_down, QuantizedWeights):
         return 16, False
     return format_of(w_down).bits, w_down.activations == "fp8"
 
 
-def _is_turned(w: Matrices) -> bool:
-    """Whether elements are converted where tensor cores take them from, once for all rows of a block of 32 or 64."""
-    return isinstance(w, QuantizedWeights) and not w.activations and is_turned(w, 32)
+def _swaps_ab(w: Matrices) -> bool:
+    """Return whether elements are converted in the registers of tensor cores, once for all rows of a block."""
+    return isinstance(w, QuantizedWeights) and not w.activations and swaps_ab(w, 32)
 
 
 def _facts(num_slots: int, w_down: Matrices) -> dict[str, object]:
-    """By which settings are looked up."""
+    """Return the facts by which settings are looked up."""
     num_experts, intermediate, hidden = w_down.shape
     if isinstance(w_down, QuantizedWeights):
         kind = stored_name(w_down) + ("_tokens" if w_down.activations else "")
@@ -139,18 +135,18 @@ def fused_moe(
     out_dtype: DTypeLike,
     tiles: FusedTiles | None = None,
 ) -> Array:
-    """The expert layer of one device: `jax_ep.moe` without a mesh axis, of checked arguments.
+    """Compute the expert layer of one device: `jax_ep.moe` without a mesh axis, with checked arguments.
 
     Args:
       experts: what they compute.
       x: `[T, H]`.
-      topk_idx: `[T, K]`; what is no expert has no row.
+      topk_idx: `[T, K]`; ids that are no expert have no row.
       topk_weights: `[T, K]` float32.
       w_gate_up: `[E, H, 2 * I]`, or `[E, H, I]` without gates; or `QuantizedWeights` of them.
       w_down: `[E, I, H]`; or `QuantizedWeights`.
-      biases: of both products, `[E, 2 * I]` or `[E, I]`, and `[E, H]`; or None.
+      biases: of both GEMMs, `[E, 2 * I]` or `[E, I]`, and `[E, H]`; or None.
       out_dtype: of the result.
-      tiles: how it is cut; None: as suits its sizes.
+      tiles: those of the kernel; None: those for the sizes.
 
     Returns:
       `[T, H]`.
@@ -171,33 +167,30 @@ def fused_moe(
         order = {"first_expert": 0, "num_local_experts": sizes.num_experts, "block_size": sizes.down.tile.block_m}
         found = moe_sort(topk_idx, None, None, **order)
         tensors = SortedLayerTensors._make((*tensors, found.slots, found.block_expert, found.num_rows))
-    named = {"gate_up_scales_ptr": gate_up_scales, "down_scales_ptr": down_scales}
-    named |= dict(zip(("gate_up_bias_ptr", "down_bias_ptr"), biases, strict=True))
     counters = jnp.zeros((2 + sizes.max_blocks,), jnp.int32)
-    operands: tuple[Argument, ...] = (tensors, *(value for value in named.values() if value is not None), counters)
-    constants: Constants = {name: None for name, value in named.items() if value is None}
-    constants |= {"KIND": kind_of(experts), "S": sizes}
-    scratch = _scratch(sizes, x.dtype)
-    results = (scratch, jax.ShapeDtypeStruct(x.shape, out_dtype), jax.ShapeDtypeStruct(counters.shape, counters.dtype))
-    written = {len(tensors) + len(operands) - 2: len(scratch) + 1}
-    return launch(_FUSED, operands, results, config, constants, written=written)[1]
+    results: tuple[Argument, ...] = (
+        _scratch(sizes, x.dtype),
+        jax.ShapeDtypeStruct(x.shape, out_dtype),
+        *int32(counters.shape),
+    )
+    operands = (tensors, gate_up_scales, down_scales, *biases, counters)
+    return launch(_FUSED, operands, results, config, {"KIND": kind_of(experts), "S": sizes}, in_place=True)[1]
 
 
 def _scratch(sizes: FusedMoE, dtype: DTypeLike) -> LayerScratch:
-    """Shapes and dtypes, for tokens of `dtype`."""
+    """Return the scratch memory for tokens of `dtype`."""
     slots, in_fp8 = sizes.num_tokens * sizes.top_k, sizes.down.fp8_rows
     rows = (slots, sizes.down.k_splits, sizes.hidden)
     return LayerScratch(
         jax.ShapeDtypeStruct((slots, sizes.intermediate_size), FP8 if in_fp8 else dtype),
         jax.ShapeDtypeStruct((slots, sizes.intermediate_size // GROUP_SIZE) if in_fp8 else (1,), jnp.float32),
         jax.ShapeDtypeStruct(rows, jnp.float32 if 4 * math.prod(rows) <= _FEW_BYTES else dtype),
-        jax.ShapeDtypeStruct((1 if sizes.presorted else sizes.padded_assignments,), jnp.int32),
-        jax.ShapeDtypeStruct((1 if sizes.presorted else sizes.max_blocks,), jnp.int32),
+        *int32(*((1 if sizes.presorted else size,) for size in (sizes.padded_assignments, sizes.max_blocks))),
     )
 
 
 def _operands(w: Matrices, product: FusedGemm) -> tuple[Descriptor, Array | None]:
-    """Matrices as the kernel reads them, and their scales."""
+    """Return weights as the kernel reads them, and their scales."""
     columns, depth = product.tile.block_n, product.tile.block_k
     if isinstance(w, QuantizedWeights):
         stored = depth * w.values.shape[-1] // w.shape[-2]
@@ -216,26 +209,16 @@ def fused_sizes(
     w_down: Matrices,
     tiles: FusedTiles | None = None,
 ) -> tuple[Config, FusedMoE]:
-    """Config and sizes for tokens `[T, H]`; of the matrices, only shapes and formats count."""
-    num_tokens, hidden = shape
-    num_experts, intermediate, _ = w_down.shape
-    slots = num_tokens * top_k
+    """Return config and sizes for tokens `[T, H]`, from shapes and formats of the weights."""
+    (num_tokens, hidden), (num_experts, intermediate, _) = shape, w_down.shape
+    slots, (bits, in_fp8) = num_tokens * top_k, _bits(w_down)
     prepacked = [isinstance(w, QuantizedWeights) and w.is_prepacked for w in (w_gate_up, w_down)]
     halves = prepacked[0] and experts.gated and not experts.interleaved
-    wide = 2 if experts.interleaved or halves else 1
-    bits, in_fp8 = _bits(w_down)
-    turned = any(map(_is_turned, (w_gate_up, w_down)))
-    default = fused_tiles(slots, num_experts, hidden, intermediate, bits, in_fp8=in_fp8, turned=turned)
+    swap_ab = any(map(_swaps_ab, (w_gate_up, w_down)))
+    default = fused_tiles(slots, num_experts, hidden, intermediate, bits, in_fp8=in_fp8, swap_ab=swap_ab)
     tiles = tiles or tuned.tiles(default, "fused_moe", **_facts(slots, w_down))
-    if in_fp8 and tiles.hidden_columns % GROUP_SIZE:
-        raise ValueError(
-            f"fused_moe: hidden_columns={tiles.hidden_columns} with tokens in FP8, expected a multiple of {GROUP_SIZE},"
-            " the columns that share a scale; leave the setting out."
-        )
-    if any(prepacked) and tiles.depth not in (128, 256):
-        raise ValueError(
-            f"fused_moe: depth={tiles.depth} with prepacked weights, expected 128 or 256; leave the setting out."
-        )
+    _check_tiles(tiles, in_fp8=in_fp8, prepacked=any(prepacked))
+    wide = 2 if experts.interleaved or halves else 1
     sizes = FusedMoE(
         num_tokens=num_tokens,
         top_k=top_k,
@@ -251,21 +234,31 @@ def fused_sizes(
         gate_up=_product(w_gate_up, tiles, wide * tiles.hidden_columns, 1, halves=halves),
         down=_product(w_down, tiles, tiles.columns, tiles.splits),
     )
-    # Of three programs and more the compiler gives a thread more than leave room for so many.
-    registers = whole_registers(tiles.programs, tiles.num_warps) if tiles.programs > 2 else None
+    # With three programs or more, limit the registers: the compiler would give a thread too many.
+    registers = thread_registers(tiles.programs, tiles.num_warps, multiple=8) if tiles.programs > 2 else None
     return Config(all_programs(tiles.programs), tiles.num_warps, tiles.num_stages, registers), sizes
 
 
-def _product(w: Matrices, tiles: FusedTiles, columns: int, splits: int, *, halves: bool = False) -> FusedGemm:
-    if not isinstance(w, QuantizedWeights):
-        tile = FusedTile(tiles.block_m, columns, tiles.depth, swap_ab=False)
-        stored: dict[str, Any] = {"decoder": "", "values_per_byte": 1, "block_size": 0, "prepacked": False}
-        return FusedGemm(
-            w.shape[2], w.shape[1], **stored, split_halves=False, fp8_rows=False, k_splits=splits, tile=tile
+def _check_tiles(tiles: FusedTiles, *, in_fp8: bool, prepacked: bool) -> None:
+    if in_fp8 and tiles.hidden_columns % GROUP_SIZE:
+        raise ValueError(
+            f"fused_moe: hidden_columns={tiles.hidden_columns} with tokens in FP8, expected a multiple of {GROUP_SIZE},"
+            " the columns that share a scale; leave the setting out."
         )
-    tile = FusedTile(tiles.block_m, columns, tiles.depth, swap_ab=is_turned(w, tiles.block_m))
-    sizes: dict[str, Any] = {"N": w.shape[2], "K": w.shape[1], "k_splits": splits, **storage_of(w)}
-    return FusedGemm(**sizes, split_halves=halves, fp8_rows=w.activations is not None, tile=tile)
+    if prepacked and tiles.depth not in (128, 256):
+        raise ValueError(
+            f"fused_moe: depth={tiles.depth} with prepacked weights, expected 128 or 256; leave the setting out."
+        )
+
+
+def _product(w: Matrices, tiles: FusedTiles, columns: int, splits: int, *, halves: bool = False) -> FusedGemm:
+    stored: dict[str, Any] = {"decoder": "", "values_per_byte": 1, "block_size": 0, "prepacked": False}
+    fp8_rows = swap_ab = False
+    if isinstance(w, QuantizedWeights):
+        stored, fp8_rows, swap_ab = storage_of(w), w.activations is not None, swaps_ab(w, tiles.block_m)
+    tile = FusedTile(tiles.block_m, columns, tiles.depth, swap_ab=swap_ab)
+    stored |= {"split_halves": halves, "fp8_rows": fp8_rows, "k_splits": splits}
+    return FusedGemm(N=w.shape[2], K=w.shape[1], **stored, tile=tile)
 
 
 def fused_tiles(
@@ -276,25 +269,25 @@ def fused_tiles(
     bits: int,
     *,
     in_fp8: bool = False,
-    turned: bool = False,
+    swap_ab: bool = False,
 ) -> FusedTiles:
-    """Tiles for so many slots, of about as many rows of each expert as there are (benchmarks/fused_moe.py --tiles).
+    """Return the tiles for this many assignments to experts that are chosen alike (benchmarks/fused_moe.py --tiles).
 
-    Elements of matrices have so many bits. Rows in FP8 share a scale in 128 columns, which are of one task then. Turned
-    are products of prepacked weights, and those of FP8 in blocks of 32 and 64.
+    Elements of weights have `bits` bits. Rows in FP8 share a scale in 128 columns, which one task computes. `swap_ab`
+    is true of prepacked weights, and of FP8 in blocks of 32 and 64.
     """
-    active = num_experts * (1 - (1 - 1 / num_experts) ** slots)  # experts that have rows, if all are chosen alike
+    active = num_experts * (1 - (1 - 1 / num_experts) ** slots)  # experts that have rows
     rows = slots / active
     converted = bits < 16 and not in_fp8
-    if rows > max(48, few_rows(bits, in_fp8=in_fp8, turned=turned)):
+    if rows > max(48, few_rows(bits, in_fp8=in_fp8, swap_ab=swap_ab)):
         return _tiles_of_many_rows(converted=converted, in_fp8=in_fp8)
     layer = _Layer(active, hidden, intermediate)
-    if converted and not turned:
+    if converted and not swap_ab:
         block_m = 16 if rows <= 20 else 32 if rows <= 36 or bits == 4 else 64
     else:
-        block_m = 16 if rows <= 12 else 32 if rows <= (36 if turned and bits == 8 else 26) else 64
-    if turned and (bits == 4 or block_m > 16):
-        return _turned_tiles(block_m, bits, layer)
+        block_m = 16 if rows <= 12 else 32 if rows <= (36 if swap_ab and bits == 8 else 26) else 64
+    if swap_ab and (bits == 4 or block_m > 16):
+        return _swapped_tiles(block_m, bits, layer)
     if in_fp8:
         if bits == 4 and layer.hidden_tasks(128) <= all_programs(5):
             return FusedTiles(block_m, 128, 128, num_stages=4, programs=2)
@@ -306,18 +299,18 @@ def fused_tiles(
 
 
 class _Layer(NamedTuple):
-    """Experts that have rows, and the columns of both products."""
+    """Experts that have rows, and the columns of both GEMMs."""
 
     active: float
     hidden: int
     intermediate: int
 
     def hidden_tasks(self, columns: int) -> float:
-        """Of the first product, in tiles of so many columns."""
+        """Return the number of tasks of the first GEMM, in tiles of so many columns."""
         return self.active * -(-self.intermediate // columns)
 
     def row_tasks(self, columns: int) -> float:
-        """Of the second."""
+        """Return the number of tasks of the second GEMM, in tiles of so many columns."""
         return self.active * -(-self.hidden // columns)
 
 
@@ -329,18 +322,17 @@ def _tiles_of_many_rows(*, converted: bool, in_fp8: bool) -> FusedTiles:
     return FusedTiles(128, 128, 256, depth=64, num_warps=8, num_stages=4, programs=1)
 
 
-def _turned_tiles(block_m: int, bits: int, layer: _Layer) -> FusedTiles:
-    # An element is made once for all rows of a block, so more of them cost little; accumulators take registers.
+def _swapped_tiles(block_m: int, bits: int, layer: _Layer) -> FusedTiles:
+    # Elements are converted once for all rows of a block, so more rows cost little; accumulators take registers.
     programs = {16: 4, 32: 3, 64: 2}[block_m]
-    # A warpgroup takes 64 columns at the least: in 4 bits gates and what they multiply are columns of one product.
+    # A warpgroup takes at least 64 columns: in 4 bits, gates and up values are columns of one GEMM.
     columns = 64 if bits == 4 and layer.hidden_tasks(64) < all_programs(2) else 128
     splits = _splits(layer.row_tasks(columns), all_programs(programs), layer.intermediate)
     return FusedTiles(block_m, columns // 2, columns, splits, programs=programs)
 
 
 def _converted_tiles(block_m: int, bits: int, layer: _Layer, *, many: bool) -> FusedTiles:
-    # Instructions for elements are what there is most of: by as many warps as there are registers for, or in wide
-    # tiles, which read rows less often.
+    # Conversions dominate: use as many warps as have registers, or wide tiles, which read rows less often.
     splits = _splits(layer.row_tasks(128), all_programs(3), layer.intermediate)
     wide = block_m == 32 or (bits == 4 and (not many or layer.hidden_tasks(128) >= all_programs(5)))
     programs = 2 if block_m == 32 else 4 if bits == 8 else 3
@@ -348,7 +340,7 @@ def _converted_tiles(block_m: int, bits: int, layer: _Layer, *, many: bool) -> F
 
 
 def _tiles_of_few_tasks(block_m: int, layer: _Layer) -> FusedTiles:
-    # So that all programs read from the start, and each enough at a time.
+    # All programs read from the start, and each enough at a time.
     columns = 32 if layer.hidden_tasks(32) <= all_programs(2) else 64
     splits = 1
     while 2 * splits * layer.row_tasks(64) <= all_programs(8) and layer.intermediate >= 768 * splits:
@@ -357,7 +349,7 @@ def _tiles_of_few_tasks(block_m: int, layer: _Layer) -> FusedTiles:
 
 
 def _splits(tasks: float, programs: int, intermediate: int) -> int:
-    """In how many parts of at least 512 columns of I the second product is made, so that all programs have tasks."""
+    """Return how many parts of I, of at least 512 columns each, give all programs tasks of the second GEMM."""
     splits = 1
     while splits * tasks < programs and intermediate >= 1024 * splits:
         splits *= 2

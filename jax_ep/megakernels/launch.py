@@ -1,14 +1,15 @@
 """Launches of Triton kernels from per-shard JAX code, on GPUs and, for tests, in Triton's interpreter on the CPU.
 
-Most use the symmetric heap, and so belong to a group of devices that launch together.
+Kernels that use the symmetric heap belong to a group of devices that launch together.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,18 @@ from jax import lax
 
 from jax_ep import context, ffi
 from jax_ep.core.collectives import Axis, all_gather, rank_on
-from jax_ep.core.kernel import Argument, Config, Descriptor, Kernel, blocks_of, flat, flat_arrays, regrouped, type_of
+from jax_ep.core.kernel import (
+    Argument,
+    Config,
+    Constants,
+    Kernel,
+    array_of,
+    blocks_of,
+    flat,
+    flat_arrays,
+    regrouped,
+    type_of,
+)
 from jax_ep.core.mesh_axes import varying_axes
 from jax_ep.heap.memory import Generation
 from jax_ep.heap.symmetric import MAX_BLOCKS, HeapLayout, SymmetricHeap
@@ -29,84 +41,102 @@ from jax_ep.types import Array, Handle, LowLatencyHandle
 
 def launch(
     kernel: Kernel,
-    operands: Sequence[Argument],
-    results: Sequence[Argument],
+    operands: Sequence[Argument | None],
+    results: Sequence[Argument | None],
     config: Config,
     constants: Mapping[str, object],
     *,
     group: Array | None = None,
     buffers: Generation | None = None,
-    written: dict[int, int] | None = None,
+    in_place: bool = False,
 ) -> tuple[Any, ...]:
-    """Runs a kernel on the device of this shard.
+    """Run a kernel on the device of this shard.
 
     The kernel's parameters that `constants` does not name are one per operand, then one per result: a pointer, or a
-    NamedTuple of pointers. Results are not initialised. They vary over the mesh axes over which an operand does.
+    NamedTuple of pointers; None is passed as it is. Results are not initialized. They vary over the mesh axes over
+    which an operand does.
 
-    With a group the kernel uses the heap: the data area or the low-latency buffers, never both. For what it uses there
-    has been a `context.reserve`. `constants` has the `OPERATION` then, one of `ffi.Operation`, which the kernel does
-    not get; behind its own operands it takes a `Peers`, and as HEAP a `Heap`.
+    With a group the kernel uses memory of the heap that `context.reserve` has reserved: the data area or the
+    low-latency buffers, never both. Then `constants` contains the `OPERATION`, one of `ffi.Operation`, which the kernel
+    does not get; after its operands it takes a `Peers`, and as HEAP a `Heap`.
 
     Args:
       kernel: what to run.
-      operands: arrays of this shard, descriptors of them, or NamedTuples of these.
-      results: shapes and dtypes of the results, descriptors of them, or NamedTuples of these.
+      operands: arrays of this shard, descriptors of them, NamedTuples of these, or None.
+      results: shapes and dtypes of the results, descriptors of them, NamedTuples of these, or None.
       config: grid and compilation options.
-      constants: `tl.constexpr` parameters, and None for pointers that the kernel does without.
+      constants: `tl.constexpr` parameters.
       group: `[W + 1]` int32, see `group_on`; None: the kernel does not use the heap.
       buffers: the low-latency buffers that the kernel uses; None: it uses the data area.
-      written: arrays among the operands, by their positions, that the kernel writes in place, and among the results
-        what they become, which nobody must read: the interpreter's kernels write a copy.
+      in_place: the kernel writes the last operand in place, which becomes the last result. Do not read that result: the
+        interpreter's kernels write a copy.
 
     Returns:
-      One array, or NamedTuple of arrays, per entry of `results`.
+      One array, NamedTuple of arrays, or None per entry of `results`.
     """
+    names = (name for name in kernel.body.arg_names if name not in constants)
+    parameters = *operands, *(() if group is None else (group,)), *results
+    constants = {**constants, **{name: None for name, x in zip(names, parameters, strict=False) if x is None}}
+    operands, shapes = ([x for x in some if x is not None] for some in (operands, results))
     if group is not None:
-        operands, constants = _with_heap(kernel, operands, results, constants, group, buffers)
+        operands, constants = _with_heap(kernel, operands, shapes, constants, group, buffers)
+    outputs = _run(kernel, operands, shapes, config, constants, in_place)
+    axes = tuple(sorted(frozenset[str]().union(*(varying_axes(x) for x in flat_arrays(operands)))))
+    outputs = [lax.pcast(x, axes, to="varying") if axes else x for x in outputs]
+    found = iter(regrouped(outputs, map(type_of, shapes)))
+    return tuple(None if x is None else next(found) for x in results)
+
+
+def _run(
+    kernel: Kernel,
+    operands: Sequence[Argument],
+    results: Sequence[Argument],
+    config: Config,
+    constants: Constants,
+    in_place: bool,
+) -> Sequence[Array]:
+    """Run a kernel in the interpreter, or launch it by jax-triton or by this package's custom call."""
     if jax.default_backend() == "cpu":
         from jax_ep import interpreter
 
-        outputs = interpreter.call(kernel, tuple(operands), tuple(results), config, dict(constants))
-    elif context.launcher() == "jax-triton":
+        return interpreter.call(kernel, operands, results, config, constants)
+    capability, written = compile.device_capability(), {}
+    if in_place:
+        written = {len(flat(operands)) - 1: len(flat(results)) - 1}
+    if context.launcher() == "jax-triton":
         from jax_ep.core import jax_triton
 
-        capability = compile.device_capability()
-        outputs = jax_triton.launch_kernel(
+        return jax_triton.launch_kernel(
             kernel, operands, results, config, constants, capability=capability, written=written
         )
-    else:
-        arguments = *operands, *results
-        parameters = tuple(_described(x) for x in arguments)
-        code = compile.compile_kernel(kernel, parameters, config, dict(constants), compile.device_capability())
-        blocks = [blocks_of(x) for x in flat(arguments)]
-        outputs = pending.launch(code, flat_arrays(operands), flat_arrays(results), blocks, config, written or {})
-    axes = tuple(sorted(frozenset[str]().union(*(varying_axes(x) for x in flat_arrays(operands)))))
-    outputs = tuple(lax.pcast(x, axes, to="varying") if axes else x for x in outputs)
-    return tuple(regrouped(outputs, map(type_of, results)))
+    arguments = *operands, *results
+    code = compile.compile_kernel(kernel, tuple(map(_described, arguments)), config, constants, capability)
+    blocks = [blocks_of(x) for x in flat(arguments)]
+    return pending.launch(code, flat_arrays(operands), flat_arrays(results), blocks, config, written)
 
 
 def stores_by_descriptor() -> bool:
-    """Whether results may have descriptors; jax-triton describes operands only."""
+    """Return whether results may have descriptors; jax-triton describes operands only."""
     return context.launcher() != "jax-triton"
 
 
 def _described(argument: Any) -> Any:
-    """What the compiler must know of an operand or result."""
+    """Return what the compiler must know of an operand or result."""
     if isinstance(argument, tuple):
         return type(argument)(*map(_described, argument))
-    blocks, array = blocks_of(argument), argument.array if isinstance(argument, Descriptor) else argument
-    return Parameter(np.dtype(array.dtype), None if blocks is None else blocks.block_shape)
+    blocks = blocks_of(argument)
+    return Parameter(np.dtype(array_of(argument).dtype), None if blocks is None else blocks.block_shape)
 
 
 def _with_heap(
     kernel: Kernel,
     operands: Sequence[Argument],
     results: Sequence[Argument],
-    constants: Mapping[str, object],
+    constants: Constants,
     group: Array,
     buffers: Generation | None,
-) -> tuple[tuple[Argument, ...], dict[str, object]]:
-    """Operands and constants of a launch on the heap."""
+) -> tuple[list[Argument], Constants]:
+    """Return operands and constants of a launch on the heap."""
     heap = context.reserved_heap(kernel.name)
     generation = heap.data if buffers is None else buffers
     # Equal calls with an operand are one to XLA. So the launches of a program share one check of the status record,
@@ -115,18 +145,17 @@ def _with_heap(
     table = _table(heap, generation.id, varying_axes(group), checked, generation.reserved)
     identity = launch_identity(kernel, (*operands, group, *results), constants)
     sizes = {name: value for name, value in constants.items() if name != "OPERATION"}
-    traced = context.records(identity, kernel.name)
-    sizes["HEAP"] = heap_of(heap.layout, group.shape[0] - 1, identity, traced)
-    return (*operands, Peers(group, table)), sizes
+    sizes["HEAP"] = heap_of(heap.layout, group.shape[0] - 1, identity, context.records(identity, kernel.name))
+    return [*operands, Peers(group, table)], sizes
 
 
 def heap_of(layout: HeapLayout, num_ranks: int, identity: int, traced: bool = False) -> Heap:
-    """What kernels are told of the heap."""
+    """Return what kernels know about the heap."""
     return Heap(num_ranks, layout.num_devices, layout.data, layout.flags, MAX_BLOCKS, identity, traced)
 
 
 def launch_identity(kernel: Kernel, arrays: tuple[Argument, ...], constants: Mapping[str, object]) -> int:
-    """What ranks that launch together must have in common, in 31 bits: kernel, operation and sizes.
+    """Identify what ranks that launch together must have in common, in 31 bits: kernel, operation and sizes.
 
     The operation is in the lowest 8 bits, for messages; above it is a hash, the same in all processes.
     """
@@ -136,10 +165,10 @@ def launch_identity(kernel: Kernel, arrays: tuple[Argument, ...], constants: Map
 
 
 def group_on(axis: Axis, varying: frozenset[str]) -> Array:
-    """`[W + 1]` int32: numbers of the devices on the axis, and this rank.
+    """Return `[W + 1]` int32: numbers of the devices on the axis, and this rank.
 
-    The same in all calls of a program, so that XLA makes one exchange of it. Ranks that differ only in axes over which
-    nothing of the call varies have different devices and the same results: it is typed by the results.
+    It is the same in all calls of a program, so XLA merges their collectives. Ranks that differ only in axes over which
+    nothing of the call varies have different devices and the same results: its type is that of the results.
     """
     heap = context.heap("dispatch")
     known = _known_group(heap, axis, varying)
@@ -153,10 +182,10 @@ def group_on(axis: Axis, varying: frozenset[str]) -> Array:
 
 
 def _known_group(heap: SymmetricHeap, axis: Axis, varying: frozenset[str]) -> Array | None:
-    """The same without an exchange, where the mesh given to `init` has the axes of the one around this call.
+    """Return the group without a collective, if the mesh given to `init` has the axes of the mesh around this call.
 
     They may still be different meshes, and a compiled program may run on other devices than it was traced for: every
-    kernel compares its device with the group's (kernels/protocol.py). None where only an exchange can tell.
+    kernel compares its device with the group's (kernels/protocol.py). None: only a collective can tell.
     """
     mesh, here = context.given_mesh(), jax.sharding.get_abstract_mesh()
     if mesh is None or not axis or (here.axis_names, here.axis_sizes) != (mesh.axis_names, mesh.axis_sizes):
@@ -184,7 +213,61 @@ def _table(
 
 
 def group_of(handle: Handle | LowLatencyHandle) -> Array:
-    """`[W + 1]` int32 of a handle that this implementation made: see `group_on`."""
+    """Return the `group_on` of a handle that this implementation made."""
     if handle.group is None:
         raise ValueError("the handle was made by another implementation; use the one that made it.")
     return handle.group
+
+
+_REGISTERS = 65536  # of a multiprocessor
+
+
+def num_programs(num_tasks: int, per_multiprocessor: int = 1) -> int:
+    """Return the number of programs for so many tasks: at least one, and at most `all_programs`."""
+    if jax.default_backend() == "cpu":
+        return 2
+    return max(1, min(num_tasks, all_programs(per_multiprocessor)))
+
+
+def all_programs(per_multiprocessor: int = 1) -> int:
+    """Return the number of programs that the device runs at a time; the interpreter, which runs one, has two."""
+    if jax.default_backend() == "cpu":
+        return 2
+    return jax.local_devices()[0].core_count * per_multiprocessor
+
+
+def thread_registers(per_multiprocessor: int, num_warps: int, *, multiple: int = 1) -> int:
+    """Return a thread's share of the registers; the compiler allocates them in multiples of 8."""
+    return _REGISTERS // (per_multiprocessor * num_warps * 32) // multiple * multiple
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Programs:
+    """How programs of a kernel compute tiles; subclasses add the sizes of a tile.
+
+    Attributes:
+      num_warps: warps per program.
+      num_stages: blocks in flight, the one in use included.
+      programs: programs per multiprocessor.
+      candidates: values that `jax-ep tune` searches, the simplest first.
+    """
+
+    num_warps: int = 4
+    num_stages: int = 3
+    programs: int = 2
+    candidates: ClassVar[Mapping[str, tuple[int, ...]]]
+
+
+def tile_config(tiles: Programs, num_tasks: int) -> Config:
+    """Return the config of a kernel of up to `num_tasks` tiles."""
+    return Config(num_programs(num_tasks, tiles.programs), tiles.num_warps, tiles.num_stages)
+
+
+def optional(shape: tuple[int, ...], like: Array | None) -> jax.ShapeDtypeStruct | None:
+    """Return a result of this shape and the dtype of an optional operand, or None without the operand."""
+    return None if like is None else jax.ShapeDtypeStruct(shape, like.dtype)
+
+
+def int32(*shapes: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Return int32 results of these shapes."""
+    return tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)

@@ -1,21 +1,20 @@
-"""Launch of the sort of one device's slots by expert."""
+"""Sort of one device's assignments by expert."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
-from jax_ep.core.kernel import Config, Constants, Kernel
+from jax_ep.core.kernel import Config, Kernel
 from jax_ep.core.layout import dropless_capacity, power_of_two
-from jax_ep.megakernels.grid import all_programs, num_programs
 from jax_ep.megakernels.kernels import moe_sort as moe_sort_kernels
 from jax_ep.megakernels.kernels.fused_moe_structs import Sort
-from jax_ep.megakernels.launch import launch
+from jax_ep.megakernels.launch import all_programs, int32, launch, num_programs
 from jax_ep.types import Array, SortedTokens
 
 _SORT = Kernel(moe_sort_kernels.moe_sort)
 _LANES, _MOST_COUNTED = 256, 2048
-_EXPERTS_OF_PROGRAM = 4  # whose empty rows it fills, where slots need fewer programs
+_EXPERTS_OF_PROGRAM = 4  # whose padding a program fills, if assignments need fewer programs
 
 
 def moe_sort(
@@ -27,24 +26,20 @@ def moe_sort(
     num_local_experts: int,
     block_size: int,
 ) -> SortedTokens:
-    """See xla/moe_sort.py."""
+    """Sort as xla/moe_sort.py does."""
     config, sizes = sort_sizes(topk_idx.shape, first_expert, num_local_experts, block_size)
-    given = {"weights_ptr": topk_weights, "num_tokens_ptr": num_tokens}
-    operands = (topk_idx, *(value for value in given.values() if value is not None))
-    constants: Constants = {name: None for name, value in given.items() if value is None} | {"S": sizes}
     results = (
-        jax.ShapeDtypeStruct((sizes.num_rows,), jnp.int32),
+        *int32((sizes.num_rows,)),
         jax.ShapeDtypeStruct((1 if topk_weights is None else sizes.num_rows,), jnp.float32),
-        jax.ShapeDtypeStruct((sizes.num_rows // block_size,), jnp.int32),
-        jax.ShapeDtypeStruct((num_local_experts,), jnp.int32),
-        jax.ShapeDtypeStruct((), jnp.int32),
+        *int32((sizes.num_rows // block_size,), (num_local_experts,), ()),
     )
-    slots, weights, block_expert, group_sizes, num_rows = launch(_SORT, operands, results, config, constants)
+    operands = topk_idx, topk_weights, num_tokens
+    slots, weights, block_expert, group_sizes, num_rows = launch(_SORT, operands, results, config, {"S": sizes})
     return SortedTokens(slots, None if topk_weights is None else weights, block_expert, group_sizes, num_rows)
 
 
 def sort_sizes(shape: tuple[int, ...], first_expert: int, num_experts: int, block_size: int) -> tuple[Config, Sort]:
-    """Config and sizes for ids `[T, K]`: a block of slots for each program, of as many as run at a time."""
+    """Return config and sizes for ids `[T, K]`: a block of assignments per program that runs at a time."""
     num_slots = shape[0] * shape[1]
     block = _LANES * -(-num_slots // (_LANES * all_programs()))
     sizes = Sort(

@@ -1,11 +1,11 @@
-"""Launches of products with quantised matrices."""
+"""GEMMs with quantized weights."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +13,16 @@ from jax.typing import DTypeLike
 
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import QuantizedWeights
-from jax_ep.core.kernel import Argument, Config, Constants, Descriptor, Kernel
+from jax_ep.core.kernel import Descriptor, Kernel
 from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.formats import format_of, stored_name
 from jax_ep.megakernels import tuned
-from jax_ep.megakernels.grid import num_programs
-from jax_ep.megakernels.grouped_gemm import common_sizes
+from jax_ep.megakernels.grouped_gemm import gemm_shape
 from jax_ep.megakernels.kernels import quantized_gemm as quantized_gemm_kernels
 from jax_ep.megakernels.kernels.gemm_structs import QuantizedGemm, QuantizedTile
-from jax_ep.megakernels.launch import launch
+from jax_ep.megakernels.launch import Programs, launch, tile_config
+from jax_ep.megakernels.masked import MaskedTiles, num_tiles
 from jax_ep.types import Array
 
 _GROUPED = Kernel(quantized_gemm_kernels.quantized_grouped_gemm)
@@ -30,52 +30,43 @@ _MASKED = Kernel(quantized_gemm_kernels.quantized_masked_grouped_gemm)
 _DEPTH = 128  # of a block: that of the blocks of FP8, and a multiple of all other groups
 
 
-@dataclasses.dataclass(frozen=True)
-class QuantizedTiles:
-    """How a product covers its rows.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantizedTiles(Programs):
+    """Tiles of a GEMM with quantized weights.
 
     Attributes:
-      block_m: rows of a tile; below 64, products of rows that are quantised are turned.
+      block_m: rows of a tile; below 64, the tile is computed transposed (swap_ab) if rows are quantized, too.
       block_n: columns of a tile.
-      num_warps: of a program.
-      num_stages: blocks in flight, the one in use included.
-      programs: per multiprocessor.
-      candidates: values that `jax-ep tune` searches, the simplest first.
     """
 
     block_m: int
     block_n: int = 128
-    num_warps: int = 4
-    num_stages: int = 3
-    programs: int = 2
     candidates: ClassVar[Mapping[str, tuple[int, ...]]] = {
-        "block_m": (16, 32, 64, 128),
+        **MaskedTiles.candidates,
         "block_n": (64, 128, 256),
         "num_stages": (2, 3, 4, 5),
-        "programs": (1, 2, 3),
-        "num_warps": (4, 8),
     }
 
 
 def quantized_tiles(rows_of_group: int, activations: str | None = None, *, prepacked: bool = False) -> QuantizedTiles:
-    """Tiles for groups of about so many rows, which are quantised, too, or not."""
+    """Return the tiles for groups of about this many rows, which are quantized too, or not."""
     # Room for twice as many, as counts scatter.
     block_m = min(max(16, power_of_two(2 * rows_of_group)), 128)
     if prepacked:
-        # An element is made once for all rows of a tile, so more of them cost little; accumulators take registers.
+        # Elements are converted once for all rows of a tile, so more rows cost little; accumulators take registers.
         if block_m == 128:
-            return QuantizedTiles(block_m, num_warps=8, programs=1)
-        return QuantizedTiles(block_m, programs=3 if block_m == 16 else 2)
+            return QuantizedTiles(block_m=block_m, num_warps=8, programs=1)
+        return QuantizedTiles(block_m=block_m, programs=3 if block_m == 16 else 2)
     if activations is not None:
         if block_m < 64:
-            return QuantizedTiles(block_m, block_n=64, num_stages=4)
-        return QuantizedTiles(block_m, num_warps=8, programs=1)
-    # Elements are converted anew for each tile of rows, but by as many warps as registers are there for.
+            return QuantizedTiles(block_m=block_m, block_n=64, num_stages=4)
+        return QuantizedTiles(block_m=block_m, num_warps=8, programs=1)
+    # Elements are converted again for each tile of rows, by as many warps as have registers.
     if rows_of_group <= 8:
-        return QuantizedTiles(16, programs=3)
+        return QuantizedTiles(block_m=16, programs=3)
     if rows_of_group <= 48:
-        return QuantizedTiles(32, num_stages=4)
-    return QuantizedTiles(128, num_warps=8, programs=1)
+        return QuantizedTiles(block_m=32, num_stages=4)
+    return QuantizedTiles(block_m=128, num_warps=8, programs=1)
 
 
 def _tuned_tiles(rows_of_group: int, dtype: jnp.dtype, rhs: QuantizedWeights) -> QuantizedTiles:
@@ -86,22 +77,18 @@ def _tuned_tiles(rows_of_group: int, dtype: jnp.dtype, rhs: QuantizedWeights) ->
 
 
 def sizes_of(num_rows: int, rhs: QuantizedWeights, tiles: QuantizedTiles) -> QuantizedGemm:
-    """What the kernels are compiled for; `num_rows` are those of a block where groups are masked."""
+    """Return the sizes of the kernels; `num_rows` are those of a block if groups are masked."""
     groups, depth, columns = rhs.shape
-    sizes: dict[str, Any] = {**common_sizes(num_rows, columns, depth, groups), **storage_of(rhs)}
-    return QuantizedGemm(
-        **sizes,
-        tma_parts=0,
-        tile=QuantizedTile(tiles.block_m, tiles.block_n, _DEPTH, group_m=8, swap_ab=is_turned(rhs, tiles.block_m)),
-    )
+    tile = QuantizedTile(tiles.block_m, tiles.block_n, _DEPTH, group_m=8, swap_ab=swaps_ab(rhs, tiles.block_m))
+    return QuantizedGemm(*gemm_shape(num_rows, columns, depth, groups), **storage_of(rhs), tma_parts=0, tile=tile)
 
 
-def is_turned(rhs: QuantizedWeights, block_m: int) -> bool:
-    """Whether columns of the matrix are the rows of products of blocks of so many rows.
+def swaps_ab(rhs: QuantizedWeights, block_m: int) -> bool:
+    """Return whether columns of the weights are the rows of the product, for blocks of so many rows.
 
-    Tensor cores take 64 rows of 8 bits at the least, of which a few would leave most empty. FP8 is converted where they
-    take it from, once for all rows of a block: of 16 it is as fast by instructions of a warp, and blocks of 128 leave
-    turned products no registers.
+    Tensor cores take at least 64 rows of 8 bits, so few rows would leave most of them empty. FP8 is converted in the
+    registers that tensor cores read, once for all rows of a block: with 16 rows a warp's instructions are as fast, and
+    with 128 rows the transposed product has no registers left.
     """
     if rhs.activations is not None:
         return block_m < 64
@@ -109,7 +96,7 @@ def is_turned(rhs: QuantizedWeights, block_m: int) -> bool:
 
 
 def storage_of(rhs: QuantizedWeights) -> dict[str, Any]:
-    """How the kernels find elements and scales, see `QuantizedGemm`."""
+    """Return how the kernels find elements and scales, see `QuantizedGemm`."""
     wanted = format_of(rhs)
     sizes = {"values_per_byte": 8 // wanted.bits, "block_size": wanted.block_size(rhs), "prepacked": rhs.is_prepacked}
     return {"decoder": wanted.decoder, **sizes}
@@ -125,7 +112,7 @@ def grouped_gemm(
     out_dtype: DTypeLike,
     tiles: QuantizedTiles | None = None,
 ) -> Array:
-    """See xla/quantized_gemm.py. `tiles` are those of the kernel; None: those for the shape."""
+    """Multiply as in xla/quantized_gemm.py. `tiles` are those of the kernel; None: those for the shape."""
     num_rows, (groups, _, columns) = lhs.shape[0], rhs.shape
     tiles = tiles or _tuned_tiles(-(-num_rows // groups), lhs.dtype, rhs)
     most_tasks = (num_rows // tiles.block_m + groups) * -(-columns // tiles.block_n)
@@ -144,21 +131,20 @@ def masked_grouped_gemm(
     expected_rows: int | None,
     tiles: QuantizedTiles | None = None,
 ) -> Array:
-    """See xla/quantized_gemm.py; rows past the sizes hold anything here. `tiles` as for `grouped_gemm`."""
-    groups, most_rows, _ = lhs.shape
-    tiles = tiles or masked_tiles(most_rows, expected_rows, lhs.dtype, rhs)
-    most_tasks = groups * -(-most_rows // tiles.block_m) * -(-rhs.shape[2] // tiles.block_n)
-    result = jax.ShapeDtypeStruct((groups, most_rows, rhs.shape[2]), out_dtype)
-    return _launch(_MASKED, (lhs, rhs, group_sizes, row_scales), result, tiles, most_tasks)
+    """Multiply as in xla/quantized_gemm.py; rows past the sizes are undefined. `tiles` as for `grouped_gemm`."""
+    tiles = tiles or tiles_of_masked(lhs, rhs, expected_rows)
+    shape = (*lhs.shape[:2], rhs.shape[2])
+    result = jax.ShapeDtypeStruct(shape, out_dtype)
+    return _launch(_MASKED, (lhs, rhs, group_sizes, row_scales), result, tiles, num_tiles(shape, tiles))
 
 
-def masked_tiles(most_rows: int, expected_rows: int | None, dtype: jnp.dtype, rhs: QuantizedWeights) -> QuantizedTiles:
-    """Tiles for groups of up to `most_rows` rows of `dtype`."""
-    return _tuned_tiles(min(most_rows, expected_rows or 32), dtype, rhs)
+def tiles_of_masked(lhs: Array, rhs: QuantizedWeights, expected_rows: int | None) -> QuantizedTiles:
+    """Return the tiles for masked groups of rows."""
+    return _tuned_tiles(min(lhs.shape[1], expected_rows or 32), lhs.dtype, rhs)
 
 
 def blocks_of(lhs: Array, rhs: QuantizedWeights, tiles: QuantizedTiles) -> tuple[Descriptor, Descriptor]:
-    """Rows and matrices as the kernels read them."""
+    """Describe rows and weights in the blocks that the kernels read."""
     columns = (1, tiles.block_n, _DEPTH * rhs.values.shape[-1] // rhs.shape[-2])
     rows = (1, tiles.block_m, _DEPTH // 2 if rhs.is_prepacked else _DEPTH)
     return Descriptor(lhs, rows), Descriptor(rhs.values, columns)
@@ -171,11 +157,8 @@ def _launch(
     tiles: QuantizedTiles,
     most_tasks: int,
 ) -> Array:
-    """The arrays: `[1, M, K]` rows, or `[G, M, K]` where groups are masked, matrices, sizes, scales of rows or None."""
+    """Launch with `[1, M, K]` rows, or `[G, M, K]` if groups are masked, weights, sizes, and scales of rows or None."""
     lhs, rhs, group_sizes, row_scales = vary_alike(arrays)
-    sizes = sizes_of(lhs.shape[1], rhs, tiles)
-    operands: tuple[Argument, ...] = (*blocks_of(lhs, rhs, tiles), cast(Array, rhs.scales), group_sizes)
-    operands += () if row_scales is None else (row_scales,)
-    constants: Constants = {"S": sizes} | ({"row_scales_ptr": None} if row_scales is None else {})
-    config = Config(num_programs(most_tasks, tiles.programs), tiles.num_warps, tiles.num_stages)
-    return launch(kernel, operands, (result,), config, constants)[0]
+    operands = (*blocks_of(lhs, rhs, tiles), rhs.scales, group_sizes, row_scales)
+    constants = {"S": sizes_of(lhs.shape[1], rhs, tiles)}
+    return launch(kernel, operands, (result,), tile_config(tiles, most_tasks), constants)[0]

@@ -34,7 +34,6 @@ from jax_ep.core.mesh_axes import automatic_axes, platform
 from jax_ep.formats import format_of, needs_decoder
 from jax_ep.heap import nvshmem, peer_access
 from jax_ep.heap.symmetric import MAX_BLOCKS
-from jax_ep.megakernels import capability
 from jax_ep.types import Options
 
 _MOST_TOKENS_PER_BLOCK = 8
@@ -99,7 +98,7 @@ def _of_exchange(facts: ExchangeFacts, options: Options) -> str | None:
         return reason
     if facts.is_foreign:
         return "the handle was made by another implementation"
-    if fp8 and (reason := capability.missing_fp8("FP8 on the wire")) is not None:
+    if fp8 and (reason := missing_fp8("FP8 on the wire")) is not None:
         return reason
     if facts.columns is not None and (reason := _reason_against_fused_modes(facts, facts.columns, options)) is not None:
         return reason
@@ -116,7 +115,7 @@ def _reason_against_fused_modes(facts: ExchangeFacts, columns: int, options: Opt
         return None
     return (
         f"mode={fused[0]!r} takes bfloat16 and float16 without FP8 on the wire, and matrices whose sizes are multiples"
-        f" of 8, on GPUs with TMA ({capability.TMA_MODELS}); here tokens of {facts.dtype},"
+        f" of 8, on GPUs with TMA ({TMA_MODELS}); here tokens of {facts.dtype},"
         f" wire_dtype={options.wire_dtype} and matrices between {facts.hidden} and {columns} columns"
     )
 
@@ -133,7 +132,7 @@ def _of_fused(facts: FusedFacts, options: Options) -> str | None:
         return f"sizes of weights must be multiples of 8, they are [{facts.hidden}, {facts.columns}]"
     if layout.num_local_experts > MAX_GROUPS:
         return f"{layout.num_local_experts} local experts exceed {MAX_GROUPS}"
-    return capability.missing_tma("one launch for exchange and GEMM")
+    return missing_tma("one launch for exchange and GEMM")
 
 
 @_reason.register
@@ -142,7 +141,7 @@ def _of_gemm(facts: GemmFacts, options: Options) -> str | None:
     if not facts.in_fp8 and facts.dtype not in _HALF:
         return Portable(f"tensor cores lack the precision of {facts.dtype}")
     name = "FP8" if facts.in_fp8 else facts.dtype
-    if (reason := capability.missing_tma(f"its grouped GEMM in {name}")) is not None:
+    if (reason := missing_tma(f"its grouped GEMM in {name}")) is not None:
         return reason
     if facts.out_dtype == jnp.float64 if facts.in_fp8 else facts.out_dtype not in (facts.dtype, jnp.float32):
         return Portable(f"it has no grouped GEMM of {name} to {facts.out_dtype}")
@@ -186,12 +185,12 @@ def _of_sort(facts: SortFacts, options: Options) -> str | None:
 
 @_reason.register
 def _of_fused_moe(facts: FusedMoEFacts, options: Options) -> str | None:
-    return capability.missing_tma("its layer in one launch")
+    return missing_tma("its layer in one launch")
 
 
 @_reason.register
 def _of_quantized_gemm(facts: QuantizedGemmFacts, options: Options) -> str | None:
-    if facts.dtype in (FP8, *_HALF) and (reason := capability.missing_tma("its products of quantised matrices")):
+    if facts.dtype in (FP8, *_HALF) and (reason := missing_tma("its products of quantised matrices")):
         return reason
     if facts.dtype not in (FP8, jnp.int8, *_HALF):
         return Portable(f"it has no GEMM of {facts.dtype} rows and quantized weights")
@@ -216,7 +215,7 @@ def _of_low_latency(facts: LowLatencyFacts, options: Options) -> str | None:
         return f"K={layout.top_k} exceeds {_MOST_LOW_LATENCY_TOP_K} experts per token"
     if facts.hidden * facts.dtype.itemsize % 16:
         return f"rows of {facts.hidden} {facts.dtype} are no whole 16-byte words"
-    if FP8 in (facts.dtype, options.wire_dtype) and (reason := capability.missing_fp8("FP8")) is not None:
+    if FP8 in (facts.dtype, options.wire_dtype) and (reason := missing_fp8("FP8")) is not None:
         return reason
     return _of_exchange(ExchangeFacts(facts.dtype, facts.hidden, layout, facts.is_foreign), options)
 
@@ -235,7 +234,7 @@ def _of_low_latency_gemm(facts: LowLatencyGemmFacts, options: Options) -> str | 
         return f"rows of {facts.rhs.shape[2]} {facts.out_dtype} have no whole 16-byte words"
     if facts.layout.num_tokens * facts.layout.top_k > _MOST_LOW_LATENCY_ROWS:
         return f"{facts.layout.num_tokens * facts.layout.top_k} rows of a rank exceed {_MOST_LOW_LATENCY_ROWS}"
-    return capability.missing_tma("one launch for GEMM and combine")
+    return missing_tma("one launch for GEMM and combine")
 
 
 @_reason.register
@@ -244,14 +243,14 @@ def _of_masked_gemm(facts: MaskedGemmFacts, options: Options) -> str | None:
         return f"it has no masked grouped GEMM for {facts.dtype}"
     if facts.depth * facts.dtype.itemsize % 16:
         return f"rows of {facts.depth} {facts.dtype} are no whole 16-byte words"
-    return capability.missing_tma("its masked grouped GEMM")
+    return missing_tma("its masked grouped GEMM")
 
 
 @_reason.register
 def _of_masked_activation(facts: MaskedActivationFacts, options: Options) -> str | None:
     if facts.dtype == jnp.float64:
         return "it has no kernel of the activation for float64"
-    return capability.missing_fp8("FP8") if facts.quantize else None
+    return missing_fp8("FP8") if facts.quantize else None
 
 
 def is_readable(rhs: QuantizedWeights) -> bool:
@@ -265,10 +264,55 @@ def is_readable(rhs: QuantizedWeights) -> bool:
 
 
 def _missing_on_gpu() -> str | None:
-    if (reason := capability.missing()) is not None:
+    if (reason := missing_capability()) is not None:
         return reason
     if importlib.util.find_spec("triton") is None:
         return "not installed: triton (pip install '.[cuda13]')"
     if jax.process_count() == 1 or peer_access.unsupported_processes_reason() is None:
         return peer_access.unsupported_reason() or context.missing_init_reason()
     return nvshmem.unsupported_reason() or context.missing_init_reason()
+
+
+_LEAST, _FP8, _TMA, _WITHOUT_TMA = 8.0, 8.9, 9.0, 12.0
+"""Compute capabilities from which Triton supports GPUs, and these convert to FP8, have TMA, and are small again."""
+TMA_MODELS = "9.0 to 11.x"
+
+
+def missing_capability() -> str | None:
+    """Return why no kernel can run on these GPUs, or None."""
+    capability = _capability()
+    try:
+        number = float(capability)
+    except ValueError:  # ROCm writes the name of an architecture
+        return f"it needs NVIDIA GPUs, these are {jax.local_devices()[0].device_kind} ({capability}); `xla` serves them"
+    return None if number >= _LEAST else _missing("it", f"{_LEAST} or more")
+
+
+def missing_fp8(what: str) -> str | None:
+    """Return why `what` cannot convert to FP8 here, or None."""
+    return None if _is_cpu() or float(_capability()) >= _FP8 else _missing(what, f"{_FP8} or more")
+
+
+def missing_tma(what: str) -> str | None:
+    """Return why `what` cannot copy by TMA here, or None."""
+    return None if has_tma() else _missing(what, TMA_MODELS)
+
+
+def has_tma() -> bool:
+    """Whether the devices copy blocks by descriptor and have the memory for wide tiles; the interpreter does.
+
+    That is Hopper and the Blackwell of data centers: the Blackwell of workstations has TMA, but 99 KB instead of 227.
+    """
+    return _is_cpu() or _TMA <= float(_capability()) < _WITHOUT_TMA
+
+
+def _is_cpu() -> bool:
+    return jax.local_devices()[0].platform == "cpu"
+
+
+def _capability() -> str:
+    return str(getattr(jax.local_devices()[0], "compute_capability", "unknown"))
+
+
+def _missing(what: str, needed: str) -> str:
+    return f"{what} needs GPUs of compute capability {needed}, that of these is {_capability()}; `xla` serves the call"

@@ -1,19 +1,17 @@
-"""The order in which a rank sends its tokens, so that a peer's first experts can start while the rest travels."""
+"""The order in which a rank sends its tokens, so that a peer's first experts can start while other tokens travel."""
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jax_ep.core.kernel import Config, Kernel
 from jax_ep.core.layout import power_of_two
 from jax_ep.megakernels.exchange import MOST_EXPERTS, MOST_POSITIONS
-from jax_ep.megakernels.grid import num_programs
 from jax_ep.megakernels.kernels import send_order as send_order_kernels
 from jax_ep.megakernels.kernels.exchange_gemm_structs import OrderedSends
 from jax_ep.megakernels.kernels.exchange_structs import CountTile, SendOrder
-from jax_ep.megakernels.launch import group_of, launch
+from jax_ep.megakernels.launch import group_of, int32, launch, num_programs
 from jax_ep.types import Array, Handle, Layout
 
 _COUNT = Kernel(send_order_kernels.send_order_count)
@@ -21,7 +19,7 @@ _PLACE = Kernel(send_order_kernels.send_order_place)
 
 
 def order_sends(handle: Handle) -> OrderedSends:
-    """The sends of a handle in order, by two small launches, or by XLA where there are too many experts."""
+    """Order the sends of a handle by two small launches, or by XLA if there are too many experts."""
     layout = handle.layout
     sizes = send_order_sizes(layout)
     if layout.num_local_experts >= MOST_EXPERTS or sizes.tile.block > MOST_POSITIONS:
@@ -29,13 +27,13 @@ def order_sends(handle: Handle) -> OrderedSends:
     num_ranks, num_tokens, num_blocks = sizes.num_ranks, sizes.num_tokens, -(-sizes.num_tokens // sizes.tile.block)
     counted = ((num_ranks, num_tokens), (2 * num_ranks, num_blocks, sizes.tile.bins))
     config = Config(num_programs(2 * num_ranks * num_blocks, 4), num_warps=4)
-    found = launch(_COUNT, (handle.topk_idx, group_of(handle)), _int32(*counted), config, {"S": sizes})
+    found = launch(_COUNT, (handle.topk_idx, group_of(handle)), int32(*counted), config, {"S": sizes})
     results = ((num_ranks, num_tokens), (num_ranks,), (num_ranks, sizes.num_local_experts))
-    return OrderedSends(*launch(_PLACE, found, _int32(*results), config, {"S": sizes}))
+    return OrderedSends(*launch(_PLACE, found, int32(*results), config, {"S": sizes}))
 
 
 def send_order_sizes(layout: Layout) -> SendOrder:
-    """Sizes of the order of sends: few blocks, since each adds up the counts of all blocks of a list."""
+    """Return the sizes of the send order: few blocks, since each adds up the counts of all blocks of a list."""
     lanes, most_blocks = 128, 64
     block = lanes
     while -(-layout.num_tokens // block) > most_blocks:
@@ -46,12 +44,8 @@ def send_order_sizes(layout: Layout) -> SendOrder:
     return SendOrder(layout.num_ranks, layout.num_tokens, layout.top_k, layout.num_local_experts, tile)
 
 
-def _int32(*shapes: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, ...]:
-    return tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
-
-
 def sort_sends(handle: Handle) -> OrderedSends:
-    """The same by XLA."""
+    """Order the sends of a handle by XLA."""
     layout = handle.layout
     num_ranks, num_local = layout.num_ranks, layout.num_local_experts
     rank = group_of(handle)[-1]
@@ -66,6 +60,6 @@ def sort_sends(handle: Handle) -> OrderedSends:
 
 
 def _first_expert(ids: Array, first: Array | int, num_local: int) -> Array:
-    """`[..., K]` ids to the lowest of them in `[first, first + num_local)`, relative to `first`; else `num_local`."""
+    """Return the lowest of `[..., K]` ids in `[first, first + num_local)`, relative to `first`, or `num_local`."""
     local = ids - first
     return jnp.min(jnp.where((local >= 0) & (local < num_local), local, num_local), axis=-1)

@@ -93,13 +93,13 @@ def _devices() -> Iterator[Finding]:
     if not _on_gpus():
         yield Finding("devices", OK, f"{text}: `xla` serves every function; kernels are for NVIDIA GPUs", data=data)
         return
-    from jax_ep.megakernels import capability
+    from jax_ep.megakernels import requirements
 
     data["compute_capability"] = devices[0].compute_capability
-    if (reason := capability.missing()) is not None:
+    if (reason := requirements.missing_capability()) is not None:
         yield Finding("devices", WARNING, f"{text}: {reason}", "`xla` serves these GPUs", data)
-    elif not capability.has_tma():
-        reason = f"fused products need GPUs of compute capability {capability.TMA_MODELS}"
+    elif not requirements.has_tma():
+        reason = f"fused products need GPUs of compute capability {requirements.TMA_MODELS}"
         yield Finding("devices", WARNING, f"{text}: {reason}", "the exchange runs on kernels, products on `xla`", data)
     elif not all(_TUNED_FOR in kind for kind in kinds):
         reason = f"tiles and the model of times are those of the {_TUNED_FOR}"

@@ -10,7 +10,7 @@ from jax.experimental import serialize_executable
 
 from jax_ep import ffi
 from jax_ep.core.kernel import Config, Kernel
-from jax_ep.megakernels import compile, rows
+from jax_ep.megakernels import activation, compile
 from jax_ep.megakernels.compile import Parameter
 from jax_ep.megakernels.kernels import rows as rows_kernels
 from jax_ep.megakernels.kernels.gemm_structs import RowPass
@@ -58,7 +58,7 @@ def test_launch_mistakes(changes, message):
 
 
 def test_launch_program_contains_kernel():
-    compiled = jax.jit(rows.gather_rows).lower(X, INDEX, SIZES).compile()
+    compiled = jax.jit(activation.gather_rows).lower(X, INDEX, SIZES).compile()
     packed = serialize_executable.serialize(compiled)
     again = serialize_executable.deserialize_and_load(*packed, execution_devices=jax.devices()[:1])
     np.testing.assert_array_equal(again(X, INDEX, SIZES), WANTED)

@@ -28,7 +28,7 @@ from jax_ep.core.facts import SortFacts
 from jax_ep.heap import nvshmem, peer_access, rendezvous, transports
 from jax_ep.heap.nvshmem import NvshmemMemory
 from jax_ep.heap.symmetric import SymmetricHeap
-from jax_ep.megakernels import capability
+from jax_ep.megakernels import requirements
 from jax_ep.ops import registry
 from jax_ep.tools import doctor
 from jax_ep.types import Options
@@ -325,7 +325,7 @@ def gpus(fake: fake_nvshmem.Fake, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     """Simulate two processes with one GPU each."""
     context.finalize()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(capability, "_written", lambda: "9.0")
+    monkeypatch.setattr(requirements, "_capability", lambda: "9.0")
     registry._warn_once.cache_clear()
     yield
     context.finalize()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -14,7 +15,6 @@ from kernel_calls import HEAP_BYTES, W
 import harness
 import jax_ep
 from jax_ep import context, interpreter
-from jax_ep.megakernels import grid
 from jax_ep.pallas import requirements
 
 
@@ -34,7 +34,8 @@ def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use the sizes and choices of an H200, without running anything."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(requirements, "missing", lambda: None)
-    monkeypatch.setattr(grid, "all_programs", lambda per_multiprocessor=1: 132 * per_multiprocessor)
+    device = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0", core_count=132)
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
 
 
 @pytest.fixture(scope="module")

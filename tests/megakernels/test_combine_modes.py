@@ -111,7 +111,7 @@ def test_combine_mode_choice(ranks: int, sizes: tuple[int, int], wanted: str, on
 def test_combine_mode_choice_is_launched(mesh: jax.sharding.Mesh, monkeypatch: Any) -> None:
     ran = []
     for mode, module, name in (
-        ("scatter", exchange_gemm, "_scatter_arguments"),
+        ("scatter", exchange_gemm, "_scatter"),
         ("serial", exchange, "combine_tokens"),
     ):
         original = getattr(module, name)

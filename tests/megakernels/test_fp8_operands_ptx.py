@@ -13,7 +13,7 @@ from compiling import build
 from jax_ep import Experts
 from jax_ep.heap.symmetric import HeapLayout
 from jax_ep.megakernels import activation as kernels
-from jax_ep.megakernels import exchange, rows
+from jax_ep.megakernels import exchange
 from jax_ep.megakernels.kernels.exchange_structs import Dispatch, Peers, Rows
 from jax_ep.megakernels.launch import heap_of
 from jax_ep.types import Layout, Schedule
@@ -36,8 +36,8 @@ def check(kernel: Any, types: dict[str, Any], constants: dict[str, Any], config:
 
 @pytest.fixture
 def pass_config(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(rows, "num_programs", lambda *_: PROGRAMS)
-    return rows.pass_config(PROGRAMS)
+    monkeypatch.setattr(kernels, "num_programs", lambda *_: PROGRAMS)
+    return kernels.pass_config(PROGRAMS)
 
 
 @pytest.mark.parametrize("capability", [90, 100])

@@ -16,8 +16,8 @@ import harness
 from cases import BF16, F32
 from jax_ep import context
 from jax_ep.megakernels import grouped_gemm
+from jax_ep.megakernels.activation import gather_rows
 from jax_ep.megakernels.grouped_gemm import Tiles, WeightTiles
-from jax_ep.megakernels.rows import gather_rows
 from jax_ep.ops import registry
 from jax_ep.types import Options
 

@@ -11,7 +11,7 @@ import pytest
 from compiling import build
 
 from jax_ep.core.kernel import Descriptor, array_of
-from jax_ep.megakernels import grouped_gemm
+from jax_ep.megakernels import grouped_gemm, launch
 from jax_ep.megakernels.grouped_gemm import Tiles, WeightTiles
 
 pytest.importorskip("triton")
@@ -44,10 +44,12 @@ def compile_launch(monkeypatch):
             return [jnp.zeros(array_of(result).shape, array_of(result).dtype) for result in results]
 
         monkeypatch.setattr(grouped_gemm, "launch", record)
-        monkeypatch.setattr(grouped_gemm, "num_programs", lambda tasks, per_multiprocessor: 132 * per_multiprocessor)
+        monkeypatch.setattr(launch, "num_programs", lambda tasks, per_multiprocessor: 132 * per_multiprocessor)
         jax.eval_shape(functools.partial(function, **options), *arrays)
         ((kernel, operands, results, config, constants),) = launches
-        types = {name: type_name(x) for name, x in zip(("lhs", "rhs", "sizes_ptr"), operands, strict=True)}
+        given = dict(zip(kernel.body.arg_names, operands, strict=False))
+        types = {name: type_name(x) for name, x in given.items() if x is not None}
+        constants |= {name: None for name, x in given.items() if x is None}
         types["out"] = type_name(results[0])
         built = build(kernel.path.stem, kernel.name, types, constants, config.num_warps, config.num_stages, capability)
         check(built, capability)

@@ -19,7 +19,7 @@ from cases import BF16, Shape
 from jax_ep.core.facts import FusedFacts
 from jax_ep.core.kernel import Config
 from jax_ep.core.layout import dropless_capacity
-from jax_ep.megakernels import cost_model, exchange_gemm, modes
+from jax_ep.megakernels import cost_model, exchange_gemm
 from jax_ep.megakernels.kernels.gemm_structs import WeightGradientOperands
 from jax_ep.ops import exchange_gemm as ops
 from jax_ep.ops import registry
@@ -147,7 +147,7 @@ def test_fused_weight_gradients_requested_launch_runs(function: str, mesh: jax.s
     launched = gradient_launches(monkeypatch)
     kernels = {"scatter": "gemm_combine", "serial": "combine_with_weight_gradient"}
     for wanted, faster, number in ((True, False, 1), (False, True, 0), (None, False, 0), (None, True, 1)):
-        monkeypatch.setattr(modes, "_gradient_is_faster", lambda *_, faster=faster: faster)
+        monkeypatch.setattr(cost_model, "_gradient_is_faster", lambda *_, faster=faster: faster)
         for mode in kernels:
             times = cost_model.BackwardTimes({}, {name: float(name != mode) for name in kernels})
             monkeypatch.setattr(cost_model, "backward_times", lambda *_, times=times, **__: times)
@@ -268,5 +268,5 @@ def test_fused_weight_gradients_cost_model_choice(
     facts = FusedFacts(jnp.dtype(BF16), sizes[1], sizes[0], layout(ranks))
     for asked, expected in ((None, wanted), (False, False), (True, True)):
         schedule = Schedule(combine_mode=mode, fuse_weight_gradients=asked)
-        found = modes.fused_modes(schedule, facts, by_pallas=requirements.is_preferred(product))
+        found = cost_model.fused_modes(schedule, facts, by_pallas=requirements.is_preferred(product))
         assert (found.combine_with_gradient is not None) == expected

@@ -14,7 +14,7 @@ import harness
 import jax_ep
 import oracle_serving
 from cases import BF16, Shape, integers
-from jax_ep.megakernels import low_latency, masked, requirements
+from jax_ep.megakernels import launch, low_latency, masked, requirements
 from routings import ROUTINGS
 
 SHAPE = Shape(num_tokens=6, top_k=3, num_experts=8, hidden=24, intermediate=16)
@@ -66,7 +66,8 @@ def test_low_latency_gemm_one_launch_any_num_programs(monkeypatch, mesh, rng, pr
         raise AssertionError("a separate GEMM")
 
     monkeypatch.setattr(masked, "launch", no_product)
-    monkeypatch.setattr(low_latency, "num_programs", lambda tasks, each: programs)
+    for module in (launch, low_latency):
+        monkeypatch.setattr(module, "num_programs", lambda tasks, each: programs)
     problem = Problem(rng, "duplicates", 2)
     call = harness.compiled(fused(), mesh)
     for _ in range(3):

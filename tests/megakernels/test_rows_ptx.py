@@ -11,7 +11,7 @@ from compiling import build
 
 from jax_ep import Experts
 from jax_ep.megakernels import activation as kernels
-from jax_ep.megakernels import rows
+from jax_ep.megakernels import activation as rows
 from jax_ep.megakernels.kernels.gemm_structs import RowBias
 from oracle_experts import GPT_OSS
 

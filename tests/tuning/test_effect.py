@@ -20,7 +20,6 @@ from jax_ep.core import fp8
 from jax_ep.core.facts import FusedFacts
 from jax_ep.core.kernel import Config
 from jax_ep.megakernels import cost_model, exchange, fused_moe, grouped_gemm, low_latency, quantized_gemm, tuned
-from jax_ep.megakernels import modes as modes_of
 from jax_ep.settings.operations import OPERATIONS, bucket
 from jax_ep.tools import tune_cases
 from jax_ep.types import Layout, Schedule
@@ -266,9 +265,9 @@ def test_tuning_modes_from_file(mode: str, make_file: Callable[..., Path]) -> No
     filled = tuned.schedule(chosen, name, **found)
     assert (filled.fuse_weight_gradients, filled.combine_mode, filled.num_summing_programs) == (fuse, "serial", 1)
     facts = FusedFacts(jnp.dtype("bfloat16"), H, H, LAYOUT)
-    modes = modes_of.fused_modes(Schedule(), facts, by_pallas=False)
+    modes = cost_model.fused_modes(Schedule(), facts, by_pallas=False)
     assert modes.dispatch == mode and (modes.combine_with_gradient == "scatter") is fuse
-    modes = modes_of.fused_modes(Schedule(fuse_weight_gradients=not fuse), facts, by_pallas=False)
+    modes = cost_model.fused_modes(Schedule(fuse_weight_gradients=not fuse), facts, by_pallas=False)
     assert (modes.combine_with_gradient is None) is fuse
 
 

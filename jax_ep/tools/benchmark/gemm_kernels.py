@@ -94,7 +94,7 @@ def pallas(direction: str, tiles: PallasTiles | None = None) -> Product:
 
 def gathered_weights(a: Array, b: Array, sizes: Array, *, transpose: bool) -> Array:
     """Compute the weight gradient of gathered rows; the kernels do not know that the list is in order."""
-    from jax_ep.megakernels.rows import gather_rows  # imports Triton
+    from jax_ep.megakernels.activation import gather_rows  # imports Triton
 
     tokens, rows = (b, a) if transpose else (a, b)
     index = jnp.arange(a.shape[0], dtype=jnp.int32)

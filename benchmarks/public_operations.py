@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,15 +26,22 @@ from jax_ep.serving import serving_weights
 # The harness is that of this checkout, for both packages.
 jax_ep.tools.__path__.insert(0, str(Path(__file__).resolve().parents[1] / "jax_ep" / "tools"))
 from jax_ep.tools.benchmark import harness
-from jax_ep.tools.benchmark.chains import Operation, chain
+from jax_ep.tools.benchmark.chains import calls
 from jax_ep.tools.benchmark.inputs import AXIS, MODELS, expert_mesh, make_weights, on_ranks, routing
 
 LENGTHS = (2, 8)
 FP8 = jnp.float8_e4m3fn
 
 
+class Operation(NamedTuple):
+    """A function of one rank, and its arguments on all ranks."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+
 def operations(mesh: jax.sharding.Mesh, name: str, tokens: int, decoded_tokens: int) -> dict[str, Operation]:
-    """Each public operation with a kernel of its own."""
+    """Return each public operation that has a separate kernel."""
     model, num_ranks = MODELS[name], mesh.size
     experts = {"num_experts": model.experts}
     w_gate_up, w_down = make_weights(mesh, model)
@@ -117,7 +124,7 @@ def operations(mesh: jax.sharding.Mesh, name: str, tokens: int, decoded_tokens: 
 
 
 def _tokens(mesh: jax.sharding.Mesh, name: str, tokens: int, seed: int) -> tuple[Array, Array, Array]:
-    """Tokens of all ranks, their uniformly routed ids, and weights."""
+    """Make tokens of all ranks, their uniformly routed ids, and weights."""
     model = MODELS[name]
     ids = routing("uniform", mesh.size * tokens, model, np.random.default_rng(seed))
     placed = jax.device_put(ids, jax.NamedSharding(mesh, jax.P(*AXIS)))
@@ -126,7 +133,7 @@ def _tokens(mesh: jax.sharding.Mesh, name: str, tokens: int, seed: int) -> tuple
 
 
 def _on_all(mesh: jax.sharding.Mesh, sizes: np.ndarray) -> Array:
-    """The same sizes on every rank."""
+    """Place the same sizes on every rank."""
     return jax.device_put(np.tile(sizes.astype(np.int32), mesh.size), jax.NamedSharding(mesh, jax.P(*AXIS)))
 
 
@@ -141,8 +148,8 @@ def main() -> None:
     if jax.default_backend() == "gpu":
         jax_ep.init(mesh)
     chosen = operations(mesh, args.model, args.tokens, args.decoded_tokens)
-    factories = {name: partial(chain, mesh, operation) for name, operation in chosen.items()}
-    times = harness.measure_chained(factories, args.rounds, lengths=LENGTHS, workers=harness.WORKERS)
+    factories = {name: partial(calls, mesh, *operation) for name, operation in chosen.items()}
+    times = harness.measure_chained(factories, args.rounds, lengths=LENGTHS)
     samples = {name: timing.samples for name, timing in times.items()}
     print(json.dumps({"package": str(Path(jax_ep.__file__).parents[1]), "samples": samples}))
 

@@ -78,17 +78,15 @@ def test_bench_of_a_model_needs_gpus(tmp_path: Path) -> None:
 def test_scale_runs_without_a_gpu(tmp_path: Path) -> None:
     done = run(tmp_path, "--quick", "--ranks", "1", "2", "--tokens", "4", command="scale")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "left out, kernels: CPU devices have no kernels to profile" in done.stdout
-    assert "link's theoretical rate: unknown: CPU devices have no link" in done.stdout
+    assert "say nothing about GPUs" in done.stdout
     content = json.loads((tmp_path / "runs/benchmarks/scaling.json").read_text())
     parts = {(row["part"], row["shape"]["scaling"], row["shape"]["ranks"]) for row in content["rows"]}
     both = {(part, mode, n) for part in ("exchange", "layer") for mode in ("weak", "strong") for n in (1, 2)}
-    assert parts == both | {("training", "weak", 1), ("training", "weak", 2)}
+    assert parts == both
     assert all("failed" not in row and row["shape"]["dtype"] for row in content["rows"])
     assert {row["seconds"]["rounds"] for row in content["rows"]} == {content["settings"]["rounds"]}
     sent = {row["shape"]["ranks"]: row for row in content["rows"] if row["variant"] == "triton dispatch to rows"}
     assert sent[1]["wire_bytes"] == 0 and "peak_shares" not in sent[1]
     assert sent[2]["wire_bytes"] > 0 and set(sent[2]["peak_shares"]) == set(content["summary"]["peak_bytes_per_s"])
-    assert sent[2]["peak_shares"]["link"] is None and sent[2]["peak_shares"]["copy_engine"] > 0
-    assert all(row["tokens_per_s"] > 0 for row in content["rows"] if row["part"] == "training")
+    assert sent[2]["peak_shares"]["copy_engine"] > 0
     assert (tmp_path / "runs/benchmarks/scaling.png").exists()

@@ -35,7 +35,7 @@ def test_pieces(tmp_path: Path) -> None:
     assert {"tests-contract", "tests-gpu", "bench-fused-moe", "bench-grouped-gemm"} <= set(one)
     of_several = {"tests-gemms", "tests-processes"}
     layers = ("layer-deepseek-v3", "layer-qwen3-30b", "layer-mixtral", "layer-parts", "layer-recipes")
-    others = ("exchange", "exchange-graphs", "low-latency", "scaling", "scaling-training")
+    others = ("exchange", "exchange-graphs", "low-latency", "scaling")
     assert set(four) - set(one) == of_several | {f"bench-{name}" for name in (*layers, *others)}
     assert set((one | four).values()) == {"", "late"}
     assert list(listed(tmp_path, "bench-fused-moe")) == ["bench-fused-moe"]

@@ -49,7 +49,7 @@ if ((gpus > 1)); then
   bench layer-deepseek-v3 200 "layer.py --models deepseek-v3 $layers --suffix '${suffix}_deepseek_v3'"
   bench layer-qwen3-30b 150 "layer.py --models qwen3-30b $layers --suffix '${suffix}_qwen3_30b'"
   bench exchange 80 "exchange.py --suffix '$suffix' --ranks $gpus --routing uniform"
-  bench scaling 280 "scaling.py --parts exchange layer kernels --suffix '$suffix'"
+  bench scaling 200 "scaling.py --suffix '$suffix'"
   models="deepseek-v3 qwen3-30b mixtral-8x7b" many="--routing uniform --tokens 4096 32768"
   bench layer-parts 150 "layer.py --models $models $many --parts dispatch combine --layers --suffix '${suffix}_parts'"
   beside="--graphs $many --ragged-tokens 4096 32768"
@@ -59,7 +59,6 @@ if ((gpus > 1)); then
   bench layer-recipes 80 "layer.py --models deepseek-v3 --tokens 4096 --routing uniform --parts $recipes --suffix '${suffix}_recipes'"
   bench layer-mixtral 150 "layer.py --models mixtral-8x7b $layers --suffix '${suffix}_mixtral'"
   tests processes 200
-  bench scaling-training 240 "scaling.py --parts training --suffix '${suffix}_training'"
   tests gemms 260
 fi
 [[ -n ${BEFORE:-} ]] && bench compare 120 "compare.py --against $BEFORE --suffix '$suffix'"
@@ -78,7 +77,7 @@ compile="compile_times.py --models deepseek-v3-quarter --rounds 2"
 bench compile-times 140 "$compile"
 bench compile-times-fp8 80 "$compile --recipe fp8 --suffix _fp8"
 bench fused-moe-large 100 "fused_moe.py --models deepseek-v3 --shard 8 --suffix _deepseek_shard"
-bench grouped-gemm 300 "grouped_gemm.py --parts kernels"
+bench grouped-gemm 300 "grouped_gemm.py"
 bench decode-experts 120 "low_latency.py --parts experts"
 tests gpu 560
 tests devices 120 "JOBS=8 "

@@ -59,7 +59,8 @@ def run(args: argparse.Namespace) -> None:
     harness.require_triton()
     if jax.process_count() > 1:
         raise ValueError("tune: there are several processes; run one process, which drives all GPUs of a machine")
-    from jax_ep.tools import tune_cases, tune_rates
+    from jax_ep.tools import tune_cases
+    from jax_ep.tools.benchmark import rates
 
     all_sizes = _sizes(args)
     results = _Results(_path(args.out), jax.local_devices()[0].device_kind)
@@ -70,7 +71,7 @@ def run(args: argparse.Namespace) -> None:
     with _started(), _Screen(args.seconds) as screen:
         if "rates" in parts:
             screen.say("rates of this machine")
-            results.rates = tune_rates.measure(quick=tune_cases.is_small())
+            results.rates = rates.measure()
             results.write()
         _tune(list(tune_cases.makers(parts, all_sizes, args.formats)), args.routing, results, screen)
     if not results.outcomes and "rates" not in parts:

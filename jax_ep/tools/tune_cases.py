@@ -34,9 +34,18 @@ from jax_ep.ops.masked import masked_grouped_gemm
 from jax_ep.ops.moe import fused_moe as public_fused_moe
 from jax_ep.quantization import quantize, with_layout
 from jax_ep.settings.operations import Setting
-from jax_ep.tools.benchmark import exchange_chains, harness
-from jax_ep.tools.benchmark.chains import zero_chain
-from jax_ep.tools.benchmark.inputs import Model, expert_mesh, make_weights, on_ranks, routing
+from jax_ep.tools.benchmark import harness
+from jax_ep.tools.benchmark.chains import chain
+from jax_ep.tools.benchmark.exchange import local_after, make_handle
+from jax_ep.tools.benchmark.inputs import (
+    Model,
+    busiest,
+    expert_mesh,
+    make_case,
+    make_weights,
+    on_ranks,
+    routing,
+)
 from jax_ep.tools.tune_search import Case, Run, Settings
 from jax_ep.types import Array, Options
 
@@ -128,7 +137,7 @@ def _case(
 
     def compile_chain(settings: Settings, n: int) -> Run:
         with tuning.override(operation, **settings):
-            return partial(jax.jit(zero_chain(mesh, step, arrays, n)).lower(*arrays).compile(options), *arrays)
+            return partial(chain(mesh, step, arrays, n)[0].lower(*arrays).compile(options), *arrays)
 
     return Case(
         operation=operation,
@@ -164,16 +173,11 @@ class _Exchange:
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes, self.mesh, self.options = sizes, expert_mesh(sizes.ranks), Options("tune", ("expert",))
-        self.case = exchange_chains.make_case(self.mesh, sizes.routing, sizes.tokens, _BF16, sizes.model)
+        self.case = make_case(self.mesh, sizes.routing, sizes.tokens, sizes.model)
         self.layout, self.run = self.case.layout, registry.get("exchange", "triton")
         self.facts = tuned.exchange_facts(self.layout, sizes.hidden, _BF16)
-        remote = self.case.remote
-        self.moved_tokens = float(max(remote.sum(0).max(), remote.sum(1).max()))  # by the busiest rank
-
-        def plan(ids: Array) -> Any:
-            return exchange_chains.stack(self.run.plan(self.options, ids, self.layout))
-
-        self.handle = jax.jit(self.case.shard_map(plan, 1))(self.case.ids)
+        self.moved_tokens = busiest(self.case.remote)
+        self.handle = make_handle(self.case, "triton")
 
     def plan(self, columns: int) -> plans.ExchangeGemmPlan:
         """Plan the all-to-all with GEMMs by `[hidden, columns]` weights, with the settings in effect."""
@@ -192,10 +196,10 @@ def _exchange(sizes: Sizes) -> Iterator[Case]:
 
     def dispatch(dtype: Any, zero: Array, x: Array, handle: Any) -> Any:
         options = dataclasses.replace(layer.options, wire_dtype=dtype)
-        return layer.run.dispatch_tokens(options, x, None, exchange_chains.local_after(handle, zero))[0]
+        return layer.run.dispatch_tokens(options, x, None, local_after(handle, zero))[0]
 
     def combine(zero: Array, y: Array, handle: Any) -> Any:
-        return layer.run.combine_tokens(layer.options, y, None, exchange_chains.local_after(handle, zero))[0]
+        return layer.run.combine_tokens(layer.options, y, None, local_after(handle, zero))[0]
 
     for wire, dtype in (("bf16", None), ("fp8", FP8)):
         if dtype is None or sizes.hidden % GROUP_SIZE == 0:
@@ -239,10 +243,10 @@ def _exchange_gemm(sizes: Sizes) -> Iterator[Case]:
     w_gate_up, w_down = make_weights(layer.mesh, sizes.model)
 
     def first(zero: Array, x: Array, w: Array, handle: Any) -> Any:
-        return ops.dispatch_and_multiply(layer.plan(wide), x, None, w, exchange_chains.local_after(handle, zero))[0]
+        return ops.dispatch_and_multiply(layer.plan(wide), x, None, w, local_after(handle, zero))[0]
 
     def second(zero: Array, h: Array, w: Array, handle: Any) -> Any:
-        handle = exchange_chains.local_after(handle, zero)
+        handle = local_after(handle, zero)
         return ops.multiply_and_combine(layer.plan(sizes.intermediate), h, w, handle, None)
 
     yield _case(
@@ -275,7 +279,7 @@ def _weight_gradients(sizes: Sizes) -> Iterator[Case]:
     w_gate_up, _ = make_weights(layer.mesh, sizes.model)
 
     def backward(zero: Array, h: Array, w: Array, tokens: Array, handle: Any) -> Any:
-        handle = exchange_chains.local_after(handle, zero)
+        handle = local_after(handle, zero)
         plan = layer.plan(wide)
         if plan.gradient_mode:
             x = tokens[: layout.num_tokens]  # its gradient is not needed
@@ -306,7 +310,6 @@ def _low_latency(sizes: Sizes) -> Iterator[Case]:
     layer = _Exchange(sizes)
     case, local = layer.case, sizes.experts // sizes.ranks
     keywords: dict[str, Any] = {"num_experts": sizes.experts, "max_tokens_per_rank": sizes.tokens}
-    weights = case.place(np.full(case.ids.shape, 1 / sizes.top_k, np.float32))
     rows = on_ranks(layer.mesh, (local, sizes.ranks * sizes.tokens, sizes.hidden), 3)
 
     def dispatch(zero: Array, x: Array, ids: Array) -> Any:
@@ -323,7 +326,7 @@ def _low_latency(sizes: Sizes) -> Iterator[Case]:
         {"num_communicating_programs": _programs()},
         layer.mesh,
         dispatch,
-        (case.x, case.ids),
+        (case.x, case.topk_idx),
         graphs=True,
     )
     yield _case(
@@ -333,7 +336,7 @@ def _low_latency(sizes: Sizes) -> Iterator[Case]:
         {"num_combining_programs": _programs()},
         layer.mesh,
         round_trip,
-        (case.x, case.ids, weights, rows),
+        (case.x, case.topk_idx, case.topk_weights, rows),
         graphs=True,
     )
 

@@ -14,6 +14,8 @@ are relaxed by the least number of ns with which they do not, and that is part o
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -135,3 +137,32 @@ def messages(events: np.ndarray, sent: Sent) -> Iterator[Message]:
     for wait in events[events["kind"] == _WAIT]:
         for source, time in sent.awaited(wait):
             yield Message(source, int(wait["device"]), time, int(wait["end"]))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Timeline:
+    """Events and launches of several devices; `Trace` documents the fields."""
+
+    events: np.ndarray
+    launches: Mapping[tuple[int, int], Launch]
+    num_dropped: Mapping[int, int]
+    is_ordered_only: bool
+    clocks: Clocks
+
+    @functools.cached_property
+    def aligned(self) -> np.ndarray:
+        """Return `events` with times of the first device's clock."""
+        events = self.events.copy()
+        for device, offset in self.clocks.offset_ns.items():
+            for name in ("begin", "end"):
+                events[name][events["device"] == device] += offset
+        return events
+
+    @property
+    def devices(self) -> list[int]:
+        """Return the numbers of the devices with recorded launches."""
+        return sorted(self.num_dropped)
+
+    def sent(self) -> Sent:
+        """Return what each device sent and when, on one clock."""
+        return Sent(self.aligned, self.launches)

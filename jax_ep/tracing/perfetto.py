@@ -20,9 +20,8 @@ from jax_ep.core import json_files
 from jax_ep.core.files import write_atomically
 from jax_ep.core.json_files import BOOLEAN, OBJECT, array, choice, integer, mapping, optional, record, value_of
 from jax_ep.megakernels.kernels.trace_structs import KINDS
-from jax_ep.tracing.clocks import Clocks
+from jax_ep.tracing.clocks import Clocks, Timeline
 from jax_ep.tracing.events import EVENT, Launch
-from jax_ep.tracing.timeline import Timeline
 
 _FORMAT = "jax_ep trace 1"
 _ORDER = "order: the kernels ran in an interpreter, a step is shown as a microsecond, and durations mean nothing"

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jax_ep.megakernels.kernels.trace_structs import KINDS
-from jax_ep.tracing.timeline import Timeline
+from jax_ep.tracing.clocks import Timeline
 
 # Okabe and Ito's colours, which people who do not see all of them can tell apart; a wait is pale, as nothing happens.
 _COLOURS = {

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from jax_ep.megakernels.kernels.trace_structs import KINDS
-from jax_ep.tracing.clocks import Sent
+from jax_ep.tracing.clocks import Sent, Timeline
 from jax_ep.tracing.events import Launch
-from jax_ep.tracing.timeline import Timeline
 
 _WAIT, _TILE, _ZERO = (KINDS.index(kind) for kind in ("wait", "tile", "zero"))
 _EXCHANGE = [KINDS.index(kind) for kind in KINDS if kind not in ("member", "wait", "tile", "zero")]

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from jax_ep.tracing import clocks, perfetto, picture, summary
-from jax_ep.tracing.clocks import Clocks, Sent
+from jax_ep.tracing.clocks import Clocks, Sent, Timeline
 from jax_ep.tracing.events import EVENT, Launch, Written
-from jax_ep.tracing.timeline import Timeline
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

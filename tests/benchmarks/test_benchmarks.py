@@ -19,7 +19,7 @@ import pytest
 from reports import BENCHMARKS, ROOT, Clock, arguments, check_report, run_quickly
 
 import harness as harness_of_tests
-from jax_ep.tools.benchmark import exchange, exchange_chains, gemm_inputs, grouped_gemm, harness, inputs
+from jax_ep.tools.benchmark import exchange, harness, inputs
 
 KEPT_BY_TESTS = {"test_gpu", "training_equivalence"}  # tools/test_gpu.sh
 RESULTS = sorted((BENCHMARKS / "results").glob("*.json"))
@@ -118,7 +118,8 @@ def test_summary_and_ratio_of_known_samples():
     assert timing.summary() == {"median": 3.0, "q1": 2.0, "q3": 4.0, "min": 1.0, "rounds": 5}
     # Within rounds: 2, 2, 3, of which the medians alone (8 and 3) say nothing.
     assert harness.Timing((8.0, 2.0, 9.0)).ratio_to(timing) == 2.0
-    assert timing.milliseconds() == "3000.00 [2000.00 4000.00]"
+    assert timing.microseconds() == ["3000000", "2000000 to 4000000"]
+    assert harness.Timing((2e-6,) * 3).microseconds() == ["2.0", "2.0 to 2.0"]
 
 
 def test_report_is_on_disk_after_every_row(tmp_path):
@@ -172,38 +173,37 @@ def test_too_few_rounds_for_quartiles_are_refused(capsys):
     assert "--rounds=2" in capsys.readouterr().err
 
 
-# --- what grouped_gemm.py times -------------------------------------------------------------------------------------
+# --- inputs and rows -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("distribution", ["equal", "multinomial", "zipf"])
 @pytest.mark.parametrize("groups", [1, 7, 64])
 def test_group_sizes_cover_the_rows(distribution, groups):
-    sizes = np.asarray(gemm_inputs.group_sizes(distribution, 4096, groups))
+    sizes = np.asarray(inputs.group_sizes(distribution, 4096, groups))
     assert (sizes.shape, sizes.sum(), sizes.min() >= 0) == ((groups,), 4096, True)
     if groups == 64:
         spread = {"equal": (0, 1), "multinomial": (2, 60), "zipf": (400, 1500)}[distribution]
         assert spread[0] <= np.ptp(sizes) <= spread[1]
 
 
-@pytest.mark.parametrize("tile_rows", [3, 8, 64])
-@pytest.mark.parametrize("sizes", [(5, 0, 11, 8), (0, 0, 0, 24), (0, 0, 0, 0), (1, 2, 1, 3), (24, 0, 0, 0)])
-def test_flat_loop_is_right(rng, sizes, tile_rows):
-    lhs, rhs = rng.standard_normal((24, 6)).astype(np.float32), rng.standard_normal((4, 6, 5)).astype(np.float32)
-    expected, start = np.zeros((24, 5)), 0
-    for group, size in enumerate(sizes):
-        expected[start : start + size] = lhs[start : start + size].astype(np.float64) @ rhs[group]
-        start += size
-    got = grouped_gemm.flat_grouped_gemm(jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(sizes, jnp.int32), tile_rows)
-    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+def test_recorded_rows_are_in_the_report_and_in_a_table(tmp_path, capsys):
+    report = harness.Report("name", arguments(tmp_path))
+    times = {"a": harness.Timing((1e-5, 2e-5, 3e-5)), "b": harness.Timing((1.0,) * 3)}
+    details = {"a": {"peak_share": 0.5, "other": 1}, "b": {"tflops": 1234.4}}
+    report.record("title", {"rows": 4}, times, {"c": "first line\nsecond"}, lambda name, _: details[name], part="p")
+    assert [row["variant"] for row in report.rows] == ["a", "b", "c"]
+    assert all(row["part"] == "p" and row["shape"] == {"rows": 4} for row in report.rows)
+    assert report.rows[0]["other"] == 1 and report.rows[2]["failed"] == "first line\nsecond"
+    shown = capsys.readouterr().out
+    cells = ("title", "of peak", "TFLOP/s", "20.0", "15.0 to 25.0", "50%", "1234", "first line")
+    assert all(text in shown for text in cells) and "second" not in shown and "other" not in shown
 
 
-def test_wrong_results_are_not_timed():
-    operands = grouped_gemm.make_operands(96, 16, 8, 5, jnp.float32, "zipf")
-    sample, right = grouped_gemm.make_sample(*operands), grouped_gemm.grouped(*operands)
-    assert grouped_gemm.check("right", right, sample) < 1e-5
-    for wrong in (right.at[sample.rows[3], 2].add(0.1), right.at[-1, 0].set(jnp.nan), grouped_gemm.dense(*operands)):
-        with pytest.raises(RuntimeError, match="variant is wrong"):
-            grouped_gemm.check("variant", wrong, sample)
+def test_differences():
+    expected = np.array([3.0, 4.0, 0.0, 0.0])
+    assert harness.norm_of_difference([3.0, 4.0, 0.5, 0.0], expected) == pytest.approx(0.1)
+    assert harness.largest_difference([[3.0, 4.0, 0.5, 0.0]], [expected]) == pytest.approx(0.2)
+    assert not harness.largest_difference([[np.nan, 4.0, 0.0, 0.0]], [expected]) < 1e9
 
 
 # --- what exchange.py times ---------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ MODEL = inputs.Model(hidden=256, intermediate=0, experts=8, top_k=3)
 
 def exchange_case(kind: str, num_ranks: int = 4):
     mesh = inputs.expert_mesh(num_ranks)
-    return exchange_chains.make_case(mesh, kind, 10, jnp.bfloat16, MODEL)
+    return inputs.make_case(mesh, kind, 10, MODEL)
 
 
 @pytest.mark.parametrize("kind", ["uniform", "zipf"])
@@ -237,19 +237,20 @@ def test_bytes_follow_from_the_tokens_that_travel():
     busiest = max(remote.sum(0).max(), remote.sum(1).max())
     row = {"bf16": 2 * 256, "fp8": 256 + 4 * 2}
     for wire in ("bf16", "fp8"):
-        found = exchange_chains.traffic(case, exchange_chains.Variant(None, None, None, wire), peak)
+        found = exchange.traffic(case, wire, peak)
         wanted = (remote.sum() / 4 * 512, remote.sum() / 4 * row[wire], busiest * row[wire] / peak)
         assert tuple(found.values()) == pytest.approx(wanted)
-    padded = exchange_chains.traffic(case, exchange_chains.Variant(None, None, None, "padded"), peak)
+    padded = exchange.traffic(case, "padded", peak)
     assert tuple(padded.values()) == pytest.approx((remote.sum() / 4 * 512, 3 * 10 * 512, 3 * 10 * 512 / peak))
-    assert exchange_chains.traffic(case, exchange_chains.Variant(None, None, None, None), peak) == {}
+    assert exchange.traffic(case, None, peak) == {}
 
 
-def test_ragged_exchange_brings_every_token_to_its_ranks():
+def test_ragged_exchange_brings_every_token_to_its_ranks(monkeypatch):
     """No CPU runs `lax.ragged_all_to_all`, so this follows its documentation."""
     case = exchange_case("uniform")
-    x, order, sizes = (np.asarray(a.astype(a.dtype if a.dtype == np.int32 else np.float32)) for a in
-                       exchange_chains._ragged_all_to_all(case, None).rows)  # fmt: skip
+    monkeypatch.setattr(exchange, "make_handle", lambda *_: None)
+    rows = exchange.ragged_variants(case)[RAGGED].rows
+    x, order, sizes = (np.asarray(a.astype(a.dtype if a.dtype == np.int32 else np.float32)) for a in rows)
     x, order, sizes = x.reshape(4, 10, -1), order.reshape(4, -1), sizes.reshape(4, 4, 4)
     out = np.zeros((4, order.shape[1], x.shape[2]), np.float32)
     for source, (first, send, place, _) in enumerate(sizes):
@@ -290,18 +291,19 @@ def test_a_hung_collective_ends_the_run_with_a_complete_report(tmp_path, monkeyp
     exchange.measure_ragged(report, case, None, 1.0, timeout_s=5)
     [(status, rows)] = at_exit
     assert status == 0
-    assert [row["variant"] for row in rows] == [exchange_chains.RAGGED, exchange_chains.RAGGED_AS_IT_IS]
+    assert [row["variant"] for row in rows] == [exchange.RAGGED, exchange.RAGGED_AS_IT_IS]
     assert {row["failed"] for row in rows} == {"not finished 5 s after it began"}
     assert "the run ends here" in capsys.readouterr().out
 
 
 def test_chains_call_as_often_as_they_say_and_do_not_grow():
     case = exchange_case("uniform")
-    handle, y = exchange_chains._handle_and_rows(case, "xla")
-    variant = exchange_chains._exchanges(case, "xla", handle, y)["xla combine"]
+    handle = exchange.make_handle(case, "xla")
+    rows = exchange.expert_rows(case, handle, "xla")
+    variant = exchange.Variant(exchange._combine("xla"), rows, handle, None)
     texts = {}
     for n in (7, 70):
-        fn, args = exchange_chains.chain(case, variant, n)
+        fn, args = variant.program(case, n)
         texts[n] = fn.lower(*args).as_text()
         np.testing.assert_array_equal(fn(*args), np.zeros(4, np.int32))
         assert f"dense<{n}> : tensor<i32>" in texts[n]
@@ -309,51 +311,6 @@ def test_chains_call_as_often_as_they_say_and_do_not_grow():
 
 
 # --- whole runs -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def quick_run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("benchmarks")
-    output = run_quickly("grouped_gemm.py", folder)
-    return json.loads((folder / "grouped_gemm_cpu.json").read_text()), folder, output
-
-
-@pytest.mark.slow
-def test_quick_run_reports_every_part(quick_run):
-    content, folder, output = quick_run
-    check_report(content)
-    assert content["settings"]["quick"] is True
-    rows = {part: [row for row in content["rows"] if row["part"] == part] for part in ("groups", "exchange")}
-    package = {
-        (row["direction"], row["distribution"], row["shape"]["groups"])
-        for row in rows["groups"]
-        if row["variant"] == "jax_ep.grouped_gemm"
-    }
-    distributions = ("equal", "multinomial", "zipf")
-    assert package == {(d, name, n) for d in ("forward", "backward") for name in distributions for n in (8, 64)}
-    variants = {row["variant"] for row in rows["groups"]}
-    assert {"lax.ragged_dot", "dense matmul", "flat loop, 128 rows"} <= variants
-    assert [row["shape"]["experts"] for row in rows["exchange"]] == [8, 64]
-    assert {row["shape"]["ranks"] for row in rows["exchange"]} == {8}
-    for direction in ("forward", "backward"):
-        ratios = content["summary"][f"{direction}_ratio_64_to_8_groups"]
-        assert set(ratios) == set(distributions)
-        for ratio in ratios.values():
-            assert set(ratio) == {"within_rounds", "of_medians", "of_minima", "rounds"} and min(ratio.values()) > 0
-    assert content["summary"]["exchange_ratio_64_to_8_experts"] > 0
-    assert "64 groups to 8, at most 1.5" in output
-    if importlib.util.find_spec("matplotlib") is not None:
-        assert (folder / "grouped_gemm_cpu.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-def test_quick_run_derives_rates_from_its_times(quick_run):
-    for row in (row for row in quick_run[0]["rows"] if row["part"] == "groups"):
-        shape, products = row["shape"], 2 if row["direction"] == "backward" else 1
-        rate = products * 2 * shape["rows"] * shape["k"] * shape["n"] / row["seconds"]["median"]
-        assert row["gflops"] * 1e9 == pytest.approx(rate)
-        if row["direction"] == "forward" and row["variant"] != "dense matmul":
-            assert 0 <= row["error"] < 1e-4
 
 
 EXCHANGE_RATES = {"logical_bytes_per_s": "logical_bytes", "wire_bytes_per_s": "wire_bytes"}
@@ -365,8 +322,6 @@ TRITON_VARIANTS = {
     "triton combine, 24 programs",
     "triton plan",
     "triton dispatch to rows, 24 programs",
-    "triton plan and dispatch to rows",
-    "triton plan and dispatch to rows, FP8 wire",
 }
 BASELINES = {"all_to_all, padded", "chain alone"}
 RAGGED = "ragged_all_to_all, best flags"

@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 
+import jax.numpy as jnp
 import pytest
-from reports import run, run_quickly
+from reports import check_report, run, run_quickly
+
+from jax_ep.tools.benchmark import grouped_gemm
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed: pip install 'triton>=3.9'", allow_module_level=True)
@@ -22,8 +25,10 @@ VARIANTS = (
 @pytest.fixture(scope="module")
 def rows_and_output(tmp_path_factory):
     folder = tmp_path_factory.mktemp("benchmarks")
-    output = run_quickly("grouped_gemm.py", folder, "--parts", "kernels", "sweep")
-    return json.loads((folder / "grouped_gemm_cpu.json").read_text())["rows"], output
+    output = run_quickly("grouped_gemm.py", folder)
+    content = json.loads((folder / "grouped_gemm_cpu.json").read_text())
+    check_report(content)
+    return content["rows"], output
 
 
 def test_every_direction_and_distribution_is_measured_beside_cublas(rows_and_output):
@@ -33,8 +38,7 @@ def test_every_direction_and_distribution_is_measured_beside_cublas(rows_and_out
     for variant, expected in VARIANTS:
         measured = {(row["direction"], row["distribution"]) for row in rows if row["variant"] == variant}
         assert measured == {(x, y) for x in directions for y in expected or ("equal",)}, variant
-    tried = {row["variant"] for row in rows if "tiles" in row} - {"cuBLAS batched"}
-    assert tried and all(name in output for name in tried)
+    assert "72x128x24 in 2, weight gradient, zipf" in output
 
 
 def test_rates_are_those_of_the_problem_and_results_are_right(rows_and_output):
@@ -46,7 +50,29 @@ def test_rates_are_those_of_the_problem_and_results_are_right(rows_and_output):
         assert row["of_cublas"] > 0
 
 
+def test_other_tiles_change_one_field():
+    from jax_ep.megakernels.grouped_gemm import Tiles
+    from jax_ep.pallas.tiling import ForwardTiles
+
+    found = grouped_gemm.with_tiles(grouped_gemm.FORWARD)
+    names = {"triton": Tiles, "pallas": ForwardTiles}
+    assert set(found) == {
+        f"{name}, {field}={value}"
+        for name, tiles in names.items()
+        for field, values in tiles.candidates.items()
+        for value in values
+    }
+
+
+def test_wrong_results_are_not_timed():
+    right = jnp.ones((2, 4, 3))
+    assert grouped_gemm.check("right", right, right) == 0
+    for wrong in (right.at[1, 3, 2].add(0.2), right.at[0, 0, 0].set(jnp.nan)):
+        with pytest.raises(RuntimeError, match="variant is wrong"):
+            grouped_gemm.check("variant", wrong, right)
+
+
 def test_shapes_that_cublas_cannot_batch_are_refused(tmp_path):
-    completed = run("grouped_gemm.py", tmp_path, "--sweep", "--shapes", "10,8,8,4")
+    completed = run("grouped_gemm.py", tmp_path, "--shapes", "10,8,8,4")
     assert completed.returncode == 2
     assert "groups divide the rows" in completed.stderr

@@ -17,7 +17,8 @@ import pytest
 import harness
 from jax_ep import __main__
 from jax_ep.settings import file
-from jax_ep.tools import tune, tune_cases, tune_rates, tune_search
+from jax_ep.tools import tune, tune_cases, tune_search
+from jax_ep.tools.benchmark import rates as rates_of
 from jax_ep.tools.tune_search import Case, Log, Outcome, Settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -266,7 +267,7 @@ def test_tune_chart_curves(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="small arrays")
 def test_tune_measures_rates() -> None:
-    rates = tune_rates.measure(quick=True)
+    rates = rates_of.measure()
     assert None not in (rates.link_bytes_per_s, rates.memory_bytes_per_s, rates.product_flops_per_s)
 
 
@@ -310,7 +311,7 @@ def test_tune_cpu_rates_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(tune_rates, "measure", lambda quick: file.Rates(memory_bytes_per_s=1e9))
+    monkeypatch.setattr(rates_of, "measure", lambda: file.Rates(memory_bytes_per_s=1e9))
     assert __main__.main(["tune", "rates"]) == 0
     assert "no settings file is written" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []

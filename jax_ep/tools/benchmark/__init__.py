@@ -2,7 +2,8 @@
 
 Each benchmark is a module with a `main(arguments=None, prog=None)`, which `benchmarks/NAME.py` of a source checkout
 runs, too. Public face for other benchmarks: `harness` (timing, reports, tables, command lines), `inputs` (models,
-meshes, random arrays), `chains` (chains of dependent calls), `plots`, `links` (rates of links) and `processes`.
+meshes, random arrays), `chains` (chains of dependent calls), `profiler`, `plots`, `rates` (of the machine) and
+`processes`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument("what", choices=BENCHMARKS, metavar="WHAT")
     parser.add_argument("options", nargs=argparse.REMAINDER, help=f"such as --model, --tokens, --out (default: {_OUT})")
     parser.set_defaults(run=lambda args: run(args.what, args.options, f"jax-ep bench {args.what}"))
-    summary = "measure how operations, kernels, the layer and a training scale over this machine's GPUs"
+    summary = "measure how operations and the layer scale over this machine's GPUs"
     # All options belong to the benchmark, --help too, so this parser must not parse dashes.
     parser = commands.add_parser("scale", help=summary, add_help=False, prefix_chars="+")
     parser.add_argument("options", nargs=argparse.REMAINDER)

@@ -1,10 +1,10 @@
-"""Baselines for `jax_ep.moe`: the expert layer in plain JAX.
+"""Baselines: the expert layer in plain JAX, on several GPUs and on one.
 
 `ragged_layer` drops no token: it sorts rows by expert and uses `lax.ragged_all_to_all` and `lax.ragged_dot`.
 `capacity_layer` is that of GShard (arXiv:2006.16668) and Switch Transformers (arXiv:2101.03961): a fixed number of rows
 for each pair of source rank and expert, `lax.all_to_all`, one batched GEMM; rows beyond the capacity are dropped.
 
-Both are functions of one rank inside `shard_map`, with contiguous experts per rank, and compute `jax_ep.moe` with
+These are functions of one rank inside `shard_map`, with contiguous experts per rank, and compute `jax_ep.moe` with
 SwiGLU. Rows are moved by gathers, in the backward pass too: the transpose that JAX derives for a gather is a scatter,
 which is far slower on GPUs. The backward pass recomputes the activation, like `jax_ep.moe`, which saves memory traffic.
 JAX differentiates everything else.
@@ -240,3 +240,24 @@ def ragged_layer(
     rows = permute(rows, route.ungroup, route.regroup)
     returned = lax.ragged_all_to_all(rows, returned, *route.back, axis_name=axis_name)
     return collect(returned, topk_weights, slots)
+
+
+# --- one device -----------------------------------------------------------------------------------------------------
+
+
+def ragged_dot_layer(x: Array, ids: Array, weights: Array, w_gate_up: Array, w_down: Array) -> Array:
+    """Compute the layer with `lax.ragged_dot`; assignments without an expert here are sorted behind all groups."""
+    num_experts = w_down.shape[0]
+    groups = jnp.where(ids < 0, num_experts, ids).reshape(-1)
+    order = jnp.argsort(groups, stable=True)
+    sizes = jnp.bincount(groups, length=num_experts)[:num_experts].astype(jnp.int32)
+    rows = lax.ragged_dot(x[order // ids.shape[1]], w_gate_up, sizes)
+    rows = lax.ragged_dot(swiglu(rows), w_down, sizes)
+    scaled = rows.astype(jnp.float32) * weights.reshape(-1)[order][:, None]
+    scaled = jnp.where((groups[order] < num_experts)[:, None], scaled, 0)
+    return jnp.zeros((x.shape[0], x.shape[1]), jnp.float32).at[order // ids.shape[1]].add(scaled).astype(x.dtype)
+
+
+def batched(x: Array, w_gate_up: Array, w_down: Array) -> Array:
+    """Compute both GEMMs of `[E, M, H]` rows."""
+    return jnp.einsum("emi,eih->emh", swiglu(jnp.einsum("emh,ehf->emf", x, w_gate_up)), w_down)

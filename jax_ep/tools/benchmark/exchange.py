@@ -16,31 +16,188 @@ GPU while the copy engines of all GPUs copy to all others.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
 
 import jax_ep
-from jax_ep.tools.benchmark import harness, inputs, links, plots, processes
-from jax_ep.tools.benchmark.exchange_chains import (
-    RAGGED,
-    RAGGED_AS_IT_IS,
-    Case,
-    Variant,
-    chain,
-    make_case,
-    ragged_variants,
-    traffic,
-    variants,
-)
-from jax_ep.tools.benchmark.harness import Report
+from jax_ep.core.dtypes import FP8
+from jax_ep.ops import registry
+from jax_ep.tools.benchmark import baselines, harness, inputs, plots, processes, rates
+from jax_ep.tools.benchmark.chains import Program, chain, on_each_rank
+from jax_ep.tools.benchmark.harness import Report, Timing
+from jax_ep.tools.benchmark.inputs import AXIS, Case, make_case
 from jax_ep.tools.command import count_or_zero
+from jax_ep.types import Handle, Schedule
 
 RAGGED_TIMEOUT_S = 120.0
+FEW_PROGRAMS = 24
+RAGGED, RAGGED_AS_IT_IS = "ragged_all_to_all, best flags", "ragged_all_to_all, default flags"
+
+Step = Callable[[Array, Any, Handle], Any]
+
+
+class Variant(NamedTuple):
+    """A variant, and what it sends.
+
+    Attributes:
+      step: `(zero, rows, handle) -> arrays`, of one rank.
+      rows: of all ranks.
+      handle: of all ranks.
+      wire: "bf16" or "fp8" if each token is sent once to every other rank that needs it, "padded" if it is sent to
+        all, None if no tokens are sent.
+      options: compiler options.
+    """
+
+    step: Step
+    rows: Any
+    handle: Handle
+    wire: str | None
+    options: dict[str, Any] | None = None
+
+    def program(self, case: Case, length: int) -> Program:
+        """Return a chain of calls."""
+
+        def step(zero: Array, rows: Any, handle: Handle) -> Any:
+            return self.step(zero, rows, local_after(handle, zero))
+
+        return chain(case.mesh, step, (self.rows, self.handle), length, options=self.options)
+
+
+def traffic(case: Case, wire: str | None, peak: float) -> dict[str, float]:
+    """Return the bytes that a call sends, and the time of the busiest rank at the peak; {} if it sends no tokens."""
+    if wire is None:
+        return {}
+    remote, layout, row = case.remote, case.layout, case.row_bytes(wire)
+    padded = float((layout.num_ranks - 1) * layout.num_tokens * row)
+    mean = float(remote.sum() / layout.num_ranks)
+    return {
+        "logical_bytes": mean * case.row_bytes("bf16"),
+        "wire_bytes": padded if wire == "padded" else mean * row,
+        "floor_seconds": (padded if wire == "padded" else inputs.busiest(remote) * row) / peak,
+    }
+
+
+# --- handles ----------------------------------------------------------------------------------------------------------
+
+
+def make_handle(case: Case, implementation: str) -> Handle:
+    """Plan the all-to-all of a case; the handle of all ranks has a leading axis of ranks."""
+
+    def plan(x: Array, ids: Array) -> Handle:
+        sizes = {"num_experts": case.layout.num_experts, "capacity": case.layout.capacity}
+        found = jax_ep.dispatch(x, ids, **sizes, implementation=implementation)
+        return jax.tree.map(lambda leaf: leaf[None], found.handle)
+
+    return jax.jit(on_each_rank(case.mesh, plan))(case.x, case.topk_idx)
+
+
+def local(handle: Handle) -> Handle:
+    """Return the rank's handle of one of all ranks."""
+    return jax.tree.map(lambda leaf: leaf[0], handle)
+
+
+def local_after(handle: Handle, zero: Array) -> Handle:
+    """Return the rank's handle of one of all ranks, available only once the zero is."""
+    handle = local(handle)
+    if handle.group is not None:
+        return dataclasses.replace(handle, group=handle.group + zero)
+    return dataclasses.replace(
+        handle,
+        row_to_assignment=handle.row_to_assignment + zero,
+        assignment_to_row=handle.assignment_to_row + zero,
+    )
+
+
+def expert_rows(case: Case, handle: Handle, implementation: str) -> Array:
+    """Dispatch the tokens of all ranks."""
+    options: dict[str, Any] = {"num_experts": case.layout.num_experts, "implementation": implementation}
+
+    def dispatch(x: Array, handle: Handle) -> Array:
+        return jax_ep.dispatch(x, None, handle=local(handle), **options).tokens
+
+    return jax.jit(on_each_rank(case.mesh, dispatch))(case.x, handle)
+
+
+# --- variants ---------------------------------------------------------------------------------------------------------
+
+
+def variants(case: Case, *, baselines: bool) -> dict[str, Variant]:
+    """Return all variants of one case, by name; `baselines` includes the implementation `xla`."""
+    found: dict[str, Variant] = {}
+    for name in ("xla", "triton") if baselines else ("triton",):
+        handle = make_handle(case, name)
+        rows = expert_rows(case, handle, name)
+        wire = "bf16" if name == "triton" else "padded"
+        found[f"{name} plan"] = Variant(_plan(case, name), case.topk_idx, handle, None)
+        found[f"{name} dispatch to rows"] = Variant(_dispatch(case, name), case.x, handle, wire)
+        found[f"{name} combine"] = Variant(_combine(name), rows, handle, wire)
+    few = {"num_communicating_programs": FEW_PROGRAMS, "num_combining_programs": FEW_PROGRAMS}
+    for label, wire, choices in (("FP8 wire", "fp8", {"wire_dtype": FP8}), (f"{FEW_PROGRAMS} programs", "bf16", few)):
+        schedule = Schedule(**choices)
+        dispatch, combine = _dispatch(case, "triton", schedule), _combine("triton", schedule)
+        found[f"triton dispatch to rows, {label}"] = Variant(dispatch, case.x, handle, wire)
+        found[f"triton combine, {label}"] = Variant(combine, rows, handle, wire)
+    found["all_to_all, padded"] = Variant(_all_to_all(case), case.x, handle, "padded")
+    found["chain alone"] = Variant(lambda _, x, h: x[0, 0] + h.group[0].astype(x.dtype), case.x, handle, None)
+    return found
+
+
+def _plan(case: Case, name: str) -> Step:
+    run, options = registry.get("exchange", name), registry.options("dispatch", AXIS, name)
+    return lambda zero, ids, _: run.plan(options, ids + zero, case.layout)
+
+
+def _dispatch(case: Case, name: str, schedule: Schedule | None = None) -> Step:
+    options: dict[str, Any] = {"num_experts": case.layout.num_experts, "schedule": schedule, "implementation": name}
+
+    return lambda zero, x, handle: jax_ep.dispatch(x, None, handle=handle, **options).tokens
+
+
+def _combine(name: str, schedule: Schedule | None = None) -> Step:
+    return lambda zero, rows, handle: jax_ep.combine(rows, handle, schedule=schedule, implementation=name)
+
+
+def _all_to_all(case: Case) -> Step:
+    """Return NCCL's all-to-all with fixed capacity, here of all tokens for every rank."""
+
+    def step(zero: Array, x: Array, _: Handle) -> Array:
+        blocks = jnp.broadcast_to(x[None] * (1 + zero).astype(x.dtype), (case.layout.num_ranks, *x.shape))
+        return lax.all_to_all(blocks, AXIS, 0, 0)
+
+    return step
+
+
+def ragged_variants(case: Case) -> dict[str, Variant]:
+    """Return the ragged all-to-all of a dispatch's tokens, including the rank's own, with best and default flags."""
+    counts = case.goes_to.sum(axis=1)  # [W, W]: source, destination
+    num_rows = int(inputs.busiest(counts))
+    orders = np.zeros((len(counts), num_rows), np.int32)
+    for rank, wanted in enumerate(case.goes_to):
+        order = np.nonzero(wanted.T)[1]  # by destination, then token
+        orders[rank, : len(order)] = order
+    starts = np.cumsum(counts, axis=1) - counts
+    places = np.cumsum(counts, axis=0) - counts  # first row of each source on each destination
+    sizes = np.stack([starts, counts, places, counts.T], axis=1).astype(np.int32)
+    rows = (case.x, case.place(orders.reshape(-1)), case.place(sizes.reshape(-1, len(counts))))
+
+    def step(zero: Array, rows: Any, _: Handle) -> Array:
+        x, order, (first, send, place, receive) = rows
+        out = jnp.zeros((num_rows, x.shape[1]), x.dtype)
+        return lax.ragged_all_to_all(x[order], out, first + zero, send, place, receive, axis_name=AXIS)
+
+    best = Variant(step, rows, make_handle(case, "triton"), "bf16", baselines.RAGGED_OPTIONS)
+    return {RAGGED: best, RAGGED_AS_IT_IS: best._replace(options=None)}
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
 
 
 def chain_lengths(tokens: int, quick: bool) -> tuple[int, int]:
@@ -50,39 +207,34 @@ def chain_lengths(tokens: int, quick: bool) -> tuple[int, int]:
     return (2, 10) if tokens > 8192 else (4, 36) if tokens > 2048 else (16, 272)
 
 
-def measure(
-    report: Report, kind: str, case: Case, todo: dict[str, Variant], args: argparse.Namespace, peak: float
-) -> None:
+def shape_of(case: Case) -> dict[str, Any]:
+    """Return what a row records of its case."""
+    sizes = {"tokens_per_rank": case.layout.num_tokens, "ranks": case.layout.num_ranks, "hidden": case.model.hidden}
+    return {"routing": case.routing, **sizes, "dtype": case.x.dtype.name}
+
+
+def measure(report: Report, case: Case, todo: Mapping[str, Variant], args: argparse.Namespace, peak: float) -> None:
     """Measure variants of one case, and add them to the report."""
-    tokens, num_ranks = case.layout.num_tokens, case.layout.num_ranks
-    failures: dict[str, str] = {}
-    times = harness.measure_chained(
-        {name: partial(chain, case, variant) for name, variant in todo.items()},
+
+    def details(name: str, timing: Timing) -> dict[str, Any]:
+        found: dict[str, Any] = {"wire": todo[name].wire, **traffic(case, todo[name].wire, peak)}
+        for kind in ("logical", "wire") if todo[name].wire else ():
+            found[f"{kind}_bytes_per_s"] = found[f"{kind}_bytes"] / timing.median
+        return found | ({"peak_share": found["wire_bytes_per_s"] / peak} if todo[name].wire else {})
+
+    shape = shape_of(case)
+    harness.compare(
+        report,
+        f"{case.routing}, {shape['tokens_per_rank']} tokens/rank, {shape['ranks']} ranks",
+        shape,
+        {name: partial(variant.program, case) for name, variant in todo.items()},
         args.rounds,
-        lengths=chain_lengths(tokens, args.quick),
-        title=f"{kind}, {tokens} tokens, {num_ranks} ranks",
-        workers=harness.WORKERS,
-        failures=failures,
+        details=details,
+        common={"processes": jax.process_count()},
+        lengths=chain_lengths(case.layout.num_tokens, args.quick),
         resolve=not args.quick,
         compiler_options=harness.GRAPHS_WITH_COLLECTIVES if args.graphs else None,
     )
-    shape = shape_of(kind, case)
-    for name, error in failures.items():
-        report.failed(name, shape, error, processes=jax.process_count())
-    for name, timing in times.items():
-        found = traffic(case, todo[name], peak)
-        if found:
-            found["logical_bytes_per_s"] = found["logical_bytes"] / timing.median
-            found["wire_bytes_per_s"] = found["wire_bytes"] / timing.median
-            found["peak_share"] = found["wire_bytes_per_s"] / peak
-        report.add(name, shape, timing, wire=todo[name].wire, **found, processes=jax.process_count())
-    show(report, shape, failures)
-
-
-def shape_of(kind: str, case: Case) -> dict[str, Any]:
-    """Return what a row records of its case."""
-    sizes = {"tokens_per_rank": case.layout.num_tokens, "ranks": case.layout.num_ranks, "hidden": case.x.shape[1]}
-    return {"routing": kind, **sizes, "dtype": case.x.dtype.name}
 
 
 def measure_ragged(
@@ -93,60 +245,32 @@ def measure_ragged(
     def give_up() -> None:  # the devices are blocked
         for name in (RAGGED, RAGGED_AS_IT_IS):
             error = f"not finished {timeout_s:g} s after it began"
-            report.failed(name, shape_of("uniform", case), error, processes=jax.process_count())
+            report.failed(name, shape_of(case), error, processes=jax.process_count())
         print(f"ragged_all_to_all is not finished after {timeout_s:g} s; the run ends here", flush=True)
 
     with harness.ends_the_run(timeout_s, give_up):
-        measure(report, "uniform", case, ragged_variants(case), args, peak)
-
-
-def show(report: Report, shape: dict[str, Any], failures: dict[str, str]) -> None:
-    """Print the rows of one case."""
-    table = []
-    for row in report.rows:
-        if row["shape"] != shape or "failed" in row:
-            continue
-        s = row["seconds"]
-        cells = [row["variant"], f"{1e6 * s['median']:.0f}", f"{1e6 * s['q1']:.0f} to {1e6 * s['q3']:.0f}"]
-        if row["wire"]:
-            rates = [f"{row[f'{kind}_bytes_per_s'] / 1e9:.0f}" for kind in ("logical", "wire")]
-            cells += [*rates, f"{100 * row['peak_share']:.0f} %", f"{1e6 * row['floor_seconds']:.0f}"]
-        table.append(cells + [""] * (7 - len(cells)))
-    table += [[name, "failed", error[:60], "", "", "", ""] for name, error in failures.items()]
-    title = f"{shape['routing']}, {shape['tokens_per_rank']} tokens/rank, {shape['ranks']} ranks"
-    columns = ["variant", "us", "quartiles", "logical GB/s", "wire GB/s", "of peak", "floor us"]
-    harness.show_table(title, columns, table)
+        measure(report, case, ragged_variants(case), args, peak)
 
 
 def options(prog: str | None = None) -> argparse.ArgumentParser:
     """Return the command line."""
     parser = harness.parser(__doc__, "exchange", prog=prog, rounds=8, tokens="128 1024 4096 32768")
-    parser.add_argument("--model", choices=inputs.MODELS, help=f"default: {inputs.DEFAULT}; --quick: {inputs.QUICK}")
-    parser.add_argument("--routing", nargs="+", default=["uniform", "zipf"], choices=["uniform", "zipf"])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="GPUs, the first of the machine")
-    parser.add_argument(
-        "--ragged-tokens",
-        type=count_or_zero,
-        nargs="*",
-        default=[4096],
-        help=f"of {RAGGED}, which is slow",
-    )
-    parser.add_argument("--graphs", action="store_true", help="launch chains as CUDA graphs, collectives in them")
+    add = parser.add_argument
+    add("--model", choices=inputs.MODELS, help=f"default: {inputs.DEFAULT}; --quick: {inputs.QUICK}")
+    add("--routing", nargs="+", default=["uniform", "zipf"], choices=["uniform", "zipf"])
+    add("--ranks", type=int, nargs="+", default=[2, 4], help="GPUs, the first of the machine")
+    slow = f"of {RAGGED}, which is slow"
+    add("--ragged-tokens", type=count_or_zero, nargs="*", default=[4096], help=slow)
+    add("--graphs", action="store_true", help="launch chains as CUDA graphs, collectives in them")
     processes.add_option(parser)
     return parser
 
 
 def make_report(args: argparse.Namespace, model: inputs.Model, ranks: list[int], peak: float) -> Report:
     """Make the report, without rows."""
-    lengths = {str(tokens): chain_lengths(tokens, args.quick) for tokens in args.tokens}
-    settings: dict[str, Any] = {"experts": model.experts, "top_k": model.top_k}
-    settings |= {
-        "graphs": args.graphs,
-        "ranks": ranks,
-        "tokens": args.tokens,
-        "routing": args.routing,
-        "chain_lengths": lengths,
-    }
+    settings: dict[str, Any] = {"experts": model.experts, "top_k": model.top_k, "graphs": args.graphs, "ranks": ranks}
+    settings |= {"tokens": args.tokens, "routing": args.routing}
+    settings["chain_lengths"] = {str(tokens): chain_lengths(tokens, args.quick) for tokens in args.tokens}
     report = Report(f"dispatch_combine{'_processes' * (args.processes > 1)}", args, settings)
     report.summarise(copy_engine_bytes_per_s=peak)
     return report
@@ -160,10 +284,7 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
     together = args.processes > 1  # JAX must not initialize before it knows the other processes
     if not together:
         harness.require_devices("exchange", args)
-    on_gpus = together or jax.default_backend() == "gpu"
-    num_bytes = links.PEAK_BYTES if on_gpus else links.QUICK_BYTES
-    figure = links.peak if on_gpus else partial(links.peak, num_bytes)
-    if (peak := processes.enter(args.processes, figure)) is None:
+    if (peak := processes.enter(args.processes, rates.link)) is None:
         return
     ranks = [jax.device_count()] if together else [n for n in args.ranks if n <= jax.device_count()]
     if not ranks:
@@ -173,13 +294,13 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
     for num_ranks in ranks:
         mesh = inputs.expert_mesh(num_ranks)
         if not together:
-            engines[str(num_ranks)] = links.peak_together(list(mesh.devices.flat), num_bytes)
+            engines[str(num_ranks)] = rates.links_together(list(mesh.devices.flat))
             report.summarise(copy_engines_together_bytes_per_s=engines)
             jax_ep.finalize()
-            jax_ep.init(mesh, transport=None if on_gpus else "shared_memory")
+            jax_ep.init(mesh, transport=None if jax.default_backend() == "gpu" else "shared_memory")
         for kind, tokens in itertools.product(args.routing, args.tokens):
-            case = make_case(mesh, kind, tokens, jnp.bfloat16, model)
-            measure(report, kind, case, variants(case, baselines=kind == "uniform"), args, peak)
+            case = make_case(mesh, kind, tokens, model)
+            measure(report, case, variants(case, baselines=kind == "uniform"), args, peak)
         for tokens in [n for n in args.tokens if n in args.ragged_tokens and "uniform" in args.routing]:
-            measure_ragged(report, make_case(mesh, "uniform", tokens, jnp.bfloat16, model), args, peak)
+            measure_ragged(report, make_case(mesh, "uniform", tokens, model), args, peak)
     plots.draw(report.path)

@@ -1,240 +1,272 @@
-"""Grouped GEMM over the number of groups, and on GPUs compared with cuBLAS.
+"""Grouped GEMMs of Triton and Pallas and their gradients in TFLOP/s, compared with cuBLAS and PyTorch.
 
-    python benchmarks/grouped_gemm.py                     # the parts of this platform
-    python benchmarks/grouped_gemm.py --sweep --shapes 32768,7168,4096,64 --directions forward
+    python benchmarks/grouped_gemm.py
+    python benchmarks/grouped_gemm.py --tiles --shapes 32768,7168,4096,64 --directions forward --suffix _tiles
 
-Parts:
-  groups      (CPU) the same rows in 1 to 256 groups, forward and backward: the cost must follow the rows
-  exchange    (CPU) dispatch + combine on 8 virtual devices with 8 to 512 experts: the cost must not follow the experts
-  kernels     (GPU) TFLOP/s of the Triton and Pallas kernels on the shapes of large models, both gradients included,
-              and in FP8, compared with cuBLAS and, if installed, PyTorch
-  sweep       (GPU) the kernels with many tiles, to choose the defaults; it has a separate report
+Writes results/grouped_gemm_gpu.json. All rates count the rows of the problem, not the extra rows of tiles. cuBLAS
+multiplies equal groups, which is the least work, and runs in every round: ratios to it are taken within rounds. Results
+are compared with those of the loop over tiles in plain XLA ("portable loop").
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
-from collections.abc import Callable, Sequence
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
-from jax.extend import backend
-from jax.sharding import PartitionSpec as P
+from jax import Array
 
 import jax_ep
+from jax_ep import tuning
+from jax_ep.ops import registry
 from jax_ep.pallas.requirements import INTERPRETER_THREADS
-from jax_ep.pallas.tiling import Fp8Tiles
-from jax_ep.tools.benchmark import gemm_kernels, gemm_sweep, harness, plots
-from jax_ep.tools.benchmark.gemm_inputs import check, make_operands, make_sample
+from jax_ep.tools.benchmark import harness, plots, pytorch
 from jax_ep.tools.benchmark.harness import Report, Timing
-from jax_ep.tools.benchmark.inputs import MODELS, Model, expert_mesh
+from jax_ep.tools.benchmark.inputs import MODELS, Model, group_sizes
 
-type Gemm = Callable[[Array, Array, Array], Array]
-
-MAX_RATIO = 1.5  # the highest ratio of 64 groups to 8 groups at the same rows
-RAGGED_DOT_GROUPS = 32  # on the CPU ragged_dot multiplies all rows by all weights: more groups take seconds and GBs
-FLAT_GROUPS = 64  # the flat loop computes one more tile per group
-VARIANT = "jax_ep.grouped_gemm"
+FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = DIRECTIONS = ("forward", "input gradient", "weight gradient")
+DISTRIBUTIONS = ("equal", "multinomial", "zipf")
+# rows, K, N, groups: DeepSeek-V3 up and down, Qwen3-30B up (32 of its experts), Mixtral down (2 of its experts).
+SHAPES = ((32768, 7168, 4096, 64), (32768, 2048, 7168, 64), (16384, 4096, 3072, 32), (16384, 14336, 4096, 2))
+QUICK_SHAPES = ((72, 128, 24, 2),)
 RANKS, TOKENS = 4, 4096  # of each rank, for the shapes of a model
-NUM_DEVICES = 8
+CUBLAS = "cuBLAS batched"
+NAMES = {"triton": "triton", "pallas": "pallas", "portable loop": "xla"}
+FP8_NAMES = {"triton, FP8": "triton", "pallas, FP8": "pallas"}
+QUANTIZED = "pallas, FP8, operands quantised in the same call"
+FP8_ERROR, ERROR = 0.4, 0.1
+"""Of single elements, in units of the root mean square; FP8 is off by 0.04 in the norm, others by two roundings."""
+SAMPLE_S = 0.01  # of one timed sample, so that launches do not count
+BF16 = jnp.dtype(jnp.bfloat16)
+
+type Product = Callable[[Array, Array, Array], Array | pytorch.OnStream]
 
 
-# --- part: groups ---------------------------------------------------------------------------------------------------
+class Problem(NamedTuple):
+    """One direction of one shape, its operands, and the expected results by distribution."""
+
+    direction: str
+    shape: tuple[int, int, int, int]
+    operands: dict[str, tuple[Array, Array, Array]]
+    expected: dict[str, Array]
+
+    @property
+    def tflop(self) -> float:
+        return 2e-12 * self.shape[0] * self.shape[1] * self.shape[2]
+
+    @property
+    def title(self) -> str:
+        rows, k, n, groups = self.shape
+        return f"{rows}x{k}x{n} in {groups}, {self.direction}"
 
 
-def flat_grouped_gemm(lhs: Array, rhs: Array, sizes: Array, tile_rows: int = 128) -> Array:
-    """Compute `jax_ep.grouped_gemm` as one loop over equal tiles with a static trip count.
-
-    At most `rows // tile_rows + groups` tiles are needed; the others are computed and not stored. The host need not
-    know when such a loop ends.
-    """
-    num_rows, num_groups = lhs.shape[0], rhs.shape[0]
-    tile_rows = min(tile_rows, num_rows)
-    ends = jnp.cumsum(sizes, dtype=jnp.int32)
-    tiles = -(-sizes // tile_rows)
-    tile_ends = jnp.cumsum(tiles, dtype=jnp.int32)
-    tile = jnp.arange(num_rows // tile_rows + num_groups, dtype=jnp.int32)
-    group = jnp.searchsorted(tile_ends, tile, side="right").astype(jnp.int32)
-    surplus, group = group == num_groups, jnp.minimum(group, num_groups - 1)
-    first = (ends - sizes)[group] + (tile - (tile_ends - tiles)[group]) * tile_rows
-    first, end = jnp.where(surplus, num_rows, first), ends[group]
-    start = jnp.minimum(first, num_rows - tile_rows)
-
-    def body(i: Array, out: Array) -> Array:
-        rows = lax.dynamic_slice_in_dim(lhs, start[i], tile_rows)
-        result = jnp.dot(rows, rhs[group[i]], preferred_element_type=jnp.float32).astype(lhs.dtype)
-        row = start[i] + jnp.arange(tile_rows, dtype=jnp.int32)
-        mask = ((row >= first[i]) & (row < end[i]))[:, None]
-        new = jnp.where(mask, result, lax.dynamic_slice_in_dim(out, start[i], tile_rows))
-        return lax.dynamic_update_slice_in_dim(out, new, start[i], axis=0)
-
-    return lax.fori_loop(0, tile.shape[0], body, jnp.zeros((num_rows, rhs.shape[2]), lhs.dtype))
+# --- products -------------------------------------------------------------------------------------------------------
 
 
-def grouped(lhs: Array, rhs: Array, sizes: Array) -> Array:
-    """Compute it by the `xla` implementation."""
-    return jax_ep.grouped_gemm(lhs, rhs, sizes, implementation="xla")
+def product(name: str, direction: str, **keywords: Any) -> Callable[..., Array]:
+    """Return the GEMM of an implementation, with its default tiles or others."""
+    run = registry.get("grouped_gemm", name)
+    if direction == WEIGHT_GRADIENT:
+        return partial(run.weight_gradient, out_dtype=BF16, **keywords)
+    return partial(run.grouped_gemm, transpose_rhs=direction == INPUT_GRADIENT, out_dtype=BF16, **keywords)
 
 
-def ragged_dot(lhs: Array, rhs: Array, sizes: Array) -> Array:
-    """Compute it by JAX's own operation."""
-    return lax.ragged_dot(lhs, rhs, sizes)
+def in_fp8(problem: Problem) -> dict[str, Product]:
+    """Return the forward GEMMs in FP8: of quantized operands, and including the quantization."""
+    quantizing = registry.get("activation", "triton")
+
+    def quantize(a: Array, b: Array, sizes: Array) -> tuple[Array, ...]:
+        return *quantizing.quantize_rows(a, sizes), *quantizing.quantize_matrices(b)
+
+    def multiply(name: str, sizes: Array, rows: Array, row_scales: Array, weights: Array, scales: Array) -> Array:
+        run = registry.get("grouped_gemm", name)
+        return run.grouped_gemm_fp8(rows, weights, sizes, row_scales, scales, out_dtype=BF16)
+
+    a, b, _ = problem.operands["equal"]
+    operands = jax.jit(quantize)(a, b, jnp.full((1,), a.shape[0], jnp.int32))
+    found: dict[str, Product] = {}
+    for label, name in FP8_NAMES.items():
+        found[label] = partial(lambda run, _, __, sizes: run(sizes, *operands), jax.jit(partial(multiply, name)))
+    found[QUANTIZED] = jax.jit(lambda a, b, sizes: multiply("pallas", sizes, *quantize(a, b, sizes)))
+    return found
 
 
-def dense(lhs: Array, rhs: Array, sizes: Array) -> Array:
-    """Multiply all rows by the first weights: the same FLOPs without groups."""
-    return lhs @ rhs[0]
-
-
-def backward(gemm: Gemm) -> Callable[[Array, Array, Array, Array], tuple[Array, Array]]:
-    """Return a function of both cotangents; XLA removes the forward pass, whose result is not needed."""
-    return lambda lhs, rhs, sizes, out: jax.vjp(lambda a, b: gemm(a, b, sizes), lhs, rhs)[1](out)
-
-
-class Case(NamedTuple):
-    """A variant on rows that are distributed over a number of groups."""
-
-    variant: str
-    distribution: str
-    groups: int
-
-
-def group_cases(counts: Sequence[int]) -> dict[Case, Gemm]:
-    """Return the package on all distributions, and the others on equal groups unless they take seconds."""
-    cases: dict[Case, Gemm] = {Case("dense matmul", "equal", 1): dense}
-    for distribution, count in itertools.product(("equal", "multinomial", "zipf"), counts):
-        cases[Case(VARIANT, distribution, count)] = grouped
-        if distribution == "equal" and count <= FLAT_GROUPS:
-            cases[Case("flat loop, 128 rows", distribution, count)] = flat_grouped_gemm
-        if distribution == "equal" and count <= RAGGED_DOT_GROUPS:
-            cases[Case("lax.ragged_dot", distribution, count)] = ragged_dot
-    return cases
-
-
-def measure_groups(report: Report, args: argparse.Namespace) -> None:
-    """Measure the time over the number of groups at the same rows."""
-    rows, width = (512, 64) if args.quick else (4096, 512)
-    cases = group_cases((8, 64) if args.quick else (1, 8, 16, 32, 64, 128, 256))
-    shape = {"rows": rows, "k": width, "n": width, "dtype": "float32"}
-    inputs = {
-        case[1:]: make_operands(rows, width, width, case.groups, jnp.float32, case.distribution) for case in cases
+def weights_in_fp8(problem: Problem) -> dict[str, Product]:
+    """Return the weight gradients in FP8 of operands that are quantized column-wise."""
+    quantize_columns = jax.jit(registry.get("activation", "triton").quantize_columns)
+    quantized = {
+        id(sizes): (quantize_columns(a, sizes), quantize_columns(b, sizes)) for a, b, sizes in problem.operands.values()
     }
-    cotangent = jax.random.normal(jax.random.key(1), (rows, width))
-    for direction, gemms in (("forward", 1), ("backward", 2)):
-        extra = (cotangent,) if direction == "backward" else ()
-        jitted = {gemm: jax.jit(backward(gemm) if extra else gemm) for gemm in cases.values()}
-        runs = {case: partial(jitted[gemm], *inputs[case[1:]], *extra) for case, gemm in cases.items()}
-        errors = {}
-        if direction == "forward":
-            errors = {case: check(case.variant, run(), make_sample(*inputs[case[1:]])) for case, run in runs.items()}
-        times = harness.measure_interleaved(runs, args.rounds, title=f"groups, {direction}", budget_s=5.0)
-        for case, timing in times.items():
-            details: dict[str, Any] = {"part": "groups", "direction": direction, "distribution": case.distribution}
-            details["gflops"] = gemms * 2e-9 * rows * width * width / timing.median
-            details |= {"error": errors[case]} if case in errors else {}
-            report.add(case.variant, shape | {"groups": case.groups}, timing, **details)
-        _show_groups(direction, times)
-        # A round of all cases takes seconds, in which the machine changes. The ratios need short rounds.
-        required = {case: run for case, run in runs.items() if case.variant == VARIANT and case.groups in (8, 64)}
-        times_required = harness.measure_interleaved(required, 3 * args.rounds, title=f"64 to 8 groups, {direction}")
-        summarise_ratios(report, direction, times_required)
+
+    def multiply(name: str, sizes: Array, a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
+        run = registry.get("grouped_gemm", name)
+        return run.weight_gradient_fp8(a[0], b[0], sizes, a[1], b[1], out_dtype=BF16)
+
+    def of(run: Callable[..., Array]) -> Product:
+        return lambda _, __, sizes: run(sizes, *quantized[id(sizes)])
+
+    return {label: of(jax.jit(partial(multiply, name))) for label, name in FP8_NAMES.items()}
 
 
-def summarise_ratios(report: Report, direction: str, times: dict[Case, Timing]) -> None:
-    """Report the ratios of 64 groups to 8; on a quiet machine the three estimates agree."""
-    ratios = {}
-    for distribution in dict.fromkeys(case.distribution for case in times):
-        many, few = (times[Case(VARIANT, distribution, groups)] for groups in (64, 8))
-        ratios[distribution] = {
-            "within_rounds": many.ratio_to(few),
-            "of_medians": many.median / few.median,
-            "of_minima": min(many.samples) / min(few.samples),
-            "rounds": len(many.samples),
-        }
-    report.summarise(**{f"{direction}_ratio_64_to_8_groups": ratios, "max_ratio": MAX_RATIO})
-    table = [(name, *(f"{value:.3g}" for value in ratio.values())) for name, ratio in ratios.items()]
-    columns = ["", "within rounds", "of medians", "of minima", "rounds"]
-    harness.show_table(f"{direction}: 64 groups to 8, at most {MAX_RATIO} is required", columns, table)
+def cublas(direction: str) -> Product:
+    """Return the batched GEMM of equal groups, whose number divides the rows."""
+    formula = {FORWARD: "gmk,gkn->gmn", INPUT_GRADIENT: "gmn,gkn->gmk", WEIGHT_GRADIENT: "gmk,gmn->gkn"}
+
+    def run(a: Array, b: Array, sizes: Array) -> Array:
+        groups = sizes.shape[0]
+        a = a.reshape(groups, -1, a.shape[1])
+        if direction == WEIGHT_GRADIENT:
+            return jnp.einsum(formula[direction], a, b.reshape(groups, -1, b.shape[1]))
+        out = jnp.einsum(formula[direction], a, b)
+        return out.reshape(-1, out.shape[2])
+
+    return jax.jit(run)
 
 
-def _show_groups(direction: str, times: dict[Case, Timing]) -> None:
-    curves = dict.fromkeys((case.variant, case.distribution) for case in times)
-    counts = sorted({case.groups for case in times})
-    table = [
-        [f"{variant}, {distribution}"]
-        + [times[case].milliseconds() if (case := Case(variant, distribution, n)) in times else "" for n in counts]
-        for variant, distribution in curves
-    ]
-    harness.show_table(f"{direction}: ms by number of groups, median [quartiles]", ["", *map(str, counts)], table)
+def with_tiles(direction: str) -> dict[str, Product]:
+    """Return the kernels with each change of one field of their default tiles; `jax-ep tune` tries combinations."""
+    from jax_ep.megakernels.grouped_gemm import Tiles, WeightTiles  # imports Triton
+    from jax_ep.pallas.tiling import ForwardTiles
+    from jax_ep.pallas.tiling import WeightTiles as PallasWeightTiles
+
+    of_weights = direction == WEIGHT_GRADIENT
+    found: dict[str, Product] = {}
+
+    def by_triton(settings: dict[str, Any], *operands: Array) -> Array:
+        with tuning.override("weight_gradient" if of_weights else "grouped_gemm", **settings):
+            return product("triton", direction)(*operands)
+
+    for field, values in (WeightTiles if of_weights else Tiles).candidates.items():
+        found |= {f"triton, {field}={value}": jax.jit(partial(by_triton, {field: value})) for value in values}
+    default = PallasWeightTiles(256, 4) if of_weights else ForwardTiles()
+    for field, values in default.candidates.items():
+        for value in values:
+            tiles = dataclasses.replace(default, **{field: value})
+            found[f"pallas, {field}={value}"] = jax.jit(product("pallas", direction, tiles=tiles))
+    return found
 
 
-# --- part: exchange -------------------------------------------------------------------------------------------------
+def products(problem: Problem, *, tiles: bool) -> dict[str, Product]:
+    """Return all variants of a problem but cuBLAS."""
+    direction, (_, k, n, _) = problem.direction, problem.shape
+    found: dict[str, Product] = {label: jax.jit(product(name, direction)) for label, name in NAMES.items()}
+    if direction == FORWARD and k % 128 == 0:
+        found |= in_fp8(problem)
+    if direction == FORWARD and pytorch.is_here():
+        found |= pytorch.gemms(*problem.operands["equal"][:2])
+    if direction == WEIGHT_GRADIENT and k % 128 == n % 128 == 0:
+        found |= weights_in_fp8(problem)
+    return found | (with_tiles(direction) if tiles else {})
 
 
-def dispatch_combine(num_experts: int, mesh: jax.sharding.Mesh) -> Callable[[Array, Array, Array], Array]:
-    """Return a function that sends tokens to their experts, weights them, and sends them back."""
-
-    def layer(x: Array, idx: Array, weights: Array) -> Array:
-        d = jax_ep.dispatch(x, idx, weights, num_experts=num_experts)
-        return jax_ep.combine(d.tokens * d.weights[:, None], d.handle)
-
-    return jax.jit(jax.shard_map(layer, mesh=mesh, in_specs=P("expert"), out_specs=P("expert")))
+# --- measuring ------------------------------------------------------------------------------------------------------
 
 
-def measure_exchange(report: Report, args: argparse.Namespace) -> None:
-    """Measure dispatch + combine over the number of experts with the same tokens."""
-    counts = (8, 64) if args.quick else (8, 16, 32, 64, 128, 256, 512)
-    tokens, hidden, top_k = (8, 16, 2) if args.quick else (128, 256, 8)
-    mesh, num_tokens = expert_mesh(NUM_DEVICES), NUM_DEVICES * tokens
-    rng, placed = np.random.default_rng(0), jax.NamedSharding(mesh, P("expert"))
-    x = rng.standard_normal((num_tokens, hidden)).astype(np.float32)
-    weights = np.full((num_tokens, top_k), 1 / top_k, np.float32)
-    runs = {}
-    for count in counts:
-        idx = np.argsort(rng.random((num_tokens, count)), axis=1)[:, :top_k].astype(np.int32)
-        runs[count] = partial(dispatch_combine(count, mesh), *jax.device_put((x, idx, weights), placed))
-        # The experts are identities and the weights sum to 1.
-        np.testing.assert_allclose(np.asarray(runs[count]()), x, rtol=1e-5, atol=1e-5)
-    times = harness.measure_interleaved(runs, args.rounds, title="exchange")
-    shape = {"ranks": NUM_DEVICES, "tokens_per_rank": tokens, "hidden": hidden, "top_k": top_k, "dtype": "float32"}
-    for count, timing in times.items():
-        report.add("jax_ep dispatch+combine", shape | {"experts": count}, timing, part="exchange", direction="forward")
-    ratio = times[counts[-1]].ratio_to(times[counts[0]])
-    report.summarise(**{f"exchange_ratio_{counts[-1]}_to_{counts[0]}_experts": ratio})
-    title = f"dispatch + combine, {tokens} tokens/rank, top {top_k}, hidden {hidden}, {NUM_DEVICES} CPU devices"
-    harness.show_table(f"{title}: ms", list(map(str, counts)), [[t.milliseconds() for t in times.values()]])
-    print(f"{counts[-1]} experts to {counts[0]}: {ratio:.2f}")
+def make_problems(shape: tuple[int, int, int, int], directions: Iterable[str]) -> Iterator[Problem]:
+    """Make the problems of one shape, with random numbers, because zeros draw less power."""
+    rows, k, n, groups = shape
+    keys = jax.random.split(jax.random.key(0), 3)
+    lhs, cotangent = (jax.random.normal(keys[i], (rows, width), BF16) for i, width in enumerate((k, n)))
+    rhs = jax.jit(lambda key: jax.random.normal(key, (groups, k, n), BF16) / np.sqrt(k).astype(BF16))(keys[2])
+    pairs = {FORWARD: (lhs, rhs), INPUT_GRADIENT: (cotangent, rhs), WEIGHT_GRADIENT: (lhs, cotangent)}
+    for direction in directions:
+        operands = {name: (*pairs[direction], group_sizes(name, rows, groups)) for name in DISTRIBUTIONS}
+        run = jax.jit(product("xla", direction))
+        yield Problem(direction, shape, operands, {name: run(*arrays) for name, arrays in operands.items()})
+
+
+@jax.jit
+def _difference(out: Array, expected: Array) -> Array:
+    out, expected = out.astype(jnp.float32), expected.astype(jnp.float32)
+    # Weight gradients are sums over their group, so their size and rounding depend on its rows.
+    size = jnp.sqrt(jnp.mean(expected**2, axis=(-2, -1), keepdims=True))
+    return jnp.max(jnp.abs(out - expected) / jnp.maximum(size, 1e-30))
+
+
+def check(name: str, out: Array, expected: Array) -> float:
+    """Return the largest difference of an element, in units of the root mean square of its matrix; raise if wrong.
+
+    Large elements differ by two roundings to bfloat16, and in FP8 by those of the operands.
+    """
+    error, limit = float(_difference(out, expected)), FP8_ERROR if "FP8" in name else ERROR
+    if not error < limit:  # also for NaN
+        raise RuntimeError(f"{name} is wrong: error {error:.2g} of the root mean square, limit {limit}.")
+    return error
+
+
+def repeated(call: Callable[[], Any]) -> tuple[Callable[[], Any], int]:
+    """Return a function that repeats a call without waiting, so that launches do not count, and the repetitions."""
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    count = int(np.clip(SAMPLE_S / (time.perf_counter() - start), 0, 20)) + 1
+
+    def run() -> Any:
+        for _ in range(count - 1):
+            call()
+        return call()
+
+    return run, count
+
+
+def measure(report: Report, args: argparse.Namespace, problem: Problem, chosen: Mapping[str, Product]) -> None:
+    """Measure GEMMs on all distributions, and cuBLAS; report failures and wrong results."""
+    shape = dict(zip(("rows", "k", "n", "groups"), problem.shape, strict=True)) | {"dtype": "bfloat16"}
+    errors, timed, failures = {}, {}, dict[str, str]()
+    for name, run in {CUBLAS: cublas(problem.direction), **chosen}.items():
+        for distribution in DISTRIBUTIONS[: 1 if name == CUBLAS else None]:
+            call = partial(run, *problem.operands[distribution])
+            try:
+                out = call()
+                out = out.array() if isinstance(out, pytorch.OnStream) else out
+                errors[distribution, name] = check(name, out, problem.expected[distribution])
+            except (jax.errors.JaxRuntimeError, RuntimeError, ValueError, NotImplementedError) as error:
+                failures[name] = str(error).strip() or type(error).__name__
+                break
+            timed[distribution, name] = repeated(call)
+    calls = {key: call for key, (call, _) in timed.items()}
+    times = harness.measure_interleaved(calls, args.rounds, warmup=0, budget_s=4.0, settle_s=args.settle)
+    times = {key: Timing(tuple(s / timed[key][1] for s in timing.samples)) for key, timing in times.items()}
+    baseline = times.get(("equal", CUBLAS))
+    for distribution in DISTRIBUTIONS:
+
+        def details(name: str, timing: Timing, distribution: str = distribution) -> dict[str, float]:
+            ratio = {} if baseline is None else {"of_cublas": 1 / timing.ratio_to(baseline)}
+            return {"tflops": problem.tflop / timing.median, "error": errors[distribution, name], **ratio}
+
+        common = {"distribution": distribution, "direction": problem.direction, "part": "kernels"}
+        own = {name: timing for (kind, name), timing in times.items() if kind == distribution}
+        title = f"{problem.title}, {distribution}"
+        report.record(title, shape, own, failures if distribution == "equal" else {}, details, **common)
+
+
+@contextlib.contextmanager
+def workers_on_cpu() -> Iterator[None]:
+    """Run kernels in the interpreter on CPU devices, to try the benchmark."""
+    if jax.default_backend() == "cpu":
+        jax_ep.init(transport="shared_memory")
+    try:
+        yield
+    finally:
+        jax_ep.finalize()
 
 
 # --- command line ---------------------------------------------------------------------------------------------------
 
-PARTS = {
-    "groups": measure_groups,
-    "exchange": measure_exchange,
-    "kernels": gemm_kernels.measure_kernels,
-    "sweep": gemm_sweep.measure_sweep,
-}
-
-
-def numbers(text: str, wanted: str) -> tuple[int, ...]:
-    """Parse positive integers that are separated by commas, as many as the words of `wanted`."""
-    words = text.split(",")
-    if len(words) != len(wanted.split(",")) or not all(word.isdecimal() and int(word) for word in words):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected {wanted}")
-    return tuple(map(int, words))
-
 
 def shape(text: str) -> tuple[int, ...]:
     """Parse the sizes of a grouped GEMM."""
-    sizes = numbers(text, "rows,K,N,groups")
-    if sizes[0] % sizes[3]:
+    words = text.split(",")
+    sizes = [int(word) for word in words if word.isdecimal()]
+    if len(words) != 4 or len(sizes) != 4 or not all(sizes) or sizes[0] % sizes[3]:
         raise argparse.ArgumentTypeError(f"{text!r}: expected rows,K,N,groups, whose groups divide the rows")
-    return sizes
+    return tuple(sizes)
 
 
 def shapes_of(model: Model) -> list[tuple[int, ...]]:
@@ -248,41 +280,31 @@ def options(prog: str | None = None) -> argparse.ArgumentParser:
     """Return the command line."""
     parser = harness.parser(__doc__, "grouped_gemm", prog=prog, rounds=15)
     add = parser.add_argument
-    add("--parts", nargs="+", choices=PARTS, help="default: those of the platform")
-    add("--only", nargs="+", help="kernels, sweep: variants whose names contain one of these")
-    add("--sweep", action="store_true", help="the same as --parts sweep")
-    add("--shapes", nargs="+", type=shape, help="kernels, sweep: rows,K,N,groups of each shape")
-    add("--model", choices=MODELS, help=f"kernels, sweep: the shapes of a rank of {RANKS} GPUs instead")
-    directions = gemm_kernels.DIRECTIONS
-    add("--directions", nargs="+", choices=directions, default=directions, help="kernels, sweep")
-    tiles = "kernels: columns,stages,band of more variants in FP8, see Fp8Tiles of jax_ep/pallas/tiling.py"
-    fp8_tiles = lambda text: Fp8Tiles(*numbers(text, "columns,stages,band"))  # noqa: E731
-    add("--fp8-tiles", nargs="+", type=fp8_tiles, default=(), help=tiles)
-    settle = "kernels, sweep: seconds that a variant runs before each sample; with 0 the report has another name"
+    add("--only", nargs="+", help="variants whose names contain one of these")
+    add("--tiles", action="store_true", help="also time the kernels with other tiles")
+    add("--shapes", nargs="+", type=shape, help="rows,K,N,groups of each shape")
+    add("--model", choices=MODELS, help=f"the shapes of a rank of {RANKS} GPUs instead")
+    add("--directions", nargs="+", choices=DIRECTIONS, default=DIRECTIONS)
+    settle = "seconds that a variant runs before each sample; with 0 the report has another name"
     add("--settle", type=float, default=0.1, help=settle)
-    add("--budget", type=float, default=480.0, help="sweep: seconds after which no variant starts")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
-    """Run the parts, each with the devices it needs."""
+    """Measure all directions of all shapes."""
     args = harness.parse(options(prog), arguments)
-    args.parts = ["sweep"] if args.sweep else args.parts
+    jax.config.update("jax_num_cpu_devices", INTERPRETER_THREADS)  # for Mosaic's interpreter, one per warpgroup
+    harness.require_devices("grouped_gemm", args, num_devices=1)
     if args.model:
         args.shapes = [*(args.shapes or []), *shapes_of(MODELS[args.model])]
     platform = jax.default_backend()
-    name = f"grouped_gemm_{'sweep_' if args.parts == ['sweep'] else ''}{platform}"
     args.settle = args.settle if platform == "gpu" else 0.0
-    name += "_short_samples" if platform == "gpu" and args.settle == 0 else ""
+    name = f"grouped_gemm_{platform}" + "_short_samples" * (platform == "gpu" and args.settle == 0)
     report = Report(name, args, {"settle_s": args.settle})
-    for part in args.parts or (["kernels"] if platform == "gpu" else ["groups", "exchange"]):
-        if platform == "cpu":
-            # Virtual devices share the cores and slow each other down, so each part gets only what it needs: ranks, or
-            # for Mosaic's interpreter one of XLA's threads per warpgroup.
-            backend.clear_backends()
-            needed = {"exchange": NUM_DEVICES, "kernels": INTERPRETER_THREADS, "sweep": INTERPRETER_THREADS}
-            jax.config.update("jax_num_cpu_devices", needed.get(part, 1))
-        PARTS[part](report, args)
+    with workers_on_cpu():
+        for sizes in args.shapes or (QUICK_SHAPES if args.quick else SHAPES):
+            for problem in make_problems(sizes, args.directions):
+                measure(report, args, problem, harness.chosen(products(problem, tiles=args.tiles), args.only))
     print(report.path)
     if image := plots.draw(report.path):
         print(image)

@@ -65,13 +65,9 @@ class Timing:
         q1, median, q3 = (float(q) for q in np.quantile(self.samples, (0.25, 0.5, 0.75)))
         return {"median": median, "q1": q1, "q3": q3, "min": min(self.samples), "rounds": len(self.samples)}
 
-    def milliseconds(self) -> str:
-        """Format median and quartiles as one cell of a table."""
-        s = self.summary()
-        return f"{1e3 * s['median']:.2f} [{1e3 * s['q1']:.2f} {1e3 * s['q3']:.2f}]"
-
-    def microseconds(self, digits: int = 0) -> list[str]:
+    def microseconds(self) -> list[str]:
         """Format the median, and the quartiles, as two cells of a table."""
+        digits = 1 if self.median < 1e-3 else 0
         median, q1, q3 = (f"{1e6 * self.summary()[name]:.{digits}f}" for name in ("median", "q1", "q3"))
         return [median, f"{q1} to {q3}"]
 
@@ -130,7 +126,7 @@ def measure_chained(
     lengths: tuple[int, int] = (1, 3),
     budget_s: float = _BUDGET_S,
     title: str = "measuring",
-    workers: int = 1,
+    workers: int = WORKERS,
     failures: dict[str, str] | None = None,
     resolve: bool = False,
     compiler_options: dict[str, Any] | None = None,
@@ -204,6 +200,48 @@ def _compile_chains(
     return compiled
 
 
+def compare(
+    report: Report,
+    title: str,
+    shape: Mapping[str, Any],
+    factories: Mapping[str, Factory],
+    rounds: int,
+    *,
+    details: Callable[[str, Timing], Mapping[str, Any]] = lambda name, timing: {},
+    common: Mapping[str, Any] | None = None,
+    failures: dict[str, str] | None = None,
+    **options: Any,
+) -> dict[str, Timing]:
+    """Measure chains of calls, report and print them; return the times of those that did not fail.
+
+    Args:
+      report: receives a row per variant.
+      title: of the table.
+      shape: of the rows.
+      factories: see `measure_chained`, which also describes `options`.
+      rounds: samples of each variant.
+      details: figures of a variant's row.
+      common: figures of all rows.
+      failures: reasons why further variants have no time.
+    """
+    failures = failures if failures is not None else {}
+    times = measure_chained(factories, rounds, title=title, failures=failures, **options)
+    report.record(title, shape, times, failures, details, **(common or {}))
+    return times
+
+
+def largest_difference(got: Sequence[Any], expected: Sequence[Any]) -> float:
+    """Return the largest difference of an element, in units of the root mean square of its array of `expected`."""
+    pairs = [(np.asarray(a, np.float32), np.asarray(b, np.float32)) for a, b in zip(got, expected, strict=True)]
+    return float(np.max([np.abs(a - b).max() / max(np.sqrt(np.mean(b**2)), 1e-30) for a, b in pairs]))  # NaN stays
+
+
+def norm_of_difference(got: Any, expected: Any) -> float:
+    """Return the norm of the difference, in units of that of `expected`."""
+    a, b = np.asarray(got, np.float32), np.asarray(expected, np.float32)
+    return float(np.linalg.norm(a - b) / max(float(np.linalg.norm(b)), 1e-30))
+
+
 def progress[Item](items: Iterable[Item], title: str) -> Iterable[Item]:
     """Return `items`, with a progress bar on a terminal if rich is installed."""
     try:
@@ -251,6 +289,23 @@ def device() -> dict[str, Any]:
     """Return platform, kind and number of the devices that the benchmark sees."""
     first = jax.devices()[0]
     return {"platform": first.platform, "kind": first.device_kind, "count": jax.device_count(), "cores": os.cpu_count()}
+
+
+COLUMNS: dict[str, tuple[str, str, float]] = {
+    "logical_bytes_per_s": ("logical GB/s", "{:.0f}", 1e-9),
+    "wire_bytes_per_s": ("wire GB/s", "{:.0f}", 1e-9),
+    "peak_share": ("of peak", "{:.0%}", 1),
+    "floor_seconds": ("floor us", "{:.1f}", 1e6),
+    "bytes_per_s": ("TB/s of weights", "{:.2f}", 1e-12),
+    "of_read_rate": ("of read rate", "{:.0%}", 1),
+    "tflops": ("TFLOP/s", "{:.0f}", 1),
+    "of_cublas": ("of cuBLAS", "{:.1%}", 1),
+    "tokens_per_s": ("tokens/s", "{:,.0f}", 1),
+    "dropped": ("dropped", "{:.1%}", 1),
+    "difference": ("difference", "{:.2g}", 1),
+    "error": ("error", "{:.2g}", 1),
+}
+"""Figures of rows that tables show: title, format and factor."""
 
 
 class Report:
@@ -305,6 +360,41 @@ class Report:
         command.raise_if_interrupted(error)
         self.rows.append({"variant": variant, "shape": dict(shape), "failed": error, **details})
         self._write()
+
+    def record(
+        self,
+        title: str,
+        shape: Mapping[str, Any],
+        times: Mapping[str, Timing],
+        failures: Mapping[str, str],
+        details: Callable[[str, Timing], Mapping[str, Any]] = lambda name, timing: {},
+        **common: Any,
+    ) -> None:
+        """Add and print the rows of one comparison.
+
+        Args:
+          title: of the table.
+          shape: of all rows.
+          times: by variant.
+          failures: reasons why other variants have no time.
+          details: figures of a variant's row; the table shows those of `COLUMNS`.
+          common: figures of all rows.
+        """
+        first = len(self.rows)
+        for name, timing in times.items():
+            self.add(name, shape, timing, **details(name, timing), **common)
+        for name, reason in failures.items():
+            self.failed(name, shape, reason, **common)
+        shown = [key for key in COLUMNS if any(row.get(key) is not None for row in self.rows[first:])]
+        table = []
+        for row in self.rows[first:]:
+            figures = [(row.get(key), *COLUMNS[key][1:]) for key in shown]
+            cells = ["" if figure is None else text.format(figure * factor) for figure, text, factor in figures]
+            if "failed" in row:
+                table.append([row["variant"], "failed", row["failed"].splitlines()[0][:80], *cells])
+            else:
+                table.append([row["variant"], *times[row["variant"]].microseconds(), *cells])
+        show_table(title, ["variant", "us", "quartiles", *(COLUMNS[key][0] for key in shown)], table)
 
     def summarise(self, **figures: Any) -> None:
         """Add figures to the summary."""

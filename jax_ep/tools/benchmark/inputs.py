@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import NamedTuple
 
@@ -10,6 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
+
+from jax_ep.core.fp8 import GROUP_SIZE as FP8_BLOCK
+from jax_ep.core.layout import round_up
+from jax_ep.types import Layout
 
 AXIS = ("expert",)
 _CHUNK = 1 << 28
@@ -93,3 +98,105 @@ def make_weights(mesh: jax.sharding.Mesh, model: Model) -> tuple[Array, Array]:
     num_local = model.experts // mesh.devices.size
     gate_up = on_ranks(mesh, (num_local, model.hidden, 2 * model.intermediate), 0, model.hidden**-0.5)
     return gate_up, on_ranks(mesh, (num_local, model.intermediate, model.hidden), 1, model.intermediate**-0.5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Tokens of all ranks and their routing, on the mesh.
+
+    Attributes:
+      mesh: its only axis is that of the experts.
+      model: sizes of the layer.
+      routing: "uniform" or "zipf".
+      layout: static sizes; the capacity is the most loaded rank's rows, rounded up to 128.
+      ids: `[W * T, K]` expert ids, on the host.
+      x: `[W * T, H]` tokens.
+      topk_idx: `[W * T, K]` expert ids.
+      topk_weights: `[W * T, K]` router weights, of which those of a token sum to 1.
+    """
+
+    mesh: jax.sharding.Mesh
+    model: Model
+    routing: str
+    layout: Layout
+    ids: np.ndarray
+    x: Array
+    topk_idx: Array
+    topk_weights: Array
+
+    @property
+    def assignments(self) -> int:
+        """Assignments of a token to an expert, per rank."""
+        return self.layout.num_tokens * self.layout.top_k
+
+    @property
+    def owners(self) -> np.ndarray:
+        """`[W, T, K]` rank of each expert."""
+        return self.ids.reshape(self.layout.num_ranks, -1, self.layout.top_k) // self.layout.num_local_experts
+
+    @property
+    def rows(self) -> np.ndarray:
+        """`[W]` real rows of each rank."""
+        return np.bincount(self.owners.reshape(-1), minlength=self.layout.num_ranks)
+
+    @property
+    def goes_to(self) -> np.ndarray:
+        """`[W, T, W]` whether a token has an expert on a rank."""
+        return np.stack([(self.owners == rank).any(axis=2) for rank in range(self.layout.num_ranks)], axis=2)
+
+    @property
+    def remote(self) -> np.ndarray:
+        """`[W, W]` number of tokens that each rank sends to each other rank; 0 to itself."""
+        return _without_own(self.goes_to.sum(axis=1))
+
+    @property
+    def remote_rows(self) -> np.ndarray:
+        """`[W, W]` the same, once per token and expert."""
+        return _without_own(np.stack([(self.owners == rank).sum((1, 2)) for rank in range(len(self.owners))], axis=1))
+
+    def row_bytes(self, wire: str) -> int:
+        """Return the bytes of one token sent as "bf16" or "fp8"."""
+        hidden = self.model.hidden
+        return hidden + 4 * (hidden // FP8_BLOCK) if wire == "fp8" else self.x.dtype.itemsize * hidden
+
+    def place(self, rows: np.ndarray) -> Array:
+        """Place `[W * N, ...]` from the host on the ranks."""
+        return place(self.mesh, rows)
+
+
+def busiest(counts: np.ndarray) -> float:
+    """Return the largest number that a rank sends or receives, of `[W, W]`."""
+    return float(max(counts.sum(axis=0).max(), counts.sum(axis=1).max()))
+
+
+def _without_own(counts: np.ndarray) -> np.ndarray:
+    return counts * (1 - np.eye(len(counts), dtype=counts.dtype))
+
+
+def place(mesh: jax.sharding.Mesh, rows: np.ndarray) -> Array:
+    """Place `[W * N, ...]` from the host on the ranks of all processes."""
+    return jax.make_array_from_callback(rows.shape, jax.NamedSharding(mesh, P(*AXIS)), lambda index: rows[index])
+
+
+def make_case(mesh: jax.sharding.Mesh, kind: str, num_tokens: int, model: Model) -> Case:
+    """Make random tokens, their routing and its weights."""
+    num_ranks = mesh.devices.size
+    ids = routing(kind, num_ranks * num_tokens, model, np.random.default_rng(0))
+    most = np.bincount(ids.reshape(-1) // (model.experts // num_ranks), minlength=num_ranks).max()
+    layout = Layout(num_ranks, model.experts, num_tokens, model.top_k, round_up(int(most), 128), axis=AXIS)
+    scores = on_ranks(mesh, (num_tokens, model.top_k), 4)
+    weights = jax.jit(lambda scores: jax.nn.softmax(scores.astype(jnp.float32), axis=-1))(scores)
+    return Case(
+        mesh, model, kind, layout, ids, on_ranks(mesh, (num_tokens, model.hidden), 2), place(mesh, ids), weights
+    )
+
+
+def group_sizes(distribution: str, rows: int, groups: int) -> Array:
+    """Return `[groups]` int32 sizes with sum `rows`; Zipf has exponent 1 and groups in random order."""
+    rng = np.random.default_rng(groups)
+    share = np.full(groups, 1 / groups) if distribution == "multinomial" else 1 / (1 + rng.permutation(groups))
+    if distribution == "equal":
+        sizes = np.full(groups, rows // groups) + (np.arange(groups) < rows % groups)
+    else:
+        sizes = rng.multinomial(rows, share / share.sum())
+    return jnp.asarray(sizes, jnp.int32)

@@ -1,15 +1,12 @@
 """The expert layer and its fused parts on GPUs, compared with plain JAX: device time inside jit.
 
-    python benchmarks/layer.py --models deepseek-v3 --tokens 4096 --routing uniform     # one case
-    python benchmarks/layer.py --models mixtral-8x7b --add                              # more, to the same file
+    python benchmarks/layer.py --models deepseek-v3 --tokens 4096 --routing uniform
 
 Writes results/moe_layer.json, and draws layer_by_model.png of all such reports. Without GPUs `--quick` runs the layers
 in plain XLA, and parts, if requested, in Triton's interpreter.
 
-Parts compare a fused kernel with the longer of all-to-all and GEMM, and with both in sequence; the sequence of
-dispatch + GEMM 1 also with the GEMM of `pallas`. GEMM 2 + combine runs with the default choice, and in each mode.
-"gradients" is the backward pass of dispatch + GEMM 1: GEMM + combine and the weight gradient, alone, in sequence, and
-with the weight gradient in the kernel of GEMM + combine or of combine. The batched einsum has as many rows in equal
+Parts compare a fused kernel with all-to-all and GEMM apart and in sequence; dispatch + GEMM 1 also with the GEMM of
+`pallas`. GEMM 2 + combine runs with the default choice, and in each mode. The batched einsum has as many rows in equal
 groups.
 
 Layers run forward, and with the gradients of tokens, router weights and expert weights. The baselines are in
@@ -17,7 +14,7 @@ baselines.py. The capacity of `jax_ep.moe` and of the ragged baseline is the num
 rounded up to 128, so nothing is dropped. The other baseline drops; the report says how much. `--layers scatter serial`
 runs the layer in each mode of GEMM + combine, "fused dispatch" and "serial dispatch" in those of dispatch + GEMM,
 "fused gradients" and "gradients apart" with and without `fuse_weight_gradients`. "fp8" quantizes the weights in each
-call, "fp8 once" before.
+call, "fp8 once" once for all calls.
 
 TFLOP/s are per GPU, count real rows only, and count three times the forward pass for forward + backward. The parts of a
 case are interleaved, and so are its layers. The ragged baseline runs last: it is slow, and if it hangs, the run ends.
@@ -26,39 +23,244 @@ case are interleaved, and so are its layers. The ragged baseline runs last: it i
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import itertools
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
 
 import jax_ep
 from jax_ep.core.facts import ExchangeFacts
 from jax_ep.ops import registry
-from jax_ep.tools.benchmark import harness, plots
-from jax_ep.tools.benchmark.exchange_chains import OPTIONS
-from jax_ep.tools.benchmark.inputs import MODELS, expert_mesh, make_weights
-from jax_ep.tools.benchmark.layer_chains import Case, make_case
-from jax_ep.tools.benchmark.layer_run import Run, label, ratio_to_longer, shape_of
-from jax_ep.tools.benchmark.layer_variants import (
-    DISPATCHED,
-    GRADIENT_MODES,
-    LAYERS,
-    MODES,
-    PALLAS,
-    PARTS,
-    layers,
-    parts,
-)
+from jax_ep.tools.benchmark import baselines, harness, plots
+from jax_ep.tools.benchmark.chains import Program, chain, on_each_rank
+from jax_ep.tools.benchmark.exchange import expert_rows, local, local_after, make_handle
+from jax_ep.tools.benchmark.harness import Report, Timing
+from jax_ep.tools.benchmark.inputs import AXIS, MODELS, Case, expert_mesh, make_case, make_weights, on_ranks
 from jax_ep.tools.command import count_or_zero
+from jax_ep.types import Schedule
 
 RAGGED_TIMEOUT_S = 60.0
 RAGGED_ROUNDS, RAGGED_LENGTHS = 3, (1, 2)
+BUDGET_S = 2.0
+CAPACITY_FACTOR = 1.25
 DEFAULT_MODELS = ["deepseek-v3", "qwen3-235b", "mixtral-8x7b"]
 DEFAULT_LAYERS = ["moe", "xla", "capacity", "ragged"]
 DIRECTIONS = {"forward": False, "forward + backward": True}
+PARTS = ("dispatch", "combine")
+SCHEDULES = {
+    "scatter": Schedule(combine_mode="scatter"),
+    "serial": Schedule(combine_mode="serial"),
+    "fused dispatch": Schedule(dispatch_mode="fused"),
+    "serial dispatch": Schedule(dispatch_mode="serial"),
+    "fused gradients": Schedule(fuse_weight_gradients=True),
+    "gradients apart": Schedule(fuse_weight_gradients=False),
+}
+LAYERS = {
+    "moe": "jax_ep.moe",
+    "fp8": "jax_ep.moe, recipe fp8",
+    "fp8 once": "jax_ep.moe, recipe fp8, matrices quantised before",
+    **{key: f"jax_ep.moe, {key}" for key in SCHEDULES},
+    "xla": "jax_ep.moe, implementation xla",
+    "capacity": f"all_to_all + einsum, capacity {CAPACITY_FACTOR}",
+    "ragged": "ragged_all_to_all + ragged_dot",
+}
+BASELINES = ("xla", "capacity", "ragged")
+
+
+class Variant(NamedTuple):
+    """A variant.
+
+    Attributes:
+      step: `(zero, *arrays) -> arrays`, of one rank; see `chain`.
+      arrays: of all ranks.
+      flops: of the real rows of one rank, on average.
+      same_as: a variant whose results are equal except for rounding.
+      touched: see `chain`.
+      tuned: XLA times candidates to choose the algorithms of its GEMMs.
+      options: compiler options.
+      limit: of the difference from `same_as`; several GEMMs in bfloat16 differ by some hundredths.
+    """
+
+    step: Callable[..., Any]
+    arrays: tuple[Any, ...]
+    flops: float = 0.0
+    same_as: str | None = None
+    touched: int = 0
+    tuned: bool = False
+    options: dict[str, Any] | None = None
+    limit: float = 0.25
+
+    def program(self, case: Case, length: int) -> Program:
+        """Return a chain of calls."""
+        return chain(case.mesh, self.step, self.arrays, length, touched=self.touched, options=self.options)
+
+    def results(self, case: Case) -> list[np.ndarray]:
+        """Return the first numbers of the results on each rank."""
+
+        def body(*arrays: Any) -> list[Array]:
+            leaves = jax.lax.optimization_barrier(jax.tree.leaves(self.step(jnp.int32(0), *arrays)))
+            return [leaf.reshape(-1)[:1024].astype(jnp.float32) for leaf in leaves]
+
+        run = jax.jit(on_each_rank(case.mesh, body), compiler_options=self.options)
+        return [np.asarray(leaf) for leaf in run(*self.arrays)]
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+def dispatch_part(case: Case, weights: tuple[Array, Array], implementation: str) -> dict[str, Variant]:
+    """Return dispatch and the first GEMM, in one kernel and in two; on GPUs also with the GEMM of `pallas`."""
+    options: dict[str, Any] = {"num_experts": case.model.experts, "implementation": implementation}
+    handle, w = make_handle(case, implementation), weights[0]
+
+    def dispatch(zero: Array, x: Array, handle: Any) -> Array:
+        return jax_ep.dispatch(x, None, handle=local_after(handle, zero), **options).tokens
+
+    def gemm(name: str, zero: Array, rows: Array, w: Array, handle: Any) -> Array:
+        return jax_ep.grouped_gemm(rows, w, local(handle).group_sizes + zero, implementation=name)
+
+    def sequence(name: str, zero: Array, x: Array, w: Array, handle: Any) -> Array:
+        return gemm(name, zero, dispatch(zero, x, handle), w, handle)
+
+    def fused(mode: str | None, zero: Array, x: Array, w: Array, handle: Any) -> Array:
+        keywords = options | {"handle": local_after(handle, zero), "schedule": Schedule(dispatch_mode=mode)}
+        return jax_ep.dispatch_grouped_gemm(x, None, None, w, **keywords).hidden
+
+    rows = expert_rows(case, handle, implementation)
+    flops = 2.0 * case.assignments * w.shape[1] * w.shape[2]
+    arrays, same = (case.x, w, handle), "dispatch, then GEMM 1"
+    found = {
+        "dispatch": Variant(dispatch, (case.x, handle)),
+        "einsum 1, equal groups": einsum(case, w, flops),
+        "dispatch + GEMM 1, fused": Variant(partial(fused, "fused"), arrays, flops, same),
+        "dispatch + GEMM 1, as chosen": Variant(partial(fused, None), arrays, flops, same),
+    }
+    for name, suffix in ((implementation, ""), *([("pallas", ", pallas")] if jax.default_backend() == "gpu" else [])):
+        found[f"GEMM 1{suffix}"] = Variant(partial(gemm, name), (rows, w, handle), flops, same)
+        found[f"{same}{suffix}"] = Variant(partial(sequence, name), arrays, flops, same if suffix else None)
+    return found
+
+
+def combine_part(case: Case, weights: tuple[Array, Array], implementation: str) -> dict[str, Variant]:
+    """Return the second GEMM and combine, in one kernel and in two."""
+    handle, w = make_handle(case, implementation), weights[1]
+
+    def combine(zero: Array, rows: Array, handle: Any) -> Array:
+        return jax_ep.combine(rows, local_after(handle, zero), implementation=implementation)
+
+    def gemm(zero: Array, hidden: Array, w: Array, handle: Any) -> Array:
+        return jax_ep.grouped_gemm(hidden, w, local(handle).group_sizes + zero, implementation=implementation)
+
+    def sequence(zero: Array, hidden: Array, w: Array, handle: Any) -> Array:
+        return combine(zero, gemm(zero, hidden, w, handle), handle)
+
+    def fused(mode: str | None, zero: Array, hidden: Array, w: Array, handle: Any) -> Array:
+        keywords = {"schedule": Schedule(combine_mode=mode), "implementation": implementation}
+        return jax_ep.grouped_gemm_combine(hidden, w, local_after(handle, zero), **keywords)
+
+    hidden, rows = (on_ranks(case.mesh, (case.layout.capacity, width), width) for width in w.shape[1:])
+    flops = 2.0 * case.assignments * w.shape[1] * w.shape[2]
+    arrays, same = (hidden, w, handle), "GEMM 2, then combine"
+    modes = {"fused": None, "scatter": "scatter", "serial": "serial"}
+    return {
+        "combine": Variant(combine, (rows, handle)),
+        "GEMM 2": Variant(gemm, arrays, flops),
+        **{f"GEMM 2 + combine, {name}": Variant(partial(fused, m), arrays, flops, same) for name, m in modes.items()},
+        same: Variant(sequence, arrays, flops),
+        "einsum 2, equal groups": einsum(case, w, flops),
+    }
+
+
+def einsum(case: Case, w: Array, flops: float) -> Variant:
+    """Return the batched GEMM of equal groups with as many rows in total, by cuBLAS."""
+    num_local = case.layout.num_local_experts
+    batches = on_ranks(case.mesh, (num_local, case.assignments // num_local, w.shape[1]), 7)
+    return Variant(lambda _, x, w: jnp.einsum("gmk,gkn->gmn", x, w), (batches, w), flops, touched=1, tuned=True)
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+def slot_capacity(case: Case) -> int:
+    """Return the rows of an expert for the tokens of one rank, in the baseline with fixed capacity."""
+    return math.ceil(CAPACITY_FACTOR * case.assignments / case.layout.num_experts)
+
+
+def dropped(case: Case) -> float:
+    """Return the share of assignments that this baseline drops."""
+    layout = case.layout
+    source = np.arange(layout.num_ranks).repeat(case.assignments)
+    counts = np.bincount(source * layout.num_experts + case.ids.reshape(-1))
+    return float(np.maximum(counts - slot_capacity(case), 0).sum() / case.ids.size)
+
+
+def layers(case: Case, weights: tuple[Array, Array], chosen: Iterable[str], *, backward: bool) -> dict[str, Variant]:
+    """Return the layers, forward or with the gradients of tokens, router weights and expert weights."""
+    moe = partial(jax_ep.moe, capacity=case.layout.capacity)
+    functions: dict[str, Callable[..., Array]] = {
+        "moe": moe,
+        "fp8": partial(moe, recipe="fp8"),
+        "fp8 once": partial(moe, recipe="fp8"),
+        **{key: partial(moe, schedule=schedule) for key, schedule in SCHEDULES.items()},
+        "xla": partial(moe, implementation="xla"),
+        "capacity": partial(baselines.capacity_layer, capacity=slot_capacity(case)),
+        "ragged": partial(baselines.ragged_layer, capacity=case.layout.capacity),
+    }
+    touched = (case.x, on_ranks(case.mesh, (case.layout.num_tokens, case.model.hidden), 3))[: 2 if backward else 1]
+    flops = (18.0 if backward else 6.0) * case.assignments * case.model.hidden * case.model.intermediate
+    found = {}
+    for key in chosen:
+        held = _quantized_once(case, weights) if key == "fp8 once" else weights
+        found[LAYERS[key]] = Variant(
+            _layer_step(partial(functions[key], num_experts=case.model.experts), backward=backward),
+            (*touched, case.topk_idx, case.topk_weights, *held),
+            flops,
+            None if key in ("xla", "capacity") else LAYERS["xla"],
+            len(touched),
+            key in BASELINES,
+            baselines.RAGGED_OPTIONS if key == "ragged" else None,
+            # A relative error of 0.05 to 0.1 in the norm is several times that in single elements.
+            0.6 if key.startswith("fp8") else 0.25,
+        )
+    return found
+
+
+def _quantized_once(case: Case, weights: tuple[Array, Array]) -> Any:
+    """Quantize the weights, on the device of each rank."""
+    quantize = partial(jax_ep.quantize, format="fp8", for_training=True)
+    return jax.jit(on_each_rank(case.mesh, lambda *weights: tuple(quantize(w) for w in weights)))(*weights)
+
+
+def _layer_step(layer: Callable[..., Array], *, backward: bool) -> Callable[..., Any]:
+    def forward(zero: Array, x: Array, ids: Array, router_weights: Array, *weights: Any) -> Array:
+        return layer(x, ids + zero, router_weights + zero.astype(jnp.float32), *weights)
+
+    def forward_and_backward(
+        zero: Array, x: Array, d_y: Array, ids: Array, router_weights: Array, *weights: Any
+    ) -> Any:
+        scaled = router_weights + zero.astype(jnp.float32)
+        y, pull = jax.vjp(lambda x, s, w, v: layer(x, ids + zero, s, w, v), x, scaled, *weights)
+        return y, *(g.master if isinstance(g, jax_ep.QuantizedWeights) else g for g in pull(d_y))
+
+    return forward_and_backward if backward else forward
+
+
+def program(mesh: jax.sharding.Mesh, name: str, tokens: int, *, backward: bool, layer: str = "moe") -> Program:
+    """Return one layer of training, to profile."""
+    case = make_case(mesh, "uniform", tokens, MODELS[name])
+    (variant,) = layers(case, make_weights(mesh, case.model), [layer], backward=backward).values()
+    return variant.program(case, 1)
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
 
 
 def chain_lengths(tokens: int, *, layer: bool, quick: bool) -> tuple[int, int]:
@@ -70,131 +272,178 @@ def chain_lengths(tokens: int, *, layer: bool, quick: bool) -> tuple[int, int]:
     return (1, 4) if layer or tokens > 4096 else (2, 12)
 
 
-def measure_parts(run: Run, case: Case, args: argparse.Namespace) -> None:
-    """Measure the parts of the layer."""
-    lengths = chain_lengths(case.layout.num_tokens, layer=False, quick=args.quick)
-    on_gpus = jax.default_backend() == "gpu"  # Mosaic's interpreter supports one device at a time
-    variants = parts(case, args.parts, pallas=on_gpus)
-    times = run.measure(case, "forward", variants, lengths)
-    others = {
-        "dispatch": [DISPATCHED[None]],
-        "combine": [*MODES.values()],
-        "gradients": [GRADIENT_MODES["serial"]],
+def shape_of(case: Case, name: str) -> dict[str, Any]:
+    """Return what a row records of its case."""
+    layout, rows = case.layout, case.rows
+    return {
+        "model": name,
+        "routing": case.routing,
+        "tokens_per_rank": layout.num_tokens,
+        "ranks": layout.num_ranks,
+        **case.model._asdict(),
+        "capacity": layout.capacity,
+        "rows_mean": float(rows.mean()),
+        "rows_max": int(rows.max()),
+        "dtype": "bfloat16",
     }
-    for key in args.parts:
-        part, ratios = PARTS[key], {}
-        fused = [part.fused, *others[key]]
-        for name in fused:
-            overlaps = key != "gradients"  # there both parts are GEMMs
-            if overlaps and {name, part.exchange, part.product} <= set(times):
-                both = times[part.exchange], times[part.product]
-                ratios[f"{name} / longer of both"] = ratio_to_longer(times[name], *both)
-            if {name, part.sequence} <= set(times):
-                ratios[f"{name} / sequence"] = times[name].ratio_to(times[part.sequence])
-        if key == "dispatch" and PALLAS.sequence in times:
-            for name in DISPATCHED.values():
-                ratios[f"{name} / sequence, pallas"] = times[name].ratio_to(times[PALLAS.sequence])
-        if {part.product, part.einsum} <= set(times):
-            ratios[f"{part.product} / einsum"] = times[part.product].ratio_to(times[part.einsum])
-        run.summarise(case, **ratios)
 
 
-def measure_layers(run: Run, case: Case, chosen: list[str], args: argparse.Namespace) -> None:
+def label(shape: Mapping[str, Any]) -> str:
+    """Return the name of a case in tables and in the summary."""
+    return f"{shape['model']}, {shape['tokens_per_rank']} tokens/rank, {shape['ranks']} ranks, {shape['routing']}"
+
+
+def measure(
+    report: Report,
+    case: Case,
+    shape: dict[str, Any],
+    direction: str,
+    variants: Mapping[str, Variant],
+    lengths: tuple[int, int],
+    *,
+    rounds: int,
+    references: Mapping[str, Variant] | None = None,
+    notes: Mapping[str, dict[str, Any]] | None = None,
+) -> dict[str, Timing]:
+    """Measure interleaved variants, and add a row for each; return the times of those that did not fail.
+
+    Args:
+      report: receives the rows.
+      case: the layer and its tokens.
+      shape: of the rows.
+      direction: of the rows.
+      variants: by name.
+      lengths: calls of the short and of the long chain.
+      rounds: samples of each variant.
+      references: variants that are not timed, whose results others must match.
+      notes: more figures of a variant's row.
+    """
+    factories = {name: partial(variant.program, case) for name, variant in variants.items()}
+    _tune(factories, variants, lengths[0])
+    failures: dict[str, str] = {}
+    title = f"{label(shape)}, {direction}"
+    options = {"lengths": lengths, "budget_s": BUDGET_S, "failures": failures, "resolve": True, "title": title}
+    times = harness.measure_chained(factories, rounds, **options)
+    differences = _differences(case, {**(references or {}), **{name: variants[name] for name in times}})
+    for name, difference in differences.items():
+        if name in times and not difference < variants[name].limit:
+            failures[name] = f"wrong: differs by {difference:.2g} from {variants[name].same_as}"
+            del times[name]
+
+    def details(name: str, timing: Timing) -> dict[str, Any]:
+        found = dict((notes or {}).get(name, {}))
+        if name in differences:
+            found["difference"] = differences[name]
+        flops = variants[name].flops
+        return found | ({"tflops": 1e-12 * flops / timing.median} if flops else {})
+
+    report.record(title, shape, times, failures, details, direction=direction)
+    return times
+
+
+def _tune(factories: Mapping[str, Callable[[int], Program]], variants: Mapping[str, Variant], n: int) -> None:
+    """Compile, one at a time, the variants for which XLA times candidates; later compilations reuse its choices."""
+    for name, variant in variants.items():
+        if variant.tuned and jax.default_backend() == "gpu":
+            with contextlib.suppress(Exception):  # it fails again later, and is reported there
+                function, arguments = factories[name](n)
+                function.lower(*arguments).compile()
+
+
+def _differences(case: Case, variants: Mapping[str, Variant]) -> dict[str, float]:
+    """Return the differences from the results of the variants that must match, if present."""
+    pairs = {name: variant.same_as for name, variant in variants.items() if variant.same_as in variants}
+    found = {}
+    for name in dict.fromkeys([*pairs, *pairs.values()]):
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # such as a reference that does not fit into memory
+            found[name] = variants[name].results(case)
+    known = {name: same for name, same in pairs.items() if {name, same} <= set(found)}
+    return {name: harness.largest_difference(found[name], found[same]) for name, same in known.items()}
+
+
+def measure_parts(report: Report, case: Case, shape: dict[str, Any], weights: Any, args: argparse.Namespace) -> None:
+    """Measure parts of the layer; the summary has ratios of fused kernels to the sequence, and of GEMMs to einsums."""
+    lengths = chain_lengths(case.layout.num_tokens, layer=False, quick=args.quick)
+    variants: dict[str, Variant] = {}
+    for part in args.parts:
+        variants |= (dispatch_part if part == "dispatch" else combine_part)(case, weights, "triton")
+    times = measure(report, case, shape, "forward", variants, lengths, rounds=args.rounds)
+    ratios = {}
+    for name, timing in times.items():
+        for other in (variants[name].same_as, f"einsum {name[-1]}, equal groups" if name.startswith("GEMM") else ""):
+            if other in times:
+                ratios[f"{name} / {other}"] = timing.ratio_to(times[other])
+    summarise(report, shape, ratios)
+
+
+def measure_layers(
+    report: Report, case: Case, shape: dict[str, Any], weights: Any, chosen: list[str], args: argparse.Namespace
+) -> None:
     """Measure the layer in both directions."""
     lengths = chain_lengths(case.layout.num_tokens, layer=True, quick=args.quick)
+    facts = ExchangeFacts(case.x.dtype, case.model.hidden, case.layout)
+    implementation = registry.choose(registry.options("moe", AXIS), facts).implementation
+    notes = {LAYERS["moe"]: {"implementation": implementation}, LAYERS["capacity"]: {"dropped": dropped(case)}}
     for direction in args.directions:
-        variants = layers(case, chosen, backward=DIRECTIONS[direction])
-        notes = layer_notes(case)
-        times = run.measure(case, direction, variants, lengths, notes=notes)
+        variants = layers(case, weights, chosen, backward=DIRECTIONS[direction])
+        times = measure(report, case, shape, direction, variants, lengths, rounds=args.rounds, notes=notes)
         ours = times.pop(LAYERS["moe"], None)
         if ours is not None:
-            run.summarise(case, **{f"{direction}, moe / {name}": ours.ratio_to(t) for name, t in times.items()})
+            ratios = {f"{direction}, moe / {name}": ours.ratio_to(timing) for name, timing in times.items()}
+            summarise(report, shape, ratios)
 
 
-def layer_notes(case: Case) -> dict[str, dict[str, Any]]:
-    """Return notes on variants: the implementation of the default call, and the share of dropped assignments."""
-    facts = ExchangeFacts(case.inputs[0].dtype, case.model.hidden, case.layout)
-    return {
-        LAYERS["moe"]: {"implementation": registry.choose(OPTIONS, facts).implementation},
-        LAYERS["capacity"]: {"dropped": case.dropped},
-    }
+def summarise(report: Report, shape: Mapping[str, Any], ratios: Mapping[str, float]) -> None:
+    """Add ratios of a case to the summary, and print them."""
+    report.summarise(**{label(shape): report.summary.get(label(shape), {}) | ratios})
+    for name, ratio in ratios.items():
+        print(f"  {name}: {ratio:.3f}")
 
 
-def measure_ragged(run: Run, case: Case, timeout_s: float = RAGGED_TIMEOUT_S) -> None:
-    """Measure the ragged baseline, with a watchdog."""
+def measure_ragged(
+    report: Report, case: Case, shape: dict[str, Any], weights: Any, timeout_s: float = RAGGED_TIMEOUT_S
+) -> None:
+    """Measure the ragged baseline; if it hangs, the run ends here."""
     name, unfinished = LAYERS["ragged"], list(DIRECTIONS)
-    for direction in DIRECTIONS:
-        run.forget(case, direction, [name])
 
     def give_up() -> None:
         for direction in unfinished:
-            error = f"not finished {timeout_s:g} s after the baseline began"
-            run.report.failed(name, shape_of(case), error, direction=direction)
+            report.failed(name, shape, f"not finished {timeout_s:g} s after the baseline began", direction=direction)
         print(
-            f"{label(case)}: the ragged baseline is not finished after {timeout_s:g} s; the run ends here", flush=True
+            f"{label(shape)}: the ragged baseline is not finished after {timeout_s:g} s; the run ends here", flush=True
         )
 
     with harness.ends_the_run(timeout_s, give_up):
         for direction, backward in DIRECTIONS.items():
-            variants, expected = (layers(case, [key], backward=backward) for key in ("ragged", "xla"))
-            run.measure(case, direction, variants, RAGGED_LENGTHS, rounds=RAGGED_ROUNDS, references=expected)
+            variants, expected = (layers(case, weights, [key], backward=backward) for key in ("ragged", "xla"))
+            options = {"rounds": RAGGED_ROUNDS, "references": expected}
+            measure(report, case, shape, direction, variants, RAGGED_LENGTHS, **options)
             unfinished.remove(direction)
 
 
-def cases(run: Run, mesh: jax.sharding.Mesh, wanted: Iterable[tuple[str, str, int]], minutes: float) -> Iterator[Case]:
-    """Make the cases, one at a time, until the time of the run is over."""
-    weights_of, weights, longest = "", None, 0.0
+def cases(wanted: Iterable[tuple[str, str, int]]) -> Iterator[tuple[Case, dict[str, Any], Any]]:
+    """Make the cases, one at a time, with the shape of their rows and the expert weights."""
+    mesh, weights_of, weights = expert_mesh(jax.device_count()), "", None
     for name, kind, tokens in wanted:
-        began = time.perf_counter()
-        if began - run.started + longest > 60 * minutes:
-            print(f"left out, no time left: {name}, {tokens} tokens/rank, {kind}")
-            continue
         if name != weights_of:
             weights = None  # free memory for the next ones
             weights_of, weights = name, make_weights(mesh, MODELS[name])
-        yield make_case(mesh, name, kind, tokens, weights)
+        case = make_case(mesh, kind, tokens, MODELS[name])
+        yield case, shape_of(case, name), weights
         gc.collect()
-        longest = max(longest, time.perf_counter() - began)
-
-
-def measure_all(run: Run, args: argparse.Namespace) -> None:
-    """Measure all cases, then the ragged baseline."""
-    mesh = expert_mesh(jax.device_count())
-    wanted = list(itertools.product(args.models, args.routing, args.tokens))
-    chosen = [name for name in args.layers if name != "ragged"]
-    if args.parts or chosen:
-        for case in cases(run, mesh, wanted, args.minutes):
-            if args.parts:
-                measure_parts(run, case, args)
-            if chosen:
-                measure_layers(run, case, chosen, args)
-        plots.draw_layers(args.out)
-    if "ragged" in args.layers:
-        slow = [case for case in wanted if case[1] == "uniform" and case[2] in args.ragged_tokens]
-        for case in cases(run, mesh, slow, args.minutes):
-            measure_ragged(run, case)
-        plots.draw_layers(args.out)
 
 
 def options(prog: str | None = None) -> argparse.ArgumentParser:
     """Return the command line."""
     parser = harness.parser(__doc__, "layer", prog=prog, rounds=8, tokens="4096 1024 16384")
-    parser.add_argument(
-        "--models", nargs="+", choices=MODELS, help=f"default: {' '.join(DEFAULT_MODELS)}; --quick: tiny"
-    )
-    parser.add_argument("--routing", nargs="+", choices=["uniform", "zipf"], help="default: both; --quick: uniform")
-    parser.add_argument("--parts", nargs="*", choices=PARTS, help="default: all on GPUs; none: layers only")
-    parser.add_argument("--layers", nargs="*", choices=LAYERS, default=DEFAULT_LAYERS, help="none: parts only")
-    parser.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=list(DIRECTIONS), help="of layers")
-    parser.add_argument(
-        "--ragged-tokens",
-        type=count_or_zero,
-        nargs="*",
-        default=[4096],
-        help="of the ragged baseline, if uniform",
-    )
-    parser.add_argument("--minutes", type=float, default=8.0, help="start no case that would end later")
-    parser.add_argument("--add", action="store_true", help="keep the rows of other cases and variants in the file")
+    add = parser.add_argument
+    add("--models", nargs="+", choices=MODELS, help=f"default: {' '.join(DEFAULT_MODELS)}; --quick: tiny")
+    add("--routing", nargs="+", choices=["uniform", "zipf"], help="default: both; --quick: uniform")
+    add("--parts", nargs="*", choices=PARTS, help="default: all on GPUs; none: layers only")
+    add("--layers", nargs="*", choices=LAYERS, default=DEFAULT_LAYERS, help="none: parts only")
+    add("--directions", nargs="+", choices=DIRECTIONS, default=list(DIRECTIONS), help="of layers")
+    ragged = "of the ragged baseline, if uniform"
+    add("--ragged-tokens", type=count_or_zero, nargs="*", default=[4096], help=ragged)
     return parser
 
 
@@ -210,6 +459,19 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
     args.parts = (list(PARTS) if on_gpus else []) if args.parts is None else args.parts
     if args.parts and not on_gpus:
         jax_ep.init(transport="shared_memory")
-    run = Run(args)
-    measure_all(run, args)
-    print(run.report.path)
+    report = Report("moe_layer", args)
+    wanted = list(itertools.product(args.models, args.routing, args.tokens))
+    chosen = [name for name in args.layers if name != "ragged"]
+    for case, shape, weights in cases(wanted if args.parts or chosen else []):
+        if args.parts:
+            measure_parts(report, case, shape, weights, args)
+        if chosen:
+            measure_layers(report, case, shape, weights, chosen, args)
+    plots.draw_layers(args.out)
+    if "ragged" in args.layers:
+        for case, shape, weights in cases(
+            [one for one in wanted if one[1] == "uniform" and one[2] in args.ragged_tokens]
+        ):
+            measure_ragged(report, case, shape, weights)
+        plots.draw_layers(args.out)
+    print(report.path)

@@ -6,8 +6,12 @@
 Each part has a report in results/. Without GPUs `--quick` runs the kernels of the all-to-all in Triton's interpreter.
 
   exchange  low_latency.json and a plot: dispatch and combine on several GPUs
-  experts   decode_experts.json: the GEMMs and the activation between them on one GPU, which read the weights
-  layer     decode_layer.json: the whole layer on several GPUs, in one kernel less, and as in training
+  experts   decode_experts.json: the GEMMs and the activation between them on one GPU, see decode_experts.py
+  layer     decode_layer.json: the whole layer on several GPUs, in FP8 and in bfloat16:
+              low latency             dispatch, GEMM, activation, and GEMM + combine in one kernel (`low_latency_moe`)
+              low latency, separate   the same with GEMM and combine in two kernels
+              moe                     the path of training, in bfloat16; where its time crosses the others', a program
+                                      should switch between them (`jax_ep.serving.LOW_LATENCY_TOKENS`)
 
 Times are differences of two chains of calls. The input of a call is the output of the previous one, so nothing else
 runs: a dispatch takes the ids in the previous handle, a round trip the tokens. A combine is a round trip less its
@@ -21,27 +25,169 @@ too, plus those bytes at the copy engine's rate. FP8 includes its scales.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
 
 import jax_ep
-from jax_ep.tools.benchmark import decode_experts, decode_layer, harness, links, plots
-from jax_ep.tools.benchmark.exchange_chains import Case
+from jax_ep.core.dtypes import FP8
+from jax_ep.serving import serving_weights
+from jax_ep.tools.benchmark import decode_experts, harness, plots, rates
+from jax_ep.tools.benchmark.chains import Program, after, on_each_rank, passed_on
+from jax_ep.tools.benchmark.decode_experts import multiply
 from jax_ep.tools.benchmark.harness import Report, Timing
-from jax_ep.tools.benchmark.inputs import DEFAULT, MODELS, QUICK, Model, expert_mesh
-from jax_ep.tools.benchmark.low_latency_chains import Inputs, baselines, chain, check, make_inputs, variants, word
+from jax_ep.tools.benchmark.inputs import (
+    AXIS,
+    DEFAULT,
+    MODELS,
+    QUICK,
+    Case,
+    Model,
+    busiest,
+    expert_mesh,
+    make_case,
+    make_weights,
+)
 from jax_ep.tools.command import count_or_zero
+from jax_ep.types import Schedule
 
 TOKENS = {2: [1, 128, 512], 4: [1, 8, 32, 128, 256, 512]}  # of the exchange, by ranks
 DECODE_TOKENS, DECODE_RANKS = [1, 8, 32, 128, 256], 4
 WORD = "one word"
 LENGTHS, SLOW_LENGTHS, QUICK_LENGTHS = (24, 72), (1, 4), (1, 2)  # the first launches wait for the slower host thread
+LAYER_LENGTHS = (4, 24)
+
+Step = Callable[..., Any]
 
 
 # --- part: exchange -------------------------------------------------------------------------------------------------
+
+
+class Variant(NamedTuple):
+    """A variant.
+
+    Attributes:
+      step: `(first, *others) -> first`, of one rank; see `passed_on`.
+      arrays: of all ranks.
+      wire_bytes: that the busiest rank sends or receives.
+    """
+
+    step: Step
+    arrays: tuple[Array, ...]
+    wire_bytes: float = 0.0
+
+    def program(self, case: Case, length: int) -> Program:
+        """Return a chain of calls."""
+        return passed_on(case.mesh, self.step, self.arrays, length)
+
+
+def dispatch(case: Case, name: str, x: Array, ids: Array, *, quantize: bool) -> jax_ep.types.LowLatencyDispatched:
+    """Dispatch the tokens of a rank."""
+    sizes = {"num_experts": case.layout.num_experts, "max_tokens_per_rank": case.layout.num_tokens}
+    return jax_ep.low_latency_dispatch(x, ids, **sizes, quantize=quantize, implementation=name)
+
+
+def ids_step(case: Case, quantize: bool) -> Step:
+    """Return a step that maps ids to the same ids, through the handle of a dispatch."""
+    return lambda ids, x: dispatch(case, "triton", x, ids, quantize=quantize).handle.own_topk_idx
+
+
+def round_trip(case: Case, name: str, quantize: bool, wire_dtype: Any, *, own_rows: bool = False) -> Step:
+    """Return a step that maps tokens to sums of the given rows, or with `own_rows` of the dispatched tokens."""
+
+    def step(x: Array, ids: Array, weights: Array, rows: Array) -> Array:
+        ids = after(ids, x) if name == "xla" else ids  # otherwise XLA hoists the plan
+        d = dispatch(case, name, x, ids, quantize=quantize)
+        weights = after(weights, d.tokens) if name == "xla" else weights  # otherwise XLA removes the dispatch
+        y, schedule = d.tokens if own_rows else rows, Schedule(wire_dtype=wire_dtype)
+        return jax_ep.low_latency_combine(y, ids, weights, d.handle, schedule=schedule, implementation=name)
+
+    return step
+
+
+def traffic(case: Case) -> dict[str, float]:
+    """Return the bytes that the busiest rank sends or receives: in a dispatch, and in a combine of sums and of rows."""
+    counts = {"tokens": busiest(case.remote), "rows": busiest(case.remote_rows)}
+    wires = ("bf16", "fp8")
+    return {f"{what} {wire}": count * case.row_bytes(wire) for what, count in counts.items() for wire in wires}
+
+
+def variants(case: Case, rows: Array) -> dict[str, Variant]:
+    """Return the variants of the kernels and of NCCL."""
+    num_bytes, num_ranks, arrays = (
+        traffic(case),
+        case.layout.num_ranks,
+        (case.x, case.topk_idx, case.topk_weights, rows),
+    )
+    back = "tokens" if _sends_sums(case) else "rows"
+    found = {}
+    for wire, quantize in (("fp8", True), ("bf16", False)):
+        step, there = ids_step(case, quantize), num_bytes[f"tokens {wire}"]
+        found[f"dispatch, {wire}"] = Variant(step, (case.topk_idx, case.x), there)
+        trip = round_trip(case, "triton", True, FP8 if wire == "fp8" else None)
+        total = num_bytes["tokens fp8"] + num_bytes[f"{back} {wire}"]
+        found[f"round trip, {wire} back"] = Variant(trip, arrays, total)
+    no_ids = case.place(np.full(case.ids.shape, -1, np.int32))
+    found["dispatch of no tokens"] = Variant(ids_step(case, True), (no_ids, case.x))
+    copies = jax.jit(lambda x: jnp.tile(x, (num_ranks, 1)), out_shardings=case.x.sharding)(case.x)
+    shape = (num_ranks, case.layout.num_tokens, case.model.hidden)
+    swap = lambda x: lax.all_to_all(x.reshape(shape), AXIS, 0, 0).reshape(x.shape)  # noqa: E731
+    padded = (num_ranks - 1) * case.layout.num_tokens * case.row_bytes("bf16")
+    found["all_to_all, padded, bf16"] = Variant(swap, (copies,), float(padded))
+    return found
+
+
+def xla_variants(case: Case, rows: Array) -> dict[str, Variant]:
+    """Return the variants of `xla`, which gathers all tokens everywhere."""
+
+    def dispatched(x: Array, ids: Array) -> Array:
+        return after(x, dispatch(case, "xla", x, after(ids, x), quantize=True).tokens)
+
+    arrays = (case.x, case.topk_idx, case.topk_weights, rows)
+    return {
+        "xla dispatch, fp8": Variant(dispatched, arrays[:2]),
+        "xla round trip, bf16 back": Variant(round_trip(case, "xla", True, None), arrays),
+    }
+
+
+def _sends_sums(case: Case) -> bool:
+    """Whether combine of `triton` sends sums of tokens rather than rows; without Triton, what `xla` does."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    from jax_ep.megakernels import low_latency
+
+    _, tile = low_latency.combine_tile(Schedule(), case.layout, case.layout.num_tokens, case.model.hidden, case.x.dtype)
+    return bool(tile.sends_sums)
+
+
+def word(case: Case) -> Variant:
+    """Return the smallest all-to-all: a word from each rank to each."""
+    from jax_ep.megakernels.exchange import all_gather_i32  # imports Triton
+    from jax_ep.megakernels.launch import group_on
+
+    step = lambda words: all_gather_i32(words[0], group_on(AXIS, frozenset()))  # noqa: E731
+    return Variant(step, (case.place(np.zeros((case.layout.num_ranks**2, 1), np.int32)),))
+
+
+def make_rows(case: Case) -> Array:
+    """Make constant rows of the experts."""
+    shape = (case.model.experts, case.layout.num_ranks * case.layout.num_tokens, case.model.hidden)
+    return jax.jit(lambda: jnp.full(shape, 0.5, jnp.bfloat16), out_shardings=case.x.sharding)()
+
+
+def check_round_trip(case: Case, name: str) -> None:
+    """Check that a round trip with weights that sum to one returns the tokens."""
+    step, ids, weights = round_trip(case, name, False, None, own_rows=True), case.topk_idx, case.topk_weights
+    back = jax.jit(on_each_rank(case.mesh, step))(case.x, ids, weights, weights)
+    error = harness.largest_difference([back], [case.x])
+    if not error < 0.05:
+        raise RuntimeError(f"the round trip of {case.layout} is wrong by {error}")
 
 
 def less(total: Timing, part: Timing) -> Timing:
@@ -49,73 +195,54 @@ def less(total: Timing, part: Timing) -> Timing:
     return Timing(tuple(a - b for a, b in zip(total.samples, part.samples, strict=False)))
 
 
-def measure(inputs: Inputs, args: argparse.Namespace, mesh: jax.sharding.Mesh) -> tuple[dict[str, Timing], Any]:
-    """Measure all variants of one case; return times, and the bytes that each variant sends."""
-    case = inputs.case
-    check(inputs)
-    fast = variants(inputs) | {WORD: word(mesh, case)}
-    slow = baselines(inputs) if case.layout.num_tokens <= args.most_xla_tokens else {}
+def measure_all_to_all(report: Report, case: Case, args: argparse.Namespace, peak: float) -> None:
+    """Measure all variants of one case."""
+    check_round_trip(case, "triton")
+    rows = make_rows(case)
+    fast = variants(case, rows) | {WORD: word(case)}
+    slow = xla_variants(case, rows) if case.layout.num_tokens <= args.most_xla_tokens else {}
     times: dict[str, Timing] = {}
-    title = f"{case.layout.num_tokens} tokens, {mesh.size} ranks"
-    for todo, lengths in ((fast, LENGTHS), (slow, SLOW_LENGTHS)):
-        factories = {name: partial(chain, case, variant) for name, variant in todo.items()}
-        lengths = QUICK_LENGTHS if args.quick else lengths
-        times |= harness.measure_chained(factories, args.rounds, lengths=lengths, title=title, workers=harness.WORKERS)
-    num_bytes = {name: variant.wire_bytes for name, variant in (fast | slow).items()}
-    for wire in ("fp8", "bf16"):
-        name, trip, sent = f"combine, {wire}", f"round trip, {wire} back", "dispatch, fp8"
-        times[name] = less(times[trip], times[sent])
-        num_bytes[name] = num_bytes[trip] - num_bytes[sent]
-    if slow:
-        times["xla combine, bf16"] = less(times["xla round trip, bf16 back"], times["xla dispatch, fp8"])
-        num_bytes["xla combine, bf16"] = 0.0
-    return times, num_bytes
-
-
-def show(
-    report: Report, case: Case, times: dict[str, Timing], num_bytes: dict[str, float], peak: float, *, quick: bool
-) -> None:
-    """Add one case to the report, and print it."""
-    shape = {"tokens_per_rank": case.layout.num_tokens, "ranks": case.layout.num_ranks}
-    shape |= {"hidden": case.x.shape[1], "dtype": case.x.dtype.name}
-    table = []
-    floor_of_one, failures = times[WORD].median, dict[str, str]()
-    if not quick:  # a combine is a difference, which can be negative
-        failures = {name: "takes less than what these chains resolve" for name, t in times.items() if t.median <= 0}
-    for name, reason in failures.items():
-        report.failed(name, shape, reason)
-    for name, timing in sorted((name, timing) for name, timing in times.items() if name not in failures):
-        wire = num_bytes[name]
-        launches = 2 if "round trip" in name else 1
-        floor = launches * floor_of_one + wire / peak
-        found = {"wire_bytes": wire, "floor_seconds": floor, "wire_bytes_per_s": wire / timing.median}
-        report.add(name, shape, timing, **found)
-        cells = [name, *timing.microseconds(1)]
-        rate = found["wire_bytes_per_s"]
-        rates = [f"{rate / 1e9:.0f}", f"{100 * rate / peak:.0f} %", f"{1e6 * floor:.1f}"] if wire else [""] * 3
-        table.append(cells + rates)
     title = f"{case.layout.num_tokens} tokens/rank, {case.layout.num_ranks} ranks"
-    harness.show_table(title, ["variant", "us", "quartiles", "wire GB/s", "of peak", "floor us"], table)
+    for todo, lengths in ((fast, LENGTHS), (slow, SLOW_LENGTHS)):
+        factories = {name: partial(variant.program, case) for name, variant in todo.items()}
+        lengths = QUICK_LENGTHS if args.quick else lengths
+        times |= harness.measure_chained(factories, args.rounds, lengths=lengths, title=title)
+    num_bytes = {name: variant.wire_bytes for name, variant in (fast | slow).items()}
+    parts = {f"combine, {wire}": (f"round trip, {wire} back", "dispatch, fp8") for wire in ("fp8", "bf16")}
+    parts |= {"xla combine, bf16": ("xla round trip, bf16 back", "xla dispatch, fp8")} if slow else {}
+    for name, (trip, sent) in parts.items():
+        times[name], num_bytes[name] = less(times[trip], times[sent]), num_bytes[trip] - num_bytes[sent]
+    failures = {}
+    for name in [] if args.quick else [name for name in times if times[name].median <= 0]:
+        failures[name] = "takes less than what these chains resolve"  # a combine is a difference
+    floor_of_one = times[WORD].median
+
+    def details(name: str, timing: Timing) -> dict[str, float]:
+        launches = 2 if "round trip" in name else 1
+        rate = num_bytes[name] / timing.median
+        found = {"wire_bytes": num_bytes[name], "floor_seconds": launches * floor_of_one + num_bytes[name] / peak}
+        return found | {"wire_bytes_per_s": rate, "peak_share": rate / peak}
+
+    shape = {"tokens_per_rank": case.layout.num_tokens, "ranks": case.layout.num_ranks}
+    shape |= {"hidden": case.model.hidden, "dtype": case.x.dtype.name}
+    report.record(title, shape, {name: times[name] for name in sorted(times.keys() - failures)}, failures, details)
 
 
 def measure_exchange(args: argparse.Namespace, model: Model) -> Report:
     """Measure dispatch and combine."""
-    on_gpus = jax.default_backend() == "gpu"
-    peak = links.peak(links.PEAK_BYTES if on_gpus else links.QUICK_BYTES)
+    peak = rates.link()
     ranks = [n for n in args.ranks or (2, 4) if n <= jax.device_count()]
     tokens = {n: args.tokens or ([2] if args.quick else TOKENS.get(n, TOKENS[4])) for n in ranks}
     settings: dict[str, Any] = {"experts": model.experts, "top_k": model.top_k}
     settings |= {"tokens": {str(n): counts for n, counts in tokens.items()}, "lengths": [LENGTHS, SLOW_LENGTHS]}
     report = Report("low_latency", args, settings)
     report.summarise(copy_engine_bytes_per_s=peak)
-    for num_ranks, counts in tokens.items():
+    for num_ranks in ranks:
         mesh = expert_mesh(num_ranks)
         jax_ep.finalize()
-        jax_ep.init(mesh, transport=None if on_gpus else "shared_memory")
-        for count in counts:
-            inputs = make_inputs(mesh, count, model)
-            times, num_bytes = measure(inputs, args, mesh)
-            show(report, inputs.case, times, num_bytes, peak, quick=args.quick)
+        jax_ep.init(mesh, transport=None if jax.default_backend() == "gpu" else "shared_memory")
+        for count in tokens[num_ranks]:
+            measure_all_to_all(report, make_case(mesh, "uniform", count, model), args, peak)
     jax_ep.finalize()
     return report
 
@@ -124,10 +251,9 @@ def measure_exchange(args: argparse.Namespace, model: Model) -> Report:
 
 
 def decode_report(name: str, args: argparse.Namespace, model: Model) -> tuple[Report, list[int]]:
-    """Make a report without rows; return it and the numbers of tokens."""
+    """Return the report of a part, and its numbers of tokens."""
     tokens = args.tokens or ([2] if args.quick else DECODE_TOKENS)
-    settings = {"tokens": tokens, "lengths": decode_experts.LENGTHS, **model._asdict()}
-    return Report(name, args, settings), tokens
+    return Report(name, args, {"model": model._asdict(), "tokens": tokens}), tokens
 
 
 def measure_experts(args: argparse.Namespace, model: Model) -> Report:
@@ -138,6 +264,31 @@ def measure_experts(args: argparse.Namespace, model: Model) -> Report:
     return report
 
 
+Layer = Callable[..., Array]  # x, ids, router weights, gate_up, down -> x
+
+
+def low_latency(model: Model, name: str | None, *arrays: Any) -> Array:
+    """Run the layer with GEMM and combine in one kernel."""
+    return jax_ep.low_latency_moe(*arrays, num_experts=model.experts, implementation=name)
+
+
+def separate(model: Model, name: str | None, x: Array, ids: Array, weights: Array, gate_up: Any, down: Any) -> Array:
+    """Run `low_latency_moe` with GEMM and combine in two kernels."""
+    fp8 = gate_up.activations == "fp8"
+    sizes = {"num_experts": model.experts, "max_tokens_per_rank": x.shape[0], "quantize": fp8}
+    d = jax_ep.low_latency_dispatch(x, ids, **sizes, implementation=name)
+    expected = max(1, -(-d.handle.layout.num_ranks * ids.size // model.experts))
+    one = partial(multiply, name, expected, d.group_sizes)
+    y = one(*decode_experts.activation(name, d.group_sizes, one(d.tokens, d.scales, gate_up), quantize=fp8), down)
+    return jax_ep.low_latency_combine(y, ids, weights, d.handle, implementation=name)
+
+
+def layer_chain(mesh: jax.sharding.Mesh, layer: Layer, arrays: tuple[Any, ...], length: int) -> Program:
+    """Return a program of layers, each of which takes the result of the previous one."""
+    # The factor keeps the sums bounded.
+    return passed_on(mesh, lambda x, *others: x + 1e-3 * layer(x, *others), arrays, length)
+
+
 def measure_layer(args: argparse.Namespace, model: Model) -> Report:
     """Measure the whole layer."""
     report, tokens = decode_report("decode_layer", args, model)
@@ -145,9 +296,50 @@ def measure_layer(args: argparse.Namespace, model: Model) -> Report:
         mesh = expert_mesh(num_ranks)
         if jax.default_backend() == "gpu":
             jax_ep.init(mesh)
-        decode_layer.measure(report, args, mesh, model, tokens)
+        weights = make_weights(mesh, model)
+        serving = {dtype: served(weights, dtype) for dtype in ("fp8", "bf16")}
+        for count in tokens:
+            measure_decode(report, args, make_case(mesh, "uniform", count, model), weights, serving)
         jax_ep.finalize()
     return report
+
+
+def served(weights: tuple[Array, Array], dtype: str) -> tuple[Any, Any]:
+    """Return expert weights for serving."""
+    formats = {"format": "fp8", "activations": "fp8"} if dtype == "fp8" else {"format": None}
+    found = jax.jit(partial(serving_weights, **formats))(*weights)
+    return found.w_gate_up, found.w_down
+
+
+def measure_decode(
+    report: Report, args: argparse.Namespace, case: Case, weights: tuple[Array, Array], serving: Mapping[str, Any]
+) -> None:
+    """Measure all variants of the layer for one number of tokens."""
+    name, model = None if jax.default_backend() == "gpu" else "xla", case.model
+    tokens = case.x, case.topk_idx, case.topk_weights
+    training = partial(jax_ep.moe, num_experts=model.experts, implementation=name)
+    variants: dict[str, tuple[Layer, Any]] = {"moe": (training, (*tokens, *weights))}
+    for dtype, held in serving.items():
+        variants[f"low latency, {dtype}"] = partial(low_latency, model, name), (*tokens, *held)
+        variants[f"low latency, separate, {dtype}"] = partial(separate, model, name), (*tokens, *held)
+    results = {label: jax.jit(on_each_rank(case.mesh, layer))(*arrays) for label, (layer, arrays) in variants.items()}
+    errors = {label: harness.norm_of_difference(out, results["moe"]) for label, out in results.items()}
+    for label, error in errors.items():
+        if not error < (0.1 if "fp8" in label else 0.02):
+            raise RuntimeError(f"{label} differs from moe by {error} of the norm")
+    count, ranks = case.layout.num_tokens, case.layout.num_ranks
+    title = f"{count} tokens/rank, {ranks} ranks"
+    factories = {label: partial(layer_chain, case.mesh, *one) for label, one in variants.items()}
+    lengths = QUICK_LENGTHS if args.quick else LAYER_LENGTHS
+    times = harness.measure_chained(factories, args.rounds, lengths=lengths, title=title)
+
+    def details(label: str, timing: Timing) -> dict[str, float]:
+        return {"error": errors[label], "tokens_per_s": count * ranks / timing.median}
+
+    for dtype in ("fp8", "bf16"):
+        shape = {"tokens_per_rank": count, "ranks": ranks, **model._asdict(), "dtype": dtype}
+        own = {label: timing for label, timing in times.items() if ("fp8" in label) == (dtype == "fp8")}
+        report.record(f"{title}, {dtype}", shape, own, {}, details)
 
 
 # --- command line ---------------------------------------------------------------------------------------------------
@@ -157,17 +349,17 @@ PARTS = {"exchange": measure_exchange, "experts": measure_experts, "layer": meas
 
 def options(prog: str | None = None) -> argparse.ArgumentParser:
     """Return the command line."""
-    parser = harness.parser(
-        __doc__, "low_latency", prog=prog, rounds=8, tokens=f"{DECODE_TOKENS}; exchange, by ranks: {TOKENS}"
-    )
-    parser.add_argument("--model", choices=MODELS, help=f"default: {DEFAULT}; --quick: {QUICK}")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
+    tokens = f"{DECODE_TOKENS}; exchange, by ranks: {TOKENS}"
+    parser = harness.parser(__doc__, "low_latency", prog=prog, rounds=8, tokens=tokens)
+    add = parser.add_argument
+    add("--model", choices=MODELS, help=f"default: {DEFAULT}; --quick: {QUICK}")
+    add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
     ranks = "number of GPUs (default: 2 4 for the exchange, all for the layer); experts: the ranks that would"
-    parser.add_argument("--ranks", type=int, nargs="+", help=f"{ranks} share the experts (default: {DECODE_RANKS})")
+    add("--ranks", type=int, nargs="+", help=f"{ranks} share the experts (default: {DECODE_RANKS})")
     most = "exchange: the most tokens for which to time `xla`, which is slow"
-    parser.add_argument("--most-xla-tokens", type=count_or_zero, default=128, help=most)
-    parser.add_argument("--dtypes", nargs="+", choices=("fp8", "bf16"), default=["fp8", "bf16"], help="experts")
-    parser.add_argument("--only", nargs="+", help="experts: only variants whose names contain one of these")
+    add("--most-xla-tokens", type=count_or_zero, default=128, help=most)
+    add("--dtypes", nargs="+", choices=("fp8", "bf16"), default=["fp8", "bf16"], help="experts")
+    add("--only", nargs="+", help="experts: only variants whose names contain one of these")
     return parser
 
 

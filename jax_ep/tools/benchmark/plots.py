@@ -51,82 +51,47 @@ class Panel:
     curves: dict[str, tuple[list[float], list[Mapping[str, float]]]] = dataclasses.field(default_factory=dict)
 
 
-class Axes(NamedTuple):
-    """How rows become panels: the title of a row's panel or None, the name of its curve, and its x in `shape`."""
-
-    title: Callable[[Row], str | None]
-    curve: Callable[[Row], str]
-    x: Callable[[Row], str]
-
-
-def _variant(row: Row) -> str:
-    return row["variant"]
-
-
-def _title_of_groups(row: Row) -> str | None:
-    shape = row["shape"]
-    if row["part"] not in ("exchange", "groups"):
-        return None
-    if row["part"] == "exchange":
-        return f"dispatch + combine, top {shape['top_k']}, {shape['ranks']} CPU devices"
-    return f"{row['direction']}, {shape['rows']} rows, {shape['k']}x{shape['n']} f32"
-
-
 def _title_of_layer(row: Row) -> str | None:
     if row["variant"].startswith(("one launch", "moe_sort", "a step of the chain")):
         return None  # only default choices are shown, and no parts
     return NAMES.get(row["shape"]["model"], row["shape"]["model"])
 
 
-def _title_of_scaling(row: Row) -> str | None:
-    return None if row["part"] == "kernels" else f"{row['shape']['scaling']} scaling, {row['part']}"
-
-
-REPORTS = {
-    "scaling": Axes(_title_of_scaling, _variant, lambda row: "ranks"),
-    "fused_moe": Axes(_title_of_layer, _variant, lambda row: "tokens"),
-    "dispatch_combine": Axes(
+REPORTS: dict[str, tuple[str, Callable[[Row], str | None]]] = {
+    "scaling": ("ranks", lambda row: f"{row['shape']['scaling']} scaling, {row['part']}"),
+    "fused_moe": ("tokens", _title_of_layer),
+    "dispatch_combine": (
+        "tokens_per_rank",
         lambda row: f"{row['shape']['routing']} routing, {row['shape']['ranks']} ranks",
-        _variant,
-        lambda row: "tokens_per_rank",
     ),
-    "low_latency": Axes(lambda row: f"{row['shape']['ranks']} ranks", _variant, lambda row: "tokens_per_rank"),
-    "grouped_gemm_cpu": Axes(
-        _title_of_groups,
-        lambda row: f"{row['variant']}, {row['distribution']}" if row["part"] == "groups" else row["variant"],
-        lambda row: "groups" if row["part"] == "groups" else "experts",
-    ),
+    "low_latency": ("tokens_per_rank", lambda row: f"{row['shape']['ranks']} ranks"),
 }
-"""Axes by the beginning of the report's name."""
+"""By the beginning of the report's name: the x in a row's `shape`, and the title of a row's panel or None."""
 
 
-def panels_of(rows: Iterable[Row], axes: Axes) -> list[Panel]:
+def panels_of(rows: Iterable[Row], x: str, title_of: Callable[[Row], str | None]) -> list[Panel]:
     """Return the panels of the rows that have a time and a title, in their order."""
     panels: dict[str, Panel] = {}
-    for row in rows:
-        if "seconds" not in row or (title := axes.title(row)) is None:
+    timed = [row for row in rows if "seconds" in row]
+    for row in sorted(timed, key=lambda row: row["shape"][x]):
+        if (title := title_of(row)) is None:
             continue
-        x = axes.x(row)
         panel = panels.setdefault(title, Panel(title, x.replace("_", " ")))
-        xs, seconds = panel.curves.setdefault(axes.curve(row), ([], []))
+        xs, seconds = panel.curves.setdefault(row["variant"], ([], []))
         xs.append(row["shape"][x])
         seconds.append(row["seconds"])
-    for panel in panels.values():
-        for xs, seconds in panel.curves.values():
-            order = np.argsort(xs, kind="stable")
-            xs[:], seconds[:] = [xs[i] for i in order], [seconds[i] for i in order]
     return list(panels.values())
 
 
 def draw(report: Path) -> Path | None:
     """Plot a report next to its JSON; None if it has no plot or matplotlib is not installed."""
     axes = next((axes for name, axes in REPORTS.items() if report.stem.startswith(name)), None)
-    panels = [] if axes is None else panels_of(json.loads(report.read_text())["rows"], axes)
+    panels = [] if axes is None else panels_of(json.loads(report.read_text())["rows"], *axes)
     return plot(report.with_suffix(".png"), panels) if panels else None
 
 
 def plot(path: Path, panels: Sequence[Panel]) -> Path | None:
-    """Plot medians with quartiles as error bars: curves over powers of two, or bars if a panel has a single x.
+    """Plot medians over powers of two, with quartiles as error bars.
 
     Returns None if matplotlib is not installed.
     """
@@ -143,8 +108,6 @@ def plot(path: Path, panels: Sequence[Panel]) -> Path | None:
     for axes, panel in itertools.zip_longest(grid.flat, panels):
         if panel is None:
             axes.set_axis_off()
-        elif len({x for xs, _ in panel.curves.values() for x in xs}) == 1:
-            _bars(axes, panel)
         else:
             _curves(axes, panel, mpl.ticker)
     figure.savefig(path, dpi=120)
@@ -167,17 +130,6 @@ def _milliseconds(seconds: Sequence[Mapping[str, float]]) -> tuple[np.ndarray, n
     """Return medians `[n]`, and the distances of the quartiles from them `[2, n]`."""
     middle = np.array([s["median"] for s in seconds])
     return 1e3 * middle, 1e3 * np.abs(np.array([[s["q1"], s["q3"]] for s in seconds]).T - middle)
-
-
-def _bars(axes: Any, panel: Panel) -> None:
-    """Draw a bar for each name, the first on top."""
-    (x,) = {x for xs, _ in panel.curves.values() for x in xs}
-    middle, spread = _milliseconds([seconds[0] for _, seconds in panel.curves.values()])
-    bars = axes.barh(list(panel.curves), middle, xerr=spread, height=0.5, capsize=2)
-    axes.bar_label(bars, fmt="{:.3g}", padding=6)
-    axes.set(title=f"{panel.title}, {x:g} {panel.xlabel}", xlabel="ms", xlim=(0, 1.25 * max(middle)))
-    axes.invert_yaxis()
-    axes.grid(alpha=0.3, axis="x")
 
 
 def _curves(axes: Any, panel: Panel, ticker: Any) -> None:

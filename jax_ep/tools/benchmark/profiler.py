@@ -26,7 +26,7 @@ import jax
 import numpy as np
 
 from jax_ep.tools.benchmark import harness
-from jax_ep.tools.benchmark.harness import Timing
+from jax_ep.tools.benchmark.harness import Report, Timing
 
 PAUSE_S = 0.005  # far longer than any gap inside a run
 _WARMUP = 2  # the first runs load code and record CUDA graphs
@@ -159,6 +159,20 @@ def profile(program: Program, rounds: int, folder: Path | None = None) -> tuple[
     runs = split_runs(events, rounds + 1)[1:]
     timing = Timing(tuple(1e-6 * span(run) for run in runs))
     return timing, {"steps": program.steps, "unprofiled_us": unprofiled_us, **summarise(runs)}
+
+
+def profile_row(
+    report: Report,
+    variant: str,
+    shape: Mapping[str, Any],
+    program: Program,
+    rounds: int,
+    folder: Path | None = None,
+) -> None:
+    """Profile a program, report it and print its kernels."""
+    timing, found = profile(program, rounds, folder)
+    report.add(variant, shape, timing, **found)
+    show(", ".join([variant, *map(str, shape.values())]), found)
 
 
 def show(title: str, found: dict[str, Any]) -> None:

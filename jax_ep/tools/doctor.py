@@ -162,7 +162,7 @@ def _transport() -> Iterator[Finding]:
         return
     if chosen == "xla" and _on_gpus():
         reason = transports.unordered_launches_reason() or nvshmem.unsupported_reason() or "kernels are not used"
-        yield Finding("transport", WARNING, f"{text}; {reason}", "see docs/sharding.md", {"transport": chosen})
+        yield Finding("transport", WARNING, f"{text}; {reason}", "see docs/multi_process.md", {"transport": chosen})
         return
     yield Finding("transport", OK, text, data={"transport": chosen})
     if _on_gpus() and jax.process_count() == 1:

@@ -200,11 +200,7 @@ def _scatter(
 
 
 def gemm_combine_sizes(
-    layout: Layout,
-    features: int,
-    hidden: int,
-    transpose_rhs: bool,
-    gradient: gemm_structs.WeightGradient | None = None,
+    layout: Layout, features: int, hidden: int, transpose_rhs: bool, gradient: gemm_structs.WeightGradient | None = None
 ) -> tuple[Config, structs.GemmCombine]:
     """Return config and sizes of GEMM + combine, `[., features]` times `[features, hidden]`."""
     # Add up all rows at the end: between tiles, sums run at a seventh of the rate (docs/design/rejected.md).

@@ -76,10 +76,7 @@ def _launch(*operands: Array, top_k: int, part: int, interpret: bool) -> Any:
         "scale_slots": plgpu.SMEM((RESULT_SLOTS, part), jnp.float32),
     }
     body = functools.partial(unpermute_fp8.unpermute, programs=programs)
-    result = (
-        jax.ShapeDtypeStruct((num_rows, lines, LINE), FP8),
-        jax.ShapeDtypeStruct((num_rows, lines), jnp.float32),
-    )
+    result = (jax.ShapeDtypeStruct((num_rows, lines, LINE), FP8), jax.ShapeDtypeStruct((num_rows, lines), jnp.float32))
     inputs = index, y.reshape(-1, lines, LINE)
     values, scales = launch("unpermute_fp8", body, inputs, result, scratch, programs, interpret)
     return values.reshape(num_rows, -1), scales

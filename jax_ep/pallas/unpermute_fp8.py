@@ -49,16 +49,7 @@ class _Tasks(NamedTuple):
 
 
 def unpermute(
-    index: Ref,
-    y: Ref,
-    out: Ref,
-    scales: Ref,
-    slots: Ref,
-    full: Ref,
-    out_slots: Ref,
-    scale_slots: Ref,
-    *,
-    programs: int,
+    index: Ref, y: Ref, out: Ref, scales: Ref, slots: Ref, full: Ref, out_slots: Ref, scale_slots: Ref, *, programs: int
 ) -> None:
     """Sum `y [R, lines, 128]` by `index [N * top_k]` to `out [N, lines, 128]` and scales `[N, lines]`.
 

@@ -220,15 +220,7 @@ def weighted_activation_gradient(
 
 
 @triton.jit
-def activate_quantized(
-    hidden_ptr,
-    weights_ptr,
-    sizes_ptr,
-    bias,
-    quantized,
-    KIND: tl.constexpr,
-    S: tl.constexpr,
-):
+def activate_quantized(hidden_ptr, weights_ptr, sizes_ptr, bias, quantized, KIND: tl.constexpr, S: tl.constexpr):
     """Store the weighted activation as FP8 `[num_rows, width]` with scales."""
     used = rows_in_use(sizes_ptr, S)
     for task in range(tl.program_id(0), num_row_tasks(used, S), tl.num_programs(0)):

@@ -19,20 +19,10 @@ Floor: the link carries one row per token and destination rank; local memory is 
 import triton
 import triton.language as tl
 
+from . import protocol
 from .exchange_structs import Rows
 from .failures import poison
 from .listed_sums import sum_listed, write_list
-from .protocol import (
-    await_all_ready,
-    await_block_of_all,
-    data_of,
-    end_launch,
-    next_task,
-    open_launch,
-    peer_of,
-    publish,
-    signal_ready,
-)
 from .router_weights import return_weights, take_weights
 from .token_rows import destinations, goes_to
 from .trace import PUSH_EVENT, SUM_EVENT, stamp, trace, trace_exchange
@@ -93,24 +83,24 @@ def combine_blocks(
     num_blocks: tl.constexpr = (S.num_tokens + S.tile.block_tokens - 1) // S.tile.block_tokens
     list_ptr = sums.lists_ptr + tl.program_id(0) * 2 * S.tile.list_length
     peers_ready = 0
-    task = next_task(launch)
+    task = protocol.next_task(launch)
     while task < 1 + (num_blocks + LAG) * (NUM_RANKS + 1):
         step = (task - 1) // (NUM_RANKS + 1)
         index = (task - 1) % (NUM_RANKS + 1)
         if task == 0:
-            signal_ready(launch, HEAP)
+            protocol.signal_ready(launch, HEAP)
         elif index < NUM_RANKS and step < num_blocks:
             # Sum a block's rows for one peer and store the sums in its heap.
             block = step
-            peer = peer_of(launch, (launch.rank + 1 + index) % NUM_RANKS)
+            peer = protocol.peer_of(launch, (launch.rank + 1 + index) % NUM_RANKS)
             count = list_rows(list_ptr, assignment_to_row_ptr, topk_idx_ptr, block, peer.rank, launch.rank, S)
             # Once per program: peers no longer use their heaps for earlier launches.
             if peers_ready == 0:
-                not_failed = await_all_ready(launch, not_failed, task, HEAP)
+                not_failed = protocol.await_all_ready(launch, not_failed, task, HEAP)
                 peers_ready = 1
             if not_failed != 0:
-                values_ptr = data_of(launch, peer.device, wire, HEAP)
-                scales_ptr = data_of(launch, peer.device, tl.float32, HEAP, S.scales_offset)
+                values_ptr = protocol.data_of(launch, peer.device, wire, HEAP)
+                scales_ptr = protocol.data_of(launch, peer.device, tl.float32, HEAP, S.scales_offset)
                 began = stamp(HEAP)
                 target = Rows(values_ptr, scales_ptr)
                 sum_listed(list_ptr, count, Rows(y_ptr, scales_ptr), target, SUM, S.hidden, S.tile)
@@ -121,22 +111,22 @@ def combine_blocks(
                         weights_ptr, topk_idx_ptr, assignment_to_row_ptr, tokens, launch, peer, S, local_experts, HEAP
                     )
                 trace_exchange(launch, PUSH_EVENT, began, task, peer.device, block, HEAP)
-                publish(launch, peer, block, task, HEAP)
+                protocol.publish(launch, peer, block, task, HEAP)
         elif index == NUM_RANKS and step >= LAG:
             # Add up what all ranks have sent for a block of own tokens.
             block = step - LAG
             count = list_arrivals(list_ptr, topk_idx_ptr, block, launch.rank, S)
-            not_failed = await_block_of_all(launch, block, not_failed, task, HEAP)
+            not_failed = protocol.await_block_of_all(launch, block, not_failed, task, HEAP)
             began = stamp(HEAP)
-            values_ptr = data_of(launch, launch.device, wire, HEAP)
-            scales_ptr = data_of(launch, launch.device, tl.float32, HEAP, S.scales_offset)
+            values_ptr = protocol.data_of(launch, launch.device, wire, HEAP)
+            scales_ptr = protocol.data_of(launch, launch.device, tl.float32, HEAP, S.scales_offset)
             arrived = Rows(values_ptr, scales_ptr)
             sum_listed(list_ptr, count, arrived, Rows(sums.out_ptr, scales_ptr), SUM, S.hidden, S.tile)
             if weights_ptr is not None:
                 tokens = block * S.tile.block_tokens + tl.arange(0, S.tile.block_tokens)
                 take_weights(topk_idx_ptr, tokens, out_weights_ptr, launch, S, S.num_local_experts, HEAP)
             trace(launch, SUM_EVENT, began, task, HEAP)
-        task = next_task(launch)
+        task = protocol.next_task(launch)
 
 
 @triton.jit
@@ -156,12 +146,12 @@ def combine(
     Unless both are None, values `weights [num_rows]` of rows go to `out_weights [num_tokens, top_k]`, the assignments
     of their rows; assignments without a row get zero.
     """
-    launch, not_failed = open_launch(peers, HEAP)
+    launch, not_failed = protocol.open_launch(peers, HEAP)
     combine_blocks(
         y_ptr, weights_ptr, topk_idx_ptr, assignment_to_row_ptr, sums, out_weights_ptr, launch, not_failed, S, HEAP
     )
     # After a failure no result may look valid.
-    if end_launch(launch, HEAP):
+    if protocol.end_launch(launch, HEAP):
         poison(sums.out_ptr, S.num_tokens * S.hidden)
         if weights_ptr is not None:
             poison(out_weights_ptr, S.num_tokens * S.top_k)

@@ -21,19 +21,9 @@ and one write per row.
 import triton
 import triton.language as tl
 
+from . import protocol
 from .exchange_structs import Rows
 from .failures import poison
-from .protocol import (
-    await_all_ready,
-    await_block,
-    data_of,
-    end_launch,
-    next_task,
-    open_launch,
-    peer_of,
-    publish_to_all,
-    signal_ready,
-)
 from .quantization import GROUP, dequantize, quantize, scale_offsets
 from .router_weights import clear_weights, push_weights, weights_to_rows
 from .token_rows import clear_padding, copy_to_rows, destinations, goes_to, send_mask, store_rows, store_scales
@@ -75,12 +65,12 @@ def dispatch_block(
             offsets, exists = scale_offsets(slots, h, HIDDEN, BLOCK_HIDDEN)
         # Store them at each peer that has an expert of the token.
         for step in tl.static_range(1, NUM_RANKS):
-            peer = peer_of(launch, (launch.rank + step) % NUM_RANKS)
+            peer = protocol.peer_of(launch, (launch.rank + step) % NUM_RANKS)
             mask = goes_to(ranks, peer.rank)[:, None]
-            row_ptr = data_of(launch, peer.device, wire, HEAP) + slots.to(tl.int64)[:, None] * HIDDEN
+            row_ptr = protocol.data_of(launch, peer.device, wire, HEAP) + slots.to(tl.int64)[:, None] * HIDDEN
             tl.store(tl.multiple_of(row_ptr + columns, (16, 16)), values, mask=mask & inside)
             if S.fp8:
-                scales_ptr = data_of(launch, peer.device, tl.float32, HEAP, S.scales_offset)
+                scales_ptr = protocol.data_of(launch, peer.device, tl.float32, HEAP, S.scales_offset)
                 tl.store(scales_ptr + offsets, scales, mask=mask & exists)
         # Own tokens skip the heap; they round like the others.
         own = goes_to(ranks, launch.rank)
@@ -92,7 +82,7 @@ def dispatch_block(
     if weights_ptr is not None:
         # Router weights take the same way.
         for step in tl.static_range(1, NUM_RANKS):
-            peer = peer_of(launch, (launch.rank + step) % NUM_RANKS)
+            peer = protocol.peer_of(launch, (launch.rank + step) % NUM_RANKS)
             push_weights(weights_ptr, tokens, goes_to(ranks, peer.rank), launch, peer, S, HEAP)
         own_rows_ptr = assignment_to_row_ptr + launch.rank * (S.num_tokens * S.top_k)
         weights_to_rows(weights_ptr, own_rows_ptr, tokens, tokens < S.num_tokens, out_weights_ptr, S.top_k)
@@ -118,7 +108,7 @@ def dispatch(
     without a token become zero. Unless both are None, `weights [num_tokens, top_k]` go to `out_weights [num_rows]`,
     zero where there is no token.
     """
-    launch, not_failed = open_launch(peers, HEAP)
+    launch, not_failed = protocol.open_launch(peers, HEAP)
     out = Rows(out_ptr, out_scales_ptr)
     NUM_RANKS: tl.constexpr = HEAP.num_ranks
     BLOCK_TOKENS: tl.constexpr = S.tile.block_tokens
@@ -131,12 +121,12 @@ def dispatch(
     clears: tl.constexpr = S.clears_padding or weights_ptr is not None
     num_tasks: tl.constexpr = steps_end + ((S.num_rows + BLOCK_ROWS - 1) // BLOCK_ROWS if clears else 0)
     peers_ready = 0
-    task = next_task(launch)
+    task = protocol.next_task(launch)
     while task < num_tasks:
         step = (task - 1) // NUM_RANKS
         index = (task - 1) % NUM_RANKS
         if task == 0:
-            signal_ready(launch, HEAP)
+            protocol.signal_ready(launch, HEAP)
         elif task >= steps_end:
             # Zero a block of padding rows: the last tasks, so that the link is not kept waiting.
             began = stamp(HEAP)
@@ -152,7 +142,7 @@ def dispatch(
             if step < num_blocks:
                 # Once per program: peers no longer use their heaps for earlier launches.
                 if peers_ready == 0:
-                    not_failed = await_all_ready(launch, not_failed, task, HEAP)
+                    not_failed = protocol.await_all_ready(launch, not_failed, task, HEAP)
                     peers_ready = 1
                 if not_failed != 0:
                     began = stamp(HEAP)
@@ -169,27 +159,29 @@ def dispatch(
                         HEAP,
                     )
                     trace_exchange(launch, PUSH_EVENT, began, task, -1, step, HEAP)
-                    publish_to_all(launch, step, task, HEAP)
+                    protocol.publish_to_all(launch, step, task, HEAP)
         elif step >= LAG:
             # Copy a received block, in the order in which peers send to this rank.
             block = step - LAG
-            source = peer_of(launch, (launch.rank + NUM_RANKS - index) % NUM_RANKS)
-            not_failed = await_block(launch, source, block, not_failed, task, HEAP)
+            source = protocol.peer_of(launch, (launch.rank + NUM_RANKS - index) % NUM_RANKS)
+            not_failed = protocol.await_block(launch, source, block, not_failed, task, HEAP)
             began = stamp(HEAP)
             slots = source.rank * S.num_tokens + block * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
             first_ids, inside = slots * S.top_k, slots < (source.rank + 1) * S.num_tokens
             # Only tokens with an expert here have been sent.
             mask = send_mask(topk_idx_ptr, first_ids, inside, launch.rank, S.top_k, S.num_local_experts)
-            scales_ptr = data_of(launch, launch.device, tl.float32, HEAP, S.scales_offset)
-            received = Rows(data_of(launch, launch.device, wire, HEAP), scales_ptr)
+            scales_ptr = protocol.data_of(launch, launch.device, tl.float32, HEAP, S.scales_offset)
+            received = Rows(protocol.data_of(launch, launch.device, wire, HEAP), scales_ptr)
             copy_to_rows(received, slots, mask, assignment_to_row_ptr, out, S)
             if weights_ptr is not None:
-                arrived_ptr = data_of(launch, launch.device, weights_ptr.dtype.element_ty, HEAP, S.weights_offset)
+                arrived_ptr = protocol.data_of(
+                    launch, launch.device, weights_ptr.dtype.element_ty, HEAP, S.weights_offset
+                )
                 weights_to_rows(arrived_ptr, assignment_to_row_ptr, slots, mask, out_weights_ptr, S.top_k)
             trace_exchange(launch, COPY_EVENT, began, task, source.device, block, HEAP)
-        task = next_task(launch)
+        task = protocol.next_task(launch)
     # After a failure no result may look valid.
-    if end_launch(launch, HEAP):
+    if protocol.end_launch(launch, HEAP):
         poison(out_ptr, S.num_rows * S.hidden)
         if S.quantized:
             poison(out_scales_ptr, S.num_rows * (S.hidden // GROUP))

@@ -42,49 +42,14 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from . import protocol, tiles
 from .combine import combine_blocks
 from .exchange_structs import Rows
-from .failures import (
-    QUEUE,
-    STARTED,
-    poison,
-)
+from .failures import QUEUE, STARTED, poison
 from .gemm_structs import Pointer, Value
 from .grouped_gemm import ALL_TASKS, multiply_rows
 from .listed_sums import sum_listed, write_list
-from .protocol import (
-    all_programs_started,
-    await_all_ready,
-    await_block_of_all,
-    await_blocks,
-    await_ready,
-    count_stored,
-    data_of,
-    end_launch,
-    next_task,
-    open_launch,
-    peer_of,
-    publish,
-    signal_ready,
-)
 from .router_weights import clear_weights, push_weights, return_weights, store_row_weights, take_weights
-from .tiles import (
-    Tile,
-    add_bias,
-    find_tile,
-    first_task_after,
-    load_rhs,
-    locate_groups,
-    multiply,
-    num_own_tasks,
-    number_tasks,
-    own_task,
-    split_columns,
-    store_tile,
-    tasks_until,
-    tile_in_grid,
-    zero_rows,
-)
 from .token_rows import copy_tokens, send_mask
 from .trace import COPY_EVENT, PUSH_EVENT, SUM_EVENT, TILE_EVENT, ZERO_EVENT, stamp, trace, trace_exchange
 
@@ -118,13 +83,13 @@ def find_group(tile, group, first_tile, first_row, sizes_ptr, COLUMN_TILES: tl.c
     A program gets tiles in ascending order, so it moves on from its last group, usually by a few groups.
     """
     size = tl.load(sizes_ptr + group)
-    tiles = row_tiles(size, BLOCK_M) * COLUMN_TILES
-    while tile >= first_tile + tiles:
+    group_tiles = row_tiles(size, BLOCK_M) * COLUMN_TILES
+    while tile >= first_tile + group_tiles:
         group += 1
-        first_tile += tiles
+        first_tile += group_tiles
         first_row += size
         size = tl.load(sizes_ptr + group)
-        tiles = row_tiles(size, BLOCK_M) * COLUMN_TILES
+        group_tiles = row_tiles(size, BLOCK_M) * COLUMN_TILES
     return group, first_tile, first_row, size
 
 
@@ -143,7 +108,7 @@ def multiply_gathered(a_ptrs, b_desc, tile, S: tl.constexpr, BLOCK_M: tl.constex
         else:
             a = tl.load(a_ptrs, mask=(k + tl.arange(0, BLOCK_K) < S.K)[None, :], other=0.0)
         a_ptrs += BLOCK_K
-        total = tl.dot(a, load_rhs(b_desc, tile.group, k, tile.column, S), total)
+        total = tl.dot(a, tiles.load_rhs(b_desc, tile.group, k, tile.column, S), total)
     return total
 
 
@@ -161,11 +126,11 @@ def gathered_tile(tokens, b_desc, out_ptr, group, row, size, column, S: tl.const
     own_ptrs = tokens.own_ptr + (token % S.num_tokens).to(tl.int64)[:, None] * S.gemm.K + columns
     received_ptrs = tokens.received_ptr + token.to(tl.int64)[:, None] * S.gemm.K + columns
     a_ptrs = tl.multiple_of(tl.where(own, own_ptrs, received_ptrs), (16, 16))
-    tile = Tile(group, row, row + size, column * S.gemm.tile.block_n)
+    tile = tiles.Tile(group, row, row + size, column * S.gemm.tile.block_n)
     total = multiply_gathered(a_ptrs, b_desc, tile, S.gemm, BLOCK_M)
     # Padding rows are zero.
     total = tl.where((assignment >= 0)[:, None], total, 0.0)
-    store_tile(out_ptr, total, tile, S.gemm)
+    tiles.store_tile(out_ptr, total, tile, S.gemm)
 
 
 @triton.jit
@@ -176,12 +141,12 @@ def push_block(x_ptr, weights_ptr, order, launch, peer, block, num_sends, task, 
     mask = index < num_sends
     # The send order lists the tokens of each destination.
     tokens = tl.load(order.order_ptr + peer.rank * S.num_tokens + index, mask=mask, other=0)
-    values_ptr = data_of(launch, peer.device, x_ptr.dtype.element_ty, HEAP)
+    values_ptr = protocol.data_of(launch, peer.device, x_ptr.dtype.element_ty, HEAP)
     copy_tokens(x_ptr, tokens, launch.rank * S.num_tokens + tokens, mask, values_ptr, S.gemm.K, S.block_hidden)
     if weights_ptr is not None:
         push_weights(weights_ptr, tokens, mask, launch, peer, S, HEAP)
     trace_exchange(launch, PUSH_EVENT, began, task, peer.device, block, HEAP)
-    publish(launch, peer, block, task, HEAP)
+    protocol.publish(launch, peer, block, task, HEAP)
 
 
 @triton.jit
@@ -203,25 +168,25 @@ def communicate(
     num_blocks: tl.constexpr = (S.num_tokens + BLOCK_TOKENS - 1) // BLOCK_TOKENS
     num_peers: tl.constexpr = NUM_RANKS - 1 if NUM_RANKS > 1 else 1
     push_end: tl.constexpr = 1 + num_blocks * (NUM_RANKS - 1)
-    task = next_task(launch)
+    task = protocol.next_task(launch)
     while task < push_end + (num_blocks * NUM_RANKS if S.saves_tokens else 0):
         if task == 0:
-            signal_ready(launch, HEAP)
+            protocol.signal_ready(launch, HEAP)
         elif task < push_end:
             # Send: blocks are interleaved over the peers.
             block = (task - 1) // num_peers
             step = (task - 1) % num_peers
             peer_rank = (launch.rank + 1 + step) % NUM_RANKS
             num_sends = tl.load(order.num_sends_ptr + peer_rank)
-            peer = peer_of(launch, peer_rank)
+            peer = protocol.peer_of(launch, peer_rank)
             # Wait for block 0 even if nothing is sent: no rank may run two launches ahead of another.
             if (block == 0) | (block * BLOCK_TOKENS < num_sends):
-                not_failed = await_ready(launch, peer, not_failed, task, HEAP)
+                not_failed = protocol.await_ready(launch, peer, not_failed, task, HEAP)
                 if (not_failed != 0) & (block * BLOCK_TOKENS < num_sends):
                     push_block(x_ptr, weights_ptr, order, launch, peer, block, num_sends, task, S, HEAP)
         else:
             # Copy a block of saved tokens; own tokens come first, since they are here.
-            source = peer_of(launch, (launch.rank + (task - push_end) // num_blocks) % NUM_RANKS)
+            source = protocol.peer_of(launch, (launch.rank + (task - push_end) // num_blocks) % NUM_RANKS)
             local = (task - push_end) % num_blocks * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
             slots = source.rank * S.num_tokens + local
             mask = send_mask(
@@ -234,11 +199,11 @@ def communicate(
                 # The last expert needs all tokens that the source sends here.
                 needed = tl.load(order.num_needed_ptr + source.rank * S.gemm.num_groups + S.gemm.num_groups - 1)
                 end = (needed + BLOCK_TOKENS - 1) // BLOCK_TOKENS
-                not_failed = await_blocks(launch, source, 0, end, not_failed, task, HEAP)
+                not_failed = protocol.await_blocks(launch, source, 0, end, not_failed, task, HEAP)
                 began = stamp(HEAP)
                 copy_tokens(received_ptr, slots, slots, mask, saved_ptr, S.gemm.K, S.block_hidden)
             trace_exchange(launch, COPY_EVENT, began, task, source.device, (task - push_end) % num_blocks, HEAP)
-        task = next_task(launch)
+        task = protocol.next_task(launch)
     return not_failed
 
 
@@ -246,12 +211,12 @@ def communicate(
 def await_tokens(launch, order, ready, expert, not_failed, tile, S: tl.constexpr, HEAP: tl.constexpr):
     """Wait for the tokens of the experts after `ready` up to `expert`, from every source."""
     for step in range(1, HEAP.num_ranks):
-        source = peer_of(launch, (launch.rank + HEAP.num_ranks - step) % HEAP.num_ranks)
+        source = protocol.peer_of(launch, (launch.rank + HEAP.num_ranks - step) % HEAP.num_ranks)
         needed_ptr = order.num_needed_ptr + source.rank * S.gemm.num_groups
         # Blocks before this one were awaited for the previous expert.
         begin = tl.load(needed_ptr + ready, mask=ready >= 0, other=0) // S.block_tokens
         end = (tl.load(needed_ptr + expert) + S.block_tokens - 1) // S.block_tokens
-        not_failed = await_blocks(launch, source, begin, end, not_failed, tile, HEAP)
+        not_failed = protocol.await_blocks(launch, source, begin, end, not_failed, tile, HEAP)
     return not_failed
 
 
@@ -275,11 +240,11 @@ def dispatch_gemm(
     [num_rows, N]`. If `S.saves_tokens`, tokens with an expert here are copied to `saved [num_ranks * num_tokens,
     hidden]`. Unless both are None, `weights [num_tokens, top_k]` go to `out_weights [num_rows]`, zero in padding rows.
     """
-    launch, not_failed = open_launch(peers, HEAP)
+    launch, not_failed = protocol.open_launch(peers, HEAP)
     GEMM: tl.constexpr = S.gemm
     BLOCK_M: tl.constexpr = S.gemm.tile.block_m
     BLOCK_N: tl.constexpr = S.gemm.tile.block_n
-    received_ptr = data_of(launch, launch.device, x_ptr.dtype.element_ty, HEAP)
+    received_ptr = protocol.data_of(launch, launch.device, x_ptr.dtype.element_ty, HEAP)
     # The first programs to start communicate until that queue is empty.
     if tl.atomic_add(launch.control + STARTED, 1, sem="relaxed", scope="gpu") < S.comm_programs:
         not_failed = communicate(
@@ -306,7 +271,7 @@ def dispatch_gemm(
                 ready = expert
             began = stamp(HEAP)
             # Locate the tile among those of its expert.
-            row_tile, column = tile_in_grid(
+            row_tile, column = tiles.tile_in_grid(
                 tile - first_tile, row_tiles(size, BLOCK_M), column_tiles, GEMM.tile.group_m
             )
             rows_left = size - row_tile * BLOCK_M
@@ -330,7 +295,7 @@ def dispatch_gemm(
         else:
             began = stamp(HEAP)
             # Zero a block of rows behind all experts.
-            zero_rows(out_ptr, num_rows + (tile - num_tiles) * BLOCK_M, GEMM.M, GEMM.N, BLOCK_M, BLOCK_N)
+            tiles.zero_rows(out_ptr, num_rows + (tile - num_tiles) * BLOCK_M, GEMM.M, GEMM.N, BLOCK_M, BLOCK_N)
             if weights_ptr is not None:
                 clear_weights(
                     out_weights_ptr, row_to_assignment_ptr, num_rows + (tile - num_tiles) * BLOCK_M, BLOCK_M, GEMM.M
@@ -338,7 +303,7 @@ def dispatch_gemm(
             trace(launch, ZERO_EVENT, began, tile, HEAP)
         tile = tl.atomic_add(launch.control + QUEUE, 1, sem="relaxed", scope="gpu")
     # After a failure no result may look valid.
-    if end_launch(launch, HEAP):
+    if protocol.end_launch(launch, HEAP):
         poison(out_ptr, GEMM.M * GEMM.N)
         if S.saves_tokens:
             poison(saved_ptr, HEAP.num_ranks * S.num_tokens * GEMM.K)
@@ -373,11 +338,11 @@ def store_at_sources(total, addresses, column, dtype: tl.constexpr, S: tl.conste
 def store_biased_at_sources(total, bias, tile, addresses, dtype: tl.constexpr, S: tl.constexpr):
     """Add a `Bias` and store a tile at its sources in two halves of the columns: at once they would spill registers."""
     HALF: tl.constexpr = S.gemm.tile.block_n // 2
-    left, right = split_columns(total, S.gemm.tile.block_m, HALF * 2)
-    left = add_bias(left, bias, tile, S.gemm)
+    left, right = tiles.split_columns(total, S.gemm.tile.block_m, HALF * 2)
+    left = tiles.add_bias(left, bias, tile, S.gemm)
     store_at_sources(left, addresses, tile.column, dtype, S)
-    right_tile = Tile(tile.group, tile.row, tile.end, tile.column + HALF)
-    store_at_sources(add_bias(right, bias, right_tile, S.gemm), addresses, right_tile.column, dtype, S)
+    right_tile = tiles.Tile(tile.group, tile.row, tile.end, tile.column + HALF)
+    store_at_sources(tiles.add_bias(right, bias, right_tile, S.gemm), addresses, right_tile.column, dtype, S)
 
 
 @triton.jit
@@ -392,7 +357,7 @@ def clear_dropped(handle, launch, dtype: tl.constexpr, S: tl.constexpr, HEAP: tl
     for index in range(tl.program_id(0), HEAP.num_ranks * blocks, tl.num_programs(0)):
         source_rank = index // blocks
         tokens = index % blocks * ROWS + tl.arange(0, ROWS)
-        base = data_of(launch, tl.load(launch.group_ptr + source_rank), dtype, HEAP)
+        base = protocol.data_of(launch, tl.load(launch.group_ptr + source_rank), dtype, HEAP)
         for k in range(S.top_k):
             assignments = (source_rank * NUM_TOKENS + tokens) * S.top_k + k
             expert = tl.load(handle.topk_idx_ptr + assignments, mask=tokens < NUM_TOKENS, other=-1)
@@ -415,7 +380,7 @@ def return_share_of_weights(weights_ptr, handle, launch, S: tl.constexpr, HEAP: 
     """Send this program's share of row values to their assignments, dropped ones included."""
     blocks: tl.constexpr = (S.num_tokens + S.weight_tokens - 1) // S.weight_tokens
     for index in range(tl.program_id(0), HEAP.num_ranks * blocks, tl.num_programs(0)):
-        peer = peer_of(launch, index // blocks)
+        peer = protocol.peer_of(launch, index // blocks)
         tokens = index % blocks * S.weight_tokens + tl.arange(0, S.weight_tokens)
         return_weights(
             weights_ptr,
@@ -467,15 +432,15 @@ def gemm_combine(
     `[num_rows, hidden]` by row, in this order, or swapped if the weights are transposed. `gradient` is a descriptor of
     blocks `[1, block_m, block_n / store_parts]`.
     """
-    launch, not_failed = open_launch(peers, HEAP)
+    launch, not_failed = protocol.open_launch(peers, HEAP)
     NUM_RANKS: tl.constexpr = HEAP.num_ranks
     GEMM: tl.constexpr = S.gemm
     dtype: tl.constexpr = h_desc.dtype
-    received_ptr = data_of(launch, launch.device, dtype, HEAP)
+    received_ptr = protocol.data_of(launch, launch.device, dtype, HEAP)
     # The first program signals; every program waits before it stores at a peer.
     if tl.atomic_add(launch.control + STARTED, 1, sem="relaxed", scope="gpu") == 0:
-        signal_ready(launch, HEAP)
-    not_failed = await_all_ready(launch, not_failed, 0, HEAP)
+        protocol.signal_ready(launch, HEAP)
+    not_failed = protocol.await_all_ready(launch, not_failed, 0, HEAP)
     # Assignments without a row need a value at their source.
     if S.may_drop:
         if not_failed != 0:
@@ -488,42 +453,44 @@ def gemm_combine(
             began = stamp(HEAP)
             return_share_of_weights(weights_ptr, handle, launch, S, HEAP)
             trace_exchange(launch, PUSH_EVENT, began, tl.program_id(0), -1, 0, HEAP)
-    groups = locate_groups(handle.sizes_ptr, GEMM)
-    group_ends = number_tasks(groups, GEMM)
-    all_tiles = tasks_until(tl.max(group_ends, axis=0))
+    groups = tiles.locate_groups(handle.sizes_ptr, GEMM)
+    group_ends = tiles.number_tasks(groups, GEMM)
+    all_tiles = tiles.tasks_until(tl.max(group_ends, axis=0))
     # After a failure compute no tiles: a peer may no longer be there to receive.
     num_tiles = all_tiles * not_failed
     # GEMM: the loops over tiles and K are one, so the loads of a tile begin before the previous tile is stored.
-    for i in tl.range(0, num_own_tasks(num_tiles), flatten=True):
+    for i in tl.range(0, tiles.num_own_tasks(num_tiles), flatten=True):
         began = stamp(HEAP)
-        tile = find_tile(own_task(i), group_ends, handle.sizes_ptr, GEMM)
-        total = multiply(h_desc, b_desc, tile, GEMM)
+        tile = tiles.find_tile(tiles.own_task(i), group_ends, handle.sizes_ptr, GEMM)
+        total = tiles.multiply(h_desc, b_desc, tile, GEMM)
         # Look addresses up only now: kept across the GEMM, they would spill registers.
         addresses = row_addresses(handle.row_to_assignment_ptr, launch, tile, dtype, S, HEAP)
         if bias is None:
             store_at_sources(total, addresses, tile.column, dtype, S)
         else:
             store_biased_at_sources(total, bias, tile, addresses, dtype, S)
-        trace(launch, TILE_EVENT, began, own_task(i), HEAP)
+        trace(launch, TILE_EVENT, began, tiles.own_task(i), HEAP)
     # The last program to finish signals all ranks. A failed program does not count, so that no rank takes missing rows
     # for stored ones.
     if not_failed != 0:
-        if count_stored(launch, 0):
+        if protocol.count_stored(launch, 0):
             for peer_rank in range(NUM_RANKS):
-                publish(launch, peer_of(launch, peer_rank), 0, 0, HEAP)
+                protocol.publish(launch, protocol.peer_of(launch, peer_rank), 0, 0, HEAP)
     if gradient is not None:
         # Gradient tiles continue the round-robin after the GEMM tiles. The start does not depend on `not_failed`, which
         # may differ between programs.
         began = stamp(HEAP)
-        multiply_rows(factors.lhs, factors.rhs, gradient, groups, first_task_after(all_tiles), ALL_TASKS, S.gradient)
+        multiply_rows(
+            factors.lhs, factors.rhs, gradient, groups, tiles.first_task_after(all_tiles), ALL_TASKS, S.gradient
+        )
         trace(launch, TILE_EVENT, began, all_tiles + tl.program_id(0), HEAP)
-    if all_programs_started(launch):
+    if protocol.all_programs_started(launch):
         # Sum the rows of this rank's tokens; the first block waits for all ranks.
         blocks: tl.constexpr = (S.num_tokens + S.sum_tokens - 1) // S.sum_tokens
         list_ptr = sums.lists_ptr + tl.program_id(0) * 2 * S.sums.list_length
-        block = next_task(launch)
+        block = protocol.next_task(launch)
         if block < blocks:
-            not_failed = await_block_of_all(launch, 0, not_failed, block, HEAP)
+            not_failed = protocol.await_block_of_all(launch, 0, not_failed, block, HEAP)
         while block < blocks:
             began = stamp(HEAP)
             count = list_assignments(list_ptr, handle.topk_idx_ptr, launch.rank, block, NUM_RANKS * GEMM.num_groups, S)
@@ -533,8 +500,8 @@ def gemm_combine(
                 tokens = block * S.sum_tokens + tl.arange(0, S.sum_tokens)
                 take_weights(handle.topk_idx_ptr, tokens, out_weights_ptr, launch, S, GEMM.num_groups, HEAP)
             trace(launch, SUM_EVENT, began, block, HEAP)
-            block = next_task(launch)
-    if end_launch(launch, HEAP):
+            block = protocol.next_task(launch)
+    if protocol.end_launch(launch, HEAP):
         # The gradient is valid: it needs nothing from other ranks.
         poison(sums.out_ptr, S.num_tokens * GEMM.N)
         if weights_ptr is not None:
@@ -543,26 +510,17 @@ def gemm_combine(
 
 @triton.jit
 def combine_with_weight_gradient(
-    y_ptr,
-    weights_ptr,
-    handle,
-    factors,
-    peers,
-    sums,
-    out_weights_ptr,
-    gradient,
-    S: tl.constexpr,
-    HEAP: tl.constexpr,
+    y_ptr, weights_ptr, handle, factors, peers, sums, out_weights_ptr, gradient, S: tl.constexpr, HEAP: tl.constexpr
 ):
     """Combine `y [num_rows, hidden]` like `combine`, and compute the gradient of `factors` like `gemm_combine`."""
-    launch, not_failed = open_launch(peers, HEAP)
+    launch, not_failed = protocol.open_launch(peers, HEAP)
     programs = tl.num_programs(0)
     GRADIENT: tl.constexpr = S.gradient
     BLOCK_M: tl.constexpr = S.gradient.tile.block_m
     BLOCK_N: tl.constexpr = S.gradient.tile.block_n
     column_tiles: tl.constexpr = (GRADIENT.N + BLOCK_N - 1) // BLOCK_N
-    tiles: tl.constexpr = GRADIENT.num_groups * ((GRADIENT.K + BLOCK_M - 1) // BLOCK_M) * column_tiles
-    num_tasks = tl.cdiv(tiles, S.tiles_per_task * programs) * programs
+    num_tiles: tl.constexpr = GRADIENT.num_groups * ((GRADIENT.K + BLOCK_M - 1) // BLOCK_M) * column_tiles
+    num_tasks = tl.cdiv(num_tiles, S.tiles_per_task * programs) * programs
     # The first programs to start run combine until its queue is empty.
     communicates = tl.atomic_add(launch.control + STARTED, 1, sem="relaxed", scope="gpu") < S.comm_programs
     if communicates:
@@ -580,7 +538,7 @@ def combine_with_weight_gradient(
             HEAP,
         )
     # Then all take gradient tiles, `tiles_per_task` at a time.
-    groups = locate_groups(handle.sizes_ptr, GRADIENT)
+    groups = tiles.locate_groups(handle.sizes_ptr, GRADIENT)
     task = tl.atomic_add(launch.control + QUEUE, 1, sem="relaxed", scope="gpu")
     while task < num_tasks:
         # Programs that take neighboring tasks work on neighboring tiles.
@@ -589,7 +547,7 @@ def combine_with_weight_gradient(
         multiply_rows(factors.lhs, factors.rhs, gradient, groups, first, S.tiles_per_task, GRADIENT)
         trace(launch, TILE_EVENT, began, task, HEAP)
         task = tl.atomic_add(launch.control + QUEUE, 1, sem="relaxed", scope="gpu")
-    if end_launch(launch, HEAP):
+    if protocol.end_launch(launch, HEAP):
         # The gradient is valid: it needs nothing from other ranks.
         poison(sums.out_ptr, S.combine.num_tokens * S.combine.hidden)
         if weights_ptr is not None:

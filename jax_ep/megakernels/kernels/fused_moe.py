@@ -21,15 +21,8 @@ Source: one launch with a task queue and flags between two GEMMs, as in Composab
 import triton
 import triton.language as tl
 
+from jax_ep.formats.kernels import quantized
 from jax_ep.formats.kernels.prepacked import PIECE
-from jax_ep.formats.kernels.quantized import (
-    add_fp8_product,
-    add_prepacked_product,
-    add_product,
-    load_packed,
-    load_scales,
-    scale_columns,
-)
 
 from .activation import activate, factor_of, limit_gate
 from .quantization import GROUP, quantize, scale_offsets
@@ -133,13 +126,13 @@ def add_step(total, rows, row_scales, matrix, scales, scales_ptr, expert, column
         block = tl.reshape(matrix.load([expert, k, column]), (S.tile.block_k, S.tile.block_n))
         total = tl.dot(rows, block, total)
     elif S.prepacked:
-        total = add_prepacked_product(total, rows, matrix, scales_ptr, expert, column, k, S)
+        total = quantized.add_prepacked_product(total, rows, matrix, scales_ptr, expert, column, k, S)
     else:
-        packed = load_packed(matrix, expert, column, k, S)
+        packed = quantized.load_packed(matrix, expert, column, k, S)
         if S.fp8_rows:
-            total = add_fp8_product(total, rows, row_scales, packed, scales, scales_ptr, expert, column, k, S)
+            total = quantized.add_fp8_product(total, rows, row_scales, packed, scales, scales_ptr, expert, column, k, S)
         else:
-            total = add_product(total, rows, packed, scales, scales_ptr, expert, column, k, S)
+            total = quantized.add_product(total, rows, packed, scales, scales_ptr, expert, column, k, S)
     return total
 
 
@@ -154,7 +147,9 @@ def zero_sums(S: tl.constexpr):
 @triton.jit
 def finish_sums(total, scales_ptr, expert, column, rows_dtype: tl.constexpr, S: tl.constexpr):
     """Transpose swapped sums to `[block_m, block_n]` and apply the scales that are left."""
-    return scale_columns(tl.trans(total) if S.tile.swap_ab else total, scales_ptr, expert, column, rows_dtype, S)
+    return quantized.scale_columns(
+        tl.trans(total) if S.tile.swap_ab else total, scales_ptr, expert, column, rows_dtype, S
+    )
 
 
 @triton.jit
@@ -173,17 +168,17 @@ def compute_gate_up(tensors, scales_ptr, tokens, exist, expert, column, KIND: tl
         column *= 2
     first, second = zero_sums(GEMM), zero_sums(GEMM)
     # Scales are loaded one step ahead.
-    ahead = load_scales(scales_ptr, expert, column, 0, GEMM)
-    ahead_second = load_scales(scales_ptr, expert, S.intermediate_size + column, 0, GEMM)
+    ahead = quantized.load_scales(scales_ptr, expert, column, 0, GEMM)
+    ahead_second = quantized.load_scales(scales_ptr, expert, S.intermediate_size + column, 0, GEMM)
     for k in range(0, S.hidden, BLOCK_K):
         rows = load_step(tensors.x_ptr, tokens, exist, k, S.hidden, GEMM)
         row_scales = load_row_scales(tensors.x_scales_ptr, tokens, exist, k, GEMM)
-        scales, ahead = ahead, load_scales(scales_ptr, expert, column, k + BLOCK_K, GEMM)
+        scales, ahead = ahead, quantized.load_scales(scales_ptr, expert, column, k + BLOCK_K, GEMM)
         first = add_step(first, rows, row_scales, tensors.gate_up, scales, scales_ptr, expert, column, k, GEMM)
         # Second GEMM over the same rows: the up values.
         if TWICE:
             up = S.intermediate_size + column
-            scales, ahead_second = ahead_second, load_scales(scales_ptr, expert, up, k + BLOCK_K, GEMM)
+            scales, ahead_second = ahead_second, quantized.load_scales(scales_ptr, expert, up, k + BLOCK_K, GEMM)
             second = add_step(second, rows, row_scales, tensors.gate_up, scales, scales_ptr, expert, up, k, GEMM)
     first = finish_sums(first, scales_ptr, expert, column, dtype, GEMM)
     if KIND.interleaved:
@@ -252,11 +247,11 @@ def compute_down(tensors, scales_ptr, scratch, assignments, exist, expert, colum
     SPLIT_K: tl.constexpr = (GEMM.K + GEMM.k_splits * BLOCK_K - 1) // (GEMM.k_splits * BLOCK_K) * BLOCK_K
     start = part * SPLIT_K
     total = zero_sums(GEMM)
-    ahead = load_scales(scales_ptr, expert, column, start, GEMM)
+    ahead = quantized.load_scales(scales_ptr, expert, column, start, GEMM)
     for k in range(start, tl.minimum(start + SPLIT_K, GEMM.K), BLOCK_K):
         rows = load_step(scratch.hidden_ptr, assignments, exist, k, GEMM.K, GEMM)
         row_scales = load_row_scales(scratch.hidden_scales_ptr, assignments, exist, k, GEMM)
-        scales, ahead = ahead, load_scales(scales_ptr, expert, column, k + BLOCK_K, GEMM)
+        scales, ahead = ahead, quantized.load_scales(scales_ptr, expert, column, k + BLOCK_K, GEMM)
         total = add_step(total, rows, row_scales, tensors.down, scales, scales_ptr, expert, column, k, GEMM)
     return finish_sums(total, scales_ptr, expert, column, scratch.hidden_ptr.dtype.element_ty, GEMM)
 

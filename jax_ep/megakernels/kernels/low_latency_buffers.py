@@ -24,18 +24,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .failures import (
-    AREA,
-    BUFFER_BYTES,
-    DONE,
-    EPOCHS,
-    EXITED,
-    FAILED,
-    STARTED,
-    TICKET,
-    TIMEOUT_NS,
-    report_timeout,
-)
+from .failures import AREA, BUFFER_BYTES, DONE, EPOCHS, EXITED, FAILED, STARTED, TICKET, TIMEOUT_NS, report_timeout
 from .gemm_structs import Value
 from .protocol import await_ready_words, first_missing, ready_word
 from .token_rows import goes_to

@@ -20,27 +20,12 @@ Floor: one link latency, plus the larger of link time and reading the rows.
 import triton
 import triton.language as tl
 
+from . import low_latency_buffers as ll_buffers
 from .failures import poison
-from .low_latency_buffers import (
-    await_flags,
-    await_ready_of,
-    end_low_latency_launch,
-    open_buffers,
-    part_of,
-    pick,
-    pick_each,
-    publish_to,
-    signal_ready_to,
-)
 from .protocol import next_task, open_launch
 from .quantization import GROUP, dequantize, quantize
 from .token_rows import destinations, goes_to
-from .trace import (
-    PUSH_EVENT,
-    SUM_EVENT,
-    stamp,
-    trace,
-)
+from .trace import PUSH_EVENT, SUM_EVENT, stamp, trace
 
 # Assignments that a task processes at a time.
 SPAN = tl.constexpr(1024)
@@ -56,9 +41,11 @@ def store_row(values, index, h, buffer, wire: tl.constexpr, S: tl.constexpr):
         blocks = h // GROUP + tl.arange(0, BLOCK_HIDDEN // GROUP)
         values, scales = quantize(tl.reshape(values, (1, BLOCK_HIDDEN)), 1, BLOCK_HIDDEN)
         values = tl.reshape(values, (BLOCK_HIDDEN,))
-        target = part_of(buffer, S.scales_offset, tl.float32) + index.to(tl.int64) * (HIDDEN // GROUP) + blocks
+        target = (
+            ll_buffers.part_of(buffer, S.scales_offset, tl.float32) + index.to(tl.int64) * (HIDDEN // GROUP) + blocks
+        )
         tl.store(target, tl.reshape(scales, (BLOCK_HIDDEN // GROUP,)), mask=blocks < HIDDEN // GROUP)
-    target = part_of(buffer, S.values_offset, wire) + index.to(tl.int64) * HIDDEN + columns
+    target = ll_buffers.part_of(buffer, S.values_offset, wire) + index.to(tl.int64) * HIDDEN + columns
     tl.store(tl.multiple_of(target, 16), values.to(wire), mask=columns < HIDDEN)
 
 
@@ -68,11 +55,13 @@ def load_row(exists, index, h, buffer, wire: tl.constexpr, SUM: tl.constexpr, S:
     HIDDEN: tl.constexpr = S.hidden
     BLOCK_HIDDEN: tl.constexpr = S.tile.block_hidden
     columns = h + tl.arange(0, BLOCK_HIDDEN)
-    source = part_of(buffer, S.values_offset, wire) + index.to(tl.int64) * HIDDEN + columns
+    source = ll_buffers.part_of(buffer, S.values_offset, wire) + index.to(tl.int64) * HIDDEN + columns
     values = tl.load(tl.multiple_of(source, 16), mask=exists & (columns < HIDDEN), other=0.0)
     if S.fp8:
         blocks = h // GROUP + tl.arange(0, BLOCK_HIDDEN // GROUP)
-        source = part_of(buffer, S.scales_offset, tl.float32) + index.to(tl.int64) * (HIDDEN // GROUP) + blocks
+        source = (
+            ll_buffers.part_of(buffer, S.scales_offset, tl.float32) + index.to(tl.int64) * (HIDDEN // GROUP) + blocks
+        )
         scales = tl.load(source, mask=exists & (blocks < HIDDEN // GROUP), other=0.0)
         scales = tl.reshape(scales, (1, BLOCK_HIDDEN // GROUP))
         values = tl.reshape(dequantize(tl.reshape(values, (1, BLOCK_HIDDEN)), scales, 1, BLOCK_HIDDEN), (BLOCK_HIDDEN,))
@@ -83,7 +72,7 @@ def load_row(exists, index, h, buffer, wire: tl.constexpr, SUM: tl.constexpr, S:
 def send_weights(weights_ptr, buffer, S: tl.constexpr):
     """Send this rank's router weights."""
     num_assignments: tl.constexpr = S.num_tokens * S.top_k
-    target = part_of(buffer, S.weights_offset, weights_ptr.dtype.element_ty)
+    target = ll_buffers.part_of(buffer, S.weights_offset, weights_ptr.dtype.element_ty)
     for start in range(0, num_assignments, SPAN):
         assignments = start + tl.arange(0, SPAN)
         tl.store(
@@ -103,11 +92,11 @@ def send_sum(y_ptr, rows, weights, token, buffer, wire: tl.constexpr, SUM: tl.co
         columns = h + tl.arange(0, BLOCK_HIDDEN)
         total = tl.zeros((BLOCK_HIDDEN,), SUM)
         for k in tl.static_range(TOP_K):
-            row = pick(rows, k)
+            row = ll_buffers.pick(rows, k)
             source = tl.multiple_of(y_ptr + row.to(tl.int64) * HIDDEN + columns, 16)
             values = tl.load(source, mask=(row >= 0) & (columns < HIDDEN), other=0.0)
             # The weight of an assignment without a row may be anything, even NaN.
-            total += values.to(SUM) * tl.where(row >= 0, pick(weights, k).to(SUM), 0.0)
+            total += values.to(SUM) * tl.where(row >= 0, ll_buffers.pick(weights, k).to(SUM), 0.0)
         store_row(total, token, h, buffer, wire, S)
 
 
@@ -132,7 +121,7 @@ def add_sums(out_ptr, token, ranks, incoming, wire: tl.constexpr, SUM: tl.conste
         total = tl.zeros((BLOCK_HIDDEN,), SUM)
         for source_rank in tl.static_range(NUM_RANKS):
             sends = (ranks >> source_rank) & 1 > 0
-            buffer = pick(incoming, source_rank)
+            buffer = ll_buffers.pick(incoming, source_rank)
             total += load_row(sends, token, h, buffer, wire, SUM, S)
         target = tl.multiple_of(out_ptr + token.to(tl.int64) * HIDDEN + columns, 16)
         tl.store(target, total.to(out_ptr.dtype.element_ty), mask=columns < HIDDEN)
@@ -148,12 +137,12 @@ def add_rows(out_ptr, token, experts, weights, incoming, wire: tl.constexpr, SUM
         columns = h + tl.arange(0, BLOCK_HIDDEN)
         total = tl.zeros((BLOCK_HIDDEN,), SUM)
         for k in tl.static_range(TOP_K):
-            expert = pick(experts, k)
+            expert = ll_buffers.pick(experts, k)
             valid = (expert >= 0) & (expert < S.num_ranks * S.num_local_experts)
-            buffer = pick(incoming, tl.where(valid, expert // S.num_local_experts, 0))
+            buffer = ll_buffers.pick(incoming, tl.where(valid, expert // S.num_local_experts, 0))
             row = load_row(valid, token * TOP_K + k, h, buffer, wire, SUM, S)
             # The weight of an assignment without an expert may be anything, even NaN.
-            total += row * tl.where(valid, pick(weights, k).to(SUM), 0.0)
+            total += row * tl.where(valid, ll_buffers.pick(weights, k).to(SUM), 0.0)
         target = tl.multiple_of(out_ptr + token.to(tl.int64) * HIDDEN + columns, 16)
         tl.store(target, total.to(out_ptr.dtype.element_ty), mask=columns < HIDDEN)
 
@@ -172,7 +161,7 @@ def low_latency_combine(
     TOP_K: tl.constexpr = S.top_k
     SENDS_SUMS: tl.constexpr = S.tile.sends_sums
     PADDED_RANKS: tl.constexpr = S.tile.padded_ranks
-    buffers = open_buffers(launch, HEAP)
+    buffers = ll_buffers.open_buffers(launch, HEAP)
     SUM: tl.constexpr = tl.float64 if y_ptr.dtype.element_ty == tl.float64 else tl.float32
     wire: tl.constexpr = tl.float8e4nv if S.fp8 else y_ptr.dtype.element_ty
     lag: tl.constexpr = min(NUM_TOKENS, S.tile.lag)
@@ -200,7 +189,7 @@ def low_latency_combine(
             summed = NUM_TOKENS - lag + (task - lead - mixed)
         peer_rank = (launch.rank + 1 + step) % NUM_RANKS
         peer = tl.full((), 1, tl.int64) << peer_rank.to(tl.int64)
-        buffer = pick(buffers.outgoing, peer_rank)
+        buffer = ll_buffers.pick(buffers.outgoing, peer_rank)
         began = stamp(HEAP)
         if task < NUM_RANKS:
             if not_failed != 0:
@@ -208,11 +197,13 @@ def low_latency_combine(
                 if SENDS_SUMS:
                     send_weights(weights_ptr, buffer, S)
                     trace(launch, PUSH_EVENT, began, task, HEAP)
-                signal_ready_to(launch, buffers, peer, task, HEAP)
+                ll_buffers.signal_ready_to(launch, buffers, peer, task, HEAP)
         elif task == hear:
             # hear: the launch may end only when all ranks have begun it.
             sources = tl.where(lanes < NUM_RANKS, lanes, 0)
-            not_failed = await_ready_of(launch, buffers.incoming, buffers.epochs, sources, not_failed, task, HEAP)
+            not_failed = ll_buffers.await_ready_of(
+                launch, buffers.incoming, buffers.epochs, sources, not_failed, task, HEAP
+            )
         elif sent >= 0:
             assignments = (peer_rank * S.max_tokens + sent) * TOP_K
             if SENDS_SUMS:
@@ -221,18 +212,20 @@ def low_latency_combine(
                 if tl.max(rows, axis=0) >= 0:
                     if heard & peer == 0:
                         # The sum needs the peer's weights: wait for its handshake once. All lanes poll the same word.
-                        incoming = tl.full((PADDED_RANKS,), 0, tl.int64) + pick(buffers.incoming, peer_rank)
-                        expected, senders = zeros + pick(buffers.epochs, peer_rank), zeros + peer_rank
-                        not_failed = await_ready_of(launch, incoming, expected, senders, not_failed, task, HEAP)
+                        incoming = tl.full((PADDED_RANKS,), 0, tl.int64) + ll_buffers.pick(buffers.incoming, peer_rank)
+                        expected, senders = zeros + ll_buffers.pick(buffers.epochs, peer_rank), zeros + peer_rank
+                        not_failed = ll_buffers.await_ready_of(
+                            launch, incoming, expected, senders, not_failed, task, HEAP
+                        )
                         heard = heard | peer
                     if not_failed != 0:
                         began = stamp(HEAP)
-                        received = pick(buffers.incoming, peer_rank)
-                        received_ptr = part_of(received, S.weights_offset, weights_ptr.dtype.element_ty)
+                        received = ll_buffers.pick(buffers.incoming, peer_rank)
+                        received_ptr = ll_buffers.part_of(received, S.weights_offset, weights_ptr.dtype.element_ty)
                         weights = tl.load(received_ptr + sent * TOP_K + choices, mask=choices < TOP_K, other=0.0)
                         send_sum(y_ptr, rows, weights, sent, buffer, wire, SUM, S)
                         trace(launch, PUSH_EVENT, began, task, HEAP)
-                        publish_to(launch, buffers, peer, 1 + sent, task, HEAP)
+                        ll_buffers.publish_to(launch, buffers, peer, 1 + sent, task, HEAP)
             else:
                 # send: one row of the token.
                 choice = step // NUM_RANKS
@@ -241,7 +234,7 @@ def low_latency_combine(
                     assignment = sent * TOP_K + choice
                     send_row(y_ptr, row, assignment, buffer, wire, S)
                     trace(launch, PUSH_EVENT, began, task, HEAP)
-                    publish_to(launch, buffers, peer, 1 + assignment, task, HEAP)
+                    ll_buffers.publish_to(launch, buffers, peer, 1 + assignment, task, HEAP)
         elif summed >= 0:
             assignments = summed * TOP_K + choices
             # sum: wait for what the token's ranks send, then add it.
@@ -264,8 +257,11 @@ def low_latency_combine(
                     existing = tl.where(chosen, choices, tl.max(tl.where(chosen, choices, 0), axis=0))
                     sources = tl.load(own_topk_idx_ptr + summed * TOP_K + existing) // local_experts
                     flags = 1 + summed * TOP_K + existing
-                incoming, expected = pick_each(buffers.incoming, sources), pick_each(buffers.epochs, sources)
-                not_failed = await_flags(launch, incoming, flags, expected, sources, not_failed, task, HEAP)
+                incoming, expected = (
+                    ll_buffers.pick_each(buffers.incoming, sources),
+                    ll_buffers.pick_each(buffers.epochs, sources),
+                )
+                not_failed = ll_buffers.await_flags(launch, incoming, flags, expected, sources, not_failed, task, HEAP)
             began = stamp(HEAP)
             if SENDS_SUMS:
                 add_sums(out_ptr, summed, ranks, buffers.incoming, wire, SUM, S)
@@ -273,5 +269,5 @@ def low_latency_combine(
                 add_rows(out_ptr, summed, experts, weights, buffers.incoming, wire, SUM, S)
             trace(launch, SUM_EVENT, began, task, HEAP)
         task = next_task(launch)
-    if end_low_latency_launch(launch, HEAP):
+    if ll_buffers.end_low_latency_launch(launch, HEAP):
         poison(out_ptr, NUM_TOKENS * S.hidden)

@@ -19,35 +19,12 @@ Floor: one link latency, plus the larger of link time and writing the rows.
 import triton
 import triton.language as tl
 
-from .failures import (
-    DONE,
-    poison,
-)
-from .low_latency_buffers import (
-    await_flags,
-    await_ready_of,
-    end_low_latency_launch,
-    open_buffers,
-    part_of,
-    pick,
-    pick_each,
-    publish_to,
-    signal_ready_to,
-)
+from . import low_latency_buffers as ll_buffers
+from .failures import DONE, poison
 from .protocol import await_flag, next_task, open_launch
 from .quantization import quantize
 from .token_rows import destinations, goes_to
-from .trace import (
-    COPY_EVENT,
-    COUNT_EVENT,
-    OWN,
-    PUSH_EVENT,
-    WAIT_EVENT,
-    ZERO_EVENT,
-    stamp,
-    trace,
-    trace_exchange,
-)
+from .trace import COPY_EVENT, COUNT_EVENT, OWN, PUSH_EVENT, WAIT_EVENT, ZERO_EVENT, stamp, trace, trace_exchange
 
 # Assignments that a task processes at a time.
 SPAN = tl.constexpr(1024)
@@ -65,7 +42,7 @@ def send_ids(topk_idx_ptr, count, buffer, plan, own, not_failed, S: tl.constexpr
         ids = tl.load(topk_idx_ptr + assignments, mask=assignments // S.top_k < count, other=-1)
         if not_failed != 0:
             exists = assignments < S.num_tokens * S.top_k
-            tl.store(part_of(buffer, S.ids_offset, tl.int32) + assignments, ids, mask=exists)
+            tl.store(ll_buffers.part_of(buffer, S.ids_offset, tl.int32) + assignments, ids, mask=exists)
         if own:
             tl.store(plan.own_topk_idx_ptr + assignments, ids, mask=assignments < S.max_tokens * S.top_k)
         invalid += ((ids < -1) | (ids >= S.num_ranks * S.num_local_experts)).to(tl.int32)
@@ -107,11 +84,11 @@ def send_token(x, topk_idx_ptr, token, count, not_failed, outgoing, rank, wire: 
             for step in range(S.num_ranks):
                 peer_rank = (rank + 1 + step) % S.num_ranks
                 if goes_to(ranks, peer_rank):
-                    buffer = pick(outgoing, peer_rank)
-                    target = part_of(buffer, S.values_offset, wire) + row + columns
+                    buffer = ll_buffers.pick(outgoing, peer_rank)
+                    target = ll_buffers.part_of(buffer, S.values_offset, wire) + row + columns
                     tl.store(tl.multiple_of(target, 16), sent, mask=columns < HIDDEN)
                     if SCALE_BLOCK > 0:
-                        target = part_of(buffer, S.scales_offset, tl.float32) + row_scales + blocks
+                        target = ll_buffers.part_of(buffer, S.scales_offset, tl.float32) + row_scales + blocks
                         tl.store(target, scales, mask=blocks < NUM_SCALES)
         # Scales of tokens that came quantized.
         if NUM_SCALES > 0 and SCALE_BLOCK == 0:
@@ -120,7 +97,11 @@ def send_token(x, topk_idx_ptr, token, count, not_failed, outgoing, rank, wire: 
             for step in range(S.num_ranks):
                 peer_rank = (rank + 1 + step) % S.num_ranks
                 if goes_to(ranks, peer_rank):
-                    target = part_of(pick(outgoing, peer_rank), S.scales_offset, tl.float32) + row_scales + blocks
+                    target = (
+                        ll_buffers.part_of(ll_buffers.pick(outgoing, peer_rank), S.scales_offset, tl.float32)
+                        + row_scales
+                        + blocks
+                    )
                     tl.store(target, scales, mask=blocks < NUM_SCALES)
     return ranks
 
@@ -128,10 +109,12 @@ def send_token(x, topk_idx_ptr, token, count, not_failed, outgoing, rank, wire: 
 @triton.jit
 def ids_of(index, incoming, S: tl.constexpr):
     """Load the ids `[N, padded_top_k]` of tokens `index [N]` = source rank * num_tokens + token, and their mask."""
-    buffers = pick_each(incoming, tl.minimum(index // S.num_tokens, S.num_ranks - 1))
+    buffers = ll_buffers.pick_each(incoming, tl.minimum(index // S.num_tokens, S.num_ranks - 1))
     k = tl.arange(0, S.tile.padded_top_k)[None, :]
     exist = (index < S.num_ranks * S.num_tokens)[:, None] & (k < S.top_k)
-    topk_idx_ptr = part_of(buffers, S.ids_offset, tl.int32)[:, None] + (index % S.num_tokens * S.top_k)[:, None] + k
+    topk_idx_ptr = (
+        ll_buffers.part_of(buffers, S.ids_offset, tl.int32)[:, None] + (index % S.num_tokens * S.top_k)[:, None] + k
+    )
     return tl.load(topk_idx_ptr, mask=exist, other=-1), exist
 
 
@@ -220,7 +203,7 @@ def copy_tokens(rows, tokens, mask, buffer, out, S: tl.constexpr):
     TOP_K: tl.constexpr = S.top_k
     NUM_SCALES: tl.constexpr = S.num_scales
     choice = tl.arange(0, S.tile.padded_top_k)[None, :]
-    values_ptr = part_of(buffer, S.values_offset, out.values_ptr.dtype.element_ty)
+    values_ptr = ll_buffers.part_of(buffer, S.values_offset, out.values_ptr.dtype.element_ty)
     for h in range(0, HIDDEN, S.tile.block_hidden):
         columns = h + tl.arange(0, S.tile.block_hidden)[None, :]
         inside = columns < HIDDEN
@@ -232,7 +215,9 @@ def copy_tokens(rows, tokens, mask, buffer, out, S: tl.constexpr):
             tl.store(target, values, mask=(row >= 0)[:, None] & inside)
     if NUM_SCALES > 0:
         scale = tl.arange(0, S.tile.padded_scales)[None, :]
-        source = part_of(buffer, S.scales_offset, tl.float32) + tokens.to(tl.int64)[:, None] * NUM_SCALES + scale
+        source = (
+            ll_buffers.part_of(buffer, S.scales_offset, tl.float32) + tokens.to(tl.int64)[:, None] * NUM_SCALES + scale
+        )
         scales = tl.load(source, mask=mask[:, None] & (scale < NUM_SCALES))
         for k in tl.static_range(TOP_K):
             row = tl.max(tl.where(choice == k, rows, -1), axis=1)
@@ -284,7 +269,7 @@ def low_latency_dispatch(x, topk_idx_ptr, num_tokens_ptr, peers, out, plan, S: t
     BLOCK_TOKENS: tl.constexpr = S.tile.block_tokens
     LAG: tl.constexpr = S.tile.lag
     wire: tl.constexpr = out.values_ptr.dtype.element_ty
-    buffers = open_buffers(launch, HEAP)
+    buffers = ll_buffers.open_buffers(launch, HEAP)
     count = tl.minimum(tl.load(num_tokens_ptr), NUM_TOKENS) if S.has_num_tokens else NUM_TOKENS
     blocks: tl.constexpr = (NUM_TOKENS + BLOCK_TOKENS - 1) // BLOCK_TOKENS
     # Numbers of tasks: sends and copies together, then the first task of each kind.
@@ -305,12 +290,12 @@ def low_latency_dispatch(x, topk_idx_ptr, num_tokens_ptr, peers, out, plan, S: t
         if task < NUM_RANKS:
             # ids: send all ids to one rank, then the ready handshake.
             peer_rank = (launch.rank + 1 + task) % NUM_RANKS
-            buffer, own = pick(buffers.outgoing, peer_rank), peer_rank == launch.rank
+            buffer, own = ll_buffers.pick(buffers.outgoing, peer_rank), peer_rank == launch.rank
             send_ids(topk_idx_ptr, count, buffer, plan, own, not_failed, S)
             trace(launch, PUSH_EVENT, began, task, HEAP)
             # After a failure the set of ranks is empty.
             peer = tl.full((), 1, tl.int64) * not_failed << peer_rank.to(tl.int64)
-            signal_ready_to(launch, buffers, peer, task, HEAP)
+            ll_buffers.signal_ready_to(launch, buffers, peer, task, HEAP)
         elif task >= clear_start:
             # clear: the rest of the handle.
             clear_assignments((task - clear_start) * SPAN, plan.assignment_to_row_ptr, S)
@@ -320,11 +305,13 @@ def low_latency_dispatch(x, topk_idx_ptr, num_tokens_ptr, peers, out, plan, S: t
             ranks = send_token(x, topk_idx_ptr, token, count, not_failed, buffers.outgoing, launch.rank, wire, S)
             trace(launch, PUSH_EVENT, began, task, HEAP)
             if ranks != 0:
-                publish_to(launch, buffers, ranks, 1 + token, task, HEAP)
+                ll_buffers.publish_to(launch, buffers, ranks, 1 + token, task, HEAP)
         else:
             # Rows depend on the ids of all ranks: wait for them once per program.
             if heard == 0:
-                not_failed = await_ready_of(launch, buffers.incoming, buffers.epochs, sources, not_failed, task, HEAP)
+                not_failed = ll_buffers.await_ready_of(
+                    launch, buffers.incoming, buffers.epochs, sources, not_failed, task, HEAP
+                )
                 heard = 1
             began = stamp(HEAP)
             if block < 0:
@@ -334,7 +321,7 @@ def low_latency_dispatch(x, topk_idx_ptr, num_tokens_ptr, peers, out, plan, S: t
             else:
                 # copy: sources in the order in which they send to this rank; the previous rank sends here first.
                 source_rank = (launch.rank + NUM_RANKS - 1 - step) % NUM_RANKS
-                buffer = pick(buffers.incoming, source_rank)
+                buffer = ll_buffers.pick(buffers.incoming, source_rank)
                 tokens = block * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
                 if S.tile.direct:
                     rows = count_rows(source_rank * NUM_TOKENS + block, buffers.incoming, launch.rank, S)
@@ -361,14 +348,16 @@ def low_latency_dispatch(x, topk_idx_ptr, num_tokens_ptr, peers, out, plan, S: t
                     tokens = tl.where(mask, tokens, arriving)
                     incoming = tl.full((BLOCK_TOKENS,), 0, tl.int64) + buffer
                     senders = tl.zeros((BLOCK_TOKENS,), tl.int32) + source_rank
-                    expected = tl.zeros((BLOCK_TOKENS,), tl.int32) + pick(buffers.epochs, source_rank)
-                    not_failed = await_flags(launch, incoming, 1 + tokens, expected, senders, not_failed, task, HEAP)
+                    expected = tl.zeros((BLOCK_TOKENS,), tl.int32) + ll_buffers.pick(buffers.epochs, source_rank)
+                    not_failed = ll_buffers.await_flags(
+                        launch, incoming, 1 + tokens, expected, senders, not_failed, task, HEAP
+                    )
                     if not_failed != 0:
                         began = stamp(HEAP)
                         copy_tokens(rows, tokens, mask, buffer, out, S)
                         trace(launch, COPY_EVENT, began, task, HEAP)
         task = next_task(launch)
-    if end_low_latency_launch(launch, HEAP):
+    if ll_buffers.end_low_latency_launch(launch, HEAP):
         poison(out.values_ptr, LOCAL_EXPERTS * NUM_RANKS * MAX_TOKENS * S.hidden)
         if S.num_scales > 0:
             poison(out.scales_ptr, LOCAL_EXPERTS * NUM_RANKS * MAX_TOKENS * S.num_scales)

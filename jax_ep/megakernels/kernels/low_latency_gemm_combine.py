@@ -18,21 +18,10 @@ Floor: reading all weights once, as in masked.py, then one link latency.
 import triton
 import triton.language as tl
 
-from .failures import (
-    STARTED,
-    poison,
-)
-from .low_latency_buffers import (
-    await_ready_of,
-    end_low_latency_launch,
-    open_buffers,
-    part_of,
-    pick,
-    pick_each,
-    signal_ready_to,
-)
+from . import low_latency_buffers as ll_buffers
+from . import protocol
+from .failures import STARTED, poison
 from .masked import find_masked_tile, multiply_masked, number_masked_tasks
-from .protocol import all_programs_started, count_stored, next_task, open_launch
 from .quantized_gemm import multiply_quantized
 from .tiles import num_own_tasks, own_task
 from .trace import SUM_EVENT, TILE_EVENT, stamp, trace
@@ -59,7 +48,7 @@ def source_addresses(expert, row, size, outgoing, sources, dtype: tl.constexpr, 
     )
     k = tl.min(tl.where(named == index[:, None], choices, TOP_K), axis=1)
     offset = (token * TOP_K + k).to(tl.int64) * (S.hidden * dtype.primitive_bitwidth // 8)
-    return tl.where((token >= 0) & (k < TOP_K), pick_each(outgoing, source) + S.values_offset + offset, 0)
+    return tl.where((token >= 0) & (k < TOP_K), ll_buffers.pick_each(outgoing, source) + S.values_offset + offset, 0)
 
 
 @triton.jit
@@ -75,9 +64,9 @@ def add_received(out_ptr, own_topk_idx_ptr, weights_ptr, token, h, incoming, S: 
         valid = (expert >= 0) & (expert < S.num_ranks * S.num_local_experts)
         # If the token names an expert twice, the row is at the first assignment.
         first = tl.min(tl.where(ids == expert, choices, k), axis=0)
-        buffer = pick(incoming, tl.where(valid, expert // S.num_local_experts, 0))
+        buffer = ll_buffers.pick(incoming, tl.where(valid, expert // S.num_local_experts, 0))
         source = (
-            part_of(buffer, S.values_offset, out_ptr.dtype.element_ty)
+            ll_buffers.part_of(buffer, S.values_offset, out_ptr.dtype.element_ty)
             + (token * TOP_K + first).to(tl.int64) * HIDDEN
             + columns
         )
@@ -109,14 +98,14 @@ def low_latency_gemm_combine(
     `masked_grouped_gemm`, or if `S.quantized` as for `quantized_masked_grouped_gemm`. `bias_ptr` points to biases
     `[num_local_experts, hidden]`, or is None.
     """
-    launch, not_failed = open_launch(peers, HEAP)
+    launch, not_failed = protocol.open_launch(peers, HEAP)
     NUM_RANKS: tl.constexpr = S.num_ranks
     HIDDEN: tl.constexpr = S.hidden
     GEMM: tl.constexpr = S.gemm
     BLOCK_N: tl.constexpr = GEMM.tile.block_n
     SWAP_AB: tl.constexpr = GEMM.tile.swap_ab
     tl.atomic_add(launch.control + STARTED, 1, sem="relaxed", scope="gpu")
-    buffers = open_buffers(launch, HEAP)
+    buffers = ll_buffers.open_buffers(launch, HEAP)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     group_ends = number_masked_tasks(sizes_ptr, GEMM)
     # After a failure compute no tiles: a peer may no longer be there to receive.
@@ -143,21 +132,23 @@ def low_latency_gemm_combine(
     # The last program signals all ranks. A failed program does not count, so that no rank takes missing rows for stored
     # ones.
     if not_failed != 0:
-        if count_stored(launch, 0):
-            signal_ready_to(launch, buffers, (tl.full((), 1, tl.int64) << NUM_RANKS) - 1, 0, HEAP)
+        if protocol.count_stored(launch, 0):
+            ll_buffers.signal_ready_to(launch, buffers, (tl.full((), 1, tl.int64) << NUM_RANKS) - 1, 0, HEAP)
     # Sum rows of this rank's tokens; the first task waits for all ranks.
-    if all_programs_started(launch):
+    if protocol.all_programs_started(launch):
         blocks: tl.constexpr = (HIDDEN + S.block_hidden - 1) // S.block_hidden
         lanes = tl.arange(0, S.padded_ranks)
-        task = next_task(launch)
+        task = protocol.next_task(launch)
         if task < S.num_tokens * blocks:
             ranks = tl.where(lanes < NUM_RANKS, lanes, 0)
-            not_failed = await_ready_of(launch, buffers.incoming, buffers.epochs, ranks, not_failed, task, HEAP)
+            not_failed = ll_buffers.await_ready_of(
+                launch, buffers.incoming, buffers.epochs, ranks, not_failed, task, HEAP
+            )
         while task < S.num_tokens * blocks:
             began = stamp(HEAP)
             token, h = task // blocks, task % blocks * S.block_hidden
             add_received(out_ptr, sources.own_topk_idx_ptr, weights_ptr, token, h, buffers.incoming, S)
             trace(launch, SUM_EVENT, began, task, HEAP)
-            task = next_task(launch)
-    if end_low_latency_launch(launch, HEAP):
+            task = protocol.next_task(launch)
+    if ll_buffers.end_low_latency_launch(launch, HEAP):
         poison(out_ptr, S.num_tokens * HIDDEN)

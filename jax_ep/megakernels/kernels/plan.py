@@ -20,22 +20,8 @@ assignments: no sort, and no work per expert. Floor: the latency of one handshak
 import triton
 import triton.language as tl
 
-from .failures import (
-    DONE,
-    poison,
-)
-from .protocol import (
-    await_block,
-    await_flag,
-    await_ready,
-    data_of,
-    end_launch,
-    next_task,
-    open_launch,
-    peer_of,
-    publish,
-    signal_ready,
-)
+from . import protocol
+from .failures import DONE, poison
 from .trace import COUNT_EVENT, OWN, PLACE_EVENT, PUSH_EVENT, WAIT_EVENT, ZERO_EVENT, stamp, trace, trace_exchange
 
 # An assignment between steps (3) and (4), as int32; -1 if its expert is not here:
@@ -158,7 +144,7 @@ def plan(
     HEAP: tl.constexpr,
 ):
     """Turn this rank's ids, `x [num_assignments]`, into the arrays of the handle (jax_ep.types.Handle)."""
-    launch, not_failed = open_launch(peers, HEAP)
+    launch, not_failed = protocol.open_launch(peers, HEAP)
     NUM_RANKS: tl.constexpr = HEAP.num_ranks
     NUM_ASSIGNMENTS: tl.constexpr = S.num_assignments
     BLOCK: tl.constexpr = S.tile.block
@@ -174,22 +160,22 @@ def plan(
     push_end: tl.constexpr = 1 + (NUM_RANKS - 1) * source_blocks
     fill_end: tl.constexpr = push_end + num_fills
     count_end: tl.constexpr = fill_end + num_blocks
-    task = next_task(launch)
+    task = protocol.next_task(launch)
     while task < count_end + num_blocks:
         if task == 0:
-            signal_ready(launch, HEAP)
+            protocol.signal_ready(launch, HEAP)
         elif task < push_end:
             # (1) Send a block of ids to one peer, starting with the next rank.
             block = (task - 1) // num_peers
-            peer = peer_of(launch, (launch.rank + 1 + (task - 1) % num_peers) % NUM_RANKS)
-            not_failed = await_ready(launch, peer, not_failed, task, HEAP)
+            peer = protocol.peer_of(launch, (launch.rank + 1 + (task - 1) % num_peers) % NUM_RANKS)
+            not_failed = protocol.await_ready(launch, peer, not_failed, task, HEAP)
             if not_failed != 0:
                 began = stamp(HEAP)
-                heap_ptr = data_of(launch, peer.device, tl.int32, HEAP)
+                heap_ptr = protocol.data_of(launch, peer.device, tl.int32, HEAP)
                 target = heap_ptr + launch.rank.to(tl.int64) * stride + block * BLOCK
                 copy_ids(x_ptr + block * BLOCK, target, NUM_ASSIGNMENTS - block * BLOCK, BLOCK, NUM_EXPERTS)
                 trace_exchange(launch, PUSH_EVENT, began, task, peer.device, block, HEAP)
-                publish(launch, peer, block, task, HEAP)
+                protocol.publish(launch, peer, block, task, HEAP)
         elif task < fill_end:
             began = stamp(HEAP)
             # (2) Fill: no row has an assignment yet.
@@ -219,9 +205,13 @@ def plan(
                     invalid = copy_ids(x_ptr + block * BLOCK, topk_idx_ptr + first, count, BLOCK, NUM_EXPERTS)
                     tl.store(scratch.invalid_ptr + block, invalid)
                 else:
-                    not_failed = await_block(launch, peer_of(launch, source_rank), block, not_failed, task, HEAP)
+                    not_failed = protocol.await_block(
+                        launch, protocol.peer_of(launch, source_rank), block, not_failed, task, HEAP
+                    )
                     began = stamp(HEAP)
-                    received = data_of(launch, launch.device, tl.int32, HEAP) + source_rank.to(tl.int64) * stride
+                    received = (
+                        protocol.data_of(launch, launch.device, tl.int32, HEAP) + source_rank.to(tl.int64) * stride
+                    )
                     copy_ids(received + block * BLOCK, topk_idx_ptr + first, count, BLOCK, NUM_EXPERTS)
                 # Count from the copy, not from the heap: after a failure the heap may change, and steps (3) and (4)
                 # need the same ids.
@@ -236,7 +226,7 @@ def plan(
                 # (4) Place: wait for this rank's fills and counts. Wait after a failure too: these tasks always end,
                 # and rows would be undefined without them.
                 expected: tl.constexpr = num_fills + num_blocks
-                ended = await_flag(launch, launch.control + DONE, expected, -1, not_failed | 1, task, HEAP)
+                ended = protocol.await_flag(launch, launch.control + DONE, expected, -1, not_failed | 1, task, HEAP)
                 not_failed = not_failed & ended
                 trace_exchange(launch, WAIT_EVENT, began, task, -1, OWN, HEAP)
                 began = stamp(HEAP)
@@ -258,9 +248,9 @@ def plan(
                     S,
                 )
                 trace(launch, PLACE_EVENT, began, task, HEAP)
-        task = next_task(launch)
+        task = protocol.next_task(launch)
     # After a failure no result may look valid.
-    if end_launch(launch, HEAP):
+    if protocol.end_launch(launch, HEAP):
         poison(row_to_assignment_ptr, S.num_rows)
         poison(assignment_to_row_ptr, NUM_RANKS * NUM_ASSIGNMENTS)
         poison(topk_idx_ptr, NUM_RANKS * NUM_ASSIGNMENTS)

@@ -9,28 +9,12 @@ FP8 and int8 rows, and prepacked weights, use swap_ab if there are few rows, sin
 import triton
 import triton.language as tl
 
+from jax_ep.formats.kernels import quantized
 from jax_ep.formats.kernels.common import FP8_BLOCK
 from jax_ep.formats.kernels.prepacked import PIECE
-from jax_ep.formats.kernels.quantized import (
-    add_fp8_product,
-    add_prepacked_product,
-    add_product,
-    load_packed,
-    load_scales,
-    scale_columns,
-)
 
 from .masked import find_masked_tile, number_masked_tasks
-from .tiles import (
-    find_tile,
-    locate_groups,
-    num_own_tasks,
-    number_tasks,
-    own_task,
-    store_tile,
-    tasks_until,
-    zero_rest,
-)
+from .tiles import find_tile, locate_groups, num_own_tasks, number_tasks, own_task, store_tile, tasks_until, zero_rest
 
 
 @triton.jit
@@ -45,7 +29,7 @@ def multiply_quantized(lhs, rhs, scales_ptr, row_scales_ptr, block, group, row, 
     SWAP_AB: tl.constexpr = S.tile.swap_ab
     dtype: tl.constexpr = tl.int32 if lhs.dtype == tl.int8 else tl.float32
     total = tl.zeros((BLOCK_N, BLOCK_M) if SWAP_AB else (BLOCK_M, BLOCK_N), dtype)
-    ahead = load_scales(scales_ptr, group, column, 0, S)
+    ahead = quantized.load_scales(scales_ptr, group, column, 0, S)
     # Rows of other groups and past the last row are computed too, and not stored.
     scaled = tl.cast(block, tl.int64) * S.M + tl.minimum(row + tl.arange(0, BLOCK_M), S.M - 1)
     for k in range(0, S.K, BLOCK_K):
@@ -53,19 +37,21 @@ def multiply_quantized(lhs, rhs, scales_ptr, row_scales_ptr, block, group, row, 
             # Prepacked weights are decoded in pieces of K.
             first = tl.reshape(lhs.load([block, row, k]), (BLOCK_M, PIECE))
             second = tl.reshape(lhs.load([block, row, k + PIECE]), (BLOCK_M, PIECE))
-            total = add_prepacked_product(total, (first, second), rhs, scales_ptr, group, column, k, S)
+            total = quantized.add_prepacked_product(total, (first, second), rhs, scales_ptr, group, column, k, S)
         else:
             rows = tl.reshape(lhs.load([block, row, k]), (BLOCK_M, BLOCK_K))
-            packed = load_packed(rhs, group, column, k, S)
+            packed = quantized.load_packed(rhs, group, column, k, S)
             # Load scales one step ahead: the software pipeline covers TMA loads only.
-            scales, ahead = ahead, load_scales(scales_ptr, group, column, k + BLOCK_K, S)
+            scales, ahead = ahead, quantized.load_scales(scales_ptr, group, column, k + BLOCK_K, S)
             if lhs.dtype == tl.float8e4nv:
                 row_scales = tl.load(row_scales_ptr + scaled * (S.K // FP8_BLOCK) + k // FP8_BLOCK)
-                total = add_fp8_product(total, rows, row_scales, packed, scales, scales_ptr, group, column, k, S)
+                total = quantized.add_fp8_product(
+                    total, rows, row_scales, packed, scales, scales_ptr, group, column, k, S
+                )
             else:
-                total = add_product(total, rows, packed, scales, scales_ptr, group, column, k, S)
+                total = quantized.add_product(total, rows, packed, scales, scales_ptr, group, column, k, S)
     # Apply the scales that are left, then those of int8 rows.
-    total = scale_columns(tl.trans(total) if SWAP_AB else total, scales_ptr, group, column, lhs.dtype, S)
+    total = quantized.scale_columns(tl.trans(total) if SWAP_AB else total, scales_ptr, group, column, lhs.dtype, S)
     if lhs.dtype == tl.int8:
         total *= tl.load(row_scales_ptr + scaled)[:, None]
     return total

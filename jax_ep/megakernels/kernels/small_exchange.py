@@ -13,59 +13,49 @@ tasks with smaller numbers than those that copy. Floor: the latency of the hands
 import triton
 import triton.language as tl
 
+from . import protocol
 from .failures import poison
-from .protocol import (
-    await_block,
-    await_ready,
-    data_of,
-    end_launch,
-    next_task,
-    open_launch,
-    peer_of,
-    publish,
-    signal_ready,
-)
 from .trace import COPY_EVENT, PUSH_EVENT, stamp, trace_exchange
 
 
 @triton.jit
 def all_gather_i32(x_ptr, peers, out_ptr, S: tl.constexpr, HEAP: tl.constexpr):
     """Gather `x [num_values]` of all ranks to `out [num_ranks, num_values]`."""
-    launch, not_failed = open_launch(peers, HEAP)
+    launch, not_failed = protocol.open_launch(peers, HEAP)
     NUM_RANKS: tl.constexpr = HEAP.num_ranks
     NUM_VALUES: tl.constexpr = S.num_values
     num_blocks: tl.constexpr = (NUM_VALUES + S.block - 1) // S.block
     push_end: tl.constexpr = 1 + NUM_RANKS * num_blocks
-    task = next_task(launch)
+    task = protocol.next_task(launch)
     while task < push_end + NUM_RANKS * num_blocks:
         if task == 0:
-            signal_ready(launch, HEAP)
+            protocol.signal_ready(launch, HEAP)
         elif task < push_end:
             # Store a block at one rank, starting with the next one.
             block = (task - 1) // NUM_RANKS
-            peer = peer_of(launch, (launch.rank + 1 + (task - 1) % NUM_RANKS) % NUM_RANKS)
+            peer = protocol.peer_of(launch, (launch.rank + 1 + (task - 1) % NUM_RANKS) % NUM_RANKS)
             if peer.rank != launch.rank:
-                not_failed = await_ready(launch, peer, not_failed, task, HEAP)
+                not_failed = protocol.await_ready(launch, peer, not_failed, task, HEAP)
             if not_failed != 0:
                 began = stamp(HEAP)
                 index = block * S.block + tl.arange(0, S.block)
                 values = tl.load(x_ptr + index, mask=index < NUM_VALUES)
-                target = data_of(launch, peer.device, x_ptr.dtype.element_ty, HEAP)
+                target = protocol.data_of(launch, peer.device, x_ptr.dtype.element_ty, HEAP)
                 tl.store(target + launch.rank.to(tl.int64) * NUM_VALUES + index, values, mask=index < NUM_VALUES)
                 trace_exchange(launch, PUSH_EVENT, began, task, peer.device, block, HEAP)
-                publish(launch, peer, block, task, HEAP)
+                protocol.publish(launch, peer, block, task, HEAP)
         else:
             # Copy a block of one rank to the result.
             block = (task - push_end) // NUM_RANKS
-            source = peer_of(launch, (launch.rank + NUM_RANKS - 1 - (task - push_end) % NUM_RANKS) % NUM_RANKS)
-            not_failed = await_block(launch, source, block, not_failed, task, HEAP)
+            source = protocol.peer_of(launch, (launch.rank + NUM_RANKS - 1 - (task - push_end) % NUM_RANKS) % NUM_RANKS)
+            not_failed = protocol.await_block(launch, source, block, not_failed, task, HEAP)
             began = stamp(HEAP)
             index = source.rank.to(tl.int64) * NUM_VALUES + block * S.block + tl.arange(0, S.block)
             inside = block * S.block + tl.arange(0, S.block) < NUM_VALUES
-            received = data_of(launch, launch.device, x_ptr.dtype.element_ty, HEAP)
+            received = protocol.data_of(launch, launch.device, x_ptr.dtype.element_ty, HEAP)
             tl.store(out_ptr + index, tl.load(received + index, mask=inside), mask=inside)
             trace_exchange(launch, COPY_EVENT, began, task, source.device, block, HEAP)
-        task = next_task(launch)
+        task = protocol.next_task(launch)
     # After a failure no result may look valid.
-    if end_launch(launch, HEAP):
+    if protocol.end_launch(launch, HEAP):
         poison(out_ptr, NUM_RANKS * NUM_VALUES)

@@ -134,10 +134,9 @@ class MoE(nnx.Module):
         self.hidden_size, self.num_experts, self.num_experts_per_tok = hidden_size, num_experts, num_experts_per_tok
         self.router_options, self.router_fn = _checked_router(router)
         self.axes, self.mesh = _checked_axes(axes), mesh
-        self.experts = _checked_experts(experts, self.axes)
+        self.experts, self.recipe = _checked_experts(experts, self.axes), check_recipe.recipe("MoE", recipe)
         check_balance("MoE", balance, self.axes.expert, capacity)
         self.capacity, self.balance = capacity, balance
-        self.recipe = check_recipe.recipe("MoE", recipe)
         self.dtype, self.preferred_element_type = dtype, preferred_element_type
         options = registry.options("MoE", (), implementation, schedule)
         self.schedule, self.implementation = schedule, options.implementation
@@ -147,8 +146,7 @@ class MoE(nnx.Module):
         self._make_router(make)
         self._make_experts(make, kernel_init, intermediate_size, param_dtype, use_bias)
         self._make_shared_experts(make, shared_experts, intermediate_size, param_dtype)
-        self.serving_arrays: nnx.List[ServingArray] = nnx.List([])
-        self.serving_tree: Any = None
+        self.serving_arrays, self.serving_tree = nnx.List[ServingArray]([]), None
 
     def _check_sizes(self, intermediate_size: int, shared_experts: Any) -> None:
         for name, value in (
@@ -433,54 +431,61 @@ class MoE(nnx.Module):
     def _on_mesh(
         self, x: Array, token_mask: Array | None, mesh: Mesh, weights: ExpertWeights | None
     ) -> tuple[Array, MoEMetrics]:
-        axes = self.axes.token_axes
-        specs = self.axes.specs
-        num_tokens = math.prod(x.shape[:-1])
-        padding = -num_tokens % _size(mesh, axes)
+        specs, num_tokens = self.axes.specs, math.prod(x.shape[:-1])
+        padding = -num_tokens % _size(mesh, self.axes.token_axes)
         # Few tokens, as in decoding, may not divide among the devices: then all of them route all tokens.
-        routing_axes, token_spec = ((), PartitionSpec(None, None)) if padding else (axes, specs.tokens)
+        token_spec = PartitionSpec(None, None) if padding else specs.tokens
         tokens = rearrange(lambda v: v.reshape(-1, self.hidden_size), mesh, token_spec)(x)
         mask_spec = PartitionSpec(token_spec[0])
         mask = None if token_mask is None else rearrange(lambda v: v.reshape(-1), mesh, mask_spec)(token_mask)
-        router = self._router(tokens)
-        router_spec = PartitionSpec() if self.router_fn is None else token_spec
-        everywhere = PartitionSpec()
-        specs_of_routing: Any = (token_spec, token_spec, mask_spec, everywhere, everywhere, everywhere)
-        of_router = {"options": self.router_options, "top_k": self.num_experts_per_tok, "axes": routing_axes}
-        specs_of_tokens = token_spec, mask_spec, router_spec
-        run = run_sharded(route, of_router, self.mesh, specs_of_tokens, Routed(*specs_of_routing))
-        routed = run(tokens, mask, router)
-        topk_idx, topk_weights = routed.topk_idx, routed.topk_weights
-        all_tokens = tokens
+        routed = self._route_on_mesh(tokens, mask, token_spec, () if padding else self.axes.token_axes)
+        arrays: tuple[Array, ...] = (tokens, routed.topk_idx, routed.topk_weights)
         if padding:
             pad = [(0, padding), (0, 0)]
-            all_tokens = rearrange(lambda v: jnp.pad(v, pad), mesh, specs.tokens)(tokens)
-            topk_idx = rearrange(lambda v: jnp.pad(v, pad, constant_values=-1), mesh, specs.routing)(topk_idx)
-            topk_weights = rearrange(lambda v: jnp.pad(v, pad), mesh, specs.routing)(topk_weights)
-        few = all_tokens.shape[0] <= LOW_LATENCY_TOKENS * _size(mesh, axes)
-        if weights is not None and not _has_masters(weights) and few:
-            in_specs = specs.tokens, specs.routing, specs.routing, PartitionSpec(self.axes.expert_axes)
-            options = self._low_latency(self.axes.expert)
-            run = run_sharded(serve, options, self.mesh, in_specs, specs.tokens)
-            y = errors_begin_with("MoE")(run)(all_tokens, topk_idx, topk_weights, weights)
-        else:
-            made_of = self._weights(weights)
-            run = errors_begin_with("MoE")(sharded_moe)(
-                self.mesh,
-                num_experts=self.num_experts,
-                axes=dataclasses.replace(self.axes, tensor=None, fsdp=None) if self.w_gate_up is None else self.axes,
-                experts=self.experts,
-                capacity=self.capacity,
-                balance=self.balance,
-                preferred_element_type=self.preferred_element_type,
-                implementation=self.implementation,
-                **self._products_of(made_of),
+            arrays = tuple(
+                rearrange(partial(jnp.pad, pad_width=pad, constant_values=fill), mesh, spec)(array)
+                for array, fill, spec in zip(
+                    arrays, (0, -1, 0), (specs.tokens, specs.routing, specs.routing), strict=True
+                )
             )
-            y = errors_begin_with("MoE")(run)(all_tokens, topk_idx, topk_weights, **_arguments(made_of))
+        y = self._experts_on_mesh(arrays, mesh, weights)
         y = rearrange(lambda v: v[:num_tokens], mesh, token_spec)(y) if padding else y
         y = _with_identity(y, routed, tokens)
         y = rearrange(lambda v: v.reshape(x.shape), mesh, jax.typeof(x).sharding.spec)(y)
-        return y, _metrics(routed, self._dropped(topk_idx, mesh, specs.routing))
+        return y, _metrics(routed, self._dropped(arrays[1], mesh, specs.routing))
+
+    def _route_on_mesh(
+        self, tokens: Array, mask: Array | None, token_spec: PartitionSpec, axes: tuple[str, ...]
+    ) -> Routed:
+        """Route tokens with these specs; the mean scores and loads are those over `axes`."""
+        mask_spec, everywhere = PartitionSpec(token_spec[0]), PartitionSpec()
+        router_spec = everywhere if self.router_fn is None else token_spec
+        specs: Any = (token_spec, token_spec, mask_spec, everywhere, everywhere, everywhere)
+        options = {"options": self.router_options, "top_k": self.num_experts_per_tok, "axes": axes}
+        run = run_sharded(route, options, self.mesh, (token_spec, mask_spec, router_spec), Routed(*specs))
+        return run(tokens, mask, self._router(tokens))
+
+    def _experts_on_mesh(self, arrays: tuple[Array, ...], mesh: Mesh, weights: ExpertWeights | None) -> Array:
+        """Compute the experts of `(tokens, topk_idx, topk_weights)`, for few tokens by the low-latency layer."""
+        specs, named = self.axes.specs, errors_begin_with("MoE")
+        few = arrays[0].shape[0] <= LOW_LATENCY_TOKENS * _size(mesh, self.axes.token_axes)
+        if weights is not None and not _has_masters(weights) and few:
+            in_specs = specs.tokens, specs.routing, specs.routing, PartitionSpec(self.axes.expert_axes)
+            options = self._low_latency(self.axes.expert)
+            return named(run_sharded(serve, options, self.mesh, in_specs, specs.tokens))(*arrays, weights)
+        made_of = self._weights(weights)
+        run = named(sharded_moe)(
+            self.mesh,
+            num_experts=self.num_experts,
+            axes=dataclasses.replace(self.axes, tensor=None, fsdp=None) if self.w_gate_up is None else self.axes,
+            experts=self.experts,
+            capacity=self.capacity,
+            balance=self.balance,
+            preferred_element_type=self.preferred_element_type,
+            implementation=self.implementation,
+            **self._products_of(made_of),
+        )
+        return named(run)(*arrays, **_arguments(made_of))
 
     def _dropped(self, topk_idx: Array, mesh: Mesh, spec: PartitionSpec) -> Array:
         """Count the assignments past `capacity` from the routing: `sharded_moe` returns only the tokens."""

@@ -115,33 +115,15 @@ def dispatch(
 
     Source: the expert-major layout is that of MegaBlocks (arXiv:2211.15841).
     """
+    sizes: dict[str, Any] = {"num_experts": num_experts, "capacity": capacity, "alignment": alignment}
+    sizes["num_tokens"] = num_tokens
     if isinstance(axis_name, Topology):
-        return hierarchical.dispatch(
-            dispatch,
-            x,
-            topk_idx,
-            topk_weights,
-            num_experts=num_experts,
-            axis_name=axis_name,
-            num_tokens=num_tokens,
-            schedule=registry.checked_schedule("dispatch", schedule),
-            handle=cast(HierarchicalHandle | None, handle),  # checked there
-            capacity=capacity,
-            alignment=alignment,
-            implementation=implementation,
-        )
+        schedule, over_nodes = registry.checked_schedule("dispatch", schedule), cast(HierarchicalHandle | None, handle)
+        sizes |= {"schedule": schedule, "handle": over_nodes, "implementation": implementation}
+        return hierarchical.dispatch(dispatch, x, topk_idx, topk_weights, axis_name=axis_name, **sizes)
     options = registry.options("dispatch", axis_name, implementation, schedule)
-    given = checked(
-        options,
-        check.tokens(options.function, x),
-        topk_idx,
-        topk_weights,
-        num_experts=num_experts,
-        capacity=capacity,
-        alignment=alignment,
-        num_tokens=num_tokens,
-        handle=cast(Handle | None, handle),  # checked there
-    )
+    here = cast(Handle | None, handle)  # `checked` checks its type
+    given = checked(options, check.tokens("dispatch", x), topk_idx, topk_weights, handle=here, **sizes)
     plan = plans.exchange(given.options, given.facts)
     (x, topk_weights, handle), _ = located(plan, given, None)
     tokens: Tokens

@@ -145,11 +145,45 @@ def dispatch(
     **keywords: object,
 ) -> Dispatched:
     """`dispatch` over nodes, then `inside`, which is `dispatch`, in the node with further keywords."""
-    topology, function = axis_name, "dispatch"
+    topology = axis_name
+    num_experts, _ = check.experts("dispatch", num_experts, topology)
+    x, topk_idx, topk_weights = _checked(x, topk_idx, topk_weights, num_experts, topology, num_tokens, handle)
+    options = _options("dispatch", topology, check.wire("dispatch", schedule.wire_dtype, x))
+    x, topk_idx, topk_weights, handle = vary_alike((x, topk_idx, topk_weights, handle), over=topology.axes)
+    if handle is None:
+        topk_idx = cast(Array, topk_idx)
+        arrived = send(options, topology, x, topk_idx, topk_weights, num_experts)
+        num_invalid, local = count_invalid(topk_idx, num_experts), None
+    else:
+        parts = _send_along(options, x, topk_weights, handle.node, None)
+        arrived = Arrived(*parts, handle.node, handle.num_dropped - handle.local.num_dropped)
+        num_invalid, local = handle.num_invalid, handle.local
+    d = inside(
+        *arrived[:3],
+        num_experts=num_experts // axis_size(topology.node_axes, function="dispatch"),
+        axis_name=topology.local,
+        handle=local,
+        schedule=dataclasses.replace(schedule, wire_dtype=None),
+        **keywords,
+    )
+    num_dropped = arrived.num_dropped + d.dropped
+    both = HierarchicalHandle(arrived.handle, cast(Handle, d.handle), num_invalid, num_dropped)
+    return Dispatched(d.tokens, d.weights, d.group_sizes, both, num_dropped)
+
+
+def _checked(
+    x: Tokens,
+    topk_idx: Array | None,
+    topk_weights: Array | None,
+    num_experts: int,
+    topology: Topology,
+    num_tokens: Array | int | None,
+    handle: HierarchicalHandle | None,
+) -> tuple[Tokens, Array | None, Array | None]:
+    """Check the arrays of a `dispatch` over nodes; ids of tokens that do not count become -1."""
+    function = "dispatch"
     x = check.tokens(function, x)
     num_rows = (x[0] if isinstance(x, tuple) else x).shape[0]
-    num_experts, _ = check.experts(function, num_experts, topology)
-    options = _options(function, topology, check.wire(function, schedule.wire_dtype, x))
     if topk_idx is not None:
         topk_idx = check.expert_ids(function, topk_idx, num_rows, num_experts, all_count=num_tokens is None)
     if num_tokens is not None:
@@ -162,28 +196,7 @@ def dispatch(
         raise ValueError(f"{function}: topk_idx is None and handle is None; pass the expert ids [T, K], or a handle.")
     if topk_weights is not None:
         topk_weights = check.router_weights(function, topk_weights, (num_rows, top_k), x)
-    x, topk_idx, topk_weights, handle = vary_alike((x, topk_idx, topk_weights, handle), over=topology.axes)
-    if handle is None:
-        topk_idx = cast(Array, topk_idx)
-        arrived = send(options, topology, x, topk_idx, topk_weights, num_experts)
-        num_invalid = count_invalid(topk_idx, num_experts)
-    else:
-        parts = _send_along(options, x, topk_weights, handle.node, None)
-        arrived = Arrived(*parts, handle.node, handle.num_dropped - handle.local.num_dropped)
-        num_invalid = handle.num_invalid
-    per_node = num_experts // axis_size(topology.node_axes, function=function)
-    local = None if handle is None else handle.local
-    d = inside(
-        *arrived[:3],
-        num_experts=per_node,
-        axis_name=topology.local,
-        handle=local,
-        schedule=dataclasses.replace(schedule, wire_dtype=None),
-        **keywords,
-    )
-    num_dropped = arrived.num_dropped + d.dropped
-    both = HierarchicalHandle(arrived.handle, cast(Handle, d.handle), num_invalid, num_dropped)
-    return Dispatched(d.tokens, d.weights, d.group_sizes, both, num_dropped)
+    return x, topk_idx, topk_weights
 
 
 def checked_handle(function: str, handle: object, topology: Topology, num_tokens: int | None = None) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,7 @@ from jax_ep.types import (
     Topology,
 )
 
-_NO_WEIGHTS = "moe: topk_weights is None, expected a float32 array [T, K]; pass jnp.ones for an unweighted sum."
+type Plan = plans.LayerPlan | tuple[plans.Fp8LayerPlan, plans.Fp8LayerPlan] | plan_serving.QuantizedLayerPlan
 
 
 @operation
@@ -133,109 +133,147 @@ def moe(
     DeepSeek-V3 (arXiv:2412.19437, section 3.3); what is kept is as in SonicMoE (arXiv:2512.14080).
     """
     x = check.plain_tokens("moe", x)
-    recipe = check_recipe.recipe("moe", recipe)
+    call: dict[str, Any] = {
+        "experts": experts,
+        "recipe": check_recipe.recipe("moe", recipe),
+        "implementation": implementation,
+    }
     schedule = registry.checked_schedule("moe", schedule)
-    wire_dtype = FP8 if recipe == "fp8" else schedule.wire_dtype
     balanced.check_balance("moe", balance, axis_name, capacity)
-    if isinstance(axis_name, Topology):
-        if topk_weights is None:
-            raise TypeError(_NO_WEIGHTS)
-        if capacity is not None and axis_name.num_blocks > 1:
-            raise ValueError(
-                f"moe: {capacity=} beside num_blocks={axis_name.num_blocks} of the Topology, expected one of the two,"
-                " since each block has rows of its own, fewer than the whole; leave one out."
-            )
-        inside = functools.partial(
-            moe,
-            w_gate_up=w_gate_up,
-            w_down=w_down,
-            experts=experts,
-            biases=biases,
-            capacity=capacity,
-            recipe=recipe,
-            schedule=dataclasses.replace(schedule, wire_dtype=None),
-            implementation=implementation,
-        )
-        y = hierarchical.layer(
-            inside,
-            "moe",
-            x,
-            topk_idx,
-            topk_weights,
-            num_experts=num_experts,
-            axis_name=axis_name,
-            wire_dtypes=(wire_dtype, wire_dtype),
-            sum_dtype=preferred_element_type,
-        )
-        return checkpoint_name(y, OUTPUT_NAME)
-    options = registry.options("moe", axis_name, implementation, schedule)
-    options = dataclasses.replace(options, recipe=recipe, wire_dtype=wire_dtype)
-    parts = ExpertWeights(w_gate_up, w_down, *check.biases("moe", biases))
-    experts, parts = _check_experts(options, x, parts, num_experts, experts)
+    tokens, parts = _Tokens(x, topk_idx, topk_weights), ExpertWeights(w_gate_up, w_down, *check.biases("moe", biases))
     if topk_weights is None:
-        raise TypeError(_NO_WEIGHTS)
+        raise TypeError("moe: topk_weights is None, expected a float32 array [T, K]; pass jnp.ones for no weights.")
+    if isinstance(axis_name, Topology):
+        call |= {"biases": biases, "capacity": capacity, "w_gate_up": w_gate_up, "w_down": w_down}
+        return _over_nodes(call, schedule, tokens, num_experts, axis_name, preferred_element_type)
+    layer, parts = _checked(call, axis_name, schedule, tokens, parts, num_experts, capacity, preferred_element_type)
+    if not x.shape[0]:
+        y = _without_tokens(layer, tokens, parts)
+    elif balance is not None and axis_size(layer.options.axis, function="moe") > 1:
+        y = _balanced(layer, balance, call | {"axis_name": axis_name, "schedule": schedule}, tokens, parts)
+    else:
+        y = _on_tokens(layer, tokens, parts)
+    return checkpoint_name(y, OUTPUT_NAME)
+
+
+class _Tokens(NamedTuple):
+    """The tokens of a rank and their routing: `[T, H]` and twice `[T, K]`."""
+
+    x: Array
+    topk_idx: Array
+    topk_weights: Array
+
+
+class _Layer(NamedTuple):
+    """What `moe` computes of any tokens: checked arguments that are not arrays."""
+
+    options: Options
+    experts: Experts
+    num_experts: int
+    capacity: int | None
+    sum_dtype: DTypeLike
+
+
+def _over_nodes(
+    call: dict[str, Any],
+    schedule: Schedule,
+    tokens: _Tokens,
+    num_experts: int,
+    topology: Topology,
+    sum_dtype: DTypeLike | None,
+) -> Array:
+    """`moe` inside each node of a `Topology`, between two all-to-alls over the nodes."""
+    capacity = call["capacity"]
+    if capacity is not None and topology.num_blocks > 1:
+        raise ValueError(
+            f"moe: {capacity=} with num_blocks={topology.num_blocks} of the Topology, expected one of the two, since"
+            " each block has its own rows, fewer than the whole; leave one out."
+        )
+    wire = FP8 if call["recipe"] == "fp8" else schedule.wire_dtype
+    inside = functools.partial(moe, schedule=dataclasses.replace(schedule, wire_dtype=None), **call)
+    y = hierarchical.layer(
+        inside,
+        "moe",
+        *tokens,
+        num_experts=num_experts,
+        axis_name=topology,
+        wire_dtypes=(wire, wire),
+        sum_dtype=sum_dtype,
+    )
+    return checkpoint_name(y, OUTPUT_NAME)
+
+
+def _checked(
+    call: dict[str, Any],
+    axis_name: AxisName,
+    schedule: Schedule,
+    tokens: _Tokens,
+    parts: ExpertWeights,
+    num_experts: int,
+    capacity: int | None,
+    sum_dtype: DTypeLike | None,
+) -> tuple[_Layer, ExpertWeights]:
+    """Check all arguments but the routing and the capacity, which `exchange.checked` checks."""
+    recipe = call["recipe"]
+    options = registry.options("moe", axis_name, call["implementation"], schedule)
+    options = dataclasses.replace(options, recipe=recipe, wire_dtype=FP8 if recipe == "fp8" else schedule.wire_dtype)
+    experts, parts = _check_experts(options, tokens.x, parts, num_experts, call["experts"])
     if recipe is not None or isinstance(parts.w_gate_up, QuantizedWeights):
-        check.known_rows("moe", "x", "in FP8 and with quantized experts", x.shape[0])
+        check.known_rows("moe", "x", "in FP8 and with quantized experts", tokens.x.shape[0])
     if recipe is not None:
         moe_fp8.check_layer(options, experts, parts.b_gate_up, parts.w_down)
-    sum_dtype = check.result_dtype("moe", preferred_element_type, x.dtype)
-    if balance is not None and x.shape[0] and axis_size(options.axis, function="moe") > 1:
-        ids = check.expert_ids("moe", topk_idx, x.shape[0], num_experts)
+    sum_dtype = check.result_dtype("moe", sum_dtype, tokens.x.dtype)
+    return _Layer(options, experts, num_experts, capacity, sum_dtype), parts
 
-        def one_pass(x: Array, topk_idx: Array, topk_weights: Array, parts: Any, **sizes: Any) -> Array:
-            return moe(
-                x,
-                topk_idx,
-                topk_weights,
-                *parts[:2],
-                experts=experts,
-                biases=parts[2:],
-                axis_name=axis_name,
-                recipe=recipe,
-                schedule=schedule,
-                implementation=implementation,
-                **sizes,
-            )
 
-        arrays = (x, ids, topk_weights, tuple(parts))
-        y = balanced.run(balance, one_pass, *arrays, num_experts=num_experts, axis=options.axis, sum_dtype=sum_dtype)
-        return checkpoint_name(y, OUTPUT_NAME)
-    others = {"recipe": recipe, "wire_dtype": wire_dtype, "capacity": capacity}
-    given_others = [name for name, value in others.items() if value is not None]
-    if x.shape[0]:
-        slots = check.array("moe", "topk_idx", topk_idx, 2, "[T, K]").size
-        facts = FusedMoEFacts(x.dtype, experts, slots, parts.w_gate_up, parts.w_down)
-        single = plan_serving.single_launch(options, facts, given_others)
-        if single is not None:
-            return _in_one_launch(options, single, experts, x, topk_idx, topk_weights, parts, sum_dtype)
-    prepare = functools.partial(exchange.checked, options, num_experts=num_experts, capacity=capacity)
-    plan = functools.partial(_plan, experts=experts, parts=parts, sum_dtype=sum_dtype)
-    if x.shape[0] == 0:
-        # The same errors, but nothing to compile: XLA's compiler for GPUs crashes at some programs without a row.
-        jax.eval_shape(lambda *arrays: plan(prepare(*arrays)) and None, x, topk_idx, topk_weights)
-        # Gradients are zeros that have the shardings of what they belong to.
-        zeros = x + sum(jnp.sum(a[:0]).astype(x.dtype) for a in jax.tree.leaves((topk_weights, parts)))
-        return zeros.astype(sum_dtype)
-    given = prepare(x, topk_idx, topk_weights)
-    resolved = plan(given)
-    whole = resolved[0].exchange if isinstance(resolved, tuple) else resolved.exchange
-    (tokens, weights, handle), parts = exchange.located(whole, given, parts)
-    if isinstance(resolved, plan_serving.QuantizedLayerPlan):
-        return _by_quantized(resolved, experts, tokens, weights, handle, parts)
-    if isinstance(resolved, tuple):
-        first, second = resolved
-        hidden, row_weights = moe_fp8.dispatch_and_multiply(first, tokens, weights, parts.w_gate_up, handle)
-        bias = _bias_of_result(experts, parts, row_weights)
-        between = Between(checkpoint_name(hidden, HIDDEN_NAME), row_weights, parts.b_gate_up, bias)
-        y = moe_fp8.multiply_and_combine(second, experts, between, parts.w_down, handle)
-        return checkpoint_name(y, OUTPUT_NAME)
-    exchange_gemm.check_weight_gradients(resolved.first, parts.w_gate_up)
-    operands = (experts, tokens, weights, handle, parts)
-    if resolved.activated is not None:
-        y = gemm_activation.run(resolved, resolved.activated, _with_hidden_rows, *operands)
-    else:
-        y = _with_hidden_rows(resolved, *operands)
-    return checkpoint_name(y, OUTPUT_NAME)
+def _balanced(layer: _Layer, balance: Balance, call: dict[str, Any], tokens: _Tokens, parts: ExpertWeights) -> Array:
+    """`moe` in passes of at most `balance.rows * T * K` rows per rank."""
+
+    def one_pass(x: Array, topk_idx: Array, topk_weights: Array, parts: Any, **sizes: Any) -> Array:
+        w_gate_up, w_down, *biases = parts
+        return moe(x, topk_idx, topk_weights, w_gate_up, w_down, biases=tuple(biases), **call, **sizes)
+
+    ids = check.expert_ids("moe", tokens.topk_idx, tokens.x.shape[0], layer.num_experts)
+    arrays = (tokens.x, ids, tokens.topk_weights, tuple(parts))
+    axis, sum_dtype = layer.options.axis, layer.sum_dtype
+    return balanced.run(balance, one_pass, *arrays, num_experts=layer.num_experts, axis=axis, sum_dtype=sum_dtype)
+
+
+def _resolve(layer: _Layer, parts: ExpertWeights, *tokens: Array) -> tuple[exchange.Checked, Plan]:
+    """Check the routing, and resolve the plan of the layer."""
+    given = exchange.checked(layer.options, *tokens, num_experts=layer.num_experts, capacity=layer.capacity)
+    return given, _plan(given, layer.experts, parts, layer.sum_dtype)
+
+
+def _without_tokens(layer: _Layer, tokens: _Tokens, parts: ExpertWeights) -> Array:
+    """The empty result; XLA's compiler for GPUs crashes at some programs without a row."""
+    jax.eval_shape(lambda *arrays: _resolve(layer, parts, *arrays) and None, *tokens)  # the same errors
+    # Gradients are zeros that have the shardings of what they belong to.
+    zeros = tokens.x + sum(jnp.sum(a[:0]).astype(tokens.x.dtype) for a in jax.tree.leaves((tokens[2:], parts)))
+    return zeros.astype(layer.sum_dtype)
+
+
+def _on_tokens(layer: _Layer, tokens: _Tokens, parts: ExpertWeights) -> Array:
+    """`moe` of checked arguments: in one kernel, or as its plan says."""
+    options, experts = layer.options, layer.experts
+    others = {"recipe": options.recipe, "wire_dtype": options.wire_dtype, "capacity": layer.capacity}
+    slots = check.array("moe", "topk_idx", tokens.topk_idx, 2, "[T, K]").size
+    facts = FusedMoEFacts(tokens.x.dtype, experts, slots, parts.w_gate_up, parts.w_down)
+    single = plan_serving.single_launch(options, facts, [name for name, value in others.items() if value is not None])
+    if single is not None:
+        return _in_one_launch(options, single, experts, *tokens, parts, layer.sum_dtype)
+    given, plan = _resolve(layer, parts, *tokens)
+    whole = plan[0].exchange if isinstance(plan, tuple) else plan.exchange
+    (x, weights, handle), parts = exchange.located(whole, given, parts)
+    if isinstance(plan, plan_serving.QuantizedLayerPlan):
+        return _by_quantized(plan, experts, x, weights, handle, parts)
+    if isinstance(plan, tuple):
+        return _by_fp8(plan, experts, x, weights, handle, parts)
+    exchange_gemm.check_weight_gradients(plan.first, parts.w_gate_up)
+    if plan.activated is not None:
+        operands = (experts, x, weights, handle, parts)
+        return gemm_activation.run(plan, plan.activated, _with_hidden_rows, *operands)
+    return _with_hidden_rows(plan, experts, x, weights, handle, parts)
 
 
 @operation
@@ -319,9 +357,6 @@ def _check_experts(
     return experts, ExpertWeights(w_gate_up, w_down, b_gate_up, b_down)
 
 
-type Plan = plans.LayerPlan | tuple[plans.Fp8LayerPlan, plans.Fp8LayerPlan] | plan_serving.QuantizedLayerPlan
-
-
 def _plan(given: exchange.Checked, experts: Experts, parts: ExpertWeights, sum_dtype: DTypeLike) -> Plan:
     """Resolve the layer of these arguments."""
     w_gate_up, w_down = parts[:2]
@@ -366,8 +401,23 @@ def _in_one_launch(
         )
 
     operands = (topk_idx, x, topk_weights, tuple(parts[:2]), tuple(parts[2:]))
-    y = fused_moe_in_one.run(options, single, experts, sum_dtype, unfused, *vary_alike(operands))
-    return checkpoint_name(y, OUTPUT_NAME)
+    return fused_moe_in_one.run(options, single, experts, sum_dtype, unfused, *vary_alike(operands))
+
+
+def _by_fp8(
+    plan: tuple[plans.Fp8LayerPlan, plans.Fp8LayerPlan],
+    experts: Experts,
+    x: Array,
+    weights: Array,
+    handle: Handle,
+    parts: ExpertWeights,
+) -> Array:
+    """`moe` with `recipe="fp8"`, whose backward pass keeps the first product."""
+    first, second = plan
+    hidden, row_weights = moe_fp8.dispatch_and_multiply(first, x, weights, parts.w_gate_up, handle)
+    bias = _bias_of_result(experts, parts, row_weights)
+    between = Between(checkpoint_name(hidden, HIDDEN_NAME), row_weights, parts.b_gate_up, bias)
+    return moe_fp8.multiply_and_combine(second, experts, between, parts.w_down, handle)
 
 
 def _with_hidden_rows(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +28,10 @@ from jax_ep.ops.low_latency import (
     dispatch_tokens,
 )
 from jax_ep.ops.masked import activate, checked_operands, multiply, prepared_rows
-from jax_ep.ops.plan_serving import LowLatencyGemmPlan, LowLatencyLayerPlan
-from jax_ep.types import Array, AxisName, Biases, Experts, Layout, LowLatencyHandle, Schedule, Topology
+from jax_ep.ops.plan_serving import LowLatencyGemmPlan
+from jax_ep.types import Array, AxisName, Biases, Experts, LowLatencyHandle, Options, Schedule, Topology
+
+_NAME = "low_latency_moe"
 
 
 @operation
@@ -97,105 +99,94 @@ def low_latency_moe(
 
     Source: the path of DeepSeek-V3's decoding (arXiv:2412.19437, section 3.4.2).
     """
-    function = "low_latency_moe"
+    x, out_dtype = check.plain_tokens(_NAME, x), preferred_element_type
     if isinstance(axis_name, Topology):
-        inside = partial(
-            low_latency_moe,
-            w_gate_up=w_gate_up,
-            w_down=w_down,
-            experts=experts,
-            biases=biases,
-            preferred_element_type=preferred_element_type,
-            schedule=schedule,
-            implementation=implementation,
-        )
-        x = check.plain_tokens(function, x)
-        if max_tokens_per_rank is not None:
-            checked_max_tokens(function, x.shape[0], max_tokens_per_rank)
-        takes_fp8 = isinstance(w_gate_up, QuantizedWeights) and w_gate_up.activations == "fp8"
-        return hierarchical.layer(
-            inside,
-            function,
-            x,
-            topk_idx,
-            topk_weights,
-            num_experts=num_experts,
-            axis_name=axis_name,
-            wire_dtypes=(FP8 if takes_fp8 else None, None),
-            sum_dtype=preferred_element_type,
-        )
-    options = registry.options(function, axis_name, implementation, schedule, has_wire=False)
-    x = check.plain_tokens(function, x)
-    check.known_rows(function, "x", "in a low-latency layer", x.shape[0])
-    num_experts, num_ranks = check.experts(function, num_experts, axis_name)
-    topk_idx = check.expert_ids(function, topk_idx, x.shape[0], num_experts)
-    topk_weights = check.router_weights(function, topk_weights, topk_idx.shape, x)
-    if max_tokens_per_rank is None:
-        max_tokens_per_rank = max(1, x.shape[0])
-    max_tokens_per_rank = checked_max_tokens(function, x.shape[0], max_tokens_per_rank)
-    num_local = num_experts // num_ranks
-    w_gate_up, w_down = check_quantized.layer_weights(function, x, w_gate_up, w_down, num_local)
-    columns, inner = w_gate_up.shape[2], w_down.shape[1]
-    experts = check.expert_function(function, experts, columns, inner)
-    out_dtype = check.result_dtype(function, preferred_element_type, x.dtype)
-    b_gate_up, b_down = check.biases(function, biases)
-    b_gate_up = check.bias(function, "b_gate_up", b_gate_up, (num_local, columns))
-    b_down = check.bias(function, "b_down", b_down, (num_local, x.shape[1]))
-    top_k = topk_idx.shape[1]
-    if experts.weight_on == "input":
-        x, topk_idx, topk_weights = _one_token_per_expert(x, topk_idx, topk_weights)
-        max_tokens_per_rank *= top_k
-    matrices = ExpertWeights(as_transposed(w_gate_up), as_transposed(w_down), b_gate_up, b_down)
+        call: dict[str, Any] = {"w_gate_up": w_gate_up, "w_down": w_down, "experts": experts, "biases": biases}
+        call |= {"preferred_element_type": out_dtype, "schedule": schedule, "implementation": implementation}
+        return _over_nodes(call, x, topk_idx, topk_weights, num_experts, axis_name, max_tokens_per_rank)
+    options = registry.options(_NAME, axis_name, implementation, schedule, has_wire=False)
+    check.known_rows(_NAME, "x", "in a low-latency layer", x.shape[0])
+    num_experts, num_ranks = check.experts(_NAME, num_experts, axis_name)
+    topk_idx = check.expert_ids(_NAME, topk_idx, x.shape[0], num_experts)
+    topk_weights = check.router_weights(_NAME, topk_weights, topk_idx.shape, x)
+    num_tokens = max(1, x.shape[0]) if max_tokens_per_rank is None else max_tokens_per_rank
+    num_tokens = checked_max_tokens(_NAME, x.shape[0], num_tokens)
+    out_dtype = check.result_dtype(_NAME, out_dtype, x.dtype)
+    experts, matrices = _check_experts(x, w_gate_up, w_down, num_experts // num_ranks, experts, biases)
     tokens, matrices = vary_alike(((x, topk_idx, topk_weights), matrices), over=options.axis)
-    layout = checked_layout(options, num_experts, max_tokens_per_rank, topk_idx.shape[1])
-    plan = plan_serving.low_latency_layer(options, experts, layout, matrices, x.dtype, out_dtype)
-    y = _run_experts(_Layer(plan, experts, inner, out_dtype), layout, matrices, *tokens)
-    if experts.weight_on == "input" and top_k > 1:
-        wide = y.reshape(-1, top_k, y.shape[1]).astype(accumulation_dtype(y.dtype))
-        y = jnp.sum(wide, axis=1).astype(y.dtype)
-    return y
+    if experts.weight_on == "output":
+        return _run_experts(options, experts, num_experts, num_tokens, out_dtype, matrices, *tokens)
+    top_k, rows = topk_idx.shape[1], _one_token_per_expert(*tokens)
+    y = _run_experts(options, experts, num_experts, num_tokens * top_k, out_dtype, matrices, *rows)
+    return jnp.sum(y.reshape(-1, top_k, y.shape[1]), axis=1, dtype=accumulation_dtype(y.dtype)).astype(y.dtype)
 
 
-class _Layer(NamedTuple):
-    """What the layer computes of any tokens, with `inner` columns between its products."""
+def _over_nodes(
+    call: dict[str, Any],
+    x: Array,
+    topk_idx: Array,
+    topk_weights: Array,
+    num_experts: int,
+    topology: Topology,
+    max_tokens_per_rank: int | None,
+) -> Array:
+    """The layer inside each node of a `Topology`, between two all-to-alls over the nodes."""
+    if max_tokens_per_rank is not None:
+        checked_max_tokens(_NAME, x.shape[0], max_tokens_per_rank)
+    w_gate_up = call["w_gate_up"]
+    takes_fp8 = isinstance(w_gate_up, QuantizedWeights) and w_gate_up.activations == "fp8"
+    return hierarchical.layer(
+        partial(low_latency_moe, **call),
+        _NAME,
+        x,
+        topk_idx,
+        topk_weights,
+        num_experts=num_experts,
+        axis_name=topology,
+        wire_dtypes=(FP8 if takes_fp8 else None, None),
+        sum_dtype=call["preferred_element_type"],
+    )
 
-    plan: LowLatencyLayerPlan
-    experts: Experts
-    inner: int
-    out_dtype: DTypeLike
 
-    def activated(
-        self,
-        matrices: ExpertWeights,
-        dtype: DTypeLike,
-        expected_rows: int,
-        tokens: Array,
-        scales: Array | None,
-        group_sizes: Array,
-    ) -> tuple[Array, QuantizedWeights, Array, Array | None]:
-        """Operands of the second product, for tokens of `dtype` that have come to their experts."""
-        plan, w_gate_up, w_down = self.plan, matrices.w_gate_up, matrices.w_down
-        hidden = multiply(plan.first, dtype, expected_rows, tokens, w_gate_up, group_sizes, scales)
-        quantize, bias = w_down.activations == "fp8", matrices.b_gate_up
-        rows, row_scales = activate(plan.activation, self.experts, self.inner, hidden, group_sizes, bias, quantize)
-        return rows, w_down, group_sizes, row_scales
+def _check_experts(
+    x: Array,
+    w_gate_up: Array | QuantizedWeights,
+    w_down: Array | QuantizedWeights,
+    num_local: int,
+    experts: Experts | None,
+    biases: Biases | None,
+) -> tuple[Experts, ExpertWeights]:
+    """What the experts compute, and their weights as the GEMMs read them."""
+    w_gate_up, w_down = check_quantized.layer_weights(_NAME, x, w_gate_up, w_down, num_local)
+    experts = check.expert_function(_NAME, experts, w_gate_up.shape[2], w_down.shape[1])
+    b_gate_up, b_down = check.biases(_NAME, biases)
+    b_gate_up = check.bias(_NAME, "b_gate_up", b_gate_up, (num_local, w_gate_up.shape[2]))
+    b_down = check.bias(_NAME, "b_down", b_down, (num_local, x.shape[1]))
+    return experts, ExpertWeights(as_transposed(w_gate_up), as_transposed(w_down), b_gate_up, b_down)
 
 
 def _run_experts(
-    layer: _Layer,
-    layout: Layout,
+    options: Options,
+    experts: Experts,
+    num_experts: int,
+    max_tokens: int,
+    out_dtype: DTypeLike,
     matrices: ExpertWeights,
     x: Array,
     topk_idx: Array,
     topk_weights: Array,
 ) -> Array:
     """Return the layer's result `[T, H]` for checked arguments."""
-    plan, out_dtype = layer.plan, layer.out_dtype
+    layout = checked_layout(options, num_experts, max_tokens, topk_idx.shape[1])
+    plan = plan_serving.low_latency_layer(options, experts, layout, matrices, x.dtype, out_dtype)
     group_size = GROUP_SIZE if matrices.w_gate_up.activations == "fp8" else None
     tokens, scales, sizes, handle = dispatch_tokens(plan.dispatch, layout, group_size, x, topk_idx, None)
-    expected_rows = max(1, -(-layout.num_ranks * topk_idx.size // layout.num_experts))
-    product = layer.activated(matrices, x.dtype, expected_rows, tokens, scales, sizes)
-    return _multiply_and_combine(plan.second, out_dtype, expected_rows, topk_weights, handle, matrices.b_down, *product)
+    rows = max(1, -(-layout.num_ranks * topk_idx.size // layout.num_experts))
+    hidden = multiply(plan.first, x.dtype, rows, tokens, matrices.w_gate_up, sizes, scales)
+    quantize, inner = matrices.w_down.activations == "fp8", matrices.w_down.shape[1]
+    activated = activate(plan.activation, experts, inner, hidden, sizes, matrices.b_gate_up, quantize)
+    product = (activated[0], matrices.w_down, sizes, activated[1])
+    return _multiply_and_combine(plan.second, out_dtype, rows, topk_weights, handle, matrices.b_down, *product)
 
 
 def _one_token_per_expert(x: Array, topk_idx: Array, topk_weights: Array) -> tuple[Array, Array, Array]:

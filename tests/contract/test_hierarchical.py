@@ -448,6 +448,6 @@ def test_hierarchical_misuse(two_nodes: Mesh) -> None:
     matrices = jnp.ones((1, 4, 6)), jnp.ones((1, 3, 4))
     refused(
         ValueError,
-        "capacity=4 beside num_blocks=2",
+        "capacity=4 with num_blocks=2",
         lambda x, idx: jax_ep.moe(x, idx, jnp.ones((2, 1)), *matrices, num_experts=4, axis_name=blocks, capacity=4),
     )

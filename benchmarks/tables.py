@@ -250,45 +250,29 @@ ONE_DEVICE = {
     "INT8": "fused_moe, int8",
     "PyTorch's `_grouped_mm`, bfloat16": "PyTorch, _grouped_mm",
 }
-FOUR_BITS = {
-    "bfloat16": "fused_moe, bfloat16",
-    "INT4": "fused_moe, int4_prepacked",
-    "MXFP4": "fused_moe, mxfp4_prepacked",
-    "PyTorch's `_grouped_mm`, bfloat16": "PyTorch, _grouped_mm",
-}
+FOUR_BITS = {"INT4, prepacked": "fused_moe, int4_prepacked", "MXFP4, prepacked": "fused_moe, mxfp4_prepacked"}
 
 
 def one_device(reports: Reports) -> list[str]:
-    """The layer of one device in 16 and 8 bits."""
-    return _one_device(reports, ONE_DEVICE, {"fused_moe, int8"})
+    """The layer of one device by model and tokens, with the share of the rate of reading memory.
 
+    Lines of 4-bit weights are from reports of prepacked weights.
+    """
+    cases = [(model, tokens) for model in ("qwen3-30b", "mixtral-8x7b", "gpt-oss-120b") for tokens in (1, 16, 64)]
 
-def four_bits(reports: Reports) -> list[str]:
-    """The layer of one device in 4 bits."""
-    return _one_device(reports, FOUR_BITS, {"fused_moe, mxfp4_prepacked", "fused_moe, mxfp4"})
-
-
-def _one_device(reports: Reports, variants: dict[str, str], needed: set[str]) -> list[str]:
-    """By model and tokens, with the share of the rate of reading memory."""
-    needs = needed | {"fused_moe, bfloat16", "a step of the chain"}
-    every = [(model, tokens) for model in ("qwen3-30b", "mixtral-8x7b", "gpt-oss-120b") for tokens in (1, 16, 64)]
-    looked = ((case, reports.find("fused_moe", needs, model=case[0], tokens=case[1], graphs=True)) for case in every)
-    there = [(case, one) for case, one in looked if one is not None]
-    cases, found = [case for case, _ in there], [one for _, one in there]
-
-    def cell(one: Found, variant: str) -> str:
-        if variant not in one.rows:
+    def cell(one: Found | None, variant: str) -> str:
+        if one is None or variant not in one.rows:
             return ""
         row = one.rows[variant]
-        shown = variant.startswith(("fused_moe", "several")) and "of_read_rate" in row
+        shown = variant.startswith("fused_moe") and "of_read_rate" in row
         return one.us(variant) + (f", {100 * row['of_read_rate']:.0f} %" if shown else "")
 
-    models = [model for model, _ in cases]
-    columns = [
-        f"{MODELS[model]}, {tokens}" if models.index(model) == i else str(tokens)
-        for i, (model, tokens) in enumerate(cases)
-    ]
-    lines = ([label, *(cell(one, variant) for one in found)] for label, variant in variants.items())
+    lines = []
+    for variants, needed in ((ONE_DEVICE, "fused_moe, int8"), (FOUR_BITS, "fused_moe, mxfp4_prepacked")):
+        needs = {needed, "fused_moe, bfloat16", "a step of the chain"}
+        found = [reports.find("fused_moe", needs, model=model, tokens=n, graphs=True) for model, n in cases]
+        lines += [[label, *(cell(one, variant) for one in found)] for label, variant in variants.items()]
+    columns = [f"{MODELS[model]}, 1" if tokens == 1 else str(tokens) for model, tokens in cases]
     return table(["us; model, tokens:", *columns], lines)
 
 
@@ -297,7 +281,6 @@ TABLES: dict[str, Callable[[Reports], list[str]]] = {
     "exchange": exchange,
     "grouped_gemm": grouped_gemm,
     "one_device": one_device,
-    "four_bits": four_bits,
     "decode_layer": decode_layer,
 }
 

@@ -254,6 +254,17 @@ def test_comments_name_existing_files() -> None:
                 assert name in endings, f"{source} names {name}"
 
 
+def test_architecture_page_names_exist() -> None:
+    """Check that each identifier of the page, also in its diagrams, occurs in the sources of the package."""
+    text = (DOCS / "design" / "architecture.md").read_text()
+    code = [*CODE.findall(prose(DOCS / "design" / "architecture.md")), *(m[2] for m in FENCE.finditer(text))]
+    names = set(re.findall(r"\b(?:[a-z]+_[a-z0-9_]+|[A-Z][a-z]+[A-Z]\w+)\b", "\n".join(code)))
+    sources = [path for path in (ROOT / "jax_ep").rglob("*.*") if path.suffix in (".py", ".cc")]
+    words = set(re.findall(r"\w+", "\n".join(path.read_text() for path in sources)))
+    words |= {path.stem for path in (*sources, *(ROOT / "tests").glob("*.py"))}
+    assert len(names) > 20 and names - words == set()
+
+
 def test_docs_commands_exist() -> None:
     tasks = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

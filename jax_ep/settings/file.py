@@ -1,7 +1,7 @@
-"""The JSON file of tuned settings: where it is, what it must hold to be used, and writing it.
+"""The JSON file of tuned settings: its place, its schema, reading and writing.
 
-It is data, checked by one schema. A file that does not fit, because it is of another kind of device or was made for
-other kernels, is not used at all: settings of other kernels may be worse than none.
+A file for another kind of device or for other kernels is not used at all: settings of other kernels may be worse than
+none.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _RATE = optional(number(1, 1e30))
 
 
 class TuningWarning(UserWarning):
-    """A file of tuned settings is not used, and why."""
+    """Warning that a file of tuned settings is not used, with the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """What a machine has been measured to do.
+    """Measured rates of a machine.
 
     Attributes:
-      link_bytes_per_s: of one large copy from a GPU to another, in the slower direction; None: there is one GPU.
+      link_bytes_per_s: of one large copy from a GPU to another, in the slower direction; None with one GPU.
       memory_bytes_per_s: read by a sum over a large array.
-      product_flops_per_s: of large bfloat16 products, one after another for long enough that clocks have settled.
+      product_flops_per_s: of large bfloat16 GEMMs, after enough of them that clocks have settled.
     """
 
     link_bytes_per_s: float | None = None
@@ -55,13 +55,13 @@ class Rates:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tuning:
-    """Tuned settings of one kind of device, and its rates. Two of them are the same only if they are one object.
+    """Tuned settings of one kind of device, and its rates; equal only to itself.
 
     Attributes:
       device_kind: as JAX names it.
       entries: settings by operation and facts, see `operations.key`.
       rates: of the machine, or None.
-      path: the file that they are from, or None.
+      path: of the file, or None.
     """
 
     device_kind: str
@@ -72,7 +72,7 @@ class Tuning:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """What is written of one operation: `measured` is for people, and not read."""
+    """An entry of the file; `measured` is for people, and is not read."""
 
     operation: str
     facts: Mapping[str, Any]
@@ -81,12 +81,12 @@ class Entry:
 
 
 def kernel_sources() -> str:
-    """A hash of the kernels and of what launches them."""
+    """Return a hash of the kernels and of the code that launches them."""
     return sources_digest(_PACKAGE / "megakernels") + sources_digest(_PACKAGE / "formats" / "kernels")
 
 
 def default_path(device_kind: str) -> Path | None:
-    """In the user's cache folder, which `XDG_CACHE_HOME` names; None for a user without a home."""
+    """Return a path in the user's cache folder, `XDG_CACHE_HOME`; None for a user without a home."""
     name = re.sub(r"[^a-z0-9]+", "_", device_kind.lower()).strip("_")
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -96,7 +96,7 @@ def default_path(device_kind: str) -> Path | None:
 
 
 def read_chosen(device_kind: str) -> Tuning:
-    """That of the environment, or else the default file; without settings where there is none."""
+    """Read the file that the environment names, or else the default file; no settings if it does not exist."""
     named = os.environ.get(ENVIRONMENT, "")
     if named == "off":
         return _read_once(None, device_kind, False)
@@ -105,7 +105,7 @@ def read_chosen(device_kind: str) -> Tuning:
 
 @functools.cache
 def _read_once(path: Path | None, device_kind: str, must_exist: bool) -> Tuning:
-    """The file; one warning, and no settings, where it is bad."""
+    """Read a file; if it is bad, warn once and return no settings."""
     if path is None:
         return Tuning(device_kind)
     try:
@@ -119,12 +119,12 @@ def _read_once(path: Path | None, device_kind: str, must_exist: bool) -> Tuning:
 
 
 def read(path: Path, device_kind: str) -> Tuning:
-    """The file, checked.
+    """Read and check a file.
 
     Raises:
-      FileNotFoundError: there is none.
+      FileNotFoundError: it does not exist.
       OSError: it cannot be read.
-      ValueError: it is not for this kind of device or these kernels, or not what `write` makes.
+      ValueError: it is for another kind of device or other kernels, or `write` has not made it.
     """
     try:
         return _load(path, device_kind)
@@ -162,7 +162,7 @@ _ENTRIES = {
 
 
 def _entry(value: Any, name: str) -> None:
-    """The schema of an entry, which is that of its operation."""
+    """Check an entry by the schema of its operation."""
     record({"operation": choice(OPERATIONS)}, more=True)(value, name)
     _ENTRIES[value["operation"]](value, name)
 
@@ -172,7 +172,7 @@ def _same(wanted: str | int) -> Schema:
 
 
 def _schema(device_kind: str) -> Schema:
-    """What a file for this kind of device and these kernels holds."""
+    """Return the schema of a file for this kind of device and these kernels."""
     return record(
         {
             "format": _same(FORMAT),
@@ -200,10 +200,10 @@ def _parsed_entry(entry: Any) -> tuple[tuple[Fact, ...], Mapping[str, Setting]]:
 
 
 def write(path: Path, device_kind: str, entries: list[Entry], rates: Rates | None) -> None:
-    """Writes the file as a whole, or not at all; what is there of the same kind is replaced.
+    """Write the file atomically.
 
     Raises:
-      ValueError: settings that could not be read again.
+      ValueError: settings that `read` would not accept.
     """
     facts = [{name: bucket(name, value) for name, value in entry.facts.items()} for entry in entries]
     content = {
@@ -218,5 +218,5 @@ def write(path: Path, device_kind: str, entries: list[Entry], rates: Rates | Non
 
 
 def settings_of(tuning: Tuning, operation: str, facts: Mapping[str, Any]) -> Mapping[str, Setting]:
-    """Those of the operation for these facts; none where nothing has been measured."""
+    """Return the settings of the operation for these facts; empty if it has not been tuned."""
     return tuning.entries.get(key(operation, facts), {}) if tuning.entries else {}

@@ -1,7 +1,7 @@
-"""What can be set: of each operation, the settings with their values, and the facts by which they are looked up.
+"""Tunable operations: the settings of each one with their values, and the facts by which they are looked up.
 
-A setting changes how a launch is divided, and no result but the order of some roundings. Those that are fields of
-`Schedule` have its names and values; the others are of the operation's tiles (`jax_ep/megakernels`).
+A setting changes the times of a launch, and in results only the order of some roundings. Settings are fields of
+`Schedule`, with the same names and values, or of the operation's tiles (`jax_ep/megakernels`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Fact = int | str
 
 @dataclasses.dataclass(frozen=True)
 class Values:
-    """What a setting may be: one of `choices`, or else a number in a range.
+    """Values of a setting: one of `choices`, or else a number in a range.
 
     Attributes:
       least: of a number.
       most: of a number.
       power_of_two: numbers are powers of two.
-      choices: all there are.
+      choices: all values; empty for a number.
     """
 
     least: int = 0
@@ -51,7 +51,7 @@ class Operation:
     """One operation.
 
     Attributes:
-      facts: what settings are looked up by, beside the kind of device.
+      facts: names of the facts by which settings are looked up, besides the kind of device.
       settings: names and values.
     """
 
@@ -129,17 +129,17 @@ OPERATIONS: Mapping[str, Operation] = {
     ),
 }
 SCHEDULE_FIELDS = frozenset(field.name for field in dataclasses.fields(Schedule)) - {"keep_tokens", "wire_dtype"}
-"""Fields that measured times decide; the others also change memory or results."""
+"""Fields that measured times decide; the other fields also change memory or results."""
 MOST_BLOCKS = 1 << 15
-"""Flags that a peer has in the symmetric heap: blocks of tokens are no more (`heap.symmetric.MAX_BLOCKS`)."""
+"""Number of flags of a peer in the symmetric heap, the maximum number of blocks (`heap.symmetric.MAX_BLOCKS`)."""
 NAMES = frozenset({"dtype", "out_dtype", "wire_dtype", "format"})
 """Facts that are names; the others are sizes."""
-# Sizes within a factor of two share their settings. Those that are few, and change a launch as a whole, do not.
+# Sizes within a factor of two share settings, except these, which have few values and change a launch as a whole.
 _EXACT = frozenset({"num_ranks", "top_k", "num_experts", "groups"})
 
 
 def bucket(name: str, value: Any) -> Fact:
-    """The value of a fact that stands for all that share settings: sizes as the next power of two, dtypes by name."""
+    """Return the value that stands for all facts with the same settings: the next power of two, or a dtype's name."""
     if isinstance(value, str):
         return value
     if isinstance(value, int):
@@ -148,10 +148,10 @@ def bucket(name: str, value: Any) -> Fact:
 
 
 def key(operation: str, facts: Mapping[str, Any]) -> tuple[Fact, ...]:
-    """What settings of an operation are found by.
+    """Return the key of an operation's settings.
 
     Raises:
-      ValueError: not the facts of the operation.
+      ValueError: these are not the facts of the operation.
     """
     wanted = OPERATIONS[operation].facts
     if set(facts) != set(wanted):
@@ -160,10 +160,10 @@ def key(operation: str, facts: Mapping[str, Any]) -> tuple[Fact, ...]:
 
 
 def check(operation: Any, settings: Mapping[str, Any]) -> None:
-    """Whether there is such an operation, with such settings.
+    """Check the name of an operation, and the names and values of its settings.
 
     Raises:
-      ValueError: there is not, or one has a value that it cannot have.
+      ValueError: an unknown name or value.
     """
     if not isinstance(operation, str) or operation not in OPERATIONS:
         raise ValueError(f"operation {operation!r}, expected one of {', '.join(OPERATIONS)}")
@@ -176,14 +176,14 @@ def check(operation: Any, settings: Mapping[str, Any]) -> None:
 
 
 def check_blocks(operation: str, settings: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-    """Whether there is a flag for each block of tokens.
+    """Check that there is a flag for each block of tokens.
 
     Raises:
-      ValueError: there is not.
+      ValueError: there are too few flags.
     """
     block, tokens = settings.get("tokens_per_block"), facts.get("num_tokens", 0)
     if block is not None and tokens > MOST_BLOCKS * block:
         raise ValueError(
             f"{operation}: tokens_per_block={block} for {tokens} tokens, expected at least {-(-tokens // MOST_BLOCKS)},"
-            f" as there are {MOST_BLOCKS} flags"
+            f" because there are {MOST_BLOCKS} flags"
         )

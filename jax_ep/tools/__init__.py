@@ -1,1 +1,1 @@
-"""What `python -m jax_ep` runs: a look at the machine, measurements, and recordings of what kernels do."""
+"""The commands of `jax-ep`: checks of the machine, measurements, and recordings of kernels."""

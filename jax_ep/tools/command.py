@@ -1,11 +1,11 @@
-"""Command lines: whatever ends one becomes one line on standard error and an exit status.
+"""Command lines: every error becomes one line on standard error and an exit status.
 
-0, or what the command returns; 1: it cannot write or measure; 2: bad arguments or files; 130: Ctrl-C. A closed pipe
-ends it without a word. `python -X dev` shows the traceback, too.
+Exit status: 0, or the result of the command; 1: it cannot write or measure; 2: bad arguments or files; 130: Ctrl-C. A
+closed pipe ends the command silently. `python -X dev` also shows the traceback.
 
-Ctrl-C raises KeyboardInterrupt in the main thread. XLA makes a RuntimeError of it in a callback, Python drops it in a
-destructor, and neither sees it while a compiler runs. So code that goes on after errors calls `raise_if_interrupted`,
-`run` looks once more when the command has ended, and a thread ends the process after some seconds.
+Ctrl-C raises KeyboardInterrupt in the main thread. XLA turns it into a RuntimeError in a callback, Python drops it in a
+destructor, and it is not handled while a compiler runs. So code that continues after errors calls
+`raise_if_interrupted`, `run` checks again when the command has ended, and a thread ends the process after some seconds.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from jax_ep.core.json_files import cut
 
 _CLOSED_PIPE, _CTRL_C = 128 + signal.SIGPIPE, 128 + signal.SIGINT
 _LONGEST = 300
-_GRACE_S = 5.0  # from Ctrl-C until the process ends, whatever it is doing
+_GRACE_S = 5.0  # from Ctrl-C to the forced end of the process
 _MOST = 2**31 - 1
 
 
 class Parser(argparse.ArgumentParser):
-    """Options of type int are from 1 to 2^31 - 1, those of type float are finite and not negative."""
+    """Parser whose options of type int are from 1 to 2^31 - 1, and of type float finite and not negative."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {cut(message, _LONGEST)}\n")
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Let errors of standard output pass, which argparse ignores."""
+        """Raise errors of standard output, which argparse ignores."""
         if file is sys.stdout:
             file.write(message)
         else:
@@ -52,19 +52,19 @@ class Parser(argparse.ArgumentParser):
 
 
 def count(text: str, least: int = 1) -> int:
-    """An option that counts something."""
+    """Parse a positive number."""
     if not (text.isascii() and text.isdecimal() and len(text) < 20 and least <= int(text) <= _MOST):
         raise argparse.ArgumentTypeError(f"{cut(repr(text), 40)}, expected an integer from {least} to {_MOST}")
     return int(text)
 
 
 def count_or_zero(text: str) -> int:
-    """An option that may be zero."""
+    """Parse a number that may be zero."""
     return count(text, 0)
 
 
 def number(text: str) -> float:
-    """An option that is finite and not negative."""
+    """Parse a finite number that is not negative."""
     try:
         value = float(text)
     except ValueError:
@@ -82,7 +82,7 @@ def run(name: str, command: Callable[[], object]) -> NoReturn:
 
 
 def _interruptible(command: Callable[[], object]) -> object:
-    """Run a command; Ctrl-C ends it in a KeyboardInterrupt, whatever became of the one that the handler raised."""
+    """Run a command; after Ctrl-C raise a KeyboardInterrupt, even if the one of the handler was lost."""
     signal.signal(signal.SIGINT, _interrupt)
     try:
         return command()
@@ -109,7 +109,7 @@ def _exit(*_: object) -> NoReturn:
 
 
 def _end_soon_after_ctrl_c() -> None:
-    """Start the thread that ends the process `_GRACE_S` after Ctrl-C, of which Python's C code tells it."""
+    """Start the thread that ends the process `_GRACE_S` after Ctrl-C, which Python signals through a pipe."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -129,13 +129,13 @@ def _report_unraisable(unraisable: Any) -> None:
 
 
 def raise_if_interrupted(error: Exception | str) -> None:
-    """Raise KeyboardInterrupt if Ctrl-C has led to an error; call it first where errors do not end a command."""
+    """Raise KeyboardInterrupt if Ctrl-C caused an error; call it first in code that continues after errors."""
     if signal.getsignal(signal.SIGINT) is _exit or "KeyboardInterrupt" in str(error):
         raise KeyboardInterrupt
 
 
 def status_of(name: str, command: Callable[[], object]) -> int:
-    """Run a command; returns its exit status, which is 0 where it returns no int. A `SystemExit` passes."""
+    """Run a command and return its exit status, which is 0 if it returns no int; a `SystemExit` passes."""
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:  # closed by the shell
             setattr(sys, stream, open(os.open(os.devnull, os.O_WRONLY), "w", closefd=False))  # noqa: SIM115
@@ -174,13 +174,13 @@ def status_of(name: str, command: Callable[[], object]) -> int:
 
 
 def in_one_line(error: BaseException) -> str:
-    """What an error says, with its type where the text alone may not be clear."""
+    """Return the message of an error, with its type if the text alone may be unclear."""
     plain = isinstance(error, OSError | ValueError | ImportError | NotImplementedError) and str(error)
     return cut(error if plain else f"{type(error).__name__}: {error}", _LONGEST)
 
 
 def _flush(stream: IO[str]) -> OSError | None:
-    """Write what a stream still holds. Where it cannot, drop it: Python would fail again at its exit."""
+    """Flush a stream. If that fails, drop its content: Python would fail again at its exit."""
     try:
         stream.flush()
     except OSError as error:

@@ -1,6 +1,6 @@
-"""Is this machine set up: versions, devices, what is compiled, how tokens travel, and whether each part computes.
+"""`jax-ep doctor`: check versions, devices, the compiled library, the transport, links and computations.
 
-Every finding that is not ok has a remedy. Nothing is changed, and nothing is left behind.
+Every warning and every error has a remedy. The command changes nothing, and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _TUNED_FOR = "H200"
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What has been looked at, and what was found.
+    """Result of one check.
 
     Attributes:
-      topic: what it is about.
-      state: "ok", "warning" (it works, but not as it could) or "error" (it does not work).
-      text: what was found.
-      remedy: what to do about it, where it is not ok.
-      data: the same for programs, as JSON has it; or None.
+      topic: subject of the check.
+      state: "ok", "warning" (it works, but not as well as possible) or "error" (it does not work).
+      text: the result.
+      remedy: what to do after a warning or an error.
+      data: the result for programs, as JSON values; or None.
     """
 
     topic: str
@@ -57,7 +57,7 @@ class Finding:
 
 
 def examine() -> Iterator[Finding]:
-    """All findings, one after another as they are made."""
+    """Run all checks, and yield their results."""
     parts: list[Callable[[], Iterable[Finding]]] = [_versions, _devices, _library, _jax_triton, _transport]
     parts += [_links, _computations]
     for part in parts:
@@ -91,18 +91,18 @@ def _devices() -> Iterator[Finding]:
     text = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     data = {"platform": jax.default_backend(), "kinds": kinds, "processes": jax.process_count()}
     if not _on_gpus():
-        yield Finding("devices", OK, f"{text}: `xla` serves every function; kernels are for NVIDIA GPUs", data=data)
+        yield Finding("devices", OK, f"{text}: `xla` runs every function; kernels are for NVIDIA GPUs", data=data)
         return
     from jax_ep.megakernels import requirements
 
     data["compute_capability"] = devices[0].compute_capability
     if (reason := requirements.missing_capability()) is not None:
-        yield Finding("devices", WARNING, f"{text}: {reason}", "`xla` serves these GPUs", data)
+        yield Finding("devices", WARNING, f"{text}: {reason}", "`xla` runs on these GPUs", data)
     elif not requirements.has_tma():
-        reason = f"fused products need GPUs of compute capability {requirements.TMA_MODELS}"
-        yield Finding("devices", WARNING, f"{text}: {reason}", "the exchange runs on kernels, products on `xla`", data)
+        reason = f"fused GEMMs need GPUs of compute capability {requirements.TMA_MODELS}"
+        yield Finding("devices", WARNING, f"{text}: {reason}", "all-to-alls run on kernels, GEMMs on `xla`", data)
     elif not all(_TUNED_FOR in kind for kind in kinds):
-        reason = f"tiles and the model of times are those of the {_TUNED_FOR}"
+        reason = f"tiles and the cost model are those of the {_TUNED_FOR}"
         if (tuned := context.tuning().path) is None:
             yield Finding("devices", WARNING, f"{text}: {reason}", "measure them here: jax-ep tune", data)
         else:
@@ -130,7 +130,7 @@ def _library() -> Iterator[Finding]:
 
 
 def _jax_triton() -> Iterator[Finding]:
-    """The other launcher, which nobody needs."""
+    """Check the optional launcher."""
     from jax_ep.core import jax_triton
 
     if importlib.util.find_spec("jax_triton") is None:
@@ -140,7 +140,7 @@ def _jax_triton() -> Iterator[Finding]:
     try:
         jax_triton.check()
     except (ImportError, RuntimeError) as error:
-        remedy = "leave init's launcher out, or pip install '.[jax-triton]' for versions that fit each other"
+        remedy = "omit init's launcher, or pip install '.[jax-triton]' for compatible versions"
         yield Finding("jax-triton", WARNING, in_one_line(error), remedy, {"works": False})
     else:
         text = f"{importlib.metadata.version('jax-triton')} works, for init(launcher='jax-triton')"
@@ -157,7 +157,7 @@ def _transport() -> Iterator[Finding]:
         yield Finding("triton", WARNING, "not installed: kernels are not used", remedy)
     is_by_peers = jax.process_count() == 1 or peer_access.unsupported_processes_reason() is None
     if _on_gpus() and is_by_peers and (reason := peer_access.unsupported_reason()) is not None:
-        remedy = "`xla` serves such machines; for kernels use GPUs of one NVLink domain"
+        remedy = "`xla` runs on such machines; for kernels use GPUs of one NVLink domain"
         yield Finding("transport", WARNING, reason, remedy, {"transport": chosen})
         return
     if chosen == "xla" and _on_gpus():
@@ -189,7 +189,7 @@ def _links() -> Iterator[Finding]:
 
 
 def _rate(source: jax.Device, target: jax.Device) -> float:
-    """Bytes per second of copies from one device to another."""
+    """Measure the bytes per second of copies from one device to another."""
     data = jax.device_put(jnp.zeros((_COPY_BYTES,), jnp.uint8), source)
     jax.block_until_ready(jax.device_put(data, target))
     start = time.perf_counter()
@@ -198,26 +198,28 @@ def _rate(source: jax.Device, target: jax.Device) -> float:
 
 
 def _computations() -> Iterator[Finding]:
-    """A small layer on all devices by each implementation, against NumPy in float64."""
+    """Compare a small layer of each implementation, on all devices, with NumPy in float64."""
     from jax_ep.ops import registry
 
     if jax.process_count() > 1:
-        yield Finding("computation", OK, "not tried: there are several processes, and each would have to take part")
+        yield Finding(
+            "computation", OK, "not tried: there are several processes, and all of them would have to take part"
+        )
         return
     for name in registry.available():
         topic = f"computation, {name}"
         if name != "xla" and not _on_gpus():
-            yield Finding(topic, OK, "not tried: it is for NVIDIA GPUs; `xla` serves these devices")
+            yield Finding(topic, OK, "not tried: it is for NVIDIA GPUs; `xla` runs on these devices")
             continue
         try:
             start = time.perf_counter()
             error = _error_of(name)
-        except NotImplementedError as refusal:
-            yield Finding(topic, WARNING, in_one_line(refusal), "`xla` serves what it does not")
+        except NotImplementedError as reason:
+            yield Finding(topic, WARNING, in_one_line(reason), "use `xla` instead")
         except Exception as failure:
             raise_if_interrupted(failure)
             yield Finding(
-                topic, ERROR, in_one_line(failure), "see docs/errors.md; until then pass implementation='xla'"
+                topic, ERROR, in_one_line(failure), "see docs/errors.md; pass implementation='xla' until it works"
             )
         else:
             text = f"relative error {error:.1e}, in {time.perf_counter() - start:.1f} s with compilation"
@@ -226,7 +228,7 @@ def _computations() -> Iterator[Finding]:
 
 
 def _error_of(name: str) -> float:
-    """The relative error of `moe`."""
+    """Return the relative error of `moe`."""
     num_ranks, top_k, hidden, inner = len(jax.local_devices()), 2, 128, 128
     tokens, experts, rng = 32 * num_ranks, 4 * num_ranks, np.random.default_rng(0)
     x, w_down = rng.normal(size=(tokens, hidden)), rng.normal(size=(experts, inner, hidden)) / inner**0.5
@@ -252,15 +254,15 @@ def _layer(name: str, num_ranks: int, arrays: tuple[Any, ...]) -> Any:
 
 
 def add_command(commands: Any) -> None:
-    """Adds `doctor` to the command line."""
-    summary = "look at this machine: versions, devices, links, and whether each implementation computes"
+    """Add `doctor` to the command line."""
+    summary = "check this machine: versions, devices, links, and whether each implementation computes"
     parser = commands.add_parser("doctor", help=summary, description=f"{summary}. Exit status 1 after an error.")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Shows all findings; 1 if one of them is an error."""
+    """Print all findings; return 1 after an error."""
     findings = []
     for finding in examine():
         findings.append(finding)
@@ -278,11 +280,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(finding: Finding) -> None:
-    """One finding on the terminal, in colour where there is one."""
-    colour = {OK: 32, WARNING: 33, ERROR: 31}[finding.state]
+    """Print one finding, in color on a terminal."""
+    color = {OK: 32, WARNING: 33, ERROR: 31}[finding.state]
     state = f"{finding.state:>7}"
     if sys.stdout.isatty() and "NO_COLOR" not in os.environ:
-        state = f"\033[{colour}m{state}\033[0m"
+        state = f"\033[{color}m{state}\033[0m"
     print(f"{state}  {finding.topic}: {finding.text}", flush=True)
     if finding.remedy:
         print(f"         -> {finding.remedy}", flush=True)

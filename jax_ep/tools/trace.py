@@ -27,8 +27,8 @@ from jax.experimental import multihost_utils
 import jax_ep
 from jax_ep import tracing
 from jax_ep.core.files import check_writable
-from jax_ep.tools import command
-from jax_ep.tools.benchmark import harness, processes
+from jax_ep.tools import command, processes
+from jax_ep.tools.benchmark import harness
 from jax_ep.tools.benchmark.chains import on_each_rank
 from jax_ep.tools.benchmark.inputs import DEFAULT, MODELS, QUICK, Model, expert_mesh, make_case, make_weights
 from jax_ep.tracing import picture
@@ -118,7 +118,7 @@ def record(what: str, options: list[str]) -> None:
     if args.png:
         picture.require_matplotlib()
     jax.config.update("jax_num_cpu_devices", harness.QUICK_DEVICES)
-    if processes.enter(args.processes, float) is None:  # no figure is needed
+    if not processes.enter(args.processes):
         return
     on_gpus = jax.default_backend() == "gpu"
     args.quick |= not on_gpus

@@ -190,7 +190,7 @@ class _Exchange:
 
 
 def _exchange(sizes: Sizes) -> Iterator[Case]:
-    """Dispatch and combine, each alone."""
+    """Yield dispatch and combine, each alone."""
     layer = _Exchange(sizes)
     case = layer.case
 
@@ -235,7 +235,7 @@ def _exchange(sizes: Sizes) -> Iterator[Case]:
 
 
 def _exchange_gemm(sizes: Sizes) -> Iterator[Case]:
-    """All-to-all with a GEMM: in one kernel or in two, and by how many programs."""
+    """Yield the all-to-alls with a GEMM: in one kernel or in two, and by how many programs."""
     wide, layer = 2 * sizes.intermediate, _Exchange(sizes)
     layout = layer.layout
     if layer.plan(wide).fused is None:
@@ -271,7 +271,7 @@ def _exchange_gemm(sizes: Sizes) -> Iterator[Case]:
 
 
 def _weight_gradients(sizes: Sizes) -> Iterator[Case]:
-    """The backward pass of dispatch + GEMM: GEMM + combine and the weight gradient, in one kernel or in two."""
+    """Yield the backward pass of dispatch + GEMM: GEMM + combine and the weight gradient, in one kernel or in two."""
     layer, wide = _Exchange(sizes), 2 * sizes.intermediate
     layout = layer.layout
     if layer.plan(wide).fused is None:
@@ -306,7 +306,7 @@ def _weight_gradients(sizes: Sizes) -> Iterator[Case]:
 
 
 def _low_latency(sizes: Sizes) -> Iterator[Case]:
-    """Low-latency dispatch and combine."""
+    """Yield low-latency dispatch and combine."""
     layer = _Exchange(sizes)
     case, local = layer.case, sizes.experts // sizes.ranks
     keywords: dict[str, Any] = {"num_experts": sizes.experts, "max_tokens_per_rank": sizes.tokens}
@@ -385,7 +385,7 @@ def _gemms(sizes: Sizes) -> Iterator[_Gemm]:
 
 
 def _grouped_gemm(sizes: Sizes) -> Iterator[Case]:
-    """Both GEMMs and their weight gradients."""
+    """Yield the GEMMs of the layer and their weight gradients."""
     run = registry.get("grouped_gemm", "triton")
 
     def gemm(zero: Array, x: Array, w: Array, counts: Array) -> Any:
@@ -402,7 +402,7 @@ def _grouped_gemm(sizes: Sizes) -> Iterator[Case]:
 
 
 def _grouped_gemm_fp8(sizes: Sizes) -> Iterator[Case]:
-    """The same in FP8, if the sizes are multiples of a scale block."""
+    """Yield the GEMMs and weight gradients in FP8, if the sizes are multiples of a scale block."""
     if sizes.hidden % GROUP_SIZE or sizes.intermediate % GROUP_SIZE:
         return
     run, quantize = registry.get("grouped_gemm", "triton"), registry.get("activation", "xla")
@@ -424,7 +424,7 @@ def _grouped_gemm_fp8(sizes: Sizes) -> Iterator[Case]:
 
 
 def _quantized_gemm(sizes: Sizes, expert_format: str) -> Iterator[Case]:
-    """The first GEMM with quantized weights."""
+    """Yield the first GEMM with quantized weights."""
     run, mesh, local = registry.get("quantized_gemm", "triton"), expert_mesh(1), sizes.experts // sizes.ranks
     rows, columns = sizes.tokens * sizes.top_k, 2 * sizes.intermediate
     x = on_ranks(mesh, (rows, sizes.hidden), 0)
@@ -448,7 +448,7 @@ def _quantized_gemm(sizes: Sizes, expert_format: str) -> Iterator[Case]:
 
 
 def _masked_gemm(sizes: Sizes) -> Iterator[Case]:
-    """The first GEMM between a low-latency dispatch and its combine."""
+    """Yield the first GEMM between a low-latency dispatch and its combine."""
     local, mesh = sizes.experts // sizes.ranks, expert_mesh(1)
     expected = -(-sizes.ranks * sizes.tokens * sizes.top_k // sizes.experts)
     most, columns = sizes.ranks * sizes.tokens, 2 * sizes.intermediate
@@ -473,7 +473,7 @@ def _masked_gemm(sizes: Sizes) -> Iterator[Case]:
 
 
 def _fused_moe(sizes: Sizes, expert_format: str | None = None) -> Iterator[Case]:
-    """The layer of one device with all experts, in one kernel or in several."""
+    """Yield the layer of one device with all experts, in one kernel or in several."""
     mesh = expert_mesh(1)
     weights: tuple[Any, ...] = make_weights(mesh, sizes.model)
     depths: tuple[int, ...] = FusedTiles.candidates["depth"]

@@ -1,15 +1,14 @@
-"""One time line for several devices, whose clocks differ, from the exchange itself.
+"""One time line for several devices, whose clocks differ, from the messages that kernels send each other.
 
-What a peer has waited for was sent before the wait ended. So each such pair of a time on one clock and a time on
-another bounds the difference of the two from one side, and pairs in the other direction bound it from the other side:
-the offset of a clock lies in an interval, of which the middle is taken, and half of the width is the error. That is how
-NTP (RFC 5905, section 8) takes the offset from a message and its answer, with the bounds of all messages together
-instead of the fastest one alone. Bounds of several devices are difference constraints: the earliest and the latest
-solution are longest paths (Cormen et al., Introduction to Algorithms, section 22.4), and the middle of the two is a
-solution too.
+A message is sent before the wait for it ends. So the time of a message on one clock and the time of its wait on another
+bound the difference of the two clocks from one side; messages in the other direction bound it from the other side. The
+offset of a clock is the middle of this interval, and half of the width is its error. NTP (RFC 5905, section 8) does the
+same with a message and its answer; here the bounds of all messages count, not only those of the fastest one. Bounds of
+several devices are difference constraints. Their earliest and latest solutions are longest paths (Cormen et al.,
+Introduction to Algorithms, section 22.4), and the middle of the two is a solution too.
 
-Offsets are constant. Where clocks have drifted during the recording, bounds may contradict each other; then all of them
-are relaxed by the least number of ns with which they do not, and that is part of the error.
+Offsets are constant. If clocks drift during the recording, bounds may contradict each other. Then all of them are
+relaxed by the smallest number of ns that makes them consistent, which is part of the error.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _ANNOUNCE, _PUBLISH, _WAIT = (KINDS.index(kind) for kind in ("announce", "publis
 
 
 class Message(NamedTuple):
-    """Something that one device has sent, before which a wait of another one could not end: a time on each clock."""
+    """A message from one device, and the end of the wait for it on another: a time on each clock."""
 
     source: int
     target: int
@@ -38,11 +37,11 @@ class Message(NamedTuple):
 
 
 class Clocks(NamedTuple):
-    """What to add to the times of each device, in ns, so that they are those of the first one.
+    """Offsets in ns that turn the times of each device into those of the first one.
 
     Attributes:
       offset_ns: by device.
-      error_ns: by how much each may be wrong; None where nothing connects the device with the first one.
+      error_ns: the largest error of each; None if no message connects the device with the first one.
       relaxed_ns: by how much the bounds contradicted each other.
     """
 
@@ -52,7 +51,7 @@ class Clocks(NamedTuple):
 
 
 def align(devices: Sequence[int], messages: Iterable[Message]) -> Clocks:
-    """The offsets that the messages of a recording allow, in relation to the first device."""
+    """Compute the offsets to the first device from the messages of a recording."""
     if not devices:
         return Clocks({}, {})
     place = {device: i for i, device in enumerate(devices)}
@@ -74,7 +73,7 @@ def align(devices: Sequence[int], messages: Iterable[Message]) -> Clocks:
 
 
 def _relaxed(bounds: np.ndarray) -> tuple[int, np.ndarray]:
-    """By how many ns the bounds must be relaxed to agree, and the longest paths with that."""
+    """Return by how many ns the bounds must be relaxed to agree, and the longest paths with that."""
     off_diagonal = ~np.eye(len(bounds), dtype=bool)
     finite = bounds[off_diagonal & np.isfinite(bounds)]
     low, high = 0, int(max(0, finite.max(initial=0)))  # with `high` none is positive
@@ -92,7 +91,7 @@ def _relaxed(bounds: np.ndarray) -> tuple[int, np.ndarray]:
 
 
 class Sent:
-    """When each device has sent what: ready handshakes and blocks, by launch.
+    """Send times of ready handshakes and blocks, by device and launch.
 
     Args:
       events: of all devices.
@@ -105,7 +104,7 @@ class Sent:
         for (device, number), launch in launches.items():
             for peer, epoch in zip(launch.group, launch.epochs, strict=True):
                 key = (device, peer, launch.identity, epoch)
-                # Heaps of several sizes count each from the beginning: what cannot be told apart is left out.
+                # Heaps of several sizes count from zero each: ambiguous launches are left out.
                 self._numbers[key] = None if key in self._numbers else number
         self._times: dict[tuple[int, int, int, int], int] = {}
         for event in events[np.isin(events["kind"], (_ANNOUNCE, _PUBLISH))]:
@@ -115,7 +114,7 @@ class Sent:
             self._times[sent_key] = min(begin, self._times.get(sent_key, begin))
 
     def time(self, source: int, target: int, number: int, block: int) -> int | None:
-        """When `source` began to tell `target` of a block, in the launch that is `number` there; None: unknown."""
+        """Return when `source` began to signal a block to `target`, in launch `number` of the target; None: unknown."""
         launch = self._launches[target, number]
         epoch = launch.epochs[launch.rank(source)]
         sent_in = self._numbers.get((source, target, launch.identity, epoch))
@@ -123,7 +122,7 @@ class Sent:
         return min((self._times[key] for key in keys if key in self._times), default=None)
 
     def awaited(self, wait: np.void) -> list[tuple[int, int]]:
-        """What a wait was for: devices, and when each of them began to send it."""
+        """Return the devices for which a wait waited, and when each of them began to send."""
         device, peer, number, block = (int(wait[name]) for name in ("device", "peer", "launch", "block"))
         if block < READY:
             return []
@@ -133,7 +132,7 @@ class Sent:
 
 
 def messages(events: np.ndarray, sent: Sent) -> Iterator[Message]:
-    """What the waits of all devices say."""
+    """Yield a message for each wait of all devices."""
     for wait in events[events["kind"] == _WAIT]:
         for source, time in sent.awaited(wait):
             yield Message(source, int(wait["device"]), time, int(wait["end"]))

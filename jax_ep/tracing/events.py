@@ -1,4 +1,4 @@
-"""What kernels have written, as tables: kernels/trace_structs.py has the layout."""
+"""Events that kernels have written, as tables; kernels/trace_structs.py has the layout."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ EVENT = np.dtype(
 """One event: `kind` is a place in KINDS, `peer` a device or -1, `launch` a number on this device, times are in ns."""
 
 _MEMBER = KINDS.index("member")
-_MOST_DEVICES = 0xFFF  # that have room in a word
+_MOST_DEVICES = 0xFFF  # device numbers have 12 bits of a word
 
 
 class Launch(NamedTuple):
     """One launch as one device saw it.
 
     Attributes:
-      kernel: its name.
-      identity: `Heap.LAUNCH`, the same on all devices that launch the same.
-      num_programs: programs.
+      kernel: name of the kernel.
+      identity: `Heap.LAUNCH`, equal on all devices of the launch.
+      num_programs: number of programs.
       group: devices in the order of their ranks.
-      epochs: for each of them, which launch of this device and that one it is.
+      epochs: for each of them, the number of the launch among those of this device with that one.
     """
 
     kernel: str
@@ -55,17 +55,17 @@ class Launch(NamedTuple):
     epochs: tuple[int, ...]
 
     def rank(self, device: int) -> int:
-        """The rank of a device of the group."""
+        """Return the rank of a device of the group."""
         return self.group.index(device)
 
 
 class Written(NamedTuple):
-    """What one device has written.
+    """Events and launches that one device has written.
 
     Attributes:
       events: of type EVENT, sorted by launch, program and time.
-      launches: by their number; those that were under way when the recording ended are left out.
-      num_dropped: events for which there was no room, or of a launch that nothing is known of, for want of room.
+      launches: by their number; launches that had not ended with the recording are left out.
+      num_dropped: events without room, or of a launch that could not be recorded for lack of room.
     """
 
     events: np.ndarray
@@ -74,20 +74,20 @@ class Written(NamedTuple):
 
 
 def area_header(num_programs: int, events_per_program: int) -> tuple[np.ndarray, int]:
-    """The first words of a trace area, and how many it has."""
+    """Return the first words of a trace area, and its number of words."""
     header = np.zeros((NUM_HEADER,), np.int64)
     header[AREA_ROOM], header[AREA_PROGRAMS] = events_per_program, num_programs
     return header, NUM_HEADER + num_programs * _region_words(events_per_program)
 
 
 def read(words: np.ndarray, number: int, kernels: dict[int, str], device_ids: Sequence[int] | None = None) -> Written:
-    """What lies in the trace area of a device.
+    """Read the trace area of a device.
 
     Args:
       words: of the area.
       number: of the device, as kernels know it.
       kernels: names by `Heap.LAUNCH`.
-      device_ids: of the devices by their numbers, to name them by; None: they are the numbers.
+      device_ids: ids of the devices by their numbers; None: equal to the numbers.
     """
     room, num_programs, num_launches = (int(words[i]) for i in (AREA_ROOM, AREA_PROGRAMS, AREA_LAUNCHES))
     regions = words[NUM_HEADER:].reshape(num_programs, _region_words(room))
@@ -99,7 +99,7 @@ def read(words: np.ndarray, number: int, kernels: dict[int, str], device_ids: Se
     ]
     raw = np.concatenate(rows)
     launch, kind = raw[:, 4] >> 32, raw[:, 2] >> 32 & 0xFF
-    # The last is for -1, no device.
+    # The last entry stands for no device.
     ids = np.array([*(range(_MOST_DEVICES) if device_ids is None else device_ids), -1], np.int32)
     launches = _launches(raw[kind == _MEMBER], kernels, ids)
     kept = (kind != _MEMBER) & np.isin(launch, list(launches))
@@ -115,10 +115,10 @@ def read(words: np.ndarray, number: int, kernels: dict[int, str], device_ids: Se
 
 
 def _one_after_another(events: np.ndarray) -> np.ndarray:
-    """Sorted, and each begun when its program had ended the one before.
+    """Sort events, and let each begin no earlier than the previous one of its program ended.
 
-    Where tiles are one loop with what follows, the compiler loads the operands of the next one while it multiplies, and
-    looks at the clock as early.
+    If tiles are in one loop with later work, the compiler loads the operands of the next tile during a GEMM, and reads
+    the clock as early.
     """
     events = events[np.lexsort((events["end"], events["program"], events["launch"]))]
     before, after = events[:-1], events[1:]
@@ -137,7 +137,7 @@ def _launches(members: np.ndarray, kernels: dict[int, str], ids: np.ndarray) -> 
         rows = members[members[:, 4] >> 32 == number]
         task = rows[:, 2].astype(np.int32)
         if len(rows) < task[0] >> 16:
-            continue  # there was no room for all of them
+            continue  # some members had no room
         rows = rows[np.argsort(task)]
         identity = int(rows[0, 4] & 0xFFFFFFFF)
         group, epochs = ids[(rows[:, 2] >> 52 & 0xFFF) - 1], rows[:, 3] >> 32

@@ -1,8 +1,8 @@
-"""Traces as files: Chrome's trace event format, which Perfetto opens, and from which they can be read again.
+"""Traces as files in Chrome's trace event format, which Perfetto opens and `Trace.load` reads.
 
-Source: "Trace Event Format", the document of the Chromium project. Of it there are complete events (phase X), with
-times in microseconds, and metadata (phase M), which name a process per device and a thread per program and
-multiprocessor. What the format has no place for is in `otherData`.
+Source: "Trace Event Format", a document of the Chromium project. Files have complete events (phase X), with times in
+microseconds, and metadata (phase M), which names a process per device and a thread per program and multiprocessor.
+`otherData` holds everything that the format has no field for.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from jax_ep.tracing.clocks import Clocks, Timeline
 from jax_ep.tracing.events import EVENT, Launch
 
 _FORMAT = "jax_ep trace 1"
-_ORDER = "order: the kernels ran in an interpreter, a step is shown as a microsecond, and durations mean nothing"
-_TIME = "time: ns of the first device's clock, since the first event; error_ns says how well the others are known"
+_ORDER = "order: the kernels ran in an interpreter; a microsecond stands for a step, and durations have no meaning"
+_TIME = "time: ns of the first device's clock since the first event; error_ns is the error of the other clocks"
 _MOST_BYTES = 256 << 20
 _LAUNCHES = 0  # the thread of a device that shows its launches
 
 
 def write(trace: Timeline, path: Path) -> None:
-    """See `Trace.save`."""
+    """Write a trace to a file, see `Trace.save`."""
     data = json.dumps(_content(trace)).encode()
     write_atomically(path, gzip.compress(data) if path.suffix == ".gz" else data)
 
@@ -65,7 +65,7 @@ def _ranks(trace: Timeline, device: int) -> str:
 
 
 def _tracks(events: np.ndarray, device: int) -> list[tuple[int, int]]:
-    """Multiprocessors and programs of a device, in the order in which they are shown."""
+    """Return multiprocessors and programs of a device, in the order of the tracks."""
     own = events[events["device"] == device]
     return sorted({(int(e["multiprocessor"]), int(e["program"])) for e in own})
 
@@ -175,13 +175,13 @@ _SHOWN = record(
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The fields of a `Trace`."""
+    """Read the fields of a `Trace` from a file."""
     try:
         return _parsed(json_files.read(path, _MOST_BYTES))
     except ValueError as error:
         raise ValueError(
-            f"Trace.load: {path} is no trace of this package: {error}; expected what Trace.save writes, {_FORMAT!r}, of"
-            f" at most {_MOST_BYTES >> 20} MiB: record it again."
+            f"Trace.load: {path} is not a trace of this package: {error}; expected a file of Trace.save, {_FORMAT!r},"
+            f" of at most {_MOST_BYTES >> 20} MiB; record it again."
         ) from error
 
 
@@ -230,7 +230,7 @@ def _launch(one: dict[str, Any], devices: Container[int]) -> Launch:
 
 
 def _by_device(found: dict[str, Any]) -> dict[int, Any]:
-    """JSON has no numbers as keys."""
+    """Turn the keys into ints, which JSON does not have as keys."""
     by_device = {int(device): value for device, value in found.items()}
     if len(by_device) < len(found):
         raise ValueError("a device is named twice")

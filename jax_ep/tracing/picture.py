@@ -1,4 +1,4 @@
-"""A picture of a trace: the time line of every device."""
+"""Picture of a trace: the time line of every device."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 from jax_ep.megakernels.kernels.trace_structs import KINDS
 from jax_ep.tracing.clocks import Timeline
 
-# Okabe and Ito's colours, which people who do not see all of them can tell apart; a wait is pale, as nothing happens.
-_COLOURS = {
+# The palette of Okabe and Ito, for people with color vision deficiency; a wait is pale, because nothing happens.
+_COLORS = {
     "announce": "#000000",
     "count": "#f0e442",
     "place": "#b3a500",
@@ -27,7 +27,7 @@ _WIDTH, _ROW, _LEAST, _MOST = 11.0, 0.035, 1.0, 6.0  # inches: of the picture, a
 
 
 def require_matplotlib() -> None:
-    """Raise an ImportError that names the remedy where matplotlib is missing."""
+    """Raise an ImportError with the remedy if matplotlib is missing."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
@@ -35,7 +35,7 @@ def require_matplotlib() -> None:
 
 
 def draw(trace: Timeline, path: Path) -> None:
-    """See `Trace.plot`."""
+    """Draw a trace, see `Trace.plot`."""
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -65,7 +65,7 @@ def draw(trace: Timeline, path: Path) -> None:
 
 
 def _draw_device(axes: Any, events: np.ndarray, first: int, scale: int) -> None:
-    """One row per program, those of a multiprocessor beside each other."""
+    """Draw one row per program; programs of one multiprocessor are neighbors."""
     from matplotlib.collections import PolyCollection
 
     order = np.lexsort((events["program"], events["multiprocessor"]))
@@ -77,7 +77,7 @@ def _draw_device(axes: Any, events: np.ndarray, first: int, scale: int) -> None:
         begin, end = ((own[name] - first) / scale for name in ("begin", "end"))
         corners = [begin, top, end, top, end, top + 1, begin, top + 1]
         bars = np.stack(corners, axis=1).reshape(-1, 4, 2)
-        axes.add_collection(PolyCollection(list(bars), facecolors=_COLOURS[KINDS[kind]], linewidths=0))
+        axes.add_collection(PolyCollection(list(bars), facecolors=_COLORS[KINDS[kind]], linewidths=0))
     axes.autoscale_view(scaley=False)
     axes.margins(x=0)
     axes.set_ylim(len(programs) - 0.5, -0.5)
@@ -88,4 +88,4 @@ def _legend(kinds: np.ndarray) -> tuple[list[Any], list[str]]:
     from matplotlib.patches import Patch
 
     labels = [KINDS[kind] for kind in kinds]
-    return [Patch(color=_COLOURS[label]) for label in labels], labels
+    return [Patch(color=_COLORS[label]) for label in labels], labels

@@ -1,4 +1,4 @@
-"""Recording: the kernels of what is called in a block write down what they do."""
+"""Recording of the kernels that a block of Python code launches."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _PROGRAMS_PER_MULTIPROCESSOR, _PROGRAMS_IN_INTERPRETER = 8, 16
 
 
 class Recording:
-    """What `record` gives to its block; its `trace` is there when the block has ended."""
+    """Result of `record`; its `trace` is available when the block has ended."""
 
     def __init__(self) -> None:
         self._trace: Trace | None = None
 
     @property
     def trace(self) -> Trace:
-        """What was recorded.
+        """The recorded trace.
 
         Raises:
           RuntimeError: the block has not ended.
@@ -37,29 +37,28 @@ class Recording:
 
 @contextlib.contextmanager
 def record(*, events_per_program: int = _EVENTS_PER_PROGRAM) -> Iterator[Recording]:
-    """Records what the kernels that communicate do, from the beginning of a block to its end.
+    """Record the events of the communicating kernels in a block.
 
-    What this thread calls in the block is compiled with kernels that record, jitted functions that were compiled before
-    included: whether kernels record is part of the key under which `jax.jit` keeps programs. After the block the
-    programs without it are used again. They are the same code as if there were no traces at all. What was compiled
-    outside of the block, ahead of time, runs without being recorded; in a program captured in a CUDA graph each replay
-    is recorded.
+    Functions that this thread calls in the block are compiled with kernels that record. This includes functions that
+    `jax.jit` has already compiled: recording is part of its cache key. After the block the programs without recording
+    are used again, whose code is the same as without tracing. Programs compiled ahead of time, outside of the block,
+    are not recorded. Each replay of a program captured in a CUDA graph in the block is recorded.
 
-    Call the function once in the block before the calls that count if the time of compilation is to stay out of the
-    trace. Wait for the results in the block, by `jax.block_until_ready`. With several processes each records the
-    devices that it drives, all of them the same calls; `merge` joins the parts.
+    Compilation takes time, so first call the function once in a separate block, as in docs/tracing.md. Wait for the
+    results in the block, by `jax.block_until_ready`. With several processes, each records the devices that it drives,
+    and all must make the same calls; `merge` joins the parts.
 
     Args:
-      events_per_program: how many events of each program of a device's kernels are kept, 40 bytes each. Those without
-        room are counted, `Trace.num_dropped`.
+      events_per_program: maximum number of events of each program of a device's kernels, 40 bytes each. The others are
+        counted in `Trace.num_dropped`.
 
     Yields:
-      A `Recording`, whose `trace` is there when the block has ended.
+      A `Recording`, whose `trace` is available when the block has ended.
 
     Raises:
       ValueError: `events_per_program` is less than 1, or the context has no kernels, as with transport "xla".
-      TypeError: it is no int.
-      RuntimeError: the context is recording already, ends in the block, or there is not so much memory.
+      TypeError: `events_per_program` is not an int.
+      RuntimeError: the context is recording already, ends in the block, or has too little memory.
 
     Example:
       >>> import jax, jax_ep
@@ -92,15 +91,15 @@ def record(*, events_per_program: int = _EVENTS_PER_PROGRAM) -> Iterator[Recordi
 def _check(events_per_program: object) -> None:
     if isinstance(events_per_program, bool) or not isinstance(events_per_program, int | np.integer):
         raise TypeError(
-            f"record: events_per_program is {type_name(events_per_program)}, expected an int; pass how many"
-            " events of a program are kept."
+            f"record: events_per_program is {type_name(events_per_program)}, expected an int; pass the"
+            " number of events of a program."
         )
     if events_per_program < 1:
         raise ValueError(f"record: events_per_program={events_per_program}, expected at least 1; leave it out for 512.")
 
 
 def _most_programs() -> int:
-    """As many as a launch has, on any device of this process."""
+    """Return the maximum number of programs of a launch, on any device of this process."""
     if jax.default_backend() == "cpu":
         return _PROGRAMS_IN_INTERPRETER
     return int(max(device.core_count for device in jax.local_devices())) * _PROGRAMS_PER_MULTIPROCESSOR

@@ -1,4 +1,4 @@
-"""Where the time of a recording went."""
+"""Summary of a recording: where the time went."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TRAVEL = [KINDS.index(kind) for kind in ("push", "publish")]
 
 
 def summarise(trace: Timeline) -> dict[str, Any]:
-    """See `Trace.summary`."""
+    """Summarize a trace, see `Trace.summary`."""
     sent = trace.sent()
     kernels: dict[str, _Kernel] = defaultdict(_Kernel)
     for launch, events in _by_launch(trace):
@@ -33,7 +33,7 @@ def summarise(trace: Timeline) -> dict[str, Any]:
 
 
 def _by_launch(trace: Timeline) -> Iterator[tuple[Launch, np.ndarray]]:
-    """Every launch of every device that has events, with those."""
+    """Yield every launch of every device, with its events, if it has any."""
     events = trace.aligned
     events = events[np.argsort(events, order=("device", "launch"), kind="stable")]
     starts = np.flatnonzero(np.diff(events["device"]) | np.diff(events["launch"])) + 1
@@ -42,7 +42,7 @@ def _by_launch(trace: Timeline) -> Iterator[tuple[Launch, np.ndarray]]:
 
 
 class _Kernel:
-    """Sums over the launches of one kernel, of all devices."""
+    """Sums over the launches of one kernel on all devices."""
 
     def __init__(self) -> None:
         self._durations: list[int] = []
@@ -77,7 +77,7 @@ class _Kernel:
         self._roles[role].update(programs=1, time=span, waiting=waiting, busy=int(durations.sum()) - waiting)
 
     def _add_overlap(self, events: np.ndarray) -> None:
-        """Adds the time in which something travels, and how much of it tiles cover."""
+        """Add the time of communication, and the part of it in which tiles run."""
         for_peers = (events["kind"] == _WAIT) & (events["block"] >= 0)
         travel, tiles = events[np.isin(events["kind"], _TRAVEL) | for_peers], events[events["kind"] == _TILE]
         travelling = _covered(travel)
@@ -112,7 +112,7 @@ class _Kernel:
 
 
 def _step(events: np.ndarray) -> int:
-    """What times are multiples of, from the first of their device on."""
+    """Return the greatest common divisor of all times, relative to the first one of their device."""
     own = [events[events["device"] == device] for device in np.unique(events["device"])]
     times = [np.concatenate([e["begin"], e["end"]]) - e["begin"].min() for e in own]
     return int(np.gcd.reduce(np.concatenate([np.zeros((1,), np.int64), *times])))
@@ -135,7 +135,7 @@ def _ratio(part: int, whole: int) -> float:
 
 
 def _covered(events: np.ndarray) -> int:
-    """How long at least one of the events lasted."""
+    """Return the time in which at least one of the events ran."""
     if not len(events):
         return 0
     events = events[np.argsort(events["begin"])]

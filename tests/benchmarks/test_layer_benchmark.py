@@ -298,5 +298,4 @@ def test_quick_run(tmp_path):
             if "seconds" in row:
                 flops = 2 * 16 * 2 * 128 * 128 * 3 * (3 if "backward" in direction else 1)
                 assert row["tflops"] == pytest.approx(1e-12 * flops / row["seconds"]["median"])
-        assert rows[layer.LAYERS["moe"]].get("implementation", "xla") == "xla"
     assert "TFLOP/s" in output

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 
 import jax
@@ -26,7 +25,6 @@ VARIANTS = {
     "all_to_all, padded, bf16",
     "one word",
 }
-BASELINES = {"xla dispatch, fp8", "xla combine, bf16", "xla round trip, bf16 back"}
 
 
 @pytest.fixture(scope="module")
@@ -55,19 +53,6 @@ def test_a_part_is_taken_away_within_rounds():
     assert low_latency.less(timing((5.0, 9.0)), timing((1.0, 2.0))).samples == (4.0, 7.0)
 
 
-@pytest.mark.slow
-def test_every_call_of_a_chain_needs_the_one_before(case):
-    """Three calls are three exchanges, of which XLA may merge none."""
-    counts = {}
-    for n in (1, 3):
-        for name, variant in low_latency.xla_variants(case, low_latency.make_rows(case)).items():
-            fn, args = variant.program(case, n)
-            compiled = fn.lower(*args).compile()
-            counts[name, n] = compiled.as_text().count(" all-gather(")
-            assert np.isfinite(np.asarray(compiled(*args)).astype(np.float32)).all()
-    assert all(counts[name, 3] == 3 * count > 0 for (name, n), count in counts.items() if n == 1)
-
-
 def test_round_trips_return_the_weighted_sums(case):
     low_latency.check_round_trip(case, "xla")
     step = low_latency.round_trip(case, "xla", False, None, own_rows=True)
@@ -76,18 +61,19 @@ def test_round_trips_return_the_weighted_sums(case):
 
 
 def check_low_latency(content: dict) -> None:
-    cases: dict[tuple[int, int], set[str]] = {}
+    cases: dict[tuple[int, int], dict[str, dict]] = {}
     for row in content["rows"]:
         shape = row["shape"]
-        cases.setdefault((shape["ranks"], shape["tokens_per_rank"]), set()).add(row["variant"])
-        if "failed" in row:
-            assert row["variant"] in BASELINES
-            continue
-        assert row["wire_bytes_per_s"] == pytest.approx(row["wire_bytes"] / row["seconds"]["median"])
-        assert row["floor_seconds"] >= 0.99 * row["wire_bytes"] / (content["summary"]["copy_engine_bytes_per_s"])
+        cases.setdefault((shape["ranks"], shape["tokens_per_rank"]), {})[row["variant"]] = row
+    for rows in cases.values():
+        word = rows["one word"]["seconds"]["median"]
+        for name, row in rows.items():
+            assert row["wire_bytes_per_s"] == pytest.approx(row["wire_bytes"] / row["seconds"]["median"])
+            sending = row["wire_bytes"] / content["summary"]["copy_engine_bytes_per_s"]
+            assert row["floor_seconds"] == pytest.approx((2 if "round trip" in name else 1) * word + sending)
     wanted = {(int(ranks), tokens) for ranks, counts in content["settings"]["tokens"].items() for tokens in counts}
     assert set(cases) == wanted
-    assert all(names - BASELINES == VARIANTS for names in cases.values())
+    assert all(set(rows) == VARIANTS for rows in cases.values())
 
 
 @pytest.mark.slow
@@ -99,5 +85,3 @@ def test_quick_run(tmp_path):
     check_report(content)
     check_low_latency(content)
     assert "2 tokens/rank, 2 ranks" in output and "floor us" in output
-    if importlib.util.find_spec("matplotlib") is not None:
-        assert (tmp_path / "low_latency.png").read_bytes().startswith(b"\x89PNG")

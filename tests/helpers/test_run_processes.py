@@ -114,15 +114,14 @@ def test_nobody_stays_behind_when_it_is_ended(tmp_path: Path) -> None:
 BENCHMARK = """
 import json, os, sys, time
 import jax
-from figures import answer
-from jax_ep.tools.benchmark import harness, processes
+from jax_ep.tools import processes
+from jax_ep.tools.benchmark import harness
 
 if __name__ == "__main__":
     options = harness.parser("", "script", rounds=3)
     processes.add_option(options)
     args = harness.parse(options)
-    figure = processes.enter(args.processes, answer)
-    if figure is not None:
+    if processes.enter(args.processes):
         if args.rounds == 4 and jax.process_index() == 1:
             print("failed here", file=sys.stderr, flush=True)
             os._exit(3)  # at once: jax.distributed would first wait for the others
@@ -142,7 +141,7 @@ if __name__ == "__main__":
         report = harness.Report("rows", args)
         found = {{"processes": jax.process_count(), "process": jax.process_index(), "sum": int(sum_of_all())}}
         for name, timing in times.items():
-            report.add(name, {{}}, timing, **found, figure=figure)
+            report.add(name, {{}}, timing, **found)
     else:
         print("started", args.processes)
 """
@@ -153,7 +152,6 @@ def test_benchmarks_in_two_processes(tmp_path: Path) -> None:
     """The copies run together, and the report is that of the first."""
     script = tmp_path / "script.py"
     script.write_text(BENCHMARK.format())
-    (tmp_path / "figures.py").write_text("def answer():\n    return 42.5\n")
     flags = "--xla_force_host_platform_device_count=1"
     path = os.pathsep.join([str(LAUNCHER.parents[2]), str(tmp_path), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": path}
@@ -166,9 +164,9 @@ def test_benchmarks_in_two_processes(tmp_path: Path) -> None:
     done = start("3")
     assert done.returncode == 0 and "started 2" in done.stdout, done.stdout
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert [(row["variant"], row["processes"], row["process"], row["sum"], row["figure"]) for row in rows] == [
-        ("nap", 2, 0, 1, 42.5),
-        ("sum", 2, 0, 1, 42.5),
+    assert [(row["variant"], row["processes"], row["process"], row["sum"]) for row in rows] == [
+        ("nap", 2, 0, 1),
+        ("sum", 2, 0, 1),
     ]
     # Process 1 comes from its nap 0.1 s later: the samples begin together all the same, after two calls to warm up.
     zero, one = (json.loads((tmp_path / f"times{process}.json").read_text()) for process in range(2))

@@ -160,10 +160,10 @@ def test_trace_order_without_time(tmp_path: Path) -> None:
 def test_trace_foreign_file(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "other.json"
     path.write_text(content)
-    with pytest.raises(ValueError, match=r"other.json is no trace of this package.*record it again"):
+    with pytest.raises(ValueError, match=r"other.json is not a trace of this package.*record it again"):
         tracing.Trace.load(path)
     assert __main__.main(["trace", "show", str(path)]) == 2
-    assert "no trace of this package" in capsys.readouterr().err
+    assert "not a trace of this package" in capsys.readouterr().err
 
 
 _PATHS = (
@@ -229,7 +229,7 @@ def test_trace_hostile_file(tmp_path: Path) -> None:
         "latin": b"\xff",
     }.items():
         (tmp_path / name).write_bytes(data)
-        with pytest.raises(ValueError, match=rf"{name} is no trace of this package: .*; expected"):
+        with pytest.raises(ValueError, match=rf"{name} is not a trace of this package: .*; expected"):
             tracing.Trace.load(tmp_path / name)
 
 

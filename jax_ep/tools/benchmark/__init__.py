@@ -2,8 +2,7 @@
 
 Each benchmark is a module with a `main(arguments=None, prog=None)`, which `benchmarks/NAME.py` of a source checkout
 runs, too. Public face for other benchmarks: `harness` (timing, reports, tables, command lines), `inputs` (models,
-meshes, random arrays), `chains` (chains of dependent calls), `profiler`, `plots`, `rates` (of the machine) and
-`processes`.
+meshes, random arrays), `chains` (chains of dependent calls), `profiler`, `plots` and `rates` (of the machine).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def add_command(commands: Any) -> None:
         "bench",
         help=summary,
         description=f"{summary}.\n\n{listed}\n\nEach benchmark has its own options: jax-ep bench fused-moe --help.",
-        epilog="Prints a table and writes JSON to --out, with matplotlib also a PNG.",
+        epilog="Prints tables and writes JSON to --out.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("what", choices=BENCHMARKS, metavar="WHAT")

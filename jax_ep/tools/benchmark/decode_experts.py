@@ -166,21 +166,22 @@ def measure(report: Report, args: argparse.Namespace, model: Model, num_ranks: i
         weights = make_weights(model, model.experts // num_ranks, dtype == "fp8")
         for count in tokens:
             sizes, rows = make_rows(model, num_ranks, count, dtype == "fp8")
-            error, num_bytes = check(sizes, rows, weights, name), partial(read_bytes, sizes=sizes, weights=weights)
+            error = check(sizes, rows, weights, name)
             shape: dict[str, Any] = {"tokens_per_rank": count, "ranks": num_ranks, **model._asdict(), "dtype": dtype}
             shape |= {"rows": int(jnp.sum(sizes)), "experts_used": int(jnp.sum(sizes > 0))}
-            chosen = harness.chosen(steps(name), args.only)
-            harness.compare(
-                report,
-                f"{dtype}, {count} tokens/rank of {num_ranks}: {shape['rows']} rows",
-                shape,
+            chosen, failures = harness.chosen(steps(name), args.only), dict[str, str]()
+            title = f"{dtype}, {count} tokens/rank of {num_ranks}: {shape['rows']} rows"
+            times = harness.measure_chained(
                 {label: partial(program, step, sizes, rows, weights) for label, step in chosen.items()},
                 args.rounds,
-                details=lambda label, timing, num_bytes=num_bytes: {
-                    "matrix_bytes": num_bytes(label),
-                    "bytes_per_s": num_bytes(label) / timing.median,
-                },
-                common={"error": error},
                 lengths=QUICK_LENGTHS if args.quick else LENGTHS,
+                title=title,
+                failures=failures,
                 resolve=not args.quick,
             )
+            read = {label: read_bytes(label, sizes, weights) for label in times}
+
+            def details(label: str, timing: harness.Timing, read: dict[str, int] = read) -> dict[str, float]:
+                return {"matrix_bytes": read[label], "bytes_per_s": read[label] / timing.median}
+
+            report.record(title, shape, times, failures, details, error=error)

@@ -1,9 +1,8 @@
 """Dispatch and combine on GPUs: device time inside jit, compared with XLA's collectives in one run.
 
-    python benchmarks/exchange.py [--tokens 4096 32768] [--routing uniform zipf] [--ranks 2 4] [--processes 4]
+    python benchmarks/exchange.py [--tokens 4096 32768] [--routing uniform zipf] [--ranks 2 4]
 
-Writes results/dispatch_combine.json and a plot; with one process per GPU, dispatch_combine_processes.json. `--quick`
-without GPUs runs the kernels in Triton's interpreter.
+Writes results/dispatch_combine.json. `--quick` without GPUs runs the kernels in Triton's interpreter.
 
 Times are differences of chains of calls, which are longer for fewer tokens. Each includes the few small kernels that
 chain the calls; the variant "chain alone" measures them. They matter below about 1000 tokens per rank.
@@ -30,7 +29,7 @@ from jax import Array, lax
 import jax_ep
 from jax_ep.core.dtypes import FP8
 from jax_ep.ops import registry
-from jax_ep.tools.benchmark import baselines, harness, inputs, plots, processes, rates
+from jax_ep.tools.benchmark import baselines, harness, inputs, rates
 from jax_ep.tools.benchmark.chains import Program, chain, on_each_rank
 from jax_ep.tools.benchmark.harness import Report, Timing
 from jax_ep.tools.benchmark.inputs import AXIS, Case, make_case
@@ -222,19 +221,17 @@ def measure(report: Report, case: Case, todo: Mapping[str, Variant], args: argpa
             found[f"{kind}_bytes_per_s"] = found[f"{kind}_bytes"] / timing.median
         return found | ({"peak_share": found["wire_bytes_per_s"] / peak} if todo[name].wire else {})
 
-    shape = shape_of(case)
-    harness.compare(
-        report,
-        f"{case.routing}, {shape['tokens_per_rank']} tokens/rank, {shape['ranks']} ranks",
-        shape,
+    title, failures = f"{case.routing}, {case.title}", dict[str, str]()
+    times = harness.measure_chained(
         {name: partial(variant.program, case) for name, variant in todo.items()},
         args.rounds,
-        details=details,
-        common={"processes": jax.process_count()},
         lengths=chain_lengths(case.layout.num_tokens, args.quick),
+        title=title,
+        failures=failures,
         resolve=not args.quick,
         compiler_options=harness.GRAPHS_WITH_COLLECTIVES if args.graphs else None,
     )
+    report.record(title, shape_of(case), times, failures, details)
 
 
 def measure_ragged(
@@ -245,7 +242,7 @@ def measure_ragged(
     def give_up() -> None:  # the devices are blocked
         for name in (RAGGED, RAGGED_AS_IT_IS):
             error = f"not finished {timeout_s:g} s after it began"
-            report.failed(name, shape_of(case), error, processes=jax.process_count())
+            report.failed(name, shape_of(case), error)
         print(f"ragged_all_to_all is not finished after {timeout_s:g} s; the run ends here", flush=True)
 
     with harness.ends_the_run(timeout_s, give_up):
@@ -262,7 +259,6 @@ def options(prog: str | None = None) -> argparse.ArgumentParser:
     slow = f"of {RAGGED}, which is slow"
     add("--ragged-tokens", type=count_or_zero, nargs="*", default=[4096], help=slow)
     add("--graphs", action="store_true", help="launch chains as CUDA graphs, collectives in them")
-    processes.add_option(parser)
     return parser
 
 
@@ -271,7 +267,7 @@ def make_report(args: argparse.Namespace, model: inputs.Model, ranks: list[int],
     settings: dict[str, Any] = {"experts": model.experts, "top_k": model.top_k, "graphs": args.graphs, "ranks": ranks}
     settings |= {"tokens": args.tokens, "routing": args.routing}
     settings["chain_lengths"] = {str(tokens): chain_lengths(tokens, args.quick) for tokens in args.tokens}
-    report = Report(f"dispatch_combine{'_processes' * (args.processes > 1)}", args, settings)
+    report = Report("dispatch_combine", args, settings)
     report.summarise(copy_engine_bytes_per_s=peak)
     return report
 
@@ -281,26 +277,22 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
     args = harness.parse(options(prog), arguments)
     args.tokens = args.tokens or ([8] if args.quick else [128, 1024, 4096, 32768])
     jax.config.update("jax_num_cpu_devices", harness.QUICK_DEVICES)
-    together = args.processes > 1  # JAX must not initialize before it knows the other processes
-    if not together:
-        harness.require_devices("exchange", args)
-    if (peak := processes.enter(args.processes, rates.link)) is None:
-        return
-    ranks = [jax.device_count()] if together else [n for n in args.ranks if n <= jax.device_count()]
+    harness.require_devices("exchange", args)
+    ranks = [n for n in args.ranks if n <= jax.device_count()]
     if not ranks:
         raise ValueError(f"--ranks {args.ranks}: there are {jax.device_count()} devices")
     model = inputs.MODELS[args.model or (inputs.QUICK if args.quick else inputs.DEFAULT)]
-    report, engines = make_report(args, model, ranks, peak), {}
+    peak, engines = rates.link(), {}
+    report = make_report(args, model, ranks, peak)
     for num_ranks in ranks:
         mesh = inputs.expert_mesh(num_ranks)
-        if not together:
-            engines[str(num_ranks)] = rates.links_together(list(mesh.devices.flat))
-            report.summarise(copy_engines_together_bytes_per_s=engines)
-            jax_ep.finalize()
-            jax_ep.init(mesh, transport=None if jax.default_backend() == "gpu" else "shared_memory")
+        engines[str(num_ranks)] = rates.links_together(list(mesh.devices.flat))
+        report.summarise(copy_engines_together_bytes_per_s=engines)
+        jax_ep.finalize()
+        jax_ep.init(mesh, transport=None if jax.default_backend() == "gpu" else "shared_memory")
         for kind, tokens in itertools.product(args.routing, args.tokens):
             case = make_case(mesh, kind, tokens, model)
             measure(report, case, variants(case, baselines=kind == "uniform"), args, peak)
         for tokens in [n for n in args.tokens if n in args.ragged_tokens and "uniform" in args.routing]:
             measure_ragged(report, make_case(mesh, "uniform", tokens, model), args, peak)
-    plots.draw(report.path)
+    print(report.path)

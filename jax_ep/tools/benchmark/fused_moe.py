@@ -1,7 +1,7 @@
 """The expert layer on one GPU, from one token to thousands, by weight type, compared with alternatives and bounds.
 
     python benchmarks/fused_moe.py --models qwen3-30b mixtral-8x7b --tokens 1 16 4096
-    python benchmarks/fused_moe.py --formats none mxfp4 --routing zipf --tensor-parallel 2
+    python benchmarks/fused_moe.py --formats mxfp4 --routing zipf --shard 2
 
 Variants, each forward, without gradients:
 
@@ -20,7 +20,7 @@ Variants, each forward, without gradients:
 With few tokens, most of the time is reading the weights of the experts that have rows. So each row has the bytes of
 these weights, as stored, and their rate as a share of the rate at which XLA reads memory here. With many tokens the
 figure is operations per second.
-Writes results/fused_moe.json. `--shard N` takes the experts of one of N ranks, `--tensor-parallel N` an Nth of I.
+Writes results/fused_moe.json. `--shard N` takes the experts of one of N ranks.
 """
 
 from __future__ import annotations
@@ -39,15 +39,13 @@ from jax import Array
 import jax_ep
 from jax_ep import formats, tuning
 from jax_ep.quantization import quantize, with_layout
-from jax_ep.tools.benchmark import baselines, harness, plots, profiler, pytorch, rates
+from jax_ep.tools.benchmark import baselines, harness, profiler, pytorch, rates
 from jax_ep.tools.benchmark.chains import calls
 from jax_ep.tools.benchmark.harness import Report, Timing
 from jax_ep.tools.benchmark.inputs import MODELS, Model, expert_mesh, make_weights, on_ranks, routing
-from jax_ep.tools.command import count_or_zero
 
 TOKENS, QUICK_TOKENS = [1, 4, 16, 64, 256, 1024, 4096, 16384], [1, 16]
 MODELS_BY_DEFAULT, QUICK = ["qwen3-30b", "mixtral-8x7b", "deepseek-v3", "gpt-oss-120b"], "tiny"
-ROUTINGS = ("uniform", "balanced", "zipf")
 LENGTHS = {64: (8, 104), 512: (4, 24)}  # by the most tokens; for more:
 LENGTHS_OF_MANY, QUICK_LENGTHS = (2, 10), (1, 3)
 UNROLL = 8  # calls per step of a chain's loop; a step takes some microseconds in a CUDA graph
@@ -64,13 +62,6 @@ class Variant(NamedTuple):
     function: Callable[..., Any]
     arrays: tuple[Any, ...]
     read: int = 0
-
-
-def make_ids(kind: str, tokens: int, model: Model, seed: int) -> np.ndarray:
-    """Make `[T, K]` experts; "balanced": in turn, so that all have equally many assignments."""
-    if kind == "balanced":
-        return (np.arange(tokens * model.top_k, dtype=np.int32) % model.experts).reshape(tokens, model.top_k)
-    return routing(kind, tokens, model, np.random.default_rng(seed))
 
 
 def with_hidden_rows(layer: Callable[..., Array], x: Array, *others: Array) -> Array:
@@ -101,7 +92,7 @@ def variants(
 ) -> tuple[dict[str, Variant], float]:
     """Return the variants, and the operations of the GEMMs."""
     num_experts = weights[1].shape[0]
-    all_ids = make_ids(args.routing, tokens, model, args.seed)
+    all_ids = routing(args.routing, tokens, model, np.random.default_rng(0))
     ids = np.where(all_ids < num_experts, all_ids, -1)  # -1 for experts of other shards
     slots, active = int((ids >= 0).sum()), len(np.unique(ids[ids >= 0]))
     x = on_ranks(expert_mesh(1), (tokens, model.hidden), 2)
@@ -154,8 +145,7 @@ def stored_as(expert_format: str, w: Array) -> jax_ep.QuantizedWeights:
 
 def measure(report: Report, args: argparse.Namespace, name: str, rate: float) -> None:
     """Measure all numbers of tokens of one model."""
-    full = MODELS[name]
-    model = full._replace(intermediate=full.intermediate // args.tensor_parallel)
+    model = MODELS[name]
     weights = make_weights(expert_mesh(1), model._replace(experts=model.experts // args.shard))
     stored = {}
     for expert_format in args.formats:
@@ -219,10 +209,8 @@ def options(prog: str | None = None) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--models", nargs="+", choices=MODELS, help=f"default: {MODELS_BY_DEFAULT}")
     add("--formats", nargs="*", choices=FORMATS, default=["fp8", "fp8_tokens", "int8", "mxfp4"])
-    add("--routing", choices=ROUTINGS, default="uniform")
-    add("--seed", type=count_or_zero, default=0, help="of the routing")
+    add("--routing", choices=["uniform", "zipf"], default="uniform")
     add("--shard", type=int, default=1, metavar="N", help="the experts of one of N ranks")
-    add("--tensor-parallel", type=int, default=1, metavar="N", help="an Nth of I")
     add("--graphs", action="store_true", help="launch chains as CUDA graphs, which short calls need")
     add("--tiles", action="store_true", help="also time one kernel with other tiles")
     add("--only", nargs="+", help="only variants whose names contain one of these")
@@ -240,9 +228,9 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
     harness.require_devices("fused_moe", args, num_devices=1)
     models = args.models or ([QUICK] if args.quick else MODELS_BY_DEFAULT)
     for model in (MODELS[name] for name in models):
-        if model.experts % args.shard or model.intermediate % args.tensor_parallel:
-            parser.error(f"--shard and --tensor-parallel must divide {model.experts} and {model.intermediate}")
-    kept = ("routing", "seed", "shard", "tensor_parallel", "formats", "graphs", "lengths")
+        if model.experts % args.shard:
+            parser.error(f"--shard {args.shard}: it must divide the {model.experts} experts of the model")
+    kept = ("routing", "shard", "formats", "graphs", "lengths")
     report = Report("fused_moe", args, {name: getattr(args, name) for name in kept})
     rate = 0.0 if args.kernels else rates.memory()
     if rate:
@@ -250,5 +238,3 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
     for name in models:
         measure(report, args, name, rate)
     print(report.path)
-    if image := plots.draw(report.path):
-        print(image)

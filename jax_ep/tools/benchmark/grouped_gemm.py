@@ -27,7 +27,7 @@ import jax_ep
 from jax_ep import tuning
 from jax_ep.ops import registry
 from jax_ep.pallas.requirements import INTERPRETER_THREADS
-from jax_ep.tools.benchmark import harness, plots, pytorch
+from jax_ep.tools.benchmark import harness, pytorch
 from jax_ep.tools.benchmark.harness import Report, Timing
 from jax_ep.tools.benchmark.inputs import MODELS, Model, group_sizes
 
@@ -306,5 +306,3 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
             for problem in make_problems(sizes, args.directions):
                 measure(report, args, problem, harness.chosen(products(problem, tiles=args.tiles), args.only))
     print(report.path)
-    if image := plots.draw(report.path):
-        print(image)

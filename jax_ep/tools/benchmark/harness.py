@@ -200,36 +200,6 @@ def _compile_chains(
     return compiled
 
 
-def compare(
-    report: Report,
-    title: str,
-    shape: Mapping[str, Any],
-    factories: Mapping[str, Factory],
-    rounds: int,
-    *,
-    details: Callable[[str, Timing], Mapping[str, Any]] = lambda name, timing: {},
-    common: Mapping[str, Any] | None = None,
-    failures: dict[str, str] | None = None,
-    **options: Any,
-) -> dict[str, Timing]:
-    """Measure chains of calls, report and print them; return the times of those that did not fail.
-
-    Args:
-      report: receives a row per variant.
-      title: of the table.
-      shape: of the rows.
-      factories: see `measure_chained`, which also describes `options`.
-      rounds: samples of each variant.
-      details: figures of a variant's row.
-      common: figures of all rows.
-      failures: reasons why further variants have no time.
-    """
-    failures = failures if failures is not None else {}
-    times = measure_chained(factories, rounds, title=title, failures=failures, **options)
-    report.record(title, shape, times, failures, details, **(common or {}))
-    return times
-
-
 def largest_difference(got: Sequence[Any], expected: Sequence[Any]) -> float:
     """Return the largest difference of an element, in units of the root mean square of its array of `expected`."""
     pairs = [(np.asarray(a, np.float32), np.asarray(b, np.float32)) for a, b in zip(got, expected, strict=True)]

@@ -112,7 +112,7 @@ class Case:
       ids: `[W * T, K]` expert ids, on the host.
       x: `[W * T, H]` tokens.
       topk_idx: `[W * T, K]` expert ids.
-      topk_weights: `[W * T, K]` router weights, of which those of a token sum to 1.
+      topk_weights: `[W * T, K]` router weights, which sum to 1 for each token.
     """
 
     mesh: jax.sharding.Mesh
@@ -123,6 +123,11 @@ class Case:
     x: Array
     topk_idx: Array
     topk_weights: Array
+
+    @property
+    def title(self) -> str:
+        """A description for tables."""
+        return f"{self.layout.num_tokens} tokens/rank, {self.layout.num_ranks} ranks"
 
     @property
     def assignments(self) -> int:

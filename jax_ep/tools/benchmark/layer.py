@@ -37,13 +37,11 @@ import numpy as np
 from jax import Array
 
 import jax_ep
-from jax_ep.core.facts import ExchangeFacts
-from jax_ep.ops import registry
 from jax_ep.tools.benchmark import baselines, harness, plots
 from jax_ep.tools.benchmark.chains import Program, chain, on_each_rank
 from jax_ep.tools.benchmark.exchange import expert_rows, local, local_after, make_handle
 from jax_ep.tools.benchmark.harness import Report, Timing
-from jax_ep.tools.benchmark.inputs import AXIS, MODELS, Case, expert_mesh, make_case, make_weights, on_ranks
+from jax_ep.tools.benchmark.inputs import MODELS, Case, expert_mesh, make_case, make_weights, on_ranks
 from jax_ep.tools.command import count_or_zero
 from jax_ep.types import Schedule
 
@@ -381,10 +379,8 @@ def measure_layers(
 ) -> None:
     """Measure the layer in both directions."""
     lengths = chain_lengths(case.layout.num_tokens, layer=True, quick=args.quick)
-    facts = ExchangeFacts(case.x.dtype, case.model.hidden, case.layout)
-    implementation = registry.choose(registry.options("moe", AXIS), facts).implementation
-    notes = {LAYERS["moe"]: {"implementation": implementation}, LAYERS["capacity"]: {"dropped": dropped(case)}}
-    for direction in args.directions:
+    notes = {LAYERS["capacity"]: {"dropped": dropped(case)}}
+    for direction in DIRECTIONS:
         variants = layers(case, weights, chosen, backward=DIRECTIONS[direction])
         times = measure(report, case, shape, direction, variants, lengths, rounds=args.rounds, notes=notes)
         ours = times.pop(LAYERS["moe"], None)
@@ -441,7 +437,6 @@ def options(prog: str | None = None) -> argparse.ArgumentParser:
     add("--routing", nargs="+", choices=["uniform", "zipf"], help="default: both; --quick: uniform")
     add("--parts", nargs="*", choices=PARTS, help="default: all on GPUs; none: layers only")
     add("--layers", nargs="*", choices=LAYERS, default=DEFAULT_LAYERS, help="none: parts only")
-    add("--directions", nargs="+", choices=DIRECTIONS, default=list(DIRECTIONS), help="of layers")
     ragged = "of the ragged baseline, if uniform"
     add("--ragged-tokens", type=count_or_zero, nargs="*", default=[4096], help=ragged)
     return parser

@@ -5,7 +5,7 @@
 
 Each part has a report in results/. Without GPUs `--quick` runs the kernels of the all-to-all in Triton's interpreter.
 
-  exchange  low_latency.json and a plot: dispatch and combine on several GPUs
+  exchange  low_latency.json: dispatch and combine on several GPUs
   experts   decode_experts.json: the GEMMs and the activation between them on one GPU, see decode_experts.py
   layer     decode_layer.json: the whole layer on several GPUs, in FP8 and in bfloat16:
               low latency             dispatch, GEMM, activation, and GEMM + combine in one kernel (`low_latency_moe`)
@@ -15,8 +15,7 @@ Each part has a report in results/. Without GPUs `--quick` runs the kernels of t
 
 Times are differences of two chains of calls. The input of a call is the output of the previous one, so nothing else
 runs: a dispatch takes the ids in the previous handle, a round trip the tokens. A combine is a round trip less its
-dispatch, within each round. Chains of `xla` have additional small kernels, which keep XLA from hoisting work that is
-equal in all calls.
+dispatch, within each round.
 
 Bytes are those that the busiest rank sends or receives. The floor is an all-to-all of one word, which this run measures
 too, plus those bytes at the copy engine's rate. FP8 includes its scales.
@@ -38,8 +37,8 @@ from jax import Array, lax
 import jax_ep
 from jax_ep.core.dtypes import FP8
 from jax_ep.serving import serving_weights
-from jax_ep.tools.benchmark import decode_experts, harness, plots, rates
-from jax_ep.tools.benchmark.chains import Program, after, on_each_rank, passed_on
+from jax_ep.tools.benchmark import decode_experts, harness, rates
+from jax_ep.tools.benchmark.chains import Program, on_each_rank, passed_on
 from jax_ep.tools.benchmark.decode_experts import multiply
 from jax_ep.tools.benchmark.harness import Report, Timing
 from jax_ep.tools.benchmark.inputs import (
@@ -54,13 +53,12 @@ from jax_ep.tools.benchmark.inputs import (
     make_case,
     make_weights,
 )
-from jax_ep.tools.command import count_or_zero
 from jax_ep.types import Schedule
 
 TOKENS = {2: [1, 128, 512], 4: [1, 8, 32, 128, 256, 512]}  # of the exchange, by ranks
 DECODE_TOKENS, DECODE_RANKS = [1, 8, 32, 128, 256], 4
 WORD = "one word"
-LENGTHS, SLOW_LENGTHS, QUICK_LENGTHS = (24, 72), (1, 4), (1, 2)  # the first launches wait for the slower host thread
+LENGTHS, QUICK_LENGTHS = (24, 72), (1, 2)  # the first launches wait for the slower host thread
 LAYER_LENGTHS = (4, 24)
 
 Step = Callable[..., Any]
@@ -102,9 +100,7 @@ def round_trip(case: Case, name: str, quantize: bool, wire_dtype: Any, *, own_ro
     """Return a step that maps tokens to sums of the given rows, or with `own_rows` of the dispatched tokens."""
 
     def step(x: Array, ids: Array, weights: Array, rows: Array) -> Array:
-        ids = after(ids, x) if name == "xla" else ids  # otherwise XLA hoists the plan
         d = dispatch(case, name, x, ids, quantize=quantize)
-        weights = after(weights, d.tokens) if name == "xla" else weights  # otherwise XLA removes the dispatch
         y, schedule = d.tokens if own_rows else rows, Schedule(wire_dtype=wire_dtype)
         return jax_ep.low_latency_combine(y, ids, weights, d.handle, schedule=schedule, implementation=name)
 
@@ -141,19 +137,6 @@ def variants(case: Case, rows: Array) -> dict[str, Variant]:
     padded = (num_ranks - 1) * case.layout.num_tokens * case.row_bytes("bf16")
     found["all_to_all, padded, bf16"] = Variant(swap, (copies,), float(padded))
     return found
-
-
-def xla_variants(case: Case, rows: Array) -> dict[str, Variant]:
-    """Return the variants of `xla`, which gathers all tokens everywhere."""
-
-    def dispatched(x: Array, ids: Array) -> Array:
-        return after(x, dispatch(case, "xla", x, after(ids, x), quantize=True).tokens)
-
-    arrays = (case.x, case.topk_idx, case.topk_weights, rows)
-    return {
-        "xla dispatch, fp8": Variant(dispatched, arrays[:2]),
-        "xla round trip, bf16 back": Variant(round_trip(case, "xla", True, None), arrays),
-    }
 
 
 def _sends_sums(case: Case) -> bool:
@@ -199,18 +182,13 @@ def measure_all_to_all(report: Report, case: Case, args: argparse.Namespace, pea
     """Measure all variants of one case."""
     check_round_trip(case, "triton")
     rows = make_rows(case)
-    fast = variants(case, rows) | {WORD: word(case)}
-    slow = xla_variants(case, rows) if case.layout.num_tokens <= args.most_xla_tokens else {}
-    times: dict[str, Timing] = {}
-    title = f"{case.layout.num_tokens} tokens/rank, {case.layout.num_ranks} ranks"
-    for todo, lengths in ((fast, LENGTHS), (slow, SLOW_LENGTHS)):
-        factories = {name: partial(variant.program, case) for name, variant in todo.items()}
-        lengths = QUICK_LENGTHS if args.quick else lengths
-        times |= harness.measure_chained(factories, args.rounds, lengths=lengths, title=title)
-    num_bytes = {name: variant.wire_bytes for name, variant in (fast | slow).items()}
-    parts = {f"combine, {wire}": (f"round trip, {wire} back", "dispatch, fp8") for wire in ("fp8", "bf16")}
-    parts |= {"xla combine, bf16": ("xla round trip, bf16 back", "xla dispatch, fp8")} if slow else {}
-    for name, (trip, sent) in parts.items():
+    todo = variants(case, rows) | {WORD: word(case)}
+    factories = {name: partial(variant.program, case) for name, variant in todo.items()}
+    lengths = QUICK_LENGTHS if args.quick else LENGTHS
+    times = harness.measure_chained(factories, args.rounds, lengths=lengths, title=case.title)
+    num_bytes = {name: variant.wire_bytes for name, variant in todo.items()}
+    for wire in ("fp8", "bf16"):
+        name, trip, sent = f"combine, {wire}", f"round trip, {wire} back", "dispatch, fp8"
         times[name], num_bytes[name] = less(times[trip], times[sent]), num_bytes[trip] - num_bytes[sent]
     failures = {}
     for name in [] if args.quick else [name for name in times if times[name].median <= 0]:
@@ -225,7 +203,8 @@ def measure_all_to_all(report: Report, case: Case, args: argparse.Namespace, pea
 
     shape = {"tokens_per_rank": case.layout.num_tokens, "ranks": case.layout.num_ranks}
     shape |= {"hidden": case.model.hidden, "dtype": case.x.dtype.name}
-    report.record(title, shape, {name: times[name] for name in sorted(times.keys() - failures)}, failures, details)
+    resolved = {name: times[name] for name in sorted(times.keys() - failures)}
+    report.record(case.title, shape, resolved, failures, details)
 
 
 def measure_exchange(args: argparse.Namespace, model: Model) -> Report:
@@ -234,7 +213,7 @@ def measure_exchange(args: argparse.Namespace, model: Model) -> Report:
     ranks = [n for n in args.ranks or (2, 4) if n <= jax.device_count()]
     tokens = {n: args.tokens or ([2] if args.quick else TOKENS.get(n, TOKENS[4])) for n in ranks}
     settings: dict[str, Any] = {"experts": model.experts, "top_k": model.top_k}
-    settings |= {"tokens": {str(n): counts for n, counts in tokens.items()}, "lengths": [LENGTHS, SLOW_LENGTHS]}
+    settings |= {"tokens": {str(n): counts for n, counts in tokens.items()}, "lengths": LENGTHS}
     report = Report("low_latency", args, settings)
     report.summarise(copy_engine_bytes_per_s=peak)
     for num_ranks in ranks:
@@ -284,7 +263,7 @@ def separate(model: Model, name: str | None, x: Array, ids: Array, weights: Arra
 
 
 def layer_chain(mesh: jax.sharding.Mesh, layer: Layer, arrays: tuple[Any, ...], length: int) -> Program:
-    """Return a program of layers, each of which takes the result of the previous one."""
+    """Return a program of layers, in which each takes the result of the previous one."""
     # The factor keeps the sums bounded.
     return passed_on(mesh, lambda x, *others: x + 1e-3 * layer(x, *others), arrays, length)
 
@@ -328,10 +307,9 @@ def measure_decode(
         if not error < (0.1 if "fp8" in label else 0.02):
             raise RuntimeError(f"{label} differs from moe by {error} of the norm")
     count, ranks = case.layout.num_tokens, case.layout.num_ranks
-    title = f"{count} tokens/rank, {ranks} ranks"
     factories = {label: partial(layer_chain, case.mesh, *one) for label, one in variants.items()}
     lengths = QUICK_LENGTHS if args.quick else LAYER_LENGTHS
-    times = harness.measure_chained(factories, args.rounds, lengths=lengths, title=title)
+    times = harness.measure_chained(factories, args.rounds, lengths=lengths, title=case.title)
 
     def details(label: str, timing: Timing) -> dict[str, float]:
         return {"error": errors[label], "tokens_per_s": count * ranks / timing.median}
@@ -339,7 +317,7 @@ def measure_decode(
     for dtype in ("fp8", "bf16"):
         shape = {"tokens_per_rank": count, "ranks": ranks, **model._asdict(), "dtype": dtype}
         own = {label: timing for label, timing in times.items() if ("fp8" in label) == (dtype == "fp8")}
-        report.record(f"{title}, {dtype}", shape, own, {}, details)
+        report.record(f"{case.title}, {dtype}", shape, own, {}, details)
 
 
 # --- command line ---------------------------------------------------------------------------------------------------
@@ -356,8 +334,6 @@ def options(prog: str | None = None) -> argparse.ArgumentParser:
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
     ranks = "number of GPUs (default: 2 4 for the exchange, all for the layer); experts: the ranks that would"
     add("--ranks", type=int, nargs="+", help=f"{ranks} share the experts (default: {DECODE_RANKS})")
-    most = "exchange: the most tokens for which to time `xla`, which is slow"
-    add("--most-xla-tokens", type=count_or_zero, default=128, help=most)
     add("--dtypes", nargs="+", choices=("fp8", "bf16"), default=["fp8", "bf16"], help="experts")
     add("--only", nargs="+", help="experts: only variants whose names contain one of these")
     return parser
@@ -374,5 +350,4 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
             print(f"left out, {part}: needs two or more GPUs")
             continue
         report = PARTS[part](args, MODELS[args.model or (QUICK if args.quick else DEFAULT)])
-        plots.draw(report.path)
         print(report.path)

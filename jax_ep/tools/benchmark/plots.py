@@ -1,20 +1,14 @@
-"""Plots of reports, from their JSON files alone.
-
-All reports of the expert layer share one plot, `layer_by_model.png`.
-"""
+"""The plot of the expert layer by model, `layer_by_model.png`, from all reports of benchmarks/layer.py."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import numpy as np
 
 type Row = Mapping[str, Any]
 
@@ -39,82 +33,6 @@ NAMES = {
 }
 
 
-# --- times over a number, by report ---------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Panel:
-    """One plot: `curves[name]` has x values and the rows' `seconds` at them."""
-
-    title: str
-    xlabel: str
-    curves: dict[str, tuple[list[float], list[Mapping[str, float]]]] = dataclasses.field(default_factory=dict)
-
-
-def _title_of_layer(row: Row) -> str | None:
-    if row["variant"].startswith(("one launch", "moe_sort", "a step of the chain")):
-        return None  # only default choices are shown, and no parts
-    return NAMES.get(row["shape"]["model"], row["shape"]["model"])
-
-
-REPORTS: dict[str, tuple[str, Callable[[Row], str | None]]] = {
-    "scaling": ("ranks", lambda row: f"{row['shape']['scaling']} scaling, {row['part']}"),
-    "fused_moe": ("tokens", _title_of_layer),
-    "dispatch_combine": (
-        "tokens_per_rank",
-        lambda row: f"{row['shape']['routing']} routing, {row['shape']['ranks']} ranks",
-    ),
-    "low_latency": ("tokens_per_rank", lambda row: f"{row['shape']['ranks']} ranks"),
-}
-"""By the beginning of the report's name: the x in a row's `shape`, and the title of a row's panel or None."""
-
-
-def panels_of(rows: Iterable[Row], x: str, title_of: Callable[[Row], str | None]) -> list[Panel]:
-    """Return the panels of the rows that have a time and a title, in their order."""
-    panels: dict[str, Panel] = {}
-    timed = [row for row in rows if "seconds" in row]
-    for row in sorted(timed, key=lambda row: row["shape"][x]):
-        if (title := title_of(row)) is None:
-            continue
-        panel = panels.setdefault(title, Panel(title, x.replace("_", " ")))
-        xs, seconds = panel.curves.setdefault(row["variant"], ([], []))
-        xs.append(row["shape"][x])
-        seconds.append(row["seconds"])
-    return list(panels.values())
-
-
-def draw(report: Path) -> Path | None:
-    """Plot a report next to its JSON; None if it has no plot or matplotlib is not installed."""
-    axes = next((axes for name, axes in REPORTS.items() if report.stem.startswith(name)), None)
-    panels = [] if axes is None else panels_of(json.loads(report.read_text())["rows"], *axes)
-    return plot(report.with_suffix(".png"), panels) if panels else None
-
-
-def plot(path: Path, panels: Sequence[Panel]) -> Path | None:
-    """Plot medians over powers of two, with quartiles as error bars.
-
-    Returns None if matplotlib is not installed.
-    """
-    mpl = matplotlib()
-    if mpl is None:
-        return None
-    from matplotlib import pyplot
-
-    columns = min(2, len(panels))
-    rows = -(-len(panels) // columns)
-    figure, grid = pyplot.subplots(
-        rows, columns, figsize=(7.5 * columns, 4 * rows), squeeze=False, layout="constrained"
-    )
-    for axes, panel in itertools.zip_longest(grid.flat, panels):
-        if panel is None:
-            axes.set_axis_off()
-        else:
-            _curves(axes, panel, mpl.ticker)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    return path
-
-
 def matplotlib() -> Any:
     """Import matplotlib, to draw files; None if it is not installed."""
     try:
@@ -124,36 +42,6 @@ def matplotlib() -> Any:
         return None
     mpl.use("Agg")
     return mpl
-
-
-def _milliseconds(seconds: Sequence[Mapping[str, float]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return medians `[n]`, and the distances of the quartiles from them `[2, n]`."""
-    middle = np.array([s["median"] for s in seconds])
-    return 1e3 * middle, 1e3 * np.abs(np.array([[s["q1"], s["q3"]] for s in seconds]).T - middle)
-
-
-def _curves(axes: Any, panel: Panel, ticker: Any) -> None:
-    """Draw curves, with the legend next to the axes, where it hides none."""
-    lines = ("-", "--", ":")
-    for i, (name, (x, seconds)) in enumerate(panel.curves.items()):
-        middle, spread = _milliseconds(seconds)
-        line = lines[i // 10 % len(lines)]  # colors repeat after ten
-        axes.errorbar(x, middle, spread, marker="o", markersize=3, capsize=2, linestyle=line, label=name)
-    axes.set(title=panel.title, xlabel=panel.xlabel, ylabel="ms", xscale="log")
-    medians = [s["median"] for _, seconds in panel.curves.values() for s in seconds if s["median"] > 0]
-    if medians and max(medians) > 4 * min(medians):
-        axes.set_yscale("log", nonpositive="mask")
-        axes.set_ylim(bottom=0.5e3 * min(medians))  # noise must not set the scale
-    elif medians:  # a quick run may have none
-        axes.set_ylim(0, 1.5e3 * max(medians))  # from zero, so that noise does not look like a trend
-    axes.xaxis.set_major_locator(ticker.LogLocator(base=2))
-    axes.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
-    axes.xaxis.set_minor_locator(ticker.NullLocator())
-    axes.grid(alpha=0.3, which="both")
-    axes.legend(fontsize=7, handlelength=3, loc="center left", bbox_to_anchor=(1.01, 0.5))
-
-
-# --- the layer, by model --------------------------------------------------------------------------------------------
 
 
 class Layer(NamedTuple):
@@ -185,7 +73,7 @@ def layers_of(rows: Iterable[Row], tokens: int) -> dict[str, dict[Layer, dict[st
 def draw_layers(folder: Path, tokens: int = 4096) -> Path | None:
     """Draw `LAYER_PLOT` of all reports of layers in a folder that are of the most frequent kind of GPU.
 
-    Returns None if there is no such layer, or matplotlib is not installed.
+    Returns None without such a layer, or if matplotlib is not installed.
     """
     contents = [json.loads(path.read_text()) for path in folder.glob("moe_layer*.json")]
     kinds = Counter(content["device"]["kind"] for content in contents)

@@ -2,7 +2,7 @@
 
     python benchmarks/scaling.py [--model qwen3-30b] [--tokens 4096] [--ranks 1 2 4]    # also: jax-ep scale
 
-Writes results/scaling.json and a plot. Without GPUs `--quick` runs on CPU devices, whose times say nothing about GPUs.
+Writes results/scaling.json. Without GPUs `--quick` runs on CPU devices, whose times say nothing about GPUs.
 
 Weak scaling: each rank has `--tokens` tokens. Strong scaling: all ranks together have `--total-tokens`, by default as
 many as in weak scaling on the most ranks. Parts:
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import jax
 
 import jax_ep
-from jax_ep.tools.benchmark import exchange, harness, inputs, layer, plots, rates
+from jax_ep.tools.benchmark import exchange, harness, inputs, layer, rates
 from jax_ep.tools.benchmark.harness import Report, Timing
 from jax_ep.tools.benchmark.inputs import Case, make_case
 
@@ -213,5 +213,4 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
     show(run.report)
     if jax.default_backend() != "gpu":
         print("these times are of CPU devices and say nothing about GPUs")
-    plots.draw(run.report.path)
     print(run.report.path)

@@ -132,7 +132,7 @@ def init_params(model: Architecture, layers: int, key: Array) -> Params:
 
 
 def specs_of(params: Params) -> Params:
-    """Partition specs: expert weights are split over `expert`, the rest is replicated."""
+    """Return partition specs: expert weights are split over `expert`, the rest is replicated."""
     experts = ("w_gate_up", "w_down")
     return jax.tree_util.tree_map_with_path(
         lambda path, _: P("expert") if getattr(path[-1], "key", "") in experts else P(), params
@@ -140,13 +140,13 @@ def specs_of(params: Params) -> Params:
 
 
 def rms_norm(x: Array, scale: Array) -> Array:
-    """Root-mean-square norm in float32."""
+    """Apply the root-mean-square norm in float32."""
     wide = x.astype(jnp.float32)
     return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6) * scale).astype(x.dtype)
 
 
 def rotate(x: Array) -> Array:
-    """Rotary embedding of `[B, S, heads, D]` at positions 0 to S - 1."""
+    """Apply the rotary embedding to `[B, S, heads, D]` at positions 0 to S - 1."""
     length, half = x.shape[1], x.shape[3] // 2
     frequency = 10_000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = jnp.arange(length, dtype=jnp.float32)[:, None, None] * frequency
@@ -156,7 +156,7 @@ def rotate(x: Array) -> Array:
 
 
 def attend(model: Architecture, weights: Params, x: Array) -> Array:
-    """Causal grouped-query attention of `[B, S, H]`."""
+    """Compute causal grouped-query attention of `[B, S, H]`."""
     query, kv = model.widths
     parts = jnp.split(x @ weights["qkv"], (query, query + kv), axis=-1)
     heads = [part.reshape(*x.shape[:2], -1, model.head_dim) for part in parts]
@@ -186,7 +186,7 @@ def forward(model: Architecture, experts: Experts, params: Params, tokens: Array
 
 
 def expert_layers(model: Architecture, mesh: jax.sharding.Mesh, num_tokens: int) -> dict[str, Experts]:
-    """The expert layer of each variant, for global arrays; `num_tokens`: T per rank."""
+    """Return the expert layer of each variant, for global arrays; `num_tokens`: T per rank."""
     _, _, num_experts, top_k = model.experts
     layer = partial(sharded_moe, mesh, num_experts=num_experts)
     rows = math.ceil(CAPACITY_FACTOR * num_tokens * top_k / num_experts)
@@ -245,7 +245,7 @@ def make_training(
 
 
 def time_by_group(kernels: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Milliseconds per step of each group of kernels."""
+    """Return the milliseconds per step of each group of kernels."""
     found = dict.fromkeys([*GROUPS, "other"], 0.0)
     for kernel in kernels:
         name = kernel["name"].lower()

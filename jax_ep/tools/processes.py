@@ -1,4 +1,4 @@
-"""Benchmarks with one process per GPU: `--processes N` runs this command N times; the first process reports."""
+"""Tools with one process per GPU: `--processes N` runs this command N times; the first process reports."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
 
-_PROCESS, _COORDINATOR, _FIGURE = (f"JAX_EP_BENCHMARK_{name}" for name in ("PROCESS", "COORDINATOR", "FIGURE"))
+_PROCESS, _COORDINATOR = (f"JAX_EP_TOOL_{name}" for name in ("PROCESS", "COORDINATOR"))
 
 
 def add_option(options: argparse.ArgumentParser) -> None:
@@ -23,32 +22,26 @@ def add_option(options: argparse.ArgumentParser) -> None:
     options.add_argument("--processes", type=int, default=1, metavar="N", help="one process for each of N GPUs")
 
 
-def enter(count: int, figure: Callable[[], float]) -> float | None:
-    """Make this process one of `count` processes, or start them and exit with their status.
+def enter(count: int) -> bool:
+    """Make this process one of `count` processes; False: it has only started the others, which have ended.
 
-    Args:
-      count: number of processes, as passed to `--processes`.
-      figure: a module's function that measures something that a process must measure which drives all GPUs.
-
-    Returns:
-      The figure, or None if this process only started the others.
+    Call it before JAX initializes.
     """
     if count == 1:
-        return figure()
+        return True
     if _PROCESS not in os.environ:
         on_gpus = os.environ.get("JAX_PLATFORMS") != "cpu"
         if on_gpus and count > (gpus := len(list(Path("/proc/driver/nvidia/gpus").glob("*")))):
             raise ValueError(f"--processes {count}: there are {gpus} GPUs, expected one per process")
-        os.environ[_FIGURE] = str(_alone(figure))
         _run_copies(count)
-        return None
+        return False
     import jax_ep
 
     process = int(os.environ[_PROCESS])
     jax.distributed.initialize(os.environ[_COORDINATOR], count, process, local_device_ids=[process])
     # With the mesh, plans need no all-to-all of device numbers.
     jax_ep.init(jax.make_mesh((count,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,)))
-    return float(os.environ[_FIGURE])
+    return True
 
 
 def _run_copies(count: int) -> None:
@@ -76,12 +69,3 @@ def _start(process: int, address: str, unused: str) -> subprocess.Popen[bytes]:
     # In another session, which Ctrl-C does not reach: this process ends it.
     command = [sys.executable, *sys.orig_argv[1:], *quiet]
     return subprocess.Popen(command, env=os.environ | own, stdout=output, start_new_session=True)
-
-
-def _alone(figure: Callable[[], float]) -> float:
-    """Call a function in another process, which has ended when this returns."""
-    code = f"import {figure.__module__} as m; print('result', m.{figure.__name__}())"
-    path = os.pathsep.join(filter(None, sys.path))
-    command = [sys.executable, "-P", "-c", code]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, text=True, check=True)
-    return float(done.stdout.split("result")[-1])

@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import partial_eval
 
-from jax_ep.core.kernel import Config, Descriptor, Kernel, array_of, flat, flat_arrays, type_of
+from jax_ep.core.kernel import Config, Descriptor, Kernel, array_of, flat_arrays
+from jax_ep.core.structs import flat, type_of
 from jax_ep.types import Array
 
 # The PTX version of CUDA 12.9, with which the oldest supported jaxlib is built. jaxlib assembles the PTX; Triton's

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jax_ep.core.structs import flat
 from jax_ep.types import Array
 
 
@@ -139,22 +139,6 @@ def array_of(argument: Single) -> Array | jax.ShapeDtypeStruct:
     return argument.array if isinstance(argument, Descriptor) else argument
 
 
-def flat(arguments: Iterable[Any]) -> list[Any]:
-    """Flatten operands or results, some of which are NamedTuples."""
-    return [x for argument in arguments for x in (argument if isinstance(argument, tuple) else (argument,))]
-
-
 def flat_arrays(arguments: Iterable[Argument]) -> list[Any]:
     """Flatten operands or results to arrays, or shapes and dtypes, without descriptors."""
     return [array_of(x) for x in flat(arguments)]
-
-
-def type_of(argument: Any) -> Any:
-    """Return the NamedTuple type of an operand or result, or None for a single one."""
-    return type(argument) if isinstance(argument, tuple) else None
-
-
-def regrouped(values: Iterable[Any], types: Iterable[Any]) -> list[Any]:
-    """Invert `flat`: regroup values into NamedTuples of the given types."""
-    rest = iter(values)
-    return [next(rest) if kind is None else kind(*itertools.islice(rest, len(kind._fields))) for kind in types]

@@ -33,12 +33,11 @@ from jax_ep.core.kernel import (
     Kernel,
     blocks_of,
     element_type,
-    flat,
     flat_arrays,
-    type_of,
 )
 from jax_ep.core.mesh_axes import automatic_axes, numbers_in_processes
 from jax_ep.core.primitives import in_order
+from jax_ep.core.structs import flat, type_of
 from jax_ep.interpreter.pool import Pool
 from jax_ep.interpreter.process import Launch
 from jax_ep.types import Array

@@ -19,7 +19,8 @@ import jax
 import numpy as np
 
 from jax_ep.core.files import sources_digest
-from jax_ep.core.kernel import Config, Constants, Kernel, element_type, flat
+from jax_ep.core.kernel import Config, Constants, Kernel, element_type
+from jax_ep.core.structs import flat
 
 ALIGNMENT = 16
 """Bytes that all addresses are a multiple of, as the widest accesses of a thread need it."""

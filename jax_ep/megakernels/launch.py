@@ -25,12 +25,10 @@ from jax_ep.core.kernel import (
     Kernel,
     array_of,
     blocks_of,
-    flat,
     flat_arrays,
-    regrouped,
-    type_of,
 )
 from jax_ep.core.mesh_axes import varying_axes
+from jax_ep.core.structs import flat, regrouped, type_of
 from jax_ep.heap.memory import Generation
 from jax_ep.heap.symmetric import MAX_BLOCKS, HeapLayout, SymmetricHeap
 from jax_ep.megakernels import compile, pending

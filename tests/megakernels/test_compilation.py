@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_ep.core.kernel import Config, Descriptor, Kernel, regrouped, type_of
+from jax_ep.core.kernel import Config, Descriptor, Kernel
+from jax_ep.core.structs import regrouped, type_of
 from jax_ep.megakernels import compile, pending
 from jax_ep.megakernels.compile import Parameter
 from jax_ep.megakernels.kernels import grouped_gemm as grouped_gemm_kernels

@@ -7,8 +7,10 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,13 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 from kernel_calls import FOLDER, HEAP_BYTES, H, W, exchange, heap_tables, kernel, ranks, run_one
 
 import harness
 import jax_ep
 from jax_ep import context, interpreter
 from jax_ep.core.kernel import Config
-from jax_ep.interpreter import activity
+from jax_ep.interpreter import activity, worker
 from jax_ep.megakernels.launch import launch
 
 LONG_S = 1000.0  # Beyond the time limit of a test.
@@ -290,6 +293,42 @@ def test_interpreter_interrupt_one_traceback():
     assert len(re.findall(r"^(KeyboardInterrupt|jax\.errors\.\w+)\b", output, re.MULTILINE)) == 1, output
     with pytest.raises(ProcessLookupError):  # No process of the group is left.
         os.killpg(process.pid, 0)
+
+
+def test_interpreter_workers_without_jax(two_ranks: Mesh) -> None:
+    """An import of JAX is slow, and an interrupt of it aborts."""
+
+    def fn(x: jax.Array, ids: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+        weights = jnp.ones(ids.shape, jnp.float32)
+        return jax_ep.moe(x, ids, weights, gate_up, down, num_experts=2, implementation="triton")
+
+    shapes = (2, 4, 16), (2, 4, 1), (2, 1, 16, 32), (2, 1, 16, 16)
+    arguments = (np.ones(shape, np.int32 if len(shape) == 3 and shape[2] == 1 else np.float32) for shape in shapes)
+    jax.block_until_ready(jax.jit(harness.per_rank(fn, two_ranks))(*arguments))
+    workers = context.heap("test")._memory.pool._workers
+    maps = [Path(f"/proc/{one.process.pid}/maps").read_text() for one in workers]
+    assert sum("triton" in mapped for mapped in maps) == 2
+    assert not any("jaxlib" in mapped for mapped in maps)
+
+
+def test_interpreter_worker_interrupt_handling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGINT ends the kernel of a launch once, also if it arrives before the kernel starts, and no later launch."""
+    runner = worker.Runner(types.SimpleNamespace(aborted=-1), worker.Memory(), 0)
+    runner.interrupt(signal.SIGINT, None)  # No kernel is running.
+    with pytest.raises(KeyboardInterrupt), runner._interruptible():
+        pytest.fail("the kernel started")
+    runner._is_interrupted = False
+    with runner._interruptible():
+        with pytest.raises(KeyboardInterrupt):  # A destructor drops it.
+            runner.interrupt(signal.SIGINT, None)
+        runner.interrupt(signal.SIGINT, None)
+        with pytest.raises(KeyboardInterrupt):
+            runner._check_aborted()
+    runner._is_interrupted = False
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    importing = types.SimpleNamespace(f_code=types.SimpleNamespace(co_filename="<frozen importlib._bootstrap>"))
+    with pytest.raises(SystemExit), runner._interruptible():
+        runner.interrupt(signal.SIGINT, types.SimpleNamespace(f_code=start.__code__, f_back=importing))
 
 
 FORKED = """

@@ -24,7 +24,8 @@ import jax_ep
 from cases import BF16, F32
 from jax_ep import Schedule, context, megakernels
 from jax_ep.core import jax_triton
-from jax_ep.core.kernel import Config, Descriptor, Kernel, flat, type_of
+from jax_ep.core.kernel import Config, Descriptor, Kernel
+from jax_ep.core.structs import flat, type_of
 from jax_ep.megakernels import compile, grouped_gemm
 from jax_ep.megakernels.kernels import rows as rows_kernels
 from jax_ep.megakernels.kernels import small_exchange as small_exchange_kernels

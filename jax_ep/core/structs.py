@@ -1,0 +1,23 @@
+"""Arguments of kernels, some of which are NamedTuples. Workers of the interpreter load this file without JAX."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+
+def flat(arguments: Iterable[Any]) -> list[Any]:
+    """Flatten operands or results, some of which are NamedTuples."""
+    return [x for argument in arguments for x in (argument if isinstance(argument, tuple) else (argument,))]
+
+
+def type_of(argument: Any) -> Any:
+    """Return the NamedTuple type of an operand or result, or None for a single one."""
+    return type(argument) if isinstance(argument, tuple) else None
+
+
+def regrouped(values: Iterable[Any], types: Iterable[Any]) -> list[Any]:
+    """Invert `flat`: regroup values into NamedTuples of the given types."""
+    rest = iter(values)
+    return [next(rest) if kind is None else kind(*itertools.islice(rest, len(kind._fields))) for kind in types]

@@ -1,9 +1,8 @@
 """Tables of `PAGES`, from the reports in benchmarks/results: `python benchmarks/tables.py [--check]`.
 
-A table is between `<!-- table NAME -->` and `<!-- end -->`. Of several reports that hold a line the newest counts;
-the figures of one line, or of one number of GPUs, are of one report, since figures of different runs do not compare.
-What no report holds stays empty, and a line without any figure is left out. Of GPUs, tables are about one kind, `GPU`:
-what others took is told in the text.
+A table is between `<!-- table NAME -->` and `<!-- end -->`. The newest report with a line counts. The figures of one
+line, or of one number of GPUs, are from one report, since figures of different runs do not compare. Missing figures
+leave their cells empty, and lines without any figure are left out. Tables are about one kind of GPU, `GPU`.
 """
 
 from __future__ import annotations
@@ -39,23 +38,23 @@ type Row = dict[str, Any]
 
 
 class Found(NamedTuple):
-    """Rows of one report, by variant."""
+    """Rows of one report by variant."""
 
     report: str
     rows: dict[str, Row]
 
     def us(self, variant: str) -> str:
-        """Microseconds of a variant; empty where it is not there."""
+        """Return the microseconds of a variant, or an empty string."""
         return f"{1e6 * self.rows[variant]['seconds']['median']:.0f}" if variant in self.rows else ""
 
     def ratio(self, slower: str, faster: str) -> str:
-        """Time of one variant in times of another."""
+        """Return the time of one variant divided by that of another."""
         times = [self.rows[variant]["seconds"]["median"] for variant in (slower, faster)]
         return f"{times[0] / times[1]:.2f}"
 
 
 class Reports:
-    """All reports of a folder, the newest first, and which of them tables have used."""
+    """Reports of a folder, the newest first, and those that tables have used."""
 
     def __init__(self, folder: Path) -> None:
         contents = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
@@ -65,7 +64,7 @@ class Reports:
         self.used: list[str] = []
 
     def find(self, beginning: str, required: Iterable[str], **keys: Any) -> Found | None:
-        """Rows of the newest report whose name begins so and which has all required variants; see `rows_of`."""
+        """Return the rows of the newest report with this prefix that has all required variants; see `rows_of`."""
         required = set(required)
         for name in self.named(beginning):
             found = self.rows_of(name, **keys)
@@ -76,11 +75,11 @@ class Reports:
         return None
 
     def named(self, beginning: str) -> list[str]:
-        """Names of reports, the newest first."""
+        """Return the names of reports, the newest first."""
         return [name for name in self._contents if name.startswith(beginning)]
 
     def rows_of(self, name: str, *, graphs: bool = False, **keys: Any) -> Found:
-        """Rows with these values in their shape or beside it, of a report with or without CUDA graphs."""
+        """Return the rows with these values, of a report with or without CUDA graphs."""
         content = self._contents[name]
         settings = content["settings"]
         if settings["quick"] or settings.get("graphs", False) != graphs:
@@ -89,14 +88,14 @@ class Reports:
         return Found(name, {row["variant"]: row for row in rows})
 
     def sources(self) -> str:
-        """The reports used since the last call."""
+        """Name the reports used since the last call."""
         said = [f"`{name}.json` ({self._contents[name]['date'][:10]})" for name in self.used]
         self.used = []
         return f"From {', '.join(said)}."
 
 
 def is_told(report: dict[str, Any]) -> bool:
-    """Whether a report is of what tables and figures are about."""
+    """Return whether a report is from CPU devices or from the kind of GPU that tables are about."""
     device = report.get("device", {"platform": "cpu"})
     return device["platform"] != "gpu" or GPU in device["kind"]
 
@@ -107,7 +106,7 @@ def _has(row: Row, keys: dict[str, Any]) -> bool:
 
 
 def table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
-    """Markdown; lines without a figure are left out."""
+    """Format a table in Markdown, without lines that have no figure."""
     filled = [line for line in lines if any(line[1:])]
     rule = ["---"] * len(columns)
     return [
@@ -122,7 +121,7 @@ FORWARD, BOTH = "forward", "forward + backward"
 
 
 def layer(reports: Reports) -> list[str]:
-    """The layer compared with what JAX offers, by model; the cells of one number of GPUs are of one report."""
+    """Compare the layer with what JAX offers, by model; the cells of one number of GPUs are from one report."""
     columns = [
         "us (times as fast); 4096 tokens per GPU",
         *(f"{n} GPUs: {way}" for n in RANKS for way in (FORWARD, BOTH)),
@@ -157,7 +156,7 @@ EXCHANGE = {
 
 
 def exchange(reports: Reports) -> list[str]:
-    """Dispatch and combine, by number of GPUs and of tokens."""
+    """List dispatch and combine by number of GPUs and of tokens."""
     return _by_tokens(
         reports, "dispatch_combine", EXCHANGE, (128, 1024, 4096, 32768), {"routing": "uniform", "processes": 1}
     )
@@ -173,7 +172,7 @@ DECODE = {
 
 
 def decode_layer(reports: Reports) -> list[str]:
-    """The layer of decode-sized batches."""
+    """List the layer of decode-sized batches."""
     return _by_tokens(reports, "decode_layer", DECODE, (1, 8, 32, 128), {}, "us per layer")
 
 
@@ -185,7 +184,7 @@ def _by_tokens(
     keys: dict[str, Any],
     unit: str = "us",
 ) -> list[str]:
-    """A column for each number of GPUs and of tokens; those of one number of GPUs are of one report."""
+    """Make a column per number of GPUs and of tokens; those of one number of GPUs are from one report."""
     columns, found = [f"{unit}; tokens per rank:"], []
     for ranks in RANKS:
         there: list[tuple[int, Found]] = []
@@ -224,7 +223,7 @@ PRODUCTS = {
 
 
 def grouped_gemm(reports: Reports) -> list[str]:
-    """Percent of cuBLAS, for equal, multinomial and Zipf groups."""
+    """List grouped GEMMs in percent of cuBLAS, for equal, multinomial and Zipf groups."""
 
     def found(size: tuple[int, ...], variant: str, direction: str, distribution: str) -> Row | None:
         shape = dict(zip(("rows", "k", "n", "groups"), size, strict=True))
@@ -254,7 +253,7 @@ FOUR_BITS = {"INT4, prepacked": "fused_moe, int4_prepacked", "MXFP4, prepacked":
 
 
 def one_device(reports: Reports) -> list[str]:
-    """The layer of one device by model and tokens, with the share of the rate of reading memory.
+    """List the layer of one device by model and tokens, with its share of the memory read rate.
 
     Lines of 4-bit weights are from reports of prepacked weights.
     """
@@ -286,7 +285,7 @@ TABLES: dict[str, Callable[[Reports], list[str]]] = {
 
 
 def made(name: str, reports: Reports) -> str:
-    """A table with its sources, or that there is none yet."""
+    """Return a table with its sources, or a note that nothing is measured yet."""
     reports.used = []
     lines = TABLES[name](reports)
     if len(lines) == 2:
@@ -295,7 +294,7 @@ def made(name: str, reports: Reports) -> str:
 
 
 def wrapped(text: str, width: int = 120) -> list[str]:
-    """Lines of at most so many characters."""
+    """Wrap text into lines of at most `width` characters."""
     lines = [""]
     for word in text.split(" "):
         if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
@@ -305,15 +304,15 @@ def wrapped(text: str, width: int = 120) -> list[str]:
 
 
 def filled(page: str, reports: Reports) -> str:
-    """The page with all its tables made anew.
+    """Return the page with new tables.
 
     Raises:
-      ValueError: the page names a table that there is none of.
+      ValueError: the page names an unknown table.
     """
 
     def replace(match: re.Match[str]) -> str:
         if match[1] not in TABLES:
-            raise ValueError(f"<!-- table {match[1]} -->: there is no such table, only {', '.join(TABLES)}")
+            raise ValueError(f"<!-- table {match[1]} -->: unknown table, expected one of {', '.join(TABLES)}")
         return f"<!-- table {match[1]} -->\n\n{made(match[1], reports)}\n\n<!-- end -->"
 
     return re.sub(r"<!-- table (\w+) -->\n.*?<!-- end -->", replace, page, flags=re.DOTALL)

@@ -1,4 +1,4 @@
-"""For mkdocs.yml: shows the `Example:` section of a docstring as code; griffe's own name for it is `Examples:`."""
+"""Extension of mkdocs.yml: show the `Example:` section of a docstring as code; griffe calls it `Examples:`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import griffe
 
 
 class ExampleSections(griffe.Extension):
-    """Renames the section before griffe parses it."""
+    """Rename the section before griffe parses it."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring is not None:

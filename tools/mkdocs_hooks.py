@@ -1,7 +1,7 @@
-"""For mkdocs.yml: the site's version and repository from pyproject.toml, and the plots of benchmarks/results.
+"""Hooks of mkdocs.yml: the site's version and repository from pyproject.toml, and the plots of benchmarks/results.
 
-Pages show a plot as the repository does, by a path relative to docs/, `../benchmarks/results/NAME.png`. The site has a
-copy of those that its pages show, and there the path is `results/NAME.png`.
+Pages name a plot relative to docs/, `../benchmarks/results/NAME.png`, as the repository shows it. The site has a copy of
+the plots that its pages show, `results/NAME.png`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PLOT = re.compile(r"\]\(\.\./benchmarks/results/([\w.-]+\.png)\)")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Adds what pyproject.toml says; REPOSITORY_URL, where it is set, stands for a fork's `project.urls.Repository`."""
+    """Add version, license and repository from pyproject.toml; REPOSITORY_URL overrides `project.urls.Repository`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     config.site_name = f"{config.site_name} {project['version']}"
     config.copyright = f"{project['name']} {project['version']}, license {project['license']}"
@@ -32,7 +32,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Takes the plots that pages show into the site; one that does not exist is left out, and a strict build fails."""
+    """Add the plots that pages show to the site; a missing one fails a strict build."""
     names = {name for page in files.documentation_pages() for name in PLOT.findall(page.content_string)}
     for name in sorted(names):
         path = ROOT / "benchmarks" / "results" / name
@@ -42,6 +42,6 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Paths of plots as the site has them."""
+    """Replace the paths of plots by those of the site."""
     folder = posixpath.dirname(page.file.src_uri)
     return PLOT.sub(lambda match: f"]({posixpath.relpath('results', folder or '.')}/{match[1]})", markdown)

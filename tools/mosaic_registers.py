@@ -47,7 +47,7 @@ type Call = tuple[partial[Any], tuple[jax.ShapeDtypeStruct, ...]]
 
 
 def calls() -> Iterator[tuple[str, Call]]:
-    """Kernels, with operands of models' shapes, and such that take other tiles."""
+    """Return kernels with operands of models' shapes, and of shapes that select other tiles."""
     sys.path.insert(0, str(ROOT))
     from jax_ep import Experts
     from jax_ep.pallas import gemm_activation, grouped_gemm, tiling
@@ -84,7 +84,7 @@ def calls() -> Iterator[tuple[str, Call]]:
 
 
 def compiler() -> Callable[[bytes, int], Any]:
-    """The plugin's, of the version of JAX that is installed."""
+    """Return the compiler of the CUDA plugin of the installed JAX version."""
     folder = FOLDER / jax.__version__
     if not (folder / "jax_plugins").exists():
         package = f"jax-cuda13-pjrt=={jax.__version__}"
@@ -117,7 +117,7 @@ def modules(call: Call) -> list[bytes]:
 
 
 def main() -> None:
-    """Compiles what the command line asks for, with a line for each kernel."""
+    """Compile the requested kernels and print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="only calls whose names begin with one of these")
     parser.add_argument("--keep", type=Path, help="new folder for what is compiled")

@@ -48,6 +48,6 @@ def test_the_newest_report_that_has_most_columns_counts(tmp_path):
 
 def test_pages_that_name_no_table(tmp_path):
     with pytest.raises(
-        ValueError, match="<!-- table layers -->: there is no such table, only layer, exchange, grouped_gemm"
+        ValueError, match="<!-- table layers -->: unknown table, expected one of layer, exchange, grouped_gemm"
     ):
         tables.filled("<!-- table layers -->\n<!-- end -->", tables.Reports(tmp_path))

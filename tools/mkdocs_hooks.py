@@ -1,7 +1,7 @@
 """Hooks of mkdocs.yml: the site's version and repository from pyproject.toml, and the plots of benchmarks/results.
 
-Pages name a plot relative to docs/, `../benchmarks/results/NAME.png`, as the repository shows it. The site has a copy of
-the plots that its pages show, `results/NAME.png`.
+Pages name a plot relative to docs/, `../benchmarks/results/NAME.png`, as the repository shows it. The site has a copy
+of the plots that its pages show, `results/NAME.png`.
 """
 
 from __future__ import annotations

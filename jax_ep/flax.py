@@ -208,6 +208,7 @@ class MoE(nnx.Module):
         weights: ExpertWeights | None = None,
         *,
         token_mask: Array | None = None,
+        topk_idx: Array | None = None,
     ) -> tuple[Array, MoEMetrics]:
         """Apply the layer to global `x [..., H]`; the output has the shape and, by default, the dtype of x.
 
@@ -217,6 +218,9 @@ class MoE(nnx.Module):
         `weights` replace the expert weights. The result of `serving_weights` is for inference: if a device has at most
         `jax_ep.serving.LOW_LATENCY_TOKENS` tokens, the layer runs `jax_ep.low_latency_moe` with it. The result of
         `training_weights` changes neither the output nor a gradient; `recipe="fp8"` then quantizes no weights.
+
+        `topk_idx [..., K]` are the experts of an earlier pass, its `metrics.topk_idx`: this pass sends the tokens to
+        these, with the weights that its own router gives them.
         """
         x = check.floating("MoE", "x", check.rows("MoE", "x", x, "[..., hidden_size]"))
         if not isinstance(weights, ExpertWeights | None):
@@ -228,14 +232,17 @@ class MoE(nnx.Module):
             raise ValueError(f"MoE: x has shape {x.shape}, but this MoE takes [..., hidden_size={self.hidden_size}]")
         if token_mask is not None:
             check.token_mask("MoE", token_mask, x.shape[:-1], "the shape of x without its last axis")
+        if topk_idx is not None:
+            shape = (*x.shape[:-1], self.num_experts_per_tok)
+            topk_idx = check.replayed_ids("MoE", topk_idx, shape, self.router_fn is not None)
         mesh = self._active_mesh()
         if mesh is None and jax.device_count() > 1:
             _warn_of_no_mesh()
         tokens, weights = x.astype(self.dtype), self._served() if weights is None else weights
         if mesh is None:
-            y, metrics = self._on_one_device(tokens, token_mask, weights)
+            y, metrics = self._on_one_device(tokens, token_mask, topk_idx, weights)
         else:
-            y, metrics = self._on_mesh(tokens, token_mask, mesh, weights)
+            y, metrics = self._on_mesh(tokens, token_mask, topk_idx, mesh, weights)
         if self.shared_gate_up is not None and self.shared_down is not None:
             y = y + self._shared(tokens, self.shared_gate_up[...], self.shared_down[...]).astype(y.dtype)
         return y.astype(self.preferred_element_type or x.dtype), metrics
@@ -380,11 +387,8 @@ class MoE(nnx.Module):
         return {"schedule": dataclasses.replace(schedule, **dict.fromkeys(_LAUNCHES))}
 
     def _router(self, tokens: Array) -> RouterWeights | Routing:
-        if self.router_fn is None:
-            return self._router_weights()
-        return check.routing("MoE", "router", self.router_fn(tokens), tokens.shape[0], self.num_experts)
-
-    def _router_weights(self) -> RouterWeights:
+        if self.router_fn is not None:
+            return check.routing("MoE", "router", self.router_fn(tokens), tokens.shape[0], self.num_experts)
         biases = (None if value is None else value[...] for value in (self.b_router, self.router_bias))
         return RouterWeights(cast(nnx.Param, self.router)[...], *biases)
 
@@ -400,12 +404,13 @@ class MoE(nnx.Module):
         }
 
     def _on_one_device(
-        self, x: Array, token_mask: Array | None, weights: ExpertWeights | None
+        self, x: Array, token_mask: Array | None, topk_idx: Array | None, weights: ExpertWeights | None
     ) -> tuple[Array, MoEMetrics]:
         tokens = x.reshape(-1, self.hidden_size)
         mask = None if token_mask is None else token_mask.reshape(-1)
         how: dict[str, Any] = {"options": self.router_options, "top_k": self.num_experts_per_tok}
-        routed = route(tokens, mask, self._router(tokens), axes=(), **how)
+        ids = None if topk_idx is None else topk_idx.reshape(-1, self.num_experts_per_tok)
+        routed = route(tokens, mask, ids, self._router(tokens), axes=(), **how)
         if weights is not None and not _has_masters(weights) and tokens.shape[0] <= LOW_LATENCY_TOKENS:
             y = errors_begin_with("MoE")(serve)(
                 tokens, routed.topk_idx, routed.topk_weights, weights, **self._low_latency(())
@@ -426,10 +431,16 @@ class MoE(nnx.Module):
                 **_arguments(made_of),
             )
         y = _with_identity(y, routed, tokens)
-        return y.reshape(x.shape), _metrics(routed, jnp.zeros((), jnp.int32))
+        zero = jnp.zeros((), jnp.int32)
+        return y.reshape(x.shape), _metrics(routed, routed.chosen.reshape(*x.shape[:-1], -1), zero)
 
     def _on_mesh(
-        self, x: Array, token_mask: Array | None, mesh: Mesh, weights: ExpertWeights | None
+        self,
+        x: Array,
+        token_mask: Array | None,
+        topk_idx: Array | None,
+        mesh: Mesh,
+        weights: ExpertWeights | None,
     ) -> tuple[Array, MoEMetrics]:
         specs, num_tokens = self.axes.specs, math.prod(x.shape[:-1])
         padding = -num_tokens % _size(mesh, self.axes.token_axes)
@@ -438,7 +449,9 @@ class MoE(nnx.Module):
         tokens = rearrange(lambda v: v.reshape(-1, self.hidden_size), mesh, token_spec)(x)
         mask_spec = PartitionSpec(token_spec[0])
         mask = None if token_mask is None else rearrange(lambda v: v.reshape(-1), mesh, mask_spec)(token_mask)
-        routed = self._route_on_mesh(tokens, mask, token_spec, () if padding else self.axes.token_axes)
+        if topk_idx is not None:
+            topk_idx = rearrange(lambda v: v.reshape(-1, self.num_experts_per_tok), mesh, token_spec)(topk_idx)
+        routed = self._route_on_mesh(tokens, mask, topk_idx, token_spec, () if padding else self.axes.token_axes)
         arrays: tuple[Array, ...] = (tokens, routed.topk_idx, routed.topk_weights)
         if padding:
             pad = [(0, padding), (0, 0)]
@@ -452,18 +465,25 @@ class MoE(nnx.Module):
         y = rearrange(lambda v: v[:num_tokens], mesh, token_spec)(y) if padding else y
         y = _with_identity(y, routed, tokens)
         y = rearrange(lambda v: v.reshape(x.shape), mesh, jax.typeof(x).sharding.spec)(y)
-        return y, _metrics(routed, self._dropped(arrays[1], mesh, specs.routing))
+        spec = PartitionSpec(*jax.typeof(x).sharding.spec[:-1], None)
+        chosen = rearrange(lambda v: v.reshape(*x.shape[:-1], -1), mesh, spec)(routed.chosen)
+        return y, _metrics(routed, chosen, self._dropped(arrays[1], mesh, specs.routing))
 
     def _route_on_mesh(
-        self, tokens: Array, mask: Array | None, token_spec: PartitionSpec, axes: tuple[str, ...]
+        self,
+        tokens: Array,
+        mask: Array | None,
+        replayed: Array | None,
+        token_spec: PartitionSpec,
+        axes: tuple[str, ...],
     ) -> Routed:
         """Route tokens with these specs; the mean scores and loads are those over `axes`."""
         mask_spec, everywhere = PartitionSpec(token_spec[0]), PartitionSpec()
         router_spec = everywhere if self.router_fn is None else token_spec
-        specs: Any = (token_spec, token_spec, mask_spec, everywhere, everywhere, everywhere)
+        specs: Any = (token_spec, token_spec, token_spec, mask_spec, everywhere, everywhere, everywhere)
         options = {"options": self.router_options, "top_k": self.num_experts_per_tok, "axes": axes}
-        run = run_sharded(route, options, self.mesh, (token_spec, mask_spec, router_spec), Routed(*specs))
-        return run(tokens, mask, self._router(tokens))
+        run = run_sharded(route, options, self.mesh, (token_spec, mask_spec, token_spec, router_spec), Routed(*specs))
+        return run(tokens, mask, replayed, self._router(tokens))
 
     def _experts_on_mesh(self, arrays: tuple[Array, ...], mesh: Mesh, weights: ExpertWeights | None) -> Array:
         """Compute the experts of `(tokens, topk_idx, topk_weights)`, for few tokens by the low-latency layer."""
@@ -558,8 +578,8 @@ def _size(mesh: Mesh, axes: tuple[str, ...]) -> int:
 
 def _arguments(made_of: dict[str, Any]) -> dict[str, Any]:
     """Return weights and biases as the layers take them."""
-    biases = made_of["b_gate_up"], made_of["b_down"]
-    return {"w_gate_up": made_of["w_gate_up"], "w_down": made_of["w_down"], "biases": biases}
+    w_gate_up, w_down, *biases = (made_of[name] for name in ExpertWeights._fields)
+    return {"w_gate_up": w_gate_up, "w_down": w_down, "biases": tuple(biases)}
 
 
 def _with_identity(y: Array, routed: Routed, tokens: Array) -> Array:
@@ -568,8 +588,9 @@ def _with_identity(y: Array, routed: Routed, tokens: Array) -> Array:
     return y if weight is None else y + (weight[:, None] * tokens.astype(weight.dtype)).astype(y.dtype)
 
 
-def _metrics(routed: Routed, dropped: Array) -> MoEMetrics:
+def _metrics(routed: Routed, topk_idx: Array, dropped: Array) -> MoEMetrics:
     return MoEMetrics(
+        topk_idx=topk_idx,
         load=routed.load,
         load_balancing_loss=routed.load_balancing_loss,
         router_z_loss=routed.router_z_loss,

@@ -17,9 +17,10 @@ from jax_ep.core import check, check_router
 from jax_ep.core.autodiff import without_gradient
 from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.core.mesh_axes import axis_tuple, on_automatic_axes, spec_of
+from jax_ep.core.moe_metrics import MoEMetrics
 from jax_ep.core.named_scopes import operation
 from jax_ep.core.router import Router
-from jax_ep.types import Array, AxisName, Routing, result_type
+from jax_ep.types import Array, AxisName, Routing
 
 __all__ = [
     "MoEMetrics",
@@ -51,7 +52,13 @@ _ONE_NEAR = (
 
 @operation
 def topk_router(
-    logits: Array, k: int, *, router: Router | None = None, bias: Array | None = None, token_mask: Array | None = None
+    logits: Array,
+    k: int,
+    *,
+    router: Router | None = None,
+    bias: Array | None = None,
+    token_mask: Array | None = None,
+    topk_idx: Array | None = None,
 ) -> Routing:
     """Choose k experts for every token.
 
@@ -63,6 +70,8 @@ def topk_router(
         A Router with `selection_bias=True` requires it.
       token_mask: `[T]` bool, False for tokens without experts, such as padding: their ids are -1, their weights and
         scores 0, and no gradient reaches their logits, whatever these hold. None: every token has experts.
+      topk_idx: `[T, k]` int32, the experts that an earlier pass chose, -1 for none. Only the weights and scores then
+        come from these logits. Reinforcement learning replays the routing of its rollouts so. None: choose.
 
     Returns:
       `Routing(topk_idx [T, k] int32, topk_weights [T, k] float32, scores [T, E] float32)`. Among equal scores the lower
@@ -79,17 +88,18 @@ def topk_router(
       >>> routing.topk_idx.tolist()
       [[1, 2]]
 
-    Source: Mixtral (arXiv:2401.04088), DeepSeek-V2 (arXiv:2405.04434), DeepSeek-V3 (arXiv:2412.19437).
+    Source: Mixtral (arXiv:2401.04088), DeepSeek-V2 (arXiv:2405.04434), DeepSeek-V3 (arXiv:2412.19437). Replay of a
+    routing: R3 (arXiv:2510.11370).
     """
     router = check.value_of("topk_router", "router", router, Router, "jax_ep.Router") or Router()
-    check_router.topk(logits, k, router, bias, token_mask)
+    check_router.topk(logits, k, router, bias, token_mask, topk_idx)
     specs = _routing_specs(logits)
     if router.score == "sparsemixer":
         jitter_eps = jnp.asarray(_JITTER_EPS, accumulation_dtype(logits.dtype))
         return on_automatic_axes(_sparsemixer, specs, logits, jitter_eps, None, token_mask)
     choose = partial(_choose, k=k, router=router)
     scale = jnp.asarray(router.scale, accumulation_dtype(logits.dtype))
-    routing: Routing = on_automatic_axes(choose, specs, logits, bias, scale, token_mask)
+    routing: Routing = on_automatic_axes(choose, specs, logits, bias, scale, token_mask, topk_idx)
     if k == 1 and router.renormalize:
         return routing._replace(topk_weights=without_gradient(_ONE_RENORMALIZED, routing.topk_weights))
     if logits.shape[1] == 1 and router.score == "softmax":
@@ -105,25 +115,42 @@ def _routing_specs(logits: Array) -> Routing:
 
 @partial(jax.jit, static_argnames=("k", "router"))
 def _choose(
-    logits: Array, bias: Array | None, scale: Array, token_mask: Array | None, *, k: int, router: Router
+    logits: Array,
+    bias: Array | None,
+    scale: Array,
+    token_mask: Array | None,
+    topk_idx: Array | None,
+    *,
+    k: int,
+    router: Router,
 ) -> Routing:
     """Route as `topk_router` does; jitted, as all below, so that eager callers get the bits of compiled ones."""
     # Mask first: the gradient of a softmax of NaN is NaN, even times zero.
     logits = _zero_masked(logits.astype(scale.dtype), token_mask)
     scores = jax.nn.softmax(logits, axis=-1) if router.score == "softmax" else jax.nn.sigmoid(logits)
+    if topk_idx is None:
+        topk_idx = lax.top_k(_selection(logits, scores, bias, router), k)[1].astype(jnp.int32)
+        weights = jnp.take_along_axis(scores, topk_idx, axis=-1)
+    else:
+        topk_idx = topk_idx.astype(jnp.int32)
+        weights = jnp.take_along_axis(scores, jnp.maximum(topk_idx, 0), axis=-1)
+        weights = jnp.where(topk_idx < 0, 0, weights)
+    if router.renormalize:
+        weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), _SMALLEST_SUM)
+    return _masked(Routing(topk_idx, weights * scale, scores), token_mask)
+
+
+def _selection(logits: Array, scores: Array, bias: Array | None, router: Router) -> Array:
+    """Return `[T, E]` values in whose order experts are chosen."""
     selection = lax.stop_gradient(scores)
     if bias is None and router.num_groups == 1:
         # Logits have the order of their scores, and differ where these round to 1 or 0. For `top_k`, -0.0 is below 0.0.
-        selection = lax.stop_gradient(jnp.where(logits == 0, 0, logits))
+        return lax.stop_gradient(jnp.where(logits == 0, 0, logits))
     if bias is not None:
         selection = selection + lax.stop_gradient(bias).astype(scores.dtype)[None, :]
     if router.num_groups > 1:
         selection = _keep_best_groups(selection, router.num_groups, router.topk_groups, router.group_score)
-    topk_idx = lax.top_k(selection, k)[1].astype(jnp.int32)
-    weights = jnp.take_along_axis(scores, topk_idx, axis=-1)
-    if router.renormalize:
-        weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), _SMALLEST_SUM)
-    return _masked(Routing(topk_idx, weights * scale, scores), token_mask)
+    return selection
 
 
 def _zero_masked(rows: Array, token_mask: Array | None) -> Array:
@@ -423,7 +450,8 @@ class Routed(NamedTuple):
     """Routing of a layer's tokens, and its statistics over all ranks.
 
     Attributes:
-      topk_idx: `[N, K]` ids; -1 for masked tokens and for identity experts.
+      chosen: `[N, K]` ids; -1 for masked tokens.
+      topk_idx: the same, with -1 for identity experts.
       topk_weights: `[N, K]`.
       identity_weight: `[N]` by which identity experts scale their token, or None.
       load: `[E]` int32 assignments, identity experts included.
@@ -431,6 +459,7 @@ class Routed(NamedTuple):
       router_z_loss: `[]`, 0 if the router is a callable, whose logits are unknown.
     """
 
+    chosen: Array
     topk_idx: Array
     topk_weights: Array
     identity_weight: Array | None
@@ -439,50 +468,10 @@ class Routed(NamedTuple):
     router_z_loss: Array
 
 
-@result_type
-class MoEMetrics(dict[str, Array]):
-    """Statistics of one call of `jax_ep.flax.MoE` over all devices; its arrays are items and attributes.
-
-    It is a pytree that passes scan, remat and grad's `aux`, and a dict, which `nnx.tabulate` needs. Masked tokens count
-    in none of them.
-
-    Attributes:
-      load: `[E]` int32, (token, k) assignments of each expert, identity experts behind the others.
-      load_balancing_loss: `[]` float32, 1 if every expert is equally loaded; add it to the loss with a weight.
-      router_z_loss: `[]` float32, mean squared logsumexp of the router logits; 0 if the router is a callable.
-      dropped: `[]` int32, assignments that did not fit `capacity`.
-    """
-
-    load: Array
-    load_balancing_loss: Array
-    router_z_loss: Array
-    dropped: Array
-
-    def __getattr__(self, name: str) -> Array:
-        """Return an array by its name."""
-        if name in self:
-            return self[name]
-        raise AttributeError(f"MoEMetrics has no attribute {name!r}, only {[*self]} and load_share")
-
-    def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], tuple[str, ...]]:
-        """Return the arrays with their names, and the names."""
-        return tuple((jax.tree_util.GetAttrKey(name), array) for name, array in self.items()), tuple(self)
-
-    @classmethod
-    def tree_unflatten(cls, names: tuple[str, ...], arrays: tuple[Any, ...]) -> MoEMetrics:
-        """Make metrics of these leaves, which JAX may have replaced."""
-        return cls(zip(names, arrays, strict=True))
-
-    @property
-    def load_share(self) -> Array:
-        """`[..., E]` share of the assignments that went to each expert."""
-        load = self.load.astype(jnp.float32)
-        return load / jnp.maximum(load.sum(axis=-1, keepdims=True), 1.0)
-
-
 def route(
     tokens: Array,
     token_mask: Array | None,
+    replayed: Array | None,
     router: RouterWeights | Routing,
     *,
     options: Router,
@@ -494,6 +483,7 @@ def route(
     Args:
       tokens: `[N, H]` floating.
       token_mask: `[N]` bool, False for tokens without experts, which count in no statistic; None: all tokens count.
+      replayed: `[N, K]` ids of an earlier pass, or None.
       router: weights of the layer's router, or the routing that a callable has returned.
       options: how the layer's router chooses.
       top_k: experts per token.
@@ -508,10 +498,12 @@ def route(
         logits = jnp.matmul(tokens.astype(jnp.float32), router.kernel, precision=lax.Precision.HIGHEST)
         if router.bias is not None:
             logits = logits + router.bias[None]
-        topk_idx, topk_weights, scores = topk_router(logits, top_k, router=options, bias=router.selection)
+        topk_idx, topk_weights, scores = topk_router(
+            logits, top_k, router=options, bias=router.selection, topk_idx=replayed
+        )
     if token_mask is not None:
         topk_idx = jnp.where(token_mask[:, None], topk_idx, -1)
-    num_experts = scores.shape[1]
+    num_experts, chosen = scores.shape[1], topk_idx
     load = count_assignments(topk_idx, num_experts)
     of_tokens: dict[str, Any] = {"token_mask": token_mask, "axis_name": axes or None}
     balance = load_balancing_loss(scores, topk_idx, **of_tokens)
@@ -520,7 +512,7 @@ def route(
     if options.num_identity_experts:
         routing = Routing(topk_idx, topk_weights, scores)
         (topk_idx, topk_weights, _), weight = identity_experts(routing, num_experts - options.num_identity_experts)
-    return Routed(topk_idx, topk_weights, weight, lax.psum(load, axes) if axes else load, balance, z_loss)
+    return Routed(chosen, topk_idx, topk_weights, weight, lax.psum(load, axes) if axes else load, balance, z_loss)
 
 
 def count_assignments(topk_idx: Array, num_experts: int) -> Array:

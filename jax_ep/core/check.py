@@ -91,6 +91,21 @@ def routing(function: str, name: str, value: Any, num_tokens: int, num_experts: 
     return value
 
 
+def replayed_ids(function: str, topk_idx: Any, shape: tuple[int, ...], has_callable: bool) -> Array:
+    """Return the expert ids of an earlier pass, which a layer whose router is a callable does not take."""
+    if has_callable:
+        raise ValueError(
+            f"{function}: topk_idx with a callable router, expected a jax_ep.Router; let the callable return these ids."
+        )
+    ids = rows(function, "topk_idx", topk_idx, "[..., num_experts_per_tok]")
+    if ids.shape != shape or ids.dtype.kind != "i":
+        raise ValueError(
+            f"{function}: topk_idx is {ids.dtype}{list(ids.shape)}, expected integers {list(shape)}; pass the"
+            " metrics.topk_idx of a pass over as many tokens."
+        )
+    return ids
+
+
 def value_of[Value](function: str, name: str, value: Any, kind: type[Value], known_as: str) -> Value | None:
     """Return a configuration value of one class, or None."""
     if not isinstance(value, kind | None):

@@ -15,7 +15,7 @@ from jax_ep.core.router import Router
 from jax_ep.types import Array, AxisName, Routing, type_name
 
 
-def topk(logits: Any, k: Any, router: Router, bias: Any, token_mask: Any) -> None:
+def topk(logits: Any, k: Any, router: Router, bias: Any, token_mask: Any, topk_idx: Any) -> None:
     """Check the arguments of `topk_router`."""
     function = "topk_router"
     num_tokens, num_experts = check.matrix(function, "logits", logits).shape
@@ -31,6 +31,12 @@ def topk(logits: Any, k: Any, router: Router, bias: Any, token_mask: Any) -> Non
             " bias=, or a Router without selection_bias."
         )
     other_tokens(function, num_tokens, token_mask, None)
+    if topk_idx is None:
+        return
+    if router.score == "sparsemixer":
+        raise ValueError(f"{function}: topk_idx with Router('sparsemixer'), expected none; leave topk_idx out.")
+    ids = check.expert_ids(function, topk_idx, num_tokens, num_experts)
+    check.size(function, "K of topk_idx", ids.shape[1], int(k), "pass the ids of a pass with the same k")
 
 
 def number(function: str, name: str, value: Any) -> None:

@@ -1,0 +1,96 @@
+"""`MoEMetrics`: statistics of one call of the Flax layer."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep.core import check
+from jax_ep.types import Array, result_type
+
+
+@result_type
+class MoEMetrics(dict[str, Array]):
+    """Statistics of one call of `jax_ep.flax.MoE` over all devices; its arrays are items and attributes.
+
+    It is a pytree that passes scan, remat and grad's `aux`, and a dict, which `nnx.tabulate` needs. Masked tokens count
+    in none of them.
+
+    Attributes:
+      load: `[E]` int32, (token, k) assignments of each expert, identity experts behind the others.
+      load_balancing_loss: `[]` float32, 1 if every expert is equally loaded; add it to the loss with a weight.
+      router_z_loss: `[]` float32, mean squared logsumexp of the router logits; 0 if the router is a callable.
+      dropped: `[]` int32, assignments that did not fit `capacity`.
+      topk_idx: `[..., K]` int32, the experts of each token of x, -1 for none; the layer takes them back as `topk_idx=`.
+    """
+
+    load: Array
+    load_balancing_loss: Array
+    router_z_loss: Array
+    dropped: Array
+    topk_idx: Array
+
+    def __getattr__(self, name: str) -> Array:
+        """Return an array by its name."""
+        if name in self:
+            return self[name]
+        raise AttributeError(f"MoEMetrics has no attribute {name!r}, only {[*self]} and load_share")
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+        """Return the arrays with their names, and the names."""
+        return tuple((jax.tree_util.GetAttrKey(name), array) for name, array in self.items()), tuple(self)
+
+    @classmethod
+    def tree_unflatten(cls, names: tuple[str, ...], arrays: tuple[Any, ...]) -> MoEMetrics:
+        """Make metrics of these leaves, which JAX may have replaced."""
+        return cls(zip(names, arrays, strict=True))
+
+    @property
+    def load_share(self) -> Array:
+        """`[..., E]` share of the assignments that went to each expert."""
+        load = self.load.astype(jnp.float32)
+        return load / jnp.maximum(load.sum(axis=-1, keepdims=True), 1.0)
+
+    def summary(self, num_ranks: int | None = None) -> dict[str, Array]:
+        """Return scalars to log, `[...]` float32 each, one for each layer if layers are stacked.
+
+        Args:
+          num_ranks: ranks that share the experts, for `rank_load`; None: without it.
+
+        Returns:
+          `load`: load of the busiest expert over the mean; 1 is balanced, E is all tokens to one expert.
+          `rank_load`: the same of the busiest rank.
+          `entropy`: of the load, over that of a uniform one; 1 is balanced, 0 is all tokens to one expert.
+          `dead_experts`: experts without a token.
+          `dropped_share`: share of the assignments that did not fit `capacity`.
+          `load_balancing_loss`, `router_z_loss`: as above.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> from jax_ep.routing import MoEMetrics
+          >>> zero = jnp.zeros(())
+          >>> load = jnp.array([6, 2, 0, 0])
+          >>> found = MoEMetrics(load=load, dropped=zero, load_balancing_loss=zero, router_z_loss=zero)
+          >>> float(found.summary(num_ranks=2)["rank_load"])
+          2.0
+        """
+        share, total = self.load_share, jnp.maximum(self.load.sum(axis=-1), 1).astype(jnp.float32)
+        entropy = -jnp.sum(jnp.where(share > 0, share * jnp.log(jnp.where(share > 0, share, 1)), 0), axis=-1)
+        num_experts = share.shape[-1]
+        found = {
+            "load": num_experts * share.max(axis=-1),
+            "entropy": entropy / max(math.log(num_experts), 1e-30),
+            "dead_experts": jnp.sum(self.load == 0, axis=-1, dtype=jnp.float32),
+            "dropped_share": self.dropped.astype(jnp.float32) / total,
+            "load_balancing_loss": self.load_balancing_loss,
+            "router_z_loss": self.router_z_loss,
+        }
+        if num_ranks is not None:
+            of_ranks = share.reshape(
+                *share.shape[:-1], check.positive("MoEMetrics.summary", "num_ranks", num_ranks), -1
+            )
+            found["rank_load"] = num_ranks * of_ranks.sum(axis=-1).max(axis=-1)
+        return found

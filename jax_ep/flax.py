@@ -18,23 +18,22 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jax_ep.core import check, check_recipe
+from jax_ep.core import check
 from jax_ep.core.activations import activate_tokens
 from jax_ep.core.balance import Balance
+from jax_ep.core.check import errors_begin_with
 from jax_ep.core.dtypes import TOKEN_DTYPES
 from jax_ep.core.expert_matrices import ExpertWeights, QuantizedWeights, merge_columns
 from jax_ep.core.mesh_axes import rearrange
-from jax_ep.core.named_scopes import errors_begin_with
 from jax_ep.core.router import Router
-from jax_ep.core.shared_experts import SharedExperts as SharedExperts
+from jax_ep.core.router import SharedExperts as SharedExperts
 from jax_ep.ops import registry
 from jax_ep.ops.balanced import check_balance
 from jax_ep.ops.moe import fused_moe
-from jax_ep.ops.sharded import run_sharded
 from jax_ep.quantization import quantize
 from jax_ep.routing import MoEMetrics, Routed, RouterWeights, count_dropped, route, update_router_bias
 from jax_ep.serving import LOW_LATENCY_TOKENS, serve, serving_weights
-from jax_ep.sharding import MeshAxes, quantize_per_device, sharded_moe
+from jax_ep.sharding import MeshAxes, check_blocks_per_rank, quantize_per_device, run_sharded, sharded_moe
 from jax_ep.types import AxisName, Experts, Routing, Schedule, Topology, type_name
 
 try:
@@ -134,7 +133,7 @@ class MoE(nnx.Module):
         self.hidden_size, self.num_experts, self.num_experts_per_tok = hidden_size, num_experts, num_experts_per_tok
         self.router_options, self.router_fn = _checked_router(router)
         self.axes, self.mesh = _checked_axes(axes), mesh
-        self.experts, self.recipe = _checked_experts(experts, self.axes), check_recipe.recipe("MoE", recipe)
+        self.experts, self.recipe = _checked_experts(experts, self.axes), check.recipe("MoE", recipe)
         check_balance("MoE", balance, self.axes.expert, capacity)
         self.capacity, self.balance = capacity, balance
         self.dtype, self.preferred_element_type = dtype, preferred_element_type
@@ -307,7 +306,7 @@ class MoE(nnx.Module):
             w_gate_up, w_down = (quantize(w, "fp8", for_training=True) for w in matrices.values())
             return ExpertWeights(w_gate_up, w_down)
         specs, shape = self.axes.specs, matrices["w_down"].shape
-        check_recipe.whole_blocks_per_rank("training_weights", mesh.shape, shape, self.axes.tensor, self.axes.fsdp)
+        check_blocks_per_rank("training_weights", mesh.shape, shape, self.axes.tensor, self.axes.fsdp)
         run = partial(quantize_per_device, self.mesh, num_leading=len(shape) - 3)
         w_gate_up, w_down = (run(getattr(specs, name), w) for name, w in matrices.items())
         return ExpertWeights(w_gate_up, w_down)

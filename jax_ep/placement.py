@@ -25,8 +25,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jax_ep.core import check, relayout
+from jax_ep.core.check import operation
 from jax_ep.core.mesh_axes import axis_size, axis_tuple, on_automatic_axes, spec_of
-from jax_ep.core.named_scopes import operation
 from jax_ep.types import Array, AxisName, result_type, type_name
 
 __all__ = ["Placement", "move", "plan"]

@@ -14,11 +14,11 @@ from jax.typing import DTypeLike
 from jax_ep import formats
 from jax_ep.core import check, check_fp8, fp8
 from jax_ep.core.autodiff import call_without_gradient
+from jax_ep.core.check import operation
 from jax_ep.core.check_fp8 import whole_groups_per_device
 from jax_ep.core.expert_matrices import QuantizedWeights, as_transposed
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.mesh_axes import is_one_device
-from jax_ep.core.named_scopes import operation
 from jax_ep.formats import check_quantized
 from jax_ep.formats.base import PREPACKED_K
 from jax_ep.ops import plan, registry

@@ -15,10 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ep.core import check, check_router
 from jax_ep.core.autodiff import without_gradient
+from jax_ep.core.check import operation
 from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.core.mesh_axes import axis_tuple, on_automatic_axes, spec_of
 from jax_ep.core.moe_metrics import MoEMetrics
-from jax_ep.core.named_scopes import operation
 from jax_ep.core.router import Router
 from jax_ep.types import Array, AxisName, Routing
 

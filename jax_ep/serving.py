@@ -7,9 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from jax_ep.core import check, check_fp8
+from jax_ep.core.check import operation
 from jax_ep.core.expert_matrices import ExpertWeights
 from jax_ep.core.fp8 import GROUP_SIZE
-from jax_ep.core.named_scopes import operation
 from jax_ep.formats import check_quantized
 from jax_ep.ops.moe_low_latency import low_latency_moe
 from jax_ep.quantization import quantize, with_layout

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,16 +16,20 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jax_ep.core import check, check_recipe
+from jax_ep import context
+from jax_ep.core import check
+from jax_ep.core.check import errors_begin_with
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import QuantizedWeights, merge_columns
+from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.mesh_axes import axis_tuple, check_mesh, vary_alike
-from jax_ep.core.named_scopes import errors_begin_with
 from jax_ep.formats import check_quantized
 from jax_ep.ops.moe import moe
-from jax_ep.ops.sharded import run_sharded
 from jax_ep.quantization import quantize
 from jax_ep.types import Array, AxisName, Biases, Experts, Topology, type_name
+
+type Tree = Any
+"""A pytree of arrays, specs or results."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -462,7 +467,7 @@ def _columns_of(
     for (name, rank), w in zip(ranks.items(), (w_gate_up, w_down), strict=True):
         check_quantized.weights(_FUNCTION, name, w, num_experts, rank=rank)
     if w_gate_up.master is not None:
-        check_recipe.whole_blocks_per_rank(_FUNCTION, mesh.shape, w_down.shape, axes.tensor, axes.fsdp)
+        check_blocks_per_rank(_FUNCTION, mesh.shape, w_down.shape, axes.tensor, axes.fsdp)
         return _check_matrices(mesh, w_gate_up.master, w_down.master, num_experts, axes.tensor)
     if axes.tensor is not None or axes.fsdp is not None:
         raise ValueError(
@@ -490,3 +495,61 @@ def _check_explicit(mesh: Mesh | AbstractMesh, name: str, argument: Array, spec:
             f" jax.sharding.reshard({name},"
             f" {spec})."
         )
+
+
+def check_blocks_per_rank(
+    function: str,
+    ranks: Mapping[str, int],
+    w_down: tuple[int, ...],
+    tensor_axis: str | None,
+    fsdp_axis: str | None,
+) -> None:
+    """Check that a tensor axis splits I, and an fsdp axis H, of `[..., I, H]` at scale block boundaries."""
+    for name, size, axis in (("H", w_down[-1], fsdp_axis), ("I", w_down[-2], tensor_axis)):
+        if axis is not None and size % (GROUP_SIZE * ranks[axis]):
+            raise ValueError(
+                f"{function}: {name}={size} of QuantizedWeights over the {ranks[axis]} ranks of {axis!r}, expected a"
+                f" multiple of {GROUP_SIZE} per rank, as blocks of {GROUP_SIZE} by {GROUP_SIZE} share a scale; pass"
+                " plain arrays, or shard over fewer ranks."
+            )
+
+
+def run_sharded(
+    function: Callable[..., Tree],
+    options: Mapping[str, object],
+    mesh: Mesh | AbstractMesh | None,
+    in_specs: Tree,
+    out_specs: Tree,
+) -> Callable[..., Tree]:
+    """`jax.shard_map` of `function` with static `options`, as one program that eager callers compile once.
+
+    A function of the caller's in the options may read what changes between calls, so then each call traces anew.
+    """
+    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    leaves, tree = jax.tree.flatten((in_specs, out_specs))
+    key = function, tuple(options.items()), mesh, tuple(leaves), tree, context.generation()
+    activation = getattr(options.get("experts"), "activation", None)
+    if callable(activation) or not _is_hashable(key):
+        return _program.__wrapped__(*key)
+    return _program(*key)
+
+
+@functools.lru_cache(maxsize=256)
+def _program(
+    function: Callable[..., Tree],
+    options: tuple[tuple[str, object], ...],
+    mesh: Mesh | AbstractMesh,
+    leaves: tuple[P, ...],
+    tree: Tree,
+    generation: int,
+) -> Callable[..., Tree]:
+    in_specs, out_specs = jax.tree.unflatten(tree, leaves)
+    return jax.jit(jax.shard_map(partial(function, **dict(options)), mesh=mesh, in_specs=in_specs, out_specs=out_specs))
+
+
+def _is_hashable(key: object) -> bool:
+    try:
+        hash(key)
+    except TypeError:
+        return False
+    return True

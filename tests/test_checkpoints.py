@@ -33,7 +33,7 @@ from jax_ep.checkpoints import Checkpoint, download, save, shards
 from jax_ep.checkpoints.decoded import dequantize_mxfp4
 from jax_ep.checkpoints.families import ACTIVATIONS, FAMILIES
 from jax_ep.checkpoints.files import TensorFiles
-from jax_ep.core.shared_experts import SharedExperts
+from jax_ep.core.router import SharedExperts
 from jax_ep.quantization import dequantize
 from jax_ep.types import Experts
 

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 from jax_ep.checkpoints.shards import Region, whole
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.json_files import BOOLEAN, OBJECT, TEXT, Schema, integer, integers, number, shown
-from jax_ep.core.router import Router
-from jax_ep.core.shared_experts import SharedExperts
+from jax_ep.core.router import Router, SharedExperts
 from jax_ep.types import Experts
 
 ACTIVATIONS = {

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep.core.bias import Bias, bias_rows
 from jax_ep.core.dtypes import accumulation_dtype
+from jax_ep.core.layout import Bias, bias_rows
 from jax_ep.types import Array, Experts
 
 

@@ -1,12 +1,17 @@
-"""Custom derivatives: pairs of linear functions, and functions that raise when differentiated."""
+"""Custom rules for JAX: derivatives of linear pairs, functions without one, and primitives that lower late."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 
 from jax_ep.types import Array, Options
 
@@ -56,3 +61,45 @@ def _call_backward(remedy: str, function: Callable[..., Any], _: None, cotangent
 
 
 call_without_gradient.defvjp(_call_forward, _call_backward)
+
+
+def deferred(name: str, run: Callable[..., Sequence[Array]]) -> Primitive:
+    """Return a primitive that lowers to `run(*operands, **params)` on every platform.
+
+    Its parameter `results` holds the `jax.core.ShapedArray`s of the results, typed as replicated. All parameters must
+    be hashable. The primitive has no derivative, and `jax.vmap` calls it once per element, in order.
+    """
+    call = Primitive(name)
+    call.multiple_results = True
+
+    @functools.lru_cache(256)
+    def jitted(params: tuple[tuple[str, Any], ...]) -> Any:
+        return jax.jit(functools.partial(call.bind, **dict(params)))
+
+    call.def_impl(lambda *operands, **params: jitted(tuple(sorted(params.items())))(*operands))
+    call.def_abstract_eval(lambda *_, results, **__: list(results))
+    batching.primitive_batchers[call] = in_order(call)
+    mlir.register_lowering(call, mlir.lower_fun(run, multiple_results=True))
+    return call
+
+
+def in_order(call: Primitive) -> Callable[..., Any]:
+    """Return a batching rule that calls a primitive with several results once per batch element, in order."""
+
+    def rule(operands: Sequence[Array], axes: Sequence[int | None], **params: Any) -> tuple[Any, tuple[int, ...]]:
+        batched = [jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True) if axis is not None]
+
+        def element(elements: list[Array]) -> Any:
+            rest = iter(elements)
+            own = (x if axis is None else next(rest) for x, axis in zip(operands, axes, strict=True))
+            return call.bind(*own, **params)
+
+        outputs = lax.map(element, batched)
+        return outputs, (0,) * len(outputs)
+
+    return rule
+
+
+def shaped(x: Any) -> jax.core.ShapedArray:
+    """Return the `results` entry for an array of this shape and dtype."""
+    return jax.core.ShapedArray(x.shape, x.dtype)

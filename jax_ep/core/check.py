@@ -1,7 +1,14 @@
-"""Argument checks of the public functions. Messages give the actual value, the expected value and the remedy."""
+"""Argument checks of the public functions, and their names in errors, profiles and lowered programs.
+
+Messages give the actual value, the expected value and the remedy.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -24,6 +31,48 @@ from jax_ep.types import (
     Tokens,
     type_name,
 )
+
+_called: ContextVar[str | None] = ContextVar("jax_ep_called", default=None)
+_names: set[str] = set()
+
+
+def operation[**Arguments, Result](function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Decorate a public function: trace it in the scope `jax_ep.<function>`, and start its errors with its name."""
+    name = function.__name__
+    _names.add(name)
+    return errors_begin_with(name)(jax.named_scope(f"jax_ep.{name}")(function))
+
+
+@contextlib.contextmanager
+def errors_begin_with(name: str) -> Iterator[None]:
+    """Start errors raised in this block, or in a decorated function, with `name`.
+
+    Nested blocks keep the outermost name, which is the function that the user called.
+    """
+    _names.add(name)
+    if _called.get() is not None:
+        yield
+        return
+    token = _called.set(name)
+    try:
+        yield
+    except (TypeError, ValueError, NotImplementedError, OverflowError) as error:
+        if error.args and isinstance(error.args[0], str):
+            error.args = (_begun_with(name, error.args[0]), *error.args[1:])
+        raise
+    finally:
+        _called.reset(token)
+
+
+def _begun_with(name: str, message: str) -> str:
+    """Prefix a message with the function's name, or replace the name of another function at its start."""
+    used = re.match(rf"(?:{'|'.join(_names)})(?=:| has no gradient| with QuantizedWeights)", message)
+    return f"{name}: {message}" if used is None else name + message[used.end() :]
+
+
+def called(function: str) -> str:
+    """Return the public function that the user called, or `function` if unknown."""
+    return _called.get() or function
 
 
 def array(function: str, name: str, value: Any, rank: int, shape: str) -> Array:
@@ -104,6 +153,17 @@ def replayed_ids(function: str, topk_idx: Any, shape: tuple[int, ...], has_calla
             " metrics.topk_idx of a pass over as many tokens."
         )
     return ids
+
+
+def recipe(function: str, value: Any) -> str | None:
+    """Check that a recipe is "fp8" or None."""
+    if value is not None and value != "fp8":
+        what = f" is {type_name(value)}" if not isinstance(value, str) else ""
+        raise (ValueError if isinstance(value, str) else TypeError)(
+            f"{function}: recipe={value!r}{what}, expected 'fp8' or None; pass recipe='fp8', or None to compute in the"
+            " dtype of the tokens."
+        )
+    return value
 
 
 def value_of[Value](function: str, name: str, value: Any, kind: type[Value], known_as: str) -> Value | None:

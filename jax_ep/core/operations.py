@@ -10,9 +10,9 @@ from typing import Protocol
 
 from jax.typing import DTypeLike
 
-from jax_ep.core.bias import Bias
 from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.core.facts import FusedFacts, FusedModes, Weights
+from jax_ep.core.layout import Bias
 from jax_ep.types import (
     Array,
     Experts,

@@ -27,6 +27,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from jax_ep import ffi
+from jax_ep.core.autodiff import in_order
 from jax_ep.core.kernel import (
     Blocks,
     Config,
@@ -36,7 +37,6 @@ from jax_ep.core.kernel import (
     flat_arrays,
 )
 from jax_ep.core.mesh_axes import automatic_axes, numbers_in_processes
-from jax_ep.core.primitives import in_order
 from jax_ep.core.structs import flat, type_of
 from jax_ep.interpreter.pool import Pool
 from jax_ep.interpreter.process import Launch

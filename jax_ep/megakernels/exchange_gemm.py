@@ -14,9 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import context, ffi
-from jax_ep.core.bias import Bias
 from jax_ep.core.kernel import Argument, Config, Constants, Descriptor, Kernel
-from jax_ep.core.layout import dropless_capacity, power_of_two, row_tokens
+from jax_ep.core.layout import Bias, dropless_capacity, power_of_two, row_tokens
 from jax_ep.core.operations import GroupedGemm
 from jax_ep.megakernels import grouped_gemm, tuned
 from jax_ep.megakernels.activation import gather_rows

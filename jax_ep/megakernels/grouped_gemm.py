@@ -17,10 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_ep.core.bias import Bias
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.kernel import Argument, Descriptor, Kernel
-from jax_ep.core.layout import power_of_two, round_up
+from jax_ep.core.layout import Bias, power_of_two, round_up
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels import tuned
 from jax_ep.megakernels.kernels import gemm_structs

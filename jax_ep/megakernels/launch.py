@@ -17,7 +17,6 @@ import numpy as np
 from jax import lax
 
 from jax_ep import context, ffi
-from jax_ep.core.collectives import Axis, all_gather, rank_on
 from jax_ep.core.kernel import (
     Argument,
     Config,
@@ -27,7 +26,7 @@ from jax_ep.core.kernel import (
     blocks_of,
     flat_arrays,
 )
-from jax_ep.core.mesh_axes import varying_axes
+from jax_ep.core.mesh_axes import Axis, all_gather, rank_on, varying_axes
 from jax_ep.core.structs import flat, regrouped, type_of
 from jax_ep.heap.memory import Generation
 from jax_ep.heap.symmetric import MAX_BLOCKS, HeapLayout, SymmetricHeap

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from jax_ep import ffi
+from jax_ep.core.autodiff import deferred, shaped
 from jax_ep.core.kernel import Blocks, Config
-from jax_ep.core.primitives import deferred, shaped
 from jax_ep.megakernels.compile import ALIGNMENT, Compilation, Copies
 from jax_ep.types import Array
 

@@ -14,7 +14,7 @@ from typing import NamedTuple, cast
 
 import jax
 
-from jax_ep.core.bias import Bias
+from jax_ep.core.layout import Bias
 from jax_ep.ops import exchange, exchange_gemm
 from jax_ep.ops.activation import activate, activate_again, is_one_pass
 from jax_ep.ops.grouped_gemm import bias_gradient, multiply, weight_gradient

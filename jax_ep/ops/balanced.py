@@ -22,9 +22,8 @@ from jax.typing import DTypeLike
 
 from jax_ep.core import balance
 from jax_ep.core.balance import Balance
-from jax_ep.core.collectives import known_after, rank_on
 from jax_ep.core.dtypes import accumulation_dtype
-from jax_ep.core.mesh_axes import vary_alike
+from jax_ep.core.mesh_axes import known_after, rank_on, vary_alike
 from jax_ep.types import HIDDEN_NAME, TOKENS_NAME, Array, AxisName, Topology, type_name
 
 type Tree = Any

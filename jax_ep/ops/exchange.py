@@ -22,11 +22,10 @@ from jax.typing import DTypeLike
 from jax_ep import context
 from jax_ep.core import check
 from jax_ep.core.autodiff import without_gradient
-from jax_ep.core.collectives import known_after
+from jax_ep.core.check import operation
 from jax_ep.core.facts import ExchangeFacts
 from jax_ep.core.layout import dropless_capacity, row_groups
-from jax_ep.core.mesh_axes import spread_axes, takes_global_arrays, vary_alike
-from jax_ep.core.named_scopes import operation
+from jax_ep.core.mesh_axes import known_after, spread_axes, takes_global_arrays, vary_alike
 from jax_ep.ops import hierarchical, registry
 from jax_ep.ops import plan as plans
 from jax_ep.ops.plan import ExchangePlan

@@ -23,9 +23,9 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero, custom_vjp_pri
 from jax.typing import DTypeLike
 
 from jax_ep.core import check
-from jax_ep.core.bias import Bias
+from jax_ep.core.check import operation
+from jax_ep.core.layout import Bias
 from jax_ep.core.mesh_axes import takes_global_arrays, vary_alike
-from jax_ep.core.named_scopes import operation
 from jax_ep.ops import exchange, grouped_gemm, registry
 from jax_ep.ops import plan as plans
 from jax_ep.ops.grouped_gemm import bias_gradient, multiply, multiply_with_bias

@@ -12,8 +12,8 @@ from typing import cast
 import jax
 from jax.custom_derivatives import CustomVJPPrimal
 
-from jax_ep.core.bias import Bias
 from jax_ep.core.facts import Part
+from jax_ep.core.layout import Bias
 from jax_ep.ops import exchange_gemm, registry
 from jax_ep.ops.plan import LayerPlan
 from jax_ep.types import Array, Experts, Handle

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_ep.core import check, check_fp8
-from jax_ep.core.bias import Bias
+from jax_ep.core.check import operation
 from jax_ep.core.dtypes import FP8, accumulation_dtype
 from jax_ep.core.expert_matrices import QuantizedWeights, as_array
 from jax_ep.core.facts import GemmFacts
+from jax_ep.core.layout import Bias
 from jax_ep.core.mesh_axes import takes_global_arrays, vary_alike
-from jax_ep.core.named_scopes import operation
 from jax_ep.formats import check_quantized
 from jax_ep.ops import plan as plans
 from jax_ep.ops import plan_serving, quantized_gemm, registry

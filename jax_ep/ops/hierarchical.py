@@ -20,9 +20,8 @@ from jax.typing import DTypeLike
 from jax_ep import context
 from jax_ep.core import check, operations
 from jax_ep.core.autodiff import transposes
-from jax_ep.core.collectives import all_gather, rank_on
 from jax_ep.core.layout import count_invalid, gather_rows, row_tokens
-from jax_ep.core.mesh_axes import axis_size, spread_axes, vary_alike
+from jax_ep.core.mesh_axes import all_gather, axis_size, rank_on, spread_axes, vary_alike
 from jax_ep.ops import registry
 from jax_ep.types import (
     Array,

@@ -19,9 +19,9 @@ from jax.typing import DTypeLike
 from jax_ep import context
 from jax_ep.core import check
 from jax_ep.core.autodiff import transposes
+from jax_ep.core.check import operation
 from jax_ep.core.dtypes import FP8, accumulation_dtype
 from jax_ep.core.mesh_axes import spread_axes, takes_global_arrays, vary_alike
-from jax_ep.core.named_scopes import operation
 from jax_ep.ops import plan_serving, registry
 from jax_ep.ops.plan_serving import PartPlan
 from jax_ep.types import (

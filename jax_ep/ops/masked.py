@@ -13,12 +13,12 @@ from jax.typing import DTypeLike
 
 from jax_ep.core import check, check_fp8, fp8
 from jax_ep.core.autodiff import call_without_gradient
-from jax_ep.core.bias import add_bias_of_blocks
+from jax_ep.core.check import operation
 from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.core.expert_matrices import QuantizedWeights, as_transposed
 from jax_ep.core.fp8 import quantize_rows
+from jax_ep.core.layout import add_bias_of_blocks
 from jax_ep.core.mesh_axes import takes_global_arrays, vary_alike
-from jax_ep.core.named_scopes import operation
 from jax_ep.formats import check_quantized, needs_decoder
 from jax_ep.formats.int8 import quantize_tokens
 from jax_ep.ops import plan_serving, registry

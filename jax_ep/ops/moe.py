@@ -12,14 +12,14 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from jax_ep.core import check, check_recipe
+from jax_ep.core import check
 from jax_ep.core.balance import Balance
-from jax_ep.core.bias import Bias, add_bias
+from jax_ep.core.check import operation
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import ExpertWeights, QuantizedWeights, as_array
 from jax_ep.core.facts import FusedMoEFacts, Part
+from jax_ep.core.layout import Bias, add_bias
 from jax_ep.core.mesh_axes import axis_size, takes_global_arrays, vary_alike
-from jax_ep.core.named_scopes import operation
 from jax_ep.formats import check_quantized
 from jax_ep.ops import (
     activation_gemm_combine,
@@ -135,7 +135,7 @@ def moe(
     x = check.plain_tokens("moe", x)
     call: dict[str, Any] = {
         "experts": experts,
-        "recipe": check_recipe.recipe("moe", recipe),
+        "recipe": check.recipe("moe", recipe),
         "implementation": implementation,
     }
     schedule = registry.checked_schedule("moe", schedule)

@@ -21,11 +21,11 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from jax_ep.core import check_recipe
 from jax_ep.core.autodiff import call_without_gradient
-from jax_ep.core.bias import add_bias
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import QuantizedWeights
+from jax_ep.core.fp8 import GROUP_SIZE
+from jax_ep.core.layout import add_bias
 from jax_ep.core.mesh_axes import platform
 from jax_ep.ops import exchange, registry
 from jax_ep.ops.activation import activate_gradient, is_one_pass
@@ -54,7 +54,11 @@ def check_layer(options: Options, experts: Experts, b_gate_up: Array | None, w: 
             " or leave recipe=None."
         )
     intermediate, hidden = w.shape[1:]
-    check_recipe.whole_blocks(function, hidden, intermediate)
+    if hidden % GROUP_SIZE or intermediate % GROUP_SIZE:
+        raise ValueError(
+            f"{function}: H={hidden} and I={intermediate}, but recipe='fp8' needs multiples of {GROUP_SIZE}, the FP8"
+            " scale block; pad both with zeros, or leave recipe=None."
+        )
     if not is_one_pass(experts, b_gate_up):
         raise ValueError(
             f"{function}: recipe='fp8' with a function of the caller's as activation, or with b_gate_up and"

@@ -12,12 +12,12 @@ from jax.typing import DTypeLike
 
 from jax_ep.core import check, check_fp8, operations
 from jax_ep.core.autodiff import call_without_gradient
-from jax_ep.core.bias import add_bias_of_blocks
+from jax_ep.core.check import operation
 from jax_ep.core.dtypes import FP8, accumulation_dtype
 from jax_ep.core.expert_matrices import ExpertWeights, QuantizedWeights, as_transposed
 from jax_ep.core.fp8 import GROUP_SIZE
+from jax_ep.core.layout import add_bias_of_blocks
 from jax_ep.core.mesh_axes import takes_global_arrays, vary_alike
-from jax_ep.core.named_scopes import operation
 from jax_ep.formats import check_quantized
 from jax_ep.ops import hierarchical, plan_serving, registry
 from jax_ep.ops.low_latency import (

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jax_ep.core import check
+from jax_ep.core.check import operation
 from jax_ep.core.layout import dropless_capacity
 from jax_ep.core.mesh_axes import on_automatic_axes, vary_alike
-from jax_ep.core.named_scopes import operation
 from jax_ep.ops import plan_serving, registry
 from jax_ep.ops.plan_serving import PartPlan
 from jax_ep.types import Array, SortedTokens

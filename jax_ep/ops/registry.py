@@ -22,9 +22,9 @@ from typing import Literal, Protocol, cast, overload
 from jax.typing import DTypeLike
 
 from jax_ep.core import check, operations
+from jax_ep.core.check import called
 from jax_ep.core.facts import Facts, Part, Portable
 from jax_ep.core.mesh_axes import axis_tuple, platform
-from jax_ep.core.named_scopes import called
 from jax_ep.types import AxisName, Options, Schedule, Topology, type_name
 
 _log = logging.getLogger("jax_ep")

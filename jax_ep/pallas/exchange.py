@@ -21,38 +21,21 @@ from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.pallas import unpermute_fp8
 from jax_ep.pallas.export_cache import lowered_once
 from jax_ep.pallas.launch import is_interpreted, launch, num_programs
-from jax_ep.pallas.unpermute_fp8 import LINE, RESULT_SLOTS, WARPS
+from jax_ep.pallas.requirements import FEWEST_SLOTS, LINE, SLOT_BYTES, lines_per_step
+from jax_ep.pallas.unpermute_fp8 import RESULT_SLOTS
 from jax_ep.types import Array, Quantized
 from jax_ep.xla import exchange as xla
-from jax_ep.xla import local_steps
 
 _PROGRAMS_PER_CORE = 2
-_SLOT_BYTES = 96 << 10  # per program: two programs then fit on a multiprocessor of Hopper
-_MOST_BYTES = 192 << 10  # a program that needs more than `_SLOT_BYTES` runs alone on a multiprocessor
-_FEWEST_SLOTS, _MOST_SLOTS = 2, 8
-_MOST_PART = 16  # lines of a sum, which are held in registers
-_MOST_ROWS = 1 << 30  # row indices have 32 bits
+_MOST_SLOTS = 8
 
 
-def unpermute(y: Array, index: Array, dtype: DTypeLike) -> Array | Quantized:
-    """Sum rows by `index`, see xla/local_steps.py."""
-    part = _part(y, index) if dtype == FP8 else None
-    if part is None:
-        return local_steps.unpermute(y, index, dtype)
+def unpermute(y: Array, index: Array, dtype: DTypeLike) -> Quantized:
+    """Sum rows by `index` as in xla/exchange.py, to FP8, for sizes that `requirements.py` supports."""
+    part = lines_per_step(y.shape[1], index.shape[1], y.dtype)
+    if part is None or dtype != FP8:
+        raise ValueError(f"combine: no kernel adds rows {y.dtype}{list(y.shape)} to {dtype}; use 'xla'.")
     return _unpermute_fp8(y, index, part=part, interpret=is_interpreted())
-
-
-def _part(y: Array, index: Array) -> int | None:
-    """Return how many lines are added at a time, a divisor of a row's lines; None: the kernel does not apply."""
-    if y.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32) or y.shape[1] % LINE or 0 in (y.size, index.size):
-        return None
-    if max(y.shape[0], index.size) >= _MOST_ROWS:
-        return None
-    lines, bytes_per_line = y.shape[1] // LINE, index.shape[1] * LINE * y.dtype.itemsize
-    most = min(max(_SLOT_BYTES // 3, WARPS * bytes_per_line), _MOST_BYTES // _FEWEST_SLOTS)
-    # A warp computes the scale of a line: parts are whole multiples of WARPS lines.
-    parts = [n for n in range(WARPS, _MOST_PART + 1, WARPS) if lines % n == 0 and n * bytes_per_line <= most]
-    return max(parts, default=None)
 
 
 @functools.partial(jax.jit, static_argnames=("part", "interpret"))  # one compilation for eager callers
@@ -67,7 +50,7 @@ def _launch(*operands: Array, top_k: int, part: int, interpret: bool) -> Any:
     index, y = operands
     lines, num_rows = y.shape[1] // LINE, index.shape[0] // top_k
     slot = top_k, part, LINE
-    num_slots = min(max(_FEWEST_SLOTS, _SLOT_BYTES // (math.prod(slot) * y.dtype.itemsize)), _MOST_SLOTS)
+    num_slots = min(max(FEWEST_SLOTS, SLOT_BYTES // (math.prod(slot) * y.dtype.itemsize)), _MOST_SLOTS)
     programs = num_programs(num_rows * (lines // part), interpret, per_core=_PROGRAMS_PER_CORE)
     scratch = {
         "slots": plgpu.SMEM((num_slots, *slot), y.dtype),

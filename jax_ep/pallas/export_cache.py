@@ -24,8 +24,8 @@ import jax
 from jax import export
 from jax.sharding import SingleDeviceSharding
 
+from jax_ep.core.autodiff import deferred, shaped
 from jax_ep.core.mesh_axes import vary_alike, vary_as
-from jax_ep.core.primitives import deferred, shaped
 from jax_ep.pallas import subprocess_lowering
 from jax_ep.pallas.launch import shapes_alone
 from jax_ep.pallas.lowering_cache import cached_or_made

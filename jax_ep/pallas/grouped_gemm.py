@@ -19,8 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from jax_ep.core import fp8
-from jax_ep.core.bias import Bias, add_bias
-from jax_ep.core.layout import round_up
+from jax_ep.core.layout import Bias, add_bias, round_up
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.pallas import epilogue, forward, forward_fp8, gradient, gradient_fp8, result_slots, ring, tiling, wgmma
 from jax_ep.pallas.export_cache import lowered_once

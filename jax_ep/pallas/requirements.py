@@ -8,6 +8,7 @@ import os
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from jax_ep.core.facts import (
@@ -34,6 +35,16 @@ _MOST_GROUPS = 4095  # in shared memory, of which a thread has 32 then
 _ROWS_PER_GROUP = 256
 _MOST_DEPTH_OF_ACTIVATED = 2048
 _ACTIVATIONS = ("silu", "gelu", "relu", "relu_squared")  # "gelu_exact" has no instruction of its own
+_MOST_ROWS = 1 << 30  # row indices of combine have 32 bits
+_MOST_PART = 16  # lines of a sum of combine, which are held in registers
+_MOST_BYTES = 192 << 10  # a program of combine that needs more than `SLOT_BYTES` runs alone on a multiprocessor
+SLOT_BYTES = 96 << 10
+"""Shared memory of a program of combine: two programs then fit on a multiprocessor of Hopper."""
+FEWEST_SLOTS = 2
+LINE = 128
+"""Columns of a sum of combine that share a scale."""
+WARPS = 4
+"""Warps of a warpgroup, each of which adds lines."""
 INTERPRETER_THREADS = 4
 """Cores or CPU devices that Mosaic's interpreter needs: fewer, and warpgroups wait for each other for good."""
 _COMPILER = "jax.experimental.mosaic.gpu"
@@ -53,7 +64,32 @@ def unsupported_reason(facts: Facts, options: Options) -> str | None:
         reason = _missing_on_cpu() if options.alone else _NOT_ON_CPU
     else:
         reason = missing() if on == "gpu" else f"the platform is {on}, it needs NVIDIA GPUs"
+    if reason is None and isinstance(facts, ExchangeFacts) and facts.is_combine:
+        return _of_combine(facts, options)
     return _reason(facts) if reason is None else reason
+
+
+def _of_combine(facts: ExchangeFacts, options: Options) -> str | None:
+    layout = facts.layout
+    sums = layout.num_ranks * layout.num_tokens * layout.top_k
+    if options.wire_dtype is None or facts.dtype not in _FP8_RESULTS:
+        return Portable("its only kernel for combine quantizes sums of 16 or 32 bits: XLA adds others as fast")
+    if 0 in (layout.capacity, facts.hidden, sums):
+        return Portable("there is nothing to add")
+    if max(layout.capacity, sums) >= _MOST_ROWS or lines_per_step(facts.hidden, layout.top_k, facts.dtype) is None:
+        return Portable(f"it adds no {layout.top_k} of {layout.capacity} rows of {facts.hidden} columns")
+    return None
+
+
+def lines_per_step(hidden: int, top_k: int, dtype: np.dtype) -> int | None:
+    """Return how many lines of a sum are added at a time, a divisor of a row's lines; None: the kernel does not fit."""
+    if hidden % LINE:
+        return None
+    lines, bytes_per_line = hidden // LINE, top_k * LINE * dtype.itemsize
+    most = min(max(SLOT_BYTES // 3, WARPS * bytes_per_line), _MOST_BYTES // FEWEST_SLOTS)
+    # A warp computes the scale of a line: parts are whole multiples of WARPS lines.
+    parts = [n for n in range(WARPS, _MOST_PART + 1, WARPS) if lines % n == 0 and n * bytes_per_line <= most]
+    return max(parts, default=None)
 
 
 @functools.singledispatch

@@ -23,11 +23,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_ep.core.fp8 import FP8_MAX, MIN_SCALE
 from jax_ep.pallas.launch import PROGRAM, Ref, Scalar, int32
+from jax_ep.pallas.requirements import LINE, WARPS
 from jax_ep.types import Array
 
-LINE = 128
-"""Columns of a line, which share a scale."""
-WARPS = 4
 RESULT_SLOTS = 2
 """Parts of results in flight."""
 _LINES = plgpu.Layout.TILED(plgpu.Tiling(((WARPS, LINE), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)

@@ -6,7 +6,7 @@ ragged all-to-all where the platform has one, else in rounds; memory then grows 
 instead of those of all ranks. Small arrays use the first algorithm. On platforms with a ragged all-to-all, so do
 routings that send most tokens to most ranks.
 
-The local steps are `pick`, which all implementations share, and `unpermute`.
+The local steps are `pick`, and `unpermute`, in place of which `pallas` has a kernel.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from jax.typing import DTypeLike
 
 from jax_ep.core import fp8
 from jax_ep.core import layout as rows
-from jax_ep.core.collectives import all_gather, exchange, rank_on, sum_in_order
 from jax_ep.core.dtypes import FP8, accumulation_dtype
+from jax_ep.core.mesh_axes import all_gather, exchange, rank_on, sum_in_order
 from jax_ep.types import Array, Handle, Layout, LowLatencyHandle, Options, Quantized
-from jax_ep.xla import local_steps, ragged, rounds, segments
-from jax_ep.xla.local_steps import Unpermute
+from jax_ep.xla import ragged, rounds, segments
+
+type Unpermute = Callable[[Array, Array, DTypeLike], Array | Quantized]
 
 GATHERED_BYTES = 2 << 20
 """Up to this size, tokens of all ranks go to all ranks. On CPU devices segments are faster from 2 to 4 MiB on."""
@@ -136,13 +137,26 @@ def _dispatch_weights(options: Options, weights: Array | None, handle: Handle) -
     return rows.gather_rows(all_gather(weights, options.axis).reshape(-1), handle.row_to_assignment)
 
 
+def unpermute(y: Array, index: Array, dtype: DTypeLike) -> Array | Quantized:
+    """Sum `y[index[:, k]]` over k, for `y [R, H]` and `index [N, K]`; -1 adds nothing.
+
+    Rows are added in this order in float32, and rounded once. With FP8 as dtype, return values `[N, H]` and their
+    scales `[N, H / 128]`.
+    """
+    wide = accumulation_dtype(y.dtype)
+    total = rows.gather_rows(y, index[:, 0]).astype(wide)
+    for k in range(1, index.shape[1]):
+        total = total + rows.gather_rows(y, index[:, k]).astype(wide)
+    return fp8.quantize_rows(total) if dtype == FP8 else total.astype(dtype)
+
+
 def combine_tokens(
     options: Options,
     y: Array,
     row_weights: Array | None,
     handle: Handle,
     *,
-    unpermute: Unpermute = local_steps.unpermute,
+    unpermute: Unpermute = unpermute,
 ) -> tuple[Array, Array | None]:
     """Combine rows `[R, H]` to unweighted sums `[T, H]`, and return row values `[R]` to their assignments `[T, K]`.
 

@@ -19,8 +19,8 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jax_ep.core import fp8
-from jax_ep.core.bias import Bias, add_bias
 from jax_ep.core.dtypes import accumulation_dtype
+from jax_ep.core.layout import Bias, add_bias
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.types import Array
 

@@ -14,9 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep.core.collectives import Axis, exchange
 from jax_ep.core.layout import gather_rows
-from jax_ep.core.mesh_axes import vary_alike
+from jax_ep.core.mesh_axes import Axis, exchange, vary_alike
 from jax_ep.types import Array, Layout
 from jax_ep.xla.segments import Segments, put, starts
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep.core.collectives import Axis, exchange
+from jax_ep.core.mesh_axes import Axis, exchange
 from jax_ep.types import Array, Handle, Layout, LowLatencyHandle
 
 

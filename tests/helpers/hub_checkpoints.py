@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from cases import BF16, F32, assert_same_bits
 from jax_ep import Router
 from jax_ep.checkpoints import Checkpoint
-from jax_ep.core.shared_experts import SharedExperts
+from jax_ep.core.router import SharedExperts
 
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 FP8_CONFIG = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}

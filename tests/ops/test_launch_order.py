@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cases import BF16, F32
-from jax_ep.core.collectives import known_after
+from jax_ep.core.mesh_axes import known_after
 from jax_ep.ops.exchange import later
 from jax_ep.types import Handle, Layout
 

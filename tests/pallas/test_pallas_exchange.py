@@ -19,9 +19,11 @@ import oracle
 from cases import BF16, F16, F32, assert_same_bits, integers, probabilities, reals
 from harness import run
 from jax_ep.core import fp8
+from jax_ep.core.facts import ExchangeFacts
+from jax_ep.ops import plan as plans
 from jax_ep.pallas import exchange as pallas_exchange
 from jax_ep.pallas import requirements
-from jax_ep.types import Options
+from jax_ep.types import Layout, Options
 from jax_ep.xla import exchange, rounds
 
 REFUSAL = requirements.unsupported_reason(facts_of.exchange(BF16), Options("dispatch", (), ("pallas",)))
@@ -42,16 +44,6 @@ def races(monkeypatch, capfd):
     jax.clear_caches()
     yield lambda: capfd.readouterr().out.count("RACE DETECTED")
     jax.clear_caches()
-
-
-def refuse(*_, **__):
-    raise AssertionError("these operands were for others")
-
-
-@pytest.fixture
-def only_kernels(monkeypatch):
-    """Disable fallbacks to XLA."""
-    monkeypatch.setattr(pallas_exchange.local_steps, "unpermute", refuse)
 
 
 def some_rows(rng, num_rows, *shape):
@@ -92,7 +84,7 @@ def assert_same_pairs(got, want):
     ("lines", "top_k", "dtype"), [(4, 1, BF16), (12, 2, BF16), (8, 3, F16), (32, 1, F32), (16, 8, F32)], ids=str
 )
 @pytest.mark.slow(unless={"lines": [4, 12]})
-def test_pallas_exchange_unpermute_to_fp8(lines, top_k, dtype, rng, races, only_kernels):
+def test_pallas_exchange_unpermute_to_fp8(lines, top_k, dtype, rng, races):
     """The bits match rows that are quantized afterwards; with one row, a permutation that quantizes."""
     index = some_rows(rng, 17, 7, top_k)
     y = poisoned(reals(rng, 17, lines * 128, dtype=F32), index).astype(dtype)
@@ -102,25 +94,25 @@ def test_pallas_exchange_unpermute_to_fp8(lines, top_k, dtype, rng, races, only_
     assert races() == 0
 
 
-def test_pallas_exchange_vmap(rng, only_kernels):
+def test_pallas_exchange_vmap(rng):
     y, index = reals(rng, 2, 9, 512, dtype=BF16), some_rows(rng, 9, 2, 8, 2)
     got = jax.vmap(lambda y, i: pallas_exchange.unpermute(y, i, FP8))(jnp.asarray(y), jnp.asarray(index))
     for n in range(2):
         assert_same_pairs([part[n] for part in got], quantized(y[n], index[n]))
 
 
-# Rows with fewer lines than a warpgroup has warps, an empty list, and sums that are not quantized.
+# Rows with fewer lines than a warpgroup has warps, no rows, sums that are not quantized, and a fit.
 @pytest.mark.parametrize(
-    ("columns", "num_rows", "dtype"), [(128, 7, FP8), (512, 0, FP8), (512, 7, BF16), (72, 7, F32)], ids=str
+    ("columns", "num_tokens", "wire_dtype", "want"),
+    [(128, 7, FP8, "xla"), (512, 0, FP8, "xla"), (512, 7, None, "xla"), (72, 7, None, "xla"), (512, 7, FP8, "pallas")],
+    ids=str,
 )
-def test_pallas_exchange_xla_parts(columns, num_rows, dtype, rng, monkeypatch):
-    monkeypatch.setattr(pallas_exchange, "launch", refuse)
-    index, y = some_rows(rng, 17, num_rows, 3), reals(rng, 17, columns, dtype=BF16)
-    got = pallas_exchange.unpermute(jnp.asarray(y), jnp.asarray(index), dtype)
-    if dtype == FP8:
-        assert_same_pairs(got, quantized(y, index))
-    else:
-        assert_same_bits(np.asarray(got), summed(y, index).astype(dtype), "sums")
+def test_pallas_exchange_plan_of_combine(columns, num_tokens, wire_dtype, want):
+    """The plan gives sums to XLA that the kernel does not compute."""
+    layout = Layout(1, 4, num_tokens, 3, 3 * num_tokens)
+    options = Options("combine", (), ("pallas",), wire_dtype)
+    plan = plans.exchange(options, ExchangeFacts(np.dtype(BF16), columns, layout))
+    assert (plan.dispatch.implementation, plan.combine.implementation) == ("pallas", want)
 
 
 # --- whole operations -------------------------------------------------------------------------------------------------
@@ -194,7 +186,7 @@ MODELS = {"DeepSeek-V3": (7168, 8), "Qwen3-30B": (2048, 8), "Mixtral": (4096, 2)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.slow(unless={"model": ["DeepSeek-V3"], "x64": [False]})
-def test_pallas_exchange_models_lower(model, x64, only_kernels):
+def test_pallas_exchange_models_lower(model, x64):
     columns, top_k = MODELS[model]
     tokens, rows = 4096, 4096 * top_k
     with jax.enable_x64(x64):
@@ -204,7 +196,7 @@ def test_pallas_exchange_models_lower(model, x64, only_kernels):
 
 @pytest.mark.parametrize("rows", [32768, 32767])
 @pytest.mark.slow
-def test_pallas_exchange_extreme_sizes_lower(rows, only_kernels):
+def test_pallas_exchange_extreme_sizes_lower(rows):
     """The longest rows, the shortest, large top_k, and offsets past 32 bits."""
     for columns, top_k in ((512, 64), (1 << 15, 32)):
         assert "mosaic_gpu" in lower(to_fp8, ((1 << 20, columns), BF16), ((rows, top_k), jnp.int32))

@@ -21,7 +21,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-pytest.importorskip("safetensors")
+save_file = pytest.importorskip("safetensors.numpy").save_file
 
 import hub_checkpoints
 import oracle_serving
@@ -32,7 +32,7 @@ from jax_ep import Router
 from jax_ep.checkpoints import Checkpoint, download, save, shards
 from jax_ep.checkpoints.decoded import dequantize_mxfp4
 from jax_ep.checkpoints.families import ACTIVATIONS, FAMILIES
-from jax_ep.checkpoints.files import TensorFiles
+from jax_ep.checkpoints.files import StoredArray, TensorFiles
 from jax_ep.core.router import SharedExperts
 from jax_ep.quantization import dequantize
 from jax_ep.types import Experts
@@ -223,33 +223,31 @@ def test_checkpoint_read_stored_dtypes(tmp_path: Path, rng: np.random.Generator)
     assert_same_bits(np.asarray(four), tensors["four"].swapaxes(-1, -2))
 
 
-class Counting(np.ndarray):
-    """An array that records which parts of two axes are read, as all reading of weights does."""
-
-    taken: list[tuple[int, ...]]
-
-    def __array_finalize__(self, base: Any) -> None:
-        self.taken = getattr(base, "taken", [])
-
-    def __getitem__(self, index: Any) -> Any:
-        part = super().__getitem__(index)
-        if isinstance(index, tuple) and all(isinstance(one, slice) for one in index):
-            self.taken.append(part.shape)
-        return part
+@pytest.mark.parametrize("shape", [(7, 33000), (700, 1000), (2, 300, 1001)])
+def test_stored_array_parts_of_rows(shape: tuple[int, ...], tmp_path: Path, rng: np.random.Generator) -> None:
+    """Rows that are far apart are read one by one; others in blocks of whole rows."""
+    expected = rng.integers(0, 1 << 30, shape, np.int32)
+    save_file({"a": expected}, tmp_path / "model.safetensors")
+    source = TensorFiles("test", tmp_path, {})["a"]
+    columns, whole = slice(3, 700), shards.whole(shape)
+    np.testing.assert_array_equal(source[whole], expected)
+    for rows in slice(0, 2), slice(1, shape[-2]), slice(1, 1):
+        index = (*whole[:-2], rows, columns)
+        part = source[index] if len(shape) == 2 else np.stack([source[i][rows, columns] for i in range(shape[0])])
+        np.testing.assert_array_equal(part, expected[index])
 
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Record the shapes of the parts that are read from tensors."""
     shapes: list[tuple[int, ...]] = []
-    real = TensorFiles.__getitem__
+    read = StoredArray.read_into
 
-    def counting(files: TensorFiles, name: str) -> np.ndarray:
-        view = real(files, name).view(Counting)
-        view.taken = shapes
-        return view
+    def counting(source: StoredArray, part: np.ndarray, index: tuple[slice, ...]) -> None:
+        shapes.append(part.shape)
+        read(source, part, index)
 
-    monkeypatch.setattr(TensorFiles, "__getitem__", counting)
+    monkeypatch.setattr(StoredArray, "read_into", counting)
     return shapes
 
 

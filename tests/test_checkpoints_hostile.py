@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("safetensors")
+save_file = pytest.importorskip("safetensors.numpy").save_file
 
 import hub_checkpoints
 from hub_checkpoints import HUB
@@ -233,11 +233,11 @@ def tensors(value: float) -> dict[str, np.ndarray]:
     return {name: np.full(4, value, np.float32) for name in "ab"}
 
 
-@pytest.mark.parametrize("is_mapped", [False, True])
-def test_file_replaced_after_the_checkpoint_was_opened(is_mapped: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("was_read", [False, True])
+def test_file_replaced_after_the_checkpoint_was_opened(was_read: bool, tmp_path: Path) -> None:
     save(tmp_path, CONFIG, {}, tensors(1), max_shard_bytes=16)
     checkpoint = Checkpoint(tmp_path)
-    if is_mapped:
+    if was_read:
         checkpoint.read("a")
     save(tmp_path, CONFIG, {}, tensors(2), max_shard_bytes=16, overwrite=True)
     with pytest.raises(ValueError, match=r"00001-of-00002.safetensors has been replaced.*open Checkpoint again"):
@@ -245,12 +245,28 @@ def test_file_replaced_after_the_checkpoint_was_opened(is_mapped: bool, tmp_path
 
 
 def test_file_cut_after_a_tensor_was_read(folder: Path) -> None:
-    """A read past the end of a mapped file would end the process."""
     write_file(folder / SINGLE, tensor())
     checkpoint = Checkpoint(folder)
     checkpoint.read("a")
     os.truncate(folder / SINGLE, 8)
     with pytest.raises(ValueError, match="has been replaced"):
+        checkpoint.read("a")
+
+
+@pytest.mark.parametrize("change", [lambda path: os.truncate(path, 4096), lambda path: os.utime(path, (0, 0))])
+def test_file_changed_in_place_while_a_tensor_is_read(
+    change: Callable[[Path], None], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read past the new end of a mapped file would end the process."""
+    save_file({"a": np.ones((1024, 1024), np.float32)}, folder / SINGLE)
+    checkpoint, read = Checkpoint(folder), os.preadv
+
+    def changing(*arguments: Any) -> int:
+        change(folder / SINGLE)
+        return read(*arguments)
+
+    monkeypatch.setattr(os, "preadv", changing)
+    with pytest.raises(ValueError, match=r"^Checkpoint: .*model.safetensors was changed while it was read"):
         checkpoint.read("a")
 
 

@@ -258,9 +258,10 @@ def _mesh(function: str, mesh: Mesh | None, axis_name: AxisName, num_experts: in
 def _check_range(name: str, source: Any, to: np.dtype) -> None:
     """Check that 64-bit integers fit if JAX is in 32-bit mode."""
     kept = jax.dtypes.canonicalize_dtype(to)
-    if to.kind not in "iu" or kept == to or not source.size:
+    if to.kind not in "iu" or kept == to or not math.prod(source.shape):
         return
-    least, most = np.min(source), np.max(source)
+    values = source[whole(source.shape)]
+    least, most = np.min(values), np.max(values)
     if least < np.iinfo(kept).min or most > np.iinfo(kept).max:
         raise ValueError(
             f"Checkpoint.read: {name!r} has {to} from {least} to {most}, expected values that fit in {kept}; call"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
+from jax_ep.checkpoints.files import StoredArray
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.formats.mxfp4 import BLOCK
 
@@ -43,7 +44,7 @@ class BlockFP8:
 
     dtype = BFLOAT16
 
-    def __init__(self, values: np.ndarray, scales: np.ndarray) -> None:
+    def __init__(self, values: StoredArray, scales: StoredArray) -> None:
         self.values, self.scales = values, scales
         self.shape, self.ndim = values.shape, values.ndim
 
@@ -71,7 +72,7 @@ class MXFP4:
 
     dtype = BFLOAT16
 
-    def __init__(self, blocks: np.ndarray, scales: np.ndarray) -> None:
+    def __init__(self, blocks: StoredArray, scales: StoredArray) -> None:
         self.blocks, self.scales = blocks, scales
         self.shape = (*scales.shape[:-1], BLOCK * scales.shape[-1])
         self.ndim = scales.ndim

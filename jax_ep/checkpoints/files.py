@@ -1,7 +1,7 @@
 """The tensors of a folder of safetensors files.
 
-Opening a folder checks everything that the files declare; the safetensors package checks the headers. Data is read from
-a memory map when it is indexed, because slices of the safetensors package copy and do not support FP8 in NumPy.
+Opening a folder checks everything that the files declare; the safetensors package checks the headers. Data is read when
+it is indexed, without that package, which maps files and does not support FP8 in NumPy.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ import contextlib
 import difflib
 import functools
 import importlib
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO, NamedTuple
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import DTypeLike
 
 from jax_ep.core import json_files
 from jax_ep.core.json_files import OBJECT, TEXT, Schema, mapping, record, shown, value_of
@@ -44,7 +46,9 @@ DTYPES = {
 }
 MAX_JSON_BYTES = 1 << 26
 _LENGTH_BYTES = 8
-_MAPPED_FILES = 64  # Each has a file descriptor.
+_OPEN_FILES = 64  # At most.
+_BLOCK_BYTES = 1 << 20  # Of rows that are read together: they stay in the cache until their columns are copied.
+_GAP_BYTES = 1 << 15  # Bytes between parts of rows that take as long to read as another call.
 _NEIGHBORS = 100  # Names searched for similar ones, in alphabetical order.
 
 
@@ -142,8 +146,8 @@ class _Header(NamedTuple):
     tensors: dict[str, Any]
 
 
-def _stamp(file: BinaryIO) -> tuple[int, ...]:
-    status = os.fstat(file.fileno())
+def _stamp(file: int) -> tuple[int, ...]:
+    status = os.fstat(file)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
@@ -161,11 +165,71 @@ def _read_header(function: str, path: Path) -> _Header:
             data = file.read(min(length, MAX_JSON_BYTES + 1))
         tensors = _parsed(f"{broken}: its header", data)
         tensors.pop("__metadata__", None)
-        return _Header(_stamp(file), _LENGTH_BYTES + length, tensors)
+        return _Header(_stamp(file.fileno()), _LENGTH_BYTES + length, tensors)
+
+
+class _Descriptor(int):
+    """A file descriptor that closes when nothing refers to it."""
+
+    def __del__(self) -> None:
+        os.close(self)
+
+
+class StoredArray:
+    """A tensor in a file. Indexing reads the parts of its first two axes, or returns the tensor of one index.
+
+    Files are read rather than mapped: a mapped file that another program cuts ends the process (SIGBUS).
+    """
+
+    def __init__(
+        self, read: Callable[[memoryview, int], None], first_byte: int, shape: tuple[int, ...], dtype: np.dtype
+    ) -> None:
+        self._read, self._first_byte = read, first_byte
+        self.shape, self.dtype, self.ndim = shape, dtype, len(shape)
+
+    def view(self, dtype: DTypeLike) -> StoredArray:
+        """Return the same bytes in another dtype of the same size."""
+        return StoredArray(self._read, self._first_byte, self.shape, np.dtype(dtype))
+
+    def with_last_axes_merged(self) -> StoredArray:
+        """Return the same values with one axis instead of the last two."""
+        *leading, rows, columns = self.shape
+        return StoredArray(self._read, self._first_byte, (*leading, rows * columns), self.dtype)
+
+    def __getitem__(self, index: int | tuple[slice, ...]) -> Any:
+        if isinstance(index, int):
+            stride = math.prod(self.shape[1:]) * self.dtype.itemsize
+            return StoredArray(self._read, self._first_byte + index * stride, self.shape[1:], self.dtype)
+        part = np.empty([one.stop - one.start for one in index] + list(self.shape[len(index) :]), self.dtype)
+        self.read_into(part, index)
+        return part
+
+    def read_into(self, part: np.ndarray, index: tuple[slice, ...]) -> None:
+        """Read a part into a C-contiguous array of its shape and of this dtype."""
+        if not part.size:
+            return
+        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        first_byte = self._first_byte + (index[0].start * row_bytes if index else 0)
+        into = part.reshape(-1).view(np.uint8)
+        if part.shape[1:] == self.shape[1:]:
+            self._read(memoryview(into), first_byte)
+            return
+        rows = into.reshape(len(part), -1)
+        start = index[1].start * (row_bytes // self.shape[1])
+        columns = slice(start, start + rows.shape[1])
+        if row_bytes - rows.shape[1] > _GAP_BYTES:
+            for i, row in enumerate(rows):
+                self._read(memoryview(row), first_byte + i * row_bytes + start)
+            return
+        block = np.empty((min(len(rows), max(1, _BLOCK_BYTES // row_bytes)), row_bytes), np.uint8)
+        for i in range(0, len(rows), len(block)):
+            some = block[: len(rows) - i]
+            self._read(memoryview(some.reshape(-1)), first_byte + i * row_bytes)
+            rows[i : i + len(some)] = some[:, columns]
 
 
 class TensorFiles:
-    """Mapping of names to read-only NumPy arrays over the file's bytes, which are read when indexed.
+    """Mapping of names to the tensors in the files, which are read when indexed.
 
     `config` is the parsed config.json.
     """
@@ -174,7 +238,7 @@ class TensorFiles:
         self._function = function
         self._folder = folder
         self.config = config
-        self._mapped = functools.lru_cache(_MAPPED_FILES)(self._map)
+        self._opened = functools.lru_cache(_OPEN_FILES)(self._descriptor)
         there = [name for name in (SINGLE, INDEX) if os.path.lexists(folder / name)]
         if len(there) != 1:
             raise (ValueError if there else FileNotFoundError)(
@@ -210,7 +274,7 @@ class TensorFiles:
     def _open(self, shard: str) -> BinaryIO:
         """Open the file whose header was read; a replaced file is an error."""
         file = open_file(self._function, self._folder / shard)
-        if _stamp(file) != self._headers[shard].stamp:
+        if _stamp(file.fileno()) != self._headers[shard].stamp:
             file.close()
             raise ValueError(
                 f"{self._function}: {self._folder / shard} has been replaced, expected the file that was there when the"
@@ -218,14 +282,29 @@ class TensorFiles:
             )
         return file
 
-    def _map(self, shard: str) -> np.memmap:
+    def _descriptor(self, shard: str) -> _Descriptor:
         with self._open(shard) as file, _system_errors(self._function, file.name):
-            return np.memmap(file, np.uint8, "r")
+            return _Descriptor(os.dup(file.fileno()))
+
+    def _read(self, shard: str, into: memoryview, first_byte: int) -> None:
+        """Fill a buffer with bytes of a file that has not changed since its header was read."""
+        file = self._opened(shard)
+        try:
+            while count := os.preadv(file, [into], first_byte):
+                into, first_byte = into[count:], first_byte + count
+        except OSError:
+            with _system_errors(self._function, self._folder / shard):
+                raise
+        if into or _stamp(file) != self._headers[shard].stamp:
+            raise ValueError(
+                f"{self._function}: {self._folder / shard} was changed while it was read, expected the file that was"
+                " there when the checkpoint was opened; open Checkpoint again."
+            )
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
 
-    def __getitem__(self, name: str) -> np.ndarray:
+    def __getitem__(self, name: str) -> StoredArray:
         if not isinstance(name, str):
             raise TypeError(f"{self._function}: name is a {type(name).__name__}, expected a str; pass one of names.")
         shard = self._file_of.get(name)
@@ -246,11 +325,13 @@ class TensorFiles:
                 " convert it first."
             )
         self._open(shard).close()
-        data, first_byte = self._mapped(shard), header.first_byte + tensor["data_offsets"][0]
+        shape, dtype = tuple(tensor["shape"]), np.dtype(DTYPES[tensor["dtype"]])
         try:
-            return np.ndarray(tensor["shape"], DTYPES[tensor["dtype"]], data, first_byte)
+            np.broadcast_to(np.zeros((), dtype), shape)
         except (ValueError, OverflowError) as error:
             raise ValueError(
                 f"{self._function}: {shown(name)} has shape {shown(tensor['shape'])}, expected one that NumPy supports"
                 f" ({error}); convert it first."
             ) from error
+        first_byte = header.first_byte + tensor["data_offsets"][0]
+        return StoredArray(functools.partial(self._read, shard), first_byte, shape, dtype)

@@ -99,7 +99,7 @@ def quantized_plans(files: TensorFiles, parameter: str, stored: Stored, shape: t
     for name, region in stored.places(as_stored):
         source = decoded(files, name)
         if isinstance(source, MXFP4) and stored.transposed:
-            values.append(Part(source.blocks.reshape(*source.shape[:-1], -1), _columns(region, 2)))
+            values.append(Part(source.blocks.with_last_axes_merged(), _columns(region, 2)))
             scales.append(Part(source.scales.view(np.uint8), _columns(region, 2 * MXFP4_BYTES)))
             continue
         if not isinstance(source, BlockFP8) or not stored.transposed:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jax_ep.checkpoints.files import StoredArray
 from jax_ep.types import Array
 
 _COPIED_AT_ONCE = 1 << 15
@@ -159,14 +160,16 @@ def _copy(target: np.ndarray, source: Any, region: Region) -> None:
     if target.ndim > 2:
         for i, row in enumerate(range(region[0].start, region[0].stop)):
             _copy(target[i], source[row], region[1:])
-    elif target.ndim < 2:
+    elif isinstance(source, StoredArray) and source.dtype == target.dtype and target.flags.c_contiguous:
+        source.read_into(target, region)
+    elif target.ndim == 0:
         target[...] = source[region]
     else:
-        rows, columns = region
-        step = max(1, _COPIED_AT_ONCE // max(1, target.shape[1]))
+        rows, *columns = region
+        step = max(1, _COPIED_AT_ONCE // max(1, math.prod(target.shape[1:])))
         for first in range(0, target.shape[0], step):
             last = min(first + step, target.shape[0])
-            piece = source[slice(rows.start + first, rows.start + last), columns]
+            piece = source[(slice(rows.start + first, rows.start + last), *columns)]
             target[first:last] = piece.astype(target.dtype, copy=False)  # Convert in memory order, then transpose.
 
 

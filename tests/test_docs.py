@@ -26,10 +26,10 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 TEXTS = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
-TESTED_ELSEWHERE = {"flax.md"}  # test_flax.py
 # In `make test-rest`, because tests of these subjects cover their parts.
 SLOW = {
     "checkpoints.md",
+    "flax.md",
     "integrations.md",
     "models.md",
     "multi_node.md",
@@ -104,7 +104,7 @@ def resolve(dotted: str) -> Any:
     return value
 
 
-WITH_CODE = [page for page in PAGES if page.name not in TESTED_ELSEWHERE and python_blocks(page)]
+WITH_CODE = [page for page in PAGES if python_blocks(page)]
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The Flax layer against a loop over tokens in NumPy, its gradients against a dense layer, and the code of the docs."""
+"""The Flax layer against a loop over tokens in NumPy, and its gradients against a dense layer."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-import harness
 
 nnx = pytest.importorskip("flax.nnx")
 
@@ -380,20 +378,6 @@ def test_flax_serving_one_device() -> None:
 def test_flax_is_optional() -> None:
     code = "import sys, jax_ep, jax_ep.sharding; sys.exit('flax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
-
-
-@pytest.mark.slow
-def test_flax_docs_code() -> None:
-    """The blocks of docs/flax.md run one after another and check themselves."""
-    if jax.device_count() < 4:
-        pytest.skip("needs 4 devices")
-    text = (ROOT / "docs/flax.md").read_text()
-    blocks = [part.split("```")[0] for part in text.split("```python\n")[1:]]
-    assert len(blocks) >= 3
-    command = [*harness.STRICT_PYTHON, "-c", "\n".join(blocks)]
-    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "output" in done.stdout and "loss" in done.stdout
 
 
 @pytest.mark.parametrize("on_mesh", [False, True])

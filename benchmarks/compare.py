@@ -1,11 +1,11 @@
-"""The public operations of this checkout against those of another: has a change made a kernel slower?
+"""Compare the speed of the public operations of this checkout with that of another.
 
     git worktree add ../before COMMIT
     python benchmarks/compare.py --against ../before
 
-Processes of one checkout and of the other take turns on the devices, in the order a b b a, so that neither has the
-cooler GPU; each times all operations as chains of calls. Both run the benchmark of this checkout. Writes
-results/compare.json. An operation counts as slower from `--tolerance` on, and the exit status is then 1.
+Processes of both checkouts alternate in the order a b b a, so that neither has the cooler GPU. Each times all
+operations as chains of calls, with the benchmark of this checkout. Writes results/compare.json. An operation counts as
+slower from `--tolerance` on, and the exit status is then 1.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NAMES = ("this", "other")
 
 
 def run(checkout: Path, sizes: tuple[str, int, int], rounds: int) -> dict[str, list[float]]:
-    """Samples of each operation, from one process that imports the package from this checkout."""
+    """Measure samples of each operation, in a process that imports the package from a checkout."""
     script = HERE / "benchmarks" / "public_operations.py"
     path = [str(checkout), os.environ.get("PYTHONPATH", "")]
     values = zip(("--model", "--tokens", "--decoded-tokens", "--rounds"), (*sizes, rounds), strict=True)
@@ -39,27 +39,30 @@ def run(checkout: Path, sizes: tuple[str, int, int], rounds: int) -> dict[str, l
         sys.exit(f"compare.py: the operations of {checkout} ended with exit status {done.returncode}")
     found = json.loads(done.stdout.splitlines()[-1])
     if Path(found["package"]).resolve() != checkout:
-        sys.exit(f"compare.py: the jax_ep of {found['package']} was imported in place of that of {checkout}")
+        sys.exit(f"compare.py: the jax_ep of {found['package']} was imported instead of that of {checkout}")
     return found["samples"]
 
 
 def main() -> None:
+    """Run the processes of both checkouts, and compare their times."""
     options = harness.parser(__doc__, "compare", rounds=12)
     options.add_argument("--against", type=Path, required=True, metavar="FOLDER", help="the other checkout")
-    options.add_argument("--label", help="what the report calls the other checkout (default: its folder's name)")
-    options.add_argument("--tolerance", type=float, default=1.03, help="time that counts as slower (default: 1.03)")
+    options.add_argument("--label", help="name of the other checkout in the report (default: its folder's name)")
+    options.add_argument(
+        "--tolerance", type=float, default=1.03, help="ratio of times that counts as slower (default: 1.03)"
+    )
     args = harness.parse(options)
     sizes = QUICK if args.quick else (MODEL, TOKENS, DECODED_TOKENS)
     checkouts = dict(zip(NAMES, (HERE, args.against.resolve()), strict=True))
     if not (checkouts["other"] / "jax_ep" / "__init__.py").is_file():
-        options.error(f"--against={args.against}: there is no jax_ep in it, expected a checkout; see git worktree")
+        options.error(f"--against={args.against}: it contains no jax_ep, expected a checkout; see git worktree")
     turns = [run(checkouts[name], sizes, args.rounds) for name in (*NAMES, *NAMES[::-1])]
     samples = {name: [turns[i], turns[3 - i]] for i, name in enumerate(NAMES)}
     sys.exit(report(args, sizes, samples))
 
 
 def report(args: argparse.Namespace, sizes: tuple[str, int, int], samples: dict[str, Any]) -> int:
-    """Writes and shows the comparison; returns the exit status."""
+    """Write and print the comparison; return the exit status."""
     settings = {"against": args.label or args.against.resolve().name, "tolerance": args.tolerance}
     settings |= {"rounds": 2 * args.rounds}
     written = Report("compare", args, settings)

@@ -1,12 +1,11 @@
-"""How long the expert layer takes to compile: cold, and with JAX's persistent compilation cache.
+"""Compile time of the expert layer: cold, and with JAX's persistent compilation cache.
 
     python benchmarks/compile_times.py [--models deepseek-v3 qwen3-30b] [--tokens 4096] [--recipe fp8]
 
-Writes results/compile_times.json. Programs are `jax.jit` of the layer and of the gradient of its sum in all arrays,
-each in a process of its own: first with empty caches, of JAX and of Triton, then with what that has left there:
-compiled programs, and kernels as they were lowered. Of each: tracing, lowering, compiling, and their sum, which the
-row's time is. Nothing is executed, and arrays are shapes alone. In reports before 2026-11-27 one process made both
-programs, and the second one found the kernels of the first.
+Writes results/compile_times.json. Programs are `jax.jit` of the layer and of the gradient of its sum in all arrays.
+Each is compiled in a separate process: first with empty caches of JAX and Triton, then with the compiled programs and
+lowered kernels that the first process has left in them. A row has the times of tracing, lowering and compiling, and
+their sum as its time. Nothing is executed, and arrays are only shapes.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ from jax_ep.tools.benchmark.inputs import DEFAULT, MODELS, QUICK, Model, expert_
 PROGRAMS = ("forward", "forward + backward")
 CACHES = ("cold", "cached")
 PARTS = ("trace", "lower", "compile")
-LEAST_S = 0.0  # JAX keeps what took longer than this
+LEAST_S = 0.0  # JAX caches programs that took longer than this
 
 
 def make_programs(model: Model, tokens: int, recipe: str | None) -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    """Functions to compile, and the shapes of their arguments, over all devices."""
+    """Return functions to compile, and the shapes of their arguments, over all devices."""
     mesh = expert_mesh(jax.device_count())
     ranks, spec = mesh.devices.size, jax.sharding.PartitionSpec("expert")
     sharding = jax.sharding.NamedSharding(mesh, spec)
@@ -63,7 +62,7 @@ def make_programs(model: Model, tokens: int, recipe: str | None) -> dict[str, tu
 
 
 def measure_here(program: str, model: Model, tokens: int, recipe: str | None) -> dict[str, float]:
-    """Seconds of each part of a program, in this process."""
+    """Measure the seconds of each part of a program, in this process."""
     function, arguments = make_programs(model, tokens, recipe)[program]
     times = [time.perf_counter()]
     traced = jax.jit(function).trace(*arguments)
@@ -76,7 +75,7 @@ def measure_here(program: str, model: Model, tokens: int, recipe: str | None) ->
 
 
 def measure_in_process(program: str, name: str, tokens: int, recipe: str | None, folder: str) -> dict[str, float]:
-    """The same in a process whose caches are in a folder."""
+    """Measure the seconds of each part of a program in a process whose caches are in a folder."""
     environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": f"{folder}/jax", "TRITON_CACHE_DIR": f"{folder}/triton"}
     environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": str(LEAST_S)}
     command = [sys.executable, __file__, "--here", program, "--models", name, "--tokens", str(tokens)]
@@ -91,7 +90,7 @@ def measure_in_process(program: str, name: str, tokens: int, recipe: str | None,
 
 
 def measure(report: Report, rounds: int, name: str, tokens: int, recipe: str | None) -> list[tuple[str, ...]]:
-    """Rows of one model, and lines of the table."""
+    """Add the rows of one model, and return lines of the table."""
     samples: dict[tuple[str, str], list[dict[str, float]]] = {}
     for _, program in harness.progress(list(itertools.product(range(rounds), PROGRAMS)), name):
         with tempfile.TemporaryDirectory() as folder:
@@ -111,7 +110,7 @@ def measure(report: Report, rounds: int, name: str, tokens: int, recipe: str | N
 
 
 def options() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     parser = harness.parser(__doc__, "compile_times", rounds=3, tokens="4096")
     parser.add_argument("--models", nargs="+", choices=MODELS, help=f"default: {DEFAULT} and qwen3-30b")
     parser.add_argument("--recipe", choices=["fp8"], help="of the layer; default: none")
@@ -122,14 +121,14 @@ def options() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures every model in processes of their own, or one here."""
+    """Measure every model in separate processes, or one program in this process."""
     args = harness.parse(options(), arguments)
     models = args.models or ([QUICK] if args.quick else [DEFAULT, "qwen3-30b"])
     tokens = args.tokens or [32 if args.quick else 4096]
     if args.here is not None:
         print(json.dumps(measure_here(args.here, MODELS[models[0]], tokens[0], args.recipe)))
         return
-    # Devices of this process would take the memory of the others': it asks for their number, and no array is made.
+    # This process only asks for the number of devices, and must leave their memory to the others.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     report = Report("compile_times", args)
     table = [

@@ -1,11 +1,11 @@
-"""What crosses nodes and how long it takes, flat and hierarchical, as scale_model.py predicts; needs no GPU.
+"""Bytes between nodes and times of a dispatch, flat and hierarchical, as scale_model.py predicts; needs no GPU.
 
     python benchmarks/nodes.py [--model deepseek-v3] [--ranks 8 16 ... 1024] [--link-rate 370e9] [--nic-rate 45e9]
 
-Writes results/nodes.json and a plot: of a dispatch of bfloat16 tokens, bytes of the GPU that has most over the boundary
-of its node and inside it, and seconds, which are predictions and no measurements. Samples are random routings.
+Writes results/nodes.json and a plot. Rows have, for a dispatch of bfloat16 tokens, the bytes of the busiest GPU between
+nodes and inside its node, and predicted seconds. Samples are random routings.
 
-  uniform           all experts alike, in closed form
+  uniform           all experts equally popular, in closed form
   zipf              by Zipf's law in a random order, which differs between samples
   4 of 8 groups     DeepSeek-V3's router: the experts of a token are in 4 of 8 groups of consecutive experts
   at most 4 nodes   the same router with a group for each node, as DeepSeek-V3's is on 8 nodes
@@ -32,18 +32,18 @@ RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)
 LIMITED = {"4 of 8 groups": 8, "at most 4 nodes": None}  # groups; None: the nodes that hold one copy of all experts
 ROUTINGS = ("uniform", "zipf", *LIMITED)
 CHOSEN_GROUPS = 4
-SAMPLES = 16384  # tokens of which shares are counted
+SAMPLES = 16384  # tokens that give the shares
 
 
 def num_groups(kind: str, topology: Topology) -> int:
-    """Of a router limited to some groups."""
+    """Return the number of groups of a limited router."""
     return LIMITED[kind] or topology.num_nodes // topology.copies
 
 
 def shares(
     kind: str, model: inputs.Model, topology: Topology, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Shares of tokens that have an expert on a rank, and on a node, as `scale_model.expected` takes them."""
+    """Return the shares of tokens with an expert on each rank and on each node, for `scale_model.expected`."""
     if kind == "uniform":
         return scale_model.uniform_shares(topology, model.top_k)
     if kind == "zipf":
@@ -53,18 +53,18 @@ def shares(
         logits = rng.standard_normal((SAMPLES, model.experts), np.float32)
         ids = np.asarray(limited_router(model.top_k, num_groups(kind, topology))(logits))
     found = scale_model.sampled_shares(scale_model.spread(ids, topology, rng), topology)
-    # To a limited router all ranks are alike: what they differ by is chance.
+    # A limited router treats all ranks alike: their differences are chance.
     return found if kind == "zipf" else tuple(np.full_like(part, part.mean()) for part in found)
 
 
 def limited_router(top_k: int, groups: int) -> Any:
-    """Logits to ids of experts in the groups that have most."""
+    """Return a function of logits that chooses experts of the best groups."""
     router = jax_ep.Router(score="sigmoid", num_groups=groups, topk_groups=min(CHOSEN_GROUPS, groups))
     return jax.jit(lambda logits: jax_ep.topk_router(logits, top_k, router=router).topk_idx)
 
 
 def cases(args: argparse.Namespace) -> Iterator[tuple[str, Topology]]:
-    """Those that the model's experts and the numbers of ranks allow."""
+    """Yield the cases that the model's experts and the numbers of ranks allow."""
     model = inputs.MODELS[args.model]
     for num_ranks in args.ranks:
         topology = Topology(num_ranks, args.gpus_per_node, model.experts)
@@ -77,7 +77,7 @@ def cases(args: argparse.Namespace) -> Iterator[tuple[str, Topology]]:
 
 
 def predict(args: argparse.Namespace) -> Report:
-    """All cases."""
+    """Predict all cases."""
     rates = Rates(args.link_rate, args.nic_rate, args.start, args.message, args.blocks)
     settings = {"model": args.model, "ranks": args.ranks}
     settings |= {"gpus_per_node": args.gpus_per_node, "tokens": args.tokens, "rates": rates._asdict()}
@@ -102,7 +102,7 @@ def predict(args: argparse.Namespace) -> Report:
 
 
 def sent(rows: list[Rows], bytes_of_all: int) -> dict[str, float]:
-    """Bytes of the GPU that has most, medians over the samples."""
+    """Return the bytes of the busiest GPU, medians over the samples."""
     return {
         f"{leg}_bytes": bytes_of_all * float(np.median([getattr(of_sample, leg) for of_sample in rows]))
         for leg in ("nic", "link")
@@ -110,7 +110,7 @@ def sent(rows: list[Rows], bytes_of_all: int) -> dict[str, float]:
 
 
 def show(report: Report) -> None:
-    """A table for each routing."""
+    """Print a table for each routing."""
     columns = ["ranks", "way", "nodes per token", "MB over the NIC", "MB over links", "us"]
     for kind in dict.fromkeys(row["shape"]["routing"] for row in report.rows):
         cells = [
@@ -128,7 +128,7 @@ def show(report: Report) -> None:
 
 
 def draw(path: Path) -> Path | None:
-    """Bytes over the NIC and seconds, a column for each routing; None where matplotlib is not installed."""
+    """Draw bytes over the NIC and seconds, a column for each routing; None if matplotlib is not installed."""
     mpl = plots.matplotlib()
     if mpl is None:
         return None
@@ -146,11 +146,11 @@ def draw(path: Path) -> Path | None:
             times = np.array([[row["seconds"][q] for q in ("median", "q1", "q3")] for row in own]).T * 1e3
             spread = np.abs(times[1:] - times[0])
             over_time.errorbar(ranks, times[0], spread, linestyle=line, marker="o", markersize=3, capsize=2, label=way)
-        over_nic.set(title=kind, ylabel="MB over the NIC of the GPU with most")
+        over_nic.set(title=kind, ylabel="MB over the NIC of the busiest GPU")
         over_time.set(xlabel="ranks", ylabel="ms of a dispatch, predicted")
         for axes in (over_nic, over_time):
             axes.set(xscale="log")
-            if kind == "zipf":  # the busiest rank has tokens of all
+            if kind == "zipf":  # the busiest rank receives tokens of all
                 axes.set(yscale="symlog" if axes is over_nic else "log")
             else:
                 axes.set(ylim=(0, None))
@@ -167,7 +167,7 @@ def draw(path: Path) -> Path | None:
 
 
 def options() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     parser = harness.parser(__doc__, "nodes", rounds=5)
     add = parser.add_argument
     add("--model", choices=inputs.MODELS, help=f"default: {inputs.DEFAULT}; --quick: {inputs.QUICK}")
@@ -184,7 +184,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Fills in defaults, and refuses what has no whole nodes, or experts that do not divide."""
+    """Fill in defaults, and reject partial nodes and experts that do not divide."""
     args.model = args.model or (inputs.QUICK if args.quick else inputs.DEFAULT)
     args.gpus_per_node = args.gpus_per_node or (4 if args.quick else 8)
     args.ranks = sorted(set(args.ranks or ((4, 8, 16) if args.quick else RANKS)))
@@ -196,13 +196,13 @@ def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         if num_ranks < 1 or num_ranks % args.gpus_per_node:
             parser.error(f"--ranks {num_ranks}: expected a multiple of the {args.gpus_per_node} GPUs of a node")
         if max(experts, num_ranks) % min(experts, num_ranks):
-            parser.error(f"--ranks {num_ranks}: {experts} experts must divide it, or it them")
+            parser.error(f"--ranks {num_ranks}: {experts} experts must divide it, or it must divide them")
         if num_ranks > experts and experts % args.gpus_per_node:
-            parser.error(f"--ranks {num_ranks}: copies of {experts} experts are not on whole nodes")
+            parser.error(f"--ranks {num_ranks}: copies of {experts} experts do not fill whole nodes")
 
 
 def main() -> None:
-    """Predicts, and draws."""
+    """Predict, and draw."""
     parser = options()
     args = harness.parse(parser)
     complete(args, parser)

@@ -1,16 +1,16 @@
-"""What copies of busy experts do to the most loaded rank, by simulation; needs no GPU.
+"""Load of the most loaded rank with copies of popular experts, by simulation; needs no GPU.
 
     python benchmarks/placement.py [--models deepseek-v3 qwen3-235b] [--ranks 8 16 32 64 128 256] [--copies-per-rank 1]
 
-Writes results/placement.json and a plot. Experts are chosen by Zipf's law with several exponents; a plan is made of
-the tokens that each expert had, and serves other tokens. With drift a share of the experts has exchanged its popularity
-among itself in between. The load of a rank is the rows that it multiplies, and the figure is that of the most loaded
-rank over the mean: what all ranks wait for. Seconds are those of making the plan, of one layer.
+Writes results/placement.json and a plot. Experts are chosen by Zipf's law with several exponents. A plan is made from
+the load of some tokens, and evaluated with other tokens. With drift, a share of the experts exchanges its popularity in
+between. The load of a rank is its number of expert rows. The figure is the load of the most loaded rank, which all
+ranks wait for, over the mean. Seconds are those of planning one layer.
 
-  contiguous    as without a placement: E / W experts per rank in their order
-  packed        as many slots as experts: they move, and none has a copy
+  contiguous    without a placement: E / W experts per rank in their order
+  packed        as many slots as experts: experts move, without copies
   global        with copies on any rank
-  hierarchical  with copies on the node of their group, where the model has groups and nodes of eight GPUs divide them
+  hierarchical  with copies on the node of their group, if the model has groups and nodes of eight GPUs divide them
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SHOWN_RANKS, SHOWN_EXPONENT = 32, 0.75  # of the plot over drift
 
 
 def drifted(popularity: np.ndarray, share: float, rng: np.random.Generator) -> np.ndarray:
-    """With a share of the experts, chosen at random, having exchanged theirs."""
+    """Return popularities after a random share of the experts has exchanged theirs."""
     changed = rng.permutation(len(popularity))[: round(share * len(popularity))]
     later = popularity.copy()
     later[changed] = popularity[rng.permutation(changed)]
@@ -45,19 +45,19 @@ def drifted(popularity: np.ndarray, share: float, rng: np.random.Generator) -> n
 
 
 def sampled_loads(popularity: np.ndarray, model: inputs.Model, tokens: int, rng: np.random.Generator) -> np.ndarray:
-    """`[E]` tokens that each expert has."""
+    """Return `[E]` tokens of each expert."""
     chosen = inputs.choose(popularity, tokens, model.top_k, rng)
     return np.bincount(chosen.reshape(-1), minlength=model.experts)
 
 
 def imbalance(placement: Placement, loads: np.ndarray) -> float:
-    """The most loaded rank over the mean."""
+    """Return the load of the most loaded rank over the mean."""
     of_ranks = placement.rank_loads(loads)
     return float(of_ranks.max() / of_ranks.mean())
 
 
 def policies(name: str, experts: int, num_ranks: int, copies_per_rank: int) -> Iterator[tuple[str, dict[str, int]]]:
-    """Names, and arguments of `plan`."""
+    """Yield the names of policies, and their arguments of `plan`."""
     more = experts + copies_per_rank * num_ranks
     yield "packed", {"num_slots": experts, "num_ranks": num_ranks}
     yield "global", {"num_slots": more, "num_ranks": num_ranks}
@@ -67,7 +67,7 @@ def policies(name: str, experts: int, num_ranks: int, copies_per_rank: int) -> I
 
 
 def simulate(args: argparse.Namespace, name: str, exponent: float, seed: int) -> Iterator[tuple[Any, float, float]]:
-    """For one random popularity `((policy, ranks, drift), seconds of planning, imbalance)` of all cases."""
+    """Yield `((policy, ranks, drift), seconds of planning, imbalance)` of all cases of one random popularity."""
     rng, model = np.random.default_rng(seed), inputs.MODELS[name]
     before = inputs.popularity("zipf", model.experts, rng, exponent)
     known = sampled_loads(before, model, args.tokens, rng)
@@ -85,13 +85,13 @@ def simulate(args: argparse.Namespace, name: str, exponent: float, seed: int) ->
 
 
 def spread(drift: float, samples: list[tuple[float, float]]) -> dict[str, float]:
-    """Of the ratios of all seeds."""
+    """Return median and quartiles of the ratios of all seeds."""
     q1, median, q3 = (float(q) for q in np.quantile([ratio for _, ratio in samples], (0.25, 0.5, 0.75)))
     return {"drift": drift, "median": median, "q1": q1, "q3": q3}
 
 
 def measure(args: argparse.Namespace) -> Report:
-    """All models, exponents, ranks and drifts."""
+    """Simulate all models, exponents, ranks and drifts."""
     settings = {"models": args.models, "ranks": args.ranks}
     settings |= {"tokens": args.tokens, "copies_per_rank": args.copies_per_rank, "gpus_per_node": GPUS_PER_NODE}
     report = Report("placement", args, settings)
@@ -113,7 +113,7 @@ def measure(args: argparse.Namespace) -> Report:
 
 
 def show(report: Report) -> None:
-    """A table of each model, without drift and with all."""
+    """Print a table of each model, with all drifts."""
     policies = ("contiguous", "packed", "global", "hierarchical")
     for name in dict.fromkeys(row["shape"]["model"] for row in report.rows):
         cells: dict[tuple[Any, ...], dict[str, str]] = {}
@@ -127,7 +127,7 @@ def show(report: Report) -> None:
 
 
 def draw(path: Path) -> Path | None:
-    """Over ranks and over drift, for each model; None where matplotlib is not installed."""
+    """Draw imbalance over ranks and over drift, for each model; None if matplotlib is not installed."""
     mpl = plots.matplotlib()
     if mpl is None:
         return None
@@ -169,7 +169,7 @@ def draw(path: Path) -> Path | None:
 
 
 def _curve(axes: Any, points: list[tuple[float, Any]], color: str, line: str, label: str) -> None:
-    """Medians with quartiles."""
+    """Draw medians with quartiles."""
     if not points:
         return
     at = [x for x, _ in points]
@@ -179,11 +179,11 @@ def _curve(axes: Any, points: list[tuple[float, Any]], color: str, line: str, la
 
 
 def options() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     parser = harness.parser(__doc__, "placement", rounds=9)
     add = parser.add_argument
     add("--models", nargs="+", choices=inputs.MODELS, help="default: deepseek-v3 qwen3-235b; --quick: tiny")
-    add("--tokens", type=int, help="that a plan is made of, and as many that are served (default: 32768)")
+    add("--tokens", type=int, help="of a plan, and as many to evaluate it (default: 32768)")
     add("--ranks", type=int, nargs="+", help=f"those that divide the experts (default: {RANKS}; --quick: 2 4)")
     add("--exponents", type=float, nargs="+", default=EXPONENTS, help=f"of Zipf's law (default: {EXPONENTS})")
     add("--drifts", type=float, nargs="+", default=DRIFTS, help=f"shares of the experts (default: {DRIFTS})")
@@ -192,7 +192,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Simulates, and draws."""
+    """Simulate, and draw."""
     parser = options()
     args = harness.parse(parser)
     args.models = args.models or ([inputs.QUICK] if args.quick else ["deepseek-v3", "qwen3-235b"])

@@ -42,31 +42,47 @@ class Operation(NamedTuple):
 
 def operations(mesh: jax.sharding.Mesh, name: str, tokens: int, decoded_tokens: int) -> dict[str, Operation]:
     """Return each public operation that has a separate kernel."""
-    model, num_ranks = MODELS[name], mesh.size
+    weights = make_weights(mesh, MODELS[name])
+    return {
+        **gemms(mesh, name, tokens, weights[0]),
+        **of_training(mesh, name, tokens, weights),
+        **of_decoding(mesh, name, decoded_tokens, weights),
+    }
+
+
+def in_fp8(gemm: Callable[..., Array]) -> Callable[..., Array]:
+    """Return a GEMM of quantized rows."""
+
+    def step(lhs: Any, rhs: Any, sizes: Array) -> Array:
+        return gemm(lhs[0], rhs, sizes, lhs_scales=lhs[1])
+
+    return step
+
+
+def gemms(mesh: jax.sharding.Mesh, name: str, tokens: int, w: Array) -> dict[str, Operation]:
+    """Return the grouped GEMM of training, with its gradients and in FP8."""
+    model = MODELS[name]
+    num_local, rows = model.experts // mesh.size, tokens * model.top_k
+    sizes = _on_all(mesh, np.random.default_rng(0).multinomial(rows, np.full(num_local, 1 / num_local)))
+    lhs = on_ranks(mesh, (rows, model.hidden), 4)
+    quantized = jax.jit(quantize_fp8)(lhs), jax.jit(partial(quantize, format="fp8", activations="fp8"))(w)
+
+    def gradients(lhs: Array, rhs: Array, sizes: Array) -> Any:
+        products, pull = jax.vjp(lambda lhs, rhs: jax_ep.grouped_gemm(lhs, rhs, sizes), lhs, rhs)
+        return pull(products)
+
+    return {
+        "grouped_gemm": Operation(jax_ep.grouped_gemm, (lhs, w, sizes)),
+        "grouped_gemm, gradients": Operation(gradients, (lhs, w, sizes)),
+        "grouped_gemm, FP8": Operation(in_fp8(jax_ep.grouped_gemm), (*quantized, sizes)),
+    }
+
+
+def of_training(mesh: jax.sharding.Mesh, name: str, tokens: int, weights: tuple[Array, Array]) -> dict[str, Operation]:
+    """Return the operations of training."""
+    model = MODELS[name]
     experts = {"num_experts": model.experts}
-    w_gate_up, w_down = make_weights(mesh, model)
-    x, ids, weights = _tokens(mesh, name, tokens, seed=2)
-    layer = (x, ids, weights, w_gate_up, w_down)
-    few = _tokens(mesh, name, decoded_tokens, seed=3)
-    served = jax.jit(partial(serving_weights, format="fp8", activations="fp8"))(w_gate_up, w_down)
-
-    num_local, rows = model.experts // num_ranks, tokens * model.top_k
-    rng = np.random.default_rng(0)
-    sizes = _on_all(mesh, rng.multinomial(rows, np.full(num_local, 1 / num_local)))
-    lhs, masked = on_ranks(mesh, (rows, model.hidden), 4), (num_local, num_ranks * decoded_tokens)
-    counts = _on_all(mesh, rng.binomial(masked[1], model.top_k / model.experts, num_local))
-    hidden = on_ranks(mesh, (*masked, 2 * model.intermediate), 5)
-    decoded_rows = on_ranks(mesh, (*masked, model.hidden), 6)
-
-    def gemm_gradients(lhs: Array, rhs: Array, sizes: Array) -> Any:
-        products, gradients = jax.vjp(lambda lhs, rhs: jax_ep.grouped_gemm(lhs, rhs, sizes), lhs, rhs)
-        return gradients(products)
-
-    def in_fp8(gemm: Callable[..., Array]) -> Callable[..., Array]:
-        def step(lhs: Any, rhs: Any, sizes: Array) -> Array:
-            return gemm(lhs[0], rhs, sizes, lhs_scales=lhs[1])
-
-        return step
+    layer = (*_tokens(mesh, name, tokens, seed=2), *weights)
 
     def dispatch(x: Array, ids: Array, **options: Any) -> Any:
         return jax_ep.dispatch(x, ids, **experts, **options).tokens
@@ -79,48 +95,46 @@ def operations(mesh: jax.sharding.Mesh, name: str, tokens: int, decoded_tokens: 
         d = jax_ep.dispatch_grouped_gemm(x, ids, weights, w_gate_up, **experts)
         return jax_ep.grouped_gemm_combine(d.hidden[:, : model.intermediate], w_down, d.handle)
 
-    def moe(*arguments: Array, **options: Any) -> Array:
-        return jax_ep.moe(*arguments, **experts, **options)
+    moe = partial(jax_ep.moe, **experts)
 
-    def moe_gradients(x: Array, ids: Array, *others: Array, **options: Any) -> Any:
-        y, gradients = jax.vjp(lambda x, *others: moe(x, ids, *others, **options), x, *others)
-        return gradients(y)
+    def gradients(x: Array, ids: Array, *others: Array, **options: Any) -> Any:
+        y, pull = jax.vjp(lambda x, *others: moe(x, ids, *others, **options), x, *others)
+        return pull(y)
 
-    def low_latency(x: Array, ids: Array, weights: Array) -> Array:
-        d = jax_ep.low_latency_dispatch(x, ids, **experts, max_tokens_per_rank=decoded_tokens)
-        rows = d.tokens.astype(jnp.bfloat16)
-        return jax_ep.low_latency_combine(rows, ids, weights, d.handle)
-
-    def low_latency_moe(*arguments: Any) -> Array:
-        return jax_ep.low_latency_moe(*arguments, **experts)
-
-    def activation(hidden: Array, counts: Array) -> Any:
-        return jax_ep.ops.masked.masked_gated_activation(hidden, counts)
-
-    quantized = jax.jit(quantize_fp8), jax.jit(partial(quantize, format="fp8", activations="fp8"))
+    in_fp8 = partial(round_trip, schedule=jax_ep.Schedule(wire_dtype=FP8))
     found = {
-        "grouped_gemm": Operation(jax_ep.grouped_gemm, (lhs, w_gate_up, sizes)),
-        "grouped_gemm, gradients": Operation(gemm_gradients, (lhs, w_gate_up, sizes)),
-        "grouped_gemm, FP8": Operation(
-            in_fp8(jax_ep.grouped_gemm), (quantized[0](lhs), quantized[1](w_gate_up), sizes)
-        ),
-        "dispatch": Operation(dispatch, (x, ids)),
-        "dispatch, combine": Operation(round_trip, (x, ids)),
-        "dispatch, combine, FP8 wire": Operation(
-            lambda *a: round_trip(*a, schedule=jax_ep.Schedule(wire_dtype=FP8)), (x, ids)
-        ),
+        "dispatch": Operation(dispatch, layer[:2]),
+        "dispatch, combine": Operation(round_trip, layer[:2]),
+        "dispatch, combine, FP8 wire": Operation(in_fp8, layer[:2]),
         "dispatch_grouped_gemm, grouped_gemm_combine": Operation(fused, layer),
         "moe": Operation(moe, layer),
-        "moe, gradients": Operation(moe_gradients, layer),
-        "moe, FP8, gradients": Operation(partial(moe_gradients, recipe="fp8"), layer),
-        "low_latency_dispatch, low_latency_combine": Operation(low_latency, few),
-        "low_latency_moe, FP8": Operation(low_latency_moe, (*few, served.w_gate_up, served.w_down)),
-        "masked_grouped_gemm, FP8": Operation(
-            in_fp8(jax_ep.masked_grouped_gemm), (quantized[0](decoded_rows), served.w_gate_up, counts)
-        ),
-        "masked_gated_activation": Operation(activation, (hidden, counts)),
+        "moe, gradients": Operation(gradients, layer),
+        "moe, FP8, gradients": Operation(partial(gradients, recipe="fp8"), layer),
     }
-    return found | ({"fused_moe": Operation(jax_ep.fused_moe, layer)} if num_ranks == 1 else {})
+    return found | ({"fused_moe": Operation(jax_ep.fused_moe, layer)} if mesh.size == 1 else {})
+
+
+def of_decoding(mesh: jax.sharding.Mesh, name: str, tokens: int, weights: tuple[Array, Array]) -> dict[str, Operation]:
+    """Return the operations of decoding."""
+    model = MODELS[name]
+    experts = {"num_experts": model.experts}
+    few = _tokens(mesh, name, tokens, seed=3)
+    served = jax.jit(partial(serving_weights, format="fp8", activations="fp8"))(*weights)
+    masked = (model.experts // mesh.size, mesh.size * tokens)
+    counts = _on_all(mesh, np.random.default_rng(0).binomial(masked[1], model.top_k / model.experts, masked[0]))
+    rows = jax.jit(quantize_fp8)(on_ranks(mesh, (*masked, model.hidden), 6))
+
+    def round_trip(x: Array, ids: Array, weights: Array) -> Array:
+        d = jax_ep.low_latency_dispatch(x, ids, **experts, max_tokens_per_rank=tokens)
+        return jax_ep.low_latency_combine(d.tokens.astype(jnp.bfloat16), ids, weights, d.handle)
+
+    layer = partial(jax_ep.low_latency_moe, **experts)
+    gemm = in_fp8(jax_ep.masked_grouped_gemm)
+    return {
+        "low_latency_dispatch, low_latency_combine": Operation(round_trip, few),
+        "low_latency_moe, FP8": Operation(layer, (*few, served.w_gate_up, served.w_down)),
+        "masked_grouped_gemm, FP8": Operation(gemm, (rows, served.w_gate_up, counts)),
+    }
 
 
 def _tokens(mesh: jax.sharding.Mesh, name: str, tokens: int, seed: int) -> tuple[Array, Array, Array]:
@@ -138,6 +152,7 @@ def _on_all(mesh: jax.sharding.Mesh, sizes: np.ndarray) -> Array:
 
 
 def main() -> None:
+    """Print the samples of the operations of the command line."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--model", required=True)
     options.add_argument("--tokens", type=int, required=True)

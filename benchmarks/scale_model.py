@@ -1,14 +1,14 @@
-"""Bytes over links and over the boundary of nodes, and times that follow, of flat and hierarchical expert parallelism.
+"""Model of flat and hierarchical all-to-alls: bytes over links and between nodes, and times that follow.
 
 A row is a token on its way to a rank. Flat, a token goes once to each rank with one of its experts. Hierarchically it
-goes once to each other node with one of them, to the GPU of the same place there, and from it once to each rank of that
-node with one of its experts; inside its own node it goes straight. Combine takes the same ways back, and adds up before
-it crosses, so its rows are as many.
+goes once to each other node with one of them, to the GPU at the same position there, and from it once to each rank of
+that node with one of its experts; inside its own node it goes directly. Combine takes the same ways back, and sums
+before it crosses, so it has as many rows.
 
-All tokens of all GPUs are taken to be routed alike. Then how many rows a GPU sends and receives follows from the shares
-of tokens that have an expert on a rank, and on a node: in closed form where all experts are chosen alike, from sampled
-tokens where they are not. With more ranks than experts there are copies of all experts, each on whole nodes; a token
-takes one of these, as `jax_ep.placement` has it.
+Tokens of all GPUs have the same routing statistics. So the rows that a GPU sends and receives follow from the shares of
+tokens that have an expert on a rank, and on a node: in closed form if all experts are equally popular, from sampled
+tokens otherwise. With more ranks than experts there are copies of all experts, each on whole nodes, and a token takes
+one of these, as in `jax_ep.placement`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Topology(NamedTuple):
     Attributes:
       num_ranks: W, a multiple of `gpus_per_node`.
       gpus_per_node: ranks that reach each other by links.
-      num_experts: E, which W divides, or divides W; then `gpus_per_node` divides it.
+      num_experts: E; W divides it, or it divides W and `gpus_per_node` divides it.
     """
 
     num_ranks: int
@@ -44,19 +44,19 @@ class Topology(NamedTuple):
 
     @property
     def copies(self) -> int:
-        """Of each expert; slot s holds expert `s % E`."""
+        """Number of copies of each expert; slot s holds expert `s % E`."""
         return self.num_slots // self.num_experts
 
 
 class Rates(NamedTuple):
-    """What a GPU sends, and as much receives, at a time.
+    """Rates at which a GPU sends, and at the same time receives.
 
     Attributes:
       link: bytes per second inside a node.
-      nic: bytes per second over the boundary; where GPUs share a NIC, its rate over their number.
-      start: seconds of a launch, of which the hierarchical way has two.
-      message: seconds of the NIC for each peer that is sent to.
-      blocks: in which the hierarchical way overlaps its two legs.
+      nic: bytes per second between nodes; GPUs that share a NIC share its rate.
+      start: seconds of a launch; the hierarchical way has two launches.
+      message: seconds of the NIC per peer that receives.
+      blocks: number of blocks in which the hierarchical way overlaps its two legs.
     """
 
     link: float
@@ -67,7 +67,7 @@ class Rates(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """`[W]` rows that each GPU sends and receives: over the boundary of its node, and inside it."""
+    """`[W]` rows that each GPU sends and receives: between nodes, and inside its node."""
 
     nic_sent: np.ndarray
     nic_received: np.ndarray
@@ -76,17 +76,17 @@ class Rows(NamedTuple):
 
     @property
     def nic(self) -> float:
-        """Of the GPU that has most, in the direction with more."""
+        """Rows of the busiest GPU between nodes, in the busier direction."""
         return float(max(self.nic_sent.max(), self.nic_received.max()))
 
     @property
     def link(self) -> float:
-        """Likewise."""
+        """Rows of the busiest GPU inside a node, in the busier direction."""
         return float(max(self.link_sent.max(), self.link_received.max()))
 
 
 def uniform_shares(topology: Topology, top_k: int) -> tuple[np.ndarray, np.ndarray]:
-    """`[W]` and `[N]`: probabilities that a token of `top_k` experts, all alike, has one on a rank, on a node."""
+    """Return `[W]` and `[N]` probabilities that a token of uniform routing has an expert on a rank, and on a node."""
 
     def share(slots: int) -> float:
         missed = math.comb(topology.num_experts - slots, top_k) / math.comb(topology.num_experts, top_k)
@@ -98,33 +98,31 @@ def uniform_shares(topology: Topology, top_k: int) -> tuple[np.ndarray, np.ndarr
 
 
 def spread(ids: np.ndarray, topology: Topology, rng: np.random.Generator) -> np.ndarray:
-    """Experts `[M, K]` of tokens to slots: a token takes one copy of all experts, any."""
+    """Map the experts `[M, K]` of tokens to slots; each token takes a random copy of all experts."""
     return ids + topology.num_experts * rng.integers(0, topology.copies, (len(ids), 1))
 
 
 def sampled_shares(slots: np.ndarray, topology: Topology) -> tuple[np.ndarray, np.ndarray]:
-    """`[W]` and `[N]`: shares of the tokens `[M, K]`, ids of slots, that have one on a rank, and on a node."""
+    """Return `[W]` and `[N]` shares of the tokens `[M, K]`, ids of slots, with one on a rank, and on a node."""
     on_rank = _on_ranks(slots, topology)
     on_node = on_rank.reshape(len(slots), topology.num_nodes, -1).any(axis=-1)
     return on_rank.mean(axis=0), on_node.mean(axis=0)
 
 
 def expected(rank_shares: np.ndarray, node_shares: np.ndarray, topology: Topology) -> dict[str, Rows]:
-    """Rows for each token that a GPU has, `{way: Rows}`, where the tokens of all GPUs have these shares."""
+    """Return the rows for each token of a GPU, `{way: Rows}`, if the tokens of all GPUs have these shares."""
     gpus, nodes = topology.gpus_per_node, topology.num_nodes
     by_node = rank_shares.reshape(nodes, gpus)
-    beside = np.repeat(by_node.sum(axis=1), gpus) - rank_shares  # the other ranks of the own node
-    away = rank_shares.sum() - beside - rank_shares
-    flat = Rows(away, (topology.num_ranks - gpus) * rank_shares, beside, (gpus - 1) * rank_shares)
+    near = np.repeat(by_node.sum(axis=1), gpus) - rank_shares  # the other ranks of the own node
+    away = rank_shares.sum() - near - rank_shares
+    flat = Rows(away, (topology.num_ranks - gpus) * rank_shares, near, (gpus - 1) * rank_shares)
     landing = np.repeat(node_shares, gpus)
-    crossing = Rows(
-        node_shares.sum() - landing, (nodes - 1) * landing, nodes * beside, nodes * (gpus - 1) * rank_shares
-    )
+    crossing = Rows(node_shares.sum() - landing, (nodes - 1) * landing, nodes * near, nodes * (gpus - 1) * rank_shares)
     return dict(zip(WAYS, (flat, crossing), strict=True))
 
 
 def counted(slots: np.ndarray, topology: Topology) -> dict[str, Rows]:
-    """Rows of a given routing `[W, T, K]`, ids of slots or -1, one by one: `{way: Rows}`."""
+    """Count the rows of a routing `[W, T, K]`, ids of slots or -1: `{way: Rows}`."""
     ranks, gpus, nodes = topology.num_ranks, topology.gpus_per_node, topology.num_nodes
     hits, crossings = np.zeros((ranks, ranks), np.int64), np.zeros((ranks, nodes), np.int64)
     for source, tokens in enumerate(slots):
@@ -137,7 +135,7 @@ def counted(slots: np.ndarray, topology: Topology) -> dict[str, Rows]:
     flat = Rows(*((pairs * part).sum(axis=axis) for part in (~inside, inside) for axis in (1, 0)))
     crossings[np.arange(ranks), node] = 0
     crossed = crossings.reshape(nodes, gpus, nodes)
-    # By place of the source, where rows land on every node, and node and place of the target.
+    # By position of the source, which is where rows land on every node, and by node and position of the target.
     landed = hits.reshape(nodes, gpus, nodes, gpus).sum(axis=0)
     landed[np.arange(gpus), :, np.arange(gpus)] = 0
     hierarchical = Rows(
@@ -150,7 +148,7 @@ def counted(slots: np.ndarray, topology: Topology) -> dict[str, Rows]:
 
 
 def seconds(rows: Rows, way: str, *, tokens: int, row_bytes: int, topology: Topology, rates: Rates) -> float:
-    """Of one exchange, of the GPU with most on either leg; `rows` are for each token."""
+    """Return the seconds of one all-to-all of the busiest GPU on either leg; `rows` are for each token."""
     nic, link = tokens * row_bytes * rows.nic / rates.nic, tokens * row_bytes * rows.link / rates.link
     peers = topology.num_ranks - topology.gpus_per_node if way == "flat" else topology.num_nodes - 1
     nic += peers * rates.message
@@ -160,7 +158,7 @@ def seconds(rows: Rows, way: str, *, tokens: int, row_bytes: int, topology: Topo
 
 
 def _on_ranks(slots: np.ndarray, topology: Topology) -> np.ndarray:
-    """`[M, W]` whether a token `[M, K]` has a slot on a rank."""
+    """Return `[M, W]` whether a token `[M, K]` has a slot on a rank."""
     found = np.zeros((len(slots), topology.num_ranks + 1), bool)
     ranks = np.where(slots < 0, topology.num_ranks, slots // (topology.num_slots // topology.num_ranks))
     found[np.arange(len(slots))[:, None], ranks] = True

@@ -58,7 +58,7 @@ class Reports:
 
     def __init__(self, folder: Path) -> None:
         contents = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
-        found = {name: content for name, content in contents.items() if "rows" in content and is_told(content)}
+        found = {name: content for name, content in contents.items() if "rows" in content and is_included(content)}
         newest = sorted(found, key=lambda name: found[name]["date"], reverse=True)
         self._contents: dict[str, dict[str, Any]] = {name: found[name] for name in newest}
         self.used: list[str] = []
@@ -94,14 +94,14 @@ class Reports:
         return f"From {', '.join(said)}."
 
 
-def is_told(report: dict[str, Any]) -> bool:
+def is_included(report: dict[str, Any]) -> bool:
     """Return whether a report is from CPU devices or from the kind of GPU that tables are about."""
     device = report.get("device", {"platform": "cpu"})
     return device["platform"] != "gpu" or GPU in device["kind"]
 
 
 def _has(row: Row, keys: dict[str, Any]) -> bool:
-    known = {"processes": 1} | row | row["shape"]
+    known = row | row["shape"]
     return all(known.get(key) == value for key, value in keys.items())
 
 
@@ -157,9 +157,7 @@ EXCHANGE = {
 
 def exchange(reports: Reports) -> list[str]:
     """List dispatch and combine by number of GPUs and of tokens."""
-    return _by_tokens(
-        reports, "dispatch_combine", EXCHANGE, (128, 1024, 4096, 32768), {"routing": "uniform", "processes": 1}
-    )
+    return _by_tokens(reports, "dispatch_combine", EXCHANGE, (128, 1024, 4096, 32768), {"routing": "uniform"})
 
 
 DECODE = {
@@ -321,7 +319,7 @@ def filled(page: str, reports: Reports) -> str:
 def main() -> None:
     """Write the pages, or with `--check` exit with status 1 if a page differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 where the page differs")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 if a page differs")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     for page in PAGES:

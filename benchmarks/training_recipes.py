@@ -2,9 +2,9 @@
 
     python benchmarks/training_recipes.py [--steps 400] [--seeds 2] [--devices 1]
 
-Writes results/training_recipes.json and a plot of it. Every training has the same data; parameters are those of a seed.
-Attention, embeddings and the router compute in bfloat16 in all of them, so the difference is that of the experts. How
-much two trainings differ that have other parameters, in the same recipe, says what a difference is worth.
+Writes results/training_recipes.json and a plot. All trainings have the same data; a seed gives the initial parameters.
+Attention, embeddings and the router compute in bfloat16 in all of them, so differences come from the experts. The
+difference between two seeds of one recipe shows which differences are significant.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from jax_ep.tools.benchmark import harness, plots
 EXAMPLES = Path(__file__).parent.parent / "examples"
 RECIPES = ("bf16", "fp8")
 SIZES = "--layers 2 --hidden 128 --intermediate 128 --batch-size 16 --length 64 --learning-rate 3e-3"
-SMOOTHED = 20  # steps of a mean, in the plot and in what the report says of differences
+SMOOTHED = 20  # steps of a mean, in the plot and in the reported differences
 
 
 def train(recipe: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
-    """The loss of each step, and that of the held-out windows at the end."""
+    """Return the loss of each step, and the loss of the held-out windows at the end."""
     import train_moe_flax
 
     steps = f"--steps {args.steps} --evaluate-every {args.steps} --checkpoint-every {args.steps}"
@@ -43,12 +43,12 @@ def train(recipe: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def smooth(losses: Sequence[float]) -> np.ndarray:
-    """Means of `SMOOTHED` steps."""
+    """Return means of `SMOOTHED` steps."""
     return np.convolve(losses, np.full(SMOOTHED, 1 / SMOOTHED), "valid")
 
 
 def differences(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, float]:
-    """Largest differences of the smoothed losses, in nats: of a recipe from bf16, and of seeds in bf16."""
+    """Return the largest differences of smoothed losses, in nats: of a recipe from bf16, and of seeds in bf16."""
     of_seeds = [smooth(curve["losses"]) for curve in curves["bf16"]]
     found = {"bf16, another seed": max(float(np.abs(of_seeds[0] - other).max()) for other in of_seeds[1:])}
     for recipe in RECIPES[1:]:
@@ -58,7 +58,7 @@ def differences(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, 
 
 
 def draw(path: Path, curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """The curves above, and how far "fp8" is from bf16 below."""
+    """Draw the curves, and below them the difference of "fp8" from bf16."""
     if plots.matplotlib() is None:
         return
     from matplotlib import pyplot
@@ -81,7 +81,7 @@ def draw(path: Path, curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
 
 
 def main() -> None:
-    """Trains with each recipe and each seed."""
+    """Train with each recipe and each seed."""
     parser = command.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=2, help="at least 2")

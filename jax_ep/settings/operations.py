@@ -48,7 +48,7 @@ class Values:
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One operation.
+    """Facts and settings of one operation.
 
     Attributes:
       facts: names of the facts by which settings are looked up, besides the kind of device.

@@ -18,7 +18,7 @@ _PROCESS, _COORDINATOR = (f"JAX_EP_TOOL_{name}" for name in ("PROCESS", "COORDIN
 
 
 def add_option(options: argparse.ArgumentParser) -> None:
-    """Add `--processes`."""
+    """Add the option `--processes`."""
     options.add_argument("--processes", type=int, default=1, metavar="N", help="one process for each of N GPUs")
 
 

@@ -52,7 +52,7 @@ from jax_ep.types import Array, Options
 PARTS = ("exchange", "exchange-gemm", "low-latency", "grouped-gemm", "fused-moe")
 PROGRAM_SETTINGS = ("num_communicating_programs", "num_combining_programs")
 _BF16 = jnp.dtype(jnp.bfloat16)
-_PROGRAMS = (8, 16, 24, 32, 48)
+_PROGRAMS, _BLOCKS = (8, 16, 24, 32, 48), (2, 4, 8, 16, 32)
 
 Make = Callable[[], Iterator[Case]]
 
@@ -207,11 +207,7 @@ def _exchange(sizes: Sizes) -> Iterator[Case]:
                 "dispatch",
                 layer.facts | {"wire_dtype": jnp.dtype(dtype or _BF16)},
                 f"dispatch of {sizes.title}, {wire}",
-                {
-                    "num_communicating_programs": _programs(),
-                    "num_warps": (4, 8, 16),
-                    "tokens_per_block": (2, 4, 8, 16, 32),
-                },
+                {"num_communicating_programs": _programs(), "num_warps": (4, 8, 16), "tokens_per_block": _BLOCKS},
                 layer.mesh,
                 partial(dispatch, dtype),
                 (case.x, layer.handle),
@@ -224,7 +220,7 @@ def _exchange(sizes: Sizes) -> Iterator[Case]:
         {
             "num_combining_programs": _programs((1, 2, 4)),
             "num_warps": (1, 2, 4, 8),
-            "tokens_per_block": (2, 4, 8, 16, 32),
+            "tokens_per_block": _BLOCKS,
             "rows_in_flight": (2, 3, 5, 7, 10),
         },
         layer.mesh,

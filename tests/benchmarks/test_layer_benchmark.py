@@ -31,8 +31,9 @@ def weights(case):
 
 
 @pytest.fixture
-def report(tmp_path):
-    return harness.Report("moe_layer", arguments(tmp_path, quick=True))
+def run(case, weights, tmp_path):
+    args = arguments(tmp_path, quick=True)
+    return layer.Run(harness.Report("moe_layer", args), case, "tiny", weights, args)
 
 
 @pytest.fixture
@@ -184,7 +185,7 @@ def test_parts_of_one_half_agree(case, weights):
 # --- the report -----------------------------------------------------------------------------------------------------
 
 
-def test_failed_and_wrong_variants_are_reported_with_the_others(case, report, clock):
+def test_failed_and_wrong_variants_are_reported_with_the_others(run, clock):
     def broken(zero):
         raise RuntimeError("no algorithm")
 
@@ -194,11 +195,9 @@ def test_failed_and_wrong_variants_are_reported_with_the_others(case, report, cl
         "also right": sleeper(clock.nap, 0.01, same_as="right")[0],
         "broken": layer.Variant(broken, ()),
     }
-    shape = layer.shape_of(case, "tiny")
-    notes = {"right": {"dropped": 0.5}}
-    times = layer.measure(report, case, shape, "forward", variants, (1, 3), rounds=3, notes=notes)
+    times = run.measure("forward", variants, (1, 3), notes={"right": {"dropped": 0.5}})
     assert set(times) == {"right", "also right"}
-    rows = {row["variant"]: row for row in report.rows}
+    rows = {row["variant"]: row for row in run.report.rows}
     assert rows["wrong"]["failed"].startswith("wrong: differs by 1 from right")
     assert "no algorithm" in rows["broken"]["failed"]
     assert (rows["right"]["dropped"], rows["also right"]["difference"]) == (0.5, 0.0)
@@ -206,24 +205,24 @@ def test_failed_and_wrong_variants_are_reported_with_the_others(case, report, cl
     assert rows["right"]["tflops"] == pytest.approx(1e-3 / rows["right"]["seconds"]["median"])
     # References are compared with, and neither timed nor reported.
     wrong, references = {"wrong": variants["wrong"]}, {"right": variants["right"]}
-    assert not layer.measure(report, case, shape, "forward", wrong, (1, 3), rounds=3, references=references)
-    assert {row["variant"] for row in report.rows} == set(rows)
+    assert not run.measure("forward", wrong, (1, 3), references=references)
+    assert {row["variant"] for row in run.report.rows} == set(rows)
 
 
-def test_a_hung_baseline_ends_the_run_with_a_complete_report(case, weights, report, monkeypatch, capsys):
+def test_a_hung_baseline_ends_the_run_with_a_complete_report(run, monkeypatch, capsys):
     at_exit, hung, ended = [], threading.Event(), threading.Event()
     name, timing = layer.LAYERS["ragged"], harness.Timing((1.0,) * 3)
 
     def leave(status):
-        at_exit.append((status, json.loads(report.path.read_text())["rows"]))
+        at_exit.append((status, json.loads(run.report.path.read_text())["rows"]))
         ended.set()
 
-    def measure(report, case, shape, direction, variants, lengths, **options):
+    def measure(run, direction, variants, lengths, **options):
         assert set(variants) == {name} and set(options["references"]) == {layer.LAYERS["xla"]}
         if direction != "forward":
             hung.set()
             ended.wait()  # nothing ends the test's own process
-        report.add(name, shape, timing, direction=direction)
+        run.report.add(name, run.shape, timing, direction=direction)
 
     class Timer(threading.Thread):
         """Of which two seconds have passed when it hangs, however long it took to come there."""
@@ -237,8 +236,8 @@ def test_a_hung_baseline_ends_the_run_with_a_complete_report(case, weights, repo
 
     monkeypatch.setattr(harness, "threading", SimpleNamespace(Timer=Timer))
     monkeypatch.setattr(os, "_exit", leave)
-    monkeypatch.setattr(layer, "measure", measure)
-    layer.measure_ragged(report, case, layer.shape_of(case, "tiny"), weights, timeout_s=2)
+    monkeypatch.setattr(layer.Run, "measure", measure)
+    layer.measure_ragged(run, timeout_s=2)
     [(status, rows)] = at_exit
     assert status == 0
     assert [(r["variant"], r["direction"]) for r in rows] == [(name, "forward"), (name, "forward + backward")]

@@ -117,19 +117,18 @@ def test_published_figures_are_those_of_the_page() -> None:
 
 
 def test_measured_times_are_those_of_the_page() -> None:
-    """Inside a node, by the rates of the published predictions."""
-    rates = Rates(**published("nodes")["settings"]["rates"])
-    page = (ROOT / "docs" / "scale.md").read_text()
-    lines = re.findall(r"^\| (\d+) \| (\d+) \| (\d+), (\d+) \| (\d+) \|$", page, re.MULTILINE)
-    assert [tuple(map(int, line[:2])) for line in lines] == list(itertools.product((2, 4), (128, 1024, 4096, 32768)))
-    for ranks, tokens, *cells in (map(int, line) for line in lines):
+    """Inside a node they are near the predictions of the published rates."""
+    rates, ratios = Rates(**published("nodes")["settings"]["rates"]), []
+    for ranks, tokens in itertools.product((2, 4), (128, 1024, 4096, 32768)):
         measured = {
             row["variant"]: row["seconds"]["median"]
             for row in published(f"dispatch_combine_{ranks}_gpus")["rows"]
             if row["shape"]["routing"] == "uniform" and row["shape"]["tokens_per_rank"] == tokens and "seconds" in row
         }
-        found = [round(1e6 * measured[name]) for name in ("triton dispatch, cached handle", "triton combine")]
         topology = Topology(ranks, ranks, 256)
         rows = scale_model.expected(*scale_model.uniform_shares(topology, 8), topology)["flat"]
         sizes = {"tokens": tokens, "row_bytes": 2 * 7168, "topology": topology, "rates": rates}
-        assert cells == [*found, round(1e6 * scale_model.seconds(rows, "flat", **sizes))]
+        predicted = scale_model.seconds(rows, "flat", **sizes)
+        ratios += [measured[name] / predicted for name in ("triton dispatch, cached handle", "triton combine")]
+    said = f"{min(ratios):.2f} to {max(ratios):.2f}"
+    assert f"are {said} of the prediction" in (ROOT / "docs" / "scale.md").read_text()

@@ -97,11 +97,9 @@ def measure_interleaved[Key: Hashable](
       title: of the progress bar.
     """
     together = jax.process_count() > 1
-    if together:
-        budget_s = math.inf  # every process must make the same calls
-    for _ in range(warmup):
-        for run in variants.values():
-            jax.block_until_ready(run())
+    budget_s = math.inf if together else budget_s  # every process must make the same calls
+    for run in list(variants.values()) * warmup:
+        jax.block_until_ready(run())
     samples: dict[Key, list[float]] = {name: [] for name in variants}
     for i in progress(range(rounds), title):
         # Every other round runs backwards, so that a variant does not always follow the same one.

@@ -29,6 +29,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -74,7 +75,7 @@ BASELINES = ("xla", "capacity", "ragged")
 
 
 class Variant(NamedTuple):
-    """A variant.
+    """A variant of a part or of the layer.
 
     Attributes:
       step: `(zero, *arrays) -> arrays`, of one rank; see `chain`.
@@ -270,73 +271,80 @@ def chain_lengths(tokens: int, *, layer: bool, quick: bool) -> tuple[int, int]:
     return (1, 4) if layer or tokens > 4096 else (2, 12)
 
 
-def shape_of(case: Case, name: str) -> dict[str, Any]:
-    """Return what a row records of its case."""
-    layout, rows = case.layout, case.rows
-    return {
-        "model": name,
-        "routing": case.routing,
-        "tokens_per_rank": layout.num_tokens,
-        "ranks": layout.num_ranks,
-        **case.model._asdict(),
-        "capacity": layout.capacity,
-        "rows_mean": float(rows.mean()),
-        "rows_max": int(rows.max()),
-        "dtype": "bfloat16",
-    }
+class Run(NamedTuple):
+    """One case: the report, the layer and its tokens, its model's name, expert weights, and the command line."""
 
+    report: Report
+    case: Case
+    name: str
+    weights: tuple[Array, Array]
+    args: argparse.Namespace
 
-def label(shape: Mapping[str, Any]) -> str:
-    """Return the name of a case in tables and in the summary."""
-    return f"{shape['model']}, {shape['tokens_per_rank']} tokens/rank, {shape['ranks']} ranks, {shape['routing']}"
+    @property
+    def shape(self) -> dict[str, Any]:
+        """What a row records of its case."""
+        layout, rows = self.case.layout, self.case.rows
+        return {
+            "model": self.name,
+            "routing": self.case.routing,
+            "tokens_per_rank": layout.num_tokens,
+            "ranks": layout.num_ranks,
+            **self.case.model._asdict(),
+            "capacity": layout.capacity,
+            "rows_mean": float(rows.mean()),
+            "rows_max": int(rows.max()),
+            "dtype": "bfloat16",
+        }
 
+    @property
+    def label(self) -> str:
+        """The name of the case in tables and in the summary."""
+        return f"{self.name}, {self.case.title}, {self.case.routing}"
 
-def measure(
-    report: Report,
-    case: Case,
-    shape: dict[str, Any],
-    direction: str,
-    variants: Mapping[str, Variant],
-    lengths: tuple[int, int],
-    *,
-    rounds: int,
-    references: Mapping[str, Variant] | None = None,
-    notes: Mapping[str, dict[str, Any]] | None = None,
-) -> dict[str, Timing]:
-    """Measure interleaved variants, and add a row for each; return the times of those that did not fail.
+    def measure(
+        self,
+        direction: str,
+        variants: Mapping[str, Variant],
+        lengths: tuple[int, int],
+        *,
+        rounds: int | None = None,
+        references: Mapping[str, Variant] = MappingProxyType({}),
+        notes: Mapping[str, dict[str, Any]] = MappingProxyType({}),
+    ) -> dict[str, Timing]:
+        """Measure interleaved variants, and add a row for each; return the times of those that did not fail.
 
-    Args:
-      report: receives the rows.
-      case: the layer and its tokens.
-      shape: of the rows.
-      direction: of the rows.
-      variants: by name.
-      lengths: calls of the short and of the long chain.
-      rounds: samples of each variant.
-      references: variants that are not timed, whose results others must match.
-      notes: more figures of a variant's row.
-    """
-    factories = {name: partial(variant.program, case) for name, variant in variants.items()}
-    _tune(factories, variants, lengths[0])
-    failures: dict[str, str] = {}
-    title = f"{label(shape)}, {direction}"
-    options = {"lengths": lengths, "budget_s": BUDGET_S, "failures": failures, "resolve": True, "title": title}
-    times = harness.measure_chained(factories, rounds, **options)
-    differences = _differences(case, {**(references or {}), **{name: variants[name] for name in times}})
-    for name, difference in differences.items():
-        if name in times and not difference < variants[name].limit:
-            failures[name] = f"wrong: differs by {difference:.2g} from {variants[name].same_as}"
+        Args:
+          direction: of the rows.
+          variants: by name.
+          lengths: calls of the short and of the long chain.
+          rounds: samples of each variant; None: those of the command line.
+          references: variants that are not timed, whose results others must match.
+          notes: more figures of a variant's row.
+        """
+        factories = {name: partial(variant.program, self.case) for name, variant in variants.items()}
+        _tune(factories, variants, lengths[0])
+        failures: dict[str, str] = {}
+        title = f"{self.label}, {direction}"
+        options = {"lengths": lengths, "budget_s": BUDGET_S, "failures": failures, "resolve": True, "title": title}
+        times = harness.measure_chained(factories, rounds or self.args.rounds, **options)
+        differences = _differences(self.case, {**references, **{name: variants[name] for name in times}})
+        for name in [name for name in times if not differences.get(name, 0.0) < variants[name].limit]:
+            failures[name] = f"wrong: differs by {differences[name]:.2g} from {variants[name].same_as}"
             del times[name]
 
-    def details(name: str, timing: Timing) -> dict[str, Any]:
-        found = dict((notes or {}).get(name, {}))
-        if name in differences:
-            found["difference"] = differences[name]
-        flops = variants[name].flops
-        return found | ({"tflops": 1e-12 * flops / timing.median} if flops else {})
+        def details(name: str, timing: Timing) -> dict[str, Any]:
+            found = notes.get(name, {}) | ({"difference": differences[name]} if name in differences else {})
+            flops = variants[name].flops
+            return found | ({"tflops": 1e-12 * flops / timing.median} if flops else {})
 
-    report.record(title, shape, times, failures, details, direction=direction)
-    return times
+        self.report.record(title, self.shape, times, failures, details, direction=direction)
+        return times
+
+    def summarise(self, ratios: Mapping[str, float]) -> None:
+        """Add ratios of the case to the summary, and print them."""
+        self.report.summarise(**{self.label: self.report.summary.get(self.label, {}) | ratios})
+        for name, ratio in ratios.items():
+            print(f"  {name}: {ratio:.3f}")
 
 
 def _tune(factories: Mapping[str, Callable[[int], Program]], variants: Mapping[str, Variant], n: int) -> None:
@@ -359,73 +367,59 @@ def _differences(case: Case, variants: Mapping[str, Variant]) -> dict[str, float
     return {name: harness.largest_difference(found[name], found[same]) for name, same in known.items()}
 
 
-def measure_parts(report: Report, case: Case, shape: dict[str, Any], weights: Any, args: argparse.Namespace) -> None:
+def measure_parts(run: Run) -> None:
     """Measure parts of the layer; the summary has ratios of fused kernels to the sequence, and of GEMMs to einsums."""
-    lengths = chain_lengths(case.layout.num_tokens, layer=False, quick=args.quick)
+    lengths = chain_lengths(run.case.layout.num_tokens, layer=False, quick=run.args.quick)
+    makers = {"dispatch": dispatch_part, "combine": combine_part}
     variants: dict[str, Variant] = {}
-    for part in args.parts:
-        variants |= (dispatch_part if part == "dispatch" else combine_part)(case, weights, "triton")
-    times = measure(report, case, shape, "forward", variants, lengths, rounds=args.rounds)
+    for part in run.args.parts:
+        variants |= makers[part](run.case, run.weights, "triton")
+    times = run.measure("forward", variants, lengths)
     ratios = {}
     for name, timing in times.items():
         for other in (variants[name].same_as, f"einsum {name[-1]}, equal groups" if name.startswith("GEMM") else ""):
             if other in times:
                 ratios[f"{name} / {other}"] = timing.ratio_to(times[other])
-    summarise(report, shape, ratios)
+    run.summarise(ratios)
 
 
-def measure_layers(
-    report: Report, case: Case, shape: dict[str, Any], weights: Any, chosen: list[str], args: argparse.Namespace
-) -> None:
+def measure_layers(run: Run, chosen: list[str]) -> None:
     """Measure the layer in both directions."""
-    lengths = chain_lengths(case.layout.num_tokens, layer=True, quick=args.quick)
-    notes = {LAYERS["capacity"]: {"dropped": dropped(case)}}
-    for direction in DIRECTIONS:
-        variants = layers(case, weights, chosen, backward=DIRECTIONS[direction])
-        times = measure(report, case, shape, direction, variants, lengths, rounds=args.rounds, notes=notes)
+    lengths = chain_lengths(run.case.layout.num_tokens, layer=True, quick=run.args.quick)
+    notes = {LAYERS["capacity"]: {"dropped": dropped(run.case)}}
+    for direction, backward in DIRECTIONS.items():
+        variants = layers(run.case, run.weights, chosen, backward=backward)
+        times = run.measure(direction, variants, lengths, notes=notes)
         ours = times.pop(LAYERS["moe"], None)
         if ours is not None:
-            ratios = {f"{direction}, moe / {name}": ours.ratio_to(timing) for name, timing in times.items()}
-            summarise(report, shape, ratios)
+            run.summarise({f"{direction}, moe / {name}": ours.ratio_to(timing) for name, timing in times.items()})
 
 
-def summarise(report: Report, shape: Mapping[str, Any], ratios: Mapping[str, float]) -> None:
-    """Add ratios of a case to the summary, and print them."""
-    report.summarise(**{label(shape): report.summary.get(label(shape), {}) | ratios})
-    for name, ratio in ratios.items():
-        print(f"  {name}: {ratio:.3f}")
-
-
-def measure_ragged(
-    report: Report, case: Case, shape: dict[str, Any], weights: Any, timeout_s: float = RAGGED_TIMEOUT_S
-) -> None:
+def measure_ragged(run: Run, timeout_s: float = RAGGED_TIMEOUT_S) -> None:
     """Measure the ragged baseline; if it hangs, the run ends here."""
     name, unfinished = LAYERS["ragged"], list(DIRECTIONS)
 
     def give_up() -> None:
         for direction in unfinished:
-            report.failed(name, shape, f"not finished {timeout_s:g} s after the baseline began", direction=direction)
-        print(
-            f"{label(shape)}: the ragged baseline is not finished after {timeout_s:g} s; the run ends here", flush=True
-        )
+            error = f"not finished {timeout_s:g} s after the baseline began"
+            run.report.failed(name, run.shape, error, direction=direction)
+        print(f"{run.label}: the ragged baseline is not finished after {timeout_s:g} s; the run ends here", flush=True)
 
     with harness.ends_the_run(timeout_s, give_up):
         for direction, backward in DIRECTIONS.items():
-            variants, expected = (layers(case, weights, [key], backward=backward) for key in ("ragged", "xla"))
-            options = {"rounds": RAGGED_ROUNDS, "references": expected}
-            measure(report, case, shape, direction, variants, RAGGED_LENGTHS, **options)
+            variants, expected = (layers(run.case, run.weights, [key], backward=backward) for key in ("ragged", "xla"))
+            run.measure(direction, variants, RAGGED_LENGTHS, rounds=RAGGED_ROUNDS, references=expected)
             unfinished.remove(direction)
 
 
-def cases(wanted: Iterable[tuple[str, str, int]]) -> Iterator[tuple[Case, dict[str, Any], Any]]:
-    """Make the cases, one at a time, with the shape of their rows and the expert weights."""
+def runs(report: Report, args: argparse.Namespace, wanted: Iterable[tuple[str, str, int]]) -> Iterator[Run]:
+    """Make the cases, one at a time."""
     mesh, weights_of, weights = expert_mesh(jax.device_count()), "", None
     for name, kind, tokens in wanted:
         if name != weights_of:
             weights = None  # free memory for the next ones
             weights_of, weights = name, make_weights(mesh, MODELS[name])
-        case = make_case(mesh, kind, tokens, MODELS[name])
-        yield case, shape_of(case, name), weights
+        yield Run(report, make_case(mesh, kind, tokens, MODELS[name]), name, weights, args)
         gc.collect()
 
 
@@ -457,16 +451,15 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
     report = Report("moe_layer", args)
     wanted = list(itertools.product(args.models, args.routing, args.tokens))
     chosen = [name for name in args.layers if name != "ragged"]
-    for case, shape, weights in cases(wanted if args.parts or chosen else []):
+    for run in runs(report, args, wanted if args.parts or chosen else []):
         if args.parts:
-            measure_parts(report, case, shape, weights, args)
+            measure_parts(run)
         if chosen:
-            measure_layers(report, case, shape, weights, chosen, args)
+            measure_layers(run, chosen)
     plots.draw_layers(args.out)
     if "ragged" in args.layers:
-        for case, shape, weights in cases(
-            [one for one in wanted if one[1] == "uniform" and one[2] in args.ragged_tokens]
-        ):
-            measure_ragged(report, case, shape, weights)
+        slow = [one for one in wanted if one[1] == "uniform" and one[2] in args.ragged_tokens]
+        for run in runs(report, args, slow):
+            measure_ragged(run)
         plots.draw_layers(args.out)
     print(report.path)

@@ -68,7 +68,7 @@ Step = Callable[..., Any]
 
 
 class Variant(NamedTuple):
-    """A variant.
+    """A variant of the all-to-all.
 
     Attributes:
       step: `(first, *others) -> first`, of one rank; see `passed_on`.

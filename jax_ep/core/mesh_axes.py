@@ -103,8 +103,10 @@ def vary_alike[Tree](tree: Tree, *, over: tuple[str, ...] = ()) -> Tree:
     the transpose of the cast sums the cotangents of an input that was replicated over several ranks.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    union = frozenset(over).union(*(varying_axes(leaf) for leaf in leaves))
-    cast = [lax.pcast(leaf, tuple(sorted(union - varying_axes(leaf))), to="varying") for leaf in leaves]
+    varying = [frozenset(jax.typeof(leaf).manual_axis_type.varying) for leaf in leaves]
+    union = frozenset(over).union(*varying)
+    pairs = zip(leaves, varying, strict=True)
+    cast = [lax.pcast(leaf, tuple(sorted(union - own)), to="varying") for leaf, own in pairs]
     return jax.tree.unflatten(treedef, cast)
 
 

@@ -182,23 +182,30 @@ def _weights_or_array(function: str, name: str, w: Any, groups: int, tokens: str
 
 
 def layer_weights(
-    function: str, x: Array, w_gate_up: Any, w_down: Any, num_local: int, *, recipe: str | None = None
+    function: str,
+    hidden: int,
+    token_dtype: DTypeLike,
+    w_gate_up: Any,
+    w_down: Any,
+    num_local: int,
+    *,
+    recipe: str | None = None,
 ) -> tuple[Any, Any]:
-    """Check both weights of an expert layer, `[L, H, 2 * I]` and `[L, I, H]`, with x `[T, H]`."""
+    """Check both weights of an expert layer, `[L, H, 2 * I]` and `[L, I, H]`, for tokens of H columns."""
     two_of_a_kind(function, w_gate_up, w_down)
     if recipe is None and isinstance(w_gate_up, QuantizedWeights) and w_gate_up.master is not None:
         raise ValueError(
             f"{function}: w_gate_up and w_down are {_kind(w_gate_up)}, which need recipe='fp8'; pass recipe='fp8' to"
             " moe, or the result of quantize without for_training."
         )
-    dtype = x.dtype if recipe is None else None
+    dtype = token_dtype if recipe is None else None
     w_gate_up, w_down = (
         _weights_or_array(function, name, w, num_local, "x", dtype)
         for name, w in (("w_gate_up", w_gate_up), ("w_down", w_down))
     )
     remedy = "weights are [L, K, N] here, also quantized ones"
-    check.size(function, "axis 1 of w_gate_up", w_gate_up.shape[1], x.shape[1], remedy)
-    check.size(function, "axis 2 of w_down", w_down.shape[2], x.shape[1], remedy)
+    check.size(function, "axis 1 of w_gate_up", w_gate_up.shape[1], hidden, remedy)
+    check.size(function, "axis 2 of w_down", w_down.shape[2], hidden, remedy)
     return w_gate_up, w_down
 
 

@@ -237,12 +237,11 @@ class Checked(NamedTuple):
     """Checked arguments of a dispatch, where `x` may be a quantized pair, and the facts on which its plan depends."""
 
     options: Options
-    x: Tokens
-    topk_idx: Array | None
-    topk_weights: Array | None
-    layout: Layout
-    handle: Handle | None
     facts: ExchangeFacts
+    x: Any  # tokens, or a quantized pair
+    topk_idx: Any  # or None with a handle
+    topk_weights: Any  # or None
+    handle: Handle | None
 
 
 def checked(
@@ -276,7 +275,7 @@ def checked(
         options = dataclasses.replace(options, wire_dtype=None)  # travels as it is
     is_foreign = handle is not None and handle.group is None
     facts = ExchangeFacts(values.dtype, values.shape[1], layout, is_foreign)
-    return Checked(options, x, topk_idx, topk_weights, layout, handle, facts)
+    return Checked(options, facts, x, topk_idx, topk_weights, handle)
 
 
 class Located(NamedTuple):
@@ -289,14 +288,14 @@ class Located(NamedTuple):
 
 def located[Weights](plan: ExchangePlan, given: Checked, weights: Weights) -> tuple[Located, Weights]:
     """Make the handle where there is none; expert weights vary over the same mesh axes then."""
-    options, layout = plan.options, given.layout
+    options, layout = plan.options, given.facts.layout
     arrays = given.x, given.topk_idx, given.topk_weights, given.handle, weights
     x, topk_idx, topk_weights, handle, weights = vary_alike(arrays, over=options.axis)
     if handle is None:
-        values = x[0] if isinstance(x, tuple) else x
-        context.compare(options.function, f"{layout}, tokens {values.dtype}[{values.shape[0]}, {values.shape[1]}]")
+        tokens = f"{given.facts.dtype}[{layout.num_tokens}, {given.facts.hidden}]"
+        context.compare(options.function, f"{layout}, tokens {tokens}")
         run = registry.get("exchange", plan.handle.implementation)
-        handle = run.plan(options, cast(Array, topk_idx), layout)
+        handle = run.plan(options, topk_idx, layout)
     return Located(x, topk_weights, handle), weights
 
 

@@ -237,14 +237,11 @@ def combine(
 
 
 def layer(
-    inside: Callable[..., Array],
     function: str,
-    x: Array,
-    topk_idx: Array,
-    topk_weights: Array,
-    *,
+    inside: Callable[..., Array],
+    tokens: tuple[Array, Array, Array],
     num_experts: int,
-    axis_name: Topology,
+    topology: Topology,
     wire_dtypes: tuple[DTypeLike | None, DTypeLike | None],
     sum_dtype: DTypeLike | None,
 ) -> Array:
@@ -253,8 +250,7 @@ def layer(
     `wire_dtypes` are those of both ways. Blocks of tokens depend on each other in nothing, so that XLA may let one
     travel while another is multiplied.
     """
-    topology = axis_name
-    x = check.matrix(function, "x", x, "[T, H]")
+    x, topk_idx, topk_weights = tokens
     num_experts, _ = check.experts(function, num_experts, topology)
     topk_idx = check.expert_ids(function, topk_idx, x.shape[0], num_experts)
     topk_weights = check.router_weights(function, topk_weights, topk_idx.shape, x)

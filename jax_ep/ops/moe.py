@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import CustomVJPPrimal
 from jax.typing import DTypeLike
 
 from jax_ep.core import check
@@ -17,23 +18,21 @@ from jax_ep.core.balance import Balance
 from jax_ep.core.check import operation
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import ExpertWeights, QuantizedWeights, as_array
-from jax_ep.core.facts import FusedMoEFacts, Part
+from jax_ep.core.facts import ExchangeFacts, FusedMoEFacts, Part
 from jax_ep.core.layout import Bias, add_bias
-from jax_ep.core.mesh_axes import axis_size, takes_global_arrays, vary_alike
+from jax_ep.core.mesh_axes import takes_global_arrays, vary_alike
 from jax_ep.formats import check_quantized
 from jax_ep.ops import (
     activation_gemm_combine,
     balanced,
     exchange,
     exchange_gemm,
-    gemm_activation,
     hierarchical,
     moe_fp8,
     plan_serving,
     quantized_gemm,
     registry,
 )
-from jax_ep.ops import fused_moe as fused_moe_in_one
 from jax_ep.ops import plan as plans
 from jax_ep.ops.activation import activate, is_one_pass
 from jax_ep.ops.activation_gemm_combine import Between
@@ -133,136 +132,87 @@ def moe(
     DeepSeek-V3 (arXiv:2412.19437, section 3.3); what is kept is as in SonicMoE (arXiv:2512.14080).
     """
     x = check.plain_tokens("moe", x)
-    call: dict[str, Any] = {
-        "experts": experts,
-        "recipe": check.recipe("moe", recipe),
-        "implementation": implementation,
-    }
-    schedule = registry.checked_schedule("moe", schedule)
+    recipe, schedule = check.recipe("moe", recipe), registry.checked_schedule("moe", schedule)
     balanced.check_balance("moe", balance, axis_name, capacity)
-    tokens, parts = _Tokens(x, topk_idx, topk_weights), ExpertWeights(w_gate_up, w_down, *check.biases("moe", biases))
-    if topk_weights is None:
-        raise TypeError("moe: topk_weights is None, expected a float32 array [T, K]; pass jnp.ones for no weights.")
+    wire_dtype = FP8 if recipe == "fp8" else schedule.wire_dtype
+    for name, value in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+        if value is None:
+            check.array("moe", name, value, 2, "[T, K]")  # raises
     if isinstance(axis_name, Topology):
-        call |= {"biases": biases, "capacity": capacity, "w_gate_up": w_gate_up, "w_down": w_down}
-        return _over_nodes(call, schedule, tokens, num_experts, axis_name, preferred_element_type)
-    layer, parts = _checked(call, axis_name, schedule, tokens, parts, num_experts, capacity, preferred_element_type)
-    if not x.shape[0]:
-        y = _without_tokens(layer, tokens, parts)
-    elif balance is not None and axis_size(layer.options.axis, function="moe") > 1:
-        y = _balanced(layer, balance, call | {"axis_name": axis_name, "schedule": schedule}, tokens, parts)
-    else:
-        y = _on_tokens(layer, tokens, parts)
-    return checkpoint_name(y, OUTPUT_NAME)
-
-
-class _Tokens(NamedTuple):
-    """The tokens of a rank and their routing: `[T, H]` and twice `[T, K]`."""
-
-    x: Array
-    topk_idx: Array
-    topk_weights: Array
+        inside = partial(moe, w_gate_up=w_gate_up, w_down=w_down, experts=experts, biases=biases, recipe=recipe)
+        schedule = dataclasses.replace(schedule, wire_dtype=None)
+        inside = partial(inside, schedule=schedule, implementation=implementation)
+        tokens, sum_dtype = (x, topk_idx, topk_weights), preferred_element_type
+        return _over_nodes(inside, tokens, num_experts, axis_name, capacity, wire_dtype, sum_dtype)
+    options = registry.options("moe", axis_name, implementation, schedule)
+    options = dataclasses.replace(options, recipe=recipe, wire_dtype=wire_dtype)
+    parts = ExpertWeights(w_gate_up, w_down, *check.biases("moe", biases))
+    experts, parts = _check_experts(options, x.shape, x.dtype, parts, num_experts, experts)
+    layer = _Layer(experts, capacity, check.result_dtype("moe", preferred_element_type, x.dtype))
+    given = exchange.checked(options, x, topk_idx, topk_weights, num_experts=num_experts, capacity=capacity)
+    run = _on_tokens if balance is None or given.facts.layout.num_ranks == 1 else partial(_balanced, balance)
+    return checkpoint_name((run if x.shape[0] else _without_tokens)(layer, given, parts), OUTPUT_NAME)
 
 
 class _Layer(NamedTuple):
     """What `moe` computes of any tokens: checked arguments that are not arrays."""
 
-    options: Options
     experts: Experts
-    num_experts: int
     capacity: int | None
     sum_dtype: DTypeLike
 
 
 def _over_nodes(
-    call: dict[str, Any],
-    schedule: Schedule,
-    tokens: _Tokens,
+    inside: Callable[..., Array],
+    tokens: tuple[Array, Array, Array],
     num_experts: int,
     topology: Topology,
+    capacity: int | None,
+    wire_dtype: DTypeLike | None,
     sum_dtype: DTypeLike | None,
 ) -> Array:
-    """`moe` inside each node of a `Topology`, between two all-to-alls over the nodes."""
-    capacity = call["capacity"]
+    """`moe`, as `inside`, in each node of a `Topology`, between two all-to-alls over the nodes."""
     if capacity is not None and topology.num_blocks > 1:
         raise ValueError(
             f"moe: {capacity=} with num_blocks={topology.num_blocks} of the Topology, expected one of the two, since"
             " each block has its own rows, fewer than the whole; leave one out."
         )
-    wire = FP8 if call["recipe"] == "fp8" else schedule.wire_dtype
-    inside = functools.partial(moe, schedule=dataclasses.replace(schedule, wire_dtype=None), **call)
-    y = hierarchical.layer(
-        inside,
-        "moe",
-        *tokens,
-        num_experts=num_experts,
-        axis_name=topology,
-        wire_dtypes=(wire, wire),
-        sum_dtype=sum_dtype,
-    )
+    wires = wire_dtype, wire_dtype
+    inside = partial(inside, capacity=capacity)
+    y = hierarchical.layer("moe", inside, tokens, num_experts, topology, wires, sum_dtype)
     return checkpoint_name(y, OUTPUT_NAME)
 
 
-def _checked(
-    call: dict[str, Any],
-    axis_name: AxisName,
-    schedule: Schedule,
-    tokens: _Tokens,
-    parts: ExpertWeights,
-    num_experts: int,
-    capacity: int | None,
-    sum_dtype: DTypeLike | None,
-) -> tuple[_Layer, ExpertWeights]:
-    """Check all arguments but the routing and the capacity, which `exchange.checked` checks."""
-    recipe = call["recipe"]
-    options = registry.options("moe", axis_name, call["implementation"], schedule)
-    options = dataclasses.replace(options, recipe=recipe, wire_dtype=FP8 if recipe == "fp8" else schedule.wire_dtype)
-    experts, parts = _check_experts(options, tokens.x, parts, num_experts, call["experts"])
-    if recipe is not None or isinstance(parts.w_gate_up, QuantizedWeights):
-        check.known_rows("moe", "x", "in FP8 and with quantized experts", tokens.x.shape[0])
-    if recipe is not None:
-        moe_fp8.check_layer(options, experts, parts.b_gate_up, parts.w_down)
-    sum_dtype = check.result_dtype("moe", sum_dtype, tokens.x.dtype)
-    return _Layer(options, experts, num_experts, capacity, sum_dtype), parts
-
-
-def _balanced(layer: _Layer, balance: Balance, call: dict[str, Any], tokens: _Tokens, parts: ExpertWeights) -> Array:
+def _balanced(balance: Balance, layer: _Layer, given: exchange.Checked, parts: ExpertWeights) -> Array:
     """`moe` in passes of at most `balance.rows * T * K` rows per rank."""
 
-    def one_pass(x: Array, topk_idx: Array, topk_weights: Array, parts: Any, **sizes: Any) -> Array:
-        w_gate_up, w_down, *biases = parts
-        return moe(x, topk_idx, topk_weights, w_gate_up, w_down, biases=tuple(biases), **call, **sizes)
+    def one_pass(x: Array, topk_idx: Array, topk_weights: Array, parts: ExpertWeights, **sizes: Any) -> Array:
+        dtype = sizes.pop("preferred_element_type")
+        tokens = exchange.checked(given.options, x, topk_idx, topk_weights, **sizes)
+        return _on_tokens(_Layer(layer.experts, sizes["capacity"], dtype), tokens, parts)
 
-    ids = check.expert_ids("moe", tokens.topk_idx, tokens.x.shape[0], layer.num_experts)
-    arrays = (tokens.x, ids, tokens.topk_weights, tuple(parts))
-    axis, sum_dtype = layer.options.axis, layer.sum_dtype
-    return balanced.run(balance, one_pass, *arrays, num_experts=layer.num_experts, axis=axis, sum_dtype=sum_dtype)
-
-
-def _resolve(layer: _Layer, parts: ExpertWeights, *tokens: Array) -> tuple[exchange.Checked, Plan]:
-    """Check the routing, and resolve the plan of the layer."""
-    given = exchange.checked(layer.options, *tokens, num_experts=layer.num_experts, capacity=layer.capacity)
-    return given, _plan(given, layer.experts, parts, layer.sum_dtype)
+    arrays = given.x, given.topk_idx, given.topk_weights, parts
+    sizes: dict[str, Any] = {"num_experts": given.facts.layout.num_experts, "axis": given.options.axis}
+    return balanced.run(balance, one_pass, *arrays, **sizes, sum_dtype=layer.sum_dtype)
 
 
-def _without_tokens(layer: _Layer, tokens: _Tokens, parts: ExpertWeights) -> Array:
+def _without_tokens(layer: _Layer, given: exchange.Checked, parts: ExpertWeights) -> Array:
     """The empty result; XLA's compiler for GPUs crashes at some programs without a row."""
-    jax.eval_shape(lambda *arrays: _resolve(layer, parts, *arrays) and None, *tokens)  # the same errors
+    _plan(layer, given.options, given.facts, parts)  # the same errors
     # Gradients are zeros that have the shardings of what they belong to.
-    zeros = tokens.x + sum(jnp.sum(a[:0]).astype(tokens.x.dtype) for a in jax.tree.leaves((tokens[2:], parts)))
+    arrays = jax.tree.leaves((given.topk_weights, parts))
+    zeros = given.x + sum(jnp.sum(a[:0]).astype(given.x.dtype) for a in arrays)
     return zeros.astype(layer.sum_dtype)
 
 
-def _on_tokens(layer: _Layer, tokens: _Tokens, parts: ExpertWeights) -> Array:
+def _on_tokens(layer: _Layer, given: exchange.Checked, parts: ExpertWeights) -> Array:
     """`moe` of checked arguments: in one kernel, or as its plan says."""
-    options, experts = layer.options, layer.experts
-    others = {"recipe": options.recipe, "wire_dtype": options.wire_dtype, "capacity": layer.capacity}
-    slots = check.array("moe", "topk_idx", tokens.topk_idx, 2, "[T, K]").size
-    facts = FusedMoEFacts(tokens.x.dtype, experts, slots, parts.w_gate_up, parts.w_down)
-    single = plan_serving.single_launch(options, facts, [name for name, value in others.items() if value is not None])
+    options, facts, experts = given.options, given.facts, layer.experts
+    single = _single_launch(layer, options, facts, parts)
     if single is not None:
-        return _in_one_launch(options, single, experts, *tokens, parts, layer.sum_dtype)
-    given, plan = _resolve(layer, parts, *tokens)
+        arrays = vary_alike((given.topk_idx, given.x, given.topk_weights, parts))
+        return _in_one_launch(layer, single, options, facts, *arrays)
+    plan = _plan(layer, options, facts, parts)
     whole = plan[0].exchange if isinstance(plan, tuple) else plan.exchange
     (x, weights, handle), parts = exchange.located(whole, given, parts)
     if isinstance(plan, plan_serving.QuantizedLayerPlan):
@@ -270,10 +220,8 @@ def _on_tokens(layer: _Layer, tokens: _Tokens, parts: ExpertWeights) -> Array:
     if isinstance(plan, tuple):
         return _by_fp8(plan, experts, x, weights, handle, parts)
     exchange_gemm.check_weight_gradients(plan.first, parts.w_gate_up)
-    if plan.activated is not None:
-        operands = (experts, x, weights, handle, parts)
-        return gemm_activation.run(plan, plan.activated, _with_hidden_rows, *operands)
-    return _with_hidden_rows(plan, experts, x, weights, handle, parts)
+    run = _with_hidden_rows if plan.activated is None else _with_activated_rows
+    return run(plan, experts, x, weights, handle, parts)
 
 
 @operation
@@ -318,17 +266,15 @@ def fused_moe(
       >>> jax_ep.fused_moe(x, idx, weights, jnp.ones((2, 4, 6)), jnp.ones((2, 3, 4))).shape
       (2, 4)
     """
-    if isinstance(w_gate_up, QuantizedWeights):
-        w_gate_up = check_quantized.weights("fused_moe", "w_gate_up", w_gate_up)
-    else:
-        w_gate_up = check.array("fused_moe", "w_gate_up", w_gate_up, 3, "[E, H, 2 * I]")
+    values = w_gate_up.values if isinstance(w_gate_up, QuantizedWeights) else w_gate_up
+    num_experts = check.rows("fused_moe", "w_gate_up", values, "[E, H, 2 * I]").shape[0]
     return moe(
         x,
         topk_idx,
         topk_weights,
         w_gate_up,
         w_down,
-        num_experts=w_gate_up.shape[0],
+        num_experts=num_experts,
         experts=experts,
         biases=biases,
         axis_name=(),
@@ -340,68 +286,92 @@ def fused_moe(
 
 
 def _check_experts(
-    options: Options, x: Array, parts: ExpertWeights, num_experts: int, experts: Experts | None
+    options: Options,
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    parts: ExpertWeights,
+    num_experts: int,
+    experts: Experts | None,
 ) -> tuple[Experts, ExpertWeights]:
-    """What the experts compute, and what they are made of, checked against the tokens and each other."""
+    """What the experts compute, and what they are made of, checked against tokens of this shape and each other."""
     function = options.function
     num_experts, num_ranks = check.experts(function, num_experts, options.axis)
-    num_local = num_experts // num_ranks
-    found = check_quantized.layer_weights(function, x, *parts[:2], num_local, recipe=options.recipe)
+    num_local, (num_tokens, hidden) = num_experts // num_ranks, shape
+    found = check_quantized.layer_weights(function, hidden, dtype, *parts[:2], num_local, recipe=options.recipe)
     w_gate_up, w_down = map(as_array, found)
-    if isinstance(w_gate_up, QuantizedWeights) and w_gate_up.master is None:
-        check_quantized.no_fused_gemms(options)
+    is_quantized = isinstance(w_gate_up, QuantizedWeights)
     columns, intermediate = w_gate_up.shape[2], w_down.shape[1]
     experts = check.expert_function(function, experts, columns, intermediate)
     b_gate_up = check.bias(function, "b_gate_up", parts.b_gate_up, (num_local, columns))
-    b_down = check.bias(function, "b_down", parts.b_down, (num_local, x.shape[1]))
+    b_down = check.bias(function, "b_down", parts.b_down, (num_local, hidden))
+    if options.recipe is not None or is_quantized:
+        check.known_rows(function, "x", "in FP8 and with quantized experts", num_tokens)
+    if options.recipe is not None:
+        moe_fp8.check_layer(options, experts, b_gate_up, w_down)
+    elif is_quantized:
+        check_quantized.no_fused_gemms(options)
     return experts, ExpertWeights(w_gate_up, w_down, b_gate_up, b_down)
 
 
-def _plan(given: exchange.Checked, experts: Experts, parts: ExpertWeights, sum_dtype: DTypeLike) -> Plan:
+def _plan(layer: _Layer, options: Options, facts: ExchangeFacts, parts: ExpertWeights) -> Plan:
     """Resolve the layer of these arguments."""
     w_gate_up, w_down = parts[:2]
     sizes = plans.LayerSizes(w_gate_up.shape[2], w_down.shape[1], parts.b_gate_up is not None)
-    if given.options.recipe is not None:
+    if options.recipe is not None:
         up, down = (getattr(w, "master", w).dtype for w in (w_gate_up, w_down))
-        return plans.fp8_layer(given.options, given.facts, experts, sizes, sum_dtype, (up, down))
+        return plans.fp8_layer(options, facts, layer.experts, sizes, layer.sum_dtype, (up, down))
     if isinstance(w_gate_up, QuantizedWeights):
-        return plan_serving.quantized_layer(given.options, given.facts, experts, (w_gate_up, w_down), sum_dtype)
-    return plans.layer(given.options, given.facts, experts, sizes, sum_dtype)
+        return plan_serving.quantized_layer(options, facts, layer.experts, (w_gate_up, w_down), layer.sum_dtype)
+    return plans.layer(options, facts, layer.experts, sizes, layer.sum_dtype)
 
 
+def _single_launch(layer: _Layer, options: Options, facts: ExchangeFacts, parts: ExpertWeights) -> Part | None:
+    """Resolve the kernel that is the whole layer; None: there is none, or several are faster."""
+    num_slots = facts.layout.num_tokens * facts.layout.top_k
+    whole = FusedMoEFacts(facts.dtype, layer.experts, num_slots, parts.w_gate_up, parts.w_down)
+    others = {"recipe": options.recipe, "wire_dtype": options.wire_dtype, "capacity": layer.capacity}
+    return plan_serving.single_launch(options, whole, [name for name, value in others.items() if value is not None])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _in_one_launch(
-    options: Options,
+    layer: _Layer,
     single: Part,
-    experts: Experts,
-    x: Array,
+    options: Options,
+    facts: ExchangeFacts,
     topk_idx: Array,
+    x: Array,
     topk_weights: Array,
     parts: ExpertWeights,
-    sum_dtype: DTypeLike,
 ) -> Array:
-    """`moe` on one device by the launch that is all of it."""
-    num_experts = parts.w_down.shape[0]
-    topk_idx = check.expert_ids(options.function, topk_idx, x.shape[0], num_experts)
-    topk_weights = check.router_weights(options.function, topk_weights, topk_idx.shape, x)
-    apart = dataclasses.replace(options.schedule, single_launch=False)
+    """`moe` on one device by the launch that is all of it; for a gradient the layer runs in several launches."""
+    run = registry.get("fused_moe", single.implementation).fused_moe
+    biases = parts.b_gate_up, parts.b_down
+    return run(layer.experts, x, topk_idx, topk_weights, *parts[:2], biases, out_dtype=layer.sum_dtype)
 
-    def unfused(topk_idx: Array, x: Array, topk_weights: Array, matrices: Any, biases: Any) -> Array:
-        return moe(
-            x,
-            topk_idx,
-            topk_weights,
-            *matrices,
-            num_experts=num_experts,
-            experts=experts,
-            biases=biases,
-            axis_name=(),
-            preferred_element_type=sum_dtype,
-            schedule=apart,
-            implementation=options.implementation,
-        )
 
-    operands = (topk_idx, x, topk_weights, tuple(parts[:2]), tuple(parts[2:]))
-    return fused_moe_in_one.run(options, single, experts, sum_dtype, unfused, *vary_alike(operands))
+type _Pull = Callable[[Array], tuple[Any, ...]]
+
+
+def _one_launch_forward(
+    layer: _Layer, single: Part, options: Options, facts: ExchangeFacts, topk_idx: Array, *operands: Any
+) -> tuple[Array, _Pull]:
+    quantized_gemm.refuse_gradient(options, operands[2][:2])
+    apart = dataclasses.replace(options, schedule=dataclasses.replace(options.schedule, single_launch=False))
+
+    def unfused(x: Array, topk_weights: Array, parts: ExpertWeights) -> Array:
+        return _on_tokens(layer, exchange.Checked(apart, facts, x, topk_idx, topk_weights, None), parts)
+
+    return jax.vjp(unfused, *operands)
+
+
+def _one_launch_backward(
+    layer: _Layer, single: Part, options: Options, facts: ExchangeFacts, pull: _Pull, cotangent: Array
+) -> tuple[Any, ...]:
+    return None, *pull(cotangent)
+
+
+_in_one_launch.defvjp(_one_launch_forward, _one_launch_backward)
 
 
 def _by_fp8(
@@ -436,6 +406,40 @@ def _with_hidden_rows(
     return run(plan.second, plan.activation, experts, between, parts.w_down, handle)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _with_activated_rows(
+    plan: plans.LayerPlan, experts: Experts, x: Array, weights: Array, handle: Handle, parts: ExpertWeights
+) -> Array:
+    """`_with_hidden_rows`, where the first GEMM stores activated rows, which are not enough for a gradient."""
+    rows, row_weights = exchange_gemm.dispatch_apart(plan.first, x, weights, handle)
+    product = registry.get("gemm_activation", cast(Part, plan.activated).implementation).gemm_activation
+    rows = product(experts, rows, parts.w_gate_up, handle.group_sizes, cast(Array, row_weights))
+    bias = None if parts.b_down is None else Bias(parts.b_down, row_weights)
+    return exchange_gemm.multiply_and_combine(plan.second, rows, parts.w_down, handle, bias)
+
+
+def _activated_forward(plan: plans.LayerPlan, experts: Experts, *arguments: object) -> tuple[Array, _Pull]:
+    """Save what `_with_hidden_rows` saves for those arguments alone that have a gradient."""
+    trained = jax.tree.map(lambda a: a.value if a.perturbed else None, arguments, is_leaf=_is_argument)
+
+    def of(trained: object) -> Array:
+        whole = jax.tree.map(lambda a, t: a.value if t is None else t, arguments, trained, is_leaf=_is_argument)
+        return _with_hidden_rows(plan, experts, *whole)
+
+    return jax.vjp(of, trained)
+
+
+def _is_argument(node: object) -> bool:
+    return isinstance(node, CustomVJPPrimal)
+
+
+def _activated_backward(plan: plans.LayerPlan, experts: Experts, pull: _Pull, cotangent: Array) -> tuple[Any, ...]:
+    return pull(cotangent)[0]
+
+
+_with_activated_rows.defvjp(_activated_forward, _activated_backward, symbolic_zeros=True)
+
+
 def _by_quantized(
     plan: plan_serving.QuantizedLayerPlan,
     experts: Experts,
@@ -448,7 +452,7 @@ def _by_quantized(
     options, sizes = plan.options, handle.group_sizes
     first, second = (w.activations == "fp8" for w in (parts.w_gate_up, parts.w_down))
     if first:
-        dispatch = functools.partial(exchange.dispatch_quantized, plan.exchange)
+        dispatch = partial(exchange.dispatch_quantized, plan.exchange)
         tokens, row_weights = quantized_gemm.without_gradient(options, dispatch, x, weights, handle)
         hidden = quantized_gemm.multiply_fp8(plan.first, x.dtype, tokens, parts.w_gate_up, sizes)
     else:
@@ -457,7 +461,7 @@ def _by_quantized(
     row_weights, inner = cast(Array, row_weights), parts.w_down.shape[1]
     if second and is_one_pass(experts, parts.b_gate_up):
         operands = (hidden, row_weights, parts.b_gate_up, sizes)
-        between = functools.partial(quantized_gemm.fp8_operands(plan.second).activate_quantized, experts)
+        between = partial(quantized_gemm.fp8_operands(plan.second).activate_quantized, experts)
         quantized = quantized_gemm.without_gradient(options, between, *operands)
         products = quantized_gemm.multiply_fp8(plan.second, x.dtype, quantized, parts.w_down, sizes)
     else:

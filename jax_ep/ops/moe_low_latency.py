@@ -135,17 +135,9 @@ def _over_nodes(
         checked_max_tokens(_NAME, x.shape[0], max_tokens_per_rank)
     w_gate_up = call["w_gate_up"]
     takes_fp8 = isinstance(w_gate_up, QuantizedWeights) and w_gate_up.activations == "fp8"
-    return hierarchical.layer(
-        partial(low_latency_moe, **call),
-        _NAME,
-        x,
-        topk_idx,
-        topk_weights,
-        num_experts=num_experts,
-        axis_name=topology,
-        wire_dtypes=(FP8 if takes_fp8 else None, None),
-        sum_dtype=call["preferred_element_type"],
-    )
+    inside, wires = partial(low_latency_moe, **call), (FP8 if takes_fp8 else None, None)
+    tokens, sum_dtype = (x, topk_idx, topk_weights), call["preferred_element_type"]
+    return hierarchical.layer(_NAME, inside, tokens, num_experts, topology, wires, sum_dtype)
 
 
 def _check_experts(
@@ -157,7 +149,7 @@ def _check_experts(
     biases: Biases | None,
 ) -> tuple[Experts, ExpertWeights]:
     """What the experts compute, and their weights as the GEMMs read them."""
-    w_gate_up, w_down = check_quantized.layer_weights(_NAME, x, w_gate_up, w_down, num_local)
+    w_gate_up, w_down = check_quantized.layer_weights(_NAME, x.shape[1], x.dtype, w_gate_up, w_down, num_local)
     experts = check.expert_function(_NAME, experts, w_gate_up.shape[2], w_down.shape[1])
     b_gate_up, b_down = check.biases(_NAME, biases)
     b_gate_up = check.bias(_NAME, "b_gate_up", b_gate_up, (num_local, w_gate_up.shape[2]))

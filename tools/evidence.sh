@@ -54,7 +54,7 @@ if ((gpus > 1)); then
   bench layer-parts 150 "layer.py --models $models $many --parts dispatch combine --layers --suffix '${suffix}_parts'"
   graphs="--graphs $many --ragged-tokens 4096 32768"
   bench exchange-graphs 80 "exchange.py $graphs --ranks $gpus --suffix '${suffix}_graphs'"
-  bench low-latency 150 "low_latency.py --suffix '$suffix' --parts exchange layer --ranks $gpus"
+  bench low-latency 150 "low_latency.py --suffix '$suffix' --ranks $gpus"
   recipes="--layers moe fp8 'fp8 once' capacity"
   bench layer-recipes 80 "layer.py --models deepseek-v3 --tokens 4096 --routing uniform --parts $recipes --suffix '${suffix}_recipes'"
   bench layer-mixtral 150 "layer.py --models mixtral-8x7b $layers --suffix '${suffix}_mixtral'"
@@ -78,7 +78,6 @@ bench compile-times 140 "$compile"
 bench compile-times-fp8 80 "$compile --recipe fp8 --suffix _fp8"
 bench fused-moe-large 100 "fused_moe.py --models deepseek-v3 --shard 8 --suffix _deepseek_shard"
 bench grouped-gemm 300 "grouped_gemm.py"
-bench decode-experts 120 "low_latency.py --parts experts"
 tests gpu 560
 tests devices 120 "JOBS=8 "
 

@@ -16,7 +16,7 @@ BENCHMARKS = {
     "exchange": "dispatch and combine, compared with XLA's collectives and the copy engines; two GPUs or more",
     "grouped-gemm": "grouped GEMMs and their gradients, compared with cuBLAS",
     "moe": "the expert layer on several GPUs, forward and backward, compared with what JAX offers",
-    "low-latency": "all-to-all, experts and layer for decode-sized batches",
+    "low-latency": "all-to-all and layer for decode-sized batches",
     "train": "a whole training step with the widths of a model, compared with other expert layers",
     "fused-moe": "the expert layer on one GPU, by weight type, compared with `ragged_dot`, cuBLAS and PyTorch",
 }

@@ -450,14 +450,9 @@ def measured(main: Callable[[], object]) -> None:
             sys.exit(f"{report.path}: nothing measured")
 
 
-def can_measure(args: argparse.Namespace, num_devices: int) -> bool:
-    """Return whether there are enough GPUs, or with `--quick` enough devices of any kind."""
-    return (jax.default_backend() == "gpu" or args.quick) and jax.device_count() >= num_devices
-
-
 def require_devices(what: str, args: argparse.Namespace, *, num_devices: int = 2) -> None:
-    """Exit with status 1 if there are too few devices."""
-    if not can_measure(args, num_devices):
+    """Exit with status 1 if there are too few GPUs, or with `--quick` too few devices of any kind."""
+    if not (jax.default_backend() == "gpu" or args.quick) or jax.device_count() < num_devices:
         sys.exit(f"{what}: needs {'two or more GPUs' if num_devices == 2 else 'a GPU'}; nothing measured")
 
 

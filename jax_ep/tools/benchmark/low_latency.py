@@ -1,12 +1,10 @@
 """Low-latency operations for decode-sized batches on GPUs, compared with XLA's and with the layer of training.
 
     python benchmarks/low_latency.py --parts exchange --tokens 1 128 --ranks 2 4
-    python benchmarks/low_latency.py --parts experts --only gate_up
 
 Each part has a report in results/. Without GPUs `--quick` runs the kernels of the all-to-all in Triton's interpreter.
 
   exchange  low_latency.json: dispatch and combine on several GPUs
-  experts   decode_experts.json: the GEMMs and the activation between them on one GPU, see decode_experts.py
   layer     decode_layer.json: the whole layer on several GPUs, in FP8 and in bfloat16:
               low latency             dispatch, GEMM, activation, and GEMM + combine in one kernel (`low_latency_moe`)
               low latency, separate   the same with GEMM and combine in two kernels
@@ -36,10 +34,10 @@ from jax import Array, lax
 
 import jax_ep
 from jax_ep.core.dtypes import FP8
+from jax_ep.ops.masked import masked_gated_activation
 from jax_ep.serving import serving_weights
-from jax_ep.tools.benchmark import decode_experts, harness, rates
+from jax_ep.tools.benchmark import harness, rates
 from jax_ep.tools.benchmark.chains import Program, on_each_rank, passed_on
-from jax_ep.tools.benchmark.decode_experts import multiply
 from jax_ep.tools.benchmark.harness import Report, Timing
 from jax_ep.tools.benchmark.inputs import (
     AXIS,
@@ -56,7 +54,7 @@ from jax_ep.tools.benchmark.inputs import (
 from jax_ep.types import Schedule
 
 TOKENS = {2: [1, 128, 512], 4: [1, 8, 32, 128, 256, 512]}  # of the exchange, by ranks
-DECODE_TOKENS, DECODE_RANKS = [1, 8, 32, 128, 256], 4
+DECODE_TOKENS = [1, 8, 32, 128, 256]
 WORD = "one word"
 LENGTHS, QUICK_LENGTHS = (24, 72), (1, 2)  # the first launches wait for the slower host thread
 LAYER_LENGTHS = (4, 24)
@@ -226,22 +224,7 @@ def measure_exchange(args: argparse.Namespace, model: Model) -> Report:
     return report
 
 
-# --- parts: experts and layer ---------------------------------------------------------------------------------------
-
-
-def decode_report(name: str, args: argparse.Namespace, model: Model) -> tuple[Report, list[int]]:
-    """Return the report of a part, and its numbers of tokens."""
-    tokens = args.tokens or ([2] if args.quick else DECODE_TOKENS)
-    return Report(name, args, {"model": model._asdict(), "tokens": tokens}), tokens
-
-
-def measure_experts(args: argparse.Namespace, model: Model) -> Report:
-    """Measure the experts of one of several ranks."""
-    report, tokens = decode_report("decode_experts", args, model)
-    for num_ranks in args.ranks or [DECODE_RANKS]:
-        decode_experts.measure(report, args, model, num_ranks, tokens)
-    return report
-
+# --- part: layer ------------------------------------------------------------------------------------------------------
 
 Layer = Callable[..., Array]  # x, ids, router weights, gate_up, down -> x
 
@@ -253,12 +236,18 @@ def low_latency(model: Model, name: str | None, *arrays: Any) -> Array:
 
 def separate(model: Model, name: str | None, x: Array, ids: Array, weights: Array, gate_up: Any, down: Any) -> Array:
     """Run `low_latency_moe` with GEMM and combine in two kernels."""
-    fp8 = gate_up.activations == "fp8"
-    sizes = {"num_experts": model.experts, "max_tokens_per_rank": x.shape[0], "quantize": fp8}
-    d = jax_ep.low_latency_dispatch(x, ids, **sizes, implementation=name)
-    expected = max(1, -(-d.handle.layout.num_ranks * ids.size // model.experts))
-    one = partial(multiply, name, expected, d.group_sizes)
-    y = one(*decode_experts.activation(name, d.group_sizes, one(d.tokens, d.scales, gate_up), quantize=fp8), down)
+    sizes, fp8 = {"num_experts": model.experts, "max_tokens_per_rank": x.shape[0]}, gate_up.activations == "fp8"
+    d = jax_ep.low_latency_dispatch(x, ids, **sizes, quantize=fp8, implementation=name)
+    multiply = partial(
+        jax_ep.masked_grouped_gemm,
+        group_sizes=d.group_sizes,
+        preferred_element_type=x.dtype,
+        expected_rows=max(1, -(-d.handle.layout.num_ranks * ids.size // model.experts)),
+        implementation=name,
+    )
+    hidden = multiply(d.tokens, gate_up, lhs_scales=d.scales)
+    rows, scales = masked_gated_activation(hidden, d.group_sizes, quantize=fp8, implementation=name)
+    y = multiply(rows, down, lhs_scales=scales)
     return jax_ep.low_latency_combine(y, ids, weights, d.handle, implementation=name)
 
 
@@ -270,7 +259,8 @@ def layer_chain(mesh: jax.sharding.Mesh, layer: Layer, arrays: tuple[Any, ...], 
 
 def measure_layer(args: argparse.Namespace, model: Model) -> Report:
     """Measure the whole layer."""
-    report, tokens = decode_report("decode_layer", args, model)
+    tokens = args.tokens or ([2] if args.quick else DECODE_TOKENS)
+    report = Report("decode_layer", args, {"model": model._asdict(), "tokens": tokens})
     for num_ranks in args.ranks or [jax.device_count()]:
         mesh = expert_mesh(num_ranks)
         if jax.default_backend() == "gpu":
@@ -322,7 +312,7 @@ def measure_decode(
 
 # --- command line ---------------------------------------------------------------------------------------------------
 
-PARTS = {"exchange": measure_exchange, "experts": measure_experts, "layer": measure_layer}
+PARTS = {"exchange": measure_exchange, "layer": measure_layer}
 
 
 def options(prog: str | None = None) -> argparse.ArgumentParser:
@@ -332,10 +322,8 @@ def options(prog: str | None = None) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", choices=MODELS, help=f"default: {DEFAULT}; --quick: {QUICK}")
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
-    ranks = "number of GPUs (default: 2 4 for the exchange, all for the layer); experts: the ranks that would"
-    add("--ranks", type=int, nargs="+", help=f"{ranks} share the experts (default: {DECODE_RANKS})")
-    add("--dtypes", nargs="+", choices=("fp8", "bf16"), default=["fp8", "bf16"], help="experts")
-    add("--only", nargs="+", help="experts: only variants whose names contain one of these")
+    ranks = "numbers of GPUs (default: 2 4 for the exchange, all for the layer)"
+    add("--ranks", type=int, nargs="+", help=ranks)
     return parser
 
 
@@ -343,11 +331,7 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
     """Measure all parts, each with its report."""
     args = harness.parse(options(prog), arguments)
     jax.config.update("jax_num_cpu_devices", harness.QUICK_DEVICES)
-    needed = {part: 1 if part == "experts" else 2 for part in args.parts}
-    harness.require_devices("low_latency", args, num_devices=min(needed.values()))
-    for part, num_devices in needed.items():
-        if not harness.can_measure(args, num_devices):
-            print(f"left out, {part}: needs two or more GPUs")
-            continue
+    harness.require_devices("low_latency", args)
+    for part in args.parts:
         report = PARTS[part](args, MODELS[args.model or (QUICK if args.quick else DEFAULT)])
         print(report.path)

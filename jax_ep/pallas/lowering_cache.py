@@ -23,6 +23,7 @@ import jaxlib
 from jax import export
 
 from jax_ep.core.files import sources_digest, write_atomically
+from jax_ep.pallas.subprocess_lowering import Shapes
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _FOLDER = "jax_ep_lowered"
@@ -31,15 +32,15 @@ _MAX_BYTES = 1 << 28  # of a file; a launch has half a megabyte
 
 
 def cached_or_made(
-    launch: Callable[..., object], facts: object, make: Callable[[], export.Exported]
+    launch: Callable[..., object], facts: tuple[Shapes, *tuple[object, ...]], make: Callable[[], export.Exported]
 ) -> export.Exported:
-    """Return the cached export of a launch, or make it and cache it; `facts` are identified by their `repr`."""
+    """Return the cached export of a launch, or make it and cache it; the facts are identified by their `repr`."""
     folder = _folder()
     if folder is None:
         return make()
     path = folder / _name(launch, facts)
     found = _read(path)
-    if found is not None:
+    if found is not None and _takes(found, facts[0]):
         return found
     made = make()
     payload = bytes(made.serialize())
@@ -92,6 +93,12 @@ def _read(path: Path) -> export.Exported | None:
     with contextlib.suppress(OSError):  # a read-only folder keeps its times
         os.utime(path)
     return found
+
+
+def _takes(found: export.Exported, operands: Shapes) -> bool:
+    """Return whether a launch is one for GPUs of these operands."""
+    given = [(x.shape, x.dtype) for x in found.in_avals]
+    return given == [(x.shape, x.dtype) for x in operands] and found.platforms == ("cuda",)
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -128,10 +128,10 @@ def test_export_cache_errors_reach_caller():
         lower(lambda x: lowered_once(refuse)(x, interpret=False), ROWS)
 
 
-def lower_here(factor=2.0):
+def lower_here(factor=2.0, rows=ROWS):
     """Lower in a process without earlier launches; return the program, and how often its launch was traced."""
     run, traced = make_launch()
-    return lower(lambda x: run(x, x, interpret=False, factor=factor), ROWS), len(traced)
+    return lower(lambda x: run(x, x, interpret=False, factor=factor), rows), len(traced)
 
 
 def test_export_cache_files_shared_by_processes(cache, tmp_path):
@@ -159,12 +159,15 @@ def test_export_cache_truncated_files(cache, tmp_path):
         assert lower_here() == (text, 0)
 
 
-@pytest.mark.parametrize("what", ["nothing", "text", "end", "module", "other launch", "pipe", "folder", "huge"])
+@pytest.mark.parametrize(
+    "what", ["nothing", "text", "end", "module", "other launch", "other sizes", "pipe", "folder", "huge"]
+)
 def test_export_cache_foreign_files(what, cache, tmp_path):
     """Also with a correct digest."""
     pytest.importorskip("flatbuffers")
     cache(tmp_path)
-    other, _ = lower_here(factor=3.0)
+    rows = jax.ShapeDtypeStruct((3, 2), jnp.float32) if what == "other sizes" else ROWS
+    other, _ = lower_here(factor=3.0, rows=rows)
     (path,) = tmp_path.glob("*/*")
     payload = path.read_bytes()[lowering_cache._DIGEST_BYTES :]
     path.unlink()
@@ -172,6 +175,7 @@ def test_export_cache_foreign_files(what, cache, tmp_path):
     (path,) = tmp_path.glob("*/*")
     module = payload.index(b"ML\xefR")
     payloads = {"nothing": b"", "text": b"no launch", "end": payload[:-100], "other launch": payload}
+    payloads["other sizes"] = payload
     payloads["module"] = payload[: module + 4] + bytes(200) + payload[module + 204 :]
     path.unlink()
     if what == "pipe":

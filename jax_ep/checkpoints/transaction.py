@@ -125,7 +125,8 @@ def _recover(function: str, folder: Path) -> None:
     stage = folder / _STAGE
     if not os.path.lexists(stage):
         return
-    if stage.is_symlink() or not stage.is_dir():
+    parts = [stage, *(stage.iterdir() if stage.is_dir() else ())]
+    if any(path.is_symlink() or not path.is_dir() for path in parts):
         raise FileExistsError(f"{function}: {stage} is not the folder of a save, expected none or one; move it away.")
     new, old, names = stage / "new", stage / "old", stage / "names"
     if names.is_dir():

@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import importlib.util
 import os
+import stat
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ import jaxlib
 from jax import export
 
 from jax_ep.core.files import sources_digest, write_atomically
+from jax_ep.core.json_files import cut, read_regular
 from jax_ep.pallas.subprocess_lowering import Shapes
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -46,8 +48,8 @@ def cached_or_made(
     payload = bytes(made.serialize())
     try:
         _write(path, _digest(path, payload) + payload)
-    except OSError as error:
-        warnings.warn(f"a lowered kernel is not cached for other processes: {error}", stacklevel=2)
+    except (OSError, ValueError) as error:  # ValueError: a path that the system does not support
+        warnings.warn(f"a lowered kernel is not cached for other processes: {cut(error, 200)}", stacklevel=2)
     return made
 
 
@@ -77,10 +79,8 @@ def _digest(path: Path, payload: bytes) -> bytes:
 def _read(path: Path) -> export.Exported | None:
     """Read a launch; None if the file is missing or invalid."""
     try:
-        if not path.is_file() or path.stat().st_size > _MAX_BYTES:
-            return None
-        content = path.read_bytes()
-    except OSError:
+        content = read_regular(path, _MAX_BYTES)
+    except (OSError, ValueError):
         return None
     payload = content[_DIGEST_BYTES:]
     if _digest(path, payload) != content[:_DIGEST_BYTES]:
@@ -98,7 +98,8 @@ def _read(path: Path) -> export.Exported | None:
 def _takes(found: export.Exported, operands: Shapes) -> bool:
     """Return whether a launch is one for GPUs of these operands."""
     given = [(x.shape, x.dtype) for x in found.in_avals]
-    return given == [(x.shape, x.dtype) for x in operands] and found.platforms == ("cuda",)
+    has_same_structure = found.in_tree == jax.tree.structure((operands, {}))
+    return has_same_structure and given == [(x.shape, x.dtype) for x in operands] and found.platforms == ("cuda",)
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -118,8 +119,9 @@ def _make_room(folder: Path, limit: int) -> None:
     found = []
     for path in folder.glob("*"):
         with contextlib.suppress(FileNotFoundError):  # other processes delete files, too
-            status = path.stat()
-            found.append((status.st_mtime_ns, status.st_size, path))
+            status = path.lstat()
+            if stat.S_ISREG(status.st_mode):
+                found.append((status.st_mtime_ns, status.st_size, path))
     excess = sum(size for _, size, _ in found) - limit
     for _, size, path in sorted(found):
         if excess <= 0:

@@ -260,6 +260,36 @@ def test_export_cache_disabled(why, cache, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_export_cache_operands_in_another_structure(cache, tmp_path):
+    """The payload has the operands' shapes, but takes them as one tuple."""
+    pytest.importorskip("flatbuffers")
+    cache(tmp_path)
+    expected = lower_here()
+    (path,) = tmp_path.glob("*/*")
+    swapped = export.export(jax.jit(lambda pair: pair[0] + pair[1]), platforms=("cuda",))((ROWS, ROWS))
+    payload = bytes(swapped.serialize())
+    path.write_bytes(lowering_cache._digest(path, payload) + payload)
+    assert lower_here() == expected
+
+
+def test_export_cache_eviction_skips_other_kinds(cache, limit, tmp_path):
+    pytest.importorskip("flatbuffers")
+    others = tmp_path / "jax_ep_lowered"
+    (others / "folder").mkdir(parents=True)
+    (others / "loop").symlink_to("loop")
+    cache(tmp_path)
+    limit(1 << 20)
+    assert [lower_here()[1] for _ in range(2)] == [1, 0]
+
+
+@pytest.mark.parametrize("folder", ["/tmp/a\0b", "/\ud800", "/" + "x" * 3000], ids=["NUL", "surrogate", "long"])
+def test_export_cache_impossible_folder(folder, cache):
+    pytest.importorskip("flatbuffers")
+    cache(folder)
+    with pytest.warns(UserWarning, match=r"^a lowered kernel is not cached for other processes: .{1,200}$"):
+        assert lower_here()[1] == 1
+
+
 def test_export_cache_unwritable_folder(cache, tmp_path):
     pytest.importorskip("flatbuffers")
     (tmp_path / "jax_ep_lowered").write_text("not a folder")

@@ -6,8 +6,8 @@ import json
 import math
 from pathlib import Path
 
-import jax
 import pytest
+from reports import run_quickly
 
 from jax_ep.tools.benchmark import inputs, train
 
@@ -15,8 +15,7 @@ from jax_ep.tools.benchmark import inputs, train
 @pytest.mark.slow
 def test_train_benchmark_steps_of_all_layers_agree(tmp_path: Path) -> None:
     variants = ["jax_ep", "jax_ep balance", "xla", "padded"]
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        train.main(["--quick", "--out", str(tmp_path), "--variants", *variants])
+    run_quickly("train.py", tmp_path, "--variants", *variants)
     rows = json.loads((tmp_path / "train.json").read_text())["rows"]
     assert [row["variant"] for row in rows] == variants
     for row in rows:

@@ -28,7 +28,7 @@ import numpy as np
 from jax_ep.tools.benchmark import harness
 from jax_ep.tools.benchmark.harness import Report, Timing
 
-PAUSE_S = 0.005  # far longer than any gap inside a run
+_PAUSE_S = 0.005  # far longer than any gap inside a run
 _WARMUP = 2  # the first runs load code and record CUDA graphs
 _NAME_WIDTH = 72
 
@@ -138,18 +138,23 @@ def _median(values: Iterable[float]) -> float:
     return float(np.median(list(values)))
 
 
-def record(program: Program, rounds: int, folder: Path) -> tuple[list[Event], float]:
-    """Return the kernels of the first GPU in `rounds` runs, and microseconds of a run without the profiler."""
-    run = partial(jax.jit(program.fn).lower(*program.arguments).compile(), *program.arguments)
-    unprofiled = harness.measure_interleaved({"run": run}, rounds, warmup=_WARMUP, title="without the profiler")["run"]
+def trace(run: Callable[[], Any], rounds: int, folder: Path) -> list[Event]:
+    """Return the kernels of the first GPU in `rounds` runs, with a pause after each."""
     options = jax.profiler.ProfileOptions()
     # A trace holds a million events; those of the host would fill it.
     options.python_tracer_level, options.host_tracer_level = 0, 1
     with jax.profiler.trace(folder, profiler_options=options):
         for _ in range(rounds):
             jax.block_until_ready(run())
-            time.sleep(PAUSE_S)
-    return kernels(load(folder)), 1e6 * unprofiled.median
+            time.sleep(_PAUSE_S)
+    return kernels(load(folder))
+
+
+def record(program: Program, rounds: int, folder: Path) -> tuple[list[Event], float]:
+    """Return the kernels of the first GPU in `rounds` runs, and microseconds of a run without the profiler."""
+    run = partial(jax.jit(program.fn).lower(*program.arguments).compile(), *program.arguments)
+    unprofiled = harness.measure_interleaved({"run": run}, rounds, warmup=_WARMUP, title="without the profiler")["run"]
+    return trace(run, rounds, folder), 1e6 * unprofiled.median
 
 
 def profile(program: Program, rounds: int, folder: Path | None = None) -> tuple[Timing, dict[str, Any]]:

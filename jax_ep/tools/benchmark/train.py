@@ -256,13 +256,7 @@ def time_by_group(kernels: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def profile(run: Callable[[], Any], folder: Path) -> dict[str, Any]:
     """Profile `PROFILED` steps; return busy and idle time, time by group, and the longest kernels."""
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level, options.host_tracer_level = 0, 1
-    with jax.profiler.trace(folder, profiler_options=options):
-        for _ in range(PROFILED):
-            jax.block_until_ready(run())
-            time.sleep(profiler.PAUSE_S)
-    runs = profiler.split_runs(profiler.kernels(profiler.load(folder)), PROFILED)
+    runs = profiler.split_runs(profiler.trace(run, PROFILED, folder), PROFILED)
     found = profiler.summarise(runs)
     kernels = [{k: kernel[k] for k in ("name", "calls", "us")} for kernel in found["kernels"]]
     times = {"busy_ms": found["busy_us"] / 1e3, "idle_ms": found["idle_us"] / 1e3}
@@ -393,6 +387,7 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
     """Measure, and print tables."""
     parser = options(prog)
     args = harness.parse(parser, arguments)
+    jax.config.update("jax_num_cpu_devices", harness.QUICK_DEVICES)
     harness.require_devices("train", args)
     defaults = ("tiny", 2, 64, 32) if args.quick else ("qwen3-30b", 4, 16384, 1024)
     for name, default in zip(("model", "layers", "tokens", "length"), defaults, strict=True):

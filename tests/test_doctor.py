@@ -135,10 +135,3 @@ def test_doctor_tries_every_implementation(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(doctor, "_error_of", lambda name: tried.append(name) or 0.001)
     list(doctor._computations())
     assert tried == list(registry.available())
-
-
-@pytest.mark.parametrize("arguments", [[], ["nonsense"]])
-def test_doctor_unknown_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        __main__.main(arguments)
-    assert "COMMAND" in capsys.readouterr().err

@@ -25,11 +25,9 @@ import serve_moe
 import train_moe_flax
 from harness import STRICT_PYTHON
 from lm.checkpoints import Checkpoints
-from lm.data import WindowIterator, read_corpus, unigram_entropy
 from lm.devices import make_mesh
 from lm.generation import Generator, compare
 from lm.model import LanguageModel, ModelConfig, empty_cache
-from lm.report import load_bars
 from lm.training import TrainConfig, Trainer
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
@@ -196,38 +194,6 @@ def test_dispatch_in_shard_map() -> None:
     done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.split()[-1]) < 1e-3
-
-
-def test_corpus_is_deterministic_and_split_by_file(tmp_path: Path) -> None:
-    (tmp_path / "test").mkdir()
-    (tmp_path / "test/left_out.py").write_text("never")
-    for index in range(60):
-        (tmp_path / f"m{index}.py").write_text(f"value = {index}\n")
-    corpus = read_corpus(tmp_path, held_out_share=0.2)
-    train_files, held_out_files = (bytes(text).split(b"\0")[:-1] for text in (corpus.train, corpus.held_out))
-    assert not set(train_files) & set(held_out_files)
-    assert sorted(train_files + held_out_files) == sorted(b"value = %d\n" % index for index in range(60))
-    assert bytes(read_corpus(tmp_path, held_out_share=0.2).held_out) == bytes(corpus.held_out)
-    assert unigram_entropy(np.frombuffer(b"aabb", np.uint8)) == pytest.approx(np.log(2))
-
-
-def test_window_iterator_continues_from_its_state() -> None:
-    text = np.arange(2000, dtype=np.uint16) % 251
-    text = text.astype(np.uint8)
-    batches = WindowIterator(text, batch_size=4, length=16, seed=1)
-    next(batches)
-    state = json.loads(json.dumps(batches.state()))
-    expected = [next(batches) for _ in range(3)]
-    again = WindowIterator(text, batch_size=4, length=16, seed=9)
-    again.restore(state)
-    for batch in expected:
-        np.testing.assert_array_equal(next(again), batch)
-        assert batch.shape == (4, 17)
-        np.testing.assert_array_equal((batch[:, :-1] + 1) % 251, batch[:, 1:])  # Consecutive bytes of the text.
-
-
-def test_load_bars() -> None:
-    assert load_bars(np.array([0, 1, 1, 2])) == "▁▅▅█"
 
 
 @pytest.mark.slow

@@ -1,10 +1,8 @@
 """What every public name must document, and the `>>>` examples in its docstring, which run."""
 
-import dataclasses
 import doctest
 import importlib
 import inspect
-import re
 
 import jax
 import pytest
@@ -30,21 +28,6 @@ NAMES = {
 NUM_DEVICES = 8
 # Results are compared as text: allow other spaces and line breaks, and `...` for irrelevant parts.
 OPTIONS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
-# `[T, H]`, `[]`, `[W * T, 2I]`, `[..., H // group_size]`: symbols of one or two letters, numbers and named sizes
-SHAPE = re.compile(r"\[(?:\.\.\.|[A-Z\d]\w?|\w+_\w+|[ ,*/+-])*\]")
-# Names that neither take nor return an array.
-WITHOUT_ARRAYS = {
-    "Schedule",
-    "Router",
-    "Balance",
-    "MeshAxes",
-    "init",
-    "finalize",
-    "Context",
-    "record",
-    "Recording",
-    "merge",
-}
 SPECIFIED = {
     *("init", "finalize", "dispatch", "combine", "grouped_gemm", "dispatch_grouped_gemm", "grouped_gemm_combine"),
     *("moe", "fused_moe", "moe_sort", "low_latency_dispatch", "low_latency_combine"),
@@ -68,38 +51,12 @@ def _public():
 
 PUBLIC = _public()
 FUNCTIONS = {value: name for value, name in PUBLIC.items() if inspect.isfunction(value)}
-RESULTS = {
-    value: name
-    for value, name in PUBLIC.items()
-    if inspect.isclass(value) and (dataclasses.is_dataclass(value) or hasattr(value, "_fields"))
-}
 
 
 def test_every_specified_name_is_public():
     assert SPECIFIED - set(jax_ep.__all__) == set()
     assert [name for name in jax_ep.__all__ if not hasattr(jax_ep, name)] == []
     assert len(set(jax_ep.__all__)) == len(jax_ep.__all__) <= 30
-
-
-def test_docstrings_state_shapes():
-    for value, name in PUBLIC.items():
-        docstring = value.__doc__ or ""
-        assert docstring.strip(), f"{name}: a public name needs a docstring"
-        if value.__name__ not in WITHOUT_ARRAYS:
-            assert SHAPE.search(docstring), f"{name}: state the shapes, for example `[T, H]`"
-
-
-def test_docstrings_explain_every_argument():
-    for function, name in FUNCTIONS.items():
-        parameters = inspect.signature(function).parameters.values()
-        names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
-        assert [one for one in names if not re.search(rf"\b{one}\b", function.__doc__ or "")] == [], name
-
-
-def test_docstrings_explain_every_field():
-    for result, name in RESULTS.items():
-        names = getattr(result, "_fields", None) or [field.name for field in dataclasses.fields(result)]
-        assert [one for one in names if not re.search(rf"\b{one}\b", result.__doc__ or "")] == [], name
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=FUNCTIONS.values())

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import cache, partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,6 @@ from jax_ep.checkpoints.decoded import dequantize_mxfp4
 from jax_ep.quantization import dequantize, quantize, with_layout
 from stored_experts import stand_for
 
-NUMERICS = (Path(__file__).resolve().parents[1] / "docs" / "numerics.md").read_text()
 FORMATS = pytest.mark.parametrize("expert_format", formats.FORMATS)
 
 
@@ -96,63 +94,6 @@ def test_quantized_experts_zeros(expert_format: str) -> None:
 
 
 # --- the errors in docs/numerics.md, of a layer of normally distributed weights ---------------------------------------
-
-
-class TableLayer(NamedTuple):
-    """Tokens in bfloat16, ids and weights; expert weights in float32; the layer's result in float64."""
-
-    operands: tuple[Any, ...]
-    w_gate_up: np.ndarray
-    w_down: np.ndarray
-    want: np.ndarray
-
-    def error(self, *matrices: Any) -> float:
-        """Return the error in the norm of the layer with these weights."""
-        got = np.asarray(jax.jit(jax_ep.fused_moe)(*self.operands, *matrices), np.float64)
-        return float(np.linalg.norm(got - self.want) / np.linalg.norm(self.want))
-
-
-@cache
-def table_layer() -> TableLayer:
-    rng, experts, size, top_k = np.random.default_rng(1), 8, 512, 2
-    w_gate_up, w_down = (reals(rng, experts, size, n) / np.float32(size**0.5) for n in (2 * size, size))
-    x = reals(rng, 64, size)
-    ids = np.stack([rng.permutation(experts)[:top_k] for _ in x]).astype(np.int32)
-    want = np.zeros(x.shape)
-    for k in range(top_k):
-        hidden = np.einsum("th,thf->tf", x.astype(np.float64), w_gate_up[ids[:, k]].astype(np.float64))
-        gate, up = np.split(hidden, 2, axis=1)
-        want += 0.5 * np.einsum("ti,tih->th", gate / (1 + np.exp(-gate)) * up, w_down[ids[:, k]].astype(np.float64))
-    return TableLayer((x.astype(BF16), ids, np.full(ids.shape, 0.5, F32)), w_gate_up, w_down, want)
-
-
-@FORMATS
-@pytest.mark.slow
-def test_quantized_experts_docs_table(expert_format: str) -> None:
-    row = next(line for line in NUMERICS.splitlines() if line.startswith(f'| "{expert_format}"'))
-    bits, of_matrix, of_layer = (float(cell) for cell in row.split("|")[3:6])
-    layer = table_layer()
-    first, second = (quantized(w, expert_format) for w in (layer.w_gate_up, layer.w_down))
-    stored = 8 * sum(leaf.nbytes for leaf in jax.tree.leaves((first, second)))
-    assert stored / (layer.w_gate_up.size + layer.w_down.size) == pytest.approx(bits, abs=0.005)
-    found = np.asarray(dequantize(first, jnp.float32))
-    error = np.linalg.norm(found - layer.w_gate_up) / np.linalg.norm(layer.w_gate_up)
-    assert error == pytest.approx(of_matrix, rel=0.06)
-    assert layer.error(first, second) == pytest.approx(of_layer, rel=0.06)
-
-
-@pytest.mark.slow
-def test_quantized_experts_docs_text() -> None:
-    layer, text = table_layer(), NUMERICS.replace("\n", " ")
-    assert "to bfloat16 alone causes 0.005" in text
-    assert layer.error(*(w.astype(BF16) for w in layer[1:3])) == pytest.approx(0.005, abs=0.0005)
-    assert "The layer above has an error of 0.025" in text
-    both = (quantized(w, "int8", activations="int8") for w in layer[1:3])
-    assert layer.error(*both) == pytest.approx(0.025, abs=0.001)
-    assert 'errors of 0.065 in "fp8", 0.064 in "fp8_channel", 0.217 in "int4" and 0.211 in "mxfp4".' in text
-    for expert_format, error in (("fp8", 0.065), ("fp8_channel", 0.064), ("int4", 0.217), ("mxfp4", 0.211)):
-        both = (quantized(w, expert_format, activations="fp8") for w in layer[1:3])
-        assert layer.error(*both) == pytest.approx(error, abs=0.0015), expert_format
 
 
 def test_quantize_without_a_format() -> None:

@@ -191,18 +191,6 @@ def test_wrong_mesh_axes(fields, error, match):
         MeshAxes(**fields)
 
 
-def test_equal_mesh_axes_are_one_value():
-    assert MeshAxes(["a", "b"], batch="data") == MeshAxes(("a", "b"), batch=["data"])
-    assert len({MeshAxes(["a", "b"], batch=["data"]), MeshAxes(("a", "b"), batch=("data",)), MeshAxes()}) == 2
-
-
-def test_sharded_moe_specs():
-    specs = MeshAxes(("a", "b"), batch=("data",), tensor="tensor").specs
-    assert specs.tokens == P(("data", "a", "b"))
-    assert specs.w_gate_up == P(("a", "b"), None, None, "tensor")
-    assert specs.w_down == P(("a", "b"), "tensor", None)
-
-
 def test_init_idempotent_finalize_releases():
     mesh = harness.make_mesh((4,), ("expert",))
     jax_ep.finalize()

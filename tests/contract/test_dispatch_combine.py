@@ -124,16 +124,6 @@ def test_dispatch_combine_capacity_and_alignment(
             problem.check(*call(*problem.args))
 
 
-def test_dispatch_combine_no_tokens(implementation: str, expert_mesh: Any) -> None:
-    """Also with a capacity, whose rows are then all padding."""
-    shape = Shape(num_tokens=0, top_k=2, num_experts=4, hidden=8)
-    x, ids, weights = np.zeros((2, 0, 8), F32), np.zeros((2, 0, 2), np.int32), np.zeros((2, 0, 2), F32)
-    call = round_trip(shape, implementation, capacity=6)
-    out, back = run(call, expert_mesh(2), x, ids, weights, np.full((2, 6, 8), np.nan, F32))
-    assert out.tokens.shape == (2, 6, 8) and not out.tokens.any() and not out.weights.any()
-    assert not out.group_sizes.any() and back.shape == (2, 0, 8)
-
-
 @pytest.mark.parametrize("kind", [np.int64, np.int16, np.uint8])
 @pytest.mark.slow_interpreted
 def test_dispatch_combine_numpy_integers(

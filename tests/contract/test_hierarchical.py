@@ -346,20 +346,6 @@ def test_hierarchical_low_latency_moe(implementation: str, two_nodes: Mesh, rng:
         assert_close(got, want, "low_latency_moe")
 
 
-def test_hierarchical_no_tokens(two_nodes: Mesh) -> None:
-    layer = [np.zeros((4, 0, 4), F32), np.zeros((4, 0, 2), np.int32), np.zeros((4, 0, 2), F32)]
-    matrices = np.ones((4, 1, 4, 6), F32), np.ones((4, 1, 3, 4), F32)
-
-    def fn(x: Any, idx: Any, weights: Any, *matrices: Any) -> Any:
-        options = {"num_experts": 4, "axis_name": TOPOLOGY}
-        d = jax_ep.dispatch(x, idx, weights, **options)
-        return jax_ep.moe(x, idx, weights, *matrices, **options), d.tokens
-
-    y, tokens = run(fn, two_nodes, *layer, *matrices, axes=AXES)
-    assert y.shape == (4, 0, 4)
-    assert tokens.shape == (4, 0, 4)
-
-
 @pytest.mark.slow
 def test_hierarchical_flax_layer(two_nodes: Mesh, rng: Any) -> None:
     """Only the axis changes: outputs, metrics and gradients are those of the flat layer."""

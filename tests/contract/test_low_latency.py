@@ -186,21 +186,6 @@ def test_low_latency_weights_without_expert(implementation: str, expert_mesh: An
     problem.check_routes(*rest)
 
 
-@pytest.mark.parametrize("quantize", [False, True])
-def test_low_latency_no_tokens(implementation: str, quantize: bool, expert_mesh: Any) -> None:
-    shape = Shape(num_tokens=0, top_k=2, num_experts=4, hidden=128)
-
-    def fn(x, topk_idx, topk_weights, y):
-        return round_trip(implementation, shape=shape, quantize=quantize)(x, topk_idx, topk_weights, y)
-
-    rows = 2 * MAX_TOKENS
-    x, y = np.zeros((2, 0, 128), BF16), np.zeros((2, 2, rows, 128), BF16)
-    ids, weights = np.zeros((2, 0, 2), np.int32), np.zeros((2, 0, 2), np.float32)
-    tokens, _, sizes, handle, back = run(fn, expert_mesh(2), x, ids, weights, y)
-    assert tokens.shape == (2, 2, rows, 128) and back.shape == (2, 0, 128)
-    assert not sizes.any() and (handle[0] == -1).all()
-
-
 @pytest.mark.parametrize(
     ("num_ranks", "shape", "max_tokens"),
     [

@@ -238,10 +238,6 @@ def test_table_registered_while_programs_run(table_id):
     assert {word for one in seen for word in one} <= {word for one in possible for word in one}
 
 
-def test_table_call_has_no_effect(table_id):
-    assert jax.make_jaxpr(lambda: ffi.pointer_table(table_id, N))().effects == set()
-
-
 def test_table_vmap_token(table_id):
     """All elements share one table at any nesting depth: the handler knows the shape of one table only."""
 

@@ -184,10 +184,6 @@ def test_status_check_vmap(status):
         jax.block_until_ready(run(jnp.ones((4, 3))))
 
 
-def test_status_check_has_no_effect(status):
-    assert jax.make_jaxpr(lambda x: ffi.check_status(x, status[0]))(jnp.ones(3)).effects == set()
-
-
 def test_status_check_unused_is_removed(status):
     """An unused check is removed, because the call has no effect."""
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -91,87 +88,3 @@ def test_outcomes(name: str, tmp_path: Path) -> None:
     assert code == expected, output
     for text in texts:
         assert text in output
-
-
-def test_nobody_stays_behind_when_it_is_ended(tmp_path: Path) -> None:
-    """After the signal of `timeout`, orphans would keep the GPUs."""
-    (tmp_path / "conftest.py").write_text(CONFTEST)
-    (tmp_path / "test_case.py").write_text(HEAD + "def test_hangs(): hang()\n")
-    environment = os.environ | {"JAX_EP_TEST_DEVICES": "cpu"}
-    command = [sys.executable, str(LAUNCHER), "2", "-q", str(tmp_path)]
-    launcher = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    files = [tmp_path / "hangs0", tmp_path / "hangs1"]
-    while not all(file.exists() and file.read_text() for file in files):
-        assert launcher.poll() is None
-        time.sleep(0.1)
-    launcher.terminate()
-    assert launcher.wait() == 128 + signal.SIGTERM
-    for file in files:
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(file.read_text()), 0)
-
-
-BENCHMARK = """
-import json, os, sys, time
-import jax
-from jax_ep.tools import processes
-from jax_ep.tools.benchmark import harness
-
-if __name__ == "__main__":
-    options = harness.parser("", "script", rounds=3)
-    processes.add_option(options)
-    args = harness.parse(options)
-    if processes.enter(args.processes):
-        if args.rounds == 4 and jax.process_index() == 1:
-            print("failed here", file=sys.stderr, flush=True)
-            os._exit(3)  # at once: jax.distributed would first wait for the others
-        sum_of_all = jax.jit(jax.shard_map(lambda: jax.lax.psum(jax.lax.axis_index("x"), "x"), in_specs=(),
-            out_specs=jax.P(), mesh=jax.make_mesh((jax.device_count(),), ("x",))))
-        ends, starts = [], []
-        def nap():
-            time.sleep(0.1 * jax.process_index())
-            ends.append(time.monotonic())
-        def sum_now():
-            starts.append(time.monotonic())
-            return sum_of_all()
-        naps = {{"nap": nap, "sum": sum_now}}
-        times = harness.measure_interleaved(naps, args.rounds, budget_s=0)
-        with open(f"times{{jax.process_index()}}.json", "w") as file:
-            json.dump({{"ends of naps": ends, "starts of sums": starts}}, file)
-        report = harness.Report("rows", args)
-        found = {{"processes": jax.process_count(), "process": jax.process_index(), "sum": int(sum_of_all())}}
-        for name, timing in times.items():
-            report.add(name, {{}}, timing, **found)
-    else:
-        print("started", args.processes)
-"""
-
-
-@pytest.mark.slow
-def test_benchmarks_in_two_processes(tmp_path: Path) -> None:
-    """The copies run together, and the report is that of the first."""
-    script = tmp_path / "script.py"
-    script.write_text(BENCHMARK.format())
-    flags = "--xla_force_host_platform_device_count=1"
-    path = os.pathsep.join([str(LAUNCHER.parents[2]), str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": path}
-    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-
-    def start(rounds: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(script), "--out", str(tmp_path), "--processes", "2", "--rounds", rounds]
-        return subprocess.run(command, env=environment, cwd=tmp_path, **streams, check=False)
-
-    done = start("3")
-    assert done.returncode == 0 and "started 2" in done.stdout, done.stdout
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert [(row["variant"], row["processes"], row["process"], row["sum"]) for row in rows] == [
-        ("nap", 2, 0, 1),
-        ("sum", 2, 0, 1),
-    ]
-    # Process 1 comes from its nap 0.1 s later: the samples begin together all the same, after two calls to warm up.
-    zero, one = (json.loads((tmp_path / f"times{process}.json").read_text()) for process in range(2))
-    for sample in (2, 4):  # the one between is that of the round backwards
-        assert zero["starts of sums"][sample] >= one["ends of naps"][sample]
-    assert [row["seconds"]["rounds"] for row in rows] == [3, 3]
-    failed = start("4")
-    assert failed.returncode != 0 and "failed here" in failed.stdout and "exit statuses" in failed.stdout

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import triton.language as tl
-from jax import lax
 from jax.sharding import Mesh
 from kernel_calls import BASES, H, W, exchange, heap_tables, kernel, ranks, run_one
 
@@ -175,30 +174,6 @@ def test_interpreter_launch_order(pool, mesh4, rng):
     for epoch in range(1, 9):
         y = compiled(ranks(), np.full(W, epoch, np.int32), tables, x * epoch)
         np.testing.assert_array_equal(y, (x * epoch).swapaxes(0, 2))
-
-
-def test_interpreter_scan(pool, mesh4, rng):
-    x = rng.standard_normal((W, W, H)).astype(np.float32)
-
-    def repeated(rank, heaps, x):
-        def body(x, epoch):
-            return exchange(rank, epoch, heaps, x) + 1, None
-
-        return lax.scan(body, x, jnp.arange(1, 6, dtype=jnp.int32))[0]
-
-    y = harness.run(repeated, mesh4, ranks(), heap_tables(pool), x)
-    expected = x
-    for _ in range(5):
-        expected = expected.swapaxes(0, 1) + 1
-    np.testing.assert_array_equal(y, expected)
-
-
-def test_interpreter_vmap(pool):
-    def fn(x):
-        return run_one(("elementwise", "scale"), x, jax.ShapeDtypeStruct((4,), jnp.int32), SIZE=4, BLOCK=4, FACTOR=3)
-
-    x = jnp.arange(12, dtype=jnp.int32).reshape(4, 3)
-    np.testing.assert_array_equal(np.asarray(jax.jit(jax.vmap(fn, in_axes=1))(x)), 3 * np.asarray(x).T)
 
 
 def test_interpreter_poll_timeout(pool, mesh4):

@@ -113,11 +113,6 @@ LAYOUTS = {
 }
 
 
-def test_plan_kernel_no_expert(heaps):
-    layout = Layout(4, 8, 20, 2, 50)
-    check(layout, np.full((4, 20, 2), -1, np.int32))
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.slow(unless={"name": ["one slot", "too many experts, sorted", "huge alignment"]})
 def test_plan_kernel_edge_sizes(heaps, rng, name):

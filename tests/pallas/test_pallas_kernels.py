@@ -232,15 +232,6 @@ def test_pallas_activated_pads_halves(rng):
     assert_close(out[: len(want)], want, "rows")
 
 
-@pytest.mark.slow
-def test_pallas_activated_vmap(rng):
-    many = [activated_operands(rng, Experts(), 20, sizes, 64, 64, BF16) for sizes in np.array([[5, 0, 12], [0, 20, 0]])]
-    stacked = [np.stack(parts) for parts in zip(*(operands for operands, _ in many), strict=True)]
-    call = functools.partial(activated.gemm_activation, Experts())
-    for got, (_, want) in zip(jax.vmap(call)(*stacked), many, strict=True):
-        assert_close(np.asarray(got)[: len(want)], want, "rows")
-
-
 def test_pallas_vmap(rng):
     lhs, rhs = reals(rng, 2, 20, 64, dtype=BF16), reals(rng, 2, 3, 64, 64, dtype=BF16)
     sizes = np.array([[5, 0, 12], [0, 20, 0]], np.int32)

@@ -19,10 +19,10 @@ import oracle
 import portable_ways
 from cases import BASE, BF16, F16, F32, Shape, assert_close, assert_same_bits, integers, probabilities, reals
 from emulated_ragged import emulated_ragged_all_to_all
-from harness import compiled, make_mesh, per_rank, to_numpy
+from harness import compiled, make_mesh, per_rank
 from jax_ep.types import Layout
-from jax_ep.xla import exchange, rounds
-from portable_ways import both_ways, count_calls, lowered, only_in_one_process, sent_bytes, take, tokens_between
+from jax_ep.xla import exchange
+from portable_ways import both_ways, lowered, only_in_one_process, take, tokens_between
 from routings import FEW_ROUTINGS, ROUTINGS
 
 WIDE = Shape(num_tokens=7, top_k=3, num_experts=8, hidden=256)
@@ -104,16 +104,6 @@ def test_xla_exchange_matches_gathered(way: str, dtype: Any, wire: Any, mesh: Me
         np.testing.assert_array_equal(sums, sums_wanted)
     else:
         assert_close(sums, sums_wanted, "sums")
-
-
-@pytest.mark.slow(unless={"way": ["rounds"]})
-def test_xla_exchange_float64(way: str, mesh: Mesh, rng: Any, float64: None, monkeypatch: Any) -> None:
-    ids = ROUTINGS["uniform"](rng, mesh.size, WIDE)
-    x = rng.standard_normal((mesh.size, WIDE.num_tokens, WIDE.hidden))
-    y = rng.standard_normal((*oracle.layout(ids, WIDE.num_experts).source.shape, WIDE.hidden))
-    for got, wanted in zip(*both_ways(monkeypatch, way, round_trip(WIDE), mesh, x, ids, y), strict=True):
-        assert got.dtype == np.float64
-        np.testing.assert_array_equal(got, wanted)
 
 
 @pytest.mark.parametrize("routing", FEW_ROUTINGS)
@@ -198,16 +188,6 @@ def test_xla_exchange_subgroups(way: str, axes: tuple[str, ...], rng: Any) -> No
         np.testing.assert_array_equal(sums[group], oracle.combine(oracle.gather(x[group], lay), lay), "sums")
 
 
-@pytest.mark.slow
-def test_xla_exchange_eager(mesh: Mesh, rng: Any, monkeypatch: Any) -> None:
-    take("rounds", monkeypatch)
-    ids = ROUTINGS["uniform"](rng, mesh.size, BASE)
-    x = reals(rng, mesh.size, BASE.num_tokens, BASE.hidden)
-    lay = oracle.layout(ids, BASE.num_experts)
-    rows, _ = to_numpy(per_rank(round_trip(BASE), mesh)(x, ids, oracle.gather(x, lay)))
-    assert_same_bits(rows, oracle.gather(x, lay), "rows")
-
-
 # ---- What is chosen, and what it costs -----------------------------------------------------------------------------
 
 
@@ -246,20 +226,6 @@ def test_xla_exchange_ragged_vmap(expert_mesh: Any, rng: Any, monkeypatch: Any) 
     assert all("tensor<6xi32>" in line for line in calls)  # Segments of three problems to two ranks.
 
 
-def test_xla_exchange_no_ragged_on_cpu(expert_mesh: Any) -> None:
-    """When this fails, CPU devices support it: add "cpu" to RAGGED_PLATFORMS, and measure."""
-    if jax.default_backend() != "cpu":
-        pytest.skip("about CPU devices")
-
-    def fn(x):
-        sizes = jnp.ones((2,), jnp.int32)
-        offsets = lax.pcast(jnp.arange(2, dtype=jnp.int32), "expert", to="varying")
-        return lax.ragged_all_to_all(x, jnp.zeros_like(x), offsets, sizes, offsets, sizes, axis_name="expert")
-
-    with pytest.raises(jax.errors.JaxRuntimeError, match="ragged"):
-        jax.jit(per_rank(fn, expert_mesh(2)))(np.ones((2, 2, 4), F32))
-
-
 def programs(num_ranks: int, shape: Shape, capacity: int, mesh: Mesh, *, plan: bool) -> dict[str, Any]:
     """Compile dispatch, which creates its handle if `plan`, and combine."""
     options = {"num_experts": shape.num_experts, "implementation": "xla", "capacity": capacity}
@@ -288,31 +254,6 @@ def test_xla_exchange_memory_independent_of_ranks(expert_mesh: Any) -> None:
         assert max(of_ranks) < 1.5 * row_bytes, name
         numbers = 32 * (8 - 2) * capacity  # Per assignment of all ranks, to find its row.
         assert of_ranks[2] <= of_ranks[0] + numbers, (name, of_ranks)
-
-
-@pytest.mark.parametrize("routing", ["uniform", "one_hot_every_slot"])
-@pytest.mark.slow(unless={"routing": ["uniform"]})
-def test_xla_exchange_rounds_bytes(routing: str, expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
-    """Collectives of the compiled program, times the rounds of a routing, match the formula of the docs."""
-    only_in_one_process()
-    if jax.default_backend() != "cpu":
-        pytest.skip("reads programs for CPU devices")
-    take("rounds", monkeypatch)
-    shape, num_ranks = Shape(num_tokens=100, top_k=2, num_experts=16, hidden=12), 8
-    size = -(-shape.num_tokens // (4 * num_ranks))
-    for name, program in programs(num_ranks, shape, 200, expert_mesh(num_ranks), plan=False).items():
-        found = sent_bytes(program)
-        assert found.pop("all-to-all f32") == num_ranks * size * shape.hidden * 4, name  # Of one round.
-        assert found.pop("all-to-all u8") == num_ranks * shape.num_tokens, name
-        assert found == {"all-reduce s32": 4}, name
-    counted: list[None] = []
-    monkeypatch.setattr(rounds, "exchange", count_calls(rounds.exchange, counted))
-    ids = ROUTINGS[routing](rng, num_ranks, shape)
-    x = reals(rng, num_ranks, shape.num_tokens, shape.hidden)
-    compiled(round_trip(shape), expert_mesh(num_ranks))(x, ids, reals(rng, num_ranks, 1600, shape.hidden))
-    jax.effects_barrier()
-    num_rounds = -(-tokens_between(ids, shape.num_experts).max() // size)
-    assert len(counted) == 2 * num_ranks * num_rounds  # Dispatch and combine.
 
 
 def test_xla_exchange_ragged_bytes_minimal(expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:

@@ -23,8 +23,8 @@ from cases import BF16, F32, Shape, assert_close, assert_same_bits, integers, pr
 from emulated_ragged import emulated_ragged_all_to_all
 from harness import compiled, per_rank
 from jax_ep.types import Layout
-from jax_ep.xla import ragged, rounds
-from portable_ways import both_ways, count_calls, lowered, only_in_one_process, sent_bytes, take, tokens_between
+from jax_ep.xla import ragged
+from portable_ways import both_ways, lowered, only_in_one_process, take, tokens_between
 from routings import ROUTINGS
 
 SHAPE = Shape(num_tokens=5, top_k=2, num_experts=16, hidden=128)
@@ -167,34 +167,6 @@ def test_xla_low_latency_memory_independent_of_ranks(expert_mesh: Any) -> None:
     for name, of_ranks in found.items():
         assert max(of_ranks) < (top_k + 1.5) * token_bytes + numbers, (name, of_ranks)
         assert of_ranks[2] <= of_ranks[0] + numbers, (name, of_ranks)
-
-
-@pytest.mark.parametrize("routing", ["uniform", "one_hot_every_slot"])
-@pytest.mark.slow
-def test_xla_low_latency_rounds_bytes(routing: str, expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
-    """Collectives of the compiled program, times the rounds of a routing, match the formula of the docs."""
-    only_in_one_process()
-    if jax.default_backend() != "cpu":
-        pytest.skip("reads programs for CPU devices")
-    take("rounds", monkeypatch)
-    shape, max_tokens = Shape(num_tokens=100, top_k=2, num_experts=16, hidden=12), 100
-    size = -(-max_tokens // (4 * NUM_RANKS))
-    slot_bytes = NUM_RANKS * max_tokens * shape.top_k * 4  # Ids of all tokens in dispatch, their weights in combine.
-    for name, program in programs(NUM_RANKS, shape, expert_mesh(NUM_RANKS)).items():
-        found = sent_bytes(program)
-        assert found.pop("all-to-all f32") == NUM_RANKS * size * shape.hidden * 4, name  # Of one round.
-        assert found.pop("all-to-all u8") == NUM_RANKS * max_tokens, name
-        slots = found.pop("all-gather s32", 0) + found.pop("all-gather f32", 0)
-        assert slots == slot_bytes and found == {"all-reduce s32": 4}, name
-    counted: list[None] = []
-    monkeypatch.setattr(rounds, "exchange", count_calls(rounds.exchange, counted))
-    ids = ROUTINGS[routing](rng, NUM_RANKS, shape)
-    x, weights = reals(rng, NUM_RANKS, shape.num_tokens, shape.hidden), probabilities(rng, *ids.shape)
-    y = reals(rng, NUM_RANKS, 2, NUM_RANKS * max_tokens, shape.hidden)
-    compiled(round_trip(shape, max_tokens, quantize=False), expert_mesh(NUM_RANKS))(x, ids, weights, y)
-    jax.effects_barrier()
-    num_rounds = -(-tokens_between(ids, shape.num_experts).max() // size)
-    assert len(counted) == 2 * NUM_RANKS * num_rounds  # Dispatch and combine.
 
 
 @pytest.mark.parametrize("routing", ["duplicates", "one_hot"])

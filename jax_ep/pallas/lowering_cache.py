@@ -97,9 +97,9 @@ def _read(path: Path) -> export.Exported | None:
 
 def _takes(found: export.Exported, operands: Shapes) -> bool:
     """Return whether a launch is one for GPUs of these operands."""
-    given = [(x.shape, x.dtype) for x in found.in_avals]
-    has_same_structure = found.in_tree == jax.tree.structure((operands, {}))
-    return has_same_structure and given == [(x.shape, x.dtype) for x in operands] and found.platforms == ("cuda",)
+    given = jax.tree.unflatten(found.in_tree, [(x.shape, x.dtype) for x in found.in_avals])
+    expected = tuple((x.shape, x.dtype) for x in operands)
+    return given == (expected, {}) and found.platforms == ("cuda",)
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -30,10 +30,11 @@ from jax_ep.core.router import Router
 from jax_ep.ops.exchange import combine, dispatch, row_experts
 from jax_ep.ops.exchange_gemm import dispatch_grouped_gemm, grouped_gemm_combine
 from jax_ep.ops.explain import explain
+from jax_ep.ops.fused_moe import fused_moe
 from jax_ep.ops.grouped_gemm import grouped_gemm
 from jax_ep.ops.low_latency import low_latency_combine, low_latency_dispatch
 from jax_ep.ops.masked import masked_grouped_gemm
-from jax_ep.ops.moe import fused_moe, moe
+from jax_ep.ops.moe import moe
 from jax_ep.ops.moe_low_latency import low_latency_moe
 from jax_ep.ops.moe_sort import moe_sort
 from jax_ep.ops.triton_call import triton_call

@@ -29,7 +29,7 @@ from jax_ep.core.router import Router
 from jax_ep.core.router import SharedExperts as SharedExperts
 from jax_ep.ops import registry
 from jax_ep.ops.balanced import check_balance
-from jax_ep.ops.moe import fused_moe
+from jax_ep.ops.fused_moe import fused_moe
 from jax_ep.quantization import quantize
 from jax_ep.routing import MoEMetrics, Routed, RouterWeights, count_dropped, route, update_router_bias
 from jax_ep.serving import LOW_LATENCY_TOKENS, serve, serving_weights
@@ -221,7 +221,7 @@ class MoE(nnx.Module):
         `topk_idx [..., K]` are the experts of an earlier pass, its `metrics.topk_idx`: this pass sends the tokens to
         these, with the weights that its own router gives them.
         """
-        x = check.floating("MoE", "x", check.rows("MoE", "x", x, "[..., hidden_size]"))
+        x = check.floating("MoE", "x", x, "[..., hidden_size]")
         if not isinstance(weights, ExpertWeights | None):
             raise TypeError(
                 f"MoE: weights is a {type(weights).__name__}, expected ExpertWeights or None; pass the result of"
@@ -230,7 +230,7 @@ class MoE(nnx.Module):
         if x.shape[-1] != self.hidden_size:
             raise ValueError(f"MoE: x has shape {x.shape}, but this MoE takes [..., hidden_size={self.hidden_size}]")
         if token_mask is not None:
-            check.token_mask("MoE", token_mask, x.shape[:-1], "the shape of x without its last axis")
+            check.token_mask("MoE", token_mask, x.shape[:-1])
         if topk_idx is not None:
             shape = (*x.shape[:-1], self.num_experts_per_tok)
             topk_idx = check.replayed_ids("MoE", topk_idx, shape, self.router_fn is not None)

@@ -49,7 +49,7 @@ def quantize_fp8(x: Array, *, group_size: int = GROUP_SIZE) -> Quantized:
       >>> values.dtype.name, scales.shape
       ('float8_e4m3fn', (2, 2))
     """
-    x = check.floating("quantize_fp8", "x", check.rows("quantize_fp8", "x", x, "[..., H]"))
+    x = check.floating("quantize_fp8", "x", x, "[..., H]")
     check.fp8_columns("quantize_fp8", x.shape[-1], group_size)
     remedy = "quantize_fp8 has no gradient: dispatch and combine with Schedule(wire_dtype=float8_e4m3fn) have one."
     return call_without_gradient(remedy, partial(fp8.quantize_rows, group_size=group_size), x)
@@ -77,8 +77,7 @@ def dequantize_fp8(values: Array, scales: Array, dtype: DTypeLike) -> Array:
       >>> float(dequantize_fp8(*quantize_fp8(jnp.ones((2, 128))), jnp.float32)[0, 0])
       1.0
     """
-    values = check.rows("dequantize_fp8", "values", values, "[..., H]")
-    values, scales = check.quantized("dequantize_fp8", values, scales, values.ndim)
+    values, scales = check.quantized("dequantize_fp8", values, scales, "[..., H]")
     dtype = check.dtype("dequantize_fp8", "dtype", dtype, "one of the result, as jnp.bfloat16")
     return fp8.dequantize_rows(values, scales, dtype)
 

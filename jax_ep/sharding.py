@@ -401,7 +401,7 @@ def _check_tokens(
 ) -> Array:
     """Check the tokens and their routing; return the ids, -1 for masked tokens."""
     check.positive(_FUNCTION, "num_experts", num_experts)
-    x = check.matrix(_FUNCTION, "x", x, "[N, H]")
+    x = check.floating(_FUNCTION, "x", x, "[N, H]")
     num_shards = _num_shards(mesh, _names(specs.tokens))
     if x.shape[0] % num_shards:
         raise ValueError(
@@ -409,9 +409,9 @@ def _check_tokens(
             " pad the batch (expert id -1 costs nothing)."
         )
     if token_mask is not None:
-        check.token_mask(_FUNCTION, token_mask, (x.shape[0],), "[N]")
+        check.token_mask(_FUNCTION, token_mask, (x.shape[0],))
     topk_idx = check.expert_ids(_FUNCTION, topk_idx, x.shape[0], num_experts, token_mask=token_mask)
-    check.router_weights(_FUNCTION, topk_weights, topk_idx.shape, x)
+    check.router_weights(_FUNCTION, topk_weights, topk_idx.shape, x.dtype)
     return topk_idx
 
 
@@ -423,14 +423,10 @@ def _check_matrices(
     tensor_axis: str | None,
 ) -> tuple[int, ...]:
     """Check both weights; return the axes of columns of w_gate_up."""
-    rank, shape = 3, "[E, H, 2 * I]"
-    if tensor_axis is not None:
-        rank, shape = 4, "[E, H, 2, I], so that gate and up are split alike"
-    w_gate_up = check.array(_FUNCTION, "w_gate_up", w_gate_up, rank, f"{shape}, for the tensor axis {tensor_axis!r}")
-    w_down = check.array(_FUNCTION, "w_down", w_down, 3, "[E, I, H]")
-    for name, value in (("w_gate_up", w_gate_up), ("w_down", w_down)):
-        remedy = "pass the matrices of all experts"
-        check.size(_FUNCTION, f"axis 0 of {name}", value.shape[0], num_experts, remedy)
+    # A tensor axis splits gate and up alike.
+    shape, remedy = "[E, H, 2 * I]" if tensor_axis is None else "[E, H, 2 or 1, I]", "pass the weights of all experts"
+    w_gate_up = check.array(_FUNCTION, "w_gate_up", w_gate_up, shape, remedy=remedy, E=num_experts)
+    w_down = check.array(_FUNCTION, "w_down", w_down, "[E, I, H]", remedy=remedy, E=num_experts)
     if tensor_axis is None:
         return w_gate_up.shape[2:]
     for name, columns in (("axis -1 of w_gate_up", w_gate_up.shape[-1]), ("axis 1 of w_down", w_down.shape[1])):

@@ -159,7 +159,7 @@ def test_serving_weights_4_bits_prepacked(format: str, rng: np.random.Generator)
             r"serving_weights: H, axis -2 of w_gate_up, is 96, expected a multiple of 128",
         ),
         ((4, 128, 384), (2, 192, 128), True, r"\(4, 128, 384\) and w_down \(2, 192, 128\), expected the same axes"),
-        ((256,), (2, 128, 96), False, r"w_gate_up has shape \(256,\), expected \[..., K, N\]"),
+        ((256,), (2, 128, 96), False, r"w_gate_up has shape \(256,\), expected rank 2 or more, \[..., K, N\]"),
     ],
 )
 def test_serving_weights_wrong_shapes(up: tuple, down: tuple, fp8: bool, message: str) -> None:
@@ -175,12 +175,16 @@ def test_serving_weights_different_dtypes() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: quantize_fp8([1.0]), "quantize_fp8: x is a list, expected a JAX or NumPy array"),
-        (lambda: quantize_fp8(jnp.float32(1)), r"quantize_fp8: x has shape \(\), expected a JAX or NumPy array"),
-        (lambda: dequantize_fp8(None, None, jnp.float32), "dequantize_fp8: values is a NoneType, expected"),
+        (lambda: quantize_fp8([1.0]), "quantize_fp8: x is a list, not an array"),
+        (lambda: dequantize_fp8(None, None, jnp.float32), "dequantize_fp8: values is a NoneType, not an array"),
         (lambda: dequantize_fp8(*quantize_fp8(jnp.ones((1, 128))), "number"), "dtype='number' is not a dtype"),
     ],
 )
 def test_quantization_invalid_types(call: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         call()
+
+
+def test_quantize_fp8_scalar() -> None:
+    with pytest.raises(ValueError, match=r"quantize_fp8: x has shape \(\), expected rank 1 or more"):
+        quantize_fp8(jnp.float32(1))

@@ -153,7 +153,7 @@ def test_quantize_experts_mistakes() -> None:
         quantize(jnp.ones((2, 128, 4)), "fp8", activations="fp8", smooth=jnp.ones((2, 128)))
     with pytest.raises(ValueError, match="smooth without activations='int8'"):
         quantize(w, "int8", smooth=jnp.ones((2, 96)))
-    with pytest.raises(ValueError, match=r"smooth has shape \(2, 4\), expected \(2, 96\)"):
+    with pytest.raises(ValueError, match=r"smooth has shape \(2, 4\), expected \[2, 96\]"):
         quantize(w, "int8", activations="int8", smooth=jnp.ones((2, 4)))
     q = quantize(w, "int8")
     with pytest.raises(TypeError, match="values of int8 and scales of float16, expected int8 and float32"):

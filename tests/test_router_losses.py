@@ -191,7 +191,7 @@ def test_ids_of_minus_one_alone_leave_their_tokens_in_the_mean_score():
 @pytest.mark.parametrize(
     ("mask", "error", "message"),
     [
-        (np.ones(23, bool), ValueError, r"token_mask has shape \(23,\), expected \(24,\)"),
+        (np.ones(23, bool), ValueError, r"token_mask has shape \(23,\), expected \[24\]"),
         (np.ones((24, 1), bool), ValueError, r"token_mask has shape \(24, 1\), expected rank 1"),
         (np.ones(24, np.int32), TypeError, "token_mask has dtype int32, expected bool.*attention_mask != 0"),
     ],

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -75,38 +75,48 @@ def called(function: str) -> str:
     return _called.get() or function
 
 
-def array(function: str, name: str, value: Any, rank: int, shape: str) -> Array:
-    """Return `value` as a JAX array of rank `rank`; `shape` describes the expected shape in errors."""
+def array(
+    function: str,
+    name: str,
+    value: Any,
+    shape: str,
+    dtypes: Sequence[DTypeLike] | None = None,
+    *,
+    remedy: str = "reshape it",
+    **sizes: int,
+) -> Array:
+    """Return `value` as a JAX array of this shape, such as "[T, H]", "[..., K, 128]" or "[T, H >= 1]".
+
+    Axes that are numbers, or have one in `sizes`, must have that size. The dtype must be one of `dtypes`; None: any.
+    """
     if not isinstance(value, jax.Array | np.ndarray):
         raise TypeError(f"{function}: {name} is {type_name(value)}, not an array; pass a JAX or NumPy array {shape}.")
-    if value.ndim != rank:
-        raise ValueError(f"{function}: {name} has shape {value.shape}, expected rank {rank}, {shape}; reshape it.")
-    return jnp.asarray(value)
-
-
-def rows(function: str, name: str, value: Any, shape: str) -> Array:
-    """Return `value` as a JAX array of rank 1 or more; `shape` describes the expected shape in errors."""
-    if not isinstance(value, jax.Array | np.ndarray):
-        what = f"is {type_name(value)}"
-    elif value.ndim < 1:
-        what = f"has shape {value.shape}"
-    else:
-        return jnp.asarray(value)
-    raise TypeError(f"{function}: {name} {what}, expected a JAX or NumPy array {shape}; pass one.")
-
-
-def matrix(function: str, name: str, value: Any, shape: str = "[T, E]") -> Array:
-    """Return `value` as a floating-point matrix."""
-    value = array(function, name, value, 2, shape)
-    return floating(function, name, value)
-
-
-def floating(function: str, name: str, value: Array) -> Array:
-    """Check that an array has one of the token dtypes."""
-    if value.dtype not in TOKEN_DTYPES:
-        names = ", ".join(d.name for d in TOKEN_DTYPES)
-        raise TypeError(f"{function}: {name} has dtype {value.dtype}, expected one of {names}; cast it with astype.")
+    value = jnp.asarray(value)
+    axes = [] if shape == "[]" else shape.strip("[]").split(", ")
+    names = (axis.removesuffix(" >= 1") for axis in axes)
+    expected, has_rest = f"[{', '.join(str(sizes.get(name, name)) for name in names)}]", "..." in axes
+    rank = len(axes) - has_rest
+    if value.ndim < rank or (value.ndim > rank and not has_rest):
+        kind = f"rank {rank} or more" if has_rest else f"rank {rank}" if rank else "a scalar"
+        raise ValueError(f"{function}: {name} has shape {value.shape}, expected {kind}, {expected}; reshape it.")
+    if dtypes is not None and value.dtype not in dtypes:
+        found = ("one of " if len(dtypes) > 1 else "") + ", ".join(jnp.dtype(d).name for d in dtypes)
+        raise TypeError(f"{function}: {name} has dtype {value.dtype}, expected {found}; cast it with astype.")
+    if has_rest:
+        rest = axes.index("...")
+        axes[rest : rest + 1] = [""] * (value.ndim - rank)
+    for axis, size in zip(axes, value.shape, strict=True):
+        letter, _, least = axis.partition(" >= ")
+        if least and isinstance(size, int) and size < 1:
+            raise ValueError(f"{function}: {name} has shape {value.shape}, expected {axis}; {remedy}.")
+        if size != sizes.get(letter, int(letter) if letter.isdigit() else size):
+            raise ValueError(f"{function}: {name} has shape {value.shape}, expected {expected}; {remedy}.")
     return value
+
+
+def floating(function: str, name: str, value: Any, shape: str = "[...]", *, remedy: str = "", **sizes: int) -> Array:
+    """Return `value` as a JAX array of this shape, see `array`, in one of the token dtypes."""
+    return array(function, name, value, shape, TOKEN_DTYPES, remedy=remedy or "reshape it", **sizes)
 
 
 def routing(function: str, name: str, value: Any, num_tokens: int, num_experts: int) -> Routing:
@@ -117,7 +127,7 @@ def routing(function: str, name: str, value: Any, num_tokens: int, num_experts: 
             f" weights [N, K] and scores [N, {num_experts}]."
         )
     for field, found in value._asdict().items():
-        rows(function, f"{field} returned by {name}", found, "[N, ...]")
+        array(function, f"{field} returned by {name}", found, "[N, ...]")
     ids, weights, scores = value
     if ids.dtype.kind != "i":
         raise TypeError(f"{function}: {name} returned ids of {ids.dtype}, expected integers; cast them with astype.")
@@ -146,7 +156,7 @@ def replayed_ids(function: str, topk_idx: Any, shape: tuple[int, ...], has_calla
         raise ValueError(
             f"{function}: topk_idx with a callable router, expected a jax_ep.Router; let the callable return these ids."
         )
-    ids = rows(function, "topk_idx", topk_idx, "[..., num_experts_per_tok]")
+    ids = array(function, "topk_idx", topk_idx, "[..., num_experts_per_tok]")
     if ids.shape != shape or ids.dtype.kind != "i":
         raise ValueError(
             f"{function}: topk_idx is {ids.dtype}{list(ids.shape)}, expected integers {list(shape)}; pass the"
@@ -234,10 +244,10 @@ def known_rows(function: str, name: str, what: str, number: int) -> None:
         )
 
 
-def quantized(function: str, values: Any, scales: Any, rank: int = 2) -> Quantized:
-    """Check FP8 values `[..., H]` with float32 scales `[..., H // group_size]`."""
-    values = array(function, "values", values, rank, "[T, H]")
-    scales = array(function, "scales", scales, rank, "[T, H // group_size]")
+def quantized(function: str, values: Any, scales: Any, shape: str = "[T, H]") -> Quantized:
+    """Check FP8 values of this shape with float32 scales `[..., H // group_size]`."""
+    values = array(function, "values", values, shape)
+    scales = array(function, "scales", scales, "[..., H // group_size]")
     if values.dtype != FP8 or scales.dtype != jnp.float32:
         raise TypeError(
             f"{function}: (values, scales) have dtypes ({values.dtype}, {scales.dtype}), expected (float8_e4m3fn,"
@@ -262,10 +272,7 @@ def tokens(function: str, x: Any) -> Tokens:
 
 def plain_tokens(function: str, x: Any) -> Array:
     """Check tokens `[T, H]` of at least one column."""
-    x = matrix(function, "x", x, "[T, H]")
-    if x.shape[1] < 1:
-        raise ValueError(f"{function}: x has shape {x.shape}, expected H >= 1; pass tokens with at least one column.")
-    return x
+    return floating(function, "x", x, "[T, H >= 1]", remedy="pass tokens with at least one column")
 
 
 def expert_ids(
@@ -282,16 +289,8 @@ def expert_ids(
     known = _known_values(topk_idx) if all_count else None
     if isinstance(topk_idx, np.ndarray) and topk_idx.dtype in (np.int64, np.uint64):
         topk_idx = np.where((topk_idx < -1) | (topk_idx >= num_experts), -1, topk_idx)  # JAX would wrap these.
-    topk_idx = array(function, "topk_idx", topk_idx, 2, "[T, K]")
-    if topk_idx.dtype != jnp.int32:
-        raise TypeError(f"{function}: topk_idx has dtype {topk_idx.dtype}, expected int32; use .astype(jnp.int32).")
-    if num_tokens is not None:
-        remedy = "pass one row of expert ids per token"
-        size(function, "the number of rows of topk_idx", topk_idx.shape[0], num_tokens, remedy)
-    if topk_idx.shape[1] < 1:
-        raise ValueError(
-            f"{function}: topk_idx has shape {topk_idx.shape}, expected K >= 1; pass at least one expert id."
-        )
+    sizes, remedy = {} if num_tokens is None else {"T": num_tokens}, "pass one row of at least one expert id per token"
+    topk_idx = array(function, "topk_idx", topk_idx, "[T, K >= 1]", (jnp.int32,), remedy=remedy, **sizes)
     if token_mask is not None:
         topk_idx = jnp.where(token_mask[:, None], topk_idx, -1)
         known = _known_values(topk_idx) if all_count else None
@@ -315,23 +314,12 @@ def _known_values(x: Any) -> np.ndarray | None:
     return np.asarray(value)
 
 
-def router_weights(function: str, topk_weights: Any, shape: tuple[int, ...], x: Tokens | jax.ShapeDtypeStruct) -> Array:
-    """Return weights `[T, K]` in float32, or float64 next to float64 tokens; narrower dtypes are widened."""
-    topk_weights = array(function, "topk_weights", topk_weights, 2, "[T, K]")
-    if topk_weights.shape != shape:
-        raise ValueError(
-            f"{function}: topk_weights has shape {topk_weights.shape} but topk_idx has {shape}; pass one weight per"
-            " expert id."
-        )
-    is_f64 = not isinstance(x, tuple) and x.dtype == jnp.float64
-    if topk_weights.dtype in (jnp.bfloat16, jnp.float16):
-        return topk_weights.astype(jnp.float32)
-    allowed = (jnp.float32, jnp.float64) if is_f64 else (jnp.float32,)
-    if topk_weights.dtype not in allowed:
-        raise TypeError(
-            f"{function}: topk_weights has dtype {topk_weights.dtype}, expected float32; use .astype(jnp.float32)."
-        )
-    return topk_weights
+def router_weights(function: str, topk_weights: Any, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+    """Return weights `[T, K]` in float32, or float64 next to tokens of it as `dtype`; narrower dtypes are widened."""
+    dtypes = (jnp.float32, jnp.bfloat16, jnp.float16, *((jnp.float64,) if dtype == jnp.float64 else ()))
+    sizes, remedy = {"T": shape[0], "K": shape[1]}, "pass one weight per expert id"
+    topk_weights = array(function, "topk_weights", topk_weights, "[T, K]", dtypes, remedy=remedy, **sizes)
+    return topk_weights.astype(jnp.promote_types(topk_weights.dtype, jnp.float32))
 
 
 def experts(function: str, num_experts: Any, axis_name: AxisName) -> tuple[int, int]:
@@ -351,14 +339,9 @@ def divisible_experts(function: str, num_experts: int, num_ranks: int, axis_name
         )
 
 
-def wire(function: str, wire_dtype: DTypeLike | None, x: Tokens | jax.ShapeDtypeStruct) -> DTypeLike | None:
-    """Return the FP8 dtype if tokens must be quantized before they are sent, else None."""
-    if wire_dtype is None:
-        return None
-    values = x[0] if isinstance(x, tuple) else x
-    if values.dtype == FP8:
-        return None
-    return fp8_columns(function, values.shape[-1], 128)
+def wire(function: str, wire_dtype: DTypeLike | None, dtype: DTypeLike, hidden: int) -> DTypeLike | None:
+    """Return the FP8 dtype if rows `[..., hidden]` of `dtype` must be quantized before they are sent, else None."""
+    return None if wire_dtype is None or dtype == FP8 else fp8_columns(function, hidden, 128)
 
 
 def fp8_columns(function: str, hidden: int, group_size: int) -> DTypeLike:
@@ -418,12 +401,10 @@ def reused_layout(function: str, value: Any, wanted: Layout, capacity: int | Non
     return layout
 
 
-def group_sizes(function: str, value: Any) -> Array:
+def group_sizes(function: str, value: Any, groups: int | None = None) -> Array:
     """Check group sizes `[G]` int32."""
-    value = array(function, "group_sizes", value, 1, "[G]")
-    if value.dtype != jnp.int32:
-        raise TypeError(f"{function}: group_sizes has dtype {value.dtype}, expected int32; use .astype(jnp.int32).")
-    return value
+    sizes = {} if groups is None else {"G": groups}
+    return array(function, "group_sizes", value, "[G]", (jnp.int32,), remedy="pass one count per group", **sizes)
 
 
 def expert_function(function: str, experts: Any, columns: int, intermediate: int) -> Experts:
@@ -451,7 +432,7 @@ def activation_rows(function: str, rows: Any, hidden: Array, intermediate: int |
             f" {type(rows).__name__ if shape is None else list(shape)}, expected [{hidden.shape[0]}, {wanted}], one"
             " element per row of w_down; change the function or the weights."
         )
-    return floating(function, "the result of the activation", rows)
+    return floating(function, "the result of the activation", rows, "[...]")
 
 
 def biases(function: str, value: Any) -> Biases:
@@ -470,12 +451,7 @@ def bias(function: str, name: str, value: Any, shape: tuple[int, ...]) -> Array 
     """Check a floating bias per expert, or None."""
     if value is None:
         return None
-    value = floating(function, name, array(function, name, value, len(shape), str(list(shape))))
-    if value.shape != shape:
-        raise ValueError(
-            f"{function}: {name} has shape {value.shape}, expected {shape}; pass one value per column of the weights."
-        )
-    return value
+    return floating(function, name, value, str(list(shape)), remedy="pass one value per column of the weights")
 
 
 def expert_weights(
@@ -487,11 +463,9 @@ def expert_weights(
     counted_by: str = "this rank's experts",
 ) -> Array:
     """Check weights `[*leading, N]`, one matrix per group, in the dtype of the tokens."""
-    num_groups, num_rows = leading
-    value = array(function, name, value, 3, f"[{num_groups}, {num_rows}, N]")
+    remedy = f"pass one matrix for each of {counted_by}, with as many rows as the left operand has columns"
+    value = array(function, name, value, f"[{leading[0]}, {leading[1]}, N]", remedy=remedy)
     same_dtype(function, name, value, "the tokens", dtype)
-    size(function, f"axis 0 of {name}", value.shape[0], num_groups, f"pass one matrix for each of {counted_by}")
-    size(function, f"axis 1 of {name}", value.shape[1], num_rows, "it must match the columns of the left operand")
     return value
 
 
@@ -506,17 +480,13 @@ def result_dtype(function: str, preferred: DTypeLike | None, own: DTypeLike) -> 
     return result
 
 
-def token_mask(function: str, value: Any, shape: tuple[int, ...], meaning: str) -> None:
+def token_mask(function: str, value: Any, shape: tuple[int, ...]) -> None:
     """Check a bool per token."""
-    value = array(function, "token_mask", value, len(shape), meaning)
+    value = array(function, "token_mask", value, str(list(shape)), remedy="pass one bool per token")
     if value.dtype != jnp.bool_:
         raise TypeError(
             f"{function}: token_mask has dtype {value.dtype}, expected bool, True for valid tokens; pass"
             " attention_mask != 0."
-        )
-    if value.shape != shape:
-        raise ValueError(
-            f"{function}: token_mask has shape {value.shape}, expected {shape}, {meaning}; pass one bool per token."
         )
 
 
@@ -527,7 +497,7 @@ def token_count(function: str, num_tokens: Array | int, most: int) -> Array:
         value = value[()]  # JAX would wrap values that do not fit in 32 bits.
     if isinstance(value, int | np.integer) and not isinstance(value, bool):
         value = np.asarray(min(max(int(value), 0), most), np.int32)
-    value = array(function, "num_tokens", value, 0, "[], an int32 scalar")
+    value = array(function, "num_tokens", value, "[]")
     if not jnp.issubdtype(value.dtype, jnp.integer):
         raise TypeError(f"{function}: num_tokens has dtype {value.dtype}, expected int32; use .astype(jnp.int32).")
     if value.dtype.itemsize < 4:

@@ -7,23 +7,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
 from jax_ep.core import check
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.mesh_axes import axis_tuple
-from jax_ep.types import Array, type_name
+from jax_ep.types import Array
 
 
 def weights(function: str, name: str, value: Any) -> Array:
     """Check floating weights `[..., K, N]`."""
-    if not isinstance(value, jax.Array | np.ndarray):
-        raise TypeError(f"{function}: {name} is {type_name(value)}, not an array; pass a JAX or NumPy array.")
-    if value.ndim < 2:
-        raise ValueError(f"{function}: {name} has shape {value.shape}, expected [..., K, N]; reshape it.")
-    return check.floating(function, name, jnp.asarray(value))
+    return check.floating(function, name, value, "[..., K, N]")
 
 
 def whole_blocks(function: str, what: str, size: int) -> None:
@@ -69,9 +64,9 @@ def row_scales(function: str, value: Any, lhs: Array) -> Array | None:
         raise TypeError(
             f"{function}: lhs_scales is None but lhs has dtype {lhs.dtype}; pass float32 scales of shape {expected}."
         )
-    value = check.array(function, "lhs_scales", value, lhs.ndim, str(expected))
-    if value.dtype != jnp.float32:
-        raise TypeError(f"{function}: lhs_scales has dtype {value.dtype}, expected float32; cast it with astype.")
+    axes = ", ".join(map(str, lhs.shape[:-1]))
+    remedy = f"pass one scale per row and {GROUP_SIZE} columns of lhs {lhs.shape}"
+    value = check.array(function, "lhs_scales", value, f"[{axes}, K / {GROUP_SIZE}]", (jnp.float32,), remedy=remedy)
     blocks, wanted = value.shape[-1], expected[-1]
     fits = value.shape[:-1] == expected[:-1] and blocks > 0 < wanted
     if fits and blocks < wanted and wanted % blocks == 0:

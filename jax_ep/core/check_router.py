@@ -18,11 +18,11 @@ from jax_ep.types import Array, AxisName, Routing, type_name
 def topk(logits: Any, k: Any, router: Router, bias: Any, token_mask: Any, topk_idx: Any) -> None:
     """Check the arguments of `topk_router`."""
     function = "topk_router"
-    num_tokens, num_experts = check.matrix(function, "logits", logits).shape
+    num_tokens, num_experts = check.floating(function, "logits", logits, "[T, E]").shape
     router.check_sizes(function, "k", check.positive(function, "k", k), num_experts)
     if bias is not None:
-        bias = check.floating(function, "bias", check.array(function, "bias", bias, 1, "[E]"))
-        check.size(function, "the length of bias", bias.shape[0], num_experts, "pass one value per expert")
+        remedy = "pass one value per expert"
+        bias = check.floating(function, "bias", bias, "[E]", remedy=remedy, E=num_experts)
     if bias is not None and router.score == "sparsemixer":
         raise ValueError(f"{function}: bias with Router('sparsemixer'), expected none; leave bias out.")
     if bias is None and router.selection_bias:
@@ -49,7 +49,7 @@ def number(function: str, name: str, value: Any) -> None:
 def sparsemixer(logits: Any, jitter_eps: Any, key: Any) -> None:
     """Check the arguments of `sparsemixer_router`."""
     function = "sparsemixer_router"
-    num_experts = check.matrix(function, "logits", logits).shape[1]
+    num_experts = check.floating(function, "logits", logits, "[T, E]").shape[1]
     if num_experts < 2:
         raise ValueError(f"{function}: logits are of {num_experts} experts, expected at least 2; pass [T, E] logits.")
     number(function, "jitter_eps", jitter_eps)
@@ -80,33 +80,29 @@ def identity_experts(routing: Any, num_experts: Any) -> None:
 def balancing_loss(scores: Any, topk_idx: Any, token_mask: Any, axis_name: AxisName | None) -> None:
     """Check the arguments of `load_balancing_loss`."""
     function = "load_balancing_loss"
-    scores = check.matrix(function, "scores", scores)
-    _some_experts(function, "scores", scores)
-    topk_idx = check.array(function, "topk_idx", topk_idx, 2, "[T, K]")
+    scores = _of_experts(function, "scores", scores)
+    remedy = "pass the ids of the same tokens"
+    topk_idx = check.array(function, "topk_idx", topk_idx, "[T, K]", remedy=remedy, T=scores.shape[0])
     if not jnp.issubdtype(topk_idx.dtype, jnp.integer):
         raise TypeError(f"{function}: topk_idx has dtype {topk_idx.dtype}, expected int32; use .astype(jnp.int32).")
-    remedy = "pass the ids of the same tokens"
-    check.size(function, "the number of rows of topk_idx", topk_idx.shape[0], scores.shape[0], remedy)
     other_tokens(function, scores.shape[0], token_mask, axis_name)
 
 
 def z_loss(logits: Any, token_mask: Any, axis_name: AxisName | None) -> None:
     """Check the arguments of `router_z_loss`."""
     function = "router_z_loss"
-    logits = check.matrix(function, "logits", logits)
-    _some_experts(function, "logits", logits)
+    logits = _of_experts(function, "logits", logits)
     other_tokens(function, logits.shape[0], token_mask, axis_name)
 
 
-def _some_experts(function: str, name: str, value: Array) -> None:
-    if value.shape[1] < 1:
-        raise ValueError(f"{function}: {name} has shape {value.shape}, expected E >= 1; pass one column per expert.")
+def _of_experts(function: str, name: str, value: Any) -> Array:
+    return check.floating(function, name, value, "[T, E >= 1]", remedy="pass one column per expert")
 
 
 def other_tokens(function: str, num_tokens: int, token_mask: Any, axis_name: AxisName | None) -> None:
     """Check the arguments that say which tokens count, here and on other ranks."""
     if token_mask is not None:
-        check.token_mask(function, token_mask, (num_tokens,), "[T]")
+        check.token_mask(function, token_mask, (num_tokens,))
     if axis_name is not None:
         axis_size(axis_name, function=function, of_vmap=True)
 
@@ -114,7 +110,7 @@ def other_tokens(function: str, num_tokens: int, token_mask: Any, axis_name: Axi
 def bias_step(bias: Any, load: Any, rate: Any) -> tuple[Array, Array]:
     """Return the checked arrays of `update_router_bias`: integers and 16-bit biases would lose a step of 1e-3."""
     function = "update_router_bias"
-    bias, load = (check.rows(function, name, x, "[..., E]") for name, x in (("bias", bias), ("load", load)))
+    bias, load = (check.array(function, name, x, "[..., E]") for name, x in (("bias", bias), ("load", load)))
     if bias.dtype not in (jnp.float32, jnp.float64):
         raise TypeError(
             f"{function}: bias has dtype {bias.dtype}, expected float32 or float64, since others round small steps"

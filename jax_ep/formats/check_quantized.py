@@ -74,9 +74,7 @@ def activations(function: str, wanted: Format, kind: Any, smooth: Any, shape: tu
         return None
     if kind != "int8":
         raise ValueError(f"{function}: smooth without activations='int8', which it is for; leave it None.")
-    smooth = check.floating(function, "smooth", check.array(function, "smooth", smooth, len(shape), str(list(shape))))
-    if smooth.shape != shape:
-        raise ValueError(f"{function}: smooth has shape {smooth.shape}, expected {shape}; pass one value per row of w.")
+    smooth = check.floating(function, "smooth", smooth, str(list(shape)), remedy="pass one value per row of w")
     return smooth.astype(jnp.float32)
 
 
@@ -168,12 +166,11 @@ def _check_master(function: str, name: str, value: QuantizedWeights) -> None:
 def _weights_or_array(function: str, name: str, w: Any, groups: int, tokens: str, dtype: DTypeLike | None) -> Any:
     """Check weights `[L, K, N]`: an array of `dtype`, that of `tokens` (None: floating), or `QuantizedWeights`."""
     if not isinstance(w, QuantizedWeights):
-        w = check.array(function, name, w, 3, f"[{groups}, {_AXES[name]}]")
+        w = check.array(function, name, w, f"[{groups}, {_AXES[name]}]", remedy="pass one matrix per local expert")
         if dtype is None:
             check.floating(function, name, w)
         else:
             check.same_dtype(function, name, w, tokens, dtype)
-        check.size(function, f"axis 0 of {name}", w.shape[0], groups, "pass one matrix per local expert")
         return w
     w = weights(function, name, w, groups)
     if w.format is None and dtype is not None:

@@ -187,12 +187,12 @@ def combine(
             implementation=implementation,
         )
     options = registry.options(function, axis_name, implementation, schedule)
-    y = check.matrix(function, "y", y, "[R, H]")
     layout = check.handle(function, handle, Handle, axis_name)
     remedy = "pass one row per row of the dispatch that made the handle"
-    check.size(function, "the number of rows of y", y.shape[0], layout.capacity, remedy)
+    y = check.floating(function, "y", y, "[R, H]", remedy=remedy, R=layout.capacity)
     sum_dtype = check.result_dtype(function, preferred_element_type, y.dtype)
-    options = dataclasses.replace(options, wire_dtype=check.wire(function, options.wire_dtype, y), sum_dtype=sum_dtype)
+    wire_dtype = check.wire(function, options.wire_dtype, y.dtype, y.shape[1])
+    options = dataclasses.replace(options, wire_dtype=wire_dtype, sum_dtype=sum_dtype)
     y, handle = vary_alike((y, handle), over=options.axis)
     flat = cast(Handle, handle)  # checked above
     plan = plans.exchange(options, plans.exchange_facts(y.dtype, y.shape[1], flat))
@@ -269,10 +269,10 @@ def checked(
     wanted = Layout(num_ranks, num_experts, values.shape[0], top_k, 0, alignment, spread_axes(options.axis))
     layout = _layout(options, wanted, capacity, handle)
     if topk_weights is not None:
-        topk_weights = check.router_weights(function, topk_weights, (layout.num_tokens, layout.top_k), x)
-    options = dataclasses.replace(options, wire_dtype=check.wire(function, options.wire_dtype, x))
-    if isinstance(x, tuple):
-        options = dataclasses.replace(options, wire_dtype=None)  # travels as it is
+        topk_weights = check.router_weights(function, topk_weights, (layout.num_tokens, layout.top_k), values.dtype)
+    # FP8 values travel as they are.
+    wire_dtype = check.wire(function, options.wire_dtype, values.dtype, values.shape[1])
+    options = dataclasses.replace(options, wire_dtype=wire_dtype)
     is_foreign = handle is not None and handle.group is None
     facts = ExchangeFacts(values.dtype, values.shape[1], layout, is_foreign)
     return Checked(options, facts, x, topk_idx, topk_weights, handle)

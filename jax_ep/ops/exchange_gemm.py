@@ -145,14 +145,12 @@ def grouped_gemm_combine(
     """
     function = "grouped_gemm_combine"
     options = registry.options(function, axis_name, implementation, schedule)
-    h = check.matrix(function, "h", h, "[R, I]")
     layout = check.handle(function, handle, Handle, axis_name)
     remedy = "pass one row per row of the dispatch that made the handle"
-    check.size(function, "the number of rows of h", h.shape[0], layout.capacity, remedy)
+    h = check.floating(function, "h", h, "[R, I]", remedy=remedy, R=layout.capacity)
     w = check.expert_weights(function, "w", w, (layout.num_local_experts, h.shape[1]), h.dtype)
-    travels = jax.ShapeDtypeStruct((layout.capacity, w.shape[2]), h.dtype)
     sum_dtype = check.result_dtype(function, preferred_element_type, h.dtype)
-    options = dataclasses.replace(options, wire_dtype=check.wire(function, options.wire_dtype, travels))
+    options = dataclasses.replace(options, wire_dtype=check.wire(function, options.wire_dtype, h.dtype, w.shape[2]))
     h, w, handle = vary_alike((h, w, handle), over=options.axis)
     facts = plans.exchange_facts(h.dtype, w.shape[2], handle).with_columns(w.shape[1])
     plan = plans.exchange_gemm(options, facts, out_columns=w.shape[2], sum_dtype=sum_dtype)

@@ -79,7 +79,7 @@ def grouped_gemm(
     if isinstance(rhs, QuantizedWeights) and rhs.format is None:
         rhs = as_array(check_quantized.weights("grouped_gemm", "rhs", rhs))
     if isinstance(rhs, QuantizedWeights) or lhs_scales is not None or getattr(lhs, "dtype", None) == FP8:
-        lhs = check.array("grouped_gemm", "lhs", lhs, 2, "[M, K]")
+        lhs = check.array("grouped_gemm", "lhs", lhs, "[M, K]")
         operands = check_quantized.gemm_operands("grouped_gemm", lhs, rhs, group_sizes, lhs_scales)
         lhs, weights, group_sizes, lhs_scales = operands
         check.known_rows("grouped_gemm", "lhs", "with QuantizedWeights", lhs.shape[0])
@@ -100,7 +100,7 @@ def checked(
 ) -> tuple[Array, Array, Array]:
     """Operands that fit together; `name` is what the caller knows `rhs` as."""
     function = options.function
-    lhs = check.matrix(function, "lhs", lhs, "[M, K]")
+    lhs = check.floating(function, "lhs", lhs, "[M, K]")
     check.int32_rows(function, f"lhs of shape {lhs.shape}", lhs.shape[0], "split it")
     group_sizes = check.group_sizes(function, group_sizes)
     rhs = check.expert_weights(function, name, rhs, (group_sizes.shape[0], lhs.shape[1]), lhs.dtype, "group_sizes")

@@ -147,7 +147,9 @@ def dispatch(
     topology = axis_name
     num_experts, _ = check.experts("dispatch", num_experts, topology)
     x, topk_idx, topk_weights = _checked(x, topk_idx, topk_weights, num_experts, topology, num_tokens, handle)
-    options = _options("dispatch", topology, check.wire("dispatch", schedule.wire_dtype, x))
+    values = x[0] if isinstance(x, tuple) else x
+    wire_dtype = check.wire("dispatch", schedule.wire_dtype, values.dtype, values.shape[1])
+    options = _options("dispatch", topology, wire_dtype)
     x, topk_idx, topk_weights, handle = vary_alike((x, topk_idx, topk_weights, handle), over=topology.axes)
     if handle is None:
         topk_idx = cast(Array, topk_idx)
@@ -182,7 +184,8 @@ def _checked(
     """Check the arrays of a `dispatch` over nodes; ids of tokens that do not count become -1."""
     function = "dispatch"
     x = check.tokens(function, x)
-    num_rows = (x[0] if isinstance(x, tuple) else x).shape[0]
+    values = x[0] if isinstance(x, tuple) else x
+    num_rows = values.shape[0]
     if topk_idx is not None:
         topk_idx = check.expert_ids(function, topk_idx, num_rows, num_experts, all_count=num_tokens is None)
     if num_tokens is not None:
@@ -194,7 +197,7 @@ def _checked(
     else:
         raise ValueError(f"{function}: topk_idx is None and handle is None; pass the expert ids [T, K], or a handle.")
     if topk_weights is not None:
-        topk_weights = check.router_weights(function, topk_weights, (num_rows, top_k), x)
+        topk_weights = check.router_weights(function, topk_weights, (num_rows, top_k), values.dtype)
     return x, topk_idx, topk_weights
 
 
@@ -225,10 +228,10 @@ def combine(
 ) -> Array:
     """Sums by `inside`, which is `combine`, in the node, and then over the nodes."""
     function = "combine"
-    y = check.matrix(function, "y", y, "[R, H]")
+    y = check.floating(function, "y", y, "[R, H]")
     checked_handle(function, handle, axis_name)
     sum_dtype = check.result_dtype(function, preferred_element_type, y.dtype)
-    options = _options(function, axis_name, check.wire(function, schedule.wire_dtype, y))
+    options = _options(function, axis_name, check.wire(function, schedule.wire_dtype, y.dtype, y.shape[1]))
     y, handle = vary_alike((y, handle), over=axis_name.axes)
     sums = inside(
         y, handle.local, axis_name=axis_name.local, schedule=dataclasses.replace(schedule, wire_dtype=None), **keywords
@@ -253,8 +256,9 @@ def layer(
     x, topk_idx, topk_weights = tokens
     num_experts, _ = check.experts(function, num_experts, topology)
     topk_idx = check.expert_ids(function, topk_idx, x.shape[0], num_experts)
-    topk_weights = check.router_weights(function, topk_weights, topk_idx.shape, x)
-    out, back = (_options(function, topology, check.wire(function, dtype, x)) for dtype in wire_dtypes)
+    topk_weights = check.router_weights(function, topk_weights, topk_idx.shape, x.dtype)
+    wires = (check.wire(function, dtype, x.dtype, x.shape[1]) for dtype in wire_dtypes)
+    out, back = (_options(function, topology, wire) for wire in wires)
     back = dataclasses.replace(back, sum_dtype=check.result_dtype(function, sum_dtype, x.dtype))
     arrays = vary_alike((x, topk_idx, topk_weights), over=topology.axes)
     inside = partial(

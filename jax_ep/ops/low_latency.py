@@ -154,12 +154,12 @@ def low_latency_combine(
       [1.0, 0.5]
     """
     function = "low_latency_combine"
-    y = check.floating(function, "y", check.array(function, "y", y, 3, "[L, W * M, H]"))
+    y = check.floating(function, "y", y, "[L, W * M, H]")
     layout = check.handle(function, handle, LowLatencyHandle, axis_name)
     topk_idx, topk_weights = check_combine(function, "y", y, topk_idx, topk_weights, layout)
     options = registry.options(function, axis_name, implementation, schedule)
     sum_dtype = check.result_dtype(function, preferred_element_type, y.dtype)
-    wire_dtype = check.wire(function, options.wire_dtype, y)
+    wire_dtype = check.wire(function, options.wire_dtype, y.dtype, y.shape[2])
     options = dataclasses.replace(options, wire_dtype=wire_dtype, sum_dtype=sum_dtype)
     plan = plan_serving.low_latency(options, y.dtype, y.shape[2], layout, is_foreign=handle.group is None)
     return combine_tokens(plan, *vary_alike((y, topk_weights, handle), over=options.axis))
@@ -203,7 +203,7 @@ def check_combine(
             f"{function}: topk_idx has {topk_idx.shape[0]} tokens, expected at most the {layout.num_tokens} of"
             " the handle; pass the topk_idx of the dispatch."
         )
-    return topk_idx, check.router_weights(function, topk_weights, topk_idx.shape, y)
+    return topk_idx, check.router_weights(function, topk_weights, topk_idx.shape, y.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -93,9 +93,8 @@ def checked_operands(
     function: str, lhs: Array, rhs: Array | QuantizedWeights, group_sizes: Array, lhs_scales: Array | None
 ) -> tuple[Array, QuantizedWeights, Array, Array | None]:
     """The operands of a GEMM of masked blocks, which fit together."""
-    lhs = check.array(function, "lhs", lhs, 3, "[L, M, K]")
-    sizes = check.group_sizes(function, group_sizes)
-    check.size(function, "axis 0 of group_sizes", sizes.shape[0], lhs.shape[0], "pass one count per local expert")
+    lhs = check.array(function, "lhs", lhs, "[L, M, K]")
+    group_sizes = check.group_sizes(function, group_sizes, lhs.shape[0])
     operands = check_quantized.gemm_operands(function, lhs, rhs, group_sizes, lhs_scales)
     lhs, rhs, group_sizes, lhs_scales = operands
     return lhs, as_transposed(rhs), group_sizes, lhs_scales
@@ -142,11 +141,9 @@ def masked_gated_activation(
     """
     function = "masked_gated_activation"
     check.flag(function, "quantize", quantize)
-    hidden = check.floating(function, "hidden", check.array(function, "hidden", hidden, 3, "[L, M, 2 * I]"))
+    hidden = check.floating(function, "hidden", hidden, "[L, M, 2 * I]")
     check.int32_rows(function, f"hidden of shape {hidden.shape}", hidden.shape[0] * hidden.shape[1], "split it")
-    group_sizes = check.group_sizes(function, group_sizes)
-    remedy = "pass the counts of the local experts"
-    check.size(function, "axis 0 of group_sizes", group_sizes.shape[0], hidden.shape[0], remedy)
+    group_sizes = check.group_sizes(function, group_sizes, hidden.shape[0])
     experts, inner = _checked_activation(experts, hidden)
     bias = check.bias(function, "bias", bias, (hidden.shape[0], hidden.shape[2]))
     if quantize and inner is not None:

@@ -1,4 +1,4 @@
-"""The whole expert layer, over a mesh axis (`moe`) and on one device (`fused_moe`)."""
+"""The whole expert layer over a mesh axis."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import CustomVJPPrimal
 from jax.typing import DTypeLike
 
 from jax_ep.core import check
@@ -19,14 +18,14 @@ from jax_ep.core.check import operation
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import ExpertWeights, QuantizedWeights, as_array
 from jax_ep.core.facts import ExchangeFacts, FusedMoEFacts, Part
-from jax_ep.core.layout import Bias, add_bias
+from jax_ep.core.layout import add_bias
 from jax_ep.core.mesh_axes import takes_global_arrays, vary_alike
 from jax_ep.formats import check_quantized
 from jax_ep.ops import (
-    activation_gemm_combine,
     balanced,
     exchange,
     exchange_gemm,
+    gemm_activation,
     hierarchical,
     moe_fp8,
     plan_serving,
@@ -35,7 +34,7 @@ from jax_ep.ops import (
 )
 from jax_ep.ops import plan as plans
 from jax_ep.ops.activation import activate, is_one_pass
-from jax_ep.ops.activation_gemm_combine import Between
+from jax_ep.ops.activation_gemm_combine import Between, bias_of_result
 from jax_ep.types import (
     HIDDEN_NAME,
     OUTPUT_NAME,
@@ -137,7 +136,7 @@ def moe(
     wire_dtype = FP8 if recipe == "fp8" else schedule.wire_dtype
     for name, value in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
         if value is None:
-            check.array("moe", name, value, 2, "[T, K]")  # raises
+            check.array("moe", name, value, "[T, K]")  # raises
     if isinstance(axis_name, Topology):
         inside = partial(moe, w_gate_up=w_gate_up, w_down=w_down, experts=experts, biases=biases, recipe=recipe)
         schedule = dataclasses.replace(schedule, wire_dtype=None)
@@ -220,69 +219,8 @@ def _on_tokens(layer: _Layer, given: exchange.Checked, parts: ExpertWeights) -> 
     if isinstance(plan, tuple):
         return _by_fp8(plan, experts, x, weights, handle, parts)
     exchange_gemm.check_weight_gradients(plan.first, parts.w_gate_up)
-    run = _with_hidden_rows if plan.activated is None else _with_activated_rows
+    run = gemm_activation.with_hidden_rows if plan.activated is None else gemm_activation.with_activated_rows
     return run(plan, experts, x, weights, handle, parts)
-
-
-@operation
-def fused_moe(
-    x: Array,
-    topk_idx: Array,
-    topk_weights: Array,
-    w_gate_up: Array | QuantizedWeights,
-    w_down: Array | QuantizedWeights,
-    *,
-    experts: Experts | None = None,
-    biases: Biases | None = None,
-    recipe: str | None = None,
-    preferred_element_type: DTypeLike | None = None,
-    schedule: Schedule | None = None,
-    implementation: str | Sequence[str] | None = None,
-) -> Array:
-    """The expert layer on one device: `moe` without a mesh axis.
-
-    Args:
-      x: `[T, H]` tokens.
-      topk_idx: `[T, K]` int32 expert ids; -1 is no expert.
-      topk_weights: `[T, K]` router weights.
-      w_gate_up: `[E, H, 2 * I]`, or `[E, H, I]` for experts without a gate; or `QuantizedWeights`, see `moe`.
-      w_down: `[E, I, H]`, or `QuantizedWeights`.
-      experts: see `moe`.
-      biases: `(b_gate_up [E, 2 * I], b_down [E, H])`, see `moe`.
-      recipe: see `moe`.
-      preferred_element_type: see `moe`.
-      schedule: see `moe`.
-      implementation: see `dispatch`.
-
-    Returns:
-      `[T, H]`.
-
-    Raises:
-      ValueError, TypeError, NotImplementedError: as `moe` does.
-
-    Example:
-      >>> import jax.numpy as jnp, jax_ep
-      >>> x, idx, weights = jnp.ones((2, 4)), jnp.array([[0], [1]]), jnp.ones((2, 1))
-      >>> jax_ep.fused_moe(x, idx, weights, jnp.ones((2, 4, 6)), jnp.ones((2, 3, 4))).shape
-      (2, 4)
-    """
-    values = w_gate_up.values if isinstance(w_gate_up, QuantizedWeights) else w_gate_up
-    num_experts = check.rows("fused_moe", "w_gate_up", values, "[E, H, 2 * I]").shape[0]
-    return moe(
-        x,
-        topk_idx,
-        topk_weights,
-        w_gate_up,
-        w_down,
-        num_experts=num_experts,
-        experts=experts,
-        biases=biases,
-        axis_name=(),
-        recipe=recipe,
-        preferred_element_type=preferred_element_type,
-        schedule=schedule,
-        implementation=implementation,
-    )
 
 
 def _check_experts(
@@ -385,59 +323,9 @@ def _by_fp8(
     """`moe` with `recipe="fp8"`, whose backward pass keeps the first product."""
     first, second = plan
     hidden, row_weights = moe_fp8.dispatch_and_multiply(first, x, weights, parts.w_gate_up, handle)
-    bias = _bias_of_result(experts, parts, row_weights)
+    bias = bias_of_result(experts, parts, row_weights)
     between = Between(checkpoint_name(hidden, HIDDEN_NAME), row_weights, parts.b_gate_up, bias)
     return moe_fp8.multiply_and_combine(second, experts, between, parts.w_down, handle)
-
-
-def _with_hidden_rows(
-    plan: plans.LayerPlan, experts: Experts, x: Array, weights: Array, handle: Handle, parts: ExpertWeights
-) -> Array:
-    """`moe` of matrices in the dtype of the tokens, whose backward pass keeps the first product."""
-    first = (x, weights, parts.w_gate_up, handle)
-    if plan.first.fused is None:
-        hidden, row_weights = exchange_gemm.dispatch_then_multiply(plan.first, *first)
-    else:
-        hidden, _, row_weights = exchange_gemm.dispatch_with_multiply(plan.first, False, None, *first)
-    row_weights = cast(Array, row_weights)
-    bias = _bias_of_result(experts, parts, row_weights)
-    between = Between(checkpoint_name(hidden, HIDDEN_NAME), row_weights, parts.b_gate_up, bias)
-    run = activation_gemm_combine.for_experts(experts, parts.b_gate_up)
-    return run(plan.second, plan.activation, experts, between, parts.w_down, handle)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _with_activated_rows(
-    plan: plans.LayerPlan, experts: Experts, x: Array, weights: Array, handle: Handle, parts: ExpertWeights
-) -> Array:
-    """`_with_hidden_rows`, where the first GEMM stores activated rows, which are not enough for a gradient."""
-    rows, row_weights = exchange_gemm.dispatch_apart(plan.first, x, weights, handle)
-    product = registry.get("gemm_activation", cast(Part, plan.activated).implementation).gemm_activation
-    rows = product(experts, rows, parts.w_gate_up, handle.group_sizes, cast(Array, row_weights))
-    bias = None if parts.b_down is None else Bias(parts.b_down, row_weights)
-    return exchange_gemm.multiply_and_combine(plan.second, rows, parts.w_down, handle, bias)
-
-
-def _activated_forward(plan: plans.LayerPlan, experts: Experts, *arguments: object) -> tuple[Array, _Pull]:
-    """Save what `_with_hidden_rows` saves for those arguments alone that have a gradient."""
-    trained = jax.tree.map(lambda a: a.value if a.perturbed else None, arguments, is_leaf=_is_argument)
-
-    def of(trained: object) -> Array:
-        whole = jax.tree.map(lambda a, t: a.value if t is None else t, arguments, trained, is_leaf=_is_argument)
-        return _with_hidden_rows(plan, experts, *whole)
-
-    return jax.vjp(of, trained)
-
-
-def _is_argument(node: object) -> bool:
-    return isinstance(node, CustomVJPPrimal)
-
-
-def _activated_backward(plan: plans.LayerPlan, experts: Experts, pull: _Pull, cotangent: Array) -> tuple[Any, ...]:
-    return pull(cotangent)[0]
-
-
-_with_activated_rows.defvjp(_activated_forward, _activated_backward, symbolic_zeros=True)
 
 
 def _by_quantized(
@@ -467,14 +355,7 @@ def _by_quantized(
     else:
         rows = activate(plan.activation, experts, inner, hidden, row_weights, parts.b_gate_up, sizes)
         products = quantized_gemm.multiply(plan.second, x.dtype, rows, parts.w_down, sizes)
-    bias = _bias_of_result(experts, parts, row_weights)
+    bias = bias_of_result(experts, parts, row_weights)
     if bias is not None:
         products = add_bias(products, bias, sizes)
     return exchange.combine_tokens(plan.back, products, None, handle)[0]
-
-
-def _bias_of_result(experts: Experts, parts: ExpertWeights, row_weights: Array) -> Bias | None:
-    """What the second product adds: of rows that router weights scale, as much of the bias."""
-    if parts.b_down is None:
-        return None
-    return Bias(parts.b_down, row_weights if experts.weight_on == "output" else None)

@@ -108,7 +108,7 @@ def low_latency_moe(
     check.known_rows(_NAME, "x", "in a low-latency layer", x.shape[0])
     num_experts, num_ranks = check.experts(_NAME, num_experts, axis_name)
     topk_idx = check.expert_ids(_NAME, topk_idx, x.shape[0], num_experts)
-    topk_weights = check.router_weights(_NAME, topk_weights, topk_idx.shape, x)
+    topk_weights = check.router_weights(_NAME, topk_weights, topk_idx.shape, x.dtype)
     num_tokens = max(1, x.shape[0]) if max_tokens_per_rank is None else max_tokens_per_rank
     num_tokens = checked_max_tokens(_NAME, x.shape[0], num_tokens)
     out_dtype = check.result_dtype(_NAME, out_dtype, x.dtype)

@@ -72,7 +72,8 @@ def moe_sort(
     sizes = f"topk_idx of shape {topk_idx.shape} with num_local_experts={num_local} and {block_size=}"
     check.int32_rows(function, sizes, num_rows, "pass fewer tokens in each call, or a smaller block_size")
     if topk_weights is not None:
-        topk_weights = check.router_weights(function, topk_weights, topk_idx.shape, topk_weights)
+        dtype = getattr(topk_weights, "dtype", jnp.float32)
+        topk_weights = check.router_weights(function, topk_weights, topk_idx.shape, dtype)
     if num_tokens is not None:
         num_tokens = check.token_count(function, num_tokens, topk_idx.shape[0])
     options = registry.options(function, implementation=implementation)

@@ -29,9 +29,9 @@ from jax_ep.megakernels.requirements import MOST_LOW_LATENCY_TOKENS
 from jax_ep.ops import exchange_gemm as ops
 from jax_ep.ops import plan as plans
 from jax_ep.ops import registry
+from jax_ep.ops.fused_moe import fused_moe as public_fused_moe
 from jax_ep.ops.low_latency import low_latency_combine, low_latency_dispatch
 from jax_ep.ops.masked import masked_grouped_gemm
-from jax_ep.ops.moe import fused_moe as public_fused_moe
 from jax_ep.quantization import quantize, with_layout
 from jax_ep.settings.operations import Setting
 from jax_ep.tools.benchmark import harness

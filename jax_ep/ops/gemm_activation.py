@@ -1,0 +1,80 @@
+"""The expert layer with weights in the dtype of the tokens, also where its first GEMM stores activated rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import CustomVJPPrimal
+
+from jax_ep.core.expert_matrices import ExpertWeights
+from jax_ep.core.facts import Part
+from jax_ep.core.layout import Bias
+from jax_ep.ops import (
+    activation_gemm_combine,
+    exchange_gemm,
+    registry,
+)
+from jax_ep.ops import plan as plans
+from jax_ep.ops.activation_gemm_combine import Between, bias_of_result
+from jax_ep.types import (
+    HIDDEN_NAME,
+    Array,
+    Experts,
+    Handle,
+)
+
+type _Pull = Callable[[Array], tuple[Any, ...]]
+
+
+def with_hidden_rows(
+    plan: plans.LayerPlan, experts: Experts, x: Array, weights: Array, handle: Handle, parts: ExpertWeights
+) -> Array:
+    """`moe` of matrices in the dtype of the tokens, whose backward pass keeps the first product."""
+    first = (x, weights, parts.w_gate_up, handle)
+    if plan.first.fused is None:
+        hidden, row_weights = exchange_gemm.dispatch_then_multiply(plan.first, *first)
+    else:
+        hidden, _, row_weights = exchange_gemm.dispatch_with_multiply(plan.first, False, None, *first)
+    row_weights = cast(Array, row_weights)
+    bias = bias_of_result(experts, parts, row_weights)
+    between = Between(checkpoint_name(hidden, HIDDEN_NAME), row_weights, parts.b_gate_up, bias)
+    run = activation_gemm_combine.for_experts(experts, parts.b_gate_up)
+    return run(plan.second, plan.activation, experts, between, parts.w_down, handle)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def with_activated_rows(
+    plan: plans.LayerPlan, experts: Experts, x: Array, weights: Array, handle: Handle, parts: ExpertWeights
+) -> Array:
+    """`with_hidden_rows`, where the first GEMM stores activated rows, which are not enough for a gradient."""
+    rows, row_weights = exchange_gemm.dispatch_apart(plan.first, x, weights, handle)
+    product = registry.get("gemm_activation", cast(Part, plan.activated).implementation).gemm_activation
+    rows = product(experts, rows, parts.w_gate_up, handle.group_sizes, cast(Array, row_weights))
+    bias = None if parts.b_down is None else Bias(parts.b_down, row_weights)
+    return exchange_gemm.multiply_and_combine(plan.second, rows, parts.w_down, handle, bias)
+
+
+def _activated_forward(plan: plans.LayerPlan, experts: Experts, *arguments: object) -> tuple[Array, _Pull]:
+    """Save what `with_hidden_rows` saves for those arguments alone that have a gradient."""
+    trained = jax.tree.map(lambda a: a.value if a.perturbed else None, arguments, is_leaf=_is_argument)
+
+    def of(trained: object) -> Array:
+        whole = jax.tree.map(lambda a, t: a.value if t is None else t, arguments, trained, is_leaf=_is_argument)
+        return with_hidden_rows(plan, experts, *whole)
+
+    return jax.vjp(of, trained)
+
+
+def _is_argument(node: object) -> bool:
+    return isinstance(node, CustomVJPPrimal)
+
+
+def _activated_backward(plan: plans.LayerPlan, experts: Experts, pull: _Pull, cotangent: Array) -> tuple[Any, ...]:
+    return pull(cotangent)[0]
+
+
+with_activated_rows.defvjp(_activated_forward, _activated_backward, symbolic_zeros=True)

@@ -47,7 +47,7 @@ def test_check_array_wrong_shape(given: tuple[int, ...], shape: str, sizes: dict
 def test_check_array_wrong_kind_and_dtype() -> None:
     with pytest.raises(TypeError, match=r"^f: x is a list, not an array; pass a JAX or NumPy array \[T\]"):
         check.array("f", "x", [1], "[T]")
-    with pytest.raises(TypeError, match="^f: x has dtype int32, expected one of float32, float16; cast"):
+    with pytest.raises(TypeError, match=r"^f: x has dtype int32, expected one of float32, float16; cast"):
         check.array("f", "x", np.zeros(2, np.int32), "[T]", (jnp.float32, jnp.float16))
     # JAX narrows 64-bit NumPy arrays first.
     assert check.array("f", "x", np.zeros(2, np.int64), "[T]", (jnp.int32,)).dtype == jnp.int32

@@ -104,11 +104,7 @@ def test_checkpoint_moe_layers(
 @pytest.mark.parametrize(
     ("name", "changes", "wanted"),
     [
-        (
-            "deepseek_v2",
-            {"topk_method": "greedy"},
-            {"router": Router(renormalize=False, group_score="max", scale=2.5)},
-        ),
+        ("deepseek_v2", {"topk_method": "greedy"}, {"router": Router(renormalize=False, group_score="max", scale=2.5)}),
         ("deepseek_v3", {"n_shared_experts": 3}, {"shared_experts": SharedExperts(3)}),
         ("qwen3_moe", {"norm_topk_prob": None}, {"router": Router(renormalize=False)}),
         ("qwen3_moe", {"num_experts": None, "num_local_experts": 16}, {"num_experts": 16}),
@@ -285,13 +281,7 @@ def large_checkpoint(kind: str, folder: Path, rng: np.random.Generator) -> Check
 @pytest.mark.parametrize("num_ranks", [1, 4])
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [
-        ("bf16", {}),
-        ("bf16", {"dtype": F32}),
-        ("fp8", {"quantized": True}),
-        ("fp8", {}),
-        ("mxfp4", {}),
-    ],
+    [("bf16", {}), ("bf16", {"dtype": F32}), ("fp8", {"quantized": True}), ("fp8", {}), ("mxfp4", {})],
     ids=["bf16", "float32", "fp8", "fp8-dequantised", "mxfp4"],
 )
 def test_checkpoint_memory(

@@ -25,9 +25,24 @@ from hub_checkpoints import FP8, FP8_CONFIG, HUB, assert_equal, fp8_checkpoint, 
 from jax_ep.checkpoints import Checkpoint, save
 from jax_ep.quantization import QuantizedWeights, quantize
 
+INDEX = "model.safetensors.index.json"
+SHARDS = tuple(f"model-{number:05}-of-00002.safetensors" for number in (1, 2))
+
 
 def reading(change: Callable[[Path], Any], call: Callable[[Checkpoint], Any] = lambda checkpoint: None) -> Any:
     return lambda folder: (change(folder), call(Checkpoint(folder)))
+
+
+def call(function: Callable[[Checkpoint], Any]) -> Any:
+    return lambda folder: function(Checkpoint(folder))
+
+
+def removed(name: str) -> Any:
+    return reading(lambda folder: (folder / name).unlink())
+
+
+def holding(name: str, content: str, call: Callable[[Checkpoint], Any] = lambda checkpoint: None) -> Any:
+    return reading(lambda folder: (folder / name).write_text(content), call)
 
 
 def config(**changes: Any) -> Callable[[Path], Any]:
@@ -41,7 +56,7 @@ def config(**changes: Any) -> Callable[[Path], Any]:
 
 def index(change: Callable[[dict[str, str]], Any]) -> Callable[[Path], Any]:
     def write(folder: Path) -> None:
-        path = folder / "model.safetensors.index.json"
+        path = folder / INDEX
         content = json.loads(path.read_text())
         change(content["weight_map"])
         path.write_text(json.dumps(content))
@@ -50,7 +65,7 @@ def index(change: Callable[[dict[str, str]], Any]) -> Callable[[Path], Any]:
 
 
 def cut(folder: Path) -> None:
-    path = folder / "model-00001-of-00002.safetensors"
+    path = folder / SHARDS[0]
     path.write_bytes(path.read_bytes()[:-1])
 
 
@@ -58,49 +73,24 @@ def load(checkpoint: Checkpoint, **options: Any) -> Any:
     return checkpoint.moe_weights(0, **options)
 
 
-KEEP = lambda folder: None  # noqa: E731
 EXPERT = "model.layers.0.block_sparse_moe.experts.3.w2.weight"
 MISTAKES = {
     "folder": (lambda folder: Checkpoint(folder / "nowhere"), FileNotFoundError, "cannot read .*nowhere/config.json"),
     "kind of folder": (lambda folder: Checkpoint(None), TypeError, "Checkpoint: folder is a NoneType, expected a str"),
-    "config": (
-        reading(lambda folder: (folder / "config.json").unlink()),
-        FileNotFoundError,
-        "cannot read .*config.json .*No such file",
-    ),
-    "json": (
-        reading(lambda folder: (folder / "config.json").write_text("{")),
-        ValueError,
-        "config.json is not valid .no JSON",
-    ),
-    "list": (
-        reading(lambda folder: (folder / "config.json").write_text("[]")),
-        ValueError,
-        r"has \[\], expected an object",
-    ),
+    "config": (removed("config.json"), FileNotFoundError, "cannot read .*config.json .*No such file"),
+    "json": (holding("config.json", "{"), ValueError, "config.json is not valid .no JSON"),
+    "list": (holding("config.json", "[]"), ValueError, r"has \[\], expected an object"),
     "index": (
-        reading(lambda folder: (folder / "model.safetensors.index.json").unlink()),
+        removed(INDEX),
         FileNotFoundError,
         "has no tensors, expected either model.safetensors or model.safetensors.index.json",
     ),
-    "weight_map": (
-        reading(lambda folder: (folder / "model.safetensors.index.json").write_text("{}")),
-        ValueError,
-        "the file lacks 'weight_map'",
-    ),
-    "file": (
-        reading(lambda folder: (folder / "model-00002-of-00002.safetensors").unlink()),
-        FileNotFoundError,
-        r"cannot read .*model-00002-of-00002.safetensors .No such file",
-    ),
+    "weight_map": (holding(INDEX, "{}"), ValueError, "the file lacks 'weight_map'"),
+    "file": (removed(SHARDS[1]), FileNotFoundError, r"cannot read .*model-00002-of-00002.safetensors .No such file"),
     "cut": (reading(cut, load), ValueError, "not a complete safetensors file .*file not fully covered"),
-    "no file": (
-        reading(lambda folder: (folder / "model-00001-of-00002.safetensors").write_bytes(b"abc"), load),
-        ValueError,
-        "not a complete safetensors file .*header too small",
-    ),
+    "no file": (holding(SHARDS[0], "abc", load), ValueError, "not a complete safetensors file .*header too small"),
     "text": (
-        reading(lambda folder: (folder / "model-00001-of-00002.safetensors").write_bytes(b"version https://"), load),
+        holding(SHARDS[0], "version https://", load),
         ValueError,
         "not a complete safetensors file .*header too large",
     ),
@@ -115,35 +105,19 @@ MISTAKES = {
         r"no tensor '.*3.w2.weight' \(sim",
     ),
     "sharding": (
-        reading(KEEP, lambda checkpoint: checkpoint.read("other", sharding=P("expert"))),
+        call(lambda c: c.read("other", sharding=P("expert"))),
         TypeError,
         "sharding is a P.*, expected a jax.sharding.Sharding",
     ),
     "axes of the sharding": (
-        reading(KEEP, lambda c: c.read("other", sharding=NamedSharding(make_mesh((2,), ("a",)), P(*[None] * 4, "a")))),
+        call(lambda c: c.read("other", sharding=NamedSharding(make_mesh((2,), ("a",)), P(*[None] * 4, "a")))),
         ValueError,
         "expected at least the 5 axes of P",
     ),
-    "layer as text": (
-        reading(KEEP, lambda checkpoint: checkpoint.moe_weights("0")),
-        ValueError,
-        "layer='0' is not an MoE layer",
-    ),
-    "name": (
-        reading(KEEP, lambda checkpoint: checkpoint.read("othre")),
-        ValueError,
-        r"no tensor 'othre' \(similar: 'other'\); Checkpoint.names",
-    ),
-    "name of another type": (
-        reading(KEEP, lambda checkpoint: checkpoint.read([])),
-        TypeError,
-        "name is a list, expected a str",
-    ),
-    "layer of another type": (
-        reading(KEEP, lambda c: c.moe_weights(True)),
-        ValueError,
-        "layer=True is not an MoE layer",
-    ),
+    "layer as text": (call(lambda c: c.moe_weights("0")), ValueError, "layer='0' is not an MoE layer"),
+    "name": (call(lambda c: c.read("othre")), ValueError, r"no tensor 'othre' \(similar: 'other'\); Checkpoint.names"),
+    "name of another type": (call(lambda c: c.read([])), TypeError, "name is a list, expected a str"),
+    "layer of another type": (call(lambda c: c.moe_weights(True)), ValueError, "layer=True is not an MoE layer"),
     "model_type": (
         reading(config(model_type="llama"), lambda checkpoint: checkpoint.moe_layers),
         ValueError,
@@ -172,35 +146,27 @@ MISTAKES = {
         r"shape \(8, 12\), expected \(4, 12\) for router",
     ),
     "shape": (reading(config(intermediate_size=7), load), ValueError, r"\(10, 12\), expected \(7, 12\) for w_gate_up"),
-    "layer": (
-        reading(KEEP, lambda checkpoint: checkpoint.moe_weights(4)),
-        ValueError,
-        r"layer=4 is not an MoE layer.*\(0, 1, 2",
-    ),
-    "dtype": (reading(KEEP, lambda c: load(c, dtype=jnp.int8)), TypeError, "dtype=int8, expected None or one of bfl"),
-    "no dtype": (
-        reading(KEEP, lambda c: c.read("other", dtype="half-ish")),
-        TypeError,
-        "is not a dtype, expected None or one",
-    ),
-    "quantized": (reading(KEEP, lambda c: load(c, quantized=True)), ValueError, "not stored in FP8.*serving_weights"),
-    "mesh": (reading(KEEP, lambda c: load(c, mesh="gpu")), TypeError, "mesh is a str"),
+    "layer": (call(lambda c: c.moe_weights(4)), ValueError, r"layer=4 is not an MoE layer.*\(0, 1, 2"),
+    "dtype": (call(lambda c: load(c, dtype=jnp.int8)), TypeError, "dtype=int8, expected None or one of bfl"),
+    "no dtype": (call(lambda c: c.read("other", dtype="half-ish")), TypeError, "is not a dtype, expected None or one"),
+    "quantized": (call(lambda c: load(c, quantized=True)), ValueError, "not stored in FP8.*serving_weights"),
+    "mesh": (call(lambda c: load(c, mesh="gpu")), TypeError, "mesh is a str"),
     "axis": (
-        reading(KEEP, lambda c: load(c, mesh=make_mesh((2,), ("data",)))),
+        call(lambda c: load(c, mesh=make_mesh((2,), ("data",)))),
         ValueError,
         r"the mesh has axes \('data',\), expected \['expert'\] among them",
     ),
     "ranks": (
-        reading(KEEP, lambda c: load(c, mesh=make_mesh((3,), ("expert",)))),
+        call(lambda c: load(c, mesh=make_mesh((3,), ("expert",)))),
         ValueError,
         "num_experts=8 is not divisible by the 3 ranks",
     ),
     "transpose": (
-        reading(KEEP, lambda c: c.read("bias", transpose=True)),
+        call(lambda c: c.read("bias", transpose=True)),
         ValueError,
         r"shape \(3,\), expected at least two axes",
     ),
-    "eight bits": (reading(KEEP, lambda c: c.read("bytes", dtype=F32)), ValueError, "stored as uint8, without scales"),
+    "eight bits": (call(lambda c: c.read("bytes", dtype=F32)), ValueError, "stored as uint8, without scales"),
 }
 
 

@@ -7,8 +7,6 @@ import importlib
 import io
 import json
 import re
-import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,20 +146,6 @@ def test_docs_links() -> None:
             file = (page.parent / path).resolve() if path else page
             assert file.exists(), f"{page.name} links to {target}"
             assert not anchor or anchor in anchors(file), f"{page.name} links to {target}: no such heading"
-
-
-@pytest.mark.slow
-def test_docs_site_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run `mkdocs build --strict`, with the version, the plots, and the repository if it is configured."""
-    pytest.importorskip("mkdocs")
-    monkeypatch.setenv("REPOSITORY_URL", "https://example.org/jax_ep")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    page = (tmp_path / "performance" / "index.html").read_text()
-    assert f"jax_ep {jax_ep.__version__}" in page and "example.org" in page
-    shown = set(re.findall(r'src="\.\./(results/[^"]+\.png)"', page))
-    assert shown and not [name for name in shown if not (tmp_path / name).is_file()]
 
 
 def test_docs_reference_is_complete() -> None:

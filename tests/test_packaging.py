@@ -159,30 +159,6 @@ def test_gpu_machines_get_the_cuda_packages(make, tmp_path):
     assert re.search(r"-e '\.\[test,[a-z0-9,]*cuda13\]'", shown.stdout), shown.stdout + shown.stderr
 
 
-@pytest.mark.parametrize(("extras", "wanted"), [("test,lint", True), ("flax", False), ("test,cuda12", False)])
-def test_launches_through_jax_triton_are_tested_without_cuda(make, tmp_path, extras, wanted):
-    """With the part of the CUDA plugin that matches the installed jaxlib, unless CUDA's packages include it."""
-    fake(tmp_path / "bin" / "python", "3.12.0")
-    shown = run([make, "-C", str(ROOT), "-n", f"VENV={tmp_path}", f"EXTRAS={extras}", "env"], CLEAN)
-    assert bool(re.search(r"--no-deps +\"jax-cuda13-plugin==", shown.stdout)) == wanted, shown.stdout + shown.stderr
-
-
-def test_demo_of_a_bare_clone_installs_what_it_needs_and_no_more(make, tmp_path):
-    fake(tmp_path / "bin" / "python", "3.12.0")
-    shown = run([make, "-C", str(ROOT), "-n", f"VENV={tmp_path}", "demo"], CLEAN)
-    assert re.search(r"-e '\.\[examples(,cuda13)?\]' -c constraints.txt", shown.stdout), shown.stdout + shown.stderr
-    shown = run([make, "-C", str(ROOT), "-n", f"VENV={tmp_path}", "EXTRAS=flax", "demo"], CLEAN)
-    assert "-e '.[flax]'" in shown.stdout, "the user's choice wins"
-
-
-def test_versions_can_be_chosen_in_place_of_the_constraints(make, tmp_path):
-    fake(tmp_path / "bin" / "python", "3.12.0")
-    arguments = [f"VENV={tmp_path}", "CONSTRAINTS=", "PIP_ARGS=jax==0.11.2", "env"]
-    shown = run([make, "-C", str(ROOT), "-n", *arguments], CLEAN)
-    assert "constraints.txt" not in shown.stdout
-    assert re.search(r"-e '\.\[test,[^']*\]' +jax==0\.11\.2", shown.stdout), shown.stdout + shown.stderr
-
-
 @pytest.mark.parametrize("status", [0, 3])
 def test_clock_keeps_output_and_status(status):
     command = ["sh", "-c", f"echo said; exit {status}"]

@@ -296,10 +296,7 @@ def test_sharded_moe_fp8_weights_split_at_blocks() -> None:
             MeshAxes(batch="data", fsdp="data"),
             "sharded_moe: H=128 of QuantizedWeights over the 2 ranks of 'data', expected a multiple of 128",
         ),
-        (
-            MeshAxes(tensor="data"),
-            r"w_gate_up stands for weights \(4, 128, 256\), expected \[4, K, 2, N",
-        ),
+        (MeshAxes(tensor="data"), r"w_gate_up stands for weights \(4, 128, 256\), expected \[4, K, 2, N"),
     ):
         run = sharded_moe(mesh, num_experts=4, recipe="fp8", axes=axes)
         with pytest.raises(ValueError, match=message):

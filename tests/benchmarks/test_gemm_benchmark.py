@@ -16,10 +16,7 @@ if importlib.util.find_spec("triton") is None:
 
 pytestmark = pytest.mark.slow  # a minute, most of it in Mosaic's interpreter; tests/pallas has the same kernels
 DISTRIBUTIONS = ("equal", "multinomial", "zipf")
-VARIANTS = (
-    *((name, DISTRIBUTIONS) for name in ("triton", "pallas", "portable loop")),
-    ("cuBLAS batched", None),
-)
+VARIANTS = (*((name, DISTRIBUTIONS) for name in ("triton", "pallas", "portable loop")), ("cuBLAS batched", None))
 
 
 @pytest.fixture(scope="module")

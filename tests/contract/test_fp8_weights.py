@@ -134,18 +134,8 @@ def whole(**parts: Any) -> QuantizedWeights:
 
 
 MISTAKES = {
-    "another recipe": (
-        ValueError,
-        {"recipe": None},
-        {},
-        r"QuantizedWeights with a master, which need recipe='fp8'",
-    ),
-    "a part that is missing": (
-        TypeError,
-        {},
-        {"values_kn": None},
-        r"w_gate_up.values_kn is a NoneType, not an array",
-    ),
+    "another recipe": (ValueError, {"recipe": None}, {}, r"QuantizedWeights with a master, which need recipe='fp8'"),
+    "a part that is missing": (TypeError, {}, {"values_kn": None}, r"w_gate_up.values_kn is a NoneType, not an array"),
     "parts of others": (
         *(ValueError, {}, {"scales": jnp.ones((2, 1, 1))}),
         r"w_gate_up.scales is float32\[2, 1, 1\], expected float32\[2, 2, 1\] for a master \[2, 128, 256\]",

@@ -147,13 +147,7 @@ def test_low_latency_num_tokens_on_device(implementation: str, expert_mesh: Any,
             problem.check_routes(*rest)
 
 
-@pytest.mark.parametrize(
-    "count",
-    [
-        *(np.int8(3), np.uint8(3), np.uint32(3), 3, -1, 2**40, np.int64(2**40)),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("count", [*(np.int8(3), np.uint8(3), np.uint32(3), 3, -1, 2**40, np.int64(2**40))], ids=repr)
 @pytest.mark.slow_interpreted(unless={"count": [-1]})
 def test_low_latency_num_tokens_integer_dtypes(implementation: str, expert_mesh: Any, rng: Any, count: Any) -> None:
     """More tokens than int8 can count; a number past the end counts as all."""

@@ -110,11 +110,7 @@ def test_subgroups_automatic_axes(implementation: str, rng: np.random.Generator)
 
     tokens, weights = P(None, "expert"), P("expert")
     layer = jax.shard_map(
-        body,
-        mesh=mesh,
-        in_specs=(tokens, tokens, weights, weights, tokens),
-        out_specs=tokens,
-        axis_names={"expert"},
+        body, mesh=mesh, in_specs=(tokens, tokens, weights, weights, tokens), out_specs=tokens, axis_names={"expert"}
     )
     groups.check(*value_and_vjp(layer, groups))
 

@@ -487,36 +487,3 @@ def test_nvshmem_two_processes() -> None:
     assert zero["alone"].startswith("JaxRuntimeError: finalize: ending NVSHMEM takes all 2 processes together")
     assert "processes [1] have not arrived within 3 s" in zero["alone"]
     assert zero["still alone"].endswith("restart the processes.")
-
-
-@pytest.mark.slow
-def test_nvshmem_four_processes_two_domains() -> None:
-    """Every process allocates within its domain, and all processes meet; domain_processes.py is the program."""
-    address = f"127.0.0.1:{free_port()}"
-    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": os.pathsep.join(sys.path)}
-    commands = [[sys.executable, str(HELPERS / "domain_processes.py"), str(i), address] for i in range(4)]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    started = [subprocess.Popen(command, env=os.environ | flags, **pipes) for command in commands]
-    try:
-        outputs = [process.communicate() for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0] * 4, outputs
-    ids = []
-    for process, (stdout, _) in enumerate(outputs):
-        found = json.loads(stdout.splitlines()[-1])
-        number = process // 2
-        assert found["missing"] is None
-        assert found["table"][:2] == found["addresses"][str(number)]
-        assert found["table"][3:5] == [5_000_000_000, number]
-        assert found["processes"] == [[0, 2], [1, 3]] and found["numbers"] == [[0, 1], [0, 1]]
-        assert found["apart"][0] is None and "ranks of the axes ('node',) span several" in found["apart"][1]
-        assert "combine: allocating the symmetric heap: process 3: MemoryError" in found["no room in one"]
-        names = [name for name, *_ in found["calls"]]
-        failed = ["malloc", "barrier_all"] if process == 3 else ["malloc", "fill", "synchronize", "free"]
-        assert names == ["set_current", "init", *GROWTH, "set_current", *failed, *frees(1)]
-        (init,) = (call for call in found["calls"] if call[0] == "init")
-        assert init[2:4] == [str(number), "2"]
-        ids.append(init[-1])
-    assert ids[0] == ids[2] != ids[1] == ids[3]

@@ -198,9 +198,7 @@ HUB: dict[str, Hub] = {
     ),
     "llama4_text": LLAMA4,
     "llama4": dataclasses.replace(
-        LLAMA4,
-        config={"model_type": "llama4", "text_config": LLAMA4.config},
-        prefix="language_model.model.layers.{}.",
+        LLAMA4, config={"model_type": "llama4", "text_config": LLAMA4.config}, prefix="language_model.model.layers.{}."
     ),
     "phimoe": Hub(
         LOCAL | {"model_type": "phimoe", "router_jitter_noise": 0.01},

@@ -91,11 +91,7 @@ GOOD = {
         "topk_weights": f32(T, K),
         "handle": low_latency_handle(),
     },
-    "low_latency_moe": ROUTED
-    | {
-        "w_gate_up": fp8_weights(L, H, 2 * H),
-        "w_down": fp8_weights(L, H, H),
-    },
+    "low_latency_moe": ROUTED | {"w_gate_up": fp8_weights(L, H, 2 * H), "w_down": fp8_weights(L, H, H)},
     "masked_grouped_gemm": {
         "lhs": fp8(L, MAX_T, H),
         "rhs": fp8_weights(L, H, N),

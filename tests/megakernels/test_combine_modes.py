@@ -102,10 +102,7 @@ def test_combine_mode_choice(ranks: int, sizes: tuple[int, int], wanted: str, on
 
 def test_combine_mode_choice_is_launched(mesh: jax.sharding.Mesh, monkeypatch: Any) -> None:
     ran = []
-    for mode, module, name in (
-        ("scatter", exchange_gemm, "_scatter"),
-        ("serial", exchange, "combine_tokens"),
-    ):
+    for mode, module, name in (("scatter", exchange_gemm, "_scatter"), ("serial", exchange, "combine_tokens")):
         original = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, mode=mode, original=original: ran.append(mode) or original(*a))
     x, ids = np.ones((2, 4, 16), BF16), np.zeros((2, 4, 1), np.int32)

@@ -67,10 +67,7 @@ def check_flat(built: dict, product: gemm_structs.GroupedGemm, num_stages: int) 
 
 
 @pytest.mark.parametrize("capability", [90, 100])
-@pytest.mark.parametrize(
-    ("shape", "transposed", "keep"),
-    [(DEEPSEEK, False, True), (MIXTRAL, True, False)],
-)
+@pytest.mark.parametrize(("shape", "transposed", "keep"), [(DEEPSEEK, False, True), (MIXTRAL, True, False)])
 @pytest.mark.slow(unless={"shape": [DEEPSEEK]})
 def test_fused_ptx_dispatch_gemm(
     shape: tuple[int, ...], transposed: bool, keep: bool, capability: int, on_h200: None

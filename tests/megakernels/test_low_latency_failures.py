@@ -139,10 +139,7 @@ def check_story(name: str, story: str) -> None:
     assert match[2] == name
 
 
-MISSING = {
-    "too late": stopped_until(activity.GAVE_UP, then=signal.SIGCONT),
-    "never": believe_in_other_launches,
-}
+MISSING = {"too late": stopped_until(activity.GAVE_UP, then=signal.SIGCONT), "never": believe_in_other_launches}
 EITHER = [(*case, "too late") for case in CASES]
 EITHER += [pytest.param(*case, "never", marks=pytest.mark.slow) for case in CASES if case[1] == "few tokens"]
 

@@ -88,10 +88,7 @@ def depths(ptx: str) -> list[int]:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.slow
 def test_trace_ptx_overhead(
-    name: str,
-    without_traces: subprocess.Popen[bytes],
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
+    name: str, without_traces: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     if not name.startswith("low-latency"):
         request.getfixturevalue("on_h200")

@@ -260,12 +260,7 @@ COMPUTE_CASES = [
     *value(
         "moe",
         "one launch and products in FP8",
-        {
-            "schedule": BESIDE,
-            "recipe": "fp8",
-            "w_gate_up": f32(L, H, 256),
-            "w_down": f32(L, 128, H),
-        },
+        {"schedule": BESIDE, "recipe": "fp8", "w_gate_up": f32(L, H, 256), "w_down": f32(L, 128, H)},
         *("fuse_weight_gradients", "recipe='fp8'", "None"),
     ),
     *value(

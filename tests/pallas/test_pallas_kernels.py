@@ -58,9 +58,7 @@ def races(monkeypatch, capfd):
 
 
 @pytest.mark.parametrize(
-    ("tiles", "transpose"),
-    [(LOW, False), (LOW, True), (HALF, False), (HALF, True), (HIGH, False)],
-    ids=str,
+    ("tiles", "transpose"), [(LOW, False), (LOW, True), (HALF, False), (HALF, True), (HIGH, False)], ids=str
 )
 @pytest.mark.slow(unless={"tiles": [HALF], "transpose": [True]})
 def test_pallas_forward(tiles, transpose, rng, races):

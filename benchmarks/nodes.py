@@ -129,8 +129,7 @@ def show(report: Report) -> None:
 
 def draw(path: Path) -> Path | None:
     """Draw bytes over the NIC and seconds, a column for each routing; None if matplotlib is not installed."""
-    mpl = plots.matplotlib()
-    if mpl is None:
+    if plots.matplotlib() is None:
         return None
     from matplotlib import pyplot
 
@@ -154,16 +153,11 @@ def draw(path: Path) -> Path | None:
                 axes.set(yscale="symlog" if axes is over_nic else "log")
             else:
                 axes.set(ylim=(0, None))
-            axes.xaxis.set_major_locator(mpl.ticker.LogLocator(base=2))
-            axes.xaxis.set_major_formatter(mpl.ticker.StrMethodFormatter("{x:g}"))
-            axes.xaxis.set_minor_locator(mpl.ticker.NullLocator())
+            plots.powers_of_two(axes.xaxis)
             axes.grid(alpha=0.3)
             axes.legend(fontsize=8)
     figure.suptitle(f"{plots.NAMES.get(content['settings']['model'], content['settings']['model'])}, predicted")
-    drawn = path.with_suffix(".png")
-    figure.savefig(drawn, dpi=100)
-    pyplot.close(figure)
-    return drawn
+    return plots.save(figure, path)
 
 
 def options() -> argparse.ArgumentParser:

@@ -128,8 +128,7 @@ def show(report: Report) -> None:
 
 def draw(path: Path) -> Path | None:
     """Draw imbalance over ranks and over drift, for each model; None if matplotlib is not installed."""
-    mpl = plots.matplotlib()
-    if mpl is None:
+    if plots.matplotlib() is None:
         return None
     from matplotlib import pyplot
 
@@ -152,20 +151,14 @@ def draw(path: Path) -> Path | None:
             _curve(over_drift, points, f"C{i}", "-", row["variant"])
         title = plots.NAMES.get(name, name)
         over_ranks.set(title=f"{title}, by Zipf's exponent", xlabel="ranks", xscale="log", yscale="log")
-        for axis in (over_ranks.xaxis, over_ranks.yaxis):
-            axis.set_major_locator(mpl.ticker.LogLocator(base=2))
-            axis.set_major_formatter(mpl.ticker.StrMethodFormatter("{x:g}"))
-            axis.set_minor_locator(mpl.ticker.NullLocator())
+        plots.powers_of_two(over_ranks.xaxis, over_ranks.yaxis)
         what = f"{fixed['ranks']} ranks, exponent {fixed['exponent']:g}"
         over_drift.set(title=f"{title}, {what}", xlabel="share of experts whose popularity changed after the plan")
         for axes in (over_ranks, over_drift):
             axes.set(ylabel="most loaded rank / mean")
             axes.grid(alpha=0.3)
             axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5))
-    drawn = path.with_suffix(".png")
-    figure.savefig(drawn, dpi=100)
-    pyplot.close(figure)
-    return drawn
+    return plots.save(figure, path)
 
 
 def _curve(axes: Any, points: list[tuple[float, Any]], color: str, line: str, label: str) -> None:

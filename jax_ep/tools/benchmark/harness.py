@@ -362,7 +362,8 @@ class Report:
                 table.append([row["variant"], "failed", row["failed"].splitlines()[0][:80], *cells])
             else:
                 table.append([row["variant"], *times[row["variant"]].microseconds(), *cells])
-        show_table(title, ["variant", "us", "quartiles", *(COLUMNS[key][0] for key in shown)], table)
+        if table:
+            show_table(title, ["variant", "us", "quartiles", *(COLUMNS[key][0] for key in shown)], table)
 
     def summarise(self, **figures: Any) -> None:
         """Add figures to the summary."""

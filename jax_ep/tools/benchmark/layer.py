@@ -282,7 +282,7 @@ class Run(NamedTuple):
 
     @property
     def shape(self) -> dict[str, Any]:
-        """What a row records of its case."""
+        """Facts of the case in its rows."""
         layout, rows = self.case.layout, self.case.rows
         return {
             "model": self.name,

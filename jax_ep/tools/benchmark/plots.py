@@ -33,6 +33,26 @@ NAMES = {
 }
 
 
+def powers_of_two(*axes: Any) -> None:
+    """Label logarithmic axes at powers of two."""
+    from matplotlib import ticker
+
+    for axis in axes:
+        axis.set_major_locator(ticker.LogLocator(base=2))
+        axis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
+        axis.set_minor_locator(ticker.NullLocator())
+
+
+def save(figure: Any, path: Path) -> Path:
+    """Save a figure next to a report, and return its path."""
+    from matplotlib import pyplot
+
+    drawn = path.with_suffix(".png")
+    figure.savefig(drawn, dpi=100)
+    pyplot.close(figure)
+    return drawn
+
+
 def matplotlib() -> Any:
     """Import matplotlib, to draw files; None if it is not installed."""
     try:

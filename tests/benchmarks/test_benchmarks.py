@@ -230,6 +230,11 @@ def test_cases_count_the_tokens_that_travel(kind):
     assert case.layout.capacity == -(-max(rows) // 128) * 128
 
 
+def test_ranks_that_do_not_divide_the_experts():
+    with pytest.raises(ValueError, match="--ranks 3: it must divide the 8 experts of the model"):
+        exchange_case("uniform", num_ranks=3)
+
+
 def test_bytes_follow_from_the_tokens_that_travel():
     case = exchange_case("zipf")
     remote, peak = case.remote, 1e9

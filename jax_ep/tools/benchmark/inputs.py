@@ -186,6 +186,8 @@ def place(mesh: jax.sharding.Mesh, rows: np.ndarray) -> Array:
 def make_case(mesh: jax.sharding.Mesh, kind: str, num_tokens: int, model: Model) -> Case:
     """Make random tokens, their routing and its weights."""
     num_ranks = mesh.devices.size
+    if model.experts % num_ranks:
+        raise ValueError(f"--ranks {num_ranks}: it must divide the {model.experts} experts of the model")
     ids = routing(kind, num_ranks * num_tokens, model, np.random.default_rng(0))
     most = np.bincount(ids.reshape(-1) // (model.experts // num_ranks), minlength=num_ranks).max()
     layout = Layout(num_ranks, model.experts, num_tokens, model.top_k, round_up(int(most), 128), axis=AXIS)

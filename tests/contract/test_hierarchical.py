@@ -53,33 +53,6 @@ def node_pairs(topk_idx: np.ndarray, num_experts: int, num_nodes: int) -> np.nda
     return counts
 
 
-def test_hierarchical_moe_and_gradients(implementation: str, nodes: Mesh, rng: Any, subtests: pytest.Subtests) -> None:
-    """Results equal the oracle, and the all-to-all among all ranks."""
-
-    def layer(axis_name: Any, x: Any, idx: Any, weights: Any, w_gate_up: Any, w_down: Any, d_out: Any) -> Any:
-        call = moe(BASE, implementation, axis_name=axis_name)
-        y, vjp = jax.vjp(lambda *a: call(a[0], idx, *a[1:]), x, weights, w_gate_up, w_down)
-        return y, vjp(d_out)
-
-    def fn(*args: Any) -> Any:
-        return layer(TOPOLOGY, *args)
-
-    call = compiled(fn, nodes, axes=AXES)
-    for routing in UNEVEN if implementation == "xla" else FEW:
-        with subtests.test(routing):
-            layer_of = Layer(rng, routing, nodes.size, BASE)
-            d_out = reals(rng, *layer_of.x.shape)
-            y, gradients = call(*layer_of.args, d_out)
-            want = layer_of.oracle()
-            assert_close(y, want.forward(), "moe")
-            expected = want.gradients(d_out.astype(np.float64))
-            for name, got, exact in zip(("x", "topk_weights", "w_gate_up", "w_down"), gradients, expected, strict=True):
-                assert_close(got, exact.reshape(got.shape), f"gradient of {name}")
-    flat = run(functools.partial(layer, ("node", "expert")), nodes, *layer_of.args, d_out, axes=AXES)
-    for got, exact in zip(jax.tree.leaves((y, gradients)), jax.tree.leaves(flat), strict=True):
-        assert_close(got, exact.astype(np.float64), "flat moe")
-
-
 def test_hierarchical_rows_bit_for_bit(implementation: str, nodes: Mesh, rng: Any, subtests: pytest.Subtests) -> None:
     """Compare tokens, weights, sizes and counts, and sums of integers, which are exact."""
     options = {"num_experts": BASE.num_experts, "axis_name": TOPOLOGY, "implementation": implementation}

@@ -8,20 +8,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
 from jax.sharding import Mesh
 
 import jax_ep
-from cases import BASE, BF16, Shape, assert_close, reals
-from harness import PATIENCE_S, compiled, make_mesh
+from cases import BASE
+from harness import PATIENCE_S, make_mesh
 from jax_ep import context
 from jax_ep.heap import peer_access
 from layers import Layer
 
 pytest.importorskip("triton")
 TOPOLOGY = jax_ep.Topology(node="node", local="expert")
-AXES = (TOPOLOGY.axes,)
 REASON = "ranks of the axes {} span several of the 2 processes"
 
 
@@ -64,38 +62,6 @@ def nodes() -> Iterator[Mesh]:
 def layer(axis_name: Any, implementation: str | None, *arguments: Any) -> Any:
     options = {"num_experts": BASE.num_experts, "axis_name": axis_name, "implementation": implementation}
     return jax_ep.moe(*arguments, **options)
-
-
-@pytest.mark.slow
-def test_unreachable_peers_layer_over_topology(nodes: Mesh, rng: Any) -> None:
-    """By kernels, which run inside the nodes; against the oracle."""
-
-    def fn(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any, d_out: Any) -> Any:
-        call = functools.partial(layer, TOPOLOGY, "triton")
-        y, vjp = jax.vjp(lambda x, weights, *w: call(x, ids, weights, *w), x, weights, w_gate_up, w_down)
-        return y, vjp(d_out)
-
-    problem = Layer(rng, "uniform", 4, BASE)
-    d_out = reals(rng, *problem.x.shape)
-    y, gradients = compiled(fn, nodes, axes=AXES)(*problem.args, d_out)
-    want = problem.oracle()
-    assert_close(y, want.forward(), "moe")
-    for got, exact in zip(gradients, want.gradients(d_out.astype(np.float64)), strict=True):
-        assert_close(got, exact.reshape(got.shape), "gradient")
-
-
-@pytest.mark.slow
-def test_unreachable_peers_decoding_over_topology(nodes: Mesh, rng: Any) -> None:
-    shape = Shape(hidden=128, intermediate=128)
-    problem = Layer(rng, "uniform", 4, shape, BF16)
-
-    def fn(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> Any:
-        matrices = w_gate_up, w_down
-        options = {"num_experts": shape.num_experts, "max_tokens_per_rank": shape.num_tokens, "axis_name": TOPOLOGY}
-        return jax_ep.low_latency_moe(x, ids, weights, *matrices, implementation="triton", **options)
-
-    y = compiled(fn, nodes, axes=AXES)(*problem.args)
-    assert_close(y, problem.oracle().forward(), "low_latency_moe")
 
 
 @pytest.mark.parametrize(

@@ -32,11 +32,11 @@ from jax_ep.ops import registry
 from jax_ep.ops.fused_moe import fused_moe as public_fused_moe
 from jax_ep.ops.low_latency import low_latency_combine, low_latency_dispatch
 from jax_ep.ops.masked import masked_grouped_gemm
-from jax_ep.quantization import quantize, with_layout
 from jax_ep.settings.operations import Setting
 from jax_ep.tools.benchmark import harness
 from jax_ep.tools.benchmark.chains import chain
 from jax_ep.tools.benchmark.exchange import local_after, make_handle
+from jax_ep.tools.benchmark.fused_moe import stored_as
 from jax_ep.tools.benchmark.inputs import (
     Model,
     busiest,
@@ -156,13 +156,6 @@ def _programs(per_multiprocessor: Sequence[int] = (1, 2)) -> tuple[int, ...]:
         return 1, 2
     count = jax.local_devices()[0].core_count
     return tuple(sorted({*_PROGRAMS, 64, 96, *(count * n for n in per_multiprocessor)}))
-
-
-@partial(jax.jit, static_argnums=0)
-def _stored_as(expert_format: str, w: Array) -> QuantizedWeights:
-    """Quantize weights; the name of the format may end with "_prepacked"."""
-    found = quantize(w, expert_format.removesuffix("_prepacked"))
-    return with_layout(found, "prepacked") if expert_format.endswith("_prepacked") else found
 
 
 # --- all-to-all, alone and with GEMMs -------------------------------------------------------------------------------
@@ -438,7 +431,7 @@ def _quantized_gemm(sizes: Sizes, expert_format: str) -> Iterator[Case]:
         QuantizedTiles.candidates,
         mesh,
         gemm,
-        (x, _stored_as(expert_format, w), counts),
+        (x, stored_as(expert_format, w), counts),
         graphs=True,
     )
 
@@ -474,7 +467,7 @@ def _fused_moe(sizes: Sizes, expert_format: str | None = None) -> Iterator[Case]
     weights: tuple[Any, ...] = make_weights(mesh, sizes.model)
     depths: tuple[int, ...] = FusedTiles.candidates["depth"]
     if expert_format is not None:
-        weights = tuple(_stored_as(expert_format, w) for w in weights)
+        weights = tuple(stored_as(expert_format, w) for w in weights)
         # A step has whole scale blocks of 128; only prepacked kernels take two of them.
         depths = (128, 256) if expert_format.endswith("_prepacked") else (128,)
     ids = jnp.asarray(routing(sizes.routing, sizes.tokens, sizes.model, np.random.default_rng(0)))

@@ -137,6 +137,7 @@ def check(found: Mapping[str, Variant], stored: Collection[str], chosen: Collect
             raise RuntimeError(f"{name} is wrong: error {error:.2g} in the norm.")
 
 
+@partial(jax.jit, static_argnums=0)
 def stored_as(expert_format: str, w: Array) -> jax_ep.QuantizedWeights:
     """Quantize weights to one of `FORMATS`."""
     found = quantize(w, **FORMATS[expert_format])
@@ -149,9 +150,8 @@ def measure(report: Report, args: argparse.Namespace, name: str, rate: float) ->
     weights = make_weights(expert_mesh(1), model._replace(experts=model.experts // args.shard))
     stored = {}
     for expert_format in args.formats:
-        quantize = jax.jit(partial(stored_as, expert_format))
         try:
-            stored[expert_format] = tuple(quantize(w) for w in weights)
+            stored[expert_format] = tuple(stored_as(expert_format, w) for w in weights)
         except ValueError as error:
             report.failed(f"fused_moe, {expert_format}", {"model": name, "dtype": "bfloat16"}, str(error))
     for tokens in args.tokens or (QUICK_TOKENS if args.quick else TOKENS):

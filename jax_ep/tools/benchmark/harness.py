@@ -124,7 +124,6 @@ def measure_chained(
     lengths: tuple[int, int] = (1, 3),
     budget_s: float = _BUDGET_S,
     title: str = "measuring",
-    workers: int = WORKERS,
     failures: dict[str, str] | None = None,
     resolve: bool = False,
     compiler_options: dict[str, Any] | None = None,
@@ -140,13 +139,12 @@ def measure_chained(
       lengths: calls of the short and of the long chain.
       budget_s: see `measure_interleaved`; for each length.
       title: of the progress bar.
-      workers: variants compiled at a time; 1 if compilation times candidates on the device.
       failures: if given, it receives the error of each variant that cannot be compiled or run.
       resolve: also treat a variant whose two chains take the same time as failed.
       compiler_options: of XLA, for all variants; such as `GRAPHS`.
     """
     short, long = lengths
-    compiled = _compile_chains(factories, lengths, workers, failures, compiler_options)
+    compiled = _compile_chains(factories, lengths, failures, compiler_options)
     runs = {(name, n): run for name, both in compiled.items() for n, run in zip(lengths, both, strict=True)}
     times = measure_interleaved(runs, rounds, warmup=0, budget_s=budget_s, title=title)
     result = {}
@@ -162,7 +160,6 @@ def measure_chained(
 def _compile_chains(
     factories: Mapping[str, Factory],
     lengths: tuple[int, int],
-    workers: int,
     failures: dict[str, str] | None,
     compiler_options: dict[str, Any] | None,
 ) -> dict[str, list[Callable[[], Any]]]:
@@ -177,7 +174,7 @@ def _compile_chains(
         return runs
 
     # Processes must compile, and enlarge the shared heap, in one order; and no program may run meanwhile.
-    pool = ThreadPoolExecutor(1 if jax.process_count() > 1 else workers)
+    pool = ThreadPoolExecutor(1 if jax.process_count() > 1 else WORKERS)
     try:
         pending = {name: pool.submit(compile_both, name) for name in factories}
         wait(pending.values())

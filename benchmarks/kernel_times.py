@@ -10,9 +10,9 @@ Writes results/kernel_times.json. Programs:
   moe-backward  the same with its gradients
 
 A program runs several times in one trace, with a pause after each run that is far longer than any gap inside. The trace
-is split into runs there; the first run is ignored. A row has the times from first start to last end as its `seconds`,
-the busy time, which is the union over streams, the idle rest, and a list of kernels by their share of a run. A kernel
-that waits for another GPU counts as busy, so its time includes the lead of this GPU over the slowest one.
+is split into runs there; the first run is ignored. The `seconds` of a row are the times from first start to last end. A
+row also has the busy time, which is the union over streams, the idle rest, and a list of kernels by their share. A
+kernel that waits for another GPU counts as busy, so its time includes the lead of this GPU over the slowest one.
 
 Profiling changes launches, and with them the gaps. So a row also has the time of a run without the profiler, as the
 host sees it; other scripts measure how long a layer takes. `--traces FOLDER` keeps the traces, which ui.perfetto.dev

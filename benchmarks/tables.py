@@ -15,22 +15,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jax_ep.tools.benchmark.plots import NAMES
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "docs" / name for name in ("performance.md", "design/low_latency.md")]
 NOT_YET = "Not measured yet: `make evidence` on two or more GPUs writes `{name}*.json`."
-MODELS = {
-    "deepseek-v3": "DeepSeek-V3",
-    "deepseek-v3-quarter": "DeepSeek-V3, 64 experts",
-    "qwen3-235b": "Qwen3-235B",
-    "mixtral-8x7b": "Mixtral-8x7B",
-    "qwen3-30b": "Qwen3-30B-A3B",
-    "deepseek-v2-lite": "DeepSeek-V2-Lite",
-    "gpt-oss-120b": "gpt-oss-120b",
-    "glm-4.5": "GLM-4.5",
-    "glm-4.5-air": "GLM-4.5-Air",
-    "llama-4-maverick": "Llama 4 Maverick",
-}
 RANKS = (2, 4, 8)
 GPU = "H200"
 
@@ -127,7 +117,7 @@ def layer(reports: Reports) -> list[str]:
         *(f"{n} GPUs: {way}" for n in RANKS for way in (FORWARD, BOTH)),
     ]
     lines = []
-    for model, name in MODELS.items():
+    for model, name in NAMES.items():
         for routing, suffix in (("uniform", ""), ("zipf", ", Zipf")):
             cells: list[str] = []
             for ranks in RANKS:
@@ -269,7 +259,7 @@ def one_device(reports: Reports) -> list[str]:
         needs = {needed, "fused_moe, bfloat16", "a step of the chain"}
         found = [reports.find("fused_moe", needs, model=model, tokens=n, graphs=True) for model, n in cases]
         lines += [[label, *(cell(one, variant) for one in found)] for label, variant in variants.items()]
-    columns = [f"{MODELS[model]}, 1" if tokens == 1 else str(tokens) for model, tokens in cases]
+    columns = [f"{NAMES[model]}, 1" if tokens == 1 else str(tokens) for model, tokens in cases]
     return table(["us; model, tokens:", *columns], lines)
 
 

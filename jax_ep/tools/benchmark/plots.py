@@ -23,13 +23,13 @@ NAMES = {
     "deepseek-v3": "DeepSeek-V3",
     "deepseek-v3-quarter": "DeepSeek-V3, 64 experts",
     "qwen3-235b": "Qwen3-235B",
-    "mixtral-8x7b": "Mixtral 8x7B",
-    "qwen3-30b": "Qwen3-30B",
+    "mixtral-8x7b": "Mixtral-8x7B",
+    "qwen3-30b": "Qwen3-30B-A3B",
+    "deepseek-v2-lite": "DeepSeek-V2-Lite",
     "gpt-oss-120b": "gpt-oss-120b",
     "glm-4.5": "GLM-4.5",
     "glm-4.5-air": "GLM-4.5-Air",
     "llama-4-maverick": "Llama 4 Maverick",
-    "deepseek-v2-lite": "DeepSeek-V2-Lite",
 }
 
 

@@ -81,7 +81,7 @@ def measure(
         try:
             folder = args.traces and args.traces / "-".join([what, *options.values(), str(tokens)])
             program = BUILDERS[what](mesh, args.model, tokens, **options)
-            profiler.profile_row(report, what, shape, program, args.rounds, folder)
+            profiler.profile(report, what, shape, program, args.rounds, folder)
         except Exception as error:
             report.failed(what, shape, f"{type(error).__name__}: {error}")
             print(f"{what}, {tokens} tokens/rank: failed: {error}")

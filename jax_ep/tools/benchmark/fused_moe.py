@@ -160,7 +160,7 @@ def measure(report: Report, args: argparse.Namespace, name: str, rate: float) ->
         shape = {"model": name, "tokens": tokens, "dtype": "bfloat16"}
         if args.kernels:
             for variant, (function, arrays, _) in chosen.items():
-                profiler.profile_row(report, variant, shape, profiler.Program(function, arrays, 1), args.rounds)
+                profiler.profile(report, variant, shape, profiler.Program(function, arrays, 1), args.rounds)
         else:
             check(found, stored, chosen)
             measure_case(report, args, shape, found, chosen, flops, rate)

@@ -157,26 +157,15 @@ def record(program: Program, rounds: int, folder: Path) -> tuple[list[Event], fl
     return trace(run, rounds, folder), 1e6 * unprofiled.median
 
 
-def profile(program: Program, rounds: int, folder: Path | None = None) -> tuple[Timing, dict[str, Any]]:
-    """Return the spans of the runs, and the rest of the program's row; keep the trace in `folder`, if given."""
+def profile(
+    report: Report, variant: str, shape: Mapping[str, Any], program: Program, rounds: int, folder: Path | None = None
+) -> None:
+    """Profile a program, report the spans of its runs and print its kernels; keep the trace in `folder`, if given."""
     with tempfile.TemporaryDirectory() as scratch:
         events, unprofiled_us = record(program, rounds + 1, folder or Path(scratch))
     runs = split_runs(events, rounds + 1)[1:]
-    timing = Timing(tuple(1e-6 * span(run) for run in runs))
-    return timing, {"steps": program.steps, "unprofiled_us": unprofiled_us, **summarise(runs)}
-
-
-def profile_row(
-    report: Report,
-    variant: str,
-    shape: Mapping[str, Any],
-    program: Program,
-    rounds: int,
-    folder: Path | None = None,
-) -> None:
-    """Profile a program, report it and print its kernels."""
-    timing, found = profile(program, rounds, folder)
-    report.add(variant, shape, timing, **found)
+    found = {"steps": program.steps, "unprofiled_us": unprofiled_us, **summarise(runs)}
+    report.add(variant, shape, Timing(tuple(1e-6 * span(run) for run in runs)), **found)
     show(", ".join([variant, *map(str, shape.values())]), found)
 
 

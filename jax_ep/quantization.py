@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from jax_ep import formats
 from jax_ep.core import check, check_fp8, fp8
-from jax_ep.core.autodiff import call_without_gradient
+from jax_ep.core.autodiff import call_without_gradient, without_tangent
 from jax_ep.core.check import operation
 from jax_ep.core.check_fp8 import whole_groups_per_device
 from jax_ep.core.expert_matrices import QuantizedWeights, as_transposed
@@ -159,7 +159,10 @@ def quantize(
             f"{function}: {format=} and {given} with {what}, expected format='fp8' for training, and no other options;"
             " leave them out."
         )
-    remedy = "quantize has no gradient without for_training=True: train with the weights as they are."
+    remedy = (
+        "quantize has no gradient without for_training=True: train with the weights as they are, or pass"
+        " jax.lax.stop_gradient(w)."
+    )
     if format is None:
         return as_transposed(w)
     if for_training:
@@ -171,6 +174,8 @@ def quantize(
         if size > 1:
             whole_groups_per_device(function, "w", w, axis, w.shape[axis], size)
     smooth = check_quantized.activations(function, wanted, activations, smooth, w.shape[:-1])
+    if not jnp.issubdtype(wanted.scale_dtype, jnp.floating):  # No cotangent would reach the rule of the call below.
+        w = without_tangent(remedy, w)
 
     def run(w: Array, smooth: Array | None) -> QuantizedWeights:
         if smooth is not None:

@@ -45,8 +45,9 @@ _ONE_SOFTMAX = (
     " Router('sigmoid', renormalize=False), or apply jax.lax.stop_gradient to topk_weights."
 )
 _ONE_NEAR = (
-    "sparsemixer_router: jitter_eps=0 makes every weight 1, so the router gets no gradient from the output; pass a"
-    " positive jitter_eps, such as 0.01, or apply jax.lax.stop_gradient to topk_weights to train by the losses alone."
+    "sparsemixer_router: jitter_eps below the precision of the logits makes every weight 1, so the router gets no"
+    " gradient from the output; pass a larger one, such as 0.01, or apply jax.lax.stop_gradient to topk_weights to"
+    " train by the losses alone."
 )
 
 
@@ -196,8 +197,8 @@ def sparsemixer_router(logits: Array, *, jitter_eps: float = _JITTER_EPS, key: A
 
     Args:
       logits: `[T, E]` floating with `E >= 2`; computed in float32.
-      jitter_eps: half of the relative distance that an expert may have from the best (`router_jitter_noise`). With 0
-        every weight is 1, so differentiating it is an error.
+      jitter_eps: half of the relative distance that an expert may have from the best (`router_jitter_noise`). With 0,
+        or less than the precision of the logits, every weight is 1, so differentiating it is an error.
       key: `[]` key of `jax.random.key`, to draw experts for training; None: choose the best ones.
 
     Returns:
@@ -221,7 +222,7 @@ def sparsemixer_router(logits: Array, *, jitter_eps: float = _JITTER_EPS, key: A
     check_router.sparsemixer(logits, jitter_eps, key)
     eps = jnp.asarray(jitter_eps, accumulation_dtype(logits.dtype))
     routing: Routing = on_automatic_axes(_sparsemixer, _routing_specs(logits), logits, eps, key, None)
-    if isinstance(jitter_eps, jax.Array) or jitter_eps > 0:
+    if isinstance(jitter_eps, jax.Array) or jitter_eps > jnp.finfo(eps.dtype).eps / 2:
         return routing
     return routing._replace(topk_weights=without_gradient(_ONE_NEAR, routing.topk_weights))
 

@@ -69,6 +69,14 @@ def type_name(value: object) -> str:
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
+def in_float32(value: float) -> float:
+    """Return a number as XLA's float32 has it: infinite above the largest one, 0 below the smallest normal one."""
+    limits = np.finfo(np.float32)
+    if abs(value) > float(limits.max):
+        return math.inf if value > 0 else -math.inf
+    return float(value) if value == 0 or not abs(value) < float(limits.tiny) else 0.0
+
+
 @dataclasses.dataclass(frozen=True)
 class Topology:
     """Expert mesh axes with one slow axis: tokens cross it once per node and then fan out inside the node.
@@ -330,13 +338,9 @@ class Experts:
             return
         if isinstance(value, bool) or not isinstance(value, int | float | np.floating | np.integer):
             raise TypeError(f"Experts: {name}={value!r} is {type_name(value)}, expected a number; pass a float.")
-        try:
-            value = float(value)
-        except OverflowError:
-            value = math.inf
-        object.__setattr__(self, name, value)
-        if not math.isfinite(value) or (name == "clamp" and value <= 0):
-            kind = "a positive number, or None for no limit" if name == "clamp" else "a finite number"
+        object.__setattr__(self, name, in_float32(value))
+        if not math.isfinite(getattr(self, name)) or (name == "clamp" and self.clamp <= 0):
+            kind = "a positive float32, or None for no limit" if name == "clamp" else "a finite float32"
             raise ValueError(f"Experts: {name}={value}, expected {kind}; pass one.")
 
     def _check_fields(self) -> None:

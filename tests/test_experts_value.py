@@ -17,6 +17,8 @@ WRONG = [
     ({"activation": 3}, TypeError, r"\bint\b", "JAX function"),
     ({"gated": 1}, TypeError, "gated=1", "True or False"),
     ({"clamp": 0.0}, ValueError, r"clamp=0\.0", "positive"),
+    ({"clamp": 1e-46}, ValueError, "clamp=1e-46", "positive"),
+    ({"up_offset": 1e39}, ValueError, r"up_offset=1e\+39", "finite float32"),
     ({"clamp": "7"}, TypeError, "clamp", "number"),
     ({"alpha": float("nan")}, ValueError, "alpha=nan", "finite"),
     ({"up_offset": True}, TypeError, "up_offset", "number"),

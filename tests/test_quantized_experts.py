@@ -96,6 +96,18 @@ def test_quantized_experts_zeros(expert_format: str) -> None:
 # --- the errors in docs/numerics.md, of a layer of normally distributed weights ---------------------------------------
 
 
+@FORMATS
+def test_quantize_no_gradient(expert_format: str) -> None:
+    """Also where JAX sees integers only, which it gives no gradient."""
+
+    def loss(w: jax.Array) -> jax.Array:
+        return jnp.sum(dequantize(quantize(w, expert_format), jnp.float32))
+
+    with pytest.raises(TypeError, match="quantize has no gradient"):
+        jax.jit(jax.grad(loss))(jnp.ones((1, 128, 4)))
+    assert not jax.grad(lambda w: loss(jax.lax.stop_gradient(w)))(jnp.ones((1, 128, 4))).any()
+
+
 def test_quantize_without_a_format() -> None:
     """Transposed storage, which every layer and GEMM takes."""
     w = jnp.arange(24.0).reshape(2, 3, 4)

@@ -32,8 +32,8 @@ WRONG = [
     ({"topk_groups": 2}, ValueError, "topk_groups=2 exceeds num_groups=1", "lower topk_groups"),
     *(({"scale": value}, TypeError, "scale is", "pass a float") for value in (None, "2", jnp.ones(()), [1.0], True)),
     *(
-        ({"scale": value}, ValueError, "scale=", "finite number other than 0")
-        for value in (0, -0.0, float("nan"), np.float32("inf"), 10**400)
+        ({"scale": value}, ValueError, "scale=", "finite float32 other than 0")
+        for value in (0, -0.0, float("nan"), np.float32("inf"), 10**400, 1e39, 1e-45)
     ),
     *(
         ({"score": "sparsemixer"} | fields, ValueError, "with score='sparsemixer'", "leave them out")

@@ -532,9 +532,10 @@ def test_router_of_one_expert_without_gradient(renormalize):
     assert np.abs(_weight_gradient(lambda logits: topk_router(logits[:, :1], 1, router=sigmoid))).max() > 0
 
 
-def test_sparsemixer_without_rivals_has_no_gradient():
-    with pytest.raises(TypeError, match=r"sparsemixer_router: jitter_eps=0 .*pass a positive jitter_eps"):
-        _weight_gradient(lambda logits: jax_ep.routing.sparsemixer_router(logits, jitter_eps=0))
+@pytest.mark.parametrize("jitter_eps", [0, 1e-9])
+def test_sparsemixer_without_rivals_has_no_gradient(jitter_eps):
+    with pytest.raises(TypeError, match=r"sparsemixer_router: jitter_eps below .*pass a larger one"):
+        _weight_gradient(lambda logits: jax_ep.routing.sparsemixer_router(logits, jitter_eps=jitter_eps))
     _weight_gradient(jax_ep.routing.sparsemixer_router)
 
 

@@ -46,6 +46,19 @@ def _without_gradient_backward(remedy: str, _: None, cotangent: Any) -> Any:
 without_gradient.defvjp(_without_gradient_forward, _without_gradient_backward)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def without_tangent[Tree](remedy: str, tree: Tree) -> Tree:
+    """Return `tree` unchanged; a `TypeError` if it is differentiated, also where all that uses it are integers."""
+    return tree
+
+
+def _without_tangent_forward(remedy: str, tree: Any) -> tuple[Any, None]:
+    raise TypeError(remedy)
+
+
+without_tangent.defvjp(_without_tangent_forward, _without_gradient_backward)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def call_without_gradient(remedy: str, function: Callable[..., Any], *arguments: Any) -> Any:
     """Return `function(*arguments)`; differentiating it raises a `TypeError`. `function` may lack a derivative."""

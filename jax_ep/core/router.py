@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from jax_ep.types import type_name
+from jax_ep.types import in_float32, type_name
 
 _SCORES = ("softmax", "sigmoid", "sparsemixer")
 _GROUP_SCORES = ("top2_sum", "max")
@@ -111,13 +111,10 @@ class Router:
                 f"Router: scale is {type_name(value)}, expected a number; pass a float, and multiply topk_weights by an"
                 " array yourself."
             )
-        try:
-            object.__setattr__(self, "scale", float(value))
-        except OverflowError:
-            object.__setattr__(self, "scale", math.inf)
+        object.__setattr__(self, "scale", in_float32(value))
         if self.scale == 0 or not math.isfinite(self.scale):
             raise ValueError(
-                f"Router: scale={value}, expected a finite number other than 0, since it scales all router weights and"
+                f"Router: scale={value}, expected a finite float32 other than 0, since it scales all router weights and"
                 " their gradients; pass 1.0 for no factor."
             )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import os
 import subprocess
 import threading
@@ -54,11 +53,6 @@ def run_quickly(script: str, folder: Path, *arguments: str) -> str:
     completed = run(script, folder, *arguments)
     assert completed.returncode == 0, completed.stdout + completed.stderr
     return completed.stdout
-
-
-def published(name: str) -> dict:
-    """What a benchmark, or the tests on GPUs, have found last, as the repository has it."""
-    return json.loads((BENCHMARKS / "results" / f"{name}.json").read_text())
 
 
 def check_report(content: dict) -> None:

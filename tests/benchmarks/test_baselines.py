@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import jax_ep
-from cases import BF16, F32, Shape, assert_close, probabilities, reals
+from cases import F32, Shape, assert_close, probabilities, reals
 from emulated_ragged import emulated_ragged_all_to_all
 from harness import compiled
 from jax_ep.tools.benchmark import baselines
@@ -90,53 +90,3 @@ def test_capacity_layer_drops_the_later_slots_of_an_expert(capacity, expert_mesh
     assert (kept != ids).any() and (kept != -1).any()
     layer = with_gradients(baselines.capacity_layer, expert_mesh(2), capacity=capacity)
     check(layer(x, ids, *rest), package(expert_mesh(2))(x, kept, *rest))
-
-
-@pytest.mark.usefixtures("exchange_everywhere")
-@pytest.mark.slow
-def test_bfloat16_without_room_to_spare(expert_mesh, rng, subtests):
-    """The dtype of the benchmark and its capacity: no promotion on the way, and sums in float32."""
-    mesh, args = expert_mesh(2), inputs(rng, "uniform", 2, BF16)
-    most_rows = int(np.bincount(args[1].reshape(-1) // (SHAPE.num_experts // 2)).max())
-    wanted = package(mesh)(*args)
-    for name, capacity in (("capacity_layer", ALL_SLOTS), ("ragged_layer", most_rows)):
-        with subtests.test(name):
-            check(with_gradients(getattr(baselines, name), mesh, capacity=capacity)(*args), wanted, 3e-2)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_routes_fit_together(num_ranks, rng):
-    """Rows that NumPy moves by the routes of all ranks reach their experts in order, and come back to their places."""
-    num_local = SHAPE.num_experts // num_ranks
-    sizes = rng.integers(0, 6, (num_ranks, num_ranks, num_local)).astype(np.int32)
-    sizes[0, :, 0] = 0  # a source that has nothing for one expert
-    capacity = int(sizes.sum(axis=(0, 2)).max()) + 3
-    plan = jax.jit(baselines.plan_route, static_argnums=2)
-    routes = [jax.tree.map(np.asarray, plan(sizes, np.int32(rank), capacity)) for rank in range(num_ranks)]
-    # A row is (source, expert, number), and each source holds its rows by expert.
-    sent = [
-        np.array([(s, e, i) for e, n in enumerate(sizes[s].reshape(-1)) for i in range(n)]).reshape(-1, 3)
-        for s in range(num_ranks)
-    ]
-
-    def exchange(rows, way, num_rows):
-        out = [np.full((n, 3), -1) for n in num_rows]
-        for s, route in enumerate(routes):
-            first, count, place, _ = getattr(route, way)
-            for d in range(num_ranks):
-                assert getattr(routes[d], way)[3][s] == count[d]
-                out[d][place[d] : place[d] + count[d]] = rows[s][first[d] : first[d] + count[d]]
-        return out
-
-    arrived = exchange(sent, "there", [capacity] * num_ranks)
-    for d, (rows, route) in enumerate(zip(arrived, routes, strict=True)):
-        total = int(sizes[:, d].sum())
-        assert (route.regroup[total:] == -1).all() and (route.ungroup[total:] == -1).all()
-        grouped = rows[route.regroup[:total]]
-        by_expert = sorted(map(tuple, grouped), key=lambda row: (row[1], row[0], row[2]))
-        assert list(map(tuple, grouped)) == by_expert
-        np.testing.assert_array_equal(route.group_sizes, sizes[:, d].sum(axis=0))
-        np.testing.assert_array_equal(grouped[route.ungroup[:total]], rows[:total])
-    returned = exchange(arrived, "back", [len(rows) for rows in sent])
-    for before, after in zip(sent, returned, strict=True):
-        np.testing.assert_array_equal(after, before)

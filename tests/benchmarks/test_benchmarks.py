@@ -15,15 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from reports import BENCHMARKS, ROOT, Clock, arguments, check_report, run_quickly
+from reports import BENCHMARKS, Clock, arguments, check_report, run_quickly
 
 import harness as harness_of_tests
 from jax_ep.tools.benchmark import exchange, harness, inputs
-
-KEPT_BY_TESTS = {"test_gpu", "training_equivalence"}  # tools/test_gpu.sh
-RESULTS = sorted((BENCHMARKS / "results").glob("*.json"))
-LOSSES = {"training_recipes"}  # and no times
-PUBLISHED = [path for path in RESULTS if path.stem not in KEPT_BY_TESTS | LOSSES]
 
 
 @pytest.fixture
@@ -166,12 +161,6 @@ def test_quick_runs_never_replace_published_figures():
     assert harness.parse(options, ["--rounds", "7", "--out", "x"]).rounds == 7
 
 
-def test_too_few_rounds_for_quartiles_are_refused(capsys):
-    with pytest.raises(SystemExit):
-        harness.parse(harness.parser("", "script", rounds=15), ["--rounds", "2"])
-    assert "--rounds=2" in capsys.readouterr().err
-
-
 # --- inputs and rows -------------------------------------------------------------------------------------
 
 
@@ -300,63 +289,30 @@ def test_a_hung_collective_ends_the_run_with_a_complete_report(tmp_path, monkeyp
     assert "the run ends here" in capsys.readouterr().out
 
 
-def test_chains_call_as_often_as_they_say_and_do_not_grow():
-    case = exchange_case("uniform")
-    handle = exchange.make_handle(case, "xla")
-    rows = exchange.expert_rows(case, handle, "xla")
-    variant = exchange.Variant(exchange._combine("xla"), rows, handle, None)
-    texts = {}
-    for n in (7, 70):
-        fn, args = variant.program(case, n)
-        texts[n] = fn.lower(*args).as_text()
-        np.testing.assert_array_equal(fn(*args), np.zeros(4, np.int32))
-        assert f"dense<{n}> : tensor<i32>" in texts[n]
-    assert texts[7].count("all_to_all") == texts[70].count("all_to_all") == 1
-
-
 # --- whole runs -----------------------------------------------------------------------------------------------------
 
 
-EXCHANGE_RATES = {"logical_bytes_per_s": "logical_bytes", "wire_bytes_per_s": "wire_bytes"}
-TRITON_VARIANTS = {
-    "triton dispatch to rows",
-    "triton dispatch to rows, FP8 wire",
-    "triton combine",
-    "triton combine, FP8 wire",
-    "triton combine, 24 programs",
-    "triton plan",
-    "triton dispatch to rows, 24 programs",
-}
-BASELINES = {"all_to_all, padded", "chain alone"}
 RAGGED = "ragged_all_to_all, best flags"
 RAGGED_ONES = {RAGGED, "ragged_all_to_all, default flags"}
+OTHERS = {
+    *("triton dispatch to rows", "triton dispatch to rows, FP8 wire", "triton dispatch to rows, 24 programs"),
+    *("triton combine", "triton combine, FP8 wire", "triton combine, 24 programs", "triton plan"),
+    *("xla dispatch to rows", "xla combine", "xla plan", "all_to_all, padded", "chain alone"),
+}
 
 
 def check_exchange(content: dict) -> None:
-    """What dispatch_combine.json must say: every case with every variant, and rates that follow from its times."""
-    settings, cases = content["settings"], {}
-    peak = content["summary"]["copy_engine_bytes_per_s"]
+    """Check that no variant is missing, and that rates follow from times."""
+    for tokens in content["settings"]["tokens"]:
+        rows = [row for row in content["rows"] if row["shape"]["tokens_per_rank"] == tokens]
+        assert {row["variant"] for row in rows} == OTHERS | RAGGED_ONES
+        assert {row["variant"] for row in rows if "failed" in row} <= RAGGED_ONES | {"chain alone"}
     for row in content["rows"]:
-        shape = row["shape"]
-        case = cases.setdefault((shape["ranks"], shape["routing"], shape["tokens_per_rank"]), {})
-        case[row["variant"]] = row
-        if "failed" in row or row["wire"] is None:
-            continue
-        for rate, amount in EXCHANGE_RATES.items():
-            assert row[rate] == pytest.approx(row[amount] / row["seconds"]["median"])
-        assert row["peak_share"] == pytest.approx(row["wire_bytes_per_s"] / peak)
-        assert row["floor_seconds"] * peak >= 0.99 * row["wire_bytes"]  # in a quick run the peak may be negative too
-        bf16 = row["wire_bytes"] / row["logical_bytes"]
-        assert {"bf16": bf16 == 1, "fp8": 0.5 < bf16 < 0.53, "padded": bf16 >= 1}[row["wire"]]
-    wanted = {(r, k, t) for r in settings["ranks"] for k in settings["routing"] for t in settings["tokens"]}
-    assert set(cases) == wanted
-    for (_, kind, _), rows in cases.items():
-        baselines = {"xla dispatch to rows", "xla combine", "xla plan"} if kind == "uniform" else set()
-        assert rows.keys() - RAGGED_ONES == TRITON_VARIANTS | BASELINES | baselines
-        failed = {name: row["failed"] for name, row in rows.items() if "failed" in row}
-        assert failed.keys() <= RAGGED_ONES | {"chain alone"}, failed
-    for tokens, (short, long) in settings["chain_lengths"].items():
-        assert int(tokens) in settings["tokens"] and 1 <= short < long
+        if "failed" not in row and row["wire"] is not None:
+            for name in ("logical_bytes", "wire_bytes"):
+                assert row[f"{name}_per_s"] == pytest.approx(row[name] / row["seconds"]["median"])
+            share = row["wire_bytes"] / row["logical_bytes"]
+            assert {"bf16": share == 1, "fp8": 0.5 < share < 0.53, "padded": share >= 1}[row["wire"]]
 
 
 @pytest.mark.slow
@@ -368,15 +324,4 @@ def test_quick_run_of_the_exchange(tmp_path):
     check_report(content)
     check_exchange(content)
     assert all(row["failed"] for row in content["rows"] if row["variant"] in RAGGED_ONES)  # no CPU has it
-    assert {row["variant"] for row in content["rows"]} >= RAGGED_ONES
     assert "uniform, 8 tokens/rank, 2 ranks" in output and "of peak" in output
-
-
-def test_published_figures_are_complete():
-    for path in PUBLISHED:
-        content = json.loads(path.read_text())
-        check_report(content)
-        assert content["name"] == path.stem and (ROOT / content["script"]).is_file(), path.stem
-        assert content["settings"]["quick"] is False, path.stem
-        if content["device"]["platform"] == "gpu":
-            assert "NVIDIA" in content["device"]["kind"], path.stem

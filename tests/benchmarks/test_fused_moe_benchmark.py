@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -14,9 +13,7 @@ from reports import check_report, run_quickly
 
 import jax_ep
 from jax_ep.tools.benchmark import fused_moe
-from jax_ep.tools.benchmark.chains import calls
 from jax_ep.tools.benchmark.fused_moe import Variant
-from jax_ep.tools.benchmark.inputs import expert_mesh
 
 
 def test_wrong_layers_are_not_timed() -> None:
@@ -30,18 +27,6 @@ def test_wrong_layers_are_not_timed() -> None:
             fused_moe.check(found | {name: wrong}, ["mxfp4"], names)
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads the program as XLA:CPU writes it")
-def test_what_is_made_of_ids_is_made_in_each_call() -> None:
-    """XLA moves what is the same in all turns of a loop out of it."""
-    x, weights = jnp.ones((8, 16)), jnp.ones((8, 2))
-    ids = jnp.arange(16, dtype=jnp.int32).reshape(8, 2) % 4
-    arguments = x, ids, weights, jnp.ones((4, 16, 32)), jnp.ones((4, 16, 16))
-    fn, arguments = calls(expert_mesh(1), jax_ep.fused_moe, arguments, 3)
-    text = fn.lower(*arguments).compile().as_text()
-    main = text.index("ENTRY")
-    assert " while(" in text[main:] and " sort(" in text[:main] and " sort(" not in text[main:]
-
-
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="elsewhere programs call launches that were lowered before")
 def test_hidden_rows_are_those_of_one_variant_alone() -> None:
     """Programs are traced several at a time."""
@@ -53,14 +38,6 @@ def test_hidden_rows_are_those_of_one_variant_alone() -> None:
         traced = [(activates, executor.submit(jax.make_jaxpr(f), *arguments)) for activates, f in [*ways.items()] * 4]
     for activates, program in traced:
         assert ("name=gemm_activation" in str(program.result())) == activates
-
-
-def test_other_tiles_change_one_field() -> None:
-    pytest.importorskip("triton")
-    from jax_ep.megakernels.fused_moe import FusedTiles
-
-    found = set(fused_moe.ways(argparse.Namespace(tiles=True))) - set(fused_moe.ways(argparse.Namespace(tiles=False)))
-    assert found == {f"{name}={value}" for name, values in FusedTiles.candidates.items() for value in values}
 
 
 @pytest.mark.slow

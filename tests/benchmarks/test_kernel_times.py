@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
 import pytest
 from reports import arguments, check_report, run
 
@@ -141,30 +140,6 @@ EXPECTED = {
     "moe-forward": (1, {"scan[": 1}, ["int32"]),
     "moe-backward": (1, {"scan[": 1}, ["int32"]),
 }
-
-
-@pytest.mark.parametrize("what", EXPECTED)
-@pytest.mark.slow(unless={"what": ["decode"]})
-def test_programs_are_chains_as_long_as_they_say(mesh, what):
-    assert set(kernel_times.BUILDERS) == set(EXPECTED)
-    program = kernel_times.BUILDERS[what](mesh, "tiny", 8)
-    jaxpr = jax.make_jaxpr(program.fn)(*program.arguments)
-    steps, calls, results = EXPECTED[what]
-    assert program.steps == steps
-    assert {call: str(jaxpr).count(call) for call in calls} == calls
-    assert "jax_ep_pointer_table" in str(jaxpr)  # the kernels, not plain XLA
-    assert [str(aval.dtype) for aval in jaxpr.out_avals] == results
-
-
-def test_a_trace_of_the_profiler_is_found_and_has_the_assumed_metadata(tmp_path):
-    """Without a GPU it has no kernels, which the reader finds out from the names of its processes."""
-    if jax.default_backend() == "gpu":
-        pytest.skip("for CPU devices")
-    program = kernel_times.Program(lambda x: x @ x, (jnp.ones((8, 8)),), 1)
-    with pytest.raises(ValueError, match=r"/device:GPU:0; the trace has \['/host:CPU"):
-        profiler.record(program, 2, tmp_path)
-    runs = [e for e in profiler.load(tmp_path) if e.get("ph") == "X"]
-    assert runs and all({"name", "pid", "tid", "ts", "dur"} <= set(e) for e in runs)
 
 
 # --- whole runs -----------------------------------------------------------------------------------------------------

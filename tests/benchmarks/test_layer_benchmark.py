@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import threading
 import time
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +12,6 @@ import pytest
 from reports import Clock, arguments, check_report, run_quickly
 
 from jax_ep.tools.benchmark import baselines, harness, inputs, layer, plots
-from jax_ep.tools.benchmark.chains import chain
 
 RANKS = 4
 
@@ -77,21 +73,6 @@ def test_dropped_share_is_that_of_the_baseline(case):
     assert layer.dropped(case) == pytest.approx(np.mean(np.stack(slots) < 0)) and layer.dropped(case) > 0.05
 
 
-def test_inputs_are_random_and_differ_between_ranks(case, weights):
-    x = np.asarray(case.x, np.float32).reshape(RANKS, 48, 128)
-    assert x.std() == pytest.approx(1, abs=0.03) and abs(np.corrcoef(x.reshape(RANKS, -1))[0, 1]) < 0.05
-    assert np.asarray(weights[0], np.float32).std() == pytest.approx(128**-0.5, rel=0.03)
-    np.testing.assert_allclose(np.asarray(case.topk_weights).sum(1), 1, rtol=1e-5)
-    one = inputs.on_ranks(case.mesh, (6, 5), 0)
-    assert one.shape == (24, 5) and one.sharding.spec == jax.sharding.PartitionSpec("expert")
-
-
-def test_large_arrays_are_made_in_chunks(case, monkeypatch):
-    monkeypatch.setattr(inputs, "_CHUNK", 10)
-    made = np.asarray(inputs.on_ranks(case.mesh, (6, 5), 0), np.float32)
-    assert made.shape == (24, 5) and len(np.unique(made)) > 100
-
-
 # --- chains ---------------------------------------------------------------------------------------------------------
 
 
@@ -104,39 +85,6 @@ def test_a_chain_makes_every_call(case):
         assert len(calls) == n * RANKS
 
 
-def test_touched_arrays_are_new_in_every_call_and_the_same(case):
-    """Their calls are not merged or moved out of the loop, and see what they were given."""
-    seen = []
-
-    def look(x):
-        seen.append(np.asarray(x))
-        return np.zeros((), np.float32)
-
-    def step(_, x):
-        return jax.pure_callback(look, jax.ShapeDtypeStruct((), jnp.float32), x)
-
-    x = inputs.on_ranks(case.mesh, (3, 2), 0)
-    fn, arguments = chain(case.mesh, step, (x,), 4, touched=1)
-    jax.block_until_ready(fn(*arguments))
-    assert len(seen) == 4 * RANKS
-    blocks = np.asarray(x).reshape(RANKS, 3, 2)
-    assert all(any((got == block).all() for block in blocks) for got in seen)
-
-
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads the program as XLA:CPU writes it")
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "both"])
-def test_layers_of_a_chain_stay_in_its_loop(case, weights, backward):
-    """As many all-to-alls in the loop as in one call of the layer, and no copy of what is touched."""
-    (variant,) = layer.layers(case, weights, ["capacity"], backward=backward).values()
-    fn, arguments = variant.program(case, 3)
-    text = fn.lower(*arguments).compile().as_text()
-    main = text[text.index("ENTRY") :]
-    assert " while(" in main and "all-to-all" not in main and "all-to-all(" in text
-    assert text.count(" all-to-all(") == (4 if backward else 2)
-    loop = text[: text.index("ENTRY")]
-    assert not [line for line in loop.splitlines() if "bf16[48,128]" in line.split(" copy(")[0] and " copy(" in line]
-
-
 def test_layers_agree_and_report_their_gradients(case, weights):
     variants = layer.layers(case, weights, ["moe", "xla"], backward=True).values()
     got, expected = (variant.results(case) for variant in variants)
@@ -146,40 +94,6 @@ def test_layers_agree_and_report_their_gradients(case, weights):
     wrong = expected[3].copy()
     wrong[1031] += 1.0
     assert harness.largest_difference([*expected[:3], wrong, expected[4]], expected) > 0.25
-
-
-@pytest.mark.slow
-def test_layers_in_fp8_are_near_the_others(case, weights):
-    variants = layer.layers(case, weights, ["moe", "fp8", "fp8 once"], backward=True)
-    expected, *others = (variant.results(case) for variant in variants.values())
-    for variant, got in zip(list(variants.values())[1:], others, strict=True):
-        assert 1e-3 < harness.largest_difference(got, expected) < variant.limit
-
-
-@pytest.mark.slow
-def test_weights_are_quantised_in_each_call_and_not_copied(case, weights):
-    variant = layer.layers(case, weights, ["fp8"], backward=False)[layer.LAYERS["fp8"]]
-    fn, arguments = variant.program(case, 2)
-    text = fn.lower(*arguments).compile().as_text()
-    loop = text[: text.index("ENTRY")]
-    assert "f8e4m3fn[" in loop and "f8e4m3fn[" not in text[text.index("ENTRY") :]
-    assert not [line for line in loop.splitlines() if "bf16[2,128,256]" in line.split(" copy(")[0] and " copy(" in line]
-
-
-@pytest.mark.slow
-def test_parts_of_one_half_agree(case, weights):
-    """On `xla`, which has no kernel for two operations."""
-    variants = layer.dispatch_part(case, weights, "xla") | layer.combine_part(case, weights, "xla")
-    del variants["dispatch + GEMM 1, fused"], variants["GEMM 2 + combine, scatter"]
-    pairs = {name: variant.same_as for name, variant in variants.items() if variant.same_as}
-    assert set(pairs) == {"GEMM 1", *(name for name in variants if "+" in name)}
-    found = {name: variants[name].results(case) for name in {*pairs, *pairs.values()}}
-    for name, same in pairs.items():
-        assert harness.largest_difference(found[name], found[same]) < 0.02, name
-    rows = 48 * 2
-    for name, columns in (("GEMM 1", 2 * 128), ("GEMM 2 + combine, fused", 128), ("einsum 2, equal groups", 128)):
-        assert variants[name].flops == 2 * rows * 128 * columns
-    assert variants["dispatch"].flops == 0
 
 
 # --- the report -----------------------------------------------------------------------------------------------------
@@ -207,42 +121,6 @@ def test_failed_and_wrong_variants_are_reported_with_the_others(run, clock):
     wrong, references = {"wrong": variants["wrong"]}, {"right": variants["right"]}
     assert not run.measure("forward", wrong, (1, 3), references=references)
     assert {row["variant"] for row in run.report.rows} == set(rows)
-
-
-def test_a_hung_baseline_ends_the_run_with_a_complete_report(run, monkeypatch, capsys):
-    at_exit, hung, ended = [], threading.Event(), threading.Event()
-    name, timing = layer.LAYERS["ragged"], harness.Timing((1.0,) * 3)
-
-    def leave(status):
-        at_exit.append((status, json.loads(run.report.path.read_text())["rows"]))
-        ended.set()
-
-    def measure(run, direction, variants, lengths, **options):
-        assert set(variants) == {name} and set(options["references"]) == {layer.LAYERS["xla"]}
-        if direction != "forward":
-            hung.set()
-            ended.wait()  # nothing ends the test's own process
-        run.report.add(name, run.shape, timing, direction=direction)
-
-    class Timer(threading.Thread):
-        """Of which two seconds have passed when it hangs, however long it took to come there."""
-
-        def __init__(self, seconds, give_up):
-            super().__init__(target=lambda: (hung.wait(), give_up()), daemon=True)
-            assert seconds == 2
-
-        def cancel(self):
-            pass
-
-    monkeypatch.setattr(harness, "threading", SimpleNamespace(Timer=Timer))
-    monkeypatch.setattr(os, "_exit", leave)
-    monkeypatch.setattr(layer.Run, "measure", measure)
-    layer.measure_ragged(run, timeout_s=2)
-    [(status, rows)] = at_exit
-    assert status == 0
-    assert [(r["variant"], r["direction"]) for r in rows] == [(name, "forward"), (name, "forward + backward")]
-    assert "seconds" in rows[0] and rows[1]["failed"] == "not finished 2 s after the baseline began"
-    assert "is not finished after 2 s" in capsys.readouterr().out
 
 
 def layer_row(variant, seconds, *, model="deepseek-v3", tokens=4096, routing="uniform", direction="forward"):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from jax import lax
-from reports import ROOT, check_report, published, run, run_quickly
+from reports import check_report, run, run_quickly
 
 import jax_ep
 import nodes
@@ -22,7 +20,7 @@ from cases import F32
 from emulated_ragged import emulated_ragged_all_to_all
 from harness import compiled, make_mesh
 from jax_ep.tools.benchmark import inputs
-from scale_model import Rates, Topology
+from scale_model import Topology
 
 
 @pytest.mark.parametrize("way", scale_model.WAYS)
@@ -97,38 +95,3 @@ def test_a_quick_run(tmp_path: Path) -> None:
     refused = run("nodes.py", tmp_path, "--ranks", "6")
     assert "--ranks 6: expected a multiple of the 4 GPUs of a node" in refused.stderr
     assert refused.returncode != 0
-
-
-def test_published_figures_are_those_of_the_page() -> None:
-    content = published("nodes")
-    check_report(content)
-    assert "not measured" in content["summary"]["seconds"]
-    found: dict[Any, list[str]] = {}
-    for row in content["rows"]:
-        shape, ms = row["shape"], row["seconds"]["median"] * 1e3
-        found.setdefault((shape["ranks"], shape["routing"]), []).append(f"{row['nic_bytes'] / 1e6:.0f} {ms:.1f}")
-    page = (ROOT / "docs" / "scale.md").read_text()
-    lines = re.findall(r"^\| (\d+) \| (.*?) \| (.*?) \| (.*?) \| (.*?) \|$", page, re.MULTILINE)
-    assert [int(ranks) for ranks, *_ in lines] == content["settings"]["ranks"]
-    for ranks, *cells in lines:
-        for i, kind in enumerate(("uniform", "at most 4 nodes")):
-            pairs = zip(*(cell.split(" / ") for cell in cells[2 * i : 2 * i + 2]), strict=True)
-            assert [" ".join(pair) for pair in pairs] == found[int(ranks), kind], (ranks, kind)
-
-
-def test_measured_times_are_those_of_the_page() -> None:
-    """Inside a node they are near the predictions of the published rates."""
-    rates, ratios = Rates(**published("nodes")["settings"]["rates"]), []
-    for ranks, tokens in itertools.product((2, 4), (128, 1024, 4096, 32768)):
-        measured = {
-            row["variant"]: row["seconds"]["median"]
-            for row in published(f"dispatch_combine_{ranks}_gpus")["rows"]
-            if row["shape"]["routing"] == "uniform" and row["shape"]["tokens_per_rank"] == tokens and "seconds" in row
-        }
-        topology = Topology(ranks, ranks, 256)
-        rows = scale_model.expected(*scale_model.uniform_shares(topology, 8), topology)["flat"]
-        sizes = {"tokens": tokens, "row_bytes": 2 * 7168, "topology": topology, "rates": rates}
-        predicted = scale_model.seconds(rows, "flat", **sizes)
-        ratios += [measured[name] / predicted for name in ("triton dispatch, cached handle", "triton combine")]
-    said = f"{min(ratios):.2f} to {max(ratios):.2f}"
-    assert f"are {said} of the prediction" in (ROOT / "docs" / "scale.md").read_text()

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 import jax_ep
-import oracle_serving
-from cases import BF16, F32, Shape, assert_close, probabilities, reals
+from cases import BF16, Shape, assert_close
 from harness import compiled
 from jax_ep.quantization import quantize
-from routings import ROUTINGS
+from layers import Layer
 
 SHAPE = Shape(num_tokens=6, top_k=3, num_experts=8, hidden=256, intermediate=128)
 # Roundings to 3 mantissa bits, each of 0.026 in the root mean square: two in each GEMM, where gate and up both count.
@@ -40,31 +39,6 @@ def layer(implementation: str, fp8: bool, **options: Any):
     return fn
 
 
-class Problem:
-    def __init__(self, rng: np.random.Generator, routing: str, num_ranks: int, dtype: np.dtype) -> None:
-        experts, hidden, inner = SHAPE.num_experts, SHAPE.hidden, SHAPE.intermediate
-        self.x = reals(rng, num_ranks, SHAPE.num_tokens, hidden, dtype=dtype)
-        self.topk_idx = ROUTINGS[routing](rng, num_ranks, SHAPE)
-        self.weights = probabilities(rng, *self.topk_idx.shape)
-        self.w_gate_up = (reals(rng, experts, hidden, 2 * inner) / 16).astype(dtype)
-        self.w_down = (reals(rng, experts, inner, hidden) / 12).astype(dtype)
-
-    @property
-    def args(self) -> tuple[np.ndarray, ...]:
-        matrices = (w.reshape(len(self.x), -1, *w.shape[1:]) for w in (self.w_gate_up, self.w_down))
-        return self.x, self.topk_idx, self.weights, *matrices
-
-    def want(self, activation: str = "silu") -> np.ndarray:
-        out = np.zeros(self.x.shape)
-        for at in np.ndindex(*self.topk_idx.shape):
-            expert = self.topk_idx[at]
-            if 0 <= expert < SHAPE.num_experts:
-                h = self.x[at[:2]].astype(np.float64) @ self.w_gate_up[expert].astype(np.float64)
-                row = oracle_serving.gated_activation(h, activation) @ self.w_down[expert].astype(np.float64)
-                out[at[:2]] += float(self.weights[at]) * row
-        return out
-
-
 def relative_error(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.linalg.norm(got.astype(np.float64) - want) / np.linalg.norm(want))
 
@@ -76,11 +50,12 @@ def test_low_latency_moe_routings(
     fp8_call = compiled(layer(implementation, fp8=True), expert_mesh(2))
     for routing in ("uniform", "duplicates", "some_without_expert", "one_hot_every_slot", "out_of_range"):
         with subtests.test(routing):
-            problem = Problem(rng, routing, 2, BF16)
+            problem = Layer(rng, routing, 2, SHAPE, BF16)
             got = call(*problem.args)
             assert got.dtype == BF16
-            assert_close(got, problem.want(), tolerance=2e-2)  # Three roundings to bfloat16, one after another.
-            error = relative_error(fp8_call(*problem.args), problem.want())
+            want = problem.oracle().forward()
+            assert_close(got, want, tolerance=2e-2)  # Three roundings to bfloat16, one after another.
+            error = relative_error(fp8_call(*problem.args), want)
             assert 0.02 < error < FP8_ERROR
 
 
@@ -88,17 +63,17 @@ def test_low_latency_moe_routings(
 def test_low_latency_moe_activations(
     implementation: str, activation: str, expert_mesh: Any, rng: np.random.Generator
 ) -> None:
-    problem = Problem(rng, "uniform", 2, BF16)
+    problem = Layer(rng, "uniform", 2, SHAPE, BF16)
     call = compiled(layer(implementation, fp8=True, experts=jax_ep.Experts(activation)), expert_mesh(2))
-    assert relative_error(call(*problem.args), problem.want(activation)) < FP8_ERROR
+    assert relative_error(call(*problem.args), problem.oracle(activation).forward()) < FP8_ERROR
 
 
 def test_low_latency_moe_padding(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """Tokens without experts, whose number differs by rank, get zeros and change nothing."""
-    problem, counts = Problem(rng, "uniform", 2, BF16), np.array([2, 5], np.int32)
+    problem, counts = Layer(rng, "uniform", 2, SHAPE, BF16), np.array([2, 5], np.int32)
     ignored = np.arange(SHAPE.num_tokens) >= counts[:, None]
     problem.topk_idx[ignored] = -1
-    want, problem.x[ignored] = problem.want(), np.nan
+    want, problem.x[ignored] = problem.oracle().forward(), np.nan
     got = compiled(layer(implementation, fp8=False, max_tokens_per_rank=9), expert_mesh(2))(*problem.args)
     assert_close(got, want, tolerance=2e-2)
     assert not got[ignored].any()
@@ -106,7 +81,7 @@ def test_low_latency_moe_padding(implementation: str, expert_mesh: Any, rng: np.
 
 def test_low_latency_moe_matches_moe(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """In float32 both agree to float32 precision, so that a program may switch between them."""
-    problem = Problem(rng, "uniform", 2, F32)
+    problem = Layer(rng, "uniform", 2, SHAPE)
 
     def moe(x, topk_idx, topk_weights, w_gate_up, w_down):
         return jax_ep.moe(x, topk_idx, topk_weights, w_gate_up, w_down, num_experts=8, implementation="xla")

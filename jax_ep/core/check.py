@@ -319,7 +319,7 @@ def router_weights(function: str, topk_weights: Any, shape: tuple[int, ...], dty
     dtypes = (jnp.float32, jnp.bfloat16, jnp.float16, *((jnp.float64,) if dtype == jnp.float64 else ()))
     sizes, remedy = {"T": shape[0], "K": shape[1]}, "pass one weight per expert id"
     topk_weights = array(function, "topk_weights", topk_weights, "[T, K]", dtypes, remedy=remedy, **sizes)
-    return topk_weights.astype(jnp.promote_types(topk_weights.dtype, jnp.float32))
+    return topk_weights.astype(np.promote_types(topk_weights.dtype, np.float32))
 
 
 def experts(function: str, num_experts: Any, axis_name: AxisName) -> tuple[int, int]:

@@ -12,11 +12,10 @@ import pytest
 import facts_of
 import jax_ep
 import oracle
-from cases import BF16, Shape, assert_close, assert_same_bits, probabilities, reals
+from cases import BF16, Shape, assert_close, assert_same_bits, reals
 from harness import compiled, run
 from jax_ep.types import Layout, Schedule
-from layers import second_derivative
-from routings import ROUTINGS
+from layers import Layer, check_gradients, second_derivative, with_gradients
 
 # Groups end within tiles, and T is not a multiple of a block.
 SHAPE = Shape(num_tokens=13, top_k=2, num_experts=8, hidden=40, intermediate=24)
@@ -37,32 +36,11 @@ def layer(
     return functools.partial(jax_ep.moe, **common, **options)
 
 
-def inputs(rng: np.random.Generator, routing: str, num_ranks: int, shape: Shape = SHAPE) -> tuple[np.ndarray, ...]:
-    """Return x, topk_idx, topk_weights, both weights by rank, and a cotangent of the result."""
-    topk_idx = ROUTINGS[routing](rng, num_ranks, shape)
-    x, d_out = (reals(rng, num_ranks, shape.num_tokens, shape.hidden, dtype=BF16) for _ in range(2))
-    up = reals(rng, num_ranks, shape.num_experts // num_ranks, shape.hidden, 2 * shape.intermediate)
-    down = reals(rng, num_ranks, shape.num_experts // num_ranks, shape.intermediate, shape.hidden)
-    matrices = (up / shape.hidden**0.5).astype(BF16), (down / shape.intermediate**0.5).astype(BF16)
-    return x, topk_idx, probabilities(rng, *topk_idx.shape), *matrices, d_out
-
-
-def gradients_of(call: Any) -> Any:
-    def fn(x, topk_idx, topk_weights, w_gate_up, w_down, d_out):
-        primal, pull = jax.vjp(lambda x, s, w, v: call(x, topk_idx, s, w, v), x, topk_weights, w_gate_up, w_down)
-        return primal, *pull(d_out)
-
-    return fn
-
-
-def check(got: Any, args: Any, **options: Any) -> None:
-    x, topk_idx, topk_weights, *matrices, d_out = args
-    experts = matrices[0].shape[0] * matrices[0].shape[1]
-    whole = (w.reshape(experts, *w.shape[2:]) for w in matrices)
-    reference = oracle.MoE(x, topk_weights, *whole, oracle.layout(topk_idx, experts, **options))
-    wanted = (reference.forward(), *reference.gradients(d_out.astype(np.float64)))
-    for name, g, w in zip(("y", "dx", "d_weights", "d_gate_up", "d_down"), got, wanted, strict=True):
-        assert_close(g.reshape(w.shape), w, name, tolerance=TOLERANCE)
+def inputs(rng: np.random.Generator, routing: str, num_ranks: int, shape: Shape = SHAPE) -> tuple[Layer, np.ndarray]:
+    """Return a layer and a cotangent of its result."""
+    return Layer(rng, routing, num_ranks, shape, BF16), reals(
+        rng, num_ranks, shape.num_tokens, shape.hidden, dtype=BF16
+    )
 
 
 @pytest.mark.parametrize(("num_ranks", "mode"), [(2, "scatter"), (2, "serial"), (4, "serial")])
@@ -71,35 +49,36 @@ def test_fused_gradients_layer(
     implementation: str, num_ranks: int, mode: str, expert_mesh: Any, rng: Any, subtests: Any
 ) -> None:
     """Results have the same bits in every run."""
-    call = compiled(gradients_of(layer(implementation, mode=mode)), expert_mesh(num_ranks))
+    call = compiled(with_gradients(layer(implementation, mode=mode)), expert_mesh(num_ranks))
     for routing in ("uniform", "zipf", "one_hot", "empty_experts") if num_ranks == 2 else ("some_without_expert",):
         with subtests.test(routing):
-            args = inputs(rng, routing, num_ranks)
-            got = call(*args)
-            check(got, args)
-    for first, again in zip(got, call(*args), strict=True):
+            problem, d_out = inputs(rng, routing, num_ranks)
+            got = call(*problem.args, d_out)
+            check_gradients(got, problem, d_out, tolerance=TOLERANCE)
+    for first, again in zip(got, call(*problem.args, d_out), strict=True):
         assert_same_bits(again, first)
 
 
 @pytest.mark.parametrize("mode", ["scatter", "serial"])
 def test_fused_gradients_capacity(implementation: str, mode: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """Assignments without a row add nothing, whatever earlier calls left in the heap."""
-    call = compiled(gradients_of(layer(implementation, capacity=16, mode=mode)), expert_mesh(2))
+    call = compiled(with_gradients(layer(implementation, capacity=16, mode=mode)), expert_mesh(2))
     for _ in range(2):
-        args = inputs(rng, "zipf", 2)
-        check(call(*args), args, capacity=16)
+        problem, d_out = inputs(rng, "zipf", 2)
+        check_gradients(call(*problem.args, d_out), problem, d_out, tolerance=TOLERANCE, capacity=16)
 
 
 @pytest.mark.parametrize("mode", ["scatter", "serial"])
 def test_fused_gradients_one_token(implementation: str, mode: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     shape = Shape(num_tokens=1, top_k=2, num_experts=4, hidden=16, intermediate=8)
-    args = inputs(rng, "uniform", 2, shape)
-    check(run(gradients_of(layer(implementation, shape, mode=mode)), expert_mesh(2), *args), args)
+    problem, d_out = inputs(rng, "uniform", 2, shape)
+    got = run(with_gradients(layer(implementation, shape, mode=mode)), expert_mesh(2), *problem.args, d_out)
+    check_gradients(got, problem, d_out, tolerance=TOLERANCE)
 
 
 def test_fused_gradients_dispatch_grouped_gemm(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """With padding between the groups, compare with the same gradients from separate launches."""
-    x, topk_idx, topk_weights, w, _, _ = inputs(rng, "duplicates", 2)
+    x, topk_idx, topk_weights, w, _ = Layer(rng, "duplicates", 2, SHAPE, BF16).args
     rows = oracle.layout(topk_idx, SHAPE.num_experts, alignment=4)
     d_hidden = reals(rng, *rows.source.shape, w.shape[-1], dtype=BF16)
     d_hidden[rows.is_padding] = 0
@@ -122,7 +101,8 @@ def test_fused_gradients_dispatch_grouped_gemm(implementation: str, expert_mesh:
 
 def test_fused_gradients_scan_and_remat(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """Gradients of two layers are those without scan and remat."""
-    x, topk_idx, topk_weights, *matrices, d_out = inputs(rng, "uniform", 2)
+    problem, d_out = inputs(rng, "uniform", 2)
+    x, topk_idx, topk_weights, *matrices = problem.args
     layers = [np.stack([w, np.roll(w, 1, axis=1)], axis=1) for w in matrices]
 
     def fn(scanned: bool, x, topk_idx, topk_weights, w_gate_up, w_down, d_out):
@@ -147,14 +127,14 @@ def test_fused_gradients_scan_and_remat(implementation: str, expert_mesh: Any, r
 def test_fused_gradients_second_derivative(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """The backward pass can be differentiated; compare with the portable implementation in float32."""
     shape = Shape(num_tokens=9, top_k=2, num_experts=4, hidden=16, intermediate=8)
-    *args, _ = inputs(rng, "uniform", 2, shape)
+    args = Layer(rng, "uniform", 2, shape, BF16).args
 
     def fn(implementation: str, wanted: bool | None, x, topk_idx, topk_weights, w_gate_up, w_down):
         call = layer(implementation, shape, fuse=wanted)
         return second_derivative(lambda x, w: call(x, topk_idx, topk_weights, w, w_down))(x, w_gate_up)
 
     got = run(functools.partial(fn, implementation, True), expert_mesh(2), *args)
-    single = [args[0].astype(np.float32), *args[1:3], *(w.astype(np.float32) for w in args[3:])]
+    single = [a.astype(np.float32) if a.dtype == BF16 else a for a in args]
     wanted = run(functools.partial(fn, "xla", None), expert_mesh(2), *single)
     for name, g, w in zip(("x", "w_gate_up"), got, wanted, strict=True):
         assert_close(g, w, name, tolerance=0.1)

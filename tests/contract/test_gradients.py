@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -13,7 +14,8 @@ from jax.sharding import Mesh
 import jax_ep
 import oracle
 from cases import BASE, BF16, F32, Shape, assert_close, integers, probabilities, reals
-from harness import check_directional_derivatives, compiled, per_rank, run
+from harness import check_directional_derivatives, compiled, per_rank, run, to_numpy
+from layers import NAMES, Layer, check_gradients, with_gradients
 from routings import FEW_ROUTINGS, ROUTINGS
 
 TINY = Shape(num_tokens=3, top_k=2, num_experts=4, hidden=3, intermediate=2)
@@ -34,36 +36,18 @@ def split_experts(weights: np.ndarray, num_ranks: int) -> np.ndarray:
     return weights.reshape(num_ranks, -1, *weights.shape[1:])
 
 
-def moe_vjp(shape: Shape, implementation: str, **options: Any):
-    def fn(x, topk_weights, w_gate_up, w_down, topk_idx, d_out):
-        def layer(x, topk_weights, w_gate_up, w_down):
-            arrays, experts = (x, topk_idx, topk_weights, w_gate_up, w_down), shape.num_experts
-            return jax_ep.moe(*arrays, num_experts=experts, implementation=implementation, **options)
-
-        return jax.vjp(layer, x, topk_weights, w_gate_up, w_down)[1](d_out)
-
-    return fn
-
-
-NAMES = ("dx", "d_topk_weights", "d_w_gate_up", "d_w_down")
-
-
-def check_moe(got: Any, layer: oracle.MoE, d_out: np.ndarray, tolerance: float | None = None) -> None:
-    for name, g, w in zip(NAMES, got, layer.gradients(d_out.astype(np.float64)), strict=True):
-        assert_close(g.reshape(w.shape), w, name, tolerance=tolerance)
+def moe_gradients(shape: Shape, implementation: str, **options: Any):
+    call = functools.partial(jax_ep.moe, num_experts=shape.num_experts, implementation=implementation, **options)
+    return with_gradients(call)
 
 
 def test_moe_gradients_routings(implementation: str, every_mesh: Mesh, rng: np.random.Generator, subtests: Any) -> None:
-    num_ranks = every_mesh.size
-    call = compiled(moe_vjp(BASE, implementation), every_mesh)
+    call = compiled(moe_gradients(BASE, implementation), every_mesh)
     for routing in ROUTINGS:
         with subtests.test(routing):
-            topk_idx = ROUTINGS[routing](rng, num_ranks, BASE)
-            arrays = layer_arrays(rng, num_ranks, BASE)
-            d_out = reals(rng, *arrays[0].shape)
-            weights = [split_experts(w, num_ranks) for w in arrays[2:]]
-            got = call(*arrays[:2], *weights, topk_idx, d_out)
-            check_moe(got, oracle.MoE(*arrays, oracle.layout(topk_idx, BASE.num_experts)), d_out)
+            layer = Layer(rng, routing, every_mesh.size, BASE)
+            d_out = reals(rng, *layer.x.shape)
+            check_gradients(call(*layer.args, d_out), layer, d_out)
 
 
 @pytest.mark.parametrize(("activation", "gated"), VARIANTS)
@@ -71,40 +55,32 @@ def test_moe_gradients_routings(implementation: str, every_mesh: Mesh, rng: np.r
 def test_moe_gradients_activations(
     implementation: str, activation: str, gated: bool, expert_mesh: Any, rng: Any
 ) -> None:
-    topk_idx = ROUTINGS["duplicates"](rng, 2, BASE)
-    arrays = layer_arrays(rng, 2, BASE, gated=gated)
-    d_out = reals(rng, *arrays[0].shape)
-    weights = [split_experts(w, 2) for w in arrays[2:]]
-    fn = moe_vjp(BASE, implementation, experts=jax_ep.Experts(activation, gated=gated))
-    got = run(fn, expert_mesh(2), *arrays[:2], *weights, topk_idx, d_out)
+    layer = Layer(rng, "duplicates", 2, BASE, gated=gated)
+    d_out = reals(rng, *layer.x.shape)
+    fn = moe_gradients(BASE, implementation, experts=jax_ep.Experts(activation, gated=gated))
     # The slope of gelu at a negative number is a difference of nearly equal numbers.
     tolerance = 5e-5 if activation == "gelu" else None
-    check_moe(got, oracle.MoE(*arrays, oracle.layout(topk_idx, BASE.num_experts), activation), d_out, tolerance)
+    check_gradients(run(fn, expert_mesh(2), *layer.args, d_out), layer, d_out, activation, tolerance)
 
 
 def test_moe_gradients_capacity(implementation: str, expert_mesh: Any, rng: np.random.Generator, subtests: Any) -> None:
     """Dropped rows neither contribute to nor receive gradients."""
-    call = compiled(moe_vjp(BASE, implementation, capacity=10), expert_mesh(2))
+    call = compiled(moe_gradients(BASE, implementation, capacity=10), expert_mesh(2))
     for routing in ("zipf", "one_hot_every_slot"):
         with subtests.test(routing):
-            topk_idx = ROUTINGS[routing](rng, 2, BASE)
-            arrays = layer_arrays(rng, 2, BASE)
-            d_out = reals(rng, *arrays[0].shape)
-            lay = oracle.layout(topk_idx, BASE.num_experts, capacity=10)
-            assert lay.dropped.sum() > 0
-            got = call(*arrays[:2], *(split_experts(w, 2) for w in arrays[2:]), topk_idx, d_out)
-            check_moe(got, oracle.MoE(*arrays, lay), d_out)
+            layer = Layer(rng, routing, 2, BASE)
+            d_out = reals(rng, *layer.x.shape)
+            assert layer.oracle(capacity=10).lay.dropped.sum() > 0
+            check_gradients(call(*layer.args, d_out), layer, d_out, capacity=10)
 
 
 def test_moe_gradients_bfloat16(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
-    topk_idx = ROUTINGS["uniform"](rng, 2, BASE)
-    arrays = layer_arrays(rng, 2, BASE, BF16)
-    d_out = reals(rng, *arrays[0].shape, dtype=BF16)
-    weights = [split_experts(w, 2) for w in arrays[2:]]
-    got = run(moe_vjp(BASE, implementation), expert_mesh(2), *arrays[:2], *weights, topk_idx, d_out)
-    assert [g.dtype for g in got] == [BF16, F32, BF16, BF16]
+    layer = Layer(rng, "uniform", 2, BASE, BF16)
+    d_out = reals(rng, *layer.x.shape, dtype=BF16)
+    got = run(moe_gradients(BASE, implementation), expert_mesh(2), *layer.args, d_out)
+    assert [g.dtype for g in got] == [BF16, BF16, F32, BF16, BF16]
     # Three GEMMs deep, each with its own roundings, so more than one GEMM's tolerance.
-    check_moe(got, oracle.MoE(*arrays, oracle.layout(topk_idx, BASE.num_experts)), d_out, tolerance=4e-2)
+    check_gradients(got, layer, d_out, tolerance=4e-2)
 
 
 def dispatch_combine_vjp(implementation: str, **options: Any):
@@ -174,20 +150,17 @@ def test_gradients_fp8_wire_straight_through(implementation: str, expert_mesh: A
 def test_moe_gradients_fp8_wire(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """Gradients match the layer with quantized tokens and cotangents."""
     shape = Shape(hidden=128)
-    topk_idx = ROUTINGS["uniform"](rng, 2, shape)
-    x, topk_weights, w_gate_up, w_down = layer_arrays(rng, 2, shape)
-    w_gate_up, d_out = w_gate_up / 11, reals(rng, *x.shape)
-    weights = [split_experts(w, 2) for w in (w_gate_up, w_down)]
-    fn = moe_vjp(shape, implementation, schedule=jax_ep.Schedule(wire_dtype=jnp.float8_e4m3fn))
-    got = run(fn, expert_mesh(2), x, topk_weights, *weights, topk_idx, d_out)
-    lay = oracle.layout(topk_idx, shape.num_experts)
-    exact = oracle.MoE(x, topk_weights, w_gate_up, w_down, lay).gradients(d_out)
-    for name, g, e in zip(NAMES, got, exact, strict=True):
+    layer = Layer(rng, "uniform", 2, shape)
+    d_out = reals(rng, *layer.x.shape)
+    fn = moe_gradients(shape, implementation, schedule=jax_ep.Schedule(wire_dtype=jnp.float8_e4m3fn))
+    got = run(fn, expert_mesh(2), *layer.args, d_out)[1:]
+    exact = layer.oracle().gradients(d_out)
+    for name, g, e in zip(NAMES[1:], got, exact, strict=True):
         assert np.linalg.norm(g.reshape(e.shape) - e) > 1e-3 * np.linalg.norm(e), f"{name}: nothing was quantised"
-    wired = oracle.MoE(oracle.to_wire(x, oracle.FP8), topk_weights, w_gate_up, w_down, lay)
-    want = wired.gradients(oracle.to_wire(d_out, oracle.FP8))
+    layer.x = oracle.to_wire(layer.x, oracle.FP8)
+    want = layer.oracle().gradients(oracle.to_wire(d_out, oracle.FP8))
     # Weight gradients are never sent: with the quantized operands they are exact.
-    for name, g, w in list(zip(NAMES, got, want, strict=True))[1:]:
+    for name, g, w in list(zip(NAMES[1:], got, want, strict=True))[1:]:
         assert_close(g.reshape(w.shape), w, name, tolerance=5e-5)
     # dx is sent: every partial sum is off by 2**-4 at most, by a third of that on average.
     assert np.linalg.norm(got[0] - want[0]) < 2**-4 * np.linalg.norm(want[0])
@@ -260,16 +233,8 @@ def test_halves_gradients_finite_differences(implementation: str, expert_mesh: A
 
 def test_fused_moe_gradients(implementation: str, rng: np.random.Generator) -> None:
     """The single-device layer has the same gradients."""
-    topk_idx = ROUTINGS["some_without_expert"](rng, 1, BASE)
-    arrays = layer_arrays(rng, 1, BASE)
-    d_out = reals(rng, *arrays[0].shape)
-
-    @jax.jit
-    def fn(x, topk_weights, w_gate_up, w_down, d_out):
-        return jax.vjp(
-            lambda *a: jax_ep.fused_moe(a[0], topk_idx[0], *a[1:], implementation=implementation),
-            x, topk_weights, w_gate_up, w_down,
-        )[1](d_out)  # fmt: skip
-
-    got = [np.asarray(g) for g in fn(arrays[0][0], arrays[1][0], *arrays[2:], d_out[0])]
-    check_moe(got, oracle.MoE(*arrays, oracle.layout(topk_idx, BASE.num_experts)), d_out)
+    layer = Layer(rng, "some_without_expert", 1, BASE)
+    d_out = reals(rng, *layer.x.shape)
+    fn = with_gradients(functools.partial(jax_ep.fused_moe, implementation=implementation))
+    got = to_numpy(jax.jit(fn)(*(a[0] for a in layer.args), d_out[0]))
+    check_gradients(got, layer, d_out)

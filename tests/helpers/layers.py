@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import oracle
-from cases import F32, Shape, probabilities, reals
+from cases import F32, Shape, assert_close, probabilities, reals
 from routings import ROUTINGS
 
 
@@ -37,6 +37,29 @@ class Layer:
     def oracle(self, activation: str = "silu", **layout: Any) -> oracle.MoE:
         lay = oracle.layout(self.topk_idx, len(self.w_down), **layout)
         return oracle.MoE(self.x, self.topk_weights, self.w_gate_up, self.w_down, lay, activation)
+
+
+NAMES = ("y", "dx", "d_topk_weights", "d_w_gate_up", "d_w_down")
+
+
+def with_gradients(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of a layer's arrays and a cotangent that returns the results called `NAMES`."""
+
+    def fn(x: Any, topk_idx: Any, topk_weights: Any, w_gate_up: Any, w_down: Any, d_out: Any) -> Any:
+        y, pull = jax.vjp(lambda x, *others: call(x, topk_idx, *others), x, topk_weights, w_gate_up, w_down)
+        return y, *pull(d_out)
+
+    return fn
+
+
+def check_gradients(
+    got: Any, layer: Layer, d_out: np.ndarray, activation: str = "silu", tolerance: float | None = None, **layout: Any
+) -> None:
+    """Compare the results of `with_gradients` with the oracle."""
+    reference = layer.oracle(activation, **layout)
+    wanted = reference.forward(), *reference.gradients(d_out.astype(np.float64))
+    for name, g, w in zip(NAMES, got, wanted, strict=True):
+        assert_close(g.reshape(w.shape), w, name, tolerance=tolerance)
 
 
 def first_tokens(ids: Any, count: Any) -> Any:

@@ -272,7 +272,7 @@ def tokens(function: str, x: Any) -> Tokens:
 
 def plain_tokens(function: str, x: Any) -> Array:
     """Check tokens `[T, H]` of at least one column."""
-    return floating(function, "x", x, "[T, H >= 1]", remedy="pass tokens with at least one column")
+    return array(function, "x", x, "[T, H >= 1]", TOKEN_DTYPES, remedy="pass tokens with at least one column")
 
 
 def expert_ids(

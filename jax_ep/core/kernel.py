@@ -141,4 +141,4 @@ def array_of(argument: Single) -> Array | jax.ShapeDtypeStruct:
 
 def flat_arrays(arguments: Iterable[Argument]) -> list[Any]:
     """Flatten operands or results to arrays, or shapes and dtypes, without descriptors."""
-    return [array_of(x) for x in flat(arguments)]
+    return [x.array if isinstance(x, Descriptor) else x for x in flat(arguments)]

@@ -60,13 +60,13 @@ class Format:
 
     def scale_shape(self, w: QuantizedWeights) -> tuple[int, ...] | None:
         """The shape that its scales should have; None: K is not whole blocks."""
-        *leading, depth, columns = w.shape
+        (*leading, depth, columns), is_prepacked = w.shape, w.layout == "prepacked"
         block = self.block_size(w)
         if self.block_k is None:
             return (*leading, columns)
-        if block == 0 or depth % block or (w.is_prepacked and depth % PREPACKED_K):
+        if block == 0 or depth % block or (is_prepacked and depth % PREPACKED_K):
             return None
-        if w.is_prepacked and self.prepacked:
+        if is_prepacked and self.prepacked:
             return (*leading, -(-depth // (self.prepacked.scale_k or block)), columns)
         return (*leading, -(-columns // self.block_n), depth // block)
 

@@ -97,7 +97,7 @@ def weights(
             f"{function}: {name} stands for weights {shape}, expected {expected}; {_REMEDY}, of one layer."
         )
     if groups is not None:
-        check.size(function, f"axis 0 of {name}", value.shape[0], groups, "pass one matrix per local expert")
+        check.size(function, f"axis 0 of {name}", shape[0], groups, "pass one matrix per local expert")
     if value.format is None:
         check.floating(function, f"{name}.values", value.values)
         others = value.scales, value.master, value.values_kn, value.smooth, value.activations
@@ -110,8 +110,8 @@ def weights(
     _check_parts(function, name, wanted, value)
     if value.master is not None:
         return value
-    smooth = activations(function, wanted, value.activations, value.smooth, value.shape[:-1])
-    if value.is_prepacked and value.activations is not None:
+    smooth = activations(function, wanted, value.activations, value.smooth, shape[:-1])
+    if value.layout == "prepacked" and value.activations is not None:
         raise ValueError(
             f"{function}: {name} is prepacked, with activations={value.activations!r}, expected None, because this"
             " layout is for 16-bit tokens; pass with_layout(w, 'transposed'), or leave activations None."
@@ -125,7 +125,7 @@ def _check_parts(function: str, name: str, wanted: Format, value: QuantizedWeigh
         raise ValueError(f"{function}: {name} in {value.format!r} has layout={value.layout!r}; {_REMEDY}.")
     dtypes = value.values.dtype, jax.tree.map(lambda x: x.dtype, value.scales)
     expected = wanted.dtype, wanted.scale_dtype
-    if value.is_prepacked and wanted.prepacked:
+    if value.layout == "prepacked" and wanted.prepacked:
         expected = PREPACKED_DTYPE, wanted.prepacked.scale_dtype
     if dtypes != expected:
         raise TypeError(

@@ -14,7 +14,6 @@ from typing import NamedTuple, cast
 
 import jax
 
-from jax_ep.core.expert_matrices import ExpertWeights
 from jax_ep.core.layout import Bias
 from jax_ep.ops import exchange, exchange_gemm
 from jax_ep.ops.activation import activate, activate_again, is_one_pass
@@ -39,11 +38,9 @@ class Between(NamedTuple):
     b_down: Bias | None
 
 
-def bias_of_result(experts: Experts, parts: ExpertWeights, row_weights: Array) -> Bias | None:
-    """What the second product adds: of rows that router weights scale, as much of the bias."""
-    if parts.b_down is None:
-        return None
-    return Bias(parts.b_down, row_weights if experts.weight_on == "output" else None)
+def bias_of_result(experts: Experts, b_down: Array | None, row_weights: Array) -> Bias | None:
+    """What the second GEMM adds: of rows that router weights scale, as much of the bias."""
+    return None if b_down is None else Bias(b_down, row_weights if experts.weight_on == "output" else None)
 
 
 def for_experts(experts: Experts, b_gate_up: Array | None) -> Callable[..., Array]:

@@ -40,7 +40,7 @@ def with_hidden_rows(
     else:
         hidden, _, row_weights = exchange_gemm.dispatch_with_multiply(plan.first, False, None, *first)
     row_weights = cast(Array, row_weights)
-    bias = bias_of_result(experts, parts, row_weights)
+    bias = bias_of_result(experts, parts.b_down, row_weights)
     between = Between(checkpoint_name(hidden, HIDDEN_NAME), row_weights, parts.b_gate_up, bias)
     run = activation_gemm_combine.for_experts(experts, parts.b_gate_up)
     return run(plan.second, plan.activation, experts, between, parts.w_down, handle)

@@ -146,8 +146,9 @@ def moe(
     options = registry.options("moe", axis_name, implementation, schedule)
     options = dataclasses.replace(options, recipe=recipe, wire_dtype=wire_dtype)
     parts = ExpertWeights(w_gate_up, w_down, *check.biases("moe", biases))
-    experts, parts = _check_experts(options, x.shape, x.dtype, parts, num_experts, experts)
-    layer = _Layer(experts, capacity, check.result_dtype("moe", preferred_element_type, x.dtype))
+    sum_dtype = check.result_dtype("moe", preferred_element_type, x.dtype)
+    experts, sizes, parts = _check_experts(options, x.shape, x.dtype, parts, num_experts, experts)
+    layer = _Layer(experts, sizes, capacity, sum_dtype)
     given = exchange.checked(options, x, topk_idx, topk_weights, num_experts=num_experts, capacity=capacity)
     run = _on_tokens if balance is None or given.facts.layout.num_ranks == 1 else partial(_balanced, balance)
     return checkpoint_name((run if x.shape[0] else _without_tokens)(layer, given, parts), OUTPUT_NAME)
@@ -157,6 +158,7 @@ class _Layer(NamedTuple):
     """What `moe` computes of any tokens: checked arguments that are not arrays."""
 
     experts: Experts
+    sizes: plans.LayerSizes
     capacity: int | None
     sum_dtype: DTypeLike
 
@@ -188,7 +190,7 @@ def _balanced(balance: Balance, layer: _Layer, given: exchange.Checked, parts: E
     def one_pass(x: Array, topk_idx: Array, topk_weights: Array, parts: ExpertWeights, **sizes: Any) -> Array:
         dtype = sizes.pop("preferred_element_type")
         tokens = exchange.checked(given.options, x, topk_idx, topk_weights, **sizes)
-        return _on_tokens(_Layer(layer.experts, sizes["capacity"], dtype), tokens, parts)
+        return _on_tokens(layer._replace(capacity=sizes["capacity"], sum_dtype=dtype), tokens, parts)
 
     arrays = given.x, given.topk_idx, given.topk_weights, parts
     sizes: dict[str, Any] = {"num_experts": given.facts.layout.num_experts, "axis": given.options.axis}
@@ -230,7 +232,7 @@ def _check_experts(
     parts: ExpertWeights,
     num_experts: int,
     experts: Experts | None,
-) -> tuple[Experts, ExpertWeights]:
+) -> tuple[Experts, plans.LayerSizes, ExpertWeights]:
     """What the experts compute, and what they are made of, checked against tokens of this shape and each other."""
     function = options.function
     num_experts, num_ranks = check.experts(function, num_experts, options.axis)
@@ -248,19 +250,20 @@ def _check_experts(
         moe_fp8.check_layer(options, experts, b_gate_up, w_down)
     elif is_quantized:
         check_quantized.no_fused_gemms(options)
-    return experts, ExpertWeights(w_gate_up, w_down, b_gate_up, b_down)
+    sizes = plans.LayerSizes(columns, intermediate, b_gate_up is not None)
+    return experts, sizes, ExpertWeights(w_gate_up, w_down, b_gate_up, b_down)
 
 
 def _plan(layer: _Layer, options: Options, facts: ExchangeFacts, parts: ExpertWeights) -> Plan:
     """Resolve the layer of these arguments."""
     w_gate_up, w_down = parts[:2]
-    sizes = plans.LayerSizes(w_gate_up.shape[2], w_down.shape[1], parts.b_gate_up is not None)
     if options.recipe is not None:
         up, down = (getattr(w, "master", w).dtype for w in (w_gate_up, w_down))
-        return plans.fp8_layer(options, facts, layer.experts, sizes, layer.sum_dtype, (up, down))
+        return plans.fp8_layer(options, facts, layer.experts, layer.sizes, layer.sum_dtype, (up, down))
     if isinstance(w_gate_up, QuantizedWeights):
-        return plan_serving.quantized_layer(options, facts, layer.experts, (w_gate_up, w_down), layer.sum_dtype)
-    return plans.layer(options, facts, layer.experts, sizes, layer.sum_dtype)
+        weights = w_gate_up, w_down
+        return plan_serving.quantized_layer(options, facts, layer.experts, layer.sizes, weights, layer.sum_dtype)
+    return plans.layer(options, facts, layer.experts, layer.sizes, layer.sum_dtype)
 
 
 def _single_launch(layer: _Layer, options: Options, facts: ExchangeFacts, parts: ExpertWeights) -> Part | None:
@@ -323,7 +326,7 @@ def _by_fp8(
     """`moe` with `recipe="fp8"`, whose backward pass keeps the first product."""
     first, second = plan
     hidden, row_weights = moe_fp8.dispatch_and_multiply(first, x, weights, parts.w_gate_up, handle)
-    bias = bias_of_result(experts, parts, row_weights)
+    bias = bias_of_result(experts, parts.b_down, row_weights)
     between = Between(checkpoint_name(hidden, HIDDEN_NAME), row_weights, parts.b_gate_up, bias)
     return moe_fp8.multiply_and_combine(second, experts, between, parts.w_down, handle)
 
@@ -355,7 +358,7 @@ def _by_quantized(
     else:
         rows = activate(plan.activation, experts, inner, hidden, row_weights, parts.b_gate_up, sizes)
         products = quantized_gemm.multiply(plan.second, x.dtype, rows, parts.w_down, sizes)
-    bias = bias_of_result(experts, parts, row_weights)
+    bias = bias_of_result(experts, parts.b_down, row_weights)
     if bias is not None:
         products = add_bias(products, bias, sizes)
     return exchange.combine_tokens(plan.back, products, None, handle)[0]

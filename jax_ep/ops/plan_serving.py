@@ -26,7 +26,7 @@ from jax_ep.core.facts import (
 )
 from jax_ep.formats import format_of, needs_decoder
 from jax_ep.ops import registry
-from jax_ep.ops.plan import ActivationPlan, ExchangePlan, activation, exchange, fp8_operands, resolution
+from jax_ep.ops.plan import ActivationPlan, ExchangePlan, LayerSizes, activation, exchange, fp8_operands, resolution
 from jax_ep.types import Experts, Layout, Options
 
 
@@ -203,6 +203,7 @@ def quantized_layer(
     options: Options,
     facts: ExchangeFacts,
     experts: Experts,
+    sizes: LayerSizes,
     weights: tuple[QuantizedWeights, QuantizedWeights],
     sum_dtype: DTypeLike,
 ) -> QuantizedLayerPlan:
@@ -215,7 +216,7 @@ def quantized_layer(
     w_gate_up, w_down = weights
     # What is multiplied in FP8 loses nothing by travelling so.
     wire = FP8 if w_gate_up.activations == "fp8" else None
-    whole = exchange(options, dataclasses.replace(facts, columns=w_gate_up.shape[2]), wire_dtype=wire)
+    whole = exchange(options, dataclasses.replace(facts, columns=sizes.columns), wire_dtype=wire)
     back = dataclasses.replace(whole, options=dataclasses.replace(options, sum_dtype=sum_dtype))
     if wire is not None:
         whole = dataclasses.replace(whole, options=dataclasses.replace(options, wire_dtype=wire))
@@ -224,8 +225,8 @@ def quantized_layer(
         whole,
         back,
         quantized_gemm(options, (rows, facts.hidden), dtype, w_gate_up, dtype),
-        quantized_gemm(options, (rows, w_down.shape[1]), dtype, w_down, dtype),
-        activation(options, experts, dtype, rows, w_gate_up.shape[2], layout.num_local_experts),
+        quantized_gemm(options, (rows, sizes.intermediate), dtype, w_down, dtype),
+        activation(options, experts, dtype, rows, sizes.columns, layout.num_local_experts),
     )
 
 

@@ -230,6 +230,14 @@ def test_checkpoint_experts_in_several_dtypes(tmp_path: Path, rng: np.random.Gen
     assert checkpoint.moe_weights(0, dtype=F32)["w_down"].dtype == F32
 
 
+def test_checkpoint_experts_in_two_forms(tmp_path: Path, rng: np.random.Generator) -> None:
+    tensors, weights = hub_checkpoints.layer(HUB["mixtral"], 0, rng)
+    tensors["model.layers.0.mlp.experts.down_proj"] = np.zeros_like(weights["w_down"]).swapaxes(1, 2)
+    checkpoint = Checkpoint(hub_checkpoints.write(tmp_path, HUB["mixtral"].config, tensors))
+    with pytest.raises(ValueError, match=r"layer 0 has '.*experts.0.w2.weight' and '.*experts.down_proj', expected"):
+        checkpoint.moe_weights(0)
+
+
 @pytest.mark.parametrize("dtype", [np.int32, np.bool_, np.uint8, FP8], ids=str)
 def test_checkpoint_integer_weights(dtype: Any, tmp_path: Path, rng: np.random.Generator) -> None:
     tensors, _ = hub_checkpoints.layer(HUB["mixtral"], 0, rng)
@@ -314,6 +322,21 @@ SAVING = {
         lambda w: {"others": {EXPERT: w["router"]}},
         ValueError,
         "others has '.*experts.3.w2.weight', which",
+    ),
+    "name of another form": (
+        lambda w: {"others": {"model.layers.0.mlp.experts.down_proj": w["w_down"]}},
+        ValueError,
+        "others has 'model.layers.0.mlp.experts.down_proj', which belongs to a layer",
+    ),
+    "integers": (
+        lambda w: {"layers": {0: w | {"w_down": w["w_down"].astype(np.int32)}}},
+        TypeError,
+        "save: w_down of layer 0 has dtype int32, expected floats of 16 bits or more",
+    ),
+    "FP8 without scales": (
+        lambda w: {"layers": {0: w | {"w_down": w["w_down"].astype(FP8)}}},
+        TypeError,
+        "w_down of layer 0 has dtype float8_e4m3fn, expected floats",
     ),
     "list of layers": (lambda w: {"layers": [w]}, TypeError, "layers is a list, expected a dict; pass {number"),
     "dtype": (

@@ -316,7 +316,7 @@ def save(
       folder: created if it does not exist.
       config: the content of `config.json`; its `model_type` selects the names.
       layers: for each MoE layer of `config` its parameters, as from `Checkpoint.moe_weights`: `router [H, E]`,
-        `w_gate_up [E, H, 2I]`, `w_down [E, I, H]` and so on, in any dtype. Expert weights may be
+        `w_gate_up [E, H, 2I]`, `w_down [E, I, H]` and so on, in floats of 16 bits or more. Expert weights may be
         `QuantizedWeights` in FP8.
       others: all other tensors, by their names in the checkpoint, written unchanged.
       max_shard_bytes: size limit of a file; a larger tensor gets its own file.

@@ -30,8 +30,13 @@ def form_of(files: TensorFiles, family: Family, layer: int) -> Form:
     """Return the form that these files use for the tensors of a layer."""
     prefix = family.prefix.format(layer=layer)
     forms = [{name: stored.with_prefix(prefix) for name, stored in form.items()} for form in family.forms]
-    present = [form for form in forms if form["w_down"].names[0].format(expert=0) in files]
-    return present[0] if present else forms[0]  # An error then names the first missing tensor.
+    present = {name: form for form in forms if (name := form["w_down"].names[0].format(expert=0)) in files}
+    if len(present) > 1:
+        raise ValueError(
+            f"Checkpoint: layer {layer} has {' and '.join(map(repr, present))}, expected its experts once; remove"
+            " those of another checkpoint."
+        )
+    return next(iter(present.values()), forms[0])  # Without any, an error names the first missing tensor.
 
 
 def decoded(files: TensorFiles, name: str) -> Any:

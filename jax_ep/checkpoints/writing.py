@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_ep.checkpoints import families, files
@@ -55,6 +56,7 @@ def tensors_of(
             f" {list(expected)}; pass each of them."
         )
     tensors: list[Tensor] = []
+    names: set[str] = set()  # Of layers, in any form: a reader could not tell which one holds.
     for layer in expected:
         _check_dict(function, f"layers[{layer}]", layers[layer], "{name: array}")
         if set(layers[layer]) != set(shapes):
@@ -63,12 +65,13 @@ def tensors_of(
                 " parameters of this config's layers; pass these."
             )
         for name, shape in shapes.items():
-            stored = family.forms[0][name].with_prefix(family.prefix.format(layer=layer))
-            tensors += _of_parameter(function, f"{name} of layer {layer}", layers[layer][name], stored, shape)
-    names = {tensor.name for tensor in tensors}
+            form, *unwritten = [form[name].with_prefix(family.prefix.format(layer=layer)) for form in family.forms]
+            tensors += _of_parameter(function, f"{name} of layer {layer}", layers[layer][name], form, shape)
+            names.update(place for stored in unwritten for place, _ in stored.places(shape))
+    names.update(tensor.name for tensor in tensors)
     for name, array in others.items():
         if name in names:
-            raise ValueError(f"{function}: others has {shown(name)}, which is also in a layer of layers; remove it.")
+            raise ValueError(f"{function}: others has {shown(name)}, which belongs to a layer of layers; remove it.")
         if not isinstance(name, str) or not name.isprintable() or name == "__metadata__":
             raise ValueError(
                 f"{function}: others has {shown(name)}, expected a str of printable characters other than"
@@ -91,6 +94,11 @@ def _of_parameter(function: str, what: str, value: Any, stored: Stored, shape: t
         yield from _of_fp8(function, what, value, stored, shape)
         return
     _check_array(function, what, value, shape)
+    if value.dtype.itemsize < 2 or not jnp.issubdtype(value.dtype, np.floating):
+        raise TypeError(
+            f"{function}: {what} has dtype {value.dtype}, expected floats of 16 bits or more, or QuantizedWeights; cast"
+            " it with astype."
+        )
     for name, region in stored.places(swapped(shape) if stored.transposed else shape):
         ours = swapped(region) if stored.transposed else region
         yield Tensor(name, value, ours, stored.shape(region), stored.transposed)

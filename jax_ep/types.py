@@ -69,7 +69,7 @@ def type_name(value: object) -> str:
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
-def in_float32(value: float) -> float:
+def in_float32(value: Any) -> float:
     """Return a number as XLA's float32 has it: infinite above the largest one, 0 below the smallest normal one."""
     limits = np.finfo(np.float32)
     if abs(value) > float(limits.max):
@@ -338,8 +338,9 @@ class Experts:
             return
         if isinstance(value, bool) or not isinstance(value, int | float | np.floating | np.integer):
             raise TypeError(f"Experts: {name}={value!r} is {type_name(value)}, expected a number; pass a float.")
-        object.__setattr__(self, name, in_float32(value))
-        if not math.isfinite(getattr(self, name)) or (name == "clamp" and self.clamp <= 0):
+        kept = in_float32(value)
+        object.__setattr__(self, name, kept)
+        if not math.isfinite(kept) or (name == "clamp" and kept <= 0):
             kind = "a positive float32, or None for no limit" if name == "clamp" else "a finite float32"
             raise ValueError(f"Experts: {name}={value}, expected {kind}; pass one.")
 

@@ -30,19 +30,6 @@ def listed(folder: Path, *arguments: str, gpus: int = 1, minutes: int = 25) -> d
     return {line[6:].split()[0]: line[:4].strip() for line in lines}
 
 
-def test_pieces(tmp_path: Path) -> None:
-    one, four = listed(tmp_path), listed(tmp_path, gpus=4)
-    assert {"tests-contract", "tests-gpu", "bench-fused-moe", "bench-grouped-gemm"} <= set(one)
-    of_several = {"tests-gemms", "tests-processes"}
-    layers = ("layer-deepseek-v3", "layer-qwen3-30b", "layer-mixtral", "layer-parts", "layer-recipes")
-    others = ("exchange", "exchange-graphs", "low-latency", "scaling")
-    assert set(four) - set(one) == of_several | {f"bench-{name}" for name in (*layers, *others)}
-    assert set((one | four).values()) == {"", "late"}
-    assert list(listed(tmp_path, "bench-fused-moe")) == ["bench-fused-moe"]
-    scripts = run(tmp_path, "--list", gpus=4).stdout.split()
-    assert all((ROOT / word).exists() for word in scripts if word.startswith(("benchmarks/", "tools/")))
-
-
 def test_what_is_done_is_not_done_again(tmp_path: Path) -> None:
     first = run(tmp_path, "bench-grouped-gemm", "bench-compile-times")
     assert first.returncode == 0, first.stderr

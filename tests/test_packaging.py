@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
 FIND_PYTHON = ROOT / "tools" / "find_python.sh"
@@ -92,16 +91,6 @@ def test_pyenv_newest_minor_but_neither_previews_nor_other_builds(machine):
     assert_found(machine.find(), expected)
 
 
-def test_pyenv_root_variable_and_command(machine, tmp_path):
-    elsewhere = tmp_path / "with a space"
-    python = machine.in_pyenv("3.12.3", root=elsewhere)
-    assert_found(machine.find(PYENV_ROOT=str(elsewhere)), python)
-    command = machine.bin / "pyenv"
-    command.write_text(f"#!/bin/sh\necho '{elsewhere}'\n")
-    command.chmod(0o755)
-    assert_found(machine.find(), python)
-
-
 def test_the_users_choice_is_not_overruled(machine):
     machine.on_path("python3.14", "3.14.0")
     old = machine.on_path("python3.11", "3.11.0")
@@ -159,37 +148,12 @@ def test_gpu_machines_get_the_cuda_packages(make, tmp_path):
     assert re.search(r"-e '\.\[test,[a-z0-9,]*cuda13\]'", shown.stdout), shown.stdout + shown.stderr
 
 
-@pytest.mark.parametrize("status", [0, 3])
-def test_clock_keeps_output_and_status(status):
-    command = ["sh", "-c", f"echo said; exit {status}"]
-    clock = [str(ROOT / "tools" / "with_clock.sh"), "waiting", *command]
-    completed = run(clock, os.environ)
-    assert (completed.returncode, completed.stdout) == (status, "waiting\nsaid\n"), completed.stderr
-    # On a terminal, which `script` emulates, the first line counts.
-    if shutil.which("script"):
-        completed = run(["script", "-qec", " ".join([*clock[:3], "-c", f"'{command[2]}'"]), "/dev/null"], os.environ)
-        assert completed.returncode == status
-        assert re.fullmatch(r"\s*waiting: 0 s .*\nsaid\n", completed.stdout, re.DOTALL), completed.stdout
-
-
 # --- pyproject.toml and the wheel -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def project() -> dict:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
-
-
-def test_dependencies_are_jax_and_numpy_alone(project):
-    names = {re.match(r"[\w-]+", requirement).group() for requirement in project["project"]["dependencies"]}
-    assert names == {"jax", "numpy"}
-    assert project["project"]["requires-python"] == ">=3.12"
-    # On an older Python, pip must report requires-python before it searches for a JAX version.
-    needed = (*project["build-system"]["requires"], *project["project"]["dependencies"])
-    requirements = [Requirement(text) for text in needed if text.startswith("jax")]
-    assert len(requirements) == 2
-    assert not any(r.marker and r.marker.evaluate({"python_version": "3.11"}) for r in requirements)
-    assert all(r.marker and r.marker.evaluate({"python_version": "3.12"}) for r in requirements)
 
 
 def test_constraints_name_one_version_of_all_that_is_installed(project):
@@ -223,17 +187,6 @@ def load_from(site: Path, *left_out: str) -> subprocess.CompletedProcess[str]:
     ignore = shutil.ignore_patterns("*.so", "__pycache__", *left_out)
     shutil.copytree(ROOT / "jax_ep", site / "jax_ep", ignore=ignore, dirs_exist_ok=True)
     return run([sys.executable, "-c", PROBE, str(site)], os.environ)
-
-
-def test_library_is_found_in_the_layout_of_a_wheel(tmp_path):
-    """Without the C++ sources, and with the library next to library.py."""
-    from jax_ep.ffi import library
-
-    installed = tmp_path / "jax_ep" / "ffi" / library.NAME
-    installed.parent.mkdir(parents=True)
-    shutil.copy(library.load()._name, installed)
-    completed = load_from(tmp_path, "csrc")
-    assert completed.stdout.strip() == str(installed), completed.stderr
 
 
 def test_bare_source_tree_says_how_to_build(tmp_path):

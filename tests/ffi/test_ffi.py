@@ -274,19 +274,3 @@ def test_table_graph_replay_after_unregister(table_id):
             np.testing.assert_array_equal(fetch(x)[0], values_of(device, salt))
         ffi.unregister_table(table_id)
     ffi.register_table(table_id, device, values_of(device))
-
-
-@needs_gpu
-def test_table_graph_capture_and_replay(table_id):
-    """XLA records the copy, with other work, into a CUDA graph and replays it with the values at capture time."""
-
-    def program(x):
-        table = ffi.pointer_table(table_id, N)
-        return table, jnp.cumsum(jnp.sin(x) @ jnp.cos(x).T)
-
-    fetch = jax.jit(program, compiler_options={"xla_gpu_graph_min_graph_size": 1})
-    x = jnp.ones((64, 64), jnp.float32)
-    device = jax.devices()[0]
-    for salt in range(10):
-        ffi.register_table(table_id, device, values_of(device, salt))
-        np.testing.assert_array_equal(fetch(x)[0], values_of(device, salt))

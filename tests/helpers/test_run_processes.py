@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 
 LAUNCHER = Path(__file__).parent / "run_processes.py"
-CONTRACT = LAUNCHER.parents[1] / "contract" / "test_dispatch_combine.py"
 CONFTEST = """
 def pytest_addoption(parser):
     parser.addoption("--seed")
@@ -50,16 +48,6 @@ def launch(*arguments: str, late: str | None = None) -> tuple[int, str]:
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     done = subprocess.run(command, env=environment, **streams, check=False)
     return done.returncode, done.stdout
-
-
-@pytest.mark.slow
-def test_contract_tests_in_two_processes() -> None:
-    """Use jax.distributed and collectives between processes, on real contract tests."""
-    names = "test_dispatch_combine_routings or test_dispatch_combine_handle_reuse or test_dispatch_quantized"
-    options = ["--implementation", "xla", "-o", "verbosity_subtests=1", "--slow", "-k", names]
-    code, output = launch(str(CONTRACT), *options)
-    assert code == 0, output
-    assert re.search(r"\[0\] 3 passed, 3 skipped, .*12 subtests passed", output)
 
 
 CASES = {

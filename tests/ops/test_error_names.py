@@ -111,10 +111,3 @@ def test_error_names_missing_derivative() -> None:
     first = jax.grad(lambda x: layer(x, idx, weights, w_gate_up, w_down).sum())
     with pytest.raises(TypeError, match=r"^fused_moe\b"):
         jax.eval_shape(jax.grad(lambda x: first(x).sum()), x)
-
-
-def test_error_names_nested_calls() -> None:
-    with pytest.raises(ValueError, match=r"^dispatch: "):
-        trace("dispatch", num_experts=0)
-    with pytest.raises(ValueError, match=r"^moe: num_experts=0"):
-        trace("moe", num_experts=0)

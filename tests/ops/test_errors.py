@@ -43,6 +43,7 @@ DISPATCH = ["dispatch", "dispatch_grouped_gemm"]
 ROUTED_IN = [*DISPATCH, "moe"]
 TOKENS_IN = [*ROUTED_IN, "fused_moe", "low_latency_dispatch", "low_latency_moe"]
 WEIGHTS_IN = [*ROUTED_IN, "fused_moe", "low_latency_combine", "low_latency_moe"]
+MASKED_IN = ["topk_router", "load_balancing_loss", "router_z_loss"]
 PAIRS_IN = ["dispatch", "low_latency_dispatch"]
 COMBINE = ["combine", "grouped_gemm_combine"]
 DIVISIBLE = "multiple|divi(de|sible)"
@@ -356,11 +357,9 @@ ROUTER_CASES = [
         {"router": jax_ep.Router(num_groups=16, topk_groups=3), "k": 7},
         *("topk_groups", number(7), number(6), "raise|increase|lower|reduce|at least|at most"),
     ),
-    *rank("topk_router", "token_mask", array(jnp.bool_, T, 1), "T"),
-    *value(
-        "topk_router", "mask", {"token_mask": f32(T)}, "token_mask", "float32", "bool.*attention_mask", error=TypeError
-    ),
-    *size("topk_router", "token_mask", array(jnp.bool_, 7), 7, T),
+    *rank(MASKED_IN, "token_mask", array(jnp.bool_, T, 1), "T"),
+    *value(MASKED_IN, "mask", {"token_mask": f32(T)}, "token_mask", "float32", "bool.*attention_mask", error=TypeError),
+    *size(MASKED_IN, "token_mask", array(jnp.bool_, 7), 7, T),
     *value("sparsemixer_router", "one expert", {"logits": f32(T, 1)}, "logits", number(1), number(2), "pass"),
     *value("sparsemixer_router", "jitter_eps < 0", {"jitter_eps": -0.1}, "jitter_eps", number(-0.1), number(0), "pass"),
     *value("sparsemixer_router", "no eps", {"jitter_eps": None}, "jitter_eps", "None", "number", error=TypeError),

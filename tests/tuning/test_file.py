@@ -7,7 +7,6 @@ import functools
 import json
 import operator
 import os
-import re
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -121,16 +120,6 @@ def test_tuning_file_damaged(text: str, tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="do not fit"):
         tuning.use(path)
-
-
-def test_tuning_file_truncated(make_file: Callable[..., Path], rng: Any) -> None:
-    path = make_file(ENTRY, rates=RATES)
-    text = path.read_text()
-    tuning.use(path)
-    for length in rng.integers(0, len(text.rstrip()) - 1, 20):
-        path.write_text(text[:length])
-        with pytest.raises(ValueError, match="do not fit"):
-            tuning.use(path)
 
 
 def test_tuning_file_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,26 +237,6 @@ def test_tuning_file_user_without_home(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tuning.current().path is None
     monkeypatch.setattr(Path, "home", no_home)
     assert file.default_path(KIND) is None and tuning.current().path is None
-
-
-def test_tuning_file_unfit_default_warns_once(make_file: Callable[..., Path], monkeypatch: Any) -> None:
-    monkeypatch.setenv(file.ENVIRONMENT, str(make_file(ENTRY, kernels="old")))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            tuning.current()
-    assert [found.category for found in caught] == [tuning.TuningWarning]
-
-
-def test_tuning_page_names_every_setting() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "tuning.md").read_text()
-    rows = [line for line in page.split("## Settings")[1].split("## Rates")[0].splitlines() if line.startswith("| `")]
-    found = {name: row for row in rows for name in re.findall("`([a-z_0-9]+)`", row.split("|")[1])}
-    assert found.keys() == operations.OPERATIONS.keys()
-    for name, operation in operations.OPERATIONS.items():
-        if name != "weight_gradient":  # Described by reference to another row.
-            named = re.findall("`([a-z_]+)`", found[name].split("|")[2])
-            assert set(named) - {"dispatch_grouped_gemm", "moe"} == operation.settings.keys()
 
 
 def test_tuning_page_operations_table() -> None:

@@ -82,6 +82,12 @@ def dequantize_fp8(values: Array, scales: Array, dtype: DTypeLike) -> Array:
     return fp8.dequantize_rows(values, scales, dtype)
 
 
+_NO_GRADIENT = (
+    "quantize has no gradient without for_training=True: train with the weights as they are, or pass"
+    " jax.lax.stop_gradient(w)."
+)
+
+
 @operation
 def quantize(
     w: Array,
@@ -148,34 +154,29 @@ def quantize(
     Source: DeepSeek-V3 (arXiv:2412.19437, section 3.3); OCP Microscaling Formats 1.0, section 6.3; SmoothQuant
     (arXiv:2211.10438, section 4).
     """
-    function = "quantize"
-    w = check_fp8.weights(function, "w", w)
-    check.flag(function, "for_training", for_training)
+    w = check_fp8.weights("quantize", "w", w)
+    check.flag("quantize", "for_training", for_training)
     options = {"block_size": block_size, "activations": activations, "smooth": smooth}
     given = [name for name, value in options.items() if value is not None]
     if (given and (format is None or for_training)) or (for_training and format != "fp8"):
         what = "for_training=True" if for_training else "format=None"
         raise ValueError(
-            f"{function}: {format=} and {given} with {what}, expected format='fp8' for training, and no other options;"
+            f"quantize: {format=} and {given} with {what}, expected format='fp8' for training, and no other options;"
             " leave them out."
         )
-    remedy = (
-        "quantize has no gradient without for_training=True: train with the weights as they are, or pass"
-        " jax.lax.stop_gradient(w)."
-    )
     if format is None:
         return as_transposed(w)
     if for_training:
-        return _quantize_for_training(function, w)
-    wanted = check_quantized.format_named(function, format)
-    block = check_quantized.block_size(function, wanted, block_size)
-    check_quantized.depth(function, "axis -2 of w, K,", wanted, w.shape[-2], block)
+        return _quantize_for_training("quantize", w)
+    wanted = check_quantized.format_named("quantize", format)
+    block = check_quantized.block_size("quantize", wanted, block_size)
+    check_quantized.depth("quantize", "axis -2 of w, K,", wanted, w.shape[-2], block)
     for axis, size in ((-2, block), (-1, wanted.block_n)):
         if size > 1:
-            whole_groups_per_device(function, "w", w, axis, w.shape[axis], size)
-    smooth = check_quantized.activations(function, wanted, activations, smooth, w.shape[:-1])
+            whole_groups_per_device("quantize", "w", w, axis, w.shape[axis], size)
+    smooth = check_quantized.activations("quantize", wanted, activations, smooth, w.shape[:-1])
     if not jnp.issubdtype(wanted.scale_dtype, jnp.floating):  # No cotangent would reach the rule of the call below.
-        w = without_tangent(remedy, w)
+        w = without_tangent(_NO_GRADIENT, w)
 
     def run(w: Array, smooth: Array | None) -> QuantizedWeights:
         if smooth is not None:
@@ -183,7 +184,7 @@ def quantize(
         values, scales = wanted.quantize(w, block)
         return QuantizedWeights(values, scales, wanted.name, smooth=smooth, activations=activations)
 
-    return call_without_gradient(remedy, run, w, smooth)
+    return call_without_gradient(_NO_GRADIENT, run, w, smooth)
 
 
 def _quantize_for_training(function: str, w: Array) -> QuantizedWeights:

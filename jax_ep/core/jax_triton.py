@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import partial_eval
 
-from jax_ep.core.kernel import Config, Descriptor, Kernel, array_of, flat_arrays
+from jax_ep.core.kernel import Argument, Config, Descriptor, Kernel, array_of, flat_arrays
 from jax_ep.core.structs import flat, type_of
 from jax_ep.types import Array
 
@@ -80,8 +80,8 @@ def _lower_a_kernel(jax_triton: Any) -> None:
 
 def launch_kernel(
     kernel: Kernel,
-    operands: Sequence[Any],
-    results: Sequence[Any],
+    operands: Sequence[Argument],
+    results: Sequence[Argument],
     config: Config,
     constants: Mapping[str, Any],
     *,
@@ -105,13 +105,7 @@ def launch_kernel(
     Raises:
       NotImplementedError: a result has a descriptor.
     """
-    if any(isinstance(x, Descriptor) for x in flat(results)):
-        raise NotImplementedError(
-            f"{kernel.name}: a result is stored through a tensor descriptor, but jax-triton supports descriptors"
-            " of operands only. Aliasing the result to an operand would give it a descriptor, but XLA may move such a"
-            " result, for example into the stacked results of a scan. Use tiles without tma_store, or call"
-            " jax_ep.init() without launcher."
-        )
+    _check_results(kernel, results)
     jax_triton = load()
     written, shapes = written or {}, flat_arrays(results)
     # Aliased results have no parameter of their own and come last.
@@ -139,6 +133,16 @@ def launch_kernel(
         return [found[order.index(i)] for i in range(len(order))]
 
     return tuple(run(*map(array_of, described)))
+
+
+def _check_results(kernel: Kernel, results: Sequence[Argument]) -> None:
+    if any(isinstance(x, Descriptor) for x in flat(results)):
+        raise NotImplementedError(
+            f"{kernel.name}: a result is stored through a tensor descriptor, but jax-triton supports descriptors"
+            " of operands only. Aliasing the result to an operand would give it a descriptor, but XLA may move such a"
+            " result, for example into the stacked results of a scan. Use tiles without tma_store, or call"
+            " jax_ep.init() without launcher."
+        )
 
 
 def _operand(argument: Any, array: Array) -> Any:

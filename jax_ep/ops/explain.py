@@ -192,8 +192,8 @@ def _of_layer(plan: plans.LayerPlan) -> Iterator[Row]:
     yield from _first_backward(plan.first, "first GEMM")
 
 
-@_rows.register
-def _of_fp8_layers(plan: tuple) -> Iterator[Row]:
+@_rows.register(tuple)
+def _of_fp8_layers(plan: tuple[plans.Fp8LayerPlan, plans.Fp8LayerPlan]) -> Iterator[Row]:
     first, second = plan
     yield _row("row plan", first.exchange.handle)
     yield _row("dispatch", first.exchange.dispatch)

@@ -546,7 +546,7 @@ def _over(tree: Any, function: str, relayed: relayout.Relayout, move_rows: Calla
 
     def one(path: Any, leaf: Any) -> Array:
         name = f"tree{jax.tree_util.keystr(path)}"
-        leaf = check.array(function, name, leaf, f"[{before}, ...]")
+        leaf = check.array(function, name, leaf, "[rows, ...]")
         if leaf.shape[0] != before:
             raise ValueError(
                 f"{function}: {name} has shape {leaf.shape}, expected {before} rows; pass the part of this rank inside"

@@ -60,8 +60,10 @@ def fused_moe(
       >>> jax_ep.fused_moe(x, idx, weights, jnp.ones((2, 4, 6)), jnp.ones((2, 3, 4))).shape
       (2, 4)
     """
-    values = w_gate_up.values if isinstance(w_gate_up, QuantizedWeights) else w_gate_up
-    num_experts = check.array("fused_moe", "w_gate_up", values, "[E, H, 2 * I]").shape[0]
+    name, values = "w_gate_up", w_gate_up
+    if isinstance(w_gate_up, QuantizedWeights):
+        name, values = "w_gate_up.values", w_gate_up.values
+    num_experts = check.array("fused_moe", name, values, "[E, ...]").shape[0]
     return moe(
         x,
         topk_idx,

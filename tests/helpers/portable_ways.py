@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 from typing import Any
 
 import jax
@@ -46,22 +44,6 @@ def lowered(platform: str, fn: Any, mesh: Mesh, *args: Any) -> str:
     return jax.jit(per_rank(fn, mesh)).trace(*args).lower(lowering_platforms=(platform,)).as_text()
 
 
-def sent_bytes(program: Any) -> dict[str, int]:
-    """Return the bytes that a compiled program's collectives send, including each rank's own part."""
-    found: dict[str, int] = {}
-    for line in program.as_text().splitlines():
-        match = re.search(r"= (.*?) (all-to-all|all-gather|all-reduce)\(", line)
-        if match:
-            for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", match[1]):
-                size = math.prod(int(n) for n in shape.split(",") if n)
-                key = f"{match[2]} {dtype}"
-                found[key] = found.get(key, 0) + size * np.dtype(HLO_DTYPES[dtype]).itemsize
-    return found
-
-
-HLO_DTYPES = {"f32": "f4", "u8": "u1", "s32": "i4"}
-
-
 def tokens_between(ids: np.ndarray, num_experts: int) -> np.ndarray:
     """Count `[W, W]` tokens of each rank with an expert on each rank: the minimum that must be sent."""
     owners = np.where(ids < 0, -1, ids // (num_experts // len(ids)))
@@ -72,13 +54,3 @@ def only_in_one_process() -> None:
     """Skip in several processes, because callbacks of all ranks are counted."""
     if jax.process_count() > 1:
         pytest.skip("counts the calls of all ranks, in one process")
-
-
-def count_calls(function: Any, counted: list[None]) -> Any:
-    """Wrap `function` to append to a list on each rank and in each round."""
-
-    def call(x, axis):
-        jax.debug.callback(lambda: counted.append(None))
-        return function(x, axis)
-
-    return call

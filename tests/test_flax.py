@@ -441,7 +441,7 @@ def test_flax_router_fn_invalid_result(router, error, match):
         moe(jnp.ones((6, H)))
 
 
-@pytest.mark.parametrize("shape", [(H,), (5, H), (2, 3, H), (2, 1, 3, H)])
+@pytest.mark.parametrize("shape", [(H,), (2, 1, 3, H)])
 def test_flax_shared_experts_custom_activation(shape):
     """The function gets `[R, N]`, as for routed experts, for any token axes."""
     seen = []
@@ -458,7 +458,7 @@ def test_flax_shared_experts_custom_activation(shape):
     assert set(seen) == {2}
 
 
-@pytest.mark.parametrize("place", ["itself", "in a model", "stacked"])
+@pytest.mark.parametrize("place", ["itself", "in a model"])
 def test_flax_tabulate(place):
     """`nnx.tabulate` converts outputs to plain lists and dicts."""
 
@@ -468,7 +468,7 @@ def test_flax_tabulate(place):
 
         def __call__(self, x):
             y, metrics = self.moe(self.norm(x))
-            return x + y, [metrics, metrics] if place == "stacked" else metrics
+            return x + y, [metrics, metrics]
 
     model = MoE(**SIZES, rngs=nnx.Rngs(0)) if place == "itself" else Model(nnx.Rngs(0))
     table = nnx.tabulate(model, jnp.ones((2, 3, H)), compute_flops=True, console_kwargs={"width": 300})

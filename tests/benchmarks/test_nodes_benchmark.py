@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax import lax
 from reports import check_report, run, run_quickly
 
 import jax_ep
@@ -17,7 +16,6 @@ import nodes
 import portable_ways
 import scale_model
 from cases import F32
-from emulated_ragged import emulated_ragged_all_to_all
 from harness import compiled, make_mesh
 from jax_ep.tools.benchmark import inputs
 from scale_model import Topology
@@ -28,18 +26,10 @@ def test_the_exchange_sends_the_rows_of_the_model(way: str, rng: np.random.Gener
     """Tokens that each rank hands to the ragged exchange, over nodes and inside them."""
     if jax.default_backend() != "cpu":
         pytest.skip("counts by an emulation")
-    portable_ways.take("ragged", monkeypatch)
     mesh, topology = make_mesh((2, 4), ("node", "expert")), Topology(8, 4, 16)
     sent: list[tuple[str, int, list[int]]] = []
-
-    def recorded(*arrays, axis_name):
-        def note(rank, sizes):
-            sent.append((str(axis_name), int(rank), sizes.tolist()))
-
-        jax.debug.callback(note, lax.axis_index(("node", "expert")), arrays[3])
-        return emulated_ragged_all_to_all(*arrays, axis_name=axis_name)
-
-    monkeypatch.setattr(lax, "ragged_all_to_all", recorded)
+    note = lambda call, rank, sizes: sent.append((call[1], int(rank), sizes.tolist()))  # noqa: E731
+    portable_ways.record_sizes(monkeypatch, note, axis=("node", "expert"))
     axes = ("node", "expert") if way == "flat" else jax_ep.Topology(node="node", local="expert")
 
     def dispatch(x, ids):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,6 +31,24 @@ def take(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(lax, "ragged_all_to_all", emulated_ragged_all_to_all)
     elif way == "rounds":
         monkeypatch.setattr(exchange, "RAGGED_PLATFORMS", ())
+
+
+def record_sizes(
+    monkeypatch: pytest.MonkeyPatch, note: Callable[[Any, np.ndarray, np.ndarray], None], axis: Any = None
+) -> None:
+    """Force the ragged all-to-all; each call passes `note` (shape of the operand, axis), its rank, and the sizes sent.
+
+    `axis` names the axes that number ranks, by default those of the call.
+    """
+    only_in_one_process()
+    take("ragged", monkeypatch)
+
+    def recorded(*arrays: Any, axis_name: Any) -> Any:
+        call = (arrays[0].shape, str(axis_name))
+        jax.debug.callback(functools.partial(note, call), lax.axis_index(axis or axis_name), arrays[3])
+        return emulated_ragged_all_to_all(*arrays, axis_name=axis_name)
+
+    monkeypatch.setattr(lax, "ragged_all_to_all", recorded)
 
 
 def both_ways(monkeypatch: pytest.MonkeyPatch, way: str, fn: Any, mesh: Mesh, *args: Any, **options: Any) -> Any:

@@ -241,9 +241,10 @@ def test_pallas_vmap(rng):
 # --- lowering ---------------------------------------------------------------------------------------------------------
 
 
-def lower(call, *shapes):
+def lower(call, *shapes, dtypes=None):
     """Return MLIR of a call for CUDA, with all checks of layouts, of shared memory and of copy alignment."""
-    arguments = [jax.ShapeDtypeStruct(shape, jnp.int32 if len(shape) == 1 else BF16) for shape in shapes]
+    dtypes = dtypes or [jnp.int32 if len(shape) == 1 else BF16 for shape in shapes]
+    arguments = map(jax.ShapeDtypeStruct, shapes, dtypes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gemm, "is_interpreted", lambda: False)
         return jax.jit(call).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
@@ -274,43 +275,25 @@ def test_pallas_activated_lowers(experts, x64):
         assert "mosaic_gpu" in lower(call, (5, 9), (3, 9, 16), (3,))
 
 
+FP8_OPERANDS = oracle.FP8, oracle.FP8, jnp.int32, F32, F32
+
+
 @pytest.mark.parametrize("out_dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize("rows", [2048, 32768])
 @pytest.mark.slow(unless={"out_dtype": [F32], "rows": [32768]})
 def test_pallas_fp8_lowers(rows, out_dtype):
     """Results in float32 take as much shared memory as 16-bit ones: the epilogue sends fewer rows at once."""
-    fp8, scale = jnp.float8_e4m3fn, jnp.float32
-    shapes = (
-        ((rows, 7168), fp8),
-        ((64, 4096, 7168), fp8),
-        ((64,), jnp.int32),
-        ((rows, 56), scale),
-        ((64, 32, 56), scale),
-    )
-    arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+    shapes = (rows, 7168), (64, 4096, 7168), (64,), (rows, 56), (64, 32, 56)
     call = functools.partial(gemm.grouped_gemm_fp8, out_dtype=out_dtype)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gemm, "is_interpreted", lambda: False)
-        text = jax.jit(call).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-    assert "mosaic_gpu" in text
+    assert "mosaic_gpu" in lower(call, *shapes, dtypes=FP8_OPERANDS)
 
 
 @pytest.mark.parametrize("out_dtype", [BF16, F32], ids=str)
 def test_pallas_fp8_weights_lower(out_dtype):
-    fp8, scale, places = jnp.float8_e4m3fn, jnp.float32, 320 * 128
-    shapes = (
-        ((7168, places), fp8),
-        ((4096, places), fp8),
-        ((64,), jnp.int32),
-        ((320, 7168), scale),
-        ((320, 4096), scale),
-    )
-    arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+    places = 320 * 128
+    shapes = (7168, places), (4096, places), (64,), (320, 7168), (320, 4096)
     call = functools.partial(gemm.weight_gradient_fp8, out_dtype=out_dtype)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gemm, "is_interpreted", lambda: False)
-        text = jax.jit(call).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-    assert "mosaic_gpu" in text
+    assert "mosaic_gpu" in lower(call, *shapes, dtypes=FP8_OPERANDS)
 
 
 @pytest.mark.parametrize("tiles", [*WEIGHTS, NARROW], ids=str)

@@ -11,18 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from jax.sharding import Mesh
 
 import jax_ep
 import oracle
 import portable_ways
 from cases import BASE, BF16, F16, F32, Shape, assert_close, assert_same_bits, integers, probabilities, reals
-from emulated_ragged import emulated_ragged_all_to_all
 from harness import compiled, make_mesh, per_rank
 from jax_ep.types import Layout
 from jax_ep.xla import exchange
-from portable_ways import both_ways, lowered, only_in_one_process, take, tokens_between
+from portable_ways import both_ways, lowered, record_sizes, take, tokens_between
 from routings import FEW_ROUTINGS, ROUTINGS
 
 WIDE = Shape(num_tokens=7, top_k=3, num_experts=8, hidden=256)
@@ -258,19 +256,8 @@ def test_xla_exchange_memory_independent_of_ranks(expert_mesh: Any) -> None:
 
 def test_xla_exchange_ragged_bytes_minimal(expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
     """Each token is sent once to each rank with one of its experts, and back, without empty sums."""
-    only_in_one_process()
-    take("ragged", monkeypatch)
     shape, sizes = Shape(num_tokens=20, top_k=3, num_experts=16, hidden=12), []
-
-    def recorded(operand, output, starts, send_sizes, places, receive_sizes, *, axis_name):
-        def note(rank, sizes_of_rank):
-            sizes.append((int(rank), sizes_of_rank.tolist()))
-
-        jax.debug.callback(note, lax.axis_index(axis_name), send_sizes)
-        arrays = (operand, output, starts, send_sizes, places, receive_sizes)
-        return emulated_ragged_all_to_all(*arrays, axis_name=axis_name)
-
-    monkeypatch.setattr(lax, "ragged_all_to_all", recorded)
+    record_sizes(monkeypatch, lambda _, rank, sent: sizes.append((int(rank), sent.tolist())))
     ids = ROUTINGS["duplicates"](rng, 4, shape)
     x, y = reals(rng, 4, 20, 12), reals(rng, 4, 240, 12)
     compiled(round_trip(shape), expert_mesh(4))(x, ids, y)

@@ -13,18 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from jax.sharding import Mesh
 
 import jax_ep
 import oracle_serving
 import portable_ways
 from cases import BF16, F32, Shape, assert_close, assert_same_bits, integers, probabilities, reals
-from emulated_ragged import emulated_ragged_all_to_all
 from harness import compiled, per_rank
 from jax_ep.types import Layout
 from jax_ep.xla import ragged
-from portable_ways import both_ways, lowered, only_in_one_process, take, tokens_between
+from portable_ways import both_ways, lowered, record_sizes, take, tokens_between
 from routings import ROUTINGS
 
 SHAPE = Shape(num_tokens=5, top_k=2, num_experts=16, hidden=128)
@@ -173,23 +171,15 @@ def test_xla_low_latency_memory_independent_of_ranks(expert_mesh: Any) -> None:
 @pytest.mark.slow(unless={"routing": ["one_hot"]})
 def test_xla_low_latency_ragged_bytes_minimal(routing: str, expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
     """Each token is sent once to each rank with one of its experts, and back, in as few windows as possible."""
-    only_in_one_process()
-    take("ragged", monkeypatch)
     sent, windows = np.zeros((2, NUM_RANKS, NUM_RANKS), np.int64), [0, 0]
     window = ragged.window_size(Layout(NUM_RANKS, SHAPE.num_experts, MAX_TOKENS, SHAPE.top_k, 0))
 
-    def recorded(operand, output, starts, send_sizes, places, receive_sizes, *, axis_name):
-        is_back = operand.shape[0] == window  # Sums are sent from windows, tokens arrive in them.
+    def note(call: Any, rank: np.ndarray, sizes: np.ndarray) -> None:
+        is_back = call[0][0] == window  # Sums are sent from windows, tokens arrive in them.
+        sent[int(is_back), int(rank)] += sizes
+        windows[int(is_back)] += 1
 
-        def note(rank, sizes_of_rank):
-            sent[int(is_back), int(rank)] += sizes_of_rank
-            windows[int(is_back)] += 1
-
-        jax.debug.callback(note, lax.axis_index(axis_name), send_sizes)
-        arrays = (operand, output, starts, send_sizes, places, receive_sizes)
-        return emulated_ragged_all_to_all(*arrays, axis_name=axis_name)
-
-    monkeypatch.setattr(lax, "ragged_all_to_all", recorded)
+    record_sizes(monkeypatch, note)
     ids = ROUTINGS[routing](rng, NUM_RANKS, SHAPE)
     x, weights = reals(rng, NUM_RANKS, SHAPE.num_tokens, SHAPE.hidden), probabilities(rng, *ids.shape)
     y = reals(rng, NUM_RANKS, 2, NUM_RANKS * MAX_TOKENS, SHAPE.hidden)

@@ -428,10 +428,22 @@ def _routing_of(**changes):
         (lambda tokens: (tokens, tokens, tokens), TypeError, "MoE: router returned a tuple"),
         (_routing_of(scores=None), TypeError, "MoE: scores returned by router is a NoneType"),
         (_routing_of(topk_idx=jnp.zeros((6, K))), TypeError, "returned ids of float32"),
-        (_routing_of(topk_idx=jnp.zeros((5, K), jnp.int32)), ValueError, r"ids \(5, 2\) and weights \(6, 2\)"),
-        (_routing_of(topk_weights=jnp.ones((6, K), jnp.int32)), TypeError, "weights of int32, expected a float"),
-        (_routing_of(topk_weights=jnp.ones((6, 1))), ValueError, r"weights \(6, 1\), expected both \[6, K\]"),
-        (_routing_of(scores=jnp.ones((6, 2 * E))), ValueError, rf"scores \(6, 16\), expected \[6, {E}\]"),
+        (
+            _routing_of(topk_idx=jnp.zeros((5, K), jnp.int32)),
+            ValueError,
+            r"topk_idx returned by router has shape \(5, 2\), expected \[6, K\]",
+        ),
+        (
+            _routing_of(topk_weights=jnp.ones((6, K), jnp.int32)),
+            TypeError,
+            "topk_weights returned by router has dtype int32, expected one of bfloat16",
+        ),
+        (_routing_of(topk_weights=jnp.ones((6, 1))), ValueError, r"has shape \(6, 1\), expected \[6, 2\]"),
+        (
+            _routing_of(scores=jnp.ones((6, 2 * E))),
+            ValueError,
+            rf"scores returned by router has shape \(6, 16\), expected \[6, {E}\]",
+        ),
     ],
 )
 def test_flax_router_fn_invalid_result(router, error, match):

@@ -77,7 +77,7 @@ def test_moe_replays_the_routing_of_another_pass(devices, rng):
     np.testing.assert_array_equal(replayed.topk_idx, metrics.topk_idx)
     np.testing.assert_array_equal(replayed.load, same.load)
     assert not np.array_equal(moved, layer(other)[0])
-    with pytest.raises(ValueError, match=r"MoE: topk_idx is int32\[5, 2\], expected integers \[3, 5, 2\]"):
+    with pytest.raises(ValueError, match=r"MoE: topk_idx has shape \(5, 2\), expected rank 3, \[3, 5, 2\]"):
         layer(x, topk_idx=metrics.topk_idx[0])
 
 

@@ -126,27 +126,15 @@ def routing(function: str, name: str, value: Any, num_tokens: int, num_experts: 
             f"{function}: {name} returned {type_name(value)}, expected a jax_ep.Routing; return one with ids [N, K],"
             f" weights [N, K] and scores [N, {num_experts}]."
         )
-    for field, found in value._asdict().items():
-        array(function, f"{field} returned by {name}", found, "[N, ...]")
+    names = [f"{field} returned by {name}" for field in value._fields]
     ids, weights, scores = value
+    ids = array(function, names[0], ids, "[N, K]", remedy="return one row per token", N=num_tokens)
     if ids.dtype.kind != "i":
         raise TypeError(f"{function}: {name} returned ids of {ids.dtype}, expected integers; cast them with astype.")
-    for field, found in (("weights", weights), ("scores", scores)):
-        if not jnp.issubdtype(found.dtype, jnp.floating):
-            raise TypeError(
-                f"{function}: {name} returned {field} of {found.dtype}, expected a floating dtype, which has"
-                " gradients; cast them with astype."
-            )
-    if ids.ndim != 2 or ids.shape != weights.shape or ids.shape[0] != num_tokens:
-        raise ValueError(
-            f"{function}: {name} returned ids {ids.shape} and weights {weights.shape}, expected both [{num_tokens},"
-            " K]; return one row per token."
-        )
-    if scores.shape != (num_tokens, num_experts):
-        raise ValueError(
-            f"{function}: {name} returned scores {scores.shape}, expected [{num_tokens}, {num_experts}]; return scores"
-            " of all experts of the layer."
-        )
+    remedy = "return one weight per id"
+    floating(function, names[1], weights, "[N, K]", remedy=remedy, N=num_tokens, K=ids.shape[1])
+    remedy = "return scores of all experts of the layer"
+    floating(function, names[2], scores, "[N, E]", remedy=remedy, N=num_tokens, E=num_experts)
     return value
 
 
@@ -156,12 +144,10 @@ def replayed_ids(function: str, topk_idx: Any, shape: tuple[int, ...], has_calla
         raise ValueError(
             f"{function}: topk_idx with a callable router, expected a jax_ep.Router; let the callable return these ids."
         )
-    ids = array(function, "topk_idx", topk_idx, "[..., num_experts_per_tok]")
-    if ids.shape != shape or ids.dtype.kind != "i":
-        raise ValueError(
-            f"{function}: topk_idx is {ids.dtype}{list(ids.shape)}, expected integers {list(shape)}; pass the"
-            " metrics.topk_idx of a pass over as many tokens."
-        )
+    remedy = "pass the metrics.topk_idx of a pass over as many tokens"
+    ids = array(function, "topk_idx", topk_idx, str(list(shape)), remedy=remedy)
+    if ids.dtype.kind != "i":
+        raise TypeError(f"{function}: topk_idx has dtype {ids.dtype}, expected integers; {remedy}.")
     return ids
 
 

@@ -66,6 +66,7 @@ def run(args: argparse.Namespace) -> None:
     results = _Results(_path(args.out), jax.local_devices()[0].device_kind)
     if tune_cases.is_small():
         results.path = None
+        print("CPU devices: the figures mean nothing, and no settings file is written", flush=True)
     parts = PARTS if not args.what or "all" in args.what else [name for name in PARTS if name in args.what]
     tuning.use(None)  # compare with the defaults
     with _started(), _Screen(args.seconds) as screen:
@@ -350,7 +351,6 @@ def _show(results: _Results) -> None:
         for name, value in dataclasses.asdict(results.rates).items():
             print(f"{name}: {'not measured' if value is None else f'{value:.3g}'}")
     if results.path is None:
-        print("CPU devices: these figures mean nothing, and no settings file is written")
         return
     print(f"written: {results.path}")
     if results.curves:

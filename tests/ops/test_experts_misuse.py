@@ -156,8 +156,8 @@ def test_experts_biases_global_arrays_invalid(rng: np.random.Generator) -> None:
     layer = sharded_moe(mesh, num_experts=E)
     wrong = [
         (([1.0], None), TypeError, "b_gate_up is a list"),
-        ((None, jnp.ones((3, H))), ValueError, r"b_down.*\(3, 8\), expected \(4, 8\)"),
-        ((jnp.ones((E, INNER)), None), ValueError, r"b_gate_up.*\(4, 6\), expected \(4, 12\)"),
+        ((None, jnp.ones((3, H))), ValueError, r"b_down.*\(3, 8\), expected \[4, 8\]"),
+        ((jnp.ones((E, INNER)), None), ValueError, r"b_gate_up.*\(4, 6\), expected \[4, 12\]"),
         ((None, jnp.ones((E, H), jnp.int32)), TypeError, "b_down.*int32"),
         (jnp.ones((E, H)), TypeError, r"biases is an array, expected a pair \(b_gate_up, b_down\)"),
     ]

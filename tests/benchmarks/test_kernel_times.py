@@ -122,41 +122,21 @@ def test_the_newest_trace_is_loaded(tmp_path):
 # --- programs -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def mesh():
-    """Two ranks with a context in which the kernels can be traced; nothing runs them."""
+@pytest.mark.parametrize("what", kernel_times.BUILDERS)
+def test_programs_call_kernels(what):
+    """On two ranks on which the kernels can be traced; nothing runs them."""
     pytest.importorskip("triton")
     jax_ep.finalize()
     mesh = expert_mesh(2)
     jax_ep.init(mesh, transport="shared_memory" if jax.default_backend() == "cpu" else None)
-    yield mesh
-    jax_ep.finalize()
-
-
-# Steps; of the jaxpr, what is called, and how often; the dtypes of the results.
-EXPECTED = {
-    "low-latency": (16, {"name=step": 16}, ["bfloat16"]),
-    "decode": (4, {"name=<lambda>": 4}, ["bfloat16"]),
-    "moe-forward": (1, {"scan[": 1}, ["int32"]),
-    "moe-backward": (1, {"scan[": 1}, ["int32"]),
-}
+    try:
+        program = kernel_times.BUILDERS[what](mesh, "tiny", 8)
+        assert "jax_ep_pointer_table" in str(jax.make_jaxpr(program.fn)(*program.arguments))
+    finally:
+        jax_ep.finalize()
 
 
 # --- whole runs -----------------------------------------------------------------------------------------------------
-
-
-def check_kernel_times(content: dict) -> None:
-    for row in content["rows"]:
-        if "failed" in row:
-            continue
-        assert row["variant"] in EXPECTED and row["steps"] == EXPECTED[row["variant"]][0]
-        assert row["seconds"]["rounds"] == content["settings"]["rounds"]
-        assert row["span_us"] == pytest.approx(1e6 * row["seconds"]["median"])
-        assert 0 < row["busy_us"] <= row["span_us"] and row["idle_us"] >= 0
-        assert row.get("unprofiled_us", 1.0) > 0  # older reports have none
-        times = [kernel["us"] for kernel in row["kernels"]]
-        assert times == sorted(times, reverse=True) and times[0] > 0
-        assert sum(kernel["share"] for kernel in row["kernels"]) > 0.9
 
 
 @pytest.mark.slow
@@ -167,13 +147,13 @@ def test_report(monkeypatch, tmp_path, capsys):
     def build(what, mesh, name, tokens):
         if tokens == 7:
             raise RuntimeError("out of memory")
-        return script.Program(lambda: what, (), EXPECTED[what][0])
+        return script.Program(lambda: what, (), 1)
 
     def record(program, rounds, folder):
         ran.append((program.fn(), rounds, folder.name))
         return profiler.kernels(synthetic_trace()), 99.0
 
-    for what in EXPECTED:
+    for what in ("low-latency", "decode"):
         monkeypatch.setitem(script.BUILDERS, what, lambda *args, what=what: build(what, *args))
     monkeypatch.setattr(profiler, "record", record)
     args = SimpleNamespace(rounds=len(SCALES) - 1, model="tiny", traces=tmp_path / "traces")
@@ -183,7 +163,6 @@ def test_report(monkeypatch, tmp_path, capsys):
     assert ran == [("low-latency", 4, "low-latency-1"), ("decode", 4, "decode-8")]
     content = json.loads((tmp_path / "kernel_times.json").read_text())
     check_report(content)
-    check_kernel_times(content)
     assert [(row["variant"], row["shape"]["tokens_per_rank"]) for row in content["rows"]] == cases
     assert content["rows"][1]["failed"] == "RuntimeError: out of memory"
     assert content["rows"][0]["seconds"]["median"] == pytest.approx(70e-6)

@@ -96,6 +96,30 @@ def test_layers_agree_and_report_their_gradients(case, weights):
     assert harness.largest_difference([*expected[:3], wrong, expected[4]], expected) > 0.25
 
 
+@pytest.mark.slow
+def test_layers_in_fp8_are_near_the_others(case, weights):
+    variants = layer.layers(case, weights, ["moe", "fp8", "fp8 once"], backward=True)
+    expected, *others = (variant.results(case) for variant in variants.values())
+    for variant, got in zip(list(variants.values())[1:], others, strict=True):
+        assert 1e-3 < harness.largest_difference(got, expected) < variant.limit
+
+
+@pytest.mark.slow
+def test_parts_of_one_half_agree(case, weights):
+    """On `xla`, which has no kernel for two operations."""
+    variants = layer.dispatch_part(case, weights, "xla") | layer.combine_part(case, weights, "xla")
+    del variants["dispatch + GEMM 1, fused"], variants["GEMM 2 + combine, scatter"]
+    pairs = {name: variant.same_as for name, variant in variants.items() if variant.same_as}
+    assert set(pairs) == {"GEMM 1", *(name for name in variants if "+" in name)}
+    found = {name: variants[name].results(case) for name in {*pairs, *pairs.values()}}
+    for name, same in pairs.items():
+        assert harness.largest_difference(found[name], found[same]) < 0.02, name
+    rows = 48 * 2
+    for name, columns in (("GEMM 1", 2 * 128), ("GEMM 2 + combine, fused", 128), ("einsum 2, equal groups", 128)):
+        assert variants[name].flops == 2 * rows * 128 * columns
+    assert variants["dispatch"].flops == 0
+
+
 # --- the report -----------------------------------------------------------------------------------------------------
 
 

@@ -80,7 +80,6 @@ def quantized(expert_format: str, **options: Any) -> Callable[..., Any]:
 FUSED = Schedule(dispatch_mode="fused", combine_mode="scatter", fuse_weight_gradients=True)
 BESIDE = Schedule(dispatch_mode="fused", combine_mode="serial", fuse_weight_gradients=True)
 SERIAL = Schedule(dispatch_mode="serial", combine_mode="serial", fuse_weight_gradients=False)
-ONE_LAUNCH = Schedule(single_launch=True)
 
 # name: (function of one rank, its arguments, kernels among those that it launches).
 CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], set[str]]] = {

@@ -30,6 +30,12 @@ def listed(folder: Path, *arguments: str, gpus: int = 1, minutes: int = 25) -> d
     return {line[6:].split()[0]: line[:4].strip() for line in lines}
 
 
+def test_scripts_of_pieces_exist(tmp_path: Path) -> None:
+    words = run(tmp_path, "--list", gpus=4).stdout.split()
+    scripts = [word for word in words if word.startswith(("benchmarks/", "tools/"))]
+    assert scripts and all((ROOT / script).exists() for script in scripts)
+
+
 def test_what_is_done_is_not_done_again(tmp_path: Path) -> None:
     first = run(tmp_path, "bench-grouped-gemm", "bench-compile-times")
     assert first.returncode == 0, first.stderr

@@ -12,6 +12,7 @@ import pytest
 from reports import Clock, arguments, check_report, run_quickly
 
 from jax_ep.tools.benchmark import baselines, harness, inputs, layer, plots
+from jax_ep.tools.benchmark.chains import chain
 
 RANKS = 4
 
@@ -73,6 +74,12 @@ def test_dropped_share_is_that_of_the_baseline(case):
     assert layer.dropped(case) == pytest.approx(np.mean(np.stack(slots) < 0)) and layer.dropped(case) > 0.05
 
 
+def test_large_arrays_are_made_in_chunks(case, monkeypatch):
+    monkeypatch.setattr(inputs, "_CHUNK", 10)
+    made = np.asarray(inputs.on_ranks(case.mesh, (6, 5), 0), np.float32)
+    assert made.shape == (24, 5) and len(np.unique(made)) > 100
+
+
 # --- chains ---------------------------------------------------------------------------------------------------------
 
 
@@ -83,6 +90,39 @@ def test_a_chain_makes_every_call(case):
         calls.clear()
         jax.block_until_ready(fn(*arguments))
         assert len(calls) == n * RANKS
+
+
+def test_touched_arrays_are_new_in_every_call_and_the_same(case):
+    """Their calls are not merged or moved out of the loop, and see what they were given."""
+    seen = []
+
+    def look(x):
+        seen.append(np.asarray(x))
+        return np.zeros((), np.float32)
+
+    def step(_, x):
+        return jax.pure_callback(look, jax.ShapeDtypeStruct((), jnp.float32), x)
+
+    x = inputs.on_ranks(case.mesh, (3, 2), 0)
+    fn, arguments = chain(case.mesh, step, (x,), 4, touched=1)
+    jax.block_until_ready(fn(*arguments))
+    assert len(seen) == 4 * RANKS
+    blocks = np.asarray(x).reshape(RANKS, 3, 2)
+    assert all(any((got == block).all() for block in blocks) for got in seen)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads the program as XLA:CPU writes it")
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "both"])
+def test_layers_of_a_chain_stay_in_its_loop(case, weights, backward):
+    """As many all-to-alls in the loop as in one call of the layer, and no copy of what is touched."""
+    (variant,) = layer.layers(case, weights, ["capacity"], backward=backward).values()
+    fn, arguments = variant.program(case, 3)
+    text = fn.lower(*arguments).compile().as_text()
+    main = text[text.index("ENTRY") :]
+    assert " while(" in main and "all-to-all" not in main and "all-to-all(" in text
+    assert text.count(" all-to-all(") == (4 if backward else 2)
+    loop = text[: text.index("ENTRY")]
+    assert not [line for line in loop.splitlines() if "bf16[48,128]" in line.split(" copy(")[0] and " copy(" in line]
 
 
 def test_layers_agree_and_report_their_gradients(case, weights):

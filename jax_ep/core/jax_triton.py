@@ -108,7 +108,7 @@ def launch_kernel(
     _check_results(kernel, results)
     jax_triton = load()
     written, shapes = written or {}, flat_arrays(results)
-    # Aliased results have no parameter of their own and come last.
+    # Aliased results are no parameters and come last.
     order = sorted(range(len(shapes)), key=lambda i: i in written.values())
     types = tuple(map(type_of, (*operands, *results)))
     function = _flat_function(kernel, types, len(flat(operands)), tuple(written.items()), tuple(sorted(constants)))
@@ -172,7 +172,7 @@ def _flat_function(
       kernel: the kernel to call.
       types: types of its operands and results, from `type_of`.
       num_operands: number of operand arrays.
-      written: maps updated operands to results, which have no parameter of their own.
+      written: maps updated operands to results, which are no parameters.
       constants: names of the constants.
     """
     body, scope = kernel.body, dict[str, Any]()

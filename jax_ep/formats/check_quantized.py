@@ -253,6 +253,6 @@ def no_fused_gemms(options: Options) -> None:
     if fused or schedule.fuse_weight_gradients:
         what = f"mode={fused[0]!r}" if fused else "fuse_weight_gradients=True"
         raise ValueError(
-            f"{options.function}: {what} with QuantizedWeights, whose GEMMs are kernels of their own; leave it None in"
+            f"{options.function}: {what} with QuantizedWeights, whose GEMMs are separate kernels; leave it None in"
             " the schedule, or pass weights in the dtype of x."
         )

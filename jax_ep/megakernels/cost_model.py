@@ -29,7 +29,7 @@ class Device:
       pallas_depth: from this depth on; below, the end of a tile takes its share (grouped_gemm_gpu.json).
       gradient_flops: operations of a weight gradient of `triton` in a second, by two programs of four warps per
         multiprocessor or one of eight: 0.73 of cuBLAS's rate (grouped_gemm_sweep_gpu.json).
-      pallas_gradient: how much faster `pallas` makes one in a launch of its own (no report).
+      pallas_gradient: how much faster `pallas` makes one in a separate launch (no report).
       combine_bytes: moved to make sums in a second, by combine (dispatch_combine_2_gpus.json, moe_layer_combine.json).
       scatter_bytes: the same at the end of GEMM + combine, with whatever else that costs (moe_layer.json).
       many_row_bytes: where so many bytes of rows arrive, or more, their stores hold up the products.
@@ -149,7 +149,7 @@ def serves_in_one_launch(
       bits: of an element of the matrices.
       in_fp8: rows are FP8, too.
       swap_ab: products are, so that elements are converted once for more rows.
-      by_pallas: `pallas` runs the first product where it is a launch of its own.
+      by_pallas: `pallas` runs the first product where it is a separate launch.
     """
     rows, is_small = num_slots / num_experts, hidden * intermediate <= _SMALL_EXPERT
     if rows <= few_rows(bits, in_fp8=in_fp8, swap_ab=swap_ab):
@@ -206,7 +206,7 @@ def _combine_alone(layout: Layout, hidden: int) -> tuple[float, float]:
 def combine_times(layout: Layout, features: int, hidden: int, *, by_pallas: bool) -> dict[str, float]:
     """Seconds per token that each mode of GEMM + combine should take, the simplest mode first.
 
-    `by_pallas`: `pallas` runs a GEMM in a launch of its own. docs/design/fused.md explains the model.
+    `by_pallas`: `pallas` runs a GEMM in a separate launch. docs/design/fused.md explains the model.
     """
     product, (sent, made) = _product(layout, features, hidden), _combine_alone(layout, hidden)
     return {
@@ -234,7 +234,7 @@ class BackwardTimes(NamedTuple):
     """Seconds per token of GEMM + combine and the gradient of its matrices, by mode of the first.
 
     Attributes:
-      apart: the gradient in a launch of its own.
+      apart: the gradient in a separate launch.
       beside: the gradient in the launch of the exchange, where there is one.
     """
 
@@ -268,7 +268,7 @@ def combine_mode(layout: Layout, features: int, hidden: int, *, by_pallas: bool)
 
 
 def fused_modes(schedule: Schedule, facts: FusedFacts, *, by_pallas: bool) -> FusedModes:
-    """The modes of both directions; `by_pallas`: `pallas` runs GEMMs in launches of their own."""
+    """The modes of both directions; `by_pallas`: `pallas` runs GEMMs in separate launches."""
     layout, dtype, hidden, columns = facts.layout, facts.dtype, facts.hidden, facts.columns
     settings = tuned.exchange_gemm_facts(layout, hidden, columns, dtype)
     chosen = tuned.schedule(schedule, "dispatch_grouped_gemm", **settings).dispatch_mode

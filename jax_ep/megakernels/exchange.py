@@ -184,7 +184,7 @@ def _reserved_sizes(kernel: Kernel, options: Options, layout: Layout, x: Array, 
 
 
 def exchange_sizes(layout: Layout, hidden: int, **others: Any) -> dict[str, Any]:
-    """Return the fields of `Exchange`, of which `others` are given."""
+    """Return the fields of `Exchange`; `others` are given."""
     names = "num_tokens", "top_k", "num_local_experts", "num_experts"
     return {"hidden": hidden, **{name: getattr(layout, name) for name in names}, **others}
 
@@ -206,7 +206,7 @@ def summed_columns(hidden: int, itemsize: int) -> tuple[int, int]:
 
 
 def at_most(config: Config, limit: int | None) -> Config:
-    """The config with no more programs than `limit`, as for a launch beside other work; None sets no limit."""
+    """The config with no more programs than `limit`, as for a launch next to other work; None sets no limit."""
     if limit is None:
         return config
     return dataclasses.replace(config, num_programs=min(config.num_programs, limit))

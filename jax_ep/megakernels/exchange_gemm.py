@@ -1,6 +1,6 @@
 """All-to-all and grouped GEMM, in one launch or in two: dispatch + GEMM, and GEMM + combine.
 
-The caller passes the implementation of GEMMs in launches of their own. In the backward pass of dispatch + GEMM, one of
+The caller passes the implementation of GEMMs in separate launches. In the backward pass of dispatch + GEMM, one of
 two launches also computes the weight gradient: GEMM + combine, whose programs compute the gradient when they have no
 more rows to send; or combine alone, after a separate GEMM, most of whose programs compute the gradient.
 """
@@ -80,7 +80,7 @@ def dispatch_grouped_gemm(
       handle: of this implementation.
       transpose_rhs: contract with the last axis of w.
       save_as: also return the received tokens, as "tokens" or as "rows"; or None.
-      mode: "fused", or "serial" for a GEMM in a launch of its own.
+      mode: "fused", or "serial" for a GEMM in a separate launch.
       products: the implementation of that GEMM.
 
     Returns:
@@ -112,7 +112,7 @@ def dispatch_grouped_gemm(
 
 
 def dispatch_apart(options: Options, x: Array, weights: Array | None, handle: Handle) -> tuple[Array, Array | None]:
-    """Dispatch rows `[R, H]` for a GEMM in a launch of its own, and `[R]` weights; rows past the groups are undefined.
+    """Dispatch rows `[R, H]` for a GEMM in a separate launch, and `[R]` weights; rows past the groups are undefined.
 
     Rows between groups are zero, since a GEMM reads them.
     """
@@ -167,7 +167,7 @@ def grouped_gemm_combine(
     """Multiply rows by the weights of their experts, add the bias, and combine: mode "scatter".
 
     `h [R, F]` times `w [L, F, H]`, or `[L, H, F]` with `transpose_rhs`, gives `[T, H]`; `[R]` values go to the `[T, K]`
-    assignments of their rows. In mode "serial" the GEMM and the combine are calls of their own.
+    assignments of their rows. In mode "serial" the GEMM and the combine are separate calls.
     """
     return _scatter(options, h, row_weights, w, handle, transpose_rhs, bias, None)[:2]
 
@@ -336,7 +336,7 @@ def _gradient_arguments(
 def weight_gradient(
     saved: Array, rows: Array, handle: Handle, *, transpose: bool, saved_as: str, products: GroupedGemm
 ) -> Array:
-    """Multiply dispatched tokens by rows, per local expert, in a launch of its own.
+    """Multiply dispatched tokens by rows, per local expert, in a separate launch.
 
     Args:
       saved: from `dispatch_grouped_gemm`.

@@ -306,11 +306,11 @@ class _Layer(NamedTuple):
     intermediate: int
 
     def hidden_tasks(self, columns: int) -> float:
-        """Return the number of tasks of the first GEMM, in tiles of so many columns."""
+        """Return the number of tasks of the first GEMM, in tiles of this many columns."""
         return self.active * -(-self.intermediate // columns)
 
     def row_tasks(self, columns: int) -> float:
-        """Return the number of tasks of the second GEMM, in tiles of so many columns."""
+        """Return the number of tasks of the second GEMM, in tiles of this many columns."""
         return self.active * -(-self.hidden // columns)
 
 

@@ -220,7 +220,7 @@ _REGISTERS = 65536  # of a multiprocessor
 
 
 def num_programs(num_tasks: int, per_multiprocessor: int = 1) -> int:
-    """Return the number of programs for so many tasks: at least one, and at most `all_programs`."""
+    """Return the number of programs for this many tasks: at least one, and at most `all_programs`."""
     if jax.default_backend() == "cpu":
         return 2
     return max(1, min(num_tasks, all_programs(per_multiprocessor)))

@@ -84,7 +84,7 @@ def sizes_of(num_rows: int, rhs: QuantizedWeights, tiles: QuantizedTiles) -> Qua
 
 
 def swaps_ab(rhs: QuantizedWeights, block_m: int) -> bool:
-    """Return whether columns of the weights are the rows of the product, for blocks of so many rows.
+    """Return whether columns of the weights are the rows of the product, for blocks of this many rows.
 
     Tensor cores take at least 64 rows of 8 bits, so few rows would leave most of them empty. FP8 is converted in the
     registers that tensor cores read, once for all rows of a block: with 16 rows a warp's instructions are as fast, and

@@ -125,7 +125,7 @@ def _of_fused(facts: FusedFacts, options: Options) -> str | None:
     """Tensor cores take 16-bit tokens, descriptors whole rows of 16 bytes, and tiles the shared memory of a Hopper."""
     layout = facts.layout
     if options.wire_dtype is not None:
-        return "with FP8 on the wire exchanges and GEMMs are launches of their own"
+        return "with FP8 on the wire exchanges and GEMMs are separate launches"
     if facts.dtype not in _HALF:
         return f"one launch for exchange and GEMM takes bfloat16 and float16, not {facts.dtype}"
     if facts.hidden % 8 or facts.columns % 8 or min(facts.hidden, facts.columns, layout.num_tokens) == 0:

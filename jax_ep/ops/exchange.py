@@ -202,7 +202,7 @@ def combine(
 @operation
 @takes_global_arrays()
 def row_experts(handle: Handle | HierarchicalHandle) -> Array:
-    """The local expert of every row of a dispatch, for expert functions of one's own.
+    """The local expert of every row of a dispatch, for your own expert functions.
 
     Args:
       handle: `Dispatched.handle`, of one rank.

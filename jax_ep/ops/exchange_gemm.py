@@ -69,7 +69,7 @@ def dispatch_grouped_gemm(
       `DispatchedGemm(hidden [R, N], weights [R] or None, group_sizes [L] int32, handle, dropped [] int32)`.
 
     Raises:
-      ValueError: `fuse_weight_gradients=True` where there is no such launch; and as `dispatch` and `grouped_gemm` do.
+      ValueError: `fuse_weight_gradients=True` where no such launch exists; and as `dispatch` and `grouped_gemm` do.
       TypeError: as `dispatch` and `grouped_gemm` do.
       NotImplementedError: none of the implementations asked for can serve the call, in the modes of the schedule.
 
@@ -201,7 +201,7 @@ def multiply_and_combine(plan: ExchangeGemmPlan, h: Array, w: Array, handle: Han
 def dispatch_apart(
     plan: ExchangeGemmPlan, x: Array, weights: Array | None, handle: Handle
 ) -> tuple[Array, Array | None]:
-    """What comes before a GEMM of its own: `[T, H]` tokens and `[T, K]` weights to `[R, H]` and `[R]`."""
+    """What comes before a separate GEMM: `[T, H]` tokens and `[T, K]` weights to `[R, H]` and `[R]`."""
     if plan.fused is None:
         return exchange.dispatch_tokens(plan.exchange, x, weights, handle)
     return plan.run.dispatch_apart(plan.options, x, weights, handle)
@@ -415,7 +415,7 @@ def _combine_with_bias_backward(
 def dispatch_then_multiply(
     plan: ExchangeGemmPlan, x: Array, weights: Array | None, w: Array, handle: Handle
 ) -> tuple[Array, Array | None]:
-    """`dispatch_and_multiply` by `w [L, H, N]` for all that has no function of its own for both."""
+    """`dispatch_and_multiply` by `w [L, H, N]` for all that has no function for both."""
     rows, row_weights = exchange.dispatch_tokens(plan.exchange, x, weights, handle)
     return multiply(plan.gemm, False, x.dtype, rows, w, handle.group_sizes), row_weights
 

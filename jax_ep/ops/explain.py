@@ -23,7 +23,7 @@ class Row(NamedTuple):
     Attributes:
       part: what it does; parts of the backward pass say so.
       implementation: its name.
-      mode: "fused" or "scatter" in one launch with the exchange, "serial" in launches of their own; else empty.
+      mode: "fused" or "scatter" in one launch with the exchange, "serial" in separate launches; else empty.
       reason: why no implementation or mode that comes first runs it; else empty.
     """
 
@@ -76,7 +76,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
       GEMM transposed (backward)  xla
       weight gradient (backward)  xla
     """
-    with _trace(object()), plans.recording() as found:  # a context of its own, so that no cached trace hides a call
+    with _trace(object()), plans.recording() as found:  # a separate context, so that no cached trace hides a call
         jax.eval_shape(functools.partial(function, **kwargs), *args)
     return Explanation(tuple(row for plan in found for row in _rows(plan)))
 

@@ -202,7 +202,7 @@ def _checked(
 
 
 def checked_handle(function: str, handle: object, topology: Topology, num_tokens: int | None = None) -> int:
-    """K of a handle of these axes, for so many tokens."""
+    """K of a handle of these axes, for this many tokens."""
     if not isinstance(handle, HierarchicalHandle):
         raise TypeError(
             f"{function}: handle is {type_name(handle)}, expected the HierarchicalHandle of the matching"

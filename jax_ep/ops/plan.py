@@ -145,7 +145,7 @@ class ExchangeGemmPlan:
 
     Attributes:
       exchange: of the tokens.
-      gemm: in launches of their own.
+      gemm: in separate launches.
       fused: the functions for both; None: they run one after the other.
       modes: of these functions.
       saved_as: the form in which dispatched tokens are saved for the gradient of weights, where they are; whichever
@@ -222,7 +222,7 @@ def exchange_gemm(
     reason = registry.unsupported_reason(name, fused, options)
     if reason is not None:
         return ExchangeGemmPlan(whole, gemm(options, product), None, None, None, sums, f"{name}: {reason}")
-    # A GEMM of its own is that of the fastest implementation, whichever one exchanges.
+    # A separate GEMM is that of the fastest implementation, whichever one exchanges.
     apart = gemm(dataclasses.replace(options, implementation=None), product)
     modes = registry.get("exchange_gemm", name).fused_modes(
         options.schedule, fused, by_pallas=apart.forward.implementation == "pallas"

@@ -93,7 +93,7 @@ def masked_activation(options: Options, dtype: DTypeLike, *, quantize: bool) -> 
 
 @resolution
 def sort(options: Options, num_slots: int, num_experts: int) -> PartPlan:
-    """Resolve the sort of so many assignments to so many experts."""
+    """Resolve the sort of assignments to experts."""
     return PartPlan(options, registry.choose(options, SortFacts(jnp.dtype(jnp.int32), num_slots, num_experts)))
 
 
@@ -269,7 +269,7 @@ def _reason_against_one_launch(options: Options, name: str, facts: FusedMoEFacts
     if options.axis:
         return f"experts are spread over {options.axis}, and one launch serves one device"
     if others:
-        return f"there is no such launch with {', '.join(others)}"
+        return f"no such launch exists with {', '.join(others)}"
     weights = facts.w_gate_up, facts.w_down
     if registry.get("fused_moe", name).fuses(facts.experts, facts.num_slots, facts.dtype, *weights):
         return None

@@ -35,7 +35,7 @@ _PACKAGES = {"triton": "jax_ep.megakernels", "pallas": "jax_ep.pallas", "xla": "
 _IMPLEMENTATIONS = {
     "exchange": ("triton", "xla", "pallas"),
     "exchange_gemm": ("triton",),  # others run the exchange and the product one after the other
-    "gemm_activation": ("pallas",),  # others activate in a pass of its own
+    "gemm_activation": ("pallas",),  # others activate in a separate pass
     "grouped_gemm": ("triton", "pallas", "xla"),
     "fused_moe": ("triton",),  # others run the layer one operation after another
     "quantized_gemm": ("triton", "xla"),

@@ -172,7 +172,7 @@ def test_report(monkeypatch, tmp_path, capsys):
 
 
 def test_command_line(monkeypatch, tmp_path):
-    """Programs of the layer of training have tokens of their own."""
+    """Programs of the layer of training have their own tokens."""
     script, asked = kernel_times, []
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax_ep, "init", lambda mesh: asked.append(mesh.size))

@@ -63,7 +63,7 @@ def test_fp8_bits_columns(rows: int, rng: np.random.Generator) -> None:
             activation.quantize_columns((jnp.asarray(values), jnp.asarray(scales)), sizes),
             in_fp8.reshape(rows, -1),
         ),
-        "both ways": (both, x.astype(np.float32)),
+        "both layouts": (both, x.astype(np.float32)),
     }
     for name, (got, source) in cases.items():
         want, want_scales, used = as_columns(source, sizes)

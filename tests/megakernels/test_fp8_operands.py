@@ -83,14 +83,14 @@ BLOCKS = jnp.array([5, 0, 130, 128, 3], jnp.int32)  # 5 blocks in use, two of th
 IN_BLOCKS, BLOCK_ROWS = 266, 290
 
 
-@pytest.mark.parametrize("kind", ["bf16", "f32", "FP8", "both ways"])
+@pytest.mark.parametrize("kind", ["bf16", "f32", "FP8", "both layouts"])
 def test_fp8_operands_columns(pool, rng, kind):
     """The blocks in use match the portable function, with zeros after the rows of a group; nothing else is written."""
     x = magnitudes(rng, BLOCK_ROWS, 256, dtype=jnp.float32 if kind == "f32" else jnp.bfloat16)
     x[8, 130], x[20], x[:, 3], x[IN_BLOCKS:] = np.nan, 0, 0, np.nan
     x = jnp.asarray(x)
     rows = portable.quantize_rows(x, BLOCKS) if kind == "FP8" else x
-    if kind == "both ways":
+    if kind == "both layouts":
         (by_rows, by_columns), (want_rows, want) = (k.quantize_both_ways(x, BLOCKS) for k in (kernels, portable))
         for got, expected in zip(by_rows, want_rows, strict=True):
             same(got[:IN_BLOCKS], expected[:IN_BLOCKS])

@@ -88,7 +88,7 @@ COLUMNS = {"sizes_ptr": "*i32", "columns": Rows("*fp8e4nv", "*fp32")}
 
 
 @pytest.mark.parametrize("capability", [90, pytest.param(100, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["bf16", "FP8", "both ways"])
+@pytest.mark.parametrize("kind", ["bf16", "FP8", "both layouts"])
 def test_fp8_operands_ptx_columns(monkeypatch: pytest.MonkeyPatch, kind: str, capability: int) -> None:
     monkeypatch.setattr(kernels, "num_programs", lambda *_: PROGRAMS)
     sizes = kernels.column_sizes_of((ROWS, HIDDEN), np.zeros(GROUPS, np.int32), 128)
@@ -96,7 +96,7 @@ def test_fp8_operands_ptx_columns(monkeypatch: pytest.MonkeyPatch, kind: str, ca
     constants: dict[str, Any] = {"S": sizes}
     for name, given, type_name in (
         ("scales_ptr", kind == "FP8", "*fp32"),
-        ("rows", kind == "both ways", Rows("*fp8e4nv", "*fp32")),
+        ("rows", kind == "both layouts", Rows("*fp8e4nv", "*fp32")),
     ):
         (types if given else constants)[name] = type_name if given else None
     config = kernels.columns_config(sizes, in_fp8=kind == "FP8")

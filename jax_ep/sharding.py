@@ -28,6 +28,8 @@ from jax_ep.ops.moe import moe
 from jax_ep.quantization import quantize
 from jax_ep.types import Array, AxisName, Biases, Experts, Topology, type_name
 
+__all__ = ["MeshAxes", "MoESpecs", "quantize_per_device", "sharded_moe"]
+
 type Tree = Any
 """A pytree of arrays, specs or results."""
 

@@ -99,18 +99,22 @@ class Attention(nnx.Module):
         qkv = self.qkv(x).reshape(batch, length, 3, heads, hidden // heads)
         query, key, value = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
         query, key = rotate(query, positions, base), rotate(key, positions, base)
-        if cache is None:
+        if cache is None and jax.default_backend() == "gpu" and value.dtype.itemsize == 2:
             # The score matrix never reaches memory in cuDNN's kernel.
-            in_cudnn = jax.default_backend() == "gpu" and value.dtype.itemsize == 2
-            mixed = jax.nn.dot_product_attention(
-                query, key, value, is_causal=True, implementation="cudnn" if in_cudnn else "xla"
-            )
-        else:
+            mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
+            return self.out(mixed.reshape(batch, length, hidden)), cache
+        key_positions = positions
+        if cache is not None:
             rows = jnp.arange(batch)[:, None]
             cache = Cache(cache.keys.at[rows, positions].set(key), cache.values.at[rows, positions].set(value))
-            # A cache slot past the query's position is empty or stale: the mask hides it.
-            visible = jnp.arange(cache.keys.shape[1]) <= positions[:, None, :, None]
-            mixed = jax.nn.dot_product_attention(query, cache.keys, cache.values, mask=visible)
+            key, value = cache.keys, cache.values
+            key_positions = jnp.arange(key.shape[1])[None, :]
+        # A cache slot past the query's position is empty or stale: the causal mask hides it.
+        visible = key_positions[:, None, None, :] <= positions[:, None, :, None]
+        scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
+        scores = jnp.where(visible, scores * (hidden // heads) ** -0.5, -jnp.inf)
+        weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+        mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
         return self.out(mixed.reshape(batch, length, hidden)), cache
 
 

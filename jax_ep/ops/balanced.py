@@ -20,11 +20,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jax_ep.core import balance
+from jax_ep.core import balance, check
 from jax_ep.core.balance import Balance
 from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.core.mesh_axes import known_after, rank_on, vary_alike
-from jax_ep.types import HIDDEN_NAME, TOKENS_NAME, Array, AxisName, Topology, type_name
+from jax_ep.types import HIDDEN_NAME, TOKENS_NAME, Array, AxisName, Topology
 
 type Tree = Any
 """A pytree of arrays."""
@@ -67,12 +67,8 @@ class Passes:
 
 def check_balance(function: str, balance: object, axis_name: AxisName, capacity: int | None) -> None:
     """Raise where `balance` is no `Balance`, or does not go with the other arguments."""
-    if balance is None:
+    if check.value_of(function, "balance", balance, Balance, "jax_ep.Balance") is None:
         return
-    if not isinstance(balance, Balance):
-        raise TypeError(
-            f"{function}: balance is {type_name(balance)}, expected a jax_ep.Balance, or None; pass jax_ep.Balance()."
-        )
     if isinstance(axis_name, Topology):
         raise NotImplementedError(f"{function}: balance with a Topology is not supported; pass a single mesh axis.")
     if capacity is not None:
@@ -141,7 +137,8 @@ def _one_pass(passes: Passes, place: tuple[Array, Array], x: Array, topk_weights
         whole = jax.tree.map(partial(_home_and_copies, passes, copies), weights)
         for leaf in jax.tree.leaves(whole):
             # All ranks run the transfers before the layer: collectives and kernels need one order everywhere.
-            slots_after = known_after(slots_after, leaf)
+            # The last slot: XLA sees through a concatenation, and the first expert is at home.
+            slots_after = known_after(slots_after, leaf[-1])
         sizes = {"num_experts": passes.num_experts + passes.num_ranks * passes.spare, "capacity": passes.rows}
         dtype = passes.sum_dtype if passes.is_one_pass else _wide(passes.sum_dtype)
         return passes.layer(x, slots_after, topk_weights, whole, preferred_element_type=dtype, **sizes)

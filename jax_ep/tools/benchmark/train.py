@@ -233,10 +233,10 @@ def make_training(
     def placed(tree: Any) -> Any:
         return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs_of(tree))
 
-    shardings = tuple(map(placed, jax.eval_shape(init)))
+    shapes = jax.eval_shape(init)
+    shardings = tuple(map(placed, shapes))
     data = NamedSharding(mesh, P("expert"))
     jitted = jax.jit(step, in_shardings=(*shardings, data), out_shardings=(*shardings, None), donate_argnums=(0, 1))
-    shapes = jax.eval_shape(init)
     windows = jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)
     return Training(jax.jit(init, out_shardings=shardings), jitted.lower(*shapes, windows).compile(COMPILER_OPTIONS))
 
@@ -296,7 +296,6 @@ def measure(
         "most_loaded_expert": float((load.max(1) / load.mean(1)).max()),
     }
     if jax.default_backend() == "gpu":
-        facts["peak_bytes"] = jax.local_devices()[0].memory_stats()["peak_bytes_in_use"]
         with tempfile.TemporaryDirectory() as folder:
             facts |= profile(one, Path(folder))
     return Timing(tuple(samples)), facts
@@ -324,7 +323,10 @@ def measure_all(args: argparse.Namespace) -> Report:
         timing, facts = measure(name, training, windows, args.rounds, model.vocabulary)
         rate = batch * args.length / timing.median
         tflops = rate * flops / devices / 1e12
-        facts |= {"donated_bytes": getattr(memory, "alias_size_in_bytes", 0), "compile_s": compile_s}
+        # The devices' own peak would be that of all variants so far.
+        live = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+        facts |= {"donated_bytes": memory.alias_size_in_bytes, "compile_s": compile_s}
+        facts["program_bytes"] = live - memory.alias_size_in_bytes
         report.add(
             name,
             shape | {"dtype": "bfloat16"},
@@ -347,7 +349,7 @@ def show(report: Report) -> None:
             f"{row['tokens_per_second']:,.0f}",
             f"{row['tflops_per_gpu']:.0f}",
             f"{row['share_of_peak']:.0%}",
-            f"{row.get('peak_bytes', 0) / 1e9:.1f}",
+            f"{row['program_bytes'] / 1e9:.1f}",
             f"{row['most_loaded_rank']:.2f}",
             f"{row['compile_s']:.0f}",
         ]

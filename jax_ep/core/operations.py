@@ -47,6 +47,14 @@ class Exchange(Protocol):
     ) -> tuple[Array, Array | None]: ...
 
 
+class ExpertCopies(Protocol):
+    """Copies of experts on other ranks, for balanced layers."""
+
+    def fetch_copies(self, axis: tuple[str, ...], copies: Array, w: Array, /) -> Array: ...
+
+    def add_gradients(self, axis: tuple[str, ...], copies: Array, home: Array, gradient: Array, /) -> Array: ...
+
+
 class GroupedGemm(Protocol):
     """Grouped GEMM and the gradient of its weights, in 16 bits and more, and in FP8."""
 

@@ -105,7 +105,7 @@ def dispatch_tokens(
 
     Rows without a token are zero, or undefined with `clear=False`; their weights are zero.
     """
-    moved, _, row_weights = _dispatch(options, _pad_columns(x), weights, handle, x.dtype, clear)
+    moved, _, row_weights = _dispatch(options, pad_columns(x), weights, handle, x.dtype, clear)
     return moved[:, : x.shape[1]], row_weights
 
 
@@ -156,7 +156,7 @@ def sum_results(shape: tuple[int, ...], dtype: DTypeLike, config: Config, length
 def combine_tokens(options: Options, y: Array, row_weights: Array | None, handle: Handle) -> tuple[Array, Array | None]:
     """Combine `[R, H]` rows to unweighted sums `[T, H]`, and `[R]` values to the `[T, K]` assignments of their rows."""
     layout, hidden = handle.layout, y.shape[1]
-    y = _pad_columns(y)
+    y = pad_columns(y)
     schedule = tuned.schedule(options.schedule, "combine", **tuned.exchange_facts(layout, y.shape[1], y.dtype))
     config, tile = combine_config(schedule, layout, y.shape[1], y.dtype)
     slots = optional((layout.num_tokens, layout.top_k), row_weights)
@@ -168,7 +168,7 @@ def combine_tokens(options: Options, y: Array, row_weights: Array | None, handle
     return sums.out_ptr[:, :hidden], values
 
 
-def _pad_columns(x: Array) -> Array:
+def pad_columns(x: Array) -> Array:
     """Pad `x` to rows of whole 16-byte words, which kernels move; a copy only if necessary."""
     columns = rows.round_up(x.shape[1] * x.dtype.itemsize, 16) // x.dtype.itemsize
     return jnp.pad(x, ((0, 0), (0, columns - x.shape[1]))) if columns > x.shape[1] else x

@@ -11,7 +11,7 @@ Each pass starts from the sum of those before, so XLA cannot run two at a time a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,11 +20,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jax_ep.core import balance, check
+from jax_ep.core import balance, check, operations
 from jax_ep.core.balance import Balance
 from jax_ep.core.dtypes import accumulation_dtype
-from jax_ep.core.mesh_axes import known_after, rank_on, vary_alike
-from jax_ep.types import HIDDEN_NAME, TOKENS_NAME, Array, AxisName, Topology
+from jax_ep.core.facts import ExchangeFacts
+from jax_ep.core.mesh_axes import known_after, rank_on, spread_axes, vary_alike
+from jax_ep.ops import registry
+from jax_ep.types import HIDDEN_NAME, TOKENS_NAME, Array, AxisName, Layout, Options, Topology
 
 type Tree = Any
 """A pytree of arrays."""
@@ -44,6 +46,7 @@ class Passes:
       spare: S, spare slots per rank.
       axis: mesh axes of the experts.
       sum_dtype: dtype of the result.
+      transfers: implementation that moves the copies.
     """
 
     layer: Layer
@@ -53,6 +56,7 @@ class Passes:
     spare: int
     axis: tuple[str, ...]
     sum_dtype: DTypeLike
+    transfers: str
 
     @property
     def num_local(self) -> int:
@@ -87,7 +91,7 @@ def run(
     weights: Tree,
     *,
     num_experts: int,
-    axis: tuple[str, ...],
+    options: Options,
     sum_dtype: DTypeLike,
 ) -> Array:
     """Sum of all passes, `[T, H]` in `sum_dtype`; call inside shard_map.
@@ -100,14 +104,18 @@ def run(
       topk_weights: `[T, K]`.
       weights: pytree of arrays `[L, ...]` of this rank's experts.
       num_experts: E.
-      axis: mesh axes of the experts.
+      options: of the call.
       sum_dtype: dtype of the result. Sums of several passes run in float32 or wider.
     """
-    num_ranks = lax.axis_size(axis)
+    axis, num_ranks = options.axis, lax.axis_size(options.axis)
     num_local = num_experts // num_ranks
     wanted = min(2, num_local) if balance.spare_experts is None else balance.spare_experts
     rows, spare = balance.rows_per_rank(topk_idx.size), min(wanted, num_experts - num_local)
-    passes = Passes(layer, num_experts, num_ranks, rows, spare, axis, sum_dtype)
+    num_tokens, top_k = topk_idx.shape
+    layout = Layout(num_ranks, num_experts, num_tokens, top_k, rows, axis=spread_axes(axis))
+    by_kernel = registry.choose(options, ExchangeFacts(x.dtype, x.shape[1], layout)).implementation == "triton"
+    transfers = "triton" if by_kernel else "xla"
+    passes = Passes(layer, num_experts, num_ranks, rows, spare, axis, sum_dtype, transfers)
     topk_idx = jnp.where((topk_idx >= 0) & (topk_idx < num_experts), topk_idx, -1)
     x, topk_weights, weights, topk_idx = vary_alike((x, topk_weights, weights, topk_idx), over=axis)
     return _all_passes(passes, (topk_idx, _count(passes, topk_idx)), x, topk_weights, weights).astype(sum_dtype)
@@ -213,11 +221,7 @@ def _home_and_copies(passes: Passes, copies: Array, w: Array) -> Array:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _with_copies(passes: Passes, copies: Array, w: Array) -> Array:
     """Weights `[L, ...]` of the experts at home, followed by those of the copies: `[L + S, ...]`."""
-    spare = jnp.zeros_like(w, shape=(passes.spare, *w.shape[1:]))
-    for permutation, wanted, is_sent, is_received in _rounds(passes, copies):
-        received = lax.ppermute(_where(is_sent, w[wanted]), passes.axis, permutation)
-        spare = jnp.where(_like(is_received, w), received, spare)
-    return jnp.concatenate([w, spare])
+    return jnp.concatenate([w, _transfers(passes).fetch_copies(passes.axis, copies, w)])
 
 
 def _with_copies_forward(passes: Passes, copies: Array, w: Array) -> tuple[Array, Array]:
@@ -225,34 +229,14 @@ def _with_copies_forward(passes: Passes, copies: Array, w: Array) -> tuple[Array
 
 
 def _with_copies_backward(passes: Passes, copies: Array, gradient: Array) -> tuple[None, Array]:
-    """Return the gradients of copies to their home, and add them there in float32, in order of distance."""
+    """Return the gradients of copies to their home, and add them there in at least float32, in a fixed order."""
     home, spare = _widen(gradient[: passes.num_local]), gradient[passes.num_local :]
-    for permutation, wanted, is_sent, is_received in _rounds(passes, copies):
-        back = [(target, source) for source, target in permutation]
-        returned = lax.ppermute(_where(is_received, spare), passes.axis, back)
-        for slot in range(passes.spare):
-            home = home.at[wanted[slot]].add(jnp.where(is_sent[slot], returned[slot], 0).astype(home.dtype))
+    home = _transfers(passes).add_gradients(passes.axis, copies, home, spare)
     return None, home.astype(gradient.dtype)
 
 
 _with_copies.defvjp(_with_copies_forward, _with_copies_backward)
 
 
-def _rounds(passes: Passes, copies: Array) -> Iterator[tuple[list[tuple[int, int]], Array, Array, Array]]:
-    """The permutation of each distance, which experts the peer wants, and which slots this rank sends and receives."""
-    rank, num_ranks = rank_on(passes.axis), passes.num_ranks
-    for distance in range(1, num_ranks):
-        wanted = copies[(rank + distance) % num_ranks]
-        is_sent = (wanted >= 0) & (wanted // passes.num_local == rank)
-        mine = copies[rank]
-        is_received = (mine >= 0) & (mine // passes.num_local == (rank - distance) % num_ranks)
-        permutation = [(source, (source + distance) % num_ranks) for source in range(num_ranks)]
-        yield permutation, wanted % passes.num_local, is_sent, is_received
-
-
-def _like(mask: Array, w: Array) -> Array:
-    return mask.reshape(-1, *[1] * (w.ndim - 1))
-
-
-def _where(mask: Array, w: Array) -> Array:
-    return jnp.where(_like(mask, w), w, jnp.zeros_like(w))
+def _transfers(passes: Passes) -> operations.ExpertCopies:
+    return registry.get("expert_copies", passes.transfers)

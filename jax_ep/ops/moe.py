@@ -193,7 +193,7 @@ def _balanced(balance: Balance, layer: _Layer, given: exchange.Checked, parts: E
         return _on_tokens(layer._replace(capacity=sizes["capacity"], sum_dtype=dtype), tokens, parts)
 
     arrays = given.x, given.topk_idx, given.topk_weights, parts
-    sizes: dict[str, Any] = {"num_experts": given.facts.layout.num_experts, "axis": given.options.axis}
+    sizes: dict[str, Any] = {"num_experts": given.facts.layout.num_experts, "options": given.options}
     return balanced.run(balance, one_pass, *arrays, **sizes, sum_dtype=layer.sum_dtype)
 
 

@@ -34,6 +34,7 @@ _PACKAGES = {"triton": "jax_ep.megakernels", "pallas": "jax_ep.pallas", "xla": "
 # In order of preference, behind those that are the fastest: the first one that accepts a request is the default.
 _IMPLEMENTATIONS = {
     "exchange": ("triton", "xla", "pallas"),
+    "expert_copies": ("triton", "xla"),
     "exchange_gemm": ("triton",),  # others run the exchange and the product one after the other
     "gemm_activation": ("pallas",),  # others activate in a separate pass
     "grouped_gemm": ("triton", "pallas", "xla"),
@@ -118,6 +119,10 @@ def available(operation: str | None = None) -> tuple[str, ...]:
 
 @overload
 def get(operation: Literal["exchange"], name: str) -> operations.Exchange: ...
+
+
+@overload
+def get(operation: Literal["expert_copies"], name: str) -> operations.ExpertCopies: ...
 
 
 @overload

@@ -10,7 +10,15 @@ from compiling import build
 
 from jax_ep.heap.symmetric import HeapLayout
 from jax_ep.megakernels import exchange
-from jax_ep.megakernels.kernels.exchange_structs import Combine, Dispatch, Peers, PlanScratch, SmallExchange, Sums
+from jax_ep.megakernels.kernels.exchange_structs import (
+    Combine,
+    Dispatch,
+    ExpertMoves,
+    Peers,
+    PlanScratch,
+    SmallExchange,
+    Sums,
+)
 from jax_ep.megakernels.launch import heap_of
 from jax_ep.types import Layout, Schedule
 
@@ -96,6 +104,19 @@ def test_ptx_small_exchange_kernel(capability):
     pointers = {"x_ptr": "*i32", "peers": PEERS, "out_ptr": "*i32"}
     constants = {"S": SmallExchange(4096 * 8, block), "HEAP": HEAP}
     built = build("small_exchange", "all_gather_i32", pointers, constants, config.num_warps, STAGES, capability)
+    assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", "u8"])
+@pytest.mark.slow(unless={"dtype": ["bf16"]})
+def test_ptx_expert_copies_kernel(dtype, capability):
+    pointers = {"x_ptr": f"*{dtype}", "moves_ptr": "*i32", "peers": PEERS, "out_ptr": f"*{dtype}"}
+    itemsize = {"bf16": 2, "fp32": 4, "u8": 1}[dtype]
+    sizes = ExpertMoves(8, 2, 2048 * 1536, 32 * 1024 // itemsize, 96 * itemsize)
+    built = build("expert_copies", "move_experts", pointers, {"S": sizes, "HEAP": HEAP}, 8, STAGES, capability)
+    assert re.search(r"ld\.global\.v4\.b32", built["ptx"]) and re.search(r"st\.global\.v4\.b32", built["ptx"])
+    assert not re.search(r"st\.global\.b(8|16)", built["ptx"]), "narrow stores: an alignment hint was lost"
     assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]
 
 

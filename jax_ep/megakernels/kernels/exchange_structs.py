@@ -103,6 +103,17 @@ class SmallExchange:
 
 
 @dataclasses.dataclass(frozen=True)
+class ExpertMoves:
+    """Static sizes of `move_experts`."""
+
+    num_moves: int  # rows of the list of moves, a multiple of the ranks
+    num_targets: int  # places for experts on each rank
+    num_elements: int  # of an expert; a multiple of 16 bytes
+    block: int  # elements per task and flag, a power of two
+    num_blocks: int  # per expert
+
+
+@dataclasses.dataclass(frozen=True)
 class DispatchTile:
     """Blocks of dispatch."""
 

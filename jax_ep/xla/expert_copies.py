@@ -1,0 +1,50 @@
+"""Copies of experts' weights on other ranks, and the gradients of the copies back home, in rounds of `ppermute`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ep.core.mesh_axes import Axis, rank_on
+from jax_ep.types import Array
+
+
+def fetch_copies(axis: Axis, copies: Array, w: Array) -> Array:
+    """Return the weights `[S, ...]` of the experts that `copies [W, S]` says, zero in free slots, from `w [L, ...]`."""
+    spare = jnp.zeros_like(w, shape=(copies.shape[1], *w.shape[1:]))
+    for permutation, wanted, is_sent, is_received in _rounds(axis, copies, w.shape[0]):
+        received = lax.ppermute(_where(is_sent, w[wanted]), axis, permutation)
+        spare = jnp.where(_like(is_received, w), received, spare)
+    return spare
+
+
+def add_gradients(axis: Axis, copies: Array, home: Array, gradient: Array) -> Array:
+    """Add the gradients `[S, ...]` of this rank's copies at their home, to gradients `home [L, ...]`, by distance."""
+    for permutation, wanted, is_sent, is_received in _rounds(axis, copies, home.shape[0]):
+        back = [(target, source) for source, target in permutation]
+        returned = lax.ppermute(_where(is_received, gradient), axis, back)
+        for slot in range(copies.shape[1]):
+            home = home.at[wanted[slot]].add(jnp.where(is_sent[slot], returned[slot], 0).astype(home.dtype))
+    return home
+
+
+def _rounds(axis: Axis, copies: Array, num_local: int) -> Iterator[tuple[list[tuple[int, int]], Array, Array, Array]]:
+    """Yield the permutation of each distance, the experts that the peer wants, and the slots to send and to receive."""
+    rank, num_ranks = rank_on(axis), copies.shape[0]
+    for distance in range(1, num_ranks):
+        wanted = copies[(rank + distance) % num_ranks]
+        is_sent = (wanted >= 0) & (wanted // num_local == rank)
+        mine = copies[rank]
+        is_received = (mine >= 0) & (mine // num_local == (rank - distance) % num_ranks)
+        permutation = [(source, (source + distance) % num_ranks) for source in range(num_ranks)]
+        yield permutation, wanted % num_local, is_sent, is_received
+
+
+def _like(mask: Array, w: Array) -> Array:
+    return mask.reshape(-1, *[1] * (w.ndim - 1))
+
+
+def _where(mask: Array, w: Array) -> Array:
+    return jnp.where(_like(mask, w), w, jnp.zeros_like(w))

@@ -1,0 +1,56 @@
+"""Copies of experts on other ranks, and their gradients back home, for random plans: bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cases import BF16, F32, assert_close
+from harness import run
+from jax_ep.ops import registry
+
+LOCAL, SPARE = 3, 2
+
+
+def random_copies(rng: np.random.Generator, num_ranks: int) -> np.ndarray:
+    """Experts of other ranks in some slots of each rank, `[W, S]`; used slots come first."""
+    copies = np.full((num_ranks, SPARE), -1, np.int32)
+    for rank in range(num_ranks):
+        others = [e for e in range(num_ranks * LOCAL) if e // LOCAL != rank]
+        count = rng.integers(SPARE + 1)
+        copies[rank, :count] = rng.permutation(others)[:count]
+    return copies
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, np.uint8], ids=str)
+@pytest.mark.parametrize("shape", [(6, 40), (3, 5)], ids=str)
+def test_expert_copies(implementation: str, dtype: Any, shape: Any, expert_mesh: Any, rng: Any, subtests: Any) -> None:
+    if implementation == "pallas":
+        pytest.skip("pallas moves no experts")
+    mesh, num_ranks = expert_mesh(4), 4
+    copy = registry.get("expert_copies", implementation)
+
+    def fn(copies: Any, w: Any, home: Any, gradient: Any) -> Any:
+        fetched = copy.fetch_copies(("expert",), copies, w)
+        if dtype == np.uint8:
+            return fetched, home
+        after = (gradient + 0 * fetched[:1].astype(gradient.dtype)).astype(gradient.dtype)  # one after the other
+        return fetched, copy.add_gradients(("expert",), copies, home, after)
+
+    for number in range(3):
+        with subtests.test(number):
+            copies = random_copies(rng, num_ranks) if number else np.full((num_ranks, SPARE), -1, np.int32)
+            w = (50 * rng.random((num_ranks, LOCAL, *shape))).astype(dtype)
+            home = rng.standard_normal((num_ranks, LOCAL, *shape)).astype(F32)
+            gradient = rng.standard_normal((num_ranks, SPARE, *shape)).astype(BF16 if dtype == np.uint8 else dtype)
+            everywhere = np.broadcast_to(copies, (num_ranks, *copies.shape))
+            fetched, total = run(fn, mesh, everywhere, w, home, gradient)
+            flat = w.reshape(-1, *shape)
+            used = (copies >= 0)[:, :, None, None]
+            np.testing.assert_array_equal(fetched, np.where(used, flat[copies], 0).astype(dtype))
+            want = home.astype(np.float64).reshape(-1, *shape)
+            if dtype != np.uint8:
+                np.add.at(want, copies[copies >= 0], gradient[copies >= 0].astype(np.float64))
+            assert_close(total.reshape(want.shape), want, "gradients", tolerance=1e-6)

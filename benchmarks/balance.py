@@ -19,9 +19,9 @@ import jax
 import numpy as np
 
 from jax_ep import Balance
-from jax_ep.core.balance import plan_pass
 from jax_ep.tools.benchmark import harness, inputs, plots
 from jax_ep.tools.benchmark.harness import Report, Timing
+from jax_ep.xla.balance_plan import plan_pass
 
 RANKS = (4, 8, 16, 32, 64)
 EXPONENTS = (0.5, 0.75, 1.0, 1.25)

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from jax.typing import DTypeLike
 
+from jax_ep.core.balance import PassPlan
 from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.core.facts import FusedFacts, FusedModes, Weights
 from jax_ep.core.layout import Bias
@@ -45,6 +46,16 @@ class Exchange(Protocol):
     def combine_tokens(
         self, options: Options, y: Array, row_weights: Array | None, handle: Handle, /
     ) -> tuple[Array, Array | None]: ...
+
+
+class BalancePlan(Protocol):
+    """Plans of balanced passes."""
+
+    def plan_pass(self, counts: Array, rows: int, spare: int, /) -> PassPlan: ...
+
+    def place_assignments(
+        self, topk_idx: Array, counts: Array, plan: PassPlan, rank: Array | int, /
+    ) -> tuple[Array, Array]: ...
 
 
 class ExpertCopies(Protocol):

@@ -17,10 +17,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jax_ep.core import balance, check, operations
+from jax_ep.core import check, operations
 from jax_ep.core.balance import Balance
 from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.core.facts import ExchangeFacts
@@ -46,7 +47,7 @@ class Passes:
       spare: S, spare slots per rank.
       axis: mesh axes of the experts.
       sum_dtype: dtype of the result.
-      transfers: implementation that moves the copies.
+      implementation: of the plan and of what moves the copies.
     """
 
     layer: Layer
@@ -56,7 +57,7 @@ class Passes:
     spare: int
     axis: tuple[str, ...]
     sum_dtype: DTypeLike
-    transfers: str
+    implementation: str
 
     @property
     def num_local(self) -> int:
@@ -114,8 +115,8 @@ def run(
     num_tokens, top_k = topk_idx.shape
     layout = Layout(num_ranks, num_experts, num_tokens, top_k, rows, axis=spread_axes(axis))
     by_kernel = registry.choose(options, ExchangeFacts(x.dtype, x.shape[1], layout)).implementation == "triton"
-    transfers = "triton" if by_kernel else "xla"
-    passes = Passes(layer, num_experts, num_ranks, rows, spare, axis, sum_dtype, transfers)
+    name = "triton" if by_kernel else "xla"
+    passes = Passes(layer, num_experts, num_ranks, rows, spare, axis, sum_dtype, name)
     topk_idx = jnp.where((topk_idx >= 0) & (topk_idx < num_experts), topk_idx, -1)
     x, topk_weights, weights, topk_idx = vary_alike((x, topk_weights, weights, topk_idx), over=axis)
     return _all_passes(passes, (topk_idx, _count(passes, topk_idx)), x, topk_weights, weights).astype(sum_dtype)
@@ -132,8 +133,9 @@ def _count(passes: Passes, topk_idx: Array) -> Array:
 def _next_pass(passes: Passes, state: tuple[Array, Array]) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     """`(slots [T, K], copies [W, S])` of the next pass, and the `(ids, counts)` that it leaves."""
     topk_idx, counts = state
-    plan = balance.plan_pass(counts, passes.rows, passes.spare)
-    slots, left = balance.place_assignments(topk_idx, counts, plan, rank_on(passes.axis))
+    planner = registry.get("balance_plan", passes.implementation)
+    plan = planner.plan_pass(counts, passes.rows, passes.spare)
+    slots, left = planner.place_assignments(topk_idx, counts, plan, rank_on(passes.axis))
     return (slots, plan.copies), (left, plan.left)
 
 
@@ -141,12 +143,9 @@ def _one_pass(passes: Passes, place: tuple[Array, Array], x: Array, topk_weights
     slots, copies = place
 
     def compute(x: Array, topk_weights: Array, weights: Tree) -> Array:
-        slots_after = slots
-        whole = jax.tree.map(partial(_home_and_copies, passes, copies), weights)
-        for leaf in jax.tree.leaves(whole):
-            # All ranks run the transfers before the layer: collectives and kernels need one order everywhere.
-            # The last slot: XLA sees through a concatenation, and the first expert is at home.
-            slots_after = known_after(slots_after, leaf[-1])
+        leaves, structure = jax.tree.flatten(weights)
+        whole, slots_after = _with_copies(passes, copies, slots, tuple(map(_as_bits, leaves)))
+        whole = jax.tree.unflatten(structure, map(_from_bits, whole, leaves))
         sizes = {"num_experts": passes.num_experts + passes.num_ranks * passes.spare, "capacity": passes.rows}
         dtype = passes.sum_dtype if passes.is_one_pass else _wide(passes.sum_dtype)
         return passes.layer(x, slots_after, topk_weights, whole, preferred_element_type=dtype, **sizes)
@@ -186,7 +185,12 @@ def _all_passes_forward(passes: Passes, state: tuple[Array, Array], *operands: T
 
 def _all_passes_backward(passes: Passes, residuals: Tree, cotangent: Array) -> tuple[Tree, ...]:
     pull, left, operands = residuals
-    first = pull(cotangent)
+    dx, d_weights, gradients = pull(cotangent)
+    # Other layers follow: on all ranks after the gradients of copies have gone home.
+    for gradient in jax.tree.leaves(gradients):
+        if gradient.dtype != jax.dtypes.float0:
+            d_weights += _after(jnp.zeros((), jnp.int32), gradient).astype(d_weights.dtype)
+    first = dx, d_weights, gradients
     if passes.is_one_pass:
         return None, *first
 
@@ -210,33 +214,59 @@ def _widen(gradient: Array) -> Array:
 _all_passes.defvjp(_all_passes_forward, _all_passes_backward)
 
 
-def _home_and_copies(passes: Passes, copies: Array, w: Array) -> Array:
-    """`_with_copies` of any dtype; 8-bit values, which have no gradient, travel as bytes."""
-    if w.dtype.itemsize > 1:
-        return _with_copies(passes, copies, w)
-    values = lax.bitcast_convert_type(lax.stop_gradient(w), jnp.uint8)
-    return lax.bitcast_convert_type(_with_copies(passes, copies, values), w.dtype)
+def _as_bits(w: Array) -> Array:
+    """Return 8-bit values, which have no gradient, as bytes, and others as they are."""
+    return w if w.dtype.itemsize > 1 else lax.bitcast_convert_type(lax.stop_gradient(w), jnp.uint8)
+
+
+def _from_bits(w: Array, like: Array) -> Array:
+    return w if w.dtype == like.dtype else lax.bitcast_convert_type(w, like.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _with_copies(passes: Passes, copies: Array, w: Array) -> Array:
-    """Weights `[L, ...]` of the experts at home, followed by those of the copies: `[L + S, ...]`."""
-    return jnp.concatenate([w, _transfers(passes).fetch_copies(passes.axis, copies, w)])
+def _with_copies(passes: Passes, copies: Array, slots: Array, weights: tuple[Array, ...]) -> tuple[Any, Array]:
+    """Weights `[L, ...]` of the experts at home, followed by those of the copies: `[L + S, ...]`.
+
+    Also returns `slots` with a data dependence on all transfers: collectives and kernels need one order on all ranks.
+    """
+    found = []
+    for w in weights:
+        spare = _transfers(passes).fetch_copies(passes.axis, copies, w)
+        copies, slots = _after(copies, spare), _after(slots, spare)
+        found.append(jnp.concatenate([w, spare]))
+    return tuple(found), slots
 
 
-def _with_copies_forward(passes: Passes, copies: Array, w: Array) -> tuple[Array, Array]:
-    return _with_copies(passes, copies, w), copies
+def _with_copies_forward(
+    passes: Passes, copies: Array, slots: Array, weights: tuple[Array, ...]
+) -> tuple[tuple[Any, Array], Array]:
+    return _with_copies(passes, copies, slots, weights), copies
 
 
-def _with_copies_backward(passes: Passes, copies: Array, gradient: Array) -> tuple[None, Array]:
+def _with_copies_backward(passes: Passes, copies: Array, cotangents: tuple[Any, Array]) -> tuple[None, None, Any]:
     """Return the gradients of copies to their home, and add them there in at least float32, in a fixed order."""
-    home, spare = _widen(gradient[: passes.num_local]), gradient[passes.num_local :]
-    home = _transfers(passes).add_gradients(passes.axis, copies, home, spare)
-    return None, home.astype(gradient.dtype)
+    found: list[Any] = []
+    for gradient in cotangents[0]:
+        if gradient.dtype == jax.dtypes.float0:
+            found.append(np.zeros((passes.num_local, *gradient.shape[1:]), jax.dtypes.float0))
+            continue
+        home, spare = _widen(gradient[: passes.num_local]), gradient[passes.num_local :]
+        home = _transfers(passes).add_gradients(passes.axis, copies, home, spare)
+        copies = _after(copies, home)
+        found.append(home.astype(gradient.dtype))
+    return None, None, tuple(found)
 
 
 _with_copies.defvjp(_with_copies_forward, _with_copies_backward)
 
 
+def _after(x: Array, earlier: Array) -> Array:
+    """Return integers `x` with a data dependence on `earlier`."""
+    if jnp.issubdtype(earlier.dtype, jnp.floating):
+        return known_after(x, earlier)
+    first = earlier[(0,) * earlier.ndim]
+    return x + ((first == 1) & (first == 2)).astype(x.dtype)  # Always adds 0, but XLA cannot know.
+
+
 def _transfers(passes: Passes) -> operations.ExpertCopies:
-    return registry.get("expert_copies", passes.transfers)
+    return registry.get("expert_copies", passes.implementation)

@@ -34,6 +34,7 @@ _PACKAGES = {"triton": "jax_ep.megakernels", "pallas": "jax_ep.pallas", "xla": "
 # In order of preference, behind those that are the fastest: the first one that accepts a request is the default.
 _IMPLEMENTATIONS = {
     "exchange": ("triton", "xla", "pallas"),
+    "balance_plan": ("triton", "xla"),
     "expert_copies": ("triton", "xla"),
     "exchange_gemm": ("triton",),  # others run the exchange and the product one after the other
     "gemm_activation": ("pallas",),  # others activate in a separate pass
@@ -119,6 +120,10 @@ def available(operation: str | None = None) -> tuple[str, ...]:
 
 @overload
 def get(operation: Literal["exchange"], name: str) -> operations.Exchange: ...
+
+
+@overload
+def get(operation: Literal["balance_plan"], name: str) -> operations.BalancePlan: ...
 
 
 @overload

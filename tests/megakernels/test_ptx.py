@@ -9,11 +9,12 @@ import pytest
 from compiling import build
 
 from jax_ep.heap.symmetric import HeapLayout
-from jax_ep.megakernels import exchange
+from jax_ep.megakernels import balance_plan, exchange
 from jax_ep.megakernels.kernels.exchange_structs import (
     Combine,
     Dispatch,
     ExpertMoves,
+    PassSizes,
     Peers,
     PlanScratch,
     SmallExchange,
@@ -117,6 +118,21 @@ def test_ptx_expert_copies_kernel(dtype, capability):
     built = build("expert_copies", "move_experts", pointers, {"S": sizes, "HEAP": HEAP}, 8, STAGES, capability)
     assert re.search(r"ld\.global\.v4\.b32", built["ptx"]) and re.search(r"st\.global\.v4\.b32", built["ptx"])
     assert not re.search(r"st\.global\.b(8|16)", built["ptx"]), "narrow stores: an alignment hint was lost"
+    assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]
+
+
+@pytest.mark.parametrize(("ranks", "experts"), [(4, 64), (8, 256), (64, 1024)])
+@pytest.mark.slow(unless={"experts": [256]})
+def test_ptx_balance_plan_kernels(ranks, experts):
+    names = ("counts", "copies", "moved", "own", "ends", "starts", "left")
+    slots = max(32, 2 * ranks)
+    sizes = PassSizes(ranks, experts, experts // ranks, 2, 36096, experts, max(32, ranks), slots)
+    built = build("balance_plan", "plan_pass", {f"{n}_ptr": "*i32" for n in names}, {"S": sizes}, 4, STAGES, 90)
+    assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]
+    names = ("topk_idx", "rank", "copies", "own", "ends", "starts", "slots", "left")
+    config, sizes = balance_plan.place_sizes(32768, ranks, experts, 2)
+    pointers = {f"{n}_ptr": "*i32" for n in names}
+    built = build("balance_plan", "place_assignments", pointers, {"S": sizes}, config.num_warps, STAGES, 90)
     assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_ep.core.balance import place_assignments, plan_pass
+from jax_ep.xla.balance_plan import place_assignments, plan_pass
 
 TOKENS, TOP_K = 32, 4
 

@@ -114,6 +114,34 @@ class ExpertMoves:
 
 
 @dataclasses.dataclass(frozen=True)
+class PassSizes:
+    """Static sizes of `plan_pass`."""
+
+    num_ranks: int
+    num_experts: int  # of all ranks
+    num_local_experts: int
+    spare: int  # slots for copies per rank
+    rows: int  # rows of a rank in a pass
+    padded_experts: int  # power of two >= num_experts
+    padded_ranks: int  # power of two >= num_ranks
+    padded_slots: int  # power of two >= num_ranks * spare
+
+
+@dataclasses.dataclass(frozen=True)
+class PlaceSizes:
+    """Static sizes of `place_assignments`."""
+
+    num_assignments: int  # of this rank
+    num_ranks: int
+    num_experts: int  # of all ranks
+    spare: int  # slots for copies per rank
+    per_program: int  # assignments that a program places
+    lanes: int  # assignments placed at a time
+    count_block: int  # assignments counted at a time
+    bins: int  # power of two >= num_experts
+
+
+@dataclasses.dataclass(frozen=True)
 class DispatchTile:
     """Blocks of dispatch."""
 

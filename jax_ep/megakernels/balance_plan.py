@@ -1,0 +1,64 @@
+"""Launches of the kernels that plan a balanced pass and place this rank's assignments."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep.core.balance import PassPlan
+from jax_ep.core.kernel import Config, Kernel
+from jax_ep.core.layout import power_of_two
+from jax_ep.megakernels.kernels import balance_plan as kernels
+from jax_ep.megakernels.kernels.exchange_structs import PassSizes, PlaceSizes
+from jax_ep.megakernels.launch import launch, num_programs
+from jax_ep.types import Array
+
+_PLAN = Kernel(kernels.plan_pass)
+_PLACE = Kernel(kernels.place_assignments)
+_LANES, _MOST_COUNTED = 256, 2048
+
+
+def plan_pass(counts: Array, rows: int, spare: int) -> PassPlan:
+    """See xla/balance_plan.py."""
+    num_ranks, num_experts = counts.shape
+    sizes = PassSizes(
+        num_ranks=num_ranks,
+        num_experts=num_experts,
+        num_local_experts=num_experts // num_ranks,
+        spare=spare,
+        rows=rows,
+        padded_experts=max(32, power_of_two(num_experts)),
+        padded_ranks=max(32, power_of_two(num_ranks)),
+        padded_slots=max(32, power_of_two(num_ranks * spare)),
+    )
+    slots, experts = (jax.ShapeDtypeStruct((num_ranks, n), jnp.int32) for n in (spare, num_experts))
+    results = (slots, slots, experts, experts, experts, experts)
+    copies, _, own, ends, starts, left = launch(_PLAN, (counts,), results, Config(1, num_warps=4), {"S": sizes})
+    return PassPlan(copies, own, ends, starts, left)
+
+
+def place_assignments(topk_idx: Array, counts: Array, plan: PassPlan, rank: Array | int) -> tuple[Array, Array]:
+    """See xla/balance_plan.py."""
+    num_ranks, num_experts = counts.shape
+    config, sizes = place_sizes(topk_idx.size, num_ranks, num_experts, plan.copies.shape[1])
+    operands = (topk_idx.reshape(-1), jnp.asarray(rank, jnp.int32)[None], *plan[:4])
+    result = jax.ShapeDtypeStruct((topk_idx.size,), jnp.int32)
+    slots, left = launch(_PLACE, operands, (result, result), config, {"S": sizes})
+    return slots.reshape(topk_idx.shape), left.reshape(topk_idx.shape)
+
+
+def place_sizes(num_assignments: int, num_ranks: int, num_experts: int, spare: int) -> tuple[Config, PlaceSizes]:
+    """Return config and sizes: a share of the assignments for each of as many programs as run at a time."""
+    programs = num_programs(-(-num_assignments // _LANES))
+    per_program = _LANES * -(-num_assignments // (_LANES * programs))
+    sizes = PlaceSizes(
+        num_assignments=num_assignments,
+        num_ranks=num_ranks,
+        num_experts=num_experts,
+        spare=spare,
+        per_program=per_program,
+        lanes=_LANES,
+        count_block=min(_MOST_COUNTED, max(_LANES, power_of_two(num_assignments))),
+        bins=max(32, power_of_two(num_experts)),
+    )
+    return Config(-(-num_assignments // per_program), num_warps=8), sizes

@@ -1,0 +1,50 @@
+"""The kernels that plan a balanced pass agree with plain JAX, bit for bit, for random and adversarial loads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from harness import run
+from jax_ep.core.balance import Balance
+from jax_ep.ops import registry
+
+
+def routing(rng: np.random.Generator, kind: str, num_ranks: int, tokens: int, top_k: int, experts: int) -> np.ndarray:
+    """Return ids `[W, T, K]`, some -1."""
+    popularity = {
+        "uniform": np.ones(experts),
+        "zipf": rng.permutation(1 / np.arange(1, experts + 1)),
+        "one_rank": np.where(np.arange(experts) < experts // num_ranks, 1.0, 1e-9),
+        "one_expert": np.where(np.arange(experts) == experts - 1, 1.0, 1e-9),
+    }[kind]
+    noise = rng.gumbel(size=(num_ranks, tokens, experts))
+    ids = np.argsort(-(np.log(popularity) + noise), axis=-1)[..., :top_k].astype(np.int32)
+    return np.where(rng.random(ids.shape) < 0.1, -1, ids)
+
+
+@pytest.mark.parametrize("kind", ["uniform", "zipf", "one_rank", "one_expert"])
+@pytest.mark.parametrize(("experts", "spare"), [(8, 1), (24, 3)])
+def test_balance_plan_kernels(
+    implementation: str, kind: str, experts: int, spare: int, expert_mesh: Any, rng: Any
+) -> None:
+    if implementation != "triton":
+        pytest.skip("only triton has kernels for the plan")
+    num_ranks, tokens, top_k = 2, 301, 2
+    rows = Balance(1.0).rows_per_rank(tokens * top_k)
+    topk_idx = routing(rng, kind, num_ranks, tokens, top_k, experts)
+    counts = np.stack([np.bincount(ids[ids >= 0], minlength=experts) for ids in topk_idx]).astype(np.int32)
+    everywhere = np.broadcast_to(counts, (num_ranks, *counts.shape))
+    found = {}
+    for implementation in ("triton", "xla"):
+        planner = registry.get("balance_plan", implementation)
+
+        def fn(topk_idx: Any, counts: Any, rank: Any, planner: Any = planner) -> Any:
+            plan = planner.plan_pass(counts, rows, spare)
+            return plan, planner.place_assignments(topk_idx, counts, plan, rank)
+
+        found[implementation] = run(fn, expert_mesh(num_ranks), topk_idx, everywhere, np.arange(num_ranks))
+    jax.tree.map(np.testing.assert_array_equal, found["triton"], found["xla"])

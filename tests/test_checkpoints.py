@@ -104,7 +104,7 @@ def test_checkpoint_moe_layers(
 @pytest.mark.parametrize(
     ("name", "changes", "wanted"),
     [
-        ("deepseek_v2", {"topk_method": "greedy"}, {"router": Router(renormalize=False, group_score="max", scale=2.5)}),
+        ("deepseek_v2", {"topk_method": "greedy"}, {"router": Router(renormalize=False, scale=2.5)}),
         ("deepseek_v3", {"n_shared_experts": 3}, {"shared_experts": SharedExperts(3)}),
         ("qwen3_moe", {"norm_topk_prob": None}, {"router": Router(renormalize=False)}),
         ("qwen3_moe", {"num_experts": None, "num_local_experts": 16}, {"num_experts": 16}),

@@ -302,6 +302,7 @@ def deleted() -> jax.Array:
 
 SAVING = {
     "layers": (lambda w: {"layers": {1: w}}, ValueError, r"layers has \[1\], expected the MoE layers .* \[0\]"),
+    "bool as layer": (lambda w: {"layers": {False: w}}, ValueError, r"layers has \[False\], expected the MoE .* \[0\]"),
     "missing": (
         lambda w: {"layers": {0: without(w, "router")}},
         ValueError,
@@ -317,6 +318,11 @@ SAVING = {
         lambda w: {"layers": {0: w | {"router": [1.0]}}},
         TypeError,
         "router of layer 0 is a list, expected a JAX",
+    ),
+    "masked": (
+        lambda w: {"layers": {0: w | {"router": np.ma.array(w["router"], mask=w["router"] > 0)}}},
+        TypeError,
+        "router of layer 0 is a MaskedArray, expected a JAX",
     ),
     "name twice": (
         lambda w: {"others": {EXPERT: w["router"]}},

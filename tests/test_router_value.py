@@ -29,6 +29,7 @@ WRONG = [
     ),
     *(({name: 0}, ValueError, f"{name}=0", "at least 1") for name in ("num_groups", "topk_groups")),
     ({"num_identity_experts": -1}, ValueError, "num_identity_experts=-1", "at least 0"),
+    ({"group_score": "max"}, ValueError, "group_score='max' with num_groups=1", "leave group_score out"),
     ({"topk_groups": 2}, ValueError, "topk_groups=2 exceeds num_groups=1", "lower topk_groups"),
     *(({"scale": value}, TypeError, "scale is", "pass a float") for value in (None, "2", jnp.ones(()), [1.0], True)),
     *(

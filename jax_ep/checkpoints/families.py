@@ -461,6 +461,8 @@ class Model:
                 raise self._error(f"{value} for {key}", f"at most the {most} {what}")
         if experts % groups:
             raise self._error(f"{groups} for {wanted['num_groups']}", f"a divisor of the {experts} experts")
+        if groups == 1:
+            fields.pop("group_score", None)
         return Router(**fields)
 
     @property

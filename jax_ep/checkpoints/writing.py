@@ -50,7 +50,7 @@ def tensors_of(
     family, shapes, expected = model.family, model.shapes(), model.moe_layers
     _check_dict(function, "layers", layers, "{number: parameters}")
     _check_dict(function, "others", others, "{name: array}")
-    if set(layers) != set(expected):
+    if set(layers) != set(expected) or not all(type(layer) is int or isinstance(layer, np.integer) for layer in layers):
         raise ValueError(
             f"{function}: layers has {sorted(layers, key=repr)}, expected the MoE layers of the config,"
             f" {list(expected)}; pass each of them."
@@ -136,7 +136,7 @@ def _of_fp8(
 
 def _check_array(function: str, what: str, array: Any, shape: tuple[int, ...]) -> None:
     """Check that a value is an array of this shape with all its values in this process."""
-    if not isinstance(array, jax.Array | np.ndarray) or isinstance(array, jax.core.Tracer):
+    if not isinstance(array, jax.Array | np.ndarray) or isinstance(array, jax.core.Tracer | np.ma.MaskedArray):
         raise TypeError(
             f"{function}: {what} is a {type(array).__name__}, expected a JAX or NumPy array {shape}; for a Flax"
             " variable pass variable.get_value(), and call it outside of jax.jit."

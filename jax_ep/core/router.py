@@ -48,7 +48,8 @@ class Router:
         computes them; after `topk_router` see `jax_ep.routing.identity_experts`.
 
     Raises:
-      ValueError: an unknown score, more chosen groups than groups, a scale of 0, or an option that "sparsemixer" lacks.
+      ValueError: an unknown score, more chosen groups than groups, a `group_score` without groups, a scale of 0, or an
+        option that "sparsemixer" lacks.
       TypeError: a value of another type.
 
     Example:
@@ -88,6 +89,11 @@ class Router:
             raise ValueError(
                 f"Router: topk_groups={self.topk_groups} exceeds num_groups={self.num_groups}, expected at most that;"
                 " lower topk_groups."
+            )
+        if self.group_score == "max" and self.num_groups == 1:
+            raise ValueError(
+                "Router: group_score='max' with num_groups=1, expected several groups to score; set num_groups, or leave"
+                " group_score out."
             )
         if self.score == "sparsemixer" and (self.selection_bias, self.scale, self.num_groups) != (False, 1, 1):
             given = f"selection_bias={self.selection_bias}, scale={self.scale}, num_groups={self.num_groups}"

@@ -134,6 +134,9 @@ def test_quantized_gemm_int8_tokens(
     scales = np.abs(wide).max(axis=1, keepdims=True) / 127
     matrices = oracle_quantized.dequantize(np.asarray(q.values), np.asarray(q.scales), "int8")
     want = oracle.grouped_gemm(np.round(wide / scales) * scales, np.swapaxes(matrices, -1, -2), sizes)
+    # float32 may round an element that lies between two integers to either of them.
+    either = (np.abs(wide / scales % 1 - 0.5) < 1e-4) * scales
+    slack = oracle.grouped_gemm(either, np.abs(np.swapaxes(matrices, -1, -2)), sizes)
     options = {"preferred_element_type": jnp.float32, "implementation": implementation}
     if masked:
         lhs = np.full((3, 32, depth), np.nan, BF16)
@@ -142,9 +145,7 @@ def test_quantized_gemm_int8_tokens(
         got = to_numpy(jax.jit(partial(jax_ep.masked_grouped_gemm, **options))(lhs, q, sizes))[real]
     else:
         got = to_numpy(jax.jit(partial(jax_ep.grouped_gemm, **options))(rows, q, sizes))
-    # One in some thousands of elements lies so close to the middle of two integers that float32 rounds it differently.
-    assert_close(got, want, tolerance=1e-2)
-    assert np.linalg.norm(got - want) < 1e-3 * np.linalg.norm(want)
+    assert_close(got + np.clip(want - got, -slack, slack).astype(F32), want)
     if smooth is None:
         exact = oracle.grouped_gemm(rows.astype(np.float64), w, sizes)
         assert np.linalg.norm(got - exact) < 0.05 * np.linalg.norm(exact)

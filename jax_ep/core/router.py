@@ -92,8 +92,8 @@ class Router:
             )
         if self.group_score == "max" and self.num_groups == 1:
             raise ValueError(
-                "Router: group_score='max' with num_groups=1, expected several groups to score; set num_groups, or leave"
-                " group_score out."
+                "Router: group_score='max' with num_groups=1, expected several groups to score; set num_groups, or"
+                " leave group_score out."
             )
         if self.score == "sparsemixer" and (self.selection_bias, self.scale, self.num_groups) != (False, 1, 1):
             given = f"selection_bias={self.selection_bias}, scale={self.scale}, num_groups={self.num_groups}"

@@ -52,7 +52,7 @@ jax.config.update("jax_default_matmul_precision", "highest")
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("jax_ep")
     group.addoption("--implementation", help="comma-separated implementations to test; default: every available one")
-    group.addoption("--launcher", help="see jax_ep.init; tests with a context of their own leave it out")
+    group.addoption("--launcher", help="see jax_ep.init; tests that call jax_ep.init themselves ignore it")
     group.addoption("--slow", action="store_true", help="on CPU devices, also the tests marked slow; on GPUs all run")
     group.addoption("--only-slow", action="store_true", help="only the tests marked slow")
     group.addoption("--seed", type=int, help="seed of the random inputs; default: a fresh one, shown on failure")

@@ -349,7 +349,7 @@ def test_sparsemixer_equals_the_published_model(jitter_eps):
 
 @pytest.mark.parametrize("key", [None, 4], ids=["best", "drawn"])
 def test_sparsemixer_with_masked_experts(key):
-    """A single remaining expert has all the weight of the first round, and the second has none; then neither."""
+    """A single remaining expert gets all weight in the first round and leaves 0 for the second; then both are 0."""
     logits = jnp.full((4, 5), -jnp.inf).at[0, 0].set(-3.0).at[1, 3].set(2.0).at[2, 1:3].set(jnp.array([1.0, 0.9]))
     key = None if key is None else jax.random.key(key)
 

@@ -128,6 +128,6 @@ def quantized_plans(files: TensorFiles, parameter: str, stored: Stored, shape: t
 
 
 def _columns(region: Region, per: int) -> Region:
-    """Convert a region to packed columns, each of which holds `per` columns of the region."""
+    """Convert a region to packed columns, `per` columns of the region in each."""
     last = region[-1]
     return (*region[:-1], slice(last.start // per, last.stop // per))

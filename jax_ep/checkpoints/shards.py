@@ -181,7 +181,7 @@ class HostCopy:
         self._held: dict[Region, np.ndarray] = {}
 
     def region(self, region: Region) -> np.ndarray:
-        """Return a region of the array, all of which must be on devices of this process."""
+        """Return a region of the array. All of it must be on devices of this process."""
         if not isinstance(self.array, jax.Array):
             return np.asarray(self.array)[region]
         shards = {_bounded(shard.index, self.array.shape): shard for shard in self.array.addressable_shards}

@@ -422,13 +422,13 @@ def activation_rows(function: str, rows: Any, hidden: Array, intermediate: int |
 
 
 def biases(function: str, value: Any) -> Biases:
-    """Return the pair `(b_gate_up, b_down)`, either of which may be None; None is neither."""
+    """Return the pair `(b_gate_up, b_down)`; each, or the whole value, may be None."""
     if value is None:
         return None, None
     if not isinstance(value, tuple | list) or len(value) != 2:
         what = f"a {type(value).__name__} of {len(value)}" if isinstance(value, tuple | list) else type_name(value)
         raise TypeError(
-            f"{function}: biases is {what}, expected a pair (b_gate_up, b_down), either of which may be None; pass one."
+            f"{function}: biases is {what}, expected a pair (b_gate_up, b_down) in which each may be None; pass one."
         )
     return value[0], value[1]
 

@@ -31,7 +31,7 @@ def whole_blocks(function: str, what: str, size: int) -> None:
 
 
 def whole_groups_per_device(function: str, name: str, value: Array, axis: int, size: int, group: int) -> None:
-    """Where types name shardings, an axis, which stands for `size` elements, is split between groups of them only."""
+    """Check that explicit mesh axes split an axis of `size` elements into whole blocks of `group` elements."""
     sharding = jax.typeof(value).sharding
     names = axis_tuple(sharding.spec[axis] or ())
     devices = math.prod(sharding.mesh.shape[mesh_axis] for mesh_axis in names)
@@ -45,7 +45,7 @@ def whole_groups_per_device(function: str, name: str, value: Array, axis: int, s
 
 
 def result_dtype(function: str, preferred: DTypeLike | None, lhs: Array) -> jnp.dtype:
-    """The dtype of a product: `preferred`, else that of lhs, bfloat16 for FP8."""
+    """Return the dtype of a GEMM: `preferred`, else that of lhs, bfloat16 for FP8."""
     return check.result_dtype(function, preferred, jnp.bfloat16 if lhs.dtype == FP8 else lhs.dtype)
 
 

@@ -22,8 +22,8 @@ from jax_ep.core.kernel import Argument, Config, Descriptor, Kernel, array_of, f
 from jax_ep.core.structs import flat, type_of
 from jax_ep.types import Array
 
-# The PTX version of CUDA 12.9, with which the oldest supported jaxlib is built. jaxlib assembles the PTX; Triton's
-# default is the version of its own assembler, which may be newer.
+# The PTX version of CUDA 12.9, with which the oldest supported jaxlib is built. jaxlib assembles the PTX; by
+# default Triton writes PTX for its bundled assembler, which may be newer.
 _PTX_VERSION = 88
 
 

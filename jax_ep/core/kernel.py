@@ -16,7 +16,7 @@ from jax_ep.types import Array
 
 @dataclasses.dataclass(frozen=True, eq=False)  # equal if identical: Triton hashes the sources of a function
 class Kernel:
-    """A kernel.
+    """A Triton kernel, compared by identity.
 
     Attributes:
       body: the `triton.jit` function. Modules that name kernels import Triton; nothing that `import jax_ep` loads does.

@@ -1,4 +1,4 @@
-"""Arguments of kernels, some of which are NamedTuples. Workers of the interpreter load this file without JAX."""
+"""Flatten and regroup kernel arguments, which may be NamedTuples. The interpreter's workers load it without JAX."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def flat(arguments: Iterable[Any]) -> list[Any]:
-    """Flatten operands or results, some of which are NamedTuples."""
+    """Flatten operands or results, which may be NamedTuples."""
     return [x for argument in arguments for x in (argument if isinstance(argument, tuple) else (argument,))]
 
 

@@ -21,7 +21,7 @@ STORED = (*FORMATS, *(f"{name}_prepacked" for name, found in FORMATS.items() if 
 
 
 def format_of(w: QuantizedWeights) -> Format:
-    """The format of quantized weights, not of those without a format."""
+    """Return the format of quantized weights, which must have one."""
     return FORMATS[str(w.format)]
 
 
@@ -31,7 +31,7 @@ def needs_decoder(w: QuantizedWeights) -> bool:
 
 
 def stored_name(w: QuantizedWeights) -> str:
-    """The name by which settings of kernels are looked up."""
+    """Return the name by which settings of kernels are looked up."""
     return format_of(w).name + ("_prepacked" if w.is_prepacked else "")
 
 

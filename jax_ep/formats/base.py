@@ -34,7 +34,7 @@ class Prepacked(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """All facts of one format of expert weights `[..., E, K, N]`, which are stored as `[..., E, N, K]`."""
+    """One format of expert weights `[..., E, K, N]`, which are stored as `[..., E, N, K]`."""
 
     name: str
     quantize: Callable[[Array, int], Quantized]  # `(w [..., K, N], block size)` to values `[..., N, K]` and scales
@@ -59,7 +59,7 @@ class Format:
         return w.shape[-2] // blocks if blocks else 0
 
     def scale_shape(self, w: QuantizedWeights) -> tuple[int, ...] | None:
-        """The shape that its scales should have; None: K is not whole blocks."""
+        """Return the expected shape of the scales of `w`; None: K is not a multiple of the block."""
         (*leading, depth, columns), is_prepacked = w.shape, w.layout == "prepacked"
         block = self.block_size(w)
         if self.block_k is None:
@@ -108,7 +108,7 @@ def pack_nibbles(nibbles: Array) -> Array:
 
 
 def unpack_nibbles(values: Array) -> Array:
-    """Invert `pack_nibbles`."""
+    """Invert `pack_nibbles`: bytes `[..., K / 2]` to nibbles `[..., K]`."""
     pairs = jnp.stack([values & 15, values >> 4], axis=-1)
     return pairs.reshape(*values.shape[:-1], 2 * values.shape[-1])
 

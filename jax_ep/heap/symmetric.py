@@ -133,7 +133,7 @@ class SymmetricHeap:
 
     @property
     def generations(self) -> list[Generation]:
-        """All generations, data first."""
+        """Generations of the heap, those for data first."""
         return [*self._data, *self._buffers]
 
     @property

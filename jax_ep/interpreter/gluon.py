@@ -2,7 +2,7 @@
 
 Triton's interpreter does not know Gluon. This emulator executes the Python body of a kernel once per program and
 partition, with the language's operations replaced. Programs run one after another, so a kernel that finishes needs only
-one resident program. The partitions of a program are threads of which one runs at a time; a seeded scheduler switches
+one resident program. The partitions of a program are threads, and one runs at a time; a seeded scheduler switches
 between them at barriers and asynchronous operations.
 
 Asynchronous operations take effect as late as their waits allow, and their targets hold NaN until then: a TMA load

@@ -1,4 +1,4 @@
-"""A pool of worker processes, each of which simulates one GPU on the CPU, with memory that all of them map."""
+"""A pool of worker processes that each simulate one GPU on the CPU, with memory that all of them map."""
 
 from __future__ import annotations
 

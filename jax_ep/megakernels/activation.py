@@ -246,7 +246,7 @@ def activate_columns(
 
 
 def row_pass(shape: tuple[int, ...], group_sizes: Array, most_columns: int, elements: int) -> RowPass:
-    """Return the sizes of a pass over rows of this shape, in blocks of so many elements and columns."""
+    """Return the sizes of a pass over rows of this shape, in blocks of at most these elements and columns."""
     num_rows, columns = shape
     block, groups = min(most_columns, power_of_two(columns)), group_sizes.shape[0]
     return RowPass(num_rows, columns, groups, max(16, power_of_two(groups)), max(1, elements // block), block)

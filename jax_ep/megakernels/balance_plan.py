@@ -19,7 +19,7 @@ _LANES, _MOST_COUNTED = 256, 2048
 
 
 def plan_pass(counts: Array, rows: int, spare: int) -> PassPlan:
-    """See xla/balance_plan.py."""
+    """Plan a pass in one kernel, with the same result as `plan_pass` of xla/balance_plan.py."""
     num_ranks, num_experts = counts.shape
     sizes = PassSizes(
         num_ranks=num_ranks,
@@ -38,7 +38,7 @@ def plan_pass(counts: Array, rows: int, spare: int) -> PassPlan:
 
 
 def place_assignments(topk_idx: Array, counts: Array, plan: PassPlan, rank: Array | int) -> tuple[Array, Array]:
-    """See xla/balance_plan.py."""
+    """Place assignments in one kernel, with the same result as in xla/balance_plan.py."""
     num_ranks, num_experts = counts.shape
     config, sizes = place_sizes(topk_idx.size, num_ranks, num_experts, plan.copies.shape[1])
     operands = (topk_idx.reshape(-1), jnp.asarray(rank, jnp.int32)[None], *plan[:4])

@@ -75,7 +75,7 @@ def device_capability() -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Compilation:
-    """What to compile, which one thread does for all that are equal, and again where it has failed.
+    """A kernel to compile. Equal ones are compiled once, in one thread, and again if that failed.
 
     Attributes:
       kernel: what to compile.
@@ -93,7 +93,7 @@ class Compilation:
     capability: int
 
     def result(self) -> Compiled:
-        """Waits for it, or raises what the compiler has."""
+        """Wait for the result, or raise the error of the compiler."""
         return self.begin().result()
 
     def begin(self) -> Future[Compiled]:
@@ -134,7 +134,9 @@ def _compile(asked: Compilation) -> Compiled:
     types = {name: _type_names(parameter) for name, parameter in zip(arrays, asked.parameters, strict=True)}
     built = build(kernel, types, asked.config, constants, asked.capability)
     if built.metadata.global_scratch_size:
-        raise NotImplementedError(f"{kernel.name}: kernels have no scratch memory, as descriptors of their own need")
+        raise NotImplementedError(
+            f"{kernel.name}: kernels have no scratch memory, which descriptors made in a kernel need"
+        )
     copies = tuple(_copies(found) for found in built.metadata.tensordesc_meta or ())
     if len(copies) != sum(parameter.block_shape is not None for parameter in flat(asked.parameters)):
         raise NotImplementedError(f"{kernel.name}: Triton describes {len(copies)} of its descriptors")
@@ -144,9 +146,9 @@ def _compile(asked: Compilation) -> Compiled:
 def build(
     kernel: Kernel, types: Mapping[str, Any], config: Config, constants: Mapping[str, object], capability: int
 ) -> Any:
-    """What Triton makes of a kernel, its intermediate forms included.
+    """Compile a kernel with Triton, and keep its intermediate forms.
 
-    The types of its arrays are Triton's names, or NamedTuples of such.
+    `types` has Triton's name of the type of each array, or a NamedTuple of names.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -167,7 +169,7 @@ def build(
     source = Source(function, signature, values, aligned)
     options: dict[str, object] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     options["maxnreg"] = config.max_registers
-    options["enable_fp_fusion"] = True  # chosen here: where nobody chooses, Triton 3.9 warns
+    options["enable_fp_fusion"] = True  # Triton 3.9 warns if it is not set
     options["ptx_options"] = "--suppress-debug-info"  # each call carries its code, which that makes three times as long
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
@@ -180,7 +182,7 @@ def _type_names(parameter: Any) -> Any:
 
 
 def _pointers(types: Iterable[str | tuple[str, ...]]) -> list[tuple[int, ...]]:
-    """Where the pointers are: which parameter, and which of its NamedTuple."""
+    """Return the path of each pointer: the index of its parameter, and its index in a NamedTuple."""
     found: list[tuple[int, ...]] = []
     for i, names in enumerate(types):
         if isinstance(names, tuple):

@@ -18,29 +18,29 @@ from jax_ep.types import COMBINE_MODES, Layout, Schedule
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """How fast a GPU is at what fused operations consist of, and the run that says so.
+    """Rates of a GPU for the parts of fused operations, each with the report that measured it.
 
     Files are in benchmarks/results; "no report": the output of the run was not kept (docs/design/fused.md).
 
     Attributes:
       link_bytes: sent to other GPUs in a second, by ordinary stores (dispatch_combine_4_gpus.json).
       product_flops: operations of a grouped GEMM of `triton` in a second (grouped_gemm_gpu.json).
-      pallas_product: how much faster `pallas` makes a product by itself (grouped_gemm_gpu.json).
-      pallas_depth: from this depth on; below, the end of a tile takes its share (grouped_gemm_gpu.json).
+      pallas_product: speedup of a separate GEMM by `pallas` (grouped_gemm_gpu.json).
+      pallas_depth: K from which that speedup is reached; it shrinks in proportion below (grouped_gemm_gpu.json).
       gradient_flops: operations of a weight gradient of `triton` in a second, by two programs of four warps per
         multiprocessor or one of eight: 0.73 of cuBLAS's rate (grouped_gemm_sweep_gpu.json).
-      pallas_gradient: how much faster `pallas` makes one in a separate launch (no report).
+      pallas_gradient: speedup of a separate weight gradient by `pallas` (no report).
       combine_bytes: moved to make sums in a second, by combine (dispatch_combine_2_gpus.json, moe_layer_combine.json).
-      scatter_bytes: the same at the end of GEMM + combine, with whatever else that costs (moe_layer.json).
-      many_row_bytes: where so many bytes of rows arrive, or more, their stores hold up the products.
-      many_scatter_bytes: `scatter_bytes` by then (no report).
-      meeting_seconds: what that end costs beside the sums: all programs of all ranks meet there (moe_layer.json).
+      scatter_bytes: the same in the sums at the end of GEMM + combine (moe_layer.json).
+      many_row_bytes: from this many bytes of arriving rows on, their stores slow down the GEMM.
+      many_scatter_bytes: `scatter_bytes` from `many_row_bytes` on (no report).
+      meeting_seconds: until all programs of all ranks have met before these sums (moe_layer.json).
       copy_bytes: read and written by a copy of rows in a second (moe_layer_combine.json).
-      launch_seconds: what one launch more costs, by which few tokens are served in one (no report).
-      shown_dispatch: part of the exchange by which dispatch + GEMM takes longer than the product
+      launch_seconds: cost of one more launch, which matters with few tokens (no report).
+      shown_dispatch: part of the dispatch by which dispatch + GEMM takes longer than the GEMM
         (moe_layer_4_gpus.json).
-      sums_beside_gradient: part of the time of sums by which the gradient takes longer in their launch: they move
-        bytes, it multiplies (no report).
+      sums_during_gradient: part of the time of the sums by which a gradient in the same launch takes longer (no
+        report).
     """
 
     link_bytes: float
@@ -57,7 +57,7 @@ class Device:
     copy_bytes: float
     launch_seconds: float
     shown_dispatch: float
-    sums_beside_gradient: float
+    sums_during_gradient: float
 
 
 H200 = Device(
@@ -75,7 +75,7 @@ H200 = Device(
     copy_bytes=3.8e12,
     launch_seconds=10e-6,
     shown_dispatch=0.6,
-    sums_beside_gradient=0.15,
+    sums_during_gradient=0.15,
 )
 
 H200_RATES = Rates(link_bytes_per_s=395e9, memory_bytes_per_s=4.53e12, product_flops_per_s=684e12)
@@ -84,7 +84,7 @@ H200_RATES = Rates(link_bytes_per_s=395e9, memory_bytes_per_s=4.53e12, product_f
 
 @functools.cache
 def scaled(rates: Rates | None) -> Device:
-    """The H200, with its rates in proportion to those of a machine: kernels have the same share of them."""
+    """Scale the rates of an H200 by the measured rates of another machine."""
     if rates is None:
         return H200
     factors = {
@@ -97,7 +97,7 @@ def scaled(rates: Rates | None) -> Device:
 
 
 def _device() -> Device:
-    """Of this machine, where `jax-ep tune` has measured its rates."""
+    """Return the rates of this machine if `jax-ep tune` has measured them, else those of an H200."""
     return scaled(tuned.rates())
 
 
@@ -158,7 +158,7 @@ def serves_in_one_launch(
 
 
 def _ranks_of_token(layout: Layout) -> float:
-    """Expected number of ranks with an expert of a token."""
+    """Return the expected number of ranks with an expert of a token."""
     ranks = layout.num_ranks
     return ranks * (1 - ((ranks - 1) / ranks) ** layout.top_k)
 
@@ -189,7 +189,7 @@ def _sums_of_scatter(layout: Layout, hidden: int) -> float:
 
 
 def _gemm_alone(layout: Layout, features: int, hidden: int, by_pallas: bool) -> float:
-    """Seconds per token to compute the products in a launch of their own."""
+    """Seconds per token of a GEMM in a separate launch."""
     time = _product(layout, features, hidden)
     if by_pallas:
         time /= 1 + (_device().pallas_product - 1) * min(1.0, features / _device().pallas_depth)
@@ -216,10 +216,10 @@ def combine_times(layout: Layout, features: int, hidden: int, *, by_pallas: bool
 
 
 def dispatch_mode(layout: Layout, hidden: int, columns: int, save_as: str | None, *, by_pallas: bool) -> str:
-    """Of the modes of dispatch + GEMM, `[., hidden]` times `[hidden, columns]`, the simpler one unless it is slower.
+    """Choose the mode of dispatch + GEMM, `[., hidden]` times `[hidden, columns]`: "serial" unless "fused" is faster.
 
-    In one launch a part of the exchange shows in spite of the products; in two the saved tokens, in the other the saved
-    rows, are a copy. Times are those of even loads; uneven ones cost the one launch some percent more than the two.
+    The fused kernel does not hide all of the dispatch. Saving tokens costs a copy in "serial", saving rows in "fused".
+    The model assumes even loads; uneven loads slow "fused" down by some percent more than "serial".
     """
     sent, _ = _combine_alone(layout, hidden)
     token = 2 * 2 * hidden / _device().copy_bytes  # to read and write one
@@ -235,17 +235,17 @@ class BackwardTimes(NamedTuple):
 
     Attributes:
       apart: the gradient in a separate launch.
-      beside: the gradient in the launch of the exchange, where there is one.
+      shared: the gradient in the launch of GEMM + combine.
     """
 
     apart: dict[str, float]
-    beside: dict[str, float]
+    shared: dict[str, float]
 
 
 def backward_times(layout: Layout, features: int, hidden: int, *, by_pallas: bool) -> BackwardTimes:
-    """How long each way should take; docs/design/fused.md tells why.
+    """Estimate both times of each mode; docs/design/fused.md explains the model.
 
-    What travels has the time of the gradient, too, or, in mode "scatter", that of both products.
+    A shared launch hides the all-to-all behind the gradient, or behind both GEMMs in mode "scatter".
     """
     product, (sent, made) = _product(layout, features, hidden), _combine_alone(layout, hidden)
     gradient = product * _device().product_flops / _device().gradient_flops
@@ -256,19 +256,19 @@ def backward_times(layout: Layout, features: int, hidden: int, *, by_pallas: boo
         {
             "scatter": both + _sums_of_scatter(layout, hidden),
             "serial": _gemm_alone(layout, features, hidden, by_pallas)
-            + max(gradient + _device().sums_beside_gradient * made, sent),
+            + max(gradient + _device().sums_during_gradient * made, sent),
         },
     )
 
 
 def combine_mode(layout: Layout, features: int, hidden: int, *, by_pallas: bool) -> str:
-    """The simplest mode of GEMM + combine of those that should take least time, up to a hundredth."""
+    """Choose the mode of GEMM + combine: the simplest within 1 % of the fastest."""
     times = combine_times(layout, features, hidden, by_pallas=by_pallas)
     return next(mode for mode, time in times.items() if time <= 1.01 * min(times.values()))
 
 
 def fused_modes(schedule: Schedule, facts: FusedFacts, *, by_pallas: bool) -> FusedModes:
-    """The modes of both directions; `by_pallas`: `pallas` runs GEMMs in separate launches."""
+    """Choose the modes of both directions; `by_pallas`: `pallas` runs GEMMs in separate launches."""
     layout, dtype, hidden, columns = facts.layout, facts.dtype, facts.hidden, facts.columns
     settings = tuned.exchange_gemm_facts(layout, hidden, columns, dtype)
     chosen = tuned.schedule(schedule, "dispatch_grouped_gemm", **settings).dispatch_mode
@@ -283,7 +283,7 @@ def fused_modes(schedule: Schedule, facts: FusedFacts, *, by_pallas: bool) -> Fu
 
 
 def _mode_with_gradient(schedule: Schedule, facts: FusedFacts, by_pallas: bool) -> str | None:
-    """The mode of GEMM + combine that share a launch with the gradient of the weights; None: they share none."""
+    """Choose the mode of GEMM + combine in one launch with the weight gradient; None: in a separate one."""
     schedule = backward_schedule(schedule, facts.layout, facts.columns, facts.hidden, facts.dtype)
     wanted, mode = schedule.fuse_weight_gradients, schedule.combine_mode
     if facts.layout.capacity > BOUND or wanted is False:
@@ -291,11 +291,11 @@ def _mode_with_gradient(schedule: Schedule, facts: FusedFacts, by_pallas: bool) 
     times = backward_times(facts.layout, facts.columns, facts.hidden, by_pallas=by_pallas)
     if wanted is None and not _gradient_is_faster(times, mode):
         return None
-    return mode or min(COMBINE_MODES, key=lambda name: times.beside[name])
+    return mode or min(COMBINE_MODES, key=lambda name: times.shared[name])
 
 
 def _gradient_is_faster(times: BackwardTimes, mode: str | None) -> bool:
-    """Whether the gradient of the weights is faster in the launch of the exchange, by more than a hundredth."""
+    """Whether the weight gradient is faster in the launch of GEMM + combine, by more than 1 %."""
     if jax.default_backend() == "cpu":
         return False  # the interpreter runs nothing at the same time
     modes = COMBINE_MODES if mode is None else (mode,)
@@ -304,6 +304,6 @@ def _gradient_is_faster(times: BackwardTimes, mode: str | None) -> bool:
 
 
 def backward_schedule(given: Schedule, layout: Layout, features: int, hidden: int, dtype: DTypeLike) -> Schedule:
-    """The schedule of the backward pass of dispatch + GEMM, from rows `[., features]` to tokens `[., hidden]`."""
+    """Return the schedule of the backward pass of dispatch + GEMM: rows `[., features]` to tokens `[., hidden]`."""
     facts = tuned.exchange_gemm_facts(layout, features, hidden, dtype)
     return tuned.schedule(given, "grouped_gemm_combine_with_weight_gradient", **facts)

@@ -1,6 +1,6 @@
 """Dispatch and combine as one kernel each, over a symmetric heap, after the plan.
 
-The plan gathers the ids of all ranks, from which every rank derives the rows of its own experts.
+The plan gathers the ids of all ranks, and every rank derives the rows of its experts from them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BLOCK_T = 8
 """Most tokens per flag, and per task: few enough that the last tasks of a launch end together."""
 
 FEW = 64
-"""Up to so many programs, which do not fill the GPU, each has a multiprocessor to itself and larger blocks."""
+"""Up to this many programs, which do not fill the GPU, each has a multiprocessor to itself and larger blocks."""
 
 ROW_BYTES, IN_FLIGHT_BYTES = 16 * 1024, 80 * 1024
 """Most bytes of a row that are added up at once, 64 sums for each thread of four warps; and of rows on their way there.
@@ -206,7 +206,7 @@ def summed_columns(hidden: int, itemsize: int) -> tuple[int, int]:
 
 
 def at_most(config: Config, limit: int | None) -> Config:
-    """The config with no more programs than `limit`, as for a launch next to other work; None sets no limit."""
+    """Limit the programs of a config, as for a launch next to other work; None sets no limit."""
     if limit is None:
         return config
     return dataclasses.replace(config, num_programs=min(config.num_programs, limit))

@@ -86,9 +86,9 @@ def sizes_of(num_rows: int, rhs: QuantizedWeights, tiles: QuantizedTiles) -> Qua
 def swaps_ab(rhs: QuantizedWeights, block_m: int) -> bool:
     """Return whether columns of the weights are the rows of the product, for blocks of this many rows.
 
-    Tensor cores take at least 64 rows of 8 bits, so few rows would leave most of them empty. FP8 is converted in the
-    registers that tensor cores read, once for all rows of a block: with 16 rows a warp's instructions are as fast, and
-    with 128 rows the transposed product has no registers left.
+    Tensor cores take at least 64 rows of 8 bits; blocks of few rows would leave most of them empty. FP8 weights are
+    converted in the registers that tensor cores read, once for all rows of a block. With 16 rows, warp instructions are
+    as fast; with 128 rows, the transposed GEMM has too few registers.
     """
     if rhs.activations is not None:
         return block_m < 64

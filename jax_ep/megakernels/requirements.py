@@ -57,7 +57,7 @@ def is_preferred(facts: Facts) -> bool:
 
 
 def supports_dtype(dtype: DTypeLike) -> bool:
-    """All dtypes of the package: those that no kernel takes go through the portable functions."""
+    """Return True: dtypes that no kernel supports go through the portable functions."""
     return True
 
 

@@ -34,7 +34,7 @@ def schedule(given: Schedule, operation: str, **facts: object) -> Schedule:
 
 
 def tiles[Tiles: DataclassInstance](default: Tiles, operation: str, **facts: object) -> Tiles:
-    """`default`, with what the settings of the operation say instead."""
+    """Return `default` with the tuned settings of the operation in place of its fields."""
     fields = {field.name for field in dataclasses.fields(default)}
     found = {name: value for name, value in _settings(operation, facts).items() if name in fields}
     return dataclasses.replace(default, **found) if found else default
@@ -46,13 +46,13 @@ def rates() -> Rates | None:
 
 
 def exchange_facts(layout: Layout, hidden: int, dtype: DTypeLike) -> dict[str, object]:
-    """Those of dispatch and combine, for rows `[., hidden]`."""
+    """Return the facts by which settings of dispatch and combine are looked up, for rows `[., hidden]`."""
     sizes = {"num_ranks": layout.num_ranks, "num_tokens": layout.num_tokens, "top_k": layout.top_k}
     return {**sizes, "hidden": hidden, "dtype": dtype}
 
 
 def exchange_gemm_facts(layout: Layout, depth: int, columns: int, dtype: DTypeLike) -> dict[str, object]:
-    """Those of an exchange with a product, `[., depth]` times `[depth, columns]`."""
+    """Return those of an all-to-all with a GEMM, `[., depth]` times `[depth, columns]`."""
     sizes = {"num_ranks": layout.num_ranks, "num_tokens": layout.num_tokens, "top_k": layout.top_k}
     return {**sizes, "num_experts": layout.num_experts, "depth": depth, "columns": columns, "dtype": dtype}
 

@@ -38,7 +38,7 @@ def activate(
     # One pass for the weights or the caller's function, with JAX's own derivatives, and one for what is left.
     in_use = (row_groups(group_sizes, hidden.shape[0]) >= 0)[:, None]
     wide = accumulation_dtype(hidden.dtype)
-    # What rows past the groups hold may be NaN: neither values nor derivatives shall see it.
+    # Rows past the groups may hold NaN: keep it out of values and derivatives.
     factors = jnp.where(in_use, weights[:, None], 0).astype(wide)
     if experts.weight_on == "input":
         hidden = (jnp.where(in_use, hidden, 0).astype(wide) * factors).astype(hidden.dtype)
@@ -50,7 +50,7 @@ def activate(
         # An activation that is none adds the bias alone, with the sums of its gradient by group.
         identity = Experts(_same)
         hidden = _activate(plan, identity, hidden, jnp.ones_like(weights), bias, group_sizes)
-    # In other rows the function shall see what it sees elsewhere, as its derivative may not exist at zero.
+    # Fill rows past the groups with a row in use: the derivative of the function may not exist at zero.
     usual = lax.stop_gradient(jnp.where(in_use[:1], hidden[:1], 1))
     rows = experts.activation(jnp.where(in_use, hidden, usual))
     rows = check.activation_rows(plan.options.function, rows, hidden, intermediate)
@@ -91,7 +91,7 @@ def activate_again(
     d_rows: Array,
     group_sizes: Array,
 ) -> Gradient:
-    """All cotangents, and the rows of `activate`, made again in the same pass, where `is_one_pass`."""
+    """Compute all cotangents, and recompute the rows of `activate` in the same pass; requires `is_one_pass`."""
     return _gradient(plan, experts, True, hidden, weights, bias, d_rows, group_sizes)
 
 

@@ -22,14 +22,14 @@ from jax_ep.ops.plan import ActivationPlan, ExchangeGemmPlan
 from jax_ep.types import Array, Experts, Handle
 
 
-class Between(NamedTuple):
-    """What comes between the two products, and behind the second.
+class FfnHidden(NamedTuple):
+    """The FFN hidden state: the inputs of the activation, and the bias of the second GEMM.
 
     Attributes:
-      hidden: `[R, N]` results of the first.
-      row_weights: `[R]`.
+      hidden: `[R, N]` results of the first GEMM.
+      row_weights: `[R]` router weights.
       b_gate_up: `[L, N]` biases of the hidden rows, or None.
-      b_down: of the second product, or None.
+      b_down: bias of the second GEMM, or None.
     """
 
     hidden: Array
@@ -39,7 +39,7 @@ class Between(NamedTuple):
 
 
 def bias_of_result(experts: Experts, b_down: Array | None, row_weights: Array) -> Bias | None:
-    """What the second GEMM adds: of rows that router weights scale, as much of the bias."""
+    """Return the bias of the second GEMM, scaled by the router weights if these scale the rows."""
     return None if b_down is None else Bias(b_down, row_weights if experts.weight_on == "output" else None)
 
 
@@ -49,12 +49,12 @@ def for_experts(experts: Experts, b_gate_up: Array | None) -> Callable[..., Arra
 
 
 def in_several_passes(
-    plan: ExchangeGemmPlan, between_plan: ActivationPlan, experts: Experts, between: Between, w: Array, handle: Handle
+    plan: ExchangeGemmPlan, between_plan: ActivationPlan, experts: Experts, between: FfnHidden, w: Array, handle: Handle
 ) -> Array:
-    """The same with JAX's own derivatives of the activation, whose passes run again in the backward pass."""
+    """Activate, multiply and combine with JAX's derivatives of the activation, recomputed in the backward pass."""
 
     @jax.checkpoint
-    def run(between: Between, w: Array, handle: Handle) -> Array:
+    def run(between: FfnHidden, w: Array, handle: Handle) -> Array:
         hidden, weights, b_gate_up, bias = between
         sizes = handle.group_sizes
         rows = activate(between_plan, experts, w.shape[1], hidden, weights, b_gate_up, sizes)
@@ -65,7 +65,7 @@ def in_several_passes(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def activate_multiply_and_combine(
-    plan: ExchangeGemmPlan, between_plan: ActivationPlan, experts: Experts, between: Between, w: Array, handle: Handle
+    plan: ExchangeGemmPlan, between_plan: ActivationPlan, experts: Experts, between: FfnHidden, w: Array, handle: Handle
 ) -> Array:
     """Hidden rows, activated and weighted in one pass, times `w [L, I, H]`, to unweighted sums `[T, H]`."""
     hidden, weights, b_gate_up, bias = between
@@ -73,11 +73,11 @@ def activate_multiply_and_combine(
     return exchange_gemm.run_combine(plan, False, rows, None, w, handle, bias)[0]
 
 
-type _Operands = tuple[Between, Array, Handle]
+type _Operands = tuple[FfnHidden, Array, Handle]
 
 
 def _forward(
-    plan: ExchangeGemmPlan, between_plan: ActivationPlan, experts: Experts, between: Between, w: Array, handle: Handle
+    plan: ExchangeGemmPlan, between_plan: ActivationPlan, experts: Experts, between: FfnHidden, w: Array, handle: Handle
 ) -> tuple[Array, _Operands]:
     operands = between, w, handle
     return activate_multiply_and_combine(plan, between_plan, experts, *operands), operands
@@ -85,7 +85,7 @@ def _forward(
 
 def _backward(
     plan: ExchangeGemmPlan, between_plan: ActivationPlan, experts: Experts, residuals: _Operands, d_sums: Array
-) -> tuple[Between, Array, None]:
+) -> tuple[FfnHidden, Array, None]:
     between, w, handle = residuals
     sizes, plan = handle.group_sizes, plan.transposed
     d_sums = d_sums.astype(w.dtype)
@@ -105,7 +105,7 @@ def _backward(
     d_down = between.b_down
     if d_down is not None:
         d_down = bias_gradient(plan.sums, cast(Array, d_products), d_down, sizes)
-    return Between(d.hidden, d.weights, d.bias, d_down), d_w, None
+    return FfnHidden(d.hidden, d.weights, d.bias, d_down), d_w, None
 
 
 activate_multiply_and_combine.defvjp(_forward, _backward)

@@ -123,7 +123,7 @@ def run(
 
 
 def _count(passes: Passes, topk_idx: Array) -> Array:
-    """Assignments `[W, E]` from each rank to each expert, equal on all ranks."""
+    """Count the assignments `[W, E]` from each rank to each expert, equal on all ranks."""
     counted = jnp.where(topk_idx < 0, passes.num_experts, topk_idx)
     mine = jnp.zeros(passes.num_experts, jnp.int32).at[counted].add(1, mode="drop")
     of_all = jnp.zeros((passes.num_ranks, passes.num_experts), jnp.int32)
@@ -203,7 +203,7 @@ def _all_passes_backward(passes: Passes, residuals: Tree, cotangent: Array) -> t
 
 
 def _wide(dtype: DTypeLike) -> DTypeLike:
-    """The dtype in which passes and gradients of copies are added: at least float32."""
+    """Return the dtype in which passes and gradients of copies are added: at least float32."""
     return accumulation_dtype(dtype)
 
 

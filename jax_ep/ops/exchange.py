@@ -75,8 +75,9 @@ def dispatch(
     Args:
       x: `[T, H]` bfloat16, float16, float32 or float64 tokens of this rank, or FP8 tokens as a pair
         `(values [T, H] float8_e4m3fn, scales [T, H // 128] float32)`, which travels bit for bit and has no gradient.
-      topk_idx: `[T, K]` int32 expert ids; -1 is no expert. Other ids outside `[0, E)` raise where values are known
-        (outside jit), and are treated as -1 and counted in `handle.num_invalid` elsewhere. May be None with `handle`.
+      topk_idx: `[T, K]` int32 expert ids; -1 is no expert. Other ids outside `[0, E)` raise outside of jit,
+        where values are known. Under jit they count as -1, and `handle.num_invalid` counts them. May be None with
+        `handle`.
       topk_weights: `[T, K]` float32 router weights, or None.
       num_experts: E over all ranks; rank r owns experts `[r * L, (r + 1) * L)`.
       axis_name: mesh axis, or tuple of axes, over which experts are spread; `()` on one device without a mesh. Or a
@@ -145,7 +146,7 @@ def combine(
     schedule: Schedule | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Array:
-    """Sends expert outputs back to the ranks of their tokens and sums them there, unweighted.
+    """Send expert outputs back to the ranks of their tokens and sum them there, unweighted.
 
     Multiply the rows by `Dispatched.weights` first for a weighted sum. Rows of one token on one rank are added in
     order of k in float32, rounded to the wire format, and added at the source in rank order in float32; over a
@@ -202,7 +203,7 @@ def combine(
 @operation
 @takes_global_arrays()
 def row_experts(handle: Handle | HierarchicalHandle) -> Array:
-    """The local expert of every row of a dispatch, for your own expert functions.
+    """Return the local expert of every row of a dispatch, for your own expert functions.
 
     Args:
       handle: `Dispatched.handle`, of one rank.
@@ -211,7 +212,7 @@ def row_experts(handle: Handle | HierarchicalHandle) -> Array:
       `[R]` int32 in `[0, L)`; -1 for padding.
 
     Raises:
-      TypeError: something that is no handle.
+      TypeError: `handle` is not a handle.
 
     Example:
       >>> import jax.numpy as jnp, jax_ep
@@ -300,7 +301,7 @@ def located[Weights](plan: ExchangePlan, given: Checked, weights: Weights) -> tu
 
 
 def _layout(options: Options, wanted: Layout, capacity: int | None, handle: Handle | None) -> Layout:
-    """The static sizes of a dispatch: `wanted` with its capacity, or those of the handle that it reuses."""
+    """Return the static sizes of a dispatch: `wanted` with its capacity, or those of the handle that it reuses."""
     function = options.function
     alignment = check.positive(function, "alignment", wanted.alignment)
     capacity = check.capacity(function, capacity, alignment)
@@ -339,9 +340,9 @@ def dispatch_again(plan: ExchangePlan, x: Array, handle: Handle, after: Array) -
 
 
 def later(handle: Handle, earlier: Array) -> Handle:
-    """The handle for a launch that is to come after what makes `earlier`, where kernels need one order on all ranks.
+    """Make the launches that use a handle wait for `earlier`, since kernels need one order on all ranks.
 
-    The launch reads the slots of rows, or sizes of groups.
+    Each launch reads `row_to_assignment` or `group_sizes`, which get the data dependence.
     """
     if handle.group is None or handle.layout.num_ranks == 1:
         return handle
@@ -353,7 +354,7 @@ type _Linear = jax.custom_vjp[tuple[Array, Array | None]]
 
 
 def _transposes(function: _Linear, transpose: _Linear) -> None:
-    """Makes `transpose` the backward of the linear `function(plan, *arrays, handle)`."""
+    """Make `transpose` the backward pass of the linear `function(plan, *arrays, handle)`."""
 
     def forward(
         plan: ExchangePlan, rows: Array, weights: Array | None, handle: Handle

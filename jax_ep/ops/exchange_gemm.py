@@ -113,15 +113,15 @@ def grouped_gemm_combine(
     schedule: Schedule | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Array:
-    """The rows of each expert times its matrix, then `combine`.
+    """Multiply the rows of each expert by its weights, then `combine`.
 
-    Where the sums are made is a matter of speed, and of the schedule's `combine_mode`. "serial" rounds as `combine`
+    The schedule's `combine_mode` decides on which rank rows are summed. "serial" rounds as `combine`
     does after `grouped_gemm`: the products to the dtype of h, then the sum of each expert rank, then that of the ranks.
     "scatter" rounds the products, and the sum of all K of them. Each gives the same bits on every run.
 
     Args:
       h: `[R, I]` rows in the order of the dispatch.
-      w: `[L, I, H]` matrices of this rank's experts, in the dtype of h.
+      w: `[L, I, H]` weights of this rank's experts, in the dtype of h.
       handle: `Dispatched.handle`.
       axis_name: the axis of the dispatch.
       preferred_element_type: dtype of the result, see `combine`; products are rounded to that of h. None: that of h.
@@ -158,7 +158,7 @@ def grouped_gemm_combine(
 
 
 def check_weight_gradients(plan: ExchangeGemmPlan, w: Array) -> None:
-    """Raises ValueError where the schedule wants a launch that the backward pass of dispatch + GEMM by `w` lacks."""
+    """Raise ValueError if the schedule asks for a launch that the backward pass of dispatch + GEMM by `w` lacks."""
     options = plan.options
     if not options.schedule.fuse_weight_gradients or (plan.modes is not None and plan.modes.combine_with_gradient):
         return
@@ -201,7 +201,7 @@ def multiply_and_combine(plan: ExchangeGemmPlan, h: Array, w: Array, handle: Han
 def dispatch_apart(
     plan: ExchangeGemmPlan, x: Array, weights: Array | None, handle: Handle
 ) -> tuple[Array, Array | None]:
-    """What comes before a separate GEMM: `[T, H]` tokens and `[T, K]` weights to `[R, H]` and `[R]`."""
+    """Dispatch for a separate GEMM: `[T, H]` tokens and `[T, K]` weights to `[R, H]` and `[R]`."""
     if plan.fused is None:
         return exchange.dispatch_tokens(plan.exchange, x, weights, handle)
     return plan.run.dispatch_apart(plan.options, x, weights, handle)
@@ -329,7 +329,7 @@ type _Saved = tuple[Array | None, Array | None, Array, Handle]
 def _dispatch_forward(
     plan: ExchangeGemmPlan, transpose_rhs: bool, save_as: str | None, *arguments: CustomVJPPrimal
 ) -> tuple[Dispatched, _Saved]:
-    """Keeps no tokens for matrices of which nobody wants the gradient."""
+    """Run the forward pass, and save the tokens only if the weights need a gradient."""
     trains = arguments[2].perturbed
     x, weights, w, handle = custom_vjp_primal_tree_values(arguments)
     form = save_as or (plan.saved_as if trains else None)
@@ -481,7 +481,7 @@ def _with_weight_gradient_backward(
     residuals: tuple[Array, Array, Array, Handle],
     cotangents: tuple[Array, Array | None, Array],
 ) -> tuple[Array, Array | None, Array, None, Array, None]:
-    """The sum of the backward passes of both parts."""
+    """Add the backward passes of both parts."""
     h, x, w, handle = residuals
     d_sums, d_slots, d_gradient = cotangents
     d_h, d_row_weights, d_w, _ = _combine_backward(plan, transpose_rhs, (h, w, handle), (d_sums, d_slots))

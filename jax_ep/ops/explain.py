@@ -35,7 +35,7 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What `explain` found: the rows of all calls of the package, in the order of the trace. It prints as a table."""
+    """The result of `explain`: a row per part of each call of the package, in trace order. It prints as a table."""
 
     rows: tuple[Row, ...]
 
@@ -53,7 +53,7 @@ class Explanation:
 
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Trace a function without running it, and tell what runs each part of its jax_ep calls.
+    """Trace a function without running it, and list what runs each part of its jax_ep calls.
 
     Args:
       function: any function that JAX can trace: a layer, a loss, its gradient, a training step, jitted or not.
@@ -147,12 +147,12 @@ def _gemm_combine(plan: plans.ExchangeGemmPlan, name: str, suffix: str = "") -> 
 
 
 def _unfused(name: str, part: Part, reason: str) -> Row:
-    """An exchange that shares no launch with a GEMM, for this reason."""
+    """Return the row of an all-to-all that shares no launch with a GEMM, with the reason."""
     return Row(name, part.implementation, part.mode, "; ".join(filter(None, (part.reason, reason))))
 
 
 def _first_backward(plan: plans.ExchangeGemmPlan, name: str) -> Iterator[Row]:
-    """The backward pass of dispatch + GEMM."""
+    """Yield the rows of the backward pass of dispatch + GEMM."""
     if plan.gradient_mode and plan.fused is not None:
         what = f"{name} transposed + combine + weight gradient (backward)"
         yield Row(what, plan.fused.implementation, plan.gradient_mode)
@@ -162,7 +162,7 @@ def _first_backward(plan: plans.ExchangeGemmPlan, name: str) -> Iterator[Row]:
 
 
 def _second_backward(plan: plans.ExchangeGemmPlan, name: str) -> Iterator[Row]:
-    """The backward pass of GEMM + combine."""
+    """Yield the rows of the backward pass of GEMM + combine."""
     yield from _dispatch_gemm(plan, f"{name} transposed", "rows", " (backward)")
     yield _row(f"{name}: weight gradient (backward)", plan.gemm.backward)
 

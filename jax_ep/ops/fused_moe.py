@@ -33,7 +33,7 @@ def fused_moe(
     schedule: Schedule | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Array:
-    """The expert layer on one device: `moe` without a mesh axis.
+    """Run the expert layer on one device: `moe` without a mesh axis.
 
     Args:
       x: `[T, H]` tokens.

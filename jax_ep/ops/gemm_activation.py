@@ -19,7 +19,7 @@ from jax_ep.ops import (
     registry,
 )
 from jax_ep.ops import plan as plans
-from jax_ep.ops.activation_gemm_combine import Between, bias_of_result
+from jax_ep.ops.activation_gemm_combine import FfnHidden, bias_of_result
 from jax_ep.types import (
     HIDDEN_NAME,
     Array,
@@ -41,7 +41,7 @@ def with_hidden_rows(
         hidden, _, row_weights = exchange_gemm.dispatch_with_multiply(plan.first, False, None, *first)
     row_weights = cast(Array, row_weights)
     bias = bias_of_result(experts, parts.b_down, row_weights)
-    between = Between(checkpoint_name(hidden, HIDDEN_NAME), row_weights, parts.b_gate_up, bias)
+    between = FfnHidden(checkpoint_name(hidden, HIDDEN_NAME), row_weights, parts.b_gate_up, bias)
     run = activation_gemm_combine.for_experts(experts, parts.b_gate_up)
     return run(plan.second, plan.activation, experts, between, parts.w_down, handle)
 

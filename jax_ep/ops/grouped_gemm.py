@@ -144,7 +144,7 @@ def sum_groups(sums: GemmPlan, rows: Array, scales: Array | None, group_sizes: A
 
 
 def bias_gradient(sums: GemmPlan, rows: Array, bias: Bias, group_sizes: Array) -> Bias:
-    """The cotangent of a bias, for that of the rows `[M, N]` to which it was added."""
+    """Return the cotangent of a bias, given that of the rows `[M, N]` to which it was added."""
     d_values = sum_groups(sums, rows, bias.scales, group_sizes).astype(bias.values.dtype)
     if bias.scales is None:
         return Bias(d_values, None)

@@ -1,8 +1,8 @@
-"""Two legs instead of one exchange: between nodes, where links are slow, and inside each node.
+"""All-to-alls in two legs: between nodes, where links are slow, and inside each node.
 
-Ranks of the same place in their nodes exchange tokens first, each token once per node with experts of its own: to that
-exchange, which is the portable one, nodes are the experts. What has arrived are the tokens of an ordinary exchange, or
-layer, inside the node, on the fastest implementation there. Sums come back on the same ways, those of a node first.
+First, ranks with the same local index exchange tokens, each token once per node that holds one of its experts. This is
+the portable all-to-all, with nodes as its experts. Then the tokens that arrived pass an ordinary all-to-all, or layer,
+inside the node, on the fastest implementation there. Sums return the same way: first inside the node, then across.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ transposes(_from_nodes, _to_nodes)
 
 
 class Arrived(NamedTuple):
-    """What has come to a rank over the node axis, N tokens, as an exchange inside the node takes it.
+    """N tokens that arrived at a rank over the node axis, as inputs of the all-to-all inside the node.
 
     Attributes:
-      x: `[N, H]` tokens, or such a pair; zero where there is none.
-      topk_idx: `[N, K]` experts of this node, the first of which is 0, or None where a handle was given.
+      x: `[N, H]` tokens, or a pair of FP8 values and scales; zero in slots without a token.
+      topk_idx: `[N, K]` experts, numbered from 0 in this node, or None if a handle was given.
       topk_weights: `[N, K]`, or None.
-      handle: of the exchange.
-      num_dropped: `[]` slots of tokens that had no room.
+      handle: of the all-to-all between nodes.
+      num_dropped: `[]` assignments of tokens that had no room.
     """
 
     x: Tokens
@@ -121,7 +121,7 @@ def _layout(options: Options, topology: Topology, num_tokens: int, top_k: int, n
 
 
 def _plan(options: Options, topk_idx: Array, per_node: int, layout: Layout) -> Handle:
-    """The handle of an exchange in which each token has every node at most once."""
+    """Plan the all-to-all between nodes, in which each token goes to a node at most once."""
     valid = (topk_idx >= 0) & (topk_idx < layout.num_ranks * per_node)
     nodes = jnp.where(valid, topk_idx // per_node, -1)
     is_same = nodes[:, :, None] == nodes[:, None, :]
@@ -226,7 +226,7 @@ def combine(
     preferred_element_type: DTypeLike | None,
     **keywords: object,
 ) -> Array:
-    """Sums by `inside`, which is `combine`, in the node, and then over the nodes."""
+    """Sum rows with `inside`, which is `combine`, in the node, and then across nodes."""
     function = "combine"
     y = check.floating(function, "y", y, "[R, H]")
     checked_handle(function, handle, axis_name)
@@ -248,10 +248,10 @@ def layer(
     wire_dtypes: tuple[DTypeLike | None, DTypeLike | None],
     sum_dtype: DTypeLike | None,
 ) -> Array:
-    """A layer, `inside` of a node, of the tokens that cross nodes before and whose sums do behind it.
+    """Send tokens across nodes, run the layer `inside` each node, and send its sums back across nodes.
 
-    `wire_dtypes` are those of both ways. Blocks of tokens depend on each other in nothing, so that XLA may let one
-    travel while another is multiplied.
+    `wire_dtypes` are those of dispatch and of combine. Blocks of tokens are independent, so XLA may send one while it
+    computes another.
     """
     x, topk_idx, topk_weights = tokens
     num_experts, _ = check.experts(function, num_experts, topology)

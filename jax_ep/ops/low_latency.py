@@ -52,7 +52,7 @@ def low_latency_dispatch(
     schedule: Schedule | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> LowLatencyDispatched:
-    """Sends a small batch of tokens to their experts, quantised to FP8 on the way.
+    """Send a small batch of tokens to their experts, quantized to FP8 on the wire.
 
     Rows of an expert are packed at the start of its block, ordered by source rank, then token. A token goes to an
     expert once, however often its ids name it. Inference only when quantised; with `quantize=False` it has a gradient.
@@ -125,7 +125,7 @@ def low_latency_combine(
     schedule: Schedule | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Array:
-    """Sends expert outputs back and sums them with their router weights in float32.
+    """Send expert outputs back and sum them with their router weights in float32.
 
     Args:
       y: `[L, W * M, H]` outputs in the layout of the dispatch; rows past its counts are never read.
@@ -166,7 +166,7 @@ def low_latency_combine(
 
 
 def checked_layout(options: Options, num_experts: int, max_tokens: int, top_k: int) -> Layout:
-    """The static sizes of a dispatch, which int32 must be able to number."""
+    """Return the static sizes of a dispatch; check that int32 can number its rows."""
     num_experts, num_ranks = check.experts(options.function, num_experts, options.axis)
     capacity, slots = num_experts * max_tokens, num_ranks * max_tokens * top_k
     sizes = f"max_tokens_per_rank={max_tokens} of {num_ranks} ranks, K={top_k} and {num_experts=}"
@@ -175,7 +175,7 @@ def checked_layout(options: Options, num_experts: int, max_tokens: int, top_k: i
 
 
 def checked_max_tokens(function: str, num_tokens: int, max_tokens_per_rank: int) -> int:
-    """A maximum that the tokens at hand do not exceed."""
+    """Check that there are at most `max_tokens_per_rank` tokens."""
     max_tokens = check.positive(function, "max_tokens_per_rank", max_tokens_per_rank)
     if num_tokens > max_tokens:
         raise ValueError(
@@ -188,7 +188,7 @@ def checked_max_tokens(function: str, num_tokens: int, max_tokens_per_rank: int)
 def check_combine(
     function: str, name: str, y: Array | jax.ShapeDtypeStruct, topk_idx: Array, topk_weights: Array, layout: Layout
 ) -> tuple[Array, Array]:
-    """Checked ids and weights for a combine of rows `[L, W * M, ...]`, of which the caller knows `y` as `name`."""
+    """Check the ids and weights of a combine of rows `y [L, W * M, ...]`, which errors call `name`."""
     block = layout.num_ranks * layout.num_tokens
     if y.shape[:2] != (layout.num_local_experts, block):
         raise ValueError(

@@ -92,7 +92,7 @@ def masked_grouped_gemm(
 def checked_operands(
     function: str, lhs: Array, rhs: Array | QuantizedWeights, group_sizes: Array, lhs_scales: Array | None
 ) -> tuple[Array, QuantizedWeights, Array, Array | None]:
-    """The operands of a GEMM of masked blocks, which fit together."""
+    """Check the operands of a GEMM of masked blocks, and that they fit together."""
     lhs = check.array(function, "lhs", lhs, "[L, M, K]")
     group_sizes = check.group_sizes(function, group_sizes, lhs.shape[0])
     operands = check_quantized.gemm_operands(function, lhs, rhs, group_sizes, lhs_scales)
@@ -154,7 +154,7 @@ def masked_gated_activation(
 
 
 def _checked_activation(experts: Experts | None, hidden: Array) -> tuple[Experts, int | None]:
-    """What experts with such hidden rows compute, and of how many columns; None: their own function says it."""
+    """Return the experts and the columns of activated rows; None: the caller's activation decides."""
     function, columns = "masked_gated_activation", hidden.shape[2]
     gated = experts is None or not isinstance(experts, Experts) or experts.gated
     own = isinstance(experts, Experts) and callable(experts.activation)
@@ -227,7 +227,7 @@ def _by_own_function(
     bias: Array | None,
     quantize: bool,
 ) -> tuple[Array, Array | None]:
-    """All rows, whether they count or not, by a function of the caller's, which takes them as `moe` passes them."""
+    """Activate all rows with the caller's function, padding rows included, in the form in which `moe` passes them."""
     if bias is not None:
         hidden = add_bias_of_blocks(hidden, bias)
     flat = hidden.reshape(hidden.shape[0] * hidden.shape[1], hidden.shape[2])

@@ -34,7 +34,7 @@ from jax_ep.ops import (
 )
 from jax_ep.ops import plan as plans
 from jax_ep.ops.activation import activate, is_one_pass
-from jax_ep.ops.activation_gemm_combine import Between, bias_of_result
+from jax_ep.ops.activation_gemm_combine import FfnHidden, bias_of_result
 from jax_ep.types import (
     HIDDEN_NAME,
     OUTPUT_NAME,
@@ -71,7 +71,7 @@ def moe(
     schedule: Schedule | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Array:
-    """The expert layer: `y[t] = sum_k weight[t, k] * (act(x[t] @ gate) * (x[t] @ up)) @ down` of expert `idx[t, k]`.
+    """Run the expert layer: `y[t] = sum_k weight[t, k] * (act(x[t] @ gate) * (x[t] @ up)) @ down`, expert `idx[t, k]`.
 
     It is differentiable in x, the router weights, the expert weights and the biases. For the backward pass it keeps x,
     the result of the first GEMM and the routing; the schedule decides whether it also keeps dispatched tokens. Under
@@ -91,7 +91,7 @@ def moe(
       w_down: `[L, I, H]`, or `QuantizedWeights` of it.
       num_experts: E over all ranks.
       experts: what an expert computes, see `Experts`; None: `Experts()`.
-      biases: `(b_gate_up [L, 2 * I], b_down [L, H])` of the two GEMMs, either of which may be None; router weights
+      biases: `(b_gate_up [L, 2 * I], b_down [L, H])` of the two GEMMs, or None for one of them; router weights
         scale `b_down`, too. None: no biases.
       axis_name: mesh axis, or tuple of axes, that the experts are spread over; or a `Topology`: tokens then cross its
         node axis once per node, and so do their sums.
@@ -155,7 +155,7 @@ def moe(
 
 
 class _Layer(NamedTuple):
-    """What `moe` computes of any tokens: checked arguments that are not arrays."""
+    """Checked arguments of `moe` that are not arrays."""
 
     experts: Experts
     sizes: plans.LayerSizes
@@ -198,7 +198,7 @@ def _balanced(balance: Balance, layer: _Layer, given: exchange.Checked, parts: E
 
 
 def _without_tokens(layer: _Layer, given: exchange.Checked, parts: ExpertWeights) -> Array:
-    """The empty result; XLA's compiler for GPUs crashes at some programs without a row."""
+    """Return the empty result; XLA's compiler for GPUs crashes at some programs without rows."""
     _plan(layer, given.options, given.facts, parts)  # the same errors
     # Gradients are zeros that have the shardings of what they belong to.
     arrays = jax.tree.leaves((given.topk_weights, parts))
@@ -233,7 +233,7 @@ def _check_experts(
     num_experts: int,
     experts: Experts | None,
 ) -> tuple[Experts, plans.LayerSizes, ExpertWeights]:
-    """What the experts compute, and what they are made of, checked against tokens of this shape and each other."""
+    """Check experts, their sizes and their weights against each other and the shape of the tokens."""
     function = options.function
     num_experts, num_ranks = check.experts(function, num_experts, options.axis)
     num_local, (num_tokens, hidden) = num_experts // num_ranks, shape
@@ -327,7 +327,7 @@ def _by_fp8(
     first, second = plan
     hidden, row_weights = moe_fp8.dispatch_and_multiply(first, x, weights, parts.w_gate_up, handle)
     bias = bias_of_result(experts, parts.b_down, row_weights)
-    between = Between(checkpoint_name(hidden, HIDDEN_NAME), row_weights, parts.b_gate_up, bias)
+    between = FfnHidden(checkpoint_name(hidden, HIDDEN_NAME), row_weights, parts.b_gate_up, bias)
     return moe_fp8.multiply_and_combine(second, experts, between, parts.w_down, handle)
 
 

@@ -29,7 +29,7 @@ from jax_ep.core.layout import add_bias
 from jax_ep.core.mesh_axes import platform
 from jax_ep.ops import exchange, registry
 from jax_ep.ops.activation import activate_gradient, is_one_pass
-from jax_ep.ops.activation_gemm_combine import Between
+from jax_ep.ops.activation_gemm_combine import FfnHidden
 from jax_ep.ops.grouped_gemm import bias_gradient, sum_groups
 from jax_ep.ops.plan import Fp8LayerPlan
 from jax_ep.types import TOKENS_NAME, Array, Experts, Handle, Options, Quantized
@@ -46,7 +46,7 @@ def _without_second_derivative[*Arguments, Result](
 
 
 def check_layer(options: Options, experts: Experts, b_gate_up: Array | None, w: Weights) -> None:
-    """Raises where products, the second by `w [L, I, H]`, cannot run in FP8."""
+    """Raise an error if the GEMMs, the second one by `w [L, I, H]`, cannot run in FP8."""
     function = options.function
     if isinstance(w, QuantizedWeights) and w.master is None:
         raise ValueError(
@@ -86,7 +86,7 @@ def _multiply(
 
 
 def _weight_gradient(plan: Fp8LayerPlan, lhs: Quantized, rhs: Quantized, w: Weights, handle: Handle) -> Weights:
-    """The cotangent of `w`, which goes to its master; operands are columns."""
+    """Return the cotangent of the master weights of `w`, from column-wise quantized operands."""
     run = registry.get("grouped_gemm", plan.gemm.gradient.implementation).weight_gradient_fp8
     dtype = cast(Array, w.master if isinstance(w, QuantizedWeights) else w).dtype
     gradient = run(lhs[0], rhs[0], handle.group_sizes, lhs[1], rhs[1], out_dtype=dtype).astype(dtype)
@@ -114,7 +114,7 @@ def _dispatch(plan: Fp8LayerPlan, x: Array, weights: Array, handle: Handle) -> t
 
 
 def _saved_matrices(w: Weights) -> Weights:
-    """As bytes on the CPU, where FP8 is lost that a layer quantises and saves; elsewhere they would be copies."""
+    """Return weights to save: as bytes on the CPU, where saved FP8 values are lost; on GPUs that would be a copy."""
     return _bitcast(w, jnp.uint8) if platform() == "cpu" else w
 
 
@@ -135,7 +135,7 @@ def _as_fp8(saved: Quantized) -> Quantized:
 
 
 type _DispatchSaved = tuple[Quantized, Weights, Handle]
-type _CombineSaved = tuple[Between, Weights, Handle]
+type _CombineSaved = tuple[FfnHidden, Weights, Handle]
 
 
 def _dispatch_forward(
@@ -175,7 +175,7 @@ def _gradient_of_dispatch(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def multiply_and_combine(plan: Fp8LayerPlan, experts: Experts, between: Between, w: Weights, handle: Handle) -> Array:
+def multiply_and_combine(plan: Fp8LayerPlan, experts: Experts, between: FfnHidden, w: Weights, handle: Handle) -> Array:
     """Hidden rows, activated and weighted, times `w [L, I, H]` in FP8, to unweighted sums `[T, H]`."""
     hidden, weights, b_gate_up, _ = between
     rows = plan.operands.activate_quantized(experts, hidden, weights, b_gate_up, handle.group_sizes)
@@ -187,13 +187,13 @@ def multiply_and_combine(plan: Fp8LayerPlan, experts: Experts, between: Between,
 
 
 def _combine_forward(
-    plan: Fp8LayerPlan, experts: Experts, between: Between, w: Weights, handle: Handle
+    plan: Fp8LayerPlan, experts: Experts, between: FfnHidden, w: Weights, handle: Handle
 ) -> tuple[Array, _CombineSaved]:
     run = partial(multiply_and_combine, plan, experts)
     return _without_second_derivative(plan.options, run, between, w, handle), (between, _saved_matrices(w), handle)
 
 
-type _CombineGradient = tuple[Between, Weights, None]
+type _CombineGradient = tuple[FfnHidden, Weights, None]
 
 
 def _combine_backward(
@@ -219,7 +219,7 @@ def _gradient_of_combine(
         d_down = bias_gradient(plan.gemm.sums, operands.dequantize_rows(*d_products, sizes, dtype=dtype), d_down, sizes)
     lhs = operands.activate_columns(experts, between.hidden, between.row_weights, between.b_gate_up, sizes)
     rhs = operands.quantize_columns(d_products, sizes)
-    d_between = Between(d_hidden, d_weights, d_gate_up, d_down)
+    d_between = FfnHidden(d_hidden, d_weights, d_gate_up, d_down)
     return d_between, _weight_gradient(plan, lhs, rhs, w, handle), None
 
 

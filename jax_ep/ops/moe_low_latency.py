@@ -52,10 +52,10 @@ def low_latency_moe(
     schedule: Schedule | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Array:
-    """The expert layer for a few tokens per rank, in FP8 or in the dtype of x: `moe` for decoding.
+    """Run the expert layer for a few tokens per rank, in FP8 or in the dtype of x: `moe` for decoding.
 
-    `low_latency_dispatch`, `masked_grouped_gemm`, `masked_gated_activation`, `low_latency_gemm_combine`. For inference:
-    in FP8 or not, it has no gradient.
+    It runs `low_latency_dispatch`, `masked_grouped_gemm`, `masked_gated_activation` and `low_latency_gemm_combine`. It
+    is for inference and has no gradient.
 
     Args:
       x: `[T, H]` bfloat16, float16, float32 or float64 tokens of this rank.
@@ -69,7 +69,7 @@ def low_latency_moe(
       num_experts: E over all ranks.
       experts: what an expert computes, see `Experts`; None: `Experts()`. Experts with their weights on the input
         get each token once for each of its experts, scaled and rounded to the dtype of x.
-      biases: `(b_gate_up [L, 2 * I], b_down [L, H])` of the two GEMMs, either of which may be None; None: no biases.
+      biases: `(b_gate_up [L, 2 * I], b_down [L, H])` of the two GEMMs, or None for one of them; None: no biases.
       axis_name: mesh axis, or tuple of axes, over which experts are spread; or a `Topology`, see `moe`.
       max_tokens_per_rank: static, at least T and the same on all ranks; sizes the buffers, but over a `Topology`, where
         they hold the tokens that can come from all nodes. None: T.
@@ -130,7 +130,7 @@ def _over_nodes(
     topology: Topology,
     max_tokens_per_rank: int | None,
 ) -> Array:
-    """The layer inside each node of a `Topology`, between two all-to-alls over the nodes."""
+    """Run the layer inside each node of a `Topology`, between two all-to-alls over the nodes."""
     if max_tokens_per_rank is not None:
         checked_max_tokens(_NAME, x.shape[0], max_tokens_per_rank)
     w_gate_up = call["w_gate_up"]
@@ -148,7 +148,7 @@ def _check_experts(
     experts: Experts | None,
     biases: Biases | None,
 ) -> tuple[Experts, ExpertWeights]:
-    """What the experts compute, and their weights as the GEMMs read them."""
+    """Check the experts, and return them with their weights in the form that the GEMMs read."""
     w_gate_up, w_down = check_quantized.layer_weights(_NAME, x.shape[1], x.dtype, w_gate_up, w_down, num_local)
     experts = check.expert_function(_NAME, experts, w_gate_up.shape[2], w_down.shape[1])
     b_gate_up, b_down = check.biases(_NAME, biases)

@@ -85,7 +85,7 @@ def moe_sort(
 
 
 def _local_experts(num_experts: int, first_expert: int, num_local_experts: int | None) -> tuple[int, int]:
-    """The first of this device's experts, and how many there are."""
+    """Return the first of this device's experts, and how many there are."""
     function = "moe_sort"
     first_expert = check.at_least(function, "first_expert", first_expert, 0)
     if num_local_experts is None:

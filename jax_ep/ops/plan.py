@@ -80,7 +80,7 @@ class ExchangePlan:
 
     @property
     def transposed(self) -> ExchangePlan:
-        """That of the backward pass."""
+        """Plan of the backward pass."""
         return dataclasses.replace(self, options=self.options.transposed)
 
 
@@ -111,7 +111,7 @@ class GemmPlan:
 
     @property
     def transposed(self) -> GemmPlan:
-        """That of the backward pass."""
+        """Plan of the backward pass."""
         return dataclasses.replace(self, forward=self.backward)
 
     @property
@@ -164,12 +164,12 @@ class ExchangeGemmPlan:
 
     @property
     def options(self) -> Options:
-        """Of the call."""
+        """Options of the call."""
         return self.exchange.options
 
     @property
     def transposed(self) -> ExchangeGemmPlan:
-        """That of the backward pass."""
+        """Plan of the backward pass."""
         return dataclasses.replace(self, exchange=self.exchange.transposed)
 
     @property
@@ -178,17 +178,17 @@ class ExchangeGemmPlan:
         return registry.get("exchange_gemm", _known(self.fused).implementation)
 
     def mode(self, save_as: str | None) -> str:
-        """Of dispatch + GEMM that saves tokens so."""
+        """Return the mode of dispatch + GEMM that saves tokens in the form `save_as`."""
         return _known(self.modes).dispatch_mode(save_as)
 
     @property
     def combine_mode(self) -> str:
-        """Of GEMM + combine."""
+        """Mode of GEMM + combine."""
         return "serial" if self.modes is None else self.modes.combine
 
     @property
     def gradient_mode(self) -> str:
-        """Of GEMM + combine in one launch with the gradient of the weights; empty: that has its own."""
+        """Mode of GEMM + combine in one launch with the weight gradient; empty: the gradient has a separate launch."""
         return (self.modes and self.modes.combine_with_gradient) or ""
 
 
@@ -248,7 +248,7 @@ class ActivationPlan:
 
     @property
     def run(self) -> operations.Activation:
-        """Its functions."""
+        """Functions of the chosen implementation."""
         return registry.get("activation", self.part.implementation)
 
 
@@ -280,7 +280,7 @@ class LayerPlan:
 
     @property
     def exchange(self) -> ExchangePlan:
-        """Of the tokens."""
+        """Plan of dispatch and combine."""
         return self.first.exchange
 
 
@@ -341,12 +341,12 @@ class Fp8LayerPlan:
 
     @property
     def options(self) -> Options:
-        """Of the call."""
+        """Options of the call."""
         return self.exchange.options
 
     @property
     def transposed(self) -> Fp8LayerPlan:
-        """That of the backward pass."""
+        """Plan of the backward pass."""
         return dataclasses.replace(self, exchange=self.exchange.transposed)
 
     @property
@@ -400,5 +400,5 @@ def fp8_layer(
 
 
 def exchange_facts(dtype: DTypeLike, hidden: int, handle: Handle, columns: int | None = None) -> ExchangeFacts:
-    """The facts of an exchange over a handle."""
+    """Return the facts of an all-to-all over a handle."""
     return ExchangeFacts(jnp.dtype(dtype), hidden, handle.layout, handle.group is None, columns)

@@ -113,7 +113,7 @@ class LowLatencyGemmPlan:
 
     @property
     def options(self) -> Options:
-        """Of the call."""
+        """Options of the call."""
         return self.combine.options
 
 
@@ -178,7 +178,7 @@ def low_latency_layer(
 
 
 def multiplied_dtype(dtype: DTypeLike, rhs: QuantizedWeights) -> np.dtype:
-    """Of rows, as their GEMM with these weights takes them."""
+    """Return the dtype of rows that a GEMM with these weights reads."""
     return {None: jnp.dtype(dtype), "fp8": FP8, "int8": jnp.dtype(jnp.int8)}[rhs.activations]
 
 
@@ -194,7 +194,7 @@ class QuantizedLayerPlan:
 
     @property
     def options(self) -> Options:
-        """Of the call."""
+        """Options of the call."""
         return self.exchange.options
 
 

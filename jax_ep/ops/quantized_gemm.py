@@ -42,7 +42,7 @@ def _run(plan: QuantizedGemmPlan) -> operations.QuantizedGemm:
 
 
 def fp8_operands(plan: QuantizedGemmPlan) -> operations.Activation:
-    """The functions that round rows to FP8 for this GEMM."""
+    """Return the functions that round rows to FP8 for this GEMM."""
     if plan.operands is None:
         raise ValueError(f"{plan.options.function}: these weights take rows as they are; do not round them.")
     return registry.get("activation", plan.operands.implementation)
@@ -68,7 +68,7 @@ def multiply_fp8(
 def without_gradient[*Arguments, Result](
     options: Options, function: Callable[[*Arguments], Result], *arguments: *Arguments
 ) -> Result:
-    """A step of a layer of `QuantizedWeights`, whose derivative is the `TypeError` that says so."""
+    """Run a step of a layer of `QuantizedWeights`; differentiating it raises a `TypeError` with the remedy."""
     return call_without_gradient(_remedy(options), function, *arguments)
 
 

@@ -49,7 +49,7 @@ _IMPLEMENTATIONS = {
 
 
 class Requirements(Protocol):
-    """What the `requirements` module of an implementation says."""
+    """Functions that the `requirements` module of an implementation provides."""
 
     def unsupported_reason(self, facts: Facts, options: Options) -> str | None:
         """Why the implementation does not support these facts, or None."""
@@ -69,7 +69,7 @@ def options(
     *,
     has_wire: bool = True,
 ) -> Options:
-    """The keywords that all operations share, checked.
+    """Check the keywords that all operations share.
 
     Raises:
       ValueError: a name that is not registered.
@@ -167,12 +167,12 @@ def get(operation: Literal["masked"], name: str) -> operations.Masked: ...
 
 
 def get(operation: str, name: str) -> object:
-    """The module with the functions of `operation` in implementation `name`."""
+    """Return the module with the functions of `operation` in implementation `name`."""
     return importlib.import_module(f"{_PACKAGES[name]}.{operation}")
 
 
 def requirements(name: str) -> Requirements:
-    """The module in which implementation `name` says what it does not support."""
+    """Return the module that states what implementation `name` does not support."""
     return cast(Requirements, importlib.import_module(f"{_PACKAGES[name]}.requirements"))
 
 
@@ -189,9 +189,9 @@ def unsupported_reason(name: str, facts: Facts, options: Options) -> str | None:
 
 
 def choose(options: Options, facts: Facts) -> Part:
-    """The first of the implementations asked for (None: of all) that supports these facts.
+    """Choose the first of the requested implementations (None: of all) that supports these facts.
 
-    A `Portable` reason ends the search: `xla` runs what no kernel of that implementation does.
+    A `Portable` reason ends the search, and `xla` runs the part.
 
     Raises:
       NotImplementedError: none supports them; the message gives every reason.
@@ -208,7 +208,7 @@ def choose(options: Options, facts: Facts) -> Part:
         if isinstance(reason, Portable):
             return Part(facts.operation, "xla", reason="; ".join(reasons))
         has_it = name in _IMPLEMENTATIONS[facts.operation]
-        if has_it and requirements(name).supports_dtype(facts.dtype):  # else nobody expects it
+        if has_it and requirements(name).supports_dtype(facts.dtype):  # no warning where it has no kernel at all
             _warn_once(name, reason, platform())
     raise NotImplementedError(
         f"{options.function}: no implementation of {tuple(names)} can serve this call: {'; '.join(reasons)}. Leave"

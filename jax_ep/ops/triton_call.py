@@ -110,7 +110,7 @@ def _check_dtype(what: str, dtype: np.dtype) -> None:
 
 
 def _kernel(kernel: Any, num_operands: int, num_results: int, constants: dict[str, Any]) -> Kernel:
-    """The description of a kernel, whose parameters fit the call."""
+    """Describe a kernel, and check that its parameters fit the call."""
     names = getattr(kernel, "arg_names", None)
     if names is None or not hasattr(kernel, "fn"):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""Stores of tiles of which some rows belong to other programs.
+"""Stores of tiles in which some rows belong to other programs.
 
 Accumulators leave through shared memory by TMA: transposed ones in chunks of rows of 128 bytes, others in chunks of
 columns. A chunk with all of its rows leaves as one swizzled copy. A chunk at a group's border leaves as copies of

@@ -3,7 +3,7 @@
 Roles and tiles as in forward.py, with two accumulators per consumer: the gate and the up value of each element. So
 tiles have at most half as many rows, and stores half as many bytes as both GEMMs' results, which never reach memory.
 
-Router weights of a tile's rows travel with each step: they are a hundredth of it and need no barriers of their own.
+Router weights of a tile's rows are loaded with each step: they are 1 % of its bytes and need no separate barriers.
 Rows past the groups are not written.
 """
 

@@ -106,8 +106,8 @@ def grouped_gemm_fp8(
             total = lax.fori_loop(int32(0), tile.steps, one, tuple(wgmma.zeros(part) for _ in parts))
             first, origin = pl.multiple_of(tile.row, ALIGNMENT) + row, pl.multiple_of(tile.column, columns) + column
 
-            def target(below: Scalar, block_m: int, beside: int, width: int) -> Ref:
-                return out.at[pl.ds(first + below, block_m), pl.ds(origin + int32(beside), width)]
+            def target(below: Scalar, block_m: int, offset: int, width: int) -> Ref:
+                return out.at[pl.ds(first + below, block_m), pl.ds(origin + int32(offset), width)]
 
             bounds = tile.start - first, tile.end - first
             epilogue.store_rows(store, total, target, bounds, out.shape[1] - origin)

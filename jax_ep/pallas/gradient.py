@@ -5,7 +5,7 @@ Roles as in forward.py: one warpgroup loads steps of rows, two multiply, and res
 
 The first and last step of a group may reach into its neighbors, or past all groups, where anything may lie. The loading
 warpgroup sets those rows of both operands to zero in shared memory, since zero times NaN is not zero. It has the time
-for it, and the registers of the others are full. Such edge steps have barriers of their own: the loading warpgroup
+for it, and the registers of the others are full. Such edge steps have separate barriers: the loading warpgroup
 waits for its copies, clears rows, and then opens the consumers' barrier. No wait is circular: an edge step is cleared
 before the loading warpgroup waits for the next free stage but one. Floor: the tensor cores' rate.
 """

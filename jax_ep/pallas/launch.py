@@ -80,7 +80,7 @@ def launch(
     *,
     warpgroups: int = 1,
 ) -> Any:
-    """Runs a kernel; its results vary over the mesh axes over which operands do."""
+    """Run a kernel; its results vary over the mesh axes over which operands do."""
     if _shapes_alone.wanted:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), result)
     operands = vary_alike(operands)
@@ -118,7 +118,7 @@ def swizzled(shape: tuple[int, ...], dtype: DTypeLike) -> Scratch:
 
 
 def vectors(number: int, length: int, dtype: DTypeLike) -> Scratch:
-    """Declare shared memory for `number` vectors, each of which begins where TMA copies may begin.
+    """Declare shared memory for `number` vectors, each at an address at which TMA copies may begin.
 
     GPUs end the program at a misaligned copy; the interpreter does not check it.
     """

@@ -44,7 +44,7 @@ FEWEST_SLOTS = 2
 LINE = 128
 """Columns of a sum of combine that share a scale."""
 WARPS = 4
-"""Warps of a warpgroup, each of which adds lines."""
+"""Warps of a warpgroup; each one adds lines."""
 INTERPRETER_THREADS = 4
 """Cores or CPU devices that Mosaic's interpreter needs: fewer, and warpgroups wait for each other for good."""
 _COMPILER = "jax.experimental.mosaic.gpu"
@@ -172,7 +172,7 @@ def _missing_on_cpu() -> str | None:
 
 
 def missing() -> str | None:
-    """What these GPUs, or this JAX, lack, or None."""
+    """Return what these GPUs, or this JAX, lack, or None."""
     capability = getattr(jax.local_devices()[0], "compute_capability", "unknown")
     if capability != _CAPABILITY:
         return (

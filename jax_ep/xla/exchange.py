@@ -6,7 +6,7 @@ ragged all-to-all where the platform has one, else in rounds; memory then grows 
 instead of those of all ranks. Small arrays use the first algorithm. On platforms with a ragged all-to-all, so do
 routings that send most tokens to most ranks.
 
-The local steps are `pick`, and `unpermute`, in place of which `pallas` has a kernel.
+The local steps are `pick` and `unpermute`; `pallas` has a kernel for the latter.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def test_chains_that_fail_are_left_out_where_that_is_asked_for():
 
 
 def test_a_chain_that_fails_when_it_runs_again_is_left_out():
-    """As one does of which no CUDA graph can be made."""
+    """Leave out a chain that runs once only, as one that no CUDA graph can capture."""
     calls = collections.Counter()
 
     def once(n):
@@ -110,7 +110,7 @@ def test_a_chain_that_fails_when_it_runs_again_is_left_out():
 def test_summary_and_ratio_of_known_samples():
     timing = harness.Timing((4.0, 1.0, 3.0, 2.0, 5.0))
     assert timing.summary() == {"median": 3.0, "q1": 2.0, "q3": 4.0, "min": 1.0, "rounds": 5}
-    # Within rounds: 2, 2, 3, of which the medians alone (8 and 3) say nothing.
+    # The median of the ratios within rounds (2, 2, 3), not the ratio of the medians (8 and 3).
     assert harness.Timing((8.0, 2.0, 9.0)).ratio_to(timing) == 2.0
     assert timing.microseconds() == ["3000000", "2000000 to 4000000"]
     assert harness.Timing((2e-6,) * 3).microseconds() == ["2.0", "2.0 to 2.0"]

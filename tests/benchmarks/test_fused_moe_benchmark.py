@@ -27,7 +27,7 @@ def test_wrong_layers_are_not_timed() -> None:
             fused_moe.check(found | {name: wrong}, ["mxfp4"], names)
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="elsewhere programs call launches that were lowered before")
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="on GPUs programs reuse lowered launches")
 def test_hidden_rows_are_those_of_one_variant_alone() -> None:
     """Programs are traced several at a time."""
     layer = partial(jax_ep.fused_moe, schedule=fused_moe.SEVERAL, implementation="pallas")

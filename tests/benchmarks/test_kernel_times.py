@@ -43,7 +43,7 @@ def event(name: str, start: float, end: float, *, pid: int = GPU, tid: int = COM
 
 
 def synthetic_trace() -> list[dict]:
-    """Runs of 35 us times their scale, of which a gap takes 10, with 140, 120 and 100 us between them."""
+    """Return runs of 35 us times their scale, 10 us of it a gap, with 140, 120 and 100 us between them."""
     found, start = [], 1000.0
     for i, scale in enumerate(SCALES):
         at = lambda us, start=start, scale=scale: start + scale * us  # noqa: E731

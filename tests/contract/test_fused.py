@@ -21,7 +21,7 @@ from routings import FEW_ROUTINGS, ROUTINGS
 
 # Groups end within tiles, and T is not a multiple of a block.
 SHAPE = Shape(num_tokens=37, top_k=3, num_experts=8, hidden=88, intermediate=40)
-# Two GEMMs deep, each of which rounds its inputs and outputs.
+# Two GEMMs deep; each one rounds its inputs and outputs.
 TOLERANCE = 4e-2
 
 

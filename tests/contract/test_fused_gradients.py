@@ -19,7 +19,7 @@ from layers import Layer, check_gradients, second_derivative, with_gradients
 
 # Groups end within tiles, and T is not a multiple of a block.
 SHAPE = Shape(num_tokens=13, top_k=2, num_experts=8, hidden=40, intermediate=24)
-TOLERANCE = 4e-2  # Two GEMMs deep, each of which rounds its inputs and outputs.
+TOLERANCE = 4e-2  # Two GEMMs deep; each one rounds its inputs and outputs.
 
 
 @pytest.fixture(autouse=True)

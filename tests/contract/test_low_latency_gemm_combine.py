@@ -91,7 +91,7 @@ def test_low_latency_gemm_combine_quantized_weights(
 ) -> None:
     """Results match `masked_grouped_gemm` and `low_latency_combine` up to the rounding of sums."""
     if activations is not None and ((activations == "int8") != (stored == "int8") or stored.endswith("prepacked")):
-        pytest.skip("there is no such product")
+        pytest.skip("no GEMM has these formats")
     shape = Shape(num_tokens=5, top_k=3, num_experts=8, hidden=264, intermediate=256)
     problem = Problem(rng, "duplicates", 2, shape)
     w = np.swapaxes(reals(rng, *problem.rhs.shape), -1, -2)

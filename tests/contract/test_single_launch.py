@@ -107,7 +107,7 @@ def test_single_launch_quantized(
 @pytest.mark.parametrize("stored", [name for name in STORED if name.endswith(" prepacked")])
 @pytest.mark.slow
 def test_single_launch_prepacked_steps(implementation: str, stored: str, rng: np.random.Generator) -> None:
-    """Two or four pieces, the last of which may lie behind the weights."""
+    """Split K in two or four pieces, where the last one may lie past the end of the weights."""
     shape = Shape(num_tokens=13, top_k=3, num_experts=6, hidden=384, intermediate=640)
     layer = Layer(rng, "some_without_expert", 1, shape, BF16)
     operands = layer.x[0], layer.topk_idx[0], layer.topk_weights[0]

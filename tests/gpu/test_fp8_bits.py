@@ -102,10 +102,10 @@ def test_fp8_bits_matrices(shape: tuple[int, int, int], dtype: jnp.dtype, rng: n
     with np.errstate(invalid="ignore"):
         codes, scales = rounded(blocks, np.abs(blocks).max(axis=(2, 4), keepdims=True))
     codes, scales = codes.reshape(shape), scales[:, :, 0, :, 0]
-    turned, as_is, by_columns = activation.quantize_masters(jnp.asarray(w))
+    transposed, as_is, by_columns = activation.quantize_masters(jnp.asarray(w))
     one, of_one = activation.quantize_matrices(jnp.asarray(w))
     other, of_other = activation.quantize_matrices(jnp.asarray(w), transpose=False)
-    for got, want in ((turned, codes.swapaxes(1, 2)), (one, codes.swapaxes(1, 2)), (as_is, codes), (other, codes)):
+    for got, want in ((transposed, codes.swapaxes(1, 2)), (one, codes.swapaxes(1, 2)), (as_is, codes), (other, codes)):
         # Infinity times zero gives NaN of either sign.
         np.testing.assert_array_equal(*(np.where((x & 127) == 127, 127, x) for x in (as_bytes(got), want)))
     for got, want in ((by_columns, scales.swapaxes(1, 2)), (of_one, scales.swapaxes(1, 2)), (of_other, scales)):

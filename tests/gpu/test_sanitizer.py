@@ -18,7 +18,7 @@ KERNELS = ("dispatch", "combine", "plan")
 TOOLS = {
     "memcheck": ["--leak-check", "no", "--report-api-errors", "no"],  # JAX makes driver calls that fail.
     "racecheck": [option for name in KERNELS for option in ("--kernel-name", f"kernel_substring={name}")],
-    # initcheck must see all writes, so it also checks XLA's kernels, some of which read uninitialized memory.
+    # initcheck must see all writes, so it also checks XLA's kernels, and some of these read uninitialized memory.
     "initcheck": ["--print-limit", "1000"],
 }
 

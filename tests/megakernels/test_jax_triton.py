@@ -248,7 +248,7 @@ def test_jax_triton_on_cpu_uses_interpreter(mesh: jax.sharding.Mesh, rng: np.ran
 
 
 def use_of_one_result(x: Any) -> Any:
-    """Call jax-triton in jitted functions of which one uses one of two results, and one uses none."""
+    """Call jax-triton in two jitted functions: one uses one of two results, the other uses none."""
 
     def call(x: Any) -> Any:
         options = {"grid": (1,), "compute_capability": 90, "backend_options": jax_triton._compiler_options(Config(1))}

@@ -132,7 +132,7 @@ def test_low_latency_late_peer(two_ranks: Mesh, rng: Any, monkeypatch: pytest.Mo
 
 
 def check_story(name: str, story: str) -> None:
-    """Check that the message names the operation and both ranks, either of which may have waited for the other."""
+    """Check that the message names the operation and both ranks; each may have waited for the other."""
     match = re.search(r"rank (\d+) timed out after 1 s in (\w+) .*waiting for rank (\d+)", story)
     assert match, story
     assert sorted([match[1], match[3]]) == ["0", "1"]

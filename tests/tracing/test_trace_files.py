@@ -58,7 +58,9 @@ def test_trace_peer_clock(trace: tracing.Trace) -> None:
     # 0 signals 1 at 50, seen at 105: at least -55; 1 signals 0 at 80, seen at 90: at most 10.
     assert trace.clocks.offset_ns == {0: 0, 1: SKEW + (10 - 55) // 2}
     assert trace.clocks.error_ns == {0: 0, 1: 33}
-    assert (trace.events["begin"][trace.events["device"] == 1] < 0).all(), "events keep the times of their own clock"
+    assert (trace.events["begin"][trace.events["device"] == 1] < 0).all(), (
+        "events keep the times of their device's clock"
+    )
 
 
 def test_trace_summary_known_numbers(trace: tracing.Trace) -> None:

@@ -155,7 +155,7 @@ def test_xla_exchange_layer_and_gradients(way: str, check_vma: bool, mesh: Mesh,
 def test_xla_exchange_vmap(way: str, batch: tuple[int, ...], expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
     """Batched problems have their own numbers of rounds."""
     if way == "ragged" and jax.default_backend() == "cpu":
-        pytest.skip("the emulation is no primitive, and has no batching rule of its own; see test_vmap_on_gpus")
+        pytest.skip("the emulation is no primitive and has no batching rule; see test_vmap_on_gpus")
     fn = layer
     for _ in batch:
         fn = jax.vmap(fn, in_axes=(0, 0, None, None, 0))

@@ -320,7 +320,7 @@ def row_addresses(row_to_assignment_ptr, launch, tile, dtype: tl.constexpr, S: t
     # The source rank is the leading part of the assignment.
     source = tl.load(launch.group_ptr + tl.where(travels, assignment // (S.num_tokens * S.top_k), 0))
     heap = tl.load(launch.table_ptr + source)
-    # At the source, assignments of its own tokens are numbered from 0.
+    # The source numbers the assignments of its tokens from 0.
     row_bytes: tl.constexpr = S.gemm.N * dtype.primitive_bitwidth // 8
     offset = tl.where(travels, assignment % (S.num_tokens * S.top_k), 0).to(tl.int64) * row_bytes
     return tl.where(travels, heap + HEAP.data_offset + offset, 0)

@@ -23,7 +23,7 @@ class Heap:
     """Layout of each device's heap, and the identity of the launch."""
 
     num_ranks: int  # ranks of the EP group
-    num_devices: int  # devices of the heap, of which the group is a subset
+    num_devices: int  # devices of the heap; the EP group is a subset
     data_offset: int  # byte offset of the data area
     flags_offset: int  # byte offset of the block flags
     max_blocks: int  # flags per device and parity

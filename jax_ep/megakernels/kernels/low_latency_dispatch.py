@@ -168,7 +168,7 @@ def assign_rows(expert, incoming, launch, plan, S: tl.constexpr):
 
 @triton.jit
 def count_rows(index, incoming, rank, S: tl.constexpr):
-    """Return the rows of one token, `[1, padded_top_k]`; -1 if it has none.
+    """Return the rows of one token, `[1, padded_top_k]`; -1 without an expert here.
 
     A row is the number of earlier tokens that name the same expert.
     """

@@ -34,6 +34,7 @@ from jax_ep.ops.fused_moe import fused_moe
 from jax_ep.ops.grouped_gemm import grouped_gemm
 from jax_ep.ops.low_latency import low_latency_combine, low_latency_dispatch
 from jax_ep.ops.masked import masked_grouped_gemm
+from jax_ep.ops.memory import plan_memory
 from jax_ep.ops.moe import moe
 from jax_ep.ops.moe_low_latency import low_latency_moe
 from jax_ep.ops.moe_sort import moe_sort
@@ -69,6 +70,7 @@ __all__ = [
     "masked_grouped_gemm",
     "moe",
     "moe_sort",
+    "plan_memory",
     "quantize",
     "router_z_loss",
     "row_experts",

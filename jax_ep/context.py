@@ -371,6 +371,12 @@ def reserved_heap(function: str) -> SymmetricHeap:
     return the_heap
 
 
+def heap_bytes() -> int:
+    """Return the bytes of symmetric memory that the context has allocated on each device."""
+    with _lock:
+        return 0 if _heap is None else _heap.num_bytes
+
+
 def records(identity: int, kernel: str) -> bool:
     """Return whether a kernel that is traced now records a trace; if so, register its name."""
     is_recording = bool(_records.value)

@@ -101,6 +101,7 @@ class SymmetricHeap:
         self._data: list[Generation] = []
         self._buffers: list[Generation] = []
         self._num_allocations = 0
+        self.num_bytes = 0  # Of all allocations, per device.
         self._traces: TraceArea | None = None
         self._sizes = dict(earlier or {})
         here = jax.process_index()
@@ -283,6 +284,7 @@ class SymmetricHeap:
     def _allocate(self, function: str, num_bytes: int) -> dict[int, list[int]]:
         addresses = self._memory.allocate(num_bytes, function)
         self._num_allocations += 1
+        self.num_bytes += num_bytes
         return addresses
 
     def _register(self, generation: Generation) -> Generation:

@@ -26,6 +26,7 @@ from jax_ep.core.balance import Balance
 from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.core.facts import ExchangeFacts
 from jax_ep.core.mesh_axes import known_after, rank_on, spread_axes, vary_alike
+from jax_ep.ops import plan as plans
 from jax_ep.ops import registry
 from jax_ep.types import HIDDEN_NAME, TOKENS_NAME, Array, AxisName, Layout, Options, Topology
 
@@ -112,6 +113,7 @@ def run(
     num_local = num_experts // num_ranks
     wanted = min(2, num_local) if balance.spare_experts is None else balance.spare_experts
     rows, spare = balance.rows_per_rank(topk_idx.size), min(wanted, num_experts - num_local)
+    plans.spare_experts(spare, jax.tree.leaves(weights))
     num_tokens, top_k = topk_idx.shape
     layout = Layout(num_ranks, num_experts, num_tokens, top_k, rows, axis=spread_axes(axis))
     by_kernel = registry.choose(options, ExchangeFacts(x.dtype, x.shape[1], layout)).implementation == "triton"

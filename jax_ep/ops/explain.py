@@ -14,7 +14,6 @@ from jax_ep.ops import plan as plans
 from jax_ep.ops import plan_serving as serving
 
 _HEADER = ("part", "implementation", "mode", "why not a faster one")
-_trace = jax.make_user_context(default_value=None)
 
 
 class Row(NamedTuple):
@@ -76,7 +75,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
       GEMM transposed (backward)  xla
       weight gradient (backward)  xla
     """
-    with _trace(object()), plans.recording() as found:  # a separate context, so that no cached trace hides a call
+    with plans.recording() as found:
         jax.eval_shape(functools.partial(function, **kwargs), *args)
     return Explanation(tuple(row for plan in found for row in _rows(plan)))
 
@@ -88,6 +87,11 @@ def _rows(plan: object) -> Iterator[Row]:
 
 def _row(name: str, part: Part) -> Row:
     return Row(name, part.implementation, part.mode, part.reason)
+
+
+@_rows.register
+def _of_spare_experts(plan: plans.SpareExperts) -> Iterator[Row]:
+    yield from ()
 
 
 @_rows.register

@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -29,9 +31,10 @@ from jax_ep.core.facts import (
 )
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.ops import registry
-from jax_ep.types import Experts, Handle, Layout, Options
+from jax_ep.types import Array, Experts, Handle, Layout, Options
 
 _resolved: ContextVar[list[object] | None] = ContextVar("jax_ep_resolved", default=None)
+_trace = jax.make_user_context(default_value=None)
 
 
 def resolution[**Arguments, Plan](resolve: Callable[Arguments, Plan]) -> Callable[Arguments, Plan]:
@@ -56,11 +59,12 @@ def resolution[**Arguments, Plan](resolve: Callable[Arguments, Plan]) -> Callabl
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[object]]:
-    """Collect the plans that are resolved in this block."""
+    """Collect the plans that are resolved in this block, where cached traces do not count."""
     found: list[object] = []
     token = _resolved.set(found)
     try:
-        yield found
+        with _trace(object()):
+            yield found
     finally:
         _resolved.reset(token)
 
@@ -316,6 +320,19 @@ def layer(
         if registry.unsupported_reason(name, GemmActivationFacts(dtype, experts, product), options) is None:
             activated = Part("gemm_activation", name)
     return LayerPlan(first, second, between, activated)
+
+
+@dataclasses.dataclass(frozen=True)
+class SpareExperts:
+    """Memory of a rank for copies of experts in a balanced call."""
+
+    num_bytes: int
+
+
+@resolution
+def spare_experts(num_experts: int, weights: Sequence[Array]) -> SpareExperts:
+    """Count the bytes of so many more experts than the weights `[L, ...]` are of."""
+    return SpareExperts(num_experts * sum(math.prod(w.shape[1:]) * w.dtype.itemsize for w in weights))
 
 
 @dataclasses.dataclass(frozen=True)

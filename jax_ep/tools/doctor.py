@@ -1,6 +1,7 @@
 """`jax-ep doctor`: check versions, devices, the compiled library, the transport, links and computations.
 
-Every warning and every error has a remedy. The command changes nothing, and leaves nothing behind.
+Every warning and every error has a remedy. The command changes nothing, and leaves nothing behind. With `--plan MODEL`
+it prints the memory of a training step of `jax-ep bench train` instead, without running the step.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_ep import context
-from jax_ep.tools.command import in_one_line, raise_if_interrupted
+from jax_ep.tools.command import count, in_one_line, raise_if_interrupted
+
+if TYPE_CHECKING:
+    from jax_ep.ops.memory import MemoryPlan
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 _PACKAGES = (
@@ -253,16 +257,50 @@ def _layer(name: str, num_ranks: int, arrays: tuple[Any, ...]) -> Any:
     return jax.jit(layer)(*(jax.device_put(array, sharding) for array in arrays))
 
 
+def _plan(args: argparse.Namespace) -> MemoryPlan:
+    """Compile the training step of a model, and return its memory."""
+    from jax_ep.ops import memory
+    from jax_ep.ops import plan as plans
+    from jax_ep.tools.benchmark import inputs, train
+
+    for name, value, choices in (("plan", args.plan, train.ARCHITECTURES), ("variant", args.variant, train.VARIANTS)):
+        if value not in choices:
+            raise ValueError(f"--{name} {value}: expected one of {', '.join(choices)}.")
+    if args.tokens % args.length:
+        raise ValueError(f"--tokens {args.tokens}: expected a multiple of --length {args.length}.")
+    if args.devices:
+        jax.config.update("jax_num_cpu_devices", args.devices)
+    mesh, model = inputs.expert_mesh(args.devices or jax.device_count()), train.ARCHITECTURES[args.plan]
+    if model.experts.experts % mesh.size:
+        raise ValueError(f"--devices {mesh.size}: expected a divisor of the {model.experts.experts} experts.")
+    layers, batch = args.layers or model.layers, args.tokens * mesh.size // args.length
+    with plans.recording() as found:
+        experts = train.expert_layers(model, mesh, args.tokens)[args.variant]
+        training = train.make_training(model, experts, mesh, layers, batch, args.length)
+    return memory.of_compiled(training.step, found)
+
+
 def add_command(commands: Any) -> None:
     """Add `doctor` to the command line."""
     summary = "check this machine: versions, devices, links, and whether each implementation computes"
     parser = commands.add_parser("doctor", help=summary, description=f"{summary}. Exit status 1 after an error.")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    plan = parser.add_argument_group("memory", "with --plan MODEL: the memory of a training step of jax-ep bench train")
+    plan.add_argument("--plan", metavar="MODEL", help="print the bytes on each device, such as of qwen3-30b")
+    plan.add_argument("--layers", type=count, help="default: all layers of the model")
+    plan.add_argument("--tokens", type=count, default=16384, help="per device and step (default: 16384)")
+    plan.add_argument("--length", type=count, default=1024, help="tokens of a text (default: 1024)")
+    plan.add_argument("--devices", type=count, help="default: all; on a machine without GPUs, virtual CPU devices")
+    plan.add_argument("--variant", default="jax_ep", help="of the expert layer, see jax-ep bench train")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print all findings; return 1 after an error."""
+    if args.plan:
+        plan = _plan(args)
+        print(json.dumps({k.strip(): v for k, v in plan.rows()}, indent=1) if args.json else plan)
+        return 0
     findings = []
     for finding in examine():
         findings.append(finding)

@@ -1,0 +1,223 @@
+"""The memory that a training step takes on each device, by group, before it runs.
+
+XLA plans the memory of a program when it compiles it, so its own plan is the measure: sizes of arguments, results and
+temporaries are those of `compiled.memory_analysis()`. The text of the compiled program, which has the shapes of one
+device, divides them: names of parameters are those of the arguments, and a value that an operation of the forward pass
+makes and one of the backward pass reads is kept for the backward pass. JAX names the operations of the backward pass
+`transpose(jvp(...))`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jax_ep import context
+from jax_ep.ops import plan as plans
+from jax_ep.types import type_name
+
+_BACKWARD = "transpose(jvp("
+_ALIASES = frozenset(("bitcast", "get-tuple-element", "opt-barrier", "parameter", "tuple", "while"))
+"""Operations whose result is in the memory of their operands."""
+_CALLS = frozenset(("async-start", "call", "conditional", "while"))
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of a compiled step on each device. It prints as a table.
+
+    Attributes:
+      arguments: bytes of each argument of the step by its name: weights, optimizer state, a batch. Fields of a
+        NamedTuple or a dataclass count separately, as "state.optimizer".
+      results: results that are not in the memory of a donated argument.
+      temporaries: values that end with the step: `kept`, copies of experts, gradients and work space.
+      kept: what the forward pass makes and the backward pass reads: activations, and weights in the dtype of the
+        computation. XLA can hold it in the memory of later results, too.
+      spare_experts: weights of the copies of experts in one call with `Balance`, the largest.
+      heap: symmetric memory that the context has reserved, for all programs traced so far; 0 without kernels.
+      platform: "gpu" or "cpu".
+      compiled: the compiled step. Call it, to compile no second time.
+    """
+
+    arguments: Mapping[str, int]
+    results: int
+    temporaries: int
+    kept: int
+    spare_experts: int
+    heap: int
+    platform: str
+    compiled: Any = dataclasses.field(repr=False, compare=False)
+
+    @property
+    def total(self) -> int:
+        """Bytes on a device."""
+        return sum(self.arguments.values()) + self.results + self.temporaries + self.heap
+
+    def rows(self) -> Iterator[tuple[str, int]]:
+        """Yield a name and the bytes of each group, and of the total; indented groups are a part of others."""
+        yield from self.arguments.items()
+        yield "results that take new memory", self.results
+        yield "temporaries", self.temporaries
+        yield "  kept for the backward pass", self.kept
+        yield "  copies of experts (Balance)", self.spare_experts
+        yield "symmetric heap", self.heap
+        yield "total", self.total
+
+    def __str__(self) -> str:
+        always = ("symmetric heap", "total")
+        rows = [(name, f"{size / 1e6:,.1f}") for name, size in self.rows() if size or name in always]
+        names, sizes = (max(map(len, column)) for column in zip(*rows, strict=True))
+        lines = [f"{f'MB on each device ({self.platform})':<{names}}  {'':>{sizes}}".rstrip()]
+        return "\n".join([*lines, *(f"{name:<{names}}  {size:>{sizes}}" for name, size in rows)])
+
+
+def plan_memory(step: Callable[..., Any], *args: Any, **kwargs: Any) -> MemoryPlan:
+    """Compile a training step, and tell the memory that it takes on each device, without running it.
+
+    Sizes are those of XLA for the devices of this process: call it on the GPUs that will train. On CPU devices the
+    sizes of arguments are the same, but XLA plans other temporaries and no kernel reserves a heap.
+
+    The plan covers one program. It knows neither other programs and arrays of the process, nor what CUDA, NCCL and the
+    allocator take: leave a tenth of the GPU's memory to them.
+
+    Args:
+      step: a function, jitted by `jax.jit` or `flax.nnx.jit` with its shardings and donated arguments. Other functions
+        are jitted without.
+      *args: its arguments: arrays, or `jax.ShapeDtypeStruct`s, whose shardings count where the step has none.
+      **kwargs: its keyword arguments.
+
+    Returns:
+      A `MemoryPlan`, which prints as a table.
+
+    Raises:
+      TypeError: something that is no function.
+      NotImplementedError: XLA plans no memory on this platform.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jax_ep
+      >>> def step(w, x):
+      ...     return w - jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
+      >>> plan = jax_ep.plan_memory(jax.jit(step, donate_argnums=0), jnp.ones((128, 64)), jnp.ones((32, 128)))
+      >>> plan.arguments
+      {'w': 32768, 'x': 16384}
+      >>> plan.kept == 4 * 32 * 64
+      True
+    """
+    if not callable(step):
+        raise TypeError(f"plan_memory: step is {type_name(step)}, expected a function; pass the training step.")
+    with plans.recording() as found:
+        lowered = (step if hasattr(step, "lower") else jax.jit(step)).lower(*args, **kwargs)
+    return of_compiled(lowered.compile(), found)
+
+
+def of_compiled(compiled: Any, found: Sequence[object] = ()) -> MemoryPlan:
+    """Return the plan of a compiled step; `found` are the plans of `jax_ep` that its trace resolved."""
+    sizes, text, platform = compiled.memory_analysis(), compiled.as_text(), jax.default_backend()
+    if sizes is None or not text:
+        raise NotImplementedError(
+            f"plan_memory: XLA tells no memory on the platform {platform}; call it on GPUs or CPU devices."
+        )
+    computations = _computations(text)
+    arguments: Counter[str] = Counter()
+    for value in computations["ENTRY"]:
+        if value.opcode == "parameter" and (size := sum(value.sizes)):
+            name = re.match(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)?", value.op_name)
+            arguments[name[0] if name else "captured arrays"] += size
+    spare = (part.num_bytes for part in found if isinstance(part, plans.SpareExperts))
+    return MemoryPlan(
+        arguments=dict(arguments.most_common()),
+        results=sizes.output_size_in_bytes - sizes.alias_size_in_bytes,
+        temporaries=sizes.temp_size_in_bytes,
+        kept=_kept(computations, "ENTRY"),
+        spare_experts=max(spare, default=0),
+        heap=context.heap_bytes(),
+        platform=platform,
+        compiled=compiled,
+    )
+
+
+class _Instruction(NamedTuple):
+    """One line of the text of a program.
+
+    Attributes:
+      sizes: bytes of the result, or of each element of a tuple.
+      operands: names of instructions.
+      op_name: JAX's name of the operation, or empty.
+      element: index of a get-tuple-element.
+      called: computations whose instructions run one after another; not those of a fusion.
+    """
+
+    name: str
+    opcode: str
+    sizes: list[int]
+    operands: list[str]
+    op_name: str
+    element: int
+    called: list[str]
+
+
+def _computations(text: str) -> dict[str, list[_Instruction]]:
+    """Return the instructions of each computation by its name; the program's is "ENTRY"."""
+    found: dict[str, list[_Instruction]] = {}
+    for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
+        if header := re.match(r"(ENTRY )?%([\w.-]+) .*\{$", line):
+            current = found.setdefault("ENTRY" if header[1] else header[2], [])
+        elif match := re.match(r"\s+(?:ROOT )?%([\w.-]+) = (\(.*?\)|\S+) ([a-z][\w-]*)\(([^)]*)\)(.*)", line):
+            name, shape, opcode, operands, attributes = match.groups()
+            op_name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', attributes)
+            element = re.search(r"\bindex=(\d+)", attributes)
+            called = re.findall(r"%([\w.-]+)", attributes) if opcode in _CALLS else []
+            sizes, names = _sizes(shape), re.findall(r"%([\w.-]+)", operands)
+            number = int(element[1]) if element else 0
+            current.append(_Instruction(name, opcode, sizes, names, op_name[1] if op_name else "", number, called))
+    return found
+
+
+def _sizes(shape: str) -> list[int]:
+    """Return the bytes of each array on the device; memory space 5 is that of the host."""
+    found = []
+    for name, sizes, layout in re.findall(r"\b([a-z]\w*)\[([\d,<=]*)\](\{[^}]*\})?", shape):
+        bits = re.search(r"\d+", name)  # none in "pred"
+        count = math.prod(int(size) for size in re.findall(r"\d+", sizes))
+        is_here = name not in ("token", "opaque") and "S(5)" not in layout
+        found.append(-(-count * (int(bits[0]) if bits else 8) // 8) if is_here else 0)
+    return found
+
+
+def _kept(computations: Mapping[str, list[_Instruction]], name: str) -> int:
+    """Return the bytes that operations of the forward pass make and those of the backward pass read.
+
+    Both passes are in one computation: the program's, or the body of a loop over microbatches.
+    """
+    buffers: dict[str, list[frozenset[tuple[str, int]]]] = {}  # of each value: those of its elements
+    sizes: dict[tuple[str, int], int] = {}
+    backward: set[str] = set()
+    kept: set[tuple[str, int]] = set()
+    inside = 0
+    for value in computations.get(name, ()):
+        inside = max([inside, *(_kept(computations, callee) for callee in value.called)])
+        parts = [part for callee in value.called for part in computations.get(callee, ())]
+        names = [value.op_name] if value.op_name else [part.op_name for part in parts]
+        if any(_BACKWARD in n for n in names) or (not value.op_name and backward & set(value.operands)):
+            backward.add(value.name)
+        operands = [buffers.get(operand, []) for operand in value.operands]
+        if value.opcode == "get-tuple-element":
+            buffers[value.name] = operands[0][value.element : value.element + 1]
+        elif value.opcode == "tuple":
+            buffers[value.name] = [frozenset().union(*elements) for elements in operands]
+        elif value.opcode in _ALIASES:
+            buffers[value.name] = operands[0] if operands else [frozenset()] * len(value.sizes)
+        else:
+            own = [(value.name, i) for i in range(len(value.sizes))]
+            buffers[value.name] = [frozenset({buffer}) for buffer in own]
+            sizes |= dict(zip(own, value.sizes, strict=True))
+        if value.name in backward and (value.opcode not in _ALIASES or value.opcode == "while"):
+            read = frozenset[tuple[str, int]]().union(*(part for elements in operands for part in elements))
+            kept |= {buffer for buffer in read if buffer[0] not in backward}
+    return max(inside, sum(sizes[buffer] for buffer in kept))

@@ -1,0 +1,172 @@
+"""`plan_memory` and `jax-ep doctor --plan` tell what XLA and the heap take."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import harness
+import jax_ep
+from jax_ep import __main__, context, sharding
+
+WIDTH, ROWS, LAYERS = 64, 32, 4
+ONE = 4 * ROWS * WIDTH  # Bytes of the activations of one layer.
+
+
+@pytest.fixture(autouse=True)
+def promotion() -> Iterator[None]:
+    """Optax and the models need it."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def of(*shape: int, dtype: Any = jnp.float32, **options: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, **options)
+
+
+def chain(x: jax.Array, weights: Any) -> jax.Array:
+    for w in weights:
+        x = jnp.tanh(x @ w)
+    return x
+
+
+def gradients(weights: Any, x: jax.Array, layers: Callable[..., jax.Array] = chain) -> Any:
+    return jax.grad(lambda weights: layers(x, weights).sum())(weights)
+
+
+def microbatches(weights: Any, x: jax.Array) -> Any:
+    def add(total: Any, part: jax.Array) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, gradients(weights, part)), None
+
+    zeros = jax.tree.map(jnp.zeros_like, weights)
+    return jax.lax.scan(add, zeros, x.reshape(2, -1, WIDTH))[0]
+
+
+def either(weights: Any, x: jax.Array) -> Any:
+    return jax.lax.cond(x[0, 0] > 0, lambda: gradients(weights, x), lambda: weights)
+
+
+remat = partial(gradients, layers=jax.checkpoint(chain))
+CASES = {"plain": (gradients, LAYERS), "remat": (remat, 0), "microbatches": (microbatches, LAYERS / 2 + 0.5)}
+CASES |= {"cond": (either, LAYERS), "vmap": (jax.vmap(gradients, (None, 0)), LAYERS)}
+CASES |= {"forward": (lambda weights, x: chain(x, weights), 0)}
+
+
+@pytest.mark.parametrize(("step", "layers"), CASES.values(), ids=CASES)
+def test_plan_memory_kept_activations(step: Callable[..., Any], layers: float) -> None:
+    """One activation per layer; with microbatches those of one, and its tokens."""
+    x, weights = of(ROWS, WIDTH), [of(WIDTH, WIDTH)] * LAYERS
+    plan = jax_ep.plan_memory(step, weights, x)
+    assert plan.kept == pytest.approx(layers * ONE, abs=0.02 * ONE)
+
+
+@pytest.mark.slow
+def test_plan_memory_flax_step_agrees_with_xla_and_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples"))
+    from lm.model import ModelConfig
+    from lm.training import TrainConfig, Trainer
+
+    mesh = harness.make_mesh((2, 2), ("data", "expert"))
+    model = ModelConfig(hidden=32, layers=2, heads=2, intermediate=32, implementation="xla")
+    trainer = Trainer(TrainConfig(batch_size=4, length=32), model, mesh)
+    windows = of(4, 33, dtype=jnp.int32, sharding=NamedSharding(mesh, P(("data", "expert"))))
+    plan = jax_ep.plan_memory(trainer.train_step, trainer.abstract_state(), windows)
+    trainer.compile()
+    xla = trainer.train_step.memory_analysis()
+    live = xla.argument_size_in_bytes + xla.output_size_in_bytes - xla.alias_size_in_bytes + xla.temp_size_in_bytes
+    assert plan.total == pytest.approx(live, rel=0.05)
+    assert plan.heap == 0
+    state = trainer.initial_state()
+    for name in ("model", "optimizer", "key"):
+        arrays = jax.tree.leaves(getattr(state, name))
+        assert plan.arguments[f"state.{name}"] == sum(a.addressable_shards[0].data.nbytes for a in arrays)
+    assert plan.arguments["windows"] == 4 * 33
+    assert plan.results < 0.01 * plan.total  # The state is donated.
+    _, metrics = plan.compiled(state, jax.device_put(np.zeros((4, 33), np.int32), windows.sharding))
+    assert np.isfinite(metrics["loss"])
+
+
+def layer_step(mesh: Mesh, **options: Any) -> Callable[..., Any]:
+    layer = sharding.sharded_moe(mesh, num_experts=8, **options)
+
+    def loss(weights: Any, *tokens: jax.Array) -> jax.Array:
+        return layer(*tokens, *weights).astype(jnp.float32).sum()
+
+    return jax.jit(jax.grad(loss))
+
+
+def layer_arguments(mesh: Mesh, num_tokens: int = 64) -> list[Any]:
+    place = partial(of, sharding=NamedSharding(mesh, P("expert")))
+    weights = place(8, 32, 64, dtype=jnp.bfloat16), place(8, 32, 32, dtype=jnp.bfloat16)
+    ids = place(num_tokens, 2, dtype=jnp.int32), place(num_tokens, 2)
+    return [weights, place(num_tokens, 32, dtype=jnp.bfloat16), *ids]
+
+
+def test_plan_memory_spare_experts(mesh: Mesh) -> None:
+    step = layer_step(mesh, balance=jax_ep.Balance(spare_experts=2), implementation="xla")
+    arguments = layer_arguments(mesh)
+    step.lower(*arguments)  # A cached trace hides nothing.
+    plan = jax_ep.plan_memory(step, *arguments)
+    assert plan.spare_experts == 2 * 2 * (32 * 64 + 32 * 32)
+    assert "copies of experts" in str(plan)
+    assert "copies of experts" not in str(jax_ep.plan_memory(lambda x: x, 1.0))
+
+
+def test_plan_memory_heap_is_what_the_context_reserves(two_ranks: Mesh) -> None:
+    plan = jax_ep.plan_memory(layer_step(two_ranks, implementation="triton"), *layer_arguments(two_ranks, 1 << 17))
+    heap = context.heap("test")
+    generations = {g.allocation: heap._memory.pool.heap(0, g.allocation).nbytes for g in heap.generations}
+    assert plan.heap == sum(generations.values()) > 2 * (1 << 16) * 32 * 2
+    assert plan.total == sum(size for name, size in plan.rows() if name.strip() == name and name != "total")
+
+
+def test_plan_memory_names_arguments() -> None:
+    def step(params: Any, *rest: jax.Array, scale: jax.Array) -> Any:
+        return jax.tree.map(lambda p: (p + rest[0]) * scale, params)
+
+    small = of(8)
+    plan = jax_ep.plan_memory(jax.jit(step), {"a": small, "b": [small]}, small, scale=of())
+    assert plan.arguments == {"params": 64, "rest": 32, "scale": 4}
+    assert plan.results == pytest.approx(64, abs=16)  # and a table of addresses
+    table = str(jax_ep.plan_memory(jax.jit(lambda a: a + 1, donate_argnums=0), of(1_000_000)))
+    assert table.splitlines() == [
+        "MB on each device (cpu)",
+        "a               4.0",
+        "symmetric heap  0.0",
+        "total           4.0",
+    ]
+
+
+def test_plan_memory_errors() -> None:
+    with pytest.raises(
+        TypeError, match=r"^plan_memory: step is an int, expected a function; pass the training step\.$"
+    ):
+        jax_ep.plan_memory(3)
+
+
+@pytest.mark.slow
+def test_doctor_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["doctor", "--plan", "tiny", "--tokens", "32", "--length", "16", "--layers", "1"]
+    assert __main__.main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["state"] == pytest.approx(2 * found["params"], rel=0.01)
+    assert found["total"] > found["kept for the backward pass"] > 0
+    assert __main__.main([*arguments, "--variant", "jax_ep balance"]) == 0
+    assert "copies of experts" in capsys.readouterr().out
+    for wrong, message in {
+        ("--plan", "large"): "--plan large: expected one of small,",
+        ("--variant", "fast"): "--variant fast: expected one of jax_ep,",
+        ("--length", "5"): "--tokens 32: expected a multiple of --length 5.",
+    }.items():
+        assert __main__.main([*arguments, *wrong]) == 2
+        assert message in capsys.readouterr().err

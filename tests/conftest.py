@@ -85,8 +85,16 @@ def pytest_report_header() -> str:
 
 _CONTRACT = "tests/contract/test_{}.py"
 _WHOLE = (
-    *("dispatch_combine", "experts", "fused_gradients", "grouped_gemm_fp8", "low_latency", "low_latency_gemm_combine"),
-    *("low_latency_moe", "masked", "quantized_gemm", "result_dtype", "single_launch", "sorted_slots"),
+    *("dispatch_combine", "experts", "fused_gradients", "grouped_gemm_fp8", "grouped_gemm_gluon", "low_latency"),
+    *(
+        "low_latency_gemm_combine",
+        "low_latency_moe",
+        "masked",
+        "quantized_gemm",
+        "result_dtype",
+        "single_launch",
+        "sorted_slots",
+    ),
 )
 _LAYERS = {
     "fused": (
@@ -229,11 +237,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Add the implementations that exist only for the `OPERATION` of a module."""
+    """Add the implementations that exist only for the `OPERATION` of a module, unless it names `IMPLEMENTATIONS`."""
     from jax_ep.ops import registry
 
     if "implementation" in metafunc.fixturenames:
         made_for = registry.available(getattr(metafunc.module, "OPERATION", "exchange"))
+        made_for = getattr(metafunc.module, "IMPLEMENTATIONS", made_for)
         names = implementations(metafunc.config, metafunc.module, metafunc.definition.nodeid)
         names = [name for name in names if name in made_for]
         metafunc.parametrize("implementation", names, scope="session")

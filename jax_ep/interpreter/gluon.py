@@ -13,6 +13,7 @@ Deadlocks, memory accesses outside of an array, and TMA stores of shared memory 
 
 from __future__ import annotations
 
+import math
 import operator
 import random
 import re
@@ -23,6 +24,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
@@ -46,7 +48,7 @@ class EmulationError(RuntimeError):
 
 
 def _numpy_dtype(dtype: Any) -> np.dtype:
-    return _DTYPES[str(dtype)]
+    return dtype if isinstance(dtype, np.dtype) else _DTYPES[str(dtype)]
 
 
 def _values(x: Any) -> Any:
@@ -66,7 +68,7 @@ class Tensor:
         return self.values.dtype
 
     def to(self, dtype: Any) -> Tensor:
-        """Convert to a dtype of Gluon."""
+        """Convert to a dtype of Gluon or NumPy."""
         return Tensor(self.values.astype(_numpy_dtype(dtype)))
 
 
@@ -153,6 +155,10 @@ class Shared:
         """Return the view with its axes in another order."""
         return Shared(self.values.transpose(order), self.state)
 
+    def reshape(self, shape: Sequence[int]) -> Shared:
+        """Return the view with another shape."""
+        return Shared(self.values.reshape(shape), self.state)
+
     def load(self, layout: Any = None) -> Tensor:
         """Read into registers."""
         return Tensor(self.values.copy())
@@ -203,23 +209,45 @@ class _Barriers(list):
 
 
 class Descriptor:
-    """A tensor descriptor of a global array: blocks are read and written by TMA."""
+    """A tensor descriptor of a global array: blocks are read and written by TMA.
 
-    def __init__(self, array: np.ndarray, block_shape: Sequence[int], layout: Any = None) -> None:
-        self.array, self.block_shape, self.layout = array, tuple(block_shape), layout
+    Shape and strides are those of the array, unless given as in `jax_ep.core.kernel.Blocks`.
+    """
+
+    def __init__(
+        self,
+        array: np.ndarray,
+        block_shape: Sequence[int],
+        shape: Sequence[int] | None = None,
+        strides: Sequence[int] | None = None,
+        layout: Any = None,
+    ) -> None:
+        self.array, self.block_shape, self.layout = array.reshape(-1), tuple(block_shape), layout
+        self.shape = array.shape if shape is None else tuple(shape)
+        self.strides = strides or [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
 
     @property
     def dtype(self) -> np.dtype:
         return self.array.dtype
 
-    def block(self, coordinates: Sequence[Any]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-        """Return the part of the array that a block covers, and where this lies in the block."""
-        inside, within = [], []
-        for start, size, length in zip(map(int, coordinates), self.block_shape, self.array.shape, strict=True):
-            first, last = min(max(start, 0), length), min(max(start + size, 0), length)
-            inside.append(slice(first, last))
-            within.append(slice(first - start, last - start))
-        return tuple(inside), tuple(within)
+    def block(self, coordinates: Sequence[Any]) -> tuple[np.ndarray, tuple[slice, ...]]:
+        """Return the part of the array that a block covers, as a view, and where this lies in the block."""
+        starts = [int(x) for x in coordinates]
+        ranges = [
+            (min(max(start, 0), size), min(max(start + length, 0), size))
+            for start, length, size in zip(starts, self.block_shape, self.shape, strict=True)
+        ]
+        within = tuple(slice(first - x, last - x) for (first, last), x in zip(ranges, starts, strict=True))
+        sizes = [last - first for first, last in ranges]
+        if 0 in sizes:
+            return np.empty(sizes, self.dtype), within
+        offset = sum(first * stride for (first, _), stride in zip(ranges, self.strides, strict=True)) % 2**64
+        steps = [0 if size == 1 else stride for size, stride in zip(sizes, self.strides, strict=True)]
+        last = offset + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
+        if last >= self.array.size:
+            raise EmulationError(f"TMA reaches element {last} of an array of {self.array.size} elements")
+        steps = [step * self.dtype.itemsize for step in steps]
+        return np.lib.stride_tricks.as_strided(self.array[offset:], sizes, steps), within
 
 
 class _Product:
@@ -357,7 +385,7 @@ def _program() -> _Program:
 
 
 def _allocate(dtype: Any, shape: Sequence[int], layout: Any = None) -> Shared:
-    kind = dtype if isinstance(dtype, np.dtype) else _numpy_dtype(dtype)
+    kind = _numpy_dtype(dtype)
     values = np.full(np.prod([*map(int, shape), kind.itemsize]), 0xFF, np.uint8).view(kind).reshape(shape)
     state = {"fenced": True}
     _program().states.append(state)
@@ -391,7 +419,7 @@ def _async_load(descriptor: Descriptor, coordinates: Sequence[Any], barrier: Bar
 
     def finish() -> None:
         values[...] = np.zeros((), values.dtype)
-        values[within] = descriptor.array[inside]
+        values[within] = inside
         barrier.deliver(values.nbytes)
 
     _program().loads.append(finish)
@@ -404,7 +432,7 @@ def _async_store(descriptor: Descriptor, coordinates: Sequence[Any], source: Sha
     inside, within = descriptor.block(coordinates)
 
     def finish() -> None:
-        descriptor.array[inside] = source.values[within]
+        inside[...] = source.values[within]
 
     _program().current.stores.append(finish)
     _program().switch()
@@ -561,6 +589,15 @@ def _emulated(function: Any) -> Callable[..., Any]:
         used = set(inner.__code__.co_names) & inner.__globals__.keys() - names.keys()
         names |= {name: _replaced(inner.__globals__[name]) for name in used}
     return _known[function]
+
+
+def argument(buffer: Any, blocks: tuple[tuple[int, ...], ...] | None) -> Any:
+    """Return an argument of a kernel; `blocks` are shape, strides and block shape of its descriptor."""
+    array = buffer.bytes.view(_numpy_dtype(tl.str_to_ty(buffer.dtype, None)))
+    if blocks is None:
+        return Pointer(array)
+    shape, strides, block_shape = blocks
+    return Descriptor(array, block_shape, shape, strides)
 
 
 def run(kernel: Any, num_programs: int, *arguments: Any, num_warps: int = 4, seed: int = 0, **constants: Any) -> None:

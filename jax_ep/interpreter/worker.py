@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import importlib
 import importlib.abc
@@ -27,7 +28,7 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -80,13 +81,24 @@ class Buffer:
         return self.bytes.ctypes.data
 
 
-def describe(buffer: Buffer, shape: tuple[int, ...], strides: tuple[int, ...], block_shape: tuple[int, ...]) -> Any:
+def executor(kernel: Any, num_programs: int) -> tuple[Callable[..., None], Callable[..., Any]]:
+    """Return functions that run a kernel and that make an argument of a buffer and the blocks of its descriptor."""
+    if hasattr(kernel, "is_gluon"):  # Triton's interpreter replaces its own functions, but not those of Gluon.
+        emulator = load(_HERE / "gluon.py")
+        return functools.partial(emulator.run, kernel, num_programs), emulator.argument
+    return kernel[(num_programs,)], describe
+
+
+def describe(buffer: Buffer, blocks: tuple[tuple[int, ...], ...] | None) -> Any:
     """Create a host-side tensor descriptor for Triton; the kernel's first use of it checks the alignment."""
+    if blocks is None:
+        return buffer
     from triton.tools.tensor_descriptor import TensorDescriptor
 
+    shape, strides, block_shape = map(list, blocks)
     descriptor = TensorDescriptor.__new__(TensorDescriptor)  # Its constructor needs torch dtypes.
-    fields = {"base": buffer, "shape": list(shape), "strides": list(strides), "block_shape": list(block_shape)}
-    vars(descriptor).update(fields, padding="zero", round_f32_to_tf32=False)
+    sizes = {"shape": shape, "strides": strides, "block_shape": block_shape}
+    vars(descriptor).update(base=buffer, **sizes, padding="zero", round_f32_to_tf32=False)
     return descriptor
 
 
@@ -172,14 +184,14 @@ class Runner:
         results = [Buffer(num_bytes, element_type, poison) for element_type, num_bytes in launch["results"]]
         buffers += results
         descriptors = launch["descriptors"] or [None] * len(buffers)
-        pairs = zip(buffers, descriptors, strict=True)
-        arguments = [buffer if blocks is None else describe(buffer, *blocks) for buffer, blocks in pairs]
         constants = launch["constants"]
+        run, describe = executor(kernel, launch["num_programs"])
+        arguments = [describe(buffer, blocks) for buffer, blocks in zip(buffers, descriptors, strict=True)]
         names = [name for name in kernel.arg_names if name not in constants]
         parameters = launch["parameters"] or [None] * len(names)
         arguments = load(_PACKAGE / "core" / "structs.py").regrouped(arguments, parameters)
         with self._interruptible(), np.errstate(all="ignore"):  # As on a GPU.
-            kernel[(launch["num_programs"],)](**dict(zip(names, arguments, strict=True)), **constants)
+            run(**dict(zip(names, arguments, strict=True)), **constants)
         names = [name for parameter in zip(names, parameters, strict=True) for name in fields(*parameter)]
         if broken := [name for name, buffer in zip(names, buffers, strict=True) if not buffer.is_intact()]:
             raise RuntimeError(f"{launch['function']} wrote outside of {', '.join(broken)}")

@@ -58,12 +58,14 @@ class Compiled:
     Attributes:
       name: of the function in the code.
       code: cubin.
+      num_threads: of a program; more than the config's with warp specialization.
       shared_bytes: dynamic shared memory of a program.
       copies: of each descriptor.
     """
 
     name: str
     code: bytes
+    num_threads: int
     shared_bytes: int
     copies: tuple[Copies, ...]
 
@@ -140,7 +142,8 @@ def _compile(asked: Compilation) -> Compiled:
     copies = tuple(_copies(found) for found in built.metadata.tensordesc_meta or ())
     if len(copies) != sum(parameter.block_shape is not None for parameter in flat(asked.parameters)):
         raise NotImplementedError(f"{kernel.name}: Triton describes {len(copies)} of its descriptors")
-    return Compiled(built.metadata.name, built.asm["cubin"], built.metadata.shared, copies)
+    metadata = built.metadata
+    return Compiled(metadata.name, built.asm["cubin"], 32 * metadata.num_warps, metadata.shared, copies)
 
 
 def build(
@@ -149,18 +152,24 @@ def build(
     """Compile a kernel with Triton, and keep its intermediate forms.
 
     `types` has Triton's name of the type of each array, or a NamedTuple of names.
+    Gluon's descriptors get the widest swizzle that fits.
     """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     function = kernel.body
+    if function.is_gluon():
+        types = {name: _with_layout(kind) for name, kind in types.items()}
     names = list(function.arg_names)
     values = {(names.index(name),): value for name, value in constants.items()}
     signature = {name: types.get(name, "constexpr") for name in names}
     aligned = {path: [["tt.divisibility", ALIGNMENT]] for path in _pointers(signature.values())}
 
-    class Source(ASTSource):
+    source_type: Any = GluonASTSource if function.is_gluon() else ASTSource
+
+    class Source(source_type):
         """Its hash covers decoders, which a constant chooses, so that Triton does not see them."""
 
         def hash(self) -> str:
@@ -179,6 +188,17 @@ def _type_names(parameter: Any) -> Any:
     if isinstance(parameter, tuple):
         return type(parameter)(*map(_type_names, parameter))
     return parameter.type_name
+
+
+def _with_layout(name: str) -> str:
+    """Return Gluon's name of a type, which has a layout if it is a descriptor."""
+    import triton.language as tl
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    if not name.startswith("tensordesc"):
+        return name
+    block = tl.str_to_ty(name, None).block_type
+    return f"{name[:-1]},{NVMMASharedLayout.get_default_for(block.shape, block.element_ty)!r}>"
 
 
 def _pointers(types: Iterable[str | tuple[str, ...]]) -> list[tuple[int, ...]]:

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_ep.core.fp8 import GROUP_SIZE
-from jax_ep.core.kernel import Argument, Descriptor, Kernel
+from jax_ep.core.kernel import Argument, Config, Descriptor, Kernel
 from jax_ep.core.layout import Bias, power_of_two, round_up
 from jax_ep.core.mesh_axes import vary_alike
-from jax_ep.megakernels import tuned
-from jax_ep.megakernels.kernels import gemm_structs
+from jax_ep.megakernels import compile, tuned
+from jax_ep.megakernels.kernels import gemm_structs, gluon_gemm
 from jax_ep.megakernels.kernels import grouped_gemm as grouped_gemm_kernels
 from jax_ep.megakernels.kernels.gemm_structs import (
     GemmTile,
@@ -31,11 +31,13 @@ from jax_ep.megakernels.kernels.gemm_structs import (
     WeightGradientOperands,
     WeightGradientTile,
 )
-from jax_ep.megakernels.launch import Programs, launch, stores_by_descriptor, tile_config
+from jax_ep.megakernels.launch import Programs, int32, launch, num_programs, stores_by_descriptor, tile_config
 from jax_ep.types import Array
 
 _FORWARD = Kernel(grouped_gemm_kernels.grouped_gemm)
 _FP8 = Kernel(grouped_gemm_kernels.grouped_gemm_fp8)
+_GLUON_FP8 = Kernel(gluon_gemm.grouped_gemm_fp8)
+_GLUON_CAPABILITY = 90
 _WEIGHT_GRADIENT = Kernel(grouped_gemm_kernels.weight_gradient)
 _FP8_WEIGHT_GRADIENT = Kernel(grouped_gemm_kernels.weight_gradient_fp8)
 _WORD = 8  # elements of a 16-byte word
@@ -124,9 +126,14 @@ class Fp8WeightTiles(_GemmPrograms):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fp8Tiles(Fp8WeightTiles):
-    """Tiles of a grouped GEMM in FP8, with the limits of `Fp8WeightTiles`."""
+    """Tiles of a grouped GEMM in FP8, with the limits of `Fp8WeightTiles`.
+
+    Attributes:
+      gluon: run the kernel in Gluon, for GPUs of compute capability 9.0, with tiles of its own in bands of `group_m`.
+    """
 
     num_stages: int = 5
+    gluon: bool = False
 
 
 def forward_tiles(num_rows: int, columns: int, groups: int, out_itemsize: int) -> Tiles:
@@ -264,12 +271,49 @@ def grouped_gemm_fp8(
     (num_rows, depth), (groups, columns) = lhs.shape, rhs.shape[:2]
     default = fp8_tiles(num_rows, groups, jnp.dtype(out_dtype).itemsize)
     tiles = tiles or _tuned(default, "grouped_gemm_fp8", lhs.shape, columns, groups, (lhs.dtype, out_dtype))
-    lhs, rhs, *others = vary_alike((lhs, rhs, lhs_scales, rhs_scales, group_sizes))
+    lhs, rhs, *others = operands = vary_alike((lhs, rhs, lhs_scales, rhs_scales, group_sizes))
+    if tiles.gluon:
+        return _by_gluon(*operands, out_dtype=out_dtype, group_m=tiles.group_m)
     left, right = Descriptor(lhs[None], (1, tiles.block_m, GROUP_SIZE)), Descriptor(rhs, (1, tiles.block_n, GROUP_SIZE))
     result = jax.ShapeDtypeStruct((num_rows, columns), out_dtype)
     config = tile_config(tiles, (num_rows // tiles.block_m + groups) * -(-columns // tiles.block_n))
     constants = {"S": fp8_sizes(num_rows, columns, depth, groups, tiles)}
     return launch(_FP8, (left, right, *others), (result,), config, constants)[0]
+
+
+def _by_gluon(
+    lhs: Array,
+    rhs: Array,
+    lhs_scales: Array,
+    rhs_scales: Array,
+    group_sizes: Array,
+    *,
+    out_dtype: DTypeLike,
+    group_m: int,
+) -> Array:
+    """Multiply as `grouped_gemm_fp8` in tiles of 128 rows by 256 columns, half of which are stored at a time."""
+    if jax.default_backend() == "gpu" and (capability := compile.device_capability()) != _GLUON_CAPABILITY:
+        raise NotImplementedError(
+            f"grouped_gemm: gluon=True on GPUs of compute capability {capability / 10}, expected"
+            f" {_GLUON_CAPABILITY / 10}; leave gluon out of the settings of grouped_gemm_fp8."
+        )
+    (num_rows, depth), (groups, columns) = lhs.shape, rhs.shape[:2]
+    left, right = Descriptor(lhs, (128, GROUP_SIZE)), Descriptor(rhs.reshape(-1, depth), (256, GROUP_SIZE))
+    padded_scales = jnp.pad(lhs_scales.T.reshape(-1), (0, 128))  # tiles read scales past the last row
+    result = jax.ShapeDtypeStruct((num_rows, round_up(columns, _WORD)), out_dtype)
+    results: tuple[Argument, ...] = Descriptor(result, (64, 128), bounded=True), *int32((1,))
+    operands = (left, right, padded_scales, rhs_scales, group_sizes, jnp.zeros((1,), jnp.int32))
+    config = Config(num_programs((num_rows // 128 + groups + 1) * -(-columns // 256)), num_warps=4)
+    constants = gluon_constants(num_rows, columns, depth, groups, result.dtype.itemsize, group_m)
+    return launch(_GLUON_FP8, operands, results, config, constants, in_place=True)[0][:, :columns]
+
+
+def gluon_constants(
+    num_rows: int, columns: int, depth: int, groups: int, out_itemsize: int, group_m: int
+) -> Mapping[str, object]:
+    """Return the constants of the grouped GEMM in FP8 in Gluon, whose stages leave memory for results of 4 bytes."""
+    sizes = {"M": num_rows, "N": columns, "K": depth, "NUM_GROUPS": groups}
+    return sizes | {"STAGES": 3 if out_itemsize > 2 else 4, "GROUP_M": group_m}
 
 
 @functools.partial(jax.jit, static_argnames=("out_dtype", "tiles"))

@@ -32,18 +32,16 @@ def launch(
       operands: arrays of this shard.
       results: shapes and dtypes of the results, which are not initialised.
       blocks: of the descriptor of each operand and each result, None for those that the kernel takes by their address.
-      config: grid, and threads of a program.
+      config: grid.
       written: operands that the kernel writes in place, by their positions, and the results that they become.
 
     Returns:
       One array per entry of `results`, typed as the same on all devices.
     """
     shapes = tuple(map(shaped, results))
-    numbers = {"num_programs": config.num_programs, "num_threads": 32 * config.num_warps}
+    number, aliases = config.num_programs, tuple(written.items())
     return tuple(
-        _launch_p.bind(
-            *operands, code=code, results=shapes, blocks=tuple(blocks), written=tuple(written.items()), **numbers
-        )
+        _launch_p.bind(*operands, code=code, results=shapes, blocks=tuple(blocks), written=aliases, num_programs=number)
     )
 
 
@@ -53,7 +51,7 @@ def _launch_compiled(
     results: tuple[jax.ShapeDtypeStruct, ...],
     blocks: tuple[Blocks | None, ...],
     written: tuple[tuple[int, int], ...],
-    **numbers: int,
+    num_programs: int,
 ) -> tuple[Array, ...]:
     compiled = code.result()
     copies = iter(compiled.copies)
@@ -62,11 +60,12 @@ def _launch_compiled(
         compiled.code,
         operands,
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results],
+        num_programs=num_programs,
+        num_threads=compiled.num_threads,
         shared_bytes=compiled.shared_bytes,
         alignment=ALIGNMENT,
         parameters=[_parameter(described, copies) for described in blocks],
         written=dict(written),
-        **numbers,
     )
 
 

@@ -107,7 +107,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "low_latency_combine": Operation(_EXCHANGE, {"num_combining_programs": _PROGRAMS}),
     "low_latency_gemm_combine": Operation(_MASKED, _MASKED_TILES),
     "grouped_gemm": Operation(_PRODUCT, {"block_m": _BLOCK, "block_n": _COLUMNS, "block_k": _BLOCK, **_STORED}),
-    "grouped_gemm_fp8": Operation(_PRODUCT, _FP8_TILES),
+    "grouped_gemm_fp8": Operation(_PRODUCT, _FP8_TILES | {"gluon": _BOOLEAN}),
     "weight_gradient": Operation(_PRODUCT, {"block_m": _BLOCK, "block_n": _COLUMNS, "block_r": _BLOCK, **_STORED}),
     "weight_gradient_fp8": Operation(_PRODUCT, _FP8_TILES),
     "masked_grouped_gemm": Operation(_MASKED, _MASKED_TILES),

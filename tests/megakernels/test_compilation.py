@@ -12,7 +12,7 @@ import pytest
 
 from jax_ep.core.kernel import Config, Descriptor, Kernel
 from jax_ep.core.structs import regrouped, type_of
-from jax_ep.megakernels import compile, pending
+from jax_ep.megakernels import compile, grouped_gemm, pending
 from jax_ep.megakernels.compile import Parameter
 from jax_ep.megakernels.kernels import grouped_gemm as grouped_gemm_kernels
 from jax_ep.megakernels.kernels import masked as masked_kernels
@@ -100,6 +100,26 @@ def test_launch_descriptors(on_hopper):
     lhs = [4, *kind, far, far, bound, 192, (1 << 34) - 192, 192, 192, 1, 1, 1, 64, 64]
     rhs = [4, *kind, far, far, bound, 128, (1 << 34) - 128, 128, 128, 1, 1, 1, 64, 64]
     assert found == [*lhs, *rhs, 0, 3, *kind, 4, 192, 128, 192 * 128, 128, 1, 1, 64, 64]
+
+
+def test_launch_gluon(on_hopper, monkeypatch):
+    """All warps are launched, the counter is written in place, and stores end where the kernel says."""
+    monkeypatch.setattr(grouped_gemm, "num_programs", lambda *_: 132)
+    fp8, f32 = np.dtype(jnp.float8_e4m3fn), np.dtype(np.float32)
+    shapes = (Array((300, 384), fp8), Array((4, 515, 384), fp8), Array((4,), I32))
+    shapes += (Array((300, 3), f32), Array((4, 5, 3), f32))
+    run = functools.partial(grouped_gemm.grouped_gemm_fp8, out_dtype=BF16, tiles=grouped_gemm.Fp8Tiles(gluon=True))
+    traced = jax.jit(run).trace(*shapes)
+    assert traced.out_info.shape == (300, 515)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "num_programs = 132 " in text and f"num_threads = {32 * 12} " in text
+    assert "operand_index = 5" in text and "output_tuple_indices = [1]" in text
+    numbers = text.split("parameters = dense<[")[1].split("]>")[0]
+    found = [int(number) for number in numbers.split(",")]
+    far, bound = 0x7FFF0000, 1 << 30
+    lhs, rhs = ([2, 0, 1, 3, rows, 384, 384, 1, box, 128] for rows, box in ((300, 128), (4 * 515, 256)))
+    out = [4, 9, 2, 3, far, far, bound, 520, (1 << 34) - 520, 520, 520, 1, 1, 1, 64, 64]
+    assert found == [*lhs, *rhs, 0, 0, 0, 0, *out, 0]
 
 
 def test_launch_none_pointers(on_hopper):

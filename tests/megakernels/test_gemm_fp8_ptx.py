@@ -75,6 +75,22 @@ def test_gemm_fp8_ptx_weight_gradient(
     assert re.search(r"st\.global\.v4\.b32", built["ptx"]) or size == ODD, "results are not stored 16 bytes at a time"
 
 
+@pytest.mark.parametrize("out", ["bf16", "fp32"])
+@pytest.mark.parametrize("size", [DEEPSEEK, FEW_ROWS, ODD])
+def test_gemm_fp8_ptx_gluon(size: tuple[int, int, int, int], out: str) -> None:
+    """Two consumer warpgroups, and a producer in a warpgroup of its own, which owns registers that it does not need."""
+    rows, depth, columns, groups = size
+    types = {"lhs": "tensordesc<fp8e4nv[128, 128]>", "rhs": "tensordesc<fp8e4nv[256, 128]>"}
+    types |= {"lhs_scales": "*fp32", "rhs_scales": "*fp32", "sizes": "*i32", "num_taken": "*i32"}
+    types |= {"out": f"tensordesc<{out}[1, 1, 64, 128]>", "num_taken_after": "*i32"}
+    kernel, itemsize = grouped_gemm._GLUON_FP8, 2 if out == "bf16" else 4
+    constants = grouped_gemm.gluon_constants(rows, columns, depth, groups, itemsize, group_m=8)
+    built = build(kernel.path.stem, kernel.name, types, constants, 4, 3, 90)
+    check(built, Fp8Tiles(num_warps=12), 90)
+    assert re.search(r"cp\.async\.bulk\.tensor\.4d\.global", built["ptx"]), "not stored by TMA"
+    assert ".reqntid 384" in built["ptx"]
+
+
 def test_gemm_fp8_ptx_loads_overlap_epilogue() -> None:
     """The loops over tiles and over K are one: its loads are behind its products, and no others are."""
     ptx = compile_gemm(Fp8Tiles(), DEEPSEEK, "bf16", 90)["ptx"]

@@ -2,7 +2,8 @@
 
 Roles: one producer warp copies operands by TMA, two consumer warpgroups multiply. A tile of `out` is 128 rows by 256
 columns; consumer c computes columns 128 c to 128 c + 127 of all rows, in one or two waves of 64 rows. The last tile of
-a group may have 64 rows. Tiles may overlap the next group; the extra rows are computed but not stored.
+a group may have 64 rows. Tiles may overlap the next group; the extra rows are computed but not stored: TMA drops rows
+past the end of a bounded descriptor (tiles.py). The rows past all groups are one more group, of zeros.
 
 Waits: consumers wait for `full[slot]` (the producer's copies have arrived), the producer for `empty[slot]` (both
 consumers have read the slot), and a consumer for `turn[c]` (the other consumer has issued its wgmma). Every wait is for
@@ -22,6 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+from .tiles import BOUND
 
 WAVE = gl.constexpr(64)  # rows of one wgmma
 TILE_M = gl.constexpr(128)
@@ -81,26 +84,40 @@ def read_tile(number, ring):
 
 
 @gluon.jit
-def locate(tile, group, first_tile, start, size, sizes, tiles_n, BAND: gl.constexpr):
-    """Advance (group, first_tile, start, size) to the group of `tile`; also return the tile's rows and columns.
+def rows_of(group, start, sizes, M: gl.constexpr, NUM_GROUPS: gl.constexpr):
+    """Return the rows of a group from `start` on, none past M, whatever its size; rows past the groups are a group."""
+    size = gl.load(sizes + group, mask=group < NUM_GROUPS, other=M)
+    return min(max(size, 0), M - start)
 
-    Within a group, bands of up to BAND tiles of rows are visited column by column, so that programs which run at the
-    same time share both operands in L2.
-    """
-    tiles_m = (size + TILE_M - 1) // TILE_M
-    while tile >= first_tile + tiles_m * tiles_n:
-        first_tile += tiles_m * tiles_n
+
+@gluon.jit
+def find_group(
+    tile, group, first_tile, start, size, sizes, M: gl.constexpr, NUM_GROUPS: gl.constexpr, tiles_n: gl.constexpr
+):
+    """Advance (group, first_tile, start, size) to the group of `tile`, which is above NUM_GROUPS if there is none."""
+    tiles = (size + TILE_M - 1) // TILE_M * tiles_n
+    while (group <= NUM_GROUPS) & (tile >= first_tile + tiles):
+        first_tile += tiles
         start += size
         group += 1
-        size = gl.load(sizes + group)
-        tiles_m = (size + TILE_M - 1) // TILE_M
-    inside = tile - first_tile
-    band = inside // (BAND * tiles_n)
-    in_band = inside - band * BAND * tiles_n
-    height = min(tiles_m - band * BAND, BAND)
+        size = rows_of(group, start, sizes, M, NUM_GROUPS)
+        tiles = (size + TILE_M - 1) // TILE_M * tiles_n
+    return group, first_tile, start, size
+
+
+@gluon.jit
+def place(inside, size, tiles_n: gl.constexpr, GROUP_M: gl.constexpr):
+    """Return first row and column of a tile in its group of `size` rows.
+
+    Bands of up to GROUP_M tiles of rows are visited column by column, so that programs which run at the same time share
+    both operands in L2.
+    """
+    band = inside // (GROUP_M * tiles_n)
+    in_band = inside - band * GROUP_M * tiles_n
+    height = min((size + TILE_M - 1) // TILE_M - band * GROUP_M, GROUP_M)
     column = in_band // height
-    row = band * BAND + in_band - column * height
-    return group, first_tile, start, size, start + row * TILE_M, column * TILE_N
+    row = band * GROUP_M + in_band - column * height
+    return row * TILE_M, column * TILE_N
 
 
 @gluon.jit
@@ -116,34 +133,19 @@ def issue(a, b, turn, slot, issued, wave: gl.constexpr, consumer: gl.constexpr, 
 
 
 @gluon.jit
-def store_full(total, out_desc, staging, row, column):
-    """Store 64 full rows by TMA, which leaves while the program goes on."""
+def store_wave(values, out, staging, row, end, column):
+    """Store the rows of a wave before `end` by TMA, which leaves while the program goes on."""
     tma.store_wait(0)  # the store before has read `staging`
-    staging.store(total.to(gl.bfloat16))
+    staging.reshape((WAVE, HALF_N)).store(values.to(out.dtype))
     fence_async_shared()
-    tma.async_store(out_desc, [row, column], staging)
-
-
-@gluon.jit
-def store_wave(total, out, out_desc, staging, row, end, column, N):
-    """Store one wave of 64 rows; rows from `end` on belong to the next group and are left alone."""
-    if row + WAVE <= end:
-        store_full(total, out_desc, staging, row, column)
-    else:
-        # Rows as 16-byte words, through shared memory.
-        tma.store_wait(0)
-        staging.store(total.to(gl.bfloat16))
-        by_row: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-        rows = row + gl.arange(0, WAVE, gl.SliceLayout(1, by_row))
-        columns = column + gl.arange(0, HALF_N, gl.SliceLayout(0, by_row))
-        target = out + gl.expand_dims(rows, 1).to(gl.int64) * N + gl.expand_dims(columns, 0)
-        gl.store(target, staging.load(by_row), mask=gl.expand_dims(rows, 1) < end)
+    tma.async_store(out, [BOUND, end, row - end + BOUND, column], staging)
 
 
 @gluon.jit
 def make_tile(
-    a, b, full, empty, turn, ring, staging, out_desc, out, a_scale, b_scale, M, N, steps, number, count, issued,
-    consumer: gl.constexpr, layout: gl.constexpr, WAVES: gl.constexpr, STAGES: gl.constexpr,
+    a, b, full, empty, turn, ring, staging, out, a_scale, b_scale, number, count, issued,
+    consumer: gl.constexpr, layout: gl.constexpr, WAVES: gl.constexpr, M: gl.constexpr, steps: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Compute and store WAVES x 64 rows by 128 columns; return the numbers of pipeline steps and of products so far.
 
@@ -196,25 +198,28 @@ def make_tile(
         issued += 1
         row, column, end, _ = read_tile(number, ring)  # only now, so that no register holds them in the loop
         column += consumer * HALF_N
-        store_full(total0, out_desc, staging, row, column)
+        store_wave(total0, out, staging, row, end, column)
         part = warpgroup_mma_wait(0, deps=(part,))
         arrive(empty.index(slot))
         total1 += part * gl.expand_dims(factor1, 1)
-        store_wave(total1, out, out_desc, staging, row + WAVE, end, column, N)
+        store_wave(total1, out, staging, row + WAVE, end, column)
     else:
         arrive(empty.index(slot))
         row, column, end, _ = read_tile(number, ring)
         column += consumer * HALF_N
-        store_wave(total0, out, out_desc, staging, row, end, column, N)
+        store_wave(total0, out, staging, row, end, column)
     return count + 1, issued
 
 
 @gluon.jit
 def consume(
-    a, b, full, empty, turn, ring, ring_full, ring_empty, staging, out_desc, a_scales, b_scales, out, M, N, steps,
-    consumer: gl.constexpr, STAGES: gl.constexpr,
+    a, b, full, empty, turn, ring, ring_full, ring_empty, staging, out, a_scales, b_scales,
+    consumer: gl.constexpr, M: gl.constexpr, N: gl.constexpr, steps: gl.constexpr, NUM_GROUPS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
+    """Multiply and store one half of the columns of the tiles that the producer hands over."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
+    blocks_n: gl.constexpr = (N + HALF_N - 1) // HALF_N
     own = staging.index(consumer)
     if consumer == 1:
         arrive(turn.index(0))  # consumer 0 goes first
@@ -226,16 +231,21 @@ def consume(
     while group >= 0:
         rows = row + gl.arange(0, WAVE, gl.SliceLayout(1, layout))
         a_scale = a_scales + rows.to(gl.int64)
-        b_scale = b_scales + (group * (N // HALF_N) + column // HALF_N + consumer) * steps
-        if end - row > WAVE:
+        # Columns past N are computed with the scale of the last ones.
+        b_scale = b_scales + (group * blocks_n + min(column // HALF_N + consumer, blocks_n - 1)) * steps
+        if group == NUM_GROUPS:
+            zero = gl.zeros((WAVE, HALF_N), gl.float32, layout)
+            store_wave(zero, out, own, row, end, column + consumer * HALF_N)
+            store_wave(zero, out, own, row + WAVE, end, column + consumer * HALF_N)
+        elif end - row > WAVE:
             count, issued = make_tile(
-                a, b, full, empty, turn, ring, own, out_desc, out, a_scale, b_scale, M, N, steps, number, count, issued,
-                consumer, layout, 2, STAGES,
+                a, b, full, empty, turn, ring, own, out, a_scale, b_scale, number, count, issued,
+                consumer, layout, 2, M, steps, STAGES,
             )  # fmt: skip
         else:
             count, issued = make_tile(
-                a, b, full, empty, turn, ring, own, out_desc, out, a_scale, b_scale, M, N, steps, number, count, issued,
-                consumer, layout, 1, STAGES,
+                a, b, full, empty, turn, ring, own, out, a_scale, b_scale, number, count, issued,
+                consumer, layout, 1, M, steps, STAGES,
             )  # fmt: skip
         arrive(ring_empty.index(number % 2))
         number += 1
@@ -246,84 +256,64 @@ def consume(
 
 @gluon.jit
 def produce(
-    a_desc,
-    b_desc,
-    a,
-    b,
-    full,
-    empty,
-    ring,
-    ring_full,
-    ring_empty,
-    sizes,
-    queue,
-    N,
-    steps,
-    num_tiles,
-    tiles_n,
-    STAGES: gl.constexpr,
-    BAND: gl.constexpr,
-    DYNAMIC: gl.constexpr,
-):
+    lhs, rhs, a, b, full, empty, ring, ring_full, ring_empty, sizes, num_taken,
+    M: gl.constexpr, N: gl.constexpr, steps: gl.constexpr, NUM_GROUPS: gl.constexpr, STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+):  # fmt: skip
+    """Hand tiles to the consumers, and copy their operands.
+
+    The first tile is that of the program's number, the others are the next that no program has taken.
+    """
+    tiles_n: gl.constexpr = (N + TILE_N - 1) // TILE_N
     count = 0
     number = 0
     group = 0
     first_tile = 0
     start = 0
-    size = gl.load(sizes)
+    size = rows_of(group, start, sizes, M, NUM_GROUPS)
     tile = gl.program_id(0)
     programs = gl.num_programs(0)
-    while tile < num_tiles:
-        if DYNAMIC:
-            next_tile = programs + gl.atomic_add(queue, 1, sem="relaxed")
-        else:
-            next_tile = tile + programs
-        group, first_tile, start, size, row, column = locate(tile, group, first_tile, start, size, sizes, tiles_n, BAND)
+    group, first_tile, start, size = find_group(tile, group, first_tile, start, size, sizes, M, NUM_GROUPS, tiles_n)
+    while group <= NUM_GROUPS:
+        next_tile = programs + gl.atomic_add(num_taken, 1, sem="relaxed")
+        row, column = place(tile - first_tile, size, tiles_n, GROUP_M)
+        row += start
         send_tile(row, column, start + size, group, number, ring, ring_full, ring_empty)
-        for k in range(steps):
-            slot = count % STAGES
-            wait(empty.index(slot), ((count // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(slot), (TILE_M + TILE_N) * STEP)
-            tma.async_load(a_desc, [row, k * STEP], full.index(slot), a.index(slot))
-            tma.async_load(b_desc, [group * N + column, k * STEP], full.index(slot), b.index(slot))
-            count += 1
+        if group < NUM_GROUPS:
+            for k in range(steps):
+                slot = count % STAGES
+                wait(empty.index(slot), ((count // STAGES) & 1) ^ 1)
+                mbarrier.expect(full.index(slot), (TILE_M + TILE_N) * STEP)
+                tma.async_load(lhs, [row, k * STEP], full.index(slot), a.index(slot))
+                tma.async_load(rhs, [group * N + column, k * STEP], full.index(slot), b.index(slot))
+                count += 1
         number += 1
         tile = next_tile
+        group, first_tile, start, size = find_group(tile, group, first_tile, start, size, sizes, M, NUM_GROUPS, tiles_n)
     send_tile(0, 0, 0, -1, number, ring, ring_full, ring_empty)
-    if DYNAMIC:
-        # The last program to finish resets the queue for the next launch.
-        if gl.atomic_add(queue + 1, 1, sem="acq_rel") == programs - 1:
-            gl.store(queue, 0)
-            gl.store(queue + 1, 0)
-
-
-@gluon.jit
-def count_tiles(sizes, num_groups, tiles_n, GROUPS: gl.constexpr):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    group = gl.arange(0, GROUPS, layout)
-    size = gl.load(sizes + group, mask=group < num_groups, other=0)
-    return gl.sum((size + TILE_M - 1) // TILE_M, 0) * tiles_n
 
 
 @gluon.jit
 def grouped_gemm_fp8(
-    a_desc,  # [M, K] float8, blocks of 128 x 128
-    b_desc,  # [G * N, K] float8, blocks of 256 x 128
-    out_desc,  # [M, N] bfloat16, blocks of 64 x 128
-    sizes,  # [G + 1] int32 rows of each group, and 0
-    a_scales,  # [K / 128, M] float32, and 128 more elements of any value
-    b_scales,  # [G, N / 128, K / 128] float32
-    out,  # [M, N] bfloat16
-    queue,  # [2] int32, zero: next tile, finished programs
-    num_groups, M, N, K,
-    GROUPS: gl.constexpr,  # num_groups rounded up to a power of two
+    lhs,  # [M, K] float8, blocks of 128 x 128
+    rhs,  # [NUM_GROUPS * N, K] float8, blocks of 256 x 128
+    lhs_scales,  # [K / 128, M] float32, and 128 more elements of any value
+    rhs_scales,  # [NUM_GROUPS, N / 128, K / 128] float32
+    sizes,  # [NUM_GROUPS] int32, rows of each group
+    num_taken,  # [1] int32, zero: the number of tiles that programs have taken, which is written in place
+    out,  # [M, N] bounded, blocks of 64 x 128; rows of whole 16-byte words
+    num_taken_after,  # `num_taken`
+    M: gl.constexpr,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    NUM_GROUPS: gl.constexpr,
     STAGES: gl.constexpr,  # pipeline steps in shared memory
-    BAND: gl.constexpr,  # see locate
-    DYNAMIC: gl.constexpr,  # programs take tiles from the queue, instead of every num_programs-th one
-):  # fmt: skip
-    a = gl.allocate_shared_memory(a_desc.dtype, [STAGES, TILE_M, STEP], a_desc.layout)
-    b = gl.allocate_shared_memory(b_desc.dtype, [STAGES, TILE_N, STEP], b_desc.layout)
-    staging = gl.allocate_shared_memory(gl.bfloat16, [2, WAVE, HALF_N], out_desc.layout)
+    GROUP_M: gl.constexpr,  # see place
+):
+    """Compute `out[rows of g] = lhs[rows of g] @ rhs[g].T`, zero in rows past the groups."""
+    a = gl.allocate_shared_memory(lhs.dtype, [STAGES, TILE_M, STEP], lhs.layout)
+    b = gl.allocate_shared_memory(rhs.dtype, [STAGES, TILE_N, STEP], rhs.layout)
+    staging = gl.allocate_shared_memory(out.dtype, [2, 1, 1, WAVE, HALF_N], out.layout)
     ring = gl.allocate_shared_memory(gl.int32, [2, 4], gl.SwizzledSharedLayout(4, 1, 1, [0]))
     full = mbarrier.allocate_mbarrier(batch=STAGES)
     empty = mbarrier.allocate_mbarrier(batch=STAGES)
@@ -337,22 +327,20 @@ def grouped_gemm_fp8(
         mbarrier.init(turn.index(s), count=4)
         mbarrier.init(ring_full.index(s), count=1)
         mbarrier.init(ring_empty.index(s), count=8)
-    steps = K // STEP
-    tiles_n = N // TILE_N
-    num_tiles = count_tiles(sizes, num_groups, tiles_n, GROUPS)
+    steps: gl.constexpr = K // STEP
     gl.warp_specialize(
         [
             (consume, (
-                a, b, full, empty, turn, ring, ring_full, ring_empty, staging, out_desc, a_scales, b_scales, out,
-                M, N, steps, 0, STAGES,
+                a, b, full, empty, turn, ring, ring_full, ring_empty, staging, out, lhs_scales, rhs_scales,
+                0, M, N, steps, NUM_GROUPS, STAGES,
             )),
             (consume, (
-                a, b, full, empty, turn, ring, ring_full, ring_empty, staging, out_desc, a_scales, b_scales, out,
-                M, N, steps, 1, STAGES,
+                a, b, full, empty, turn, ring, ring_full, ring_empty, staging, out, lhs_scales, rhs_scales,
+                1, M, N, steps, NUM_GROUPS, STAGES,
             )),
             (produce, (
-                a_desc, b_desc, a, b, full, empty, ring, ring_full, ring_empty, sizes, queue,
-                N, steps, num_tiles, tiles_n, STAGES, BAND, DYNAMIC,
+                lhs, rhs, a, b, full, empty, ring, ring_full, ring_empty, sizes, num_taken,
+                M, N, steps, NUM_GROUPS, STAGES, GROUP_M,
             )),
         ],
         [4, 1],

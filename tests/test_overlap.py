@@ -1,0 +1,40 @@
+"""A shared expert on a second stream, next to the expert layer: docs/design/overlap.md."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.compute_on import compute_on
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_ep import sharding
+
+ON_STREAM = {"compute_type": "gpu_stream:1", "out_memory_spaces": jax.memory.Space.Device}
+
+
+def test_shared_expert_on_second_stream(mesh: Mesh, rng: np.random.Generator) -> None:
+    """Results and gradients are the same, and the calls of both passes have the annotation."""
+    layer = sharding.sharded_moe(mesh, num_experts=8, implementation="xla")
+
+    def shared(x: jax.Array, w_up: jax.Array, w_down: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ w_up) @ w_down
+
+    def loss(weights: Any, x: jax.Array, idx: jax.Array, scale: jax.Array, aside: bool) -> jax.Array:
+        beside = compute_on(shared, **ON_STREAM) if aside else shared
+        return jnp.sum(jnp.sin(layer(x, idx, scale, *weights[:2]) + beside(x, *weights[2:])))
+
+    tokens = NamedSharding(mesh, P("expert"))
+    shapes = (8, 16, 32), (8, 16, 16), (16, 24), (24, 16), (8 * mesh.size, 16)
+    *weights, x = (jnp.asarray(rng.normal(size=shape) / 4, jnp.float32) for shape in shapes)
+    idx = jnp.asarray(rng.integers(0, 8, (len(x), 2)), jnp.int32)
+    arguments = weights, *(jax.device_put(a, tokens) for a in (x, idx, jnp.full(idx.shape, 0.5)))
+    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)), static_argnums=4)
+    for one, other in zip(*(jax.tree.leaves(step(*arguments, aside)) for aside in (True, False)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    text = step.trace(*arguments, True).lower(lowering_platforms=("cuda",)).as_text()
+    assert len(re.findall(r'call @compute_on.*_xla_stream_annotation = "1"', text)) == 2

@@ -21,13 +21,15 @@ PLOT = re.compile(r"\]\(\.\./benchmarks/results/([\w.-]+\.png)\)")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Add version, license and repository from pyproject.toml; REPOSITORY_URL overrides `project.urls.Repository`."""
+    """Add version, license and addresses from pyproject.toml; REPOSITORY_URL and SITE_URL override its `urls`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     config.site_name = f"{config.site_name} {project['version']}"
     config.copyright = f"{project['name']} {project['version']}, license {project['license']}"
     url = os.environ.get("REPOSITORY_URL") or project.get("urls", {}).get("Repository")
     if url:
         config.repo_url, config.repo_name = url, project["name"]
+    if site := os.environ.get("SITE_URL") or project.get("urls", {}).get("Documentation"):
+        config.site_url = site.rstrip("/") + "/"
     return config
 
 

@@ -140,7 +140,7 @@ def _check_results(kernel: Kernel, results: Sequence[Argument]) -> None:
         raise NotImplementedError(
             f"{kernel.name}: a result is stored through a tensor descriptor, but jax-triton supports descriptors"
             " of operands only. Aliasing the result to an operand would give it a descriptor, but XLA may move such a"
-            " result, for example into the stacked results of a scan. Use tiles without tma_store, or call"
+            " result, for example into the stacked results of a scan. Use tiles without tma_store and gluon, or call"
             " jax_ep.init() without launcher."
         )
 

@@ -151,23 +151,22 @@ def build(
 ) -> Any:
     """Compile a kernel with Triton, and keep its intermediate forms.
 
-    `types` has Triton's name of the type of each array, or a NamedTuple of names.
-    Gluon's descriptors get the widest swizzle that fits.
+    `types` has Triton's name of the type of each array, or a NamedTuple of names. Gluon's descriptors get the widest
+    swizzle that fits.
     """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.experimental.gluon import GluonASTSource
 
     function = kernel.body
+    source_type: Any = GluonASTSource if function.is_gluon() else ASTSource
     if function.is_gluon():
         types = {name: _with_layout(kind) for name, kind in types.items()}
     names = list(function.arg_names)
     values = {(names.index(name),): value for name, value in constants.items()}
     signature = {name: types.get(name, "constexpr") for name in names}
     aligned = {path: [["tt.divisibility", ALIGNMENT]] for path in _pointers(signature.values())}
-
-    source_type: Any = GluonASTSource if function.is_gluon() else ASTSource
 
     class Source(source_type):
         """Its hash covers decoders, which a constant chooses, so that Triton does not see them."""

@@ -120,6 +120,11 @@ def test_launch_gluon(on_hopper, monkeypatch):
     lhs, rhs = ([2, 0, 1, 3, rows, 384, 384, 1, box, 128] for rows, box in ((300, 128), (4 * 515, 256)))
     out = [4, 9, 2, 3, far, far, bound, 520, (1 << 34) - 520, 520, 520, 1, 1, 1, 64, 64]
     assert found == [*lhs, *rhs, 0, 0, 0, 0, *out, 0]
+    monkeypatch.setattr(compile, "device_capability", lambda: 100)
+    with pytest.raises(
+        NotImplementedError, match=r"^grouped_gemm: gluon=True on GPUs .* 10.0, expected 9.0; leave gluon"
+    ):
+        jax.jit(run).trace(Array((12, 384), fp8), *shapes[1:3], Array((12, 3), f32), shapes[4])
 
 
 def test_launch_none_pointers(on_hopper):

@@ -5,13 +5,10 @@ runs it in several processes in step, with one GPU or some CPU devices each; wit
 and take turns.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import secrets
 import zlib
-from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +34,6 @@ else:
 os.environ["JAX_EP_TUNING"] = "off"  # Ignore tuned settings of this machine.
 
 import jax
-from jax.sharding import Mesh
 
 import harness
 
@@ -49,7 +45,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     group = parser.getgroup("jax_ep")
     group.addoption("--implementation", help="comma-separated implementations to test; default: every available one")
     group.addoption("--launcher", help="see jax_ep.init; tests that call jax_ep.init themselves ignore it")
@@ -58,7 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--seed", type=int, help="seed of the random inputs; default: a fresh one, shown on failure")
 
 
-def pytest_configure() -> None:
+def pytest_configure():
     """JAX must know of the other processes before it searches for devices."""
     for name in ON_KERNELS:
         file, _, test = name.partition("::")
@@ -76,7 +72,7 @@ def pytest_configure() -> None:
         jax.distributed.initialize(address, NUM_PROCESSES, process, **own, **times)
 
 
-def pytest_report_header() -> str:
+def pytest_report_header():
     from jax_ep import context
 
     devices = f"{jax.device_count()} {jax.devices()[0].device_kind} device(s), {jax.process_count()} process(es)"
@@ -112,13 +108,13 @@ ON_KERNELS = {
 """Files, tests and cases that CPU devices also run with `triton`, in its interpreter."""
 
 
-def is_on_kernels(nodeid: str) -> bool:
+def is_on_kernels(nodeid):
     """Return whether `ON_KERNELS` contains this file, test or case, or a case of this test."""
     names = {nodeid, nodeid.split("[")[0], nodeid.split("::")[0]}
     return not names.isdisjoint(ON_KERNELS) or any(name.startswith(f"{nodeid}[") for name in ON_KERNELS)
 
 
-def implementations(config: pytest.Config, module: Any = None, nodeid: str = "") -> list[str]:
+def implementations(config, module=None, nodeid=""):
     """Return the requested implementations, or all that run on these devices without preparation.
 
     On CPU devices, `pallas` is included for modules that set `OPERATION`, because whole layers take long in its
@@ -136,7 +132,7 @@ def implementations(config: pytest.Config, module: Any = None, nodeid: str = "")
     return ["xla", *interpreted, *(["pallas"] if hasattr(module, "OPERATION") else [])]
 
 
-def pytest_sessionstart(session: pytest.Session) -> None:
+def pytest_sessionstart(session):
     """Kernels run on CPU devices only on request: in Triton's interpreter, one process per device."""
     if "triton" in implementations(session.config):
         _begin(session.config)
@@ -145,7 +141,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 _begun: Any = None  # The context that `_begin` created.
 
 
-def _begin(config: pytest.Config) -> None:
+def _begin(config):
     """Create the context of tests that do not create their own."""
     global _begun
     import jax_ep
@@ -163,7 +159,7 @@ def _begin(config: pytest.Config) -> None:
     _begun = context._current
 
 
-def pytest_sessionfinish() -> None:
+def pytest_sessionfinish():
     import jax_ep
 
     jax_ep.finalize()
@@ -173,39 +169,25 @@ MEASURED_CAPABILITY = 90  # Of the GPUs that the kernels are written for.
 
 
 SLOW_GROUPS = (
-    "tests/benchmarks/*",
-    "*ptx.py",  # Machine code of kernels.
-    "tests/ffi/test_ffi_driver.py",
-    "tests/megakernels/test_activation.py",
-    "tests/megakernels/test_combine_modes.py",
-    "tests/megakernels/test_failed_launches.py",
-    "tests/megakernels/test_fp8_operands.py",
-    "tests/megakernels/test_gradients_in_one_launch.py",
-    "tests/megakernels/test_growth.py",
-    "tests/megakernels/test_jax_triton.py",
-    "tests/megakernels/test_low_latency_*kernels.py",
-    "tests/megakernels/test_plan.py",
-    "tests/megakernels/test_schedule.py",
-    "tests/pallas/test_pallas_kernels.py",
-    "tests/test_command.py",
-    "tests/test_export.py",
-    "tests/test_global_arrays.py",
-    "tests/test_public_examples.py",
-    "tests/tracing/test_recording.py",
-    "tests/tuning/test_effect.py",
-    "tests/xla/test_portable_*.py",
-    "tests/helpers/test_run_processes.py",
-    "tests/test_packaging.py",
-    "tests/test_evidence.py",
+    *("tests/benchmarks/*", "*ptx.py"),  # The latter are machine code of kernels.
+    *("tests/ffi/test_ffi_driver.py", "tests/megakernels/test_activation.py"),
+    *("tests/megakernels/test_combine_modes.py", "tests/megakernels/test_failed_launches.py"),
+    *("tests/megakernels/test_fp8_operands.py", "tests/megakernels/test_gradients_in_one_launch.py"),
+    *("tests/megakernels/test_growth.py", "tests/megakernels/test_jax_triton.py"),
+    *("tests/megakernels/test_low_latency_*kernels.py", "tests/megakernels/test_plan.py"),
+    *("tests/megakernels/test_schedule.py", "tests/pallas/test_pallas_kernels.py", "tests/test_command.py"),
+    *("tests/test_export.py", "tests/test_global_arrays.py", "tests/test_public_examples.py"),
+    *("tests/tracing/test_recording.py", "tests/tuning/test_effect.py", "tests/xla/test_portable_*.py"),
+    *("tests/test_packaging.py", "tests/test_evidence.py"),
 )
 """Files whose tests all run in `make test-rest`."""
 
 
-def _implementation(item: pytest.Item) -> str | None:
+def _implementation(item):
     return item.callspec.params.get("implementation") if hasattr(item, "callspec") else None
 
 
-def is_slow(item: pytest.Item) -> bool:
+def is_slow(item):
     """Return whether `make test` leaves this test to `make test-rest`."""
     if any(item.path.match(group) for group in SLOW_GROUPS):
         return True
@@ -218,13 +200,13 @@ def is_slow(item: pytest.Item) -> bool:
     return not all(_is_exempt(mark, parameters) for mark in marks)
 
 
-def _is_exempt(mark: pytest.Mark, parameters: dict[str, Any]) -> bool:
+def _is_exempt(mark, parameters):
     """Return whether this is one of the cases that a mark exempts with `unless={parameter: values}`."""
     unless = mark.kwargs.get("unless", {})
     return bool(unless) and all(parameters[name] in values for name, values in unless.items())
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     only_slow = config.getoption("only_slow")
     every_speed = not only_slow and (ON_GPU or config.getoption("slow"))
     every_case = ON_GPU or config.getoption("implementation")
@@ -236,7 +218,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = chosen
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+def pytest_generate_tests(metafunc):
     """Add the implementations that exist only for the `OPERATION` of a module, unless it names `IMPLEMENTATIONS`."""
     from jax_ep.ops import registry
 
@@ -249,7 +231,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_setup(item: pytest.Item) -> Generator[None]:
+def pytest_runtest_setup(item):
     """Give tests on kernels the session's context, or a new one after a test with its own; give others none."""
     import jax_ep
     from jax_ep import context
@@ -264,13 +246,13 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call() -> Generator[None]:
+def pytest_runtest_call():
     with harness.refusals_skip():
         return (yield)
 
 
 @pytest.fixture(autouse=True)
-def _interpreters_of_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def _interpreters_of_several_devices(monkeypatch):
     """Fix Mosaic's interpreter, which treats the first device that finishes a block as the only one.
 
     It then reports barriers as unused that other devices still use, and numbers accumulators from the first again, so
@@ -280,7 +262,7 @@ def _interpreters_of_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     if not ON_GPU:
         from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
-        def finished(*, token: jax.Array) -> jax.Array:
+        def finished(*, token):
             is_alone = gpu_callbacks._get_shared_memory().num_devices == 1
             return of_one_device(token=token) if is_alone else token
 
@@ -290,7 +272,7 @@ def _interpreters_of_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+def rng(request):
     """A generator of new random inputs; pytest shows its seed with a failure, and `--seed` reproduces it.
 
     Continuous integration uses a fixed seed, so that its result depends on the change only.
@@ -303,13 +285,13 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
 
 
 @pytest.fixture
-def expert_mesh() -> Callable[[int], Mesh]:
+def expert_mesh():
     """Return `expert_mesh(W)`, which creates a mesh of W devices on the axis "expert", or skips the test."""
     return lambda num_ranks: harness.make_mesh((num_ranks,), (harness.EXPERT,))
 
 
 @pytest.fixture
-def two_ranks() -> Iterator[Mesh]:
+def two_ranks():
     """Two ranks of the kernels with their own context, in Triton's interpreter on machines without GPUs."""
     import jax_ep
 
@@ -328,18 +310,18 @@ RANKS = [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4, 8))]
 
 
 @pytest.fixture(params=RANKS, ids="ranks{}".format)
-def every_mesh(request: pytest.FixtureRequest, expert_mesh: Callable[[int], Mesh]) -> Mesh:
+def every_mesh(request, expert_mesh):
     """A mesh of 1, 2, 4 and 8 ranks."""
     return expert_mesh(request.param)
 
 
 @pytest.fixture
-def mesh(expert_mesh: Callable[[int], Mesh]) -> Mesh:
+def mesh(expert_mesh):
     """A mesh of four ranks, or as many as the machine has, for tests that are not about the number of ranks."""
     return expert_mesh(min(4, jax.device_count()))
 
 
 @pytest.fixture
-def float64() -> Iterator[None]:
+def float64():
     with jax.enable_x64(True):
         yield

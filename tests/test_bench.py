@@ -1,31 +1,21 @@
-"""`jax-ep bench` and `jax-ep scale`: the benchmarks from the command line."""
-
-from __future__ import annotations
+"""`jax-ep bench`, `jax-ep scale` and `jax-ep trace` from the command line."""
 
 import json
-import os
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import harness
-from jax_ep import __main__
+from jax_ep import __main__, tracing
 from jax_ep.tools import benchmark
 
-ROOT = Path(__file__).resolve().parents[1]
 
-
-def run(folder: Path, *arguments: str, command: str = "bench") -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    environment.pop("XLA_FLAGS", None)
-    program = [*harness.STRICT_PYTHON, "-m", "jax_ep", command, *arguments]
-    return subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+def run(folder, *arguments, command="bench"):
+    return harness.run_command(*harness.STRICT_PYTHON, "-m", "jax_ep", command, *arguments, cwd=folder)
 
 
 @pytest.mark.parametrize("name", benchmark.BENCHMARKS)
-def test_bench_help_names_the_command_and_a_model(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_help_names_the_command_and_a_model(name, capsys):
     with pytest.raises(SystemExit, match="0"):
         __main__.main(["bench", name, "--help"])
     shown = capsys.readouterr().out
@@ -33,7 +23,7 @@ def test_bench_help_names_the_command_and_a_model(name: str, capsys: pytest.Capt
     assert "--model" in shown
 
 
-def test_bench_passes_options_on_and_names_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_passes_options_on_and_names_a_folder(monkeypatch):
     seen: list[Any] = []
     monkeypatch.setattr(benchmark, "_main", lambda name: lambda *arguments: seen.append((name, *arguments)))
     assert __main__.main(["bench", "exchange", "--model", "qwen3-30b", "--tokens", "8", "16"]) == 0
@@ -47,14 +37,14 @@ def test_bench_passes_options_on_and_names_a_folder(monkeypatch: pytest.MonkeyPa
     ]
 
 
-def test_bench_unknown_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_unknown_name(capsys):
     with pytest.raises(SystemExit, match="2"):
         __main__.main(["bench", "exchanges"])
     assert "invalid choice: 'exchanges'" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_bench_runs_without_a_gpu(tmp_path: Path) -> None:
+def test_bench_runs_without_a_gpu(tmp_path):
     done = run(tmp_path, "fused-moe", "--quick", "--tokens", "4", "--formats", "--only", "fused_moe")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "tiny, 4 tokens" in done.stdout
@@ -64,7 +54,7 @@ def test_bench_runs_without_a_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_bench_of_a_model_needs_gpus(tmp_path: Path) -> None:
+def test_bench_of_a_model_needs_gpus(tmp_path):
     done = run(tmp_path, "moe", "--model", "qwen3-30b")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "layer: needs two or more GPUs; nothing measured\n"
@@ -75,7 +65,7 @@ def test_bench_of_a_model_needs_gpus(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_scale_runs_without_a_gpu(tmp_path: Path) -> None:
+def test_scale_runs_without_a_gpu(tmp_path):
     done = run(tmp_path, "--quick", "--ranks", "1", "2", "--tokens", "4", command="scale")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "say nothing about GPUs" in done.stdout
@@ -89,3 +79,34 @@ def test_scale_runs_without_a_gpu(tmp_path: Path) -> None:
     assert sent[1]["wire_bytes"] == 0 and "peak_shares" not in sent[1]
     assert sent[2]["wire_bytes"] > 0 and set(sent[2]["peak_shares"]) == set(content["summary"]["peak_bytes_per_s"])
     assert sent[2]["peak_shares"]["copy_engine"] > 0
+
+
+FUSED = ["--dispatch-mode", "fused", "--combine-mode", "scatter"]
+CASES = {
+    "dispatch": ([], {"plan", "dispatch"}),
+    "combine": ([], {"combine"}),
+    "moe": (FUSED, {"plan", "dispatch_gemm", "gemm_combine"}),
+    "low-latency": ([], {"low_latency_dispatch", "low_latency_gemm_combine"}),
+}
+
+
+@pytest.mark.parametrize("what", CASES)
+@pytest.mark.slow
+def test_a_recording(what, tmp_path):
+    for package in ("triton", "rich", "matplotlib"):
+        pytest.importorskip(package)
+    options, kernels = CASES[what]
+    command = ["-m", "jax_ep", "trace", what, "--ranks", "2", "--calls", "1", *options, "--out", "t.json.gz", "--png"]
+    done = harness.run_command(*harness.STRICT_PYTHON, *command, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    trace = tracing.Trace.load(tmp_path / "t.json.gz")
+    assert {launch.kernel for launch in trace.launches.values()} == kernels
+    assert (trace.devices, trace.is_ordered_only, sum(trace.num_dropped.values())) == ([0, 1], True, 0)
+    assert all(name in done.stdout for name in kernels) and "order, no times" in done.stdout
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == sorted(f"t_{name}.png" for name in kernels)
+
+
+def test_what_cannot_be_recorded(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        __main__.main(["trace", "fused"])
+    assert "invalid choice: 'fused'" in capsys.readouterr().err

@@ -1,21 +1,16 @@
 """Checkpoints of every family, read into shards of global arrays: values against NumPy, bit for bit."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import sys
 import tracemalloc
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 save_file = pytest.importorskip("safetensors.numpy").save_file
@@ -37,13 +32,8 @@ from jax_ep.types import Experts
 every_family = pytest.mark.parametrize("name", HUB)
 
 
-# --- model families ---------------------------------------------------------------------------------------------------
-
-
 @every_family
-def test_checkpoint_values(
-    name: str, tmp_path: Path, rng: np.random.Generator, expert_mesh: Callable[[int], Mesh]
-) -> None:
+def test_checkpoint_values(name, tmp_path, rng, expert_mesh):
     """With the names of published checkpoints, on one device and over four."""
     checkpoint, want = written(name, tmp_path, rng)
     assert checkpoint.moe_layers == HUB[name].layers
@@ -58,7 +48,7 @@ def test_checkpoint_values(
 
 
 @every_family
-def test_checkpoint_options(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
+def test_checkpoint_options(name, tmp_path, rng):
     checkpoint, _ = written(name, tmp_path, rng)
     hub = HUB[name]
     sizes = {"hidden_size": HIDDEN, "intermediate_size": WIDTH, "num_experts": EXPERTS, "num_experts_per_tok": 2}
@@ -67,7 +57,7 @@ def test_checkpoint_options(name: str, tmp_path: Path, rng: np.random.Generator)
 
 
 @pytest.mark.parametrize("name", [name for name, hub in HUB.items() if not hub.fused])
-def test_checkpoint_fused_expert_tensors(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
+def test_checkpoint_fused_expert_tensors(name, tmp_path, rng):
     """As in Hugging Face's own code: `[E, out, in]`, gates first."""
     hub = HUB[name]
     tensors, want = hub_checkpoints.layer(hub, hub.layers[0], rng)
@@ -95,9 +85,7 @@ def test_checkpoint_fused_expert_tensors(name: str, tmp_path: Path, rng: np.rand
         ("longcat_flash", {"num_layers": 2}, (0, 1)),
     ],
 )
-def test_checkpoint_moe_layers(
-    name: str, changes: dict[str, Any], layers: tuple[int, ...], tmp_path: Path, rng: np.random.Generator
-) -> None:
+def test_checkpoint_moe_layers(name, changes, layers, tmp_path, rng):
     assert written(name, tmp_path, rng, **changes)[0].moe_layers == layers
 
 
@@ -112,21 +100,19 @@ def test_checkpoint_moe_layers(
         *(("mixtral", {"hidden_act": theirs}, {"experts": Experts(ours)}) for theirs, ours in ACTIVATIONS.items()),
     ],
 )
-def test_checkpoint_options_follow_config(
-    name: str, changes: dict[str, Any], wanted: dict[str, Any], tmp_path: Path, rng: np.random.Generator
-) -> None:
+def test_checkpoint_options_follow_config(name, changes, wanted, tmp_path, rng):
     options = written(name, tmp_path, rng, **changes)[0].moe_options()
     assert {key: options[key] for key in wanted} == wanted
 
 
-def test_checkpoint_without_shared_experts(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_checkpoint_without_shared_experts(tmp_path, rng):
     checkpoint, want = written("deepseek_v3", tmp_path, rng, n_shared_experts=0)
     assert "shared_experts" not in checkpoint.moe_options()
     got = checkpoint.moe_weights(3)
     assert_equal(got, {name: value for name, value in want[3].items() if "shared" not in name})
 
 
-def test_checkpoint_identity_expert_router_columns(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_checkpoint_identity_expert_router_columns(tmp_path, rng):
     """LongCat's identity experts."""
     hub = HUB["longcat_flash"]
     tensors, want = hub_checkpoints.layer(hub, 0, rng)
@@ -139,17 +125,14 @@ def test_checkpoint_identity_expert_router_columns(tmp_path: Path, rng: np.rando
     assert checkpoint.moe_options()["router"].num_identity_experts == 3
 
 
-def test_checkpoint_sparsemixer_other_thresholds(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_checkpoint_sparsemixer_other_thresholds(tmp_path, rng):
     checkpoint, _ = written("phimoe", tmp_path, rng, router_jitter_noise=0.02)
     with pytest.raises(NotImplementedError, match=r"router_jitter_noise=0\.02, expected 0\.01.*moe_weights"):
         checkpoint.moe_options()
 
 
-# --- reading into shards ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_checkpoint_meshes(axis_type: AxisType, tmp_path: Path, rng: np.random.Generator) -> None:
+def test_checkpoint_meshes(axis_type, tmp_path, rng):
     """Meshes of several axes with replicas, and the mesh of `jax.set_mesh`."""
     checkpoint, want = written("gpt_oss", tmp_path, rng)
     mesh = make_mesh((2, 2, 2), ("data", "node", "expert"), axis_type)
@@ -165,7 +148,7 @@ def test_checkpoint_meshes(axis_type: AxisType, tmp_path: Path, rng: np.random.G
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16, F32])
-def test_checkpoint_dtype(dtype: np.dtype, tmp_path: Path, rng: np.random.Generator, mesh: Mesh) -> None:
+def test_checkpoint_dtype(dtype, tmp_path, rng, mesh):
     checkpoint, want = written("deepseek_v3", tmp_path, rng, BF16)
     kept = ("router", "router_bias")
     converted = {name: value if name in kept else value.astype(dtype) for name, value in want[3].items()}
@@ -174,7 +157,7 @@ def test_checkpoint_dtype(dtype: np.dtype, tmp_path: Path, rng: np.random.Genera
 
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("spec", [P(), P("a"), P("a", "b"), P(None, ("b", "a"))], ids=str)
-def test_checkpoint_read_shardings(spec: P, transpose: bool, tmp_path: Path, rng: np.random.Generator) -> None:
+def test_checkpoint_read_shardings(spec, transpose, tmp_path, rng):
     values = rng.standard_normal((16, 24)).astype(BF16)
     checkpoint = Checkpoint(hub_checkpoints.write(tmp_path, {"model_type": "dense"}, {"w": values, "other": values[0]}))
     sharding = NamedSharding(make_mesh((4, 2), ("a", "b")), spec)
@@ -183,7 +166,7 @@ def test_checkpoint_read_shardings(spec: P, transpose: bool, tmp_path: Path, rng
     assert_same_bits(np.asarray(array), (values.T if transpose else values).astype(F32))
 
 
-def test_checkpoint_read_stored_dtypes(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_checkpoint_read_stored_dtypes(tmp_path, rng):
     tensors = {
         "scalar": np.asarray(2.5, F16),
         "vector": np.arange(5, dtype=np.int32),
@@ -201,7 +184,7 @@ def test_checkpoint_read_stored_dtypes(tmp_path: Path, rng: np.random.Generator)
 
 
 @pytest.mark.parametrize("shape", [(7, 33000), (700, 1000), (2, 300, 1001)])
-def test_stored_array_parts_of_rows(shape: tuple[int, ...], tmp_path: Path, rng: np.random.Generator) -> None:
+def test_stored_array_parts_of_rows(shape, tmp_path, rng):
     """Rows that are far apart are read one by one; others in blocks of whole rows."""
     expected = rng.integers(0, 1 << 30, shape, np.int32)
     save_file({"a": expected}, tmp_path / "model.safetensors")
@@ -215,12 +198,12 @@ def test_stored_array_parts_of_rows(shape: tuple[int, ...], tmp_path: Path, rng:
 
 
 @pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+def taken(monkeypatch):
     """Record the shapes of the parts that are read from tensors."""
     shapes: list[tuple[int, ...]] = []
     read = StoredArray.read_into
 
-    def counting(source: StoredArray, part: np.ndarray, index: tuple[slice, ...]) -> None:
+    def counting(source, part, index):
         shapes.append(part.shape)
         read(source, part, index)
 
@@ -228,9 +211,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return shapes
 
 
-def test_checkpoint_reads_each_part_once(
-    taken: list[tuple[int, ...]], tmp_path: Path, rng: np.random.Generator
-) -> None:
+def test_checkpoint_reads_each_part_once(taken, tmp_path, rng):
     """For any number of devices, replicas share what is read."""
     values = rng.standard_normal((16, 24)).astype(F32)
     checkpoint = Checkpoint(hub_checkpoints.write(tmp_path, {}, {"w": values}))
@@ -245,13 +226,13 @@ def test_checkpoint_reads_each_part_once(
     assert sum(rows * columns for rows, columns in taken) == sum(value.size for value in want[0].values())
 
 
-def bytes_of(rng: np.random.Generator, dtype: np.dtype, *shape: int) -> np.ndarray:
+def bytes_of(rng, dtype, *shape):
     """Draw finite numbers of any dtype."""
     small = rng.integers(0, 64, (*shape, np.dtype(dtype).itemsize), np.uint8)
     return small.view(dtype).reshape(shape)
 
 
-def large_checkpoint(kind: str, folder: Path, rng: np.random.Generator) -> Checkpoint:
+def large_checkpoint(kind, folder, rng):
     """Write four experts whose weights are at least a megabyte each, in one of the formats."""
     experts, hidden, width = 4, 1024, 512
     sizes = {"hidden_size": hidden, "intermediate_size": width, "num_local_experts": experts, "num_hidden_layers": 1}
@@ -284,15 +265,7 @@ def large_checkpoint(kind: str, folder: Path, rng: np.random.Generator) -> Check
     [("bf16", {}), ("bf16", {"dtype": F32}), ("fp8", {"quantized": True}), ("fp8", {}), ("mxfp4", {})],
     ids=["bf16", "float32", "fp8", "fp8-dequantised", "mxfp4"],
 )
-def test_checkpoint_memory(
-    kind: str,
-    options: dict[str, Any],
-    num_ranks: int,
-    tmp_path: Path,
-    rng: np.random.Generator,
-    expert_mesh: Callable[[int], Mesh],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_checkpoint_memory(kind, options, num_ranks, tmp_path, rng, expert_mesh, monkeypatch):
     """The host holds one shard of one array at a time, and some memory for decoding; values are the same."""
     checkpoint = large_checkpoint(kind, tmp_path, rng)
     load = lambda: checkpoint.moe_weights(0, mesh=expert_mesh(num_ranks), **options)  # noqa: E731
@@ -315,18 +288,13 @@ def test_checkpoint_memory(
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, weights), want)
 
 
-# --- FP8 and MXFP4 ---------------------------------------------------------------------------------------------------
-
-
-def dequantised(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
+def dequantised(values, scales):
     """Dequantize [out, in] blocks to [in, out] in float32, with one rounding."""
     return oracle_serving.dequantize_blocks(values, scales).astype(F32).T
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_checkpoint_fp8_as_stored(
-    num_ranks: int, tmp_path: Path, rng: np.random.Generator, expert_mesh: Callable[[int], Mesh]
-) -> None:
+def test_checkpoint_fp8_as_stored(num_ranks, tmp_path, rng, expert_mesh):
     checkpoint, pairs = fp8_checkpoint(tmp_path, rng)
     weights = checkpoint.moe_weights(3, mesh=expert_mesh(num_ranks), dtype=F32, quantized=True)
     for i, (part, dtype) in enumerate((("values", FP8), ("scales", F32))):
@@ -344,9 +312,7 @@ def test_checkpoint_fp8_as_stored(
 
 @pytest.mark.parametrize(("hidden", "width"), [(256, 384), (200, 72)])
 @pytest.mark.parametrize("scale_dtype", [F32, BF16, np.dtype(ml_dtypes.float8_e8m0fnu)], ids=str)
-def test_checkpoint_fp8_dequantized(
-    hidden: int, width: int, scale_dtype: np.dtype, tmp_path: Path, rng: np.random.Generator
-) -> None:
+def test_checkpoint_fp8_dequantized(hidden, width, scale_dtype, tmp_path, rng):
     """Also for blocks cut at the edge, and to bfloat16 by default."""
     checkpoint, pairs = fp8_checkpoint(tmp_path, rng, hidden, width, scale_dtype)
     halves = [[dequantised(*pairs[f"experts.{e}.{n}"]) for n in ("gate", "up")] for e in range(2)]
@@ -356,7 +322,7 @@ def test_checkpoint_fp8_dequantized(
     assert_same_bits(np.asarray(checkpoint.moe_weights(3)["w_gate_up"]), want.astype(BF16))
 
 
-def test_checkpoint_fp8_shards_within_blocks(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_checkpoint_fp8_shards_within_blocks(tmp_path, rng):
     checkpoint, pairs = fp8_checkpoint(tmp_path, rng, 200, 72)
     name = "model.layers.3.mlp.shared_experts.down_proj.weight"
     sharding = NamedSharding(make_mesh((2, 4), ("a", "b")), P("a", "b"))
@@ -365,7 +331,7 @@ def test_checkpoint_fp8_shards_within_blocks(tmp_path: Path, rng: np.random.Gene
     assert_same_bits(np.asarray(checkpoint.read(name)), pairs["shared_experts.down"][0])
 
 
-def test_checkpoint_mxfp4_all_codes() -> None:
+def test_checkpoint_mxfp4_all_codes():
     """All bytes of two values with all scales, by the definition of the formats in float64."""
     magnitudes = [(m / 2 if e == 0 else (1 + m / 2) * 2.0 ** (e - 1)) for e in range(4) for m in range(2)]
     values = np.array(magnitudes + [-m for m in magnitudes])
@@ -383,7 +349,7 @@ def test_checkpoint_mxfp4_all_codes() -> None:
         np.testing.assert_array_equal(got.astype(BF16).astype(F32), got)
 
 
-def test_checkpoint_mxfp4(tmp_path: Path, rng: np.random.Generator, expert_mesh: Callable[[int], Mesh]) -> None:
+def test_checkpoint_mxfp4(tmp_path, rng, expert_mesh):
     """gpt-oss as published: [E, out, in] in blocks of 32 along `in`, and everything else in bfloat16."""
     hub = HUB["gpt_oss"]
     tensors, want = hub_checkpoints.layer(hub, 0, rng, BF16)
@@ -420,15 +386,12 @@ def test_checkpoint_mxfp4(tmp_path: Path, rng: np.random.Generator, expert_mesh:
         assert_same_bits(np.asarray(as_stored["b_down"]), want["b_down"])
 
 
-# --- other ------------------------------------------------------------------------------------------------------------
-
-
 class Terminal(io.StringIO):
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 
-def test_checkpoint_progress_bar(tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_progress_bar(tmp_path, rng, monkeypatch):
     """On a terminal with rich; it ends when all bytes of the result have been read."""
     progress = pytest.importorskip("rich.progress")
     checkpoint, want = written("gpt_oss", tmp_path, rng)
@@ -444,13 +407,13 @@ def test_checkpoint_progress_bar(tmp_path: Path, rng: np.random.Generator, monke
     assert sys.stderr.getvalue() == ""
 
 
-def test_checkpoint_downloaded_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_downloaded_files(tmp_path, monkeypatch):
     hub = pytest.importorskip("huggingface_hub")
     from huggingface_hub.utils import filter_repo_objects
 
     calls = []
 
-    def snapshot_download(*args: Any, **options: Any) -> str:
+    def snapshot_download(*args, **options):
         calls.append((args, options))
         return str(tmp_path)
 
@@ -466,7 +429,7 @@ def test_checkpoint_downloaded_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert sorted(filter_repo_objects(wanted + others, **patterns)) == sorted(wanted)
 
 
-def test_checkpoint_missing_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_missing_packages(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ImportError, match=r"save: needs safetensors, .*: pip install safetensors"):

@@ -1,7 +1,5 @@
 """Malformed or hostile files: each is an error that names it, before any tensor is read."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os
@@ -27,39 +25,37 @@ A = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
 B = A | {"data_offsets": [16, 32]}
 
 
-def tensor(**changes: Any) -> dict[str, Any]:
+def tensor(**changes):
     return {"a": A | changes}
 
 
-def write_file(path: Path, header: Any, num_bytes: int = 16) -> None:
+def write_file(path, header, num_bytes=16):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(num_bytes))
 
 
-def write_index(folder: Path, weight_map: Any, **shards: Any) -> None:
+def write_index(folder, weight_map, **shards):
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     for name, (header, num_bytes) in shards.items():
         write_file(folder / f"{name}.safetensors", header, num_bytes)
 
 
-def read_all(folder: Path) -> dict[str, np.ndarray]:
+def read_all(folder):
     checkpoint = Checkpoint(folder)
     return {name: np.asarray(checkpoint.read(name)) for name in checkpoint.names}
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     return tmp_path
 
 
-def fails(folder: Path, text: str, *errors: type[Exception]) -> None:
+def fails(folder, text, *errors):
     with pytest.raises(errors or ValueError, match=text) as caught:
         read_all(folder)
     assert str(caught.value).startswith(f"Checkpoint: {folder}") and len(str(caught.value)) < 1000
 
-
-# --- headers ---------------------------------------------------------------------------------------------------------
 
 NO_NUMBERS = (None, True, 1.5, "1", -1, 2**64, [])
 HEADERS: dict[str, tuple[Any, int]] = {
@@ -91,7 +87,7 @@ HEADERS: dict[str, tuple[Any, int]] = {
 
 
 @pytest.mark.parametrize("case", HEADERS)
-def test_header_malformed(case: str, folder: Path) -> None:
+def test_header_malformed(case, folder):
     write_file(folder / SINGLE, *HEADERS[case])
     with pytest.raises(ValueError, match=r"^Checkpoint: ") as caught:
         read_all(folder)
@@ -99,20 +95,20 @@ def test_header_malformed(case: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("length", "size"), [(2**31, 2**31 + 100), (2**64 - 1, 100), (99, 40), (8, 8), (0, 0)])
-def test_header_length_beyond_the_file_or_the_limit(length: int, size: int, folder: Path) -> None:
+def test_header_length_beyond_the_file_or_the_limit(length, size, folder):
     """Sparse files: nothing of such a header is read."""
     (folder / SINGLE).write_bytes(struct.pack("<Q", length))
     os.truncate(folder / SINGLE, size)
     fails(folder, "is not a complete safetensors file")
 
 
-def test_header_longer_than_the_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_header_longer_than_the_limit(folder, monkeypatch):
     write_file(folder / SINGLE, tensor())
     monkeypatch.setattr(files, "MAX_JSON_BYTES", 20)
     fails(folder, r"its header is not valid \(larger than")
 
 
-def test_header_legal_edges(folder: Path) -> None:
+def test_header_legal_edges(folder):
     header = {
         "zero": A | {"shape": [0, 3], "data_offsets": [0, 0]},
         "scalar": A | {"shape": [], "data_offsets": [0, 4]},
@@ -124,14 +120,12 @@ def test_header_legal_edges(folder: Path) -> None:
     assert read_all(folder) == {}
 
 
-# --- the index -------------------------------------------------------------------------------------------------------
-
 OUTSIDE = ["../x.safetensors", "{outside}", "./x.safetensors", "sub/x.safetensors", "..", "", "config.json"]
 OUTSIDE += ["x\0.safetensors", "\ud800.safetensors", "x" * 5000 + ".safetensors"]
 
 
 @pytest.mark.parametrize("name", [*OUTSIDE, None, 1, [], {}])
-def test_index_names_no_file_of_the_folder(name: Any, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_index_names_no_file_of_the_folder(name, folder, tmp_path_factory):
     outside = tmp_path_factory.mktemp("other") / "x.safetensors"
     for path in (outside, folder.parent / "x.safetensors", folder / "x.safetensors"):
         write_file(path, tensor())
@@ -141,30 +135,30 @@ def test_index_names_no_file_of_the_folder(name: Any, folder: Path, tmp_path_fac
 
 
 @pytest.mark.parametrize("weight_map", [None, [], "a", 1])
-def test_index_of_other_types(weight_map: Any, folder: Path) -> None:
+def test_index_of_other_types(weight_map, folder):
     write_index(folder, weight_map)
     fails(folder, "weight_map=.*, expected an object")
 
 
-def test_index_metadata_of_another_type(folder: Path) -> None:
+def test_index_metadata_of_another_type(folder):
     (folder / INDEX).write_text('{"metadata": [], "weight_map": {}}')
     fails(folder, r"metadata=\[\], expected an object")
 
 
-def test_index_and_files_that_differ(folder: Path) -> None:
+def test_index_and_files_that_differ(folder):
     write_index(folder, {"a": "x.safetensors", "b": "y.safetensors"}, x=(tensor(), 16), y=({"a": A, "b": B}, 32))
     fails(folder, "has 'a' in y.safetensors and in x.safetensors, expected each tensor once")
     write_index(folder, {"a": "x.safetensors", "c": "x.safetensors"})
     fails(folder, "places 'c' in x.safetensors, which has no such tensor")
 
 
-def test_index_and_a_single_file(folder: Path) -> None:
+def test_index_and_a_single_file(folder):
     write_index(folder, {"a": "x.safetensors"}, x=(tensor(), 16))
     write_file(folder / SINGLE, tensor())
     fails(folder, f"has {SINGLE} and {INDEX}, expected either")
 
 
-def test_symlinks_of_the_download_cache(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_symlinks_of_the_download_cache(folder, tmp_path_factory):
     blobs = tmp_path_factory.mktemp("blobs")
     write_file(blobs / "1", tensor())
     (folder / "x.safetensors").symlink_to(blobs / "1")
@@ -172,32 +166,21 @@ def test_symlinks_of_the_download_cache(folder: Path, tmp_path_factory: pytest.T
     assert read_all(folder)["a"].shape == (2, 2)
 
 
-# --- JSON and kinds of files -----------------------------------------------------------------------------------------
-
-NO_JSON = [
-    b"",
-    b"[]",
-    b"null",
-    b"\xef\xbb\xbf{}",
-    b"\xff",
-    "{}".encode("utf-16"),
-    b"{}\0",
-    b'{"a":1,"a":2}',
-    b"[" * 10**5,
-]
+NO_JSON = [b"", b"[]", b"null", b"\xef\xbb\xbf{}", b"\xff", "{}".encode("utf-16"), b"{}\0", b'{"a":1,"a":2}']
+NO_JSON += [b"[" * 10**5]
 NO_JSON += [b'{"a":%s}' % value for value in (b"NaN", b"-Infinity", b"1e999", b"9" * 5000, b'{"b":1,"b":1}')]
 
 
 @pytest.mark.parametrize("name", ["config.json", INDEX])
 @pytest.mark.parametrize("text", NO_JSON, ids=range(len(NO_JSON)))
-def test_json_malformed(name: str, text: bytes, folder: Path) -> None:
+def test_json_malformed(name, text, folder):
     write_index(folder, {"a": "x.safetensors"}, x=(tensor(), 16))
     (folder / name).write_bytes(text)
     fails(folder, f"{name} is not valid .*, expected a JSON object")
 
 
 @pytest.mark.parametrize("name", ["config.json", INDEX])
-def test_json_without_end(name: str, folder: Path) -> None:
+def test_json_without_end(name, folder):
     write_index(folder, {"a": "x.safetensors"}, x=(tensor(), 16))
     os.truncate(folder / name, 2**32)
     fails(folder, rf"{name} is not valid \(larger than 64 MiB\)")
@@ -215,7 +198,7 @@ KINDS: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["config.json", SINGLE, INDEX, "x.safetensors"])
-def test_no_regular_file(name: str, kind: str, folder: Path) -> None:
+def test_no_regular_file(name, kind, folder):
     if name == "x.safetensors":
         write_index(folder, {"a": "x.safetensors"})
     (folder / name).unlink(missing_ok=True)
@@ -224,17 +207,15 @@ def test_no_regular_file(name: str, kind: str, folder: Path) -> None:
         read_all(folder)
 
 
-# --- files that change -----------------------------------------------------------------------------------------------
-
 CONFIG = dict(HUB["mixtral"].config) | {"num_hidden_layers": 0}
 
 
-def tensors(value: float) -> dict[str, np.ndarray]:
+def tensors(value):
     return {name: np.full(4, value, np.float32) for name in "ab"}
 
 
 @pytest.mark.parametrize("was_read", [False, True])
-def test_file_replaced_after_the_checkpoint_was_opened(was_read: bool, tmp_path: Path) -> None:
+def test_file_replaced_after_the_checkpoint_was_opened(was_read, tmp_path):
     save(tmp_path, CONFIG, {}, tensors(1), max_shard_bytes=16)
     checkpoint = Checkpoint(tmp_path)
     if was_read:
@@ -244,7 +225,7 @@ def test_file_replaced_after_the_checkpoint_was_opened(was_read: bool, tmp_path:
         checkpoint.read("a")
 
 
-def test_file_cut_after_a_tensor_was_read(folder: Path) -> None:
+def test_file_cut_after_a_tensor_was_read(folder):
     write_file(folder / SINGLE, tensor())
     checkpoint = Checkpoint(folder)
     checkpoint.read("a")
@@ -254,14 +235,12 @@ def test_file_cut_after_a_tensor_was_read(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [lambda path: os.truncate(path, 4096), lambda path: os.utime(path, (0, 0))])
-def test_file_changed_in_place_while_a_tensor_is_read(
-    change: Callable[[Path], None], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_changed_in_place_while_a_tensor_is_read(change, folder, monkeypatch):
     """A read past the new end of a mapped file would end the process."""
     save_file({"a": np.ones((1024, 1024), np.float32)}, folder / SINGLE)
     checkpoint, read = Checkpoint(folder), os.preadv
 
-    def changing(*arguments: Any) -> int:
+    def changing(*arguments):
         change(folder / SINGLE)
         return read(*arguments)
 
@@ -271,14 +250,12 @@ def test_file_changed_in_place_while_a_tensor_is_read(
 
 
 @pytest.mark.parametrize("change", ["save", "remove", "break"])
-def test_config_replaced_while_the_checkpoint_is_opened(
-    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_config_replaced_while_the_checkpoint_is_opened(change, tmp_path, monkeypatch):
     """Files that no longer match are not reported as broken."""
     save(tmp_path, CONFIG, {}, tensors(1), max_shard_bytes=16)
     read_index = files.read_index
 
-    def late(function: str, folder: Path) -> dict[str, str]:
+    def late(function, folder):
         monkeypatch.undo()
         if change == "save":
             save(tmp_path, CONFIG, {}, tensors(2), max_shard_bytes=16, overwrite=True)
@@ -289,13 +266,11 @@ def test_config_replaced_while_the_checkpoint_is_opened(
         return read_index(function, folder)
 
     monkeypatch.setattr(files, "read_index", late)
-    with pytest.raises(
-        FileNotFoundError, match=r"^Checkpoint: .*config\.json was replaced while the checkpoint was op"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"^Checkpoint: .*config\.json was replaced while"):
         Checkpoint(tmp_path)
 
 
-def test_relative_folder_after_a_change_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_folder_after_a_change_of_the_current_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save("here", CONFIG, {}, tensors(1))
     checkpoint = Checkpoint("here")
@@ -303,7 +278,7 @@ def test_relative_folder_after_a_change_of_the_current_folder(tmp_path: Path, mo
     assert np.asarray(checkpoint.read("a")).tolist() == [1] * 4
 
 
-def test_pickle_opens_the_folder_again(tmp_path: Path) -> None:
+def test_pickle_opens_the_folder_again(tmp_path):
     save(tmp_path, CONFIG, {}, tensors(1))
     checkpoint = Checkpoint(tmp_path)
     np.asarray(checkpoint.read("a"))
@@ -317,12 +292,12 @@ def test_pickle_opens_the_folder_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("call", [Checkpoint, lambda folder: save(folder, CONFIG, {})], ids=["Checkpoint", "save"])
 @pytest.mark.parametrize("folder", ["\ud800", "a\0b"], ids=["surrogate", "NUL"])
-def test_folder_that_the_system_does_not_have(folder: str, call: Callable[[str], Any]) -> None:
+def test_folder_that_the_system_does_not_have(folder, call):
     with pytest.raises(ValueError, match=r"^(Checkpoint|save): folder is .*, expected a path"):
         call(folder)
 
 
-def test_current_folder_that_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_current_folder_that_was_removed(tmp_path, monkeypatch):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
@@ -331,10 +306,7 @@ def test_current_folder_that_was_removed(tmp_path: Path, monkeypatch: pytest.Mon
             call("x")
 
 
-# --- values of config.json -------------------------------------------------------------------------------------------
-
-
-def fields_of(family: str) -> set[str]:
+def fields_of(family):
     """Return the fields of config.json that are read for a family."""
     row = FAMILIES[family]
     keys = [
@@ -347,13 +319,13 @@ def fields_of(family: str) -> set[str]:
     return {"hidden_size", "hidden_act", *others, *(name for key in keys for name in key.names)}
 
 
-def use(folder: Path, config: dict[str, Any]) -> Any:
+def use(folder, config):
     (folder / "config.json").write_text(json.dumps(config))
     checkpoint = Checkpoint(folder)
     return checkpoint.moe_layers, checkpoint.moe_options(), [checkpoint.moe_weights(n) for n in checkpoint.moe_layers]
 
 
-def changed(family: str, **changes: Any) -> dict[str, Any]:
+def changed(family, **changes):
     config = json.loads(json.dumps(dict(HUB[family].config)))
     section = config if FAMILIES[family].section is None else config[FAMILIES[family].section]
     section.update(changes)
@@ -361,15 +333,13 @@ def changed(family: str, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_config_values_out_of_range(family: str, folder: Path) -> None:
+def test_config_values_out_of_range(family, folder):
     """Every field that is read, with every wrong type and extreme values."""
     write_file(folder / SINGLE, tensor())
     for name in sorted(fields_of(family)):
         wrong = [10**12, -7, -(10**400), 1e300, {"a": 1}, [[1]], [True], [-1], [10**12], [5, 5]]
         for value in wrong if SCHEMA[name] is TEXT else [*wrong, "8"]:
-            with pytest.raises(
-                ValueError, match=rf"config.json has {name}(\[0\])?=.*, expected (an? |true or false|different)"
-            ):
+            with pytest.raises(ValueError, match=rf"config.json has {name}(\[0\])?=.*, expected (an? |true|diff)"):
                 use(folder, changed(family, **{name: value}))
 
 
@@ -377,11 +347,7 @@ def test_config_values_out_of_range(family: str, folder: Path) -> None:
     ("family", "changes", "text"),
     [
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0, expected an integer from 1 to 10000"),
-        (
-            "mixtral",
-            {"num_hidden_layers": 10**12},
-            "num_hidden_layers=1000000000000, expected an integer from 0 to 10000",
-        ),
+        ("mixtral", {"num_hidden_layers": 10**12}, "num_hidden_layers=1000000000000, expected"),
         ("mixtral", {"num_hidden_layers": True}, "num_hidden_layers=True"),
         ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob=1, expected true or false"),
         ("mixtral", {"num_experts_per_tok": 9}, "9 for 'num_experts_per_tok', expected at most the 8 experts"),
@@ -396,20 +362,20 @@ def test_config_values_out_of_range(family: str, folder: Path) -> None:
         ("mixtral", {"quantization_config": {"weight_block_size": [64, 64]}}, r"weight_block_size=\[64, 64\]"),
     ],
 )
-def test_config_values_that_contradict(family: str, changes: dict[str, Any], text: str, folder: Path) -> None:
+def test_config_values_that_contradict(family, changes, text, folder):
     write_file(folder / SINGLE, tensor())
     with pytest.raises(ValueError, match=text):
         use(folder, changed(family, **changes))
 
 
 @pytest.mark.parametrize("value", [None, [], 1, "x"])
-def test_config_section_of_another_type(value: Any, folder: Path) -> None:
+def test_config_section_of_another_type(value, folder):
     write_file(folder / SINGLE, tensor())
     with pytest.raises(ValueError, match="text_config"):
         use(folder, {"model_type": "llama4", "text_config": value})
 
 
-def test_fp8_blocks_of_another_size(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_fp8_blocks_of_another_size(tmp_path, rng):
     """If the number of blocks is the same, only the config shows the difference."""
     checkpoint, _ = hub_checkpoints.fp8_checkpoint(tmp_path, rng, 200, 72)
     checkpoint.config["quantization_config"]["weight_block_size"] = [100, 100]

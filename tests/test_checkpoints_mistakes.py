@@ -1,12 +1,7 @@
 """Mistakes in a checkpoint or a call: errors state the actual value, the expected value, and the remedy."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,24 +24,24 @@ INDEX = "model.safetensors.index.json"
 SHARDS = tuple(f"model-{number:05}-of-00002.safetensors" for number in (1, 2))
 
 
-def reading(change: Callable[[Path], Any], call: Callable[[Checkpoint], Any] = lambda checkpoint: None) -> Any:
+def reading(change, call=lambda checkpoint: None):
     return lambda folder: (change(folder), call(Checkpoint(folder)))
 
 
-def call(function: Callable[[Checkpoint], Any]) -> Any:
+def call(function):
     return lambda folder: function(Checkpoint(folder))
 
 
-def removed(name: str) -> Any:
+def removed(name):
     return reading(lambda folder: (folder / name).unlink())
 
 
-def holding(name: str, content: str, call: Callable[[Checkpoint], Any] = lambda checkpoint: None) -> Any:
+def holding(name, content, call=lambda checkpoint: None):
     return reading(lambda folder: (folder / name).write_text(content), call)
 
 
-def config(**changes: Any) -> Callable[[Path], Any]:
-    def change(folder: Path) -> None:
+def config(**changes):
+    def change(folder):
         path = folder / "config.json"
         new = {key: value for key, value in (json.loads(path.read_text()) | changes).items() if value is not None}
         path.write_text(json.dumps(new))
@@ -54,8 +49,8 @@ def config(**changes: Any) -> Callable[[Path], Any]:
     return change
 
 
-def index(change: Callable[[dict[str, str]], Any]) -> Callable[[Path], Any]:
-    def write(folder: Path) -> None:
+def index(change):
+    def write(folder):
         path = folder / INDEX
         content = json.loads(path.read_text())
         change(content["weight_map"])
@@ -64,12 +59,12 @@ def index(change: Callable[[dict[str, str]], Any]) -> Callable[[Path], Any]:
     return write
 
 
-def cut(folder: Path) -> None:
+def cut(folder):
     path = folder / SHARDS[0]
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def load(checkpoint: Checkpoint, **options: Any) -> Any:
+def load(checkpoint, **options):
     return checkpoint.moe_weights(0, **options)
 
 
@@ -80,35 +75,19 @@ MISTAKES = {
     "config": (removed("config.json"), FileNotFoundError, "cannot read .*config.json .*No such file"),
     "json": (holding("config.json", "{"), ValueError, "config.json is not valid .no JSON"),
     "list": (holding("config.json", "[]"), ValueError, r"has \[\], expected an object"),
-    "index": (
-        removed(INDEX),
-        FileNotFoundError,
-        "has no tensors, expected either model.safetensors or model.safetensors.index.json",
-    ),
+    "index": (removed(INDEX), FileNotFoundError, "has no tensors, expected either"),
     "weight_map": (holding(INDEX, "{}"), ValueError, "the file lacks 'weight_map'"),
     "file": (removed(SHARDS[1]), FileNotFoundError, r"cannot read .*model-00002-of-00002.safetensors .No such file"),
     "cut": (reading(cut, load), ValueError, "not a complete safetensors file .*file not fully covered"),
     "no file": (holding(SHARDS[0], "abc", load), ValueError, "not a complete safetensors file .*header too small"),
-    "text": (
-        holding(SHARDS[0], "version https://", load),
-        ValueError,
-        "not a complete safetensors file .*header too large",
-    ),
+    "text": (holding(SHARDS[0], "version https://", load), ValueError, "not a complete safetensors .*too large"),
     "index entry": (
         reading(index(lambda entries: entries.update({EXPERT: min(entries.values())})), load),
         ValueError,
-        r"places '.*experts.3.w2.weight' in model-00001-.*, which has no such tensor",
+        r"which has no such tensor",
     ),
-    "tensor": (
-        reading(index(lambda entries: entries.pop(EXPERT)), load),
-        ValueError,
-        r"no tensor '.*3.w2.weight' \(sim",
-    ),
-    "sharding": (
-        call(lambda c: c.read("other", sharding=P("expert"))),
-        TypeError,
-        "sharding is a P.*, expected a jax.sharding.Sharding",
-    ),
+    "tensor": (reading(index(lambda entries: entries.pop(EXPERT)), load), ValueError, r"no tensor '.*3.w2"),
+    "sharding": (call(lambda c: c.read("other", sharding=P("expert"))), TypeError, "sharding is a P.*, expected a jax"),
     "axes of the sharding": (
         call(lambda c: c.read("other", sharding=NamedSharding(make_mesh((2,), ("a",)), P(*[None] * 4, "a")))),
         ValueError,
@@ -121,30 +100,26 @@ MISTAKES = {
     "model_type": (
         reading(config(model_type="llama"), lambda checkpoint: checkpoint.moe_layers),
         ValueError,
-        "model_type is 'llama', expected one of deepseek_v2, .*qwen3_moe; Checkpoint.read",
+        "model_type is 'llama', expected",
     ),
     "model_type missing": (reading(config(model_type=None), load), ValueError, "model_type is None"),
     "key": (reading(config(num_local_experts=None), load), ValueError, "no 'num_local_experts' or 'num_experts'"),
     "a number as text": (
         reading(config(num_local_experts="8"), load),
         ValueError,
-        "num_local_experts='8', expected an integer from 1 to 65536",
+        "num_local_experts='8', expected an",
     ),
     "a number of layers as text": (
         reading(config(num_hidden_layers="4"), lambda checkpoint: checkpoint.moe_layers),
         ValueError,
-        "num_hidden_layers='4', expected an integer from 0",
+        "layers='4', expected an integer",
     ),
     "activation": (
         reading(config(hidden_act="tanh"), Checkpoint.moe_options),
         NotImplementedError,
-        "hidden_act='tanh', expected one of silu",
+        "'tanh', expected one of",
     ),
-    "experts": (
-        reading(config(num_local_experts=4), load),
-        ValueError,
-        r"shape \(8, 12\), expected \(4, 12\) for router",
-    ),
+    "experts": (reading(config(num_local_experts=4), load), ValueError, r"\(8, 12\), expected \(4, 12\)"),
     "shape": (reading(config(intermediate_size=7), load), ValueError, r"\(10, 12\), expected \(7, 12\) for w_gate_up"),
     "layer": (call(lambda c: c.moe_weights(4)), ValueError, r"layer=4 is not an MoE layer.*\(0, 1, 2"),
     "dtype": (call(lambda c: load(c, dtype=jnp.int8)), TypeError, "dtype=int8, expected None or one of bfl"),
@@ -154,24 +129,16 @@ MISTAKES = {
     "axis": (
         call(lambda c: load(c, mesh=make_mesh((2,), ("data",)))),
         ValueError,
-        r"the mesh has axes \('data',\), expected \['expert'\] among them",
+        r"axes \('data',\), expected \['expert'\]",
     ),
-    "ranks": (
-        call(lambda c: load(c, mesh=make_mesh((3,), ("expert",)))),
-        ValueError,
-        "num_experts=8 is not divisible by the 3 ranks",
-    ),
-    "transpose": (
-        call(lambda c: c.read("bias", transpose=True)),
-        ValueError,
-        r"shape \(3,\), expected at least two axes",
-    ),
+    "ranks": (call(lambda c: load(c, mesh=make_mesh((3,), ("expert",)))), ValueError, "num_experts=8 is not divisible"),
+    "transpose": (call(lambda c: c.read("bias", transpose=True)), ValueError, r"\(3,\), expected at least two"),
     "eight bits": (call(lambda c: c.read("bytes", dtype=F32)), ValueError, "stored as uint8, without scales"),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_checkpoint_read_mistakes(mistake: str, tmp_path: Path, rng: np.random.Generator) -> None:
+def test_checkpoint_read_mistakes(mistake, tmp_path, rng):
     call, error, text = MISTAKES[mistake]
     tensors, _ = hub_checkpoints.layer(HUB["mixtral"], 0, rng)
     others = {"other": np.ones((2, 3), F32), "bias": np.ones(3, F32), "bytes": np.ones((2, 2), np.uint8)}
@@ -191,9 +158,7 @@ def test_checkpoint_read_mistakes(mistake: str, tmp_path: Path, rng: np.random.G
         ("longcat_flash", {"router_bias": True}, "router_bias=True"),
     ],
 )
-def test_checkpoint_unsupported_weights(
-    name: str, changes: dict[str, Any], text: str, tmp_path: Path, rng: np.random.Generator
-) -> None:
+def test_checkpoint_unsupported_weights(name, changes, text, tmp_path, rng):
     checkpoint, _ = written(name, tmp_path, rng, **changes)
     for call in (checkpoint.moe_options, lambda: checkpoint.moe_weights(HUB[name].layers[0])):
         with pytest.raises(NotImplementedError, match=text):
@@ -210,9 +175,7 @@ def test_checkpoint_unsupported_weights(
         ("minimax_m2", {"scoring_func": "softmax"}),
     ],
 )
-def test_checkpoint_unsupported_routers(
-    name: str, changes: dict[str, Any], tmp_path: Path, rng: np.random.Generator
-) -> None:
+def test_checkpoint_unsupported_routers(name, changes, tmp_path, rng):
     checkpoint, want = written(name, tmp_path, rng, **changes)
     ((key, value),) = changes.items()
     with pytest.raises(NotImplementedError, match=f"{key}={value!r}, expected"):
@@ -221,7 +184,7 @@ def test_checkpoint_unsupported_routers(
     assert_equal(checkpoint.moe_weights(number), want[number])
 
 
-def test_checkpoint_experts_in_several_dtypes(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_checkpoint_experts_in_several_dtypes(tmp_path, rng):
     tensors, _ = hub_checkpoints.layer(HUB["mixtral"], 0, rng, BF16)
     tensors[EXPERT] = tensors[EXPERT].astype(F16)
     checkpoint = Checkpoint(hub_checkpoints.write(tmp_path, HUB["mixtral"].config, tensors))
@@ -230,7 +193,7 @@ def test_checkpoint_experts_in_several_dtypes(tmp_path: Path, rng: np.random.Gen
     assert checkpoint.moe_weights(0, dtype=F32)["w_down"].dtype == F32
 
 
-def test_checkpoint_experts_in_two_forms(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_checkpoint_experts_in_two_forms(tmp_path, rng):
     tensors, weights = hub_checkpoints.layer(HUB["mixtral"], 0, rng)
     tensors["model.layers.0.mlp.experts.down_proj"] = np.zeros_like(weights["w_down"]).swapaxes(1, 2)
     checkpoint = Checkpoint(hub_checkpoints.write(tmp_path, HUB["mixtral"].config, tensors))
@@ -239,7 +202,7 @@ def test_checkpoint_experts_in_two_forms(tmp_path: Path, rng: np.random.Generato
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.bool_, np.uint8, FP8], ids=str)
-def test_checkpoint_integer_weights(dtype: Any, tmp_path: Path, rng: np.random.Generator) -> None:
+def test_checkpoint_integer_weights(dtype, tmp_path, rng):
     tensors, _ = hub_checkpoints.layer(HUB["mixtral"], 0, rng)
     tensors[EXPERT] = tensors[EXPERT].astype(dtype)
     checkpoint = Checkpoint(hub_checkpoints.write(tmp_path, HUB["mixtral"].config, tensors))
@@ -251,14 +214,14 @@ def test_checkpoint_integer_weights(dtype: Any, tmp_path: Path, rng: np.random.G
     ("values", "scales"),
     [("w", np.ones((1, 1), np.int32)), ("w", np.ones((1, 1), bool)), ("w_blocks", np.ones(1, FP8))],
 )
-def test_checkpoint_scale_dtype(values: str, scales: np.ndarray, tmp_path: Path) -> None:
+def test_checkpoint_scale_dtype(values, scales, tmp_path):
     stored = np.ones((3, 4), FP8) if values == "w" else np.ones((1, 16), np.uint8)
     tensors = {values: stored, "w_scale_inv" if values == "w" else "w_scales": scales}
     with pytest.raises(ValueError, match=rf"{scales.dtype}.*, expected"):
         Checkpoint(hub_checkpoints.write(tmp_path, {}, tensors)).read(values, dtype=F32)
 
 
-def test_checkpoint_fp8_mismatched_scales(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_checkpoint_fp8_mismatched_scales(tmp_path, rng):
     checkpoint, _ = fp8_checkpoint(tmp_path / "odd", rng, 256, 192)
     with pytest.raises(ValueError, match=r"w_gate_up has shape \(2, 256, 384\), expected I and H that are multiples"):
         checkpoint.moe_weights(3, quantized=True)
@@ -276,7 +239,7 @@ def test_checkpoint_fp8_mismatched_scales(tmp_path: Path, rng: np.random.Generat
         Checkpoint(hub_checkpoints.write(tmp_path / "none", checkpoint.config, tensors)).moe_weights(3)
 
 
-def test_checkpoint_unknown_quantization(tmp_path: Path) -> None:
+def test_checkpoint_unknown_quantization(tmp_path):
     folder = hub_checkpoints.write(tmp_path, {}, {"t": np.zeros((2, 2), np.uint8)})
     content = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(content.replace(b"[2,2]", b"[2,4]").replace(b'"U8"', b'"F4"'))
@@ -284,17 +247,17 @@ def test_checkpoint_unknown_quantization(tmp_path: Path) -> None:
         Checkpoint(folder).read("t")
 
 
-def without(weights: dict[str, Any], name: str) -> dict[str, Any]:
+def without(weights, name):
     return {key: value for key, value in weights.items() if key != name}
 
 
-def fp8_weights(array: np.ndarray) -> QuantizedWeights:
+def fp8_weights(array):
     values = array.swapaxes(1, 2).astype(FP8)
     scales = np.ones((array.shape[0], *(-(-size // 128) for size in values.shape[1:])), F32)
     return QuantizedWeights(values, scales, "fp8")
 
 
-def deleted() -> jax.Array:
+def deleted():
     array = jnp.ones(3)
     array.delete()
     return array
@@ -303,41 +266,29 @@ def deleted() -> jax.Array:
 SAVING = {
     "layers": (lambda w: {"layers": {1: w}}, ValueError, r"layers has \[1\], expected the MoE layers .* \[0\]"),
     "bool as layer": (lambda w: {"layers": {False: w}}, ValueError, r"layers has \[False\], expected the MoE .* \[0\]"),
-    "missing": (
-        lambda w: {"layers": {0: without(w, "router")}},
-        ValueError,
-        r"layer 0 has \['w_down', 'w_gate_up'\], exp",
-    ),
+    "missing": (lambda w: {"layers": {0: without(w, "router")}}, ValueError, r"has \['w_down', 'w_gate_up'\]"),
     "unknown": (lambda w: {"layers": {0: w | {"b_down": w["router"]}}}, ValueError, "layer 0 has .*b_down.*expected"),
     "shape": (
         lambda w: {"layers": {0: w | {"w_down": w["w_down"].swapaxes(1, 2)}}},
         ValueError,
-        r"w_down of layer 0 has shape \(8, 12, 10\), expected \(8, 10, 12\)",
+        r"has shape \(8, 12, 10\), expected \(8, 10",
     ),
-    "kind": (
-        lambda w: {"layers": {0: w | {"router": [1.0]}}},
-        TypeError,
-        "router of layer 0 is a list, expected a JAX",
-    ),
+    "kind": (lambda w: {"layers": {0: w | {"router": [1.0]}}}, TypeError, "router of layer 0 is a list, expected"),
     "masked": (
         lambda w: {"layers": {0: w | {"router": np.ma.array(w["router"], mask=w["router"] > 0)}}},
         TypeError,
         "router of layer 0 is a MaskedArray, expected a JAX",
     ),
-    "name twice": (
-        lambda w: {"others": {EXPERT: w["router"]}},
-        ValueError,
-        "others has '.*experts.3.w2.weight', which",
-    ),
+    "name twice": (lambda w: {"others": {EXPERT: w["router"]}}, ValueError, "others has '.*experts.3.w2.weight'"),
     "name of another form": (
         lambda w: {"others": {"model.layers.0.mlp.experts.down_proj": w["w_down"]}},
         ValueError,
-        "others has 'model.layers.0.mlp.experts.down_proj', which belongs to a layer",
+        "which belongs to a layer",
     ),
     "integers": (
         lambda w: {"layers": {0: w | {"w_down": w["w_down"].astype(np.int32)}}},
         TypeError,
-        "save: w_down of layer 0 has dtype int32, expected floats of 16 bits or more",
+        "save: w_down of layer 0 has dtype int32",
     ),
     "FP8 without scales": (
         lambda w: {"layers": {0: w | {"w_down": w["w_down"].astype(FP8)}}},
@@ -345,11 +296,7 @@ SAVING = {
         "w_down of layer 0 has dtype float8_e4m3fn, expected floats",
     ),
     "list of layers": (lambda w: {"layers": [w]}, TypeError, "layers is a list, expected a dict; pass {number"),
-    "dtype": (
-        lambda w: {"others": {"norm": np.ones(3, np.complex64)}},
-        TypeError,
-        r"others\['norm'\] has dtype complex64, expected one of bool",
-    ),
+    "dtype": (lambda w: {"others": {"norm": np.ones(3, np.complex64)}}, TypeError, r"has dtype complex64, exp"),
     "key": (lambda w: {"others": {"key": jax.random.key(0)}}, TypeError, r"others\['key'\] has dtype key"),
     "others": (lambda w: {"others": [w]}, TypeError, "others is a list, expected a dict"),
     "parameters": (lambda w: {"layers": {0: [w]}}, TypeError, r"layers\[0\] is a list, expected a dict"),
@@ -358,19 +305,11 @@ SAVING = {
     "deleted": (lambda w: {"others": {"norm": deleted()}}, ValueError, r"others\['norm'\] is a deleted array"),
     "set": (lambda w: {"config": {"x": {1}}}, TypeError, "config cannot be written as JSON .*set.*, expected dicts"),
     "NaN": (lambda w: {"config": {"x": float("nan")}}, ValueError, "config cannot be written as JSON .*nan"),
-    "key twice": (
-        lambda w: {"config": {"1": 0, 1: 0}},
-        ValueError,
-        "config cannot be written as JSON .*'1' occurs twice",
-    ),
+    "key twice": (lambda w: {"config": {"1": 0, 1: 0}}, ValueError, "config cannot be .*'1' occurs twice"),
     "range": (lambda w: {"config": {"num_experts_per_tok": 9}}, ValueError, "save: config.json has 9 for 'num_experts"),
     "other": (lambda w: {"others": {"norm": None}}, TypeError, r"others\['norm'\] is a NoneType"),
     "fp8": (lambda w: {"others": {"norm": np.ones(3, FP8)}}, ValueError, "tensors in FP8, but config has no quant"),
-    "no fp8": (
-        lambda w: {"config": {"quantization_config": FP8_CONFIG}},
-        ValueError,
-        "has a quantization_config, but no",
-    ),
+    "no fp8": (lambda w: {"config": {"quantization_config": FP8_CONFIG}}, ValueError, "has a quantization_config"),
     "blocks": (
         lambda w: {"layers": {0: w | {"w_down": fp8_weights(w["w_down"])}}},
         ValueError,
@@ -382,7 +321,7 @@ SAVING = {
 
 
 @pytest.mark.parametrize("mistake", SAVING)
-def test_checkpoint_save_mistakes(mistake: str, tmp_path: Path, rng: np.random.Generator) -> None:
+def test_checkpoint_save_mistakes(mistake, tmp_path, rng):
     changes, error, text = SAVING[mistake]
     _, weights = hub_checkpoints.layer(HUB["mixtral"], 0, rng)
     arguments = {"layers": {0: weights}, "others": {}} | changes(weights)
@@ -392,13 +331,13 @@ def test_checkpoint_save_mistakes(mistake: str, tmp_path: Path, rng: np.random.G
     assert not (tmp_path / "new").exists()
 
 
-def test_checkpoint_save_traced_arrays(tmp_path: Path) -> None:
+def test_checkpoint_save_traced_arrays(tmp_path):
     config = dict(HUB["mixtral"].config) | {"num_hidden_layers": 0}
     with pytest.raises(TypeError, match=r"others\['x'\] is a .*Tracer, expected .* outside of jax.jit"):
         jax.jit(lambda x: save(tmp_path / "new", config, {}, {"x": x}))(jnp.ones(3))
 
 
-def test_checkpoint_save_4_bit_weights(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_checkpoint_save_4_bit_weights(tmp_path, rng):
     _, weights = hub_checkpoints.layer(HUB["mixtral"], 0, rng)
     config = dict(HUB["mixtral"].config) | {"num_hidden_layers": 1}
     quantized = quantize(jnp.asarray(weights["w_down"]), "int8")
@@ -407,7 +346,7 @@ def test_checkpoint_save_4_bit_weights(tmp_path: Path, rng: np.random.Generator)
     assert not (tmp_path / "new").exists()
 
 
-def test_checkpoint_save_pair_dtypes(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_checkpoint_save_pair_dtypes(tmp_path, rng):
     original, _ = fp8_checkpoint(tmp_path / "original", rng)
     weights = original.moe_weights(3, quantized=True)
     w_down = weights["w_down"]
@@ -419,7 +358,7 @@ def test_checkpoint_save_pair_dtypes(tmp_path: Path, rng: np.random.Generator) -
 @pytest.mark.parametrize(
     ("dtype", "values"), [(np.int64, [2**40 + 7, 1]), (np.uint64, [2**63]), (np.int64, [-(2**31) - 1])]
 )
-def test_checkpoint_integers_beyond_32_bits(dtype: Any, values: list[int], tmp_path: Path) -> None:
+def test_checkpoint_integers_beyond_32_bits(dtype, values, tmp_path):
     """They would silently become other integers."""
     save(
         tmp_path / "new",

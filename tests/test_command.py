@@ -1,12 +1,8 @@
 """`jax-ep` commands end with one line on standard error, or none, and an exit status."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shlex
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,13 +12,11 @@ from jax_ep import __main__, __version__
 from jax_ep.core.files import check_writable, write_atomically
 from jax_ep.tools import command
 
-ROOT = Path(__file__).resolve().parents[1]
-ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
 PROGRAM = [*harness.STRICT_PYTHON, "-m", "jax_ep"]
 
 
-def fails(error: BaseException) -> Callable[[], None]:
-    def fail() -> None:
+def fails(error):
+    def fail():
         raise error
 
     return fail
@@ -42,28 +36,26 @@ def fails(error: BaseException) -> Callable[[], None]:
         (BrokenPipeError(), 141, ""),
     ],
 )
-def test_command_error_is_one_line(
-    error: BaseException, status: int, line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_error_is_one_line(error, status, line, capsys):
     assert command.status_of("tool", fails(error)) == status
     assert capsys.readouterr() == ("", f"{line}\n" if line else "")
 
 
-def test_command_long_error_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_long_error_is_cut(capsys):
     assert command.status_of("tool", fails(ValueError("x" * 10**6))) == 2
     assert len(capsys.readouterr().err) < 320
 
 
-def test_command_exit_status() -> None:
+def test_command_exit_status():
     assert [command.status_of("tool", lambda value=value: value) for value in (None, 0, 3, {"loss": 1})] == [0, 0, 3, 0]
     with pytest.raises(SystemExit, match="4"):
         command.status_of("tool", fails(SystemExit(4)))
 
 
-def test_command_closed_pipe_in_rich() -> None:
+def test_command_closed_pipe_in_rich():
     """Rich ends the process with status 1."""
 
-    def show() -> None:
+    def show():
         try:
             raise BrokenPipeError
         except BrokenPipeError:
@@ -72,25 +64,21 @@ def test_command_closed_pipe_in_rich() -> None:
     assert command.status_of("tool", show) == 141
 
 
-@pytest.mark.parametrize("text", ["-1", "0", "1.5", "", "x", str(2**31), "9" * 10_000, "\u0663", "1_0", "nan"])
-def test_command_invalid_integers(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+NO_SIZES = "-1", "0", "1.5", "", "x", str(2**31), "9" * 10_000, "\u0663", "1_0", "nan"
+NO_NUMBERS = [(int, text, "an integer from 1 to 2147483647") for text in NO_SIZES]
+NO_NUMBERS += [(float, text, "a finite number of at least 0") for text in ("-1", "nan", "inf", "1e999", "x")]
+
+
+@pytest.mark.parametrize(("kind", "text", "expected"), NO_NUMBERS)
+def test_command_invalid_numbers(kind, text, expected, capsys):
     parser = command.Parser(prog="tool")
-    parser.add_argument("--size", type=int)
+    parser.add_argument("--size", type=kind)
     with pytest.raises(SystemExit, match="2"):
         parser.parse_args([f"--size={text}"])
-    assert "expected an integer from 1 to 2147483647" in capsys.readouterr().err
+    assert f"expected {expected}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["-1", "nan", "inf", "1e999", "x"])
-def test_command_invalid_floats(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    parser = command.Parser(prog="tool")
-    parser.add_argument("--seconds", type=float)
-    with pytest.raises(SystemExit, match="2"):
-        parser.parse_args([f"--seconds={text}"])
-    assert "expected a finite number of at least 0" in capsys.readouterr().err
-
-
-def test_command_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_version(capsys):
     with pytest.raises(SystemExit, match="0"):
         __main__.main(["--version"])
     assert capsys.readouterr().out == f"jax-ep {__version__}\n"
@@ -106,17 +94,16 @@ def test_command_version(capsys: pytest.CaptureFixture[str]) -> None:
         ("| true", 141, ""),
     ],
 )
-def test_command_unwritable_output(redirection: str, status: int, error: str) -> None:
+def test_command_unwritable_output(redirection, status, error):
     line = f"set -o pipefail; {shlex.join(PROGRAM)} doctor --help {redirection}"
     for unbuffered in ("", "1"):
-        environment = ENVIRONMENT | {"PYTHONUNBUFFERED": unbuffered}
-        done = subprocess.run(["bash", "-c", line], env=environment, capture_output=True, text=True, check=False)
+        done = harness.run_command("bash", "-c", line, PYTHONUNBUFFERED=unbuffered)
         assert (done.returncode, done.stderr.count("\n")) == (status, bool(error))
         assert done.stderr.endswith(error)
 
 
 @pytest.mark.parametrize("first", ["jax_ep.placement", "jax"])
-def test_command_ctrl_c_during_imports(first: str) -> None:
+def test_command_ctrl_c_during_imports(first):
     """The handler is installed before the first import of a module of the package."""
     program = f"""
 import signal, sys
@@ -129,11 +116,11 @@ class Interrupt:
 sys.meta_path.insert(0, Interrupt())
 import jax_ep
 """
-    done = subprocess.run([*harness.STRICT_PYTHON, "-c", program], env=ENVIRONMENT, capture_output=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+    done = harness.run_command(*harness.STRICT_PYTHON, "-c", program)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-def interrupted(body: str) -> subprocess.CompletedProcess[str]:
+def interrupted(body):
     """Run a command that raises its own SIGINT."""
     program = f"""
 import os, signal, sys, time
@@ -144,8 +131,7 @@ def interrupt():
 {body}
 command.run("tool", main)
 """
-    arguments = [*harness.STRICT_PYTHON, "-c", program]
-    return subprocess.run(arguments, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    return harness.run_command(*harness.STRICT_PYTHON, "-c", program)
 
 
 # XLA turns it into a RuntimeError, Python drops it, and a compiler does not see it.
@@ -208,12 +194,12 @@ def main():
 
 
 @pytest.mark.parametrize("body", INTERRUPTED.values(), ids=INTERRUPTED.keys())
-def test_command_ctrl_c_any_time(body: str) -> None:
+def test_command_ctrl_c_any_time(body):
     done = interrupted(body)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-def test_command_ctrl_c_in_callback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_ctrl_c_in_callback(capsys):
     error = RuntimeError("CpuCallback error: Traceback ...\nKeyboardInterrupt: \n")
     assert command.status_of("tool", fails(error)) == 130
     assert capsys.readouterr() == ("", "")
@@ -239,7 +225,7 @@ def main():
 
 
 @pytest.mark.slow
-def test_command_ctrl_c_in_tune_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_ctrl_c_in_tune_kernel(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = interrupted(TUNE)
     assert (done.returncode, done.stderr) == (130, "")
@@ -248,7 +234,7 @@ def test_command_ctrl_c_in_tune_kernel(tmp_path: Path, monkeypatch: pytest.Monke
     assert workers and not any(Path(f"/proc/{worker}/exe").exists() for worker in workers)
 
 
-def test_command_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_wrong_arguments(capsys):
     for arguments in ([], ["bench"], ["what\never"], ["doctor", "x" * 10_000], ["tune", "--tokens"]):
         with pytest.raises(SystemExit, match="2"):
             __main__.main(arguments)
@@ -257,14 +243,13 @@ def test_command_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
         assert error.startswith("jax-ep") and len(error) < 400
 
 
-def test_command_invalid_jax_environment() -> None:
-    environment = ENVIRONMENT | {"JAX_ENABLE_X64": "maybe"}
-    done = subprocess.run([*PROGRAM, "--version"], env=environment, capture_output=True, text=True, check=False)
+def test_command_invalid_jax_environment():
+    done = harness.run_command(*PROGRAM, "--version", JAX_ENABLE_X64="maybe")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert done.stderr.startswith("jax-ep: ") and "JAX_ENABLE_X64" in done.stderr
 
 
-def test_command_output_is_a_link(tmp_path: Path) -> None:
+def test_command_output_is_a_link(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "target")
     check_writable(tmp_path / "link")
     assert os.listdir(tmp_path) == ["link"]

@@ -1,14 +1,11 @@
 """Documentation tests: its code runs and prints what it says, its links work, and the names it uses exist."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io
 import json
 import re
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +20,8 @@ PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 TEXTS = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
 # In `make test-rest`, because tests of these subjects cover their parts.
 SLOW = {
-    "checkpoints.md",
-    "flax.md",
-    "integrations.md",
-    "models.md",
-    "multi_node.md",
-    "numerics.md",
-    "placement.md",
-    "sharding.md",
-    "tracing.md",
-    "tutorial.md",
+    *("checkpoints.md", "flax.md", "integrations.md", "models.md", "multi_node.md"),
+    *("numerics.md", "placement.md", "sharding.md", "tracing.md", "tutorial.md"),
 }
 FOLDERS = ("", "jax_ep", "jax_ep/ffi")  # Folders that the prose's file names are relative to.
 NUM_DEVICES = 8
@@ -41,7 +30,7 @@ CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
-def python_blocks(page: Path) -> list[tuple[str, str | None]]:
+def python_blocks(page):
     """Return each block of a page and what it prints: the text block that follows it, or None.
 
     Blocks are padded with empty lines so that tracebacks show the page's lines.
@@ -59,7 +48,7 @@ def python_blocks(page: Path) -> list[tuple[str, str | None]]:
     return blocks
 
 
-def run_blocks(blocks: list[tuple[str, str | None]], name: str) -> None:
+def run_blocks(blocks, name):
     """Run blocks one after another in one namespace, with JAX's defaults, and compare what they print on CPU devices.
 
     A line of the expected text that ends in "..." may go on.
@@ -77,11 +66,11 @@ def run_blocks(blocks: list[tuple[str, str | None]], name: str) -> None:
         jax.set_mesh(None)
 
 
-def prose(page: Path) -> str:
+def prose(page):
     return FENCE.sub("", page.read_text())
 
 
-def anchors(page: Path) -> set[str]:
+def anchors(page):
     """Return the anchors of a page's headings, and of mkdocstrings."""
     text = prose(page)
     headings = re.findall(r"^#+ +(.+)$", text, re.MULTILINE)
@@ -89,7 +78,7 @@ def anchors(page: Path) -> set[str]:
     return slugs | set(re.findall(r"^::: (\S+)$", text, re.MULTILINE))
 
 
-def resolve(dotted: str) -> Any:
+def resolve(dotted):
     """Return the module or object of that name, or raise an error."""
     value: Any = jax_ep
     for i, part in enumerate(dotted.split(".")[1:], 2):
@@ -100,10 +89,11 @@ def resolve(dotted: str) -> Any:
 
 
 WITH_CODE = [page for page in PAGES if python_blocks(page)]
+WITH_CODE = [pytest.param(p, marks=[pytest.mark.slow] * (p.name in SLOW), id=p.name) for p in WITH_CODE]
 
 
 @pytest.fixture
-def quick_compilation() -> Iterator[None]:
+def quick_compilation():
     """Compilation dominates the examples' time, and halves without XLA's optimizations."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
@@ -112,10 +102,8 @@ def quick_compilation() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize(
-    "page", [pytest.param(p, marks=[pytest.mark.slow] * (p.name in SLOW), id=p.name) for p in WITH_CODE]
-)
-def test_docs_code_runs(page: Path) -> None:
+@pytest.mark.parametrize("page", WITH_CODE)
+def test_docs_code_runs(page):
     """Check that the blocks of a page run one after another and print what the page says."""
     if jax.device_count() < NUM_DEVICES:
         pytest.skip(f"needs {NUM_DEVICES} devices")
@@ -126,7 +114,7 @@ def test_docs_code_runs(page: Path) -> None:
 
 
 @pytest.mark.usefixtures("quick_compilation")
-def test_notebook_prints_its_outputs() -> None:
+def test_notebook_prints_its_outputs():
     if jax.device_count() != NUM_DEVICES or jax.default_backend() != "cpu":
         pytest.skip(f"needs {NUM_DEVICES} CPU devices")
     notebook = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text())
@@ -136,7 +124,7 @@ def test_notebook_prints_its_outputs() -> None:
     run_blocks([("".join(cell["source"]), printed) for cell, printed in zip(cells, outputs, strict=True)], "notebook")
 
 
-def test_docs_links() -> None:
+def test_docs_links():
     """Links of pages outside docs/; `make docs` checks those inside."""
     for page in (page for page in TEXTS if not page.is_relative_to(DOCS)):
         for target in LINK.findall(CODE.sub("`code`", prose(page))):
@@ -148,7 +136,7 @@ def test_docs_links() -> None:
             assert not anchor or anchor in anchors(file), f"{page.name} links to {target}: no such heading"
 
 
-def test_docs_reference_is_complete() -> None:
+def test_docs_reference_is_complete():
     text = "\n".join(page.read_text() for page in sorted((DOCS / "api").glob("*.md")))
     named = set(re.findall(r"`(jax_ep\.[\w.]+)`", text))
     rendered = set(re.findall(r"^::: (\S+)$", text, re.MULTILINE))
@@ -159,11 +147,11 @@ def test_docs_reference_is_complete() -> None:
     assert [name for name in rendered if not getattr(_rendered(name), "__doc__", None)] == []
 
 
-def _rendered(name: str) -> Any:
+def _rendered(name):
     return jax_ep.moe if name == "jax_ep.moe.moe" else resolve(name)
 
 
-def test_docs_names_exist() -> None:
+def test_docs_names_exist():
     """Check names in code style: of the package, files, tasks of the Makefile, extras."""
     checkpoint_names = {"jax_ep.tokens", "jax_ep.hidden", "jax_ep.output"}
     for page in TEXTS:
@@ -175,7 +163,7 @@ def test_docs_names_exist() -> None:
                 assert any((ROOT / folder / code).exists() for folder in FOLDERS), f"{page.name} names {code}"
 
 
-def test_docs_commands_exist() -> None:
+def test_docs_commands_exist():
     tasks = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for page in TEXTS:

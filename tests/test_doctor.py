@@ -1,13 +1,8 @@
 """`jax-ep doctor`: its findings here, and its messages if something is missing or wrong."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import json
-import os
-import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -17,23 +12,16 @@ from jax_ep.core import jax_triton
 from jax_ep.ops import registry
 from jax_ep.tools import doctor
 
-ROOT = Path(__file__).resolve().parents[1]
 
-
-def of(findings: list[doctor.Finding], topic: str) -> doctor.Finding:
+def of(findings, topic):
     return next(finding for finding in findings if finding.topic == topic)
 
 
 @pytest.mark.slow
-def test_doctor_this_machine() -> None:
+def test_doctor_this_machine():
     """As a user runs it; four devices form a mesh."""
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(ROOT),
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-    }
-    command = [*harness.STRICT_PYTHON, "-m", "jax_ep", "doctor", "--json"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    flags = "--xla_force_host_platform_device_count=4"
+    done = harness.run_command(*harness.STRICT_PYTHON, "-m", "jax_ep", "doctor", "--json", XLA_FLAGS=flags)
     assert done.returncode == 0, done.stdout + done.stderr
     content = json.loads(done.stdout)
     assert content["status"] == 0
@@ -45,7 +33,7 @@ def test_doctor_this_machine() -> None:
     assert next(f["data"] for f in content["findings"] if f["topic"] == "devices")["kinds"] == {"cpu": 4}
 
 
-def test_doctor_terminal_and_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_terminal_and_exit_status(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "_error_of", lambda name: 0.004)
     assert __main__.main(["doctor"]) == 0
     output = capsys.readouterr().out
@@ -60,11 +48,11 @@ def test_doctor_terminal_and_exit_status(monkeypatch: pytest.MonkeyPatch, capsys
     assert "1 error" in output.splitlines()[-1]
 
 
-def test_doctor_failures_are_findings(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(name: str) -> float:
+def test_doctor_failures_are_findings(monkeypatch):
+    def fail(name):
         raise RuntimeError("the device\nhas gone")
 
-    def vanish() -> list[doctor.Finding]:
+    def vanish():
         raise OSError("no such bus")
 
     vanish.__name__ = "_links"
@@ -77,12 +65,12 @@ def test_doctor_failures_are_findings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(finding.remedy for finding in findings if finding.state != doctor.OK)
 
 
-def test_doctor_jax_triton_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
-    def examined() -> doctor.Finding:
+def test_doctor_jax_triton_is_optional(monkeypatch):
+    def examined():
         (finding,) = doctor._jax_triton()
         return finding
 
-    def fail() -> None:
+    def fail():
         raise RuntimeError("a rule takes\ntwo arguments")
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -96,8 +84,8 @@ def test_doctor_jax_triton_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
     assert examined().state == doctor.OK and examined().text.startswith("0.9 works")
 
 
-def test_doctor_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
+def test_doctor_missing_library(monkeypatch):
+    def fail():
         raise ffi.LibraryError("it is missing:\n  /there: does not exist\nBuild it with make ffi.")
 
     monkeypatch.setattr(ffi, "load", fail)
@@ -107,10 +95,10 @@ def test_doctor_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
     assert finding.text == "it is missing: /there: does not exist"
 
 
-def test_doctor_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_machine_with_gpus(monkeypatch):
     """With fake GPUs: unsupported implementations are a warning, other failures an error."""
 
-    def computes(name: str) -> float:
+    def computes(name):
         if name == "triton":
             raise NotImplementedError("triton: no peer access")
         return 0.003
@@ -129,7 +117,7 @@ def test_doctor_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert links.data["bytes_per_s"][0][:2] == [None, 2e10]
 
 
-def test_doctor_tries_every_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_tries_every_implementation(monkeypatch):
     tried = []
     monkeypatch.setattr(doctor, "_on_gpus", lambda: True)
     monkeypatch.setattr(doctor, "_error_of", lambda name: tried.append(name) or 0.001)

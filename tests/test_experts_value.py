@@ -1,7 +1,5 @@
 """`jax_ep.Experts` as a value: rejected fields, and that equal values are one to `jit`."""
 
-from __future__ import annotations
-
 import re
 
 import jax

@@ -1,7 +1,5 @@
 """Result types in `jax.export`: each can be serialized, as an argument and as a result."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +11,7 @@ from jax import export
 
 import jax_ep
 from jax_ep.placement import plan
-from jax_ep.quantization import QuantizedWeights, quantize, quantize_fp8, with_layout
+from jax_ep.quantization import quantize, quantize_fp8, with_layout
 from jax_ep.routing import MoEMetrics
 from jax_ep.serving import serving_weights
 from jax_ep.types import Layout
@@ -46,7 +44,7 @@ VALUES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_export_round_trip_of_a_result_type(name: str) -> None:
+def test_export_round_trip_of_a_result_type(name):
     value = VALUES[name]()
     exported = export.export(jax.jit(lambda value: value))(value)
     again = export.deserialize(exported.serialize())
@@ -56,17 +54,17 @@ def test_export_round_trip_of_a_result_type(name: str) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a.astype(np.float32), b.astype(np.float32)), got, value)
 
 
-def _layer(x: jax.Array, logits: jax.Array, **options: Any) -> jax.Array:
+def _layer(x, logits, **options):
     weights = jnp.linspace(-0.2, 0.2, 4 * 8 * 12).reshape(4, 8, 12), jnp.linspace(-0.2, 0.2, 4 * 6 * 8).reshape(4, 6, 8)
     routing = jax_ep.topk_router(logits, 2)
     return jax_ep.fused_moe(x, routing.topk_idx, routing.topk_weights, *weights, implementation="xla", **options)
 
 
 @pytest.mark.parametrize("constraints", [(), ("n >= 8", "n <= 65536")])
-def test_export_of_a_symbolic_number_of_tokens(constraints: tuple[str, ...], rng: np.random.Generator) -> None:
+def test_export_of_a_symbolic_number_of_tokens(constraints, rng):
     """One program for every batch size: a layer and its gradients."""
 
-    def both(x: jax.Array, logits: jax.Array) -> Any:
+    def both(x, logits):
         return _layer(x, logits), jax.grad(lambda *a: jnp.sum(jnp.sin(_layer(*a))), argnums=(0, 1))(x, logits)
 
     (n,) = export.symbolic_shape("n", constraints=constraints)
@@ -78,11 +76,11 @@ def test_export_of_a_symbolic_number_of_tokens(constraints: tuple[str, ...], rng
         )
 
 
-def _int8(rows: int, columns: int) -> QuantizedWeights:
+def _int8(rows, columns):
     return quantize(jnp.ones((4, rows, columns)), "int8")
 
 
-def _in_fp8(x: jax.Array) -> jax.Array:
+def _in_fp8(x):
     (rows, scales), w = quantize_fp8(x), quantize(jnp.ones((4, 128, 128)), "fp8", activations="fp8")
     return jax_ep.grouped_gemm(rows, w, jnp.ones(4, jnp.int32), lhs_scales=scales)
 
@@ -106,7 +104,7 @@ OF_KNOWN_SIZE: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("name", OF_KNOWN_SIZE)
-def test_export_of_a_symbolic_number_of_tokens_unsupported(name: str) -> None:
+def test_export_of_a_symbolic_number_of_tokens_unsupported(name):
     (n,) = export.symbolic_shape("n")
     types = (
         jax.ShapeDtypeStruct((n, 128), jnp.float32),

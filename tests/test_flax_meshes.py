@@ -1,9 +1,6 @@
 """`jax_ep.flax.MoE` on meshes with tensor and fsdp axes, with other routers, and in serving only."""
 
-from __future__ import annotations
-
 import contextlib
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,14 +31,14 @@ AXES = {
 }
 
 
-def mesh_of(kind: str) -> jax.sharding.Mesh:
+def mesh_of(kind):
     if jax.device_count() < 8:
         pytest.skip("needs 8 devices")
     types = (getattr(jax.sharding.AxisType, kind),) * 3
     return jax.make_mesh((2, 2, 2), ("data", "expert", "tensor"), axis_types=types, devices=jax.devices()[:8])
 
 
-def fill(moe: MoE, rng: np.random.Generator) -> MoE:
+def fill(moe, rng):
     """Draw random parameters, including biases, with their shardings."""
     for _, param in nnx.iter_graph(nnx.state(moe, nnx.Param)):
         if isinstance(param, nnx.Param):
@@ -50,7 +47,7 @@ def fill(moe: MoE, rng: np.random.Generator) -> MoE:
     return moe
 
 
-def on_one_device(moe: MoE, options: dict[str, Any]) -> MoE:
+def on_one_device(moe, options):
     """Return the same layer without a mesh: gates in halves, as on a tensor axis."""
     experts = options.get("experts", jax_ep.Experts())
     plain = MoE(**SIZES, **options | {"experts": moe.experts if experts.gated else experts}, rngs=nnx.Rngs(0))
@@ -62,8 +59,8 @@ def on_one_device(moe: MoE, options: dict[str, Any]) -> MoE:
 
 
 @nnx.jit
-def value_and_gradients(moe: MoE, x: jax.Array, cotangent: jax.Array) -> Any:
-    def loss(moe: MoE, x: jax.Array) -> jax.Array:
+def value_and_gradients(moe, x, cotangent):
+    def loss(moe, x):
         return jnp.sum(moe(x)[0] * cotangent)
 
     return moe(x)[0], nnx.grad(loss, argnums=(0, 1))(moe, x)
@@ -72,7 +69,7 @@ def value_and_gradients(moe: MoE, x: jax.Array, cotangent: jax.Array) -> Any:
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.slow(unless={"name": ["gpt-oss"], "kind": ["Explicit"]})
-def test_flax_tensor_and_fsdp_axes(name: str, kind: str, rng: np.random.Generator) -> None:
+def test_flax_tensor_and_fsdp_axes(name, kind, rng):
     """Values and gradients match one device, and gradients are sharded like their parameters."""
     mesh, options = mesh_of(kind), LAYERS[name]
     x, cotangent = (rng.normal(size=(8, 2, H)).astype(np.float32) for _ in range(2))
@@ -95,7 +92,7 @@ def test_flax_tensor_and_fsdp_axes(name: str, kind: str, rng: np.random.Generato
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.slow(unless={"kind": ["Explicit"]})
-def test_flax_balance(kind: str, rng: np.random.Generator) -> None:
+def test_flax_balance(kind, rng):
     """All tokens choose the experts of one rank; the layer and its gradients are those without balance."""
     mesh = mesh_of(kind)
     with jax.set_mesh(mesh):
@@ -116,14 +113,14 @@ def test_flax_balance(kind: str, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("axes", AXES)
 @pytest.mark.slow
-def test_flax_training_weights_tensor_and_fsdp_axes(axes: str, kind: str, rng: np.random.Generator) -> None:
+def test_flax_training_weights_tensor_and_fsdp_axes(axes, kind, rng):
     """Values and gradients match those without, bit for bit; FP8 values are sharded like their parameters."""
     mesh = mesh_of(kind)
     sizes = SIZES | {"hidden_size": 256, "intermediate_size": 256, "dtype": jnp.bfloat16, "recipe": "fp8"}
     x, cotangent = (rng.normal(size=(8, 2, 256)).astype(np.float32) for _ in range(2))
 
     @nnx.jit
-    def both_ways(moe: MoE, weights: jax_ep.serving.ExpertWeights | None, x: jax.Array, cotangent: jax.Array) -> Any:
+    def both_ways(moe, weights, x, cotangent):
         return nnx.value_and_grad(lambda moe, x: jnp.sum(moe(x, weights)[0] * cotangent), argnums=(0, 1))(moe, x)
 
     with jax.set_mesh(mesh):
@@ -150,7 +147,7 @@ def test_flax_training_weights_tensor_and_fsdp_axes(axes: str, kind: str, rng: n
 @pytest.mark.parametrize("kind", ["Auto", "Explicit", "one device"])
 @pytest.mark.parametrize("fp8", [True, False])
 @pytest.mark.slow
-def test_flax_serving_without_second_copy(kind: str, fp8: bool, rng: np.random.Generator) -> None:
+def test_flax_serving_without_second_copy(kind, fp8, rng):
     """Small and large batches use the same FP8 experts, without another copy."""
     sizes = SIZES | {"hidden_size": 128, "intermediate_size": 128}
     options = LAYERS["gpt-oss"] | ({} if kind == "one device" else {"axes": AXES["both"]})
@@ -174,14 +171,14 @@ def test_flax_serving_without_second_copy(kind: str, fp8: bool, rng: np.random.G
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.slow
-def test_flax_custom_router(kind: str, rng: np.random.Generator) -> None:
+def test_flax_custom_router(kind, rng):
     """A custom router module, with parameters that get gradients, on a mesh."""
 
     class Router(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs) -> None:
+        def __init__(self, rngs):
             self.linear = nnx.Linear(H, E, use_bias=False, rngs=rngs)
 
-        def __call__(self, tokens: jax.Array) -> jax_ep.Routing:
+        def __call__(self, tokens):
             return jax_ep.topk_router(2 * self.linear(tokens), K)
 
     x = rng.normal(size=(16, H)).astype(np.float32)
@@ -206,7 +203,7 @@ def test_flax_custom_router(kind: str, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("on_mesh", [False, True])
 @pytest.mark.slow
-def test_flax_identity_experts(on_mesh: bool, rng: np.random.Generator) -> None:
+def test_flax_identity_experts(on_mesh, rng):
     x = rng.normal(size=(12, H)).astype(np.float32)
     with jax.set_mesh(mesh_of("Auto")) if on_mesh else contextlib.nullcontext():
         router = jax_ep.Router(renormalize=False, scale=3.0, selection_bias=True, num_identity_experts=4)
@@ -226,7 +223,7 @@ def test_flax_identity_experts(on_mesh: bool, rng: np.random.Generator) -> None:
     assert (kept >= E).any() and not np.asarray(y)[10:].any()
 
 
-def test_flax_sparsemixer(rng: np.random.Generator) -> None:
+def test_flax_sparsemixer(rng):
     moe = fill(MoE(**SIZES, router=jax_ep.Router("sparsemixer"), rngs=nnx.Rngs(0)), rng)
     x = jnp.asarray(rng.normal(size=(12, H)), jnp.float32)
     routing = jax_ep.routing.sparsemixer_router(x @ moe.router.get_value())
@@ -242,6 +239,6 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("options", "message"), WRONG, ids=[message for _, message in WRONG])
-def test_flax_wrong_options(options: dict[str, Any], message: str) -> None:
+def test_flax_wrong_options(options, message):
     with pytest.raises(ValueError, match=message):
         MoE(**SIZES | options, rngs=nnx.Rngs(0))

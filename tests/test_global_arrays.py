@@ -1,7 +1,5 @@
 """Helpers in pure JAX on global arrays, on automatic and explicit mesh axes: values, gradients, and shardings."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -42,7 +40,7 @@ class Case(NamedTuple):
     has_gradient: bool = True
 
 
-def of_logits(router: Callable[..., Any], *more: Any) -> Case:
+def of_logits(router, *more):
     return Case(router, (((T, E), "float", LOGITS), *more))
 
 
@@ -52,27 +50,27 @@ IDS, LAYER = ((T, K), "ids", TOKENS), (MATRICES, ((E, 64, H), "float", EXPERTS))
 DEEPSEEK = jax_ep.Router("sigmoid", num_groups=4, topk_groups=2)
 
 
-def balance(logits: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+def balance(logits, mask=None):
     routing = jax_ep.topk_router(logits, K)
     return jax_ep.load_balancing_loss(routing.scores, routing.topk_idx, token_mask=mask)
 
 
-def through(quantize: Callable[..., Any], back: Callable[..., Any], *arguments: Any) -> Case:
+def through(quantize, back, *arguments):
     """Quantize and dequantize: quantized values have no gradient, but must be reproduced."""
     return Case(lambda *a: (quantized := quantize(*a), back(quantized)), arguments, has_gradient=False)
 
 
-def dequantize(w: q.QuantizedWeights) -> jax.Array:
+def dequantize(w):
     return q.dequantize(w, jnp.float32)
 
 
-def dispatch_and_combine(x: jax.Array, idx: jax.Array) -> jax.Array:
+def dispatch_and_combine(x, idx):
     """Dispatch and combine, which adds each token once per expert."""
     dispatched = jax_ep.dispatch(x, idx, num_experts=E, axis_name=())
     return jax_ep.combine(dispatched.tokens, dispatched.handle, axis_name=())
 
 
-def in_blocks(x: jax.Array, idx: jax.Array) -> jax.Array:
+def in_blocks(x, idx):
     """Return the valid rows of a low-latency dispatch."""
     found = jax_ep.low_latency_dispatch(x, idx, num_experts=E, max_tokens_per_rank=T, axis_name=(), quantize=False)
     counts = jnp.arange(found.tokens.shape[1])[None] < found.group_sizes[:, None]
@@ -167,7 +165,7 @@ CASES = {
 QUICK = [name for name, case in CASES.items() if case.has_gradient and " mask" not in name and " key" not in name]
 
 
-def make(shape: tuple[int, ...], kind: str, rng: np.random.Generator) -> Any:
+def make(shape, kind, rng):
     if kind == "placement":
         return PLACEMENT
     values = {
@@ -180,13 +178,13 @@ def make(shape: tuple[int, ...], kind: str, rng: np.random.Generator) -> Any:
     return values[kind]()
 
 
-def with_gradient(case: Case) -> Callable[..., Any]:
+def with_gradient(case):
     """Return results, and the gradient of a sum of all floats in them."""
     if not case.has_gradient:
         return case.function
     wrt = tuple(i for i, (_, kind, _) in enumerate(case.arguments) if kind == "float")
 
-    def loss(*arguments: Any) -> tuple[Any, Any]:
+    def loss(*arguments):
         results = case.function(*arguments)
         floats = [leaf for leaf in jax.tree.leaves(results) if jnp.issubdtype(leaf.dtype, jnp.floating)]
         return sum((jnp.sum(jnp.sin(leaf.astype(jnp.float32))) for leaf in floats), jnp.zeros(())), results
@@ -199,7 +197,7 @@ def with_gradient(case: Case) -> Callable[..., Any]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.slow(unless={"kind": ["Explicit"], "name": QUICK})
-def test_helper_on_global_arrays(name: str, kind: str, rng: np.random.Generator) -> None:
+def test_helper_on_global_arrays(name, kind, rng):
     """Eager, jitted, with and without `jax.set_mesh`, results match one device."""
     if jax.device_count() < 8:
         pytest.skip("needs 8 devices")

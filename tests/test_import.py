@@ -1,7 +1,6 @@
 """What `import jax_ep` may load, which modules may import each other, and what every public name must document."""
 
 import ast
-import functools
 import graphlib
 import json
 import pathlib
@@ -13,7 +12,6 @@ import jax_ep
 PACKAGE = pathlib.Path(jax_ep.__file__).resolve().parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
-# --- import isolation -----------------------------------------------------------------------------------------------
 
 ISOLATED = r"""
 import ctypes, importlib.machinery, json, os, sys, threading, warnings
@@ -75,7 +73,6 @@ print(json.dumps({
 """
 
 
-@functools.cache
 def _isolated_import():
     command = [sys.executable, "-c", ISOLATED, str(PACKAGE)]
     completed = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -83,38 +80,21 @@ def _isolated_import():
     return json.loads(completed.stdout)
 
 
-def test_import_works_without_the_optional_packages():
-    files = _isolated_import()["files"]
+def test_import_is_isolated():
+    """It works without optional packages, and loads no compiler, library, backend or thread."""
+    report = _isolated_import()
+    files, modules = report["files"], report["new_modules"]
     assert {str(PACKAGE / "__init__.py"), str(PACKAGE / "ops" / "exchange.py")} <= set(files)
     assert [file for file in files if not pathlib.Path(file).is_relative_to(PACKAGE)] == []
-
-
-def test_import_loads_no_third_party_but_jax_and_numpy():
     # JAX may load its own dependencies, for example in jax.experimental.
     allowed = {"jax", "jaxlib", "numpy", "ml_dtypes", "opt_einsum", "scipy", "jax_ep"}
-    roots = {name.split(".")[0] for name in _isolated_import()["new_modules"]}
-    assert roots - allowed - set(sys.stdlib_module_names) == set()
-
-
-def test_import_loads_no_kernel_language():
+    assert {name.split(".")[0] for name in modules} - allowed - set(sys.stdlib_module_names) == set()
     roots = ("jax.experimental.pallas", "jax.experimental.mosaic", "jax_ep.pallas", "jax_ep.megakernels")
-    assert [name for name in _isolated_import()["new_modules"] if name.startswith(roots)] == []
-
-
-def test_import_initialises_no_backend():
-    assert _isolated_import()["backends"] == []
-
-
-def test_import_leaves_the_process_as_it_was():
-    report = _isolated_import()
-    assert report["environment_changes"] == []
-    assert report["config_changes"] == []
+    assert [name for name in modules if name.startswith(roots)] == []
+    assert (report["backends"], report["environment_changes"], report["config_changes"]) == ([], [], [])
     assert report["threads"] == ["MainThread"]
-    ours = [library for library in report["new_libraries"] if "jax_ep" in library or "nvshmem" in library]
-    assert ours == []
+    assert [library for library in report["new_libraries"] if "jax_ep" in library or "nvshmem" in library] == []
 
-
-# --- layers ---------------------------------------------------------------------------------------------------------
 
 # A unit is a module or folder directly under jax_ep. Imports, also those inside functions, go to a strictly lower
 # level. Units of one level do not import each other.
@@ -228,9 +208,8 @@ def test_kernel_bodies_do_not_import_jax():
     wrong = []
     for path in SOURCES:
         tree = ast.parse(path.read_text())
-        if _is_triton_kernel_file(tree) and {"jax", "jaxlib", "jax_ep"} & (
-            set(_external_roots(tree)) - {"jax_ep"} | _kernel_free_imports(path)
-        ):
+        imported = set(_external_roots(tree)) - {"jax_ep"} | _kernel_free_imports(path)
+        if _is_triton_kernel_file(tree) and {"jax", "jaxlib", "jax_ep"} & imported:
             wrong.append(str(path.relative_to(PACKAGE.parent)))
     assert wrong == []
 

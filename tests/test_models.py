@@ -4,8 +4,6 @@
 `data/make_golden_blocks.py`. Weights stay in their checkpoints' layouts here, so that gradients have them too.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
@@ -28,28 +26,25 @@ State = dict[str, jax.Array]
 Config = dict[str, Any]
 
 
-def of_family(name: str, kind: str = "") -> dict[str, np.ndarray]:
+def of_family(name, kind=""):
     """Return the arrays `<name>/<kind><key>` by their keys."""
     prefix = f"{name}/{kind}"
     return {key.removeprefix(prefix): GOLDEN[key] for key in GOLDEN.files if key.startswith(prefix)}
 
 
-# --- each family in jax_ep, as docs/models.md lists it ----------------------------------------------------------------
-
-
-def normalised(logits: jax.Array, state: State, c: Config) -> jax_ep.Routing:
+def normalised(logits, state, c):
     return jax_ep.topk_router(
         logits, c["num_experts_per_tok"], router=jax_ep.Router(renormalize=c.get("norm_topk_prob", True))
     )
 
 
-def deepseek_v2(logits: jax.Array, state: State, c: Config) -> jax_ep.Routing:
+def deepseek_v2(logits, state, c):
     groups = {"num_groups": c["n_group"], "topk_groups": c["topk_group"], "group_score": "max"}
     router = jax_ep.Router(renormalize=False, scale=c["routed_scaling_factor"], **groups)
     return jax_ep.topk_router(logits, c["num_experts_per_tok"], router=router)
 
 
-def deepseek_v3(logits: jax.Array, state: State, c: Config) -> jax_ep.Routing:
+def deepseek_v3(logits, state, c):
     return jax_ep.topk_router(
         logits,
         c["num_experts_per_tok"],
@@ -64,29 +59,29 @@ def deepseek_v3(logits: jax.Array, state: State, c: Config) -> jax_ep.Routing:
     )
 
 
-def minimax_m2(logits: jax.Array, state: State, c: Config) -> jax_ep.Routing:
+def minimax_m2(logits, state, c):
     bias = state["e_score_correction_bias"]
     return jax_ep.topk_router(logits, c["num_experts_per_tok"], router=jax_ep.Router("sigmoid"), bias=bias)
 
 
-def ernie(logits: jax.Array, state: State, c: Config) -> jax_ep.Routing:
+def ernie(logits, state, c):
     return jax_ep.topk_router(logits, c["moe_k"], bias=state["gate.moe_statics.e_score_correction_bias"][0])
 
 
-def llama4(logits: jax.Array, state: State, c: Config) -> jax_ep.Routing:
+def llama4(logits, state, c):
     return jax_ep.topk_router(logits, c["num_experts_per_tok"], router=jax_ep.Router("sigmoid", renormalize=False))
 
 
-def phimoe(logits: jax.Array, state: State, c: Config) -> jax_ep.Routing:
+def phimoe(logits, state, c):
     return sparsemixer_router(logits, jitter_eps=c["router_jitter_noise"])
 
 
-def longcat(logits: jax.Array, state: State, c: Config) -> jax_ep.Routing:
+def longcat(logits, state, c):
     bias, scale = state["router.e_score_correction_bias"], c["routed_scaling_factor"]
     return jax_ep.topk_router(logits, c["moe_topk"], bias=bias, router=jax_ep.Router(renormalize=False, scale=scale))
 
 
-def plain_experts(state: State) -> dict[str, Any]:
+def plain_experts(state):
     """Return weights `[E, out, in]`, gate above up."""
     return {
         "w_gate_up": jnp.swapaxes(state["experts.gate_up_proj"], 1, 2),
@@ -94,7 +89,7 @@ def plain_experts(state: State) -> dict[str, Any]:
     }
 
 
-def gpt_oss_experts(state: State) -> dict[str, Any]:
+def gpt_oss_experts(state):
     """Return weights `[E, in, out]` and biases, gate and up alternating."""
     return {
         "w_gate_up": state["experts.gate_up_proj"],
@@ -104,7 +99,7 @@ def gpt_oss_experts(state: State) -> dict[str, Any]:
     }
 
 
-def llama4_experts(state: State) -> dict[str, Any]:
+def llama4_experts(state):
     """Return weights `[E, in, out]`, gate before up."""
     return {
         "w_gate_up": state["experts.gate_up_proj"],
@@ -113,7 +108,7 @@ def llama4_experts(state: State) -> dict[str, Any]:
     }
 
 
-def longcat_experts(state: State) -> dict[str, Any]:
+def longcat_experts(state):
     """Only the first of the two tensors has weights for identity experts, which are unused."""
     matrices = plain_experts(state)
     return matrices | {"w_gate_up": matrices["w_gate_up"][: len(matrices["w_down"])]}
@@ -129,15 +124,11 @@ class Family:
     shared: str = ""
 
 
-FAMILIES = {
-    "mixtral": Family(),
+FAMILIES = dict.fromkeys(("mixtral", "qwen3_moe", "qwen3_moe_unnormalised", "olmoe"), Family())
+FAMILIES |= {
     "qwen2_moe": Family(shared="shared_expert"),
-    "qwen3_moe": Family(),
-    "qwen3_moe_unnormalised": Family(),
-    "olmoe": Family(),
     "deepseek_v2": Family(deepseek_v2, shared="shared_experts"),
-    "deepseek_v3": Family(deepseek_v3, shared="shared_experts"),
-    "glm4_moe": Family(deepseek_v3, shared="shared_experts"),
+    **dict.fromkeys(("deepseek_v3", "glm4_moe"), Family(deepseek_v3, shared="shared_experts")),
     "minimax_m2": Family(minimax_m2),
     "ernie4_5_moe": Family(ernie, shared="shared_experts"),
     "gpt_oss": Family(normalised, gpt_oss_experts, router="router.weight"),
@@ -147,7 +138,7 @@ FAMILIES = {
 }
 
 
-def routing_of(name: str, state: State, x: jax.Array) -> jax_ep.Routing:
+def routing_of(name, state, x):
     family = FAMILIES[name]
     logits = x @ state[family.router].T
     if "router.bias" in state:
@@ -155,13 +146,13 @@ def routing_of(name: str, state: State, x: jax.Array) -> jax_ep.Routing:
     return family.route(logits, state, CONFIGS[name])
 
 
-def shared_experts(state: State, prefix: str, x: jax.Array) -> jax.Array:
+def shared_experts(state, prefix, x):
     gate, up, down = (state[f"{prefix}.{part}_proj.weight"].T for part in ("gate", "up", "down"))
     y = (jax.nn.silu(x @ gate) * (x @ up)) @ down
     return jax.nn.sigmoid(x @ state[f"{prefix}_gate.weight"].T) * y if f"{prefix}_gate.weight" in state else y
 
 
-def block(name: str, implementation: str, state: State, x: jax.Array) -> jax.Array:
+def block(name, implementation, state, x):
     """Apply the whole MoE block to `[T, H]`."""
     family, routing, rest = FAMILIES[name], routing_of(name, state, x), []
     if "zero_expert_num" in CONFIGS[name]:
@@ -174,10 +165,7 @@ def block(name: str, implementation: str, state: State, x: jax.Array) -> jax.Arr
     return functools.reduce(jnp.add, rest, y)
 
 
-# --- against the blocks of transformers ------------------------------------------------------------------------------
-
-
-def assert_near(got: jax.Array, want: np.ndarray, what: str) -> None:
+def assert_near(got, want, what):
     assert got.dtype == want.dtype and got.shape == want.shape, what
     np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE * np.abs(want).max(), err_msg=what)
 
@@ -188,11 +176,11 @@ REPEATED = {"qwen3_moe", "olmoe", "glm4_moe", "minimax_m2"}
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.slow(unless={"name": set(FAMILIES) - REPEATED})
-def test_outputs_and_gradients(implementation: str, name: str) -> None:
+def test_outputs_and_gradients(implementation, name):
     arrays, state, gradients = of_family(name), of_family(name, "state/"), of_family(name, "grad/")
 
     @jax.jit
-    def both_ways(state: State, x: jax.Array, dy: jax.Array) -> Any:
+    def both_ways(state, x, dy):
         y, pull = jax.vjp(functools.partial(block, name, implementation), state, x)
         return y, *pull(dy)
 

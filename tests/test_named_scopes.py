@@ -1,9 +1,6 @@
 """Profiles and lowered programs name the operations of the package, including backward passes."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -24,33 +21,33 @@ LAUNCHED = (*NEEDS_AXIS, "fused_moe", "moe_sort", "masked_grouped_gemm", "masked
 MATRICES = f32(E, H, 2 * H), f32(E, H, H)
 
 
-def names_in(fn: Any, *args: Any) -> set[str]:
+def names_in(fn, *args):
     """Return the names of the operations in the lowered program."""
     return set(re.findall(r'loc\("([^"]+)"', jax.jit(fn).lower(*args).as_text(debug_info=True)))
 
 
-def in_scope(names: set[str], scope: str) -> list[str]:
+def in_scope(names, scope):
     """Return those with `scope` as a whole word."""
     return [name for name in names if re.search(rf"(?<![\w.]){re.escape(scope)}(?![\w.])", name)]
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_operations_have_names(name: str) -> None:
+def test_operations_have_names(name):
     call, arrays = program(name)
     assert in_scope(names_in(call, arrays), f"jax_ep.{name}")
 
 
-def is_float(leaf: Any) -> bool:
+def is_float(leaf):
     return jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def backward(name: str, **changes: Any) -> tuple[Any, Any, Any]:
+def backward(name, **changes):
     """Return a program of the backward pass alone, and its arguments: residuals, and gradients of the results."""
     call, arrays = program(name, **CHANGES.get(name, {}), **changes)
     leaves, tree = jax.tree.flatten(arrays)
     inputs = [leaf for leaf in leaves if is_float(leaf)]
 
-    def outputs(inputs: Any, leaves: Any) -> Any:
+    def outputs(inputs, leaves):
         given = iter(inputs)
         whole = jax.tree.unflatten(tree, [next(given) if is_float(leaf) else leaf for leaf in leaves])
         return [leaf for leaf in jax.tree.leaves(call(whole)) if is_float(leaf)]
@@ -60,7 +57,7 @@ def backward(name: str, **changes: Any) -> tuple[Any, Any, Any]:
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
-def test_backward_passes_have_names(name: str) -> None:
+def test_backward_passes_have_names(name):
     """Covers operations from transposition, and the backward functions of custom VJPs."""
     found = in_scope(names_in(*backward(name)), f"jax_ep.{name}")
     assert found
@@ -69,7 +66,7 @@ def test_backward_passes_have_names(name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def with_kernels() -> Iterator[None]:
+def with_kernels():
     """Four ranks on which kernels are launched; their programs are compiled, but never run."""
     pytest.importorskip("triton")
     jax_ep.finalize()
@@ -78,7 +75,7 @@ def with_kernels() -> Iterator[None]:
     jax_ep.finalize()
 
 
-def launches(fn: Any, *args: Any) -> list[str]:
+def launches(fn, *args):
     """Return the profile name of each launch of a compiled program; inlined JAX functions take their callers' names."""
     text = jax.jit(fn).lower(*args).compile().as_text()
     lines = [line for line in text.splitlines() if 'custom_call_target="xla_ffi_python_cpu_callback"' in line]
@@ -87,7 +84,7 @@ def launches(fn: Any, *args: Any) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAUNCHED)
-def test_every_launch_has_the_name_of_its_operation(with_kernels: None, name: str) -> None:
+def test_every_launch_has_the_name_of_its_operation(with_kernels, name):
     found = launches(*program(name, implementation=("triton", "xla")))
     assert in_scope(set(found), f"jax_ep.{name}")
     assert all("jax_ep." in scope for scope in found)
@@ -95,14 +92,14 @@ def test_every_launch_has_the_name_of_its_operation(with_kernels: None, name: st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in EXCHANGES if name != "low_latency_combine"])
-def test_every_launch_of_a_backward_pass_has_the_name_of_its_operation(with_kernels: None, name: str) -> None:
+def test_every_launch_of_a_backward_pass_has_the_name_of_its_operation(with_kernels, name):
     """Gradients of low-latency operations are those of `xla`."""
     found = launches(*backward(name, implementation=("triton", "xla")))
     assert found
     assert set(in_scope(set(found), f"jax_ep.{name}")) == set(found)
 
 
-def test_layers_of_global_arrays_have_names() -> None:
+def test_layers_of_global_arrays_have_names():
     mesh = make_mesh((4,), ("expert",))
     layer = sharding.sharded_moe(mesh, num_experts=E)
     found = names_in(layer, f32(4 * T, H), i32(4 * T, K), f32(4 * T, K), *MATRICES)
@@ -111,7 +108,7 @@ def test_layers_of_global_arrays_have_names() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:MoE. no mesh is set")
-def test_the_flax_layer_has_a_name() -> None:
+def test_the_flax_layer_has_a_name():
     nnx = pytest.importorskip("flax.nnx")
     from jax_ep.flax import MoE
 

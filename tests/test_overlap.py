@@ -1,15 +1,12 @@
 """A shared expert on a second stream, next to the expert layer: docs/design/overlap.md."""
 
-from __future__ import annotations
-
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.compute_on import compute_on
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_ep import sharding
@@ -17,14 +14,14 @@ from jax_ep import sharding
 ON_STREAM = {"compute_type": "gpu_stream:1", "out_memory_spaces": jax.memory.Space.Device}
 
 
-def test_shared_expert_on_second_stream(mesh: Mesh, rng: np.random.Generator) -> None:
+def test_shared_expert_on_second_stream(mesh, rng):
     """Results and gradients are the same, and the calls of both passes have the annotation."""
     layer = sharding.sharded_moe(mesh, num_experts=8, implementation="xla")
 
-    def shared(x: jax.Array, w_up: jax.Array, w_down: jax.Array) -> jax.Array:
+    def shared(x, w_up, w_down):
         return jnp.tanh(x @ w_up) @ w_down
 
-    def loss(weights: Any, x: jax.Array, idx: jax.Array, scale: jax.Array, aside: bool) -> jax.Array:
+    def loss(weights, x, idx, scale, aside):
         beside = compute_on(shared, **ON_STREAM) if aside else shared
         return jnp.sum(jnp.sin(layer(x, idx, scale, *weights[:2]) + beside(x, *weights[2:])))
 

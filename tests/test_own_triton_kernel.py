@@ -1,7 +1,5 @@
 """`examples/own_triton_kernel.py`: its kernels run in Triton's interpreter, and compile for GPUs."""
 
-from __future__ import annotations
-
 import importlib.util
 from typing import Any
 
@@ -9,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 import jax_ep
 import own_triton_kernel as example
@@ -20,7 +17,7 @@ pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the exam
 learned_swish = pytest.importorskip("own_kernels.learned_swish")
 
 
-def test_kernels(two_ranks: Mesh, rng: np.random.Generator) -> None:
+def test_kernels(two_ranks, rng):
     """Compare with NumPy in float64, at widths that are not multiples of a block, with padding rows of NaN."""
     rows, inner, local = 23, 150, 3
     hidden, d_out = rng.standard_normal((rows, 2 * inner)), rng.standard_normal((rows, inner))
@@ -53,7 +50,7 @@ def test_kernels(two_ranks: Mesh, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.slow
-def test_layer(two_ranks: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layer(two_ranks, monkeypatch):
     """The whole layer and its gradients match plain JAX, and it learns."""
     monkeypatch.setattr(example, "TOKENS", 48)
     arguments = example.make_inputs(jax.random.key(0))
@@ -63,13 +60,13 @@ def test_layer(two_ranks: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     assert losses[2] < losses[1] < losses[0]
 
 
-def test_triton_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_is_missing(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match=r"not installed: triton; pip install"):
         example.main()
 
 
-def call(x: Any, **options: Any) -> Any:
+def call(x, **options):
     """Run the kernel `activate` on rows `x [R, 2 * I]` of one expert, with weights of 1."""
     rows = x.shape[0]
     arrays = x, jnp.ones(1), jnp.ones(rows), jnp.zeros(rows, jnp.int32)
@@ -78,12 +75,12 @@ def call(x: Any, **options: Any) -> Any:
     return jax_ep.triton_call(learned_swish.activate, *arrays, **given)
 
 
-def test_triton_call_under_transformations(two_ranks: Mesh, rng: np.random.Generator) -> None:
+def test_triton_call_under_transformations(two_ranks, rng):
     x = jnp.asarray(rng.standard_normal((4, 2, 12)), jnp.float32)
     want = jax.nn.silu(x[..., :6]) * x[..., 6:]
     spec = jax.P("expert")
 
-    def per_rank(x: Any) -> Any:
+    def per_rank(x):
         scanned = jax.lax.scan(lambda carry, row: (carry, call(row)), 0, x)[1]
         return scanned, jax.vmap(call)(x)
 
@@ -93,7 +90,7 @@ def test_triton_call_under_transformations(two_ranks: Mesh, rng: np.random.Gener
     np.testing.assert_allclose(pair, want[0], rtol=1e-5, atol=1e-6)
 
 
-def test_triton_call_mistakes(two_ranks: Mesh, subtests: pytest.Subtests) -> None:
+def test_triton_call_mistakes(two_ranks, subtests):
     x, shape = jnp.ones((2, 4)), jax.ShapeDtypeStruct((2, 2), jnp.float32)
     mistakes: list[tuple[Any, type[Exception], str]] = [
         (lambda: call(x, out_shape=(shape, shape)), ValueError, "takes the pointers .* 4 operands and 2 results"),
@@ -110,13 +107,13 @@ def test_triton_call_mistakes(two_ranks: Mesh, subtests: pytest.Subtests) -> Non
             mistake()
 
 
-def test_triton_call_without_interpreter() -> None:
+def test_triton_call_without_interpreter():
     jax_ep.finalize()
     with pytest.raises(NotImplementedError, match=r"the platform is cpu.*jax_ep.init\(mesh, transport="):
         call(jnp.ones((2, 4)))
 
 
-def test_triton_call_compiles_for_gpus() -> None:
+def test_triton_call_compiles_for_gpus():
     """The launcher compiles the kernels for Hopper without a GPU."""
     from jax_ep.core.kernel import Config, Kernel
     from jax_ep.megakernels.compile import Parameter, compile_kernel

@@ -1,7 +1,5 @@
 """Packaging: the search for a Python, the tasks of the Makefile, and the content of a wheel."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re
@@ -11,7 +9,6 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -23,10 +20,7 @@ if not FIND_PYTHON.exists():
     pytest.skip("not a source checkout", allow_module_level=True)
 
 
-# --- tools/find_python.sh -------------------------------------------------------------------------------------------
-
-
-def fake(path: Path, version: str | None, *, modules: bool = True) -> Path:
+def fake(path, version, *, modules=True):
     """Create a launcher that answers as Python `version` would, or with None does not start, like a shim of pyenv."""
     path.parent.mkdir(parents=True, exist_ok=True)
     status = 127
@@ -41,7 +35,7 @@ def fake(path: Path, version: str | None, *, modules: bool = True) -> Path:
 class Machine:
     """A machine with only the tools that the script uses on PATH, and the Pythons of a test."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root):
         self.bin, self.home = root / "bin", root / "home"
         tools = root / "tools"
         for folder in (self.bin, self.home, tools):
@@ -50,26 +44,26 @@ class Machine:
             (tools / tool).symlink_to(shutil.which(tool))
         self.environment = {"PATH": f"{self.bin}:{tools}", "HOME": str(self.home)}
 
-    def on_path(self, name: str, version: str | None, **options: bool) -> Path:
+    def on_path(self, name, version, **options):
         return fake(self.bin / name, version, **options)
 
-    def in_pyenv(self, version: str, root: Path | None = None, **options: bool) -> Path:
+    def in_pyenv(self, version, root=None, **options):
         return fake((root or self.home / ".pyenv") / "versions" / version / "bin" / "python3", version, **options)
 
-    def find(self, **environment: str) -> subprocess.CompletedProcess[str]:
+    def find(self, **environment):
         return run([str(FIND_PYTHON)], self.environment | environment)
 
 
-def run(command: list[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+def run(command, environment):
     return subprocess.run(command, env=dict(environment), capture_output=True, text=True, check=False)
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Machine:
+def machine(tmp_path):
     return Machine(tmp_path)
 
 
-def assert_found(completed: subprocess.CompletedProcess[str], path: Path) -> None:
+def assert_found(completed, path):
     assert (completed.returncode, completed.stdout.strip(), completed.stderr) == (0, str(path), "")
 
 
@@ -114,8 +108,6 @@ def test_no_python_is_a_clear_error(machine):
         assert part in completed.stderr
 
 
-# --- Makefile and .ci/run -------------------------------------------------------------------------------------------
-
 SET_BY_MAKE = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES"}
 OF_THE_MAKEFILE = {"PYTHON", "VENV", "EXTRAS", "CONSTRAINTS", "PIP_ARGS"}
 
@@ -124,7 +116,7 @@ CLEAN = {name: value for name, value in os.environ.items() if name not in SET_BY
 
 
 @pytest.fixture(scope="module")
-def make() -> str:
+def make():
     command = shutil.which("make")
     if command is None:
         pytest.skip("needs make")
@@ -148,11 +140,8 @@ def test_gpu_machines_get_the_cuda_packages(make, tmp_path):
     assert re.search(r"-e '\.\[test,[a-z0-9,]*cuda13\]'", shown.stdout), shown.stdout + shown.stderr
 
 
-# --- pyproject.toml and the wheel -----------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
-def project() -> dict:
+def project():
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
@@ -182,7 +171,7 @@ print(jax_ep.ffi.load()._name)
 """
 
 
-def load_from(site: Path, *left_out: str) -> subprocess.CompletedProcess[str]:
+def load_from(site, *left_out):
     """Copy the package into `site`, over existing files, and load its library."""
     ignore = shutil.ignore_patterns("*.so", "__pycache__", *left_out)
     shutil.copytree(ROOT / "jax_ep", site / "jax_ep", ignore=ignore, dirs_exist_ok=True)

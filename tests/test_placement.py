@@ -1,15 +1,12 @@
 """Placement: plans keep their guarantees, and a layer with copies equals the layer without, including gradients."""
 
-from __future__ import annotations
-
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
@@ -24,27 +21,24 @@ from layers import Layer
 RANKS = (1, 2, 4)
 
 
-def random_loads(rng: np.random.Generator, *shape: int) -> np.ndarray:
+def random_loads(rng, *shape):
     """Draw loads from nearly equal to concentrated on a few experts; some are zero."""
     loads = rng.random(shape) ** rng.integers(0, 12) * 1000
     return np.where(rng.random(shape) < 0.1, 0, np.floor(loads))
 
 
-def random_placement(rng: np.random.Generator, num_ranks: int, *, num_experts: int = 8, extra: int = 4) -> Placement:
+def random_placement(rng, num_ranks, *, num_experts=8, extra=4):
     """Draw any valid placement, not only those of `plan`: copies may share a rank."""
     slots = np.concatenate([np.arange(num_experts), rng.integers(0, num_experts, extra)])
     return Placement(rng.permutation(slots), num_experts, num_ranks)
 
 
-def copies_of(placement: Placement) -> list[set[int]]:
+def copies_of(placement):
     return [set(np.flatnonzero(placement.physical_to_logical == e).tolist()) for e in range(placement.num_experts)]
 
 
-# --- plans ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["idle", "one busy", "ties", "skewed", "huge"])
-def test_placement_copies_on_different_ranks(kind: str, rng: np.random.Generator) -> None:
+def test_placement_copies_on_different_ranks(kind, rng):
     for _ in range(60):
         num_ranks, num_experts = int(rng.integers(1, 9)), int(rng.integers(1, 30))
         num_slots = num_ranks * (-(-num_experts // num_ranks) + int(rng.integers(0, 4)))
@@ -61,7 +55,7 @@ def test_placement_copies_on_different_ranks(kind: str, rng: np.random.Generator
             assert on_ranks.max() == 1 or placement.num_copies[expert] > num_ranks, (loads, placement)
 
 
-def test_placement_plan_random_loads(rng: np.random.Generator) -> None:
+def test_placement_plan_random_loads(rng):
     for _ in range(200):
         num_nodes, num_groups = int(rng.choice([1, 2])), int(rng.choice([1, 2, 4]))
         num_ranks = num_nodes * int(rng.choice([1, 2, 4]))
@@ -89,7 +83,7 @@ def test_placement_plan_random_loads(rng: np.random.Generator) -> None:
                 assert on_node.max() <= on_node.mean() + heaviest * (1 + 1e-9)
 
 
-def test_placement_plan_splits_busiest_expert(rng: np.random.Generator) -> None:
+def test_placement_plan_splits_busiest_expert(rng):
     """An expert with half of all load gets as many copies as it needs, each on another rank."""
     loads = np.ones(16)
     loads[5] = 16
@@ -101,7 +95,7 @@ def test_placement_plan_splits_busiest_expert(rng: np.random.Generator) -> None:
     assert placement.rank_loads(loads).max() <= 4
 
 
-def test_placement_plan_more_slots_than_ranks() -> None:
+def test_placement_plan_more_slots_than_ranks():
     """Then copies must share ranks, as few as possible."""
     placement = plan([3, 1], num_slots=12, num_ranks=2)
     assert placement.num_copies.tolist() == [9, 3]
@@ -109,7 +103,7 @@ def test_placement_plan_more_slots_than_ranks() -> None:
     assert plan(np.zeros(4), num_slots=8, num_ranks=2).num_copies.tolist() == [2, 2, 2, 2]
 
 
-def test_placement_plan_per_layer(rng: np.random.Generator) -> None:
+def test_placement_plan_per_layer(rng):
     loads = random_loads(rng, 3, 16)
     together = plan(loads, num_slots=20, num_ranks=4)
     for layer in range(3):
@@ -119,11 +113,8 @@ def test_placement_plan_per_layer(rng: np.random.Generator) -> None:
         assert (together.rank_loads(loads)[layer] == alone.rank_loads(loads[layer])).all()
 
 
-# --- remap ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("num_ranks", RANKS)
-def test_placement_remap(num_ranks: int, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_placement_remap(num_ranks, expert_mesh, rng):
     placement = random_placement(rng, num_ranks)
     ids = rng.integers(-2, 10, (num_ranks, 24, 3)).astype(np.int32)
     got = run(placement.remap, expert_mesh(num_ranks), ids)
@@ -135,7 +126,7 @@ def test_placement_remap(num_ranks: int, expert_mesh: Any, rng: np.random.Genera
         assert got[rank, token, k] == copies[(token + rank) % len(copies)]
 
 
-def test_placement_copies_have_equal_shares(expert_mesh: Any) -> None:
+def test_placement_copies_have_equal_shares(expert_mesh):
     placement = Placement([0, 1, 0, 0, 2, 3, 0, 0], 4, 4)
     got = run(placement.remap, expert_mesh(4), np.zeros((4, 10, 1), np.int32))
     assert np.bincount(got.reshape(-1), minlength=8).tolist() == [8, 0, 8, 8, 0, 0, 8, 8]
@@ -143,7 +134,7 @@ def test_placement_copies_have_equal_shares(expert_mesh: Any) -> None:
     assert len(set(one_token.reshape(-1).tolist())) == 4, "ranks with one token each all took the same copy"
 
 
-def test_placement_prefers_own_node(expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_placement_prefers_own_node(expert_mesh, rng):
     placement = Placement([0, 1, 0, 0, 2, 3, 0, 1], 4, 4, num_nodes=2)
     ids = rng.integers(-1, 4, (4, 12, 2)).astype(np.int32)
     got = run(lambda ids: placement.remap(ids, prefer_own_node=True), expert_mesh(4), ids)
@@ -153,7 +144,7 @@ def test_placement_prefers_own_node(expert_mesh: Any, rng: np.random.Generator) 
         assert got[rank, token, k] == near[(token + rank) % len(near)]
 
 
-def test_placement_change_does_not_recompile(rng: np.random.Generator) -> None:
+def test_placement_change_does_not_recompile(rng):
     remap = jax.jit(lambda placement, ids: placement.remap(ids, axis_name=()))
     ids = rng.integers(0, 8, (5, 2)).astype(np.int32)
     for _ in range(3):
@@ -162,11 +153,11 @@ def test_placement_change_does_not_recompile(rng: np.random.Generator) -> None:
     assert remap._cache_size() == 1
 
 
-def test_placement_scan_over_layers(rng: np.random.Generator) -> None:
+def test_placement_scan_over_layers(rng):
     placements = plan(random_loads(rng, 3, 8), num_slots=12, num_ranks=4)
     ids, w = rng.integers(0, 8, (3, 5, 2)).astype(np.int32), integers(rng, 3, 8, 4)
 
-    def layer(carry: Any, inputs: Any) -> Any:
+    def layer(carry, inputs):
         placement, ids, w = inputs
         return carry, (placement.remap(ids, axis_name=()), placement.expand(w, axis_name=()))
 
@@ -176,12 +167,9 @@ def test_placement_scan_over_layers(rng: np.random.Generator) -> None:
         assert (expanded[i] == w[i][placements[i].physical_to_logical]).all()
 
 
-# --- expand, sum_copies, move -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("num_ranks", RANKS)
-def test_placement_expand_and_gradient(num_ranks: int, kind: AxisType, rng: np.random.Generator) -> None:
+def test_placement_expand_and_gradient(num_ranks, kind, rng):
     """With integers, whose sums are exact; on one axis of ranks or two, as global arrays."""
     sizes, names = ((2, 2), ("node", "expert")) if num_ranks == 4 else ((num_ranks,), ("expert",))
     mesh, placement = make_mesh(sizes, names, kind), random_placement(rng, num_ranks)
@@ -189,11 +177,11 @@ def test_placement_expand_and_gradient(num_ranks: int, kind: AxisType, rng: np.r
     tree = {"w": integers(rng, 8, 3, 2), "b": (integers(rng, 8).astype(jnp.bfloat16),)}
     tree = jax.device_put(tree, jax.NamedSharding(mesh, spec))
 
-    def shard(fn: Any) -> Any:
+    def shard(fn):
         return jax.shard_map(lambda t: fn(t, axis_name=names), mesh=mesh, in_specs=spec, out_specs=spec)
 
     @jax.jit
-    def both(tree: Any, weights: Any) -> Any:
+    def both(tree, weights):
         expanded, transpose = jax.vjp(shard(placement.expand), tree)
         return expanded, transpose(weights), jax.vjp(shard(placement.sum_copies), weights)[1](tree)[0]
 
@@ -210,7 +198,7 @@ def test_placement_expand_and_gradient(num_ranks: int, kind: AxisType, rng: np.r
         assert (np.asarray(value(gradient), np.float64) == want).all()
 
 
-def test_placement_rows_sent_once(expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_placement_rows_sent_once(expert_mesh, rng):
     mesh, placement = expert_mesh(4), plan(random_loads(rng, 16), num_slots=24, num_ranks=4)
     source = placement.physical_to_logical // 4
     target = np.arange(24) // 6
@@ -224,7 +212,7 @@ def test_placement_rows_sent_once(expert_mesh: Any, rng: np.random.Generator) ->
     assert sum(int(number) for _, number in sent) == len(pairs)
 
 
-def test_placement_quantized_experts(expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_placement_quantized_experts(expert_mesh, rng):
     placement, mesh = random_placement(rng, 4), expert_mesh(4)
     expand = jax.jit(jax.shard_map(placement.expand, mesh=mesh, in_specs=P("expert"), out_specs=P("expert")))
     w = reals(rng, 8, 128, 128)
@@ -235,7 +223,7 @@ def test_placement_quantized_experts(expert_mesh: Any, rng: np.random.Generator)
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
-def test_placement_move(num_ranks: int, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_placement_move(num_ranks, expert_mesh, rng):
     mesh = expert_mesh(num_ranks)
     old, new = random_placement(rng, num_ranks), random_placement(rng, num_ranks, extra=8)
     w = {"mu": integers(rng, 8, 3), "count": rng.integers(0, 9, 8).astype(np.int32)}
@@ -248,7 +236,7 @@ def test_placement_move(num_ranks: int, expert_mesh: Any, rng: np.random.Generat
         assert (whole[name] == leaf[new.physical_to_logical]).all()
 
 
-def test_placement_local_rows_not_sent(expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_placement_local_rows_not_sent(expert_mesh, rng):
     """An unchanged placement sends nothing, and a row comes from its own node if there is a copy."""
     old = plan(random_loads(rng, 8), num_slots=12, num_ranks=4)
     program = jax.shard_map(
@@ -261,7 +249,7 @@ def test_placement_local_rows_not_sent(expert_mesh: Any, rng: np.random.Generato
     assert (sources // 4 == np.arange(8) // 4).all()
 
 
-def test_relayout_edge_coloring(rng: np.random.Generator) -> None:
+def test_relayout_edge_coloring(rng):
     for _ in range(30):
         num_ranks = int(rng.integers(2, 20))
         edges = [(int(a), int(b)) for a, b in rng.integers(0, num_ranks, (int(rng.integers(1, 120)), 2))]
@@ -271,12 +259,9 @@ def test_relayout_edge_coloring(rng: np.random.Generator) -> None:
             assert len({(edge[side], found) for edge, found in zip(edges, colors, strict=True)}) == len(edges)
 
 
-# --- the layer --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("num_ranks", RANKS)
 @pytest.mark.slow(unless={"num_ranks": [2]})
-def test_placement_layer_with_copies(num_ranks: int, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_placement_layer_with_copies(num_ranks, expert_mesh, rng):
     """The layer equals the oracle of the layer without copies: its result, and every gradient."""
     layer = Layer(rng, "zipf", num_ranks, BASE)
     loads = np.bincount(layer.topk_idx[layer.topk_idx >= 0].reshape(-1), minlength=BASE.num_experts)
@@ -284,8 +269,8 @@ def test_placement_layer_with_copies(num_ranks: int, expert_mesh: Any, rng: np.r
     assert placement.num_copies.max() > 1 or num_ranks == 1
     cotangent = reals(rng, *layer.x.shape)
 
-    def both(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any, cotangent: Any) -> Any:
-        def moe(x: Any, weights: Any, *matrices: Any) -> Any:
+    def both(x, ids, weights, w_gate_up, w_down, cotangent):
+        def moe(x, weights, *matrices):
             slots, held = placement.remap(ids), placement.expand(matrices)
             return jax_ep.moe(x, slots, weights, *held, num_experts=placement.num_slots, implementation="xla")
 
@@ -300,14 +285,14 @@ def test_placement_layer_with_copies(num_ranks: int, expert_mesh: Any, rng: np.r
         assert_close(got.reshape(want.shape), want, f"gradient of {name}")
 
 
-def test_placement_rows_match_plan(two_by_two: Mesh, rng: np.random.Generator) -> None:
+def test_placement_rows_match_plan(two_by_two, rng):
     """For even shares, `dispatch` with a remapped routing gives ranks the loads of `rank_loads`."""
     ids = np.where(rng.random((4, 24, 1)) < 0.5, 0, rng.integers(0, 8, (4, 24, 1))).astype(np.int32)
     ids = np.repeat(ids, 24, axis=1)  # Each choice at all positions: shares of 2, 3 and 4 copies are even.
     placement = plan(np.bincount(ids.reshape(-1), minlength=8), num_slots=16, num_ranks=4)
     x = np.ones((4, ids.shape[1], 2), F32)
 
-    def rows(x: Any, ids: Any) -> Any:
+    def rows(x, ids):
         axes = ("a", "b")
         slots = placement.remap(ids, axis_name=axes)
         return jax_ep.dispatch(x, slots, num_experts=16, axis_name=axes, implementation="xla").group_sizes.sum()
@@ -317,11 +302,9 @@ def test_placement_rows_match_plan(two_by_two: Mesh, rng: np.random.Generator) -
 
 
 @pytest.fixture
-def two_by_two() -> Mesh:
+def two_by_two():
     return make_mesh((2, 2), ("a", "b"))
 
-
-# --- errors -----------------------------------------------------------------------------------------------------------
 
 THREE = Placement([0, 1, 0, 2], 3, 2)
 IDS = np.zeros((2, 1), np.int32)
@@ -347,40 +330,28 @@ IDS = np.zeros((2, 1), np.int32)
             ("num_groups=3", "multiple of num_nodes=2", "leave it out"),
         ),
         (lambda: plan(np.ones(4), num_slots=4, num_ranks=True), TypeError, ("num_ranks", "bool")),
-        (
-            lambda: jax.jit(lambda x: plan(x, num_slots=4, num_ranks=2).num_copies)(np.ones(4)),
-            TypeError,
-            ("traced", "close over it"),
-        ),
+        (lambda: jax.jit(lambda x: plan(x, num_slots=4, num_ranks=2).num_copies)(np.ones(4)), TypeError, ("traced",)),
         (lambda: THREE.rank_loads([1, 2]), ValueError, ("(2,)", "(3,)")),
         (lambda: THREE[0], IndexError, ("single layer",)),
         (lambda: THREE.remap(IDS + 7, axis_name=()), ValueError, ("7", "[0, 3)")),
         (lambda: THREE.remap(IDS), ValueError, ("axis_name=('expert',)", "shard_map")),
-        (
-            lambda: THREE.remap(IDS, axis_name=(), prefer_own_node=True),
-            ValueError,
-            ("prefer_own_node", "name the axes"),
-        ),
+        (lambda: THREE.remap(IDS, axis_name=(), prefer_own_node=True), ValueError, ("prefer_own_node",)),
         (lambda: THREE.expand(np.ones((4, 2)), axis_name=()), ValueError, ("(4, 2)", "3 rows", "jax.shard_map")),
         (lambda: THREE.sum_copies({"a": np.ones(3)}, axis_name=()), ValueError, ("tree['a']", "(3,)", "4 rows")),
-        (
-            lambda: plan(np.ones((2, 3)), num_slots=4, num_ranks=2).remap(IDS),
-            ValueError,
-            ("2 layers", "placement[layer]"),
-        ),
+        (lambda: plan(np.ones((2, 3)), num_slots=4, num_ranks=2).remap(IDS), ValueError, ("2 layers",)),
         (lambda: move(np.ones(4), THREE, None), TypeError, ("NoneType", "Placement")),
         (lambda: move(np.ones(4), THREE, Placement([0, 1], 2, 2)), ValueError, ("is 2", "3", "same experts")),
         (lambda: move(np.ones(4), THREE, Placement([0, 1, 2], 3, 1)), ValueError, ("is 1", "2", "same ranks")),
     ],
 )
-def test_placement_errors(call: Any, error: type[Exception], fragments: tuple[str, ...]) -> None:
+def test_placement_errors(call, error, fragments):
     with pytest.raises(error) as raised:
         call()
     assert [text for text in fragments if text not in str(raised.value)] == [], str(raised.value)
 
 
-def test_placement_errors_on_ranks(expert_mesh: Any) -> None:
-    def shard(fn: Any) -> Any:
+def test_placement_errors_on_ranks(expert_mesh):
+    def shard(fn):
         return jax.shard_map(fn, mesh=expert_mesh(4), in_specs=P("expert"), out_specs=P("expert"))
 
     with pytest.raises(ValueError, match=r"is 4, expected 2; plan\(\) for as many ranks"):

@@ -1,7 +1,5 @@
 """Several real processes on loopback: the same results as in one, and errors for differing or missing processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -19,13 +17,13 @@ CONTRACT = Path(__file__).parent / "contract"
 PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 
 
-def environment(num_devices: int) -> dict[str, str]:
+def environment(num_devices):
     """Return the environment of a process with `num_devices` CPU devices."""
     own = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}"}
     return os.environ | own | {"PYTHONPATH": os.pathsep.join(sys.path)}
 
 
-def finish(started: list[subprocess.Popen[str]]) -> list[tuple[str, str]]:
+def finish(started):
     """Return the output of all processes, and end them."""
     try:
         return [process.communicate() for process in started]
@@ -40,28 +38,28 @@ def finish(started: list[subprocess.Popen[str]]) -> list[tuple[str, str]]:
     ids=["2x4", "4x2"],
 )
 @pytest.mark.slow
-def test_processes_exchange_and_layer(num_processes: int, num_devices: int, over: str, count: int) -> None:
+def test_processes_exchange_and_layer(num_processes, num_devices, over, count):
     """Dispatch, combine, the layer and its gradient over the devices of all processes match the oracle."""
+    contract_passes(num_processes, num_devices, count, "test_nodes.py", "--slow", "-k", over)
+
+
+def contract_passes(num_processes, num_devices, count, file, *options):
     run = [sys.executable, str(HELPERS / "run_processes.py"), str(num_processes), "--devices", str(num_devices)]
-    command = [*run, "-q", str(CONTRACT / "test_nodes.py"), "--slow", "-k", over, "--implementation", "xla"]
+    command = [*run, "-q", str(CONTRACT / file), *options, "--implementation", "xla"]
     done = subprocess.run(command, env=os.environ | {"JAX_EP_TEST_DEVICES": "cpu"}, **PIPES, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(rf"\[0\] {count} passed", done.stdout)
 
 
 @pytest.mark.slow
-def test_processes_kernels_inside() -> None:
+def test_processes_kernels_inside():
     """Two nodes of two devices, each a process with kernels in Triton's interpreter."""
     pytest.importorskip("triton")
-    run = [sys.executable, str(HELPERS / "run_processes.py"), "2", "--devices", "2"]
-    command = [*run, "-q", str(CONTRACT / "test_process_per_node.py"), "--implementation", "xla"]
-    done = subprocess.run(command, env=os.environ | {"JAX_EP_TEST_DEVICES": "cpu"}, **PIPES, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"\[0\] 3 passed", done.stdout)
+    contract_passes(2, 2, 3, "test_process_per_node.py")
 
 
 @pytest.mark.slow
-def test_processes_mismatch() -> None:
+def test_processes_mismatch():
     """Each difference is an error that names it; differing_processes.py is the program."""
     address = f"127.0.0.1:{free_port()}"
     commands = [[sys.executable, str(HELPERS / "differing_processes.py"), str(i), address] for i in range(2)]
@@ -98,9 +96,8 @@ def test_processes_mismatch() -> None:
         # The first process continues; the later one, or both, detect the difference.
         errors = [found[name] for found in both if found[name] != "no error"]
         assert errors, name
-        assert all(
-            re.search(rf"process 0: .*{re.escape(zero)}.*; process 1: .*{re.escape(one)}", text) for text in errors
-        )
+        pattern = rf"process 0: .*{re.escape(zero)}.*; process 1: .*{re.escape(one)}"
+        assert all(re.search(pattern, text) for text in errors)
         assert all("the processes run different programs: as all-to-all number" in text for text in errors)
     assert both[0]["on its own devices"] == "no error"
     assert "processes [1] have not arrived within 2 s" in both[0]["missing"]
@@ -128,7 +125,7 @@ jax.block_until_ready(jax.jit(jax.shard_map(gather, mesh=mesh, **specs))(x))
 """
 
 
-def ends(program: str, num_processes: int, *processes: int) -> list[tuple[int, str]]:
+def ends(program, num_processes, *processes):
     """Return exit status and errors of these processes of a program that expects `num_processes`."""
     address = f"127.0.0.1:{free_port()}"
     common = [sys.executable, "-c", program, address, str(num_processes)]
@@ -147,7 +144,7 @@ def ends(program: str, num_processes: int, *processes: int) -> list[tuple[int, s
     ],
     ids=["no coordinator", "too few", "duplicate"],
 )
-def test_processes_do_not_connect(processes: list[int], texts: list[str]) -> None:
+def test_processes_do_not_connect(processes, texts):
     """As in docs/multi_process.md: within `initialization_timeout`, and not by a Python error."""
     found = ends(ALONE, 3, *processes)
     assert all(code != 0 for code, _ in found), found
@@ -155,7 +152,7 @@ def test_processes_do_not_connect(processes: list[int], texts: list[str]) -> Non
 
 
 @pytest.mark.slow
-def test_processes_collective_size_mismatch() -> None:
+def test_processes_collective_size_mismatch():
     """Gloo detects mismatches of collectives that are not the package's."""
     found = ends(MISMATCHED, 2, 0, 1)
     assert all(code != 0 for code, _ in found), found
@@ -165,27 +162,25 @@ def test_processes_collective_size_mismatch() -> None:
 EXAMPLE = Path(__file__).parent.parent / "examples" / "multi_process.py"
 
 
-def example(*arguments: str) -> subprocess.CompletedProcess[str]:
+def example(*arguments):
     if not EXAMPLE.exists():
         pytest.skip("not a source checkout")
     return subprocess.run([sys.executable, str(EXAMPLE), *arguments], env=environment(2), **PIPES, check=False)
 
 
 @pytest.mark.slow
-def test_processes_example() -> None:
+def test_processes_example():
     """Two processes, started by one command, train on a mesh of nodes."""
     sizes = ["--devices", "2", "--tokens", "64", "--hidden", "32", "--intermediate", "32", "--experts", "8"]
     done = example("--local", "2", "--nodes", "--steps", "6", *sizes)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 processes with 2 cpu each, mesh {'node': 2, 'expert': 2}, transport xla" in done.stdout
-    losses = [
-        float(loss) for loss in re.findall(r"^step \d: loss ([\d.]+), [\d,]+ tokens/s", done.stdout, re.MULTILINE)
-    ]
+    losses = list(map(float, re.findall(r"^step \d: loss ([\d.]+), [\d,]+ tokens/s", done.stdout, re.MULTILINE)))
     assert len(losses) == 6 and losses[-1] < 0.97 * losses[0], losses
 
 
 @pytest.mark.slow
-def test_processes_example_experts_do_not_divide() -> None:
+def test_processes_example_experts_do_not_divide():
     done = example("--local", "2", "--experts", "10")
     assert done.returncode == 1
     assert "--experts 10 is not divisible by the 4 devices of 2 processes: expected a multiple of 4" in done.stderr
@@ -200,7 +195,7 @@ def test_processes_example_experts_do_not_divide() -> None:
     ],
     ids=["no coordinator", "number", "incomplete"],
 )
-def test_processes_example_invalid_arguments(arguments: str, text: str) -> None:
+def test_processes_example_invalid_arguments(arguments, text):
     done = example("--coordinator", f"127.0.0.1:{free_port()}", *arguments.split())
     assert done.returncode != 0
     assert re.search(text, done.stderr), done.stderr

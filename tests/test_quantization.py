@@ -1,9 +1,7 @@
-"""FP8 weights in blocks of 128 by 128, within the documented error; NaN is never lost."""
+"""Quantized weights in every format: documented errors, NaN, layouts and gradients."""
 
-from __future__ import annotations
-
+import dataclasses
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +10,20 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jax_ep
 import oracle
+import oracle_quantized
 import oracle_serving
 from cases import BF16, F32, assert_same_bits, reals
 from harness import make_mesh
+from jax_ep import formats
+from jax_ep.checkpoints.decoded import dequantize_mxfp4
 from jax_ep.quantization import dequantize, dequantize_fp8, quantize, quantize_fp8, with_layout
 from jax_ep.serving import serving_weights
+from stored_experts import stand_for
 
 
-def largest_of_blocks(w: np.ndarray) -> np.ndarray:
+def largest_of_blocks(w):
     """Return the largest magnitude of each block of [..., N, K], [..., ceil(N / 128), K / 128]."""
     rows = range(0, w.shape[-2], 128)
     columns = range(0, w.shape[-1], 128)
@@ -30,9 +33,7 @@ def largest_of_blocks(w: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize(("leading", "depth", "columns"), [((3,), 256, 200), ((), 128, 1), ((2, 2), 128, 256)])
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-def test_quantize_fp8_error(
-    leading: tuple[int, ...], depth: int, columns: int, dtype: np.dtype, rng: np.random.Generator
-) -> None:
+def test_quantize_fp8_error(leading, depth, columns, dtype, rng):
     w = (reals(rng, *leading, depth, columns) * 10.0 ** rng.uniform(-6, 0, (*leading, depth, columns))).astype(dtype)
     values, scales = map(np.asarray, jax.tree.leaves(jax.jit(partial(quantize, format="fp8"))(w)))
     assert values.dtype == oracle.FP8 and scales.dtype == F32
@@ -45,7 +46,7 @@ def test_quantize_fp8_error(
     assert (error <= bound).all() and (error / bound).max() > 0.5
 
 
-def test_quantize_fp8_round_trip(rng: np.random.Generator) -> None:
+def test_quantize_fp8_round_trip(rng):
     w = quantize(reals(rng, 2, 256, 300), "fp8")
     for dtype in (F32, BF16):
         got = np.asarray(dequantize(w, dtype))
@@ -53,7 +54,7 @@ def test_quantize_fp8_round_trip(rng: np.random.Generator) -> None:
         np.testing.assert_array_equal(got, np.swapaxes(want, 1, 2))
 
 
-def test_quantize_fp8_zeros_and_nan() -> None:
+def test_quantize_fp8_zeros_and_nan():
     w = np.zeros((256, 256), F32)
     w[3, 200] = np.nan
     back = np.asarray(dequantize(quantize(jnp.asarray(w), "fp8"), jnp.float32))
@@ -62,7 +63,7 @@ def test_quantize_fp8_zeros_and_nan() -> None:
     assert not back[~affected].any()
 
 
-def test_quantize_fp8_nan_fills_block() -> None:
+def test_quantize_fp8_nan_fills_block():
     x = np.zeros((256, 256), F32)
     x[3, 200] = np.nan
     affected = np.isnan(np.asarray(dequantize_fp8(*quantize_fp8(jnp.asarray(x)), jnp.float32)))
@@ -72,10 +73,10 @@ def test_quantize_fp8_nan_fills_block() -> None:
 @pytest.mark.parametrize(("inner", "compiled"), [(384, False), (384, True), (192, True)])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.slow(unless={"kind": [AxisType.Auto], "inner": [192]})
-def test_quantize_fp8_weights_sharded_same_bits(kind: AxisType, inner: int, compiled: bool, rng: Any) -> None:
+def test_quantize_fp8_weights_sharded_same_bits(kind, inner, compiled, rng):
     """More than one block along both axes, experts and columns sharded over devices."""
 
-    def fn(w_gate_up: Any, w_down: Any) -> Any:
+    def fn(w_gate_up, w_down):
         pair = quantize(w_gate_up, "fp8")
         rows = quantize_fp8(jnp.swapaxes(w_gate_up, -1, -2))
         back = dequantize(pair, jnp.float32), dequantize_fp8(*rows, jnp.bfloat16)
@@ -94,7 +95,7 @@ def test_quantize_fp8_weights_sharded_same_bits(kind: AxisType, inner: int, comp
                 assert jax.typeof(got).sharding.spec[0] == "expert"
 
 
-def test_quantize_fp8_weights_blocks_split_by_axes() -> None:
+def test_quantize_fp8_weights_blocks_split_by_axes():
     mesh = make_mesh((2,), ("tensor",), AxisType.Explicit)
     w = jax.device_put(jnp.ones((4, 384, 256)), NamedSharding(mesh, P(None, "tensor")))
     with pytest.raises(ValueError, match=r"axis -2 of w is 384, 3 blocks of 128, .* 2 devices of .*reshard"):
@@ -107,7 +108,7 @@ def test_quantize_fp8_weights_blocks_split_by_axes() -> None:
     assert_same_bits(np.asarray(with_layout(with_layout(q, "prepacked"), "transposed").values), np.asarray(q.values))
 
 
-def test_serving_weights_transposed_and_padded(rng: np.random.Generator) -> None:
+def test_serving_weights_transposed_and_padded(rng):
     w_gate_up, w_down = reals(rng, 2, 3, 128, 2 * 72), reals(rng, 2, 3, 72, 128)
     same = serving_weights(w_gate_up, w_down, None)
     np.testing.assert_array_equal(same.w_gate_up.values, np.swapaxes(w_gate_up, -1, -2))
@@ -124,14 +125,14 @@ def test_serving_weights_transposed_and_padded(rng: np.random.Generator) -> None
 
 
 @pytest.mark.parametrize("format", ["fp8_channel", "mxfp4"])
-def test_serving_weights_pad_for_fp8_tokens(format: str, rng: np.random.Generator) -> None:
+def test_serving_weights_pad_for_fp8_tokens(format, rng):
     found = serving_weights(reals(rng, 3, 128, 2 * 96), reals(rng, 3, 96, 128), format, activations="fp8")
     assert (found.w_gate_up.shape, found.w_down.shape) == ((3, 128, 256), (3, 128, 128))
     assert found.w_down.activations == "fp8" and not found.w_down.is_prepacked
 
 
 @pytest.mark.parametrize("format", ["int4", "mxfp4", "int8"])
-def test_serving_weights_4_bits_prepacked(format: str, rng: np.random.Generator) -> None:
+def test_serving_weights_4_bits_prepacked(format, rng):
     w_gate_up, w_down = reals(rng, 3, 128, 2 * 128), reals(rng, 3, 128, 128)
     found = serving_weights(w_gate_up, w_down, format)
     for got, w in ((found.w_gate_up, w_gate_up), (found.w_down, w_down)):
@@ -147,22 +148,17 @@ def test_serving_weights_4_bits_prepacked(format: str, rng: np.random.Generator)
     [
         ((2, 128, 64), (2, 64, 128), True, "w_gate_up has 64 columns"),
         ((2, 64, 128), (2, 64, 128), True, r"axis -2 of w_gate_up is 64, expected 128"),
-        (
-            (2, 96, 256),
-            (2, 128, 96),
-            True,
-            r"serving_weights: H, axis -2 of w_gate_up, is 96, expected a multiple of 128",
-        ),
+        ((2, 96, 256), (2, 128, 96), True, r"serving_weights: H, axis -2 of w_gate_up, is 96"),
         ((4, 128, 384), (2, 192, 128), True, r"\(4, 128, 384\) and w_down \(2, 192, 128\), expected the same axes"),
         ((256,), (2, 128, 96), False, r"w_gate_up has shape \(256,\), expected rank 2 or more, \[..., K, N\]"),
     ],
 )
-def test_serving_weights_wrong_shapes(up: tuple, down: tuple, fp8: bool, message: str) -> None:
+def test_serving_weights_wrong_shapes(up, down, fp8, message):
     with pytest.raises(ValueError, match=message):
         serving_weights(jnp.ones(up), jnp.ones(down), "fp8" if fp8 else None)
 
 
-def test_serving_weights_different_dtypes() -> None:
+def test_serving_weights_different_dtypes():
     with pytest.raises(TypeError, match="w_down has dtype bfloat16, expected float32, the dtype of w_gate_up"):
         serving_weights(jnp.ones((2, 128, 256)), jnp.ones((2, 128, 128), jnp.bfloat16), "fp8")
 
@@ -175,11 +171,260 @@ def test_serving_weights_different_dtypes() -> None:
         (lambda: dequantize_fp8(*quantize_fp8(jnp.ones((1, 128))), "number"), "dtype='number' is not a dtype"),
     ],
 )
-def test_quantization_invalid_types(call: Any, message: str) -> None:
+def test_quantization_invalid_types(call, message):
     with pytest.raises(TypeError, match=message):
         call()
 
 
-def test_quantize_fp8_scalar() -> None:
+def test_quantize_fp8_scalar():
     with pytest.raises(ValueError, match=r"quantize_fp8: x has shape \(\), expected rank 1 or more"):
         quantize_fp8(jnp.float32(1))
+
+
+FORMATS = pytest.mark.parametrize("expert_format", formats.FORMATS)
+
+
+def quantized(w, expert_format, **options):
+    return jax.jit(partial(quantize, format=expert_format, **options))(w)
+
+
+def options_of(expert_format, block_size):
+    return {"block_size": block_size} if formats.FORMATS[expert_format].takes_block_size else {}
+
+
+@FORMATS
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize(("leading", "columns"), [((3,), 200), ((), 1), ((2, 2), 8)])
+@pytest.mark.slow(unless={"dtype": [BF16]})
+def test_quantized_experts_error(leading, columns, dtype, expert_format, rng):
+    depth, options = 256, options_of(expert_format, 64)
+    w = (reals(rng, *leading, depth, columns) * 10.0 ** rng.uniform(-4, 0, (*leading, depth, columns))).astype(dtype)
+    q = quantized(w, expert_format, **options)
+    want = np.swapaxes(w, -1, -2).astype(np.float64)
+    assert q.shape == w.shape
+    stands_for = np.swapaxes(stand_for(q), -1, -2)
+    bound = oracle_quantized.largest_error(want, expert_format, **options)
+    assert np.all(np.abs(stands_for - want) <= bound)
+    assert np.any(stands_for != want)
+    got = jax.jit(partial(dequantize, dtype=jnp.float32))(q)
+    np.testing.assert_allclose(np.swapaxes(got, -1, -2), stands_for, rtol=1e-6)
+    if (stored_bits := oracle_quantized.FORMATS[expert_format].stored_bits) is not None:
+        assert 8 * sum(x.nbytes for x in jax.tree.leaves(q)) == stored_bits(64) * w.size
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**-120, 2.0**100])
+def test_mxfp4_rounds_to_nearest_even(scale):
+    """All codes, and the midpoints between two."""
+    middles = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5])
+    nearest = np.array([0, 1, 1, 2, 2, 4, 4])
+    w = np.zeros((32, 1), F32)
+    w[:30, 0] = scale * np.concatenate([oracle_quantized.E2M1, middles, -middles])
+    want = np.concatenate([oracle_quantized.E2M1, nearest, -nearest, [0, 0]])
+    np.testing.assert_array_equal(dequantize(quantized(w, "mxfp4"), jnp.float32)[:, 0] / scale, want)
+
+
+def test_mxfp4_saturation():
+    for value, want in ((7.9, 6), (-7.9, -6), (2.0**-130, 0)):
+        w = quantized(np.full((32, 1), value, F32), "mxfp4")
+        assert np.all(np.abs(dequantize(w, jnp.float32) - np.float32(want)) < 2.0**-126)
+
+
+def test_mxfp4_matches_checkpoints(rng):
+    q = quantized(reals(rng, 4, 96, 5), "mxfp4")
+    values, scales = np.asarray(q.values), np.asarray(q.scales)
+    blocks = values.reshape(*scales.shape, 16)
+    np.testing.assert_array_equal(np.swapaxes(dequantize_mxfp4(blocks, scales), 1, 2), dequantize(q, jnp.float32))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@FORMATS
+def test_quantized_experts_not_finite_fills_block(expert_format, bad, rng):
+    w = reals(rng, 256, 256)
+    w[3, 5] = bad
+    got = np.asarray(dequantize(quantized(w, expert_format), jnp.float32))
+    rows, depth = oracle_quantized.FORMATS[expert_format].block
+    affected = np.zeros(got.shape, bool)
+    affected[: depth or 256, 5 // rows * rows : (5 // rows + 1) * rows] = True
+    np.testing.assert_array_equal(~np.isfinite(got), affected)
+
+
+@FORMATS
+def test_quantized_experts_zeros(expert_format):
+    assert not np.any(dequantize(quantized(np.zeros((2, 128, 3), F32), expert_format), jnp.float32))
+
+
+@FORMATS
+def test_quantize_no_gradient(expert_format):
+    """Also where JAX sees integers only, which it gives no gradient."""
+
+    def loss(w):
+        return jnp.sum(dequantize(quantize(w, expert_format), jnp.float32))
+
+    with pytest.raises(TypeError, match="quantize has no gradient"):
+        jax.jit(jax.grad(loss))(jnp.ones((1, 128, 4)))
+    assert not jax.grad(lambda w: loss(jax.lax.stop_gradient(w)))(jnp.ones((1, 128, 4))).any()
+
+
+def test_quantize_without_a_format():
+    """Transposed storage, which every layer and GEMM takes."""
+    w = jnp.arange(24.0).reshape(2, 3, 4)
+    q = quantize(w, None)
+    assert q.shape == w.shape and q.values.shape == (2, 4, 3) and len(jax.tree.leaves(q)) == 1
+    np.testing.assert_array_equal(dequantize(q, jnp.float32), w)
+    x, sizes = jnp.ones((5, 3)), jnp.array([2, 3])
+    np.testing.assert_array_equal(jax_ep.grouped_gemm(x, q, sizes), jax_ep.grouped_gemm(x, w, sizes))
+    for part in ({"activations": "fp8"}, {"scales": w}, {"layout": "prepacked"}, {"values": jnp.ones(())}):
+        with pytest.raises(ValueError, match=r"^grouped_gemm: rhs (has format=None and other|stands for weights)"):
+            jax_ep.grouped_gemm(x, dataclasses.replace(q, **part), sizes)
+    for options in ({"activations": "fp8"}, {"block_size": 32}, {"smooth": jnp.ones((2, 3))}):
+        with pytest.raises(ValueError, match=rf"format=None and .'{next(iter(options))}'. with format=None"):
+            quantize(w, None, **options)
+    with pytest.raises(ValueError, match=r"format='int8' and .. with for_training=True, expected format='fp8'"):
+        quantize(w, "int8", for_training=True)
+    with pytest.raises(TypeError, match=r"rhs.values has dtype float32, expected bfloat16, the dtype of lhs"):
+        jax_ep.masked_grouped_gemm(jnp.ones((2, 5, 3), jnp.bfloat16), q, sizes)
+
+
+def test_quantize_experts_mistakes():
+    w = jnp.ones((2, 96, 4))
+    with pytest.raises(ValueError, match="format='int3', expected one of"):
+        quantize(w, "int3")
+    with pytest.raises(ValueError, match="K, is 96, expected a multiple of 128"):
+        quantize(w, "int4")
+    with pytest.raises(ValueError, match="K, is 48, expected a multiple of 32"):
+        quantize(w[:, :48], "mxfp4")
+    for name in formats.FORMATS:
+        with pytest.raises(ValueError, match="K, is 0, expected at least 1"):
+            quantize(w[:, :0], name)
+    with pytest.raises(ValueError, match="block_size=3, expected an even number"):
+        quantize(w, "int4", block_size=3)
+    with pytest.raises(ValueError, match=r"block_size=32 with format='mxfp4', expected None; only \['int4'\] take it"):
+        quantize(w, "mxfp4", block_size=32)
+    with pytest.raises(TypeError, match="no gradient"):
+        jax.grad(lambda w: jnp.sum(quantize(w, "int8").scales))(w)
+    with pytest.raises(TypeError, match="w is an array, expected QuantizedWeights"):
+        dequantize(w, jnp.float32)
+    with pytest.raises(ValueError, match="activations='int8' with format='mxfp4'"):
+        quantize(w, "mxfp4", activations="int8")
+    with pytest.raises(ValueError, match="activations='fp8' with format='int8'"):
+        quantize(w, "int8", activations="fp8")
+    with pytest.raises(ValueError, match=r"activations='fp8' with K=96, expected a multiple of 128"):
+        quantize(jnp.ones((2, 96, 4)), "mxfp4", activations="fp8")
+    with pytest.raises(ValueError, match="activations='int4', expected 'int8', 'fp8' or None"):
+        quantize(w, "int8", activations="int4")
+    with pytest.raises(ValueError, match="smooth without activations='int8'"):
+        quantize(jnp.ones((2, 128, 4)), "fp8", activations="fp8", smooth=jnp.ones((2, 128)))
+    with pytest.raises(ValueError, match="smooth without activations='int8'"):
+        quantize(w, "int8", smooth=jnp.ones((2, 96)))
+    with pytest.raises(ValueError, match=r"smooth has shape \(2, 4\), expected \[2, 96\]"):
+        quantize(w, "int8", activations="int8", smooth=jnp.ones((2, 4)))
+    q = quantize(w, "int8")
+    with pytest.raises(TypeError, match="values of int8 and scales of float16, expected int8 and float32"):
+        dequantize(jax_ep.QuantizedWeights(q.values, q.scales.astype(jnp.float16), "int8"), jnp.float32)
+    with pytest.raises(ValueError, match="do not belong together"):
+        dequantize(jax_ep.QuantizedWeights(q.values, q.scales[:, :3], "int8"), jnp.float32)
+
+
+def test_quantize_experts_smooth_reduces_error(rng):
+    """Rows of w are multiplied before they are rounded, and divided by the same factor when they are dequantized."""
+    w, smooth = reals(rng, 2, 64, 8), (2.0 ** rng.uniform(-4, 4, (2, 64))).astype(F32)
+    q = quantize(jnp.asarray(w), "int8", activations="int8", smooth=smooth)
+    got = np.asarray(dequantize(q, jnp.float32))
+    step = np.abs(w * smooth[..., None]).max(axis=1, keepdims=True) / 127
+    assert np.all(np.abs(got - w) <= 0.51 * step / smooth[..., None])
+    assert len(jax.tree.leaves(q)) == 3
+
+
+@pytest.mark.parametrize(("expert_format", "block_size"), [("mxfp4", 32), ("int4", 128), ("int4", 32), ("int4", 16)])
+@pytest.mark.parametrize("depth", [128, 256, 384])
+@pytest.mark.slow(unless={"depth": [384]})
+def test_prepack_round_trip(expert_format, block_size, depth, rng):
+    q = quantized(reals(rng, 2, 3, depth, 40), expert_format, **options_of(expert_format, block_size))
+    prepacked = jax.jit(lambda w: with_layout(w, "prepacked"))(q)
+    assert prepacked.is_prepacked
+    assert not q.is_prepacked
+    assert prepacked.shape == q.shape
+    assert sum(x.nbytes for x in jax.tree.leaves(prepacked)) == sum(x.nbytes for x in jax.tree.leaves(q))
+    back = jax.jit(lambda w: with_layout(w, "transposed"))(prepacked)
+    assert (back.format, back.activations, back.smooth) == (q.format, None, None)
+    for got, want in zip(jax.tree.leaves(back), jax.tree.leaves(q), strict=True):
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(got, want)
+    dense = (dequantize(w, jnp.float32) for w in (prepacked, q))
+    np.testing.assert_array_equal(*dense)
+
+
+@pytest.mark.parametrize("depth", [32, 96, 160])
+def test_prepack_drops_padding_exponents(depth, rng):
+    q = quantized(reals(rng, 2, depth, 5), "mxfp4")
+    prepacked = with_layout(q, "prepacked")
+    assert prepacked.scales.shape == (2, -(-depth // 128), 5)
+    back = with_layout(prepacked, "transposed")
+    for got, want in zip(jax.tree.leaves(back), jax.tree.leaves(q), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_prepack_element_positions(rng):
+    """As the kernels' assembler extracts them: for MXFP4 sign, exponent and mantissa, for INT4 plus 8."""
+    for expert_format, block_size in (("mxfp4", 32), ("int4", 32)):
+        q = quantized(reals(rng, 1, 96, 3), expert_format, **options_of(expert_format, block_size))
+        words = np.asarray(with_layout(q, "prepacked").values).astype(object)
+        codes = oracle_quantized.nibbles(np.asarray(q.values))
+        for column, k in np.ndindex(3, 96):
+            part, q8, t, second = k // 32, k % 32 // 8, k % 8 // 2, k % 2
+            word = int(words[0, column, 4 * part + t])
+            # Rotated left by this many bits, and for the second of two by 16 less, its code is in these places.
+            left = {"mxfp4": (0, 6, 28, 2), "int4": (0, 28, 24, 4)}[expert_format][q8] - 16 * second
+
+            def bit(place, left=left, word=word):
+                return word >> (place - left) % 32 & 1
+
+            if expert_format == "int4":
+                code = sum(bit(3 + i) << i for i in range(4))
+            elif q8 < 3:
+                code = bit(6) | bit(7) << 1 | bit(8) << 2 | bit(15) << 3
+            else:  # The higher bit of the exponent comes from another place.
+                code = bit(6) | bit(7) << 1 | bit(8, -6 - 16 * second) << 2 | bit(15) << 3
+            assert code == codes[0, column, k], (expert_format, column, k)
+
+
+def test_prepack_nan_scale(rng):
+    q = quantized(reals(rng, 1, 64, 3), "mxfp4")
+    scales = np.asarray(q.scales).copy()
+    scales[0, 1, 0] = 255
+    prepacked = with_layout(dataclasses.replace(q, scales=jnp.asarray(scales)), "prepacked")
+    got = np.asarray(dequantize(prepacked, jnp.float32))
+    assert np.isnan(got[0, :32, 1]).all()
+    assert np.isfinite(np.delete(got[0].T.reshape(-1), np.s_[64:96])).all()
+
+
+def test_prepack_mistakes():
+    w = jnp.ones((2, 128, 4))
+    q = quantize(w, "mxfp4")
+    prepacked = with_layout(q, "prepacked")
+    with pytest.raises(TypeError, match="w is an array, expected QuantizedWeights"):
+        with_layout(w, "prepacked")
+    np.testing.assert_array_equal(with_layout(prepacked, "prepacked").values, prepacked.values)
+    with pytest.raises(ValueError, match="layout='packed', expected 'prepacked' or 'transposed'"):
+        with_layout(q, "packed")
+    with pytest.raises(ValueError, match="layout='prepacked'; make it with"):
+        dequantize(dataclasses.replace(quantize(w, "int8"), layout="prepacked"), jnp.float32)
+    with pytest.raises(ValueError, match="w is in format 'int8', expected 'int4' or 'mxfp4'"):
+        with_layout(quantize(w, "int8"), "prepacked")
+    with pytest.raises(ValueError, match="w has activations='fp8', expected None"):
+        with_layout(quantize(w, "mxfp4", activations="fp8"), "prepacked")
+    with pytest.raises(ValueError, match="K is 48, expected a multiple of 32"):
+        with_layout(quantize(w[:, :48], "int4", block_size=16), "prepacked")
+    with pytest.raises(ValueError, match="do not belong together"):
+        with_layout(dataclasses.replace(prepacked, scales=prepacked.scales[..., :3]), "transposed")
+    with pytest.raises(TypeError, match="values of uint32 and scales of uint8, expected uint32 and uint32"):
+        with_layout(dataclasses.replace(prepacked, scales=q.scales), "transposed")
+    with pytest.raises(ValueError, match="w is prepacked, with activations='fp8', expected None"):
+        dequantize(dataclasses.replace(prepacked, activations="fp8"), jnp.float32)
+
+
+def test_quantized_experts_pytree():
+    q = quantize(jnp.ones((5, 2, 64, 4)), "mxfp4")
+    assert [leaf.shape for leaf in jax.tree.leaves(q)] == [(5, 2, 4, 32), (5, 2, 4, 2)]
+    shapes = jax.lax.map(lambda layer: jnp.asarray(layer.shape), q)
+    np.testing.assert_array_equal(shapes, [[2, 64, 4]] * 5)

@@ -1,16 +1,22 @@
-"""load_balancing_loss and router_z_loss: values, gradients, and the same loss over a mesh."""
+"""Losses of routers, replay of another routing, and the value `Router`."""
 
+import dataclasses
+import re
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import finite_differences
 import harness
 import jax_ep
+from jax_ep import Router
+from jax_ep.flax import MoE
+from jax_ep.routing import MoEMetrics
 
 
 def _logits(num_tokens, num_experts):
@@ -114,9 +120,6 @@ def test_losses_of_bfloat16_inputs_are_float32():
         np.testing.assert_array_equal(narrow, expected)
 
 
-# --- a mask of tokens -----------------------------------------------------------------------------------------------
-
-
 def _masked_case(num_tokens=24):
     """Return scores, ids, logits and a mask; padding holds NaN and arbitrary ids, because it must not matter."""
     scores, topk_idx = _random_assignments(num_tokens, invalid=0.2, seed=7)
@@ -177,3 +180,139 @@ def test_ids_of_minus_one_alone_leave_their_tokens_in_the_mean_score():
     topk_idx[:6] = -1
     got = jax_ep.load_balancing_loss(jnp.asarray(scores), jnp.asarray(topk_idx))
     np.testing.assert_allclose(got, _balancing_loss(scores.astype(np.float64), topk_idx), rtol=1e-5)
+
+
+ROUTERS = [
+    Router(),
+    Router("sigmoid", renormalize=False, scale=2.5),
+    Router("sigmoid", num_groups=4, topk_groups=2, selection_bias=True),
+]
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_topk_router_replays_its_own_choice(router, rng):
+    logits = rng.standard_normal((9, 8)).astype(np.float32)
+    bias = rng.standard_normal(8).astype(np.float32) if router.selection_bias else None
+
+    def run(logits, topk_idx):
+        routing = jax_ep.topk_router(logits, 3, router=router, bias=bias, topk_idx=topk_idx)
+        return jnp.sum(jnp.sin(routing.topk_weights)), routing
+
+    (_, want), want_gradient = jax.value_and_grad(run, has_aux=True)(logits, None)
+    (_, got), gradient = jax.value_and_grad(run, has_aux=True)(logits, want.topk_idx)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    np.testing.assert_array_equal(gradient, want_gradient)
+
+
+def test_topk_router_replay_weights_of_other_experts(rng):
+    logits = rng.standard_normal((5, 4)).astype(np.float32)
+    topk_idx = np.array([[0, 1], [3, -1], [-1, -1], [2, 0], [1, 3]], np.int32)
+    scores = np.exp(logits.astype(np.float64))
+    taken = np.where(topk_idx < 0, 0, np.take_along_axis(scores, np.maximum(topk_idx, 0), 1))
+    want = taken / np.maximum(taken.sum(1, keepdims=True), 1e-30)
+    routing = jax_ep.topk_router(logits, 2, topk_idx=topk_idx)
+    np.testing.assert_array_equal(routing.topk_idx, topk_idx)
+    np.testing.assert_allclose(routing.topk_weights, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("router", "topk_idx", "message"),
+    [
+        (Router(), np.zeros((5, 3), np.int32), "K of topk_idx"),
+        (Router(), np.zeros((4, 2), np.int32), "topk_idx"),
+        (Router(), np.full((5, 2), 9, np.int32), "topk_idx"),
+        (Router("sparsemixer"), np.zeros((5, 2), np.int32), "leave topk_idx out"),
+    ],
+)
+def test_topk_router_replay_errors(router, topk_idx, message):
+    with pytest.raises(ValueError, match=message):
+        jax_ep.topk_router(np.zeros((5, 4), np.float32), 2, router=router, topk_idx=topk_idx)
+
+
+@pytest.mark.parametrize("devices", [0, 4])
+def test_moe_replays_the_routing_of_another_pass(devices, rng):
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((devices,), ("expert",), axis_types=auto, devices=jax.devices()[:devices]) if devices else None
+    if mesh is None:
+        mesh = jax.make_mesh((1,), ("expert",), axis_types=auto, devices=jax.devices()[:1])
+    router = Router(renormalize=False, num_identity_experts=4)
+    layer = MoE(16, 8, 4, 2, router=router, dtype=jnp.float32, mesh=mesh, rngs=nnx.Rngs(0))
+    x, other = (rng.standard_normal((3, 5, 16)).astype(np.float32) for _ in range(2))
+    y, metrics = layer(x)
+    assert metrics.topk_idx.shape == (3, 5, 2)
+    again, same = layer(x, topk_idx=metrics.topk_idx)
+    np.testing.assert_array_equal(again, y)
+    moved, replayed = layer(other, topk_idx=metrics.topk_idx)
+    np.testing.assert_array_equal(replayed.topk_idx, metrics.topk_idx)
+    np.testing.assert_array_equal(replayed.load, same.load)
+    assert not np.array_equal(moved, layer(other)[0])
+    with pytest.raises(ValueError, match=r"MoE: topk_idx has shape \(5, 2\), expected rank 3, \[3, 5, 2\]"):
+        layer(x, topk_idx=metrics.topk_idx[0])
+
+
+def test_moe_metrics_summary():
+    load = jnp.array([[4, 4, 4, 4], [16, 0, 0, 0], [8, 8, 0, 0]])
+    nothing = jnp.zeros(3)
+    metrics = MoEMetrics(load=load, dropped=jnp.array([0, 4, 0]), load_balancing_loss=nothing, router_z_loss=nothing)
+    found = {name: np.asarray(value).tolist() for name, value in metrics.summary(num_ranks=2).items()}
+    assert found["load"] == [1, 4, 2] and found["rank_load"] == [1, 2, 2]
+    assert found["dead_experts"] == [0, 3, 2] and found["dropped_share"] == [0, 0.25, 0]
+    np.testing.assert_allclose(found["entropy"], [1, 0, 0.5], atol=1e-6)
+    assert "rank_load" not in metrics.summary()
+
+
+WRONG = [
+    ({"score": "tanh"}, ValueError, "'tanh'", "'softmax', 'sigmoid', 'sparsemixer'"),
+    ({"score": None}, ValueError, "None", "'softmax'"),
+    ({"group_score": "mean"}, ValueError, "'mean'", "'top2_sum', 'max'"),
+    ({"group_score": ["max"]}, ValueError, r"\['max'\]", "'top2_sum', 'max'"),
+    *(
+        ({name: value}, TypeError, f"{name}=", "True or False")
+        for name in ("renormalize", "logit_bias", "selection_bias")
+        for value in (1, None, "yes", jnp.ones(8))
+    ),
+    *(
+        ({name: value}, TypeError, f"{name}=", "expected an int")
+        for name in ("num_groups", "topk_groups", "num_identity_experts")
+        for value in (2.0, None, True, "2")
+    ),
+    *(({name: 0}, ValueError, f"{name}=0", "at least 1") for name in ("num_groups", "topk_groups")),
+    ({"num_identity_experts": -1}, ValueError, "num_identity_experts=-1", "at least 0"),
+    ({"group_score": "max"}, ValueError, "group_score='max' with num_groups=1", "leave group_score out"),
+    ({"topk_groups": 2}, ValueError, "topk_groups=2 exceeds num_groups=1", "lower topk_groups"),
+    *(({"scale": value}, TypeError, "scale is", "pass a float") for value in (None, "2", jnp.ones(()), [1.0], True)),
+    *(
+        ({"scale": value}, ValueError, "scale=", "finite float32 other than 0")
+        for value in (0, -0.0, float("nan"), np.float32("inf"), 10**400, 1e39, 1e-45)
+    ),
+    *(
+        ({"score": "sparsemixer"} | fields, ValueError, "with score='sparsemixer'", "leave them out")
+        for fields in ({"scale": 2.0}, {"num_groups": 2}, {"selection_bias": True})
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "error", "got", "remedy"), WRONG, ids=[f"{w[0]}"[:60] for w in WRONG])
+def test_router_with_a_wrong_field(fields, error, got, remedy):
+    with pytest.raises(error, match=r"^Router: ") as caught:
+        Router(**fields)
+    assert re.search(got, str(caught.value)) and re.search(remedy, str(caught.value)), caught.value
+
+
+def test_equal_routers_are_one_value():
+    wide = Router("sigmoid", num_groups=np.int64(4), topk_groups=2, scale=np.float32(2.5), renormalize=np.True_)
+    assert wide == Router("sigmoid", num_groups=4, topk_groups=2, scale=2.5)
+    assert len({wide, Router("sigmoid", num_groups=4, topk_groups=2, scale=2.5), Router()}) == 2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        wide.scale = 1.0
+    logits, before = jnp.ones((2, 8)), jax_ep.routing._choose._cache_size()
+    for _ in range(2):
+        jax_ep.topk_router(logits, 2, router=Router(scale=1.375))
+    assert jax_ep.routing._choose._cache_size() == before + 1
+
+
+@pytest.mark.parametrize("num_experts", [1, 2, 4])
+def test_identity_experts_leave_one_that_computes(num_experts):
+    router = Router(num_identity_experts=num_experts)
+    with pytest.raises(ValueError, match=f"topk_router: {num_experts} experts with num_identity_experts={num_experts}"):
+        jax_ep.topk_router(jnp.ones((2, num_experts)), 1, router=router)

@@ -17,8 +17,6 @@ STATIC = ("k", "router")
 topk_router = jax.jit(jax_ep.topk_router, static_argnames=STATIC)  # One compilation instead of one per operation.
 sparsemixer_router = jax.jit(jax_ep.routing.sparsemixer_router)
 
-# --- the models, each in NumPy float64 from its own definition --------------------------------------------------------
-
 
 def _softmax(logits):
     shifted = np.exp(logits - logits.max(axis=-1, keepdims=True))
@@ -204,9 +202,6 @@ def test_router_under_vmap_and_jit():
         np.testing.assert_allclose(together.topk_weights[i], alone.topk_weights, rtol=2e-6)
 
 
-# --- gradients ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.slow(unless={"renormalize": [True]})
@@ -268,9 +263,6 @@ def test_gradient_in_the_logits_ignores_the_bias_values():
     )
 
 
-# --- tokens without experts -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["mixtral", "deepseek-v2", "deepseek-v3-no-bias"])
 @pytest.mark.slow(unless={"name": ["deepseek-v2"]})
 def test_masked_tokens_have_no_experts_and_no_gradient(name):
@@ -292,9 +284,6 @@ def test_masked_tokens_have_no_experts_and_no_gradient(name):
     gradient = jax.grad(objective)(jnp.asarray(padded), token_mask=jnp.asarray(mask))
     np.testing.assert_array_equal(gradient[~mask], np.zeros_like(gradient[~mask]))
     np.testing.assert_allclose(gradient[mask], jax.grad(objective)(jnp.asarray(logits[mask])), rtol=1e-6, atol=1e-9)
-
-
-# --- SparseMixer ----------------------------------------------------------------------------------------------------
 
 
 def sparsemixer(logits, jitter_eps, chosen=None):
@@ -453,9 +442,6 @@ def test_topk_router_with_sparsemixer():
         topk_router(logits, 3, router=router)
     with pytest.raises(ValueError, match=r"topk_router: bias with Router\('sparsemixer'\), expected none"):
         topk_router(logits, 2, router=router, bias=jnp.zeros(16))
-
-
-# --- identity experts -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_experts", [1, 5, 8])

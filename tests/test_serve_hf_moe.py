@@ -1,15 +1,11 @@
 """serve_hf_moe.py on tiny checkpoints: logits and greedy texts match Transformers (make_golden_logits.py)."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib
 import os
 import re
 import shlex
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -23,17 +19,15 @@ for package in ("flax", "optax", "rich", "safetensors", "tokenizers"):
 from flax import nnx
 
 import serve_hf_moe
-from harness import STRICT_PYTHON
+from harness import ROOT, STRICT_PYTHON, run_command
 from hf import make_tiny_checkpoint
 from hf.config import DecoderConfig, stop_tokens
 from hf.generation import Generator, Sampling, choose
 from hf.loading import load, save
-from hf.model import Decoder
 from hf.training import train
 from jax_ep.checkpoints import Checkpoint
 from lm.devices import make_mesh
 
-ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "serving.md"
 GOLDEN = Path(__file__).parent / "data" / "golden_logits.npz"
 FAMILIES = tuple(make_tiny_checkpoint.CONFIGS)
@@ -54,7 +48,7 @@ class Golden:
 
 
 @functools.cache
-def golden(family: str) -> Golden:
+def golden(family):
     with np.load(GOLDEN) as file:
         found = {name.removeprefix(f"{family}/"): file[name] for name in file.files if name.startswith(f"{family}/")}
     digest = hashlib.sha256(b"".join(make_tiny_checkpoint.weights(family, int(found["seed"])).values())).hexdigest()
@@ -65,7 +59,7 @@ def golden(family: str) -> Golden:
 
 
 @pytest.fixture(scope="session")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tmp_path_factory):
     """The tiny checkpoints that Transformers ran."""
     made = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
     with np.load(GOLDEN) as file:
@@ -75,29 +69,29 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture
-def implicit_promotion() -> Iterator[None]:
+def implicit_promotion():
     """Enable implicit promotion, which Optax needs."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
 
-def mesh_of(num_ranks: int, expert_parallel: int | None = None) -> jax.sharding.Mesh:
+def mesh_of(num_ranks, expert_parallel=None):
     return make_mesh(max_devices=num_ranks, num_experts=4, expert_parallel=expert_parallel or num_ranks)
 
 
-def error(got: np.ndarray, want: np.ndarray) -> float:
+def error(got, want):
     return float(np.abs(np.asarray(got) - want).max() / np.abs(want).max())
 
 
 @nnx.jit
-def forward(decoder: Decoder, tokens: jax.Array, token_mask: jax.Array | None = None) -> jax.Array:
+def forward(decoder, tokens, token_mask=None):
     return decoder.logits(decoder(tokens, token_mask=token_mask).hidden)
 
 
 @needs_4_devices
 @pytest.mark.slow
 @every_family
-def test_greedy_texts_are_those_of_transformers(family: str, folders: dict[str, Path]) -> None:
+def test_greedy_texts_are_those_of_transformers(family, folders):
     """Prompts of several lengths in one padded batch, through the cache, on a mesh of four devices."""
     want, mesh = golden(family), mesh_of(4)
     decoder = load(Checkpoint(folders[family]), mesh=mesh, **FLOAT32)
@@ -112,7 +106,7 @@ def test_greedy_texts_are_those_of_transformers(family: str, folders: dict[str, 
 
 @pytest.mark.slow
 @every_family
-def test_logits_are_those_of_transformers(family: str, folders: dict[str, Path]) -> None:
+def test_logits_are_those_of_transformers(family, folders):
     """Logits match at every position, on one device, and depend on windows and sinks."""
     want = golden(family)
     decoder = load(Checkpoint(folders[family]), **FLOAT32)
@@ -140,7 +134,7 @@ def test_logits_are_those_of_transformers(family: str, folders: dict[str, Path])
 @needs_4_devices
 @pytest.mark.slow
 @every_family
-def test_batches_and_low_latency_do_not_change_texts(family: str, folders: dict[str, Path]) -> None:
+def test_batches_and_low_latency_do_not_change_texts(family, folders):
     """A batch that the devices cannot share; a single text; the low-latency path; a stop token within a program."""
     want, steps = golden(family), len(golden(family).new[0])
     checkpoint = Checkpoint(folders[family])
@@ -158,7 +152,7 @@ def test_batches_and_low_latency_do_not_change_texts(family: str, folders: dict[
 
 
 @pytest.mark.slow
-def test_experts_in_fp8(folders: dict[str, Path]) -> None:
+def test_experts_in_fp8(folders):
     want = golden("mixtral")
     decoder = load(Checkpoint(folders["mixtral"]), **FLOAT32)
     logits = Generator(decoder, experts="fp8")(want.prompts[:2], max_new=1).prompt_logits
@@ -170,7 +164,7 @@ def test_experts_in_fp8(folders: dict[str, Path]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("experts", "largest"), [("int8", 0.1), ("mxfp4", 0.7)])
-def test_experts_in_8_and_4_bits(folders: dict[str, Path], experts: str, largest: float) -> None:
+def test_experts_in_8_and_4_bits(folders, experts, largest):
     """With biases, interleaved gates and limits."""
     want = golden("gpt_oss")
     decoder = load(Checkpoint(folders["gpt_oss"]), **FLOAT32)
@@ -182,7 +176,7 @@ def test_experts_in_8_and_4_bits(folders: dict[str, Path], experts: str, largest
 @pytest.mark.slow
 @pytest.mark.usefixtures("implicit_promotion")
 @every_family
-def test_training_lowers_the_loss_and_is_saved(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_training_lowers_the_loss_and_is_saved(family, folders, tmp_path):
     mesh, checkpoint = mesh_of(4, expert_parallel=2), Checkpoint(folders[family])
     decoder = load(checkpoint, mesh=mesh, **FLOAT32)
     before = forward(decoder, golden(family).prompts[0][None])
@@ -203,7 +197,7 @@ def test_training_lowers_the_loss_and_is_saved(family: str, folders: dict[str, P
     assert error(forward(again, golden(family).prompts[0][None]), np.asarray(after)) < TOLERANCE
 
 
-def test_sampling(rng: np.random.Generator) -> None:
+def test_sampling(rng):
     """Token frequencies within top_p follow the softmax at a temperature; the others never occur."""
     share = np.array([0.05, 0.4, 0.15, 0.3, 0.1])
     logits = jnp.broadcast_to(jnp.log(jnp.array(share, jnp.float32)), (20_000, 5))
@@ -218,7 +212,7 @@ def test_sampling(rng: np.random.Generator) -> None:
         Sampling.of(0.5, 0.0)
 
 
-def test_config() -> None:
+def test_config():
     """Read both versions of the rotary entries; unknown values are errors."""
     config = make_tiny_checkpoint.config_of("gpt_oss")
     newer = {name: value for name, value in config.items() if name not in ("rope_theta", "rope_scaling")}
@@ -241,7 +235,7 @@ def test_config() -> None:
             DecoderConfig.from_json(config | change)
 
 
-def test_stop_tokens(tmp_path: Path) -> None:
+def test_stop_tokens(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert stop_tokens(tmp_path) == ()
     (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
@@ -251,7 +245,7 @@ def test_stop_tokens(tmp_path: Path) -> None:
     assert stop_tokens(tmp_path) == (7, 9)
 
 
-def test_what_does_not_fit_is_refused(folders: dict[str, Path]) -> None:
+def test_what_does_not_fit_is_refused(folders):
     checkpoint = Checkpoint(folders["qwen3_moe"])
     checkpoint.config = checkpoint.config | {"tie_word_embeddings": False}
     with pytest.raises(ValueError, match=r"lm_head\.weight"):
@@ -267,7 +261,7 @@ def test_what_does_not_fit_is_refused(folders: dict[str, Path]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("implicit_promotion")
-def test_command_line(folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line(folders, tmp_path, capsys):
     text = tmp_path / "text"
     text.write_text("To be, or not to be. " * 40)
     sizes = (
@@ -287,23 +281,17 @@ def test_command_line(folders: dict[str, Path], tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.slow
-def test_commands_of_the_page_run(tmp_path: Path) -> None:
+def test_commands_of_the_page_run(tmp_path):
     """The page's commands run one after another; on CPU devices with tiny checkpoints."""
     text = PAGE.read_text()
-    commands = [
-        line
-        for block in re.findall(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-        for line in block.splitlines()
-    ]
+    blocks = re.findall(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    commands = "".join(blocks).splitlines()
     assert len(commands) >= 4
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}  # Like an installed package.
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "README.md").symlink_to(ROOT / "README.md")
     for command in commands:
         program, *arguments = shlex.split(command)
         assert program == "python"
-        done = subprocess.run(
-            [*STRICT_PYTHON, *arguments], cwd=tmp_path, env=environment, check=False, capture_output=True, text=True
-        )
+        done = run_command(*STRICT_PYTHON, *arguments, cwd=tmp_path, XLA_FLAGS=os.environ["XLA_FLAGS"])
         assert done.returncode == 0, done.stderr
         assert "tokens/s" in done.stdout or "wrote a tiny" in done.stdout

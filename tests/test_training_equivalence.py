@@ -1,9 +1,5 @@
 """Training through jax_ep.moe on four ranks follows dense training on one device, step by step."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,12 +13,12 @@ NUM_RANKS, TOKENS, TOP_K, EXPERTS, HIDDEN, SIZE = 4, 8, 2, 8, 12, 6
 STEPS, LEARNING_RATE = 10, 0.2
 
 
-def route(x: jax.Array, router: jax.Array) -> tuple[jax.Array, jax.Array]:
+def route(x, router):
     scores, topk_idx = jax.lax.top_k(jax.nn.softmax(x @ router), TOP_K)
     return topk_idx.astype(jnp.int32), scores / jnp.sum(scores, axis=-1, keepdims=True)
 
 
-def dense_layer(parameters: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+def dense_layer(parameters, x):
     """Apply every expert to every token, without dispatch and rows."""
     topk_idx, topk_weights = route(x, parameters["router"])
     z = jnp.einsum("th,ehc->tec", x, parameters["w_gate_up"])
@@ -31,25 +27,18 @@ def dense_layer(parameters: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     return jnp.einsum("te,teh->th", gates, out)
 
 
-def parallel_layer(implementation: str, mesh: Any) -> Any:
-    def body(parameters: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+def parallel_layer(implementation, mesh):
+    def body(parameters, x):
         topk_idx, topk_weights = route(x, parameters["router"])
-        return jax_ep.moe(
-            x,
-            topk_idx,
-            topk_weights,
-            parameters["w_gate_up"],
-            parameters["w_down"],
-            num_experts=EXPERTS,
-            implementation=implementation,
-        )
+        experts, options = (parameters["w_gate_up"], parameters["w_down"]), {"implementation": implementation}
+        return jax_ep.moe(x, topk_idx, topk_weights, *experts, num_experts=EXPERTS, **options)
 
     specs = {"router": P(), "w_gate_up": P(EXPERT), "w_down": P(EXPERT)}
     return jax.shard_map(body, mesh=mesh, in_specs=(specs, P(EXPERT)), out_specs=P(EXPERT))
 
 
-def train_step(layer: Any) -> Any:
-    def loss(parameters: dict[str, jax.Array], x: jax.Array, target: jax.Array) -> jax.Array:
+def train_step(layer):
+    def loss(parameters, x, target):
         return jnp.mean(jnp.square(x + layer(parameters, x) - target))
 
     @jax.jit
@@ -61,11 +50,11 @@ def train_step(layer: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_ten_steps(implementation: str, expert_mesh: Any) -> None:
+def test_ten_steps(implementation, expert_mesh):
     # A fixed seed: a near tie in the router could send the two runs to different experts.
     rng = np.random.default_rng(0)
 
-    def normal(*shape: int, scale: float = 1.0) -> np.ndarray:
+    def normal(*shape, scale=1.0):
         return (scale * rng.standard_normal(shape)).astype(np.float32)
 
     parameters = {

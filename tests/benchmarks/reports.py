@@ -1,17 +1,13 @@
 """Running the benchmarks' scripts, and what their reports must say."""
 
-from __future__ import annotations
-
 import argparse
 import datetime
-import os
 import subprocess
 import threading
 from pathlib import Path
 
-from harness import STRICT_PYTHON
+from harness import ROOT, STRICT_PYTHON, run_command
 
-ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 KEYS = {"name", "script", "date", "versions", "device", "settings", "summary", "rows"}
 
@@ -38,14 +34,7 @@ def arguments(out: Path, **changed: object) -> argparse.Namespace:
 
 def run(script: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A quick run of a script, as from the command line."""
-    # Not the virtual devices of the tests: the benchmark makes its own.
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    environment |= {
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
-    command = [*STRICT_PYTHON, str(BENCHMARKS / script), "--quick", "--out", str(folder), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return run_command(*STRICT_PYTHON, str(BENCHMARKS / script), "--quick", "--out", str(folder), *arguments)
 
 
 def run_quickly(script: str, folder: Path, *arguments: str) -> str:

@@ -1,7 +1,5 @@
 """The baselines of benchmarks/layer.py compute the layer, so that their times mean something."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax
@@ -22,7 +20,7 @@ ALL_SLOTS = SHAPE.num_tokens * SHAPE.top_k  # of one rank
 NAMES = ("y", "dx", "d_weights", "d_gate_up", "d_down")
 
 
-def inputs(rng: np.random.Generator, kind: str, num_ranks: int, dtype: np.dtype = F32):
+def inputs(rng, kind, num_ranks, dtype=F32):
     ids = ROUTINGS[kind](rng, num_ranks, SHAPE)
     x, d_y = (reals(rng, num_ranks, SHAPE.num_tokens, SHAPE.hidden, dtype=dtype) for _ in range(2))
     num_local = SHAPE.num_experts // num_ranks

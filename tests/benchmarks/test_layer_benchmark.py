@@ -1,15 +1,12 @@
 """benchmarks/layer.py times what it says it times, and loses no figure when one variant fails."""
 
-from __future__ import annotations
-
-import json
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from reports import Clock, arguments, check_report, run_quickly
+from reports import Clock, arguments
 
 from jax_ep.tools.benchmark import baselines, harness, inputs, layer, plots
 from jax_ep.tools.benchmark.chains import chain
@@ -54,9 +51,6 @@ def sleeper(nap, seconds, value=1.0, same_as=None):
     return layer.Variant(step, (), 1e9, same_as), calls
 
 
-# --- cases ----------------------------------------------------------------------------------------------------------
-
-
 def test_capacity_holds_the_most_loaded_rank(case):
     counts = np.bincount(case.ids.reshape(-1), minlength=8)
     np.testing.assert_array_equal(case.rows, counts.reshape(RANKS, 2).sum(1))
@@ -78,9 +72,6 @@ def test_large_arrays_are_made_in_chunks(case, monkeypatch):
     monkeypatch.setattr(inputs, "_CHUNK", 10)
     made = np.asarray(inputs.on_ranks(case.mesh, (6, 5), 0), np.float32)
     assert made.shape == (24, 5) and len(np.unique(made)) > 100
-
-
-# --- chains ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_chain_makes_every_call(case):
@@ -160,9 +151,6 @@ def test_parts_of_one_half_agree(case, weights):
     assert variants["dispatch"].flops == 0
 
 
-# --- the report -----------------------------------------------------------------------------------------------------
-
-
 def test_failed_and_wrong_variants_are_reported_with_the_others(run, clock):
     def broken(zero):
         raise RuntimeError("no algorithm")
@@ -202,41 +190,3 @@ def test_plot_by_model_compares_us_with_what_jax_offers():
     del rows[-1]["seconds"]
     found = plots.layers_of(rows, 4096)
     assert found == {"forward": {("deepseek-v3", 2): {ours: 2.0, other: 3.0}}, "forward + backward": {}}
-
-
-def test_plot_by_model_is_drawn_from_reports_alone(tmp_path):
-    pytest.importorskip("matplotlib")
-    rows = [layer_row(name, seconds) for name, seconds in zip(plots.ORDER, (1e-3, 2e-3, 1.5e-3, 1.0), strict=True)]
-
-    def write(name, rows, kind):
-        (tmp_path / f"moe_layer{name}.json").write_text(json.dumps({"date": "2026", "device": kind, "rows": rows}))
-
-    write("_2_gpus", rows, {"kind": "H200"})
-    assert plots.draw_layers(tmp_path).read_bytes().startswith(b"\x89PNG")
-    write("_2_gpus", rows[1:], {"kind": "H200"})
-    assert plots.draw_layers(tmp_path) is None
-    write("_more", rows[1:], {"kind": "H200"})
-    write("_h100", rows, {"kind": "H100"})
-    assert plots.draw_layers(tmp_path) is None, "of two kinds of GPUs"
-
-
-# --- whole runs -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_quick_run(tmp_path):
-    chosen = ["moe", "capacity", "ragged"]
-    options = ["--tokens", "16", "--ragged-tokens", "16", "--layers", *chosen]
-    output = run_quickly("layer.py", tmp_path, *options)
-    content = json.loads((tmp_path / "moe_layer.json").read_text())
-    check_report(content)
-    for direction in layer.DIRECTIONS:
-        rows = {row["variant"]: row for row in content["rows"] if row["direction"] == direction}
-        assert set(rows) == {layer.LAYERS[key] for key in chosen}
-        assert "ragged-all-to-all" in rows[layer.LAYERS["ragged"]]["failed"]  # not on CPU devices
-        for row in rows.values():
-            assert (row["shape"]["model"], row["shape"]["ranks"], row["shape"]["capacity"]) == ("tiny", 4, 128)
-            if "seconds" in row:
-                flops = 2 * 16 * 2 * 128 * 128 * 3 * (3 if "backward" in direction else 1)
-                assert row["tflops"] == pytest.approx(1e-12 * flops / row["seconds"]["median"])
-    assert "TFLOP/s" in output

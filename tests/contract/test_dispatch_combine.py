@@ -1,25 +1,33 @@
 """dispatch and combine move the right bits, for every routing, shape, dtype and capacity."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 import jax_ep
 import oracle
-from cases import BASE, BF16, F16, F32, SHAPES, Shape, assert_close, assert_same_bits, integers, probabilities, reals
+from cases import (
+    BASE,
+    BF16,
+    F16,
+    F32,
+    FP8_WIRE,
+    SHAPES,
+    Shape,
+    assert_close,
+    assert_same_bits,
+    integers,
+    probabilities,
+    reals,
+)
 from harness import compiled, run
 from routings import FEW_ROUTINGS, ROUTINGS
 
 OPERATION = "exchange"
 
 
-def round_trip(shape: Shape, implementation: str, **options: Any):
+def round_trip(shape, implementation, **options):
     """Compile dispatch, and combine of given rows; return all results."""
 
     def fn(x, topk_idx, topk_weights, y):
@@ -35,22 +43,22 @@ def round_trip(shape: Shape, implementation: str, **options: Any):
 class Problem:
     """Random inputs of one routing, with rows to combine whose padding is poisoned."""
 
-    def __init__(self, rng: np.random.Generator, routing: str, num_ranks: int, shape: Shape, dtype=BF16, **layout):
+    def __init__(self, rng, routing, num_ranks, shape, dtype=BF16, **layout):
         self.topk_idx = ROUTINGS[routing](rng, num_ranks, shape)
         self.lay = oracle.layout(self.topk_idx, shape.num_experts, **layout)
         self.x = reals(rng, num_ranks, shape.num_tokens, shape.hidden, dtype=dtype)
         self.topk_weights = probabilities(rng, *self.topk_idx.shape)
         self.y = self.poisoned(integers(rng, *self.lay.source.shape, shape.hidden, dtype=dtype))
 
-    def poisoned(self, y: np.ndarray) -> np.ndarray:
+    def poisoned(self, y):
         """Set padding rows, which must not be read, to NaN."""
         return np.where(self.lay.is_padding[..., None], np.array(np.nan, y.dtype), y)
 
     @property
-    def args(self) -> tuple[np.ndarray, ...]:
+    def args(self):
         return self.x, self.topk_idx, self.topk_weights, self.y
 
-    def check(self, dispatched: Any, back: np.ndarray) -> None:
+    def check(self, dispatched, back):
         assert_same_bits(dispatched.tokens, oracle.gather(self.x, self.lay), "tokens")
         assert_same_bits(dispatched.weights, oracle.gather_weights(self.topk_weights, self.lay), "weights")
         assert_same_bits(dispatched.group_sizes, self.lay.group_sizes, "group_sizes")
@@ -61,9 +69,7 @@ class Problem:
         np.testing.assert_array_equal(back.astype(np.float64), oracle.combine(self.y, self.lay), "combine")
 
 
-def test_dispatch_combine_routings(
-    implementation: str, every_mesh: Mesh, rng: np.random.Generator, subtests: pytest.Subtests
-) -> None:
+def test_dispatch_combine_routings(implementation, every_mesh, rng, subtests):
     call = compiled(round_trip(BASE, implementation), every_mesh)
     for routing in ROUTINGS:
         with subtests.test(routing):
@@ -79,9 +85,7 @@ def test_dispatch_combine_routings(
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.slow(unless={"name": ["prime_tokens", "odd_hidden", "one_expert_in_the_world"]})
-def test_dispatch_combine_shapes(
-    implementation: str, name: str, expert_mesh: Any, rng: np.random.Generator, subtests: Any
-) -> None:
+def test_dispatch_combine_shapes(implementation, name, expert_mesh, rng, subtests):
     num_ranks, shape = SHAPES[name]
     call = compiled(round_trip(shape, implementation), expert_mesh(num_ranks))
     for routing in FEW_ROUTINGS:
@@ -91,16 +95,12 @@ def test_dispatch_combine_shapes(
 
 
 @pytest.mark.parametrize("dtype", [F16, F32], ids=str)
-def test_dispatch_combine_dtypes(
-    implementation: str, dtype: np.dtype, expert_mesh: Any, rng: np.random.Generator
-) -> None:
+def test_dispatch_combine_dtypes(implementation, dtype, expert_mesh, rng):
     problem = Problem(rng, "duplicates", 2, BASE, dtype)
     problem.check(*run(round_trip(BASE, implementation), expert_mesh(2), *problem.args))
 
 
-def test_dispatch_combine_float64(
-    implementation: str, expert_mesh: Any, rng: np.random.Generator, float64: None
-) -> None:
+def test_dispatch_combine_float64(implementation, expert_mesh, rng, float64):
     problem = Problem(rng, "duplicates", 2, BASE, np.dtype(np.float64))
     problem.check(*run(round_trip(BASE, implementation), expert_mesh(2), *problem.args))
 
@@ -108,14 +108,7 @@ def test_dispatch_combine_float64(
 # (capacity, alignment): dropless and aligned, cut within a group, cut to a single row or block, room to spare.
 @pytest.mark.parametrize(("capacity", "alignment"), [(None, 8), (8, 4), (1, 1), (20, 1), (96, 16)])
 @pytest.mark.slow_interpreted(unless={"alignment": [4, 16]})
-def test_dispatch_combine_capacity_and_alignment(
-    implementation: str,
-    capacity: int | None,
-    alignment: int,
-    expert_mesh: Any,
-    rng: np.random.Generator,
-    subtests: pytest.Subtests,
-) -> None:
+def test_dispatch_combine_capacity_and_alignment(implementation, capacity, alignment, expert_mesh, rng, subtests):
     options = {"capacity": capacity, "alignment": alignment}
     call = compiled(round_trip(BASE, implementation, **options), expert_mesh(2))
     for routing in ("uniform", "zipf", "one_hot_every_slot", "no_experts", "duplicates", "out_of_range"):
@@ -126,16 +119,14 @@ def test_dispatch_combine_capacity_and_alignment(
 
 @pytest.mark.parametrize("kind", [np.int64, np.int16, np.uint8])
 @pytest.mark.slow_interpreted
-def test_dispatch_combine_numpy_integers(
-    implementation: str, expert_mesh: Any, rng: np.random.Generator, kind: Any
-) -> None:
+def test_dispatch_combine_numpy_integers(implementation, expert_mesh, rng, kind):
     """As static sizes they work like Python integers, without a dtype that could reach an array."""
     problem = Problem(rng, "uniform", 2, BASE)
     shape = dataclasses.replace(BASE, num_experts=kind(BASE.num_experts))
     problem.check(*run(round_trip(shape, implementation), expert_mesh(2), *problem.args))
 
 
-def test_dispatch_combine_handle_reuse(implementation: str, mesh: Mesh, rng: np.random.Generator) -> None:
+def test_dispatch_combine_handle_reuse(implementation, mesh, rng):
     """A second dispatch with the handle of the first sends other tokens along the same routes."""
     options = {"num_experts": BASE.num_experts, "capacity": 24, "alignment": 2, "implementation": implementation}
 
@@ -158,7 +149,7 @@ def test_dispatch_combine_handle_reuse(implementation: str, mesh: Mesh, rng: np.
     problem.check(weighted, back)
 
 
-def test_dispatch_quantized_tokens_bit_for_bit(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_dispatch_quantized_tokens_bit_for_bit(implementation, expert_mesh, rng):
     """A (values, scales) pair is moved bit for bit, even bytes that no quantization produces."""
 
     def fn(values, scales, topk_idx):
@@ -175,7 +166,7 @@ def test_dispatch_quantized_tokens_bit_for_bit(implementation: str, expert_mesh:
     assert_same_bits(got_scales, oracle.gather(scales, lay), "scales")
 
 
-def fp8_friendly(rng: np.random.Generator, *shape: int, dtype: np.dtype) -> np.ndarray:
+def fp8_friendly(rng, *shape, dtype):
     """Draw numbers whose blocks of 128 peak at 448 times a power of two, so that scales are exact."""
     x = rng.uniform(-400, 400, shape)
     x[..., ::128] = 448
@@ -183,22 +174,14 @@ def fp8_friendly(rng: np.random.Generator, *shape: int, dtype: np.dtype) -> np.n
     return (x * 2.0**exponents).astype(dtype)
 
 
-def test_dispatch_combine_fp8_wire(
-    implementation: str, expert_mesh: Any, rng: np.random.Generator, subtests: Any
-) -> None:
+def test_dispatch_combine_fp8_wire(implementation, expert_mesh, rng, subtests):
     """Tokens are quantized and dequantized, and so are the partial sums of combine."""
 
     def fn(x, topk_idx, y):
         out = jax_ep.dispatch(
-            x,
-            topk_idx,
-            num_experts=BASE.num_experts,
-            schedule=jax_ep.Schedule(wire_dtype=jnp.float8_e4m3fn),
-            implementation=implementation,
+            x, topk_idx, num_experts=BASE.num_experts, schedule=FP8_WIRE, implementation=implementation
         )
-        back = jax_ep.combine(
-            y, out.handle, schedule=jax_ep.Schedule(wire_dtype=jnp.float8_e4m3fn), implementation=implementation
-        )
+        back = jax_ep.combine(y, out.handle, schedule=FP8_WIRE, implementation=implementation)
         return out.tokens, back
 
     mesh = expert_mesh(2)
@@ -233,7 +216,7 @@ def test_dispatch_combine_fp8_wire(
         assert_close(tokens, oracle.gather(oracle.to_wire(x, oracle.FP8), lay), "tokens", tolerance=2**-4)
 
 
-def test_combine_partial_sums_rounded_once(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_combine_partial_sums_rounded_once(implementation, expert_mesh, rng):
     """Each rank sums in float32 and rounds to the dtype of y; the source sums those in float32 and rounds."""
     shape = Shape(top_k=6)
     problem = Problem(rng, "uniform", 2, shape)

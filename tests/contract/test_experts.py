@@ -1,10 +1,7 @@
 """Activations with biases on every implementation: values and gradients against the oracle."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +29,7 @@ CASES = {
 class Inputs:
     """Random inputs of a layer with experts, and the oracle's result."""
 
-    def __init__(self, rng: Any, experts: jax_ep.Experts, bias: bool, num_ranks: int, shape: Shape, dtype: Any) -> None:
+    def __init__(self, rng, experts, bias, num_ranks, shape, dtype):
         self.experts, self.shape = experts, shape
         self.layer = Layer(rng, "duplicates", num_ranks, shape, dtype, gated=experts.gated)
         self.layer.w_gate_up *= 3  # So that limits are reached.
@@ -42,10 +39,10 @@ class Inputs:
         self.d_out = reals(rng, *self.layer.x.shape, dtype=dtype)
 
     @property
-    def args(self) -> tuple[Any, ...]:
+    def args(self):
         return *self.layer.args, *(None if b is None else self.layer.per_rank(b) for b in self.biases)
 
-    def answer(self, **layout: Any) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+    def answer(self, **layout):
         of = self.layer
         lay = oracle.layout(of.topk_idx, len(of.w_down), **layout)
         arrays = Arrays(of.x, of.topk_weights, of.w_gate_up, of.w_down, *self.biases)
@@ -54,7 +51,7 @@ class Inputs:
         return out, (gradient.x, gradient.topk_weights, *by_rank)
 
 
-def moe(implementation: str, inputs: Inputs, **options: Any) -> Any:
+def moe(implementation, inputs, **options):
     run = functools.partial(jax_ep.moe, num_experts=inputs.shape.num_experts, implementation=implementation)
 
     def call(x, topk_idx, topk_weights, w_gate_up, w_down, b_gate_up, b_down):
@@ -64,7 +61,7 @@ def moe(implementation: str, inputs: Inputs, **options: Any) -> Any:
     return call
 
 
-def with_gradients(call: Any) -> Any:
+def with_gradients(call):
     """Return `call` and its gradients in all floating arguments, for a cotangent as the last argument."""
 
     def value(arrays, topk_idx, d_out):
@@ -80,7 +77,7 @@ def with_gradients(call: Any) -> Any:
     return both
 
 
-def assert_near(got: np.ndarray, want: np.ndarray, what: str) -> None:
+def assert_near(got, want, what):
     """Compare in the norm: a sum that rounds to the other side of a limit has another derivative."""
     error = np.linalg.norm(got.astype(np.float64) - want) / np.linalg.norm(want)
     assert error < 0.05, f"{what}: off by {error}"
@@ -89,7 +86,7 @@ def assert_near(got: np.ndarray, want: np.ndarray, what: str) -> None:
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.slow(unless={"case": ["gpt-oss", "llama 4"], "dtype": [BF16]})
-def test_experts_values_and_gradients(implementation: str, case: str, dtype: Any, expert_mesh: Any, rng: Any) -> None:
+def test_experts_values_and_gradients(implementation, case, dtype, expert_mesh, rng):
     inputs = Inputs(rng, *CASES[case], 2, BASE, dtype)
     y, gradients = run(with_gradients(moe(implementation, inputs)), expert_mesh(2), *inputs.args, inputs.d_out)
     want, wanted = inputs.answer()
@@ -104,7 +101,7 @@ def test_experts_values_and_gradients(implementation: str, case: str, dtype: Any
 
 @pytest.mark.parametrize("case", ["plain", "gpt-oss in halves", "gpt-oss"])
 @pytest.mark.slow(unless={"case": ["plain"]})
-def test_experts_inference_matches_training(implementation: str, case: str, expert_mesh: Any, rng: Any) -> None:
+def test_experts_inference_matches_training(implementation, case, expert_mesh, rng):
     """Up to the rounding of hidden rows, which do not exist without gradients."""
     halves = dataclasses.replace(GPT_OSS, interleaved=False)
     experts = {"plain": jax_ep.Experts(), "gpt-oss in halves": halves, "gpt-oss": GPT_OSS}[case]
@@ -117,7 +114,7 @@ def test_experts_inference_matches_training(implementation: str, case: str, expe
 
 
 @pytest.mark.parametrize("mode", ["scatter", "serial"])
-def test_experts_bias_combine_modes(implementation: str, mode: str, expert_mesh: Any, rng: Any) -> None:
+def test_experts_bias_combine_modes(implementation, mode, expert_mesh, rng):
     inputs = Inputs(rng, GPT_OSS, True, 2, WIDE, BF16)
     schedule = jax_ep.Schedule(combine_mode=mode)
     call = with_gradients(moe(implementation, inputs, schedule=schedule))
@@ -128,13 +125,13 @@ def test_experts_bias_combine_modes(implementation: str, mode: str, expert_mesh:
         assert_near(g, w, mode)
 
 
-def test_experts_dropped_rows_have_no_bias(implementation: str, expert_mesh: Any, rng: Any) -> None:
+def test_experts_dropped_rows_have_no_bias(implementation, expert_mesh, rng):
     inputs = Inputs(rng, GPT_OSS, True, 2, BASE, F32)
     got = run(moe(implementation, inputs, capacity=7), expert_mesh(2), *inputs.args)
     assert_close(got, inputs.answer(capacity=7)[0], "moe")
 
 
-def test_experts_fp8_gemm(implementation: str, expert_mesh: Any, rng: Any) -> None:
+def test_experts_fp8_gemm(implementation, expert_mesh, rng):
     """About as far from the exact layer as one without biases; limits would make the derivatives jump."""
     inputs = Inputs(rng, dataclasses.replace(GPT_OSS, clamp=None), True, 2, WIDE, BF16)
     call = moe(implementation, inputs, recipe="fp8")
@@ -147,7 +144,7 @@ def test_experts_fp8_gemm(implementation: str, expert_mesh: Any, rng: Any) -> No
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("case", ["gpt-oss", "llama 4", "no gates"])
 @pytest.mark.slow(unless={"case": ["gpt-oss"]})
-def test_experts_low_latency(implementation: str, case: str, fp8: bool, expert_mesh: Any, rng: Any) -> None:
+def test_experts_low_latency(implementation, case, fp8, expert_mesh, rng):
     inputs = Inputs(rng, *CASES[case], 2, WIDE, BF16)
 
     def call(x, topk_idx, weights, w_gate_up, w_down, b_gate_up, b_down):
@@ -161,7 +158,7 @@ def test_experts_low_latency(implementation: str, case: str, fp8: bool, expert_m
     assert error < (0.12 if fp8 else 0.01)
 
 
-def test_experts_custom_activation(implementation: str, expert_mesh: Any, rng: Any) -> None:
+def test_experts_custom_activation(implementation, expert_mesh, rng):
     """A custom activation with its own parameters, whose gradient ignores rows without a token."""
     inputs = Inputs(rng, jax_ep.Experts(), False, 2, BASE, BF16)
     slope = rng.standard_normal((2, BASE.intermediate)).astype(np.float32)
@@ -203,7 +200,7 @@ def test_experts_custom_activation(implementation: str, expert_mesh: Any, rng: A
 @pytest.mark.parametrize("count", [0, 3, 99])
 @pytest.mark.slow(unless={"count": [3]})
 @pytest.mark.slow_interpreted
-def test_experts_padding(implementation: str, count: int, expert_mesh: Any, rng: Any) -> None:
+def test_experts_padding(implementation, count, expert_mesh, rng):
     """Tokens whose ids are all -1 may hold anything, and get zeros."""
     inputs = Inputs(rng, GPT_OSS, True, 2, BASE, F32)
     past = np.arange(BASE.num_tokens)[None, :] >= np.array([count, 5])[:, None]
@@ -218,7 +215,7 @@ def test_experts_padding(implementation: str, count: int, expert_mesh: Any, rng:
     assert not got[past].any()
 
 
-def test_dispatch_num_tokens(implementation: str, expert_mesh: Any, rng: Any) -> None:
+def test_dispatch_num_tokens(implementation, expert_mesh, rng):
     of = Layer(rng, "uniform", 2, BASE)
 
     def rows(x, topk_idx, num_tokens):

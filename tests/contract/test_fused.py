@@ -1,15 +1,11 @@
 """The layer in 16-bit floats with rows of whole 16-byte words, which implementations may fuse."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 import jax_ep
 import oracle
@@ -26,12 +22,12 @@ TOLERANCE = 4e-2
 
 
 @pytest.fixture(params=COMBINE_MODES)
-def mode(request: pytest.FixtureRequest) -> str:
+def mode(request):
     """The mode of GEMM + combine; implementations without fusion skip all but one."""
     return request.param
 
 
-def layer(shape: Shape, implementation: str, **options: Any) -> Any:
+def layer(shape, implementation, **options):
     """Return `moe` with these keywords; schedule fields are passed by name."""
     names = {field.name for field in dataclasses.fields(Schedule)}
     schedule = Schedule(**{name: options.pop(name) for name in names & set(options)})
@@ -39,15 +35,13 @@ def layer(shape: Shape, implementation: str, **options: Any) -> Any:
     return functools.partial(jax_ep.moe, **common, **options)
 
 
-def layer_and_gradients(shape: Shape, implementation: str, **options: Any) -> Any:
+def layer_and_gradients(shape, implementation, **options):
     return with_gradients(layer(shape, implementation, **options))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.slow(unless={"num_ranks": [2]})
-def test_fused_forward_and_gradients(
-    implementation: str, mode: str, num_ranks: int, expert_mesh: Any, rng: Any, subtests: Any
-) -> None:
+def test_fused_forward_and_gradients(implementation, mode, num_ranks, expert_mesh, rng, subtests):
     call = compiled(layer_and_gradients(SHAPE, implementation, combine_mode=mode), expert_mesh(num_ranks))
     for routing in ROUTINGS if num_ranks == 2 else FEW_ROUTINGS:
         with subtests.test(routing):
@@ -58,9 +52,7 @@ def test_fused_forward_and_gradients(
 
 @pytest.mark.parametrize("capacity", [1, 24, 60])
 @pytest.mark.slow_interpreted(unless={"capacity": [60], "mode": ["scatter"]})
-def test_fused_capacity(
-    implementation: str, mode: str, capacity: int, expert_mesh: Any, rng: np.random.Generator
-) -> None:
+def test_fused_capacity(implementation, mode, capacity, expert_mesh, rng):
     """Assignments without a row add nothing, whatever earlier calls left in the heap."""
     options = {"capacity": capacity, "combine_mode": mode}
     call = compiled(layer_and_gradients(SHAPE, implementation, **options), expert_mesh(2))
@@ -70,7 +62,7 @@ def test_fused_capacity(
         check_gradients(call(*problem.args, d_out), problem, d_out, tolerance=TOLERANCE, capacity=capacity)
 
 
-def test_fused_float16(implementation: str, mode: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_fused_float16(implementation, mode, expert_mesh, rng):
     problem = Layer(rng, "uniform", 2, SHAPE, F16)
     got = run(layer(SHAPE, implementation, combine_mode=mode), expert_mesh(2), *problem.args)
     assert got.dtype == F16
@@ -78,9 +70,7 @@ def test_fused_float16(implementation: str, mode: str, expert_mesh: Any, rng: np
 
 
 @pytest.mark.parametrize("number", [1, 1000])
-def test_fused_communicating_programs_same_bits(
-    implementation: str, number: int, expert_mesh: Any, rng: np.random.Generator
-) -> None:
+def test_fused_communicating_programs_same_bits(implementation, number, expert_mesh, rng):
     problem, mesh = Layer(rng, "zipf", 2, SHAPE, BF16), expert_mesh(2)
     arrays = *problem.args, reals(rng, *problem.x.shape, dtype=BF16)
     mode = "fused" if implementation == "triton" else None  # Others ignore the number.
@@ -93,9 +83,7 @@ def test_fused_communicating_programs_same_bits(
 @pytest.mark.parametrize("dispatch_mode", DISPATCH_MODES)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.slow(unless={"num_ranks": [2]})
-def test_fused_dispatch_modes(
-    implementation: str, dispatch_mode: str, num_ranks: int, expert_mesh: Any, rng: Any, subtests: Any
-) -> None:
+def test_fused_dispatch_modes(implementation, dispatch_mode, num_ranks, expert_mesh, rng, subtests):
     """Forward and gradients; also with a capacity that leaves tokens without rows."""
     for capacity, routings in ((None, ("zipf", "some_without_expert")), (24, ("one_hot",))):
         options = {"dispatch_mode": dispatch_mode, "capacity": capacity}
@@ -114,9 +102,7 @@ def test_fused_dispatch_modes(
 
 @pytest.mark.parametrize("dispatch_mode", [None, *DISPATCH_MODES])
 @pytest.mark.parametrize("alignment", [1, 16])
-def test_fused_halves(
-    implementation: str, mode: str, alignment: int, dispatch_mode: str | None, mesh: Mesh, rng: np.random.Generator
-) -> None:
+def test_fused_halves(implementation, mode, alignment, dispatch_mode, mesh, rng):
     """Results match dispatch and grouped_gemm row for row, with zeros in padding."""
     if dispatch_mode == "fused" and implementation != "triton":
         pytest.skip(f"{implementation} fuses nothing")
@@ -156,7 +142,7 @@ def test_fused_halves(
         assert_same_bits(again, first, name)
 
 
-def sixteenths(rng: np.random.Generator, *shape: int) -> np.ndarray:
+def sixteenths(rng, *shape):
     """Draw sixteenths, whose products have exact float32 sums in any order: tiles may differ in order."""
     return (rng.integers(-60, 61, shape) / 16).astype(BF16)
 
@@ -164,12 +150,10 @@ def sixteenths(rng: np.random.Generator, *shape: int) -> np.ndarray:
 @pytest.mark.parametrize("options", [{}, {"capacity": 32, "alignment": 4}], ids=["dropless", "capacity"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.slow(unless={"num_ranks": [2]})
-def test_fused_modes_rounding(
-    implementation: str, num_ranks: int, options: dict[str, int], expert_mesh: Any, rng: Any, subtests: Any
-) -> None:
+def test_fused_modes_rounding(implementation, num_ranks, options, expert_mesh, rng, subtests):
     """The modes round in different places; the gradients of both have the same bits."""
 
-    def fn(mode: str, x, topk_idx, h, w_down, d_y):
+    def fn(mode, x, topk_idx, h, w_down, d_y):
         common = {"num_experts": SHAPE.num_experts, "implementation": implementation}
         handle = jax_ep.dispatch(x, topk_idx, **common, **options).handle
         how = {"schedule": Schedule(combine_mode=mode), "implementation": implementation}
@@ -190,7 +174,7 @@ def test_fused_modes_rounding(
                 assert_same_bits(got, wanted, name)
 
 
-def test_fused_mode_default(implementation: str, mesh: Mesh, rng: np.random.Generator) -> None:
+def test_fused_mode_default(implementation, mesh, rng):
     """In every implementation, with the result of one of the modes."""
     arguments = Layer(rng, "zipf", mesh.size, SHAPE, BF16).args
     got = run(layer(SHAPE, implementation), mesh, *arguments)
@@ -198,12 +182,12 @@ def test_fused_mode_default(implementation: str, mesh: Mesh, rng: np.random.Gene
     assert_close(got, serial.astype(np.float64), "chosen", tolerance=TOLERANCE)
 
 
-def test_fused_second_derivative(implementation: str, mode: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_fused_second_derivative(implementation, mode, expert_mesh, rng):
     """The backward pass can be differentiated; compare with the portable implementation in float32."""
     shape = Shape(num_tokens=9, top_k=2, num_experts=4, hidden=16, intermediate=8)
     args = Layer(rng, "uniform", 2, shape, BF16).args
 
-    def fn(implementation: str, mode: str | None, x, topk_idx, topk_weights, w_gate_up, w_down):
+    def fn(implementation, mode, x, topk_idx, topk_weights, w_gate_up, w_down):
         call = layer(shape, implementation, combine_mode=mode)
         return second_derivative(lambda x, w: call(x, topk_idx, topk_weights, w, w_down))(x, w_gate_up)
 

@@ -1,9 +1,6 @@
 """The weight gradient fused with communication, in implementations that support it."""
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 
 import jax
 import numpy as np
@@ -23,20 +20,18 @@ TOLERANCE = 4e-2  # Two GEMMs deep; each one rounds its inputs and outputs.
 
 
 @pytest.fixture(autouse=True)
-def needs_fused_products(implementation: str) -> None:
+def needs_fused_products(implementation):
     if not facts_of.fuses(implementation, Layout(2, 8, 13, 2, 52), BF16, SHAPE.hidden, SHAPE.intermediate):
         pytest.skip(f"{implementation} fuses no products with exchanges")
 
 
-def layer(
-    implementation: str, shape: Shape = SHAPE, *, fuse: bool | None = True, mode: str | None = None, **options: Any
-) -> Any:
+def layer(implementation, shape=SHAPE, *, fuse=True, mode=None, **options):
     schedule = Schedule(fuse_weight_gradients=fuse, combine_mode=mode)
     common = {"num_experts": shape.num_experts, "implementation": implementation, "schedule": schedule}
     return functools.partial(jax_ep.moe, **common, **options)
 
 
-def inputs(rng: np.random.Generator, routing: str, num_ranks: int, shape: Shape = SHAPE) -> tuple[Layer, np.ndarray]:
+def inputs(rng, routing, num_ranks, shape=SHAPE):
     """Return a layer and a cotangent of its result."""
     return Layer(rng, routing, num_ranks, shape, BF16), reals(
         rng, num_ranks, shape.num_tokens, shape.hidden, dtype=BF16
@@ -45,9 +40,7 @@ def inputs(rng: np.random.Generator, routing: str, num_ranks: int, shape: Shape 
 
 @pytest.mark.parametrize(("num_ranks", "mode"), [(2, "scatter"), (2, "serial"), (4, "serial")])
 @pytest.mark.slow_interpreted(unless={"num_ranks": [2]})
-def test_fused_gradients_layer(
-    implementation: str, num_ranks: int, mode: str, expert_mesh: Any, rng: Any, subtests: Any
-) -> None:
+def test_fused_gradients_layer(implementation, num_ranks, mode, expert_mesh, rng, subtests):
     """Results have the same bits in every run."""
     call = compiled(with_gradients(layer(implementation, mode=mode)), expert_mesh(num_ranks))
     for routing in ("uniform", "zipf", "one_hot", "empty_experts") if num_ranks == 2 else ("some_without_expert",):
@@ -60,7 +53,7 @@ def test_fused_gradients_layer(
 
 
 @pytest.mark.parametrize("mode", ["scatter", "serial"])
-def test_fused_gradients_capacity(implementation: str, mode: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_fused_gradients_capacity(implementation, mode, expert_mesh, rng):
     """Assignments without a row add nothing, whatever earlier calls left in the heap."""
     call = compiled(with_gradients(layer(implementation, capacity=16, mode=mode)), expert_mesh(2))
     for _ in range(2):
@@ -69,14 +62,14 @@ def test_fused_gradients_capacity(implementation: str, mode: str, expert_mesh: A
 
 
 @pytest.mark.parametrize("mode", ["scatter", "serial"])
-def test_fused_gradients_one_token(implementation: str, mode: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_fused_gradients_one_token(implementation, mode, expert_mesh, rng):
     shape = Shape(num_tokens=1, top_k=2, num_experts=4, hidden=16, intermediate=8)
     problem, d_out = inputs(rng, "uniform", 2, shape)
     got = run(with_gradients(layer(implementation, shape, mode=mode)), expert_mesh(2), *problem.args, d_out)
     check_gradients(got, problem, d_out, tolerance=TOLERANCE)
 
 
-def test_fused_gradients_dispatch_grouped_gemm(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_fused_gradients_dispatch_grouped_gemm(implementation, expert_mesh, rng):
     """With padding between the groups, compare with the same gradients from separate launches."""
     x, topk_idx, topk_weights, w, _ = Layer(rng, "duplicates", 2, SHAPE, BF16).args
     rows = oracle.layout(topk_idx, SHAPE.num_experts, alignment=4)
@@ -84,7 +77,7 @@ def test_fused_gradients_dispatch_grouped_gemm(implementation: str, expert_mesh:
     d_hidden[rows.is_padding] = 0
     d_weights = reals(rng, *rows.source.shape)
 
-    def fn(wanted: bool, x, topk_idx, topk_weights, w, d_hidden, d_weights):
+    def fn(wanted, x, topk_idx, topk_weights, w, d_hidden, d_weights):
         def call(x, topk_weights, w):
             options = {"num_experts": SHAPE.num_experts, "implementation": implementation, "alignment": 4}
             options["schedule"] = Schedule(fuse_weight_gradients=wanted)
@@ -99,13 +92,13 @@ def test_fused_gradients_dispatch_grouped_gemm(implementation: str, expert_mesh:
         assert_close(g, want.astype(np.float64), name)
 
 
-def test_fused_gradients_scan_and_remat(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_fused_gradients_scan_and_remat(implementation, expert_mesh, rng):
     """Gradients of two layers are those without scan and remat."""
     problem, d_out = inputs(rng, "uniform", 2)
     x, topk_idx, topk_weights, *matrices = problem.args
     layers = [np.stack([w, np.roll(w, 1, axis=1)], axis=1) for w in matrices]
 
-    def fn(scanned: bool, x, topk_idx, topk_weights, w_gate_up, w_down, d_out):
+    def fn(scanned, x, topk_idx, topk_weights, w_gate_up, w_down, d_out):
         def block(x, w):
             return x + layer(implementation)(x, topk_idx, topk_weights, *w), None
 
@@ -124,12 +117,12 @@ def test_fused_gradients_scan_and_remat(implementation: str, expert_mesh: Any, r
         assert_close(g, w.astype(np.float64), name)
 
 
-def test_fused_gradients_second_derivative(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_fused_gradients_second_derivative(implementation, expert_mesh, rng):
     """The backward pass can be differentiated; compare with the portable implementation in float32."""
     shape = Shape(num_tokens=9, top_k=2, num_experts=4, hidden=16, intermediate=8)
     args = Layer(rng, "uniform", 2, shape, BF16).args
 
-    def fn(implementation: str, wanted: bool | None, x, topk_idx, topk_weights, w_gate_up, w_down):
+    def fn(implementation, wanted, x, topk_idx, topk_weights, w_gate_up, w_down):
         call = layer(implementation, shape, fuse=wanted)
         return second_derivative(lambda x, w: call(x, topk_idx, topk_weights, w, w_down))(x, w_gate_up)
 

@@ -1,19 +1,15 @@
 """Gradients: closed forms of the oracle in float32, finite differences in float64, FP8 on the wire in both passes."""
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 import jax_ep
 import oracle
-from cases import BASE, BF16, F32, Shape, assert_close, integers, probabilities, reals
+from cases import BASE, BF16, F32, FP8_WIRE, Shape, assert_close, integers, probabilities, reals
 from harness import check_directional_derivatives, compiled, per_rank, run, to_numpy
 from layers import NAMES, Layer, check_gradients, with_gradients
 from routings import FEW_ROUTINGS, ROUTINGS
@@ -22,7 +18,7 @@ TINY = Shape(num_tokens=3, top_k=2, num_experts=4, hidden=3, intermediate=2)
 VARIANTS = [(activation, gated) for activation in ("silu", "gelu", "relu") for gated in (True, False)]
 
 
-def layer_arrays(rng: np.random.Generator, num_ranks: int, shape: Shape, dtype=F32, *, gated: bool = True):
+def layer_arrays(rng, num_ranks, shape, dtype=F32, *, gated=True):
     """Draw x, topk_weights, and global weights [E, ...]."""
     x = reals(rng, num_ranks, shape.num_tokens, shape.hidden, dtype=dtype)
     weight_dtype = np.float64 if dtype == np.float64 else F32
@@ -32,16 +28,16 @@ def layer_arrays(rng: np.random.Generator, num_ranks: int, shape: Shape, dtype=F
     return x, topk_weights, w_gate_up, reals(rng, shape.num_experts, size, shape.hidden, dtype=dtype)
 
 
-def split_experts(weights: np.ndarray, num_ranks: int) -> np.ndarray:
+def split_experts(weights, num_ranks):
     return weights.reshape(num_ranks, -1, *weights.shape[1:])
 
 
-def moe_gradients(shape: Shape, implementation: str, **options: Any):
+def moe_gradients(shape, implementation, **options):
     call = functools.partial(jax_ep.moe, num_experts=shape.num_experts, implementation=implementation, **options)
     return with_gradients(call)
 
 
-def test_moe_gradients_routings(implementation: str, every_mesh: Mesh, rng: np.random.Generator, subtests: Any) -> None:
+def test_moe_gradients_routings(implementation, every_mesh, rng, subtests):
     call = compiled(moe_gradients(BASE, implementation), every_mesh)
     for routing in ROUTINGS:
         with subtests.test(routing):
@@ -52,9 +48,7 @@ def test_moe_gradients_routings(implementation: str, every_mesh: Mesh, rng: np.r
 
 @pytest.mark.parametrize(("activation", "gated"), VARIANTS)
 @pytest.mark.slow(unless={"gated": [True]})
-def test_moe_gradients_activations(
-    implementation: str, activation: str, gated: bool, expert_mesh: Any, rng: Any
-) -> None:
+def test_moe_gradients_activations(implementation, activation, gated, expert_mesh, rng):
     layer = Layer(rng, "duplicates", 2, BASE, gated=gated)
     d_out = reals(rng, *layer.x.shape)
     fn = moe_gradients(BASE, implementation, experts=jax_ep.Experts(activation, gated=gated))
@@ -63,7 +57,7 @@ def test_moe_gradients_activations(
     check_gradients(run(fn, expert_mesh(2), *layer.args, d_out), layer, d_out, activation, tolerance)
 
 
-def test_moe_gradients_capacity(implementation: str, expert_mesh: Any, rng: np.random.Generator, subtests: Any) -> None:
+def test_moe_gradients_capacity(implementation, expert_mesh, rng, subtests):
     """Dropped rows neither contribute to nor receive gradients."""
     call = compiled(moe_gradients(BASE, implementation, capacity=10), expert_mesh(2))
     for routing in ("zipf", "one_hot_every_slot"):
@@ -74,7 +68,7 @@ def test_moe_gradients_capacity(implementation: str, expert_mesh: Any, rng: np.r
             check_gradients(call(*layer.args, d_out), layer, d_out, capacity=10)
 
 
-def test_moe_gradients_bfloat16(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_moe_gradients_bfloat16(implementation, expert_mesh, rng):
     layer = Layer(rng, "uniform", 2, BASE, BF16)
     d_out = reals(rng, *layer.x.shape, dtype=BF16)
     got = run(moe_gradients(BASE, implementation), expert_mesh(2), *layer.args, d_out)
@@ -83,7 +77,7 @@ def test_moe_gradients_bfloat16(implementation: str, expert_mesh: Any, rng: np.r
     check_gradients(got, layer, d_out, tolerance=4e-2)
 
 
-def dispatch_combine_vjp(implementation: str, **options: Any):
+def dispatch_combine_vjp(implementation, **options):
     """Return the transposes of dispatch (tokens and weights) and combine, for given cotangents."""
     wire = {"schedule": options.get("schedule")}
 
@@ -103,9 +97,7 @@ def dispatch_combine_vjp(implementation: str, **options: Any):
 
 # Cotangents of small integers sum exactly, so the transposes compare bit for bit.
 @pytest.mark.parametrize("options", [{}, {"alignment": 4}, {"capacity": 12, "alignment": 2}], ids=str)
-def test_gradients_transposes(
-    implementation: str, options: dict[str, int], mesh: Mesh, rng: Any, subtests: Any
-) -> None:
+def test_gradients_transposes(implementation, options, mesh, rng, subtests):
     call = compiled(dispatch_combine_vjp(implementation, **options), mesh)
     for routing in FEW_ROUTINGS:
         with subtests.test(routing):
@@ -121,11 +113,9 @@ def test_gradients_transposes(
             np.testing.assert_array_equal(dy, oracle.gather(d_out, lay))
 
 
-def test_gradients_fp8_wire_straight_through(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_gradients_fp8_wire_straight_through(implementation, expert_mesh, rng):
     """The backward pass quantizes the cotangent like tokens, and ignores the rounding of the forward pass."""
-    call = compiled(
-        dispatch_combine_vjp(implementation, schedule=jax_ep.Schedule(wire_dtype=jnp.float8_e4m3fn)), expert_mesh(2)
-    )
+    call = compiled(dispatch_combine_vjp(implementation, schedule=FP8_WIRE), expert_mesh(2))
     topk_idx = ROUTINGS["uniform"](rng, 2, BASE)
     lay = oracle.layout(topk_idx, BASE.num_experts)
     x, y = reals(rng, 2, BASE.num_tokens, 128), reals(rng, *lay.source.shape, 128)
@@ -147,12 +137,12 @@ def test_gradients_fp8_wire_straight_through(implementation: str, expert_mesh: A
     np.testing.assert_array_equal(d_topk_weights, oracle.scatter_weights(d_weights, lay))
 
 
-def test_moe_gradients_fp8_wire(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_moe_gradients_fp8_wire(implementation, expert_mesh, rng):
     """Gradients match the layer with quantized tokens and cotangents."""
     shape = Shape(hidden=128)
     layer = Layer(rng, "uniform", 2, shape)
     d_out = reals(rng, *layer.x.shape)
-    fn = moe_gradients(shape, implementation, schedule=jax_ep.Schedule(wire_dtype=jnp.float8_e4m3fn))
+    fn = moe_gradients(shape, implementation, schedule=FP8_WIRE)
     got = run(fn, expert_mesh(2), *layer.args, d_out)[1:]
     exact = layer.oracle().gradients(d_out)
     for name, g, e in zip(NAMES[1:], got, exact, strict=True):
@@ -166,15 +156,13 @@ def test_moe_gradients_fp8_wire(implementation: str, expert_mesh: Any, rng: np.r
     assert np.linalg.norm(got[0] - want[0]) < 2**-4 * np.linalg.norm(want[0])
 
 
-def global_loss(fn: Any, mesh: Mesh, probe: np.ndarray) -> Any:
+def global_loss(fn, mesh, probe):
     """Return a scalar of the stacked arrays, so that the transpose of shard_map is part of the gradient."""
     stacked = per_rank(fn, mesh)
     return lambda *args: jnp.sum(jnp.sin(stacked(*args)) * probe)
 
 
-def test_dispatch_combine_gradients_finite_differences(
-    implementation: str, expert_mesh: Any, rng: Any, float64: None
-) -> None:
+def test_dispatch_combine_gradients_finite_differences(implementation, expert_mesh, rng, float64):
     """Differentiate weights and tokens through dispatch, a nonlinearity, and combine."""
     topk_idx = ROUTINGS["duplicates"](rng, 2, TINY)
     topk_idx[0, 0, 0] = -1
@@ -191,9 +179,7 @@ def test_dispatch_combine_gradients_finite_differences(
     check_directional_derivatives(check, (x, topk_weights), rng)
 
 
-def test_moe_gradients_finite_differences(
-    implementation: str, expert_mesh: Any, rng: np.random.Generator, float64: None
-) -> None:
+def test_moe_gradients_finite_differences(implementation, expert_mesh, rng, float64):
     """First and second order, from one function: g(a) = sum(sin(moe(a))), then h(a) = <grad g(a), u>."""
     topk_idx = ROUTINGS["duplicates"](rng, 2, TINY)
     arrays = layer_arrays(rng, 2, TINY, np.dtype(np.float64))
@@ -213,7 +199,7 @@ def test_moe_gradients_finite_differences(
     check_directional_derivatives(jax.jit(jax.value_and_grad(slope, argnums=(0, 1, 2, 3))), args, rng, tolerance=1e-6)
 
 
-def test_halves_gradients_finite_differences(implementation: str, expert_mesh: Any, rng: Any, float64: None) -> None:
+def test_halves_gradients_finite_differences(implementation, expert_mesh, rng, float64):
     """Chain dispatch_grouped_gemm and grouped_gemm_combine."""
     topk_idx = ROUTINGS["uniform"](rng, 2, TINY)
     x, topk_weights, w_gate_up, w_down = layer_arrays(rng, 2, TINY, np.dtype(np.float64), gated=False)
@@ -231,7 +217,7 @@ def test_halves_gradients_finite_differences(implementation: str, expert_mesh: A
     check_directional_derivatives(gradient, args, rng)
 
 
-def test_fused_moe_gradients(implementation: str, rng: np.random.Generator) -> None:
+def test_fused_moe_gradients(implementation, rng):
     """The single-device layer has the same gradients."""
     layer = Layer(rng, "some_without_expert", 1, BASE)
     d_out = reals(rng, *layer.x.shape)

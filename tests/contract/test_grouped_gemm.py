@@ -1,9 +1,5 @@
 """grouped_gemm and both of its gradients, without a mesh."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +22,7 @@ GROUPS = {
 }
 
 
-def with_gradients(implementation: str, **options: Any):
+def with_gradients(implementation, **options):
     @jax.jit
     def fn(lhs, rhs, group_sizes, d_out):
         out, vjp = jax.vjp(
@@ -41,7 +37,7 @@ def with_gradients(implementation: str, **options: Any):
     return call
 
 
-def poison(array: np.ndarray, group_sizes: np.ndarray) -> np.ndarray:
+def poison(array, group_sizes):
     """Set the rows past the groups to NaN."""
     out = array.copy()
     out[group_sizes.sum() :] = np.nan
@@ -49,9 +45,7 @@ def poison(array: np.ndarray, group_sizes: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", [BF16, pytest.param(F16, marks=pytest.mark.slow_interpreted), F32], ids=str)
-def test_grouped_gemm_groups(
-    implementation: str, dtype: np.dtype, rng: np.random.Generator, subtests: pytest.Subtests
-) -> None:
+def test_grouped_gemm_groups(implementation, dtype, rng, subtests):
     call = with_gradients(implementation)
     for name, (rows, sizes) in GROUPS.items():
         with subtests.test(name):
@@ -69,7 +63,7 @@ def test_grouped_gemm_groups(
 
 
 @pytest.mark.parametrize(("rows", "groups", "inner", "columns"), [(1, 1, 1, 1), (300, 3, 130, 67), (5, 64, 8, 8)])
-def test_grouped_gemm_shapes(implementation: str, rows: int, groups: int, inner: int, columns: int, rng: Any) -> None:
+def test_grouped_gemm_shapes(implementation, rows, groups, inner, columns, rng):
     """Products of small integers are exact in float32, so any lost or doubled row shows."""
     bounds = np.sort(rng.integers(0, rows, groups - 1, endpoint=True))
     group_sizes = np.diff(np.concatenate([[0], bounds, [rows]])).astype(np.int32)
@@ -83,7 +77,7 @@ def test_grouped_gemm_shapes(implementation: str, rows: int, groups: int, inner:
 
 @pytest.mark.slow_interpreted
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-def test_grouped_gemm_remainders(implementation: str, dtype: np.dtype, rng: np.random.Generator) -> None:
+def test_grouped_gemm_remainders(implementation, dtype, rng):
     """Groups of all sizes around those of tiles, empty ones at both ends, and rows past them."""
     group_sizes = np.array([0, 1, 63, 64, 65, 127, 128, 129, 0], np.int32)
     rows = group_sizes.sum() + 7
@@ -101,7 +95,7 @@ def test_grouped_gemm_remainders(implementation: str, dtype: np.dtype, rng: np.r
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.slow_interpreted
-def test_grouped_gemm_nan_stays_in_group(implementation: str, dtype: np.dtype, rng: np.random.Generator) -> None:
+def test_grouped_gemm_nan_stays_in_group(implementation, dtype, rng):
     group_sizes = np.array([30, 0, 17, 70, 9], np.int32)
     lhs, rhs = reals(rng, 126, 16, dtype=dtype), reals(rng, 5, 16, 8, dtype=dtype)
     d_out = reals(rng, 126, 8, dtype=dtype)
@@ -115,7 +109,7 @@ def test_grouped_gemm_nan_stays_in_group(implementation: str, dtype: np.dtype, r
 
 
 @pytest.mark.slow_interpreted
-def test_grouped_gemm_preferred_element_type(implementation: str, rng: np.random.Generator) -> None:
+def test_grouped_gemm_preferred_element_type(implementation, rng):
     """bfloat16 inputs with a float32 result are accumulated and returned without rounding to bfloat16."""
     group_sizes = np.array([2, 0, 4], np.int32)
     lhs, rhs, d_out = reals(rng, 6, 33, dtype=BF16), reals(rng, 3, 33, 4, dtype=BF16), reals(rng, 6, 4)
@@ -128,7 +122,7 @@ def test_grouped_gemm_preferred_element_type(implementation: str, rng: np.random
     assert_close(d_rhs, want[1], "d_rhs")
 
 
-def test_grouped_gemm_finite_differences(implementation: str, rng: np.random.Generator, float64: None) -> None:
+def test_grouped_gemm_finite_differences(implementation, rng, float64):
     group_sizes = np.array([2, 0, 3], np.int32)
     lhs, rhs, probe = (rng.standard_normal(s) for s in ((6, 3), (3, 3, 2), (6, 2)))
 
@@ -140,9 +134,7 @@ def test_grouped_gemm_finite_differences(implementation: str, rng: np.random.Gen
 
 @pytest.mark.slow_interpreted
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-def test_grouped_gemm_scan_stacks_results(
-    implementation: str, dtype: np.dtype, rng: np.random.Generator, subtests: Any
-) -> None:
+def test_grouped_gemm_scan_stacks_results(implementation, dtype, rng, subtests):
     """Each step gives the result of a single call, although kernels may write into the stacked results."""
     group_sizes = np.array([5, 0, 12], np.int32)
     lhs, rhs = reals(rng, 3, 20, 32, dtype=dtype), reals(rng, 3, 3, 32, 24, dtype=dtype)

@@ -1,9 +1,6 @@
 """grouped_gemm of FP8 operands: consecutive groups of rows, scales per row and per block of the weights."""
 
-from __future__ import annotations
-
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +27,7 @@ GROUPS = {
 }
 
 
-def gemm(implementation: str, **options: Any):
+def gemm(implementation, **options):
     call = jax.jit(partial(jax_ep.grouped_gemm, implementation=implementation, **options))
     return lambda *args, **scales: to_numpy(call(*args, **scales))
 
@@ -38,7 +35,7 @@ def gemm(implementation: str, **options: Any):
 class Problem:
     """Operands with scales of very different sizes; rows past the groups are NaN."""
 
-    def __init__(self, rng: np.random.Generator, rows: int, sizes: list[int], depth: int, columns: int) -> None:
+    def __init__(self, rng, rows, sizes, depth, columns):
         groups, blocks, self.used = len(sizes), depth // 128, sum(sizes)
         self.sizes = np.array(sizes, np.int32)
         self.lhs = (100 * reals(rng, rows, depth)).clip(-448, 448).astype(oracle.FP8)
@@ -46,12 +43,12 @@ class Problem:
         self.lhs_scales = (2.0 ** rng.uniform(-9, 2, (rows, blocks))).astype(F32)
         self.rhs_scales = (2.0 ** rng.uniform(-9, 2, (groups, -(-columns // 128), blocks))).astype(F32)
 
-    def call(self, fn: Any) -> np.ndarray:
+    def call(self, fn):
         lhs, scales = self.lhs.copy(), self.lhs_scales.copy()
         lhs[self.used :], scales[self.used :] = np.nan, np.nan
         return fn(lhs, fp8_weights(self.rhs, self.rhs_scales), self.sizes, lhs_scales=scales)
 
-    def want(self) -> np.ndarray:
+    def want(self):
         lhs = oracle.dequantize(self.lhs, self.lhs_scales, np.float64)
         rhs = oracle_serving.dequantize_blocks(self.rhs, self.rhs_scales)
         return oracle.grouped_gemm(lhs, np.swapaxes(rhs, 1, 2), self.sizes)
@@ -59,7 +56,7 @@ class Problem:
 
 @pytest.mark.parametrize("columns", [200, 64])
 @pytest.mark.parametrize("groups", GROUPS)
-def test_grouped_gemm_fp8_groups(implementation: str, groups: str, columns: int, rng: np.random.Generator) -> None:
+def test_grouped_gemm_fp8_groups(implementation, groups, columns, rng):
     problem = Problem(rng, *GROUPS[groups], 384, columns)
     got = problem.call(gemm(implementation, preferred_element_type=jnp.float32))
     assert got.dtype == F32
@@ -68,9 +65,7 @@ def test_grouped_gemm_fp8_groups(implementation: str, groups: str, columns: int,
 
 
 @pytest.mark.parametrize("dtype", [None, jnp.float16, jnp.float64], ids=str)
-def test_grouped_gemm_fp8_result_dtypes(
-    implementation: str, dtype: Any, rng: np.random.Generator, request: Any
-) -> None:
+def test_grouped_gemm_fp8_result_dtypes(implementation, dtype, rng, request):
     if dtype == jnp.float64:
         request.getfixturevalue("float64")
     problem = Problem(rng, 20, [5, 0, 9], 256, 136)
@@ -81,7 +76,7 @@ def test_grouped_gemm_fp8_result_dtypes(
     assert_close(got, problem.want(), tolerance=1e-5 if dtype == jnp.float64 else None)
 
 
-def test_grouped_gemm_fp8_accumulates_in_float32(implementation: str) -> None:
+def test_grouped_gemm_fp8_accumulates_in_float32(implementation):
     """A small term after a large one is not lost, as in sums with fewer bits."""
     depth = 16 * 128
     lhs_scales = np.full((4, 16), 2.0**-6, F32)
@@ -96,7 +91,7 @@ def test_grouped_gemm_fp8_accumulates_in_float32(implementation: str) -> None:
     np.testing.assert_array_equal(got, 2.0**16 + 15 * 2)
 
 
-def test_grouped_gemm_fp8_quantized_operands(implementation: str, rng: np.random.Generator) -> None:
+def test_grouped_gemm_fp8_quantized_operands(implementation, rng):
     """Of `quantize_fp8` and `quantize`: two roundings of 3 mantissa bits from the exact product."""
     sizes = np.array([17, 0, 30], np.int32)
     lhs, rhs = reals(rng, 47, 512, dtype=BF16), reals(rng, 3, 512, 96, dtype=BF16)
@@ -109,7 +104,7 @@ def test_grouped_gemm_fp8_quantized_operands(implementation: str, rng: np.random
 
 
 @pytest.mark.parametrize("what", ["lhs", "lhs_scales", "rhs", "rhs_scales"])
-def test_grouped_gemm_fp8_nan_stays_in_group(implementation: str, what: str, rng: np.random.Generator) -> None:
+def test_grouped_gemm_fp8_nan_stays_in_group(implementation, what, rng):
     problem = Problem(rng, 90, [20, 33, 0, 37], 256, 72)
     want, bad = problem.want(), slice(20, 53)
     getattr(problem, what)[bad if what.startswith("lhs") else 1] = np.nan
@@ -119,7 +114,7 @@ def test_grouped_gemm_fp8_nan_stays_in_group(implementation: str, what: str, rng
 
 
 @pytest.mark.parametrize("sizes", [[-3, 5, 2], [2, 2**31 - 1, 2**31 - 1], [0, -(2**31), 7]])
-def test_grouped_gemm_fp8_invalid_sizes(implementation: str, sizes: list[int], rng: np.random.Generator) -> None:
+def test_grouped_gemm_fp8_invalid_sizes(implementation, sizes, rng):
     """They change which rows are computed, and nothing else."""
     problem = Problem(rng, 12, [12], 128, 40)
     rhs, scales = np.repeat(problem.rhs, 3, 0), np.repeat(problem.rhs_scales, 3, 0)
@@ -132,7 +127,7 @@ def test_grouped_gemm_fp8_invalid_sizes(implementation: str, sizes: list[int], r
 
 
 @pytest.mark.parametrize(("rows", "groups", "columns"), [(0, 2, 8), (3, 2, 0), (3, 0, 8)])
-def test_grouped_gemm_fp8_empty_arrays(implementation: str, rows: int, groups: int, columns: int) -> None:
+def test_grouped_gemm_fp8_empty_arrays(implementation, rows, groups, columns):
     got = gemm(implementation)(
         np.ones((rows, 128), oracle.FP8),
         fp8_weights(np.ones((groups, columns, 128), oracle.FP8), np.ones((groups, -(-columns // 128), 1), F32)),
@@ -142,7 +137,7 @@ def test_grouped_gemm_fp8_empty_arrays(implementation: str, rows: int, groups: i
     assert got.shape == (rows, columns) and got.dtype == BF16 and not got.astype(F32).any()
 
 
-def test_grouped_gemm_fp8_vmap(implementation: str, rng: np.random.Generator) -> None:
+def test_grouped_gemm_fp8_vmap(implementation, rng):
     problems = [Problem(rng, 20, sizes, 128, 24) for sizes in ([3, 9], [20, 0])]
     names = ("lhs", "rhs", "sizes", "lhs_scales", "rhs_scales")
     stacked = [np.stack([getattr(problem, name) for problem in problems]) for name in names]
@@ -156,7 +151,7 @@ def test_grouped_gemm_fp8_vmap(implementation: str, rng: np.random.Generator) ->
         assert_close(got[i], problem.want(), tolerance=fp8_tolerance(implementation))
 
 
-def test_grouped_gemm_fp8_no_gradient(implementation: str) -> None:
+def test_grouped_gemm_fp8_no_gradient(implementation):
     def loss(scales):
         w = fp8_weights(jnp.ones((1, 8, 128), jnp.float8_e4m3fn), jnp.ones((1, 1, 1)))
         operands, options = (jnp.ones((2, 128), jnp.float8_e4m3fn), w, jnp.array([2])), {}

@@ -1,12 +1,7 @@
 """grouped_gemm of FP8 operands by the kernel in Gluon: the tests of all implementations, with tiles of many shapes."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from test_grouped_gemm_fp8 import (
     Problem,
@@ -34,7 +29,7 @@ IMPLEMENTATIONS = ("triton",)
 
 
 @pytest.fixture(autouse=True)
-def _in_gluon() -> Iterator[None]:
+def _in_gluon():
     with jax_ep.tuning.override("grouped_gemm_fp8", gluon=True):
         yield
 
@@ -54,9 +49,7 @@ if jax.default_backend() == "gpu":  # More tiles than programs.
 
 @pytest.mark.parametrize("sizes", TILES.values(), ids=list(TILES))
 @pytest.mark.parametrize(("depth", "columns"), SHAPES)
-def test_grouped_gemm_gluon_tiles(
-    implementation: str, sizes: list[int], depth: int, columns: int, rng: np.random.Generator
-) -> None:
+def test_grouped_gemm_gluon_tiles(implementation, sizes, depth, columns, rng):
     spare = 300 if sizes == TILES["spare rows"] else 0
     problem = Problem(rng, sum(sizes) + spare, sizes, depth, columns)
     got = problem.call(gemm(implementation, preferred_element_type=jnp.bfloat16))

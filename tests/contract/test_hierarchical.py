@@ -1,7 +1,5 @@
 """Expert parallelism over a Topology: across nodes once, then inside each node, against the oracle of flat ranks."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re
@@ -11,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
 import oracle
-from cases import BASE, BF16, F32, Shape, assert_close, assert_same_bits, integers, reals
+from cases import BASE, BF16, F32, FP8_WIRE, Shape, assert_close, assert_same_bits, integers, reals
 from harness import compiled, in_turn, make_mesh, per_rank, run, to_numpy
+from jax_ep.sharding import MeshAxes
 from layers import Layer
 
 TOPOLOGY = jax_ep.Topology(node="node", local="expert")
@@ -28,22 +26,22 @@ FEW = ("uniform", "duplicates")
 
 
 @pytest.fixture(params=[(2, 4), pytest.param((4, 2), marks=pytest.mark.slow)], ids="{0[0]}x{0[1]}".format)
-def nodes(request: pytest.FixtureRequest) -> Mesh:
+def nodes(request):
     """A mesh of nodes and the devices of each."""
     return make_mesh(request.param, ("node", "expert"))
 
 
 @pytest.fixture
-def two_nodes() -> Mesh:
+def two_nodes():
     return make_mesh((2, 2), ("node", "expert"))
 
 
-def moe(shape: Shape, implementation: str, **options: Any) -> Any:
+def moe(shape, implementation, **options):
     options = {"axis_name": TOPOLOGY, "num_experts": shape.num_experts, "implementation": implementation} | options
     return functools.partial(jax_ep.moe, **options)
 
 
-def node_pairs(topk_idx: np.ndarray, num_experts: int, num_nodes: int) -> np.ndarray:
+def node_pairs(topk_idx, num_experts, num_nodes):
     """Count `[W, N]` tokens of each rank with an expert in each node, token by token."""
     counts = np.zeros((len(topk_idx), num_nodes), np.int64)
     for rank, tokens in enumerate(topk_idx):
@@ -53,11 +51,11 @@ def node_pairs(topk_idx: np.ndarray, num_experts: int, num_nodes: int) -> np.nda
     return counts
 
 
-def test_hierarchical_rows_bit_for_bit(implementation: str, nodes: Mesh, rng: Any, subtests: pytest.Subtests) -> None:
+def test_hierarchical_rows_bit_for_bit(implementation, nodes, rng, subtests):
     """Compare tokens, weights, sizes and counts, and sums of integers, which are exact."""
     options = {"num_experts": BASE.num_experts, "axis_name": TOPOLOGY, "implementation": implementation}
 
-    def fn(x: Any, idx: Any, weights: Any, y: Any) -> Any:
+    def fn(x, idx, weights, y):
         d = jax_ep.dispatch(x, idx, weights, alignment=2, **options)
         again = jax_ep.dispatch(x, None, weights, handle=d.handle, alignment=2, **options)
         back = jax_ep.combine(y, d.handle, axis_name=TOPOLOGY, implementation=implementation)
@@ -85,11 +83,11 @@ def test_hierarchical_rows_bit_for_bit(implementation: str, nodes: Mesh, rng: An
             np.testing.assert_array_equal(experts, np.where(lay.is_padding, -1, lay.expert - first))
 
 
-def test_hierarchical_tokens_cross_nodes_once(nodes: Mesh, rng: Any, subtests: pytest.Subtests) -> None:
+def test_hierarchical_tokens_cross_nodes_once(nodes, rng, subtests):
     """The plan sends the minimum between nodes: each token once per node that it needs."""
     num_nodes, num_local = nodes.devices.shape
 
-    def fn(x: Any, idx: Any) -> Any:
+    def fn(x, idx):
         return jax_ep.dispatch(x, idx, num_experts=BASE.num_experts, axis_name=TOPOLOGY).handle.node.row_to_assignment
 
     call = compiled(fn, nodes, axes=AXES)
@@ -112,7 +110,7 @@ COLLECTIVE = re.compile(
 BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "u8": 1, "s8": 1, "pred": 1}
 
 
-def crosses_nodes(groups: str, num_local: int) -> bool:
+def crosses_nodes(groups, num_local):
     """Return whether a collective has devices of several nodes in one group, for each of XLA's group notations."""
     if named := re.search(r"\{('[^}]*)\}", groups):  # mesh['node'=2,'expert'=4] {'node'}
         return "'node'" in named.group(1)
@@ -128,13 +126,13 @@ def crosses_nodes(groups: str, num_local: int) -> bool:
     return any(len({i // num_local for i in group}) > 1 for group in parts)
 
 
-def test_hierarchical_compiled_bytes(nodes: Mesh, rng: Any) -> None:
+def test_hierarchical_compiled_bytes(nodes, rng):
     """Collectives over nodes carry at most N * T tokens and their routing; the large ones stay inside the nodes."""
     num_nodes, num_local = nodes.devices.shape
     shape = Shape(num_tokens=16, top_k=4, num_experts=16, hidden=64)
     layer = Layer(rng, "uniform", nodes.size, shape)
 
-    def fn(x: Any, idx: Any, weights: Any) -> Any:
+    def fn(x, idx, weights):
         d = jax_ep.dispatch(x, idx, weights, num_experts=16, axis_name=TOPOLOGY, implementation="xla")
         return d.tokens, d.weights
 
@@ -157,14 +155,14 @@ def test_hierarchical_compiled_bytes(nodes: Mesh, rng: Any) -> None:
 @pytest.mark.parametrize(
     "limits", [{"capacity": 12}, {"node_capacity": 5}, {"capacity": 12, "node_capacity": 7}], ids=str
 )
-def test_hierarchical_drops_counted(implementation: str, two_nodes: Mesh, rng: Any, limits: dict[str, int]) -> None:
+def test_hierarchical_drops_counted(implementation, two_nodes, rng, limits):
     """Each assignment has a row or is counted where it was dropped; existing rows are right."""
     topology = jax_ep.Topology(node="node", local="expert", node_capacity=limits.get("node_capacity"))
     options = {"num_experts": BASE.num_experts, "axis_name": topology, "implementation": implementation}
     layer = Layer(rng, "one_hot_every_slot", 4, BASE)
     layer.topk_idx[1] = Layer(rng, "uniform", 4, BASE).topk_idx[1]
 
-    def fn(x: Any, idx: Any) -> Any:
+    def fn(x, idx):
         d = jax_ep.dispatch(x, idx, capacity=limits.get("capacity"), **options)
         ones = jnp.ones(d.tokens.shape, d.tokens.dtype)
         return d.dropped, d.handle.num_dropped, d.tokens, jax_ep.combine(ones, d.handle, axis_name=topology)
@@ -181,22 +179,17 @@ def test_hierarchical_drops_counted(implementation: str, two_nodes: Mesh, rng: A
         assert_same_bits(dropped, oracle.hierarchical_layout(layer.topk_idx, BASE.num_experts, 2, **limits).dropped)
 
 
-def test_hierarchical_fp8_between_nodes(implementation: str, two_nodes: Mesh, rng: Any) -> None:
+def test_hierarchical_fp8_between_nodes(implementation, two_nodes, rng):
     """Tokens match flat dispatch in FP8 bit for bit; the layer matches within the rounding of sums."""
     shape = Shape(hidden=128)
     layer = Layer(rng, "uniform", 4, shape)
     options = {"num_experts": shape.num_experts, "implementation": implementation, "axis_name": TOPOLOGY}
 
-    def fn(*args: Any) -> Any:
+    def fn(*args):
         axes = (TOPOLOGY, TOPOLOGY.axes)
-        tokens = [
-            jax_ep.dispatch(*args[:3], schedule=jax_ep.Schedule(wire_dtype=FP8), **options | {"axis_name": a}).tokens
-            for a in axes
-        ]
-        dx = jax.grad(lambda x: jax_ep.moe(x, *args[1:], schedule=jax_ep.Schedule(wire_dtype=FP8), **options).sum())(
-            args[0]
-        )
-        return tokens, jax_ep.moe(*args, schedule=jax_ep.Schedule(wire_dtype=FP8), **options), dx
+        tokens = [jax_ep.dispatch(*args[:3], schedule=FP8_WIRE, **options | {"axis_name": a}).tokens for a in axes]
+        dx = jax.grad(lambda x: jax_ep.moe(x, *args[1:], schedule=FP8_WIRE, **options).sum())(args[0])
+        return tokens, jax_ep.moe(*args, schedule=FP8_WIRE, **options), dx
 
     (tokens, flat), y, dx = run(fn, two_nodes, *layer.args, axes=AXES)
     x, layer.x = layer.x, oracle.to_wire(layer.x, oracle.FP8)
@@ -214,12 +207,12 @@ def test_hierarchical_fp8_between_nodes(implementation: str, two_nodes: Mesh, rn
     assert np.linalg.norm(dx - exact) < 2**-3.5 * np.linalg.norm(exact)
 
 
-def test_hierarchical_quantized_pairs(two_nodes: Mesh, rng: Any) -> None:
+def test_hierarchical_quantized_pairs(two_nodes, rng):
     shape = Shape(hidden=128)
     layer = Layer(rng, "duplicates", 4, shape)
     values, scales = oracle.quantize(layer.x)
 
-    def fn(values: Any, scales: Any, idx: Any) -> Any:
+    def fn(values, scales, idx):
         return jax_ep.dispatch((values, scales), idx, num_experts=shape.num_experts, axis_name=TOPOLOGY).tokens
 
     got = run(fn, two_nodes, values, scales, layer.topk_idx, axes=AXES)
@@ -230,7 +223,7 @@ def test_hierarchical_quantized_pairs(two_nodes: Mesh, rng: Any) -> None:
 
 @pytest.mark.parametrize("num_blocks", [2, 4])
 @pytest.mark.slow
-def test_hierarchical_micro_batches(two_nodes: Mesh, rng: Any, num_blocks: int) -> None:
+def test_hierarchical_micro_batches(two_nodes, rng, num_blocks):
     """Micro-batches change only roundings, also with unequal sizes, and with num_tokens."""
     topology = jax_ep.Topology(node="node", local="expert", num_blocks=num_blocks)
     shape = Shape(num_tokens=7)
@@ -239,7 +232,7 @@ def test_hierarchical_micro_batches(two_nodes: Mesh, rng: Any, num_blocks: int) 
     layer.topk_idx[:, 6:] = -1
     d_out = reals(rng, *layer.x.shape)
 
-    def fn(x: Any, idx: Any, weights: Any, w_gate_up: Any, w_down: Any, d_out: Any) -> Any:
+    def fn(x, idx, weights, w_gate_up, w_down, d_out):
         y, vjp = jax.vjp(lambda *a: call(a[0], idx, weights, *a[1:]), x, w_gate_up, w_down)
         return y, vjp(d_out)
 
@@ -253,18 +246,18 @@ def test_hierarchical_micro_batches(two_nodes: Mesh, rng: Any, num_blocks: int) 
 
 
 @pytest.mark.slow
-def test_hierarchical_scan_and_remat(two_nodes: Mesh, rng: Any) -> None:
+def test_hierarchical_scan_and_remat(two_nodes, rng):
     """Two layers under scan, jit and checkpoint, in bfloat16, match those without; the handle is a pytree."""
     layer = Layer(rng, "zipf", 4, BASE, BF16)
     call = moe(BASE, "xla")
 
-    def once(x: Any, args: Any) -> Any:
+    def once(x, args):
         d = jax_ep.dispatch(x, args[0], num_experts=BASE.num_experts, axis_name=TOPOLOGY)
         handle = jax.tree.unflatten(*reversed(jax.tree.flatten(d.handle)))
         return x + call(x, *args) + jax_ep.combine(d.tokens, handle, axis_name=TOPOLOGY)
 
-    def fn(x: Any, *args: Any) -> Any:
-        def scanned(x: Any) -> Any:
+    def fn(x, *args):
+        def scanned(x):
             step = jax.checkpoint(lambda x, _: (once(x, args), None))
             return jax.lax.scan(step, x, None, length=2)[0].astype(F32).sum()
 
@@ -278,14 +271,12 @@ def test_hierarchical_scan_and_remat(two_nodes: Mesh, rng: Any) -> None:
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.slow(unless={"check_vma": [True]})
-def test_hierarchical_sharded_moe(two_nodes: Mesh, rng: Any, check_vma: bool) -> None:
+def test_hierarchical_sharded_moe(two_nodes, rng, check_vma):
     """Global arrays, and replicated weights of a custom shard_map, whose gradients are summed."""
     layer = Layer(rng, "uniform", 4, BASE)
     x, idx, weights = (a.reshape(-1, a.shape[-1]) for a in layer.args[:3])
     if check_vma:
-        call = jax_ep.sharding.sharded_moe(
-            two_nodes, num_experts=BASE.num_experts, axes=jax_ep.sharding.MeshAxes(TOPOLOGY)
-        )
+        call = jax_ep.sharding.sharded_moe(two_nodes, num_experts=BASE.num_experts, axes=MeshAxes(TOPOLOGY))
     else:
         spec = P(TOPOLOGY.axes)
         call = jax.shard_map(moe(BASE, "xla"), mesh=two_nodes, in_specs=spec, out_specs=spec, check_vma=False)
@@ -295,11 +286,11 @@ def test_hierarchical_sharded_moe(two_nodes: Mesh, rng: Any, check_vma: bool) ->
 
 @pytest.mark.parametrize("in_fp8", [False, True])
 @pytest.mark.slow(unless={"in_fp8": [True]})
-def test_hierarchical_low_latency_moe(implementation: str, two_nodes: Mesh, rng: Any, in_fp8: bool) -> None:
+def test_hierarchical_low_latency_moe(implementation, two_nodes, rng, in_fp8):
     shape = Shape(hidden=128, intermediate=128)
     layer = Layer(rng, "uniform", 4, shape)  # Decoding assigns a token to an expert once.
 
-    def fn(x: Any, idx: Any, weights: Any, w_gate_up: Any, w_down: Any) -> Any:
+    def fn(x, idx, weights, w_gate_up, w_down):
         matrices: Any = (w_gate_up, w_down)
         if in_fp8:
             matrices = [jax_ep.quantize(w, "fp8", activations="fp8") for w in (w_gate_up, w_down)]
@@ -320,19 +311,19 @@ def test_hierarchical_low_latency_moe(implementation: str, two_nodes: Mesh, rng:
 
 
 @pytest.mark.slow
-def test_hierarchical_flax_layer(two_nodes: Mesh, rng: Any) -> None:
+def test_hierarchical_flax_layer(two_nodes, rng):
     """Only the axis changes: outputs, metrics and gradients are those of the flat layer."""
     nnx = pytest.importorskip("flax.nnx")
     from jax_ep.flax import MoE
 
     x = reals(rng, 2, 8, 10)
 
-    def run_layer(axis_name: Any) -> Any:
-        def loss(layer: Any, x: Any) -> Any:
+    def run_layer(axis_name):
+        def loss(layer, x):
             y, metrics = layer(x)
             return (y**2).sum(), (y, metrics)
 
-        layer = MoE(10, 6, 8, 2, axes=jax_ep.sharding.MeshAxes(axis_name), mesh=two_nodes, dtype=F32, rngs=nnx.Rngs(0))
+        layer = MoE(10, 6, 8, 2, axes=MeshAxes(axis_name), mesh=two_nodes, dtype=F32, rngs=nnx.Rngs(0))
         return nnx.jit(nnx.value_and_grad(loss, has_aux=True))(layer, x)
 
     hierarchical, flat = (to_numpy(jax.tree.leaves(run_layer(axes))) for axes in (TOPOLOGY, TOPOLOGY.axes))
@@ -342,14 +333,7 @@ def test_hierarchical_flax_layer(two_nodes: Mesh, rng: Any) -> None:
         else:
             np.testing.assert_array_equal(got, want)
     with pytest.raises(ValueError, match="node_capacity=4"):
-        MoE(
-            10,
-            6,
-            8,
-            2,
-            axes=jax_ep.sharding.MeshAxes(jax_ep.Topology("node", "expert", node_capacity=4)),
-            rngs=nnx.Rngs(0),
-        )
+        MoE(10, 6, 8, 2, axes=MeshAxes(jax_ep.Topology("node", "expert", node_capacity=4)), rngs=nnx.Rngs(0))
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -362,22 +346,22 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_topology_invalid(name: str) -> None:
+def test_topology_invalid(name):
     arguments, error, message = MISTAKES[name]
     with pytest.raises(error, match=re.escape(message)):
         jax_ep.Topology(**arguments)
 
 
-def test_hierarchical_misuse(two_nodes: Mesh) -> None:
+def test_hierarchical_misuse(two_nodes):
     """Invalid axes, sizes and handles are errors that state the actual value."""
     x, idx = np.ones((4, 2, 4), F32), np.zeros((4, 2, 1), np.int32)
     other = jax_ep.Topology(node="expert", local="node")
 
-    def refused(error: type[Exception], message: str, fn: Any) -> None:
+    def refused(error, message, fn):
         with pytest.raises(error, match=message):
             jax.eval_shape(per_rank(fn, two_nodes, axes=AXES), x, idx)
 
-    def dispatch(x: Any, idx: Any, num_experts: int = 4, axis_name: Any = TOPOLOGY, **options: Any) -> Any:
+    def dispatch(x, idx, num_experts=4, axis_name=TOPOLOGY, **options):
         return jax_ep.dispatch(x, idx, num_experts=num_experts, axis_name=axis_name, **options)
 
     missing = jax_ep.Topology(node="pod", local="expert")
@@ -385,11 +369,7 @@ def test_hierarchical_misuse(two_nodes: Mesh) -> None:
     refused(ValueError, "num_experts=6 is not divisible by the 4 ranks", lambda *a: dispatch(*a, num_experts=6))
     handle_of = lambda *a: dispatch(*a).handle  # noqa: E731
     refused(ValueError, "axis of the handle", lambda *a: jax_ep.combine(a[0], handle_of(*a), axis_name=other))
-    refused(
-        TypeError,
-        "HierarchicalHandle, expected the Handle",
-        lambda *a: jax_ep.combine(a[0], handle_of(*a), axis_name="node"),
-    )
+    refused(TypeError, "HierarchicalHandle, expected", lambda *a: jax_ep.combine(a[0], handle_of(*a), axis_name="node"))
     flat = lambda *a: dispatch(*a, axis_name=TOPOLOGY.axes).handle  # noqa: E731
     refused(TypeError, "expected the HierarchicalHandle", lambda *a: jax_ep.combine(a[0], flat(*a), axis_name=TOPOLOGY))
     refused(ValueError, "the number of tokens", lambda *a: dispatch(a[0][:1], None, handle=handle_of(*a)))

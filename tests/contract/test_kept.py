@@ -1,9 +1,6 @@
 """Residuals of the layer for the backward pass, in bytes; recomputation changes no bit."""
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +19,7 @@ SHAPE = Shape(num_tokens=21, top_k=2, num_experts=8, hidden=40, intermediate=24)
 T, K, H, INNER = SHAPE.num_tokens, SHAPE.top_k, SHAPE.hidden, SHAPE.intermediate
 
 
-def own_activation(hidden: Any) -> Any:
+def own_activation(hidden):
     gate, up = jnp.split(hidden, 2, axis=-1)
     return jnp.tanh(gate) * up
 
@@ -35,7 +32,7 @@ EXPERTS = {
 }
 
 
-def inputs(rng: Any, num_ranks: int, bias: bool, dtype: Any = BF16) -> tuple[tuple[Any, ...], np.ndarray]:
+def inputs(rng, num_ranks, bias, dtype=BF16):
     """Return x, ids, router weights, weights and biases by rank; and ids alone."""
     layer = Layer(rng, "uniform", num_ranks, SHAPE, dtype)
     local = SHAPE.num_experts // num_ranks
@@ -44,7 +41,7 @@ def inputs(rng: Any, num_ranks: int, bias: bool, dtype: Any = BF16) -> tuple[tup
     return (x, *others, *(biases if bias else (None, None))), topk_idx
 
 
-def layer(implementation: str, experts: jax_ep.Experts, keep: bool | None, **options: Any) -> Any:
+def layer(implementation, experts, keep, **options):
     schedule = jax_ep.Schedule(keep_tokens=keep, **options.pop("schedule", {}))
     common = {"num_experts": SHAPE.num_experts, "implementation": implementation, "schedule": schedule}
 
@@ -55,16 +52,16 @@ def layer(implementation: str, experts: jax_ep.Experts, keep: bool | None, **opt
     return call
 
 
-def fuses(implementation: str, num_ranks: int, dtype: Any, capacity: int) -> bool:
+def fuses(implementation, num_ranks, dtype, capacity):
     layout = Layout(num_ranks, SHAPE.num_experts, T, K, capacity)
     return facts_of.fuses(implementation, layout, dtype, H, 2 * INNER)
 
 
-def kept_bytes(call: Any, arrays: Any, topk_idx: np.ndarray, mesh: Any) -> float:
+def kept_bytes(call, arrays, topk_idx, mesh):
     """Return the bytes per rank that `jax.vjp` saves in addition to parameters."""
 
-    def pulled(*arrays: Any) -> Any:
-        def of(x: Any, *others: Any) -> Any:
+    def pulled(*arrays):
+        def of(x, *others):
             return per_rank(call, mesh)(x, topk_idx, *others)
 
         return jax.vjp(of, *arrays)[1]
@@ -78,9 +75,7 @@ CASES = [(name, BF16, num_ranks) for name in EXPERTS for num_ranks in (1, 4)] + 
 
 
 @pytest.mark.parametrize(("name", "dtype", "num_ranks"), CASES)
-def test_residuals_bytes_match_formula(
-    implementation: str, name: str, dtype: Any, num_ranks: int, expert_mesh: Any, rng: np.random.Generator
-) -> None:
+def test_residuals_bytes_match_formula(implementation, name, dtype, num_ranks, expert_mesh, rng):
     """Residuals are x, hidden rows, and some numbers per assignment; with `keep_tokens` also tokens."""
     (experts, bias), mesh, rows = EXPERTS[name], expert_mesh(num_ranks), T * K
     arrays, topk_idx = inputs(rng, num_ranks, bias, dtype)
@@ -103,7 +98,7 @@ def test_residuals_bytes_match_formula(
 
 @pytest.mark.parametrize("name", EXPERTS)
 @pytest.mark.slow(unless={"name": ["silu"]})
-def test_residuals_no_gemm_recomputed(implementation: str, name: str, rng: np.random.Generator) -> None:
+def test_residuals_no_gemm_recomputed(implementation, name, rng):
     """The compiled program has as many GEMMs as forward and two gradients each need, also with saved hidden rows only.
 
     The third program saves nothing, and so computes one GEMM twice.
@@ -113,12 +108,12 @@ def test_residuals_no_gemm_recomputed(implementation: str, name: str, rng: np.ra
     arrays, topk_idx = inputs(rng, 1, bias=EXPERTS[name][1])
     x, *others = (None if a is None else a[0] for a in arrays)
 
-    def loss(x: Any, *others: Any, policy: Any = jax.checkpoint_policies.everything_saveable) -> Any:
+    def loss(x, *others, policy=jax.checkpoint_policies.everything_saveable):
         whole = layer(implementation, EXPERTS[name][0], None, axis_name=())
         call = jax.checkpoint(lambda x, *others: whole(x, topk_idx[0], *others), policy=policy)
         return jnp.sum(call(x, *others).astype(jnp.float32) ** 2)
 
-    def products(run: Any) -> int:
+    def products(run):
         return jax.jit(run).lower(x, *others).compile().as_text().count(" dot(")
 
     forward, both = products(loss), products(jax.value_and_grad(loss, (0, 1, 2, 3)))
@@ -140,9 +135,7 @@ WAYS = {
 
 @pytest.mark.parametrize(("name", "way"), [*((name, None) for name in EXPERTS), *(("silu", way) for way in WAYS)])
 @pytest.mark.slow(unless={"way": ["fp8 on the wire"]})
-def test_residuals_gradients_same_bits(
-    implementation: str, name: str, way: str | None, expert_mesh: Any, rng: np.random.Generator
-) -> None:
+def test_residuals_gradients_same_bits(implementation, name, way, expert_mesh, rng):
     """Compare saving tokens with sending them again, also with tokens without an expert or a row."""
     if way in ("gradient fused", "gradient separate") and not fuses(implementation, 2, BF16, 2 * T * K):
         pytest.skip(f"{implementation} fuses no products with exchanges")
@@ -157,7 +150,7 @@ def test_residuals_gradients_same_bits(
     x, topk_idx, *others = of.args
     d_out = reals(rng, *x.shape, dtype=BF16)
 
-    def gradients(keep: bool, x, topk_idx, d_out, *others):
+    def gradients(keep, x, topk_idx, d_out, *others):
         call = layer(implementation, experts, keep, capacity=T, **options)
         return jax.vjp(lambda x, *others: call(x, topk_idx, *others), x, *others)[1](d_out)
 
@@ -170,9 +163,7 @@ def test_residuals_gradients_same_bits(
 
 @pytest.mark.parametrize("name", EXPERTS)
 @pytest.mark.slow
-def test_residuals_second_derivatives(
-    implementation: str, name: str, expert_mesh: Any, rng: np.random.Generator
-) -> None:
+def test_residuals_second_derivatives(implementation, name, expert_mesh, rng):
     """In all arguments, with recomputed rows, and in float32 with saved tokens.
 
     On one rank, because the all-to-alls of a second derivative are independent, and the interpreter's devices would
@@ -182,12 +173,12 @@ def test_residuals_second_derivatives(
     experts, bias = EXPERTS[name]
     arrays, topk_idx = inputs(rng, 1, bias)
 
-    def fn(implementation: str, keep: bool, topk_idx, x, weights, w_gate_up, w_down, *biases):
-        def loss(parameters: Any) -> Any:
+    def fn(implementation, keep, topk_idx, x, weights, w_gate_up, w_down, *biases):
+        def loss(parameters):
             call = layer(implementation, experts, keep)
             return jnp.sum(call(parameters[0], topk_idx, *parameters[1:]).astype(jnp.float32) ** 2)
 
-        def slope(parameters: Any) -> Any:  # To which each gradient adds equally.
+        def slope(parameters):  # To which each gradient adds equally.
             return sum(jnp.linalg.norm(d.astype(jnp.float32)) for d in jax.tree.leaves(jax.grad(loss)(parameters)))
 
         return jax.grad(slope)((x, weights, w_gate_up, w_down, *biases))

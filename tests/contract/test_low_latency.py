@@ -1,19 +1,14 @@
 """low_latency_dispatch and low_latency_combine: packed rows, FP8 scale blocks, weighted sums."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 import jax_ep
 import oracle
 import oracle_serving
-from cases import BF16, F32, Shape, assert_close, assert_same_bits, integers, probabilities, reals
+from cases import BF16, F32, FP8_WIRE, Shape, assert_close, assert_same_bits, integers, probabilities, reals
 from harness import compiled, per_rank, refusals_skip, run
 from routings import ROUTINGS, routings
 
@@ -21,17 +16,10 @@ SHAPE = Shape(num_tokens=5, top_k=3, num_experts=8, hidden=256)
 MAX_TOKENS = 7  # More room than tokens.
 
 
-def round_trip(implementation: str, *, shape: Shape = SHAPE, max_tokens: int = MAX_TOKENS, **options: Any):
+def round_trip(implementation, *, shape=SHAPE, max_tokens=MAX_TOKENS, **options):
     def fn(x, topk_idx, topk_weights, y, num_tokens=None):
-        out = jax_ep.low_latency_dispatch(
-            x,
-            topk_idx,
-            num_experts=shape.num_experts,
-            max_tokens_per_rank=max_tokens,
-            num_tokens=num_tokens,
-            implementation=implementation,
-            **options,
-        )
+        sizes = {"num_experts": shape.num_experts, "max_tokens_per_rank": max_tokens, "num_tokens": num_tokens}
+        out = jax_ep.low_latency_dispatch(x, topk_idx, **sizes, implementation=implementation, **options)
         back = jax_ep.low_latency_combine(y, topk_idx, topk_weights, out.handle, implementation=implementation)
         handle = out.handle
         return out.tokens, out.scales, out.group_sizes, (handle.source_token, handle.source_count,
@@ -41,16 +29,7 @@ def round_trip(implementation: str, *, shape: Shape = SHAPE, max_tokens: int = M
 
 
 class Problem:
-    def __init__(
-        self,
-        rng: np.random.Generator,
-        routing: str,
-        num_ranks: int,
-        *,
-        shape: Shape = SHAPE,
-        max_tokens: int = MAX_TOKENS,
-        num_tokens: np.ndarray | None = None,
-    ):
+    def __init__(self, rng, routing, num_ranks, *, shape=SHAPE, max_tokens=MAX_TOKENS, num_tokens=None):
         self.topk_idx = ROUTINGS[routing](rng, num_ranks, shape)
         self.topk_weights = integers(rng, *self.topk_idx.shape)
         self.lay = oracle_serving.low_latency_layout(self.topk_idx, shape.num_experts, max_tokens, num_tokens)
@@ -60,17 +39,17 @@ class Problem:
         self.y = np.where((self.lay.token < 0)[..., None], np.array(np.nan, BF16), y)
 
     @property
-    def args(self) -> tuple[np.ndarray, ...]:
+    def args(self):
         return self.x, self.topk_idx, self.topk_weights, self.y
 
-    def check_rows(self, got: np.ndarray, tokens: np.ndarray, what: str) -> None:
+    def check_rows(self, got, tokens, what):
         """Check that rows within the counts are those of `tokens [W, T, ...]`, bit for bit."""
         real = self.lay.token >= 0
         want = oracle_serving.low_latency_gather(tokens, self.lay)
         assert got.shape == want.shape
         assert_same_bits(got[real], want[real], what)
 
-    def check_routes(self, group_sizes: np.ndarray, handle: Any, back: np.ndarray) -> None:
+    def check_routes(self, group_sizes, handle, back):
         assert_same_bits(group_sizes, self.lay.group_sizes, "group_sizes")
         assert_same_bits(handle[0], self.lay.token, "source_token")
         assert_same_bits(handle[1], self.lay.count, "source_count")
@@ -80,9 +59,7 @@ class Problem:
         np.testing.assert_array_equal(back.astype(np.float64), want)
 
 
-def test_low_latency_routings(
-    implementation: str, every_mesh: Mesh, rng: np.random.Generator, subtests: pytest.Subtests
-) -> None:
+def test_low_latency_routings(implementation, every_mesh, rng, subtests):
     call = compiled(round_trip(implementation, quantize=False), every_mesh)
     for routing in routings(implementation, every_mesh.size):
         with subtests.test(routing):
@@ -95,7 +72,7 @@ def test_low_latency_routings(
 
 @pytest.mark.parametrize("group_size", [128, 64])
 @pytest.mark.slow_interpreted(unless={"group_size": [128]})
-def test_low_latency_quantized(implementation: str, group_size: int, expert_mesh: Any, rng: Any, subtests: Any) -> None:
+def test_low_latency_quantized(implementation, group_size, expert_mesh, rng, subtests):
     call = compiled(round_trip(implementation, group_size=group_size), expert_mesh(2))
     for routing in ("uniform", "duplicates", "one_hot", "no_experts"):
         problem = Problem(rng, routing, 2)
@@ -122,9 +99,7 @@ def test_low_latency_quantized(implementation: str, group_size: int, expert_mesh
             assert (error <= bound * (1 + 1e-6)).all()
 
 
-def test_low_latency_quantized_tokens_bit_for_bit(
-    implementation: str, expert_mesh: Any, rng: np.random.Generator
-) -> None:
+def test_low_latency_quantized_tokens_bit_for_bit(implementation, expert_mesh, rng):
     problem = Problem(rng, "some_without_expert", 2)
     values = rng.integers(0, 256, problem.x.shape, np.uint8).view(oracle.FP8)
     scales = rng.random((*values.shape[:-1], 2)).astype(F32)
@@ -134,7 +109,7 @@ def test_low_latency_quantized_tokens_bit_for_bit(
     problem.check_routes(*got[2:])
 
 
-def test_low_latency_num_tokens_on_device(implementation: str, expert_mesh: Any, rng: Any, subtests: Any) -> None:
+def test_low_latency_num_tokens_on_device(implementation, expert_mesh, rng, subtests):
     """One compiled function handles every batch size."""
     call = compiled(round_trip(implementation, quantize=False), expert_mesh(2))
     for count in ([0, 0], [5, 5], [1, 4], [3, 0]):
@@ -149,7 +124,7 @@ def test_low_latency_num_tokens_on_device(implementation: str, expert_mesh: Any,
 
 @pytest.mark.parametrize("count", [*(np.int8(3), np.uint8(3), np.uint32(3), 3, -1, 2**40, np.int64(2**40))], ids=repr)
 @pytest.mark.slow_interpreted(unless={"count": [-1]})
-def test_low_latency_num_tokens_integer_dtypes(implementation: str, expert_mesh: Any, rng: Any, count: Any) -> None:
+def test_low_latency_num_tokens_integer_dtypes(implementation, expert_mesh, rng, count):
     """More tokens than int8 can count; a number past the end counts as all."""
     shape = Shape(num_tokens=300, top_k=1, num_experts=2, hidden=16)
 
@@ -166,7 +141,7 @@ def test_low_latency_num_tokens_integer_dtypes(implementation: str, expert_mesh:
     assert int(sizes.sum()) == min(max(int(count), 0), shape.num_tokens)
 
 
-def test_low_latency_weights_without_expert(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_low_latency_weights_without_expert(implementation, expert_mesh, rng):
     """They are ignored, even NaN from the softmax of a fully masked row."""
     problem = Problem(rng, "some_without_expert", 2)
     clean = np.where(problem.topk_idx < 0, 0, problem.topk_weights)
@@ -183,25 +158,12 @@ def test_low_latency_weights_without_expert(implementation: str, expert_mesh: An
 @pytest.mark.parametrize(
     ("num_ranks", "shape", "max_tokens"),
     [
-        (2, Shape(1, 1, 2, 8), 1),
-        (1, Shape(4, 6, 3, 24), 4),
-        (4, Shape(3, 2, 4, 1), 8),
-        (4, Shape(3, 2, 4, 8), 8),
-        (2, Shape(16, 4, 32, 40), 16),
-        (2, Shape(37, 6, 8, 16), 40),
+        *((2, Shape(1, 1, 2, 8), 1), (1, Shape(4, 6, 3, 24), 4), (4, Shape(3, 2, 4, 1), 8)),
+        *((4, Shape(3, 2, 4, 8), 8), (2, Shape(16, 4, 32, 40), 16), (2, Shape(37, 6, 8, 16), 40)),
     ],
-    ids=[
-        "one of everything",
-        "one rank, more choices than experts",
-        "one column",
-        "one local expert",
-        "many experts",
-        "many tokens",
-    ],
+    ids=["all one", "more choices than experts", "one column", "one local expert", "many experts", "many tokens"],
 )
-def test_low_latency_shapes(
-    implementation: str, num_ranks: int, shape: Shape, max_tokens: int, expert_mesh: Any, rng: Any
-) -> None:
+def test_low_latency_shapes(implementation, num_ranks, shape, max_tokens, expert_mesh, rng):
     sizes = {"shape": shape, "max_tokens": max_tokens}
     problem = Problem(rng, "duplicates", num_ranks, **sizes)
     call = round_trip(implementation, quantize=False, **sizes)
@@ -210,7 +172,7 @@ def test_low_latency_shapes(
     problem.check_routes(*rest)
 
 
-def test_low_latency_combine_fp8_wire(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_low_latency_combine_fp8_wire(implementation, expert_mesh, rng):
     """Whether rows or their weighted sums are quantized, the error stays within FP8's bound of each term."""
 
     def fn(x, topk_idx, topk_weights, y):
@@ -218,12 +180,7 @@ def test_low_latency_combine_fp8_wire(implementation: str, expert_mesh: Any, rng
             x, topk_idx, num_experts=8, max_tokens_per_rank=MAX_TOKENS, implementation=implementation
         )
         return jax_ep.low_latency_combine(
-            y,
-            topk_idx,
-            topk_weights,
-            out.handle,
-            schedule=jax_ep.Schedule(wire_dtype=jnp.float8_e4m3fn),
-            implementation=implementation,
+            y, topk_idx, topk_weights, out.handle, schedule=FP8_WIRE, implementation=implementation
         )
 
     problem = Problem(rng, "some_without_expert", 2)
@@ -232,7 +189,7 @@ def test_low_latency_combine_fp8_wire(implementation: str, expert_mesh: Any, rng
     weights = probabilities(rng, *problem.topk_idx.shape)
     back = run(fn, expert_mesh(2), problem.x, problem.topk_idx, weights, y)
 
-    def weighted_sum(rows: np.ndarray) -> np.ndarray:
+    def weighted_sum(rows):
         return oracle_serving.low_latency_combine(rows, problem.topk_idx, weights, problem.lay)
 
     scales = np.where(real, oracle.quantize(np.nan_to_num(y))[1].repeat(128, -1), 0)
@@ -241,7 +198,7 @@ def test_low_latency_combine_fp8_wire(implementation: str, expert_mesh: Any, rng
     assert (error <= weighted_sum(np.abs(y)) * 2.0**-4 + weighted_sum(scales) * 2.0**-9 + 1e-6).all()
 
 
-def test_low_latency_two_batches_in_flight(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_low_latency_two_batches_in_flight(implementation, expert_mesh, rng):
     """Two dispatches before either combine, and the second is combined first."""
     options = {"num_experts": 8, "max_tokens_per_rank": MAX_TOKENS, "quantize": False, "implementation": implementation}
 
@@ -263,19 +220,13 @@ def test_low_latency_two_batches_in_flight(implementation: str, expert_mesh: Any
 GRADIENT_SHAPE = Shape(num_tokens=6, top_k=3, num_experts=8, hidden=12)
 
 
-def test_low_latency_gradients(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_low_latency_gradients(implementation, expert_mesh, rng):
     """Without quantization both functions are differentiable."""
 
     def fn(x, topk_idx, topk_weights, y, d_tokens, d_out):
         def dispatch(x):
-            out = jax_ep.low_latency_dispatch(
-                x,
-                topk_idx,
-                num_experts=GRADIENT_SHAPE.num_experts,
-                max_tokens_per_rank=GRADIENT_SHAPE.num_tokens,
-                quantize=False,
-                implementation=implementation,
-            )
+            sizes = {"num_experts": GRADIENT_SHAPE.num_experts, "max_tokens_per_rank": GRADIENT_SHAPE.num_tokens}
+            out = jax_ep.low_latency_dispatch(x, topk_idx, **sizes, quantize=False, implementation=implementation)
             return out.tokens, out.handle
 
         _, dispatch_vjp, handle = jax.vjp(dispatch, x, has_aux=True)
@@ -299,7 +250,7 @@ def test_low_latency_gradients(implementation: str, expert_mesh: Any, rng: np.ra
     assert_close(d_weights, want_d_weights, "d_weights")
 
 
-def test_low_latency_rows_past_counts_ignored(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_low_latency_rows_past_counts_ignored(implementation, expert_mesh, rng):
     """They affect neither sums nor, in a differentiated dispatch, the gradients of a GEMM over all rows."""
     shape, num_ranks = GRADIENT_SHAPE, 2
     weights = probabilities(rng, num_ranks, shape.num_tokens, shape.top_k)
@@ -329,9 +280,7 @@ def test_low_latency_rows_past_counts_ignored(implementation: str, expert_mesh: 
     assert np.isfinite(dw).all()
 
 
-def test_low_latency_scan_with_other_dispatches(
-    implementation: str, expert_mesh: Any, rng: np.random.Generator
-) -> None:
+def test_low_latency_scan_with_other_dispatches(implementation, expert_mesh, rng):
     """Each step of a decode loop gets its own data, whatever runs between two of them."""
     shape, num_ranks = Shape(num_tokens=2, top_k=2, num_experts=4, hidden=16), 2
     options = {"num_experts": shape.num_experts, "implementation": implementation}
@@ -364,7 +313,7 @@ def test_low_latency_scan_with_other_dispatches(
     np.testing.assert_array_equal(run(fn, expert_mesh(num_ranks), x, ids, weights), want)
 
 
-def test_low_latency_rank_ahead_of_peers(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_low_latency_rank_ahead_of_peers(implementation, expert_mesh, rng):
     """Only rank 0 receives, so on GPUs the other rank sends again while rank 0 is still working."""
     shape, num_steps = Shape(num_tokens=6, top_k=2, num_experts=4, hidden=16), 12
     options = {"num_experts": 4, "max_tokens_per_rank": 6, "quantize": False, "implementation": implementation}
@@ -385,7 +334,7 @@ def test_low_latency_rank_ahead_of_peers(implementation: str, expert_mesh: Any, 
         assert_same_bits(tokens[:, step][lay.token >= 0], want[lay.token >= 0], f"tokens of launch {step}")
 
 
-def test_low_latency_quantized_dispatch_no_gradient(implementation: str, expert_mesh: Any, rng: Any) -> None:
+def test_low_latency_quantized_dispatch_no_gradient(implementation, expert_mesh, rng):
     def fn(x, topk_idx):
         def loss(x):
             out = jax_ep.low_latency_dispatch(

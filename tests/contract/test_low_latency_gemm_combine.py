@@ -1,14 +1,11 @@
 """low_latency_gemm_combine: the GEMM fused with the combine that follows it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 import jax_ep
 import oracle
@@ -22,7 +19,7 @@ SHAPE = Shape(num_tokens=5, top_k=3, num_experts=8, hidden=40, intermediate=24)
 MAX_TOKENS = 7
 
 
-def product_and_combine(implementation: str, shape: Shape = SHAPE, **options: Any):
+def product_and_combine(implementation, shape=SHAPE, **options):
     """Return a function of given rows; the dispatch only creates the handle."""
 
     def fn(x, ids, weights, lhs, rhs, num_tokens=None, rhs_scales=None, **scales):
@@ -40,7 +37,7 @@ def product_and_combine(implementation: str, shape: Shape = SHAPE, **options: An
 class Problem:
     """Exact products in any order; rows past the counts are poisoned."""
 
-    def __init__(self, rng: Any, routing: str, num_ranks: int, shape: Shape = SHAPE, num_tokens: Any = None) -> None:
+    def __init__(self, rng, routing, num_ranks, shape=SHAPE, num_tokens=None):
         self.ids = ROUTINGS[routing](rng, num_ranks, shape)
         self.weights = integers(rng, *self.ids.shape)
         self.x = reals(rng, num_ranks, shape.num_tokens, 8, dtype=BF16)
@@ -51,18 +48,16 @@ class Problem:
         self.rhs = integers(rng, num_ranks, local, shape.hidden, shape.intermediate, dtype=BF16)
 
     @property
-    def args(self) -> tuple[np.ndarray, ...]:
+    def args(self):
         lhs = np.where(self.real, self.lhs, np.array(np.nan, BF16))
         return self.x, self.ids, self.weights, lhs, self.rhs
 
-    def want(self) -> np.ndarray:
+    def want(self):
         y = np.stack([oracle_serving.masked_grouped_gemm(*rank) for rank in zip(self.lhs, self.rhs, strict=True)])
         return oracle_serving.low_latency_combine(y, self.ids, self.weights, self.lay)
 
 
-def test_low_latency_gemm_combine_routings(
-    implementation: str, every_mesh: Mesh, rng: np.random.Generator, subtests: pytest.Subtests
-) -> None:
+def test_low_latency_gemm_combine_routings(implementation, every_mesh, rng, subtests):
     call = compiled(product_and_combine(implementation, preferred_element_type=jnp.float32), every_mesh)
     for routing in routings(implementation, every_mesh.size):
         with subtests.test(routing):
@@ -73,9 +68,7 @@ def test_low_latency_gemm_combine_routings(
 
 
 @pytest.mark.parametrize("expected_rows", [1, 12, 20, 100])
-def test_low_latency_gemm_combine_tile_sizes(
-    implementation: str, expected_rows: int, expert_mesh: Any, rng: Any
-) -> None:
+def test_low_latency_gemm_combine_tile_sizes(implementation, expected_rows, expert_mesh, rng):
     shape = Shape(num_tokens=7, top_k=2, num_experts=2, hidden=264, intermediate=136)
     problem = Problem(rng, "uniform", 2, shape)
     options = {"preferred_element_type": jnp.float32, "expected_rows": expected_rows}
@@ -86,9 +79,7 @@ def test_low_latency_gemm_combine_tile_sizes(
 @pytest.mark.parametrize("activations", [None, "int8", "fp8"])
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.slow(unless={"stored": ["mxfp4", "mxfp4 prepacked", "int8"], "activations": [None, "int8"]})
-def test_low_latency_gemm_combine_quantized_weights(
-    implementation: str, stored: str, activations: str | None, expert_mesh: Any, rng: np.random.Generator
-) -> None:
+def test_low_latency_gemm_combine_quantized_weights(implementation, stored, activations, expert_mesh, rng):
     """Results match `masked_grouped_gemm` and `low_latency_combine` up to the rounding of sums."""
     if activations is not None and ((activations == "int8") != (stored == "int8") or stored.endswith("prepacked")):
         pytest.skip("no GEMM has these formats")
@@ -114,7 +105,7 @@ def test_low_latency_gemm_combine_quantized_weights(
     assert_close(got, want.astype(np.float64), tolerance=1e-5)
 
 
-def test_low_latency_gemm_combine_num_tokens(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_low_latency_gemm_combine_num_tokens(implementation, expert_mesh, rng):
     counts = np.array([2, 0], np.int32)
     problem = Problem(rng, "uniform", 2, num_tokens=counts)
     call = product_and_combine(implementation, preferred_element_type=jnp.float32)
@@ -123,9 +114,7 @@ def test_low_latency_gemm_combine_num_tokens(implementation: str, expert_mesh: A
     assert not got[1].any()
 
 
-def test_low_latency_gemm_combine_rows_rounded_once(
-    implementation: str, expert_mesh: Any, rng: np.random.Generator
-) -> None:
+def test_low_latency_gemm_combine_rows_rounded_once(implementation, expert_mesh, rng):
     problem = Problem(rng, "duplicates", 2)
     problem.lhs, problem.rhs = (reals(rng, *x.shape, dtype=BF16) for x in (problem.lhs, problem.rhs))
     problem.weights = probabilities(rng, *problem.ids.shape)
@@ -134,7 +123,7 @@ def test_low_latency_gemm_combine_rows_rounded_once(
     assert_close(got, problem.want())
 
 
-def test_low_latency_gemm_combine_fp8(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_low_latency_gemm_combine_fp8(implementation, expert_mesh, rng):
     shape = Shape(num_tokens=5, top_k=3, num_experts=4, hidden=200, intermediate=256)
     problem = Problem(rng, "uniform", 2, shape)
     lhs, rhs = (100 * reals(rng, *x.shape) for x in (problem.lhs, problem.rhs))
@@ -155,7 +144,7 @@ def test_low_latency_gemm_combine_fp8(implementation: str, expert_mesh: Any, rng
     assert_close(got, want)
 
 
-def test_low_latency_gemm_combine_scan(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_low_latency_gemm_combine_scan(implementation, expert_mesh, rng):
     """Consecutive steps get their own rows, through both halves of the buffers."""
     problems = [Problem(rng, "zipf", 2) for _ in range(5)]
     call = product_and_combine(implementation, preferred_element_type=jnp.float32)
@@ -177,7 +166,7 @@ def test_low_latency_gemm_combine_scan(implementation: str, expert_mesh: Any, rn
         np.testing.assert_array_equal(got[:, i], problem.want())
 
 
-def test_low_latency_gemm_combine_no_gradient(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_low_latency_gemm_combine_no_gradient(implementation, expert_mesh, rng):
     problem = Problem(rng, "uniform", 2)
     call = product_and_combine(implementation)
 

@@ -1,9 +1,6 @@
 """low_latency_moe: the layer of moe for few tokens, in FP8 and in the dtype of the tokens."""
 
-from __future__ import annotations
-
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,30 +19,21 @@ SHAPE = Shape(num_tokens=6, top_k=3, num_experts=8, hidden=256, intermediate=128
 FP8_ERROR = 0.1
 
 
-def layer(implementation: str, fp8: bool, **options: Any):
+def layer(implementation, fp8, **options):
     def fn(x, topk_idx, topk_weights, w_gate_up, w_down):
         prepare = partial(quantize, format="fp8", activations="fp8") if fp8 else (lambda w: w)
-        return jax_ep.low_latency_moe(
-            x,
-            topk_idx,
-            topk_weights,
-            prepare(w_gate_up),
-            prepare(w_down),
-            num_experts=SHAPE.num_experts,
-            implementation=implementation,
-            **options,
-        )
+        experts = prepare(w_gate_up), prepare(w_down)
+        sizes = {"num_experts": SHAPE.num_experts, "implementation": implementation}
+        return jax_ep.low_latency_moe(x, topk_idx, topk_weights, *experts, **sizes, **options)
 
     return fn
 
 
-def relative_error(got: np.ndarray, want: np.ndarray) -> float:
+def relative_error(got, want):
     return float(np.linalg.norm(got.astype(np.float64) - want) / np.linalg.norm(want))
 
 
-def test_low_latency_moe_routings(
-    implementation: str, expert_mesh: Any, rng: np.random.Generator, subtests: Any
-) -> None:
+def test_low_latency_moe_routings(implementation, expert_mesh, rng, subtests):
     call = compiled(layer(implementation, fp8=False), expert_mesh(2))
     fp8_call = compiled(layer(implementation, fp8=True), expert_mesh(2))
     for routing in ("uniform", "duplicates", "some_without_expert", "one_hot_every_slot", "out_of_range"):
@@ -60,15 +48,13 @@ def test_low_latency_moe_routings(
 
 
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
-def test_low_latency_moe_activations(
-    implementation: str, activation: str, expert_mesh: Any, rng: np.random.Generator
-) -> None:
+def test_low_latency_moe_activations(implementation, activation, expert_mesh, rng):
     problem = Layer(rng, "uniform", 2, SHAPE, BF16)
     call = compiled(layer(implementation, fp8=True, experts=jax_ep.Experts(activation)), expert_mesh(2))
     assert relative_error(call(*problem.args), problem.oracle(activation).forward()) < FP8_ERROR
 
 
-def test_low_latency_moe_padding(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_low_latency_moe_padding(implementation, expert_mesh, rng):
     """Tokens without experts, whose number differs by rank, get zeros and change nothing."""
     problem, counts = Layer(rng, "uniform", 2, SHAPE, BF16), np.array([2, 5], np.int32)
     ignored = np.arange(SHAPE.num_tokens) >= counts[:, None]
@@ -79,7 +65,7 @@ def test_low_latency_moe_padding(implementation: str, expert_mesh: Any, rng: np.
     assert not got[ignored].any()
 
 
-def test_low_latency_moe_matches_moe(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_low_latency_moe_matches_moe(implementation, expert_mesh, rng):
     """In float32 both agree to float32 precision, so that a program may switch between them."""
     problem = Layer(rng, "uniform", 2, SHAPE)
 
@@ -92,7 +78,7 @@ def test_low_latency_moe_matches_moe(implementation: str, expert_mesh: Any, rng:
 
 
 @pytest.mark.slow_interpreted
-def test_low_latency_moe_no_tokens(implementation: str) -> None:
+def test_low_latency_moe_no_tokens(implementation):
     w, down = (quantize(jnp.ones((2, 128, n)), "fp8", activations="fp8") for n in (256, 128))
     call = partial(jax_ep.low_latency_moe, num_experts=2, axis_name=(), implementation="xla")
     out = call(jnp.ones((0, 128)), jnp.ones((0, 2), jnp.int32), jnp.ones((0, 2)), w, down)
@@ -109,7 +95,7 @@ def small_layer(seed=0):
 
 @pytest.mark.parametrize("other", ["fp8", "fp8_channel", "mxfp4", "int4"])
 @pytest.mark.parametrize("swapped", [False, True])
-def test_low_latency_moe_two_weight_formats(other: str, swapped: bool) -> None:
+def test_low_latency_moe_two_weight_formats(other, swapped):
     """As in `fused_moe`, each weight determines how its rows are quantized."""
     x, ids, weights, *matrices = small_layer()
     formats = [
@@ -125,7 +111,7 @@ def test_low_latency_moe_two_weight_formats(other: str, swapped: bool) -> None:
 
 
 @pytest.mark.parametrize("jit", [False, True])
-def test_low_latency_ids_past_num_tokens(jit: bool) -> None:
+def test_low_latency_ids_past_num_tokens(jit):
     """They may be anything, in dispatch and combine."""
     x, ids, weights, up, down = small_layer()
     keywords = {"num_experts": 4, "axis_name": (), "implementation": "xla"}
@@ -142,12 +128,12 @@ def test_low_latency_ids_past_num_tokens(jit: bool) -> None:
 
 
 @pytest.mark.parametrize("argument", ["topk_weights", "biases"])
-def test_low_latency_moe_no_gradient_per_array(argument: str) -> None:
+def test_low_latency_moe_no_gradient_per_array(argument):
     """Whether an implementation fuses it or not, on each kind of device."""
     x, ids, weights, up, down = small_layer()
     given = {"topk_weights": weights, "biases": (None, jnp.ones((4, 128)))}
 
-    def loss(value: Any) -> Any:
+    def loss(value):
         arrays = given | {argument: value}
         matrices = {"w_gate_up": up, "w_down": down}
         call = partial(jax_ep.low_latency_moe, num_experts=4, axis_name=(), implementation="xla")

@@ -1,9 +1,6 @@
 """masked_grouped_gemm and masked_gated_activation on valid rows, in FP8 and in the dtypes of tokens."""
 
-from __future__ import annotations
-
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +10,7 @@ import pytest
 import jax_ep
 import oracle
 import oracle_serving
-from cases import BF16, F16, F32, assert_close, assert_same_bits, fp8_tolerance, integers, reals
+from cases import BF16, F16, F32, FP8_WIRE, assert_close, assert_same_bits, fp8_tolerance, integers, reals
 from harness import refusals_skip, to_numpy
 from jax_ep.quantization import quantize as quantize_weights
 from stored_experts import fp8_weights
@@ -28,17 +25,17 @@ GROUPS = {
 }
 
 
-def counted(rows: int, sizes: Any) -> np.ndarray:
+def counted(rows, sizes):
     """Return which rows are valid, [L, M]."""
     return np.arange(rows) < np.asarray(sizes, np.int64)[:, None]
 
 
-def poison(array: np.ndarray, real: np.ndarray, value: Any = np.nan) -> np.ndarray:
+def poison(array, real, value=np.nan):
     """Set rows that are not valid to `value`."""
     return np.where(real.reshape(*real.shape, *[1] * (array.ndim - real.ndim)), array, np.array(value, array.dtype))
 
 
-def gemm(implementation: str, **options: Any):
+def gemm(implementation, **options):
     call = jax.jit(partial(jax_ep.masked_grouped_gemm, implementation=implementation, **options))
     return lambda *args, **scales: to_numpy(call(*args, **scales))
 
@@ -46,7 +43,7 @@ def gemm(implementation: str, **options: Any):
 class Quantised:
     """FP8 operands with scales of very different sizes, and their float64 values."""
 
-    def __init__(self, rng: np.random.Generator, sizes: list[int], rows: int, depth: int, columns: int) -> None:
+    def __init__(self, rng, sizes, rows, depth, columns):
         groups, blocks = len(sizes), depth // 128
         self.real, self.sizes = counted(rows, sizes), np.array(sizes, np.int32)
         self.lhs = (100 * reals(rng, groups, rows, depth)).clip(-448, 448).astype(oracle.FP8)
@@ -54,18 +51,18 @@ class Quantised:
         self.lhs_scales = (2.0 ** rng.uniform(-9, 2, (groups, rows, blocks))).astype(F32)
         self.rhs_scales = (2.0 ** rng.uniform(-9, 2, (groups, -(-columns // 128), blocks))).astype(F32)
 
-    def call(self, fn: Any) -> np.ndarray:
+    def call(self, fn):
         lhs, scales = poison(self.lhs, self.real), poison(self.lhs_scales, self.real)
         return fn(lhs, fp8_weights(self.rhs, self.rhs_scales), self.sizes, lhs_scales=scales)
 
-    def want(self) -> np.ndarray:
+    def want(self):
         lhs = oracle.dequantize(self.lhs, self.lhs_scales)
         return oracle_serving.masked_grouped_gemm(lhs, oracle_serving.dequantize_blocks(self.rhs, self.rhs_scales))
 
 
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("expected_rows", [None, 4, 16, 100])
-def test_masked_fp8(implementation: str, groups: str, expected_rows: int | None, rng: np.random.Generator) -> None:
+def test_masked_fp8(implementation, groups, expected_rows, rng):
     rows, sizes = GROUPS[groups]
     problem = Quantised(rng, sizes, rows, 384, 200)
     got = problem.call(gemm(implementation, preferred_element_type=jnp.float32, expected_rows=expected_rows))
@@ -74,7 +71,7 @@ def test_masked_fp8(implementation: str, groups: str, expected_rows: int | None,
 
 
 @pytest.mark.parametrize("group_size", [256, 64])
-def test_masked_other_block_size(implementation: str, group_size: int, rng: np.random.Generator) -> None:
+def test_masked_other_block_size(implementation, group_size, rng):
     """As low_latency_dispatch quantizes them: larger blocks work, and smaller ones are an error."""
     x, ids = reals(rng, 6, 512, dtype=BF16), rng.integers(0, 3, (6, 2), dtype=np.int32)
     sizes = {"num_experts": 3, "max_tokens_per_rank": 6, "axis_name": (), "implementation": implementation}
@@ -96,14 +93,12 @@ def test_masked_other_block_size(implementation: str, group_size: int, rng: np.r
     y = jnp.where(real[..., None], got, 0).astype(jnp.bfloat16)[..., :40].repeat(16, axis=-1)[..., :640]
     weights = jnp.full(ids.shape, 0.5)
     back = partial(jax_ep.low_latency_combine, axis_name=(), implementation=implementation)
-    rounded = to_numpy(back(y, ids, weights, d.handle, schedule=jax_ep.Schedule(wire_dtype=jnp.float8_e4m3fn))).astype(
-        np.float64
-    )
+    rounded = to_numpy(back(y, ids, weights, d.handle, schedule=FP8_WIRE)).astype(np.float64)
     exact = to_numpy(back(y, ids, weights, d.handle)).astype(np.float64)
     assert np.linalg.norm(rounded - exact) < 0.05 * np.linalg.norm(exact)
 
 
-def test_masked_fp8_accumulates_in_float32(implementation: str, rng: np.random.Generator) -> None:
+def test_masked_fp8_accumulates_in_float32(implementation, rng):
     """A small term after a large one is not lost, as in sums with fewer bits."""
     depth = 16 * 128
     ones, sizes = np.ones((1, 4, depth), oracle.FP8), np.array([4], np.int32)
@@ -117,7 +112,7 @@ def test_masked_fp8_accumulates_in_float32(implementation: str, rng: np.random.G
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
 @pytest.mark.parametrize("groups", GROUPS)
-def test_masked_other_dtypes(implementation: str, groups: str, dtype: np.dtype, rng: np.random.Generator) -> None:
+def test_masked_other_dtypes(implementation, groups, dtype, rng):
     rows, sizes = GROUPS[groups]
     real, depth = counted(rows, sizes), 72
     lhs, rhs = reals(rng, len(sizes), rows, depth, dtype=dtype), reals(rng, len(sizes), 40, depth, dtype=dtype)
@@ -129,13 +124,13 @@ def test_masked_other_dtypes(implementation: str, groups: str, dtype: np.dtype, 
 
 
 @pytest.mark.parametrize(("groups", "rows", "depth", "columns"), [(3, 0, 8, 4), (2, 3, 8, 0), (0, 3, 8, 4)])
-def test_masked_empty_arrays(implementation: str, groups: int, rows: int, depth: int, columns: int) -> None:
+def test_masked_empty_arrays(implementation, groups, rows, depth, columns):
     lhs, rhs = np.ones((groups, rows, depth), BF16), np.ones((groups, depth, columns), BF16)
     got = gemm(implementation)(lhs, rhs, np.full(groups, rows, np.int32))
     assert got.shape == (groups, rows, columns)
 
 
-def test_masked_covers_rows_and_columns(implementation: str, rng: np.random.Generator) -> None:
+def test_masked_covers_rows_and_columns(implementation, rng):
     """Small integers are exact, so that any lost or doubled product shows."""
     sizes = rng.integers(0, 40, 9).astype(np.int32)
     lhs, rhs = integers(rng, 9, 39, 264, dtype=BF16), integers(rng, 9, 301, 264, dtype=BF16)
@@ -147,7 +142,7 @@ def test_masked_covers_rows_and_columns(implementation: str, rng: np.random.Gene
 @pytest.mark.parametrize("quantize", [True, False])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
 @pytest.mark.slow(unless={"activation": ["silu"]})
-def test_masked_activation(implementation: str, activation: str, quantize: bool, rng: Any, subtests: Any) -> None:
+def test_masked_activation(implementation, activation, quantize, rng, subtests):
     call = jax.jit(
         partial(
             jax_ep.ops.masked.masked_gated_activation,
@@ -181,7 +176,7 @@ def test_masked_activation(implementation: str, activation: str, quantize: bool,
 
 
 @pytest.mark.parametrize("activation", ["silu", "relu"])
-def test_masked_nan_stays_in_scale_block(implementation: str, activation: str) -> None:
+def test_masked_nan_stays_in_scale_block(implementation, activation):
     hidden = np.ones((1, 2, 512), F32)
     hidden[0, 1, 3] = np.nan
     call = partial(
@@ -192,7 +187,7 @@ def test_masked_nan_stays_in_scale_block(implementation: str, activation: str) -
     assert affected[0, 1, :128].all() and not affected[0, 1, 128:].any() and not affected[0, 0].any()
 
 
-def test_masked_vmap(implementation: str, rng: np.random.Generator) -> None:
+def test_masked_vmap(implementation, rng):
     sizes = np.array([[3, 0], [1, 8]], np.int32)
     lhs, rhs = integers(rng, 2, 2, 8, 64, dtype=BF16), integers(rng, 2, 24, 64, dtype=BF16)
     call = partial(jax_ep.masked_grouped_gemm, implementation=implementation)
@@ -202,7 +197,7 @@ def test_masked_vmap(implementation: str, rng: np.random.Generator) -> None:
         assert_close(got[i][real], oracle_serving.masked_grouped_gemm(lhs[i], rhs)[real])
 
 
-def test_masked_no_gradient(implementation: str) -> None:
+def test_masked_no_gradient(implementation):
     def through_product(lhs):
         rhs, sizes = jnp.ones((1, 16, 8), jnp.bfloat16), jnp.array([2])
         return jnp.sum(jax_ep.masked_grouped_gemm(lhs, rhs, sizes, implementation=implementation))

@@ -1,19 +1,14 @@
 """The expert layer in all its forms: moe, its two fused halves, and the single-device fused_moe with its sort."""
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 import jax_ep
 import oracle
-from cases import BASE, BF16, F16, F32, SHAPES, Shape, assert_close
+from cases import BASE, BF16, F16, F32, FP8_WIRE, SHAPES, Shape, assert_close
 from harness import compiled, in_turn, run
 from layers import Layer
 from routings import FEW_ROUTINGS, ROUTINGS
@@ -21,13 +16,11 @@ from routings import FEW_ROUTINGS, ROUTINGS
 VARIANTS = [(activation, gated) for activation in ("silu", "gelu", "relu") for gated in (True, False)]
 
 
-def moe(shape: Shape, implementation: str, **options: Any):
+def moe(shape, implementation, **options):
     return functools.partial(jax_ep.moe, num_experts=shape.num_experts, implementation=implementation, **options)
 
 
-def test_moe_routings(
-    implementation: str, every_mesh: Mesh, rng: np.random.Generator, subtests: pytest.Subtests
-) -> None:
+def test_moe_routings(implementation, every_mesh, rng, subtests):
     call = compiled(moe(BASE, implementation), every_mesh)
     for routing in ROUTINGS:
         with subtests.test(routing):
@@ -37,14 +30,14 @@ def test_moe_routings(
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.slow(unless={"name": ["prime_tokens", "one_token"]})
-def test_moe_shapes(implementation: str, name: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_moe_shapes(implementation, name, expert_mesh, rng):
     num_ranks, shape = SHAPES[name]
     layer = Layer(rng, "duplicates", num_ranks, shape)
     got = run(moe(shape, implementation), expert_mesh(num_ranks), *layer.args)
     assert_close(got, layer.oracle().forward(), "moe")
 
 
-def test_moe_activations(implementation: str, mesh: Mesh, rng: np.random.Generator, subtests: pytest.Subtests) -> None:
+def test_moe_activations(implementation, mesh, rng, subtests):
     layers = {gated: Layer(rng, "uniform", mesh.size, BASE, gated=gated) for gated in (True, False)}
 
     def fn(gated_args, plain_args):
@@ -61,7 +54,7 @@ def test_moe_activations(implementation: str, mesh: Mesh, rng: np.random.Generat
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-def test_moe_dtypes(implementation: str, dtype: np.dtype, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_moe_dtypes(implementation, dtype, expert_mesh, rng):
     layer = Layer(rng, "uniform", 2, BASE, dtype)
     got = run(moe(BASE, implementation), expert_mesh(2), *layer.args)
     assert got.dtype == dtype
@@ -70,7 +63,7 @@ def test_moe_dtypes(implementation: str, dtype: np.dtype, expert_mesh: Any, rng:
 
 @pytest.mark.parametrize("capacity", [3, 16])
 @pytest.mark.slow(unless={"capacity": [3]})
-def test_moe_capacity(implementation: str, capacity: int, expert_mesh: Any, rng: Any, subtests: Any) -> None:
+def test_moe_capacity(implementation, capacity, expert_mesh, rng, subtests):
     """Dropped rows are left out of the layer; the others do not change."""
     call = compiled(moe(BASE, implementation, capacity=capacity), expert_mesh(2))
     for routing in ("zipf", "one_hot_every_slot"):
@@ -81,13 +74,11 @@ def test_moe_capacity(implementation: str, capacity: int, expert_mesh: Any, rng:
             assert_close(call(*layer.args), want.forward(), "moe")
 
 
-def test_moe_fp8_wire(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_moe_fp8_wire(implementation, expert_mesh, rng):
     """The result equals the layer of the quantized tokens, up to the rounding in combine."""
     shape = Shape(hidden=128)
     layer = Layer(rng, "uniform", 2, shape)
-    got = run(
-        moe(shape, implementation, schedule=jax_ep.Schedule(wire_dtype=jnp.float8_e4m3fn)), expert_mesh(2), *layer.args
-    )
+    got = run(moe(shape, implementation, schedule=FP8_WIRE), expert_mesh(2), *layer.args)
     exact = layer.oracle().forward()
     layer.x = oracle.to_wire(layer.x, oracle.FP8)
     want = layer.oracle().forward()
@@ -96,7 +87,7 @@ def test_moe_fp8_wire(implementation: str, expert_mesh: Any, rng: np.random.Gene
     assert np.linalg.norm(got - want) < 2**-4 * np.linalg.norm(want)
 
 
-def test_fused_moe(implementation: str, rng: np.random.Generator, subtests: pytest.Subtests) -> None:
+def test_fused_moe(implementation, rng, subtests):
     """One device, no mesh: every activation, several routings, three dtypes."""
 
     @jax.jit
@@ -108,7 +99,7 @@ def test_fused_moe(implementation: str, rng: np.random.Generator, subtests: pyte
             for a, g in VARIANTS
         ]
 
-    def one_device(layer: Layer) -> list[np.ndarray]:
+    def one_device(layer):
         return [layer.x[0], layer.topk_idx[0], layer.topk_weights[0], layer.w_gate_up, layer.w_down]
 
     for dtype, routings in {F32: ROUTINGS, BF16: FEW_ROUTINGS}.items():

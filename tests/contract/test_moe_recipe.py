@@ -1,9 +1,6 @@
 """moe(recipe="fp8"): all GEMMs of both passes in FP8, against an oracle with the same roundings."""
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +19,7 @@ NEAR = 0.03 if ON_GPU else 0.015
 """Relative tolerance between equal roundings: values next to a tie round differently, more of them on tensor cores."""
 
 
-def assert_near(got: Any, want: Any, limit: float = NEAR) -> None:
+def assert_near(got, want, limit=NEAR):
     for name, g, w in zip(NAMES, got, want, strict=True):
         assert np.linalg.norm(w.astype(np.float64)) > 0, name
         assert relative(g, w) < limit, name
@@ -31,9 +28,7 @@ def assert_near(got: Any, want: Any, limit: float = NEAR) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.slow(unless={"num_ranks": [2]})
 @pytest.mark.slow_interpreted
-def test_moe_recipe_matches_oracle(
-    implementation: str, num_ranks: int, expert_mesh: Any, rng: Any, subtests: pytest.Subtests
-) -> None:
+def test_moe_recipe_matches_oracle(implementation, num_ranks, expert_mesh, rng, subtests):
     """Results are close to the layer with the same roundings, and as far from the exact one as that layer."""
     call = compiled(with_gradients(implementation=implementation), expert_mesh(num_ranks))
     for routing in FEW_ROUTINGS:
@@ -49,7 +44,7 @@ def test_moe_recipe_matches_oracle(
                 assert 0.01 < relative(g, w) < max(0.15, 1.1 * relative(r, w)), name
 
 
-def test_moe_recipe_capacity(implementation: str, expert_mesh: Any, rng: Any) -> None:
+def test_moe_recipe_capacity(implementation, expert_mesh, rng):
     layer = Layer(rng, "one_hot_every_slot", 2)
     want = layer.oracle(capacity=13)
     assert want.lay.dropped.sum() > 0
@@ -58,7 +53,7 @@ def test_moe_recipe_capacity(implementation: str, expert_mesh: Any, rng: Any) ->
     assert 0.01 < relative(got, want.forward()) < 0.12
 
 
-def test_moe_recipe_fused_moe(implementation: str, rng: Any) -> None:
+def test_moe_recipe_fused_moe(implementation, rng):
     layer = Layer(rng, "uniform", 1)
     call = functools.partial(jax_ep.fused_moe, recipe="fp8", implementation=implementation)
     x, weights, up, down = (jnp.asarray(a) for a in (layer.x[0], layer.topk_weights[0], layer.w_gate_up, layer.w_down))
@@ -73,7 +68,7 @@ def test_moe_recipe_fused_moe(implementation: str, rng: Any) -> None:
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.slow
-def test_moe_recipe_activations(implementation: str, activation: str, gated: bool, expert_mesh: Any, rng: Any) -> None:
+def test_moe_recipe_activations(implementation, activation, gated, expert_mesh, rng):
     layer = Layer(rng, "uniform", 2, dtype=BF16, gated=gated)
     call = with_gradients(experts=jax_ep.Experts(activation, gated=gated), implementation=implementation)
     got = run(call, expert_mesh(2), *layer.args, layer.probe)
@@ -83,7 +78,7 @@ def test_moe_recipe_activations(implementation: str, activation: str, gated: boo
 
 @pytest.mark.parametrize("routing", ["one_hot_every_slot", "zipf"])
 @pytest.mark.slow
-def test_moe_recipe_groups_of_several_blocks(implementation: str, routing: str, rng: Any) -> None:
+def test_moe_recipe_groups_of_several_blocks(implementation, routing, rng):
     """More than 128 rows of an expert, not a whole number of blocks; experts without rows have zero gradients."""
     shape = Shape(num_tokens=150, top_k=2, num_experts=3, hidden=128, intermediate=128)
     layer = Layer(rng, routing, 1, shape)
@@ -96,7 +91,7 @@ def test_moe_recipe_groups_of_several_blocks(implementation: str, routing: str, 
     assert not got[3][0][empty].any() and not got[4][0][empty].any()
 
 
-def test_moe_recipe_nan_stays_with_token(implementation: str, expert_mesh: Any, rng: Any) -> None:
+def test_moe_recipe_nan_stays_with_token(implementation, expert_mesh, rng):
     """NaN stays with its token in the result and token gradients; in weight gradients it reaches its experts.
 
     All other rows match the oracle without it.
@@ -119,7 +114,7 @@ def test_moe_recipe_nan_stays_with_token(implementation: str, expert_mesh: Any, 
 
 @pytest.mark.parametrize("factor", [2.0**60, 2.0**-60, 2.0**-110], ids="{:.0e}".format)
 @pytest.mark.slow
-def test_moe_recipe_magnitudes(implementation: str, factor: float, rng: Any) -> None:
+def test_moe_recipe_magnitudes(implementation, factor, rng):
     """Scales follow the operands: neither large tokens nor small cotangents overflow or vanish."""
     layer = Layer(rng, "uniform", 1)
     mesh = make_mesh((1,), ("expert",))
@@ -137,7 +132,7 @@ def test_moe_recipe_magnitudes(implementation: str, factor: float, rng: Any) -> 
 
 
 @pytest.mark.slow
-def test_moe_recipe_zeros(implementation: str, rng: Any) -> None:
+def test_moe_recipe_zeros(implementation, rng):
     """Blocks of zeros have the minimum scale, and results that are zero and not NaN."""
     layer = Layer(rng, "uniform", 1)
     layer.x[..., :128] = 0
@@ -153,13 +148,13 @@ def test_moe_recipe_zeros(implementation: str, rng: Any) -> None:
 
 @pytest.mark.parametrize("weight_on", ["output", "input"])
 @pytest.mark.slow
-def test_moe_recipe_biases(implementation: str, weight_on: str, expert_mesh: Any, rng: Any) -> None:
+def test_moe_recipe_biases(implementation, weight_on, expert_mesh, rng):
     """Biases of the second GEMM, and before the activation, have the gradients of the layer without FP8."""
     layer = Layer(rng, "uniform", 2)
     biases = [reals(rng, 2, 4, columns) for columns in (256, 256)][: 2 if weight_on == "output" else 1]
     experts = jax_ep.Experts("silu", weight_on=weight_on)
 
-    def gradients(recipe: str | None):
+    def gradients(recipe):
         def fn(x, topk_idx, topk_weights, w_gate_up, w_down, probe, b_down, b_gate_up=None):
             def loss(b_down, b_gate_up=None):
                 options = {"num_experts": 8, "recipe": recipe, "implementation": implementation, "experts": experts}
@@ -176,7 +171,7 @@ def test_moe_recipe_biases(implementation: str, weight_on: str, expert_mesh: Any
 
 
 @pytest.mark.slow
-def test_moe_recipe_over_nodes(implementation: str, rng: Any) -> None:
+def test_moe_recipe_over_nodes(implementation, rng):
     """Between nodes tokens are sent in FP8, rounded once: the layer matches flat ranks except for node sums."""
     if implementation == "triton" and not ON_GPU:
         pytest.skip("in the interpreter, launches that do not depend on each other may wait for each other")
@@ -188,7 +183,7 @@ def test_moe_recipe_over_nodes(implementation: str, rng: Any) -> None:
 
 
 @pytest.mark.slow
-def test_moe_recipe_residuals(implementation: str, rng: Any) -> None:
+def test_moe_recipe_residuals(implementation, rng):
     """Residuals are FP8 tokens with their scales, and hidden rows; nothing else has that many columns."""
     shape = Shape(num_tokens=6, top_k=2, num_experts=2, hidden=128, intermediate=384)
     layer = Layer(rng, "uniform", 1, shape, BF16)
@@ -203,7 +198,7 @@ def test_moe_recipe_residuals(implementation: str, rng: Any) -> None:
     assert of_rows == [("bfloat16", 768), ("float32", 1), ("uint8", 128)]
 
 
-def test_moe_recipe_no_second_derivative(implementation: str, rng: Any) -> None:
+def test_moe_recipe_no_second_derivative(implementation, rng):
     layer = Layer(rng, "uniform", 1)
 
     def loss(x):

@@ -1,7 +1,5 @@
 """No tokens on any rank: results have the documented shapes, and gradients are zero."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from cases import BF16, F32
+from cases import BF16, F32, FP8_WIRE
 from harness import EXPERT, make_mesh
 from jax_ep.sharding import sharded_moe
 
@@ -23,25 +21,25 @@ FP8 = jnp.float8_e4m3fn
 SPEC = P(EXPERT)
 
 
-def dispatch(x: Any, idx: Any, weights: Any, up: Any, down: Any, **options: Any) -> Any:
+def dispatch(x, idx, weights, up, down, **options):
     sent = jax_ep.dispatch(x, idx, weights, **options)
     return sent.tokens * sent.weights[:, None].astype(x.dtype), sent.group_sizes, sent.dropped[None]
 
 
-def exchange(x: Any, idx: Any, weights: Any, up: Any, down: Any, *, implementation: str, **options: Any) -> Any:
+def exchange(x, idx, weights, up, down, *, implementation, **options):
     sent = jax_ep.dispatch(x, idx, weights, implementation=implementation, **options)
     again = jax_ep.dispatch(x, None, weights, handle=sent.handle, num_experts=E, implementation=implementation)
     rows = again.tokens * again.weights[:, None].astype(x.dtype)
     return jax_ep.combine(rows, sent.handle, implementation=implementation)
 
 
-def halves(x: Any, idx: Any, weights: Any, up: Any, down: Any, *, implementation: str, **options: Any) -> Any:
+def halves(x, idx, weights, up, down, *, implementation, **options):
     sent = jax_ep.dispatch_grouped_gemm(x, idx, weights, up, implementation=implementation, **options)
     rows = sent.hidden[:, :INNER] * sent.weights[:, None].astype(x.dtype)
     return jax_ep.grouped_gemm_combine(rows, down, sent.handle, implementation=implementation)
 
 
-def low_latency(x: Any, idx: Any, weights: Any, up: Any, down: Any, *, implementation: str, **options: Any) -> Any:
+def low_latency(x, idx, weights, up, down, *, implementation, **options):
     sizes = {"num_experts": E, "max_tokens_per_rank": 3, "implementation": implementation}
     sent = jax_ep.low_latency_dispatch(x, idx, quantize=False, **sizes)
     return jax_ep.low_latency_combine(sent.tokens, idx, weights, sent.handle, implementation=implementation)
@@ -55,28 +53,27 @@ LAYERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "fused halves": (halves, {}),
     "moe": (jax_ep.moe, {}),
     "moe with a capacity": (jax_ep.moe, {"capacity": 16}),
-    "moe, FP8 on the wire": (jax_ep.moe, {"schedule": jax_ep.Schedule(wire_dtype=FP8)}),
+    "moe, FP8 on the wire": (jax_ep.moe, {"schedule": FP8_WIRE}),
     "moe, FP8 products": (jax_ep.moe, {"recipe": "fp8"}),
     "low latency": (low_latency, {}),
 }
 
 
-def arguments(mesh: Any, dtype: np.dtype) -> list[Any]:
+def arguments(mesh, dtype):
     tokens = jnp.ones((0, H), dtype), jnp.zeros((0, K), jnp.int32), jnp.ones((0, K))
     matrices = jnp.ones((E, H, 2 * INNER), dtype), jnp.ones((E, INNER, H), dtype)
     return [jax.device_put(value, NamedSharding(mesh, SPEC)) for value in (*tokens, *matrices)]
 
 
-def check(layer: Callable[..., Any], args: list[Any]) -> None:
+def check(layer, args):
     """Eagerly and compiled; gradients of each argument alone, and of all together."""
     x, idx, weights, *matrices = args
 
-    def loss(x: Any, weights: Any, *matrices: Any) -> Any:
+    def loss(x, weights, *matrices):
         return sum(jnp.sum(y.astype(jnp.float32)) for y in jax.tree.leaves(layer(x, idx, weights, *matrices)))
 
-    for got, want in zip(
-        jax.tree.leaves(jax.jit(layer)(*args)), jax.tree.leaves(jax.eval_shape(layer, *args)), strict=True
-    ):
+    found = jax.jit(layer)(*args), jax.eval_shape(layer, *args)
+    for got, want in zip(*map(jax.tree.leaves, found), strict=True):
         assert (got.shape, got.dtype) == (want.shape, want.dtype)
         assert not np.asarray(got, np.float32).any()
     differentiable = (x, weights, *matrices)
@@ -89,7 +86,7 @@ def check(layer: Callable[..., Any], args: list[Any]) -> None:
 
 @pytest.mark.parametrize("dtype", [F32, pytest.param(BF16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("name", LAYERS)
-def test_no_tokens(implementation: str, name: str, dtype: np.dtype) -> None:
+def test_no_tokens(implementation, name, dtype):
     layer, options = LAYERS[name]
     mesh = make_mesh((W,), (EXPERT,), AxisType.Explicit)
     per_shard = functools.partial(layer, implementation=implementation, num_experts=E, **options)
@@ -98,6 +95,6 @@ def test_no_tokens(implementation: str, name: str, dtype: np.dtype) -> None:
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_no_tokens_sharded_moe(implementation: str, axis_type: AxisType) -> None:
+def test_no_tokens_sharded_moe(implementation, axis_type):
     mesh = make_mesh((W,), (EXPERT,), axis_type)
     check(sharded_moe(mesh, num_experts=E, implementation=implementation), arguments(mesh, F32))

@@ -3,11 +3,8 @@
 In several processes (run_processes.py) a node is a process; in one process the devices are split in half.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import numpy as np
@@ -39,17 +36,17 @@ class Over:
     axis_name: AxisName
     ranks_per_node: int = 1
 
-    def compiled(self, fn: Any) -> Any:
+    def compiled(self, fn):
         """Compile `fn` of the ranks' arrays, `[W, ...]` with the ranks in the order of `axis_name`."""
         return compiled(fn, self.mesh, axes=(self.mesh.axis_names,))
 
-    def oracle(self, layer: Layer, **options: Any) -> oracle.MoE:
+    def oracle(self, layer, **options):
         lay = oracle.hierarchical_layout(layer.topk_idx, SHAPE.num_experts, self.ranks_per_node, **options)
         return oracle.MoE(layer.x, layer.topk_weights, layer.w_gate_up, layer.w_down, lay)
 
 
 @pytest.fixture(params=["topology", *(pytest.param(name, marks=pytest.mark.slow) for name in ("flat", "nodes"))])
-def over(request: pytest.FixtureRequest) -> Over:
+def over(request):
     num_nodes = jax.process_count() if jax.process_count() > 1 else 2
     num_ranks = jax.device_count() // num_nodes * num_nodes
     if num_ranks < num_nodes:
@@ -65,7 +62,7 @@ def over(request: pytest.FixtureRequest) -> Over:
     return Over(mesh, jax_ep.Topology(node="node", local="expert"), num_ranks // num_nodes)
 
 
-def test_nodes_dispatch_and_combine(implementation: str, over: Over, rng: np.random.Generator, subtests: Any) -> None:
+def test_nodes_dispatch_and_combine(implementation, over, rng, subtests):
     """Rows match bit for bit, and sums of whole numbers, which do not depend on the order."""
 
     def fn(x, topk_idx, topk_weights, y):
@@ -87,7 +84,7 @@ def test_nodes_dispatch_and_combine(implementation: str, over: Over, rng: np.ran
             assert_same_bits(back, oracle.combine(y, lay).astype(y.dtype), "combined")
 
 
-def test_nodes_moe_and_gradients(implementation: str, over: Over, rng: np.random.Generator, subtests: Any) -> None:
+def test_nodes_moe_and_gradients(implementation, over, rng, subtests):
     """The layer, and the gradients of its tokens, router weights and both weights, match those among all ranks."""
 
     def fn(axis_name, x, topk_idx, topk_weights, w_gate_up, w_down, d_out):
@@ -115,7 +112,7 @@ def test_nodes_moe_and_gradients(implementation: str, over: Over, rng: np.random
             assert_close(got, exact.astype(np.float64), "flat moe")
 
 
-def test_nodes_capacity(implementation: str, over: Over, rng: np.random.Generator) -> None:
+def test_nodes_capacity(implementation, over, rng):
     """Rows past it are dropped and counted, on each rank as in one process."""
     capacity = 6
 

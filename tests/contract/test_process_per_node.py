@@ -1,16 +1,11 @@
 """Processes with several devices each: kernels inside each, XLA's collectives between. test_processes.py runs it."""
 
-from __future__ import annotations
-
 import functools
 import re
-from collections.abc import Iterator
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 import jax_ep
 from cases import BASE, BF16, Shape, assert_close, reals
@@ -23,7 +18,7 @@ AXES = (TOPOLOGY.axes,)
 
 
 @pytest.fixture
-def nodes() -> Iterator[Mesh]:
+def nodes():
     """A mesh with a node per process."""
     if jax.process_count() == 1 or jax.local_device_count() == 1:
         pytest.skip("needs several processes with several devices each: see test_processes.py")
@@ -36,12 +31,12 @@ def nodes() -> Iterator[Mesh]:
     jax_ep.finalize()
 
 
-def layer(axis_name: Any, *arguments: Any) -> Any:
+def layer(axis_name, *arguments):
     return jax_ep.moe(*arguments, num_experts=BASE.num_experts, axis_name=axis_name, implementation="triton")
 
 
-def test_process_per_node_layer_and_gradients(nodes: Mesh, rng: Any) -> None:
-    def fn(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any, d_out: Any) -> Any:
+def test_process_per_node_layer_and_gradients(nodes, rng):
+    def fn(x, ids, weights, w_gate_up, w_down, d_out):
         arrays = x, weights, w_gate_up, w_down
         y, vjp = jax.vjp(lambda x, weights, *w: layer(TOPOLOGY, x, ids, weights, *w), *arrays)
         return y, vjp(d_out)
@@ -57,11 +52,11 @@ def test_process_per_node_layer_and_gradients(nodes: Mesh, rng: Any) -> None:
             assert_close(got, exact.reshape(got.shape), "gradient")
 
 
-def test_process_per_node_decoding(nodes: Mesh, rng: Any) -> None:
+def test_process_per_node_decoding(nodes, rng):
     shape = Shape(hidden=128, intermediate=128)
     problem = Layer(rng, "uniform", nodes.size, shape, BF16)
 
-    def fn(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> Any:
+    def fn(x, ids, weights, w_gate_up, w_down):
         matrices = w_gate_up, w_down
         options = {"num_experts": shape.num_experts, "max_tokens_per_rank": shape.num_tokens, "axis_name": TOPOLOGY}
         return jax_ep.low_latency_moe(x, ids, weights, *matrices, implementation="triton", **options)
@@ -70,7 +65,7 @@ def test_process_per_node_decoding(nodes: Mesh, rng: Any) -> None:
     assert_close(y, problem.oracle().forward(), "low_latency_moe")
 
 
-def test_process_per_node_exchange_unsupported(nodes: Mesh, rng: Any) -> None:
+def test_process_per_node_exchange_unsupported(nodes, rng):
     problem = Layer(rng, "uniform", nodes.size, BASE)
     reason = f"triton: ranks of the axes {TOPOLOGY.axes} span several of the {len(nodes.devices)} processes"
     with pytest.raises(NotImplementedError, match=re.escape(reason)):

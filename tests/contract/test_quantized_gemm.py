@@ -1,7 +1,5 @@
 """GEMMs with weights in 8 and 4 bits, and layers with them."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 from typing import Any
@@ -31,7 +29,7 @@ GROUPS = {"uneven": (70, [3, 0, 41, 17]), "one": (20, [20]), "none used": (9, [0
 class Problem:
     """Rows that are NaN outside of groups, and quantized weights with their float64 values."""
 
-    def __init__(self, rng: Any, name: str, stored: str, dtype: Any, depth: int, columns: int) -> None:
+    def __init__(self, rng, name, stored, dtype, depth, columns):
         rows, sizes = GROUPS[name]
         self.used, self.sizes = sum(sizes), np.array(sizes, np.int32)
         self.lhs = reals(rng, rows, depth, dtype=dtype)
@@ -40,11 +38,11 @@ class Problem:
         self.rhs = store(w.astype(np.float32), stored)
         self.matrices = stand_for(self.rhs)
 
-    def want(self) -> np.ndarray:
+    def want(self):
         return oracle.grouped_gemm(np.nan_to_num(self.lhs.astype(np.float64)), self.matrices, self.sizes)
 
 
-def tolerance(dtype: Any) -> float | None:
+def tolerance(dtype):
     """Return the tolerance: elements are rounded to the dtype of rows, which sums of many average out."""
     return {BF16: 8e-3, F16: 2e-3}.get(np.dtype(dtype))
 
@@ -53,7 +51,7 @@ def tolerance(dtype: Any) -> float | None:
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.slow(unless={"groups": ["uneven"], "dtype": [BF16]})
-def test_quantized_gemm_grouped(implementation: str, groups: str, dtype: Any, stored: str, rng: Any) -> None:
+def test_quantized_gemm_grouped(implementation, groups, dtype, stored, rng):
     depth = 256 if oracle_quantized.FORMATS[stored.split()[0]].block[1] == 128 else 160
     problem = Problem(rng, groups, stored, dtype, depth, columns=72)
     call = partial(jax_ep.grouped_gemm, preferred_element_type=jnp.float32, implementation=implementation)
@@ -66,9 +64,7 @@ def test_quantized_gemm_grouped(implementation: str, groups: str, dtype: Any, st
 @IN_EVERY_WAY
 @pytest.mark.parametrize("expected_rows", [None, 40])
 @pytest.mark.slow(unless={"expected_rows": [None]})
-def test_quantized_gemm_masked(
-    implementation: str, expected_rows: int | None, stored: str, rng: np.random.Generator
-) -> None:
+def test_quantized_gemm_masked(implementation, expected_rows, stored, rng):
     problem = Problem(rng, "uneven", stored, BF16, 256, columns=40)
     counts = np.array([5, 0, 33, 40], np.int32)
     lhs = reals(rng, 4, 40, 256, dtype=BF16)
@@ -82,9 +78,7 @@ def test_quantized_gemm_masked(
 
 @pytest.mark.parametrize("stored", ["int4", "int4 prepacked"])
 @pytest.mark.parametrize("block_size", [16, 32, 256])
-def test_quantized_gemm_int4_blocks(
-    implementation: str, block_size: int, stored: str, rng: np.random.Generator
-) -> None:
+def test_quantized_gemm_int4_blocks(implementation, block_size, stored, rng):
     lhs, w = reals(rng, 9, 256, dtype=BF16), reals(rng, 2, 256, 24)
     q = store(w, stored, block_size=block_size)
     sizes = np.array([4, 5], np.int32)
@@ -96,9 +90,7 @@ def test_quantized_gemm_int4_blocks(
 
 @pytest.mark.parametrize("prepacked", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-def test_quantized_gemm_mxfp4_scales(
-    implementation: str, dtype: Any, prepacked: bool, rng: np.random.Generator
-) -> None:
+def test_quantized_gemm_mxfp4_scales(implementation, dtype, prepacked, rng):
     """Scales far from one, one per column; too large values are not finite, and NaN stays in its column."""
     exponents = np.array([63, 100, 127, 128, 129, 140, 160, 161, 254, 255], np.uint8)
     lhs, columns = reals(rng, 6, 64, dtype=dtype), len(exponents)
@@ -120,9 +112,7 @@ def test_quantized_gemm_mxfp4_scales(
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("smoothed", [False, True])
-def test_quantized_gemm_int8_tokens(
-    implementation: str, masked: bool, smoothed: bool, rng: np.random.Generator
-) -> None:
+def test_quantized_gemm_int8_tokens(implementation, masked, smoothed, rng):
     """Integer GEMMs: only the roundings of rows and weights remain, which match the oracle."""
     sizes, depth = np.array([5, 0, 30], np.int32), 160
     w = reals(rng, 3, depth, 40)
@@ -152,7 +142,7 @@ def test_quantized_gemm_int8_tokens(
 
 
 @pytest.mark.slow_interpreted
-def test_quantized_gemm_smooth_outlier_columns(implementation: str, rng: np.random.Generator) -> None:
+def test_quantized_gemm_smooth_outlier_columns(implementation, rng):
     """Some columns of the tokens are a hundred times the others, as SmoothQuant finds them in models."""
     x, w, sizes = reals(rng, 64, 256), reals(rng, 2, 256, 32), np.array([40, 24], np.int32)
     x[:, ::32] *= 100
@@ -166,7 +156,7 @@ def test_quantized_gemm_smooth_outlier_columns(implementation: str, rng: np.rand
     assert errors[1] < 0.7 * errors[0]
 
 
-def test_quantized_layer_int8_tokens(implementation: str, rng: np.random.Generator) -> None:
+def test_quantized_layer_int8_tokens(implementation, rng):
     layer = Layer(rng, "uniform", 1, Shape(num_tokens=9, hidden=128, intermediate=128), BF16)
     want = layer.oracle().forward()[0]
     q = [quantize(jnp.asarray(w), "int8", activations="int8") for w in (layer.w_gate_up, layer.w_down)]
@@ -178,7 +168,7 @@ def test_quantized_layer_int8_tokens(implementation: str, rng: np.random.Generat
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_quantized_gemm_fp8_tokens(implementation: str, masked: bool, rng: np.random.Generator) -> None:
+def test_quantized_gemm_fp8_tokens(implementation, masked, rng):
     """Results match GEMMs of the two FP8 operands bit for bit."""
     sizes, depth = np.array([5, 0, 30], np.int32), 256
     q = quantize(jnp.asarray(reals(rng, 3, depth, 40)), "fp8", activations="fp8")
@@ -199,7 +189,7 @@ FP8_FORMATS = pytest.mark.parametrize(
 )
 
 
-def in_fp8(rows: np.ndarray) -> np.ndarray:
+def in_fp8(rows):
     """Return rows after rounding to FP8, in float64."""
     values, scales = (to_numpy(a).astype(np.float64) for a in quantize_fp8(jnp.asarray(rows, jnp.float32)))
     return values * scales.repeat(128, -1)
@@ -209,9 +199,7 @@ def in_fp8(rows: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("given", ["rows", "masked", "masked in FP8"])
 @pytest.mark.parametrize("block_size", [128, 32])
 @pytest.mark.slow(unless={"given": ["masked in FP8"], "block_size": [128]})
-def test_quantized_gemm_fp8_tokens_other_formats(
-    implementation: str, given: str, block_size: int, expert_format: str, rng: np.random.Generator
-) -> None:
+def test_quantized_gemm_fp8_tokens_other_formats(implementation, given, block_size, expert_format, rng):
     """Sums of products of the rounded rows and the dequantized weights, whose elements are not rounded again."""
     sizes, depth = np.array([5, 0, 30], np.int32), 256
     w = reals(rng, 3, depth, 40) * 2.0 ** rng.integers(-9, 1, (3, depth // 32, 1, 40)).repeat(32, 1).reshape(
@@ -243,9 +231,7 @@ def test_quantized_gemm_fp8_tokens_other_formats(
 @FP8_FORMATS
 @pytest.mark.parametrize("which", ["one launch", "several launches", "low latency"])
 @pytest.mark.slow(unless={"which": ["low latency"], "expert_format": ["mxfp4"]})
-def test_quantized_layers_fp8_tokens(
-    implementation: str, which: str, expert_format: str, rng: np.random.Generator
-) -> None:
+def test_quantized_layers_fp8_tokens(implementation, which, expert_format, rng):
     layer = Layer(rng, "uniform", 1, Shape(num_tokens=9, hidden=256, intermediate=128), BF16)
     x, ids, weights = layer.x[0], layer.topk_idx[0], layer.topk_weights[0]
     pair = [quantize(jnp.asarray(w), expert_format, activations="fp8") for w in (layer.w_gate_up, layer.w_down)]
@@ -273,7 +259,7 @@ def test_quantized_layers_fp8_tokens(
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("kind", ["silu", "weights on the input", "function"])
 @pytest.mark.slow(unless={"kind": ["silu"]})
-def test_quantized_layer_fp8_tokens(implementation: str, kind: str, num_ranks: int, expert_mesh: Any, rng: Any) -> None:
+def test_quantized_layer_fp8_tokens(implementation, kind, num_ranks, expert_mesh, rng):
     """Results match the layer that quantizes its weights in each call, except for FP8 sums, if it exists."""
     layer = Layer(rng, "duplicates", num_ranks, Shape(num_tokens=9, hidden=128, intermediate=128), BF16)
     own = jax_ep.Experts(lambda hidden: jnp.maximum(hidden[..., :128], 0) * hidden[..., 128:])
@@ -301,7 +287,7 @@ def test_quantized_layer_fp8_tokens(implementation: str, kind: str, num_ranks: i
         assert np.linalg.norm(to_numpy(got).astype(np.float64) - want) < 0.05 * np.linalg.norm(want)
 
 
-def stands_for(layer: Layer, stored: str, dtype: Any) -> Layer:
+def stands_for(layer, stored, dtype):
     """Return the layer with dequantized weights."""
     for name in ("w_gate_up", "w_down"):
         setattr(layer, name, stand_for(store(getattr(layer, name), stored)).astype(F32))
@@ -311,7 +297,7 @@ def stands_for(layer: Layer, stored: str, dtype: Any) -> Layer:
 @IN_EVERY_WAY
 @pytest.mark.parametrize("which", ["moe", "low latency"])
 @pytest.mark.slow(unless={"stored": ["mxfp4", "mxfp4 prepacked"]})
-def test_quantized_layers(implementation: str, which: str, stored: str, expert_mesh: Any, rng: Any) -> None:
+def test_quantized_layers(implementation, which, stored, expert_mesh, rng):
     shape = Shape(num_tokens=5, hidden=128, intermediate=128)
     layer = Layer(rng, "duplicates" if which == "moe" else "uniform", 2, shape, BF16)
     x, ids, weights, w_gate_up, w_down = layer.args
@@ -326,7 +312,7 @@ def test_quantized_layers(implementation: str, which: str, stored: str, expert_m
     assert_close(got, stands_for(layer, stored, BF16).oracle().forward(), tolerance=2.5e-2)
 
 
-def test_quantized_layers_biases_and_padding(implementation: str, rng: np.random.Generator) -> None:
+def test_quantized_layers_biases_and_padding(implementation, rng):
     """As in `fused_moe` with other weights."""
     w = [reals(rng, 4, 128, n, dtype=BF16) / 11 for n in (256, 128)]
     x, ids = reals(rng, 6, 128, dtype=BF16), rng.integers(-1, 4, (6, 2), dtype=np.int32)
@@ -342,7 +328,7 @@ def test_quantized_layers_biases_and_padding(implementation: str, rng: np.random
     assert not np.any(got[4:])
 
 
-def test_quantized_gemm_prepacked_needs_16_bit_tokens(implementation: str) -> None:
+def test_quantized_gemm_prepacked_needs_16_bit_tokens(implementation):
     w = store(jnp.ones((2, 128, 256)), "mxfp4 prepacked")
     in_fp8 = dataclasses.replace(w, activations="fp8")
     gemm = partial(jax_ep.grouped_gemm, implementation=implementation)
@@ -358,7 +344,7 @@ def test_quantized_gemm_prepacked_needs_16_bit_tokens(implementation: str) -> No
     assert_close(both, apart.astype(np.float64))
 
 
-def test_quantized_gemm_mistakes(implementation: str) -> None:
+def test_quantized_gemm_mistakes(implementation):
     q = quantize(jnp.ones((2, 128, 256)), "int8")
     x, ids, weights = jnp.ones((3, 128)), jnp.zeros((3, 1), jnp.int32), jnp.ones((3, 1))
     down = quantize(jnp.ones((2, 128, 128)), "int8")

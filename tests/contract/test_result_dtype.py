@@ -1,7 +1,5 @@
 """Sums in another dtype than that of tokens: the same sums except for the last rounding, and the same gradients."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -11,7 +9,7 @@ import numpy as np
 import pytest
 
 import jax_ep
-from cases import BF16, F32, Shape, assert_close, assert_same_bits, reals
+from cases import BF16, F32, FP8_WIRE, Shape, assert_close, assert_same_bits, reals
 from harness import compiled
 from layers import Layer, second_derivative
 
@@ -21,14 +19,14 @@ LAYERS: dict[str, dict[str, Any]] = {
     "serial": {"schedule": jax_ep.Schedule(combine_mode="serial", dispatch_mode="serial")},
     "dropping": {"capacity": 20},
     "biased": {"biased": True},
-    "fp8 wire": {"schedule": jax_ep.Schedule(wire_dtype=jnp.float8_e4m3fn)},
+    "fp8 wire": {"schedule": FP8_WIRE},
     "fp8 products": {"recipe": "fp8"},
 }
 
 
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.slow(unless={"kind": ["scatter", "biased"]})
-def test_result_dtype_moe(implementation: str, kind: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_result_dtype_moe(implementation, kind, expert_mesh, rng):
     shape = Shape(num_tokens=12, hidden=128, intermediate=128) if "fp8" in kind else SHAPE
     layer = Layer(rng, "uniform", 2, shape, BF16)
     options = dict(LAYERS[kind])
@@ -61,7 +59,7 @@ def test_result_dtype_moe(implementation: str, kind: str, expert_mesh: Any, rng:
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_result_dtype_halves(implementation: str, dtype: np.dtype, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_result_dtype_halves(implementation, dtype, expert_mesh, rng):
     """`combine` and `grouped_gemm_combine`, also of float32 rows to bfloat16."""
     other = BF16 if dtype == F32 else F32
     layer = Layer(rng, "uniform", 2, SHAPE, dtype)
@@ -82,7 +80,7 @@ def test_result_dtype_halves(implementation: str, dtype: np.dtype, expert_mesh: 
         assert_same_bits(wide.astype(BF16), narrow)
 
 
-def test_result_dtype_second_derivatives(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_result_dtype_second_derivatives(implementation, expert_mesh, rng):
     layer = Layer(rng, "uniform", 2, SHAPE, BF16)
     x, ids, weights, w_gate_up, w_down = layer.args
 
@@ -99,9 +97,7 @@ def test_result_dtype_second_derivatives(implementation: str, expert_mesh: Any, 
 
 
 @pytest.mark.parametrize("quantize", [False, True])
-def test_result_dtype_low_latency(
-    implementation: str, quantize: bool, expert_mesh: Any, rng: np.random.Generator
-) -> None:
+def test_result_dtype_low_latency(implementation, quantize, expert_mesh, rng):
     shape = Shape(num_tokens=3, hidden=128, intermediate=128)
     layer = Layer(rng, "uniform", 2, shape, BF16)
     x, ids, weights, w_gate_up, w_down = layer.args

@@ -1,9 +1,5 @@
 """Router weights are sent bit for bit, and so are their cotangents, by all launches."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +7,7 @@ import pytest
 
 import jax_ep
 import oracle
-from cases import BF16, Shape, assert_same_bits, reals
+from cases import BF16, FP8_WIRE, Shape, assert_same_bits, reals
 from harness import compiled, run
 from jax_ep.types import Schedule
 from routings import ROUTINGS
@@ -23,7 +19,7 @@ FUSED = {
     "scatter with the weight gradient": Schedule(combine_mode="scatter", fuse_weight_gradients=True),
     "combine with the weight gradient": Schedule(combine_mode="serial", fuse_weight_gradients=True),
 }
-WIRES = {"as it is": {}, "fp8": {"schedule": jax_ep.Schedule(wire_dtype=jnp.float8_e4m3fn)}, "pair": {}}
+WIRES = {"as it is": {}, "fp8": {"schedule": FP8_WIRE}, "pair": {}}
 LAYOUTS = {  # Routing, and the options of its layout.
     "with padding": ("uniform", {"alignment": 4}),
     "duplicates": ("duplicates", {}),
@@ -34,12 +30,12 @@ ODD = np.array([0x7FC00001, 0x7FA5A5A5, 0xFFFFFFFF, 0x7F800000, 0xFF800000, 0x80
 """NaN of either kind and sign with payloads, infinities, -0, and the smallest number."""
 
 
-def any_bits(rng: np.random.Generator, *shape: int) -> np.ndarray:
+def any_bits(rng, *shape):
     bits = rng.integers(0, 1 << 32, shape, np.uint32)
     return np.where(rng.random(shape) < 0.5, rng.choice(ODD, shape), bits).view(np.float32)
 
 
-def there_and_back(path: str, implementation: str, **layout: Any) -> Any:
+def there_and_back(path, implementation, **layout):
     """Return weights `[R]` of rows, and the cotangents `[T, K]` for cotangents `[R]`."""
     options = {"num_experts": SHAPE.num_experts, "implementation": implementation, **layout}
 
@@ -58,7 +54,7 @@ def there_and_back(path: str, implementation: str, **layout: Any) -> Any:
     return fn
 
 
-def scattered(d_rows: np.ndarray, lay: oracle.Layout) -> np.ndarray:
+def scattered(d_rows, lay):
     """Return the value of each assignment's row, or zero."""
     slots = np.zeros((lay.source.shape[0], lay.num_tokens, lay.top_k), d_rows.dtype)
     real = ~lay.is_padding
@@ -68,9 +64,7 @@ def scattered(d_rows: np.ndarray, lay: oracle.Layout) -> np.ndarray:
 
 @pytest.mark.parametrize("path", [*WIRES, *FUSED])
 @pytest.mark.slow_interpreted(unless={"path": ["as it is", "one launch", "combine with the weight gradient"]})
-def test_router_weights_bits(
-    path: str, implementation: str, expert_mesh: Any, rng: np.random.Generator, subtests: Any
-) -> None:
+def test_router_weights_bits(path, implementation, expert_mesh, rng, subtests):
     if implementation != "triton" and path in FUSED and FUSED[path].fuse_weight_gradients:
         pytest.skip("only the implementation triton has this launch")
     matrices = (2, SHAPE.num_experts // 2, SHAPE.hidden, SHAPE.intermediate)
@@ -89,7 +83,7 @@ def test_router_weights_bits(
             assert_same_bits(back, scattered(d_rows, lay), "gradients of weights")
 
 
-def test_router_weights_one_device(implementation: str, rng: np.random.Generator) -> None:
+def test_router_weights_one_device(implementation, rng):
     topk_idx = ROUTINGS["duplicates"](rng, 1, SHAPE)
     lay = oracle.layout(topk_idx, SHAPE.num_experts)
     weights, d_rows = any_bits(rng, *topk_idx.shape), any_bits(rng, *lay.source.shape)
@@ -101,7 +95,7 @@ def test_router_weights_one_device(implementation: str, rng: np.random.Generator
     assert_same_bits(back, scattered(d_rows, lay)[0], "gradients of weights")
 
 
-def test_router_weights_float64(implementation: str, expert_mesh: Any, rng: np.random.Generator, float64: None) -> None:
+def test_router_weights_float64(implementation, expert_mesh, rng, float64):
     """Numbers that float32 cannot represent, in both directions."""
     topk_idx = ROUTINGS["duplicates"](rng, 2, SHAPE)
     lay = oracle.layout(topk_idx, SHAPE.num_experts)

@@ -1,7 +1,5 @@
 """The expert layer of one device in one launch, against the oracle and against the layer in several."""
 
-from __future__ import annotations
-
 import itertools
 from functools import partial
 from typing import Any
@@ -41,15 +39,13 @@ EXPERTS = {
 FEW = [name for name in STORED if name not in ("int4", "mxfp4")]  # Serving uses these prepacked.
 
 
-def call(implementation: str, **options: Any) -> Any:
+def call(implementation, **options):
     return partial(jax_ep.fused_moe, schedule=ONE, implementation=implementation, **options)
 
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.slow(unless={"name": ["cut tiles"]})
-def test_single_launch_routings(
-    implementation: str, name: str, rng: np.random.Generator, subtests: pytest.Subtests
-) -> None:
+def test_single_launch_routings(implementation, name, rng, subtests):
     run = jax.jit(call(implementation))
     for routing in ROUTINGS:
         with subtests.test(routing):
@@ -64,9 +60,7 @@ def test_single_launch_routings(
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.slow(unless={"dtype": [BF16], "biased": [True]})
-def test_single_launch_experts(
-    implementation: str, kind: str, biased: bool, dtype: Any, rng: np.random.Generator
-) -> None:
+def test_single_launch_experts(implementation, kind, biased, dtype, rng):
     """Results match the portable layer in float32."""
     experts, shape = EXPERTS[kind], SHAPES["cut tiles"]
     layer = Layer(rng, "some_without_expert", 1, shape, dtype, gated=experts.gated)
@@ -85,9 +79,7 @@ def test_single_launch_experts(
 @pytest.mark.parametrize("kind", EXPERTS)
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.slow(unless={"kind": ["silu"], "dtype": [BF16], "stored": FEW})
-def test_single_launch_quantized(
-    implementation: str, stored: str, kind: str, dtype: Any, rng: np.random.Generator
-) -> None:
+def test_single_launch_quantized(implementation, stored, kind, dtype, rng):
     """Results match the portable layer in float32 with dequantized weights."""
     experts, shape = EXPERTS[kind], Shape(num_tokens=13, top_k=3, num_experts=6, hidden=256, intermediate=128)
     layer = Layer(rng, "some_without_expert", 1, shape, dtype, gated=experts.gated)
@@ -106,7 +98,7 @@ def test_single_launch_quantized(
 
 @pytest.mark.parametrize("stored", [name for name in STORED if name.endswith(" prepacked")])
 @pytest.mark.slow
-def test_single_launch_prepacked_steps(implementation: str, stored: str, rng: np.random.Generator) -> None:
+def test_single_launch_prepacked_steps(implementation, stored, rng):
     """Split K in two or four pieces, where the last one may lie past the end of the weights."""
     shape = Shape(num_tokens=13, top_k=3, num_experts=6, hidden=384, intermediate=640)
     layer = Layer(rng, "some_without_expert", 1, shape, BF16)
@@ -126,9 +118,7 @@ def test_single_launch_prepacked_steps(implementation: str, stored: str, rng: np
 @pytest.mark.parametrize("stored", ["fp8", "fp8_channel"])
 @pytest.mark.parametrize("kind", ["silu", "gpt-oss"])
 @pytest.mark.slow(unless={"kind": ["silu"], "stored": ["fp8"], "num_tokens": [60]})
-def test_single_launch_fp8_blocks(
-    implementation: str, kind: str, stored: str, num_tokens: int, rng: np.random.Generator
-) -> None:
+def test_single_launch_fp8_blocks(implementation, kind, stored, num_tokens, rng):
     """Tiles of 32 rows and of 64, which use swap_ab."""
     experts, shape = EXPERTS[kind], Shape(num_tokens, top_k=2, num_experts=2, hidden=256, intermediate=384)
     layer = Layer(rng, "uniform", 1, shape, BF16, gated=experts.gated)
@@ -143,7 +133,7 @@ def test_single_launch_fp8_blocks(
     assert_close(got, to_numpy(want(operands[0].astype(F32), *operands[1:], *dense)), tolerance=1.5e-2)
 
 
-def test_single_launch_num_tokens_and_dtypes(implementation: str, rng: np.random.Generator) -> None:
+def test_single_launch_num_tokens_and_dtypes(implementation, rng):
     layer = Layer(rng, "uniform", 1, SHAPES["cut tiles"], BF16)
     operands = layer.x[0], layer.topk_idx[0], layer.topk_weights[0], layer.w_gate_up, layer.w_down
     layer_of = call(implementation, preferred_element_type=F32)
@@ -155,12 +145,12 @@ def test_single_launch_num_tokens_and_dtypes(implementation: str, rng: np.random
     assert_close(everything, layer.oracle().forward()[0], tolerance=1.2e-2)
 
 
-def test_single_launch_gradients_match_several(implementation: str, rng: np.random.Generator) -> None:
+def test_single_launch_gradients_match_several(implementation, rng):
     layer = Layer(rng, "duplicates", 1, SHAPES["cut tiles"], BF16)
     ids, d_y = layer.topk_idx[0], reals(rng, *layer.x[0].shape, dtype=BF16)
 
-    def gradients(schedule: Any) -> Any:
-        def fn(x: Any, weights: Any, *matrices: Any) -> Any:
+    def gradients(schedule):
+        def fn(x, weights, *matrices):
             return jax_ep.fused_moe(x, ids, weights, *matrices, schedule=schedule, implementation=implementation)
 
         return jax.jit(lambda *operands: jax.vjp(fn, *operands)[1](d_y))
@@ -172,7 +162,7 @@ def test_single_launch_gradients_match_several(implementation: str, rng: np.rand
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.slow(unless={"seed": [0]})
-def test_single_launch_random_sizes(implementation: str, seed: int) -> None:
+def test_single_launch_random_sizes(implementation, seed):
     """Layers of any size, experts, format and dtype match the portable one in float32."""
     rng = np.random.default_rng(seed)
     num_experts, top_k = int(rng.integers(1, 24)), int(rng.integers(1, 7))
@@ -206,7 +196,7 @@ def test_single_launch_random_sizes(implementation: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("schedule", [ONE, SEVERAL], ids=["one", "several"])
-def test_single_launch_float16_overflow(implementation: str, schedule: Any, rng: np.random.Generator) -> None:
+def test_single_launch_float16_overflow(implementation, schedule, rng):
     """Gate times up may overflow float16, at 65504; a large number never looks small."""
     layer = Layer(rng, "uniform", 1, SHAPES["cut tiles"], F16)
     call = jax.jit(
@@ -214,19 +204,14 @@ def test_single_launch_float16_overflow(implementation: str, schedule: Any, rng:
     )
     large = np.abs(layer.w_gate_up) * 100
     for dtype, is_finite in ((F16, False), (BF16, True)):
-        operands = [
-            np.abs(layer.x[0]) * 10,
-            layer.topk_idx[0],
-            np.ones(layer.topk_idx[0].shape, F32),
-            large,
-            layer.w_down,
-        ]
+        ids = layer.topk_idx[0]
+        operands = [np.abs(layer.x[0]) * 10, ids, np.ones(ids.shape, F32), large, layer.w_down]
         operands = [a.astype(dtype) if a.dtype == F16 else a for a in operands]
         got = to_numpy(call(*operands)).astype(np.float32)
         assert np.array_equal(np.isfinite(got), np.full(got.shape, is_finite))
 
 
-def test_single_launch_workspace(implementation: str, rng: np.random.Generator) -> None:
+def test_single_launch_workspace(implementation, rng):
     """The workspace has the hidden rows, those of the result, and some counters, but no gathered tokens."""
     tokens, top_k, hidden, inner = 1200, 4, 1024, 512
     shapes = [(tokens, hidden), (tokens, top_k), (tokens, top_k), (4, hidden, 2 * inner), (4, inner, hidden)]
@@ -237,7 +222,7 @@ def test_single_launch_workspace(implementation: str, rng: np.random.Generator) 
     assert found.temp_size_in_bytes < 1.02 * rows + (1 << 17)
 
 
-def test_single_launch_unsupported(implementation: str, rng: np.random.Generator) -> None:
+def test_single_launch_unsupported(implementation, rng):
     layer = Layer(rng, "uniform", 1, SHAPES["cut tiles"], BF16)
     operands = layer.x[0], layer.topk_idx[0], layer.topk_weights[0], layer.w_gate_up, layer.w_down
     wide = [a.astype(F32) if a.dtype == BF16 else a for a in operands]

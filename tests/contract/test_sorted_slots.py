@@ -1,9 +1,6 @@
 """The sort of one device's assignments, of all experts and of those of one rank."""
 
-from __future__ import annotations
-
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,16 +16,14 @@ OPERATION = "moe_sort"
 SHAPES = [(BASE, 1), (BASE, 8), (Shape(37, 2, 6), 16), (Shape(1, 1, 64), 4), (Shape(200, 6, 40), 8)]
 
 
-def check(got: Any, want: Any) -> None:
+def check(got, want):
     for name in ("slots", "weights", "block_expert", "group_sizes"):
         assert_same_bits(np.asarray(getattr(got, name)), getattr(want, name), name)
     assert got.num_rows == want.num_rows
 
 
 @pytest.mark.parametrize(("shape", "block_size"), SHAPES)
-def test_moe_sort_routings(
-    implementation: str, shape: Shape, block_size: int, rng: Any, subtests: pytest.Subtests
-) -> None:
+def test_moe_sort_routings(implementation, shape, block_size, rng, subtests):
     call = partial(jax_ep.moe_sort, num_experts=shape.num_experts, block_size=block_size, implementation=implementation)
     with_weights, without = jax.jit(call), jax.jit(lambda ids: call(ids))
     for name, routing in ROUTINGS.items():
@@ -43,9 +38,7 @@ def test_moe_sort_routings(
 
 
 @pytest.mark.parametrize(("first_expert", "num_local_experts"), [(0, 3), (5, None), (2, 1)])
-def test_moe_sort_local_experts(
-    implementation: str, first_expert: int, num_local_experts: int | None, rng: np.random.Generator
-) -> None:
+def test_moe_sort_local_experts(implementation, first_expert, num_local_experts, rng):
     """Results match the sort of ids relative to the first expert, with -1 for other experts."""
     shape = Shape(num_tokens=41, top_k=3, num_experts=8)
     ids, options = ROUTINGS["out_of_range"](rng, 1, shape)[0], {"first_expert": first_expert}
@@ -59,7 +52,7 @@ def test_moe_sort_local_experts(
 
 
 @pytest.mark.parametrize("count", [0, 1, 9, 50, -3])
-def test_moe_sort_num_tokens(implementation: str, count: int, rng: np.random.Generator) -> None:
+def test_moe_sort_num_tokens(implementation, count, rng):
     shape = Shape(num_tokens=40, top_k=2, num_experts=6)
     ids = ROUTINGS["uniform"](rng, 1, shape)[0]
     weights = probabilities(rng, *ids.shape)
@@ -69,11 +62,11 @@ def test_moe_sort_num_tokens(implementation: str, count: int, rng: np.random.Gen
     check(got, oracle_serving.moe_sort(ids, weights, 6, 8))
 
 
-def test_moe_sort_weight_gradient(implementation: str, rng: np.random.Generator) -> None:
+def test_moe_sort_weight_gradient(implementation, rng):
     ids = ROUTINGS["some_without_expert"](rng, 1, BASE)[0]
     weights = probabilities(rng, *ids.shape)
 
-    def loss(weights: Any) -> Any:
+    def loss(weights):
         found = jax_ep.moe_sort(ids, weights, num_experts=8, block_size=4, implementation=implementation)
         return jnp.sum(found.weights * jnp.arange(found.weights.size, dtype=jnp.float32))
 
@@ -85,7 +78,7 @@ def test_moe_sort_weight_gradient(implementation: str, rng: np.random.Generator)
     np.testing.assert_array_equal(jax.jit(jax.grad(loss))(weights), want.reshape(ids.shape))
 
 
-def test_moe_sort_mistakes(implementation: str) -> None:
+def test_moe_sort_mistakes(implementation):
     ids = jnp.zeros((3, 1), jnp.int32)
     call = partial(jax_ep.moe_sort, ids, num_experts=4, block_size=2, implementation=implementation)
     with pytest.raises(ValueError, match="first_expert=3 and num_local_experts=2 reach past num_experts=4"):

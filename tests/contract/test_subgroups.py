@@ -1,9 +1,5 @@
 """Expert parallelism over some axes of a larger mesh, and over several axes at once."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +19,7 @@ SHAPE = Shape(num_tokens=4, top_k=2, num_experts=4, hidden=6, intermediate=4)
 class Groups:
     """`num_groups` independent EP groups that share the experts' weights; tokens are [D, W, ...]."""
 
-    def __init__(self, rng: np.random.Generator, num_groups: int, num_ranks: int):
+    def __init__(self, rng, num_groups, num_ranks):
         experts, hidden, size = SHAPE.num_experts, SHAPE.hidden, SHAPE.intermediate
         names = ("uniform", "duplicates", "zipf", "one_hot")
         self.topk_idx = np.stack([ROUTINGS[names[i]](rng, num_ranks, SHAPE) for i in range(num_groups)])
@@ -31,7 +27,7 @@ class Groups:
         self.topk_weights = probabilities(rng, *self.topk_idx.shape)
         self.w_gate_up, self.w_down = reals(rng, experts, hidden, 2, size), reals(rng, experts, size, hidden)
 
-    def check(self, out: np.ndarray, gradients: Any) -> None:
+    def check(self, out, gradients):
         """Check that every group equals the oracle alone, with weight gradients summed over the groups."""
         dx, d_topk_weights, d_gate_up, d_down = gradients
         total_gate_up, total_down = np.zeros(self.w_gate_up.shape), np.zeros(self.w_down.shape)
@@ -49,7 +45,7 @@ class Groups:
         assert_close(d_down, total_down, "d_w_down")
 
 
-def value_and_vjp(layer: Any, groups: Groups) -> Any:
+def value_and_vjp(layer, groups):
     @jax.jit
     def fn(x, topk_weights, w_gate_up, w_down, topk_idx, d_out):
         out, vjp = jax.vjp(lambda *a: layer(*a, topk_idx), x, topk_weights, w_gate_up, w_down)
@@ -58,7 +54,7 @@ def value_and_vjp(layer: Any, groups: Groups) -> Any:
     return to_numpy(fn(groups.x, groups.topk_weights, groups.w_gate_up, groups.w_down, groups.topk_idx, groups.d_out))
 
 
-def shard_layer(implementation: str, mesh: Any, *, tensor: bool = False, **options: Any):
+def shard_layer(implementation, mesh, *, tensor=False, **options):
     """Return the layer on global arrays: tokens sharded over data and expert, weights over expert (and tensor)."""
 
     def body(x, topk_weights, w_gate_up, w_down, topk_idx):
@@ -75,13 +71,13 @@ def shard_layer(implementation: str, mesh: Any, *, tensor: bool = False, **optio
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_subgroups_data_and_expert(implementation: str, check_vma: bool, rng: np.random.Generator) -> None:
+def test_subgroups_data_and_expert(implementation, check_vma, rng):
     mesh = make_mesh((2, 2), ("data", "expert"))
     groups = Groups(rng, 2, 2)
     groups.check(*value_and_vjp(shard_layer(implementation, mesh, check_vma=check_vma), groups))
 
 
-def test_subgroups_expert_axis_first(implementation: str, rng: np.random.Generator) -> None:
+def test_subgroups_expert_axis_first(implementation, rng):
     """The ranks of one group are not adjacent: device order differs from group order."""
     mesh = make_mesh((2, 2), ("expert", "data"))
     groups = Groups(rng, 2, 2)
@@ -90,14 +86,14 @@ def test_subgroups_expert_axis_first(implementation: str, rng: np.random.Generat
 
 @pytest.mark.parametrize("names", [("data", "expert", "tensor"), ("tensor", "expert", "data")], ids="-".join)
 @pytest.mark.slow(unless={"names": [("tensor", "expert", "data")]})
-def test_subgroups_data_expert_tensor(implementation: str, names: tuple[str, ...], rng: np.random.Generator) -> None:
+def test_subgroups_data_expert_tensor(implementation, names, rng):
     """Tokens are replicated over tensor, the experts' hidden columns sharded over it, and partial outputs summed."""
     mesh = make_mesh((2, 2, 2), names)
     groups = Groups(rng, 2, 2)
     groups.check(*value_and_vjp(shard_layer(implementation, mesh, tensor=True), groups))
 
 
-def test_subgroups_automatic_axes(implementation: str, rng: np.random.Generator) -> None:
+def test_subgroups_automatic_axes(implementation, rng):
     """shard_map is over the expert axis only; XLA keeps the data axis."""
     mesh = make_mesh((2, 2), ("data", "expert"))
     groups = Groups(rng, 1, 2)
@@ -117,9 +113,7 @@ def test_subgroups_automatic_axes(implementation: str, rng: np.random.Generator)
 
 @pytest.mark.parametrize("axis_name", [("data", "expert"), ("expert", "data")], ids="-".join)
 @pytest.mark.slow(unless={"axis_name": [("expert", "data")]})
-def test_subgroups_group_over_two_axes(
-    implementation: str, axis_name: tuple[str, str], rng: np.random.Generator
-) -> None:
+def test_subgroups_group_over_two_axes(implementation, axis_name, rng):
     """Ranks are numbered in the order of the given names, as in `lax.axis_index`, not in the order of the mesh."""
     mesh = make_mesh((2, 2), ("data", "expert"))
     options = {"num_experts": SHAPE.num_experts, "axis_name": axis_name, "implementation": implementation}
@@ -144,7 +138,7 @@ def test_subgroups_group_over_two_axes(
     groups.check(out[None], (dx[None], d_topk_weights[None], d_gate_up.reshape(groups.w_gate_up.shape), d_down[:, 0]))
 
 
-def test_subgroups_axes_of_size_one(implementation: str, rng: np.random.Generator) -> None:
+def test_subgroups_axes_of_size_one(implementation, rng):
     """A handle of a dispatch over one axis works in a combine over the same ranks, however many axes name them."""
     mesh = make_mesh((2, 1), ("expert", "single"))
 
@@ -159,7 +153,7 @@ def test_subgroups_axes_of_size_one(implementation: str, rng: np.random.Generato
     np.testing.assert_array_equal(got, oracle.combine(y, lay))
 
 
-def test_subgroups_low_latency(implementation: str, rng: np.random.Generator) -> None:
+def test_subgroups_low_latency(implementation, rng):
     mesh = make_mesh((2, 2), ("data", "expert"))
     groups = Groups(rng, 2, 2)
 

@@ -1,17 +1,14 @@
 """The functions under JAX's transformations: scan, remat, vmap, donation, AOT, VMA checks, both kinds of mesh axes."""
 
-from __future__ import annotations
-
 import collections
 import functools
-from typing import Any
 
 import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_ep
 import oracle
@@ -25,14 +22,14 @@ NUM_LAYERS = 3
 CHECKPOINT_NAMES = ("jax_ep.tokens", "jax_ep.hidden", "jax_ep.output")
 
 
-def moe(implementation: str, **options: Any):
+def moe(implementation, **options):
     return functools.partial(jax_ep.moe, num_experts=SHAPE.num_experts, implementation=implementation, **options)
 
 
 class Stack:
     """Inputs of one or more layers `x + moe(x)`; per-layer arrays are `[W, layers, ...]`, ready for `lax.scan`."""
 
-    def __init__(self, rng: np.random.Generator, num_ranks: int, layers: int = NUM_LAYERS):
+    def __init__(self, rng, num_ranks, layers=NUM_LAYERS):
         experts, hidden, size = SHAPE.num_experts, SHAPE.hidden, SHAPE.intermediate
         self.x = reals(rng, num_ranks, SHAPE.num_tokens, hidden)
         self.d_out = reals(rng, *self.x.shape)
@@ -43,15 +40,15 @@ class Stack:
         self.w_down = reals(rng, num_ranks, layers, experts // num_ranks, size, hidden) / F32.type(2)
 
     @property
-    def layers(self) -> tuple[np.ndarray, ...]:
+    def layers(self):
         return self.topk_idx, self.topk_weights, self.w_gate_up, self.w_down
 
-    def layer(self, i: int, x: np.ndarray | None = None) -> oracle.MoE:
+    def layer(self, i, x=None):
         lay = oracle.layout(self.topk_idx[:, i], SHAPE.num_experts)
         weights = (w[:, i].reshape(SHAPE.num_experts, *w.shape[3:]) for w in (self.w_gate_up, self.w_down))
         return oracle.MoE(self.x if x is None else x, self.topk_weights[:, i], *weights, lay)
 
-    def expected(self) -> tuple[np.ndarray, list[np.ndarray]]:
+    def expected(self):
         """Return the output, and gradients of x, topk_weights, w_gate_up, w_down, layer by layer."""
         x, visited = self.x.astype(np.float64), []
         for i in range(self.topk_idx.shape[1]):
@@ -65,7 +62,7 @@ class Stack:
         stacked = [np.stack(g, axis=0) for g in zip(*gradients, strict=True)]
         return x, [cotangent, *stacked]
 
-    def check(self, out: np.ndarray, gradients: Any) -> None:
+    def check(self, out, gradients):
         want, want_gradients = self.expected()
         assert_close(out, want, "out", tolerance=2e-5)
         names = ("dx", "d_topk_weights", "d_w_gate_up", "d_w_down")
@@ -74,7 +71,7 @@ class Stack:
             assert_close(per_layer.reshape(expected.shape), expected, name, tolerance=2e-5)
 
 
-def scanned(implementation: str, remat: Any = None):
+def scanned(implementation, remat=None):
     """Return the output and all gradients of the stack, by `lax.scan` over its layers."""
 
     def block(x, layer):
@@ -102,25 +99,23 @@ REMAT = {
 
 @pytest.mark.parametrize("remat", REMAT)
 @pytest.mark.slow(unless={"remat": ["save by name"]})
-def test_transforms_scan_over_layers(
-    implementation: str, remat: str, expert_mesh: Any, rng: np.random.Generator
-) -> None:
+def test_transforms_scan_over_layers(implementation, remat, expert_mesh, rng):
     stack = Stack(rng, 2)
     fn = scanned(implementation, REMAT[remat])
     stack.check(*run(fn, expert_mesh(2), stack.x, *stack.layers, stack.d_out))
 
 
-def test_transforms_checkpoint_names(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_transforms_checkpoint_names(implementation, expert_mesh, rng):
     """A policy finds each documented name: naming one adds only that array to the residuals."""
     stack = Stack(rng, 2, layers=1)
     topk_idx, *parameters = (a[:, 0] for a in stack.layers)
 
-    def pulled(keep: bool | None, policy: Any) -> Any:
+    def pulled(keep, policy):
         call = moe(implementation, schedule=jax_ep.Schedule(keep_tokens=keep))
         layer = per_rank(jax.checkpoint(call, policy=policy), expert_mesh(2))
         return lambda *args: jax.vjp(lambda x, *rest: layer(x, topk_idx, *rest), *args)[1]
 
-    def kept(keep: bool | None, policy: Any) -> collections.Counter[int]:
+    def kept(keep, policy):
         vjp = jax.eval_shape(pulled(keep, policy), stack.x, *parameters)
         return collections.Counter(leaf.size for leaf in jax.tree.leaves(vjp))
 
@@ -139,9 +134,7 @@ def test_transforms_checkpoint_names(implementation: str, expert_mesh: Any, rng:
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.slow(unless={"check_vma": [True]})
-def test_transforms_mesh_axis_types_and_vma(
-    implementation: str, axis_type: AxisType, check_vma: bool, rng: Any
-) -> None:
+def test_transforms_mesh_axis_types_and_vma(implementation, axis_type, check_vma, rng):
     """Gradients are taken outside shard_map, on global arrays placed on the mesh."""
     mesh = make_mesh((2,), (EXPERT,), axis_type)
     stack = Stack(rng, 2, layers=1)
@@ -159,7 +152,7 @@ def test_transforms_mesh_axis_types_and_vma(
     stack.check(out, (gradients[0], *(g[:, None] for g in gradients[1:])))
 
 
-def test_transforms_donation(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_transforms_donation(implementation, expert_mesh, rng):
     mesh = expert_mesh(2)
     stack = Stack(rng, 2, layers=1)
     args = stack.x, *(a[:, 0] for a in stack.layers)
@@ -169,7 +162,7 @@ def test_transforms_donation(implementation: str, expert_mesh: Any, rng: np.rand
     assert x.is_deleted()
 
 
-def test_transforms_eval_shape_and_aot(implementation: str, expert_mesh: Any, rng: Any) -> None:
+def test_transforms_eval_shape_and_aot(implementation, expert_mesh, rng):
     mesh = expert_mesh(2)
     stack = Stack(rng, 2, layers=1)
     args = stack.x, *(a[:, 0] for a in stack.layers)
@@ -183,7 +176,7 @@ def test_transforms_eval_shape_and_aot(implementation: str, expert_mesh: Any, rn
     assert_close(to_numpy(got), stack.layer(0).forward(), "moe")
 
 
-def test_transforms_export(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_transforms_export(implementation, expert_mesh, rng):
     """Exported programs compute the same, including gradients."""
     if implementation != "xla":
         pytest.skip("kernels use the memory of the process that has compiled them")
@@ -198,7 +191,7 @@ def test_transforms_export(implementation: str, expert_mesh: Any, rng: np.random
             assert_same_bits(got, want)
 
 
-def test_transforms_no_effects(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_transforms_no_effects(implementation, expert_mesh, rng):
     """An effect in the jaxpr would break jax.checkpoint."""
     stack = Stack(rng, 2, layers=1)
     args = stack.x, *(a[:, 0] for a in stack.layers)
@@ -207,7 +200,7 @@ def test_transforms_no_effects(implementation: str, expert_mesh: Any, rng: np.ra
     assert not jax.make_jaxpr(gradient)(*args).effects
 
 
-def test_transforms_vmap(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_transforms_vmap(implementation, expert_mesh, rng):
     """A batch of problems shares the experts."""
     mesh = expert_mesh(2)
     batch = [Stack(rng, 2, layers=1) for _ in range(2)]
@@ -223,7 +216,7 @@ def test_transforms_vmap(implementation: str, expert_mesh: Any, rng: np.random.G
 
 
 @pytest.mark.parametrize("batch", [(2,), (2, 2)], ids=["vmap", "vmap of vmap"])
-def test_transforms_vmap_handles(implementation: str, batch: tuple[int, ...], expert_mesh: Any, rng: Any) -> None:
+def test_transforms_vmap_handles(implementation, batch, expert_mesh, rng):
     """One vmap returns the handles that another takes; gradients inside a vmap and around one."""
     options = {"num_experts": BASE.num_experts, "implementation": implementation}
 
@@ -268,12 +261,12 @@ def test_transforms_vmap_handles(implementation: str, batch: tuple[int, ...], ex
             assert_close(d_weights[at], want, f"d_topk_weights of problem {i}, {which}")
 
 
-def _batch(arrays: list[np.ndarray], batch: tuple[int, ...]) -> np.ndarray:
+def _batch(arrays, batch):
     """Convert `[W, ...]` of each problem to `[W, *batch, ...]`."""
     return np.stack(arrays, axis=1).reshape(len(arrays[0]), *batch, *arrays[0].shape[1:])
 
 
-def test_transforms_vmap_low_latency_handles(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_transforms_vmap_low_latency_handles(implementation, expert_mesh, rng):
     options = {"num_experts": SHAPE.num_experts, "max_tokens_per_rank": 6, "quantize": False}
 
     def fn(x, topk_idx, topk_weights):
@@ -293,7 +286,7 @@ def test_transforms_vmap_low_latency_handles(implementation: str, expert_mesh: A
         assert_close(got[:, i], want, f"problem {i}")
 
 
-def test_transforms_two_layers_separate_handles(implementation: str, mesh: Mesh, rng: np.random.Generator) -> None:
+def test_transforms_two_layers_separate_handles(implementation, mesh, rng):
     """Two dispatches are in flight, combined in the other order, with crosswise gradients."""
     options = {"num_experts": BASE.num_experts, "implementation": implementation}
 
@@ -317,9 +310,7 @@ def test_transforms_two_layers_separate_handles(implementation: str, mesh: Mesh,
         np.testing.assert_array_equal(g, w, f"result {i}")
 
 
-def test_transforms_handle_crosses_jit_and_scan(
-    implementation: str, expert_mesh: Any, rng: np.random.Generator
-) -> None:
+def test_transforms_handle_crosses_jit_and_scan(implementation, expert_mesh, rng):
     """A handle is a value: one compiled function returns it, and every step of a scan in another uses it."""
     mesh = expert_mesh(2)
     options = {"num_experts": BASE.num_experts, "implementation": implementation}
@@ -342,7 +333,7 @@ def test_transforms_handle_crosses_jit_and_scan(
     np.testing.assert_array_equal(total, sum(oracle.combine(r, lay) for r in rows))
 
 
-def test_transforms_compiled_once_for_routings(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_transforms_compiled_once_for_routings(implementation, expert_mesh, rng):
     """Routing is data: new ids never cause a new compilation."""
     jitted = jax.jit(per_rank(moe(implementation), expert_mesh(2)))
     for _ in range(3):

@@ -1,9 +1,5 @@
 """The weight gradient in FP8: column-wise quantization with a scale per 128 rows, and grouped GEMMs."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,19 +25,19 @@ NEAR = 5e-3
 """In the norm of a group: values next to a tie round differently in the oracle, and tensor cores add 14 bits."""
 
 
-def assert_near(got: np.ndarray, want: np.ndarray, limit: float = NEAR) -> None:
+def assert_near(got, want, limit=NEAR):
     error, size = (np.linalg.norm(a.astype(np.float64), axis=(1, 2)) for a in (got.astype(np.float64) - want, want))
     assert (error <= limit * size).all(), error / np.maximum(size, 1e-300)
 
 
-def kernels(implementation: str) -> Any:
+def kernels(implementation):
     """Return the functions for FP8 GEMMs and their operands."""
     options = registry.options("test", implementation=implementation)
     part = plan.fp8_operands(options, F32, (1,))
     return plan.gemm(options, facts_of.gemm(jnp.float8_e4m3fn)).run, registry.get("activation", part.implementation)
 
 
-def weight_gradient(implementation: str, out_dtype: Any = jnp.float32) -> Any:
+def weight_gradient(implementation, out_dtype=jnp.float32):
     """Return a function of rows `[M, K]` and `[M, N]` to `[G, K, N]`."""
     products, operands = kernels(implementation)
 
@@ -53,7 +49,7 @@ def weight_gradient(implementation: str, out_dtype: Any = jnp.float32) -> Any:
     return lambda *args: to_numpy(run(*args))
 
 
-def rows_of(rng: Any, rows: int, sizes: list[int], width: int, dtype: np.dtype = F32) -> np.ndarray:
+def rows_of(rng, rows, sizes, width, dtype=F32):
     """Draw rows of very different magnitudes; NaN past the groups."""
     x = reals(rng, rows, width) * 2.0 ** rng.integers(-6, 6, (rows, 1))
     x[sum(sizes) :] = np.nan
@@ -62,7 +58,7 @@ def rows_of(rng: Any, rows: int, sizes: list[int], width: int, dtype: np.dtype =
 
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.slow_interpreted(unless={"groups": ["around blocks", "spare rows"]})
-def test_weight_gradient_fp8_groups(implementation: str, groups: str, rng: Any) -> None:
+def test_weight_gradient_fp8_groups(implementation, groups, rng):
     rows, sizes = GROUPS[groups]
     lhs, rhs = (rows_of(rng, rows, sizes, width) for width in (128, 256))
     got = weight_gradient(implementation)(lhs, rhs, np.array(sizes, np.int32))
@@ -74,7 +70,7 @@ def test_weight_gradient_fp8_groups(implementation: str, groups: str, rng: Any) 
 
 @pytest.mark.parametrize("dtype", [BF16, F64], ids=str)
 @pytest.mark.slow_interpreted
-def test_weight_gradient_fp8_result_dtypes(implementation: str, dtype: np.dtype, rng: Any, request: Any) -> None:
+def test_weight_gradient_fp8_result_dtypes(implementation, dtype, rng, request):
     if dtype == F64:
         if implementation == "pallas":
             pytest.skip("pallas has no float64 results")
@@ -87,7 +83,7 @@ def test_weight_gradient_fp8_result_dtypes(implementation: str, dtype: np.dtype,
     assert_near(got, want, 2 * NEAR)
 
 
-def test_weight_gradient_fp8_accumulates_in_float32(implementation: str) -> None:
+def test_weight_gradient_fp8_accumulates_in_float32(implementation):
     """Small terms after a large one are not lost, as in sums with fewer bits."""
     lhs = np.full((16 * 128, 128), 2.0**-6, F32)
     lhs[:128] = 2.0**9
@@ -96,7 +92,7 @@ def test_weight_gradient_fp8_accumulates_in_float32(implementation: str) -> None
 
 
 @pytest.mark.parametrize("what", ["lhs", "rhs"])
-def test_weight_gradient_fp8_nan_stays_in_group(implementation: str, what: str, rng: Any) -> None:
+def test_weight_gradient_fp8_nan_stays_in_group(implementation, what, rng):
     sizes = [20, 133, 0, 37]
     operands = {name: rows_of(rng, 190, sizes, 128) for name in ("lhs", "rhs")}
     want = oracle_fp8.weight_gradient(operands["lhs"], operands["rhs"], np.array(sizes))
@@ -108,7 +104,7 @@ def test_weight_gradient_fp8_nan_stays_in_group(implementation: str, what: str, 
 
 
 @pytest.mark.slow_interpreted
-def test_weight_gradient_fp8_rows(implementation: str, rng: Any) -> None:
+def test_weight_gradient_fp8_rows(implementation, rng):
     """FP8 rows are rounded again, along the other axis."""
     sizes = np.array([140, 0, 30], np.int32)
     lhs, rhs = (reals(rng, 170, 128) for _ in range(2))

@@ -1,7 +1,5 @@
 """Sizes of zero: an empty result, zeros, or an error that names the size, in every operation and layout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -18,18 +16,18 @@ FORMATS = ("fp8", "int8", "int4", "mxfp4")
 PRODUCTS = [(0, 0, 128, 128), (2, 0, 128, 128), (2, 16, 0, 128), (2, 16, 128, 0)]  # G, M, K, N
 
 
-def ones(*shape: int) -> jax.Array:
+def ones(*shape):
     return jnp.ones(shape, BF16)
 
 
-def check_zero(result: Any, *shapes: tuple[int, ...]) -> None:
+def check_zero(result, *shapes):
     leaves = jax.tree.leaves(result)
     assert [leaf.shape for leaf in leaves] == list(shapes)
     for leaf in leaves:
         np.testing.assert_array_equal(np.asarray(leaf, np.float32), 0)
 
 
-def matrices(layout: str, shape: tuple[int, int, int]) -> Any:
+def matrices(layout, shape):
     if layout in FORMATS:
         return quantization.quantize(ones(*shape), format=layout)
     if layout.startswith("prepacked "):
@@ -42,7 +40,7 @@ LAYOUTS = ("plain", *FORMATS, "prepacked int4", "prepacked mxfp4")
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("sizes", PRODUCTS, ids=str)
-def test_zero_sizes_grouped_gemm(layout: str, sizes: tuple[int, int, int, int], implementation: str) -> None:
+def test_zero_sizes_grouped_gemm(layout, sizes, implementation):
     G, M, K, N = sizes
     if K == 0 and layout != "plain":
         with pytest.raises(ValueError, match=r"^quantize: axis -2 of w, K, is 0, expected at least 1"):
@@ -56,29 +54,29 @@ def test_zero_sizes_grouped_gemm(layout: str, sizes: tuple[int, int, int, int], 
 
 
 @pytest.mark.parametrize("sizes", PRODUCTS, ids=str)
-def test_zero_sizes_grouped_gemm_gradients(sizes: tuple[int, int, int, int], implementation: str) -> None:
+def test_zero_sizes_grouped_gemm_gradients(sizes, implementation):
     G, M, K, N = sizes
     group_sizes = jnp.full((G,), M // max(G, 1), jnp.int32)
 
-    def loss(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    def loss(lhs, rhs):
         return jax_ep.grouped_gemm(lhs, rhs, group_sizes, implementation=implementation).sum()
 
     check_zero(jax.grad(loss, (0, 1))(ones(M, K), ones(G, K, N)), (M, K), (G, K, N))
 
 
-def layer_of(T: int, K: int, E: int, H: int, inner: int) -> tuple[jax.Array, ...]:
+def layer_of(T, K, E, H, inner):
     ids, weights = jnp.zeros((T, K), jnp.int32), jnp.ones((T, K))
     return ones(T, H), ids, weights, ones(E, H, 2 * inner), ones(E, inner, H)
 
 
 @pytest.mark.parametrize("recipe", [None, "fp8"])
 @pytest.mark.parametrize("sizes", [(0, 2, 4, 128, 128), (4, 2, 4, 128, 0)], ids=str)
-def test_zero_sizes_layers(sizes: tuple[int, ...], recipe: str | None, implementation: str) -> None:
+def test_zero_sizes_layers(sizes, recipe, implementation):
     """No tokens, or experts without hidden columns: forward and gradient."""
     x, ids, weights, w_gate_up, w_down = layer_of(*sizes)
     options: dict[str, Any] = {"recipe": recipe, "implementation": implementation}
 
-    def layer(x: jax.Array, *w: jax.Array) -> jax.Array:
+    def layer(x, *w):
         return jax_ep.fused_moe(x, ids, weights, *w, **options)
 
     check_zero(layer(x, w_gate_up, w_down), x.shape)
@@ -86,20 +84,20 @@ def test_zero_sizes_layers(sizes: tuple[int, ...], recipe: str | None, implement
     check_zero(gradients, x.shape, w_gate_up.shape, w_down.shape)
 
 
-def low_latency(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any, **options: Any) -> jax.Array:
+def low_latency(x, ids, weights, w_gate_up, w_down, **options):
     options |= {"num_experts": w_down.shape[0], "axis_name": ()}
     return jax_ep.low_latency_moe(x, ids, weights, w_gate_up, w_down, **options)
 
 
-def sorted_tokens(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any, **options: Any) -> Any:
+def sorted_tokens(x, ids, weights, w_gate_up, w_down, **options):
     return jax_ep.moe_sort(ids, weights, num_experts=w_down.shape[0], block_size=16, **options)
 
 
-def dispatched(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any, **options: Any) -> Any:
+def dispatched(x, ids, weights, w_gate_up, w_down, **options):
     return jax_ep.dispatch(x, ids, num_experts=w_down.shape[0], axis_name=(), **options).tokens
 
 
-def over_a_mesh(*arrays: Any, **options: Any) -> Any:
+def over_a_mesh(*arrays, **options):
     mesh = jax.make_mesh((1,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
     return sharding.sharded_moe(mesh, num_experts=arrays[4].shape[0], **options)(*arrays)
 
@@ -123,7 +121,7 @@ LAYERS: dict[str, Callable[..., Any]] = {
     ],
     ids=["K", "E", "H"],
 )
-def test_zero_sizes_invalid(name: str, sizes: tuple[int, ...], words: str, implementation: str) -> None:
+def test_zero_sizes_invalid(name, sizes, words, implementation):
     if name == "moe_sort" and sizes[3] == 0:
         pytest.skip("it takes no tokens")
     with pytest.raises(ValueError) as caught:
@@ -132,7 +130,7 @@ def test_zero_sizes_invalid(name: str, sizes: tuple[int, ...], words: str, imple
 
 
 @pytest.mark.parametrize("name", ["router_z_loss", "load_balancing_loss"])
-def test_zero_sizes_losses(name: str) -> None:
+def test_zero_sizes_losses(name):
     ids = [] if name == "router_z_loss" else [jnp.zeros((4, 1), jnp.int32)]
     with pytest.raises(ValueError, match=rf"^{name}: .* has shape \(4, 0\), expected E >= 1"):
         getattr(jax_ep, name)(jnp.ones((4, 0)), *ids)

@@ -1,11 +1,8 @@
 """The custom call `pointer_table`: every device gets its own table, under every transformation."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import threading
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +20,13 @@ from jax_ep.ffi import library
 N = 5
 
 
-def values_of(device: jax.Device, salt: int = 0) -> list[int]:
+def values_of(device, salt=0):
     """Return values that no other device has, with addresses that need all 64 bits."""
     return [(1 << 62) + salt * 10**9 + device.id * 1000 + i for i in range(N)]
 
 
 @pytest.fixture
-def table_id() -> Iterator[int]:
+def table_id():
     """Register a table on every device."""
     table = new_id()
     for device in jax.devices():

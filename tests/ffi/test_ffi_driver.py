@@ -1,9 +1,5 @@
 """State of the library when a CUDA driver call fails. The driver is a fake."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from ffi_calls import run_with_fake_driver
@@ -39,7 +35,7 @@ CALLS = ("cuDevicePrimaryCtxRetain", "cuCtxPushCurrent", "cuMemAlloc", "cuStream
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_table_registration_fails(tmp_path: Path, call: str) -> None:
+def test_table_registration_fails(tmp_path, call):
     """The next attempt, of any size, and the removal stay within the allocation."""
     num_before = int(call == "cuStreamSynchronize")
     program = f"""
@@ -60,7 +56,7 @@ check(driver.num_allocations())
 
 
 @pytest.mark.parametrize("call", ["cuDeviceGet", "cuMemcpyHtoD"])
-def test_table_replacement_fails(tmp_path: Path, call: str) -> None:
+def test_table_replacement_fails(tmp_path, call):
     """The device content is unknown after a failure, so the table is hidden; the next attempt reuses its memory."""
     program = f"""
 assert register(8) == 0 and is_visible(8)
@@ -76,7 +72,7 @@ check(2)
     run_with_fake_driver(tmp_path, PROGRAM + program)
 
 
-def test_table_removal_fails_on_one_device(tmp_path: Path) -> None:
+def test_table_removal_fails_on_one_device(tmp_path):
     """The table is hidden on all devices even if the memory of one cannot be cleared."""
     program = """
 one = (ctypes.c_int64 * 2)(3, 3)
@@ -90,7 +86,7 @@ assert [native.jax_ep_register_table(1, 5, device, three, 3, 0) for device in (0
 
 
 @pytest.mark.parametrize("call", ["cuMemHostAlloc", "cuMemHostGetDevicePointer", "cuDeviceGet"])
-def test_status_allocation_fails(tmp_path: Path, call: str) -> None:
+def test_status_allocation_fails(tmp_path, call):
     program = f"""
 from jax_ep.ffi import status
 

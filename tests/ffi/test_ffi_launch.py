@@ -1,9 +1,5 @@
 """Kernel launches without a GPU: when code is loaded, and which parameters are valid. The driver is a fake."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from ffi_calls import run_with_fake_driver
@@ -35,7 +31,7 @@ def compile(code, parameters=(0, 0)):
 """
 
 
-def test_launch_code_loaded_on_all_devices(tmp_path: Path) -> None:
+def test_launch_code_loaded_on_all_devices(tmp_path):
     """Loading at the first launch is too late: a peer may be waiting already. Equal code is loaded once per device."""
     shown = run_with_fake_driver(tmp_path, PROGRAM + 'print(compile(b"one"), compile(b"one"), compile(b"other"))')
     assert shown.split("\n")[-2] == "[100, 102] [100, 102, 102] [100, 102, 102, 100, 102]"
@@ -50,7 +46,7 @@ def test_launch_code_loaded_on_all_devices(tmp_path: Path) -> None:
         ("cuThreadExchangeStreamCaptureMode", [100, 102]),
     ],
 )
-def test_launch_code_loaded_once_after_failure(tmp_path: Path, call: str, again: list[int]) -> None:
+def test_launch_code_loaded_once_after_failure(tmp_path, call, again):
     """Modules are never unloaded, so a device with temporary failures must not fill up with them."""
     program = f"""
 driver.fail({call!r}.encode(), 0, 1)
@@ -77,7 +73,7 @@ WRONG = {
 }
 
 
-def test_launch_invalid_parameters(tmp_path: Path) -> None:
+def test_launch_invalid_parameters(tmp_path):
     """Reject numbers that a cast or a product would change; accept the limits."""
     program = f"""
 def refused(parameters):

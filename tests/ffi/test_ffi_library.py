@@ -1,7 +1,5 @@
 """Discovery of the compiled library, the check against its sources, loading, and the C ABI."""
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import re
@@ -31,7 +29,7 @@ def test_library_loaded_once_by_many_threads():
     assert all(one is found[0] for one in found)
 
 
-def declared_functions() -> set[str]:
+def declared_functions():
     """Return the functions that csrc/abi.h declares, and the handlers."""
     header = (PACKAGE / "csrc" / "abi.h").read_text()
     handlers = {f"{target}_{suffix}" for target in ("jax_ep_pointer_table", "jax_ep_check_status")
@@ -40,7 +38,7 @@ def declared_functions() -> set[str]:
     return set(re.findall(r"^JAX_EP_EXPORT .*?(jax_ep_\w+)\(", header, re.MULTILINE)) | handlers
 
 
-def library_path() -> Path:
+def library_path():
     return Path(library.load()._name)
 
 
@@ -63,7 +61,7 @@ def test_library_c_abi_invalid_device(platform, ordinal, message):
         library.raise_for(code)
 
 
-def has_cuda_driver() -> bool:
+def has_cuda_driver():
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -90,7 +88,7 @@ def test_library_missing(tmp_path):
 
 
 @pytest.fixture
-def csrc(tmp_path) -> Path:
+def csrc(tmp_path):
     copy = tmp_path / "csrc"
     shutil.copytree(PACKAGE / "csrc", copy)
     return copy
@@ -160,18 +158,14 @@ def test_library_for_newer_jaxlib(tmp_path, monkeypatch):
     assert stamp.source_hash == library.source_hash(PACKAGE / "csrc")
     assert f"abi={stamp.abi_version} " in library.load().jax_ep_ffi_stamp().decode()
     monkeypatch.setattr(library, "xla_api_version", lambda: 2)
-    with pytest.raises(
-        ffi.LibraryError, match=r"newer jaxlib \(XLA FFI 0\.\d\) than .*\(XLA FFI 0\.2\) supports; upgrade jaxlib"
-    ):
+    with pytest.raises(ffi.LibraryError, match=r"newer jaxlib \(XLA FFI 0\.\d\) than .*\(XLA FFI 0\.2\)"):
         library.open_library([library_path()], tmp_path)
 
 
 def test_library_unloadable_files(tmp_path, csrc):
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"\x7fELF" + library.load().jax_ep_ffi_stamp() + b"\0")
-    with pytest.raises(
-        ffi.LibraryError, match=r"(?s)does not fit.*absent\.so: does not exist.*broken\.so: cannot be loaded"
-    ):
+    with pytest.raises(ffi.LibraryError, match=r"(?s)does not fit.*absent\.so: .*broken\.so: cannot be"):
         library.open_library([tmp_path / "absent.so", broken], csrc)
 
     import _ctypes  # A real shared library of another project.

@@ -1,10 +1,7 @@
 """The custom call `check_status`: a failure that a kernel recorded becomes an exception with its full message."""
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +18,7 @@ from jax_ep.ffi.status import FIELDS, NUM_BYTES
 
 
 @pytest.fixture
-def status() -> Iterator[tuple[int, list[ffi.StatusBuffer]]]:
+def status():
     """Create a context id and its cleared status records, one per device."""
     context = new_id()
     buffers = [ffi.alloc_status(*ffi.device_key(device)) for device in jax.devices()]
@@ -38,7 +35,7 @@ TIMEOUT = ffi.StatusRecord(
 )
 
 
-def names(function: str) -> list[str]:
+def names(function):
     return getattr(library.load(), function)().decode().split()
 
 
@@ -100,7 +97,7 @@ def test_status_format_truncates():
     assert text.raw == b"jax_ep: ra\0" + b"x" * 9 + b"\0"
 
 
-def checked(context: int, wait: bool = False):
+def checked(context, wait=False):
     """Return a program over all devices whose output depends on the check."""
     mesh = make_mesh((jax.device_count(),), ("e",))
 
@@ -225,7 +222,5 @@ def test_status_memory_shared_by_host_and_device(status):
 
 @needs_gpu
 def test_status_driver_errors():
-    with pytest.raises(
-        RuntimeError, match=r"cuDeviceGet\(4096\) failed with CUDA error 101 \(CUDA_ERROR_INVALID_DEVICE\)"
-    ):
+    with pytest.raises(RuntimeError, match=r"cuDeviceGet\(4096\) failed with CUDA error 101"):
         ffi.alloc_status(ffi.Platform.CUDA, 4096)

@@ -1,10 +1,7 @@
 """Traits of the custom calls: which of them XLA may record into CUDA graphs."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
-from pathlib import Path
 
 import jax
 import pytest
@@ -42,7 +39,7 @@ HANDLERS = {f"jax_ep_{call}_{place}": False for call in ("pointer_table", "check
 HANDLERS["jax_ep_launch_kernel_cuda"] = False
 
 
-def test_custom_calls_command_buffer_traits(tmp_path: Path) -> None:
+def test_custom_calls_command_buffer_traits(tmp_path):
     """A replayed check would return the result of the time of recording."""
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None:

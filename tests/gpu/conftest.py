@@ -3,11 +3,6 @@
 `--implementation triton` runs most of them on CPU devices, in Triton's interpreter, with few iterations.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import numpy as np
 import pytest
@@ -15,33 +10,33 @@ import pytest
 from jax_ep import context
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
+def pytest_itemcollected(item):
     item.add_marker(pytest.mark.gpu)
 
 
 @pytest.fixture(autouse=True)
-def kernels_run_here() -> None:
+def kernels_run_here():
     if jax.default_backend() != "gpu" and context.transport() != "shared_memory":
         pytest.skip("needs NVIDIA GPUs; --implementation triton tries it out in Triton's interpreter")
 
 
 @pytest.fixture
-def on_gpu() -> None:
+def on_gpu():
     if jax.default_backend() != "gpu":
         pytest.skip("needs NVIDIA GPUs")
 
 
 @pytest.fixture
-def one_process() -> None:
+def one_process():
     if jax.process_count() > 1:
         pytest.skip("is about one process that drives every GPU")
 
 
 @pytest.fixture
-def same_bits() -> Callable[[Any, Any], None]:
+def same_bits():
     """Fail unless two results are equal bit for bit, leaf by leaf."""
 
-    def compare(got: Any, want: Any) -> None:
+    def compare(got, want):
         leaves = dict(jax.tree.leaves_with_path(got))
         for path, leaf in jax.tree.leaves_with_path(want):
             assert np.asarray(leaves[path]).tobytes() == np.asarray(leaf).tobytes(), jax.tree_util.keystr(path)

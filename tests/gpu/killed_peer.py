@@ -5,8 +5,6 @@
 PATH is "throughput" or "low_latency". Prints the events as JSON. With victim -1, no process dies.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -28,12 +26,12 @@ STEPS_BEFORE, STEPS_AFTER = 5, 20
 T, K, H = 64, 2, 512
 
 
-def plan(x: Any, ids: Any) -> Any:
+def plan(x, ids):
     """Return the handle; XLA's collectives, which have no timeout, run only here."""
     return jax_ep.dispatch(x, ids, num_experts=8, implementation="triton").handle
 
 
-def round_trip(x: Any, ids: Any, handle: Any) -> Any:
+def round_trip(x, ids, handle):
     """Dispatch and combine every token: each token times its number of experts."""
     if PATH == "low_latency":
         sizes = {"num_experts": 8, "max_tokens_per_rank": T, "quantize": False, "implementation": "triton"}
@@ -44,7 +42,7 @@ def round_trip(x: Any, ids: Any, handle: Any) -> Any:
     return jax_ep.combine(d.tokens, d.handle, implementation="triton")
 
 
-def main() -> None:
+def main():
     """Run some steps, then one process dies, then run steps until an error, or to the end."""
     own = {"local_device_ids": [ME], "cluster_detection_method": "deactivate"}
     jax.distributed.initialize(ADDRESS, COUNT, ME, **own)
@@ -57,7 +55,7 @@ def main() -> None:
     handle = jax.block_until_ready(jax.jit(per_rank(plan, mesh))(*arguments))
     step = jax.jit(per_rank(round_trip, mesh))
 
-    def right() -> bool:
+    def right():
         return np.array_equal(np.asarray(step(*arguments, handle).addressable_shards[0].data)[0], K * x[ME])
 
     before = [right() for _ in range(STEPS_BEFORE)]

@@ -1,10 +1,6 @@
 """Delays of ranks, by the GPU or by the host, and an order of calls that the runtime does not order."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +12,7 @@ SIZE, PRODUCTS = (4096, 150) if ON_GPU else (8, 2)
 SECONDS = 0.05
 
 
-def busy(x: Any, is_late: Any) -> Any:
+def busy(x, is_late):
     """Return `x` after this rank's GPU has multiplied large matrices for about ten milliseconds, if `is_late`."""
     # The identity matrix, but the compiler cannot know, because it depends on x.
     matrix = jnp.eye(SIZE, dtype=jnp.bfloat16) + 0 * x.reshape(-1)[0].astype(jnp.bfloat16)
@@ -25,23 +21,23 @@ def busy(x: Any, is_late: Any) -> Any:
     return after(x, product)
 
 
-def asleep(x: Any, is_late: Any) -> Any:
+def asleep(x, is_late):
     """Return `x` after this rank's host has slept in the middle of the program, if `is_late`."""
     return _in_host(lambda: time.sleep(SECONDS), x, is_late)
 
 
-def when(condition: Callable[[], bool], x: Any, is_late: Any) -> Any:
+def when(condition, x, is_late):
     """Return `x` after this rank's host has seen that `condition` holds, if `is_late`."""
 
-    def wait() -> None:
+    def wait():
         while not condition():
             time.sleep(0.01)
 
     return _in_host(wait, x, is_late)
 
 
-def _in_host(act: Callable[[], None], x: Any, is_late: Any) -> Any:
-    def nap(is_late: Any, first: Any) -> Any:
+def _in_host(act, x, is_late):
+    def nap(is_late, first):
         if np.asarray(is_late):
             act()
         return np.zeros((), np.float32)
@@ -51,7 +47,7 @@ def _in_host(act: Callable[[], None], x: Any, is_late: Any) -> Any:
     return after(x, jax.pure_callback(nap, result, is_late, first))
 
 
-def after(x: Any, *earlier: Any) -> Any:
+def after(x, *earlier):
     """Return `x` unchanged, with a data dependence on `earlier`."""
     for array in earlier:
         never = array.reshape(-1)[0].astype(jnp.float32) == 12345.678
@@ -59,6 +55,6 @@ def after(x: Any, *earlier: Any) -> Any:
     return x
 
 
-def in_order(x: Any, *earlier: Any) -> Any:
+def in_order(x, *earlier):
     """Return `x`; on CPU devices after `earlier`, because their runtime starts independent work in any order."""
     return x if ON_GPU else after(x, *earlier)

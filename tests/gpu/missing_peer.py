@@ -7,14 +7,11 @@ up.
 In both cases the context is then finalized and created again, and the same devices must give the same results.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 if "cpu" in os.environ.get("JAX_PLATFORMS", "").split(",")[:1]:
@@ -23,7 +20,6 @@ if "cpu" in os.environ.get("JAX_PLATFORMS", "").split(",")[:1]:
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from lateness import after, when
 
 import jax_ep
@@ -37,25 +33,25 @@ T, K, H = 20, 2, 256
 AXIS = (EXPERT,)
 
 
-def start(num_ranks: int) -> Mesh:
+def start(num_ranks):
     """Create a mesh of the first devices and a context for it, so that XLA needs no collective."""
     mesh = make_mesh((num_ranks,), AXIS)
     jax_ep.init(mesh, transport="shared_memory" if jax.default_backend() == "cpu" else None, timeout_s=TIMEOUT_S)
     return mesh
 
 
-def somebody_has_given_up() -> bool:
+def somebody_has_given_up():
     """Return whether a wait has expired: in a kernel, or on CPU devices in a launch that waits for all devices."""
     pool, heap = interpreter.current_pool(), context._heap
     return (pool is not None and pool._failure is not None) or (heap is not None and heap.failure() is not None)
 
 
-def late(x: Any, is_late: Any, *earlier: Any) -> Any:
+def late(x, is_late, *earlier):
     """Return `x`, on a late rank after another has given up, and after `earlier`."""
     return when(somebody_has_given_up, after(x, *earlier), is_late)
 
 
-def throughput(operation: str, x: Any, ids: Any, is_late: Any) -> Any:
+def throughput(operation, x, ids, is_late):
     """Dispatch and combine every token: each token times its number of experts."""
     handle = jax_ep.dispatch(x, ids, num_experts=8, implementation="triton").handle
     # Late after all have planned, so that the others wait for its tokens.
@@ -64,7 +60,7 @@ def throughput(operation: str, x: Any, ids: Any, is_late: Any) -> Any:
     return jax_ep.combine(d.tokens, d.handle, implementation="triton")
 
 
-def low_latency(operation: str, x: Any, ids: Any, is_late: Any) -> Any:
+def low_latency(operation, x, ids, is_late):
     """Compute the same with the kernels for small batches, with a late rank in one of them."""
     weights = jnp.ones(ids.shape, jnp.float32)
     x = x.astype(jnp.bfloat16)
@@ -86,7 +82,7 @@ def low_latency(operation: str, x: Any, ids: Any, is_late: Any) -> Any:
 class Round:
     """A round trip on a mesh, compiled for the current context."""
 
-    def __init__(self, mesh: Mesh, operation: str) -> None:
+    def __init__(self, mesh, operation):
         rng, num_ranks = np.random.default_rng(0), mesh.size
         self.x = rng.integers(-9, 9, (num_ranks, T, H)).astype(np.float32)
         self.ids = rng.integers(0, 8, (num_ranks, T, K), np.int32)
@@ -94,7 +90,7 @@ class Round:
         trip = low_latency if operation.startswith("low_latency") else throughput
         self._run = jax.jit(per_rank(functools.partial(trip, operation), mesh))
 
-    def __call__(self, late: int = -1) -> bool:
+    def __call__(self, late=-1):
         """Return whether the result is right if rank `late` is late. Otherwise it must be NaN."""
         is_late = np.arange(self.mesh.size) == late
         y = np.asarray(self._run(self.x, self.ids, is_late))
@@ -104,7 +100,7 @@ class Round:
         return np.array_equal(y, K * self.x)
 
 
-def outcome(call: Callable[[], object]) -> dict[str, Any]:
+def outcome(call):
     """Repeat a call, like the steps of a program, and return the error that ends it, and the time."""
     begun = time.monotonic()
     try:
@@ -115,7 +111,7 @@ def outcome(call: Callable[[], object]) -> dict[str, Any]:
     return {"kind": "no error", "text": "", "seconds": time.monotonic() - begun}
 
 
-def without_last_rank(everyone: Mesh, work: Round) -> Callable[[], Any]:
+def without_last_rank(everyone, work):
     """Dispatch to all ranks, but launch it on all except the last one."""
     run, options = registry.get("exchange", "triton"), registry.options("dispatch", AXIS)
     layout = jax_ep.types.Layout(everyone.size, 8, T, K, capacity=everyone.size * T * K)
@@ -126,7 +122,7 @@ def without_last_rank(everyone: Mesh, work: Round) -> Callable[[], Any]:
     return lambda: send(x, handles)
 
 
-def main(scenario: str, operation: str) -> None:
+def main(scenario, operation):
     """Fail, check what still works, restart, and print everything."""
     num_ranks = min(4, jax.device_count())
     work = Round(start(num_ranks), operation)

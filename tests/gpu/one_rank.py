@@ -5,11 +5,8 @@
 Prints whether the results are right, as JSON.
 """
 
-from __future__ import annotations
-
 import json
 import os
-from typing import Any
 
 if "cpu" in os.environ.get("JAX_PLATFORMS", "").split(",")[:1]:
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
@@ -27,7 +24,7 @@ T, K, E = 21, 3, 5
 CASES = [(np.float32, 65, None), (ml_dtypes.bfloat16, 200, None), (ml_dtypes.bfloat16, 384, jnp.float8_e4m3fn)]
 
 
-def round_trip(x: Any, ids: Any, weights: Any, wire_dtype: Any) -> Any:
+def round_trip(x, ids, weights, wire_dtype):
     """Dispatch and combine every token, and send its weights, twice: the second call reuses the heap."""
     options = {"schedule": jax_ep.Schedule(wire_dtype=wire_dtype), "implementation": "triton"}
     for _ in range(2):
@@ -36,7 +33,7 @@ def round_trip(x: Any, ids: Any, weights: Any, wire_dtype: Any) -> Any:
     return x, d.weights, d.dropped
 
 
-def main() -> None:
+def main():
     """Run all cases in one process, because starting JAX under such a tool dominates."""
     jax_ep.init(transport="shared_memory" if jax.default_backend() == "cpu" else None)
     rng, mesh = np.random.default_rng(0), make_mesh((1,), (EXPERT,))

@@ -1,25 +1,22 @@
 """Programs of this folder in separate processes, which contain their side effects."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 FOLDER = Path(__file__).parent
 
 
-def environment(**changes: str) -> dict[str, str]:
+def environment(**changes):
     """Return an environment for a second program, with the tests' modules and little GPU memory."""
     path = [str(FOLDER.parent.parent), str(FOLDER.parent / "helpers"), os.environ.get("PYTHONPATH", "")]
     own = {"PYTHONPATH": os.pathsep.join(path), "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.1"}
     return os.environ | own | changes
 
 
-def run(name: str, *arguments: str) -> dict[str, Any]:
+def run(name, *arguments):
     """Run a program on the same devices; return the last line of its output, parsed from JSON, and its output."""
     command = [sys.executable, str(FOLDER / name), *arguments]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True)

@@ -1,20 +1,17 @@
 """Launches recorded into CUDA graphs and replayed give the same bits as single launches."""
 
-from __future__ import annotations
-
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 import harness
 import jax_ep
 from cases import BF16, Shape, probabilities, reals
+from jax_ep.ops.moe_low_latency import low_latency_gemm_combine
 from routings import ROUTINGS
 
 SHAPE = Shape(num_tokens=64, top_k=2, num_experts=8, hidden=512)
@@ -32,7 +29,7 @@ GRAPHS = {
 OPTIONS: dict[str, Any] = {"num_experts": SHAPE.num_experts, "implementation": "triton"}
 
 
-def exchanges(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> Any:
+def exchanges(x, ids, weights, w_gate_up, w_down):
     """Run two different layers, with elementwise work between their all-to-alls."""
     for layer in range(2):
         d = jax_ep.dispatch(x, ids[layer], weights[layer], **OPTIONS)
@@ -41,7 +38,7 @@ def exchanges(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> An
     return x
 
 
-def fused(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> Any:
+def fused(x, ids, weights, w_gate_up, w_down):
     """Run dispatch + GEMM and GEMM + combine, one launch each."""
     for layer in range(2):
         modes = jax_ep.Schedule(dispatch_mode="fused", combine_mode="scatter")
@@ -49,10 +46,10 @@ def fused(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> Any:
     return x
 
 
-def gradients(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> Any:
+def gradients(x, ids, weights, w_gate_up, w_down):
     """Run a layer's backward pass, with weight gradients fused with the communication."""
 
-    def loss(x: Any, *matrices: Any) -> Any:
+    def loss(x, *matrices):
         schedule = jax_ep.Schedule(fuse_weight_gradients=True)
         y = jax_ep.moe(x, ids[0], weights[0], *matrices, schedule=schedule, **OPTIONS)
         return jnp.sum(jnp.square(y.astype(jnp.float32)))
@@ -60,7 +57,7 @@ def gradients(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> An
     return jax.grad(loss, argnums=(0, 1, 2))(x, w_gate_up, w_down)
 
 
-def low_latency(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> Any:
+def low_latency(x, ids, weights, w_gate_up, w_down):
     """Dispatch and combine FP8 tokens; the experts are one GEMM that sends its rows itself."""
     most = {"max_tokens_per_rank": SHAPE.num_tokens}
     d = jax_ep.low_latency_dispatch(x, ids[0], **most, **OPTIONS)
@@ -69,12 +66,10 @@ def low_latency(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> 
     d = jax_ep.low_latency_dispatch(x, ids[1], quantize=False, **most, **OPTIONS)
     square = w_gate_up[:, :, : SHAPE.hidden]
     arguments = (d.tokens, square, d.group_sizes, ids[1], weights[1], d.handle)
-    return x + jax_ep.ops.moe_low_latency.low_latency_gemm_combine(
-        *arguments, preferred_element_type=x.dtype, implementation="triton"
-    )
+    return x + low_latency_gemm_combine(*arguments, preferred_element_type=x.dtype, implementation="triton")
 
 
-def serving(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> Any:
+def serving(x, ids, weights, w_gate_up, w_down):
     """Run layers of decode-sized batches."""
     matrices = [jax_ep.quantize(w, None) for w in (w_gate_up, w_down)]
     for layer in range(2):
@@ -82,7 +77,7 @@ def serving(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> Any:
     return x
 
 
-def one_device(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> Any:
+def one_device(x, ids, weights, w_gate_up, w_down):
     """Run the layer of the local experts in one launch, whose counters start at zero in every replay."""
     local = w_down.shape[0]
     for layer in range(2):
@@ -95,7 +90,7 @@ def one_device(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> A
 PROGRAMS = {f.__name__: f for f in (exchanges, fused, gradients, low_latency, serving, one_device)}
 
 
-def inputs(num_ranks: int, seed: int, shape: Shape = SHAPE) -> tuple[np.ndarray, ...]:
+def inputs(num_ranks, seed, shape=SHAPE):
     rng = np.random.default_rng(seed)
     name = ("uniform", "zipf", "some_without_expert", "duplicates")[seed % 4]
     ids = np.stack([ROUTINGS[name](rng, num_ranks, shape) for _ in range(2)], axis=1)
@@ -107,9 +102,7 @@ def inputs(num_ranks: int, seed: int, shape: Shape = SHAPE) -> tuple[np.ndarray,
 
 @pytest.mark.parametrize("kind", GRAPHS)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_cuda_graphs_replay_same_bits(
-    name: str, kind: str, on_gpu: None, one_process: None, mesh: Mesh, same_bits: Any, tmp_path: Path
-) -> None:
+def test_cuda_graphs_replay_same_bits(name, kind, on_gpu, one_process, mesh, same_bits, tmp_path):
     fn = harness.per_rank(PROGRAMS[name], mesh)
     dump = {"xla_dump_to": str(tmp_path)} if kind != "default" else {}
     launched = jax.jit(fn, compiler_options=NO_GRAPHS)
@@ -126,10 +119,10 @@ def test_cuda_graphs_replay_same_bits(
         assert has_graphs(tmp_path), f"XLA made no graph: {sorted(path.name for path in tmp_path.iterdir())}"
 
 
-def test_cuda_graphs_all_launches(on_gpu: None, one_process: None, mesh: Mesh, same_bits: Any) -> None:
+def test_cuda_graphs_all_launches(on_gpu, one_process, mesh, same_bits):
     """Record all launches together, in one graph or several."""
 
-    def fn(*arguments: Any) -> Any:
+    def fn(*arguments):
         return harness.in_turn([(PROGRAMS[name], arguments) for name in PROGRAMS])
 
     fn = harness.per_rank(fn, mesh)
@@ -142,7 +135,7 @@ def test_cuda_graphs_all_launches(on_gpu: None, one_process: None, mesh: Mesh, s
             same_bits(harness.to_numpy(replayed(*arguments)), want)
 
 
-def test_cuda_graphs_first_run_during_capture(on_gpu: None, one_process: None, mesh: Mesh, same_bits: Any) -> None:
+def test_cuda_graphs_first_run_during_capture(on_gpu, one_process, mesh, same_bits):
     """Its code is loaded during the capture; no other test has loaded kernels of this shape."""
     shape = dataclasses.replace(SHAPE, num_tokens=71, hidden=648)
     arguments = inputs(mesh.size, 0, shape)
@@ -153,6 +146,6 @@ def test_cuda_graphs_first_run_during_capture(on_gpu: None, one_process: None, m
     same_bits([replayed], [np.asarray(jax.jit(fn, compiler_options=NO_GRAPHS)(*arguments))])
 
 
-def has_graphs(folder: Path) -> bool:
+def has_graphs(folder):
     """Return whether a dumped program launches graphs, according to its list of thunks."""
     return any(b"kCommandBuffer" in path.read_bytes() for path in folder.rglob("*") if path.is_file())

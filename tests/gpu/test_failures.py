@@ -3,16 +3,12 @@
 The error states the time of its wait; times measured here would depend on the machine.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from typing import Any
 
 import jax
 import programs
@@ -25,9 +21,7 @@ DISPATCH_OR_COMBINE = ("dispatch", "combine")
 LOW_LATENCY = tuple(f"low_latency_{name}" for name in ("dispatch", "combine", "gemm_combine"))
 
 
-def check_story(
-    failure: dict[str, Any], timeout_s: float, operations: Sequence[str], missing: int | None = None
-) -> None:
+def check_story(failure, timeout_s, operations, missing=None):
     """Check that the error names the operation, both ranks and how long one of them waited."""
     assert failure["kind"] == "JaxRuntimeError" or not ON_GPU, failure
     assert "jax_ep.finalize() and jax_ep.init()" in failure["text"]
@@ -38,7 +32,7 @@ def check_story(
     assert story[1] != story[3] and (missing is None or int(story[3]) == missing), story[0]
 
 
-def check_absence(failure: dict[str, Any], timeout_s: float, kernels: Sequence[str], missing: int) -> None:
+def check_absence(failure, timeout_s, kernels, missing):
     """In the interpreter no rank starts before all are there, so the error names the missing launch."""
     story = re.search(rf"kernel (\w+): device (\d+) waited {timeout_s:g} s for .*\b{missing}\b.*:", failure["text"])
     assert story, failure
@@ -49,7 +43,7 @@ def check_absence(failure: dict[str, Any], timeout_s: float, kernels: Sequence[s
     ("scenario", "operation"),
     [("never", "dispatch"), *(("late", operation) for operation in ("dispatch", *LOW_LATENCY))],
 )
-def test_failures_missing_rank(scenario: str, operation: str, one_process: None) -> None:
+def test_failures_missing_rank(scenario, operation, one_process):
     if jax.device_count() < 2:
         pytest.skip("needs two devices")
     found = programs.run("missing_peer.py", scenario, operation)
@@ -72,7 +66,7 @@ def test_failures_missing_rank(scenario: str, operation: str, one_process: None)
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("path", ["throughput", "low_latency"])
-def test_failures_killed_process(path: str, on_gpu: None, one_process: None) -> None:
+def test_failures_killed_process(path, on_gpu, one_process):
     """With one process per GPU, the last one kills itself between two calls."""
     count = min(4, jax.device_count())
     if count < 2:
@@ -93,21 +87,13 @@ def test_failures_killed_process(path: str, on_gpu: None, one_process: None) -> 
         assert process["failure"]["kind"] == "no error", process
 
 
-def run_processes(count: int, path: str, victim: int) -> list[dict[str, Any]]:
+def run_processes(count, path, victim):
     """Run killed_peer.py in `count` processes; return what each printed, its exit status and its output."""
     address = f"127.0.0.1:{free_port()}"
     command = [sys.executable, str(programs.FOLDER / "killed_peer.py"), str(count), address, str(victim), path]
-    started = [
-        subprocess.Popen(
-            [*command, str(i)],
-            env=programs.environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
-        for i in range(count)
-    ]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    streams["env"] = programs.environment()
+    started = [subprocess.Popen([*command, str(i)], **streams) for i in range(count)]
     deadline, found = time.monotonic() + 400, []
     for process in started:
         try:

@@ -1,7 +1,5 @@
 """FP8 operands on a GPU against NumPy, bit by bit, because the interpreter does not execute GPU instructions."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 
@@ -20,7 +18,7 @@ GROUPS = 24
 LEAST = np.float32(2.0**-120)
 
 
-def rounded(values: np.ndarray, largest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def rounded(values, largest):
     """Round float32 to e4m3 bytes and scales; the largest magnitudes of blocks broadcast."""
     # Multiply by the inverse, like the kernels; dividing by the scale, like the oracle, may give other bits.
     scales = np.maximum(largest * np.float32(1 / 448), LEAST)
@@ -28,7 +26,7 @@ def rounded(values: np.ndarray, largest: np.ndarray) -> tuple[np.ndarray, np.nda
     return scaled.astype(ml_dtypes.float8_e4m3fn).view(np.uint8), scales
 
 
-def as_columns(x: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+def as_columns(x, sizes):
     """Quantize float32 rows `[R, H]` column-wise: bytes `[H, P]`, scales, and the number of used positions."""
     places = num_blocks(x.shape[0], GROUPS) * 128
     values = np.zeros((x.shape[1], places), np.uint8)
@@ -44,12 +42,12 @@ def as_columns(x: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray
     return values, scales, place
 
 
-def as_bytes(x: jax.Array) -> np.ndarray:
+def as_bytes(x):
     return np.asarray(jax.lax.bitcast_convert_type(x, jnp.uint8))
 
 
 @pytest.mark.parametrize("rows", [1, 3000, 20000] if jax.default_backend() == "gpu" else [1, 300])
-def test_fp8_bits_columns(rows: int, rng: np.random.Generator) -> None:
+def test_fp8_bits_columns(rows, rng):
     sizes = rng.multinomial(rows, rng.dirichlet(np.ones(GROUPS))).astype(np.int32)
     x = rng.standard_normal((rows, 640)) * 10.0 ** rng.integers(-6, 6, (rows, 1))
     x = np.where(rng.random(x.shape) < 0.1, 0, x).astype(jnp.bfloat16)
@@ -77,7 +75,7 @@ def test_fp8_bits_columns(rows: int, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("exponent", [0, 1, 30, 126, 127, 200, 254])
-def test_fp8_bits_inverse_scales(on_gpu: None, exponent: int) -> None:
+def test_fp8_bits_inverse_scales(on_gpu, exponent):
     """All mantissas are rounded like a division."""
     jax_triton = pytest.importorskip("jax_triton")
     source = Path(__file__).parents[1] / "megakernels" / "kernels_for_tests" / "scales.py"
@@ -94,7 +92,7 @@ def test_fp8_bits_inverse_scales(on_gpu: None, exponent: int) -> None:
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bf16", "f32"])
 @pytest.mark.parametrize("shape", [(3, 256, 384), (2, 1024, 4096 if jax.default_backend() == "gpu" else 640)], ids=str)
-def test_fp8_bits_matrices(shape: tuple[int, int, int], dtype: jnp.dtype, rng: np.random.Generator) -> None:
+def test_fp8_bits_matrices(shape, dtype, rng):
     w = (rng.standard_normal(shape) * 10.0 ** rng.integers(-6, 6, (*shape[:2], 1))).astype(dtype)
     w[0, 3, 5], w[1, 128:, :128] = np.inf, 0
     groups, depth, columns = shape

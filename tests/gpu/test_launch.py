@@ -1,7 +1,5 @@
 """The custom call that launches kernels, on a GPU: its errors, and that programs contain their kernels."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,15 +1,10 @@
 """All-to-alls next to XLA's collectives, which NCCL runs on other streams, without a deadlock."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import Mesh
 from lateness import ON_GPU, in_order
 
 import harness
@@ -23,13 +18,13 @@ AXIS = harness.EXPERT
 SCHEDULERS = {"default": {}, "latency-hiding": {"xla_gpu_enable_latency_hiding_scheduler": True}}
 
 
-def collectives(z: Any) -> tuple[Any, Any, Any]:
+def collectives(z):
     """Run three independent collectives on `[W, N]` int32: an all-to-all of blocks, a sum, and all first blocks."""
     return lax.all_to_all(z, AXIS, 0, 0), lax.psum(z, AXIS), lax.all_gather(z[0], AXIS)
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_nccl_independent_collectives(scheduler: str, mesh: Mesh) -> None:
+def test_nccl_independent_collectives(scheduler, mesh):
     """In one loop, dispatch and combine tokens, and send other arrays through psum, all_gather and all_to_all."""
     num_ranks, rng = mesh.size, np.random.default_rng(0)
     ids = ROUTINGS["uniform"](rng, num_ranks, SHAPE)
@@ -63,7 +58,7 @@ def test_nccl_independent_collectives(scheduler: str, mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_nccl_remat_gradients(scheduler: str, mesh: Mesh) -> None:
+def test_nccl_remat_gradients(scheduler, mesh):
     """`lax.scan` over `jax.checkpoint`: the backward pass repeats every all-to-all, next to sums over all ranks."""
     num_ranks, num_layers = mesh.size, 8 if ON_GPU else 2
     rng = np.random.default_rng(1)

@@ -1,7 +1,5 @@
 """The expert layer of one device at model sizes: from one token to thousands, with few and many experts."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -24,16 +22,16 @@ ROUTINGS = ["uniform", "one expert", "some without"]
 HIDDEN, INNER, TOP_K = (1024, 768, 8) if ON_GPU else (128, 128, 2)
 
 
-def in_float32(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> Any:
+def in_float32(x, ids, weights, w_gate_up, w_down):
     """Compute the layer expert by expert on all tokens; weights are widened one by one."""
 
-    def wide(matrix: Any) -> Any:
+    def wide(matrix):
         if isinstance(matrix, QuantizedWeights):
             one = jax.tree.map(lambda values: values[None], matrix)
             return dequantize(one, jnp.float32)[0]
         return matrix.astype(F32)
 
-    def add(total: Any, expert: Any) -> tuple[Any, None]:
+    def add(total, expert):
         index, up, down = expert
         gate, factor = jnp.split(jnp.dot(x, wide(up), precision="highest"), 2, axis=-1)
         share = jnp.sum(jnp.where(ids == index, weights, 0), axis=1, keepdims=True)
@@ -47,7 +45,7 @@ def in_float32(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> A
 @pytest.mark.parametrize("stored", [None, "fp8", "int4", "mxfp4", "int4 prepacked", "mxfp4 prepacked"])
 @pytest.mark.parametrize("num_experts", [8, 512] if ON_GPU else [8])
 @pytest.mark.slow
-def test_one_device_layer(one_process: None, num_experts: int, stored: str | None, one: bool) -> None:
+def test_one_device_layer(one_process, num_experts, stored, one):
     rng = np.random.default_rng(num_experts)
     shapes = (num_experts, HIDDEN, 2 * INNER), (num_experts, INNER, HIDDEN)
     keys = jax.random.split(jax.random.key(num_experts))
@@ -68,7 +66,7 @@ def test_one_device_layer(one_process: None, num_experts: int, stored: str | Non
             assert np.array_equal(np.any(got, axis=1), np.any(want, axis=1)), "a token with an expert has no result"
 
 
-def choose(rng: np.random.Generator, routing: str, tokens: int, num_experts: int) -> np.ndarray:
+def choose(rng, routing, tokens, num_experts):
     """Choose `[T, K]` distinct experts of each token, or -1."""
     ids = np.argpartition(rng.random((tokens, num_experts), np.float32), TOP_K - 1, axis=1)[:, :TOP_K].astype(np.int32)
     if routing == "one expert":

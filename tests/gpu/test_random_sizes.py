@@ -5,8 +5,6 @@ are
 new in every run: pytest shows the seed of a failure, and `--seed` reproduces it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -38,11 +36,11 @@ class Problem:
     options: dict[str, Any]
 
 
-def one_of(rng: np.random.Generator, *values: Any) -> Any:
+def one_of(rng, *values):
     return values[rng.integers(len(values))]
 
 
-def size(rng: np.random.Generator, largest: int, multiple: int = 1) -> int:
+def size(rng, largest, multiple=1):
     """Draw up to `largest` multiples, small ones as often as large ones; half of them next to a power of two."""
     largest = max(largest, 1)
     value = int(np.exp(rng.uniform(0, np.log(largest))))
@@ -51,7 +49,7 @@ def size(rng: np.random.Generator, largest: int, multiple: int = 1) -> int:
     return multiple * int(np.clip(value, 1, largest))
 
 
-def draw_shape(rng: np.random.Generator, num_ranks: int, *, tokens: int, multiple: int) -> Shape:
+def draw_shape(rng, num_ranks, *, tokens, multiple):
     """Draw a shape whose tokens, rows and weights each fit into MOST_BYTES on every rank."""
     while True:
         num_local = size(rng, 64)
@@ -68,12 +66,12 @@ def draw_shape(rng: np.random.Generator, num_ranks: int, *, tokens: int, multipl
             return shape
 
 
-def draw_ranks(rng: np.random.Generator) -> int:
+def draw_ranks(rng):
     """Draw a number of devices; use all if several processes share them."""
     return int(rng.integers(1, jax.device_count() + 1)) if jax.process_count() == 1 else jax.device_count()
 
 
-def draw(rng: np.random.Generator, *, multiple: int) -> Problem:
+def draw(rng, *, multiple):
     num_ranks = draw_ranks(rng)
     shape = draw_shape(rng, num_ranks, tokens=4096, multiple=multiple)
     rows = num_ranks * shape.num_tokens * shape.top_k
@@ -86,7 +84,7 @@ def draw(rng: np.random.Generator, *, multiple: int) -> Problem:
     )
 
 
-def compare(got: dict[str, Any], want: dict[str, Any], problem: Problem, *, exact: bool) -> None:
+def compare(got, want, problem, *, exact):
     """Compare bit for bit, or floats within the tolerance of the tokens' dtype."""
     for name in want:
         what = f"{name} of {problem}"
@@ -97,7 +95,7 @@ def compare(got: dict[str, Any], want: dict[str, Any], problem: Problem, *, exac
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_random_sizes_exchange(example: int, rng: np.random.Generator) -> None:
+def test_random_sizes_exchange(example, rng):
     """dispatch and combine and their transposes give the same bits, because the sums are exact."""
     problem = draw(rng, multiple=one_of(rng, 1, 8, 128))
     shape, alignment = problem.shape, one_of(rng, 1, 1, 16, 128)
@@ -109,7 +107,7 @@ def test_random_sizes_exchange(example: int, rng: np.random.Generator) -> None:
     in_fp8 = shape.hidden % 128 == 0 and problem.dtype != F16 and rng.random() < 0.5
     wire = {"schedule": jax_ep.Schedule(wire_dtype=FP8 if in_fp8 else None)}
 
-    def fn(implementation: str) -> Any:
+    def fn(implementation):
         def body(x, ids, weights):
             def there(x, weights):
                 sent = jax_ep.dispatch(x, ids, weights, implementation=implementation, **options, **wire)
@@ -130,9 +128,7 @@ def test_random_sizes_exchange(example: int, rng: np.random.Generator) -> None:
     compare(fn("triton")(*args), fn("xla")(*args), problem, exact=not in_fp8)
 
 
-def gate_operands(
-    rng: np.random.Generator, problem: Problem, columns: int, *, exact: bool
-) -> tuple[np.ndarray, np.ndarray]:
+def gate_operands(rng, problem, columns, *, exact):
     """Draw tokens and the first weights; with `exact`, small integers, so that sums do not depend on the order.
 
     The derivative of relu jumps at zero. Of millions of sums some are so close to it that the order of their terms
@@ -148,7 +144,7 @@ def gate_operands(
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_random_sizes_layer(example: int, rng: np.random.Generator) -> None:
+def test_random_sizes_layer(example, rng):
     """moe and all of its gradients match in every mode, up to the rounding of the dtype."""
     multiple = one_of(rng, 8, 8, 128, 1)
     problem = draw(rng, multiple=multiple)
@@ -158,7 +154,7 @@ def test_random_sizes_layer(example: int, rng: np.random.Generator) -> None:
     tuned = jax_ep.Schedule(combine_mode=mode, num_communicating_programs=one_of(rng, None, 1, 7, 64))
     options = problem.options | {"experts": jax_ep.Experts(one_of(rng, "silu", "gelu", "relu"), gated=gated)}
 
-    def fn(**options: Any) -> Any:
+    def fn(**options):
         def body(x, ids, weights, w_gate_up, w_down, d_y):
             def layer(x, weights, w_gate_up, w_down):
                 return jax_ep.moe(x, ids, weights, w_gate_up, w_down, **options)
@@ -180,7 +176,7 @@ def test_random_sizes_layer(example: int, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_random_sizes_low_latency(example: int, rng: np.random.Generator) -> None:
+def test_random_sizes_low_latency(example, rng):
     """Both low-latency operations give the same rows in the same places, and the same sums."""
     group_size = one_of(rng, 128, 64)
     ranks = draw_ranks(rng)
@@ -190,7 +186,7 @@ def test_random_sizes_low_latency(example: int, rng: np.random.Generator) -> Non
     options["quantize"] = bool(rng.random() < 0.5)
     used = np.minimum(rng.integers(0, room + 1, ranks), shape.num_tokens).astype(np.int32)
 
-    def fn(implementation: str) -> Any:
+    def fn(implementation):
         def body(x, ids, weights, num_tokens):
             out = jax_ep.low_latency_dispatch(x, ids, num_tokens=num_tokens, implementation=implementation, **options)
             rows = out.tokens.shape[-2]

@@ -1,13 +1,10 @@
 """compute-sanitizer finds no errors in a dispatch and a combine on one GPU."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 
 import programs
@@ -23,7 +20,7 @@ TOOLS = {
 }
 
 
-def places() -> Iterator[Path]:
+def places():
     """Yield paths where compute-sanitizer may be."""
     if found := shutil.which("compute-sanitizer"):
         yield Path(found)
@@ -35,7 +32,7 @@ def places() -> Iterator[Path]:
 
 
 @pytest.fixture
-def sanitizer(on_gpu: None) -> str:
+def sanitizer(on_gpu):
     found = next((path for path in places() if path.is_file()), None)
     if found is None:
         pytest.skip("there is no compute-sanitizer on this machine")
@@ -44,7 +41,7 @@ def sanitizer(on_gpu: None) -> str:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("tool", TOOLS)
-def test_sanitizer_no_errors(tool: str, one_process: None, sanitizer: str) -> None:
+def test_sanitizer_no_errors(tool, one_process, sanitizer):
     options = ["--tool", tool, "--error-exitcode", str(ERRORS), *TOOLS[tool]]
     options += ["--target-processes", "application-only"]  # Not the assembler that JAX starts.
     command = [sanitizer, *options, sys.executable, str(programs.FOLDER / "one_rank.py")]

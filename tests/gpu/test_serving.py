@@ -1,7 +1,5 @@
 """The example generates the same text with the low-latency kernels as with the training kernels."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest
@@ -16,7 +14,7 @@ PROMPTS = [b"import sys", b"def f(x):", b"a"]
     ids=["float32", "bfloat16", "fp8"],
 )
 @pytest.mark.slow
-def test_low_latency_decoding(one_process: None, experts: str, dtype: str, most: float) -> None:
+def test_low_latency_decoding(one_process, experts, dtype, most):
     """XLA computes float32 GEMMs, the kernels all others; `most` is relative to the spread of the logits."""
     pytest.importorskip("flax")
     from flax import nnx

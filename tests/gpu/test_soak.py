@@ -1,9 +1,5 @@
 """Ten thousand all-to-alls in a row, in few launches, each with the same bits as the first."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,21 +16,21 @@ ITERATIONS, LAUNCHES = (10_000, 4) if ON_GPU else (6, 2)
 SHAPE = Shape(num_tokens=37, top_k=3, num_experts=8, hidden=256 if ON_GPU else 128)
 
 
-def exchange(x: Any, ids: Any, weights: Any, wire_dtype: Any) -> tuple[Any, Any]:
+def exchange(x, ids, weights, wire_dtype):
     """Return the rows of the experts, and their weighted sums."""
     options = {"implementation": "triton", "schedule": jax_ep.Schedule(wire_dtype=wire_dtype)}
     d = jax_ep.dispatch(x, ids, weights, num_experts=SHAPE.num_experts, **options)
     return d.tokens, jax_ep.combine(d.tokens * d.weights[:, None].astype(x.dtype), d.handle, **options)
 
 
-def count_different_bits(got: Any, want: Any) -> Any:
+def count_different_bits(got, want):
     bits = [jax.lax.bitcast_convert_type(a, jnp.uint16) for a in (got, want)]
     return jnp.sum(bits[0] != bits[1], dtype=jnp.int32)
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("wire", ["bf16", "fp8"])
-def test_soak_same_bits(wire: str, mesh: Any) -> None:
+def test_soak_same_bits(wire, mesh):
     """Two inputs alternate, so that stale data of an iteration is wrong for the next one."""
     rng, num_ranks = np.random.default_rng(0), mesh.size
     wire_dtype = jnp.float8_e4m3fn if wire == "fp8" else None

@@ -1,10 +1,5 @@
 """A late rank changes no result, whichever rank it is, wherever it is late, and with any other work."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,23 +17,23 @@ NOBODY = -1
 OPTIONS = {"num_experts": SHAPE.num_experts, "implementation": "triton"}
 
 
-def inputs(num_ranks: int, num_tokens: int, seed: int, routing: str = "zipf") -> tuple[np.ndarray, ...]:
+def inputs(num_ranks, num_tokens, seed, routing="zipf"):
     rng = np.random.default_rng(seed)
     shape = Shape(num_tokens, SHAPE.top_k, SHAPE.num_experts, SHAPE.hidden)
     ids = ROUTINGS[routing](rng, num_ranks, shape)
     return reals(rng, num_ranks, num_tokens, SHAPE.hidden, dtype=BF16), ids, probabilities(rng, *ids.shape)
 
 
-def weighted(d: jax_ep.types.Dispatched) -> Any:
+def weighted(d):
     return d.tokens * d.weights[:, None].astype(d.tokens.dtype)
 
 
-def combine(y: Any, d: jax_ep.types.Dispatched) -> Any:
+def combine(y, d):
     return jax_ep.combine(y, d.handle, implementation="triton")
 
 
 @pytest.mark.parametrize("delay", [busy, asleep])
-def test_stragglers_late_rank(delay: Callable[..., Any], mesh: Mesh, same_bits: Any) -> None:
+def test_stragglers_late_rank(delay, mesh, same_bits):
     """One rank is late before the dispatch, and another one before the combine."""
     num_ranks = mesh.size
 
@@ -56,7 +51,7 @@ def test_stragglers_late_rank(delay: Callable[..., Any], mesh: Mesh, same_bits: 
         same_bits(run(*arguments, np.int32(late)), want)
 
 
-def test_stragglers_two_batches(mesh: Mesh, same_bits: Any) -> None:
+def test_stragglers_two_batches(mesh, same_bits):
     """All-to-alls of two sizes alternate, and in each layer another rank is late in one of the two."""
     num_ranks, num_layers = mesh.size, 4 if ON_GPU else 2
 
@@ -85,7 +80,7 @@ def test_stragglers_two_batches(mesh: Mesh, same_bits: Any) -> None:
         same_bits(run(*first, *second, np.int32(late)), want)
 
 
-def test_stragglers_overlapping_groups(one_process: None, same_bits: Any) -> None:
+def test_stragglers_overlapping_groups(one_process, same_bits):
     """Programs on different groups are launched without waiting; a rank that is late in one delays the others."""
     count = jax.device_count()
     if count < 3:

@@ -1,15 +1,11 @@
 """Traces of concurrent launches on several GPUs, and of replayed CUDA graphs."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 from test_cuda_graphs import GRAPHS, NO_GRAPHS, PROGRAMS, inputs
 
 import harness
@@ -26,9 +22,7 @@ LARGEST_ERROR_NS = 100_000
 
 @pytest.mark.parametrize("kind", ["no graphs", "custom calls"])
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_traces_record_every_launch(
-    name: str, kind: str, on_gpu: None, one_process: None, mesh: Mesh, same_bits: Any
-) -> None:
+def test_traces_record_every_launch(name, kind, on_gpu, one_process, mesh, same_bits):
     options, repeats, arguments = {"no graphs": NO_GRAPHS, **GRAPHS}[kind], 20, inputs(mesh.size, 1)
     fn = harness.per_rank(PROGRAMS[name], mesh)
     want = harness.to_numpy(jax.jit(fn, compiler_options=NO_GRAPHS)(*arguments))
@@ -50,7 +44,7 @@ def test_traces_record_every_launch(
     check_times(trace, took)
 
 
-def check_times(trace: tracing.Trace, took_ns: int) -> None:
+def check_times(trace, took_ns):
     """Check that times of consecutive launches agree with other clocks."""
     cores = jax.devices()[0].core_count
     events = trace.aligned

@@ -1,8 +1,5 @@
 """The example program learns the same with the kernels as with XLA's collectives."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,7 +19,7 @@ TOLERANCES = {"bfloat16": (0.2, 0.02), "float32": (5e-3, 1e-3)}
 EXACT_STEPS, EXACT = 10, 1e-5  # Of float32.
 
 
-def train(out: Path, implementation: str, dtype: str) -> dict[str, Any]:
+def train(out, implementation, dtype):
     """Return the metrics of the first steps of the default training, with all devices on the expert axis."""
     import train_moe_flax
 
@@ -33,7 +30,7 @@ def train(out: Path, implementation: str, dtype: str) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(900)
-def test_training_same_loss_curves(one_process: None, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_training_same_loss_curves(one_process, tmp_path, request):
     for package in ("flax", "optax", "orbax.checkpoint", "rich", "matplotlib"):
         pytest.importorskip(package)
     if jax.device_count() < 2:

@@ -3,10 +3,7 @@
 The memory is host memory for two devices; kernels on real heaps are in tests/megakernels/test_growth.py.
 """
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -26,40 +23,40 @@ MIB = 1 << 20
 
 
 class HostTraceArea:
-    def __init__(self, header: np.ndarray, num_words: int) -> None:
+    def __init__(self, header, num_words):
         self._words = [np.concatenate([header, np.full((num_words - header.size,), n)]) for n in range(DEVICES)]
         self.addresses = {number: words.ctypes.data for number, words in enumerate(self._words)}
 
-    def read(self, device: int) -> np.ndarray:
+    def read(self, device):
         return self._words[device]
 
 
 class HostMemory:
     """Memory with fake addresses; allocations can fail."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.devices = jax.devices()[:DEVICES]
         self.sizes: list[int] = []
         self.fails = False
         self._statuses = [ffi.alloc_status(*ffi.device_key(device)) for device in self.devices]
 
-    def allocate(self, num_bytes: int, function: str) -> dict[int, list[int]]:
+    def allocate(self, num_bytes, function):
         if self.fails:
             raise RuntimeError(f"{function}: {num_bytes} bytes, and there are none")
         base = (1 + len(self.sizes)) << 50
         self.sizes.append(num_bytes)
         return {number: [base + (peer << 45) for peer in range(DEVICES)] for number in range(DEVICES)}
 
-    def status_address(self, device: int) -> int:
+    def status_address(self, device):
         return self._statuses[device].device_address
 
-    def statuses(self) -> list[ffi.StatusBuffer]:
+    def statuses(self):
         return self._statuses
 
-    def trace_area(self, header: np.ndarray, num_words: int) -> HostTraceArea:
+    def trace_area(self, header, num_words):
         return HostTraceArea(header, num_words)
 
-    def close(self) -> None:
+    def close(self):
         for status in self._statuses:
             status.free()
         self._statuses = []
@@ -69,7 +66,7 @@ _bases = itertools.count(10_000, 100)
 base = 0
 
 
-def new_ids() -> None:
+def new_ids():
     """Forget the bytes that programs have used per id, as in a new process."""
     global base
     base = next(_bases)
@@ -77,30 +74,30 @@ def new_ids() -> None:
 
 
 @pytest.fixture(autouse=True)
-def other_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+def other_ids(monkeypatch):
     """Use ids from `base` on, for this test only."""
     monkeypatch.setattr(symmetric, "_DATA", 0)
     monkeypatch.setattr(symmetric, "_BUFFERS", 0)
     new_ids()
 
 
-def ids_of(*generations: symmetric.Generation) -> list[int]:
+def ids_of(*generations):
     return [one.id - base for one in generations]
 
 
 @pytest.fixture
-def memory() -> HostMemory:
+def memory():
     return HostMemory()
 
 
 @pytest.fixture
-def grown(memory: HostMemory) -> Iterator[SymmetricHeap]:
+def grown(memory):
     made = SymmetricHeap(memory, None, 5.0)
     yield made
     made.close()
 
 
-def fetch(table_id: int, num_bytes: int = 0) -> list[int]:
+def fetch(table_id, num_bytes=0):
     """Return the table that a program compiled for `num_bytes` gets."""
     program = jax.jit(lambda: ffi.pointer_table(base + table_id, TRACE + 1, num_bytes=num_bytes))
     return np.asarray(program()).tolist()
@@ -179,10 +176,7 @@ def test_heap_allocation_fails(memory, grown):
     assert ids_of(grown.data) == [3]
 
 
-# --- a heap of a given size -------------------------------------------------------------------------------------------
-
-
-def places(made: SymmetricHeap) -> list[tuple[int, int]]:
+def places(made):
     """Return the byte ranges of the data and the buffers that programs use, in order."""
     spans = [(0, made.layout.data + made.data.reserved)]
     for one in made._buffers:
@@ -244,10 +238,7 @@ def test_heap_buffers_avoid_deserialized_program(memory):
     made.close()
 
 
-# --- one context after another ----------------------------------------------------------------------------------------
-
-
-def life(limit: int | None, earlier: dict[int, int] | None, *needs: tuple[int, int]) -> dict[int, int]:
+def life(limit, earlier, *needs):
     """Return the sizes after a context in which programs needed the given bytes."""
     made = SymmetricHeap(HostMemory(), limit, 5.0, earlier)
     for data_bytes, buffer_bytes in needs:
@@ -328,7 +319,7 @@ def test_heap_close_after_partial_registration(memory, monkeypatch):
     made = SymmetricHeap(memory, None, 5.0)
     register = ffi.register_table
 
-    def fails_on_the_second(table_id: int, device: jax.Device, *args: object) -> None:
+    def fails_on_the_second(table_id, device, *args):
         if device == memory.devices[1]:
             raise RuntimeError("no memory for a table")
         register(table_id, device, *args)

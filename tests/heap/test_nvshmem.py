@@ -3,8 +3,6 @@
 NVSHMEM is a fake here; the real one runs in the contract tests on GPUs (run_processes.py).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import json
@@ -14,7 +12,6 @@ import re
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +49,13 @@ PEER = Other(1)
 class Store:
     """The key-value store as process 0 sees it; the others, by default one, publish the same text unless overridden."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.values: dict[str, str] = {}
         self.others = [1]
         self.peer_comes = True
         self.peer_says: dict[str, str] = {}  # By a part of the text of process 0.
 
-    def key_value_set(self, key: str, value: str) -> None:
+    def key_value_set(self, key, value):
         self.values[key] = value
         if self.peer_comes:
             head, _, own = value.partition("\n")
@@ -67,19 +64,19 @@ class Store:
                 text = own if theirs is None else theirs
                 self.values[key.removesuffix("0") + str(other)] = f"{head}\n{text}"
 
-    def wait_at_barrier(self, name: str, timeout_in_ms: int) -> None:
+    def wait_at_barrier(self, name, timeout_in_ms):
         if not self.peer_comes:
             raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: Barrier timed out.")
 
-    def key_value_dir_get(self, folder: str) -> list[tuple[str, str]]:
+    def key_value_dir_get(self, folder):
         return [(key, value) for key, value in self.values.items() if key.startswith(folder)]
 
-    def key_value_delete(self, key: str) -> None:
+    def key_value_delete(self, key):
         self.values.pop(key, None)
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Store:
+def store(monkeypatch):
     context.finalize()  # Heaps of tests use the ids of the context.
     store = Store()
     own = jax.local_devices()[0]
@@ -91,7 +88,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch, store: Store) -> fake_nvshmem.Fake:
+def fake(monkeypatch, store):
     fake = fake_nvshmem.Fake()
     for name, module in fake.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -102,7 +99,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, store: Store) -> fake_nvshmem.Fake:
 
 
 @pytest.fixture
-def memory(fake: fake_nvshmem.Fake) -> Iterator[NvshmemMemory]:
+def memory(fake):
     memory = NvshmemMemory(1.0, "settings")
     yield memory
     memory.close()
@@ -112,12 +109,12 @@ GROWTH = ["set_current", "malloc", "fill", "synchronize"]
 END = ["set_current", "finalize"]
 
 
-def frees(count: int) -> list[str]:
+def frees(count):
     """Return the calls at the end of a context with `count` heaps."""
     return ["set_current", *["free"] * count, *END]
 
 
-def test_nvshmem_lifecycle(fake: fake_nvshmem.Fake) -> None:
+def test_nvshmem_lifecycle(fake):
     """Every call uses the right device; memory is zeroed before use, and freed in allocation order."""
     memory = NvshmemMemory(1.0, "settings")
     assert fake.names == ["set_current", "init"]
@@ -139,7 +136,7 @@ def test_nvshmem_lifecycle(fake: fake_nvshmem.Fake) -> None:
     assert [size for name, *size in fake.calls if name == "free"] == [[100], [200]]
 
 
-def test_nvshmem_heap_own_device(fake: fake_nvshmem.Fake) -> None:
+def test_nvshmem_heap_own_device(fake):
     """The table of this process's device has the addresses of all devices; the peer registers its own."""
     memory = NvshmemMemory(1.0, "settings")
     heap = SymmetricHeap(memory, None, 5.0)
@@ -156,7 +153,7 @@ def test_nvshmem_heap_own_device(fake: fake_nvshmem.Fake) -> None:
     assert fake.names[-1] == "finalize"
 
 
-def test_nvshmem_allocation_fails(fake: fake_nvshmem.Fake) -> None:
+def test_nvshmem_allocation_fails(fake):
     """Programs traced before keep working, and a later allocation is not affected by the failure."""
     memory = NvshmemMemory(1.0, "settings")
     heap = SymmetricHeap(memory, None, 5.0)
@@ -165,9 +162,7 @@ def test_nvshmem_allocation_fails(fake: fake_nvshmem.Fake) -> None:
     program = jax.jit(lambda: ffi.pointer_table(first.id, heap.num_table_entries))
     jax.block_until_ready(program())
     fake.out_of_memory = True
-    with pytest.raises(
-        jax.errors.JaxRuntimeError, match=r"combine: allocating.* process 0: MemoryError: .*MEM_FRACTION"
-    ):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"combine: allocating.* process 0: MemoryError"):
         heap.reserve("combine", 1 << 25)
     assert np.asarray(program())[0] == first.addresses[0][0]
     fake.out_of_memory = False
@@ -179,7 +174,7 @@ def test_nvshmem_allocation_fails(fake: fake_nvshmem.Fake) -> None:
     assert fake.names == [*GROWTH, *frees(2)]
 
 
-def test_nvshmem_allocation_fails_in_one_process(memory: NvshmemMemory, store: Store, fake: fake_nvshmem.Fake) -> None:
+def test_nvshmem_allocation_fails_in_one_process(memory, store, fake):
     """Freeing is a barrier of all processes, so the one without memory joins a barrier instead."""
     store.peer_says["allocating"] = "failed: MemoryError: full"
     with pytest.raises(jax.errors.JaxRuntimeError, match="process 1: MemoryError: full"):
@@ -195,7 +190,7 @@ def test_nvshmem_allocation_fails_in_one_process(memory: NvshmemMemory, store: S
     assert fake.names == END  # Nothing is left to free.
 
 
-def test_nvshmem_heap_bytes_allocated_once(fake: fake_nvshmem.Fake) -> None:
+def test_nvshmem_heap_bytes_allocated_once(fake):
     memory = NvshmemMemory(1.0, "settings")
     heap = SymmetricHeap(memory, 1 << 20, 5.0)
     heap.reserve("dispatch", 1000, 1000)
@@ -210,7 +205,7 @@ def test_nvshmem_heap_bytes_allocated_once(fake: fake_nvshmem.Fake) -> None:
     assert fake.names[-1] == "finalize"
 
 
-def test_nvshmem_unreachable_peer(memory: NvshmemMemory, fake: fake_nvshmem.Fake) -> None:
+def test_nvshmem_unreachable_peer(memory, fake):
     fake.unreachable = {1}
     with pytest.raises(jax.errors.JaxRuntimeError) as caught:
         memory.allocate(100, "dispatch")
@@ -220,20 +215,16 @@ def test_nvshmem_unreachable_peer(memory: NvshmemMemory, fake: fake_nvshmem.Fake
     assert "transport='xla'" in str(caught.value)
 
 
-def test_nvshmem_missing_peer(memory: NvshmemMemory, store: Store, fake: fake_nvshmem.Fake) -> None:
+def test_nvshmem_missing_peer(memory, store, fake):
     """The waiting process changes nothing and cannot start again, because NVSHMEM would wait forever for the other."""
     memory.allocate(100, "dispatch")
     fake.calls.clear()
     store.peer_comes = False
-    with pytest.raises(
-        jax.errors.JaxRuntimeError, match=r"allocating.*processes \[1\].*within 1 s.*heap_bytes"
-    ) as caught:
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"allocating.*processes \[1\].*within 1 s") as caught:
         memory.allocate(200, "dispatch")
     assert "dispatch" in str(caught.value)
     store.peer_comes = True
-    with pytest.raises(
-        jax.errors.JaxRuntimeError, match=r"finalize: .*no longer in step: processes .1. have not arrived"
-    ):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"finalize: .*no longer in step: processes .1."):
         memory.close()
     memory.close()
     assert fake.names == ["set_current"]
@@ -242,14 +233,14 @@ def test_nvshmem_missing_peer(memory: NvshmemMemory, store: Store, fake: fake_nv
 
 
 @pytest.mark.parametrize("value", ["0", "false", ""])
-def test_nvshmem_multicast_disabled(fake: fake_nvshmem.Fake, value: str) -> None:
+def test_nvshmem_multicast_disabled(fake, value):
     os.environ["NVSHMEM_DISABLE_NVLS"] = value
     with pytest.raises(ValueError, match=f"NVSHMEM_DISABLE_NVLS={value}, .*NVSHMEM_DISABLE_NVLS=1"):
         NvshmemMemory(1.0, "settings")
     assert fake.calls == []
 
 
-def test_nvshmem_unsupported_reason(fake: fake_nvshmem.Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvshmem_unsupported_reason(fake, monkeypatch):
     assert nvshmem.unsupported_reason() is None
     own = jax.local_devices()[0]
     with monkeypatch.context() as patch:
@@ -259,11 +250,8 @@ def test_nvshmem_unsupported_reason(fake: fake_nvshmem.Fake, monkeypatch: pytest
     assert nvshmem.unsupported_reason() == "not installed: nvshmem4py (pip install '.[cuda13]')"
 
 
-# --- several domains --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("place", [0, 1], ids=["the first of its domain", "the second"])
-def test_nvshmem_per_domain(place: int, fake: fake_nvshmem.Fake, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvshmem_per_domain(place, fake, store, monkeypatch):
     """A domain has its own numbers, and its id comes from its first process."""
     own, near, far = jax.local_devices()[0], [PEER], [Other(2, slice_index=1), Other(3, slice_index=1)]
     near.insert(place, own)
@@ -284,17 +272,14 @@ def test_nvshmem_per_domain(place: int, fake: fake_nvshmem.Fake, store: Store, m
     heap.close()
 
 
-def test_nvshmem_unequal_domains(fake: fake_nvshmem.Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvshmem_unequal_domains(fake, monkeypatch):
     own = jax.local_devices()[0]
     monkeypatch.setattr(jax, "devices", lambda: [own, PEER, Other(2, slice_index=1)])
     assert "have [2, 1] GPUs, expected the same number in each" in (nvshmem.unsupported_reason() or "")
 
 
-# --- the context, and the implementation that asks it -----------------------------------------------------------------
-
-
 @pytest.fixture
-def gpus(fake: fake_nvshmem.Fake, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def gpus(fake, monkeypatch):
     """Simulate two processes with one GPU each."""
     context.finalize()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -308,7 +293,7 @@ def gpus(fake: fake_nvshmem.Fake, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 MESH = jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2])
 
 
-def test_nvshmem_processes_need_init(gpus: None, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+def test_nvshmem_processes_need_init(gpus, caplog, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: types.SimpleNamespace())  # all is installed
     facts = SortFacts(np.dtype(np.int32), 64, 8)
     reason = "several processes: call jax_ep.init() in each of them first"
@@ -325,7 +310,7 @@ def test_nvshmem_processes_need_init(gpus: None, caplog: pytest.LogCaptureFixtur
     assert context.transport() == "nvshmem"
 
 
-def test_nvshmem_init_and_finalize_meet(gpus: None, fake: fake_nvshmem.Fake, store: Store) -> None:
+def test_nvshmem_init_and_finalize_meet(gpus, fake, store):
     made = context.init(MESH, heap_bytes=1 << 20)
     assert (made.transport, made.num_ranks) == ("nvshmem", 2)
     assert context.init(MESH, heap_bytes=1 << 20) is made
@@ -339,7 +324,7 @@ def test_nvshmem_init_and_finalize_meet(gpus: None, fake: fake_nvshmem.Fake, sto
     assert context.transport() is None
 
 
-def test_nvshmem_exit(gpus: None, store: Store, fake: fake_nvshmem.Fake, monkeypatch: Any, caplog: Any) -> None:
+def test_nvshmem_exit(gpus, store, fake, monkeypatch, caplog):
     """A program that ends by an exception does not wait for the others, and nothing fails at exit."""
     context.init(MESH)
     monkeypatch.setattr(sys, "last_exc", ValueError("of the program"), raising=False)
@@ -353,7 +338,7 @@ def test_nvshmem_exit(gpus: None, store: Store, fake: fake_nvshmem.Fake, monkeyp
     assert "finalize" not in fake.names
 
 
-def test_transports_and_processes(gpus: None, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transports_and_processes(gpus, caplog, monkeypatch):
     with pytest.raises(ValueError, match=r"transport='peer': each process drives one device, expected several"):
         context.init(MESH, transport="peer")
     with monkeypatch.context() as patch:
@@ -373,7 +358,7 @@ def test_transports_and_processes(gpus: None, caplog: Any, monkeypatch: pytest.M
         context.init(MESH, transport="nvshmem")
 
 
-def test_peer_access_one_process() -> None:
+def test_peer_access_one_process():
     """JAX may know domains within a process; without them, no axis is unreachable."""
     mesh = jax.make_mesh((2, 2), ("node", "expert"), devices=jax.devices()[:4])
     for of_processes in (False, True):
@@ -381,7 +366,7 @@ def test_peer_access_one_process() -> None:
         assert peer_access.unreachable_reason(mesh, ("node", "expert"), of_processes=of_processes) is None
 
 
-def test_peer_access_several_gpus_per_process(gpus: None, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peer_access_several_gpus_per_process(gpus, caplog, monkeypatch):
     """Kernels run among the GPUs of a process if they have peer access and each process has as many."""
     own = jax.local_devices()[0]
     monkeypatch.setattr(jax, "devices", lambda: [own, Other(0), PEER, PEER])
@@ -395,15 +380,13 @@ def test_peer_access_several_gpus_per_process(gpus: None, caplog: Any, monkeypat
             assert transports.best() == "xla"
         assert "transport peer is not used: a reason" in caplog.text
         patch.setattr(jax, "devices", lambda: [own, Other(0), PEER])
-        with pytest.raises(
-            ValueError, match="transport='peer': processes drive 1 to 2 devices, expected the same number"
-        ):
+        with pytest.raises(ValueError, match="transport='peer': processes drive 1 to 2 devices"):
             transports.resolve("peer")
     findings = {finding.topic: finding for finding in doctor._transport()}
     assert findings["transport"].state == "ok" and "each of 2 processes" in findings["transport"].text
 
 
-def test_peer_access_other_machines(gpus: None, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peer_access_other_machines(gpus, caplog, monkeypatch):
     """Fall back to `xla`; all errors and logs give the reason."""
     assert peer_access.domains(jax.devices()) == [[0, 1]]
     far = Other(2, slice_index=1)
@@ -425,7 +408,7 @@ def test_peer_access_other_machines(gpus: None, caplog: Any, monkeypatch: pytest
         registry.choose(Options("dispatch", (), ("triton",)), facts)
 
 
-def test_transports_unordered_launches(gpus: None, caplog: Any) -> None:
+def test_transports_unordered_launches(gpus, caplog):
     """XLA's flag is in the environment; the last one of several applies."""
     flag = "--xla_gpu_command_buffer_scheduling_mode="
     os.environ["XLA_FLAGS"] = f"{flag}CONCURRENT {flag}LHS --xla_x=1"
@@ -439,11 +422,8 @@ def test_transports_unordered_launches(gpus: None, caplog: Any) -> None:
     context.finalize()
 
 
-# --- two real processes -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
-def test_nvshmem_two_processes() -> None:
+def test_nvshmem_two_processes():
     """Use the real key-value store, barriers and timeouts; meeting_processes.py is the program."""
     address = f"127.0.0.1:{free_port()}"
     flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -1,16 +1,17 @@
 """Named shapes and the tolerance table that the tests share."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import ml_dtypes
 import numpy as np
 
+import jax_ep
+
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F16 = np.dtype(np.float16)
 F32 = np.dtype(np.float32)
 F64 = np.dtype(np.float64)
+FP8_WIRE = jax_ep.Schedule(wire_dtype=np.dtype(ml_dtypes.float8_e4m3fn))
 
 # Largest allowed |got - want| / (|want| + max|want|): a few roundings of the dtype, since sums are kept in float32.
 TOLERANCE = {BF16: 1.2e-2, F16: 2e-3, F32: 1e-5, F64: 1e-12}

@@ -3,8 +3,6 @@
 python tests/helpers/differing_processes.py PROCESS COORDINATOR
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """Emulation of `lax.ragged_all_to_all` for CPU devices, for which XLA lacks it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Facts of parts of calls, for tests of the choice of implementation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """Fakes of nvshmem4py and cuda-python for machines without GPUs: they record calls, and allocate host memory."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib.machinery
 import os
@@ -91,16 +89,9 @@ class Fake:
         core = {"get_unique_id": self.get_unique_id, "init": self.init, "finalize": self.finalize}
         bindings = {"malloc": self.malloc, "free": self.free, "ptr": self.ptr, "barrier_all": self.barrier_all}
         driver = {"cuMemsetD8": self.fill, "cuCtxSynchronize": self.synchronize}
-        contents: dict[str, dict[str, Any]] = {
-            "nvshmem": {},
-            "nvshmem.core": core,
-            "nvshmem.bindings": {},
-            "nvshmem.bindings.nvshmem": bindings,
-            "cuda": {},
-            "cuda.core": {"Device": self.device},
-            "cuda.bindings": {},
-            "cuda.bindings.driver": driver,
-        }
+        contents: dict[str, dict[str, Any]] = {"nvshmem": {}, "nvshmem.core": core, "nvshmem.bindings": {}}
+        contents |= {"nvshmem.bindings.nvshmem": bindings, "cuda": {}, "cuda.core": {"Device": self.device}}
+        contents |= {"cuda.bindings": {}, "cuda.bindings.driver": driver}
         made = {name: types.ModuleType(name) for name in contents}
         for name, module in made.items():
             module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)

@@ -1,7 +1,5 @@
 """Helpers of the tests of custom calls."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil

@@ -1,7 +1,5 @@
 """`--seconds FILE` writes the seconds of each test file to FILE and prints the slowest ten."""
 
-from __future__ import annotations
-
 import collections
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Expert layers with a recipe, their inputs, and their gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

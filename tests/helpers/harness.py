@@ -5,12 +5,13 @@ the
 full results, so that each process compares everything.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,11 +21,19 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 EXPERT = "expert"
+ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 200.0
 """Time limit of waits that must not expire: slow machines do not fail, and hangs end before the test's time limit."""
 
 STRICT_PYTHON = (sys.executable, "-W", "error", "-W", "ignore:Error reading persistent compilation cache entry")
 """A Python command that treats warnings as errors, like pytest."""
+
+
+def run_command(*command: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command on CPU devices, with this package and without the virtual devices of the tests."""
+    own = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    own |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"} | environment
+    return subprocess.run(command, env=own, cwd=cwd, capture_output=True, text=True, check=False)
 
 
 def make_mesh(sizes: Sequence[int], names: Sequence[str], axis_type: AxisType = AxisType.Auto) -> Mesh:

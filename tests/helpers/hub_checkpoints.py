@@ -3,8 +3,6 @@
 The names and configs here are independent of those of the package.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping
@@ -61,163 +59,95 @@ SMALL = SIZES | {"moe_intermediate_size": WIDTH, "intermediate_size": 99}
 LOCAL = SIZES | {"intermediate_size": WIDTH, "num_local_experts": EXPERTS}
 SOFTMAX = {"router": Router()}
 NOT_RENORMALIZED = {"router": Router(renormalize=False)}
-DEEPSEEK_V3 = {
-    "router": Router("sigmoid", num_groups=4, topk_groups=2, scale=2.5, selection_bias=True),
-    "shared_experts": SharedExperts(),
-}
+V3_ROUTER = Router("sigmoid", num_groups=4, topk_groups=2, scale=2.5, selection_bias=True)
+DEEPSEEK_V3 = {"router": V3_ROUTER, "shared_experts": SharedExperts()}
 GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "n_routed_experts": EXPERTS}
+GATE = {"router": "mlp.gate.weight", **MLP}
+BLOCK_SPARSE = {"router": "block_sparse_moe.gate.weight", **SPARSE}
+ALL, SHARED = (0, 1, 2, 3), {"shared_prefix": "mlp.shared_experts."}
+BIASED = GATE | SHARED | {"selection_bias": "mlp.gate.e_score_correction_bias"}
 LLAMA4 = Hub(
-    config=LOCAL
-    | {
-        "model_type": "llama4_text",
-        "num_experts_per_tok": 1,
-        "intermediate_size_mlp": 99,
-        "interleave_moe_layer_step": 2,
-    },
-    layers=(1, 3),
-    options={
-        "router": Router("sigmoid", renormalize=False),
-        "shared_experts": SharedExperts(),
-        "num_experts_per_tok": 1,
-    },
-    experts={"weight_on": "input"},
-    router="feed_forward.router.weight",
-    gate="feed_forward.experts.gate_up_proj",
-    up="",
-    down="feed_forward.experts.down_proj",
-    fused=True,
-    shared=WIDTH,
+    LOCAL | {"model_type": "llama4_text", "num_experts_per_tok": 1, "intermediate_size_mlp": 99}
+    | {"interleave_moe_layer_step": 2},
+    (1, 3),
+    {"router": Router("sigmoid", renormalize=False), "shared_experts": SharedExperts(), "num_experts_per_tok": 1},
+    experts={"weight_on": "input"}, router="feed_forward.router.weight", gate="feed_forward.experts.gate_up_proj",
+    up="", down="feed_forward.experts.down_proj", fused=True, shared=WIDTH,
     shared_prefix="feed_forward.shared_expert.",
-)
-
+)  # fmt: skip
+GPT_OSS_BIASES = {f"b_{name}": f"mlp.experts.{name}_proj_bias" for name in ("gate_up", "down")}
+# Config, MoE layers, options, names of tensors.
 HUB: dict[str, Hub] = {
-    "mixtral": Hub(LOCAL | {"model_type": "mixtral"}, (0, 1, 2, 3), SOFTMAX, "block_sparse_moe.gate.weight", **SPARSE),
+    "mixtral": Hub(LOCAL | {"model_type": "mixtral"}, ALL, SOFTMAX, **BLOCK_SPARSE),
     "qwen2_moe": Hub(
-        SMALL
-        | {"model_type": "qwen2_moe", "num_experts": EXPERTS, "mlp_only_layers": [1], "norm_topk_prob": False}
+        SMALL | {"model_type": "qwen2_moe", "num_experts": EXPERTS, "mlp_only_layers": [1], "norm_topk_prob": False}
         | {"shared_expert_intermediate_size": 14},
         (0, 2, 3),
         NOT_RENORMALIZED | {"shared_experts": SharedExperts(intermediate_size=14, gate=True)},
-        "mlp.gate.weight",
-        **MLP,
-        shared=14,
-        shared_prefix="mlp.shared_expert.",
-        shared_gate="mlp.shared_expert_gate.weight",
+        **GATE, shared=14, shared_prefix="mlp.shared_expert.", shared_gate="mlp.shared_expert_gate.weight",
     ),
     "qwen3_moe": Hub(
-        SMALL
-        | {"model_type": "qwen3_moe", "num_experts": EXPERTS, "norm_topk_prob": True, "decoder_sparse_step": 2}
+        SMALL | {"model_type": "qwen3_moe", "num_experts": EXPERTS, "norm_topk_prob": True, "decoder_sparse_step": 2}
         | {"mlp_only_layers": []},
-        (1, 3),
-        SOFTMAX,
-        "mlp.gate.weight",
-        **MLP,
+        (1, 3), SOFTMAX, **GATE,
     ),
     "olmoe": Hub(
         SIZES | {"model_type": "olmoe", "num_experts": EXPERTS, "intermediate_size": WIDTH, "norm_topk_prob": False},
-        (0, 1, 2, 3),
-        NOT_RENORMALIZED,
-        "mlp.gate.weight",
-        **MLP,
+        ALL, NOT_RENORMALIZED, **GATE,
     ),
     "deepseek_v2": Hub(
-        SMALL
-        | GROUPS
-        | {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy", "scoring_func": "softmax"}
+        SMALL | GROUPS | {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy", "scoring_func": "softmax"}
         | {"first_k_dense_replace": 1, "n_shared_experts": 2, "norm_topk_prob": False, "moe_layer_freq": 1},
         (1, 2, 3),
-        {
-            "router": Router(renormalize=False, num_groups=4, topk_groups=2, group_score="max", scale=2.5),
-            "shared_experts": SharedExperts(2),
-        },
-        "mlp.gate.weight",
-        **MLP,
-        shared=2 * WIDTH,
-        shared_prefix="mlp.shared_experts.",
+        {"router": Router(renormalize=False, num_groups=4, topk_groups=2, group_score="max", scale=2.5)}
+        | {"shared_experts": SharedExperts(2)},
+        **GATE, **SHARED, shared=2 * WIDTH,
     ),
     "deepseek_v3": Hub(
-        SMALL
-        | GROUPS
-        | {"model_type": "deepseek_v3", "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True}
-        | {"first_k_dense_replace": 3, "n_shared_experts": 1, "moe_layer_freq": 1},
-        (3,),
-        DEEPSEEK_V3,
-        "mlp.gate.weight",
-        **MLP,
-        selection_bias="mlp.gate.e_score_correction_bias",
-        shared=WIDTH,
-        shared_prefix="mlp.shared_experts.",
+        SMALL | GROUPS | {"model_type": "deepseek_v3", "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+        | {"norm_topk_prob": True, "first_k_dense_replace": 3, "n_shared_experts": 1, "moe_layer_freq": 1},
+        (3,), DEEPSEEK_V3, **BIASED, shared=WIDTH,
     ),
     "glm4_moe": Hub(
-        SMALL
-        | GROUPS
-        | {"model_type": "glm4_moe", "norm_topk_prob": True, "first_k_dense_replace": 1, "n_shared_experts": 1},
-        (1, 2, 3),
-        DEEPSEEK_V3,
-        "mlp.gate.weight",
-        **MLP,
-        selection_bias="mlp.gate.e_score_correction_bias",
-        shared=WIDTH,
-        shared_prefix="mlp.shared_experts.",
+        SMALL | GROUPS | {"model_type": "glm4_moe", "norm_topk_prob": True, "first_k_dense_replace": 1}
+        | {"n_shared_experts": 1},
+        (1, 2, 3), DEEPSEEK_V3, **BIASED, shared=WIDTH,
     ),
     "minimax_m2": Hub(
         LOCAL | {"model_type": "minimax_m2", "scoring_func": "sigmoid", "use_routing_bias": True},
-        (0, 1, 2, 3),
-        {"router": Router("sigmoid", selection_bias=True)},
-        "block_sparse_moe.gate.weight",
-        **SPARSE,
-        selection_bias="block_sparse_moe.e_score_correction_bias",
+        ALL, {"router": Router("sigmoid", selection_bias=True)},
+        **BLOCK_SPARSE, selection_bias="block_sparse_moe.e_score_correction_bias",
     ),
     "ernie4_5_moe": Hub(
         {name: value for name, value in SMALL.items() if name != "num_experts_per_tok"}
         | {"model_type": "ernie4_5_moe", "moe_num_experts": EXPERTS, "moe_k": 2, "moe_num_shared_experts": 2}
         | {"moe_layer_start_index": 1, "moe_layer_end_index": 2, "moe_layer_interval": 1, "use_bias": False},
-        (1, 2),
-        {"router": Router(selection_bias=True), "shared_experts": SharedExperts(2)},
-        "mlp.gate.weight",
-        **MLP,
-        selection_bias="mlp.moe_statics.e_score_correction_bias",
-        shared=2 * WIDTH,
-        shared_prefix="mlp.shared_experts.",
+        (1, 2), {"router": Router(selection_bias=True), "shared_experts": SharedExperts(2)},
+        **GATE, **SHARED, selection_bias="mlp.moe_statics.e_score_correction_bias", shared=2 * WIDTH,
     ),
     "gpt_oss": Hub(
         LOCAL | {"model_type": "gpt_oss", "swiglu_limit": 7.0},
-        (0, 1, 2, 3),
-        {"use_bias": True, "router": Router(logit_bias=True)},
-        "mlp.router.weight",
-        gate="mlp.experts.gate_up_proj",
-        up="",
-        down="mlp.experts.down_proj",
+        ALL, {"use_bias": True, "router": Router(logit_bias=True)}, "mlp.router.weight",
+        gate="mlp.experts.gate_up_proj", up="", down="mlp.experts.down_proj", fused=True,
         experts={"interleaved": True, "alpha": 1.702, "clamp": 7.0, "up_offset": 1.0},
-        fused=True,
-        biases={
-            "b_router": "mlp.router.bias",
-            "b_gate_up": "mlp.experts.gate_up_proj_bias",
-            "b_down": "mlp.experts.down_proj_bias",
-        },
+        biases={"b_router": "mlp.router.bias"} | GPT_OSS_BIASES,
     ),
     "llama4_text": LLAMA4,
     "llama4": dataclasses.replace(
         LLAMA4, config={"model_type": "llama4", "text_config": LLAMA4.config}, prefix="language_model.model.layers.{}."
     ),
     "phimoe": Hub(
-        LOCAL | {"model_type": "phimoe", "router_jitter_noise": 0.01},
-        (0, 1, 2, 3),
-        {"router": Router("sparsemixer")},
-        "block_sparse_moe.gate.weight",
-        **SPARSE,
+        LOCAL | {"model_type": "phimoe", "router_jitter_noise": 0.01}, ALL, {"router": Router("sparsemixer")},
+        **BLOCK_SPARSE,
     ),
     "longcat_flash": Hub(
         {"model_type": "longcat_flash", "hidden_size": HIDDEN, "num_layers": NUM_LAYERS, "moe_topk": 2}
         | {"expert_ffn_hidden_size": WIDTH, "ffn_hidden_size": 99, "n_routed_experts": EXPERTS, "zero_expert_num": 0}
         | {"routed_scaling_factor": 6.0},
-        (0, 1, 2, 3),
-        {"router": Router(renormalize=False, scale=6.0, selection_bias=True)},
-        "mlp.router.classifier.weight",
-        **MLP,
-        selection_bias="mlp.router.e_score_correction_bias",
+        ALL, {"router": Router(renormalize=False, scale=6.0, selection_bias=True)},
+        **GATE | {"router": "mlp.router.classifier.weight"}, selection_bias="mlp.router.e_score_correction_bias",
     ),
-}
+}  # fmt: skip
 
 
 def layer(

@@ -5,8 +5,6 @@ files
 that it ran. The file is written after every test file, so that a killed run keeps the others.
 """
 
-from __future__ import annotations
-
 import collections
 import datetime
 import importlib.metadata

@@ -1,7 +1,5 @@
 """Random inputs of an expert layer, and derivatives used by tests of several layers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

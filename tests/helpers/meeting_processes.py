@@ -3,8 +3,6 @@
 python tests/helpers/meeting_processes.py PROCESS COORDINATOR
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,7 @@
 """Valid calls of every public function, ways to damage them, and the check of error messages.
 
-A message must contain the actual value, the expected value, and the remedy. The fragments of a case are regular
-expressions for these three; all of them must match. Arguments are traced and never run.
+A message must contain the actual value, the expected value, and the remedy: all fragments of a case. Fragments are
+separated by `; `: whole numbers, shapes as `(2, 3)`, and regular expressions. Arguments are traced and never run.
 """
 
 import inspect
@@ -18,8 +18,7 @@ from jax_ep import quantization, routing
 from jax_ep.ops import masked, moe_low_latency
 
 # Per-shard sizes of the valid calls; nearly all different, so that a number in a message is unambiguous.
-T, K, E, W, H, INNER, N, MAX_T = 6, 2, 8, 4, 256, 24, 40, 9
-L, R = E // W, W * T * K
+SIZES = T, K, E, W, H, INNER, N, MAX_T, L, R = 6, 2, 8, 4, 256, 24, 40, 9, 2, 48
 FP8 = jnp.float8_e4m3fn
 
 
@@ -46,9 +45,6 @@ def fp8_weights(*shape):
     return jax_ep.QuantizedWeights(fp8(*leading, columns, depth), scales, "fp8", activations="fp8")
 
 
-# --- correct arguments ----------------------------------------------------------------------------------------------
-
-
 class Traced:
     """An argument that is created inside the traced function, such as a handle."""
 
@@ -73,6 +69,7 @@ def low_latency_handle(**kwargs):
 
 
 TOKENS = {"x": f32(T, H), "topk_idx": i32(T, K)}
+WEIGHTED = {"topk_idx": i32(T, K), "topk_weights": f32(T, K)}
 ROUTED = TOKENS | {"topk_weights": f32(T, K), "num_experts": E}
 GOOD = {
     "dispatch": ROUTED,
@@ -83,30 +80,15 @@ GOOD = {
     "grouped_gemm_combine": {"h": f32(R, INNER), "w": f32(L, INNER, H), "handle": dispatch_handle()},
     "moe": ROUTED | {"w_gate_up": f32(L, H, 2 * INNER), "w_down": f32(L, INNER, H)},
     "fused_moe": TOKENS | {"topk_weights": f32(T, K), "w_gate_up": f32(E, H, 2 * INNER), "w_down": f32(E, INNER, H)},
-    "moe_sort": {"topk_idx": i32(T, K), "topk_weights": f32(T, K), "num_experts": E, "block_size": 16},
+    "moe_sort": WEIGHTED | {"num_experts": E, "block_size": 16},
     "low_latency_dispatch": TOKENS | {"num_experts": E, "max_tokens_per_rank": MAX_T},
-    "low_latency_combine": {
-        "y": f32(L, W * MAX_T, H),
-        "topk_idx": i32(T, K),
-        "topk_weights": f32(T, K),
-        "handle": low_latency_handle(),
-    },
+    "low_latency_combine": WEIGHTED | {"y": f32(L, W * MAX_T, H), "handle": low_latency_handle()},
     "low_latency_moe": ROUTED | {"w_gate_up": fp8_weights(L, H, 2 * H), "w_down": fp8_weights(L, H, H)},
-    "masked_grouped_gemm": {
-        "lhs": fp8(L, MAX_T, H),
-        "rhs": fp8_weights(L, H, N),
-        "group_sizes": i32(L),
-        "lhs_scales": f32(L, MAX_T, H // 128),
-    },
-    "low_latency_gemm_combine": {
-        "lhs": fp8(L, W * MAX_T, 128),
-        "rhs": fp8_weights(L, 128, H),
-        "group_sizes": i32(L),
-        "lhs_scales": f32(L, W * MAX_T, 1),
-        "topk_idx": i32(T, K),
-        "topk_weights": f32(T, K),
-        "handle": low_latency_handle(),
-    },
+    "masked_grouped_gemm": {"lhs": fp8(L, MAX_T, H), "rhs": fp8_weights(L, H, N), "group_sizes": i32(L)}
+    | {"lhs_scales": f32(L, MAX_T, H // 128)},
+    "low_latency_gemm_combine": WEIGHTED
+    | {"lhs": fp8(L, W * MAX_T, 128), "rhs": fp8_weights(L, 128, H), "group_sizes": i32(L)}
+    | {"lhs_scales": f32(L, W * MAX_T, 1), "handle": low_latency_handle()},
     "masked_gated_activation": {"hidden": f32(L, MAX_T, 2 * H), "group_sizes": i32(L)},
     "topk_router": {"logits": f32(T, 32), "k": 4},
     "sparsemixer_router": {"logits": f32(T, 32)},
@@ -157,9 +139,6 @@ def trace(name, **changes):
     return jax.eval_shape(*program(name, **changes))
 
 
-# --- fragments and cases --------------------------------------------------------------------------------------------
-
-
 def shape(*dims):
     """Match a shape, in brackets of either kind."""
     return r"[\(\[]" + r", ?".join(map(str, dims)) + r",?[\)\]]"
@@ -174,10 +153,18 @@ CAST = r"\bcast|astype|convert|jnp\.int32\("
 FLOATING = r"float(ing|32)|bfloat16"
 
 
-def value(names, wrong, changes, *fragments, error=ValueError):
+def pattern(fragment):
+    """Return the regular expression of a fragment."""
+    if re.fullmatch(r"-?\d+(\.\d+)?", fragment):
+        return number(fragment)
+    return shape(*fragment.strip("(),").split(", ")) if re.fullmatch(r"\(\d+(, \d+)*\)", fragment) else fragment
+
+
+def value(names, changes, fragments, error=ValueError):
     """Create one case for each of the functions `names` (one, or a list)."""
     for name in [names] if isinstance(names, str) else names:
-        yield pytest.param(name, changes, error, fragments, id=f"{name}: {wrong}")
+        found = [pattern(fragment) for fragment in fragments.split("; ")]
+        yield pytest.param(name, changes, error, found, id=f"{name}: {' '.join(changes)}: {fragments}")
 
 
 def rank(names, argument, bad, *layout):
@@ -186,28 +173,24 @@ def rank(names, argument, bad, *layout):
     The message shows them by these names, or by their sizes if other arguments determine them.
     """
     axes = ", ?".join(rf"([1-9]\d*|{axis}|W \* M|N)" for axis in layout)
-    fragments = rf"\b{argument}\b", shape(*bad.shape), rf"\[{axes}\]"
-    return value(names, f"{argument} of shape {list(bad.shape)}", {argument: bad}, *fragments)
+    return value(names, {argument: bad}, rf"\b{argument}\b; {shape(*bad.shape)}; \[{axes}\]")
 
 
 def dtype(names, argument, bad, expected):
-    fragments = rf"\b{argument}\b", bad.dtype.name, expected, CAST
-    return value(names, f"{argument} of {bad.dtype.name}", {argument: bad}, *fragments, error=TypeError)
+    return value(names, {argument: bad}, rf"\b{argument}\b; {bad.dtype.name}; {expected}; {CAST}", TypeError)
 
 
 def size(names, argument, bad, offending, expected):
     """Create cases of an array with an axis that does not match another argument."""
-    fragments = rf"\b{argument}\b", number(offending), number(expected)
-    return value(names, f"{argument} of shape {list(bad.shape)}", {argument: bad}, *fragments)
+    return value(names, {argument: bad}, rf"\b{argument}\b; {offending}; {expected}")
 
 
 def positive(names, argument, **others):
     """Create cases of a static size that is zero, negative or not an integer."""
     for bad in (0, -16):
-        fragments = rf"\b{argument}\b", number(bad), "positive|at least|greater than|multiple"
-        yield from value(names, f"{argument}={bad}", {argument: bad, **others}, *fragments)
-    fragments = rf"\b{argument}\b", r"float|8\.0", r"\bint"
-    yield from value(names, f"{argument}=8.0", {argument: 8.0, **others}, *fragments, error=TypeError)
+        fragments = rf"\b{argument}\b; {bad}; positive|at least|greater than|multiple"
+        yield from value(names, {argument: bad, **others}, fragments)
+    yield from value(names, {argument: 8.0, **others}, rf"\b{argument}\b; float|8\.0; \bint", TypeError)
 
 
 def check(error, fragments, call, *args, **kwargs):

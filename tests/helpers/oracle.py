@@ -5,8 +5,6 @@ Every array has a leading rank axis: `x [W, T, H]`, `topk_idx [W, T, K]`, `y [W,
 independently, as plain loops over rows.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """Activations between the expert matmuls, and their derivatives, in float64."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

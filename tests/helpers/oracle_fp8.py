@@ -5,8 +5,6 @@ multiplied: rows per 128 columns, weights per 128 x 128 block, and both operands
 rows of the expert, counted from its first row.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 import oracle

@@ -3,8 +3,6 @@
 `FORMATS` is the table of all formats, from which the tests of every format take their expectations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 The rules of `oracle.py` apply: a leading rank axis, plain loops, neither the package nor JAX.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

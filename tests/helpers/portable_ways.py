@@ -1,7 +1,5 @@
 """The algorithms of `xla` for dispatch and combine of any size, and what its compiled programs send."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

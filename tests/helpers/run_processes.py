@@ -9,8 +9,6 @@ drives
 GPU i, with `JAX_EP_TEST_GPUS=N` GPU i modulo N, otherwise D CPU devices, one by default.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import os

@@ -1,7 +1,5 @@
 """`QuantizedWeights` in all their storage layouts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

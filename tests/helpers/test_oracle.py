@@ -1,7 +1,5 @@
 """The oracle against an independent brute-force version, and its gradients against finite differences."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np
@@ -17,7 +15,7 @@ W = 4
 
 @pytest.mark.parametrize("alignment", [1, 4])
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_oracle_layout_is_sorted_assignments(rng: np.random.Generator, routing: str, alignment: int) -> None:
+def test_oracle_layout_is_sorted_assignments(rng, routing, alignment):
     topk_idx = ROUTINGS[routing](rng, W, BASE)
     lay = oracle.layout(topk_idx, BASE.num_experts, alignment=alignment)
     num_local = BASE.num_experts // W
@@ -36,7 +34,7 @@ def test_oracle_layout_is_sorted_assignments(rng: np.random.Generator, routing: 
 
 
 @pytest.mark.parametrize("capacity", [4, 12, 20, 200])
-def test_oracle_capacity_keeps_prefix(rng: np.random.Generator, capacity: int) -> None:
+def test_oracle_capacity_keeps_prefix(rng, capacity):
     topk_idx = ROUTINGS["zipf"](rng, W, BASE)
     whole = oracle.layout(topk_idx, BASE.num_experts, alignment=4, capacity=400)
     cut = oracle.layout(topk_idx, BASE.num_experts, alignment=4, capacity=capacity)
@@ -48,7 +46,7 @@ def test_oracle_capacity_keeps_prefix(rng: np.random.Generator, capacity: int) -
         np.testing.assert_array_equal(np.cumsum(cut.group_sizes[rank]), used)
 
 
-def test_oracle_gather_and_combine_are_transposes(rng: np.random.Generator) -> None:
+def test_oracle_gather_and_combine_are_transposes(rng):
     topk_idx = ROUTINGS["duplicates"](rng, W, BASE)
     lay = oracle.layout(topk_idx, BASE.num_experts, alignment=4)
     x, y = integers(rng, W, BASE.num_tokens, 5), integers(rng, *lay.source.shape, 5)
@@ -57,7 +55,7 @@ def test_oracle_gather_and_combine_are_transposes(rng: np.random.Generator) -> N
     assert np.vdot(oracle.gather_weights(weights, lay), d_rows) == np.vdot(weights, oracle.scatter_weights(d_rows, lay))
 
 
-def test_oracle_combine_rounds_partial_sums() -> None:
+def test_oracle_combine_rounds_partial_sums():
     topk_idx = np.array([[[0, 1]], [[-1, -1]]], np.int32)  # One token, one expert on each of two ranks.
     lay = oracle.layout(topk_idx, 2)
     y = np.zeros((2, *lay.source.shape[1:], 1), F32)
@@ -66,7 +64,7 @@ def test_oracle_combine_rounds_partial_sums() -> None:
     assert oracle.combine(y, lay, np.dtype("bfloat16"))[0, 0, 0] == 512
 
 
-def test_oracle_fp8_rounds_to_nearest(rng: np.random.Generator) -> None:
+def test_oracle_fp8_rounds_to_nearest(rng):
     grid = np.arange(256, dtype=np.uint8).view(oracle.FP8).astype(np.float64)
     grid = grid[np.isfinite(grid)]
     assert grid.max() == oracle.FP8_MAX
@@ -80,7 +78,7 @@ def test_oracle_fp8_rounds_to_nearest(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(oracle.dequantize(values, scales), values.astype(F32) * scales.repeat(128, -1))
 
 
-def test_oracle_fp8_zeros() -> None:
+def test_oracle_fp8_zeros():
     values, scales = oracle.quantize(np.zeros((2, 128), F32))
     assert not values.astype(F32).any()
     assert np.isfinite(scales).all()
@@ -105,7 +103,7 @@ ACTIVATIONS = {
 
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_oracle_moe_and_gradients(rng: np.random.Generator, activation: str, gated: bool) -> None:
+def test_oracle_moe_and_gradients(rng, activation, gated):
     shape = Shape(num_tokens=3, top_k=3, num_experts=4, hidden=5, intermediate=3)
     topk_idx = ROUTINGS["some_without_expert"](rng, 2, shape)
     topk_idx[0, 0] = 1  # One expert three times.
@@ -129,7 +127,7 @@ def test_oracle_moe_and_gradients(rng: np.random.Generator, activation: str, gat
             np.testing.assert_allclose(gradient[at], (ends[0] - ends[1]) / 2e-6, rtol=1e-5, atol=1e-6)
 
 
-def test_oracle_dropped_rows(rng: np.random.Generator) -> None:
+def test_oracle_dropped_rows(rng):
     topk_idx = np.zeros((1, 3, 1), np.int32)  # Three rows for one expert, room for two.
     x, weights = rng.standard_normal((1, 3, 2)), np.ones((1, 3, 1))
     lay = oracle.layout(topk_idx, 1, capacity=2)
@@ -137,7 +135,7 @@ def test_oracle_dropped_rows(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(out[0], np.maximum(x[0], 0) * [[1], [1], [0]])
 
 
-def test_oracle_grouped_gemm(rng: np.random.Generator) -> None:
+def test_oracle_grouped_gemm(rng):
     lhs, rhs = integers(rng, 7, 3), integers(rng, 3, 3, 2)
     owner = [0, 0, 2, 2, 2, -1, -1]
     want = np.stack([lhs[i] @ rhs[g] if g >= 0 else np.zeros(2) for i, g in enumerate(owner)])
@@ -152,7 +150,7 @@ def test_oracle_grouped_gemm(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(got[1], d_rhs)
 
 
-def test_oracle_moe_sort_example() -> None:
+def test_oracle_moe_sort_example():
     topk_idx = np.array([[2, 0], [2, -1], [9, 2]], np.int32)
     weights = np.arange(1, 7, dtype=F32).reshape(3, 2)
     got = oracle_serving.moe_sort(topk_idx, weights, num_experts=4, block_size=2)
@@ -163,7 +161,7 @@ def test_oracle_moe_sort_example() -> None:
     assert got.num_rows == 6
 
 
-def test_oracle_low_latency_example(rng: np.random.Generator) -> None:
+def test_oracle_low_latency_example(rng):
     # Two ranks, two experts, two tokens; token 1 of rank 0 has expert 1 twice.
     topk_idx = np.array([[[0, 1], [1, 1]], [[1, -1], [0, 1]]], np.int32)
     lay = oracle_serving.low_latency_layout(topk_idx, 2, max_tokens_per_rank=2)
@@ -181,7 +179,7 @@ def test_oracle_low_latency_example(rng: np.random.Generator) -> None:
     assert fewer.token[1, 0].tolist() == [0, 0, 1, -1]
 
 
-def test_oracle_low_latency_gradients_are_transposes(rng: np.random.Generator) -> None:
+def test_oracle_low_latency_gradients_are_transposes(rng):
     topk_idx = ROUTINGS["duplicates"](rng, 2, BASE)
     lay = oracle_serving.low_latency_layout(topk_idx, BASE.num_experts, max_tokens_per_rank=BASE.num_tokens + 1)
     x, y = integers(rng, 2, BASE.num_tokens, 3), integers(rng, *lay.token.shape, 3)

@@ -26,13 +26,8 @@ from jax_ep.integrations.maxtext import use
 BASE = os.path.join(os.path.dirname(maxtext.__file__), "configs", "base.yml")
 TOLERANCE = 1e-6  # of float32 results, relative to the norm
 MIXTRAL = {"model_name": "mixtral-8x7b"}
-DEEPSEEK = {
-    "model_name": "deepseek3-671b",
-    "num_experts": 16,
-    "n_routing_groups": 4,
-    "topk_routing_group": 2,
-    "routed_bias_update_rate": 0.01,
-}
+DEEPSEEK = {"model_name": "deepseek3-671b", "num_experts": 16, "n_routing_groups": 4, "topk_routing_group": 2}
+DEEPSEEK["routed_bias_update_rate"] = 0.01
 BLOCKS = {
     "mixtral": MIXTRAL,
     "deepseek": DEEPSEEK,
@@ -47,26 +42,11 @@ RING = {"use_ring_of_experts": True, "megablox": True, "ici_expert_parallelism":
 
 
 def configuration(**options):
-    defaults = {
-        "run_name": "test",
-        "hardware": "cpu",
-        "enable_checkpointing": False,
-        "log_config": False,
-        "skip_jax_distributed_system": True,
-        "override_model_config": True,
-        "attention": "dot_product",
-        "dtype": "float32",
-        "weight_dtype": "float32",
-        "per_device_batch_size": 1,
-        "max_target_length": 16,
-        "base_emb_dim": 32,
-        "base_mlp_dim": 16,
-        "base_moe_mlp_dim": 16,
-        "vocab_size": 64,
-        "megablox": False,
-        "load_balance_loss_weight": 0.01,
-        "ici_fsdp_parallelism": 1,
-    }
+    defaults = {"run_name": "test", "hardware": "cpu", "enable_checkpointing": False, "log_config": False}
+    defaults |= {"skip_jax_distributed_system": True, "override_model_config": True, "attention": "dot_product"}
+    defaults |= {"dtype": "float32", "weight_dtype": "float32", "per_device_batch_size": 1, "max_target_length": 16}
+    defaults |= {"base_emb_dim": 32, "base_mlp_dim": 16, "base_moe_mlp_dim": 16, "vocab_size": 64, "megablox": False}
+    defaults |= {"load_balance_loss_weight": 0.01, "ici_fsdp_parallelism": 1}
     return pyconfig.initialize([None, BASE], **(defaults | options))
 
 
@@ -88,19 +68,10 @@ class Changed:
 
 
 def make_layer(config, mesh, **options):
-    layer = moe.RoutedMoE(
-        config=config,
-        num_experts=config.num_experts,
-        num_experts_per_tok=config.num_experts_per_tok,
-        mesh=mesh,
-        kernel_init=initializers.nd_dense_init(1.0, "fan_in", "truncated_normal"),
-        kernel_axes=("embed", None),
-        intermediate_dim=config.moe_mlp_dim,
-        dtype=config.dtype,
-        weight_dtype=config.weight_dtype,
-        rngs=nnx.Rngs(0),
-        **options,
-    )
+    options |= {"config": config, "mesh": mesh, "rngs": nnx.Rngs(0), "kernel_axes": ("embed", None)}
+    options |= {name: getattr(config, name) for name in ("num_experts", "num_experts_per_tok", "dtype", "weight_dtype")}
+    options["kernel_init"] = initializers.nd_dense_init(1.0, "fan_in", "truncated_normal")
+    layer = moe.RoutedMoE(intermediate_dim=config.moe_mlp_dim, **options)
     for i, (path, variable) in enumerate(nnx.to_flat_state(nnx.state(layer))):
         if "bias" in str(path[-1]) or "scale" in str(path[-1]):
             variable[...] += 0.3 * jax.random.normal(jax.random.key(i), variable.shape, variable.dtype)
@@ -212,20 +183,10 @@ def test_gradient_accumulation_returns_counts():
     assert_same(config, mesh_of(config, data=2, expert=2), tokens(config))
 
 
-UNSUPPORTED = {
-    "quantization": "fp8",
-    "te_moe_block": True,
-    "use_batch_split_schedule": True,
-    "use_random_routing": True,
-    "moe_quantize_combine_bwd_method": "absmax",
-    "moe_log_max_load_ratio": True,
-    "defer_small_all_reduces": True,
-    "log_required_ragged_buffer_factor": True,
-    "attention": "vllm_rpa",
-    "num_moe_token_chunks": 2,
-    "ragged_buffer_factor": 1.5,
-    "eval_ragged_buffer_factor": 2.0,
-}
+UNSUPPORTED = {"quantization": "fp8", "te_moe_block": True, "use_batch_split_schedule": True, "attention": "vllm_rpa"}
+UNSUPPORTED |= {"use_random_routing": True, "moe_quantize_combine_bwd_method": "absmax", "moe_log_max_load_ratio": True}
+UNSUPPORTED |= {"defer_small_all_reduces": True, "log_required_ragged_buffer_factor": True}
+UNSUPPORTED |= {"num_moe_token_chunks": 2, "ragged_buffer_factor": 1.5, "eval_ragged_buffer_factor": 2.0}
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)

@@ -4,8 +4,6 @@ It is a separate process, because test processes may run the interpreter, which 
 requests, because its imports take as long as compiling a kernel.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import pickle

@@ -1,7 +1,5 @@
 """Compile kernels to PTX and machine code, without a GPU."""
 
-from __future__ import annotations
-
 import functools
 import pickle
 import re
@@ -20,6 +18,48 @@ def build(module, function, types, constants, warps, stages, capability, max_reg
     assert "error" not in built, built["error"][-2000:]
     assert not diverged_barriers(built["code"])
     return built
+
+
+TENSOR_CORES = {90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}
+
+
+def compiled(kernel, types, constants, config, capability=90, *, product=None, wide=True, spills=0, programs=1):
+    """Compile a kernel and check what all kernels have in common.
+
+    Args:
+      kernel: the `Kernel`.
+      types: Triton's names of types; None: the argument is None.
+      constants: `tl.constexpr` arguments.
+      config: warps, stages, and maybe a limit of registers.
+      capability: the architecture.
+      product: a regular expression of the tensor core instruction; matrices are then read by TMA.
+      wide: whether it stores rows, 16 bytes at a time.
+      spills: bytes of spilled registers that are known and allowed.
+      programs: programs that must fit on a multiprocessor.
+    """
+    constants = constants | {name: None for name, kind in types.items() if kind is None}
+    types = {name: kind for name, kind in types.items() if kind is not None}
+    limit = getattr(config, "max_registers", None)
+    shape = config.num_warps, config.num_stages, capability, limit
+    built = build(kernel.path.stem, kernel.name, types, constants, *shape)
+    ptx, report = built["ptx"], built["report"]
+    assert max(map(int, re.findall(r"(\d+) bytes spill stores", report))) <= spills, report
+    if product:
+        assert re.search(product, ptx), "the tensor cores are not used"
+        assert re.search(r"cp\.async\.bulk\.tensor\.\dd\.shared", ptx), "matrices are not read by TMA"
+        assert "serialized" not in report, report  # Matmuls that do not overlap.
+    if wide:
+        assert re.search(r"st\.global\.v4\.b32", ptx), "rows are not stored 16 bytes at a time"
+        assert not re.search(r"st\.global\.b(8|16)\b", ptx), "short stores: an alignment hint was lost"
+    assert built["scratch"] == 0
+    assert programs * (built["shared"] + 1024) <= 228 << 10  # The driver needs 1 KB per program.
+    assert programs * config.num_warps * 32 * registers(built) <= 65536
+    return built
+
+
+def registers(built):
+    """Return the registers per thread."""
+    return int(re.findall(r"Used (\d+) registers", built["report"])[0])
 
 
 @functools.cache

@@ -1,15 +1,11 @@
 """Simulated GPUs on the CPU for the tests of this folder: one pool of four workers per file. Needs Triton."""
 
-from __future__ import annotations
-
 import importlib.util
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 from kernel_calls import HEAP_BYTES, W
 
 import harness
@@ -19,7 +15,7 @@ from jax_ep.pallas import requirements
 
 
 @pytest.fixture(autouse=True)
-def needs_triton(request: pytest.FixtureRequest) -> None:
+def needs_triton(request):
     """Run tests of this folder on CPU devices; modules with ALSO_ON_GPUS also run on the GPUs of one process."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed: pip install 'triton>=3.9'")
@@ -30,7 +26,7 @@ def needs_triton(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture
-def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_h200(monkeypatch):
     """Use the sizes and choices of an H200, without running anything."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(requirements, "missing", lambda: None)
@@ -39,14 +35,14 @@ def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def shared_pool() -> Iterator[interpreter.Pool]:
+def shared_pool():
     pool = interpreter.Pool(W, HEAP_BYTES, timeout_s=harness.PATIENCE_S)
     yield pool
     pool.close()
 
 
 @pytest.fixture
-def pool(shared_pool: interpreter.Pool) -> Iterator[interpreter.Pool]:
+def pool(shared_pool):
     shared_pool.reset()
     interpreter.set_pool(shared_pool)
     yield shared_pool
@@ -54,12 +50,12 @@ def pool(shared_pool: interpreter.Pool) -> Iterator[interpreter.Pool]:
 
 
 @pytest.fixture
-def mesh4() -> Mesh:
+def mesh4():
     return harness.make_mesh((W,), (harness.EXPERT,))
 
 
 @pytest.fixture
-def two_impatient_ranks() -> Iterator[Mesh]:
+def two_impatient_ranks():
     """Two ranks with their own context, whose kernels time out after a second of idle time.
 
     Launches wait for all ranks without a limit; only waits within a kernel expire.
@@ -73,7 +69,7 @@ def two_impatient_ranks() -> Iterator[Mesh]:
 
 
 @pytest.fixture
-def after_failures() -> Iterator[None]:
+def after_failures():
     """JAX raises the last failure of a callback again at exit, unless the device has run something since."""
     yield
     mesh = harness.make_mesh((jax.device_count(),), (harness.EXPERT,))

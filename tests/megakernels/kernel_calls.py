@@ -1,7 +1,5 @@
 """Per-shard calls of the kernels in kernels_for_tests."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 
@@ -10,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep.core.kernel import Config, Kernel
-from jax_ep.interpreter import Pool
 from jax_ep.megakernels.launch import launch
 
 FOLDER = Path(__file__).parent / "kernels_for_tests"
@@ -19,25 +16,25 @@ HEAP_BYTES = 4096
 BASES = tuple(range(0, HEAP_BYTES, 512))
 
 
-def kernel(module: str, function: str) -> Kernel:
+def kernel(module, function):
     return Kernel(getattr(importlib.import_module(f"kernels_for_tests.{module}"), function))
 
 
-def run_one(name: tuple[str, str], x, result, num_programs: int = 1, **constants):
+def run_one(name, x, result, num_programs=1, **constants):
     (y,) = launch(kernel(*name), (x,), (result,), Config(num_programs), constants)
     return y
 
 
-def ranks() -> np.ndarray:
+def ranks():
     return np.arange(W, dtype=np.int32)
 
 
-def heap_tables(pool: Pool) -> np.ndarray:
+def heap_tables(pool):
     """Return `[worker, heap, 2]`: 64-bit addresses as pairs of int32, for programs without x64."""
     return np.array([pool.heap_addresses(worker) for worker in range(W)], np.int64).view(np.int32).reshape(W, W, 2)
 
 
-def exchange(rank, epoch, heaps, x, base: int = 0):
+def exchange(rank, epoch, heaps, x, base=0):
     (y,) = launch(
         kernel("exchange", "all_to_all"),
         (rank, epoch, heaps, x),

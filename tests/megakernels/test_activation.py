@@ -1,7 +1,5 @@
 """The weighted activation and its gradient in the interpreter, against the oracle."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax.numpy as jnp

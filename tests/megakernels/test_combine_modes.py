@@ -1,9 +1,6 @@
 """GEMM + combine in one launch: the same bits for any division of work, and the default choice of the mode."""
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 
 import jax
 import numpy as np
@@ -25,11 +22,11 @@ AXIS = (harness.EXPERT,)
 
 
 @pytest.fixture
-def mesh(two_ranks: jax.sharding.Mesh) -> jax.sharding.Mesh:
+def mesh(two_ranks):
     return two_ranks
 
 
-def test_combine_mode_num_programs_same_bits(mesh: jax.sharding.Mesh, rng: Any, monkeypatch: Any) -> None:
+def test_combine_mode_num_programs_same_bits(mesh, rng, monkeypatch):
     """One program, or several that leave sums to the last one."""
     chosen, launched = exchange_gemm.gemm_combine_sizes, []
     layout = Layout(num_ranks=2, num_experts=8, num_tokens=19, top_k=3, capacity=90)
@@ -47,7 +44,7 @@ def test_combine_mode_num_programs_same_bits(mesh: jax.sharding.Mesh, rng: Any, 
     assert np.abs(wanted.astype(np.float32)).max() > 0
     for programs in (1, 2, 5):
 
-        def divided(*arguments: Any, programs: int = programs) -> Any:
+        def divided(*arguments, programs=programs):
             launched.append(programs)
             return Config(programs), chosen(*arguments)[1]
 
@@ -56,11 +53,11 @@ def test_combine_mode_num_programs_same_bits(mesh: jax.sharding.Mesh, rng: Any, 
         assert launched[-1] == programs
 
 
-def layout(ranks: int, *, tokens: int = 4096, top_k: int = 8, experts: int = 256) -> Layout:
+def layout(ranks, *, tokens=4096, top_k=8, experts=256):
     return Layout(ranks, experts, tokens, top_k, capacity=9 * tokens * top_k // 8)
 
 
-def by_pallas(layout: Layout, sizes: tuple[int, int]) -> bool:
+def by_pallas(layout, sizes):
     """Whether `pallas` runs a GEMM of these sizes, as a separate launch."""
     return requirements.is_preferred(facts_of.gemm(BF16, layout.capacity, *sizes, layout.num_local_experts))
 
@@ -75,7 +72,7 @@ def by_pallas(layout: Layout, sizes: tuple[int, int]) -> bool:
         (4, (2048, 1536), None, "fused"),  # A GEMM with a small K gains little.
     ],
 )
-def test_dispatch_mode_choice(ranks: int, sizes: tuple[int, int], keep: str | None, wanted: str, on_h200: None) -> None:
+def test_dispatch_mode_choice(ranks, sizes, keep, wanted, on_h200):
     assert cost_model.dispatch_mode(layout(ranks), *sizes, keep, by_pallas=by_pallas(layout(ranks), sizes)) == wanted
     assert (
         cost_model.dispatch_mode(
@@ -96,11 +93,11 @@ def test_dispatch_mode_choice(ranks: int, sizes: tuple[int, int], keep: str | No
         (2, (256, 7168), "serial"),
     ],
 )
-def test_combine_mode_choice(ranks: int, sizes: tuple[int, int], wanted: str, on_h200: None) -> None:
+def test_combine_mode_choice(ranks, sizes, wanted, on_h200):
     assert cost_model.combine_mode(layout(ranks), *sizes, by_pallas=by_pallas(layout(ranks), sizes)) == wanted
 
 
-def test_combine_mode_choice_is_launched(mesh: jax.sharding.Mesh, monkeypatch: Any) -> None:
+def test_combine_mode_choice_is_launched(mesh, monkeypatch):
     ran = []
     for mode, module, name in (("scatter", exchange_gemm, "_scatter"), ("serial", exchange, "combine_tokens")):
         original = getattr(module, name)
@@ -118,7 +115,7 @@ def test_combine_mode_choice_is_launched(mesh: jax.sharding.Mesh, monkeypatch: A
     assert ran == list(COMBINE_MODES)
 
 
-def test_combine_mode_unsupported_calls(mesh: jax.sharding.Mesh) -> None:
+def test_combine_mode_unsupported_calls(mesh):
     """float32, sizes that are not multiples of 8, FP8 on the wire: no fused launch, and no silent replacement."""
     x, ids = np.ones((2, 4, 128), np.float32), np.zeros((2, 4, 1), np.int32)
 

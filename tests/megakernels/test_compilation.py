@@ -1,7 +1,5 @@
 """Launches for GPUs, without a GPU: kernels become machine code, and calls that contain it."""
 
-from __future__ import annotations
-
 import functools
 import threading
 
@@ -166,8 +164,6 @@ def test_compilation_scratch_memory_unsupported(on_hopper, monkeypatch, tmp_path
     with pytest.raises(NotImplementedError, match="no scratch memory"):
         compile.compile_kernel(kernel, (Parameter(BF16),) * 2, Config(1), {"N": 64}, 90).result()
 
-
-# --- in threads -----------------------------------------------------------------------------------------------------
 
 ROWS = Array((64, 128), BF16), Array((32,), I32), Array((4,), I32)
 GATHERED = (Array((32, 128), BF16),)

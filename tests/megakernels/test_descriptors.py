@@ -1,7 +1,5 @@
 """Tensor descriptors as operands: reads outside return zero, and host descriptors match those of kernels."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,9 +1,6 @@
 """A failed launch returns no valid numbers: its results are poisoned, and the next call reports the failure."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -14,11 +11,10 @@ from jax.sharding import Mesh
 
 import harness
 import jax_ep
-from cases import BF16, integers
+from cases import BF16, FP8_WIRE, integers
 from jax_ep import context, ffi
 from jax_ep.core.kernel import Kernel
-from jax_ep.heap.symmetric import SymmetricHeap
-from jax_ep.interpreter import Launch, Pool
+from jax_ep.interpreter import Pool
 from jax_ep.megakernels import launch
 from jax_ep.megakernels.kernels import combine as combine_kernels
 from jax_ep.megakernels.kernels import dispatch as dispatch_kernels
@@ -33,22 +29,22 @@ EPOCHS = 64  # The first of the control words that count launches.
 
 
 @pytest.fixture(autouse=True)
-def no_context() -> Iterator[None]:
+def no_context():
     jax_ep.finalize()
     yield
     jax_ep.finalize()
 
 
 @pytest.fixture
-def mesh() -> Mesh:
+def mesh():
     return harness.make_mesh((W,), (harness.EXPERT,))
 
 
-def all_control_words(heap: SymmetricHeap, rank: int) -> list[np.ndarray]:
+def all_control_words(heap, rank):
     return [harness.words_of(heap, generation, rank) for generation in heap.generations]
 
 
-def shorten_waits(heap: SymmetricHeap) -> None:
+def shorten_waits(heap):
     """Shorten all waits from now on; nothing after this has to succeed."""
     heap._timeout_ns = int(SHORT_S * 1e9)
     for generation in heap.generations:
@@ -57,13 +53,8 @@ def shorten_waits(heap: SymmetricHeap) -> None:
 
 def exchange(x, ids, w, h):
     d = jax_ep.dispatch(x, ids, jnp.ones(ids.shape, jnp.float32), **OPTIONS)
-    return (
-        d.tokens,
-        d.weights,
-        jax_ep.combine(d.tokens, d.handle, **GIVEN),
-        d.handle.row_to_assignment,
-        d.handle.num_invalid,
-    )
+    back = jax_ep.combine(d.tokens, d.handle, **GIVEN)
+    return d.tokens, d.weights, back, d.handle.row_to_assignment, d.handle.num_invalid
 
 
 def dispatch_alone(x, ids, w, h):
@@ -72,8 +63,8 @@ def dispatch_alone(x, ids, w, h):
 
 
 def quantized(x, ids, w, h):
-    d = jax_ep.dispatch(x, ids, schedule=jax_ep.Schedule(wire_dtype=jnp.float8_e4m3fn), **OPTIONS)
-    return d.tokens, jax_ep.combine(d.tokens, d.handle, schedule=jax_ep.Schedule(wire_dtype=jnp.float8_e4m3fn), **GIVEN)
+    d = jax_ep.dispatch(x, ids, schedule=FP8_WIRE, **OPTIONS)
+    return d.tokens, jax_ep.combine(d.tokens, d.handle, schedule=FP8_WIRE, **GIVEN)
 
 
 def dispatch_gemm(x, ids, w, h):
@@ -82,7 +73,7 @@ def dispatch_gemm(x, ids, w, h):
     return d.hidden, d.weights, d.handle.row_to_assignment
 
 
-def gemm_combine(mode: str) -> Callable[..., Any]:
+def gemm_combine(mode):
     def fn(x, ids, w, h):
         handle = jax_ep.dispatch(x.astype(jnp.bfloat16), ids, **OPTIONS).handle
         schedule = Schedule(combine_mode=mode)
@@ -91,23 +82,18 @@ def gemm_combine(mode: str) -> Callable[..., Any]:
     return fn
 
 
-def layer_gradients(x, ids, w, h):
-    def loss(x, w, weights):
-        y = jax_ep.moe(x, ids, weights, w, w[..., : F // 2].swapaxes(1, 2), **OPTIONS)
-        return y.astype(jnp.float32).sum()
-
-    return jax.grad(loss, argnums=(0, 1, 2))(x.astype(jnp.bfloat16), w, jnp.ones(ids.shape, jnp.float32))
-
-
-def gradients_of_parts(x, ids, w, h):
-    """With the weight gradient next to combine, and the gradient of router weights."""
-    schedule = Schedule(combine_mode="serial", dispatch_mode="fused", fuse_weight_gradients=True)
-
+def layer_gradients(x, ids, w, h, schedule=None):
     def loss(x, w, weights):
         y = jax_ep.moe(x, ids, weights, w, w[..., : F // 2].swapaxes(1, 2), **OPTIONS, schedule=schedule)
         return y.astype(jnp.float32).sum()
 
     return jax.grad(loss, argnums=(0, 1, 2))(x.astype(jnp.bfloat16), w, jnp.ones(ids.shape, jnp.float32))
+
+
+def gradients_of_parts(*arguments):
+    """With the weight gradient next to combine, and the gradient of router weights."""
+    schedule = Schedule(combine_mode="serial", dispatch_mode="fused", fuse_weight_gradients=True)
+    return layer_gradients(*arguments, schedule)
 
 
 def low_latency_dispatch(x, ids, w, h):
@@ -123,9 +109,8 @@ def low_latency_round_trip(x, ids, w, h):
 def low_latency_gemm_combine(x, ids, w, h):
     d = jax_ep.low_latency_dispatch(x.astype(jnp.bfloat16), ids, max_tokens_per_rank=T, quantize=False, **OPTIONS)
     arguments = (d.tokens, w[..., :H], d.group_sizes, ids, jnp.ones(ids.shape, jnp.float32), d.handle)
-    return (
-        jax_ep.ops.moe_low_latency.low_latency_gemm_combine(*arguments, preferred_element_type=jnp.float32, **GIVEN),
-    )
+    run = jax_ep.ops.moe_low_latency.low_latency_gemm_combine
+    return (run(*arguments, preferred_element_type=jnp.float32, **GIVEN),)
 
 
 PROGRAMS = {
@@ -142,30 +127,30 @@ PROGRAMS = {
 }
 
 
-def inputs(rng: np.random.Generator, hidden: int = H) -> tuple[np.ndarray, ...]:
+def inputs(rng, hidden=H):
     x = rng.normal(size=(W, T, hidden)).astype(np.float32)
     ids = rng.integers(0, E, size=(W, T, K), dtype=np.int32)
     w = integers(rng, W, E // W, hidden, F, dtype=BF16)
     return x, ids, w, integers(rng, W, W * T * K, F, dtype=BF16)
 
 
-def is_poisoned(array: np.ndarray) -> bool:
+def is_poisoned(array):
     if np.issubdtype(array.dtype, np.integer):
         return bool((array == -1).all())
     return bool(np.isnan(array.astype(np.float32)).all())
 
 
-def run(call: Callable[..., Any], *args: np.ndarray) -> list[np.ndarray]:
+def run(call, *args):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(jax.block_until_ready(call(*args)))]
 
 
-def leave_ones(patch: pytest.MonkeyPatch) -> None:
+def leave_ones(patch):
     """Set the interpreter's fill byte to 1, so that unwritten results do not look poisoned."""
     launch = Pool.launch
     patch.setattr(Pool, "launch", lambda pool, x, **rest: launch(pool, dataclasses.replace(x, poison=1), **rest))
 
 
-def identity(request: Launch) -> int:
+def identity(request):
     """Return the identity of the launch on the heap, or 0 without one."""
     heap = request.constants.get("HEAP")
     return 0 if heap is None else heap.launch_id
@@ -226,7 +211,7 @@ def test_failed_launch_timeout_names_operation(monkeypatch, mesh, rng, name, ope
     heap = context.heap("test")
     launch = Pool.launch
 
-    def launch_out_of_step(pool: Pool, request: Launch, *, worker: int, **rest: Any) -> Any:
+    def launch_out_of_step(pool, request, *, worker, **rest):
         if worker == 1 and identity(request) & 0xFF == ffi.Operation[operation.upper()]:
             for words in all_control_words(heap, 1):
                 words[EPOCHS : EPOCHS + 2 * len(jax.devices())] += 2
@@ -244,7 +229,7 @@ def test_launch_identity_operation(monkeypatch, mesh, rng):
     jax_ep.init(mesh, transport="shared_memory")
     found, launch_identity = set(), launch.launch_identity
 
-    def record(kernel: Kernel, arrays: Any, constants: Any) -> int:
+    def record(kernel, arrays, constants):
         found.add((kernel.name, ffi.Operation(constants["OPERATION"]).name.lower()))
         return launch_identity(kernel, arrays, constants)
 
@@ -282,7 +267,7 @@ def test_failed_launch_mismatch_sends_nothing(monkeypatch, mesh, rng, name, oper
     run(call, *args)
     launch = Pool.launch
 
-    def launch_something_else(pool: Pool, request: Launch, *, worker: int, **rest: Any) -> Any:
+    def launch_something_else(pool, request, *, worker, **rest):
         found = identity(request)
         if worker == 1 and found & 0xFF == ffi.Operation[operation.upper()]:
             changed = found ^ 256 if other is None else found >> 8 << 8 | other

@@ -1,11 +1,8 @@
 """All-to-alls with fewer programs than would fill the device, as next to other work: the same bits."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -20,7 +17,7 @@ AXIS = (harness.EXPERT,)
 
 
 @pytest.fixture
-def mesh(two_ranks: jax.sharding.Mesh) -> jax.sharding.Mesh:
+def mesh(two_ranks):
     return two_ranks
 
 
@@ -33,7 +30,7 @@ def test_num_programs_limit():
 def test_num_programs_one_matches_several(mesh, monkeypatch):
     launched, launch = [], exchange.launch
 
-    def launch_and_note(kernel: Any, operands: Any, results: Any, config: Config, *rest: Any, **options: Any) -> Any:
+    def launch_and_note(kernel, operands, results, config, *rest, **options):
         launched.append((kernel.name, config.num_programs))
         return launch(kernel, operands, results, config, *rest, **options)
 

@@ -1,7 +1,5 @@
 """The FP8 quantization kernels in the interpreter: bit-for-bit equal to the portable functions on rows in use."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

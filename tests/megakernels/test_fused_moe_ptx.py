@@ -1,7 +1,5 @@
 """The single-launch expert layer compiles to PTX without a GPU: tensor cores, TMA, no spilled registers."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from compiling import build
+from compiling import compiled
 
 from jax_ep import Experts
 from jax_ep.core.kernel import element_type
@@ -19,64 +17,28 @@ from jax_ep.megakernels.kernels.fused_moe_structs import LayerScratch, LayerTens
 from jax_ep.quantization import quantize, with_layout
 from oracle_experts import GPT_OSS
 
-SHARED_BYTES = 227 << 10  # Of a multiprocessor.
 # top_k, and [E, I, H] of Qwen3-30B-A3B, Mixtral-8x7B and gpt-oss-120b.
 QWEN3, MIXTRAL, GPT = (8, (128, 768, 2048)), (2, (8, 14336, 4096)), (4, (128, 2880, 2880))
+STORED: list[tuple[Any, Experts, dict[str | None, tuple[int, ...]]]] = [  # Numbers of tokens by format.
+    (QWEN3, Experts(), {None: (1, 128, 4096), "fp8": (1, 16, 512, 1024, 4096), "int8": (16,), "mxfp4": (512,)}),
+    (QWEN3, Experts(), {"int4": (16, 64, 512, 4096), "mxfp4_tokens": (1,), "fp8_tokens": (16, 4096)}),
+    (QWEN3, Experts(), {"mxfp4_prepacked": (1, 16, 4096), "int4_prepacked": (1, 4096)}),
+    (QWEN3, Experts(interleaved=True), {"fp8_tokens": (16,)}),
+    (MIXTRAL, Experts(), {None: (1,), "int4": (16, 96, 160), "fp8": (4, 64, 160), "fp8_channel": (64, 256)}),
+    (MIXTRAL, Experts(), {"mxfp4": (64,), "int8": (128,), "mxfp4_tokens": (16,), "int4_tokens": (16,)}),
+    (MIXTRAL, Experts(), {"mxfp4_prepacked": (16, 64, 160), "int4_prepacked": (16, 64, 160)}),
+    (MIXTRAL, Experts(interleaved=True), {"int4": (16,), "mxfp4": (16,), "fp8": (256,)}),
+    (GPT, GPT_OSS, {None: (32,), "mxfp4": (32,), "mxfp4_prepacked": (32,)}),
+]
 CASES = [
-    (1, *QWEN3, Experts(), None),
-    (16, *QWEN3, Experts(), "fp8"),
-    (16, *QWEN3, Experts(), "int8"),
-    (16, *QWEN3, Experts(), "int4"),
-    (16, *MIXTRAL, Experts(), "int4"),
-    (16, *MIXTRAL, Experts(interleaved=True), "int4"),
-    (16, *MIXTRAL, Experts(interleaved=True), "mxfp4"),
-    (160, *MIXTRAL, Experts(), "fp8"),
-    (64, *MIXTRAL, Experts(), "fp8"),
-    (256, *MIXTRAL, Experts(interleaved=True), "fp8"),
-    (512, *QWEN3, Experts(), "fp8"),
-    (1024, *QWEN3, Experts(), "fp8"),
-    (256, *MIXTRAL, Experts(), "fp8_channel"),
-    (64, *MIXTRAL, Experts(), "mxfp4"),
-    (96, *MIXTRAL, Experts(), "int4"),
-    (160, *MIXTRAL, Experts(), "int4"),
-    (4096, *QWEN3, Experts(), "int4"),
-    (64, *QWEN3, Experts(), "int4"),
-    (512, *QWEN3, Experts(), "int4"),
-    (512, *QWEN3, Experts(), "mxfp4"),
-    (128, *MIXTRAL, Experts(), "int8"),
-    (4, *MIXTRAL, Experts(), "fp8"),
-    (1, *QWEN3, Experts(), "fp8"),
-    (32, *GPT, GPT_OSS, "mxfp4"),
-    (128, *QWEN3, Experts(), None),
-    (1, *MIXTRAL, Experts(), None),
-    (64, *MIXTRAL, Experts(), "fp8_channel"),
-    (32, *GPT, GPT_OSS, None),
-    (4096, *QWEN3, Experts(), None),
-    (4096, *QWEN3, Experts(), "fp8"),
-    (1, *QWEN3, Experts(), "mxfp4_tokens"),
-    (16, *QWEN3, Experts(), "fp8_tokens"),
-    (16, *QWEN3, Experts(interleaved=True), "fp8_tokens"),
-    (16, *MIXTRAL, Experts(), "mxfp4_tokens"),
-    (16, *MIXTRAL, Experts(), "int4_tokens"),
-    (4096, *QWEN3, Experts(), "fp8_tokens"),
-    (1, *QWEN3, Experts(), "mxfp4_prepacked"),
-    (1, *QWEN3, Experts(), "int4_prepacked"),
-    (16, *QWEN3, Experts(), "mxfp4_prepacked"),
-    (16, *MIXTRAL, Experts(), "mxfp4_prepacked"),
-    (16, *MIXTRAL, Experts(), "int4_prepacked"),
-    (64, *MIXTRAL, Experts(), "mxfp4_prepacked"),
-    (64, *MIXTRAL, Experts(), "int4_prepacked"),
-    (160, *MIXTRAL, Experts(), "mxfp4_prepacked"),
-    (160, *MIXTRAL, Experts(), "int4_prepacked"),
-    (4096, *QWEN3, Experts(), "mxfp4_prepacked"),
-    (4096, *QWEN3, Experts(), "int4_prepacked"),
-    (32, *GPT, GPT_OSS, "mxfp4_prepacked"),
+    (tokens, *model, experts, expert_format)
+    for model, experts, by_format in STORED
+    for expert_format, numbers in by_format.items()
+    for tokens in numbers
 ]
 
 
-def compile_layer(
-    tokens: int, top_k: int, w_down: tuple[int, int, int], experts: Experts, expert_format: str | None
-) -> tuple[dict, Any, Any]:
+def compile_layer(tokens, top_k, w_down, experts, expert_format):
     num_experts, intermediate, hidden = w_down
     shapes = (num_experts, hidden, 2 * intermediate), w_down
     matrices: list[Any] = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
@@ -92,7 +54,7 @@ def compile_layer(
     for name, w, product in zip(("gate_up", "down"), matrices, (sizes.gate_up, sizes.down), strict=True):
         block_shape: list[int] = []
 
-        def operands(w: Any, product: Any = product, block_shape: list[int] = block_shape) -> tuple[Any, Any]:
+        def operands(w, product=product, block_shape=block_shape):
             descriptor, scales = fused_moe._operands(w, product)
             block_shape += descriptor.block_shape
             return descriptor.array, scales
@@ -100,24 +62,28 @@ def compile_layer(
         array, scales = jax.eval_shape(operands, w)
         block = ",".join(map(str, block_shape))
         described.append(f"tensordesc<{element_type(array.dtype)}[{block}]>")
-        (constants if scales is None else types)[f"{name}_scales_ptr"] = (
-            None if scales is None else f"*{element_type(scales.dtype)}"
-        )
+        types[f"{name}_scales_ptr"] = None if scales is None else f"*{element_type(scales.dtype)}"
     rows = "*fp8e4nv" if in_fp8 else "*bf16"
     tensors: Any = LayerTensors(rows, "*fp32", *described, "*i32", "*fp32")
     types["tensors"] = SortedLayerTensors(*tensors, *["*i32"] * 3) if sizes.presorted else tensors
     types |= {"counters_ptr": "*i32", "written_counters_ptr": "*i32"}
     types |= {"scratch": LayerScratch(rows, "*fp32", "*fp32", "*i32", "*i32"), "out_ptr": "*bf16"}
-    biases = ("gate_up_bias_ptr", "down_bias_ptr")
-    if experts is GPT_OSS:
-        types |= dict.fromkeys(biases, "*bf16")
-    else:
-        constants |= dict.fromkeys(biases)
-    launch = config.num_warps, config.num_stages, 90, config.max_registers
-    return build("fused_moe", "fused_moe", types, constants, *launch), config, sizes
+    types |= dict.fromkeys(("gate_up_bias_ptr", "down_bias_ptr"), "*bf16" if experts is GPT_OSS else None)
+    options = {"spills": allowed_spills(expert_format, config, sizes), "programs": config.num_programs // 132 or 1}
+    return compiled(fused_moe._FUSED, types, constants, config, wide=False, **options), config, sizes
 
 
-def steps_of(code: str) -> list[str]:
+def allowed_spills(expert_format, config, sizes):
+    if expert_format in ("fp8", "fp8_channel") and sizes.down.tile.swap_ab:
+        return 96
+    # Spills of values used after a loop: these tiles are the fastest even so.
+    if expert_format == "int4" and sizes.down.tile.block_m == 32:
+        return 24
+    # Three programs per multiprocessor with some spills are faster than two without.
+    return 64 if config.max_registers and sizes.down.values_per_byte == 2 else 0
+
+
+def steps_of(code):
     """Return the machine code of the loops over K: innermost loops with tensor core instructions."""
     labels, lines, loops = dict[str, int](), code.splitlines(), list[tuple[int, int]]()
     for i, line in enumerate(lines):
@@ -133,36 +99,17 @@ def steps_of(code: str) -> list[str]:
 
 @pytest.mark.parametrize(("tokens", "top_k", "w_down", "experts", "expert_format"), CASES)
 @pytest.mark.slow(unless={"expert_format": [None, "mxfp4", "mxfp4_tokens", "mxfp4_prepacked"], "tokens": [1, 32]})
-def test_fused_moe_ptx_layer(
-    tokens: int,
-    top_k: int,
-    w_down: tuple[int, int, int],
-    experts: Experts,
-    expert_format: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_fused_moe_ptx_layer(tokens, top_k, w_down, experts, expert_format, monkeypatch):
     monkeypatch.setattr(fused_moe, "all_programs", lambda programs: 132 * programs)
     built, config, sizes = compile_layer(tokens, top_k, w_down, experts, expert_format)
     assert re.search(r"mma\.sync|wgmma\.mma_async", built["ptx"]), "the tensor cores are not used"
     dimensions = 4 if sizes.gate_up.split_halves else 3
     assert re.search(rf"cp\.async\.bulk\.tensor\.{dimensions}d\.shared", built["ptx"]), "matrices are not read by TMA"
-    # Three programs per multiprocessor with some spills are faster than two without.
-    most = 64 if config.max_registers and sizes.down.values_per_byte == 2 else 0
-    # Spills of values used after a loop: these tiles are the fastest even so.
-    if expert_format == "int4" and sizes.down.tile.block_m == 32:
-        most = 24
     swapped_fp8 = expert_format in ("fp8", "fp8_channel") and sizes.down.tile.swap_ab
-    if swapped_fp8:
-        most = 96
     if prepacked := expert_format is not None and expert_format.endswith("_prepacked"):
         assert "serialized" not in built["report"], "each product is waited for"
-    assert max(map(int, re.findall(r"(\d+) bytes spill stores", built["report"]))) <= most, built["report"]
     if prepacked or swapped_fp8 or not config.max_registers:
         assert not any(re.search(r"\b(STL|LDL)\b", line) for line in steps_of(built["code"])), "spills in each step"
-    programs = config.num_programs // 132
-    assert programs * (built["shared"] + 1024) <= SHARED_BYTES + 1024  # The driver needs 1 KB per program.
-    registers = int(re.findall(r"Used (\d+) registers", built["report"])[0])
-    assert programs * config.num_warps * 32 * registers <= 65536
     active = min(tokens * top_k, w_down[0])
     tasks = active * sizes.down.k_splits * -(-w_down[2] // sizes.down.tile.block_n)
     assert tasks >= 128, "multiprocessors without a task of the second product"
@@ -170,7 +117,7 @@ def test_fused_moe_ptx_layer(
 
 @pytest.mark.parametrize("expert_format", ["fp8", "mxfp4", "int4"])
 @pytest.mark.slow(unless={"expert_format": ["fp8"]})
-def test_fused_moe_ptx_fp8_tokens(expert_format: str) -> None:
+def test_fused_moe_ptx_fp8_tokens(expert_format):
     """Nothing is converted to 16-bit floats: tensor cores take FP8, and eight 4-bit values are converted at once."""
     built, _, sizes = compile_layer(16, *QWEN3, Experts(), f"{expert_format}_tokens")
     assert "QGMMA.64x16x32.F32.E4M3.E4M3" in built["code"]
@@ -185,7 +132,7 @@ def test_fused_moe_ptx_fp8_tokens(expert_format: str) -> None:
 
 
 @pytest.mark.slow
-def test_fused_moe_ptx_int4_pairs() -> None:
+def test_fused_moe_ptx_int4_pairs():
     """MXFP4 converts two elements at a time; single conversions would take longer than the memory accesses."""
     built, _, sizes = compile_layer(16, *QWEN3, Experts(), "mxfp4")
     loop = built["code"].count("HMUL2.BF16"), built["code"].count("HMMA.16816.F32.BF16")
@@ -196,7 +143,7 @@ def test_fused_moe_ptx_int4_pairs() -> None:
 
 
 @pytest.mark.slow
-def test_fused_moe_ptx_int4_scales() -> None:
+def test_fused_moe_ptx_int4_scales():
     """Scales of 128 elements multiply their sums; elements are not converted to float32 and scaled."""
     built, _, _ = compile_layer(16, *QWEN3, Experts(), "int4")
     products = built["code"].count("HMMA.16816.F32.BF16")
@@ -207,7 +154,7 @@ def test_fused_moe_ptx_int4_scales() -> None:
 
 @pytest.mark.parametrize("expert_format", ["mxfp4", "int4"])
 @pytest.mark.slow(unless={"expert_format": ["mxfp4"]})
-def test_fused_moe_ptx_prepacked_weights_in_registers(expert_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_moe_ptx_prepacked_weights_in_registers(expert_format, monkeypatch):
     """Prepacked elements are in the registers of the thread that multiplies them, with few instructions per byte."""
     monkeypatch.setattr(fused_moe, "all_programs", lambda programs: 132 * programs)
     counts = dict[str, int]()

@@ -1,7 +1,5 @@
 """The grouped GEMM kernels in the interpreter: all ways to cover groups of all sizes, against NumPy."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 

@@ -1,12 +1,9 @@
 """The Gluon emulator: grouped GEMMs against NumPy in float64, and that broken synchronization does not pass."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import sys
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +22,7 @@ SOURCE = Path(gluon_gemm.__file__)
 _names = itertools.count()
 
 
-def load(path: Path) -> Any:
+def load(path):
     """Import a changed kernel from a file that Triton can read, as if it were in the package."""
     spec = importlib.util.spec_from_file_location(f"{gluon_gemm.__package__}.changed_{next(_names)}", path)
     assert spec is not None and spec.loader is not None
@@ -35,18 +32,7 @@ def load(path: Path) -> Any:
     return module
 
 
-def multiply(
-    kernel: Any,
-    rng: np.random.Generator,
-    sizes: list[int],
-    k: int,
-    n: int,
-    *,
-    programs: int,
-    seed: int,
-    spare: int = 0,
-    **constants: Any,
-) -> float:
+def multiply(kernel, rng, sizes, k, n, *, programs, seed, spare=0, **constants):
     """Return the relative error of grouped rows `[M, K]` times `[G, N, K]`; NaN if an element is not written."""
     groups, rows, steps = len(sizes), sum(sizes) + spare, k // 128
     lhs, rhs = (rng.standard_normal(s).astype(ml_dtypes.float8_e4m3fn) for s in ((rows, k), (groups, n, k)))
@@ -80,7 +66,7 @@ def multiply(
         ([10, 300, 1], 128, 256, 2, {}),
     ],
 )
-def test_fp8_grouped_gemm(rng: Any, sizes: Any, k: int, n: int, programs: int, options: Any) -> None:
+def test_fp8_grouped_gemm(rng, sizes, k, n, programs, options):
     kernel, seed = gluon_gemm.grouped_gemm_fp8, int(rng.integers(1 << 30))
     error = multiply(kernel, rng, sizes, k, n, programs=programs, seed=seed, **options)
     assert error < 3e-3  # bfloat16 rounds to 2**-9.
@@ -105,7 +91,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistake_is_found(mistake: str, tmp_path: Path, rng: np.random.Generator) -> None:
+def test_mistake_is_found(mistake, tmp_path, rng):
     """Each mistake gives an error, or wrong numbers, for one of a few orders."""
     right, wrong = MISTAKES[mistake]
     text = SOURCE.read_text()

@@ -1,10 +1,7 @@
 """The weight gradient fused with dispatch or combine: same bits as two launches, and the default choice."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -33,7 +30,7 @@ AXIS = (harness.EXPERT,)
 
 
 @pytest.fixture(scope="module")
-def mesh() -> Iterator[jax.sharding.Mesh]:
+def mesh():
     """Two ranks with one context for the tests of this file."""
     jax_ep.finalize()
     mesh = harness.make_mesh((2,), (harness.EXPERT,))
@@ -42,19 +39,19 @@ def mesh() -> Iterator[jax.sharding.Mesh]:
     jax_ep.finalize()
 
 
-def sixteenths(rng: np.random.Generator, *shape: int) -> np.ndarray:
+def sixteenths(rng, *shape):
     """Draw sixteenths, whose products have exact float32 sums in any order: tiles may differ in order."""
     return (rng.integers(-60, 61, shape) / 16).astype(BF16)
 
 
-def launches(layout: Layout, transposed: bool, mode: str, *, parts: bool) -> Any:
+def launches(layout, transposed, mode, *, parts):
     """Return `fn(ids, x, h, w)`: sums and GEMMs in one launch, or in separate ones; with `parts`, each separately."""
     run: Any = registry.get("exchange_gemm", "triton")
     products = registry.get("grouped_gemm", "triton")
     options = Options("test", AXIS, ("triton",), schedule=Schedule(dispatch_mode="fused", combine_mode=mode))
     sent = {"save_as": "tokens", "mode": "fused", "products": products}
 
-    def fn(ids: Any, x: Any, h: Any, w: Any) -> Any:
+    def fn(ids, x, h, w):
         handle = registry.get("exchange", "triton").plan(options, ids, layout)
         plan = facts_of.exchange_gemm(options, layout, BF16, SHAPE.hidden, SHAPE.intermediate)
         saved = run.dispatch_grouped_gemm(options, x, None, w, handle, transpose_rhs=not transposed, **sent)[1]
@@ -74,7 +71,7 @@ def launches(layout: Layout, transposed: bool, mode: str, *, parts: bool) -> Any
     return fn
 
 
-def operands(layout: Layout, transposed: bool, routing: str, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+def operands(layout, transposed, routing, rng):
     sizes = (SHAPE.hidden, SHAPE.intermediate) if transposed else (SHAPE.intermediate, SHAPE.hidden)
     ids = ROUTINGS[routing](rng, 2, dataclasses.replace(SHAPE, num_tokens=layout.num_tokens))
     h = sixteenths(rng, 2, layout.capacity, SHAPE.intermediate)
@@ -100,7 +97,7 @@ CASES = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.slow(unless={"name": ["uniform", "capacity"]})
-def test_fused_weight_gradients_match_two_launches(name: str, mode: str, mesh: jax.sharding.Mesh, rng: Any) -> None:
+def test_fused_weight_gradients_match_two_launches(name, mode, mesh, rng):
     layout, transposed, routing = CASES[name]
     arguments = operands(layout, transposed, routing, rng)
     joined, parts = harness.run(launches(layout, transposed, mode, parts=True), mesh, *arguments)
@@ -113,9 +110,7 @@ def test_fused_weight_gradients_match_two_launches(name: str, mode: str, mesh: j
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.slow(unless={"mode": ["scatter"]})
-def test_fused_weight_gradients_programs_and_tiles_same_bits(
-    mode: str, mesh: jax.sharding.Mesh, rng: Any, monkeypatch: Any
-) -> None:
+def test_fused_weight_gradients_programs_and_tiles_same_bits(mode, mesh, rng, monkeypatch):
     """One program, several that leave sums to the last one, or more than all for the first; other tiles."""
     chosen, launched = getattr(exchange_gemm, MODES[mode]), []
     gradient_sizes = exchange_gemm._gradient_sizes
@@ -123,13 +118,13 @@ def test_fused_weight_gradients_programs_and_tiles_same_bits(
     wanted = harness.run(launches(LAYOUT, True, mode, parts=False), mesh, *arguments)
     for num_programs, width, few in ((1, 16, 1), (5, 64, 2), (3, 32, 4)):
 
-        def divided(*arguments: Any, choice: Any = (num_programs, few)) -> Any:
+        def divided(*arguments, choice=(num_programs, few)):
             launched.append(choice)
             _, sizes = chosen(*arguments)
             shares = {"comm_programs": choice[1], "tiles_per_task": choice[1]} if mode == "serial" else {}
             return Config(choice[0]), dataclasses.replace(sizes, **shares)
 
-        def narrowed(*arguments: Any, width: int = width, **options: Any) -> Any:
+        def narrowed(*arguments, width=width, **options):
             sizes = gradient_sizes(*arguments, **options)
             return dataclasses.replace(sizes, tile=dataclasses.replace(sizes.tile, block_n=width))
 
@@ -142,7 +137,7 @@ def test_fused_weight_gradients_programs_and_tiles_same_bits(
 
 
 @pytest.mark.parametrize("function", ["moe", "dispatch_grouped_gemm"])
-def test_fused_weight_gradients_requested_launch_runs(function: str, mesh: jax.sharding.Mesh, monkeypatch: Any) -> None:
+def test_fused_weight_gradients_requested_launch_runs(function, mesh, monkeypatch):
     """By name against the cost model, and by the cost model as the default."""
     launched = gradient_launches(monkeypatch)
     kernels = {"scatter": "gemm_combine", "serial": "combine_with_weight_gradient"}
@@ -157,11 +152,11 @@ def test_fused_weight_gradients_requested_launch_runs(function: str, mesh: jax.s
             assert launched == [kernels[mode]] * number
 
 
-def gradient_launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def gradient_launches(monkeypatch):
     """Record kernels of launches that include a weight gradient, from now on."""
     launched, launch = [], exchange_gemm.launch
 
-    def note(kernel: Any, operands: Any, *rest: Any, **options: Any) -> Any:
+    def note(kernel, operands, *rest, **options):
         if isinstance(operands[-1], WeightGradientOperands):
             launched.append(kernel.name)
         return launch(kernel, operands, *rest, **options)
@@ -170,13 +165,13 @@ def gradient_launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return launched
 
 
-def test_fused_weight_gradients_frozen_weights(mesh: jax.sharding.Mesh, monkeypatch: Any) -> None:
+def test_fused_weight_gradients_frozen_weights(mesh, monkeypatch):
     """With any schedule: no gradient is computed, and no tokens are saved or sent again for it."""
     launched = gradient_launches(monkeypatch)
     forms, dispatch, sent = [], exchange_gemm.dispatch_grouped_gemm, []
     again = exchange_gemm.dispatch_apart
 
-    def note(*arguments: Any, save_as: str | None, **options: Any) -> Any:
+    def note(*arguments, save_as, **options):
         forms.append(save_as)
         return dispatch(*arguments, save_as=save_as, **options)
 
@@ -186,8 +181,8 @@ def test_fused_weight_gradients_frozen_weights(mesh: jax.sharding.Mesh, monkeypa
     rng = np.random.default_rng(5)
     x, w = sixteenths(rng, *x.shape), sixteenths(rng, *w.shape)
 
-    def fn(argnums: Any, keep: bool, x: Any, ids: Any, weights: Any, w: Any, w_down: Any) -> Any:
-        def loss(x: Any, w: Any) -> Any:
+    def fn(argnums, keep, x, ids, weights, w, w_down):
+        def loss(x, w):
             schedule = Schedule(fuse_weight_gradients=True, keep_tokens=keep)
             common = {"num_experts": 4, "implementation": "triton", "schedule": schedule}
             hidden = jax_ep.dispatch_grouped_gemm(x, ids, weights, w, **common).hidden.astype(jnp.float32)
@@ -206,17 +201,17 @@ def test_fused_weight_gradients_frozen_weights(mesh: jax.sharding.Mesh, monkeypa
         forms.clear()
 
 
-def layer_inputs(dtype: Any = BF16) -> tuple[np.ndarray, ...]:
+def layer_inputs(dtype=BF16):
     """Return x, expert ids, router weights, and both weights of two ranks."""
     matrices = np.ones((2, 2, 16, 32), dtype), np.ones((2, 2, 16, 16), dtype)
     return np.ones((2, 4, 16), dtype), np.zeros((2, 4, 1), np.int32), np.ones((2, 4, 1), np.float32), *matrices
 
 
-def gradients(function: str, **options: Any) -> Any:
+def gradients(function, **options):
     """Return gradients of tokens and of the first weights."""
 
-    def fn(x: Any, ids: Any, weights: Any, w: Any, w_down: Any) -> Any:
-        def loss(x: Any, w: Any) -> Any:
+    def fn(x, ids, weights, w, w_down):
+        def loss(x, w):
             common = {"num_experts": 4, "implementation": "triton", **options}
             if function == "moe":
                 return jnp.sum(jax_ep.moe(x, ids, weights, w, w_down, **common).astype(jnp.float32))
@@ -233,10 +228,10 @@ REFUSED = {
 }
 
 
-def test_fused_weight_gradients_unsupported(mesh: jax.sharding.Mesh, subtests: pytest.Subtests) -> None:
+def test_fused_weight_gradients_unsupported(mesh, subtests):
     """True is an error; None uses separate launches."""
 
-    def trace(function: str, dtype: Any, **options: Any) -> Any:
+    def trace(function, dtype, **options):
         return jax.eval_shape(harness.per_rank(gradients(function, **options), mesh), *layer_inputs(dtype))
 
     for name, (function, dtype, options, message) in REFUSED.items():
@@ -246,7 +241,7 @@ def test_fused_weight_gradients_unsupported(mesh: jax.sharding.Mesh, subtests: p
             assert jax.tree.leaves(trace(function, dtype, **options))
 
 
-def layout(ranks: int) -> Layout:
+def layout(ranks):
     return Layout(ranks, 256, 4096, 8, capacity=9 * 4096)
 
 
@@ -261,9 +256,7 @@ def layout(ranks: int) -> Layout:
         (8, (512, 4096), None, True),  # Narrow experts: communication takes longer than the GEMMs.
     ],
 )
-def test_fused_weight_gradients_cost_model_choice(
-    ranks: int, sizes: tuple[int, int], mode: str | None, wanted: bool, on_h200: None
-) -> None:
+def test_fused_weight_gradients_cost_model_choice(ranks, sizes, mode, wanted, on_h200):
     product = facts_of.gemm(BF16, layout(ranks).capacity, *sizes, layout(ranks).num_local_experts)
     facts = FusedFacts(jnp.dtype(BF16), sizes[1], sizes[0], layout(ranks))
     for asked, expected in ((None, wanted), (False, False), (True, True)):

@@ -1,17 +1,12 @@
 """Heaps that grow while programs run, and programs that outlive their context. Also on GPUs of one process."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 import harness
 import jax_ep
@@ -24,14 +19,14 @@ TRANSPORT = "shared_memory" if jax.default_backend() == "cpu" else None
 
 
 @pytest.fixture
-def mesh() -> Iterator[Mesh]:
+def mesh():
     """Two ranks without a context, before the test and after it."""
     jax_ep.finalize()
     yield harness.make_mesh((W,), (harness.EXPERT,))
     jax_ep.finalize()
 
 
-def inputs(num_tokens: int = T) -> tuple[np.ndarray, np.ndarray]:
+def inputs(num_tokens=T):
     rng = np.random.default_rng(num_tokens)
     x = rng.integers(-8, 8, size=(W, num_tokens, H)).astype(np.float32)
     return x, rng.integers(0, E, size=(W, num_tokens, K), dtype=np.int32)
@@ -51,7 +46,7 @@ def decode(x, ids):
     return jax_ep.low_latency_combine(d.tokens, ids, jnp.ones(ids.shape, jnp.float32), d.handle, **options)
 
 
-def lower(fn: Callable[..., Any], mesh: Mesh, num_tokens: int, hidden: int) -> None:
+def lower(fn, mesh, num_tokens, hidden):
     """Trace a program, which grows the heap for it, without running it."""
     shapes = [(W, num_tokens, hidden), (W, num_tokens, K)]
     types = [jax.ShapeDtypeStruct(s, t) for s, t in zip(shapes, (jnp.float32, jnp.int32), strict=True)]
@@ -69,7 +64,7 @@ def test_growth_while_program_runs(mesh, fn):
     before = (heap.data.id, [heap.buffers.id] if fn is decode else [])
     stop, finished, failures = threading.Event(), [], []
 
-    def run() -> None:
+    def run():
         try:
             while not stop.is_set() or len(finished) < 3:
                 np.testing.assert_array_equal(call(x, ids), K * x)
@@ -97,7 +92,7 @@ def test_growth_concurrent_tracing(mesh):
     jax_ep.init(mesh, transport=TRANSPORT)
     failures = []
 
-    def trace(num_tokens: int) -> None:
+    def trace(num_tokens):
         try:
             for fn in (round_trip, decode):
                 lower(fn, mesh, num_tokens, 4096)
@@ -182,11 +177,11 @@ def test_growth_context_ends_during_tracing(mesh, monkeypatch):
     jax_ep.init(mesh, transport=TRANSPORT)
     reserve = context.reserve
 
-    def restart() -> None:
+    def restart():
         jax_ep.finalize()
         jax_ep.init(mesh, transport=TRANSPORT, heap_bytes=8 << 20)
 
-    def reserve_in_vain(*args: Any) -> None:
+    def reserve_in_vain(*args):
         reserve(*args)
         with concurrent.futures.ThreadPoolExecutor(1) as executor:
             executor.submit(restart).result()

@@ -1,7 +1,5 @@
 """The interpreter pool: dtypes, kernels that communicate across processes, order of launches, memory."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 

@@ -1,7 +1,5 @@
 """The interpreter pool: failures of kernels, of workers, and of programs."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -18,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 from kernel_calls import FOLDER, HEAP_BYTES, H, W, exchange, heap_tables, kernel, ranks, run_one
 
 import harness
@@ -76,12 +73,12 @@ def until(condition):
         time.sleep(0.01)
 
 
-def all_wait(pool) -> bool:
+def all_wait(pool):
     return all(words[activity.STATE] == activity.WAITING for words in pool._activity)
 
 
 @contextlib.contextmanager
-def own_pool(num_workers: int = W, heap_bytes: int = HEAP_BYTES):
+def own_pool(num_workers=W, heap_bytes=HEAP_BYTES):
     """A separate pool, whose workers may die; closed after the test."""
     pool = interpreter.Pool(num_workers, heap_bytes)
     interpreter.set_pool(pool)
@@ -95,7 +92,7 @@ def own_pool(num_workers: int = W, heap_bytes: int = HEAP_BYTES):
 def test_interpreter_killed_worker_ends_waits(mesh4, after_failures):
     with own_pool() as pool:
 
-        def kill() -> None:
+        def kill():
             until(lambda: all_wait(pool))
             os.kill(pool._workers[2].process.pid, signal.SIGKILL)
 
@@ -110,7 +107,7 @@ def test_interpreter_killed_worker_ends_waits(mesh4, after_failures):
 def test_interpreter_stopped_worker_is_killed(mesh4, after_failures):
     with own_pool() as pool:
 
-        def stop() -> None:
+        def stop():
             until(lambda: all_wait(pool))
             os.kill(pool._workers[2].process.pid, signal.SIGSTOP)
 
@@ -130,7 +127,7 @@ def test_interpreter_waits_count_idle_time():
         own[[activity.PID, activity.LAUNCHES]] = os.getpid(), 1
     activity.begin(words[0])
 
-    def expires(looks_of_the_other: int = 0, seconds: float = 0.6) -> bool:
+    def expires(looks_of_the_other=0, seconds=0.6):
         wait, end = activity.Wait(words, 0, 200_000_000), time.monotonic() + seconds
         while time.monotonic() < end:
             words[1][activity.LOOKS] += looks_of_the_other
@@ -201,7 +198,7 @@ def test_interpreter_missing_devices():
     pool = interpreter.Pool(3, 64)
     with ThreadPoolExecutor(3) as executor:
 
-        def together(*workers: int, site: int = 0):
+        def together(*workers, site=0):
             return [executor.submit(pool.launch, REQUEST, worker=w, group_size=2, site=site) for w in workers]
 
         for pair in ((0, 2), (1, 2)):
@@ -248,7 +245,7 @@ def test_interpreter_timeout_of_context(mesh4):
     jax_ep.finalize()
 
 
-def start(program: str) -> subprocess.Popen[str]:
+def start(program):
     """Start a program in a new process group, and wait until it prints "ready"."""
     path = os.pathsep.join([str(FOLDER.parents[2]), str(FOLDER.parent), str(FOLDER.parents[1] / "helpers")])
     process = subprocess.Popen(
@@ -295,10 +292,10 @@ def test_interpreter_interrupt_one_traceback():
         os.killpg(process.pid, 0)
 
 
-def test_interpreter_workers_without_jax(two_ranks: Mesh) -> None:
+def test_interpreter_workers_without_jax(two_ranks):
     """An import of JAX is slow, and an interrupt of it aborts."""
 
-    def fn(x: jax.Array, ids: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+    def fn(x, ids, gate_up, down):
         weights = jnp.ones(ids.shape, jnp.float32)
         return jax_ep.moe(x, ids, weights, gate_up, down, num_experts=2, implementation="triton")
 
@@ -311,7 +308,7 @@ def test_interpreter_workers_without_jax(two_ranks: Mesh) -> None:
     assert not any("jaxlib" in mapped for mapped in maps)
 
 
-def test_interpreter_worker_interrupt_handling(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpreter_worker_interrupt_handling(monkeypatch):
     """SIGINT ends the kernel of a launch once, also if it arrives before the kernel starts, and no later launch."""
     runner = worker.Runner(types.SimpleNamespace(aborted=-1), worker.Memory(), 0)
     runner.interrupt(signal.SIGINT, None)  # No kernel is running.

@@ -1,15 +1,12 @@
 """Every kernel through jax-triton, which compiles them also on machines without GPUs."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -48,32 +45,32 @@ SUMS_IN_PRODUCT = {"low_latency_gemm_combine.low_latency_gemm_combine"}
 TOKENS = Array((T, H), BF16), Array((T, K), I32), Array((T, K), F32)
 
 
-def layer(matrices: Any = None, *, num_local: int = E // 2) -> tuple[Any, ...]:
+def layer(matrices=None, *, num_local=E // 2):
     """Return arguments of `moe` for one rank."""
     shapes = Array((num_local, H, 2 * INNER), BF16), Array((num_local, INNER, H), BF16)
     return *TOKENS, *(shapes if matrices is None else (jax.eval_shape(matrices, w) for w in shapes))
 
 
-def gradient(fn: Callable[..., Any], *wanted: int) -> Callable[..., Any]:
+def gradient(fn, *wanted):
     return jax.grad(lambda *args: fn(*args).astype(F32).sum(), argnums=wanted)
 
 
-def moe(**options: Any) -> Callable[..., Any]:
+def moe(**options):
     return partial(jax_ep.moe, num_experts=E, **TRITON, **options)
 
 
-def low_latency(x: Any, ids: Any, weights: Any, *matrices: Any, **options: Any) -> Any:
+def low_latency(x, ids, weights, *matrices, **options):
     options |= {"num_experts": E, "max_tokens_per_rank": T}
     return jax_ep.low_latency_moe(x, ids, weights, *matrices, **options, **TRITON)
 
 
-def low_latency_apart(x: Any, ids: Any, weights: Any) -> Any:
+def low_latency_apart(x, ids, weights):
     arrived = jax_ep.low_latency_dispatch(x, ids, num_experts=E, max_tokens_per_rank=T, **TRITON)
     values = arrived.tokens[0] if isinstance(arrived.tokens, tuple) else arrived.tokens
     return jax_ep.low_latency_combine(values.astype(BF16), ids, weights, arrived.handle, **TRITON)
 
 
-def quantized(expert_format: str, **options: Any) -> Callable[..., Any]:
+def quantized(expert_format, **options):
     return partial(quantize, format=expert_format, **options)
 
 
@@ -131,12 +128,12 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], set[str]]] = {
 }
 
 
-def named(kernel: Kernel) -> str:
+def named(kernel):
     return f"{kernel.path.stem}.{kernel.name}"
 
 
 @pytest.fixture(scope="module")
-def mesh() -> Iterator[jax.sharding.Mesh]:
+def mesh():
     """Two ranks whose kernels are launched through jax-triton."""
     jax_ep.finalize()
     mesh = harness.make_mesh((2,), (harness.EXPERT,))
@@ -146,18 +143,18 @@ def mesh() -> Iterator[jax.sharding.Mesh]:
 
 
 @pytest.fixture
-def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_hopper(monkeypatch):
     device = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0", core_count=132)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
 
 
 @pytest.fixture
-def launched(mesh: jax.sharding.Mesh, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+def launched(mesh, monkeypatch):
     """Record kernels that are launched through jax-triton from now on."""
     found: set[str] = set()
 
-    def record(kernel: Kernel, *arguments: Any, **options: Any) -> Any:
+    def record(kernel, *arguments, **options):
         found.add(named(kernel))
         return launch(kernel, *arguments, **options)
 
@@ -168,12 +165,12 @@ def launched(mesh: jax.sharding.Mesh, monkeypatch: pytest.MonkeyPatch) -> set[st
 
 
 @pytest.fixture
-def compiled(mesh: jax.sharding.Mesh, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def compiled(mesh, monkeypatch):
     """Record the PTX of kernels that jax-triton compiles from now on; it caches those of earlier tests."""
     library = sys.modules["jax_triton.triton_lib"].triton_kernel_call_lib
     make, found = library.TritonKernel, list[str]()
 
-    def record(name: str, num_warps: int, num_ctas: int, shared: int, ptx: str, *rest: Any) -> Any:
+    def record(name, num_warps, num_ctas, shared, ptx, *rest):
         found.append(ptx)
         return make(name, num_warps, num_ctas, shared, ptx, *rest)
 
@@ -181,7 +178,7 @@ def compiled(mesh: jax.sharding.Mesh, monkeypatch: pytest.MonkeyPatch) -> list[s
     return found
 
 
-def assemble(ptx: str, folder: Path) -> str:
+def assemble(ptx, folder):
     """Return the assembler's report."""
     import triton
 
@@ -191,16 +188,14 @@ def assemble(ptx: str, folder: Path) -> str:
     return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True).stdout
 
 
-def lower(fn: Callable[..., Any], mesh: jax.sharding.Mesh, arguments: Any) -> Any:
+def lower(fn, mesh, arguments):
     """Lower a per-rank function for CUDA devices."""
     stacked = jax.tree.map(lambda x: Array((mesh.size, *x.shape), x.dtype), arguments)
     return jax.jit(harness.per_rank(fn, mesh)).trace(*stacked).lower(lowering_platforms=("cuda",))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_jax_triton_kernels(
-    name: str, mesh: jax.sharding.Mesh, launched: set[str], compiled: list[str], on_hopper: None, tmp_path: Path
-) -> None:
+def test_jax_triton_kernels(name, mesh, launched, compiled, on_hopper, tmp_path):
     fn, arguments, kernels = CASES[name]
     text = lower(fn, mesh, arguments).as_text()
     assert "@triton_kernel_call_ffi" in text and "@jax_ep_launch_kernel" not in text
@@ -211,18 +206,18 @@ def test_jax_triton_kernels(
         assert re.findall(r"(\d+) bytes spill stores", report) == ["0"], report
 
 
-def test_jax_triton_in_place_counters(mesh: jax.sharding.Mesh, launched: set[str], on_hopper: None) -> None:
+def test_jax_triton_in_place_counters(mesh, launched, on_hopper):
     """XLA must know about in-place updates: the initial zeros may be a constant."""
     fn, arguments, _ = CASES["one launch"]
     calls = [line for line in lower(fn, mesh, arguments).as_text().splitlines() if "@triton_kernel_call_ffi" in line]
     assert ["output_operand_aliases = [#" in line for line in calls].count(True) == 1
 
 
-def test_jax_triton_transformations(mesh: jax.sharding.Mesh, launched: set[str], on_hopper: None) -> None:
+def test_jax_triton_transformations(mesh, launched, on_hopper):
     """Layers in a scan, each recomputed in the backward pass, and a launch per element of a batch."""
     x, ids, weights, w_gate_up, w_down = layer()
 
-    def layers(x: Any, ids: Any, weights: Any, *matrices: Any) -> Any:
+    def layers(x, ids, weights, *matrices):
         body = jax.checkpoint(lambda x, w: (moe(schedule=SERIAL)(x, ids, weights, *w), None))
         return jax.lax.scan(body, x, matrices)[0]
 
@@ -235,7 +230,7 @@ def test_jax_triton_transformations(mesh: jax.sharding.Mesh, launched: set[str],
     assert text.count("@triton_kernel_call_ffi") == 1 and "stablehlo.while" in text
 
 
-def test_jax_triton_on_cpu_uses_interpreter(mesh: jax.sharding.Mesh, rng: np.random.Generator) -> None:
+def test_jax_triton_on_cpu_uses_interpreter(mesh, rng):
     lhs, rhs = rng.standard_normal((24, 16)).astype(BF16), rng.standard_normal((2, 16, 8)).astype(BF16)
     sizes = np.array([10, 14], np.int32)
     got = np.asarray(jax_ep.grouped_gemm(lhs, rhs, sizes, **TRITON), np.float64)
@@ -244,13 +239,10 @@ def test_jax_triton_on_cpu_uses_interpreter(mesh: jax.sharding.Mesh, rng: np.ran
     np.testing.assert_allclose(got, want, rtol=2e-2, atol=2e-2)
 
 
-# --- its dead-code rule -----------------------------------------------------------------------------------------------
-
-
-def use_of_one_result(x: Any) -> Any:
+def use_of_one_result(x):
     """Call jax-triton in two jitted functions: one uses one of two results, the other uses none."""
 
-    def call(x: Any) -> Any:
+    def call(x):
         options = {"grid": (1,), "compute_capability": 90, "backend_options": jax_triton._compiler_options(Config(1))}
         return package.triton_call(x, x, kernel=kernel, out_type=(x, x), **options)
 
@@ -260,7 +252,7 @@ def use_of_one_result(x: Any) -> Any:
 
 
 @pytest.fixture
-def rules() -> Iterator[dict[Any, Any]]:
+def rules():
     """JAX's dead-code rules, which the test may change."""
     rules = partial_eval.dce_rules
     saved = dict(rules)
@@ -269,14 +261,14 @@ def rules() -> Iterator[dict[Any, Any]]:
     rules.update(saved)
 
 
-def primitive() -> Any:
+def primitive():
     return importlib.import_module("jax_triton.triton_lib").triton_kernel_call_p
 
 
-def test_jax_triton_dce_rule_adapted(rules: dict[Any, Any]) -> None:
+def test_jax_triton_dce_rule_adapted(rules):
     """Dead-code elimination runs in jitted functions, in the bodies of scans, and with a Ref."""
 
-    def loss(x: Any) -> Any:
+    def loss(x):
         ref = jax.new_ref(x)
         carried, _ = jax.lax.scan(lambda c, _: (use_of_one_result(c), None), x, None, length=2)
         ref[...] = carried
@@ -291,31 +283,28 @@ def test_jax_triton_dce_rule_adapted(rules: dict[Any, Any]) -> None:
     assert rules[primitive()] is fixed, "a jax-triton that takes three arguments is left alone"
 
 
-# --- without jax-triton -----------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
-def no_context() -> Iterator[None]:
+def no_context():
     jax_ep.finalize()
     yield
     jax_ep.finalize()
 
 
-def test_launcher_unknown(no_context: None) -> None:
+def test_launcher_unknown(no_context):
     with pytest.raises(ValueError, match=r"launcher='pallas' is unknown, expected one of \('ffi', 'jax-triton'\)"):
         jax_ep.init(launcher="pallas")
     assert context.transport() is None, "a context was made"
 
 
-def test_jax_triton_missing(no_context: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jax_triton_missing(no_context, monkeypatch):
     monkeypatch.setitem(sys.modules, "jax_triton", None)
     with pytest.raises(ImportError, match=r"pip install '\.\[jax-triton\]', or leave launcher out"):
         jax_ep.init(launcher="jax-triton")
     assert context.transport() is None and context.launcher() == "ffi"
 
 
-def test_jax_triton_incompatible(no_context: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*arguments: Any, **options: Any) -> None:
+def test_jax_triton_incompatible(no_context, monkeypatch):
+    def fails(*arguments, **options):
         raise TypeError("its rule takes 2 positional arguments but 3 were given")
 
     package = types.ModuleType("jax_triton")
@@ -326,7 +315,7 @@ def test_jax_triton_incompatible(no_context: None, monkeypatch: pytest.MonkeyPat
     assert context.transport() is None and context.launcher() == "ffi"
 
 
-def test_jax_triton_result_descriptors_unsupported() -> None:
+def test_jax_triton_result_descriptors_unsupported():
     result = Descriptor(Array((64, 64), BF16), (16, 16))
     with pytest.raises(NotImplementedError, match=r"copy: .*jax-triton supports descriptors of operands only"):
         jax_triton.launch_kernel(
@@ -334,7 +323,7 @@ def test_jax_triton_result_descriptors_unsupported() -> None:
         )
 
 
-def test_launcher_change_drops_traces(no_context: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launcher_change_drops_traces(no_context, monkeypatch):
     """Jitted functions contain launches and must not outlive the choice."""
     monkeypatch.setattr(jax_triton, "check", lambda: None)
     seen = []

@@ -1,7 +1,5 @@
 """The launches of a dispatch with router weights: those for tokens, and none for weights alone."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 
@@ -9,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 import harness
 import jax_ep
@@ -23,12 +20,12 @@ W, T, K, E, H, INNER = 2, 6, 2, 4, 128, 128
 OPTIONS: dict[str, Any] = {"num_experts": E, "implementation": "triton"}
 
 
-def round_trip(x: Any, ids: Any, weights: Any, *_: Any) -> Any:
+def round_trip(x, ids, weights, *_):
     sent = jax_ep.dispatch(x, ids, weights, **OPTIONS)
     return jax_ep.combine(sent.tokens * sent.weights[:, None].astype(x.dtype), sent.handle, implementation="triton")
 
 
-def layer(**options: Any) -> Any:
+def layer(**options):
     schedule = {
         name: options.pop(name) for name in ("dispatch_mode", "combine_mode", "fuse_weight_gradients", "wire_dtype")
     }
@@ -58,14 +55,14 @@ PROGRAMS: dict[str, tuple[Any, dict[str, int], dict[str, int]]] = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.slow(unless={"name": ["dispatch, combine"]})
-def test_launch_counts_router_weights(name: str, two_ranks: Mesh, rng: np.random.Generator) -> None:
+def test_launch_counts_router_weights(name, two_ranks, rng):
     fn, forward, both = PROGRAMS[name]
     ids = np.argsort(rng.random((W, T, E)), axis=2)[:, :, :K].astype(np.int32)
     weights = rng.random((W, T, K)).astype(np.float32)
     shapes = ((W, T, H), (W, E // W, H, 2 * INNER), (W, E // W, INNER, H))
     x, gate_up, down = (rng.normal(size=shape).astype(BF16) for shape in shapes)
 
-    def both_passes(x: Any, ids: Any, *others: Any) -> Any:
+    def both_passes(x, ids, *others):
         y, pull = jax.vjp(lambda x, *others: fn(x, ids, *others), x, *others)
         return y, pull(jnp.ones_like(y))
 

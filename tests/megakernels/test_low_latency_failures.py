@@ -4,14 +4,11 @@ Worker processes stage the states of ranks: one is stopped before a kernel, and 
 reached the required state. So the outcome does not depend on the machine's speed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re
 import signal
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,7 +17,6 @@ import numpy as np
 import pytest
 import test_low_latency_gemm_kernels as gemm_kernels
 import test_low_latency_kernels as kernels
-from jax.sharding import Mesh
 from test_interpreter_failures import STOPPED, until
 
 import harness
@@ -40,7 +36,7 @@ CASES = [
 POISON = 0x01
 
 
-def choose(way: str, patch: pytest.MonkeyPatch) -> None:
+def choose(way, patch):
     comparisons, rows = kernels.WAYS[way]
     patch.setattr(low_latency, "_MOST_COMPARISONS", comparisons)
     patch.setattr(low_latency, "_MOST_ROWS", rows)
@@ -49,7 +45,7 @@ def choose(way: str, patch: pytest.MonkeyPatch) -> None:
 class Program:
     """A program with the kernel, compiled for the current context."""
 
-    def __init__(self, name: str, mesh: Mesh, rng: np.random.Generator) -> None:
+    def __init__(self, name, mesh, rng):
         self._is_fused = name == "low_latency_gemm_combine"
         if self._is_fused:
             self._problem: Any = gemm_kernels.Problem(rng, "uniform", 2)
@@ -58,7 +54,7 @@ class Program:
             self._problem = kernels.Problem(rng, "uniform", 2, kernels.SHAPE, 7)
             self._call = harness.compiled(kernels.round_trip(kernels.SHAPE, 7), mesh)
 
-    def run(self) -> None:
+    def run(self):
         """Run the program, and fail unless the results are right."""
         results = self._call(*self._problem.args)
         self._problem.check(results) if self._is_fused else self._problem.check(*results)
@@ -67,7 +63,7 @@ class Program:
 class Stage:
     """Run an action in worker 1 before its next launch of a kernel, and record the results of launches."""
 
-    def __init__(self, name: str, before: Callable[[interpreter.Pool], None], patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, name, before, patch):
         self.pool: interpreter.Pool = context.heap("test")._memory.pool
         self.results: dict[int, list[np.ndarray]] = {}
         self._name, self._before = name, before
@@ -75,8 +71,8 @@ class Stage:
             worker = self.pool._workers[index]
             patch.setattr(worker, "run", self._staged(worker.run, index))
 
-    def _staged(self, run: Callable[..., list[bytes]], index: int) -> Callable[..., list[bytes]]:
-        def staged(launch: interpreter.Launch, *args: Any) -> list[bytes]:
+    def _staged(self, run, index):
+        def staged(launch, *args):
             if launch.function != self._name:
                 return run(launch, *args)
             if index == 1:
@@ -92,18 +88,18 @@ class Stage:
 DTYPES = {"i32": np.dtype(np.int32), "fp32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
 
 
-def state(pool: interpreter.Pool) -> int:
+def state(pool):
     """Return the activity of worker 0."""
     return int(pool._activity[0][activity.STATE])
 
 
-def stopped_until(wanted: int, then: int) -> Callable[[interpreter.Pool], None]:
+def stopped_until(wanted, then):
     """Stop worker 1 until worker 0 reaches a state, then send a signal."""
 
-    def before(pool: interpreter.Pool) -> None:
+    def before(pool):
         pid = pool._workers[1].process.pid
 
-        def resume() -> None:
+        def resume():
             until(lambda: state(pool) == wanted)
             os.kill(pid, then)
 
@@ -113,14 +109,14 @@ def stopped_until(wanted: int, then: int) -> Callable[[interpreter.Pool], None]:
     return before
 
 
-def believe_in_other_launches(pool: interpreter.Pool) -> None:
+def believe_in_other_launches(pool):
     """Make rank 1 take part in another launch than rank 0, so that neither reaches the other's."""
     heap = context.heap("test")
     harness.words_of(heap, heap.buffers, 1)[64 + heap.layout.num_devices] += 2
 
 
 @pytest.mark.slow
-def test_low_latency_late_peer(two_ranks: Mesh, rng: Any, monkeypatch: pytest.MonkeyPatch, subtests: Any) -> None:
+def test_low_latency_late_peer(two_ranks, rng, monkeypatch, subtests):
     for name, way in CASES:
         with subtests.test(f"{name}, {way}"), monkeypatch.context() as patch:
             choose(way, patch)
@@ -131,7 +127,7 @@ def test_low_latency_late_peer(two_ranks: Mesh, rng: Any, monkeypatch: pytest.Mo
             assert sorted(stage.results) == [0, 1]
 
 
-def check_story(name: str, story: str) -> None:
+def check_story(name, story):
     """Check that the message names the operation and both ranks; each may have waited for the other."""
     match = re.search(r"rank (\d+) timed out after 1 s in (\w+) .*waiting for rank (\d+)", story)
     assert match, story
@@ -146,16 +142,7 @@ EITHER += [pytest.param(*case, "never", marks=pytest.mark.slow) for case in CASE
 
 @pytest.mark.parametrize(("name", "way", "how"), EITHER)
 @pytest.mark.slow(unless={"name": ["low_latency_dispatch"], "way": ["few tokens"]})
-def test_low_latency_missing_peer(
-    name: str,
-    way: str,
-    how: str,
-    two_impatient_ranks: Mesh,
-    rng: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    after_failures: None,
-    caplog: Any,
-) -> None:
+def test_low_latency_missing_peer(name, way, how, two_impatient_ranks, rng, monkeypatch, after_failures, caplog):
     """Results of the launches must not look valid; the interpreter detects writes out of bounds."""
     choose(way, monkeypatch)
     program, heap = Program(name, two_impatient_ranks, rng), context.heap("test")
@@ -184,7 +171,7 @@ def test_low_latency_missing_peer(
             assert np.isnan(result.astype(np.float32)).all()
 
 
-def outcome(call: Callable[[], None]) -> str:
+def outcome(call):
     """Return the text of the error that a call raises; wrong results are an error only if no failure was reported."""
     try:
         call()
@@ -197,9 +184,7 @@ def outcome(call: Callable[[], None]) -> str:
 
 @pytest.mark.parametrize(("name", "way"), [case for case in CASES if case[1] == "few tokens"])
 @pytest.mark.slow(unless={"name": ["low_latency_combine"]})
-def test_low_latency_killed_peer(
-    name: str, way: str, two_ranks: Mesh, rng: Any, monkeypatch: pytest.MonkeyPatch, after_failures: None
-) -> None:
+def test_low_latency_killed_peer(name, way, two_ranks, rng, monkeypatch, after_failures):
     choose(way, monkeypatch)
     program = Program(name, two_ranks, rng)
     program.run()

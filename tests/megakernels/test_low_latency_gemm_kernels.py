@@ -1,9 +1,5 @@
 """The fused GEMM + combine kernel: one launch, any number of programs, interleaved launches, failures."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +11,7 @@ import jax_ep
 import oracle_serving
 from cases import BF16, Shape, integers
 from jax_ep.megakernels import launch, low_latency, masked, requirements
+from jax_ep.ops.moe_low_latency import low_latency_gemm_combine
 from routings import ROUTINGS
 
 SHAPE = Shape(num_tokens=6, top_k=3, num_experts=8, hidden=24, intermediate=16)
@@ -22,12 +19,12 @@ OPTIONS = {"implementation": "triton"}
 
 
 @pytest.fixture
-def mesh(two_ranks: Mesh) -> Mesh:
+def mesh(two_ranks):
     return two_ranks
 
 
 class Problem:
-    def __init__(self, rng: np.random.Generator, routing: str, num_ranks: int, shape: Shape = SHAPE) -> None:
+    def __init__(self, rng, routing, num_ranks, shape=SHAPE):
         self.ids = ROUTINGS[routing](rng, num_ranks, shape)
         self.valid = (self.ids >= 0) & (self.ids < shape.num_experts)
         self.weights = integers(rng, *self.ids.shape)
@@ -37,24 +34,22 @@ class Problem:
         self.rhs = integers(rng, num_ranks, local, shape.hidden, shape.intermediate, dtype=BF16)
 
     @property
-    def args(self) -> tuple[np.ndarray, ...]:
+    def args(self):
         return self.ids, np.where(self.valid, self.weights, np.float32(np.nan)), self.lhs, self.rhs
 
-    def check(self, got: np.ndarray) -> None:
+    def check(self, got):
         y = np.stack([oracle_serving.masked_grouped_gemm(*rank) for rank in zip(self.lhs, self.rhs, strict=True)])
         want = oracle_serving.low_latency_combine(y, self.ids, np.where(self.valid, self.weights, 0), self.lay)
         np.testing.assert_array_equal(got, want)
 
 
-def fused(shape: Shape = SHAPE) -> Any:
+def fused(shape=SHAPE):
     def fn(ids, weights, lhs, rhs):
         x = jnp.zeros((shape.num_tokens, 8), jnp.bfloat16)
         sizes = {"num_experts": shape.num_experts, "max_tokens_per_rank": shape.num_tokens, "quantize": False}
         d = jax_ep.low_latency_dispatch(x, ids, **sizes, **OPTIONS)
         arguments = (lhs, jnp.swapaxes(rhs, 1, 2), d.group_sizes, ids, weights, d.handle)
-        return jax_ep.ops.moe_low_latency.low_latency_gemm_combine(
-            *arguments, preferred_element_type=jnp.float32, **OPTIONS
-        )
+        return low_latency_gemm_combine(*arguments, preferred_element_type=jnp.float32, **OPTIONS)
 
     return fn
 
@@ -62,7 +57,7 @@ def fused(shape: Shape = SHAPE) -> Any:
 @pytest.mark.parametrize("programs", [1, 2, 5])
 @pytest.mark.slow(unless={"programs": [2]})
 def test_low_latency_gemm_one_launch_any_num_programs(monkeypatch, mesh, rng, programs):
-    def no_product(*_: Any, **__: Any) -> Any:
+    def no_product(*_, **__):
         raise AssertionError("a separate GEMM")
 
     monkeypatch.setattr(masked, "launch", no_product)

@@ -1,9 +1,5 @@
 """The low-latency kernels: every routing with both algorithms, the halves of the area, its growth, and failures."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +9,7 @@ from jax.sharding import Mesh
 import harness
 import jax_ep
 import oracle_serving
-from cases import BF16, Shape, assert_same_bits, integers, reals
+from cases import BF16, FP8_WIRE, Shape, assert_same_bits, integers, reals
 from jax_ep import context
 from jax_ep.megakernels import low_latency
 from routings import ROUTINGS
@@ -22,11 +18,11 @@ SHAPE = Shape(num_tokens=7, top_k=3, num_experts=8, hidden=16)
 
 
 @pytest.fixture
-def mesh(two_ranks: Mesh) -> Mesh:
+def mesh(two_ranks):
     return two_ranks
 
 
-def round_trip(shape: Shape, max_tokens: int) -> Any:
+def round_trip(shape, max_tokens):
     options = {"num_experts": shape.num_experts, "max_tokens_per_rank": max_tokens, "quantize": False}
 
     def fn(x, ids, weights, y):
@@ -39,7 +35,7 @@ def round_trip(shape: Shape, max_tokens: int) -> Any:
 class Problem:
     """Inputs of one round trip, and its expected results."""
 
-    def __init__(self, rng: np.random.Generator, routing: str, num_ranks: int, shape: Shape, max_tokens: int) -> None:
+    def __init__(self, rng, routing, num_ranks, shape, max_tokens):
         self.ids = ROUTINGS[routing](rng, num_ranks, shape)
         self.weights = integers(rng, *self.ids.shape)
         # The weights of assignments without an expert are ignored.
@@ -51,10 +47,10 @@ class Problem:
         self.y = np.where((self.lay.token < 0)[..., None], np.array(np.nan, BF16), y)
 
     @property
-    def args(self) -> tuple[np.ndarray, ...]:
+    def args(self):
         return self.x, self.ids, self.weights, self.y
 
-    def check(self, d: Any, back: np.ndarray) -> None:
+    def check(self, d, back):
         lay, real = self.lay, self.lay.token >= 0
         assert_same_bits(d.tokens[real], oracle_serving.low_latency_gather(self.x, lay)[real], "tokens")
         assert_same_bits(d.group_sizes, lay.group_sizes, "group_sizes")
@@ -68,7 +64,7 @@ class Problem:
         want = oracle_serving.low_latency_combine(self.y, self.ids, weights, lay)
         np.testing.assert_array_equal(back.astype(np.float64), want)
 
-    def assignment_to_row(self) -> np.ndarray:
+    def assignment_to_row(self):
         num_ranks, _, top_k = self.ids.shape
         rows = np.full((num_ranks, num_ranks, self.max_tokens, top_k), -1, np.int32)
         for source, token, k in np.ndindex(*self.ids.shape):
@@ -107,7 +103,7 @@ def test_low_latency_kernels_fp8_and_float32(monkeypatch, mesh, rng, way, quanti
     monkeypatch.setattr(low_latency, "_MOST_ROWS", rows)
     shape = Shape(5, 3, 4, 384)
     options = {"num_experts": shape.num_experts, "max_tokens_per_rank": 5, "quantize": quantize}
-    wire = {"schedule": jax_ep.Schedule(wire_dtype=jnp.float8_e4m3fn)} if quantize else {}
+    wire = {"schedule": FP8_WIRE} if quantize else {}
 
     def fn(x, ids, weights, y):
         def run(name):
@@ -180,9 +176,7 @@ def test_low_latency_kernels_fixed_heap():
     needed = 2_110_000
     for name in ("dispatch", "combine"):  # Each has buffers of its size.
         jax_ep.init(mesh, transport="shared_memory", heap_bytes=needed)
-        with pytest.raises(
-            ValueError, match=rf"low_latency_{name}: .*heap_bytes={needed} per device.*needs \d+"
-        ) as failure:
+        with pytest.raises(ValueError, match=rf"low_latency_{name}: .*heap_bytes={needed} per device") as failure:
             call(*problem.args)
         needed = int(str(failure.value).split("but this call needs ")[1].split(";")[0])
         jax_ep.finalize()

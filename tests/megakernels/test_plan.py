@@ -3,12 +3,8 @@
 Also on GPUs that one process drives.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +18,6 @@ import jax_ep
 from jax_ep import context
 from jax_ep.core import layout as rows
 from jax_ep.core.mesh_axes import varying_axes
-from jax_ep.heap.symmetric import SymmetricHeap
 from jax_ep.megakernels import exchange, launch
 from jax_ep.types import Handle, Layout, Options
 
@@ -34,7 +29,7 @@ TRANSPORT = "shared_memory" if jax.default_backend() == "cpu" else None
 
 
 @pytest.fixture(scope="module")
-def heaps() -> Iterator[None]:
+def heaps():
     """A context whose mesh, of four devices, is known to programs on four ranks; other programs compute their group."""
     jax_ep.finalize()
     jax_ep.init(harness.make_mesh((4,), (EXPERT,)), transport=TRANSPORT)
@@ -43,13 +38,13 @@ def heaps() -> Iterator[None]:
 
 
 @pytest.fixture
-def fresh() -> Iterator[None]:
+def fresh():
     jax_ep.finalize()
     yield
     jax_ep.finalize()
 
 
-def planner(layout: Layout) -> Callable[..., Any]:
+def planner(layout):
     """Return the fields of the handles of all ranks."""
     mesh = harness.make_mesh((layout.num_ranks,), (EXPERT,))
 
@@ -61,7 +56,7 @@ def planner(layout: Layout) -> Callable[..., Any]:
     return harness.compiled(fn, mesh)
 
 
-def check(layout: Layout, ids: np.ndarray, call: Callable[..., Any] | None = None) -> None:
+def check(layout, ids, call=None):
     got = (call or planner(layout))(ids)
     for rank in range(layout.num_ranks):
         num_invalid = rows.count_invalid(jnp.asarray(ids[rank]), layout.num_experts)
@@ -72,7 +67,7 @@ def check(layout: Layout, ids: np.ndarray, call: Callable[..., Any] | None = Non
             np.testing.assert_array_equal(field[rank], expected, f"{name} of rank {rank}, {layout}")
 
 
-def routings(rng: np.random.Generator, layout: Layout) -> dict[str, np.ndarray]:
+def routings(rng, layout):
     """Draw ids `[W, T, K]`, from arbitrary 32-bit values to a single expert."""
     shape = (layout.num_ranks, layout.num_tokens, layout.top_k)
     uniform = rng.integers(0, layout.num_experts, shape, dtype=np.int32)
@@ -82,7 +77,7 @@ def routings(rng: np.random.Generator, layout: Layout) -> dict[str, np.ndarray]:
     return {"one expert": last, "hostile": mixed}
 
 
-def random_layout(rng: np.random.Generator, num_ranks: int) -> Layout:
+def random_layout(rng, num_ranks):
     """Draw odd sizes, and a capacity that is sufficient, too small, or far too large."""
     experts, tokens, top_k = num_ranks * int(rng.integers(1, 20)), int(rng.integers(1, 100)), int(rng.integers(1, 8))
     alignment = int(rng.choice([1, 1, 3, 16]))
@@ -162,9 +157,6 @@ def test_plan_kernel_ignores_heap_content(heaps, rng):
             np.testing.assert_array_equal(a, b)
 
 
-# --- the group --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("axis", [("expert",), ("data", "expert"), ("b", "data"), ("b",)], ids="-".join)
 @pytest.mark.slow(unless={"axis": [("data", "expert")], "check_vma": [True]})
@@ -214,7 +206,7 @@ def test_plan_kernel_replicated_results(fresh):
     np.testing.assert_array_equal(np.asarray(row_to_assignment), np.stack(want))
 
 
-def received(heap: SymmetricHeap) -> np.ndarray:
+def received(heap):
     """Return the data areas of two ranks, or nothing if this process cannot access them."""
     if TRANSPORT is None:
         return np.empty(0)

@@ -1,11 +1,6 @@
 """GEMMs between dispatch and combine use the fastest kernel."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
-import numpy as np
 import pytest
 
 import facts_of
@@ -30,9 +25,7 @@ REFUSAL = requirements.unsupported_reason(facts_of.gemm(BF16), Options("moe", ()
         (2048, "cpu", None, "triton"),
     ],
 )
-def test_gemm_choice_fastest_kernel(
-    rows: int, platform: str, lacking: str | None, wanted: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gemm_choice_fastest_kernel(rows, platform, lacking, wanted, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     monkeypatch.setattr(requirements, "missing", lambda: lacking)
     monkeypatch.setattr(triton, "unsupported_reason", lambda *_: None)
@@ -46,15 +39,13 @@ def test_gemm_choice_fastest_kernel(
 @pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
 @pytest.mark.parametrize("mode", ["serial", "fused"])
 @pytest.mark.slow
-def test_gemm_choice_activation_follows_gemm(
-    mode: str, two_ranks: jax.sharding.Mesh, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gemm_choice_activation_follows_gemm(mode, two_ranks, rng, monkeypatch):
     """If the GEMM is a separate launch without gradients."""
     monkeypatch.setattr(requirements, "is_preferred", lambda facts: isinstance(facts, GemmFacts))
     monkeypatch.setattr(Options, "alone", True)  # so that it runs on the CPU
     launched, launch = [], gemm_activation.gemm_activation
 
-    def note(experts: jax_ep.Experts, rows: Any, *others: Any) -> Any:
+    def note(experts, rows, *others):
         launched.append(rows.shape)
         return launch(experts, rows, *others)
 
@@ -63,7 +54,7 @@ def test_gemm_choice_activation_follows_gemm(
     layer = Layer(rng, "some_without_expert", 2, shape, BF16)
     schedule = Schedule(dispatch_mode=mode, combine_mode="scatter")
 
-    def call(x: Any, topk_idx: Any, *others: Any) -> Any:
+    def call(x, topk_idx, *others):
         return jax_ep.moe(x, topk_idx, *others, num_experts=4, schedule=schedule, implementation="triton")
 
     assert_close(run(call, two_ranks, *layer.args), layer.oracle().forward(), "layer")

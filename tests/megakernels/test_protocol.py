@@ -1,13 +1,8 @@
 """Safety of kernels of several ranks: bounded waits, errors after a failure, heaps of a given size, invalid ids."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 import harness
 import jax_ep
@@ -18,14 +13,14 @@ OPTIONS = {"num_experts": E, "implementation": "triton"}
 
 
 @pytest.fixture
-def mesh() -> Iterator[Mesh]:
+def mesh():
     """Two ranks without a context, before the test and after it."""
     jax_ep.finalize()
     yield harness.make_mesh((W,), (harness.EXPERT,))
     jax_ep.finalize()
 
 
-def inputs(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def inputs(seed=0):
     rng = np.random.default_rng(seed)
     return rng.normal(size=(W, T, H)).astype(np.float32), rng.integers(0, E, size=(W, T, K), dtype=np.int32)
 

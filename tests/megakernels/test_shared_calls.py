@@ -1,9 +1,6 @@
 """The launches of a program share one check of the status record and one table of addresses."""
 
-from __future__ import annotations
-
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,36 +15,36 @@ LAYERS = 3
 
 
 @pytest.fixture
-def mesh(two_ranks: jax.sharding.Mesh) -> jax.sharding.Mesh:
+def mesh(two_ranks):
     return two_ranks
 
 
-def low_latency(x: Any, ids: Any, weights: Any) -> Any:
+def low_latency(x, ids, weights):
     d = jax_ep.low_latency_dispatch(
         x, ids, num_experts=4, max_tokens_per_rank=4, quantize=False, implementation="triton"
     )
     return jax_ep.low_latency_combine(d.tokens, ids, weights, d.handle, implementation="triton")
 
 
-def throughput(x: Any, ids: Any, weights: Any) -> Any:
+def throughput(x, ids, weights):
     d = jax_ep.dispatch(x, ids, weights, num_experts=4, implementation="triton")
     return jax_ep.combine(d.tokens * d.weights[:, None], d.handle, implementation="triton")
 
 
-def unrolled(layer: Any, x: Any, *routing: Any) -> Any:
+def unrolled(layer, x, *routing):
     for _ in range(LAYERS):
         x = layer(x, *routing)
     return x
 
 
-def scanned(layer: Any, x: Any, *routing: Any) -> Any:
+def scanned(layer, x, *routing):
     return jax.lax.scan(lambda x, _: (layer(x, *routing), None), x, None, length=LAYERS)[0]
 
 
 @pytest.mark.parametrize("layer", [low_latency, throughput])
 @pytest.mark.parametrize("loop", [unrolled, scanned])
 @pytest.mark.slow(unless={"loop": [scanned]})
-def test_custom_calls_shared_per_program(layer: Any, loop: Any, mesh: jax.sharding.Mesh) -> None:
+def test_custom_calls_shared_per_program(layer, loop, mesh):
     """A check runs on the host: between two launches it would split their CUDA graph."""
     fn = jax.jit(harness.per_rank(lambda *arguments: loop(layer, *arguments), mesh))
     arguments = np.ones((2, 4, 64), np.float32), np.ones((2, 4, 2), np.int32), np.ones((2, 4, 2), np.float32)

@@ -1,7 +1,5 @@
 """Overhead of traces in kernels: none if disabled, and no change to wide accesses or loops if enabled."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import pickle
@@ -9,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +43,7 @@ CASES: dict[str, Callable[[], None]] = {
 
 
 @pytest.fixture(scope="module")
-def without_traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[bytes]]:
+def without_traces(tmp_path_factory):
     """Start a compiler for kernels without their trace lines."""
     folder = tmp_path_factory.mktemp("without_traces")
     shutil.copytree(PACKAGE, folder / "jax_ep", ignore=shutil.ignore_patterns("*.so", "csrc", "__pycache__"))
@@ -67,13 +65,13 @@ def without_traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subproc
         server.stdin.close()
 
 
-def instructions(ptx: str) -> list[str]:
+def instructions(ptx):
     """Return a kernel's instructions without source locations."""
     lines = (line.split("//")[0].strip() for line in ptx.partition("\t.section")[0].splitlines())
     return [line for line in lines if line and not line.startswith((".loc", ".file", "$L__tmp", "$L__func"))]
 
 
-def depths(ptx: str) -> list[int]:
+def depths(ptx):
     """Return the loop depth of each matmul, in order."""
     found, depth = [], 0
     for line in ptx.splitlines():
@@ -87,23 +85,22 @@ def depths(ptx: str) -> list[int]:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.slow
-def test_trace_ptx_overhead(
-    name: str, without_traces: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
+def test_trace_ptx_overhead(name, without_traces, monkeypatch, request):
     if not name.startswith("low-latency"):
         request.getfixturevalue("on_h200")
     requests: list[list[Any]] = []
     built: dict[bool, dict[str, Any]] = {}
     traced = True
 
-    def build(module: str, function: str, types: Any, constants: Any, *options: Any) -> dict[str, Any]:
+    compile_kernel = compiling.build
+
+    def build(module, function, types, constants, *options):
         heap = dataclasses.replace(constants["HEAP"], traced=traced)
         requests.append([module, function, types, constants | {"HEAP": heap}, *options])
-        built[traced] = compiling.build(*requests[-1])
+        built[traced] = compile_kernel(*requests[-1])
         return built[traced]
 
-    for module in (rows, fused, decode, masked):
-        monkeypatch.setattr(module, "build", build)
+    monkeypatch.setattr(compiling, "build", build)
     CASES[name]()  # The checks of the kernel's own test hold for both.
     traced = False
     CASES[name]()

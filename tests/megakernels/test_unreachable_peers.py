@@ -1,15 +1,10 @@
 """Devices marked as two machines: kernels inside each, XLA's collectives between them, and no access across."""
 
-from __future__ import annotations
-
 import functools
 import re
-from collections.abc import Iterator
-from typing import Any
 
 import jax
 import pytest
-from jax.sharding import Mesh
 
 import jax_ep
 from cases import BASE
@@ -24,7 +19,7 @@ REASON = "ranks of the axes {} span several of the 2 processes"
 
 
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[Mesh]:
+def nodes():
     """Two nodes of two devices, whose tables lack the addresses of the other node."""
     if jax.default_backend() != "cpu" or jax.process_count() > 1:
         pytest.skip("marks CPU devices of one process")
@@ -33,7 +28,7 @@ def nodes() -> Iterator[Mesh]:
     everyone = jax.devices()
     machine_of = {device: number // 2 for number, device in enumerate(everyone)}
 
-    def domains(devices: Any, of_processes: bool) -> list[list[int]]:
+    def domains(devices, of_processes):
         found: dict[int, list[int]] = {}
         for place, device in enumerate(devices):
             found.setdefault(machine_of[device], []).append(place)
@@ -41,7 +36,7 @@ def nodes() -> Iterator[Mesh]:
 
     allocate = SharedMemory.allocate
 
-    def allocate_near(self: Any, num_bytes: int, function: str) -> dict[int, list[int]]:
+    def allocate_near(self, num_bytes, function):
         found = allocate(self, num_bytes, function)
         near = {number: number // 2 for number in found}
         return {
@@ -59,7 +54,7 @@ def nodes() -> Iterator[Mesh]:
         jax_ep.finalize()
 
 
-def layer(axis_name: Any, implementation: str | None, *arguments: Any) -> Any:
+def layer(axis_name, implementation, *arguments):
     options = {"num_experts": BASE.num_experts, "axis_name": axis_name, "implementation": implementation}
     return jax_ep.moe(*arguments, **options)
 
@@ -70,11 +65,11 @@ def layer(axis_name: Any, implementation: str | None, *arguments: Any) -> Any:
     ids=["flat", "the wrong way round"],
 )
 @pytest.mark.slow(unless={"axes": [("node", "expert")]})
-def test_unreachable_peers_exchange_unsupported(nodes: Mesh, rng: Any, axis_name: Any, axes: Any) -> None:
+def test_unreachable_peers_exchange_unsupported(nodes, rng, axis_name, axes):
     """With only `triton`, an error with the reason; otherwise `xla` is used."""
     problem, reason = Layer(rng, "uniform", 4, BASE), REASON.format(axes)
 
-    def lower(implementation: str | None) -> str:
+    def lower(implementation):
         fn = jax.shard_map(
             functools.partial(layer, axis_name, implementation),
             mesh=nodes,
@@ -88,7 +83,7 @@ def test_unreachable_peers_exchange_unsupported(nodes: Mesh, rng: Any, axis_name
     assert "all_to_all" in lower(None)
 
 
-def test_unreachable_peers_other_mesh(nodes: Mesh) -> None:
+def test_unreachable_peers_other_mesh(nodes):
     """Peer access is not known for this mesh."""
     other = make_mesh((4,), ("expert",))
     assert context.unreachable_reason(("expert",)) is not None

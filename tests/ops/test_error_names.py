@@ -1,7 +1,5 @@
 """Errors start with the function that the user called, whichever function detects the mistake."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from functools import partial
@@ -15,27 +13,19 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from jax_ep import sharding
-from mistakes import GOOD, INNER, E, H, K, T, array, f32, function, i32, trace
+from mistakes import GOOD, SIZES, array, f32, function, i32, trace
 
-BAD = {
-    "None": None,
-    "text": "text",
-    "list": [1, 2],
-    "negative": -1,
-    "huge": 2**40,
-    "vector": f32(3),
-    "four axes": f32(3, 2, 5, 7),
-    "integers": array(jnp.int8, T, H),
-    "empty": f32(0, 0),
-    "strings": np.array(["a"]),
-}
+T, K, E, _, H, INNER, _, _, _, _ = SIZES
+
+BAD = {"None": None, "text": "text", "list": [1, 2], "negative": -1, "huge": 2**40, "vector": f32(3)}
+BAD |= {"four axes": f32(3, 2, 5, 7), "integers": array(jnp.int8, T, H), "empty": f32(0, 0), "strings": np.array(["a"])}
 QUICK = ("text", "four axes")
 OURS = (TypeError, ValueError, NotImplementedError, OverflowError)
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in QUICK else pytest.mark.slow) for k in BAD])
 @pytest.mark.parametrize("name", GOOD)
-def test_error_names_every_argument(name: str, kind: str) -> None:
+def test_error_names_every_argument(name, kind):
     """Pass a bad value for each argument in turn; some are accepted."""
     wrong = {}
     for argument in inspect.signature(function(name)).parameters:
@@ -62,18 +52,13 @@ CHANGES: dict[str, tuple[int, Any]] = {
     "other results": (4, f32(E, INNER, H + 1)),
     "no array": (4, None),
 }
-OPTIONS: dict[str, Any] = {
-    "implementation": "numpy",
-    "recipe": "int2",
-    "preferred_element_type": "float7",
-    "schedule": 3,
-    "experts": "silu",
-}
+OPTIONS = {"implementation": "numpy", "recipe": "int2", "preferred_element_type": "float7", "schedule": 3}
+OPTIONS |= {"experts": "silu"}
 
 
 @pytest.mark.parametrize("kind", CHANGES)
 @pytest.mark.parametrize("name", ["fused_moe", "sharded_moe", "moe over nodes"])
-def test_error_names_layer_arrays(name: str, kind: str) -> None:
+def test_error_names_layer_arrays(name, kind):
     position, value = CHANGES[kind]
     arrays = list(GLOBAL)
     arrays[position] = value
@@ -82,11 +67,11 @@ def test_error_names_layer_arrays(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", ["fused_moe", "sharded_moe", "moe over nodes"])
-def test_error_names_layer_options(name: str, option: str) -> None:
+def test_error_names_layer_options(name, option):
     check(name, list(GLOBAL), **{option: OPTIONS[option]})
 
 
-def check(name: str, arrays: list[Any], **options: Any) -> None:
+def check(name, arrays, **options):
     """Call a layer by this name and check the start of its error."""
     if name == "sharded_moe":
         mesh = jax.make_mesh((4,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -103,7 +88,7 @@ def check(name: str, arrays: list[Any], **options: Any) -> None:
         jax.eval_shape(call, *arrays)
 
 
-def test_error_names_missing_derivative() -> None:
+def test_error_names_missing_derivative():
     """The error is found in the backward pass, after the call has returned."""
     layer = partial(jax_ep.fused_moe, recipe="fp8")
     x, idx, weights = jnp.ones((4, 128)), jnp.zeros((4, 1), jnp.int32), jnp.ones((4, 1))

@@ -1,6 +1,6 @@
 """Every argument that a caller can get wrong, the exception it raises, and its message."""
 
-import dataclasses
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -11,16 +11,7 @@ from mistakes import (
     FLOATING,
     FP8,
     GOOD,
-    INNER,
-    MAX_T,
-    E,
-    H,
-    K,
-    L,
-    N,
-    R,
-    T,
-    W,
+    SIZES,
     array,
     check,
     dispatch_handle,
@@ -30,14 +21,14 @@ from mistakes import (
     fp8_weights,
     i32,
     low_latency_handle,
-    number,
     positive,
     rank,
-    shape,
     size,
     trace,
     value,
 )
+
+T, K, E, W, H, INNER, N, MAX_T, L, R = SIZES
 
 DISPATCH = ["dispatch", "dispatch_grouped_gemm"]
 ROUTED_IN = [*DISPATCH, "moe"]
@@ -49,6 +40,7 @@ COMBINE = ["combine", "grouped_gemm_combine"]
 DIVISIBLE = "multiple|divi(de|sible)"
 NARROW = {"w": f32(L, 200, N), "w_gate_up": f32(L, 200, 2 * INNER), "w_down": f32(L, INNER, 200)}
 BESIDE = jax_ep.Schedule(fuse_weight_gradients=True)
+FP8_WIRE = {"schedule": jax_ep.Schedule(wire_dtype=FP8)}
 HALF_PAIR = (fp8(T, H), f32(T, 3))
 
 
@@ -63,155 +55,72 @@ DISPATCH_CASES = [
     *rank(TOKENS_IN, "x", f32(T), "T", "H"),
     *rank(TOKENS_IN, "x", f32(1, T, H), "T", "H"),
     *dtype(TOKENS_IN, "x", i32(T, H), FLOATING),
-    *value(
-        TOKENS_IN, "FP8 without scales", {"x": fp8(T, H)}, r"\bx\b", "float8_e4m3fn", "scales|cast", error=TypeError
-    ),
+    *value(TOKENS_IN, {"x": fp8(T, H)}, r"\bx\b; float8_e4m3fn; scales|cast", TypeError),
     # expert ids
     *rank([*TOKENS_IN, "moe_sort"], "topk_idx", i32(T), "T", "K"),
     *size(TOKENS_IN, "topk_idx", i32(T - 1, K), T - 1, T),
     *dtype([*TOKENS_IN, "moe_sort"], "topk_idx", f32(T, K), "int32"),
     *dtype([*TOKENS_IN, "moe_sort"], "topk_idx", array(jnp.bool_, T, K), "int32"),
-    *value([*TOKENS_IN, "moe_sort"], "K = 0", {"topk_idx": i32(T, 0)}, "topk_idx", shape(T, 0), "at least|positive"),
-    *value(DISPATCH, "neither ids nor handle", {"topk_idx": None}, "topk_idx", "handle", "pass|give"),
+    *value([*TOKENS_IN, "moe_sort"], {"topk_idx": i32(T, 0)}, f"topk_idx; ({T}, 0); at least|positive"),
+    *value(DISPATCH, {"topk_idx": None}, "topk_idx; handle; pass|give"),
     # weights of the router
-    *value(WEIGHTS_IN, "other weights", {"topk_weights": f32(T, 3)}, "topk_weights", shape(T, 3), shape(T, K)),
+    *value(WEIGHTS_IN, {"topk_weights": f32(T, 3)}, f"topk_weights; ({T}, 3); ({T}, {K})"),
     *dtype([*WEIGHTS_IN, "moe_sort"], "topk_weights", i32(T, K), "float32"),
-    *value(["moe", "fused_moe"], "no weights", {"topk_weights": None}, "topk_weights", "None", error=TypeError),
+    *value(["moe", "fused_moe"], {"topk_weights": None}, "topk_weights; None", TypeError),
     # experts
-    *value(
-        [*ROUTED_IN, "low_latency_dispatch"], "uneven experts", {"num_experts": 10}, number(10), number(W), DIVISIBLE
-    ),
+    *value([*ROUTED_IN, "low_latency_dispatch"], {"num_experts": 10}, f"10; {W}; {DIVISIBLE}"),
     *positive([*ROUTED_IN, "low_latency_dispatch", "moe_sort"], "num_experts"),
     # layout
     *positive(ROUTED_IN, "capacity"),
     *positive(DISPATCH, "alignment"),
-    *value(
-        DISPATCH, "capacity off the alignment", {"capacity": 100, "alignment": 16}, number(100), number(16), "multiple"
-    ),
+    *value(DISPATCH, {"capacity": 100, "alignment": 16}, "100; 16; multiple"),
     # wire
     *value(
         ["low_latency_dispatch", "low_latency_moe", "low_latency_gemm_combine"],
-        "FP8 wire of a schedule",
-        {"schedule": jax_ep.Schedule(wire_dtype=FP8)},
-        *("wire_dtype=float8_e4m3fn", "expected None", "quantize=True"),
+        FP8_WIRE,
+        "wire_dtype=float8_e4m3fn; expected None; quantize=True",
     ),
-    *value(
-        ROUTED_IN,
-        "FP8 wire and odd H",
-        NARROW | {"x": f32(T, 200), "schedule": jax_ep.Schedule(wire_dtype=FP8)},
-        *(number(200), number(128), DIVISIBLE, "unquanti[sz]ed|wire_dtype"),
-    ),
-    *value(
-        "combine",
-        "FP8 wire and odd H",
-        {"y": f32(R, 200), "schedule": jax_ep.Schedule(wire_dtype=FP8)},
-        *(number(200), number(128), DIVISIBLE, "unquanti[sz]ed|wire_dtype"),
-    ),
+    *value(ROUTED_IN, NARROW | FP8_WIRE | {"x": f32(T, 200)}, f"200; 128; {DIVISIBLE}; wire_dtype"),
+    *value("combine", FP8_WIRE | {"y": f32(R, 200)}, f"200; 128; {DIVISIBLE}; wire_dtype"),
     # FP8 pairs
-    *value(
-        ["dispatch", "low_latency_dispatch"], "other scales", {"x": HALF_PAIR}, number(3), number(H), "quantize_fp8"
-    ),
-    *value(
-        PAIRS_IN,
-        "a pair of float32 values",
-        {"x": (f32(T, H), f32(T, 2))},
-        *("float32", "float8_e4m3fn", "quantize_fp8"),
-        error=TypeError,
-    ),
+    *value(["dispatch", "low_latency_dispatch"], {"x": HALF_PAIR}, f"3; {H}; quantize_fp8"),
+    *value(PAIRS_IN, {"x": (f32(T, H), f32(T, 2))}, "float32; float8_e4m3fn; quantize_fp8", TypeError),
     *value(
         PAIRS_IN,
-        "three arrays",
         {"x": (fp8(T, H), f32(T, 2), f32(T, 2))},
-        *(r"\bx\b", number(3), r"\(values, scales\)"),
+        r"\bx\b; 3; \(values, scales\)",
         error=(TypeError, ValueError),
     ),
     # handles
-    *value(
-        DISPATCH,
-        "the handle of more tokens",
-        {"topk_idx": None, "topk_weights": None, "handle": dispatch_handle(num_tokens=11)},
-        *("handle", number(T), number(11)),
-    ),
-    *value(
-        DISPATCH,
-        "the handle of more experts",
-        {"topk_idx": None, "handle": dispatch_handle(num_experts=16)},
-        *("handle", number(E), number(16)),
-    ),
-    *value(
-        DISPATCH,
-        "the handle of a larger K",
-        {"topk_idx": None, "handle": dispatch_handle(top_k=3)},
-        *("handle|topk_weights", number(K), number(3)),
-    ),
-    *value(DISPATCH, "a string as handle", {"handle": "layout"}, "handle", "str", "dispatch", error=TypeError),
-    *value(COMBINE, "no handle", {"handle": None}, "handle", "None", "dispatch", error=TypeError),
-    *value(
-        "combine",
-        "a low-latency handle",
-        {"handle": low_latency_handle()},
-        *("handle", "LowLatencyHandle", r"\bdispatch|low_latency_combine"),
-        error=TypeError,
-    ),
-    *value(
-        "low_latency_combine",
-        "the handle of dispatch",
-        {"handle": dispatch_handle()},
-        *("handle", "LowLatencyHandle", r"\bdispatch|low_latency_dispatch"),
-        error=TypeError,
-    ),
+    *value(DISPATCH, {"topk_idx": None, "handle": dispatch_handle(num_tokens=11)}, f"handle; {T}; 11"),
+    *value(DISPATCH, {"topk_idx": None, "handle": dispatch_handle(num_experts=16)}, f"handle; {E}; 16"),
+    *value(DISPATCH, {"topk_idx": None, "handle": dispatch_handle(top_k=3)}, f"handle|topk_weights; {K}; 3"),
+    *value(DISPATCH, {"handle": "layout"}, "handle; str; dispatch", TypeError),
+    *value(COMBINE, {"handle": None}, "handle; None; dispatch", TypeError),
+    *value("combine", {"handle": low_latency_handle()}, "handle; LowLatencyHandle; dispatch|combine", TypeError),
+    *value("low_latency_combine", {"handle": dispatch_handle()}, "handle; LowLatencyHandle; dispatch", TypeError),
 ]
 
 IN_FP8 = {"lhs": fp8(20, H), "rhs": fp8_weights(3, H, N), "lhs_scales": f32(20, 2)}
 FP8_GEMM_CASES = [
+    *value("grouped_gemm", IN_FP8 | {"rhs": fp8_weights(3, 128, N)}, f"rhs; 128; {H}; G, K, N"),
+    *value("grouped_gemm", IN_FP8 | {"group_sizes": i32(7)}, "rhs; 3; 7; pass"),
+    *value("grouped_gemm", IN_FP8 | {"lhs": fp8(1, 20, H)}, f"lhs; (1, 20, {H}); M, K"),
+    *value("grouped_gemm", IN_FP8 | {"rhs": fp8_weights(H, N)}, f"rhs; ({H}, {N}); K, N"),
+    *value("grouped_gemm", IN_FP8 | {"rhs": f32(3, H, N)}, "rhs; float8_e4m3fn; QuantizedWeights; quantize", TypeError),
+    *value("grouped_gemm", IN_FP8 | {"lhs_scales": None}, "lhs_scales; None; (20, 2)", TypeError),
     *value(
         "grouped_gemm",
-        "another K in FP8",
-        IN_FP8 | {"rhs": fp8_weights(3, 128, N)},
-        *("rhs", number(128), number(H), r"G, K, N"),
+        IN_FP8 | {"rhs": replace(fp8_weights(3, H, N), scales=None)},
+        "rhs.scales; None; quantize",
+        TypeError,
     ),
-    *value("grouped_gemm", "FP8 of 7 groups", IN_FP8 | {"group_sizes": i32(7)}, "rhs", number(3), number(7), "pass"),
-    *value("grouped_gemm", "FP8 rows of rank 3", IN_FP8 | {"lhs": fp8(1, 20, H)}, "lhs", shape(1, 20, H), "M, K"),
-    *value("grouped_gemm", "FP8 matrices of rank 2", IN_FP8 | {"rhs": fp8_weights(H, N)}, "rhs", shape(H, N), "K, N"),
+    *value("grouped_gemm", {"lhs_scales": f32(20, 2)}, "lhs_scales; float32; None", TypeError),
+    *value("grouped_gemm", IN_FP8 | {"lhs_scales": f32(20, 4)}, "lhs_scales; (20, 4); (20, 2); 128"),
     *value(
         "grouped_gemm",
-        "FP8 times float32",
-        IN_FP8 | {"rhs": f32(3, H, N)},
-        *("rhs", "float8_e4m3fn", "QuantizedWeights", "quantize"),
-        error=TypeError,
-    ),
-    *value(
-        "grouped_gemm",
-        "no scales of lhs",
-        IN_FP8 | {"lhs_scales": None},
-        *("lhs_scales", "None", shape(20, 2)),
-        error=TypeError,
-    ),
-    *value(
-        "grouped_gemm",
-        "no scales of rhs",
-        IN_FP8 | {"rhs": dataclasses.replace(fp8_weights(3, H, N), scales=None)},
-        *("rhs.scales", "None", "quantize"),
-        error=TypeError,
-    ),
-    *value(
-        "grouped_gemm",
-        "scales of float32",
-        {"lhs_scales": f32(20, 2)},
-        *("lhs_scales", "float32", "None"),
-        error=TypeError,
-    ),
-    *value(
-        "grouped_gemm",
-        "scales per 64 columns",
-        IN_FP8 | {"lhs_scales": f32(20, 4)},
-        *("lhs_scales", shape(20, 4), shape(20, 2), number(128)),
-    ),
-    *value(
-        "grouped_gemm",
-        "scales per column",
-        IN_FP8 | {"rhs": dataclasses.replace(fp8_weights(3, H, N), scales=f32(3, N, 2))},
-        *("rhs", shape(3, N, 2), shape(3, N, H), "quantize"),
+        IN_FP8 | {"rhs": replace(fp8_weights(3, H, N), scales=f32(3, N, 2))},
+        f"rhs; (3, {N}, 2); (3, {N}, {H}); quantize",
     ),
 ]
 
@@ -229,13 +138,7 @@ COMPUTE_CASES = [
     *dtype("grouped_gemm", "group_sizes", f32(3), "int32"),
     *dtype("grouped_gemm", "lhs", i32(20, H), FLOATING),
     *dtype("grouped_gemm", "rhs", array(jnp.bfloat16, 3, H, N), "float32"),
-    *value(
-        "grouped_gemm",
-        "an integer result",
-        {"preferred_element_type": jnp.int32},
-        *("preferred_element_type", "int32", FLOATING),
-        error=TypeError,
-    ),
+    *value("grouped_gemm", {"preferred_element_type": jnp.int32}, f"preferred_element; int32; {FLOATING}", TypeError),
     # fused dispatch and combine
     *rank("dispatch_grouped_gemm", "w", f32(H, N), "L", "H", "N"),
     *size("dispatch_grouped_gemm", "w", f32(E, H, N), E, L),
@@ -248,32 +151,28 @@ COMPUTE_CASES = [
     # gradients in one launch
     *value(
         ["moe", "dispatch_grouped_gemm"],
-        "one launch that there is not",
         {"schedule": BESIDE, "implementation": "xla"},
-        *("fuse_weight_gradients=True", "'xla'", "float32", number(H), "'triton'", "leave it None in the schedule"),
+        f"fuse_weight_gradients=True; 'xla'; float32; {H}; 'triton'; leave it None in the schedule",
     ),
     *value(
         "moe",
-        "one launch and FP8 on the wire",
-        {"schedule": dataclasses.replace(BESIDE, wire_dtype=FP8)},
-        *("wire_dtype=float8_e4m3fn", "wire_dtype=None", "leave it None in the schedule"),
+        {"schedule": replace(BESIDE, wire_dtype=FP8)},
+        "wire_dtype=float8_e4m3fn; wire_dtype=None; leave it None in the schedule",
     ),
     *value(
         "moe",
-        "one launch and products in FP8",
         {"schedule": BESIDE, "recipe": "fp8", "w_gate_up": f32(L, H, 256), "w_down": f32(L, 128, H)},
-        *("fuse_weight_gradients", "recipe='fp8'", "None"),
+        "fuse_weight_gradients; recipe='fp8'; None",
     ),
     *value(
         ["moe", "fused_moe", "dispatch", "combine", "low_latency_dispatch", "low_latency_moe"],
-        "a schedule by name",
         {"schedule": "serial"},
-        *("schedule", "str", "jax_ep.Schedule", "None"),
-        error=TypeError,
+        "schedule; str; jax_ep.Schedule; None",
+        TypeError,
     ),
     # the layer
-    *value("moe", "another I", {"w_gate_up": f32(L, H, 50)}, "w_gate_up", "w_down", number(50), number(48), number(24)),
-    *value("fused_moe", "another I", {"w_gate_up": f32(E, H, 50)}, "w_down", number(50), number(48), number(24)),
+    *value("moe", {"w_gate_up": f32(L, H, 50)}, "w_gate_up; w_down; 50; 48; 24"),
+    *value("fused_moe", {"w_gate_up": f32(E, H, 50)}, "w_down; 50; 48; 24"),
     *size("moe", "w_gate_up", f32(L, 250, 2 * INNER), 250, H),
     *size("moe", "w_gate_up", f32(E, H, 2 * INNER), E, L),
     *size("moe", "w_down", f32(L, INNER, 250), 250, H),
@@ -283,90 +182,58 @@ COMPUTE_CASES = [
     *dtype("moe", "w_down", array(jnp.bfloat16, L, INNER, H), "float32"),
     *dtype("fused_moe", "w_gate_up", array(jnp.bfloat16, E, H, 2 * INNER), "float32"),
     # its products in FP8
-    *value(
-        ["moe", "fused_moe"],
-        "products in FP8 and odd I",
-        {"recipe": "fp8"},
-        *(number(H), number(INNER), number(128), "multiple", "pad", "recipe=None"),
-    ),
+    *value(["moe", "fused_moe"], {"recipe": "fp8"}, f"{H}; {INNER}; 128; multiple; pad; recipe=None"),
     *value(
         "moe",
-        "products in FP8 and odd H",
         {"x": f32(T, 200), "w_gate_up": f32(L, 200, 256), "w_down": f32(L, 128, 200), "recipe": "fp8"},
-        *(number(200), number(128), "multiple", "pad", "recipe=None"),
+        "200; 128; multiple; pad; recipe=None",
     ),
-    *value(
-        ["moe", "fused_moe"],
-        "a recipe that there is not",
-        {"recipe": "fp7"},
-        *("recipe='fp7'", "expected 'fp8' or None", "pass", "None"),
-    ),
-    *value(
-        ["moe", "fused_moe"],
-        "a dtype in place of a recipe",
-        {"recipe": FP8},
-        *("recipe", "expected 'fp8' or None", "None", "pass"),
-        error=TypeError,
-    ),
+    *value(["moe", "fused_moe"], {"recipe": "fp7"}, "recipe='fp7'; expected 'fp8' or None; pass; None"),
+    *value(["moe", "fused_moe"], {"recipe": FP8}, "recipe; expected 'fp8' or None; None; pass", TypeError),
     # sorting
     *positive("moe_sort", "block_size"),
-    *value("moe_sort", "other weights", {"topk_weights": f32(T, 3)}, "topk_weights", shape(T, 3), shape(T, K)),
+    *value("moe_sort", {"topk_weights": f32(T, 3)}, f"topk_weights; ({T}, 3); ({T}, {K})"),
 ]
 
 LOW_LATENCY_CASES = [
-    *value(
-        "low_latency_dispatch",
-        "more tokens than the maximum",
-        {"max_tokens_per_rank": 5},
-        *(number(T), number(5), "max_tokens_per_rank", "raise|increase|at least|split|fewer"),
-    ),
+    *value("low_latency_dispatch", {"max_tokens_per_rank": 5}, f"{T}; 5; max_tokens_per_rank; raise|split|fewer"),
     *positive("low_latency_dispatch", "max_tokens_per_rank"),
     *positive("low_latency_dispatch", "group_size"),
-    *value("low_latency_dispatch", "group_size", {"group_size": 96}, "group_size", number(96), number(H), DIVISIBLE),
+    *value("low_latency_dispatch", {"group_size": 96}, f"group_size; 96; {H}; {DIVISIBLE}"),
     *dtype("low_latency_dispatch", "num_tokens", f32(), "int32"),
-    *value("low_latency_dispatch", "num_tokens", {"num_tokens": i32(1)}, "num_tokens", shape(1), "scalar"),
+    *value("low_latency_dispatch", {"num_tokens": i32(1)}, "num_tokens; (1); scalar"),
     *rank("low_latency_combine", "y", f32(R, H), "L", "M", "H"),
     *size("low_latency_combine", "y", f32(L, W * MAX_T + 1, H), W * MAX_T + 1, W * MAX_T),
     *dtype("low_latency_combine", "y", i32(L, W * MAX_T, H), FLOATING),
-    *value(
-        "low_latency_combine",
-        "more tokens than dispatched",
-        {"topk_idx": i32(13, K), "topk_weights": f32(13, K)},
-        *("topk_idx", number(13), f"{number(MAX_T)}|{number(T)}"),
-    ),
+    *value("low_latency_combine", {"topk_idx": i32(13, K), "topk_weights": f32(13, K)}, "topk_idx; 13"),
 ]
 
 ROUTER_CASES = [
     *rank(["topk_router", "sparsemixer_router"], "logits", f32(32), "T", "E"),
     *dtype(["topk_router", "sparsemixer_router"], "logits", i32(T, 32), FLOATING),
-    *value("topk_router", "k = 0", {"k": 0}, r"\bk\b", number(0), number(1)),
-    *value("topk_router", "k > E", {"k": 33}, r"\bk\b", number(33), number(32)),
-    *value("topk_router", "k = 2.0", {"k": 2.0}, r"\bk\b", r"float|2\.0", r"\bint", error=TypeError),
-    *value("topk_router", "a name", {"router": "sigmoid"}, "router", r"\bstr\b", "jax_ep.Router", error=TypeError),
-    *value(
-        "topk_router", "no bias", {"router": jax_ep.Router(selection_bias=True)}, "selection_bias", "None", number(32)
-    ),
+    *value("topk_router", {"k": 0}, r"\bk\b; 0; 1"),
+    *value("topk_router", {"k": 33}, r"\bk\b; 33; 32"),
+    *value("topk_router", {"k": 2.0}, r"\bk\b; float|2\.0; \bint", TypeError),
+    *value("topk_router", {"router": "sigmoid"}, r"router; \bstr\b; jax_ep.Router", TypeError),
+    *value("topk_router", {"router": jax_ep.Router(selection_bias=True)}, "selection_bias; None; 32"),
     *size("topk_router", "bias", f32(31), 31, 32),
     *dtype("topk_router", "bias", i32(32), FLOATING),
-    *value(
-        "topk_router", "uneven groups", {"router": jax_ep.Router(num_groups=5)}, "num_groups", number(5), number(32)
-    ),
+    *value("topk_router", {"router": jax_ep.Router(num_groups=5)}, "num_groups; 5; 32"),
     *value(
         "topk_router",
-        "fewer selectable experts than k",
         {"router": jax_ep.Router(num_groups=16, topk_groups=3), "k": 7},
-        *("topk_groups", number(7), number(6), "raise|increase|lower|reduce|at least|at most"),
+        "topk_groups; 7; 6; raise|increase|lower|reduce|at least|at most",
     ),
     *rank(MASKED_IN, "token_mask", array(jnp.bool_, T, 1), "T"),
-    *value(MASKED_IN, "mask", {"token_mask": f32(T)}, "token_mask", "float32", "bool.*attention_mask", error=TypeError),
+    *value(MASKED_IN, {"token_mask": f32(T)}, "token_mask; float32; bool.*attention_mask", TypeError),
     *size(MASKED_IN, "token_mask", array(jnp.bool_, 7), 7, T),
-    *value("sparsemixer_router", "one expert", {"logits": f32(T, 1)}, "logits", number(1), number(2), "pass"),
-    *value("sparsemixer_router", "jitter_eps < 0", {"jitter_eps": -0.1}, "jitter_eps", number(-0.1), number(0), "pass"),
-    *value("sparsemixer_router", "no eps", {"jitter_eps": None}, "jitter_eps", "None", "number", error=TypeError),
-    *value("sparsemixer_router", "a seed", {"key": 0}, "key", r"\bint\b", r"jax\.random\.key", error=TypeError),
-    *value("sparsemixer_router", "no key", {"key": f32()}, "key", "float32", r"jax\.random\.key", error=TypeError),
-    *value("identity_experts", "ids", {"routing": i32(T, K)}, "routing", "topk_router", error=TypeError),
-    *value("identity_experts", "too many", {"num_experts": 33}, "num_experts", number(33), number(32), "pass"),
+    *value("sparsemixer_router", {"logits": f32(T, 1)}, "logits; 1; 2; pass"),
+    *value("sparsemixer_router", {"jitter_eps": -0.1}, "jitter_eps; -0.1; 0; pass"),
+    *value("sparsemixer_router", {"jitter_eps": None}, "jitter_eps; None; number", TypeError),
+    *value("sparsemixer_router", {"key": 0}, r"key; \bint\b; jax\.random\.key", TypeError),
+    *value("sparsemixer_router", {"key": f32()}, r"key; float32; jax\.random\.key", TypeError),
+    *value("identity_experts", {"routing": i32(T, K)}, "routing; topk_router", TypeError),
+    *value("identity_experts", {"num_experts": 33}, "num_experts; 33; 32; pass"),
     *positive("identity_experts", "num_experts"),
     *rank("load_balancing_loss", "scores", f32(32), "T", "E"),
     *size("load_balancing_loss", "topk_idx", i32(7, K), 7, T),
@@ -374,7 +241,7 @@ ROUTER_CASES = [
     *dtype("load_balancing_loss", "scores", i32(T, 32), FLOATING),
     *rank("router_z_loss", "logits", f32(2, T, 32), "T", "E"),
     *dtype("router_z_loss", "logits", i32(T, 32), FLOATING),
-    *value("quantize_fp8", "odd H", {"x": f32(T, 200)}, number(200), number(128), f"{DIVISIBLE}|group_size"),
+    *value("quantize_fp8", {"x": f32(T, 200)}, f"200; 128; {DIVISIBLE}|group_size"),
     *positive("quantize_fp8", "group_size"),
     *dtype("quantize_fp8", "x", i32(T, H), FLOATING),
     *size("dequantize_fp8", "scales", f32(T, 3), 3, H),
@@ -384,23 +251,19 @@ ROUTER_CASES = [
 
 LAYERS, OWN = ("moe", "fused_moe"), jax_ep.Experts(lambda hidden: hidden)
 EXPERTS_CASES = [
-    *value(LAYERS, "experts by name", {"experts": "silu"}, "experts", r"\bstr\b", "jax_ep.Experts", error=TypeError),
-    *value("moe", "no gates", {"w_gate_up": f32(L, H, INNER)}, number(INNER), number(2 * INNER), "gated=False"),
-    *value(LAYERS, "gates", {"experts": jax_ep.Experts(gated=False)}, "gated", number(2 * INNER), number(INNER)),
-    *value(LAYERS, "rows of a function", {"experts": OWN}, "activation", number(2 * INNER), number(INNER), "change"),
-    *value(LAYERS, "b_gate_up", {"biases": (f32(L, INNER), None)}, "b_gate_up", number(INNER), number(2 * INNER)),
-    *value(LAYERS, "a bias for all", {"biases": (None, f32(H))}, "b_down", shape(H), "rank 2", "reshape"),
-    *value(LAYERS, "one bias", {"biases": f32(L, H)}, "biases", "array", r"\(b_gate_up, b_down\)", error=TypeError),
-    *value(LAYERS, "a bias too few", {"biases": (f32(L, H),)}, "tuple of 1", r"\(b_gate_up, b_down\)", error=TypeError),
-    *value(
-        LAYERS, "b_down of int32", {"biases": (None, i32(L, H))}, "b_down", "int32", FLOATING, "cast", error=TypeError
-    ),
+    *value(LAYERS, {"experts": "silu"}, r"experts; \bstr\b; jax_ep.Experts", TypeError),
+    *value("moe", {"w_gate_up": f32(L, H, INNER)}, f"{INNER}; {2 * INNER}; gated=False"),
+    *value(LAYERS, {"experts": jax_ep.Experts(gated=False)}, f"gated; {2 * INNER}; {INNER}"),
+    *value(LAYERS, {"experts": OWN}, f"activation; {2 * INNER}; {INNER}; change"),
+    *value(LAYERS, {"biases": (f32(L, INNER), None)}, f"b_gate_up; {INNER}; {2 * INNER}"),
+    *value(LAYERS, {"biases": (None, f32(H))}, f"b_down; ({H}); rank 2; reshape"),
+    *value(LAYERS, {"biases": f32(L, H)}, r"biases; array; \(b_gate_up, b_down\)", TypeError),
+    *value(LAYERS, {"biases": (f32(L, H),)}, r"tuple of 1; \(b_gate_up, b_down\)", TypeError),
+    *value(LAYERS, {"biases": (None, i32(L, H))}, f"b_down; int32; {FLOATING}; cast", TypeError),
     *dtype("dispatch", "num_tokens", f32(), "int32"),
-    *value("dispatch", "num_tokens", {"num_tokens": i32(1)}, "num_tokens", shape(1), "scalar"),
-    *value(
-        "dispatch", "num_tokens with a handle", {"num_tokens": 3, "handle": dispatch_handle()}, "num_tokens", "handle"
-    ),
-    *value("row_experts", "no handle", {"handle": i32(R)}, "handle", "Handle", "Dispatched", error=TypeError),
+    *value("dispatch", {"num_tokens": i32(1)}, "num_tokens; (1); scalar"),
+    *value("dispatch", {"num_tokens": 3, "handle": dispatch_handle()}, "num_tokens; handle"),
+    *value("row_experts", {"handle": i32(R)}, "handle; Handle; Dispatched", TypeError),
 ]
 
 GEMM, ACTIVATION, MATRICES = "masked_grouped_gemm", "masked_gated_activation", "quantize"
@@ -414,107 +277,53 @@ MASKED_CASES = [
     *dtype(GEMM, "lhs", i32(L, MAX_T, H), FLOATING),
     *size(GEMM, "rhs", fp8_weights(3, H, N), 3, L),
     *size(GEMM, "rhs", fp8_weights(L, 128, N), 128, H),
-    *value(GEMM, "float32 rhs", {"rhs": f32(L, H, N)}, "rhs", "float8_e4m3fn", "QuantizedWeights", error=TypeError),
-    *value(GEMM, "no scales of lhs", {"lhs_scales": None}, "lhs_scales", "None", shape(L, MAX_T, 2), error=TypeError),
+    *value(GEMM, {"rhs": f32(L, H, N)}, "rhs; float8_e4m3fn; QuantizedWeights", TypeError),
+    *value(GEMM, {"lhs_scales": None}, f"lhs_scales; None; ({L}, {MAX_T}, 2)", TypeError),
+    *value(GEMM, {"lhs": f32(L, MAX_T, H), "rhs": f32(L, H, N)}, "lhs_scales; float32; None", TypeError),
+    *value(GEMM, {"lhs_scales": f32(L, MAX_T, 4)}, f"lhs_scales; ({L}, {MAX_T}, 4); ({L}, {MAX_T}, 2); 128"),
     *value(
         GEMM,
-        "scales of float32",
-        {"lhs": f32(L, MAX_T, H), "rhs": f32(L, H, N)},
-        *("lhs_scales", "float32", "None"),
-        error=TypeError,
-    ),
-    *value(
-        GEMM,
-        "scales per 64 columns",
-        {"lhs_scales": f32(L, MAX_T, 4)},
-        *("lhs_scales", shape(L, MAX_T, 4), shape(L, MAX_T, 2), number(128)),
-    ),
-    *value(
-        GEMM,
-        "scales per column",
-        {"rhs": dataclasses.replace(fp8_weights(L, H, N), scales=f32(L, N, 2))},
-        *("rhs", shape(L, N, 2), shape(L, N, H), "quantize"),
+        {"rhs": replace(fp8_weights(L, H, N), scales=f32(L, N, 2))},
+        f"rhs; ({L}, {N}, 2); ({L}, {N}, {H}); quantize",
     ),
     *dtype(GEMM, "lhs_scales", array(jnp.bfloat16, L, MAX_T, 2), "float32"),
-    *value(
-        GEMM,
-        "an integer result",
-        {"preferred_element_type": jnp.int32},
-        *("preferred_element_type", "int32", FLOATING),
-        error=TypeError,
-    ),
+    *value(GEMM, {"preferred_element_type": jnp.int32}, f"preferred_element; int32; {FLOATING}", TypeError),
     *positive(GEMM, "expected_rows"),
     *rank(ACTIVATION, "hidden", f32(L, 2 * H), "L", "M", r"2 \* I"),
     *dtype(ACTIVATION, "hidden", i32(L, MAX_T, 2 * H), FLOATING),
-    *value(ACTIVATION, "by name", {"experts": "relu"}, "experts", r"\bstr\b", "jax_ep.Experts", error=TypeError),
-    *value(ACTIVATION, "odd columns", {"hidden": f32(L, MAX_T, 255)}, "hidden", number(255), "even"),
-    *value(ACTIVATION, "odd I", {"hidden": f32(L, MAX_T, 400)}, number(200), number(128), "multiple", "pad"),
+    *value(ACTIVATION, {"experts": "relu"}, r"experts; \bstr\b; jax_ep.Experts", TypeError),
+    *value(ACTIVATION, {"hidden": f32(L, MAX_T, 255)}, "hidden; 255; even"),
+    *value(ACTIVATION, {"hidden": f32(L, MAX_T, 400)}, "200; 128; multiple; pad"),
+    *value(LAYER, {"w_down": f32(L, H, H)}, "w_gate_up; w_down; QuantizedWeights; array; quantize", TypeError),
     *value(
         LAYER,
-        "one matrix in FP8",
-        {"w_down": f32(L, H, H)},
-        *("w_gate_up", "w_down", "QuantizedWeights", "array", "quantize"),
-        error=TypeError,
+        {"w_gate_up": replace(fp8_weights(L, H, 2 * H), values=f32(L, 2 * H, H))},
+        "w_gate_up; float32; float8_e4m3fn; quantize",
+        TypeError,
     ),
-    *value(
-        LAYER,
-        "float32 values",
-        {"w_gate_up": dataclasses.replace(fp8_weights(L, H, 2 * H), values=f32(L, 2 * H, H))},
-        *("w_gate_up", "float32", "float8_e4m3fn", "quantize"),
-        error=TypeError,
-    ),
-    *value(
-        LAYER,
-        "matrices of all experts",
-        {"w_gate_up": fp8_weights(E, H, 2 * H)},
-        *("w_gate_up", number(E), number(L), "local expert"),
-    ),
-    *value(
-        LAYER,
-        "another I",
-        {"w_down": fp8_weights(L, 128, H)},
-        *("w_gate_up", "w_down", number(2 * H), number(H), "gated"),
-    ),
-    *value(
-        LAYER,
-        "transposed arrays",
-        {"w_gate_up": f32(L, 2 * H, H), "w_down": f32(L, H, H)},
-        *("w_gate_up", number(2 * H), number(H), r"L, K, N"),
-    ),
+    *value(LAYER, {"w_gate_up": fp8_weights(E, H, 2 * H)}, f"w_gate_up; {E}; {L}; local expert"),
+    *value(LAYER, {"w_down": fp8_weights(L, 128, H)}, f"w_gate_up; w_down; {2 * H}; {H}; gated"),
+    *value(LAYER, {"w_gate_up": f32(L, 2 * H, H), "w_down": f32(L, H, H)}, f"w_gate_up; {2 * H}; {H}; L, K, N"),
     *rank(FUSED, "lhs", fp8(L, H), "L", "M", "K"),
     *size(FUSED, "lhs", fp8(L, W * MAX_T + 1, 128), W * MAX_T + 1, W * MAX_T),
     *size(FUSED, "rhs", fp8_weights(L, 256, H), 256, 128),
     *size(FUSED, "group_sizes", i32(3), 3, L),
-    *value(FUSED, "no scales", {"lhs_scales": None}, "lhs_scales", "None", shape(L, W * MAX_T, 1), error=TypeError),
-    *value(FUSED, "other weights", {"topk_weights": f32(T, 3)}, "topk_weights", shape(T, 3), shape(T, K), "one weight"),
-    *value(
-        FUSED,
-        "more tokens than dispatched",
-        {"topk_idx": i32(13, K), "topk_weights": f32(13, K)},
-        *("topk_idx", number(13), f"{number(MAX_T)}|{number(T)}"),
-    ),
-    *value(
-        FUSED,
-        "the handle of dispatch",
-        {"handle": dispatch_handle()},
-        *("handle", "LowLatencyHandle", r"\bdispatch|low_latency_dispatch"),
-        error=TypeError,
-    ),
+    *value(FUSED, {"lhs_scales": None}, f"lhs_scales; None; ({L}, {W * MAX_T}, 1)", TypeError),
+    *value(FUSED, {"topk_weights": f32(T, 3)}, f"topk_weights; ({T}, 3); ({T}, {K}); one weight"),
+    *value(FUSED, {"topk_idx": i32(13, K), "topk_weights": f32(13, K)}, "topk_idx; 13"),
+    *value(FUSED, {"handle": dispatch_handle()}, "handle; LowLatencyHandle; dispatch", TypeError),
     *positive(FUSED, "expected_rows"),
-    *value(LAYER, "by name", {"experts": "relu"}, "experts", r"\bstr\b", "jax_ep.Experts", error=TypeError),
-    *value(
-        LAYER, "more tokens than the maximum", {"max_tokens_per_rank": 5}, number(T), number(5), "max_tokens_per_rank"
-    ),
+    *value(LAYER, {"experts": "relu"}, r"experts; \bstr\b; jax_ep.Experts", TypeError),
+    *value(LAYER, {"max_tokens_per_rank": 5}, f"{T}; 5; max_tokens_per_rank"),
     *positive(LAYER, "max_tokens_per_rank"),
     *positive(LAYER, "num_experts"),
-    *value(MATRICES, "a vector", {"w": f32(H)}, r"\bw\b", shape(H), "K, N", "reshape"),
-    *value(MATRICES, "odd K", {"w": f32(L, 200, N)}, r"\bK\b", number(200), number(128), "multiple", "pad"),
+    *value(MATRICES, {"w": f32(H)}, rf"\bw\b; ({H}); K, N; reshape"),
+    *value(MATRICES, {"w": f32(L, 200, N)}, r"\bK\b; 200; 128; multiple; pad"),
     *dtype(MATRICES, "w", i32(L, H, N), FLOATING),
     *value(
         "dequantize",
-        "other scales",
-        {"w": dataclasses.replace(fp8_weights(L, H, N), scales=f32(L, 2, 2))},
-        *("values", shape(L, N, H), shape(L, 2, 2), "quantize"),
+        {"w": replace(fp8_weights(L, H, N), scales=f32(L, 2, 2))},
+        f"values; ({L}, {N}, {H}); ({L}, 2, 2); quantize",
     ),
 ]
 

@@ -1,9 +1,6 @@
 """Edge cases of custom activations, token counts and masks in expert layers."""
 
-from __future__ import annotations
-
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,34 +18,34 @@ T, H, INNER, E, K = 4, 8, 6, 4, 2
 class Arrays:
     """Arrays of one rank, including assignments without an expert."""
 
-    def __init__(self, rng: np.random.Generator, dtype: Any = jnp.float32) -> None:
+    def __init__(self, rng, dtype=jnp.float32):
         draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)  # noqa: E731
         self.x, self.w_gate_up, self.w_down = draw(T, H), draw(E, H, 2 * INNER), draw(E, INNER, H)
         self.idx = jnp.asarray([[0, 1], [2, -1], [1, 3], [-1, 0]], jnp.int32)
         self.weights = jnp.asarray(rng.random((T, K)), jnp.float32)
 
-    def moe(self, **options: Any) -> jax.Array:
+    def moe(self, **options):
         arrays = (self.x, self.idx, self.weights, self.w_gate_up, self.w_down)
         return jax_ep.fused_moe(*arrays, implementation="xla", **options)
 
-    def low_latency(self, **options: Any) -> jax.Array:
+    def low_latency(self, **options):
         run = partial(jax_ep.low_latency_moe, num_experts=E, axis_name=(), implementation="xla")
         return run(self.x, self.idx, self.weights, self.w_gate_up, self.w_down, **options)
 
 
-def halves(hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
+def halves(hidden):
     return hidden[:, :INNER], hidden[:, INNER:]
 
 
 @pytest.mark.slow
-def test_experts_weight_on_input_low_latency(rng: np.random.Generator) -> None:
+def test_experts_weight_on_input_low_latency(rng):
     arrays, experts = Arrays(rng), Experts(weight_on="input")
     want = arrays.low_latency(experts=experts)
     np.testing.assert_allclose(want, arrays.moe(experts=experts), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
-def test_experts_weight_on_input_float64(rng: np.random.Generator) -> None:
+def test_experts_weight_on_input_float64(rng):
     with jax.enable_x64(True):
         arrays, experts = Arrays(rng, jnp.float64), Experts(weight_on="input")
         np.testing.assert_allclose(
@@ -57,15 +54,15 @@ def test_experts_weight_on_input_float64(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.slow
-def test_experts_custom_activation_with_loop(rng: np.random.Generator) -> None:
+def test_experts_custom_activation_with_loop(rng):
     """Under `shard_map`'s type checks."""
     mesh = make_mesh((2,), ("expert",))
     arrays = Arrays(rng)
     shared = (jnp.stack([a, a]) for a in (arrays.x, arrays.idx, arrays.weights))
     matrices = (w.reshape(2, E // 2, *w.shape[1:]) for w in (arrays.w_gate_up, arrays.w_down))
 
-    def layer(scale: jax.Array, *args: jax.Array) -> jax.Array:
-        def own(hidden: jax.Array) -> jax.Array:
+    def layer(scale, *args):
+        def own(hidden):
             gate, up = halves(hidden)
             return jax.lax.fori_loop(0, 2, lambda i, rows: rows * scale[None], gate) * up
 
@@ -77,11 +74,11 @@ def test_experts_custom_activation_with_loop(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.slow
-def test_experts_custom_activation_closure_not_cached(rng: np.random.Generator) -> None:
+def test_experts_custom_activation_closure_not_cached(rng):
     class Scaled:
         scale = 1.0
 
-        def __call__(self, hidden: jax.Array) -> jax.Array:
+        def __call__(self, hidden):
             return self.scale * halves(hidden)[0] * halves(hidden)[1]
 
     arrays, own = Arrays(rng), Scaled()
@@ -92,7 +89,7 @@ def test_experts_custom_activation_closure_not_cached(rng: np.random.Generator) 
     box = [jnp.float32(0)]
     boxed = Experts(lambda hidden: box[0] * halves(hidden)[0] * halves(hidden)[1])
 
-    def run(scale: jax.Array) -> jax.Array:
+    def run(scale):
         box[0] = scale
         return arrays.low_latency(experts=boxed)
 
@@ -102,12 +99,12 @@ def test_experts_custom_activation_closure_not_cached(rng: np.random.Generator) 
         jax.grad(lambda scale: jnp.sum(run(scale)))(1.0)
 
 
-def test_experts_custom_activation_nan_derivative_at_zero(rng: np.random.Generator) -> None:
+def test_experts_custom_activation_nan_derivative_at_zero(rng):
     """Rows without a token are not zero for the custom function."""
     arrays = Arrays(rng)
 
-    def loss(scale: jax.Array) -> jax.Array:
-        def own(hidden: jax.Array) -> jax.Array:
+    def loss(scale):
+        def own(hidden):
             return scale * hidden[:, :INNER] / jnp.linalg.norm(hidden, axis=1, keepdims=True)
 
         return jnp.sum(arrays.moe(experts=Experts(own)))
@@ -117,7 +114,7 @@ def test_experts_custom_activation_nan_derivative_at_zero(rng: np.random.Generat
 
 
 @pytest.mark.parametrize("call", [Arrays.moe, Arrays.low_latency], ids=["moe", "low latency"])
-def test_experts_custom_activation_invalid_result(call: Any, rng: np.random.Generator) -> None:
+def test_experts_custom_activation_invalid_result(call, rng):
     arrays = Arrays(rng)
     wrong = [
         (lambda hidden: hidden, ValueError, rf"{2 * INNER}\], expected \[\d+, {INNER}\]"),
@@ -132,7 +129,7 @@ def test_experts_custom_activation_invalid_result(call: Any, rng: np.random.Gene
 
 
 @pytest.mark.slow
-def test_experts_ids_past_num_tokens(rng: np.random.Generator) -> None:
+def test_experts_ids_past_num_tokens(rng):
     """Ids past num_tokens may be anything, even if values are known; other ids may not."""
     arrays = Arrays(rng)
     arrays.idx = arrays.idx.at[3].set(777)
@@ -150,7 +147,7 @@ def test_experts_ids_past_num_tokens(rng: np.random.Generator) -> None:
         layer(*args, token_mask=~mask)
 
 
-def test_experts_biases_global_arrays_invalid(rng: np.random.Generator) -> None:
+def test_experts_biases_global_arrays_invalid(rng):
     arrays, mesh = Arrays(rng), make_mesh((2,), ("expert",))
     args = (arrays.x, arrays.idx, arrays.weights, arrays.w_gate_up, arrays.w_down)
     layer = sharded_moe(mesh, num_experts=E)
@@ -167,14 +164,14 @@ def test_experts_biases_global_arrays_invalid(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:MoE. no mesh is set")
-def test_experts_masked_tokens_gradient() -> None:
+def test_experts_masked_tokens_gradient():
     nnx = pytest.importorskip("flax.nnx")
     from jax_ep.flax import MoE
 
     layer = MoE(8, 6, 4, 2, dtype=jnp.float32, router=jax_ep.Router(logit_bias=True), rngs=nnx.Rngs(0))
     x, mask = jnp.ones((4, 8)).at[0].set(jnp.nan), jnp.asarray([False, True, True, True])
 
-    def loss(layer: Any) -> jax.Array:
+    def loss(layer):
         return jnp.sum(jnp.where(mask[:, None], layer(x, token_mask=mask)[0], 0) ** 2)
 
     gradients = jax.tree.leaves(nnx.grad(loss)(layer))

@@ -1,7 +1,5 @@
 """`explain`, and how often a call resolves what it runs."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable
@@ -11,11 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import Mesh
 
 import harness
 import jax_ep
-from cases import BF16, F32
+from cases import BF16, F32, FP8_WIRE
 from jax_ep.ops import plan, registry
 from jax_ep.quantization import quantize
 
@@ -24,7 +21,7 @@ T, K, E, H, INNER = 6, 2, 4, 128, 128
 FP8 = jnp.float8_e4m3fn
 
 
-def shapes(*arrays: tuple[tuple[int, ...], Any]) -> list[jax.ShapeDtypeStruct]:
+def shapes(*arrays):
     return [jax.ShapeDtypeStruct(*array) for array in arrays]
 
 
@@ -32,35 +29,35 @@ TOKENS = ((T, H), BF16), ((T, K), jnp.int32), ((T, K), F32)
 LAYER = shapes(*TOKENS, ((E, H, 2 * INNER), BF16), ((E, INNER, H), BF16))
 
 
-def of_two_ranks() -> list[jax.ShapeDtypeStruct]:
+def of_two_ranks():
     """The layer's arrays, those of each rank along a leading axis."""
     arrays = [jax.ShapeDtypeStruct((2, *a.shape), a.dtype) for a in LAYER[:3]]
     return arrays + [jax.ShapeDtypeStruct((2, E // 2, *a.shape[1:]), a.dtype) for a in LAYER[3:]]
 
 
-def layer(**options: Any) -> Callable[..., Any]:
+def layer(**options):
     return lambda *args: jax_ep.moe(*args, num_experts=E, axis_name=(), **options)
 
 
-def gradient(function: Callable[..., Any], argnums: Any = (0, 2, 3, 4)) -> Callable[..., Any]:
+def gradient(function, argnums=(0, 2, 3, 4)):
     return jax.grad(lambda *args: jnp.sum(function(*args).astype(F32)), argnums)
 
 
-def exchange(x: Any, idx: Any, weights: Any) -> Any:
+def exchange(x, idx, weights):
     sent = jax_ep.dispatch(x, idx, weights, num_experts=E, axis_name=())
     return jax_ep.combine(sent.tokens, sent.handle, axis_name=())
 
 
-def fused_halves(x: Any, idx: Any, weights: Any, w_gate_up: Any, w_down: Any) -> Any:
+def fused_halves(x, idx, weights, w_gate_up, w_down):
     sent = jax_ep.dispatch_grouped_gemm(x, idx, weights, w_gate_up, num_experts=E, axis_name=())
     return jax_ep.grouped_gemm_combine(sent.hidden[:, :INNER], w_down, sent.handle, axis_name=())
 
 
-def quantized(x: Any, idx: Any, weights: Any, *matrices: Any) -> Any:
+def quantized(x, idx, weights, *matrices):
     return jax_ep.fused_moe(x, idx, weights, *(quantize(w, "mxfp4") for w in matrices))
 
 
-def test_explain_rows() -> None:
+def test_explain_rows():
     found = jax_ep.explain(layer(implementation="xla"), *LAYER)
     assert {row.implementation for row in found.rows} == {"xla"}
     parts = [row.part for row in found.rows]
@@ -71,7 +68,7 @@ def test_explain_rows() -> None:
     assert all(line.startswith(row.part) for line, row in zip(lines[1:], found.rows, strict=True))
 
 
-def test_explain_reasons() -> None:
+def test_explain_reasons():
     """The default says why each implementation that comes first runs nothing; a repeated reason is not repeated."""
     jax_ep.finalize()
     if jax.default_backend() != "cpu":
@@ -81,7 +78,7 @@ def test_explain_reasons() -> None:
     assert str(found).count("as above") > 3
 
 
-def test_explain_traced_function() -> None:
+def test_explain_traced_function():
     """A cached trace hides no call, in any context; the second explanation is that of the first."""
     function = jax.jit(gradient(layer(implementation="xla")))
     function.lower(*LAYER)
@@ -89,7 +86,7 @@ def test_explain_traced_function() -> None:
     assert len(found.rows) == 13 and jax_ep.explain(function, *LAYER) == found
 
 
-def test_explain_inside_shard_map(two_ranks: Mesh) -> None:
+def test_explain_inside_shard_map(two_ranks):
     """With `triton` exchanges and GEMMs share launches, in the modes of the schedule."""
     pytest.importorskip("triton")
     if jax.default_backend() != "cpu":
@@ -107,14 +104,14 @@ def test_explain_inside_shard_map(two_ranks: Mesh) -> None:
 CALLS: dict[str, tuple[Callable[..., Any], int]] = {
     "moe": (layer(), 1),
     "moe in FP8": (layer(recipe="fp8"), 1),
-    "moe with FP8 on the wire": (layer(schedule=jax_ep.Schedule(wire_dtype=FP8)), 1),
+    "moe with FP8 on the wire": (layer(schedule=FP8_WIRE), 1),
     "dispatch and combine": (lambda *args: exchange(*args[:3]), 2),
     "fused halves": (fused_halves, 2),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_plan_resolved_once_per_call(name: str) -> None:
+def test_plan_resolved_once_per_call(name):
     """Forward and backward: whatever the gradient runs has been chosen by the call."""
     call, number = CALLS[name]
     argnums = (0,) if name == "dispatch and combine" else (0, 2, 3, 4)
@@ -124,12 +121,12 @@ def test_plan_resolved_once_per_call(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_plan_backward_chooses_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_backward_chooses_nothing(name, monkeypatch):
     asked, choose = [], registry.choose
     monkeypatch.setattr(registry, "choose", lambda *args: asked.append(args) or choose(*args))
     call, _ = CALLS[name]
 
-    def run(*arrays: Any) -> Any:
+    def run(*arrays):
         out, pull = jax.vjp(lambda x: call(x, *arrays[1:]), arrays[0])
         number = len(asked)
         found = pull(out)
@@ -139,17 +136,17 @@ def test_plan_backward_chooses_nothing(name: str, monkeypatch: pytest.MonkeyPatc
     jax.eval_shape(run, *LAYER)
 
 
-def test_plan_quantized_resolved_once() -> None:
+def test_plan_quantized_resolved_once():
     with plan.recording() as found:
         jax.eval_shape(quantized, *LAYER)
     assert len(found) == 1
 
 
-def test_few_calls_carry_the_tokens(two_ranks: Mesh) -> None:
+def test_few_calls_carry_the_tokens(two_ranks):
     """Functions of the package that get the tokens of `moe` as an argument, one after another or nested."""
     carrying: list[str] = []
 
-    def profile(frame: Any, event: str, _: Any) -> None:
+    def profile(frame, event, _):
         code = frame.f_code
         if event == "call" and PACKAGE in Path(code.co_filename).parents and not code.co_name.startswith("<"):
             starred = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
@@ -158,7 +155,7 @@ def test_few_calls_carry_the_tokens(two_ranks: Mesh) -> None:
             if any(getattr(leaf, "shape", None) == (T, H) for leaf in leaves):
                 carrying.append(code.co_name)
 
-    def call(*args: Any) -> Any:
+    def call(*args):
         sys.setprofile(profile)
         try:
             return jax_ep.moe(*args, num_experts=E, implementation="xla")

@@ -56,15 +56,9 @@ class Problem:
 def problems(draw):
     alignment = draw(st.sampled_from([1, 1, 4, 16]))
     blocks = draw(st.none() | st.integers(1, 8))
-    return Problem(
-        num_ranks=draw(st.integers(1, 4)),
-        num_tokens=draw(st.integers(1, 9)),
-        top_k=draw(st.integers(1, 5)),
-        num_local=draw(st.integers(1, 4)),
-        hidden=draw(st.integers(1, 17)),
-        alignment=alignment,
-        capacity=None if blocks is None else blocks * alignment,
-    )
+    most = {"num_ranks": 4, "num_tokens": 9, "top_k": 5, "num_local": 4, "hidden": 17}
+    sizes = {name: draw(st.integers(1, value)) for name, value in most.items()}
+    return Problem(**sizes, alignment=alignment, capacity=None if blocks is None else blocks * alignment)
 
 
 @st.composite
@@ -88,9 +82,7 @@ def routings(draw, problem):
 
 
 SEEDS = st.integers(0, 2**32 - 1)
-
-
-# --- dispatch and combine -------------------------------------------------------------------------------------------
+RESULTS = "tokens", "weights", "group_sizes", "dropped", "num_invalid", "combined", "dx", "dweights", "dy"
 
 
 @functools.lru_cache(maxsize=1)
@@ -106,17 +98,8 @@ def _round_trip(problem):
         dx, dweights = transpose((y, y[:, 0]))
         combined, transpose = jax.vjp(lambda y: jax_ep.combine(y, sent.handle), y)
         (dy,) = transpose(x)
-        return {
-            "tokens": rows[0],
-            "weights": rows[1],
-            "group_sizes": sent.group_sizes,
-            "dropped": sent.dropped,
-            "num_invalid": sent.handle.num_invalid,
-            "combined": combined,
-            "dx": dx,
-            "dweights": dweights,
-            "dy": dy,
-        }
+        counts = sent.group_sizes, sent.dropped, sent.handle.num_invalid
+        return dict(zip(RESULTS, (*rows, *counts, combined, dx, dweights, dy), strict=True))
 
     return harness.compiled(per_rank, harness.make_mesh((problem.num_ranks,), (harness.EXPERT,)))
 
@@ -131,18 +114,10 @@ def _check_round_trip(problem, ids, seed):
     poisoned = np.where(layout.is_padding[..., None], np.float32(np.nan), y)  # Padding must never be read.
     got = _round_trip(problem)(x, ids, weights, poisoned)
     combined = oracle.combine(y, layout).astype(np.float32)
-    want = {
-        "tokens": oracle.gather(x, layout),
-        "weights": oracle.gather_weights(weights, layout),
-        "group_sizes": layout.group_sizes,
-        "dropped": layout.dropped,
-        "num_invalid": layout.num_invalid,
-        "combined": combined,
-        "dx": combined,
-        "dweights": oracle.scatter_weights(y[..., 0], layout).astype(np.float32),
-        "dy": oracle.gather(x, layout),
-    }
-    for name, expected in want.items():
+    d_weights = oracle.scatter_weights(y[..., 0], layout).astype(np.float32)
+    rows, counts = oracle.gather(x, layout), (layout.group_sizes, layout.dropped, layout.num_invalid)
+    want = rows, oracle.gather_weights(weights, layout), *counts, combined, combined, d_weights, rows
+    for name, expected in zip(RESULTS, want, strict=True):
         # Adding 0 turns -0 into 0: the sign of an empty sum is not specified.
         assert_same_bits(got[name] + got[name].dtype.type(0), expected + expected.dtype.type(0), name)
 
@@ -173,23 +148,13 @@ def test_fuzz_dispatch_combine_routings_tight_capacity(ids, seed):
     _check_round_trip(TIGHT, ids, seed)
 
 
-# --- the layer ------------------------------------------------------------------------------------------------------
-
-
 @functools.lru_cache(maxsize=1)
 def _layer(problem, intermediate, activation, gated):
     def per_rank(x, topk_idx, topk_weights, w_gate_up, w_down, d_out):
         def layer(x, topk_weights, w_gate_up, w_down):
-            return jax_ep.moe(
-                x,
-                topk_idx,
-                topk_weights,
-                w_gate_up,
-                w_down,
-                num_experts=problem.num_experts,
-                experts=jax_ep.Experts(activation, gated=gated),
-                capacity=problem.capacity,
-            )
+            options = {"num_experts": problem.num_experts, "capacity": problem.capacity}
+            options["experts"] = jax_ep.Experts(activation, gated=gated)
+            return jax_ep.moe(x, topk_idx, topk_weights, w_gate_up, w_down, **options)
 
         out, transpose = jax.vjp(layer, x, topk_weights, w_gate_up, w_down)
         return out, transpose(d_out)

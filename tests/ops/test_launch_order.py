@@ -1,7 +1,5 @@
 """Order of independent launches in a program, by a data dependence that XLA cannot remove."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 
@@ -18,12 +16,12 @@ from jax_ep.types import Handle, Layout
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
 @pytest.mark.parametrize("first", [0.0, -0.0, 1.5, np.inf, np.nan])
-def test_known_after_keeps_values(dtype: np.dtype, first: float) -> None:
+def test_known_after_keeps_values(dtype, first):
     x, earlier = jnp.array([3, -1, 0], jnp.int32), jnp.full((2, 2), first, dtype)
     np.testing.assert_array_equal(jax.jit(known_after)(x, earlier), x)
 
 
-def test_known_after_keeps_dependence() -> None:
+def test_known_after_keeps_dependence():
     shapes = jax.ShapeDtypeStruct((64,), jnp.int32), jax.ShapeDtypeStruct((16, 8), BF16)
     text = jax.jit(known_after).lower(*shapes).compile().as_text()
     entry = text[text.index("ENTRY") :]
@@ -32,7 +30,7 @@ def test_known_after_keeps_dependence() -> None:
     assert all(len(re.findall(rf"%{re.escape(name)}\b", entry)) > 1 for name in parameters), entry
 
 
-def test_known_after_one_rank() -> None:
+def test_known_after_one_rank():
     layout = Layout(num_ranks=2, num_experts=4, num_tokens=3, top_k=1, capacity=6, axis=("expert",))
     arrays = {
         name: jnp.zeros(4, jnp.int32)

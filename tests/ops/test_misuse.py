@@ -12,22 +12,15 @@ from jax.sharding import PartitionSpec as P
 
 import harness
 import jax_ep
+from cases import FP8_WIRE
 from jax_ep import sharding
 from jax_ep.ops import registry
 from jax_ep.sharding import MeshAxes
 from mistakes import (
     GOOD,
-    INNER,
-    MAX_T,
     NEEDS_AXIS,
-    E,
-    H,
-    K,
-    L,
-    R,
-    T,
+    SIZES,
     Traced,
-    W,
     check,
     dispatch_handle,
     f32,
@@ -40,11 +33,10 @@ from mistakes import (
     trace,
 )
 
+T, K, E, W, H, INNER, _, MAX_T, L, R = SIZES
+
 DISPATCH = ["dispatch", "dispatch_grouped_gemm"]
 HAS_IMPLEMENTATIONS = [*NEEDS_AXIS, "grouped_gemm", "fused_moe"]
-
-
-# --- mesh axes ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NEEDS_AXIS)
@@ -78,9 +70,6 @@ def test_load_balancing_loss_unknown_axis():
 @pytest.mark.parametrize("name", ["dispatch", "combine", "moe", "low_latency_dispatch"])
 def test_misuse_axis_name_type(name, axis_name):
     check(TypeError, ["axis_name", type(axis_name).__name__, "str|tuple|name"], trace, name, axis_name=axis_name)
-
-
-# --- handles of another mesh ----------------------------------------------------------------------------------------
 
 
 def _handle_of_one_rank(traced, size):
@@ -140,9 +129,6 @@ def test_handle_conflicting_capacity_and_alignment():
         check(ValueError, fragments, trace, "dispatch", topk_idx=None, handle=handle, **change)
 
 
-# --- values, which only eager calls can see -------------------------------------------------------------------------
-
-
 def _concrete(name):
     rng = np.random.default_rng(0)
     return {
@@ -181,9 +167,6 @@ def test_topk_idx_eager_shard_map_out_of_range():
     assert call(x, topk_idx).shape == (W * R, H)
     fragments = ["topk_idx", number(E + 91), number(E), "-1"]
     check(ValueError, fragments, call, x, topk_idx.at[W * T - 1, 0].set(E + 91))  # Only the last rank has it.
-
-
-# --- implementations ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", HAS_IMPLEMENTATIONS)
@@ -243,9 +226,6 @@ def test_implementation_falls_back_to_next(name, two_that_refuse):
     assert jax.tree.leaves(trace(name, implementation=("wheeled", "winged", "xla")))
 
 
-# --- sharding and init ----------------------------------------------------------------------------------------------
-
-
 def _sharded(mesh=None, arrays=None, **options):
     """Trace sharded_moe on global arrays."""
     arrays = (f32(24, H), i32(24, K), f32(24, K), f32(E, H, 2 * INNER), f32(E, INNER, H)) if arrays is None else arrays
@@ -277,9 +257,6 @@ def test_init_invalid_arguments():
     jax_ep.finalize()
 
 
-# --- large sizes and unusual values -----------------------------------------------------------------------------------
-
-
 def test_tokens_zero_columns():
     arguments = {"x": f32(T, 0), "w_gate_up": f32(E, 0, 2 * INNER), "w_down": f32(E, INNER, 0)}
     check(ValueError, [r"\bx\b", r"\(6, 0\)", "H >= 1", "column"], trace, "fused_moe", **arguments)
@@ -298,12 +275,9 @@ ROWS = {"x": f32(MANY, H), "topk_idx": i32(MANY, K), "topk_weights": f32(MANY, K
 @pytest.mark.parametrize(
     ("name", "offending", "changes"),
     [
+        *((name, MANY, ROWS) for name in ("dispatch_grouped_gemm", "moe", "fused_moe", "moe_sort")),
         ("dispatch", MANY, ROWS | {"capacity": 1024}),
         ("dispatch", MANY, {"alignment": MANY}),
-        ("dispatch_grouped_gemm", MANY, ROWS),
-        ("moe", MANY, ROWS),
-        ("fused_moe", MANY, ROWS),
-        ("moe_sort", MANY, ROWS),
         ("moe_sort", MANY, {"block_size": MANY}),
         ("low_latency_dispatch", MANY, {"max_tokens_per_rank": MANY}),
         ("grouped_gemm", 2**31, {"lhs": f32(2**31, H)}),
@@ -330,7 +304,7 @@ def test_wire_dtype_invalid(wire_dtype):
 def test_quantize_fp8_no_gradient():
     def loss(y, topk_idx, topk_weights):
         handle = low_latency_handle().make()
-        wire = {"schedule": jax_ep.Schedule(wire_dtype=jnp.float8_e4m3fn)}
+        wire = {"schedule": FP8_WIRE}
         return jax_ep.low_latency_combine(y, topk_idx, topk_weights, handle, **wire).sum()
 
     specs = {"in_specs": P(), "out_specs": P("expert"), "mesh": mesh_of()}

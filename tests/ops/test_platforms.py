@@ -1,14 +1,10 @@
 """The implementation chosen per GPU, as in docs/features.md, and the reasons against others; with fake devices."""
 
-from __future__ import annotations
-
 import types
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import facts_of
@@ -38,20 +34,13 @@ PRODUCTS = ("large products", "small products", "products in FP8", "masked produ
 WITHOUT_TMA = dict.fromkeys(OPERATIONS, "triton") | dict.fromkeys(PRODUCTS, "xla")
 IN_FP8 = ("exchange in FP8", "low latency in FP8", "masked activation to FP8")
 AMPERE = WITHOUT_TMA | dict.fromkeys(IN_FP8, "xla")
-USED = {
-    "7.5": dict.fromkeys(OPERATIONS, "xla"),
-    "8.0": AMPERE,
-    "8.6": AMPERE,
-    "8.9": WITHOUT_TMA,
-    "9.0": HOPPER,
-    "10.0": HOPPER | {"large products": "triton"},
-    "12.0": WITHOUT_TMA,
-    "gfx942": dict.fromkeys(OPERATIONS, "xla"),
-}
+NONE = dict.fromkeys(OPERATIONS, "xla")
+USED = {"7.5": NONE, "8.0": AMPERE, "8.6": AMPERE, "8.9": WITHOUT_TMA, "9.0": HOPPER}
+USED |= {"10.0": HOPPER | {"large products": "triton"}, "12.0": WITHOUT_TMA, "gfx942": NONE}
 
 
 @pytest.fixture
-def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def gpus(request, monkeypatch):
     """Fake GPUs of that compute capability, with peer access."""
     jax_ep.finalize()
     device = types.SimpleNamespace(platform="gpu", compute_capability=request.param, device_kind="a GPU")
@@ -62,14 +51,14 @@ def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return request.param
 
 
-def choose(asked: str | None, name: str, **options: Any) -> str:
+def choose(asked, name, **options):
     wire_dtype = FP8 if name == "exchange in FP8" else None
     made = Options("moe", ("expert",), None if asked is None else (asked,), wire_dtype, **options)
     return registry.choose(made, OPERATIONS[name]).implementation
 
 
 @pytest.mark.parametrize(("gpus", "used"), USED.items(), indirect=["gpus"], ids=USED)
-def test_platforms_chosen_implementation(gpus: str, used: dict[str, str]) -> None:
+def test_platforms_chosen_implementation(gpus, used):
     assert {name: choose(None, name) for name in OPERATIONS} == used
 
 
@@ -89,7 +78,7 @@ def test_platforms_chosen_implementation(gpus: str, used: dict[str, str]) -> Non
     ],
     indirect=["gpus"],
 )
-def test_platforms_unsupported_capability_reason(gpus: str, name: str, asked: str, needed: str) -> None:
+def test_platforms_unsupported_capability_reason(gpus, name, asked, needed):
     with pytest.raises(NotImplementedError) as caught:
         choose(asked, name)
     message = str(caught.value)
@@ -97,14 +86,14 @@ def test_platforms_unsupported_capability_reason(gpus: str, name: str, asked: st
 
 
 @pytest.mark.parametrize("gpus", ["8.0"], indirect=True)
-def test_platforms_fused_mode_needs_tma(gpus: str) -> None:
+def test_platforms_fused_mode_needs_tma(gpus):
     made = Options("moe", ("expert",), ("triton",), schedule=Schedule(combine_mode="scatter"))
     with pytest.raises(NotImplementedError, match=r"GPUs with TMA \(9.0 to 11.x\)"):
         registry.choose(made, facts_of.exchange(BF16, columns=256))
 
 
 @pytest.mark.parametrize("gpus", ["8.0"], indirect=True)
-def test_platforms_float32_gemm_needs_no_tma(gpus: str) -> None:
+def test_platforms_float32_gemm_needs_no_tma(gpus):
     """float32 is a loop over products of XLA, also where `triton` is named alone."""
     made = Options("moe", (), ("triton",))
     part = registry.choose(made, facts_of.gemm(jnp.float32, *PRODUCT))
@@ -112,19 +101,19 @@ def test_platforms_float32_gemm_needs_no_tma(gpus: str) -> None:
 
 
 @pytest.mark.parametrize("platform", ["tpu", "METAL"])
-def test_platforms_other(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_platforms_other(platform, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     assert choose(None, "exchange") == "xla"
     with pytest.raises(NotImplementedError, match=f"the platform is {platform}, it needs NVIDIA GPUs"):
         choose("triton", "exchange")
 
 
-def test_platforms_interpreter_needs_manual_axes(two_ranks: Mesh) -> None:
+def test_platforms_interpreter_needs_manual_axes(two_ranks):
     if jax.default_backend() != "cpu":
         pytest.skip("the interpreter stands for GPUs on the CPU")
     used = []
 
-    def per_rank(x: Any) -> Any:
+    def per_rank(x):
         with pytest.raises(NotImplementedError, match=r"every mesh axis is manual, but \['data'\] are not"):
             choose("triton", "exchange")
         used.append(choose(None, "exchange"))

@@ -1,15 +1,11 @@
 """`Schedule`: its valid values, the functions that accept it, and that it does not change results."""
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 import harness
 import jax_ep
@@ -25,11 +21,8 @@ POWERS = {"num_warps": 16, "tokens_per_block": 1024}
 OTHER = Schedule(**dict.fromkeys(PROGRAMS, 3), num_warps=2, tokens_per_block=2, rows_in_flight=3)
 
 
-# --- values ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("field", RANGES)
-def test_schedule_number_range(field: str) -> None:
+def test_schedule_number_range(field):
     least, most = RANGES[field]
     for value in (least, most):
         assert getattr(Schedule(**{field: value}), field) == value
@@ -39,7 +32,7 @@ def test_schedule_number_range(field: str) -> None:
 
 
 @pytest.mark.parametrize("field", POWERS)
-def test_schedule_powers_of_two(field: str) -> None:
+def test_schedule_powers_of_two(field):
     for value in (1, POWERS[field]):
         assert getattr(Schedule(**{field: value}), field) == value
     for value in (0, 3, 2 * POWERS[field]):
@@ -49,27 +42,25 @@ def test_schedule_powers_of_two(field: str) -> None:
 
 @pytest.mark.parametrize("value", [8.0, True, "8"], ids=repr)
 @pytest.mark.parametrize("field", [*RANGES, *POWERS])
-def test_schedule_integer_types(field: str, value: Any) -> None:
+def test_schedule_integer_types(field, value):
     with pytest.raises(TypeError, match=rf"^Schedule: {field}={value!r} is a {type(value).__name__}, .* int.*None"):
         Schedule(**{field: value})
 
 
 @pytest.mark.parametrize("value", ["reduce", "", 2])
 @pytest.mark.parametrize(("field", "known"), [("dispatch_mode", "fused"), ("combine_mode", "scatter")])
-def test_schedule_mode_names(field: str, known: str, value: Any) -> None:
+def test_schedule_mode_names(field, known, value):
     with pytest.raises(ValueError, match=rf"^Schedule: {field}={value!r}, expected one of .*'{known}', 'serial'.*None"):
         Schedule(**{field: value})
     assert Schedule(**{field: known}) != Schedule(**{field: "serial"})
 
 
 @pytest.mark.parametrize("field", ["fuse_weight_gradients", "keep_tokens", "single_launch"])
-def test_schedule_bool_types(field: str) -> None:
+def test_schedule_bool_types(field):
     with pytest.raises(TypeError, match=rf"^Schedule: {field}='always' is a str, .*True, False, or None"):
         Schedule(**{field: "always"})
     assert getattr(Schedule(**{field: False}), field) is False
 
-
-# --- which functions accept a schedule --------------------------------------------------------------------------------
 
 TAKES_ONE = [
     *("dispatch", "combine", "dispatch_grouped_gemm", "grouped_gemm_combine", "moe", "fused_moe"),
@@ -78,13 +69,13 @@ TAKES_ONE = [
 
 
 @pytest.mark.parametrize("name", TAKES_ONE)
-def test_schedule_accepted(name: str) -> None:
+def test_schedule_accepted(name):
     """An implementation ignores numbers that it does not use."""
     shapes = [jax.tree.map(lambda x: x.shape, trace(name, schedule=s)) for s in (None, Schedule(), OTHER)]
     assert shapes[0] == shapes[1] == shapes[2]
 
 
-def test_schedule_sharded_moe() -> None:
+def test_schedule_sharded_moe():
     mesh = harness.make_mesh((2,), (EXPERT,))
     shapes = ((8, 4), (8, 2), (8, 2), (4, 4, 6), (4, 3, 4))
     arrays = [jax.ShapeDtypeStruct(shape, jnp.int32 if i == 1 else F32) for i, shape in enumerate(shapes)]
@@ -97,7 +88,7 @@ def test_schedule_sharded_moe() -> None:
 
 @pytest.mark.filterwarnings("ignore:MoE. no mesh is set")
 @pytest.mark.parametrize("on_mesh", [False, True], ids=["one device", "mesh"])
-def test_schedule_flax(on_mesh: bool) -> None:
+def test_schedule_flax(on_mesh):
     nnx = pytest.importorskip("flax.nnx")
     from jax_ep.flax import MoE
 
@@ -110,8 +101,6 @@ def test_schedule_flax(on_mesh: bool) -> None:
         nnx.eval_shape(lambda layer, x: layer(x)[0], layers[1], x)
 
 
-# --- the kernels ----------------------------------------------------------------------------------------------------
-
 SCHEDULES = {
     "default": Schedule(),
     "few programs": Schedule(num_communicating_programs=1, num_combining_programs=1),
@@ -120,16 +109,16 @@ SCHEDULES = {
 }
 
 
-def test_schedule_handle_independent(two_ranks: Mesh, rng: np.random.Generator) -> None:
+def test_schedule_handle_independent(two_ranks, rng):
     """Handles do not depend on the schedule: dispatch and combine accept any handle, with the same bits."""
     x, ids = reals(rng, 2, 9, 24, dtype=BF16), rng.integers(0, 4, (2, 9, 2), np.int32)
 
-    def round_trip(schedule: Schedule, x: Any, handle: Any) -> Any:
+    def round_trip(schedule, x, handle):
         options = {"schedule": schedule, "implementation": "triton"}
         rows = jax_ep.dispatch(x, None, num_experts=4, handle=handle, **options).tokens
         return jax_ep.combine(rows, handle, **options), rows
 
-    def fn(x: Any, ids: Any) -> Any:
+    def fn(x, ids):
         handle = jax_ep.dispatch(x, ids, num_experts=4, schedule=OTHER, implementation="triton").handle
         return in_turn([(functools.partial(round_trip, schedule), (x, handle)) for schedule in SCHEDULES.values()])
 

@@ -298,9 +298,6 @@ def test_export_cache_unwritable_folder(cache, tmp_path):
         assert lower_here()[1] == 1
 
 
-# --- compiled ahead -------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def wait():
     """Wait until all threads that the test has started have ended."""

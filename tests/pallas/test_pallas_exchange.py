@@ -3,8 +3,6 @@
 Sums have one order, so that every comparison is exact.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -115,9 +113,6 @@ def test_pallas_exchange_plan_of_combine(columns, num_tokens, wire_dtype, want):
     assert (plan.dispatch.implementation, plan.combine.implementation) == ("pallas", want)
 
 
-# --- whole operations -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("wire_dtype", [None, jnp.float8_e4m3fn], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("in_segments", [False, True], ids=["to_all", "rounds"])
@@ -166,9 +161,6 @@ def test_pallas_exchange_layer_and_gradients(recipe, rng):
     for name, got, want in zip(["x", "weights", "gate_up", "down"], gradients("pallas"), gradients("xla"), strict=True):
         got, want = (np.asarray(a).astype(np.float64) for a in (got, want))
         assert np.linalg.norm(got - want) <= 2e-2 * np.linalg.norm(want), name
-
-
-# --- lowering ---------------------------------------------------------------------------------------------------------
 
 
 def lower(call, *arguments):

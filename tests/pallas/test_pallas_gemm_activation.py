@@ -1,7 +1,5 @@
 """Layers that store activated rows without gradients, and hidden rows with gradients."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

@@ -238,9 +238,6 @@ def test_pallas_vmap(rng):
         assert_close(np.asarray(got), oracle.grouped_gemm(*one), "out")
 
 
-# --- lowering ---------------------------------------------------------------------------------------------------------
-
-
 def lower(call, *shapes, dtypes=None):
     """Return MLIR of a call for CUDA, with all checks of layouts, of shared memory and of copy alignment."""
     dtypes = dtypes or [jnp.int32 if len(shape) == 1 else BF16 for shape in shapes]

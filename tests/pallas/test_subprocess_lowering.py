@@ -254,12 +254,8 @@ class Unsent(float):
 @pytest.mark.parametrize(
     ("cores", "backend", "asked", "most"),
     [
-        (16, "gpu", None, 6),
-        (8, "gpu", None, 4),
-        (7, "gpu", None, 0),
-        (16, "cpu", None, 0),
-        (16, "gpu", "0", 0),
-        (16, "gpu", "3", 3),
+        *((16, "gpu", None, 6), (8, "gpu", None, 4), (7, "gpu", None, 0), (16, "cpu", None, 0)),
+        *((16, "gpu", "0", 0), (16, "gpu", "3", 3)),
     ],
 )
 def test_subprocess_lowering_process_count(cores, backend, asked, most, monkeypatch):

@@ -1,16 +1,12 @@
 """Alignment of several clocks: bounds from messages, and clocks that drift."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
 from jax_ep.tracing.clocks import Message, align
 
 
-def messages(
-    rng: np.random.Generator, offsets: np.ndarray, pairs: list[tuple[int, int]], count: int = 200
-) -> list[Message]:
+def messages(rng, offsets, pairs, count=200):
     """Create messages that take at least 300 ns between clocks with these offsets to the true time."""
     found = []
     for source, target in pairs:
@@ -21,7 +17,7 @@ def messages(
     return found
 
 
-def test_clock_alignment_known_offsets(rng: np.random.Generator) -> None:
+def test_clock_alignment_known_offsets(rng):
     offsets = np.array([0, *rng.integers(-(10**12), 10**12, 3)])
     everyone = [(i, j) for i in range(4) for j in range(4) if i != j]
     sent = messages(rng, offsets, everyone)
@@ -37,7 +33,7 @@ def test_clock_alignment_known_offsets(rng: np.random.Generator) -> None:
         assert m.seen + clocks.offset_ns[m.target] >= m.sent + clocks.offset_ns[m.source]
 
 
-def test_clock_alignment_through_another_device(rng: np.random.Generator) -> None:
+def test_clock_alignment_through_another_device(rng):
     offsets = np.array([0, 5_000_000, -7_000_000])
     clocks = align(
         [3, 5, 8],
@@ -51,14 +47,14 @@ def test_clock_alignment_through_another_device(rng: np.random.Generator) -> Non
         assert error is not None and abs(clocks.offset_ns[device] - offset) <= error
 
 
-def test_clock_alignment_one_way_messages() -> None:
+def test_clock_alignment_one_way_messages():
     clocks = align([0, 1, 2], [Message(0, 1, 10, 20), Message(1, 0, 30, 25)])
     assert clocks.error_ns == {0: 0, 1: 3, 2: None}
     assert clocks.offset_ns == {0: 0, 1: -8, 2: 0}
     assert align([0, 1], [Message(0, 1, 10, 20)]).error_ns[1] is None
 
 
-def test_clock_alignment_drift_minimal_relaxation() -> None:
+def test_clock_alignment_drift_minimal_relaxation():
     """The clock of 1 gains 1000 ns between two pairs of messages that take no time."""
     drifting = [Message(0, 1, 0, 0), Message(1, 0, 0, 0), Message(0, 1, 9000, 10000), Message(1, 0, 10000, 9000)]
     clocks = align([0, 1], drifting)

@@ -1,7 +1,5 @@
 """Recordings of real launches: every task once, in order, without changes of results."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 
@@ -9,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 import harness
 import jax_ep
@@ -27,7 +24,7 @@ OPTIONS: dict[str, Any] = {"num_experts": E, "implementation": "triton"}
 WAITS = {"wait", "publish"}  # Next to a task's own events.
 
 
-def inputs(rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+def inputs(rng):
     ids = np.argsort(rng.random((W, T, E)), axis=2)[:, :, :K].astype(np.int32)
     gate_up = rng.normal(size=(W, E // W, H, 2 * INNER)) / 8
     down = rng.normal(size=(W, E // W, INNER, H)) / 8
@@ -35,39 +32,39 @@ def inputs(rng: np.random.Generator) -> tuple[np.ndarray, ...]:
     return (rng.normal(size=(W, T, H)).astype(BF16), ids, weights, gate_up.astype(BF16), down.astype(BF16))
 
 
-def round_trip(x: Any, ids: Any, *_: Any) -> Any:
+def round_trip(x, ids, *_):
     sent = jax_ep.dispatch(x, ids, **OPTIONS)
     return jax_ep.combine(sent.tokens, sent.handle, implementation="triton")
 
 
-def layer(dispatch_mode: str, combine_mode: str) -> Any:
+def layer(dispatch_mode, combine_mode):
     schedule = jax_ep.Schedule(dispatch_mode=dispatch_mode, combine_mode=combine_mode)
     return lambda *args: jax_ep.moe(*args, **OPTIONS, schedule=schedule)
 
 
-def decode(x: Any, ids: Any, weights: Any, *_: Any) -> Any:
+def decode(x, ids, weights, *_):
     sent = jax_ep.low_latency_dispatch(x, ids, **OPTIONS, max_tokens_per_rank=T, quantize=False)
     return jax_ep.low_latency_combine(sent.tokens, ids, weights, sent.handle, implementation="triton")
 
 
-def decode_layer(x: Any, ids: Any, weights: Any, gate_up: Any, down: Any) -> Any:
+def decode_layer(x, ids, weights, gate_up, down):
     return jax_ep.low_latency_moe(x, ids, weights, gate_up, down, **OPTIONS)
 
 
-def record(fn: Any, mesh: Mesh, args: Any, **options: Any) -> tuple[tracing.Trace, Any]:
+def record(fn, mesh, args, **options):
     with tracing.record(**options) as recording:
         result = harness.run(fn, mesh, *args)
     return recording.trace, result
 
 
-def tasks(trace: tracing.Trace, kernel: str, device: int, *but: str) -> list[tuple[str, int]]:
+def tasks(trace, kernel, device, *but):
     """Return kinds and tasks of the one launch of a kernel, without some kinds, in task order."""
     events = trace.only(kernel, last=1).events
     own = events[(events["device"] == device) & ~np.isin(events["kind"], [KINDS.index(kind) for kind in but])]
     return sorted(((KINDS[e["kind"]], int(e["task"])) for e in own), key=lambda pair: pair[1])
 
 
-def check(trace: tracing.Trace) -> None:
+def check(trace):
     """Check invariants of every trace."""
     assert len(trace.events) and not any(trace.num_dropped.values())
     assert (trace.events["end"] >= trace.events["begin"]).all()
@@ -90,11 +87,11 @@ def check(trace: tracing.Trace) -> None:
     assert {(message.source, message.target) for message in found} == {(0, 1), (1, 0)}
 
 
-def kinds(*names: str) -> list[int]:
+def kinds(*names):
     return [KINDS.index(name) for name in names]
 
 
-def test_recording_exchange_tasks_in_order(two_ranks: Mesh, rng: np.random.Generator) -> None:
+def test_recording_exchange_tasks_in_order(two_ranks, rng):
     args = inputs(rng)
     want = harness.run(round_trip, two_ranks, *args)
     trace, got = record(round_trip, two_ranks, args)
@@ -126,7 +123,7 @@ def test_recording_exchange_tasks_in_order(two_ranks: Mesh, rng: np.random.Gener
         assert tasks(trace, "plan", device, *WAITS) == [(kind, task) for task, kind in enumerate(plan)]
 
 
-def test_recording_unawaited_results(two_ranks: Mesh, rng: np.random.Generator) -> None:
+def test_recording_unawaited_results(two_ranks, rng):
     """The end of the block waits for the kernels; no result is kept."""
     args, call = inputs(rng), jax.jit(harness.per_rank(round_trip, two_ranks))
     with tracing.record() as recording:
@@ -139,7 +136,7 @@ def test_recording_unawaited_results(two_ranks: Mesh, rng: np.random.Generator) 
 
 @pytest.mark.parametrize("modes", [("fused", "scatter"), ("serial", "scatter")])
 @pytest.mark.slow(unless={"modes": [("fused", "scatter")]})
-def test_recording_fused_layer(modes: tuple[str, str], two_ranks: Mesh, rng: np.random.Generator) -> None:
+def test_recording_fused_layer(modes, two_ranks, rng):
     args = inputs(rng)
     want = harness.run(layer(*modes), two_ranks, *args)
     trace, got = record(layer(*modes), two_ranks, args)
@@ -160,12 +157,12 @@ def test_recording_fused_layer(modes: tuple[str, str], two_ranks: Mesh, rng: np.
 
 @pytest.mark.slow
 @pytest.mark.parametrize("combine_mode", ["scatter", "serial"])
-def test_recording_fused_layer_gradients(combine_mode: str, two_ranks: Mesh, rng: np.random.Generator) -> None:
+def test_recording_fused_layer_gradients(combine_mode, two_ranks, rng):
     args = inputs(rng)
     schedule = jax_ep.Schedule(dispatch_mode="fused", combine_mode=combine_mode, fuse_weight_gradients=True)
 
-    def gradients(x: Any, ids: Any, weights: Any, gate_up: Any, down: Any) -> Any:
-        def loss(x: Any, gate_up: Any, down: Any) -> Any:
+    def gradients(x, ids, weights, gate_up, down):
+        def loss(x, gate_up, down):
             return jnp.sum(jax_ep.moe(x, ids, weights, gate_up, down, **OPTIONS, schedule=schedule).astype(jnp.float32))
 
         return jax.value_and_grad(loss, (0, 1, 2))(x, gate_up, down)
@@ -183,7 +180,7 @@ def test_recording_fused_layer_gradients(combine_mode: str, two_ranks: Mesh, rng
 
 @pytest.mark.parametrize("function", [decode, decode_layer], ids=["exchange", "layer"])
 @pytest.mark.slow(unless={"function": [decode]})
-def test_recording_low_latency(function: Any, two_ranks: Mesh, rng: np.random.Generator) -> None:
+def test_recording_low_latency(function, two_ranks, rng):
     args = inputs(rng)
     want = harness.run(function, two_ranks, *args)
     trace, got = record(function, two_ranks, args)
@@ -207,14 +204,14 @@ def test_recording_low_latency(function: Any, two_ranks: Mesh, rng: np.random.Ge
             assert tiles == list(range(len(tiles))) and len(tiles) >= 1
 
 
-def sum_of_rows(ids: np.ndarray, device: int) -> int:
+def sum_of_rows(ids, device):
     return int((ids // (E // W) == device).sum())
 
 
-def test_recording_scan_same_bits(two_ranks: Mesh, rng: np.random.Generator) -> None:
+def test_recording_scan_same_bits(two_ranks, rng):
     args, length = inputs(rng), 3
 
-    def steps(x: Any, ids: Any, *_: Any) -> Any:
+    def steps(x, ids, *_):
         return jax.lax.scan(lambda x, _: (0.5 * round_trip(x, ids), None), x, length=length)[0]
 
     call = harness.compiled(steps, two_ranks)
@@ -233,7 +230,7 @@ def test_recording_scan_same_bits(two_ranks: Mesh, rng: np.random.Generator) -> 
 
 
 @pytest.mark.slow
-def test_recording_overflow_counted(two_ranks: Mesh, rng: np.random.Generator) -> None:
+def test_recording_overflow_counted(two_ranks, rng):
     args = inputs(rng)
     whole, want = record(round_trip, two_ranks, args)
     room = 12 if jax.default_backend() == "cpu" else 1  # Less than one program has.
@@ -254,12 +251,12 @@ def test_recording_overflow_counted(two_ranks: Mesh, rng: np.random.Generator) -
 
 
 @pytest.mark.slow
-def test_recording_compiles_once(two_ranks: Mesh, rng: np.random.Generator) -> None:
+def test_recording_compiles_once(two_ranks, rng):
     """There is one program with recordings and one without, for any buffer size; recording is part of jit's key."""
     x, ids, *_ = inputs(rng)
     traces = []
 
-    def counted(x: Any, ids: Any) -> Any:
+    def counted(x, ids):
         traces.append(1)
         return round_trip(x, ids)
 
@@ -274,7 +271,7 @@ def test_recording_compiles_once(two_ranks: Mesh, rng: np.random.Generator) -> N
 
 
 @pytest.mark.slow
-def test_recording_program_runs_without_recording(two_ranks: Mesh, rng: np.random.Generator) -> None:
+def test_recording_program_runs_without_recording(two_ranks, rng):
     x, ids, *_ = inputs(rng)
     jitted = jax.jit(harness.per_rank(round_trip, two_ranks))
     want = harness.to_numpy(jitted(x, ids))
@@ -289,7 +286,7 @@ def test_recording_program_runs_without_recording(two_ranks: Mesh, rng: np.rando
 
 
 @pytest.mark.slow
-def test_recording_clocks_agree(two_ranks: Mesh, rng: np.random.Generator) -> None:
+def test_recording_clocks_agree(two_ranks, rng):
     """Workers share a clock: the interval of their offset contains zero."""
     header, num_words = tracing.events.area_header(tracing.recording._most_programs(), 128)
     with context.record(header, num_words) as raw:
@@ -302,7 +299,7 @@ def test_recording_clocks_agree(two_ranks: Mesh, rng: np.random.Generator) -> No
     check(trace)
 
 
-def test_recording_mistakes(two_ranks: Mesh, rng: np.random.Generator) -> None:
+def test_recording_mistakes(two_ranks, rng):
     for wrong, error in ((0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)):
         with (
             pytest.raises(error, match=r"record: events_per_program.*expected"),
@@ -319,7 +316,7 @@ def test_recording_mistakes(two_ranks: Mesh, rng: np.random.Generator) -> None:
         jax_ep.finalize()
 
 
-def test_recording_context_without_kernels() -> None:
+def test_recording_context_without_kernels():
     if jax.process_count() > 1:
         pytest.skip("a context of several processes is not made anew")
     jax_ep.finalize()

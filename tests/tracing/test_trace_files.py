@@ -1,7 +1,5 @@
 """Processing of events: summaries with known numbers, Perfetto files, pictures, and merged parts."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gzip
@@ -9,7 +7,6 @@ import itertools
 import json
 import operator
 import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,7 +37,7 @@ ROWS = {
 SKEW = 1_000_000  # Of the clock of device 1.
 
 
-def written(device: int, skew: int = 0) -> Written:
+def written(device, skew=0):
     events = np.zeros((len(ROWS[device]),), EVENT)
     for i, (kind, program, task, peer, block, begin, end) in enumerate(ROWS[device]):
         place = (device, 0, program, 7 + program, KINDS.index(kind))
@@ -50,11 +47,11 @@ def written(device: int, skew: int = 0) -> Written:
 
 
 @pytest.fixture
-def trace() -> tracing.Trace:
+def trace():
     return tracing.Trace.of_devices({0: written(0), 1: written(1, SKEW)})
 
 
-def test_trace_peer_clock(trace: tracing.Trace) -> None:
+def test_trace_peer_clock(trace):
     # 0 signals 1 at 50, seen at 105: at least -55; 1 signals 0 at 80, seen at 90: at most 10.
     assert trace.clocks.offset_ns == {0: 0, 1: SKEW + (10 - 55) // 2}
     assert trace.clocks.error_ns == {0: 0, 1: 33}
@@ -63,7 +60,7 @@ def test_trace_peer_clock(trace: tracing.Trace) -> None:
     )
 
 
-def test_trace_summary_known_numbers(trace: tracing.Trace) -> None:
+def test_trace_summary_known_numbers(trace):
     summary = trace.summary()
     assert (summary["unit"], summary["step_ns"], summary["num_dropped"]) == ("ns", 5, {0: 0, 1: 2})
     kernel = summary["kernels"]["dispatch_gemm"]
@@ -86,7 +83,7 @@ def test_trace_summary_known_numbers(trace: tracing.Trace) -> None:
     assert json.loads(json.dumps(summary))["kernels"]["dispatch_gemm"]["slowest_peer"] == 1
 
 
-def test_trace_summary_blames_last_rank(trace: tracing.Trace) -> None:
+def test_trace_summary_blames_last_rank(trace):
     parts = {d: written(d) for d in ROWS}
     for one in parts.values():
         one.events["peer"][one.events["kind"] == KINDS.index("wait")] = -1
@@ -94,7 +91,7 @@ def test_trace_summary_blames_last_rank(trace: tracing.Trace) -> None:
 
 
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
-def test_trace_perfetto_round_trip(trace: tracing.Trace, name: str, tmp_path: Path) -> None:
+def test_trace_perfetto_round_trip(trace, name, tmp_path):
     path = tmp_path / name
     trace.save(path)
     data = path.read_bytes()
@@ -120,21 +117,21 @@ def test_trace_perfetto_round_trip(trace: tracing.Trace, name: str, tmp_path: Pa
     same(tracing.Trace.load(path), trace)
 
 
-def same(got: tracing.Trace, want: tracing.Trace) -> None:
+def same(got, want):
     order = ["device", "program", "begin"]
     np.testing.assert_array_equal(np.sort(got.events, order=order), np.sort(want.events, order=order))
     assert (got.launches, got.num_dropped, got.clocks) == (want.launches, want.num_dropped, want.clocks)
     assert got.summary() == want.summary()
 
 
-def test_trace_times_keep_nanoseconds(tmp_path: Path) -> None:
+def test_trace_times_keep_nanoseconds(tmp_path):
     parts = {d: written(d, skew=-1_790_000_000_123_456_789) for d in ROWS}
     trace = tracing.Trace.of_devices(parts)
     trace.save(tmp_path / "t.json")
     same(tracing.Trace.load(tmp_path / "t.json"), trace)
 
 
-def test_trace_merges_processes(trace: tracing.Trace, tmp_path: Path) -> None:
+def test_trace_merges_processes(trace, tmp_path):
     parts = [tracing.Trace.of_devices({d: written(d, SKEW * d)}) for d in ROWS]
     assert parts[1].clocks.offset_ns == {1: 0}
     for device, part in enumerate(parts):
@@ -148,7 +145,7 @@ def test_trace_merges_processes(trace: tracing.Trace, tmp_path: Path) -> None:
         tracing.merge([parts[0], ordered])
 
 
-def test_trace_order_without_time(tmp_path: Path) -> None:
+def test_trace_order_without_time(tmp_path):
     trace = tracing.Trace.of_devices({d: written(d) for d in ROWS}, is_ordered_only=True)
     times = sorted({t for rows in ROWS.values() for row in rows for t in row[-2:]})
     assert sorted({*trace.events["begin"].tolist(), *trace.events["end"].tolist()}) == list(range(len(times)))
@@ -159,7 +156,7 @@ def test_trace_order_without_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"otherData": {"format": "jax_ep trace 9"}}', '{"otherData": 3}'])
-def test_trace_foreign_file(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_foreign_file(content, tmp_path, capsys):
     path = tmp_path / "other.json"
     path.write_text(content)
     with pytest.raises(ValueError, match=r"other.json is not a trace of this package.*record it again"):
@@ -195,7 +192,7 @@ _VALUES = st.one_of(
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(changes=st.lists(st.tuples(st.sampled_from(_PATHS), _VALUES), min_size=1, max_size=3))
-def test_trace_mutated_file(changes: list[Any], trace: tracing.Trace, tmp_path: Path) -> None:
+def test_trace_mutated_file(changes, trace, tmp_path):
     path = tmp_path / "t.json"
     trace.save(path)
     content = json.loads(path.read_text())
@@ -214,39 +211,32 @@ def test_trace_mutated_file(changes: list[Any], trace: tracing.Trace, tmp_path: 
     assert "\n" not in message and len(message) < 600
 
 
-def test_trace_hostile_file(tmp_path: Path) -> None:
+def test_trace_hostile_file(tmp_path):
     """A FIFO is not waited for, and a compressed file is read up to the limit."""
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(OSError, match="not a regular file"):
         tracing.Trace.load(tmp_path / "fifo")
     blanks = gzip.compress(bytes(1 << 20))
-    for name, data in {
-        "bomb": blanks * 257,
-        "deep": b"[" * 200_000,
-        "cut": gzip.compress(b"{}")[:-4],
-        "damaged": b"\x1f\x8b" + bytes(100),
-        "twice": b'{"a": 1, "a": 2}',
-        "digits": b"9" * 10_000,
-        "nan": b'{"otherData": NaN}',
-        "latin": b"\xff",
-    }.items():
+    files = {"bomb": blanks * 257, "deep": b"[" * 200_000, "cut": gzip.compress(b"{}")[:-4]}
+    files |= {"damaged": b"\x1f\x8b" + bytes(100), "twice": b'{"a": 1, "a": 2}', "digits": b"9" * 10_000}
+    for name, data in (files | {"nan": b'{"otherData": NaN}', "latin": b"\xff"}).items():
         (tmp_path / name).write_bytes(data)
         with pytest.raises(ValueError, match=rf"{name} is not a trace of this package: .*; expected"):
             tracing.Trace.load(tmp_path / name)
 
 
-def test_trace_picture_device_without_events(tmp_path: Path) -> None:
+def test_trace_picture_device_without_events(tmp_path):
     pytest.importorskip("matplotlib")
     tracing.Trace.of_devices({0: written(0), 1: Written(np.zeros((0,), EVENT), {}, 3)}).plot(tmp_path / "t.png")
 
 
-def test_trace_unrecorded_kernel(trace: tracing.Trace) -> None:
+def test_trace_unrecorded_kernel(trace):
     with pytest.raises(ValueError, match=r"no launch of combine was recorded; there is dispatch_gemm"):
         trace.only("combine")
     assert trace.only("dispatch_gemm").summary() == trace.summary()
 
 
-def test_trace_command_shows_merges_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_command_shows_merges_draws(tmp_path, capsys):
     for package in ("rich", "matplotlib"):
         pytest.importorskip(package)
     files = []
@@ -256,27 +246,20 @@ def test_trace_command_shows_merges_draws(tmp_path: Path, capsys: pytest.Capture
     merged = tmp_path / "both.json"
     assert __main__.main(["trace", "show", *files, "--out", str(merged), "--png"]) == 0
     shown = capsys.readouterr().out
-    for words in (
-        "dispatch_gemm",
-        "exchange",
-        "34 %",
-        "device 1",
-        "clocks aligned by the all-to-all",
-        "2 events were dropped",
-    ):
+    for words in ("dispatch_gemm", "exchange", "34 %", "device 1", "clocks aligned by the", "2 events were dropped"):
         assert words in shown
     same(tracing.Trace.load(merged), tracing.Trace.of_devices({0: written(0), 1: written(1, SKEW)}))
     picture = (tmp_path / "both_dispatch_gemm.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 5000
 
 
-def test_trace_picture_without_events(tmp_path: Path) -> None:
+def test_trace_picture_without_events(tmp_path):
     pytest.importorskip("matplotlib")
     with pytest.raises(ValueError, match="no events"):
         tracing.Trace.of_devices({}).plot(tmp_path / "t.png")
 
 
-def fake_area(rows: list[list[int]], room: int, num_programs: int, launches: int) -> np.ndarray:
+def fake_area(rows, room, num_programs, launches):
     header, num_words = tracing.events.area_header(num_programs, room)
     words = np.zeros((num_words,), np.int64)
     words[: header.size] = header
@@ -288,7 +271,7 @@ def fake_area(rows: list[list[int]], room: int, num_programs: int, launches: int
     return words
 
 
-def test_trace_program_events_do_not_overlap() -> None:
+def test_trace_program_events_do_not_overlap():
     """A pipelined loop records the load of the next tile while it computes the previous one."""
     what = [KINDS.index("tile") << 32 | task for task in (1, 2, 3, 4)]
     times = [(10, 40), (30, 60), (50, 55), (70, 80)]  # The third was written before the second.
@@ -298,10 +281,10 @@ def test_trace_program_events_do_not_overlap() -> None:
     assert found.events[["task", "begin", "end"]].tolist() == [(1, 10, 40), (3, 50, 55), (2, 55, 60), (4, 70, 80)]
 
 
-def test_trace_incomplete_launches_skipped() -> None:
+def test_trace_incomplete_launches_skipped():
     """A launch without members is incomplete: it was running when the recording ended, or the buffer was full."""
 
-    def event(kind: str, task: int, launch: int, peer: int = -1, block: int = 0, epoch: int = 0) -> list[int]:
+    def event(kind, task, launch, peer=-1, block=0, epoch=0):
         what = task | KINDS.index(kind) << 32 | 3 << 40 | (peer + 1) << 52
         return [10, 20, what, (block & 0xFFFFFFFF) | epoch << 32, 9 | launch << 32]
 

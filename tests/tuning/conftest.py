@@ -1,11 +1,6 @@
 """Files of tuned settings, as `jax-ep tune` writes them."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import jax
 import pytest
@@ -17,7 +12,7 @@ KIND = jax.devices()[0].device_kind
 
 
 @pytest.fixture(autouse=True)
-def untuned() -> Iterator[None]:
+def untuned():
     """Reset the chosen settings after tests and documentation pages."""
     context.set_tuning(None)
     yield
@@ -25,10 +20,10 @@ def untuned() -> Iterator[None]:
 
 
 @pytest.fixture
-def make_file(tmp_path: Path) -> Callable[..., Path]:
+def make_file(tmp_path):
     """`make_file(*entries, **changed)`: write a valid file with changes; values of ... are omitted."""
 
-    def make(*entries: Any, rates: Any = None, **changed: Any) -> Path:
+    def make(*entries, rates=None, **changed):
         content = {"format": 1, "device_kind": KIND, "kernels": file.kernel_sources(), "rates": rates}
         content = content | {"entries": list(entries)} | changed
         path = tmp_path / "tuned.json"

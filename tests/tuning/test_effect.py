@@ -1,17 +1,12 @@
 """Settings reach the launches in their order of precedence, and change results only by rounding."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 import harness
 import jax_ep
@@ -34,15 +29,13 @@ Launched = list[tuple[str, Config, Any]]
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
+def launched(monkeypatch):
     """Record name, config and sizes of each launch as it is traced."""
     found: Launched = []
     for module in (exchange, fused_moe, grouped_gemm, low_latency, quantized_gemm):
         launch = module.launch
 
-        def note(
-            kernel: Any, operands: Any, results: Any, config: Config, constants: Any, _launch: Any = launch, **o: Any
-        ):
+        def note(kernel, operands, results, config, constants, _launch=launch, **o):
             found.append((kernel.name, config, constants["S"]))
             return _launch(kernel, operands, results, config, constants, **o)
 
@@ -50,21 +43,21 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
     return found
 
 
-def of(launched: Launched, name: str) -> tuple[Config, Any]:
+def of(launched, name):
     (found,) = [(config, sizes) for kernel, config, sizes in launched if kernel == name]
     return found
 
 
-def entry(operation: str, facts: dict[str, Any], **settings: Any) -> dict[str, Any]:
+def entry(operation, facts, **settings):
     return {"operation": operation, "facts": facts, "settings": settings, "measured": {}}
 
 
-def inputs(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+def inputs(rng):
     return rng.standard_normal((2, T, H)).astype(np.float32), rng.integers(-1, E, (2, T, K)).astype(np.int32)
 
 
-def round_trip(schedule: Schedule | None = None) -> Callable[..., Any]:
-    def fn(x: jax.Array, ids: jax.Array) -> jax.Array:
+def round_trip(schedule=None):
+    def fn(x, ids):
         options: dict[str, Any] = {"schedule": schedule, "implementation": "triton"}
         d = jax_ep.dispatch(x, ids, num_experts=E, **options)
         return jax_ep.combine(d.tokens, d.handle, **options)
@@ -72,13 +65,11 @@ def round_trip(schedule: Schedule | None = None) -> Callable[..., Any]:
     return fn
 
 
-def sums(x: np.ndarray, ids: np.ndarray) -> np.ndarray:
+def sums(x, ids):
     return x * (ids >= 0).sum(-1, keepdims=True)
 
 
-def test_tuning_precedence(
-    two_ranks: Mesh, launched: Launched, make_file: Callable[..., Path], rng: np.random.Generator
-) -> None:
+def test_tuning_precedence(two_ranks, launched, make_file, rng):
     """The caller, then an override, then the file, then the default; for each setting separately."""
     x, ids = inputs(rng)
     settings = {"num_warps": 2, "tokens_per_block": 2, "rows_in_flight": 3, "num_combining_programs": 1}
@@ -100,9 +91,7 @@ def test_tuning_precedence(
     assert of(launched, "combine")[1].tile.block_tokens == 4
 
 
-def test_tuning_entries_match_sizes(
-    two_ranks: Mesh, launched: Launched, make_file: Callable[..., Path], rng: np.random.Generator
-) -> None:
+def test_tuning_entries_match_sizes(two_ranks, launched, make_file, rng):
     x, ids = inputs(rng)
     others = [{"num_ranks": 4}, {"num_tokens": 8}, {"hidden": 128}, {"top_k": 1}, {"dtype": "bfloat16"}]
     tuning.use(make_file(*(entry("combine", FACTS | other, num_warps=16) for other in others)))
@@ -110,8 +99,8 @@ def test_tuning_entries_match_sizes(
     assert of(launched, "combine")[0].num_warps == 1
 
 
-def test_tuning_overrides_nest_per_thread() -> None:
-    def found() -> Schedule:
+def test_tuning_overrides_nest_per_thread():
+    def found():
         facts = tuned.exchange_facts(LAYOUT, H, jnp.dtype("float32"))
         return tuned.schedule(Schedule(), "combine", **facts)
 
@@ -129,7 +118,7 @@ def test_tuning_overrides_nest_per_thread() -> None:
     assert [found(), *seen] == [Schedule(), Schedule()]
 
 
-def test_tuning_overrides_invalid() -> None:
+def test_tuning_overrides_invalid():
     for operation, settings, message in (
         ("sort", {}, "override: operation 'sort', expected one of dispatch"),
         ("combine", {"warps": 1}, "combine has no setting 'warps', expected some of num_combining_programs"),
@@ -143,9 +132,7 @@ def test_tuning_overrides_invalid() -> None:
         tuned.schedule(Schedule(), "combine", **facts)
 
 
-def test_tuning_tiles_reach_launch(
-    two_ranks: Mesh, launched: Launched, make_file: Callable[..., Path], rng: Any
-) -> None:
+def test_tuning_tiles_reach_launch(two_ranks, launched, make_file, rng):
     lhs, rhs = rng.standard_normal((32, 48)), rng.standard_normal((2, 48, 64))
     facts = {"num_rows": 32, "depth": 64, "columns": 64, "groups": 2, "dtype": "bfloat16", "out_dtype": "bfloat16"}
     settings = {"block_m": 32, "num_warps": 4, "programs": 1}
@@ -153,10 +140,10 @@ def test_tuning_tiles_reach_launch(
     sizes = jnp.array([20, 12], jnp.int32)
     lhs, rhs = jnp.asarray(lhs, jnp.bfloat16), jnp.asarray(rhs, jnp.bfloat16)
 
-    def product(lhs: Any, rhs: Any) -> jax.Array:
+    def product(lhs, rhs):
         return jax_ep.grouped_gemm(lhs, rhs, sizes, implementation="triton")
 
-    def total(lhs: Any, rhs: Any) -> jax.Array:
+    def total(lhs, rhs):
         return product(lhs, rhs).astype(jnp.float32).sum()
 
     got = product(lhs, rhs)
@@ -180,9 +167,7 @@ def test_tuning_tiles_reach_launch(
 @pytest.mark.parametrize(
     "make", [tune_cases._grouped_gemm, tune_cases._grouped_gemm_fp8], ids=["bfloat16", "float8_e4m3fn"]
 )
-def test_tuning_gemm_keys_match_launches(
-    make: Any, two_ranks: Mesh, launched: Launched, make_file: Callable[..., Path]
-) -> None:
+def test_tuning_gemm_keys_match_launches(make, two_ranks, launched, make_file):
     """Entries for the shapes of the cases, of both GEMMs and gradients, reach the launches of these operations."""
     sizes = tune_cases.Sizes(24, 128, 256, experts=2, top_k=1, ranks=1, routing="uniform")
     cases = list(make(sizes))
@@ -201,9 +186,7 @@ def test_tuning_gemm_keys_match_launches(
 
 
 @pytest.mark.parametrize("make", [tune_cases._quantized_gemm, tune_cases._fused_moe])
-def test_tuning_prepacked_weights_key(
-    make: Any, two_ranks: Mesh, launched: Launched, make_file: Callable[..., Path]
-) -> None:
+def test_tuning_prepacked_weights_key(make, two_ranks, launched, make_file):
     sizes = tune_cases.Sizes(8, 128, 128, experts=2, top_k=1, ranks=1, routing="uniform")
     heights = dict[str, set[int]]()
     for expert_format in ("mxfp4", "mxfp4_prepacked"):
@@ -220,14 +203,14 @@ def test_tuning_prepacked_weights_key(
     assert heights["mxfp4_prepacked"] == {64} != heights["mxfp4"]
 
 
-def test_tuning_fp8_sizes_not_whole_blocks() -> None:
+def test_tuning_fp8_sizes_not_whole_blocks():
     sizes = tune_cases.Sizes(8, 128, 192, experts=2, top_k=1, ranks=1, routing="uniform")
     assert list(tune_cases._grouped_gemm_fp8(sizes)) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", range(4))
-def test_tuning_random_fp8_tiles(case: int, two_ranks: Mesh, rng: np.random.Generator) -> None:
+def test_tuning_random_fp8_tiles(case, two_ranks, rng):
     """Row and column-wise quantized GEMMs match the portable functions, up to the order of roundings."""
     sizes = jnp.asarray(rng.multinomial(int(rng.integers(1, 90)), [0.2, 0.0, 0.8]), jnp.int32)
     rows, others = (jnp.asarray(rng.standard_normal((100, width)), jnp.bfloat16) for width in (128, 256))
@@ -248,7 +231,7 @@ def test_tuning_random_fp8_tiles(case: int, two_ranks: Mesh, rng: np.random.Gene
 
 
 @pytest.mark.parametrize("mode", ["fused", "serial"])
-def test_tuning_modes_from_file(mode: str, make_file: Callable[..., Path]) -> None:
+def test_tuning_modes_from_file(mode, make_file):
     facts = {"num_ranks": 2, "num_tokens": 16, "top_k": 2, "num_experts": 4, "depth": 64, "columns": 64}
     facts |= {"dtype": "bfloat16"}
     name = "grouped_gemm_combine_with_weight_gradient"
@@ -271,7 +254,7 @@ def test_tuning_modes_from_file(mode: str, make_file: Callable[..., Path]) -> No
     assert (modes.combine_with_gradient is None) is fuse
 
 
-def test_tuning_rates_scale_cost_model(make_file: Callable[..., Path]) -> None:
+def test_tuning_rates_scale_cost_model(make_file):
     assert cost_model.scaled(None) == cost_model.H200 == cost_model.scaled(cost_model.H200_RATES)
     layout = Layout(8, 256, 4096, 8, 4096 * 8)
     before = cost_model.combine_times(layout, 2048, 7168, by_pallas=True)
@@ -284,7 +267,7 @@ def test_tuning_rates_scale_cost_model(make_file: Callable[..., Path]) -> None:
     assert cost_model.combine_mode(layout, 2048, 7168, by_pallas=True) == "serial"
 
 
-def draw(rng: np.random.Generator, operation: str) -> dict[str, Any]:
+def draw(rng, operation):
     """Draw settings with small values: in the interpreter each block is an array."""
     settings = {}
     for name, values in OPERATIONS[operation].settings.items():
@@ -295,7 +278,7 @@ def draw(rng: np.random.Generator, operation: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 8))])
-def test_tuning_random_settings_same_bits(case: int, two_ranks: Mesh, rng: np.random.Generator) -> None:
+def test_tuning_random_settings_same_bits(case, two_ranks, rng):
     x, ids = inputs(rng)
     chosen = {operation: draw(rng, operation) for operation in ("dispatch", "combine")}
     print(chosen)
@@ -305,11 +288,11 @@ def test_tuning_random_settings_same_bits(case: int, two_ranks: Mesh, rng: np.ra
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", range(5))
-def test_tuning_random_settings_few_tokens(case: int, two_ranks: Mesh, rng: np.random.Generator) -> None:
+def test_tuning_random_settings_few_tokens(case, two_ranks, rng):
     x, ids = inputs(rng)
     weights = rng.random((2, T, K)).astype(np.float32)
 
-    def fn(x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+    def fn(x, ids, weights):
         sizes = {"num_experts": E, "max_tokens_per_rank": T, "implementation": "triton"}
         d = jax_ep.low_latency_dispatch(x, ids, **sizes, quantize=False)
         return jax_ep.low_latency_combine(d.tokens, ids, weights, d.handle, implementation="triton")
@@ -323,7 +306,7 @@ def test_tuning_random_settings_few_tokens(case: int, two_ranks: Mesh, rng: np.r
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", range(8))
-def test_tuning_random_tiles(case: int, two_ranks: Mesh, rng: np.random.Generator) -> None:
+def test_tuning_random_tiles(case, two_ranks, rng):
     sizes = rng.multinomial(int(rng.integers(1, 90)), [0.2, 0.0, 0.8])
     lhs = jnp.asarray(rng.standard_normal((100, 40)), jnp.bfloat16)
     rhs = jnp.asarray(rng.standard_normal((3, 40, 72)), jnp.bfloat16)

@@ -1,7 +1,5 @@
 """The file of tuned settings: rejected content, with a one-line reason, and where the file is found."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
@@ -9,9 +7,7 @@ import operator
 import os
 import tempfile
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import hypothesis
 import jax
@@ -29,15 +25,15 @@ ENTRY = {"operation": "combine", "facts": FACTS, "settings": {"rows_in_flight": 
 RATES = {"link_bytes_per_s": None, "memory_bytes_per_s": 1e12, "product_flops_per_s": 2e14}
 
 
-def changed(**fields: Any) -> dict[str, Any]:
+def changed(**fields):
     return ENTRY | fields
 
 
-def facts(**fields: Any) -> dict[str, Any]:
+def facts(**fields):
     return changed(facts=FACTS | fields)
 
 
-def settings(**fields: Any) -> dict[str, Any]:
+def settings(**fields):
     return changed(settings=fields)
 
 
@@ -75,11 +71,7 @@ BAD = {
     "a rate that is none": ([], {"rates": RATES | {"memory_bytes_per_s": "fast"}}, "memory_bytes_per_s='fast'"),
     "a rate below zero": ([], {"rates": RATES | {"memory_bytes_per_s": -1.0}}, "expected a number from 1 to 1e+30"),
     "a rate beyond float": ([], {"rates": RATES | {"memory_bytes_per_s": 10**400}}, "expected a number from 1 to"),
-    "a rate that is no number": (
-        [],
-        {"rates": RATES | {"memory_bytes_per_s": float("nan")}},
-        "NaN is not a finite number",
-    ),
+    "a rate that is no number": ([], {"rates": RATES | {"memory_bytes_per_s": float("nan")}}, "NaN is not"),
     "a long name": ([], {"device_kind": "x" * 10**6}, "device_kind='xxx"),
     "many lines": ([], {"device_kind": "a\n" * 100}, "device_kind='a"),
     "a long field": ([], {"x" * 10**6: 1}, "unknown field 'xxx"),
@@ -88,7 +80,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_tuning_file_bad(name: str, make_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuning_file_bad(name, make_file, monkeypatch):
     entries, fields, reason = BAD[name]
     path = make_file(*entries, **fields)
     with pytest.raises(ValueError) as refused:
@@ -112,7 +104,7 @@ def test_tuning_file_bad(name: str, make_file: Callable[..., Path], monkeypatch:
         *("NaN", "1" * 9999, '{"a":' * 9999, '{"format": 1, "format": 1}', " " * (5 << 20)),
     ],
 )
-def test_tuning_file_damaged(text: str, tmp_path: Path) -> None:
+def test_tuning_file_damaged(text, tmp_path):
     path = tmp_path / "tuned.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=f"tuned settings of {path} do not fit"):
@@ -122,7 +114,7 @@ def test_tuning_file_damaged(text: str, tmp_path: Path) -> None:
         tuning.use(path)
 
 
-def test_tuning_file_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuning_file_missing(tmp_path, monkeypatch):
     missing = tmp_path / "missing.json"
     with pytest.raises(FileNotFoundError, match=f"there is no {missing}; `jax-ep tune --out {missing}` makes it"):
         tuning.use(missing)
@@ -139,9 +131,7 @@ def test_tuning_file_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         tuning.use(3)  # type: ignore[arg-type]
 
 
-def test_tuning_file_search_path(
-    make_file: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tuning_file_search_path(make_file, tmp_path, monkeypatch):
     text = make_file(ENTRY, rates=RATES).read_text()
     cached = tmp_path / "cache" / "jax_ep" / "tuning" / file.default_path(KIND).name
     cached.parent.mkdir(parents=True)
@@ -163,7 +153,7 @@ def test_tuning_file_search_path(
     assert file.default_path("NVIDIA H200") == tmp_path / ".cache/jax_ep/tuning/nvidia_h200.json"
 
 
-def test_tuning_file_round_trip(tmp_path: Path) -> None:
+def test_tuning_file_round_trip(tmp_path):
     path, rates = tmp_path / "new" / "tuned.json", file.Rates(memory_bytes_per_s=3e12)
     sizes = FACTS | {"num_tokens": 9, "hidden": 100}
     file.write(path, KIND, [file.Entry("combine", sizes, {"num_warps": 2}, {"seconds": 1e-6})], rates)
@@ -201,7 +191,7 @@ JSON = st.recursive(
     ),
     value=JSON,
 )
-def test_tuning_file_mutated(where: tuple[Any, ...], value: Any) -> None:
+def test_tuning_file_mutated(where, value):
     content = {"format": 1, "device_kind": KIND, "kernels": file.kernel_sources(), "rates": RATES, "entries": [ENTRY]}
     content = json.loads(json.dumps(content))
     functools.reduce(operator.getitem, where[:-1], content)[where[-1]] = value
@@ -214,7 +204,7 @@ def test_tuning_file_mutated(where: tuple[Any, ...], value: Any) -> None:
     assert all(len(text) <= 200 and "\n" not in text for text in (str(one.message) for one in caught))
 
 
-def test_tuning_file_not_regular(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuning_file_not_regular(tmp_path, monkeypatch):
     """Do not wait for a FIFO's writer or the end of a device."""
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
@@ -227,8 +217,8 @@ def test_tuning_file_not_regular(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert len(caught) == 1 and len(str(caught[0].message)) <= 200
 
 
-def test_tuning_file_user_without_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_home() -> Path:
+def test_tuning_file_user_without_home(monkeypatch):
+    def no_home():
         raise RuntimeError("Could not determine home directory.")
 
     for name in (file.ENVIRONMENT, "XDG_CACHE_HOME"):
@@ -239,20 +229,14 @@ def test_tuning_file_user_without_home(monkeypatch: pytest.MonkeyPatch) -> None:
     assert file.default_path(KIND) is None and tuning.current().path is None
 
 
-def test_tuning_page_operations_table() -> None:
+def test_tuning_page_operations_table():
     """Fields of `Schedule` have their ranges; the others are fields of the operation's tiles."""
     from jax_ep.megakernels import fused_moe, grouped_gemm, masked, quantized_gemm
 
-    tiles = {
-        "grouped_gemm": grouped_gemm.Tiles,
-        "weight_gradient": grouped_gemm.WeightTiles,
-        "grouped_gemm_fp8": grouped_gemm.Fp8Tiles,
-        "weight_gradient_fp8": grouped_gemm.Fp8WeightTiles,
-        "masked_grouped_gemm": masked.MaskedTiles,
-        "low_latency_gemm_combine": masked.MaskedTiles,
-        "quantized_gemm": quantized_gemm.QuantizedTiles,
-        "fused_moe": fused_moe.FusedTiles,
-    }
+    tiles = {"grouped_gemm": grouped_gemm.Tiles, "weight_gradient": grouped_gemm.WeightTiles}
+    tiles |= {"grouped_gemm_fp8": grouped_gemm.Fp8Tiles, "weight_gradient_fp8": grouped_gemm.Fp8WeightTiles}
+    tiles |= dict.fromkeys(("masked_grouped_gemm", "low_latency_gemm_combine"), masked.MaskedTiles)
+    tiles |= {"quantized_gemm": quantized_gemm.QuantizedTiles, "fused_moe": fused_moe.FusedTiles}
     assert operations.MOST_BLOCKS == MAX_BLOCKS
     seen = set()
     for name, operation in operations.OPERATIONS.items():
@@ -264,8 +248,5 @@ def test_tuning_page_operations_table() -> None:
             seen.add(setting)
             for value in values.choices or (values.least, values.most):
                 Schedule(**{setting: value})
-    assert (
-        seen
-        == operations.SCHEDULE_FIELDS
-        == {field.name for field in dataclasses.fields(Schedule)} - {"keep_tokens", "wire_dtype"}
-    )
+    fields = {field.name for field in dataclasses.fields(Schedule)} - {"keep_tokens", "wire_dtype"}
+    assert seen == operations.SCHEDULE_FIELDS == fields

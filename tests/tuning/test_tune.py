@@ -1,12 +1,8 @@
 """`jax-ep tune`: choices, output, repeated measurements, and a sweep as a user runs it."""
 
-from __future__ import annotations
-
 import json
 import os
-import subprocess
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +15,22 @@ from jax_ep import __main__
 from jax_ep.settings import file
 from jax_ep.tools import tune, tune_cases, tune_search
 from jax_ep.tools.benchmark import rates as rates_of
-from jax_ep.tools.tune_search import Case, Log, Outcome, Settings
+from jax_ep.tools.tune_search import Case, Log, Outcome
 
-ROOT = Path(__file__).resolve().parents[2]
 KIND = jax.devices()[0].device_kind
 FACTS = {"num_ranks": 2, "num_tokens": 9, "hidden": 100, "top_k": 2, "dtype": "float32"}
 CANDIDATES = {"num_combining_programs": (8, 16, 32, 64), "num_warps": (1, 2, 4), "rows_in_flight": (2, 3)}
 
 
-def make_case(**changed: Any) -> Case:
-    def never(settings: Settings) -> Any:
+def make_case(**changed):
+    def never(settings):
         raise AssertionError("nothing is measured here")
 
     fields: dict[str, Any] = {"operation": "combine", "facts": FACTS, "title": "a case", "candidates": CANDIDATES}
     return Case(**fields | {"make_chain": never} | changed)
 
 
-def relative_time(settings: Settings) -> float:
+def relative_time(settings):
     """32 programs are best; two warps are best, only with three rows."""
     time = {None: 1.0, 8: 2.0, 16: 1.0, 32: 0.8, 64: 0.799}[settings.get("num_combining_programs")]
     return time * (0.9 if settings.get("num_warps") == 2 and settings.get("rows_in_flight") == 3 else 1.0)
@@ -44,11 +39,11 @@ def relative_time(settings: Settings) -> float:
 class Measured:
     """A fake GPU with execution times from `time`."""
 
-    def __init__(self, time: Callable[[Settings], float] = relative_time) -> None:
+    def __init__(self, time=relative_time):
         self.asked: list[dict[str, Any]] = []
         self._time = time
 
-    def __call__(self, trials: Sequence[Settings], rounds: int, log: Log) -> list[Outcome]:
+    def __call__(self, trials, rounds, log):
         outcomes = []
         for trial in trials:
             log.add(make_case(), trial, "tried")
@@ -61,11 +56,11 @@ class Measured:
         return outcomes
 
 
-def search(case: Case, measured: Measured, log: Log, *, is_over: Callable[[], bool] = lambda: False) -> Any:
+def search(case, measured, log, *, is_over=lambda: False):
     return tune_search.descend(case, measured, log, is_over, lambda text: None)
 
 
-def test_tune_chooses_simplest_of_fastest(tmp_path: Path) -> None:
+def test_tune_chooses_simplest_of_fastest(tmp_path):
     log, measured = Log(tmp_path / "a.log", {}), Measured()
     chosen, is_done = search(make_case(), measured, log)
     assert (chosen, is_done) == ({"num_combining_programs": 32}, True)
@@ -76,7 +71,7 @@ def test_tune_chooses_simplest_of_fastest(tmp_path: Path) -> None:
     assert search(make_case(title="flat", facts=FACTS | {"top_k": 3}), flat, log)[0] == {}
 
 
-def test_tune_skips_known_measurements(tmp_path: Path) -> None:
+def test_tune_skips_known_measurements(tmp_path):
     path, case, circumstances = tmp_path / "a.log", make_case(), {"kernels": "a"}
     first = Measured()
     over = iter([False, True])
@@ -95,17 +90,17 @@ def test_tune_skips_known_measurements(tmp_path: Path) -> None:
     assert len(others.asked) == 2 * len([*first.asked, *second.asked])
 
 
-def test_tune_times_interleaved_within_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_tune_times_interleaved_within_budget(monkeypatch, tmp_path):
     """Fake programs on a fake clock, whose speed drifts per round as on a GPU."""
     clock, order, over, speed = [0.0], [], [False], [1.0]
     case_time = {None: 2e-3, 8: 3e-3, 16: 1e-3}
 
-    def make_chain(settings: Settings) -> Any:
+    def make_chain(settings):
         programs = settings.get("num_combining_programs")
         if programs == 64:
             raise RuntimeError("out of resource: shared memory")
 
-        def run(n: int) -> float:
+        def run(n):
             order.append((programs, n))
             clock[0] += (1e-4 + n * case_time[programs]) * speed[0] ** len(order)
             return 0.0
@@ -130,12 +125,12 @@ def test_tune_times_interleaved_within_budget(monkeypatch: pytest.MonkeyPatch, t
 
 
 @pytest.mark.parametrize("scatter", [0.0, 0.3])
-def test_tune_equal_settings_not_better(scatter: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_tune_equal_settings_not_better(scatter, monkeypatch, tmp_path):
     """Programs with noisy launches, and calls that take microseconds."""
     clock, rng = [0.0], np.random.default_rng(0)
 
-    def make_chain(settings: Settings) -> Any:
-        def run(n: int) -> float:
+    def make_chain(settings):
+        def run(n):
             clock[0] += 2e-3 * scatter * rng.random() + n * 2e-5
             return 0.0
 
@@ -148,8 +143,8 @@ def test_tune_equal_settings_not_better(scatter: float, monkeypatch: pytest.Monk
         assert outcome.relative > tune_search.WORTH
 
 
-def test_tune_failing_settings_skipped(tmp_path: Path) -> None:
-    def time(settings: Settings) -> float:
+def test_tune_failing_settings_skipped(tmp_path):
+    def time(settings):
         if settings.get("num_combining_programs") in (32, 64):
             raise ArithmeticError
         return relative_time(settings)
@@ -160,10 +155,10 @@ def test_tune_failing_settings_skipped(tmp_path: Path) -> None:
     assert log.failures(make_case(operation="dispatch")) == 0
 
 
-def test_tune_crashing_settings_skipped(tmp_path: Path) -> None:
+def test_tune_crashing_settings_skipped(tmp_path):
     path, case = tmp_path / "a.log", make_case()
 
-    def time(settings: Settings) -> float:
+    def time(settings):
         if settings.get("num_combining_programs") == 32:
             raise KeyboardInterrupt
         return relative_time(settings)
@@ -180,16 +175,16 @@ def test_tune_crashing_settings_skipped(tmp_path: Path) -> None:
     assert {"num_combining_programs": 8} in again.asked  # It ran, and was about to be timed.
 
 
-def test_tune_writes_only_faster_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tune_writes_only_faster_settings(tmp_path, monkeypatch):
     path = tmp_path / "tuned.json"
     for last, wanted in ((0.8, 1), (1.01, 0), (0.999, 0)):
         times = {tune_search.ROUNDS: relative_time, tune_search.LAST_ROUNDS: lambda _, last=last: last}
 
         class Meter:
-            def __init__(self, case: Case, recover: Any, is_over: Any) -> None:
+            def __init__(self, case, recover, is_over):
                 pass
 
-            def outcomes(self, trials: Any, rounds: int, log: Log, times: Any = times) -> list[Outcome]:
+            def outcomes(self, trials, rounds, log, times=times):
                 return Measured(times[rounds])(trials, rounds, log)
 
         monkeypatch.setattr(tune_search, "Meter", Meter)
@@ -205,7 +200,7 @@ def test_tune_writes_only_faster_settings(tmp_path: Path, monkeypatch: pytest.Mo
         assert (curve.chosen, curve.default) == (32 if wanted else None, pytest.approx(1e9))
 
 
-def test_tune_keeps_entries_of_other_sizes(tmp_path: Path) -> None:
+def test_tune_keeps_entries_of_other_sizes(tmp_path):
     path, rates = tmp_path / "tuned.json", file.Rates(memory_bytes_per_s=1e12)
     old = [file.Entry("combine", FACTS | {"hidden": n}, {"num_warps": 4}, {}) for n in (100, 300)]
     file.write(path, KIND, old, rates)
@@ -217,7 +212,7 @@ def test_tune_keeps_entries_of_other_sizes(tmp_path: Path) -> None:
     assert (found, read.rates) == ({100: {"num_warps": 2}, 300: {"num_warps": 4}}, rates)
 
 
-def test_tune_keeps_foreign_entries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_keeps_foreign_entries(tmp_path, capsys):
     path = tmp_path / "tuned.json"
     file.write(path, "NVIDIA Z9", [], None)
     for text, message in (
@@ -244,7 +239,7 @@ def test_tune_keeps_foreign_entries(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["--experts", "7", "--ranks", "1", "--top-k", "8"], "7 experts on 1 ranks, 8 per token"),
     ],
 )
-def test_tune_invalid_arguments(options: list[str], message: str, tmp_path: Path, capsys: Any) -> None:
+def test_tune_invalid_arguments(options, message, tmp_path, capsys):
     try:
         status = __main__.main(["tune", *options, "--out", str(tmp_path / "tuned.json")])
     except SystemExit as end:  # Of the parser.
@@ -254,7 +249,7 @@ def test_tune_invalid_arguments(options: list[str], message: str, tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tune_chart_curves(tmp_path: Path) -> None:
+def test_tune_chart_curves(tmp_path):
     pytest.importorskip("matplotlib")
     curves = [tune._Curve("dispatch", {8: 1e11, 16: 2e11, 32: 2.1e11}, 16, 1.9e11)]
     curves.append(tune._Curve("combine", {8: 1e11, 16: 2e11}, None, 2e11))
@@ -266,27 +261,26 @@ def test_tune_chart_curves(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="small arrays")
-def test_tune_measures_rates() -> None:
+def test_tune_measures_rates():
     rates = rates_of.measure()
     assert None not in (rates.link_bytes_per_s, rates.memory_bytes_per_s, rates.product_flops_per_s)
 
 
 @pytest.mark.slow
-def test_tune_sweep_on_cpu_writes_nothing(tmp_path: Path) -> None:
+def test_tune_sweep_on_cpu_writes_nothing(tmp_path):
     """Try every setting of the all-to-all on two devices, as a user without a GPU does."""
     pytest.importorskip("triton")
     sizes = "--tokens", "16", "--hidden", "64", "--seconds", "300"
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)}
-    environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
-    command = [*harness.STRICT_PYTHON, "-m", "jax_ep", "tune", "exchange", "rates", *sizes, "--out", "tuned.json"]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    environment = {"XDG_CACHE_HOME": str(tmp_path), "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    command = ["-m", "jax_ep", "tune", "exchange", "rates", *sizes, "--out", "tuned.json"]
+    done = harness.run_command(*harness.STRICT_PYTHON, *command, cwd=tmp_path, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(text in done.stdout for text in ("dispatch of 16 tokens", "combine of 16 tokens", "memory_bytes_per_s"))
     assert done.stdout.startswith("CPU devices: the figures mean nothing, and no settings file is written\n")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tune_log_bad_lines_skipped(tmp_path: Path) -> None:
+def test_tune_log_bad_lines_skipped(tmp_path):
     path, case, settings = tmp_path / "a.log", make_case(), {"num_warps": 2}
     Log(path, {}).add(case, settings, "measured", Outcome(0.5, 1e-6))
     line = path.read_text()
@@ -296,9 +290,7 @@ def test_tune_log_bad_lines_skipped(tmp_path: Path) -> None:
     assert Log(path, {}).find(case, settings) == Outcome(0.5, 1e-6)
 
 
-def test_tune_without_triton(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tune_without_triton(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.chdir(tmp_path)
     for arguments in (["tune", "rates"], ["trace", "moe"]):
@@ -307,9 +299,7 @@ def test_tune_without_triton(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tune_cpu_rates_not_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tune_cpu_rates_not_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(rates_of, "measure", lambda: file.Rates(memory_bytes_per_s=1e9))
     assert __main__.main(["tune", "rates"]) == 0
@@ -317,13 +307,13 @@ def test_tune_cpu_rates_not_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tune_run_without_measurements_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tune_run_without_measurements_fails(monkeypatch):
     monkeypatch.setattr(tune_cases, "makers", lambda *_: [])
     with pytest.raises(SystemExit, match="jax-ep tune: nothing measured"):
         __main__.main(["tune", "exchange"])
 
 
-def test_tune_checks_output_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_checks_output_first(tmp_path, capsys):
     (tmp_path / "file").touch()
     os.mkfifo(tmp_path / "fifo")
     for out, reason in (

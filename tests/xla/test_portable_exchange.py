@@ -3,15 +3,10 @@
 The contract suite compares small arrays with the oracle; here arrays of any size use the algorithm for large ones.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 import jax_ep
 import oracle
@@ -27,26 +22,18 @@ WIDE = Shape(num_tokens=7, top_k=3, num_experts=8, hidden=256)
 
 
 @pytest.fixture(params=portable_ways.WAYS)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def way(request, monkeypatch):
     take(request.param, monkeypatch)
     return request.param
 
 
-def round_trip(shape: Shape, wire: Any = None, **options: Any) -> Any:
+def round_trip(shape, wire=None, **options):
     """Return rows, and sums of other rows, `[W, ...]` of each."""
 
     def fn(x, ids, y):
-        sent = jax_ep.dispatch(
-            x,
-            ids,
-            num_experts=shape.num_experts,
-            implementation="xla",
-            schedule=jax_ep.Schedule(wire_dtype=wire),
-            **options,
-        )
-        return sent.tokens, jax_ep.combine(
-            y, sent.handle, implementation="xla", schedule=jax_ep.Schedule(wire_dtype=wire)
-        )
+        schedule = {"implementation": "xla", "schedule": jax_ep.Schedule(wire_dtype=wire)}
+        sent = jax_ep.dispatch(x, ids, num_experts=shape.num_experts, **schedule, **options)
+        return sent.tokens, jax_ep.combine(y, sent.handle, **schedule)
 
     return fn
 
@@ -54,9 +41,7 @@ def round_trip(shape: Shape, wire: Any = None, **options: Any) -> Any:
 # Dropless and aligned, cut within a group, cut to a single row, fewer rows than tokens of a rank.
 @pytest.mark.parametrize(("capacity", "alignment"), [(None, 4), (8, 4), (1, 1), (20, 1)])
 @pytest.mark.slow(unless={"capacity": [20]})
-def test_xla_exchange_matches_oracle(
-    way: str, capacity: int | None, alignment: int, mesh: Mesh, rng: Any, subtests: Any
-) -> None:
+def test_xla_exchange_matches_oracle(way, capacity, alignment, mesh, rng, subtests):
     options = {"capacity": capacity, "alignment": alignment}
     call = compiled(round_trip(BASE, **options), mesh)
     for routing in ROUTINGS:
@@ -72,7 +57,7 @@ def test_xla_exchange_matches_oracle(
 
 
 @pytest.mark.parametrize("routing", ["one_hot", "duplicates"])
-def test_xla_exchange_windows(routing: str, expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
+def test_xla_exchange_windows(routing, expert_mesh, rng, monkeypatch):
     """With more ranks than 2 K, the ragged all-to-all sends sums in several windows."""
     take("ragged", monkeypatch)
     shape = Shape(num_tokens=5, top_k=2, num_experts=16, hidden=8)
@@ -87,7 +72,7 @@ def test_xla_exchange_windows(routing: str, expert_mesh: Any, rng: Any, monkeypa
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
 @pytest.mark.parametrize("wire", [None, jnp.float8_e4m3fn], ids=["as they are", "fp8"])
 @pytest.mark.slow(unless={"way": ["rounds"], "dtype": [BF16], "wire": [jnp.float8_e4m3fn]})
-def test_xla_exchange_matches_gathered(way: str, dtype: Any, wire: Any, mesh: Mesh, rng: Any, monkeypatch: Any) -> None:
+def test_xla_exchange_matches_gathered(way, dtype, wire, mesh, rng, monkeypatch):
     """Sums have one order: over the rows of a rank, rounded for sending, then over ranks.
 
     XLA may fuse the multiplications by scales with these sums, differently in each program, and skip a rounding.
@@ -106,7 +91,7 @@ def test_xla_exchange_matches_gathered(way: str, dtype: Any, wire: Any, mesh: Me
 
 @pytest.mark.parametrize("routing", FEW_ROUTINGS)
 @pytest.mark.slow(unless={"routing": ["duplicates"]})
-def test_xla_exchange_quantized_pairs(way: str, routing: str, mesh: Mesh, rng: Any) -> None:
+def test_xla_exchange_quantized_pairs(way, routing, mesh, rng):
     """Any bits of any dtype and shape are preserved."""
 
     def fn(values, scales, ids):
@@ -133,7 +118,7 @@ def layer(x, weights, gate_up, down, ids):
     return out, *pull(jnp.cos(out))
 
 
-def layer_arguments(rng: np.random.Generator, num_ranks: int, batch: tuple[int, ...] = ()) -> tuple[np.ndarray, ...]:
+def layer_arguments(rng, num_ranks, batch=()):
     ids = np.stack([ROUTINGS["zipf"](rng, num_ranks, BASE) for _ in range(int(np.prod(batch)))], 1)
     ids = ids.reshape(num_ranks, *batch, *ids.shape[2:])
     local = BASE.num_experts // num_ranks
@@ -144,7 +129,7 @@ def layer_arguments(rng: np.random.Generator, num_ranks: int, batch: tuple[int, 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.slow
-def test_xla_exchange_layer_and_gradients(way: str, check_vma: bool, mesh: Mesh, rng: Any, monkeypatch: Any) -> None:
+def test_xla_exchange_layer_and_gradients(way, check_vma, mesh, rng, monkeypatch):
     arguments = layer_arguments(rng, mesh.size)
     for got, wanted in zip(*both_ways(monkeypatch, way, layer, mesh, *arguments, check_vma=check_vma), strict=True):
         assert_close(got, wanted, "result or gradient")
@@ -152,7 +137,7 @@ def test_xla_exchange_layer_and_gradients(way: str, check_vma: bool, mesh: Mesh,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [(2,), (2, 2)], ids=["vmap", "vmap of vmap"])
-def test_xla_exchange_vmap(way: str, batch: tuple[int, ...], expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
+def test_xla_exchange_vmap(way, batch, expert_mesh, rng, monkeypatch):
     """Batched problems have their own numbers of rounds."""
     if way == "ragged" and jax.default_backend() == "cpu":
         pytest.skip("the emulation is no primitive and has no batching rule; see test_vmap_on_gpus")
@@ -166,7 +151,7 @@ def test_xla_exchange_vmap(way: str, batch: tuple[int, ...], expert_mesh: Any, r
 
 @pytest.mark.parametrize("axes", [("expert",), ("data", "expert")], ids=len)
 @pytest.mark.slow(unless={"way": ["ragged"], "axes": [("data", "expert")]})
-def test_xla_exchange_subgroups(way: str, axes: tuple[str, ...], rng: Any) -> None:
+def test_xla_exchange_subgroups(way, axes, rng):
     """Experts over some axes of a mesh, or over several."""
     mesh = make_mesh((2, 2), ("data", "expert"))
     num_ranks = 2 * len(axes)
@@ -189,7 +174,7 @@ def test_xla_exchange_subgroups(way: str, axes: tuple[str, ...], rng: Any) -> No
 # ---- What is chosen, and what it costs -----------------------------------------------------------------------------
 
 
-def test_xla_exchange_platform_choice(mesh: Mesh, rng: Any, monkeypatch: Any) -> None:
+def test_xla_exchange_platform_choice(mesh, rng, monkeypatch):
     """TPUs and AMD GPUs use the ragged all-to-all; CPU devices lack it and use rounds. Both work under remat."""
     monkeypatch.setattr(exchange, "GATHERED_BYTES", 0)
     monkeypatch.setattr(exchange, "RAGGED_COST", 0)
@@ -201,10 +186,10 @@ def test_xla_exchange_platform_choice(mesh: Mesh, rng: Any, monkeypatch: Any) ->
     assert "@ragged_all_to_all" not in lowered("tpu", layer, mesh, *arguments)
 
 
-def test_xla_exchange_segments_threshold() -> None:
+def test_xla_exchange_segments_threshold():
     """If most tokens go to most ranks, all tokens go to all ranks, unless they exceed the rows."""
 
-    def pays(num_ranks: int, top_k: int, capacity: int = 1 << 30) -> bool:
+    def pays(num_ranks, top_k, capacity=1 << 30):
         return exchange.segments_pay(Layout(num_ranks, 256, 4096, top_k, capacity), exchange.RAGGED_COST)
 
     assert not pays(4, 8) and not pays(8, 8) and not pays(20, 8)  # 90, 66 and 34 percent of the bytes of "to all".
@@ -212,7 +197,7 @@ def test_xla_exchange_segments_threshold() -> None:
     assert pays(9, 8, 8 * 4096) and not pays(8, 8, 8 * 4096)
 
 
-def test_xla_exchange_ragged_vmap(expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
+def test_xla_exchange_ragged_vmap(expert_mesh, rng, monkeypatch):
     """The primitive's batching rule combines all problems in one all-to-all."""
     monkeypatch.setattr(exchange, "GATHERED_BYTES", 0)
     monkeypatch.setattr(exchange, "RAGGED_COST", 0)
@@ -224,7 +209,7 @@ def test_xla_exchange_ragged_vmap(expert_mesh: Any, rng: Any, monkeypatch: Any) 
     assert all("tensor<6xi32>" in line for line in calls)  # Segments of three problems to two ranks.
 
 
-def programs(num_ranks: int, shape: Shape, capacity: int, mesh: Mesh, *, plan: bool) -> dict[str, Any]:
+def programs(num_ranks, shape, capacity, mesh, *, plan):
     """Compile dispatch, which creates its handle if `plan`, and combine."""
     options = {"num_experts": shape.num_experts, "implementation": "xla", "capacity": capacity}
     x = jax.ShapeDtypeStruct((num_ranks, shape.num_tokens, shape.hidden), F32)
@@ -239,7 +224,7 @@ def programs(num_ranks: int, shape: Shape, capacity: int, mesh: Mesh, *, plan: b
 
 
 @pytest.mark.slow
-def test_xla_exchange_memory_independent_of_ranks(expert_mesh: Any) -> None:
+def test_xla_exchange_memory_independent_of_ranks(expert_mesh):
     """Temporary memory at the capacity of a balanced load is 1.25 times the rows; gathering takes at least 4 times."""
     shape = Shape(num_tokens=512, top_k=2, num_experts=8, hidden=1024)
     capacity = shape.num_tokens * shape.top_k
@@ -254,7 +239,7 @@ def test_xla_exchange_memory_independent_of_ranks(expert_mesh: Any) -> None:
         assert of_ranks[2] <= of_ranks[0] + numbers, (name, of_ranks)
 
 
-def test_xla_exchange_ragged_bytes_minimal(expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
+def test_xla_exchange_ragged_bytes_minimal(expert_mesh, rng, monkeypatch):
     """Each token is sent once to each rank with one of its experts, and back, without empty sums."""
     shape, sizes = Shape(num_tokens=20, top_k=3, num_experts=16, hidden=12), []
     record_sizes(monkeypatch, lambda _, rank, sent: sizes.append((int(rank), sent.tolist())))

@@ -4,16 +4,12 @@ The contract suite compares small batches, which go to all ranks, with the oracl
 ones.
 """
 
-from __future__ import annotations
-
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 import jax_ep
 import oracle_serving
@@ -31,12 +27,12 @@ NUM_RANKS = 8  # More than 2 K, so that ragged all-to-alls have several windows.
 
 
 @pytest.fixture(params=portable_ways.WAYS)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def way(request, monkeypatch):
     take(request.param, monkeypatch)
     return request.param
 
 
-def round_trip(shape: Shape = SHAPE, max_tokens: int = MAX_TOKENS, wire: Any = None, **options: Any) -> Any:
+def round_trip(shape=SHAPE, max_tokens=MAX_TOKENS, wire=None, **options):
     """Return rows, their scales, and weighted sums of other rows."""
     options = {"num_experts": shape.num_experts, "max_tokens_per_rank": max_tokens, "implementation": "xla"} | options
 
@@ -53,7 +49,7 @@ def round_trip(shape: Shape = SHAPE, max_tokens: int = MAX_TOKENS, wire: Any = N
 # Routing all tokens to one expert fills a rank far beyond the first window.
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.slow(unless={"routing": ["one_hot"]})
-def test_xla_low_latency_matches_oracle(way: str, routing: str, expert_mesh: Any, rng: Any) -> None:
+def test_xla_low_latency_matches_oracle(way, routing, expert_mesh, rng):
     ids = ROUTINGS[routing](rng, NUM_RANKS, SHAPE)
     lay = oracle_serving.low_latency_layout(ids, SHAPE.num_experts, MAX_TOKENS)
     x = reals(rng, NUM_RANKS, SHAPE.num_tokens, SHAPE.hidden, dtype=BF16)
@@ -67,7 +63,7 @@ def test_xla_low_latency_matches_oracle(way: str, routing: str, expert_mesh: Any
     np.testing.assert_array_equal(sums.astype(np.float64), wanted)
 
 
-def problem(rng: np.random.Generator, num_ranks: int, shape: Shape = SHAPE, dtype: Any = F32) -> tuple[np.ndarray, ...]:
+def problem(rng, num_ranks, shape=SHAPE, dtype=F32):
     ids = ROUTINGS["duplicates"](rng, num_ranks, shape)
     x = reals(rng, num_ranks, shape.num_tokens, shape.hidden, dtype=dtype)
     local = shape.num_experts // num_ranks
@@ -75,7 +71,7 @@ def problem(rng: np.random.Generator, num_ranks: int, shape: Shape = SHAPE, dtyp
 
 
 @pytest.mark.slow
-def test_xla_low_latency_quantized(way: str, mesh: Mesh, rng: Any, monkeypatch: Any) -> None:
+def test_xla_low_latency_quantized(way, mesh, rng, monkeypatch):
     """Values and scales are sent together, and rows are rounded to FP8 before they are added."""
     fn = round_trip(wire=jnp.float8_e4m3fn)
     (*rows, sums), (*rows_wanted, sums_wanted) = both_ways(monkeypatch, way, fn, mesh, *problem(rng, mesh.size))
@@ -85,7 +81,7 @@ def test_xla_low_latency_quantized(way: str, mesh: Mesh, rng: Any, monkeypatch: 
 
 
 @pytest.mark.slow(unless={"way": ["rounds"]})
-def test_xla_low_latency_gradients(way: str, mesh: Mesh, rng: Any, monkeypatch: Any) -> None:
+def test_xla_low_latency_gradients(way, mesh, rng, monkeypatch):
     """Compare gradients of both functions with the oracle, and with "to all"."""
     options = {"num_experts": SHAPE.num_experts, "max_tokens_per_rank": MAX_TOKENS, "implementation": "xla"}
 
@@ -119,7 +115,7 @@ def test_xla_low_latency_gradients(way: str, mesh: Mesh, rng: Any, monkeypatch: 
 
 
 @pytest.mark.slow(unless={"way": ["rounds"]})
-def test_xla_low_latency_no_tokens(way: str, mesh: Mesh) -> None:
+def test_xla_low_latency_no_tokens(way, mesh):
     shape = Shape(num_tokens=0, top_k=2, num_experts=8, hidden=128)
     x, ids = np.zeros((mesh.size, 0, 128), BF16), np.zeros((mesh.size, 0, 2), np.int32)
     y = np.zeros((mesh.size, 8 // mesh.size, mesh.size * MAX_TOKENS, 128), BF16)
@@ -130,7 +126,7 @@ def test_xla_low_latency_no_tokens(way: str, mesh: Mesh) -> None:
 # ---- What is chosen, and what it costs -----------------------------------------------------------------------------
 
 
-def programs(num_ranks: int, shape: Shape, mesh: Mesh) -> dict[str, Any]:
+def programs(num_ranks, shape, mesh):
     """Compile dispatch and combine of full batches."""
     options = {"num_experts": shape.num_experts, "max_tokens_per_rank": shape.num_tokens, "implementation": "xla"}
 
@@ -153,7 +149,7 @@ def programs(num_ranks: int, shape: Shape, mesh: Mesh) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_xla_low_latency_memory_independent_of_ranks(expert_mesh: Any) -> None:
+def test_xla_low_latency_memory_independent_of_ranks(expert_mesh):
     """Temporary memory at two experts per rank: a round of tokens, and the returned sums."""
     tokens, top_k, hidden = 256, 2, 2048
     found: dict[str, list[int]] = {}
@@ -169,12 +165,12 @@ def test_xla_low_latency_memory_independent_of_ranks(expert_mesh: Any) -> None:
 
 @pytest.mark.parametrize("routing", ["duplicates", "one_hot"])
 @pytest.mark.slow(unless={"routing": ["one_hot"]})
-def test_xla_low_latency_ragged_bytes_minimal(routing: str, expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
+def test_xla_low_latency_ragged_bytes_minimal(routing, expert_mesh, rng, monkeypatch):
     """Each token is sent once to each rank with one of its experts, and back, in as few windows as possible."""
     sent, windows = np.zeros((2, NUM_RANKS, NUM_RANKS), np.int64), [0, 0]
     window = ragged.window_size(Layout(NUM_RANKS, SHAPE.num_experts, MAX_TOKENS, SHAPE.top_k, 0))
 
-    def note(call: Any, rank: np.ndarray, sizes: np.ndarray) -> None:
+    def note(call, rank, sizes):
         is_back = call[0][0] == window  # Sums are sent from windows, tokens arrive in them.
         sent[int(is_back), int(rank)] += sizes
         windows[int(is_back)] += 1
@@ -191,7 +187,7 @@ def test_xla_low_latency_ragged_bytes_minimal(routing: str, expert_mesh: Any, rn
     assert windows[0] > NUM_RANKS or routing != "one_hot"
 
 
-def test_xla_low_latency_lowers_for_gpus(expert_mesh: Any, monkeypatch: Any) -> None:
+def test_xla_low_latency_lowers_for_gpus(expert_mesh, monkeypatch):
     """The ragged all-to-all lowers, in FP8 too, with arrays of windows and of the tokens of one rank only."""
     monkeypatch.setattr(portable_ways.exchange, "GATHERED_BYTES", 0)
     shape = Shape(num_tokens=6, top_k=1, num_experts=16, hidden=256)

@@ -5,5 +5,5 @@ import triton.language as tl
 
 
 @triton.jit
-def scaled(values, FACTOR: tl.constexpr):
+def scaled(values, FACTOR):
     return (values.to(tl.float32) * FACTOR).to(values.dtype)

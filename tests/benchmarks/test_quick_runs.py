@@ -1,0 +1,162 @@
+"""Quick runs of the benchmarks' scripts on CPU devices: every variant is called, and the reports are complete."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from reports import ROOT, check_report, run, run_quickly
+
+from jax_ep.tools.benchmark import exchange, layer
+
+RAGGED = {exchange.RAGGED, exchange.RAGGED_AS_IT_IS}
+EXCHANGE = RAGGED | {
+    *("triton dispatch to rows", "triton dispatch to rows, FP8 wire", "triton dispatch to rows, 24 programs"),
+    *("triton combine", "triton combine, FP8 wire", "triton combine, 24 programs", "triton plan"),
+    *("xla dispatch to rows", "xla combine", "xla plan", "all_to_all, padded", "chain alone"),
+}
+LOW_LATENCY = {
+    *("dispatch, fp8", "dispatch, bf16", "dispatch of no tokens", "combine, fp8", "combine, bf16"),
+    *("round trip, fp8 back", "round trip, bf16 back", "all_to_all, padded, bf16", "one word"),
+}
+DECODE = {"moe"} | {f"low latency{how}, {dtype}" for how in ("", ", separate") for dtype in ("fp8", "bf16")}
+
+
+def variants(rows):
+    return {row["variant"] for row in rows}
+
+
+def check_exchange(rows, content):
+    assert variants(rows) == EXCHANGE
+    failed = {row["variant"] for row in rows if "failed" in row}
+    assert RAGGED <= failed <= RAGGED | {"chain alone"}, "no CPU has a ragged all-to-all"
+    for row in rows:
+        if "failed" not in row and row["wire"] is not None:
+            for name in ("logical_bytes", "wire_bytes"):
+                assert row[f"{name}_per_s"] == pytest.approx(row[name] / row["seconds"]["median"])
+            share = row["wire_bytes"] / row["logical_bytes"]
+            assert {"bf16": share == 1, "fp8": 0.5 < share < 0.53, "padded": share >= 1}[row["wire"]]
+
+
+def check_low_latency(rows, content):
+    cases: dict[tuple[int, int], dict[str, dict]] = {}
+    for row in rows:
+        cases.setdefault((row["shape"]["ranks"], row["shape"]["tokens_per_rank"]), {})[row["variant"]] = row
+    assert set(cases) == {(int(n), tokens) for n, counts in content["settings"]["tokens"].items() for tokens in counts}
+    for found in cases.values():
+        assert set(found) == LOW_LATENCY
+        word = found["one word"]["seconds"]["median"]
+        for name, row in found.items():
+            assert row["wire_bytes_per_s"] == pytest.approx(row["wire_bytes"] / row["seconds"]["median"])
+            sending = row["wire_bytes"] / content["summary"]["copy_engine_bytes_per_s"]
+            assert row["floor_seconds"] == pytest.approx((2 if "round trip" in name else 1) * word + sending)
+
+
+def check_decode(rows, content):
+    assert variants(rows) == DECODE
+    for row in rows:
+        assert (row["error"] > 0.01) == ("fp8" in row["variant"])
+        assert row["shape"]["ranks"] == 4
+
+
+def check_layer(rows, content):
+    names = {layer.LAYERS[key] for key in ("moe", "capacity", "ragged")}
+    for direction in layer.DIRECTIONS:
+        found = {row["variant"]: row for row in rows if row["direction"] == direction}
+        assert set(found) == names
+        assert "ragged-all-to-all" in found[layer.LAYERS["ragged"]]["failed"]
+        for row in found.values():
+            assert (row["shape"]["model"], row["shape"]["ranks"], row["shape"]["capacity"]) == ("tiny", 4, 128)
+            if "seconds" in row:
+                flops = 2 * 16 * 2 * 128 * 128 * 3 * (3 if "backward" in direction else 1)
+                assert row["tflops"] == pytest.approx(1e-12 * flops / row["seconds"]["median"])
+
+
+def check_grouped_gemm(rows, content):
+    directions, distributions = ("forward", "input gradient", "weight gradient"), ("equal", "multinomial", "zipf")
+    for variant in ("triton", "pallas", "portable loop", "cuBLAS batched"):
+        measured = {(row["direction"], row["distribution"]) for row in rows if row["variant"] == variant}
+        of_variant = ("equal",) if variant == "cuBLAS batched" else distributions
+        assert measured == {(x, y) for x in directions for y in of_variant}, variant
+    for row in rows:
+        flop = 2 * row["shape"]["rows"] * row["shape"]["k"] * row["shape"]["n"]
+        assert row["tflops"] * 1e12 == pytest.approx(flop / row["seconds"]["median"])
+        assert 0 <= row["error"] < (0.4 if "FP8" in row["variant"] else 0.1)
+        assert row["of_cublas"] > 0
+
+
+def check_fused_moe(rows, content):
+    assert {"fused_moe, bfloat16", "several launches, mxfp4", "ragged_dot", "moe_sort", "batched einsum"} <= variants(
+        rows
+    )
+    assert content["summary"]["read_bytes_per_s"] > 0
+
+
+def check_compile_times(rows, content):
+    """Compiled programs are found again; they are traced again."""
+    found = {(row["variant"], row["direction"]): row for row in rows}
+    assert set(found) == {(cache, way) for cache in ("cold", "cached") for way in ("forward", "forward + backward")}
+    assert all(min(row["trace_s"], row["lower_s"], row["compile_s"]) > 0 for row in rows)
+    both = [found[cache, "forward + backward"]["compile_s"] for cache in ("cold", "cached")]
+    assert both[1] < both[0]
+
+
+def check_placement(rows, content):
+    assert variants(rows) == {"contiguous", "packed", "global"}
+    assert all([found["drift"] for found in row["most_loaded_over_mean"]] == [0, 0.5] for row in rows)
+
+
+def check_balance(rows, content):
+    assert [row["shape"]["ranks"] for row in rows] == [2, 4]
+    for row in rows:
+        assert row["most_loaded_over_mean"] > 1 and row["most_passes"] >= 1
+        assert row["copies_of_fullest_rank"] <= 1 and row["copies"] <= row["shape"]["ranks"]
+
+
+def check_nodes(rows, content):
+    assert {row["shape"]["routing"] for row in rows} == {"uniform", "zipf", "at most 4 nodes"}
+
+
+def check_compare(rows, content):
+    assert {"grouped_gemm", "moe, gradients", "low_latency_moe, FP8", "fused_moe"} <= set(content["summary"])
+
+
+RUNS: list[tuple[str, str, str, Callable[[list[dict], dict], None]]] = [
+    ("exchange.py --ranks 2 --routing uniform --ragged-tokens 8", "dispatch_combine", "8 tokens/rank", check_exchange),
+    ("low_latency.py --parts exchange --ranks 2", "low_latency", "2 tokens/rank, 2 ranks", check_low_latency),
+    ("low_latency.py --parts layer", "decode_layer", "2 tokens/rank, 4 ranks", check_decode),
+    ("layer.py --tokens 16 --ragged-tokens 16 --layers moe capacity ragged", "moe_layer", "TFLOP/s", check_layer),
+    ("grouped_gemm.py", "grouped_gemm_cpu", "72x128x24 in 2, weight gradient, zipf", check_grouped_gemm),
+    ("fused_moe.py --shard 2 --routing zipf --formats mxfp4", "fused_moe", "tiny, 16 tokens", check_fused_moe),
+    ("compile_times.py --recipe fp8", "compile_times", "seconds to compile", check_compile_times),
+    ("placement.py --exponents 1 --drifts 0 0.5", "placement", "", check_placement),
+    ("balance.py --exponents 1 --spare 1", "balance", "", check_balance),
+    ("nodes.py", "nodes", "uniform: a dispatch, predicted", check_nodes),
+    (f"compare.py --against {ROOT}", "compare", "this checkout against", check_compare),
+]
+
+
+@pytest.mark.parametrize(("command", "report", "printed", "check"), RUNS, ids=[name for _, name, *_ in RUNS])
+def test_quick_run(command, report, printed, check, tmp_path):
+    pytest.importorskip("triton")
+    script, *options = command.split()
+    assert printed in run_quickly(script, tmp_path, *options)
+    content = json.loads((tmp_path / f"{report}.json").read_text())
+    check_report(content)
+    check(content["rows"], content)
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "error"),
+    [
+        ("nodes.py --ranks 6", 2, "--ranks 6: expected a multiple of the 4 GPUs of a node"),
+        ("grouped_gemm.py --shapes 10,8,8,4", 2, "groups divide the rows"),
+        ("kernel_times.py", 1, "kernel_times: needs GPUs; nothing measured\n"),
+        (f"compare.py --against {Path(__file__).parent}", 2, "it contains no jax_ep"),
+    ],
+)
+def test_quick_run_invalid(command, status, error, tmp_path):
+    script, *options = command.split()
+    done = run(script, tmp_path, *options)
+    assert done.returncode == status and error in done.stderr
+    assert not list(tmp_path.iterdir())

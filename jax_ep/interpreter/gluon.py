@@ -107,29 +107,19 @@ class Pointer:
 
     __radd__ = __add__
 
-    def _places(self, mask: Any) -> tuple[np.ndarray, np.ndarray]:
-        offsets, used = np.broadcast_arrays(
-            np.asarray(self.offset), np.asarray(True if mask is None else _values(mask))
-        )
+    def load(self, mask: Any = None, other: Any = 0) -> Any:
+        used = np.asarray(True if mask is None else _values(mask))
+        offsets, used = np.broadcast_arrays(np.asarray(self.offset), used)
         wrong = used & ((offsets < 0) | (offsets >= self.array.size))
         if wrong.any():
             raise EmulationError(f"element {offsets[wrong].flat[0]} of an array of {self.array.size} elements")
-        return np.where(used, offsets, 0), used
-
-    def load(self, mask: Any = None, other: Any = 0) -> Any:
-        offsets, used = self._places(mask)
-        found = np.where(used, self.array.reshape(-1)[offsets], np.asarray(other, self.array.dtype))
+        found = np.where(used, self.array.reshape(-1)[np.where(used, offsets, 0)], np.asarray(other, self.array.dtype))
         return Tensor(found) if found.ndim else found[()]
-
-    def store(self, value: Any, mask: Any = None) -> None:
-        offsets, used = self._places(mask)
-        values = np.broadcast_to(np.asarray(_values(value), self.array.dtype), offsets.shape)
-        self.array.reshape(-1)[offsets[used]] = values[used]
 
     def add(self, value: Any) -> Any:
         """Add atomically, and return the value before."""
         before = self.load()
-        self.store(before + self.array.dtype.type(value))
+        self.array.reshape(-1)[self.offset] += self.array.dtype.type(value)
         return before
 
 
@@ -158,10 +148,6 @@ class Shared:
     def reshape(self, shape: Sequence[int]) -> Shared:
         """Return the view with another shape."""
         return Shared(self.values.reshape(shape), self.state)
-
-    def load(self, layout: Any = None) -> Tensor:
-        """Read into registers."""
-        return Tensor(self.values.copy())
 
     def store(self, value: Any) -> None:
         """Write from registers; TMA and wgmma see it after a fence."""
@@ -514,35 +500,24 @@ def _load(pointer: Pointer, mask: Any = None, other: Any = 0, **_: Any) -> Any:
     return pointer.load(mask, other)
 
 
-def _store(pointer: Pointer, value: Any, mask: Any = None, **_: Any) -> None:
-    pointer.store(value, mask)
-
-
 _LANGUAGE: dict[str, Any] = {
     "allocate_shared_memory": _allocate,
     "arange": lambda start, end, layout=None: Tensor(np.arange(start, end, dtype=np.int32)),
     "atomic_add": lambda pointer, value, **_: pointer.add(value),
-    "cdiv": lambda a, b: -(-a // b),
     "expand_dims": lambda x, axis: Tensor(np.expand_dims(x.values, axis)),
-    "full": lambda shape, value, dtype, layout=None: Tensor(np.full(shape, value, _numpy_dtype(dtype))),
     "inline_asm": _inline_asm,
     "load": _load,
-    "maximum": max,
-    "minimum": min,
     "num_programs": lambda axis: _program().count,
     "program_id": lambda axis: _program().number,
     "static_range": range,
-    "store": _store,
-    "sum": lambda x, axis: (lambda total: Tensor(total) if total.ndim else total[()])(
-        np.sum(x.values, axis, dtype=x.values.dtype)
-    ),
     "warp_specialize": _warp_specialize,
-    "where": lambda condition, a, b: Tensor(np.where(_values(condition), _values(a), _values(b))),
     "zeros": lambda shape, dtype, layout=None: Tensor(np.zeros(shape, _numpy_dtype(dtype))),
 }
-_MBARRIER = {"allocate_mbarrier": _allocate_mbarrier, "arrive": lambda barrier, count=1, **_: _arrive(barrier, count)}
-_MBARRIER |= {"init": lambda barrier, count: barrier.init(count), "expect": _expect, "invalidate": lambda barrier: None}
-_MBARRIER |= {"wait": lambda barrier, phase, **_: _wait(barrier, phase)}
+_MBARRIER = {
+    "allocate_mbarrier": _allocate_mbarrier,
+    "init": lambda barrier, count: barrier.init(count),
+    "expect": _expect,
+}
 _TMA = {"async_load": _async_load, "async_store": _async_store, "store_wait": _store_wait}
 _FUNCTIONS = {hopper.fence_async_shared: _fence, hopper.warpgroup_mma: _mma, hopper.warpgroup_mma_wait: _mma_wait}
 

@@ -5,8 +5,7 @@
     python examples/serve_hf_moe.py FOLDER --train 100 --text FILE    # fine-tunes all weights first, and saves them
 
 FOLDER has config.json, model*.safetensors and tokenizer.json. To try it without a checkpoint, create a tiny model,
-whose
-text is meaningless:
+whose text is meaningless:
 
     python examples/hf/make_tiny_checkpoint.py qwen3_moe runs/tiny_qwen3_moe
 """

@@ -47,8 +47,7 @@ class Context:
       mesh: the devices.
       axis_name: expert axis, or axes.
       transport: how tokens move between devices: "xla" (XLA's collectives), "peer" (kernels that write to peers'
-        memory,
-        among the GPUs of one process), "nvshmem" (the same kernels, several processes with one GPU each) or
+        memory, among the GPUs of one process), "nvshmem" (the same kernels, several processes with one GPU each) or
         "shared_memory" (the same kernels on CPU devices in Triton's interpreter, for tests).
       num_ranks: ranks on the expert axis.
       heap_bytes: bytes of symmetric memory per device, or None to grow as needed.
@@ -98,16 +97,13 @@ def init(
     An explicit call replaces a context that was created implicitly. Programs compiled for an earlier context continue
     to
     work: the new context allocates what they need at once, unless `heap_bytes` is less; then they fail with an error
-    that
-    says so.
+    that says so.
 
     With several processes, all must call it with the same arguments, after `jax.distributed.initialize`. Each waits up
-    to
-    ten times `timeout_s` for the others; an error names processes that are missing, or that differ in arguments or
+    to ten times `timeout_s` for the others; an error names processes that are missing, or that differ in arguments or
     versions. All must then trace the same programs on that mesh in the same order: a mismatch in the sizes of an
-    all-to-all
-    is an error. With transport "nvshmem" they also share symmetric memory: when a program needs more, all processes
-    allocate it together, and wait for each other in the same way.
+    all-to-all is an error. With transport "nvshmem" they also share symmetric memory: when a program needs more, all
+    processes allocate it together, and wait for each other in the same way.
 
     Args:
       mesh: the devices. None uses the mesh of `jax.set_mesh`, or else all devices on one axis `axis_name`. An explicit
@@ -116,33 +112,30 @@ def init(
       axis_name: mesh axis, or tuple of axes, over which experts are sharded.
       transport: "xla", "peer", "nvshmem" or "shared_memory", see `Context`; None for the best one here.
       heap_bytes: bytes of symmetric memory per device, allocated once, here; a program that needs more is an error.
-        None
-        lets it grow while programs are traced. Memory keeps its address until `finalize`, so growing stalls no program.
+        None lets it grow while programs are traced. Memory keeps its address until `finalize`, so growing stalls no
+        program.
           In
         total it takes at most 4.5 times the bytes that the largest program needs, and at least 16 MiB.
       timeout_s: seconds that a kernel waits for a peer; after that the call fails with an error that names the peer.
       launcher: how Triton kernels are launched on GPUs: "ffi", the package's own custom call, or "jax-triton", which
-        takes
-        more host time per launch (docs/design/launches.md). None uses "ffi". A change clears JAX's caches, so that all
-        programs use it. It has no effect on CPU devices.
+        takes more host time per launch (docs/design/launches.md). None uses "ffi". A change clears JAX's caches, so
+        that all programs use it. It has no effect on CPU devices.
 
     Returns:
       The context.
 
     Raises:
       ValueError: the mesh lacks an axis, the launcher or transport is unknown, the transport does not support the
-        platform
-        or the number of processes, `heap_bytes` is given for a transport without a heap, a number is out of range,
+        platform or the number of processes, `heap_bytes` is given for a transport without a heap, a number is out of
+        range,
           `init`
         is called with other arguments before `finalize`, or XLA_FLAGS allows unordered launches.
       TypeError: the mesh, `heap_bytes` or `timeout_s` has a wrong type.
       ImportError: launcher is "jax-triton" and that package is missing.
       RuntimeError: there is less memory than `heap_bytes`, or than programs compiled earlier need; or jax-triton does
-        not
-        work with this JAX.
+        not work with this JAX.
       jax.errors.JaxRuntimeError: another process is late, has other arguments or versions, or has failed; the message
-        says
-        which.
+        says which.
 
     Example:
       >>> import jax, jax_ep

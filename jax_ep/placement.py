@@ -1,9 +1,8 @@
 """Expert placement: copies of busy experts, and the mapping from experts to physical slots.
 
 An overloaded rank stalls every rank. With more slots than experts, busy experts get copies on several ranks, which
-share
-their tokens. Routers choose logical expert ids. Slots are physical: each of W ranks has `P / W` of them, and `moe` and
-all other operations treat a slot as an expert (`num_experts=P`).
+share their tokens. Routers choose logical expert ids. Slots are physical: each of W ranks has `P / W` of them, and
+`moe` and all other operations treat a slot as an expert (`num_experts=P`).
 
 The policies are those of DeepSeek's Expert Parallelism Load Balancer (github.com/deepseek-ai/EPLB; arXiv:2412.19437,
 section 3.4): copies go one by one to the expert with the highest load per copy, and slots, in order of decreasing load,
@@ -39,10 +38,8 @@ class Placement:
     """The expert in each slot; frozen, with at least one slot per expert.
 
     A pytree: as an argument of a jitted function its arrays are data, so `remap` with another placement of the same
-    sizes
-    does not recompile. Placements of several layers have a leading axis, over which `lax.scan` can run; `placement[i]`
-    is
-    the placement of one layer, which the methods take.
+    sizes does not recompile. Placements of several layers have a leading axis, over which `lax.scan` can run;
+    `placement[i]` is the placement of one layer, which the methods take.
 
     Args:
       physical_to_logical: `[P]` or `[layers, P]` int32, the expert of each slot; rank r owns the slots from `r * P / W`
@@ -128,8 +125,7 @@ class Placement:
           topk_idx: `[T, K]` int32 logical ids, -1 for no expert.
           axis_name: mesh axes of the ranks, inside `jax.shard_map`; `()` for global or local arrays outside of it.
           prefer_own_node: use only copies on the token's node, if there are any. Fewer tokens cross nodes, but loads
-            match the
-            plan only if tokens of all nodes are routed alike.
+            match the plan only if tokens of all nodes are routed alike.
 
         Returns:
           `[T, K]` int32 in [0, P); -1 stays -1, and other ids out of range stay out of range.
@@ -164,8 +160,7 @@ class Placement:
         """Copy expert rows to slots: every copy gets the values of its expert.
 
         The gradient of an expert is the sum of its copies' gradients, in float32 and in a fixed order. A row is sent
-        once per
-        slot on another rank, by `lax.ppermute`; no full array is gathered.
+        once per slot on another rank, by `lax.ppermute`; no full array is gathered.
 
         Args:
           tree: pytree of arrays, such as weights, biases or `QuantizedWeights`, whose leading axis is experts: `[L,
@@ -195,8 +190,7 @@ class Placement:
         """Sum the values of each expert's slots: the transpose of `expand`.
 
         For example gradients of weights that are stored by slot, or the number of tokens of each slot, from which
-        `plan` makes
-        the next placement.
+        `plan` makes the next placement.
 
         Args:
           tree: pytree of arrays `[P / W, ...]` on each rank, or `[P, ...]` with `axis_name=()`.
@@ -290,17 +284,13 @@ def plan(loads: Any, *, num_slots: int, num_ranks: int, num_nodes: int = 1, num_
     """Plan a placement that copies busy experts and balances the ranks, by DeepSeek's algorithm.
 
     With `num_groups` the policy is hierarchical: nodes get whole groups with roughly equal loads, and copies of an
-    expert
-    stay on the node of its group. It suits routers that choose few groups per token (DeepSeek-V3), whose tokens then go
-    to
-    few nodes. Without groups the policy is global: copies go anywhere. Copies of an expert are on different ranks,
-    unless
-    there are more copies than ranks. Equal loads give equal plans.
+    expert stay on the node of its group. It suits routers that choose few groups per token (DeepSeek-V3), whose tokens
+    then go to few nodes. Without groups the policy is global: copies go anywhere. Copies of an expert are on different
+    ranks, unless there are more copies than ranks. Equal loads give equal plans.
 
     Args:
       loads: `[E]`, or `[layers, E]` for one plan per layer: tokens of each expert, as in `MoEMetrics.load`, or any
-        other
-        measure; all zeros are allowed.
+        other measure; all zeros are allowed.
       num_slots: P, at least E and a multiple of `num_ranks`.
       num_ranks: W.
       num_nodes: nodes of equally many consecutive ranks.
@@ -452,8 +442,7 @@ def _apart(
     """Find two items whose swap leaves fewer duplicates of a kind in a bin, and the heavier bin as light as possible.
 
     Such items exist while a kind is twice in one bin and missing in another. The other bin then has a duplicate that
-    can
-    move, or, without duplicates, two kinds that the first bin lacks.
+    can move, or, without duplicates, two kinds that the first bin lacks.
     """
     for item in np.flatnonzero(held[bins, kinds] > 1):
         is_missing = held[:, kinds[item]] == 0

@@ -273,8 +273,7 @@ class Experts:
     """The function of an expert: `act(gate) * (up + up_offset)` between its weights, or `act(hidden)` without gates.
 
     The hidden rows are `x @ w_gate_up`, plus `b_gate_up` if the experts have biases. Fields other than `activation`,
-    `gated`
-    and `weight_on` apply to built-in activations only; a custom function replaces them.
+    `gated` and `weight_on` apply to built-in activations only; a custom function replaces them.
 
     Attributes:
       activation: "silu", "gelu" (the tanh approximation), "gelu_exact", "relu" or "relu_squared"; or a JAX function of

@@ -256,8 +256,7 @@ def _interpreters_of_several_devices(monkeypatch):
     """Fix Mosaic's interpreter, which treats the first device that finishes a block as the only one.
 
     It then reports barriers as unused that other devices still use, and numbers accumulators from the first again, so
-    that
-    two accumulators of different devices share a number.
+    that two accumulators of different devices share a number.
     """
     if not ON_GPU:
         from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks

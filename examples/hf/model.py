@@ -1,8 +1,7 @@
 """A decoder in Flax NNX for checkpoints of Qwen3-MoE, Mixtral and gpt-oss, with experts of `jax_ep.flax.MoE`.
 
 Modules are named like the tensors of these checkpoints: `model.layers[3].self_attn.q_proj.kernel` is the transpose of
-the
-tensor `model.layers.3.self_attn.q_proj.weight`. hf/loading.py relies on it.
+the tensor `model.layers.3.self_attn.q_proj.weight`. hf/loading.py relies on it.
 """
 
 from __future__ import annotations
@@ -239,8 +238,7 @@ class Decoder(nnx.Module):
           positions: `[B, S]` of the tokens in their texts; None counts from 0.
           cache: keys and values of earlier positions, or None to attend to `tokens` only.
           token_mask: `[B, S]` bool, False for padding, which goes to no expert. Padding must follow the text, because
-            only
-            causality keeps it out of attention.
+            only causality keeps it out of attention.
           serving: the expert weights of each layer for the low-latency path; see `jax_ep.flax.MoE`.
         """
         if positions is None:

@@ -145,8 +145,7 @@ class Generator:
         """Return logits after the last byte of each prompt, and a cache with `room` more positions.
 
         Prompts are padded at the end. Cache entries of padding lie past the position of every query until decoding
-        overwrites
-        them, so no query sees them.
+        overwrites them, so no query sees them.
         """
         cache = empty_cache(self.config, tokens.shape[0], tokens.shape[1] + room)
         logits, cache, _ = nnx.merge(self._graph, params)(tokens, cache=cache, weights=serving)
@@ -193,8 +192,7 @@ class Agreement(NamedTuple):
       same_texts: the second generator's own greedy texts equal those of the first.
       logit_error: root mean square of the differences of the logits.
       typical_error: the median over bytes of that error. It ignores tokens with a near tie in the router, which may go
-        to
-        another expert because of roundings that differ between processors.
+        to another expert because of roundings that differ between processors.
       largest_error: the largest difference.
       logit_scale: root mean square of the logits, centered per row.
     """

@@ -57,8 +57,7 @@ class Checkpoint:
     Raises:
       FileNotFoundError: the folder, its config, its tensors or a file of the index does not exist.
       ValueError: a file is broken, or was replaced since. Methods also raise it for an unknown `model_type`, config
-        values
-        out of range, and tensors that are missing or whose shape does not match the config.
+        values out of range, and tensors that are missing or whose shape does not match the config.
       ImportError: safetensors is not installed.
 
     Example:
@@ -124,8 +123,7 @@ class Checkpoint:
           name: one of `names`.
           sharding: sharding of the result; None puts all of it on one device.
           dtype: dtype of the result, floating with 16 bits or more. None keeps the stored dtype, or its 32-bit version
-            without
-            `jax_enable_x64`. With a dtype, FP8 and MXFP4 values are multiplied by their scales.
+            without `jax_enable_x64`. With a dtype, FP8 and MXFP4 values are multiplied by their scales.
           transpose: swap the last two axes, `[..., out, in]` to `[..., in, out]`; `sharding` applies to the result.
 
         Returns:
@@ -134,8 +132,7 @@ class Checkpoint:
 
         Raises:
           ValueError: there is no tensor of that name or nothing to transpose, the sharding has more axes, or integers
-            do not
-            fit in 32 bits.
+            do not fit in 32 bits.
           TypeError: the dtype is not supported, or the sharding has a wrong type.
         """
         if not isinstance(sharding, jax.sharding.Sharding | None):
@@ -177,8 +174,7 @@ class Checkpoint:
           mesh: the devices; None uses the mesh of `jax.set_mesh`, or one device without a mesh.
           axis_name: mesh axis, or axes, over which experts are sharded; all other parameters are replicated.
           dtype: dtype of the result, floating with 16 bits or more. None keeps the stored dtype, with bfloat16 for
-            weights
-            stored in FP8 or MXFP4. The router and its biases are always float32.
+            weights stored in FP8 or MXFP4. The router and its biases are always float32.
           quantized: return expert weights as stored, as `jax_ep.QuantizedWeights`: FP8 weights with
             `activations="fp8"`, and MXFP4 weights, which `jax_ep.quantization.with_layout` makes faster on GPUs.
 
@@ -189,8 +185,7 @@ class Checkpoint:
 
         Raises:
           ValueError: the layer is not MoE; tensors are missing, or have wrong shapes or several dtypes; the experts do
-            not
-            divide over the axis; or with `quantized`, weights are stored neither in MXFP4 nor in FP8 with blocks of
+            not divide over the axis; or with `quantized`, weights are stored neither in MXFP4 nor in FP8 with blocks of
               128, or in
             FP8 with an I or H that is not a multiple of 128.
           TypeError: the dtype is not supported.
@@ -305,12 +300,9 @@ def save(
     """Write a checkpoint with the names and the orientation of the model's family.
 
     The save is atomic: files are written to a folder inside `folder` and moved into place when all are complete, so a
-    reader
-    finds the old checkpoint, the new one, or an error. A failed save leaves the old checkpoint. Arrays are copied to
-    the host
-    one shard at a time, and stay there until their file is written. If several processes have the same arrays, call it
-    in
-    one of them.
+    reader finds the old checkpoint, the new one, or an error. A failed save leaves the old checkpoint. Arrays are
+    copied to the host one shard at a time, and stay there until their file is written. If several processes have the
+    same arrays, call it in one of them.
 
     Args:
       folder: created if it does not exist.
@@ -324,8 +316,7 @@ def save(
 
     Raises:
       FileExistsError: the folder has a checkpoint and `overwrite` is False, a file of that name exists that the
-        checkpoint
-        does not name, or another save is writing to the folder.
+        checkpoint does not name, or another save is writing to the folder.
       OSError: the folder is not writable or is full.
       ValueError: the `model_type` is unknown; layers, parameters or shapes do not match `config`; a name in `others`
         belongs to a layer; FP8 is used without `quantization_config`, or the reverse; or parts of an array are in other

@@ -1,8 +1,7 @@
 """Quantized tensors of checkpoints as array-like objects that decode to float32 only what is indexed.
 
 They support the needed part of NumPy's array interface: `shape`, `ndim`, `dtype`, indexing of the first axis, and
-slices
-of the last two axes.
+slices of the last two axes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Table of model families: tensor names of their MoE layers, and the options in their `config.json`.
 
 `FAMILIES` has one row per `model_type`. Its facts come from Hugging Face's model code and published checkpoints; names
-of
-parameters and options are those of `jax_ep.flax.MoE`.
+of parameters and options are those of `jax_ep.flax.MoE`.
 """
 
 from __future__ import annotations

@@ -28,8 +28,7 @@ class Relayout:
       axis: mesh axes of the ranks, in order; empty for one rank.
       num_sources: source rows per rank.
       own_rows: `[W, S]` local source row of each target row, or `num_sources` if another rank sends it. May be traced
-        if
-        there is one rank.
+        if there is one rank.
       pairs: for each round the pairs (source, target) of ranks.
       sent_rows: `[rounds, W]` row that each rank sends.
       received_rows: `[rounds, W]` target row that each rank receives, or S for none.

@@ -26,8 +26,7 @@ def launch_kernel(
     """Run Triton machine code on the CUDA device of this shard; its parameters are the operands and results.
 
     A per-shard function without a derivative; `jax.vmap` launches once per element, in order. The code becomes part of
-    the
-    program. A process that only deserializes the program must call `load` first.
+    the program. A process that only deserializes the program must call `load` first.
 
     Args:
       name: name of the function in the code.

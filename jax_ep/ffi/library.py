@@ -245,8 +245,7 @@ def batch_invariant(call: Callable[[jax.Array], jax.Array], token: jax.Array) ->
     """Run `call(token)`; under `jax.vmap`, run it once with the batched token and return one unbatched result.
 
     For calls that use an array of any shape only as a data dependence. Their handlers know the result's shape, which
-    must
-    not get a batch axis.
+    must not get a batch axis.
     """
 
     @jax.custom_batching.custom_vmap

@@ -125,26 +125,20 @@ def check_status(token: jax.Array, context_id: int, *, wait: bool = False) -> ja
     """Fail the program if a status record of `context_id` in this process has a failure; else return int32 `[1]` zero.
 
     `token` is any array that the checked kernel has produced; it orders the check after the kernel, and its values are
-    not
-    read. The call has no JAX effect, which would break `jax.checkpoint`, so an unused check is removed: consume it, as
-    in
-    `y + check_status(y, context_id).astype(y.dtype)`. The result varies over the mesh axes of `token`. Under `jax.vmap`
-    there is one check, after the tokens of all elements.
+    not read. The call has no JAX effect, which would break `jax.checkpoint`, so an unused check is removed: consume it,
+    as in `y + check_status(y, context_id).astype(y.dtype)`. The result varies over the mesh axes of `token`. Under
+    `jax.vmap` there is one check, after the tokens of all elements.
 
     The failure is a `JaxRuntimeError` with the formatted record. (On the CPU, later calls of a compiled function raise
-    the
-    same text as a `ValueError`, like any immediate failure in JAX's fast path.)
+    the same text as a `ValueError`, like any immediate failure in JAX's fast path.)
 
     On a GPU the check runs when its work is enqueued, ahead of the device, so it sees failures of kernels that have
-    already
-    ended; the next check sees later ones. `wait=True` waits for the device first, which is exact but stalls. On the CPU
-    the
-    check is always exact.
+    already ended; the next check sees later ones. `wait=True` waits for the device first, which is exact but stalls. On
+    the CPU the check is always exact.
 
     Each check reads the records of all devices of its process, so that they fail together. But a device that passed its
     last check before another's failure waits for that device in the program's next collective, until XLA's timeout ends
-    the
-    process. So check after a program's last collective if possible, and also read the records from the host.
+    the process. So check after a program's last collective if possible, and also read the records from the host.
     """
     library.load()
     token = lax.stop_gradient(token)  # The custom call has no derivative, and needs none.

@@ -63,16 +63,12 @@ def pointer_table(
     Without 64-bit mode pass it to a kernel unchanged: `jax.numpy` would warn and compute in 32 bits.
 
     A per-shard function: inside `jax.shard_map` the result differs between devices, so it varies over all manual mesh
-    axes,
-    or over `varying` if the caller's results do not depend on which table it was. It has no effect, so XLA may move or
-    drop
-    the call. Calls with the same `token`, any array whose values are not read, are shared; calls without one are not.
-    Under
-    `jax.vmap` there is one table for all elements.
+    axes, or over `varying` if the caller's results do not depend on which table it was. It has no effect, so XLA may
+    move or drop the call. Calls with the same `token`, any array whose values are not read, are shared; calls without
+    one are not. Under `jax.vmap` there is one table for all elements.
 
     Running it fails like `check_status` if the device has no such table, one of another length, or one for less memory
-    than
-    `num_bytes`, the memory that the program uses; it may have been compiled by another process.
+    than `num_bytes`, the memory that the program uses; it may have been compiled by another process.
     """
     if num_entries < 1:
         raise ValueError(f"pointer_table: num_entries must be at least 1, got {num_entries}.")

@@ -87,8 +87,7 @@ class Memory(Protocol):
         """Allocate `num_bytes` of zeroed memory on every device; earlier allocations stay valid.
 
         Programs may be running. Return the addresses of all devices' memory, in device order, as each device of this
-        process
-        sees them, by its number. `function` is the public function to name in errors.
+        process sees them, by its number. `function` is the public function to name in errors.
 
         Raises:
           RuntimeError: memory is insufficient; the message gives the size and the remedy.

@@ -85,8 +85,7 @@ class NvshmemMemory:
 
         Raises:
           jax.errors.JaxRuntimeError: a process is late, requests another size, is out of memory, or cannot access the
-            memory
-            of another; the message says which. Then no process keeps the allocation.
+            memory of another; the message says which. Then no process keeps the allocation.
         """
         from nvshmem.bindings import nvshmem as bindings
 
@@ -122,8 +121,7 @@ class NvshmemMemory:
 
         Raises:
           jax.errors.JaxRuntimeError: a process is late. NVSHMEM then keeps running until the process exits, because
-            ending
-            it would wait for the missing process.
+            ending it would wait for the missing process.
         """
         if self._closed:
             return
@@ -178,8 +176,7 @@ class NvshmemMemory:
         """Undo an allocation that failed in some process.
 
         Freeing memory synchronizes all processes with a barrier. A process whose allocation failed has nothing to free,
-        so it
-        joins the barrier explicitly.
+        so it joins the barrier explicitly.
         """
         if self._new:
             bindings.free(self._new)

@@ -46,8 +46,7 @@ def domains(devices: Iterable[jax.Device], *, of_processes: bool = False) -> lis
 
     JAX's `slice_index` numbers the machines, or NVLink fabrics that span machines;
     `jax.distributed.initialize(partition_index=...)` sets it. Devices without it form one domain. With `of_processes`,
-    a
-    domain contains the devices of one process.
+    a domain contains the devices of one process.
     """
     found: dict[tuple[int, int], list[int]] = {}
     for position, device in enumerate(devices):

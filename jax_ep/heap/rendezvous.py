@@ -46,8 +46,7 @@ class Meetings:
           function: the public function to name in errors.
           purpose: description of the joint step.
           same: further text that must agree in all processes. If it has several parts, separated by "; ", errors show
-            those
-            that differ.
+            those that differ.
           payload: text that this process sends to the others.
 
         Returns:

@@ -74,10 +74,9 @@ class SymmetricHeap:
     """The heaps of one context, their pointer tables and their status records.
 
     Ids are small numbers in tracing order, because they are compiled into programs: the same program has the same ids
-    in
-    every run, so JAX's compilation cache finds it. Each context starts again at the same ids, so that programs traced
-    for
-    an earlier context find the heaps of this one, under an id that always has at least as much memory as before.
+    in every run, so JAX's compilation cache finds it. Each context starts again at the same ids, so that programs
+    traced for an earlier context find the heaps of this one, under an id that always has at least as much memory as
+    before.
 
     Args:
       memory: provider of the heap memory.
@@ -333,8 +332,7 @@ class SymmetricHeap:
         """Wait for the devices and free everything; return the message of a failure, if there was one.
 
         Programs launched earlier end normally. Programs that other threads launch from now on find no table, or already
-        have
-        it and are waited for: only then are the device tables set to null and the memory freed.
+        have it and are waited for: only then are the device tables set to null and the memory freed.
         """
         ids = list(self._sizes)  # Includes a generation that was registered on some devices only.
         self._wait()

@@ -113,10 +113,8 @@ def unordered_launches_reason() -> str | None:
     """Return why this process cannot launch communication kernels, or None if it can.
 
     By default XLA runs the launches of a device in schedule order, also in CUDA graphs. In CONCURRENT mode it orders
-    only
-    launches that depend on each other. Two launches on one heap would then share its task queue and counters, and
-    devices
-    would run them in different orders.
+    only launches that depend on each other. Two launches on one heap would then share its task queue and counters, and
+    devices would run them in different orders.
     """
     modes = re.findall(r"--xla_gpu_command_buffer_scheduling_mode=(\S*)", os.environ.get("XLA_FLAGS", ""))
     if not modes or modes[-1].upper() != "CONCURRENT":

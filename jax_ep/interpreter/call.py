@@ -5,8 +5,8 @@ order, different on each device, but communication kernels need one order, which
 starts when all devices of the mesh have reached it (pool.py).
 
 `jax.pure_callback` does not work here, for two reasons. It copies operands on XLA's own threads, which may all be
-waiting
-in callbacks. And it creates one callback per trace, but launches are identified by their place in the compiled program.
+waiting in callbacks. And it creates one callback per trace, but launches are identified by their place in the compiled
+program.
 """
 
 from __future__ import annotations

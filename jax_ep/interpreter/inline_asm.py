@@ -20,8 +20,7 @@ def run(asm: str, constraints: str, packs: Sequence[np.ndarray]) -> list[np.ndar
     Args:
       asm: instructions on 32-bit registers; `$0`, `$1`, ... are the results, then the arguments.
       constraints: `=r` for each result register, then `r` for each argument register; without arguments also `=l`, of
-        64
-        bits. Clobbers are ignored.
+        64 bits. Clobbers are ignored.
       packs: `[packs]` uint32 for each argument register.
 
     Returns:

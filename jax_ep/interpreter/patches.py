@@ -130,8 +130,7 @@ def _inline_asm(run: Callable[[str, str, Sequence[np.ndarray]], Sequence[np.ndar
         """Run inline assembler on packs of elements, which occupy as many 32-bit registers as they need, lowest first.
 
         Elements of a pack are adjacent only if their results share a register, as in the operands of tensor cores.
-        Other
-        elements of a pack come from different positions, which exposes code that assumes adjacency.
+        Other elements of a pack come from different positions, which exposes code that assumes adjacency.
         """
         if not values:
             pairs = zip(run(asm, constraints, []), dtypes, strict=True)

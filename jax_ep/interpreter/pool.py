@@ -167,8 +167,7 @@ class Pool:
           worker: index of the device.
           group_size: how many workers launch together, each once.
           site: identifies the call in the program, equally on all workers of the group. The n-th launches of a site on
-            all
-            workers belong together.
+            all workers belong together.
 
         Returns:
           The bytes of each result.

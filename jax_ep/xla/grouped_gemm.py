@@ -2,8 +2,7 @@
 
 XLA's `ragged_dot` multiplies every row by every group on the CPU, and uses little of a GPU's throughput. Here each tile
 of rows is one ordinary matmul with the weights of its group, so the cost follows the rows in use, whatever the number
-of
-groups. A group is covered by large tiles and its remainder by small ones, so that few unused rows are computed. The
+of groups. A group is covered by large tiles and its remainder by small ones, so that few unused rows are computed. The
 outer loop runs over groups, so each group's weights are loaded once, and skips empty ones.
 """
 

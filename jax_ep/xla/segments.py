@@ -2,8 +2,7 @@
 
 A rank with experts has a place for each token of any rank that has rows here, ordered by source rank and token. A
 token's own rank has a place for each (expert rank, token) pair, in that order. Both orders follow from the handle, so
-no
-indices are sent with the tokens.
+no indices are sent with the tokens.
 """
 
 from __future__ import annotations

@@ -167,8 +167,7 @@ def test_residuals_second_derivatives(implementation, name, expert_mesh, rng):
     """In all arguments, with recomputed rows, and in float32 with saved tokens.
 
     On one rank, because the all-to-alls of a second derivative are independent, and the interpreter's devices would
-    start
-    them in any order; tests/contract/test_fused.py has two ranks.
+    start them in any order; tests/contract/test_fused.py has two ranks.
     """
     experts, bias = EXPERTS[name]
     arrays, topk_idx = inputs(rng, 1, bias)

@@ -1,8 +1,7 @@
 """Run per-rank functions on stacked arrays: `[W, ...]` in, `[W, ...]` out, one leading axis per mesh axis.
 
 With several processes (run_processes.py), each creates the same inputs, holds its device's part of them, and gathers
-the
-full results, so that each process compares everything.
+the full results, so that each process compares everything.
 """
 
 import contextlib
@@ -131,8 +130,7 @@ def in_turn(calls: Sequence[tuple[Callable[..., Any], Sequence[Any]]]) -> list[A
     """Run several calls in one program, each after the previous one, and return their results.
 
     Kernels of a group of ranks need one order on all devices. A GPU's stream provides it; the CPU runtime starts
-    independent
-    calls in any order, different on each device.
+    independent calls in any order, different on each device.
     """
     results: list[Any] = []
     for fn, args in calls:

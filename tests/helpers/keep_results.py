@@ -1,8 +1,7 @@
 """`--results FOLDER` writes the results of a run, and measurements of tests, to FOLDER/test_gpu.json.
 
 Runs with other numbers of processes, and of other tests, write to the same file: a run replaces the entries of the
-files
-that it ran. The file is written after every test file, so that a killed run keeps the others.
+files that it ran. The file is written after every test file, so that a killed run keeps the others.
 """
 
 import collections

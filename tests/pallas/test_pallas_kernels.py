@@ -43,8 +43,7 @@ def races(monkeypatch, capfd):
     """Run kernels with the race detector; return its findings.
 
     The detector treats the two views of the result memory as one buffer of both consumers, so they must not share any.
-    The
-    order of one consumer's accesses is covered anyway: both views wait for all stores before them.
+    The order of one consumer's accesses is covered anyway: both views wait for all stores before them.
     """
     if jax.default_backend() != "cpu":
         yield lambda: 0

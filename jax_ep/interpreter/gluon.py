@@ -513,7 +513,7 @@ _LANGUAGE: dict[str, Any] = {
     "warp_specialize": _warp_specialize,
     "zeros": lambda shape, dtype, layout=None: Tensor(np.zeros(shape, _numpy_dtype(dtype))),
 }
-_MBARRIER = {
+_MBARRIER: dict[str, Any] = {
     "allocate_mbarrier": _allocate_mbarrier,
     "init": lambda barrier, count: barrier.init(count),
     "expect": _expect,

@@ -41,7 +41,7 @@ class MemoryPlan:
         computation. XLA can hold it in the memory of later results, too.
       spare_experts: weights of the copies of experts in one call with `Balance`, the largest.
       heap: symmetric memory that the context has reserved, for all programs traced so far; 0 without kernels.
-      platform: "gpu" or "cpu".
+      device: kind of the devices, such as "NVIDIA H100 80GB HBM3" or "cpu".
       compiled: the compiled step. Call it, to compile no second time.
     """
 
@@ -51,7 +51,7 @@ class MemoryPlan:
     kept: int
     spare_experts: int
     heap: int
-    platform: str
+    device: str
     compiled: Any = dataclasses.field(repr=False, compare=False)
 
     @property
@@ -73,7 +73,7 @@ class MemoryPlan:
         always = ("symmetric heap", "total")
         rows = [(name, f"{size / 1e6:,.1f}") for name, size in self.rows() if size or name in always]
         names, sizes = (max(map(len, column)) for column in zip(*rows, strict=True))
-        lines = [f"{f'MB on each device ({self.platform})':<{names}}  {'':>{sizes}}".rstrip()]
+        lines = [f"{f'MB on each device ({self.device})':<{names}}  {'':>{sizes}}".rstrip()]
         return "\n".join([*lines, *(f"{name:<{names}}  {size:>{sizes}}" for name, size in rows)])
 
 
@@ -118,10 +118,12 @@ def plan_memory(step: Callable[..., Any], *args: Any, **kwargs: Any) -> MemoryPl
 
 def of_compiled(compiled: Any, found: Sequence[object] = ()) -> MemoryPlan:
     """Return the plan of a compiled step; `found` are the plans of `jax_ep` that its trace resolved."""
-    sizes, text, platform = compiled.memory_analysis(), compiled.as_text(), jax.default_backend()
+    sizes, text = compiled.memory_analysis(), compiled.as_text()
+    placed = jax.tree.leaves(compiled.input_shardings)  # the devices may be those of a topology, which is not here
+    device = min(placed[0].device_set, key=lambda d: d.id) if placed else jax.devices()[0]
     if sizes is None or not text:
         raise NotImplementedError(
-            f"plan_memory: XLA tells no memory on the platform {platform}; call it on GPUs or CPU devices."
+            f"plan_memory: XLA tells no memory on {device.platform}; call it on GPUs or CPU devices."
         )
     computations = _computations(text)
     arguments: Counter[str] = Counter()
@@ -137,7 +139,7 @@ def of_compiled(compiled: Any, found: Sequence[object] = ()) -> MemoryPlan:
         kept=_kept(computations, "ENTRY"),
         spare_experts=max(spare, default=0),
         heap=context.heap_bytes(),
-        platform=platform,
+        device=device.device_kind,
         compiled=compiled,
     )
 

@@ -73,7 +73,7 @@ def report(args: argparse.Namespace, sizes: tuple[str, int, int], samples: dict[
         ratio = times["this"].median / times["other"].median
         for name in NAMES:
             written.add(f"{operation}, {name}", shape, times[name])
-        written.summarise(**{operation: round(ratio, 4)})
+        written.summarize(**{operation: round(ratio, 4)})
         table.append([operation, *(cell for name in NAMES for cell in times[name].microseconds()), f"{ratio:.3f}"])
         if ratio >= args.tolerance:
             slower.append(operation)

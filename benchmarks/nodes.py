@@ -82,7 +82,7 @@ def predict(args: argparse.Namespace) -> Report:
     settings = {"model": args.model, "ranks": args.ranks}
     settings |= {"gpus_per_node": args.gpus_per_node, "tokens": args.tokens, "rates": rates._asdict()}
     report = Report("nodes", args, settings)
-    report.summarise(seconds="predicted by benchmarks/scale_model.py from the rates of the settings, not measured")
+    report.summarize(seconds="predicted by benchmarks/scale_model.py from the rates of the settings, not measured")
     model = inputs.MODELS[args.model]
     sizes = {"tokens": args.tokens, "row_bytes": 2 * model.hidden, "rates": rates}
     for kind, topology in cases(args):

@@ -108,7 +108,7 @@ def measure(args: argparse.Namespace) -> Report:
                 seconds = tuple(sample[0] for sample in found[policy, num_ranks, args.drifts[0]])
                 report.add(policy, shape, Timing(seconds), most_loaded_over_mean=by_drift)
                 worst[policy] = max(worst.get(policy, 1.0), by_drift[0]["median"])
-    report.summarise(largest_median_with_least_drift=worst)
+    report.summarize(largest_median_with_least_drift=worst)
     return report
 
 

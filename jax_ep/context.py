@@ -95,9 +95,7 @@ def init(
     """Set up the process-level context. Calling it again with the same arguments returns the same context.
 
     An explicit call replaces a context that was created implicitly. Programs compiled for an earlier context continue
-    to
-    work: the new context allocates what they need at once, unless `heap_bytes` is less; then they fail with an error
-    that says so.
+    to work: the new context allocates what they need at once. If `heap_bytes` is less, they fail with an error.
 
     With several processes, all must call it with the same arguments, after `jax.distributed.initialize`. Each waits up
     to ten times `timeout_s` for the others; an error names processes that are missing, or that differ in arguments or
@@ -108,14 +106,12 @@ def init(
     Args:
       mesh: the devices. None uses the mesh of `jax.set_mesh`, or else all devices on one axis `axis_name`. An explicit
         mesh saves one all-to-all of device numbers per dispatch; programs on other devices with the same axes then
-          fail.
+        fail.
       axis_name: mesh axis, or tuple of axes, over which experts are sharded.
       transport: "xla", "peer", "nvshmem" or "shared_memory", see `Context`; None for the best one here.
       heap_bytes: bytes of symmetric memory per device, allocated once, here; a program that needs more is an error.
         None lets it grow while programs are traced. Memory keeps its address until `finalize`, so growing stalls no
-        program.
-          In
-        total it takes at most 4.5 times the bytes that the largest program needs, and at least 16 MiB.
+        program. In total it takes at most 4.5 times the bytes that the largest program needs, and at least 16 MiB.
       timeout_s: seconds that a kernel waits for a peer; after that the call fails with an error that names the peer.
       launcher: how Triton kernels are launched on GPUs: "ffi", the package's own custom call, or "jax-triton", which
         takes more host time per launch (docs/design/launches.md). None uses "ffi". A change clears JAX's caches, so
@@ -127,9 +123,7 @@ def init(
     Raises:
       ValueError: the mesh lacks an axis, the launcher or transport is unknown, the transport does not support the
         platform or the number of processes, `heap_bytes` is given for a transport without a heap, a number is out of
-        range,
-          `init`
-        is called with other arguments before `finalize`, or XLA_FLAGS allows unordered launches.
+        range, `init` is called with other arguments before `finalize`, or XLA_FLAGS allows unordered launches.
       TypeError: the mesh, `heap_bytes` or `timeout_s` has a wrong type.
       ImportError: launcher is "jax-triton" and that package is missing.
       RuntimeError: there is less memory than `heap_bytes`, or than programs compiled earlier need; or jax-triton does

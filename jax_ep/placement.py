@@ -163,9 +163,8 @@ class Placement:
         once per slot on another rank, by `lax.ppermute`; no full array is gathered.
 
         Args:
-          tree: pytree of arrays, such as weights, biases or `QuantizedWeights`, whose leading axis is experts: `[L,
-            ...]` with
-            `L = E / W` on each rank, or `[E, ...]` with `axis_name=()`.
+          tree: pytree of arrays, such as weights, biases or `QuantizedWeights`, whose leading axis is experts:
+            `[L, ...]` with `L = E / W` on each rank, or `[E, ...]` with `axis_name=()`.
           axis_name: mesh axes of the ranks, inside `jax.shard_map`; `()` for whole arrays on one device.
 
         Returns:

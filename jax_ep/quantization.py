@@ -57,7 +57,7 @@ def quantize_fp8(x: Array, *, group_size: int = GROUP_SIZE) -> Quantized:
 
 @operation
 def dequantize_fp8(values: Array, scales: Array, dtype: DTypeLike) -> Array:
-    """`values * scales` in `dtype`; the group size is `H // scales.shape[-1]`.
+    """Return `values * scales` in `dtype`; the group size is `H // scales.shape[-1]`.
 
     Args:
       values: `[..., H]` float8_e4m3fn.

@@ -154,7 +154,7 @@ def _axis_names(field: str, value: Any) -> str | tuple[str, ...]:
 def sharded_moe(
     mesh: Mesh | None = None, *, num_experts: int, axes: MeshAxes | None = None, **moe_kwargs: Any
 ) -> Callable[..., Array]:
-    """`moe` for globally sharded arrays, in automatic and explicit sharding mode.
+    """Return `moe` for globally sharded arrays, in automatic and explicit sharding mode.
 
     Args:
       mesh: the devices; None: the mesh of `jax.set_mesh` at the time of the call.

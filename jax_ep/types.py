@@ -437,8 +437,7 @@ class Handle:
       group_sizes: `[L]` int32, rows of each local expert, including alignment padding.
       topk_idx: `[W, T, K]` int32, expert ids of the tokens of all ranks.
       group: `[W + 1]` int32, device numbers of the ranks and this rank's position, if the implementation writes to
-        peers'
-        memory; else None.
+        peers' memory; else None.
       num_invalid: `[]` int32, ids of this rank's tokens outside `[0, E)` other than -1, which were treated as -1.
       num_dropped: `[]` int32, assignments to this rank that were dropped because of its capacity.
       layout: static sizes and axes.
@@ -461,8 +460,7 @@ class HierarchicalHandle:
 
     Attributes:
       node: handle of the all-to-all between the ranks with the same position in their nodes, whose "experts" are the
-        nodes.
-        Its rows are the tokens that this rank received, ordered by node and token.
+        nodes. Its rows are the tokens that this rank received, ordered by node and token.
       local: handle of the all-to-all inside the node, whose tokens are these rows.
       num_invalid: `[]` int32, see `Handle`.
       num_dropped: `[]` int32, assignments dropped because of this rank's capacity, and assignments to this node of

@@ -263,7 +263,7 @@ def large_checkpoint(kind, folder, rng):
 @pytest.mark.parametrize(
     ("kind", "options"),
     [("bf16", {}), ("bf16", {"dtype": F32}), ("fp8", {"quantized": True}), ("fp8", {}), ("mxfp4", {})],
-    ids=["bf16", "float32", "fp8", "fp8-dequantised", "mxfp4"],
+    ids=["bf16", "float32", "fp8", "fp8-dequantized", "mxfp4"],
 )
 def test_checkpoint_memory(kind, options, num_ranks, tmp_path, rng, expert_mesh, monkeypatch):
     """The host holds one shard of one array at a time, and some memory for decoding; values are the same."""
@@ -288,7 +288,7 @@ def test_checkpoint_memory(kind, options, num_ranks, tmp_path, rng, expert_mesh,
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, weights), want)
 
 
-def dequantised(values, scales):
+def dequantized(values, scales):
     """Dequantize [out, in] blocks to [in, out] in float32, with one rounding."""
     return oracle_serving.dequantize_blocks(values, scales).astype(F32).T
 
@@ -303,7 +303,7 @@ def test_checkpoint_fp8_as_stored(num_ranks, tmp_path, rng, expert_mesh):
         down = np.stack([pairs[f"experts.{e}.down"][i] for e in range(2)])
         assert_same_bits(np.asarray(getattr(weights["w_down"], part)), down.astype(dtype), "w_down")
         assert getattr(weights["w_down"], part).sharding.spec == P("expert")
-    assert_same_bits(np.asarray(weights["shared_down"]), dequantised(*pairs["shared_experts.down"]))
+    assert_same_bits(np.asarray(weights["shared_down"]), dequantized(*pairs["shared_experts.down"]))
     # The package computes with these weights.
     whole = checkpoint.moe_weights(3, dtype=F32)["w_gate_up"]
     same = dequantize(weights["w_gate_up"], F32)
@@ -315,7 +315,7 @@ def test_checkpoint_fp8_as_stored(num_ranks, tmp_path, rng, expert_mesh):
 def test_checkpoint_fp8_dequantized(hidden, width, scale_dtype, tmp_path, rng):
     """Also for blocks cut at the edge, and to bfloat16 by default."""
     checkpoint, pairs = fp8_checkpoint(tmp_path, rng, hidden, width, scale_dtype)
-    halves = [[dequantised(*pairs[f"experts.{e}.{n}"]) for n in ("gate", "up")] for e in range(2)]
+    halves = [[dequantized(*pairs[f"experts.{e}.{n}"]) for n in ("gate", "up")] for e in range(2)]
     want = np.stack([np.concatenate(two, axis=-1) for two in halves])
     got = checkpoint.moe_weights(3, mesh=make_mesh((2,), ("expert",)), dtype=F32)
     assert_same_bits(np.asarray(got["w_gate_up"]), want)
@@ -327,7 +327,7 @@ def test_checkpoint_fp8_shards_within_blocks(tmp_path, rng):
     name = "model.layers.3.mlp.shared_experts.down_proj.weight"
     sharding = NamedSharding(make_mesh((2, 4), ("a", "b")), P("a", "b"))
     got = checkpoint.read(name, sharding=sharding, dtype=F32, transpose=True)
-    assert_same_bits(np.asarray(got), dequantised(*pairs["shared_experts.down"]))
+    assert_same_bits(np.asarray(got), dequantized(*pairs["shared_experts.down"]))
     assert_same_bits(np.asarray(checkpoint.read(name)), pairs["shared_experts.down"][0])
 
 

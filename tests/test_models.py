@@ -32,7 +32,7 @@ def of_family(name, kind=""):
     return {key.removeprefix(prefix): GOLDEN[key] for key in GOLDEN.files if key.startswith(prefix)}
 
 
-def normalised(logits, state, c):
+def normalized(logits, state, c):
     return jax_ep.topk_router(
         logits, c["num_experts_per_tok"], router=jax_ep.Router(renormalize=c.get("norm_topk_prob", True))
     )
@@ -118,7 +118,7 @@ def longcat_experts(state):
 class Family:
     """The router, the arguments of `fused_moe`, and the positions of the weights in the state."""
 
-    route: Callable[[jax.Array, State, Config], jax_ep.Routing] = normalised
+    route: Callable[[jax.Array, State, Config], jax_ep.Routing] = normalized
     experts: Callable[[State], dict[str, Any]] = plain_experts
     router: str = "gate.weight"
     shared: str = ""
@@ -131,7 +131,7 @@ FAMILIES |= {
     **dict.fromkeys(("deepseek_v3", "glm4_moe"), Family(deepseek_v3, shared="shared_experts")),
     "minimax_m2": Family(minimax_m2),
     "ernie4_5_moe": Family(ernie, shared="shared_experts"),
-    "gpt_oss": Family(normalised, gpt_oss_experts, router="router.weight"),
+    "gpt_oss": Family(normalized, gpt_oss_experts, router="router.weight"),
     "llama4": Family(llama4, llama4_experts, router="router.weight", shared="shared_expert"),
     "phimoe": Family(phimoe, router="router.weight"),
     "longcat_flash": Family(longcat, longcat_experts, router="router.classifier.weight"),

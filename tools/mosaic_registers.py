@@ -39,7 +39,7 @@ int cuInit(unsigned flags) { return 0; }
 int cuCtxGetDevice(int *device) { *device = 0; return 0; }
 int cuDeviceGetAttribute(int *value, int what, int device) { *value = what == 75 ? 9 : 0; return 0; }
 """  # 75: CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
-SERIALISED = "wgmma.mma_async instructions are serialized"
+SERIALIZED = "wgmma.mma_async instructions are serialized"
 ROWS, GROUPS = 32768, 64
 FP8_SHAPES = ((7168, 4096), (2048, 640))  # in wide tiles and in narrow ones
 
@@ -141,9 +141,9 @@ def main() -> None:
             for log in logs:
                 said = log.read_text()
                 spilled = max(int(number) for number in re.findall(r"(\d+) bytes spill stores", said))
-                serialised = SERIALISED in said
-                bad += spilled > 0 or serialised
-                verdict = ", products one after another" * serialised
+                serialized = SERIALIZED in said
+                bad += spilled > 0 or serialized
+                verdict = ", products one after another" * serialized
                 print(f"{name}: {log.stem.rpartition('_')[0]}: {spilled} bytes spilled{verdict}", flush=True)
     if bad:
         raise SystemExit(f"{bad} kernels spill registers or wait for each product.")

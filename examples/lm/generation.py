@@ -50,8 +50,7 @@ class Generator:
       model: the model.
       mesh: its mesh.
       experts: expert weights for batches so small that `jax_ep.flax.MoE` takes its low-latency path, as in decoding:
-        "fp8",
-        "same" (the model's dtype), or "off", which disables that path.
+        "fp8", "same" (the model's dtype), or "off", which disables that path.
     """
 
     def __init__(self, model: LanguageModel, mesh: jax.sharding.Mesh, *, experts: Experts = "off") -> None:
@@ -210,14 +209,14 @@ def compare(reference: Generator, other: Generator, prompts: list[bytes], *, max
     want = reference(prompts, max_new=max_new)
     got = other(prompts, max_new=max_new, forced=want.texts)
     error = got.logits - want.logits
-    centred = want.logits - want.logits.mean(axis=-1, keepdims=True)
+    centered = want.logits - want.logits.mean(axis=-1, keepdims=True)
     return Agreement(
         float((got.logits.argmax(axis=-1) == want.logits.argmax(axis=-1)).mean()),
         other(prompts, max_new=max_new).texts == want.texts,
         float(np.sqrt(np.mean(error**2))),
         float(np.median(np.sqrt(np.mean(error**2, axis=-1)))),
         float(np.abs(error).max()),
-        float(np.sqrt(np.mean(centred**2))),
+        float(np.sqrt(np.mean(centered**2))),
     )
 
 

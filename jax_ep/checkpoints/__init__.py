@@ -186,8 +186,7 @@ class Checkpoint:
         Raises:
           ValueError: the layer is not MoE; tensors are missing, or have wrong shapes or several dtypes; the experts do
             not divide over the axis; or with `quantized`, weights are stored neither in MXFP4 nor in FP8 with blocks of
-              128, or in
-            FP8 with an I or H that is not a multiple of 128.
+            128, or in FP8 with an I or H that is not a multiple of 128.
           TypeError: the dtype is not supported.
           NotImplementedError: the model has weights that `jax_ep.flax.MoE` does not support.
         """

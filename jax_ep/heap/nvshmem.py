@@ -140,14 +140,14 @@ class NvshmemMemory:
         unique_id = _core().get_unique_id(empty=True)
         data = bytes.fromhex(unique_ids[self.devices[0].process_index])
         unique_id._data[:] = np.frombuffer(data, unique_id._data.dtype)
-        self._meetings.attempt("init", "initialising NVSHMEM", lambda: self._initialise(unique_id))
+        self._meetings.attempt("init", "initializing NVSHMEM", lambda: self._initialize(unique_id))
 
     def _load(self) -> str:
         """Create the domain's unique id in the process of its first device; return it as hex."""
         unique_id = _core().get_unique_id(empty=self._number != 0)
         return unique_id._data.tobytes().hex() if self._number == 0 else ""
 
-    def _initialise(self, unique_id: Any) -> str:
+    def _initialize(self, unique_id: Any) -> str:
         device = self._make_current()
         ranks = {"rank": self._number, "nranks": len(self.devices)}
         _core().init(device=device, uid=unique_id, **ranks, initializer_method="uid")

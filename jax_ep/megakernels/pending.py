@@ -30,7 +30,7 @@ def launch(
     Args:
       code: the kernel's.
       operands: arrays of this shard.
-      results: shapes and dtypes of the results, which are not initialised.
+      results: shapes and dtypes of the results, which are not initialized.
       blocks: of the descriptor of each operand and each result, None for those that the kernel takes by their address.
       config: grid.
       written: operands that the kernel writes in place, by their positions, and the results that they become.

@@ -190,7 +190,7 @@ def _of_fused_moe(facts: FusedMoEFacts, options: Options) -> str | None:
 
 @_reason.register
 def _of_quantized_gemm(facts: QuantizedGemmFacts, options: Options) -> str | None:
-    if facts.dtype in (FP8, *_HALF) and (reason := missing_tma("its products of quantised matrices")):
+    if facts.dtype in (FP8, *_HALF) and (reason := missing_tma("its products of quantized matrices")):
         return reason
     if facts.dtype not in (FP8, jnp.int8, *_HALF):
         return Portable(f"it has no GEMM of {facts.dtype} rows and quantized weights")

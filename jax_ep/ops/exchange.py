@@ -66,15 +66,15 @@ def dispatch(
     schedule: Schedule | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Dispatched:
-    """Brings every token to the ranks that hold its experts, ordered by expert.
+    """Send every token to the ranks that hold its experts, and order the rows by expert.
 
     Rows are ordered by expert, then source rank, token and k. Every `(token, k)` with a valid id has a row; the same
-    expert twice in one token gives two. Differentiable in `x` and `topk_weights`: the transpose is `combine` over the
-    same handle.
+    expert twice in one token gives two. It is differentiable in `x` and `topk_weights`: the transpose is `combine` over
+    the same handle.
 
     Args:
       x: `[T, H]` bfloat16, float16, float32 or float64 tokens of this rank, or FP8 tokens as a pair
-        `(values [T, H] float8_e4m3fn, scales [T, H // 128] float32)`, which travels bit for bit and has no gradient.
+        `(values [T, H] float8_e4m3fn, scales [T, H // 128] float32)`, which is sent bit for bit and has no gradient.
       topk_idx: `[T, K]` int32 expert ids; -1 is no expert. Other ids outside `[0, E)` raise outside of jit,
         where values are known. Under jit they count as -1, and `handle.num_invalid` counts them. May be None with
         `handle`.
@@ -87,9 +87,9 @@ def dispatch(
         nothing is dropped. Rows past it, in row order, are dropped and counted.
       alignment: every expert starts at a multiple of this many rows; `group_sizes` include that padding.
       num_tokens: `[]` int32, tokens at and past this index of this rank are ignored, as if their ids were -1: they have
-        no rows, and may hold anything; None: all T count. Not with `handle`, which knows.
-      handle: layout of an earlier dispatch with the same ids, to be used again.
-      schedule: how launches share the GPU, see `Schedule`; None: the package's choice.
+        no rows, and may hold anything; None: all T count. Not with `handle`, which contains this.
+      handle: handle of an earlier dispatch with the same ids, whose rows are reused.
+      schedule: how kernels share the GPU, see `Schedule`; None: the package chooses.
       implementation: name, names in order of preference, or None for the best that fits.
 
     Returns:
@@ -99,7 +99,7 @@ def dispatch(
     Raises:
       ValueError: shapes, sizes or axes that do not fit; ids out of range where they are known.
       TypeError: unsupported dtypes or kinds of arguments.
-      NotImplementedError: none of the implementations asked for can serve the call.
+      NotImplementedError: no requested implementation supports the call.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_ep
@@ -151,14 +151,14 @@ def combine(
     Multiply the rows by `Dispatched.weights` first for a weighted sum. Rows of one token on one rank are added in
     order of k in float32, rounded to the wire format, and added at the source in rank order in float32; over a
     `Topology` the sums of a node are rounded to the wire format too, and added in node order. The result is
-    deterministic. Differentiable in `y`: the transpose is `dispatch` over the same handle.
+    deterministic. It is differentiable in `y`: the transpose is `dispatch` over the same handle.
 
     Args:
-      y: `[R, H]` rows in the order of the dispatch; what padding rows hold is never read.
+      y: `[R, H]` rows in the order of the dispatch; padding rows are never read.
       handle: `Dispatched.handle`.
       axis_name: the axis of the dispatch.
-      preferred_element_type: dtype of the result, such as float32 for sums that are not rounded to bfloat16 again; what
-        travels stays as it is. None: that of y.
+      preferred_element_type: dtype of the result, such as float32 for sums that are not rounded to bfloat16 again; the
+        wire keeps the dtype of y. None: that of y.
       schedule: see `dispatch`.
       implementation: see `dispatch`.
 
@@ -167,8 +167,8 @@ def combine(
 
     Raises:
       ValueError: y or the axis does not fit the handle.
-      TypeError: unsupported dtypes, or something that is no handle.
-      NotImplementedError: none of the implementations asked for can serve the call.
+      TypeError: unsupported dtypes, or `handle` is not a handle.
+      NotImplementedError: no requested implementation supports the call.
 
     Example:
       >>> import jax.numpy as jnp, jax_ep
@@ -331,7 +331,7 @@ def combine_tokens(
 
 
 def dispatch_again(plan: ExchangePlan, x: Array, handle: Handle, after: Array) -> Array:
-    """`[T, H]` tokens that have travelled before to `[R, H]` rows, once `after` is known.
+    """`[T, H]` tokens that were sent before to `[R, H]` rows, once `after` is known.
 
     Else XLA might make one dispatch of both, and keep its rows.
     """

@@ -49,19 +49,19 @@ def dispatch_grouped_gemm(
     schedule: Schedule | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> DispatchedGemm:
-    """`dispatch`, then the rows of each expert times its matrix.
+    """Dispatch tokens, then multiply the rows of each expert by its weights.
 
     Args:
       x: `[T, H]` tokens; see `dispatch` for this and all arguments not named here.
       topk_idx: `[T, K]` int32 expert ids.
       topk_weights: `[T, K]` float32 router weights, or None.
-      w: `[L, H, N]` matrices of this rank's experts, in the dtype of x.
+      w: `[L, H, N]` weights of this rank's experts, in the dtype of x.
       num_experts: E.
       axis_name: expert axis.
       capacity: R.
-      alignment: rows at whose multiples experts start.
-      handle: layout to be used again.
-      schedule: how launches share the GPU, see `Schedule`: here its `dispatch_mode` and `num_communicating_programs`,
+      alignment: see `dispatch`.
+      handle: see `dispatch`.
+      schedule: how kernels share the GPU, see `Schedule`: here its `dispatch_mode` and `num_communicating_programs`,
         and, for the backward pass, `keep_tokens`, `fuse_weight_gradients` and `combine_mode`.
       implementation: see `dispatch`.
 
@@ -69,9 +69,9 @@ def dispatch_grouped_gemm(
       `DispatchedGemm(hidden [R, N], weights [R] or None, group_sizes [L] int32, handle, dropped [] int32)`.
 
     Raises:
-      ValueError: `fuse_weight_gradients=True` where no such launch exists; and as `dispatch` and `grouped_gemm` do.
+      ValueError: `fuse_weight_gradients=True` where no such kernel exists; and as `dispatch` and `grouped_gemm` do.
       TypeError: as `dispatch` and `grouped_gemm` do.
-      NotImplementedError: none of the implementations asked for can serve the call, in the modes of the schedule.
+      NotImplementedError: no requested implementation supports the call, in the modes of the schedule.
 
     Example:
       >>> import jax.numpy as jnp, jax_ep
@@ -116,16 +116,16 @@ def grouped_gemm_combine(
     """Multiply the rows of each expert by its weights, then `combine`.
 
     The schedule's `combine_mode` decides on which rank rows are summed. "serial" rounds as `combine`
-    does after `grouped_gemm`: the products to the dtype of h, then the sum of each expert rank, then that of the ranks.
-    "scatter" rounds the products, and the sum of all K of them. Each gives the same bits on every run.
+    does after `grouped_gemm`: the rows to the dtype of h, then the sum on each expert rank, then the sum over ranks.
+    "scatter" rounds the rows, and then the sum of all K of them. Both give the same bits on every run.
 
     Args:
       h: `[R, I]` rows in the order of the dispatch.
       w: `[L, I, H]` weights of this rank's experts, in the dtype of h.
       handle: `Dispatched.handle`.
       axis_name: the axis of the dispatch.
-      preferred_element_type: dtype of the result, see `combine`; products are rounded to that of h. None: that of h.
-      schedule: how launches share the GPU, see `Schedule`: here its `combine_mode`, and, for the backward pass,
+      preferred_element_type: dtype of the result, see `combine`; rows are rounded to that of h. None: that of h.
+      schedule: how kernels share the GPU, see `Schedule`: here its `combine_mode`, and, for the backward pass,
         `dispatch_mode`.
       implementation: see `dispatch`.
 
@@ -134,7 +134,7 @@ def grouped_gemm_combine(
 
     Raises:
       ValueError, TypeError: as `combine` and `grouped_gemm` do.
-      NotImplementedError: none of the implementations asked for can serve the call, in the mode of the schedule.
+      NotImplementedError: no requested implementation supports the call, in the mode of the schedule.
 
     Example:
       >>> import jax.numpy as jnp, jax_ep

@@ -64,7 +64,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
       one. Rows of the backward pass are there with and without a gradient.
 
     Raises:
-      NotImplementedError: none of the implementations asked for supports a call.
+      NotImplementedError: no requested implementation supports a call.
 
     Example:
       >>> import jax.numpy as jnp, jax_ep

@@ -37,9 +37,11 @@ def grouped_gemm(
     preferred_element_type: DTypeLike | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Array:
-    """Multiplies consecutive groups of rows by one matrix each: `lax.ragged_dot` that costs what the rows cost.
+    """Multiply consecutive groups of rows by one matrix each, as `lax.ragged_dot` does; time grows with the rows in
+    use.
 
-    Differentiable in `lhs` and `rhs`, to any order. Needs no mesh axis. Sums run in float32 (float64 for float64).
+    It is differentiable in `lhs` and `rhs`, to any order, and needs no mesh axis. Sums run in float32 (float64 for
+    float64).
 
     FP8 operands come with scales, and have no gradient (`moe(recipe="fp8")` has one). The products of 128 elements
     of a row are scaled by both scales and added in float32.
@@ -49,7 +51,7 @@ def grouped_gemm(
       rhs: `[G, K, N]` of the same dtype; or `QuantizedWeights`, multiplied in the dtype of lhs or as their
         `activations` say: with "fp8", lhs may be FP8 already. Then there is no gradient.
       group_sizes: `[G]` int32, rows of each group; rows past their sum belong to none.
-      lhs_scales: `[M, K / 128]` float32 of an FP8 lhs, as `quantize_fp8` makes it; else None.
+      lhs_scales: `[M, K / 128]` float32 of an FP8 lhs, from `quantize_fp8`; else None.
       preferred_element_type: dtype of the result; None: that of lhs, bfloat16 for FP8.
       implementation: see `dispatch`.
 
@@ -58,8 +60,8 @@ def grouped_gemm(
 
     Raises:
       ValueError: shapes that do not fit; in FP8, K is not a multiple of 128.
-      TypeError: unsupported or different dtypes, scales missing or too many; by the gradient of FP8 operands.
-      NotImplementedError: none of the implementations asked for can serve the call.
+      TypeError: unsupported or different dtypes, scales missing or too many; FP8 operands are differentiated.
+      NotImplementedError: no requested implementation supports the call.
 
     Example:
       >>> import jax.numpy as jnp, jax_ep

@@ -55,14 +55,14 @@ def low_latency_dispatch(
     """Send a small batch of tokens to their experts, quantized to FP8 on the wire.
 
     Rows of an expert are packed at the start of its block, ordered by source rank, then token. A token goes to an
-    expert once, however often its ids name it. Inference only when quantised; with `quantize=False` it has a gradient.
+    expert once, even if its ids name it twice. It has a gradient with `quantize=False` only.
 
     Args:
-      x: `[T, H]` tokens with `T <= max_tokens_per_rank`, or a quantised pair `(values [T, H] float8_e4m3fn,
-        scales [T, H // group_size] float32)`, which travels as it is.
+      x: `[T, H]` tokens with `T <= max_tokens_per_rank`, or a quantized pair `(values [T, H] float8_e4m3fn,
+        scales [T, H // group_size] float32)`, which is sent unchanged.
       topk_idx: `[T, K]` int32 expert ids; -1 is no expert.
       num_experts: E over all ranks.
-      max_tokens_per_rank: M, static; sizes the result.
+      max_tokens_per_rank: M, static; determines the size of the result.
       axis_name: mesh axis, or tuple of axes, over which experts are spread.
       group_size: columns that share an FP8 scale; `masked_grouped_gemm` takes 128 and its multiples.
       quantize: send FP8 (True) or the dtype of x (False).
@@ -76,8 +76,8 @@ def low_latency_dispatch(
 
     Raises:
       ValueError: shapes or sizes that do not fit.
-      TypeError: unsupported dtypes; also by the gradient of a quantised dispatch.
-      NotImplementedError: none of the implementations asked for can serve the call.
+      TypeError: unsupported dtypes; a quantized dispatch is differentiated.
+      NotImplementedError: no requested implementation supports the call.
 
     Example:
       >>> import jax.numpy as jnp, jax_ep
@@ -97,7 +97,7 @@ def low_latency_dispatch(
     max_tokens = checked_max_tokens(function, actual, max_tokens_per_rank)
     topk_idx = check.expert_ids(function, topk_idx, actual, num_experts, all_count=num_tokens is None)
     if isinstance(x, tuple):
-        remedy = "pass the group_size that x was quantised with"
+        remedy = "pass the group_size that x was quantized with"
         check.size(function, "the number of columns per scale of x", hidden // x[1].shape[1], group_size, remedy)
         dtype = x[0].dtype
     else:
@@ -142,8 +142,8 @@ def low_latency_combine(
 
     Raises:
       ValueError: shapes or the axis do not fit the handle.
-      TypeError: unsupported dtypes, or something that is no handle.
-      NotImplementedError: none of the implementations asked for can serve the call.
+      TypeError: unsupported dtypes, or `handle` is not a handle.
+      NotImplementedError: no requested implementation supports the call.
 
     Example:
       >>> import jax.numpy as jnp, jax_ep
@@ -231,7 +231,7 @@ def dispatch_tokens(
     topk_idx: Array,
     num_tokens: Array | None,
 ) -> tuple[Array, Array | None, Array, LowLatencyHandle]:
-    """Tokens, scales, group sizes and handle of a dispatch; differentiable where it quantises nothing.
+    """Return tokens, scales, group sizes and handle of a dispatch; differentiable if it does not quantize.
 
     `group_size` are the columns per FP8 scale; None: x travels as it is.
     """

@@ -38,11 +38,11 @@ def masked_grouped_gemm(
     expected_rows: int | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Array:
-    """Multiplies the rows of each expert that count by its matrix, in FP8 or in the dtype of the tokens.
+    """Multiply the rows in use of each expert by its weights, in FP8 or in the dtype of the tokens.
 
     It takes what `low_latency_dispatch` returns. Experts without rows, and rows past the counts, cost nothing: with
-    few rows the time is that of reading the matrices of the experts that have some, once. Needs no mesh axis. For
-    inference: it has no gradient.
+    few rows the time is that of reading the weights of the experts with rows once. It needs no mesh axis. It is for
+    inference and has no gradient.
 
     In FP8 the products of 128 elements of a row are scaled by both scales and added in float32.
 
@@ -55,7 +55,7 @@ def masked_grouped_gemm(
       lhs_scales: `[L, M, K / 128]` float32 of an FP8 lhs, or fewer, of groups of a multiple of 128 columns; else None.
       preferred_element_type: dtype of the result; None: that of lhs, bfloat16 for FP8.
       expected_rows: static, how many rows an expert has on average, for example `W * T * K / E` with K experts per
-        token. It only chooses tiles; None: as for up to 64.
+        token. It only affects the choice of tiles; None: as for up to 64.
       implementation: see `dispatch`.
 
     Returns:
@@ -63,8 +63,8 @@ def masked_grouped_gemm(
 
     Raises:
       ValueError: shapes that do not fit; in FP8, K is not a multiple of 128.
-      TypeError: unsupported or different dtypes, scales missing or too many; also by the gradient.
-      NotImplementedError: none of the implementations asked for can serve the call.
+      TypeError: unsupported or different dtypes, scales missing or too many; the result is differentiated.
+      NotImplementedError: no requested implementation supports the call.
 
     Example:
       >>> import jax.numpy as jnp, jax_ep
@@ -111,15 +111,15 @@ def masked_gated_activation(
     quantize: bool = True,
     implementation: str | Sequence[str] | None = None,
 ) -> tuple[Array, Array | None]:
-    """`activation(gate) * up` of the rows that count, or what else `Experts` say, quantised for the next product.
+    """Activate the rows in use, `activation(gate) * up` or as `Experts` say, and quantize them for the next GEMM.
 
-    Computed in float32 and rounded once. For inference: it has no gradient.
+    It computes in float32 and rounds once. It is for inference and has no gradient.
 
     Args:
       hidden: `[L, M, 2 * I]` bfloat16, float16, float32 or float64, gate in its first I columns, up in its last.
       group_sizes: `[L]` int32, how many of the M rows count.
       experts: what the experts compute; `weight_on` is ignored. None: `Experts()`.
-      bias: of the hidden rows, one for each of their columns, `[L, 2 * I]`; None: none.
+      bias: `[L, 2 * I]`, added to the hidden rows; None: no bias.
       quantize: to FP8 with one scale per row and 128 columns (True), or to the dtype of hidden (False).
       implementation: see `dispatch`.
 
@@ -128,8 +128,8 @@ def masked_gated_activation(
 
     Raises:
       ValueError: shapes or an activation that do not fit; I is not a multiple of 128 with `quantize`.
-      TypeError: unsupported dtypes; also by the gradient.
-      NotImplementedError: none of the implementations asked for can serve the call.
+      TypeError: unsupported dtypes; the result is differentiated.
+      NotImplementedError: no requested implementation supports the call.
 
     Example:
       >>> import jax.numpy as jnp, jax_ep

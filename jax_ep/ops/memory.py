@@ -78,7 +78,7 @@ class MemoryPlan:
 
 
 def plan_memory(step: Callable[..., Any], *args: Any, **kwargs: Any) -> MemoryPlan:
-    """Compile a training step, and tell the memory that it takes on each device, without running it.
+    """Compile a training step, and report the memory that it takes on each device, without running it.
 
     Sizes are those of XLA for the devices of this process: call it on the GPUs that will train. On CPU devices the
     sizes of arguments are the same, but XLA plans other temporaries and no kernel reserves a heap.
@@ -89,14 +89,14 @@ def plan_memory(step: Callable[..., Any], *args: Any, **kwargs: Any) -> MemoryPl
     Args:
       step: a function, jitted by `jax.jit` or `flax.nnx.jit` with its shardings and donated arguments. Other functions
         are jitted without.
-      *args: its arguments: arrays, or `jax.ShapeDtypeStruct`s, whose shardings count where the step has none.
+      *args: its arguments: arrays, or `jax.ShapeDtypeStruct`s; their shardings apply if the step names no shardings.
       **kwargs: its keyword arguments.
 
     Returns:
       A `MemoryPlan`, which prints as a table.
 
     Raises:
-      TypeError: something that is no function.
+      TypeError: `step` is not a function.
       NotImplementedError: XLA plans no memory on this platform.
 
     Example:

@@ -86,8 +86,8 @@ def moe(
       w_gate_up: `[L, H, 2 * I]`, gate in the first I columns and up in the last; `[L, H, I]` for experts without a
         gate; any number of columns for a custom activation. With `recipe="fp8"` in any floating dtype. Or
         `QuantizedWeights`: those with a master are for `recipe="fp8"`, and their gradient is in `master`. Others are
-        for inference: they have no gradient, and their GEMMs run in the dtype of x, or as their `activations` say; with
-        "fp8" tokens travel in FP8, too.
+        for inference and have no gradient; their GEMMs run in the dtype of x, or as their `activations` say. With
+        "fp8", tokens are sent in FP8, too.
       w_down: `[L, I, H]`, or `QuantizedWeights` of it.
       num_experts: E over all ranks.
       experts: what an expert computes, see `Experts`; None: `Experts()`.
@@ -101,8 +101,8 @@ def moe(
         nothing; see `Balance`. None: experts stay on their ranks. Not with a `capacity` or a `Topology`.
       recipe: None: compute in the dtype of x. "fp8": run the GEMMs of both passes in FP8, and send FP8. Each operand
         has one scale for 128 elements along the axis that is summed over; weights have one for a block of 128 by 128.
-        Rounding counts as the identity, sums run in float32, and gradients have the dtypes of the parameters. Each call
-        quantizes the tokens once, and weights that are not `QuantizedWeights`.
+        Rounding is differentiated as the identity, sums run in float32, and gradients have the dtypes of the
+        parameters. Each call quantizes the tokens once, and weights that are not `QuantizedWeights`.
       preferred_element_type: dtype of the result, such as float32 for sums of bfloat16 experts that are not rounded
         again; GEMMs and the wire keep the dtype of x. None: that of x.
       schedule: how kernels share the GPU, see `Schedule`: its modes apply to both GEMMs and their gradients;
@@ -116,7 +116,7 @@ def moe(
       ValueError: shapes, sizes, axes or an activation that do not fit; `fuse_weight_gradients=True` in the schedule
         where it does not exist; an unknown recipe; with `recipe="fp8"`, an H or I that is not a multiple of 128, a
         custom activation, or another wire dtype.
-      TypeError: unsupported or different dtypes; by the second derivative with `recipe="fp8"`.
+      TypeError: unsupported or different dtypes; a second derivative with `recipe="fp8"`.
       NotImplementedError: no implementation supports the call.
 
     Example:

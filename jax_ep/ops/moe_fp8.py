@@ -35,7 +35,7 @@ from jax_ep.ops.plan import Fp8LayerPlan
 from jax_ep.types import TOKENS_NAME, Array, Experts, Handle, Options, Quantized
 
 Weights = Array | QuantizedWeights
-"""Of one product, as the caller has them or quantised before."""
+"""Of one product, as the caller has them or quantized before."""
 
 
 def _without_second_derivative[*Arguments, Result](

@@ -71,9 +71,9 @@ def low_latency_moe(
         get each token once for each of its experts, scaled and rounded to the dtype of x.
       biases: `(b_gate_up [L, 2 * I], b_down [L, H])` of the two GEMMs, or None for one of them; None: no biases.
       axis_name: mesh axis, or tuple of axes, over which experts are spread; or a `Topology`, see `moe`.
-      max_tokens_per_rank: static, at least T and the same on all ranks; sizes the buffers, but over a `Topology`, where
-        they hold the tokens that can come from all nodes. None: T.
-      preferred_element_type: dtype of the result, and of the experts' outputs as they travel; None: that of x.
+      max_tokens_per_rank: static, at least T and the same on all ranks: the size of the buffers. Over a `Topology` they
+        hold the tokens that can come from all nodes instead. None: T.
+      preferred_element_type: dtype of the result, and of the experts' outputs on the wire; None: that of x.
       schedule: see `dispatch`.
       implementation: see `dispatch`.
 
@@ -81,10 +81,10 @@ def low_latency_moe(
       `[T, H]`; zero for tokens without experts.
 
     Raises:
-      ValueError: shapes, sizes, axes or an activation that do not fit; with FP8 tokens, H or I that is no multiple
+      ValueError: shapes, sizes, axes or an activation that do not fit; with FP8 tokens, H or I that is not a multiple
         of 128.
-      TypeError: unsupported or different dtypes, or weights of two kinds; also by the gradient.
-      NotImplementedError: none of the implementations asked for can serve the call.
+      TypeError: unsupported or different dtypes, or weights of two kinds; the result is differentiated.
+      NotImplementedError: no requested implementation supports the call.
 
     Example:
       >>> import jax.numpy as jnp, jax_ep
@@ -209,10 +209,10 @@ def low_latency_gemm_combine(
     schedule: Schedule | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Array:
-    """`masked_grouped_gemm`, then `low_latency_combine`, without a copy in between where the implementation can.
+    """Run `masked_grouped_gemm`, then `low_latency_combine`, in one kernel where the implementation has one.
 
-    With `triton` it is one kernel: each tile of the product is stored at the ranks of its tokens as soon as it is
-    computed, and travels while the next ones are. For inference: it has no gradient.
+    With `triton`, each tile of the GEMM is stored at the ranks of its tokens as soon as it is computed. It is for
+    inference and has no gradient.
 
     Args:
       lhs: `[L, M, I]` rows in the layout of the dispatch; for this and all operands see `masked_grouped_gemm`.
@@ -222,15 +222,15 @@ def low_latency_gemm_combine(
       topk_weights: `[T, K]` float32 router weights.
       handle: `LowLatencyDispatched.handle`.
       lhs_scales: of an FP8 lhs.
-      preferred_element_type: dtype of the rows that travel and of the result; None: that of lhs, bfloat16 for FP8.
+      preferred_element_type: dtype of the rows on the wire and of the result; None: that of lhs, bfloat16 for FP8.
       expected_rows: how many rows an expert has on average.
       axis_name: the axis of the dispatch.
       schedule: see `dispatch`.
       implementation: see `dispatch`.
 
     Returns:
-      `[T, H]`: `sum_k weight[t, k] * y[row of expert idx[t, k]]` with y the product, rounded to the dtype of the result
-      as it travels; added in float32.
+      `[T, H]`: `sum_k weight[t, k] * y[row of expert idx[t, k]]` with y the result of the GEMM, rounded to the
+      dtype of the result before it is sent; added in float32.
 
     Raises:
       ValueError, TypeError, NotImplementedError: as `masked_grouped_gemm` and `low_latency_combine` do.

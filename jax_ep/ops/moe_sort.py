@@ -30,16 +30,16 @@ def moe_sort(
     num_tokens: Array | int | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> SortedTokens:
-    """Sorts the slots of one device by expert and pads every expert to whole blocks, for block-wise kernels.
+    """Sort the assignments of one device by expert and pad every expert to whole blocks, for block-wise kernels.
 
-    Differentiable in `topk_weights`. Needs no mesh axis.
+    It is differentiable in `topk_weights` and needs no mesh axis.
 
     Args:
       topk_idx: `[T, K]` int32 expert ids; -1 is no expert.
       topk_weights: `[T, K]` float32 router weights, or None.
       num_experts: E.
       block_size: rows per block.
-      first_expert: with num_local_experts, the experts of this device, both static: slots of others have no row.
+      first_expert: with num_local_experts, the experts of this device, both static: assignments to others have no row.
       num_local_experts: L; None: all from first_expert on.
       num_tokens: `[]` int32, tokens at and past this index have no row; None: all T count.
       implementation: see `dispatch`.
@@ -52,7 +52,7 @@ def moe_sort(
     Raises:
       ValueError: shapes or sizes that do not fit, or ids out of range where they are known.
       TypeError: unsupported dtypes.
-      NotImplementedError: none of the implementations asked for can serve the call.
+      NotImplementedError: no requested implementation supports the call.
 
     Example:
       >>> import jax.numpy as jnp, jax_ep

@@ -93,7 +93,7 @@ def exchange(options: Options, facts: ExchangeFacts, *, wire_dtype: DTypeLike | 
     """Resolve the exchange of such tokens, which are dispatched in `wire_dtype`, if given, and not as the options say.
 
     Raises:
-      NotImplementedError: none of the implementations asked for supports it.
+      NotImplementedError: no requested implementation supports it.
     """
     handle = registry.choose(options, facts)
     dispatch = handle if wire_dtype is None else registry.choose(_with_wire(options, wire_dtype), facts)
@@ -129,7 +129,7 @@ def gemm(options: Options, facts: GemmFacts) -> GemmPlan:
     """Resolve a grouped GEMM.
 
     Raises:
-      NotImplementedError: none of the implementations asked for supports it.
+      NotImplementedError: no requested implementation supports it.
     """
     forward = registry.choose(options, facts)
     if facts.out_dtype == facts.dtype:
@@ -215,7 +215,7 @@ def exchange_gemm(
       sum_dtype: of the sums of combine.
 
     Raises:
-      NotImplementedError: none of the implementations asked for supports it.
+      NotImplementedError: no requested implementation supports it.
     """
     layout, columns = facts.layout, _known(facts.columns)
     whole = exchange(dataclasses.replace(options, sum_dtype=sum_dtype), facts)
@@ -304,7 +304,7 @@ def layer(
     """Resolve both directions of the layer; `sizes.has_bias` is that of the first GEMM.
 
     Raises:
-      NotImplementedError: none of the implementations asked for supports it.
+      NotImplementedError: no requested implementation supports it.
     """
     layout, dtype = facts.layout, facts.dtype
     facts = dataclasses.replace(facts, columns=sizes.columns)
@@ -401,7 +401,7 @@ def fp8_layer(
     """Resolve both halves of the layer with GEMMs in FP8, forward and backward.
 
     Raises:
-      NotImplementedError: none of the implementations asked for supports it.
+      NotImplementedError: no requested implementation supports it.
     """
     layout, dtype, hidden = facts.layout, facts.dtype, facts.hidden
     whole = exchange(options, dataclasses.replace(facts, columns=sizes.columns))

@@ -49,7 +49,7 @@ def quantized_gemm(
     """Resolve the GEMM of rows of this shape, `[M, K]` or `[G, M, K]`, and quantized weights.
 
     Raises:
-      NotImplementedError: none of the implementations asked for supports it.
+      NotImplementedError: no requested implementation supports it.
     """
     multiplied, out = multiplied_dtype(dtype, rhs), jnp.dtype(out_dtype)
     operands = None
@@ -69,7 +69,7 @@ def masked_gemm(
     """Resolve the masked grouped GEMM of blocks `[L, M, K]`: of "quantized_gemm", or else of "masked".
 
     Raises:
-      NotImplementedError: none of the implementations asked for supports it.
+      NotImplementedError: no requested implementation supports it.
     """
     if needs_decoder(rhs):
         return quantized_gemm(options, shape, dtype, rhs, out_dtype)
@@ -131,7 +131,7 @@ def low_latency_gemm_combine(
     """Resolve the GEMM of rows `[L, M, I]` of `dtype` and weights `[L, I, H]`, and the combine of its rows.
 
     Raises:
-      NotImplementedError: none of the implementations asked for supports it.
+      NotImplementedError: no requested implementation supports it.
     """
     out = jnp.dtype(out_dtype)
     combine = low_latency(options, out, rhs.shape[2], layout, is_foreign=is_foreign)
@@ -163,7 +163,7 @@ def low_latency_layer(
     """Resolve the layer of tokens of `dtype`.
 
     Raises:
-      NotImplementedError: none of the implementations asked for supports it.
+      NotImplementedError: no requested implementation supports it.
     """
     up, down = weights[:2]
     wire, second = (FP8 if w.activations == "fp8" else jnp.dtype(dtype) for w in (up, down))
@@ -210,7 +210,7 @@ def quantized_layer(
     """Resolve the layer of quantized weights.
 
     Raises:
-      NotImplementedError: none of the implementations asked for supports it.
+      NotImplementedError: no requested implementation supports it.
     """
     layout, dtype = facts.layout, facts.dtype
     w_gate_up, w_down = weights
@@ -238,7 +238,7 @@ def single_launch(options: Options, facts: FusedMoEFacts, others: Sequence[str])
 
     Raises:
       ValueError: the schedule asks for it, and there is none.
-      NotImplementedError: likewise, with none of the implementations asked for.
+      NotImplementedError: no requested implementation supports it.
     """
     schedule = options.schedule
     if schedule.single_launch is False:

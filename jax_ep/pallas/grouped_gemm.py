@@ -55,7 +55,7 @@ def grouped_gemm(
 ) -> Array:
     """See xla/grouped_gemm.py. `tiles` are those of the kernel; None: those for the shape.
 
-    Source: persistent, warp-specialised products as in CUTLASS and DeepGEMM, here in Pallas.
+    Source: persistent, warp-specialized products as in CUTLASS and DeepGEMM, here in Pallas.
     """
     tiles = tiles or tiling.forward_tiles(lhs.shape[0], group_sizes.shape[0])
     static = {"out_dtype": jnp.dtype(out_dtype), "tiles": tiles, "interpret": is_interpreted()}

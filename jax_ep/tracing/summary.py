@@ -17,7 +17,7 @@ _EXCHANGE = [KINDS.index(kind) for kind in KINDS if kind not in ("member", "wait
 _TRAVEL = [KINDS.index(kind) for kind in ("push", "publish")]
 
 
-def summarise(trace: Timeline) -> dict[str, Any]:
+def summarize(trace: Timeline) -> dict[str, Any]:
     """Summarize a trace, see `Trace.summary`."""
     sent = trace.sent()
     kernels: dict[str, _Kernel] = defaultdict(_Kernel)

@@ -93,7 +93,7 @@ class Trace(Timeline):
           >>> Trace.of_devices({}).summary()["kernels"]
           {}
         """
-        return summary.summarise(self)
+        return summary.summarize(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a file for https://ui.perfetto.dev and chrome://tracing: a process per device, a track per program.

@@ -110,7 +110,7 @@ def test_report_is_on_disk_after_every_row(tmp_path):
         }
     ]
     report.failed("b", {"rows": 4}, "out of memory")
-    report.summarise(ratio=1.5)
+    report.summarize(ratio=1.5)
     second = json.loads((tmp_path / "new" / "name.json").read_text())
     assert (second["rows"][1]["failed"], second["summary"]) == ("out of memory", {"ratio": 1.5})
     assert second["versions"]["jax"] == jax.__version__

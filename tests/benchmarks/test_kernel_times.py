@@ -63,7 +63,7 @@ def test_numbers_of_a_trace():
     assert [[e.name for e in run] for run in runs] == [[*names[:3], "only once", "add"], names, names, names]
     assert [profiler.span(run) for run in runs] == [105, 35, 140, 70]
     assert [profiler.busy(run) for run in runs] == [78, 25, 100, 50]
-    found = profiler.summarise(runs[1:])
+    found = profiler.summarize(runs[1:])
     columns = ("name", "calls", "us_per_call", "us", "share")
     # Per call of the kernel that repeats: the median of 8, 10, 16, 20, 32 and 40.
     rows = [("fused", 2, 18, 36, 0.72), ("MemcpyD2D", 1, 12, 12, 0.24), ("add", 1, 10, 10, 0.2)]
@@ -73,7 +73,7 @@ def test_numbers_of_a_trace():
 
 def test_runs_that_differ_are_said_to():
     runs = profiler.split_runs(profiler.kernels(synthetic_trace()), len(SCALES))
-    found = profiler.summarise(runs)
+    found = profiler.summarize(runs)
     assert found["same_calls"] is False
     (once,) = (kernel for kernel in found["kernels"] if kernel["name"] == "only once")
     assert once == {"name": "only once", "calls": 0, "us_per_call": 3, "us": 0, "share": 0}

@@ -25,7 +25,7 @@ def test_fp8_weights_definition(rng):
     """Both orientations hold the values of the oracle, and parts of stacked layers are those of each layer."""
     w = reals(rng, 3, 2, 256, 128, dtype=BF16)
     found = jax.jit(for_training)(w)
-    want = np.stack([oracle_fp8.quantised_blocks(layer.astype(F32)) for layer in w])
+    want = np.stack([oracle_fp8.quantized_blocks(layer.astype(F32)) for layer in w])
     scales = np.asarray(found.scales, np.float64).repeat(128, -1).repeat(128, -2)
     assert_same_bits(np.asarray(found.master), w)
     # A number next to a tie may round the other way in the oracle, which divides by scales.
@@ -66,7 +66,7 @@ def test_fp8_weights_same_bits_as_masters(implementation, expert_mesh, rng):
     matrices = [layer.per_rank(reals(rng, *w.shape) / 16) for w in (layer.w_gate_up, layer.w_down)]
     plain = with_gradients(implementation=implementation)
 
-    def quantised(x, topk_idx, topk_weights, w_gate_up, w_down, probe):
+    def quantized(x, topk_idx, topk_weights, w_gate_up, w_down, probe):
         def layer(x, weights, up, down):
             up, down = (quantize(w, "fp8", for_training=True) for w in (up, down))
             options = {"num_experts": SHAPE.num_experts, "implementation": implementation, "recipe": "fp8"}
@@ -76,7 +76,7 @@ def test_fp8_weights_same_bits_as_masters(implementation, expert_mesh, rng):
         return y, *pull(probe)
 
     args = (*layer.args[:3], *matrices, layer.probe)
-    got, want = (run(fn, expert_mesh(2), *args) for fn in (quantised, plain))
+    got, want = (run(fn, expert_mesh(2), *args) for fn in (quantized, plain))
     for name, g, w in zip(NAMES, got, want, strict=True):
         assert np.abs(w.astype(F32)).max() > 0
         if name == "topk_weights" and activates_by_xla(implementation):

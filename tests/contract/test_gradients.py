@@ -146,7 +146,7 @@ def test_moe_gradients_fp8_wire(implementation, expert_mesh, rng):
     got = run(fn, expert_mesh(2), *layer.args, d_out)[1:]
     exact = layer.oracle().gradients(d_out)
     for name, g, e in zip(NAMES[1:], got, exact, strict=True):
-        assert np.linalg.norm(g.reshape(e.shape) - e) > 1e-3 * np.linalg.norm(e), f"{name}: nothing was quantised"
+        assert np.linalg.norm(g.reshape(e.shape) - e) > 1e-3 * np.linalg.norm(e), f"{name}: nothing was quantized"
     layer.x = oracle.to_wire(layer.x, oracle.FP8)
     want = layer.oracle().gradients(oracle.to_wire(d_out, oracle.FP8))
     # Weight gradients are never sent: with the quantized operands they are exact.

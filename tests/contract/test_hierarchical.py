@@ -194,12 +194,12 @@ def test_hierarchical_fp8_between_nodes(implementation, two_nodes, rng):
     (tokens, flat), y, dx = run(fn, two_nodes, *layer.args, axes=AXES)
     x, layer.x = layer.x, oracle.to_wire(layer.x, oracle.FP8)
     want = layer.oracle()
-    travelled = np.zeros_like(x)
+    sent = np.zeros_like(x)
     for rank in range(4):
         for row, source, token, _, _ in want.lay.rows(rank):
-            travelled[source, token] = flat[rank, row]
-    assert_close(travelled, layer.x, "tokens of the flat exchange")
-    assert_same_bits(tokens, oracle.gather(travelled, oracle.hierarchical_layout(layer.topk_idx, shape.num_experts, 2)))
+            sent[source, token] = flat[rank, row]
+    assert_close(sent, layer.x, "tokens of the flat exchange")
+    assert_same_bits(tokens, oracle.gather(sent, oracle.hierarchical_layout(layer.topk_idx, shape.num_experts, 2)))
     assert np.linalg.norm(layer.x - x) > 1e-3 * np.linalg.norm(x)
     # Partial sums are off by 2**-4 at most, by a third of that on average.
     assert np.linalg.norm(y - want.forward()) < 2**-4 * np.linalg.norm(want.forward())

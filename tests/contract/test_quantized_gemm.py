@@ -269,8 +269,8 @@ def test_quantized_layer_fp8_tokens(implementation, kind, num_ranks, expert_mesh
     options = {"num_experts": 8, "implementation": implementation, "experts": experts}
 
     def stored(x, ids, weights, *matrices):
-        quantised = [quantize(w, "fp8", activations="fp8") for w in matrices]
-        return jax_ep.moe(x, ids, weights, *quantised, **options)
+        quantized = [quantize(w, "fp8", activations="fp8") for w in matrices]
+        return jax_ep.moe(x, ids, weights, *quantized, **options)
 
     def in_each_call(*operands):
         return jax_ep.moe(*operands, recipe="fp8", **options)
@@ -320,10 +320,10 @@ def test_quantized_layers_biases_and_padding(implementation, rng):
     biases = reals(rng, 4, 256, dtype=BF16), reals(rng, 4, 128, dtype=BF16)
     experts = jax_ep.Experts("silu", clamp=7.0, alpha=1.702, up_offset=1.0, interleaved=True)
     call = partial(jax_ep.fused_moe, implementation=implementation, experts=experts, biases=biases)
-    quantised = [quantize(jnp.asarray(a), "int8") for a in w]
-    dense = [jax_ep.dequantize(q, jnp.bfloat16) for q in quantised]
+    quantized = [quantize(jnp.asarray(a), "int8") for a in w]
+    dense = [jax_ep.dequantize(q, jnp.bfloat16) for q in quantized]
     weights = np.full((6, 2), 0.5, F32)
-    got, want = (to_numpy(jax.jit(call)(x, ids, weights, *matrices)) for matrices in (quantised, dense))
+    got, want = (to_numpy(jax.jit(call)(x, ids, weights, *matrices)) for matrices in (quantized, dense))
     assert_close(got, want.astype(np.float64), tolerance=2e-2)
     assert not np.any(got[4:])
 

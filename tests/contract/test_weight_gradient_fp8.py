@@ -118,6 +118,6 @@ def test_weight_gradient_fp8_rows(implementation, rng):
         return out, operands.dequantize_rows(*rows, sizes, dtype=jnp.float32)
 
     got, rows = to_numpy(run(lhs, rhs))
-    want = oracle_fp8.weight_gradient(oracle_fp8.quantised_rows(lhs), rhs, sizes)
+    want = oracle_fp8.weight_gradient(oracle_fp8.quantized_rows(lhs), rhs, sizes)
     assert_near(got, want, 2 * NEAR)
-    assert_close(rows, oracle_fp8.quantised_rows(rhs).astype(F32), tolerance=1e-6)
+    assert_close(rows, oracle_fp8.quantized_rows(rhs).astype(F32), tolerance=1e-6)

@@ -3,8 +3,7 @@
     python tests/gpu/missing_peer.py never|late OPERATION
 
 "never": a dispatch expects one rank more than launch it. "late": a rank reaches an operation after another has given
-up.
-In both cases the context is then finalized and created again, and the same devices must give the same results.
+up. In both cases the context is then finalized and created again, and the same devices must give the same results.
 """
 
 import functools

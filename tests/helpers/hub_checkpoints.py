@@ -31,8 +31,7 @@ class Hub:
     """One family: its config, which of four layers are MoE, the resulting options, and its tensors' names.
 
     `gate`, `up` and `down` are one tensor per expert, [out, in]; with `fused`, `gate` is [E, in, out] of both, and
-    `down`
-    [E, in, out]. `shared` is the width of the shared experts.
+    `down` [E, in, out]. `shared` is the width of the shared experts.
     """
 
     config: Mapping[str, Any]

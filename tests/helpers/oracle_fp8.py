@@ -10,7 +10,7 @@ import numpy as np
 import oracle
 
 
-def quantised_blocks(w: np.ndarray) -> np.ndarray:
+def quantized_blocks(w: np.ndarray) -> np.ndarray:
     """Round `[E, K, N]` to FP8 with one scale per 128 x 128 block, whole blocks only."""
     experts, depth, columns = w.shape
     blocks = w.astype(np.float32).reshape(experts, depth // 128, 128, columns // 128, 128).transpose(0, 1, 3, 2, 4)
@@ -18,19 +18,19 @@ def quantised_blocks(w: np.ndarray) -> np.ndarray:
     return flat.reshape(blocks.shape).transpose(0, 1, 3, 2, 4).reshape(w.shape)
 
 
-def quantised_rows(x: np.ndarray) -> np.ndarray:
+def quantized_rows(x: np.ndarray) -> np.ndarray:
     """Round `[..., H]` per 128 columns."""
     return oracle.to_wire(x.astype(np.float32), oracle.FP8).astype(np.float64)
 
 
-def quantised_columns(x: np.ndarray) -> np.ndarray:
+def quantized_columns(x: np.ndarray) -> np.ndarray:
     """Round the rows `[n, H]` of one expert per column of 128 rows; the last block may be shorter."""
     out = np.zeros(x.shape)
     for start in range(0, len(x), 128):
         block = x[start : start + 128].T
         whole = np.zeros((block.shape[0], 128))
         whole[:, : block.shape[1]] = block
-        out[start : start + 128] = quantised_rows(whole)[:, : block.shape[1]].T
+        out[start : start + 128] = quantized_rows(whole)[:, : block.shape[1]].T
     return out
 
 
@@ -39,7 +39,7 @@ def weight_gradient(lhs: np.ndarray, rhs: np.ndarray, group_sizes: np.ndarray) -
     out, start = np.zeros((len(group_sizes), lhs.shape[1], rhs.shape[1])), 0
     for group, size in enumerate(group_sizes):
         rows = slice(start, start + int(size))
-        out[group] = quantised_columns(lhs[rows].astype(np.float64)).T @ quantised_columns(rhs[rows].astype(np.float64))
+        out[group] = quantized_columns(lhs[rows].astype(np.float64)).T @ quantized_columns(rhs[rows].astype(np.float64))
         start += int(size)
     return out
 
@@ -51,8 +51,8 @@ def layer(inputs: object, d_out: np.ndarray, activation: str = "silu") -> tuple[
     def rounded(a: np.ndarray) -> np.ndarray:
         return a.astype(dtype).astype(np.float64)
 
-    up, down = quantised_blocks(inputs.w_gate_up), quantised_blocks(inputs.w_down)
-    x, cotangents = quantised_rows(inputs.x), quantised_rows(d_out.astype(dtype))
+    up, down = quantized_blocks(inputs.w_gate_up), quantized_blocks(inputs.w_down)
+    x, cotangents = quantized_rows(inputs.x), quantized_rows(d_out.astype(dtype))
     y, d_x = (np.zeros((*lay.source.shape, x.shape[-1])) for _ in range(2))
     d_weights, d_up, d_down = (np.zeros(a.shape) for a in (inputs.topk_weights, up, down))
     for rank in range(len(x)):
@@ -63,11 +63,11 @@ def layer(inputs: object, d_out: np.ndarray, activation: str = "silu") -> tuple[
                 weight = float(inputs.topk_weights[source, token, k])
                 z = rounded(x[source, token] @ up[expert])
                 hidden, slopes = oracle.expert_hidden(activation, z, down.shape[1])
-                y[rank, row] = rounded(quantised_rows(weight * hidden) @ down[expert])
+                y[rank, row] = rounded(quantized_rows(weight * hidden) @ down[expert])
                 d_row = rounded(cotangents[source, token] @ down[expert].T)
                 d_weights[source, token, k] = hidden @ d_row
                 d_z = rounded((weight * d_row * slopes).reshape(-1))
-                d_x[rank, row] = rounded(quantised_rows(d_z) @ up[expert].T)
+                d_x[rank, row] = rounded(quantized_rows(d_z) @ up[expert].T)
                 parts.append((x[source, token], d_z, weight * hidden, cotangents[source, token]))
             tokens, d_zs, activated, arrived = (np.stack(part) for part in zip(*parts, strict=True))
             size = np.array([len(parts)])

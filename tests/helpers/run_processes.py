@@ -3,9 +3,8 @@
     python tests/helpers/run_processes.py N [--devices D] [--timeout SECONDS] [--grace SECONDS] [arguments of pytest]
 
 Each process runs the same pytest command on the same random inputs, through `jax.distributed`, and compares all
-results.
-The output is that of process 0, and the last lines of a failing process. With `JAX_EP_TEST_DEVICES=gpu` process i
-drives GPU i, with `JAX_EP_TEST_GPUS=N` GPU i modulo N, otherwise D CPU devices, one by default.
+results. The output is that of process 0, and the last lines of a failing process. With `JAX_EP_TEST_DEVICES=gpu`
+process i drives GPU i, with `JAX_EP_TEST_GPUS=N` GPU i modulo N, otherwise D CPU devices, one by default.
 """
 
 import argparse

@@ -107,14 +107,14 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], set[str]]] = {
         (TOKENS[0], jax.eval_shape(quantized("fp8", activations="fp8"), layer()[3]), Array((E // 2,), I32)),
         {"rows.quantize_rows", "grouped_gemm.grouped_gemm_fp8"},
     ),
-    "quantised": (moe(), layer(quantized("int8")), {"quantized_gemm.quantized_grouped_gemm"}),
+    "quantized": (moe(), layer(quantized("int8")), {"quantized_gemm.quantized_grouped_gemm"}),
     "low latency": (low_latency, layer(), LOW_LATENCY | MASKED | SUMS_IN_PRODUCT),
     "low latency, FP8": (
         low_latency,
         layer(quantized("fp8", activations="fp8")),
         LOW_LATENCY | MASKED | SUMS_IN_PRODUCT,
     ),
-    "low latency, quantised": (
+    "low latency, quantized": (
         low_latency,
         layer(quantized("mxfp4")),
         LOW_LATENCY | SUMS_IN_PRODUCT | {"quantized_gemm.quantized_masked_grouped_gemm"},

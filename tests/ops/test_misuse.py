@@ -311,8 +311,8 @@ def test_quantize_fp8_no_gradient():
     gradient = jax.shard_map(lambda *args: jax.grad(loss)(*args)[None], **specs)
     good = [GOOD["low_latency_combine"][name] for name in ("y", "topk_idx", "topk_weights")]
     check(TypeError, ["low_latency_combine", "FP8", "wire_dtype"], jax.eval_shape, gradient, *good)
-    quantised = jax.grad(lambda x: jax_ep.quantization.quantize_fp8(x)[1].sum())
-    check(TypeError, ["quantize_fp8", "gradient", "dispatch"], jax.eval_shape, quantised, f32(T, H))
+    quantized = jax.grad(lambda x: jax_ep.quantization.quantize_fp8(x)[1].sum())
+    check(TypeError, ["quantize_fp8", "gradient", "dispatch"], jax.eval_shape, quantized, f32(T, H))
 
 
 def test_losses_no_tokens():

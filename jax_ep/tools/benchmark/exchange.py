@@ -268,7 +268,7 @@ def make_report(args: argparse.Namespace, model: inputs.Model, ranks: list[int],
     settings |= {"tokens": args.tokens, "routing": args.routing}
     settings["chain_lengths"] = {str(tokens): chain_lengths(tokens, args.quick) for tokens in args.tokens}
     report = Report("dispatch_combine", args, settings)
-    report.summarise(copy_engine_bytes_per_s=peak)
+    report.summarize(copy_engine_bytes_per_s=peak)
     return report
 
 
@@ -287,7 +287,7 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
     for num_ranks in ranks:
         mesh = inputs.expert_mesh(num_ranks)
         engines[str(num_ranks)] = rates.links_together(list(mesh.devices.flat))
-        report.summarise(copy_engines_together_bytes_per_s=engines)
+        report.summarize(copy_engines_together_bytes_per_s=engines)
         jax_ep.finalize()
         jax_ep.init(mesh, transport=None if jax.default_backend() == "gpu" else "shared_memory")
         for kind, tokens in itertools.product(args.routing, args.tokens):

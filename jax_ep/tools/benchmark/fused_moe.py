@@ -234,7 +234,7 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
     report = Report("fused_moe", args, {name: getattr(args, name) for name in kept})
     rate = 0.0 if args.kernels else rates.memory()
     if rate:
-        report.summarise(read_bytes_per_s=rate)
+        report.summarize(read_bytes_per_s=rate)
     for name in models:
         measure(report, args, name, rate)
     print(report.path)

@@ -362,7 +362,7 @@ class Report:
         if table:
             show_table(title, ["variant", "us", "quartiles", *(COLUMNS[key][0] for key in shown)], table)
 
-    def summarise(self, **figures: Any) -> None:
+    def summarize(self, **figures: Any) -> None:
         """Add figures to the summary."""
         self.summary.update(figures)
         self._write()

@@ -340,9 +340,9 @@ class Run(NamedTuple):
         self.report.record(title, self.shape, times, failures, details, direction=direction)
         return times
 
-    def summarise(self, ratios: Mapping[str, float]) -> None:
+    def summarize(self, ratios: Mapping[str, float]) -> None:
         """Add ratios of the case to the summary, and print them."""
-        self.report.summarise(**{self.label: self.report.summary.get(self.label, {}) | ratios})
+        self.report.summarize(**{self.label: self.report.summary.get(self.label, {}) | ratios})
         for name, ratio in ratios.items():
             print(f"  {name}: {ratio:.3f}")
 
@@ -380,7 +380,7 @@ def measure_parts(run: Run) -> None:
         for other in (variants[name].same_as, f"einsum {name[-1]}, equal groups" if name.startswith("GEMM") else ""):
             if other in times:
                 ratios[f"{name} / {other}"] = timing.ratio_to(times[other])
-    run.summarise(ratios)
+    run.summarize(ratios)
 
 
 def measure_layers(run: Run, chosen: list[str]) -> None:
@@ -392,7 +392,7 @@ def measure_layers(run: Run, chosen: list[str]) -> None:
         times = run.measure(direction, variants, lengths, notes=notes)
         ours = times.pop(LAYERS["moe"], None)
         if ours is not None:
-            run.summarise({f"{direction}, moe / {name}": ours.ratio_to(timing) for name, timing in times.items()})
+            run.summarize({f"{direction}, moe / {name}": ours.ratio_to(timing) for name, timing in times.items()})
 
 
 def measure_ragged(run: Run, timeout_s: float = RAGGED_TIMEOUT_S) -> None:

@@ -213,7 +213,7 @@ def measure_exchange(args: argparse.Namespace, model: Model) -> Report:
     settings: dict[str, Any] = {"experts": model.experts, "top_k": model.top_k}
     settings |= {"tokens": {str(n): counts for n, counts in tokens.items()}, "lengths": LENGTHS}
     report = Report("low_latency", args, settings)
-    report.summarise(copy_engine_bytes_per_s=peak)
+    report.summarize(copy_engine_bytes_per_s=peak)
     for num_ranks in ranks:
         mesh = expert_mesh(num_ranks)
         jax_ep.finalize()

@@ -107,7 +107,7 @@ def busy(run: Iterable[Event]) -> float:
     return total
 
 
-def summarise(runs: Sequence[Sequence[Event]]) -> dict[str, Any]:
+def summarize(runs: Sequence[Sequence[Event]]) -> dict[str, Any]:
     """Return medians over runs; kernels are sorted by time, and their shares are of the busy time.
 
     The sum of the shares exceeds 1 if kernels overlap. `same_calls` is false if runs differ in their kernels: then the
@@ -164,7 +164,7 @@ def profile(
     with tempfile.TemporaryDirectory() as scratch:
         events, unprofiled_us = record(program, rounds + 1, folder or Path(scratch))
     runs = split_runs(events, rounds + 1)[1:]
-    found = {"steps": program.steps, "unprofiled_us": unprofiled_us, **summarise(runs)}
+    found = {"steps": program.steps, "unprofiled_us": unprofiled_us, **summarize(runs)}
     report.add(variant, shape, Timing(tuple(1e-6 * span(run) for run in runs)), **found)
     show(", ".join([variant, *map(str, shape.values())]), found)
 

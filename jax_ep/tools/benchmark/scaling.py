@@ -206,7 +206,7 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
     }
     settings = {name: getattr(args, name) for name in ("ranks", "parts", "tokens", "total_tokens")}
     run = Run(args, Report("scaling", args, settings), peaks)
-    run.report.summarise(peak_bytes_per_s=peaks)
+    run.report.summarize(peak_bytes_per_s=peaks)
     for place in places(args.ranks, args.tokens, args.total_tokens):
         measure_place(run, place)
     jax_ep.finalize()

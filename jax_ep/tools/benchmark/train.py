@@ -257,7 +257,7 @@ def time_by_group(kernels: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def profile(run: Callable[[], Any], folder: Path) -> dict[str, Any]:
     """Profile `PROFILED` steps; return busy and idle time, time by group, and the longest kernels."""
     runs = profiler.split_runs(profiler.trace(run, PROFILED, folder), PROFILED)
-    found = profiler.summarise(runs)
+    found = profiler.summarize(runs)
     kernels = [{k: kernel[k] for k in ("name", "calls", "us")} for kernel in found["kernels"]]
     times = {"busy_ms": found["busy_us"] / 1e3, "idle_ms": found["idle_us"] / 1e3}
     return times | {"groups_ms": time_by_group(kernels), "kernels": kernels[:40]}

@@ -24,7 +24,7 @@ from jax_ep.core.balance import Balance
 from jax_ep.core.check import errors_begin_with
 from jax_ep.core.dtypes import TOKEN_DTYPES
 from jax_ep.core.expert_matrices import ExpertWeights, QuantizedWeights, merge_columns
-from jax_ep.core.mesh_axes import rearrange
+from jax_ep.core.mesh_axes import check_mesh, rearrange
 from jax_ep.core.router import Router
 from jax_ep.core.router import SharedExperts as SharedExperts
 from jax_ep.ops import registry
@@ -130,6 +130,13 @@ class MoE(nnx.Module):
         kernel_init: nnx.Initializer = EXPERT_INIT,
         rngs: nnx.Rngs,
     ) -> None:
+        if mesh is not None:
+            check_mesh("MoE", mesh, Mesh)
+        check.flag("MoE", "use_bias", use_bias)
+        check.instance(
+            "MoE", "kernel_init", kernel_init, Callable, "a function such as nnx.initializers.lecun_normal()"
+        )
+        check.instance("MoE", "rngs", rngs, nnx.Rngs, "an nnx.Rngs")
         self.hidden_size, self.num_experts, self.num_experts_per_tok = hidden_size, num_experts, num_experts_per_tok
         self.router_options, self.router_fn = _checked_router(router)
         self.axes, self.mesh = _checked_axes(axes), mesh
@@ -431,7 +438,7 @@ class MoE(nnx.Module):
             )
         y = _with_identity(y, routed, tokens)
         zero = jnp.zeros((), jnp.int32)
-        return y.reshape(x.shape), _metrics(routed, routed.chosen.reshape(*x.shape[:-1], -1), zero)
+        return y.reshape(x.shape), _metrics(routed, routed.chosen.reshape(*x.shape[:-1], routed.chosen.shape[-1]), zero)
 
     def _on_mesh(
         self,
@@ -465,7 +472,7 @@ class MoE(nnx.Module):
         y = _with_identity(y, routed, tokens)
         y = rearrange(lambda v: v.reshape(x.shape), mesh, jax.typeof(x).sharding.spec)(y)
         spec = PartitionSpec(*jax.typeof(x).sharding.spec[:-1], None)
-        chosen = rearrange(lambda v: v.reshape(*x.shape[:-1], -1), mesh, spec)(routed.chosen)
+        chosen = rearrange(lambda v: v.reshape(*x.shape[:-1], v.shape[-1]), mesh, spec)(routed.chosen)
         return y, _metrics(routed, chosen, self._dropped(arrays[1], mesh, specs.routing))
 
     def _route_on_mesh(

@@ -24,7 +24,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jax_ep.core import check, relayout
-from jax_ep.core.check import operation
+from jax_ep.core.check import errors_begin_with, operation
 from jax_ep.core.mesh_axes import axis_size, axis_tuple, on_automatic_axes, spec_of
 from jax_ep.types import Array, AxisName, result_type, type_name
 
@@ -116,6 +116,7 @@ class Placement:
         children, sizes = self.tree_flatten()
         return Placement.tree_unflatten(sizes, tuple(child[layer] for child in children))
 
+    @errors_begin_with("remap")
     def remap(self, topk_idx: Array, *, axis_name: AxisName = "expert", prefer_own_node: bool = False) -> Array:
         """Map expert ids to slots: token t of rank r goes to copy `(t + r) % num_copies` of an expert.
 
@@ -142,6 +143,7 @@ class Placement:
           [[0, 1], [2, 3], [0, -1]]
         """
         with jax.named_scope("jax_ep.placement.remap"):
+            check.flag("remap", "prefer_own_node", prefer_own_node)
             return self._remap(topk_idx, axis_tuple(axis_name), prefer_own_node)
 
     def _remap(self, topk_idx: Array, axes: tuple[str, ...], prefer_own_node: bool) -> Array:
@@ -156,6 +158,7 @@ class Placement:
         choose = partial(_choose_copies, axes=axes, num_nodes=self.num_nodes if prefer_own_node else None)
         return on_automatic_axes(choose, P(*spec_of(topk_idx)), topk_idx, self)
 
+    @errors_begin_with("expand")
     def expand(self, tree: Any, *, axis_name: AxisName = "expert") -> Any:
         """Copy expert rows to slots: every copy gets the values of its expert.
 
@@ -185,6 +188,7 @@ class Placement:
             relayed = self._from_experts("expand", axis_tuple(axis_name))
             return _over(tree, "expand", relayed, relayout.gather)
 
+    @errors_begin_with("sum_copies")
     def sum_copies(self, tree: Any, *, axis_name: AxisName = "expert") -> Any:
         """Sum the values of each expert's slots: the transpose of `expand`.
 

@@ -62,7 +62,7 @@ def dequantize_fp8(values: Array, scales: Array, dtype: DTypeLike) -> Array:
     Args:
       values: `[..., H]` float8_e4m3fn.
       scales: `[..., H // group_size]` float32.
-      dtype: dtype of the result.
+      dtype: dtype of the result, floating with 16 bits or more.
 
     Returns:
       `[..., H]` array of `dtype`, multiplied in float32.
@@ -78,8 +78,7 @@ def dequantize_fp8(values: Array, scales: Array, dtype: DTypeLike) -> Array:
       1.0
     """
     values, scales = check.quantized("dequantize_fp8", values, scales, "[..., H]")
-    dtype = check.dtype("dequantize_fp8", "dtype", dtype, "one of the result, as jnp.bfloat16")
-    return fp8.dequantize_rows(values, scales, dtype)
+    return fp8.dequantize_rows(values, scales, check.result_dtype("dequantize_fp8", dtype, None, "dtype"))
 
 
 _NO_GRADIENT = (
@@ -221,7 +220,7 @@ def dequantize(w: QuantizedWeights, dtype: DTypeLike) -> Array:
 
     Args:
       w: the result of `quantize` or `with_layout`, or from a checkpoint.
-      dtype: dtype of the result.
+      dtype: dtype of the result, floating with 16 bits or more.
 
     Returns:
       `[..., E, K, N]` array of `dtype`, multiplied in float32 and divided by `smooth`.
@@ -238,7 +237,7 @@ def dequantize(w: QuantizedWeights, dtype: DTypeLike) -> Array:
     """
     function = "dequantize"
     w = _checked(function, w)
-    dtype = check.dtype(function, "dtype", dtype, "one of the result, as jnp.bfloat16")
+    dtype = check.result_dtype(function, dtype, None, "dtype")
     if w.smooth is None:
         rows = formats.dequantize(w, dtype)
     else:

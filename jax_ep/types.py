@@ -356,7 +356,10 @@ class Experts:
         if self.activation != "silu" and "alpha" in changed:
             useless, reason = useless | {"alpha"}, reason or "only 'silu' has it"
         if useless:
-            raise ValueError(f"Experts: {sorted(useless)} with {self.activation=}, {self.gated=}: {reason}; leave out.")
+            raise ValueError(
+                f"Experts: {', '.join(sorted(useless))} with activation={self.activation!r} and gated={self.gated},"
+                f" expected the default, since {reason}; leave out."
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -398,6 +398,7 @@ def test_flax_explicit_and_automatic_axes(rng):
     ("x", "error", "match"),
     [
         ([[1.0]], TypeError, "x is a list, .*a JAX or NumPy array"),
+        (np.ma.array(np.ones((2, H)), mask=True), TypeError, "x is a MaskedArray, not an array"),
         (jnp.ones((2, 5)), ValueError, r"shape \(2, 5\), but this MoE takes \[..., hidden_size=16\]"),
         *((jnp.ones((3, H), dtype), TypeError, "x has dtype") for dtype in (jnp.int32, jnp.bool_, jnp.float8_e4m3fn)),
     ],
@@ -516,12 +517,16 @@ def test_flax_no_mesh_warns_once(recwarn):
         ({"capacity": "4"}, TypeError, "MoE: capacity is a str, expected a Python int"),
         ({"dtype": jnp.int32}, TypeError, "MoE: dtype=.*int32.*, expected one of bfloat16"),
         ({"param_dtype": jnp.complex64}, TypeError, "MoE: param_dtype=.*, expected one of bfloat16"),
+        ({"use_bias": "yes"}, TypeError, "MoE: use_bias is a str, expected True or False"),
+        ({"kernel_init": "normal"}, TypeError, "MoE: kernel_init is a str, expected a function"),
+        ({"rngs": 0}, TypeError, "MoE: rngs is an int, expected an nnx.Rngs"),
+        ({"mesh": (8,)}, TypeError, "MoE: mesh is a tuple, expected a jax.sharding.Mesh"),
         ({"preferred_element_type": jnp.int8}, TypeError, "MoE: preferred_element_type=.*, expected one of"),
     ],
 )
 def test_flax_wrong_option(options, error, match):
     with pytest.raises(error, match=match):
-        MoE(**SIZES | options, rngs=nnx.Rngs(0))
+        MoE(**SIZES | {"rngs": nnx.Rngs(0)} | options)
 
 
 @pytest.mark.parametrize(

@@ -231,6 +231,21 @@ def test_flax_sparsemixer(rng):
     np.testing.assert_allclose(moe(x)[0], want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", [None, "Auto", "Explicit"])
+def test_flax_no_tokens(kind: str | None) -> None:
+    """Losses are 0, and so are gradients."""
+    with jax.set_mesh(mesh_of(kind)) if kind else contextlib.nullcontext():
+        moe = MoE(**SIZES, rngs=nnx.Rngs(0))
+
+        def loss(moe: MoE, x: jax.Array) -> Any:
+            y, metrics = moe(x)
+            return y.sum() + metrics.load_balancing_loss + metrics.router_z_loss, (y, metrics)
+
+        gradients, (y, metrics) = nnx.jit(nnx.grad(loss, has_aux=True))(moe, jnp.ones((2, 0, H)))
+        assert (y.shape, metrics.topk_idx.shape) == ((2, 0, H), (2, 0, K))
+        assert not any(np.any(leaf) for leaf in jax.tree.leaves((gradients, metrics)))
+
+
 WRONG = [
     ({"router": jax_ep.Router("sparsemixer"), "num_experts_per_tok": 3}, "MoE: num_experts_per_tok=3 of 8 experts"),
     ({"router": jax_ep.Router(num_groups=3)}, "MoE: 8 experts do not divide into num_groups=3"),

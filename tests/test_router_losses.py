@@ -287,7 +287,7 @@ WRONG = [
     ),
     *(
         ({"score": "sparsemixer"} | fields, ValueError, "with score='sparsemixer'", "leave them out")
-        for fields in ({"scale": 2.0}, {"num_groups": 2}, {"selection_bias": True})
+        for fields in ({"scale": 2.0}, {"num_groups": 2}, {"selection_bias": True}, {"renormalize": False})
     ),
 ]
 

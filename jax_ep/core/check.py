@@ -89,7 +89,7 @@ def array(
 
     Axes that are numbers, or have one in `sizes`, must have that size. The dtype must be one of `dtypes`; None: any.
     """
-    if not isinstance(value, jax.Array | np.ndarray):
+    if not isinstance(value, jax.Array | np.ndarray) or isinstance(value, np.ma.MaskedArray):
         raise TypeError(f"{function}: {name} is {type_name(value)}, not an array; pass a JAX or NumPy array {shape}.")
     value = jnp.asarray(value)
     axes = [] if shape == "[]" else shape.strip("[]").split(", ")
@@ -164,9 +164,15 @@ def recipe(function: str, value: Any) -> str | None:
 
 def value_of[Value](function: str, name: str, value: Any, kind: type[Value], known_as: str) -> Value | None:
     """Return a configuration value of one class, or None."""
-    if not isinstance(value, kind | None):
-        raise TypeError(f"{function}: {name} is {type_name(value)}, expected a {known_as}, or None; pass one.")
+    if value is not None:
+        instance(function, name, value, kind, f"a {known_as}, or None")
     return value
+
+
+def instance(function: str, name: str, value: Any, kind: Any, expected: str) -> None:
+    """Check the type of an argument."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{function}: {name} is {type_name(value)}, expected {expected}; pass one.")
 
 
 def same_dtype(function: str, name: str, value: Array, other_name: str, other: DTypeLike) -> None:
@@ -455,14 +461,14 @@ def expert_weights(
     return value
 
 
-def result_dtype(function: str, preferred: DTypeLike | None, own: DTypeLike) -> jnp.dtype:
-    """Return the dtype of a matmul result: `preferred`, which must be floating, or the tokens' dtype."""
+def result_dtype(
+    function: str, preferred: DTypeLike | None, own: DTypeLike | None, name: str = "preferred_element_type"
+) -> jnp.dtype:
+    """Return the dtype of a floating result: `preferred`, or that of the tokens."""
     names = ", ".join(d.name for d in TOKEN_DTYPES)
-    result = dtype(function, "preferred_element_type", own if preferred is None else preferred, names)
+    result = dtype(function, name, own if preferred is None else preferred, names)
     if result not in TOKEN_DTYPES:
-        raise TypeError(
-            f"{function}: preferred_element_type={result}, expected one of {names}; cast the result instead."
-        )
+        raise TypeError(f"{function}: {name}={result}, expected one of {names}; cast the result instead.")
     return result
 
 

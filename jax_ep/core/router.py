@@ -34,8 +34,8 @@ class Router:
       score: "softmax" or "sigmoid" of the logits, or "sparsemixer", see `jax_ep.routing.sparsemixer_router`, which
         chooses two experts and supports neither groups, nor a scale, nor a selection bias.
       renormalize: divide the chosen scores by their sum, so that the weights of a token sum to `scale`. "sparsemixer"
-        ignores it. With one expert per token every weight is then `scale`, so differentiating it is an error: pass
-        False to train such a router.
+        has no such choice. With one expert per token every weight is then `scale`, so differentiating it is an error:
+        pass False to train such a router.
       num_groups: number of contiguous groups of equal size that the experts form.
       topk_groups: number of groups per token from which experts are chosen.
       group_score: the score of a group: the sum of its two best experts (DeepSeek-V3), or its best one (DeepSeek-V2).
@@ -95,11 +95,12 @@ class Router:
                 "Router: group_score='max' with num_groups=1, expected several groups to score; set num_groups, or"
                 " leave group_score out."
             )
-        if self.score == "sparsemixer" and (self.selection_bias, self.scale, self.num_groups) != (False, 1, 1):
-            given = f"selection_bias={self.selection_bias}, scale={self.scale}, num_groups={self.num_groups}"
+        useless = {name: getattr(self, name) for name in ("renormalize", "selection_bias", "scale", "num_groups")}
+        if self.score == "sparsemixer" and tuple(useless.values()) != (True, False, 1, 1):
+            given = ", ".join(f"{name}={value}" for name, value in useless.items())
             raise ValueError(
-                f"Router: {given} with score='sparsemixer', expected the defaults, since SparseMixer has no bias, no"
-                " scale and no groups; leave them out."
+                f"Router: {given} with score='sparsemixer', expected the defaults, since SparseMixer has no other"
+                " weights, no bias, no scale and no groups; leave them out."
             )
 
     def _check_int(self, name: str, least: int) -> None:

@@ -39,9 +39,10 @@ def with_hidden_rows(
         hidden, row_weights = exchange_gemm.dispatch_then_multiply(plan.first, *first)
     else:
         hidden, _, row_weights = exchange_gemm.dispatch_with_multiply(plan.first, False, None, *first)
-    row_weights = cast(Array, row_weights)
+    # Under one name: with a policy that saves only some results of a launch, it runs again.
+    hidden, row_weights = checkpoint_name((hidden, cast(Array, row_weights)), HIDDEN_NAME)
     bias = bias_of_result(experts, parts.b_down, row_weights)
-    between = FfnHidden(checkpoint_name(hidden, HIDDEN_NAME), row_weights, parts.b_gate_up, bias)
+    between = FfnHidden(hidden, row_weights, parts.b_gate_up, bias)
     run = activation_gemm_combine.for_experts(experts, parts.b_gate_up)
     return run(plan.second, plan.activation, experts, between, parts.w_down, handle)
 

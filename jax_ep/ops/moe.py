@@ -76,7 +76,7 @@ def moe(
     It is differentiable in x, the router weights, the expert weights and the biases. For the backward pass it keeps x,
     the result of the first GEMM and the routing; the schedule decides whether it also keeps dispatched tokens. Under
     `jax.checkpoint` a policy can save or recompute the names `jax_ep.tokens` (dispatched tokens), `jax_ep.hidden`
-    (result of the first GEMM) and `jax_ep.output`.
+    (result of the first GEMM, and the routing) and `jax_ep.output`.
 
     Args:
       x: `[T, H]` tokens of this rank.
@@ -216,6 +216,7 @@ def _on_tokens(layer: _Layer, given: exchange.Checked, parts: ExpertWeights) -> 
     plan = _plan(layer, options, facts, parts)
     whole = plan[0].exchange if isinstance(plan, tuple) else plan.exchange
     (x, weights, handle), parts = exchange.located(whole, given, parts)
+    handle = checkpoint_name(handle, HIDDEN_NAME)
     if isinstance(plan, plan_serving.QuantizedLayerPlan):
         return _by_quantized(plan, experts, x, weights, handle, parts)
     if isinstance(plan, tuple):
@@ -326,8 +327,9 @@ def _by_fp8(
     """`moe` with `recipe="fp8"`, whose backward pass keeps the first product."""
     first, second = plan
     hidden, row_weights = moe_fp8.dispatch_and_multiply(first, x, weights, parts.w_gate_up, handle)
+    hidden, row_weights = checkpoint_name((hidden, row_weights), HIDDEN_NAME)
     bias = bias_of_result(experts, parts.b_down, row_weights)
-    between = FfnHidden(checkpoint_name(hidden, HIDDEN_NAME), row_weights, parts.b_gate_up, bias)
+    between = FfnHidden(hidden, row_weights, parts.b_gate_up, bias)
     return moe_fp8.multiply_and_combine(second, experts, between, parts.w_down, handle)
 
 

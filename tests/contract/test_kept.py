@@ -1,6 +1,7 @@
 """Residuals of the layer for the backward pass, in bytes; recomputation changes no bit."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -124,6 +125,24 @@ def test_residuals_no_gemm_recomputed(implementation, name, rng):
     for policy, again in zip(policies, (0, forward // 2), strict=True):
         run = jax.value_and_grad(functools.partial(loss, policy=policy), (0, 1, 2, 3))
         assert products(run) == 3 * forward + of_bias + again
+
+
+def test_residuals_no_launch_repeated(implementation, expert_mesh, rng):
+    """A policy that saves hidden rows runs no kernel and no collective again in the backward pass."""
+    arrays, topk_idx = inputs(rng, 4, bias=False)
+    call = per_rank(layer(implementation, jax_ep.Experts(), None), expert_mesh(4))
+
+    def loss(policy, x, *others):
+        run = jax.checkpoint(lambda x, *others: call(x, topk_idx, *others), policy=policy)
+        return jnp.sum(run(x, *others).astype(jnp.float32) ** 2)
+
+    def launches(policy):
+        gradient = jax.grad(functools.partial(loss, policy), (0, 1, 2, 3))
+        text = jax.jit(gradient).lower(*arrays).compile().as_text()
+        return len(re.findall(r" (?:custom-call|all-to-all|ragged-all-to-all|all-gather)(?:-start)?\(", text))
+
+    policies = jax.checkpoint_policies
+    assert launches(policies.save_only_these_names("jax_ep.hidden")) == launches(policies.everything_saveable) > 0
 
 
 WAYS = {

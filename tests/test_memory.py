@@ -148,10 +148,9 @@ def test_plan_memory_names_arguments() -> None:
 
 
 def test_plan_memory_errors() -> None:
-    with pytest.raises(
-        TypeError, match=r"^plan_memory: step is an int, expected a function; pass the training step\.$"
-    ):
-        jax_ep.plan_memory(3)
+    for step, name in ((3, "an int"), (jax.jit(jnp.sin).lower(1.0).compile(), "a Compiled")):
+        with pytest.raises(TypeError, match=f"^plan_memory: step is {name}, expected a function; pass the training"):
+            jax_ep.plan_memory(step)
 
 
 @pytest.mark.slow
@@ -170,3 +169,5 @@ def test_doctor_plan(capsys: pytest.CaptureFixture[str]) -> None:
     }.items():
         assert __main__.main([*arguments, *wrong]) == 2
         assert message in capsys.readouterr().err
+    assert __main__.main(["doctor", "--layers", "2"]) == 2
+    assert "--layers: expected --plan MODEL with it" in capsys.readouterr().err

@@ -109,8 +109,10 @@ def plan_memory(step: Callable[..., Any], *args: Any, **kwargs: Any) -> MemoryPl
       >>> plan.kept == 4 * 32 * 64
       True
     """
-    if not callable(step):
-        raise TypeError(f"plan_memory: step is {type_name(step)}, expected a function; pass the training step.")
+    if not callable(step) or isinstance(step, jax.stages.Compiled):
+        raise TypeError(
+            f"plan_memory: step is {type_name(step)}, expected a function; pass the training step, jitted or not."
+        )
     with plans.recording() as found:
         lowered = (step if hasattr(step, "lower") else jax.jit(step)).lower(*args, **kwargs)
     return of_compiled(lowered.compile(), found)
@@ -127,7 +129,7 @@ def of_compiled(compiled: Any, found: Sequence[object] = ()) -> MemoryPlan:
         )
     computations = _computations(text)
     arguments: Counter[str] = Counter()
-    for value in computations["ENTRY"]:
+    for value in _instructions(computations["ENTRY"]):
         if value.opcode == "parameter" and (size := sum(value.sizes)):
             name = re.match(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)?", value.op_name)
             arguments[name[0] if name else "captured arrays"] += size
@@ -164,21 +166,29 @@ class _Instruction(NamedTuple):
     called: list[str]
 
 
-def _computations(text: str) -> dict[str, list[_Instruction]]:
-    """Return the instructions of each computation by its name; the program's is "ENTRY"."""
-    found: dict[str, list[_Instruction]] = {}
-    for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
+def _computations(text: str) -> dict[str, list[str]]:
+    """Return the lines of each computation by its name; the program's is "ENTRY"."""
+    found: dict[str, list[str]] = {}
+    for line in text.splitlines():
         if header := re.match(r"(ENTRY )?%([\w.-]+) .*\{$", line):
             current = found.setdefault("ENTRY" if header[1] else header[2], [])
-        elif match := re.match(r"\s+(?:ROOT )?%([\w.-]+) = (\(.*?\)|\S+) ([a-z][\w-]*)\(([^)]*)\)(.*)", line):
+        elif line.startswith("  "):
+            current.append(line)
+    return found
+
+
+def _instructions(lines: Sequence[str]) -> Iterator[_Instruction]:
+    """Parse the lines of a computation."""
+    for line in lines:
+        line = re.sub(r"/\*.*?\*/", "", line)
+        if match := re.match(r"\s+(?:ROOT )?%([\w.-]+) = (\(.*?\)|\S+) ([a-z][\w-]*)\(([^)]*)\)(.*)", line):
             name, shape, opcode, operands, attributes = match.groups()
             op_name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', attributes)
             element = re.search(r"\bindex=(\d+)", attributes)
             called = re.findall(r"%([\w.-]+)", attributes) if opcode in _CALLS else []
             sizes, names = _sizes(shape), re.findall(r"%([\w.-]+)", operands)
             number = int(element[1]) if element else 0
-            current.append(_Instruction(name, opcode, sizes, names, op_name[1] if op_name else "", number, called))
-    return found
+            yield _Instruction(name, opcode, sizes, names, op_name[1] if op_name else "", number, called)
 
 
 def _sizes(shape: str) -> list[int]:
@@ -192,7 +202,7 @@ def _sizes(shape: str) -> list[int]:
     return found
 
 
-def _kept(computations: Mapping[str, list[_Instruction]], name: str) -> int:
+def _kept(computations: Mapping[str, list[str]], name: str) -> int:
     """Return the bytes that operations of the forward pass make and those of the backward pass read.
 
     Both passes are in one computation: the program's, or the body of a loop over microbatches.
@@ -202,10 +212,10 @@ def _kept(computations: Mapping[str, list[_Instruction]], name: str) -> int:
     backward: set[str] = set()
     kept: set[tuple[str, int]] = set()
     inside = 0
-    for value in computations.get(name, ()):
+    for value in _instructions(computations.get(name, ())):
         inside = max([inside, *(_kept(computations, callee) for callee in value.called)])
-        parts = [part for callee in value.called for part in computations.get(callee, ())]
-        names = [value.op_name] if value.op_name else [part.op_name for part in parts]
+        lines = [line for callee in value.called for line in computations.get(callee, ())]
+        names = [value.op_name] if value.op_name else lines
         if any(_BACKWARD in n for n in names) or (not value.op_name and backward & set(value.operands)):
             backward.add(value.name)
         operands = [buffers.get(operand, []) for operand in value.operands]

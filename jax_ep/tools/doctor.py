@@ -263,20 +263,21 @@ def _plan(args: argparse.Namespace) -> MemoryPlan:
     from jax_ep.ops import plan as plans
     from jax_ep.tools.benchmark import inputs, train
 
-    for name, value, choices in (("plan", args.plan, train.ARCHITECTURES), ("variant", args.variant, train.VARIANTS)):
+    tokens, length, variant = args.tokens or 16384, args.length or 1024, args.variant or "jax_ep"
+    for name, value, choices in (("plan", args.plan, train.ARCHITECTURES), ("variant", variant, train.VARIANTS)):
         if value not in choices:
             raise ValueError(f"--{name} {value}: expected one of {', '.join(choices)}.")
-    if args.tokens % args.length:
-        raise ValueError(f"--tokens {args.tokens}: expected a multiple of --length {args.length}.")
+    if tokens % length:
+        raise ValueError(f"--tokens {tokens}: expected a multiple of --length {length}.")
     if args.devices:
         jax.config.update("jax_num_cpu_devices", args.devices)
     mesh, model = inputs.expert_mesh(args.devices or jax.device_count()), train.ARCHITECTURES[args.plan]
     if model.experts.experts % mesh.size:
         raise ValueError(f"--devices {mesh.size}: expected a divisor of the {model.experts.experts} experts.")
-    layers, batch = args.layers or model.layers, args.tokens * mesh.size // args.length
+    layers, batch = args.layers or model.layers, tokens * mesh.size // length
     with plans.recording() as found:
-        experts = train.expert_layers(model, mesh, args.tokens)[args.variant]
-        training = train.make_training(model, experts, mesh, layers, batch, args.length)
+        experts = train.expert_layers(model, mesh, tokens)[variant]
+        training = train.make_training(model, experts, mesh, layers, batch, length)
     return memory.of_compiled(training.step, found)
 
 
@@ -288,16 +289,19 @@ def add_command(commands: Any) -> None:
     plan = parser.add_argument_group("memory", "with --plan MODEL: the memory of a training step of jax-ep bench train")
     plan.add_argument("--plan", metavar="MODEL", help="print the bytes on each device, such as of qwen3-30b")
     plan.add_argument("--layers", type=count, help="default: all layers of the model")
-    plan.add_argument("--tokens", type=count, default=16384, help="per device and step (default: 16384)")
-    plan.add_argument("--length", type=count, default=1024, help="tokens of a text (default: 1024)")
+    plan.add_argument("--tokens", type=count, help="per device and step (default: 16384)")
+    plan.add_argument("--length", type=count, help="tokens of a text (default: 1024)")
     plan.add_argument("--devices", type=count, help="default: all; on a machine without GPUs, virtual CPU devices")
-    plan.add_argument("--variant", default="jax_ep", help="of the expert layer, see jax-ep bench train")
+    plan.add_argument("--variant", help="of the expert layer, see jax-ep bench train (default: jax_ep)")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print all findings; return 1 after an error."""
-    if args.plan:
+    given = [name for name in ("layers", "tokens", "length", "devices", "variant") if getattr(args, name) is not None]
+    if given and args.plan is None:
+        raise ValueError(f"--{given[0]}: expected --plan MODEL with it; add --plan, or leave it out.")
+    if args.plan is not None:
         plan = _plan(args)
         print(json.dumps({k.strip(): v for k, v in plan.rows()}, indent=1) if args.json else plan)
         return 0

@@ -259,6 +259,8 @@ def known_after(x: Array, earlier: Array) -> Array:
 
     An optimization barrier does not work: XLA removes it before it schedules.
     """
+    if not earlier.size:
+        return x
     first = earlier[(0,) * earlier.ndim]
     return x + ((first != first) & (first == 0)).astype(x.dtype)  # Always adds 0, but XLA cannot know.
 

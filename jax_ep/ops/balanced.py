@@ -264,7 +264,7 @@ _with_copies.defvjp(_with_copies_forward, _with_copies_backward)
 
 def _after(x: Array, earlier: Array) -> Array:
     """Return integers `x` with a data dependence on `earlier`."""
-    if jnp.issubdtype(earlier.dtype, jnp.floating):
+    if jnp.issubdtype(earlier.dtype, jnp.floating) or not earlier.size:
         return known_after(x, earlier)
     first = earlier[(0,) * earlier.ndim]
     return x + ((first == 1) & (first == 2)).astype(x.dtype)  # Always adds 0, but XLA cannot know.

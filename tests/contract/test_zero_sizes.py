@@ -1,6 +1,7 @@
 """Sizes of zero: an empty result, zeros, or an error that names the size, in every operation and layout."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import jax_ep
+from harness import compiled
 from jax_ep import quantization, sharding
 
 BF16 = jnp.dtype(jnp.bfloat16)
@@ -82,6 +84,14 @@ def test_zero_sizes_layers(sizes, recipe, implementation):
     check_zero(layer(x, w_gate_up, w_down), x.shape)
     gradients = jax.grad(lambda *args: layer(*args).sum(), (0, 1, 2))(x, w_gate_up, w_down)
     check_zero(gradients, x.shape, w_gate_up.shape, w_down.shape)
+
+
+def test_zero_sizes_balanced(implementation, expert_mesh):
+    """Copies of experts without hidden columns."""
+    x, ids, weights, *w = layer_of(4, 2, 2, 128, 0)
+    options: dict[str, Any] = {"num_experts": 4, "balance": jax_ep.Balance(), "implementation": implementation}
+    layer = compiled(partial(jax_ep.moe, **options), expert_mesh(2))
+    check_zero(layer(*(jnp.stack([a, a]) for a in (x, ids, weights, *w))), (2, *x.shape))
 
 
 def low_latency(x, ids, weights, w_gate_up, w_down, **options):

@@ -27,7 +27,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     config.copyright = f"{project['name']} {project['version']}, license {project['license']}"
     url = os.environ.get("REPOSITORY_URL") or project.get("urls", {}).get("Repository")
     if url:
-        config.repo_url, config.repo_name = url, project["name"]
+        config.repo_url, config.repo_name, config.edit_uri = url, project["name"], "edit/main/docs/"
     if site := os.environ.get("SITE_URL") or project.get("urls", {}).get("Documentation"):
         config.site_url = site.rstrip("/") + "/"
     return config

@@ -110,13 +110,13 @@ _RATE_OF = {
     "many_scatter_bytes": "memory_bytes_per_s",
     "copy_bytes": "memory_bytes_per_s",
 }
-_FEW_ROWS = {16: 26, 8: 48, 4: 128}  # of an expert, by the bits of its matrices' elements
-_FEW_SWAPPED_ROWS = 96  # at the least, where an element is converted once for all rows of a block
+_FEW_ROWS = {16: 26, 8: 48, 4: 128}  # rows per expert, by the bits of an element of the weights
+_FEW_SWAPPED_ROWS = 96  # with `swap_ab`, which converts an element once for all rows of a block
 _MANY_ROWS, _SMALL_EXPERT = 128, 1 << 21
 
 
 def few_rows(bits: int, *, in_fp8: bool, swap_ab: bool) -> int:
-    """Up to how many rows of an expert one launch is faster; see `serves_in_one_launch`."""
+    """Return the number of rows per expert up to which one launch is faster; see `serves_in_one_launch`."""
     found = _FEW_ROWS[16 if in_fp8 else bits]
     return max(found, _FEW_SWAPPED_ROWS) if swap_ab else found
 
@@ -132,24 +132,22 @@ def serves_in_one_launch(
     swap_ab: bool,
     by_pallas: bool,
 ) -> bool:
-    """Whether the layer of one device should be fastest as one launch, of gated experts of `[I, H]`.
+    """Whether one launch is expected to be fastest for the layer of one device, with gated experts of `[I, H]`.
 
-    With few rows of each expert the time is that of reading the matrices, which one launch does without pauses: seen
-    with 1 to 16 rows (fused_moe_decode.json). Where elements are converted, it is faster for longer: to 40 rows in
-    INT8, 128 in 4 bits (fused_moe_batches_mixtral.json, fused_moe_batches_qwen3_30b.json) and 96 in FP8 (no report;
-    more were not measured), but not where rows are FP8. With many, products in several launches are faster, but rows
-    are moved between them: for small experts that is the larger part, unless `pallas` makes the products and activates
-    in them, as it does for Qwen3-30B-A3B with 256 rows (fused_moe_prefill.json). In 16 bits nothing has decided what is
-    in between.
+    With few rows per expert, the time is that of reading the weights, which one launch does without pauses
+    (fused_moe_decode.json). `_FEW_ROWS` holds the limits, from fused_moe_batches.json; up to 128 rows were measured
+    there. With many rows, GEMMs in several launches are faster, but rows are moved between them. For small experts
+    moving rows takes longer, unless `pallas` computes the GEMMs and activates in them, as for Qwen3-30B-A3B with 256
+    rows (fused_moe_prefill.json).
 
     Args:
-      num_slots: of all tokens.
-      num_experts: that may have them.
+      num_slots: assignments of all tokens.
+      num_experts: E.
       hidden, intermediate: columns H and I.
-      bits: of an element of the matrices.
+      bits: of an element of the weights.
       in_fp8: rows are FP8, too.
-      swap_ab: products are, so that elements are converted once for more rows.
-      by_pallas: `pallas` runs the first product where it is a separate launch.
+      swap_ab: GEMMs use `swap_ab`, so that an element is converted once for more rows.
+      by_pallas: `pallas` runs the first GEMM where it is a separate launch.
     """
     rows, is_small = num_slots / num_experts, hidden * intermediate <= _SMALL_EXPERT
     if rows <= few_rows(bits, in_fp8=in_fp8, swap_ab=swap_ab):
@@ -164,23 +162,23 @@ def _ranks_of_token(layout: Layout) -> float:
 
 
 def _product(layout: Layout, features: int, hidden: int) -> float:
-    """Seconds per token to compute the products."""
+    """Return the seconds per token of a GEMM."""
     return 2 * layout.top_k * features * hidden / _device().product_flops
 
 
 def _summed_bytes(layout: Layout, hidden: int) -> float:
-    """Bytes per token that are moved to make sums of products: rows read, and sums written, read and added up."""
+    """Return the bytes per token that combine moves: rows read, and sums written, read and added up."""
     return (layout.top_k + 2 * _ranks_of_token(layout) + 1) * 2 * hidden
 
 
 def _rows_sent(layout: Layout, hidden: int) -> float:
-    """Seconds per token to send each row of an expert on another rank by itself."""
+    """Return the seconds per token to send each expert row of another rank separately."""
     remote = (layout.num_ranks - 1) / layout.num_ranks
     return layout.top_k * remote * 2 * hidden / _device().link_bytes
 
 
 def _sums_of_scatter(layout: Layout, hidden: int) -> float:
-    """Seconds per token to add rows that have come one by one, once all ranks have sent."""
+    """Return the seconds per token of the sums of "scatter", after all ranks have sent."""
     row = 2 * hidden
     are_many = layout.num_tokens * layout.top_k * row >= _device().many_row_bytes
     rate = _device().many_scatter_bytes if are_many else _device().scatter_bytes

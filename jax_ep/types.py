@@ -52,8 +52,17 @@ def result_type[Result](cls: type[Result]) -> type[Result]:
     return jax.export.register_pytree_node_serialization(
         cls,
         serialized_name=name,
-        serialize_auxdata=lambda static: json.dumps(static, default=dataclasses.asdict).encode(),
+        serialize_auxdata=lambda static: json.dumps(static, default=_fields).encode(),
         deserialize_auxdata=lambda text: tuple(json.loads(text, object_hook=_layout)),
+    )
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    if isinstance(value, Layout):
+        return dataclasses.asdict(value)
+    raise NotImplementedError(
+        f"export: a handle of {value} tokens, a symbolic number, expected a known one in arguments and results of a"
+        " program that is serialized; return arrays alone, or export one program per batch size."
     )
 
 

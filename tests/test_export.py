@@ -76,6 +76,14 @@ def test_export_of_a_symbolic_number_of_tokens(constraints, rng):
         )
 
 
+def test_export_of_a_handle_of_a_symbolic_number_of_tokens():
+    (n,) = export.symbolic_shape("n")
+    call = jax.jit(lambda x, idx: jax_ep.dispatch(x, idx, num_experts=4, axis_name=()))
+    exported = export.export(call)(jax.ShapeDtypeStruct((n, 8), jnp.float32), jax.ShapeDtypeStruct((n, 2), jnp.int32))
+    with pytest.raises(NotImplementedError, match=r"^export: a handle of n tokens, a symbolic number, expected"):
+        exported.serialize()
+
+
 def _int8(rows, columns):
     return quantize(jnp.ones((4, rows, columns)), "int8")
 

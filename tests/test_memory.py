@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import harness
 import jax_ep
 from jax_ep import __main__, context, sharding
+from jax_ep.ops import memory
 
 WIDTH, ROWS, LAYERS = 64, 32, 4
 ONE = 4 * ROWS * WIDTH  # Bytes of the activations of one layer.
@@ -145,6 +146,48 @@ def test_plan_memory_names_arguments() -> None:
         "symmetric heap  0.0",
         "total           4.0",
     ]
+
+
+GPU_TEXT = """HloModule jit_step, is_scheduled=true
+
+%body (p: (s32[], bf16[4,8], f32[8])) -> (s32[], bf16[4,8], f32[8]) {
+  ROOT %p = (s32[], bf16[4,8]{1,0}, f32[8]{0}) parameter(0)
+}
+
+ENTRY %main (w.1: f32[8], x: bf16[2,8]) -> (f32[8], f32[]) {
+  %w.1 = f32[8]{0} parameter(0), metadata={op_name="w"}
+  %x = bf16[2,8]{1,0:T(8,128)(2,1)} parameter(1), metadata={op_name="x"}
+  %zero = s32[] constant(0)
+  %stack = bf16[4,8]{1,0} broadcast(%zero), metadata={op_name="jit(step)/jvp(while)"}
+  %init = (s32[], bf16[4,8]{1,0}, /*index=2*/f32[8]{0}) tuple(%zero, %stack, %w.1)
+  %loop = (s32[], bf16[4,8]{1,0}, f32[8]{0}) while(%init), body=%body, metadata={op_name="jit(step)/jvp(while)"}
+  %saved = bf16[4,8]{1,0} get-tuple-element(%loop), index=1
+  %weights = f32[8]{0} get-tuple-element(%loop), index=2
+  %rows = (bf16[16,8]{1,0}, f8e4m3fn[5]{0}, u8[999]{0}) custom-call(%x), metadata={op_name="jit(step)/jvp()/ffi_call"}
+  %values = bf16[16,8]{1,0} get-tuple-element(%rows), index=0
+  %scales = f8e4m3fn[5]{0} get-tuple-element(%rows), index=1
+  %copy = bf16[16,8]{1,0} copy(%values)
+  %host = f32[64]{0:S(5)} copy(%w.1), metadata={op_name="jit(step)/jvp()/offload"}
+  %start = ((f32[8]{0}), f32[8]{0}, u32[]) all-gather-start(%weights), metadata={op_name="jit(step)/jvp()/gather"}
+  %done = f32[8]{0} all-gather-done(%start), metadata={op_name="jit(step)/jvp()/gather"}
+  %loss = f32[] fusion(%values, %done), calls=%body, metadata={op_name="jit(step)/jvp()/sum"}
+  %back = f32[8]{0} fusion(%copy, %saved, %scales, %done, %weights, %host), metadata={op_name="transpose(jvp())/x"}
+  %inherits = f32[8]{0} copy(%back)
+  %sum = f32[8]{0} add(%inherits, %done), metadata={op_name="jit(step)/transpose(jvp())/add"}
+  ROOT %out = (f32[8]{0}, f32[]) tuple(%sum, %loss)
+}
+"""
+
+
+def test_plan_memory_reads_the_text_of_gpu_programs():
+    """Loops keep their operands' memory; what a custom call makes counts where it is read, once."""
+    computations = memory._computations(GPU_TEXT)
+    stack, copy, scales, gathered = 2 * 4 * 8, 2 * 16 * 8, 5, 4 * 8
+    assert memory._kept(computations, "ENTRY") == stack + copy + scales + gathered
+    parsed = {value.name: value.sizes for value in memory._instructions(computations["ENTRY"])}
+    assert parsed["x"] == [32]
+    assert parsed["rows"] == [256, 5, 999]
+    assert parsed["host"] == [0]
 
 
 def test_plan_memory_errors() -> None:

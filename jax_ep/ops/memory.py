@@ -125,7 +125,7 @@ def of_compiled(compiled: Any, found: Sequence[object] = ()) -> MemoryPlan:
     device = min(placed[0].device_set, key=lambda d: d.id) if placed else jax.devices()[0]
     if sizes is None or not text:
         raise NotImplementedError(
-            f"plan_memory: XLA tells no memory on {device.platform}; call it on GPUs or CPU devices."
+            f"plan_memory: XLA reports no memory on {device.platform}; call it on GPUs or CPU devices."
         )
     computations = _computations(text)
     arguments: Counter[str] = Counter()

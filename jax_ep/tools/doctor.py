@@ -271,13 +271,15 @@ def _plan(args: argparse.Namespace) -> MemoryPlan:
         raise ValueError(f"--tokens {tokens}: expected a multiple of --length {length}.")
     if args.devices:
         jax.config.update("jax_num_cpu_devices", args.devices)
-    mesh, model = inputs.expert_mesh(args.devices or jax.device_count()), train.ARCHITECTURES[args.plan]
-    if model.experts.experts % mesh.size:
-        raise ValueError(f"--devices {mesh.size}: expected a divisor of the {model.experts.experts} experts.")
+    devices, model = args.devices or jax.device_count(), train.ARCHITECTURES[args.plan]
+    if devices > jax.device_count() or model.experts.experts % devices:
+        most, experts = jax.device_count(), model.experts.experts
+        raise ValueError(f"--devices {devices}: expected at most {most}, and a divisor of the {experts} experts.")
+    mesh = inputs.expert_mesh(devices)
     layers, batch = args.layers or model.layers, tokens * mesh.size // length
     with plans.recording() as found:
-        experts = train.expert_layers(model, mesh, tokens)[variant]
-        training = train.make_training(model, experts, mesh, layers, batch, length)
+        layer = train.expert_layers(model, mesh, tokens)[variant]
+        training = train.make_training(model, layer, mesh, layers, batch, length)
     return memory.of_compiled(training.step, found)
 
 

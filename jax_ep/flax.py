@@ -365,7 +365,7 @@ class MoE(nnx.Module):
     def _parameters(self) -> dict[str, Array]:
         """Return the expert weights."""
         if self.w_gate_up is None or self.w_down is None:
-            raise ValueError("MoE: this MoE serves only: ask the one that it was made of")
+            raise ValueError("MoE: this layer is for serving only; use the layer that it was made from.")
         return {"w_gate_up": self.w_gate_up[...], "w_down": self.w_down[...]}
 
     def _matrices(self) -> dict[str, Array]:

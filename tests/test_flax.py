@@ -372,7 +372,7 @@ def test_flax_training_weights_wrong_layer():
         plain.training_weights()
     with pytest.raises(ValueError, match=r"are QuantizedWeights with a master, which need recipe='fp8'"):
         plain(x, weights)
-    with pytest.raises(ValueError, match="this MoE serves only: ask the one that it was made of"):
+    with pytest.raises(ValueError, match="this layer is for serving only"):
         moe.to_serving("fp8")(x, weights)
     with pytest.raises(TypeError, match="MoE: weights is a tuple, expected ExpertWeights or None"):
         moe(x, (weights.w_gate_up, weights.w_down))

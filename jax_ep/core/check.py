@@ -342,7 +342,7 @@ def fp8_columns(function: str, hidden: int, group_size: int) -> DTypeLike:
     if hidden % group_size:
         raise ValueError(
             f"{function}: H={hidden} is not a multiple of group_size={group_size}, the columns that share an FP8"
-            " scale; pad H, or send the tokens unquantized."
+            " scale; pad H, or send tokens unquantized, with wire_dtype=None or quantize=False."
         )
     return FP8
 

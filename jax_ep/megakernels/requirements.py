@@ -65,7 +65,7 @@ def unsupported_reason(facts: Facts, options: Options) -> str | None:
     """Why this implementation does not support these facts, or None; see ops/registry.py."""
     on = platform()
     if on not in ("gpu", "cpu"):
-        return f"the platform is {on}, it needs NVIDIA GPUs"
+        return f"it needs NVIDIA GPUs, and the platform is {on}"
     if on == "cpu" and context.transport() != "shared_memory":
         return "it runs on GPUs; on CPU devices only for tests, after init(transport='shared_memory')"
     if on == "cpu" and (automatic := automatic_axes()):
@@ -88,7 +88,7 @@ def _of_exchange(facts: ExchangeFacts, options: Options) -> str | None:
         return reason
     layout, fp8 = facts.layout, options.wire_dtype is not None
     if layout.num_tokens == 0:
-        return Portable("there is no token to exchange")
+        return Portable("there are no tokens")
     most_tokens = MAX_BLOCKS * (options.schedule.tokens_per_block or _MOST_TOKENS_PER_BLOCK)
     if layout.num_tokens > most_tokens:
         return f"T={layout.num_tokens} exceeds {most_tokens} tokens per rank"
@@ -103,7 +103,7 @@ def _of_exchange(facts: ExchangeFacts, options: Options) -> str | None:
     if facts.columns is not None and (reason := _reason_against_fused_modes(facts, facts.columns, options)) is not None:
         return reason
     if facts.is_combine and layout.num_ranks == 1 and not fp8:
-        return Portable("nothing travels, and XLA adds rows faster than the kernel (docs/design/exchange.md)")
+        return Portable("on one device, XLA adds rows faster than the kernel (docs/design/exchange.md)")
     return None
 
 
@@ -125,14 +125,16 @@ def _of_fused(facts: FusedFacts, options: Options) -> str | None:
     """Tensor cores take 16-bit tokens, descriptors whole rows of 16 bytes, and tiles the shared memory of a Hopper."""
     layout = facts.layout
     if options.wire_dtype is not None:
-        return "with FP8 on the wire exchanges and GEMMs are separate launches"
+        return "with FP8 on the wire, the all-to-all and the GEMM are separate kernels"
     if facts.dtype not in _HALF:
-        return f"one launch for exchange and GEMM takes bfloat16 and float16, not {facts.dtype}"
+        return f"its fused kernels support bfloat16 and float16, not {facts.dtype}"
     if facts.hidden % 8 or facts.columns % 8 or min(facts.hidden, facts.columns, layout.num_tokens) == 0:
-        return f"sizes of weights must be multiples of 8, they are [{facts.hidden}, {facts.columns}]"
+        return (
+            f"its fused kernels need weight sizes that are multiples of 8, these are [{facts.hidden}, {facts.columns}]"
+        )
     if layout.num_local_experts > MAX_GROUPS:
         return f"{layout.num_local_experts} local experts exceed {MAX_GROUPS}"
-    return missing_tma("one launch for exchange and GEMM")
+    return missing_tma("one kernel for the all-to-all and the GEMM")
 
 
 @_reason.register
@@ -157,11 +159,11 @@ def _of_activation(facts: ActivationFacts, options: Options) -> str | None:
     if callable(facts.experts.activation):
         return Portable("the activation is a function of the caller")
     if facts.dtype not in _HALF:
-        return Portable(f"its kernel of the activation takes bfloat16 and float16, not {facts.dtype}")
+        return Portable(f"its activation kernel supports bfloat16 and float16, not {facts.dtype}")
     if 0 in (facts.num_rows, facts.columns, facts.groups):
         return _EMPTY
     if facts.columns % (16 if facts.experts.gated else 8):
-        return Portable(f"rows of {facts.columns} columns have no whole 16-byte words")
+        return Portable(f"rows of {facts.columns} columns are not whole 16-byte words")
     return None
 
 
@@ -171,7 +173,7 @@ def _of_fp8_operand(facts: Fp8OperandFacts, options: Options) -> str | None:
         return Portable("it does not round float64 to FP8")
     if 0 in facts.sizes:
         return _EMPTY
-    return None if facts.whole_blocks else Portable(f"an axis that shares scales is no multiple of {GROUP_SIZE}")
+    return None if facts.whole_blocks else Portable(f"an axis that shares scales is not a multiple of {GROUP_SIZE}")
 
 
 @_reason.register
@@ -185,12 +187,12 @@ def _of_sort(facts: SortFacts, options: Options) -> str | None:
 
 @_reason.register
 def _of_fused_moe(facts: FusedMoEFacts, options: Options) -> str | None:
-    return missing_tma("its layer in one launch")
+    return missing_tma("its layer in one kernel")
 
 
 @_reason.register
 def _of_quantized_gemm(facts: QuantizedGemmFacts, options: Options) -> str | None:
-    if facts.dtype in (FP8, *_HALF) and (reason := missing_tma("its products of quantized matrices")):
+    if facts.dtype in (FP8, *_HALF) and (reason := missing_tma("its GEMM of quantized weights")):
         return reason
     if facts.dtype not in (FP8, jnp.int8, *_HALF):
         return Portable(f"it has no GEMM of {facts.dtype} rows and quantized weights")
@@ -214,7 +216,7 @@ def _of_low_latency(facts: LowLatencyFacts, options: Options) -> str | None:
     if layout.top_k > _MOST_LOW_LATENCY_TOP_K:
         return f"K={layout.top_k} exceeds {_MOST_LOW_LATENCY_TOP_K} experts per token"
     if facts.hidden * facts.dtype.itemsize % 16:
-        return f"rows of {facts.hidden} {facts.dtype} are no whole 16-byte words"
+        return f"rows of {facts.hidden} {facts.dtype} are not whole 16-byte words"
     if FP8 in (facts.dtype, options.wire_dtype) and (reason := missing_fp8("FP8")) is not None:
         return reason
     return _of_exchange(ExchangeFacts(facts.dtype, facts.hidden, layout, facts.is_foreign), options)
@@ -229,12 +231,12 @@ def _of_low_latency_gemm(facts: LowLatencyGemmFacts, options: Options) -> str | 
     if (reason := _reason(gemm, options)) is not None:
         return reason
     if facts.out_dtype not in (jnp.bfloat16, jnp.float16, jnp.float32) or facts.shape[2] == 0:
-        return f"its GEMM sends no rows of {facts.out_dtype}, products of {facts.shape[2]} columns"
+        return f"its fused GEMM does not send {facts.out_dtype} rows computed from {facts.shape[2]} columns"
     if facts.rhs.shape[2] * facts.out_dtype.itemsize % 16:
-        return f"rows of {facts.rhs.shape[2]} {facts.out_dtype} have no whole 16-byte words"
+        return f"rows of {facts.rhs.shape[2]} {facts.out_dtype} are not whole 16-byte words"
     if facts.layout.num_tokens * facts.layout.top_k > _MOST_LOW_LATENCY_ROWS:
         return f"{facts.layout.num_tokens * facts.layout.top_k} rows of a rank exceed {_MOST_LOW_LATENCY_ROWS}"
-    return missing_tma("one launch for GEMM and combine")
+    return missing_tma("one kernel for GEMM and combine")
 
 
 @_reason.register
@@ -242,14 +244,14 @@ def _of_masked_gemm(facts: MaskedGemmFacts, options: Options) -> str | None:
     if facts.dtype not in (FP8, *_HALF):
         return f"it has no masked grouped GEMM for {facts.dtype}"
     if facts.depth * facts.dtype.itemsize % 16:
-        return f"rows of {facts.depth} {facts.dtype} are no whole 16-byte words"
+        return f"rows of {facts.depth} {facts.dtype} are not whole 16-byte words"
     return missing_tma("its masked grouped GEMM")
 
 
 @_reason.register
 def _of_masked_activation(facts: MaskedActivationFacts, options: Options) -> str | None:
     if facts.dtype == jnp.float64:
-        return "it has no kernel of the activation for float64"
+        return "it has no activation kernel for float64"
     return missing_fp8("FP8") if facts.quantize else None
 
 
@@ -284,7 +286,7 @@ def missing_capability() -> str | None:
     try:
         number = float(capability)
     except ValueError:  # ROCm writes the name of an architecture
-        return f"it needs NVIDIA GPUs, these are {jax.local_devices()[0].device_kind} ({capability}); `xla` serves them"
+        return f"it needs NVIDIA GPUs, these are {jax.local_devices()[0].device_kind} ({capability}); `xla` runs there"
     return None if number >= _LEAST else _missing("it", f"{_LEAST} or more")
 
 
@@ -315,4 +317,4 @@ def _capability() -> str:
 
 
 def _missing(what: str, needed: str) -> str:
-    return f"{what} needs GPUs of compute capability {needed}, that of these is {_capability()}; `xla` serves the call"
+    return f"{what} needs GPUs of compute capability {needed}, these have {_capability()}; `xla` runs the call"

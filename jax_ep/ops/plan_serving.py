@@ -267,7 +267,7 @@ def single_launch(options: Options, facts: FusedMoEFacts, others: Sequence[str])
 
 def _reason_against_one_launch(options: Options, name: str, facts: FusedMoEFacts, others: Sequence[str]) -> str | None:
     if options.axis:
-        return f"experts are spread over {options.axis}, and one launch serves one device"
+        return f"experts are spread over {options.axis}, and the single kernel is for one device"
     if others:
         return f"no such launch exists with {', '.join(others)}"
     weights = facts.w_gate_up, facts.w_down

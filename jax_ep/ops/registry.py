@@ -211,6 +211,6 @@ def choose(options: Options, facts: Facts) -> Part:
         if has_it and requirements(name).supports_dtype(facts.dtype):  # no warning where it has no kernel at all
             _warn_once(name, reason, platform())
     raise NotImplementedError(
-        f"{options.function}: no implementation of {tuple(names)} can serve this call: {'; '.join(reasons)}. Leave"
+        f"{options.function}: no implementation of {tuple(names)} supports this call: {'; '.join(reasons)}. Leave"
         " implementation=None, or name one that can."
     )

@@ -56,7 +56,7 @@ def unsupported_reason(facts: Facts, options: Options) -> str | None:
         return f"it has no {facts.operation}"
     dtypes = _GEMM_DTYPES if isinstance(facts, GemmFacts | GemmActivationFacts) else _OTHER_DTYPES
     if facts.dtype.name not in dtypes:
-        return f"it was made for {dtypes}, not for {facts.dtype.name}"
+        return f"it supports {dtypes}, not {facts.dtype.name}"
     if isinstance(facts, ExchangeFacts) and (reason := portable.unsupported_reason(facts, options)) is not None:
         return reason  # what is not fused there is not here
     on = platform()
@@ -73,11 +73,11 @@ def _of_combine(facts: ExchangeFacts, options: Options) -> str | None:
     layout = facts.layout
     sums = layout.num_ranks * layout.num_tokens * layout.top_k
     if options.wire_dtype is None or facts.dtype not in _FP8_RESULTS:
-        return Portable("its only kernel for combine quantizes sums of 16 or 32 bits: XLA adds others as fast")
+        return Portable("its kernel for combine quantizes sums of 16 or 32 bits; XLA adds others as fast")
     if 0 in (layout.capacity, facts.hidden, sums):
         return Portable("there is nothing to add")
     if max(layout.capacity, sums) >= _MOST_ROWS or lines_per_step(facts.hidden, layout.top_k, facts.dtype) is None:
-        return Portable(f"it adds no {layout.top_k} of {layout.capacity} rows of {facts.hidden} columns")
+        return Portable(f"its kernel does not add {layout.top_k} of {layout.capacity} rows of {facts.hidden} columns")
     return None
 
 
@@ -112,14 +112,14 @@ def _of_gemm(facts: GemmFacts) -> str | None:
 @_reason.register
 def _of_gemm_activation(facts: GemmActivationFacts) -> str | None:
     if not activates(facts.experts, facts.gemm.depth):
-        return "it activates no rows of such experts in its GEMM, or the GEMM is too deep for that to be faster"
+        return "its GEMM does not activate rows of these experts, or K is too large for that to be faster"
     return _reason(facts.gemm)
 
 
 @_reason.register(ActivationFacts)
 @_reason.register(Fp8OperandFacts)
 def _of_activation(facts: ActivationFacts | Fp8OperandFacts) -> str | None:
-    return Portable("it has no kernel for what comes between GEMMs: XLA fuses that as it is")
+    return Portable("it has no activation kernel; XLA fuses the activation")
 
 
 def supports_dtype(dtype: DTypeLike) -> bool:
@@ -166,7 +166,7 @@ def _missing_on_cpu() -> str | None:
     if threads >= INTERPRETER_THREADS:
         return None
     return (
-        f"its interpreter needs {INTERPRETER_THREADS} cores or CPU devices, here are {threads}; set"
+        f"its interpreter needs {INTERPRETER_THREADS} cores or CPU devices, there are {threads}; set"
         f" XLA_FLAGS=--xla_force_host_platform_device_count={INTERPRETER_THREADS} before Python starts"
     )
 
@@ -176,8 +176,8 @@ def missing() -> str | None:
     capability = getattr(jax.local_devices()[0], "compute_capability", "unknown")
     if capability != _CAPABILITY:
         return (
-            f"its kernels are for compute capability {_CAPABILITY} (Hopper), that of these GPUs is {capability};"
-            " `triton` or `xla` serve there"
+            f"its kernels are for compute capability {_CAPABILITY} (Hopper), these GPUs have {capability};"
+            " use `triton` or `xla`"
         )
     if importlib.util.find_spec(_COMPILER) is None:
         return f"this JAX has no {_COMPILER}"

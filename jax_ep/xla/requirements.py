@@ -25,7 +25,7 @@ def unsupported_reason(facts: Facts, options: Options) -> str | None:
     fused = [mode for mode in modes if mode not in (None, "serial")]
     if not fused:
         return None
-    return f"it fuses nothing, so that mode={fused[0]!r} does not exist there; 'serial' does"
+    return f"it has no fused kernels, so mode={fused[0]!r} is not supported; use 'serial'"
 
 
 def is_preferred(facts: Facts) -> bool:

@@ -187,7 +187,7 @@ def test_low_latency_kernels_fixed_heap():
 
 @pytest.mark.parametrize(
     ("hidden", "max_tokens", "top_k", "reason"),
-    [(12, 4, 2, "no whole 16-byte words"), (16, 1025, 2, "1025 exceeds 1024"), (16, 4, 17, "K=17 exceeds 16")],
+    [(12, 4, 2, "not whole 16-byte words"), (16, 1025, 2, "1025 exceeds 1024"), (16, 4, 17, "K=17 exceeds 16")],
 )
 @pytest.mark.slow(unless={"top_k": [17]})
 def test_low_latency_kernels_unsupported_uses_xla(mesh, rng, hidden, max_tokens, top_k, reason):

@@ -104,21 +104,13 @@ MISTAKES = {
     ),
     "model_type missing": (reading(config(model_type=None), load), ValueError, "model_type is None"),
     "key": (reading(config(num_local_experts=None), load), ValueError, "no 'num_local_experts' or 'num_experts'"),
-    "a number as text": (
-        reading(config(num_local_experts="8"), load),
-        ValueError,
-        "num_local_experts='8', expected an",
-    ),
+    "a number as text": (reading(config(num_local_experts="8"), load), ValueError, "num_local_experts='8', exp"),
     "a number of layers as text": (
         reading(config(num_hidden_layers="4"), lambda checkpoint: checkpoint.moe_layers),
         ValueError,
         "layers='4', expected an integer",
     ),
-    "activation": (
-        reading(config(hidden_act="tanh"), Checkpoint.moe_options),
-        NotImplementedError,
-        "'tanh', expected one of",
-    ),
+    "activation": (reading(config(hidden_act="tanh"), Checkpoint.moe_options), NotImplementedError, "'tanh', expected"),
     "experts": (reading(config(num_local_experts=4), load), ValueError, r"\(8, 12\), expected \(4, 12\)"),
     "shape": (reading(config(intermediate_size=7), load), ValueError, r"\(10, 12\), expected \(7, 12\) for w_gate_up"),
     "layer": (call(lambda c: c.moe_weights(4)), ValueError, r"layer=4 is not an MoE layer.*\(0, 1, 2"),
@@ -126,11 +118,7 @@ MISTAKES = {
     "no dtype": (call(lambda c: c.read("other", dtype="half-ish")), TypeError, "is not a dtype, expected None or one"),
     "quantized": (call(lambda c: load(c, quantized=True)), ValueError, "not stored in FP8.*serving_weights"),
     "mesh": (call(lambda c: load(c, mesh="gpu")), TypeError, "mesh is a str"),
-    "axis": (
-        call(lambda c: load(c, mesh=make_mesh((2,), ("data",)))),
-        ValueError,
-        r"axes \('data',\), expected \['expert'\]",
-    ),
+    "axis": (call(lambda c: load(c, mesh=make_mesh((2,), ("data",)))), ValueError, r"axes \('data',\), exp"),
     "ranks": (call(lambda c: load(c, mesh=make_mesh((3,), ("expert",)))), ValueError, "num_experts=8 is not divisible"),
     "transpose": (call(lambda c: c.read("bias", transpose=True)), ValueError, r"\(3,\), expected at least two"),
     "eight bits": (call(lambda c: c.read("bytes", dtype=F32)), ValueError, "stored as uint8, without scales"),
@@ -230,9 +218,7 @@ def test_checkpoint_fp8_mismatched_scales(tmp_path, rng):
     tensors = {name: np.asarray(checkpoint.read(name)) for name in checkpoint.names}
     name = "model.layers.3.mlp.experts.1.up_proj.weight_scale_inv"
     other_blocks = tensors | {name: np.ones((3, 4), F32)}
-    with pytest.raises(
-        ValueError, match=r"up_proj.weight_scale_inv' has shape \(3, 4\) and dtype float32, expected \(3, 2\)"
-    ):
+    with pytest.raises(ValueError, match=r"weight_scale_inv' has shape \(3, 4\) and dtype float32, expected \(3, 2\)"):
         Checkpoint(hub_checkpoints.write(tmp_path / "blocks", checkpoint.config, other_blocks)).moe_weights(3)
     del tensors[name]
     with pytest.raises(ValueError, match=r"up_proj.weight' is stored as float8_e4m3fn, without scales"):

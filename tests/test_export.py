@@ -114,9 +114,6 @@ OF_KNOWN_SIZE: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("name", OF_KNOWN_SIZE)
 def test_export_of_a_symbolic_number_of_tokens_unsupported(name):
     (n,) = export.symbolic_shape("n")
-    types = (
-        jax.ShapeDtypeStruct((n, 128), jnp.float32),
-        *(jax.ShapeDtypeStruct((n, 2), t) for t in ("int32", "float32")),
-    )
+    types = [jax.ShapeDtypeStruct((n, c), t) for c, t in ((128, "float32"), (2, "int32"), (2, "float32"))]
     with pytest.raises(NotImplementedError, match=f"^{name.split()[0]}: .* has n rows, a symbolic number, expected"):
         export.export(jax.jit(OF_KNOWN_SIZE[name]))(*types)

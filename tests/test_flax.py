@@ -421,11 +421,7 @@ def _routing_of(**changes):
         (lambda tokens: (tokens, tokens, tokens), TypeError, "MoE: router returned a tuple"),
         (_routing_of(scores=None), TypeError, "MoE: scores returned by router is a NoneType"),
         (_routing_of(topk_idx=jnp.zeros((6, K))), TypeError, "returned ids of float32"),
-        (
-            _routing_of(topk_idx=jnp.zeros((5, K), jnp.int32)),
-            ValueError,
-            r"topk_idx returned by router has shape \(5, 2\)",
-        ),
+        (_routing_of(topk_idx=jnp.zeros((5, K), jnp.int32)), ValueError, r"returned by router has shape \(5, 2\)"),
         (
             _routing_of(topk_weights=jnp.ones((6, K), jnp.int32)),
             TypeError,
@@ -550,10 +546,7 @@ def test_shared_experts_with_a_wrong_field(fields, error, match):
     [
         ({"num_experts_per_tok": 1}, r"pass Router\(renormalize=False\)"),
         ({"num_experts_per_tok": 1, "num_experts": 1}, r"pass Router\(renormalize=False\)"),
-        (
-            {"num_experts_per_tok": 1, "num_experts": 1, "router": jax_ep.Router(renormalize=False)},
-            r"Router\('sigmoid', ren",
-        ),
+        ({"num_experts_per_tok": 1, "num_experts": 1, "router": jax_ep.Router(renormalize=False)}, r"'sigmoid'"),
     ],
 )
 def test_flax_router_without_gradient(options, remedy):

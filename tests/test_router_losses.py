@@ -44,9 +44,8 @@ def _random_assignments(num_tokens=24, num_experts=8, k=3, invalid=0.0, seed=0):
 def test_load_balancing_loss_value(invalid):
     scores, topk_idx = _random_assignments(invalid=invalid)
     expected = _balancing_loss(scores.astype(np.float64), topk_idx)
-    np.testing.assert_allclose(
-        jax_ep.load_balancing_loss(jnp.asarray(scores), jnp.asarray(topk_idx)), expected, rtol=1e-5
-    )
+    got = jax_ep.load_balancing_loss(jnp.asarray(scores), jnp.asarray(topk_idx))
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
 
 
 def test_load_balancing_loss_without_any_valid_assignment_is_finite():
@@ -71,11 +70,8 @@ def test_load_balancing_loss_over_a_mesh_equals_the_global_value(axes, invalid):
     scores, topk_idx = _random_assignments(num_tokens=32, invalid=invalid, seed=4)
     name = axes[0] if len(axes) == 1 else axes
     spec = P(name)
-    over_mesh = jax.jit(
-        jax.shard_map(
-            partial(jax_ep.load_balancing_loss, axis_name=name), mesh=mesh, in_specs=(spec, spec), out_specs=P()
-        )
-    )
+    loss = partial(jax_ep.load_balancing_loss, axis_name=name)
+    over_mesh = jax.jit(jax.shard_map(loss, mesh=mesh, in_specs=(spec, spec), out_specs=P()))
     arguments = jnp.asarray(scores), jnp.asarray(topk_idx)
     value, gradient = jax.value_and_grad(over_mesh)(*arguments)
     np.testing.assert_allclose(value, _balancing_loss(scores.astype(np.float64), topk_idx), rtol=1e-5)
@@ -111,10 +107,7 @@ def test_losses_of_bfloat16_inputs_are_float32():
     wide = logits.astype(jnp.float32)
     for narrow, expected in [
         (jax_ep.router_z_loss(logits), jax_ep.router_z_loss(wide)),
-        (
-            jax_ep.load_balancing_loss(scores, topk_idx),
-            jax_ep.load_balancing_loss(scores.astype(jnp.float32), topk_idx),
-        ),
+        tuple(jax_ep.load_balancing_loss(s, topk_idx) for s in (scores, scores.astype(jnp.float32))),
     ]:
         assert narrow.dtype == jnp.float32
         np.testing.assert_array_equal(narrow, expected)
@@ -137,10 +130,8 @@ def test_masked_tokens_are_as_good_as_dropped():
     scores, topk_idx, logits, mask = _masked_case()
     balance = partial(jax_ep.load_balancing_loss, topk_idx=jnp.asarray(topk_idx), token_mask=jnp.asarray(mask))
     z_loss = partial(jax_ep.router_z_loss, token_mask=jnp.asarray(mask))
-    for loss, inputs, want in (
-        (balance, scores, lambda kept: _balancing_loss(kept, topk_idx[mask])),
-        (z_loss, logits, _z_loss),
-    ):
+    of_kept = lambda kept: _balancing_loss(kept, topk_idx[mask])  # noqa: E731
+    for loss, inputs, want in ((balance, scores, of_kept), (z_loss, logits, _z_loss)):
         value, gradient = jax.value_and_grad(loss)(jnp.asarray(inputs))
         kept = inputs[mask].astype(np.float64)
         np.testing.assert_allclose(value, want(kept), rtol=1e-5)

@@ -85,6 +85,7 @@ def llama4(logits):
     return idx, _sigmoid(np.take_along_axis(logits, idx, axis=-1)), _sigmoid(logits)
 
 
+PLAIN = jax_ep.Router(renormalize=False)
 DEEPSEEK_V2 = jax_ep.Router(renormalize=False, num_groups=8, topk_groups=3, group_score="max", scale=16.0)
 DEEPSEEK_V3 = jax_ep.Router("sigmoid", num_groups=8, topk_groups=4, group_score="top2_sum", scale=2.5)
 V3_ROUTER = partial(topk_router, k=8, router=DEEPSEEK_V3)
@@ -93,11 +94,7 @@ V2_ROUTER = partial(topk_router, k=6, router=DEEPSEEK_V2)
 MODELS = {
     "mixtral": (8, partial(topk_router, k=2), mixtral),
     "qwen3": (128, partial(topk_router, k=8), qwen3),
-    "qwen3-unnormalised": (
-        128,
-        partial(topk_router, k=8, router=jax_ep.Router(renormalize=False)),
-        partial(qwen3, renormalize=False),
-    ),
+    "qwen3-unnormalised": (128, partial(topk_router, k=8, router=PLAIN), partial(qwen3, renormalize=False)),
     "deepseek-v2": (160, V2_ROUTER, deepseek_v2),
     "deepseek-v3-no-bias": (256, V3_ROUTER, partial(deepseek_v3, bias=0.0)),
     "gpt-oss": (32, partial(topk_router, k=4), gpt_oss),
@@ -162,12 +159,9 @@ def test_scores_that_round_to_the_same_number_keep_the_order_of_their_logits(sco
 def test_groups_of_one_expert_sum_the_one_they_have():
     # E == num_groups: a group has no second best expert, so top2_sum and max agree.
     logits = jnp.asarray(_logits("normal", 9, 6))
-    both = [
-        topk_router(logits, 2, router=jax_ep.Router(num_groups=6, topk_groups=3, group_score=group_score))
-        for group_score in ("top2_sum", "max")
-    ]
     plain = topk_router(logits, 2)
-    for routing in both:
+    for score in ("top2_sum", "max"):
+        routing = topk_router(logits, 2, router=jax_ep.Router(num_groups=6, topk_groups=3, group_score=score))
         np.testing.assert_array_equal(routing.topk_idx, plain.topk_idx)
 
 
@@ -187,9 +181,8 @@ def test_extreme_logits_stay_finite(score):
     routing = topk_router(logits, 2, router=jax_ep.Router(score))
     assert np.isfinite(routing.topk_weights).all()
     assert np.isfinite(routing.scores).all()
-    gradient = jax.grad(lambda values: topk_router(values, 2, router=jax_ep.Router(score)).topk_weights[:, 0].sum())(
-        logits
-    )
+    route = partial(topk_router, k=2, router=jax_ep.Router(score))
+    gradient = jax.grad(lambda values: route(values).topk_weights[:, 0].sum())(logits)
     assert np.isfinite(gradient).all()
 
 
@@ -209,9 +202,8 @@ def test_weights_are_differentiable_in_the_logits(score, renormalize):
     num_tokens, num_experts, k, scale = 5, 12, 3, 2.5
     logits = _logits("normal", num_tokens, num_experts)
     cotangent = np.random.default_rng(2).normal(size=(num_tokens, k)).astype(np.float32)
-    routing = partial(
-        topk_router, k=k, router=jax_ep.Router(score, renormalize=renormalize, num_groups=4, topk_groups=2, scale=scale)
-    )
+    router = jax_ep.Router(score, renormalize=renormalize, num_groups=4, topk_groups=2, scale=scale)
+    routing = partial(topk_router, k=k, router=router)
     chosen = np.asarray(routing(jnp.asarray(logits)).topk_idx)
 
     def objective(values):  # The selection is piecewise constant, so it stays fixed here.
@@ -258,9 +250,8 @@ def test_gradient_in_the_logits_ignores_the_bias_values():
         )(logits)
 
     # k == E: the selected set is the same for every bias, only the order changes.
-    np.testing.assert_allclose(
-        gradient(jnp.linspace(-3.0, 3.0, 16, dtype=jnp.float32)), gradient(None), rtol=1e-4, atol=1e-7
-    )
+    biased = gradient(jnp.linspace(-3.0, 3.0, 16, dtype=jnp.float32))
+    np.testing.assert_allclose(biased, gradient(None), rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek-v2", "deepseek-v3-no-bias"])
@@ -396,10 +387,7 @@ def test_sparsemixer_draws_experts_by_their_softmax():
         assert is_share(first == expert, gates[0, 0, expert])
         after_third = sparsemixer(row[None], 0.25, np.array([[3, 0]]))[1][0, 1]
         assert is_share(second[first == 3] == expert, after_third[expert])
-    for round_weights, chosen, best in (
-        (routing.topk_weights[:, 0], first, 0),
-        (routing.topk_weights[:, 1], second, 1),
-    ):
+    for round_weights, chosen, best in zip(routing.topk_weights.T, (first, second), (0, 1), strict=True):
         others = np.asarray(round_weights)[(chosen == 3) & (first != best)]
         assert is_share(others == others.max(), 0.25)
 

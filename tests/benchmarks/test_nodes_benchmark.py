@@ -49,12 +49,8 @@ def test_routers_are_limited(rng):
     """At most four nodes, or groups; and shares of a limited router are those of its tokens."""
     model = inputs.MODELS["deepseek-v3"]
     logits = rng.standard_normal((500, model.experts), np.float32)
-    for kind, num_ranks, groups in (
-        ("4 of 8 groups", 256, 8),
-        ("at most 4 nodes", 256, 32),
-        ("at most 4 nodes", 16, 2),
-    ):
-        topology = Topology(num_ranks, 8, model.experts)
+    for kind, ranks, groups in (("4 of 8 groups", 256, 8), ("at most 4 nodes", 256, 32), ("at most 4 nodes", 16, 2)):
+        topology = Topology(ranks, 8, model.experts)
         assert nodes.num_groups(kind, topology) == groups
         ids = np.asarray(nodes.limited_router(model.top_k, groups)(logits))
         used = [len(set(token // (model.experts // groups))) for token in ids]

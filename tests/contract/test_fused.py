@@ -124,20 +124,16 @@ def test_fused_halves(implementation, mode, alignment, dispatch_mode, mesh, rng)
     hidden, y = call(*args)
     lay = oracle.layout(topk_idx, SHAPE.num_experts, alignment=alignment)
     rows = oracle.gather(x.astype(np.float64), lay)
-    products = [
-        oracle.grouped_gemm(rows[rank], w_gate_up[rank].astype(np.float64), lay.group_sizes[rank])
-        for rank in range(mesh.size)
-    ]
-    assert_close(hidden, np.stack(products), "hidden")
+
+    def product(lhs, w):
+        return np.stack(
+            [oracle.grouped_gemm(*args) for args in zip(lhs, w.astype(float), lay.group_sizes, strict=True)]
+        )
+
+    assert_close(hidden, product(rows, w_gate_up), "hidden")
     assert not hidden[lay.is_padding].any()
     gates = hidden[..., : SHAPE.intermediate].astype(np.float64)
-    down = np.stack(
-        [
-            oracle.grouped_gemm(gates[rank], w_down[rank].astype(np.float64), lay.group_sizes[rank])
-            for rank in range(mesh.size)
-        ]
-    )
-    assert_close(y, oracle.combine(down, lay), "combined", tolerance=TOLERANCE)
+    assert_close(y, oracle.combine(product(gates, w_down), lay), "combined", tolerance=TOLERANCE)
     for name, first, again in zip(("hidden", "combined"), (hidden, y), call(*args), strict=True):
         assert_same_bits(again, first, name)
 

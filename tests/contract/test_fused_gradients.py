@@ -33,9 +33,8 @@ def layer(implementation, shape=SHAPE, *, fuse=True, mode=None, **options):
 
 def inputs(rng, routing, num_ranks, shape=SHAPE):
     """Return a layer and a cotangent of its result."""
-    return Layer(rng, routing, num_ranks, shape, BF16), reals(
-        rng, num_ranks, shape.num_tokens, shape.hidden, dtype=BF16
-    )
+    problem = Layer(rng, routing, num_ranks, shape, BF16)
+    return problem, reals(rng, *problem.x.shape, dtype=BF16)
 
 
 @pytest.mark.parametrize(("num_ranks", "mode"), [(2, "scatter"), (2, "serial"), (4, "serial")])

@@ -98,10 +98,8 @@ def small_layer(seed=0):
 def test_low_latency_moe_two_weight_formats(other, swapped):
     """As in `fused_moe`, each weight determines how its rows are quantized."""
     x, ids, weights, *matrices = small_layer()
-    formats = [
-        {"format": "fp8", "activations": "fp8"},
-        {"format": other, "activations": None if other == "fp8" else "fp8"},
-    ]
+    fp8 = {"format": "fp8", "activations": "fp8"}
+    formats = [fp8, {"format": other, "activations": None if other == "fp8" else "fp8"}]
     kinds = formats[::-1] if swapped else formats
     w = [quantize(m, kind["format"], activations=kind["activations"]) for m, kind in zip(matrices, kinds, strict=True)]
     got = jax_ep.low_latency_moe(x, ids, weights, *w, num_experts=4, axis_name=(), implementation="xla")

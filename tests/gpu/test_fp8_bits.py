@@ -53,14 +53,12 @@ def test_fp8_bits_columns(rows, rng):
     x = np.where(rng.random(x.shape) < 0.1, 0, x).astype(jnp.bfloat16)
     values, scales = map(np.asarray, activation.quantize_rows(jnp.asarray(x), sizes))
     in_fp8 = values.astype(np.float32).reshape(rows, -1, 128) * scales[:, :, None]
+    in_fp8 = in_fp8.reshape(rows, -1)
 
     by_rows, both = activation.quantize_both_ways(jnp.asarray(x), sizes)
     cases = {
         "rows": (activation.quantize_columns(jnp.asarray(x), sizes), x.astype(np.float32)),
-        "rows in FP8": (
-            activation.quantize_columns((jnp.asarray(values), jnp.asarray(scales)), sizes),
-            in_fp8.reshape(rows, -1),
-        ),
+        "rows in FP8": (activation.quantize_columns((*map(jnp.asarray, (values, scales)),), sizes), in_fp8),
         "both layouts": (both, x.astype(np.float32)),
     }
     for name, (got, source) in cases.items():

@@ -30,6 +30,12 @@ LONG_S = 1000.0  # Beyond the time limit of a test.
 STOPPED = "the launch failed on another worker"
 
 
+def fail(x=0, limit=3):
+    return run_one(
+        ("elementwise", "fail"), jnp.full(1, x, jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32), LIMIT=limit
+    )
+
+
 def test_interpreter_kernel_raises(pool, mesh4, after_failures):
     def fn(x):
         return run_one(("elementwise", "fail"), x, jax.ShapeDtypeStruct((1,), jnp.int32), LIMIT=3)
@@ -159,9 +165,7 @@ def test_interpreter_waits_count_idle_time():
 def test_interpreter_no_pool(after_failures):
     interpreter.set_pool(None)
     with pytest.raises(Exception, match="no interpreter pool"):
-        jax.block_until_ready(
-            run_one(("elementwise", "fail"), jnp.zeros(1, jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32), LIMIT=3)
-        )
+        jax.block_until_ready(fail())
 
 
 def test_interpreter_mesh_larger_than_pool(pool, after_failures):
@@ -179,11 +183,7 @@ def test_interpreter_worker_killed(after_failures):
         os.kill(pool._workers[0].process.pid, 9)
         for _ in range(2):
             with pytest.raises(Exception, match=r"worker 0 \(process \d+\) died with exit code -9"):
-                jax.block_until_ready(
-                    run_one(
-                        ("elementwise", "fail"), jnp.zeros(1, jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32), LIMIT=3
-                    )
-                )
+                jax.block_until_ready(fail())
         with pytest.raises(RuntimeError, match=r"workers \[0\] have died"):
             pool.reset()
     pool.close()
@@ -204,15 +204,9 @@ def test_interpreter_missing_devices():
         for pair in ((0, 2), (1, 2)):
             assert [call.result() for call in together(*pair)] == [[bytes(4)]] * 2
         pool.timeout_s = 0.2
-        for site, worker, who in [
-            (0, 0, "device 2"),
-            (0, 1, "device 2"),
-            (0, 2, "1 of devices 0, 1"),
-            (1, 0, "1 of devices 1, 2"),
-        ]:
-            text = (
-                f"device {worker} waited 0.2 s for {who}: of 2 devices that launch it together, only {worker} arrived"
-            )
+        first = [(0, 0, "device 2"), (0, 1, "device 2"), (0, 2, "1 of devices 0, 1")]
+        for site, worker, who in [*first, (1, 0, "1 of devices 1, 2")]:
+            text = f"device {worker} waited 0.2 s for {who}: of 2 devices that launch it together, only {worker}"
             with pytest.raises(RuntimeError, match=re.escape(text)):
                 together(worker, site=site)[0].result()
             pool.reset()

@@ -35,6 +35,7 @@ EXCHANGE = {"plan.plan", "dispatch.dispatch", "combine.combine"}
 PRODUCTS = {"grouped_gemm.grouped_gemm", "grouped_gemm.weight_gradient"}
 ACTIVATION = {"activation.weighted_activation", "activation.weighted_activation_gradient"}
 SENDS = {"send_order.send_order_count", "send_order.send_order_place", "exchange_gemm.dispatch_gemm"}
+QUANTIZE = "fp8_matrices.quantize_matrices"
 FP8_ROWS = {"activation.activate_quantized", "grouped_gemm.grouped_gemm_fp8"}
 FP8_COLUMNS = {"fp8_columns.quantize_columns", "fp8_columns.activate_columns", "grouped_gemm.weight_gradient_fp8"}
 LOW_LATENCY = {"low_latency_dispatch.low_latency_dispatch", "masked.masked_gated_activation"}
@@ -92,11 +93,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], set[str]]] = {
         TOKENS[:2],
         {"small_exchange.all_gather_i32", "dispatch.dispatch"},
     ),
-    "FP8": (
-        gradient(moe(recipe="fp8"), 0, 2, 3, 4),
-        layer(),
-        FP8_ROWS | {"fp8_matrices.quantize_matrices"} | FP8_COLUMNS,
-    ),
+    "FP8": (gradient(moe(recipe="fp8"), 0, 2, 3, 4), layer(), FP8_ROWS | FP8_COLUMNS | {QUANTIZE}),
     "FP8, biased": (
         gradient(lambda *args: moe(recipe="fp8")(*args[:-1], biases=(None, args[-1])), 5),
         (*layer(), Array((E // 2, H), BF16)),

@@ -80,17 +80,12 @@ DISPATCH_CASES = [
         FP8_WIRE,
         "wire_dtype=float8_e4m3fn; expected None; quantize=True",
     ),
-    *value(ROUTED_IN, NARROW | FP8_WIRE | {"x": f32(T, 200)}, f"200; 128; {DIVISIBLE}; wire_dtype"),
-    *value("combine", FP8_WIRE | {"y": f32(R, 200)}, f"200; 128; {DIVISIBLE}; wire_dtype"),
+    *value(ROUTED_IN, NARROW | FP8_WIRE | {"x": f32(T, 200)}, f"200; 128; {DIVISIBLE}; unquanti[sz]ed"),
+    *value("combine", FP8_WIRE | {"y": f32(R, 200)}, f"200; 128; {DIVISIBLE}; unquanti[sz]ed"),
     # FP8 pairs
     *value(["dispatch", "low_latency_dispatch"], {"x": HALF_PAIR}, f"3; {H}; quantize_fp8"),
     *value(PAIRS_IN, {"x": (f32(T, H), f32(T, 2))}, "float32; float8_e4m3fn; quantize_fp8", TypeError),
-    *value(
-        PAIRS_IN,
-        {"x": (fp8(T, H), f32(T, 2), f32(T, 2))},
-        r"\bx\b; 3; \(values, scales\)",
-        error=(TypeError, ValueError),
-    ),
+    *value(PAIRS_IN, {"x": (fp8(T, H), f32(T, 2), f32(T, 2))}, r"3; \(values, scales\)", (TypeError, ValueError)),
     # handles
     *value(DISPATCH, {"topk_idx": None, "handle": dispatch_handle(num_tokens=11)}, f"handle; {T}; 11"),
     *value(DISPATCH, {"topk_idx": None, "handle": dispatch_handle(num_experts=16)}, f"handle; {E}; 16"),
@@ -101,6 +96,7 @@ DISPATCH_CASES = [
     *value("low_latency_combine", {"handle": dispatch_handle()}, "handle; LowLatencyHandle; dispatch", TypeError),
 ]
 
+THREE = fp8_weights(3, H, N)
 IN_FP8 = {"lhs": fp8(20, H), "rhs": fp8_weights(3, H, N), "lhs_scales": f32(20, 2)}
 FP8_GEMM_CASES = [
     *value("grouped_gemm", IN_FP8 | {"rhs": fp8_weights(3, 128, N)}, f"rhs; 128; {H}; G, K, N"),
@@ -109,12 +105,7 @@ FP8_GEMM_CASES = [
     *value("grouped_gemm", IN_FP8 | {"rhs": fp8_weights(H, N)}, f"rhs; ({H}, {N}); K, N"),
     *value("grouped_gemm", IN_FP8 | {"rhs": f32(3, H, N)}, "rhs; float8_e4m3fn; QuantizedWeights; quantize", TypeError),
     *value("grouped_gemm", IN_FP8 | {"lhs_scales": None}, "lhs_scales; None; (20, 2)", TypeError),
-    *value(
-        "grouped_gemm",
-        IN_FP8 | {"rhs": replace(fp8_weights(3, H, N), scales=None)},
-        "rhs.scales; None; quantize",
-        TypeError,
-    ),
+    *value("grouped_gemm", IN_FP8 | {"rhs": replace(THREE, scales=None)}, "rhs.scales; None; quantize", TypeError),
     *value("grouped_gemm", {"lhs_scales": f32(20, 2)}, "lhs_scales; float32; None", TypeError),
     *value("grouped_gemm", IN_FP8 | {"lhs_scales": f32(20, 4)}, "lhs_scales; (20, 4); (20, 2); 128"),
     *value(
@@ -266,6 +257,7 @@ EXPERTS_CASES = [
     *value("row_experts", {"handle": i32(R)}, "handle; Handle; Dispatched", TypeError),
 ]
 
+LOCAL = fp8_weights(L, H, N)
 GEMM, ACTIVATION, MATRICES = "masked_grouped_gemm", "masked_gated_activation", "quantize"
 LAYER, FUSED = "low_latency_moe", "low_latency_gemm_combine"
 MASKED_CASES = [
@@ -281,11 +273,7 @@ MASKED_CASES = [
     *value(GEMM, {"lhs_scales": None}, f"lhs_scales; None; ({L}, {MAX_T}, 2)", TypeError),
     *value(GEMM, {"lhs": f32(L, MAX_T, H), "rhs": f32(L, H, N)}, "lhs_scales; float32; None", TypeError),
     *value(GEMM, {"lhs_scales": f32(L, MAX_T, 4)}, f"lhs_scales; ({L}, {MAX_T}, 4); ({L}, {MAX_T}, 2); 128"),
-    *value(
-        GEMM,
-        {"rhs": replace(fp8_weights(L, H, N), scales=f32(L, N, 2))},
-        f"rhs; ({L}, {N}, 2); ({L}, {N}, {H}); quantize",
-    ),
+    *value(GEMM, {"rhs": replace(LOCAL, scales=f32(L, N, 2))}, f"rhs; ({L}, {N}, 2); ({L}, {N}, {H}); quantize"),
     *dtype(GEMM, "lhs_scales", array(jnp.bfloat16, L, MAX_T, 2), "float32"),
     *value(GEMM, {"preferred_element_type": jnp.int32}, f"preferred_element; int32; {FLOATING}", TypeError),
     *positive(GEMM, "expected_rows"),
@@ -320,11 +308,7 @@ MASKED_CASES = [
     *value(MATRICES, {"w": f32(H)}, rf"\bw\b; ({H}); K, N; reshape"),
     *value(MATRICES, {"w": f32(L, 200, N)}, r"\bK\b; 200; 128; multiple; pad"),
     *dtype(MATRICES, "w", i32(L, H, N), FLOATING),
-    *value(
-        "dequantize",
-        {"w": replace(fp8_weights(L, H, N), scales=f32(L, 2, 2))},
-        f"values; ({L}, {N}, {H}); ({L}, 2, 2); quantize",
-    ),
+    *value("dequantize", {"w": replace(LOCAL, scales=f32(L, 2, 2))}, f"values; ({L}, {N}, {H}); ({L}, 2, 2); quantize"),
 ]
 
 TABLE = FP8_GEMM_CASES + MASKED_CASES + DISPATCH_CASES + COMPUTE_CASES + LOW_LATENCY_CASES + ROUTER_CASES

@@ -3,6 +3,7 @@
 import inspect
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +93,8 @@ def test_explain_inside_shard_map(two_ranks):
     if jax.default_backend() != "cpu":
         pytest.skip("the interpreter stands for GPUs on the CPU")
     schedule = jax_ep.Schedule(dispatch_mode="fused", combine_mode="serial")
-    call = harness.per_rank(
-        lambda *args: jax_ep.moe(*args, num_experts=E, implementation="triton", schedule=schedule), two_ranks
-    )
+    options = {"num_experts": E, "implementation": "triton", "schedule": schedule}
+    call = harness.per_rank(partial(jax_ep.moe, **options), two_ranks)
     rows = {row.part: row for row in jax_ep.explain(gradient(call), *of_two_ranks()).rows}
     assert rows["dispatch + first GEMM"][1:] == ("triton", "fused", "")
     assert rows["second GEMM + combine"][1:] == ("triton", "serial", "the schedule asks for this mode")

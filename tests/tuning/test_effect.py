@@ -155,18 +155,12 @@ def test_tuning_tiles_reach_launch(two_ranks, launched, make_file, rng):
     assert [found.tile.block_n for name, _, found in launched if name == "grouped_gemm"] == [32, 64]
     jax.eval_shape(jax.grad(total, argnums=1), lhs, rhs)
     assert of(launched, "weight_gradient")[1].tile.block_rows == 32
-    want = np.concatenate(
-        [
-            np.asarray(lhs[:20], float) @ np.asarray(rhs[0], float),
-            np.asarray(lhs[20:], float) @ np.asarray(rhs[1], float),
-        ]
-    )
+    a, b = np.asarray(lhs, float), np.asarray(rhs, float)
+    want = np.concatenate([a[:20] @ b[0], a[20:] @ b[1]])
     np.testing.assert_allclose(np.asarray(got, float), want, rtol=0.02, atol=0.1)
 
 
-@pytest.mark.parametrize(
-    "make", [tune_cases._grouped_gemm, tune_cases._grouped_gemm_fp8], ids=["bfloat16", "float8_e4m3fn"]
-)
+@pytest.mark.parametrize("make", [tune_cases._grouped_gemm, tune_cases._grouped_gemm_fp8], ids=["bfloat16", "FP8"])
 def test_tuning_gemm_keys_match_launches(make, two_ranks, launched, make_file):
     """Entries for the shapes of the cases, of both GEMMs and gradients, reach the launches of these operations."""
     sizes = tune_cases.Sizes(24, 128, 256, experts=2, top_k=1, ranks=1, routing="uniform")

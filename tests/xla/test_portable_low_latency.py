@@ -141,10 +141,8 @@ def programs(num_ranks, shape, mesh):
     weights = jax.ShapeDtypeStruct(ids.shape, F32)
     sent = jax.eval_shape(per_rank(dispatch, mesh), x, ids)
     y = jax.ShapeDtypeStruct(sent.tokens.shape, F32)
-    calls = {
-        "dispatch": (lambda *a: dispatch(*a).tokens, (x, ids)),
-        "combine": (combine, (y, ids, weights, sent.handle)),
-    }
+    calls = {"dispatch": (lambda *a: dispatch(*a).tokens, (x, ids))}
+    calls["combine"] = combine, (y, ids, weights, sent.handle)
     return {name: jax.jit(per_rank(fn, mesh)).lower(*args).compile() for name, (fn, args) in calls.items()}
 
 

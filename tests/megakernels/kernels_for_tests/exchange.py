@@ -5,13 +5,13 @@ import triton.language as tl
 
 
 @triton.jit
-def pointer(heaps_ptr, worker, OFFSET, dtype):
+def pointer(heaps_ptr, worker, OFFSET: tl.constexpr, dtype: tl.constexpr):
     addresses = heaps_ptr.to(tl.pointer_type(tl.int64))
     return (tl.load(addresses + worker) + OFFSET).to(tl.pointer_type(dtype))
 
 
 @triton.jit
-def all_to_all(rank_ptr, epoch_ptr, heaps_ptr, x_ptr, y_ptr, W, H, BASE):
+def all_to_all(rank_ptr, epoch_ptr, heaps_ptr, x_ptr, y_ptr, W: tl.constexpr, H: tl.constexpr, BASE: tl.constexpr):
     """y[source] = what source has in x[this rank]: push tasks first, then tasks that wait for a peer each."""
     rank = tl.load(rank_ptr)
     epoch = tl.load(epoch_ptr)
@@ -32,7 +32,7 @@ def all_to_all(rank_ptr, epoch_ptr, heaps_ptr, x_ptr, y_ptr, W, H, BASE):
 
 
 @triton.jit
-def wait(rank_ptr, heaps_ptr, seen_ptr, W, TIMEOUT_NS):
+def wait(rank_ptr, heaps_ptr, seen_ptr, W: tl.constexpr, TIMEOUT_NS: tl.constexpr):
     """seen[i] = whether flag i of this rank becomes 1 in time; on a scalar pointer each, then on all at once."""
     flags = pointer(heaps_ptr, tl.load(rank_ptr), 0, tl.int32)
     index = tl.arange(0, W)

@@ -5,5 +5,5 @@ import triton.language as tl
 
 
 @triton.jit
-def scaled(values, FACTOR):
+def scaled(values, FACTOR: tl.constexpr):
     return (values.to(tl.float32) * FACTOR).to(values.dtype)

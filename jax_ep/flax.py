@@ -43,7 +43,7 @@ except ImportError as error:
 
 Array = jax.Array
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
-# One fan per expert: the leading axis of [E, in, out] enumerates independent matrices.
+# One fan per expert: the leading axis of [E, in, out] enumerates independent experts.
 EXPERT_INIT = nnx.initializers.lecun_normal(batch_axis=(0,))
 DENSE_INIT = nnx.initializers.lecun_normal()
 ZEROS_INIT = nnx.initializers.zeros_init()

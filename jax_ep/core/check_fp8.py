@@ -22,7 +22,7 @@ def weights(function: str, name: str, value: Any) -> Array:
 
 
 def whole_blocks(function: str, what: str, size: int) -> None:
-    """FP8 products need whole blocks of K."""
+    """Check that K is a multiple of the scale block, as FP8 GEMMs need."""
     if size % GROUP_SIZE:
         raise ValueError(
             f"{function}: {what} is {size}, expected a multiple of {GROUP_SIZE}, the elements that share an FP8 scale;"

@@ -40,7 +40,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class FusedModes:
-    """How exchanges and GEMMs by `[hidden, columns]` weights and their transposes run, see `Schedule`.
+    """Modes of all-to-alls with GEMMs by `[hidden, columns]` weights and their transposes, see `Schedule`.
 
     Attributes:
       dispatch: of dispatch + GEMM that saves no tokens.
@@ -97,7 +97,8 @@ class ExchangeFacts(Facts):
 
 @dataclasses.dataclass(frozen=True)
 class FusedFacts(Facts):
-    """Exchange of tokens `[T, hidden]` in one launch with GEMMs by `[hidden, columns]` weights or their transposes."""
+    """All-to-all of tokens `[T, hidden]` in one kernel with GEMMs by `[hidden, columns]` weights or their
+    transposes."""
 
     operation = "exchange_gemm"
     hidden: int

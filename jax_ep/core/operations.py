@@ -106,7 +106,7 @@ class GroupedGemm(Protocol):
 
 
 class ExchangeGemm(Protocol):
-    """Exchange and grouped GEMM in one launch."""
+    """All-to-all and grouped GEMM in one kernel."""
 
     def fused_modes(self, schedule: Schedule, facts: FusedFacts, *, by_pallas: bool) -> FusedModes: ...
 

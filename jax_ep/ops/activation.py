@@ -1,4 +1,4 @@
-"""What comes between the two products of the layer: activated rows, scaled by their router weights."""
+"""The activation between the two GEMMs of the layer: activated rows, scaled by their router weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def activate(
     """Hidden rows `[R, N]`, `[R]` weights, and `[L, N]` biases of the hidden rows, if there are any, to `[R, I]`.
 
     In float32 with one final rounding. Hidden rows and weights are kept for the backward pass. Rows past the groups may
-    hold anything, as products do not read them.
+    hold anything, as GEMMs do not read them.
     """
     if is_one_pass(experts, bias):
         return _activate(plan, experts, hidden, weights, bias, group_sizes)

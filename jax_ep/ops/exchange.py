@@ -280,7 +280,7 @@ def checked(
 
 
 class Located(NamedTuple):
-    """Tokens and weights, alike in the mesh axes over which they vary, and the handle of their exchange."""
+    """Tokens and weights that vary over the same mesh axes, and the handle of their all-to-all."""
 
     x: Any  # tokens, or a quantized pair
     topk_weights: Any  # or None
@@ -386,6 +386,6 @@ def dispatch_pair(
 ) -> tuple[Quantized, Array | None]:
     """FP8 values and scales of `[T]` tokens to `[R]` rows, bit for bit, and the weights of the rows."""
     values = registry.get("exchange", plan.dispatch.implementation).dispatch_rows(plan.options, pair[0], handle)
-    # As tokens in float32, which they are to an exchange, so that weights have a gradient.
+    # Dispatch the scales as float32 tokens, so that the router weights have a gradient.
     scales, row_weights = dispatch_tokens(plan, pair[1], weights, handle)
     return (values, scales), row_weights

@@ -22,7 +22,7 @@ class Row(NamedTuple):
     Attributes:
       part: what it does; parts of the backward pass say so.
       implementation: its name.
-      mode: "fused" or "scatter" in one launch with the exchange, "serial" in separate launches; else empty.
+      mode: "fused" or "scatter" in one kernel with the all-to-all, "serial" in separate kernels; else empty.
       reason: why no implementation or mode that comes first runs it; else empty.
     """
 
@@ -119,7 +119,7 @@ def _of_gemm(plan: plans.GemmPlan) -> Iterator[Row]:
 
 
 def _mode_reason(plan: plans.ExchangeGemmPlan, mode: str, given: str | None) -> str:
-    """Why an exchange with a GEMM is no single launch."""
+    """Return why an all-to-all and its GEMM are not one kernel."""
     if mode != "serial":
         return ""
     return "the schedule asks for this mode" if given else "the cost model expects separate launches to be faster"

@@ -33,7 +33,7 @@ type _Pull = Callable[[Array], tuple[Any, ...]]
 def with_hidden_rows(
     plan: plans.LayerPlan, experts: Experts, x: Array, weights: Array, handle: Handle, parts: ExpertWeights
 ) -> Array:
-    """`moe` of matrices in the dtype of the tokens, whose backward pass keeps the first product."""
+    """Run `moe` with weights in the dtype of the tokens; the backward pass keeps the result of the first GEMM."""
     first = (x, weights, parts.w_gate_up, handle)
     if plan.first.fused is None:
         hidden, row_weights = exchange_gemm.dispatch_then_multiply(plan.first, *first)

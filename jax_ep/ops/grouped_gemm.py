@@ -1,4 +1,4 @@
-"""Grouped GEMM: consecutive groups of rows times one matrix each, and the gradient of the matrices.
+"""Grouped GEMM: consecutive groups of rows times one matrix each, and the weight gradient.
 
 Both are closed under differentiation, so gradients of any order exist.
 """
@@ -119,7 +119,7 @@ def multiply(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def weight_gradient(plan: GemmPlan, out_dtype: DTypeLike, lhs: Array, rhs: Array, group_sizes: Array) -> Array:
-    """`[M, K]` and `[M, N]` rows to `[G, K, N]`, one product per group."""
+    """Multiply `[M, K]` and `[M, N]` rows to `[G, K, N]`, one matrix per group."""
     return plan.run.weight_gradient(lhs, rhs, group_sizes, out_dtype=out_dtype)
 
 

@@ -250,7 +250,7 @@ def _dispatch_forward(
     plan: PartPlan, layout: Layout, group_size: int | None, x: Tokens, topk_idx: Array, num_tokens: Array | None
 ) -> tuple[_Dispatched, _DispatchSaved]:
     tokens, scales, group_sizes, handle = dispatch_tokens(plan, layout, group_size, x, topk_idx, num_tokens)
-    # Rows past the counts hold anything, and would meet zeros in the gradient of a product: NaN * 0 is NaN.
+    # Rows past the counts hold anything, and a GEMM of the backward pass would multiply them by zeros: NaN * 0 is NaN.
     counts = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :] < group_sizes[:, None]
     tokens = jnp.where(counts[:, :, None], tokens, jnp.zeros((), tokens.dtype))
     return (tokens, scales, group_sizes, handle), (x, handle)

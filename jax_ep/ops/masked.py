@@ -1,4 +1,4 @@
-"""The expert layer of decode-sized batches, between low-latency dispatch and combine: products of the rows that count.
+"""The expert layer of decode-sized batches, between low-latency dispatch and combine: GEMMs of the rows in use.
 
 Symbols: L local experts, M rows of an expert's block, W * max_tokens_per_rank in the layout of the dispatch.
 """

@@ -324,7 +324,7 @@ def _by_fp8(
     handle: Handle,
     parts: ExpertWeights,
 ) -> Array:
-    """`moe` with `recipe="fp8"`, whose backward pass keeps the first product."""
+    """Run `moe` with `recipe="fp8"`; the backward pass keeps the result of the first GEMM."""
     first, second = plan
     hidden, row_weights = moe_fp8.dispatch_and_multiply(first, x, weights, parts.w_gate_up, handle)
     hidden, row_weights = checkpoint_name((hidden, row_weights), HIDDEN_NAME)

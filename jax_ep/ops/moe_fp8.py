@@ -1,11 +1,11 @@
-"""The two halves of the expert layer with the products of both passes in FP8.
+"""The two halves of the expert layer with the GEMMs of both passes in FP8.
 
-Rounding to FP8 counts as the identity (straight-through). Each operand has its scales along the axis that is summed
-over: rows, and cotangents of rows, one for 128 columns, and they travel as they are multiplied; both operands of a
-weight gradient one for a column of 128 rows; matrices one for a block of 128 by 128, so that their transposes are the
-same numbers.
+Rounding to FP8 is differentiated as the identity (straight-through). Each operand has its scales along the axis that is
+summed over. Rows and cotangents of rows have one per 128 columns, and are sent as they are multiplied. Both operands of
+a weight gradient have one per column of 128 rows. Weights have one per block of 128 by 128, so that their transposes
+are the same numbers.
 
-Source: products with scales per block, all in e4m3, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3).
+Source: GEMMs with scales per block, all in e4m3, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from jax_ep.ops.plan import Fp8LayerPlan
 from jax_ep.types import TOKENS_NAME, Array, Experts, Handle, Options, Quantized
 
 Weights = Array | QuantizedWeights
-"""Of one product, as the caller has them or quantized before."""
+"""Weights of one GEMM, plain or quantized."""
 
 
 def _without_second_derivative[*Arguments, Result](
@@ -61,20 +61,20 @@ def check_layer(options: Options, experts: Experts, b_gate_up: Array | None, w: 
         )
     if not is_one_pass(experts, b_gate_up):
         raise ValueError(
-            f"{function}: recipe='fp8' with a function of the caller's as activation, or with b_gate_up and"
-            " weight_on='input': the pass that makes FP8 rows has neither; leave recipe=None."
+            f"{function}: recipe='fp8' with a custom activation, or with b_gate_up and"
+            " weight_on='input': the pass that quantizes rows supports neither; leave recipe=None."
         )
     if options.schedule.fuse_weight_gradients:
         raise ValueError(
-            f"{function}: fuse_weight_gradients=True and recipe='fp8': the layer with FP8 products saves its"
-            " tokens in another form, by other launches; leave one of them None."
+            f"{function}: fuse_weight_gradients=True and recipe='fp8': the layer with FP8 GEMMs saves its"
+            " tokens in another form, by other kernels; leave one of them None."
         )
 
 
 def _multiply(
     plan: Fp8LayerPlan, rows: Quantized, w: Weights, handle: Handle, dtype: DTypeLike, *, transpose: bool = False
 ) -> Array:
-    """`[R, K]` rows times `w [L, K, N]`, or `[R, N]` rows times its transpose; matrices that are not FP8 become so."""
+    """Multiply `[R, K]` rows by `w [L, K, N]`, or `[R, N]` rows by its transpose; quantize other weights."""
     if not isinstance(w, QuantizedWeights):
         matrices, scales = plan.operands.quantize_matrices(w, transpose=not transpose)
     elif transpose:

@@ -251,7 +251,7 @@ def low_latency_gemm_combine(
     out_dtype = check_fp8.result_dtype(function, preferred_element_type, lhs)
     if expected_rows is not None:
         expected_rows = check.positive(function, "expected_rows", expected_rows)
-    # What travels looks to the checks as the result of the product does.
+    # The checks need only the shape of the result of the GEMM.
     y = jax.ShapeDtypeStruct((*lhs.shape[:2], rhs.shape[2]), out_dtype)
     layout = check.handle(function, handle, LowLatencyHandle, axis_name)
     topk_idx, topk_weights = check_combine(function, "lhs", y, topk_idx, topk_weights, layout)
@@ -276,7 +276,7 @@ def _multiply_and_combine(
     group_sizes: Array,
     lhs_scales: Array | None,
 ) -> Array:
-    """`low_latency_gemm_combine` of checked operands that vary alike, with a bias `[L, H]` of the product or None."""
+    """Run `low_latency_gemm_combine` on checked operands, with a bias `[L, H]` of the GEMM or None."""
     options = plan.options
 
     def unfused(lhs: Array, rhs: QuantizedWeights, group_sizes: Array, *rest: Any) -> Array:

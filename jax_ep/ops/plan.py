@@ -90,7 +90,7 @@ class ExchangePlan:
 
 @resolution
 def exchange(options: Options, facts: ExchangeFacts, *, wire_dtype: DTypeLike | None = None) -> ExchangePlan:
-    """Resolve the exchange of such tokens, which are dispatched in `wire_dtype`, if given, and not as the options say.
+    """Resolve dispatch and combine of tokens; `wire_dtype` overrides that of the options for dispatch.
 
     Raises:
       NotImplementedError: no requested implementation supports it.
@@ -145,17 +145,17 @@ def group_sums(options: Options, dtype: DTypeLike, num_rows: int, columns: int, 
 
 @dataclasses.dataclass(frozen=True)
 class ExchangeGemmPlan:
-    """Exchange of tokens `[T, hidden]` with GEMMs by `[hidden, columns]` weights or their transposes.
+    """All-to-all of tokens `[T, hidden]` with GEMMs by `[hidden, columns]` weights or their transposes.
 
     Attributes:
-      exchange: of the tokens.
-      gemm: in separate launches.
-      fused: the functions for both; None: they run one after the other.
-      modes: of these functions.
-      saved_as: the form in which dispatched tokens are saved for the gradient of weights, where they are; whichever
+      exchange: dispatch and combine.
+      gemm: the GEMM in a separate kernel.
+      fused: the fused kernels; None: all-to-all and GEMM run one after the other.
+      modes: modes of the fused kernels.
+      saved_as: the form in which dispatched tokens are saved for the gradient of weights, if they are saved: whichever
         takes less memory. "tokens" are `[W * T, hidden]` by source rank and token, "rows" `[R, hidden]`.
-      sums: of biases' gradients, whose columns are those that the GEMM gives.
-      reason: why there are no functions for both; else empty.
+      sums: sums of the gradients of biases, over the columns of the result of the GEMM.
+      reason: why there are no fused kernels; else empty.
     """
 
     exchange: ExchangePlan
@@ -178,7 +178,7 @@ class ExchangeGemmPlan:
 
     @property
     def run(self) -> operations.ExchangeGemm:
-        """The functions for both."""
+        """Functions of the fused kernels."""
         return registry.get("exchange_gemm", _known(self.fused).implementation)
 
     def mode(self, save_as: str | None) -> str:
@@ -198,7 +198,7 @@ class ExchangeGemmPlan:
 
 def _known[Value](value: Value | None) -> Value:
     if value is None:
-        raise ValueError("exchange and GEMM have no functions for both in this plan; call them one after the other.")
+        raise ValueError("this plan has no fused kernels for all-to-all and GEMM; call them one after the other.")
     return value
 
 
@@ -206,12 +206,12 @@ def _known[Value](value: Value | None) -> Value:
 def exchange_gemm(
     options: Options, facts: ExchangeFacts, *, out_columns: int, sum_dtype: DTypeLike | None = None
 ) -> ExchangeGemmPlan:
-    """Resolve both directions of an exchange with GEMMs by `[facts.hidden, facts.columns]` weights.
+    """Resolve both directions of an all-to-all with GEMMs by `[facts.hidden, facts.columns]` weights.
 
     Args:
       options: of the call.
-      facts: of the exchange.
-      out_columns: of the rows that the GEMM gives.
+      facts: of the all-to-all.
+      out_columns: columns of the result of the GEMM.
       sum_dtype: of the sums of combine.
 
     Raises:
@@ -226,7 +226,7 @@ def exchange_gemm(
     reason = registry.unsupported_reason(name, fused, options)
     if reason is not None:
         return ExchangeGemmPlan(whole, gemm(options, product), None, None, None, sums, f"{name}: {reason}")
-    # A separate GEMM is that of the fastest implementation, whichever one exchanges.
+    # A separate GEMM is that of the fastest implementation, whichever runs the all-to-all.
     apart = gemm(dataclasses.replace(options, implementation=None), product)
     modes = registry.get("exchange_gemm", name).fused_modes(
         options.schedule, fused, by_pallas=apart.forward.implementation == "pallas"
@@ -331,13 +331,13 @@ class SpareExperts:
 
 @resolution
 def spare_experts(num_experts: int, weights: Sequence[Array]) -> SpareExperts:
-    """Count the bytes of so many more experts than the weights `[L, ...]` are of."""
+    """Count the bytes of `num_experts` experts with weights like `[L, ...]`."""
     return SpareExperts(num_experts * sum(math.prod(w.shape[1:]) * w.dtype.itemsize for w in weights))
 
 
 @dataclasses.dataclass(frozen=True)
 class Fp8GemmPlan:
-    """A grouped GEMM in FP8, its transpose, and the gradient of its weights; `operands` rounds what they multiply."""
+    """A grouped GEMM in FP8, its transpose, and the gradient of its weights; `operands` rounds their operands."""
 
     product: Part
     gradient: Part

@@ -184,7 +184,7 @@ def multiplied_dtype(dtype: DTypeLike, rhs: QuantizedWeights) -> np.dtype:
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedLayerPlan:
-    """The expert layer of quantized weights, one operation after another; `back` is the exchange of combine."""
+    """The expert layer of quantized weights, one operation after another; `back` is the plan of combine."""
 
     exchange: ExchangePlan
     back: ExchangePlan
@@ -269,13 +269,13 @@ def _reason_against_one_launch(options: Options, name: str, facts: FusedMoEFacts
     if options.axis:
         return f"experts are spread over {options.axis}, and the single kernel is for one device"
     if others:
-        return f"no such launch exists with {', '.join(others)}"
+        return f"no such kernel exists with {', '.join(others)}"
     weights = facts.w_gate_up, facts.w_down
     if registry.get("fused_moe", name).fuses(facts.experts, facts.num_slots, facts.dtype, *weights):
         return None
     shapes = " and ".join(str(tuple(w.shape)) for w in weights)
     return (
-        f"{name!r} has no such launch for {facts.num_slots} slots of {facts.dtype} tokens with matrices {shapes} and"
-        f" {facts.experts}: it takes tokens of 16 bits, sizes that are multiples of 8, or of 16 or 32 where matrices"
-        " have 8 or 4 bits, scales of 16 to 128 elements in int4, no tokens in int8, and no function of the caller's"
+        f"{name!r} has no such kernel for {facts.num_slots} assignments of {facts.dtype} tokens, weights {shapes} and"
+        f" {facts.experts}: it takes tokens of 16 bits, sizes that are multiples of 8, or of 16 or 32 where weights"
+        " have 8 or 4 bits, scales of 16 to 128 elements in int4, no tokens in int8, and no custom activation"
     )

@@ -36,7 +36,7 @@ _IMPLEMENTATIONS = {
     "exchange": ("triton", "xla", "pallas"),
     "balance_plan": ("triton", "xla"),
     "expert_copies": ("triton", "xla"),
-    "exchange_gemm": ("triton",),  # others run the exchange and the product one after the other
+    "exchange_gemm": ("triton",),  # others run the all-to-all and the GEMM one after the other
     "gemm_activation": ("pallas",),  # others activate in a separate pass
     "grouped_gemm": ("triton", "pallas", "xla"),
     "fused_moe": ("triton",),  # others run the layer one operation after another
@@ -74,13 +74,13 @@ def options(
     Raises:
       ValueError: a name that is not registered.
       TypeError: names, an axis or a schedule of another type.
-      NotImplementedError: a `Topology`, which layers and exchanges that know it have taken apart before.
+      NotImplementedError: a `Topology`, which operations that support it handle themselves.
     """
     if isinstance(axis_name, Topology):
         raise NotImplementedError(
             f"{function}: axis_name={axis_name!r}: only dispatch, combine, moe, low_latency_moe, sharded_moe and"
-            f" flax.MoE know slow axes; call one of them, or pass the tuple {axis_name.axes} for one exchange among all"
-            " ranks."
+            f" flax.MoE support a Topology; call one of them, or pass the tuple {axis_name.axes} for one all-to-all"
+            " among all ranks."
         )
     schedule = checked_schedule(function, schedule)
     if schedule.wire_dtype is not None and not has_wire:

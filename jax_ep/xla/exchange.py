@@ -35,12 +35,12 @@ type Unpermute = Callable[[Array, Array, DTypeLike], Array | Quantized]
 GATHERED_BYTES = 2 << 20
 """Up to this size, tokens of all ranks go to all ranks. On CPU devices segments are faster from 2 to 4 MiB on."""
 RAGGED_PLATFORMS = ("rocm", "tpu")
-"""Platforms that exchange segments at once. NVIDIA GPUs use rounds: there, XLA's ragged all-to-all takes 13 times as
-long with default flags (docs/design/exchange.md).
+"""Platforms that send segments in one ragged all-to-all. NVIDIA GPUs use rounds: there, XLA's ragged all-to-all takes
+13 times as long with default flags (docs/design/exchange.md).
 """
 RAGGED_COST = 3
 """Cost of a byte on those platforms, relative to "to all": 2540 us against 903 on four H200s with the best flags
-(docs/performance.md).
+(no report).
 """
 ROUNDS_COST = 4
 """Cost of a byte in rounds on NVIDIA GPUs: 3187 us against 825 on two H200s (docs/design/exchange.md)."""

@@ -238,7 +238,7 @@ def test_single_launch_unsupported(implementation, rng):
         run = partial(jax_ep.fused_moe, schedule=schedule, implementation=implementation)
         with pytest.raises(TypeError, match=r"topk_idx is a (NoneType|list), not an array"):
             run(operands[0], ids, *operands[2:])
-    with pytest.raises(ValueError, match="no such launch exists with capacity"):
+    with pytest.raises(ValueError, match="no such kernel exists with capacity"):
         partial(jax_ep.moe, schedule=ONE, num_experts=6, axis_name=(), capacity=4)(*operands)
     if implementation == "triton":
         pair = [store(jnp.ones(shape), "mxfp4 prepacked") for shape in ((6, 128, 256), (6, 128, 128))]

@@ -1,7 +1,7 @@
 """Triton kernels to machine code, by Triton's own compiler and assembler, in threads.
 
-These leave the lock of Python for most of their time, a second or two for the kernels of the exchange. So a program's
-kernels are compiled side by side while it is traced further (pending.py).
+Compilation releases Python's lock for most of its time, a second or two for dispatch and combine. So the kernels of a
+program compile in parallel while tracing goes on (pending.py).
 """
 
 from __future__ import annotations

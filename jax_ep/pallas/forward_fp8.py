@@ -1,9 +1,9 @@
 """Grouped GEMM of FP8 operands with scales per block: `out[rows of g] = lhs[rows of g] @ rhs[g].T`.
 
-Roles as in forward.py; consumers begin products in turn (wgmma.py). A step is one block of K, 128. Its sum is scaled
-and added in float32 registers, so a consumer holds the sum of its part of a tile, and the product of a step for half of
-its columns. Rows stay rows of the tensor cores: a thread then has two of them, and scales cost next to nothing. Along
-the columns, as in forward.py, each scale would cost a load and a multiplication.
+Roles as in forward.py; consumers issue wgmma in alternation (wgmma.py). A step is one block of K, 128. Its sum is
+scaled and added in float32 registers, so a consumer holds the sum of its part of a tile, and the result of a step for
+half of its columns. Rows are the M dimension of wgmma: a thread then has two of them, and scales cost next to nothing.
+As columns, as in forward.py, each scale would cost a load and a multiplication.
 
 Tiles have 128 rows. The last one of a group may have 64; each consumer then takes all of them and half of the columns.
 Tiles may overlap the next group; the extra rows are computed but not stored. Rows past the groups form a group without

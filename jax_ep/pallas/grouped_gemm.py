@@ -1,7 +1,7 @@
 """Grouped GEMM and its weight gradient for bfloat16 and float16 on Hopper's tensor cores, accumulated in float32.
 
-The kernels are written for Pallas's Mosaic GPU backend, which gives them what these GPUs have: asynchronous products of
-warpgroups and copies by TMA. Pallas's Triton backend, which would run on more GPUs, has neither. On the CPU they run in
+The kernels are written for Pallas's Mosaic GPU backend, which gives access to wgmma and TMA. Pallas's Triton
+backend, which would run on more GPUs, has neither. On the CPU they run in
 Mosaic's interpreter, with the same barriers and copies.
 
 TMA moves blocks of 8 rows of 128 bytes here. Operands of other sizes are padded with zeros and the result is cut, which
@@ -55,7 +55,7 @@ def grouped_gemm(
 ) -> Array:
     """See xla/grouped_gemm.py. `tiles` are those of the kernel; None: those for the shape.
 
-    Source: persistent, warp-specialized products as in CUTLASS and DeepGEMM, here in Pallas.
+    Source: persistent, warp-specialized GEMMs as in CUTLASS and DeepGEMM, here in Pallas.
     """
     tiles = tiles or tiling.forward_tiles(lhs.shape[0], group_sizes.shape[0])
     static = {"out_dtype": jnp.dtype(out_dtype), "tiles": tiles, "interpret": is_interpreted()}

@@ -150,9 +150,9 @@ def fits(num_rows: int, num_groups: int) -> bool:
 
 
 def activates(experts: Experts, depth: int) -> bool:
-    """Whether the first product of these experts, without biases, should store activated rows.
+    """Whether the first GEMM of these experts, without biases, should store activated rows.
 
-    Its tiles are half as high, which costs more the deeper it is; what is saved stays the same
+    Its `block_m` is half as large, which costs more the larger K is; the saved traffic stays the same
     (docs/design/grouped_gemm.md).
     """
     of_halves = experts.gated and not experts.interleaved

@@ -143,10 +143,10 @@ def multiply_steps(
     operands: Callable[[Array], Sequence[tuple[Ref, Ref]]],
     second: Callable[[], None] | None = None,
 ) -> None:
-    """Add the products of the `count` steps of a task, from `step` on.
+    """Accumulate the `count` steps of a task, from `step` on.
 
-    The product of one step stays in flight while the previous step's slot is released; the last step's slot stays
-    taken. `operands(slot)` are the factors of each accumulator. `second` runs in the second step.
+    The wgmma of one step stays in flight while the previous step's slot is released; the last step's slot stays
+    taken. `operands(slot)` are the operands of each accumulator. `second` runs in the second step.
     """
 
     def one(k: Array, step: Array) -> Array:
@@ -155,7 +155,7 @@ def multiply_steps(
         plgpu.barrier_wait(ring.full.at[slot])
         for accumulator, pair in zip(accumulators, operands(slot), strict=True):
             plgpu.wgmma(accumulator, *pair)
-        # Leave this step's products in flight; those of the previous step have ended.
+        # Leave this step's wgmma in flight; that of the previous step has ended.
         plgpu.wgmma_wait(len(accumulators))
 
         @pl.when(k > int32(0))

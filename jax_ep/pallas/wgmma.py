@@ -1,16 +1,16 @@
-"""FP8 products as values: the tensor cores begin them in turn, and they are finished later.
+"""FP8 wgmma whose result is a value: consumers issue in alternation, and wait for the result later.
 
 Tensor cores add FP8 products in few bits, so each step's sum is scaled and added in float32 registers. If warpgroups
-begin products as soon as they can, they drift into multiplying at the same time and adding at the same time, and the
-tensor cores idle. So consumers alternate (ping-pong): one begins a product, then the other, and each adds while the
-other's product runs. Waiting at the ping-pong barrier also keeps the assembler from beginning a product while the
-previous one is added, for which there are too few registers.
+issue wgmma as soon as they can, they drift into multiplying at the same time and adding at the same time, and the
+tensor cores idle. So consumers alternate (ping-pong): one issues, then the other, and each adds while the other's wgmma
+runs. The ping-pong barrier also keeps the assembler from starting a wgmma while the previous one is added, for which
+there are too few registers.
 
-Pallas accumulators are memory of a scope and are cleared before use: an instruction for two elements in each step. Here
-the first instruction of a product does not read its sums, so nothing is cleared.
+Pallas clears an accumulator before use, which costs an instruction for two elements in each step. Here the first
+instruction of a wgmma overwrites its sums, so nothing is cleared.
 
-Finish a product in straight-line code: if it is in flight at the end of a loop iteration or a branch, the assembler
-lets every product end before the next one begins.
+Call `finish` in straight-line code: if a wgmma is in flight at the end of a loop iteration or a branch, the assembler
+serializes all of them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ type Sums = tuple[Array, ...]
 
 
 def ping_pong_barriers() -> Scratch:
-    """Declare barriers of the consumers, which open when it is their turn to begin a product."""
+    """Declare the ping-pong barriers: each one opens when its consumer may issue a wgmma."""
     return plgpu.Barrier(num_arrivals=1, num_barriers=CONSUMERS)
 
 
@@ -58,17 +58,17 @@ def open_ping_pong(ping_pong: Ref) -> None:
 
 
 def zeros(columns: int) -> Array:
-    """Return zero sums in the register layout of products."""
+    """Return zero sums in the register layout of wgmma."""
     return plgpu.layout_cast(jnp.zeros((CHUNK, columns), jnp.float32), plgpu.Layout.WGMMA)
 
 
 def begin(ping_pong: Ref, lhs: Ref, rhs: Ref, *, interpret: bool) -> Array:
-    """Begin `lhs [64, 128] @ rhs [N, 128].T`, both FP8 in swizzled shared memory, in turn; pass the result to `finish`.
+    """Issue `lhs [64, 128] @ rhs [N, 128].T`, both FP8 in swizzled shared memory; pass the result to `finish`.
 
-    All consumers must begin the same number of products.
+    All consumers must make the same number of calls.
     """
     consumer = lax.axis_index(WARPGROUP)
-    # Wait for this consumer's turn, begin, then let the other one begin.
+    # Wait at the ping-pong barrier, issue, then let the other consumer issue.
     plgpu.barrier_wait(ping_pong.at[consumer])
     product = _begin(lhs, rhs, interpret)
     plgpu.barrier_arrive(ping_pong.at[lax.rem(consumer + int32(1), int32(CONSUMERS))])
@@ -76,7 +76,7 @@ def begin(ping_pong: Ref, lhs: Ref, rhs: Ref, *, interpret: bool) -> Array:
 
 
 def finish(product: Array, *, interpret: bool) -> Array:
-    """Wait for a product and return its sums, float32."""
+    """Wait for a wgmma and return its float32 sums."""
     if interpret:
         return product
     result = plgpu.ShapeDtypeStruct(product.shape, _FLOAT32, layout=plgpu.Layout.WGMMA)
@@ -113,7 +113,7 @@ def _multiply(sums: Ref, lhs: Ref, rhs: Ref) -> Array:
 
 
 def _instructions(columns: int, types: str) -> str:
-    """Return the assembly of a product: its first operands are the sums, the next ones descriptors of its operands."""
+    """Return the assembly of a wgmma: its first operands are the sums, the next ones descriptors of lhs and rhs."""
     number = columns // 2  # sums of a thread
     sums = ", ".join(f"${i}" for i in range(number))
     code = [".reg .pred never, always;", "setp.ne.b32 never, 0, 0;", "setp.eq.b32 always, 0, 0;"]

@@ -122,7 +122,7 @@ def place(inside, size, tiles_n: gl.constexpr, GROUP_M: gl.constexpr):
 
 @gluon.jit
 def issue(a, b, turn, slot, issued, wave: gl.constexpr, consumer: gl.constexpr, zero):
-    """Start the product of one wave when it is this consumer's turn, and pass the turn on."""
+    """Issue the wgmma of one wave after the ping-pong barrier, and open it for the other consumer."""
     wait(turn.index(consumer), issued & 1)
     right = b.index(slot).slice(consumer * HALF_N, HALF_N)
     part = warpgroup_mma(

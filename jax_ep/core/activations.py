@@ -1,18 +1,16 @@
-"""Activations and weighting between the two expert matmuls, in plain JAX."""
+"""Activations between the two expert matmuls, in plain JAX."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep.core.dtypes import accumulation_dtype
-from jax_ep.core.layout import Bias, bias_rows
 from jax_ep.types import Array, Experts
 
 
@@ -36,6 +34,22 @@ _FUNCTIONS: dict[str, Callable[[Array], Array]] = {
     "relu": _relu,
     "relu_squared": lambda x: jnp.square(_relu(x)),
 }
+
+
+class HiddenRows(NamedTuple):
+    """Results of the first GEMM, and what activates and weights them to rows `[R, I]`.
+
+    Attributes:
+      hidden: `[R, 2 * I]`, or `[R, I]` without gates.
+      weights: `[R]` router weights.
+      bias: one value per column of `hidden` for each local expert, or None.
+      group_sizes: `[L]` int32; their sum is the number of rows in use.
+    """
+
+    hidden: Array
+    weights: Array
+    bias: Array | None
+    group_sizes: Array
 
 
 def activate(experts: Experts, hidden: Array) -> Array:
@@ -78,32 +92,3 @@ def _of_gate(experts: Experts, gate: Array, sigmoid: Callable[[Array], Array] = 
 def _at_most(x: Array, limit: float) -> Array:
     """Return `min(x, limit)`. NaN stays NaN, and the derivative at the limit is 1."""
     return jnp.where(x > limit, limit, x)
-
-
-def weighted(experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array) -> Array:
-    """Map hidden rows `[R, N]`, weights `[R]` and biases `[G, N]` to `[R, I]`, in float32 with one final rounding."""
-    return weighted_wide(experts, hidden, weights, bias, group_sizes).astype(hidden.dtype)
-
-
-def weighted_wide(experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array) -> Array:
-    """Compute `weighted` in the accumulation dtype, without the final rounding."""
-    wide = hidden.astype(accumulation_dtype(hidden.dtype))
-    factors = weights.astype(wide.dtype)[:, None]
-    if experts.weight_on == "input":
-        wide = wide * factors
-    if bias is not None:
-        wide = wide + bias_rows(Bias(bias), group_sizes, wide.shape[0], wide.dtype)
-    rows = activate(experts, wide)
-    return rows if experts.weight_on == "input" else rows * factors
-
-
-def weighted_gradient(
-    experts: Experts, hidden: Array, weights: Array, bias: Array | None, d_rows: Array, group_sizes: Array
-) -> tuple[Array, Array, Array]:
-    """Return the cotangents of `hidden` and `weights`, and the recomputed output of `weighted`."""
-
-    def run(hidden: Array, weights: Array) -> Array:
-        return weighted(experts, hidden, weights, bias, group_sizes)
-
-    rows, pull = jax.vjp(run, hidden, weights)
-    return *pull(d_rows), rows

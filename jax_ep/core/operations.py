@@ -10,6 +10,7 @@ from typing import Protocol
 
 from jax.typing import DTypeLike
 
+from jax_ep.core.activations import HiddenRows
 from jax_ep.core.balance import PassPlan
 from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.core.facts import FusedFacts, FusedModes, Weights
@@ -83,25 +84,11 @@ class GroupedGemm(Protocol):
     def weight_gradient(self, lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: DTypeLike) -> Array: ...
 
     def grouped_gemm_fp8(
-        self,
-        lhs: Array,
-        rhs: Array,
-        group_sizes: Array,
-        lhs_scales: Array,
-        rhs_scales: Array,
-        *,
-        out_dtype: DTypeLike,
+        self, lhs: Quantized, rhs: Quantized, group_sizes: Array, *, out_dtype: DTypeLike
     ) -> Array: ...
 
     def weight_gradient_fp8(
-        self,
-        lhs: Array,
-        rhs: Array,
-        group_sizes: Array,
-        lhs_scales: Array,
-        rhs_scales: Array,
-        *,
-        out_dtype: DTypeLike,
+        self, lhs: Quantized, rhs: Quantized, group_sizes: Array, *, out_dtype: DTypeLike
     ) -> Array: ...
 
 
@@ -171,30 +158,15 @@ class GemmActivation(Protocol):
 class Activation(Protocol):
     """Activation between the GEMMs of the layer, its gradient, and FP8 quantization of operands."""
 
-    def activate(
-        self, experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array, /
-    ) -> Array: ...
+    def activate(self, experts: Experts, rows: HiddenRows, /) -> Array: ...
 
     def activate_gradient(
-        self,
-        experts: Experts,
-        hidden: Array,
-        weights: Array,
-        bias: Array | None,
-        d_rows: Array,
-        group_sizes: Array,
-        /,
-        *,
-        keep: bool,
+        self, experts: Experts, rows: HiddenRows, d_rows: Array, /, *, keep: bool
     ) -> tuple[Array, Array, Array | None]: ...
 
-    def activate_quantized(
-        self, experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array, /
-    ) -> Quantized: ...
+    def activate_quantized(self, experts: Experts, rows: HiddenRows, /) -> Quantized: ...
 
-    def activate_columns(
-        self, experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array, /
-    ) -> Quantized: ...
+    def activate_columns(self, experts: Experts, rows: HiddenRows, /) -> Quantized: ...
 
     def quantize_rows(self, x: Array, group_sizes: Array, /) -> Quantized: ...
 

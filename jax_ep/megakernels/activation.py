@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_ep.core import fp8
+from jax_ep.core.activations import HiddenRows
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.kernel import Argument, Config, Constants, Kernel
@@ -66,52 +67,30 @@ def gather_rows(x: Array, index: Array, group_sizes: Array) -> Array:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def activate(experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array) -> Array:
-    """Activate and weight rows; rows past the groups are undefined.
-
-    Args:
-      experts: what they compute.
-      hidden: `[R, 2 * I]`, or `[R, I]` without gates.
-      weights: `[R]` float32.
-      bias: one per column of `hidden` for each expert, or None.
-      group_sizes: `[L]` int32; their sum is the number of rows in use.
-
-    Returns:
-      `[R, I]`.
-    """
-    operands = _hidden_operands(hidden, weights, bias, group_sizes)
-    sizes = sizes_of(_activated_shape(experts, hidden), group_sizes)
-    result = jax.ShapeDtypeStruct((sizes.num_rows, sizes.width), hidden.dtype)
-    return _launch(_ACTIVATE, operands, sizes, result, KIND=kind_of(experts))
+def activate(experts: Experts, rows: HiddenRows) -> Array:
+    """Activate and weight rows; rows past the groups are undefined."""
+    sizes = sizes_of(_activated_shape(experts, rows), rows.group_sizes)
+    result = jax.ShapeDtypeStruct((sizes.num_rows, sizes.width), rows.hidden.dtype)
+    return _launch(_ACTIVATE, _hidden_operands(rows), sizes, result, KIND=kind_of(experts))
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="keep")
 def activate_gradient(
-    experts: Experts,
-    hidden: Array,
-    weights: Array,
-    bias: Array | None,
-    d_rows: Array,
-    group_sizes: Array,
-    *,
-    keep: bool,
+    experts: Experts, rows: HiddenRows, d_rows: Array, *, keep: bool
 ) -> tuple[Array, Array, Array | None]:
     """Return cotangents of `hidden`, undefined past the groups, and of `weights`, and activated rows or None.
 
-    Args:
-      experts, hidden, weights, bias, group_sizes: as for `activate`.
-      d_rows: `[R, I]`, the cotangent of its result.
-      keep: also return that result, computed again in the same pass.
+    `d_rows` is the cotangent of the result of `activate`; with `keep`, the same pass computes that result again.
     """
-    hidden, weights, bias, d_rows, group_sizes = vary_alike((hidden, weights, bias, d_rows, group_sizes))
-    sizes = gradient_sizes_of(experts, d_rows.shape, group_sizes)
-    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (hidden, weights)]
+    rows, d_rows = vary_alike((rows, d_rows))
+    sizes = gradient_sizes_of(experts, d_rows.shape, rows.group_sizes)
+    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (rows.hidden, rows.weights)]
     results.append(jax.ShapeDtypeStruct(d_rows.shape if keep else (1,), d_rows.dtype))
-    operands = (hidden, weights, d_rows, group_sizes, _row_bias(bias, hidden, group_sizes))
+    hidden, weights, group_sizes, bias = _hidden_operands(rows)
     constants: Constants = {"S": sizes, "KIND": kind_of(experts), "KEEP": keep}
-    config = gradient_config(experts, sizes, keep)
-    d_hidden, d_weights, rows = launch(_GRADIENT, operands, results, config, constants)
-    return d_hidden, d_weights, rows if keep else None
+    config, operands = gradient_config(experts, sizes, keep), (hidden, weights, d_rows, group_sizes, bias)
+    d_hidden, d_weights, activated = launch(_GRADIENT, operands, results, config, constants)
+    return d_hidden, d_weights, activated if keep else None
 
 
 def kind_of(experts: Experts) -> Activation:
@@ -127,20 +106,15 @@ def kind_of(experts: Experts) -> Activation:
     )
 
 
-def _activated_shape(experts: Experts, hidden: Array) -> tuple[int, int]:
-    return hidden.shape[0], hidden.shape[1] // (2 if experts.gated else 1)
+def _activated_shape(experts: Experts, rows: HiddenRows) -> tuple[int, int]:
+    return rows.hidden.shape[0], rows.hidden.shape[1] // (2 if experts.gated else 1)
 
 
-def _hidden_operands(
-    hidden: Array, weights: Array, bias: Array | None, group_sizes: Array
-) -> tuple[Array, Array, Array, RowBias | None]:
+def _hidden_operands(rows: HiddenRows) -> tuple[Array, Array, Array, RowBias | None]:
     """Return hidden rows, their weights, the group sizes, and the bias of each row."""
-    hidden, weights, bias, group_sizes = vary_alike((hidden, weights, bias, group_sizes))
-    return hidden, weights, group_sizes, _row_bias(bias, hidden, group_sizes)
-
-
-def _row_bias(bias: Array | None, hidden: Array, group_sizes: Array) -> RowBias | None:
-    return None if bias is None else RowBias(bias, row_groups(group_sizes, hidden.shape[0]))
+    hidden, weights, bias, group_sizes = vary_alike(rows)
+    row_bias = None if bias is None else RowBias(bias, row_groups(group_sizes, hidden.shape[0]))
+    return hidden, weights, group_sizes, row_bias
 
 
 def _launch(
@@ -166,14 +140,12 @@ def dequantize_rows(values: Array, scales: Array, group_sizes: Array, *, dtype: 
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def activate_quantized(
-    experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array
-) -> Quantized:
+def activate_quantized(experts: Experts, rows: HiddenRows) -> Quantized:
     """Activate and weight rows, and quantize them to FP8 `[R, I]` and scales `[R, I / 128]`."""
-    shape, operands = _activated_shape(experts, hidden), _hidden_operands(hidden, weights, bias, group_sizes)
-    sizes = sizes_of(shape, group_sizes)
-    rows = _launch(_ACTIVATE_QUANTIZED, operands, sizes, _quantized(shape), KIND=kind_of(experts))
-    return rows.values_ptr, rows.scales_ptr
+    shape, operands = _activated_shape(experts, rows), _hidden_operands(rows)
+    sizes = sizes_of(shape, rows.group_sizes)
+    found = _launch(_ACTIVATE_QUANTIZED, operands, sizes, _quantized(shape), KIND=kind_of(experts))
+    return found.values_ptr, found.scales_ptr
 
 
 @functools.partial(jax.jit, static_argnames="transpose")
@@ -234,14 +206,11 @@ def _quantize_columns(x: Tokens, group_sizes: Array, *, both: bool) -> tuple[Any
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def activate_columns(
-    experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array
-) -> Quantized:
+def activate_columns(experts: Experts, rows: HiddenRows) -> Quantized:
     """Activate and weight rows, and quantize their columns as `quantize_columns` does, rounding once."""
-    operands = _hidden_operands(hidden, weights, bias, group_sizes)
-    sizes = column_sizes_of(_activated_shape(experts, hidden), group_sizes, _ACTIVATED_COLUMNS)
+    sizes = column_sizes_of(_activated_shape(experts, rows), rows.group_sizes, _ACTIVATED_COLUMNS)
     config, constants = activated_columns_config(experts, sizes), {"S": sizes, "KIND": kind_of(experts)}
-    columns = launch(_ACTIVATE_COLUMNS, operands, (_quantized_columns(sizes),), config, constants)[0]
+    columns = launch(_ACTIVATE_COLUMNS, _hidden_operands(rows), (_quantized_columns(sizes),), config, constants)[0]
     return columns.values_ptr, columns.scales_ptr
 
 

@@ -32,7 +32,7 @@ from jax_ep.megakernels.kernels.gemm_structs import (
     WeightGradientTile,
 )
 from jax_ep.megakernels.launch import Programs, int32, launch, num_programs, stores_by_descriptor, tile_config
-from jax_ep.types import Array
+from jax_ep.types import Array, Quantized
 
 _FORWARD = Kernel(grouped_gemm_kernels.grouped_gemm)
 _FP8 = Kernel(grouped_gemm_kernels.grouped_gemm_fp8)
@@ -258,23 +258,17 @@ def gradient_result(shape: tuple[int, ...], dtype: DTypeLike, sizes: WeightGradi
 
 @functools.partial(jax.jit, static_argnames=("out_dtype", "tiles"))
 def grouped_gemm_fp8(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    lhs_scales: Array,
-    rhs_scales: Array,
-    *,
-    out_dtype: DTypeLike,
-    tiles: Fp8Tiles | None = None,
+    lhs: Quantized, rhs: Quantized, group_sizes: Array, *, out_dtype: DTypeLike, tiles: Fp8Tiles | None = None
 ) -> Array:
     """Multiply as in xla/grouped_gemm.py; `tiles` as for `grouped_gemm`."""
-    (num_rows, depth), (groups, columns) = lhs.shape, rhs.shape[:2]
-    default = fp8_tiles(num_rows, groups, jnp.dtype(out_dtype).itemsize)
-    tiles = tiles or _tuned(default, "grouped_gemm_fp8", lhs.shape, columns, groups, (lhs.dtype, out_dtype))
-    lhs, rhs, *others = operands = vary_alike((lhs, rhs, lhs_scales, rhs_scales, group_sizes))
+    (num_rows, depth), (groups, columns) = lhs[0].shape, rhs[0].shape[:2]
+    default, dtypes = fp8_tiles(num_rows, groups, jnp.dtype(out_dtype).itemsize), (lhs[0].dtype, out_dtype)
+    tiles = tiles or _tuned(default, "grouped_gemm_fp8", (num_rows, depth), columns, groups, dtypes)
+    values, weights, *others = operands = vary_alike((lhs[0], rhs[0], lhs[1], rhs[1], group_sizes))
     if tiles.gluon:
         return _by_gluon(*operands, out_dtype=out_dtype, group_m=tiles.group_m)
-    left, right = Descriptor(lhs[None], (1, tiles.block_m, GROUP_SIZE)), Descriptor(rhs, (1, tiles.block_n, GROUP_SIZE))
+    left = Descriptor(values[None], (1, tiles.block_m, GROUP_SIZE))
+    right = Descriptor(weights, (1, tiles.block_n, GROUP_SIZE))
     result = jax.ShapeDtypeStruct((num_rows, columns), out_dtype)
     config = tile_config(tiles, (num_rows // tiles.block_m + groups) * -(-columns // tiles.block_n))
     constants = {"S": fp8_sizes(num_rows, columns, depth, groups, tiles)}
@@ -318,21 +312,14 @@ def gluon_constants(
 
 @functools.partial(jax.jit, static_argnames=("out_dtype", "tiles"))
 def weight_gradient_fp8(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    lhs_scales: Array,
-    rhs_scales: Array,
-    *,
-    out_dtype: DTypeLike,
-    tiles: Fp8WeightTiles | None = None,
+    lhs: Quantized, rhs: Quantized, group_sizes: Array, *, out_dtype: DTypeLike, tiles: Fp8WeightTiles | None = None
 ) -> Array:
     """Contract columns as in xla/grouped_gemm.py; `tiles` as for `grouped_gemm`."""
-    (rows, places), columns, groups = lhs.shape, rhs.shape[0], group_sizes.shape[0]
-    shape = places, rows
-    tiles = tiles or _tuned(fp8_weight_tiles(), "weight_gradient_fp8", shape, columns, groups, (lhs.dtype, out_dtype))
-    lhs, rhs, *others = vary_alike((lhs, rhs, lhs_scales, rhs_scales, group_sizes))
-    left, right = Descriptor(lhs, (tiles.block_m, GROUP_SIZE)), Descriptor(rhs, (tiles.block_n, GROUP_SIZE))
+    (rows, places), columns, groups = lhs[0].shape, rhs[0].shape[0], group_sizes.shape[0]
+    shape, dtypes = (places, rows), (lhs[0].dtype, out_dtype)
+    tiles = tiles or _tuned(fp8_weight_tiles(), "weight_gradient_fp8", shape, columns, groups, dtypes)
+    a, b, *others = vary_alike((lhs[0], rhs[0], lhs[1], rhs[1], group_sizes))
+    left, right = Descriptor(a, (tiles.block_m, GROUP_SIZE)), Descriptor(b, (tiles.block_n, GROUP_SIZE))
     result = jax.ShapeDtypeStruct((groups, rows, columns), out_dtype)
     config = tile_config(tiles, groups * -(-rows // tiles.block_m) * -(-columns // tiles.block_n))
     constants = {"S": fp8_weight_sizes(places, columns, rows, groups, tiles)}

@@ -14,9 +14,10 @@ from typing import NamedTuple, cast
 
 import jax
 
+from jax_ep.core.activations import HiddenRows
 from jax_ep.core.layout import Bias
-from jax_ep.ops import exchange, exchange_gemm
-from jax_ep.ops.activation import activate, activate_again, is_one_pass
+from jax_ep.ops import activation, exchange, exchange_gemm
+from jax_ep.ops.activation import activate, is_one_pass
 from jax_ep.ops.grouped_gemm import bias_gradient, multiply, weight_gradient
 from jax_ep.ops.plan import ActivationPlan, ExchangeGemmPlan
 from jax_ep.types import Array, Experts, Handle
@@ -37,6 +38,10 @@ class FfnHidden(NamedTuple):
     b_gate_up: Array | None
     b_down: Bias | None
 
+    def rows(self, group_sizes: Array) -> HiddenRows:
+        """Return the inputs of the activation."""
+        return HiddenRows(self.hidden, self.row_weights, self.b_gate_up, group_sizes)
+
 
 def bias_of_result(experts: Experts, b_down: Array | None, row_weights: Array) -> Bias | None:
     """Return the bias of the second GEMM, scaled by the router weights if these scale the rows."""
@@ -55,10 +60,8 @@ def in_several_passes(
 
     @jax.checkpoint
     def run(between: FfnHidden, w: Array, handle: Handle) -> Array:
-        hidden, weights, b_gate_up, bias = between
-        sizes = handle.group_sizes
-        rows = activate(between_plan, experts, w.shape[1], hidden, weights, b_gate_up, sizes)
-        return exchange_gemm.multiply_and_combine(plan, rows, w, handle, bias)
+        rows = activate(between_plan, experts, w.shape[1], between.rows(handle.group_sizes))
+        return exchange_gemm.multiply_and_combine(plan, rows, w, handle, between.b_down)
 
     return run(between, w, handle)
 
@@ -68,9 +71,8 @@ def activate_multiply_and_combine(
     plan: ExchangeGemmPlan, between_plan: ActivationPlan, experts: Experts, between: FfnHidden, w: Array, handle: Handle
 ) -> Array:
     """Hidden rows, activated and weighted in one pass, times `w [L, I, H]`, to unweighted sums `[T, H]`."""
-    hidden, weights, b_gate_up, bias = between
-    rows = between_plan.run.activate(experts, hidden, weights, b_gate_up, handle.group_sizes)
-    return exchange_gemm.run_combine(plan, False, rows, None, w, handle, bias)[0]
+    rows = between_plan.run.activate(experts, between.rows(handle.group_sizes))
+    return exchange_gemm.run_combine(plan, False, rows, None, w, handle, between.b_down)[0]
 
 
 type _Operands = tuple[FfnHidden, Array, Handle]
@@ -97,11 +99,12 @@ def _backward(
         d_rows = multiply(plan.gemm, True, w.dtype, d_products, w, sizes)
     # Else XLA would find what portable formulas compute in both directions, and keep it.
     hidden, d_rows = jax.lax.optimization_barrier((between.hidden, d_rows))
-    d = activate_again(between_plan, experts, hidden, between.row_weights, between.b_gate_up, d_rows, sizes)
+    rows = between._replace(hidden=hidden).rows(sizes)
+    d, activated = activation.gradient(between_plan, experts, rows, d_rows, keep=True)
     if plan.fused is not None:
-        d_w = exchange_gemm.weight_gradient(plan, True, "rows", d_sums, d_products, d.rows, handle)
+        d_w = exchange_gemm.weight_gradient(plan, True, "rows", d_sums, d_products, activated, handle)
     else:
-        d_w = weight_gradient(plan.gemm, w.dtype, d.rows, d_products, sizes)
+        d_w = weight_gradient(plan.gemm, w.dtype, cast(Array, activated), d_products, sizes)
     d_down = between.b_down
     if d_down is not None:
         d_down = bias_gradient(plan.sums, cast(Array, d_products), d_down, sizes)

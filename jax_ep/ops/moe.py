@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from jax_ep.core import check
+from jax_ep.core.activations import HiddenRows
 from jax_ep.core.balance import Balance
 from jax_ep.core.check import operation
 from jax_ep.core.dtypes import FP8
@@ -352,13 +353,13 @@ def _by_quantized(
         rows, row_weights = exchange.dispatch_tokens(plan.exchange, x, weights, handle)
         hidden = quantized_gemm.multiply(plan.first, x.dtype, rows, parts.w_gate_up, sizes)
     row_weights, inner = cast(Array, row_weights), parts.w_down.shape[1]
+    hidden_rows = HiddenRows(hidden, row_weights, parts.b_gate_up, sizes)
     if second and is_one_pass(experts, parts.b_gate_up):
-        operands = (hidden, row_weights, parts.b_gate_up, sizes)
         between = partial(quantized_gemm.fp8_operands(plan.second).activate_quantized, experts)
-        quantized = quantized_gemm.without_gradient(options, between, *operands)
+        quantized = quantized_gemm.without_gradient(options, between, hidden_rows)
         products = quantized_gemm.multiply_fp8(plan.second, x.dtype, quantized, parts.w_down, sizes)
     else:
-        rows = activate(plan.activation, experts, inner, hidden, row_weights, parts.b_gate_up, sizes)
+        rows = activate(plan.activation, experts, inner, hidden_rows)
         products = quantized_gemm.multiply(plan.second, x.dtype, rows, parts.w_down, sizes)
     bias = bias_of_result(experts, parts.b_down, row_weights)
     if bias is not None:

@@ -27,10 +27,10 @@ from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.layout import add_bias
 from jax_ep.core.mesh_axes import platform
-from jax_ep.ops import exchange, registry
-from jax_ep.ops.activation import activate_gradient, is_one_pass
+from jax_ep.ops import activation, exchange, registry
+from jax_ep.ops.activation import is_one_pass
 from jax_ep.ops.activation_gemm_combine import FfnHidden
-from jax_ep.ops.grouped_gemm import bias_gradient, sum_groups
+from jax_ep.ops.grouped_gemm import bias_gradient
 from jax_ep.ops.plan import Fp8LayerPlan
 from jax_ep.types import TOKENS_NAME, Array, Experts, Handle, Options, Quantized
 
@@ -82,14 +82,14 @@ def _multiply(
     else:
         matrices, scales = w.values, cast(Array, w.scales)
     run = registry.get("grouped_gemm", plan.gemm.product.implementation).grouped_gemm_fp8
-    return run(rows[0], matrices, handle.group_sizes, rows[1], scales, out_dtype=dtype)
+    return run(rows, (matrices, scales), handle.group_sizes, out_dtype=dtype)
 
 
 def _weight_gradient(plan: Fp8LayerPlan, lhs: Quantized, rhs: Quantized, w: Weights, handle: Handle) -> Weights:
     """Return the cotangent of the master weights of `w`, from column-wise quantized operands."""
     run = registry.get("grouped_gemm", plan.gemm.gradient.implementation).weight_gradient_fp8
     dtype = cast(Array, w.master if isinstance(w, QuantizedWeights) else w).dtype
-    gradient = run(lhs[0], rhs[0], handle.group_sizes, lhs[1], rhs[1], out_dtype=dtype).astype(dtype)
+    gradient = run(lhs, rhs, handle.group_sizes, out_dtype=dtype).astype(dtype)
     if not isinstance(w, QuantizedWeights):
         return gradient
     none = cast(Array, None)
@@ -177,8 +177,7 @@ def _gradient_of_dispatch(
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def multiply_and_combine(plan: Fp8LayerPlan, experts: Experts, between: FfnHidden, w: Weights, handle: Handle) -> Array:
     """Hidden rows, activated and weighted, times `w [L, I, H]` in FP8, to unweighted sums `[T, H]`."""
-    hidden, weights, b_gate_up, _ = between
-    rows = plan.operands.activate_quantized(experts, hidden, weights, b_gate_up, handle.group_sizes)
+    rows = plan.operands.activate_quantized(experts, between.rows(handle.group_sizes))
     y = _multiply(plan, rows, w, handle, between.hidden.dtype)
     if between.b_down is not None:
         y = add_bias(y, between.b_down, handle.group_sizes)
@@ -211,15 +210,13 @@ def _gradient_of_combine(
     operands, d_sums = plan.operands, d_sums.astype(dtype)
     d_products, _ = exchange.dispatch_quantized(plan.exchange, d_sums, None, handle)
     d_rows = _multiply(plan, d_products, w, handle, dtype, transpose=True)
-    d_hidden, d_weights, _ = activate_gradient(plan.activation, experts, False, *between[:3], d_rows, sizes)
-    d_gate_up, d_down = between.b_gate_up, between.b_down
-    if d_gate_up is not None:
-        d_gate_up = sum_groups(plan.activation.sums, d_hidden, None, sizes).astype(d_gate_up.dtype)
+    d, _ = activation.gradient(plan.activation, experts, between.rows(sizes), d_rows, keep=False)
+    d_down = between.b_down
     if d_down is not None:
         d_down = bias_gradient(plan.gemm.sums, operands.dequantize_rows(*d_products, sizes, dtype=dtype), d_down, sizes)
-    lhs = operands.activate_columns(experts, between.hidden, between.row_weights, between.b_gate_up, sizes)
+    lhs = operands.activate_columns(experts, between.rows(sizes))
     rhs = operands.quantize_columns(d_products, sizes)
-    d_between = FfnHidden(d_hidden, d_weights, d_gate_up, d_down)
+    d_between = FfnHidden(d.hidden, d.weights, d.bias, d_down)
     return d_between, _weight_gradient(plan, lhs, rhs, w, handle), None
 
 

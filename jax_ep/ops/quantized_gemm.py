@@ -54,7 +54,7 @@ def _multiply_fp8(
     if plan.product.operation == "quantized_gemm":
         return _run(plan).grouped_gemm(rows[0], rhs, group_sizes, rows[1], out_dtype=out_dtype)
     run = registry.get("grouped_gemm", plan.product.implementation).grouped_gemm_fp8
-    return run(rows[0], rhs.values, group_sizes, rows[1], cast(Array, rhs.scales), out_dtype=out_dtype)
+    return run(rows, (rhs.values, cast(Array, rhs.scales)), group_sizes, out_dtype=out_dtype)
 
 
 def multiply_fp8(

@@ -14,6 +14,7 @@ Floor: the tensor cores' rate for many rows per group, reading all weights once 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -43,19 +44,25 @@ class Tile(NamedTuple):
     steps: Array
 
 
-def locate_tile(
-    rows: RowTiles, task: Array, *, block_n: int = TILE, tiles_per_row: int, num_steps: int, num_groups: int
-) -> Tile:
-    """Return the tile of a task: bands of row tiles, column by column in each band."""
-    first_of_row = lax.div(task, int32(tiles_per_row))
-    first, count = rows.band[first_of_row], rows.band_size[first_of_row]
-    within = task - first * int32(tiles_per_row)
-    row_tile, column_tile = first + lax.rem(within, count), lax.div(within, count)
-    # Rows past the groups have no steps.
-    group = rows.group[row_tile]
-    steps = jnp.where(group < int32(num_groups), int32(num_steps), int32(0))
-    fields = rows.row[row_tile], rows.block_m_index[row_tile], rows.start[row_tile], rows.end[row_tile]
-    return Tile(group, *fields, column_tile * int32(block_n), steps)
+def tile_locator(
+    rows: RowTiles, lhs: Ref, rhs: Ref, out: Ref, *, block_n: int = TILE, block_k: int = STEP
+) -> tuple[Callable[[Array], Tile], int]:
+    """Return a function of tasks to tiles of `out`, and the number of tiles in a row of them."""
+    tiles_per_row, num_steps = -(-out.shape[1] // block_n), -(-lhs.shape[1] // block_k)
+
+    def locate(task: Array) -> Tile:
+        """Return the tile of a task: bands of row tiles, column by column in each band."""
+        first_of_row = lax.div(task, int32(tiles_per_row))
+        first, count = rows.band[first_of_row], rows.band_size[first_of_row]
+        within = task - first * int32(tiles_per_row)
+        row_tile, column_tile = first + lax.rem(within, count), lax.div(within, count)
+        # Rows past the groups have no steps.
+        group = rows.group[row_tile]
+        steps = jnp.where(group < int32(rhs.shape[0]), int32(num_steps), int32(0))
+        fields = rows.row[row_tile], rows.block_m_index[row_tile], rows.start[row_tile], rows.end[row_tile]
+        return Tile(group, *fields, column_tile * int32(block_n), steps)
+
+    return locate, tiles_per_row
 
 
 def store_tile(views: Ref, result: Array, out: Ref, tile: Tile) -> None:
@@ -87,10 +94,8 @@ def grouped_gemm(
 
     `store` is `epilogue.columns_scratch`.
     """
-    tiles_per_row = -(-out.shape[1] // TILE)
     consumer = lax.axis_index(WARPGROUP)
-    num_steps = -(-lhs.shape[1] // STEP)
-    locate = partial(locate_tile, rows, tiles_per_row=tiles_per_row, num_steps=num_steps, num_groups=rhs.shape[0])
+    locate, tiles_per_row = tile_locator(rows, lhs, rhs, out)
 
     def load(tile: Tile, step: Array) -> Array:
         columns = pl.ds(pl.multiple_of(tile.column, TILE), TILE)

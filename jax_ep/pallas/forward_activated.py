@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_ep.core.activations import activate_pairs
 from jax_ep.pallas import ring as rings
-from jax_ep.pallas.forward import Tile, locate_tile, store_tile
+from jax_ep.pallas.forward import Tile, store_tile, tile_locator
 from jax_ep.pallas.launch import WARPGROUP, Ref, int32
 from jax_ep.pallas.ring import Ring
 from jax_ep.pallas.schedule import RowTiles
@@ -48,10 +48,8 @@ def gemm_activation(
     The result is `[M, intermediate]`. `weights` are `[stages, rows]`, those of the rows in the ring; `store` is
     `epilogue.columns_scratch`.
     """
-    tiles_per_row = -(-out.shape[1] // TILE)
     consumer = lax.axis_index(WARPGROUP)
-    num_steps = -(-lhs.shape[1] // STEP)
-    locate = partial(locate_tile, rows, tiles_per_row=tiles_per_row, num_steps=num_steps, num_groups=rhs.shape[0])
+    locate, tiles_per_row = tile_locator(rows, lhs, rhs, out)
 
     def load(tile: Tile, step: Array) -> Array:
         def load_rows(block_m: int) -> Array:

@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_ep.pallas import epilogue, wgmma
 from jax_ep.pallas import ring as rings
-from jax_ep.pallas.forward import Tile, locate_tile
+from jax_ep.pallas.forward import Tile, tile_locator
 from jax_ep.pallas.launch import WARPGROUP, Ref, Scalar, int32
 from jax_ep.pallas.ring import Ring
 from jax_ep.pallas.schedule import RowTiles
@@ -51,12 +51,8 @@ def grouped_gemm_fp8(
     Scales are `lhs_scales [K / 128, M]` and `rhs_scales [num_groups, N / 128, K / 128]`. `scales` are `[stages, TILE]`,
     those of the rows in the ring; `store` is `epilogue.rows_scratch`; `wgmma_ping_pong` are `wgmma.ping_pong_barriers`.
     """
-    num_steps, columns = lhs.shape[1] // FP8_STEP, tiles.columns
-    tiles_per_row = -(-out.shape[1] // columns)
-    consumer = lax.axis_index(WARPGROUP)
-    locate = partial(
-        locate_tile, rows, block_n=columns, tiles_per_row=tiles_per_row, num_steps=num_steps, num_groups=rhs.shape[0]
-    )
+    consumer, columns = lax.axis_index(WARPGROUP), tiles.columns
+    locate, tiles_per_row = tile_locator(rows, lhs, rhs, out, block_n=columns, block_k=FP8_STEP)
 
     def load(tile: Tile, step: Array) -> Array:
         own_columns = pl.ds(rings.aligned(tile.column, columns), columns)

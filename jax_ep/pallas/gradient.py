@@ -12,6 +12,7 @@ before the loading warpgroup waits for the next free stage but one. Floor: the t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -25,20 +26,35 @@ from jax_ep.pallas import ring as rings
 from jax_ep.pallas.launch import BLOCKS, WARPGROUP, Ref, Scalar, int32
 from jax_ep.pallas.result_slots import ResultSlots
 from jax_ep.pallas.ring import Ring
-from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, STEP, TILE, WeightTiles
+from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, STEP, TILE, Fp8WeightTiles, WeightTiles
 from jax_ep.types import Array
 
 _CLEAR_COLUMNS = 128  # columns cleared at a time; 64 make the kernel a quarter slower
 
 
 class Tile(NamedTuple):
-    """One tile of the result: group, first row and column in it, and first row and end of the operands."""
+    """One tile of the result: group, first row and column in it, and first row (or block) and end of the operands."""
 
     group: Array
     row: Array
     column: Array
     start: Array
     end: Array
+
+
+def tile_locator(
+    start: Ref, end: Ref, out: Ref, tiles: WeightTiles | Fp8WeightTiles
+) -> tuple[Callable[[Array], Tile], int]:
+    """Return a function of tasks to tiles of `out [num_groups, K, N]`, and the number of tasks."""
+    num_row_tiles, num_column_tiles = -(-out.shape[1] // TILE), -(-out.shape[2] // tiles.columns)
+    num_tiles = num_row_tiles * num_column_tiles
+
+    def locate(task: Array) -> Tile:
+        group, within = lax.div(task, int32(num_tiles)), lax.rem(task, int32(num_tiles))
+        row, column = rings.row_and_column(within, int32(num_row_tiles), num_column_tiles, tiles.band)
+        return Tile(group, row * int32(TILE), column * int32(tiles.columns), start[group], end[group])
+
+    return locate, out.shape[0] * num_tiles
 
 
 class Steps(NamedTuple):
@@ -106,15 +122,8 @@ def weight_gradient(
 
     `edge` are barriers of the ring's slots, which open when both operands of an edge step have arrived.
     """
-    num_groups, num_row_tiles = out.shape[0], -(-out.shape[1] // TILE)
-    num_column_tiles = -(-out.shape[2] // tiles.columns)
     consumer = lax.axis_index(WARPGROUP)
-
-    def locate(task: Array) -> Tile:
-        group = lax.div(task, int32(num_row_tiles * num_column_tiles))
-        within = lax.rem(task, int32(num_row_tiles * num_column_tiles))
-        row, column = rings.row_and_column(within, int32(num_row_tiles), num_column_tiles, tiles.band)
-        return Tile(group, row * int32(TILE), column * int32(tiles.columns), start[group], end[group])
+    locate, num_tasks = tile_locator(start, end, out, tiles)
 
     def load(tile: Tile, loaded: Loaded) -> Loaded:
         steps = steps_of(tile)
@@ -179,12 +188,11 @@ def weight_gradient(
         # K is a multiple of a half's rows: it stores all of them, or none.
         pl.when(row < int32(out.shape[1]))(lambda: plgpu.copy_smem_to_gmem(slot, target))
 
-    num_tasks = int32(num_groups * num_row_tiles * num_column_tiles)
     begin = Loaded(jnp.int32(0), jnp.bool_(False), jnp.int32(0), jnp.int32(0))
     rings.run_tasks(
         ring,
         tiles.stages,
-        num_tasks,
+        int32(num_tasks),
         programs,
         locate,
         load,

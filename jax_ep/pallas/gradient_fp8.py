@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_ep.pallas import ring as rings
 from jax_ep.pallas import wgmma
+from jax_ep.pallas.gradient import Tile, tile_locator
 from jax_ep.pallas.launch import WARPGROUP, Ref, int32
 from jax_ep.pallas.ring import Ring
 from jax_ep.pallas.tiling import CHUNK, FP8_STEP, TILE, Fp8WeightTiles
@@ -24,16 +25,6 @@ from jax_ep.types import Array
 
 _BY_ROW, _BY_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 _PART = 64  # columns whose scales are in registers at a time
-
-
-class Tile(NamedTuple):
-    """One tile of the result: group, first row and column in it, and first block and end of the operands."""
-
-    group: Array
-    row: Array
-    column: Array
-    start: Array
-    end: Array
 
 
 class Scales(NamedTuple):
@@ -65,15 +56,8 @@ def weight_gradient_fp8(
     Scales are `[places / 128, .]`. `results` are `[CONSUMERS, CHUNK, some columns]` in the dtype of the result;
     `wgmma_ping_pong` are `wgmma.ping_pong_barriers`.
     """
-    num_groups, num_row_tiles = out.shape[0], -(-out.shape[1] // TILE)
-    num_column_tiles = -(-out.shape[2] // tiles.columns)
     consumer = lax.axis_index(WARPGROUP)
-
-    def locate(task: Array) -> Tile:
-        group = lax.div(task, int32(num_row_tiles * num_column_tiles))
-        within = lax.rem(task, int32(num_row_tiles * num_column_tiles))
-        row, column = rings.row_and_column(within, int32(num_row_tiles), num_column_tiles, tiles.band)
-        return Tile(group, row * int32(TILE), column * int32(tiles.columns), start[group], end[group])
+    locate, num_tasks = tile_locator(start, end, out, tiles)
 
     def load(tile: Tile, step: Array) -> Array:
         rows = pl.ds(rings.aligned(tile.row, TILE), TILE)
@@ -133,5 +117,5 @@ def weight_gradient_fp8(
             plgpu.copy_smem_to_gmem(own, out.at[tile.group, pl.ds(row, CHUNK), columns])
 
     wgmma.open_ping_pong(wgmma_ping_pong)
-    num_tasks, begin = int32(num_groups * num_row_tiles * num_column_tiles), jnp.int32(0)
-    rings.run_tasks(ring, tiles.stages, num_tasks, programs, locate, load, multiply, begin=begin, loads_as_warp=True)
+    tasks, begin = int32(num_tasks), jnp.int32(0)
+    rings.run_tasks(ring, tiles.stages, tasks, programs, locate, load, multiply, begin=begin, loads_as_warp=True)

@@ -36,7 +36,7 @@ from jax_ep.pallas.tiling import (
     Fp8WeightTiles,
     WeightTiles,
 )
-from jax_ep.types import Array
+from jax_ep.types import Array, Quantized
 from jax_ep.xla import grouped_gemm as xla
 
 ROWS, _MATRICES = (ALIGNMENT, STEP), (1, STEP, STEP)  # what sizes must be multiples of
@@ -87,33 +87,24 @@ def _launch_forward(
 
 
 def grouped_gemm_fp8(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    lhs_scales: Array,
-    rhs_scales: Array,
-    *,
-    out_dtype: DTypeLike,
-    tiles: Fp8Tiles | None = None,
+    lhs: Quantized, rhs: Quantized, group_sizes: Array, *, out_dtype: DTypeLike, tiles: Fp8Tiles | None = None
 ) -> Array:
     """See xla/grouped_gemm.py; `tiles` as for `grouped_gemm`.
 
     Source: sums of each block of the contraction promoted to float32 as in DeepGEMM.
     """
-    out_dtype, operands = jnp.dtype(out_dtype), (lhs, rhs, group_sizes, lhs_scales, rhs_scales)
-    tiles = tiles or tiling.fp8_tiles(rhs.shape[1])
-    return _forward_fp8(*operands, out_dtype=out_dtype, tiles=tiles, interpret=is_interpreted())
+    tiles, out_dtype = tiles or tiling.fp8_tiles(rhs[0].shape[1]), jnp.dtype(out_dtype)
+    return _forward_fp8(lhs, rhs, group_sizes, out_dtype=out_dtype, tiles=tiles, interpret=is_interpreted())
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
-def _forward_fp8(
-    lhs: Array, rhs: Array, group_sizes: Array, lhs_scales: Array, rhs_scales: Array, **static: object
-) -> Array:
+def _forward_fp8(lhs: Quantized, rhs: Quantized, group_sizes: Array, **static: object) -> Array:
+    (rows, row_scales), (weights, weight_scales) = lhs, rhs
     # Scales of a step's rows lie one after another. Their loads begin with whole blocks of rows, like the rows'.
-    scales = pad(lhs_scales, (ALIGNMENT, 1)).T
-    operands = vary_alike((pad(lhs, (ALIGNMENT, 1)), pad(rhs, (1, CHUNK, 1)), group_sizes, scales, rhs_scales))
+    scales = pad(row_scales, (ALIGNMENT, 1)).T
+    padded = pad(rows, (ALIGNMENT, 1)), pad(weights, (1, CHUNK, 1)), group_sizes, scales, weight_scales
     run = sequential_vmap(functools.partial(_launch_fp8, **static))
-    return run(*operands)[: lhs.shape[0], : rhs.shape[1]]
+    return run(*vary_alike(padded))[: rows.shape[0], : weights.shape[1]]
 
 
 @lowered_once
@@ -170,32 +161,23 @@ def _launch_gradient(*operands: Array, out_dtype: jnp.dtype, tiles: WeightTiles,
 
 
 def weight_gradient_fp8(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    lhs_scales: Array,
-    rhs_scales: Array,
-    *,
-    out_dtype: DTypeLike,
-    tiles: Fp8WeightTiles | None = None,
+    lhs: Quantized, rhs: Quantized, group_sizes: Array, *, out_dtype: DTypeLike, tiles: Fp8WeightTiles | None = None
 ) -> Array:
     """See xla/grouped_gemm.py; `tiles` as for `grouped_gemm`.
 
     Source: as `grouped_gemm_fp8`.
     """
-    out_dtype, operands = jnp.dtype(out_dtype), (lhs, rhs, group_sizes, lhs_scales, rhs_scales)
-    tiles = tiles or tiling.fp8_weight_tiles(rhs.shape[0])
-    return _gradient_fp8(*operands, out_dtype=out_dtype, tiles=tiles, interpret=is_interpreted())
+    tiles, out_dtype = tiles or tiling.fp8_weight_tiles(rhs[0].shape[0]), jnp.dtype(out_dtype)
+    return _gradient_fp8(lhs, rhs, group_sizes, out_dtype=out_dtype, tiles=tiles, interpret=is_interpreted())
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
-def _gradient_fp8(
-    lhs: Array, rhs: Array, group_sizes: Array, lhs_scales: Array, rhs_scales: Array, **static: object
-) -> Array:
-    columns, scales = (CHUNK, 1), (1, CHUNK)
-    padded = pad(lhs, columns), pad(rhs, columns), group_sizes, pad(lhs_scales, scales), pad(rhs_scales, scales)
+def _gradient_fp8(lhs: Quantized, rhs: Quantized, group_sizes: Array, **static: object) -> Array:
+    left, right = ((pad(values, (CHUNK, 1)), pad(scales, (1, CHUNK))) for values, scales in (lhs, rhs))
     run = sequential_vmap(functools.partial(_launch_gradient_fp8, **static))
-    return run(*vary_alike(padded))[:, : lhs.shape[0], : rhs.shape[0]]
+    return run(*vary_alike((left[0], right[0], group_sizes, left[1], right[1])))[
+        :, : lhs[0].shape[0], : rhs[0].shape[0]
+    ]
 
 
 @lowered_once

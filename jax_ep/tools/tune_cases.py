@@ -397,10 +397,10 @@ def _grouped_gemm_fp8(sizes: Sizes) -> Iterator[Case]:
     run, quantize = registry.get("grouped_gemm", "triton"), registry.get("activation", "xla")
 
     def gemm(zero: Array, x: Any, w: Any, counts: Array) -> Any:
-        return run.grouped_gemm_fp8(x[0], w[0], counts + zero, x[1], w[1], out_dtype=_BF16)
+        return run.grouped_gemm_fp8(x, w, counts + zero, out_dtype=_BF16)
 
     def gradient(zero: Array, x: Any, y: Any, counts: Array) -> Any:
-        return run.weight_gradient_fp8(x[0], y[0], counts + zero, x[1], y[1], out_dtype=_BF16)
+        return run.weight_gradient_fp8(x, y, counts + zero, out_dtype=_BF16)
 
     for one in _gemms(sizes):
         x, w = jax.jit(quantize.quantize_rows)(one.x, one.counts), jax.jit(quantize.quantize_matrices)(one.w)

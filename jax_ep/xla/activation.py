@@ -2,31 +2,44 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_ep.core import activations, fp8
+from jax_ep.core.activations import HiddenRows
+from jax_ep.core.dtypes import accumulation_dtype
+from jax_ep.core.layout import Bias, bias_rows
 from jax_ep.types import Array, Experts, Quantized, Tokens
 
 
-def activate(experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array) -> Array:
-    """Activate and weight hidden rows `[R, N]`, with an optional bias `[L, N]` per expert; return `[R, I]`."""
-    return activations.weighted(experts, hidden, weights, bias, group_sizes)
+def activate(experts: Experts, rows: HiddenRows) -> Array:
+    """Activate and weight rows: return `[R, I]`, computed in float32 with one final rounding."""
+    return _activate_wide(experts, rows).astype(rows.hidden.dtype)
 
 
 def activate_gradient(
-    experts: Experts,
-    hidden: Array,
-    weights: Array,
-    bias: Array | None,
-    d_rows: Array,
-    group_sizes: Array,
-    *,
-    keep: bool,
+    experts: Experts, rows: HiddenRows, d_rows: Array, *, keep: bool
 ) -> tuple[Array, Array, Array | None]:
     """Return the cotangents of `hidden` and `weights`, and, with `keep`, the recomputed output of `activate`."""
-    d_hidden, d_weights, rows = activations.weighted_gradient(experts, hidden, weights, bias, d_rows, group_sizes)
-    return d_hidden, d_weights, rows if keep else None
+
+    def run(hidden: Array, weights: Array) -> Array:
+        return activate(experts, rows._replace(hidden=hidden, weights=weights))
+
+    activated, pull = jax.vjp(run, rows.hidden, rows.weights)
+    return *pull(d_rows), activated if keep else None
+
+
+def _activate_wide(experts: Experts, rows: HiddenRows) -> Array:
+    """Compute `activate` in the accumulation dtype, without the final rounding."""
+    wide = rows.hidden.astype(accumulation_dtype(rows.hidden.dtype))
+    factors = rows.weights.astype(wide.dtype)[:, None]
+    if experts.weight_on == "input":
+        wide = wide * factors
+    if rows.bias is not None:
+        wide = wide + bias_rows(Bias(rows.bias), rows.group_sizes, wide.shape[0], wide.dtype)
+    activated = activations.activate(experts, wide)
+    return activated if experts.weight_on == "input" else activated * factors
 
 
 def quantize_rows(x: Array, group_sizes: Array) -> Quantized:
@@ -64,27 +77,11 @@ def quantize_both_ways(x: Array, group_sizes: Array) -> tuple[Quantized, Quantiz
     return quantize_rows(x, group_sizes), quantize_columns(x, group_sizes)
 
 
-def activate_columns(
-    experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array
-) -> Quantized:
+def activate_columns(experts: Experts, rows: HiddenRows) -> Quantized:
     """Activate and weight rows, and quantize them column-wise with one rounding; see `activate_quantized`."""
-    rows = activations.weighted_wide(experts, hidden, weights, bias, group_sizes)
-    return fp8.quantize_columns(rows, group_sizes)
+    return fp8.quantize_columns(_activate_wide(experts, rows), rows.group_sizes)
 
 
-def activate_quantized(
-    experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array
-) -> Quantized:
-    """Activate, weight and quantize rows to FP8, rounding once.
-
-    Args:
-      experts: the activation.
-      hidden: `[R, N]`.
-      weights: `[R]`.
-      bias: `[L, N]` of the hidden rows, or None.
-      group_sizes: `[L]` int32.
-
-    Returns:
-      Values `[R, I]` and scales `[R, I / 128]`.
-    """
-    return fp8.quantize_rows(activations.weighted_wide(experts, hidden, weights, bias, group_sizes))
+def activate_quantized(experts: Experts, rows: HiddenRows) -> Quantized:
+    """Activate and weight rows, and quantize them to FP8 with one rounding: values `[R, I]`, scales `[R, I / 128]`."""
+    return fp8.quantize_rows(_activate_wide(experts, rows))

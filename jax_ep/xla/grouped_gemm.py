@@ -21,7 +21,7 @@ from jax_ep.core import fp8
 from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.core.layout import Bias, add_bias
 from jax_ep.core.mesh_axes import vary_alike
-from jax_ep.types import Array
+from jax_ep.types import Array, Quantized
 
 _TILES = {"cpu": (128, 16), "gpu": (512, 128)}
 """Rows of large and small tiles: a GPU needs more rows to be busy, and each loop step costs it a round trip."""
@@ -206,64 +206,55 @@ def weight_gradient(lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: DT
 
 
 @functools.partial(jax.jit, static_argnames=("out_dtype",))  # one compilation for eager callers
-def grouped_gemm_fp8(
-    lhs: Array, rhs: Array, group_sizes: Array, lhs_scales: Array, rhs_scales: Array, *, out_dtype: DTypeLike
-) -> Array:
+def grouped_gemm_fp8(lhs: Quantized, rhs: Quantized, group_sizes: Array, *, out_dtype: DTypeLike) -> Array:
     """Compute `out[rows of g] = lhs[rows of g] @ rhs[g].T` on the dequantized float32 operands.
 
     Each element has the error of one float32 dot product of length K: about `K * 2**-24` of the sum of magnitudes.
 
     Args:
-      lhs: `[M, K]` float8_e4m3fn.
-      rhs: `[G, N, K]` float8_e4m3fn.
+      lhs: `[M, K]` float8_e4m3fn, and scales `[M, K / 128]`.
+      rhs: `[G, N, K]` float8_e4m3fn, and scales `[G, ceil(N / 128), K / 128]`.
       group_sizes: `[G]` int32.
-      lhs_scales: `[M, K / 128]`.
-      rhs_scales: `[G, ceil(N / 128), K / 128]`.
       out_dtype: dtype of the result.
 
     Returns:
       `[M, N]`, zero past the groups.
     """
-    num_rows, columns = lhs.shape[0], rhs.shape[1]
-    operands = (lhs, rhs, group_sizes, lhs_scales, rhs_scales, jnp.zeros((num_rows, columns), out_dtype))
-    lhs, rhs, group_sizes, lhs_scales, rhs_scales, out = vary_alike(operands)
-    if 0 in (*lhs.shape, *rhs.shape):
+    num_rows, columns = lhs[0].shape[0], rhs[0].shape[1]
+    lhs, rhs, group_sizes, out = vary_alike((lhs, rhs, group_sizes, jnp.zeros((num_rows, columns), out_dtype)))
+    if 0 in (*lhs[0].shape, *rhs[0].shape):
         return out
 
     def matrix_of(group: Array) -> Array:
-        matrix, scales = (lax.dynamic_index_in_dim(x, group, keepdims=False) for x in (rhs, rhs_scales))
+        matrix, scales = (lax.dynamic_index_in_dim(x, group, keepdims=False) for x in rhs)
         return fp8.dequantize_matrices(matrix, scales, jnp.float32)
 
     def rows_of(tile: Tile) -> Array:
-        return fp8.dequantize_rows(tile.rows(lhs), tile.rows(lhs_scales), jnp.float32)
+        return fp8.dequantize_rows(tile.rows(lhs[0]), tile.rows(lhs[1]), jnp.float32)
 
     groups = locate_groups(group_sizes, num_rows)
     return multiply_groups(groups, rows_of, matrix_of, out, transpose_rhs=True)
 
 
 @functools.partial(jax.jit, static_argnames=("out_dtype",))
-def weight_gradient_fp8(
-    lhs: Array, rhs: Array, group_sizes: Array, lhs_scales: Array, rhs_scales: Array, *, out_dtype: DTypeLike
-) -> Array:
+def weight_gradient_fp8(lhs: Quantized, rhs: Quantized, group_sizes: Array, *, out_dtype: DTypeLike) -> Array:
     """Compute `out[g] = lhs[:, positions of g] @ rhs[:, positions of g].T` on the dequantized float32 operands.
 
     Args:
-      lhs: `[K, P]` float8_e4m3fn, grouped rows quantized column-wise, see core/fp8.py.
-      rhs: `[N, P]` float8_e4m3fn, in the same layout.
+      lhs: `[K, P]` float8_e4m3fn and scales `[P / 128, K]`, grouped rows quantized column-wise, see core/fp8.py.
+      rhs: `[N, P]` float8_e4m3fn and scales `[P / 128, N]`, in the same layout.
       group_sizes: `[G]` int32, rows of each group.
-      lhs_scales: `[P / 128, K]` float32.
-      rhs_scales: `[P / 128, N]` float32.
       out_dtype: dtype of the result; accumulates in float32.
 
     Returns:
       `[G, K, N]`; zero for empty groups.
     """
-    shape = (group_sizes.shape[0], lhs.shape[0], rhs.shape[0])
-    operands = (lhs, rhs, group_sizes, lhs_scales, rhs_scales, jnp.zeros(shape, out_dtype))
-    lhs, rhs, group_sizes, lhs_scales, rhs_scales, out = vary_alike(operands)
-    if 0 in (lhs.shape[1], *shape):
+    (rows, places), columns = lhs[0].shape, rhs[0].shape[0]
+    shape = (group_sizes.shape[0], rows, columns)
+    lhs, rhs, group_sizes, out = vary_alike((lhs, rhs, group_sizes, jnp.zeros(shape, out_dtype)))
+    if 0 in (places, *shape):
         return lax.optimization_barrier((out, group_sizes))[0]  # see `weight_gradient`
-    ends = jnp.minimum(fp8.blocks_until(group_sizes), lhs.shape[1] // fp8.GROUP_SIZE)
+    ends = jnp.minimum(fp8.blocks_until(group_sizes), places // fp8.GROUP_SIZE)
     groups = order_groups(jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]]), ends)
 
     def one_group(i: Array, out: Array) -> Array:
@@ -271,13 +262,13 @@ def weight_gradient_fp8(
 
         def one_block(block: Array, total: Array) -> Array:
             operands = []
-            for values, scales in ((lhs, lhs_scales), (rhs, rhs_scales)):
+            for values, scales in (lhs, rhs):
                 columns = lax.dynamic_slice_in_dim(values, block * fp8.GROUP_SIZE, fp8.GROUP_SIZE, axis=1)
                 scale = lax.dynamic_index_in_dim(scales, block, keepdims=False)
                 operands.append(columns.astype(jnp.float32) * scale[:, None])
             return total + _dot(operands[0], operands[1], (1, 1))
 
-        total = vary_alike((jnp.zeros(shape[1:], jnp.float32), lhs))[0]
+        total = vary_alike((jnp.zeros(shape[1:], jnp.float32), lhs[0]))[0]
         total = lax.fori_loop(groups.starts[group], groups.ends[group], one_block, total)
         return lax.dynamic_update_index_in_dim(out, total.astype(out_dtype), group, axis=0)
 

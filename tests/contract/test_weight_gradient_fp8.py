@@ -44,7 +44,7 @@ def weight_gradient(implementation, out_dtype=jnp.float32):
     @jax.jit
     def run(lhs, rhs, sizes):
         left, right = (operands.quantize_columns(x, sizes) for x in (lhs, rhs))
-        return products.weight_gradient_fp8(left[0], right[0], sizes, left[1], right[1], out_dtype=out_dtype)
+        return products.weight_gradient_fp8(left, right, sizes, out_dtype=out_dtype)
 
     return lambda *args: to_numpy(run(*args))
 
@@ -114,7 +114,7 @@ def test_weight_gradient_fp8_rows(implementation, rng):
     def run(lhs, rhs):
         left = operands.quantize_columns(operands.quantize_rows(lhs, sizes), sizes)
         rows, right = operands.quantize_both_ways(rhs, sizes)
-        out = products.weight_gradient_fp8(left[0], right[0], sizes, left[1], right[1], out_dtype=jnp.float32)
+        out = products.weight_gradient_fp8(left, right, sizes, out_dtype=jnp.float32)
         return out, operands.dequantize_rows(*rows, sizes, dtype=jnp.float32)
 
     got, rows = to_numpy(run(lhs, rhs))

@@ -8,6 +8,7 @@ import pytest
 
 from cases import assert_close, assert_same_bits
 from jax_ep import Experts
+from jax_ep.core.activations import HiddenRows
 from jax_ep.megakernels import activation as kernels
 from jax_ep.types import ACTIVATIONS
 from oracle_experts import GPT_OSS, LLAMA_4, expert_rows
@@ -34,13 +35,11 @@ def inputs(rng, experts, dtype=jnp.bfloat16, bias=False):
 
 def run(experts, hidden, weights, bias, d_rows, sizes):
     """Return rows, and cotangents of hidden rows and of weights."""
-    forward = (hidden, weights, bias, sizes)
-    rows = kernels.activate(experts, *(None if x is None else jnp.asarray(x) for x in forward))
-    backward = (hidden, weights, bias, d_rows, sizes)
-    arrays = [None if x is None else jnp.asarray(x) for x in backward]
-    *gradient, again = kernels.activate_gradient(experts, *arrays, keep=True)
+    operands = HiddenRows(*(None if x is None else jnp.asarray(x) for x in (hidden, weights, bias, sizes)))
+    rows = kernels.activate(experts, operands)
+    *gradient, again = kernels.activate_gradient(experts, operands, jnp.asarray(d_rows), keep=True)
     assert_same_bits(again, rows)
-    *alone, nothing = kernels.activate_gradient(experts, *arrays, keep=False)
+    *alone, nothing = kernels.activate_gradient(experts, operands, jnp.asarray(d_rows), keep=False)
     for one, other in zip(alone, gradient, strict=True):
         assert_same_bits(one, other)
     assert nothing is None

@@ -104,10 +104,9 @@ def test_launch_gluon(on_hopper, monkeypatch):
     """All warps are launched, the counter is written in place, and stores end where the kernel says."""
     monkeypatch.setattr(grouped_gemm, "num_programs", lambda *_: 132)
     fp8, f32 = np.dtype(jnp.float8_e4m3fn), np.dtype(np.float32)
-    shapes = (Array((300, 384), fp8), Array((4, 515, 384), fp8), Array((4,), I32))
-    shapes += (Array((300, 3), f32), Array((4, 5, 3), f32))
+    pairs = (Array((300, 384), fp8), Array((300, 3), f32)), (Array((4, 515, 384), fp8), Array((4, 5, 3), f32))
     run = functools.partial(grouped_gemm.grouped_gemm_fp8, out_dtype=BF16, tiles=grouped_gemm.Fp8Tiles(gluon=True))
-    traced = jax.jit(run).trace(*shapes)
+    traced = jax.jit(run).trace(*pairs, Array((4,), I32))
     assert traced.out_info.shape == (300, 515)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "num_programs = 132 " in text and f"num_threads = {32 * 12} " in text
@@ -122,7 +121,7 @@ def test_launch_gluon(on_hopper, monkeypatch):
     with pytest.raises(
         NotImplementedError, match=r"^grouped_gemm: gluon=True on GPUs .* 10.0, expected 9.0; leave gluon"
     ):
-        jax.jit(run).trace(Array((12, 384), fp8), *shapes[1:3], Array((12, 3), f32), shapes[4])
+        jax.jit(run).trace((Array((12, 384), fp8), Array((12, 3), f32)), pairs[1], Array((4,), I32))
 
 
 def test_launch_none_pointers(on_hopper):

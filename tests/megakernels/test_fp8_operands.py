@@ -7,6 +7,7 @@ import pytest
 from kernel_calls import kernel
 
 from jax_ep import Experts
+from jax_ep.core.activations import HiddenRows
 from jax_ep.core.kernel import Config
 from jax_ep.megakernels import activation as kernels
 from jax_ep.megakernels.launch import launch
@@ -112,8 +113,8 @@ def test_fp8_operands_activated_columns(pool, rng, experts):
     weights = rng.random(BLOCK_ROWS).astype(np.float32)
     bias = jnp.asarray(rng.standard_normal((BLOCKS.shape[0], columns)), jnp.bfloat16) if experts.interleaved else None
     hidden[IN_BLOCKS:], weights[IN_BLOCKS:] = np.nan, np.nan
-    inputs = jnp.asarray(hidden), jnp.asarray(weights), bias, BLOCKS
-    got, want = (k.activate_columns(experts, *inputs) for k in (kernels, portable))
+    rows = HiddenRows(jnp.asarray(hidden), jnp.asarray(weights), bias, BLOCKS)
+    got, want = (k.activate_columns(experts, rows) for k in (kernels, portable))
     np.testing.assert_allclose(np.asarray(got[1])[:5], np.asarray(want[1])[:5], rtol=1e-5)
     got, want = (np.asarray(pair[0]).astype(np.float32)[:, : 5 * 128] for pair in (got, want))
     # If the last bits of the activations differ, a value may round to its neighbor.
@@ -133,10 +134,10 @@ def test_fp8_operands_activation(pool, rng, experts):
     weights = rng.random(ROWS).astype(np.float32)
     bias = jnp.asarray(rng.standard_normal((SIZES.shape[0], columns)), jnp.bfloat16) if experts.interleaved else None
     hidden[USED:], weights[USED:] = np.nan, np.nan
-    inputs = jnp.asarray(hidden), jnp.asarray(weights), bias, SIZES
-    want = portable.activate_quantized(experts, *inputs)
+    rows = HiddenRows(jnp.asarray(hidden), jnp.asarray(weights), bias, SIZES)
+    want = portable.activate_quantized(experts, rows)
     assert want[0].shape == (ROWS, inner)
-    got = [np.asarray(x) for x in kernels.activate_quantized(experts, *inputs)]
+    got = [np.asarray(x) for x in kernels.activate_quantized(experts, rows)]
     np.testing.assert_allclose(got[1][:USED], np.asarray(want[1])[:USED], rtol=1e-5)
     exact = np.asarray(want[0]).astype(np.float32)[:USED]
     # If the last bits of the activations differ, a value may round to its neighbor.

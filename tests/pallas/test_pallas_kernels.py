@@ -124,7 +124,7 @@ def test_pallas_fp8(tiles, steps, rng, races, monkeypatch):
     want = oracle.grouped_gemm(left, right, SIZES)
     lhs[SIZES.sum() :], row_scales[SIZES.sum() :] = np.nan, np.nan
     out_dtype = BF16 if (tiles == Fp8Tiles()) == (steps == 7) else F32
-    out = gemm.grouped_gemm_fp8(lhs, rhs, SIZES, row_scales, scales, out_dtype=out_dtype, tiles=tiles)
+    out = gemm.grouped_gemm_fp8((lhs, row_scales), (rhs, scales), SIZES, out_dtype=out_dtype, tiles=tiles)
     np.testing.assert_array_equal(np.asarray(out), want.astype(out_dtype))
     assert races() == 0
 
@@ -147,7 +147,7 @@ def test_pallas_fp8_weights(tiles, rng, races, monkeypatch):
     want = np.stack([left[:, part] @ right[:, part].T for part in parts])
     lhs[:, bounds[-1] :] = np.nan
     out_dtype = BF16 if tiles == Fp8WeightTiles() else F32
-    out = gemm.weight_gradient_fp8(lhs, rhs, sizes, lhs_scales, rhs_scales, out_dtype=out_dtype, tiles=tiles)
+    out = gemm.weight_gradient_fp8((lhs, lhs_scales), (rhs, rhs_scales), sizes, out_dtype=out_dtype, tiles=tiles)
     np.testing.assert_array_equal(np.asarray(out), want.astype(out_dtype))
     assert races() == 0
 
@@ -271,7 +271,13 @@ def test_pallas_activated_lowers(experts, x64):
         assert "mosaic_gpu" in lower(call, (5, 9), (3, 9, 16), (3,))
 
 
-FP8_OPERANDS = oracle.FP8, oracle.FP8, jnp.int32, F32, F32
+FP8_OPERANDS = oracle.FP8, F32, oracle.FP8, F32, jnp.int32
+
+
+def of_pairs(run, out_dtype):
+    return lambda lhs, lhs_scales, rhs, rhs_scales, sizes: run(
+        (lhs, lhs_scales), (rhs, rhs_scales), sizes, out_dtype=out_dtype
+    )
 
 
 @pytest.mark.parametrize("out_dtype", [BF16, F32], ids=str)
@@ -279,17 +285,15 @@ FP8_OPERANDS = oracle.FP8, oracle.FP8, jnp.int32, F32, F32
 @pytest.mark.slow(unless={"out_dtype": [F32], "rows": [32768]})
 def test_pallas_fp8_lowers(rows, out_dtype):
     """Results in float32 take as much shared memory as 16-bit ones: the epilogue sends fewer rows at once."""
-    shapes = (rows, 7168), (64, 4096, 7168), (64,), (rows, 56), (64, 32, 56)
-    call = functools.partial(gemm.grouped_gemm_fp8, out_dtype=out_dtype)
-    assert "mosaic_gpu" in lower(call, *shapes, dtypes=FP8_OPERANDS)
+    shapes = (rows, 7168), (rows, 56), (64, 4096, 7168), (64, 32, 56), (64,)
+    assert "mosaic_gpu" in lower(of_pairs(gemm.grouped_gemm_fp8, out_dtype), *shapes, dtypes=FP8_OPERANDS)
 
 
 @pytest.mark.parametrize("out_dtype", [BF16, F32], ids=str)
 def test_pallas_fp8_weights_lower(out_dtype):
     places = 320 * 128
-    shapes = (7168, places), (4096, places), (64,), (320, 7168), (320, 4096)
-    call = functools.partial(gemm.weight_gradient_fp8, out_dtype=out_dtype)
-    assert "mosaic_gpu" in lower(call, *shapes, dtypes=FP8_OPERANDS)
+    shapes = (7168, places), (320, 7168), (4096, places), (320, 4096), (64,)
+    assert "mosaic_gpu" in lower(of_pairs(gemm.weight_gradient_fp8, out_dtype), *shapes, dtypes=FP8_OPERANDS)
 
 
 @pytest.mark.parametrize("tiles", [*WEIGHTS, NARROW], ids=str)

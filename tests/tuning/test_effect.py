@@ -208,8 +208,8 @@ def test_tuning_random_fp8_tiles(case, two_ranks, rng):
     """Row and column-wise quantized GEMMs match the portable functions, up to the order of roundings."""
     sizes = jnp.asarray(rng.multinomial(int(rng.integers(1, 90)), [0.2, 0.0, 0.8]), jnp.int32)
     rows, others = (jnp.asarray(rng.standard_normal((100, width)), jnp.bfloat16) for width in (128, 256))
-    (x, x_scales), (w, w_scales) = fp8.quantize_rows(rows), fp8.quantize_matrices(jnp.ones((3, 128, 256)) * 0.3)
-    (a, a_scales), (b, b_scales) = (fp8.quantize_columns(side, sizes) for side in (rows, others))
+    x, w = fp8.quantize_rows(rows), fp8.quantize_matrices(jnp.ones((3, 128, 256)) * 0.3)
+    a, b = (fp8.quantize_columns(side, sizes) for side in (rows, others))
     chosen = {name: draw(rng, name) for name in ("grouped_gemm_fp8", "weight_gradient_fp8")}
     print(chosen, sizes)
     found = []
@@ -218,8 +218,8 @@ def test_tuning_random_fp8_tiles(case, two_ranks, rng):
             tuning.override("grouped_gemm_fp8", **chosen["grouped_gemm_fp8"]),
             tuning.override("weight_gradient_fp8", **chosen["weight_gradient_fp8"]),
         ):
-            product = run.grouped_gemm_fp8(x, w, sizes, x_scales, w_scales, out_dtype=jnp.float32)
-            found.append((product, run.weight_gradient_fp8(a, b, sizes, a_scales, b_scales, out_dtype=jnp.float32)))
+            product = run.grouped_gemm_fp8(x, w, sizes, out_dtype=jnp.float32)
+            found.append((product, run.weight_gradient_fp8(a, b, sizes, out_dtype=jnp.float32)))
     for got, want in zip(*found, strict=True):
         np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=1e-3, atol=1e-3)
 

@@ -30,6 +30,7 @@ from jax_ep.pallas.requirements import INTERPRETER_THREADS
 from jax_ep.tools.benchmark import harness, pytorch
 from jax_ep.tools.benchmark.harness import Report, Timing
 from jax_ep.tools.benchmark.inputs import MODELS, Model, group_sizes
+from jax_ep.types import Quantized
 
 FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = DIRECTIONS = ("forward", "input gradient", "weight gradient")
 DISTRIBUTIONS = ("equal", "multinomial", "zipf")
@@ -83,16 +84,15 @@ def in_fp8(problem: Problem) -> dict[str, Product]:
     """Return the forward GEMMs in FP8: of quantized operands, and including the quantization."""
     quantizing = registry.get("activation", "triton")
 
-    def quantize(a: Array, b: Array, sizes: Array) -> tuple[Array, ...]:
-        return *quantizing.quantize_rows(a, sizes), *quantizing.quantize_matrices(b)
+    def quantize(a: Array, b: Array, sizes: Array) -> tuple[Quantized, Quantized]:
+        return quantizing.quantize_rows(a, sizes), quantizing.quantize_matrices(b)
 
-    def multiply(name: str, sizes: Array, rows: Array, row_scales: Array, weights: Array, scales: Array) -> Array:
-        run = registry.get("grouped_gemm", name)
-        return run.grouped_gemm_fp8(rows, weights, sizes, row_scales, scales, out_dtype=BF16)
+    def multiply(name: str, sizes: Array, rows: Quantized, weights: Quantized) -> Array:
+        return registry.get("grouped_gemm", name).grouped_gemm_fp8(rows, weights, sizes, out_dtype=BF16)
 
-    def by_gluon(*operands: Array) -> Array:
+    def by_gluon(sizes: Array, rows: Quantized, weights: Quantized) -> Array:
         with tuning.override("grouped_gemm_fp8", gluon=True):
-            return multiply("triton", *operands)
+            return multiply("triton", sizes, rows, weights)
 
     a, b, _ = problem.operands["equal"]
     operands = jax.jit(quantize)(a, b, jnp.full((1,), a.shape[0], jnp.int32))
@@ -111,9 +111,8 @@ def weights_in_fp8(problem: Problem) -> dict[str, Product]:
         id(sizes): (quantize_columns(a, sizes), quantize_columns(b, sizes)) for a, b, sizes in problem.operands.values()
     }
 
-    def multiply(name: str, sizes: Array, a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
-        run = registry.get("grouped_gemm", name)
-        return run.weight_gradient_fp8(a[0], b[0], sizes, a[1], b[1], out_dtype=BF16)
+    def multiply(name: str, sizes: Array, a: Quantized, b: Quantized) -> Array:
+        return registry.get("grouped_gemm", name).weight_gradient_fp8(a, b, sizes, out_dtype=BF16)
 
     def of(run: Callable[..., Array]) -> Product:
         return lambda _, __, sizes: run(sizes, *quantized[id(sizes)])

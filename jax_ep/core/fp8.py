@@ -18,13 +18,18 @@ from jax.typing import DTypeLike
 
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.layout import block_owners, gather_rows
-from jax_ep.types import Array, Quantized
+from jax_ep.types import Array, Quantized, Tokens
 
 GROUP_SIZE = 128
 """Size of a scale block: 128 columns of a row, or 128 by 128 elements of a matrix."""
 FP8_MAX = 448.0
 # Scale of an all-zero block, and the lower bound of scales: float32 can divide by it.
 MIN_SCALE = 2.0**-120
+
+
+def split_rows(rows: Tokens) -> tuple[Array, Array | None]:
+    """Return the values of rows, and their scales or None."""
+    return rows if isinstance(rows, tuple) else (rows, None)
 
 
 def quantize_rows(x: Array, group_size: int = GROUP_SIZE) -> Quantized:

@@ -185,24 +185,11 @@ class QuantizedGemm(Protocol):
     """GEMM of rows and quantized weights, in groups one after another or in masked blocks."""
 
     def grouped_gemm(
-        self,
-        lhs: Array,
-        rhs: QuantizedWeights,
-        group_sizes: Array,
-        row_scales: Array | None,
-        *,
-        out_dtype: DTypeLike,
+        self, rows: Tokens, rhs: QuantizedWeights, group_sizes: Array, *, out_dtype: DTypeLike
     ) -> Array: ...
 
     def masked_grouped_gemm(
-        self,
-        lhs: Array,
-        rhs: QuantizedWeights,
-        group_sizes: Array,
-        row_scales: Array | None,
-        *,
-        out_dtype: DTypeLike,
-        expected_rows: int | None,
+        self, rows: Tokens, rhs: QuantizedWeights, sizes: Array, /, *, out_dtype: DTypeLike, expected_rows: int | None
     ) -> Array: ...
 
 
@@ -268,12 +255,11 @@ class LowLatencyGemm(LowLatency, Protocol):
     def low_latency_gemm_combine(
         self,
         options: Options,
-        lhs: Array,
+        rows: Tokens,
         rhs: QuantizedWeights,
         group_sizes: Array,
         topk_weights: Array,
         handle: LowLatencyHandle,
-        lhs_scales: Array | None,
         bias: Array | None,
         *,
         out_dtype: DTypeLike,
@@ -285,15 +271,7 @@ class Masked(Protocol):
     """Masked grouped GEMM and the activation of masked blocks."""
 
     def masked_grouped_gemm(
-        self,
-        lhs: Array,
-        rhs: QuantizedWeights,
-        group_sizes: Array,
-        lhs_scales: Array | None,
-        /,
-        *,
-        out_dtype: DTypeLike,
-        expected_rows: int | None,
+        self, rows: Tokens, rhs: QuantizedWeights, sizes: Array, /, *, out_dtype: DTypeLike, expected_rows: int | None
     ) -> Array: ...
 
     def masked_gated_activation(

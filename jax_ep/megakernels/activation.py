@@ -197,7 +197,7 @@ def quantize_both_ways(x: Array, group_sizes: Array) -> tuple[Quantized, Quantiz
 
 def _quantize_columns(x: Tokens, group_sizes: Array, *, both: bool) -> tuple[Any, ...]:
     """Quantize columns and, with `both`, rows."""
-    values, scales = x if isinstance(x, tuple) else (x, None)
+    values, scales = fp8.split_rows(x)
     operands = vary_alike((values, scales, group_sizes))
     sizes = column_sizes_of(values.shape, group_sizes, GROUP_SIZE)
     results = _quantized_columns(sizes), _quantized(values.shape) if both else None

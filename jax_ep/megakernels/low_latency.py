@@ -54,7 +54,7 @@ def low_latency_dispatch(
         x, topk_idx = jax.tree.map(_add_row, x), _add_row(topk_idx) - 1
     if group_size is not None and not isinstance(x, tuple) and power_of_two(group_size) != group_size:
         x = fp8.quantize_rows(x, group_size)  # tiles have whole groups only if both are powers of two
-    values, scales = x if isinstance(x, tuple) else (x, None)
+    values, scales = fp8.split_rows(x)
     actual, hidden = values.shape
     made = group_size if scales is None and group_size is not None else 0  # columns per scale that the kernel computes
     num_scales = hidden // made if made else 0 if scales is None else scales.shape[1]
@@ -152,12 +152,11 @@ def _reserve(kernel: Kernel, **num_bytes: int) -> tuple[dict[str, int], Generati
 
 def low_latency_gemm_combine(
     options: Options,
-    lhs: Array,
+    rows: Tokens,
     rhs: QuantizedWeights,
     group_sizes: Array,
     topk_weights: Array,
     handle: LowLatencyHandle,
-    lhs_scales: Array | None,
     bias: Array | None,
     *,
     out_dtype: DTypeLike,
@@ -167,7 +166,8 @@ def low_latency_gemm_combine(
 
     A bias `[L, H]` of the GEMM may be None. Rows are as `rhs` takes them.
     """
-    layout, (experts, rows, _), hidden = handle.layout, lhs.shape, rhs.shape[2]
+    lhs, lhs_scales = fp8.split_rows(rows)
+    layout, (experts, num_rows, _), hidden = handle.layout, lhs.shape, rhs.shape[2]
     actual, dtype, group = topk_weights.shape[0], jnp.dtype(out_dtype), group_of(handle)
     result = jax.ShapeDtypeStruct((actual, hidden), dtype)
     if actual == 0:
@@ -177,11 +177,11 @@ def low_latency_gemm_combine(
     gemm_operands: tuple[Argument | None, ...]
     if needs_decoder(rhs):
         tiles = quantized_gemm.tiles_of_masked(lhs, rhs, expected_rows)
-        product = quantized_gemm.sizes_of(rows, rhs, tiles)
+        product = quantized_gemm.sizes_of(num_rows, rhs, tiles)
         scales = group_sizes if lhs_scales is None else lhs_scales
         gemm_operands = (*quantized_gemm.blocks_of(lhs, rhs, tiles), scales, rhs.scales, group_sizes)
     else:
-        arrays = lhs, rhs, group_sizes, lhs_scales
+        arrays = rows, rhs, group_sizes
         tiles, product, gemm_operands = masked_gemm("low_latency_gemm_combine", *arrays, dtype, expected_rows)
     offsets, buffers = _reserve(_GEMM_COMBINE, values_offset=actual * layout.top_k * hidden * dtype.itemsize)
     sizes = gemm_combine_sizes(layout, actual, hidden, product, offsets["values_offset"])
@@ -189,7 +189,7 @@ def low_latency_gemm_combine(
     own_topk_idx = cast(Array, handle.own_topk_idx)
     sources = structs.RowSources(handle.source_token, handle.source_start, handle.assignment_to_row, own_topk_idx)
     operands = (*gemm_operands, sources, topk_weights, bias)
-    config = tile_config(tiles, num_tiles((experts, rows, hidden), tiles))
+    config = tile_config(tiles, num_tiles((experts, num_rows, hidden), tiles))
     return launch(_GEMM_COMBINE, operands, (result,), config, constants, group=group, buffers=buffers)[0]
 
 

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import QuantizedWeights
-from jax_ep.core.fp8 import GROUP_SIZE
+from jax_ep.core.fp8 import GROUP_SIZE, split_rows
 from jax_ep.core.kernel import Argument, Config, Descriptor, Kernel
 from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import vary_alike
@@ -23,7 +23,7 @@ from jax_ep.megakernels.grouped_gemm import gemm_shape
 from jax_ep.megakernels.kernels import masked as masked_kernels
 from jax_ep.megakernels.kernels.gemm_structs import MaskedActivation, MaskedActivationTile, MaskedGemm, MaskedTile
 from jax_ep.megakernels.launch import Programs, launch, num_programs, thread_registers, tile_config
-from jax_ep.types import Array, Experts
+from jax_ep.types import Array, Experts, Tokens
 
 _GEMM = Kernel(masked_kernels.masked_grouped_gemm)
 _ACTIVATION = Kernel(masked_kernels.masked_gated_activation)
@@ -75,15 +75,15 @@ def masked_tiles(max_rows: int, expected_rows: int | None, itemsize: int, out_it
 
 def masked_gemm(
     operation: str,
-    lhs: Array,
+    rows: Tokens,
     rhs: QuantizedWeights,
     group_sizes: Array,
-    lhs_scales: Array | None,
     out_dtype: DTypeLike,
     expected_rows: int | None,
     tiles: MaskedTiles | None = None,
 ) -> tuple[MaskedTiles, MaskedGemm, tuple[Argument, ...]]:
     """Return tiles, sizes and operands of a kernel with a masked GEMM; missing scales are not read."""
+    lhs, lhs_scales = split_rows(rows)
     (groups, max_rows, depth), columns = lhs.shape, rhs.shape[2]
     facts = {"groups": groups, "num_rows": max_rows, "depth": depth, "columns": columns}
     dtypes = {"dtype": lhs.dtype, "out_dtype": jnp.dtype(out_dtype)}
@@ -125,10 +125,9 @@ def num_tiles(shape: tuple[int, ...], tile: Any) -> int:
 
 @functools.partial(jax.jit, static_argnames=("out_dtype", "expected_rows", "tiles"))
 def masked_grouped_gemm(
-    lhs: Array,
+    rows: Tokens,
     rhs: QuantizedWeights,
     group_sizes: Array,
-    lhs_scales: Array | None,
     *,
     out_dtype: DTypeLike,
     expected_rows: int | None,
@@ -139,10 +138,11 @@ def masked_grouped_gemm(
     See xla/quantized_gemm.py. `expected_rows` is the expected number of rows of a group, which determines tiles;
     `tiles` are those of the kernel, or None.
     """
+    lhs, _ = split_rows(rows)
     shape = (*lhs.shape[:2], rhs.shape[2])
     if 0 in (*lhs.shape, *rhs.shape):
         return jnp.zeros_like(lhs, dtype=out_dtype, shape=shape)
-    arrays = vary_alike((lhs, rhs, group_sizes, lhs_scales))
+    arrays = vary_alike((rows, rhs, group_sizes))
     tiles, sizes, operands = masked_gemm("masked_grouped_gemm", *arrays, out_dtype, expected_rows, tiles)
     config, result = tile_config(tiles, num_tiles(shape, tiles)), jax.ShapeDtypeStruct(shape, out_dtype)
     return launch(_GEMM, operands, (result,), config, {"S": sizes})[0]

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import QuantizedWeights
+from jax_ep.core.fp8 import split_rows
 from jax_ep.core.kernel import Descriptor, Kernel
 from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import vary_alike
@@ -23,7 +24,7 @@ from jax_ep.megakernels.kernels import quantized_gemm as quantized_gemm_kernels
 from jax_ep.megakernels.kernels.gemm_structs import QuantizedGemm, QuantizedTile
 from jax_ep.megakernels.launch import Programs, launch, tile_config
 from jax_ep.megakernels.masked import MaskedTiles, num_tiles
-from jax_ep.types import Array
+from jax_ep.types import Array, Tokens
 
 _GROUPED = Kernel(quantized_gemm_kernels.quantized_grouped_gemm)
 _MASKED = Kernel(quantized_gemm_kernels.quantized_masked_grouped_gemm)
@@ -104,15 +105,15 @@ def storage_of(rhs: QuantizedWeights) -> dict[str, Any]:
 
 @functools.partial(jax.jit, static_argnames=("out_dtype", "tiles"))
 def grouped_gemm(
-    lhs: Array,
+    rows: Tokens,
     rhs: QuantizedWeights,
     group_sizes: Array,
-    row_scales: Array | None,
     *,
     out_dtype: DTypeLike,
     tiles: QuantizedTiles | None = None,
 ) -> Array:
     """Multiply as in xla/quantized_gemm.py. `tiles` are those of the kernel; None: those for the shape."""
+    lhs, row_scales = split_rows(rows)
     num_rows, (groups, _, columns) = lhs.shape[0], rhs.shape
     tiles = tiles or _tuned_tiles(-(-num_rows // groups), lhs.dtype, rhs)
     most_tasks = (num_rows // tiles.block_m + groups) * -(-columns // tiles.block_n)
@@ -122,16 +123,16 @@ def grouped_gemm(
 
 @functools.partial(jax.jit, static_argnames=("out_dtype", "expected_rows", "tiles"))
 def masked_grouped_gemm(
-    lhs: Array,
+    rows: Tokens,
     rhs: QuantizedWeights,
     group_sizes: Array,
-    row_scales: Array | None,
     *,
     out_dtype: DTypeLike,
     expected_rows: int | None,
     tiles: QuantizedTiles | None = None,
 ) -> Array:
     """Multiply as in xla/quantized_gemm.py; rows past the sizes are undefined. `tiles` as for `grouped_gemm`."""
+    lhs, row_scales = split_rows(rows)
     tiles = tiles or tiles_of_masked(lhs, rhs, expected_rows)
     shape = (*lhs.shape[:2], rhs.shape[2])
     result = jax.ShapeDtypeStruct(shape, out_dtype)

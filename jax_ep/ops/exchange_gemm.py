@@ -463,14 +463,9 @@ def _with_weight_gradient_forward(
     plan: ExchangeGemmPlan,
     transpose_rhs: bool,
     saved_as: str,
-    h: Array,
-    row_weights: Array | None,
-    x: Array,
-    saved: Array,
-    w: Array,
-    handle: Handle,
+    *operands: *tuple[Array, Array | None, Array, Array, Array, Handle],
 ) -> tuple[tuple[Array, Array | None, Array], tuple[Array, Array, Array, Handle]]:
-    operands = (h, row_weights, x, saved, w, handle)
+    h, _, x, _, w, handle = operands
     return multiply_with_combine_and_weight_gradient(plan, transpose_rhs, saved_as, *operands), (h, x, w, handle)
 
 

@@ -23,7 +23,7 @@ from jax_ep.formats import check_quantized, needs_decoder
 from jax_ep.formats.int8 import quantize_tokens
 from jax_ep.ops import plan_serving, registry
 from jax_ep.ops.plan_serving import PartPlan, QuantizedGemmPlan
-from jax_ep.types import Array, Experts, Options
+from jax_ep.types import Array, Experts, Options, Tokens
 
 
 @operation
@@ -79,25 +79,25 @@ def masked_grouped_gemm(
     Source: the masked layout and the scales are those of DeepGEMM and DeepSeek-V3 (arXiv:2412.19437, section 3.3).
     """
     function = "masked_grouped_gemm"
-    lhs, rhs, group_sizes, lhs_scales = checked_operands(function, lhs, rhs, group_sizes, lhs_scales)
+    lhs, rows, rhs, group_sizes = checked_operands(function, lhs, rhs, group_sizes, lhs_scales)
     check.known_rows(function, "each block of lhs", "in a masked grouped GEMM", lhs.shape[1])
     out_dtype = check_fp8.result_dtype(function, preferred_element_type, lhs)
     if expected_rows is not None:
         expected_rows = check.positive(function, "expected_rows", expected_rows)
     options = registry.options(function, implementation=implementation)
     plan = plan_serving.masked_gemm(options, lhs.shape, lhs.dtype, rhs, out_dtype)
-    return multiply(plan, out_dtype, expected_rows, lhs, rhs, group_sizes, lhs_scales)
+    return multiply(plan, out_dtype, expected_rows, rows, rhs, group_sizes)
 
 
 def checked_operands(
     function: str, lhs: Array, rhs: Array | QuantizedWeights, group_sizes: Array, lhs_scales: Array | None
-) -> tuple[Array, QuantizedWeights, Array, Array | None]:
-    """Check the operands of a GEMM of masked blocks, and that they fit together."""
+) -> tuple[Array, Tokens, QuantizedWeights, Array]:
+    """Check the operands of a GEMM of masked blocks, and that they fit together; return lhs with and without scales."""
     lhs = check.array(function, "lhs", lhs, "[L, M, K]")
     group_sizes = check.group_sizes(function, group_sizes, lhs.shape[0])
     operands = check_quantized.gemm_operands(function, lhs, rhs, group_sizes, lhs_scales)
     lhs, rhs, group_sizes, lhs_scales = operands
-    return lhs, as_transposed(rhs), group_sizes, lhs_scales
+    return lhs, lhs if lhs_scales is None else (lhs, lhs_scales), as_transposed(rhs), group_sizes
 
 
 @operation
@@ -170,35 +170,33 @@ def multiply(
     plan: QuantizedGemmPlan,
     out_dtype: DTypeLike,
     expected_rows: int | None,
-    lhs: Array,
+    rows: Tokens,
     rhs: QuantizedWeights,
     group_sizes: Array,
-    lhs_scales: Array | None,
 ) -> Array:
-    """`masked_grouped_gemm` of checked operands, with scales of an FP8 lhs or None."""
+    """`masked_grouped_gemm` of checked operands."""
     name = plan.product.implementation
     kernels = registry.get("quantized_gemm", name) if needs_decoder(rhs) else registry.get("masked", name)
     run = partial(kernels.masked_grouped_gemm, out_dtype=out_dtype, expected_rows=expected_rows)
 
-    def product(lhs: Array, rhs: QuantizedWeights, group_sizes: Array, lhs_scales: Array | None) -> Array:
-        rows, scales = prepared_rows(lhs, rhs, lhs_scales)
-        return run(rows, rhs, group_sizes, scales)
+    def product(rows: Tokens, rhs: QuantizedWeights, group_sizes: Array) -> Array:
+        return run(prepared_rows(rows, rhs), rhs, group_sizes)
 
-    operands = vary_alike((lhs, rhs, group_sizes, lhs_scales))
+    operands = vary_alike((rows, rhs, group_sizes))
     remedy = f"{plan.options.function} has no gradient: train with moe or grouped_gemm."
     return call_without_gradient(remedy, product, *operands)
 
 
-def prepared_rows(lhs: Array, rhs: QuantizedWeights, lhs_scales: Array | None) -> tuple[Array, Array | None]:
-    """`[G, M, K]` rows in the dtype in which they are multiplied with these weights, and their scales or None."""
-    if rhs.activations is None:
-        return lhs, None
+def prepared_rows(rows: Tokens, rhs: QuantizedWeights) -> Tokens:
+    """Return `[G, M, K]` rows in the dtype in which they are multiplied with these weights."""
+    if isinstance(rows, tuple) or rhs.activations is None:
+        return rows
     if rhs.activations == "fp8":
-        return quantize_rows(lhs) if lhs_scales is None else (lhs, lhs_scales)
-    num_groups, num_rows, depth = lhs.shape
+        return quantize_rows(rows)
+    num_groups, num_rows, depth = rows.shape
     groups = jnp.repeat(jnp.arange(num_groups, dtype=jnp.int32), num_rows)
-    rows, scales = quantize_tokens(lhs.reshape(-1, depth), groups, rhs.smooth)
-    return rows.reshape(lhs.shape), scales.reshape(num_groups, num_rows)
+    values, scales = quantize_tokens(rows.reshape(-1, depth), groups, rhs.smooth)
+    return values.reshape(rows.shape), scales.reshape(num_groups, num_rows)
 
 
 def activate(

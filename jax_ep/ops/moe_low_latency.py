@@ -29,7 +29,7 @@ from jax_ep.ops.low_latency import (
 )
 from jax_ep.ops.masked import activate, checked_operands, multiply, prepared_rows
 from jax_ep.ops.plan_serving import LowLatencyGemmPlan
-from jax_ep.types import Array, AxisName, Biases, Experts, LowLatencyHandle, Options, Schedule, Topology
+from jax_ep.types import Array, AxisName, Biases, Experts, LowLatencyHandle, Options, Schedule, Tokens, Topology
 
 _NAME = "low_latency_moe"
 
@@ -174,10 +174,11 @@ def _run_experts(
     group_size = GROUP_SIZE if matrices.w_gate_up.activations == "fp8" else None
     tokens, scales, sizes, handle = dispatch_tokens(plan.dispatch, layout, group_size, x, topk_idx, None)
     rows = max(1, -(-layout.num_ranks * topk_idx.size // layout.num_experts))
-    hidden = multiply(plan.first, x.dtype, rows, tokens, matrices.w_gate_up, sizes, scales)
+    arrived = tokens if scales is None else (tokens, scales)
+    hidden = multiply(plan.first, x.dtype, rows, arrived, matrices.w_gate_up, sizes)
     quantize, inner = matrices.w_down.activations == "fp8", matrices.w_down.shape[1]
-    activated = activate(plan.activation, experts, inner, hidden, sizes, matrices.b_gate_up, quantize)
-    product = (activated[0], matrices.w_down, sizes, activated[1])
+    values, scales = activate(plan.activation, experts, inner, hidden, sizes, matrices.b_gate_up, quantize)
+    product = values if scales is None else (values, scales), matrices.w_down, sizes
     return _multiply_and_combine(plan.second, out_dtype, rows, topk_weights, handle, matrices.b_down, *product)
 
 
@@ -247,7 +248,7 @@ def low_latency_gemm_combine(
       [128.0, 64.0]
     """
     function = "low_latency_gemm_combine"
-    lhs, rhs, group_sizes, lhs_scales = checked_operands(function, lhs, rhs, group_sizes, lhs_scales)
+    lhs, rows, rhs, group_sizes = checked_operands(function, lhs, rhs, group_sizes, lhs_scales)
     out_dtype = check_fp8.result_dtype(function, preferred_element_type, lhs)
     if expected_rows is not None:
         expected_rows = check.positive(function, "expected_rows", expected_rows)
@@ -256,7 +257,7 @@ def low_latency_gemm_combine(
     layout = check.handle(function, handle, LowLatencyHandle, axis_name)
     topk_idx, topk_weights = check_combine(function, "lhs", y, topk_idx, topk_weights, layout)
     options = registry.options(function, axis_name, implementation, schedule, has_wire=False)
-    operands = topk_weights, handle, lhs, rhs, group_sizes, lhs_scales
+    operands = topk_weights, handle, rows, rhs, group_sizes
     topk_weights, handle, *product = cast(Any, vary_alike(operands, over=options.axis))
     plan = plan_serving.low_latency_gemm_combine(
         options, lhs.shape, lhs.dtype, rhs, out_dtype, layout, is_foreign=handle.group is None
@@ -271,28 +272,25 @@ def _multiply_and_combine(
     topk_weights: Array,
     handle: LowLatencyHandle,
     bias: Array | None,
-    lhs: Array,
+    rows: Tokens,
     rhs: QuantizedWeights,
     group_sizes: Array,
-    lhs_scales: Array | None,
 ) -> Array:
     """Run `low_latency_gemm_combine` on checked operands, with a bias `[L, H]` of the GEMM or None."""
     options = plan.options
 
-    def unfused(lhs: Array, rhs: QuantizedWeights, group_sizes: Array, *rest: Any) -> Array:
-        topk_weights, handle, lhs_scales, bias = rest
-        product = multiply(plan.product, out_dtype, expected_rows, lhs, rhs, group_sizes, lhs_scales)
+    def unfused(rows: Tokens, rhs: QuantizedWeights, group_sizes: Array, *rest: Any) -> Array:
+        topk_weights, handle, bias = rest
+        product = multiply(plan.product, out_dtype, expected_rows, rows, rhs, group_sizes)
         if bias is not None:
             product = add_bias_of_blocks(product, bias)
         return combine_tokens(plan.combine, product, topk_weights, handle)
 
-    def fused(lhs: Array, rhs: QuantizedWeights, group_sizes: Array, *rest: Any) -> Array:
-        topk_weights, handle, lhs_scales, bias = rest
-        rows, row_scales = prepared_rows(lhs, rhs, lhs_scales)
-        operands = (rows, rhs, group_sizes, topk_weights, handle, row_scales, bias)
+    def fused(rows: Tokens, rhs: QuantizedWeights, *others: Any) -> Array:
+        operands = (prepared_rows(rows, rhs), rhs, *others)
         run = cast(operations.LowLatencyGemm, registry.get("low_latency", plan.combine.part.implementation))
         return run.low_latency_gemm_combine(options, *operands, out_dtype=out_dtype, expected_rows=expected_rows)
 
-    operands = (lhs, rhs, group_sizes, topk_weights, handle, lhs_scales, bias)
+    operands = (rows, rhs, group_sizes, topk_weights, handle, bias)
     run_one = unfused if plan.fused is None else fused
     return call_without_gradient(f"{options.function} has no gradient: train with moe.", run_one, *operands)

@@ -12,6 +12,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -144,11 +145,27 @@ def group_sums(options: Options, dtype: DTypeLike, num_rows: int, columns: int, 
 
 
 @dataclasses.dataclass(frozen=True)
-class ExchangeGemmPlan:
+class AroundExchange:
+    """Base of the plans of an all-to-all, `exchange`, and what is computed next to it."""
+
+    exchange: ExchangePlan
+
+    @property
+    def options(self) -> Options:
+        """Options of the call."""
+        return self.exchange.options
+
+    @property
+    def transposed(self) -> Self:
+        """Plan of the backward pass."""
+        return dataclasses.replace(self, exchange=self.exchange.transposed)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExchangeGemmPlan(AroundExchange):
     """All-to-all of tokens `[T, hidden]` with GEMMs by `[hidden, columns]` weights or their transposes.
 
     Attributes:
-      exchange: dispatch and combine.
       gemm: the GEMM in a separate kernel.
       fused: the fused kernels; None: all-to-all and GEMM run one after the other.
       modes: modes of the fused kernels.
@@ -158,23 +175,12 @@ class ExchangeGemmPlan:
       reason: why there are no fused kernels; else empty.
     """
 
-    exchange: ExchangePlan
     gemm: GemmPlan
     fused: Part | None
     modes: FusedModes | None
     saved_as: str | None
     sums: GemmPlan
     reason: str = ""
-
-    @property
-    def options(self) -> Options:
-        """Options of the call."""
-        return self.exchange.options
-
-    @property
-    def transposed(self) -> ExchangeGemmPlan:
-        """Plan of the backward pass."""
-        return dataclasses.replace(self, exchange=self.exchange.transposed)
 
     @property
     def run(self) -> operations.ExchangeGemm:
@@ -346,25 +352,14 @@ class Fp8GemmPlan:
 
 
 @dataclasses.dataclass(frozen=True)
-class Fp8LayerPlan:
+class Fp8LayerPlan(AroundExchange):
     """Half of the layer with GEMMs in FP8 in both directions: dispatch and GEMM, or GEMM and combine.
 
     `activation` is what comes in front of the second GEMM.
     """
 
-    exchange: ExchangePlan
     gemm: Fp8GemmPlan
     activation: ActivationPlan
-
-    @property
-    def options(self) -> Options:
-        """Options of the call."""
-        return self.exchange.options
-
-    @property
-    def transposed(self) -> Fp8LayerPlan:
-        """Plan of the backward pass."""
-        return dataclasses.replace(self, exchange=self.exchange.transposed)
 
     @property
     def operands(self) -> operations.Activation:

@@ -26,7 +26,16 @@ from jax_ep.core.facts import (
 )
 from jax_ep.formats import format_of, needs_decoder
 from jax_ep.ops import registry
-from jax_ep.ops.plan import ActivationPlan, ExchangePlan, LayerSizes, activation, exchange, fp8_operands, resolution
+from jax_ep.ops.plan import (
+    ActivationPlan,
+    AroundExchange,
+    ExchangePlan,
+    LayerSizes,
+    activation,
+    exchange,
+    fp8_operands,
+    resolution,
+)
 from jax_ep.types import Experts, Layout, Options
 
 
@@ -183,19 +192,13 @@ def multiplied_dtype(dtype: DTypeLike, rhs: QuantizedWeights) -> np.dtype:
 
 
 @dataclasses.dataclass(frozen=True)
-class QuantizedLayerPlan:
+class QuantizedLayerPlan(AroundExchange):
     """The expert layer of quantized weights, one operation after another; `back` is the plan of combine."""
 
-    exchange: ExchangePlan
     back: ExchangePlan
     first: QuantizedGemmPlan
     second: QuantizedGemmPlan
     activation: ActivationPlan
-
-    @property
-    def options(self) -> Options:
-        """Options of the call."""
-        return self.exchange.options
 
 
 @resolution

@@ -30,9 +30,9 @@ def multiply(
             return _multiply_fp8(plan, out_dtype, in_fp8, rhs, group_sizes)
         run = partial(_run(plan).grouped_gemm, out_dtype=out_dtype)
         if rhs.activations is None:
-            return run(lhs, rhs, group_sizes, None)
-        rows, scales = quantize_tokens(lhs, row_groups(group_sizes, lhs.shape[0]), rhs.smooth)
-        return run(rows, rhs, group_sizes, scales)
+            return run(lhs, rhs, group_sizes)
+        rows = quantize_tokens(lhs, row_groups(group_sizes, lhs.shape[0]), rhs.smooth)
+        return run(rows, rhs, group_sizes)
 
     return call_without_gradient(_remedy(plan.options), product, *vary_alike((lhs, rhs, group_sizes)))
 
@@ -52,7 +52,7 @@ def _multiply_fp8(
     plan: QuantizedGemmPlan, out_dtype: DTypeLike, rows: Quantized, rhs: QuantizedWeights, group_sizes: Array
 ) -> Array:
     if plan.product.operation == "quantized_gemm":
-        return _run(plan).grouped_gemm(rows[0], rhs, group_sizes, rows[1], out_dtype=out_dtype)
+        return _run(plan).grouped_gemm(rows, rhs, group_sizes, out_dtype=out_dtype)
     run = registry.get("grouped_gemm", plan.product.implementation).grouped_gemm_fp8
     return run(rows, (rhs.values, cast(Array, rhs.scales)), group_sizes, out_dtype=out_dtype)
 

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import IO, Any, NoReturn
 
@@ -49,6 +49,22 @@ class Parser(argparse.ArgumentParser):
             file.write(message)
         else:
             super()._print_message(message, file)
+
+
+def add_choice(
+    commands: Any, name: str, summary: str, choices: Mapping[str, str], *, more: str = "", epilog: str, options: str
+) -> argparse.ArgumentParser:
+    """Add a command whose first argument is one of `choices`, which the help lists, and whose other ones `run` parses.
+
+    `more` follows the list, `options` is the help of the other arguments.
+    """
+    listed = "\n".join(f"  {choice:13} {what}" for choice, what in choices.items())
+    texts = {"help": summary, "description": f"{summary}.\n\n{listed}{more}", "epilog": epilog}
+    parser: argparse.ArgumentParser
+    parser = commands.add_parser(name, formatter_class=argparse.RawDescriptionHelpFormatter, **texts)
+    parser.add_argument("what", choices=choices, metavar="WHAT")
+    parser.add_argument("options", nargs=argparse.REMAINDER, help=options)
+    return parser
 
 
 def count(text: str, least: int = 1) -> int:

@@ -51,17 +51,11 @@ Function = Callable[..., Any]
 def add_command(commands: Any) -> None:
     """Add `trace` to the command line."""
     summary = "record what each program of a kernel does, and show where the time goes"
-    listed = "\n".join(f"  {name:13} {what}" for name, what in _RECORDED.items())
-    parser = commands.add_parser(
-        "trace",
-        help=summary,
-        description=f"{summary}.\n\n{listed}\n  {_SHOW:13} recorded files: FILE... [--out MERGED] [--png]; files of"
-        " several processes are merged",
-        epilog="Options of a recording: jax-ep trace moe --help. ui.perfetto.dev opens the file.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("what", choices=[*_RECORDED, _SHOW], metavar="WHAT")
-    parser.add_argument("options", nargs=argparse.REMAINDER, help="such as --model, --tokens, --out, --png")
+    shown = "recorded files: FILE... [--out MERGED] [--png]; files of several processes are merged"
+    epilog = "Options of a recording: jax-ep trace moe --help. ui.perfetto.dev opens the file."
+    options = "such as --model, --tokens, --out, --png"
+    choices = {**_RECORDED, _SHOW: shown}
+    parser = command.add_choice(commands, "trace", summary, choices, epilog=epilog, options=options)
     parser.set_defaults(run=lambda args: (show_files if args.what == _SHOW else record)(args.what, args.options))
 
 

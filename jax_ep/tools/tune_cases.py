@@ -421,7 +421,7 @@ def _quantized_gemm(sizes: Sizes, expert_format: str) -> Iterator[Case]:
     counts = jnp.full((local,), rows // local, jnp.int32)
 
     def gemm(zero: Array, x: Array, w: Any, counts: Array) -> Any:
-        return run.grouped_gemm(x, w, counts + zero, None, out_dtype=_BF16)
+        return run.grouped_gemm(x, w, counts + zero, out_dtype=_BF16)
 
     facts = {"rows_of_group": -(-rows // local), "depth": sizes.hidden, "columns": columns, "groups": local}
     yield _case(

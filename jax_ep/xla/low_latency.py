@@ -50,7 +50,7 @@ def low_latency_dispatch(
         index = jnp.arange(topk_idx.shape[0], dtype=jnp.int32)
         topk_idx = jnp.where((index < num_tokens)[:, None], topk_idx, -1)
     handle = _plan(options, _pad_rows(topk_idx, layout.num_tokens, -1), layout)
-    tokens, scales = dispatch_rows(options, x if isinstance(x, tuple) else (x, None), handle)
+    tokens, scales = dispatch_rows(options, fp8.split_rows(x), handle)
     return tokens, scales, jnp.sum(handle.source_count, axis=1, dtype=jnp.int32), handle
 
 

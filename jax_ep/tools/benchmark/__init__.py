@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jax_ep.tools import command
+
 BENCHMARKS = {
     "exchange": "dispatch and combine, compared with XLA's collectives and the copy engines; two GPUs or more",
     "grouped-gemm": "grouped GEMMs and their gradients, compared with cuBLAS",
@@ -26,16 +28,9 @@ _OUT = Path("runs/benchmarks")
 def add_command(commands: Any) -> None:
     """Add `bench` and `scale` to the command line."""
     summary = "measure an operation, or a layer with the sizes of a model, and its alternatives"
-    listed = "\n".join(f"  {name:13} {what}" for name, what in BENCHMARKS.items())
-    parser = commands.add_parser(
-        "bench",
-        help=summary,
-        description=f"{summary}.\n\n{listed}\n\nEach benchmark has its own options: jax-ep bench fused-moe --help.",
-        epilog="Prints tables and writes JSON to --out.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("what", choices=BENCHMARKS, metavar="WHAT")
-    parser.add_argument("options", nargs=argparse.REMAINDER, help=f"such as --model, --tokens, --out (default: {_OUT})")
+    more = "\n\nEach benchmark has its own options: jax-ep bench fused-moe --help."
+    epilog, options = "Prints tables and writes JSON to --out.", f"such as --model, --tokens, --out (default: {_OUT})"
+    parser = command.add_choice(commands, "bench", summary, BENCHMARKS, more=more, epilog=epilog, options=options)
     parser.set_defaults(run=lambda args: run(args.what, args.options, f"jax-ep bench {args.what}"))
     summary = "measure how operations and the layer scale over this machine's GPUs"
     # All options belong to the benchmark, --help too, so this parser must not parse dashes.

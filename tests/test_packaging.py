@@ -20,7 +20,7 @@ if not FIND_PYTHON.exists():
     pytest.skip("not a source checkout", allow_module_level=True)
 
 
-def fake(path, version, *, modules=True):
+def fake(path, version, modules=True):
     """Create a launcher that answers as Python `version` would, or with None does not start, like a shim of pyenv."""
     path.parent.mkdir(parents=True, exist_ok=True)
     status = 127
@@ -32,80 +32,53 @@ def fake(path, version, *, modules=True):
     return path
 
 
-class Machine:
-    """A machine with only the tools that the script uses on PATH, and the Pythons of a test."""
-
-    def __init__(self, root):
-        self.bin, self.home = root / "bin", root / "home"
-        tools = root / "tools"
-        for folder in (self.bin, self.home, tools):
-            folder.mkdir()
-        for tool in ("sh", "sort", "head", "cut", "cat"):
-            (tools / tool).symlink_to(shutil.which(tool))
-        self.environment = {"PATH": f"{self.bin}:{tools}", "HOME": str(self.home)}
-
-    def on_path(self, name, version, **options):
-        return fake(self.bin / name, version, **options)
-
-    def in_pyenv(self, version, root=None, **options):
-        return fake((root or self.home / ".pyenv") / "versions" / version / "bin" / "python3", version, **options)
-
-    def find(self, **environment):
-        return run([str(FIND_PYTHON)], self.environment | environment)
-
-
 def run(command, environment):
     return subprocess.run(command, env=dict(environment), capture_output=True, text=True, check=False)
 
 
-@pytest.fixture
-def machine(tmp_path):
-    return Machine(tmp_path)
+def find_python(root, on_path, in_pyenv, **environment):
+    """Run the script on a machine with only the tools that it uses, and these Pythons: name or version, and modules."""
+    tools, home = root / "tools", root / "home"
+    tools.mkdir()
+    for tool in ("sh", "sort", "head", "cut", "cat"):
+        (tools / tool).symlink_to(shutil.which(tool))
+    for name, *options in on_path:
+        fake(root / "bin" / name, *options)
+    for version, *options in in_pyenv:
+        fake(home / ".pyenv" / "versions" / version / "bin" / "python3", version, *options)
+    environment = {name: str(root / value) for name, value in environment.items()}
+    return run([str(FIND_PYTHON)], {"PATH": f"{root / 'bin'}:{tools}", "HOME": str(home)} | environment)
 
 
-def assert_found(completed, path):
-    assert (completed.returncode, completed.stdout.strip(), completed.stderr) == (0, str(path), "")
+OLD_AND_PREVIEWS = ("3.15.0",), ("3.14-dev",), ("3.14.0a1",), ("3.13.0t",), ("3.12.1",), ("3.14.2", False)
+PYENV = "home/.pyenv/versions/{}/bin/python3".format
 
 
-def test_old_python3_and_pyenv_holding_the_right_one(machine):
-    """Launchers of versions that pyenv has not activated are on PATH and fail."""
-    machine.on_path("python3", "3.11.7")
-    machine.on_path("python3.12", None)
-    machine.in_pyenv("3.9.18")
-    machine.in_pyenv("3.11.7")
-    python = machine.in_pyenv("3.12.1")
-    assert_found(machine.find(), python)
+@pytest.mark.parametrize(
+    ("on_path", "in_pyenv", "found"),
+    [
+        ([("python3", "3.11.7"), ("python3.12", None)], [("3.9.18",), ("3.11.7",), ("3.12.1",)], PYENV("3.12.1")),
+        ([], [*OLD_AND_PREVIEWS, ("3.13.5",)], PYENV("3.13.5")),
+        ([("python3.14", "3.14.0", False), ("python3.12", "3.12.0")], [], "bin/python3.12"),
+    ],
+    ids=["shims that do not start", "previews and other builds", "no module for environments"],
+)
+def test_find_python(on_path, in_pyenv, found, tmp_path):
+    done = find_python(tmp_path, on_path, in_pyenv)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, str(tmp_path / found), "")
 
 
-def test_pyenv_newest_minor_but_neither_previews_nor_other_builds(machine):
-    for version in ("3.15.0", "3.14-dev", "3.14.0a1", "3.13.0t", "3.12.1"):
-        machine.in_pyenv(version)
-    machine.in_pyenv("3.14.2", modules=False)
-    expected = machine.in_pyenv("3.13.5")
-    assert_found(machine.find(), expected)
-
-
-def test_the_users_choice_is_not_overruled(machine):
-    machine.on_path("python3.14", "3.14.0")
-    old = machine.on_path("python3.11", "3.11.0")
-    completed = machine.find(PYTHON=str(old))
-    assert (completed.returncode, completed.stdout) == (1, "")
-    assert f"PYTHON={old} is not Python 3.12 or newer" in completed.stderr
-
-
-def test_python_that_cannot_make_environments_is_passed_over(machine):
-    machine.on_path("python3.14", "3.14.0", modules=False)
-    python = machine.on_path("python3.12", "3.12.0")
-    assert_found(machine.find(), python)
-
-
-def test_no_python_is_a_clear_error(machine):
-    machine.on_path("python3", "3.11.7")
-    machine.in_pyenv("3.10.13")
-    completed = machine.find()
-    assert (completed.returncode, completed.stdout) == (1, "")
+def test_find_python_errors(tmp_path):
+    """The user's choice is not overruled."""
+    pythons = [("python3.14", "3.14.0"), ("python3.11", "3.11.0")]
+    (tmp_path / "chosen").mkdir()
+    chosen = find_python(tmp_path / "chosen", pythons, [], PYTHON="bin/python3.11")
+    none = find_python(tmp_path, [("python3", "3.11.7")], [("3.10.13",)])
+    for done in (chosen, none):
+        assert (done.returncode, done.stdout) == (1, "")
+    assert f"PYTHON={tmp_path / 'chosen/bin/python3.11'} is not Python 3.12 or newer" in chosen.stderr
     for part in ("3.12 or newer", "none was found", "pyenv install 3.12", "make PYTHON="):
-        assert part in completed.stderr
+        assert part in none.stderr
 
 
 SET_BY_MAKE = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES"}

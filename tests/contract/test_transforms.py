@@ -152,17 +152,7 @@ def test_transforms_mesh_axis_types_and_vma(implementation, axis_type, check_vma
     stack.check(out, (gradients[0], *(g[:, None] for g in gradients[1:])))
 
 
-def test_transforms_donation(implementation, expert_mesh, rng):
-    mesh = expert_mesh(2)
-    stack = Stack(rng, 2, layers=1)
-    args = stack.x, *(a[:, 0] for a in stack.layers)
-    x, *rest = (jax.device_put(a, NamedSharding(mesh, PartitionSpec(EXPERT))) for a in args)
-    out = jax.jit(per_rank(moe(implementation), mesh), donate_argnums=0)(x, *rest)
-    assert_close(to_numpy(out), stack.layer(0).forward(), "moe")
-    assert x.is_deleted()
-
-
-def test_transforms_eval_shape_and_aot(implementation, expert_mesh, rng):
+def test_transforms_aot_and_donation(implementation, expert_mesh, rng):
     mesh = expert_mesh(2)
     stack = Stack(rng, 2, layers=1)
     args = stack.x, *(a[:, 0] for a in stack.layers)
@@ -171,9 +161,11 @@ def test_transforms_eval_shape_and_aot(implementation, expert_mesh, rng):
     fn = per_rank(moe(implementation), mesh)
     out = jax.eval_shape(fn, *shapes)
     assert (out.shape, out.dtype) == (stack.x.shape, stack.x.dtype)
-    executable = jax.jit(fn).lower(*shapes).compile()
-    got = executable(*(jax.device_put(a, sharding) for a in args))
-    assert_close(to_numpy(got), stack.layer(0).forward(), "moe")
+    x, *rest = (jax.device_put(a, sharding) for a in args)
+    for donated in ((), (0,)):
+        got = jax.jit(fn, donate_argnums=donated).lower(*shapes).compile()(x, *rest)
+        assert_close(to_numpy(got), stack.layer(0).forward(), "moe")
+        assert x.is_deleted() == bool(donated)
 
 
 def test_transforms_export(implementation, expert_mesh, rng):

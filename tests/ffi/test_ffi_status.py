@@ -72,21 +72,15 @@ def test_status_message(changes, expected):
 WRONG_MESH = dataclasses.replace(TIMEOUT, state=ffi.State.WRONG_MESH, peer=-1, expected=3, seen=0, task=-1, detail=0)
 
 
-def test_status_message_wrong_mesh():
+def test_status_message_states_and_operations():
     story = ffi.format_status(WRONG_MESH)
     assert "rank 2 is another device in combine than in the mesh given to jax_ep.init()" in story
     assert "expected device 3, got device 0" in story
     assert "Call jax_ep.finalize() and jax_ep.init(mesh) with the mesh that the program runs on" in story
-
-
-@pytest.mark.parametrize("state", [ffi.State.OK, ffi.State.WRITING])
-def test_status_message_without_failure(state):
-    assert ffi.format_status(dataclasses.replace(TIMEOUT, state=state)) == "jax_ep: no failure recorded"
-
-
-@pytest.mark.parametrize("operation", list(ffi.Operation)[1:])
-def test_status_message_names_operations(operation):
-    assert f" in {operation.name.lower()} " in ffi.format_status(dataclasses.replace(TIMEOUT, operation=operation))
+    for state in (ffi.State.OK, ffi.State.WRITING):
+        assert ffi.format_status(dataclasses.replace(TIMEOUT, state=state)) == "jax_ep: no failure recorded"
+    for operation in list(ffi.Operation)[1:]:
+        assert f" in {operation.name.lower()} " in ffi.format_status(dataclasses.replace(TIMEOUT, operation=operation))
 
 
 def test_status_format_truncates():
@@ -139,25 +133,19 @@ def test_status_check_raises_message(status):
     jax.block_until_ready(run(x))
 
 
-def test_status_check_record_being_written(status):
+def test_status_check_states(status):
+    """A record that is being written is no failure; a wrong mesh comes before timeouts."""
     context, buffers = status
+    run = jax.jit(lambda x: ffi.check_status(x, context))
     buffers[0].write(dataclasses.replace(TIMEOUT, state=ffi.State.WRITING))
-    assert jax.jit(lambda x: ffi.check_status(x, context))(jnp.ones(3)) == 0
-
-
-def test_status_check_aborted_error_code(status):
-    context, buffers = status
+    assert run(jnp.ones(3)) == 0
     buffers[0].write(dataclasses.replace(TIMEOUT, state=ffi.State.ABORTED))
     with pytest.raises(FAILED, match=r"ABORTED: .*rank 2 stopped in combine"):
-        jax.block_until_ready(jax.jit(lambda x: ffi.check_status(x, context))(jnp.ones(3)))
-
-
-def test_status_check_wrong_mesh_before_timeouts(status):
-    context, buffers = status
+        jax.block_until_ready(run(jnp.ones(3)))
     buffers[0].write(TIMEOUT)
     buffers[-1].write(WRONG_MESH)
     with pytest.raises(FAILED, match=r"FAILED_PRECONDITION: .*rank 2 is another device"):
-        jax.block_until_ready(jax.jit(lambda x: ffi.check_status(x, context))(jnp.ones(3)))
+        jax.block_until_ready(run(jnp.ones(3)))
 
 
 def test_status_check_without_context():

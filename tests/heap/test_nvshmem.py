@@ -452,11 +452,10 @@ def test_nvshmem_two_processes():
         assert inits[0][-1] == inits[1][-1]  # One unique id for both.
         ids.append(inits[0][-1])
     assert ids[0] != ids[1]
+    wishes = "process 0: dispatch: allocating, 100 bytes; process 1: dispatch: allocating, 101 "
     for found in (zero, one):
         assert found["payloads"] == ["I am 0\nreally", "I am 1\nreally"]
-        assert (
-            "process 0: dispatch: allocating, 100 bytes; process 1: dispatch: allocating, 101 " in found["other wish"]
-        )
+        assert wishes in found["other wish"]
         assert "process 0: dispatch: allocating; process 1: combine: allocating." in found["other function"]
         assert found["one fails"] == "JaxRuntimeError: init: loading: process 1: OSError: no such library"
         assert "timeout_s=0; process 1: init: initializing NVSHMEM, timeout_s=1" in found["settings"]

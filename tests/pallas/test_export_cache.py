@@ -41,11 +41,20 @@ def cache():
     before = jax.config.jax_compilation_cache_dir
 
     def use(folder):
+        if folder is not None:
+            pytest.importorskip("flatbuffers")
         jax.config.update("jax_compilation_cache_dir", folder if folder is None else str(folder))
 
     use(None)
     yield use
     use(before)
+
+
+@pytest.fixture
+def folder(cache, tmp_path):
+    """An empty folder of JAX's cache."""
+    cache(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture(autouse=True)
@@ -134,24 +143,20 @@ def lower_here(factor=2.0, rows=ROWS):
     return lower(lambda x: run(x, x, interpret=False, factor=factor), rows), len(traced)
 
 
-def test_export_cache_files_shared_by_processes(cache, tmp_path):
-    pytest.importorskip("flatbuffers")
-    cache(tmp_path)
+def test_export_cache_files_shared_by_processes(folder):
     first, *others = [lower_here() for _ in range(3)]
     assert first[1] == 1 and others == [(first[0], 0)] * 2
-    (folder,) = tmp_path.iterdir()
-    assert [path.name[:6] for path in folder.iterdir()] == ["scale-"]
+    (kept,) = folder.iterdir()
+    assert [path.name[:6] for path in kept.iterdir()] == ["scale-"]
     assert lower_here(factor=3.0)[1] == 1
     with jax.enable_x64(True):
         assert lower_here()[1] == 1
-    assert len(list(folder.iterdir())) == 3
+    assert len(list(kept.iterdir())) == 3
 
 
-def test_export_cache_truncated_files(cache, tmp_path):
-    pytest.importorskip("flatbuffers")
-    cache(tmp_path)
+def test_export_cache_truncated_files(folder):
     text, _ = lower_here()
-    (path,) = tmp_path.glob("*/*")
+    (path,) = folder.glob("*/*")
     content = path.read_bytes()
     for damaged in (b"", content[:-1], content[:40] + b"x" + content[41:]):
         path.write_bytes(damaged)
@@ -162,17 +167,15 @@ def test_export_cache_truncated_files(cache, tmp_path):
 @pytest.mark.parametrize(
     "what", ["nothing", "text", "end", "module", "other launch", "other sizes", "pipe", "folder", "huge"]
 )
-def test_export_cache_foreign_files(what, cache, tmp_path):
+def test_export_cache_foreign_files(what, folder):
     """Also with a correct digest."""
-    pytest.importorskip("flatbuffers")
-    cache(tmp_path)
     rows = jax.ShapeDtypeStruct((3, 2), jnp.float32) if what == "other sizes" else ROWS
     other, _ = lower_here(factor=3.0, rows=rows)
-    (path,) = tmp_path.glob("*/*")
+    (path,) = folder.glob("*/*")
     payload = path.read_bytes()[lowering_cache._DIGEST_BYTES :]
     path.unlink()
     text, _ = lower_here()
-    (path,) = tmp_path.glob("*/*")
+    (path,) = folder.glob("*/*")
     module = payload.index(b"ML\xefR")
     payloads = {"nothing": b"", "text": b"no launch", "end": payload[:-100], "other launch": payload}
     payloads["other sizes"] = payload
@@ -206,13 +209,11 @@ def limit():
     jax.config.update("jax_compilation_cache_max_size", before)
 
 
-def test_export_cache_evicts_least_recently_used(cache, limit, tmp_path):
-    pytest.importorskip("flatbuffers")
-    cache(tmp_path)
+def test_export_cache_evicts_least_recently_used(limit, folder):
     lower_here(factor=1.0)
-    (first,) = tmp_path.glob("*/*")
+    (first,) = folder.glob("*/*")
     lower_here(factor=2.0)
-    second = next(path for path in tmp_path.glob("*/*") if path != first)
+    second = next(path for path in folder.glob("*/*") if path != first)
     for age, path in enumerate((second, first), start=1):
         os.utime(path, (age, age))  # The second is older.
     assert lower_here(factor=2.0)[1] == 0  # And is used again.
@@ -223,9 +224,7 @@ def test_export_cache_evicts_least_recently_used(cache, limit, tmp_path):
 
 
 @pytest.mark.parametrize("num_bytes", [0, 100])
-def test_export_cache_file_above_limit(num_bytes, cache, limit, tmp_path):
-    pytest.importorskip("flatbuffers")
-    cache(tmp_path)
+def test_export_cache_file_above_limit(num_bytes, limit, folder):
     lower_here(factor=2.0)
     limit(num_bytes)
     assert [lower_here(factor=3.0)[1] for _ in range(2)] == [1, 1]
@@ -233,9 +232,7 @@ def test_export_cache_file_above_limit(num_bytes, cache, limit, tmp_path):
 
 
 @pytest.mark.parametrize("what", ["sources_digest", "jaxlib", "jax", "devices"])
-def test_export_cache_key_version_and_device(what, cache, tmp_path, monkeypatch):
-    pytest.importorskip("flatbuffers")
-    cache(tmp_path)
+def test_export_cache_key_version_and_device(what, folder, monkeypatch):
     lower_here()
     if what == "sources_digest":
         monkeypatch.setattr(lowering_cache, "sources_digest", lambda folder: "others")
@@ -260,12 +257,10 @@ def test_export_cache_disabled(why, cache, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_export_cache_operands_in_another_structure(cache, tmp_path):
+def test_export_cache_operands_in_another_structure(folder):
     """The payload has the operands' shapes, but takes them as one tuple."""
-    pytest.importorskip("flatbuffers")
-    cache(tmp_path)
     expected = lower_here()
-    (path,) = tmp_path.glob("*/*")
+    (path,) = folder.glob("*/*")
     swapped = export.export(jax.jit(lambda pair: pair[0] + pair[1]), platforms=("cuda",))((ROWS, ROWS))
     payload = bytes(swapped.serialize())
     path.write_bytes(lowering_cache._digest(path, payload) + payload)
@@ -273,7 +268,6 @@ def test_export_cache_operands_in_another_structure(cache, tmp_path):
 
 
 def test_export_cache_eviction_skips_other_kinds(cache, limit, tmp_path):
-    pytest.importorskip("flatbuffers")
     others = tmp_path / "jax_ep_lowered"
     (others / "folder").mkdir(parents=True)
     (others / "loop").symlink_to("loop")
@@ -284,14 +278,12 @@ def test_export_cache_eviction_skips_other_kinds(cache, limit, tmp_path):
 
 @pytest.mark.parametrize("folder", ["/tmp/a\0b", "/\ud800", "/" + "x" * 3000], ids=["NUL", "surrogate", "long"])
 def test_export_cache_impossible_folder(folder, cache):
-    pytest.importorskip("flatbuffers")
     cache(folder)
     with pytest.warns(UserWarning, match=r"^a lowered kernel is not cached for other processes: .{1,200}$"):
         assert lower_here()[1] == 1
 
 
 def test_export_cache_unwritable_folder(cache, tmp_path):
-    pytest.importorskip("flatbuffers")
     (tmp_path / "jax_ep_lowered").write_text("not a folder")
     cache(tmp_path)
     with pytest.warns(UserWarning, match="a lowered kernel is not cached for other processes"):
@@ -340,9 +332,7 @@ def test_export_cache_compiles_ahead_once(x64, launch, ahead):
     assert len(ahead()) == 2
 
 
-def test_export_cache_file_hit_not_compiled_ahead(cache, tmp_path, ahead):
-    pytest.importorskip("flatbuffers")
-    cache(tmp_path)
+def test_export_cache_file_hit_not_compiled_ahead(folder, ahead):
     assert [lower_here()[1] for _ in range(3)] == [1, 0, 0]
     assert len(ahead()) == 1
 

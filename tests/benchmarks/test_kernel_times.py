@@ -157,23 +157,3 @@ def test_report(monkeypatch, tmp_path, capsys):
     output = " ".join(capsys.readouterr().out.split())  # titles are folded
     assert "span 70.0 us, busy 50.0, idle 20.0 (29 %)" in output and "72.0%" in output
     assert "decode, 7 tokens/rank: failed: out of memory" in output
-
-
-def test_command_line(monkeypatch, tmp_path):
-    """Programs of the layer of training have their own tokens."""
-    script, asked = kernel_times, []
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax_ep, "init", lambda mesh: asked.append(mesh.size))
-    monkeypatch.setattr(script, "measure", lambda report, args, mesh, cases: asked.extend([args.model, list(cases)]))
-    run = ["kernel_times.py", "--out", str(tmp_path)]
-    monkeypatch.setattr("sys.argv", run)
-    script.main()
-    small = [(what, tokens, {}) for what in ("low-latency", "decode") for tokens in (1, 128)]
-    layers = [(what, 4096, {"layer": "moe"}) for what in ("moe-forward", "moe-backward")]
-    assert asked == [jax.device_count(), "deepseek-v3", [*small, *layers]]
-    asked.clear()
-    options = ["--quick", "--ranks", "2", "--what", "moe-backward", "decode", "--layers", "moe", "fp8 once"]
-    monkeypatch.setattr("sys.argv", [*run, *options])
-    script.main()
-    both = [("moe-backward", 8, {"layer": layer}) for layer in ("moe", "fp8 once")]
-    assert asked == [2, "tiny", [*both, ("decode", 8, {})]]

@@ -228,6 +228,8 @@ def test_trace_hostile_file(tmp_path):
 def test_trace_picture_device_without_events(tmp_path):
     pytest.importorskip("matplotlib")
     tracing.Trace.of_devices({0: written(0), 1: Written(np.zeros((0,), EVENT), {}, 3)}).plot(tmp_path / "t.png")
+    with pytest.raises(ValueError, match="no events"):
+        tracing.Trace.of_devices({}).plot(tmp_path / "t.png")
 
 
 def test_trace_unrecorded_kernel(trace):
@@ -251,12 +253,6 @@ def test_trace_command_shows_merges_draws(tmp_path, capsys):
     same(tracing.Trace.load(merged), tracing.Trace.of_devices({0: written(0), 1: written(1, SKEW)}))
     picture = (tmp_path / "both_dispatch_gemm.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 5000
-
-
-def test_trace_picture_without_events(tmp_path):
-    pytest.importorskip("matplotlib")
-    with pytest.raises(ValueError, match="no events"):
-        tracing.Trace.of_devices({}).plot(tmp_path / "t.png")
 
 
 def fake_area(rows, room, num_programs, launches):

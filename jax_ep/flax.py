@@ -305,7 +305,7 @@ class MoE(nnx.Module):
         """
         if self.recipe is None:
             raise ValueError(
-                "training_weights: recipe=None rounds no matrices, expected recipe='fp8'; construct the layer with"
+                "training_weights: recipe is None, expected recipe='fp8'; construct the layer with"
                 " that, or call it without weights"
             )
         matrices, mesh = self._matrices(), self._active_mesh()

@@ -40,8 +40,8 @@ QUICK_SHAPES = ((72, 128, 24, 2),)
 RANKS, TOKENS = 4, 4096  # of each rank, for the shapes of a model
 CUBLAS = "cuBLAS batched"
 NAMES = {"triton": "triton", "pallas": "pallas", "portable loop": "xla"}
-FP8_NAMES = {"triton, FP8": "triton", "pallas, FP8": "pallas"}
-GLUON = "triton, FP8, Gluon"
+TRITON, GLUON = "triton, FP8", "triton, FP8, Gluon"
+FP8_NAMES = {TRITON: "triton", "pallas, FP8": "pallas"}
 QUANTIZED = "pallas, FP8, operands quantised in the same call"
 FP8_ERROR, ERROR = 0.4, 0.1
 """Of single elements, in units of the root mean square; FP8 is off by 0.04 in the norm, others by two roundings."""
@@ -90,13 +90,14 @@ def in_fp8(problem: Problem) -> dict[str, Product]:
     def multiply(name: str, sizes: Array, rows: Quantized, weights: Quantized) -> Array:
         return registry.get("grouped_gemm", name).grouped_gemm_fp8(rows, weights, sizes, out_dtype=BF16)
 
-    def by_gluon(sizes: Array, rows: Quantized, weights: Quantized) -> Array:
-        with tuning.override("grouped_gemm_fp8", gluon=True):
+    def in_triton(gluon: bool, sizes: Array, rows: Quantized, weights: Quantized) -> Array:
+        with tuning.override("grouped_gemm_fp8", gluon=gluon):
             return multiply("triton", sizes, rows, weights)
 
     a, b, _ = problem.operands["equal"]
     operands = jax.jit(quantize)(a, b, jnp.full((1,), a.shape[0], jnp.int32))
-    runs = {label: partial(multiply, name) for label, name in FP8_NAMES.items()} | {GLUON: by_gluon}
+    runs = {label: partial(multiply, name) for label, name in FP8_NAMES.items()}
+    runs |= {TRITON: partial(in_triton, False), GLUON: partial(in_triton, True)}
     found: dict[str, Product] = {
         label: partial(lambda run, _, __, sizes: run(sizes, *operands), jax.jit(run)) for label, run in runs.items()
     }

@@ -97,8 +97,7 @@ class ExchangeFacts(Facts):
 
 @dataclasses.dataclass(frozen=True)
 class FusedFacts(Facts):
-    """All-to-all of tokens `[T, hidden]` in one kernel with GEMMs by `[hidden, columns]` weights or their
-    transposes."""
+    """An all-to-all of tokens `[T, hidden]` in one kernel with GEMMs by `[hidden, columns]` weights."""
 
     operation = "exchange_gemm"
     hidden: int

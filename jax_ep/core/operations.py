@@ -93,7 +93,7 @@ class GroupedGemm(Protocol):
 
 
 class ExchangeGemm(Protocol):
-    """All-to-all and grouped GEMM in one kernel."""
+    """An all-to-all and a grouped GEMM in one kernel."""
 
     def fused_modes(self, schedule: Schedule, facts: FusedFacts, *, by_pallas: bool) -> FusedModes: ...
 

@@ -129,7 +129,7 @@ class Fp8Tiles(Fp8WeightTiles):
     """Tiles of a grouped GEMM in FP8, with the limits of `Fp8WeightTiles`.
 
     Attributes:
-      gluon: run the kernel in Gluon, for GPUs of compute capability 9.0, with tiles of its own in bands of `group_m`.
+      gluon: run the kernel in Gluon, for GPUs of compute capability 9.0, with fixed tiles in bands of `group_m`.
     """
 
     num_stages: int = 5
@@ -285,7 +285,7 @@ def _by_gluon(
     out_dtype: DTypeLike,
     group_m: int,
 ) -> Array:
-    """Multiply as `grouped_gemm_fp8` in tiles of 128 rows by 256 columns, half of which are stored at a time."""
+    """Multiply as `grouped_gemm_fp8` in tiles of 128 rows by 256 columns, stored in halves."""
     if jax.default_backend() == "gpu" and (capability := compile.device_capability()) != _GLUON_CAPABILITY:
         raise NotImplementedError(
             f"grouped_gemm: gluon=True on GPUs of compute capability {capability / 10}, expected"

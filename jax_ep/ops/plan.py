@@ -163,7 +163,7 @@ class AroundExchange:
 
 @dataclasses.dataclass(frozen=True)
 class ExchangeGemmPlan(AroundExchange):
-    """All-to-all of tokens `[T, hidden]` with GEMMs by `[hidden, columns]` weights or their transposes.
+    """An all-to-all of tokens `[T, hidden]` with GEMMs by `[hidden, columns]` weights or their transposes.
 
     Attributes:
       gemm: the GEMM in a separate kernel.

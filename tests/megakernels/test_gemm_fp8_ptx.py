@@ -54,7 +54,7 @@ def test_gemm_fp8_ptx_weight_gradient(monkeypatch, capability, size, out):
 @pytest.mark.parametrize("out", ["bf16", "fp32"])
 @pytest.mark.parametrize("size", [DEEPSEEK, FEW_ROWS, ODD])
 def test_gemm_fp8_ptx_gluon(size, out):
-    """Two consumer warpgroups, and a producer in a warpgroup of its own, which owns registers that it does not need."""
+    """Two consumer warpgroups, and a producer in a third one, which owns registers that it does not need."""
     rows, depth, columns, groups = size
     types = {"lhs": "tensordesc<fp8e4nv[128, 128]>", "rhs": "tensordesc<fp8e4nv[256, 128]>"}
     types |= {"lhs_scales": "*fp32", "rhs_scales": "*fp32", "sizes": "*i32", "num_taken": "*i32"}

@@ -28,14 +28,7 @@ from jax.interpreters import batching, mlir
 
 from jax_ep import ffi
 from jax_ep.core.autodiff import in_order
-from jax_ep.core.kernel import (
-    Blocks,
-    Config,
-    Kernel,
-    blocks_of,
-    element_type,
-    flat_arrays,
-)
+from jax_ep.core.kernel import Blocks, Config, Kernel, blocks_of, element_type, flat_arrays
 from jax_ep.core.mesh_axes import automatic_axes, numbers_in_processes
 from jax_ep.core.structs import flat, type_of
 from jax_ep.interpreter.pool import Pool
@@ -140,11 +133,7 @@ def _settle(devices: Sequence[jax.Device]) -> None:
 
 
 def call(
-    kernel: Kernel,
-    operands: Sequence[Any],
-    results: Sequence[Any],
-    config: Config,
-    constants: Mapping[str, Any],
+    kernel: Kernel, operands: Sequence[Any], results: Sequence[Any], config: Config, constants: Mapping[str, Any]
 ) -> tuple[Array, ...]:
     """Run a kernel on the worker of this shard's device, under `jit`, `shard_map`, both or neither.
 

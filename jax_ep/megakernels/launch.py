@@ -17,15 +17,7 @@ import numpy as np
 from jax import lax
 
 from jax_ep import context, ffi
-from jax_ep.core.kernel import (
-    Argument,
-    Config,
-    Constants,
-    Kernel,
-    array_of,
-    blocks_of,
-    flat_arrays,
-)
+from jax_ep.core.kernel import Argument, Config, Constants, Kernel, array_of, blocks_of, flat_arrays
 from jax_ep.core.mesh_axes import Axis, all_gather, rank_on, varying_axes
 from jax_ep.core.structs import flat, regrouped, type_of
 from jax_ep.heap.memory import Generation

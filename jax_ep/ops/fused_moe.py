@@ -10,12 +10,7 @@ from jax_ep.core import check
 from jax_ep.core.check import operation
 from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.ops.moe import moe
-from jax_ep.types import (
-    Array,
-    Biases,
-    Experts,
-    Schedule,
-)
+from jax_ep.types import Array, Biases, Experts, Schedule
 
 
 @operation

@@ -13,19 +13,10 @@ from jax.custom_derivatives import CustomVJPPrimal
 from jax_ep.core.expert_matrices import ExpertWeights
 from jax_ep.core.facts import Part
 from jax_ep.core.layout import Bias
-from jax_ep.ops import (
-    activation_gemm_combine,
-    exchange_gemm,
-    registry,
-)
+from jax_ep.ops import activation_gemm_combine, exchange_gemm, registry
 from jax_ep.ops import plan as plans
 from jax_ep.ops.activation_gemm_combine import FfnHidden, bias_of_result
-from jax_ep.types import (
-    HIDDEN_NAME,
-    Array,
-    Experts,
-    Handle,
-)
+from jax_ep.types import HIDDEN_NAME, Array, Experts, Handle
 
 type _Pull = Callable[[Array], tuple[Any, ...]]
 

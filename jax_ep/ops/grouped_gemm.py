@@ -125,13 +125,7 @@ def weight_gradient(plan: GemmPlan, out_dtype: DTypeLike, lhs: Array, rhs: Array
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def multiply_with_bias(
-    plan: GemmPlan,
-    sums: GemmPlan,
-    out_dtype: DTypeLike,
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    bias: Bias,
+    plan: GemmPlan, sums: GemmPlan, out_dtype: DTypeLike, lhs: Array, rhs: Array, group_sizes: Array, bias: Bias
 ) -> Array:
     """`multiply` by `[G, K, N]`, and the bias of each row's group, whose gradient `sums` adds up."""
     return plan.run.grouped_gemm(lhs, rhs, group_sizes, transpose_rhs=False, out_dtype=out_dtype, bias=bias)
@@ -167,11 +161,7 @@ def _multiply_with_bias_forward(
 
 
 def _multiply_with_bias_backward(
-    plan: GemmPlan,
-    sums: GemmPlan,
-    out_dtype: DTypeLike,
-    residuals: tuple[Array, Array, Array, Bias],
-    cotangent: Array,
+    plan: GemmPlan, sums: GemmPlan, out_dtype: DTypeLike, residuals: tuple[Array, Array, Array, Bias], cotangent: Array
 ) -> tuple[Array, Array, None, Bias]:
     lhs, rhs, group_sizes, bias = residuals
     gradients = _multiply_backward(plan, False, out_dtype, (lhs, rhs, group_sizes), cotangent)

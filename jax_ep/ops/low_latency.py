@@ -24,16 +24,7 @@ from jax_ep.core.dtypes import FP8, accumulation_dtype
 from jax_ep.core.mesh_axes import spread_axes, takes_global_arrays, vary_alike
 from jax_ep.ops import plan_serving, registry
 from jax_ep.ops.plan_serving import PartPlan
-from jax_ep.types import (
-    Array,
-    AxisName,
-    Layout,
-    LowLatencyDispatched,
-    LowLatencyHandle,
-    Options,
-    Schedule,
-    Tokens,
-)
+from jax_ep.types import Array, AxisName, Layout, LowLatencyDispatched, LowLatencyHandle, Options, Schedule, Tokens
 from jax_ep.xla import low_latency as portable
 
 
@@ -224,12 +215,7 @@ transposes(_from_rows, _to_rows)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def dispatch_tokens(
-    plan: PartPlan,
-    layout: Layout,
-    group_size: int | None,
-    x: Tokens,
-    topk_idx: Array,
-    num_tokens: Array | None,
+    plan: PartPlan, layout: Layout, group_size: int | None, x: Tokens, topk_idx: Array, num_tokens: Array | None
 ) -> tuple[Array, Array | None, Array, LowLatencyHandle]:
     """Return tokens, scales, group sizes and handle of a dispatch; differentiable if it does not quantize.
 

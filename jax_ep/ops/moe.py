@@ -36,18 +36,7 @@ from jax_ep.ops import (
 from jax_ep.ops import plan as plans
 from jax_ep.ops.activation import activate, is_one_pass
 from jax_ep.ops.activation_gemm_combine import FfnHidden, bias_of_result
-from jax_ep.types import (
-    HIDDEN_NAME,
-    OUTPUT_NAME,
-    Array,
-    AxisName,
-    Biases,
-    Experts,
-    Handle,
-    Options,
-    Schedule,
-    Topology,
-)
+from jax_ep.types import HIDDEN_NAME, OUTPUT_NAME, Array, AxisName, Biases, Experts, Handle, Options, Schedule, Topology
 
 type Plan = plans.LayerPlan | tuple[plans.Fp8LayerPlan, plans.Fp8LayerPlan] | plan_serving.QuantizedLayerPlan
 

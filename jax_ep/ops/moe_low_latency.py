@@ -20,13 +20,7 @@ from jax_ep.core.layout import add_bias_of_blocks
 from jax_ep.core.mesh_axes import takes_global_arrays, vary_alike
 from jax_ep.formats import check_quantized
 from jax_ep.ops import hierarchical, plan_serving, registry
-from jax_ep.ops.low_latency import (
-    check_combine,
-    checked_layout,
-    checked_max_tokens,
-    combine_tokens,
-    dispatch_tokens,
-)
+from jax_ep.ops.low_latency import check_combine, checked_layout, checked_max_tokens, combine_tokens, dispatch_tokens
 from jax_ep.ops.masked import activate, checked_operands, multiply, prepared_rows
 from jax_ep.ops.plan_serving import LowLatencyGemmPlan
 from jax_ep.types import Array, AxisName, Biases, Experts, LowLatencyHandle, Options, Schedule, Tokens, Topology

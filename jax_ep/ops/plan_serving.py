@@ -162,12 +162,7 @@ class LowLatencyLayerPlan:
 
 @resolution
 def low_latency_layer(
-    options: Options,
-    experts: Experts,
-    layout: Layout,
-    weights: ExpertWeights,
-    dtype: DTypeLike,
-    out_dtype: DTypeLike,
+    options: Options, experts: Experts, layout: Layout, weights: ExpertWeights, dtype: DTypeLike, out_dtype: DTypeLike
 ) -> LowLatencyLayerPlan:
     """Resolve the layer of tokens of `dtype`.
 

@@ -100,8 +100,7 @@ OPERATIONS: Mapping[str, Operation] = {
     ),
     "grouped_gemm_combine": Operation(_EXCHANGE_GEMM, {"combine_mode": _COMBINE}),
     "grouped_gemm_combine_with_weight_gradient": Operation(
-        _EXCHANGE_GEMM,
-        {"fuse_weight_gradients": _BOOLEAN, "combine_mode": _COMBINE, "num_summing_programs": _PROGRAMS},
+        _EXCHANGE_GEMM, {"fuse_weight_gradients": _BOOLEAN, "combine_mode": _COMBINE, "num_summing_programs": _PROGRAMS}
     ),
     "low_latency_dispatch": Operation((*_EXCHANGE, "wire_dtype"), {"num_communicating_programs": _PROGRAMS}),
     "low_latency_combine": Operation(_EXCHANGE, {"num_combining_programs": _PROGRAMS}),

@@ -37,15 +37,7 @@ from jax_ep.tools.benchmark import harness
 from jax_ep.tools.benchmark.chains import chain
 from jax_ep.tools.benchmark.exchange import local_after, make_handle
 from jax_ep.tools.benchmark.fused_moe import stored_as
-from jax_ep.tools.benchmark.inputs import (
-    Model,
-    busiest,
-    expert_mesh,
-    make_case,
-    make_weights,
-    on_ranks,
-    routing,
-)
+from jax_ep.tools.benchmark.inputs import Model, busiest, expert_mesh, make_case, make_weights, on_ranks, routing
 from jax_ep.tools.tune_search import Case, Run, Settings
 from jax_ep.types import Array, Options
 

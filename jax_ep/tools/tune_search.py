@@ -231,11 +231,7 @@ Measure = Callable[[Sequence[Settings], int, Log], list[Outcome]]
 
 
 def descend(
-    case: Case,
-    measure: Measure,
-    log: Log,
-    is_over: Callable[[], bool],
-    say: Callable[[str], None],
+    case: Case, measure: Measure, log: Log, is_over: Callable[[], bool], say: Callable[[str], None]
 ) -> tuple[Settings, bool]:
     """Optimize one setting after another until a pass changes none; return the settings, and whether it is complete.
 

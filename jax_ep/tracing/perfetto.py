@@ -133,11 +133,7 @@ _FILE = record(
                 "is_ordered_only": BOOLEAN,
                 "begin": _NS,
                 "clocks": record(
-                    {
-                        "offset_ns": mapping(_NS, _KEY),
-                        "error_ns": mapping(optional(_NS), _KEY),
-                        "relaxed_ns": _NS,
-                    }
+                    {"offset_ns": mapping(_NS, _KEY), "error_ns": mapping(optional(_NS), _KEY), "relaxed_ns": _NS}
                 ),
                 "num_dropped": mapping(integer(0, 2**53), _KEY),
                 "launches": array(

@@ -151,12 +151,7 @@ def unpermute(y: Array, index: Array, dtype: DTypeLike) -> Array | Quantized:
 
 
 def combine_tokens(
-    options: Options,
-    y: Array,
-    row_weights: Array | None,
-    handle: Handle,
-    *,
-    unpermute: Unpermute = unpermute,
+    options: Options, y: Array, row_weights: Array | None, handle: Handle, *, unpermute: Unpermute = unpermute
 ) -> tuple[Array, Array | None]:
     """Combine rows `[R, H]` to unweighted sums `[T, H]`, and return row values `[R]` to their assignments `[T, K]`.
 

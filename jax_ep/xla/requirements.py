@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from jax.typing import DTypeLike
 
-from jax_ep.core.facts import (
-    ExchangeFacts,
-    Facts,
-    FusedFacts,
-    FusedMoEFacts,
-    GemmActivationFacts,
-    LowLatencyGemmFacts,
-)
+from jax_ep.core.facts import ExchangeFacts, Facts, FusedFacts, FusedMoEFacts, GemmActivationFacts, LowLatencyGemmFacts
 from jax_ep.types import Options
 
 

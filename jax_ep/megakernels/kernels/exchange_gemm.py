@@ -524,18 +524,9 @@ def combine_with_weight_gradient(
     # The first programs to start run combine until its queue is empty.
     communicates = tl.atomic_add(launch.control + STARTED, 1, sem="relaxed", scope="gpu") < S.comm_programs
     if communicates:
-        topk_idx_ptr, assignment_to_row_ptr = handle.topk_idx_ptr, handle.assignment_to_row_ptr
+        ids_ptr, rows_ptr = handle.topk_idx_ptr, handle.assignment_to_row_ptr
         combine_blocks(
-            y_ptr,
-            weights_ptr,
-            topk_idx_ptr,
-            assignment_to_row_ptr,
-            sums,
-            out_weights_ptr,
-            launch,
-            not_failed,
-            S.combine,
-            HEAP,
+            y_ptr, weights_ptr, ids_ptr, rows_ptr, sums, out_weights_ptr, launch, not_failed, S.combine, HEAP
         )
     # Then all take gradient tiles, `tiles_per_task` at a time.
     groups = tiles.locate_groups(handle.sizes_ptr, GRADIENT)

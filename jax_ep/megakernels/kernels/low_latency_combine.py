@@ -85,16 +85,14 @@ def send_weights(weights_ptr, buffer, S: tl.constexpr):
 @triton.jit
 def send_sum(y_ptr, rows, weights, token, buffer, wire: tl.constexpr, SUM: tl.constexpr, S: tl.constexpr):
     """Send the weighted sum of the rows that a token has here, `rows [padded_top_k]`, in order of k."""
-    HIDDEN: tl.constexpr = S.hidden
     TOP_K: tl.constexpr = S.top_k
-    BLOCK_HIDDEN: tl.constexpr = S.tile.block_hidden
-    for h in range(0, HIDDEN, BLOCK_HIDDEN):
-        columns = h + tl.arange(0, BLOCK_HIDDEN)
-        total = tl.zeros((BLOCK_HIDDEN,), SUM)
+    for h in range(0, S.hidden, S.tile.block_hidden):
+        columns = h + tl.arange(0, S.tile.block_hidden)
+        total = tl.zeros((S.tile.block_hidden,), SUM)
         for k in tl.static_range(TOP_K):
             row = ll_buffers.pick(rows, k)
-            source = tl.multiple_of(y_ptr + row.to(tl.int64) * HIDDEN + columns, 16)
-            values = tl.load(source, mask=(row >= 0) & (columns < HIDDEN), other=0.0)
+            source = tl.multiple_of(y_ptr + row.to(tl.int64) * S.hidden + columns, 16)
+            values = tl.load(source, mask=(row >= 0) & (columns < S.hidden), other=0.0)
             # The weight of an assignment without a row may be anything, even NaN.
             total += values.to(SUM) * tl.where(row >= 0, ll_buffers.pick(weights, k).to(SUM), 0.0)
         store_row(total, token, h, buffer, wire, S)
@@ -111,40 +109,41 @@ def send_row(y_ptr, row, assignment, buffer, wire: tl.constexpr, S: tl.constexpr
 
 
 @triton.jit
+def store_result(out_ptr, total, token, columns, S: tl.constexpr):
+    """Store columns of the sum of a token."""
+    target = tl.multiple_of(out_ptr + token.to(tl.int64) * S.hidden + columns, 16)
+    tl.store(target, total.to(out_ptr.dtype.element_ty), mask=columns < S.hidden)
+
+
+@triton.jit
 def add_sums(out_ptr, token, ranks, incoming, wire: tl.constexpr, SUM: tl.constexpr, S: tl.constexpr):
     """Add the sums that each of `ranks` sent for a token, in rank order."""
-    HIDDEN: tl.constexpr = S.hidden
     NUM_RANKS: tl.constexpr = S.num_ranks
-    BLOCK_HIDDEN: tl.constexpr = S.tile.block_hidden
-    for h in range(0, HIDDEN, BLOCK_HIDDEN):
-        columns = h + tl.arange(0, BLOCK_HIDDEN)
-        total = tl.zeros((BLOCK_HIDDEN,), SUM)
+    for h in range(0, S.hidden, S.tile.block_hidden):
+        columns = h + tl.arange(0, S.tile.block_hidden)
+        total = tl.zeros((S.tile.block_hidden,), SUM)
         for source_rank in tl.static_range(NUM_RANKS):
             sends = (ranks >> source_rank) & 1 > 0
             buffer = ll_buffers.pick(incoming, source_rank)
             total += load_row(sends, token, h, buffer, wire, SUM, S)
-        target = tl.multiple_of(out_ptr + token.to(tl.int64) * HIDDEN + columns, 16)
-        tl.store(target, total.to(out_ptr.dtype.element_ty), mask=columns < HIDDEN)
+        store_result(out_ptr, total, token, columns, S)
 
 
 @triton.jit
 def add_rows(out_ptr, token, experts, weights, incoming, wire: tl.constexpr, SUM: tl.constexpr, S: tl.constexpr):
     """Add the rows received for a token, times their weights, in order of k."""
-    HIDDEN: tl.constexpr = S.hidden
     TOP_K: tl.constexpr = S.top_k
-    BLOCK_HIDDEN: tl.constexpr = S.tile.block_hidden
-    for h in range(0, HIDDEN, BLOCK_HIDDEN):
-        columns = h + tl.arange(0, BLOCK_HIDDEN)
-        total = tl.zeros((BLOCK_HIDDEN,), SUM)
+    for h in range(0, S.hidden, S.tile.block_hidden):
+        columns = h + tl.arange(0, S.tile.block_hidden)
+        total = tl.zeros((S.tile.block_hidden,), SUM)
         for k in tl.static_range(TOP_K):
             expert = ll_buffers.pick(experts, k)
             valid = (expert >= 0) & (expert < S.num_ranks * S.num_local_experts)
             buffer = ll_buffers.pick(incoming, tl.where(valid, expert // S.num_local_experts, 0))
-            row = load_row(valid, token * TOP_K + k, h, buffer, wire, SUM, S)
+            row = load_row(valid, token * S.top_k + k, h, buffer, wire, SUM, S)
             # The weight of an assignment without an expert may be anything, even NaN.
             total += row * tl.where(valid, ll_buffers.pick(weights, k).to(SUM), 0.0)
-        target = tl.multiple_of(out_ptr + token.to(tl.int64) * HIDDEN + columns, 16)
-        tl.store(target, total.to(out_ptr.dtype.element_ty), mask=columns < HIDDEN)
+        store_result(out_ptr, total, token, columns, S)
 
 
 @triton.jit

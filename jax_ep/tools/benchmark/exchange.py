@@ -109,9 +109,7 @@ def local_after(handle: Handle, zero: Array) -> Handle:
     if handle.group is not None:
         return dataclasses.replace(handle, group=handle.group + zero)
     return dataclasses.replace(
-        handle,
-        row_to_assignment=handle.row_to_assignment + zero,
-        assignment_to_row=handle.assignment_to_row + zero,
+        handle, row_to_assignment=handle.row_to_assignment + zero, assignment_to_row=handle.assignment_to_row + zero
     )
 
 

@@ -115,6 +115,14 @@ def map_rows(groups: Array, num_groups: int, capacity: int, alignment: int) -> R
     return RowMap(row_to_assignment, assignment_to_row, jnp.diff(jnp.minimum(offsets, capacity)), dropped)
 
 
+class SortSizes(NamedTuple):
+    """Static sizes of a sort by expert: the first local expert, the number of local experts, and rows of a block."""
+
+    first_expert: int
+    num_local_experts: int
+    block_size: int
+
+
 def make_handle(
     ids: Array, rank: Array | int, num_invalid: Array, layout: Layout, group: Array | None = None
 ) -> Handle:

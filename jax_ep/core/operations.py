@@ -14,7 +14,7 @@ from jax_ep.core.activations import HiddenRows
 from jax_ep.core.balance import PassPlan
 from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.core.facts import FusedFacts, FusedModes, Weights
-from jax_ep.core.layout import Bias
+from jax_ep.core.layout import Bias, SortSizes
 from jax_ep.types import (
     Array,
     Experts,
@@ -220,14 +220,7 @@ class MoESort(Protocol):
     """The sort of one device's assignments by expert."""
 
     def moe_sort(
-        self,
-        topk_idx: Array,
-        topk_weights: Array | None,
-        num_tokens: Array | None,
-        *,
-        first_expert: int,
-        num_local_experts: int,
-        block_size: int,
+        self, topk_idx: Array, topk_weights: Array | None, num_tokens: Array | None, sizes: SortSizes, /
     ) -> SortedTokens: ...
 
 

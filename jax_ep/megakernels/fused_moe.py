@@ -15,7 +15,7 @@ from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.kernel import Argument, Config, Descriptor, Kernel
-from jax_ep.core.layout import power_of_two
+from jax_ep.core.layout import SortSizes, power_of_two
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.formats import format_of, stored_name
 from jax_ep.megakernels import tuned
@@ -164,8 +164,7 @@ def fused_moe(
         tokens, token_scales, gate_up, down, topk_idx, topk_weights
     )
     if sizes.presorted:
-        order = {"first_expert": 0, "num_local_experts": sizes.num_experts, "block_size": sizes.down.tile.block_m}
-        found = moe_sort(topk_idx, None, None, **order)
+        found = moe_sort(topk_idx, None, None, SortSizes(0, sizes.num_experts, sizes.down.tile.block_m))
         tensors = SortedLayerTensors._make((*tensors, found.slots, found.block_expert, found.num_rows))
     counters = jnp.zeros((2 + sizes.max_blocks,), jnp.int32)
     results: tuple[Argument, ...] = (

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ep.core import check
 from jax_ep.core.check import operation
-from jax_ep.core.layout import dropless_capacity
+from jax_ep.core.layout import SortSizes, dropless_capacity
 from jax_ep.core.mesh_axes import on_automatic_axes, vary_alike
 from jax_ep.ops import plan_serving, registry
 from jax_ep.ops.plan_serving import PartPlan
@@ -80,7 +80,7 @@ def moe_sort(
     arrays = vary_alike((topk_weights, topk_idx, num_tokens))
     specs = SortedTokens(P(), None if topk_weights is None else P(), P(), P(), P())  # type: ignore[arg-type]
     plan = plan_serving.sort(options, topk_idx.size, num_local)
-    sort = partial(sort_slots, plan, first_expert, num_local, block_size)
+    sort = partial(sort_slots, plan, SortSizes(first_expert, num_local, block_size))
     return on_automatic_axes(sort, specs, *arrays)
 
 
@@ -99,41 +99,27 @@ def _local_experts(num_experts: int, first_expert: int, num_local_experts: int |
     return first_expert, num_local_experts
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def sort_slots(
-    plan: PartPlan,
-    first_expert: int,
-    num_local: int,
-    block_size: int,
-    topk_weights: Array | None,
-    topk_idx: Array,
-    num_tokens: Array | None,
+    plan: PartPlan, sizes: SortSizes, topk_weights: Array | None, topk_idx: Array, num_tokens: Array | None
 ) -> SortedTokens:
     """`moe_sort` of checked arguments."""
     run = registry.get("moe_sort", plan.part.implementation).moe_sort
-    sizes = {"first_expert": first_expert, "num_local_experts": num_local, "block_size": block_size}
-    return run(topk_idx, topk_weights, num_tokens, **sizes)
+    return run(topk_idx, topk_weights, num_tokens, sizes)
+
+
+type _Saved = tuple[Array | None, Array]
 
 
 def _forward(
-    plan: PartPlan,
-    first_expert: int,
-    num_local: int,
-    block_size: int,
-    topk_weights: Array | None,
-    *others: Array | None,
-) -> tuple[SortedTokens, tuple[Array | None, Array]]:
-    found = sort_slots(plan, first_expert, num_local, block_size, topk_weights, *others)
+    plan: PartPlan, sizes: SortSizes, topk_weights: Array | None, topk_idx: Array, num_tokens: Array | None
+) -> tuple[SortedTokens, _Saved]:
+    found = sort_slots(plan, sizes, topk_weights, topk_idx, num_tokens)
     return found, (topk_weights, found.slots)
 
 
 def _backward(
-    plan: PartPlan,
-    first_expert: int,
-    num_local: int,
-    block_size: int,
-    residuals: tuple[Array | None, Array],
-    cotangents: SortedTokens,
+    plan: PartPlan, sizes: SortSizes, residuals: _Saved, cotangents: SortedTokens
 ) -> tuple[Array | None, None, None]:
     weights, slots = residuals
     if weights is None:

@@ -7,30 +7,21 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jax_ep.core.layout import block_owners, dropless_capacity, gather_rows, local_groups, map_rows
+from jax_ep.core.layout import SortSizes, block_owners, dropless_capacity, gather_rows, local_groups, map_rows
 from jax_ep.types import Array, SortedTokens
 
 
-@functools.partial(jax.jit, static_argnames=("first_expert", "num_local_experts", "block_size"))
-def moe_sort(
-    topk_idx: Array,
-    topk_weights: Array | None,
-    num_tokens: Array | None,
-    *,
-    first_expert: int,
-    num_local_experts: int,
-    block_size: int,
-) -> SortedTokens:
+@functools.partial(jax.jit, static_argnames="sizes")
+def moe_sort(topk_idx: Array, topk_weights: Array | None, num_tokens: Array | None, sizes: SortSizes) -> SortedTokens:
     """Sort the ids `[T, K]` of one device into block-aligned expert-major rows.
 
     Args:
       topk_idx: `[T, K]` int32.
       topk_weights: `[T, K]` float32, or None.
       num_tokens: `[]` int32, tokens from this index on have no row; None: all tokens have rows.
-      first_expert: the first local expert.
-      num_local_experts: number of local experts.
-      block_size: rows of a block.
+      sizes: of the sort.
     """
+    first_expert, num_local_experts, block_size = sizes
     if num_tokens is not None:
         counts = jnp.arange(topk_idx.shape[0], dtype=jnp.int32)[:, None] < num_tokens
         topk_idx = jnp.where(counts, topk_idx, -1)

@@ -7,6 +7,7 @@ import pytest
 from compiling import compiled
 
 from jax_ep import Experts
+from jax_ep.core.layout import SortSizes
 from jax_ep.megakernels import activation as kernels
 from jax_ep.megakernels import moe_sort
 from jax_ep.megakernels.kernels.gemm_structs import RowBias
@@ -64,7 +65,7 @@ def test_rows_ptx_gather(dtype, hidden):
 @pytest.mark.slow(unless={"tokens": [4096]})
 def test_moe_sort_ptx_kernel(tokens, experts, counted, monkeypatch):
     monkeypatch.setattr(moe_sort, "all_programs", lambda: 132)
-    config, sizes = moe_sort.sort_sizes((tokens, 8), 0, experts, 64)
+    config, sizes = moe_sort.sort_sizes((tokens, 8), SortSizes(0, experts, 64))
     assert config.num_programs <= 132
     pointers = ["topk_idx_ptr", "assignments_ptr", "block_expert_ptr", "sizes_ptr", "num_rows_ptr"]
     types = dict.fromkeys(pointers, "*i32") | dict.fromkeys(["weights_ptr", "row_weights_ptr"], "*fp32")

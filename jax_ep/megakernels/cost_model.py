@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.typing import DTypeLike
@@ -18,7 +18,7 @@ from jax_ep.types import COMBINE_MODES, Layout, Schedule
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """Rates of a GPU for the parts of fused operations, each with the report that measured it.
+    """Rates of a GPU for the parts of fused operations, here those of an H200, each with the report that measured it.
 
     Files are in benchmarks/results; "no report": the output of the run was not kept (docs/design/fused.md).
 
@@ -43,41 +43,24 @@ class Device:
         report).
     """
 
-    link_bytes: float
-    product_flops: float
-    pallas_product: float
-    pallas_depth: int
-    gradient_flops: float
-    pallas_gradient: float
-    combine_bytes: float
-    scatter_bytes: float
-    many_row_bytes: int
-    many_scatter_bytes: float
-    meeting_seconds: float
-    copy_bytes: float
-    launch_seconds: float
-    shown_dispatch: float
-    sums_during_gradient: float
+    link_bytes: float = 350e9
+    product_flops: float = 600e12
+    pallas_product: float = 1.08
+    pallas_depth: int = 4096
+    gradient_flops: float = 0.73 * 735e12
+    pallas_gradient: float = 1.06
+    combine_bytes: float = 3.8e12
+    scatter_bytes: float = 2.6e12
+    many_row_bytes: int = 1 << 30
+    many_scatter_bytes: float = 1.5e12
+    meeting_seconds: float = 50e-6
+    copy_bytes: float = 3.8e12
+    launch_seconds: float = 10e-6
+    shown_dispatch: float = 0.6
+    sums_during_gradient: float = 0.15
 
 
-H200 = Device(
-    link_bytes=350e9,
-    product_flops=600e12,
-    pallas_product=1.08,
-    pallas_depth=4096,
-    gradient_flops=0.73 * 735e12,
-    pallas_gradient=1.06,
-    combine_bytes=3.8e12,
-    scatter_bytes=2.6e12,
-    many_row_bytes=1 << 30,
-    many_scatter_bytes=1.5e12,
-    meeting_seconds=50e-6,
-    copy_bytes=3.8e12,
-    launch_seconds=10e-6,
-    shown_dispatch=0.6,
-    sums_during_gradient=0.15,
-)
-
+H200 = Device()
 H200_RATES = Rates(link_bytes_per_s=395e9, memory_bytes_per_s=4.53e12, product_flops_per_s=684e12)
 """What `jax-ep tune rates` finds on one (no report), and a copy to another (dispatch_combine_4_gpus.json)."""
 
@@ -87,12 +70,11 @@ def scaled(rates: Rates | None) -> Device:
     """Scale the rates of an H200 by the measured rates of another machine."""
     if rates is None:
         return H200
-    factors = {
-        field.name: measured / getattr(H200_RATES, field.name)
-        for field in dataclasses.fields(Rates)
-        if (measured := getattr(rates, field.name)) is not None
-    }
-    changed = {name: getattr(H200, name) * factors.get(rate, 1.0) for name, rate in _RATE_OF.items()}
+    changed: dict[str, Any] = {}
+    for rate, names in _FIELDS_OF_RATE.items():
+        measured = getattr(rates, rate)
+        factor = 1.0 if measured is None else measured / getattr(H200_RATES, rate)
+        changed |= {name: factor * getattr(H200, name) for name in names}
     return dataclasses.replace(H200, **changed)
 
 
@@ -101,14 +83,10 @@ def _device() -> Device:
     return scaled(tuned.rates())
 
 
-_RATE_OF = {
-    "link_bytes": "link_bytes_per_s",
-    "product_flops": "product_flops_per_s",
-    "gradient_flops": "product_flops_per_s",
-    "combine_bytes": "memory_bytes_per_s",
-    "scatter_bytes": "memory_bytes_per_s",
-    "many_scatter_bytes": "memory_bytes_per_s",
-    "copy_bytes": "memory_bytes_per_s",
+_FIELDS_OF_RATE = {
+    "link_bytes_per_s": ("link_bytes",),
+    "product_flops_per_s": ("product_flops", "gradient_flops"),
+    "memory_bytes_per_s": ("combine_bytes", "scatter_bytes", "many_scatter_bytes", "copy_bytes"),
 }
 _FEW_ROWS = {16: 26, 8: 48, 4: 128}  # rows per expert, by the bits of an element of the weights
 _FEW_SWAPPED_ROWS = 96  # with `swap_ab`, which converts an element once for all rows of a block

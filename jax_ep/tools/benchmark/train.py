@@ -55,7 +55,7 @@ PROFILED = 3
 BALANCING_WEIGHT = 0.01
 COMPILER_OPTIONS = {"xla_gpu_all_reduce_combine_threshold_bytes": 0}
 """XLA of JAX 0.11.2 can combine all-reduces of bfloat16 and float32 into one of bfloat16: float32 parts are wrong."""
-VARIANTS = ("jax_ep", "jax_ep keep_tokens", "jax_ep balance", "jax_ep fp8", "xla", "padded")
+VARIANTS = ("jax_ep", "jax_ep keep_tokens", "jax_ep balance", "jax_ep fp8", "jax_ep balance fp8", "xla", "padded")
 GROUPS = {
     "attention": r"cudnn|flash|fmha|sdpa",
     "experts": r"dispatch|combine|grouped_gemm|masked|gated|activat|plan|moe|weight_gradient|fp8|quantiz|exchange",
@@ -196,6 +196,7 @@ def expert_layers(model: Architecture, mesh: jax.sharding.Mesh, num_tokens: int)
         "jax_ep fp8": layer(recipe="fp8"),
         "jax_ep keep_tokens": layer(schedule=Schedule(keep_tokens=True)),
         "jax_ep balance": layer(balance=Balance()),
+        "jax_ep balance fp8": layer(balance=Balance(), recipe="fp8"),
         "xla": layer(implementation="xla"),
         "padded": jax.shard_map(padded, mesh=mesh, in_specs=(P("expert"),) * 5, out_specs=P("expert")),
     }

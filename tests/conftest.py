@@ -115,11 +115,7 @@ def is_on_kernels(nodeid):
 
 
 def implementations(config, module=None, nodeid=""):
-    """Return the requested implementations, or all that run on these devices without preparation.
-
-    On CPU devices, `pallas` is included for modules that set `OPERATION`, because whole layers take long in its
-    interpreter.
-    """
+    """Return the requested implementations, or all that run here; on CPU `pallas` only for modules with `OPERATION`."""
     from jax_ep.ops import registry
 
     chosen = config.getoption("implementation")
@@ -272,10 +268,7 @@ def _interpreters_of_several_devices(monkeypatch):
 
 @pytest.fixture
 def rng(request):
-    """A generator of new random inputs; pytest shows its seed with a failure, and `--seed` reproduces it.
-
-    Continuous integration uses a fixed seed, so that its result depends on the change only.
-    """
+    """A generator of new random inputs; pytest shows its seed with a failure, and `--seed` reproduces it."""
     seed = request.config.getoption("seed")
     if seed is None:
         seed = 0 if os.environ.get("CI") else secrets.randbits(32)

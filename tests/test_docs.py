@@ -34,10 +34,7 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
 def python_blocks(page):
-    """Return each block of a page and what it prints: the text block that follows it, or None.
-
-    Blocks are padded with empty lines so that tracebacks show the page's lines.
-    """
+    """Return each block of a page, padded so that tracebacks show the page's lines, and what it prints, or None."""
     text = page.read_text()
     fences = list(FENCE.finditer(text))
     blocks = []
@@ -52,10 +49,7 @@ def python_blocks(page):
 
 
 def run_blocks(blocks, name):
-    """Run blocks one after another in one namespace, with JAX's defaults, and compare what they print on CPU devices.
-
-    A line of the expected text that ends in "..." may go on.
-    """
+    """Run blocks in one namespace and compare what they print on CPU devices; a line that ends in "..." may go on."""
     namespace: dict[str, Any] = {"__name__": "__docs__"}
     try:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

@@ -32,81 +32,41 @@ def _largest(values, k):
     return np.argsort(-values, axis=-1, kind="stable")[..., :k]
 
 
-def mixtral(logits):
-    """Mixtral 8x7B: softmax over all experts, the two best, weights renormalized."""
-    probabilities = _softmax(logits)
-    idx = _largest(probabilities, 2)
-    weights = np.take_along_axis(probabilities, idx, axis=-1)
-    return idx, weights / weights.sum(axis=-1, keepdims=True), probabilities
-
-
-def qwen3(logits, renormalize=True):
-    """Qwen3-MoE: softmax, top 8 of 128, `norm_topk_prob`."""
-    probabilities = _softmax(logits)
-    idx = _largest(probabilities, 8)
-    weights = np.take_along_axis(probabilities, idx, axis=-1)
-    return idx, weights / weights.sum(axis=-1, keepdims=True) if renormalize else weights, probabilities
-
-
-def deepseek_v2(logits):
-    """DeepSeek-V2: 160 experts in 8 groups, 3 groups by their best expert, top 6, no renormalization, times 16."""
-    scores = _softmax(logits)
-    idx = np.empty((len(logits), 6), np.int64)
-    for t, row in enumerate(scores):
-        groups = _largest(np.array([row[20 * g : 20 * g + 20].max() for g in range(8)]), 3)
-        allowed = np.array([e for g in sorted(groups) for e in range(20 * g, 20 * g + 20)])
-        idx[t] = allowed[_largest(row[allowed], 6)]
-    return idx, np.take_along_axis(scores, idx, axis=-1) * 16.0, scores
-
-
-def deepseek_v3(logits, bias):
-    """DeepSeek-V3: sigmoid, selection by biased scores in the 4 of 8 groups with the best pairs, top 8, times 2.5."""
-    scores = _sigmoid(logits)
-    width = logits.shape[1] // 8
-    idx = np.empty((len(logits), 8), np.int64)
+def published(logits, k, score=_softmax, groups=(1, 1, 1), scale=1.0, is_normalized=True, bias=0.0):
+    """Return ids, weights and scores; `groups`: number, chosen ones, and experts whose scores rank a group."""
+    scores, (num_groups, num_chosen, num_best) = score(logits), groups
+    width = logits.shape[1] // num_groups
+    idx = np.empty((len(logits), k), np.int64)
     for t, row in enumerate(scores + bias):
-        group_scores = [sum(sorted(row[width * g : width * (g + 1)])[-2:]) for g in range(8)]
-        groups = _largest(np.array(group_scores), 4)
-        allowed = np.array([e for g in sorted(groups) for e in range(width * g, width * (g + 1))])
-        idx[t] = allowed[_largest(row[allowed], 8)]
+        ranks = [sum(sorted(row[width * g : width * (g + 1)])[-num_best:]) for g in range(num_groups)]
+        chosen = sorted(_largest(np.array(ranks), num_chosen))
+        allowed = np.array([e for g in chosen for e in range(width * g, width * (g + 1))])
+        idx[t] = allowed[_largest(row[allowed], k)]
     weights = np.take_along_axis(scores, idx, axis=-1)
-    return idx, 2.5 * weights / (weights.sum(axis=-1, keepdims=True) + 1e-20), scores
+    return idx, scale * weights / (weights.sum(axis=-1, keepdims=True) if is_normalized else 1), scores
 
 
-def gpt_oss(logits):
-    """gpt-oss: the four largest logits, and the softmax of only these."""
-    idx = _largest(logits, 4)
-    return idx, _softmax(np.take_along_axis(logits, idx, axis=-1)), _softmax(logits)
-
-
-def llama4(logits):
-    """Llama 4: the largest logit, and its sigmoid."""
-    idx = _largest(logits, 1)
-    return idx, _sigmoid(np.take_along_axis(logits, idx, axis=-1)), _sigmoid(logits)
-
-
+deepseek_v3 = partial(published, k=8, score=_sigmoid, groups=(8, 4, 2), scale=2.5)
 PLAIN = jax_ep.Router(renormalize=False)
 DEEPSEEK_V2 = jax_ep.Router(renormalize=False, num_groups=8, topk_groups=3, group_score="max", scale=16.0)
 DEEPSEEK_V3 = jax_ep.Router("sigmoid", num_groups=8, topk_groups=4, group_score="top2_sum", scale=2.5)
 V3_ROUTER = partial(topk_router, k=8, router=DEEPSEEK_V3)
-V2_ROUTER = partial(topk_router, k=6, router=DEEPSEEK_V2)
+V2 = partial(published, k=6, groups=(8, 3, 1), scale=16.0, is_normalized=False)
+LLAMA4 = partial(published, k=1, score=_sigmoid, is_normalized=False)
 # name: (number of experts, the call under test, the NumPy model); each is called with logits alone
 MODELS = {
-    "mixtral": (8, partial(topk_router, k=2), mixtral),
-    "qwen3": (128, partial(topk_router, k=8), qwen3),
-    "qwen3-unnormalised": (128, partial(topk_router, k=8, router=PLAIN), partial(qwen3, renormalize=False)),
-    "deepseek-v2": (160, V2_ROUTER, deepseek_v2),
-    "deepseek-v3-no-bias": (256, V3_ROUTER, partial(deepseek_v3, bias=0.0)),
-    "gpt-oss": (32, partial(topk_router, k=4), gpt_oss),
-    "llama4": (16, partial(topk_router, k=1, router=jax_ep.Router("sigmoid", renormalize=False)), llama4),
+    "mixtral": (8, partial(topk_router, k=2), partial(published, k=2)),
+    "qwen3": (128, partial(topk_router, k=8), partial(published, k=8)),
+    "qwen3-unnormalised": (128, partial(topk_router, k=8, router=PLAIN), partial(published, k=8, is_normalized=False)),
+    "deepseek-v2": (160, partial(topk_router, k=6, router=DEEPSEEK_V2), V2),
+    "deepseek-v3-no-bias": (256, V3_ROUTER, deepseek_v3),
+    "gpt-oss": (32, partial(topk_router, k=4), partial(published, k=4)),
+    "llama4": (16, partial(topk_router, k=1, router=jax_ep.Router("sigmoid", renormalize=False)), LLAMA4),
 }
 
 
 def _logits(kind, num_tokens, num_experts, seed=0):
-    """Draw logits: `ties` are multiples of 1/2, so that most rows have equal logits; `normal` are multiples of 1/64.
-
-    Distinct multiples of 1/64 differ by more than the rounding of float32 scores.
-    """
+    """Draw logits: with `ties` most rows have equal ones; `normal` ones differ by more than the rounding of scores."""
     rng = np.random.default_rng(seed)
     step = {"normal": 64.0, "ties": 2.0}[kind]
     return (np.round(rng.normal(size=(num_tokens, num_experts)) * 2.0 * step) / step).astype(np.float32)
@@ -135,8 +95,8 @@ def test_bias_selects_but_does_not_weigh(bias_scale):
     # All negative: biased scores below zero must still beat experts of groups that were not chosen.
     logits = _logits("normal", 48, 64)
     bias = (bias_scale * np.random.default_rng(1).uniform(size=64)).astype(np.float32)
-    expected = deepseek_v3(logits.astype(np.float64), bias.astype(np.float64))
-    unbiased, _, _ = deepseek_v3(logits.astype(np.float64), 0.0)
+    expected = deepseek_v3(logits.astype(np.float64), bias=bias.astype(np.float64))
+    unbiased, _, _ = deepseek_v3(logits.astype(np.float64))
     assert (expected[0] != unbiased).any(), "the bias must change the selection for this test to mean anything"
     _check(V3_ROUTER(jnp.asarray(logits), bias=jnp.asarray(bias)), expected)
 
@@ -242,16 +202,11 @@ def test_no_gradient_reaches_the_bias(renormalize):
 def test_gradient_in_the_logits_ignores_the_bias_values():
     logits = jnp.asarray(_logits("normal", 8, 16))
 
-    def gradient(bias):
-        return jax.grad(
-            lambda values: jnp.sum(
-                topk_router(values, 16, router=jax_ep.Router("sigmoid"), bias=bias).topk_weights ** 2
-            )
-        )(logits)
-
+    route = partial(topk_router, k=16, router=jax_ep.Router("sigmoid"))
+    gradient = jax.grad(lambda values, bias: jnp.sum(route(values, bias=bias).topk_weights ** 2))
     # k == E: the selected set is the same for every bias, only the order changes.
-    biased = gradient(jnp.linspace(-3.0, 3.0, 16, dtype=jnp.float32))
-    np.testing.assert_allclose(biased, gradient(None), rtol=1e-4, atol=1e-7)
+    biased = gradient(logits, jnp.linspace(-3.0, 3.0, 16, dtype=jnp.float32))
+    np.testing.assert_allclose(biased, gradient(logits, None), rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek-v2", "deepseek-v3-no-bias"])

@@ -100,10 +100,7 @@ def test_residuals_bytes_match_formula(implementation, name, dtype, num_ranks, e
 @pytest.mark.parametrize("name", EXPERTS)
 @pytest.mark.slow(unless={"name": ["silu"]})
 def test_residuals_no_gemm_recomputed(implementation, name, rng):
-    """The compiled program has as many GEMMs as forward and two gradients each need, also with saved hidden rows only.
-
-    The third program saves nothing, and so computes one GEMM twice.
-    """
+    """As many GEMMs as forward and two gradients need; the third program saves nothing and computes one GEMM twice."""
     if implementation != "xla" or jax.default_backend() != "cpu":
         pytest.skip("counts the products of XLA as it writes them for the CPU")
     arrays, topk_idx = inputs(rng, 1, bias=EXPERTS[name][1])
@@ -183,11 +180,7 @@ def test_residuals_gradients_same_bits(implementation, name, way, expert_mesh, r
 @pytest.mark.parametrize("name", EXPERTS)
 @pytest.mark.slow
 def test_residuals_second_derivatives(implementation, name, expert_mesh, rng):
-    """In all arguments, with recomputed rows, and in float32 with saved tokens.
-
-    On one rank, because the all-to-alls of a second derivative are independent, and the interpreter's devices would
-    start them in any order; tests/contract/test_fused.py has two ranks.
-    """
+    """On one rank: all-to-alls of a second derivative are independent; tests/contract/test_fused.py has two ranks."""
     experts, bias = EXPERTS[name]
     arrays, topk_idx = inputs(rng, 1, bias)
 

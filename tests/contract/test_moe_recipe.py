@@ -92,10 +92,7 @@ def test_moe_recipe_groups_of_several_blocks(implementation, routing, rng):
 
 
 def test_moe_recipe_nan_stays_with_token(implementation, expert_mesh, rng):
-    """NaN stays with its token in the result and token gradients; in weight gradients it reaches its experts.
-
-    All other rows match the oracle without it.
-    """
+    """NaN stays with its token in the result and token gradients; in weight gradients it reaches its experts."""
     layer = Layer(rng, "uniform", 2)
     wanted = oracle_fp8.layer(layer, layer.probe)
     layer.x[1, 2, 7] = np.nan

@@ -1,7 +1,4 @@
-"""Dispatch, combine and the layer over all devices of several nodes: on one axis, one axis per level, and a Topology.
-
-In several processes (run_processes.py) a node is a process; in one process the devices are split in half.
-"""
+"""Dispatch, combine and the layer over all devices of several nodes: one axis, one axis per level, and a Topology."""
 
 import dataclasses
 import functools

@@ -1,7 +1,4 @@
-"""Tests that need GPUs: real concurrency, streams, graphs, failures of devices. Skipped on other devices.
-
-`--implementation triton` runs most of them on CPU devices, in Triton's interpreter, with few iterations.
-"""
+"""Tests that need GPUs; `--implementation triton` runs most of them in Triton's interpreter, with few iterations."""
 
 import jax
 import numpy as np

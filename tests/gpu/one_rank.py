@@ -1,9 +1,4 @@
-"""A small dispatch and combine on one device, for tools that check every memory access; see test_sanitizer.py.
-
-    python tests/gpu/one_rank.py
-
-Prints whether the results are right, as JSON.
-"""
+"""A small dispatch and combine on one device, for tools that check every memory access; see test_sanitizer.py."""
 
 import json
 import os

@@ -1,7 +1,4 @@
-"""A missing rank leads to a Python error that names it, and the devices stay usable.
-
-The error states the time of its wait; times measured here would depend on the machine.
-"""
+"""A missing rank leads to a Python error that names it, and the devices stay usable."""
 
 import json
 import re

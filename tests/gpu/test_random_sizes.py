@@ -1,8 +1,4 @@
-"""Random sizes in the range of real models, with random options: `triton` against `xla` on the same devices.
-
-The contract suite has small named shapes and the oracle; here sizes meet tiles, blocks and tables as users' do. Inputs
-are new in every run: pytest shows the seed of a failure, and `--seed` reproduces it.
-"""
+"""Random sizes in the range of real models, with random options: `triton` against `xla` on the same devices."""
 
 import dataclasses
 from typing import Any
@@ -128,11 +124,7 @@ def test_random_sizes_exchange(example, rng):
 
 
 def gate_operands(rng, problem, columns, *, exact):
-    """Draw tokens and the first weights; with `exact`, small integers, so that sums do not depend on the order.
-
-    The derivative of relu jumps at zero. Of millions of sums some are so close to it that the order of their terms
-    decides their sign, which changes a gradient.
-    """
+    """Draw tokens and the first weights; with `exact`, small integers: relu's gradient depends on the order of sums."""
     shape, ranks = problem.shape, problem.num_ranks
     sizes = (ranks, shape.num_tokens, shape.hidden), (ranks, shape.num_experts // ranks, shape.hidden, columns)
     if exact:

@@ -1,7 +1,4 @@
-"""Generations of heaps: growth, stable addresses, and ids.
-
-The memory is host memory for two devices; kernels on real heaps are in tests/megakernels/test_growth.py.
-"""
+"""Generations of heaps: growth, stable addresses, and ids."""
 
 import itertools
 

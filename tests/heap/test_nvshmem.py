@@ -1,7 +1,4 @@
-"""Several processes with one GPU each: joint allocation, and processes that do not take part.
-
-NVSHMEM is a fake here; the real one runs in the contract tests on GPUs (run_processes.py).
-"""
+"""Several processes with one GPU each, on a fake NVSHMEM: joint allocation, and processes that do not take part."""
 
 import dataclasses
 import importlib.util

@@ -1,7 +1,4 @@
-"""Run as one of two processes that test_processes.py starts; print the events as JSON.
-
-python tests/helpers/differing_processes.py PROCESS COORDINATOR
-"""
+"""Run as one of two processes that test_processes.py starts; print the events as JSON."""
 
 import dataclasses
 import json

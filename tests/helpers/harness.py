@@ -36,10 +36,7 @@ def run_command(*command: str, cwd: Path | None = None, **environment: str) -> s
 
 
 def make_mesh(sizes: Sequence[int], names: Sequence[str], axis_type: AxisType = AxisType.Auto) -> Mesh:
-    """Create a mesh over the first devices; skip the test if there are too few.
-
-    Also skip it if the mesh would leave out devices of other processes, which would have nothing to do.
-    """
+    """Create a mesh over the first devices; skip if there are too few, or other processes would have nothing to do."""
     needed = math.prod(sizes)
     if needed > jax.device_count():
         pytest.skip(f"needs {needed} devices, {jax.device_count()} present")

@@ -1,7 +1,4 @@
-"""Tiny checkpoints with the names of published ones, and their parameters assembled by NumPy.
-
-The names and configs here are independent of those of the package.
-"""
+"""Tiny checkpoints with the names of published ones, and their parameters assembled by NumPy."""
 
 import dataclasses
 import json

@@ -1,7 +1,4 @@
-"""Run as one of two processes that test_nvshmem.py starts; print the events as JSON.
-
-python tests/helpers/meeting_processes.py PROCESS COORDINATOR
-"""
+"""Run as one of two processes that test_nvshmem.py starts; print the events as JSON."""
 
 import json
 import os

@@ -168,10 +168,7 @@ def value(names, changes, fragments, error=ValueError):
 
 
 def rank(names, argument, bad, *layout):
-    """Create cases of an array with a wrong number of axes; `layout` names the expected ones, as `"T", "H"`.
-
-    The message shows them by these names, or by their sizes if other arguments determine them.
-    """
+    """Create cases of an array with a wrong number of axes; `layout` names the expected ones, as `"T", "H"`."""
     axes = ", ?".join(rf"([1-9]\d*|{axis}|W \* M|N)" for axis in layout)
     return value(names, {argument: bad}, rf"\b{argument}\b; {shape(*bad.shape)}; \[{axes}\]")
 

@@ -84,10 +84,7 @@ class Arrays(NamedTuple):
 
 
 def layer(experts: jax_ep.Experts, arrays: Arrays, lay: oracle.Layout, d_out: np.ndarray) -> tuple[np.ndarray, Arrays]:
-    """Return the output `[W, T, H]` of the expert layer, and the cotangents for its cotangent `d_out`.
-
-    Hidden rows are rounded to the dtype of x, like in layers, because the derivative jumps at a limit.
-    """
+    """Return the output and cotangents of the layer; hidden rows are rounded as there: derivatives jump at limits."""
     wide = Arrays(*(None if a is None else a.astype(np.float64) for a in arrays))
     found = [row[1:] for rank in range(len(arrays.x)) for row in lay.rows(rank)]
     source, token, k, expert = np.array(found).reshape(-1, 4).T

@@ -1,7 +1,4 @@
-"""Dequantized `QuantizedWeights` in float64, by the definitions of the formats and in plain NumPy.
-
-`FORMATS` is the table of all formats, from which the tests of every format take their expectations.
-"""
+"""Dequantized `QuantizedWeights` in float64, by the definitions of the formats; `FORMATS` has all formats."""
 
 from collections.abc import Callable
 from typing import NamedTuple

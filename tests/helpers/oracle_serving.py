@@ -1,7 +1,4 @@
-"""NumPy float64 oracle of the serving paths: single-device sorting and low-latency dispatch and combine.
-
-The rules of `oracle.py` apply: a leading rank axis, plain loops, neither the package nor JAX.
-"""
+"""NumPy float64 oracle of sorting on one device, and of low-latency dispatch and combine, by the rules of `oracle`."""
 
 import dataclasses
 

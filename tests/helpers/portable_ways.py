@@ -34,10 +34,7 @@ def take(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def record_sizes(
     monkeypatch: pytest.MonkeyPatch, note: Callable[[Any, np.ndarray, np.ndarray], None], axis: Any = None
 ) -> None:
-    """Force the ragged all-to-all; each call passes `note` (shape of the operand, axis), its rank, and the sizes sent.
-
-    `axis` names the axes that number ranks, by default those of the call.
-    """
+    """Force the ragged all-to-all; calls pass `note` (shape, axis), their rank by `axis`, and the sizes sent."""
     only_in_one_process()
     take("ragged", monkeypatch)
 

@@ -1,8 +1,4 @@
-"""Compile kernels to PTX and machine code: pickled requests on stdin, pickled answers on stdout.
-
-It is a separate process, because test processes may run the interpreter, which changes Triton. One process handles all
-requests, because its imports take as long as compiling a kernel.
-"""
+"""Compile kernels to PTX and machine code in a process without the interpreter: pickled requests and answers."""
 
 import contextlib
 import importlib

@@ -56,10 +56,7 @@ def mesh4():
 
 @pytest.fixture
 def two_impatient_ranks():
-    """Two ranks with their own context, whose kernels time out after a second of idle time.
-
-    Launches wait for all ranks without a limit; only waits within a kernel expire.
-    """
+    """Two ranks with their own context, whose kernels time out after a second of idle time."""
     jax_ep.finalize()
     mesh = harness.make_mesh((2,), (harness.EXPERT,))
     jax_ep.init(mesh, transport="shared_memory", timeout_s=1)

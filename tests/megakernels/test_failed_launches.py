@@ -257,10 +257,7 @@ def test_launch_identity_operation(monkeypatch, mesh, rng):
 )
 @pytest.mark.slow(unless={"name": ["exchange"]})
 def test_failed_launch_mismatch_sends_nothing(monkeypatch, mesh, rng, name, operation, other):
-    """For example with a `lax.cond` that differs between ranks, one rank's data would be taken for another's.
-
-    The interpreter starts only launches that all ranks reach, so rank 1 is made to launch a different kernel there.
-    """
+    """For example with a `lax.cond` that differs between ranks, one rank's data would be taken for another's."""
     jax_ep.init(mesh, transport="shared_memory")
     args = inputs(rng)
     call = harness.compiled(PROGRAMS[name], mesh)

@@ -1,7 +1,4 @@
-"""The plan kernel: every field of the handle matches `layout.make_handle` bit for bit, and the ep_group.
-
-Also on GPUs that one process drives.
-"""
+"""The plan kernel: every field of the handle matches `layout.make_handle` bit for bit, and the ep_group."""
 
 import contextlib
 import dataclasses

@@ -1,7 +1,4 @@
-"""A launch is lowered once for all programs of a process on any mesh, and read from files by other processes.
-
-On GPUs, it is compiled while the next one is lowered.
-"""
+"""A launch is lowered once for all programs of a process on any mesh, and read from files by other processes."""
 
 import contextlib
 import gc

@@ -1,7 +1,4 @@
-"""The kernel of local steps against NumPy, whole layers of `pallas`, and lowering for CUDA.
-
-Sums have one order, so that every comparison is exact.
-"""
+"""The kernel of local steps against NumPy, whole layers of `pallas`, and lowering for CUDA."""
 
 import functools
 

@@ -1,7 +1,4 @@
-"""The Pallas kernels with all tiles against the oracle, and their lowering for CUDA.
-
-On the CPU they run in Mosaic's interpreter, with its race detector; on Hopper GPUs they run natively.
-"""
+"""The Pallas kernels with all tiles against the oracle, with Mosaic's race detector, and their lowering for CUDA."""
 
 import functools
 import itertools

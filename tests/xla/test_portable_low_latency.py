@@ -1,8 +1,4 @@
-"""Segments for decode-sized batches of `xla`: the same rows and sums, fewer bytes, less memory.
-
-The contract suite compares small batches, which go to all ranks, with the oracle; here all use the algorithm for large
-ones.
-"""
+"""Segments for decode-sized batches of `xla`, of any size: the same rows and sums, fewer bytes, less memory."""
 
 import re
 

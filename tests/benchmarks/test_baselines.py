@@ -8,36 +8,25 @@ import pytest
 from jax import lax
 
 import jax_ep
-from cases import F32, Shape, assert_close, probabilities, reals
+import layers
+from cases import F32, Shape, assert_close, reals
 from emulated_ragged import emulated_ragged_all_to_all
 from harness import compiled
 from jax_ep.tools.benchmark import baselines
-from routings import ROUTINGS
+from layers import NAMES, Layer
 
 SHAPE = Shape(num_tokens=24, top_k=3, num_experts=8, hidden=12, intermediate=10)
 KINDS = ("uniform", "zipf", "one_hot_every_slot")
 ALL_SLOTS = SHAPE.num_tokens * SHAPE.top_k  # of one rank
-NAMES = ("y", "dx", "d_weights", "d_gate_up", "d_down")
 
 
 def inputs(rng, kind, num_ranks, dtype=F32):
-    ids = ROUTINGS[kind](rng, num_ranks, SHAPE)
-    x, d_y = (reals(rng, num_ranks, SHAPE.num_tokens, SHAPE.hidden, dtype=dtype) for _ in range(2))
-    num_local = SHAPE.num_experts // num_ranks
-    gate_up = rng.standard_normal((num_ranks, num_local, SHAPE.hidden, 2 * SHAPE.intermediate)) / SHAPE.hidden**0.5
-    down = rng.standard_normal((num_ranks, num_local, SHAPE.intermediate, SHAPE.hidden)) / SHAPE.intermediate**0.5
-    return x, ids, probabilities(rng, *ids.shape), gate_up.astype(dtype), down.astype(dtype), d_y
+    layer = Layer(rng, kind, num_ranks, SHAPE, dtype)
+    return *layer.args, reals(rng, *layer.x.shape, dtype=dtype)
 
 
 def with_gradients(layer, mesh, **options):
-    """The layer's result and gradients, compiled."""
-
-    def fn(x, ids, weights, gate_up, down, d_y):
-        call = partial(layer, num_experts=SHAPE.num_experts, **options)
-        y, pull = jax.vjp(lambda x, s, w, v: call(x, ids, s, w, v), x, weights, gate_up, down)
-        return y, *pull(d_y)
-
-    return compiled(fn, mesh)
+    return compiled(layers.with_gradients(partial(layer, num_experts=SHAPE.num_experts, **options)), mesh)
 
 
 def package(mesh):

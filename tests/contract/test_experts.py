@@ -13,7 +13,7 @@ import oracle
 from cases import BASE, BF16, F32, Shape, assert_close, reals
 from harness import compiled, run
 from jax_ep.quantization import quantize
-from layers import Layer
+from layers import Layer, with_gradients
 from oracle_experts import GPT_OSS, LLAMA_4, Arrays, layer
 
 WIDE = Shape(hidden=128, intermediate=128)
@@ -61,22 +61,6 @@ def moe(implementation, inputs, **options):
     return call
 
 
-def with_gradients(call):
-    """Return `call` and its gradients in all floating arguments, for a cotangent as the last argument."""
-
-    def value(arrays, topk_idx, d_out):
-        x, weights, *others = arrays
-        y = call(x, topk_idx, weights, *others)
-        return jnp.sum(y.astype(jnp.float32) * d_out.astype(jnp.float32)), y
-
-    def both(x, topk_idx, weights, *others):
-        *others, d_out = others
-        (_, y), gradients = jax.value_and_grad(value, has_aux=True)((x, weights, *others), topk_idx, d_out)
-        return y, gradients
-
-    return both
-
-
 def assert_near(got, want, what):
     """Compare in the norm: a sum that rounds to the other side of a limit has another derivative."""
     error = np.linalg.norm(got.astype(np.float64) - want) / np.linalg.norm(want)
@@ -88,7 +72,7 @@ def assert_near(got, want, what):
 @pytest.mark.slow(unless={"case": ["gpt-oss", "llama 4"], "dtype": [BF16]})
 def test_experts_values_and_gradients(implementation, case, dtype, expert_mesh, rng):
     inputs = Inputs(rng, *CASES[case], 2, BASE, dtype)
-    y, gradients = run(with_gradients(moe(implementation, inputs)), expert_mesh(2), *inputs.args, inputs.d_out)
+    y, *gradients = run(with_gradients(moe(implementation, inputs)), expert_mesh(2), *inputs.args, inputs.d_out)
     want, wanted = inputs.answer()
     assert_close(y, want, "y")
     names = ("x", "weights", "w_gate_up", "w_down", "b_gate_up", "b_down")
@@ -108,7 +92,7 @@ def test_experts_inference_matches_training(implementation, case, expert_mesh, r
     inputs = Inputs(rng, experts, False, 2, BASE, BF16)
     call, mesh = moe(implementation, inputs), expert_mesh(2)
     y = run(call, mesh, *inputs.args)
-    trained, _ = run(with_gradients(call), mesh, *inputs.args, inputs.d_out)
+    trained, *_ = run(with_gradients(call), mesh, *inputs.args, inputs.d_out)
     assert_close(y, trained)
     assert_close(y, inputs.answer()[0])
 
@@ -118,7 +102,7 @@ def test_experts_bias_combine_modes(implementation, mode, expert_mesh, rng):
     inputs = Inputs(rng, GPT_OSS, True, 2, WIDE, BF16)
     schedule = jax_ep.Schedule(combine_mode=mode)
     call = with_gradients(moe(implementation, inputs, schedule=schedule))
-    y, gradients = run(call, expert_mesh(2), *inputs.args, inputs.d_out)
+    y, *gradients = run(call, expert_mesh(2), *inputs.args, inputs.d_out)
     want, wanted = inputs.answer()
     assert_close(y, want, mode)
     for g, w in zip(gradients, wanted, strict=True):
@@ -135,7 +119,7 @@ def test_experts_fp8_gemm(implementation, expert_mesh, rng):
     """About as far from the exact layer as one without biases; limits would make the derivatives jump."""
     inputs = Inputs(rng, dataclasses.replace(GPT_OSS, clamp=None), True, 2, WIDE, BF16)
     call = moe(implementation, inputs, recipe="fp8")
-    y, gradients = run(with_gradients(call), expert_mesh(2), *inputs.args, inputs.d_out)
+    y, *gradients = run(with_gradients(call), expert_mesh(2), *inputs.args, inputs.d_out)
     want, wanted = inputs.answer()
     for g, w in zip((y, *gradients), (want, *wanted), strict=True):
         assert np.linalg.norm(g.astype(np.float64) - w) < 0.15 * np.linalg.norm(w)
@@ -207,8 +191,8 @@ def test_experts_padding(implementation, count, expert_mesh, rng):
     call, ids = with_gradients(moe(implementation, inputs)), np.where(past[:, :, None], -1, inputs.layer.topk_idx)
     x, _, *others = inputs.args
     padded = np.where(past[:, :, None], np.nan, x).astype(F32)
-    want, wanted = run(call, expert_mesh(2), x, ids, *others, inputs.d_out)
-    got, gradients = run(call, expert_mesh(2), padded, ids, *others, inputs.d_out)
+    want, *wanted = run(call, expert_mesh(2), x, ids, *others, inputs.d_out)
+    got, *gradients = run(call, expert_mesh(2), padded, ids, *others, inputs.d_out)
     np.testing.assert_array_equal(got, want)
     for g, w in zip(gradients, wanted, strict=True):
         np.testing.assert_array_equal(g, w)

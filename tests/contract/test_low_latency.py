@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jax_ep
+import low_latency_problems
 import oracle
 import oracle_serving
 from cases import BF16, F32, FP8_WIRE, Shape, assert_close, assert_same_bits, integers, probabilities, reals
@@ -17,46 +18,12 @@ MAX_TOKENS = 7  # More room than tokens.
 
 
 def round_trip(implementation, *, shape=SHAPE, max_tokens=MAX_TOKENS, **options):
-    def fn(x, topk_idx, topk_weights, y, num_tokens=None):
-        sizes = {"num_experts": shape.num_experts, "max_tokens_per_rank": max_tokens, "num_tokens": num_tokens}
-        out = jax_ep.low_latency_dispatch(x, topk_idx, **sizes, implementation=implementation, **options)
-        back = jax_ep.low_latency_combine(y, topk_idx, topk_weights, out.handle, implementation=implementation)
-        handle = out.handle
-        return out.tokens, out.scales, out.group_sizes, (handle.source_token, handle.source_count,
-                                                         handle.source_start), back  # fmt: skip
-
-    return fn
+    return low_latency_problems.round_trip(implementation, shape, max_tokens, **options)
 
 
-class Problem:
+class Problem(low_latency_problems.Problem):
     def __init__(self, rng, routing, num_ranks, *, shape=SHAPE, max_tokens=MAX_TOKENS, num_tokens=None):
-        self.topk_idx = ROUTINGS[routing](rng, num_ranks, shape)
-        self.topk_weights = integers(rng, *self.topk_idx.shape)
-        self.lay = oracle_serving.low_latency_layout(self.topk_idx, shape.num_experts, max_tokens, num_tokens)
-        self.x = reals(rng, num_ranks, shape.num_tokens, shape.hidden, dtype=BF16)
-        # Exact sums in any order; rows past the count are poisoned.
-        y = integers(rng, *self.lay.token.shape, shape.hidden, dtype=BF16)
-        self.y = np.where((self.lay.token < 0)[..., None], np.array(np.nan, BF16), y)
-
-    @property
-    def args(self):
-        return self.x, self.topk_idx, self.topk_weights, self.y
-
-    def check_rows(self, got, tokens, what):
-        """Check that rows within the counts are those of `tokens [W, T, ...]`, bit for bit."""
-        real = self.lay.token >= 0
-        want = oracle_serving.low_latency_gather(tokens, self.lay)
-        assert got.shape == want.shape
-        assert_same_bits(got[real], want[real], what)
-
-    def check_routes(self, group_sizes, handle, back):
-        assert_same_bits(group_sizes, self.lay.group_sizes, "group_sizes")
-        assert_same_bits(handle[0], self.lay.token, "source_token")
-        assert_same_bits(handle[1], self.lay.count, "source_count")
-        assert_same_bits(handle[2], self.lay.start, "source_start")
-        want = oracle_serving.low_latency_combine(self.y, self.topk_idx, self.topk_weights, self.lay)
-        assert back.dtype == self.y.dtype
-        np.testing.assert_array_equal(back.astype(np.float64), want)
+        super().__init__(rng, routing, num_ranks, shape, max_tokens, num_tokens)
 
 
 def test_low_latency_routings(implementation, every_mesh, rng, subtests):
@@ -64,10 +31,7 @@ def test_low_latency_routings(implementation, every_mesh, rng, subtests):
     for routing in routings(implementation, every_mesh.size):
         with subtests.test(routing):
             problem = Problem(rng, routing, every_mesh.size)
-            tokens, scales, *rest = call(*problem.args)
-            assert scales is None
-            problem.check_rows(tokens, problem.x, "tokens")
-            problem.check_routes(*rest)
+            problem.check(*call(*problem.args))
 
 
 @pytest.mark.parametrize("group_size", [128, 64])
@@ -76,25 +40,25 @@ def test_low_latency_quantized(implementation, group_size, expert_mesh, rng, sub
     call = compiled(round_trip(implementation, group_size=group_size), expert_mesh(2))
     for routing in ("uniform", "duplicates", "one_hot", "no_experts"):
         problem = Problem(rng, routing, 2)
-        real = problem.lay.token >= 0
+        real = problem.is_row
         with subtests.test(f"{routing}, exact scales"):
             # Every block peaks at 448 times a power of two, so its scale does not depend on the division.
             x = rng.uniform(-400, 400, problem.x.shape)
             x[..., ::group_size] = 448
             problem.x = (x * 2.0 ** rng.integers(-9, 2, (*x.shape[:-1], 1))).astype(BF16)
             values, want_scales = oracle.quantize(problem.x, group_size)
-            tokens, scales, *rest = call(*problem.args)
-            problem.check_rows(tokens, values, "tokens")
-            problem.check_rows(scales, want_scales, "scales")
-            problem.check_routes(*rest)
+            d, back = call(*problem.args)
+            problem.check_rows(d.tokens, values, "tokens")
+            problem.check_rows(d.scales, want_scales, "scales")
+            problem.check_routes(d, back)
         with subtests.test(f"{routing}, any numbers"):
             problem.x = reals(rng, *problem.x.shape, dtype=BF16)
-            tokens, scales, *_ = call(*problem.args)
+            d, _ = call(*problem.args)
             exact = oracle_serving.low_latency_gather(problem.x.astype(F32), problem.lay)
             _, want_scales = oracle.quantize(problem.x, group_size)
             want_scales = oracle_serving.low_latency_gather(want_scales, problem.lay)
-            np.testing.assert_allclose(scales[real], want_scales[real], rtol=2**-22)
-            error = np.abs(oracle.dequantize(tokens, scales) - exact)[real]
+            np.testing.assert_allclose(d.scales[real], want_scales[real], rtol=2**-22)
+            error = np.abs(oracle.dequantize(d.tokens, d.scales) - exact)[real]
             bound = np.maximum(np.abs(exact) * 2.0**-4, want_scales.repeat(group_size, -1) * 2.0**-10)[real]
             assert (error <= bound * (1 + 1e-6)).all()
 
@@ -103,10 +67,10 @@ def test_low_latency_quantized_tokens_bit_for_bit(implementation, expert_mesh, r
     problem = Problem(rng, "some_without_expert", 2)
     values = rng.integers(0, 256, problem.x.shape, np.uint8).view(oracle.FP8)
     scales = rng.random((*values.shape[:-1], 2)).astype(F32)
-    got = run(round_trip(implementation), expert_mesh(2), (values, scales), *problem.args[1:])
-    problem.check_rows(got[0], values, "values")
-    problem.check_rows(got[1], scales, "scales")
-    problem.check_routes(*got[2:])
+    d, back = run(round_trip(implementation), expert_mesh(2), (values, scales), *problem.args[1:])
+    problem.check_rows(d.tokens, values, "values")
+    problem.check_rows(d.scales, scales, "scales")
+    problem.check_routes(d, back)
 
 
 def test_low_latency_num_tokens_on_device(implementation, expert_mesh, rng, subtests):
@@ -117,9 +81,7 @@ def test_low_latency_num_tokens_on_device(implementation, expert_mesh, rng, subt
             num_tokens = np.array(count, np.int32)
             problem = Problem(rng, "uniform", 2, num_tokens=num_tokens)
             problem.x[np.arange(SHAPE.num_tokens) >= num_tokens[:, None]] = np.nan  # These must not be read.
-            tokens, _, *rest = call(*problem.args, num_tokens)
-            problem.check_rows(tokens, problem.x, "tokens")
-            problem.check_routes(*rest)
+            problem.check(*call(*problem.args, num_tokens))
 
 
 @pytest.mark.parametrize("count", [*(np.int8(3), np.uint8(3), np.uint32(3), 3, -1, 2**40, np.int64(2**40))], ids=repr)
@@ -141,20 +103,6 @@ def test_low_latency_num_tokens_integer_dtypes(implementation, expert_mesh, rng,
     assert int(sizes.sum()) == min(max(int(count), 0), shape.num_tokens)
 
 
-def test_low_latency_weights_without_expert(implementation, expert_mesh, rng):
-    """They are ignored, even NaN from the softmax of a fully masked row."""
-    problem = Problem(rng, "some_without_expert", 2)
-    clean = np.where(problem.topk_idx < 0, 0, problem.topk_weights)
-    problem.topk_weights = clean.astype(np.float32)
-    x, ids, weights, y = problem.args
-    unused = np.argwhere(ids < 0)
-    assert len(unused) > 1
-    weights = weights.copy()
-    weights[tuple(unused.T)] = np.where(np.arange(len(unused)) % 2, np.nan, np.inf)
-    _, _, *rest = run(round_trip(implementation, quantize=False), expert_mesh(2), x, ids, weights, y)
-    problem.check_routes(*rest)
-
-
 @pytest.mark.parametrize(
     ("num_ranks", "shape", "max_tokens"),
     [
@@ -167,30 +115,20 @@ def test_low_latency_shapes(implementation, num_ranks, shape, max_tokens, expert
     sizes = {"shape": shape, "max_tokens": max_tokens}
     problem = Problem(rng, "duplicates", num_ranks, **sizes)
     call = round_trip(implementation, quantize=False, **sizes)
-    tokens, _, *rest = run(call, expert_mesh(num_ranks), *problem.args)
-    problem.check_rows(tokens, problem.x, "tokens")
-    problem.check_routes(*rest)
+    problem.check(*run(call, expert_mesh(num_ranks), *problem.args))
 
 
 def test_low_latency_combine_fp8_wire(implementation, expert_mesh, rng):
     """Whether rows or their weighted sums are quantized, the error stays within FP8's bound of each term."""
-
-    def fn(x, topk_idx, topk_weights, y):
-        out = jax_ep.low_latency_dispatch(
-            x, topk_idx, num_experts=8, max_tokens_per_rank=MAX_TOKENS, implementation=implementation
-        )
-        return jax_ep.low_latency_combine(
-            y, topk_idx, topk_weights, out.handle, schedule=FP8_WIRE, implementation=implementation
-        )
-
     problem = Problem(rng, "some_without_expert", 2)
-    real = (problem.lay.token >= 0)[..., None]
+    real = problem.is_row[..., None]
     y = np.where(real, reals(rng, *problem.y.shape), F32.type(np.nan))
-    weights = probabilities(rng, *problem.topk_idx.shape)
-    back = run(fn, expert_mesh(2), problem.x, problem.topk_idx, weights, y)
+    weights = probabilities(rng, *problem.ids.shape)
+    call = round_trip(implementation, schedule=FP8_WIRE)
+    _, back = run(call, expert_mesh(2), problem.x, problem.ids, weights, y)
 
     def weighted_sum(rows):
-        return oracle_serving.low_latency_combine(rows, problem.topk_idx, weights, problem.lay)
+        return oracle_serving.low_latency_combine(rows, problem.ids, weights, problem.lay)
 
     scales = np.where(real, oracle.quantize(np.nan_to_num(y))[1].repeat(128, -1), 0)
     error = np.abs(back - weighted_sum(y))
@@ -213,7 +151,7 @@ def test_low_latency_two_batches_in_flight(implementation, expert_mesh, rng):
     problems = [Problem(rng, routing, 2) for routing in ("uniform", "zipf")]
     for problem, tokens, back in zip(problems, *run(fn, expert_mesh(2), *(p.args for p in problems)), strict=True):
         problem.check_rows(tokens, problem.x, "tokens")
-        want = oracle_serving.low_latency_combine(problem.y, problem.topk_idx, problem.topk_weights, problem.lay)
+        want = oracle_serving.low_latency_combine(problem.y, problem.ids, problem.exact_weights, problem.lay)
         np.testing.assert_array_equal(back.astype(np.float64), want)
 
 
@@ -222,32 +160,16 @@ GRADIENT_SHAPE = Shape(num_tokens=6, top_k=3, num_experts=8, hidden=12)
 
 def test_low_latency_gradients(implementation, expert_mesh, rng):
     """Without quantization both functions are differentiable."""
-
-    def fn(x, topk_idx, topk_weights, y, d_tokens, d_out):
-        def dispatch(x):
-            sizes = {"num_experts": GRADIENT_SHAPE.num_experts, "max_tokens_per_rank": GRADIENT_SHAPE.num_tokens}
-            out = jax_ep.low_latency_dispatch(x, topk_idx, **sizes, quantize=False, implementation=implementation)
-            return out.tokens, out.handle
-
-        _, dispatch_vjp, handle = jax.vjp(dispatch, x, has_aux=True)
-
-        def combine(y, topk_weights):
-            return jax_ep.low_latency_combine(y, topk_idx, topk_weights, handle, implementation=implementation)
-
-        _, combine_vjp = jax.vjp(combine, y, topk_weights)
-        return *dispatch_vjp(d_tokens), *combine_vjp(d_out)
-
     topk_idx = ROUTINGS["duplicates"](rng, 2, GRADIENT_SHAPE)
     topk_idx[0, 1, 0] = -1
     lay = oracle_serving.low_latency_layout(topk_idx, GRADIENT_SHAPE.num_experts, GRADIENT_SHAPE.num_tokens)
     x, d_out = (reals(rng, 2, GRADIENT_SHAPE.num_tokens, GRADIENT_SHAPE.hidden) for _ in range(2))
     topk_weights = probabilities(rng, *topk_idx.shape)
     y, d_tokens = (reals(rng, *lay.token.shape, GRADIENT_SHAPE.hidden) for _ in range(2))
-    dx, dy, d_weights = run(fn, expert_mesh(2), x, topk_idx, topk_weights, y, d_tokens, d_out)
-    want_dy, want_d_weights = oracle_serving.low_latency_combine_gradients(y, topk_idx, topk_weights, lay, d_out)
-    assert_close(dx, oracle_serving.low_latency_scatter(d_tokens, lay, GRADIENT_SHAPE.num_tokens), "dx")
-    assert_close(dy, want_dy, "dy")
-    assert_close(d_weights, want_d_weights, "d_weights")
+    cotangents = d_tokens, d_out
+    call = low_latency_problems.gradients(implementation, GRADIENT_SHAPE, GRADIENT_SHAPE.num_tokens)
+    got = run(call, expert_mesh(2), x, topk_idx, topk_weights, y, *cotangents)
+    low_latency_problems.check_gradients(got, topk_idx, lay, topk_weights, y, *cotangents)
 
 
 def test_low_latency_rows_past_counts_ignored(implementation, expert_mesh, rng):
@@ -346,4 +268,4 @@ def test_low_latency_quantized_dispatch_no_gradient(implementation, expert_mesh,
 
     problem = Problem(rng, "uniform", 2)
     with refusals_skip(), pytest.raises((ValueError, TypeError), match="quantize"):
-        jax.eval_shape(per_rank(fn, expert_mesh(2)), problem.x, problem.topk_idx)
+        jax.eval_shape(per_rank(fn, expert_mesh(2)), problem.x, problem.ids)

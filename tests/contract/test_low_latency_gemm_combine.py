@@ -10,9 +10,10 @@ import pytest
 import jax_ep
 import oracle
 import oracle_serving
-from cases import BF16, F32, Shape, assert_close, integers, probabilities, reals
+from cases import BF16, F32, Shape, assert_close, probabilities, reals
 from harness import compiled, run
-from routings import ROUTINGS, routings
+from low_latency_problems import GemmProblem, gemm_combine
+from routings import routings
 from stored_experts import STORED, fp8_weights, store
 
 SHAPE = Shape(num_tokens=5, top_k=3, num_experts=8, hidden=40, intermediate=24)
@@ -20,48 +21,18 @@ MAX_TOKENS = 7
 
 
 def product_and_combine(implementation, shape=SHAPE, **options):
-    """Return a function of given rows; the dispatch only creates the handle."""
-
-    def fn(x, ids, weights, lhs, rhs, num_tokens=None, rhs_scales=None, **scales):
-        rhs = jnp.swapaxes(rhs, 1, 2) if rhs_scales is None else fp8_weights(rhs, rhs_scales)
-        sizes = {"num_experts": shape.num_experts, "max_tokens_per_rank": MAX_TOKENS, "num_tokens": num_tokens}
-        d = jax_ep.low_latency_dispatch(x, ids, **sizes, quantize=False, implementation=implementation)
-        arguments = (lhs, rhs, d.group_sizes, ids, weights, d.handle)
-        return jax_ep.ops.moe_low_latency.low_latency_gemm_combine(
-            *arguments, implementation=implementation, **options, **scales
-        )
-
-    return fn
+    return gemm_combine(implementation, shape, MAX_TOKENS, **options)
 
 
-class Problem:
-    """Exact products in any order; rows past the counts are poisoned."""
-
-    def __init__(self, rng, routing, num_ranks, shape=SHAPE, num_tokens=None):
-        self.ids = ROUTINGS[routing](rng, num_ranks, shape)
-        self.weights = integers(rng, *self.ids.shape)
-        self.x = reals(rng, num_ranks, shape.num_tokens, 8, dtype=BF16)
-        self.lay = oracle_serving.low_latency_layout(self.ids, shape.num_experts, MAX_TOKENS, num_tokens)
-        self.real = (self.lay.token >= 0)[..., None]
-        self.lhs = integers(rng, *self.lay.token.shape, shape.intermediate, dtype=BF16)
-        local = shape.num_experts // num_ranks
-        self.rhs = integers(rng, num_ranks, local, shape.hidden, shape.intermediate, dtype=BF16)
-
-    @property
-    def args(self):
-        lhs = np.where(self.real, self.lhs, np.array(np.nan, BF16))
-        return self.x, self.ids, self.weights, lhs, self.rhs
-
-    def want(self):
-        y = np.stack([oracle_serving.masked_grouped_gemm(*rank) for rank in zip(self.lhs, self.rhs, strict=True)])
-        return oracle_serving.low_latency_combine(y, self.ids, self.weights, self.lay)
+def problem_of(rng, routing, num_ranks, shape=SHAPE, num_tokens=None):
+    return GemmProblem(rng, routing, num_ranks, shape, MAX_TOKENS, num_tokens)
 
 
 def test_low_latency_gemm_combine_routings(implementation, every_mesh, rng, subtests):
     call = compiled(product_and_combine(implementation, preferred_element_type=jnp.float32), every_mesh)
     for routing in routings(implementation, every_mesh.size):
         with subtests.test(routing):
-            problem = Problem(rng, routing, every_mesh.size)
+            problem = problem_of(rng, routing, every_mesh.size)
             got = call(*problem.args)
             assert got.dtype == F32
             np.testing.assert_array_equal(got, problem.want())
@@ -70,7 +41,7 @@ def test_low_latency_gemm_combine_routings(implementation, every_mesh, rng, subt
 @pytest.mark.parametrize("expected_rows", [1, 12, 20, 100])
 def test_low_latency_gemm_combine_tile_sizes(implementation, expected_rows, expert_mesh, rng):
     shape = Shape(num_tokens=7, top_k=2, num_experts=2, hidden=264, intermediate=136)
-    problem = Problem(rng, "uniform", 2, shape)
+    problem = problem_of(rng, "uniform", 2, shape)
     options = {"preferred_element_type": jnp.float32, "expected_rows": expected_rows}
     got = run(product_and_combine(implementation, shape, **options), expert_mesh(2), *problem.args)
     np.testing.assert_array_equal(got, problem.want())
@@ -84,9 +55,9 @@ def test_low_latency_gemm_combine_quantized_weights(implementation, stored, acti
     if activations is not None and ((activations == "int8") != (stored == "int8") or stored.endswith("prepacked")):
         pytest.skip("no GEMM has these formats")
     shape = Shape(num_tokens=5, top_k=3, num_experts=8, hidden=264, intermediate=256)
-    problem = Problem(rng, "duplicates", 2, shape)
+    problem = problem_of(rng, "duplicates", 2, shape)
     w = np.swapaxes(reals(rng, *problem.rhs.shape), -1, -2)
-    lhs = np.where(problem.real, reals(rng, *problem.lhs.shape, dtype=BF16), np.array(np.nan, BF16))
+    lhs = problem.poisoned(reals(rng, *problem.lhs.shape, dtype=BF16))
 
     def fn(x, ids, weights, lhs, w):
         rhs = store(w, stored, activations=activations)
@@ -107,7 +78,7 @@ def test_low_latency_gemm_combine_quantized_weights(implementation, stored, acti
 
 def test_low_latency_gemm_combine_num_tokens(implementation, expert_mesh, rng):
     counts = np.array([2, 0], np.int32)
-    problem = Problem(rng, "uniform", 2, num_tokens=counts)
+    problem = problem_of(rng, "uniform", 2, num_tokens=counts)
     call = product_and_combine(implementation, preferred_element_type=jnp.float32)
     got = run(call, expert_mesh(2), *problem.args, counts)
     np.testing.assert_array_equal(got, problem.want())
@@ -115,9 +86,9 @@ def test_low_latency_gemm_combine_num_tokens(implementation, expert_mesh, rng):
 
 
 def test_low_latency_gemm_combine_rows_rounded_once(implementation, expert_mesh, rng):
-    problem = Problem(rng, "duplicates", 2)
+    problem = problem_of(rng, "duplicates", 2)
     problem.lhs, problem.rhs = (reals(rng, *x.shape, dtype=BF16) for x in (problem.lhs, problem.rhs))
-    problem.weights = probabilities(rng, *problem.ids.shape)
+    problem.weights = problem.exact_weights = probabilities(rng, *problem.ids.shape)
     got = run(product_and_combine(implementation), expert_mesh(2), *problem.args)
     assert got.dtype == BF16
     assert_close(got, problem.want())
@@ -125,19 +96,18 @@ def test_low_latency_gemm_combine_rows_rounded_once(implementation, expert_mesh,
 
 def test_low_latency_gemm_combine_fp8(implementation, expert_mesh, rng):
     shape = Shape(num_tokens=5, top_k=3, num_experts=4, hidden=200, intermediate=256)
-    problem = Problem(rng, "uniform", 2, shape)
+    problem = problem_of(rng, "uniform", 2, shape)
     lhs, rhs = (100 * reals(rng, *x.shape) for x in (problem.lhs, problem.rhs))
     lhs, rhs = (x.clip(-448, 448).astype(oracle.FP8) for x in (lhs, rhs))
     lhs_scales = (2.0 ** rng.uniform(-9, 2, (*lhs.shape[:-1], 2))).astype(F32)
     rhs_scales = (2.0 ** rng.uniform(-9, 2, (*rhs.shape[:2], 2, 2))).astype(F32)
     problem.lhs, problem.rhs = oracle.dequantize(lhs, lhs_scales), oracle_serving.dequantize_blocks(rhs, rhs_scales)
     want = problem.want()
-    lhs = np.where(problem.real, lhs, np.array(np.nan, lhs.dtype))
-    lhs_scales = np.where(problem.real, lhs_scales, F32.type(np.nan))
+    lhs, lhs_scales = problem.poisoned(lhs), problem.poisoned(lhs_scales)
     call = product_and_combine(implementation, shape)
 
     def fn(x, ids, weights, lhs, rhs, lhs_scales, rhs_scales):
-        return call(x, ids, weights, lhs, rhs, lhs_scales=lhs_scales, rhs_scales=rhs_scales)
+        return call(x, ids, weights, lhs, fp8_weights(rhs, rhs_scales), lhs_scales=lhs_scales)
 
     got = run(fn, expert_mesh(2), *problem.args[:3], lhs, rhs, lhs_scales, rhs_scales)
     assert got.dtype == BF16
@@ -146,7 +116,7 @@ def test_low_latency_gemm_combine_fp8(implementation, expert_mesh, rng):
 
 def test_low_latency_gemm_combine_scan(implementation, expert_mesh, rng):
     """Consecutive steps get their own rows, through both halves of the buffers."""
-    problems = [Problem(rng, "zipf", 2) for _ in range(5)]
+    problems = [problem_of(rng, "zipf", 2) for _ in range(5)]
     call = product_and_combine(implementation, preferred_element_type=jnp.float32)
 
     def fn(*steps):
@@ -167,7 +137,7 @@ def test_low_latency_gemm_combine_scan(implementation, expert_mesh, rng):
 
 
 def test_low_latency_gemm_combine_no_gradient(implementation, expert_mesh, rng):
-    problem = Problem(rng, "uniform", 2)
+    problem = problem_of(rng, "uniform", 2)
     call = product_and_combine(implementation)
 
     def fn(x, ids, weights, lhs, rhs):

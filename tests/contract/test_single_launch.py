@@ -43,6 +43,25 @@ def call(implementation, **options):
     return partial(jax_ep.fused_moe, schedule=ONE, implementation=implementation, **options)
 
 
+def operands_of(layer):
+    return layer.x[0], layer.topk_idx[0], layer.topk_weights[0]
+
+
+def check(implementation, operands, matrices, experts=EXPERTS["silu"], biases=(None, None), tolerance=1.5e-2):
+    """Compare with the portable layer in float32, with dequantized weights."""
+    got = to_numpy(jax.jit(call(implementation, experts=experts, biases=biases))(*operands, *matrices))
+    assert got.dtype == operands[0].dtype
+    wide = [dequantize(w, F32) if isinstance(w, jax_ep.QuantizedWeights) else w.astype(F32) for w in matrices]
+    biases = tuple(None if b is None else b.astype(F32) for b in biases)
+    portable = jax.jit(partial(jax_ep.fused_moe, experts=experts, implementation="xla", biases=biases))
+    assert_close(got, to_numpy(portable(operands[0].astype(F32), *operands[1:], *wide)), tolerance=tolerance)
+
+
+def drawn_biases(rng, layer, is_given):
+    shapes = (layer.w_gate_up[:, 0].shape, layer.w_down[:, 0].shape)
+    return tuple(reals(rng, *shape, dtype=layer.x.dtype) if is_given() else None for shape in shapes)
+
+
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.slow(unless={"name": ["cut tiles"]})
 def test_single_launch_routings(implementation, name, rng, subtests):
@@ -50,10 +69,10 @@ def test_single_launch_routings(implementation, name, rng, subtests):
     for routing in ROUTINGS:
         with subtests.test(routing):
             layer = Layer(rng, routing, 1, SHAPES[name], BF16)
-            x, ids, weights = (a[0] for a in (layer.x, layer.topk_idx, layer.topk_weights))
-            got = to_numpy(run(x, ids, weights, layer.w_gate_up, layer.w_down))
+            operands = *operands_of(layer), layer.w_gate_up, layer.w_down
+            got = to_numpy(run(*operands))
             assert_close(got, layer.oracle().forward()[0], "layer")
-            assert_same_bits(to_numpy(run(x, ids, weights, layer.w_gate_up, layer.w_down)), got, "again")
+            assert_same_bits(to_numpy(run(*operands)), got, "again")
 
 
 @pytest.mark.parametrize("kind", EXPERTS)
@@ -61,18 +80,10 @@ def test_single_launch_routings(implementation, name, rng, subtests):
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.slow(unless={"dtype": [BF16], "biased": [True]})
 def test_single_launch_experts(implementation, kind, biased, dtype, rng):
-    """Results match the portable layer in float32."""
-    experts, shape = EXPERTS[kind], SHAPES["cut tiles"]
-    layer = Layer(rng, "some_without_expert", 1, shape, dtype, gated=experts.gated)
-    operands = layer.x[0], layer.topk_idx[0], layer.topk_weights[0], layer.w_gate_up, layer.w_down
-    widths = (layer.w_gate_up.shape[2], shape.hidden)
-    biases = tuple(reals(rng, shape.num_experts, width, dtype=dtype) if biased else None for width in widths)
-    got = to_numpy(jax.jit(call(implementation, experts=experts, biases=biases))(*operands))
-    assert got.dtype == dtype
-    wide = [a.astype(F32) if a.dtype == dtype else a for a in operands]
-    biases = tuple(None if b is None else b.astype(F32) for b in biases)
-    want = jax.jit(partial(jax_ep.fused_moe, experts=experts, implementation="xla", biases=biases))(*wide)
-    assert_close(got, to_numpy(want))
+    experts = EXPERTS[kind]
+    layer = Layer(rng, "some_without_expert", 1, SHAPES["cut tiles"], dtype, gated=experts.gated)
+    biases = drawn_biases(rng, layer, lambda: biased)
+    check(implementation, operands_of(layer), (layer.w_gate_up, layer.w_down), experts, biases, tolerance=None)
 
 
 @pytest.mark.parametrize("stored", STORED)
@@ -80,18 +91,10 @@ def test_single_launch_experts(implementation, kind, biased, dtype, rng):
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.slow(unless={"kind": ["silu"], "dtype": [BF16], "stored": FEW})
 def test_single_launch_quantized(implementation, stored, kind, dtype, rng):
-    """Results match the portable layer in float32 with dequantized weights."""
     experts, shape = EXPERTS[kind], Shape(num_tokens=13, top_k=3, num_experts=6, hidden=256, intermediate=128)
     layer = Layer(rng, "some_without_expert", 1, shape, dtype, gated=experts.gated)
-    operands = layer.x[0], layer.topk_idx[0], layer.topk_weights[0]
-    biases = tuple(reals(rng, shape.num_experts, n, dtype=dtype) for n in (layer.w_gate_up.shape[2], shape.hidden))
-    matrices = [store(w, stored) for w in (layer.w_gate_up, layer.w_down)]
-    got = to_numpy(jax.jit(call(implementation, experts=experts, biases=biases))(*operands, *matrices))
-    assert got.dtype == dtype
-    dense = [dequantize(q, jnp.float32) for q in matrices]
-    biases = tuple(None if b is None else b.astype(F32) for b in biases)
-    want = jax.jit(partial(jax_ep.fused_moe, experts=experts, implementation="xla", biases=biases))
-    assert_close(got, to_numpy(want(operands[0].astype(F32), *operands[1:], *dense)), tolerance=1.5e-2)
+    operands, matrices = operands_of(layer), [store(w, stored) for w in (layer.w_gate_up, layer.w_down)]
+    check(implementation, operands, matrices, experts, drawn_biases(rng, layer, lambda: True))
     with pytest.raises(TypeError, match="with QuantizedWeights has no gradient"):
         jax.grad(lambda x: call(implementation, experts=experts)(x, *operands[1:], *matrices).sum())(operands[0])
 
@@ -102,16 +105,10 @@ def test_single_launch_prepacked_steps(implementation, stored, rng):
     """Split K in two or four pieces, where the last one may lie past the end of the weights."""
     shape = Shape(num_tokens=13, top_k=3, num_experts=6, hidden=384, intermediate=640)
     layer = Layer(rng, "some_without_expert", 1, shape, BF16)
-    operands = layer.x[0], layer.topk_idx[0], layer.topk_weights[0]
     matrices = [store(w, stored) for w in (layer.w_gate_up, layer.w_down)]
-    got = []
     for depth in (128, 256):
         with jax_ep.tuning.override("fused_moe", depth=depth, num_stages=2):
-            got.append(to_numpy(jax.jit(call(implementation))(*operands, *matrices)))
-    assert_close(got[1], got[0].astype(np.float64), tolerance=1e-2)
-    dense = [dequantize(q, jnp.float32) for q in matrices]
-    want = jax.jit(partial(jax_ep.fused_moe, implementation="xla"))(operands[0].astype(F32), *operands[1:], *dense)
-    assert_close(got[1], to_numpy(want), tolerance=1.5e-2)
+            check(implementation, operands_of(layer), matrices)
 
 
 @pytest.mark.parametrize("num_tokens", [24, 60])
@@ -122,20 +119,16 @@ def test_single_launch_fp8_blocks(implementation, kind, stored, num_tokens, rng)
     """Tiles of 32 rows and of 64, which use swap_ab."""
     experts, shape = EXPERTS[kind], Shape(num_tokens, top_k=2, num_experts=2, hidden=256, intermediate=384)
     layer = Layer(rng, "uniform", 1, shape, BF16, gated=experts.gated)
-    operands = layer.x[0], layer.topk_idx[0], layer.topk_weights[0]
-    matrices = [store(w, stored) for w in (layer.w_gate_up, layer.w_down)]
+    operands, matrices = operands_of(layer), [store(w, stored) for w in (layer.w_gate_up, layer.w_down)]
     _, sizes = fused_moe.fused_sizes(experts, operands[0].shape, shape.top_k, *matrices)
     assert {sizes.gate_up.tile.block_m, sizes.down.tile.block_m} == {32 if num_tokens == 24 else 64}
     assert sizes.gate_up.tile.swap_ab and sizes.down.tile.swap_ab
-    got = to_numpy(jax.jit(call(implementation, experts=experts))(*operands, *matrices))
-    dense = [dequantize(q, jnp.float32) for q in matrices]
-    want = jax.jit(partial(jax_ep.fused_moe, experts=experts, implementation="xla"))
-    assert_close(got, to_numpy(want(operands[0].astype(F32), *operands[1:], *dense)), tolerance=1.5e-2)
+    check(implementation, operands, matrices, experts)
 
 
 def test_single_launch_num_tokens_and_dtypes(implementation, rng):
     layer = Layer(rng, "uniform", 1, SHAPES["cut tiles"], BF16)
-    operands = layer.x[0], layer.topk_idx[0], layer.topk_weights[0], layer.w_gate_up, layer.w_down
+    operands = *operands_of(layer), layer.w_gate_up, layer.w_down
     layer_of = call(implementation, preferred_element_type=F32)
     run = jax.jit(lambda count, x, ids, *operands: layer_of(x, first_tokens(ids, count), *operands))
     some, everything = (to_numpy(run(jnp.int32(count), *operands)) for count in (5, 99))
@@ -181,18 +174,9 @@ def test_single_launch_random_sizes(implementation, seed):
     )
     layer = Layer(rng, "uniform", 1, shape, dtype, gated=gated)
     ids = rng.integers(-1, num_experts, layer.topk_idx[0].shape, dtype=np.int32)
-    operands = layer.x[0], ids, layer.topk_weights[0]
-    matrices: Any = [jnp.asarray(w) for w in (layer.w_gate_up, layer.w_down)]
-    wide = [w.astype(F32) for w in matrices]
-    if stored is not None:
-        matrices = [store(w, stored) for w in matrices]
-        wide = [dequantize(q, jnp.float32) for q in matrices]
-    widths = (layer.w_gate_up.shape[2], hidden)
-    biases = tuple(reals(rng, num_experts, n, dtype=dtype) if rng.integers(2) else None for n in widths)
-    got = to_numpy(jax.jit(call(implementation, experts=experts, biases=biases))(*operands, *matrices))
-    biases = tuple(None if b is None else b.astype(F32) for b in biases)
-    want = jax.jit(partial(jax_ep.fused_moe, experts=experts, implementation="xla", biases=biases))
-    assert_close(got, to_numpy(want(operands[0].astype(F32), *operands[1:], *wide)), tolerance=1.5e-2)
+    matrices: Any = [w if stored is None else store(w, stored) for w in (layer.w_gate_up, layer.w_down)]
+    biases = drawn_biases(rng, layer, lambda: rng.integers(2))
+    check(implementation, (layer.x[0], ids, layer.topk_weights[0]), matrices, experts, biases)
 
 
 @pytest.mark.parametrize("schedule", [ONE, SEVERAL], ids=["one", "several"])
@@ -224,7 +208,7 @@ def test_single_launch_workspace(implementation, rng):
 
 def test_single_launch_unsupported(implementation, rng):
     layer = Layer(rng, "uniform", 1, SHAPES["cut tiles"], BF16)
-    operands = layer.x[0], layer.topk_idx[0], layer.topk_weights[0], layer.w_gate_up, layer.w_down
+    operands = *operands_of(layer), layer.w_gate_up, layer.w_down
     wide = [a.astype(F32) if a.dtype == BF16 else a for a in operands]
     odd = [operands[0][:, :68], *operands[1:3], operands[3][:, :68], operands[4][..., :68]]
     with pytest.raises(ValueError, match=r"single_launch=True, but .* float32 tokens"):

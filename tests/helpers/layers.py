@@ -41,10 +41,11 @@ NAMES = ("y", "dx", "d_topk_weights", "d_w_gate_up", "d_w_down")
 
 
 def with_gradients(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of a layer's arrays and a cotangent that returns the results called `NAMES`."""
+    """Return a function of a layer's arrays and a cotangent that returns the results called `NAMES`, and others."""
 
-    def fn(x: Any, topk_idx: Any, topk_weights: Any, w_gate_up: Any, w_down: Any, d_out: Any) -> Any:
-        y, pull = jax.vjp(lambda x, *others: call(x, topk_idx, *others), x, topk_weights, w_gate_up, w_down)
+    def fn(x: Any, topk_idx: Any, *others: Any) -> Any:
+        *others, d_out = others
+        y, pull = jax.vjp(lambda x, *others: call(x, topk_idx, *others), x, *others)
         return y, *pull(d_out)
 
     return fn

@@ -21,12 +21,7 @@ SHAPE = Shape(num_tokens=19, top_k=3, num_experts=8, hidden=88, intermediate=24)
 AXIS = (harness.EXPERT,)
 
 
-@pytest.fixture
-def mesh(two_ranks):
-    return two_ranks
-
-
-def test_combine_mode_num_programs_same_bits(mesh, rng, monkeypatch):
+def test_combine_mode_num_programs_same_bits(two_ranks, rng, monkeypatch):
     """One program, or several that leave sums to the last one."""
     chosen, launched = exchange_gemm.gemm_combine_sizes, []
     layout = Layout(num_ranks=2, num_experts=8, num_tokens=19, top_k=3, capacity=90)
@@ -40,7 +35,7 @@ def test_combine_mode_num_programs_same_bits(mesh, rng, monkeypatch):
         handle = exchange.plan(options, ids, layout)
         return run.grouped_gemm_combine(options, h, None, w, handle, transpose_rhs=False)[0]
 
-    wanted = harness.run(fn, mesh, ids, h, w)
+    wanted = harness.run(fn, two_ranks, ids, h, w)
     assert np.abs(wanted.astype(np.float32)).max() > 0
     for programs in (1, 2, 5):
 
@@ -49,7 +44,7 @@ def test_combine_mode_num_programs_same_bits(mesh, rng, monkeypatch):
             return Config(programs), chosen(*arguments)[1]
 
         monkeypatch.setattr(exchange_gemm, "gemm_combine_sizes", divided)
-        np.testing.assert_array_equal(harness.run(fn, mesh, ids, h, w), wanted)
+        np.testing.assert_array_equal(harness.run(fn, two_ranks, ids, h, w), wanted)
         assert launched[-1] == programs
 
 
@@ -97,7 +92,7 @@ def test_combine_mode_choice(ranks, sizes, wanted, on_h200):
     assert cost_model.combine_mode(layout(ranks), *sizes, by_pallas=by_pallas(layout(ranks), sizes)) == wanted
 
 
-def test_combine_mode_choice_is_launched(mesh, monkeypatch):
+def test_combine_mode_choice_is_launched(two_ranks, monkeypatch):
     ran = []
     for mode, module, name in (("scatter", exchange_gemm, "_scatter"), ("serial", exchange, "combine_tokens")):
         original = getattr(module, name)
@@ -111,11 +106,11 @@ def test_combine_mode_choice_is_launched(mesh, monkeypatch):
 
     for mode in COMBINE_MODES:
         monkeypatch.setattr(cost_model, "combine_mode", lambda *_, mode=mode, **__: mode)
-        np.testing.assert_array_equal(harness.run(fn, mesh, x, ids, w).astype(np.float32), 16)
+        np.testing.assert_array_equal(harness.run(fn, two_ranks, x, ids, w).astype(np.float32), 16)
     assert ran == list(COMBINE_MODES)
 
 
-def test_combine_mode_unsupported_calls(mesh):
+def test_combine_mode_unsupported_calls(two_ranks):
     """float32, sizes that are not multiples of 8, FP8 on the wire: no fused launch, and no silent replacement."""
     x, ids = np.ones((2, 4, 128), np.float32), np.zeros((2, 4, 1), np.int32)
 
@@ -130,6 +125,6 @@ def test_combine_mode_unsupported_calls(mesh):
     refused = {"float32": (128, np.float32, {}), "between 12 and 128 columns": (12, BF16, {})}
     refused["wire_dtype=.*float8_e4m3fn"] = (128, BF16, {"wire_dtype": jax.numpy.float8_e4m3fn})
     for found, (width, dtype, options) in refused.items():
-        call = harness.per_rank(functools.partial(fn, width=width, dtype=dtype, **options), mesh)
+        call = harness.per_rank(functools.partial(fn, width=width, dtype=dtype, **options), two_ranks)
         with pytest.raises(NotImplementedError, match=f"mode='scatter'.*{found}"):
             jax.eval_shape(call, x, ids)

@@ -14,11 +14,6 @@ from jax_ep.ffi import library
 LAYERS = 3
 
 
-@pytest.fixture
-def mesh(two_ranks):
-    return two_ranks
-
-
 def low_latency(x, ids, weights):
     d = jax_ep.low_latency_dispatch(
         x, ids, num_experts=4, max_tokens_per_rank=4, quantize=False, implementation="triton"
@@ -44,9 +39,9 @@ def scanned(layer, x, *routing):
 @pytest.mark.parametrize("layer", [low_latency, throughput])
 @pytest.mark.parametrize("loop", [unrolled, scanned])
 @pytest.mark.slow(unless={"loop": [scanned]})
-def test_custom_calls_shared_per_program(layer, loop, mesh):
+def test_custom_calls_shared_per_program(layer, loop, two_ranks):
     """A check runs on the host: between two launches it would split their CUDA graph."""
-    fn = jax.jit(harness.per_rank(lambda *arguments: loop(layer, *arguments), mesh))
+    fn = jax.jit(harness.per_rank(lambda *arguments: loop(layer, *arguments), two_ranks))
     arguments = np.ones((2, 4, 64), np.float32), np.ones((2, 4, 2), np.int32), np.ones((2, 4, 2), np.float32)
     compiled = fn.lower(*map(jnp.asarray, arguments)).compile().as_text()
     # With an operand: calls without one fetch the device number for each launch of the interpreter.

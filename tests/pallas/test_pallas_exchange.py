@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import facts_of
 import jax_ep
@@ -26,19 +25,6 @@ pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
 
 FP8 = oracle.FP8
 POISON = np.nan
-
-
-@pytest.fixture
-def races(monkeypatch, capfd):
-    """Run kernels with the race detector; return its findings."""
-    if jax.default_backend() != "cpu":
-        yield lambda: 0
-        return
-    checked = functools.partial(plgpu.InterpretGPUParams, detect_races=True)
-    monkeypatch.setattr(plgpu, "InterpretGPUParams", checked)
-    jax.clear_caches()
-    yield lambda: capfd.readouterr().out.count("RACE DETECTED")
-    jax.clear_caches()
 
 
 def some_rows(rng, num_rows, *shape):

@@ -35,24 +35,6 @@ SIZES = np.array([3, 0, 66, 128, 1, 0, 39], np.int32)
 ROWS = 251
 
 
-@pytest.fixture
-def races(monkeypatch, capfd):
-    """Run kernels with the race detector; return its findings.
-
-    The detector treats the two views of the result memory as one buffer of both consumers, so they must not share any.
-    The order of one consumer's accesses is covered anyway: both views wait for all stores before them.
-    """
-    if jax.default_backend() != "cpu":
-        yield lambda: 0
-        return
-    checked = functools.partial(plgpu.InterpretGPUParams, detect_races=True)
-    monkeypatch.setattr(plgpu, "InterpretGPUParams", checked)
-    monkeypatch.setattr(plgpu, "RefUnion", lambda *views: views)
-    jax.clear_caches()
-    yield lambda: capfd.readouterr().out.count("RACE DETECTED")
-    jax.clear_caches()
-
-
 @pytest.mark.parametrize(
     ("tiles", "transpose"), [(LOW, False), (LOW, True), (HALF, False), (HALF, True), (HIGH, False)], ids=str
 )

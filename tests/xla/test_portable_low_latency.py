@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 import jax_ep
+import low_latency_problems
 import oracle_serving
 import portable_ways
-from cases import BF16, F32, Shape, assert_close, assert_same_bits, integers, probabilities, reals
+from cases import BF16, F32, FP8_WIRE, Shape, assert_close, assert_same_bits, probabilities, reals
 from harness import compiled, per_rank
 from jax_ep.types import Layout
 from jax_ep.xla import ragged
@@ -28,35 +29,16 @@ def way(request, monkeypatch):
     return request.param
 
 
-def round_trip(shape=SHAPE, max_tokens=MAX_TOKENS, wire=None, **options):
-    """Return rows, their scales, and weighted sums of other rows."""
-    options = {"num_experts": shape.num_experts, "max_tokens_per_rank": max_tokens, "implementation": "xla"} | options
-
-    def fn(x, ids, weights, y):
-        sent = jax_ep.low_latency_dispatch(x, ids, **options)
-        back = jax_ep.low_latency_combine(
-            y, ids, weights, sent.handle, schedule=jax_ep.Schedule(wire_dtype=wire), implementation="xla"
-        )
-        return sent.tokens, sent.scales, back
-
-    return fn
+def round_trip(shape=SHAPE, max_tokens=MAX_TOKENS, **options):
+    return low_latency_problems.round_trip("xla", shape, max_tokens, **options)
 
 
 # Routing all tokens to one expert fills a rank far beyond the first window.
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.slow(unless={"routing": ["one_hot"]})
 def test_xla_low_latency_matches_oracle(way, routing, expert_mesh, rng):
-    ids = ROUTINGS[routing](rng, NUM_RANKS, SHAPE)
-    lay = oracle_serving.low_latency_layout(ids, SHAPE.num_experts, MAX_TOKENS)
-    x = reals(rng, NUM_RANKS, SHAPE.num_tokens, SHAPE.hidden, dtype=BF16)
-    y = integers(rng, *lay.token.shape, SHAPE.hidden, dtype=BF16)
-    y[lay.token < 0] = np.nan
-    weights = integers(rng, *ids.shape)
-    wanted = oracle_serving.low_latency_combine(y, ids, weights, lay)
-    weights[(ids < 0) | (ids >= SHAPE.num_experts)] = np.nan
-    rows, _, sums = compiled(round_trip(quantize=False), expert_mesh(NUM_RANKS))(x, ids, weights, y)
-    assert_same_bits(rows, oracle_serving.low_latency_gather(x, lay), "rows")
-    np.testing.assert_array_equal(sums.astype(np.float64), wanted)
+    case = low_latency_problems.Problem(rng, routing, NUM_RANKS, SHAPE, MAX_TOKENS)
+    case.check(*compiled(round_trip(quantize=False), expert_mesh(NUM_RANKS))(*case.args))
 
 
 def problem(rng, num_ranks, shape=SHAPE, dtype=F32):
@@ -69,26 +51,17 @@ def problem(rng, num_ranks, shape=SHAPE, dtype=F32):
 @pytest.mark.slow
 def test_xla_low_latency_quantized(way, mesh, rng, monkeypatch):
     """Values and scales are sent together, and rows are rounded to FP8 before they are added."""
-    fn = round_trip(wire=jnp.float8_e4m3fn)
-    (*rows, sums), (*rows_wanted, sums_wanted) = both_ways(monkeypatch, way, fn, mesh, *problem(rng, mesh.size))
-    for got, wanted in zip(rows, rows_wanted, strict=True):
-        assert_same_bits(got, wanted)
+    fn = round_trip(schedule=FP8_WIRE)
+    (d, sums), (wanted, sums_wanted) = both_ways(monkeypatch, way, fn, mesh, *problem(rng, mesh.size))
+    assert_same_bits(d.tokens, wanted.tokens)
+    assert_same_bits(d.scales, wanted.scales)
     assert_close(sums, sums_wanted.astype(np.float64), "sums")
 
 
 @pytest.mark.slow(unless={"way": ["rounds"]})
 def test_xla_low_latency_gradients(way, mesh, rng, monkeypatch):
     """Compare gradients of both functions with the oracle, and with "to all"."""
-    options = {"num_experts": SHAPE.num_experts, "max_tokens_per_rank": MAX_TOKENS, "implementation": "xla"}
-
-    def gradients(x, ids, weights, y, d_rows, d_out):
-        def dispatch(x):
-            out = jax_ep.low_latency_dispatch(x, ids, quantize=False, **options)
-            return out.tokens, out.handle
-
-        _, dispatch_vjp, handle = jax.vjp(dispatch, x, has_aux=True)
-        combine = lambda y, w: jax_ep.low_latency_combine(y, ids, w, handle, implementation="xla")  # noqa: E731
-        return *dispatch_vjp(d_rows), *jax.vjp(combine, y, weights)[1](d_out)
+    gradients = low_latency_problems.gradients("xla", SHAPE, MAX_TOKENS)
 
     def of_gradients(x, ids, weights, y, *cotangents):
         def loss(x, weights, y, *cotangents):
@@ -99,11 +72,8 @@ def test_xla_low_latency_gradients(way, mesh, rng, monkeypatch):
     x, ids, weights, y = problem(rng, mesh.size)
     lay = oracle_serving.low_latency_layout(ids, SHAPE.num_experts, MAX_TOKENS)
     d_rows, d_out = reals(rng, *y.shape), reals(rng, *x.shape)
-    dx, dy, d_weights = compiled(gradients, mesh)(x, ids, weights, y, d_rows, d_out)
-    wanted = oracle_serving.low_latency_combine_gradients(y, ids, weights, lay, d_out)
-    assert_close(dx, oracle_serving.low_latency_scatter(d_rows, lay, SHAPE.num_tokens), "dx")
-    assert_close(dy, wanted[0], "dy")
-    assert_close(d_weights, wanted[1], "d_weights")
+    got = compiled(gradients, mesh)(x, ids, weights, y, d_rows, d_out)
+    low_latency_problems.check_gradients(got, ids, lay, weights, y, d_rows, d_out)
     seconds = both_ways(monkeypatch, way, of_gradients, mesh, x, ids, weights, y, d_rows, d_out)
     for got, exact in zip(*seconds, strict=True):
         assert np.abs(exact).max() > 0.1
@@ -115,8 +85,9 @@ def test_xla_low_latency_no_tokens(way, mesh):
     shape = Shape(num_tokens=0, top_k=2, num_experts=8, hidden=128)
     x, ids = np.zeros((mesh.size, 0, 128), BF16), np.zeros((mesh.size, 0, 2), np.int32)
     y = np.zeros((mesh.size, 8 // mesh.size, mesh.size * MAX_TOKENS, 128), BF16)
-    rows, scales, sums = compiled(round_trip(shape), mesh)(x, ids, ids.astype(F32), y)
-    assert rows.shape == y.shape and not rows.astype(F32).any() and not scales.any() and sums.shape == x.shape
+    d, sums = compiled(round_trip(shape), mesh)(x, ids, ids.astype(F32), y)
+    assert d.tokens.shape == y.shape and sums.shape == x.shape
+    assert not d.tokens.astype(F32).any() and not d.scales.any()
 
 
 # ---- What is chosen, and what it costs -----------------------------------------------------------------------------

@@ -103,7 +103,7 @@ _LAYERS = {
 ON_KERNELS = {
     *map(_CONTRACT.format, _WHOLE),
     *(f"{_CONTRACT.format(name)}::test_{test}" for name, tests in _LAYERS.items() for test in tests),
-    "tests/gpu/test_serving.py::test_low_latency_decoding[fp8]",
+    "tests/gpu/test_training.py::test_low_latency_decoding[fp8]",
 }
 """Files, tests and cases that CPU devices also run with `triton`, in its interpreter."""
 

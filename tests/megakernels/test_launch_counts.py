@@ -1,6 +1,8 @@
-"""The launches of a dispatch with router weights: those for tokens, and none for weights alone."""
+"""Launches of a program: their number, shared calls, with fewer programs than fill the device, and chosen GEMMs."""
 
+import re
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import jax
@@ -8,11 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import facts_of
 import harness
 import jax_ep
-from cases import BF16
+from cases import BF16, Shape, assert_close
+from harness import run
 from jax_ep import tracing
-from jax_ep.types import Schedule
+from jax_ep.core.facts import GemmFacts
+from jax_ep.core.kernel import Config
+from jax_ep.ffi import library
+from jax_ep.megakernels import exchange
+from jax_ep.megakernels import requirements as triton
+from jax_ep.ops import registry
+from jax_ep.pallas import gemm_activation, requirements
+from jax_ep.types import Layout, Options, Schedule
+from layers import Layer
 
 pytest.importorskip("triton")
 
@@ -71,3 +83,131 @@ def test_launch_counts_router_weights(name, two_ranks, rng):
             harness.run(program, two_ranks, x, ids, weights, gate_up, down)
         launches = Counter(launch.kernel for launch in recording.trace.launches.values())
         assert launches == {kernel: W * count for kernel, count in ({"plan": 1} | wanted).items()}
+
+
+LAYOUT = Layout(num_ranks=2, num_experts=4, num_tokens=9, top_k=2, capacity=40)
+AXIS = (harness.EXPERT,)
+
+
+def test_num_programs_limit():
+    config = Config(7, num_warps=2)
+    assert exchange.at_most(config, None) == exchange.at_most(config, 9) == config
+    assert exchange.at_most(config, 3) == Config(3, num_warps=2)
+
+
+def test_num_programs_one_matches_several(two_ranks, monkeypatch):
+    launched, launch = [], exchange.launch
+
+    def launch_and_note(kernel, operands, results, config, *rest, **options):
+        launched.append((kernel.name, config.num_programs))
+        return launch(kernel, operands, results, config, *rest, **options)
+
+    monkeypatch.setattr(exchange, "launch", launch_and_note)
+    run: Any = registry.get("exchange", "triton")
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((2, 9, 64)).astype(np.float32)
+    ids = rng.integers(0, 4, (2, 9, 2), np.int32)
+
+    def fn(schedule, x, ids):
+        options = Options("test", AXIS, schedule=schedule)
+        handle = run.plan(options, ids, LAYOUT)
+        rows = run.dispatch_tokens(options, x, None, handle)[0]
+        return rows, run.combine_tokens(options, rows, None, handle)[0]
+
+    wanted = harness.run(partial(fn, Schedule()), two_ranks, x, ids)
+    assert launched == [("plan", 2), ("dispatch", 2), ("combine", 2)]
+    launched.clear()
+    few = Schedule(num_communicating_programs=1, num_combining_programs=1)
+    for got, want in zip(harness.run(partial(fn, few), two_ranks, x, ids), wanted, strict=True):
+        np.testing.assert_array_equal(got, want)
+    assert launched == [("plan", 2), ("dispatch", 1), ("combine", 1)]
+    np.testing.assert_array_equal(wanted[1], 2 * x)
+
+
+LAYERS = 3
+
+
+def low_latency(x, ids, weights):
+    d = jax_ep.low_latency_dispatch(
+        x, ids, num_experts=4, max_tokens_per_rank=4, quantize=False, implementation="triton"
+    )
+    return jax_ep.low_latency_combine(d.tokens, ids, weights, d.handle, implementation="triton")
+
+
+def throughput(x, ids, weights):
+    d = jax_ep.dispatch(x, ids, weights, num_experts=4, implementation="triton")
+    return jax_ep.combine(d.tokens * d.weights[:, None], d.handle, implementation="triton")
+
+
+def unrolled(layer, x, *routing):
+    for _ in range(LAYERS):
+        x = layer(x, *routing)
+    return x
+
+
+def scanned(layer, x, *routing):
+    return jax.lax.scan(lambda x, _: (layer(x, *routing), None), x, None, length=LAYERS)[0]
+
+
+@pytest.mark.parametrize("layer", [low_latency, throughput])
+@pytest.mark.parametrize("loop", [unrolled, scanned])
+@pytest.mark.slow(unless={"loop": [scanned]})
+def test_custom_calls_shared_per_program(layer, loop, two_ranks):
+    """A check runs on the host: between two launches it would split their CUDA graph."""
+    fn = jax.jit(harness.per_rank(lambda *arguments: loop(layer, *arguments), two_ranks))
+    arguments = np.ones((2, 4, 64), np.float32), np.ones((2, 4, 2), np.int32), np.ones((2, 4, 2), np.float32)
+    compiled = fn.lower(*map(jnp.asarray, arguments)).compile().as_text()
+    # With an operand: calls without one fetch the device number for each launch of the interpreter.
+    calls = re.findall(r'custom-call\([^)]+\), custom_call_target="(\w+)"', compiled)
+    assert {name: calls.count(name) for name in (library.CHECK_STATUS, library.POINTER_TABLE)} == {
+        library.CHECK_STATUS: 1,
+        library.POINTER_TABLE: 1,
+    }
+
+
+REFUSAL = requirements.unsupported_reason(facts_of.gemm(BF16), Options("moe", (), ("pallas",)))
+
+
+@pytest.mark.parametrize(
+    ("rows", "platform", "lacking", "wanted"),
+    [
+        (2048, "gpu", None, "pallas"),
+        (1024, "gpu", None, "triton"),
+        (2048, "gpu", "another GPU", "triton"),
+        (2048, "cpu", None, "triton"),
+    ],
+)
+def test_gemm_choice_fastest_kernel(rows, platform, lacking, wanted, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    monkeypatch.setattr(requirements, "missing", lambda: lacking)
+    monkeypatch.setattr(triton, "unsupported_reason", lambda *_: None)
+    layout = Layout(1, 8, rows // 2, 2, rows)
+    for mode in ("serial", "fused"):
+        options = Options("test", (), ("triton",), schedule=Schedule(dispatch_mode=mode))
+        plan = facts_of.exchange_gemm(options, layout, BF16, 64, 64)
+        assert plan.gemm.forward.implementation == wanted and plan.mode(None) == mode
+
+
+@pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
+@pytest.mark.parametrize("mode", ["serial", "fused"])
+@pytest.mark.slow
+def test_gemm_choice_activation_follows_gemm(mode, two_ranks, rng, monkeypatch):
+    """If the GEMM is a separate launch without gradients."""
+    monkeypatch.setattr(requirements, "is_preferred", lambda facts: isinstance(facts, GemmFacts))
+    monkeypatch.setattr(Options, "alone", True)  # so that it runs on the CPU
+    launched, launch = [], gemm_activation.gemm_activation
+
+    def note(experts, rows, *others):
+        launched.append(rows.shape)
+        return launch(experts, rows, *others)
+
+    monkeypatch.setattr(gemm_activation, "gemm_activation", note)
+    shape = Shape(num_tokens=13, top_k=2, num_experts=4, hidden=64, intermediate=64)
+    layer = Layer(rng, "some_without_expert", 2, shape, BF16)
+    schedule = Schedule(dispatch_mode=mode, combine_mode="scatter")
+
+    def call(x, topk_idx, *others):
+        return jax_ep.moe(x, topk_idx, *others, num_experts=4, schedule=schedule, implementation="triton")
+
+    assert_close(run(call, two_ranks, *layer.args), layer.oracle().forward(), "layer")
+    assert bool(launched) == (mode == "serial")

@@ -28,9 +28,7 @@ WAYS = {"few tokens": (1 << 20, 1 << 20), "many tokens": (0, 0)}
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("num_ranks", "max_tokens"), [(2, 9), (3, 7)])
 @pytest.mark.slow
-def test_low_latency_kernels_both_algorithms(
-    monkeypatch, two_ranks, rng, subtests, way, num_ranks, max_tokens
-):
+def test_low_latency_kernels_both_algorithms(monkeypatch, two_ranks, rng, subtests, way, num_ranks, max_tokens):
     comparisons, rows = WAYS[way]
     monkeypatch.setattr(low_latency, "_MOST_COMPARISONS", comparisons)
     monkeypatch.setattr(low_latency, "_MOST_ROWS", rows)

@@ -14,9 +14,9 @@ from typing import Any
 import compiling
 import pytest
 import test_fused_ptx as fused
-import test_low_latency_ptx as decode
 import test_masked_ptx as masked
 import test_ptx as rows
+import test_rows_ptx as decode
 
 import jax_ep
 

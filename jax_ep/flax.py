@@ -24,7 +24,7 @@ from jax_ep.core.balance import Balance
 from jax_ep.core.check import errors_begin_with
 from jax_ep.core.dtypes import TOKEN_DTYPES
 from jax_ep.core.expert_matrices import ExpertWeights, QuantizedWeights, merge_columns
-from jax_ep.core.mesh_axes import check_mesh, rearrange
+from jax_ep.core.mesh_axes import rearrange
 from jax_ep.core.router import Router
 from jax_ep.core.router import SharedExperts as SharedExperts
 from jax_ep.ops import registry
@@ -130,8 +130,7 @@ class MoE(nnx.Module):
         kernel_init: nnx.Initializer = EXPERT_INIT,
         rngs: nnx.Rngs,
     ) -> None:
-        if mesh is not None:
-            check_mesh("MoE", mesh, Mesh)
+        check.value_of("MoE", "mesh", mesh, jax.sharding.Mesh, "jax.sharding.Mesh")
         check.flag("MoE", "use_bias", use_bias)
         check.instance(
             "MoE", "kernel_init", kernel_init, Callable, "a function such as nnx.initializers.lecun_normal()"

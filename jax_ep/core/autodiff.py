@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 
 from jax_ep.types import Array, Options
 
@@ -111,6 +111,38 @@ def in_order(call: Primitive) -> Callable[..., Any]:
         return outputs, (0,) * len(outputs)
 
     return rule
+
+
+def batched_alike[Tree](tree: Tree, others: Any) -> Tree:
+    """Return `tree` unchanged; `jax.vmap` batches all its arrays, or none if it batches none of them and of `others`.
+
+    A custom VJP whose results are not batched alike has no gradient under `jax.vmap`: those that the batch shares would
+    count once per element.
+    """
+    arrays, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, _alike.bind(*arrays, *jax.tree.leaves(others), number=len(arrays)))
+
+
+def _batch_alike(operands: Sequence[Array], axes: Sequence[int | None], *, number: int) -> tuple[Any, tuple[int, ...]]:
+    size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
+
+    def batched(x: Array, axis: int | None) -> Array:
+        return jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
+
+    return list(map(batched, operands[:number], axes[:number])), (0,) * number
+
+
+def _alike_derivative(primals: Sequence[Array], tangents: Sequence[Any], *, number: int) -> tuple[Any, Any]:
+    return _alike.bind(*primals, number=number), list(tangents[:number])
+
+
+_alike = Primitive("jax_ep_batched_alike")
+_alike.multiple_results = True
+_alike.def_impl(lambda *operands, number: list(operands[:number]))
+_alike.def_abstract_eval(lambda *types, number: list(types[:number]))
+ad.primitive_jvps[_alike] = _alike_derivative
+batching.primitive_batchers[_alike] = _batch_alike
+mlir.register_lowering(_alike, lambda _, *operands, number: operands[:number])
 
 
 def shaped(x: Any) -> jax.core.ShapedArray:

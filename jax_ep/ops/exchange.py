@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from jax_ep import context
 from jax_ep.core import check
-from jax_ep.core.autodiff import without_gradient
+from jax_ep.core.autodiff import batched_alike, without_gradient
 from jax_ep.core.check import operation
 from jax_ep.core.facts import ExchangeFacts
 from jax_ep.core.layout import dropless_capacity, row_groups
@@ -297,6 +297,7 @@ def located[Weights](plan: ExchangePlan, given: Checked, weights: Weights) -> tu
         context.compare(options.function, f"{layout}, tokens {tokens}")
         run = registry.get("exchange", plan.handle.implementation)
         handle = run.plan(options, topk_idx, layout)
+    x, topk_weights = batched_alike((x, topk_weights), (handle, weights))
     return Located(x, topk_weights, handle), weights
 
 

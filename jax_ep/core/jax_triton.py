@@ -91,11 +91,7 @@ def launch_kernel(
     """Run a kernel on the CUDA device of this shard. It has no derivative; `jax.vmap` runs it once per element.
 
     Args:
-      kernel: the kernel to run.
-      operands: arrays of this shard, their descriptors, or NamedTuples of these.
-      results: shapes and dtypes of the results, or NamedTuples of these.
-      config: grid and compilation options.
-      constants: `tl.constexpr` parameters, and None for unused pointers.
+      kernel, operands, results, config, constants: as for `megakernels.launch.launch`, without None among arrays.
       capability: compute capability of the devices.
       written: maps operands that the kernel updates in place to results, by position.
 

@@ -137,15 +137,8 @@ def call(
 ) -> tuple[Array, ...]:
     """Run a kernel on the worker of this shard's device, under `jit`, `shard_map`, both or neither.
 
-    Args:
-      kernel: the kernel to run; its module may also be the absolute path of a file.
-      operands: arrays of this shard, their descriptors, or NamedTuples of these.
-      results: shapes and dtypes of the results, their descriptors, or NamedTuples of these.
-      config: only `num_programs` matters; programs run one after another.
-      constants: `tl.constexpr` parameters.
-
-    Returns:
-      One array per result; unwritten bytes are 0xFF.
+    Arguments are those of `megakernels.launch.launch`; the kernel's module may also be the absolute path of a file. Of
+    `config` only `num_programs` matters: programs run one after another. Unwritten bytes of results are 0xFF.
     """
     _number_devices()
     shapes = flat_arrays(results)

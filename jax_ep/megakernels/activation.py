@@ -50,15 +50,9 @@ _ACTIVATED_COLUMNS = 64  # registers do not hold gates and up values of twice as
 
 @jax.jit  # one compilation for eager callers, as for all functions below
 def gather_rows(x: Array, index: Array, group_sizes: Array) -> Array:
-    """Return `x[index]` for the rows of the groups; rows past them are undefined.
+    """Return `x[index]` for the rows of the groups, zeros for index -1; rows past the groups are undefined.
 
-    Args:
-      x: `[S, H]`, rows of whole 16-byte words.
-      index: `[R]` int32; -1: a row of zeros.
-      group_sizes: `[L]` int32; their sum is the number of rows in use.
-
-    Returns:
-      `[R, H]`.
+    Rows of `x [S, H]` are whole 16-byte words; `index [R]` and `group_sizes [L]` are int32.
     """
     shape = index.shape[0], x.shape[1]
     sizes = row_pass(shape, group_sizes, _MOST_COPIED_COLUMNS, _BLOCK_BYTES // x.dtype.itemsize)

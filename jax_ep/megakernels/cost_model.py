@@ -118,14 +118,9 @@ def serves_in_one_launch(
     moving rows takes longer, unless `pallas` computes the GEMMs and activates in them, as for Qwen3-30B-A3B with 256
     rows (fused_moe_prefill.json).
 
-    Args:
-      num_slots: assignments of all tokens.
-      num_experts: E.
-      hidden, intermediate: columns H and I.
-      bits: of an element of the weights.
-      in_fp8: rows are FP8, too.
-      swap_ab: GEMMs use `swap_ab`, so that an element is converted once for more rows.
-      by_pallas: `pallas` runs the first GEMM where it is a separate launch.
+    `num_slots` are the assignments of all tokens; `bits` those of an element of the weights, and with `in_fp8` rows are
+    FP8, too. `swap_ab` converts an element once for more rows. `by_pallas`: `pallas` runs the first GEMM in a separate
+    launch.
     """
     rows, is_small = num_slots / num_experts, hidden * intermediate <= _SMALL_EXPERT
     if rows <= few_rows(bits, in_fp8=in_fp8, swap_ab=swap_ab):

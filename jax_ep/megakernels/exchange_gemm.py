@@ -70,18 +70,9 @@ def dispatch_grouped_gemm(
     mode: str,
     products: GroupedGemm,
 ) -> tuple[Array, Array | None, Array | None]:
-    """Dispatch tokens and multiply them by the weights of their experts; dispatch router weights to the rows.
+    """Dispatch tokens `x [T, H]` and `weights [T, K]`, and multiply rows by `w [L, H, N]` (transposed: `[L, N, H]`).
 
-    Args:
-      options: of the call.
-      x: `[T, H]`.
-      weights: `[T, K]`, or None.
-      w: `[L, H, N]`, or `[L, N, H]` with `transpose_rhs`.
-      handle: of this implementation.
-      transpose_rhs: contract with the last axis of w.
-      save_as: also return the received tokens, as "tokens" or as "rows"; or None.
-      mode: "fused", or "serial" for a GEMM in a separate launch.
-      products: the implementation of that GEMM.
+    `save_as` "tokens" or "rows" also returns the received tokens. In `mode` "serial", `products` has the GEMM.
 
     Returns:
       `[R, N]`, zero in padding rows; the tokens that have an expert here, or None: "tokens" are `[W * T, H]` by source
@@ -258,19 +249,11 @@ def grouped_gemm_combine_with_weight_gradient(
     mode: str,
     products: GroupedGemm,
 ) -> tuple[Array, Array | None, Array]:
-    """Compute `grouped_gemm_combine` and `weight_gradient` of the same rows.
+    """Compute `grouped_gemm_combine` of `h [R, F]` and `weight_gradient` of the same rows.
 
-    Args:
-      options: of the call.
-      h: `[R, F]`.
-      row_weights: `[R]`, or None.
-      w: `[L, F, H]`, or `[L, H, F]` with `transpose_rhs`.
-      saved: from `dispatch_grouped_gemm`.
-      handle: of this implementation.
-      transpose_rhs: contract with the last axis of w.
-      saved_as: "tokens", which a launch first copies into expert order, or "rows".
-      mode: "scatter": one launch for all; "serial": a GEMM, then one launch for its combine and the gradient.
-      products: the implementation of that GEMM.
+    `saved` is from `dispatch_grouped_gemm`: "rows", or "tokens", which a launch first copies into expert order. In
+    `mode` "scatter" one launch computes all; in "serial" `products` has the GEMM, and one launch combines its rows and
+    computes the gradient.
 
     Returns:
       `[T, H]` sums, the `[T, K]` row_weights of assignments or None, and the gradient in the shape of w: per local
@@ -336,15 +319,7 @@ def _gradient_arguments(
 def weight_gradient(
     saved: Array, rows: Array, handle: Handle, *, transpose: bool, saved_as: str, products: GroupedGemm
 ) -> Array:
-    """Multiply dispatched tokens by rows, per local expert, in a separate launch.
-
-    Args:
-      saved: from `dispatch_grouped_gemm`.
-      rows: `[R, N]`.
-      handle: of this implementation.
-      transpose: rows first.
-      saved_as: "tokens" or "rows".
-      products: the implementation of the grouped GEMM.
+    """Multiply dispatched tokens by rows `[R, N]`, per local expert, in a separate launch.
 
     Returns:
       `[L, H, N]`, or `[L, N, H]` with `transpose`; zero for experts without rows.

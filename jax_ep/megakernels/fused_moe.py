@@ -137,19 +137,7 @@ def fused_moe(
 ) -> Array:
     """Compute the expert layer of one device: `jax_ep.moe` without a mesh axis, with checked arguments.
 
-    Args:
-      experts: what they compute.
-      x: `[T, H]`.
-      topk_idx: `[T, K]`; ids that are no expert have no row.
-      topk_weights: `[T, K]` float32.
-      w_gate_up: `[E, H, 2 * I]`, or `[E, H, I]` without gates; or `QuantizedWeights` of them.
-      w_down: `[E, I, H]`; or `QuantizedWeights`.
-      biases: of both GEMMs, `[E, 2 * I]` or `[E, I]`, and `[E, H]`; or None.
-      out_dtype: of the result.
-      tiles: those of the kernel; None: those for the sizes.
-
-    Returns:
-      `[T, H]`.
+    Weights may be `QuantizedWeights`. `tiles` are those of the kernel; None: those for the sizes.
     """
     everything = vary_alike((x, topk_idx, topk_weights, w_gate_up, w_down, biases))
     x, topk_idx, topk_weights, w_gate_up, w_down, biases = everything

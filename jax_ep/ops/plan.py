@@ -39,7 +39,10 @@ _trace = jax.make_user_context(default_value=None)
 
 
 def resolution[**Arguments, Plan](resolve: Callable[Arguments, Plan]) -> Callable[Arguments, Plan]:
-    """Decorate a function that resolves a plan: `recording` collects it, but not those that it consists of."""
+    """Decorate a function that resolves a plan: `recording` collects it, but not those that it consists of.
+
+    The function raises NotImplementedError if no requested implementation supports a part.
+    """
 
     @functools.wraps(resolve)
     def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Plan:
@@ -91,11 +94,7 @@ class ExchangePlan:
 
 @resolution
 def exchange(options: Options, facts: ExchangeFacts, *, wire_dtype: DTypeLike | None = None) -> ExchangePlan:
-    """Resolve dispatch and combine of tokens; `wire_dtype` overrides that of the options for dispatch.
-
-    Raises:
-      NotImplementedError: no requested implementation supports it.
-    """
+    """Resolve dispatch and combine of tokens; `wire_dtype` overrides that of the options for dispatch."""
     handle = registry.choose(options, facts)
     dispatch = handle if wire_dtype is None else registry.choose(_with_wire(options, wire_dtype), facts)
     combine = registry.choose(options, dataclasses.replace(facts, is_combine=True))
@@ -127,11 +126,7 @@ class GemmPlan:
 
 @resolution
 def gemm(options: Options, facts: GemmFacts) -> GemmPlan:
-    """Resolve a grouped GEMM.
-
-    Raises:
-      NotImplementedError: no requested implementation supports it.
-    """
+    """Resolve a grouped GEMM."""
     forward = registry.choose(options, facts)
     if facts.out_dtype == facts.dtype:
         return GemmPlan(options, forward, forward)
@@ -219,9 +214,6 @@ def exchange_gemm(
       facts: of the all-to-all.
       out_columns: columns of the result of the GEMM.
       sum_dtype: of the sums of combine.
-
-    Raises:
-      NotImplementedError: no requested implementation supports it.
     """
     layout, columns = facts.layout, _known(facts.columns)
     whole = exchange(dataclasses.replace(options, sum_dtype=sum_dtype), facts)
@@ -307,11 +299,7 @@ class LayerSizes:
 def layer(
     options: Options, facts: ExchangeFacts, experts: Experts, sizes: LayerSizes, sum_dtype: DTypeLike
 ) -> LayerPlan:
-    """Resolve both directions of the layer; `sizes.has_bias` is that of the first GEMM.
-
-    Raises:
-      NotImplementedError: no requested implementation supports it.
-    """
+    """Resolve both directions of the layer; `sizes.has_bias` is that of the first GEMM."""
     layout, dtype = facts.layout, facts.dtype
     facts = dataclasses.replace(facts, columns=sizes.columns)
     first = exchange_gemm(options, facts, out_columns=sizes.columns)
@@ -394,11 +382,7 @@ def fp8_layer(
     sum_dtype: DTypeLike,
     weight_dtypes: tuple[DTypeLike, DTypeLike],
 ) -> tuple[Fp8LayerPlan, Fp8LayerPlan]:
-    """Resolve both halves of the layer with GEMMs in FP8, forward and backward.
-
-    Raises:
-      NotImplementedError: no requested implementation supports it.
-    """
+    """Resolve both halves of the layer with GEMMs in FP8, forward and backward."""
     layout, dtype, hidden = facts.layout, facts.dtype, facts.hidden
     whole = exchange(options, dataclasses.replace(facts, columns=sizes.columns))
     rows, groups = layout.capacity, layout.num_local_experts

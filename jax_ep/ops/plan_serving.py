@@ -55,11 +55,7 @@ class QuantizedGemmPlan:
 def quantized_gemm(
     options: Options, shape: tuple[int, ...], dtype: DTypeLike, rhs: QuantizedWeights, out_dtype: DTypeLike
 ) -> QuantizedGemmPlan:
-    """Resolve the GEMM of rows of this shape, `[M, K]` or `[G, M, K]`, and quantized weights.
-
-    Raises:
-      NotImplementedError: no requested implementation supports it.
-    """
+    """Resolve the GEMM of rows of this shape, `[M, K]` or `[G, M, K]`, and quantized weights."""
     multiplied, out = multiplied_dtype(dtype, rhs), jnp.dtype(out_dtype)
     operands = None
     if rhs.activations == "fp8":
@@ -75,11 +71,7 @@ def quantized_gemm(
 def masked_gemm(
     options: Options, shape: tuple[int, ...], dtype: DTypeLike, rhs: QuantizedWeights, out_dtype: DTypeLike
 ) -> QuantizedGemmPlan:
-    """Resolve the masked grouped GEMM of blocks `[L, M, K]`: of "quantized_gemm", or else of "masked".
-
-    Raises:
-      NotImplementedError: no requested implementation supports it.
-    """
+    """Resolve the masked grouped GEMM of blocks `[L, M, K]`: of "quantized_gemm", or else of "masked"."""
     if needs_decoder(rhs):
         return quantized_gemm(options, shape, dtype, rhs, out_dtype)
     facts = MaskedGemmFacts(multiplied_dtype(dtype, rhs), shape[2])
@@ -137,11 +129,7 @@ def low_latency_gemm_combine(
     *,
     is_foreign: bool = False,
 ) -> LowLatencyGemmPlan:
-    """Resolve the GEMM of rows `[L, M, I]` of `dtype` and weights `[L, I, H]`, and the combine of its rows.
-
-    Raises:
-      NotImplementedError: no requested implementation supports it.
-    """
+    """Resolve the GEMM of rows `[L, M, I]` of `dtype` and weights `[L, I, H]`, and the combine of its rows."""
     out = jnp.dtype(out_dtype)
     combine = low_latency(options, out, rhs.shape[2], layout, is_foreign=is_foreign)
     multiplied = multiplied_dtype(dtype, rhs)
@@ -164,11 +152,7 @@ class LowLatencyLayerPlan:
 def low_latency_layer(
     options: Options, experts: Experts, layout: Layout, weights: ExpertWeights, dtype: DTypeLike, out_dtype: DTypeLike
 ) -> LowLatencyLayerPlan:
-    """Resolve the layer of tokens of `dtype`.
-
-    Raises:
-      NotImplementedError: no requested implementation supports it.
-    """
+    """Resolve the layer of tokens of `dtype`."""
     up, down = weights[:2]
     wire, second = (FP8 if w.activations == "fp8" else jnp.dtype(dtype) for w in (up, down))
     shape = layout.num_local_experts, layout.num_ranks * layout.num_tokens
@@ -205,11 +189,7 @@ def quantized_layer(
     weights: tuple[QuantizedWeights, QuantizedWeights],
     sum_dtype: DTypeLike,
 ) -> QuantizedLayerPlan:
-    """Resolve the layer of quantized weights.
-
-    Raises:
-      NotImplementedError: no requested implementation supports it.
-    """
+    """Resolve the layer of quantized weights."""
     layout, dtype = facts.layout, facts.dtype
     w_gate_up, w_down = weights
     # What is multiplied in FP8 loses nothing by travelling so.
@@ -236,7 +216,6 @@ def single_launch(options: Options, facts: FusedMoEFacts, others: Sequence[str])
 
     Raises:
       ValueError: the schedule asks for it, and there is none.
-      NotImplementedError: no requested implementation supports it.
     """
     schedule = options.schedule
     if schedule.single_launch is False:

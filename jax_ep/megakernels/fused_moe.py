@@ -133,15 +133,11 @@ def fused_moe(
     biases: tuple[Array | None, Array | None],
     *,
     out_dtype: DTypeLike,
-    tiles: FusedTiles | None = None,
 ) -> Array:
-    """Compute the expert layer of one device: `jax_ep.moe` without a mesh axis, with checked arguments.
-
-    Weights may be `QuantizedWeights`. `tiles` are those of the kernel; None: those for the sizes.
-    """
+    """Compute the expert layer of one device: `jax_ep.moe` without a mesh axis, with checked arguments."""
     everything = vary_alike((x, topk_idx, topk_weights, w_gate_up, w_down, biases))
     x, topk_idx, topk_weights, w_gate_up, w_down, biases = everything
-    config, sizes = fused_sizes(experts, x.shape, topk_idx.shape[1], w_gate_up, w_down, tiles)
+    config, sizes = fused_sizes(experts, x.shape, topk_idx.shape[1], w_gate_up, w_down)
     (gate_up, gate_up_scales), (down, down_scales) = (
         _operands(w, product) for w, product in ((w_gate_up, sizes.gate_up), (w_down, sizes.down))
     )
@@ -189,12 +185,7 @@ def _operands(w: Matrices, product: FusedGemm) -> tuple[Descriptor, Array | None
 
 
 def fused_sizes(
-    experts: Experts,
-    shape: tuple[int, ...],
-    top_k: int,
-    w_gate_up: Matrices,
-    w_down: Matrices,
-    tiles: FusedTiles | None = None,
+    experts: Experts, shape: tuple[int, ...], top_k: int, w_gate_up: Matrices, w_down: Matrices
 ) -> tuple[Config, FusedMoE]:
     """Return config and sizes for tokens `[T, H]`, from shapes and formats of the weights."""
     (num_tokens, hidden), (num_experts, intermediate, _) = shape, w_down.shape
@@ -203,7 +194,7 @@ def fused_sizes(
     halves = prepacked[0] and experts.gated and not experts.interleaved
     swap_ab = any(map(_swaps_ab, (w_gate_up, w_down)))
     default = fused_tiles(slots, num_experts, hidden, intermediate, bits, in_fp8=in_fp8, swap_ab=swap_ab)
-    tiles = tiles or tuned.tiles(default, "fused_moe", **_facts(slots, w_down))
+    tiles = tuned.tiles(default, "fused_moe", **_facts(slots, w_down))
     _check_tiles(tiles, in_fp8=in_fp8, prepacked=any(prepacked))
     wide = 2 if experts.interleaved or halves else 1
     sizes = FusedMoE(

@@ -80,7 +80,6 @@ def masked_gemm(
     group_sizes: Array,
     out_dtype: DTypeLike,
     expected_rows: int | None,
-    tiles: MaskedTiles | None = None,
 ) -> tuple[MaskedTiles, MaskedGemm, tuple[Argument, ...]]:
     """Return tiles, sizes and operands of a kernel with a masked GEMM; missing scales are not read."""
     lhs, lhs_scales = split_rows(rows)
@@ -88,7 +87,7 @@ def masked_gemm(
     facts = {"groups": groups, "num_rows": max_rows, "depth": depth, "columns": columns}
     dtypes = {"dtype": lhs.dtype, "out_dtype": jnp.dtype(out_dtype)}
     default = masked_tiles(max_rows, expected_rows, lhs.dtype.itemsize, dtypes["out_dtype"].itemsize)
-    tiles = tiles or tuned.tiles(default, operation, **facts, expected_rows=expected_rows or 0, **dtypes)
+    tiles = tuned.tiles(default, operation, **facts, expected_rows=expected_rows or 0, **dtypes)
     operands: tuple[Argument, ...] = (
         Descriptor(lhs, (1, tiles.block_m, tiles.block_k)),
         Descriptor(rhs.values, (1, tiles.block_n, tiles.block_k)),
@@ -123,27 +122,20 @@ def num_tiles(shape: tuple[int, ...], tile: Any) -> int:
     return groups * -(-rows // tile.block_m) * -(-columns // tile.block_n)
 
 
-@functools.partial(jax.jit, static_argnames=("out_dtype", "expected_rows", "tiles"))
+@functools.partial(jax.jit, static_argnames=("out_dtype", "expected_rows"))
 def masked_grouped_gemm(
-    rows: Tokens,
-    rhs: QuantizedWeights,
-    group_sizes: Array,
-    *,
-    out_dtype: DTypeLike,
-    expected_rows: int | None,
-    tiles: MaskedTiles | None = None,
+    rows: Tokens, rhs: QuantizedWeights, group_sizes: Array, *, out_dtype: DTypeLike, expected_rows: int | None
 ) -> Array:
     """Multiply rows by weights whose values are operands of tensor cores; rows past the sizes are undefined.
 
-    See xla/quantized_gemm.py. `expected_rows` is the expected number of rows of a group, which determines tiles;
-    `tiles` are those of the kernel, or None.
+    See xla/quantized_gemm.py. `expected_rows` is the expected number of rows of a group, which determines tiles.
     """
     lhs, _ = split_rows(rows)
     shape = (*lhs.shape[:2], rhs.shape[2])
     if 0 in (*lhs.shape, *rhs.shape):
         return jnp.zeros_like(lhs, dtype=out_dtype, shape=shape)
     arrays = vary_alike((rows, rhs, group_sizes))
-    tiles, sizes, operands = masked_gemm("masked_grouped_gemm", *arrays, out_dtype, expected_rows, tiles)
+    tiles, sizes, operands = masked_gemm("masked_grouped_gemm", *arrays, out_dtype, expected_rows)
     config, result = tile_config(tiles, num_tiles(shape, tiles)), jax.ShapeDtypeStruct(shape, out_dtype)
     return launch(_GEMM, operands, (result,), config, {"S": sizes})[0]
 

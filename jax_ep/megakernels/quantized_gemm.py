@@ -103,37 +103,24 @@ def storage_of(rhs: QuantizedWeights) -> dict[str, Any]:
     return {"decoder": wanted.decoder, **sizes}
 
 
-@functools.partial(jax.jit, static_argnames=("out_dtype", "tiles"))
-def grouped_gemm(
-    rows: Tokens,
-    rhs: QuantizedWeights,
-    group_sizes: Array,
-    *,
-    out_dtype: DTypeLike,
-    tiles: QuantizedTiles | None = None,
-) -> Array:
-    """Multiply as in xla/quantized_gemm.py. `tiles` are those of the kernel; None: those for the shape."""
+@functools.partial(jax.jit, static_argnames="out_dtype")
+def grouped_gemm(rows: Tokens, rhs: QuantizedWeights, group_sizes: Array, *, out_dtype: DTypeLike) -> Array:
+    """Multiply as in xla/quantized_gemm.py."""
     lhs, row_scales = split_rows(rows)
     num_rows, (groups, _, columns) = lhs.shape[0], rhs.shape
-    tiles = tiles or _tuned_tiles(-(-num_rows // groups), lhs.dtype, rhs)
+    tiles = _tuned_tiles(-(-num_rows // groups), lhs.dtype, rhs)
     most_tasks = (num_rows // tiles.block_m + groups) * -(-columns // tiles.block_n)
     result = jax.ShapeDtypeStruct((num_rows, columns), out_dtype)
     return _launch(_GROUPED, (lhs[None], rhs, group_sizes, row_scales), result, tiles, most_tasks)
 
 
-@functools.partial(jax.jit, static_argnames=("out_dtype", "expected_rows", "tiles"))
+@functools.partial(jax.jit, static_argnames=("out_dtype", "expected_rows"))
 def masked_grouped_gemm(
-    rows: Tokens,
-    rhs: QuantizedWeights,
-    group_sizes: Array,
-    *,
-    out_dtype: DTypeLike,
-    expected_rows: int | None,
-    tiles: QuantizedTiles | None = None,
+    rows: Tokens, rhs: QuantizedWeights, group_sizes: Array, *, out_dtype: DTypeLike, expected_rows: int | None
 ) -> Array:
-    """Multiply as in xla/quantized_gemm.py; rows past the sizes are undefined. `tiles` as for `grouped_gemm`."""
+    """Multiply as in xla/quantized_gemm.py; rows past the sizes are undefined."""
     lhs, row_scales = split_rows(rows)
-    tiles = tiles or tiles_of_masked(lhs, rhs, expected_rows)
+    tiles = tiles_of_masked(lhs, rhs, expected_rows)
     shape = (*lhs.shape[:2], rhs.shape[2])
     result = jax.ShapeDtypeStruct(shape, out_dtype)
     return _launch(_MASKED, (lhs, rhs, group_sizes, row_scales), result, tiles, num_tiles(shape, tiles))

@@ -20,9 +20,11 @@ class Kernel:
 
     Attributes:
       body: the `triton.jit` function. Modules that name kernels import Triton; nothing that `import jax_ep` loads does.
+      operation: one of `ffi.Operation`, for errors about missing peers; 0: the kernel does not use the heap.
     """
 
     body: Any
+    operation: int = 0
 
     @property
     def name(self) -> str:

@@ -30,10 +30,10 @@ from jax_ep.megakernels.kernels import small_exchange as small_exchange_kernels
 from jax_ep.megakernels.launch import group_of, group_on, int32, launch, num_programs, optional
 from jax_ep.types import Array, Handle, Layout, Options, Quantized, Schedule
 
-_PLAN = Kernel(plan_kernels.plan)
-_ALL_GATHER_I32 = Kernel(small_exchange_kernels.all_gather_i32)
-_DISPATCH = Kernel(dispatch_kernels.dispatch)
-_COMBINE = Kernel(combine_kernels.combine)
+_PLAN = Kernel(plan_kernels.plan, ffi.Operation.DISPATCH)
+_ALL_GATHER_I32 = Kernel(small_exchange_kernels.all_gather_i32, ffi.Operation.DISPATCH)
+_DISPATCH = Kernel(dispatch_kernels.dispatch, ffi.Operation.DISPATCH)
+_COMBINE = Kernel(combine_kernels.combine, ffi.Operation.COMBINE)
 # The plan packs an assignment's local expert and its position in its block into one word (kernels/plan.py).
 MOST_EXPERTS, MOST_POSITIONS = 1 << 10, 1 << 20
 
@@ -70,8 +70,7 @@ def plan(options: Options, topk_idx: Array, layout: Layout) -> Handle:
         *int32((layout.capacity,), per_slot, (layout.num_local_experts,), per_slot, (), ()),
         scratch,
     )
-    constants = {"S": sizes, "OPERATION": int(ffi.Operation.DISPATCH)}
-    found = launch(_PLAN, (topk_idx.reshape(-1),), results, config, constants, group=group)
+    found = launch(_PLAN, (topk_idx.reshape(-1),), results, config, {"S": sizes}, group=group)
     row_to_assignment, assignment_to_row, group_sizes, ids, num_invalid, num_dropped, _ = found
     return Handle(row_to_assignment, assignment_to_row, group_sizes, ids, group, num_invalid, num_dropped, layout)
 
@@ -81,7 +80,7 @@ def all_gather_i32(x: Array, group: Array) -> Array:
     num_ranks, (num_values,) = group.shape[0] - 1, x.shape
     config, block = small_exchange_config(num_ranks, num_values)
     context.reserve("dispatch", num_ranks * num_values * 4)
-    constants = {"S": structs.SmallExchange(num_values, block), "OPERATION": int(ffi.Operation.DISPATCH)}
+    constants = {"S": structs.SmallExchange(num_values, block)}
     results = (jax.ShapeDtypeStruct((num_ranks, num_values), x.dtype),)
     return launch(_ALL_GATHER_I32, (x,), results, config, constants, group=group)[0]
 
@@ -137,8 +136,7 @@ def _dispatch(
         optional((layout.capacity,), weights),
     )
     operands = (x, weights, handle.topk_idx, handle.assignment_to_row, handle.row_to_assignment)
-    constants = {"S": sizes, "OPERATION": int(ffi.Operation.DISPATCH)}
-    values, scales, row_weights = launch(_DISPATCH, operands, results, config, constants, group=group_of(handle))
+    values, scales, row_weights = launch(_DISPATCH, operands, results, config, {"S": sizes}, group=group_of(handle))
     return values, scales, row_weights
 
 
@@ -163,8 +161,7 @@ def combine_tokens(options: Options, y: Array, row_weights: Array | None, handle
     sizes = structs.Combine(**_reserved_sizes(_COMBINE, options, layout, y, num_bytes(slots)), tile=tile)
     results = sum_results((layout.num_tokens, y.shape[1]), options.sum_dtype or y.dtype, config, tile.list_length)
     operands = (y, row_weights, handle.topk_idx, handle.assignment_to_row)
-    constants = {"S": sizes, "OPERATION": int(ffi.Operation.COMBINE)}
-    sums, values = launch(_COMBINE, operands, (results, slots), config, constants, group=group_of(handle))
+    sums, values = launch(_COMBINE, operands, (results, slots), config, {"S": sizes}, group=group_of(handle))
     return sums.out_ptr[:, :hidden], values
 
 

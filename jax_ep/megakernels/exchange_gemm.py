@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import context, ffi
-from jax_ep.core.kernel import Argument, Config, Constants, Descriptor, Kernel
+from jax_ep.core.kernel import Argument, Config, Descriptor, Kernel
 from jax_ep.core.layout import Bias, dropless_capacity, power_of_two, row_tokens
 from jax_ep.core.operations import GroupedGemm
 from jax_ep.megakernels import grouped_gemm, tuned
@@ -47,9 +47,11 @@ __all__ = [
     "weight_gradient",
 ]
 
-_DISPATCH_GEMM = Kernel(exchange_gemm_kernels.dispatch_gemm)
-_GEMM_COMBINE = Kernel(exchange_gemm_kernels.gemm_combine)
-_COMBINE_WITH_WEIGHT_GRADIENT = Kernel(exchange_gemm_kernels.combine_with_weight_gradient)
+_DISPATCH_GEMM = Kernel(exchange_gemm_kernels.dispatch_gemm, ffi.Operation.DISPATCH_GROUPED_GEMM)
+_GEMM_COMBINE = Kernel(exchange_gemm_kernels.gemm_combine, ffi.Operation.GROUPED_GEMM_COMBINE)
+_COMBINE_WITH_WEIGHT_GRADIENT = Kernel(
+    exchange_gemm_kernels.combine_with_weight_gradient, ffi.Operation.GROUPED_GEMM_COMBINE
+)
 
 _ITEM_BYTES = 2
 """Bytes of an element that travels in a launch with a GEMM: see requirements.py."""
@@ -95,8 +97,7 @@ def dispatch_grouped_gemm(
     shapes = (layout.capacity, sizes.gemm.N), (layout.num_ranks * layout.num_tokens if saves else 1, x.shape[1])
     results = (*(jax.ShapeDtypeStruct(shape, x.dtype) for shape in shapes), optional((layout.capacity,), weights))
     operands = (x, weights, weights_operand(w, sizes.gemm), _arrays_of(handle), order)
-    constants = {"S": sizes, "OPERATION": int(ffi.Operation.DISPATCH_GROUPED_GEMM)}
-    hidden, saved, found = launch(_DISPATCH_GEMM, operands, results, config, constants, group=group_of(handle))
+    hidden, saved, found = launch(_DISPATCH_GEMM, operands, results, config, {"S": sizes}, group=group_of(handle))
     if save_as == "rows":
         saved = gather_rows(saved, row_tokens(handle), handle.group_sizes)
     return hidden, saved if saves else None, found
@@ -184,8 +185,7 @@ def _scatter(
     factors, found = _gradient_arguments(h, w, tokens, gradient, transpose_rhs)
     bias_arrays = grouped_gemm.bias_operand(bias, layout.capacity)
     operands = (rows, row_weights, weights_operand(w, product), _arrays_of(handle), bias_arrays, factors)
-    constants: Constants = {"S": sizes, "OPERATION": int(ffi.Operation.GROUPED_GEMM_COMBINE)}
-    sums, *others = launch(_GEMM_COMBINE, operands, (sums, slots, found), config, constants, group=group_of(handle))
+    sums, *others = launch(_GEMM_COMBINE, operands, (sums, slots, found), config, {"S": sizes}, group=group_of(handle))
     return sums.out_ptr, *others
 
 
@@ -275,10 +275,9 @@ def grouped_gemm_combine_with_weight_gradient(
         slots,
         gradient,
     )
-    constants: Constants = {"S": sizes, "OPERATION": int(ffi.Operation.GROUPED_GEMM_COMBINE)}
     operands = (y, row_weights, _arrays_of(handle), factors)
     sums, slot_weights, gradient = launch(
-        _COMBINE_WITH_WEIGHT_GRADIENT, operands, results, config, constants, group=group_of(handle)
+        _COMBINE_WITH_WEIGHT_GRADIENT, operands, results, config, {"S": sizes}, group=group_of(handle)
     )
     return sums.out_ptr, slot_weights, gradient
 

@@ -18,9 +18,8 @@ from jax_ep.megakernels.kernels.exchange_structs import ExpertMoves
 from jax_ep.megakernels.launch import group_on, launch, num_programs
 from jax_ep.types import Array
 
-_MOVE = Kernel(kernels.move_experts)
+_MOVE = Kernel(kernels.move_experts, ffi.Operation.DISPATCH)
 _BLOCK_BYTES = 32 * 1024
-_OPERATION = int(ffi.Operation.DISPATCH)
 
 
 def fetch_copies(axis: Axis, copies: Array, w: Array) -> Array:
@@ -75,5 +74,5 @@ def _move(axis: Axis, moves: tuple[Array, ...], x: Array, num_targets: int) -> A
     results = (jax.ShapeDtypeStruct((num_targets, elements), x.dtype),)
     config = Config(num_programs(moves[0].size * blocks, 2), num_warps=8)
     group = group_on(axis, varying_axes(rows))
-    (out,) = launch(_MOVE, operands, results, config, {"S": sizes, "OPERATION": _OPERATION}, group=group)
+    (out,) = launch(_MOVE, operands, results, config, {"S": sizes}, group=group)
     return out[:, : math.prod(x.shape[1:])].reshape(num_targets, *x.shape[1:])

@@ -46,8 +46,7 @@ def launch(
     which an operand does.
 
     With a group the kernel uses memory of the heap that `context.reserve` has reserved: the data area or the
-    low-latency buffers, never both. Then `constants` contains the `OPERATION`, one of `ffi.Operation`, which the kernel
-    does not get; after its operands it takes a `Peers`, and as HEAP a `Heap`.
+    low-latency buffers, never both. After its operands it takes a `Peers`, and as HEAP a `Heap`.
 
     Args:
       kernel: what to run.
@@ -133,9 +132,8 @@ def _with_heap(
     checked = ffi.check_status(group, generation.id)
     table = _table(heap, generation.id, varying_axes(group), checked, generation.reserved)
     identity = launch_identity(kernel, (*operands, group, *results), constants)
-    sizes = {name: value for name, value in constants.items() if name != "OPERATION"}
-    sizes["HEAP"] = heap_of(heap.layout, group.shape[0] - 1, identity, context.records(identity, kernel.name))
-    return [*operands, Peers(group, table)], sizes
+    described = heap_of(heap.layout, group.shape[0] - 1, identity, context.records(identity, kernel.name))
+    return [*operands, Peers(group, table)], {**constants, "HEAP": described}
 
 
 def heap_of(layout: HeapLayout, num_ranks: int, identity: int, traced: bool = False) -> Heap:
@@ -150,7 +148,7 @@ def launch_identity(kernel: Kernel, arrays: tuple[Argument, ...], constants: Map
     """
     types = [f"{x.dtype}{list(x.shape)}" for x in flat_arrays(arrays)]
     text = f"{kernel.path.name} {kernel.name} {sorted(constants.items())} {types}"
-    return zlib.crc32(text.encode()) >> 9 << 8 | int(str(constants["OPERATION"]))
+    return zlib.crc32(text.encode()) >> 9 << 8 | kernel.operation
 
 
 def group_on(axis: Axis, varying: frozenset[str]) -> Array:

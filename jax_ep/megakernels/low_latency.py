@@ -36,10 +36,12 @@ from jax_ep.megakernels.masked import MaskedTiles, masked_gemm, num_tiles
 from jax_ep.megakernels.requirements import MOST_LOW_LATENCY_TOKENS
 from jax_ep.types import Array, Layout, LowLatencyHandle, Options, Schedule, Tokens
 
-_DISPATCH = Kernel(low_latency_dispatch_kernels.low_latency_dispatch)
-_COMBINE = Kernel(low_latency_combine_kernels.low_latency_combine)
+_DISPATCH = Kernel(low_latency_dispatch_kernels.low_latency_dispatch, ffi.Operation.LOW_LATENCY_DISPATCH)
+_COMBINE = Kernel(low_latency_combine_kernels.low_latency_combine, ffi.Operation.LOW_LATENCY_COMBINE)
 _FLAG_BYTES = round_up(8 + 4 * MOST_LOW_LATENCY_TOKENS, 256)  # a ready handshake, and a flag per token
-_GEMM_COMBINE = Kernel(low_latency_gemm_combine_kernels.low_latency_gemm_combine)
+_GEMM_COMBINE = Kernel(
+    low_latency_gemm_combine_kernels.low_latency_gemm_combine, ffi.Operation.LOW_LATENCY_GEMM_COMBINE
+)
 _BLOCK_H = 1024
 _MOST_COMPARISONS = 4096  # up to this number, a copy of the dispatch finds its rows itself
 _MOST_ROWS = 128  # up to this number, combine sends each row: fewer messages would cost a second wait
@@ -76,12 +78,11 @@ def low_latency_dispatch(
         has_num_tokens=num_tokens is not None,
         tile=dataclasses.replace(tile, send_hidden=max(tile.send_hidden, made)),
     )
-    constants = {"S": sizes, "OPERATION": int(ffi.Operation.LOW_LATENCY_DISPATCH)}
     tokens = Rows(values, values if scales is None else scales)
     operands = (tokens, topk_idx, topk_idx if num_tokens is None else num_tokens)
     group = group_on(options.axis, varying_axes(topk_idx))
     results = dispatch_results(layout, hidden, wire_dtype, num_scales)
-    rows, plan = launch(_DISPATCH, operands, results, config, constants, group=group, buffers=buffers)
+    rows, plan = launch(_DISPATCH, operands, results, config, {"S": sizes}, group=group, buffers=buffers)
     arrays = plan.token_ptr, plan.start_ptr, plan.count_ptr, plan.assignment_to_row_ptr, plan.num_invalid_ptr
     handle = LowLatencyHandle(*arrays, layout, plan.own_topk_idx_ptr, group)
     return rows.values_ptr, rows.scales_ptr if num_scales else None, plan.sizes_ptr, handle
@@ -119,9 +120,8 @@ def low_latency_combine(options: Options, y: Array, topk_weights: Array, handle:
     )
     common = {**layout_sizes(layout, actual, hidden), **offsets}
     sizes = structs.LowLatencyCombine(**common, fp8=wire_dtype is not None, tile=tile)
-    constants = {"S": sizes, "OPERATION": int(ffi.Operation.LOW_LATENCY_COMBINE)}
     operands = (y, handle.assignment_to_row, handle.own_topk_idx, topk_weights)
-    return launch(_COMBINE, operands, (result,), config, constants, group=group, buffers=buffers)[0]
+    return launch(_COMBINE, operands, (result,), config, {"S": sizes}, group=group, buffers=buffers)[0]
 
 
 def _add_row(x: Array) -> Array:
@@ -185,12 +185,11 @@ def low_latency_gemm_combine(
         tiles, product, gemm_operands = masked_gemm("low_latency_gemm_combine", *arrays, dtype, expected_rows)
     offsets, buffers = _reserve(_GEMM_COMBINE, values_offset=actual * layout.top_k * hidden * dtype.itemsize)
     sizes = gemm_combine_sizes(layout, actual, hidden, product, offsets["values_offset"])
-    constants = {"S": sizes, "OPERATION": int(ffi.Operation.LOW_LATENCY_GEMM_COMBINE)}
     own_topk_idx = cast(Array, handle.own_topk_idx)
     sources = structs.RowSources(handle.source_token, handle.source_start, handle.assignment_to_row, own_topk_idx)
     operands = (*gemm_operands, sources, topk_weights, bias)
     config = tile_config(tiles, num_tiles((experts, num_rows, hidden), tiles))
-    return launch(_GEMM_COMBINE, operands, (result,), config, constants, group=group, buffers=buffers)[0]
+    return launch(_GEMM_COMBINE, operands, (result,), config, {"S": sizes}, group=group, buffers=buffers)[0]
 
 
 def gemm_combine_sizes(

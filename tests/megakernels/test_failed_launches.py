@@ -230,7 +230,7 @@ def test_launch_identity_operation(monkeypatch, mesh, rng):
     found, launch_identity = set(), launch.launch_identity
 
     def record(kernel, arrays, constants):
-        found.add((kernel.name, ffi.Operation(constants["OPERATION"]).name.lower()))
+        found.add((kernel.name, ffi.Operation(kernel.operation).name.lower()))
         return launch_identity(kernel, arrays, constants)
 
     monkeypatch.setattr(launch, "launch_identity", record)
@@ -287,16 +287,17 @@ def test_failed_launch_mismatch_sends_nothing(monkeypatch, mesh, rng, name, oper
 
 def test_launch_identity(mesh):
     """Sizes, dtypes and kernels distinguish launches; equal ones are identical."""
-    kernel, x = Kernel(dispatch_kernels.dispatch), jax.ShapeDtypeStruct((4, 8), jnp.bfloat16)
-    sizes = {"T": 4, "H": 8, "OPERATION": int(ffi.Operation.DISPATCH)}
+    body, operation = dispatch_kernels.dispatch, ffi.Operation.DISPATCH
+    kernel, x = Kernel(body, operation), jax.ShapeDtypeStruct((4, 8), jnp.bfloat16)
+    sizes = {"T": 4, "H": 8}
     one = launch_identity(kernel, (x,), sizes)
     assert one == launch_identity(kernel, (x,), dict(reversed(sizes.items())))
     assert 0 < one < 2**31 and one & 0xFF == ffi.Operation.DISPATCH
     others = [
         launch_identity(kernel, (x,), sizes | {"T": 5}),
         launch_identity(kernel, (jax.ShapeDtypeStruct((4, 8), jnp.float16),), sizes),
-        launch_identity(Kernel(combine_kernels.combine), (x,), sizes),
-        launch_identity(kernel, (x,), sizes | {"OPERATION": int(ffi.Operation.COMBINE)}),
+        launch_identity(Kernel(combine_kernels.combine, operation), (x,), sizes),
+        launch_identity(Kernel(body, ffi.Operation.COMBINE), (x,), sizes),
     ]
     assert len({one, *others}) == 5
 

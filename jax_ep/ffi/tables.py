@@ -26,10 +26,12 @@ def register_table(table_id: int, device: jax.Device, values: Sequence[int], num
 
     Raises:
       ValueError: there are no values, or their number has changed.
+      OverflowError: a number does not fit in 64 bits.
       RuntimeError: a program that uses more than `num_bytes` has run on `device`.
     """
     platform, ordinal = library.device_key(device)
-    array = (ctypes.c_int64 * len(values))(*(int(value) for value in values))
+    array = (ctypes.c_int64 * len(values))(*(int(np.int64(value)) for value in values))  # ctypes alone would wrap
+    table_id, num_bytes = int(np.int64(table_id)), int(np.int64(num_bytes))
     code = library.load().jax_ep_register_table(platform, table_id, ordinal, array, len(values), num_bytes)
     library.raise_for(code)
 

@@ -202,6 +202,12 @@ def test_table_empty(entries):
         ffi.register_table(new_id(), jax.devices()[0], [])
 
 
+@pytest.mark.parametrize("arguments", [(2**63, [1]), (1, [2**64]), (1, [-(2**63) - 1]), (1, [1], 2**63)], ids=str)
+def test_table_numbers_beyond_64_bits(arguments):
+    with pytest.raises(OverflowError):
+        ffi.register_table(arguments[0], jax.devices()[0], *arguments[1:])
+
+
 def test_table_registered_while_programs_run(table_id):
     """Registrations from other threads neither tear nor deadlock a running program's reads."""
     device, stop = jax.devices()[0], threading.Event()

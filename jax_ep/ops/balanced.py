@@ -113,12 +113,10 @@ def run(
     num_local = num_experts // num_ranks
     wanted = min(2, num_local) if balance.spare_experts is None else balance.spare_experts
     rows, spare = balance.rows_per_rank(topk_idx.size), min(wanted, num_experts - num_local)
-    plans.spare_experts(spare, jax.tree.leaves(weights))
     num_tokens, top_k = topk_idx.shape
     layout = Layout(num_ranks, num_experts, num_tokens, top_k, rows, axis=spread_axes(axis))
-    by_kernel = registry.choose(options, ExchangeFacts(x.dtype, x.shape[1], layout)).implementation == "triton"
-    name = "triton" if by_kernel else "xla"
-    passes = Passes(layer, num_experts, num_ranks, rows, spare, axis, sum_dtype, name)
+    plan = plans.balanced(options, ExchangeFacts(x.dtype, x.shape[1], layout), spare, jax.tree.leaves(weights))
+    passes = Passes(layer, num_experts, num_ranks, rows, spare, axis, sum_dtype, plan.part.implementation)
     topk_idx = jnp.where((topk_idx >= 0) & (topk_idx < num_experts), topk_idx, -1)
     x, topk_weights, weights, topk_idx = vary_alike((x, topk_weights, weights, topk_idx), over=axis)
     return _all_passes(passes, (topk_idx, _count(passes, topk_idx)), x, topk_weights, weights).astype(sum_dtype)

@@ -22,7 +22,8 @@ class Row(NamedTuple):
     Attributes:
       part: what it does; parts of the backward pass say so.
       implementation: its name.
-      mode: "fused" or "scatter" in one kernel with the all-to-all, "serial" in separate kernels; else empty.
+      mode: "fused" or "scatter" in one kernel with the all-to-all, "serial" in separate kernels; of `Balance`, rows
+        and copies of experts per rank; else empty.
       reason: why no implementation or mode that comes first runs it; else empty.
     """
 
@@ -90,8 +91,9 @@ def _row(name: str, part: Part) -> Row:
 
 
 @_rows.register
-def _of_spare_experts(plan: plans.SpareExperts) -> Iterator[Row]:
-    yield from ()
+def _of_balanced(plan: plans.BalancedPlan) -> Iterator[Row]:
+    size = f"{plan.rows} rows and {plan.spare} copies per rank"
+    yield _row("balance: passes and copies of experts", dataclasses.replace(plan.part, mode=size))
 
 
 @_rows.register

@@ -133,7 +133,7 @@ def of_compiled(compiled: Any, found: Sequence[object] = ()) -> MemoryPlan:
         if value.opcode == "parameter" and (size := sum(value.sizes)):
             name = re.match(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)?", value.op_name)
             arguments[name[0] if name else "captured arrays"] += size
-    spare = (part.num_bytes for part in found if isinstance(part, plans.SpareExperts))
+    spare = (part.num_bytes for part in found if isinstance(part, plans.BalancedPlan))
     return MemoryPlan(
         arguments=dict(arguments.most_common()),
         results=sizes.output_size_in_bytes - sizes.alias_size_in_bytes,

@@ -317,16 +317,22 @@ def layer(
 
 
 @dataclasses.dataclass(frozen=True)
-class SpareExperts:
-    """Memory of a rank for copies of experts in a balanced call."""
+class BalancedPlan:
+    """A balanced call: what plans its passes and moves copies of experts, copies per rank, and their bytes."""
 
+    part: Part
+    rows: int
+    spare: int
     num_bytes: int
 
 
 @resolution
-def spare_experts(num_experts: int, weights: Sequence[Array]) -> SpareExperts:
-    """Count the bytes of `num_experts` experts with weights like `[L, ...]`."""
-    return SpareExperts(num_experts * sum(math.prod(w.shape[1:]) * w.dtype.itemsize for w in weights))
+def balanced(options: Options, facts: ExchangeFacts, spare: int, weights: Sequence[Array]) -> BalancedPlan:
+    """Resolve a balanced call whose passes are exchanges of these facts, for experts with weights `[L, ...]`."""
+    found = registry.choose(options, facts)
+    name = "triton" if found.implementation == "triton" else "xla"
+    num_bytes = spare * sum(math.prod(w.shape[1:]) * w.dtype.itemsize for w in weights)
+    return BalancedPlan(Part("balance_plan", name, reason=found.reason), facts.layout.capacity, spare, num_bytes)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ from jax_ep.megakernels.kernels import dispatch as dispatch_kernels
 from jax_ep.megakernels.launch import launch_identity
 from jax_ep.types import Schedule
 
-W, T, K, E, H, F = 2, 5, 2, 4, 16, 24
+W, T, K, E, H, F = 2, 5, 2, 4, 16, 32
 OPTIONS: dict[str, Any] = {"num_experts": E, "implementation": "triton"}
 GIVEN = {"implementation": "triton"}
 SHORT_S = 0.3

@@ -115,6 +115,8 @@ class ExchangeGemm(Protocol):
         products: GroupedGemm,
     ) -> tuple[Array, Array | None, Array | None]: ...
 
+    def expert_rows(self, saved: Array, handle: Handle, saved_as: str, /) -> Array: ...
+
     def grouped_gemm_combine(
         self,
         options: Options,
@@ -125,26 +127,20 @@ class ExchangeGemm(Protocol):
         *,
         transpose_rhs: bool,
         bias: Bias | None = None,
-    ) -> tuple[Array, Array | None]: ...
+        tokens: Array | None = None,
+    ) -> tuple[Array, Array | None, Array | None]: ...
 
-    def grouped_gemm_combine_with_weight_gradient(
+    def combine_with_weight_gradient(
         self,
         options: Options,
-        h: Array,
+        y: Array,
         row_weights: Array | None,
-        w: Array,
-        saved: Array,
+        h: Array,
+        tokens: Array,
         handle: Handle,
         *,
-        transpose_rhs: bool,
-        saved_as: str,
-        mode: str,
-        products: GroupedGemm,
+        transpose: bool,
     ) -> tuple[Array, Array | None, Array]: ...
-
-    def weight_gradient(
-        self, saved: Array, rows: Array, handle: Handle, *, transpose: bool, saved_as: str, products: GroupedGemm
-    ) -> Array: ...
 
 
 class GemmActivation(Protocol):

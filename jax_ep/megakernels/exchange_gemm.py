@@ -8,7 +8,6 @@ more rows to send; or combine alone, after a separate GEMM, most of whose progra
 from __future__ import annotations
 
 import dataclasses
-from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -39,12 +38,12 @@ from jax_ep.megakernels.send_order import order_sends
 from jax_ep.types import Array, Handle, Layout, Options, Schedule
 
 __all__ = [
+    "combine_with_weight_gradient",
     "dispatch_apart",
     "dispatch_grouped_gemm",
+    "expert_rows",
     "fused_modes",
     "grouped_gemm_combine",
-    "grouped_gemm_combine_with_weight_gradient",
-    "weight_gradient",
 ]
 
 _DISPATCH_GEMM = Kernel(exchange_gemm_kernels.dispatch_gemm, ffi.Operation.DISPATCH_GROUPED_GEMM)
@@ -155,26 +154,14 @@ def grouped_gemm_combine(
     *,
     transpose_rhs: bool,
     bias: Bias | None = None,
-) -> tuple[Array, Array | None]:
+    tokens: Array | None = None,
+) -> tuple[Array, Array | None, Array | None]:
     """Multiply rows by the weights of their experts, add the bias, and combine: mode "scatter".
 
     `h [R, F]` times `w [L, F, H]`, or `[L, H, F]` with `transpose_rhs`, gives `[T, H]`; `[R]` values go to the `[T, K]`
-    assignments of their rows. In mode "serial" the GEMM and the combine are separate calls.
+    assignments of their rows. With `tokens [R, H]`, the kernel also computes the gradient of w, see
+    `combine_with_weight_gradient`. In mode "serial" the GEMM and the combine are separate calls.
     """
-    return _scatter(options, h, row_weights, w, handle, transpose_rhs, bias, None)[:2]
-
-
-def _scatter(
-    options: Options,
-    h: Array,
-    row_weights: Array | None,
-    w: Array,
-    handle: Handle,
-    transpose_rhs: bool,
-    bias: Bias | None,
-    tokens: Array | None,
-) -> tuple[Array, Array | None, Array | None]:
-    """Launch a GEMM that stores each row at its source; with `tokens`, also compute their weight gradient."""
     layout, widths = handle.layout, (h.shape[1], w.shape[1 if transpose_rhs else 2])
     gradient = None if tokens is None else scattered_gradient_sizes(layout, *widths, transpose_rhs)
     config, sizes = gemm_combine_sizes(layout, *widths, transpose_rhs, gradient)
@@ -182,7 +169,9 @@ def _scatter(
     context.reserve("gemm_combine", sizes.weights_offset + num_bytes(slots))
     rows = Descriptor(h, (product.tile.block_m, product.tile.block_k))
     sums = sum_results((layout.num_tokens, product.N), options.sum_dtype or h.dtype, config, sizes.sums.list_length)
-    factors, found = _gradient_arguments(h, w, tokens, gradient, transpose_rhs)
+    factors, found = None, None
+    if tokens is not None and gradient is not None:
+        factors, found = _gradient_arguments(h, tokens, gradient, transpose_rhs)
     bias_arrays = grouped_gemm.bias_operand(bias, layout.capacity)
     operands = (rows, row_weights, weights_operand(w, product), _arrays_of(handle), bias_arrays, factors)
     sums, *others = launch(_GEMM_COMBINE, operands, (sums, slots, found), config, {"S": sizes}, group=group_of(handle))
@@ -236,38 +225,26 @@ def _gradient_sizes(
     return gemm_structs.WeightGradient(*shape, store_parts=parts, tma_store=stores_by_descriptor(), tile=tile)
 
 
-def grouped_gemm_combine_with_weight_gradient(
+def combine_with_weight_gradient(
     options: Options,
-    h: Array,
+    y: Array,
     row_weights: Array | None,
-    w: Array,
-    saved: Array,
+    h: Array,
+    tokens: Array,
     handle: Handle,
     *,
-    transpose_rhs: bool,
-    saved_as: str,
-    mode: str,
-    products: GroupedGemm,
+    transpose: bool,
 ) -> tuple[Array, Array | None, Array]:
-    """Compute `grouped_gemm_combine` of `h [R, F]` and `weight_gradient` of the same rows.
-
-    `saved` is from `dispatch_grouped_gemm`: "rows", or "tokens", which a launch first copies into expert order. In
-    `mode` "scatter" one launch computes all; in "serial" `products` has the GEMM, and one launch combines its rows and
-    computes the gradient.
+    """Combine `y [R, H]`, the result of a separate GEMM of `h [R, F]`, and compute the gradient of its weights.
 
     Returns:
-      `[T, H]` sums, the `[T, K]` row_weights of assignments or None, and the gradient in the shape of w: per local
-      expert, rows of h times tokens, or tokens times rows with `transpose_rhs`; zero for experts without rows.
+      `[T, H]` sums, the `[T, K]` row_weights of assignments or None, and the gradient: per local expert, rows of h
+      times `tokens [R, H]`, or tokens times rows with `transpose`; zero for experts without rows.
     """
-    tokens = _expert_rows(saved, handle, saved_as)
-    if mode == "scatter":
-        scattered = _scatter(options, h, row_weights, w, handle, transpose_rhs, None, tokens)
-        return cast(tuple[Array, Array | None, Array], scattered)
     layout, hidden = handle.layout, tokens.shape[1]
     schedule = backward_schedule(options.schedule, layout, h.shape[1], hidden, h.dtype)
-    y = products.grouped_gemm(h, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=h.dtype)
-    config, sizes = combine_with_weight_gradient_sizes(schedule, layout, h.shape[1], hidden, h.dtype, transpose_rhs)
-    factors, gradient = _gradient_arguments(h, w, tokens, sizes.gradient, transpose_rhs)
+    config, sizes = combine_with_weight_gradient_sizes(schedule, layout, h.shape[1], hidden, h.dtype, transpose)
+    factors, gradient = _gradient_arguments(h, tokens, sizes.gradient, transpose)
     slots = optional((layout.num_tokens, layout.top_k), row_weights)
     context.reserve("combine", sizes.combine.weights_offset + num_bytes(slots))
     results = (
@@ -282,7 +259,7 @@ def grouped_gemm_combine_with_weight_gradient(
     return sums.out_ptr, slot_weights, gradient
 
 
-def _expert_rows(saved: Array, handle: Handle, saved_as: str) -> Array:
+def expert_rows(saved: Array, handle: Handle, saved_as: str) -> Array:
     """Return saved tokens in expert order: a GEMM that gathers is slower than a copy (docs/design/grouped_gemm.md)."""
     return saved if saved_as == "rows" else gather_rows(saved, row_tokens(handle), handle.group_sizes)
 
@@ -306,23 +283,9 @@ def combine_with_weight_gradient_sizes(
 
 
 def _gradient_arguments(
-    h: Array, w: Array, tokens: Array | None, sizes: gemm_structs.WeightGradient | None, transpose_rhs: bool
-) -> tuple[Argument | None, Argument | None]:
-    """Return both factors of the gradient of w, and the gradient itself, if there are tokens."""
-    if tokens is None or sizes is None:
-        return None, None
-    left, right = (tokens, h) if transpose_rhs else (h, tokens)
-    return gradient_operands(left, right, sizes), gradient_result(w.shape, h.dtype, sizes)
-
-
-def weight_gradient(
-    saved: Array, rows: Array, handle: Handle, *, transpose: bool, saved_as: str, products: GroupedGemm
-) -> Array:
-    """Multiply dispatched tokens by rows `[R, N]`, per local expert, in a separate launch.
-
-    Returns:
-      `[L, H, N]`, or `[L, N, H]` with `transpose`; zero for experts without rows.
-    """
-    tokens = _expert_rows(saved, handle, saved_as)
-    lhs, rhs = (rows, tokens) if transpose else (tokens, rows)
-    return products.weight_gradient(lhs, rhs, handle.group_sizes, out_dtype=saved.dtype)
+    h: Array, tokens: Array, sizes: gemm_structs.WeightGradient, transpose: bool
+) -> tuple[Argument, Argument]:
+    """Return both factors of a weight gradient, and the gradient itself."""
+    left, right = (tokens, h) if transpose else (h, tokens)
+    shape = sizes.num_groups, left.shape[1], right.shape[1]
+    return gradient_operands(left, right, sizes), gradient_result(shape, h.dtype, sizes)

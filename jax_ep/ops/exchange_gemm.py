@@ -271,9 +271,10 @@ def run_combine(
         )
         run = registry.get("exchange", plan.exchange.combine.implementation)
         return run.combine_tokens(plan.options, y, row_weights, handle)
-    return plan.run.grouped_gemm_combine(
+    found = plan.run.grouped_gemm_combine(
         plan.options, h, row_weights, w, handle, transpose_rhs=transpose_rhs, bias=bias
     )
+    return found[:2]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -290,7 +291,9 @@ def weight_gradient(
 
     `saved` holds what became of the tokens `x` on the way; gradients go to `x` alone.
     """
-    return plan.run.weight_gradient(saved, rows, handle, transpose=transpose, saved_as=saved_as, products=plan.gemm.run)
+    tokens = plan.run.expert_rows(saved, handle, saved_as)
+    lhs, rhs = (rows, tokens) if transpose else (tokens, rows)
+    return plan.gemm.run.weight_gradient(lhs, rhs, handle.group_sizes, out_dtype=saved.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -306,18 +309,14 @@ def multiply_with_combine_and_weight_gradient(
     handle: Handle,
 ) -> tuple[Array, Array | None, Array]:
     """`multiply_with_combine`, and `weight_gradient` of the same rows in the shape of `w`, which share a launch."""
-    return plan.run.grouped_gemm_combine_with_weight_gradient(
-        plan.options,
-        h,
-        row_weights,
-        w,
-        saved,
-        handle,
-        transpose_rhs=transpose_rhs,
-        saved_as=saved_as,
-        mode=plan.gradient_mode,
-        products=plan.gemm.run,
-    )
+    tokens = plan.run.expert_rows(saved, handle, saved_as)
+    if plan.gradient_mode == "scatter":
+        operands = plan.options, h, row_weights, w, handle
+        found = plan.run.grouped_gemm_combine(*operands, transpose_rhs=transpose_rhs, tokens=tokens)
+        return cast(tuple[Array, Array | None, Array], found)
+    y = plan.gemm.run.grouped_gemm(h, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=h.dtype)
+    combine = plan.run.combine_with_weight_gradient
+    return combine(plan.options, y, row_weights, h, tokens, handle, transpose=transpose_rhs)
 
 
 type _Sums = tuple[Array, Array | None]

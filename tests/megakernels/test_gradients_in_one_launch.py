@@ -55,10 +55,14 @@ def launches(layout, transposed, mode, *, parts):
         handle = registry.get("exchange", "triton").plan(options, ids, layout)
         plan = facts_of.exchange_gemm(options, layout, BF16, SHAPE.hidden, SHAPE.intermediate)
         saved = run.dispatch_grouped_gemm(options, x, None, w, handle, transpose_rhs=not transposed, **sent)[1]
-        arguments = {"transpose_rhs": transposed, "saved_as": "tokens", "mode": mode, "products": products}
-        sums, _, gradient = run.grouped_gemm_combine_with_weight_gradient(
-            options, h, None, w, saved, handle, **arguments
-        )
+        tokens = run.expert_rows(saved, handle, "tokens")
+        if mode == "scatter":
+            arguments = {"transpose_rhs": transposed, "tokens": tokens}
+            sums, _, gradient = run.grouped_gemm_combine(options, h, None, w, handle, **arguments)
+        else:
+            y = products.grouped_gemm(h, w, handle.group_sizes, transpose_rhs=transposed, out_dtype=h.dtype)
+            combine = run.combine_with_weight_gradient
+            sums, _, gradient = combine(options, y, None, h, tokens, handle, transpose=transposed)
         found = sums, gradient
         if not parts:
             return found

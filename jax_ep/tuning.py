@@ -49,7 +49,7 @@ def use(path: str | os.PathLike[str] | None) -> None:
     if path is not None and not isinstance(path, str | os.PathLike):
         raise TypeError(f"use: path is {type_name(path)}, expected a path, or None for no file; pass one of them.")
     kind = jax.local_devices()[0].device_kind
-    context.set_tuning(Tuning(kind) if path is None else file.read(Path(path), kind))
+    context.set_tuning(Tuning(kind) if path is None else file.read(Path(path), kind, "use"))
 
 
 def current() -> Tuning:

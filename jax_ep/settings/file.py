@@ -118,7 +118,7 @@ def _read_once(path: Path | None, device_kind: str, must_exist: bool) -> Tuning:
     return Tuning(device_kind)
 
 
-def read(path: Path, device_kind: str) -> Tuning:
+def read(path: Path, device_kind: str, function: str = "jax-ep tune") -> Tuning:
     """Read and check a file.
 
     Raises:
@@ -128,10 +128,15 @@ def read(path: Path, device_kind: str) -> Tuning:
     """
     try:
         return _load(path, device_kind)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"tuned settings: there is no {path}; `jax-ep tune --out {path}` makes it.") from error
+    except OSError as error:
+        raise type(error)(
+            f"{function}: cannot read {cut(path, 200)} ({error.strerror}), expected a file of tuned settings;"
+            " `jax-ep tune --out FILE` makes one."
+        ) from error
     except ValueError as error:
-        raise ValueError(f"tuned settings of {path} do not fit: {error}; `jax-ep tune` makes one that does.") from error
+        raise ValueError(
+            f"{function}: {cut(path, 200)} does not fit: {error}; `jax-ep tune` makes one that does."
+        ) from error
 
 
 def _load(path: Path, device_kind: str) -> Tuning:

@@ -44,22 +44,26 @@ def poison(array, group_sizes):
     return out
 
 
+def check(call, rng, rows, sizes, inner, columns, dtype):
+    """Check results and gradients, with NaN in the rows past the groups, which are zero in results."""
+    sizes = np.array(sizes, np.int32)
+    lhs, rhs = reals(rng, rows, inner, dtype=dtype), reals(rng, sizes.size, inner, columns, dtype=dtype)
+    d_out = reals(rng, rows, columns, dtype=dtype)
+    got = call(poison(lhs, sizes), rhs, sizes, poison(d_out, sizes))
+    want = oracle.grouped_gemm(lhs, rhs, sizes), *oracle.grouped_gemm_gradients(lhs, rhs, sizes, d_out)
+    for what, g, w in zip(("out", "d_lhs", "d_rhs"), got, want, strict=True):
+        assert g.dtype == dtype, what
+        assert_close(g, w, what)
+    for g in got[:2]:
+        assert not g[sizes.sum() :].any(), "rows past the groups are not zero"
+
+
 @pytest.mark.parametrize("dtype", [BF16, pytest.param(F16, marks=pytest.mark.slow_interpreted), F32], ids=str)
 def test_grouped_gemm_groups(implementation, dtype, rng, subtests):
     call = with_gradients(implementation)
     for name, (rows, sizes) in GROUPS.items():
         with subtests.test(name):
-            group_sizes = np.array(sizes, np.int32)
-            lhs, rhs = reals(rng, rows, 9, dtype=dtype), reals(rng, 4, 9, 5, dtype=dtype)
-            d_out = reals(rng, rows, 5, dtype=dtype)
-            got = call(poison(lhs, group_sizes), rhs, group_sizes, poison(d_out, group_sizes))
-            want = (oracle.grouped_gemm(lhs, rhs, group_sizes),
-                    *oracle.grouped_gemm_gradients(lhs, rhs, group_sizes, d_out))  # fmt: skip
-            for what, g, w in zip(("out", "d_lhs", "d_rhs"), got, want, strict=True):
-                assert g.dtype == dtype, what
-                assert_close(g, w, what)
-            for g in got[:2]:
-                assert not g[group_sizes.sum() :].any(), "rows past the groups are not zero"
+            check(call, rng, rows, sizes, 9, 5, dtype)
 
 
 @pytest.mark.parametrize(("rows", "groups", "inner", "columns"), [(1, 1, 1, 1), (300, 3, 130, 67), (5, 64, 8, 8)])
@@ -79,16 +83,8 @@ def test_grouped_gemm_shapes(implementation, rows, groups, inner, columns, rng):
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 def test_grouped_gemm_remainders(implementation, dtype, rng):
     """Groups of all sizes around those of tiles, empty ones at both ends, and rows past them."""
-    group_sizes = np.array([0, 1, 63, 64, 65, 127, 128, 129, 0], np.int32)
-    rows = group_sizes.sum() + 7
-    lhs, rhs = reals(rng, rows, 24, dtype=dtype), reals(rng, group_sizes.size, 24, 13, dtype=dtype)
-    d_out = reals(rng, rows, 13, dtype=dtype)
-    got = with_gradients(implementation)(poison(lhs, group_sizes), rhs, group_sizes, poison(d_out, group_sizes))
-    want = oracle.grouped_gemm(lhs, rhs, group_sizes), *oracle.grouped_gemm_gradients(lhs, rhs, group_sizes, d_out)
-    for what, g, w in zip(("out", "d_lhs", "d_rhs"), got, want, strict=True):
-        assert_close(g, w, what)
-    for g in got[:2]:
-        assert not g[group_sizes.sum() :].any(), "rows past the groups are not zero"
+    sizes = [0, 1, 63, 64, 65, 127, 128, 129, 0]
+    check(with_gradients(implementation), rng, sum(sizes) + 7, sizes, 24, 13, dtype)
 
 
 # In Mosaic's interpreter NumPy multiplies, and warns about infinities.

@@ -9,11 +9,10 @@ import pytest
 
 import jax_ep
 import oracle
-import oracle_serving
 from cases import BF16, F32, assert_close, fp8_tolerance, reals
 from harness import to_numpy
 from jax_ep.quantization import quantize, quantize_fp8
-from stored_experts import fp8_weights
+from stored_experts import Fp8Operands, fp8_weights
 
 OPERATION = "grouped_gemm"
 pytestmark = pytest.mark.slow_interpreted(unless={"implementation": ["triton"]})  # Mosaic's interpreter takes seconds.
@@ -32,16 +31,12 @@ def gemm(implementation, **options):
     return lambda *args, **scales: to_numpy(call(*args, **scales))
 
 
-class Problem:
-    """Operands with scales of very different sizes; rows past the groups are NaN."""
+class Problem(Fp8Operands):
+    """Rows past the groups are NaN."""
 
     def __init__(self, rng, rows, sizes, depth, columns):
-        groups, blocks, self.used = len(sizes), depth // 128, sum(sizes)
-        self.sizes = np.array(sizes, np.int32)
-        self.lhs = (100 * reals(rng, rows, depth)).clip(-448, 448).astype(oracle.FP8)
-        self.rhs = (100 * reals(rng, groups, columns, depth)).clip(-448, 448).astype(oracle.FP8)
-        self.lhs_scales = (2.0 ** rng.uniform(-9, 2, (rows, blocks))).astype(F32)
-        self.rhs_scales = (2.0 ** rng.uniform(-9, 2, (groups, -(-columns // 128), blocks))).astype(F32)
+        super().__init__(rng, (rows,), depth, len(sizes), columns)
+        self.used, self.sizes = sum(sizes), np.array(sizes, np.int32)
 
     def call(self, fn):
         lhs, scales = self.lhs.copy(), self.lhs_scales.copy()
@@ -49,8 +44,7 @@ class Problem:
         return fn(lhs, fp8_weights(self.rhs, self.rhs_scales), self.sizes, lhs_scales=scales)
 
     def want(self):
-        lhs = oracle.dequantize(self.lhs, self.lhs_scales, np.float64)
-        rhs = oracle_serving.dequantize_blocks(self.rhs, self.rhs_scales)
+        lhs, rhs = self.dequantized()
         return oracle.grouped_gemm(lhs, np.swapaxes(rhs, 1, 2), self.sizes)
 
 
@@ -76,19 +70,17 @@ def test_grouped_gemm_fp8_result_dtypes(implementation, dtype, rng, request):
     assert_close(got, problem.want(), tolerance=1e-5 if dtype == jnp.float64 else None)
 
 
-def test_grouped_gemm_fp8_accumulates_in_float32(implementation):
+@pytest.mark.parametrize("masked", [False, True])
+def test_grouped_gemm_fp8_accumulates_in_float32(implementation, masked):
     """A small term after a large one is not lost, as in sums with fewer bits."""
-    depth = 16 * 128
-    lhs_scales = np.full((4, 16), 2.0**-6, F32)
-    lhs_scales[:, 0] = 2.0**9
-    call = gemm(implementation, preferred_element_type=jnp.float32)
-    got = call(
-        np.ones((4, depth), oracle.FP8),
-        fp8_weights(np.ones((1, 8, depth), oracle.FP8), np.ones((1, 1, 16), F32)),
-        np.array([4], np.int32),
-        lhs_scales=lhs_scales,
-    )
-    np.testing.assert_array_equal(got, 2.0**16 + 15 * 2)
+    depth, rows = 16 * 128, (1, 4) if masked else (4,)
+    scales = np.full((*rows, 16), 2.0**-6, F32)
+    scales[..., 0] = 2.0**9
+    w = fp8_weights(np.ones((1, 8, depth), oracle.FP8), np.ones((1, 1, 16), F32))
+    operands = np.ones((*rows, depth), oracle.FP8), w, np.array([4], np.int32)
+    call = jax_ep.masked_grouped_gemm if masked else jax_ep.grouped_gemm
+    options = {"preferred_element_type": jnp.float32, "implementation": implementation}
+    np.testing.assert_array_equal(jax.jit(partial(call, **options))(*operands, lhs_scales=scales), 2.0**16 + 15 * 2)
 
 
 def test_grouped_gemm_fp8_quantized_operands(implementation, rng):

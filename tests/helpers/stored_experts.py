@@ -6,7 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import oracle
 import oracle_quantized
+import oracle_serving
+from cases import F32, reals
 from jax_ep import QuantizedWeights, formats
 from jax_ep.quantization import quantize, with_layout
 
@@ -34,3 +37,18 @@ def stand_for(q: QuantizedWeights) -> np.ndarray:
     q = with_layout(q, "transposed") if q.is_prepacked else q
     values, scales = jax.tree.map(np.asarray, (q.values, q.scales))
     return np.swapaxes(oracle_quantized.dequantize(values, scales, q.format), -1, -2)
+
+
+class Fp8Operands:
+    """Operands in FP8 with scales of very different sizes: `lhs [*rows, K]` and `rhs [G, N, K]`."""
+
+    def __init__(self, rng: Any, rows: tuple[int, ...], depth: int, groups: int, columns: int) -> None:
+        blocks = depth // 128
+        self.lhs = (100 * reals(rng, *rows, depth)).clip(-448, 448).astype(oracle.FP8)
+        self.rhs = (100 * reals(rng, groups, columns, depth)).clip(-448, 448).astype(oracle.FP8)
+        self.lhs_scales = (2.0 ** rng.uniform(-9, 2, (*rows, blocks))).astype(F32)
+        self.rhs_scales = (2.0 ** rng.uniform(-9, 2, (groups, -(-columns // 128), blocks))).astype(F32)
+
+    def dequantized(self) -> tuple[np.ndarray, np.ndarray]:
+        rhs = oracle_serving.dequantize_blocks(self.rhs, self.rhs_scales)
+        return oracle.dequantize(self.lhs, self.lhs_scales, np.float64), rhs

@@ -10,7 +10,6 @@ import os
 import secrets
 import zlib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -134,7 +133,7 @@ def pytest_sessionstart(session):
         _begin(session.config)
 
 
-_begun: Any = None  # The context that `_begin` created.
+_begun = None  # The context that `_begin` created.
 
 
 def _begin(config):

@@ -1,7 +1,6 @@
 """`jax-ep bench`, `jax-ep scale` and `jax-ep trace` from the command line."""
 
 import json
-from typing import Any
 
 import pytest
 
@@ -24,7 +23,7 @@ def test_bench_help_names_the_command_and_a_model(name, capsys):
 
 
 def test_bench_passes_options_on_and_names_a_folder(monkeypatch):
-    seen: list[Any] = []
+    seen = []
     monkeypatch.setattr(benchmark, "_main", lambda name: lambda *arguments: seen.append((name, *arguments)))
     assert __main__.main(["bench", "exchange", "--model", "qwen3-30b", "--tokens", "8", "16"]) == 0
     assert __main__.main(["bench", "moe", "--out=there"]) == 0

@@ -200,7 +200,7 @@ def test_stored_array_parts_of_rows(shape, tmp_path, rng):
 @pytest.fixture
 def taken(monkeypatch):
     """Record the shapes of the parts that are read from tensors."""
-    shapes: list[tuple[int, ...]] = []
+    shapes = []
     read = StoredArray.read_into
 
     def counting(source, part, index):
@@ -395,7 +395,7 @@ def test_checkpoint_progress_bar(tmp_path, rng, monkeypatch):
     """On a terminal with rich; it ends when all bytes of the result have been read."""
     progress = pytest.importorskip("rich.progress")
     checkpoint, want = written("gpt_oss", tmp_path, rng)
-    advanced: list[float] = []
+    advanced = []
     advance = progress.Progress.advance
     monkeypatch.setattr(progress.Progress, "advance", lambda bar, task, n: (advanced.append(n), advance(bar, task, n)))
     monkeypatch.setattr(sys, "stderr", Terminal())

@@ -5,9 +5,7 @@ import json
 import os
 import pickle
 import struct
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -58,7 +56,7 @@ def fails(folder, text, *errors):
 
 
 NO_NUMBERS = (None, True, 1.5, "1", -1, 2**64, [])
-HEADERS: dict[str, tuple[Any, int]] = {
+HEADERS = {
     "list": ([], 0),
     "null": (b"null", 0),
     "nested deeply": (b"[" * 200_000, 0),
@@ -186,7 +184,7 @@ def test_json_without_end(name, folder):
     fails(folder, rf"{name} is not valid \(larger than 64 MiB\)")
 
 
-KINDS: dict[str, Callable[[Path], Any]] = {
+KINDS = {
     "fifo": os.mkfifo,
     "folder": Path.mkdir,
     "device": lambda path: path.symlink_to("/dev/zero"),

@@ -8,7 +8,6 @@ import re
 import tokenize
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import jax
 import pytest
@@ -50,7 +49,7 @@ def python_blocks(page):
 
 def run_blocks(blocks, name):
     """Run blocks in one namespace and compare what they print on CPU devices; a line that ends in "..." may go on."""
-    namespace: dict[str, Any] = {"__name__": "__docs__"}
+    namespace = {"__name__": "__docs__"}
     try:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             for block, printed in blocks:
@@ -77,7 +76,7 @@ def anchors(page):
 
 def resolve(dotted):
     """Return the module or object of that name, or raise an error."""
-    value: Any = jax_ep
+    value = jax_ep
     for i, part in enumerate(dotted.split(".")[1:], 2):
         if not hasattr(value, part):
             importlib.import_module(".".join(dotted.split(".")[:i]))
@@ -172,7 +171,7 @@ def test_docs_commands_exist():
             assert set(names.split(",")) <= set(extras), f"{page.name}: {names}"
 
 
-def test_docs_files_named_in_comments_exist() -> None:
+def test_docs_files_named_in_comments_exist():
     """Check names of sources, pages and reports in comments and docstrings of the package."""
     folders = ("benchmarks", "docs", "examples", "jax_ep", "tests", "tools")
     names = {path.name for folder in folders for path in (ROOT / folder).rglob("*.*")} | {"CONTRIBUTING.md"}

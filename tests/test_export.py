@@ -1,8 +1,5 @@
 """Result types in `jax.export`: each can be serialized, as an argument and as a result."""
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +18,7 @@ ONE = jnp.ones((2, 3))
 HANDLE = jax_ep.types.Handle(ONE, ONE, ONE, ONE, None, ONE, ONE, LAYOUT)
 IDS = jnp.zeros((4, 2), jnp.int32)
 W = jnp.ones((2, 128, 128))
-VALUES: dict[str, Callable[[], Any]] = {
+VALUES = {
     "Routing": lambda: jax_ep.Routing(IDS, ONE, ONE),
     "Handle": lambda: HANDLE,
     "HierarchicalHandle": lambda: jax_ep.types.HierarchicalHandle(HANDLE, HANDLE, ONE, ONE),
@@ -94,7 +91,7 @@ def _in_fp8(x):
 
 
 ONES = jnp.ones((4, 128, 256), jnp.bfloat16), jnp.ones((4, 128, 128), jnp.bfloat16)
-OF_KNOWN_SIZE: dict[str, Callable[..., Any]] = {
+OF_KNOWN_SIZE = {
     "fused_moe int8": lambda x, idx, w: jax_ep.fused_moe(x, idx, w, _int8(128, 256), _int8(128, 128)),
     "fused_moe fp8": lambda x, idx, w: jax_ep.fused_moe(x.astype(jnp.bfloat16), idx, w, *ONES, recipe="fp8"),
     "low_latency_moe": lambda x, idx, w: jax_ep.low_latency_moe(

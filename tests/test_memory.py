@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import harness
@@ -25,35 +23,35 @@ ONE = 4 * ROWS * WIDTH  # Bytes of the activations of one layer.
 
 
 @pytest.fixture(autouse=True)
-def promotion() -> Iterator[None]:
+def promotion():
     """Optax and the models need it."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
 
-def of(*shape: int, dtype: Any = jnp.float32, **options: Any) -> jax.ShapeDtypeStruct:
+def of(*shape, dtype=jnp.float32, **options):
     return jax.ShapeDtypeStruct(shape, dtype, **options)
 
 
-def chain(x: jax.Array, weights: Any) -> jax.Array:
+def chain(x, weights):
     for w in weights:
         x = jnp.tanh(x @ w)
     return x
 
 
-def gradients(weights: Any, x: jax.Array, layers: Callable[..., jax.Array] = chain) -> Any:
+def gradients(weights, x, layers=chain):
     return jax.grad(lambda weights: layers(x, weights).sum())(weights)
 
 
-def microbatches(weights: Any, x: jax.Array) -> Any:
-    def add(total: Any, part: jax.Array) -> tuple[Any, None]:
+def microbatches(weights, x):
+    def add(total, part):
         return jax.tree.map(jnp.add, total, gradients(weights, part)), None
 
     zeros = jax.tree.map(jnp.zeros_like, weights)
     return jax.lax.scan(add, zeros, x.reshape(2, -1, WIDTH))[0]
 
 
-def either(weights: Any, x: jax.Array) -> Any:
+def either(weights, x):
     return jax.lax.cond(x[0, 0] > 0, lambda: gradients(weights, x), lambda: weights)
 
 
@@ -64,7 +62,7 @@ CASES |= {"forward": (lambda weights, x: chain(x, weights), 0)}
 
 
 @pytest.mark.parametrize(("step", "layers"), CASES.values(), ids=CASES)
-def test_plan_memory_kept_activations(step: Callable[..., Any], layers: float) -> None:
+def test_plan_memory_kept_activations(step, layers):
     """One activation per layer; with microbatches those of one, and its tokens."""
     x, weights = of(ROWS, WIDTH), [of(WIDTH, WIDTH)] * LAYERS
     plan = jax_ep.plan_memory(step, weights, x)
@@ -72,7 +70,7 @@ def test_plan_memory_kept_activations(step: Callable[..., Any], layers: float) -
 
 
 @pytest.mark.slow
-def test_plan_memory_flax_step_agrees_with_xla_and_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_memory_flax_step_agrees_with_xla_and_arrays(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples"))
     from lm.model import ModelConfig
     from lm.training import TrainConfig, Trainer
@@ -97,23 +95,23 @@ def test_plan_memory_flax_step_agrees_with_xla_and_arrays(monkeypatch: pytest.Mo
     assert np.isfinite(metrics["loss"])
 
 
-def layer_step(mesh: Mesh, **options: Any) -> Callable[..., Any]:
+def layer_step(mesh, **options):
     layer = sharding.sharded_moe(mesh, num_experts=8, **options)
 
-    def loss(weights: Any, *tokens: jax.Array) -> jax.Array:
+    def loss(weights, *tokens):
         return layer(*tokens, *weights).astype(jnp.float32).sum()
 
     return jax.jit(jax.grad(loss))
 
 
-def layer_arguments(mesh: Mesh, num_tokens: int = 64) -> list[Any]:
+def layer_arguments(mesh, num_tokens=64):
     place = partial(of, sharding=NamedSharding(mesh, P("expert")))
     weights = place(8, 32, 64, dtype=jnp.bfloat16), place(8, 32, 32, dtype=jnp.bfloat16)
     ids = place(num_tokens, 2, dtype=jnp.int32), place(num_tokens, 2)
     return [weights, place(num_tokens, 32, dtype=jnp.bfloat16), *ids]
 
 
-def test_plan_memory_spare_experts(mesh: Mesh) -> None:
+def test_plan_memory_spare_experts(mesh):
     step = layer_step(mesh, balance=jax_ep.Balance(spare_experts=2), implementation="xla")
     arguments = layer_arguments(mesh)
     step.lower(*arguments)  # A cached trace hides nothing.
@@ -123,7 +121,7 @@ def test_plan_memory_spare_experts(mesh: Mesh) -> None:
     assert "copies of experts" not in str(jax_ep.plan_memory(lambda x: x, 1.0))
 
 
-def test_plan_memory_heap_is_what_the_context_reserves(two_ranks: Mesh) -> None:
+def test_plan_memory_heap_is_what_the_context_reserves(two_ranks):
     plan = jax_ep.plan_memory(layer_step(two_ranks, implementation="triton"), *layer_arguments(two_ranks, 1 << 17))
     heap = context.heap("test")
     generations = {g.allocation: heap._memory.pool.heap(0, g.allocation).nbytes for g in heap.generations}
@@ -131,8 +129,8 @@ def test_plan_memory_heap_is_what_the_context_reserves(two_ranks: Mesh) -> None:
     assert plan.total == sum(size for name, size in plan.rows() if name.strip() == name and name != "total")
 
 
-def test_plan_memory_names_arguments() -> None:
-    def step(params: Any, *rest: jax.Array, scale: jax.Array) -> Any:
+def test_plan_memory_names_arguments():
+    def step(params, *rest, scale):
         return jax.tree.map(lambda p: (p + rest[0]) * scale, params)
 
     small = of(8)
@@ -190,14 +188,14 @@ def test_plan_memory_reads_the_text_of_gpu_programs():
     assert parsed["host"] == [0]
 
 
-def test_plan_memory_errors() -> None:
+def test_plan_memory_errors():
     for step, name in ((3, "an int"), (jax.jit(jnp.sin).lower(1.0).compile(), "a Compiled")):
         with pytest.raises(TypeError, match=f"^plan_memory: step is {name}, expected a function; pass the training"):
             jax_ep.plan_memory(step)
 
 
 @pytest.mark.slow
-def test_doctor_plan(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_plan(capsys):
     arguments = ["doctor", "--plan", "tiny", "--tokens", "32", "--length", "16", "--layers", "1"]
     assert __main__.main([*arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

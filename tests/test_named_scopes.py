@@ -1,7 +1,6 @@
 """Profiles and lowered programs name the operations of the package, including backward passes."""
 
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ EXCHANGES = ("dispatch", "combine", "dispatch_grouped_gemm", "grouped_gemm_combi
 ROUTING = ("topk_router", "sparsemixer_router", "load_balancing_loss", "router_z_loss")
 ARRAYS = ("grouped_gemm", "fused_moe", "moe_sort", "identity_experts", "dequantize_fp8", "dequantize")
 DIFFERENTIABLE = (*EXCHANGES, *ARRAYS, *ROUTING, "low_latency_dispatch")
-CHANGES: dict[str, dict[str, Any]] = {"low_latency_dispatch": {"quantize": False}}  # FP8 has no gradient.
+CHANGES = {"low_latency_dispatch": {"quantize": False}}  # FP8 has no gradient.
 LAUNCHED = (*NEEDS_AXIS, "fused_moe", "moe_sort", "masked_grouped_gemm", "masked_gated_activation")
 MATRICES = f32(E, H, 2 * H), f32(E, H, H)
 

@@ -1,7 +1,6 @@
 """`examples/own_triton_kernel.py`: its kernels run in Triton's interpreter, and compile for GPUs."""
 
 import importlib.util
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +91,7 @@ def test_triton_call_under_transformations(two_ranks, rng):
 
 def test_triton_call_mistakes(two_ranks, subtests):
     x, shape = jnp.ones((2, 4)), jax.ShapeDtypeStruct((2, 2), jnp.float32)
-    mistakes: list[tuple[Any, type[Exception], str]] = [
+    mistakes = [
         (lambda: call(x, out_shape=(shape, shape)), ValueError, "takes the pointers .* 4 operands and 2 results"),
         (lambda: call(x, out_shape=3), TypeError, "out_shape contains an int, expected jax.ShapeDtypeStruct"),
         (lambda: call(x, grid=0), ValueError, "grid=0, expected"),

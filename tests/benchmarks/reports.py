@@ -2,9 +2,7 @@
 
 import argparse
 import datetime
-import subprocess
 import threading
-from pathlib import Path
 
 from harness import ROOT, STRICT_PYTHON, run_command
 
@@ -15,36 +13,36 @@ KEYS = {"name", "script", "date", "versions", "device", "settings", "summary", "
 class Clock:
     """A clock that naps alone put forward: what is measured does not depend on the machine."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._now = 0.0
         self._lock = threading.Lock()
 
-    def perf_counter(self) -> float:
+    def perf_counter(self):
         return self._now
 
-    def nap(self, seconds: float) -> None:
+    def nap(self, seconds):
         with self._lock:
             self._now += seconds
 
 
-def arguments(out: Path, **changed: object) -> argparse.Namespace:
+def arguments(out, **changed):
     """A parsed command line."""
     return argparse.Namespace(**{"out": out, "suffix": "", "script": "script", "rounds": 3, "quick": False} | changed)
 
 
-def run(script: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(script, folder, *arguments):
     """A quick run of a script, as from the command line."""
     return run_command(*STRICT_PYTHON, str(BENCHMARKS / script), "--quick", "--out", str(folder), *arguments)
 
 
-def run_quickly(script: str, folder: Path, *arguments: str) -> str:
+def run_quickly(script, folder, *arguments):
     """What a quick run that succeeds prints."""
     completed = run(script, folder, *arguments)
     assert completed.returncode == 0, completed.stdout + completed.stderr
     return completed.stdout
 
 
-def check_report(content: dict) -> None:
+def check_report(content):
     """What every report must say for its figures to mean something."""
     assert set(content) == KEYS
     date = datetime.datetime.fromisoformat(content["date"])

@@ -20,7 +20,7 @@ def test_the_exchange_sends_the_rows_of_the_model(way, rng, monkeypatch):
     if jax.default_backend() != "cpu":
         pytest.skip("counts by an emulation")
     mesh, topology = make_mesh((2, 4), ("node", "expert")), Topology(8, 4, 16)
-    sent: list[tuple[str, int, list[int]]] = []
+    sent = []
     note = lambda call, rank, sizes: sent.append((call[1], int(rank), sizes.tolist()))  # noqa: E731
     portable_ways.record_sizes(monkeypatch, note, axis=("node", "expert"))
     axes = ("node", "expert") if way == "flat" else jax_ep.Topology(node="node", local="expert")

@@ -1,7 +1,6 @@
 """Quick runs of the benchmarks' scripts on CPU devices: every variant is called, and the reports are complete."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -39,7 +38,7 @@ def check_exchange(rows, content):
 
 
 def check_low_latency(rows, content):
-    cases: dict[tuple[int, int], dict[str, dict]] = {}
+    cases = {}
     for row in rows:
         cases.setdefault((row["shape"]["ranks"], row["shape"]["tokens_per_rank"]), {})[row["variant"]] = row
     assert set(cases) == {(int(n), tokens) for n, counts in content["settings"]["tokens"].items() for tokens in counts}
@@ -120,7 +119,7 @@ def check_compare(rows, content):
     assert {"grouped_gemm", "moe, gradients", "low_latency_moe, FP8", "fused_moe"} <= set(content["summary"])
 
 
-RUNS: list[tuple[str, str, str, Callable[[list[dict], dict], None]]] = [
+RUNS = [
     ("exchange.py --ranks 2 --routing uniform --ragged-tokens 8", "dispatch_combine", "8 tokens/rank", check_exchange),
     ("low_latency.py --parts exchange --ranks 2", "low_latency", "2 tokens/rank, 2 ranks", check_low_latency),
     ("low_latency.py --parts layer", "decode_layer", "2 tokens/rank, 4 ranks", check_decode),

@@ -3,7 +3,6 @@
 import functools
 import math
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -291,7 +290,7 @@ def test_hierarchical_low_latency_moe(implementation, two_nodes, rng, in_fp8):
     layer = Layer(rng, "uniform", 4, shape)  # Decoding assigns a token to an expert once.
 
     def fn(x, idx, weights, w_gate_up, w_down):
-        matrices: Any = (w_gate_up, w_down)
+        matrices = (w_gate_up, w_down)
         if in_fp8:
             matrices = [jax_ep.quantize(w, "fp8", activations="fp8") for w in (w_gate_up, w_down)]
         options = {"num_experts": shape.num_experts, "axis_name": TOPOLOGY}
@@ -336,7 +335,7 @@ def test_hierarchical_flax_layer(two_nodes, rng):
         MoE(10, 6, 8, 2, axes=MeshAxes(jax_ep.Topology("node", "expert", node_capacity=4)), rngs=nnx.Rngs(0))
 
 
-MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+MISTAKES = {
     "the same axis twice": ({"node": "node", "local": "node"}, ValueError, "name an axis twice"),
     "no axis": ({"node": (), "local": "expert"}, ValueError, "names no axis"),
     "no name": ({"node": 1, "local": "expert"}, TypeError, "expected the name of a mesh axis"),

@@ -1,7 +1,5 @@
 """low_latency_gemm_combine: the GEMM fused with the combine that follows it."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,7 +60,7 @@ def test_low_latency_gemm_combine_quantized_weights(implementation, stored, acti
     def fn(x, ids, weights, lhs, w):
         rhs = store(w, stored, activations=activations)
         sizes = {"num_experts": shape.num_experts, "max_tokens_per_rank": MAX_TOKENS}
-        options: Any = {"implementation": implementation}
+        options = {"implementation": implementation}
         d = jax_ep.low_latency_dispatch(x, ids, **sizes, quantize=False, **options)
         options["preferred_element_type"] = jnp.float32
         y = jax_ep.masked_grouped_gemm(lhs, rhs, d.group_sizes, **options)

@@ -1,8 +1,6 @@
 """No tokens on any rank: results have the documented shapes, and gradients are zero."""
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +43,7 @@ def low_latency(x, idx, weights, up, down, *, implementation, **options):
     return jax_ep.low_latency_combine(sent.tokens, idx, weights, sent.handle, implementation=implementation)
 
 
-LAYERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+LAYERS = {
     "dispatch": (dispatch, {}),
     "dispatch with a capacity": (dispatch, {"capacity": 8, "alignment": 4}),
     "dispatch and combine": (exchange, {}),

@@ -2,7 +2,6 @@
 
 import dataclasses
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -210,7 +209,7 @@ def test_quantized_gemm_fp8_tokens_other_formats(implementation, given, block_si
     matrices = np.swapaxes(stand_for(q), -1, -2)
     rows = reals(rng, 35, depth, dtype=BF16)
     want = oracle.grouped_gemm(in_fp8(rows), np.swapaxes(matrices, -1, -2), sizes)
-    options: Any = {"preferred_element_type": jnp.float32, "implementation": implementation}
+    options = {"preferred_element_type": jnp.float32, "implementation": implementation}
     if given == "rows":
         got = to_numpy(jax.jit(partial(jax_ep.grouped_gemm, **options))(rows, q, sizes))
     else:

@@ -1,7 +1,6 @@
 """Sums in another dtype than that of tokens: the same sums except for the last rounding, and the same gradients."""
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from harness import compiled
 from layers import Layer, second_derivative
 
 SHAPE = Shape(num_tokens=12, hidden=16, intermediate=8)
-LAYERS: dict[str, dict[str, Any]] = {
+LAYERS = {
     "scatter": {"schedule": jax_ep.Schedule(combine_mode="scatter")},
     "serial": {"schedule": jax_ep.Schedule(combine_mode="serial", dispatch_mode="serial")},
     "dropping": {"capacity": 20},

@@ -2,7 +2,6 @@
 
 import itertools
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -174,7 +173,7 @@ def test_single_launch_random_sizes(implementation, seed):
     )
     layer = Layer(rng, "uniform", 1, shape, dtype, gated=gated)
     ids = rng.integers(-1, num_experts, layer.topk_idx[0].shape, dtype=np.int32)
-    matrices: Any = [w if stored is None else store(w, stored) for w in (layer.w_gate_up, layer.w_down)]
+    matrices = [w if stored is None else store(w, stored) for w in (layer.w_gate_up, layer.w_down)]
     biases = drawn_biases(rng, layer, lambda: rng.integers(2))
     check(implementation, (layer.x[0], ids, layer.topk_weights[0]), matrices, experts, biases)
 

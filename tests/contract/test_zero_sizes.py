@@ -1,8 +1,6 @@
 """Sizes of zero: an empty result, zeros, or an error that names the size, in every operation and layout."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +74,7 @@ def layer_of(T, K, E, H, inner):
 def test_zero_sizes_layers(sizes, recipe, implementation):
     """No tokens, or experts without hidden columns: forward and gradient."""
     x, ids, weights, w_gate_up, w_down = layer_of(*sizes)
-    options: dict[str, Any] = {"recipe": recipe, "implementation": implementation}
+    options = {"recipe": recipe, "implementation": implementation}
 
     def layer(x, *w):
         return jax_ep.fused_moe(x, ids, weights, *w, **options)
@@ -89,7 +87,7 @@ def test_zero_sizes_layers(sizes, recipe, implementation):
 def test_zero_sizes_balanced(implementation, expert_mesh):
     """Copies of experts without hidden columns."""
     x, ids, weights, *w = layer_of(4, 2, 2, 128, 0)
-    options: dict[str, Any] = {"num_experts": 4, "balance": jax_ep.Balance(), "implementation": implementation}
+    options = {"num_experts": 4, "balance": jax_ep.Balance(), "implementation": implementation}
     layer = compiled(partial(jax_ep.moe, **options), expert_mesh(2))
     check_zero(layer(*(jnp.stack([a, a]) for a in (x, ids, weights, *w))), (2, *x.shape))
 
@@ -112,7 +110,7 @@ def over_a_mesh(*arrays, **options):
     return sharding.sharded_moe(mesh, num_experts=arrays[4].shape[0], **options)(*arrays)
 
 
-LAYERS: dict[str, Callable[..., Any]] = {
+LAYERS = {
     "fused_moe": jax_ep.fused_moe,
     "low_latency_moe": low_latency,
     "moe_sort": sorted_tokens,

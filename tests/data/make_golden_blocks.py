@@ -16,7 +16,6 @@ import importlib
 import json
 import zlib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ T, H, I, E = 7, 16, 6, 8  # noqa: E741
 
 # family: module of transformers, block, configuration, and what the configuration says. Values are chosen so that
 # every part of a router acts: few groups, factors other than 1.
-FAMILIES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+FAMILIES = {
     "mixtral": (
         *("mixtral", "MixtralSparseMoeBlock", "MixtralConfig"),
         {"intermediate_size": I, "num_local_experts": E, "num_experts_per_tok": 2},
@@ -94,12 +93,12 @@ FAMILIES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 GAIN = {"gpt_oss": 6.0}
 
 
-def random(rng: np.random.Generator, *shape: int, scale: float = 1.0) -> torch.Tensor:
+def random(rng, *shape, scale=1.0):
     """Draw normal numbers with few bits, which halve the compressed file."""
     return torch.tensor(rng.normal(scale=scale, size=shape), dtype=torch.bfloat16).float()
 
 
-def make_block(family: str) -> tuple[torch.nn.Module, dict[str, Any]]:
+def make_block(family):
     """The block with random weights, in evaluation mode."""
     module, block, configuration, options = FAMILIES[family]
     package = f"transformers.models.{module}"
@@ -114,7 +113,7 @@ def make_block(family: str) -> tuple[torch.nn.Module, dict[str, Any]]:
     return made, {"block": block, "model_type": config.model_type, "hidden_size": H, **options}
 
 
-def standard_deviation(family: str, name: str) -> float:
+def standard_deviation(family, name):
     """Of a parameter or buffer, such that logits and products have about 1 (biased scores a tenth)."""
     if "correction_bias" in name:
         return 0.1
@@ -126,13 +125,13 @@ def standard_deviation(family: str, name: str) -> float:
     return 1.5 / H**0.5
 
 
-def forward(block: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+def forward(block, x):
     """Some blocks also return what their router decided."""
     y = block(x[None])
     return (y[0] if isinstance(y, tuple) else y).reshape(x.shape)
 
 
-def run(family: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def run(family):
     """All arrays of a family, and its description."""
     block, description = make_block(family)
     rng = np.random.default_rng(zlib.crc32(family.encode()) + 1)
@@ -148,9 +147,7 @@ def run(family: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return arrays, description
 
 
-def check(
-    family: str, block: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, arrays: dict[str, torch.Tensor]
-) -> None:
+def check(family, block, x, y, arrays):
     """That each part of the block matters to what is written, or the file would show nothing about it."""
     still = [name for name, value in arrays.items() if not value.any()]
     if still:
@@ -171,7 +168,7 @@ def check(
             raise ValueError(f"{family}: {shares} of the values are clamped; change GAIN.")
 
 
-def run_training_router() -> dict[str, torch.Tensor]:
+def run_training_router():
     """Draws of Phi-3.5-MoE's router: many tokens, so that each outcome of a round is among them."""
     from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
@@ -184,7 +181,7 @@ def run_training_router() -> dict[str, torch.Tensor]:
     return arrays | {"dlogits": logits.grad}
 
 
-def main() -> None:
+def main():
     """Writes the file."""
     written, families = {}, {}
     for family in FAMILIES:

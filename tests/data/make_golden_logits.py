@@ -28,7 +28,7 @@ MARGIN = 1e-3  # least difference of the two likeliest tokens, relative to the l
 DISTINCT = 6  # least number of different tokens in a text
 
 
-def golden(family: str) -> dict[str, np.ndarray]:
+def golden(family):
     """Prompts, their logits at every position, and their greedy continuations."""
     seed = SEEDS[family]
     with tempfile.TemporaryDirectory() as folder:
@@ -53,7 +53,7 @@ def golden(family: str) -> dict[str, np.ndarray]:
     return found | {f"{family}/seed": np.array(seed), f"{family}/digest": np.array(digest)}
 
 
-def check(family: str, logits: np.ndarray, new: np.ndarray) -> None:
+def check(family, logits, new):
     """The greedy tokens are well separated and varied."""
     best = np.sort(logits, axis=-1)
     margin = float(((best[:, -1] - best[:, -2]) / np.abs(logits).max()).min())
@@ -63,7 +63,7 @@ def check(family: str, logits: np.ndarray, new: np.ndarray) -> None:
         raise SystemExit(f"expected margins of {MARGIN} and {DISTINCT} different tokens: change the seed or the scales")
 
 
-def main() -> None:
+def main():
     """All families, in one file."""
     found = {}
     for family in make_tiny_checkpoint.CONFIGS:

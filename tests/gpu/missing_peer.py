@@ -11,7 +11,6 @@ import json
 import os
 import sys
 import time
-from typing import Any
 
 if "cpu" in os.environ.get("JAX_PLATFORMS", "").split(",")[:1]:
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
@@ -125,7 +124,7 @@ def main(scenario, operation):
     """Fail, check what still works, restart, and print everything."""
     num_ranks = min(4, jax.device_count())
     work = Round(start(num_ranks), operation)
-    found: dict[str, Any] = {"ranks": num_ranks, "timeout_s": TIMEOUT_S, "right before": work()}
+    found = {"ranks": num_ranks, "timeout_s": TIMEOUT_S, "right before": work()}
     fail = without_last_rank(work.mesh, work) if scenario == "never" else lambda: work(late=num_ranks - 1)
     found["failure"] = outcome(fail)
     found["same program after it"] = outcome(work)

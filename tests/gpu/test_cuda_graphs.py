@@ -1,7 +1,6 @@
 """Launches recorded into CUDA graphs and replayed give the same bits as single launches."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +25,7 @@ GRAPHS = {
 }
 
 
-OPTIONS: dict[str, Any] = {"num_experts": SHAPE.num_experts, "implementation": "triton"}
+OPTIONS = {"num_experts": SHAPE.num_experts, "implementation": "triton"}
 
 
 def exchanges(x, ids, weights, w_gate_up, w_down):

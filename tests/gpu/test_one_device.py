@@ -1,7 +1,6 @@
 """The expert layer of one device at model sizes: from one token to thousands, with few and many experts."""
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +49,7 @@ def test_one_device_layer(one_process, num_experts, stored, one):
     shapes = (num_experts, HIDDEN, 2 * INNER), (num_experts, INNER, HIDDEN)
     keys = jax.random.split(jax.random.key(num_experts))
     make = jax.jit(lambda key, shape: jax.random.normal(key, shape, jnp.bfloat16) * shape[1] ** -0.5, static_argnums=1)
-    matrices: Any = [make(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+    matrices = [make(key, shape) for key, shape in zip(keys, shapes, strict=True)]
     if stored is not None:
         matrices = [store(w, stored) for w in matrices]
     call = jax.jit(partial(jax_ep.fused_moe, schedule=jax_ep.Schedule(single_launch=one), implementation="triton"))

@@ -1,7 +1,5 @@
 """The example programs learn and generate the same with the kernels as with XLA's collectives, and decode."""
 
-from typing import Any
-
 import jax
 import numpy as np
 import pytest
@@ -35,7 +33,7 @@ def test_training_same_loss_curves(one_process, tmp_path, request):
         pytest.importorskip(package)
     if jax.device_count() < 2:
         pytest.skip("needs two devices")
-    curves: dict[str, Any] = {}
+    curves = {}
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # Optax needs them.
         for dtype in TOLERANCES:
             found = {name: train(tmp_path, name, dtype) for name in ("triton", "xla")}

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import types
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -425,7 +424,7 @@ def test_nvshmem_two_processes():
     address = f"127.0.0.1:{free_port()}"
     flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": os.pathsep.join(sys.path)}
     commands = [[sys.executable, str(HELPERS / "meeting_processes.py"), str(i), address] for i in range(2)]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     started = [subprocess.Popen(command, env=os.environ | flags, **pipes) for command in commands]
     try:
         outputs = [process.communicate() for process in started]

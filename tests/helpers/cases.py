@@ -31,7 +31,7 @@ class Shape:
 BASE = Shape()
 
 # Each is a corner case; `num_ranks` is part of the value so that L = 1 and E = W = 1 exist.
-SHAPES: dict[str, tuple[int, Shape]] = {
+SHAPES = {
     "one_token": (2, Shape(num_tokens=1)),
     "one_token_one_choice_one_local_expert": (4, Shape(num_tokens=1, top_k=1, num_experts=4)),
     "one_choice": (2, Shape(top_k=1)),
@@ -44,26 +44,26 @@ SHAPES: dict[str, tuple[int, Shape]] = {
 }
 
 
-def fp8_tolerance(implementation: str) -> float | None:
+def fp8_tolerance(implementation):
     """Return the tolerance of FP8 GEMMs: Hopper's tensor cores accumulate a block with about 14 bits."""
     return None if implementation == "xla" else 2e-3
 
 
-def reals(rng: np.random.Generator, *shape: int, dtype: np.dtype = F32) -> np.ndarray:
+def reals(rng, *shape, dtype=F32):
     return rng.standard_normal(shape).astype(dtype)
 
 
-def integers(rng: np.random.Generator, *shape: int, dtype: np.dtype = F32, largest: int = 3) -> np.ndarray:
+def integers(rng, *shape, dtype=F32, largest=3):
     """Draw small integers, whose sums are exact in every dtype and order, so that reductions compare bit for bit."""
     return rng.integers(-largest, largest, shape, endpoint=True).astype(dtype)
 
 
-def probabilities(rng: np.random.Generator, *shape: int, dtype: np.dtype = F32) -> np.ndarray:
+def probabilities(rng, *shape, dtype=F32):
     weights = rng.random(shape) + 0.1
     return (weights / weights.sum(-1, keepdims=True)).astype(dtype)
 
 
-def assert_same_bits(got: np.ndarray, want: np.ndarray, what: str = "") -> None:
+def assert_same_bits(got, want, what=""):
     """Check for equal dtype, shape and bits."""
     assert got.dtype == want.dtype, f"{what}: dtype {got.dtype}, expected {want.dtype}"
     assert got.shape == want.shape, f"{what}: shape {got.shape}, expected {want.shape}"
@@ -74,7 +74,7 @@ def assert_same_bits(got: np.ndarray, want: np.ndarray, what: str = "") -> None:
         raise AssertionError(f"{what}: {len(wrong)} of {want.size} differ, first at {at}: {got[at]} != {want[at]}")
 
 
-def assert_close(got: np.ndarray, want: np.ndarray, what: str = "", *, tolerance: float | None = None) -> None:
+def assert_close(got, want, what="", *, tolerance=None):
     """Check the table's tolerance for `got.dtype`, relative to each value and to the largest."""
     assert got.shape == want.shape, f"{what}: shape {got.shape}, expected {want.shape}"
     limit = TOLERANCE[got.dtype] if tolerance is None else tolerance

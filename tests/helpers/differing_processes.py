@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import sys
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ SHORT_S = 0.2
 
 
 TOPOLOGY = jax_ep.Topology(node="node", local="expert")
-OVER_NODES: dict[str, tuple[dict[str, Any], ...]] = {  # What each process traces over TOPOLOGY, or another axis_name.
+OVER_NODES = {  # What each process traces over TOPOLOGY, or another axis_name.
     "node tokens": ({"tokens": 5}, {"tokens": 6}),
     "node experts": ({"experts": 16}, {"experts": 32}),
     "node K": ({"top_k": 1}, {"top_k": 2}),
@@ -33,21 +32,12 @@ OVER_NODES: dict[str, tuple[dict[str, Any], ...]] = {  # What each process trace
 
 
 def trace(
-    mesh: jax.sharding.Mesh,
-    tokens: int = 4,
-    experts: int = 8,
-    hidden: int = 4,
-    top_k: int = 2,
-    *,
-    low_latency: bool = False,
-    layer: bool = False,
-    axis_name: jax_ep.types.AxisName = "expert",
-    wire_dtype: Any = None,
-) -> None:
+    mesh, tokens=4, experts=8, hidden=4, top_k=2, *, low_latency=False, layer=False, axis_name="expert", wire_dtype=None
+):
     """Lower an all-to-all on the mesh without running it."""
     options = {"num_experts": experts, "axis_name": axis_name}
 
-    def fn(x: jax.Array, topk_idx: jax.Array) -> jax.Array:
+    def fn(x, topk_idx):
         if low_latency:
             own = {"max_tokens_per_rank": tokens, "quantize": False}
             return jax_ep.low_latency_dispatch(x, topk_idx, **options, **own).tokens.sum()[None]
@@ -65,7 +55,7 @@ def trace(
     jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=spread, out_specs=spread)).lower(x, topk_idx)
 
 
-def over_nodes(mesh: jax.sharding.Mesh, different: tuple[dict[str, Any], ...]) -> str:
+def over_nodes(mesh, different):
     """Return the outcome in a new context; the number of comparisons so far depends on which process notices first."""
     jax_ep.init(mesh, axis_name=TOPOLOGY, timeout_s=PATIENCE_S)
     trace(mesh, tokens=3, axis_name=TOPOLOGY)
@@ -74,14 +64,14 @@ def over_nodes(mesh: jax.sharding.Mesh, different: tuple[dict[str, Any], ...]) -
     return found
 
 
-def main() -> None:
+def main():
     """Run everything in one process pair, because starting JAX dominates."""
     asked_for = 2 + ME  # JAX treats process 1, which waits for a third, as one of two.
     jax.distributed.initialize(ADDRESS, asked_for, ME, cluster_detection_method="deactivate")
     mesh = jax.make_mesh((jax.device_count(),), ("expert",))
     own = jax.make_mesh((2,), ("expert",), devices=jax.local_devices())
     other = jax.make_mesh((4,), ("expert",), devices=jax.devices()[:: 1 - 2 * ME])
-    found: dict[str, object] = {"devices": jax.device_count()}
+    found = {"devices": jax.device_count()}
     found["world"] = outcome(lambda: jax_ep.init(mesh, timeout_s=PATIENCE_S))
     distributed.global_state.num_processes = 2
     found["argument"] = outcome(lambda: jax_ep.init(mesh, timeout_s=PATIENCE_S + ME))

@@ -1,23 +1,12 @@
 """Emulation of `lax.ragged_all_to_all` for CPU devices, for which XLA lacks it."""
 
-from typing import Any
-
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 
 def emulated_ragged_all_to_all(
-    operand: jax.Array,
-    output: jax.Array,
-    input_offsets: jax.Array,
-    send_sizes: jax.Array,
-    output_offsets: jax.Array,
-    recv_sizes: jax.Array,
-    *,
-    axis_name: Any,
-    axis_index_groups: None = None,
-) -> jax.Array:
+    operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name, axis_index_groups=None
+):
     """Do what the primitive documents; if sizes or offsets contradict, all bits of the result are ones."""
     sources, me = lax.all_gather(operand, axis_name), lax.axis_index(axis_name)
     first, count, place = (

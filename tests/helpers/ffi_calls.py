@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -18,17 +17,17 @@ FAILED = (jax.errors.JaxRuntimeError, ValueError)
 _ids = itertools.count(1000)  # Beyond the ids of any context.
 
 
-def needs_gpu(test: Callable[..., None]) -> Callable[..., None]:
+def needs_gpu(test):
     """Mark a test that runs on GPUs only."""
     return pytest.mark.gpu(pytest.mark.skipif(not ON_GPU, reason="needs a GPU")(test))
 
 
-def new_id() -> int:
+def new_id():
     """Return an unused id of a table or a context."""
     return next(_ids)
 
 
-def run_with_fake_driver(folder: Path, program: str) -> str:
+def run_with_fake_driver(folder, program):
     """Run a Python program with `tests/ffi/fake_driver.cc` as CUDA driver, built in `folder`; return its output."""
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None or sys.platform == "darwin":

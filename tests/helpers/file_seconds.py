@@ -4,16 +4,14 @@ import collections
 import json
 from pathlib import Path
 
-import pytest
-
 SHOWN = 10
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     parser.getgroup("jax_ep").addoption("--seconds", type=Path, help="JSON file for the seconds of each test file")
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     path = config.getoption("seconds")
     if path is not None and not hasattr(config, "workerinput"):  # The workers of pytest-xdist report to one process.
         config.pluginmanager.register(_Recorder(path))
@@ -22,15 +20,15 @@ def pytest_configure(config: pytest.Config) -> None:
 class _Recorder:
     """Sums the seconds of setup, call and teardown by file."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self._path = path
         self._seconds: collections.Counter[str] = collections.Counter()
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    def pytest_runtest_logreport(self, report):
         if type(report).__name__ != "SubtestReport":  # Its test includes these seconds.
             self._seconds[report.nodeid.split("::")[0]] += report.duration
 
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+    def pytest_terminal_summary(self, terminalreporter):
         found = {file: round(seconds, 2) for file, seconds in self._seconds.most_common()}
         total = round(self._seconds.total(), 1)
         self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,9 @@
 """Central differences in float64 of NumPy functions, independent of the package."""
 
-from collections.abc import Callable, Sequence
-
 import numpy as np
 
 
-def gradients(function: Callable[..., float], arrays: Sequence[np.ndarray], step: float = 1e-5) -> list[np.ndarray]:
+def gradients(function, arrays, step=1e-5):
     """Return the gradient of a scalar function in every coordinate of every array, for small arrays."""
     wide = [array.astype(np.float64) for array in arrays]
     result = []

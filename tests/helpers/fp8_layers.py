@@ -1,8 +1,5 @@
 """Expert layers with a recipe, their inputs, and their gradients."""
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import numpy as np
 
@@ -17,17 +14,17 @@ NAMES = ("y", "x", "topk_weights", "w_gate_up", "w_down")
 class Layer(layers.Layer):
     """A layer with a cotangent of its result."""
 
-    def __init__(self, rng: Any, routing: str, num_ranks: int, shape: Shape = SHAPE, dtype=F32, *, gated=True) -> None:
+    def __init__(self, rng, routing, num_ranks, shape=SHAPE, dtype=F32, *, gated=True):
         super().__init__(rng, routing, num_ranks, shape, dtype, gated=gated)
         self.probe = reals(rng, *self.x.shape, dtype=dtype)
 
 
-def relative(got: np.ndarray, want: np.ndarray) -> float:
+def relative(got, want):
     want = want.astype(np.float64)
     return float(np.linalg.norm(got.astype(np.float64).reshape(want.shape) - want) / np.linalg.norm(want))
 
 
-def with_gradients(**options: Any) -> Callable[..., Any]:
+def with_gradients(**options):
     """Return a function of `(x, ids, weights, w_gate_up, w_down, probe)` that returns the arrays of `NAMES`."""
     options = {"num_experts": SHAPE.num_experts, "recipe": "fp8", **options}
 

@@ -9,15 +9,13 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 EXPERT = "expert"
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,14 +26,14 @@ STRICT_PYTHON = (sys.executable, "-W", "error", "-W", "ignore:Error reading pers
 """A Python command that treats warnings as errors, like pytest."""
 
 
-def run_command(*command: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_command(*command, cwd=None, **environment):
     """Run a command on CPU devices, with this package and without the virtual devices of the tests."""
     own = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     own |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"} | environment
     return subprocess.run(command, env=own, cwd=cwd, capture_output=True, text=True, check=False)
 
 
-def make_mesh(sizes: Sequence[int], names: Sequence[str], axis_type: AxisType = AxisType.Auto) -> Mesh:
+def make_mesh(sizes, names, axis_type=AxisType.Auto):
     """Create a mesh over the first devices; skip if there are too few, or other processes would have nothing to do."""
     needed = math.prod(sizes)
     if needed > jax.device_count():
@@ -46,14 +44,7 @@ def make_mesh(sizes: Sequence[int], names: Sequence[str], axis_type: AxisType = 
     return jax.make_mesh(tuple(sizes), tuple(names), axis_types=(axis_type,) * len(sizes), devices=devices)
 
 
-def per_rank(
-    fn: Callable[..., Any],
-    mesh: Mesh,
-    *,
-    axes: Sequence[Any] | None = None,
-    replicated: Iterable[int] = (),
-    check_vma: bool = True,
-) -> Callable[..., Any]:
+def per_rank(fn, mesh, *, axes=None, replicated=(), check_vma=True):
     """Map `fn` over shards; the leading axes of its arguments and results are the mesh axes.
 
     Args:
@@ -67,31 +58,31 @@ def per_rank(
     whole = frozenset(replicated)
     spec = PartitionSpec(*axes)
 
-    def body(*args: Any) -> Any:
+    def body(*args):
         shards = [arg if i in whole else _drop_axes(arg, len(axes)) for i, arg in enumerate(args)]
         return jax.tree.map(lambda leaf: leaf.reshape((1,) * len(axes) + leaf.shape), fn(*shards))
 
-    def stacked(*args: Any) -> Any:
+    def stacked(*args):
         in_specs = tuple(PartitionSpec() if i in whole else spec for i in range(len(args)))
         return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=spec, check_vma=check_vma)(*args)
 
     return stacked
 
 
-def _drop_axes(tree: Any, count: int) -> Any:
+def _drop_axes(tree, count):
     return jax.tree.map(lambda leaf: leaf.reshape(leaf.shape[count:]), tree)
 
 
-def to_numpy(tree: Any) -> Any:
+def to_numpy(tree):
     """Return results as NumPy arrays, including those of other processes' devices."""
     return jax.tree.map(lambda leaf: np.asarray(leaf) if _is_here(leaf) else _gather(leaf), tree)
 
 
-def _is_here(leaf: Any) -> bool:
+def _is_here(leaf):
     return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated
 
 
-def _gather(leaf: jax.Array) -> np.ndarray:
+def _gather(leaf):
     """Bit for bit: collectives of some backends do not support every dtype."""
     bits = jnp.dtype(f"u{leaf.dtype.itemsize}")
     everywhere = leaf.sharding.update(spec=PartitionSpec())
@@ -99,11 +90,11 @@ def _gather(leaf: jax.Array) -> np.ndarray:
     return np.asarray(whole).view(leaf.dtype)
 
 
-def place(tree: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
+def place(tree, mesh, spec):
     """Place arrays that all processes have on the mesh; global arrays stay unchanged."""
     sharding = NamedSharding(mesh, spec)
 
-    def put(leaf: Any) -> jax.Array:
+    def put(leaf):
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             return leaf
         values = np.asarray(leaf)
@@ -113,7 +104,7 @@ def place(tree: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
 
 
 @contextlib.contextmanager
-def refusals_skip() -> Iterator[None]:
+def refusals_skip():
     """Skip if an implementation does not support the call; other NotImplementedErrors are failures."""
     try:
         yield
@@ -123,13 +114,13 @@ def refusals_skip() -> Iterator[None]:
         pytest.skip(str(error))
 
 
-def in_turn(calls: Sequence[tuple[Callable[..., Any], Sequence[Any]]]) -> list[Any]:
+def in_turn(calls):
     """Run several calls in one program, each after the previous one, and return their results.
 
     Kernels of a group of ranks need one order on all devices. A GPU's stream provides it; the CPU runtime starts
     independent calls in any order, different on each device.
     """
-    results: list[Any] = []
+    results = []
     for fn, args in calls:
         x, *rest = args
         if results:  # A barrier does not work: XLA removes it before it orders the calls.
@@ -138,18 +129,18 @@ def in_turn(calls: Sequence[tuple[Callable[..., Any], Sequence[Any]]]) -> list[A
     return results
 
 
-def run(fn: Callable[..., Any], mesh: Mesh, *args: Any, **options: Any) -> Any:
+def run(fn, mesh, *args, **options):
     """Compile `fn` under `per_rank`, run it once, and return the results as NumPy arrays."""
     return compiled(fn, mesh, **options)(*args)
 
 
-def compiled(fn: Callable[..., Any], mesh: Mesh, **options: Any) -> Callable[..., Any]:
+def compiled(fn, mesh, **options):
     """Compile `fn` like `run`, for several calls: one compilation per set of shapes."""
     jitted = jax.jit(per_rank(fn, mesh, **options))
     axes, whole = options.get("axes") or mesh.axis_names, frozenset(options.get("replicated", ()))
     specs = (PartitionSpec(*axes), PartitionSpec())
 
-    def call(*args: Any) -> Any:
+    def call(*args):
         if jax.process_count() > 1:
             args = tuple(place(arg, mesh, specs[i in whole]) for i, arg in enumerate(args))
         with refusals_skip():  # Also here, because a subtest would report the error before the test's own hook.
@@ -158,15 +149,7 @@ def compiled(fn: Callable[..., Any], mesh: Mesh, **options: Any) -> Callable[...
     return call
 
 
-def check_directional_derivatives(
-    value_and_gradients: Callable[..., Any],
-    arguments: Sequence[np.ndarray],
-    rng: np.random.Generator,
-    *,
-    step: float = 1e-6,
-    tolerance: float = 1e-7,
-    directions: int = 2,
-) -> None:
+def check_directional_derivatives(value_and_gradients, arguments, rng, *, step=1e-6, tolerance=1e-7, directions=2):
     """Compare gradients with central differences along random directions, argument by argument.
 
     Args:
@@ -193,7 +176,7 @@ def check_directional_derivatives(
             assert abs(numeric - exact) <= tolerance * scale, f"argument {i}: difference {numeric}, gradient {exact}"
 
 
-def words_of(heap: Any, generation: Any, device: int) -> np.ndarray:
+def words_of(heap, generation, device):
     """Return the int32 control words of a device in shared memory: those of `heap.data` or of `heap.buffers`."""
     memory = heap._memory.pool.heap(device, generation.allocation)[generation.start :]
     return memory[: heap.layout.flags].view(np.int32)

@@ -3,10 +3,8 @@
 import dataclasses
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import jax
 import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
@@ -73,7 +71,7 @@ LLAMA4 = Hub(
 )  # fmt: skip
 GPT_OSS_BIASES = {f"b_{name}": f"mlp.experts.{name}_proj_bias" for name in ("gate_up", "down")}
 # Config, MoE layers, options, names of tensors.
-HUB: dict[str, Hub] = {
+HUB = {
     "mixtral": Hub(LOCAL | {"model_type": "mixtral"}, ALL, SOFTMAX, **BLOCK_SPARSE),
     "qwen2_moe": Hub(
         SMALL | {"model_type": "qwen2_moe", "num_experts": EXPERTS, "mlp_only_layers": [1], "norm_topk_prob": False}
@@ -146,14 +144,12 @@ HUB: dict[str, Hub] = {
 }  # fmt: skip
 
 
-def layer(
-    hub: Hub, number: int, rng: np.random.Generator, dtype: np.dtype = F32
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+def layer(hub, number, rng, dtype=F32):
     """Return the stored tensors of a layer, and its expected parameters."""
     prefix = hub.prefix.format(number)
-    stored: dict[str, np.ndarray] = {}
+    stored = {}
 
-    def tensor(name: str, *shape: int) -> np.ndarray:
+    def tensor(name, *shape):
         stored[prefix + name] = rng.standard_normal(shape).astype(dtype)
         return stored[prefix + name]
 
@@ -182,7 +178,7 @@ def layer(
     return stored, want
 
 
-def write(folder: Path, config: Mapping[str, Any], *files: Mapping[str, np.ndarray]) -> Path:
+def write(folder, config, *files):
     """Write a checkpoint of one file, or of several with an index."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(config)))
@@ -199,16 +195,14 @@ def write(folder: Path, config: Mapping[str, Any], *files: Mapping[str, np.ndarr
     return folder
 
 
-def _dense(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _dense(tensors):
     return {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in tensors.items()}
 
 
-def written(
-    name: str, folder: Path, rng: np.random.Generator, dtype: np.dtype = F32, **more: Any
-) -> tuple[Checkpoint, Layers]:
+def written(name, folder, rng, dtype=F32, **more):
     """Write a checkpoint in two files, with the layers split over both; return the parameters of its layers."""
     hub = HUB[name]
-    files: list[dict[str, np.ndarray]] = [{"other": np.arange(6, dtype=dtype).reshape(2, 3)}, {}]
+    files = [{"other": np.arange(6, dtype=dtype).reshape(2, 3)}, {}]
     want = {}
     for number in hub.layers:
         tensors, want[number] = layer(hub, number, rng, dtype)
@@ -217,22 +211,20 @@ def written(
     return Checkpoint(write(folder, dict(hub.config) | more, *files)), want
 
 
-def assert_equal(got: Mapping[str, jax.Array], want: Mapping[str, np.ndarray]) -> None:
+def assert_equal(got, want):
     assert got.keys() == want.keys()
     for name, value in want.items():
         assert_same_bits(np.asarray(got[name]), value, name)
 
 
-def fp8_checkpoint(
-    folder: Path, rng: np.random.Generator, hidden: int = 256, width: int = 384, scale_dtype: np.dtype = F32
-) -> tuple[Checkpoint, dict[str, Any]]:
+def fp8_checkpoint(folder, rng, hidden=256, width=384, scale_dtype=F32):
     """Write DeepSeek-V3 with two experts in block-wise FP8; return stored pairs [E, N, K] by parameter."""
     sizes = {"hidden_size": hidden, "moe_intermediate_size": width, "n_routed_experts": 2, "n_group": 1}
     config = HUB["deepseek_v3"].config | sizes | {"topk_group": 1, "quantization_config": FP8_CONFIG}
     prefix = "model.layers.3.mlp."
     tensors = {f"{prefix}gate.weight": rng.standard_normal((2, hidden)).astype(BF16)}
     tensors[f"{prefix}gate.e_score_correction_bias"] = rng.standard_normal(2).astype(F32)
-    pairs: dict[str, Any] = {}
+    pairs = {}
     for block in ("experts.0", "experts.1", "shared_experts"):
         for name, rows, columns in (("gate", width, hidden), ("up", width, hidden), ("down", hidden, width)):
             tensor = f"{prefix}{block}.{name}_proj.weight"

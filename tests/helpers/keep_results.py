@@ -10,12 +10,10 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import pytest
 
 NAME = "test_gpu"
 _PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "triton", "nvshmem4py-cu13", "numpy", "pytest")
@@ -23,11 +21,11 @@ _MOST_REASONS = 20
 _MOST_TEXT = 2000
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     parser.getgroup("jax_ep").addoption("--results", type=Path, help="folder that keeps outcomes and measurements")
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     """One process writes: the first of several, and not the workers of pytest-xdist."""
     process = int(os.environ.get("JAX_EP_TEST_PROCESS", "0"))
     folder = config.getoption("results")
@@ -35,7 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_Recorder(folder))
 
 
-def header() -> dict[str, Any]:
+def header():
     """Return the time, versions and devices."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
@@ -51,7 +49,7 @@ def header() -> dict[str, Any]:
     }
 
 
-def write(folder: Path, name: str, content: Mapping[str, Any]) -> None:
+def write(folder, name, content):
     """Store a measurement of a test."""
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"name": name, **header(), **content}, indent=1)
@@ -61,14 +59,14 @@ def write(folder: Path, name: str, content: Mapping[str, Any]) -> None:
 class _Recorder:
     """Counts outcomes by file."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self._folder = folder
         path = folder / f"{NAME}.json"
         self._runs: dict[str, Any] = json.loads(path.read_text())["runs"] if path.exists() else {}
         self._files: dict[str, dict[str, Any]] = {}
         self._current = ""
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    def pytest_runtest_logreport(self, report):
         file = report.nodeid.split("::")[0]
         if file != self._current and self._current:
             self._write()
@@ -89,10 +87,10 @@ class _Recorder:
         elif report.when == "call" and not is_part:
             found["passed"] += 1
 
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self):
         self._write()
 
-    def _write(self) -> None:
+    def _write(self):
         count = jax.process_count()
         shared = int(os.environ.get("JAX_EP_TEST_GPUS", count))
         total = jax.device_count()

@@ -1,21 +1,18 @@
 """Random inputs of an expert layer, and derivatives used by tests of several layers."""
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import oracle
-from cases import F32, Shape, assert_close, probabilities, reals
+from cases import F32, assert_close, probabilities, reals
 from routings import ROUTINGS
 
 
 class Layer:
     """Random inputs of one layer; weights are `[E, ...]` here and `[W, L, ...]` for the ranks."""
 
-    def __init__(self, rng: Any, routing: str, num_ranks: int, shape: Shape, dtype=F32, *, gated: bool = True) -> None:
+    def __init__(self, rng, routing, num_ranks, shape, dtype=F32, *, gated=True):
         experts, hidden, size = shape.num_experts, shape.hidden, shape.intermediate
         self.topk_idx = ROUTINGS[routing](rng, num_ranks, shape)
         self.x = reals(rng, num_ranks, shape.num_tokens, hidden, dtype=dtype)
@@ -24,15 +21,15 @@ class Layer:
         self.w_gate_up = (rng.standard_normal((experts, hidden, columns)) / np.sqrt(hidden)).astype(dtype)
         self.w_down = (rng.standard_normal((experts, size, hidden)) / np.sqrt(size)).astype(dtype)
 
-    def per_rank(self, weights: np.ndarray) -> np.ndarray:
+    def per_rank(self, weights):
         return weights.reshape(len(self.x), -1, *weights.shape[1:])
 
     @property
-    def args(self) -> tuple[np.ndarray, ...]:
+    def args(self):
         weights = self.per_rank(self.w_gate_up), self.per_rank(self.w_down)
         return self.x, self.topk_idx, self.topk_weights, *weights
 
-    def oracle(self, activation: str = "silu", **layout: Any) -> oracle.MoE:
+    def oracle(self, activation="silu", **layout):
         lay = oracle.layout(self.topk_idx, len(self.w_down), **layout)
         return oracle.MoE(self.x, self.topk_weights, self.w_gate_up, self.w_down, lay, activation)
 
@@ -40,10 +37,10 @@ class Layer:
 NAMES = ("y", "dx", "d_topk_weights", "d_w_gate_up", "d_w_down")
 
 
-def with_gradients(call: Callable[..., Any]) -> Callable[..., Any]:
+def with_gradients(call):
     """Return a function of a layer's arrays and a cotangent that returns the results called `NAMES`, and others."""
 
-    def fn(x: Any, topk_idx: Any, *others: Any) -> Any:
+    def fn(x, topk_idx, *others):
         *others, d_out = others
         y, pull = jax.vjp(lambda x, *others: call(x, topk_idx, *others), x, *others)
         return y, *pull(d_out)
@@ -51,9 +48,7 @@ def with_gradients(call: Callable[..., Any]) -> Callable[..., Any]:
     return fn
 
 
-def check_gradients(
-    got: Any, layer: Layer, d_out: np.ndarray, activation: str = "silu", tolerance: float | None = None, **layout: Any
-) -> None:
+def check_gradients(got, layer, d_out, activation="silu", tolerance=None, **layout):
     """Compare the results of `with_gradients` with the oracle."""
     reference = layer.oracle(activation, **layout)
     wanted = reference.forward(), *reference.gradients(d_out.astype(np.float64))
@@ -61,18 +56,18 @@ def check_gradients(
         assert_close(g.reshape(w.shape), w, name, tolerance=tolerance)
 
 
-def first_tokens(ids: Any, count: Any) -> Any:
+def first_tokens(ids, count):
     """Ids `[T, K]` without those of the tokens at and past `count`."""
     return jnp.where(jnp.arange(ids.shape[0])[:, None] < count, ids, -1)
 
 
-def second_derivative(call: Callable[[Any, Any], Any]) -> Callable[[Any, Any], tuple[Any, Any]]:
+def second_derivative(call):
     """Return gradients of the sum of squared gradients, for the loss `sum(call(x, w)**2)`."""
 
-    def loss(x: Any, w: Any) -> Any:
+    def loss(x, w):
         return jnp.sum(call(x, w).astype(jnp.float32) ** 2)
 
-    def slope(x: Any, w: Any) -> Any:
+    def slope(x, w):
         dx, dw = jax.grad(loss, (0, 1))(x, w)
         return jnp.sum(dx.astype(jnp.float32) ** 2) + jnp.sum(dw.astype(jnp.float32) ** 2)
 

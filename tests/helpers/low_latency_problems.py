@@ -1,25 +1,20 @@
 """Inputs of low-latency dispatch and combine, calls of both, and checks of their results."""
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jax_ep
 import oracle_serving
-from cases import BF16, Shape, assert_close, assert_same_bits, integers, reals
+from cases import BF16, assert_close, assert_same_bits, integers, reals
 from routings import ROUTINGS
 
-Call = Callable[..., Any]
 
-
-def round_trip(implementation: Any, shape: Shape, max_tokens: int, *, schedule: Any = None, **options: Any) -> Call:
+def round_trip(implementation, shape, max_tokens, *, schedule=None, **options):
     """Return a function that returns what dispatch returns, and the combination of other rows."""
     options |= {"num_experts": shape.num_experts, "max_tokens_per_rank": max_tokens, "implementation": implementation}
 
-    def fn(x: Any, ids: Any, weights: Any, y: Any, num_tokens: Any = None) -> Any:
+    def fn(x, ids, weights, y, num_tokens=None):
         d = jax_ep.low_latency_dispatch(x, ids, num_tokens=num_tokens, **options)
         chosen = {"schedule": schedule, "implementation": implementation}
         return d, jax_ep.low_latency_combine(y, ids, weights, d.handle, **chosen)
@@ -30,9 +25,7 @@ def round_trip(implementation: Any, shape: Shape, max_tokens: int, *, schedule: 
 class Problem:
     """Integers, whose sums are exact; rows past the counts, and weights without an expert, are not finite."""
 
-    def __init__(
-        self, rng: Any, routing: str, num_ranks: int, shape: Shape, max_tokens: int, num_tokens: Any = None
-    ) -> None:
+    def __init__(self, rng, routing, num_ranks, shape, max_tokens, num_tokens=None):
         self.ids = ROUTINGS[routing](rng, num_ranks, shape)
         self.is_valid = (self.ids >= 0) & (self.ids < shape.num_experts)
         self.exact_weights = np.where(self.is_valid, integers(rng, *self.ids.shape), 0).astype(np.float32)
@@ -46,16 +39,16 @@ class Problem:
         self.max_tokens, self.num_tokens = max_tokens, shape.num_tokens if num_tokens is None else num_tokens[:, None]
 
     @property
-    def args(self) -> tuple[np.ndarray, ...]:
+    def args(self):
         return self.x, self.ids, self.weights, self.y
 
-    def check_rows(self, got: Any, tokens: np.ndarray, what: str) -> None:
+    def check_rows(self, got, tokens, what):
         """Check that rows within the counts are those of `tokens [W, T, ...]`, bit for bit."""
         want = oracle_serving.low_latency_gather(tokens, self.lay)
         assert got.shape == want.shape
         assert_same_bits(got[self.is_row], want[self.is_row], what)
 
-    def check_routes(self, d: Any, back: Any) -> None:
+    def check_routes(self, d, back):
         assert_same_bits(d.group_sizes, self.lay.group_sizes, "group_sizes")
         assert_same_bits(d.handle.source_token, self.lay.token, "source_token")
         assert_same_bits(d.handle.source_count, self.lay.count, "source_count")
@@ -68,12 +61,12 @@ class Problem:
         assert back.dtype == self.y.dtype
         np.testing.assert_array_equal(back.astype(np.float64), want)
 
-    def check(self, d: Any, back: Any) -> None:
+    def check(self, d, back):
         assert d.scales is None
         self.check_rows(d.tokens, self.x, "tokens")
         self.check_routes(d, back)
 
-    def assignment_to_row(self) -> np.ndarray:
+    def assignment_to_row(self):
         num_ranks, _, top_k = self.ids.shape
         rows = np.full((num_ranks, num_ranks, self.max_tokens, top_k), -1, np.int32)
         for source, token, k in np.ndindex(*self.ids.shape):
@@ -84,16 +77,16 @@ class Problem:
         return rows
 
 
-def gradients(implementation: Any, shape: Shape, max_tokens: int) -> Call:
+def gradients(implementation, shape, max_tokens):
     """Return a function of arrays and two cotangents that returns gradients of x, y and weights."""
     options = {"num_experts": shape.num_experts, "max_tokens_per_rank": max_tokens, "implementation": implementation}
 
-    def fn(x: Any, ids: Any, weights: Any, y: Any, d_rows: Any, d_out: Any) -> Any:
-        def dispatch(x: Any) -> Any:
+    def fn(x, ids, weights, y, d_rows, d_out):
+        def dispatch(x):
             out = jax_ep.low_latency_dispatch(x, ids, quantize=False, **options)
             return out.tokens, out.handle
 
-        def combine(y: Any, weights: Any) -> Any:
+        def combine(y, weights):
             return jax_ep.low_latency_combine(y, ids, weights, handle, implementation=implementation)
 
         _, dispatch_vjp, handle = jax.vjp(dispatch, x, has_aux=True)
@@ -102,7 +95,7 @@ def gradients(implementation: Any, shape: Shape, max_tokens: int) -> Call:
     return fn
 
 
-def check_gradients(got: Any, ids: np.ndarray, lay: Any, weights: Any, y: Any, d_rows: Any, d_out: Any) -> None:
+def check_gradients(got, ids, lay, weights, y, d_rows, d_out):
     """Compare the results of `gradients` with the oracle."""
     want = oracle_serving.low_latency_combine_gradients(y, ids, weights, lay, d_out)
     wanted = oracle_serving.low_latency_scatter(d_rows, lay, ids.shape[1]), *want
@@ -110,11 +103,11 @@ def check_gradients(got: Any, ids: np.ndarray, lay: Any, weights: Any, y: Any, d
         assert_close(g, w, name)
 
 
-def gemm_combine(implementation: Any, shape: Shape, max_tokens: int, **options: Any) -> Call:
+def gemm_combine(implementation, shape, max_tokens, **options):
     """Return a function of given rows and matrices; the dispatch only creates the handle."""
     options["implementation"] = implementation
 
-    def fn(x: Any, ids: Any, weights: Any, lhs: Any, rhs: Any, num_tokens: Any = None, **scales: Any) -> Any:
+    def fn(x, ids, weights, lhs, rhs, num_tokens=None, **scales):
         rhs = jnp.swapaxes(rhs, 1, 2) if isinstance(rhs, jax.Array) else rhs
         sizes = {"num_experts": shape.num_experts, "max_tokens_per_rank": max_tokens, "num_tokens": num_tokens}
         d = jax_ep.low_latency_dispatch(x, ids, **sizes, quantize=False, implementation=implementation)
@@ -127,7 +120,7 @@ def gemm_combine(implementation: Any, shape: Shape, max_tokens: int, **options: 
 class GemmProblem(Problem):
     """Exact products in any order, of rows `lhs` and matrices `rhs [W, L, columns, depth]`."""
 
-    def __init__(self, rng: Any, routing: str, num_ranks: int, shape: Shape, *args: Any) -> None:
+    def __init__(self, rng, routing, num_ranks, shape, *args):
         super().__init__(rng, routing, num_ranks, shape, *args)
         self.x = self.x[..., :8]
         self.lhs = integers(rng, *self.lay.token.shape, shape.intermediate, dtype=BF16)
@@ -135,12 +128,12 @@ class GemmProblem(Problem):
         self.rhs = integers(rng, num_ranks, local, shape.hidden, shape.intermediate, dtype=BF16)
 
     @property
-    def args(self) -> tuple[np.ndarray, ...]:
+    def args(self):
         return self.x, self.ids, self.weights, self.poisoned(self.lhs), self.rhs
 
-    def poisoned(self, rows: np.ndarray) -> np.ndarray:
+    def poisoned(self, rows):
         return np.where(self.is_row[..., None], rows, np.array(np.nan, rows.dtype))
 
-    def want(self) -> np.ndarray:
+    def want(self):
         y = np.stack([oracle_serving.masked_grouped_gemm(*rank) for rank in zip(self.lhs, self.rhs, strict=True)])
         return oracle_serving.low_latency_combine(y, self.ids, self.exact_weights, self.lay)

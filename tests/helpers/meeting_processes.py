@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-from collections.abc import Callable
 
 import jax
 from jax._src import distributed
@@ -19,7 +18,7 @@ PATIENCE_S = 1000.0  # For all others: beyond the time limit of the test.
 ME, ADDRESS = int(sys.argv[1]), sys.argv[2]
 
 
-def outcome(call: Callable[[], object]) -> str:
+def outcome(call):
     """Return the error that `call` raises."""
     try:
         call()
@@ -28,7 +27,7 @@ def outcome(call: Callable[[], object]) -> str:
     return "no error"
 
 
-def life(fake: fake_nvshmem.Fake) -> dict[str, object]:
+def life(fake):
     """Run one context from start to end, and return the table that a program of this process sees."""
     fake.calls.clear()
     memory = NvshmemMemory(PATIENCE_S, "the same")
@@ -48,11 +47,11 @@ def life(fake: fake_nvshmem.Fake) -> dict[str, object]:
     return {**found, "calls": [[str(part) for part in call] for call in fake.calls]}
 
 
-def refuse() -> str:
+def refuse():
     raise OSError("no such library")
 
 
-def meet_late() -> None:
+def meet_late():
     """Attend a meeting, process 1 after process 0 has given up."""
     client = distributed.global_state.client
     if ME == 1:
@@ -64,11 +63,11 @@ def meet_late() -> None:
             client.key_value_set("process 0 has given up", "")
 
 
-def main() -> None:
+def main():
     """Run everything in one process pair, because starting JAX dominates."""
     fake = fake_nvshmem.install()
     jax.distributed.initialize(ADDRESS, 2, ME, cluster_detection_method="deactivate")
-    found: dict[str, object] = {"first": life(fake), "second": life(fake)}
+    found = {"first": life(fake), "second": life(fake)}
     meetings = Meetings(PATIENCE_S)
     found["payloads"] = meetings.meet("init", "talking", payload=f"I am {ME}\nreally")
     found["other wish"] = outcome(lambda: meetings.meet("dispatch", "allocating", same=f"{100 + ME} bytes"))

@@ -15,11 +15,11 @@ FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 FP8_MAX = np.float32(448.0)
 
 
-def round_up(value: int, multiple: int) -> int:
+def round_up(value, multiple):
     return -(-value // multiple) * multiple
 
 
-def default_num_rows(num_ranks: int, num_tokens: int, top_k: int, num_local: int, alignment: int) -> int:
+def default_num_rows(num_ranks, num_tokens, top_k, num_local, alignment):
     """Return the worst-case number of rows of the dropless layout: every assignment of every rank goes to one rank."""
     slots = num_ranks * num_tokens * top_k
     return slots if alignment == 1 else round_up(slots + min(num_local, slots) * (alignment - 1), alignment)
@@ -40,16 +40,16 @@ class Layout:
     top_k: int
 
     @property
-    def is_padding(self) -> np.ndarray:
+    def is_padding(self):
         return self.source < 0
 
-    def rows(self, rank: int) -> list[tuple[int, int, int, int, int]]:
+    def rows(self, rank):
         """Return the non-padding rows of one rank: (row, source, token, k, expert)."""
         columns = (self.source, self.token, self.slot, self.expert)
         return [(i, *(int(c[rank, i]) for c in columns)) for i in np.flatnonzero(self.source[rank] >= 0)]
 
 
-def layout(topk_idx: np.ndarray, num_experts: int, *, capacity: int | None = None, alignment: int = 1) -> Layout:
+def layout(topk_idx, num_experts, *, capacity=None, alignment=1):
     """Order rows by expert, source rank, token, k; pad groups to `alignment`; drop rows past `capacity`."""
     num_ranks, num_tokens, top_k = topk_idx.shape
     num_local = num_experts // num_ranks
@@ -72,7 +72,7 @@ def layout(topk_idx: np.ndarray, num_experts: int, *, capacity: int | None = Non
     return Layout(*columns, group_sizes, dropped, num_invalid, num_tokens, top_k)
 
 
-def hierarchical_layout(topk_idx: np.ndarray, num_experts: int, num_local_ranks: int, **options: int | None) -> Layout:
+def hierarchical_layout(topk_idx, num_experts, num_local_ranks, **options):
     """Order rows by expert, local rank, node, token and k: the layout with ranks numbered in that order."""
     num_ranks = len(topk_idx)
     order = np.arange(num_ranks).reshape(-1, num_local_ranks).T.reshape(-1)
@@ -82,7 +82,7 @@ def hierarchical_layout(topk_idx: np.ndarray, num_experts: int, num_local_ranks:
     return lay
 
 
-def gather(values: np.ndarray, lay: Layout) -> np.ndarray:
+def gather(values, lay):
     """Dispatch [W, T, ...] per token to [W, R, ...] per row, bit for bit, with zeros in padding."""
     rows = np.zeros(lay.source.shape + values.shape[2:], values.dtype)
     real = ~lay.is_padding
@@ -90,7 +90,7 @@ def gather(values: np.ndarray, lay: Layout) -> np.ndarray:
     return rows
 
 
-def gather_weights(topk_weights: np.ndarray, lay: Layout) -> np.ndarray:
+def gather_weights(topk_weights, lay):
     """Dispatch [W, T, K] to [W, R], with zeros in padding."""
     rows = np.zeros(lay.source.shape, topk_weights.dtype)
     real = ~lay.is_padding
@@ -98,7 +98,7 @@ def gather_weights(topk_weights: np.ndarray, lay: Layout) -> np.ndarray:
     return rows
 
 
-def scatter_weights(d_rows: np.ndarray, lay: Layout) -> np.ndarray:
+def scatter_weights(d_rows, lay):
     """Transpose `gather_weights`: every assignment has at most one row."""
     out = np.zeros((lay.source.shape[0], lay.num_tokens, lay.top_k))
     real = ~lay.is_padding
@@ -106,7 +106,7 @@ def scatter_weights(d_rows: np.ndarray, lay: Layout) -> np.ndarray:
     return out
 
 
-def to_wire(values: np.ndarray, wire_dtype: np.dtype | None) -> np.ndarray:
+def to_wire(values, wire_dtype):
     """Return the values after sending them in `wire_dtype`: rounded, or quantized in blocks of 128."""
     if wire_dtype is None:
         return values
@@ -116,7 +116,7 @@ def to_wire(values: np.ndarray, wire_dtype: np.dtype | None) -> np.ndarray:
     return single.astype(wire_dtype).astype(values.dtype)
 
 
-def combine(y: np.ndarray, lay: Layout, wire_dtype: np.dtype | None = None) -> np.ndarray:
+def combine(y, lay, wire_dtype=None):
     """Combine [W, R, H] to float64 [W, T, H]: partial sums per rank are cast to the wire dtype, then summed."""
     num_ranks = y.shape[0]
     out = np.zeros((num_ranks, lay.num_tokens, y.shape[-1]))
@@ -131,7 +131,7 @@ def combine(y: np.ndarray, lay: Layout, wire_dtype: np.dtype | None = None) -> n
 # ---- FP8 ----------------------------------------------------------------------------------------------------------
 
 
-def quantize(x: np.ndarray, group_size: int = 128) -> tuple[np.ndarray, np.ndarray]:
+def quantize(x, group_size=128):
     """Quantize [..., H] to (float8_e4m3fn [..., H], float32 scales [..., H // group_size]), scale = amax / 448."""
     groups = x.astype(np.float32).reshape(*x.shape[:-1], -1, group_size)
     scales = np.abs(groups).max(axis=-1) / FP8_MAX
@@ -140,7 +140,7 @@ def quantize(x: np.ndarray, group_size: int = 128) -> tuple[np.ndarray, np.ndarr
     return values.reshape(x.shape), scales
 
 
-def dequantize(values: np.ndarray, scales: np.ndarray, dtype: type = np.float32) -> np.ndarray:
+def dequantize(values, scales, dtype=np.float32):
     groups = values.astype(np.float32).reshape(*scales.shape, values.shape[-1] // scales.shape[-1])
     return (groups * scales[..., None]).reshape(values.shape).astype(dtype)
 
@@ -148,7 +148,7 @@ def dequantize(values: np.ndarray, scales: np.ndarray, dtype: type = np.float32)
 # ---- grouped GEMM -------------------------------------------------------------------------------------------------
 
 
-def grouped_gemm(lhs: np.ndarray, rhs: np.ndarray, group_sizes: np.ndarray) -> np.ndarray:
+def grouped_gemm(lhs, rhs, group_sizes):
     """Multiply [M, K] x [G, K, N] to float64 [M, N]; rows past the groups are zero."""
     out = np.zeros((lhs.shape[0], rhs.shape[2]))
     start = 0
@@ -159,9 +159,7 @@ def grouped_gemm(lhs: np.ndarray, rhs: np.ndarray, group_sizes: np.ndarray) -> n
     return out
 
 
-def grouped_gemm_gradients(
-    lhs: np.ndarray, rhs: np.ndarray, group_sizes: np.ndarray, d_out: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def grouped_gemm_gradients(lhs, rhs, group_sizes, d_out):
     """Return (d_lhs [M, K], d_rhs [G, K, N]) in float64; rows past the groups get zero."""
     d_lhs, d_rhs = np.zeros(lhs.shape), np.zeros(rhs.shape)
     start = 0
@@ -179,7 +177,7 @@ GELU_SCALE = np.sqrt(2 / np.pi)
 GELU_CUBIC = 0.044715
 
 
-def activate(name: str, z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def activate(name, z):
     """Return the activation and its derivative."""
     if name == "relu":
         return np.maximum(z, 0), (z > 0).astype(np.float64)
@@ -198,7 +196,7 @@ def activate(name: str, z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     raise ValueError(f"unknown activation {name!r}")
 
 
-def expert_hidden(name: str, z: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+def expert_hidden(name, z, size):
     """Return the activated row [I] and its Jacobian's diagonals d hidden / d z, [C // I, I]."""
     value, slope = activate(name, z[:size])
     if z.shape[0] == size:
@@ -217,11 +215,11 @@ class MoE:
     lay: Layout
     activation: str = "silu"
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         for name in ("x", "topk_weights", "w_gate_up", "w_down"):
             object.__setattr__(self, name, getattr(self, name).astype(np.float64))
 
-    def forward(self) -> np.ndarray:
+    def forward(self):
         out = np.zeros(self.x.shape)
         for rank in range(len(self.x)):
             for _, source, token, k, expert in self.lay.rows(rank):
@@ -230,7 +228,7 @@ class MoE:
                 out[source, token] += self.topk_weights[source, token, k] * (hidden @ self.w_down[expert])
         return out
 
-    def gradients(self, d_out: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    def gradients(self, d_out):
         """Return (dx, dtopk_weights, dw_gate_up, dw_down) for the cotangent `d_out [W, T, H]`."""
         arrays = (self.x, self.topk_weights, self.w_gate_up, self.w_down)
         dx, d_weights, d_gate_up, d_down = (np.zeros(a.shape) for a in arrays)

@@ -19,7 +19,7 @@ class Gradient(NamedTuple):
     bias: np.ndarray
 
 
-def _pieces(experts: jax_ep.Experts, hidden: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _pieces(experts, hidden):
     """Split hidden rows into gate and up; up is one without gates."""
     if not experts.gated:
         return hidden, np.ones_like(hidden)
@@ -28,21 +28,14 @@ def _pieces(experts: jax_ep.Experts, hidden: np.ndarray) -> tuple[np.ndarray, np
     return tuple(np.split(hidden, 2, axis=1))
 
 
-def _activate(experts: jax_ep.Experts, gate: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _activate(experts, gate):
     if experts.activation != "silu":
         return oracle.activate(experts.activation, gate)
     value, slope = oracle.activate("silu", experts.alpha * gate)
     return value / experts.alpha, slope
 
 
-def expert_rows(
-    experts: jax_ep.Experts,
-    hidden: np.ndarray,
-    weights: np.ndarray,
-    d_rows: np.ndarray,
-    bias: np.ndarray | None = None,
-    groups: np.ndarray | None = None,
-) -> tuple[np.ndarray, Gradient]:
+def expert_rows(experts, hidden, weights, d_rows, bias=None, groups=None):
     """Return rows `[R, I]` and the gradient for their cotangent `d_rows`; `bias [G, N]` belongs to `groups [R]`."""
     hidden, weights, d_rows = (x.astype(np.float64) for x in (hidden, weights, d_rows))
     on_input = experts.weight_on == "input"
@@ -83,7 +76,7 @@ class Arrays(NamedTuple):
     b_down: np.ndarray | None = None
 
 
-def layer(experts: jax_ep.Experts, arrays: Arrays, lay: oracle.Layout, d_out: np.ndarray) -> tuple[np.ndarray, Arrays]:
+def layer(experts, arrays, lay, d_out):
     """Return the output and cotangents of the layer; hidden rows are rounded as there: derivatives jump at limits."""
     wide = Arrays(*(None if a is None else a.astype(np.float64) for a in arrays))
     found = [row[1:] for rank in range(len(arrays.x)) for row in lay.rows(rank)]

@@ -10,7 +10,7 @@ import numpy as np
 import oracle
 
 
-def quantized_blocks(w: np.ndarray) -> np.ndarray:
+def quantized_blocks(w):
     """Round `[E, K, N]` to FP8 with one scale per 128 x 128 block, whole blocks only."""
     experts, depth, columns = w.shape
     blocks = w.astype(np.float32).reshape(experts, depth // 128, 128, columns // 128, 128).transpose(0, 1, 3, 2, 4)
@@ -18,12 +18,12 @@ def quantized_blocks(w: np.ndarray) -> np.ndarray:
     return flat.reshape(blocks.shape).transpose(0, 1, 3, 2, 4).reshape(w.shape)
 
 
-def quantized_rows(x: np.ndarray) -> np.ndarray:
+def quantized_rows(x):
     """Round `[..., H]` per 128 columns."""
     return oracle.to_wire(x.astype(np.float32), oracle.FP8).astype(np.float64)
 
 
-def quantized_columns(x: np.ndarray) -> np.ndarray:
+def quantized_columns(x):
     """Round the rows `[n, H]` of one expert per column of 128 rows; the last block may be shorter."""
     out = np.zeros(x.shape)
     for start in range(0, len(x), 128):
@@ -34,7 +34,7 @@ def quantized_columns(x: np.ndarray) -> np.ndarray:
     return out
 
 
-def weight_gradient(lhs: np.ndarray, rhs: np.ndarray, group_sizes: np.ndarray) -> np.ndarray:
+def weight_gradient(lhs, rhs, group_sizes):
     """Multiply `[M, K]` and `[M, N]` rows, rounded column-wise, to float64 `[G, K, N]`."""
     out, start = np.zeros((len(group_sizes), lhs.shape[1], rhs.shape[1])), 0
     for group, size in enumerate(group_sizes):
@@ -44,11 +44,11 @@ def weight_gradient(lhs: np.ndarray, rhs: np.ndarray, group_sizes: np.ndarray) -
     return out
 
 
-def layer(inputs: object, d_out: np.ndarray, activation: str = "silu") -> tuple[np.ndarray, ...]:
+def layer(inputs, d_out, activation="silu"):
     """Return the result of a `layers.Layer`, and the cotangents of x, router weights and both weights for `d_out`."""
     dtype, lay = inputs.x.dtype, oracle.layout(inputs.topk_idx, len(inputs.w_down))
 
-    def rounded(a: np.ndarray) -> np.ndarray:
+    def rounded(a):
         return a.astype(dtype).astype(np.float64)
 
     up, down = quantized_blocks(inputs.w_gate_up), quantized_blocks(inputs.w_down)

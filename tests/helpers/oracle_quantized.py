@@ -9,28 +9,28 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 SLACK = 1 + 1e-6  # Of float32.
 
 
-def nibbles(values: np.ndarray) -> np.ndarray:
+def nibbles(values):
     """Unpack bytes `[..., K / 2]` to nibbles `[..., K]`, the lower half first."""
     out = np.empty((*values.shape[:-1], 2 * values.shape[-1]), np.int64)
     out[..., 0::2], out[..., 1::2] = values % 16, values // 16
     return out
 
 
-def to_float64(values: np.ndarray) -> np.ndarray:
+def to_float64(values):
     return values.astype(np.float64)
 
 
-def fp8_error(w: np.ndarray, largest: np.ndarray) -> np.ndarray:
+def fp8_error(w, largest):
     return SLACK * np.maximum(np.abs(w) * 2.0**-4, largest / 448 * 2.0**-10)
 
 
-def e2m1_error(w: np.ndarray, largest: np.ndarray) -> np.ndarray:
+def e2m1_error(w, largest):
     """Return a quarter of the element, except between 6 and 8 times the scale, or half of the smallest step."""
     step = 2.0 ** (np.floor(np.log2(np.maximum(largest, 1e-300))) - 2)
     return SLACK * np.maximum(np.maximum(np.abs(w) / 4, np.abs(w) - 6 * step), step / 4)
 
 
-def integer_error(limit: int) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+def integer_error(limit):
     """Return half a step. Multiplying by the float32 inverse is off by some units of 127."""
     return lambda w, largest: (1 + 1e-4) * largest / limit / 2
 
@@ -60,7 +60,7 @@ FORMATS = {
 }
 
 
-def dequantize(values: np.ndarray, scales: np.ndarray, expert_format: str) -> np.ndarray:
+def dequantize(values, scales, expert_format):
     """Dequantize to `[..., N, K]` float64."""
     found = FORMATS[expert_format]
     numbers, scales = found.numbers(values), found.scales(scales)
@@ -70,7 +70,7 @@ def dequantize(values: np.ndarray, scales: np.ndarray, expert_format: str) -> np
     return numbers * scales.repeat(numbers.shape[-1] // scales.shape[-1], -1)
 
 
-def largest_error(w: np.ndarray, expert_format: str, block_size: int | None = None) -> np.ndarray:
+def largest_error(w, expert_format, block_size=None):
     """Return the bound of |dequantized - w| per element, for `w [..., N, K]` in float64, from `quantize`."""
     found, (*leading, columns, depth) = FORMATS[expert_format], w.shape
     rows, size = found.block[0], block_size or found.block[1] or depth

@@ -18,7 +18,7 @@ class Sorted:
     num_rows: int
 
 
-def moe_sort(topk_idx: np.ndarray, topk_weights: np.ndarray, num_experts: int, block_size: int) -> Sorted:
+def moe_sort(topk_idx, topk_weights, num_experts, block_size):
     """Sort assignments by expert, each expert padded to whole blocks."""
     flat, flat_weights = topk_idx.reshape(-1), topk_weights.reshape(-1)
     total = round_up(flat.size + min(num_experts, flat.size) * (block_size - 1), block_size)
@@ -49,7 +49,7 @@ class LowLatencyLayout:
     start: np.ndarray  # [W, L, W] first row of each source
     group_sizes: np.ndarray  # [W, L]
 
-    def row_of(self, source: int, token: int, expert: int) -> tuple[int, int, int] | None:
+    def row_of(self, source, token, expert):
         rank, local = divmod(expert, self.group_sizes.shape[1])
         if not 0 <= rank < len(self.source):
             return None
@@ -57,9 +57,7 @@ class LowLatencyLayout:
         return (rank, local, int(hits[0])) if hits.size else None
 
 
-def low_latency_layout(
-    topk_idx: np.ndarray, num_experts: int, max_tokens_per_rank: int, num_tokens: np.ndarray | None = None
-) -> LowLatencyLayout:
+def low_latency_layout(topk_idx, num_experts, max_tokens_per_rank, num_tokens=None):
     num_ranks, tokens_per_rank, _ = topk_idx.shape
     num_local = num_experts // num_ranks
     shape = (num_ranks, num_local, num_ranks * max_tokens_per_rank)
@@ -79,7 +77,7 @@ def low_latency_layout(
     return LowLatencyLayout(sources, tokens, count, start, count.sum(axis=-1).astype(np.int32))
 
 
-def low_latency_gather(values: np.ndarray, lay: LowLatencyLayout) -> np.ndarray:
+def low_latency_gather(values, lay):
     """Dispatch [W, T, H] to [W, L, N, H], with zeros past the count."""
     rows = np.zeros(lay.token.shape + values.shape[2:], values.dtype)
     real = lay.token >= 0
@@ -87,7 +85,7 @@ def low_latency_gather(values: np.ndarray, lay: LowLatencyLayout) -> np.ndarray:
     return rows
 
 
-def low_latency_scatter(d_rows: np.ndarray, lay: LowLatencyLayout, num_tokens: int) -> np.ndarray:
+def low_latency_scatter(d_rows, lay, num_tokens):
     """Transpose `low_latency_gather`: float64 [W, T, H]."""
     out = np.zeros((len(d_rows), num_tokens, d_rows.shape[-1]))
     for rank, local, row in np.argwhere(lay.token >= 0):
@@ -95,9 +93,7 @@ def low_latency_scatter(d_rows: np.ndarray, lay: LowLatencyLayout, num_tokens: i
     return out
 
 
-def low_latency_combine(
-    y: np.ndarray, topk_idx: np.ndarray, topk_weights: np.ndarray, lay: LowLatencyLayout
-) -> np.ndarray:
+def low_latency_combine(y, topk_idx, topk_weights, lay):
     """Compute sum_k w_tk * y[row of expert topk_idx[t, k]], float64 [W, T, H]."""
     out = np.zeros((*topk_idx.shape[:2], y.shape[-1]))
     for source, token, k in np.ndindex(*topk_idx.shape):
@@ -107,9 +103,7 @@ def low_latency_combine(
     return out
 
 
-def low_latency_combine_gradients(
-    y: np.ndarray, topk_idx: np.ndarray, topk_weights: np.ndarray, lay: LowLatencyLayout, d_out: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def low_latency_combine_gradients(y, topk_idx, topk_weights, lay, d_out):
     """Return (dy, dtopk_weights) in float64."""
     dy, d_weights = np.zeros(y.shape), np.zeros(topk_weights.shape)
     for source, token, k in np.ndindex(*topk_idx.shape):
@@ -123,7 +117,7 @@ def low_latency_combine_gradients(
 # ---- the experts between dispatch and combine ---------------------------------------------------------------------
 
 
-def dequantize_blocks(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
+def dequantize_blocks(values, scales):
     """Dequantize [..., N, K] FP8 with one scale per 128 x 128 block, the last row block cut, to float64."""
     out = values.astype(np.float64)
     for i, j in np.ndindex(scales.shape[-2:]):
@@ -132,12 +126,12 @@ def dequantize_blocks(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return out
 
 
-def masked_grouped_gemm(lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
+def masked_grouped_gemm(lhs, rhs):
     """Multiply [L, M, K] by the transposed [L, N, K], float64 [L, M, N]; all rows."""
     return np.einsum("lmk,lnk->lmn", lhs.astype(np.float64), rhs.astype(np.float64))
 
 
-def gated_activation(hidden: np.ndarray, activation: str) -> np.ndarray:
+def gated_activation(hidden, activation):
     """Activate [..., 2I] to [..., I] in float64."""
     gate, up = np.split(hidden.astype(np.float64), 2, axis=-1)
     return activate(activation, gate)[0] * up

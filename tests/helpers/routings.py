@@ -10,7 +10,7 @@ from cases import Shape
 Routing = Callable[[np.random.Generator, int, Shape], np.ndarray]
 
 
-def _weighted(rng: np.random.Generator, num_ranks: int, shape: Shape, p: np.ndarray) -> np.ndarray:
+def _weighted(rng, num_ranks, shape, p):
     """Draw experts by `p`, distinct within a token if there are enough of them."""
     out = np.empty((num_ranks, shape.num_tokens, shape.top_k), np.int32)
     replace = np.count_nonzero(p) < shape.top_k
@@ -19,32 +19,32 @@ def _weighted(rng: np.random.Generator, num_ranks: int, shape: Shape, p: np.ndar
     return out
 
 
-def uniform(rng: np.random.Generator, num_ranks: int, shape: Shape) -> np.ndarray:
+def uniform(rng, num_ranks, shape):
     return _weighted(rng, num_ranks, shape, np.ones(shape.num_experts))
 
 
-def zipf(rng: np.random.Generator, num_ranks: int, shape: Shape) -> np.ndarray:
+def zipf(rng, num_ranks, shape):
     return _weighted(rng, num_ranks, shape, 1 / np.arange(1, shape.num_experts + 1) ** 1.5)
 
 
-def one_hot(rng: np.random.Generator, num_ranks: int, shape: Shape) -> np.ndarray:
+def one_hot(rng, num_ranks, shape):
     """Route all tokens to one expert, once."""
     out = np.full((num_ranks, shape.num_tokens, shape.top_k), -1, np.int32)
     out[..., rng.integers(shape.top_k)] = rng.integers(shape.num_experts)
     return out
 
 
-def one_hot_every_slot(rng: np.random.Generator, num_ranks: int, shape: Shape) -> np.ndarray:
+def one_hot_every_slot(rng, num_ranks, shape):
     """Route all assignments of all tokens to one expert: one rank receives every row."""
     return np.full((num_ranks, shape.num_tokens, shape.top_k), rng.integers(shape.num_experts), np.int32)
 
 
-def empty_experts(rng: np.random.Generator, num_ranks: int, shape: Shape) -> np.ndarray:
+def empty_experts(rng, num_ranks, shape):
     """Leave every other expert empty."""
     return _weighted(rng, num_ranks, shape, (np.arange(shape.num_experts) % 2 == 0).astype(np.float64))
 
 
-def idle_ranks(rng: np.random.Generator, num_ranks: int, shape: Shape) -> np.ndarray:
+def idle_ranks(rng, num_ranks, shape):
     """Let the first rank send nothing, and only the last rank receive."""
     num_local = shape.num_experts // num_ranks
     out = _weighted(rng, num_ranks, shape, (np.arange(shape.num_experts) >= shape.num_experts - num_local) * 1.0)
@@ -53,37 +53,37 @@ def idle_ranks(rng: np.random.Generator, num_ranks: int, shape: Shape) -> np.nda
     return out
 
 
-def local_only(rng: np.random.Generator, num_ranks: int, shape: Shape) -> np.ndarray:
+def local_only(rng, num_ranks, shape):
     """Keep every token on its rank."""
     num_local = shape.num_experts // num_ranks
     local = rng.integers(num_local, size=(num_ranks, shape.num_tokens, shape.top_k))
     return (local + np.arange(num_ranks)[:, None, None] * num_local).astype(np.int32)
 
 
-def no_experts(rng: np.random.Generator, num_ranks: int, shape: Shape) -> np.ndarray:
+def no_experts(rng, num_ranks, shape):
     """Set all ids to -1."""
     return np.full((num_ranks, shape.num_tokens, shape.top_k), -1, np.int32)
 
 
-def some_without_expert(rng: np.random.Generator, num_ranks: int, shape: Shape) -> np.ndarray:
+def some_without_expert(rng, num_ranks, shape):
     out = uniform(rng, num_ranks, shape)
     return np.where(rng.random(out.shape) < 0.4, np.int32(-1), out)
 
 
-def duplicates(rng: np.random.Generator, num_ranks: int, shape: Shape) -> np.ndarray:
+def duplicates(rng, num_ranks, shape):
     """Draw with replacement from three experts, so that tokens repeat an expert."""
     few = rng.choice(shape.num_experts, min(3, shape.num_experts), replace=False)
     return rng.choice(few, (num_ranks, shape.num_tokens, shape.top_k)).astype(np.int32)
 
 
-def out_of_range(rng: np.random.Generator, num_ranks: int, shape: Shape) -> np.ndarray:
+def out_of_range(rng, num_ranks, shape):
     """Set a third of the ids outside [0, E), up to the limits of int32."""
     wrong = np.array([shape.num_experts, shape.num_experts + 7, -2, -(2**31), 2**31 - 1], np.int32)
     out = uniform(rng, num_ranks, shape)
     return np.where(rng.random(out.shape) < 0.3, rng.choice(wrong, out.shape), out)
 
 
-ROUTINGS: dict[str, Routing] = {
+ROUTINGS = {
     f.__name__: f
     for f in (
         *(uniform, zipf, one_hot, one_hot_every_slot, empty_experts, idle_ranks),
@@ -94,7 +94,7 @@ ROUTINGS: dict[str, Routing] = {
 FEW_ROUTINGS = {name: ROUTINGS[name] for name in ("uniform", "one_hot_every_slot", "some_without_expert", "duplicates")}
 
 
-def routings(implementation: str, num_ranks: int) -> dict[str, Routing]:
+def routings(implementation, num_ranks):
     """Return the routings for a test of routing: all, or few if an interpreter runs kernels of many ranks."""
     interpreted = implementation == "triton" and jax.default_backend() == "cpu"
     return FEW_ROUTINGS if interpreted and num_ranks > 2 else ROUTINGS

@@ -28,7 +28,7 @@ LAST_WORDS_S = 60  # For the output of a process that is being ended.
 class Process:
     """One pytest process; a thread collects its output."""
 
-    def __init__(self, index: int, own: dict[str, str], arguments: list[str]) -> None:
+    def __init__(self, index, own, arguments):
         self.index = index
         self.lines: collections.deque[str] = collections.deque(maxlen=NUM_LAST_LINES)
         own = own | {"PROCESS": str(index)}
@@ -45,14 +45,14 @@ class Process:
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
-    def _read(self) -> None:
+    def _read(self):
         assert self.popen.stdout is not None
         for line in self.popen.stdout:
             self.lines.append(line.rstrip("\n"))
             if self.index == 0:
                 print(f"[0] {line}", end="", flush=True)
 
-    def end(self) -> None:
+    def end(self):
         """End the process and its children, which first print their stacks."""
         for sign in (signal.SIGABRT, signal.SIGKILL):
             if self.popen.poll() is None:
@@ -63,24 +63,24 @@ class Process:
                     continue
         self.finish()
 
-    def finish(self) -> None:
+    def finish(self):
         """Wait for the last of the output."""
         self._thread.join(LAST_WORDS_S)
 
-    def counts(self) -> dict[str, int]:
+    def counts(self):
         """Return numbers of tests by outcome, from pytest's summary."""
         pattern = re.compile(r"(\d+) (passed|failed|skipped|error|xfailed|subtests passed)")
         summary = next((line for line in reversed(self.lines) if re.search(r" in [\d.]+s", line)), "")
         return {outcome: int(number) for number, outcome in pattern.findall(summary)}
 
 
-def free_port() -> int:
+def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
-def wait(processes: list[Process], timeout_s: float, grace_s: float) -> str | None:
+def wait(processes, timeout_s, grace_s):
     """Wait until all have ended, or one has failed; return why the others must be ended, or None."""
     deadline, first = time.monotonic() + timeout_s, None
     while any(process.popen.poll() is None for process in processes):
@@ -93,7 +93,7 @@ def wait(processes: list[Process], timeout_s: float, grace_s: float) -> str | No
     return None
 
 
-def verdict(processes: list[Process]) -> str | None:
+def verdict(processes):
     """Return what is wrong with the outcome, or None."""
     codes = [process.popen.returncode for process in processes]
     if any(codes):
@@ -106,7 +106,7 @@ def verdict(processes: list[Process]) -> str | None:
     return None
 
 
-def main() -> int:
+def main():
     """Run the tests; return 0 if they have passed in every process."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False

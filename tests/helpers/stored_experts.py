@@ -1,7 +1,5 @@
 """`QuantizedWeights` in all their storage layouts."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,23 +14,23 @@ from jax_ep.quantization import quantize, with_layout
 STORED = tuple(name.replace("_prepacked", " prepacked") for name in formats.STORED)
 
 
-def store(w: Any, name: str, **options: Any) -> QuantizedWeights:
+def store(w, name, **options):
     """Quantize `[..., K, N]` by a name of `STORED`."""
 
     @jax.jit
-    def run(w: Any) -> QuantizedWeights:
+    def run(w):
         found = quantize(w, name.split()[0], **options)
         return with_layout(found, "prepacked") if name.endswith(" prepacked") else found
 
     return run(jnp.asarray(w))
 
 
-def fp8_weights(values: Any, scales: Any) -> QuantizedWeights:
+def fp8_weights(values, scales):
     """Return FP8 values `[..., N, K]` and the scales of their blocks as weights for FP8 tokens."""
     return QuantizedWeights(jnp.asarray(values), jnp.asarray(scales), "fp8", activations="fp8")
 
 
-def stand_for(q: QuantizedWeights) -> np.ndarray:
+def stand_for(q):
     """Dequantize to `[..., K, N]` in float64."""
     q = with_layout(q, "transposed") if q.is_prepacked else q
     values, scales = jax.tree.map(np.asarray, (q.values, q.scales))
@@ -42,13 +40,13 @@ def stand_for(q: QuantizedWeights) -> np.ndarray:
 class Fp8Operands:
     """Operands in FP8 with scales of very different sizes: `lhs [*rows, K]` and `rhs [G, N, K]`."""
 
-    def __init__(self, rng: Any, rows: tuple[int, ...], depth: int, groups: int, columns: int) -> None:
+    def __init__(self, rng, rows, depth, groups, columns):
         blocks = depth // 128
         self.lhs = (100 * reals(rng, *rows, depth)).clip(-448, 448).astype(oracle.FP8)
         self.rhs = (100 * reals(rng, groups, columns, depth)).clip(-448, 448).astype(oracle.FP8)
         self.lhs_scales = (2.0 ** rng.uniform(-9, 2, (*rows, blocks))).astype(F32)
         self.rhs_scales = (2.0 ** rng.uniform(-9, 2, (groups, -(-columns // 128), blocks))).astype(F32)
 
-    def dequantized(self) -> tuple[np.ndarray, np.ndarray]:
+    def dequantized(self):
         rhs = oracle_serving.dequantize_blocks(self.rhs, self.rhs_scales)
         return oracle.dequantize(self.lhs, self.lhs_scales, np.float64), rhs

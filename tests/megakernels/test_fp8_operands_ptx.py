@@ -1,7 +1,6 @@
 """The FP8 quantization kernels compile to PTX without a GPU: 16-byte accesses, no spilled registers."""
 
 import re
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -62,7 +61,7 @@ def test_fp8_operands_ptx_activation(activation, gated):
 def test_fp8_operands_ptx_matrices(results, element, capability):
     num_tasks = GROUPS * (HIDDEN // 128) * (2 * INNER // 128)
     constants = {"K": HIDDEN, "N": 2 * INNER, "NUM_GROUPS": GROUPS}
-    types: dict[str, Any] = {"w_ptr": f"*{element}", "transposed": None, "untransposed": None}
+    types = {"w_ptr": f"*{element}", "transposed": None, "untransposed": None}
     types |= dict.fromkeys(results, Rows("*fp8e4nv", "*fp32"))
     config = kernels.matrices_config(num_tasks, jnp.float32 if element == "fp32" else jnp.bfloat16)
     check(kernels._QUANTIZE_MATRICES, types, constants, config, capability)
@@ -75,7 +74,7 @@ COLUMNS = {"sizes_ptr": "*i32", "columns": Rows("*fp8e4nv", "*fp32")}
 @pytest.mark.parametrize("kind", ["bf16", "FP8", "both layouts"])
 def test_fp8_operands_ptx_columns(kind, capability):
     sizes = kernels.column_sizes_of((ROWS, HIDDEN), np.zeros(GROUPS, np.int32), 128)
-    types: dict[str, Any] = COLUMNS | {"x_ptr": "*fp8e4nv" if kind == "FP8" else "*bf16"}
+    types = COLUMNS | {"x_ptr": "*fp8e4nv" if kind == "FP8" else "*bf16"}
     types["scales_ptr"] = "*fp32" if kind == "FP8" else None
     types["rows"] = Rows("*fp8e4nv", "*fp32") if kind == "both layouts" else None
     config = kernels.columns_config(sizes, in_fp8=kind == "FP8")
@@ -96,7 +95,7 @@ def test_fp8_operands_ptx_dispatch(capability):
     wire = jnp.dtype(jnp.float8_e4m3fn)
     config, tile = exchange.dispatch_config(Schedule(), layout, HIDDEN, jnp.dtype(jnp.bfloat16), wire, clear=False)
     integers = ("topk_idx_ptr", "assignment_to_row_ptr", "row_to_assignment_ptr")
-    types: dict[str, Any] = {"x_ptr": "*bf16", "out_ptr": "*fp8e4nv", "out_scales_ptr": "*fp32"}
+    types = {"x_ptr": "*bf16", "out_ptr": "*fp8e4nv", "out_scales_ptr": "*fp32"}
     types["peers"] = Peers("*i32", "*i64")
     types |= {"weights_ptr": "*fp32", "out_weights_ptr": "*fp32"}
     sizes = {"num_tokens": 4096, "top_k": 8, "hidden": HIDDEN, "num_local_experts": 64, "num_experts": 256}

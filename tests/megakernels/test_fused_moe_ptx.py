@@ -19,7 +19,7 @@ from oracle_experts import GPT_OSS
 
 # top_k, and [E, I, H] of Qwen3-30B-A3B, Mixtral-8x7B and gpt-oss-120b.
 QWEN3, MIXTRAL, GPT = (8, (128, 768, 2048)), (2, (8, 14336, 4096)), (4, (128, 2880, 2880))
-STORED: list[tuple[Any, Experts, dict[str | None, tuple[int, ...]]]] = [  # Numbers of tokens by format.
+STORED = [  # Numbers of tokens by format.
     (QWEN3, Experts(), {None: (1, 128, 4096), "fp8": (1, 16, 512, 1024, 4096), "int8": (16,), "mxfp4": (512,)}),
     (QWEN3, Experts(), {"int4": (16, 64, 512, 4096), "mxfp4_tokens": (1,), "fp8_tokens": (16, 4096)}),
     (QWEN3, Experts(), {"mxfp4_prepacked": (1, 16, 4096), "int4_prepacked": (1, 4096)}),
@@ -41,7 +41,7 @@ CASES = [
 def compile_layer(tokens, top_k, w_down, experts, expert_format):
     num_experts, intermediate, hidden = w_down
     shapes = (num_experts, hidden, 2 * intermediate), w_down
-    matrices: list[Any] = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    matrices = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     in_fp8 = expert_format is not None and expert_format.endswith("_tokens")
     if expert_format:
         name = expert_format.removesuffix("_tokens").removesuffix("_prepacked")
@@ -52,7 +52,7 @@ def compile_layer(tokens, top_k, w_down, experts, expert_format):
     config, sizes = fused_moe.fused_sizes(experts, (tokens, hidden), top_k, *matrices)
     described, types, constants = [], dict[str, Any](), {"KIND": kind_of(experts), "S": sizes}
     for name, w, product in zip(("gate_up", "down"), matrices, (sizes.gate_up, sizes.down), strict=True):
-        block_shape: list[int] = []
+        block_shape = []
 
         def operands(w, product=product, block_shape=block_shape):
             descriptor, scales = fused_moe._operands(w, product)
@@ -64,7 +64,7 @@ def compile_layer(tokens, top_k, w_down, experts, expert_format):
         described.append(f"tensordesc<{element_type(array.dtype)}[{block}]>")
         types[f"{name}_scales_ptr"] = None if scales is None else f"*{element_type(scales.dtype)}"
     rows = "*fp8e4nv" if in_fp8 else "*bf16"
-    tensors: Any = LayerTensors(rows, "*fp32", *described, "*i32", "*fp32")
+    tensors = LayerTensors(rows, "*fp32", *described, "*i32", "*fp32")
     types["tensors"] = SortedLayerTensors(*tensors, *["*i32"] * 3) if sizes.presorted else tensors
     types |= {"counters_ptr": "*i32", "written_counters_ptr": "*i32"}
     types |= {"scratch": LayerScratch(rows, "*fp32", "*fp32", "*i32", "*i32"), "out_ptr": "*bf16"}

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +45,7 @@ def sixteenths(rng, *shape):
 
 def launches(layout, transposed, mode, *, parts):
     """Return `fn(ids, x, h, w)`: sums and GEMMs in one launch, or in separate ones; with `parts`, each separately."""
-    run: Any = registry.get("exchange_gemm", "triton")
+    run = registry.get("exchange_gemm", "triton")
     products = registry.get("grouped_gemm", "triton")
     options = Options("test", AXIS, ("triton",), schedule=Schedule(dispatch_mode="fused", combine_mode=mode))
     sent = {"save_as": "tokens", "mode": "fused", "products": products}

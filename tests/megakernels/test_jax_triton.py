@@ -5,9 +5,7 @@ import re
 import subprocess
 import sys
 import types
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +78,7 @@ BESIDE = Schedule(dispatch_mode="fused", combine_mode="serial", fuse_weight_grad
 SERIAL = Schedule(dispatch_mode="serial", combine_mode="serial", fuse_weight_gradients=False)
 
 # name: (function of one rank, its arguments, kernels among those that it launches).
-CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], set[str]]] = {
+CASES = {
     "serial": (gradient(moe(schedule=SERIAL), 0, 2, 3, 4), layer(), EXCHANGE | PRODUCTS | ACTIVATION),
     "fused": (gradient(moe(schedule=FUSED), 0, 2, 3, 4), layer(), SENDS | {"exchange_gemm.gemm_combine"}),
     "fused_gradient": (
@@ -149,7 +147,7 @@ def on_hopper(monkeypatch):
 @pytest.fixture
 def launched(mesh, monkeypatch):
     """Record kernels that are launched through jax-triton from now on."""
-    found: set[str] = set()
+    found = set()
 
     def record(kernel, *arguments, **options):
         found.add(named(kernel))

@@ -3,7 +3,6 @@
 import re
 from collections import Counter
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +28,7 @@ from layers import Layer
 pytest.importorskip("triton")
 
 W, T, K, E, H, INNER = 2, 6, 2, 4, 128, 128
-OPTIONS: dict[str, Any] = {"num_experts": E, "implementation": "triton"}
+OPTIONS = {"num_experts": E, "implementation": "triton"}
 
 
 def round_trip(x, ids, weights, *_):
@@ -48,7 +47,7 @@ MODES = {"dispatch_mode": "fused", "combine_mode": "scatter", "fuse_weight_gradi
 SERIAL = {"dispatch_mode": "serial", "combine_mode": "serial", "fuse_weight_gradients": None, "wire_dtype": None}
 FP8 = {"wire_dtype": jnp.float8_e4m3fn}
 # Forward, and both passes: tokens are sent again for the gradient of the first weights.
-PROGRAMS: dict[str, tuple[Any, dict[str, int], dict[str, int]]] = {
+PROGRAMS = {
     "dispatch, combine": (round_trip, {"dispatch": 1, "combine": 1}, {"dispatch": 2, "combine": 2}),
     "one launch": (
         layer(**MODES),
@@ -103,7 +102,7 @@ def test_num_programs_one_matches_several(two_ranks, monkeypatch):
         return launch(kernel, operands, results, config, *rest, **options)
 
     monkeypatch.setattr(exchange, "launch", launch_and_note)
-    run: Any = registry.get("exchange", "triton")
+    run = registry.get("exchange", "triton")
     rng = np.random.default_rng(0)
     x = rng.standard_normal((2, 9, 64)).astype(np.float32)
     ids = rng.integers(0, 4, (2, 9, 2), np.int32)

@@ -3,7 +3,6 @@
 import re
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +27,7 @@ EXPECTED = {16: 4, 32: 16, 64: 32, 128: 64}
 
 def operands(tiles, fp8, out):
     element = "fp8e4nv" if fp8 else "bf16"
-    types: dict[str, Any] = {"lhs_scales_ptr": "*fp32", "rhs_scales_ptr": "*fp32", "sizes_ptr": "*i32"}
+    types = {"lhs_scales_ptr": "*fp32", "rhs_scales_ptr": "*fp32", "sizes_ptr": "*i32"}
     types["lhs"] = f"tensordesc<{element}[1,{tiles.block_m},{tiles.block_k}]>"
     types["rhs"] = f"tensordesc<{element}[1,{tiles.block_n},{tiles.block_k}]>"
     return types | {"out_ptr": f"*{out}"}
@@ -84,7 +83,7 @@ def test_masked_ptx_gemm_combine_quantized_weights(tokens_in, expected_rows, exp
     tiles = quantized_gemm.quantized_tiles(expected_rows, activations)
     product = quantized_gemm.sizes_of(RANKS * TOKENS, w, tiles)
     stored, scales = ("u8", "*u8") if expert_format == "mxfp4" else ("fp8e4nv", "*fp32")
-    types: dict[str, Any] = {"lhs_scales_ptr": "*fp32", "rhs_scales_ptr": scales, "bias_ptr": None}
+    types = {"lhs_scales_ptr": "*fp32", "rhs_scales_ptr": scales, "bias_ptr": None}
     types["lhs"] = f"tensordesc<{tokens_in}[1,{tiles.block_m},128]>"
     types["rhs"] = f"tensordesc<{stored}[1,{tiles.block_n},{128 // product.values_per_byte}]>"
     types |= {"sizes_ptr": "*i32", "out_ptr": "*bf16"}

@@ -1,7 +1,6 @@
 """GEMMs with quantized weights compile to PTX without a GPU: tensor cores, TMA, no spilled registers."""
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,7 @@ def matrices(stored, activations=None):
 def compile_gemm(kernel, rhs, rows, product):
     tiles = quantized_gemm.quantized_tiles(rows, rhs.activations, prepacked=rhs.is_prepacked)
     sizes = quantized_gemm.sizes_of(M, rhs, tiles)
-    types: dict[str, Any] = {"sizes_ptr": "*i32", "out_ptr": "*bf16"}
+    types = {"sizes_ptr": "*i32", "out_ptr": "*bf16"}
     types["row_scales_ptr"] = None if rhs.activations is None else "*fp32"
     rows_type = "bf16" if rhs.activations is None else "i8"
     types["scales_ptr"] = f"*{element_type(rhs.scales.dtype)}"

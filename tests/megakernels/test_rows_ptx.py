@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import re
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -93,7 +92,7 @@ def built(name, num_tokens, fp8, capability):
     layout = Layout(W, E, num_tokens, K, E * num_tokens)
     wire, scales = (FP8, H // 128) if fp8 else (BF16, 0)
     sizes = low_latency.layout_sizes(layout, num_tokens, H)
-    types: dict[str, Any] = {"peers": Peers("*i32", "*i64")}
+    types = {"peers": Peers("*i32", "*i64")}
     parts = {"values_offset": num_tokens * H * wire.itemsize, "scales_offset": num_tokens * K * scales * 4}
     # The tuning for a CPU has fewer programs, and so another task order.
     lag = min(num_tokens, PROGRAMS // 4)
@@ -103,7 +102,7 @@ def built(name, num_tokens, fp8, capability):
         types |= {"out": Rows("*fp8e4nv" if fp8 else "*bf16", "*fp32"), "plan": LowLatencyPlan(*["*i32"] * 7)}
         offsets, _ = low_latency.buffer_offsets(ids_offset=num_tokens * K * 4, **parts)
         sizes |= {"num_scales": scales, "scale_block": 128 if fp8 else 0, "has_num_tokens": True}
-        given: Any = LowLatencyDispatch(**sizes, **offsets, tile=dataclasses.replace(tile, lag=lag))
+        given = LowLatencyDispatch(**sizes, **offsets, tile=dataclasses.replace(tile, lag=lag))
     else:
         _, tile = low_latency.combine_tile(Schedule(), layout, num_tokens, H, BF16)
         types |= {"y_ptr": "*bf16", "out_ptr": "*bf16", "weights_ptr": "*fp32"}

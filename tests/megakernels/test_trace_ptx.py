@@ -7,9 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import compiling
 import pytest
@@ -25,7 +23,7 @@ pytest.importorskip("triton")
 PACKAGE = Path(jax_ep.__file__).parent
 CALL = re.compile(r"^ *(began = stamp\(HEAP\)|trace\w*\(launch, .*\))\n", re.MULTILINE)
 IMPORT = re.compile(r"^from \.trace import (\([^)]*\)|.*)\n", re.MULTILINE)
-CASES: dict[str, Callable[[], None]] = {
+CASES = {
     "all_gather_i32": lambda: rows.test_ptx_small_exchange_kernel(90),
     "dispatch": lambda: rows.test_ptx_row_kernels("dispatch", None, "bfloat16", False, 90),
     "combine": lambda: rows.test_ptx_row_kernels("combine", None, "bfloat16", False, 90),
@@ -88,8 +86,8 @@ def depths(ptx):
 def test_trace_ptx_overhead(name, without_traces, monkeypatch, request):
     if not name.startswith("low-latency"):
         request.getfixturevalue("on_h200")
-    requests: list[list[Any]] = []
-    built: dict[bool, dict[str, Any]] = {}
+    requests = []
+    built = {}
     traced = True
 
     compile_kernel = compiling.build

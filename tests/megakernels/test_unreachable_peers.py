@@ -29,7 +29,7 @@ def nodes():
     machine_of = {device: number // 2 for number, device in enumerate(everyone)}
 
     def domains(devices, of_processes):
-        found: dict[int, list[int]] = {}
+        found = {}
         for place, device in enumerate(devices):
             found.setdefault(machine_of[device], []).append(place)
         return list(found.values())

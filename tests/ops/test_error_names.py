@@ -3,7 +3,6 @@
 import inspect
 import re
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +38,7 @@ def test_error_names_every_argument(name, kind):
 
 
 GLOBAL = (f32(8, H), i32(8, K), f32(8, K), f32(E, H, 2 * INNER), f32(E, INNER, H))
-CHANGES: dict[str, tuple[int, Any]] = {
+CHANGES = {
     "tokens of integers": (0, i32(8, H)),
     "tokens of another dtype": (0, array(jnp.bfloat16, 8, H)),
     "ids of floats": (1, f32(8, K)),

@@ -1,7 +1,6 @@
 """Recordings of real launches: every task once, in order, without changes of results."""
 
 from collections import Counter
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ pytest.importorskip("triton")
 
 W, T, K, E, H, INNER = 2, 6, 2, 4, 128, 128
 BF16 = jnp.dtype(jnp.bfloat16)
-OPTIONS: dict[str, Any] = {"num_experts": E, "implementation": "triton"}
+OPTIONS = {"num_experts": E, "implementation": "triton"}
 WAITS = {"wait", "publish"}  # Next to a task's own events.
 
 

@@ -7,7 +7,6 @@ import itertools
 import json
 import operator
 import os
-from typing import Any
 
 import numpy as np
 import pytest
@@ -109,7 +108,7 @@ def test_trace_perfetto_round_trip(trace, name, tmp_path):
         assert (event["pid"], event["tid"]) in named and event["ts"] >= 0 and event["dur"] >= 0
     assert min(event["ts"] for event in drawn) == 0
     assert sum(event["cat"] == "launch" for event in drawn) == 2
-    tracks: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    tracks = {}
     for event in drawn:
         tracks.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
     for spans in tracks.values():
@@ -296,10 +295,10 @@ def test_trace_incomplete_launches_skipped():
     named = tracing.events.read(fake_area(rows, 8, 2, launches=1), 2, {}, [100, 101, 102, 103, 104, 105])
     assert named.launches[0].group == (105, 102) and named.launches[0].rank(102) == 1
     assert named.events[["device", "peer"]].tolist() == [(102, -1), (102, 105)]
-    few: Any = tracing.events.read(fake_area(rows, 4, 2, launches=1), 2, {9: "tiles"})
+    few = tracing.events.read(fake_area(rows, 4, 2, launches=1), 2, {9: "tiles"})
     assert (few.num_dropped, len(few.events), few.launches[0].kernel) == (1, 2, "tiles")
     # With one member missing, the participants are unknown.
-    none: Any = tracing.events.read(fake_area(rows, 3, 2, launches=1), 2, {})
+    none = tracing.events.read(fake_area(rows, 3, 2, launches=1), 2, {})
     assert (none.num_dropped, len(none.events), none.launches) == (2 + 2, 0, {})
 
 

@@ -1,7 +1,6 @@
 """Settings reach the launches in their order of precedence, and change results only by rounding."""
 
 import threading
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +24,12 @@ pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="in the i
 T, K, E, H = 9, 2, 4, 64
 FACTS = {"num_ranks": 2, "num_tokens": 16, "hidden": 64, "top_k": 2, "dtype": "float32"}
 LAYOUT = Layout(2, E, T, K, 40)
-Launched = list[tuple[str, Config, Any]]
 
 
 @pytest.fixture
 def launched(monkeypatch):
     """Record name, config and sizes of each launch as it is traced."""
-    found: Launched = []
+    found = []
     for module in (exchange, fused_moe, grouped_gemm, low_latency, quantized_gemm):
         launch = module.launch
 
@@ -58,7 +56,7 @@ def inputs(rng):
 
 def round_trip(schedule=None):
     def fn(x, ids):
-        options: dict[str, Any] = {"schedule": schedule, "implementation": "triton"}
+        options = {"schedule": schedule, "implementation": "triton"}
         d = jax_ep.dispatch(x, ids, num_experts=E, **options)
         return jax_ep.combine(d.tokens, d.handle, **options)
 

@@ -26,7 +26,7 @@ def make_case(**changed):
     def never(settings):
         raise AssertionError("nothing is measured here")
 
-    fields: dict[str, Any] = {"operation": "combine", "facts": FACTS, "title": "a case", "candidates": CANDIDATES}
+    fields = {"operation": "combine", "facts": FACTS, "title": "a case", "candidates": CANDIDATES}
     return Case(**fields | {"make_chain": never} | changed)
 
 
@@ -108,7 +108,7 @@ def test_tune_times_interleaved_within_budget(monkeypatch, tmp_path):
         return lambda n: lambda: run(n)
 
     monkeypatch.setattr(tune_search.time, "perf_counter", lambda: clock[0])
-    recovered: list[bool] = []
+    recovered = []
     meter = tune_search.Meter(make_case(make_chain=make_chain), lambda: recovered.append(True), lambda: over[0])
     assert {n for _, n in order} >= {1, 1 + 10}  # Of 2 ms, as many as take 20 ms.
     speed[0], rounds = 1.02, 4

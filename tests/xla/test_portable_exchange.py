@@ -226,7 +226,7 @@ def test_xla_exchange_memory_independent_of_ranks(expert_mesh):
     shape = Shape(num_tokens=512, top_k=2, num_experts=8, hidden=1024)
     capacity = shape.num_tokens * shape.top_k
     row_bytes = capacity * shape.hidden * 4
-    found: dict[str, list[int]] = {}
+    found = {}
     for num_ranks in (2, 4, 8):
         for name, program in programs(num_ranks, shape, capacity, expert_mesh(num_ranks), plan=True).items():
             found.setdefault(name, []).append(program.memory_analysis().temp_size_in_bytes)

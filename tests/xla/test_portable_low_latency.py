@@ -117,7 +117,7 @@ def programs(num_ranks, shape, mesh):
 def test_xla_low_latency_memory_independent_of_ranks(expert_mesh):
     """Temporary memory at two experts per rank: a round of tokens, and the returned sums."""
     tokens, top_k, hidden = 256, 2, 2048
-    found: dict[str, list[int]] = {}
+    found = {}
     for num_ranks in (2, 4, 8):
         shape = Shape(num_tokens=tokens, top_k=top_k, num_experts=2 * num_ranks, hidden=hidden)
         for name, program in programs(num_ranks, shape, expert_mesh(num_ranks)).items():

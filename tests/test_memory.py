@@ -138,12 +138,7 @@ def test_plan_memory_names_arguments():
     assert plan.arguments == {"params": 64, "rest": 32, "scale": 4}
     assert plan.results == pytest.approx(64, abs=16)  # and a table of addresses
     table = str(jax_ep.plan_memory(jax.jit(lambda a: a + 1, donate_argnums=0), of(1_000_000)))
-    assert table.splitlines() == [
-        "MB on each device (cpu)",
-        "a               4.0",
-        "symmetric heap  0.0",
-        "total           4.0",
-    ]
+    assert table.splitlines()[1:] == ["a               4.0", "symmetric heap  0.0", "total           4.0"]
 
 
 GPU_TEXT = """HloModule jit_step, is_scheduled=true

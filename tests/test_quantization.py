@@ -169,10 +169,7 @@ def test_serving_weights_different_dtypes():
         (lambda: quantize_fp8([1.0]), "quantize_fp8: x is a list, not an array"),
         (lambda: dequantize_fp8(None, None, jnp.float32), "dequantize_fp8: values is a NoneType, not an array"),
         (lambda: dequantize_fp8(*quantize_fp8(jnp.ones((1, 128))), "number"), "dtype='number' is not a dtype"),
-        (
-            lambda: dequantize_fp8(*quantize_fp8(jnp.ones((1, 128))), int),
-            "dequantize_fp8: dtype=int64, expected one of",
-        ),
+        (lambda: dequantize_fp8(*quantize_fp8(jnp.ones((1, 128))), int), "dequantize_fp8: dtype=int64, expected one"),
         (lambda: dequantize(quantize(jnp.ones((1, 128, 1)), "int8"), bool), "dequantize: dtype=bool, expected one of"),
     ],
 )

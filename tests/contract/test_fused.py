@@ -126,9 +126,7 @@ def test_fused_halves(implementation, mode, alignment, dispatch_mode, mesh, rng)
     rows = oracle.gather(x.astype(np.float64), lay)
 
     def product(lhs, w):
-        return np.stack(
-            [oracle.grouped_gemm(*args) for args in zip(lhs, w.astype(float), lay.group_sizes, strict=True)]
-        )
+        return np.stack([oracle.grouped_gemm(*a) for a in zip(lhs, w.astype(float), lay.group_sizes, strict=True)])
 
     assert_close(hidden, product(rows, w_gate_up), "hidden")
     assert not hidden[lay.is_padding].any()

@@ -155,9 +155,7 @@ def test_residuals_gradients_same_bits(implementation, name, way, expert_mesh, r
     """Compare saving tokens with sending them again, also with tokens without an expert or a row."""
     if way in ("gradient fused", "gradient separate") and not fuses(implementation, 2, BF16, 2 * T * K):
         pytest.skip(f"{implementation} fuses no products with exchanges")
-    shape = Shape(
-        num_tokens=T, top_k=K, num_experts=8, hidden=128 if way == "fp8 on the wire" else H, intermediate=INNER
-    )
+    shape = Shape(T, K, 8, hidden=128 if way == "fp8 on the wire" else H, intermediate=INNER)
     (experts, bias), options = EXPERTS[name], dict(WAYS.get(way, {}))
     # Otherwise the residuals decide the number of launches, which decides the kernel of the GEMMs.
     options["schedule"] = {"dispatch_mode": "serial"} | options.get("schedule", {})

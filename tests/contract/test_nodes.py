@@ -111,20 +111,14 @@ def test_nodes_moe_and_gradients(implementation, over, rng, subtests):
 
 def test_nodes_capacity(implementation, over, rng):
     """Rows past it are dropped and counted, on each rank as in one process."""
-    capacity = 6
 
     def fn(x, topk_idx, topk_weights, w_gate_up, w_down):
-        options = {
-            "num_experts": 16,
-            "axis_name": over.axis_name,
-            "capacity": capacity,
-            "implementation": implementation,
-        }
+        options = {"num_experts": 16, "axis_name": over.axis_name, "capacity": 6, "implementation": implementation}
         sent = jax_ep.dispatch(x, topk_idx, topk_weights, **options)
         return sent.dropped, jax_ep.moe(x, topk_idx, topk_weights, w_gate_up, w_down, **options)
 
     layer = Layer(rng, "zipf", over.mesh.size, SHAPE)
-    want = over.oracle(layer, capacity=capacity)
+    want = over.oracle(layer, capacity=6)
     assert want.lay.dropped.sum() > 0
     dropped, out = over.compiled(fn)(*layer.args)
     assert_same_bits(dropped, want.lay.dropped, "dropped")

@@ -201,9 +201,7 @@ def in_fp8(rows):
 def test_quantized_gemm_fp8_tokens_other_formats(implementation, given, block_size, expert_format, rng):
     """Sums of products of the rounded rows and the dequantized weights, whose elements are not rounded again."""
     sizes, depth = np.array([5, 0, 30], np.int32), 256
-    w = reals(rng, 3, depth, 40) * 2.0 ** rng.integers(-9, 1, (3, depth // 32, 1, 40)).repeat(32, 1).reshape(
-        3, depth, 40
-    )
+    w = reals(rng, 3, depth, 40) * 2.0 ** rng.integers(-9, 1, (3, depth // 32, 40)).repeat(32, axis=1)
     sizes_of_blocks = {"block_size": block_size} if formats.FORMATS[expert_format].takes_block_size else {}
     q = quantize(jnp.asarray(w, F32), expert_format, activations="fp8", **sizes_of_blocks)
     matrices = np.swapaxes(stand_for(q), -1, -2)

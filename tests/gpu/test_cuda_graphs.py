@@ -139,9 +139,7 @@ def test_cuda_graphs_first_run_during_capture(on_gpu, one_process, mesh, same_bi
     shape = dataclasses.replace(SHAPE, num_tokens=71, hidden=648)
     arguments = inputs(mesh.size, 0, shape)
     fn = harness.per_rank(exchanges, mesh)
-    replayed = np.asarray(
-        jax.jit(lambda *arguments: fn(*arguments), compiler_options=GRAPHS["custom calls"])(*arguments)
-    )
+    replayed = np.asarray(jax.jit(lambda *args: fn(*args), compiler_options=GRAPHS["custom calls"])(*arguments))
     same_bits([replayed], [np.asarray(jax.jit(fn, compiler_options=NO_GRAPHS)(*arguments))])
 
 

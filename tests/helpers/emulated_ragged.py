@@ -9,9 +9,7 @@ def emulated_ragged_all_to_all(
 ):
     """Do what the primitive documents; if sizes or offsets contradict, all bits of the result are ones."""
     sources, me = lax.all_gather(operand, axis_name), lax.axis_index(axis_name)
-    first, count, place = (
-        lax.all_gather(part, axis_name)[:, me] for part in (input_offsets, send_sizes, output_offsets)
-    )
+    first, count, place = (lax.all_gather(a, axis_name)[:, me] for a in (input_offsets, send_sizes, output_offsets))
     row = lax.iota(jnp.int32, output.shape[0])
     bad = jnp.any(recv_sizes != count) | jnp.any(place + count > output.shape[0])
     bad |= jnp.any(first + count > operand.shape[0]) | jnp.any(jnp.minimum(jnp.minimum(first, place), count) < 0)

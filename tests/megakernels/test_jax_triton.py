@@ -40,6 +40,7 @@ LOW_LATENCY = {"low_latency_dispatch.low_latency_dispatch", "masked.masked_gated
 MASKED = {"masked.masked_grouped_gemm"}
 SUMS_AFTER = {"low_latency_combine.low_latency_combine"}
 SUMS_IN_PRODUCT = {"low_latency_gemm_combine.low_latency_gemm_combine"}
+LOW_LATENCY_LAYER = LOW_LATENCY | MASKED | SUMS_IN_PRODUCT
 
 TOKENS = Array((T, H), BF16), Array((T, K), I32), Array((T, K), F32)
 
@@ -103,12 +104,8 @@ CASES = {
         {"rows.quantize_rows", "grouped_gemm.grouped_gemm_fp8"},
     ),
     "quantized": (moe(), layer(quantized("int8")), {"quantized_gemm.quantized_grouped_gemm"}),
-    "low latency": (low_latency, layer(), LOW_LATENCY | MASKED | SUMS_IN_PRODUCT),
-    "low latency, FP8": (
-        low_latency,
-        layer(quantized("fp8", activations="fp8")),
-        LOW_LATENCY | MASKED | SUMS_IN_PRODUCT,
-    ),
+    "low latency": (low_latency, layer(), LOW_LATENCY_LAYER),
+    "low latency, FP8": (low_latency, layer(quantized("fp8", activations="fp8")), LOW_LATENCY_LAYER),
     "low latency, quantized": (
         low_latency,
         layer(quantized("mxfp4")),

@@ -161,12 +161,10 @@ def test_export_cache_truncated_files(folder):
         assert lower_here() == (text, 0)
 
 
-@pytest.mark.parametrize(
-    "what", ["nothing", "text", "end", "module", "other launch", "other sizes", "pipe", "folder", "huge"]
-)
+@pytest.mark.parametrize("what", ["nothing", "text", "end", "module", "launch", "sizes", "pipe", "folder", "huge"])
 def test_export_cache_foreign_files(what, folder):
     """Also with a correct digest."""
-    rows = jax.ShapeDtypeStruct((3, 2), jnp.float32) if what == "other sizes" else ROWS
+    rows = jax.ShapeDtypeStruct((3, 2), jnp.float32) if what == "sizes" else ROWS
     other, _ = lower_here(factor=3.0, rows=rows)
     (path,) = folder.glob("*/*")
     payload = path.read_bytes()[lowering_cache._DIGEST_BYTES :]
@@ -174,8 +172,7 @@ def test_export_cache_foreign_files(what, folder):
     text, _ = lower_here()
     (path,) = folder.glob("*/*")
     module = payload.index(b"ML\xefR")
-    payloads = {"nothing": b"", "text": b"no launch", "end": payload[:-100], "other launch": payload}
-    payloads["other sizes"] = payload
+    payloads = {"nothing": b"", "text": b"no launch", "end": payload[:-100], "launch": payload, "sizes": payload}
     payloads["module"] = payload[: module + 4] + bytes(200) + payload[module + 204 :]
     path.unlink()
     if what == "pipe":
@@ -186,9 +183,7 @@ def test_export_cache_foreign_files(what, folder):
         path.touch()
         os.truncate(path, 1 << 40)
     else:
-        digest = (
-            hashlib.sha256(payload).digest() if what == "other launch" else lowering_cache._digest(path, payloads[what])
-        )
+        digest = hashlib.sha256(payload).digest() if what == "launch" else lowering_cache._digest(path, payloads[what])
         path.write_bytes(digest + payloads[what])
     context = pytest.warns(UserWarning, match="is not cached") if what == "folder" else contextlib.nullcontext()
     with context:

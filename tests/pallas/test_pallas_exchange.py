@@ -117,9 +117,7 @@ def test_pallas_exchange(num_ranks, wire_dtype, in_segments, expert_mesh, rng, m
         return out.tokens, back
 
     mesh = expert_mesh(num_ranks)
-    want, got = (
-        run(functools.partial(both_ways, implementation=name), mesh, x, idx, rows) for name in ("xla", "pallas")
-    )
+    want, got = (run(functools.partial(both_ways, implementation=i), mesh, x, idx, rows) for i in ("xla", "pallas"))
     for name, one, other in zip(("tokens", "sums"), got, want, strict=True):
         assert_same_bits(one, other, name)
 

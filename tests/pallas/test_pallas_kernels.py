@@ -36,7 +36,7 @@ ROWS = 251
 
 
 @pytest.mark.parametrize(
-    ("tiles", "transpose"), [(LOW, False), (LOW, True), (HALF, False), (HALF, True), (HIGH, False)], ids=str
+    ("tiles", "transpose"), [(LOW, False), (LOW, True), (HALF, False), (HALF, True), (HIGH, False)]
 )
 @pytest.mark.slow(unless={"tiles": [HALF], "transpose": [True]})
 def test_pallas_forward(tiles, transpose, rng, races):
@@ -118,9 +118,8 @@ def test_pallas_fp8_weights(tiles, rng, races, monkeypatch):
     places = 9 * 128  # Two of them belong to no group.
     lhs, rhs = integers(rng, depth, places, dtype=oracle.FP8), integers(rng, columns, places, dtype=oracle.FP8)
     lhs_scales, rhs_scales = (np.exp2(rng.integers(-3, 3, (9, n))).astype(F32) for n in (depth, columns))
-    left, right = (
-        x.astype(np.float64) * np.repeat(scales, 128, 0).T for x, scales in ((lhs, lhs_scales), (rhs, rhs_scales))
-    )
+    pairs = (lhs, lhs_scales), (rhs, rhs_scales)
+    left, right = (x.astype(np.float64) * np.repeat(scales, 128, 0).T for x, scales in pairs)
     bounds = np.array([0, 1, 1, 2, 8]) * 128
     parts = [slice(*pair) for pair in itertools.pairwise(bounds)]
     want = np.stack([left[:, part] @ right[:, part].T for part in parts])

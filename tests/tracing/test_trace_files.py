@@ -184,9 +184,7 @@ _VALUES = st.one_of(
     st.booleans(),
     st.floats(),
     st.integers(),
-    st.sampled_from(
-        [10**400, 1 << 31, 1 << 61, -(1 << 63), "wait", "member", "../x", "\ud800", [], [0], {}, {"0": 1 << 61}]
-    ),
+    st.sampled_from([10**400, 1 << 31, 1 << 61, -(1 << 63), "member", "../x", "\ud800", [], [0], {}, {"0": 1 << 61}]),
 )
 
 

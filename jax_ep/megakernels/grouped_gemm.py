@@ -155,7 +155,7 @@ def fp8_tiles(num_rows: int, groups: int, out_itemsize: int) -> Fp8Tiles:
         return Fp8Tiles(block_m=32, block_n=64, group_m=2, num_stages=2)
     if num_rows <= 64 * groups:
         return Fp8Tiles(block_m=64, num_warps=4, num_stages=3 if out_itemsize > 2 else 4, programs=2)
-    return Fp8Tiles(gluon=compile.device_capability() == _GLUON_CAPABILITY)
+    return Fp8Tiles(gluon=stores_by_descriptor() and compile.device_capability() == _GLUON_CAPABILITY)
 
 
 def fp8_weight_tiles() -> Fp8WeightTiles:

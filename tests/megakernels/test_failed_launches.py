@@ -1,7 +1,6 @@
 """A failed launch returns no valid numbers: its results are poisoned, and the next call reports the failure."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from jax_ep.megakernels.launch import launch_identity
 from jax_ep.types import Schedule
 
 W, T, K, E, H, F = 2, 5, 2, 4, 16, 32
-OPTIONS: dict[str, Any] = {"num_experts": E, "implementation": "triton"}
+OPTIONS = {"num_experts": E, "implementation": "triton"}
 GIVEN = {"implementation": "triton"}
 SHORT_S = 0.3
 EPOCHS = 64  # The first of the control words that count launches.

@@ -2,10 +2,8 @@
 
 import inspect
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -112,7 +110,7 @@ def test_explain_balance(two_ranks):
     )
 
 
-CALLS: dict[str, tuple[Callable[..., Any], int]] = {
+CALLS = {
     "moe": (layer(), 1),
     "moe in FP8": (layer(recipe="fp8"), 1),
     "moe with FP8 on the wire": (layer(schedule=FP8_WIRE), 1),
@@ -155,7 +153,7 @@ def test_plan_quantized_resolved_once():
 
 def test_few_calls_carry_the_tokens(two_ranks):
     """Functions of the package that get the tokens of `moe` as an argument, one after another or nested."""
-    carrying: list[str] = []
+    carrying = []
 
     def profile(frame, event, _):
         code = frame.f_code

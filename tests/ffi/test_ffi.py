@@ -198,7 +198,7 @@ def test_table_deserialized_executable_needs_larger_heap(table_id):
 def test_table_empty(entries):
     with pytest.raises(ValueError, match=f"at least 1, got {entries}"):
         ffi.pointer_table(1, entries)
-    with pytest.raises(ValueError, match="at least one entry, got 0"):
+    with pytest.raises(ValueError, match=r"got 0 entries .* expected 1 to"):
         ffi.register_table(new_id(), jax.devices()[0], [])
 
 

@@ -22,6 +22,8 @@ namespace {
 
 namespace ffi = xla::ffi;
 
+constexpr int64_t kMaxEntries = int64_t{1} << 20;
+
 struct Table {
   std::vector<int64_t> values;
   int64_t num_bytes = 0;           // what programs may use of the memory that the addresses lead to
@@ -66,9 +68,9 @@ Status ToDevice(int32_t ordinal, const std::vector<int64_t>& values, Table* tabl
 
 // Changes the table after all that can fail. Only the device copy changes earlier, and the table is hidden then.
 Status Register(const Key& key, const int64_t* host_values, int64_t n, int64_t num_bytes) {
-  if (n <= 0 || host_values == nullptr || num_bytes < 0) {
-    return {kInvalidArgument, TableName(key) + " needs at least one entry, got " + std::to_string(n) + ", and for " +
-                                  std::to_string(num_bytes) + " bytes"};
+  if (n <= 0 || n > kMaxEntries || host_values == nullptr || num_bytes < 0) {
+    return {kInvalidArgument, TableName(key) + " got " + std::to_string(n) + " entries for " + std::to_string(num_bytes) +
+                                  " bytes, expected 1 to " + std::to_string(kMaxEntries) + " entries and no negative size"};
   }
   Registry& registry = GetRegistry();
   std::unique_lock lock(registry.mutex);

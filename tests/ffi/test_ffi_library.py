@@ -63,7 +63,7 @@ def test_library_c_abi_invalid_device(platform, ordinal, message):
 
 @pytest.mark.parametrize("entries", [0, -1, 2**20 + 1, 2**60, 2**61 + 1, 2**63 - 1])
 def test_library_c_abi_invalid_number_of_entries(entries):
-    """The memory of so many entries has no size in 64 bits."""
+    """The size in bytes of this number of entries does not fit in 64 bits."""
     one = (ctypes.c_int64 * 1)(1)
     code = library.load().jax_ep_register_table(0, new_id(), 0, one, entries, 0)
     with pytest.raises(ValueError, match=rf"got {entries} entries .* expected 1 to 1048576"):

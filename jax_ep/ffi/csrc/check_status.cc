@@ -51,8 +51,8 @@ StatusRecord Read(const StatusRecord* record) {
 bool Failed(const StatusRecord& record) { return record.state != kStateOk && record.state != kStateWriting; }
 
 // The first failure among the records of this context on this process's devices, this device's own first; but a wrong
-// mesh before all others, since it is their cause. A failure elsewhere counts too, because a device that goes on alone
-// waits in the program's next collective for the one that has stopped, and XLA then ends the process.
+// mesh before all others, since it is their cause. A failure of another device counts too, because a device that goes on
+// alone waits in the program's next collective for the one that has stopped, and XLA then ends the process.
 Status FirstFailure(const Key& key, StatusRecord* failure) {
   Registry& registry = GetRegistry();
   std::shared_lock lock(registry.mutex);

@@ -21,10 +21,10 @@ using Function = void*;          // CUfunction
 
 // Device memory on the primary context of `device_ordinal`, which XLA uses as well.
 Status Allocate(int32_t device_ordinal, size_t bytes, DevicePointer* out);
-// Copies, and returns when the device holds the bytes: an unsynchronised stream may read them next.
+// Copies, and returns when the device holds the bytes: an unsynchronized stream may read them next.
 Status Upload(int32_t device_ordinal, DevicePointer destination, const void* source, size_t bytes);
 // Calls `body` once for each device of this process, with the primary context of the device current in this thread. A
-// device whose context nobody has made is left out: making it would cost hundreds of megabytes.
+// device without a context is left out: making one would cost hundreds of megabytes.
 Status OnActiveDevices(const std::function<void(Context)>& body);
 // Pinned host memory that the device addresses too.
 Status AllocateHost(int32_t device_ordinal, size_t bytes, void** host, DevicePointer* device);
@@ -35,9 +35,9 @@ Status CopyAsync(DevicePointer destination, DevicePointer source, size_t bytes, 
 Status ZeroAsync(DevicePointer destination, size_t bytes, Stream stream);
 Status Synchronize(Stream stream);
 Status CurrentContext(Context* out);
-// Loads machine code into the current context, unless `module` has it there, and finds a function that may use so many
-// bytes of shared memory. The module is never unloaded, since captured graphs may hold its functions. So it is handed out
-// even when a later step fails: pass it to the next attempt.
+// Loads machine code into the current context, unless `module` has it there, and finds a function that may use
+// `shared_bytes` of shared memory. The module is never unloaded, since captured graphs may hold its functions. So it is
+// handed out even when a later step fails: pass it to the next attempt.
 Status LoadFunction(const void* code, const char* name, int32_t shared_bytes, Module* module, Function* out);
 
 // A TMA descriptor, CUtensorMap. Dimensions come fastest first; strides are in bytes, without that of the first.

@@ -122,7 +122,7 @@ Status Hide(int64_t table_id) {
 }
 
 // The device copy is filled with null pointers and kept: a CUDA graph captured earlier may be replayed with its
-// address in it. It then faults on a null pointer, and writes to nobody's memory. This costs 8 bytes an entry.
+// address in it. It then faults on a null pointer and writes to no memory. This costs 8 bytes an entry.
 Status Unregister(int64_t table_id) {
   if (Status status = Hide(table_id); !status.ok()) return status;  // on all devices, whatever fails next
   return OnAllDevices(table_id, [](const Key& key, Table& table) {

@@ -298,16 +298,18 @@ def _by_gluon(
     results: tuple[Argument, ...] = Descriptor(result, (64, 128), bounded=True), *int32((1,))
     operands = (left, right, padded_scales, rhs_scales, group_sizes, jnp.zeros((1,), jnp.int32))
     config = Config(num_programs((num_rows // 128 + groups + 1) * -(-columns // 256)), num_warps=4)
-    constants = gluon_constants(num_rows, columns, depth, groups, result.dtype.itemsize, group_m)
-    return launch(_GLUON_FP8, operands, results, config, constants, in_place=True)[0][:, :columns]
+    sizes = gluon_sizes(num_rows, columns, depth, groups, result.dtype.itemsize, group_m)
+    return launch(_GLUON_FP8, operands, results, config, {"S": sizes}, in_place=True)[0][:, :columns]
 
 
-def gluon_constants(
+def gluon_sizes(
     num_rows: int, columns: int, depth: int, groups: int, out_itemsize: int, group_m: int
-) -> Mapping[str, object]:
-    """Return the constants of the grouped GEMM in FP8 in Gluon, whose stages leave memory for results of 4 bytes."""
-    sizes = {"M": num_rows, "N": columns, "K": depth, "NUM_GROUPS": groups}
-    return sizes | {"STAGES": 3 if out_itemsize > 2 else 4, "GROUP_M": group_m}
+) -> gemm_structs.GluonGemm:
+    """Return the sizes of the grouped GEMM in FP8 in Gluon, whose stages leave memory for results of 4 bytes."""
+    stages = 3 if out_itemsize > 2 else 4
+    return gemm_structs.GluonGemm(
+        num_rows, columns, depth // GROUP_SIZE, groups, -(-columns // 256), stages=stages, group_m=group_m
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("out_dtype", "tiles"))

@@ -8,7 +8,7 @@ from compiling import TENSOR_CORES, compiled, registers
 
 from jax_ep.core.fp8 import num_blocks
 from jax_ep.core.kernel import Config
-from jax_ep.megakernels import grouped_gemm
+from jax_ep.megakernels import compile, grouped_gemm
 from jax_ep.megakernels.grouped_gemm import Fp8Tiles
 
 pytest.importorskip("triton")
@@ -38,6 +38,7 @@ def compile_gemm(tiles, size, out, capability):
 @pytest.mark.parametrize(("capability", "size", "out"), CASES)
 def test_gemm_fp8_ptx_gemm(monkeypatch, capability, size, out):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(compile, "device_capability", lambda: capability)
     compile_gemm(grouped_gemm.fp8_tiles(size[0], size[3], 2 if out == "bf16" else 4), size, out, capability)
 
 
@@ -60,7 +61,7 @@ def test_gemm_fp8_ptx_gluon(size, out):
     types |= {"lhs_scales": "*fp32", "rhs_scales": "*fp32", "sizes": "*i32", "num_taken": "*i32"}
     types |= {"out": f"tensordesc<{out}[1, 1, 64, 128]>", "num_taken_after": "*i32"}
     itemsize = 2 if out == "bf16" else 4
-    constants = grouped_gemm.gluon_constants(rows, columns, depth, groups, itemsize, group_m=8)
+    constants = {"S": grouped_gemm.gluon_sizes(rows, columns, depth, groups, itemsize, group_m=8)}
     options = {"product": PRODUCT, "wide": False}
     built = compiled(grouped_gemm._GLUON_FP8, types, constants, Config(1, num_warps=4), **options)
     assert registers(built) * 32 * 12 <= 65536

@@ -1,5 +1,6 @@
 """The Gluon emulator: grouped GEMMs against NumPy in float64, and that broken synchronization does not pass."""
 
+import dataclasses
 import importlib.util
 import itertools
 import sys
@@ -15,7 +16,7 @@ pytest.importorskip("triton")
 
 from jax_ep.core.kernel import Descriptor
 from jax_ep.interpreter import gluon
-from jax_ep.megakernels.grouped_gemm import gluon_constants
+from jax_ep.megakernels.grouped_gemm import gluon_sizes
 from jax_ep.megakernels.kernels import gluon_gemm
 
 SOURCE = Path(gluon_gemm.__file__)
@@ -32,7 +33,7 @@ def load(path):
     return module
 
 
-def multiply(kernel, rng, sizes, k, n, *, programs, seed, spare=0, **constants):
+def multiply(kernel, rng, sizes, k, n, *, programs, seed, spare=0, **changes):
     """Return the relative error of grouped rows `[M, K]` times `[G, N, K]`; NaN if an element is not written."""
     groups, rows, steps = len(sizes), sum(sizes) + spare, k // 128
     lhs, rhs = (rng.standard_normal(s).astype(ml_dtypes.float8_e4m3fn) for s in ((rows, k), (groups, n, k)))
@@ -43,8 +44,8 @@ def multiply(kernel, rng, sizes, k, n, *, programs, seed, spare=0, **constants):
     shape, strides, block = Descriptor(jax.ShapeDtypeStruct(out.shape, jnp.bfloat16), (64, 128), bounded=True).blocks
     operands = gluon.Descriptor(lhs, (128, 128)), gluon.Descriptor(rhs.reshape(groups * n, k), (256, 128))
     arrays = padded, rhs_scales, np.array(sizes, np.int32), taken, gluon.Descriptor(out, block, shape, strides), taken
-    options = gluon_constants(rows, n, k, groups, 2, group_m=4) | {"STAGES": 2} | constants
-    gluon.run(kernel, programs, *operands, *arrays, seed=seed, **options)
+    options = dataclasses.replace(gluon_sizes(rows, n, k, groups, 2, group_m=4), **{"stages": 2} | changes)
+    gluon.run(kernel, programs, *operands, *arrays, seed=seed, S=options)
     lhs_scales, want, first = padded[:-128].reshape(steps, rows), np.zeros((rows, n)), 0
     for group, size in enumerate(sizes):
         of_group = slice(first, first + size)
@@ -62,7 +63,7 @@ def multiply(kernel, rng, sizes, k, n, *, programs, seed, spare=0, **constants):
     [
         ([128], 256, 256, 1, {}),
         ([100, 0, 37, 200], 384, 256, 3, {}),
-        ([64, 65, 191], 256, 512, 2, {"STAGES": 3, "GROUP_M": 1}),
+        ([64, 65, 191], 256, 512, 2, {"stages": 3, "group_m": 1}),
         ([10, 300, 1], 128, 256, 2, {}),
     ],
 )
@@ -73,20 +74,26 @@ def test_fp8_grouped_gemm(rng, sizes, k, n, programs, options):
 
 
 MISTAKES = {
-    "no wait for operands": ("    wait(full.index(slot), (count // STAGES) & 1)\n    part", "    part"),
-    "no wait for a free stage": ("                wait(empty.index(slot), ((count // STAGES) & 1) ^ 1)\n", ""),
-    "stage released too early": ("        # First wave of the next step.\n", "        arrive(empty.index(slot))\n"),
+    "no wait for operands": ("    wait(pipeline.full.index(slot), (count // S.stages) & 1)\n    part", "    part"),
+    "no wait for a free stage": (
+        "                wait(pipeline.empty.index(slot), ((count // S.stages) & 1) ^ 1)\n",
+        "",
+    ),
+    "stage released too early": (
+        "        # First wave of the next step.\n",
+        "        arrive(pipeline.empty.index(slot))\n",
+    ),
     "no wait for the store before": ("    tma.store_wait(0)  # the store before has read `staging`\n", ""),
     "no fence": ("    fence_async_shared()\n", ""),
-    "too many arrivals expected": ("mbarrier.init(empty.index(s), count=8)", "mbarrier.init(empty.index(s), count=9)"),
+    "too many arrivals expected": ("init(pipeline.empty.index(s), count=8)", "init(pipeline.empty.index(s), count=9)"),
     "wrong number of bytes": ("(TILE_M + TILE_N) * STEP)", "(TILE_M + TILE_N) * STEP + 1)"),
     "no wait at the end": ("    tma.store_wait(0)\n\n\n@gluon.jit\ndef produce", "\n\n@gluon.jit\ndef produce"),
-    "rows of the next group": ("    tma.async_store(out", "    end += 9\n    tma.async_store(out"),
+    "rows of the next group": ("    tma.async_store(output", "    end += 9\n    tma.async_store(output"),
     "no arrival in a group of zeros": (
-        "        arrive(ring_empty",
-        "        if group < NUM_GROUPS:\n            arrive(ring_empty",
+        "        arrive(tiles.empty",
+        "        if group < S.num_groups:\n            arrive(tiles.empty",
     ),
-    "sizes past the last row": ("min(max(size, 0), M - start)", "size"),
+    "sizes past the last row": ("min(max(size, 0), S.M - start)", "size"),
 }
 
 

@@ -37,6 +37,19 @@ class GemmTile:
 
 
 @dataclasses.dataclass(frozen=True)
+class GluonGemm:
+    """Static sizes of the grouped GEMM in Gluon."""
+
+    M: int  # rows of all groups
+    N: int
+    steps: int  # of the sum over K
+    num_groups: int
+    tiles_n: int  # tiles that cover N
+    stages: int  # steps in shared memory
+    group_m: int  # row tiles of one band, see gluon_gemm.place
+
+
+@dataclasses.dataclass(frozen=True)
 class GroupedGemm(GemmSizes):
     """Static sizes of a grouped GEMM."""
 

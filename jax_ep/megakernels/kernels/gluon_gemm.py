@@ -14,6 +14,8 @@ Floor, H100 at 700 W: 1979 TFLOP/s of dense FP8 at 1.83 GHz; DeepGEMM reaches 11
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -24,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .gemm_structs import Pointer, Value
 from .tiles import BOUND
 
 WAVE = gl.constexpr(64)  # rows of one wgmma
@@ -31,6 +34,32 @@ TILE_M = gl.constexpr(128)
 TILE_N = gl.constexpr(256)
 HALF_N = gl.constexpr(128)  # columns of one consumer
 STEP = gl.constexpr(128)  # K of one pipeline stage, and of one scale block
+LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32]))
+
+
+class Pipeline(NamedTuple):
+    """Operands of `S.stages` steps in shared memory, and their barriers."""
+
+    a: Value  # [S.stages, TILE_M, STEP]
+    b: Value  # [S.stages, TILE_N, STEP]
+    full: Value  # [S.stages] the producer's copies have arrived
+    empty: Value  # [S.stages] both consumers have read the step
+    turn: Value  # [2] the other consumer has issued its wgmma
+
+
+class Tiles(NamedTuple):
+    """Up to two tiles that the producer hands to the consumers, in shared memory, and their barriers."""
+
+    slots: Value  # [2, 4] row, column, end of the group's rows, group
+    full: Value  # [2]
+    empty: Value  # [2]
+
+
+class Output(NamedTuple):
+    """The result, and the wave of one consumer on its way there."""
+
+    out: Pointer
+    staging: Value  # [1, 1, WAVE, HALF_N] in shared memory
 
 
 @gluon.jit
@@ -58,135 +87,132 @@ def wait(barrier, phase):
 
 
 @gluon.jit
-def send_tile(row, column, end, group, number, ring, ring_full, ring_empty):
+def send_tile(row, column, end, group, number, tiles):
     """Hand a tile from the producer to both consumers; group -1 ends their work."""
     slot = number % 2
-    wait(ring_empty.index(slot), ((number // 2) & 1) ^ 1)
+    wait(tiles.empty.index(slot), ((number // 2) & 1) ^ 1)
     gl.inline_asm(
         "{ .reg .pred p; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; "
         "@p st.shared.v4.b32 [$0], {$2, $3, $4, $5}; "
         "@p mbarrier.arrive.release.cta.shared::cta.b64 _, [$1]; }",
         "r,r,r,r,r,r,~{memory}",
-        [ring.index(slot), ring_full.index(slot), row, column, end, group],
+        [tiles.slots.index(slot), tiles.full.index(slot), row, column, end, group],
     )
 
 
 @gluon.jit
-def read_tile(number, ring):
+def read_tile(number, tiles):
     """Read (row, column, end, group) of a tile; the shuffles tell the assembler that all lanes have the same."""
     return gl.inline_asm(
         "{ .reg .b32 a, b, c, d; ld.shared.v4.b32 {a, b, c, d}, [$4]; shfl.sync.idx.b32 $0, a, 0, 31, -1; "
         "shfl.sync.idx.b32 $1, b, 0, 31, -1; shfl.sync.idx.b32 $2, c, 0, 31, -1; shfl.sync.idx.b32 $3, d, 0, 31, -1; }",
         "=r,=r,=r,=r,r,~{memory}",
-        [ring.index(number % 2)],
+        [tiles.slots.index(number % 2)],
         [gl.int32, gl.int32, gl.int32, gl.int32],
     )
 
 
 @gluon.jit
-def rows_of(group, start, sizes, M: gl.constexpr, NUM_GROUPS: gl.constexpr):
+def rows_of(group, start, sizes, S: gl.constexpr):
     """Return the rows of a group from `start` on, none past M, whatever its size; rows past the groups are a group."""
-    size = gl.load(sizes + group, mask=group < NUM_GROUPS, other=M)
-    return min(max(size, 0), M - start)
+    size = gl.load(sizes + group, mask=group < S.num_groups, other=S.M)
+    return min(max(size, 0), S.M - start)
 
 
 @gluon.jit
-def find_group(
-    tile, group, first_tile, start, size, sizes, M: gl.constexpr, NUM_GROUPS: gl.constexpr, tiles_n: gl.constexpr
-):
-    """Advance (group, first_tile, start, size) to the group of `tile`, which is above NUM_GROUPS if there is none."""
-    tiles = (size + TILE_M - 1) // TILE_M * tiles_n
-    while (group <= NUM_GROUPS) & (tile >= first_tile + tiles):
+def find_group(tile, group, first_tile, start, size, sizes, S: gl.constexpr):
+    """Advance (group, first_tile, start, size) to the group of `tile`, which is above S.num_groups if there is none."""
+    tiles = (size + TILE_M - 1) // TILE_M * S.tiles_n
+    while (group <= S.num_groups) & (tile >= first_tile + tiles):
         first_tile += tiles
         start += size
         group += 1
-        size = rows_of(group, start, sizes, M, NUM_GROUPS)
-        tiles = (size + TILE_M - 1) // TILE_M * tiles_n
+        size = rows_of(group, start, sizes, S)
+        tiles = (size + TILE_M - 1) // TILE_M * S.tiles_n
     return group, first_tile, start, size
 
 
 @gluon.jit
-def place(inside, size, tiles_n: gl.constexpr, GROUP_M: gl.constexpr):
+def place(inside, size, S: gl.constexpr):
     """Return first row and column of a tile in its group of `size` rows.
 
-    Bands of up to GROUP_M tiles of rows are visited column by column, so that programs which run at the same time share
-    both operands in L2.
+    Bands of up to S.group_m tiles of rows are visited column by column, so that programs which run at the same time
+    share both operands in L2.
     """
-    band = inside // (GROUP_M * tiles_n)
-    in_band = inside - band * GROUP_M * tiles_n
-    height = min((size + TILE_M - 1) // TILE_M - band * GROUP_M, GROUP_M)
+    band = inside // (S.group_m * S.tiles_n)
+    in_band = inside - band * S.group_m * S.tiles_n
+    height = min((size + TILE_M - 1) // TILE_M - band * S.group_m, S.group_m)
     column = in_band // height
-    row = band * GROUP_M + in_band - column * height
+    row = band * S.group_m + in_band - column * height
     return row * TILE_M, column * TILE_N
 
 
 @gluon.jit
-def issue(a, b, turn, slot, issued, wave: gl.constexpr, consumer: gl.constexpr, zero):
+def issue(pipeline, slot, issued, wave: gl.constexpr, consumer: gl.constexpr, zero):
     """Issue the wgmma of one wave after the ping-pong barrier, and open it for the other consumer."""
-    wait(turn.index(consumer), issued & 1)
-    right = b.index(slot).slice(consumer * HALF_N, HALF_N)
+    wait(pipeline.turn.index(consumer), issued & 1)
+    right = pipeline.b.index(slot).slice(consumer * HALF_N, HALF_N)
     part = warpgroup_mma(
-        a.index(slot).slice(wave * WAVE, WAVE), right.permute((1, 0)), zero, use_acc=False, is_async=True
+        pipeline.a.index(slot).slice(wave * WAVE, WAVE), right.permute((1, 0)), zero, use_acc=False, is_async=True
     )
-    arrive(turn.index(1 - consumer))
+    arrive(pipeline.turn.index(1 - consumer))
     return part
 
 
 @gluon.jit
-def store_wave(values, out, staging, row, end, column):
+def store_wave(values, output, row, end, column):
     """Store the rows of a wave before `end` by TMA, which leaves while the program goes on."""
     tma.store_wait(0)  # the store before has read `staging`
-    staging.reshape((WAVE, HALF_N)).store(values.to(out.dtype))
+    output.staging.reshape((WAVE, HALF_N)).store(values.to(output.out.dtype))
     fence_async_shared()
-    tma.async_store(out, [BOUND, end, row - end + BOUND, column], staging)
+    tma.async_store(output.out, [BOUND, end, row - end + BOUND, column], output.staging)
 
 
 @gluon.jit
 def make_tile(
-    a, b, full, empty, turn, ring, staging, out, a_scale, b_scale, number, count, issued,
-    consumer: gl.constexpr, layout: gl.constexpr, WAVES: gl.constexpr, M: gl.constexpr, steps: gl.constexpr,
-    STAGES: gl.constexpr,
+    pipeline, tiles, output, a_scale, b_scale, number, count, issued,
+    consumer: gl.constexpr, WAVES: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
     """Compute and store WAVES x 64 rows by 128 columns; return the numbers of pipeline steps and of products so far.
 
     `a_scale` points to the scales of the first wave's rows, `b_scale` to that of the columns.
     """
-    zero = gl.zeros((WAVE, HALF_N), gl.float32, layout)
-    total0 = gl.zeros((WAVE, HALF_N), gl.float32, layout)
-    total1 = gl.zeros((WAVE, HALF_N), gl.float32, layout)
+    zero = gl.zeros((WAVE, HALF_N), gl.float32, LAYOUT)
+    total0 = gl.zeros((WAVE, HALF_N), gl.float32, LAYOUT)
+    total1 = gl.zeros((WAVE, HALF_N), gl.float32, LAYOUT)
     # First wave of the first step.
     scale_b = gl.load(b_scale)
     factor0 = gl.load(a_scale) * scale_b
     factor1 = factor0
     if WAVES == 2:
         factor1 = gl.load(a_scale + WAVE) * scale_b
-    slot = count % STAGES
-    wait(full.index(slot), (count // STAGES) & 1)
-    part = issue(a, b, turn, slot, issued, 0, consumer, zero)
+    slot = count % S.stages
+    wait(pipeline.full.index(slot), (count // S.stages) & 1)
+    part = issue(pipeline, slot, issued, 0, consumer, zero)
     part = warpgroup_mma_wait(0, deps=(part,))
     total0 += part * gl.expand_dims(factor0, 1)
     issued += 1
-    for _ in range(steps - 1):
+    for _ in range(S.steps - 1):
         # Second wave of a step; the scales of the next step arrive while the tensor cores work.
         if WAVES == 2:
-            part = issue(a, b, turn, slot, issued, 1, consumer, zero)
+            part = issue(pipeline, slot, issued, 1, consumer, zero)
             issued += 1
         b_scale += 1
-        a_scale += M
+        a_scale += S.M
         scale_b = gl.load(b_scale)
         scale0 = gl.load(a_scale)
         scale1 = scale0
         if WAVES == 2:
             scale1 = gl.load(a_scale + WAVE)
             part = warpgroup_mma_wait(0, deps=(part,))
-        arrive(empty.index(slot))
+        arrive(pipeline.empty.index(slot))
         if WAVES == 2:
             total1 += part * gl.expand_dims(factor1, 1)  # promote to float32
         # First wave of the next step.
         count += 1
-        slot = count % STAGES
-        wait(full.index(slot), (count // STAGES) & 1)
-        part = issue(a, b, turn, slot, issued, 0, consumer, zero)
+        slot = count % S.stages
+        wait(pipeline.full.index(slot), (count // S.stages) & 1)
+        part = issue(pipeline, slot, issued, 0, consumer, zero)
         issued += 1
         factor0 = scale0 * scale_b
         factor1 = scale1 * scale_b
@@ -194,155 +220,129 @@ def make_tile(
         total0 += part * gl.expand_dims(factor0, 1)
     # Second wave of the last step, while the first one is stored.
     if WAVES == 2:
-        part = issue(a, b, turn, slot, issued, 1, consumer, zero)
+        part = issue(pipeline, slot, issued, 1, consumer, zero)
         issued += 1
-        row, column, end, _ = read_tile(number, ring)  # only now, so that no register holds them in the loop
+        row, column, end, _ = read_tile(number, tiles)  # only now, so that no register holds them in the loop
         column += consumer * HALF_N
-        store_wave(total0, out, staging, row, end, column)
+        store_wave(total0, output, row, end, column)
         part = warpgroup_mma_wait(0, deps=(part,))
-        arrive(empty.index(slot))
+        arrive(pipeline.empty.index(slot))
         total1 += part * gl.expand_dims(factor1, 1)
-        store_wave(total1, out, staging, row + WAVE, end, column)
+        store_wave(total1, output, row + WAVE, end, column)
     else:
-        arrive(empty.index(slot))
-        row, column, end, _ = read_tile(number, ring)
+        arrive(pipeline.empty.index(slot))
+        row, column, end, _ = read_tile(number, tiles)
         column += consumer * HALF_N
-        store_wave(total0, out, staging, row, end, column)
+        store_wave(total0, output, row, end, column)
     return count + 1, issued
 
 
 @gluon.jit
-def consume(
-    a, b, full, empty, turn, ring, ring_full, ring_empty, staging, out, a_scales, b_scales,
-    consumer: gl.constexpr, M: gl.constexpr, N: gl.constexpr, steps: gl.constexpr, NUM_GROUPS: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
+def consume(pipeline, tiles, staging, out, a_scales, b_scales, consumer: gl.constexpr, S: gl.constexpr):
     """Multiply and store one half of the columns of the tiles that the producer hands over."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
-    blocks_n: gl.constexpr = (N + HALF_N - 1) // HALF_N
-    own = staging.index(consumer)
+    blocks_n: gl.constexpr = (S.N + HALF_N - 1) // HALF_N
+    output = Output(out, staging.index(consumer))
     if consumer == 1:
-        arrive(turn.index(0))  # consumer 0 goes first
+        arrive(pipeline.turn.index(0))  # consumer 0 goes first
     count = 0
     issued = 0
     number = 0
-    wait(ring_full.index(0), 0)
-    row, column, end, group = read_tile(number, ring)
+    wait(tiles.full.index(0), 0)
+    row, column, end, group = read_tile(number, tiles)
     while group >= 0:
-        rows = row + gl.arange(0, WAVE, gl.SliceLayout(1, layout))
+        rows = row + gl.arange(0, WAVE, gl.SliceLayout(1, LAYOUT))
         a_scale = a_scales + rows.to(gl.int64)
         # Columns past N are computed with the scale of the last ones.
-        b_scale = b_scales + (group * blocks_n + min(column // HALF_N + consumer, blocks_n - 1)) * steps
-        if group == NUM_GROUPS:
-            zero = gl.zeros((WAVE, HALF_N), gl.float32, layout)
-            store_wave(zero, out, own, row, end, column + consumer * HALF_N)
-            store_wave(zero, out, own, row + WAVE, end, column + consumer * HALF_N)
+        b_scale = b_scales + (group * blocks_n + min(column // HALF_N + consumer, blocks_n - 1)) * S.steps
+        if group == S.num_groups:
+            zero = gl.zeros((WAVE, HALF_N), gl.float32, LAYOUT)
+            store_wave(zero, output, row, end, column + consumer * HALF_N)
+            store_wave(zero, output, row + WAVE, end, column + consumer * HALF_N)
         elif end - row > WAVE:
-            count, issued = make_tile(
-                a, b, full, empty, turn, ring, own, out, a_scale, b_scale, number, count, issued,
-                consumer, layout, 2, M, steps, STAGES,
-            )  # fmt: skip
+            count, issued = make_tile(pipeline, tiles, output, a_scale, b_scale, number, count, issued, consumer, 2, S)
         else:
-            count, issued = make_tile(
-                a, b, full, empty, turn, ring, own, out, a_scale, b_scale, number, count, issued,
-                consumer, layout, 1, M, steps, STAGES,
-            )  # fmt: skip
-        arrive(ring_empty.index(number % 2))
+            count, issued = make_tile(pipeline, tiles, output, a_scale, b_scale, number, count, issued, consumer, 1, S)
+        arrive(tiles.empty.index(number % 2))
         number += 1
-        wait(ring_full.index(number % 2), (number // 2) & 1)
-        row, column, end, group = read_tile(number, ring)
+        wait(tiles.full.index(number % 2), (number // 2) & 1)
+        row, column, end, group = read_tile(number, tiles)
     tma.store_wait(0)
 
 
 @gluon.jit
-def produce(
-    lhs, rhs, a, b, full, empty, ring, ring_full, ring_empty, sizes, num_taken,
-    M: gl.constexpr, N: gl.constexpr, steps: gl.constexpr, NUM_GROUPS: gl.constexpr, STAGES: gl.constexpr,
-    GROUP_M: gl.constexpr,
-):  # fmt: skip
+def produce(lhs, rhs, pipeline, tiles, sizes, num_taken, S: gl.constexpr):
     """Hand tiles to the consumers, and copy their operands.
 
     The first tile is that of the program's number, the others are the next that no program has taken.
     """
-    tiles_n: gl.constexpr = (N + TILE_N - 1) // TILE_N
     count = 0
     number = 0
     group = 0
     first_tile = 0
     start = 0
-    size = rows_of(group, start, sizes, M, NUM_GROUPS)
+    size = rows_of(group, start, sizes, S)
     tile = gl.program_id(0)
     programs = gl.num_programs(0)
-    group, first_tile, start, size = find_group(tile, group, first_tile, start, size, sizes, M, NUM_GROUPS, tiles_n)
-    while group <= NUM_GROUPS:
+    group, first_tile, start, size = find_group(tile, group, first_tile, start, size, sizes, S)
+    while group <= S.num_groups:
         next_tile = programs + gl.atomic_add(num_taken, 1, sem="relaxed")
-        row, column = place(tile - first_tile, size, tiles_n, GROUP_M)
+        row, column = place(tile - first_tile, size, S)
         row += start
-        send_tile(row, column, start + size, group, number, ring, ring_full, ring_empty)
-        if group < NUM_GROUPS:
-            for k in range(steps):
-                slot = count % STAGES
-                wait(empty.index(slot), ((count // STAGES) & 1) ^ 1)
-                mbarrier.expect(full.index(slot), (TILE_M + TILE_N) * STEP)
-                tma.async_load(lhs, [row, k * STEP], full.index(slot), a.index(slot))
-                tma.async_load(rhs, [group * N + column, k * STEP], full.index(slot), b.index(slot))
+        send_tile(row, column, start + size, group, number, tiles)
+        if group < S.num_groups:
+            for k in range(S.steps):
+                slot = count % S.stages
+                wait(pipeline.empty.index(slot), ((count // S.stages) & 1) ^ 1)
+                mbarrier.expect(pipeline.full.index(slot), (TILE_M + TILE_N) * STEP)
+                tma.async_load(lhs, [row, k * STEP], pipeline.full.index(slot), pipeline.a.index(slot))
+                tma.async_load(rhs, [group * S.N + column, k * STEP], pipeline.full.index(slot), pipeline.b.index(slot))
                 count += 1
         number += 1
         tile = next_tile
-        group, first_tile, start, size = find_group(tile, group, first_tile, start, size, sizes, M, NUM_GROUPS, tiles_n)
-    send_tile(0, 0, 0, -1, number, ring, ring_full, ring_empty)
+        group, first_tile, start, size = find_group(tile, group, first_tile, start, size, sizes, S)
+    send_tile(0, 0, 0, -1, number, tiles)
 
 
 @gluon.jit
 def grouped_gemm_fp8(
-    lhs,  # [M, K] float8, blocks of 128 x 128
-    rhs,  # [NUM_GROUPS * N, K] float8, blocks of 256 x 128
-    lhs_scales,  # [K / 128, M] float32, and 128 more elements of any value
-    rhs_scales,  # [NUM_GROUPS, N / 128, K / 128] float32
-    sizes,  # [NUM_GROUPS] int32, rows of each group
+    lhs,  # [S.M, K] float8, blocks of 128 x 128
+    rhs,  # [S.num_groups * S.N, K] float8, blocks of 256 x 128
+    lhs_scales,  # [S.steps, S.M] float32, and 128 more elements of any value
+    rhs_scales,  # [S.num_groups, N / 128, S.steps] float32
+    sizes,  # [S.num_groups] int32, rows of each group
     num_taken,  # [1] int32, zero: the number of tiles that programs have taken, which is written in place
-    out,  # [M, N] bounded, blocks of 64 x 128; rows of whole 16-byte words
+    out,  # [S.M, S.N] bounded, blocks of 64 x 128; rows of whole 16-byte words
     num_taken_after,  # `num_taken`
-    M: gl.constexpr,
-    N: gl.constexpr,
-    K: gl.constexpr,
-    NUM_GROUPS: gl.constexpr,
-    STAGES: gl.constexpr,  # pipeline steps in shared memory
-    GROUP_M: gl.constexpr,  # see place
+    S: gl.constexpr,
 ):
     """Compute `out[rows of g] = lhs[rows of g] @ rhs[g].T`, zero in rows past the groups."""
-    a = gl.allocate_shared_memory(lhs.dtype, [STAGES, TILE_M, STEP], lhs.layout)
-    b = gl.allocate_shared_memory(rhs.dtype, [STAGES, TILE_N, STEP], rhs.layout)
+    pipeline = Pipeline(
+        gl.allocate_shared_memory(lhs.dtype, [S.stages, TILE_M, STEP], lhs.layout),
+        gl.allocate_shared_memory(rhs.dtype, [S.stages, TILE_N, STEP], rhs.layout),
+        mbarrier.allocate_mbarrier(batch=S.stages),
+        mbarrier.allocate_mbarrier(batch=S.stages),
+        mbarrier.allocate_mbarrier(batch=2),
+    )
     staging = gl.allocate_shared_memory(out.dtype, [2, 1, 1, WAVE, HALF_N], out.layout)
-    ring = gl.allocate_shared_memory(gl.int32, [2, 4], gl.SwizzledSharedLayout(4, 1, 1, [0]))
-    full = mbarrier.allocate_mbarrier(batch=STAGES)
-    empty = mbarrier.allocate_mbarrier(batch=STAGES)
-    turn = mbarrier.allocate_mbarrier(batch=2)
-    ring_full = mbarrier.allocate_mbarrier(batch=2)
-    ring_empty = mbarrier.allocate_mbarrier(batch=2)
+    tiles = Tiles(
+        gl.allocate_shared_memory(gl.int32, [2, 4], gl.SwizzledSharedLayout(4, 1, 1, [0])),
+        mbarrier.allocate_mbarrier(batch=2),
+        mbarrier.allocate_mbarrier(batch=2),
+    )
+    STAGES: gl.constexpr = S.stages
     for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=8)  # warps of the consumers
+        mbarrier.init(pipeline.full.index(s), count=1)
+        mbarrier.init(pipeline.empty.index(s), count=8)  # warps of the consumers
     for s in gl.static_range(2):
-        mbarrier.init(turn.index(s), count=4)
-        mbarrier.init(ring_full.index(s), count=1)
-        mbarrier.init(ring_empty.index(s), count=8)
-    steps: gl.constexpr = K // STEP
+        mbarrier.init(pipeline.turn.index(s), count=4)
+        mbarrier.init(tiles.full.index(s), count=1)
+        mbarrier.init(tiles.empty.index(s), count=8)
     gl.warp_specialize(
         [
-            (consume, (
-                a, b, full, empty, turn, ring, ring_full, ring_empty, staging, out, lhs_scales, rhs_scales,
-                0, M, N, steps, NUM_GROUPS, STAGES,
-            )),
-            (consume, (
-                a, b, full, empty, turn, ring, ring_full, ring_empty, staging, out, lhs_scales, rhs_scales,
-                1, M, N, steps, NUM_GROUPS, STAGES,
-            )),
-            (produce, (
-                lhs, rhs, a, b, full, empty, ring, ring_full, ring_empty, sizes, num_taken,
-                M, N, steps, NUM_GROUPS, STAGES, GROUP_M,
-            )),
+            (consume, (pipeline, tiles, staging, out, lhs_scales, rhs_scales, 0, S)),
+            (consume, (pipeline, tiles, staging, out, lhs_scales, rhs_scales, 1, S)),
+            (produce, (lhs, rhs, pipeline, tiles, sizes, num_taken, S)),
         ],
         [4, 1],
         [240, 24],
-    )  # fmt: skip
+    )

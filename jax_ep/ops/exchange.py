@@ -297,7 +297,7 @@ def located[Weights](plan: ExchangePlan, given: Checked, weights: Weights) -> tu
         context.compare(options.function, f"{layout}, tokens {tokens}")
         run = registry.get("exchange", plan.handle.implementation)
         handle = run.plan(options, topk_idx, layout)
-    if x.shape[0]:  # without tokens, XLA of JAX 0.11.2 rejects the call whose operands are all empty
+    if layout.num_tokens != 0:  # without tokens, XLA of JAX 0.11.2 rejects the call whose operands are all empty
         x, topk_weights = batched_alike((x, topk_weights), (handle, weights))
     return Located(x, topk_weights, handle), weights
 

@@ -83,8 +83,9 @@ test-rest: WHICH := --only-slow
 test-rest: ## run the remaining tests: more sizes and numbers of ranks, whole programs
 test-all: WHICH := --slow
 test-all: ## run both
+# After a space pytest would take the file, once it exists, for tests, and not know the option.
 test test-rest test-all: $(INSTALLED)
-	$(PYTEST) $(WHICH) --seconds build/$@_seconds.json $(PYTEST_ARGS)
+	$(PYTEST) $(WHICH) --seconds=build/$@_seconds.json $(PYTEST_ARGS)
 
 # MaxText has many dependencies that nothing else needs, so its tests have a separate environment.
 WITH_MAXTEXT := $(VENV)-maxtext

@@ -17,6 +17,7 @@ from jax_ep.core import check, check_router
 from jax_ep.core.autodiff import without_gradient
 from jax_ep.core.check import operation
 from jax_ep.core.dtypes import accumulation_dtype
+from jax_ep.core.layout import count_assignments
 from jax_ep.core.mesh_axes import axis_tuple, on_automatic_axes, spec_of
 from jax_ep.core.moe_metrics import MoEMetrics
 from jax_ep.core.router import Router
@@ -514,12 +515,6 @@ def route(
         routing = Routing(topk_idx, topk_weights, scores)
         (topk_idx, topk_weights, _), weight = identity_experts(routing, num_experts - options.num_identity_experts)
     return Routed(chosen, topk_idx, topk_weights, weight, lax.psum(load, axes) if axes else load, balance, z_loss)
-
-
-def count_assignments(topk_idx: Array, num_experts: int) -> Array:
-    """Count assignments per expert, `[E]` int32, by comparisons: GPUs serialize a scatter."""
-    hits = topk_idx.reshape(-1, 1) == jnp.arange(num_experts, dtype=topk_idx.dtype)[None]
-    return hits.sum(axis=0, dtype=jnp.int32)
 
 
 def count_dropped(

@@ -204,3 +204,9 @@ def bias_rows(bias: Bias, group_sizes: Array, num_rows: int, dtype: jnp.dtype) -
         return rows
     # The scale of a row past the groups is undefined.
     return rows * jnp.where(groups < 0, 0, bias.scales.astype(dtype))[:, None]
+
+
+def count_assignments(topk_idx: Array, num_experts: int) -> Array:
+    """Count assignments per expert, `[E]` int32, by comparisons: GPUs serialize a scatter."""
+    hits = topk_idx.reshape(-1, 1) == jnp.arange(num_experts, dtype=topk_idx.dtype)[None]
+    return hits.sum(axis=0, dtype=jnp.int32)

@@ -255,14 +255,15 @@ def exchange(parts: Array, axis: Axis) -> Array:
 
 
 def known_after(x: Array, earlier: Array) -> Array:
-    """Return integers `x` with a data dependence on the floats `earlier`, to order kernel launches.
+    """Return integers `x` with a data dependence on `earlier`, to order kernel launches.
 
     An optimization barrier does not work: XLA removes it before it schedules.
     """
     if not earlier.size:
         return x
     first = earlier[(0,) * earlier.ndim]
-    return x + ((first != first) & (first == 0)).astype(x.dtype)  # Always adds 0, but XLA cannot know.
+    other = first != first if jnp.issubdtype(earlier.dtype, jnp.floating) else first == 1
+    return x + (other & (first == 0)).astype(x.dtype)  # Always adds 0, but XLA cannot know.
 
 
 def sum_in_order(parts: Array | Sequence[Array]) -> Array:

@@ -25,7 +25,7 @@ _BLOCK_BYTES = 32 * 1024
 def fetch_copies(axis: Axis, copies: Array, w: Array) -> Array:
     """Return the weights `[S, ...]` of the experts that `copies [W, S]` says, zero in free slots, from `w [L, ...]`."""
     source = jnp.where(copies >= 0, copies // w.shape[0], -1)
-    return _move(axis, (source, copies % w.shape[0], *_ranks_and_slots(copies)), w, copies.shape[1])
+    return _move(axis, (source, copies % w.shape[0], *jnp.indices(copies.shape, jnp.int32)), w, copies.shape[1])
 
 
 def add_gradients(axis: Axis, copies: Array, home: Array, gradient: Array) -> Array:
@@ -39,7 +39,7 @@ def add_gradients(axis: Axis, copies: Array, home: Array, gradient: Array) -> Ar
     # Place: how many earlier copies have the same home.
     same = source[:, None] == source[None]
     place = jnp.sum(jnp.tril(same, -1), axis=1, dtype=jnp.int32).reshape(copies.shape)
-    ranks, slots = _ranks_and_slots(copies)
+    ranks, slots = jnp.indices(copies.shape, jnp.int32)
     moves = (jnp.where(used, ranks, -1), slots, source.reshape(copies.shape), place)
     returned = _move(axis, moves, gradient, num_ranks * spare)
     mine = source == rank_on(axis)
@@ -53,12 +53,6 @@ def add_gradients(axis: Axis, copies: Array, home: Array, gradient: Array) -> Ar
     # Few ranks get any, so adding them one by one reads and writes least.
     start = vary_alike((jnp.zeros((), jnp.int32), home, count, experts, returned))
     return lax.while_loop(lambda state: state[0] < count, add, (start[0], start[1]))[1]
-
-
-def _ranks_and_slots(copies: Array) -> tuple[Array, Array]:
-    num_ranks, spare = copies.shape
-    ranks = jnp.broadcast_to(jnp.arange(num_ranks, dtype=jnp.int32)[:, None], copies.shape)
-    return ranks, jnp.broadcast_to(jnp.arange(spare, dtype=jnp.int32)[None], copies.shape)
 
 
 def _move(axis: Axis, moves: tuple[Array, ...], x: Array, num_targets: int) -> Array:

@@ -13,14 +13,16 @@ from functools import partial
 from typing import NamedTuple, cast
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep.core.activations import HiddenRows
+from jax_ep.core.expert_matrices import ExpertWeights
 from jax_ep.core.layout import Bias
 from jax_ep.ops import activation, exchange, exchange_gemm
 from jax_ep.ops.activation import activate, is_one_pass
 from jax_ep.ops.grouped_gemm import bias_gradient, multiply, weight_gradient
 from jax_ep.ops.plan import ActivationPlan, ExchangeGemmPlan
-from jax_ep.types import Array, Experts, Handle
+from jax_ep.types import HIDDEN_NAME, Array, Experts, Handle
 
 
 class FfnHidden(NamedTuple):
@@ -46,6 +48,13 @@ class FfnHidden(NamedTuple):
 def bias_of_result(experts: Experts, b_down: Array | None, row_weights: Array) -> Bias | None:
     """Return the bias of the second GEMM, scaled by the router weights if these scale the rows."""
     return None if b_down is None else Bias(b_down, row_weights if experts.weight_on == "output" else None)
+
+
+def ffn_hidden(experts: Experts, hidden: Array, row_weights: Array, parts: ExpertWeights) -> FfnHidden:
+    """Return what the second half of the layer takes, under the name by which `jax.checkpoint` can save it."""
+    # Both under one name: with a policy that saves only some results of a launch, it runs again.
+    hidden, row_weights = checkpoint_name((hidden, row_weights), HIDDEN_NAME)
+    return FfnHidden(hidden, row_weights, parts.b_gate_up, bias_of_result(experts, parts.b_down, row_weights))
 
 
 def for_experts(experts: Experts, b_gate_up: Array | None) -> Callable[..., Array]:

@@ -25,6 +25,7 @@ from jax_ep.core import check, operations
 from jax_ep.core.balance import Balance
 from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.core.facts import ExchangeFacts
+from jax_ep.core.layout import count_assignments
 from jax_ep.core.mesh_axes import known_after, rank_on, spread_axes, vary_alike
 from jax_ep.ops import plan as plans
 from jax_ep.ops import registry
@@ -124,8 +125,7 @@ def run(
 
 def _count(passes: Passes, topk_idx: Array) -> Array:
     """Count the assignments `[W, E]` from each rank to each expert, equal on all ranks."""
-    counted = jnp.where(topk_idx < 0, passes.num_experts, topk_idx)
-    mine = jnp.zeros(passes.num_experts, jnp.int32).at[counted].add(1, mode="drop")
+    mine = count_assignments(topk_idx, passes.num_experts)
     of_all = jnp.zeros((passes.num_ranks, passes.num_experts), jnp.int32)
     return lax.psum(of_all.at[rank_on(passes.axis)].set(mine), passes.axis)
 
@@ -189,7 +189,7 @@ def _all_passes_backward(passes: Passes, residuals: Tree, cotangent: Array) -> t
     # Other layers follow: on all ranks after the gradients of copies have gone home.
     for gradient in jax.tree.leaves(gradients):
         if gradient.dtype != jax.dtypes.float0:
-            d_weights += _after(jnp.zeros((), jnp.int32), gradient).astype(d_weights.dtype)
+            d_weights += known_after(jnp.zeros((), jnp.int32), gradient).astype(d_weights.dtype)
     first = dx, d_weights, gradients
     if passes.is_one_pass:
         return None, *first
@@ -232,7 +232,7 @@ def _with_copies(passes: Passes, copies: Array, slots: Array, weights: tuple[Arr
     found = []
     for w in weights:
         spare = _transfers(passes).fetch_copies(passes.axis, copies, w)
-        copies, slots = _after(copies, spare), _after(slots, spare)
+        copies, slots = known_after(copies, spare), known_after(slots, spare)
         found.append(jnp.concatenate([w, spare]))
     return tuple(found), slots
 
@@ -252,20 +252,12 @@ def _with_copies_backward(passes: Passes, copies: Array, cotangents: tuple[Any, 
             continue
         home, spare = _widen(gradient[: passes.num_local]), gradient[passes.num_local :]
         home = _transfers(passes).add_gradients(passes.axis, copies, home, spare)
-        copies = _after(copies, home)
+        copies = known_after(copies, home)
         found.append(home.astype(gradient.dtype))
     return None, None, tuple(found)
 
 
 _with_copies.defvjp(_with_copies_forward, _with_copies_backward)
-
-
-def _after(x: Array, earlier: Array) -> Array:
-    """Return integers `x` with a data dependence on `earlier`."""
-    if jnp.issubdtype(earlier.dtype, jnp.floating) or not earlier.size:
-        return known_after(x, earlier)
-    first = earlier[(0,) * earlier.ndim]
-    return x + ((first == 1) & (first == 2)).astype(x.dtype)  # Always adds 0, but XLA cannot know.
 
 
 def _transfers(passes: Passes) -> operations.ExpertCopies:

@@ -7,16 +7,14 @@ from functools import partial
 from typing import Any, cast
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import CustomVJPPrimal
 
 from jax_ep.core.expert_matrices import ExpertWeights
 from jax_ep.core.facts import Part
-from jax_ep.core.layout import Bias
 from jax_ep.ops import activation_gemm_combine, exchange_gemm, registry
 from jax_ep.ops import plan as plans
-from jax_ep.ops.activation_gemm_combine import FfnHidden, bias_of_result
-from jax_ep.types import HIDDEN_NAME, Array, Experts, Handle
+from jax_ep.ops.activation_gemm_combine import bias_of_result, ffn_hidden
+from jax_ep.types import Array, Experts, Handle
 
 type _Pull = Callable[[Array], tuple[Any, ...]]
 
@@ -30,10 +28,7 @@ def with_hidden_rows(
         hidden, row_weights = exchange_gemm.dispatch_then_multiply(plan.first, *first)
     else:
         hidden, _, row_weights = exchange_gemm.dispatch_with_multiply(plan.first, False, None, *first)
-    # Under one name: with a policy that saves only some results of a launch, it runs again.
-    hidden, row_weights = checkpoint_name((hidden, cast(Array, row_weights)), HIDDEN_NAME)
-    bias = bias_of_result(experts, parts.b_down, row_weights)
-    between = FfnHidden(hidden, row_weights, parts.b_gate_up, bias)
+    between = ffn_hidden(experts, hidden, cast(Array, row_weights), parts)
     run = activation_gemm_combine.for_experts(experts, parts.b_gate_up)
     return run(plan.second, plan.activation, experts, between, parts.w_down, handle)
 
@@ -45,8 +40,9 @@ def with_activated_rows(
     """`with_hidden_rows`, where the first GEMM stores activated rows, which are not enough for a gradient."""
     rows, row_weights = exchange_gemm.dispatch_apart(plan.first, x, weights, handle)
     product = registry.get("gemm_activation", cast(Part, plan.activated).implementation).gemm_activation
-    rows = product(experts, rows, parts.w_gate_up, handle.group_sizes, cast(Array, row_weights))
-    bias = None if parts.b_down is None else Bias(parts.b_down, row_weights)
+    row_weights = cast(Array, row_weights)
+    rows = product(experts, rows, parts.w_gate_up, handle.group_sizes, row_weights)
+    bias = bias_of_result(experts, parts.b_down, row_weights)
     return exchange_gemm.multiply_and_combine(plan.second, rows, parts.w_down, handle, bias)
 
 

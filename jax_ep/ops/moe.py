@@ -35,7 +35,7 @@ from jax_ep.ops import (
 )
 from jax_ep.ops import plan as plans
 from jax_ep.ops.activation import activate, is_one_pass
-from jax_ep.ops.activation_gemm_combine import FfnHidden, bias_of_result
+from jax_ep.ops.activation_gemm_combine import bias_of_result, ffn_hidden
 from jax_ep.types import HIDDEN_NAME, OUTPUT_NAME, Array, AxisName, Biases, Experts, Handle, Options, Schedule, Topology
 
 type Plan = plans.LayerPlan | tuple[plans.Fp8LayerPlan, plans.Fp8LayerPlan] | plan_serving.QuantizedLayerPlan
@@ -317,9 +317,7 @@ def _by_fp8(
     """Run `moe` with `recipe="fp8"`; the backward pass keeps the result of the first GEMM."""
     first, second = plan
     hidden, row_weights = moe_fp8.dispatch_and_multiply(first, x, weights, parts.w_gate_up, handle)
-    hidden, row_weights = checkpoint_name((hidden, row_weights), HIDDEN_NAME)
-    bias = bias_of_result(experts, parts.b_down, row_weights)
-    between = FfnHidden(hidden, row_weights, parts.b_gate_up, bias)
+    between = ffn_hidden(experts, hidden, row_weights, parts)
     return moe_fp8.multiply_and_combine(second, experts, between, parts.w_down, handle)
 
 

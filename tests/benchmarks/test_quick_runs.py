@@ -1,5 +1,6 @@
 """Quick runs of the benchmarks' scripts on CPU devices: every variant is called, and the reports are complete."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -59,16 +60,21 @@ def check_decode(rows, content):
 
 
 def check_layer(rows, content):
-    names = {layer.LAYERS[key] for key in ("moe", "capacity", "ragged")}
-    for direction in layer.DIRECTIONS:
-        found = {row["variant"]: row for row in rows if row["direction"] == direction}
+    for direction, routing in itertools.product(layer.DIRECTIONS, ("uniform", "one-hot")):
+        found = {r["variant"]: r for r in rows if (r["direction"], r["shape"]["routing"]) == (direction, routing)}
+        names = {layer.LAYERS[key] for key in ("moe", "dropless", "balance", "capacity")}
+        if routing == "uniform":
+            assert "ragged-all-to-all" in found.pop(layer.LAYERS["ragged"])["failed"]
         assert set(found) == names
-        assert "ragged-all-to-all" in found[layer.LAYERS["ragged"]]["failed"]
         for row in found.values():
             assert (row["shape"]["model"], row["shape"]["ranks"], row["shape"]["capacity"]) == ("tiny", 4, 128)
-            if "seconds" in row:
-                flops = 2 * 16 * 2 * 128 * 128 * 3 * (3 if "backward" in direction else 1)
-                assert row["tflops"] == pytest.approx(1e-12 * flops / row["seconds"]["median"])
+            assert row["temporary_bytes"] > 0
+            flops = 2 * 16 * 2 * 128 * 128 * 3 * (3 if "backward" in direction else 1)
+            assert row["tflops"] == pytest.approx(1e-12 * flops / row["seconds"]["median"])
+        assert {name for name, row in found.items() if "difference" in row} == names - {
+            layer.LAYERS["moe"],
+            layer.LAYERS["capacity"],
+        }
 
 
 def check_grouped_gemm(rows, content):
@@ -123,7 +129,13 @@ RUNS = [
     ("exchange.py --ranks 2 --routing uniform --ragged-tokens 8", "dispatch_combine", "8 tokens/rank", check_exchange),
     ("low_latency.py --parts exchange --ranks 2", "low_latency", "2 tokens/rank, 2 ranks", check_low_latency),
     ("low_latency.py --parts layer", "decode_layer", "2 tokens/rank, 4 ranks", check_decode),
-    ("layer.py --tokens 16 --ragged-tokens 16 --layers moe capacity ragged", "moe_layer", "TFLOP/s", check_layer),
+    (
+        "layer.py --tokens 16 --ragged-tokens 16 --routing uniform one-hot --layers moe dropless balance capacity"
+        " ragged",
+        "moe_layer",
+        "TFLOP/s",
+        check_layer,
+    ),
     ("grouped_gemm.py", "grouped_gemm_cpu", "72x128x24 in 2, weight gradient, zipf", check_grouped_gemm),
     ("fused_moe.py --shard 2 --routing zipf --formats mxfp4", "fused_moe", "tiny, 16 tokens", check_fused_moe),
     ("compile_times.py --recipe fp8", "compile_times", "seconds to compile", check_compile_times),

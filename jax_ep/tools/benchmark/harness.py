@@ -22,7 +22,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import jax
 import numpy as np
@@ -51,9 +51,10 @@ type Factory = Callable[[int], tuple[Callable[..., Any], tuple[Any, ...]]]
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Seconds per call of one variant, one sample per round."""
+    """Seconds per call of one variant, one sample per round; and temporary bytes per device of a call, if known."""
 
     samples: tuple[float, ...]
+    temporary_bytes: int | None = None
 
     @property
     def median(self) -> float:
@@ -131,6 +132,7 @@ def measure_chained(
     """Measure the device time of one call inside jit: the times of two chains of calls, divided by the extra calls.
 
     The difference excludes the launch of the program, the transfer of its arguments and everything that runs once.
+    Temporary bytes are those of the short chain, which include the results of a call.
 
     Args:
       factories: `make(n)` returns a function, jitted or not, and its arguments. The function makes n calls; each needs
@@ -144,28 +146,30 @@ def measure_chained(
       compiler_options: of XLA, for all variants; such as `GRAPHS`.
     """
     short, long = lengths
-    compiled = _compile_chains(factories, lengths, failures, compiler_options)
+    compiled = compile_chains(factories, lengths, failures, compiler_options)
     runs = {(name, n): run for name, both in compiled.items() for n, run in zip(lengths, both, strict=True)}
     times = measure_interleaved(runs, rounds, warmup=0, budget_s=budget_s, title=title)
     result = {}
-    for name in compiled:
+    for name, (chain, _) in compiled.items():
         pairs = zip(times[name, short].samples, times[name, long].samples, strict=False)
-        result[name] = Timing(tuple((b - a) / (long - short) for a, b in pairs))
+        memory = cast(jax.stages.Compiled, chain.func).memory_analysis()
+        temporary = None if memory is None else memory.temp_size_in_bytes
+        result[name] = Timing(tuple((b - a) / (long - short) for a, b in pairs), temporary)
         if resolve and failures is not None and result[name].median <= 0:
             failures[name] = "takes less than what these chains resolve"
             del result[name]
     return result
 
 
-def _compile_chains(
+def compile_chains(
     factories: Mapping[str, Factory],
-    lengths: tuple[int, int],
+    lengths: tuple[int, ...],
     failures: dict[str, str] | None,
-    compiler_options: dict[str, Any] | None,
-) -> dict[str, list[Callable[[], Any]]]:
-    """Compile the chains of both lengths in parallel, then run each of them twice."""
+    compiler_options: dict[str, Any] | None = None,
+) -> dict[str, list[partial[Any]]]:
+    """Compile the chains of all lengths in parallel, then run each of them twice; see `measure_chained`."""
 
-    def compile_both(name: str) -> list[Callable[[], Any]]:
+    def compile_all(name: str) -> list[partial[Any]]:
         runs = []
         for n in lengths:
             fn, args = factories[name](n)
@@ -176,7 +180,7 @@ def _compile_chains(
     # Processes must compile, and enlarge the shared heap, in one order; and no program may run meanwhile.
     pool = ThreadPoolExecutor(1 if jax.process_count() > 1 else WORKERS)
     try:
-        pending = {name: pool.submit(compile_both, name) for name in factories}
+        pending = {name: pool.submit(compile_all, name) for name in factories}
         wait(pending.values())
     finally:
         pool.shutdown(cancel_futures=True)  # Ctrl-C waits only for compilations in progress
@@ -267,6 +271,7 @@ COLUMNS: dict[str, tuple[str, str, float]] = {
     "of_cublas": ("of cuBLAS", "{:.1%}", 1),
     "tokens_per_s": ("tokens/s", "{:,.0f}", 1),
     "dropped": ("dropped", "{:.1%}", 1),
+    "temporary_bytes": ("temporary GB", "{:.2f}", 1e-9),
     "difference": ("difference", "{:.2g}", 1),
     "error": ("error", "{:.2g}", 1),
 }

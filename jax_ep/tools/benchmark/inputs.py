@@ -72,7 +72,9 @@ def choose(popularity: np.ndarray, num_tokens: int, top_k: int, rng: np.random.G
 
 
 def routing(kind: str, num_tokens: int, model: Model, rng: np.random.Generator) -> np.ndarray:
-    """Draw `[num_tokens, top_k]` different experts per token, uniformly or by Zipf's law."""
+    """Draw `[num_tokens, top_k]` different experts per token: uniformly, by Zipf's law, or the first ones."""
+    if kind == "one-hot":
+        return np.tile(np.arange(model.top_k, dtype=np.int32), (num_tokens, 1))
     return choose(popularity(kind, model.experts, rng), num_tokens, model.top_k, rng)
 
 
@@ -107,7 +109,7 @@ class Case:
     Attributes:
       mesh: its only axis is that of the experts.
       model: sizes of the layer.
-      routing: "uniform" or "zipf".
+      routing: "uniform", "zipf" or "one-hot".
       layout: static sizes; the capacity is the most loaded rank's rows, rounded up to 128.
       ids: `[W * T, K]` expert ids, on the host.
       x: `[W * T, H]` tokens.

@@ -96,6 +96,22 @@ def check_fused_moe(rows, content):
     assert content["summary"]["read_bytes_per_s"] > 0
 
 
+def check_serve(rows, content):
+    """Without PyTorch, the baseline fails and the others have their rows."""
+    baseline, *measured = rows
+    assert "torch" in baseline["failed"] and baseline["variant"] == "transformers"
+    found = [(row["variant"], row["shape"]["phase"], row["shape"]["batch"]) for row in measured]
+    cases = [("prefill", 1), ("decode", 1), ("decode", 2)]
+    assert found == [(f"jax_ep, {name}", *case) for name in ("bfloat16", "mxfp4") for case in cases]
+    for row in measured:
+        tokens = row["shape"]["batch"] * (row["shape"]["length"] if row["shape"]["phase"] == "prefill" else 1)
+        assert row["tokens_per_s"] == pytest.approx(tokens / row["seconds"]["median"])
+        if row["shape"]["phase"] == "decode":
+            assert 2 <= row["touched_experts"] <= 2 * row["shape"]["batch"]
+            read = row["dense_bytes"] + row["experts_bytes"] + row["cache_bytes"]
+            assert row["floor_seconds"] == pytest.approx(read / content["summary"]["read_bytes_per_s"])
+
+
 def check_compile_times(rows, content):
     """Compiled programs are found again; they are traced again."""
     found = {(row["variant"], row["direction"]): row for row in rows}
@@ -138,6 +154,7 @@ RUNS = [
     ),
     ("grouped_gemm.py", "grouped_gemm_cpu", "72x128x24 in 2, weight gradient, zipf", check_grouped_gemm),
     ("fused_moe.py --shard 2 --routing zipf --formats mxfp4", "fused_moe", "tiny, 16 tokens", check_fused_moe),
+    ("serve.py --formats bfloat16 mxfp4", "serve", "of floor", check_serve),
     ("compile_times.py --recipe fp8", "compile_times", "seconds to compile", check_compile_times),
     ("placement.py --exponents 1 --drifts 0 0.5", "placement", "", check_placement),
     ("balance.py --exponents 1 --spare 1", "balance", "", check_balance),

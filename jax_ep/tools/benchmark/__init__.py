@@ -20,6 +20,7 @@ BENCHMARKS = {
     "moe": "the expert layer on several GPUs, forward and backward, compared with what JAX offers",
     "low-latency": "all-to-all and layer for decode-sized batches",
     "train": "a whole training step with the widths of a model, compared with other expert layers",
+    "serve": "prefill and decode steps of a whole model on one GPU, compared with transformers",
     "fused-moe": "the expert layer on one GPU, by weight type, compared with `ragged_dot`, cuBLAS and PyTorch",
 }
 _OUT = Path("runs/benchmarks")
@@ -50,7 +51,7 @@ def run(name: str, options: Sequence[str], prog: str) -> None:
 
 def _main(name: str) -> Callable[[Sequence[str], str], None]:
     """Return the `main` of a benchmark; their imports take a second, so they are not at the top."""
-    from jax_ep.tools.benchmark import exchange, fused_moe, grouped_gemm, layer, low_latency, scaling, train
+    from jax_ep.tools.benchmark import exchange, fused_moe, grouped_gemm, layer, low_latency, scaling, serve, train
 
     mains = {"exchange": exchange, "grouped-gemm": grouped_gemm, "moe": layer, "low-latency": low_latency}
-    return (mains | {"fused-moe": fused_moe, "scale": scaling, "train": train})[name].main
+    return (mains | {"fused-moe": fused_moe, "scale": scaling, "serve": serve, "train": train})[name].main

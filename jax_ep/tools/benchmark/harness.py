@@ -267,6 +267,7 @@ COLUMNS: dict[str, tuple[str, str, float]] = {
     "floor_seconds": ("floor us", "{:.1f}", 1e6),
     "bytes_per_s": ("TB/s of weights", "{:.2f}", 1e-12),
     "of_read_rate": ("of read rate", "{:.0%}", 1),
+    "of_floor": ("of floor", "{:.0%}", 1),
     "tflops": ("TFLOP/s", "{:.0f}", 1),
     "of_cublas": ("of cuBLAS", "{:.1%}", 1),
     "tokens_per_s": ("tokens/s", "{:,.0f}", 1),

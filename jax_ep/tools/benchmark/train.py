@@ -145,11 +145,11 @@ def rms_norm(x: Array, scale: Array) -> Array:
     return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6) * scale).astype(x.dtype)
 
 
-def rotate(x: Array) -> Array:
-    """Apply the rotary embedding to `[B, S, heads, D]` at positions 0 to S - 1."""
+def rotate(x: Array, start: Array | int = 0) -> Array:
+    """Apply the rotary embedding to `[B, S, heads, D]` at positions `start` to `start + S - 1`."""
     length, half = x.shape[1], x.shape[3] // 2
     frequency = 10_000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = jnp.arange(length, dtype=jnp.float32)[:, None, None] * frequency
+    angle = (start + jnp.arange(length)).astype(jnp.float32)[:, None, None] * frequency
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

@@ -1,0 +1,370 @@
+"""A whole decoder on one GPU: prefill of a long prompt, and decode steps at several batch sizes, by weight format.
+
+    jax-ep bench serve --model qwen3-30b --formats bfloat16 mxfp4
+    python benchmarks/serve.py --layers 4 --batches 1 16   # the same; the report goes to benchmarks/results
+
+The model has the widths and layers of the published one, and random weights, made on the GPU layer by layer; see
+decoder.py. In a decode step, the query heads that share a key head become the queries of that head, so keys and values
+are read once. The key-value cache has a fixed length, and is full at the end of a sample. A sample is one program of
+`STEPS` greedy steps, without a wait in between; XLA launches each step as CUDA graphs.
+
+The floor of a decode step is the bytes that it must read, divided by the rate at which XLA reads memory in the same
+run: dense weights, the distinct experts that the batch chose (counted in the last step of each sample), and the filled
+cache. The baseline is Hugging Face's transformers on the same GPU, in a process of its own that ends before JAX starts;
+see transformers_baseline.py. `--python` names an interpreter that has PyTorch and transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jax_ep.tools import command
+from jax_ep.tools.benchmark import decoder, harness, profiler, rates, train
+from jax_ep.tools.benchmark.decoder import MODELS, SCOPES, State
+from jax_ep.tools.benchmark.fused_moe import FORMATS
+from jax_ep.tools.benchmark.harness import COLUMNS, Report, Timing
+from jax_ep.tools.benchmark.train import Architecture, Params, flops_per_token
+
+STEPS = 32  # of a sample
+PROFILED = 2
+MEMORY_FRACTION = "0.94"  # of the GPU; JAX's default of 0.75 is less than the bfloat16 weights
+GRAPHS = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION",
+    "xla_gpu_graph_min_graph_size": 1,
+}
+GROUPS = (*SCOPES, "other")
+DENSE = r"nvjet|cutlass|cublas|gem[mv]|splitk|_dot_"
+BASELINE = "transformers"
+COUNTED = ("touched_experts", "prepare_s")  # by the baseline
+
+
+# --- floors and groups ----------------------------------------------------------------------------------------------
+
+
+def bytes_of(tree: Any) -> int:
+    """Return the bytes of all arrays."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def floor_bytes(model: Architecture, params: Params, batch: int, length: int, touched: float) -> dict[str, float]:
+    """Return the bytes that a decode step reads; `touched`: mean number of distinct experts per layer."""
+    experts = bytes_of([layer["experts"] for layer in params["layers"]])
+    rows = 2 * batch * model.experts.hidden  # of the embedding
+    dense = bytes_of(params) - experts - bytes_of(params["embedding"]) + rows
+    # Sample by sample, the filled part of the cache grows to `length`.
+    cache = 4 * batch * model.widths[1] * len(params["layers"]) * (length - (STEPS - 1) / 2)
+    return {"dense": dense, "experts": experts * touched / model.experts.experts, "cache": cache}
+
+
+def scopes(text: str) -> dict[str, str]:
+    """Return the scope of each instruction of a compiled program, by the name that XLA gives its kernel."""
+    found = re.findall(rf'%?([\w.-]+) = [^\n]*op_name="[^"]*/({"|".join(SCOPES)})/', text)
+    return {re.sub(r"[.-]", "_", name): scope for name, scope in found}
+
+
+def group_kernels(names: Sequence[str], by_name: Mapping[str, str]) -> list[str]:
+    """Return the group of each kernel, in the order of their launches.
+
+    Names tell the kernels of jax_ep, cuDNN and XLA, which are instructions of the program; XLA runs equal instructions
+    as one kernel, with the name of the first. Dense GEMMs are told by what comes before and after them: a layer
+    launches that of queries, keys and values, the core of attention, the output projection, the router, the experts.
+    """
+
+    def kind(name: str) -> str:
+        lower = name.lower()
+        patterns = {"experts": train.GROUPS["experts"], "core": train.GROUPS["attention"], "dense": DENSE}
+        found = next((kind for kind, pattern in patterns.items() if re.search(pattern, lower)), None)
+        return found or by_name.get(name, "other")
+
+    kinds = [kind(name) for name in names]
+    markers, following = ("core", "experts", "head"), list[str]()
+    for found in reversed(kinds):
+        following.append(found if found in markers else following[-1] if following else "head")
+    following.reverse()
+    groups, before, gemms = [], "", 0
+    for i, found in enumerate(kinds):
+        if found in markers:
+            before, gemms = found, 0
+        if found == "dense":
+            gemms += i == 0 or kinds[i - 1] != "dense"  # some GEMMs are two kernels
+            is_router = following[i] == "experts" and (before != "core" or gemms > 1)
+            found = "head" if following[i] == "head" else "router" if is_router else "attention"
+        groups.append("attention" if found == "core" else found)
+    return groups
+
+
+# --- measuring ------------------------------------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    """A program to measure.
+
+    Attributes:
+      phase: "prefill" or "decode".
+      batch: texts.
+      length: tokens of each text, or positions of its cache.
+    """
+
+    phase: str
+    batch: int
+    length: int
+
+
+def cases_of(args: argparse.Namespace) -> list[Case]:
+    """Return the cases of the command line."""
+    prompts = [Case("prefill", 1, args.prompt)] if args.prompt else []
+    return prompts + [Case("decode", batch, args.cache) for batch in args.batches]
+
+
+def compile_program(model: Architecture, layers: int, weight_format: str, case: Case) -> tuple[Any, float]:
+    """Compile a program for abstract arguments, before there are weights; also return the seconds it took."""
+    began, params = time.perf_counter(), decoder.abstract_params(model, layers, weight_format)
+    if case.phase == "prefill":
+        tokens = jax.ShapeDtypeStruct((case.batch, case.length), jnp.int32)
+        lowered = jax.jit(partial(decoder.prefill, model)).lower(params, tokens)
+    else:
+        state = jax.eval_shape(partial(decoder.init_state, model, layers, case.batch, case.length))
+        lowered = jax.jit(partial(decoder.decode, model, STEPS), donate_argnums=1).lower(params, state)
+    return lowered.compile(GRAPHS if jax.default_backend() == "gpu" else None), time.perf_counter() - began
+
+
+def runner(model: Architecture, params: Params, case: Case, program: Any) -> Callable[[], State]:
+    """Return a function that runs one sample and returns the state after it."""
+    if case.phase == "prefill":
+        tokens = jax.random.randint(jax.random.key(2), (case.batch, case.length), 0, model.vocabulary, jnp.int32)
+        return lambda: program(params, tokens)[0]
+    state = decoder.init_state(model, len(params["layers"]), case.batch, case.length)
+
+    def run() -> State:
+        nonlocal state
+        state = program(params, state._replace(position=jnp.int32(case.length - STEPS)))
+        return state
+
+    return run
+
+
+def profile(run: Callable[[], Any], text: str, steps: int) -> dict[str, Any]:
+    """Return milliseconds per step: busy, by group, and of the longest kernels."""
+    with tempfile.TemporaryDirectory() as folder:
+        runs = profiler.split_runs(profiler.trace(run, PROFILED, Path(folder)), PROFILED)
+    found, groups = profiler.summarize(runs), dict.fromkeys(GROUPS, 0.0)
+    for event, group in zip(runs[-1], group_kernels([e.name for e in runs[-1]], scopes(text)), strict=True):
+        groups[group] += event.duration / 1e3 / steps
+    kernels = [{"name": k["name"], "calls": k["calls"] / steps, "us": k["us"] / steps} for k in found["kernels"][:40]]
+    return {"busy_ms": found["busy_us"] / 1e3 / steps, "groups_ms": groups, "kernels": kernels}
+
+
+def measure(
+    model: Architecture, params: Params, case: Case, program: Any, rounds: int
+) -> tuple[Timing, dict[str, Any]]:
+    """Time a program, and profile it on a GPU; return seconds per step, and what the report says of it."""
+    run, chosen = runner(model, params, case, program), list[Array]()
+
+    def sample() -> State:
+        state = run()
+        chosen.append(jnp.copy(state.topk_idx))  # the next sample overwrites the state
+        return state
+
+    steps = STEPS if case.phase == "decode" else 1
+    samples = harness.measure_interleaved({"run": sample}, rounds, title=" ".join(map(str, case)))["run"].samples
+    timing = Timing(tuple(sample / steps for sample in samples))
+    counts = [len(np.unique(layer)) for of_sample in chosen for layer in np.asarray(of_sample)]
+    facts: dict[str, Any] = {"touched_experts": float(np.mean(counts))} if case.phase == "decode" else {}
+    if jax.default_backend() != "gpu":
+        return timing, facts
+    profiled = profile(run, program.as_text(), steps)
+    return timing, facts | profiled | {"idle_ms": max(0.0, 1e3 * timing.median - profiled["busy_ms"])}
+
+
+def figures(
+    model: Architecture, params: Params, case: Case, seconds: float, rate: float, touched: float = 0.0
+) -> dict[str, float]:
+    """Return what follows from the seconds of a step; see the module's docstring."""
+    if case.phase == "prefill":
+        tokens, head = case.batch * case.length, 2 * model.experts.hidden * model.vocabulary
+        per_token = flops_per_token(model, len(params["layers"]), case.length) / 3 - head
+        tflops = 1e-12 * (tokens * per_token + case.batch * head) / seconds
+        return {"tokens_per_s": tokens / seconds, "tflops": tflops}
+    parts = floor_bytes(model, params, case.batch, case.length, touched)
+    floor = sum(parts.values()) / rate
+    found = {"tokens_per_s": case.batch / seconds, "floor_seconds": floor, "of_floor": floor / seconds}
+    return found | {f"{name}_bytes": count for name, count in parts.items()}
+
+
+def run_baseline(model: Architecture, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run transformers_baseline.py; return its rows, and one for its failure, if it fails."""
+    hidden, inner, experts, top_k = model.experts
+    config = {
+        "hidden_size": hidden,
+        "moe_intermediate_size": inner,
+        "num_experts": experts,
+        "head_dim": model.head_dim,
+        "num_experts_per_tok": top_k,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "vocab_size": model.vocabulary,
+        "num_hidden_layers": args.layers,
+        "norm_topk_prob": True,
+    }
+    settings = {"config": config, "cases": [case._asdict() for case in cases_of(args)]}
+    settings |= {"steps": STEPS, "rounds": args.rounds}
+    script = Path(__file__).with_name("transformers_baseline.py")
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        reason = None
+        try:
+            # -P: the modules next to the script must not hide others of the same name.
+            command = [args.python, "-P", str(script), json.dumps(settings)]
+            status = subprocess.run(command, stdout=out, stderr=errors, timeout=args.baseline_s, check=False).returncode
+            errors.seek(0)
+            if status:
+                reason = f"exit status {status}: {(errors.read().strip() or '-').splitlines()[-1]}"
+        except subprocess.TimeoutExpired:
+            reason = f"not done after {args.baseline_s} s, see --baseline-s"
+        except OSError as error:
+            reason = f"--python {args.python}: {error}"
+        out.seek(0)
+        rows = [json.loads(line) for line in out if line.startswith("{")]
+    return rows if reason is None else [*rows, {"variant": BASELINE, "failed": reason}]
+
+
+def record_baseline(
+    report: Report, model: Architecture, args: argparse.Namespace, rows: Sequence[Any], rate: float
+) -> None:
+    """Add the rows of the baseline."""
+    params = decoder.abstract_params(model, args.layers, "bfloat16")
+    for row in rows:
+        case = Case(**row["case"]) if "case" in row else None
+        shape = shape_of(args, case, "bfloat16")
+        if case is None or "failed" in row:
+            report.failed(row["variant"], shape, row["failed"])
+            continue
+        timing, facts = Timing(tuple(row["samples"])), {name: row[name] for name in COUNTED if name in row}
+        facts |= figures(model, params, case, timing.median, rate, row.get("touched_experts", 0.0))
+        report.add(row["variant"], shape, timing, **facts)
+
+
+def shape_of(args: argparse.Namespace, case: Case | None, dtype: str) -> dict[str, Any]:
+    """Return the shape of a row."""
+    return {"model": args.model, "layers": args.layers, "dtype": dtype} | (case._asdict() if case else {})
+
+
+def measure_all(args: argparse.Namespace) -> Report:
+    """Measure the baseline, then all formats; a variant that fails leaves the others their rows."""
+    model = MODELS[args.model]
+    baseline = run_baseline(model, args) if args.python else []  # before JAX takes the memory of the GPU
+    harness.require_devices("serve", args, num_devices=1)
+    report = Report("serve", args, {"model": args.model, "layers": args.layers, "steps": STEPS})
+    rate = rates.memory()
+    report.summarize(read_bytes_per_s=rate)
+    record_baseline(report, model, args, baseline, rate)
+    wanted = [(weight_format, case) for weight_format in args.formats for case in cases_of(args)]
+    with ThreadPoolExecutor(harness.WORKERS) as pool:  # ends before anything is measured
+        compiled = {key: pool.submit(compile_program, model, args.layers, *key) for key in wanted}
+    for weight_format in args.formats:
+        gc.collect()  # the weights of the previous format
+        params = decoder.init_params(model, args.layers, weight_format)
+        for case in cases_of(args):
+            variant, shape = f"jax_ep, {weight_format}", shape_of(args, case, weight_format)
+            try:
+                program, compile_s = compiled.pop((weight_format, case)).result()
+                timing, facts = measure(model, params, case, program, args.rounds)
+            except Exception as error:
+                command.raise_if_interrupted(error)
+                report.failed(variant, shape, f"{type(error).__name__}: {error}")
+                continue
+            facts |= figures(model, params, case, timing.median, rate, facts.get("touched_experts", 0.0))
+            report.add(variant, shape, timing, compile_s=compile_s, **facts)
+        del params
+    return report
+
+
+def show(report: Report) -> None:
+    """Print the times of each phase, and the time of each group of kernels."""
+    measured = [row for row in report.rows if "seconds" in row]
+    for phase, columns in (
+        ("prefill", ("tokens_per_s", "tflops")),
+        ("decode", ("tokens_per_s", "floor_seconds", "of_floor")),
+    ):
+        cells = []
+        for row in measured:
+            if row["shape"]["phase"] == phase:
+                figures = [
+                    COLUMNS[name][1].format(row[name] * COLUMNS[name][2]) if name in row else "" for name in columns
+                ]
+                cells.append([row["variant"], row["shape"]["batch"], f"{1e3 * row['seconds']['median']:.2f}", *figures])
+        if cells:
+            titles = [COLUMNS[name][0] for name in columns]
+            harness.show_table(phase, ["variant", "batch", "ms", *titles], cells)
+    profiled = [row for row in measured if "groups_ms" in row]
+    if profiled:
+        cells = [
+            [f"{row['shape']['phase']} {row['shape']['batch']}, {row['variant']}"]
+            + [f"{ms:.2f}" for ms in (*row["groups_ms"].values(), row["idle_ms"])]
+            for row in profiled
+        ]
+        harness.show_table("ms per step", ["", *GROUPS, "idle"], cells)
+    failed = [[row["variant"], row["failed"].splitlines()[0][:120]] for row in report.rows if "failed" in row]
+    if failed:
+        harness.show_table("failed", ["variant", "reason"], failed)
+
+
+def options(prog: str | None = None) -> argparse.ArgumentParser:
+    """Return the command line."""
+    parser = harness.parser(__doc__, "serve", prog=prog, rounds=5)
+    add = parser.add_argument
+    add("--model", choices=MODELS, help="default: qwen3-30b; --quick: tiny")
+    add("--layers", type=int, help="default: those of the model")
+    formats = ("bfloat16", *FORMATS)
+    add(
+        "--formats",
+        nargs="+",
+        choices=formats,
+        metavar="FORMAT",
+        default=["bfloat16", "fp8", "mxfp4"],
+        help=f"of experts: {', '.join(formats)} (default: bfloat16 fp8 mxfp4)",
+    )
+    add("--batches", type=int, nargs="*", help="texts of a decode step (default: 1 16 64; --quick: 1 2)")
+    add("--cache", type=int, help="positions of the key-value cache (default: 1024; --quick: 64)")
+    add("--prompt", type=int, help="tokens of the prefill, 0 for none (default: 4096; --quick: 64)")
+    add("--python", default=sys.executable, help="interpreter with PyTorch and transformers; '' for no baseline")
+    add("--baseline-s", type=float, default=200.0, help="seconds after which the baseline ends (default: 200)")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
+    """Measure, and print tables."""
+    parser = options(prog)
+    args = harness.parse(parser, arguments)
+    defaults = {"model": "qwen3-30b", "batches": [1, 16, 64], "cache": 1024, "prompt": 4096}
+    if args.quick:
+        defaults = {"model": "tiny", "batches": [1, 2], "cache": 64, "prompt": 64}
+    for name, default in defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+    args.layers = args.layers or MODELS[args.model].layers
+    if args.layers < 1 or args.cache < STEPS or args.prompt < 0 or min(args.batches, default=1) < 1:
+        parser.error(
+            f"expected --layers and --batches of at least 1, --prompt of at least 0, --cache of at least {STEPS}"
+        )
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
+    report = measure_all(args)
+    show(report)
+    print(f"wrote {report.path}")

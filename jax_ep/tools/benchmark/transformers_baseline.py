@@ -1,0 +1,195 @@
+"""Prefill and decode of Qwen3-MoE in transformers, with random bfloat16 weights: the baseline of serve.py.
+
+It runs in a process of its own, and needs PyTorch and transformers, but not JAX. The argument is a JSON object:
+`config` of `Qwen3MoeConfig`, `cases` of serve.py, `steps` per sample and `rounds`. It prints a JSON object per measured
+or failed row, at once, so that a kill loses only what is missing.
+
+Decode steps have a static cache and run three ways: eager; as a CUDA graph of the eager step; and compiled with
+`mode="reduce-overhead"`, as `generate` compiles it, if that takes at most `COMPILE_S` seconds. Experts are
+"grouped_mm", and for one token also "batched_mm", which reads a copy of the weights of each assignment.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, StaticCache
+
+COMPILE_S = 60
+WARMUP = 2
+EAGER_STEPS = 4  # of a sample, of which eager steps need few
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+Step = Callable[[torch.Tensor], torch.Tensor]
+
+
+def wait() -> None:
+    """Wait for the GPU."""
+    if ON_GPU:
+        torch.cuda.synchronize()
+
+
+def emit(variant: str, case: dict[str, Any], **found: Any) -> None:
+    """Print a row."""
+    print(json.dumps({"variant": f"transformers, {variant}", "case": case, **found}), flush=True)
+
+
+class Decoding:
+    """Decode steps of one batch over a static cache, whose last position is written by the last step of a sample."""
+
+    def __init__(self, model: Any, batch: int, length: int, steps: int) -> None:
+        config = model.config
+        self.model, self.first, self.steps = model, length - steps, steps
+        self.cache = StaticCache(config=config, max_cache_len=length)
+        sizes = {"batch_size": batch, "num_heads": config.num_key_value_heads, "head_dim": config.head_dim}
+        self.cache.early_initialization(**sizes, dtype=torch.bfloat16, device=DEVICE)
+        for layer in self.cache.layers:
+            layer.keys.normal_()
+            layer.values.normal_()
+        self.token = torch.randint(config.vocab_size, (batch, 1), device=DEVICE)
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Go back to the first position of a sample."""
+        for layer in self.cache.layers:
+            layer.cumulative_length.fill_(self.first)
+
+    def step(self, token: torch.Tensor) -> torch.Tensor:
+        """Decode one token of each text, and return the most likely next ones."""
+        logits = self.model(token, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
+        return logits[:, -1].argmax(-1, keepdim=True)
+
+    def touched(self) -> float:
+        """Return the mean number of distinct experts per layer that a step chooses."""
+        chosen: list[int] = []
+        gates = [layer.mlp.gate for layer in self.model.model.layers]
+        hooks = [gate.register_forward_hook(lambda _, __, out: chosen.append(len(out[2].unique()))) for gate in gates]
+        self.step(self.token)
+        for hook in hooks:
+            hook.remove()
+        self.rewind()
+        return sum(chosen) / len(chosen)
+
+    def samples(self, step: Step, rounds: int, steps: int) -> list[float]:
+        """Return the seconds per step of each sample; all steps start without a wait."""
+        found = []
+        for _ in range(WARMUP + rounds):
+            self.rewind()
+            wait()
+            began, token = time.perf_counter(), self.token
+            for _ in range(steps):
+                token = step(token)
+            wait()
+            found.append((time.perf_counter() - began) / steps)
+        return found[WARMUP:]
+
+    def as_graph(self) -> Step:
+        """Return the step as a CUDA graph, whose input and output are one tensor."""
+        token = self.token.clone()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.step(token)
+        torch.cuda.current_stream().wait_stream(stream)
+        self.rewind()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            token.copy_(self.step(token))
+
+        def replay(_: torch.Tensor) -> torch.Tensor:
+            graph.replay()
+            return token
+
+        return replay
+
+    def compiled(self) -> Step:
+        """Return the compiled step; raises TimeoutError after `COMPILE_S` seconds."""
+
+        def give_up(*_: object) -> None:
+            raise TimeoutError(f"compilation took more than {COMPILE_S} s")
+
+        torch._dynamo.reset()
+        step = torch.compile(self.step, mode="reduce-overhead")
+
+        def marked(token: torch.Tensor) -> torch.Tensor:
+            torch.compiler.cudagraph_mark_step_begin()
+            return step(token).clone()
+
+        signal.signal(signal.SIGALRM, give_up)
+        signal.alarm(COMPILE_S)
+        try:
+            marked(self.token)
+        finally:
+            signal.alarm(0)
+        return marked
+
+
+def measure_prefill(model: Any, case: dict[str, Any], rounds: int) -> list[float]:
+    """Return the seconds of each prefill."""
+    tokens = torch.randint(model.config.vocab_size, (case["batch"], case["length"]), device=DEVICE)
+    found = []
+    for _ in range(WARMUP + rounds):
+        wait()
+        began = time.perf_counter()
+        model(tokens, use_cache=True, logits_to_keep=1)
+        wait()
+        found.append(time.perf_counter() - began)
+    return found[WARMUP:]
+
+
+def attempt(variant: str, case: dict[str, Any], run: Callable[[], dict[str, Any]]) -> None:
+    """Emit a row, or the error that it ends in."""
+    try:
+        found = run()
+    except Exception as error:
+        found = {"failed": f"{type(error).__name__}: {error}"[:500]}
+    emit(variant, case, **found)
+
+
+def measure_decode(model: Any, case: dict[str, Any], steps: int, rounds: int, way: str) -> None:
+    """Measure one way to run the steps, with each implementation of the experts that suits the batch."""
+    for experts in ("grouped_mm", "batched_mm") if case["batch"] == 1 else ("grouped_mm",):
+
+        def run(experts: str = experts) -> dict[str, Any]:
+            model.set_experts_implementation(experts)
+            decoding = Decoding(model, case["batch"], case["length"], steps)
+            touched = decoding.touched()
+            began = time.perf_counter()
+            step = {"eager": lambda: decoding.step, "CUDA graph": decoding.as_graph, "compiled": decoding.compiled}[
+                way
+            ]()
+            prepare_s = time.perf_counter() - began
+            samples = decoding.samples(step, rounds, min(EAGER_STEPS, steps) if way == "eager" else steps)
+            return {"samples": samples, "touched_experts": touched, "prepare_s": prepare_s}
+
+        attempt(f"{way}, {experts}", case, run)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure everything: the ways that may fail come last."""
+    settings = json.loads(arguments[0])
+    torch.set_default_dtype(torch.bfloat16)
+    torch.set_grad_enabled(False)
+    with torch.device(DEVICE):
+        config = Qwen3MoeConfig(**settings["config"], tie_word_embeddings=False)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+    model.set_experts_implementation("grouped_mm")
+    rounds, steps = settings["rounds"], settings["steps"]
+    by_phase = {
+        phase: [case for case in settings["cases"] if case["phase"] == phase] for phase in ("prefill", "decode")
+    }
+    for case in by_phase["prefill"]:
+        attempt("eager, grouped_mm", case, lambda case=case: {"samples": measure_prefill(model, case, rounds)})
+    for way in ("eager", "CUDA graph", "compiled") if ON_GPU else ("eager",):
+        for case in by_phase["decode"]:
+            measure_decode(model, case, steps, rounds, way)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -33,7 +33,7 @@ from jax_ep.ops.fused_moe import fused_moe
 from jax_ep.quantization import quantize
 from jax_ep.routing import MoEMetrics, Routed, RouterWeights, count_dropped, route, update_router_bias
 from jax_ep.serving import LOW_LATENCY_TOKENS, serve, serving_weights
-from jax_ep.sharding import MeshAxes, check_blocks_per_rank, quantize_per_device, run_sharded, sharded_moe
+from jax_ep.sharding import MeshAxes, check_blocks_per_rank, quantize_per_device, run_sharded, sharded_layer
 from jax_ep.types import AxisName, Experts, Routing, Schedule, Topology, type_name
 
 try:
@@ -437,7 +437,8 @@ class MoE(nnx.Module):
             )
         y = _with_identity(y, routed, tokens)
         zero = jnp.zeros((), jnp.int32)
-        return y.reshape(x.shape), _metrics(routed, routed.chosen.reshape(*x.shape[:-1], routed.chosen.shape[-1]), zero)
+        chosen = routed.chosen.reshape(*x.shape[:-1], routed.chosen.shape[-1])
+        return y.reshape(x.shape), _metrics(routed, chosen, zero, {})
 
     def _on_mesh(
         self,
@@ -466,13 +467,13 @@ class MoE(nnx.Module):
                     arrays, (0, -1, 0), (specs.tokens, specs.routing, specs.routing), strict=True
                 )
             )
-        y = self._experts_on_mesh(arrays, mesh, weights)
+        y, work = self._experts_on_mesh(arrays, mesh, weights)
         y = rearrange(lambda v: v[:num_tokens], mesh, token_spec)(y) if padding else y
         y = _with_identity(y, routed, tokens)
         y = rearrange(lambda v: v.reshape(x.shape), mesh, jax.typeof(x).sharding.spec)(y)
         spec = PartitionSpec(*jax.typeof(x).sharding.spec[:-1], None)
         chosen = rearrange(lambda v: v.reshape(*x.shape[:-1], v.shape[-1]), mesh, spec)(routed.chosen)
-        return y, _metrics(routed, chosen, self._dropped(arrays[1], mesh, specs.routing))
+        return y, _metrics(routed, chosen, self._dropped(arrays[1], mesh, specs.routing), work)
 
     def _route_on_mesh(
         self,
@@ -490,27 +491,26 @@ class MoE(nnx.Module):
         run = run_sharded(route, options, self.mesh, (token_spec, mask_spec, token_spec, router_spec), Routed(*specs))
         return run(tokens, mask, replayed, self._router(tokens))
 
-    def _experts_on_mesh(self, arrays: tuple[Array, ...], mesh: Mesh, weights: ExpertWeights | None) -> Array:
-        """Compute the experts of `(tokens, topk_idx, topk_weights)`, for few tokens by the low-latency layer."""
+    def _experts_on_mesh(
+        self, arrays: tuple[Array, ...], mesh: Mesh, weights: ExpertWeights | None
+    ) -> tuple[Array, dict[str, Array]]:
+        """Compute the experts of `(tokens, topk_idx, topk_weights)`, for few tokens by the low-latency layer.
+
+        Return also what balancing did on each rank, if it did anything.
+        """
         specs, named = self.axes.specs, errors_begin_with("MoE")
         few = arrays[0].shape[0] <= LOW_LATENCY_TOKENS * _size(mesh, self.axes.token_axes)
         if weights is not None and not _has_masters(weights) and few:
             in_specs = specs.tokens, specs.routing, specs.routing, PartitionSpec(self.axes.expert_axes)
             options = self._low_latency(self.axes.expert)
-            return named(run_sharded(serve, options, self.mesh, in_specs, specs.tokens))(*arrays, weights)
-        made_of = self._weights(weights)
-        run = named(sharded_moe)(
-            self.mesh,
-            num_experts=self.num_experts,
-            axes=dataclasses.replace(self.axes, tensor=None, fsdp=None) if self.w_gate_up is None else self.axes,
-            experts=self.experts,
-            capacity=self.capacity,
-            balance=self.balance,
-            preferred_element_type=self.preferred_element_type,
-            implementation=self.implementation,
-            **self._products_of(made_of),
-        )
-        return named(run)(*arrays, **_arguments(made_of))
+            return named(run_sharded(serve, options, self.mesh, in_specs, specs.tokens))(*arrays, weights), {}
+        made_of, fields = self._weights(weights), ("experts", "capacity", "balance", "preferred_element_type")
+        options = {name: getattr(self, name) for name in (*fields, "implementation")} | self._products_of(made_of)
+        axes = dataclasses.replace(self.axes, tensor=None, fsdp=None) if self.w_gate_up is None else self.axes
+        with_work = self.balance is not None and _size(mesh, self.axes.expert_axes) > 1
+        run = named(sharded_layer)(self.mesh, self.num_experts, axes, options, with_work=with_work)
+        found = named(run)(*arrays, **_arguments(made_of))
+        return found if with_work else (found, {})
 
     def _dropped(self, topk_idx: Array, mesh: Mesh, spec: PartitionSpec) -> Array:
         """Count the assignments past `capacity` from the routing: `sharded_moe` returns only the tokens."""
@@ -593,11 +593,6 @@ def _with_identity(y: Array, routed: Routed, tokens: Array) -> Array:
     return y if weight is None else y + (weight[:, None] * tokens.astype(weight.dtype)).astype(y.dtype)
 
 
-def _metrics(routed: Routed, topk_idx: Array, dropped: Array) -> MoEMetrics:
-    return MoEMetrics(
-        topk_idx=topk_idx,
-        load=routed.load,
-        load_balancing_loss=routed.load_balancing_loss,
-        router_z_loss=routed.router_z_loss,
-        dropped=dropped,
-    )
+def _metrics(routed: Routed, topk_idx: Array, dropped: Array, work: dict[str, Array]) -> MoEMetrics:
+    shared = {name: getattr(routed, name) for name in ("load", "load_balancing_loss", "router_z_loss")}
+    return MoEMetrics(topk_idx=topk_idx, dropped=dropped, **shared, **work)

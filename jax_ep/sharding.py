@@ -18,12 +18,14 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ep import context
 from jax_ep.core import check
+from jax_ep.core.balance import WORK
 from jax_ep.core.check import errors_begin_with
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import QuantizedWeights, merge_columns
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.mesh_axes import axis_tuple, check_mesh, vary_alike
 from jax_ep.formats import check_quantized
+from jax_ep.ops import balanced
 from jax_ep.ops.moe import moe
 from jax_ep.quantization import quantize
 from jax_ep.types import Array, AxisName, Biases, Experts, Topology, type_name
@@ -190,11 +192,20 @@ def sharded_moe(
 
     Source: https://docs.jax.dev/en/latest/notebooks/shard_map.html
     """
+    return sharded_layer(mesh, num_experts, axes, moe_kwargs)
+
+
+def sharded_layer(
+    mesh: Mesh | None, num_experts: int, axes: MeshAxes | None, moe_kwargs: dict[str, Any], *, with_work: bool = False
+) -> Callable[..., Any]:
+    """Return `sharded_moe`; the layer `with_work` also returns the `WORK` of each rank, `[ranks]` int32 each."""
     axes = check.value_of(_FUNCTION, "axes", axes, MeshAxes, "jax_ep.sharding.MeshAxes") or MeshAxes()
     _check_options(moe_kwargs)
     if isinstance(moe_kwargs.get("implementation"), list):
         moe_kwargs["implementation"] = tuple(moe_kwargs["implementation"])
     options = dict(moe_kwargs, num_experts=num_experts, axes=axes)
+    tokens = axes.specs.tokens
+    function, out_specs = (_moe_and_work, (tokens, P(axes.token_axes))) if with_work else (_moe_per_shard, tokens)
 
     @errors_begin_with(_FUNCTION)
     @jax.named_scope("jax_ep.sharded_moe")
@@ -207,7 +218,7 @@ def sharded_moe(
         *,
         biases: Biases | None = None,
         token_mask: Array | None = None,
-    ) -> Array:
+    ) -> Any:
         the_mesh, pair = _mesh(mesh, axes.specs), check.biases(_FUNCTION, biases)
         arrays = dict(zip(_ARRAYS, (x, topk_idx, topk_weights, w_gate_up, w_down, *pair), strict=True))
         masked_idx = _check_tokens(the_mesh, axes.specs, x, topk_idx, topk_weights, token_mask, num_experts)
@@ -218,7 +229,7 @@ def sharded_moe(
         in_specs = {name: _specs_of_parts(getattr(axes.specs, _ARRAYS[name]), value) for name, value in given.items()}
         for name, argument in given.items():
             jax.tree.map(partial(_check_explicit, the_mesh, name), argument, in_specs[name])
-        return run_sharded(_moe_per_shard, options, the_mesh, (in_specs,), axes.specs.tokens)(given)
+        return run_sharded(function, options, the_mesh, (in_specs,), out_specs)(given)
 
     return apply
 
@@ -260,6 +271,15 @@ def _moe_per_shard(arrays: dict[str, Any], *, axes: MeshAxes, **options: Any) ->
         arrays = _whole_matrices(arrays, axes.specs, axes.fsdp)
     run = partial(_moe, axis_name=axes.expert, **options)
     return run(**arrays) if axes.tensor is None else _on_tensor_axis(run, axes.tensor, **arrays)
+
+
+def _moe_and_work(arrays: dict[str, Any], *, axes: MeshAxes, **options: Any) -> tuple[Array, dict[str, Array]]:
+    with balanced.recording() as found:
+        y = _moe_per_shard(arrays, axes=axes, **options)
+    work = found[0] if found else dict.fromkeys(WORK, jnp.zeros((), jnp.int32))  # without tokens
+    if axes.tensor is not None:  # whose ranks do the same
+        work = {name: lax.pmax(count, axes.tensor) for name, count in work.items()}
+    return y, {name: count[None] for name, count in work.items()}
 
 
 def _moe(*, b_gate_up: Array | None = None, b_down: Array | None = None, **arguments: Any) -> Array:

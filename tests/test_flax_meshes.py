@@ -106,8 +106,15 @@ def test_flax_balance(kind, rng):
         x = jax.device_put(np.abs(rng.normal(size=(24, H))).astype(np.float32), spread)
         cotangent = jax.device_put(rng.normal(size=(24, H)).astype(np.float32), spread)
         found = [jax.tree.leaves(value_and_gradients(moe, x, cotangent)) for moe in (balanced, plain)]
+        metrics, without = balanced(x)[1], plain(x)[1]
     for got, want in zip(*found, strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-4 * np.abs(want).max())
+    # On each data shard, 12 tokens with 2 experts at the first of two ranks: both ranks compute half of the rows.
+    assert set(metrics) - set(without) == {"rows_before", "rows_after", "copies", "passes"}
+    want = {"rows_before": [24, 0, 24, 0], "rows_after": [12] * 4, "copies": [0, 1, 0, 1], "passes": [1] * 4}
+    assert {name: metrics[name].tolist() for name in want} == want
+    scalars = {name: float(value) for name, value in metrics.summary().items()}
+    assert scalars.items() >= {"rank_load_before": 2, "rank_load_after": 1, "copies": 2, "passes": 1}.items()
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])

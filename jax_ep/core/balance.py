@@ -19,6 +19,8 @@ from jax_ep.core.layout import round_up
 from jax_ep.types import Array, type_name
 
 _TILE = 128
+WORK = ("rows_before", "rows_after", "copies", "passes")
+"""What balancing a call does on a rank: rows of the experts at home, rows and copies in all passes, and the passes."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,6 +25,10 @@ class MoEMetrics(dict[str, Array]):
       router_z_loss: `[]` float32, mean squared logsumexp of the router logits; 0 if the router is a callable.
       dropped: `[]` int32, assignments that did not fit `capacity`.
       topk_idx: `[..., K]` int32, the experts of each token of x, -1 for none; the layer takes them back as `topk_idx=`.
+      rows_before, rows_after: `[ranks]` int32, rows that each rank would compute without `balance`, and computes with
+        it. This item and the next two are there only if several ranks share the experts and `balance` is set.
+      copies: `[ranks]` int32, copies of experts that each rank fetched.
+      passes: `[ranks]` int32, passes of the layer, the same on all ranks that share experts.
     """
 
     load: Array
@@ -32,6 +36,10 @@ class MoEMetrics(dict[str, Array]):
     router_z_loss: Array
     dropped: Array
     topk_idx: Array
+    rows_before: Array
+    rows_after: Array
+    copies: Array
+    passes: Array
 
     def __getattr__(self, name: str) -> Array:
         """Return an array by its name."""
@@ -67,6 +75,8 @@ class MoEMetrics(dict[str, Array]):
           `dead_experts`: experts without a token.
           `dropped_share`: share of the assignments that did not fit `capacity`.
           `load_balancing_loss`, `router_z_loss`: as above.
+          With balance: `rank_load_before` and `rank_load_after` of the busiest rank, `copies` of all ranks, and
+          `passes`.
 
         Example:
           >>> import jax.numpy as jnp
@@ -93,4 +103,10 @@ class MoEMetrics(dict[str, Array]):
                 *share.shape[:-1], check.positive("MoEMetrics.summary", "num_ranks", num_ranks), -1
             )
             found["rank_load"] = num_ranks * of_ranks.sum(axis=-1).max(axis=-1)
+        if "passes" in self:
+            for when in ("before", "after"):
+                rows = self[f"rows_{when}"].astype(jnp.float32)
+                found[f"rank_load_{when}"] = rows.max(axis=-1) / jnp.maximum(rows.mean(axis=-1), 1 / rows.shape[-1])
+            found["copies"] = self.copies.sum(axis=-1).astype(jnp.float32)
+            found["passes"] = self.passes.max(axis=-1).astype(jnp.float32)
         return found

@@ -10,8 +10,10 @@ Each pass starts from the sum of those before, so XLA cannot run two at a time a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -22,7 +24,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jax_ep.core import check, operations
-from jax_ep.core.balance import Balance
+from jax_ep.core.balance import WORK, Balance, PassPlan
 from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.core.facts import ExchangeFacts
 from jax_ep.core.layout import count_assignments
@@ -35,6 +37,23 @@ type Tree = Any
 """A pytree of arrays."""
 Layer = Callable[..., Array]
 """Compute one pass: `layer(x, topk_idx, topk_weights, weights, num_experts=, capacity=, preferred_element_type=)`."""
+type State = tuple[Array, Array]
+"""Expert ids `[T, K]` of this rank that have no place yet, and counts `[W, E]` of those of all ranks."""
+type Place = tuple[Array, Array, Array]
+"""Slots `[T, K]`, copies `[W, S]` and work `[3]` of a pass, see `_work`."""
+
+_recorded: ContextVar[list[dict[str, Array]] | None] = ContextVar("jax_ep_balanced_work", default=None)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[dict[str, Array]]]:
+    """Collect what the balanced calls that are traced in this block do on this rank: `WORK`, `[]` int32 each."""
+    found: list[dict[str, Array]] = []
+    token = _recorded.set(found)
+    try:
+        yield found
+    finally:
+        _recorded.reset(token)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +139,12 @@ def run(
     passes = Passes(layer, num_experts, num_ranks, rows, spare, axis, sum_dtype, plan.part.implementation)
     topk_idx = jnp.where((topk_idx >= 0) & (topk_idx < num_experts), topk_idx, -1)
     x, topk_weights, weights, topk_idx = vary_alike((x, topk_weights, weights, topk_idx), over=axis)
-    return _all_passes(passes, (topk_idx, _count(passes, topk_idx)), x, topk_weights, weights).astype(sum_dtype)
+    counts = _count(passes, topk_idx)
+    y, work = _all_passes(passes, (topk_idx, counts), x, topk_weights, weights)
+    if (found := _recorded.get()) is not None:
+        before = counts.reshape(num_ranks, num_ranks, num_local)[:, rank_on(axis)].sum(dtype=jnp.int32)
+        found.append(dict(zip(WORK, (before, *work), strict=True)))
+    return y.astype(sum_dtype)
 
 
 def _count(passes: Passes, topk_idx: Array) -> Array:
@@ -130,17 +154,24 @@ def _count(passes: Passes, topk_idx: Array) -> Array:
     return lax.psum(of_all.at[rank_on(passes.axis)].set(mine), passes.axis)
 
 
-def _next_pass(passes: Passes, state: tuple[Array, Array]) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """`(slots [T, K], copies [W, S])` of the next pass, and the `(ids, counts)` that it leaves."""
+def _next_pass(passes: Passes, state: State) -> tuple[Place, State]:
+    """Plan the next pass; return also what it leaves."""
     topk_idx, counts = state
     planner = registry.get("balance_plan", passes.implementation)
     plan = planner.plan_pass(counts, passes.rows, passes.spare)
     slots, left = planner.place_assignments(topk_idx, counts, plan, rank_on(passes.axis))
-    return (slots, plan.copies), (left, plan.left)
+    return (slots, plan.copies, _work(plan, rank_on(passes.axis))), (left, plan.left)
 
 
-def _one_pass(passes: Passes, place: tuple[Array, Array], x: Array, topk_weights: Array, weights: Tree) -> Array:
-    slots, copies = place
+def _work(plan: PassPlan, rank: Array | int) -> Array:
+    """Rows and copies of a rank in a pass, and 1 for the pass itself: `[3]` int32, which passes add up."""
+    own, copies = plan.own[rank], plan.copies[rank]
+    others = plan.ends[rank] - jnp.where(rank > 0, plan.ends[rank - 1], 0)
+    return jnp.stack([(own + others).sum(dtype=jnp.int32), (copies >= 0).sum(dtype=jnp.int32), jnp.int32(1)])
+
+
+def _one_pass(passes: Passes, place: Place, x: Array, topk_weights: Array, weights: Tree) -> Array:
+    slots, copies, _ = place
 
     def compute(x: Array, topk_weights: Array, weights: Tree) -> Array:
         leaves, structure = jax.tree.flatten(weights)
@@ -155,9 +186,7 @@ def _one_pass(passes: Passes, place: tuple[Array, Array], x: Array, topk_weights
     return jax.checkpoint(compute, policy=policy)(x, topk_weights, weights)
 
 
-def _add_later_passes(
-    passes: Passes, state: tuple[Array, Array], step: Callable[[tuple[Array, Array]], Tree], first: Tree
-) -> Tree:
+def _add_later_passes(passes: Passes, state: State, step: Callable[[Place], Tree], first: Tree) -> Tree:
     """`first` plus `step(place)` of each later pass. The number of passes follows from counts that all ranks share."""
     if passes.is_one_pass:
         return first
@@ -170,21 +199,22 @@ def _add_later_passes(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _all_passes(passes: Passes, state: tuple[Array, Array], *operands: Tree) -> Array:
+def _all_passes(passes: Passes, state: State, *operands: Tree) -> tuple[Array, Array]:
     place, left = _next_pass(passes, state)
-    first = _one_pass(passes, place, *operands)
-    return _add_later_passes(passes, left, lambda place: _one_pass(passes, place, *operands), first)
+    first = _one_pass(passes, place, *operands), place[2]
+    return _add_later_passes(passes, left, lambda place: (_one_pass(passes, place, *operands), place[2]), first)
 
 
-def _all_passes_forward(passes: Passes, state: tuple[Array, Array], *operands: Tree) -> tuple[Array, Tree]:
+def _all_passes_forward(passes: Passes, state: State, *operands: Tree) -> tuple[tuple[Array, Array], Tree]:
     place, left = _next_pass(passes, state)
-    first, pull = jax.vjp(partial(_one_pass, passes, place), *operands)
-    sums = _add_later_passes(passes, left, lambda place: _one_pass(passes, place, *operands), first)
+    y, pull = jax.vjp(partial(_one_pass, passes, place), *operands)
+    first = y, place[2]
+    sums = _add_later_passes(passes, left, lambda place: (_one_pass(passes, place, *operands), place[2]), first)
     return sums, (pull, left, None if passes.is_one_pass else operands)
 
 
-def _all_passes_backward(passes: Passes, residuals: Tree, cotangent: Array) -> tuple[Tree, ...]:
-    pull, left, operands = residuals
+def _all_passes_backward(passes: Passes, residuals: Tree, cotangents: tuple[Array, Any]) -> tuple[Tree, ...]:
+    (pull, left, operands), cotangent = residuals, cotangents[0]
     dx, d_weights, gradients = pull(cotangent)
     # Other layers follow: on all ranks after the gradients of copies have gone home.
     for gradient in jax.tree.leaves(gradients):
@@ -194,7 +224,7 @@ def _all_passes_backward(passes: Passes, residuals: Tree, cotangent: Array) -> t
     if passes.is_one_pass:
         return None, *first
 
-    def step(place: tuple[Array, Array]) -> Tree:
+    def step(place: Place) -> Tree:
         gradients = jax.vjp(partial(_one_pass, passes, place), *operands)[1](cotangent)
         return jax.tree.map(_widen, gradients)
 

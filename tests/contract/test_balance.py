@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 import jax_ep
 from cases import BASE, BF16, F32, Shape, assert_close, reals
 from harness import compiled, per_rank, run
+from jax_ep.ops import balanced
 from layers import Layer, first_tokens
 from routings import ROUTINGS
 
@@ -137,6 +138,23 @@ def test_balance_jit_scan_and_remat(implementation: str, expert_mesh: Any, rng: 
     got, want = run(fn, expert_mesh(2), *layer.args)
     for g, w in zip(got, want, strict=True):
         assert_close(g, w.astype(np.float64), "gradient")
+
+
+def test_balance_work(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+    """One copy takes 9 of the 18 rows that rank 0 has too many; a second pass computes the others."""
+    layer = Layer(rng, "uniform", 2, BASE)
+    layer.topk_idx = np.arange(36, dtype=np.int32).reshape(2, 6, 3) % 4
+
+    def fn(*args: Any) -> Any:
+        with balanced.recording() as found:
+            options: dict[str, Any] = {"num_experts": 8, "implementation": implementation}
+            y = jax_ep.moe(*args, **options, balance=jax_ep.Balance(1.0, 1))
+        return y, found[0]
+
+    y, work = run(fn, expert_mesh(2), *layer.args)
+    assert_close(y, layer.oracle().forward(), "y")
+    want = {"rows_before": [36, 0], "rows_after": [27, 9], "copies": [0, 1], "passes": [2, 2]}
+    assert {name: np.ravel(count).tolist() for name, count in work.items()} == want
 
 
 @pytest.mark.slow

@@ -88,8 +88,9 @@ PROGRAMS = 264  # Of an H200.
 CASES = [(90, 1, False), (90, 1, True), (90, 128, False), (90, 128, True), (100, 128, True), (80, 128, False)]
 
 
-def built(name, num_tokens, fp8, capability):
-    layout = Layout(W, E, num_tokens, K, E * num_tokens)
+def built(name, num_tokens, fp8, capability, max_tokens=None, top_k=K):
+    max_tokens = max_tokens or num_tokens
+    layout = Layout(W, E, max_tokens, top_k, E * max_tokens)
     wire, scales = (FP8, H // 128) if fp8 else (BF16, 0)
     sizes = low_latency.layout_sizes(layout, num_tokens, H)
     types = {"peers": Peers("*i32", "*i64")}
@@ -124,3 +125,8 @@ def test_low_latency_ptx_kernels(name, capability, num_tokens, fp8):
     ptx = built(name, num_tokens, fp8, capability)["ptx"]
     assert "ld.global.v4.b32" in ptx, "rows are not loaded 16 bytes at a time"
     assert re.search(r"(fence\.release|fence\.acq_rel|release)\.sys", ptx)
+
+
+@pytest.mark.slow
+def test_low_latency_ptx_fewer_tokens_than_reserved():
+    built("dispatch", 37, False, 90, max_tokens=40, top_k=6)

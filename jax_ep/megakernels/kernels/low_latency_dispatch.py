@@ -7,7 +7,7 @@ rank, then token. A token that names an expert twice has one row there. Equal pr
     assign   give the tokens of one local expert their rows and fill the handle; num_local_experts tasks
     send     quantize a token, store it at each rank that has one of its experts, and set its flag
     copy     wait for the flags of a block's tokens and copy them to their rows; `lag` blocks behind the sends
-    clear    fill the rest of the handle
+    clear    fill the rest of the handle, for tokens past num_tokens; num_ranks tasks
 
 Waits. Assign and copy tasks wait for the ids of all ranks, once per program; copies also for the flags of their tokens
 and, unless direct, for all assign tasks of this launch. With few tokens (`tile.direct`) each copy computes its rows
@@ -187,13 +187,17 @@ def count_rows(index, incoming, rank, S: tl.constexpr):
 
 
 @triton.jit
-def clear_assignments(first, assignment_to_row_ptr, S: tl.constexpr):
-    """Mark assignments of tokens past num_tokens as without a row."""
-    if S.max_tokens > S.num_tokens:
-        index = first + tl.arange(0, SPAN)
-        width: tl.constexpr = (S.max_tokens - S.num_tokens) * S.top_k
-        assignments = index // width * (S.max_tokens * S.top_k) + S.num_tokens * S.top_k + index % width
-        tl.store(assignment_to_row_ptr + assignments, tl.full((SPAN,), -1, tl.int32), mask=index < S.num_ranks * width)
+def clear_assignments(source, assignment_to_row_ptr, S: tl.constexpr):
+    """Mark assignments of a source rank's tokens past num_tokens as without a row.
+
+    One range at a time: a division of the index becomes packed 16-bit additions, whose constants ptxas 12.9 and 13.0
+    drop if one half of the sum is not used.
+    """
+    first: tl.constexpr = S.num_tokens * S.top_k
+    end: tl.constexpr = S.max_tokens * S.top_k
+    for start in range(first, end, SPAN):
+        index = start + tl.arange(0, SPAN)
+        tl.store(assignment_to_row_ptr + source * end + index, tl.full((SPAN,), -1, tl.int32), mask=index < end)
 
 
 @triton.jit
@@ -282,7 +286,7 @@ def low_latency_dispatch(x, topk_idx_ptr, num_tokens_ptr, peers, out, plan, S: t
     sources = tl.where(lanes < NUM_RANKS, lanes, 0)
     heard, assigned = 0, 0
     task = next_task(launch)
-    while task < clear_start + (NUM_RANKS * (MAX_TOKENS - NUM_TOKENS) * TOP_K + SPAN - 1) // SPAN:
+    while task < clear_start + (NUM_RANKS if MAX_TOKENS > NUM_TOKENS else 0):
         token, block, step = -1, -1, 0
         began = stamp(HEAP)
         if (task >= exchange_start) & (task < exchange_start + exchange):
@@ -298,7 +302,7 @@ def low_latency_dispatch(x, topk_idx_ptr, num_tokens_ptr, peers, out, plan, S: t
             ll_buffers.signal_ready_to(launch, buffers, peer, task, HEAP)
         elif task >= clear_start:
             # clear: the rest of the handle.
-            clear_assignments((task - clear_start) * SPAN, plan.assignment_to_row_ptr, S)
+            clear_assignments(task - clear_start, plan.assignment_to_row_ptr, S)
             trace(launch, ZERO_EVENT, began, task, HEAP)
         elif token >= 0:
             # send: one token to its destinations, and its flag.

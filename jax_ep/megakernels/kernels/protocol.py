@@ -112,7 +112,6 @@ def open_launch(peers, HEAP: tl.constexpr):
     member = tl.load(peers.group_ptr + rank)
     control = control_words(peers.table_ptr, device)
     launch = Launch(peers.group_ptr, peers.table_ptr, control, rank, device)
-    # By one thread for all: with a load each, warps could disagree while another program fails.
     # One atomic load for all threads: with separate loads, warps could disagree while another program fails.
     not_failed = 1 - tl.atomic_load(control + FAILED, sem="relaxed", scope="gpu")
     # Fail if the group belongs to another mesh.

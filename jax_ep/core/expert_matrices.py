@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, NamedTuple, overload
 
 import jax.numpy as jnp
+import numpy as np
 
 from jax_ep.types import Array, result_type
 
@@ -59,6 +60,39 @@ class QuantizedWeights:
     def is_prepacked(self) -> bool:
         """Whether the layout is "prepacked"."""
         return self.layout == "prepacked"
+
+
+class SplitWeights(NamedTuple):
+    """Expert weights `[L + S, K, N]` in two arrays: those of this rank, and copies of other ranks'; see `Balance`."""
+
+    home: Array
+    spare: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of both as one array."""
+        return (self.home.shape[0] + self.spare.shape[0], *self.home.shape[1:])
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of both."""
+        return self.home.dtype
+
+
+type GemmWeights = Array | SplitWeights
+"""Weights of a GEMM in the dtype of the tokens."""
+
+
+def joined(w: GemmWeights) -> Array:
+    """Return weights as one array, which copies those in two."""
+    return jnp.concatenate(w) if isinstance(w, SplitWeights) else w
+
+
+def cotangent_of(w: GemmWeights, gradient: Array) -> GemmWeights:
+    """Return the cotangent of `w`, given its gradient as one array; XLA joins the slices again without a copy."""
+    if not isinstance(w, SplitWeights):
+        return gradient
+    return SplitWeights(gradient[: w.home.shape[0]], gradient[w.home.shape[0] :])
 
 
 @result_type

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from jax_ep.core.activations import HiddenRows
 from jax_ep.core.balance import PassPlan
-from jax_ep.core.expert_matrices import QuantizedWeights
+from jax_ep.core.expert_matrices import GemmWeights, QuantizedWeights
 from jax_ep.core.facts import FusedFacts, FusedModes, Weights
 from jax_ep.core.layout import Bias, SortSizes
 from jax_ep.types import (
@@ -64,7 +64,7 @@ class ExpertCopies(Protocol):
 
     def fetch_copies(self, axis: tuple[str, ...], copies: Array, w: Array, /) -> Array: ...
 
-    def add_gradients(self, axis: tuple[str, ...], copies: Array, home: Array, gradient: Array, /) -> Array: ...
+    def add_gradients(self, axis: tuple[str, ...], copies: Array, gradient: Array, /) -> Array: ...
 
 
 class GroupedGemm(Protocol):
@@ -73,7 +73,7 @@ class GroupedGemm(Protocol):
     def grouped_gemm(
         self,
         lhs: Array,
-        rhs: Array,
+        rhs: GemmWeights,
         group_sizes: Array,
         *,
         transpose_rhs: bool,
@@ -106,7 +106,7 @@ class ExchangeGemm(Protocol):
         options: Options,
         x: Array,
         weights: Array | None,
-        w: Array,
+        w: GemmWeights,
         handle: Handle,
         *,
         transpose_rhs: bool,
@@ -122,7 +122,7 @@ class ExchangeGemm(Protocol):
         options: Options,
         h: Array,
         row_weights: Array | None,
-        w: Array,
+        w: GemmWeights,
         handle: Handle,
         *,
         transpose_rhs: bool,
@@ -147,7 +147,7 @@ class GemmActivation(Protocol):
     """Grouped GEMM that stores activated rows."""
 
     def gemm_activation(
-        self, experts: Experts, lhs: Array, rhs: Array, group_sizes: Array, row_weights: Array
+        self, experts: Experts, lhs: Array, rhs: GemmWeights, group_sizes: Array, row_weights: Array
     ) -> Array: ...
 
 

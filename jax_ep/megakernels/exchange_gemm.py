@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import context, ffi
+from jax_ep.core.expert_matrices import GemmWeights
 from jax_ep.core.kernel import Argument, Config, Descriptor, Kernel
 from jax_ep.core.layout import Bias, dropless_capacity, power_of_two, row_tokens
 from jax_ep.core.operations import GroupedGemm
@@ -63,7 +64,7 @@ def dispatch_grouped_gemm(
     options: Options,
     x: Array,
     weights: Array | None,
-    w: Array,
+    w: GemmWeights,
     handle: Handle,
     *,
     transpose_rhs: bool,
@@ -95,8 +96,12 @@ def dispatch_grouped_gemm(
     context.reserve("dispatch_gemm", sizes.weights_offset + layout.num_ranks * num_bytes(weights))
     shapes = (layout.capacity, sizes.gemm.N), (layout.num_ranks * layout.num_tokens if saves else 1, x.shape[1])
     results = (*(jax.ShapeDtypeStruct(shape, x.dtype) for shape in shapes), optional((layout.capacity,), weights))
-    operands = (x, weights, weights_operand(w, sizes.gemm), _arrays_of(handle), order)
-    hidden, saved, found = launch(_DISPATCH_GEMM, operands, results, config, {"S": sizes}, group=group_of(handle))
+    matrices, gemm = weights_operand(w, sizes.gemm)
+    operands, constants = (
+        (x, weights, matrices, _arrays_of(handle), order),
+        {"S": dataclasses.replace(sizes, gemm=gemm)},
+    )
+    hidden, saved, found = launch(_DISPATCH_GEMM, operands, results, config, constants, group=group_of(handle))
     if save_as == "rows":
         saved = gather_rows(saved, row_tokens(handle), handle.group_sizes)
     return hidden, saved if saves else None, found
@@ -131,7 +136,7 @@ def dispatch_gemm_sizes(
     return Config(all_programs(), num_warps=8, num_stages=4), sizes
 
 
-def _gemm_of(w: Array, transpose_rhs: bool) -> tuple[int, int]:
+def _gemm_of(w: GemmWeights, transpose_rhs: bool) -> tuple[int, int]:
     """Return K and N of a GEMM with weights."""
     return (w.shape[2], w.shape[1]) if transpose_rhs else (w.shape[1], w.shape[2])
 
@@ -149,7 +154,7 @@ def grouped_gemm_combine(
     options: Options,
     h: Array,
     row_weights: Array | None,
-    w: Array,
+    w: GemmWeights,
     handle: Handle,
     *,
     transpose_rhs: bool,
@@ -173,8 +178,10 @@ def grouped_gemm_combine(
     if tokens is not None and gradient is not None:
         factors, found = _gradient_arguments(h, tokens, gradient, transpose_rhs)
     bias_arrays = grouped_gemm.bias_operand(bias, layout.capacity)
-    operands = (rows, row_weights, weights_operand(w, product), _arrays_of(handle), bias_arrays, factors)
-    sums, *others = launch(_GEMM_COMBINE, operands, (sums, slots, found), config, {"S": sizes}, group=group_of(handle))
+    matrices, product = weights_operand(w, product)
+    operands = (rows, row_weights, matrices, _arrays_of(handle), bias_arrays, factors)
+    results, constants = (sums, slots, found), {"S": dataclasses.replace(sizes, gemm=product)}
+    sums, *others = launch(_GEMM_COMBINE, operands, results, config, constants, group=group_of(handle))
     return sums.out_ptr, *others
 
 

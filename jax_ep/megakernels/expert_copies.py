@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep import context, ffi
+from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.core.kernel import Config, Kernel
 from jax_ep.core.mesh_axes import Axis, rank_on, vary_alike, varying_axes
 from jax_ep.heap.symmetric import MAX_BLOCKS
@@ -28,31 +29,31 @@ def fetch_copies(axis: Axis, copies: Array, w: Array) -> Array:
     return _move(axis, (source, copies % w.shape[0], *jnp.indices(copies.shape, jnp.int32)), w, copies.shape[1])
 
 
-def add_gradients(axis: Axis, copies: Array, home: Array, gradient: Array) -> Array:
-    """Add the gradients `[S, ...]` of this rank's copies at their home, to gradients `home [L, ...]`.
-
-    Copies of one expert are added in order of the rank that held them, and of its slot, in the dtype of `home`.
-    """
-    (num_ranks, spare), num_local = copies.shape, home.shape[0]
-    used = copies >= 0
-    source = jnp.where(used, copies // num_local, -1).reshape(-1)
-    # Place: how many earlier copies have the same home.
-    same = source[:, None] == source[None]
-    place = jnp.sum(jnp.tril(same, -1), axis=1, dtype=jnp.int32).reshape(copies.shape)
+def add_gradients(axis: Axis, copies: Array, gradient: Array) -> Array:
+    """See xla/expert_copies.py; the order is that of the ranks that held copies, and of their slots."""
+    flat, num_local = copies.reshape(-1), gradient.shape[0] - copies.shape[1]
+    wide = accumulation_dtype(gradient.dtype)
+    source = jnp.where(flat >= 0, flat // num_local, -1)
+    # Place: how many copies with the same home come first, in order of their experts.
+    is_first = (flat[None] < flat[:, None]) | ((flat[None] == flat[:, None]) & jnp.tri(flat.size, k=-1, dtype=bool))
+    place = jnp.sum(is_first & (source[:, None] == source[None]), axis=1, dtype=jnp.int32)
     ranks, slots = jnp.indices(copies.shape, jnp.int32)
-    moves = (jnp.where(used, ranks, -1), slots, source.reshape(copies.shape), place)
-    returned = _move(axis, moves, gradient, num_ranks * spare)
+    home, places = source.reshape(copies.shape), place.reshape(copies.shape)
+    returned = _move(axis, (jnp.where(home >= 0, ranks, -1), num_local + slots, home, places), gradient, flat.size)
     mine = source == rank_on(axis)
-    experts = (copies.reshape(-1) % num_local)[jnp.argsort(~mine, stable=True)]
-    count = jnp.sum(mine, dtype=jnp.int32)
+    experts, count = jnp.sort(jnp.where(mine, flat % num_local, num_local)), jnp.sum(mine, dtype=jnp.int32)
 
-    def add(state: tuple[Array, Array]) -> tuple[Array, Array]:
-        i, home = state
-        return i + 1, home.at[experts[i]].add(returned[i].astype(home.dtype))
+    def add(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        i, gradient, total = state
+        expert = experts[i]
+        goes_on = (i > 0) & (expert == experts[i - 1])
+        total = jnp.where(goes_on, total, gradient[expert].astype(wide)) + returned[i].astype(wide)
+        return i + 1, gradient.at[expert].set(total.astype(gradient.dtype)), total
 
-    # Few ranks get any, so adding them one by one reads and writes least.
-    start = vary_alike((jnp.zeros((), jnp.int32), home, count, experts, returned))
-    return lax.while_loop(lambda state: state[0] < count, add, (start[0], start[1]))[1]
+    # Few ranks get any, so adding them one by one, in place, reads and writes least.
+    start = jnp.zeros((), jnp.int32), gradient, jnp.zeros(gradient.shape[1:], wide)
+    start, count, experts, returned = vary_alike((start, count, experts, returned))
+    return lax.while_loop(lambda state: state[0] < count, add, start)[1][:num_local]
 
 
 def _move(axis: Axis, moves: tuple[Array, ...], x: Array, num_targets: int) -> Array:

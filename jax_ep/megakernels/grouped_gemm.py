@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jax_ep.core.expert_matrices import GemmWeights, SplitWeights
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.kernel import Argument, Config, Descriptor, Kernel
 from jax_ep.core.layout import Bias, power_of_two, round_up
@@ -179,7 +180,7 @@ def weight_tiles(out_itemsize: int) -> WeightTiles:
 @functools.partial(jax.jit, static_argnames=("transpose_rhs", "out_dtype", "tiles"))
 def grouped_gemm(
     lhs: Array,
-    rhs: Array,
+    rhs: GemmWeights,
     group_sizes: Array,
     *,
     transpose_rhs: bool,
@@ -191,7 +192,8 @@ def grouped_gemm(
     wanted, groups = rhs.shape[1 if transpose_rhs else 2], rhs.shape[0]
     default = forward_tiles(lhs.shape[0], wanted, groups, jnp.dtype(out_dtype).itemsize)
     tiles = tiles or _tuned(default, "grouped_gemm", lhs.shape, wanted, groups, (lhs.dtype, out_dtype))
-    lhs, rhs, group_sizes, bias = vary_alike((pad(lhs, 1), pad(rhs, 1, 2), group_sizes, bias))
+    rhs = jax.tree.map(lambda w: pad(w, 1, 2), rhs)
+    lhs, rhs, group_sizes, bias = vary_alike((pad(lhs, 1), rhs, group_sizes, bias))
     (num_rows, depth), columns = lhs.shape, rhs.shape[1 if transpose_rhs else 2]
     tile = GemmTile(tiles.block_m, tiles.block_n, tiles.block_k, tiles.group_m)
     parts = tiles.store_parts if tiles.tma_store else 0
@@ -200,15 +202,20 @@ def grouped_gemm(
     if tiles.tma_store:
         result = Descriptor(result, (tiles.block_m, tiles.block_n // tiles.store_parts), bounded=True)
     rows = Descriptor(lhs, (tiles.block_m, tiles.block_k))
-    operands = (rows, weights_operand(rhs, sizes), group_sizes, bias_operand(bias, num_rows))
+    weights, sizes = weights_operand(rhs, sizes)
+    operands = (rows, weights, group_sizes, bias_operand(bias, num_rows))
     config = tile_config(tiles, (num_rows // tiles.block_m + groups) * -(-columns // tiles.block_n))
     return launch(_FORWARD, operands, (result,), config, {"S": sizes})[0][:, :wanted]
 
 
-def weights_operand(w: Array, sizes: GroupedGemm) -> Descriptor:
-    """Describe the experts' weights in the blocks of a tile."""
-    block = sizes.tile.block_k, sizes.tile.block_n
-    return Descriptor(w, (1, *(block[::-1] if sizes.transposed else block)))
+def weights_operand(w: GemmWeights, sizes: GroupedGemm) -> tuple[Argument, GroupedGemm]:
+    """Describe the experts' weights in the blocks of a tile; return the sizes of a GEMM with them, too."""
+    depth_and_columns = sizes.tile.block_k, sizes.tile.block_n
+    block = (1, *(depth_and_columns[::-1] if sizes.transposed else depth_and_columns))
+    if not isinstance(w, SplitWeights):
+        return Descriptor(w, block), sizes
+    operand = gemm_structs.SplitWeights(*(Descriptor(part, block) for part in w))
+    return operand, dataclasses.replace(sizes, home_groups=w.home.shape[0])
 
 
 def bias_operand(bias: Bias | None, num_rows: int) -> gemm_structs.Bias | None:

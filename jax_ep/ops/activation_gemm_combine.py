@@ -16,7 +16,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep.core.activations import HiddenRows
-from jax_ep.core.expert_matrices import ExpertWeights
+from jax_ep.core.expert_matrices import ExpertWeights, GemmWeights, cotangent_of
 from jax_ep.core.layout import Bias
 from jax_ep.ops import activation, exchange, exchange_gemm
 from jax_ep.ops.activation import activate, is_one_pass
@@ -63,12 +63,17 @@ def for_experts(experts: Experts, b_gate_up: Array | None) -> Callable[..., Arra
 
 
 def in_several_passes(
-    plan: ExchangeGemmPlan, between_plan: ActivationPlan, experts: Experts, between: FfnHidden, w: Array, handle: Handle
+    plan: ExchangeGemmPlan,
+    between_plan: ActivationPlan,
+    experts: Experts,
+    between: FfnHidden,
+    w: GemmWeights,
+    handle: Handle,
 ) -> Array:
     """Activate, multiply and combine with JAX's derivatives of the activation, recomputed in the backward pass."""
 
     @jax.checkpoint
-    def run(between: FfnHidden, w: Array, handle: Handle) -> Array:
+    def run(between: FfnHidden, w: GemmWeights, handle: Handle) -> Array:
         rows = activate(between_plan, experts, w.shape[1], between.rows(handle.group_sizes))
         return exchange_gemm.multiply_and_combine(plan, rows, w, handle, between.b_down)
 
@@ -77,18 +82,28 @@ def in_several_passes(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def activate_multiply_and_combine(
-    plan: ExchangeGemmPlan, between_plan: ActivationPlan, experts: Experts, between: FfnHidden, w: Array, handle: Handle
+    plan: ExchangeGemmPlan,
+    between_plan: ActivationPlan,
+    experts: Experts,
+    between: FfnHidden,
+    w: GemmWeights,
+    handle: Handle,
 ) -> Array:
     """Hidden rows, activated and weighted in one pass, times `w [L, I, H]`, to unweighted sums `[T, H]`."""
     rows = between_plan.run.activate(experts, between.rows(handle.group_sizes))
     return exchange_gemm.run_combine(plan, False, rows, None, w, handle, between.b_down)[0]
 
 
-type _Operands = tuple[FfnHidden, Array, Handle]
+type _Operands = tuple[FfnHidden, GemmWeights, Handle]
 
 
 def _forward(
-    plan: ExchangeGemmPlan, between_plan: ActivationPlan, experts: Experts, between: FfnHidden, w: Array, handle: Handle
+    plan: ExchangeGemmPlan,
+    between_plan: ActivationPlan,
+    experts: Experts,
+    between: FfnHidden,
+    w: GemmWeights,
+    handle: Handle,
 ) -> tuple[Array, _Operands]:
     operands = between, w, handle
     return activate_multiply_and_combine(plan, between_plan, experts, *operands), operands
@@ -96,7 +111,7 @@ def _forward(
 
 def _backward(
     plan: ExchangeGemmPlan, between_plan: ActivationPlan, experts: Experts, residuals: _Operands, d_sums: Array
-) -> tuple[FfnHidden, Array, None]:
+) -> tuple[FfnHidden, GemmWeights, None]:
     between, w, handle = residuals
     sizes, plan = handle.group_sizes, plan.transposed
     d_sums = d_sums.astype(w.dtype)
@@ -117,7 +132,7 @@ def _backward(
     d_down = between.b_down
     if d_down is not None:
         d_down = bias_gradient(plan.sums, cast(Array, d_products), d_down, sizes)
-    return FfnHidden(d.hidden, d.weights, d.bias, d_down), d_w, None
+    return FfnHidden(d.hidden, d.weights, d.bias, d_down), cotangent_of(w, d_w), None
 
 
 activate_multiply_and_combine.defvjp(_forward, _backward)

@@ -26,6 +26,7 @@ from jax.typing import DTypeLike
 from jax_ep.core import check, operations
 from jax_ep.core.balance import WORK, Balance, PassPlan
 from jax_ep.core.dtypes import accumulation_dtype
+from jax_ep.core.expert_matrices import SplitWeights, joined
 from jax_ep.core.facts import ExchangeFacts
 from jax_ep.core.layout import count_assignments
 from jax_ep.core.mesh_axes import known_after, rank_on, spread_axes, vary_alike
@@ -68,6 +69,7 @@ class Passes:
       spare: S, spare slots per rank.
       axis: mesh axes of the experts.
       sum_dtype: dtype of the result.
+      splits: whether weights and copies of them stay in two arrays.
       implementation: of the plan and of what moves the copies.
     """
 
@@ -78,6 +80,7 @@ class Passes:
     spare: int
     axis: tuple[str, ...]
     sum_dtype: DTypeLike
+    splits: bool
     implementation: str
 
     @property
@@ -136,7 +139,8 @@ def run(
     num_tokens, top_k = topk_idx.shape
     layout = Layout(num_ranks, num_experts, num_tokens, top_k, rows, axis=spread_axes(axis))
     plan = plans.balanced(options, ExchangeFacts(x.dtype, x.shape[1], layout), spare, jax.tree.leaves(weights))
-    passes = Passes(layer, num_experts, num_ranks, rows, spare, axis, sum_dtype, plan.part.implementation)
+    facts = num_experts, num_ranks, rows, spare, axis, sum_dtype, plan.splits, plan.part.implementation
+    passes = Passes(layer, *facts)
     topk_idx = jnp.where((topk_idx >= 0) & (topk_idx < num_experts), topk_idx, -1)
     x, topk_weights, weights, topk_idx = vary_alike((x, topk_weights, weights, topk_idx), over=axis)
     counts = _count(passes, topk_idx)
@@ -255,7 +259,7 @@ def _from_bits(w: Array, like: Array) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _with_copies(passes: Passes, copies: Array, slots: Array, weights: tuple[Array, ...]) -> tuple[Any, Array]:
-    """Weights `[L, ...]` of the experts at home, followed by those of the copies: `[L + S, ...]`.
+    """Weights `[L, ...]` of the experts at home, followed by those of the copies: `[L + S, ...]`, or `SplitWeights`.
 
     Also returns `slots` with a data dependence on all transfers: collectives and kernels need one order on all ranks.
     """
@@ -263,7 +267,8 @@ def _with_copies(passes: Passes, copies: Array, slots: Array, weights: tuple[Arr
     for w in weights:
         spare = _transfers(passes).fetch_copies(passes.axis, copies, w)
         copies, slots = known_after(copies, spare), known_after(slots, spare)
-        found.append(jnp.concatenate([w, spare]))
+        both = SplitWeights(w, spare)
+        found.append(both if passes.splits and w.ndim > 2 else joined(both))
     return tuple(found), slots
 
 
@@ -276,14 +281,12 @@ def _with_copies_forward(
 def _with_copies_backward(passes: Passes, copies: Array, cotangents: tuple[Any, Array]) -> tuple[None, None, Any]:
     """Return the gradients of copies to their home, and add them there in at least float32, in a fixed order."""
     found: list[Any] = []
-    for gradient in cotangents[0]:
+    for gradient in map(joined, cotangents[0]):
         if gradient.dtype == jax.dtypes.float0:
             found.append(np.zeros((passes.num_local, *gradient.shape[1:]), jax.dtypes.float0))
             continue
-        home, spare = _widen(gradient[: passes.num_local]), gradient[passes.num_local :]
-        home = _transfers(passes).add_gradients(passes.axis, copies, home, spare)
-        copies = known_after(copies, home)
-        found.append(home.astype(gradient.dtype))
+        found.append(_transfers(passes).add_gradients(passes.axis, copies, gradient))
+        copies = known_after(copies, found[-1])
     return None, None, tuple(found)
 
 

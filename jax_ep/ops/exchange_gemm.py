@@ -24,6 +24,7 @@ from jax.typing import DTypeLike
 
 from jax_ep.core import check
 from jax_ep.core.check import operation
+from jax_ep.core.expert_matrices import GemmWeights, cotangent_of
 from jax_ep.core.layout import Bias
 from jax_ep.core.mesh_axes import takes_global_arrays, vary_alike
 from jax_ep.ops import exchange, grouped_gemm, registry
@@ -157,7 +158,7 @@ def grouped_gemm_combine(
     return multiply_and_combine(plan, h, w, handle, None)
 
 
-def check_weight_gradients(plan: ExchangeGemmPlan, w: Array) -> None:
+def check_weight_gradients(plan: ExchangeGemmPlan, w: GemmWeights) -> None:
     """Raise ValueError if the schedule asks for a launch that the backward pass of dispatch + GEMM by `w` lacks."""
     options = plan.options
     if not options.schedule.fuse_weight_gradients or (plan.modes is not None and plan.modes.combine_with_gradient):
@@ -175,7 +176,7 @@ def check_weight_gradients(plan: ExchangeGemmPlan, w: Array) -> None:
 
 
 def dispatch_and_multiply(
-    plan: ExchangeGemmPlan, x: Array, weights: Array | None, w: Array, handle: Handle
+    plan: ExchangeGemmPlan, x: Array, weights: Array | None, w: GemmWeights, handle: Handle
 ) -> tuple[Array, Array | None]:
     """`[T, H]` tokens to rows, times `w [L, H, N]`; and `[T, K]` weights to `[R]`."""
     if plan.fused is None:
@@ -184,7 +185,7 @@ def dispatch_and_multiply(
     return hidden, row_weights
 
 
-def multiply_and_combine(plan: ExchangeGemmPlan, h: Array, w: Array, handle: Handle, bias: Bias | None) -> Array:
+def multiply_and_combine(plan: ExchangeGemmPlan, h: Array, w: GemmWeights, handle: Handle, bias: Bias | None) -> Array:
     """`[R, F]` rows times `w [L, F, H]` to sums `[T, H]`, with the bias of the product if there is one."""
     if plan.fused is None:
         operands = (h.dtype, h, w, handle.group_sizes)
@@ -222,7 +223,7 @@ def dispatch_with_multiply(
     save_as: str | None,
     x: Array,
     weights: Array | None,
-    w: Array,
+    w: GemmWeights,
     handle: Handle,
 ) -> Dispatched:
     """`[T, H]` tokens to rows, times `w [L, H, N]` (`[L, N, H]` if `transpose_rhs`); and `[T, K]` weights to `[R]`.
@@ -246,7 +247,7 @@ def dispatch_with_multiply(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def multiply_with_combine(
-    plan: ExchangeGemmPlan, transpose_rhs: bool, h: Array, row_weights: Array | None, w: Array, handle: Handle
+    plan: ExchangeGemmPlan, transpose_rhs: bool, h: Array, row_weights: Array | None, w: GemmWeights, handle: Handle
 ) -> tuple[Array, Array | None]:
     """`[R, F]` rows times `w [L, F, H]` to sums `[T, H]`; and `[R]` to `[T, K]`.
 
@@ -260,7 +261,7 @@ def run_combine(
     transpose_rhs: bool,
     h: Array,
     row_weights: Array | None,
-    w: Array,
+    w: GemmWeights,
     handle: Handle,
     bias: Bias | None,
 ) -> tuple[Array, Array | None]:
@@ -278,7 +279,9 @@ def run_combine(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _multiply_with_combine_and_bias(plan: ExchangeGemmPlan, h: Array, w: Array, handle: Handle, bias: Bias) -> Array:
+def _multiply_with_combine_and_bias(
+    plan: ExchangeGemmPlan, h: Array, w: GemmWeights, handle: Handle, bias: Bias
+) -> Array:
     """`multiply_with_combine` by `[L, F, H]`, of rows with the bias of their experts, without row weights."""
     return run_combine(plan, False, h, None, w, handle, bias)[0]
 
@@ -305,7 +308,7 @@ def multiply_with_combine_and_weight_gradient(
     row_weights: Array | None,
     x: Array,
     saved: Array,
-    w: Array,
+    w: GemmWeights,
     handle: Handle,
 ) -> tuple[Array, Array | None, Array]:
     """`multiply_with_combine`, and `weight_gradient` of the same rows in the shape of `w`, which share a launch."""
@@ -321,7 +324,7 @@ def multiply_with_combine_and_weight_gradient(
 
 type _Sums = tuple[Array, Array | None]
 """Sums `[T, H]`, and slots of weights `[T, K]` or None."""
-type _Saved = tuple[Array | None, Array | None, Array, Handle]
+type _Saved = tuple[Array | None, Array | None, GemmWeights, Handle]
 """Tokens `x` and what they were saved as, each None where no gradient of the weights is wanted; weights, handle."""
 
 
@@ -329,7 +332,7 @@ def _dispatch_forward(
     plan: ExchangeGemmPlan, transpose_rhs: bool, save_as: str | None, *arguments: CustomVJPPrimal
 ) -> tuple[Dispatched, _Saved]:
     """Run the forward pass, and save the tokens only if the weights need a gradient."""
-    trains = arguments[2].perturbed
+    trains = jax.tree.leaves(arguments[2])[0].perturbed
     x, weights, w, handle = custom_vjp_primal_tree_values(arguments)
     form = save_as or (plan.saved_as if trains else None)
     found = dispatch_with_multiply(plan, transpose_rhs, form, x, weights, w, handle)
@@ -340,7 +343,7 @@ def _dispatch_forward(
 
 def _dispatch_backward(
     plan: ExchangeGemmPlan, transpose_rhs: bool, save_as: str | None, residuals: _Saved, cotangents: Dispatched
-) -> tuple[Array, Array | None, Array | None, None]:
+) -> tuple[Array, Array | None, GemmWeights | None, None]:
     x, saved, w, handle = residuals
     d_hidden, d_row_weights = cotangents.hidden, cotangents.row_weights
     if isinstance(d_hidden, SymbolicZero):
@@ -353,8 +356,10 @@ def _dispatch_backward(
         d_rows = multiply(plan.gemm, not transpose_rhs, w.dtype, d_hidden, w, handle.group_sizes)
         d_rows = d_rows + cast(Array, cotangents.saved)
         d_x, d_weights = exchange.combine_tokens(plan.exchange, d_rows, d_row_weights, handle)
-        d_w = None if x is None else weight_gradient(plan, transpose_rhs, "rows", x, saved, d_hidden, handle)
-        return d_x, d_weights, d_w, None
+        if x is None:
+            return d_x, d_weights, None, None
+        d_w = weight_gradient(plan, transpose_rhs, "rows", x, saved, d_hidden, handle)
+        return d_x, d_weights, cotangent_of(w, d_w), None
     if x is None:
         return *multiply_with_combine(*back, d_hidden, d_row_weights, w, handle), None, None
     form, behind = save_as or plan.saved_as, handle
@@ -363,9 +368,11 @@ def _dispatch_backward(
         behind = exchange.later(handle, saved)
     if plan.gradient_mode:
         operands = (d_hidden, d_row_weights, x, saved, w, handle)
-        return *multiply_with_combine_and_weight_gradient(*back, form, *operands), None
-    d_x, d_weights = multiply_with_combine(*back, d_hidden, d_row_weights, w, behind)
-    return d_x, d_weights, weight_gradient(plan, transpose_rhs, form, x, saved, d_hidden, handle), None
+        d_x, d_weights, d_w = multiply_with_combine_and_weight_gradient(*back, form, *operands)
+    else:
+        d_x, d_weights = multiply_with_combine(*back, d_hidden, d_row_weights, w, behind)
+        d_w = weight_gradient(plan, transpose_rhs, form, x, saved, d_hidden, handle)
+    return d_x, d_weights, cotangent_of(w, d_w), None
 
 
 def _sent_again(plan: ExchangeGemmPlan, x: Array, handle: Handle, after: Array) -> tuple[str, Array]:
@@ -377,42 +384,43 @@ def _sent_again(plan: ExchangeGemmPlan, x: Array, handle: Handle, after: Array) 
 
 
 def _combine_forward(
-    plan: ExchangeGemmPlan, transpose_rhs: bool, h: Array, row_weights: Array | None, w: Array, handle: Handle
-) -> tuple[_Sums, tuple[Array, Array, Handle]]:
+    plan: ExchangeGemmPlan, transpose_rhs: bool, h: Array, row_weights: Array | None, w: GemmWeights, handle: Handle
+) -> tuple[_Sums, tuple[Array, GemmWeights, Handle]]:
     return multiply_with_combine(plan, transpose_rhs, h, row_weights, w, handle), (h, w, handle)
 
 
 def _combine_backward(
-    plan: ExchangeGemmPlan, transpose_rhs: bool, residuals: tuple[Array, Array, Handle], cotangents: _Sums
-) -> tuple[Array, Array | None, Array, None]:
+    plan: ExchangeGemmPlan, transpose_rhs: bool, residuals: tuple[Array, GemmWeights, Handle], cotangents: _Sums
+) -> tuple[Array, Array | None, GemmWeights, None]:
     h, w, handle = residuals
     d_sums, d_slots = cotangents[0].astype(h.dtype), cotangents[1]
     plan = plan.transposed
     # The tokens are needed at once, as rows, and not kept.
     back = dispatch_with_multiply(plan, not transpose_rhs, "rows", d_sums, d_slots, w, handle)
     d_w = weight_gradient(plan, not transpose_rhs, "rows", d_sums, back.saved, h, handle)
-    return back.hidden, back.row_weights, d_w, None
+    return back.hidden, back.row_weights, cotangent_of(w, d_w), None
 
 
 def _combine_with_bias_forward(
-    plan: ExchangeGemmPlan, h: Array, w: Array, handle: Handle, bias: Bias
-) -> tuple[Array, tuple[Array, Array, Handle, Bias]]:
+    plan: ExchangeGemmPlan, h: Array, w: GemmWeights, handle: Handle, bias: Bias
+) -> tuple[Array, tuple[Array, GemmWeights, Handle, Bias]]:
     return _multiply_with_combine_and_bias(plan, h, w, handle, bias), (h, w, handle, bias)
 
 
 def _combine_with_bias_backward(
-    plan: ExchangeGemmPlan, residuals: tuple[Array, Array, Handle, Bias], d_sums: Array
-) -> tuple[Array, Array | None, None, Bias]:
+    plan: ExchangeGemmPlan, residuals: tuple[Array, GemmWeights, Handle, Bias], d_sums: Array
+) -> tuple[Array, GemmWeights, None, Bias]:
     h, w, handle, bias = residuals
     plan, d_sums = plan.transposed, d_sums.astype(h.dtype)
     back = dispatch_with_multiply(plan, True, "rows", d_sums, None, w, handle)
     d_w = weight_gradient(plan, True, "rows", d_sums, back.saved, h, handle)
-    return back.hidden, d_w, None, bias_gradient(plan.sums, cast(Array, back.saved), bias, handle.group_sizes)
+    d_bias = bias_gradient(plan.sums, cast(Array, back.saved), bias, handle.group_sizes)
+    return back.hidden, cotangent_of(w, d_w), None, d_bias
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def dispatch_then_multiply(
-    plan: ExchangeGemmPlan, x: Array, weights: Array | None, w: Array, handle: Handle
+    plan: ExchangeGemmPlan, x: Array, weights: Array | None, w: GemmWeights, handle: Handle
 ) -> tuple[Array, Array | None]:
     """`dispatch_and_multiply` by `w [L, H, N]` for all that has no function for both."""
     rows, row_weights = exchange.dispatch_tokens(plan.exchange, x, weights, handle)
@@ -420,7 +428,7 @@ def dispatch_then_multiply(
 
 
 def _then_multiply_forward(
-    plan: ExchangeGemmPlan, x: Array, weights: Array | None, w: Array, handle: Handle
+    plan: ExchangeGemmPlan, x: Array, weights: Array | None, w: GemmWeights, handle: Handle
 ) -> tuple[_Sums, _Saved]:
     if not plan.options.schedule.keep_tokens:
         return dispatch_then_multiply(plan, x, weights, w, handle), (x, None, w, handle)
@@ -431,7 +439,7 @@ def _then_multiply_forward(
 
 def _then_multiply_backward(
     plan: ExchangeGemmPlan, residuals: _Saved, cotangents: _Sums
-) -> tuple[Array, Array | None, Array, None]:
+) -> tuple[Array, Array | None, GemmWeights, None]:
     x, rows, w, handle = residuals
     d_hidden, d_row_weights = cotangents
     behind = handle
@@ -440,7 +448,8 @@ def _then_multiply_backward(
         behind = exchange.later(handle, rows)
     d_rows = multiply(plan.gemm, True, w.dtype, d_hidden, w, behind.group_sizes)
     d_x, d_weights = exchange.combine_tokens(plan.exchange, d_rows, d_row_weights, handle)
-    return d_x, d_weights, grouped_gemm.weight_gradient(plan.gemm, w.dtype, rows, d_hidden, handle.group_sizes), None
+    d_w = grouped_gemm.weight_gradient(plan.gemm, w.dtype, rows, d_hidden, handle.group_sizes)
+    return d_x, d_weights, cotangent_of(w, d_w), None
 
 
 def _weight_gradient_forward(
@@ -474,7 +483,7 @@ def _with_weight_gradient_backward(
     saved_as: str,
     residuals: tuple[Array, Array, Array, Handle],
     cotangents: tuple[Array, Array | None, Array],
-) -> tuple[Array, Array | None, Array, None, Array, None]:
+) -> tuple[Array, Array | None, Array, None, GemmWeights, None]:
     """Add the backward passes of both parts."""
     h, x, w, handle = residuals
     d_sums, d_slots, d_gradient = cotangents

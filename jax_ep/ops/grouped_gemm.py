@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jax_ep.core import check, check_fp8
 from jax_ep.core.check import operation
 from jax_ep.core.dtypes import FP8, accumulation_dtype
-from jax_ep.core.expert_matrices import QuantizedWeights, as_array
+from jax_ep.core.expert_matrices import GemmWeights, QuantizedWeights, as_array, cotangent_of
 from jax_ep.core.facts import GemmFacts
 from jax_ep.core.layout import Bias
 from jax_ep.core.mesh_axes import takes_global_arrays, vary_alike
@@ -111,7 +111,7 @@ def checked(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def multiply(
-    plan: GemmPlan, transpose_rhs: bool, out_dtype: DTypeLike, lhs: Array, rhs: Array, group_sizes: Array
+    plan: GemmPlan, transpose_rhs: bool, out_dtype: DTypeLike, lhs: Array, rhs: GemmWeights, group_sizes: Array
 ) -> Array:
     """`[M, K]` rows times the `[G, K, N]` matrix of their group (`[G, N, K]` if `transpose_rhs`)."""
     return plan.run.grouped_gemm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=out_dtype)
@@ -162,7 +162,7 @@ def _multiply_with_bias_forward(
 
 def _multiply_with_bias_backward(
     plan: GemmPlan, sums: GemmPlan, out_dtype: DTypeLike, residuals: tuple[Array, Array, Array, Bias], cotangent: Array
-) -> tuple[Array, Array, None, Bias]:
+) -> tuple[Array, GemmWeights, None, Bias]:
     lhs, rhs, group_sizes, bias = residuals
     gradients = _multiply_backward(plan, False, out_dtype, (lhs, rhs, group_sizes), cotangent)
     return *gradients, bias_gradient(sums, cotangent.astype(lhs.dtype), bias, group_sizes)
@@ -176,12 +176,12 @@ def _multiply_forward(
 
 def _multiply_backward(
     plan: GemmPlan, transpose_rhs: bool, out_dtype: DTypeLike, residuals: _Operands, cotangent: Array
-) -> tuple[Array, Array, None]:
+) -> tuple[Array, GemmWeights, None]:
     lhs, rhs, group_sizes = residuals
     back, cotangent = plan.transposed, cotangent.astype(lhs.dtype)
     d_lhs = multiply(back, not transpose_rhs, lhs.dtype, cotangent, rhs, group_sizes)
     rows = (cotangent, lhs) if transpose_rhs else (lhs, cotangent)
-    return d_lhs, weight_gradient(back, rhs.dtype, *rows, group_sizes), None
+    return d_lhs, cotangent_of(rhs, weight_gradient(back, rhs.dtype, *rows, group_sizes)), None
 
 
 def _weight_gradient_forward(plan: GemmPlan, out_dtype: DTypeLike, *operands: Array) -> tuple[Array, tuple[Array, ...]]:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_ep.core import fp8, operations
-from jax_ep.core.dtypes import FP8
+from jax_ep.core.dtypes import FP8, TOKEN_DTYPES
 from jax_ep.core.facts import (
     ActivationFacts,
     ExchangeFacts,
@@ -318,12 +318,20 @@ def layer(
 
 @dataclasses.dataclass(frozen=True)
 class BalancedPlan:
-    """A balanced call: what plans its passes and moves copies of experts, copies per rank, and their bytes."""
+    """A balanced call.
+
+    Attributes:
+      part: what plans its passes and moves copies of experts.
+      rows, spare: rows and copies per rank.
+      num_bytes: of the copies.
+      splits: whether GEMMs read copies from an array of their own; else weights and copies are copied into one array.
+    """
 
     part: Part
     rows: int
     spare: int
     num_bytes: int
+    splits: bool
 
 
 @resolution
@@ -332,7 +340,9 @@ def balanced(options: Options, facts: ExchangeFacts, spare: int, weights: Sequen
     found = registry.choose(options, facts)
     name = "triton" if found.implementation == "triton" else "xla"
     num_bytes = spare * sum(math.prod(w.shape[1:]) * w.dtype.itemsize for w in weights)
-    return BalancedPlan(Part("balance_plan", name, reason=found.reason), facts.layout.capacity, spare, num_bytes)
+    splits = options.recipe is None and all(w.dtype in TOKEN_DTYPES for w in weights)
+    part = Part("balance_plan", name, reason=found.reason)
+    return BalancedPlan(part, facts.layout.capacity, spare, num_bytes, splits)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -45,10 +45,11 @@ class Tile(NamedTuple):
 
 
 def tile_locator(
-    rows: RowTiles, lhs: Ref, rhs: Ref, out: Ref, *, block_n: int = TILE, block_k: int = STEP
+    rows: RowTiles, lhs: Ref, weights: tuple[Ref, ...], out: Ref, *, block_n: int = TILE, block_k: int = STEP
 ) -> tuple[Callable[[Array], Tile], int]:
     """Return a function of tasks to tiles of `out`, and the number of tiles in a row of them."""
     tiles_per_row, num_steps = -(-out.shape[1] // block_n), -(-lhs.shape[1] // block_k)
+    num_groups = sum(w.shape[0] for w in weights)
 
     def locate(task: Array) -> Tile:
         """Return the tile of a task: bands of row tiles, column by column in each band."""
@@ -58,11 +59,25 @@ def tile_locator(
         row_tile, column_tile = first + lax.rem(within, count), lax.div(within, count)
         # Rows past the groups have no steps.
         group = rows.group[row_tile]
-        steps = jnp.where(group < int32(rhs.shape[0]), int32(num_steps), int32(0))
+        steps = jnp.where(group < int32(num_groups), int32(num_steps), int32(0))
         fields = rows.row[row_tile], rows.block_m_index[row_tile], rows.start[row_tile], rows.end[row_tile]
         return Tile(group, *fields, column_tile * int32(block_n), steps)
 
     return locate, tiles_per_row
+
+
+def copy_weights(weights: tuple[Ref, ...], group: Array, block: tuple[Any, Any], slot: Ref, full: Ref) -> None:
+    """Copy a block of a group's weights to shared memory, from the array that has the group."""
+    first, *others = weights
+
+    def copy(w: Ref, group: Array) -> None:
+        plgpu.copy_gmem_to_smem(w.at[(group, *block)], slot, full)
+
+    if not others:
+        return copy(first, group)
+    pl.when(group < int32(first.shape[0]))(lambda: copy(first, group))
+    pl.when(group >= int32(first.shape[0]))(lambda: copy(others[0], group - int32(first.shape[0])))
+    return None
 
 
 def store_tile(views: Ref, result: Array, out: Ref, tile: Tile) -> None:
@@ -81,7 +96,7 @@ def store_tile(views: Ref, result: Array, out: Ref, tile: Tile) -> None:
 def grouped_gemm(
     rows: RowTiles,
     lhs: Ref,
-    rhs: Ref,
+    rhs: tuple[Ref, ...],
     out: Ref,
     ring: Ring,
     store: Ref,
@@ -92,7 +107,7 @@ def grouped_gemm(
 ) -> None:
     """Multiply `[M, K]` and `[num_groups, K, N]` (`[num_groups, N, K]` if `transpose`) to `[M, N]`.
 
-    `store` is `epilogue.columns_scratch`.
+    Weights are in one array or in two, of the first groups and of the others. `store` is `epilogue.columns_scratch`.
     """
     consumer = lax.axis_index(WARPGROUP)
     locate, tiles_per_row = tile_locator(rows, lhs, rhs, out)
@@ -106,11 +121,11 @@ def grouped_gemm(
             def one(k: Array, step: Array) -> Array:
                 slot, k_block = lax.rem(step, int32(tiles.stages)), pl.ds(k * int32(STEP), STEP)
                 left, right = ring.lhs.at[slot, pl.ds(0, block_m)], ring.rhs.at[slot]
-                block = rhs.at[(tile.group, columns, k_block) if transpose else (tile.group, k_block, columns)]
+                block = (columns, k_block) if transpose else (k_block, columns)
                 # Wait until both consumers have read this stage, then fill it.
                 plgpu.barrier_wait(ring.empty.at[slot])
                 plgpu.copy_gmem_to_smem(lhs.at[own_rows, k_block], left, ring.full.at[slot])
-                plgpu.copy_gmem_to_smem(block, right, ring.full.at[slot])
+                copy_weights(rhs, tile.group, block, right, ring.full.at[slot])
                 return step + int32(1)
 
             return lax.fori_loop(int32(0), tile.steps, one, step)

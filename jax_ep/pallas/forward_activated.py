@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_ep.core.activations import activate_pairs
 from jax_ep.pallas import ring as rings
-from jax_ep.pallas.forward import Tile, store_tile, tile_locator
+from jax_ep.pallas.forward import Tile, copy_weights, store_tile, tile_locator
 from jax_ep.pallas.launch import WARPGROUP, Ref, int32
 from jax_ep.pallas.ring import Ring
 from jax_ep.pallas.schedule import RowTiles
@@ -32,7 +32,7 @@ HALVES = 2
 def gemm_activation(
     rows: RowTiles,
     lhs: Ref,
-    rhs: Ref,
+    rhs: tuple[Ref, ...],
     row_weights: Ref,
     out: Ref,
     ring: Ring,
@@ -45,8 +45,8 @@ def gemm_activation(
 ) -> None:
     """Multiply `[M, K]` and `[num_groups, K, 2 * intermediate]`, activate, and scale by `[M]` row weights.
 
-    The result is `[M, intermediate]`. `weights` are `[stages, rows]`, those of the rows in the ring; `store` is
-    `epilogue.columns_scratch`.
+    The result is `[M, intermediate]`. `rhs` are weights in one array or in two, see forward.py. `weights` are `[stages,
+    rows]`, those of the rows in the ring; `store` is `epilogue.columns_scratch`.
     """
     consumer = lax.axis_index(WARPGROUP)
     locate, tiles_per_row = tile_locator(rows, lhs, rhs, out)
@@ -64,8 +64,7 @@ def gemm_activation(
                 # The same columns of gates and of up values.
                 for half in range(HALVES):
                     column = pl.multiple_of(tile.column + int32(half * out.shape[1]), CHUNK)
-                    block = rhs.at[tile.group, k_block, pl.ds(column, TILE)]
-                    plgpu.copy_gmem_to_smem(block, ring.rhs.at[slot, half], full)
+                    copy_weights(rhs, tile.group, (k_block, pl.ds(column, TILE)), ring.rhs.at[slot, half], full)
                 plgpu.copy_gmem_to_smem(row_weights.at[own_rows], weights.at[slot, some], full)
                 return step + int32(1)
 

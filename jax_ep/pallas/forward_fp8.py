@@ -52,7 +52,7 @@ def grouped_gemm_fp8(
     those of the rows in the ring; `store` is `epilogue.rows_scratch`; `wgmma_ping_pong` are `wgmma.ping_pong_barriers`.
     """
     consumer, columns = lax.axis_index(WARPGROUP), tiles.columns
-    locate, tiles_per_row = tile_locator(rows, lhs, rhs, out, block_n=columns, block_k=FP8_STEP)
+    locate, tiles_per_row = tile_locator(rows, lhs, (rhs,), out, block_n=columns, block_k=FP8_STEP)
 
     def load(tile: Tile, step: Array) -> Array:
         own_columns = pl.ds(rings.aligned(tile.column, columns), columns)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 
+from jax_ep.core.expert_matrices import GemmWeights
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.pallas import epilogue, forward_activated, ring, tiling
 from jax_ep.pallas.export_cache import lowered_once
@@ -24,7 +25,7 @@ _CHUNK = 32  # rows that leave at a time: half as many as of other products, for
 def gemm_activation(
     experts: Experts,
     lhs: Array,
-    rhs: Array,
+    rhs: GemmWeights,
     group_sizes: Array,
     row_weights: Array,
     *,
@@ -42,22 +43,25 @@ def gemm_activation(
 
 
 @functools.partial(jax.jit, static_argnames=("experts", "tiles", "interpret"))  # one compilation for eager callers
-def _run(lhs: Array, rhs: Array, group_sizes: Array, row_weights: Array, **static: object) -> Array:
+def _run(lhs: Array, rhs: GemmWeights, group_sizes: Array, row_weights: Array, **static: object) -> Array:
     intermediate = rhs.shape[2] // HALVES
-    if intermediate % CHUNK:
-        halves = rhs.reshape(*rhs.shape[:2], HALVES, intermediate)
-        rhs = pad(halves, (1, 1, 1, CHUNK)).reshape(*rhs.shape[:2], -1)
+
+    def padded(w: Array) -> Array:
+        if intermediate % CHUNK:
+            w = pad(w.reshape(*w.shape[:2], HALVES, intermediate), (1, 1, 1, CHUNK)).reshape(*w.shape[:2], -1)
+        return pad(w, (1, STEP, 1))
+
     weights = pad(row_weights.astype(jnp.float32), (ALIGNMENT,))
-    operands = vary_alike((pad(lhs, ROWS), pad(rhs, (1, STEP, 1)), group_sizes, weights))
+    operands = vary_alike((pad(lhs, ROWS), *map(padded, jax.tree.leaves(rhs)), group_sizes, weights))
     run = sequential_vmap(functools.partial(_launch_activated, **static))
     return run(*operands)[: lhs.shape[0], :intermediate]
 
 
 @lowered_once
 def _launch_activated(*operands: Array, experts: Experts, tiles: ForwardTiles, interpret: bool) -> Array:
-    lhs, rhs, group_sizes, weights = operands
+    lhs, *rhs, group_sizes, weights = operands
     schedule, height = row_tiles(group_sizes, lhs.shape[0], tiles, interpret=interpret), tiles.heights[-1]
-    columns = rhs.shape[2] // HALVES
+    columns = rhs[0].shape[2] // HALVES
     programs = num_programs(schedule.group.shape[0] * -(-columns // TILE), interpret)
     shapes = (height, STEP), (HALVES, STEP, TILE)
     slots = [swizzled((tiles.stages, *shape), lhs.dtype) for shape in shapes]
@@ -68,5 +72,5 @@ def _launch_activated(*operands: Array, experts: Experts, tiles: ForwardTiles, i
     }
     body = functools.partial(forward_activated.gemm_activation, experts=experts, tiles=tiles, programs=programs)
     result = jax.ShapeDtypeStruct((lhs.shape[0], columns), lhs.dtype)
-    inputs = (schedule, lhs, rhs, weights)
+    inputs = (schedule, lhs, tuple(rhs), weights)
     return launch_product("gemm_activation", body, inputs, result, scratch, programs, interpret)

@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from jax_ep.core import fp8
+from jax_ep.core.expert_matrices import GemmWeights
 from jax_ep.core.layout import Bias, add_bias, round_up
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.pallas import epilogue, forward, forward_fp8, gradient, gradient_fp8, result_slots, ring, tiling, wgmma
@@ -45,7 +46,7 @@ _STATIC = ("transpose", "out_dtype", "tiles", "interpret")
 
 def grouped_gemm(
     lhs: Array,
-    rhs: Array,
+    rhs: GemmWeights,
     group_sizes: Array,
     *,
     transpose_rhs: bool,
@@ -64,8 +65,9 @@ def grouped_gemm(
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC)  # one compilation for eager callers
-def _forward(lhs: Array, rhs: Array, group_sizes: Array, *, transpose: bool, **static: object) -> Array:
-    operands = vary_alike((pad(lhs, ROWS), pad(rhs, _MATRICES), group_sizes))
+def _forward(lhs: Array, rhs: GemmWeights, group_sizes: Array, *, transpose: bool, **static: object) -> Array:
+    weights = (pad(w, _MATRICES) for w in jax.tree.leaves(rhs))
+    operands = vary_alike((pad(lhs, ROWS), *weights, group_sizes))
     run = sequential_vmap(functools.partial(_launch_forward, transpose=transpose, **static))
     return run(*operands)[: lhs.shape[0], : rhs.shape[1 if transpose else 2]]
 
@@ -74,16 +76,16 @@ def _forward(lhs: Array, rhs: Array, group_sizes: Array, *, transpose: bool, **s
 def _launch_forward(
     *operands: Array, transpose: bool, out_dtype: jnp.dtype, tiles: ForwardTiles, interpret: bool
 ) -> Array:
-    lhs, rhs, group_sizes = operands
+    lhs, *rhs, group_sizes = operands
     schedule = row_tiles(group_sizes, lhs.shape[0], tiles, interpret=interpret)
-    columns = rhs.shape[1 if transpose else 2]
+    columns = rhs[0].shape[1 if transpose else 2]
     programs = num_programs(schedule.group.shape[0] * -(-columns // TILE), interpret)
     left, right = (tiles.heights[-1], STEP), (TILE, STEP) if transpose else (STEP, TILE)
     slots = [swizzled((tiles.stages, *shape), lhs.dtype) for shape in (left, right)]
     scratch = {"ring": ring.scratch(slots[0], slots[1], tiles.stages), "store": epilogue.columns_scratch(out_dtype)}
     body = functools.partial(forward.grouped_gemm, tiles=tiles, transpose=transpose, programs=programs)
     result = jax.ShapeDtypeStruct((lhs.shape[0], columns), out_dtype)
-    return launch_product("grouped_gemm", body, (schedule, lhs, rhs), result, scratch, programs, interpret)
+    return launch_product("grouped_gemm", body, (schedule, lhs, tuple(rhs)), result, scratch, programs, interpret)
 
 
 def grouped_gemm_fp8(

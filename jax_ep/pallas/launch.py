@@ -99,7 +99,7 @@ def launch(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup, reduction_scratch_bytes=0
         ),
     )
-    return vary_as(operands[-1], kernel(*operands))
+    return vary_as(jax.tree.leaves(operands)[0], kernel(*operands))
 
 
 def line(dtype: DTypeLike) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.core.mesh_axes import Axis, rank_on
 from jax_ep.types import Array
 
@@ -20,14 +21,19 @@ def fetch_copies(axis: Axis, copies: Array, w: Array) -> Array:
     return spare
 
 
-def add_gradients(axis: Axis, copies: Array, home: Array, gradient: Array) -> Array:
-    """Add the gradients `[S, ...]` of this rank's copies at their home, to gradients `home [L, ...]`, by distance."""
-    for permutation, wanted, is_sent, is_received in _rounds(axis, copies, home.shape[0]):
+def add_gradients(axis: Axis, copies: Array, gradient: Array) -> Array:
+    """Return the gradients `[L, ...]` at home, with those of copies added, from `gradient [L + S, ...]` of both.
+
+    Gradients of one expert are added in at least float32 in a fixed order, here by distance, and rounded once.
+    """
+    num_local = gradient.shape[0] - copies.shape[1]
+    home = gradient[:num_local].astype(accumulation_dtype(gradient.dtype))
+    for permutation, wanted, is_sent, is_received in _rounds(axis, copies, num_local):
         back = [(target, source) for source, target in permutation]
-        returned = lax.ppermute(_where(is_received, gradient), axis, back)
+        returned = lax.ppermute(_where(is_received, gradient[num_local:]), axis, back)
         for slot in range(copies.shape[1]):
             home = home.at[wanted[slot]].add(jnp.where(is_sent[slot], returned[slot], 0).astype(home.dtype))
-    return home
+    return home.astype(gradient.dtype)
 
 
 def _rounds(axis: Axis, copies: Array, num_local: int) -> Iterator[tuple[list[tuple[int, int]], Array, Array, Array]]:

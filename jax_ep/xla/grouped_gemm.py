@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 
 from jax_ep.core import fp8
 from jax_ep.core.dtypes import accumulation_dtype
+from jax_ep.core.expert_matrices import GemmWeights, SplitWeights
 from jax_ep.core.layout import Bias, add_bias
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.types import Array, Quantized
@@ -137,13 +138,19 @@ def multiply_groups(
 
 @functools.partial(jax.jit, static_argnames=("transpose_rhs", "out_dtype"))  # one compilation for eager callers
 def grouped_gemm(
-    lhs: Array, rhs: Array, group_sizes: Array, *, transpose_rhs: bool, out_dtype: DTypeLike, bias: Bias | None = None
+    lhs: Array,
+    rhs: GemmWeights,
+    group_sizes: Array,
+    *,
+    transpose_rhs: bool,
+    out_dtype: DTypeLike,
+    bias: Bias | None = None,
 ) -> Array:
     """Compute `out[rows of g] = lhs[rows of g] @ rhs[g]` (or with `rhs[g].T`); rows past the groups are zero.
 
     Args:
       lhs: `[M, K]`.
-      rhs: `[G, K, N]`, or `[G, N, K]` with `transpose_rhs`.
+      rhs: `[G, K, N]`, or `[G, N, K]` with `transpose_rhs`, in one array or two.
       group_sizes: `[G]` int32.
       transpose_rhs: contract with the last axis of rhs.
       out_dtype: dtype of the result; accumulates in float32 (float64 for float64).
@@ -162,7 +169,13 @@ def grouped_gemm(
         return out
 
     def matrix_of(group: Array) -> Array:
-        return lax.dynamic_index_in_dim(rhs, group, keepdims=False)
+        if not isinstance(rhs, SplitWeights):
+            return lax.dynamic_index_in_dim(rhs, group, keepdims=False)
+        home, spare, num_home = *rhs, rhs.home.shape[0]
+        home, spare = (
+            lax.dynamic_index_in_dim(w, i, keepdims=False) for w, i in ((home, group), (spare, group - num_home))
+        )
+        return jnp.where(group < num_home, home, spare)
 
     groups = locate_groups(group_sizes, num_rows)
     product = multiply_groups(groups, lambda tile: tile.rows(lhs), matrix_of, out, transpose_rhs=transpose_rhs)

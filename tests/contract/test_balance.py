@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,10 +10,13 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+import facts_of
 import jax_ep
-from cases import BASE, BF16, F32, Shape, assert_close, reals
+from cases import BASE, BF16, F32, Shape, assert_close, assert_same_bits, reals
 from harness import compiled, per_rank, run
 from jax_ep.ops import balanced
+from jax_ep.ops import plan as plans
+from jax_ep.types import Layout, Schedule
 from layers import Layer, first_tokens
 from routings import ROUTINGS
 
@@ -70,6 +74,28 @@ def test_balance_bfloat16(implementation: str, expert_mesh: Any, rng: np.random.
     got = run(layer_and_gradients(BASE, implementation, jax_ep.Balance(1.0, 1)), expert_mesh(2), *layer.args, d_out)
     assert [g.dtype for g in got] == [BF16, BF16, F32, BF16, BF16]
     check(got, layer, d_out, tolerance=4e-2)
+
+
+@pytest.mark.parametrize("mode", ["serial", "scatter"])
+def test_balance_copies_in_their_own_array(
+    implementation: str, mode: str, expert_mesh: Any, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GEMMs that read two arrays give the bits, forward and gradients, of those of weights and copies in one array."""
+    shape = Shape(num_tokens=24, top_k=2, num_experts=8, hidden=72, intermediate=40)
+    is_fused = facts_of.fuses(implementation, Layout(2, 8, 24, 2, 48), BF16, shape.hidden, shape.intermediate)
+    if mode != "serial" and not is_fused:
+        pytest.skip(f"{implementation} fuses no GEMM with all-to-alls")
+    modes = {"dispatch_mode": "serial" if mode == "serial" else "fused", "combine_mode": mode}
+    layer, resolve = Layer(rng, "zipf", 2, shape, BF16), plans.balanced
+    d_out = reals(rng, *layer.x.shape, dtype=BF16)
+
+    def results(splits: bool) -> Any:
+        monkeypatch.setattr(plans, "balanced", lambda *args: dataclasses.replace(resolve(*args), splits=splits))
+        fn = layer_and_gradients(shape, implementation, jax_ep.Balance(1.0, 1), schedule=Schedule(**modes))
+        return run(fn, expert_mesh(2), *layer.args, d_out)
+
+    for got, want in zip(results(True), results(False), strict=True):
+        assert_same_bits(got, want)
 
 
 def test_balance_padding_and_biases(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:

@@ -9,6 +9,11 @@ import jax_ep
 import oracle
 from cases import BF16, F16, F32, assert_close, assert_same_bits, integers, reals
 from harness import check_directional_derivatives, refusals_skip, to_numpy
+from jax_ep.core.expert_matrices import SplitWeights, joined
+from jax_ep.core.facts import GemmFacts
+from jax_ep.ops import grouped_gemm
+from jax_ep.ops import plan as plans
+from jax_ep.types import Options
 
 OPERATION = "grouped_gemm"
 # name: (rows M, group sizes); rows past the sum hold NaN.
@@ -102,6 +107,33 @@ def test_grouped_gemm_nan_stays_in_group(implementation, dtype, rng):
     for what, g, w, affected in zip(("out", "d_lhs", "d_rhs"), got, want, (bad, bad, 2), strict=True):
         assert not np.isfinite(g[affected].astype(np.float32)).all(), what
         assert_close(np.delete(g, affected, axis=0), np.delete(w, affected, axis=0), what)
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+def test_grouped_gemm_two_arrays(implementation, transpose, rng):
+    """Weights in two arrays give the bits of those in one, forward and gradients."""
+    sizes = np.array([30, 0, 17, 70, 9, 5], np.int32)
+    lhs, rhs, d_out = (
+        reals(rng, 150, 72, dtype=BF16),
+        reals(rng, 6, 72, 136, dtype=BF16),
+        reals(rng, 150, 136, dtype=BF16),
+    )
+    if transpose:
+        rhs = np.swapaxes(rhs, 1, 2)
+    options = Options("grouped_gemm", (), (implementation,))
+    plan = plans.gemm(options, GemmFacts(lhs.dtype, 150, 72, 136, 6, lhs.dtype))
+
+    @jax.jit
+    def call(rhs):
+        def multiply(lhs, rhs):
+            return grouped_gemm.multiply(plan, transpose, lhs.dtype, lhs, rhs, sizes)
+
+        out, pull = jax.vjp(multiply, jnp.asarray(lhs), rhs)
+        return out, *pull(d_out)
+
+    want, got = call(rhs), call(SplitWeights(rhs[:4], rhs[4:]))
+    for g, w in zip((*got[:2], joined(got[2])), want, strict=True):
+        assert_same_bits(np.asarray(g), np.asarray(w))
 
 
 @pytest.mark.slow_interpreted

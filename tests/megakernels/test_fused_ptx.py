@@ -33,7 +33,13 @@ def constants(sizes):
 def matrices(product):
     tile = product.tile
     shape = (tile.block_n, tile.block_k) if product.transposed else (tile.block_k, tile.block_n)
-    return f"tensordesc<bf16[1, {shape[0]}, {shape[1]}]>"
+    name = f"tensordesc<bf16[1, {shape[0]}, {shape[1]}]>"
+    return gemm_structs.SplitWeights(name, name) if product.home_groups else name
+
+
+def in_two_arrays(sizes):
+    """Return the sizes of a kernel whose last two experts are copies in their own array."""
+    return dataclasses.replace(sizes, gemm=dataclasses.replace(sizes.gemm, home_groups=sizes.gemm.num_groups - 2))
 
 
 def of_gradient(gradient):
@@ -46,10 +52,12 @@ def of_gradient(gradient):
 
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize(("shape", "transposed", "keep"), [(DEEPSEEK, False, True), (MIXTRAL, True, False)])
-@pytest.mark.slow(unless={"shape": [DEEPSEEK]})
-def test_fused_ptx_dispatch_gemm(shape, transposed, keep, capability, on_h200):
+@pytest.mark.parametrize("splits", [False, True], ids=["one array", "two arrays"])
+@pytest.mark.slow(unless={"shape": [DEEPSEEK], "splits": [False]})
+def test_fused_ptx_dispatch_gemm(shape, transposed, keep, splits, capability, on_h200):
     tokens, hidden, columns, _ = shape
     config, sizes = exchange_gemm.dispatch_gemm_sizes(Schedule(), layout(tokens), (hidden, columns), transposed, keep)
+    sizes = in_two_arrays(sizes) if splits else sizes
     types = {"handle": HANDLE, "order": exchange_gemm_structs.OrderedSends(*["*i32"] * 3)} | PEERS | WEIGHTS
     types |= {"b_desc": matrices(sizes.gemm)}
     types |= dict.fromkeys(["x_ptr", "out_ptr", "saved_ptr"], "*bf16")
@@ -75,6 +83,19 @@ def test_fused_ptx_gemm_combine_options(options, on_h200):
     tokens, hidden, _, features = DEEPSEEK
     config, sizes = exchange_gemm.gemm_combine_sizes(layout(tokens), features, hidden, False)
     build_gemm_combine(config, sizes, 90, **options)
+
+
+@pytest.mark.parametrize("shape", [DEEPSEEK, MIXTRAL], ids=["deepseek", "mixtral"])
+@pytest.mark.parametrize("kind", ["plain", "transposed", "with weight gradient"])
+@pytest.mark.slow(unless={"shape": [DEEPSEEK], "kind": ["transposed"]})
+def test_fused_ptx_gemm_combine_two_arrays(kind, shape, on_h200):
+    tokens, hidden, columns, features = shape
+    gradient, transposed = None, kind != "plain"
+    widths = layout(tokens), columns if transposed else features, hidden, transposed
+    if kind == "with weight gradient":
+        gradient = exchange_gemm.scattered_gradient_sizes(*widths)
+    config, sizes = exchange_gemm.gemm_combine_sizes(*widths, gradient)
+    build_gemm_combine(config, in_two_arrays(sizes), 90)
 
 
 def build_gemm_combine(config, sizes, capability, *, bias=False, out="*bf16"):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from compiling import TENSOR_CORES, compiled
 
+from jax_ep.core.expert_matrices import SplitWeights
 from jax_ep.core.kernel import Descriptor, array_of
 from jax_ep.megakernels import grouped_gemm, launch
 from jax_ep.megakernels.grouped_gemm import Tiles, WeightTiles
@@ -19,6 +20,8 @@ DEEPSEEK, FEW_ROWS, ODD = (32768, 7168, 4096, 64), (1024, 4096, 3072, 128), (409
 
 
 def type_name(operand):
+    if isinstance(operand, tuple):
+        return type(operand)(*map(type_name, operand))
     if isinstance(operand, Descriptor):
         block = ",".join(map(str, operand.blocks.block_shape))
         return f"tensordesc<{ELEMENTS[operand.array.dtype.name]}[{block}]>"
@@ -29,8 +32,11 @@ def type_name(operand):
 def compile_launch(monkeypatch):
     """Calls a launching function on shapes, and compiles what it would launch for an architecture."""
 
-    def run(function, capability, shapes, dtype, **options):
+    def run(function, capability, shapes, dtype, spare=0, **options):
         arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes[:2]]
+        if spare:
+            home = arrays[1]
+            arrays[1] = SplitWeights(home, home.update(shape=(spare, *home.shape[1:])))
         arrays += [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes[2:]]
         launches = []
 
@@ -63,12 +69,14 @@ CASES = [(capability, *case) for case in EVERYWHERE for capability in (90, 100)]
 CASES += [(90, FEW_ROWS, False, "bfloat16"), (90, ODD, False, "bfloat16")]
 
 
+@pytest.mark.parametrize("spare", [0, 2], ids=["one array", "two arrays"])
 @pytest.mark.parametrize(("capability", "size", "transpose", "out"), CASES)
-def test_gemm_ptx_forward(on_gpus, compile_launch, capability, size, transpose, out):
+@pytest.mark.slow(unless={"spare": [0]})
+def test_gemm_ptx_forward(on_gpus, compile_launch, capability, size, transpose, out, spare):
     rows, k, n, groups = size
     tiles = grouped_gemm.forward_tiles(rows, n, groups, jnp.dtype(out).itemsize)
-    shapes = ((rows, k), (groups, n, k) if transpose else (groups, k, n), (groups,))
-    options = {"transpose_rhs": transpose, "out_dtype": jnp.dtype(out), "tiles": tiles}
+    shapes = ((rows, k), (groups, n, k) if transpose else (groups, k, n), (groups + spare,))
+    options = {"transpose_rhs": transpose, "out_dtype": jnp.dtype(out), "tiles": tiles, "spare": spare}
     built = compile_launch(grouped_gemm.grouped_gemm.__wrapped__, capability, shapes, jnp.bfloat16, **options)
     stored = "cp.async.bulk.tensor.4d.global" if tiles.tma_store else "st.global.v4.b32"
     assert stored in built["ptx"]

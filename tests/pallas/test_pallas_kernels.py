@@ -13,7 +13,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import facts_of
 import oracle
 import oracle_serving
-from cases import BF16, F16, F32, assert_close, integers, probabilities, reals
+from cases import BF16, F16, F32, assert_close, assert_same_bits, integers, probabilities, reals
+from jax_ep.core.expert_matrices import SplitWeights
 from jax_ep.pallas import gemm_activation as activated
 from jax_ep.pallas import grouped_gemm as gemm
 from jax_ep.pallas import requirements, tiling
@@ -207,6 +208,14 @@ def test_pallas_activated_pads_halves(rng):
     assert_close(out[: len(want)], want, "rows")
 
 
+def test_pallas_activated_two_arrays(rng):
+    operands, _ = activated_operands(rng, CLAMPED, 21, np.array([7, 0, 11, 3], np.int32), 40, 24, BF16)
+    lhs, rhs, *others = operands
+    want = activated.gemm_activation(CLAMPED, *operands)
+    got = activated.gemm_activation(CLAMPED, lhs, SplitWeights(rhs[:3], rhs[3:]), *others)
+    assert_same_bits(np.asarray(got), np.asarray(want))
+
+
 def test_pallas_vmap(rng):
     lhs, rhs = reals(rng, 2, 20, 64, dtype=BF16), reals(rng, 2, 3, 64, 64, dtype=BF16)
     sizes = np.array([[5, 0, 12], [0, 20, 0]], np.int32)
@@ -234,6 +243,11 @@ def test_pallas_forward_lowers(tiles, x64, out_dtype, transpose):
         assert "mosaic_gpu" in lower(call, (32768, 7168), (64, 4096, 7168) if transpose else (64, 7168, 4096), (64,))
         if tiles is LOW:
             assert "mosaic_gpu" in lower(call, (5, 9), (3, 8, 9) if transpose else (3, 9, 8), (3,))
+        shape = (4096, 7168) if transpose else (7168, 4096)
+        two = lower(
+            lambda lhs, *w: call(lhs, SplitWeights(*w[:2]), w[2]), (32768, 7168), (64, *shape), (2, *shape), (66,)
+        )
+        assert "mosaic_gpu" in two and "stablehlo.concatenate" not in two
 
 
 @pytest.mark.parametrize("x64", [False, True])

@@ -100,6 +100,7 @@ def multiply_gathered(a_ptrs, b_desc, tile, S: tl.constexpr, BLOCK_M: tl.constex
     `a_ptrs [BLOCK_M, block_k]` point to the first columns of the rows.
     """
     BLOCK_K: tl.constexpr = S.tile.block_k
+    b_desc, group = tiles.locate_weights(b_desc, tile.group, S)
     total = tl.zeros((BLOCK_M, S.tile.block_n), tl.float32)
     for k in range(0, S.K, BLOCK_K):
         # Mask the last step only if K needs it.
@@ -108,7 +109,7 @@ def multiply_gathered(a_ptrs, b_desc, tile, S: tl.constexpr, BLOCK_M: tl.constex
         else:
             a = tl.load(a_ptrs, mask=(k + tl.arange(0, BLOCK_K) < S.K)[None, :], other=0.0)
         a_ptrs += BLOCK_K
-        total = tl.dot(a, tiles.load_rhs(b_desc, tile.group, k, tile.column, S), total)
+        total = tl.dot(a, tiles.load_rhs(b_desc, group, k, tile.column, S), total)
     return total
 
 

@@ -56,6 +56,7 @@ class GroupedGemm(GemmSizes):
     transposed: bool  # weights are [num_groups, N, K]
     tma_parts: int  # parts of a tile's columns that TMA stores in turn; 0: store through a pointer
     tile: GemmTile
+    home_groups: int = 0  # groups of the first of two arrays of weights; 0: there is one array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +100,13 @@ class WeightGradient(GemmSizes):
     store_parts: int  # 1, 2 or 4 parts of a tile's columns, stored in turn
     tma_store: bool  # store by TMA instead of through a pointer
     tile: WeightGradientTile
+
+
+class SplitWeights(NamedTuple):
+    """Descriptors of the weights of the first groups, and of the others."""
+
+    home: Pointer
+    spare: Pointer
 
 
 class Bias(NamedTuple):

@@ -128,6 +128,18 @@ def first_task_after(num_tasks):
 
 
 @triton.jit
+def locate_weights(rhs, group, S: tl.constexpr):
+    """Return the descriptor that has a group's weights, and the index of the group there; `rhs` as for `multiply`."""
+    if S.home_groups == 0:
+        found, index = rhs, group
+    else:
+        found, index = rhs.home, group
+        if group >= S.home_groups:
+            found, index = rhs.spare, group - S.home_groups
+    return found, index
+
+
+@triton.jit
 def load_rhs(rhs, group, k, column, S: tl.constexpr):
     """Load `[block_k, block_n]` of a group's weights `[num_groups, K, N]` (`[num_groups, N, K]` if transposed).
 
@@ -142,10 +154,14 @@ def load_rhs(rhs, group, k, column, S: tl.constexpr):
 
 @triton.jit
 def multiply(lhs, rhs, tile, S: tl.constexpr):
-    """Compute a `Tile` in float32 `[block_m, block_n]`; `lhs` describes `[M, K]` in blocks `[block_m, block_k]`."""
+    """Compute a `Tile` in float32 `[block_m, block_n]`; `lhs` describes `[M, K]` in blocks `[block_m, block_k]`.
+
+    `rhs` describes weights as for `load_rhs`, or is a `SplitWeights` of two descriptors if `S.home_groups` is not 0.
+    """
+    rhs, group = locate_weights(rhs, tile.group, S)
     total = tl.zeros((S.tile.block_m, S.tile.block_n), tl.float32)
     for k in range(0, S.K, S.tile.block_k):
-        block = load_rhs(rhs, tile.group, k, tile.column, S)
+        block = load_rhs(rhs, group, k, tile.column, S)
         total = tl.dot(lhs.load([tile.row, k]), block, total)
     return total
 

@@ -68,7 +68,7 @@ def oracle(params, tokens):
         values = heads[:, -MODEL.kv_heads :]
         mixed = []
         for head in range(MODEL.heads):
-            group = head * MODEL.kv_heads // MODEL.heads
+            group = head % MODEL.kv_heads
             scores = queries[:, head] @ keys[:, group].T / np.sqrt(MODEL.head_dim)
             weights = np.exp(np.where(np.tri(len(x)), scores, -np.inf))
             mixed.append(weights / weights.sum(-1, keepdims=True) @ values[:, group])

@@ -2,7 +2,9 @@
 
 RMSNorm, grouped-query attention with norms of queries and keys and rotary positions, a top-k router, experts in any
 format, and a language model head. Everything except experts is in bfloat16. Layers are unrolled, because a scan copies
-each layer's weights. Attention runs in cuDNN on GPUs. The cache is updated in place when the state is donated.
+each layer's weights. Attention runs in cuDNN on GPUs. Query head h belongs to key head `h % kv_heads`, so that a decode
+step needs no transpose; published weights have `h // (heads // kv_heads)`, and need a permutation once. The cache is
+updated in place when the state is donated.
 """
 
 from __future__ import annotations
@@ -115,13 +117,21 @@ def attend(query: Array, key: Array, value: Array, lengths: Array | None = None)
     )
 
 
-def attend_to_cache(query: Array, cache: tuple[Array, Array], position: Array) -> Array:
+def attend_to_prompt(query: Array, key: Array, value: Array) -> Array:
+    """Compute causal attention of `[B, T, heads, D]`; query head h belongs to key head `h % kv_heads`."""
+    batch, length, heads, size = query.shape
+    grouped = query.reshape(batch, length, -1, key.shape[2], size).swapaxes(2, 3)
+    mixed = attend(grouped.reshape(query.shape), key, value)
+    return mixed.reshape(batch, length, key.shape[2], -1, size).swapaxes(2, 3).reshape(batch, length, heads * size)
+
+
+def attend_to_cache(query: Array, keys: Array, values: Array, position: Array) -> Array:
     """Compute attention of one query `[B, 1, heads, D]` to all positions up to its own."""
     batch, _, heads, size = query.shape
-    kv_heads = cache[0].shape[2]
-    # The query heads of a key head become its queries: they all see the same positions.
-    grouped = jnp.swapaxes(query.reshape(batch, kv_heads, heads // kv_heads, size), 1, 2)
-    return jnp.swapaxes(attend(grouped, *cache, jnp.full((batch,), position + 1, jnp.int32)), 1, 2)
+    # The query heads of a key head become its queries: they all see the same positions, and keys are read once.
+    grouped = query.reshape(batch, -1, keys.shape[2], size)
+    mixed = attend(grouped, keys, values, jnp.full((batch,), position + 1, jnp.int32))
+    return mixed.reshape(batch, 1, heads * size)
 
 
 @partial(jax.jit, static_argnums=0)  # traced and lowered once for all layers
@@ -140,16 +150,14 @@ def run_layer(
         query, key = jnp.split(rotated, (model.heads,), axis=2)
         value = heads[:, :, model.heads + model.kv_heads :]
         if cache is None:
-            cache = key, value
-            mixed = attend(query, key, value)
+            cache, mixed = (key, value), attend_to_prompt(query, key, value)
         else:
             keys, values = (
                 lax.dynamic_update_slice_in_dim(old, new, position, axis=1)
                 for old, new in zip(cache, (key, value), strict=True)
             )
-            cache = keys, values
-            mixed = attend_to_cache(query, cache, position)
-        x = x + mixed.reshape(*x.shape[:2], -1) @ weights["out"]
+            cache, mixed = (keys, values), attend_to_cache(query, keys, values, position)
+        x = x + mixed @ weights["out"]
     with jax.named_scope("router"):
         flat = rms_norm(x, weights["experts_norm"]).reshape(-1, x.shape[-1])
         logits = jnp.dot(flat, weights["router"], preferred_element_type=jnp.float32)

@@ -4,8 +4,7 @@
     python benchmarks/serve.py --layers 4 --batches 1 16   # the same; the report goes to benchmarks/results
 
 The model has the widths and layers of the published one, and random weights, made on the GPU layer by layer; see
-decoder.py. In a decode step, the query heads that share a key head become the queries of that head, so keys and values
-are read once. The key-value cache has a fixed length, and is full at the end of a sample. A sample is one program of
+decoder.py. The key-value cache has a fixed length, and is full at the end of a sample. A sample is one program of
 `STEPS` greedy steps, without a wait in between; XLA launches each step as CUDA graphs.
 
 The floor of a decode step is the bytes that it must read, divided by the rate at which XLA reads memory in the same
@@ -130,8 +129,8 @@ class Case(NamedTuple):
 
 def cases_of(args: argparse.Namespace) -> list[Case]:
     """Return the cases of the command line."""
-    prompts = [Case("prefill", 1, args.prompt)] if args.prompt else []
-    return prompts + [Case("decode", batch, args.cache) for batch in args.batches]
+    prompts, steps = [Case("prefill", 1, args.prompt)], [Case("decode", batch, args.cache) for batch in args.batches]
+    return [case for case in prompts + steps if case.phase in args.phases]
 
 
 def compile_program(model: Architecture, layers: int, weight_format: str, case: Case) -> tuple[Any, float]:
@@ -225,7 +224,8 @@ def run_baseline(model: Architecture, args: argparse.Namespace) -> list[dict[str
         "norm_topk_prob": True,
     }
     settings = {"config": config, "cases": [case._asdict() for case in cases_of(args)]}
-    settings |= {"steps": STEPS, "rounds": args.rounds}
+    settings |= {"steps": STEPS, "rounds": args.rounds, "quick": args.quick}
+    print(f"{BASELINE} runs for at most {args.baseline_s:.0f} s; --python '' leaves it out", file=sys.stderr)
     script = Path(__file__).with_name("transformers_baseline.py")
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
         reason = None
@@ -276,8 +276,10 @@ def measure_all(args: argparse.Namespace) -> Report:
     report.summarize(read_bytes_per_s=rate)
     record_baseline(report, model, args, baseline, rate)
     wanted = [(weight_format, case) for weight_format in args.formats for case in cases_of(args)]
+    began = time.perf_counter()
     with ThreadPoolExecutor(harness.WORKERS) as pool:  # ends before anything is measured
         compiled = {key: pool.submit(compile_program, model, args.layers, *key) for key in wanted}
+    report.summarize(compile_s=time.perf_counter() - began)
     for weight_format in args.formats:
         gc.collect()  # the weights of the previous format
         params = decoder.init_params(model, args.layers, weight_format)
@@ -341,9 +343,10 @@ def options(prog: str | None = None) -> argparse.ArgumentParser:
         default=["bfloat16", "fp8", "mxfp4"],
         help=f"of experts: {', '.join(formats)} (default: bfloat16 fp8 mxfp4)",
     )
-    add("--batches", type=int, nargs="*", help="texts of a decode step (default: 1 16 64; --quick: 1 2)")
+    add("--phases", nargs="+", choices=("prefill", "decode"), default=["prefill", "decode"], help="default: both")
+    add("--batches", type=int, nargs="+", help="texts of a decode step (default: 1 16 64; --quick: 1 2)")
     add("--cache", type=int, help="positions of the key-value cache (default: 1024; --quick: 64)")
-    add("--prompt", type=int, help="tokens of the prefill, 0 for none (default: 4096; --quick: 64)")
+    add("--prompt", type=int, help="tokens of the prefill (default: 4096; --quick: 64)")
     add("--python", default=sys.executable, help="interpreter with PyTorch and transformers; '' for no baseline")
     add("--baseline-s", type=float, default=200.0, help="seconds after which the baseline ends (default: 200)")
     return parser
@@ -360,10 +363,8 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
         if getattr(args, name) is None:
             setattr(args, name, default)
     args.layers = args.layers or MODELS[args.model].layers
-    if args.layers < 1 or args.cache < STEPS or args.prompt < 0 or min(args.batches, default=1) < 1:
-        parser.error(
-            f"expected --layers and --batches of at least 1, --prompt of at least 0, --cache of at least {STEPS}"
-        )
+    if args.cache < STEPS:
+        parser.error(f"--cache={args.cache}: expected at least {STEPS}, the steps of a sample")
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
     report = measure_all(args)
     show(report)

@@ -1,8 +1,8 @@
 """Prefill and decode of Qwen3-MoE in transformers, with random bfloat16 weights: the baseline of serve.py.
 
 It runs in a process of its own, and needs PyTorch and transformers, but not JAX. The argument is a JSON object:
-`config` of `Qwen3MoeConfig`, `cases` of serve.py, `steps` per sample and `rounds`. It prints a JSON object per measured
-or failed row, at once, so that a kill loses only what is missing.
+`config` of `Qwen3MoeConfig`, `cases` of serve.py, `steps` per sample, `rounds`, and `quick` to run without a GPU. It
+prints a JSON object per measured or failed row, at once, so that a kill loses only what is missing.
 
 Decode steps have a static cache and run three ways: eager; as a CUDA graph of the eager step; and compiled with
 `mode="reduce-overhead"`, as `generate` compiles it, if that takes at most `COMPILE_S` seconds. Experts are
@@ -174,6 +174,8 @@ def measure_decode(model: Any, case: dict[str, Any], steps: int, rounds: int, wa
 def main(arguments: Sequence[str]) -> None:
     """Measure everything: the ways that may fail come last."""
     settings = json.loads(arguments[0])
+    if not (ON_GPU or settings["quick"]):
+        sys.exit("PyTorch sees no GPU")
     torch.set_default_dtype(torch.bfloat16)
     torch.set_grad_enabled(False)
     with torch.device(DEVICE):

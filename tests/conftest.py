@@ -80,7 +80,15 @@ def pytest_report_header():
 
 _CONTRACT = "tests/contract/test_{}.py"
 _WHOLE = (
-    *("dispatch_combine", "experts", "fused_gradients", "grouped_gemm_fp8", "grouped_gemm_gluon", "low_latency"),
+    *(
+        "dispatch_combine",
+        "experts",
+        "fused_gradients",
+        "grouped_gemm_fp8",
+        "grouped_gemm_gluon",
+        "weight_gradient_gluon",
+        "low_latency",
+    ),
     *(
         "low_latency_gemm_combine",
         "low_latency_moe",

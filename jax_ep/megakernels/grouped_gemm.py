@@ -23,7 +23,7 @@ from jax_ep.core.kernel import Argument, Config, Descriptor, Kernel
 from jax_ep.core.layout import Bias, power_of_two, round_up
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels import compile, tuned
-from jax_ep.megakernels.kernels import gemm_structs, gluon_gemm
+from jax_ep.megakernels.kernels import gemm_structs, gluon_gemm, gluon_gradient
 from jax_ep.megakernels.kernels import grouped_gemm as grouped_gemm_kernels
 from jax_ep.megakernels.kernels.gemm_structs import (
     GemmTile,
@@ -38,6 +38,7 @@ from jax_ep.types import Array, Quantized
 _FORWARD = Kernel(grouped_gemm_kernels.grouped_gemm)
 _FP8 = Kernel(grouped_gemm_kernels.grouped_gemm_fp8)
 _GLUON_FP8 = Kernel(gluon_gemm.grouped_gemm_fp8)
+_GLUON_FP8_WEIGHT_GRADIENT = Kernel(gluon_gradient.weight_gradient_fp8)
 _GLUON_CAPABILITY = 90
 _WEIGHT_GRADIENT = Kernel(grouped_gemm_kernels.weight_gradient)
 _FP8_WEIGHT_GRADIENT = Kernel(grouped_gemm_kernels.weight_gradient_fp8)
@@ -114,9 +115,15 @@ class Fp8WeightTiles(_GemmPrograms):
 
     At most 128 columns, which share a scale. More than 128 by 128 elements take more registers than a program of 8
     warps has: each element has a sum, and the product of one step.
+
+    Attributes:
+      gluon: run the kernel in Gluon, for GPUs of compute capability 9.0, with fixed tiles in bands of `group_m`.
+      ctas: 2: in Gluon, two multiprocessors compute neighboring columns and read rows once.
     """
 
     block_n: int = 128
+    gluon: bool = False
+    ctas: int = 1
     candidates: ClassVar[Mapping[str, tuple[int, ...]]] = {
         "block_m": (64, 128),
         "block_n": (64, 128),
@@ -130,11 +137,11 @@ class Fp8Tiles(Fp8WeightTiles):
     """Tiles of a grouped GEMM in FP8, with the limits of `Fp8WeightTiles`.
 
     Attributes:
-      gluon: run the kernel in Gluon, for GPUs of compute capability 9.0, with fixed tiles in bands of `group_m`.
+      by_rows: in Gluon, a multiprocessor has tiles of 256 x 128 instead of 128 x 256.
     """
 
     num_stages: int = 5
-    gluon: bool = False
+    by_rows: bool = False
 
 
 def forward_tiles(num_rows: int, columns: int, groups: int, out_itemsize: int) -> Tiles:
@@ -273,7 +280,7 @@ def grouped_gemm_fp8(
     tiles = tiles or _tuned(default, "grouped_gemm_fp8", (num_rows, depth), columns, groups, dtypes)
     values, weights, *others = operands = vary_alike((lhs[0], rhs[0], lhs[1], rhs[1], group_sizes))
     if tiles.gluon:
-        return _by_gluon(*operands, out_dtype=out_dtype, group_m=tiles.group_m)
+        return _by_gluon(*operands, out_dtype=out_dtype, tiles=tiles)
     left = Descriptor(values[None], (1, tiles.block_m, GROUP_SIZE))
     right = Descriptor(weights, (1, tiles.block_n, GROUP_SIZE))
     result = jax.ShapeDtypeStruct((num_rows, columns), out_dtype)
@@ -290,33 +297,49 @@ def _by_gluon(
     group_sizes: Array,
     *,
     out_dtype: DTypeLike,
-    group_m: int,
+    tiles: Fp8Tiles,
 ) -> Array:
-    """Multiply as `grouped_gemm_fp8` in tiles of 128 rows by 256 columns, stored in halves."""
-    if jax.default_backend() == "gpu" and (capability := compile.device_capability()) != _GLUON_CAPABILITY:
-        raise NotImplementedError(
-            f"grouped_gemm: gluon=True on GPUs of compute capability {capability / 10}, expected"
-            f" {_GLUON_CAPABILITY / 10}; leave gluon out of the settings of grouped_gemm_fp8."
-        )
-    (num_rows, depth), (groups, columns) = lhs.shape, rhs.shape[:2]
-    left, right = Descriptor(lhs, (128, GROUP_SIZE)), Descriptor(rhs.reshape(-1, depth), (256, GROUP_SIZE))
-    padded_scales = jnp.pad(lhs_scales.T.reshape(-1), (0, 128))  # tiles read scales past the last row
+    """Multiply as `grouped_gemm_fp8` in tiles of 128 x 256 or 256 x 128 of each CTA."""
+    _check_gluon("grouped_gemm_fp8")
+    (num_rows, depth), (groups, columns), width = lhs.shape, rhs.shape[:2], 128 * tiles.ctas
+    sizes = gluon_sizes(num_rows, columns, depth, groups, jnp.dtype(out_dtype).itemsize, tiles)
+    left = Descriptor(lhs, (sizes.tile_m, GROUP_SIZE))
+    right = Descriptor(rhs.reshape(-1, depth), (width, GROUP_SIZE), split=0)
+    padded_scales = jnp.pad(lhs_scales.T.reshape(-1), (0, 256))  # tiles read scales past the last row
     result = jax.ShapeDtypeStruct((num_rows, round_up(columns, _WORD)), out_dtype)
-    results: tuple[Argument, ...] = Descriptor(result, (64, 128), bounded=True), *int32((1,))
+    results: tuple[Argument, ...] = Descriptor(result, (64, width), bounded=True, split=3), *int32((1,))
     operands = (left, right, padded_scales, rhs_scales, group_sizes, jnp.zeros((1,), jnp.int32))
-    config = Config(num_programs((num_rows // 128 + groups + 1) * -(-columns // 256)), num_warps=4)
-    sizes = gluon_sizes(num_rows, columns, depth, groups, result.dtype.itemsize, group_m)
+    config = _cluster_config((num_rows // sizes.tile_m + groups + 1) * sizes.tiles_n, tiles.ctas)
     return launch(_GLUON_FP8, operands, results, config, {"S": sizes}, in_place=True)[0][:, :columns]
 
 
+def _check_gluon(operation: str) -> None:
+    if jax.default_backend() == "gpu" and (capability := compile.device_capability()) != _GLUON_CAPABILITY:
+        raise NotImplementedError(
+            f"grouped_gemm: gluon=True on GPUs of compute capability {capability / 10}, expected"
+            f" {_GLUON_CAPABILITY / 10}; leave gluon out of the settings of {operation}."
+        )
+
+
+def _cluster_config(num_tasks: int, ctas: int) -> Config:
+    """Return the config of a kernel in Gluon: its programs fill the device."""
+    programs = num_programs(num_tasks)
+    return Config(programs if jax.default_backend() == "cpu" else -(-programs // ctas), num_warps=4, num_ctas=ctas)
+
+
 def gluon_sizes(
-    num_rows: int, columns: int, depth: int, groups: int, out_itemsize: int, group_m: int
+    num_rows: int, columns: int, depth: int, groups: int, out_itemsize: int, tiles: Fp8Tiles
 ) -> gemm_structs.GluonGemm:
     """Return the sizes of the grouped GEMM in FP8 in Gluon, whose stages leave memory for results of 4 bytes."""
     stages = 3 if out_itemsize > 2 else 4
-    return gemm_structs.GluonGemm(
-        num_rows, columns, depth // GROUP_SIZE, groups, -(-columns // 256), stages=stages, group_m=group_m
-    )
+    schedule: dict[str, Any] = {
+        "stages": stages,
+        "group_m": tiles.group_m,
+        "ctas": tiles.ctas,
+        "by_rows": tiles.by_rows,
+        "staged": 1,
+    }
+    return gemm_structs.GluonGemm(num_rows, columns, depth // GROUP_SIZE, groups, **schedule)
 
 
 @functools.partial(jax.jit, static_argnames=("out_dtype", "tiles"))
@@ -328,11 +351,51 @@ def weight_gradient_fp8(
     shape, dtypes = (places, rows), (lhs[0].dtype, out_dtype)
     tiles = tiles or _tuned(fp8_weight_tiles(), "weight_gradient_fp8", shape, columns, groups, dtypes)
     a, b, *others = vary_alike((lhs[0], rhs[0], lhs[1], rhs[1], group_sizes))
+    if tiles.gluon:
+        return _gradient_by_gluon(a, b, *others, out_dtype=out_dtype, tiles=tiles)
     left, right = Descriptor(a, (tiles.block_m, GROUP_SIZE)), Descriptor(b, (tiles.block_n, GROUP_SIZE))
     result = jax.ShapeDtypeStruct((groups, rows, columns), out_dtype)
     config = tile_config(tiles, groups * -(-rows // tiles.block_m) * -(-columns // tiles.block_n))
     constants = {"S": fp8_weight_sizes(places, columns, rows, groups, tiles)}
     return launch(_FP8_WEIGHT_GRADIENT, (left, right, *others), (result,), config, constants)[0]
+
+
+def _gradient_by_gluon(
+    lhs: Array,
+    rhs: Array,
+    lhs_scales: Array,
+    rhs_scales: Array,
+    group_sizes: Array,
+    *,
+    out_dtype: DTypeLike,
+    tiles: Fp8WeightTiles,
+) -> Array:
+    """Contract as `weight_gradient_fp8` in tiles of 256 x 128 of each CTA."""
+    _check_gluon("weight_gradient_fp8")
+    (rows, places), columns, groups, width = lhs.shape, rhs.shape[0], group_sizes.shape[0], 128 * tiles.ctas
+    sizes = gluon_gradient_sizes(rows, columns, places, groups, jnp.dtype(out_dtype).itemsize, tiles)
+    operands = (
+        Descriptor(lhs, (sizes.tile_m, GROUP_SIZE)),
+        Descriptor(rhs, (width, GROUP_SIZE), split=0),
+        Descriptor(pad(lhs_scales, 1), (1, sizes.tile_m)),
+        Descriptor(pad(rhs_scales, 1), (1, width), split=1),
+        group_sizes,
+        jnp.zeros((1,), jnp.int32),
+    )
+    result = jax.ShapeDtypeStruct((groups, rows, round_up(columns, _WORD)), out_dtype)
+    results: tuple[Argument, ...] = Descriptor(result, (1, 64, width), split=2), *int32((1,))
+    config = _cluster_config(groups * -(-rows // sizes.tile_m) * sizes.tiles_n, tiles.ctas)
+    constants = {"S": sizes}
+    return launch(_GLUON_FP8_WEIGHT_GRADIENT, operands, results, config, constants, in_place=True)[0][:, :, :columns]
+
+
+def gluon_gradient_sizes(
+    rows: int, columns: int, places: int, groups: int, out_itemsize: int, tiles: Fp8WeightTiles
+) -> gemm_structs.GluonGemm:
+    """Return the sizes of the weight gradient in Gluon; shared memory holds two waves of 2 bytes, or one of 4."""
+    schedule: dict[str, Any] = {"stages": 3, "group_m": tiles.group_m, "ctas": tiles.ctas, "by_rows": True}
+    steps, staged = places // GROUP_SIZE, 1 if out_itemsize > 2 else 2
+    return gemm_structs.GluonGemm(rows, columns, steps, groups, **schedule, staged=staged)
 
 
 def fp8_weight_sizes(places: int, columns: int, rows: int, groups: int, tiles: Fp8WeightTiles) -> WeightGradient:

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import triton
 
-from jax_ep.core.kernel import Config, Kernel
+from jax_ep.core.kernel import Kernel
 from jax_ep.megakernels import compile
 
 
-def compile_kernel(module, function, types, constants, warps, stages, capability, max_registers):
-    config = Config(1, warps, stages, max_registers)
+def compile_kernel(module, function, types, constants, config, capability):
     kernels = importlib.import_module(f"jax_ep.megakernels.kernels.{module}")
     built = compile.build(Kernel(getattr(kernels, function)), types, config, constants, capability)
     report, code = assemble(built.asm["ptx"], capability)

@@ -7,11 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+from jax_ep.core.kernel import Config
 
-def build(module, function, types, constants, warps, stages, capability, max_registers=None):
+
+def build(module, function, types, constants, config, capability):
     """Return PTX, the assembler's report and code, shared and scratch bytes; `types` are Triton's names."""
     server = _server()
-    request = [module, function, types, constants, warps, stages, capability, max_registers]
+    request = [module, function, types, constants, config, capability]
     pickle.dump(request, server.stdin)
     server.stdin.flush()
     built = pickle.load(server.stdout)
@@ -40,9 +42,9 @@ def compiled(kernel, types, constants, config, capability=90, *, product=None, w
     """
     constants = constants | {name: None for name, kind in types.items() if kind is None}
     types = {name: kind for name, kind in types.items() if kind is not None}
-    limit = getattr(config, "max_registers", None)
-    shape = config.num_warps, config.num_stages, capability, limit
-    built = build(kernel.path.stem, kernel.name, types, constants, *shape)
+    if not isinstance(config, Config):
+        config = Config(1, config.num_warps, config.num_stages)
+    built = build(kernel.path.stem, kernel.name, types, constants, config, capability)
     ptx, report = built["ptx"], built["report"]
     assert max(map(int, re.findall(r"(\d+) bytes spill stores", report))) <= spills, report
     if product:

@@ -38,15 +38,32 @@ class GemmTile:
 
 @dataclasses.dataclass(frozen=True)
 class GluonGemm:
-    """Static sizes of the grouped GEMM in Gluon."""
+    """Static sizes of the grouped GEMM in Gluon, and of its weight gradient, for which K is all rows."""
 
-    M: int  # rows of all groups
+    M: int  # rows of all groups; of each group in a weight gradient
     N: int
     steps: int  # of the sum over K
     num_groups: int
-    tiles_n: int  # tiles that cover N
     stages: int  # steps in shared memory
     group_m: int  # row tiles of one band, see gluon_gemm.place
+    ctas: int  # 2: pairs of CTAs compute neighboring columns and read rows once
+    by_rows: bool  # consumers divide the rows of a tile, not its columns
+    staged: int  # waves of a consumer that are stored at a time
+
+    @property
+    def tile_m(self) -> int:
+        """Rows of a tile."""
+        return 256 if self.by_rows else 128
+
+    @property
+    def tile_n(self) -> int:
+        """Columns of a tile of a program, which has `ctas`."""
+        return 128 * self.ctas if self.by_rows else 256 * self.ctas
+
+    @property
+    def tiles_n(self) -> int:
+        """Tiles that cover N."""
+        return -(-self.N // self.tile_n)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -239,7 +239,8 @@ class MoE(nnx.Module):
             check.token_mask("MoE", token_mask, x.shape[:-1])
         if topk_idx is not None:
             shape = (*x.shape[:-1], self.num_experts_per_tok)
-            topk_idx = check.replayed_ids("MoE", topk_idx, shape, self.router_fn is not None)
+            num_experts = self.num_experts + self.router_options.num_identity_experts
+            topk_idx = check.replayed_ids("MoE", topk_idx, shape, num_experts, self.router_fn is not None)
         mesh = self._active_mesh()
         if mesh is None and jax.device_count() > 1:
             _warn_of_no_mesh()
@@ -252,6 +253,7 @@ class MoE(nnx.Module):
             y = y + self._shared(tokens, self.shared_gate_up[...], self.shared_down[...]).astype(y.dtype)
         return y.astype(self.preferred_element_type or x.dtype), metrics
 
+    @errors_begin_with("MoE")
     def update_bias(self, load: Array, *, rate: float = 1e-3) -> None:
         """Move the `RouterBias` by one step of `update_router_bias`; call it once per training step."""
         if self.router_bias is None:

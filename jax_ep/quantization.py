@@ -281,7 +281,7 @@ def with_layout(w: QuantizedWeights, layout: str) -> QuantizedWeights:
     """
     function = "with_layout"
     w = _checked(function, w)
-    if layout not in ("transposed", "prepacked"):
+    if not isinstance(layout, str) or layout not in ("transposed", "prepacked"):
         raise ValueError(f"{function}: layout={layout!r}, expected 'prepacked' or 'transposed'; pass one of them.")
     if w.layout == layout:
         return w

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ep.core import check, check_router
 from jax_ep.core.autodiff import without_gradient
-from jax_ep.core.check import operation
+from jax_ep.core.check import errors_begin_with, operation
 from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.core.layout import count_assignments
 from jax_ep.core.mesh_axes import axis_tuple, on_automatic_axes, spec_of
@@ -135,8 +135,9 @@ def _choose(
         weights = jnp.take_along_axis(scores, topk_idx, axis=-1)
     else:
         topk_idx = topk_idx.astype(jnp.int32)
-        weights = jnp.take_along_axis(scores, jnp.maximum(topk_idx, 0), axis=-1)
-        weights = jnp.where(topk_idx < 0, 0, weights)
+        is_expert = (topk_idx >= 0) & (topk_idx < scores.shape[1])
+        weights = jnp.take_along_axis(scores, jnp.where(is_expert, topk_idx, 0), axis=-1)
+        weights = jnp.where(is_expert, weights, 0)
     if router.renormalize:
         weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), _SMALLEST_SUM)
     return _masked(Routing(topk_idx, weights * scale, scores), token_mask)
@@ -470,6 +471,7 @@ class Routed(NamedTuple):
     router_z_loss: Array
 
 
+@errors_begin_with("MoE")
 def route(
     tokens: Array,
     token_mask: Array | None,

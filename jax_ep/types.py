@@ -330,7 +330,7 @@ class Experts:
                 f"Experts: activation is {type_name(self.activation)}, expected one of {ACTIVATIONS}, or a JAX"
                 " function of the hidden rows."
             )
-        if self.weight_on not in ("output", "input"):
+        if not isinstance(self.weight_on, str) or self.weight_on not in ("output", "input"):
             raise ValueError(f"Experts: weight_on={self.weight_on!r}, expected 'output' or 'input'; pass one of them.")
         for name in ("gated", "interleaved"):
             if not isinstance(getattr(self, name), bool):

@@ -420,7 +420,10 @@ def _routing_of(**changes):
         (lambda tokens: None, TypeError, "MoE: router returned a NoneType, expected a jax_ep.Routing"),
         (lambda tokens: (tokens, tokens, tokens), TypeError, "MoE: router returned a tuple"),
         (_routing_of(scores=None), TypeError, "MoE: scores returned by router is a NoneType"),
-        (_routing_of(topk_idx=jnp.zeros((6, K))), TypeError, "returned ids of float32"),
+        *(
+            (_routing_of(topk_idx=jnp.zeros((6, K), dtype)), TypeError, "topk_idx returned by router has dtype")
+            for dtype in (jnp.float32, jnp.int8)
+        ),
         (_routing_of(topk_idx=jnp.zeros((5, K), jnp.int32)), ValueError, r"returned by router has shape \(5, 2\)"),
         (
             _routing_of(topk_weights=jnp.ones((6, K), jnp.int32)),

@@ -206,6 +206,22 @@ def test_topk_router_replay_weights_of_other_experts(rng):
     np.testing.assert_allclose(routing.topk_weights, want, rtol=1e-6)
 
 
+def test_topk_router_replay_ids_out_of_range():
+    """Traced ids cannot be checked; they count as no expert, as in every operation."""
+    logits, bad, none = jnp.ones((3, 4)), np.array([[0, 9], [4, -5], [2, 1]]), np.array([[0, -1], [-1, -1], [2, 1]])
+
+    @jax.jit
+    def weights(logits, topk_idx):
+        return jax_ep.topk_router(logits, 2, topk_idx=topk_idx).topk_weights
+
+    pulls = []
+    for ids in (bad, none):
+        found, pull = jax.vjp(weights, logits, ids.astype(np.int32))
+        pulls.append((found, pull(found)[0]))
+    jax.tree.map(np.testing.assert_array_equal, *pulls)
+    assert np.isfinite(pulls[0][1]).all()
+
+
 @pytest.mark.parametrize(
     ("router", "topk_idx", "message"),
     [
@@ -239,6 +255,21 @@ def test_moe_replays_the_routing_of_another_pass(devices, rng):
     assert not np.array_equal(moved, layer(other)[0])
     with pytest.raises(ValueError, match=r"MoE: topk_idx has shape \(5, 2\), expected rank 3, \[3, 5, 2\]"):
         layer(x, topk_idx=metrics.topk_idx[0])
+    with pytest.raises(TypeError, match="MoE: topk_idx has dtype int8, expected int32"):
+        layer(x, topk_idx=metrics.topk_idx.astype(jnp.int8))
+    for bad in (8, 2**33, -2):  # int64 ids of NumPy do not wrap.
+        with pytest.raises(ValueError, match=r"MoE: topk_idx contains .*, expected ids in \[0, 8\)"):
+            layer(x, topk_idx=np.full((3, 5, 2), bad))
+
+
+def test_moe_names_itself_in_errors_of_its_router():
+    mesh = jax.make_mesh((1,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    layer = MoE(16, 8, 4, 2, router=Router("sparsemixer"), mesh=mesh, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="^MoE: .*leave topk_idx out"):
+        layer(jnp.ones((2, 16)), topk_idx=jnp.zeros((2, 2), jnp.int32))
+    layer = MoE(16, 8, 4, 2, router=Router(selection_bias=True), mesh=mesh, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"^MoE: load has shape \(5,\)"):
+        layer.update_bias(jnp.ones(5))
 
 
 def test_moe_metrics_summary():

@@ -91,7 +91,10 @@ def array(
     """
     if not isinstance(value, jax.Array | np.ndarray) or isinstance(value, np.ma.MaskedArray):
         raise TypeError(f"{function}: {name} is {type_name(value)}, not an array; pass a JAX or NumPy array {shape}.")
-    value = jnp.asarray(value)
+    try:
+        value = jnp.asarray(value)
+    except TypeError:
+        raise TypeError(f"{function}: {name} has dtype {value.dtype}, expected numbers; cast it with astype.") from None
     axes = [] if shape == "[]" else shape.strip("[]").split(", ")
     names = (axis.removesuffix(" >= 1") for axis in axes)
     expected, has_rest = f"[{', '.join(str(sizes.get(name, name)) for name in names)}]", "..." in axes
@@ -128,9 +131,7 @@ def routing(function: str, name: str, value: Any, num_tokens: int, num_experts: 
         )
     names = [f"{field} returned by {name}" for field in value._fields]
     ids, weights, scores = value
-    ids = array(function, names[0], ids, "[N, K]", remedy="return one row per token", N=num_tokens)
-    if ids.dtype.kind != "i":
-        raise TypeError(f"{function}: {name} returned ids of {ids.dtype}, expected integers; cast them with astype.")
+    ids = array(function, names[0], ids, "[N, K]", (jnp.int32,), remedy="return one row per token", N=num_tokens)
     remedy = "return one weight per id"
     floating(function, names[1], weights, "[N, K]", remedy=remedy, N=num_tokens, K=ids.shape[1])
     remedy = "return scores of all experts of the layer"
@@ -138,22 +139,21 @@ def routing(function: str, name: str, value: Any, num_tokens: int, num_experts: 
     return value
 
 
-def replayed_ids(function: str, topk_idx: Any, shape: tuple[int, ...], has_callable: bool) -> Array:
+def replayed_ids(
+    function: str, topk_idx: Any, shape: tuple[int, ...], num_experts: int, has_callable: bool
+) -> Array:
     """Return the expert ids of an earlier pass, which a layer whose router is a callable does not take."""
     if has_callable:
         raise ValueError(
             f"{function}: topk_idx with a callable router, expected a jax_ep.Router; let the callable return these ids."
         )
     remedy = "pass the metrics.topk_idx of a pass over as many tokens"
-    ids = array(function, "topk_idx", topk_idx, str(list(shape)), remedy=remedy)
-    if ids.dtype.kind != "i":
-        raise TypeError(f"{function}: topk_idx has dtype {ids.dtype}, expected integers; {remedy}.")
-    return ids
+    return expert_ids(function, topk_idx, None, num_experts, shape=str(list(shape)), remedy=remedy)
 
 
 def recipe(function: str, value: Any) -> str | None:
     """Check that a recipe is "fp8" or None."""
-    if value is not None and value != "fp8":
+    if value is not None and not (isinstance(value, str) and value == "fp8"):
         what = f" is {type_name(value)}" if not isinstance(value, str) else ""
         raise (ValueError if isinstance(value, str) else TypeError)(
             f"{function}: recipe={value!r}{what}, expected 'fp8' or None; pass recipe='fp8', or None to compute in the"
@@ -187,7 +187,7 @@ def same_dtype(function: str, name: str, value: Array, other_name: str, other: D
 def dtype(function: str, name: str, value: Any, examples: str) -> jnp.dtype:
     """Convert a dtype or its name to a dtype."""
     try:
-        if value is not None:  # NumPy converts None to float64.
+        if value is not None and not isinstance(value, jax.Array):  # NumPy converts None to float64.
             return jnp.dtype(value)
     except TypeError:
         pass
@@ -275,14 +275,16 @@ def expert_ids(
     *,
     all_count: bool = True,
     token_mask: Array | None = None,
+    shape: str = "[T, K >= 1]",
+    remedy: str = "pass one row of at least one expert id per token",
 ) -> Array:
     """Check ids `[T, K]` int32 and set those with a False `token_mask` to -1. Eager ids out of range are an error."""
     # Read the values first: under a trace, the conversion below hides those of a NumPy array.
     known = _known_values(topk_idx) if all_count else None
     if isinstance(topk_idx, np.ndarray) and topk_idx.dtype in (np.int64, np.uint64):
         topk_idx = np.where((topk_idx < -1) | (topk_idx >= num_experts), -1, topk_idx)  # JAX would wrap these.
-    sizes, remedy = {} if num_tokens is None else {"T": num_tokens}, "pass one row of at least one expert id per token"
-    topk_idx = array(function, "topk_idx", topk_idx, "[T, K >= 1]", (jnp.int32,), remedy=remedy, **sizes)
+    sizes = {} if num_tokens is None else {"T": num_tokens}
+    topk_idx = array(function, "topk_idx", topk_idx, shape, (jnp.int32,), remedy=remedy, **sizes)
     if token_mask is not None:
         topk_idx = jnp.where(token_mask[:, None], topk_idx, -1)
         known = _known_values(topk_idx) if all_count else None
@@ -303,7 +305,7 @@ def _known_values(x: Any) -> np.ndarray | None:
         return value
     if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer) or not value.is_fully_addressable:
         return None
-    return np.asarray(value)
+    return None if jnp.issubdtype(value.dtype, jax.dtypes.extended) else np.asarray(value)
 
 
 def router_weights(function: str, topk_weights: Any, shape: tuple[int, ...], dtype: DTypeLike) -> Array:

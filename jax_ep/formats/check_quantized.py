@@ -25,7 +25,7 @@ _REMEDY = "make it with jax_ep.quantization.quantize"
 
 def format_named(function: str, name: Any) -> Format:
     """Return a format by its name."""
-    if name not in FORMATS:
+    if not isinstance(name, str) or name not in FORMATS:
         raise ValueError(f"{function}: format={name!r}, expected one of {tuple(FORMATS)}; pass one of them.")
     return FORMATS[name]
 
@@ -58,7 +58,7 @@ def depth(function: str, name: str, wanted: Format, size: int, block: int | None
 
 def activations(function: str, wanted: Format, kind: Any, smooth: Any, shape: tuple[int, ...]) -> Array | None:
     """Check how tokens are quantized, and return `smooth [..., E, K]`, whose shape is `shape`, or None."""
-    if kind not in (None, *(found.activations for found in FORMATS.values())):
+    if not isinstance(kind, str | None) or kind not in (None, *(found.activations for found in FORMATS.values())):
         raise ValueError(f"{function}: activations={kind!r}, expected 'int8', 'fp8' or None; pass one of them.")
     if kind not in (None, wanted.activations):
         raise ValueError(

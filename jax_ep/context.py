@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import numpy as np
 
+from jax_ep.core.check import errors_begin_with
 from jax_ep.core.mesh_axes import axis_tuple, check_mesh
 from jax_ep.heap import nvshmem, peer_access, rendezvous, transports
 from jax_ep.settings import file as settings_file
@@ -83,6 +84,7 @@ _tuning = jax.make_user_context(None)  # The user's choice; None uses the enviro
 _overrides = jax.make_user_context(())
 
 
+@errors_begin_with("init")
 def init(
     mesh: jax.sharding.Mesh | None = None,
     *,
@@ -218,7 +220,7 @@ def compare(function: str, sizes: str) -> None:
 def _check_launcher(launcher: str | None) -> str:
     if launcher is None:
         return _LAUNCHERS[0]
-    if launcher not in _LAUNCHERS:
+    if not isinstance(launcher, str) or launcher not in _LAUNCHERS:
         raise ValueError(
             f"init: launcher={launcher!r} is unknown, expected one of {_LAUNCHERS}; leave it None for the fastest."
         )

@@ -497,7 +497,10 @@ def _known(function: str, name: str, value: Any) -> np.ndarray:
             f"{function}: {name} is traced, expected concrete values; close over it instead of passing it to the"
             " jitted function."
         )
-    return np.asarray(value)
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{function}: {name} is {type_name(value)}, expected an array ({error}); pass one.") from None
 
 
 def _loads(function: str, loads: Any) -> np.ndarray:

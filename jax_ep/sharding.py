@@ -30,7 +30,7 @@ from jax_ep.ops.moe import moe
 from jax_ep.quantization import quantize
 from jax_ep.types import Array, AxisName, Biases, Experts, Topology, type_name
 
-__all__ = ["MeshAxes", "MoESpecs", "quantize_per_device", "sharded_moe"]
+__all__ = ["MeshAxes", "MoESpecs", "sharded_moe"]
 
 type Tree = Any
 """A pytree of arrays, specs or results."""
@@ -301,17 +301,6 @@ def quantize_per_device(
 
     Returns:
       `QuantizedWeights` whose parts are sharded as w is.
-
-    Raises:
-      ValueError, TypeError: as `quantize` does; devices hold no whole blocks of 128 by 128.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from jax_ep.sharding import MeshAxes, quantize_per_device
-      >>> mesh = jax.make_mesh((jax.device_count(),), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
-      >>> w = jnp.ones((jax.device_count(), 128, 256))
-      >>> quantize_per_device(mesh, MeshAxes().specs.w_gate_up, w).values.shape[1:]
-      (256, 128)
     """
     leading = (None,) * num_leading
     specs = _specs_of_master(P(*leading, *spec), P(*leading, *_transposed(spec, w.ndim - num_leading)))

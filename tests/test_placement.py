@@ -323,6 +323,7 @@ IDS = np.zeros((2, 1), np.int32)
         (lambda: plan([1, -2], num_slots=2, num_ranks=2), ValueError, ("-2", "finite numbers from 0")),
         (lambda: plan([1, np.nan], num_slots=2, num_ranks=2), ValueError, ("nan", "finite")),
         (lambda: plan(["a"], num_slots=2, num_ranks=2), TypeError, ("<U1", "real numbers")),
+        (lambda: plan([[1], [2, 3]], num_slots=4, num_ranks=2), TypeError, ("plan: loads is a list", "an array")),
         (lambda: plan(3.0, num_slots=2, num_ranks=2), ValueError, ("()", "[layers, E]")),
         (
             lambda: plan(np.ones(6), num_slots=8, num_ranks=4, num_nodes=2, num_groups=3),

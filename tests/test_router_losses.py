@@ -265,7 +265,7 @@ def test_moe_replays_the_routing_of_another_pass(devices, rng):
 def test_moe_names_itself_in_errors_of_its_router():
     mesh = jax.make_mesh((1,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
     layer = MoE(16, 8, 4, 2, router=Router("sparsemixer"), mesh=mesh, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="^MoE: .*leave topk_idx out"):
+    with pytest.raises(ValueError, match=r"^MoE: .*leave topk_idx out"):
         layer(jnp.ones((2, 16)), topk_idx=jnp.zeros((2, 2), jnp.int32))
     layer = MoE(16, 8, 4, 2, router=Router(selection_bias=True), mesh=mesh, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"^MoE: load has shape \(5,\)"):

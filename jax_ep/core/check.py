@@ -139,9 +139,7 @@ def routing(function: str, name: str, value: Any, num_tokens: int, num_experts: 
     return value
 
 
-def replayed_ids(
-    function: str, topk_idx: Any, shape: tuple[int, ...], num_experts: int, has_callable: bool
-) -> Array:
+def replayed_ids(function: str, topk_idx: Any, shape: tuple[int, ...], num_experts: int, has_callable: bool) -> Array:
     """Return the expert ids of an earlier pass, which a layer whose router is a callable does not take."""
     if has_callable:
         raise ValueError(

@@ -41,7 +41,7 @@ def resolve(transport: str | None) -> str:
     platform, num_processes = jax.default_backend(), jax.process_count()
     if transport is None:
         return best()
-    if transport not in REASONS:
+    if not isinstance(transport, str) or transport not in REASONS:
         raise ValueError(
             f"init: transport={transport!r}, expected one of {tuple(REASONS)}; leave it None for the best one."
         )

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jax_ep.core import check
 from jax_ep.core.facts import Part
 from jax_ep.ops import plan as plans
 from jax_ep.ops import plan_serving as serving
@@ -65,6 +66,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
       one. Rows of the backward pass are there with and without a gradient.
 
     Raises:
+      TypeError: `function` is not a function.
       NotImplementedError: no requested implementation supports a call.
 
     Example:
@@ -76,6 +78,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
       GEMM transposed (backward)  xla
       weight gradient (backward)  xla
     """
+    check.instance("explain", "function", function, Callable, "a function")
     with plans.recording() as found:
         jax.eval_shape(functools.partial(function, **kwargs), *args)
     return Explanation(tuple(row for plan in found for row in _rows(plan)))

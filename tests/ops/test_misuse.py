@@ -254,7 +254,14 @@ def test_init_invalid_arguments():
     check(ValueError, ["'ep'", "'expert'", "axis_name"], jax_ep.init, mesh, axis_name="ep")
     check(ValueError, ["heap_bytes", "-1", "positive|at least|leave"], jax_ep.init, mesh, heap_bytes=-1)
     check(ValueError, ["transport", "pigeon"], jax_ep.init, mesh, transport="pigeon")
+    check(TypeError, ["^init: axis_name=3 is an int", "expected"], jax_ep.init, mesh, axis_name=3)
+    for name in ("transport", "launcher"):
+        check(ValueError, [f"^init: {name}=.*expected one of"], jax_ep.init, mesh, **{name: np.zeros(2)})
     jax_ep.finalize()
+
+
+def test_explain_no_function():
+    check(TypeError, ["^explain: function is an int, expected a function"], jax_ep.explain, 3, np.ones(3))
 
 
 def test_tokens_zero_columns():

@@ -451,8 +451,11 @@ class Handle:
       group: `[W + 1]` int32, device numbers of the ranks and this rank's position, if the implementation writes to
         peers' memory; else None.
       num_invalid: `[]` int32, ids of this rank's tokens outside `[0, E)` other than -1, which were treated as -1.
-      num_dropped: `[]` int32, assignments to this rank that were dropped because of its capacity.
+      num_dropped: `[]` int32, assignments to this rank that were dropped because of its capacity; with balance, those
+        of its tokens that had no place.
       layout: static sizes and axes.
+      copies: `[W, S]` int32 with balance, expert in each spare slot, -1 in free ones; else None. Each rank then has
+        L + S groups, and `topk_idx` holds `rank * (L + S) + group` of each assignment.
     """
 
     row_to_assignment: Array
@@ -463,6 +466,7 @@ class Handle:
     num_invalid: Array
     num_dropped: Array
     layout: Layout = dataclasses.field(metadata={"static": True})
+    copies: Array | None = None
 
 
 @result_type

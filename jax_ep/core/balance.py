@@ -35,7 +35,7 @@ class Balance:
     Attributes:
       rows: rows per rank and pass, as a multiple of T * K, the mean; at least 1. Smaller values move more rows.
       spare_experts: copies that a rank can hold at a time. They bound the memory for copied weights. With E / W or
-        more a single pass always suffices; None: 2.
+        more a single pass always suffices; None: 2, or E / W in `dispatch`, which has one pass.
 
     Raises:
       ValueError: a number out of its range.

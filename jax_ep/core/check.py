@@ -6,6 +6,7 @@ Messages give the actual value, the expected value and the remedy.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -387,9 +388,11 @@ def reused_layout(function: str, value: Any, wanted: Layout, capacity: int | Non
         sizes["capacity"] = capacity
     if wanted.alignment != 1:
         sizes["alignment"] = wanted.alignment
+    # Spare slots are no experts of the caller.
+    found = dataclasses.replace(layout, num_experts=layout.num_experts - getattr(value.copies, "size", 0))
     for name, expected in sizes.items():
         remedy = "pass the handle of a dispatch of the same sizes, or none"
-        size(function, f"{name} of the handle", getattr(layout, name), expected, remedy)
+        size(function, f"{name} of the handle", getattr(found, name), expected, remedy)
     return layout
 
 

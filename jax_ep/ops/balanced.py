@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from jax.typing import DTypeLike
 
 from jax_ep.core import check, operations
 from jax_ep.core.balance import WORK, Balance, PassPlan
+from jax_ep.core.check import operation
 from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.core.expert_matrices import SplitWeights, joined
 from jax_ep.core.facts import ExchangeFacts
@@ -32,7 +33,7 @@ from jax_ep.core.layout import count_assignments
 from jax_ep.core.mesh_axes import known_after, rank_on, spread_axes, vary_alike
 from jax_ep.ops import plan as plans
 from jax_ep.ops import registry
-from jax_ep.types import HIDDEN_NAME, TOKENS_NAME, Array, AxisName, Layout, Options, Topology
+from jax_ep.types import HIDDEN_NAME, TOKENS_NAME, Array, AxisName, Handle, Layout, Options, Topology
 
 type Tree = Any
 """A pytree of arrays."""
@@ -62,7 +63,7 @@ class Passes:
     """Static facts of a balanced call.
 
     Attributes:
-      layer: computes one pass, see `Layer`.
+      layer: computes one pass, see `Layer`; None for a dispatch.
       num_experts: E.
       num_ranks: W.
       rows: R.
@@ -73,7 +74,7 @@ class Passes:
       implementation: of the plan and of what moves the copies.
     """
 
-    layer: Layer
+    layer: Layer | None
     num_experts: int
     num_ranks: int
     rows: int
@@ -94,7 +95,9 @@ class Passes:
         return self.spare >= self.num_local
 
 
-def check_balance(function: str, balance: object, axis_name: AxisName, capacity: int | None) -> None:
+def check_balance(
+    function: str, balance: object, axis_name: AxisName, capacity: int | None, handle: object = None
+) -> None:
     """Raise where `balance` is no `Balance`, or does not go with the other arguments."""
     if check.value_of(function, "balance", balance, Balance, "jax_ep.Balance") is None:
         return
@@ -104,6 +107,11 @@ def check_balance(function: str, balance: object, axis_name: AxisName, capacity:
         raise ValueError(
             f"{function}: {capacity=} with balance, expected one of the two, since balance.rows sets the rows per rank;"
             " leave capacity out."
+        )
+    if handle is not None:
+        raise ValueError(
+            f"{function}: balance with a handle, expected one of the two, since the handle contains its plan; leave"
+            " balance out."
         )
 
 
@@ -151,6 +159,72 @@ def run(
     return y.astype(sum_dtype)
 
 
+def place(balance: Balance, options: Options, facts: ExchangeFacts, topk_idx: Array) -> tuple[Passes, Place, State]:
+    """Plan the one pass of a dispatch, by default with a spare slot for each expert at home, so that nothing is left.
+
+    Args:
+      balance: rows and spare experts.
+      options: of the call.
+      facts: of the dispatch without balance.
+      topk_idx: `[T, K]` int32; ids outside of `[0, E)` are no expert.
+    """
+    layout, axis = facts.layout, options.axis
+    num_experts, num_local = layout.num_experts, layout.num_local_experts
+    rows, wanted = balance.rows_per_rank(topk_idx.size), balance.spare_experts or num_local
+    facts = dataclasses.replace(facts, layout=dataclasses.replace(layout, capacity=rows))
+    plan = plans.balanced(options, facts, min(wanted, num_experts - num_local), ())
+    sizes = num_experts, layout.num_ranks, rows, plan.spare
+    passes = Passes(
+        None, *sizes, axis=axis, splits=False, sum_dtype=facts.dtype, implementation=plan.part.implementation
+    )
+    topk_idx = vary_alike(jnp.where((topk_idx >= 0) & (topk_idx < num_experts), topk_idx, -1), over=axis)
+    return passes, *_next_pass(passes, (topk_idx, _count(passes, topk_idx)))
+
+
+@operation
+def with_copies[Weights](weights: Weights, handle: Handle) -> Weights:
+    """Return the weights of all experts whose rows a rank has after `dispatch(balance=...)`: copies follow its own.
+
+    Use them in grouped GEMMs over the rows of the dispatch. In the backward pass, gradients of copies return to their
+    home rank, and are added there in at least float32, in a fixed order. The result is a residual of such GEMMs; put
+    both into `jax.checkpoint` to fetch the copies again instead.
+
+    Args:
+      weights: pytree of arrays `[L, ...]` of this rank's experts, such as `QuantizedWeights`.
+      handle: `Dispatched.handle`.
+
+    Returns:
+      The same tree of `[L + S, ...]` for S spare slots, zero in free ones; `weights` after a dispatch without balance.
+
+    Raises:
+      ValueError: weights of another number of experts.
+      TypeError: `handle` is no handle.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_ep
+      >>> from jax_ep.placement import with_copies
+      >>> d = jax_ep.dispatch(jnp.ones((2, 4)), jnp.array([[1], [0]]), num_experts=2, axis_name=())
+      >>> with_copies(jnp.ones((2, 4, 3)), d.handle).shape  # no copies on one device
+      (2, 4, 3)
+
+    Source: transient copies of experts, as in MoonEP, ECHO (Megatron Core) and LLEP.
+    """
+    check.instance("with_copies", "handle", handle, Handle, "the Handle of a dispatch; pass Dispatched.handle")
+    leaves, structure = jax.tree.flatten(weights)
+    layout, spare = handle.layout, 0 if handle.copies is None else handle.copies.shape[1]
+    remedy = "pass the weights of this rank's experts"
+    for w in leaves:
+        check.array("with_copies", "weights", w, "[L, ...]", remedy=remedy, L=layout.num_local_experts - spare)
+    if handle.copies is None:
+        return weights
+    axis, implementation = layout.axis, "xla" if handle.group is None else "triton"
+    sizes = layout.num_experts - handle.copies.size, layout.num_ranks, layout.capacity, spare
+    passes = Passes(None, *sizes, axis=axis, splits=False, sum_dtype=jnp.float32, implementation=implementation)
+    bits, copies = vary_alike((tuple(map(_as_bits, leaves)), handle.copies), over=axis)
+    whole, _ = _with_copies(passes, copies, copies, bits)
+    return jax.tree.unflatten(structure, map(_from_bits, whole, leaves))
+
+
 def _count(passes: Passes, topk_idx: Array) -> Array:
     """Count the assignments `[W, E]` from each rank to each expert, equal on all ranks."""
     mine = count_assignments(topk_idx, passes.num_experts)
@@ -183,7 +257,8 @@ def _one_pass(passes: Passes, place: Place, x: Array, topk_weights: Array, weigh
         whole = jax.tree.unflatten(structure, map(_from_bits, whole, leaves))
         sizes = {"num_experts": passes.num_experts + passes.num_ranks * passes.spare, "capacity": passes.rows}
         dtype = passes.sum_dtype if passes.is_one_pass else _wide(passes.sum_dtype)
-        return passes.layer(x, slots_after, topk_weights, whole, preferred_element_type=dtype, **sizes)
+        layer = cast(Layer, passes.layer)
+        return layer(x, slots_after, topk_weights, whole, preferred_element_type=dtype, **sizes)
 
     # The backward pass fetches the copies again instead of keeping them.
     policy = jax.checkpoint_policies.save_only_these_names(HIDDEN_NAME, TOKENS_NAME)

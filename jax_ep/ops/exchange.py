@@ -22,11 +22,12 @@ from jax.typing import DTypeLike
 from jax_ep import context
 from jax_ep.core import check
 from jax_ep.core.autodiff import batched_alike, without_gradient
+from jax_ep.core.balance import Balance
 from jax_ep.core.check import operation
 from jax_ep.core.facts import ExchangeFacts
-from jax_ep.core.layout import dropless_capacity, row_groups
+from jax_ep.core.layout import count_invalid, dropless_capacity, row_groups
 from jax_ep.core.mesh_axes import known_after, spread_axes, takes_global_arrays, vary_alike
-from jax_ep.ops import hierarchical, registry
+from jax_ep.ops import balanced, hierarchical, registry
 from jax_ep.ops import plan as plans
 from jax_ep.ops.plan import ExchangePlan
 from jax_ep.types import (
@@ -60,6 +61,7 @@ def dispatch(
     num_experts: int,
     axis_name: AxisName = "expert",
     capacity: int | None = None,
+    balance: Balance | None = None,
     alignment: int = 1,
     num_tokens: Array | int | None = None,
     handle: Handle | HierarchicalHandle | None = None,
@@ -85,6 +87,11 @@ def dispatch(
         node, and the handle is a `HierarchicalHandle`.
       capacity: R, static rows on each rank. None: enough for any routing (W * T * K plus alignment padding), so that
         nothing is dropped. Rows past it, in row order, are dropped and counted.
+      balance: let every rank have at most `balance.rows * T * K` rows, and alignment padding, see `Balance`. Ranks with
+        room have rows of copies of other ranks' experts: `jax_ep.placement.with_copies` returns their weights, and
+        `group_sizes` and `row_experts` have S more groups. With `spare_experts=None`, S is L, and nothing is dropped; a
+        smaller S bounds the memory of weights, and assignments that it cannot place are dropped and counted. Not with
+        `capacity`, `handle` or a `Topology`; one rank has nothing to balance.
       alignment: every expert starts at a multiple of this many rows; `group_sizes` include that padding.
       num_tokens: `[]` int32, tokens at and past this index of this rank are ignored, as if their ids were -1: they have
         no rows, and may hold anything; None: all T count. Not with `handle`, which contains this.
@@ -117,6 +124,7 @@ def dispatch(
     """
     sizes: dict[str, Any] = {"num_experts": num_experts, "capacity": capacity, "alignment": alignment}
     sizes["num_tokens"] = num_tokens
+    balanced.check_balance("dispatch", balance, axis_name, capacity, handle)
     if isinstance(axis_name, Topology):
         schedule, over_nodes = registry.checked_schedule("dispatch", schedule), cast(HierarchicalHandle | None, handle)
         sizes |= {"schedule": schedule, "handle": over_nodes, "implementation": implementation}
@@ -124,6 +132,9 @@ def dispatch(
     options = registry.options("dispatch", axis_name, implementation, schedule)
     here = cast(Handle | None, handle)  # `checked` checks its type
     given = checked(options, check.tokens("dispatch", x), topk_idx, topk_weights, handle=here, **sizes)
+    moved: dict[str, Any] = {}
+    if balance is not None and given.facts.layout.num_ranks > 1 and given.topk_idx.size:
+        given, moved = _balanced(balance, given)
     plan = plans.exchange(given.options, given.facts)
     (x, topk_weights, handle), _ = located(plan, given, None)
     tokens: Tokens
@@ -132,6 +143,10 @@ def dispatch(
         tokens, weights = dispatch_pair(plan, pair, topk_weights, handle)
     else:
         tokens, weights = dispatch_tokens(plan, x, topk_weights, handle)
+    if moved:
+        # Copies travel after the tokens on all ranks.
+        moved["copies"] = known_after(moved["copies"], jax.tree.leaves(tokens)[0])
+        handle = vary_alike(dataclasses.replace(handle, **moved), over=options.axis)
     return Dispatched(tokens, weights, handle.group_sizes, handle, handle.num_dropped)
 
 
@@ -277,6 +292,18 @@ def checked(
     is_foreign = handle is not None and handle.group is None
     facts = ExchangeFacts(values.dtype, values.shape[1], layout, is_foreign)
     return Checked(options, facts, x, topk_idx, topk_weights, handle)
+
+
+def _balanced(balance: Balance, given: Checked) -> tuple[Checked, dict[str, Any]]:
+    """Move assignments to ranks with room; return also what the handle then has."""
+    layout, ids = given.facts.layout, given.topk_idx
+    passes, (slots, copies, _), (left, _) = balanced.place(balance, given.options, given.facts, ids)
+    groups = layout.num_local_experts + passes.spare
+    sizes: dict[str, Any] = {"num_experts": layout.num_ranks * groups, "alignment": layout.alignment}
+    sizes["capacity"] = dropless_capacity(passes.rows, groups, layout.alignment)
+    dropped, invalid = jnp.sum(left >= 0, dtype=jnp.int32), count_invalid(ids, layout.num_experts)
+    moved = {"copies": copies, "num_dropped": dropped, "num_invalid": invalid}
+    return checked(given.options, given.x, slots, given.topk_weights, **sizes), moved
 
 
 class Located(NamedTuple):

@@ -266,15 +266,26 @@ def _one_pass(passes: Passes, place: Place, x: Array, topk_weights: Array, weigh
 
 
 def _add_later_passes(passes: Passes, state: State, step: Callable[[Place], Tree], first: Tree) -> Tree:
-    """`first` plus `step(place)` of each later pass. The number of passes follows from counts that all ranks share."""
+    """`first` plus `step(place)` of each later pass, added in at least float32 and rounded once.
+
+    The number of passes follows from counts that all ranks share.
+    """
     if passes.is_one_pass:
         return first
 
-    def body(carry: Tree) -> Tree:
-        place, left = _next_pass(passes, carry[0])
-        return left, jax.tree.map(jnp.add, carry[1], step(place))
+    def is_left(carry: Tree) -> Array:
+        return jnp.any(carry[0][1] > 0)
 
-    return lax.while_loop(lambda carry: jnp.any(carry[0][1] > 0), body, (state, first))[1]
+    def one_pass(carry: Tree) -> Tree:
+        place, left = _next_pass(passes, carry[0])
+        return left, jax.tree.map(jnp.add, carry[1], jax.tree.map(_widen, step(place)))
+
+    def all_passes(carry: Tree) -> Tree:
+        left, sums = lax.while_loop(is_left, one_pass, (carry[0], jax.tree.map(_widen, carry[1])))
+        return left, jax.tree.map(lambda total, x: total.astype(x.dtype), sums, first)
+
+    # The outer loop runs once or not at all, so that gradients are widened only if there are later passes.
+    return lax.while_loop(is_left, all_passes, (state, first))[1]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -304,11 +315,9 @@ def _all_passes_backward(passes: Passes, residuals: Tree, cotangents: tuple[Arra
         return None, *first
 
     def step(place: Place) -> Tree:
-        gradients = jax.vjp(partial(_one_pass, passes, place), *operands)[1](cotangent)
-        return jax.tree.map(_widen, gradients)
+        return jax.vjp(partial(_one_pass, passes, place), *operands)[1](cotangent)
 
-    sums = _add_later_passes(passes, left, step, jax.tree.map(_widen, first))
-    return None, *jax.tree.map(lambda total, gradient: total.astype(gradient.dtype), sums, first)
+    return None, *_add_later_passes(passes, left, step, first)
 
 
 def _wide(dtype: DTypeLike) -> DTypeLike:
@@ -316,8 +325,8 @@ def _wide(dtype: DTypeLike) -> DTypeLike:
     return accumulation_dtype(dtype)
 
 
-def _widen(gradient: Array) -> Array:
-    return gradient.astype(_wide(gradient.dtype))
+def _widen(x: Array) -> Array:
+    return x.astype(_wide(x.dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 _all_passes.defvjp(_all_passes_forward, _all_passes_backward)

@@ -166,6 +166,17 @@ def test_checkpoint_read_shardings(spec, transpose, tmp_path, rng):
     assert_same_bits(np.asarray(array), (values.T if transpose else values).astype(F32))
 
 
+@pytest.mark.parametrize("kind", ["device", "pinned_host", "unpinned_host"])
+def test_checkpoint_read_memory_kinds(kind, tmp_path, rng):
+    if jax.default_backend() != "cpu" and kind == "unpinned_host":
+        pytest.skip("of CPU devices")
+    values = rng.standard_normal((16, 24)).astype(BF16)
+    checkpoint = Checkpoint(hub_checkpoints.write(tmp_path, {"model_type": "dense"}, {"w": values}))
+    array = checkpoint.read("w", sharding=NamedSharding(make_mesh((2,), ("a",)), P("a"), memory_kind=kind))
+    assert array.sharding.memory_kind == kind
+    assert_same_bits(np.asarray(array), values)
+
+
 def test_checkpoint_read_stored_dtypes(tmp_path, rng):
     tensors = {
         "scalar": np.asarray(2.5, F16),

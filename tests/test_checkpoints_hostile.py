@@ -247,6 +247,38 @@ def test_file_changed_in_place_while_a_tensor_is_read(change, folder, monkeypatc
         checkpoint.read("a")
 
 
+def test_file_cut_while_its_header_is_read(folder, monkeypatch):
+    """The safetensors package maps the file that it opens."""
+    write_file(folder / SINGLE, tensor())
+    safetensors = pytest.importorskip("safetensors")
+    safe_open = safetensors.safe_open
+
+    def cutting(*arguments):
+        os.truncate(folder / SINGLE, 0)
+        return safe_open(*arguments)
+
+    monkeypatch.setattr(safetensors, "safe_open", cutting)
+    with pytest.raises(ValueError, match=r"model\.safetensors has been replaced"):
+        Checkpoint(folder).read("a")
+
+
+def test_errors_cut_long_names(folder):
+    names = [long := "n" * 10**6, f"{long}_blocks", f"{long}_scales", f"{long}_scale_inv", f"{long}i"]
+    kinds = [("F8_E4M3", [4]), ("U8", [4]), ("U8", [4]), ("U8", [4]), ("I64", [1])]
+    header, end = {}, 0
+    for name, (dtype, shape) in zip(names, kinds, strict=True):
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end := end + (8 if shape == [1] else 4)]}
+    write_file(folder / SINGLE, header, end - 1)
+    with (folder / SINGLE).open("ab") as file:
+        file.write(b"\x7f")  # of the int64
+    checkpoint = Checkpoint(folder)
+    calls = [{"dtype": "float32"}] * 4 + [{}]
+    for name, options in [*zip(names, calls, strict=True), (names[1], {"transpose": True})]:
+        with pytest.raises(ValueError, match=r"^Checkpoint") as caught:
+            checkpoint.read(name, **options)
+        assert len(str(caught.value)) < 1000
+
+
 @pytest.mark.parametrize("change", ["save", "remove", "break"])
 def test_config_replaced_while_the_checkpoint_is_opened(change, tmp_path, monkeypatch):
     """Files that no longer match are not reported as broken."""

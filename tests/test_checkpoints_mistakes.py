@@ -91,7 +91,17 @@ MISTAKES = {
     "axes of the sharding": (
         call(lambda c: c.read("other", sharding=NamedSharding(make_mesh((2,), ("a",)), P(*[None] * 4, "a")))),
         ValueError,
-        "expected at least the 5 axes of P",
+        r"other' has shape \(2, 3\), expected axes that NamedSharding.* divides over devices",
+    ),
+    "uneven sharding": (
+        call(lambda c: c.read("other", sharding=NamedSharding(make_mesh((2,), ("a",)), P(None, "a")))),
+        ValueError,
+        r"^Checkpoint.read: 'other' has shape \(2, 3\), expected axes .*divide.*; pass another sharding",
+    ),
+    "sharding of an abstract mesh": (
+        call(lambda c: c.read("other", sharding=NamedSharding(make_mesh((2,), ("a",)).abstract_mesh, P("a")))),
+        ValueError,
+        r"^Checkpoint.read: 'other' has shape \(2, 3\), expected axes .*AbstractMesh",
     ),
     "layer as text": (call(lambda c: c.moe_weights("0")), ValueError, "layer='0' is not an MoE layer"),
     "name": (call(lambda c: c.read("othre")), ValueError, r"no tensor 'othre' \(similar: 'other'\); Checkpoint.names"),
@@ -286,7 +296,8 @@ SAVING = {
     "key": (lambda w: {"others": {"key": jax.random.key(0)}}, TypeError, r"others\['key'\] has dtype key"),
     "others": (lambda w: {"others": [w]}, TypeError, "others is a list, expected a dict"),
     "parameters": (lambda w: {"layers": {0: [w]}}, TypeError, r"layers\[0\] is a list, expected a dict"),
-    "reserved name": (lambda w: {"others": {"__metadata__": w["router"]}}, ValueError, "expected a str of printable"),
+    "reserved name": (lambda w: {"others": {"__metadata__": w["router"]}}, ValueError, "other than '__metadata__'"),
+    "long name": (lambda w: {"others": {"n" * 1001: w["router"]}}, ValueError, "a str of at most 1000 printable"),
     "number as a name": (lambda w: {"others": {1: w["router"]}}, ValueError, "others has 1, expected a str"),
     "deleted": (lambda w: {"others": {"norm": deleted()}}, ValueError, r"others\['norm'\] is a deleted array"),
     "set": (lambda w: {"config": {"x": {1}}}, TypeError, "config cannot be written as JSON .*set.*, expected dicts"),

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from cases import BF16, F32, assert_same_bits
 from harness import make_mesh
 from hub_checkpoints import HUB, assert_equal, fp8_checkpoint, written
-from jax_ep.checkpoints import Checkpoint, save, shards
+from jax_ep.checkpoints import Checkpoint, files, save, shards
 
 pytest.importorskip("safetensors")
 
@@ -76,6 +76,14 @@ def test_checkpoint_save_empty_arrays(tmp_path):
         assert_same_bits(np.asarray(checkpoint.read(name)), np.asarray(value), name)
     save(tmp_path / "none", config, {})
     assert Checkpoint(tmp_path / "none").names == ()
+
+
+def test_checkpoint_save_config_longer_than_the_limit(tmp_path, monkeypatch):
+    """The text of the file has line breaks and indents."""
+    config = dict(HUB["mixtral"].config) | {"num_hidden_layers": 0, "list": [0] * 1000}
+    monkeypatch.setattr(files, "MAX_JSON_BYTES", 4000)
+    with pytest.raises(ValueError, match=r"^save: config cannot be written as JSON \(larger than"):
+        save(tmp_path, config, {})
 
 
 def test_checkpoint_save_does_not_overwrite(tmp_path, monkeypatch):

@@ -27,6 +27,7 @@ from jax_ep.checkpoints.shards import HostMemory, Part, make_array, shard_bytes,
 from jax_ep.core import check
 from jax_ep.core.dtypes import FP8, TOKEN_DTYPES
 from jax_ep.core.expert_matrices import QuantizedWeights
+from jax_ep.core.json_files import shown
 from jax_ep.core.mesh_axes import axis_tuple, check_mesh
 from jax_ep.formats import fp8, mxfp4
 from jax_ep.sharding import MeshAxes
@@ -143,18 +144,19 @@ class Checkpoint:
         source = self._files[name] if dtype is None else reading.decoded(self._files, name)
         if transpose and source.ndim < 2:
             raise ValueError(
-                f"Checkpoint.read: {name!r} has shape {source.shape}, expected at least two axes with transpose=True;"
-                " leave it out."
+                f"Checkpoint.read: {shown(name)} has shape {source.shape}, expected at least two axes with"
+                " transpose=True; leave it out."
             )
         shape = swapped(source.shape) if transpose else source.shape
-        if isinstance(sharding, NamedSharding) and len(sharding.spec) > len(shape):
-            raise ValueError(
-                f"Checkpoint.read: {name!r} has shape {shape}, expected at least the {len(sharding.spec)} axes of"
-                f" {sharding.spec}; pass a spec of its axes."
-            )
         to = source.dtype if dtype is None else _check_dtype("Checkpoint.read", dtype)
         _check_range(name, source, to)
-        memory = HostMemory(shard_bytes(shape, to, sharding)[0])
+        try:
+            memory = HostMemory(shard_bytes(shape, to, sharding)[0])
+        except (ValueError, IndexError, NotImplementedError) as error:
+            raise ValueError(
+                f"Checkpoint.read: {shown(name)} has shape {shape}, expected axes that {sharding} divides over devices"
+                f" ({error}); pass another sharding."
+            ) from error
         parts = [Part(source, whole(source.shape))]
         return make_array(shape, to, parts, transpose, memory=memory, sharding=sharding)
 
@@ -258,8 +260,8 @@ def _check_range(name: str, source: Any, to: np.dtype) -> None:
     least, most = np.min(values), np.max(values)
     if least < np.iinfo(kept).min or most > np.iinfo(kept).max:
         raise ValueError(
-            f"Checkpoint.read: {name!r} has {to} from {least} to {most}, expected values that fit in {kept}; call"
-            " jax.config.update('jax_enable_x64', True) first."
+            f"Checkpoint.read: {shown(name)} has {to} from {least} to {most}, expected values that fit in {kept};"
+            " call jax.config.update('jax_enable_x64', True) first."
         )
 
 

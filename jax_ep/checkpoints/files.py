@@ -46,6 +46,7 @@ DTYPES = {
 }
 MAX_JSON_BYTES = 1 << 26
 _LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000  # The limit of the safetensors package.
 _OPEN_FILES = 64  # At most.
 _BLOCK_BYTES = 1 << 20  # Of rows that are read together: they stay in the cache until their columns are copied.
 _GAP_BYTES = 1 << 15  # Bytes between parts of rows that take as long to read as another call.
@@ -154,18 +155,23 @@ def _stamp(file: int) -> tuple[int, ...]:
 def _read_header(function: str, path: Path) -> _Header:
     safetensors = optional(function, "safetensors")
     broken = f"{function}: {path} is not a complete safetensors file"
-    with open_file(function, path) as file:
+    with open_file(function, path) as file, open(os.memfd_create("header"), "wb") as copy:
+        stamp = _stamp(file.fileno())
+        with _system_errors(function, path):
+            head = file.read(_LENGTH_BYTES)
+            length = int.from_bytes(head, "little")
+            data = file.read(min(length, _MAX_HEADER_BYTES))
+            copy.write(head + data)
+            copy.truncate(os.fstat(file.fileno()).st_size)
         try:
-            with safetensors.safe_open(f"/dev/fd/{file.fileno()}", "np"):
+            # The package maps its file, so it gets a copy of the header, followed by a hole.
+            with safetensors.safe_open(f"/dev/fd/{copy.fileno()}", "np"):
                 pass
         except (safetensors.SafetensorError, OSError, ValueError) as error:
             raise ValueError(f"{broken} ({str(error)[:300]}), expected one; download it again.") from error
-        with _system_errors(function, path):
-            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            data = file.read(min(length, MAX_JSON_BYTES + 1))
-        tensors = _parsed(f"{broken}: its header", data)
-        tensors.pop("__metadata__", None)
-        return _Header(_stamp(file.fileno()), _LENGTH_BYTES + length, tensors)
+    tensors = _parsed(f"{broken}: its header", data)
+    tensors.pop("__metadata__", None)
+    return _Header(stamp, _LENGTH_BYTES + length, tensors)
 
 
 class _Descriptor(int):

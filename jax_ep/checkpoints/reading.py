@@ -13,6 +13,7 @@ from jax_ep.checkpoints.families import Family, Form, Stored, check_quantization
 from jax_ep.checkpoints.files import TensorFiles
 from jax_ep.checkpoints.shards import Part, Region, swapped
 from jax_ep.core.fp8 import GROUP_SIZE
+from jax_ep.core.json_files import shown
 
 _MXFP4_SCALES = (np.dtype(np.uint8), np.dtype(ml_dtypes.float8_e8m0fnu))
 
@@ -49,7 +50,7 @@ def decoded(files: TensorFiles, name: str) -> Any:
         scales = files[name + SCALES]
         if scales.shape != num_blocks(values.shape) or not jnp.issubdtype(scales.dtype, np.floating):
             raise ValueError(
-                f"Checkpoint: {name + SCALES!r} has shape {scales.shape} and dtype {scales.dtype}, expected"
+                f"Checkpoint: {shown(name + SCALES)} has shape {scales.shape} and dtype {scales.dtype}, expected"
                 f" {num_blocks(values.shape)} and a float dtype, one scale per block of 128 by 128 of {values.shape};"
                 " convert checkpoints with other scales."
             )
@@ -57,14 +58,14 @@ def decoded(files: TensorFiles, name: str) -> Any:
     of_mxfp4 = name.removesuffix("_blocks") + "_scales"
     if values.dtype != np.uint8 or of_mxfp4 not in files:
         raise ValueError(
-            f"Checkpoint: {name!r} is stored as {values.dtype}, without scales of FP8 by blocks of 128 by 128 or of"
-            " MXFP4, expected one of these, or 16 bits and more; convert checkpoints in other quantized formats, or"
+            f"Checkpoint: {shown(name)} is stored as {values.dtype}, without scales of FP8 by blocks of 128 by 128 or"
+            " of MXFP4, expected one of these, or 16 bits and more; convert checkpoints in other quantized formats, or"
             " read the tensor as it is stored, without dtype."
         )
     scales = files[of_mxfp4]
     if values.shape != (*scales.shape, MXFP4_BYTES) or scales.ndim < 2 or scales.dtype not in _MXFP4_SCALES:
         raise ValueError(
-            f"Checkpoint: {name!r} has shape {values.shape} and {scales.dtype} scales {scales.shape}, expected"
+            f"Checkpoint: {shown(name)} has shape {values.shape} and {scales.dtype} scales {scales.shape}, expected"
             f" {(*scales.shape, MXFP4_BYTES)} and two axes or more of uint8 or float8_e8m0fnu scales; download the"
             " checkpoint again."
         )
@@ -80,12 +81,12 @@ def plan(files: TensorFiles, parameter: str, stored: Stored, shape: tuple[int, .
         expected = stored.shape(region)
         if source.shape != expected:
             raise ValueError(
-                f"Checkpoint: {name!r} has shape {source.shape}, expected {expected} for {parameter} {shape};"
+                f"Checkpoint: {shown(name)} has shape {source.shape}, expected {expected} for {parameter} {shape};"
                 " config.json and tensors do not match: download both again."
             )
         if not jnp.issubdtype(source.dtype, np.floating):
             raise ValueError(
-                f"Checkpoint: {name!r} is stored as {source.dtype}, expected floats for {parameter}; convert"
+                f"Checkpoint: {shown(name)} is stored as {source.dtype}, expected floats for {parameter}; convert"
                 " checkpoints in other quantized formats."
             )
         found.setdefault(source.dtype, name)
@@ -109,8 +110,8 @@ def quantized_plans(files: TensorFiles, parameter: str, stored: Stored, shape: t
             continue
         if not isinstance(source, BlockFP8) or not stored.transposed:
             raise ValueError(
-                f"Checkpoint: {name!r} is not stored in FP8 by blocks of 128 by 128, nor in MXFP4, expected one of"
-                " them for quantized=True; leave it out, and quantize with jax_ep.serving.serving_weights."
+                f"Checkpoint: {shown(name)} is not stored in FP8 by blocks of 128 by 128, nor in MXFP4, expected one"
+                " of them for quantized=True; leave it out, and quantize with jax_ep.serving.serving_weights."
             )
         if region[-2].start % GROUP_SIZE or as_stored[-1] % GROUP_SIZE:
             raise ValueError(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from jax_ep.checkpoints.files import StoredArray
 from jax_ep.types import Array
@@ -126,7 +127,8 @@ def make_array(
         buffer = memory.array(shard_shape, dtype, devices)
         read(buffer, region)
         for device in devices:
-            put = jax.device_put(buffer) if sharding is None else jax.device_put(buffer, device)
+            place = sharding and SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+            put = jax.device_put(buffer, place)
             on_device[device] = put.block_until_ready()
     if sharding is None:
         return put

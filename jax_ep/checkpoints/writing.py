@@ -23,6 +23,8 @@ from jax_ep.core.json_files import shown
 from jax_ep.formats import fp8
 from jax_ep.types import Array
 
+_MAX_NAME = 1000  # Characters; readers limit the size of headers.
+
 
 class Tensor(NamedTuple):
     """A tensor to write: a region of an array, optionally with its last two axes swapped."""
@@ -72,10 +74,10 @@ def tensors_of(
     for name, array in others.items():
         if name in names:
             raise ValueError(f"{function}: others has {shown(name)}, which belongs to a layer of layers; remove it.")
-        if not isinstance(name, str) or not name.isprintable() or name == "__metadata__":
+        if not isinstance(name, str) or not name.isprintable() or name == "__metadata__" or len(name) > _MAX_NAME:
             raise ValueError(
-                f"{function}: others has {shown(name)}, expected a str of printable characters other than"
-                " '__metadata__'; rename it."
+                f"{function}: others has {shown(name)}, expected a str of at most {_MAX_NAME} printable characters"
+                " other than '__metadata__'; rename it."
             )
         _check_array(function, f"others[{shown(name)}]", array, np.shape(array))
         tensors.append(Tensor(name, array, whole(array.shape), array.shape))
@@ -177,7 +179,7 @@ def normalize_config(function: str, config: Any) -> dict[str, Any]:
     if not isinstance(config, Mapping):
         raise TypeError(f"{function}: config is a {type(config).__name__}, expected a dict; pass that of config.json.")
     try:
-        return json_files.parse(json.dumps(dict(config), allow_nan=False).encode(), files.MAX_JSON_BYTES)
+        return json_files.parse(json.dumps(dict(config), indent=2, allow_nan=False).encode(), files.MAX_JSON_BYTES)
     except (TypeError, ValueError, RecursionError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(

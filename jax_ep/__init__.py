@@ -12,7 +12,8 @@ if os.path.basename("".join(sys.argv[:1])) == "jax-ep" or (sys.argv[:1] == ["-m"
     # JAX does not accept an environment variable. So this comes before all imports of modules that are not loaded yet.
     import signal
 
-    signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as shells start background jobs
+        signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
     sys.excepthook = lambda _, error, __: print(f"jax-ep: {' '.join(str(error).split())}", file=sys.stderr)
 
 import importlib

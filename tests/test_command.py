@@ -3,6 +3,8 @@
 import errno
 import os
 import shlex
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 import harness
 from jax_ep import __main__, __version__
 from jax_ep.core.files import check_writable, write_atomically
-from jax_ep.tools import command
+from jax_ep.tools import command, processes
 
 PROGRAM = [*harness.STRICT_PYTHON, "-m", "jax_ep"]
 
@@ -102,11 +104,63 @@ def test_command_unwritable_output(redirection, status, error):
         assert done.stderr.endswith(error)
 
 
+def test_command_prints_what_the_encoding_lacks():
+    program = """
+import sys
+from jax_ep.tools import command
+command.run("tool", lambda: print("\\u20ac.json", "\\udcff"))
+"""
+    done = harness.run_command(*harness.STRICT_PYTHON, "-c", program, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "\\u20ac.json \\udcff\n", "")
+
+
+def test_command_ignored_ctrl_c():
+    """Shells start background jobs so."""
+    program = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+sys.argv = ["jax-ep"]
+import jax_ep
+signal.raise_signal(signal.SIGINT)
+from jax_ep.tools import command
+command.run("tool", lambda: print(signal.raise_signal(signal.SIGINT)))
+"""
+    done = harness.run_command(*harness.STRICT_PYTHON, "-c", program)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "None\n", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_command_processes_end_with_the_first(number):
+    program = """
+import os, time
+from jax_ep.tools import processes
+if processes._PROCESS in os.environ:
+    print(os.getpid(), flush=True)
+    time.sleep(1000)
+processes._run_copies(1)
+"""
+    command = [*harness.STRICT_PYTHON, "-c", program]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(harness.ROOT)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as first:
+        copy = int(first.stdout.readline())
+        first.send_signal(number)
+        assert first.wait() == 128 + number
+    assert not Path(f"/proc/{copy}/exe").exists()
+
+
+def test_command_more_processes_than_cores(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setattr(processes, "_run_copies", None)
+    with pytest.raises(ValueError, match=r"--processes 1000000: there are \d+ cores, one per process"):
+        processes.enter(10**6)
+
+
 @pytest.mark.parametrize("first", ["jax_ep.placement", "jax"])
 def test_command_ctrl_c_during_imports(first):
     """The handler is installed before the first import of a module of the package."""
     program = f"""
 import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
 first = {first!r}
 sys.argv = ["jax-ep"]
 class Interrupt:
@@ -124,6 +178,7 @@ def interrupted(body):
     """Run a command that raises its own SIGINT."""
     program = f"""
 import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from jax_ep.tools import command
 command._GRACE_S = 0.1
 def interrupt():

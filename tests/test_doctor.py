@@ -33,6 +33,12 @@ def test_doctor_this_machine():
     assert next(f["data"] for f in content["findings"] if f["topic"] == "devices")["kinds"] == {"cpu": 4}
 
 
+def test_doctor_plan_devices_checked_before_they_are_made(monkeypatch, capsys):
+    monkeypatch.setattr(doctor.jax.config, "update", None)
+    assert __main__.main(["doctor", "--plan", "tiny", "--devices", "99999"]) == 2
+    assert "--devices 99999: expected at most" in capsys.readouterr().err
+
+
 def test_doctor_exit_status(monkeypatch, capsys):
     for error, status, shown in ((0.004, 0, "relative error 4.0e-03"), (0.5, 1, "  error  computation, xla: relative")):
         monkeypatch.setattr(doctor, "_error_of", lambda name, error=error: error)

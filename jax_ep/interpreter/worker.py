@@ -266,7 +266,8 @@ def main(descriptor: int, index: int) -> None:
     connection = Connection(descriptor)
     requests, memory = Requests(connection), Memory()
     runner = Runner(requests, memory, index)
-    signal.signal(signal.SIGINT, runner.interrupt)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, runner.interrupt)
     sys.unraisablehook = report_unraisable
     with contextlib.suppress(OSError):  # The parent has exited.
         os.setpgid(0, os.getpgid(os.getppid()))  # process.py starts it outside of the terminal's process group.

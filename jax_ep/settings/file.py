@@ -111,7 +111,7 @@ def _read_once(path: Path | None, device_kind: str, must_exist: bool) -> Tuning:
     try:
         return _load(path, device_kind)
     except (OSError, ValueError) as error:
-        if must_exist or not isinstance(error, FileNotFoundError):
+        if must_exist or not isinstance(error, FileNotFoundError | NotADirectoryError):
             reason = cut(getattr(error, "strerror", None) or error, 90)
             message = f"ignored the tuned settings {cut(path, 40)}: {reason}; `jax-ep tune` makes new ones"
             warnings.warn(message, TuningWarning, stacklevel=2)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import math
 import os
 import signal
@@ -93,12 +94,16 @@ def number(text: str) -> float:
 def run(name: str, command: Callable[[], object]) -> NoReturn:
     """Run a command and end the process with its exit status."""
     sys.unraisablehook = _report_unraisable
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # such as names of files
     _end_soon_after_ctrl_c()
     sys.exit(status_of(name, lambda: _interruptible(command)))
 
 
 def _interruptible(command: Callable[[], object]) -> object:
     """Run a command; after Ctrl-C raise a KeyboardInterrupt, even if the one of the handler was lost."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start background jobs
+        return command()
     signal.signal(signal.SIGINT, _interrupt)
     try:
         return command()

@@ -269,10 +269,11 @@ def _plan(args: argparse.Namespace) -> MemoryPlan:
             raise ValueError(f"--{name} {value}: expected one of {', '.join(choices)}.")
     if tokens % length:
         raise ValueError(f"--tokens {tokens}: expected a multiple of --length {length}.")
-    if args.devices:
+    model = train.ARCHITECTURES[args.plan]
+    if args.devices and model.experts.experts % args.devices == 0:
         jax.config.update("jax_num_cpu_devices", args.devices)
-    devices, model = args.devices or jax.device_count(), train.ARCHITECTURES[args.plan]
-    if devices > jax.device_count() or model.experts.experts % devices:
+    devices = args.devices or jax.device_count()
+    if model.experts.experts % devices or devices > jax.device_count():
         most, experts = jax.device_count(), model.experts.experts
         raise ValueError(f"--devices {devices}: expected at most {most}, and a divisor of the {experts} experts.")
     mesh = inputs.expert_mesh(devices)

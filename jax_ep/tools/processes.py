@@ -31,8 +31,9 @@ def enter(count: int) -> bool:
         return True
     if _PROCESS not in os.environ:
         on_gpus = os.environ.get("JAX_PLATFORMS") != "cpu"
-        if on_gpus and count > (gpus := len(list(Path("/proc/driver/nvidia/gpus").glob("*")))):
-            raise ValueError(f"--processes {count}: there are {gpus} GPUs, expected one per process")
+        most = len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) if on_gpus else os.cpu_count() or 1
+        if count > most:
+            raise ValueError(f"--processes {count}: there are {most} {'GPUs' if on_gpus else 'cores'}, one per process")
         _run_copies(count)
         return False
     import jax_ep
@@ -45,7 +46,9 @@ def enter(count: int) -> bool:
 
 
 def _run_copies(count: int) -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the copies must end too
+    for number in (signal.SIGTERM, signal.SIGHUP):  # the copies must end too
+        if signal.getsignal(number) is signal.SIG_DFL:  # not under nohup
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
     with socket.socket() as probe, tempfile.TemporaryDirectory() as unused:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"

@@ -93,6 +93,11 @@ def _path(out: Path | None) -> Path | None:
     return path
 
 
+def _beside(path: Path, suffix: str) -> Path:
+    """Return the path of another file of the same run, which is no file of another run."""
+    return path.with_name(path.name + suffix)
+
+
 def _sizes(args: argparse.Namespace) -> list[Any]:
     """Return the sizes of the layer, for each number of tokens."""
     from jax_ep.tools.benchmark.inputs import DEFAULT, MODELS, QUICK
@@ -122,7 +127,7 @@ def _tune(makers: Sequence[Any], routing: str, results: _Results, screen: _Scree
         "routing": routing,
         "jax": jax.__version__,
     }
-    log = Log(results.path and results.path.with_suffix(".log"), circumstances)
+    log = Log(results.path and _beside(results.path, ".log"), circumstances)
     for number, make in enumerate(makers):
         if screen.left() <= 0:
             screen.note(f"no time left for {len(makers) - number} of {len(makers)} groups; run it again to resume")
@@ -354,5 +359,5 @@ def _show(results: _Results) -> None:
         return
     print(f"written: {results.path}")
     if results.curves:
-        chart = results.path.with_suffix(".png")
+        chart = _beside(results.path, ".png")
         print(f"chart: {chart}" if results.draw(chart) else "no chart: pip install '.[tools]'")

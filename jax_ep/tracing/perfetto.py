@@ -120,6 +120,7 @@ def _events(trace: Timeline, first: int, scale: int) -> Iterator[dict[str, Any]]
 _DEVICE = integer(0, 10**9 - 1)
 _INT32 = integer(-(2**31), 2**31 - 1)
 _NS = integer(-(2**61), 2**61)
+_ERROR_NS = integer(0, 2**61)
 _US = json_files.number(0, 2**33)  # two hours: sums over all events are int64
 _MOST_DEVICES = 0xFFF
 _ARGS = ("launch", "program", "multiprocessor", "task", "peer", "block")
@@ -133,7 +134,11 @@ _FILE = record(
                 "is_ordered_only": BOOLEAN,
                 "begin": _NS,
                 "clocks": record(
-                    {"offset_ns": mapping(_NS, _KEY), "error_ns": mapping(optional(_NS), _KEY), "relaxed_ns": _NS}
+                    {
+                        "offset_ns": mapping(_NS, _KEY),
+                        "error_ns": mapping(optional(_ERROR_NS), _KEY),
+                        "relaxed_ns": _ERROR_NS,
+                    }
                 ),
                 "num_dropped": mapping(integer(0, 2**53), _KEY),
                 "launches": array(

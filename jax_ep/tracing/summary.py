@@ -60,9 +60,9 @@ class _Kernel:
         for kind in np.unique(events["kind"]):
             self._counts[int(kind)] += int((events["kind"] == kind).sum())
             self._totals[int(kind)] += int(durations[events["kind"] == kind].sum())
-        programs = np.unique(events["program"])
-        for program in programs:
-            own = events["program"] == program
+        order = np.argsort(events["program"], kind="stable")
+        programs = np.split(order, np.flatnonzero(np.diff(events["program"][order])) + 1)
+        for own in programs:
             self._add_program(_role(events["kind"][own]), events["kind"][own], durations[own], span)
         unseen = max(0, launch.num_programs - len(programs))
         self._roles["none"].update(programs=unseen, time=unseen * span)

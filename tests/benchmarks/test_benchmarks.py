@@ -1,10 +1,13 @@
 """The benchmarks run on small shapes, time what they say they time, and the published figures are complete."""
 
+import argparse
 import collections
 import datetime
+import errno
 import json
 import os
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -118,6 +121,29 @@ def test_report_is_on_disk_after_every_row(tmp_path):
     assert second["device"]["kind"] == jax.devices()[0].device_kind
     age = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(second["date"])
     assert datetime.timedelta(0) <= age < datetime.timedelta(hours=1)
+
+
+def test_report_keeps_its_rows_on_a_full_disk(tmp_path, monkeypatch):
+    report = harness.Report("name", arguments(tmp_path))
+    report.add("a", {"rows": 4}, harness.Timing((1.0, 2.0, 3.0)))
+
+    def full(path, text, *_):
+        path.open("wb").close()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for name in ("write_text", "write_bytes"):
+        monkeypatch.setattr(Path, name, full)
+    with pytest.raises(OSError, match="No space"):
+        report.summarize(ratio=1.5)
+    assert len(json.loads(report.path.read_text())["rows"]) == 1
+    assert os.listdir(tmp_path) == ["name.json"]
+
+
+@pytest.mark.parametrize("text", ["4,4,4", "4,4,4,3", "0,1,1,1", "4,4,x,1", "2147483648,1,1,1", "\u0663,1,1,1", ""])
+def test_shapes_that_are_none(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="expected "):
+        grouped_gemm.shape(text)
+    assert grouped_gemm.shape("6,5,4,3") == (6, 5, 4, 3)
 
 
 def test_quick_runs_never_replace_published_figures():

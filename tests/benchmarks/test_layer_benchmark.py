@@ -56,6 +56,13 @@ def results(variant, case):
     return [np.asarray(leaf) for leaf in run(*arguments)]
 
 
+@pytest.mark.parametrize("text", ["", "[]", "{}", "3", '{"device": {"kind": []}}', "\xff"])
+def test_plot_of_layers_with_other_files(text, tmp_path, capsys):
+    (tmp_path / "moe_layer_of_another_tool.json").write_bytes(text.encode("latin-1"))
+    assert plots.draw_layers(tmp_path) is None
+    assert capsys.readouterr().err.startswith(f"no plot: not all files moe_layer*.json in {tmp_path} are reports (")
+
+
 def test_capacity_holds_the_most_loaded_rank(case):
     counts = np.bincount(case.ids.reshape(-1), minlength=8)
     np.testing.assert_array_equal(case.rows, counts.reshape(RANKS, 2).sum(1))

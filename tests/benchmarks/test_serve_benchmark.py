@@ -173,3 +173,12 @@ def test_kernels_are_grouped_by_name_and_order():
     by_name |= {"norm_fusion_9": "head", "input_reduce_fusion": "head", "gemm_fusion_dot_7": "router"}
     run = 2 * (2 * layer + head)
     assert serve.group_kernels([name for name, _ in run], by_name) == [group for _, group in run]
+
+
+def test_repeated_cases_run_once(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(serve, "measure_all", lambda args: seen.append((args.formats, serve.cases_of(args))))
+    monkeypatch.setattr(serve, "show", lambda report: None)
+    with pytest.raises(AttributeError):  # of the report
+        serve.main(["--quick", "--formats", "fp8", "fp8", "--batches", "2", "1", "2", "--phases", "decode"])
+    assert seen == [(["fp8"], [Case("decode", 2, 64), Case("decode", 1, 64)])]

@@ -188,6 +188,17 @@ _VALUES = st.one_of(
 )
 
 
+@pytest.mark.parametrize("name", ["relaxed_ns", "error_ns"])
+def test_trace_negative_errors(name, trace, tmp_path):
+    trace.save(tmp_path / "t.json")
+    content = json.loads((tmp_path / "t.json").read_text())
+    clocks = content["otherData"]["clocks"]
+    clocks[name] = -1 if name == "relaxed_ns" else dict.fromkeys(clocks[name], -1)
+    (tmp_path / "t.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=rf"{name}.*=-1, expected an integer from 0"):
+        tracing.Trace.load(tmp_path / "t.json")
+
+
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(changes=st.lists(st.tuples(st.sampled_from(_PATHS), _VALUES), min_size=1, max_size=3))
 def test_trace_mutated_file(changes, trace, tmp_path):

@@ -225,6 +225,8 @@ def test_tuning_file_user_without_home(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", "/nonexistent")
     assert tuning.current().path is None
+    monkeypatch.setenv("HOME", "/dev/null")
+    assert tuning.current().path is None
     monkeypatch.setattr(Path, "home", no_home)
     assert file.default_path(KIND) is None and tuning.current().path is None
 

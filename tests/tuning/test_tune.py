@@ -260,6 +260,18 @@ def test_tune_chart_curves(tmp_path):
     assert sizes[1] == 2 * sizes[0]
 
 
+@pytest.mark.parametrize("name", ["tuned.png", "tuned.log"])
+def test_tune_log_and_chart_beside_any_output(name, tmp_path, monkeypatch, capsys):
+    results = tune._Results(tmp_path / name, KIND)
+    results.write()
+    results.curves.append(tune._Curve("dispatch", {8: 1e11}, None, 1e11))
+    monkeypatch.setattr(tune, "_tune_one", lambda case, log, *_: log.add(make_case(), {}, "tried"))
+    tune._tune([lambda: [make_case()]], "uniform", results, tune._Screen(1.0))
+    tune._show(results)
+    file.read(tmp_path / name, KIND)
+    assert {path.name for path in tmp_path.iterdir()} >= {name, f"{name}.log"}
+
+
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="small arrays")
 def test_tune_measures_rates():
     rates = rates_of.measure()

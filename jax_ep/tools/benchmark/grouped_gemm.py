@@ -30,6 +30,7 @@ from jax_ep.pallas.requirements import INTERPRETER_THREADS
 from jax_ep.tools.benchmark import harness, pytorch
 from jax_ep.tools.benchmark.harness import Report, Timing
 from jax_ep.tools.benchmark.inputs import MODELS, Model, group_sizes
+from jax_ep.tools.command import count
 from jax_ep.types import Quantized
 
 FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = DIRECTIONS = ("forward", "input gradient", "weight gradient")
@@ -282,11 +283,10 @@ def workers_on_cpu() -> Iterator[None]:
 
 def shape(text: str) -> tuple[int, ...]:
     """Parse the sizes of a grouped GEMM."""
-    words = text.split(",")
-    sizes = [int(word) for word in words if word.isdecimal()]
-    if len(words) != 4 or len(sizes) != 4 or not all(sizes) or sizes[0] % sizes[3]:
+    sizes = tuple(map(count, text.split(",")))
+    if len(sizes) != 4 or sizes[0] % sizes[3]:
         raise argparse.ArgumentTypeError(f"{text!r}: expected rows,K,N,groups, whose groups divide the rows")
-    return tuple(sizes)
+    return sizes
 
 
 def shapes_of(model: Model) -> list[tuple[int, ...]]:

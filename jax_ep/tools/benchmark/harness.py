@@ -28,7 +28,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jax_ep.core.files import check_writable
+from jax_ep.core.files import check_writable, write_atomically
 from jax_ep.tools import command
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"  # of a source checkout
@@ -374,7 +374,7 @@ class Report:
         self._write()
 
     def _write(self) -> None:
-        self.path.write_text(json.dumps(self._content, indent=1) + "\n")
+        write_atomically(self.path, (json.dumps(self._content, indent=1) + "\n").encode())
 
 
 def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

@@ -90,17 +90,26 @@ def layers_of(rows: Iterable[Row], tokens: int) -> dict[str, dict[Layer, dict[st
     }
 
 
-def draw_layers(folder: Path, tokens: int = 4096) -> Path | None:
-    """Draw `LAYER_PLOT` of all reports of layers in a folder that are of the most frequent kind of GPU.
-
-    Returns None without such a layer, or if matplotlib is not installed.
-    """
+def _found_in(folder: Path, tokens: int) -> dict[str, dict[Layer, dict[str, float]]]:
+    """Return `layers_of` the reports in a folder that are of the most frequent kind of GPU."""
     contents = [json.loads(path.read_text()) for path in folder.glob("moe_layer*.json")]
     kinds = Counter(content["device"]["kind"] for content in contents)
     most = max(kinds, key=lambda kind: (kinds[kind], kind), default=None)
     reports = sorted((c for c in contents if c["device"]["kind"] == most), key=lambda content: content["date"])
     rows = [row for content in reports for row in content["rows"]]
-    found = {direction: layers for direction, layers in layers_of(rows, tokens).items() if layers}
+    return {direction: layers for direction, layers in layers_of(rows, tokens).items() if layers}
+
+
+def draw_layers(folder: Path, tokens: int = 4096) -> Path | None:
+    """Draw `LAYER_PLOT` of all reports of layers in a folder that are of the most frequent kind of GPU.
+
+    Returns None without such a layer, with a file that is no report, or if matplotlib is not installed.
+    """
+    try:
+        found = _found_in(folder, tokens)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        print(f"no plot: not all files moe_layer*.json in {folder} are reports ({error!r})", file=sys.stderr)
+        return None
     mpl = matplotlib() if found else None
     if mpl is None:
         return None

@@ -227,7 +227,7 @@ def run_baseline(model: Architecture, args: argparse.Namespace) -> list[dict[str
     settings |= {"steps": STEPS, "rounds": args.rounds, "quick": args.quick}
     print(f"{BASELINE} runs for at most {args.baseline_s:.0f} s; --python '' leaves it out", file=sys.stderr)
     script = Path(__file__).with_name("transformers_baseline.py")
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+", errors="replace") as errors:
         reason = None
         try:
             # -P: the modules next to the script must not hide others of the same name.
@@ -362,6 +362,7 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
     for name, default in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, default)
+    args.formats, args.batches = (list(dict.fromkeys(given)) for given in (args.formats, args.batches))
     args.layers = args.layers or MODELS[args.model].layers
     if args.cache < STEPS:
         parser.error(f"--cache={args.cache}: expected at least {STEPS}, the steps of a sample")

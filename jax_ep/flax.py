@@ -47,7 +47,7 @@ Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 EXPERT_INIT = nnx.initializers.lecun_normal(batch_axis=(0,))
 DENSE_INIT = nnx.initializers.lecun_normal()
 ZEROS_INIT = nnx.initializers.zeros_init()
-_LAUNCHES = ("dispatch_mode", "combine_mode", "fuse_weight_gradients")
+_LAUNCHES = ("dispatch_mode", "combine_mode")
 
 
 class RouterBias(nnx.Variable):

@@ -188,9 +188,9 @@ def _checked_wire(value: Any) -> np.dtype | None:
 class Schedule:
     """How an operation runs: its kernels, what they send, and how they share the GPU.
 
-    None lets the package choose. A mode, or `fuse_weight_gradients=True`, is an error if no kernel supports it; numbers
-    that a kernel does not use are ignored. Handles do not depend on the schedule. Only `wire_dtype` affects results by
-    more than the order of roundings.
+    None lets the package choose. A mode is an error if no kernel supports it; numbers that a kernel does not use are
+    ignored. Handles do not depend on the schedule. Only `wire_dtype` affects results by more than the order of
+    roundings.
 
     Attributes:
       dispatch_mode: "fused": one kernel for dispatch and grouped GEMM, which computes on rows that have arrived while
@@ -201,8 +201,6 @@ class Schedule:
         expert rank, then the sum over ranks. "scatter" exists where "fused" does. Gradients are the same in both modes.
       wire_dtype: dtype of the tokens between ranks, forward + backward: `jnp.float8_e4m3fn` for FP8 with one scale per
         128 columns; None: the dtype of the tokens, or FP8 with `recipe="fp8"`.
-      fuse_weight_gradients: True: in the backward pass of dispatch + grouped GEMM, the kernel that sends the token
-        gradients also computes the weight gradients; False: a separate kernel does. True exists where "fused" does.
       keep_tokens: for dispatch + grouped GEMM. True: save the dispatched tokens for the weight gradients, under the
         name `jax_ep.tokens`. False, the default: dispatch them again in the backward pass (or read them in place on one
         device), which costs one more all-to-all, or a copy, and no memory between the passes.
@@ -210,7 +208,6 @@ class Schedule:
         multiprocessor, send tokens before they compute: fewer leave more for the first tiles, more send sooner. For a
         separate dispatch, the maximum number of its programs.
       num_combining_programs: maximum number of programs of a combine kernel.
-      num_summing_programs: for combine fused with the weight gradients, how many programs sum; the others compute.
       num_warps: warps per program of dispatch and combine, a power of two up to 16.
       tokens_per_block: for dispatch and combine, tokens that share a flag, a power of two: fewer signal arrivals
         sooner, more need fewer flags.
@@ -231,11 +228,9 @@ class Schedule:
     dispatch_mode: str | None = None
     combine_mode: str | None = None
     wire_dtype: DTypeLike | None = None
-    fuse_weight_gradients: bool | None = None
     keep_tokens: bool | None = None
     num_communicating_programs: int | None = None
     num_combining_programs: int | None = None
-    num_summing_programs: int | None = None
     num_warps: int | None = None
     tokens_per_block: int | None = None
     rows_in_flight: int | None = None
@@ -249,14 +244,14 @@ class Schedule:
                     f"Schedule: {name}={mode!r}, expected one of {known}, or None for the fastest; pass one of them."
                 )
         object.__setattr__(self, "wire_dtype", _checked_wire(self.wire_dtype))
-        for name in ("fuse_weight_gradients", "keep_tokens", "single_launch"):
+        for name in ("keep_tokens", "single_launch"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, bool):
                 raise TypeError(
                     f"Schedule: {name}={value!r} is {type_name(value)}, expected True, False, or None for the"
                     " package's choice."
                 )
-        for name in ("num_communicating_programs", "num_combining_programs", "num_summing_programs"):
+        for name in ("num_communicating_programs", "num_combining_programs"):
             self._check_number(name, 1, 1 << 16)
         self._check_number("num_warps", 1, 16, power_of_two=True)
         self._check_number("tokens_per_block", 1, 1024, power_of_two=True)

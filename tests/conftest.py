@@ -80,15 +80,7 @@ def pytest_report_header():
 
 _CONTRACT = "tests/contract/test_{}.py"
 _WHOLE = (
-    *(
-        "dispatch_combine",
-        "experts",
-        "fused_gradients",
-        "grouped_gemm_fp8",
-        "grouped_gemm_gluon",
-        "weight_gradient_gluon",
-        "low_latency",
-    ),
+    *("dispatch_combine", "experts", "grouped_gemm_fp8", "grouped_gemm_gluon", "weight_gradient_gluon", "low_latency"),
     *(
         "low_latency_gemm_combine",
         "low_latency_moe",
@@ -175,8 +167,8 @@ SLOW_GROUPS = (
     *("tests/benchmarks/*", "*ptx.py"),  # The latter are machine code of kernels.
     *("tests/ffi/test_ffi_driver.py", "tests/megakernels/test_activation.py"),
     *("tests/megakernels/test_combine_modes.py", "tests/megakernels/test_failed_launches.py"),
-    *("tests/megakernels/test_fp8_operands.py", "tests/megakernels/test_gradients_in_one_launch.py"),
-    *("tests/megakernels/test_growth.py", "tests/megakernels/test_jax_triton.py"),
+    *("tests/megakernels/test_fp8_operands.py", "tests/megakernels/test_growth.py"),
+    "tests/megakernels/test_jax_triton.py",
     *("tests/megakernels/test_low_latency_*kernels.py", "tests/megakernels/test_plan.py"),
     *("tests/megakernels/test_schedule.py", "tests/pallas/test_pallas_kernels.py", "tests/test_command.py"),
     *("tests/test_export.py", "tests/test_global_arrays.py", "tests/test_public_examples.py"),

@@ -47,15 +47,12 @@ class FusedModes:
       dispatch_saving_rows: of one that saves them as "rows".
       dispatch_saving_tokens: of one that saves them as "tokens".
       combine: of GEMM + combine.
-      combine_with_gradient: of GEMM + combine that share a launch with the gradient of the weights; None: that gradient
-        has a separate launch.
     """
 
     dispatch: str
     dispatch_saving_rows: str
     dispatch_saving_tokens: str
     combine: str
-    combine_with_gradient: str | None
 
     def dispatch_mode(self, save_as: str | None) -> str:
         """Return the mode of dispatch + GEMM that saves tokens as "rows" or "tokens", or not (None)."""

@@ -127,20 +127,7 @@ class ExchangeGemm(Protocol):
         *,
         transpose_rhs: bool,
         bias: Bias | None = None,
-        tokens: Array | None = None,
-    ) -> tuple[Array, Array | None, Array | None]: ...
-
-    def combine_with_weight_gradient(
-        self,
-        options: Options,
-        y: Array,
-        row_weights: Array | None,
-        h: Array,
-        tokens: Array,
-        handle: Handle,
-        *,
-        transpose: bool,
-    ) -> tuple[Array, Array | None, Array]: ...
+    ) -> tuple[Array, Array | None]: ...
 
 
 class GemmActivation(Protocol):

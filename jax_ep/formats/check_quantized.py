@@ -250,9 +250,8 @@ def no_fused_gemms(options: Options) -> None:
     """Check that the schedule asks for no kernel that fuses communication with the GEMM of quantized weights."""
     schedule = options.schedule
     fused = [mode for mode in (schedule.dispatch_mode, schedule.combine_mode) if mode not in (None, "serial")]
-    if fused or schedule.fuse_weight_gradients:
-        what = f"mode={fused[0]!r}" if fused else "fuse_weight_gradients=True"
+    if fused:
         raise ValueError(
-            f"{options.function}: {what} with QuantizedWeights, whose GEMMs are separate kernels; leave it None in"
-            " the schedule, or pass weights in the dtype of x."
+            f"{options.function}: mode={fused[0]!r} with QuantizedWeights, whose GEMMs are separate kernels; leave it"
+            " None in the schedule, or pass weights in the dtype of x."
         )

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
-
-import jax
-from jax.typing import DTypeLike
+from typing import Any
 
 from jax_ep.core.facts import FusedFacts, FusedModes
-from jax_ep.core.kernel import BOUND
 from jax_ep.megakernels import tuned
 from jax_ep.settings.file import Rates
-from jax_ep.types import COMBINE_MODES, Layout, Schedule
+from jax_ep.types import Layout, Schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,9 +23,6 @@ class Device:
       product_flops: operations of a grouped GEMM of `triton` in a second (grouped_gemm_gpu.json).
       pallas_product: speedup of a separate GEMM by `pallas` (grouped_gemm_gpu.json).
       pallas_depth: K from which that speedup is reached; it shrinks in proportion below (grouped_gemm_gpu.json).
-      gradient_flops: operations of a weight gradient of `triton` in a second, by two programs of four warps per
-        multiprocessor or one of eight: 0.73 of cuBLAS's rate (grouped_gemm_sweep_gpu.json).
-      pallas_gradient: speedup of a separate weight gradient by `pallas` (no report).
       combine_bytes: moved to make sums in a second, by combine (dispatch_combine_2_gpus.json, moe_layer_combine.json).
       scatter_bytes: the same in the sums at the end of GEMM + combine (moe_layer.json).
       many_row_bytes: from this many bytes of arriving rows on, their stores slow down the GEMM.
@@ -39,16 +32,12 @@ class Device:
       launch_seconds: cost of one more launch, which matters with few tokens (no report).
       shown_dispatch: part of the dispatch by which dispatch + GEMM takes longer than the GEMM
         (moe_layer_4_gpus.json).
-      sums_during_gradient: part of the time of the sums by which a gradient in the same launch takes longer (no
-        report).
     """
 
     link_bytes: float = 350e9
     product_flops: float = 600e12
     pallas_product: float = 1.08
     pallas_depth: int = 4096
-    gradient_flops: float = 0.73 * 735e12
-    pallas_gradient: float = 1.06
     combine_bytes: float = 3.8e12
     scatter_bytes: float = 2.6e12
     many_row_bytes: int = 1 << 30
@@ -57,7 +46,6 @@ class Device:
     copy_bytes: float = 3.8e12
     launch_seconds: float = 10e-6
     shown_dispatch: float = 0.6
-    sums_during_gradient: float = 0.15
 
 
 H200 = Device()
@@ -85,7 +73,7 @@ def _device() -> Device:
 
 _FIELDS_OF_RATE = {
     "link_bytes_per_s": ("link_bytes",),
-    "product_flops_per_s": ("product_flops", "gradient_flops"),
+    "product_flops_per_s": ("product_flops",),
     "memory_bytes_per_s": ("combine_bytes", "scatter_bytes", "many_scatter_bytes", "copy_bytes"),
 }
 _FEW_ROWS = {16: 26, 8: 48, 4: 128}  # rows per expert, by the bits of an element of the weights
@@ -201,37 +189,6 @@ def dispatch_mode(layout: Layout, hidden: int, columns: int, save_as: str | None
     return "serial" if serial <= 1.03 * fused else "fused"
 
 
-class BackwardTimes(NamedTuple):
-    """Seconds per token of GEMM + combine and the gradient of its matrices, by mode of the first.
-
-    Attributes:
-      apart: the gradient in a separate launch.
-      shared: the gradient in the launch of GEMM + combine.
-    """
-
-    apart: dict[str, float]
-    shared: dict[str, float]
-
-
-def backward_times(layout: Layout, features: int, hidden: int, *, by_pallas: bool) -> BackwardTimes:
-    """Estimate both times of each mode; docs/design/fused.md explains the model.
-
-    A shared launch hides the all-to-all behind the gradient, or behind both GEMMs in mode "scatter".
-    """
-    product, (sent, made) = _product(layout, features, hidden), _combine_alone(layout, hidden)
-    gradient = product * _device().product_flops / _device().gradient_flops
-    alone = gradient / (_device().pallas_gradient if by_pallas else 1)
-    both = max(product + gradient, _rows_sent(layout, hidden))
-    return BackwardTimes(
-        {mode: time + alone for mode, time in combine_times(layout, features, hidden, by_pallas=by_pallas).items()},
-        {
-            "scatter": both + _sums_of_scatter(layout, hidden),
-            "serial": _gemm_alone(layout, features, hidden, by_pallas)
-            + max(gradient + _device().sums_during_gradient * made, sent),
-        },
-    )
-
-
 def combine_mode(layout: Layout, features: int, hidden: int, *, by_pallas: bool) -> str:
     """Choose the mode of GEMM + combine: the simplest within 1 % of the fastest."""
     times = combine_times(layout, features, hidden, by_pallas=by_pallas)
@@ -250,31 +207,4 @@ def fused_modes(schedule: Schedule, facts: FusedFacts, *, by_pallas: bool) -> Fu
     settings = tuned.exchange_gemm_facts(layout, columns, hidden, dtype)
     combine = tuned.schedule(schedule, "grouped_gemm_combine", **settings).combine_mode
     combine = combine or combine_mode(layout, columns, hidden, by_pallas=by_pallas)
-    return FusedModes(none, rows, tokens, combine, _mode_with_gradient(schedule, facts, by_pallas))
-
-
-def _mode_with_gradient(schedule: Schedule, facts: FusedFacts, by_pallas: bool) -> str | None:
-    """Choose the mode of GEMM + combine in one launch with the weight gradient; None: in a separate one."""
-    schedule = backward_schedule(schedule, facts.layout, facts.columns, facts.hidden, facts.dtype)
-    wanted, mode = schedule.fuse_weight_gradients, schedule.combine_mode
-    if facts.layout.capacity > BOUND or wanted is False:
-        return None
-    times = backward_times(facts.layout, facts.columns, facts.hidden, by_pallas=by_pallas)
-    if wanted is None and not _gradient_is_faster(times, mode):
-        return None
-    return mode or min(COMBINE_MODES, key=lambda name: times.shared[name])
-
-
-def _gradient_is_faster(times: BackwardTimes, mode: str | None) -> bool:
-    """Whether the weight gradient is faster in the launch of GEMM + combine, by more than 1 %."""
-    if jax.default_backend() == "cpu":
-        return False  # the interpreter runs nothing at the same time
-    modes = COMBINE_MODES if mode is None else (mode,)
-    apart, together = (min(found[name] for name in modes) for found in times)
-    return 1.01 * together < apart
-
-
-def backward_schedule(given: Schedule, layout: Layout, features: int, hidden: int, dtype: DTypeLike) -> Schedule:
-    """Return the schedule of the backward pass of dispatch + GEMM: rows `[., features]` to tokens `[., hidden]`."""
-    facts = tuned.exchange_gemm_facts(layout, features, hidden, dtype)
-    return tuned.schedule(given, "grouped_gemm_combine_with_weight_gradient", **facts)
+    return FusedModes(none, rows, tokens, combine)

@@ -1,8 +1,6 @@
 """All-to-all and grouped GEMM, in one launch or in two: dispatch + GEMM, and GEMM + combine.
 
-The caller passes the implementation of GEMMs in separate launches. In the backward pass of dispatch + GEMM, one of
-two launches also computes the weight gradient: GEMM + combine, whose programs compute the gradient when they have no
-more rows to send; or combine alone, after a separate GEMM, most of whose programs compute the gradient.
+The caller passes the implementation of GEMMs in separate launches.
 """
 
 from __future__ import annotations
@@ -14,32 +12,29 @@ import jax.numpy as jnp
 
 from jax_ep import context, ffi
 from jax_ep.core.expert_matrices import GemmWeights
-from jax_ep.core.kernel import Argument, Config, Descriptor, Kernel
+from jax_ep.core.kernel import Config, Descriptor, Kernel
 from jax_ep.core.layout import Bias, dropless_capacity, power_of_two, row_tokens
 from jax_ep.core.operations import GroupedGemm
 from jax_ep.megakernels import grouped_gemm, tuned
 from jax_ep.megakernels.activation import gather_rows
-from jax_ep.megakernels.cost_model import backward_schedule, fused_modes
+from jax_ep.megakernels.cost_model import fused_modes
 from jax_ep.megakernels.exchange import (
-    combine_config,
     copied_columns,
     dispatch_tokens,
-    exchange_sizes,
     num_bytes,
     sum_results,
     summed_columns,
 )
-from jax_ep.megakernels.grouped_gemm import gradient_operands, gradient_result, weights_operand
+from jax_ep.megakernels.grouped_gemm import weights_operand
 from jax_ep.megakernels.kernels import exchange_gemm as exchange_gemm_kernels
 from jax_ep.megakernels.kernels import exchange_gemm_structs as structs
 from jax_ep.megakernels.kernels import gemm_structs
-from jax_ep.megakernels.kernels.exchange_structs import Combine, SumTile
-from jax_ep.megakernels.launch import all_programs, group_of, launch, optional, stores_by_descriptor
+from jax_ep.megakernels.kernels.exchange_structs import SumTile
+from jax_ep.megakernels.launch import all_programs, group_of, launch, optional
 from jax_ep.megakernels.send_order import order_sends
 from jax_ep.types import Array, Handle, Layout, Options, Schedule
 
 __all__ = [
-    "combine_with_weight_gradient",
     "dispatch_apart",
     "dispatch_grouped_gemm",
     "expert_rows",
@@ -49,15 +44,9 @@ __all__ = [
 
 _DISPATCH_GEMM = Kernel(exchange_gemm_kernels.dispatch_gemm, ffi.Operation.DISPATCH_GROUPED_GEMM)
 _GEMM_COMBINE = Kernel(exchange_gemm_kernels.gemm_combine, ffi.Operation.GROUPED_GEMM_COMBINE)
-_COMBINE_WITH_WEIGHT_GRADIENT = Kernel(
-    exchange_gemm_kernels.combine_with_weight_gradient, ffi.Operation.GROUPED_GEMM_COMBINE
-)
 
 _ITEM_BYTES = 2
 """Bytes of an element that travels in a launch with a GEMM: see requirements.py."""
-
-COMBINE_PROGRAMS = 24
-"""Programs that combine next to the weight gradient: few leave more of the GPU to that, and finish with it."""
 
 
 def dispatch_grouped_gemm(
@@ -159,34 +148,28 @@ def grouped_gemm_combine(
     *,
     transpose_rhs: bool,
     bias: Bias | None = None,
-    tokens: Array | None = None,
-) -> tuple[Array, Array | None, Array | None]:
+) -> tuple[Array, Array | None]:
     """Multiply rows by the weights of their experts, add the bias, and combine: mode "scatter".
 
     `h [R, F]` times `w [L, F, H]`, or `[L, H, F]` with `transpose_rhs`, gives `[T, H]`; `[R]` values go to the `[T, K]`
-    assignments of their rows. With `tokens [R, H]`, the kernel also computes the gradient of w, see
-    `combine_with_weight_gradient`. In mode "serial" the GEMM and the combine are separate calls.
+    assignments of their rows. In mode "serial" the GEMM and the combine are separate calls.
     """
     layout, widths = handle.layout, (h.shape[1], w.shape[1 if transpose_rhs else 2])
-    gradient = None if tokens is None else scattered_gradient_sizes(layout, *widths, transpose_rhs)
-    config, sizes = gemm_combine_sizes(layout, *widths, transpose_rhs, gradient)
+    config, sizes = gemm_combine_sizes(layout, *widths, transpose_rhs)
     slots, product = optional((layout.num_tokens, layout.top_k), row_weights), sizes.gemm
     context.reserve("gemm_combine", sizes.weights_offset + num_bytes(slots))
     rows = Descriptor(h, (product.tile.block_m, product.tile.block_k))
     sums = sum_results((layout.num_tokens, product.N), options.sum_dtype or h.dtype, config, sizes.sums.list_length)
-    factors, found = None, None
-    if tokens is not None and gradient is not None:
-        factors, found = _gradient_arguments(h, tokens, gradient, transpose_rhs)
     bias_arrays = grouped_gemm.bias_operand(bias, layout.capacity)
     matrices, product = weights_operand(w, product)
-    operands = (rows, row_weights, matrices, _arrays_of(handle), bias_arrays, factors)
-    results, constants = (sums, slots, found), {"S": dataclasses.replace(sizes, gemm=product)}
-    sums, *others = launch(_GEMM_COMBINE, operands, results, config, constants, group=group_of(handle))
-    return sums.out_ptr, *others
+    operands = (rows, row_weights, matrices, _arrays_of(handle), bias_arrays)
+    constants = {"S": dataclasses.replace(sizes, gemm=product)}
+    sums, found = launch(_GEMM_COMBINE, operands, (sums, slots), config, constants, group=group_of(handle))
+    return sums.out_ptr, found
 
 
 def gemm_combine_sizes(
-    layout: Layout, features: int, hidden: int, transpose_rhs: bool, gradient: gemm_structs.WeightGradient | None = None
+    layout: Layout, features: int, hidden: int, transpose_rhs: bool
 ) -> tuple[Config, structs.GemmCombine]:
     """Return config and sizes of GEMM + combine, `[., features]` times `[features, hidden]`."""
     # Add up all rows at the end: between tiles, sums run at a seventh of the rate (docs/design/rejected.md).
@@ -204,95 +187,10 @@ def gemm_combine_sizes(
         padded_top_k=choices,
         sums=SumTile(columns, tokens * choices, stages),
         gemm=_gemm_sizes(layout, features, hidden, transpose_rhs),
-        gradient=gradient,
     )
     return Config(all_programs(), num_warps=8, num_stages=3), sizes
-
-
-def scattered_gradient_sizes(
-    layout: Layout, features: int, hidden: int, transpose_rhs: bool
-) -> gemm_structs.WeightGradient:
-    """Return the sizes of the weight gradient in the launch of GEMM + combine."""
-    # As many blocks in flight as there is memory next to the buffer of the stored tile.
-    width = features if transpose_rhs else hidden
-    tile = gemm_structs.WeightGradientTile(
-        block_m=128, block_n=256 if width > 128 else 128, block_rows=64, group_m=8, num_stages=3
-    )
-    if jax.default_backend() == "cpu":
-        tile = gemm_structs.WeightGradientTile(block_m=32, block_n=32, block_rows=16, group_m=8, num_stages=2)
-    return _gradient_sizes(layout, features, hidden, transpose_rhs, tile, parts=1)
-
-
-def _gradient_sizes(
-    layout: Layout, features: int, hidden: int, transpose_rhs: bool, tile: gemm_structs.WeightGradientTile, parts: int
-) -> gemm_structs.WeightGradient:
-    """Return the sizes of the gradient of `[features, hidden]` weights, transposed with `transpose_rhs`."""
-    rows, columns = (hidden, features) if transpose_rhs else (features, hidden)
-    shape = grouped_gemm.gemm_shape(layout.capacity, columns, rows, layout.num_local_experts)
-    return gemm_structs.WeightGradient(*shape, store_parts=parts, tma_store=stores_by_descriptor(), tile=tile)
-
-
-def combine_with_weight_gradient(
-    options: Options,
-    y: Array,
-    row_weights: Array | None,
-    h: Array,
-    tokens: Array,
-    handle: Handle,
-    *,
-    transpose: bool,
-) -> tuple[Array, Array | None, Array]:
-    """Combine `y [R, H]`, the result of a separate GEMM of `h [R, F]`, and compute the gradient of its weights.
-
-    Returns:
-      `[T, H]` sums, the `[T, K]` row_weights of assignments or None, and the gradient: per local expert, rows of h
-      times `tokens [R, H]`, or tokens times rows with `transpose`; zero for experts without rows.
-    """
-    layout, hidden = handle.layout, tokens.shape[1]
-    schedule = backward_schedule(options.schedule, layout, h.shape[1], hidden, h.dtype)
-    config, sizes = combine_with_weight_gradient_sizes(schedule, layout, h.shape[1], hidden, h.dtype, transpose)
-    factors, gradient = _gradient_arguments(h, tokens, sizes.gradient, transpose)
-    slots = optional((layout.num_tokens, layout.top_k), row_weights)
-    context.reserve("combine", sizes.combine.weights_offset + num_bytes(slots))
-    results = (
-        sum_results((layout.num_tokens, hidden), h.dtype, config, sizes.combine.tile.list_length),
-        slots,
-        gradient,
-    )
-    operands = (y, row_weights, _arrays_of(handle), factors)
-    sums, slot_weights, gradient = launch(
-        _COMBINE_WITH_WEIGHT_GRADIENT, operands, results, config, {"S": sizes}, group=group_of(handle)
-    )
-    return sums.out_ptr, slot_weights, gradient
 
 
 def expert_rows(saved: Array, handle: Handle, saved_as: str) -> Array:
     """Return saved tokens in expert order: a GEMM that gathers is slower than a copy (docs/design/grouped_gemm.md)."""
     return saved if saved_as == "rows" else gather_rows(saved, row_tokens(handle), handle.group_sizes)
-
-
-def combine_with_weight_gradient_sizes(
-    schedule: Schedule, layout: Layout, features: int, hidden: int, dtype: jnp.dtype, transpose_rhs: bool
-) -> tuple[Config, structs.CombineWithWeightGradient]:
-    """Return config and sizes of combine with the gradient of `[features, hidden]` weights, for sums of `dtype`."""
-    programs = schedule.num_summing_programs or (COMBINE_PROGRAMS if jax.default_backend() != "cpu" else 1)
-    schedule = dataclasses.replace(schedule, num_combining_programs=programs)
-    value_bytes = layout.num_ranks * layout.num_tokens * hidden * _ITEM_BYTES
-    combine = Combine(
-        **exchange_sizes(layout, hidden, fp8=False, scales_offset=value_bytes, weights_offset=value_bytes),
-        tile=combine_config(schedule, layout, hidden, dtype)[1],
-    )
-    tiles = grouped_gemm.weight_tiles(dtype.itemsize)
-    tile = tiles.kernel_tile(tiles.num_stages)
-    gradient = _gradient_sizes(layout, features, hidden, transpose_rhs, tile, tiles.store_parts)
-    config = Config(all_programs(tiles.programs), num_warps=tiles.num_warps)
-    return config, structs.CombineWithWeightGradient(programs, tiles_per_task=4, combine=combine, gradient=gradient)
-
-
-def _gradient_arguments(
-    h: Array, tokens: Array, sizes: gemm_structs.WeightGradient, transpose: bool
-) -> tuple[Argument, Argument]:
-    """Return both factors of a weight gradient, and the gradient itself."""
-    left, right = (tokens, h) if transpose else (h, tokens)
-    shape = sizes.num_groups, left.shape[1], right.shape[1]
-    return gradient_operands(left, right, sizes), gradient_result(shape, h.dtype, sizes)

@@ -29,7 +29,6 @@ from jax_ep.megakernels.kernels.gemm_structs import (
     GemmTile,
     GroupedGemm,
     WeightGradient,
-    WeightGradientOperands,
     WeightGradientTile,
 )
 from jax_ep.megakernels.launch import Programs, int32, launch, num_programs, stores_by_descriptor, tile_config
@@ -103,10 +102,6 @@ class WeightTiles(_StoredTiles):
 
     block_r: int = 64
     candidates: ClassVar[Mapping[str, tuple[int, ...]]] = {**_StoredTiles.candidates, "block_r": (32, 64, 128)}
-
-    def kernel_tile(self, num_stages: int | None) -> WeightGradientTile:
-        """Return the tile as kernels take it."""
-        return WeightGradientTile(self.block_m, self.block_n, self.block_r, self.group_m, num_stages)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -246,28 +241,17 @@ def weight_gradient(
     lhs, rhs, group_sizes = vary_alike((pad(lhs, 1), pad(rhs, 1), group_sizes))
     num_rows, rows, columns = *lhs.shape, rhs.shape[1]
     shape = gemm_shape(num_rows, columns, rows, groups)
-    sizes = WeightGradient(*shape, tiles.store_parts, tiles.tma_store, tiles.kernel_tile(num_stages=None))
-    operands = (*gradient_operands(lhs, rhs, sizes), group_sizes)
-    result = gradient_result((groups, rows, columns), out_dtype, sizes)
+    tile = WeightGradientTile(tiles.block_m, tiles.block_n, tiles.block_r, tiles.group_m)
+    sizes = WeightGradient(*shape, tiles.store_parts, tiles.tma_store, tile)
+    # Rows of the operands end where the kernel chooses.
+    left = Descriptor(lhs, (tiles.block_r, tiles.block_m), bounded=True)
+    right = Descriptor(rhs, (tiles.block_r, tiles.block_n), bounded=True)
+    result: Argument = jax.ShapeDtypeStruct((groups, rows, columns), out_dtype)
+    if tiles.tma_store:
+        result = Descriptor(result, (1, tiles.block_m, tiles.block_n // tiles.store_parts))
     config = tile_config(tiles, groups * -(-rows // tiles.block_m) * -(-columns // tiles.block_n))
-    return launch(_WEIGHT_GRADIENT, operands, (result,), config, {"S": sizes})[0][:, : wanted[0], : wanted[1]]
-
-
-def gradient_operands(lhs: Array, rhs: Array, sizes: WeightGradient) -> WeightGradientOperands:
-    """Describe both factors of a weight gradient, whose rows end where the kernel chooses."""
-    tile = sizes.tile
-    return WeightGradientOperands(
-        *(
-            Descriptor(x, (tile.block_rows, block), bounded=True)
-            for x, block in ((lhs, tile.block_m), (rhs, tile.block_n))
-        )
-    )
-
-
-def gradient_result(shape: tuple[int, ...], dtype: DTypeLike, sizes: WeightGradient) -> Any:
-    """Describe the weight gradient itself."""
-    result, tile = jax.ShapeDtypeStruct(shape, dtype), sizes.tile
-    return Descriptor(result, (1, tile.block_m, tile.block_n // sizes.store_parts)) if sizes.tma_store else result
+    found = launch(_WEIGHT_GRADIENT, (left, right, group_sizes), (result,), config, {"S": sizes})[0]
+    return found[:, : wanted[0], : wanted[1]]
 
 
 @functools.partial(jax.jit, static_argnames=("out_dtype", "tiles"))
@@ -400,7 +384,7 @@ def gluon_gradient_sizes(
 
 def fp8_weight_sizes(places: int, columns: int, rows: int, groups: int, tiles: Fp8WeightTiles) -> WeightGradient:
     """Return the sizes of the weight gradient in FP8."""
-    tile = WeightGradientTile(tiles.block_m, tiles.block_n, GROUP_SIZE, tiles.group_m, num_stages=None)
+    tile = WeightGradientTile(tiles.block_m, tiles.block_n, GROUP_SIZE, tiles.group_m)
     return WeightGradient(*gemm_shape(places, columns, rows, groups), store_parts=1, tma_store=False, tile=tile)
 
 

@@ -2,8 +2,7 @@
 
 They are each other's transpose with the transposed matrices, so the backward pass of each is the other kernel. The
 gradient of the matrices multiplies rows with dispatched tokens, which are sent again, or were kept where the schedule
-says so; an implementation may have one launch for it and for what travels in the backward pass. All are closed under
-differentiation, so gradients of any order exist.
+says so. All are closed under differentiation, so gradients of any order exist.
 
 Source: tokens that are not kept as they were dispatched are those of SonicMoE (arXiv:2512.14080).
 """
@@ -63,15 +62,14 @@ def dispatch_grouped_gemm(
       alignment: see `dispatch`.
       handle: see `dispatch`.
       schedule: how kernels share the GPU, see `Schedule`: here its `dispatch_mode` and `num_communicating_programs`,
-        and, for the backward pass, `keep_tokens`, `fuse_weight_gradients` and `combine_mode`.
+        and, for the backward pass, `keep_tokens` and `combine_mode`.
       implementation: see `dispatch`.
 
     Returns:
       `DispatchedGemm(hidden [R, N], weights [R] or None, group_sizes [L] int32, handle, dropped [] int32)`.
 
     Raises:
-      ValueError: `fuse_weight_gradients=True` where no such kernel exists; and as `dispatch` and `grouped_gemm` do.
-      TypeError: as `dispatch` and `grouped_gemm` do.
+      ValueError, TypeError: as `dispatch` and `grouped_gemm` do.
       NotImplementedError: no requested implementation supports the call, in the modes of the schedule.
 
     Example:
@@ -96,7 +94,6 @@ def dispatch_grouped_gemm(
         handle=handle,
     )
     plan = plans.exchange_gemm(given.options, given.facts.with_columns(w.shape[2]), out_columns=w.shape[2])
-    check_weight_gradients(plan, w)
     (tokens, weights, handle), w = exchange.located(plan.exchange, given, w)
     hidden, row_weights = dispatch_and_multiply(plan, tokens, weights, w, handle)
     return DispatchedGemm(hidden, row_weights, handle.group_sizes, handle, handle.num_dropped)
@@ -156,23 +153,6 @@ def grouped_gemm_combine(
     facts = plans.exchange_facts(h.dtype, w.shape[2], handle).with_columns(w.shape[1])
     plan = plans.exchange_gemm(options, facts, out_columns=w.shape[2], sum_dtype=sum_dtype)
     return multiply_and_combine(plan, h, w, handle, None)
-
-
-def check_weight_gradients(plan: ExchangeGemmPlan, w: GemmWeights) -> None:
-    """Raise ValueError if the schedule asks for a launch that the backward pass of dispatch + GEMM by `w` lacks."""
-    options = plan.options
-    if not options.schedule.fuse_weight_gradients or (plan.modes is not None and plan.modes.combine_with_gradient):
-        return
-    if options.wire_dtype is not None:
-        reason = f"with wire_dtype={jnp.dtype(options.wire_dtype).name} exchanges and products have their own launches"
-        remedy = "pass wire_dtype=None"
-    else:
-        name = plan.exchange.handle.implementation
-        reason = f"{name!r} has no such launch for tokens of {w.dtype} and matrices of {list(w.shape[1:])}"
-        remedy = "'triton' has it on GPUs with TMA, for bfloat16 and float16 and sizes that are multiples of 8"
-    raise ValueError(
-        f"{options.function}: fuse_weight_gradients=True, but {reason}; {remedy}, or leave it None in the schedule."
-    )
 
 
 def dispatch_and_multiply(
@@ -272,10 +252,9 @@ def run_combine(
         )
         run = registry.get("exchange", plan.exchange.combine.implementation)
         return run.combine_tokens(plan.options, y, row_weights, handle)
-    found = plan.run.grouped_gemm_combine(
+    return plan.run.grouped_gemm_combine(
         plan.options, h, row_weights, w, handle, transpose_rhs=transpose_rhs, bias=bias
     )
-    return found[:2]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -297,29 +276,6 @@ def weight_gradient(
     tokens = plan.run.expert_rows(saved, handle, saved_as)
     lhs, rhs = (rows, tokens) if transpose else (tokens, rows)
     return plan.gemm.run.weight_gradient(lhs, rhs, handle.group_sizes, out_dtype=saved.dtype)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def multiply_with_combine_and_weight_gradient(
-    plan: ExchangeGemmPlan,
-    transpose_rhs: bool,
-    saved_as: str,
-    h: Array,
-    row_weights: Array | None,
-    x: Array,
-    saved: Array,
-    w: GemmWeights,
-    handle: Handle,
-) -> tuple[Array, Array | None, Array]:
-    """`multiply_with_combine`, and `weight_gradient` of the same rows in the shape of `w`, which share a launch."""
-    tokens = plan.run.expert_rows(saved, handle, saved_as)
-    if plan.gradient_mode == "scatter":
-        operands = plan.options, h, row_weights, w, handle
-        found = plan.run.grouped_gemm_combine(*operands, transpose_rhs=transpose_rhs, tokens=tokens)
-        return cast(tuple[Array, Array | None, Array], found)
-    y = plan.gemm.run.grouped_gemm(h, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=h.dtype)
-    combine = plan.run.combine_with_weight_gradient
-    return combine(plan.options, y, row_weights, h, tokens, handle, transpose=transpose_rhs)
 
 
 type _Sums = tuple[Array, Array | None]
@@ -366,12 +322,8 @@ def _dispatch_backward(
     if form is None:
         form, saved = _sent_again(plan, x, handle, d_hidden)
         behind = exchange.later(handle, saved)
-    if plan.gradient_mode:
-        operands = (d_hidden, d_row_weights, x, saved, w, handle)
-        d_x, d_weights, d_w = multiply_with_combine_and_weight_gradient(*back, form, *operands)
-    else:
-        d_x, d_weights = multiply_with_combine(*back, d_hidden, d_row_weights, w, behind)
-        d_w = weight_gradient(plan, transpose_rhs, form, x, saved, d_hidden, handle)
+    d_x, d_weights = multiply_with_combine(*back, d_hidden, d_row_weights, w, behind)
+    d_w = weight_gradient(plan, transpose_rhs, form, x, saved, d_hidden, handle)
     return d_x, d_weights, cotangent_of(w, d_w), None
 
 
@@ -467,37 +419,8 @@ def _weight_gradient_backward(
     return d_x, None, d_rows, None  # of what was saved, which is x
 
 
-def _with_weight_gradient_forward(
-    plan: ExchangeGemmPlan,
-    transpose_rhs: bool,
-    saved_as: str,
-    *operands: *tuple[Array, Array | None, Array, Array, Array, Handle],
-) -> tuple[tuple[Array, Array | None, Array], tuple[Array, Array, Array, Handle]]:
-    h, _, x, _, w, handle = operands
-    return multiply_with_combine_and_weight_gradient(plan, transpose_rhs, saved_as, *operands), (h, x, w, handle)
-
-
-def _with_weight_gradient_backward(
-    plan: ExchangeGemmPlan,
-    transpose_rhs: bool,
-    saved_as: str,
-    residuals: tuple[Array, Array, Array, Handle],
-    cotangents: tuple[Array, Array | None, Array],
-) -> tuple[Array, Array | None, Array, None, GemmWeights, None]:
-    """Add the backward passes of both parts."""
-    h, x, w, handle = residuals
-    d_sums, d_slots, d_gradient = cotangents
-    d_h, d_row_weights, d_w, _ = _combine_backward(plan, transpose_rhs, (h, w, handle), (d_sums, d_slots))
-    residuals_of_gradient = x, h, handle
-    d_x, d_saved, d_rows, _ = _weight_gradient_backward(
-        plan, not transpose_rhs, saved_as, residuals_of_gradient, d_gradient
-    )
-    return d_h + d_rows, d_row_weights, d_x, d_saved, d_w, None
-
-
 dispatch_then_multiply.defvjp(_then_multiply_forward, _then_multiply_backward)
 dispatch_with_multiply.defvjp(_dispatch_forward, _dispatch_backward, symbolic_zeros=True)
 multiply_with_combine.defvjp(_combine_forward, _combine_backward)
 _multiply_with_combine_and_bias.defvjp(_combine_with_bias_forward, _combine_with_bias_backward)
 weight_gradient.defvjp(_weight_gradient_forward, _weight_gradient_backward)
-multiply_with_combine_and_weight_gradient.defvjp(_with_weight_gradient_forward, _with_weight_gradient_backward)

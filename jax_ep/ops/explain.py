@@ -162,10 +162,6 @@ def _unfused(name: str, part: Part, reason: str) -> Row:
 
 def _first_backward(plan: plans.ExchangeGemmPlan, name: str) -> Iterator[Row]:
     """Yield the rows of the backward pass of dispatch + GEMM."""
-    if plan.gradient_mode and plan.fused is not None:
-        what = f"{name} transposed + combine + weight gradient (backward)"
-        yield Row(what, plan.fused.implementation, plan.gradient_mode)
-        return
     yield from _gemm_combine(plan, f"{name} transposed", " (backward)")
     yield _row(f"{name}: weight gradient (backward)", plan.gemm.backward)
 

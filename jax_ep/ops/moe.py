@@ -25,7 +25,6 @@ from jax_ep.formats import check_quantized
 from jax_ep.ops import (
     balanced,
     exchange,
-    exchange_gemm,
     gemm_activation,
     hierarchical,
     moe_fp8,
@@ -95,17 +94,16 @@ def moe(
         parameters. Each call quantizes the tokens once, and weights that are not `QuantizedWeights`.
       preferred_element_type: dtype of the result, such as float32 for sums of bfloat16 experts that are not rounded
         again; GEMMs and the wire keep the dtype of x. None: that of x.
-      schedule: how kernels share the GPU, see `Schedule`: its modes apply to both GEMMs and their gradients;
-        `fuse_weight_gradients` to the first GEMM, and not with `recipe="fp8"`. None: the package chooses.
+      schedule: how kernels share the GPU, see `Schedule`: its modes apply to both GEMMs and their gradients.
+        None: the package chooses.
       implementation: see `dispatch`.
 
     Returns:
       `[T, H]`.
 
     Raises:
-      ValueError: shapes, sizes, axes or an activation that do not fit; `fuse_weight_gradients=True` in the schedule
-        where it does not exist; an unknown recipe; with `recipe="fp8"`, an H or I that is not a multiple of 128, a
-        custom activation, or another wire dtype.
+      ValueError: shapes, sizes, axes or an activation that do not fit; an unknown recipe; with `recipe="fp8"`, an H or
+        I that is not a multiple of 128, a custom activation, or another wire dtype.
       TypeError: unsupported or different dtypes; a second derivative with `recipe="fp8"`.
       NotImplementedError: no implementation supports the call.
 
@@ -211,7 +209,6 @@ def _on_tokens(layer: _Layer, given: exchange.Checked, parts: ExpertWeights) -> 
         return _by_quantized(plan, experts, x, weights, handle, parts)
     if isinstance(plan, tuple):
         return _by_fp8(plan, experts, x, weights, handle, parts)
-    exchange_gemm.check_weight_gradients(plan.first, parts.w_gate_up)
     run = gemm_activation.with_hidden_rows if plan.activated is None else gemm_activation.with_activated_rows
     return run(plan, experts, x, weights, handle, parts)
 

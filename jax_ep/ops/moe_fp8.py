@@ -64,11 +64,6 @@ def check_layer(options: Options, experts: Experts, b_gate_up: Array | None, w: 
             f"{function}: recipe='fp8' with a custom activation, or with b_gate_up and"
             " weight_on='input': the pass that quantizes rows supports neither; leave recipe=None."
         )
-    if options.schedule.fuse_weight_gradients:
-        raise ValueError(
-            f"{function}: fuse_weight_gradients=True and recipe='fp8': the layer with FP8 GEMMs saves its"
-            " tokens in another form, by other kernels; leave one of them None."
-        )
 
 
 def _multiply(

@@ -191,11 +191,6 @@ class ExchangeGemmPlan(AroundExchange):
         """Mode of GEMM + combine."""
         return "serial" if self.modes is None else self.modes.combine
 
-    @property
-    def gradient_mode(self) -> str:
-        """Mode of GEMM + combine in one launch with the weight gradient; empty: the gradient has a separate launch."""
-        return (self.modes and self.modes.combine_with_gradient) or ""
-
 
 def _known[Value](value: Value | None) -> Value:
     if value is None:

@@ -226,9 +226,9 @@ def single_launch(options: Options, facts: FusedMoEFacts, others: Sequence[str])
         if reason is not None:
             raise ValueError(f"{options.function}: single_launch=True, but {reason}; leave it None in the schedule.")
         return part
-    modes = schedule.dispatch_mode, schedule.combine_mode, schedule.fuse_weight_gradients
+    modes = schedule.dispatch_mode, schedule.combine_mode
     name = (options.implementation or registry.available("fused_moe"))[0]
-    if modes != (None, None, None) or registry.unsupported_reason(name, facts, options) is not None:
+    if modes != (None, None) or registry.unsupported_reason(name, facts, options) is not None:
         return None
     if _reason_against_one_launch(options, name, facts, others) is not None:
         return None

@@ -99,9 +99,6 @@ OPERATIONS: Mapping[str, Operation] = {
         _EXCHANGE_GEMM, {"dispatch_mode": Values(choices=DISPATCH_MODES), "num_communicating_programs": _PROGRAMS}
     ),
     "grouped_gemm_combine": Operation(_EXCHANGE_GEMM, {"combine_mode": _COMBINE}),
-    "grouped_gemm_combine_with_weight_gradient": Operation(
-        _EXCHANGE_GEMM, {"fuse_weight_gradients": _BOOLEAN, "combine_mode": _COMBINE, "num_summing_programs": _PROGRAMS}
-    ),
     "low_latency_dispatch": Operation((*_EXCHANGE, "wire_dtype"), {"num_communicating_programs": _PROGRAMS}),
     "low_latency_combine": Operation(_EXCHANGE, {"num_combining_programs": _PROGRAMS}),
     "low_latency_gemm_combine": Operation(_MASKED, _MASKED_TILES),

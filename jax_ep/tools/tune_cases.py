@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jax_ep import tuning
 from jax_ep.core.dtypes import FP8
@@ -86,7 +85,7 @@ def makers(parts: Sequence[str], all_sizes: Sequence[Sizes], formats: Sequence[s
     """Yield functions that make the cases of one group, and their arrays."""
     made: dict[str, list[Callable[[Sizes], Iterator[Case]]]] = {
         "exchange": [_exchange],
-        "exchange-gemm": [_exchange_gemm, _weight_gradients],
+        "exchange-gemm": [_exchange_gemm],
         "low-latency": [_low_latency, _masked_gemm],
         "grouped-gemm": [_grouped_gemm, _grouped_gemm_fp8],
         "fused-moe": [_fused_moe],
@@ -248,41 +247,6 @@ def _exchange_gemm(sizes: Sizes) -> Iterator[Case]:
         layer.mesh,
         second,
         (layer.rows(sizes.intermediate), w_down, layer.handle),
-    )
-
-
-def _weight_gradients(sizes: Sizes) -> Iterator[Case]:
-    """Yield the backward pass of dispatch + GEMM: GEMM + combine and the weight gradient, in one kernel or in two."""
-    layer, wide = _Exchange(sizes), 2 * sizes.intermediate
-    layout = layer.layout
-    if layer.plan(wide).fused is None:
-        return
-    w_gate_up, _ = make_weights(layer.mesh, sizes.model)
-
-    def backward(zero: Array, h: Array, w: Array, tokens: Array, handle: Any) -> Any:
-        handle = local_after(handle, zero)
-        plan = layer.plan(wide)
-        if plan.gradient_mode:
-            x = tokens[: layout.num_tokens]  # its gradient is not needed
-            fused: Any = ops.multiply_with_combine_and_weight_gradient
-            return fused(plan, True, "rows", h, None, x, tokens, w, handle)
-        sums = ops.multiply_with_combine(plan, True, h, None, w, handle)[0]
-        h, sums = lax.optimization_barrier((h, sums))  # as in a layer, where the sums come first
-        return ops.weight_gradient(plan, False, "rows", tokens, tokens, h, handle), sums
-
-    yield _case(
-        "grouped_gemm_combine_with_weight_gradient",
-        tuned.exchange_gemm_facts(layout, wide, sizes.hidden, _BF16),
-        f"gradient of dispatch + GEMM of {sizes.title}",
-        {
-            "combine_mode": ("serial", "scatter"),
-            "num_summing_programs": _PROGRAMS,
-            "fuse_weight_gradients": (False, True),
-        },
-        layer.mesh,
-        backward,
-        (layer.rows(wide), w_gate_up, layer.rows(sizes.hidden), layer.handle),
-        start={"fuse_weight_gradients": True},
     )
 
 

@@ -62,6 +62,31 @@ def test_fused_capacity(implementation, mode, capacity, expert_mesh, rng):
         check_gradients(call(*problem.args, d_out), problem, d_out, tolerance=TOLERANCE, capacity=capacity)
 
 
+def test_fused_scan_and_remat(implementation, mode, expert_mesh, rng):
+    """Gradients of two layers are those without scan and remat."""
+    problem = Layer(rng, "uniform", 2, SHAPE, BF16)
+    x, topk_idx, topk_weights, *matrices = problem.args
+    layers = [np.stack([w, np.roll(w, 1, axis=1)], axis=1) for w in matrices]
+
+    def fn(scanned, x, topk_idx, topk_weights, w_gate_up, w_down, d_out):
+        def block(x, w):
+            return x + layer(SHAPE, implementation, combine_mode=mode)(x, topk_idx, topk_weights, *w), None
+
+        def forward(x, *w):
+            if scanned:
+                return jax.lax.scan(jax.checkpoint(block), x, w)[0]
+            for i in range(2):
+                x = block(x, tuple(array[i] for array in w))[0]
+            return x
+
+        return jax.vjp(forward, x, w_gate_up, w_down)[1](d_out)
+
+    args = x, topk_idx, topk_weights, *layers, reals(rng, *x.shape, dtype=BF16)
+    got, wanted = (run(functools.partial(fn, scanned), expert_mesh(2), *args) for scanned in (True, False))
+    for name, g, w in zip(("dx", "d_gate_up", "d_down"), got, wanted, strict=True):
+        assert_close(g, w.astype(np.float64), name)
+
+
 def test_fused_float16(implementation, mode, expert_mesh, rng):
     problem = Layer(rng, "uniform", 2, SHAPE, F16)
     got = run(layer(SHAPE, implementation, combine_mode=mode), expert_mesh(2), *problem.args)

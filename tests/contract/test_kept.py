@@ -144,8 +144,7 @@ def test_residuals_no_launch_repeated(implementation, expert_mesh, rng):
 
 WAYS = {
     "fp8 on the wire": {"schedule": {"wire_dtype": jnp.float8_e4m3fn}},
-    "gradient fused": {"schedule": {"fuse_weight_gradients": True}},
-    "gradient separate": {"schedule": {"fuse_weight_gradients": False, "combine_mode": "scatter"}},
+    "scatter": {"schedule": {"combine_mode": "scatter"}},
 }
 
 

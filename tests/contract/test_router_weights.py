@@ -16,8 +16,6 @@ SHAPE = Shape(num_tokens=11, top_k=3, num_experts=4, hidden=128, intermediate=24
 FUSED = {
     "one launch": Schedule(dispatch_mode="fused", combine_mode="scatter"),
     "two launches": Schedule(dispatch_mode="serial", combine_mode="serial"),
-    "scatter with the weight gradient": Schedule(combine_mode="scatter", fuse_weight_gradients=True),
-    "combine with the weight gradient": Schedule(combine_mode="serial", fuse_weight_gradients=True),
 }
 WIRES = {"as it is": {}, "fp8": {"schedule": FP8_WIRE}, "pair": {}}
 LAYOUTS = {  # Routing, and the options of its layout.
@@ -63,10 +61,8 @@ def scattered(d_rows, lay):
 
 
 @pytest.mark.parametrize("path", [*WIRES, *FUSED])
-@pytest.mark.slow_interpreted(unless={"path": ["as it is", "one launch", "combine with the weight gradient"]})
+@pytest.mark.slow_interpreted(unless={"path": ["as it is", "one launch"]})
 def test_router_weights_bits(path, implementation, expert_mesh, rng, subtests):
-    if implementation != "triton" and path in FUSED and FUSED[path].fuse_weight_gradients:
-        pytest.skip("only the implementation triton has this launch")
     matrices = (2, SHAPE.num_experts // 2, SHAPE.hidden, SHAPE.intermediate)
     for name, (routing, layout) in LAYOUTS.items():
         with subtests.test(name):

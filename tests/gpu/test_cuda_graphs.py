@@ -46,11 +46,10 @@ def fused(x, ids, weights, w_gate_up, w_down):
 
 
 def gradients(x, ids, weights, w_gate_up, w_down):
-    """Run a layer's backward pass, with weight gradients fused with the communication."""
+    """Run a layer's backward pass."""
 
     def loss(x, *matrices):
-        schedule = jax_ep.Schedule(fuse_weight_gradients=True)
-        y = jax_ep.moe(x, ids[0], weights[0], *matrices, schedule=schedule, **OPTIONS)
+        y = jax_ep.moe(x, ids[0], weights[0], *matrices, **OPTIONS)
         return jnp.sum(jnp.square(y.astype(jnp.float32)))
 
     return jax.grad(loss, argnums=(0, 1, 2))(x, w_gate_up, w_down)

@@ -26,7 +26,7 @@ BF16, I32 = np.dtype(jnp.bfloat16), np.dtype(np.int32)
 GATHER = Kernel(rows_kernels.gather_rows)
 GATHER_SIZES = {"S": RowPass(num_rows=32, width=128, num_groups=4, padded_groups=16, block_rows=16, block_columns=128)}
 GRADIENT = Kernel(grouped_gemm_kernels.weight_gradient)
-GRADIENT_TILE = WeightGradientTile(64, 64, 64, 8, num_stages=None)
+GRADIENT_TILE = WeightGradientTile(64, 64, 64, 8)
 GRADIENT_SIZES = {"S": WeightGradient(256, 128, 192, 4, 16, store_parts=1, tma_store=True, tile=GRADIENT_TILE)}
 Array = jax.ShapeDtypeStruct
 

@@ -81,18 +81,12 @@ def gemm_combine(mode):
     return fn
 
 
-def layer_gradients(x, ids, w, h, schedule=None):
+def layer_gradients(x, ids, w, h):
     def loss(x, w, weights):
-        y = jax_ep.moe(x, ids, weights, w, w[..., : F // 2].swapaxes(1, 2), **OPTIONS, schedule=schedule)
+        y = jax_ep.moe(x, ids, weights, w, w[..., : F // 2].swapaxes(1, 2), **OPTIONS)
         return y.astype(jnp.float32).sum()
 
     return jax.grad(loss, argnums=(0, 1, 2))(x.astype(jnp.bfloat16), w, jnp.ones(ids.shape, jnp.float32))
-
-
-def gradients_of_parts(*arguments):
-    """With the weight gradient next to combine, and the gradient of router weights."""
-    schedule = Schedule(combine_mode="serial", dispatch_mode="fused", fuse_weight_gradients=True)
-    return layer_gradients(*arguments, schedule)
 
 
 def low_latency_dispatch(x, ids, w, h):
@@ -233,11 +227,10 @@ def test_launch_identity_operation(monkeypatch, mesh, rng):
         return launch_identity(kernel, arrays, constants)
 
     monkeypatch.setattr(launch, "launch_identity", record)
-    for program in (*PROGRAMS.values(), gradients_of_parts):
+    for program in PROGRAMS.values():
         jax.eval_shape(harness.per_rank(program, mesh), *inputs(rng, 128))
     names = ["dispatch", "combine", "low_latency_dispatch", "low_latency_combine", "low_latency_gemm_combine"]
-    of_parts = {"plan": "dispatch", "dispatch_gemm": "dispatch_grouped_gemm"}
-    of_parts |= dict.fromkeys(("gemm_combine", "combine_with_weight_gradient"), "grouped_gemm_combine")
+    of_parts = {"plan": "dispatch", "dispatch_gemm": "dispatch_grouped_gemm", "gemm_combine": "grouped_gemm_combine"}
     assert found == {*((name, name) for name in names), *of_parts.items()}
     assert {operation for _, operation in found} == {x.name.lower() for x in ffi.Operation if x}
 

@@ -1,9 +1,7 @@
 """The fused kernels at model sizes: tensor cores, TMA, 16-byte rows, no spilled registers, memory that fits."""
 
 import dataclasses
-import re
 
-import jax.numpy as jnp
 import pytest
 from compiling import TENSOR_CORES, compiled
 
@@ -40,14 +38,6 @@ def matrices(product):
 def in_two_arrays(sizes):
     """Return the sizes of a kernel whose last two experts are copies in their own array."""
     return dataclasses.replace(sizes, gemm=dataclasses.replace(sizes.gemm, home_groups=sizes.gemm.num_groups - 2))
-
-
-def of_gradient(gradient):
-    """Return types of the operands of the weight gradient and of the gradient."""
-    tile = gradient.tile
-    factors = [f"tensordesc<bf16[1, 1, {tile.block_rows}, {width}]>" for width in (tile.block_m, tile.block_n)]
-    stored = f"tensordesc<bf16[1,{tile.block_m},{tile.block_n // gradient.store_parts}]>"
-    return {"factors": gemm_structs.WeightGradientOperands(*factors), "gradient": stored}
 
 
 @pytest.mark.parametrize("capability", [90, 100])
@@ -103,7 +93,6 @@ def build_gemm_combine(config, sizes, capability, *, bias=False, out="*bf16"):
     types |= {"b_desc": matrices(sizes.gemm)}
     types["h_desc"] = f"tensordesc<bf16[{sizes.gemm.tile.block_m}, {sizes.gemm.tile.block_k}]>"
     types["bias"] = gemm_structs.Bias("*bf16", "*fp32") if bias else None
-    types |= of_gradient(sizes.gradient) if sizes.gradient else {"factors": None, "gradient": None}
     product = TENSOR_CORES[capability]
     built = compiled(exchange_gemm._GEMM_COMBINE, types, constants(sizes), config, capability, product=product)
     # Tiles and K form one loop: a tile can be stored while the next one is loaded.
@@ -111,35 +100,3 @@ def build_gemm_combine(config, sizes, capability, *, bias=False, out="*bf16"):
     loaded = 2 * config.num_stages * tile.block_k * (tile.block_m + tile.block_n)
     assert built["shared"] > loaded + (8 << 10)
     return built
-
-
-@pytest.mark.parametrize(
-    ("capability", "shape", "transposed", "drops"),
-    [(n, DEEPSEEK, True, False) for n in (90, 100)] + [(90, DEEPSEEK_LONG, True, True), (90, MIXTRAL, False, True)],
-)
-@pytest.mark.slow(unless={"shape": [DEEPSEEK]})
-def test_fused_ptx_gemm_combine_weight_gradients(capability, shape, transposed, drops, on_h200):
-    tokens, hidden, features, _ = shape
-    widths = layout(tokens), features, hidden, transposed
-    gradient = exchange_gemm.scattered_gradient_sizes(*widths)
-    config, sizes = exchange_gemm.gemm_combine_sizes(*widths, gradient)
-    built = build_gemm_combine(config, dataclasses.replace(sizes, may_drop=drops), capability)
-    assert re.search(r"cp\.async\.bulk\.tensor\.4d\.shared", built["ptx"]), "rows and tokens do not come by TMA"
-
-
-@pytest.mark.parametrize(
-    ("capability", "shape", "transposed"), [(90, DEEPSEEK, True), (90, DEEPSEEK_LONG, False), (100, MIXTRAL, True)]
-)
-@pytest.mark.slow(unless={"shape": [DEEPSEEK]})
-def test_fused_ptx_combine_weight_gradients(capability, shape, transposed, on_h200):
-    """Two programs fit on a multiprocessor."""
-    tokens, hidden, features, _ = shape
-    config, sizes = exchange_gemm.combine_with_weight_gradient_sizes(
-        Schedule(), layout(tokens), features, hidden, jnp.dtype(jnp.bfloat16), transposed
-    )
-    types = {"handle": HANDLE, "y_ptr": "*bf16", "sums": exchange_structs.Sums("*bf16", "*i32")} | PEERS | WEIGHTS
-    types |= of_gradient(sizes.gradient)
-    kernel, programs = exchange_gemm._COMBINE_WITH_WEIGHT_GRADIENT, 2 if capability == 90 else 1
-    options = {"product": TENSOR_CORES[capability], "programs": programs}
-    built = compiled(kernel, types, constants(sizes), config, capability, **options)
-    assert re.search(r"cp\.async\.bulk\.tensor\.4d\.shared", built["ptx"]), "rows and tokens do not come by TMA"

@@ -74,19 +74,13 @@ def quantized(expert_format, **options):
     return partial(quantize, format=expert_format, **options)
 
 
-FUSED = Schedule(dispatch_mode="fused", combine_mode="scatter", fuse_weight_gradients=True)
-BESIDE = Schedule(dispatch_mode="fused", combine_mode="serial", fuse_weight_gradients=True)
-SERIAL = Schedule(dispatch_mode="serial", combine_mode="serial", fuse_weight_gradients=False)
+FUSED = Schedule(dispatch_mode="fused", combine_mode="scatter")
+SERIAL = Schedule(dispatch_mode="serial", combine_mode="serial")
 
 # name: (function of one rank, its arguments, kernels among those that it launches).
 CASES = {
     "serial": (gradient(moe(schedule=SERIAL), 0, 2, 3, 4), layer(), EXCHANGE | PRODUCTS | ACTIVATION),
     "fused": (gradient(moe(schedule=FUSED), 0, 2, 3, 4), layer(), SENDS | {"exchange_gemm.gemm_combine"}),
-    "fused_gradient": (
-        gradient(moe(schedule=BESIDE), 0, 2, 3, 4),
-        layer(),
-        SENDS | {"exchange_gemm.combine_with_weight_gradient", "rows.gather_rows"},
-    ),
     "very many experts": (
         lambda x, ids: jax_ep.dispatch(x, ids, num_experts=4096, **TRITON).tokens,
         TOKENS[:2],

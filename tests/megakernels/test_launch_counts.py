@@ -37,14 +37,12 @@ def round_trip(x, ids, weights, *_):
 
 
 def layer(**options):
-    schedule = {
-        name: options.pop(name) for name in ("dispatch_mode", "combine_mode", "fuse_weight_gradients", "wire_dtype")
-    }
+    schedule = {name: options.pop(name) for name in ("dispatch_mode", "combine_mode", "wire_dtype")}
     return lambda *args: jax_ep.moe(*args, **OPTIONS, **options, schedule=Schedule(**schedule))
 
 
-MODES = {"dispatch_mode": "fused", "combine_mode": "scatter", "fuse_weight_gradients": None, "wire_dtype": None}
-SERIAL = {"dispatch_mode": "serial", "combine_mode": "serial", "fuse_weight_gradients": None, "wire_dtype": None}
+MODES = {"dispatch_mode": "fused", "combine_mode": "scatter", "wire_dtype": None}
+SERIAL = {"dispatch_mode": "serial", "combine_mode": "serial", "wire_dtype": None}
 FP8 = {"wire_dtype": jnp.float8_e4m3fn}
 # Forward, and both passes: tokens are sent again for the gradient of the first weights.
 PROGRAMS = {
@@ -56,11 +54,6 @@ PROGRAMS = {
     ),
     "two launches": (layer(**SERIAL), {"dispatch": 1, "combine": 1}, {"dispatch": 3, "combine": 2}),
     "fp8 wire": (layer(**SERIAL | FP8), {"dispatch": 1, "combine": 1}, {"dispatch": 3, "combine": 2}),
-    "combine with the weight gradient": (
-        layer(**SERIAL | {"fuse_weight_gradients": True}),
-        {"dispatch": 1, "combine": 1},
-        {"dispatch": 3, "combine": 1, "combine_with_weight_gradient": 1},
-    ),
 }
 
 
@@ -68,20 +61,42 @@ PROGRAMS = {
 @pytest.mark.slow(unless={"name": ["dispatch, combine"]})
 def test_launch_counts_router_weights(name, two_ranks, rng):
     fn, forward, both = PROGRAMS[name]
-    ids = np.argsort(rng.random((W, T, E)), axis=2)[:, :, :K].astype(np.int32)
-    weights = rng.random((W, T, K)).astype(np.float32)
-    shapes = ((W, T, H), (W, E // W, H, 2 * INNER), (W, E // W, INNER, H))
-    x, gate_up, down = (rng.normal(size=shape).astype(BF16) for shape in shapes)
+    x, ids, *others = problem(rng)
 
     def both_passes(x, ids, *others):
         y, pull = jax.vjp(lambda x, *others: fn(x, ids, *others), x, *others)
         return y, pull(jnp.ones_like(y))
 
     for program, wanted in ((fn, forward), (both_passes, both)):
-        with tracing.record() as recording:
-            harness.run(program, two_ranks, x, ids, weights, gate_up, down)
-        launches = Counter(launch.kernel for launch in recording.trace.launches.values())
-        assert launches == {kernel: W * count for kernel, count in ({"plan": 1} | wanted).items()}
+        counts = {kernel: W * count for kernel, count in ({"plan": 1} | wanted).items()}
+        assert launches(program, two_ranks, x, ids, *others) == counts
+
+
+def test_launch_counts_frozen_weights(two_ranks, rng):
+    """Tokens are not sent again for a gradient that is not needed."""
+    x, ids, *others = problem(rng)
+
+    def gradient(x, ids, *others):
+        return jax.grad(lambda x: jnp.sum(layer(**MODES)(x, ids, *others).astype(jnp.float32)))(x)
+
+    # The result is not needed, so only the backward pass combines.
+    assert launches(gradient, two_ranks, x, ids, *others) == {"plan": W, "dispatch_gemm": 2 * W, "gemm_combine": W}
+
+
+def problem(rng):
+    """Return arguments of the layer on all ranks."""
+    ids = np.argsort(rng.random((W, T, E)), axis=2)[:, :, :K].astype(np.int32)
+    weights = rng.random((W, T, K)).astype(np.float32)
+    shapes = ((W, T, H), (W, E // W, H, 2 * INNER), (W, E // W, INNER, H))
+    x, gate_up, down = (rng.normal(size=shape).astype(BF16) for shape in shapes)
+    return x, ids, weights, gate_up, down
+
+
+def launches(program, mesh, *arguments):
+    """Return the number of launches of each kernel that communicates."""
+    with tracing.record() as recording:
+        harness.run(program, mesh, *arguments)
+    return Counter(launch.kernel for launch in recording.trace.launches.values())
 
 
 LAYOUT = Layout(num_ranks=2, num_experts=4, num_tokens=9, top_k=2, capacity=40)

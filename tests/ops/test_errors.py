@@ -39,7 +39,6 @@ PAIRS_IN = ["dispatch", "low_latency_dispatch"]
 COMBINE = ["combine", "grouped_gemm_combine"]
 DIVISIBLE = "multiple|divi(de|sible)"
 NARROW = {"w": f32(L, 200, N), "w_gate_up": f32(L, 200, 2 * INNER), "w_down": f32(L, INNER, 200)}
-BESIDE = jax_ep.Schedule(fuse_weight_gradients=True)
 FP8_WIRE = {"schedule": jax_ep.Schedule(wire_dtype=FP8)}
 HALF_PAIR = (fp8(T, H), f32(T, 3))
 
@@ -139,22 +138,6 @@ COMPUTE_CASES = [
     *size("grouped_gemm_combine", "w", f32(L, 25, H), 25, INNER),
     *size("grouped_gemm_combine", "w", f32(3, INNER, H), 3, L),
     *size("grouped_gemm_combine", "h", f32(R + 3, INNER), R + 3, R),
-    # gradients in one launch
-    *value(
-        ["moe", "dispatch_grouped_gemm"],
-        {"schedule": BESIDE, "implementation": "xla"},
-        f"fuse_weight_gradients=True; 'xla'; float32; {H}; 'triton'; leave it None in the schedule",
-    ),
-    *value(
-        "moe",
-        {"schedule": replace(BESIDE, wire_dtype=FP8)},
-        "wire_dtype=float8_e4m3fn; wire_dtype=None; leave it None in the schedule",
-    ),
-    *value(
-        "moe",
-        {"schedule": BESIDE, "recipe": "fp8", "w_gate_up": f32(L, H, 256), "w_down": f32(L, 128, H)},
-        "fuse_weight_gradients; recipe='fp8'; None",
-    ),
     *value(
         ["moe", "fused_moe", "dispatch", "combine", "low_latency_dispatch", "low_latency_moe"],
         {"schedule": "serial"},

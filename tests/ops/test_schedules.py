@@ -15,7 +15,7 @@ from jax_ep import Schedule
 from jax_ep.sharding import sharded_moe
 from mistakes import trace
 
-PROGRAMS = ("num_communicating_programs", "num_combining_programs", "num_summing_programs")
+PROGRAMS = ("num_communicating_programs", "num_combining_programs")
 RANGES = dict.fromkeys(PROGRAMS, (1, 1 << 16)) | {"rows_in_flight": (1, 10)}
 POWERS = {"num_warps": 16, "tokens_per_block": 1024}
 OTHER = Schedule(**dict.fromkeys(PROGRAMS, 3), num_warps=2, tokens_per_block=2, rows_in_flight=3)
@@ -55,7 +55,7 @@ def test_schedule_mode_names(field, known, value):
     assert Schedule(**{field: known}) != Schedule(**{field: "serial"})
 
 
-@pytest.mark.parametrize("field", ["fuse_weight_gradients", "keep_tokens", "single_launch"])
+@pytest.mark.parametrize("field", ["keep_tokens", "single_launch"])
 def test_schedule_bool_types(field):
     with pytest.raises(TypeError, match=rf"^Schedule: {field}='always' is a str, .*True, False, or None"):
         Schedule(**{field: "always"})

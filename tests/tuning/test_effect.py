@@ -226,24 +226,19 @@ def test_tuning_random_fp8_tiles(case, two_ranks, rng):
 def test_tuning_modes_from_file(mode, make_file):
     facts = {"num_ranks": 2, "num_tokens": 16, "top_k": 2, "num_experts": 4, "depth": 64, "columns": 64}
     facts |= {"dtype": "bfloat16"}
-    name = "grouped_gemm_combine_with_weight_gradient"
-    fuse, combine = mode == "fused", "scatter" if mode == "fused" else "serial"
+    combine = "scatter" if mode == "fused" else "serial"
     found = tuned.exchange_gemm_facts(LAYOUT, H, H, jnp.dtype("bfloat16"))
     tuning.use(
         make_file(
             entry("dispatch_grouped_gemm", facts, dispatch_mode=mode),
-            entry(name, facts, fuse_weight_gradients=fuse, combine_mode=combine, num_summing_programs=1),
+            entry("grouped_gemm_combine", facts, combine_mode=combine),
         )
     )
     assert tuned.schedule(Schedule(), "dispatch_grouped_gemm", **found).dispatch_mode == mode
-    chosen = Schedule(combine_mode="serial")
-    filled = tuned.schedule(chosen, name, **found)
-    assert (filled.fuse_weight_gradients, filled.combine_mode, filled.num_summing_programs) == (fuse, "serial", 1)
     facts = FusedFacts(jnp.dtype("bfloat16"), H, H, LAYOUT)
     modes = cost_model.fused_modes(Schedule(), facts, by_pallas=False)
-    assert modes.dispatch == mode and (modes.combine_with_gradient == "scatter") is fuse
-    modes = cost_model.fused_modes(Schedule(fuse_weight_gradients=not fuse), facts, by_pallas=False)
-    assert (modes.combine_with_gradient is None) is fuse
+    assert (modes.dispatch, modes.combine) == (mode, combine)
+    assert cost_model.fused_modes(Schedule(combine_mode="serial"), facts, by_pallas=False).combine == "serial"
 
 
 def test_tuning_rates_scale_cost_model(make_file):

@@ -62,19 +62,23 @@ def list_arrivals(list_ptr, topk_idx_ptr, block, rank, S: tl.constexpr):
 
 
 @triton.jit
-def combine_blocks(
+def combine(
     y_ptr,
     weights_ptr,
     topk_idx_ptr,
     assignment_to_row_ptr,
+    peers,
     sums,
     out_weights_ptr,
-    launch,
-    not_failed,
     S: tl.constexpr,
     HEAP: tl.constexpr,
 ):
-    """Run the tasks of an open launch until none is left; arguments as for `combine`."""
+    """Combine `y [num_rows, hidden]` to `sums`; the int32 arrays are those of the handle.
+
+    Unless both are None, values `weights [num_rows]` of rows go to `out_weights [num_tokens, top_k]`, the assignments
+    of their rows; assignments without a row get zero.
+    """
+    launch, not_failed = protocol.open_launch(peers, HEAP)
     # Accumulate in float32, or in float64 for float64.
     SUM: tl.constexpr = tl.float64 if y_ptr.dtype.element_ty == tl.float64 else tl.float32
     wire: tl.constexpr = tl.float8e4nv if S.fp8 else y_ptr.dtype.element_ty
@@ -127,29 +131,6 @@ def combine_blocks(
                 take_weights(topk_idx_ptr, tokens, out_weights_ptr, launch, S, S.num_local_experts, HEAP)
             trace(launch, SUM_EVENT, began, task, HEAP)
         task = protocol.next_task(launch)
-
-
-@triton.jit
-def combine(
-    y_ptr,
-    weights_ptr,
-    topk_idx_ptr,
-    assignment_to_row_ptr,
-    peers,
-    sums,
-    out_weights_ptr,
-    S: tl.constexpr,
-    HEAP: tl.constexpr,
-):
-    """Combine `y [num_rows, hidden]` to `sums`; the int32 arrays are those of the handle.
-
-    Unless both are None, values `weights [num_rows]` of rows go to `out_weights [num_tokens, top_k]`, the assignments
-    of their rows; assignments without a row get zero.
-    """
-    launch, not_failed = protocol.open_launch(peers, HEAP)
-    combine_blocks(
-        y_ptr, weights_ptr, topk_idx_ptr, assignment_to_row_ptr, sums, out_weights_ptr, launch, not_failed, S, HEAP
-    )
     # After a failure no result may look valid.
     if protocol.end_launch(launch, HEAP):
         poison(sums.out_ptr, S.num_tokens * S.hidden)

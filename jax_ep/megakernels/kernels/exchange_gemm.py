@@ -1,4 +1,4 @@
-"""All-to-all fused with grouped GEMMs: dispatch + GEMM, GEMM + combine, and combine overlapped with a weight gradient.
+"""All-to-all fused with grouped GEMMs: dispatch + GEMM, and GEMM + combine.
 
 Every kernel finishes with one resident program per rank: a program waits for another rank only for work that some
 running program has taken.
@@ -26,15 +26,9 @@ larger of link time and GEMM time.
 
 **GEMM + combine** (`gemm_combine`). Each tile's epilogue stores its rows directly at their sources, at assignment
 `[token, k]` of the heap. Every program computes a fixed share of the tiles and counts itself; the last one to count
-signals all ranks. If a weight gradient of the same rows is wanted, programs then compute its tiles while rows travel:
-these need nothing from other ranks, and programs with fewer GEMM tiles start with them. Then programs add the rows of
-this rank's tokens, in float32 and in order of k. No deadlock: the first program of a rank signals before it waits for
-handshakes. Only sums wait for what other ranks compute, and only in programs that see all programs of this launch
-started; the last one to start always does. Floor as above.
-
-**Combine overlapped with a weight gradient** (`combine_with_weight_gradient`). The rows come from an earlier launch.
-The first `comm_programs` programs run the tasks of combine.py, the others take gradient tiles from a queue, and the
-first ones join them at the end. So the link and the tensor cores work at the same time, and few programs wait.
+signals all ranks. Then programs add the rows of this rank's tokens, in float32 and in order of k. No deadlock: the
+first program of a rank signals before it waits for handshakes. Only sums wait for what other ranks compute, and only in
+programs that see all programs of this launch started; the last one to start always does. Floor as above.
 """
 
 from typing import NamedTuple
@@ -43,11 +37,9 @@ import triton
 import triton.language as tl
 
 from . import protocol, tiles
-from .combine import combine_blocks
 from .exchange_structs import Rows
 from .failures import QUEUE, STARTED, poison
 from .gemm_structs import Pointer, Value
-from .grouped_gemm import ALL_TASKS, multiply_rows
 from .listed_sums import sum_listed, write_list
 from .router_weights import clear_weights, push_weights, return_weights, store_row_weights, take_weights
 from .token_rows import copy_tokens, send_mask
@@ -415,11 +407,9 @@ def gemm_combine(
     b_desc,
     handle,
     bias,
-    factors,
     peers,
     sums,
     out_weights_ptr,
-    gradient,
     S: tl.constexpr,
     HEAP: tl.constexpr,
 ):
@@ -428,10 +418,6 @@ def gemm_combine(
     Weights are `[num_local_experts, K, hidden]` (`[., hidden, K]` if transposed). Unless it is None, a `Bias` is added
     before rows are rounded and sent. Unless both are None, values `weights [num_rows]` go to `out_weights [num_tokens,
     top_k]`, zero where an assignment has no row.
-
-    Unless `gradient` is None, the launch also computes the weight gradient of `factors`, which are `h` and the tokens
-    `[num_rows, hidden]` by row, in this order, or swapped if the weights are transposed. `gradient` is a descriptor of
-    blocks `[1, block_m, block_n / store_parts]`.
     """
     launch, not_failed = protocol.open_launch(peers, HEAP)
     NUM_RANKS: tl.constexpr = HEAP.num_ranks
@@ -456,9 +442,8 @@ def gemm_combine(
             trace_exchange(launch, PUSH_EVENT, began, tl.program_id(0), -1, 0, HEAP)
     groups = tiles.locate_groups(handle.sizes_ptr, GEMM)
     group_ends = tiles.number_tasks(groups, GEMM)
-    all_tiles = tiles.tasks_until(tl.max(group_ends, axis=0))
     # After a failure compute no tiles: a peer may no longer be there to receive.
-    num_tiles = all_tiles * not_failed
+    num_tiles = tiles.tasks_until(tl.max(group_ends, axis=0)) * not_failed
     # GEMM: the loops over tiles and K are one, so the loads of a tile begin before the previous tile is stored.
     for i in tl.range(0, tiles.num_own_tasks(num_tiles), flatten=True):
         began = stamp(HEAP)
@@ -477,14 +462,6 @@ def gemm_combine(
         if protocol.count_stored(launch, 0):
             for peer_rank in range(NUM_RANKS):
                 protocol.publish(launch, protocol.peer_of(launch, peer_rank), 0, 0, HEAP)
-    if gradient is not None:
-        # Gradient tiles continue the round-robin after the GEMM tiles. The start does not depend on `not_failed`, which
-        # may differ between programs.
-        began = stamp(HEAP)
-        multiply_rows(
-            factors.lhs, factors.rhs, gradient, groups, tiles.first_task_after(all_tiles), ALL_TASKS, S.gradient
-        )
-        trace(launch, TILE_EVENT, began, all_tiles + tl.program_id(0), HEAP)
     if protocol.all_programs_started(launch):
         # Sum the rows of this rank's tokens; the first block waits for all ranks.
         blocks: tl.constexpr = (S.num_tokens + S.sum_tokens - 1) // S.sum_tokens
@@ -503,44 +480,6 @@ def gemm_combine(
             trace(launch, SUM_EVENT, began, block, HEAP)
             block = protocol.next_task(launch)
     if protocol.end_launch(launch, HEAP):
-        # The gradient is valid: it needs nothing from other ranks.
         poison(sums.out_ptr, S.num_tokens * GEMM.N)
         if weights_ptr is not None:
             poison(out_weights_ptr, S.num_tokens * S.top_k)
-
-
-@triton.jit
-def combine_with_weight_gradient(
-    y_ptr, weights_ptr, handle, factors, peers, sums, out_weights_ptr, gradient, S: tl.constexpr, HEAP: tl.constexpr
-):
-    """Combine `y [num_rows, hidden]` like `combine`, and compute the gradient of `factors` like `gemm_combine`."""
-    launch, not_failed = protocol.open_launch(peers, HEAP)
-    programs = tl.num_programs(0)
-    GRADIENT: tl.constexpr = S.gradient
-    BLOCK_M: tl.constexpr = S.gradient.tile.block_m
-    BLOCK_N: tl.constexpr = S.gradient.tile.block_n
-    column_tiles: tl.constexpr = (GRADIENT.N + BLOCK_N - 1) // BLOCK_N
-    num_tiles: tl.constexpr = GRADIENT.num_groups * ((GRADIENT.K + BLOCK_M - 1) // BLOCK_M) * column_tiles
-    num_tasks = tl.cdiv(num_tiles, S.tiles_per_task * programs) * programs
-    # The first programs to start run combine until its queue is empty.
-    communicates = tl.atomic_add(launch.control + STARTED, 1, sem="relaxed", scope="gpu") < S.comm_programs
-    if communicates:
-        ids_ptr, rows_ptr = handle.topk_idx_ptr, handle.assignment_to_row_ptr
-        combine_blocks(
-            y_ptr, weights_ptr, ids_ptr, rows_ptr, sums, out_weights_ptr, launch, not_failed, S.combine, HEAP
-        )
-    # Then all take gradient tiles, `tiles_per_task` at a time.
-    groups = tiles.locate_groups(handle.sizes_ptr, GRADIENT)
-    task = tl.atomic_add(launch.control + QUEUE, 1, sem="relaxed", scope="gpu")
-    while task < num_tasks:
-        # Programs that take neighboring tasks work on neighboring tiles.
-        first = task // programs * programs * S.tiles_per_task + task % programs
-        began = stamp(HEAP)
-        multiply_rows(factors.lhs, factors.rhs, gradient, groups, first, S.tiles_per_task, GRADIENT)
-        trace(launch, TILE_EVENT, began, task, HEAP)
-        task = tl.atomic_add(launch.control + QUEUE, 1, sem="relaxed", scope="gpu")
-    if protocol.end_launch(launch, HEAP):
-        # The gradient is valid: it needs nothing from other ranks.
-        poison(sums.out_ptr, S.combine.num_tokens * S.combine.hidden)
-        if weights_ptr is not None:
-            poison(out_weights_ptr, S.combine.num_tokens * S.combine.top_k)

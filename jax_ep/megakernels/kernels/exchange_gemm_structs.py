@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-from .exchange_structs import Combine, SumTile
-from .gemm_structs import GroupedGemm, Pointer, WeightGradient
+from .exchange_structs import SumTile
+from .gemm_structs import GroupedGemm, Pointer
 
 
 class HandleArrays(NamedTuple):
@@ -59,14 +59,3 @@ class GemmCombine:
     padded_top_k: int  # power of two >= top_k
     sums: SumTile
     gemm: GroupedGemm  # of all rows with the weights of the local experts
-    gradient: WeightGradient | None  # of these weights; None: the launch computes no gradient
-
-
-@dataclasses.dataclass(frozen=True)
-class CombineWithWeightGradient:
-    """Static sizes of combine overlapped with a weight gradient."""
-
-    comm_programs: int  # programs that start with combine
-    tiles_per_task: int  # gradient tiles taken from the queue at a time
-    combine: Combine
-    gradient: WeightGradient

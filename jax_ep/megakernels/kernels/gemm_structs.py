@@ -107,7 +107,6 @@ class WeightGradientTile:
     block_n: int  # columns of the tile
     block_rows: int  # rows of the operands that one step contracts
     group_m: int  # as in `GemmTile`
-    num_stages: int | None  # steps in flight; None: the launch's number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,13 +130,6 @@ class Bias(NamedTuple):
 
     values_ptr: Pointer  # [num_groups, N]
     scales_ptr: Pointer  # [M] float32 factor of each row
-
-
-class WeightGradientOperands(NamedTuple):
-    """Bounded descriptors of the two arrays whose rows a weight gradient contracts."""
-
-    lhs: Pointer  # [M, K]
-    rhs: Pointer  # [M, N]
 
 
 @dataclasses.dataclass(frozen=True)

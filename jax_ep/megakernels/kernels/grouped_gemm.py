@@ -33,8 +33,6 @@ from .tiles import (
     zero_rest,
 )
 
-ALL_TASKS = tl.constexpr(1 << 30)  # limit of `multiply_rows` that no launch reaches
-
 
 @triton.jit
 def grouped_gemm(lhs, rhs, sizes_ptr, bias, out, S: tl.constexpr):
@@ -141,11 +139,12 @@ def find_gradient_tile(task, groups, S: tl.constexpr):
 
 
 @triton.jit
-def multiply_rows(lhs, rhs, out, groups, first_task, most_tasks, S: tl.constexpr):
-    """Compute up to `most_tasks` gradient tiles: `first_task`, then every num_programs-th task while there are any.
+def weight_gradient(lhs, rhs, sizes_ptr, out, S: tl.constexpr):
+    """Compute `out[g] = lhs[rows of g].T @ rhs[rows of g]` in `[num_groups, K, N]`, zero for empty groups.
 
-    The loops over tiles and rows are one. It is written by hand, since the number of row blocks differs between groups:
-    the loads of a tile begin before the previous tile is stored.
+    `lhs` and `rhs` are bounded descriptors. `out` is a pointer, or if `S.tma_store` a descriptor of the stored blocks:
+    TMA stores overlap with the next tile. The loops over tiles and rows are one. It is written by hand, since the
+    number of row blocks differs between groups: the loads of a tile begin before the previous tile is stored.
     """
     BLOCK_M: tl.constexpr = S.tile.block_m
     BLOCK_N: tl.constexpr = S.tile.block_n
@@ -154,17 +153,18 @@ def multiply_rows(lhs, rhs, out, groups, first_task, most_tasks, S: tl.constexpr
     tiles: tl.constexpr = ((S.K + BLOCK_M - 1) // BLOCK_M) * ((S.N + BLOCK_N - 1) // BLOCK_N)
     # Number of this program's steps: its tasks in each group, times the group's row blocks (at least one, so that empty
     # groups store zeros).
+    groups = locate_groups(sizes_ptr, S)
     index = tl.arange(0, S.padded_groups)
-    before = tl.minimum(tl.cdiv(tl.maximum(index * tiles - first_task, 0), programs), most_tasks)
-    until = tl.minimum(tl.cdiv(tl.maximum((index + 1) * tiles - first_task, 0), programs), most_tasks)
+    task = tl.program_id(0)
+    before = tl.cdiv(tl.maximum(index * tiles - task, 0), programs)
+    until = tl.cdiv(tl.maximum((index + 1) * tiles - task, 0), programs)
     blocks_of_group = tl.maximum(tl.cdiv(groups.rows, BLOCK_ROWS), 1)
     num_steps = tl.sum(tl.where(index < S.num_groups, (until - before) * blocks_of_group, 0), axis=0)
-    task = first_task
     block = 0
     tile = find_gradient_tile(task, groups, S)
     num_blocks = tl.maximum(tl.cdiv(tile.end - tile.start, BLOCK_ROWS), 1)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for _ in tl.range(0, num_steps, num_stages=S.tile.num_stages):
+    for _ in range(num_steps):
         first = tile.start + block * BLOCK_ROWS
         # One step: contract a block of rows; rows past the group read as zero.
         a = load_bounded(lhs, first, tile.end, tile.row, BLOCK_ROWS, BLOCK_M)
@@ -190,7 +190,7 @@ def weight_gradient_fp8(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, sizes_ptr, out
 
     `lhs` describes `[K, places]` in blocks `[block_m, 128]`, `rhs` `[N, places]` in blocks `[block_n, 128]`, with the
     places of fp8_columns.py; there are at most M. Scales are `[M / 128, K]` and `[M / 128, N]`. Products of one block
-    of places are scaled and added in float32 registers. The loops over tiles and blocks are one, see `multiply_rows`.
+    of places are scaled and added in float32 registers. The loops over tiles and blocks are one, see `weight_gradient`.
     """
     BLOCK_M: tl.constexpr = S.tile.block_m
     BLOCK_N: tl.constexpr = S.tile.block_n
@@ -199,7 +199,7 @@ def weight_gradient_fp8(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, sizes_ptr, out
     programs = tl.num_programs(0)
     task = tl.program_id(0)
     index = tl.arange(0, S.padded_groups)
-    # Number of this program's steps, as in `multiply_rows`.
+    # Number of this program's steps, as in `weight_gradient`.
     before = tl.cdiv(tl.maximum(index * num_tiles - task, 0), programs)
     until = tl.cdiv(tl.maximum((index + 1) * num_tiles - task, 0), programs)
     blocks_of_group = tl.maximum(places.rows // GROUP, 1)
@@ -207,7 +207,7 @@ def weight_gradient_fp8(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, sizes_ptr, out
     tile = find_gradient_tile(task, places, S)
     place = tile.start
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for _ in tl.range(0, num_steps, num_stages=S.tile.num_stages):
+    for _ in range(num_steps):
         # An empty group has one step behind the last place, which reads as zero.
         first = tl.where(place < tile.end, place, S.M)
         a = lhs.load([tile.row, first])
@@ -226,17 +226,7 @@ def weight_gradient_fp8(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, sizes_ptr, out
             store_gradient_tile(out, total, tile.group, tile.row, tile.column, BLOCK_N, S.store_parts, S)
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         if is_last:
-            # Separate from the store, as in `multiply_rows`.
+            # Separate from the store, as in `weight_gradient`.
             task += programs
             tile = find_gradient_tile(task, places, S)
             place = tile.start
-
-
-@triton.jit
-def weight_gradient(lhs, rhs, sizes_ptr, out, S: tl.constexpr):
-    """Compute `out[g] = lhs[rows of g].T @ rhs[rows of g]` in `[num_groups, K, N]`, zero for empty groups.
-
-    `lhs` and `rhs` are bounded descriptors. `out` is a pointer, or if `S.tma_store` a descriptor of the stored blocks:
-    TMA stores overlap with the next tile.
-    """
-    multiply_rows(lhs, rhs, out, locate_groups(sizes_ptr, S), tl.program_id(0), ALL_TASKS, S)

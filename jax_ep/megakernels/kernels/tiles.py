@@ -120,14 +120,6 @@ def own_task(i):
 
 
 @triton.jit
-def first_task_after(num_tasks):
-    """Return this program's first task after `num_tasks` others: programs with one task less come first."""
-    programs = tl.num_programs(0)
-    full = num_tasks // programs
-    return (tl.program_id(0) + full - num_tasks % programs + programs) % programs
-
-
-@triton.jit
 def locate_weights(rhs, group, S: tl.constexpr):
     """Return the descriptor that has a group's weights, and the index of the group there; `rhs` as for `multiply`."""
     if S.home_groups == 0:

@@ -5,9 +5,7 @@ On the CPU, Mosaic's interpreter runs kernels with the same barriers and copies.
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,7 +26,7 @@ Ref = Any
 Scalar = Any  # int32, static or traced
 Scratch = Any  # declares memory or barriers of a program
 int32 = np.int32  # of all scalars in a kernel, so that x64 mode does not make them int64
-_cores = 132  # multiprocessors of H100 and H200, for lowering where there is no GPU
+_CORES = 132  # multiprocessors of H100 and H200, for lowering where there is no GPU
 _INTERPRETED_PROGRAMS = 2
 
 
@@ -42,31 +40,8 @@ def num_programs(num_tasks: int, interpret: bool, *, per_core: int = 1) -> int:
     if interpret:
         return _INTERPRETED_PROGRAMS
     on_gpu = jax.default_backend() == "gpu"
-    cores = jax.local_devices()[0].core_count if on_gpu else _cores
+    cores = jax.local_devices()[0].core_count if on_gpu else _CORES
     return min(num_tasks, cores * per_core)
-
-
-def assume_cores(number: int) -> None:
-    """Set the number of multiprocessors that kernels are lowered for on a machine without a GPU."""
-    global _cores
-    _cores = number
-
-
-class _ShapesAlone(threading.local):
-    wanted = False
-
-
-_shapes_alone = _ShapesAlone()
-
-
-@contextlib.contextmanager
-def shapes_alone() -> Iterator[None]:
-    """In this thread launches are zeros of their results: for who asks for shapes, which tracing a kernel delays."""
-    _shapes_alone.wanted = True
-    try:
-        yield
-    finally:
-        _shapes_alone.wanted = False
 
 
 def launch(
@@ -81,8 +56,6 @@ def launch(
     warpgroups: int = 1,
 ) -> Any:
     """Run a kernel; its results vary over the mesh axes over which operands do."""
-    if _shapes_alone.wanted:
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), result)
     operands = vary_alike(operands)
     kernel = plgpu.kernel(
         body,

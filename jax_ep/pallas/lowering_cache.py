@@ -25,7 +25,8 @@ from jax import export
 
 from jax_ep.core.files import sources_digest, write_atomically
 from jax_ep.core.json_files import cut, read_regular
-from jax_ep.pallas.subprocess_lowering import Shapes
+
+type Shapes = tuple[jax.ShapeDtypeStruct, ...]
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _FOLDER = "jax_ep_lowered"

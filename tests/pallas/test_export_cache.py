@@ -15,7 +15,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from harness import PATIENCE_S, make_mesh
 from jax_ep.core.mesh_axes import varying_axes
-from jax_ep.pallas import export_cache, lowering_cache, subprocess_lowering
+from jax_ep.pallas import export_cache, lowering_cache
 from jax_ep.pallas.export_cache import _compile_ahead, lowered_once
 
 ROWS = jax.ShapeDtypeStruct((8, 3), jnp.float32)
@@ -56,9 +56,8 @@ def folder(cache, tmp_path):
 
 @pytest.fixture(autouse=True)
 def nothing_compiled(monkeypatch):
-    """Disable compilation ahead, as without GPUs; test_subprocess_lowering.py covers other processes."""
+    """Disable compilation ahead, as without GPUs."""
     monkeypatch.setattr(export_cache, "_compile_ahead", lambda *facts: None)
-    monkeypatch.setattr(subprocess_lowering, "most_processes", lambda: 0)
 
 
 @pytest.fixture

@@ -22,14 +22,29 @@ from jax_ep.types import Array, Quantized
 FLOAT32, UINT8, PREPACKED_DTYPE = (np.dtype(name) for name in ("float32", "uint8", "uint32"))
 
 
+BitPlaces = tuple[tuple[int, int, int, int], ...]
+"""For each q, where a uint32 has the bits of the first element, lowest first; the second is 16 up, modulo 32."""
+
+
 class Prepacked(NamedTuple):
     """The order in which kernels need fewest instructions per element, see `with_layout`; values are uint32."""
 
     scale_dtype: np.dtype
     step: int  # elements of K that lie on one device
     scale_k: int | None  # elements of K that share a stored scale; None: `block_size`
-    pack: Callable[[Array, Array], Quantized]
-    unpack: Callable[[Array, Array], Quantized]
+    bit_places: BitPlaces
+    stored: Callable[[Array, Array], Quantized] = lambda nibbles, scales: (nibbles, scales)  # `[..., N, .]`, as packed
+    scales_of: Callable[[Array, int], Array] = lambda stored, k: stored  # its inverse, of scales of `k` elements
+
+    def pack(self, values: Array, scales: Array) -> Quantized:
+        """Return values and scales in this order."""
+        nibbles, scales = self.stored(unpack_nibbles(values), scales)
+        return prepack_nibbles(nibbles, self.bit_places), jnp.swapaxes(scales, -1, -2)
+
+    def unpack(self, packed: Array, scales: Array) -> Quantized:
+        """Invert `pack`."""
+        scales = self.scales_of(jnp.swapaxes(scales, -1, -2), 8 * packed.shape[-1])
+        return pack_nibbles(unprepack_nibbles(packed, self.bit_places)), scales
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,10 +110,6 @@ def scale_to(blocks: Array, limit: float) -> tuple[Array, Array]:
 def dequantize_columns(values: Array, scales: Array, dtype: DTypeLike) -> Array:
     """`values [..., N, K]` times the scale of each column, `[..., N]`."""
     return (values.astype(jnp.float32) * scales[..., None]).astype(dtype)
-
-
-BitPlaces = tuple[tuple[int, int, int, int], ...]
-"""For each q, where a uint32 has the bits of the first element, lowest first; the second is 16 up, modulo 32."""
 
 
 def pack_nibbles(nibbles: Array) -> Array:

@@ -14,11 +14,9 @@ from jax_ep.formats.base import (
     Prepacked,
     blocks_of,
     pack_nibbles,
-    prepack_nibbles,
     scale_to,
     transposed,
     unpack_nibbles,
-    unprepack_nibbles,
 )
 from jax_ep.types import Array, Quantized
 
@@ -37,14 +35,6 @@ def _dequantize(values: Array, scales: Array, dtype: DTypeLike) -> Array:
     return fp8.dequantize_rows(unpack_nibbles(values).astype(jnp.float32) - _OFFSET, scales, dtype)
 
 
-def _prepack(values: Array, scales: Array) -> Quantized:
-    return prepack_nibbles(unpack_nibbles(values), BIT_PLACES), jnp.swapaxes(scales, -1, -2)
-
-
-def _unprepack(packed: Array, scales: Array) -> Quantized:
-    return pack_nibbles(unprepack_nibbles(packed, BIT_PLACES)), jnp.swapaxes(scales, -1, -2)
-
-
 FORMAT = Format(
     "int4",
     _quantize,
@@ -54,5 +44,5 @@ FORMAT = Format(
     dtype=UINT8,
     block_k=fp8.GROUP_SIZE,
     takes_block_size=True,
-    prepacked=Prepacked(FLOAT32, step=32, scale_k=None, pack=_prepack, unpack=_unprepack),
+    prepacked=Prepacked(FLOAT32, step=32, scale_k=None, bit_places=BIT_PLACES),
 )

@@ -22,10 +22,8 @@ from jax_ep.formats.base import (
     Prepacked,
     blocks_of,
     pack_nibbles,
-    prepack_nibbles,
     transposed,
     unpack_nibbles,
-    unprepack_nibbles,
 )
 from jax_ep.types import Array, Quantized
 
@@ -78,23 +76,19 @@ def _powers(exponents: Array) -> Array:
     return lax.bitcast_convert_type(jnp.where(exponents == E8M0_NAN, 0x7FC00000, bits), jnp.float32)
 
 
-def _prepack(values: Array, exponents: Array) -> Quantized:
-    """Four exponents are one uint32 `[..., ceil(K / 128), N]`, with zeros behind K."""
-    stored = unpack_nibbles(values)
+def _stored(nibbles: Array, exponents: Array) -> Quantized:
+    """Four exponents are one uint32 `[..., N, ceil(K / 128)]`, with zeros behind K."""
     # Kernels make infinity of a scale that is NaN: times zero it is NaN again.
     is_nan = jnp.repeat(exponents == E8M0_NAN, BLOCK, axis=-1)
-    packed = prepack_nibbles(jnp.where(is_nan, stored & 8, stored), BIT_PLACES)
     padded = jnp.pad(exponents, [(0, 0)] * (exponents.ndim - 1) + [(0, -exponents.shape[-1] % 4)])
     parts = blocks_of(padded.astype(jnp.uint32), 4)
     steps = functools.reduce(operator.or_, (parts[..., i] << 8 * i for i in range(4)))
-    return packed, jnp.swapaxes(steps, -1, -2)
+    return jnp.where(is_nan, nibbles & 8, nibbles), steps
 
 
-def _unprepack(packed: Array, steps: Array) -> Quantized:
-    steps = jnp.swapaxes(steps, -1, -2)
+def _exponents_of(steps: Array, k: int) -> Array:
     parts = jnp.stack([steps >> 8 * i & 255 for i in range(4)], -1).astype(jnp.uint8)
-    exponents = lax.slice_in_dim(parts.reshape(*steps.shape[:-1], -1), 0, 8 * packed.shape[-1] // BLOCK, axis=-1)
-    return pack_nibbles(unprepack_nibbles(packed, BIT_PLACES)), exponents
+    return lax.slice_in_dim(parts.reshape(*steps.shape[:-1], -1), 0, k // BLOCK, axis=-1)
 
 
 FORMAT = Format(
@@ -106,5 +100,5 @@ FORMAT = Format(
     dtype=UINT8,
     scale_dtype=UINT8,
     block_k=BLOCK,
-    prepacked=Prepacked(PREPACKED_DTYPE, step=_STEP, scale_k=_STEP, pack=_prepack, unpack=_unprepack),
+    prepacked=Prepacked(PREPACKED_DTYPE, _STEP, _STEP, BIT_PLACES, _stored, _exponents_of),
 )

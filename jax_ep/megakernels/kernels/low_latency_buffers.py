@@ -24,11 +24,11 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .failures import AREA, BUFFER_BYTES, DONE, EPOCHS, EXITED, FAILED, STARTED, TICKET, TIMEOUT_NS, report_timeout
+from .failures import AREA, BUFFER_BYTES, EPOCHS
 from .gemm_structs import Value
-from .protocol import await_ready_words, first_missing, ready_word
+from .protocol import await_flags_at, await_ready_words, end_counted_launch, ready_word
 from .token_rows import goes_to
-from .trace import ANNOUNCE_EVENT, PUBLISH_EVENT, stamp, trace_members, trace_set, trace_wait
+from .trace import ANNOUNCE_EVENT, PUBLISH_EVENT, stamp, trace_set, trace_wait
 
 
 class LowLatencyBuffers(NamedTuple):
@@ -119,21 +119,8 @@ def publish_to(launch, buffers, ranks, flag, task, HEAP: tl.constexpr):
 def await_flags(launch, incoming, flags, epochs, ranks, not_failed, task, HEAP: tl.constexpr):
     """Wait for `flags [N]` in buffers `incoming [N]` of `ranks [N]`."""
     began = stamp(HEAP)
-    if not_failed != 0:
-        timeout_ns = tl.load(launch.table_ptr + HEAP.num_devices + TIMEOUT_NS)
-        words = part_of(incoming, 0, tl.int32) + 1 + flags
-        arrived = tl.atomic_poll(words, epochs, sem="acquire", scope="sys", timeout_ns=timeout_ns)
-        arrived = arrived.to(tl.int32)
-        if tl.min(arrived, axis=0) == 0:
-            not_failed = 0
-            tl.atomic_store(launch.control + FAILED, 1, sem="relaxed", scope="gpu")
-            # Report the first missing flag.
-            late = first_missing(arrived)
-            seen = tl.sum(tl.where(late, tl.atomic_load(words, sem="relaxed", scope="sys"), 0), axis=0)
-            epoch, missing = tl.sum(tl.where(late, epochs, 0), axis=0), tl.sum(tl.where(late, ranks, 0), axis=0)
-            report_timeout(launch, missing, epoch, seen, task, timeout_ns, HEAP)
-    # All threads read what the flags guard only after this barrier.
-    tl.debug_barrier()
+    words = part_of(incoming, 0, tl.int32) + 1 + flags
+    not_failed = await_flags_at(launch, words, epochs, ranks, not_failed, task, HEAP)
     trace_wait(launch, began, task, ranks, tl.max(flags, axis=0), HEAP)
     return not_failed
 
@@ -141,23 +128,4 @@ def await_flags(launch, incoming, flags, epochs, ranks, not_failed, task, HEAP: 
 @triton.jit
 def end_low_latency_launch(launch, HEAP: tl.constexpr):
     """End a launch that uses the buffers; returns like `end_launch` of protocol.py."""
-    control = launch.control
-    has_failed = 0
-    tl.debug_barrier()
-    if tl.atomic_add(control + EXITED, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
-        has_failed = tl.atomic_load(control + FAILED, sem="relaxed", scope="gpu")
-        # Reset the queue and counters for the next launch.
-        tl.store(control + TICKET, 0)
-        tl.store(control + EXITED, 0)
-        tl.store(control + DONE, 0)
-        tl.store(control + STARTED, 0)
-        lanes = tl.arange(0, triton.next_power_of_2(HEAP.num_ranks))
-        inside = lanes < HEAP.num_ranks
-        # Count this launch with every member of the group.
-        peers = tl.load(launch.group_ptr + lanes, mask=inside, other=0)
-        epochs = pair_epochs(launch, peers, HEAP)
-        trace_members(launch, EPOCHS + HEAP.num_devices, HEAP)
-        tl.store(epochs, tl.load(epochs, mask=inside, other=0) + 1, mask=inside)
-    # Stores of other programs must not land after the poison.
-    tl.debug_barrier()
-    return has_failed
+    return end_counted_launch(launch, EPOCHS + HEAP.num_devices, HEAP)

@@ -46,6 +46,7 @@ from .failures import (
     give_up,
     report,
     report_handshake,
+    report_timeout,
 )
 from .gemm_structs import Pointer, Value
 from .trace import (
@@ -278,7 +279,8 @@ def await_block_of_all(launch, block, not_failed, task, HEAP: tl.constexpr):
     ranks = tl.where(lanes < HEAP.num_ranks, lanes, launch.rank)
     devices = tl.load(launch.group_ptr + ranks)
     epochs = next_epoch(launch, devices)
-    not_failed = await_flags_at(launch, flag_index(devices, epochs, block, HEAP), epochs, ranks, not_failed, task, HEAP)
+    flags = launch.control + flag_index(devices, epochs, block, HEAP)
+    not_failed = await_flags_at(launch, flags, epochs, ranks, not_failed, task, HEAP)
     trace_exchange(launch, WAIT_EVENT, began, task, -1, block, HEAP)
     return not_failed
 
@@ -321,18 +323,18 @@ def await_flag(launch, flag, epoch, peer_rank, not_failed, task, HEAP: tl.conste
 
 
 @triton.jit
-def await_flags_at(launch, indices, epochs, ranks, not_failed, task, HEAP: tl.constexpr):
+def await_flags_at(launch, flags, epochs, ranks, not_failed, task, HEAP: tl.constexpr):
     """Wait for one flag of each of `ranks`, polling all at once, and report the first one that is missing."""
     if not_failed != 0:
         timeout_ns = tl.load(launch.table_ptr + HEAP.num_devices + TIMEOUT_NS)
-        flags = launch.control + indices
         arrived = tl.atomic_poll(flags, epochs, sem="acquire", scope="sys", timeout_ns=timeout_ns).to(tl.int32)
         if tl.min(arrived, axis=0) == 0:
             not_failed = 0
+            tl.atomic_store(launch.control + FAILED, 1, sem="relaxed", scope="gpu")
             late = first_missing(arrived)
+            seen = tl.sum(tl.where(late, tl.atomic_load(flags, sem="relaxed", scope="sys"), 0), axis=0)
             epoch, peer_rank = tl.sum(tl.where(late, epochs, 0), axis=0), tl.sum(tl.where(late, ranks, 0), axis=0)
-            flag = launch.control + tl.sum(tl.where(late, indices, 0), axis=0)
-            give_up(launch, flag, epoch, peer_rank, task, timeout_ns, HEAP)
+            report_timeout(launch, peer_rank, epoch, seen, task, timeout_ns, HEAP)
     # All threads read what the flags guard only after this barrier.
     tl.debug_barrier()
     return not_failed
@@ -363,6 +365,12 @@ def end_launch(launch, HEAP: tl.constexpr):
     Returns:
       1 in that program if the launch has failed: it must then `poison` the results. 0 in all others.
     """
+    return end_counted_launch(launch, EPOCHS, HEAP)
+
+
+@triton.jit
+def end_counted_launch(launch, EPOCHS_AT: tl.constexpr, HEAP: tl.constexpr):
+    """`end_launch` of a launch whose counts, by device, are the control words from EPOCHS_AT on."""
     control = launch.control
     has_failed = 0
     tl.debug_barrier()
@@ -373,11 +381,12 @@ def end_launch(launch, HEAP: tl.constexpr):
         tl.store(control + TICKET, 0)
         tl.store(control + EXITED, 0)
         tl.store(control + QUEUE + tl.arange(0, 32), tl.zeros((32,), tl.int32))
-        trace_members(launch, EPOCHS, HEAP)
+        trace_members(launch, EPOCHS_AT, HEAP)
         # Count this launch with every member of the group.
-        for peer_rank in range(HEAP.num_ranks):
-            peer = tl.load(launch.group_ptr + peer_rank)
-            tl.store(control + EPOCHS + peer, tl.load(control + EPOCHS + peer) + 1)
+        lanes = tl.arange(0, triton.next_power_of_2(HEAP.num_ranks))
+        inside = lanes < HEAP.num_ranks
+        epochs = control + EPOCHS_AT + tl.load(launch.group_ptr + lanes, mask=inside, other=0)
+        tl.store(epochs, tl.load(epochs, mask=inside, other=0) + 1, mask=inside)
     # Stores of other programs must not land after the poison.
     tl.debug_barrier()
     return has_failed

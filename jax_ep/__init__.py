@@ -42,7 +42,7 @@ from jax_ep.ops.moe_sort import moe_sort
 from jax_ep.ops.triton_call import triton_call
 from jax_ep.quantization import dequantize, quantize
 from jax_ep.routing import load_balancing_loss, router_z_loss, topk_router, update_router_bias
-from jax_ep.types import Experts, Routing, Schedule, Topology
+from jax_ep.types import Experts, Schedule, Topology
 
 __version__ = "0.1.0"
 
@@ -51,7 +51,6 @@ __all__ = [
     "Experts",
     "QuantizedWeights",
     "Router",
-    "Routing",
     "Schedule",
     "Topology",
     "combine",

@@ -81,7 +81,7 @@ class MoE(nnx.Module):
       num_experts: E, a multiple of the number of ranks that share the experts.
       num_experts_per_tok: K.
       router: how the router chooses, see `jax_ep.Router`; None: `Router()`. A module or function that takes tokens
-        `[N, H]` and returns a `jax_ep.Routing` of the E experts replaces the router.
+        `[N, H]` and returns a `jax_ep.types.Routing` of the E experts replaces the router.
       experts: what an expert computes, see `jax_ep.Experts`; None: `Experts()`.
       use_bias: both GEMMs of the experts have biases.
       shared_experts: experts that every token passes, see `SharedExperts`; None: none.
@@ -542,7 +542,7 @@ def _checked_router(
     if not callable(router):
         raise TypeError(
             f"MoE: router is {type_name(router)}, expected a jax_ep.Router, or a callable of tokens that returns a"
-            " jax_ep.Routing; pass jax_ep.Router(...)."
+            " jax_ep.types.Routing; pass jax_ep.Router(...)."
         )
     return Router(), router
 

@@ -20,12 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-TOKENS_NAME = "jax_ep.tokens"
-"""Name of dispatched tokens in `jax.checkpoint` policies."""
-HIDDEN_NAME = "jax_ep.hidden"
-"""Name of the first matmul's results in `jax.checkpoint` policies."""
-OUTPUT_NAME = "jax_ep.output"
-"""Name of the layer's results in `jax.checkpoint` policies."""
 Array = jax.Array
 Quantized = tuple[Array, Array]
 """FP8 rows: `(values float8_e4m3fn [N, H], scales float32 [N, H // group_size])`."""

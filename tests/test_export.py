@@ -19,7 +19,7 @@ HANDLE = jax_ep.types.Handle(ONE, ONE, ONE, ONE, None, ONE, ONE, LAYOUT)
 IDS = jnp.zeros((4, 2), jnp.int32)
 W = jnp.ones((2, 128, 128))
 VALUES = {
-    "Routing": lambda: jax_ep.Routing(IDS, ONE, ONE),
+    "Routing": lambda: jax_ep.types.Routing(IDS, ONE, ONE),
     "Handle": lambda: HANDLE,
     "HierarchicalHandle": lambda: jax_ep.types.HierarchicalHandle(HANDLE, HANDLE, ONE, ONE),
     "Dispatched": lambda: jax_ep.dispatch(jnp.ones((4, 8)), IDS, num_experts=2, axis_name=()),

@@ -411,13 +411,13 @@ def test_flax_wrong_input(x, error, match):
 def _routing_of(**changes):
     ids = jnp.zeros((6, K), jnp.int32)
     fields = {"topk_idx": ids, "topk_weights": jnp.ones((6, K)), "scores": jnp.ones((6, E))} | changes
-    return lambda tokens: jax_ep.Routing(**fields)
+    return lambda tokens: jax_ep.types.Routing(**fields)
 
 
 @pytest.mark.parametrize(
     ("router", "error", "match"),
     [
-        (lambda tokens: None, TypeError, "MoE: router returned a NoneType, expected a jax_ep.Routing"),
+        (lambda tokens: None, TypeError, "MoE: router returned a NoneType, expected a jax_ep.types.Routing"),
         (lambda tokens: (tokens, tokens, tokens), TypeError, "MoE: router returned a tuple"),
         (_routing_of(scores=None), TypeError, "MoE: scores returned by router is a NoneType"),
         *(

@@ -118,7 +118,7 @@ def longcat_experts(state):
 class Family:
     """The router, the arguments of `fused_moe`, and the positions of the weights in the state."""
 
-    route: Callable[[jax.Array, State, Config], jax_ep.Routing] = normalized
+    route: Callable[[jax.Array, State, Config], jax_ep.types.Routing] = normalized
     experts: Callable[[State], dict[str, Any]] = plain_experts
     router: str = "gate.weight"
     shared: str = ""

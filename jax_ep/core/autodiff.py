@@ -1,4 +1,4 @@
-"""Custom rules for JAX: derivatives of linear pairs, functions without one, and primitives that lower late."""
+"""Rules for JAX: names of residuals, derivatives of linear pairs, functions without one, late lowering."""
 
 from __future__ import annotations
 
@@ -14,6 +14,13 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_ep.types import Array, Options
+
+TOKENS_NAME = "jax_ep.tokens"
+"""Name of dispatched tokens in `jax.checkpoint` policies."""
+HIDDEN_NAME = "jax_ep.hidden"
+"""Name of the first matmul's results in `jax.checkpoint` policies."""
+OUTPUT_NAME = "jax_ep.output"
+"""Name of the layer's results in `jax.checkpoint` policies."""
 
 
 def transposes(function: Any, transpose: Any) -> None:

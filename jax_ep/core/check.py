@@ -127,8 +127,8 @@ def routing(function: str, name: str, value: Any, num_tokens: int, num_experts: 
     """Check the return value of a custom router."""
     if not isinstance(value, Routing):
         raise TypeError(
-            f"{function}: {name} returned {type_name(value)}, expected a jax_ep.Routing; return one with ids [N, K],"
-            f" weights [N, K] and scores [N, {num_experts}]."
+            f"{function}: {name} returned {type_name(value)}, expected a jax_ep.types.Routing; return one with ids"
+            f" [N, K], weights [N, K] and scores [N, {num_experts}]."
         )
     names = [f"{field} returned by {name}" for field in value._fields]
     ids, weights, scores = value

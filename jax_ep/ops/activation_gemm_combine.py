@@ -16,13 +16,14 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep.core.activations import HiddenRows
+from jax_ep.core.autodiff import HIDDEN_NAME
 from jax_ep.core.expert_matrices import ExpertWeights, GemmWeights, cotangent_of
 from jax_ep.core.layout import Bias
 from jax_ep.ops import activation, exchange, exchange_gemm
 from jax_ep.ops.activation import activate, is_one_pass
 from jax_ep.ops.grouped_gemm import bias_gradient, multiply, weight_gradient
 from jax_ep.ops.plan import ActivationPlan, ExchangeGemmPlan
-from jax_ep.types import HIDDEN_NAME, Array, Experts, Handle
+from jax_ep.types import Array, Experts, Handle
 
 
 class FfnHidden(NamedTuple):

@@ -24,6 +24,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jax_ep.core import check, operations
+from jax_ep.core.autodiff import HIDDEN_NAME, TOKENS_NAME
 from jax_ep.core.balance import WORK, Balance, PassPlan
 from jax_ep.core.check import operation
 from jax_ep.core.dtypes import accumulation_dtype
@@ -33,7 +34,7 @@ from jax_ep.core.layout import count_assignments
 from jax_ep.core.mesh_axes import known_after, rank_on, spread_axes, vary_alike
 from jax_ep.ops import plan as plans
 from jax_ep.ops import registry
-from jax_ep.types import HIDDEN_NAME, TOKENS_NAME, Array, AxisName, Handle, Layout, Options, Topology
+from jax_ep.types import Array, AxisName, Handle, Layout, Options, Topology
 
 type Tree = Any
 """A pytree of arrays."""

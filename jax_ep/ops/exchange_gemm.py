@@ -22,6 +22,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero, custom_vjp_pri
 from jax.typing import DTypeLike
 
 from jax_ep.core import check
+from jax_ep.core.autodiff import TOKENS_NAME
 from jax_ep.core.check import operation
 from jax_ep.core.expert_matrices import GemmWeights, cotangent_of
 from jax_ep.core.layout import Bias
@@ -30,7 +31,7 @@ from jax_ep.ops import exchange, grouped_gemm, registry
 from jax_ep.ops import plan as plans
 from jax_ep.ops.grouped_gemm import bias_gradient, multiply, multiply_with_bias
 from jax_ep.ops.plan import ExchangeGemmPlan
-from jax_ep.types import TOKENS_NAME, Array, AxisName, DispatchedGemm, Handle, Schedule
+from jax_ep.types import Array, AxisName, DispatchedGemm, Handle, Schedule
 
 
 @operation

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from jax_ep.core import check
 from jax_ep.core.activations import HiddenRows
+from jax_ep.core.autodiff import HIDDEN_NAME, OUTPUT_NAME
 from jax_ep.core.balance import Balance
 from jax_ep.core.check import operation
 from jax_ep.core.dtypes import FP8
@@ -35,7 +36,7 @@ from jax_ep.ops import (
 from jax_ep.ops import plan as plans
 from jax_ep.ops.activation import activate, is_one_pass
 from jax_ep.ops.activation_gemm_combine import bias_of_result, ffn_hidden
-from jax_ep.types import HIDDEN_NAME, OUTPUT_NAME, Array, AxisName, Biases, Experts, Handle, Options, Schedule, Topology
+from jax_ep.types import Array, AxisName, Biases, Experts, Handle, Options, Schedule, Topology
 
 type Plan = plans.LayerPlan | tuple[plans.Fp8LayerPlan, plans.Fp8LayerPlan] | plan_serving.QuantizedLayerPlan
 

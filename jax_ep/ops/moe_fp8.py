@@ -21,7 +21,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from jax_ep.core.autodiff import call_without_gradient
+from jax_ep.core.autodiff import TOKENS_NAME, call_without_gradient
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.core.fp8 import GROUP_SIZE
@@ -32,7 +32,7 @@ from jax_ep.ops.activation import is_one_pass
 from jax_ep.ops.activation_gemm_combine import FfnHidden
 from jax_ep.ops.grouped_gemm import bias_gradient
 from jax_ep.ops.plan import Fp8LayerPlan
-from jax_ep.types import TOKENS_NAME, Array, Experts, Handle, Options, Quantized
+from jax_ep.types import Array, Experts, Handle, Options, Quantized
 
 Weights = Array | QuantizedWeights
 """Weights of one GEMM, plain or quantized."""

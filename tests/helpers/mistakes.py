@@ -92,7 +92,7 @@ GOOD = {
     "masked_gated_activation": {"hidden": f32(L, MAX_T, 2 * H), "group_sizes": i32(L)},
     "topk_router": {"logits": f32(T, 32), "k": 4},
     "sparsemixer_router": {"logits": f32(T, 32)},
-    "identity_experts": {"routing": jax_ep.Routing(i32(T, K), f32(T, K), f32(T, 32)), "num_experts": E},
+    "identity_experts": {"routing": jax_ep.types.Routing(i32(T, K), f32(T, K), f32(T, 32)), "num_experts": E},
     "update_router_bias": {"bias": f32(E), "load": i32(E)},
     "load_balancing_loss": {"scores": f32(T, 32), "topk_idx": i32(T, K)},
     "router_z_loss": {"logits": f32(T, 32)},

@@ -1,10 +1,9 @@
 """Dispatch and combine by lax collectives with static shapes.
 
 There are two algorithms. "To all": all tokens go to all ranks, into fixed slots `[source rank, token]`; each rank picks
-its rows, and sums return by one all-to-all. "Segments": each token goes once to each rank that has rows for it, by a
-ragged all-to-all where the platform has one, else in rounds; memory then grows with the rows and the tokens of one rank
-instead of those of all ranks. Small arrays use the first algorithm. On platforms with a ragged all-to-all, so do
-routings that send most tokens to most ranks.
+its rows, and sums return by one all-to-all. "Segments": each token goes once to each rank that has rows for it, in
+rounds (rounds.py); memory then grows with the rows and the tokens of one rank instead of those of all ranks. Small
+arrays use the first algorithm. On accelerators, so do routings that send most tokens to most ranks.
 
 The local steps are `pick` and `unpermute`; `pallas` has a kernel for the latter.
 """
@@ -15,7 +14,6 @@ import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType
 from typing import cast
 
 import jax
@@ -28,22 +26,14 @@ from jax_ep.core import layout as rows
 from jax_ep.core.dtypes import FP8, accumulation_dtype
 from jax_ep.core.mesh_axes import all_gather, exchange, rank_on, sum_in_order
 from jax_ep.types import Array, Handle, Layout, LowLatencyHandle, Options, Quantized
-from jax_ep.xla import ragged, rounds, segments
+from jax_ep.xla import rounds, segments
 
 type Unpermute = Callable[[Array, Array, DTypeLike], Array | Quantized]
 
 GATHERED_BYTES = 2 << 20
 """Up to this size, tokens of all ranks go to all ranks. On CPU devices segments are faster from 2 to 4 MiB on."""
-RAGGED_PLATFORMS = ("rocm", "tpu")
-"""Platforms that send segments in one ragged all-to-all. NVIDIA GPUs use rounds: there, XLA's ragged all-to-all takes
-13 times as long with default flags (docs/design/exchange.md).
-"""
-RAGGED_COST = 3
-"""Cost of a byte on those platforms, relative to "to all": 2540 us against 903 on four H200s with the best flags
-(no report).
-"""
 ROUNDS_COST = 4
-"""Cost of a byte in rounds on NVIDIA GPUs: 3187 us against 825 on two H200s (docs/design/exchange.md)."""
+"""Cost of a byte in rounds, relative to "to all": 3187 us against 825 on two H200s (docs/design/exchange.md)."""
 
 
 def plan(options: Options, topk_idx: Array, layout: Layout) -> Handle:
@@ -57,26 +47,23 @@ def is_small(layout: Layout, row_bytes: int) -> bool:
     return layout.num_ranks == 1 or layout.num_ranks * layout.num_tokens * row_bytes <= GATHERED_BYTES
 
 
-def segments_pay(layout: Layout, cost: float) -> bool:
+def segments_pay(layout: Layout) -> bool:
     """Return whether segments are cheaper than "to all" with uniform routing, or `capacity` saves memory."""
     share = 1 - (1 - 1 / layout.num_ranks) ** layout.top_k
-    return cost * share < 1 or layout.capacity < layout.num_ranks * layout.num_tokens
+    return ROUNDS_COST * share < 1 or layout.capacity < layout.num_ranks * layout.num_tokens
 
 
 def choose[Handles: (Handle, LowLatencyHandle), Result](
     layout: Layout,
     row_bytes: int,
     to_all: Callable[[Handles], Result],
-    in_segments: Callable[..., Result],
+    in_segments: Callable[[Handles], Result],
     handle: Handles,
 ) -> Result:
-    """Run `to_all(handle)` or `in_segments(handle, way=...)`, chosen by the platform of the lowering."""
+    """Run `to_all(handle)` or `in_segments(handle)`, chosen by the platform of the lowering."""
     if is_small(layout, row_bytes):
         return to_all(handle)
-    in_rounds, at_once = (partial(in_segments, way=way) for way in (rounds, ragged))
-    chosen = {"cuda": in_rounds if segments_pay(layout, ROUNDS_COST) else to_all}
-    chosen |= dict.fromkeys(RAGGED_PLATFORMS, at_once if segments_pay(layout, RAGGED_COST) else to_all)
-    return lax.platform_dependent(handle, default=in_rounds, **chosen)
+    return lax.platform_dependent(handle, cpu=in_segments, default=in_segments if segments_pay(layout) else to_all)
 
 
 def token_bytes(tree: object) -> int:
@@ -97,10 +84,10 @@ def _dispatch[Tree](options: Options, tree: Tree, handle: Handle) -> Tree:
         gathered = jax.tree.map(lambda x: all_gather(x, axis).reshape(-1, *x.shape[1:]), tree)
         return pick(gathered, rows.row_tokens(handle))
 
-    def in_segments(handle: Handle, way: ModuleType) -> Tree:
+    def in_segments(handle: Handle) -> Tree:
         places = segments.places(handle, axis)
         there = segments.to_experts(places, layout)
-        received = way.send(partial(pick, tree), there, segments.most_here(layout), axis, layout)
+        received = rounds.send(partial(pick, tree), there, segments.most_here(layout), axis, layout)
         # Padding has no place: -1 stays -1.
         here = rows.gather_rows(places.here.reshape(-1) + 1, rows.row_tokens(handle)) - 1
         return pick(received, here)
@@ -169,10 +156,10 @@ def combine_tokens(
         parts = jax.tree.map(lambda s: exchange(s.reshape(layout.num_ranks, -1, *s.shape[1:]), axis), sums)
         return sum_in_order(_widened(parts, wide)).astype(dtype)
 
-    def in_segments(handle: Handle, way: ModuleType) -> Array:
+    def in_segments(handle: Handle) -> Array:
         places = segments.places(handle, axis)
         back = segments.to_sources(places, layout)
-        received = way.send(partial_sums, back, segments.most_home(layout), axis, layout)
+        received = rounds.send(partial_sums, back, segments.most_home(layout), axis, layout)
         in_order = segments.in_rank_order(places.home, segments.most_ranks(layout))
         if wire != FP8:
             return cast(Array, unpermute(received, in_order.T, dtype))

@@ -6,7 +6,6 @@ Fixed blocks of rows have room for any routing, so arriving tokens are written t
 from __future__ import annotations
 
 from functools import partial
-from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.core.mesh_axes import all_gather, exchange, rank_on, sum_in_order
 from jax_ep.types import Array, Layout, LowLatencyHandle, Options, Tokens
 from jax_ep.xla import exchange as portable
-from jax_ep.xla import segments
+from jax_ep.xla import rounds, segments
 
 
 def fuses(layout: Layout, lhs: jax.ShapeDtypeStruct, rhs: QuantizedWeights, dtype: DTypeLike) -> bool:
@@ -90,12 +89,12 @@ def dispatch_rows[Tree](options: Options, x: Tree, handle: LowLatencyHandle) -> 
         everywhere = jax.tree.map(lambda part: all_gather(_pad_rows(part, layout.num_tokens, 0), axis), x)
         return portable.pick(jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:]), everywhere), index)
 
-    def in_segments(handle: LowLatencyHandle, way: ModuleType) -> Tree:
+    def in_segments(handle: LowLatencyHandle) -> Tree:
         places = segments.places(handle, axis)
         token = segments.to_sources(places, layout).sent
         there = segments.to_experts(places, layout)
         filled = rows.gather_rows(_rows_of_tokens(handle) + 1, token) - 1
-        return way.send(partial(portable.pick, x), there, layout.capacity, axis, layout, filled)
+        return rounds.send(partial(portable.pick, x), there, layout.capacity, axis, layout, filled)
 
     flat = portable.choose(layout, portable.token_bytes(x), to_all, in_segments, handle)
     return jax.tree.map(lambda part: part.reshape(layout.num_local_experts, -1, *part.shape[1:]), flat)
@@ -169,13 +168,13 @@ def _combine(options: Options, y: Array, weights: Array, handle: LowLatencyHandl
         parts = exchange(sums.reshape(layout.num_ranks, -1, y.shape[-1]), axis)
         return sum_in_order(parts.astype(weights.dtype))
 
-    def in_segments(handle: LowLatencyHandle, way: ModuleType) -> Array:
+    def in_segments(handle: LowLatencyHandle) -> Array:
         def sums_of(token: Array) -> Array:
             return _partial_sums(options, y, weights, handle, token).astype(wire)
 
         places = segments.places(handle, axis)
         back = segments.to_sources(places, layout)
-        received = way.send(sums_of, back, segments.most_home(layout), axis, layout)
+        received = rounds.send(sums_of, back, segments.most_home(layout), axis, layout)
         order = segments.in_rank_order(places.home, segments.most_ranks(layout))
         return sum_in_order([rows.gather_rows(received, place).astype(weights.dtype) for place in order])
 

@@ -1,4 +1,4 @@
-"""Segments in rounds of a padded all-to-all, for platforms without a ragged one.
+"""Segments in rounds of a padded all-to-all.
 
 A round sends the next tokens of each segment, in all a quarter of a rank's tokens, whatever the number of ranks. There
 are as many rounds as the longest segment of any rank needs, which the ranks agree on first. Balanced routings thus send
@@ -34,7 +34,16 @@ def send[Tree](
     layout: Layout,
     rows: Array | None = None,
 ) -> Tree:
-    """Exchange segments as `ragged.send` does; `rows_of` is called once per round."""
+    """Return what the ranks send here in rank order, in `num_rows` places or in given rows; other rows are zero.
+
+    Args:
+      rows_of: maps sent indices `[N]`, -1 for nothing, to arrays `[N, ...]`; called once per round.
+      segments: segments of this rank.
+      num_rows: rows of the result.
+      axis: mesh axes of the ranks.
+      layout: static sizes.
+      rows: `[P, C]` int32, the rows that each place fills, -1 for none; None: the row with the same index.
+    """
     num_ranks = layout.num_ranks
     size = round_size(layout.num_tokens, num_ranks)
     num_rounds = -(-lax.pmax(jnp.max(segments.send_counts), axis) // size)

@@ -16,12 +16,12 @@ from scale_model import Rates, Topology
 
 @pytest.mark.parametrize("way", scale_model.WAYS)
 def test_the_exchange_sends_the_rows_of_the_model(way, rng, monkeypatch):
-    """Tokens that each rank hands to the ragged exchange, over nodes and inside them."""
+    """Tokens that each rank sends, over nodes and inside them."""
     if jax.default_backend() != "cpu":
-        pytest.skip("counts by an emulation")
+        pytest.skip("counts what `xla` sends on CPU devices")
     mesh, topology = make_mesh((2, 4), ("node", "expert")), Topology(8, 4, 16)
     sent = []
-    note = lambda call, rank, sizes: sent.append((call[1], int(rank), sizes.tolist()))  # noqa: E731
+    note = lambda axis, rank, sizes: sent.append((axis, int(rank), sizes.tolist()))  # noqa: E731
     portable_ways.record_sizes(monkeypatch, note, axis=("node", "expert"))
     axes = ("node", "expert") if way == "flat" else jax_ep.Topology(node="node", local="expert")
 

@@ -7,51 +7,36 @@ import numpy as np
 import pytest
 from jax import lax
 
-from emulated_ragged import emulated_ragged_all_to_all
-from harness import compiled, per_rank
-from jax_ep.xla import exchange
-
-WAYS = ("rounds", "ragged")
-PLATFORM = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+from harness import compiled
+from jax_ep.xla import exchange, rounds
 
 
 def take(way, monkeypatch):
-    """Force one algorithm for arrays of any size: "gathered", "rounds" or "ragged"."""
+    """Force one algorithm for arrays of any size: "gathered" or "rounds"."""
     monkeypatch.setattr(exchange, "GATHERED_BYTES", 1 << 62 if way == "gathered" else 0)
-    for cost in ("RAGGED_COST", "ROUNDS_COST"):
-        monkeypatch.setattr(exchange, cost, 0)
-    if way == "ragged":
-        monkeypatch.setattr(exchange, "RAGGED_PLATFORMS", (PLATFORM,))
-        if PLATFORM == "cpu":
-            monkeypatch.setattr(lax, "ragged_all_to_all", emulated_ragged_all_to_all)
-    elif way == "rounds":
-        monkeypatch.setattr(exchange, "RAGGED_PLATFORMS", ())
+    monkeypatch.setattr(exchange, "ROUNDS_COST", 0)
 
 
 def record_sizes(monkeypatch, note, axis=None):
-    """Force the ragged all-to-all; calls pass `note` (shape, axis), their rank by `axis`, and the sizes sent."""
+    """Force rounds; calls pass `note` their mesh axes, their rank by `axis`, and the tokens sent to each rank."""
     only_in_one_process()
-    take("ragged", monkeypatch)
+    take("rounds", monkeypatch)
+    send = rounds.send
 
-    def recorded(*arrays, axis_name):
-        call = (arrays[0].shape, str(axis_name))
-        jax.debug.callback(functools.partial(note, call), lax.axis_index(axis or axis_name), arrays[3])
-        return emulated_ragged_all_to_all(*arrays, axis_name=axis_name)
+    def recorded(rows_of, segments, num_rows, axes, *rest):
+        jax.debug.callback(functools.partial(note, str(axes)), lax.axis_index(axis or axes), segments.send_counts)
+        return send(rows_of, segments, num_rows, axes, *rest)
 
-    monkeypatch.setattr(lax, "ragged_all_to_all", recorded)
+    monkeypatch.setattr(rounds, "send", recorded)
 
 
-def both_ways(monkeypatch, way, fn, mesh, *args, **options):
-    """Return results of `fn` with this algorithm and with "gathered", which the contract suite checks."""
+def both_ways(monkeypatch, fn, mesh, *args, **options):
+    """Return results of `fn` in rounds and with "gathered", which the contract suite checks."""
     got = compiled(fn, mesh, **options)(*args)
     take("gathered", monkeypatch)
     wanted = compiled(lambda *a: fn(*a), mesh, **options)(*args)
-    take(way, monkeypatch)
+    take("rounds", monkeypatch)
     return got, wanted
-
-
-def lowered(platform, fn, mesh, *args):
-    return jax.jit(per_rank(fn, mesh)).trace(*args).lower(lowering_platforms=(platform,)).as_text()
 
 
 def tokens_between(ids, num_experts):

@@ -1,6 +1,4 @@
-"""Segments of `xla`, in rounds and by the ragged all-to-all, for any size: same results, fewer bytes, less memory."""
-
-import re
+"""Segments of `xla`, in rounds, for any size: same results, fewer bytes, less memory."""
 
 import jax
 import jax.numpy as jnp
@@ -11,21 +9,19 @@ import jax_ep
 import low_latency_problems
 import oracle
 import oracle_serving
-import portable_ways
 from cases import BASE, BF16, F16, F32, FP8_WIRE, Shape, assert_close, assert_same_bits, integers, probabilities, reals
 from harness import compiled, make_mesh, per_rank
 from jax_ep.types import Layout
-from jax_ep.xla import exchange, ragged
-from portable_ways import both_ways, lowered, record_sizes, take, tokens_between
+from jax_ep.xla import exchange
+from portable_ways import both_ways, record_sizes, take, tokens_between
 from routings import FEW_ROUTINGS, ROUTINGS
 
 WIDE = Shape(num_tokens=7, top_k=3, num_experts=8, hidden=256)
 
 
-@pytest.fixture(params=portable_ways.WAYS)
-def way(request, monkeypatch):
-    take(request.param, monkeypatch)
-    return request.param
+@pytest.fixture(autouse=True)
+def in_rounds(monkeypatch):
+    take("rounds", monkeypatch)
 
 
 def round_trip(shape, wire=None, **options):
@@ -42,7 +38,7 @@ def round_trip(shape, wire=None, **options):
 # Dropless and aligned, cut within a group, cut to a single row, fewer rows than tokens of a rank.
 @pytest.mark.parametrize(("capacity", "alignment"), [(None, 4), (8, 4), (1, 1), (20, 1)])
 @pytest.mark.slow(unless={"capacity": [20]})
-def test_xla_exchange_matches_oracle(way, capacity, alignment, mesh, rng, subtests):
+def test_xla_exchange_matches_oracle(capacity, alignment, mesh, rng, subtests):
     options = {"capacity": capacity, "alignment": alignment}
     call = compiled(round_trip(BASE, **options), mesh)
     for routing in ROUTINGS:
@@ -57,23 +53,10 @@ def test_xla_exchange_matches_oracle(way, capacity, alignment, mesh, rng, subtes
             np.testing.assert_array_equal(sums.astype(np.float64), oracle.combine(y, lay), "sums")
 
 
-@pytest.mark.parametrize("routing", ["one_hot", "duplicates"])
-def test_xla_exchange_windows(routing, expert_mesh, rng, monkeypatch):
-    """With more ranks than 2 K, the ragged all-to-all sends sums in several windows."""
-    take("ragged", monkeypatch)
-    shape = Shape(num_tokens=5, top_k=2, num_experts=16, hidden=8)
-    ids = ROUTINGS[routing](rng, 8, shape)
-    lay = oracle.layout(ids, shape.num_experts)
-    x, y = reals(rng, 8, 5, 8), integers(rng, *lay.source.shape, 8)
-    rows, sums = compiled(round_trip(shape), expert_mesh(8))(x, ids, y)
-    assert_same_bits(rows, oracle.gather(x, lay), "rows")
-    np.testing.assert_array_equal(sums, oracle.combine(y, lay), "sums")
-
-
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
 @pytest.mark.parametrize("wire", [None, jnp.float8_e4m3fn], ids=["as they are", "fp8"])
-@pytest.mark.slow(unless={"way": ["rounds"], "dtype": [BF16], "wire": [jnp.float8_e4m3fn]})
-def test_xla_exchange_matches_gathered(way, dtype, wire, mesh, rng, monkeypatch):
+@pytest.mark.slow(unless={"dtype": [BF16], "wire": [jnp.float8_e4m3fn]})
+def test_xla_exchange_matches_gathered(dtype, wire, mesh, rng, monkeypatch):
     """Sums have one order: over the rows of a rank, rounded for sending, then over ranks.
 
     XLA may fuse the multiplications by scales with these sums, differently in each program, and skip a rounding.
@@ -82,7 +65,7 @@ def test_xla_exchange_matches_gathered(way, dtype, wire, mesh, rng, monkeypatch)
     lay = oracle.layout(ids, WIDE.num_experts)
     x = reals(rng, mesh.size, WIDE.num_tokens, WIDE.hidden, dtype=dtype)
     y = reals(rng, *lay.source.shape, WIDE.hidden, dtype=dtype)
-    (rows, sums), (rows_wanted, sums_wanted) = both_ways(monkeypatch, way, round_trip(WIDE, wire), mesh, x, ids, y)
+    (rows, sums), (rows_wanted, sums_wanted) = both_ways(monkeypatch, round_trip(WIDE, wire), mesh, x, ids, y)
     assert_same_bits(rows, rows_wanted, "rows")
     if wire is None:
         np.testing.assert_array_equal(sums, sums_wanted)
@@ -92,7 +75,7 @@ def test_xla_exchange_matches_gathered(way, dtype, wire, mesh, rng, monkeypatch)
 
 @pytest.mark.parametrize("routing", FEW_ROUTINGS)
 @pytest.mark.slow(unless={"routing": ["duplicates"]})
-def test_xla_exchange_quantized_pairs(way, routing, mesh, rng):
+def test_xla_exchange_quantized_pairs(routing, mesh, rng):
     """Any bits of any dtype and shape are preserved."""
 
     def fn(values, scales, ids):
@@ -130,29 +113,27 @@ def layer_arguments(rng, num_ranks, batch=()):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.slow
-def test_xla_exchange_layer_and_gradients(way, check_vma, mesh, rng, monkeypatch):
+def test_xla_exchange_layer_and_gradients(check_vma, mesh, rng, monkeypatch):
     arguments = layer_arguments(rng, mesh.size)
-    for got, wanted in zip(*both_ways(monkeypatch, way, layer, mesh, *arguments, check_vma=check_vma), strict=True):
+    for got, wanted in zip(*both_ways(monkeypatch, layer, mesh, *arguments, check_vma=check_vma), strict=True):
         assert_close(got, wanted, "result or gradient")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [(2,), (2, 2)], ids=["vmap", "vmap of vmap"])
-def test_xla_exchange_vmap(way, batch, expert_mesh, rng, monkeypatch):
+def test_xla_exchange_vmap(batch, expert_mesh, rng, monkeypatch):
     """Batched problems have their own numbers of rounds."""
-    if way == "ragged" and jax.default_backend() == "cpu":
-        pytest.skip("the emulation is no primitive and has no batching rule; see test_vmap_on_gpus")
     fn = layer
     for _ in batch:
         fn = jax.vmap(fn, in_axes=(0, 0, None, None, 0))
     arguments = layer_arguments(rng, 2, batch)
-    for got, wanted in zip(*both_ways(monkeypatch, way, fn, expert_mesh(2), *arguments), strict=True):
+    for got, wanted in zip(*both_ways(monkeypatch, fn, expert_mesh(2), *arguments), strict=True):
         assert_close(got, wanted, "result or gradient")
 
 
 @pytest.mark.parametrize("axes", [("expert",), ("data", "expert")], ids=len)
-@pytest.mark.slow(unless={"way": ["ragged"], "axes": [("data", "expert")]})
-def test_xla_exchange_subgroups(way, axes, rng):
+@pytest.mark.slow(unless={"axes": [("data", "expert")]})
+def test_xla_exchange_subgroups(axes, rng):
     """Experts over some axes of a mesh, or over several."""
     mesh = make_mesh((2, 2), ("data", "expert"))
     num_ranks = 2 * len(axes)
@@ -175,39 +156,16 @@ def test_xla_exchange_subgroups(way, axes, rng):
 # ---- What is chosen, and what it costs -----------------------------------------------------------------------------
 
 
-def test_xla_exchange_platform_choice(mesh, rng, monkeypatch):
-    """TPUs and AMD GPUs use the ragged all-to-all; CPU devices lack it and use rounds. Both work under remat."""
-    monkeypatch.setattr(exchange, "GATHERED_BYTES", 0)
-    monkeypatch.setattr(exchange, "RAGGED_COST", 0)
-    arguments = layer_arguments(rng, mesh.size)
-    for platform, is_ragged in (("cuda", False), ("rocm", True), ("tpu", True), ("cpu", False)):
-        text = lowered(platform, layer, mesh, *arguments)
-        assert ("@ragged_all_to_all" in text) == is_ragged, platform
-    monkeypatch.undo()  # This size is too small for segments.
-    assert "@ragged_all_to_all" not in lowered("tpu", layer, mesh, *arguments)
-
-
-def test_xla_exchange_segments_threshold():
+def test_xla_exchange_segments_threshold(monkeypatch):
     """If most tokens go to most ranks, all tokens go to all ranks, unless they exceed the rows."""
+    monkeypatch.undo()
 
     def pays(num_ranks, top_k, capacity=1 << 30):
-        return exchange.segments_pay(Layout(num_ranks, 256, 4096, top_k, capacity), exchange.RAGGED_COST)
+        return exchange.segments_pay(Layout(num_ranks, 256, 4096, top_k, capacity))
 
-    assert not pays(4, 8) and not pays(8, 8) and not pays(20, 8)  # 90, 66 and 34 percent of the bytes of "to all".
-    assert pays(21, 8) and pays(64, 8) and pays(8, 2)  # 32, 12 and 23 percent.
+    assert not pays(4, 8) and not pays(8, 8) and not pays(28, 8)  # 90, 66 and 25.3 percent of the bytes of "to all".
+    assert pays(29, 8) and pays(64, 8) and pays(8, 2)  # 24.5, 12 and 23 percent.
     assert pays(9, 8, 8 * 4096) and not pays(8, 8, 8 * 4096)
-
-
-def test_xla_exchange_ragged_vmap(expert_mesh, rng, monkeypatch):
-    """The primitive's batching rule combines all problems in one all-to-all."""
-    monkeypatch.setattr(exchange, "GATHERED_BYTES", 0)
-    monkeypatch.setattr(exchange, "RAGGED_COST", 0)
-    x, *_, ids = layer_arguments(rng, 2, (3,))
-    y = np.zeros((2, 3, 2 * BASE.num_tokens * BASE.top_k, BASE.hidden), F32)
-    text = lowered("tpu", jax.vmap(round_trip(BASE)), expert_mesh(2), x, ids, y)
-    calls = [line for line in text.splitlines() if "@ragged_all_to_all" in line]
-    assert len(calls) == 2  # Dispatch and combine.
-    assert all("tensor<6xi32>" in line for line in calls)  # Segments of three problems to two ranks.
 
 
 def programs(num_ranks, shape, capacity, mesh, *, plan):
@@ -240,7 +198,7 @@ def test_xla_exchange_memory_independent_of_ranks(expert_mesh):
         assert of_ranks[2] <= of_ranks[0] + numbers, (name, of_ranks)
 
 
-def test_xla_exchange_ragged_bytes_minimal(expert_mesh, rng, monkeypatch):
+def test_xla_exchange_tokens_minimal(expert_mesh, rng, monkeypatch):
     """Each token is sent once to each rank with one of its experts, and back, without empty sums."""
     shape, sizes = Shape(num_tokens=20, top_k=3, num_experts=16, hidden=12), []
     record_sizes(monkeypatch, lambda _, rank, sent: sizes.append((int(rank), sent.tolist())))
@@ -255,17 +213,17 @@ def test_xla_exchange_ragged_bytes_minimal(expert_mesh, rng, monkeypatch):
 
 SHAPE = Shape(num_tokens=5, top_k=2, num_experts=16, hidden=128)
 MAX_TOKENS = 6  # More room than tokens.
-NUM_RANKS = 8  # More than 2 K, so that ragged all-to-alls have several windows.
+NUM_RANKS = 8
 
 
 def low_latency_round_trip(shape=SHAPE, max_tokens=MAX_TOKENS, **options):
     return low_latency_problems.round_trip("xla", shape, max_tokens, **options)
 
 
-# Routing all tokens to one expert fills a rank far beyond the first window.
+# Routing all tokens to one expert takes many rounds.
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.slow(unless={"routing": ["one_hot"]})
-def test_xla_low_latency_matches_oracle(way, routing, expert_mesh, rng):
+def test_xla_low_latency_matches_oracle(routing, expert_mesh, rng):
     case = low_latency_problems.Problem(rng, routing, NUM_RANKS, SHAPE, MAX_TOKENS)
     case.check(*compiled(low_latency_round_trip(quantize=False), expert_mesh(NUM_RANKS))(*case.args))
 
@@ -278,17 +236,16 @@ def problem(rng, num_ranks, shape=SHAPE, dtype=F32):
 
 
 @pytest.mark.slow
-def test_xla_low_latency_quantized(way, mesh, rng, monkeypatch):
+def test_xla_low_latency_quantized(mesh, rng, monkeypatch):
     """Values and scales are sent together, and rows are rounded to FP8 before they are added."""
     fn = low_latency_round_trip(schedule=FP8_WIRE)
-    (d, sums), (wanted, sums_wanted) = both_ways(monkeypatch, way, fn, mesh, *problem(rng, mesh.size))
+    (d, sums), (wanted, sums_wanted) = both_ways(monkeypatch, fn, mesh, *problem(rng, mesh.size))
     assert_same_bits(d.tokens, wanted.tokens)
     assert_same_bits(d.scales, wanted.scales)
     assert_close(sums, sums_wanted.astype(np.float64), "sums")
 
 
-@pytest.mark.slow(unless={"way": ["rounds"]})
-def test_xla_low_latency_gradients(way, mesh, rng, monkeypatch):
+def test_xla_low_latency_gradients(mesh, rng, monkeypatch):
     """Compare gradients of both functions with the oracle, and with "to all"."""
     gradients = low_latency_problems.gradients("xla", SHAPE, MAX_TOKENS)
 
@@ -303,14 +260,13 @@ def test_xla_low_latency_gradients(way, mesh, rng, monkeypatch):
     d_rows, d_out = reals(rng, *y.shape), reals(rng, *x.shape)
     got = compiled(gradients, mesh)(x, ids, weights, y, d_rows, d_out)
     low_latency_problems.check_gradients(got, ids, lay, weights, y, d_rows, d_out)
-    seconds = both_ways(monkeypatch, way, of_gradients, mesh, x, ids, weights, y, d_rows, d_out)
+    seconds = both_ways(monkeypatch, of_gradients, mesh, x, ids, weights, y, d_rows, d_out)
     for got, exact in zip(*seconds, strict=True):
         assert np.abs(exact).max() > 0.1
         assert_close(got, exact.astype(np.float64), "second derivative")
 
 
-@pytest.mark.slow(unless={"way": ["rounds"]})
-def test_xla_low_latency_no_tokens(way, mesh):
+def test_xla_low_latency_no_tokens(mesh):
     shape = Shape(num_tokens=0, top_k=2, num_experts=8, hidden=128)
     x, ids = np.zeros((mesh.size, 0, 128), BF16), np.zeros((mesh.size, 0, 2), np.int32)
     y = np.zeros((mesh.size, 8 // mesh.size, mesh.size * MAX_TOKENS, 128), BF16)
@@ -359,36 +315,13 @@ def test_xla_low_latency_memory_independent_of_ranks(expert_mesh):
 
 @pytest.mark.parametrize("routing", ["duplicates", "one_hot"])
 @pytest.mark.slow(unless={"routing": ["one_hot"]})
-def test_xla_low_latency_ragged_bytes_minimal(routing, expert_mesh, rng, monkeypatch):
-    """Each token is sent once to each rank with one of its experts, and back, in as few windows as possible."""
-    sent, windows = np.zeros((2, NUM_RANKS, NUM_RANKS), np.int64), [0, 0]
-    window = ragged.window_size(Layout(NUM_RANKS, SHAPE.num_experts, MAX_TOKENS, SHAPE.top_k, 0))
-
-    def note(call, rank, sizes):
-        is_back = call[0][0] == window  # Sums are sent from windows, tokens arrive in them.
-        sent[int(is_back), int(rank)] += sizes
-        windows[int(is_back)] += 1
-
-    record_sizes(monkeypatch, note)
+def test_xla_low_latency_tokens_minimal(routing, expert_mesh, rng, monkeypatch):
+    """Each token is sent once to each rank with one of its experts, and back."""
+    sizes = []
+    record_sizes(monkeypatch, lambda _, rank, sent: sizes.append((int(rank), sent.tolist())))
+    x, ids, weights, y = problem(rng, NUM_RANKS)
     ids = ROUTINGS[routing](rng, NUM_RANKS, SHAPE)
-    x, weights = reals(rng, NUM_RANKS, SHAPE.num_tokens, SHAPE.hidden), probabilities(rng, *ids.shape)
-    y = reals(rng, NUM_RANKS, 2, NUM_RANKS * MAX_TOKENS, SHAPE.hidden)
     compiled(low_latency_round_trip(quantize=False), expert_mesh(NUM_RANKS))(x, ids, weights, y)
     jax.effects_barrier()
     least = tokens_between(ids, SHAPE.num_experts)
-    np.testing.assert_array_equal(sent, [least, least.T])
-    assert windows == [NUM_RANKS * -(-least.sum(0).max() // window)] * 2
-    assert windows[0] > NUM_RANKS or routing != "one_hot"
-
-
-def test_xla_low_latency_lowers_for_gpus(expert_mesh, monkeypatch):
-    """The ragged all-to-all lowers, in FP8 too, with arrays of windows and of the tokens of one rank only."""
-    monkeypatch.setattr(portable_ways.exchange, "GATHERED_BYTES", 0)
-    shape = Shape(num_tokens=6, top_k=1, num_experts=16, hidden=256)
-    x, y = np.zeros((8, 6, 256), F32), np.zeros((8, 2, 48, 256), F32)
-    ids, weights = np.zeros((8, 6, 1), np.int32), np.zeros((8, 6, 1), F32)
-    for quantize, count in ((False, 2), (True, 3)):
-        text = lowered("tpu", low_latency_round_trip(shape, 6, quantize=quantize), expert_mesh(8), x, ids, weights, y)
-        assert text.count("@ragged_all_to_all") == count
-        rows = {int(n) for n in re.findall(r"tensor<(\d+)x256x", text)}
-        assert rows - {2 * 48} == {6, 2 * 6}, rows
+    assert sorted(sizes) == sorted([*enumerate(least.tolist()), *enumerate(least.T.tolist())])

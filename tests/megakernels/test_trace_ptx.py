@@ -30,10 +30,6 @@ CASES = {
     "plan": lambda: rows.test_ptx_plan_kernel(256, 4096, 90),
     "dispatch_gemm": lambda: fused.test_fused_ptx_dispatch_gemm(fused.DEEPSEEK, False, True, 90, None),
     "gemm_combine": lambda: fused.test_fused_ptx_gemm_combine(fused.DEEPSEEK, False, True, 90, None),
-    "gemm_combine, gradient": lambda: fused.test_fused_ptx_gemm_combine_weight_gradients(
-        90, fused.DEEPSEEK, True, False, None
-    ),
-    "combine, gradient": lambda: fused.test_fused_ptx_combine_weight_gradients(90, fused.DEEPSEEK, True, None),
     "low-latency dispatch": lambda: decode.built("dispatch", 128, False, 90),
     "low-latency combine": lambda: decode.built("combine", 128, True, 90),
     "low-latency gemm_combine": lambda: masked.test_masked_ptx_gemm_combine(64, False, True),

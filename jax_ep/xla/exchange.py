@@ -162,7 +162,7 @@ def combine_tokens(
         received = rounds.send(partial_sums, back, segments.most_home(layout), axis, layout)
         in_order = segments.in_rank_order(places.home, segments.most_ranks(layout))
         if wire != FP8:
-            return cast(Array, unpermute(received, in_order.T, dtype))
+            return cast(Array, unpermute(cast(Array, received), in_order.T, dtype))
         total = jnp.zeros((), wide)
         for place in in_order:
             total = total + _widened(pick(received, place), wide)

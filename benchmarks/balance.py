@@ -5,6 +5,11 @@
 Experts are chosen by Zipf's law with several exponents. The plan is the one that the layer makes on the device. The
 report has, per case, rows of the most loaded rank over the mean without balance, copies in all and on the fullest rank,
 and the number of passes. Writes results/balance.json and a plot. Seconds are those of a plan on this machine's CPU.
+
+Predicted seconds, with and without balance, are those of a layer in bfloat16 with the routing of benchmarks/layer.py.
+They add up what the busiest rank takes: GEMMs of its rows, all-to-alls, and copies of experts that it sends or
+receives. A forward pass has two all-to-alls; forward + backward has five and three times the GEMMs, writes gradients of
+the weights at home, and moves copies three times. All ranks reach each other by links. Nothing overlaps.
 """
 
 from __future__ import annotations
@@ -16,23 +21,62 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+import scale_model
 from jax_ep import Balance
 from jax_ep.tools.benchmark import harness, inputs, plots
 from jax_ep.tools.benchmark.harness import Report, Timing
-from jax_ep.xla.balance_plan import plan_pass
+from jax_ep.xla.balance_plan import place_assignments, plan_pass
 
 RANKS = (4, 8, 16, 32, 64)
 EXPONENTS = (0.5, 0.75, 1.0, 1.25)
+# Measured on H200s (docs/performance.md): grouped GEMMs, all GPUs of four copying to all others, and memory.
+FLOPS, LINK, MEMORY = 620e12, 371e9, 4.4e12
+# All-to-alls, GEMMs relative to the forward pass, transfers of each copy, and writes of the weights' gradients.
+DIRECTIONS = {"forward": (2, 1, 1, 0), "forward + backward": (5, 3, 3, 1)}
 
 
-def counts_of(model: inputs.Model, num_ranks: int, tokens: int, exponent: float, seed: int) -> np.ndarray:
-    """Assignments `[W, E]` of random tokens, `tokens` per rank."""
+def ids_of(model: inputs.Model, num_ranks: int, tokens: int, exponent: float, seed: int) -> np.ndarray:
+    """Expert ids `[W, T, K]` of random tokens."""
     rng = np.random.default_rng(seed)
     popularity = inputs.popularity("zipf", model.experts, rng, exponent)
-    chosen = inputs.choose(popularity, num_ranks * tokens, model.top_k, rng).reshape(num_ranks, -1)
-    return np.stack([np.bincount(ids, minlength=model.experts) for ids in chosen]).astype(np.int32)
+    return inputs.choose(popularity, num_ranks * tokens, model.top_k, rng).reshape(num_ranks, tokens, model.top_k)
+
+
+def counts_of(ids: np.ndarray, num_experts: int) -> np.ndarray:
+    """Assignments `[W, E]` from each rank to each expert; -1 is none."""
+    return np.stack([np.bincount(i[i >= 0], minlength=num_experts) for i in ids]).astype(np.int32)
+
+
+def pass_seconds(model: inputs.Model, holders: np.ndarray, copies: np.ndarray, direction: str) -> float:
+    """Predict a pass in which rank `holders [W, T, K]`, or -1, computes an assignment, with `copies [W, S]`."""
+    num_ranks, per_rank = len(holders), model.experts // len(holders)
+    exchanges, gemms, transfers, writes = DIRECTIONS[direction]
+    rows = np.bincount(holders[holders >= 0], minlength=num_ranks).max()
+    sent = np.bincount(copies[copies >= 0] // per_rank, minlength=1).max()
+    moved = max(sent, (copies >= 0).sum(axis=1).max(initial=0))
+    tokens = scale_model.counted(holders, scale_model.Topology(num_ranks, num_ranks, num_ranks))["flat"].link
+    flops, num_bytes = 6 * model.hidden * model.intermediate, 2 * model.hidden
+    expert = 3 * model.intermediate * num_bytes
+    on_links = exchanges * tokens * num_bytes + transfers * moved * expert
+    return gemms * rows * flops / FLOPS + on_links / LINK + writes * per_rank * expert / MEMORY
+
+
+def predict(model: inputs.Model, ids: np.ndarray, rows: int, spare: int) -> dict[str, dict[str, float]]:
+    """Predict the seconds of a layer without and with balance, by direction."""
+    per_rank, nothing = model.experts // len(ids), np.full((len(ids), 0), -1)
+    found = {way: {"off": pass_seconds(model, ids // per_rank, nothing, way), "on": 0.0} for way in DIRECTIONS}
+    place = jax.jit(jax.vmap(place_assignments, (0, None, None, 0)))
+    while (ids >= 0).any():
+        counts = counts_of(ids, model.experts)
+        plan = plan_pass(jnp.asarray(counts), rows, spare)
+        slots, ids = jax.device_get(place(jnp.asarray(ids), counts, plan, np.arange(len(ids), dtype=np.int32)))
+        holders = np.where(slots < 0, -1, slots // (per_rank + spare))
+        for way, seconds in found.items():
+            seconds["on"] += pass_seconds(model, holders, np.asarray(plan.copies), way)
+    return found
 
 
 def run_passes(counts: np.ndarray, plan: Any) -> tuple[int, np.ndarray, float]:
@@ -60,7 +104,10 @@ def measure(args: argparse.Namespace) -> Report:
             for exponent in args.exponents:
                 found = []
                 for seed in range(args.rounds):
-                    counts = counts_of(model, num_ranks, args.tokens, exponent, seed)
+                    ids = ids_of(model, num_ranks, args.tokens, exponent, seed)
+                    counts = counts_of(ids, model.experts)
+                    if seed == 0:
+                        predicted = predict(model, ids, rows, args.spare)
                     loads = counts.sum(0).reshape(num_ranks, -1).sum(1)
                     run_passes(counts, plan)  # compile
                     found.append((loads.max() / loads.mean(), *run_passes(counts, plan)))
@@ -74,6 +121,7 @@ def measure(args: argparse.Namespace) -> Report:
                     most_passes=max(passes),
                     copies=float(np.median([c.sum() for c in copies])),
                     copies_of_fullest_rank=int(max(c.max() for c in copies)),
+                    predicted_seconds=predicted,
                 )
     return report
 
@@ -90,10 +138,12 @@ def show(report: Report) -> None:
                 f"{row['copies']:g}",
                 row["copies_of_fullest_rank"],
                 row["most_passes"],
+                *(f"{1e3 * s['off']:.2f}, {1e3 * s['on']:.2f}" for s in row["predicted_seconds"].values()),
             ]
             for row in own
         ]
         columns = ["ranks", "exponent", "most / mean before", "copies", "on the fullest rank", "passes"]
+        columns += [f"ms {direction}: off, on" for direction in DIRECTIONS]
         harness.show_table(name, columns, cells)
 
 

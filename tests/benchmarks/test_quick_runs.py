@@ -131,6 +131,7 @@ def check_balance(rows, content):
     for row in rows:
         assert row["most_loaded_over_mean"] > 1 and row["most_passes"] >= 1
         assert row["copies_of_fullest_rank"] <= 1 and row["copies"] <= row["shape"]["ranks"]
+        assert all(found["on"] > 0 for found in row["predicted_seconds"].values())
 
 
 def check_nodes(rows, content):

@@ -309,16 +309,11 @@ class Experts:
     weight_on: str = "output"
 
     def __post_init__(self) -> None:
+        expected = f"expected one of {ACTIVATIONS}, or a JAX function of the hidden rows."
         if isinstance(self.activation, str) and self.activation not in ACTIVATIONS:
-            raise ValueError(
-                f"Experts: activation={self.activation!r}, expected one of {ACTIVATIONS}, or a JAX function of the"
-                " hidden rows."
-            )
+            raise ValueError(f"Experts: activation={self.activation!r}, {expected}")
         if not isinstance(self.activation, str) and not callable(self.activation):
-            raise TypeError(
-                f"Experts: activation is {type_name(self.activation)}, expected one of {ACTIVATIONS}, or a JAX"
-                " function of the hidden rows."
-            )
+            raise TypeError(f"Experts: activation is {type_name(self.activation)}, {expected}")
         if not isinstance(self.weight_on, str) or self.weight_on not in ("output", "input"):
             raise ValueError(f"Experts: weight_on={self.weight_on!r}, expected 'output' or 'input'; pass one of them.")
         for name in ("gated", "interleaved"):

@@ -173,7 +173,7 @@ SLOW_GROUPS = (
     *("tests/megakernels/test_schedule.py", "tests/pallas/test_pallas_kernels.py", "tests/test_command.py"),
     *("tests/test_export.py", "tests/test_global_arrays.py", "tests/test_public_examples.py"),
     *("tests/tracing/test_recording.py", "tests/tuning/test_effect.py", "tests/xla/test_portable_*.py"),
-    *("tests/test_packaging.py", "tests/test_evidence.py"),
+    "tests/test_packaging.py",
 )
 """Files whose tests all run in `make test-rest`."""
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jax_ep.types import Array, AxisName, Topology, type_name
@@ -252,6 +253,14 @@ def exchange(parts: Array, axis: Axis) -> Array:
     if parts.dtype.itemsize > 1:
         return lax.all_to_all(parts, axis, 0, 0)
     return lax.bitcast_convert_type(lax.all_to_all(lax.bitcast_convert_type(parts, jnp.uint8), axis, 0, 0), parts.dtype)
+
+
+def permute(x: Array, axis: Axis, pairs: Sequence[tuple[int, int]]) -> Array:
+    """`lax.ppermute` for axes in any order: JAX takes them in the order of the mesh only."""
+    ordered = tuple(name for name in jax.sharding.get_abstract_mesh().axis_names if name in axis)
+    ranks = np.arange(lax.axis_size(axis)).reshape([lax.axis_size(name) for name in axis])
+    places = np.argsort(ranks.transpose([axis.index(name) for name in ordered]).ravel())
+    return lax.ppermute(x, ordered, [(int(places[source]), int(places[target])) for source, target in pairs])
 
 
 def known_after(x: Array, earlier: Array) -> Array:

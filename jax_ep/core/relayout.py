@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_ep.core.mesh_axes import vary_alike
+from jax_ep.core.mesh_axes import permute, vary_alike
 from jax_ep.types import Array
 
 
@@ -119,7 +119,7 @@ def _rank(plan: Relayout) -> Array | int:
 def _copy(plan: Relayout, w: Array, own_rows: Array) -> Array:
     rank, out = _rank(plan), w.at[own_rows].get(mode="fill", fill_value=0)
     for pairs, sent, received in zip(plan.pairs, plan.sent_rows, plan.received_rows, strict=True):
-        row = lax.ppermute(w[jnp.asarray(sent)[rank]], plan.axis, pairs)
+        row = permute(w[jnp.asarray(sent)[rank]], plan.axis, pairs)
         out = out.at[jnp.asarray(received)[rank]].set(row, mode="drop")
     return out
 
@@ -136,7 +136,7 @@ def _add(plan: Relayout, w: Array, own_rows: Array) -> Array:
     rank, total = _rank(plan), lax.fori_loop(0, w.shape[0], add_own, total)
     for pairs, sent, received in zip(plan.pairs, plan.sent_rows, plan.received_rows, strict=True):
         row = w.at[jnp.asarray(received)[rank]].get(mode="fill", fill_value=0)
-        row = lax.ppermute(row, plan.axis, [(target, source) for source, target in pairs])
+        row = permute(row, plan.axis, [(target, source) for source, target in pairs])
         total = total.at[jnp.asarray(sent)[rank]].add(row.astype(dtype))
     return total.astype(w.dtype)
 

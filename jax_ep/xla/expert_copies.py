@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import jax.numpy as jnp
-from jax import lax
 
 from jax_ep.core.dtypes import accumulation_dtype
-from jax_ep.core.mesh_axes import Axis, rank_on
+from jax_ep.core.mesh_axes import Axis, permute, rank_on
 from jax_ep.types import Array
 
 
@@ -16,7 +15,7 @@ def fetch_copies(axis: Axis, copies: Array, w: Array) -> Array:
     """Return the weights `[S, ...]` of the experts that `copies [W, S]` says, zero in free slots, from `w [L, ...]`."""
     spare = jnp.zeros_like(w, shape=(copies.shape[1], *w.shape[1:]))
     for permutation, wanted, is_sent, is_received in _rounds(axis, copies, w.shape[0]):
-        received = lax.ppermute(_where(is_sent, w[wanted]), axis, permutation)
+        received = permute(_where(is_sent, w[wanted]), axis, permutation)
         spare = jnp.where(_like(is_received, w), received, spare)
     return spare
 
@@ -30,7 +29,7 @@ def add_gradients(axis: Axis, copies: Array, gradient: Array) -> Array:
     home = gradient[:num_local].astype(accumulation_dtype(gradient.dtype))
     for permutation, wanted, is_sent, is_received in _rounds(axis, copies, num_local):
         back = [(target, source) for source, target in permutation]
-        returned = lax.ppermute(_where(is_received, gradient[num_local:]), axis, back)
+        returned = permute(_where(is_received, gradient[num_local:]), axis, back)
         for slot in range(copies.shape[1]):
             home = home.at[wanted[slot]].add(jnp.where(is_sent[slot], returned[slot], 0).astype(home.dtype))
     return home.astype(gradient.dtype)

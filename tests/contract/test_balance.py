@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 import facts_of
 import jax_ep
 from cases import BASE, BF16, F32, Shape, assert_close, assert_same_bits, reals
-from harness import compiled, per_rank, run
+from harness import compiled, make_mesh, per_rank, run
 from jax_ep.ops import balanced
 from jax_ep.ops import plan as plans
 from jax_ep.types import Layout, Schedule
@@ -66,6 +66,13 @@ def test_balance_one_expert_per_rank(implementation: str, mesh: Mesh, rng: np.ra
             layer = Layer(rng, routing, mesh.size, shape)
             d_out = reals(rng, *layer.x.shape)
             check(call(*layer.args, d_out), layer, d_out)
+
+
+def test_balance_axes_in_another_order(implementation: str, rng: np.random.Generator) -> None:
+    layer, axis_name = Layer(rng, "one_hot_every_slot", 4, BASE), ("b", "a")
+    call = layer_and_gradients(BASE, implementation, jax_ep.Balance(1.0, 1), axis_name=axis_name)
+    d_out = reals(rng, *layer.x.shape)
+    check(run(call, make_mesh((2, 2), ("a", "b")), *layer.args, d_out, axes=(axis_name,)), layer, d_out)
 
 
 def test_balance_bfloat16(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:

@@ -280,7 +280,7 @@ def expert_ids(
     """Check ids `[T, K]` int32 and set those with a False `token_mask` to -1. Eager ids out of range are an error."""
     # Read the values first: under a trace, the conversion below hides those of a NumPy array.
     known = _known_values(topk_idx) if all_count else None
-    if isinstance(topk_idx, np.ndarray) and topk_idx.dtype in (np.int64, np.uint64):
+    if isinstance(topk_idx, np.ndarray) and topk_idx.dtype == np.int64:
         topk_idx = np.where((topk_idx < -1) | (topk_idx >= num_experts), -1, topk_idx)  # JAX would wrap these.
     sizes = {} if num_tokens is None else {"T": num_tokens}
     topk_idx = array(function, "topk_idx", topk_idx, shape, (jnp.int32,), remedy=remedy, **sizes)

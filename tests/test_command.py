@@ -32,7 +32,7 @@ def fails(error):
         (KeyError("name"), 1, "tool: KeyError: 'name'"),
         (OSError(errno.ENOSPC, "No space left", "/there"), 1, "tool: [Errno 28] No space left: '/there'"),
         (ImportError("pip install rich"), 1, "tool: pip install rich"),
-        (MemoryError(), 1, "tool: MemoryError:"),
+        (MemoryError(), 1, "tool: MemoryError: no message; see jax-ep doctor, or `python -X dev` for the traceback"),
         (RecursionError("deep"), 1, "tool: RecursionError: deep"),
         (KeyboardInterrupt(), 130, ""),
         (BrokenPipeError(), 141, ""),

@@ -63,6 +63,18 @@ def test_doctor_failures_are_findings(monkeypatch):
     assert all(finding.remedy for finding in findings if finding.state != doctor.OK)
 
 
+def test_doctor_without_devices(monkeypatch):
+    """As with JAX_PLATFORMS=cuda on a machine without GPUs."""
+
+    def fail():
+        raise AssertionError
+
+    monkeypatch.setattr(doctor.jax, "devices", fail)
+    *_, last = findings = list(doctor.examine())
+    assert [finding.topic for finding in findings] == ["versions", "devices"]
+    assert last.state == doctor.ERROR and "no message" in last.text and "JAX_PLATFORMS" in last.remedy
+
+
 def test_doctor_jax_triton_is_optional(monkeypatch):
     def examined():
         (finding,) = doctor._jax_triton()

@@ -197,7 +197,8 @@ def status_of(name: str, command: Callable[[], object]) -> int:
 def in_one_line(error: BaseException) -> str:
     """Return the message of an error, with its type if the text alone may be unclear."""
     plain = isinstance(error, OSError | ValueError | ImportError | NotImplementedError) and str(error)
-    return cut(error if plain else f"{type(error).__name__}: {error}", _LONGEST)
+    shown = str(error) or "no message; see jax-ep doctor, or `python -X dev` for the traceback"
+    return cut(error if plain else f"{type(error).__name__}: {shown}", _LONGEST)
 
 
 def _flush(stream: IO[str]) -> OSError | None:

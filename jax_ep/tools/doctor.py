@@ -69,8 +69,12 @@ def examine() -> Iterator[Finding]:
             yield from part()
         except Exception as error:
             raise_if_interrupted(error)
-            topic = part.__name__.removeprefix("_")
-            yield Finding(topic, ERROR, in_one_line(error), "report it, with the output of jax-ep doctor --json")
+            topic, remedy = part.__name__.removeprefix("_"), "report it, with the output of jax-ep doctor --json"
+            if part is _devices:
+                remedy = "check JAX_PLATFORMS, the NVIDIA driver, and that jax and its plugin have the same version"
+            yield Finding(topic, ERROR, in_one_line(error), remedy)
+            if part is _devices:  # All other checks need them.
+                return
 
 
 def _versions() -> Iterator[Finding]:

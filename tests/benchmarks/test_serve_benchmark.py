@@ -175,6 +175,15 @@ def test_kernels_are_grouped_by_name_and_order():
     assert serve.group_kernels([name for name, _ in run], by_name) == [group for _, group in run]
 
 
+def test_baseline_that_ends_within_a_line(tmp_path):
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\nprintf '{\"variant\": \"tran'\nprintf '\\377\\n' >&2\nexit 3\n")
+    script.chmod(0o755)
+    args = serve.options().parse_args(["--quick", "--python", str(script), "--layers", "1", "--cache", "64"])
+    args.batches, args.prompt, args.rounds = [1], 64, 3
+    assert serve.run_baseline(MODEL, args) == [{"variant": serve.BASELINE, "failed": "exit status 3: \ufffd"}]
+
+
 def test_repeated_cases_run_once(monkeypatch, tmp_path):
     seen = []
     monkeypatch.setattr(serve, "measure_all", lambda args: seen.append((args.formats, serve.cases_of(args))))

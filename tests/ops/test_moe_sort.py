@@ -22,7 +22,7 @@ def test_moe_sort_ids_beyond_32_bits():
     assert sorted(slots[slots >= 0]) == [1, 2]
     with pytest.raises(ValueError, match="topk_idx contains"):
         jax_ep.moe_sort(ids, num_experts=2, block_size=2)
-    with pytest.raises(TypeError, match="topk_idx has dtype uint.*, expected int32"):
+    with pytest.raises(TypeError, match=r"topk_idx has dtype uint.*, expected int32"):
         jax_ep.moe_sort(np.ones((4, 1), np.uint64), num_experts=2, block_size=2)
 
 

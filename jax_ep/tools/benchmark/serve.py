@@ -236,7 +236,10 @@ def run_baseline(model: Architecture, args: argparse.Namespace) -> list[dict[str
     settings |= {"steps": STEPS, "rounds": args.rounds, "quick": args.quick}
     print(f"{BASELINE} runs for at most {args.baseline_s:.0f} s; --python '' leaves it out", file=sys.stderr)
     script = Path(__file__).with_name("transformers_baseline.py")
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+", errors="replace") as errors:
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as out,
+        tempfile.TemporaryFile("w+", errors="replace") as errors,
+    ):
         reason = None
         try:
             # -P: the modules next to the script must not hide others of the same name.
@@ -250,7 +253,7 @@ def run_baseline(model: Architecture, args: argparse.Namespace) -> list[dict[str
         except OSError as error:
             reason = f"--python {args.python}: {error}"
         out.seek(0)
-        rows = [json.loads(line) for line in out if line.startswith("{")]
+        rows = [json.loads(line) for line in out if line.startswith("{") and line.endswith("}\n")]
     return rows if reason is None else [*rows, {"variant": BASELINE, "failed": reason}]
 
 

@@ -49,6 +49,7 @@ if ((gpus > 1)); then
   bench layer-deepseek-v3 200 "layer.py --models deepseek-v3 $layers --suffix '${suffix}_deepseek_v3'"
   bench layer-qwen3-30b 150 "layer.py --models qwen3-30b $layers --suffix '${suffix}_qwen3_30b'"
   bench exchange 80 "exchange.py --suffix '$suffix' --ranks $gpus --routing uniform"
+  bench scaling 200 "scaling.py --suffix '$suffix'"
   models="deepseek-v3 qwen3-30b mixtral-8x7b" many="--routing uniform --tokens 4096 32768"
   bench layer-parts 150 "layer.py --models $models $many --parts dispatch combine --layers --suffix '${suffix}_parts'"
   graphs="--graphs $many --ragged-tokens 4096 32768"

@@ -64,7 +64,7 @@ class ExpertCopies(Protocol):
 
     def fetch_copies(self, axis: tuple[str, ...], copies: Array, w: Array, /) -> Array: ...
 
-    def add_gradients(self, axis: tuple[str, ...], copies: Array, gradient: Array, /) -> Array: ...
+    def add_gradients(self, axis: tuple[str, ...], copies: Array, home: Array, spare: Array, /) -> Array: ...
 
 
 class GroupedGemm(Protocol):
@@ -81,7 +81,9 @@ class GroupedGemm(Protocol):
         bias: Bias | None = None,
     ) -> Array: ...
 
-    def weight_gradient(self, lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: DTypeLike) -> Array: ...
+    def weight_gradient(
+        self, lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: DTypeLike, num_home: int = 0
+    ) -> GemmWeights: ...
 
     def grouped_gemm_fp8(
         self, lhs: Quantized, rhs: Quantized, group_sizes: Array, *, out_dtype: DTypeLike

@@ -29,31 +29,30 @@ def fetch_copies(axis: Axis, copies: Array, w: Array) -> Array:
     return _move(axis, (source, copies % w.shape[0], *jnp.indices(copies.shape, jnp.int32)), w, copies.shape[1])
 
 
-def add_gradients(axis: Axis, copies: Array, gradient: Array) -> Array:
+def add_gradients(axis: Axis, copies: Array, home: Array, spare: Array) -> Array:
     """See xla/expert_copies.py; the order is that of the ranks that held copies, and of their slots."""
-    flat, num_local = copies.reshape(-1), gradient.shape[0] - copies.shape[1]
-    wide = accumulation_dtype(gradient.dtype)
+    flat, num_local, wide = copies.reshape(-1), home.shape[0], accumulation_dtype(home.dtype)
     source = jnp.where(flat >= 0, flat // num_local, -1)
     # Place: how many copies with the same home come first, in order of their experts.
     is_first = (flat[None] < flat[:, None]) | ((flat[None] == flat[:, None]) & jnp.tri(flat.size, k=-1, dtype=bool))
     place = jnp.sum(is_first & (source[:, None] == source[None]), axis=1, dtype=jnp.int32)
     ranks, slots = jnp.indices(copies.shape, jnp.int32)
-    home, places = source.reshape(copies.shape), place.reshape(copies.shape)
-    returned = _move(axis, (jnp.where(home >= 0, ranks, -1), num_local + slots, home, places), gradient, flat.size)
+    targets, places = source.reshape(copies.shape), place.reshape(copies.shape)
+    returned = _move(axis, (jnp.where(targets >= 0, ranks, -1), slots, targets, places), spare, flat.size)
     mine = source == rank_on(axis)
     experts, count = jnp.sort(jnp.where(mine, flat % num_local, num_local)), jnp.sum(mine, dtype=jnp.int32)
 
     def add(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        i, gradient, total = state
+        i, home, total = state
         expert = experts[i]
         goes_on = (i > 0) & (expert == experts[i - 1])
-        total = jnp.where(goes_on, total, gradient[expert].astype(wide)) + returned[i].astype(wide)
-        return i + 1, gradient.at[expert].set(total.astype(gradient.dtype)), total
+        total = jnp.where(goes_on, total, home[expert].astype(wide)) + returned[i].astype(wide)
+        return i + 1, home.at[expert].set(total.astype(home.dtype)), total
 
     # Few ranks get any, so adding them one by one, in place, reads and writes least.
-    start = jnp.zeros((), jnp.int32), gradient, jnp.zeros(gradient.shape[1:], wide)
+    start = jnp.zeros((), jnp.int32), home, jnp.zeros(home.shape[1:], wide)
     start, count, experts, returned = vary_alike((start, count, experts, returned))
-    return lax.while_loop(lambda state: state[0] < count, add, start)[1][:num_local]
+    return lax.while_loop(lambda state: state[0] < count, add, start)[1]
 
 
 def _move(axis: Axis, moves: tuple[Array, ...], x: Array, num_targets: int) -> Array:

@@ -230,10 +230,16 @@ def bias_operand(bias: Bias | None, num_rows: int) -> gemm_structs.Bias | None:
     return gemm_structs.Bias(pad(bias.values, 1), scales.astype(jnp.float32))
 
 
-@functools.partial(jax.jit, static_argnames=("out_dtype", "tiles"))
+@functools.partial(jax.jit, static_argnames=("out_dtype", "num_home", "tiles"))
 def weight_gradient(
-    lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: DTypeLike, tiles: WeightTiles | None = None
-) -> Array:
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    *,
+    out_dtype: DTypeLike,
+    num_home: int = 0,
+    tiles: WeightTiles | None = None,
+) -> GemmWeights:
     """Contract rows as in xla/grouped_gemm.py; `tiles` as for `grouped_gemm`."""
     wanted, groups = (lhs.shape[1], rhs.shape[1]), group_sizes.shape[0]
     default = weight_tiles(jnp.dtype(out_dtype).itemsize)
@@ -242,16 +248,23 @@ def weight_gradient(
     num_rows, rows, columns = *lhs.shape, rhs.shape[1]
     shape = gemm_shape(num_rows, columns, rows, groups)
     tile = WeightGradientTile(tiles.block_m, tiles.block_n, tiles.block_r, tiles.group_m)
-    sizes = WeightGradient(*shape, tiles.store_parts, tiles.tma_store, tile)
+    sizes = WeightGradient(*shape, tiles.store_parts, tiles.tma_store, tile, num_home)
     # Rows of the operands end where the kernel chooses.
     left = Descriptor(lhs, (tiles.block_r, tiles.block_m), bounded=True)
     right = Descriptor(rhs, (tiles.block_r, tiles.block_n), bounded=True)
-    result: Argument = jax.ShapeDtypeStruct((groups, rows, columns), out_dtype)
-    if tiles.tma_store:
-        result = Descriptor(result, (1, tiles.block_m, tiles.block_n // tiles.store_parts))
+    block = (1, tiles.block_m, tiles.block_n // tiles.store_parts)
+
+    def described(groups: int) -> Argument:
+        result = jax.ShapeDtypeStruct((groups, rows, columns), out_dtype)
+        return Descriptor(result, block) if tiles.tma_store else result
+
+    result = described(groups)
+    if num_home:
+        result = gemm_structs.SplitWeights(described(num_home), described(groups - num_home))
     config = tile_config(tiles, groups * -(-rows // tiles.block_m) * -(-columns // tiles.block_n))
     found = launch(_WEIGHT_GRADIENT, (left, right, group_sizes), (result,), config, {"S": sizes})[0]
-    return found[:, : wanted[0], : wanted[1]]
+    cut = jax.tree.map(lambda w: w[:, : wanted[0], : wanted[1]], found)
+    return SplitWeights(*cut) if num_home else cut
 
 
 @functools.partial(jax.jit, static_argnames=("out_dtype", "tiles"))

@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep.core.activations import HiddenRows
 from jax_ep.core.autodiff import HIDDEN_NAME
-from jax_ep.core.expert_matrices import ExpertWeights, GemmWeights, cotangent_of
+from jax_ep.core.expert_matrices import ExpertWeights, GemmWeights, num_home
 from jax_ep.core.layout import Bias
 from jax_ep.ops import activation, exchange, exchange_gemm
 from jax_ep.ops.activation import activate, is_one_pass
@@ -127,13 +127,13 @@ def _backward(
     rows = between._replace(hidden=hidden).rows(sizes)
     d, activated = activation.gradient(between_plan, experts, rows, d_rows, keep=True)
     if plan.fused is not None:
-        d_w = exchange_gemm.weight_gradient(plan, True, "rows", d_sums, d_products, activated, handle)
+        d_w = exchange_gemm.weight_gradient(plan, True, "rows", d_sums, d_products, activated, handle, num_home(w))
     else:
-        d_w = weight_gradient(plan.gemm, w.dtype, cast(Array, activated), d_products, sizes)
+        d_w = weight_gradient(plan.gemm, w.dtype, cast(Array, activated), d_products, sizes, num_home(w))
     d_down = between.b_down
     if d_down is not None:
         d_down = bias_gradient(plan.sums, cast(Array, d_products), d_down, sizes)
-    return FfnHidden(d.hidden, d.weights, d.bias, d_down), cotangent_of(w, d_w), None
+    return FfnHidden(d.hidden, d.weights, d.bias, d_down), d_w, None
 
 
 activate_multiply_and_combine.defvjp(_forward, _backward)

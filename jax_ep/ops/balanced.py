@@ -366,11 +366,13 @@ def _with_copies_forward(
 def _with_copies_backward(passes: Passes, copies: Array, cotangents: tuple[Any, Array]) -> tuple[None, None, Any]:
     """Return the gradients of copies to their home, and add them there in at least float32, in a fixed order."""
     found: list[Any] = []
-    for gradient in map(joined, cotangents[0]):
+    for gradient in cotangents[0]:
         if gradient.dtype == jax.dtypes.float0:
             found.append(np.zeros((passes.num_local, *gradient.shape[1:]), jax.dtypes.float0))
             continue
-        found.append(_transfers(passes).add_gradients(passes.axis, copies, gradient))
+        if not isinstance(gradient, SplitWeights):
+            gradient = SplitWeights(gradient[: passes.num_local], gradient[passes.num_local :])
+        found.append(_transfers(passes).add_gradients(passes.axis, copies, *gradient))
         copies = known_after(copies, found[-1])
     return None, None, tuple(found)
 

@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 from jax_ep.core import check
 from jax_ep.core.autodiff import TOKENS_NAME
 from jax_ep.core.check import operation
-from jax_ep.core.expert_matrices import GemmWeights, cotangent_of
+from jax_ep.core.expert_matrices import GemmWeights, num_home
 from jax_ep.core.layout import Bias
 from jax_ep.core.mesh_axes import takes_global_arrays, vary_alike
 from jax_ep.ops import exchange, grouped_gemm, registry
@@ -266,17 +266,26 @@ def _multiply_with_combine_and_bias(
     return run_combine(plan, False, h, None, w, handle, bias)[0]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 7))
 def weight_gradient(
-    plan: ExchangeGemmPlan, transpose: bool, saved_as: str, x: Array, saved: Array, rows: Array, handle: Handle
-) -> Array:
+    plan: ExchangeGemmPlan,
+    transpose: bool,
+    saved_as: str,
+    x: Array,
+    saved: Array,
+    rows: Array,
+    handle: Handle,
+    num_home: int = 0,
+) -> GemmWeights:
     """Per local expert, dispatched tokens times rows: `[L, H, N]`, or `[L, N, H]` with `transpose`.
 
+    With `num_home` > 0 they are in two arrays, the first of as many experts.
     `saved` holds what became of the tokens `x` on the way; gradients go to `x` alone.
     """
     tokens = plan.run.expert_rows(saved, handle, saved_as)
     lhs, rhs = (rows, tokens) if transpose else (tokens, rows)
-    return plan.gemm.run.weight_gradient(lhs, rhs, handle.group_sizes, out_dtype=saved.dtype)
+    run = plan.gemm.run.weight_gradient
+    return run(lhs, rhs, handle.group_sizes, out_dtype=saved.dtype, num_home=num_home)
 
 
 type _Sums = tuple[Array, Array | None]
@@ -315,8 +324,8 @@ def _dispatch_backward(
         d_x, d_weights = exchange.combine_tokens(plan.exchange, d_rows, d_row_weights, handle)
         if x is None:
             return d_x, d_weights, None, None
-        d_w = weight_gradient(plan, transpose_rhs, "rows", x, saved, d_hidden, handle)
-        return d_x, d_weights, cotangent_of(w, d_w), None
+        d_w = weight_gradient(plan, transpose_rhs, "rows", x, saved, d_hidden, handle, num_home(w))
+        return d_x, d_weights, d_w, None
     if x is None:
         return *multiply_with_combine(*back, d_hidden, d_row_weights, w, handle), None, None
     form, behind = save_as or plan.saved_as, handle
@@ -324,8 +333,8 @@ def _dispatch_backward(
         form, saved = _sent_again(plan, x, handle, d_hidden)
         behind = exchange.later(handle, saved)
     d_x, d_weights = multiply_with_combine(*back, d_hidden, d_row_weights, w, behind)
-    d_w = weight_gradient(plan, transpose_rhs, form, x, saved, d_hidden, handle)
-    return d_x, d_weights, cotangent_of(w, d_w), None
+    d_w = weight_gradient(plan, transpose_rhs, form, x, saved, d_hidden, handle, num_home(w))
+    return d_x, d_weights, d_w, None
 
 
 def _sent_again(plan: ExchangeGemmPlan, x: Array, handle: Handle, after: Array) -> tuple[str, Array]:
@@ -350,8 +359,8 @@ def _combine_backward(
     plan = plan.transposed
     # The tokens are needed at once, as rows, and not kept.
     back = dispatch_with_multiply(plan, not transpose_rhs, "rows", d_sums, d_slots, w, handle)
-    d_w = weight_gradient(plan, not transpose_rhs, "rows", d_sums, back.saved, h, handle)
-    return back.hidden, back.row_weights, cotangent_of(w, d_w), None
+    d_w = weight_gradient(plan, not transpose_rhs, "rows", d_sums, back.saved, h, handle, num_home(w))
+    return back.hidden, back.row_weights, d_w, None
 
 
 def _combine_with_bias_forward(
@@ -366,9 +375,9 @@ def _combine_with_bias_backward(
     h, w, handle, bias = residuals
     plan, d_sums = plan.transposed, d_sums.astype(h.dtype)
     back = dispatch_with_multiply(plan, True, "rows", d_sums, None, w, handle)
-    d_w = weight_gradient(plan, True, "rows", d_sums, back.saved, h, handle)
+    d_w = weight_gradient(plan, True, "rows", d_sums, back.saved, h, handle, num_home(w))
     d_bias = bias_gradient(plan.sums, cast(Array, back.saved), bias, handle.group_sizes)
-    return back.hidden, cotangent_of(w, d_w), None, d_bias
+    return back.hidden, d_w, None, d_bias
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -401,18 +410,24 @@ def _then_multiply_backward(
         behind = exchange.later(handle, rows)
     d_rows = multiply(plan.gemm, True, w.dtype, d_hidden, w, behind.group_sizes)
     d_x, d_weights = exchange.combine_tokens(plan.exchange, d_rows, d_row_weights, handle)
-    d_w = grouped_gemm.weight_gradient(plan.gemm, w.dtype, rows, d_hidden, handle.group_sizes)
-    return d_x, d_weights, cotangent_of(w, d_w), None
+    d_w = grouped_gemm.weight_gradient(plan.gemm, w.dtype, rows, d_hidden, handle.group_sizes, num_home(w))
+    return d_x, d_weights, d_w, None
 
 
 def _weight_gradient_forward(
-    plan: ExchangeGemmPlan, transpose: bool, saved_as: str, x: Array, saved: Array, rows: Array, handle: Handle
-) -> tuple[Array, tuple[Array, Array, Handle]]:
-    return weight_gradient(plan, transpose, saved_as, x, saved, rows, handle), (x, rows, handle)
+    plan: ExchangeGemmPlan, transpose: bool, saved_as: str, *operands: *tuple[Array, Array, Array, Handle, int]
+) -> tuple[GemmWeights, tuple[Array, Array, Handle]]:
+    x, _, rows, handle, _ = operands
+    return weight_gradient(plan, transpose, saved_as, *operands), (x, rows, handle)
 
 
 def _weight_gradient_backward(
-    plan: ExchangeGemmPlan, transpose: bool, saved_as: str, residuals: tuple[Array, Array, Handle], cotangent: Array
+    plan: ExchangeGemmPlan,
+    transpose: bool,
+    saved_as: str,
+    num_home: int,
+    residuals: tuple[Array, Array, Handle],
+    cotangent: GemmWeights,
 ) -> tuple[Array, None, Array, None]:
     x, rows, handle = residuals
     d_x, _ = multiply_with_combine(plan, not transpose, rows, None, cotangent, handle)

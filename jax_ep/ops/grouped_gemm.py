@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jax.typing import DTypeLike
 from jax_ep.core import check, check_fp8
 from jax_ep.core.check import operation
 from jax_ep.core.dtypes import FP8, accumulation_dtype
-from jax_ep.core.expert_matrices import GemmWeights, QuantizedWeights, as_array, cotangent_of
+from jax_ep.core.expert_matrices import GemmWeights, QuantizedWeights, as_array, num_home
 from jax_ep.core.facts import GemmFacts
 from jax_ep.core.layout import Bias
 from jax_ep.core.mesh_axes import takes_global_arrays, vary_alike
@@ -117,10 +118,12 @@ def multiply(
     return plan.run.grouped_gemm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=out_dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def weight_gradient(plan: GemmPlan, out_dtype: DTypeLike, lhs: Array, rhs: Array, group_sizes: Array) -> Array:
-    """Multiply `[M, K]` and `[M, N]` rows to `[G, K, N]`, one matrix per group."""
-    return plan.run.weight_gradient(lhs, rhs, group_sizes, out_dtype=out_dtype)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 5))
+def weight_gradient(
+    plan: GemmPlan, out_dtype: DTypeLike, lhs: Array, rhs: Array, group_sizes: Array, num_home: int = 0
+) -> GemmWeights:
+    """Multiply `[M, K]` and `[M, N]` rows to `[G, K, N]`, one matrix per group; in two arrays for `num_home` > 0."""
+    return plan.run.weight_gradient(lhs, rhs, group_sizes, out_dtype=out_dtype, num_home=num_home)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -136,7 +139,7 @@ def sum_groups(sums: GemmPlan, rows: Array, scales: Array | None, group_sizes: A
     column = jnp.ones_like(rows, shape=rows.shape[:1]) if scales is None else scales.astype(rows.dtype)
     factors = jnp.broadcast_to(column[:, None], (rows.shape[0], FEWEST_COLUMNS))
     wide = accumulation_dtype(rows.dtype)
-    return weight_gradient(sums, wide, *vary_alike((factors, rows, group_sizes)))[:, 0]
+    return cast(Array, weight_gradient(sums, wide, *vary_alike((factors, rows, group_sizes))))[:, 0]
 
 
 def bias_gradient(sums: GemmPlan, rows: Array, bias: Bias, group_sizes: Array) -> Bias:
@@ -181,18 +184,20 @@ def _multiply_backward(
     back, cotangent = plan.transposed, cotangent.astype(lhs.dtype)
     d_lhs = multiply(back, not transpose_rhs, lhs.dtype, cotangent, rhs, group_sizes)
     rows = (cotangent, lhs) if transpose_rhs else (lhs, cotangent)
-    return d_lhs, cotangent_of(rhs, weight_gradient(back, rhs.dtype, *rows, group_sizes)), None
+    return d_lhs, weight_gradient(back, rhs.dtype, *rows, group_sizes, num_home(rhs)), None
 
 
-def _weight_gradient_forward(plan: GemmPlan, out_dtype: DTypeLike, *operands: Array) -> tuple[Array, tuple[Array, ...]]:
-    return weight_gradient(plan, out_dtype, *operands), operands
+def _weight_gradient_forward(
+    plan: GemmPlan, out_dtype: DTypeLike, lhs: Array, rhs: Array, group_sizes: Array, num_home: int
+) -> tuple[GemmWeights, _Operands]:
+    return weight_gradient(plan, out_dtype, lhs, rhs, group_sizes, num_home), (lhs, rhs, group_sizes)
 
 
 def _weight_gradient_backward(
-    plan: GemmPlan, out_dtype: DTypeLike, residuals: _Operands, cotangent: Array
+    plan: GemmPlan, out_dtype: DTypeLike, num_home: int, residuals: _Operands, cotangent: GemmWeights
 ) -> tuple[Array, Array, None]:
     lhs, rhs, group_sizes = residuals
-    back, cotangent = plan.transposed, cotangent.astype(lhs.dtype)
+    back, cotangent = plan.transposed, jax.tree.map(lambda w: w.astype(lhs.dtype), cotangent)
     d_lhs = multiply(back, True, lhs.dtype, rhs, cotangent, group_sizes)
     d_rhs = multiply(back, False, lhs.dtype, lhs, cotangent, group_sizes)
     return d_lhs, d_rhs, None

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_ep.pallas import epilogue
 from jax_ep.pallas import ring as rings
-from jax_ep.pallas.launch import WARPGROUP, Ref, int32
+from jax_ep.pallas.launch import WARPGROUP, Ref, in_array_of, int32
 from jax_ep.pallas.ring import Ring
 from jax_ep.pallas.schedule import RowTiles
 from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, STEP, TILE, ForwardTiles
@@ -64,20 +64,6 @@ def tile_locator(
         return Tile(group, *fields, column_tile * int32(block_n), steps)
 
     return locate, tiles_per_row
-
-
-def copy_weights(weights: tuple[Ref, ...], group: Array, block: tuple[Any, Any], slot: Ref, full: Ref) -> None:
-    """Copy a block of a group's weights to shared memory, from the array that has the group."""
-    first, *others = weights
-
-    def copy(w: Ref, group: Array) -> None:
-        plgpu.copy_gmem_to_smem(w.at[(group, *block)], slot, full)
-
-    if not others:
-        return copy(first, group)
-    pl.when(group < int32(first.shape[0]))(lambda: copy(first, group))
-    pl.when(group >= int32(first.shape[0]))(lambda: copy(others[0], group - int32(first.shape[0])))
-    return None
 
 
 def store_tile(views: Ref, result: Array, out: Ref, tile: Tile) -> None:
@@ -125,7 +111,11 @@ def grouped_gemm(
                 # Wait until both consumers have read this stage, then fill it.
                 plgpu.barrier_wait(ring.empty.at[slot])
                 plgpu.copy_gmem_to_smem(lhs.at[own_rows, k_block], left, ring.full.at[slot])
-                copy_weights(rhs, tile.group, block, right, ring.full.at[slot])
+                in_array_of(
+                    rhs,
+                    tile.group,
+                    lambda w, group: plgpu.copy_gmem_to_smem(w.at[(group, *block)], right, ring.full.at[slot]),
+                )
                 return step + int32(1)
 
             return lax.fori_loop(int32(0), tile.steps, one, step)

@@ -18,8 +18,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_ep.core.activations import activate_pairs
 from jax_ep.pallas import ring as rings
-from jax_ep.pallas.forward import Tile, copy_weights, store_tile, tile_locator
-from jax_ep.pallas.launch import WARPGROUP, Ref, int32
+from jax_ep.pallas.forward import Tile, store_tile, tile_locator
+from jax_ep.pallas.launch import WARPGROUP, Ref, in_array_of, int32
 from jax_ep.pallas.ring import Ring
 from jax_ep.pallas.schedule import RowTiles
 from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, STEP, TILE, ForwardTiles
@@ -64,7 +64,12 @@ def gemm_activation(
                 # The same columns of gates and of up values.
                 for half in range(HALVES):
                     column = pl.multiple_of(tile.column + int32(half * out.shape[1]), CHUNK)
-                    copy_weights(rhs, tile.group, (k_block, pl.ds(column, TILE)), ring.rhs.at[slot, half], full)
+
+                    def copy(w: Ref, group: Array, column: Array = column, half: int = half) -> None:
+                        block = w.at[group, k_block, pl.ds(column, TILE)]
+                        plgpu.copy_gmem_to_smem(block, ring.rhs.at[slot, half], full)
+
+                    in_array_of(rhs, tile.group, copy)
                 plgpu.copy_gmem_to_smem(row_weights.at[own_rows], weights.at[slot, some], full)
                 return step + int32(1)
 

@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_ep.pallas import result_slots
 from jax_ep.pallas import ring as rings
-from jax_ep.pallas.launch import BLOCKS, WARPGROUP, Ref, Scalar, int32
+from jax_ep.pallas.launch import BLOCKS, WARPGROUP, Ref, Scalar, in_array_of, int32
 from jax_ep.pallas.result_slots import ResultSlots
 from jax_ep.pallas.ring import Ring
 from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, STEP, TILE, Fp8WeightTiles, WeightTiles
@@ -43,10 +43,11 @@ class Tile(NamedTuple):
 
 
 def tile_locator(
-    start: Ref, end: Ref, out: Ref, tiles: WeightTiles | Fp8WeightTiles
+    start: Ref, end: Ref, out: tuple[Ref, ...], tiles: WeightTiles | Fp8WeightTiles
 ) -> tuple[Callable[[Array], Tile], int]:
-    """Return a function of tasks to tiles of `out [num_groups, K, N]`, and the number of tasks."""
-    num_row_tiles, num_column_tiles = -(-out.shape[1] // TILE), -(-out.shape[2] // tiles.columns)
+    """Return a function of tasks to tiles of `out [num_groups, K, N]`, in one array or two, and the number of tasks."""
+    _, rows, columns = out[0].shape
+    num_row_tiles, num_column_tiles = -(-rows // TILE), -(-columns // tiles.columns)
     num_tiles = num_row_tiles * num_column_tiles
 
     def locate(task: Array) -> Tile:
@@ -54,7 +55,7 @@ def tile_locator(
         row, column = rings.row_and_column(within, int32(num_row_tiles), num_column_tiles, tiles.band)
         return Tile(group, row * int32(TILE), column * int32(tiles.columns), start[group], end[group])
 
-    return locate, out.shape[0] * num_tiles
+    return locate, sum(array.shape[0] for array in out) * num_tiles
 
 
 class Steps(NamedTuple):
@@ -110,11 +111,10 @@ def weight_gradient(
     end: Ref,
     lhs: Ref,
     rhs: Ref,
-    out: Ref,
+    *out: Ref,
     ring: Ring,
     results: ResultSlots,
     edge: Ref,
-    *,
     tiles: WeightTiles,
     programs: int,
 ) -> None:
@@ -184,9 +184,12 @@ def weight_gradient(
     def send(tile: Tile, slot: Ref, half: Scalar) -> None:
         row = pl.multiple_of(tile.row + half * int32(CHUNK), CHUNK)
         column = pl.multiple_of(tile.column, tiles.columns)
-        target = out.at[tile.group, pl.ds(row, CHUNK), pl.ds(column, tiles.columns)]
+
+        def copy(array: Ref, group: Array) -> None:
+            plgpu.copy_smem_to_gmem(slot, array.at[group, pl.ds(row, CHUNK), pl.ds(column, tiles.columns)])
+
         # K is a multiple of a half's rows: it stores all of them, or none.
-        pl.when(row < int32(out.shape[1]))(lambda: plgpu.copy_smem_to_gmem(slot, target))
+        pl.when(row < int32(out[0].shape[1]))(lambda: in_array_of(out, tile.group, copy))
 
     begin = Loaded(jnp.int32(0), jnp.bool_(False), jnp.int32(0), jnp.int32(0))
     rings.run_tasks(

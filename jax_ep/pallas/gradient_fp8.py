@@ -57,7 +57,7 @@ def weight_gradient_fp8(
     `wgmma_ping_pong` are `wgmma.ping_pong_barriers`.
     """
     consumer = lax.axis_index(WARPGROUP)
-    locate, num_tasks = tile_locator(start, end, out, tiles)
+    locate, num_tasks = tile_locator(start, end, (out,), tiles)
 
     def load(tile: Tile, step: Array) -> Array:
         rows = pl.ds(rings.aligned(tile.row, TILE), TILE)

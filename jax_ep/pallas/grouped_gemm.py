@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from jax_ep.core import fp8
-from jax_ep.core.expert_matrices import GemmWeights
+from jax_ep.core.expert_matrices import GemmWeights, SplitWeights
 from jax_ep.core.layout import Bias, add_bias, round_up
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.pallas import epilogue, forward, forward_fp8, gradient, gradient_fp8, result_slots, ring, tiling, wgmma
@@ -128,25 +128,34 @@ def _launch_fp8(*operands: Array, out_dtype: jnp.dtype, tiles: Fp8Tiles, interpr
 
 
 def weight_gradient(
-    lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: DTypeLike, tiles: WeightTiles | None = None
-) -> Array:
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    *,
+    out_dtype: DTypeLike,
+    num_home: int = 0,
+    tiles: WeightTiles | None = None,
+) -> GemmWeights:
     """See xla/grouped_gemm.py; `tiles` as for `grouped_gemm`."""
     tiles = tiles or tiling.weight_tiles(rhs.shape[1], jnp.dtype(out_dtype).itemsize)
     static = {"out_dtype": jnp.dtype(out_dtype), "tiles": tiles, "interpret": is_interpreted()}
-    return _gradient(lhs, rhs, group_sizes, **static)
+    found = _gradient(lhs, rhs, group_sizes, **static, num_home=num_home)
+    return SplitWeights(*found) if num_home else found[0]
 
 
-@functools.partial(jax.jit, static_argnames=_STATIC)
-def _gradient(lhs: Array, rhs: Array, group_sizes: Array, **static: object) -> Array:
+@functools.partial(jax.jit, static_argnames=(*_STATIC, "num_home"))
+def _gradient(lhs: Array, rhs: Array, group_sizes: Array, **static: object) -> list[Array]:
     # Copies past the last column are cut off where there are more than those of one line.
     columns = STEP if rhs.shape[1] > STEP else 2 * STEP
     operands = vary_alike((pad(lhs, ROWS), pad(rhs, (ALIGNMENT, columns)), group_sizes))
     run = sequential_vmap(functools.partial(_launch_gradient, **static))
-    return run(*operands)[:, : lhs.shape[1], : rhs.shape[1]]
+    return [w[:, : lhs.shape[1], : rhs.shape[1]] for w in run(*operands)]
 
 
 @lowered_once
-def _launch_gradient(*operands: Array, out_dtype: jnp.dtype, tiles: WeightTiles, interpret: bool) -> Array:
+def _launch_gradient(
+    *operands: Array, out_dtype: jnp.dtype, tiles: WeightTiles, interpret: bool, num_home: int = 0
+) -> list[Array]:
     lhs, rhs, group_sizes = operands
     groups = xla.locate_groups(group_sizes, lhs.shape[0])
     shape = (group_sizes.shape[0], lhs.shape[1], rhs.shape[1])
@@ -158,7 +167,8 @@ def _launch_gradient(*operands: Array, out_dtype: jnp.dtype, tiles: WeightTiles,
     scratch = {"ring": memory, "results": results, "edge": edge}
     body = functools.partial(gradient.weight_gradient, tiles=tiles, programs=programs)
     inputs = (groups.starts, groups.ends, lhs, rhs)
-    result = jax.ShapeDtypeStruct(shape, out_dtype)
+    parts = (num_home, shape[0] - num_home) if num_home else shape[:1]
+    result = [jax.ShapeDtypeStruct((part, *shape[1:]), out_dtype) for part in parts]
     return launch_product("grouped_gemm_weight_gradient", body, inputs, result, scratch, programs, interpret)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
@@ -73,6 +74,17 @@ def launch(
         ),
     )
     return vary_as(jax.tree.leaves(operands)[0], kernel(*operands))
+
+
+def in_array_of(arrays: tuple[Ref, ...], group: Any, act: Callable[[Ref, Any], None]) -> None:
+    """Call `act(array, index)` for the array, of one or of two, that has a group of weights."""
+    first, *others = arrays
+    if not others:
+        act(first, group)
+        return
+    home = int32(first.shape[0])
+    pl.when(group < home)(lambda: act(first, group))
+    pl.when(group >= home)(lambda: act(others[0], group - home))
 
 
 def line(dtype: DTypeLike) -> int:

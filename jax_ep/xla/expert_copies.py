@@ -20,19 +20,18 @@ def fetch_copies(axis: Axis, copies: Array, w: Array) -> Array:
     return spare
 
 
-def add_gradients(axis: Axis, copies: Array, gradient: Array) -> Array:
-    """Return the gradients `[L, ...]` at home, with those of copies added, from `gradient [L + S, ...]` of both.
+def add_gradients(axis: Axis, copies: Array, home: Array, spare: Array) -> Array:
+    """Add the gradients `spare [S, ...]` of this rank's copies at their home, to gradients `home [L, ...]`.
 
     Gradients of one expert are added in at least float32 in a fixed order, here by distance, and rounded once.
     """
-    num_local = gradient.shape[0] - copies.shape[1]
-    home = gradient[:num_local].astype(accumulation_dtype(gradient.dtype))
-    for permutation, wanted, is_sent, is_received in _rounds(axis, copies, num_local):
+    total = home.astype(accumulation_dtype(home.dtype))
+    for permutation, wanted, is_sent, is_received in _rounds(axis, copies, home.shape[0]):
         back = [(target, source) for source, target in permutation]
-        returned = permute(_where(is_received, gradient[num_local:]), axis, back)
+        returned = permute(_where(is_received, spare), axis, back)
         for slot in range(copies.shape[1]):
-            home = home.at[wanted[slot]].add(jnp.where(is_sent[slot], returned[slot], 0).astype(home.dtype))
-    return home.astype(gradient.dtype)
+            total = total.at[wanted[slot]].add(jnp.where(is_sent[slot], returned[slot], 0).astype(total.dtype))
+    return total.astype(home.dtype)
 
 
 def _rounds(axis: Axis, copies: Array, num_local: int) -> Iterator[tuple[list[tuple[int, int]], Array, Array, Array]]:

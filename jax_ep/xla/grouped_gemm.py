@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -182,8 +182,10 @@ def grouped_gemm(
     return product if isinstance(num_rows, int) else product[:symbolic_rows]
 
 
-@functools.partial(jax.jit, static_argnames=("out_dtype",))
-def weight_gradient(lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: DTypeLike) -> Array:
+@functools.partial(jax.jit, static_argnames=("out_dtype", "num_home"))
+def weight_gradient(
+    lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: DTypeLike, num_home: int = 0
+) -> GemmWeights:
     """Compute `out[g] = lhs[rows of g].T @ rhs[rows of g]`, the weight gradient of `grouped_gemm`.
 
     Args:
@@ -191,10 +193,14 @@ def weight_gradient(lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: DT
       rhs: `[M, N]`.
       group_sizes: `[G]` int32.
       out_dtype: dtype of the result; accumulates in float32 (float64 for float64).
+      num_home: groups in the first of two arrays of the result; 0: there is one array.
 
     Returns:
       `[G, K, N]`; zero for empty groups.
     """
+    if num_home:
+        whole = cast(Array, weight_gradient(lhs, rhs, group_sizes, out_dtype=out_dtype))
+        return SplitWeights(whole[:num_home], whole[num_home:])
     lhs, rhs = _with_a_tile(lhs), _with_a_tile(rhs)
     num_rows, shape = lhs.shape[0], (group_sizes.shape[0], lhs.shape[1], rhs.shape[1])
     lhs, rhs, group_sizes, out = vary_alike((lhs, rhs, group_sizes, jnp.zeros(shape, out_dtype)))

@@ -76,15 +76,13 @@ def test_fused_ptx_gemm_combine_options(options, on_h200):
 
 
 @pytest.mark.parametrize("shape", [DEEPSEEK, MIXTRAL], ids=["deepseek", "mixtral"])
-@pytest.mark.parametrize("kind", ["plain", "transposed", "with weight gradient"])
-@pytest.mark.slow(unless={"shape": [DEEPSEEK], "kind": ["transposed"]})
-def test_fused_ptx_gemm_combine_two_arrays(kind, shape, on_h200):
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.slow(unless={"shape": [DEEPSEEK], "transposed": [True]})
+def test_fused_ptx_gemm_combine_two_arrays(transposed, shape, on_h200):
     tokens, hidden, columns, features = shape
-    gradient, transposed = None, kind != "plain"
-    widths = layout(tokens), columns if transposed else features, hidden, transposed
-    if kind == "with weight gradient":
-        gradient = exchange_gemm.scattered_gradient_sizes(*widths)
-    config, sizes = exchange_gemm.gemm_combine_sizes(*widths, gradient)
+    config, sizes = exchange_gemm.gemm_combine_sizes(
+        layout(tokens), columns if transposed else features, hidden, transposed
+    )
     build_gemm_combine(config, in_two_arrays(sizes), 90)
 
 

@@ -28,6 +28,14 @@ def type_name(operand):
     return "*" + ELEMENTS[operand.dtype.name]
 
 
+def is_argument(x):
+    return isinstance(x, (Descriptor, jax.ShapeDtypeStruct))
+
+
+def zeros_of(result):
+    return jnp.zeros(array_of(result).shape, array_of(result).dtype)
+
+
 @pytest.fixture
 def compile_launch(monkeypatch):
     """Calls a launching function on shapes, and compiles what it would launch for an architecture."""
@@ -42,7 +50,7 @@ def compile_launch(monkeypatch):
 
         def record(kernel, operands, results, config, constants):
             launches.append((kernel, operands, results, config, constants))
-            return [jnp.zeros(array_of(result).shape, array_of(result).dtype) for result in results]
+            return [jax.tree.map(zeros_of, x, is_leaf=is_argument) for x in results]
 
         monkeypatch.setattr(grouped_gemm, "launch", record)
         monkeypatch.setattr(launch, "num_programs", lambda tasks, per_multiprocessor: 132 * per_multiprocessor)
@@ -85,11 +93,13 @@ def test_gemm_ptx_forward(on_gpus, compile_launch, capability, size, transpose, 
 WEIGHT_CASES = [(90, "float16"), (90, "float32"), (100, "float16")]
 
 
+@pytest.mark.parametrize("num_home", [0, 62], ids=["one array", "two arrays"])
 @pytest.mark.parametrize(("capability", "out"), WEIGHT_CASES)
-def test_gemm_ptx_weights(on_gpus, compile_launch, capability, out):
+@pytest.mark.slow(unless={"num_home": [0]})
+def test_gemm_ptx_weights(on_gpus, compile_launch, capability, out, num_home):
     rows, k, n, groups = DEEPSEEK
     tiles = grouped_gemm.weight_tiles(jnp.dtype(out).itemsize)
-    options = {"out_dtype": jnp.dtype(out), "tiles": tiles}
+    options = {"out_dtype": jnp.dtype(out), "tiles": tiles, "num_home": num_home}
     shapes = ((rows, k), (rows, n), (groups,))
     compile_launch(grouped_gemm.weight_gradient.__wrapped__, capability, shapes, jnp.float16, **options)
 

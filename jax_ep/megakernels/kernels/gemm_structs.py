@@ -116,10 +116,11 @@ class WeightGradient(GemmSizes):
     store_parts: int  # 1, 2 or 4 parts of a tile's columns, stored in turn
     tma_store: bool  # store by TMA instead of through a pointer
     tile: WeightGradientTile
+    home_groups: int = 0  # as in `GroupedGemm`
 
 
 class SplitWeights(NamedTuple):
-    """Descriptors of the weights of the first groups, and of the others."""
+    """Weights or gradients of weights in two arrays, of the first groups and of the others."""
 
     home: Pointer
     spare: Pointer

@@ -22,6 +22,7 @@ from .tiles import (
     find_tile,
     load_bounded,
     locate_groups,
+    locate_weights,
     multiply,
     num_own_tasks,
     number_tasks,
@@ -143,8 +144,9 @@ def weight_gradient(lhs, rhs, sizes_ptr, out, S: tl.constexpr):
     """Compute `out[g] = lhs[rows of g].T @ rhs[rows of g]` in `[num_groups, K, N]`, zero for empty groups.
 
     `lhs` and `rhs` are bounded descriptors. `out` is a pointer, or if `S.tma_store` a descriptor of the stored blocks:
-    TMA stores overlap with the next tile. The loops over tiles and rows are one. It is written by hand, since the
-    number of row blocks differs between groups: the loads of a tile begin before the previous tile is stored.
+    TMA stores overlap with the next tile; a `SplitWeights` of two of them if `S.home_groups` is not 0. The loops over
+    tiles and rows are one. It is written by hand, since the number of row blocks differs between groups: the loads of
+    a tile begin before the previous tile is stored.
     """
     BLOCK_M: tl.constexpr = S.tile.block_m
     BLOCK_N: tl.constexpr = S.tile.block_n
@@ -173,7 +175,8 @@ def weight_gradient(lhs, rhs, sizes_ptr, out, S: tl.constexpr):
         is_last = block == num_blocks - 1
         # Last row block of the tile: store it and start the next one.
         if is_last:
-            store_gradient_tile(out, total, tile.group, tile.row, tile.column, BLOCK_N, S.store_parts, S)
+            target, group = locate_weights(out, tile.group, S)
+            store_gradient_tile(target, total, group, tile.row, tile.column, BLOCK_N, S.store_parts, S)
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         # Separate from the store, so that the compiler can run it ahead with the loads of later steps.
         block += 1

@@ -120,14 +120,17 @@ def own_task(i):
 
 
 @triton.jit
-def locate_weights(rhs, group, S: tl.constexpr):
-    """Return the descriptor that has a group's weights, and the index of the group there; `rhs` as for `multiply`."""
+def locate_weights(weights, group, S: tl.constexpr):
+    """Return the array that has a group's weights, and the index of the group there.
+
+    `weights` are one array, or `SplitWeights` if `S.home_groups` is not 0.
+    """
     if S.home_groups == 0:
-        found, index = rhs, group
+        found, index = weights, group
     else:
-        found, index = rhs.home, group
+        found, index = weights.home, group
         if group >= S.home_groups:
-            found, index = rhs.spare, group - S.home_groups
+            found, index = weights.spare, group - S.home_groups
     return found, index
 
 

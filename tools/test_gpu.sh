@@ -31,7 +31,7 @@ read -ra more <<<"${PYTEST_ARGS:-}"
 contract=(dispatch_combine gradients moe transforms)
 low_latency=(low_latency low_latency_moe low_latency_gemm_combine)
 together=("${contract[@]/#/tests/contract/test_}" "${low_latency[@]/#/tests/contract/test_}")
-gemms=(fused fused_gradients moe_recipe)
+gemms=(fused moe_recipe)
 gemms=("${gemms[@]/#/tests/contract/test_}")
 gemms=("${gemms[@]/%/.py}")
 together=("${together[@]/%/.py}" tests/gpu/test_soak.py tests/gpu/test_stragglers.py tests/gpu/test_nccl_beside.py)

@@ -24,7 +24,7 @@ from jax_ep.core.balance import Balance
 from jax_ep.core.check import errors_begin_with
 from jax_ep.core.dtypes import TOKEN_DTYPES
 from jax_ep.core.expert_matrices import ExpertWeights, QuantizedWeights, merge_columns
-from jax_ep.core.mesh_axes import rearrange
+from jax_ep.core.mesh_axes import check_context, rearrange
 from jax_ep.core.router import Router
 from jax_ep.core.router import SharedExperts as SharedExperts
 from jax_ep.ops import registry
@@ -294,6 +294,7 @@ class MoE(nnx.Module):
                 f"MoE: the mesh has axes {mesh.axis_names}, expected {missing} among them; pass axes="
                 "jax_ep.sharding.MeshAxes(...) with axes of that mesh."
             )
+        check_context("MoE", mesh, axes)
         check.divisible_experts("MoE", self.num_experts, _size(mesh, self.axes.expert_axes), self.axes.expert)
         return mesh
 

@@ -350,6 +350,8 @@ def _balancing_loss(
     num_experts = scores.shape[-1]
     scores = _zero_masked(scores.astype(accumulation_dtype(scores.dtype)), token_mask)
     normalized = scores / jnp.maximum(jnp.sum(scores, axis=-1, keepdims=True), _SMALLEST_SUM)
+    if topk_idx.dtype.itemsize < 4:  # It may not hold num_experts.
+        topk_idx = topk_idx.astype(jnp.int32)
     ids = topk_idx if token_mask is None else jnp.where(token_mask[:, None], topk_idx, -1)
     slots = jnp.where((ids >= 0) & (ids < num_experts), ids, num_experts).reshape(-1)
     counts = jnp.zeros((num_experts,), jnp.int32).at[slots].add(1, mode="drop")

@@ -23,7 +23,7 @@ from jax_ep.core.check import errors_begin_with
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import QuantizedWeights, merge_columns
 from jax_ep.core.fp8 import GROUP_SIZE
-from jax_ep.core.mesh_axes import axis_tuple, check_mesh, vary_alike
+from jax_ep.core.mesh_axes import axis_tuple, check_context, check_mesh, vary_alike
 from jax_ep.formats import check_quantized
 from jax_ep.ops import balanced
 from jax_ep.ops.moe import moe
@@ -390,6 +390,7 @@ def _mesh(mesh: Mesh | AbstractMesh | None, specs: MoESpecs) -> Mesh | AbstractM
             f"sharded_moe: the mesh has axes {tuple(mesh.axis_names)}, expected {missing} among them; pass axes="
             "MeshAxes(...) with axes of that mesh."
         )
+    check_context(_FUNCTION, mesh, _names(specs.tokens, specs.w_gate_up))
     return mesh
 
 

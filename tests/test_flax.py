@@ -408,6 +408,31 @@ def test_flax_wrong_input(x, error, match):
         MoE(**SIZES, rngs=nnx.Rngs(0))(x)
 
 
+def test_flax_called_inside_shard_map():
+    mesh = jax.make_mesh((4,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    moe = MoE(**SIZES, mesh=mesh, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"^MoE: called inside jax.shard_map over \['expert'\], .*jax_ep.moe"):
+        jax.shard_map(lambda x: moe(x)[0], mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))(jnp.ones((4, H)))
+    other = jax.make_mesh((2,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    with jax.set_mesh(other), pytest.raises(ValueError, match=r"^MoE: the mesh is .* expected that of jax.set_mesh"):
+        moe(jnp.ones((4, H)))
+
+
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str)
+def test_flax_inside_shard_map_over_another_axis(kind):
+    mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(kind,) * 2)
+    with jax.set_mesh(mesh):
+        graph, state = nnx.split(MoE(**SIZES, rngs=nnx.Rngs(0)))
+
+        def layer(state, x):
+            return nnx.merge(graph, state)(x)[0]
+
+        specs = {"in_specs": (P(), P("data")), "out_specs": P("data")}
+        layer = jax.shard_map(layer, axis_names={"data"}, **specs)
+        x = jax.device_put(jnp.ones((8, H)), jax.NamedSharding(mesh, P("data")))
+        assert jax.eval_shape(layer, state, x).shape == x.shape
+
+
 def _routing_of(**changes):
     ids = jnp.zeros((6, K), jnp.int32)
     fields = {"topk_idx": ids, "topk_weights": jnp.ones((6, K)), "scores": jnp.ones((6, E))} | changes

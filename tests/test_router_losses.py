@@ -206,6 +206,13 @@ def test_topk_router_replay_weights_of_other_experts(rng):
     np.testing.assert_allclose(routing.topk_weights, want, rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.int16, jnp.uint8, jnp.uint32])
+def test_load_balancing_loss_ids_of_other_integers(dtype):
+    scores, ids = jnp.ones((4, 40_000)), jnp.array([[0], [1], [2], [100]])
+    want = jax_ep.load_balancing_loss(scores, ids)
+    assert jax_ep.load_balancing_loss(scores, ids.astype(dtype)) == want
+
+
 def test_topk_router_replay_ids_out_of_range():
     """Traced ids cannot be checked; they count as no expert, as in every operation."""
     logits, bad, none = jnp.ones((3, 4)), np.array([[0, 9], [4, -5], [2, 1]]), np.array([[0, -1], [-1, -1], [2, 1]])
@@ -281,6 +288,13 @@ def test_moe_metrics_summary():
     assert found["dead_experts"] == [0, 3, 2] and found["dropped_share"] == [0, 0.25, 0]
     np.testing.assert_allclose(found["entropy"], [1, 0, 0.5], atol=1e-6)
     assert "rank_load" not in metrics.summary()
+    found = metrics.summary(num_ranks=3, num_identity_experts=1)  # of loads 4 4 4, 16 0 0 and 8 8 0
+    np.testing.assert_allclose(found["rank_load"], [1, 3, 1.5])
+    for num_ranks, num_identity_experts in ((3, 0), (2, 1), (1, 4), (1, 5)):
+        with pytest.raises(
+            ValueError, match=r"MoEMetrics.summary: num_ranks=. of 4 experts with num_identity_experts="
+        ):
+            metrics.summary(num_ranks, num_identity_experts=num_identity_experts)
 
 
 WRONG = [

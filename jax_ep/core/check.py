@@ -367,6 +367,7 @@ def handle(function: str, value: Any, expected: type[Handle] | type[LowLatencyHa
         raise TypeError(
             f"{function}: handle is {type_name(value)}, expected the {expected.__name__} of the matching dispatch."
         )
+    one_rank(function, value)
     num_ranks = axis_size(axis_name, function=function)
     remedy = f"use the axis_name of the dispatch that made the handle, not {axis_name!r}"
     size(function, "the number of ranks of the handle", value.layout.num_ranks, num_ranks, remedy)
@@ -376,6 +377,15 @@ def handle(function: str, value: Any, expected: type[Handle] | type[LowLatencyHa
             f" of axis_name={axis_name!r} with more than one rank, in order; {remedy}."
         )
     return value.layout
+
+
+def one_rank(function: str, value: Handle | LowLatencyHandle) -> None:
+    """Check that the arrays of a handle are those of one rank."""
+    if (rank := np.ndim(value.assignment_to_row)) != 3:
+        raise ValueError(
+            f"{function}: handle.assignment_to_row has {rank} axes, expected 3, [W, T, K] of one rank; call it inside"
+            " jax.shard_map, remove the axis of the ranks, or use jax.vmap."
+        )
 
 
 def reused_layout(function: str, value: Any, wanted: Layout, capacity: int | None, axis_name: AxisName) -> Layout:

@@ -70,7 +70,10 @@ def identity_experts(routing: Any, num_experts: Any) -> None:
         raise TypeError(
             f"{function}: routing is {type_name(routing)}, expected a Routing; pass what topk_router returns."
         )
-    num_experts, routed = check.positive(function, "num_experts", num_experts), routing.scores.shape[-1]
+    num_experts = check.positive(function, "num_experts", num_experts)
+    num_tokens, routed = check.floating(function, "scores of routing", routing.scores, "[T, E]").shape
+    ids = check.expert_ids(function, routing.topk_idx, num_tokens, routed)
+    check.router_weights(function, routing.topk_weights, ids.shape, routing.scores.dtype)
     if num_experts > routed:
         raise ValueError(
             f"{function}: num_experts={num_experts} exceeds the {routed} experts of the routing; pass the number of"

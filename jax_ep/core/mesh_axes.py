@@ -43,6 +43,21 @@ def check_mesh(function: str, mesh: object, kinds: type | UnionType) -> None:
         )
 
 
+def check_context(function: str, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, axes: Iterable[str]) -> None:
+    """Check that a function of global arrays, which opens a `shard_map` over `axes` of a mesh, can do so here."""
+    around = jax.sharding.get_abstract_mesh()
+    if manual := sorted(set(axes) & set(around.manual_axes)):
+        raise ValueError(
+            f"{function}: called inside jax.shard_map over {manual}, expected global arrays outside of it; pass the"
+            " arrays of a rank to jax_ep.moe there."
+        )
+    if not around.empty and around.shape_tuple != mesh.shape_tuple:
+        raise ValueError(
+            f"{function}: the mesh is {dict(mesh.shape)}, expected that of jax.set_mesh, {dict(around.shape)}; pass one"
+            " of them to both, or mesh=None."
+        )
+
+
 def platform() -> str:
     """Return the platform on which the function being traced will run ("cpu", "gpu", ...).
 
@@ -213,10 +228,11 @@ def rearrange(
     With explicit axes the output sharding must be named, because a merged or padded axis has no obvious one. With
     automatic axes the compiler chooses it.
     """
-    if mesh.are_all_axes_auto:
+    if not mesh.explicit_axes:
         return function
     spec = _explicit_part(mesh, spec)
-    return jax.sharding.auto_axes(function, out_sharding=jax.sharding.NamedSharding(mesh, spec))
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    return jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=sharding)
 
 
 def numbers_in_processes(devices: Iterable[jax.Device]) -> dict[jax.Device, int]:

@@ -62,11 +62,12 @@ class MoEMetrics(dict[str, Array]):
         load = self.load.astype(jnp.float32)
         return load / jnp.maximum(load.sum(axis=-1, keepdims=True), 1.0)
 
-    def summary(self, num_ranks: int | None = None) -> dict[str, Array]:
+    def summary(self, num_ranks: int | None = None, *, num_identity_experts: int = 0) -> dict[str, Array]:
         """Return scalars to log, `[...]` float32 each, one for each layer if layers are stacked.
 
         Args:
           num_ranks: ranks that share the experts, for `rank_load`; None: without it.
+          num_identity_experts: that of the `Router`; no rank has these experts.
 
         Returns:
           `load`: load of the busiest expert over the mean; 1 is balanced, E is all tokens to one expert.
@@ -77,6 +78,10 @@ class MoEMetrics(dict[str, Array]):
           `load_balancing_loss`, `router_z_loss`: as above.
           With balance: `rank_load_before` and `rank_load_after` of the busiest rank, `copies` of all ranks, and
           `passes`.
+
+        Raises:
+          ValueError: the experts of the ranks are not a multiple of `num_ranks`.
+          TypeError: a number that is not an int.
 
         Example:
           >>> import jax.numpy as jnp
@@ -99,10 +104,17 @@ class MoEMetrics(dict[str, Array]):
             "router_z_loss": self.router_z_loss,
         }
         if num_ranks is not None:
-            of_ranks = share.reshape(
-                *share.shape[:-1], check.positive("MoEMetrics.summary", "num_ranks", num_ranks), -1
-            )
-            found["rank_load"] = num_ranks * of_ranks.sum(axis=-1).max(axis=-1)
+            function = "MoEMetrics.summary"
+            check.positive(function, "num_ranks", num_ranks)
+            check.at_least(function, "num_identity_experts", num_identity_experts, 0)
+            placed = share[..., : max(0, num_experts - num_identity_experts)]
+            if not placed.shape[-1] or placed.shape[-1] % num_ranks:
+                raise ValueError(
+                    f"{function}: {num_ranks=} of {num_experts} experts with {num_identity_experts=}, expected ranks"
+                    " with equally many of the others; pass the ranks of the expert axis."
+                )
+            rows = placed.reshape(*share.shape[:-1], num_ranks, -1).sum(axis=-1)
+            found["rank_load"] = rows.max(axis=-1) / jnp.maximum(rows.mean(axis=-1), 1e-30)
         if "passes" in self:
             for when in ("before", "after"):
                 rows = self[f"rows_{when}"].astype(jnp.float32)

@@ -240,11 +240,7 @@ def row_experts(handle: Handle | HierarchicalHandle) -> Array:
         raise TypeError(
             f"row_experts: handle is {type_name(handle)}, expected the Handle of a dispatch; pass Dispatched.handle."
         )
-    if handle.row_to_assignment.ndim != 1:
-        raise ValueError(
-            f"row_experts: handle.row_to_assignment has shape {handle.row_to_assignment.shape}, expected [R] of one"
-            " rank; call it inside jax.shard_map, or use jax.vmap."
-        )
+    check.one_rank("row_experts", handle)
     groups = row_groups(handle.group_sizes, handle.row_to_assignment.shape[0])
     return jnp.where(handle.row_to_assignment < 0, -1, groups)
 

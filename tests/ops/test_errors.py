@@ -207,6 +207,10 @@ ROUTER_CASES = [
     *value("sparsemixer_router", {"key": 0}, r"key; \bint\b; jax\.random\.key", TypeError),
     *value("sparsemixer_router", {"key": f32()}, r"key; float32; jax\.random\.key", TypeError),
     *value("identity_experts", {"routing": i32(T, K)}, "routing; topk_router", TypeError),
+    *value(
+        "identity_experts", {"routing": jax_ep.types.Routing(i32(T, K), None, f32(T, 32))}, "weights; Non", TypeError
+    ),
+    *value("identity_experts", {"routing": jax_ep.types.Routing(i32(T, K), f32(T, K), None)}, "scores; Non", TypeError),
     *value("identity_experts", {"num_experts": 33}, "num_experts; 33; 32; pass"),
     *positive("identity_experts", "num_experts"),
     *rank("load_balancing_loss", "scores", f32(32), "T", "E"),

@@ -97,6 +97,14 @@ def test_handle_other_axis_size(name):
 CONSUMERS = ["combine", "grouped_gemm_combine", "low_latency_combine", "low_latency_gemm_combine", *DISPATCH]
 
 
+@pytest.mark.parametrize("name", [*CONSUMERS, "row_experts"])
+def test_handle_of_all_ranks(name):
+    made = low_latency_handle() if name.startswith("low_latency") else dispatch_handle()
+    stacked = Traced(lambda: jax.tree.map(lambda leaf: leaf[None], made.make()))
+    changes = {"topk_idx": None} if name in DISPATCH else {}
+    check(ValueError, [f"^{name}: handle", "4 axes", "expected 3"], trace, name, inside=True, handle=stacked, **changes)
+
+
 @pytest.mark.parametrize("used", [("a", "c"), ("b", "a")], ids="-".join)
 @pytest.mark.parametrize("name", CONSUMERS)
 def test_handle_other_axis_same_size(name, used):
@@ -258,6 +266,18 @@ def test_init_invalid_arguments():
     for name in ("transport", "launcher"):
         check(ValueError, [f"^init: {name}=.*expected one of"], jax_ep.init, mesh, **{name: np.zeros(2)})
     jax_ep.finalize()
+
+
+def test_sharded_moe_inside_shard_map():
+    mesh = mesh_of()
+    arrays = [GOOD["fused_moe"][name] for name in ("x", "topk_idx", "topk_weights", "w_gate_up", "w_down")]
+    layer = jax_ep.sharding.sharded_moe(mesh, num_experts=E)
+    inside = jax.shard_map(layer, mesh=mesh, in_specs=P(), out_specs=P())
+    arrays = [f32(W, H), i32(W, K), f32(W, K), *arrays[3:]]
+    assert jax.eval_shape(layer, *arrays).shape == (W, H)
+    check(ValueError, ["^sharded_moe: called inside", "'expert'", "jax_ep.moe"], jax.eval_shape, inside, *arrays)
+    with jax.set_mesh(harness.make_mesh((2, 2), ("expert", "data"))):
+        check(ValueError, ["^sharded_moe: the mesh is", "'expert': 2", "mesh=None"], jax.eval_shape, layer, *arrays)
 
 
 def test_explain_no_function():

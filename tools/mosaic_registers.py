@@ -68,16 +68,26 @@ def calls() -> Iterator[tuple[str, Call]]:
             run = partial(grouped_gemm._launch_gradient_fp8, tiles=tiling.fp8_weight_tiles(n), **static)
             yield f"weights-fp8 {k}x{n} {suffix}", (run, tuple(operands))
         run = partial(grouped_gemm._launch_gradient, tiles=tiling.weight_tiles(4096, out_dtype.itemsize), **static)
-        yield f"weights {suffix}", (run, (array((ROWS, 7168), bf16), array((ROWS, 4096), bf16), sizes))
+        operands = [array((ROWS, 7168), bf16), array((ROWS, 4096), bf16), sizes]
+        yield f"weights {suffix}", (run, tuple(operands))
+        yield f"weights in two arrays {suffix}", (partial(run, num_home=GROUPS - 2), tuple(operands))
         for transpose in (False, True):
             matrices = array((GROUPS, 4096, 7168) if transpose else (GROUPS, 7168, 4096), bf16)
             tiles = tiling.forward_tiles(ROWS, GROUPS)
             run = partial(grouped_gemm._launch_forward, transpose=transpose, tiles=tiles, **static)
-            yield f"forward{' transposed' * transpose} {suffix}", (run, (array((ROWS, 7168), bf16), matrices, sizes))
+            name, rows = f"forward{' transposed' * transpose}", array((ROWS, 7168), bf16)
+            yield f"{name} {suffix}", (run, (rows, matrices, sizes))
+            two = (
+                matrices.update(shape=(GROUPS - 2, *matrices.shape[1:])),
+                matrices.update(shape=(2, *matrices.shape[1:])),
+            )
+            yield f"{name} in two arrays {suffix}", (run, (rows, *two, sizes))
     tiles = tiling.activated_tiles()
     run = partial(gemm_activation._launch_activated, experts=Experts(), tiles=tiles, interpret=False)
     operands = [array((ROWS, 2048), bf16), array((GROUPS, 2048, 1536), bf16), sizes, array((ROWS,), f32)]
     yield "activated", (run, tuple(operands))
+    operands[1:2] = [array((groups, 2048, 1536), bf16) for groups in (GROUPS - 2, 2)]
+    yield "activated in two arrays", (run, tuple(operands))
 
 
 # --- compilation ----------------------------------------------------------------------------------------------------

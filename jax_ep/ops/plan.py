@@ -336,7 +336,8 @@ def balanced(options: Options, facts: ExchangeFacts, spare: int, weights: Sequen
     name = "triton" if found.implementation == "triton" else "xla"
     num_bytes = spare * sum(math.prod(w.shape[1:]) * w.dtype.itemsize for w in weights)
     splits = options.recipe is None and all(w.dtype in TOKEN_DTYPES for w in weights)
-    part = Part("balance_plan", name, reason=found.reason)
+    joined = "" if splits else "weights in 8 bits and their copies are copied into one array"
+    part = Part("balance_plan", name, reason="; ".join(filter(None, (found.reason, joined))))
     return BalancedPlan(part, facts.layout.capacity, spare, num_bytes, splits)
 
 

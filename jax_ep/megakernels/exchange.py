@@ -177,13 +177,8 @@ def _reserved_sizes(kernel: Kernel, options: Options, layout: Layout, x: Array, 
     value_bytes = rows.round_up(num_slots * hidden * jnp.dtype(options.wire_dtype or x.dtype).itemsize, 16)
     end = value_bytes + rows.round_up(num_slots * (hidden // GROUP_SIZE) * 4 if fp8 else 0, 16)
     context.reserve(kernel.name, end + weight_bytes)
-    return exchange_sizes(layout, hidden, fp8=fp8, scales_offset=value_bytes, weights_offset=end)
-
-
-def exchange_sizes(layout: Layout, hidden: int, **others: Any) -> dict[str, Any]:
-    """Return the fields of `Exchange`; `others` are given."""
-    names = "num_tokens", "top_k", "num_local_experts", "num_experts"
-    return {"hidden": hidden, **{name: getattr(layout, name) for name in names}, **others}
+    fields = {name: getattr(layout, name) for name in ("num_tokens", "top_k", "num_local_experts", "num_experts")}
+    return fields | {"hidden": hidden, "fp8": fp8, "scales_offset": value_bytes, "weights_offset": end}
 
 
 def copied_columns(hidden: int, itemsize: int) -> int:

@@ -139,7 +139,7 @@ def _tune(makers: Sequence[Any], routing: str, results: _Results, screen: _Scree
                 share = (deadline - screen.elapsed()) / (len(cases) - place)
                 _tune_one(case, log, results, screen, screen.elapsed() + share)
                 results.write()
-        except (NotImplementedError, RuntimeError, ValueError) as error:  # out of memory, or not supported
+        except (NotImplementedError, RuntimeError, ValueError, MemoryError) as error:  # too large, or not supported
             raise_if_interrupted(error)
             screen.note(f"left out: {' '.join(str(error).split())[:300]}")
             _recover()

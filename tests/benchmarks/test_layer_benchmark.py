@@ -84,6 +84,8 @@ def test_large_arrays_are_made_in_chunks(case, monkeypatch):
     monkeypatch.setattr(inputs, "_CHUNK", 10)
     made = np.asarray(inputs.on_ranks(case.mesh, (6, 5), 0), np.float32)
     assert made.shape == (24, 5) and len(np.unique(made)) > 100
+    with pytest.raises(ValueError, match=r"an array \(6, 11\) on each rank: expected rows of at most 10 elements"):
+        inputs.on_ranks(case.mesh, (6, 11), 0)
 
 
 def test_a_chain_makes_every_call(case):

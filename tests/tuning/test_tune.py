@@ -325,6 +325,18 @@ def test_tune_run_without_measurements_fails(monkeypatch):
         __main__.main(["tune", "exchange"])
 
 
+def test_tune_sizes_beyond_memory_left_out(monkeypatch, capsys):
+    pytest.importorskip("triton")
+
+    def make():
+        raise MemoryError("256 GiB")
+
+    monkeypatch.setattr(tune_cases, "makers", lambda *_: [make, make])
+    with pytest.raises(SystemExit, match="jax-ep tune: nothing measured"):
+        __main__.main(["tune", "exchange"])
+    assert capsys.readouterr().out.count("left out: 256 GiB\n") == 2
+
+
 def test_tune_checks_output_first(tmp_path, capsys):
     (tmp_path / "file").touch()
     os.mkfifo(tmp_path / "fifo")

@@ -80,6 +80,8 @@ def routing(kind: str, num_tokens: int, model: Model, rng: np.random.Generator) 
 
 def on_ranks(mesh: jax.sharding.Mesh, shape: tuple[int, ...], seed: int, scale: float = 1.0) -> Array:
     """Make random bfloat16 numbers of this shape on every rank, in chunks that need little extra memory."""
+    if math.prod(shape[1:]) > _CHUNK:
+        raise ValueError(f"an array {shape} on each rank: expected rows of at most {_CHUNK} elements")
     chunks = next(n for n in range(1, shape[0] + 1) if shape[0] % n == 0 and math.prod(shape) <= n * _CHUNK)
 
     def make(rank: Array) -> Array:

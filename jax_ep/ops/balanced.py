@@ -222,7 +222,7 @@ def with_copies[Weights](weights: Weights, handle: Handle) -> Weights:
     sizes = layout.num_experts - handle.copies.size, layout.num_ranks, layout.capacity, spare
     passes = Passes(None, *sizes, axis=axis, splits=False, sum_dtype=jnp.float32, implementation=implementation)
     bits, copies = vary_alike((tuple(map(_as_bits, leaves)), handle.copies), over=axis)
-    whole, _ = _with_copies(passes, copies, copies, bits)
+    whole, _ = _with_copies(passes, (True,) * len(bits), copies, copies, bits)
     return jax.tree.unflatten(structure, map(_from_bits, whole, leaves))
 
 
@@ -253,8 +253,11 @@ def _one_pass(passes: Passes, place: Place, x: Array, topk_weights: Array, weigh
     slots, copies, _ = place
 
     def compute(x: Array, topk_weights: Array, weights: Tree) -> Array:
-        leaves, structure = jax.tree.flatten(weights)
-        whole, slots_after = _with_copies(passes, copies, slots, tuple(map(_as_bits, leaves)))
+        paths, structure = jax.tree.flatten_with_path(weights)
+        leaves = [w for _, w in paths]
+        # GEMMs do not read the master of quantized weights.
+        is_read = tuple(getattr(path[-1], "name", None) != "master" for path, _ in paths)
+        whole, slots_after = _with_copies(passes, is_read, copies, slots, tuple(map(_as_bits, leaves)))
         whole = jax.tree.unflatten(structure, map(_from_bits, whole, leaves))
         sizes = {"num_experts": passes.num_experts + passes.num_ranks * passes.spare, "capacity": passes.rows}
         dtype = passes.sum_dtype if passes.is_one_pass else _wide(passes.sum_dtype)
@@ -342,28 +345,36 @@ def _from_bits(w: Array, like: Array) -> Array:
     return w if w.dtype == like.dtype else lax.bitcast_convert_type(w, like.dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _with_copies(passes: Passes, copies: Array, slots: Array, weights: tuple[Array, ...]) -> tuple[Any, Array]:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _with_copies(
+    passes: Passes, is_read: tuple[bool, ...], copies: Array, slots: Array, weights: tuple[Array, ...]
+) -> tuple[Any, Array]:
     """Weights `[L, ...]` of the experts at home, followed by those of the copies: `[L + S, ...]`, or `SplitWeights`.
 
+    Copies that nothing reads are zero; only their gradients are moved.
     Also returns `slots` with a data dependence on all transfers: collectives and kernels need one order on all ranks.
     """
     found = []
-    for w in weights:
-        spare = _transfers(passes).fetch_copies(passes.axis, copies, w)
-        copies, slots = known_after(copies, spare), known_after(slots, spare)
+    for w, fetches in zip(weights, is_read, strict=True):
+        if fetches:
+            spare = _transfers(passes).fetch_copies(passes.axis, copies, w)
+            copies, slots = known_after(copies, spare), known_after(slots, spare)
+        else:
+            spare = jnp.zeros_like(w, shape=(copies.shape[1], *w.shape[1:]))
         both = SplitWeights(w, spare)
         found.append(both if passes.splits and w.ndim > 2 else joined(both))
     return tuple(found), slots
 
 
 def _with_copies_forward(
-    passes: Passes, copies: Array, slots: Array, weights: tuple[Array, ...]
+    passes: Passes, is_read: tuple[bool, ...], copies: Array, slots: Array, weights: tuple[Array, ...]
 ) -> tuple[tuple[Any, Array], Array]:
-    return _with_copies(passes, copies, slots, weights), copies
+    return _with_copies(passes, is_read, copies, slots, weights), copies
 
 
-def _with_copies_backward(passes: Passes, copies: Array, cotangents: tuple[Any, Array]) -> tuple[None, None, Any]:
+def _with_copies_backward(
+    passes: Passes, is_read: tuple[bool, ...], copies: Array, cotangents: tuple[Any, Array]
+) -> tuple[None, None, Any]:
     """Return the gradients of copies to their home, and add them there in at least float32, in a fixed order."""
     found: list[Any] = []
     for gradient in cotangents[0]:

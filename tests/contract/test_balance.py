@@ -160,6 +160,30 @@ def test_balance_eight_bits(implementation: str, kind: str, expert_mesh: Any, rn
     assert_close(got, want.astype(np.float64), "y")
 
 
+def test_balance_quantized_once(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+    """Weights quantized before the layer have the bits of those quantized in it, forward and gradients."""
+    shape = Shape(num_tokens=8, top_k=2, num_experts=4, hidden=128, intermediate=128)
+    layer = Layer(rng, "zipf", 2, shape, BF16)
+    d_out = reals(rng, *layer.x.shape, dtype=BF16)
+
+    def results(once: bool) -> Any:
+        def fn(x: Any, topk_idx: Any, topk_weights: Any, *others: Any) -> Any:
+            def moe(x: Any, *weights: Any) -> Any:
+                if once:
+                    weights = tuple(jax_ep.quantize(w, "fp8", for_training=True) for w in weights)
+                options: dict[str, Any] = {"num_experts": 4, "implementation": implementation, "recipe": "fp8"}
+                return jax_ep.moe(x, topk_idx, topk_weights, *weights, **options, balance=jax_ep.Balance(1.0, 1))
+
+            *weights, d_out = others
+            y, pull = jax.vjp(moe, x, *weights)
+            return y, *pull(d_out)
+
+        return run(fn, expert_mesh(2), *layer.args, d_out)
+
+    for got, want in zip(results(True), results(False), strict=True):
+        assert_same_bits(got, want)
+
+
 @pytest.mark.slow
 def test_balance_jit_scan_and_remat(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """Two rematerialized layers in a scan have the gradient of two calls."""

@@ -87,7 +87,7 @@ def serving_weights(
     if format is not None:
         wanted = check_quantized.format_named(function, format)
         check_quantized.depth(function, "H, axis -2 of w_gate_up,", wanted, hidden)
-        block = GROUP_SIZE if activations == "fp8" else wanted.block_k or 1
+        block = GROUP_SIZE if isinstance(activations, str) and activations == "fp8" else wanted.block_k or 1
         if missing := -inner % block:
             if callable(experts.activation):
                 check_quantized.depth(function, "I, axis -2 of w_down,", wanted, inner, block)

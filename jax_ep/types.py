@@ -170,7 +170,7 @@ def _checked_wire(value: Any) -> np.dtype | None:
     try:
         if value is None or np.dtype(value) == jnp.float8_e4m3fn:
             return None if value is None else np.dtype(value)
-    except TypeError:
+    except (TypeError, ValueError):
         pass
     raise TypeError(
         f"Schedule: wire_dtype={value!r}, expected float8_e4m3fn or None; pass jnp.float8_e4m3fn, or None to send the"

@@ -158,6 +158,13 @@ def test_serving_weights_wrong_shapes(up, down, fp8, message):
         serving_weights(jnp.ones(up), jnp.ones(down), "fp8" if fp8 else None)
 
 
+@pytest.mark.parametrize("activations", [np.ones(2), ["fp8"], "int4"], ids=str)
+def test_serving_weights_wrong_activations(activations):
+    up, down = jnp.ones((2, 128, 256)), jnp.ones((2, 128, 128))
+    with pytest.raises(ValueError, match=r"^serving_weights: activations=.*expected 'int8', 'fp8' or None"):
+        serving_weights(up, down, "fp8", activations=activations)
+
+
 def test_serving_weights_different_dtypes():
     with pytest.raises(TypeError, match="w_down has dtype bfloat16, expected float32, the dtype of w_gate_up"):
         serving_weights(jnp.ones((2, 128, 256)), jnp.ones((2, 128, 128), jnp.bfloat16), "fp8")

@@ -41,8 +41,8 @@ def topk(logits: Any, k: Any, router: Router, bias: Any, token_mask: Any, topk_i
 
 def number(function: str, name: str, value: Any) -> None:
     """Check that `value` is a number, which may be traced."""
-    is_number = isinstance(value, int | float) or jnp.issubdtype(getattr(value, "dtype", object), jnp.number)
-    if not is_number or np.ndim(value) != 0:
+    is_array = isinstance(value, jax.Array | np.ndarray | np.generic) and jnp.issubdtype(value.dtype, jnp.number)
+    if not (is_array or isinstance(value, int | float)) or np.ndim(value) != 0:
         shape = f" of shape {np.shape(value)}" if hasattr(value, "shape") else ""
         raise TypeError(f"{function}: {name} is {type_name(value)}{shape}, expected a number; pass a float.")
 

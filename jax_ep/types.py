@@ -168,9 +168,11 @@ ACTIVATIONS = ("silu", "gelu", "gelu_exact", "relu", "relu_squared")
 def _checked_wire(value: Any) -> np.dtype | None:
     """Return the dtype of FP8, or None."""
     try:
-        if value is None or np.dtype(value) == jnp.float8_e4m3fn:
-            return None if value is None else np.dtype(value)
-    except (TypeError, ValueError):
+        if value is None:
+            return None
+        if not isinstance(value, jax.Array) and np.dtype(value) == jnp.float8_e4m3fn:
+            return np.dtype(value)
+    except TypeError:
         pass
     raise TypeError(
         f"Schedule: wire_dtype={value!r}, expected float8_e4m3fn or None; pass jnp.float8_e4m3fn, or None to send the"

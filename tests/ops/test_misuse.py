@@ -322,7 +322,9 @@ def test_axis_name_repeated():
     check(ValueError, ["axis_name", "'expert', 'expert'", "twice"], trace, "dispatch", axis_name=("expert", "expert"))
 
 
-@pytest.mark.parametrize("wire_dtype", ["fp8", jnp.int8, jnp.float8_e5m2, jnp.bfloat16, 8, jax.random.key(0)], ids=str)
+@pytest.mark.parametrize(
+    "wire_dtype", ["fp8", jnp.int8, jnp.float8_e5m2, jnp.bfloat16, 8, jnp.zeros((), jnp.float8_e4m3fn)], ids=str
+)
 def test_wire_dtype_invalid(wire_dtype):
     with pytest.raises(TypeError, match=r"Schedule: wire_dtype=.*, expected float8_e4m3fn or None; pass"):
         jax_ep.Schedule(wire_dtype=wire_dtype)

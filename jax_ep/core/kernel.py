@@ -47,14 +47,12 @@ class Config:
       num_stages: depth of software pipelining.
       max_registers: register limit per thread, so that more programs fit on a multiprocessor; None lets the compiler
         decide.
-      num_ctas: CTAs of a program, a cluster.
     """
 
     num_programs: int
     num_warps: int = 8
     num_stages: int = 3
     max_registers: int | None = None
-    num_ctas: int = 1
 
 
 _ELEMENT_TYPES = {
@@ -107,14 +105,12 @@ class Descriptor:
     Attributes:
       array: the array, or shape and dtype of a result. All strides but the last must be multiples of 16 bytes.
       block_shape: size of one load or store, per axis.
-      split: the axis of a block that the CTAs of a program divide among them; None: each CTA has the whole block.
       bounded: the array is `[M, N]`, and the kernel chooses where its rows end (megakernels/kernels/tiles.py).
     """
 
     array: Any
     block_shape: tuple[int, ...]
     bounded: bool = False
-    split: int | None = None
 
     @property
     def blocks(self) -> Blocks:

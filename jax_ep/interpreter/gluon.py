@@ -272,8 +272,8 @@ class _Partition:
 class _Program:
     """One program: its partitions, and the asynchronous operations in flight."""
 
-    def __init__(self, number: int, count: int, num_warps: int, num_ctas: int, seed: int) -> None:
-        self.number, self.count, self.num_warps, self.num_ctas = number, count, num_warps, num_ctas
+    def __init__(self, number: int, count: int, num_warps: int, seed: int) -> None:
+        self.number, self.count, self.num_warps = number, count, num_warps
         self.random = random.Random(seed)
         self.loads: list[Callable[[], None]] = []
         self.states: list[dict[str, bool]] = []
@@ -383,8 +383,7 @@ def _allocate(dtype: Any, shape: Sequence[int], layout: Any = None) -> Shared:
     return Shared(values, state)
 
 
-def _allocate_mbarrier(batch: int = 1, two_ctas: bool = False) -> _Barriers:
-    del two_ctas
+def _allocate_mbarrier(batch: int = 1) -> _Barriers:
     number = len(_program().states)
     _program().states.append({"fenced": True})
     return _Barriers(Barrier(f"barrier {i} of allocation {number}") for i in range(int(batch)))
@@ -399,22 +398,15 @@ def _arrive(barrier: Barrier, count: int = 1) -> None:
     _program().switch()
 
 
-def _expect(barrier: Barrier, num_bytes: int) -> None:
-    barrier.arrive(1, int(num_bytes))
-
-
-def _async_load(
-    descriptor: Descriptor, coordinates: Sequence[Any], barrier: Barrier, target: Shared, multicast: bool = False
-) -> None:
+def _async_load(descriptor: Descriptor, coordinates: Sequence[Any], barrier: Barrier, target: Shared) -> None:
     inside, within = descriptor.block(coordinates)
     values = target.values
-    num_bytes = values.nbytes if multicast else values.nbytes // _program().num_ctas  # at the barrier of each CTA
     values.view(np.uint8)[...] = 0xFF  # NaN until the load is done
 
     def finish() -> None:
         values[...] = np.zeros((), values.dtype)
         values[within] = inside
-        barrier.deliver(num_bytes)
+        barrier.deliver(values.nbytes)
 
     _program().loads.append(finish)
     _program().switch()
@@ -467,17 +459,10 @@ def _mma_wait(num_outstanding: int = 0, deps: Sequence[Any] = ()) -> Any:
 _STATEMENTS = [
     (re.compile(r"mbarrier\.try_wait\.parity\S* \w+, \[\$(\d+)\], \$(\d+)"), "wait"),
     (re.compile(r"mbarrier\.arrive\S* _, \[\$(\d+)\]"), "arrive"),
-    (re.compile(r"mbarrier\.arrive\S*shared::cluster\S* _, \[(\w+)\]"), "arrive at all"),
-    (re.compile(r"mapa\.shared::cluster\.u32 (\w+), \$(\d+), (\w+)"), "address in another CTA"),
-    (re.compile(r"mov\.u32 \$(\d+), %cluster_ctarank"), "rank"),
-    (re.compile(r"atom\.global\S*\.add\.u32 (\w+), \[\$(\d+)\], 1"), "add"),
-    (re.compile(r"st\.async\S* \[(\w+)\], (\w+), \[(\w+)\]"), "send"),
-    (re.compile(r"ld\.shared\.b32 (\w+), \[\$(\d+)\]"), "load word"),
     (re.compile(r"st\.shared\.v4\.b32 \[\$(\d+)\], \{(.+)\}"), "store"),
     (re.compile(r"ld\.shared\.v4\.b32 \{(.+)\}, \[\$(\d+)\]"), "load"),
     (re.compile(r"shfl\.sync\.idx\.b32 \$(\d+), (\w+), 0, 31, -1"), "broadcast"),
-    (re.compile(r"\.reg |mov\.u32 (lane, %laneid|rank, %cluster_ctarank)|or\.b32|bra \w+|^$"), "skip"),
-    (re.compile(r"setp\.eq\.u32 p, lane, 0|setp\.lt\.u32 p, lane, 2"), "skip"),
+    (re.compile(r"\.reg |mov\.u32 lane, %laneid|setp\.eq\.u32 p, lane, 0|bra \w+|^$"), "skip"),
 ]
 
 
@@ -494,22 +479,6 @@ def _inline_asm(asm: str, constraints: str, arguments: Sequence[Any], dtypes: An
             _wait(places[int(match[1])], places[int(match[2])])
         elif kind == "arrive" and match:
             _arrive(places[int(match[1])], _program().current.num_warps)
-        elif kind == "arrive at all" and match:
-            _arrive(registers[match[1]][0], _program().current.num_warps * _program().num_ctas)
-        elif kind == "address in another CTA" and match:
-            registers[match[1]] = places[int(match[2])], match[3]
-        elif kind == "rank" and match:
-            # All CTAs are one: values that differ between them are by column.
-            places[int(match[1])] = Tensor(np.repeat(np.arange(_program().num_ctas), 128)[None])
-        elif kind == "add" and match:
-            registers[match[1]] = places[int(match[2])].add(1)
-        elif kind == "send" and match:
-            (target, rank), (bell, _) = registers[match[1]], registers[match[3]]
-            if rank == "0":  # for all
-                target.values[...] = registers[match[2]]
-                bell.deliver(target.values.nbytes)
-        elif kind == "load word" and match:
-            registers[match[1]] = places[int(match[2])].values[0]
         elif kind == "store" and match:
             places[int(match[1])].values[...] = [places[int(i)] for i in re.findall(r"\$(\d+)", match[2])]
         elif kind == "load" and match:
@@ -538,7 +507,6 @@ _LANGUAGE: dict[str, Any] = {
     "expand_dims": lambda x, axis: Tensor(np.expand_dims(x.values, axis)),
     "inline_asm": _inline_asm,
     "load": _load,
-    "minimum": lambda a, b: Tensor(np.minimum(_values(a), _values(b))),
     "num_programs": lambda axis: _program().count,
     "program_id": lambda axis: _program().number,
     "static_range": range,
@@ -548,7 +516,7 @@ _LANGUAGE: dict[str, Any] = {
 _MBARRIER: dict[str, Any] = {
     "allocate_mbarrier": _allocate_mbarrier,
     "init": lambda barrier, count: barrier.init(count),
-    "expect": _expect,
+    "expect": lambda barrier, num_bytes: barrier.arrive(1, int(num_bytes)),
 }
 _TMA = {"async_load": _async_load, "async_store": _async_store, "store_wait": _store_wait}
 _FUNCTIONS = {hopper.fence_async_shared: _fence, hopper.warpgroup_mma: _mma, hopper.warpgroup_mma_wait: _mma_wait}
@@ -610,8 +578,6 @@ def argument(buffer: Any, blocks: tuple[tuple[int, ...], ...] | None) -> Any:
 def run(kernel: Any, num_programs: int, *arguments: Any, num_warps: int = 4, seed: int = 0, **constants: Any) -> None:
     """Run a kernel in place on its arrays.
 
-    The CTAs of a program, whose number is `S.ctas`, run as one with all of their tensors.
-
     Args:
       kernel: a `gluon.jit` function.
       num_programs: size of the grid.
@@ -624,10 +590,9 @@ def run(kernel: Any, num_programs: int, *arguments: Any, num_warps: int = 4, see
       EmulationError: a deadlock, an access outside of an array, a missing fence, or stores that are never waited for.
       NotImplementedError: an operation that the emulator does not know.
     """
-    num_ctas = getattr(constants.get("S"), "ctas", 1)
     given = [Pointer(x) if isinstance(x, np.ndarray) else x for x in arguments]
     for number in range(num_programs):
-        program = _active.program = _Program(number, num_programs, num_warps, num_ctas, seed * 65537 + number)
+        program = _active.program = _Program(number, num_programs, num_warps, seed * 65537 + number)
         _emulated(kernel)(*given, **constants)
         if program.current.stores or program.loads:
             raise EmulationError(f"program {number} ends with TMA operations in flight; wait for them")

@@ -30,22 +30,16 @@ _MOST_THREADS = 16  # each takes some hundred megabytes
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """An array that a kernel takes: its dtype, and the block of its descriptor, or None for an address.
-
-    `split` is as in `core.kernel.Descriptor`, of the block's last axes.
-    """
+    """An array that a kernel takes: its dtype, and the block of its descriptor, or None for an address."""
 
     dtype: np.dtype
     block_shape: tuple[int, ...] | None = None
-    split: int | None = None
 
     @property
     def type_name(self) -> str:
         """Triton's name of the type."""
         name = element_type(self.dtype)
-        if self.block_shape is None:
-            return f"*{name}"
-        return f"tensordesc<{name}{list(self.block_shape)}>" + ("" if self.split is None else f"/{self.split}")
+        return f"*{name}" if self.block_shape is None else f"tensordesc<{name}{list(self.block_shape)}>"
 
 
 class Copies(NamedTuple):
@@ -168,7 +162,7 @@ def build(
     function = kernel.body
     source_type: Any = GluonASTSource if function.is_gluon() else ASTSource
     if function.is_gluon():
-        types = {name: _with_layout(kind, config.num_ctas) for name, kind in types.items()}
+        types = {name: _with_layout(kind) for name, kind in types.items()}
     names = list(function.arg_names)
     values = {(names.index(name),): value for name, value in constants.items()}
     signature = {name: types.get(name, "constexpr") for name in names}
@@ -182,7 +176,6 @@ def build(
 
     source = Source(function, signature, values, aligned)
     options: dict[str, object] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    options["num_ctas"] = config.num_ctas
     options["maxnreg"] = config.max_registers
     options["enable_fp_fusion"] = True  # Triton 3.9 warns if it is not set
     options["ptx_options"] = "--suppress-debug-info"  # each call carries its code, which that makes three times as long
@@ -196,17 +189,15 @@ def _type_names(parameter: Any) -> Any:
     return parameter.type_name
 
 
-def _with_layout(name: str, num_ctas: int) -> str:
-    """Return Gluon's name of a type, which has a layout if it is a descriptor; one or two CTAs share its block."""
+def _with_layout(name: str) -> str:
+    """Return Gluon's name of a type, which has a layout if it is a descriptor."""
     import triton.language as tl
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     if not name.startswith("tensordesc"):
         return name
-    name, _, split = name.partition("/")
     block = tl.str_to_ty(name, None).block_type
-    bases = [[int(str(axis) == split) for axis in range(len(block.shape))]] if num_ctas == 2 else None
-    return f"{name[:-1]},{NVMMASharedLayout.get_default_for(block.shape, block.element_ty, cga_layout=bases)!r}>"
+    return f"{name[:-1]},{NVMMASharedLayout.get_default_for(block.shape, block.element_ty)!r}>"
 
 
 def _pointers(types: Iterable[str | tuple[str, ...]]) -> list[tuple[int, ...]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -113,12 +113,10 @@ class Fp8WeightTiles(_GemmPrograms):
 
     Attributes:
       gluon: run the kernel in Gluon, for GPUs of compute capability 9.0, with fixed tiles in bands of `group_m`.
-      ctas: 2: in Gluon, two multiprocessors compute neighboring columns and read rows once.
     """
 
     block_n: int = 128
     gluon: bool = False
-    ctas: int = 1
     candidates: ClassVar[Mapping[str, tuple[int, ...]]] = {
         "block_m": (64, 128),
         "block_n": (64, 128),
@@ -129,14 +127,9 @@ class Fp8WeightTiles(_GemmPrograms):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fp8Tiles(Fp8WeightTiles):
-    """Tiles of a grouped GEMM in FP8, with the limits of `Fp8WeightTiles`.
-
-    Attributes:
-      by_rows: in Gluon, a multiprocessor has tiles of 256 x 128 instead of 128 x 256.
-    """
+    """Tiles of a grouped GEMM in FP8, with the limits of `Fp8WeightTiles`."""
 
     num_stages: int = 5
-    by_rows: bool = False
 
 
 def forward_tiles(num_rows: int, columns: int, groups: int, out_itemsize: int) -> Tiles:
@@ -277,7 +270,7 @@ def grouped_gemm_fp8(
     tiles = tiles or _tuned(default, "grouped_gemm_fp8", (num_rows, depth), columns, groups, dtypes)
     values, weights, *others = operands = vary_alike((lhs[0], rhs[0], lhs[1], rhs[1], group_sizes))
     if tiles.gluon:
-        return _by_gluon(*operands, out_dtype=out_dtype, tiles=tiles)
+        return _by_gluon(*operands, out_dtype=out_dtype, group_m=tiles.group_m)
     left = Descriptor(values[None], (1, tiles.block_m, GROUP_SIZE))
     right = Descriptor(weights, (1, tiles.block_n, GROUP_SIZE))
     result = jax.ShapeDtypeStruct((num_rows, columns), out_dtype)
@@ -294,19 +287,19 @@ def _by_gluon(
     group_sizes: Array,
     *,
     out_dtype: DTypeLike,
-    tiles: Fp8Tiles,
+    group_m: int,
 ) -> Array:
-    """Multiply as `grouped_gemm_fp8` in tiles of 128 x 256 or 256 x 128 of each CTA."""
+    """Multiply as `grouped_gemm_fp8` in tiles of 128 x 256, stored in halves."""
     _check_gluon("grouped_gemm_fp8")
-    (num_rows, depth), (groups, columns), width = lhs.shape, rhs.shape[:2], 128 * tiles.ctas
-    sizes = gluon_sizes(num_rows, columns, depth, groups, jnp.dtype(out_dtype).itemsize, tiles)
+    (num_rows, depth), (groups, columns) = lhs.shape, rhs.shape[:2]
+    sizes = gluon_sizes(num_rows, columns, depth, groups, jnp.dtype(out_dtype).itemsize, group_m)
     left = Descriptor(lhs, (sizes.tile_m, GROUP_SIZE))
-    right = Descriptor(rhs.reshape(-1, depth), (width, GROUP_SIZE), split=0)
-    padded_scales = jnp.pad(lhs_scales.T.reshape(-1), (0, 256))  # tiles read scales past the last row
+    right = Descriptor(rhs.reshape(-1, depth), (sizes.tile_n, GROUP_SIZE))
+    padded_scales = jnp.pad(lhs_scales.T.reshape(-1), (0, 128))  # tiles read scales past the last row
     result = jax.ShapeDtypeStruct((num_rows, round_up(columns, _WORD)), out_dtype)
-    results: tuple[Argument, ...] = Descriptor(result, (64, width), bounded=True, split=3), *int32((1,))
+    results: tuple[Argument, ...] = Descriptor(result, (64, 128), bounded=True), *int32((1,))
     operands = (left, right, padded_scales, rhs_scales, group_sizes, jnp.zeros((1,), jnp.int32))
-    config = _cluster_config((num_rows // sizes.tile_m + groups + 1) * sizes.tiles_n, tiles.ctas)
+    config = Config(num_programs((num_rows // sizes.tile_m + groups + 1) * sizes.tiles_n), num_warps=4)
     return launch(_GLUON_FP8, operands, results, config, {"S": sizes}, in_place=True)[0][:, :columns]
 
 
@@ -318,25 +311,12 @@ def _check_gluon(operation: str) -> None:
         )
 
 
-def _cluster_config(num_tasks: int, ctas: int) -> Config:
-    """Return the config of a kernel in Gluon: its programs fill the device."""
-    programs = num_programs(num_tasks)
-    return Config(programs if jax.default_backend() == "cpu" else -(-programs // ctas), num_warps=4, num_ctas=ctas)
-
-
 def gluon_sizes(
-    num_rows: int, columns: int, depth: int, groups: int, out_itemsize: int, tiles: Fp8Tiles
+    num_rows: int, columns: int, depth: int, groups: int, out_itemsize: int, group_m: int
 ) -> gemm_structs.GluonGemm:
     """Return the sizes of the grouped GEMM in FP8 in Gluon, whose stages leave memory for results of 4 bytes."""
     stages = 3 if out_itemsize > 2 else 4
-    schedule: dict[str, Any] = {
-        "stages": stages,
-        "group_m": tiles.group_m,
-        "ctas": tiles.ctas,
-        "by_rows": tiles.by_rows,
-        "staged": 1,
-    }
-    return gemm_structs.GluonGemm(num_rows, columns, depth // GROUP_SIZE, groups, **schedule)
+    return gemm_structs.GluonGemm(num_rows, columns, depth // GROUP_SIZE, groups, 128, 256, stages, group_m)
 
 
 @functools.partial(jax.jit, static_argnames=("out_dtype", "tiles"))
@@ -349,7 +329,7 @@ def weight_gradient_fp8(
     tiles = tiles or _tuned(fp8_weight_tiles(), "weight_gradient_fp8", shape, columns, groups, dtypes)
     a, b, *others = vary_alike((lhs[0], rhs[0], lhs[1], rhs[1], group_sizes))
     if tiles.gluon:
-        return _gradient_by_gluon(a, b, *others, out_dtype=out_dtype, tiles=tiles)
+        return _gradient_by_gluon(a, b, *others, out_dtype=out_dtype, group_m=tiles.group_m)
     left, right = Descriptor(a, (tiles.block_m, GROUP_SIZE)), Descriptor(b, (tiles.block_n, GROUP_SIZE))
     result = jax.ShapeDtypeStruct((groups, rows, columns), out_dtype)
     config = tile_config(tiles, groups * -(-rows // tiles.block_m) * -(-columns // tiles.block_n))
@@ -365,34 +345,33 @@ def _gradient_by_gluon(
     group_sizes: Array,
     *,
     out_dtype: DTypeLike,
-    tiles: Fp8WeightTiles,
+    group_m: int,
 ) -> Array:
-    """Contract as `weight_gradient_fp8` in tiles of 256 x 128 of each CTA."""
+    """Contract as `weight_gradient_fp8` in tiles of 256 x 128."""
     _check_gluon("weight_gradient_fp8")
-    (rows, places), columns, groups, width = lhs.shape, rhs.shape[0], group_sizes.shape[0], 128 * tiles.ctas
-    sizes = gluon_gradient_sizes(rows, columns, places, groups, jnp.dtype(out_dtype).itemsize, tiles)
+    (rows, places), columns, groups = lhs.shape, rhs.shape[0], group_sizes.shape[0]
+    sizes = gluon_gradient_sizes(rows, columns, places, groups, jnp.dtype(out_dtype).itemsize, group_m)
     operands = (
         Descriptor(lhs, (sizes.tile_m, GROUP_SIZE)),
-        Descriptor(rhs, (width, GROUP_SIZE), split=0),
+        Descriptor(rhs, (sizes.tile_n, GROUP_SIZE)),
         Descriptor(pad(lhs_scales, 1), (1, sizes.tile_m)),
-        Descriptor(pad(rhs_scales, 1), (1, width), split=1),
+        Descriptor(pad(rhs_scales, 1), (1, sizes.tile_n)),
         group_sizes,
         jnp.zeros((1,), jnp.int32),
     )
     result = jax.ShapeDtypeStruct((groups, rows, round_up(columns, _WORD)), out_dtype)
-    results: tuple[Argument, ...] = Descriptor(result, (1, 64, width), split=2), *int32((1,))
-    config = _cluster_config(groups * -(-rows // sizes.tile_m) * sizes.tiles_n, tiles.ctas)
+    results: tuple[Argument, ...] = Descriptor(result, (1, 64, sizes.tile_n)), *int32((1,))
+    config = Config(num_programs(groups * -(-rows // sizes.tile_m) * sizes.tiles_n), num_warps=4)
     constants = {"S": sizes}
     return launch(_GLUON_FP8_WEIGHT_GRADIENT, operands, results, config, constants, in_place=True)[0][:, :, :columns]
 
 
 def gluon_gradient_sizes(
-    rows: int, columns: int, places: int, groups: int, out_itemsize: int, tiles: Fp8WeightTiles
+    rows: int, columns: int, places: int, groups: int, out_itemsize: int, group_m: int
 ) -> gemm_structs.GluonGemm:
     """Return the sizes of the weight gradient in Gluon; shared memory holds two waves of 2 bytes, or one of 4."""
-    schedule: dict[str, Any] = {"stages": 3, "group_m": tiles.group_m, "ctas": tiles.ctas, "by_rows": True}
-    steps, staged = places // GROUP_SIZE, 1 if out_itemsize > 2 else 2
-    return gemm_structs.GluonGemm(rows, columns, steps, groups, **schedule, staged=staged)
+    staged = 1 if out_itemsize > 2 else 2
+    return gemm_structs.GluonGemm(rows, columns, places // GROUP_SIZE, groups, 256, 128, 3, group_m, staged)
 
 
 def fp8_weight_sizes(places: int, columns: int, rows: int, groups: int, tiles: Fp8WeightTiles) -> WeightGradient:

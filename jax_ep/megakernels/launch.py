@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from jax_ep import context, ffi
-from jax_ep.core.kernel import Argument, Config, Constants, Descriptor, Kernel, array_of, blocks_of, flat_arrays
+from jax_ep.core.kernel import Argument, Config, Constants, Kernel, array_of, blocks_of, flat_arrays
 from jax_ep.core.mesh_axes import Axis, all_gather, rank_on, varying_axes
 from jax_ep.core.structs import flat, regrouped, type_of
 from jax_ep.heap.memory import Generation
@@ -113,8 +113,7 @@ def _described(argument: Any) -> Any:
     if isinstance(argument, tuple):
         return type(argument)(*map(_described, argument))
     blocks = blocks_of(argument)
-    split = argument.split if isinstance(argument, Descriptor) else None
-    return Parameter(np.dtype(array_of(argument).dtype), None if blocks is None else blocks.block_shape, split)
+    return Parameter(np.dtype(array_of(argument).dtype), None if blocks is None else blocks.block_shape)
 
 
 def _with_heap(

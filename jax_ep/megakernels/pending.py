@@ -39,7 +39,7 @@ def launch(
       One array per entry of `results`, typed as the same on all devices.
     """
     shapes = tuple(map(shaped, results))
-    number, aliases = config.num_programs * config.num_ctas, tuple(written.items())
+    number, aliases = config.num_programs, tuple(written.items())
     return tuple(
         _launch_p.bind(*operands, code=code, results=shapes, blocks=tuple(blocks), written=aliases, num_programs=number)
     )

@@ -79,7 +79,7 @@ _MASKED_TILES = {
     "block_n": Values(16, 128, power_of_two=True),
     **_LAUNCH,
 }
-_FP8_TILES = _MASKED_TILES | {"group_m": Values(1, 64), "gluon": _BOOLEAN, "ctas": Values(1, 2)}
+_FP8_TILES = _MASKED_TILES | {"group_m": Values(1, 64), "gluon": _BOOLEAN}
 
 OPERATIONS: Mapping[str, Operation] = {
     "dispatch": Operation(
@@ -103,7 +103,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "low_latency_combine": Operation(_EXCHANGE, {"num_combining_programs": _PROGRAMS}),
     "low_latency_gemm_combine": Operation(_MASKED, _MASKED_TILES),
     "grouped_gemm": Operation(_PRODUCT, {"block_m": _BLOCK, "block_n": _COLUMNS, "block_k": _BLOCK, **_STORED}),
-    "grouped_gemm_fp8": Operation(_PRODUCT, _FP8_TILES | {"by_rows": _BOOLEAN}),
+    "grouped_gemm_fp8": Operation(_PRODUCT, _FP8_TILES),
     "weight_gradient": Operation(_PRODUCT, {"block_m": _BLOCK, "block_n": _COLUMNS, "block_r": _BLOCK, **_STORED}),
     "weight_gradient_fp8": Operation(_PRODUCT, _FP8_TILES),
     "masked_grouped_gemm": Operation(_MASKED, _MASKED_TILES),

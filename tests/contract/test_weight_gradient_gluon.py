@@ -23,9 +23,9 @@ __all__ = [
 IMPLEMENTATIONS = ("triton",)
 
 
-@pytest.fixture(autouse=True, params=[1, 2], ids="ctas={}".format)
-def _in_gluon(request):
-    with jax_ep.tuning.override("weight_gradient_fp8", gluon=True, ctas=request.param):
+@pytest.fixture(autouse=True)
+def _in_gluon():
+    with jax_ep.tuning.override("weight_gradient_fp8", gluon=True):
         yield
 
 

@@ -110,7 +110,7 @@ def test_launch_gluon(on_hopper, monkeypatch):
     numbers = text.split("parameters = dense<[")[1].split("]>")[0]
     found = [int(number) for number in numbers.split(",")]
     far, bound = 0x7FFF0000, 1 << 30
-    lhs, rhs = ([2, 0, 1, 3, rows, 384, 384, 1, box, 128] for rows, box in ((300, 128), (4 * 515, 128)))
+    lhs, rhs = ([2, 0, 1, 3, rows, 384, 384, 1, box, 128] for rows, box in ((300, 128), (4 * 515, 256)))
     out = [4, 9, 2, 3, far, far, bound, 520, (1 << 34) - 520, 520, 520, 1, 1, 1, 64, 64]
     assert found == [*lhs, *rhs, 0, 0, 0, 0, *out, 0]
     monkeypatch.setattr(compile, "device_capability", lambda: 100)

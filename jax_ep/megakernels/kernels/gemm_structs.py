@@ -44,21 +44,11 @@ class GluonGemm:
     N: int
     steps: int  # of the sum over K
     num_groups: int
+    tile_m: int
+    tile_n: int
     stages: int  # steps in shared memory
     group_m: int  # row tiles of one band, see gluon_gemm.place
-    ctas: int  # 2: pairs of CTAs compute neighboring columns and read rows once
-    by_rows: bool  # consumers divide the rows of a tile, not its columns
-    staged: int  # waves of a consumer that are stored at a time
-
-    @property
-    def tile_m(self) -> int:
-        """Rows of a tile."""
-        return 256 if self.by_rows else 128
-
-    @property
-    def tile_n(self) -> int:
-        """Columns of a tile of a program, which has `ctas`."""
-        return 128 * self.ctas if self.by_rows else 256 * self.ctas
+    staged: int = 1  # waves of a consumer that are stored at a time
 
     @property
     def tiles_n(self) -> int:

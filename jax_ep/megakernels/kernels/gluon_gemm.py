@@ -33,17 +33,15 @@ WAVE = gl.constexpr(64)  # rows of one wgmma
 HALF_N = gl.constexpr(128)  # columns of one consumer
 STEP = gl.constexpr(128)  # K of one pipeline stage, and of one scale block
 LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32]))
-# Of a pair of CTAs: each has half of the columns.
-PAIRED = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32], cga_layout=[[0, 1]]))
 
 
 class Pipeline(NamedTuple):
     """Operands of `S.stages` steps in shared memory, and their barriers."""
 
     a: Value  # [S.stages, S.tile_m, STEP]
-    b: Value  # [S.stages, S.tile_n, STEP]; if not S.by_rows [2 * S.stages, S.tile_n / 2, STEP], by consumer
+    b: Value  # [S.stages, S.tile_n, STEP]
     full: Value  # [S.stages] the producer's copies have arrived
-    empty: Value  # [S.stages] the consumers of all CTAs have read the step
+    empty: Value  # [S.stages] both consumers have read the step
     turn: Value  # [2] the other consumer has issued its wgmma
 
 
@@ -53,15 +51,13 @@ class Tiles(NamedTuple):
     slots: Value  # [2, 4] row, column, end of the group's rows, group
     full: Value  # [2]
     empty: Value  # [2]
-    mail: Value  # [4, 1] number of a tile, from the first CTA of a pair
-    mailed: Value  # [4]
 
 
 class Output(NamedTuple):
     """The result, and the wave of one consumer on its way there."""
 
     out: Pointer
-    staging: Value  # [1, 1, WAVE, S.ctas * HALF_N] in shared memory
+    staging: Value  # [1, 1, WAVE, HALF_N] in shared memory
 
 
 @gluon.jit
@@ -86,72 +82,6 @@ def wait(barrier, phase):
         "r,r,~{memory}",
         [barrier, phase],
     )
-
-
-@gluon.jit
-def arrive_at_all(barrier, S: gl.constexpr):
-    """Arrive once per warp at the barriers of all CTAs of the cluster."""
-    if S.ctas == 1:
-        arrive(barrier)
-    else:
-        gl.inline_asm(
-            "{ .reg .pred p; .reg .b32 lane, there; mov.u32 lane, %laneid; setp.lt.u32 p, lane, 2; "
-            "mapa.shared::cluster.u32 there, $0, lane; "
-            "@p mbarrier.arrive.shared::cluster.b64 _, [there]; }",
-            "r,~{memory}",
-            [barrier],
-        )
-
-
-@gluon.jit
-def rank_in_cluster(S: gl.constexpr):
-    """Return the number of this CTA in its cluster."""
-    rank = 0
-    if S.ctas == 2:
-        rank = gl.inline_asm("mov.u32 $0, %cluster_ctarank;", "=r", [], gl.int32)
-    return rank
-
-
-@gluon.jit
-def request_tile(num_taken, number, tiles, S: gl.constexpr):
-    """Take a tile, which `receive_tile` returns, after tile `number` has been handed over.
-
-    In a pair the first CTA takes it for both. Four letters suffice: both CTAs have computed tile `number - 2` by now,
-    so they have received all letters before that of tile `number - 2`.
-    """
-    if S.ctas == 1:
-        taken = gl.atomic_add(num_taken, 1, sem="relaxed")
-    else:
-        taken = number
-        slot = number % 4
-        mbarrier.expect(tiles.mailed.index(slot), 4)
-        gl.inline_asm(
-            "{ .reg .pred p; .reg .b32 lane, rank, tile, there, bell; mov.u32 lane, %laneid; "
-            "mov.u32 rank, %cluster_ctarank; or.b32 lane, lane, rank; setp.eq.u32 p, lane, 0; "
-            "@p atom.global.relaxed.gpu.add.u32 tile, [$0], 1; "
-            "mapa.shared::cluster.u32 there, $1, 0; mapa.shared::cluster.u32 bell, $2, 0; "
-            "@p st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], tile, [bell]; "
-            "mapa.shared::cluster.u32 there, $1, 1; mapa.shared::cluster.u32 bell, $2, 1; "
-            "@p st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], tile, [bell]; }",
-            "l,r,r,~{memory}",
-            [num_taken, tiles.mail.index(slot), tiles.mailed.index(slot)],
-        )
-    return taken
-
-
-@gluon.jit
-def receive_tile(taken, tiles, S: gl.constexpr):
-    """Return the tile of a request."""
-    if S.ctas == 2:
-        number = taken
-        wait(tiles.mailed.index(number % 4), (number // 4) & 1)
-        taken = gl.inline_asm(
-            "{ .reg .b32 a; ld.shared.b32 a, [$1]; shfl.sync.idx.b32 $0, a, 0, 31, -1; }",
-            "=r,r,~{memory}",
-            [tiles.mail.index(number % 4)],
-            gl.int32,
-        )
-    return gl.num_programs(0) + taken
 
 
 @gluon.jit
@@ -215,41 +145,23 @@ def place(inside, size, S: gl.constexpr):
     return row * S.tile_m, column * S.tile_n
 
 
-@gluon.constexpr_function
-def row_of(wave, consumer, S):
-    """Return the first row in a tile of a consumer's wave."""
-    return (2 * wave + consumer) * 64 if S.by_rows else wave * 64
-
-
-@gluon.constexpr_function
-def column_of(consumer, S):
-    """Return the first column in a tile of a consumer."""
-    return 0 if S.by_rows else consumer * S.ctas * 128
-
-
 @gluon.jit
-def pass_turn(pipeline, issued, consumer: gl.constexpr):
-    """Let the other consumer issue its next wgmma, without one from this consumer."""
+def issue(pipeline, slot, issued, row: gl.constexpr, column: gl.constexpr, consumer: gl.constexpr, zero):
+    """Issue the wgmma of a wave after the ping-pong barrier, and open it for the other consumer."""
     wait(pipeline.turn.index(consumer), issued & 1)
-    arrive(pipeline.turn.index(1 - consumer))
-
-
-@gluon.jit
-def issue(pipeline, slot, issued, wave: gl.constexpr, consumer: gl.constexpr, zero, S: gl.constexpr):
-    """Issue the wgmma of one wave after the ping-pong barrier, and open it for the other consumer."""
-    wait(pipeline.turn.index(consumer), issued & 1)
-    left = pipeline.a.index(slot).slice(row_of(wave, consumer, S), WAVE)
-    right = pipeline.b.index(slot if S.by_rows else 2 * slot + consumer)
-    part = warpgroup_mma(left, right.permute((1, 0)), zero, use_acc=False, is_async=True)
+    right = pipeline.b.index(slot).slice(column, HALF_N)
+    part = warpgroup_mma(
+        pipeline.a.index(slot).slice(row, WAVE), right.permute((1, 0)), zero, use_acc=False, is_async=True
+    )
     arrive(pipeline.turn.index(1 - consumer))
     return part
 
 
 @gluon.jit
-def store_wave(values, output, row, end, column, S: gl.constexpr):
+def store_wave(values, output, row, end, column):
     """Store the rows of a wave before `end` by TMA, which leaves while the program goes on."""
     tma.store_wait(0)  # the store before has read `staging`
-    output.staging.reshape((WAVE, S.ctas * HALF_N)).store(values.to(output.out.dtype))
+    output.staging.reshape((WAVE, HALF_N)).store(values.to(output.out.dtype))
     fence_async_shared()
     tma.async_store(output.out, [BOUND, end, row - end + BOUND, column], output.staging)
 
@@ -257,96 +169,76 @@ def store_wave(values, output, row, end, column, S: gl.constexpr):
 @gluon.jit
 def make_tile(
     pipeline, tiles, output, a_scale, b_scale, number, count, issued,
-    consumer: gl.constexpr, WAVES: gl.constexpr, TURNS: gl.constexpr, S: gl.constexpr,
+    consumer: gl.constexpr, WAVES: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
     """Compute and store WAVES x 64 rows by 128 columns; return the numbers of pipeline steps and of products so far.
 
-    `a_scale` points to the scales of the first wave's rows, `b_scale` to that of the columns. In each step a consumer
-    has TURNS turns, of which it uses WAVES.
+    `a_scale` points to the scales of the first wave's rows, `b_scale` to that of the columns.
     """
-    BELOW: gl.constexpr = row_of(1, consumer, S) - row_of(0, consumer, S)  # from the first wave to the second
-    L: gl.constexpr = PAIRED if S.ctas == 2 else LAYOUT
-    zero = gl.zeros((WAVE, S.ctas * HALF_N), gl.float32, L)
-    total0 = gl.zeros((WAVE, S.ctas * HALF_N), gl.float32, L)
-    total1 = gl.zeros((WAVE, S.ctas * HALF_N), gl.float32, L)
+    zero = gl.zeros((WAVE, HALF_N), gl.float32, LAYOUT)
+    total0 = gl.zeros((WAVE, HALF_N), gl.float32, LAYOUT)
+    total1 = gl.zeros((WAVE, HALF_N), gl.float32, LAYOUT)
     # First wave of the first step.
     scale_b = gl.load(b_scale)
-    factor0 = gl.expand_dims(gl.load(a_scale), 1) * scale_b
+    factor0 = gl.load(a_scale) * scale_b
     factor1 = factor0
     if WAVES == 2:
-        factor1 = gl.expand_dims(gl.load(a_scale + BELOW), 1) * scale_b
+        factor1 = gl.load(a_scale + WAVE) * scale_b
     slot = count % S.stages
     wait(pipeline.full.index(slot), (count // S.stages) & 1)
-    part = issue(pipeline, slot, issued, 0, consumer, zero, S)
+    part = issue(pipeline, slot, issued, 0, consumer * HALF_N, consumer, zero)
     part = warpgroup_mma_wait(0, deps=(part,))
-    total0 += part * factor0
+    total0 += part * gl.expand_dims(factor0, 1)
     issued += 1
     for _ in range(S.steps - 1):
         # Second wave of a step; the scales of the next step arrive while the tensor cores work.
         if WAVES == 2:
-            part = issue(pipeline, slot, issued, 1, consumer, zero, S)
-        elif TURNS == 2:
-            pass_turn(pipeline, issued, consumer)
-        issued += TURNS - 1
+            part = issue(pipeline, slot, issued, WAVE, consumer * HALF_N, consumer, zero)
+            issued += 1
         b_scale += 1
         a_scale += S.M
         scale_b = gl.load(b_scale)
         scale0 = gl.load(a_scale)
         scale1 = scale0
         if WAVES == 2:
-            scale1 = gl.load(a_scale + BELOW)
+            scale1 = gl.load(a_scale + WAVE)
             part = warpgroup_mma_wait(0, deps=(part,))
-        arrive_at_all(pipeline.empty.index(slot), S)
+        arrive(pipeline.empty.index(slot))
         if WAVES == 2:
-            total1 += part * factor1  # promote to float32
+            total1 += part * gl.expand_dims(factor1, 1)  # promote to float32
         # First wave of the next step.
         count += 1
         slot = count % S.stages
         wait(pipeline.full.index(slot), (count // S.stages) & 1)
-        part = issue(pipeline, slot, issued, 0, consumer, zero, S)
+        part = issue(pipeline, slot, issued, 0, consumer * HALF_N, consumer, zero)
         issued += 1
-        factor0 = gl.expand_dims(scale0, 1) * scale_b
-        factor1 = gl.expand_dims(scale1, 1) * scale_b
+        factor0 = scale0 * scale_b
+        factor1 = scale1 * scale_b
         part = warpgroup_mma_wait(0, deps=(part,))
-        total0 += part * factor0
+        total0 += part * gl.expand_dims(factor0, 1)
     # Second wave of the last step, while the first one is stored.
     if WAVES == 2:
-        part = issue(pipeline, slot, issued, 1, consumer, zero, S)
-        row, column, end, _ = read_tile(number, tiles)  # only now, so that no register holds them in the loop
-        row += row_of(0, consumer, S)
-        column += column_of(consumer, S)
-        store_wave(total0, output, row, end, column, S)
-        part = warpgroup_mma_wait(0, deps=(part,))
-        arrive_at_all(pipeline.empty.index(slot), S)
-        total1 += part * factor1
-        store_wave(total1, output, row + BELOW, end, column, S)
-    else:
-        if TURNS == 2:
-            pass_turn(pipeline, issued, consumer)
-        arrive_at_all(pipeline.empty.index(slot), S)
-        row, column, end, _ = read_tile(number, tiles)
-        store_wave(total0, output, row + row_of(0, consumer, S), end, column + column_of(consumer, S), S)
-    return count + 1, issued + TURNS - 1
-
-
-@gluon.jit
-def skip_tile(pipeline, count, issued, consumer: gl.constexpr, S: gl.constexpr):
-    """Take part in the barriers of a tile in which a consumer has no rows; return as `make_tile`."""
-    for _ in range(S.steps):
-        slot = count % S.stages
-        wait(pipeline.full.index(slot), (count // S.stages) & 1)
-        pass_turn(pipeline, issued, consumer)
-        arrive_at_all(pipeline.empty.index(slot), S)
-        count += 1
+        part = issue(pipeline, slot, issued, WAVE, consumer * HALF_N, consumer, zero)
         issued += 1
-    return count, issued
+        row, column, end, _ = read_tile(number, tiles)  # only now, so that no register holds them in the loop
+        column += consumer * HALF_N
+        store_wave(total0, output, row, end, column)
+        part = warpgroup_mma_wait(0, deps=(part,))
+        arrive(pipeline.empty.index(slot))
+        total1 += part * gl.expand_dims(factor1, 1)
+        store_wave(total1, output, row + WAVE, end, column)
+    else:
+        arrive(pipeline.empty.index(slot))
+        row, column, end, _ = read_tile(number, tiles)
+        column += consumer * HALF_N
+        store_wave(total0, output, row, end, column)
+    return count + 1, issued
 
 
 @gluon.jit
 def consume(pipeline, tiles, staging, out, a_scales, b_scales, consumer: gl.constexpr, S: gl.constexpr):
     """Multiply and store one half of the columns of the tiles that the producer hands over."""
     blocks_n: gl.constexpr = (S.N + HALF_N - 1) // HALF_N
-    L: gl.constexpr = PAIRED if S.ctas == 2 else LAYOUT
     output = Output(out, staging.index(consumer))
     if consumer == 1:
         arrive(pipeline.turn.index(0))  # consumer 0 goes first
@@ -356,30 +248,19 @@ def consume(pipeline, tiles, staging, out, a_scales, b_scales, consumer: gl.cons
     wait(tiles.full.index(0), 0)
     row, column, end, group = read_tile(number, tiles)
     while group >= 0:
-        rows = row + row_of(0, consumer, S) + gl.arange(0, WAVE, gl.SliceLayout(1, L))
+        rows = row + gl.arange(0, WAVE, gl.SliceLayout(1, LAYOUT))
         a_scale = a_scales + rows.to(gl.int64)
         # Columns past N are computed with the scale of the last ones.
-        block = gl.minimum((column + column_of(consumer, S)) // HALF_N + rank_in_cluster(S), blocks_n - 1)
-        b_scale = b_scales + (group * blocks_n + block) * S.steps
+        b_scale = b_scales + (group * blocks_n + min(column // HALF_N + consumer, blocks_n - 1)) * S.steps
         if group == S.num_groups:
-            zero = gl.zeros((WAVE, S.ctas * HALF_N), gl.float32, L)
-            store_wave(zero, output, row + row_of(0, consumer, S), end, column + column_of(consumer, S), S)
-            store_wave(zero, output, row + row_of(1, consumer, S), end, column + column_of(consumer, S), S)
-        elif end - row > row_of(1, consumer, S):
-            count, issued = make_tile(
-                pipeline, tiles, output, a_scale, b_scale, number, count, issued, consumer, 2, 2, S
-            )
-        elif end - row > row_of(1, 0, S):
-            count, issued = make_tile(
-                pipeline, tiles, output, a_scale, b_scale, number, count, issued, consumer, 1, 2, S
-            )
-        elif end - row > row_of(0, consumer, S):
-            count, issued = make_tile(
-                pipeline, tiles, output, a_scale, b_scale, number, count, issued, consumer, 1, 1, S
-            )
+            zero = gl.zeros((WAVE, HALF_N), gl.float32, LAYOUT)
+            store_wave(zero, output, row, end, column + consumer * HALF_N)
+            store_wave(zero, output, row + WAVE, end, column + consumer * HALF_N)
+        elif end - row > WAVE:
+            count, issued = make_tile(pipeline, tiles, output, a_scale, b_scale, number, count, issued, consumer, 2, S)
         else:
-            count, issued = skip_tile(pipeline, count, issued, consumer, S)
-        arrive_at_all(tiles.empty.index(number % 2), S)
+            count, issued = make_tile(pipeline, tiles, output, a_scale, b_scale, number, count, issued, consumer, 1, S)
+        arrive(tiles.empty.index(number % 2))
         number += 1
         wait(tiles.full.index(number % 2), (number // 2) & 1)
         row, column, end, group = read_tile(number, tiles)
@@ -399,85 +280,68 @@ def produce(lhs, rhs, pipeline, tiles, sizes, num_taken, S: gl.constexpr):
     start = 0
     size = rows_of(group, start, sizes, S)
     tile = gl.program_id(0)
+    programs = gl.num_programs(0)
     group, first_tile, start, size = find_group(tile, group, first_tile, start, size, sizes, S)
     while group <= S.num_groups:
+        next_tile = programs + gl.atomic_add(num_taken, 1, sem="relaxed")
         row, column = place(tile - first_tile, size, S)
         row += start
         send_tile(row, column, start + size, group, number, tiles)
-        taken = request_tile(num_taken, number, tiles, S)
         if group < S.num_groups:
             for k in range(S.steps):
                 slot = count % S.stages
                 wait(pipeline.empty.index(slot), ((count // S.stages) & 1) ^ 1)
-                mbarrier.expect(pipeline.full.index(slot), (S.tile_m + S.tile_n // S.ctas) * STEP)
-                full, right = pipeline.full.index(slot), group * S.N + column
-                tma.async_load(lhs, [row, k * STEP], full, pipeline.a.index(slot), multicast=S.ctas == 2)
-                if S.by_rows:
-                    tma.async_load(rhs, [right, k * STEP], full, pipeline.b.index(slot))
-                else:
-                    tma.async_load(rhs, [right, k * STEP], full, pipeline.b.index(2 * slot))
-                    tma.async_load(rhs, [right + HALF_N * S.ctas, k * STEP], full, pipeline.b.index(2 * slot + 1))
+                mbarrier.expect(pipeline.full.index(slot), (S.tile_m + S.tile_n) * STEP)
+                tma.async_load(lhs, [row, k * STEP], pipeline.full.index(slot), pipeline.a.index(slot))
+                tma.async_load(rhs, [group * S.N + column, k * STEP], pipeline.full.index(slot), pipeline.b.index(slot))
                 count += 1
         number += 1
-        tile = receive_tile(taken, tiles, S)
+        tile = next_tile
         group, first_tile, start, size = find_group(tile, group, first_tile, start, size, sizes, S)
     send_tile(0, 0, 0, -1, number, tiles)
 
 
 @gluon.jit
-def allocate_pipeline(lhs, rhs, S: gl.constexpr):
-    """Allocate the `Pipeline` of operands in the layouts of two descriptors."""
+def allocate(lhs, rhs, S: gl.constexpr):
+    """Allocate `Pipeline` and `Tiles`, with the operands in the layouts of two descriptors."""
     pipeline = Pipeline(
         gl.allocate_shared_memory(lhs.dtype, [S.stages, S.tile_m, STEP], lhs.layout),
-        gl.allocate_shared_memory(rhs.dtype, [S.stages * (1 if S.by_rows else 2), S.ctas * HALF_N, STEP], rhs.layout),
+        gl.allocate_shared_memory(rhs.dtype, [S.stages, S.tile_n, STEP], rhs.layout),
         mbarrier.allocate_mbarrier(batch=S.stages),
         mbarrier.allocate_mbarrier(batch=S.stages),
+        mbarrier.allocate_mbarrier(batch=2),
+    )
+    tiles = Tiles(
+        gl.allocate_shared_memory(gl.int32, [2, 4], gl.SwizzledSharedLayout(4, 1, 1, [0])),
+        mbarrier.allocate_mbarrier(batch=2),
         mbarrier.allocate_mbarrier(batch=2),
     )
     STAGES: gl.constexpr = S.stages
     for s in gl.static_range(STAGES):
         mbarrier.init(pipeline.full.index(s), count=1)
-        mbarrier.init(pipeline.empty.index(s), count=8 * S.ctas)  # warps of the consumers
+        mbarrier.init(pipeline.empty.index(s), count=8)  # warps of the consumers
     for s in gl.static_range(2):
         mbarrier.init(pipeline.turn.index(s), count=4)
-    return pipeline
-
-
-@gluon.jit
-def allocate_tiles(S: gl.constexpr):
-    """Allocate `Tiles`."""
-    WORDS: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 1, [0], cga_layout=[[0]] if S.ctas == 2 else [])
-    tiles = Tiles(
-        gl.allocate_shared_memory(gl.int32, [2, 4], WORDS),
-        mbarrier.allocate_mbarrier(batch=2),
-        mbarrier.allocate_mbarrier(batch=2),
-        gl.allocate_shared_memory(gl.int32, [4, 1], WORDS),
-        mbarrier.allocate_mbarrier(batch=4),
-    )
-    for s in gl.static_range(2):
         mbarrier.init(tiles.full.index(s), count=1)
-        mbarrier.init(tiles.empty.index(s), count=8 * S.ctas)
-    for s in gl.static_range(4):
-        mbarrier.init(tiles.mailed.index(s), count=1)
-    return tiles
+        mbarrier.init(tiles.empty.index(s), count=8)
+    return pipeline, tiles
 
 
 @gluon.jit
 def grouped_gemm_fp8(
-    lhs,  # [S.M, K] float8, blocks of S.tile_m x 128
-    rhs,  # [S.num_groups * S.N, K] float8, blocks of 128 S.ctas x 128
-    lhs_scales,  # [S.steps, S.M] float32, and 256 more elements of any value
+    lhs,  # [S.M, K] float8, blocks of 128 x 128
+    rhs,  # [S.num_groups * S.N, K] float8, blocks of 256 x 128
+    lhs_scales,  # [S.steps, S.M] float32, and 128 more elements of any value
     rhs_scales,  # [S.num_groups, N / 128, S.steps] float32
     sizes,  # [S.num_groups] int32, rows of each group
     num_taken,  # [1] int32, zero: the number of tiles that programs have taken, which is written in place
-    out,  # [S.M, S.N] bounded, blocks of 64 x 128 S.ctas; rows of whole 16-byte words
+    out,  # [S.M, S.N] bounded, blocks of 64 x 128; rows of whole 16-byte words
     num_taken_after,  # `num_taken`
     S: gl.constexpr,
 ):
     """Compute `out[rows of g] = lhs[rows of g] @ rhs[g].T`, zero in rows past the groups."""
-    pipeline = allocate_pipeline(lhs, rhs, S)
-    staging = gl.allocate_shared_memory(out.dtype, [2, 1, 1, WAVE, S.ctas * HALF_N], out.layout)
-    tiles = allocate_tiles(S)
+    pipeline, tiles = allocate(lhs, rhs, S)
+    staging = gl.allocate_shared_memory(out.dtype, [2, 1, 1, WAVE, HALF_N], out.layout)
     gl.warp_specialize(
         [
             (consume, (pipeline, tiles, staging, out, lhs_scales, rhs_scales, 0, S)),

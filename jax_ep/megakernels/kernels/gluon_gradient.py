@@ -1,8 +1,8 @@
 """FP8 weight gradient in Gluon: `out[g] = lhs[:, places of g] @ rhs[:, places of g].T`, a scale per 128 places.
 
-Roles, waits and tiles are those of gluon_gemm.py: two consumers divide the 256 rows of a tile, which has 128 columns
-for each CTA. A step is one block of 128 places, which belongs to one group (core/fp8.py); the producer copies its
-scales, too. A product is scaled by row and column while it is added to its float32 sum.
+Roles, waits and tiles are those of gluon_gemm.py: two consumers divide the 256 rows of a tile, which has 128 columns.
+A step is one block of 128 places, which belongs to one group (core/fp8.py); the producer copies its scales, too. A
+product is scaled by row and column while it is added to its float32 sum.
 
 Floor: as in gluon_gemm.py, and the time to write the result, which is large where groups have few rows.
 """
@@ -18,19 +18,13 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .gemm_structs import Pointer, Value
 from .gluon_gemm import (
     LAYOUT,
-    PAIRED,
     STEP,
     WAVE,
-    allocate_pipeline,
-    allocate_tiles,
+    allocate,
     arrive,
-    arrive_at_all,
     issue,
     place,
     read_tile,
-    receive_tile,
-    request_tile,
-    row_of,
     send_tile,
     wait,
 )
@@ -53,10 +47,9 @@ class Output(NamedTuple):
 @gluon.jit
 def promote(total, part, scales, slot, wave: gl.constexpr, consumer: gl.constexpr, S: gl.constexpr):
     """Wait for the product of a wave, and return its scaled sum with `total`."""
-    L: gl.constexpr = PAIRED if S.ctas == 2 else LAYOUT
-    by_row = scales.a.index(slot).slice(row_of(wave, consumer, S), WAVE, 1).permute((1, 0)).load(L)
+    by_row = scales.a.index(slot).slice((2 * wave + consumer) * WAVE, WAVE, 1).permute((1, 0)).load(LAYOUT)
     part = warpgroup_mma_wait(0, deps=(part,))
-    by_column = scales.b.index(slot).load(L)
+    by_column = scales.b.index(slot).load(LAYOUT)
     return total + part * by_column * by_row
 
 
@@ -67,39 +60,38 @@ def store_wave(values, output, group, row, column, wave: gl.constexpr, consumer:
     staging = output.staging.index(consumer * S.staged + wave % S.staged)
     staging.reshape((WAVE, S.tile_n)).store(values.to(output.out.dtype))
     fence_async_shared()
-    tma.async_store(output.out, [group, row + row_of(wave, consumer, S), column], staging)
+    tma.async_store(output.out, [group, row + (2 * wave + consumer) * WAVE, column], staging)
 
 
 @gluon.jit
 def make_tile(pipeline, scales, tiles, output, number, count, issued, blocks, consumer: gl.constexpr, S: gl.constexpr):
     """Compute and store the waves of a consumer; return the numbers of pipeline steps and of products so far."""
-    L: gl.constexpr = PAIRED if S.ctas == 2 else LAYOUT
-    zero = gl.zeros((WAVE, S.tile_n), gl.float32, L)
+    zero = gl.zeros((WAVE, S.tile_n), gl.float32, LAYOUT)
     # First wave of the first step.
     slot = count % S.stages
     wait(pipeline.full.index(slot), (count // S.stages) & 1)
-    part = issue(pipeline, slot, issued, 0, consumer, zero, S)
+    part = issue(pipeline, slot, issued, consumer * WAVE, 0, consumer, zero)
     issued += 1
     total0 = promote(zero, part, scales, slot, 0, consumer, S)
     total1 = zero
     for _ in range(blocks - 1):
         # Second wave of a step.
-        part = issue(pipeline, slot, issued, 1, consumer, zero, S)
+        part = issue(pipeline, slot, issued, (2 + consumer) * WAVE, 0, consumer, zero)
         total1 = promote(total1, part, scales, slot, 1, consumer, S)
-        arrive_at_all(pipeline.empty.index(slot), S)
+        arrive(pipeline.empty.index(slot))
         # First wave of the next step.
         count += 1
         slot = count % S.stages
         wait(pipeline.full.index(slot), (count // S.stages) & 1)
-        part = issue(pipeline, slot, issued + 1, 0, consumer, zero, S)
+        part = issue(pipeline, slot, issued + 1, consumer * WAVE, 0, consumer, zero)
         issued += 2
         total0 = promote(total0, part, scales, slot, 0, consumer, S)
     # Second wave of the last step, while the first one is stored.
-    part = issue(pipeline, slot, issued, 1, consumer, zero, S)
+    part = issue(pipeline, slot, issued, (2 + consumer) * WAVE, 0, consumer, zero)
     row, column, _, group = read_tile(number, tiles)  # only now, so that no register holds them in the loop
     store_wave(total0, output, group, row, column, 0, consumer, S)
     total1 = promote(total1, part, scales, slot, 1, consumer, S)
-    arrive_at_all(pipeline.empty.index(slot), S)
+    arrive(pipeline.empty.index(slot))
     store_wave(total1, output, group, row, column, 1, consumer, S)
     return count + 1, issued + 1
 
@@ -107,7 +99,6 @@ def make_tile(pipeline, scales, tiles, output, number, count, issued, blocks, co
 @gluon.jit
 def consume(pipeline, scales, tiles, output, consumer: gl.constexpr, S: gl.constexpr):
     """Multiply and store one half of the rows of the tiles that the producer hands over."""
-    L: gl.constexpr = PAIRED if S.ctas == 2 else LAYOUT
     if consumer == 1:
         arrive(pipeline.turn.index(0))  # consumer 0 goes first
     count = 0
@@ -117,12 +108,12 @@ def consume(pipeline, scales, tiles, output, consumer: gl.constexpr, S: gl.const
     row, column, blocks, group = read_tile(number, tiles)
     while group >= 0:
         if blocks == 0:
-            zero = gl.zeros((WAVE, S.tile_n), gl.float32, L)
+            zero = gl.zeros((WAVE, S.tile_n), gl.float32, LAYOUT)
             store_wave(zero, output, group, row, column, 0, consumer, S)
             store_wave(zero, output, group, row, column, 1, consumer, S)
         else:
             count, issued = make_tile(pipeline, scales, tiles, output, number, count, issued, blocks, consumer, S)
-        arrive_at_all(tiles.empty.index(number % 2), S)
+        arrive(tiles.empty.index(number % 2))
         number += 1
         wait(tiles.full.index(number % 2), (number // 2) & 1)
         row, column, blocks, group = read_tile(number, tiles)
@@ -151,21 +142,21 @@ def produce(lhs, rhs, lhs_scales, rhs_scales, pipeline, scales, tiles, sizes, nu
             start += blocks
             group += 1
             blocks = blocks_of(group, start, sizes, S)
+        next_tile = gl.num_programs(0) + gl.atomic_add(num_taken, 1, sem="relaxed")
         row, column = place(tile - group * tiles_of_group, S.M, S)
         send_tile(row, column, blocks, group, number, tiles)
-        taken = request_tile(num_taken, number, tiles, S)
         for block in range(start, start + blocks):
             slot = count % S.stages
             full = pipeline.full.index(slot)
             wait(pipeline.empty.index(slot), ((count // S.stages) & 1) ^ 1)
-            mbarrier.expect(full, (S.tile_m + S.tile_n // S.ctas) * (STEP + 4))
-            tma.async_load(lhs, [row, block * STEP], full, pipeline.a.index(slot), multicast=S.ctas == 2)
+            mbarrier.expect(full, (S.tile_m + S.tile_n) * (STEP + 4))
+            tma.async_load(lhs, [row, block * STEP], full, pipeline.a.index(slot))
             tma.async_load(rhs, [column, block * STEP], full, pipeline.b.index(slot))
-            tma.async_load(lhs_scales, [block, row], full, scales.a.index(slot), multicast=S.ctas == 2)
+            tma.async_load(lhs_scales, [block, row], full, scales.a.index(slot))
             tma.async_load(rhs_scales, [block, column], full, scales.b.index(slot))
             count += 1
         number += 1
-        tile = receive_tile(taken, tiles, S)
+        tile = next_tile
     send_tile(0, 0, 0, -1, number, tiles)
 
 
@@ -182,13 +173,12 @@ def weight_gradient_fp8(
     S: gl.constexpr,
 ):
     """Compute `out[g] = lhs[:, places of g] @ rhs[:, places of g].T`, zero for empty groups."""
-    pipeline = allocate_pipeline(lhs, rhs, S)
+    pipeline, tiles = allocate(lhs, rhs, S)
     scales = Scales(
         gl.allocate_shared_memory(gl.float32, [S.stages, 1, S.tile_m], lhs_scales.layout),
         gl.allocate_shared_memory(gl.float32, [S.stages, 1, S.tile_n], rhs_scales.layout),
     )
     output = Output(out, gl.allocate_shared_memory(out.dtype, [2 * S.staged, 1, WAVE, S.tile_n], out.layout))
-    tiles = allocate_tiles(S)
     gl.warp_specialize(
         [
             (consume, (pipeline, scales, tiles, output, 0, S)),

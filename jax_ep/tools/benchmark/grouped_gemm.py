@@ -42,14 +42,7 @@ RANKS, TOKENS = 4, 4096  # of each rank, for the shapes of a model
 CUBLAS = "cuBLAS batched"
 NAMES = {"triton": "triton", "pallas": "pallas", "portable loop": "xla"}
 TRITON, GLUON = "triton, FP8", "triton, FP8, Gluon"
-GLUON_TILES: dict[str, dict[str, Any]] = {
-    GLUON: {},
-    f"{GLUON}, by rows": {"by_rows": True},
-    f"{GLUON}, pairs": {"ctas": 2},
-    f"{GLUON}, pairs by rows": {"ctas": 2, "by_rows": True},
-}
-GLUON_GRADIENTS = {GLUON: 1, f"{GLUON}, pairs": 2}
-FP8_NAMES = {TRITON: "triton", "pallas, FP8": "pallas"}
+PALLAS_FP8 = "pallas, FP8"
 QUANTIZED = "pallas, FP8, operands quantised in the same call"
 FP8_ERROR, ERROR = 0.4, 0.1
 """Of single elements, in units of the root mean square; FP8 is off by 0.04 in the norm, others by two roundings."""
@@ -98,15 +91,14 @@ def in_fp8(problem: Problem) -> dict[str, Product]:
     def multiply(name: str, sizes: Array, rows: Quantized, weights: Quantized) -> Array:
         return registry.get("grouped_gemm", name).grouped_gemm_fp8(rows, weights, sizes, out_dtype=BF16)
 
-    def in_triton(settings: dict[str, Any], sizes: Array, rows: Quantized, weights: Quantized) -> Array:
-        with tuning.override("grouped_gemm_fp8", **settings):
+    def in_triton(gluon: bool, sizes: Array, rows: Quantized, weights: Quantized) -> Array:
+        with tuning.override("grouped_gemm_fp8", gluon=gluon):
             return multiply("triton", sizes, rows, weights)
 
     a, b, _ = problem.operands["equal"]
     operands = jax.jit(quantize)(a, b, jnp.full((1,), a.shape[0], jnp.int32))
-    runs = {label: partial(multiply, name) for label, name in FP8_NAMES.items()}
-    runs |= {TRITON: partial(in_triton, {"gluon": False})}
-    runs |= {label: partial(in_triton, {"gluon": True} | tiles) for label, tiles in GLUON_TILES.items()}
+    runs = {PALLAS_FP8: partial(multiply, "pallas")}
+    runs |= {TRITON: partial(in_triton, False), GLUON: partial(in_triton, True)}
     found: dict[str, Product] = {
         label: partial(lambda run, _, __, sizes: run(sizes, *operands), jax.jit(run)) for label, run in runs.items()
     }
@@ -124,15 +116,15 @@ def weights_in_fp8(problem: Problem) -> dict[str, Product]:
     def multiply(name: str, sizes: Array, a: Quantized, b: Quantized) -> Array:
         return registry.get("grouped_gemm", name).weight_gradient_fp8(a, b, sizes, out_dtype=BF16)
 
-    def in_triton(settings: dict[str, Any], sizes: Array, a: Quantized, b: Quantized) -> Array:
-        with tuning.override("weight_gradient_fp8", **settings):
+    def in_triton(gluon: bool, sizes: Array, a: Quantized, b: Quantized) -> Array:
+        with tuning.override("weight_gradient_fp8", gluon=gluon):
             return multiply("triton", sizes, a, b)
 
     def of(run: Callable[..., Array]) -> Product:
         return lambda _, __, sizes: run(sizes, *quantized[id(sizes)])
 
-    runs = {label: partial(multiply, name) for label, name in FP8_NAMES.items()}
-    runs |= {label: partial(in_triton, {"gluon": True, "ctas": ctas}) for label, ctas in GLUON_GRADIENTS.items()}
+    runs = {PALLAS_FP8: partial(multiply, "pallas")}
+    runs |= {TRITON: partial(in_triton, False), GLUON: partial(in_triton, True)}
     return {label: of(jax.jit(run)) for label, run in runs.items()}
 
 

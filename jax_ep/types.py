@@ -442,6 +442,7 @@ class Handle:
       layout: static sizes and axes.
       copies: `[W, S]` int32 with balance, expert in each spare slot, -1 in free ones; else None. Each rank then has
         L + S groups, and `topk_idx` holds `rank * (L + S) + group` of each assignment.
+      order: `[]` float32 with `copies`, 0; its gradient orders launches of the backward pass.
     """
 
     row_to_assignment: Array
@@ -453,6 +454,7 @@ class Handle:
     num_dropped: Array
     layout: Layout = dataclasses.field(metadata={"static": True})
     copies: Array | None = None
+    order: Array | None = None
 
 
 @result_type

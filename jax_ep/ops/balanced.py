@@ -221,8 +221,9 @@ def with_copies[Weights](weights: Weights, handle: Handle) -> Weights:
     axis, implementation = layout.axis, "xla" if handle.group is None else "triton"
     sizes = layout.num_experts - handle.copies.size, layout.num_ranks, layout.capacity, spare
     passes = Passes(None, *sizes, axis=axis, splits=False, sum_dtype=jnp.float32, implementation=implementation)
-    bits, copies = vary_alike((tuple(map(_as_bits, leaves)), handle.copies), over=axis)
-    whole, _ = _with_copies(passes, (True,) * len(bits), copies, copies, bits)
+    arrays = tuple(map(_as_bits, leaves)), handle.copies, handle.order
+    bits, copies, order = vary_alike(arrays, over=axis)
+    whole = _with_copies(passes, (True,) * len(bits), copies, copies, order, bits)[0]
     return jax.tree.unflatten(structure, map(_from_bits, whole, leaves))
 
 
@@ -254,11 +255,11 @@ def _one_pass(passes: Passes, place: Place, x: Array, topk_weights: Array, weigh
 
     def compute(x: Array, topk_weights: Array, weights: Tree) -> Array:
         paths, structure = jax.tree.flatten_with_path(weights)
-        leaves = [w for _, w in paths]
+        leaves = tuple(_as_bits(w) for _, w in paths)
         # GEMMs do not read the master of quantized weights.
         is_read = tuple(getattr(path[-1], "name", None) != "master" for path, _ in paths)
-        whole, slots_after = _with_copies(passes, is_read, copies, slots, tuple(map(_as_bits, leaves)))
-        whole = jax.tree.unflatten(structure, map(_from_bits, whole, leaves))
+        whole, slots_after, x = _with_copies(passes, is_read, copies, slots, x, leaves)
+        whole = jax.tree.unflatten(structure, map(_from_bits, whole, (w for _, w in paths)))
         sizes = {"num_experts": passes.num_experts + passes.num_ranks * passes.spare, "capacity": passes.rows}
         dtype = passes.sum_dtype if passes.is_one_pass else _wide(passes.sum_dtype)
         layer = cast(Layer, passes.layer)
@@ -301,7 +302,7 @@ def _all_passes(passes: Passes, state: State, *operands: Tree) -> tuple[Array, A
 
 def _all_passes_forward(passes: Passes, state: State, *operands: Tree) -> tuple[tuple[Array, Array], Tree]:
     place, left = _next_pass(passes, state)
-    y, pull = jax.vjp(partial(_one_pass, passes, place), *operands)
+    y, pull = jax.vjp(partial(_one_pass, passes), place, *operands)
     first = y, place[2]
     sums = _add_later_passes(passes, left, lambda place: (_one_pass(passes, place, *operands), place[2]), first)
     return sums, (pull, left, None if passes.is_one_pass else operands)
@@ -309,19 +310,23 @@ def _all_passes_forward(passes: Passes, state: State, *operands: Tree) -> tuple[
 
 def _all_passes_backward(passes: Passes, residuals: Tree, cotangents: tuple[Array, Any]) -> tuple[Tree, ...]:
     (pull, left, operands), cotangent = residuals, cotangents[0]
-    dx, d_weights, gradients = pull(cotangent)
-    # Other layers follow: on all ranks after the gradients of copies have gone home.
-    for gradient in jax.tree.leaves(gradients):
-        if gradient.dtype != jax.dtypes.float0:
-            d_weights += known_after(jnp.zeros((), jnp.int32), gradient).astype(d_weights.dtype)
-    first = dx, d_weights, gradients
+    first = _pull_after(pull, cotangent)
     if passes.is_one_pass:
         return None, *first
 
     def step(place: Place) -> Tree:
-        return jax.vjp(partial(_one_pass, passes, place), *operands)[1](cotangent)
+        return _pull_after(jax.vjp(partial(_one_pass, passes), place, *operands)[1], cotangent)
 
     return None, *_add_later_passes(passes, left, step, first)
+
+
+def _pull_after(pull: Any, cotangent: Array) -> Tree:
+    """Gradients of a pass, which fetches its copies again after all that the pass kept, and the cotangent, is known."""
+    slots, copies, work = pull.args_res[0]
+    for earlier in (cotangent, *pull.opaque_residuals):
+        copies = known_after(copies, earlier)
+    pull.args_res[0] = slots, copies, work
+    return pull(cotangent)[1:]
 
 
 def _wide(dtype: DTypeLike) -> DTypeLike:
@@ -347,12 +352,13 @@ def _from_bits(w: Array, like: Array) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _with_copies(
-    passes: Passes, is_read: tuple[bool, ...], copies: Array, slots: Array, weights: tuple[Array, ...]
-) -> tuple[Any, Array]:
+    passes: Passes, is_read: tuple[bool, ...], copies: Array, slots: Array, x: Array, weights: tuple[Array, ...]
+) -> tuple[Any, Array, Array]:
     """Weights `[L, ...]` of the experts at home, followed by those of the copies: `[L + S, ...]`, or `SplitWeights`.
 
     Copies that nothing reads are zero; only their gradients are moved.
-    Also returns `slots` with a data dependence on all transfers: collectives and kernels need one order on all ranks.
+    Collectives and kernels need one order on all ranks. So this also returns `slots` with a data dependence on all
+    transfers, and `x`: in the backward pass transfers follow its gradient, and what uses the gradient follows them.
     """
     found = []
     for w, fetches in zip(weights, is_read, strict=True):
@@ -363,21 +369,23 @@ def _with_copies(
             spare = jnp.zeros_like(w, shape=(copies.shape[1], *w.shape[1:]))
         both = SplitWeights(w, spare)
         found.append(both if passes.splits and w.ndim > 2 else joined(both))
-    return tuple(found), slots
+    return tuple(found), slots, x
 
 
 def _with_copies_forward(
-    passes: Passes, is_read: tuple[bool, ...], copies: Array, slots: Array, weights: tuple[Array, ...]
-) -> tuple[tuple[Any, Array], Array]:
-    return _with_copies(passes, is_read, copies, slots, weights), copies
+    passes: Passes, is_read: tuple[bool, ...], copies: Array, slots: Array, x: Array, weights: tuple[Array, ...]
+) -> tuple[tuple[Any, Array, Array], Array]:
+    return _with_copies(passes, is_read, copies, slots, x, weights), copies
 
 
 def _with_copies_backward(
-    passes: Passes, is_read: tuple[bool, ...], copies: Array, cotangents: tuple[Any, Array]
-) -> tuple[None, None, Any]:
+    passes: Passes, is_read: tuple[bool, ...], copies: Array, cotangents: tuple[Any, Array, Array]
+) -> tuple[None, None, Array, Any]:
     """Return the gradients of copies to their home, and add them there in at least float32, in a fixed order."""
     found: list[Any] = []
-    for gradient in cotangents[0]:
+    gradients, _, dx = cotangents
+    copies = known_after(copies, dx)
+    for gradient in gradients:
         if gradient.dtype == jax.dtypes.float0:
             found.append(np.zeros((passes.num_local, *gradient.shape[1:]), jax.dtypes.float0))
             continue
@@ -385,7 +393,8 @@ def _with_copies_backward(
             gradient = SplitWeights(gradient[: passes.num_local], gradient[passes.num_local :])
         found.append(_transfers(passes).add_gradients(passes.axis, copies, *gradient))
         copies = known_after(copies, found[-1])
-    return None, None, tuple(found)
+        dx += known_after(jnp.zeros((), jnp.int32), found[-1]).astype(dx.dtype)
+    return None, None, dx, tuple(found)
 
 
 _with_copies.defvjp(_with_copies_forward, _with_copies_backward)

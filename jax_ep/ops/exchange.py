@@ -141,6 +141,8 @@ def dispatch(
     if isinstance(x, tuple):
         pair = without_gradient(_NO_GRADIENT_OF_PAIRS, x)
         tokens, weights = dispatch_pair(plan, pair, topk_weights, handle)
+    elif moved:
+        tokens, weights, moved["order"] = _dispatch_in_order(plan, x, topk_weights, handle)
     else:
         tokens, weights = dispatch_tokens(plan, x, topk_weights, handle)
     if moved:
@@ -298,7 +300,7 @@ def _balanced(balance: Balance, given: Checked) -> tuple[Checked, dict[str, Any]
     sizes: dict[str, Any] = {"num_experts": layout.num_ranks * groups, "alignment": layout.alignment}
     sizes["capacity"] = dropless_capacity(passes.rows, groups, layout.alignment)
     dropped, invalid = jnp.sum(left >= 0, dtype=jnp.int32), count_invalid(ids, layout.num_experts)
-    moved = {"copies": copies, "num_dropped": dropped, "num_invalid": invalid}
+    moved = {"copies": copies, "order": jnp.zeros((), jnp.float32), "num_dropped": dropped, "num_invalid": invalid}
     return checked(given.options, given.x, slots, given.topk_weights, **sizes), moved
 
 
@@ -367,12 +369,13 @@ def dispatch_again(plan: ExchangePlan, x: Array, handle: Handle, after: Array) -
 def later(handle: Handle, earlier: Array) -> Handle:
     """Make the launches that use a handle wait for `earlier`, since kernels need one order on all ranks.
 
-    Each launch reads `row_to_assignment` or `group_sizes`, which get the data dependence.
+    Each launch reads one of three arrays, which get the data dependence.
     """
     if handle.group is None or handle.layout.num_ranks == 1:
         return handle
-    row_to_assignment, group_sizes = (known_after(x, earlier) for x in (handle.row_to_assignment, handle.group_sizes))
-    return dataclasses.replace(handle, row_to_assignment=row_to_assignment, group_sizes=group_sizes)
+    names = "row_to_assignment", "assignment_to_row", "group_sizes"
+    changed: dict[str, Any] = {name: known_after(getattr(handle, name), earlier) for name in names}
+    return dataclasses.replace(handle, **changed)
 
 
 type _Linear = jax.custom_vjp[tuple[Array, Array | None]]
@@ -395,6 +398,29 @@ def _transposes(function: _Linear, transpose: _Linear) -> None:
     function.defvjp(forward, backward)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dispatch_in_order(
+    plan: ExchangePlan, x: Array, weights: Array | None, handle: Handle
+) -> tuple[Array, Array | None, Array]:
+    """`dispatch_tokens`, and `Handle.order`: its gradient is known once those of copies are home; combine follows."""
+    order = vary_alike((jnp.zeros((), jnp.float32), x))[0]
+    return *dispatch_tokens(plan, x, weights, handle), order
+
+
+def _in_order_forward(
+    plan: ExchangePlan, x: Array, weights: Array | None, handle: Handle
+) -> tuple[tuple[Array, Array | None, Array], tuple[Array, Handle]]:
+    return _dispatch_in_order(plan, x, weights, handle), (x[:0], handle)
+
+
+def _in_order_backward(
+    plan: ExchangePlan, residuals: tuple[Array, Handle], cotangents: tuple[Array, Array | None, Array]
+) -> tuple[Array, Array | None, None]:
+    (like, handle), (rows, weights, order) = residuals, cotangents
+    return *combine_tokens(plan.transposed, rows.astype(like.dtype), weights, later(handle, order)), None
+
+
+_dispatch_in_order.defvjp(_in_order_forward, _in_order_backward)
 _transposes(dispatch_tokens, combine_tokens)
 _transposes(combine_tokens, dispatch_tokens)
 
@@ -412,5 +438,5 @@ def dispatch_pair(
     """FP8 values and scales of `[T]` tokens to `[R]` rows, bit for bit, and the weights of the rows."""
     values = registry.get("exchange", plan.dispatch.implementation).dispatch_rows(plan.options, pair[0], handle)
     # Dispatch the scales as float32 tokens, so that the router weights have a gradient.
-    scales, row_weights = dispatch_tokens(plan, pair[1], weights, handle)
+    scales, row_weights = dispatch_tokens(plan, pair[1], weights, later(handle, values))
     return (values, scales), row_weights

@@ -179,7 +179,7 @@ def _balanced(balance: Balance, layer: _Layer, given: exchange.Checked, parts: E
     def one_pass(x: Array, topk_idx: Array, topk_weights: Array, parts: ExpertWeights, **sizes: Any) -> Array:
         dtype = sizes.pop("preferred_element_type")
         tokens = exchange.checked(given.options, x, topk_idx, topk_weights, **sizes)
-        return _on_tokens(layer._replace(capacity=sizes["capacity"], sum_dtype=dtype), tokens, parts)
+        return _on_tokens(layer._replace(capacity=sizes["capacity"], sum_dtype=dtype), tokens, parts, after=topk_idx)
 
     arrays = given.x, given.topk_idx, given.topk_weights, parts
     sizes: dict[str, Any] = {"num_experts": given.facts.layout.num_experts, "options": given.options}
@@ -195,8 +195,11 @@ def _without_tokens(layer: _Layer, given: exchange.Checked, parts: ExpertWeights
     return zeros.astype(layer.sum_dtype)
 
 
-def _on_tokens(layer: _Layer, given: exchange.Checked, parts: ExpertWeights) -> Array:
-    """`moe` of checked arguments: in one kernel, or as its plan says."""
+def _on_tokens(layer: _Layer, given: exchange.Checked, parts: ExpertWeights, *, after: Array | None = None) -> Array:
+    """`moe` of checked arguments: in one kernel, or as its plan says.
+
+    Launches of the backward pass follow `after`, computed again there.
+    """
     options, facts, experts = given.options, given.facts, layer.experts
     single = _single_launch(layer, options, facts, parts)
     if single is not None:
@@ -206,6 +209,7 @@ def _on_tokens(layer: _Layer, given: exchange.Checked, parts: ExpertWeights) -> 
     whole = plan[0].exchange if isinstance(plan, tuple) else plan.exchange
     (x, weights, handle), parts = exchange.located(whole, given, parts)
     handle = checkpoint_name(handle, HIDDEN_NAME)
+    handle = handle if after is None else exchange.later(handle, after)
     if isinstance(plan, plan_serving.QuantizedLayerPlan):
         return _by_quantized(plan, experts, x, weights, handle, parts)
     if isinstance(plan, tuple):

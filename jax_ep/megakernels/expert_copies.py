@@ -63,7 +63,10 @@ def _move(axis: Axis, moves: tuple[Array, ...], x: Array, num_targets: int) -> A
         block *= 2
     blocks = -(-elements // block)
     sizes = ExpertMoves(moves[0].size, num_targets, elements, block, blocks)
-    context.reserve(_MOVE.name, num_targets * elements * itemsize)
+    try:
+        context.reserve(_MOVE.name, num_targets * elements * itemsize)
+    except ValueError as error:
+        raise ValueError(f"{error} Or pass a smaller Balance(spare_experts=), which bounds the copies.") from error
     operands = (rows, jnp.stack([part.reshape(-1).astype(jnp.int32) for part in moves], axis=1))
     results = (jax.ShapeDtypeStruct((num_targets, elements), x.dtype),)
     config = Config(num_programs(moves[0].size * blocks, 2), num_warps=8)

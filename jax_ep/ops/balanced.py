@@ -187,8 +187,10 @@ def with_copies[Weights](weights: Weights, handle: Handle) -> Weights:
     """Return the weights of all experts whose rows a rank has after `dispatch(balance=...)`: copies follow its own.
 
     Use them in grouped GEMMs over the rows of the dispatch. In the backward pass, gradients of copies return to their
-    home rank, and are added there in at least float32, in a fixed order. The result is a residual of such GEMMs; put
-    both into `jax.checkpoint` to fetch the copies again instead.
+    home rank, and are added there in at least float32, in a fixed order. On GPUs this reserves symmetric memory for
+    W * S experts of the largest array, by default W * L: pass `Balance(spare_experts=)` for fewer. Pass all weights in
+    one tree: two calls have no order, which launches on symmetric memory need. The result is a residual of such GEMMs;
+    put both into `jax.checkpoint` to fetch the copies again instead.
 
     Args:
       weights: pytree of arrays `[L, ...]` of this rank's experts, such as `QuantizedWeights`.

@@ -7,9 +7,9 @@ import pytest
 
 import jax_ep
 from cases import BASE, F32, Shape, integers, reals
-from harness import compiled, run
+from harness import compiled, make_mesh, run
 from jax_ep.placement import with_copies
-from layers import Layer, check_gradients, with_gradients
+from layers import Layer, check_gradients, first_tokens, with_gradients
 from routings import ROUTINGS, routings
 
 
@@ -97,6 +97,35 @@ def test_balanced_dispatch_quantized_weights(implementation, expert_mesh, rng):
     assert copies[1].tolist() == [[-1, -1], [0, -1]]
     np.testing.assert_array_equal(whole[:, :2], home)
     np.testing.assert_array_equal(whole[1, 2], home[0, 0])
+
+
+def test_balanced_dispatch_num_tokens(implementation, expert_mesh, rng):
+    """Tokens past the number have no rows, and gradients of the others are those of ids of -1."""
+    layer = Layer(rng, "uniform", 2, BASE)
+    layer.topk_idx = np.stack([first_tokens(ids, 4) for ids in layer.topk_idx])
+    d_out = reals(rng, *layer.x.shape)
+    call = run(with_gradients(layer_of(implementation, BASE, num_tokens=4)), expert_mesh(2), *layer.args, d_out)
+    check_gradients(call, layer, d_out)
+
+
+def test_balanced_dispatch_batch_axis(implementation, rng):
+    """Two groups of ranks balance by themselves; the weights vary over the experts alone."""
+    layers = [Layer(rng, routing, 2, BASE) for routing in ("uniform", "one_hot")]
+    arrays = [np.stack(pair) for pair in zip(*(layer.args for layer in layers), strict=True)]
+    d_out = reals(rng, *arrays[0].shape)
+    got = run(with_gradients(layer_of(implementation, BASE)), make_mesh((2, 2), ("data", "expert")), *arrays, d_out)
+    for i, layer in enumerate(layers):
+        check_gradients([g[i] for g in got], layer, d_out[i])
+
+
+@pytest.mark.slow
+def test_balanced_dispatch_vmap(implementation, expert_mesh, rng):
+    layers = [Layer(rng, "uniform", 2, BASE) for _ in range(2)]
+    arrays = [np.stack(pair, axis=1) for pair in zip(*(layer.args for layer in layers), strict=True)]
+    d_out = reals(rng, *arrays[0].shape)
+    got = run(jax.vmap(with_gradients(layer_of(implementation, BASE))), expert_mesh(2), *arrays, d_out)
+    for i, layer in enumerate(layers):
+        check_gradients([g[:, i] for g in got], layer, d_out[:, i])
 
 
 def test_balanced_dispatch_mistakes(expert_mesh, rng, subtests):

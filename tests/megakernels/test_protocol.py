@@ -1,12 +1,14 @@
 """Safety of kernels of several ranks: bounded waits, errors after a failure, heaps of a given size, invalid ids."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import harness
 import jax_ep
 from jax_ep import context
+from jax_ep.placement import with_copies
 
 W, T, K, E, H = 2, 5, 2, 4, 8
 OPTIONS = {"num_experts": E, "implementation": "triton"}
@@ -60,6 +62,18 @@ def test_protocol_heap_too_small(mesh):
     with pytest.raises(ValueError, match=r"heap_bytes=8388608 per device, but this call needs \d+.*heap_bytes=\d+"):
         harness.run(round_trip, mesh, wide, ids)
     np.testing.assert_array_equal(harness.run(round_trip, mesh, x, ids), K * x)
+
+
+def test_protocol_heap_too_small_for_copies(mesh):
+    jax_ep.init(mesh, transport="shared_memory", heap_bytes=8 << 20)
+
+    def copies(x, ids):
+        d = jax_ep.dispatch(x, ids, balance=jax_ep.Balance(), **OPTIONS)
+        return with_copies(jnp.zeros((E // W, 1 << 10, 1 << 11), jnp.float32), d.handle)
+
+    message = r"^with_copies: .*heap_bytes=8388608 per device.* Or pass a smaller Balance\(spare_experts=\)"
+    with pytest.raises(ValueError, match=message):
+        harness.run(copies, mesh, *inputs())
 
 
 def test_protocol_heap_without_room_for_flags(mesh):

@@ -7,6 +7,8 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 import jax_ep
 
 PACKAGE = pathlib.Path(jax_ep.__file__).resolve().parent
@@ -224,3 +226,33 @@ def _kernel_free_imports(path):
                     return {"jax_ep"}
                 break
     return set()
+
+
+IMPORTS_IN_THREADS = """
+import importlib, pkgutil, sys, threading
+from jax_ep.megakernels import kernels
+
+names = [f"{kernels.__name__}.{found.name}" for found in pkgutil.iter_modules(kernels.__path__)]
+start, errors = threading.Barrier(len(names)), []
+
+def load(name):
+    start.wait()
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        errors.append(f"{name}: {error}")
+
+threads = [threading.Thread(target=load, args=(name,)) for name in names]
+for step in threading.Thread.start, threading.Thread.join:
+    for thread in threads:
+        step(thread)
+sys.exit("\\n".join(errors) or None)
+"""
+
+
+@pytest.mark.slow
+def test_import_kernels_in_threads():
+    """Programs compiled in threads import kernels at the same time, each of which imports Triton or parts of it."""
+    pytest.importorskip("triton")
+    for _ in range(4):
+        subprocess.run([sys.executable, "-c", IMPORTS_IN_THREADS], check=True)

@@ -107,7 +107,7 @@ class GemmFacts(Facts):
     """Grouped GEMM of rows `[num_rows, depth]` and weights `[groups, depth, columns]`, or the gradient of weights.
 
     `dtype` is that of the operands; rows in FP8 have scales. One implementation computes the GEMM and the gradient,
-    except in FP8, where `only_gradient` facts are of the gradient alone.
+    except in FP8, where the gradient has its own facts.
     """
 
     operation = "grouped_gemm"
@@ -116,7 +116,6 @@ class GemmFacts(Facts):
     columns: int
     groups: int
     out_dtype: np.dtype
-    only_gradient: bool = False
 
     @property
     def is_empty(self) -> bool:

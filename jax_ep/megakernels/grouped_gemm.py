@@ -151,14 +151,18 @@ def fp8_tiles(num_rows: int, groups: int, out_itemsize: int) -> Fp8Tiles:
         return Fp8Tiles(block_m=32, block_n=64, group_m=2, num_stages=2)
     if num_rows <= 64 * groups:
         return Fp8Tiles(block_m=64, num_warps=4, num_stages=3 if out_itemsize > 2 else 4, programs=2)
-    return Fp8Tiles(gluon=stores_by_descriptor() and compile.device_capability() == _GLUON_CAPABILITY)
+    return Fp8Tiles(gluon=_runs_gluon())
 
 
 def fp8_weight_tiles() -> Fp8WeightTiles:
     """Return the tiles for the weight gradient of column-wise FP8."""
     if jax.default_backend() == "cpu":
         return Fp8WeightTiles(block_m=32, block_n=64, group_m=2, num_stages=2)
-    return Fp8WeightTiles()
+    return Fp8WeightTiles(gluon=_runs_gluon())
+
+
+def _runs_gluon() -> bool:
+    return stores_by_descriptor() and compile.device_capability() == _GLUON_CAPABILITY
 
 
 def weight_tiles(out_itemsize: int) -> WeightTiles:

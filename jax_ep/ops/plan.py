@@ -375,7 +375,7 @@ def fp8_operands(options: Options, dtype: DTypeLike, sizes: tuple[int, ...], dep
 def _fp8_gemm(options: Options, product: GemmFacts, weight_dtype: DTypeLike, out_columns: int) -> Fp8GemmPlan:
     places = fp8.num_blocks(product.num_rows, product.groups) * GROUP_SIZE
     dtype = jnp.dtype(weight_dtype)
-    gradient = dataclasses.replace(product, num_rows=places, out_dtype=dtype, only_gradient=True)
+    gradient = dataclasses.replace(product, num_rows=places, out_dtype=dtype)
     sizes = product.num_rows, product.depth, product.columns
     return Fp8GemmPlan(
         registry.choose(options, product),

@@ -130,15 +130,15 @@ def supports_dtype(dtype: DTypeLike) -> bool:
 def is_preferred(facts: Facts) -> bool:
     """Whether these GPUs have no faster grouped GEMM, nor a faster gradient of its weights.
 
-    That is so where groups have hundreds of rows, and nothing must be padded (docs/design/grouped_gemm.md). In FP8 it
-    is so for the gradient alone: `triton` multiplies faster (docs/design/gluon.md).
+    That is so where groups have hundreds of rows, and nothing must be padded (docs/design/grouped_gemm.md). In FP8
+    `triton` is faster (docs/design/gluon.md).
     """
     return (
         isinstance(facts, GemmFacts)
         and platform() == "gpu"
         and supports_dtype(facts.dtype)
         and missing() is None
-        and (facts.only_gradient or not facts.in_fp8)
+        and not facts.in_fp8
         and facts.num_rows >= _ROWS_PER_GROUP * facts.groups
         and facts.num_rows % ALIGNMENT == 0
         and facts.depth % STEP == 0

@@ -319,7 +319,7 @@ class BalancedPlan:
       part: what plans its passes and moves copies of experts.
       rows, spare: rows and copies per rank.
       num_bytes: of the copies.
-      splits: whether GEMMs read copies from an array of their own; else weights and copies are copied into one array.
+      splits: whether GEMMs read copies from a second array; else weights and copies are copied into one array.
     """
 
     part: Part

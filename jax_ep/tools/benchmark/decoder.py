@@ -81,7 +81,7 @@ def init_ends(model: Architecture, key: Array) -> Params:
 
 
 def init_params(model: Architecture, layers: int, weight_format: str) -> Params:
-    """Return random weights; each layer is a program of its own, so that there is never a second copy."""
+    """Return random weights; one program per layer, so that there is never a second copy."""
     made = init_ends(model, jax.random.key(0))
     return made | {"layers": [init_layer(model, weight_format, jax.random.key(1 + i)) for i in range(layers)]}
 

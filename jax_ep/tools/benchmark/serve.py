@@ -9,7 +9,7 @@ decoder.py. The key-value cache has a fixed length, and is full at the end of a 
 
 The floor of a decode step is the bytes that it must read, divided by the rate at which XLA reads memory in the same
 run: dense weights, the distinct experts that the batch chose (counted in the last step of each sample), and the filled
-cache. The baseline is Hugging Face's transformers on the same GPU, in a process of its own that ends before JAX starts;
+cache. The baseline is Hugging Face's transformers on the same GPU, in a separate process that ends before JAX starts;
 see transformers_baseline.py. `--python` names an interpreter that has PyTorch and transformers.
 """
 
@@ -83,7 +83,7 @@ def group_kernels(names: Sequence[str], by_name: Mapping[str, str]) -> list[str]
     """Return the group of each kernel, in the order of their launches.
 
     Names tell the kernels of jax_ep, cuDNN and XLA, which are instructions of the program; XLA runs equal instructions
-    as one kernel, with the name of the first. Dense GEMMs are told by what comes before and after them: a layer
+    as one kernel, with the name of the first. What comes before and after dense GEMMs identifies them: a layer
     launches that of queries, keys and values, the core of attention, the output projection, the router, the experts.
     """
 

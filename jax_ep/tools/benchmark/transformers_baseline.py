@@ -1,6 +1,6 @@
 """Prefill and decode of Qwen3-MoE in transformers, with random bfloat16 weights: the baseline of serve.py.
 
-It runs in a process of its own, and needs PyTorch and transformers, but not JAX. The argument is a JSON object:
+It runs in a separate process, and needs PyTorch and transformers, but not JAX. The argument is a JSON object:
 `config` of `Qwen3MoeConfig`, `cases` of serve.py, `steps` per sample, `rounds`, and `quick` to run without a GPU. It
 prints a JSON object per measured or failed row, at once, so that a kill loses only what is missing.
 
@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, StaticCache
 
 COMPILE_S = 60
 WARMUP = 2
-EAGER_STEPS = 4  # of a sample, of which eager steps need few
+EAGER_STEPS = 4  # per sample; eager steps are slow
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 Step = Callable[[torch.Tensor], torch.Tensor]

@@ -85,6 +85,7 @@ def test_balance_bfloat16(implementation: str, expert_mesh: Any, rng: np.random.
 
 
 @pytest.mark.parametrize("mode", ["serial", "scatter"])
+@pytest.mark.slow_interpreted(unless={"mode": ["scatter"]})
 def test_balance_copies_in_their_own_array(
     implementation: str, mode: str, expert_mesh: Any, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +161,7 @@ def test_balance_eight_bits(implementation: str, kind: str, expert_mesh: Any, rn
     assert_close(got, want.astype(np.float64), "y")
 
 
+@pytest.mark.slow
 def test_balance_quantized_once(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """Weights quantized before the layer have the bits of those quantized in it, forward and gradients."""
     shape = Shape(num_tokens=8, top_k=2, num_experts=4, hidden=128, intermediate=128)

@@ -73,13 +73,14 @@ def _server():
 
 
 def packed_constants(ptx):
-    """Return packed 16-bit additions of a constant.
+    """Return packed 16-bit additions of a constant, as of indices, whose halves are used apart.
 
-    If one half of the sum is not used, ptxas 12.9 and 13.0 add 0 instead; 13.4 does not.
+    If one half is not used, ptxas 12.9 and 13.0 add 0 instead; 13.4 does not.
     """
     constants = set(re.findall(r"mov\.b32\s+(%r\d+), -?\d+;", ptx))
-    sums = re.findall(r"add\.s16x2\s+%r\d+, (%r\d+), (%r\d+);", ptx)
-    return [terms for terms in sums if constants & set(terms)]
+    split = set(re.findall(r"mov\.b32\s+\{%rs\d+, %rs\d+\}, (%r\d+);", ptx))
+    sums = re.findall(r"add\.s16x2\s+(%r\d+), (%r\d+), (%r\d+);", ptx)
+    return [(total, *terms) for total, *terms in sums if total in split and constants & set(terms)]
 
 
 def diverged_barriers(code):

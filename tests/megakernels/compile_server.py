@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import pickle
+import re
 import subprocess
 import sys
 import tempfile
@@ -18,19 +19,23 @@ from jax_ep.megakernels import compile
 def compile_kernel(module, function, types, constants, config, capability):
     kernels = importlib.import_module(f"jax_ep.megakernels.kernels.{module}")
     built = compile.build(Kernel(getattr(kernels, function)), types, config, constants, capability)
-    report, code = assemble(built.asm["ptx"], capability)
+    ptx = built.asm["ptx"]
+    report, code = assemble(ptx, capability, triton.knobs.nvidia.ptxas_blackwell)
+    older_code = ""
+    if capability == 90 and "add.s16x2" in ptx:
+        older = re.sub(r"\.version [\d.]+", ".version 8.8", ptx)  # the newest that ptxas 12.9 reads
+        _, older_code = assemble(older, capability, triton.knobs.nvidia.ptxas)
     metadata = {"shared": built.metadata.shared, "scratch": built.metadata.global_scratch_size}
-    return {"ptx": built.asm["ptx"], "report": report, "code": code, **metadata}
+    return {"ptx": ptx, "report": report, "code": code, "older_code": older_code, **metadata}
 
 
-def assemble(ptx, capability):
+def assemble(ptx, capability, ptxas):
     """Return the assembler's report, and the machine code as text."""
-    ptxas = triton.knobs.nvidia.ptxas_blackwell.path or triton.knobs.nvidia.ptxas.path
     target = f"sm_{capability}" + ("a" if capability >= 90 else "")
     with tempfile.TemporaryDirectory() as folder:
         source, binary = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(ptx)
-        report = run(ptxas, "-v", f"-arch={target}", source, "-o", binary)
+        report = run(ptxas.path, "-v", f"-arch={target}", source, "-o", binary)
         return report, run(triton.knobs.nvidia.nvdisasm.path, "-c", binary)
 
 

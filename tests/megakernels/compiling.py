@@ -19,7 +19,8 @@ def build(module, function, types, constants, config, capability):
     built = pickle.load(server.stdout)
     assert "error" not in built, built["error"][-2000:]
     assert not diverged_barriers(built["code"])
-    assert not packed_constants(built["ptx"])
+    # Where one half of a packed sum is not used, ptxas 12.9 and 13.0 drop the constant of the addition.
+    assert not re.search(r"VIADD\.16x2 .*, 0x0 ;", built["older_code"])
     return built
 
 
@@ -70,17 +71,6 @@ def _server():
     """Start one server for this process; it ends with its stdin."""
     command = [sys.executable, Path(__file__).with_name("compile_server.py")]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-
-def packed_constants(ptx):
-    """Return packed 16-bit additions of a constant, as of indices, whose halves are used apart.
-
-    If one half is not used, ptxas 12.9 and 13.0 add 0 instead; 13.4 does not.
-    """
-    constants = set(re.findall(r"mov\.b32\s+(%r\d+), -?\d+;", ptx))
-    split = set(re.findall(r"mov\.b32\s+\{%rs\d+, %rs\d+\}, (%r\d+);", ptx))
-    sums = re.findall(r"add\.s16x2\s+(%r\d+), (%r\d+), (%r\d+);", ptx)
-    return [(total, *terms) for total, *terms in sums if total in split and constants & set(terms)]
 
 
 def diverged_barriers(code):

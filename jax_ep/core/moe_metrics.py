@@ -114,11 +114,15 @@ class MoEMetrics(dict[str, Array]):
                     " with equally many of the others; pass the ranks of the expert axis."
                 )
             rows = placed.reshape(*share.shape[:-1], num_ranks, -1).sum(axis=-1)
-            found["rank_load"] = rows.max(axis=-1) / jnp.maximum(rows.mean(axis=-1), 1e-30)
+            found["rank_load"] = _over_mean(rows)
         if "passes" in self:
             for when in ("before", "after"):
-                rows = self[f"rows_{when}"].astype(jnp.float32)
-                found[f"rank_load_{when}"] = rows.max(axis=-1) / jnp.maximum(rows.mean(axis=-1), 1 / rows.shape[-1])
+                found[f"rank_load_{when}"] = _over_mean(self[f"rows_{when}"].astype(jnp.float32))
             found["copies"] = self.copies.sum(axis=-1).astype(jnp.float32)
             found["passes"] = self.passes.max(axis=-1).astype(jnp.float32)
         return found
+
+
+def _over_mean(rows: Array) -> Array:
+    """Return the largest of `[..., ranks]` float32 over their mean, 0 if all are 0."""
+    return rows.max(axis=-1) / jnp.maximum(rows.mean(axis=-1), 1e-30)

@@ -86,10 +86,8 @@ def dispatch_grouped_gemm(
     shapes = (layout.capacity, sizes.gemm.N), (layout.num_ranks * layout.num_tokens if saves else 1, x.shape[1])
     results = (*(jax.ShapeDtypeStruct(shape, x.dtype) for shape in shapes), optional((layout.capacity,), weights))
     matrices, gemm = weights_operand(w, sizes.gemm)
-    operands, constants = (
-        (x, weights, matrices, _arrays_of(handle), order),
-        {"S": dataclasses.replace(sizes, gemm=gemm)},
-    )
+    operands = (x, weights, matrices, _arrays_of(handle), order)
+    constants = {"S": dataclasses.replace(sizes, gemm=gemm)}
     hidden, saved, found = launch(_DISPATCH_GEMM, operands, results, config, constants, group=group_of(handle))
     if save_as == "rows":
         saved = gather_rows(saved, row_tokens(handle), handle.group_sizes)

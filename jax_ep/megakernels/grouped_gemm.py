@@ -283,18 +283,10 @@ def grouped_gemm_fp8(
     return launch(_FP8, (left, right, *others), (result,), config, constants)[0]
 
 
-def _by_gluon(
-    lhs: Array,
-    rhs: Array,
-    lhs_scales: Array,
-    rhs_scales: Array,
-    group_sizes: Array,
-    *,
-    out_dtype: DTypeLike,
-    group_m: int,
-) -> Array:
+def _by_gluon(*operands: Array, out_dtype: DTypeLike, group_m: int) -> Array:
     """Multiply as `grouped_gemm_fp8` in tiles of 128 x 256, stored in halves."""
     _check_gluon("grouped_gemm_fp8")
+    lhs, rhs, lhs_scales, rhs_scales, group_sizes = operands
     (num_rows, depth), (groups, columns) = lhs.shape, rhs.shape[:2]
     sizes = gluon_sizes(num_rows, columns, depth, groups, jnp.dtype(out_dtype).itemsize, group_m)
     left = Descriptor(lhs, (sizes.tile_m, GROUP_SIZE))
@@ -302,9 +294,9 @@ def _by_gluon(
     padded_scales = jnp.pad(lhs_scales.T.reshape(-1), (0, 128))  # tiles read scales past the last row
     result = jax.ShapeDtypeStruct((num_rows, round_up(columns, _WORD)), out_dtype)
     results: tuple[Argument, ...] = Descriptor(result, (64, 128), bounded=True), *int32((1,))
-    operands = (left, right, padded_scales, rhs_scales, group_sizes, jnp.zeros((1,), jnp.int32))
+    arguments = (left, right, padded_scales, rhs_scales, group_sizes, jnp.zeros((1,), jnp.int32))
     config = Config(num_programs((num_rows // sizes.tile_m + groups + 1) * sizes.tiles_n), num_warps=4)
-    return launch(_GLUON_FP8, operands, results, config, {"S": sizes}, in_place=True)[0][:, :columns]
+    return launch(_GLUON_FP8, arguments, results, config, {"S": sizes}, in_place=True)[0][:, :columns]
 
 
 def _check_gluon(operation: str) -> None:
@@ -341,21 +333,13 @@ def weight_gradient_fp8(
     return launch(_FP8_WEIGHT_GRADIENT, (left, right, *others), (result,), config, constants)[0]
 
 
-def _gradient_by_gluon(
-    lhs: Array,
-    rhs: Array,
-    lhs_scales: Array,
-    rhs_scales: Array,
-    group_sizes: Array,
-    *,
-    out_dtype: DTypeLike,
-    group_m: int,
-) -> Array:
+def _gradient_by_gluon(*operands: Array, out_dtype: DTypeLike, group_m: int) -> Array:
     """Contract as `weight_gradient_fp8` in tiles of 256 x 128."""
     _check_gluon("weight_gradient_fp8")
+    lhs, rhs, lhs_scales, rhs_scales, group_sizes = operands
     (rows, places), columns, groups = lhs.shape, rhs.shape[0], group_sizes.shape[0]
     sizes = gluon_gradient_sizes(rows, columns, places, groups, jnp.dtype(out_dtype).itemsize, group_m)
-    operands = (
+    arguments = (
         Descriptor(lhs, (sizes.tile_m, GROUP_SIZE)),
         Descriptor(rhs, (sizes.tile_n, GROUP_SIZE)),
         Descriptor(pad(lhs_scales, 1), (1, sizes.tile_m)),
@@ -367,7 +351,7 @@ def _gradient_by_gluon(
     results: tuple[Argument, ...] = Descriptor(result, (1, 64, sizes.tile_n)), *int32((1,))
     config = Config(num_programs(groups * -(-rows // sizes.tile_m) * sizes.tiles_n), num_warps=4)
     constants = {"S": sizes}
-    return launch(_GLUON_FP8_WEIGHT_GRADIENT, operands, results, config, constants, in_place=True)[0][:, :, :columns]
+    return launch(_GLUON_FP8_WEIGHT_GRADIENT, arguments, results, config, constants, in_place=True)[0][:, :, :columns]
 
 
 def gluon_gradient_sizes(

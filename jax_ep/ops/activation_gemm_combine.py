@@ -102,11 +102,8 @@ def _forward(
     plan: ExchangeGemmPlan,
     between_plan: ActivationPlan,
     experts: Experts,
-    between: FfnHidden,
-    w: GemmWeights,
-    handle: Handle,
+    *operands: *tuple[FfnHidden, GemmWeights, Handle],
 ) -> tuple[Array, _Operands]:
-    operands = between, w, handle
     return activate_multiply_and_combine(plan, between_plan, experts, *operands), operands
 
 

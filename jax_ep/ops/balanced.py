@@ -64,26 +64,26 @@ class Passes:
     """Static facts of a balanced call.
 
     Attributes:
-      layer: computes one pass, see `Layer`; None for a dispatch.
       num_experts: E.
       num_ranks: W.
       rows: R.
       spare: S, spare slots per rank.
       axis: mesh axes of the experts.
       sum_dtype: dtype of the result.
-      splits: whether weights and copies of them stay in two arrays.
       implementation: of the plan and of what moves the copies.
+      splits: whether weights and copies of them stay in two arrays.
+      layer: computes one pass, see `Layer`; None for a dispatch.
     """
 
-    layer: Layer | None
     num_experts: int
     num_ranks: int
     rows: int
     spare: int
     axis: tuple[str, ...]
     sum_dtype: DTypeLike
-    splits: bool
     implementation: str
+    splits: bool = False
+    layer: Layer | None = None
 
     @property
     def num_local(self) -> int:
@@ -148,9 +148,9 @@ def run(
     num_tokens, top_k = topk_idx.shape
     layout = Layout(num_ranks, num_experts, num_tokens, top_k, rows, axis=spread_axes(axis))
     plan = plans.balanced(options, ExchangeFacts(x.dtype, x.shape[1], layout), spare, jax.tree.leaves(weights))
-    facts = num_experts, num_ranks, rows, spare, axis, sum_dtype, plan.splits, plan.part.implementation
-    passes = Passes(layer, *facts)
-    topk_idx = jnp.where((topk_idx >= 0) & (topk_idx < num_experts), topk_idx, -1)
+    facts = num_experts, num_ranks, rows, spare, axis, sum_dtype, plan.part.implementation
+    passes = Passes(*facts, plan.splits, layer)
+    topk_idx = _only_experts(topk_idx, num_experts)
     x, topk_weights, weights, topk_idx = vary_alike((x, topk_weights, weights, topk_idx), over=axis)
     counts = _count(passes, topk_idx)
     y, work = _all_passes(passes, (topk_idx, counts), x, topk_weights, weights)
@@ -174,11 +174,8 @@ def place(balance: Balance, options: Options, facts: ExchangeFacts, topk_idx: Ar
     rows, wanted = balance.rows_per_rank(topk_idx.size), balance.spare_experts or num_local
     facts = dataclasses.replace(facts, layout=dataclasses.replace(layout, capacity=rows))
     plan = plans.balanced(options, facts, min(wanted, num_experts - num_local), ())
-    sizes = num_experts, layout.num_ranks, rows, plan.spare
-    passes = Passes(
-        None, *sizes, axis=axis, splits=False, sum_dtype=facts.dtype, implementation=plan.part.implementation
-    )
-    topk_idx = vary_alike(jnp.where((topk_idx >= 0) & (topk_idx < num_experts), topk_idx, -1), over=axis)
+    passes = Passes(num_experts, layout.num_ranks, rows, plan.spare, axis, facts.dtype, plan.part.implementation)
+    topk_idx = vary_alike(_only_experts(topk_idx, num_experts), over=axis)
     return passes, *_next_pass(passes, (topk_idx, _count(passes, topk_idx)))
 
 
@@ -222,11 +219,16 @@ def with_copies[Weights](weights: Weights, handle: Handle) -> Weights:
         return weights
     axis, implementation = layout.axis, "xla" if handle.group is None else "triton"
     sizes = layout.num_experts - handle.copies.size, layout.num_ranks, layout.capacity, spare
-    passes = Passes(None, *sizes, axis=axis, splits=False, sum_dtype=jnp.float32, implementation=implementation)
+    passes = Passes(*sizes, axis, jnp.float32, implementation)
     arrays = tuple(map(_as_bits, leaves)), handle.copies, handle.order
     bits, copies, order = vary_alike(arrays, over=axis)
     whole = _with_copies(passes, (True,) * len(bits), copies, copies, order, bits)[0]
     return jax.tree.unflatten(structure, map(_from_bits, whole, leaves))
+
+
+def _only_experts(topk_idx: Array, num_experts: int) -> Array:
+    """Replace ids outside of `[0, E)` by -1."""
+    return jnp.where((topk_idx >= 0) & (topk_idx < num_experts), topk_idx, -1)
 
 
 def _count(passes: Passes, topk_idx: Array) -> Array:

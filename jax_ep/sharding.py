@@ -277,7 +277,7 @@ def _moe_and_work(arrays: dict[str, Any], *, axes: MeshAxes, **options: Any) -> 
     with balanced.recording() as found:
         y = _moe_per_shard(arrays, axes=axes, **options)
     work = found[0] if found else dict.fromkeys(WORK, jnp.zeros((), jnp.int32))  # without tokens
-    if axes.tensor is not None:  # whose ranks do the same
+    if axes.tensor is not None:  # all ranks of this axis count the same
         work = {name: lax.pmax(count, axes.tensor) for name, count in work.items()}
     return y, {name: count[None] for name, count in work.items()}
 

@@ -47,6 +47,7 @@ def test_gemm_fp8_ptx_gemm(monkeypatch, capability, size, out):
 @pytest.mark.slow(unless={"size": [DEEPSEEK], "capability": [90]})
 def test_gemm_fp8_ptx_weight_gradient(monkeypatch, capability, size, out):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(compile, "device_capability", lambda: capability)
     (rows, depth, columns, groups), tiles = size, grouped_gemm.fp8_weight_tiles()
     sizes = grouped_gemm.fp8_weight_sizes(num_blocks(rows, groups) * 128, columns, depth, groups, tiles)
     compile_fp8(grouped_gemm._FP8_WEIGHT_GRADIENT, sizes, tiles, {"out": f"*{out}"}, size, capability, "")

@@ -12,8 +12,8 @@ if os.path.basename("".join(sys.argv[:1])) == "jax-ep" or (sys.argv[:1] == ["-m"
     # JAX does not accept an environment variable. So this comes before all imports of modules that are not loaded yet.
     import signal
 
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as shells start background jobs
-        signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # shells start background jobs without it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.excepthook = lambda _, error, __: print(f"jax-ep: {' '.join(str(error).split())}", file=sys.stderr)
 
 import importlib

@@ -5,6 +5,7 @@ import os
 import shlex
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,6 @@ def fails(error):
         (ImportError("pip install rich"), 1, "tool: pip install rich"),
         (MemoryError(), 1, "tool: MemoryError: no message; see jax-ep doctor, or `python -X dev` for the traceback"),
         (RecursionError("deep"), 1, "tool: RecursionError: deep"),
-        (KeyboardInterrupt(), 130, ""),
         (BrokenPipeError(), 141, ""),
     ],
 )
@@ -129,11 +129,12 @@ command.run("tool", lambda: print(signal.raise_signal(signal.SIGINT)))
     assert (done.returncode, done.stdout, done.stderr) == (0, "None\n", "")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_command_processes_end_with_the_first(number):
     program = """
-import os, time
+import os, signal, time
 from jax_ep.tools import processes
+signal.signal(signal.SIGINT, signal.SIG_DFL)
 if processes._PROCESS in os.environ:
     print(os.getpid(), flush=True)
     time.sleep(1000)
@@ -171,16 +172,15 @@ sys.meta_path.insert(0, Interrupt())
 import jax_ep
 """
     done = harness.run_command(*harness.STRICT_PYTHON, "-c", program)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
 def interrupted(body):
     """Run a command that raises its own SIGINT."""
     program = f"""
-import os, signal, sys, time
+import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from jax_ep.tools import command
-command._GRACE_S = 0.1
 def interrupt():
     signal.raise_signal(signal.SIGINT)
 {body}
@@ -189,77 +189,18 @@ command.run("tool", main)
     return harness.run_command(*harness.STRICT_PYTHON, "-c", program)
 
 
-# XLA turns it into a RuntimeError, Python drops it, and a compiler does not see it.
-INTERRUPTED = {
-    "raised": "def main(): interrupt()",
-    "an error": """
+def test_command_ctrl_c_in_callback():
+    """XLA would turn a KeyboardInterrupt into another error, which code may continue after."""
+    body = """
+import jax
 def main():
     try:
-        interrupt()
-    except KeyboardInterrupt as error:
-        raise RuntimeError("callback failed") from error
-""",
-    "an error that does not end the command": """
-def main():
-    try:
-        try:
-            interrupt()
-        except KeyboardInterrupt as error:
-            raise RuntimeError("callback failed") from error
-    except RuntimeError as error:
-        command.raise_if_interrupted(error)
+        jax.pure_callback(interrupt, jax.ShapeDtypeStruct((), "int32")).block_until_ready()
+    except Exception:
         print("went on")
-""",
-    "an exit": """
-def main():
-    try:
-        interrupt()
-    except KeyboardInterrupt:
-        sys.exit("nothing measured")
-""",
-    "in a destructor": """
-class Dropped:
-    def __del__(self): interrupt()
-def main():
-    Dropped()
-    time.sleep(10**6)
-""",
-    "in an import by a module in C++": """
-class Finder:
-    def find_spec(self, name, *_):
-        if name == "slow_to_import":
-            try:
-                interrupt()
-            except KeyboardInterrupt:
-                os.abort()  # as `std::terminate` does
-def main():
-    sys.meta_path.insert(0, Finder())
-    import slow_to_import
-""",
-    "swallowed": """
-def main():
-    while True:
-        try:
-            interrupt()
-            time.sleep(10**6)
-        except BaseException:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-""",
-}
-
-
-@pytest.mark.parametrize("body", INTERRUPTED.values(), ids=INTERRUPTED.keys())
-def test_command_ctrl_c_any_time(body):
+"""
     done = interrupted(body)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
-
-
-def test_command_ctrl_c_in_callback(capsys):
-    error = RuntimeError("CpuCallback error: Traceback ...\nKeyboardInterrupt: \n")
-    assert command.status_of("tool", fails(error)) == 130
-    assert capsys.readouterr() == ("", "")
-    with pytest.raises(KeyboardInterrupt):
-        command.raise_if_interrupted(error)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
 TUNE = """
@@ -283,10 +224,11 @@ def main():
 def test_command_ctrl_c_in_tune_kernel(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = interrupted(TUNE)
-    assert (done.returncode, done.stderr) == (130, "")
-    assert "left out" not in done.stdout
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
     workers = done.stdout.splitlines()[-1].split()
-    assert workers and not any(Path(f"/proc/{worker}/exe").exists() for worker in workers)
+    assert workers
+    while any(Path(f"/proc/{worker}/exe").exists() for worker in workers):  # the test's time limit ends it otherwise
+        time.sleep(0.01)
 
 
 def test_command_wrong_arguments(capsys):

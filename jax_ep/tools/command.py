@@ -1,11 +1,10 @@
 """Command lines: every error becomes one line on standard error and an exit status.
 
-Exit status: 0, or the result of the command; 1: it cannot write or measure; 2: bad arguments or files; 130: Ctrl-C. A
-closed pipe ends the command silently. `python -X dev` also shows the traceback.
+Exit status: 0, or the result of the command; 1: it cannot write or measure; 2: bad arguments or files. A closed pipe
+ends the command silently. `python -X dev` also shows the traceback.
 
-Ctrl-C raises KeyboardInterrupt in the main thread. XLA turns it into a RuntimeError in a callback, Python drops it in a
-destructor, and it is not handled while a compiler runs. So code that continues after errors calls
-`raise_if_interrupted`, `run` checks again when the command has ended, and a thread ends the process after some seconds.
+Ctrl-C ends the process at once (130 in a shell), because Python would handle it only after a compiler or a kernel has
+ended, and lose it in a callback of XLA. Commands write each result when they have it, and replace files atomically.
 """
 
 from __future__ import annotations
@@ -17,18 +16,14 @@ import math
 import os
 import signal
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Callable, Mapping
-from types import FrameType
 from typing import IO, Any, NoReturn
 
 from jax_ep.core.json_files import cut
 
-_CLOSED_PIPE, _CTRL_C = 128 + signal.SIGPIPE, 128 + signal.SIGINT
+_CLOSED_PIPE = 128 + signal.SIGPIPE
 _LONGEST = 300
-_GRACE_S = 5.0  # from Ctrl-C to the forced end of the process
 _MOST = 2**31 - 1
 
 
@@ -93,66 +88,11 @@ def number(text: str) -> float:
 
 def run(name: str, command: Callable[[], object]) -> NoReturn:
     """Run a command and end the process with its exit status."""
-    sys.unraisablehook = _report_unraisable
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # such as names of files
-    _end_soon_after_ctrl_c()
-    sys.exit(status_of(name, lambda: _interruptible(command)))
-
-
-def _interruptible(command: Callable[[], object]) -> object:
-    """Run a command; after Ctrl-C raise a KeyboardInterrupt, even if the one of the handler was lost."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start background jobs
-        return command()
-    signal.signal(signal.SIGINT, _interrupt)
-    try:
-        return command()
-    finally:
-        if signal.signal(signal.SIGINT, _exit) is _exit:
-            raise KeyboardInterrupt
-
-
-def _interrupt(_: int, frame: FrameType | None) -> NoReturn:
-    """Handle the first Ctrl-C. The second one ends the process at once, and so does one during an import.
-
-    C++ modules that import Python modules call `std::terminate` when such an import raises.
-    """
-    signal.signal(signal.SIGINT, _exit)
-    while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
-            _exit()
-        frame = frame.f_back
-    raise KeyboardInterrupt
-
-
-def _exit(*_: object) -> NoReturn:
-    os._exit(_CTRL_C)
-
-
-def _end_soon_after_ctrl_c() -> None:
-    """Start the thread that ends the process `_GRACE_S` after Ctrl-C, which Python signals through a pipe."""
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-
-    def watch() -> None:
-        while os.read(reader, 1) != bytes([signal.SIGINT]):
-            pass
-        time.sleep(_GRACE_S)
-        _exit()
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def _report_unraisable(unraisable: Any) -> None:
-    if not isinstance(unraisable.exc_value, KeyboardInterrupt):
-        sys.__unraisablehook__(unraisable)
-
-
-def raise_if_interrupted(error: Exception | str) -> None:
-    """Raise KeyboardInterrupt if Ctrl-C caused an error; call it first in code that continues after errors."""
-    if signal.getsignal(signal.SIGINT) is _exit or "KeyboardInterrupt" in str(error):
-        raise KeyboardInterrupt
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # shells start background jobs without it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.exit(status_of(name, command))
 
 
 def status_of(name: str, command: Callable[[], object]) -> int:
@@ -169,17 +109,12 @@ def status_of(name: str, command: Callable[[], object]) -> int:
             status = _CLOSED_PIPE
         else:
             end = error
-    except KeyboardInterrupt:
-        status = _CTRL_C
     except BrokenPipeError:
         status = _CLOSED_PIPE
     except Exception as error:
         if sys.flags.dev_mode:
             traceback.print_exc()
-        if "KeyboardInterrupt" in str(error):
-            status = _CTRL_C
-        else:
-            status, message = 2 if isinstance(error, ValueError) else 1, in_one_line(error)
+        status, message = 2 if isinstance(error, ValueError) else 1, in_one_line(error)
     if (unwritten := _flush(sys.stdout)) is not None:
         if isinstance(unwritten, BrokenPipeError):
             status, message, end = _CLOSED_PIPE, "", None

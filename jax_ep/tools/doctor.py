@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep import context
-from jax_ep.tools.command import count, in_one_line, raise_if_interrupted
+from jax_ep.tools.command import count, in_one_line
 
 if TYPE_CHECKING:
     from jax_ep.ops.memory import MemoryPlan
@@ -68,7 +68,6 @@ def examine() -> Iterator[Finding]:
         try:
             yield from part()
         except Exception as error:
-            raise_if_interrupted(error)
             topic, remedy = part.__name__.removeprefix("_"), "report it, with the output of jax-ep doctor --json"
             if part is _devices:
                 remedy = "check JAX_PLATFORMS, the NVIDIA driver, and that jax and its plugin have the same version"
@@ -225,7 +224,6 @@ def _computations() -> Iterator[Finding]:
         except NotImplementedError as reason:
             yield Finding(topic, WARNING, in_one_line(reason), "use `xla` instead")
         except Exception as failure:
-            raise_if_interrupted(failure)
             yield Finding(
                 topic, ERROR, in_one_line(failure), "see docs/errors.md; pass implementation='xla' until it works"
             )

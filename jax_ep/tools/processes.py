@@ -46,7 +46,7 @@ def enter(count: int) -> bool:
 
 
 def _run_copies(count: int) -> None:
-    for number in (signal.SIGTERM, signal.SIGHUP):  # the copies must end too
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):  # the copies must end too
         if signal.getsignal(number) is signal.SIG_DFL:  # not under nohup
             signal.signal(number, lambda number, _: sys.exit(128 + number))
     with socket.socket() as probe, tempfile.TemporaryDirectory() as unused:

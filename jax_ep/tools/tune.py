@@ -24,7 +24,6 @@ from jax_ep.core.json_files import shown
 from jax_ep.formats import STORED
 from jax_ep.settings import file
 from jax_ep.settings.operations import bucket
-from jax_ep.tools.command import raise_if_interrupted
 
 PARTS = ("exchange", "exchange-gemm", "low-latency", "grouped-gemm", "fused-moe", "rates")
 _MIN_S = 20.0  # per group of operations; less would be spent on compilation
@@ -140,7 +139,6 @@ def _tune(makers: Sequence[Any], routing: str, results: _Results, screen: _Scree
                 _tune_one(case, log, results, screen, screen.elapsed() + share)
                 results.write()
         except (NotImplementedError, RuntimeError, ValueError, MemoryError) as error:  # too large, or not supported
-            raise_if_interrupted(error)
             screen.note(f"left out: {' '.join(str(error).split())[:300]}")
             _recover()
 

@@ -21,7 +21,6 @@ import jax
 from jax_ep.core import json_files
 from jax_ep.core.json_files import OBJECT, TEXT, read_regular
 from jax_ep.settings.operations import Setting
-from jax_ep.tools.command import raise_if_interrupted
 
 Settings = Mapping[str, Setting]
 Run = Callable[[], Any]
@@ -181,7 +180,6 @@ class Meter:
                 log.add(self._case, settings, "run")
                 chains[i] = short, long
             except Exception as error:
-                raise_if_interrupted(error)
                 found[i] = Outcome(error=f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}")
                 self._recover()
         found |= self._in_turns(chains, rounds)

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -178,12 +178,8 @@ def compile_chains(
         return runs
 
     # Processes must compile, and enlarge the shared heap, in one order; and no program may run meanwhile.
-    pool = ThreadPoolExecutor(1 if jax.process_count() > 1 else WORKERS)
-    try:
+    with ThreadPoolExecutor(1 if jax.process_count() > 1 else WORKERS) as pool:
         pending = {name: pool.submit(compile_all, name) for name in factories}
-        wait(pending.values())
-    finally:
-        pool.shutdown(cancel_futures=True)  # Ctrl-C waits only for compilations in progress
     compiled = {}
     for name, future in pending.items():
         try:
@@ -192,7 +188,6 @@ def compile_chains(
                 jax.block_until_ready(run())
             compiled[name] = runs
         except Exception as error:
-            command.raise_if_interrupted(error)
             if failures is None:
                 raise
             failures[name] = f"{type(error).__name__}: {error}"
@@ -328,7 +323,6 @@ class Report:
 
     def failed(self, variant: str, shape: Mapping[str, Any], error: str, **details: Any) -> None:
         """Add a row for a variant that cannot run this shape, with the reason."""
-        command.raise_if_interrupted(error)
         self.rows.append({"variant": variant, "shape": dict(shape), "failed": error, **details})
         self._write()
 

@@ -35,7 +35,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jax_ep.tools import command
 from jax_ep.tools.benchmark import decoder, harness, profiler, rates, train
 from jax_ep.tools.benchmark.decoder import MODELS, SCOPES, State
 from jax_ep.tools.benchmark.fused_moe import FORMATS
@@ -301,7 +300,6 @@ def measure_all(args: argparse.Namespace) -> Report:
                 program, compile_s = compiled.pop((weight_format, case)).result()
                 timing, facts = measure(model, params, case, program, args.rounds)
             except Exception as error:
-                command.raise_if_interrupted(error)
                 report.failed(variant, shape, f"{type(error).__name__}: {error}")
                 continue
             facts |= figures(model, params, case, timing.median, rate, facts.get("touched_experts", 0.0))

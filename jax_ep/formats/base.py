@@ -42,7 +42,7 @@ class Prepacked(NamedTuple):
         return prepack_nibbles(nibbles, self.bit_places), jnp.swapaxes(scales, -1, -2)
 
     def unpack(self, packed: Array, scales: Array) -> Quantized:
-        """Invert `pack`."""
+        """Return what `pack` was given, the inverse of `pack`."""
         scales = self.scales_of(jnp.swapaxes(scales, -1, -2), 8 * packed.shape[-1])
         return pack_nibbles(unprepack_nibbles(packed, self.bit_places)), scales
 

@@ -28,7 +28,7 @@ SCOPES = ("attention", "router", "experts", "head")
 
 
 class State(NamedTuple):
-    """What one decode step hands to the next one.
+    """State that one decode step hands to the next one.
 
     Attributes:
       token: `[B]` int32 ids that are chosen, but not yet in the cache.

@@ -82,7 +82,7 @@ def group_kernels(names: Sequence[str], by_name: Mapping[str, str]) -> list[str]
     """Return the group of each kernel, in the order of their launches.
 
     Names tell the kernels of jax_ep, cuDNN and XLA, which are instructions of the program; XLA runs equal instructions
-    as one kernel, with the name of the first. What comes before and after dense GEMMs identifies them: a layer
+    as one kernel, with the name of the first. The kernels around dense GEMMs identify them: a layer
     launches that of queries, keys and values, the core of attention, the output projection, the router, the experts.
     """
 

@@ -1,7 +1,7 @@
 """Checkpoints in Hugging Face's format, read into sharded arrays and written back.
 
-Parameters have the names and orientation of `jax_ep.flax.MoE`, but Flax is not needed here; see `Checkpoint`. Reading
-and writing need the package safetensors, and `download` needs huggingface_hub; the extra `hf` installs both.
+Parameters have the names and orientation of `jax_ep.flax.MoE`, but Flax is not needed here; see `Checkpoint`. `save`
+needs the package safetensors, and `download` needs huggingface_hub; the extra `hf` installs both.
 """
 
 from __future__ import annotations
@@ -59,7 +59,6 @@ class Checkpoint:
       FileNotFoundError: the folder, its config, its tensors or a file of the index does not exist.
       ValueError: a file is broken, or was replaced since. Methods also raise it for an unknown `model_type`, config
         values out of range, and tensors that are missing or whose shape does not match the config.
-      ImportError: safetensors is not installed.
 
     Example:
       >>> import tempfile
@@ -151,6 +150,8 @@ class Checkpoint:
         to = source.dtype if dtype is None else _check_dtype("Checkpoint.read", dtype)
         _check_range(name, source, to)
         try:
+            if isinstance(sharding, NamedSharding):
+                sharding.check_compatible_aval(shape)
             memory = HostMemory(shard_bytes(shape, to, sharding)[0])
         except (ValueError, IndexError, NotImplementedError) as error:
             raise ValueError(
@@ -235,18 +236,20 @@ def _combine(arrays: tuple[Array, ...]) -> Any:
 
 def _mesh(function: str, mesh: Mesh | None, axis_name: AxisName, num_experts: int) -> Mesh | None:
     """Return the given mesh or that of `jax.set_mesh`, after checking its axes and that the experts divide; or None."""
+    with check.errors_begin_with(function):
+        axes = axis_tuple(axis_name)
     if mesh is None:
         mesh = jax.sharding.get_mesh()
         if mesh.empty:
             return None
     check_mesh(function, mesh, Mesh)
-    missing = [name for name in axis_tuple(axis_name) if name not in mesh.axis_names]
+    missing = [name for name in axes if name not in mesh.axis_names]
     if missing:
         raise ValueError(
             f"{function}: the mesh has axes {tuple(mesh.axis_names)}, expected {missing} among them; pass the"
             " axis_name of that mesh."
         )
-    num_ranks = math.prod(mesh.shape[name] for name in axis_tuple(axis_name))
+    num_ranks = math.prod(mesh.shape[name] for name in axes)
     check.divisible_experts(function, num_experts, num_ranks, axis_name)
     return mesh
 
@@ -301,9 +304,9 @@ def save(
     """Write a checkpoint with the names and the orientation of the model's family.
 
     The save is atomic: files are written to a folder inside `folder` and moved into place when all are complete, so a
-    reader finds the old checkpoint, the new one, or an error. A failed save leaves the old checkpoint. Arrays are
-    copied to the host one shard at a time, and stay there until their file is written. If several processes have the
-    same arrays, call it in one of them.
+    reader finds the old checkpoint, the new one, or an error. A failed save leaves the old checkpoint, or the new one
+    if only the cleanup failed. Arrays are copied to the host one shard at a time, and stay there until their file is
+    written. If several processes have the same arrays, call it in one of them.
 
     Args:
       folder: created if it does not exist.

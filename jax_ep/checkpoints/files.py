@@ -1,7 +1,7 @@
 """The tensors of a folder of safetensors files.
 
-Opening a folder checks everything that the files declare; the safetensors package checks the headers. Data is read when
-it is indexed, without that package, which maps files and does not support FP8 in NumPy.
+Opening a folder checks everything that the files declare. Data is read when it is indexed, without the safetensors
+package, which maps files and does not support FP8 in NumPy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from jax_ep.core import json_files
-from jax_ep.core.json_files import OBJECT, TEXT, Schema, mapping, record, shown, value_of
+from jax_ep.core.json_files import OBJECT, TEXT, Schema, array, integer, mapping, record, shown, value_of
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
@@ -46,7 +46,6 @@ DTYPES = {
 }
 MAX_JSON_BYTES = 1 << 26
 _LENGTH_BYTES = 8
-_MAX_HEADER_BYTES = 100_000_000  # The limit of the safetensors package.
 _OPEN_FILES = 64  # At most.
 _BLOCK_BYTES = 1 << 20  # Of rows that are read together: they stay in the cache until their columns are copied.
 _GAP_BYTES = 1 << 15  # Bytes between parts of rows that take as long to read as another call.
@@ -60,6 +59,9 @@ def _is_shard(name: Any) -> bool:
 
 _SHARD = value_of("the name of a .safetensors file in the same folder", _is_shard)
 _INDEX = record({"metadata": OBJECT, "weight_map": mapping(_SHARD, TEXT)}, more=True, fewer=("metadata",))
+_METADATA = record({"__metadata__": json_files.optional(mapping(TEXT, TEXT))}, more=True, fewer=("__metadata__",))
+_NUMBER = integer(0, 1 << 62)
+_TENSORS = mapping(record({"dtype": TEXT, "shape": array(_NUMBER), "data_offsets": array(_NUMBER, 2)}), TEXT)
 
 
 def optional(function: str, module: str) -> ModuleType:
@@ -142,36 +144,48 @@ def read_index(function: str, folder: Path) -> dict[str, str]:
 class _Header(NamedTuple):
     """The checked header of one safetensors file, and the identity of that file."""
 
-    stamp: tuple[int, ...]
+    stamp: tuple[int, int, int, int]
     first_byte: int
     tensors: dict[str, Any]
 
 
-def _stamp(file: int) -> tuple[int, ...]:
+def _stamp(file: int) -> tuple[int, int, int, int]:
+    """Return device, inode, size and time of the last change of an open file."""
     status = os.fstat(file)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
+def _header(num_bytes: int) -> Schema:
+    """Accept the header of a file with this many bytes of data, which its tensors fill without gaps or overlaps."""
+
+    def check(value: Any, name: str) -> None:
+        _METADATA(value, name)
+        tensors = {key: tensor for key, tensor in value.items() if key != "__metadata__"}
+        _TENSORS(tensors, "its header")
+        end = 0
+        for key, tensor in sorted(tensors.items(), key=lambda item: item[1]["data_offsets"]):
+            begin, stop = tensor["data_offsets"]
+            known = DTYPES.get(tensor["dtype"])
+            expected = stop - begin if known is None else math.prod(tensor["shape"]) * np.dtype(known).itemsize
+            if begin != end or not 0 <= expected == stop - begin:
+                raise ValueError(f"{shown(key)} has {shown(tensor)}, expected {expected} bytes from byte {end} on")
+            end = stop
+        if end != num_bytes:
+            raise ValueError(f"its tensors have {end} bytes, the file has {num_bytes} bytes of data")
+
+    return check
+
+
 def _read_header(function: str, path: Path) -> _Header:
-    safetensors = optional(function, "safetensors")
-    broken = f"{function}: {path} is not a complete safetensors file"
-    with open_file(function, path) as file, open(os.memfd_create("header"), "wb") as copy:
+    with open_file(function, path) as file, _system_errors(function, path):
         stamp = _stamp(file.fileno())
-        with _system_errors(function, path):
-            head = file.read(_LENGTH_BYTES)
-            length = int.from_bytes(head, "little")
-            data = file.read(min(length, _MAX_HEADER_BYTES))
-            copy.write(head + data)
-            copy.truncate(os.fstat(file.fileno()).st_size)
-        try:
-            # The package maps its file, so it gets a copy of the header, followed by a hole.
-            with safetensors.safe_open(f"/dev/fd/{copy.fileno()}", "np"):
-                pass
-        except (safetensors.SafetensorError, OSError, ValueError) as error:
-            raise ValueError(f"{broken} ({str(error)[:300]}), expected one; download it again.") from error
-    tensors = _parsed(f"{broken}: its header", data)
+        length = int.from_bytes(file.read(_LENGTH_BYTES) or b"", "little")
+        data = file.read(min(length, MAX_JSON_BYTES + 1)) or b""
+    first_byte = _LENGTH_BYTES + length
+    what = f"{function}: {path} is not a complete safetensors file: its header of {length} bytes"
+    tensors = _parsed(what, data, _header(stamp[2] - first_byte))
     tensors.pop("__metadata__", None)
-    return _Header(stamp, _LENGTH_BYTES + length, tensors)
+    return _Header(stamp, first_byte, tensors)
 
 
 class _Descriptor(int):
@@ -327,8 +341,8 @@ class TensorFiles:
         tensor = header.tensors[name]
         if tensor["dtype"] not in DTYPES:
             raise NotImplementedError(
-                f"{self._function}: {shown(name)} has dtype {tensor['dtype']}, expected one of {', '.join(DTYPES)};"
-                " convert it first."
+                f"{self._function}: {shown(name)} has dtype {shown(tensor['dtype'])}, expected one of"
+                f" {', '.join(DTYPES)}; convert it first."
             )
         self._open(shard).close()
         shape, dtype = tuple(tensor["shape"]), np.dtype(DTYPES[tensor["dtype"]])

@@ -75,11 +75,13 @@ def optional(schema: Schema) -> Schema:
     return lambda value, name: None if value is None else schema(value, name)
 
 
-def array(item: Schema) -> Schema:
-    """Accept an array whose items match `item`."""
+def array(item: Schema, length: int | None = None) -> Schema:
+    """Accept an array whose items match `item`, of any length or of this one."""
 
     def check(value: Any, name: str) -> None:
         _ARRAY(value, name)
+        if length not in (None, len(value)):
+            raise ValueError(f"{name} has {len(value)} items, expected {length}")
         for i, one in enumerate(value):
             item(one, f"{name}[{i}]")
 

@@ -198,10 +198,8 @@ PRODUCTS = {
     "forward, `pallas`": ("pallas", FORWARD),
     "weight gradient, `triton`": ("triton", "weight gradient"),
     "weight gradient, `pallas`": ("pallas", "weight gradient"),
-    "weight gradient in FP8, `pallas`": ("pallas, FP8", "weight gradient"),
     "weight gradient in FP8, Gluon": ("triton, FP8, Gluon", "weight gradient"),
-    "forward in FP8, `pallas`": ("pallas, FP8", FORWARD),
-    "the same, quantizing its operands": ("pallas, FP8, operands quantised in the same call", FORWARD),
+    "forward in FP8, Gluon": ("triton, FP8, Gluon", FORWARD),
     "PyTorch's `_grouped_mm`, bf16": ("PyTorch _grouped_mm", FORWARD),
     "PyTorch's `_scaled_grouped_mm`, FP8, a scale per row": (
         "PyTorch _scaled_grouped_mm, FP8, a scale per row",

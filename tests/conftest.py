@@ -218,7 +218,7 @@ def pytest_generate_tests(metafunc):
     from jax_ep.ops import registry
 
     if "implementation" in metafunc.fixturenames:
-        made_for = registry.available(getattr(metafunc.module, "OPERATION", "exchange"))
+        made_for = registry.available(getattr(metafunc.module, "OPERATION", None))
         made_for = getattr(metafunc.module, "IMPLEMENTATIONS", made_for)
         names = implementations(metafunc.config, metafunc.module, metafunc.definition.nodeid)
         names = [name for name in names if name in made_for]

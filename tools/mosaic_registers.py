@@ -41,7 +41,6 @@ int cuDeviceGetAttribute(int *value, int what, int device) { *value = what == 75
 """  # 75: CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
 SERIALIZED = "wgmma.mma_async instructions are serialized"
 ROWS, GROUPS = 32768, 64
-FP8_SHAPES = ((7168, 4096), (2048, 640))  # in wide tiles and in narrow ones
 
 type Call = tuple[partial[Any], tuple[jax.ShapeDtypeStruct, ...]]
 
@@ -52,21 +51,11 @@ def calls() -> Iterator[tuple[str, Call]]:
     from jax_ep import Experts
     from jax_ep.pallas import gemm_activation, grouped_gemm, tiling
 
-    array, fp8, bf16 = jax.ShapeDtypeStruct, jnp.float8_e4m3fn, jnp.dtype(jnp.bfloat16)
+    array, bf16 = jax.ShapeDtypeStruct, jnp.dtype(jnp.bfloat16)
     sizes, f32 = array((GROUPS,), jnp.int32), jnp.float32
     for out_dtype in (bf16, jnp.dtype(f32)):
         static = {"out_dtype": out_dtype, "interpret": False}
         suffix = f"to {out_dtype}"
-        for k, n in FP8_SHAPES:
-            run = partial(grouped_gemm._launch_fp8, tiles=tiling.fp8_tiles(n), **static)
-            operands = [array((ROWS, k), fp8), array((GROUPS, n, k), fp8), sizes]
-            operands += [array((k // 128, ROWS), f32), array((GROUPS, n // 128, k // 128), f32)]
-            yield f"fp8 {k}x{n} {suffix}", (run, tuple(operands))
-            places = ROWS + 128 * GROUPS
-            operands = [*(array((size, places), fp8) for size in (k, n)), sizes]
-            operands += [array((places // 128, size), f32) for size in (k, n)]
-            run = partial(grouped_gemm._launch_gradient_fp8, tiles=tiling.fp8_weight_tiles(n), **static)
-            yield f"weights-fp8 {k}x{n} {suffix}", (run, tuple(operands))
         run = partial(grouped_gemm._launch_gradient, tiles=tiling.weight_tiles(4096, out_dtype.itemsize), **static)
         operands = [array((ROWS, 7168), bf16), array((ROWS, 4096), bf16), sizes]
         yield f"weights {suffix}", (run, tuple(operands))

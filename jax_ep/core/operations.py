@@ -68,7 +68,7 @@ class ExpertCopies(Protocol):
 
 
 class GroupedGemm(Protocol):
-    """Grouped GEMM and the gradient of its weights, in 16 bits and more, and in FP8."""
+    """Grouped GEMM and the gradient of its weights."""
 
     def grouped_gemm(
         self,
@@ -84,6 +84,10 @@ class GroupedGemm(Protocol):
     def weight_gradient(
         self, lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: DTypeLike, num_home: int = 0
     ) -> GemmWeights: ...
+
+
+class Fp8GroupedGemm(GroupedGemm, Protocol):
+    """Grouped GEMM of an implementation that supports operands in FP8."""
 
     def grouped_gemm_fp8(
         self, lhs: Quantized, rhs: Quantized, group_sizes: Array, *, out_dtype: DTypeLike

@@ -76,13 +76,13 @@ def _multiply(
         matrices, scales = cast(Array, w.values_kn), jnp.swapaxes(cast(Array, w.scales), 1, 2)
     else:
         matrices, scales = w.values, cast(Array, w.scales)
-    run = registry.get("grouped_gemm", plan.gemm.product.implementation).grouped_gemm_fp8
+    run = registry.fp8_gemm(plan.gemm.product.implementation).grouped_gemm_fp8
     return run(rows, (matrices, scales), handle.group_sizes, out_dtype=dtype)
 
 
 def _weight_gradient(plan: Fp8LayerPlan, lhs: Quantized, rhs: Quantized, w: Weights, handle: Handle) -> Weights:
     """Return the cotangent of the master weights of `w`, from column-wise quantized operands."""
-    run = registry.get("grouped_gemm", plan.gemm.gradient.implementation).weight_gradient_fp8
+    run = registry.fp8_gemm(plan.gemm.gradient.implementation).weight_gradient_fp8
     dtype = cast(Array, w.master if isinstance(w, QuantizedWeights) else w).dtype
     gradient = run(lhs, rhs, handle.group_sizes, out_dtype=dtype).astype(dtype)
     if not isinstance(w, QuantizedWeights):

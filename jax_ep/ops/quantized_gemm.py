@@ -53,7 +53,7 @@ def _multiply_fp8(
 ) -> Array:
     if plan.product.operation == "quantized_gemm":
         return _run(plan).grouped_gemm(rows, rhs, group_sizes, out_dtype=out_dtype)
-    run = registry.get("grouped_gemm", plan.product.implementation).grouped_gemm_fp8
+    run = registry.fp8_gemm(plan.product.implementation).grouped_gemm_fp8
     return run(rows, (rhs.values, cast(Array, rhs.scales)), group_sizes, out_dtype=out_dtype)
 
 

@@ -33,7 +33,7 @@ _PACKAGES = {"triton": "jax_ep.megakernels", "pallas": "jax_ep.pallas", "xla": "
 
 # In order of preference, behind those that are the fastest: the first one that accepts a request is the default.
 _IMPLEMENTATIONS = {
-    "exchange": ("triton", "xla", "pallas"),
+    "exchange": ("triton", "xla"),
     "balance_plan": ("triton", "xla"),
     "expert_copies": ("triton", "xla"),
     "exchange_gemm": ("triton",),  # others run the all-to-all and the GEMM one after the other
@@ -169,6 +169,11 @@ def get(operation: Literal["masked"], name: str) -> operations.Masked: ...
 def get(operation: str, name: str) -> object:
     """Return the module with the functions of `operation` in implementation `name`."""
     return importlib.import_module(f"{_PACKAGES[name]}.{operation}")
+
+
+def fp8_gemm(name: str) -> operations.Fp8GroupedGemm:
+    """Return the module with the grouped GEMMs in FP8 of implementation `name`."""
+    return cast(operations.Fp8GroupedGemm, get("grouped_gemm", name))
 
 
 def requirements(name: str) -> Requirements:

@@ -7,7 +7,7 @@ single powers of two of rows, since TMA boxes have static sizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import jax.numpy as jnp
@@ -23,7 +23,6 @@ from jax_ep.types import Array
 _SLOTS = 2  # chunks of a consumer in flight: more leave too little room for operands
 
 type Target = Callable[[Scalar, int], Ref]
-type Block = Callable[[Scalar, int, int, int], Ref]
 
 
 def columns_scratch(out_dtype: DTypeLike, rows: int | None = None) -> Scratch:
@@ -101,53 +100,6 @@ def _store_boxes(chunk: Ref, target: Target, start: Scalar, rows: Scalar) -> Non
         pl.when((rows & int32(height)) != int32(0))(send)
         height //= 2
     plgpu.commit_smem_to_gmem_group()
-
-
-def rows_scratch(out_dtype: DTypeLike, chunks: int) -> Scratch:
-    """Declare chunks of each consumer for `store_rows`, in the two views of `columns_scratch`."""
-    shape = (CONSUMERS, chunks, CHUNK, line(out_dtype))
-    return plgpu.RefUnion(swizzled(shape, out_dtype), plgpu.SMEM(shape, out_dtype))
-
-
-def store_rows(
-    views: Ref, parts: Sequence[Array], block: Block, bounds: tuple[Scalar, Scalar], num_columns: Scalar
-) -> None:
-    """Store the float32 of a consumer, except rows out of `bounds` and columns past `num_columns`.
-
-    Args:
-      views: see `rows_scratch`.
-      parts: `[64, columns]` of accumulators, one next to the other.
-      block: `(row, height, column, width)` to a part of the result.
-      bounds: first row and end.
-      num_columns: number of columns, a multiple of 64.
-    """
-    swizzled_view, plain = views
-    slots, height, width = swizzled_view.shape[1:]
-    consumer, of_part = lax.axis_index(WARPGROUP), parts[0].shape[1]
-    start = jnp.clip(bounds[0], int32(0), int32(height))
-    rows = jnp.clip(bounds[1], start, int32(height)) - start
-    chunks = [part[:, first : first + width] for part in parts for first in range(0, of_part, width)]
-    for number, chunk in enumerate(chunks):
-        values, slot, first = chunk.astype(swizzled_view.dtype), number % slots, number * width
-        is_there = int32(first) < num_columns
-        # Wait until this slot's previous copy has left; the first chunk waits for all copies of the previous tile.
-        if number == 0 or number >= slots:
-            plgpu.wait_smem_to_gmem(slots - 1 if number else 0, wait_read_only=True)
-
-        def whole(values: Array = values, slot: int = slot, first: int = first) -> None:
-            buffer = swizzled_view.at[consumer, slot]
-            buffer[...] = values
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(buffer, block(int32(0), height, first, width))
-
-        def some(values: Array = values, slot: int = slot, first: int = first) -> None:
-            buffer = plain.at[consumer, slot]
-            _store_unswizzled(buffer, values)
-            plgpu.commit_smem()
-            _store_boxes(buffer, lambda here, height: block(here, height, first, width), start, rows)
-
-        pl.when((rows == int32(height)) & is_there)(whole)
-        pl.when((rows < int32(height)) & (rows > int32(0)) & is_there)(some)
 
 
 def _store_unswizzled(target: Ref, values: Array) -> None:

@@ -44,11 +44,9 @@ class Tile(NamedTuple):
     steps: Array
 
 
-def tile_locator(
-    rows: RowTiles, lhs: Ref, weights: tuple[Ref, ...], out: Ref, *, block_n: int = TILE, block_k: int = STEP
-) -> tuple[Callable[[Array], Tile], int]:
+def tile_locator(rows: RowTiles, lhs: Ref, weights: tuple[Ref, ...], out: Ref) -> tuple[Callable[[Array], Tile], int]:
     """Return a function of tasks to tiles of `out`, and the number of tiles in a row of them."""
-    tiles_per_row, num_steps = -(-out.shape[1] // block_n), -(-lhs.shape[1] // block_k)
+    tiles_per_row, num_steps = -(-out.shape[1] // TILE), -(-lhs.shape[1] // STEP)
     num_groups = sum(w.shape[0] for w in weights)
 
     def locate(task: Array) -> Tile:
@@ -61,7 +59,7 @@ def tile_locator(
         group = rows.group[row_tile]
         steps = jnp.where(group < int32(num_groups), int32(num_steps), int32(0))
         fields = rows.row[row_tile], rows.block_m_index[row_tile], rows.start[row_tile], rows.end[row_tile]
-        return Tile(group, *fields, column_tile * int32(block_n), steps)
+        return Tile(group, *fields, column_tile * int32(TILE), steps)
 
     return locate, tiles_per_row
 

@@ -26,14 +26,14 @@ from jax_ep.pallas import ring as rings
 from jax_ep.pallas.launch import BLOCKS, WARPGROUP, Ref, Scalar, in_array_of, int32
 from jax_ep.pallas.result_slots import ResultSlots
 from jax_ep.pallas.ring import Ring
-from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, STEP, TILE, Fp8WeightTiles, WeightTiles
+from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, STEP, TILE, WeightTiles
 from jax_ep.types import Array
 
 _CLEAR_COLUMNS = 128  # columns cleared at a time; 64 make the kernel a quarter slower
 
 
 class Tile(NamedTuple):
-    """One tile of the result: group, first row and column in it, and first row (or block) and end of the operands."""
+    """One tile of the result: group, first row and column in it, and first row and end of the operands."""
 
     group: Array
     row: Array
@@ -42,9 +42,7 @@ class Tile(NamedTuple):
     end: Array
 
 
-def tile_locator(
-    start: Ref, end: Ref, out: tuple[Ref, ...], tiles: WeightTiles | Fp8WeightTiles
-) -> tuple[Callable[[Array], Tile], int]:
+def tile_locator(start: Ref, end: Ref, out: tuple[Ref, ...], tiles: WeightTiles) -> tuple[Callable[[Array], Tile], int]:
     """Return a function of tasks to tiles of `out [num_groups, K, N]`, in one array or two, and the number of tasks."""
     _, rows, columns = out[0].shape
     num_row_tiles, num_column_tiles = -(-rows // TILE), -(-columns // tiles.columns)

@@ -18,26 +18,15 @@ from jax.custom_batching import sequential_vmap
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from jax_ep.core import fp8
 from jax_ep.core.expert_matrices import GemmWeights, SplitWeights
 from jax_ep.core.layout import Bias, add_bias, round_up
 from jax_ep.core.mesh_axes import vary_alike
-from jax_ep.pallas import epilogue, forward, forward_fp8, gradient, gradient_fp8, result_slots, ring, tiling, wgmma
+from jax_ep.pallas import epilogue, forward, gradient, result_slots, ring, tiling
 from jax_ep.pallas.export_cache import lowered_once
-from jax_ep.pallas.launch import is_interpreted, launch, num_programs, swizzled, vectors
+from jax_ep.pallas.launch import is_interpreted, launch, num_programs, swizzled
 from jax_ep.pallas.schedule import row_tiles
-from jax_ep.pallas.tiling import (
-    ALIGNMENT,
-    CHUNK,
-    FP8_STEP,
-    STEP,
-    TILE,
-    ForwardTiles,
-    Fp8Tiles,
-    Fp8WeightTiles,
-    WeightTiles,
-)
-from jax_ep.types import Array, Quantized
+from jax_ep.pallas.tiling import ALIGNMENT, STEP, TILE, ForwardTiles, WeightTiles
+from jax_ep.types import Array
 from jax_ep.xla import grouped_gemm as xla
 
 ROWS, _MATRICES = (ALIGNMENT, STEP), (1, STEP, STEP)  # what sizes must be multiples of
@@ -88,45 +77,6 @@ def _launch_forward(
     return launch_product("grouped_gemm", body, (schedule, lhs, tuple(rhs)), result, scratch, programs, interpret)
 
 
-def grouped_gemm_fp8(
-    lhs: Quantized, rhs: Quantized, group_sizes: Array, *, out_dtype: DTypeLike, tiles: Fp8Tiles | None = None
-) -> Array:
-    """See xla/grouped_gemm.py; `tiles` as for `grouped_gemm`.
-
-    Source: sums of each block of the contraction promoted to float32 as in DeepGEMM.
-    """
-    tiles, out_dtype = tiles or tiling.fp8_tiles(rhs[0].shape[1]), jnp.dtype(out_dtype)
-    return _forward_fp8(lhs, rhs, group_sizes, out_dtype=out_dtype, tiles=tiles, interpret=is_interpreted())
-
-
-@functools.partial(jax.jit, static_argnames=_STATIC)
-def _forward_fp8(lhs: Quantized, rhs: Quantized, group_sizes: Array, **static: object) -> Array:
-    (rows, row_scales), (weights, weight_scales) = lhs, rhs
-    # Scales of a step's rows lie one after another. Their loads begin with whole blocks of rows, like the rows'.
-    scales = pad(row_scales, (ALIGNMENT, 1)).T
-    padded = pad(rows, (ALIGNMENT, 1)), pad(weights, (1, CHUNK, 1)), group_sizes, scales, weight_scales
-    run = sequential_vmap(functools.partial(_launch_fp8, **static))
-    return run(*vary_alike(padded))[: rows.shape[0], : weights.shape[1]]
-
-
-@lowered_once
-def _launch_fp8(*operands: Array, out_dtype: jnp.dtype, tiles: Fp8Tiles, interpret: bool) -> Array:
-    lhs, rhs, group_sizes, lhs_scales, rhs_scales = operands
-    schedule, stages = row_tiles(group_sizes, lhs.shape[0], tiles, interpret=interpret), tiles.stages
-    programs = num_programs(schedule.group.shape[0] * -(-rhs.shape[1] // tiles.columns), interpret)
-    left, right = (swizzled((stages, rows, FP8_STEP), lhs.dtype) for rows in (TILE, tiles.columns))
-    scratch = {
-        "ring": ring.scratch(left, right, stages, copies=3),
-        "scales": vectors(stages, TILE, jnp.float32),
-        "store": epilogue.rows_scratch(out_dtype, tiles.columns // CHUNK),
-        "wgmma_ping_pong": wgmma.ping_pong_barriers(),
-    }
-    body = functools.partial(forward_fp8.grouped_gemm_fp8, tiles=tiles, programs=programs, interpret=interpret)
-    result = jax.ShapeDtypeStruct((lhs.shape[0], rhs.shape[1]), out_dtype)
-    inputs = (schedule, lhs, rhs, lhs_scales, rhs_scales)
-    return launch_product("grouped_gemm_fp8", body, inputs, result, scratch, programs, interpret)
-
-
 def weight_gradient(
     lhs: Array,
     rhs: Array,
@@ -170,49 +120,6 @@ def _launch_gradient(
     parts = (num_home, shape[0] - num_home) if num_home else shape[:1]
     result = [jax.ShapeDtypeStruct((part, *shape[1:]), out_dtype) for part in parts]
     return launch_product("grouped_gemm_weight_gradient", body, inputs, result, scratch, programs, interpret)
-
-
-def weight_gradient_fp8(
-    lhs: Quantized, rhs: Quantized, group_sizes: Array, *, out_dtype: DTypeLike, tiles: Fp8WeightTiles | None = None
-) -> Array:
-    """See xla/grouped_gemm.py; `tiles` as for `grouped_gemm`.
-
-    Source: as `grouped_gemm_fp8`.
-    """
-    tiles, out_dtype = tiles or tiling.fp8_weight_tiles(rhs[0].shape[0]), jnp.dtype(out_dtype)
-    return _gradient_fp8(lhs, rhs, group_sizes, out_dtype=out_dtype, tiles=tiles, interpret=is_interpreted())
-
-
-@functools.partial(jax.jit, static_argnames=_STATIC)
-def _gradient_fp8(lhs: Quantized, rhs: Quantized, group_sizes: Array, **static: object) -> Array:
-    left, right = ((pad(values, (CHUNK, 1)), pad(scales, (1, CHUNK))) for values, scales in (lhs, rhs))
-    run = sequential_vmap(functools.partial(_launch_gradient_fp8, **static))
-    return run(*vary_alike((left[0], right[0], group_sizes, left[1], right[1])))[
-        :, : lhs[0].shape[0], : rhs[0].shape[0]
-    ]
-
-
-@lowered_once
-def _launch_gradient_fp8(*operands: Array, out_dtype: jnp.dtype, tiles: Fp8WeightTiles, interpret: bool) -> Array:
-    lhs, rhs, group_sizes, *scales = operands
-    ends = jnp.minimum(fp8.blocks_until(group_sizes), lhs.shape[1] // FP8_STEP)
-    starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
-    shape = (group_sizes.shape[0], lhs.shape[0], rhs.shape[0])
-    programs = num_programs(shape[0] * -(-shape[1] // TILE) * -(-shape[2] // tiles.columns), interpret)
-    slots = [swizzled((tiles.stages, columns, FP8_STEP), lhs.dtype) for columns in (TILE, tiles.columns)]
-    width = 2 * tiles.columns // out_dtype.itemsize  # results of 32 bits leave half after half, from as much memory
-    scratch = {
-        "ring": ring.scratch(slots[0], slots[1], tiles.stages, copies=4),
-        "scales": gradient_fp8.Scales(
-            vectors(tiles.stages, TILE, jnp.float32), vectors(tiles.stages, tiles.columns, jnp.float32)
-        ),
-        "results": swizzled((tiling.CONSUMERS, CHUNK, width), out_dtype),
-        "wgmma_ping_pong": wgmma.ping_pong_barriers(),
-    }
-    body = functools.partial(gradient_fp8.weight_gradient_fp8, tiles=tiles, programs=programs, interpret=interpret)
-    result = jax.ShapeDtypeStruct(shape, out_dtype)
-    inputs = (starts, ends, lhs, rhs, *scales)
-    return launch_product("grouped_gemm_weight_gradient_fp8", body, inputs, result, scratch, programs, interpret)
 
 
 launch_product = functools.partial(launch, warpgroups=tiling.CONSUMERS + 1)  # those that multiply, and one that loads

@@ -21,7 +21,7 @@ from jax_ep.pallas.tiling import ALIGNMENT
 
 PROGRAM = "program"
 WARPGROUP = "warpgroup"
-LINE_BYTES = 128
+_LINE_BYTES = 128
 
 Ref = Any
 Scalar = Any  # int32, static or traced
@@ -36,13 +36,13 @@ def is_interpreted() -> bool:
     return jax.default_backend() == "cpu"
 
 
-def num_programs(num_tasks: int, interpret: bool, *, per_core: int = 1) -> int:
-    """Return the number of persistent programs: `per_core` per multiprocessor, at most one per task."""
+def num_programs(num_tasks: int, interpret: bool) -> int:
+    """Return the number of persistent programs: one per multiprocessor, at most one per task."""
     if interpret:
         return _INTERPRETED_PROGRAMS
     on_gpu = jax.default_backend() == "gpu"
     cores = jax.local_devices()[0].core_count if on_gpu else _CORES
-    return min(num_tasks, cores * per_core)
+    return min(num_tasks, cores)
 
 
 def launch(
@@ -89,17 +89,13 @@ def in_array_of(arrays: tuple[Ref, ...], group: Any, act: Callable[[Ref, Any], N
 
 def line(dtype: DTypeLike) -> int:
     """Return how many elements a 128-byte line of shared memory holds."""
-    return LINE_BYTES // jnp.dtype(dtype).itemsize
-
-
-def swizzling(dtype: DTypeLike) -> Any:
-    """Return the layout of shared memory that the tensor cores read without bank conflicts."""
-    return plgpu.TilingTransform((ALIGNMENT, line(dtype))), plgpu.SwizzleTransform(LINE_BYTES)  # type: ignore[abstract]
+    return _LINE_BYTES // jnp.dtype(dtype).itemsize
 
 
 def swizzled(shape: tuple[int, ...], dtype: DTypeLike) -> Scratch:
-    """Declare swizzled shared memory."""
-    return plgpu.SMEM(shape, dtype, transforms=swizzling(dtype))
+    """Declare shared memory in the layout that the tensor cores read without bank conflicts."""
+    transforms = plgpu.TilingTransform((ALIGNMENT, line(dtype))), plgpu.SwizzleTransform(_LINE_BYTES)  # type: ignore[abstract]
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def vectors(number: int, length: int, dtype: DTypeLike) -> Scratch:

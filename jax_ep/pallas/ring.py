@@ -65,7 +65,6 @@ def run_tasks[Tile, Loaded](
     finish: Callable[[Loaded], None] = lambda _: None,
     leave: Callable[[Array], None] = lambda _: None,
     reverses: bool = False,
-    loads_as_warp: bool = False,
 ) -> None:
     """Share tasks among programs, and the work on each task among the program's warpgroups.
 
@@ -83,9 +82,6 @@ def run_tasks[Tile, Loaded](
       leave: runs after the last `multiply` and all stores, with the step after.
       reverses: run every other round backwards. If tasks get shorter and shorter, all programs get equal shares;
         otherwise neighboring programs keep neighboring tiles.
-      loads_as_warp: one warp calls `load` and `finish`. These then use scalars and copies only, `one_of` instead of
-        `lax.switch`, and `aligned` instead of `pl.multiple_of`. Otherwise all four warps call them, and wait for each
-        other.
     """
     program, warpgroup = lax.axis_index(PROGRAM), lax.axis_index(WARPGROUP)
     rounds = lax.div(num_tasks, int32(programs))
@@ -111,17 +107,10 @@ def run_tasks[Tile, Loaded](
     @pl.when(warpgroup == CONSUMERS)
     def _loading() -> None:
         plgpu.set_max_registers(_LOADING_REGISTERS, action="decrease")
-
-        def load_all() -> None:
-            finish(for_each_task(load, begin))
-            # Stay until both consumers have signaled all slots.
-            for slot in range(stages):
-                plgpu.barrier_wait(ring.empty.at[slot])
-
-        if loads_as_warp:
-            plgpu.warp_map(lambda warp: pl.when(warp == int32(0))(load_all))
-        else:
-            load_all()
+        finish(for_each_task(load, begin))
+        # Stay until both consumers have signaled all slots.
+        for slot in range(stages):
+            plgpu.barrier_wait(ring.empty.at[slot])
 
     @pl.when(warpgroup < CONSUMERS)
     def _multiplying() -> None:
@@ -177,20 +166,6 @@ def release(ring: Ring, stages: int, step: Array) -> None:
 def before(step: Array, stages: int) -> Array:
     """Return the slot of the step before `step`."""
     return lax.rem(step + int32(stages - 1), int32(stages))
-
-
-def one_of[Result](index: Scalar, branches: Sequence[Callable[[], Result]]) -> Result:
-    """Select a branch like `lax.switch`, also in single warps; the index must be in range."""
-    if len(branches) == 1:
-        return branches[0]()
-    half = len(branches) // 2
-    low, high = branches[:half], branches[half:]
-    return lax.cond(index < int32(half), lambda: one_of(index, low), lambda: one_of(index - int32(half), high))
-
-
-def aligned(x: Scalar, multiple: int) -> Scalar:
-    """Assert a multiple like `pl.multiple_of`, also in single warps; other numbers are rounded down."""
-    return lax.div(x, int32(multiple)) * int32(multiple)
 
 
 # --- order of tasks -------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_ep.core.layout import round_up
 from jax_ep.pallas.launch import PROGRAM, Ref, Scalar, int32, launch
-from jax_ep.pallas.tiling import ALIGNMENT, ROW_UNIT, ForwardTiles, Fp8Tiles
+from jax_ep.pallas.tiling import ALIGNMENT, ROW_UNIT, ForwardTiles
 from jax_ep.types import Array
 
 _LANES = 128
@@ -34,7 +34,7 @@ class RowTiles(NamedTuple):
     Attributes:
       group: `[P]` int32; P tiles at most.
       row: `[P]` int32, first row, which may belong to another tile or group.
-      block_m_index: `[P]` int32, index into the `heights` of `ForwardTiles` or `Fp8Tiles`.
+      block_m_index: `[P]` int32, index into the `heights` of `ForwardTiles`.
       start, end: `[P]` int32, the tile's own rows; rows past its height belong to later tiles.
       band, band_size: `[P]` int32, first tile and number of tiles of the band, visited together and all of one group.
       total: `[P]` int32, the number of tiles, in every entry; entries past it are undefined.
@@ -77,15 +77,13 @@ class _Tile(NamedTuple):
     end: Array
 
 
-def row_tiles(group_sizes: Array, num_rows: int, tiles: ForwardTiles | Fp8Tiles, *, interpret: bool) -> RowTiles:
+def row_tiles(group_sizes: Array, num_rows: int, tiles: ForwardTiles, *, interpret: bool) -> RowTiles:
     """List row tiles of groups of `group_sizes [num_groups]` int32; negative sizes are empty groups.
 
-    No group reaches past the last row. With `ForwardTiles`, a group has as few tiles as possible. Up to three have one
-    height: they read the same weights, and stay in step only if they take equally long. The last one then may begin up
-    to two units inside of the previous one, which stores these rows. More than three tiles differ by at most one unit
-    of rows. Groups with the largest tiles come first, so that programs run tiles of similar heights at the same time.
-
-    With `Fp8Tiles`, tiles have the larger of two heights; the last one of a group has the smaller one if that suffices.
+    No group reaches past the last row. A group has as few tiles as possible. Up to three have one height: they read the
+    same weights, and stay in step only if they take equally long. The last one then may begin up to two units inside of
+    the previous one, which stores these rows. More than three tiles differ by at most one unit of rows. Groups with the
+    largest tiles come first, so that programs run tiles of similar heights at the same time.
     """
     num_groups = group_sizes.shape[0]
     max_block_m = tiles.heights[-1]
@@ -110,7 +108,7 @@ def _list_tiles(
     full: Ref,
     num_rows: int,
     num_groups: int,
-    tiles: ForwardTiles | Fp8Tiles,
+    tiles: ForwardTiles,
 ) -> None:
     max_block_m = tiles.heights[-1]
     program = lax.axis_index(PROGRAM)
@@ -120,7 +118,7 @@ def _list_tiles(
         some = group_sizes.at[pl.ds(none + int32(lane), _LANES)]
         plgpu.copy_gmem_to_smem(some, sizes.at[pl.ds(lane, _LANES)], full)
     plgpu.barrier_wait(full)
-    _write_groups(sizes, groups, num_rows, num_groups, max_block_m, is_sorted=isinstance(tiles, ForwardTiles))
+    _write_groups(sizes, groups, num_rows, num_groups, max_block_m)
 
     # One tile per thread: find its group in a loop over all groups.
     tile = _each(_LANES) + program * int32(_LANES)
@@ -135,7 +133,7 @@ def _list_tiles(
     group, first, start, end, total = _over_groups(find, [jnp.zeros_like(tile)] * 5, num_groups, *known)
     units, count = _units_and_count(start, end, max_block_m)
     own = _Tile(tile - first, jnp.maximum(count, int32(1)), units, start, end)
-    row, block_m_index, start = _varied(own, tiles) if isinstance(tiles, ForwardTiles) else _whole(own, tiles)
+    row, block_m_index, start = _place(own, tiles)
     # Bands of tiles, for rasterization.
     band = lax.div(own.number, int32(tiles.band)) * int32(tiles.band)
     band_size = jnp.minimum(own.num_tiles - band, int32(tiles.band))
@@ -144,9 +142,7 @@ def _list_tiles(
         ref[pl.ds(program * int32(_LANES), _LANES)] = value
 
 
-def _write_groups(
-    sizes: Ref, groups: _Groups, num_rows: int, num_groups: int, max_block_m: int, *, is_sorted: bool
-) -> None:
+def _write_groups(sizes: Ref, groups: _Groups, num_rows: int, num_groups: int, max_block_m: int) -> None:
     """Fill `groups`, one group per thread."""
     group = _each(sizes.shape[0])
     size = jnp.where(group < int32(num_groups), jnp.clip(_strided(sizes[...]), int32(0), int32(num_rows)), int32(0))
@@ -163,8 +159,7 @@ def _write_groups(
     end = jnp.where(group == int32(num_groups), int32(num_rows), jnp.minimum(start + size, int32(num_rows)))
     units, count = _units_and_count(start, end, max_block_m)
     # Order groups by tile height, the largest first, then by index.
-    height = _divide(units, jnp.maximum(count, int32(1))) if is_sorted else jnp.zeros_like(group)
-    key = height * int32(sizes.shape[0]) - group
+    key = _divide(units, jnp.maximum(count, int32(1))) * int32(sizes.shape[0]) - group
     for ref, value in zip(groups[:-1], (start, end, count, key), strict=True):
         ref[...] = value
     plgpu.commit_smem()
@@ -182,8 +177,8 @@ def _units_and_count(start: Array, end: Array, max_block_m: int) -> tuple[Array,
     return _divide(rows, int32(ROW_UNIT)), _divide(rows, int32(max_block_m))
 
 
-def _varied(own: _Tile, tiles: ForwardTiles) -> tuple[Array, Array, Array]:
-    """Return first row, height index and first own row of tiles of `ForwardTiles`."""
+def _place(own: _Tile, tiles: ForwardTiles) -> tuple[Array, Array, Array]:
+    """Return first row, height index and first own row of tiles."""
     max_units, more = _divide(own.units, own.num_tiles), lax.rem(own.units, own.num_tiles)
     # With more than three tiles, the last ones are one unit shorter.
     is_shorter = (own.num_tiles > int32(_MOST_EQUAL_TILES)) & (more > int32(0)) & (own.number >= more)
@@ -195,12 +190,6 @@ def _varied(own: _Tile, tiles: ForwardTiles) -> tuple[Array, Array, Array]:
     for limit in tiles.heights[:-1]:
         kind += _one_where(height > int32(limit // ROW_UNIT))
     return row, kind, start
-
-
-def _whole(own: _Tile, tiles: Fp8Tiles) -> tuple[Array, Array, Array]:
-    """Return first row, height index and first own row of tiles of `Fp8Tiles`."""
-    row = _origin(own.start) + own.number * int32(tiles.heights[1])
-    return row, _one_where(own.end - row > int32(tiles.heights[0])), jnp.maximum(own.start, row)
 
 
 def _over_groups(

@@ -9,9 +9,7 @@ from typing import ClassVar
 CONSUMERS = 2
 """Warpgroups that multiply; one more loads."""
 STEP = 64
-"""Length of K in one step of 16-bit operands: a row of 128 bytes, the widest that shared memory swizzles."""
-FP8_STEP = 128
-"""Length of K in one step of 8-bit operands: a row of 128 bytes, and the block that shares scales."""
+"""Length of K in one step: a row of 128 bytes, the widest that shared memory swizzles."""
 ALIGNMENT = 8
 """Rows of the swizzled blocks of operands in shared memory. Copies of whole blocks begin at multiples of it."""
 ROW_UNIT = 16
@@ -47,23 +45,6 @@ class ForwardTiles:
 
 
 @dataclasses.dataclass(frozen=True)
-class Fp8Tiles:
-    """Tile sizes of the FP8 forward kernel.
-
-    Attributes:
-      heights: block_m candidates.
-      columns: block_n, 128 or 256.
-      stages: see `ForwardTiles`.
-      band: see `ForwardTiles`.
-    """
-
-    heights: ClassVar[tuple[int, int]] = (CHUNK, TILE)
-    columns: int = 256
-    stages: int = 3
-    band: int = 4
-
-
-@dataclasses.dataclass(frozen=True)
 class WeightTiles:
     """Tile sizes of the weight gradient kernel.
 
@@ -87,15 +68,6 @@ class WeightTiles:
             raise ValueError(f"stages={self.stages}, weight gradients need at least {_FEWEST_STAGES}.")
 
 
-@dataclasses.dataclass(frozen=True)
-class Fp8WeightTiles:
-    """Tile sizes of the FP8 weight gradient kernel: fields as in `WeightTiles` and `Fp8Tiles`."""
-
-    columns: int = 256
-    stages: int = 3
-    band: int = 8
-
-
 def forward_tiles(num_rows: int, groups: int) -> ForwardTiles:
     """Return the tiles for `[M, K]` rows in groups; small groups need fewer candidates, which compile faster."""
     return ForwardTiles(_LOW_HEIGHTS) if num_rows <= 64 * groups else ForwardTiles()
@@ -111,16 +83,6 @@ def weight_tiles(columns: int, out_itemsize: int = 2) -> WeightTiles:
     if out_itemsize > 2:  # results of another dtype have their own shared memory
         return WeightTiles(128, 5)
     return WeightTiles(256, 4) if _are_wide(columns) else WeightTiles(128, 6)
-
-
-def fp8_tiles(columns: int) -> Fp8Tiles:
-    """Return the tiles for `[M, N]`."""
-    return Fp8Tiles() if _are_wide(columns) else Fp8Tiles(128, 5)
-
-
-def fp8_weight_tiles(columns: int) -> Fp8WeightTiles:
-    """Return the tiles for `[num_groups, K, N]` out of column-wise FP8 operands."""
-    return Fp8WeightTiles() if _are_wide(columns) else Fp8WeightTiles(128, 5)
 
 
 def _are_wide(columns: int) -> bool:

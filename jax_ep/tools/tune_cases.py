@@ -350,7 +350,7 @@ def _grouped_gemm_fp8(sizes: Sizes) -> Iterator[Case]:
     """Yield the GEMMs and weight gradients in FP8, if the sizes are multiples of a scale block."""
     if sizes.hidden % GROUP_SIZE or sizes.intermediate % GROUP_SIZE:
         return
-    run, quantize = registry.get("grouped_gemm", "triton"), registry.get("activation", "xla")
+    run, quantize = registry.fp8_gemm("triton"), registry.get("activation", "xla")
 
     def gemm(zero: Array, x: Any, w: Any, counts: Array) -> Any:
         return run.grouped_gemm_fp8(x, w, counts + zero, out_dtype=_BF16)

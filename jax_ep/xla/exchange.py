@@ -5,7 +5,7 @@ its rows, and sums return by one all-to-all. "Segments": each token goes once to
 rounds (rounds.py); memory then grows with the rows and the tokens of one rank instead of those of all ranks. Small
 arrays use the first algorithm. On accelerators, so do routings that send most tokens to most ranks.
 
-The local steps are `pick` and `unpermute`; `pallas` has a kernel for the latter.
+The local steps are `pick` and `unpermute`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from jax_ep.core.dtypes import FP8, accumulation_dtype
 from jax_ep.core.mesh_axes import all_gather, exchange, rank_on, sum_in_order
 from jax_ep.types import Array, Handle, Layout, LowLatencyHandle, Options, Quantized
 from jax_ep.xla import rounds, segments
-
-type Unpermute = Callable[[Array, Array, DTypeLike], Array | Quantized]
 
 GATHERED_BYTES = 2 << 20
 """Up to this size, tokens of all ranks go to all ranks. On CPU devices segments are faster from 2 to 4 MiB on."""
@@ -137,9 +135,7 @@ def unpermute(y: Array, index: Array, dtype: DTypeLike) -> Array | Quantized:
     return fp8.quantize_rows(total) if dtype == FP8 else total.astype(dtype)
 
 
-def combine_tokens(
-    options: Options, y: Array, row_weights: Array | None, handle: Handle, *, unpermute: Unpermute = unpermute
-) -> tuple[Array, Array | None]:
+def combine_tokens(options: Options, y: Array, row_weights: Array | None, handle: Handle) -> tuple[Array, Array | None]:
     """Combine rows `[R, H]` to unweighted sums `[T, H]`, and return row values `[R]` to their assignments `[T, K]`.
 
     Rows are added per expert rank first, then over ranks in rank order.
@@ -149,7 +145,7 @@ def combine_tokens(
     wide, layout, axis = accumulation_dtype(y.dtype), handle.layout, options.axis
     dtype = options.sum_dtype or y.dtype
     wire = y.dtype if options.wire_dtype is None else FP8
-    partial_sums = partial(_partial_sums, y, handle, wire, unpermute)
+    partial_sums = partial(_partial_sums, y, handle, wire)
 
     def to_all(handle: Handle) -> Array:
         sums = partial_sums(lax.iota(jnp.int32, layout.num_ranks * layout.num_tokens))
@@ -172,7 +168,7 @@ def combine_tokens(
     return total, _combine_weights(options, row_weights, handle)
 
 
-def _partial_sums(y: Array, handle: Handle, wire: DTypeLike, unpermute: Unpermute, token: Array) -> Array | Quantized:
+def _partial_sums(y: Array, handle: Handle, wire: DTypeLike, token: Array) -> Array | Quantized:
     """Sum the rows `y [R, H]` of tokens `[N]`, `source_rank * T + token`, in the wire dtype; zeros for -1."""
     token_rows = handle.assignment_to_row.reshape(-1, handle.layout.top_k)
     index = jnp.where(token[:, None] < 0, -1, token_rows[token])

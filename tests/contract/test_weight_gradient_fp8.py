@@ -72,8 +72,6 @@ def test_weight_gradient_fp8_groups(implementation, groups, rng):
 @pytest.mark.slow_interpreted
 def test_weight_gradient_fp8_result_dtypes(implementation, dtype, rng, request):
     if dtype == F64:
-        if implementation == "pallas":
-            pytest.skip("pallas has no float64 results")
         request.getfixturevalue("float64")
     sizes = [130, 0, 20]
     lhs, rhs = (rows_of(rng, 150, sizes, 128, BF16) for _ in range(2))

@@ -1,7 +1,6 @@
 """The Pallas kernels with all tiles against the oracle, with Mosaic's race detector, and their lowering for CUDA."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +11,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import facts_of
 import oracle
-import oracle_serving
 from cases import BF16, F16, F32, assert_close, assert_same_bits, integers, probabilities, reals
 from jax_ep.core.expert_matrices import SplitWeights
 from jax_ep.pallas import gemm_activation as activated
 from jax_ep.pallas import grouped_gemm as gemm
 from jax_ep.pallas import requirements, tiling
-from jax_ep.pallas.tiling import ForwardTiles, Fp8Tiles, Fp8WeightTiles, WeightTiles
+from jax_ep.pallas.tiling import ForwardTiles, WeightTiles
 from jax_ep.types import Experts, Options
 from oracle_experts import expert_rows
 
@@ -73,61 +71,14 @@ def activated_operands(rng, experts, rows, sizes, depth, intermediate, dtype):
 @pytest.mark.parametrize("tiles", [LOW, tiling.activated_tiles()], ids=str)
 @pytest.mark.slow(unless={"tiles": [LOW], "experts": [CLAMPED], "dtype": [BF16]})
 def test_pallas_activated(tiles, experts, dtype, rng, races, monkeypatch):
-    arrive = plgpu.barrier_arrive  # As below.
+    # The detector expects a fence between loads by threads and later TMA copies; on GPUs a barrier orders them, as
+    # CUTLASS and DeepGEMM rely on.
+    arrive = plgpu.barrier_arrive
     monkeypatch.setattr(plgpu, "barrier_arrive", lambda barrier: (plgpu.commit_smem(), arrive(barrier)))
     operands, want = activated_operands(rng, experts, ROWS, SIZES, 330, 320, dtype)
     out = np.asarray(activated.gemm_activation(experts, *operands, tiles=tiles))
     assert out.dtype == dtype and out.shape == (ROWS, 320)
     assert_close(out[: len(want)], want, "rows")
-    assert races() == 0
-
-
-# More steps than slots of the ring, tiles of a group that are not a band, and the package's default.
-FP8_TILES = (Fp8Tiles(128, 3, band=2), Fp8Tiles())
-
-
-@pytest.mark.parametrize("steps", [7, 2])
-@pytest.mark.parametrize("tiles", FP8_TILES, ids=str)
-@pytest.mark.slow(unless={"tiles": [Fp8Tiles()], "steps": [7]})
-def test_pallas_fp8(tiles, steps, rng, races, monkeypatch):
-    """Power-of-two scales of every size change no bit of sums of small integers."""
-    # The detector expects a fence between loads by threads and later TMA copies; on GPUs a barrier orders them, as
-    # CUTLASS and DeepGEMM rely on.
-    arrive = plgpu.barrier_arrive
-    monkeypatch.setattr(plgpu, "barrier_arrive", lambda barrier: (plgpu.commit_smem(), arrive(barrier)))
-    depth, columns = steps * 128, 328
-    lhs, rhs = integers(rng, ROWS, depth, dtype=oracle.FP8), integers(rng, 7, columns, depth, dtype=oracle.FP8)
-    row_scales = np.exp2(rng.integers(-3, 3, (ROWS, steps))).astype(F32)
-    scales = np.exp2(rng.integers(-3, 3, (7, 3, steps))).astype(F32)
-    left = oracle.dequantize(lhs, row_scales, np.float64)
-    right = np.swapaxes(oracle_serving.dequantize_blocks(rhs, scales), 1, 2)
-    want = oracle.grouped_gemm(left, right, SIZES)
-    lhs[SIZES.sum() :], row_scales[SIZES.sum() :] = np.nan, np.nan
-    out_dtype = BF16 if (tiles == Fp8Tiles()) == (steps == 7) else F32
-    out = gemm.grouped_gemm_fp8((lhs, row_scales), (rhs, scales), SIZES, out_dtype=out_dtype, tiles=tiles)
-    np.testing.assert_array_equal(np.asarray(out), want.astype(out_dtype))
-    assert races() == 0
-
-
-@pytest.mark.parametrize("tiles", [Fp8WeightTiles(128, 4, band=2), Fp8WeightTiles()], ids=str)
-@pytest.mark.slow(unless={"tiles": [Fp8WeightTiles()]})
-def test_pallas_fp8_weights(tiles, rng, races, monkeypatch):
-    """Groups of no block, of one and of several, several tiles in both directions, and blocks of no group."""
-    arrive = plgpu.barrier_arrive  # As above.
-    monkeypatch.setattr(plgpu, "barrier_arrive", lambda barrier: (plgpu.commit_smem(), arrive(barrier)))
-    sizes, depth, columns = np.array([128, 0, 3, 700], np.int32), 200, 264
-    places = 9 * 128  # Two of them belong to no group.
-    lhs, rhs = integers(rng, depth, places, dtype=oracle.FP8), integers(rng, columns, places, dtype=oracle.FP8)
-    lhs_scales, rhs_scales = (np.exp2(rng.integers(-3, 3, (9, n))).astype(F32) for n in (depth, columns))
-    pairs = (lhs, lhs_scales), (rhs, rhs_scales)
-    left, right = (x.astype(np.float64) * np.repeat(scales, 128, 0).T for x, scales in pairs)
-    bounds = np.array([0, 1, 1, 2, 8]) * 128
-    parts = [slice(*pair) for pair in itertools.pairwise(bounds)]
-    want = np.stack([left[:, part] @ right[:, part].T for part in parts])
-    lhs[:, bounds[-1] :] = np.nan
-    out_dtype = BF16 if tiles == Fp8WeightTiles() else F32
-    out = gemm.weight_gradient_fp8((lhs, lhs_scales), (rhs, rhs_scales), sizes, out_dtype=out_dtype, tiles=tiles)
-    np.testing.assert_array_equal(np.asarray(out), want.astype(out_dtype))
     assert races() == 0
 
 
@@ -224,9 +175,9 @@ def test_pallas_vmap(rng):
         assert_close(np.asarray(got), oracle.grouped_gemm(*one), "out")
 
 
-def lower(call, *shapes, dtypes=None):
+def lower(call, *shapes):
     """Return MLIR of a call for CUDA, with all checks of layouts, of shared memory and of copy alignment."""
-    dtypes = dtypes or [jnp.int32 if len(shape) == 1 else BF16 for shape in shapes]
+    dtypes = [jnp.int32 if len(shape) == 1 else BF16 for shape in shapes]
     arguments = map(jax.ShapeDtypeStruct, shapes, dtypes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gemm, "is_interpreted", lambda: False)
@@ -261,31 +212,6 @@ def test_pallas_activated_lowers(experts, x64):
         patch.setattr(activated, "is_interpreted", lambda: False)
         assert "mosaic_gpu" in lower(call, (32768, 7168), (64, 7168, 4096), (64,))
         assert "mosaic_gpu" in lower(call, (5, 9), (3, 9, 16), (3,))
-
-
-FP8_OPERANDS = oracle.FP8, F32, oracle.FP8, F32, jnp.int32
-
-
-def of_pairs(run, out_dtype):
-    return lambda lhs, lhs_scales, rhs, rhs_scales, sizes: run(
-        (lhs, lhs_scales), (rhs, rhs_scales), sizes, out_dtype=out_dtype
-    )
-
-
-@pytest.mark.parametrize("out_dtype", [BF16, F32], ids=str)
-@pytest.mark.parametrize("rows", [2048, 32768])
-@pytest.mark.slow(unless={"out_dtype": [F32], "rows": [32768]})
-def test_pallas_fp8_lowers(rows, out_dtype):
-    """Results in float32 take as much shared memory as 16-bit ones: the epilogue sends fewer rows at once."""
-    shapes = (rows, 7168), (rows, 56), (64, 4096, 7168), (64, 32, 56), (64,)
-    assert "mosaic_gpu" in lower(of_pairs(gemm.grouped_gemm_fp8, out_dtype), *shapes, dtypes=FP8_OPERANDS)
-
-
-@pytest.mark.parametrize("out_dtype", [BF16, F32], ids=str)
-def test_pallas_fp8_weights_lower(out_dtype):
-    places = 320 * 128
-    shapes = (7168, places), (320, 7168), (4096, places), (320, 4096), (64,)
-    assert "mosaic_gpu" in lower(of_pairs(gemm.weight_gradient_fp8, out_dtype), *shapes, dtypes=FP8_OPERANDS)
 
 
 @pytest.mark.parametrize("tiles", [*WEIGHTS, NARROW], ids=str)

@@ -46,7 +46,6 @@ def hopper(monkeypatch):
 
 def test_pallas_support_order():
     assert registry.available() == ("triton", "pallas", "xla")
-    assert registry.available("exchange") == ("triton", "xla", "pallas")
     assert registry.available("grouped_gemm") == registry.available()
 
 
@@ -97,9 +96,7 @@ def test_pallas_support_other_gpus(hopper, caplog):
     ("reason", "facts"),
     [
         ("it has no low_latency", LowLatencyFacts(BF16, 64, facts_of.LAYOUT)),
-        ("supports .*'float32'.*, not float64", facts_of.exchange(jnp.float64)),
-        ("supports .*'bfloat16', 'float16'.*, not float32", facts_of.gemm(F32)),
-        ("not float8_e5m2", facts_of.gemm(jnp.float8_e5m2)),
+        ("GEMMs support bfloat16 and float16, not float32", facts_of.gemm(F32)),
     ],
 )
 def test_pallas_support_reasons(reason, facts):
@@ -113,13 +110,30 @@ def test_pallas_support_fusion_as_xla():
         registry.choose(options, facts_of.exchange(BF16, 64, columns=64))
 
 
-def test_pallas_support_exchange_when_named(hopper):
+def test_pallas_support_xla_runs_other_parts(hopper):
     hopper(serves=False)
-    assert choose(None, EXCHANGE) == "xla"
-    assert choose(("pallas", "xla"), EXCHANGE) == "pallas"
-    assert choose("pallas", facts_of.exchange(F32)) == "pallas"
-    assert choose("pallas", ACTIVATION) == "xla"  # which fuses it as it is
-    assert choose("pallas", facts_of.exchange(BF16, is_foreign=True)) == "pallas"  # all handles have the same rows
+    parts = EXCHANGE, facts_of.exchange(F32), facts_of.exchange(BF16, is_foreign=True), ACTIVATION
+    assert {choose("pallas", facts) for facts in parts} == {"xla"}
+    assert choose(("pallas", "triton"), EXCHANGE) == "xla"
+
+
+def test_pallas_support_no_fp8(hopper):
+    """Neither by default nor by name, in operations and in layers."""
+    hopper(serves=False)
+    facts = facts_of.gemm(jnp.float8_e4m3fn, *PRODUCT)
+    assert choose(None, facts) == "xla"
+    reason = r"pallas: its GEMMs support bfloat16 and float16, not float8_e4m3fn\. Leave implementation=None"
+    with pytest.raises(NotImplementedError, match=f"grouped_gemm: .*{reason}"):
+        choose("pallas", facts)
+
+
+@on_cpu
+def test_pallas_support_no_fp8_recipe():
+    x, w = jnp.ones((4, 128), BF16), jnp.ones((2, 128, 128), BF16)
+    idx, experts = jnp.zeros((4, 1), jnp.int32), Experts("relu", gated=False)
+    options = {"experts": experts, "recipe": "fp8", "implementation": "pallas"}
+    with pytest.raises(NotImplementedError, match=r"fused_moe: .*pallas: its GEMMs support .*implementation=None"):
+        jax_ep.fused_moe(x, idx, jnp.ones((4, 1), F32), w, w, **options)
 
 
 def test_pallas_support_other_platforms(monkeypatch):
@@ -151,7 +165,7 @@ def test_pallas_support_interpreter_needs_threads(monkeypatch):
 
 @on_cpu
 def test_pallas_support_mixed_implementations(monkeypatch):
-    """On GPUs without Triton, xla communicates and activates, and GEMMs choose separately. Also with explicit names."""
+    """On GPUs without Triton, xla communicates and activates, and GEMMs choose separately."""
     monkeypatch.setattr(requirements, "_missing_on_cpu", lambda: None)
     monkeypatch.setattr(requirements, "is_preferred", lambda facts: facts.operation == "grouped_gemm")
     monkeypatch.setattr(Options, "alone", True)
@@ -175,7 +189,4 @@ def test_pallas_support_mixed_implementations(monkeypatch):
 
     assert layer() == {("exchange", "xla"), ("grouped_gemm", "pallas"), ("activation", "xla")}
     assert layer(implementation="xla") == {("exchange", "xla"), ("grouped_gemm", "xla"), ("activation", "xla")}
-    assert layer(recipe="fp8") == layer()
-    # Only a combine of FP8 sums has a kernel.
-    whole = {("exchange", "pallas"), ("exchange", "xla"), ("grouped_gemm", "pallas"), ("activation", "xla")}
-    assert layer(implementation="pallas") == layer(implementation=("pallas", "xla")) == whole
+    assert layer(implementation="pallas") == layer(implementation=("pallas", "xla")) == layer()

@@ -8,11 +8,11 @@ from jax_ep.pallas import tiling
 from jax_ep.pallas.launch import is_interpreted
 from jax_ep.pallas.requirements import fits
 from jax_ep.pallas.schedule import row_tiles
-from jax_ep.pallas.tiling import ForwardTiles, Fp8Tiles
+from jax_ep.pallas.tiling import ForwardTiles
 from jax_ep.xla.grouped_gemm import locate_groups
 
 SIZES = ([6, 6, 6, 6], [0, 0, 0, 0], [0, 64, 0, 1], [1, 127, 128, 129], [3, -5, 7, 2], [1 << 30, 1 << 30, 1 << 30, 1])
-ALL_TILES = (ForwardTiles(), ForwardTiles((16, 32), band=2), ForwardTiles((32, 48, 64), band=3), Fp8Tiles(band=2))
+ALL_TILES = (ForwardTiles(), ForwardTiles((16, 32), band=2), ForwardTiles((32, 48, 64), band=3))
 CHUNK = 32  # Rows of float32 that are stored at once.
 
 
@@ -40,11 +40,9 @@ def test_pallas_schedule_covers_rows(sizes, tiles, rng):
         assert rows.start < rows.stop
         assert (owner[rows] == -1).all()
         owner[rows] = group[i]
-        if isinstance(tiles, ForwardTiles):  # Rows of other groups are only in the first and the last chunk.
-            assert rows.start - row[i] <= CHUNK
-            assert row[i] + height - rows.stop < (height - 1) % CHUNK + 1
-        else:
-            assert (height == tiles.heights[1]) == (end[i] - row[i] > tiles.heights[0])
+        # Rows of other groups are only in the first and the last chunk.
+        assert rows.start - row[i] <= CHUNK
+        assert row[i] + height - rows.stop < (height - 1) % CHUNK + 1
         assert band[i] <= i < band[i] + band_size[i]
         assert len({*group[band[i] : band[i] + band_size[i]]}) == 1
         assert band_size[i] <= tiles.band

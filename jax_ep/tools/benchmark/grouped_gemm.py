@@ -42,8 +42,6 @@ RANKS, TOKENS = 4, 4096  # of each rank, for the shapes of a model
 CUBLAS = "cuBLAS batched"
 NAMES = {"triton": "triton", "pallas": "pallas", "portable loop": "xla"}
 TRITON, GLUON = "triton, FP8", "triton, FP8, Gluon"
-PALLAS_FP8 = "pallas, FP8"
-QUANTIZED = "pallas, FP8, operands quantised in the same call"
 FP8_ERROR, ERROR = 0.4, 0.1
 """Of single elements, in units of the root mean square; FP8 is off by 0.04 in the norm, others by two roundings."""
 SAMPLE_S = 0.01  # of one timed sample, so that launches do not count
@@ -82,28 +80,22 @@ def product(name: str, direction: str, **keywords: Any) -> Callable[..., Array]:
 
 
 def in_fp8(problem: Problem) -> dict[str, Product]:
-    """Return the forward GEMMs in FP8: of quantized operands, and including the quantization."""
+    """Return the forward GEMMs in FP8 of quantized operands."""
     quantizing = registry.get("activation", "triton")
 
     def quantize(a: Array, b: Array, sizes: Array) -> tuple[Quantized, Quantized]:
         return quantizing.quantize_rows(a, sizes), quantizing.quantize_matrices(b)
 
-    def multiply(name: str, sizes: Array, rows: Quantized, weights: Quantized) -> Array:
-        return registry.get("grouped_gemm", name).grouped_gemm_fp8(rows, weights, sizes, out_dtype=BF16)
-
-    def in_triton(gluon: bool, sizes: Array, rows: Quantized, weights: Quantized) -> Array:
+    def multiply(gluon: bool, sizes: Array, rows: Quantized, weights: Quantized) -> Array:
         with tuning.override("grouped_gemm_fp8", gluon=gluon):
-            return multiply("triton", sizes, rows, weights)
+            return registry.fp8_gemm("triton").grouped_gemm_fp8(rows, weights, sizes, out_dtype=BF16)
 
     a, b, _ = problem.operands["equal"]
     operands = jax.jit(quantize)(a, b, jnp.full((1,), a.shape[0], jnp.int32))
-    runs = {PALLAS_FP8: partial(multiply, "pallas")}
-    runs |= {TRITON: partial(in_triton, False), GLUON: partial(in_triton, True)}
-    found: dict[str, Product] = {
+    runs = {TRITON: partial(multiply, False), GLUON: partial(multiply, True)}
+    return {
         label: partial(lambda run, _, __, sizes: run(sizes, *operands), jax.jit(run)) for label, run in runs.items()
     }
-    found[QUANTIZED] = jax.jit(lambda a, b, sizes: multiply("pallas", sizes, *quantize(a, b, sizes)))
-    return found
 
 
 def weights_in_fp8(problem: Problem) -> dict[str, Product]:
@@ -113,18 +105,14 @@ def weights_in_fp8(problem: Problem) -> dict[str, Product]:
         id(sizes): (quantize_columns(a, sizes), quantize_columns(b, sizes)) for a, b, sizes in problem.operands.values()
     }
 
-    def multiply(name: str, sizes: Array, a: Quantized, b: Quantized) -> Array:
-        return registry.get("grouped_gemm", name).weight_gradient_fp8(a, b, sizes, out_dtype=BF16)
-
-    def in_triton(gluon: bool, sizes: Array, a: Quantized, b: Quantized) -> Array:
+    def multiply(gluon: bool, sizes: Array, a: Quantized, b: Quantized) -> Array:
         with tuning.override("weight_gradient_fp8", gluon=gluon):
-            return multiply("triton", sizes, a, b)
+            return registry.fp8_gemm("triton").weight_gradient_fp8(a, b, sizes, out_dtype=BF16)
 
     def of(run: Callable[..., Array]) -> Product:
         return lambda _, __, sizes: run(sizes, *quantized[id(sizes)])
 
-    runs = {PALLAS_FP8: partial(multiply, "pallas")}
-    runs |= {TRITON: partial(in_triton, False), GLUON: partial(in_triton, True)}
+    runs = {TRITON: partial(multiply, False), GLUON: partial(multiply, True)}
     return {label: of(jax.jit(run)) for label, run in runs.items()}
 
 

@@ -26,13 +26,13 @@ def test_bench_passes_options_on_and_names_a_folder(monkeypatch):
     seen = []
     monkeypatch.setattr(benchmark, "_main", lambda name: lambda *arguments: seen.append((name, *arguments)))
     assert __main__.main(["bench", "exchange", "--model", "qwen3-30b", "--tokens", "8", "16"]) == 0
-    assert __main__.main(["bench", "moe", "--out=there"]) == 0
+    assert __main__.main(["bench", "moe", "--ou", "there"]) == 0  # an abbreviation
     assert __main__.main(["scale", "--quick", "--ranks", "1", "2", "--help"]) == 0
     out = ["--out", "runs/benchmarks"]
     assert seen == [
-        ("exchange", ["--model", "qwen3-30b", "--tokens", "8", "16", *out], "jax-ep bench exchange"),
-        ("moe", ["--out=there"], "jax-ep bench moe"),
-        ("scale", ["--quick", "--ranks", "1", "2", "--help", *out], "jax-ep scale"),
+        ("exchange", [*out, "--model", "qwen3-30b", "--tokens", "8", "16"], "jax-ep bench exchange"),
+        ("moe", [*out, "--ou", "there"], "jax-ep bench moe"),
+        ("scale", [*out, "--quick", "--ranks", "1", "2", "--help"], "jax-ep scale"),
     ]
 
 

@@ -295,6 +295,19 @@ def test_save_concurrent(overwrite, tmp_path, monkeypatch):
     assert found(tmp_path) == 1
 
 
+def test_save_keeps_foreign_files_written_meanwhile(tmp_path, monkeypatch):
+    real = safetensors.numpy.save_file
+
+    def save_file(*args, **kwargs):
+        real(*args, **kwargs)
+        (tmp_path / "config.json").write_text("theirs")
+
+    monkeypatch.setattr(safetensors.numpy, "save_file", save_file)
+    with pytest.raises(FileExistsError, match=r"already has config\.json"):
+        write(tmp_path, 1)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("config.json", "theirs")]
+
+
 def test_save_keeps_foreign_files(tmp_path):
     write(tmp_path, 1, TWO_FILES)
     for name in FOREIGN:

@@ -32,12 +32,13 @@ def replacing(function: str, folder: Path, names: Sequence[str], *, overwrite: b
     stage = folder / _STAGE
     with _locked(function, folder):
         _recover(function, folder)
-        old = _replaced(function, folder, names, overwrite)
+        _replaced(function, folder, names, overwrite)
         try:
             (stage / "new").mkdir(parents=True)
             (stage / "old").mkdir()
             yield stage / "new"
             _complete(stage, names)
+            old = _replaced(function, folder, names, overwrite)  # Others may have written files meanwhile.
             for name in old:
                 os.replace(folder / name, stage / "old" / name)
             _sync(folder)

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jax_ep.core.json_files import shown
 from jax_ep.core.layout import power_of_two
 from jax_ep.types import COMBINE_MODES, DISPATCH_MODES, Schedule
 
@@ -162,13 +163,13 @@ def check(operation: Any, settings: Mapping[str, Any]) -> None:
       ValueError: an unknown name or value.
     """
     if not isinstance(operation, str) or operation not in OPERATIONS:
-        raise ValueError(f"operation {operation!r}, expected one of {', '.join(OPERATIONS)}")
+        raise ValueError(f"operation {shown(operation)}, expected one of {', '.join(OPERATIONS)}")
     known = OPERATIONS[operation].settings
     for name, value in settings.items():
         if name not in known:
-            raise ValueError(f"{operation} has no setting {name!r}, expected some of {', '.join(known)}")
+            raise ValueError(f"{operation} has no setting {shown(name)}, expected some of {', '.join(known)}")
         if value not in known[name]:
-            raise ValueError(f"{operation}: {name}={value!r}, expected {known[name]}")
+            raise ValueError(f"{operation}: {name}={shown(value)}, expected {known[name]}")
 
 
 def check_blocks(operation: str, settings: Mapping[str, Any], facts: Mapping[str, Any]) -> None:

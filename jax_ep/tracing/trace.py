@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jax_ep.core import check
 from jax_ep.tracing import clocks, perfetto, picture, summary
 from jax_ep.tracing.clocks import Clocks, Sent, Timeline
 from jax_ep.tracing.events import EVENT, Launch, Written
@@ -47,16 +48,19 @@ class Trace(Timeline):
           last: how many of the last launches; None: all.
 
         Raises:
-          ValueError: a kernel was not recorded.
+          ValueError: a kernel was not recorded, or `last` is less than 1.
+          TypeError: `last` is not an int.
 
         Example:
           >>> from jax_ep.tracing import Trace
           >>> Trace.of_devices({}).only(last=1).devices
           []
         """
+        if last is not None:
+            check.at_least("Trace.only", "last", last, 1)
         known = {launch.kernel for launch in self.launches.values()}
         if unknown := set(kernels) - known:
-            missing, there = (", ".join(sorted(names)) or "nothing" for names in (unknown, known))
+            missing, there = (", ".join(sorted(map(str, names))) or "nothing" for names in (unknown, known))
             raise ValueError(f"Trace.only: no launch of {missing} was recorded; there is {there}.")
         kept: dict[tuple[int, int], Launch] = {}
         for device in self.devices:
@@ -136,6 +140,7 @@ def merge(traces: Iterable[Trace]) -> Trace:
 
     Raises:
       ValueError: two traces have the same device, or one of several has no times.
+      TypeError: one of them is not a `Trace`.
 
     Example:
       >>> from jax_ep.tracing import Trace, merge
@@ -143,6 +148,8 @@ def merge(traces: Iterable[Trace]) -> Trace:
       []
     """
     parts = list(traces)
+    for part in parts:
+        check.instance("merge", "one of traces", part, Trace, "a Trace")
     devices = [device for part in parts for device in part.devices]
     if len(parts) == 1:
         return parts[0]

@@ -234,6 +234,17 @@ def test_trace_hostile_file(tmp_path):
             tracing.Trace.load(tmp_path / name)
 
 
+def test_trace_invalid_arguments(trace):
+    for call, message in {
+        lambda: trace.only(last=0): "Trace.only: last=0, expected at least 1",
+        lambda: trace.only(last=1.0): "Trace.only: last is a float",
+        lambda: trace.only(3): "Trace.only: no launch of 3 was recorded",
+        lambda: tracing.merge([trace, 3]): "merge: one of traces is an int, expected a Trace",
+    }.items():
+        with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+            call()
+
+
 def test_trace_picture_device_without_events(tmp_path):
     pytest.importorskip("matplotlib")
     tracing.Trace.of_devices({0: written(0), 1: Written(np.zeros((0,), EVENT), {}, 3)}).plot(tmp_path / "t.png")

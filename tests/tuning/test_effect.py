@@ -119,6 +119,7 @@ def test_tuning_overrides_nest_per_thread():
 def test_tuning_overrides_invalid():
     for operation, settings, message in (
         ("sort", {}, "override: operation 'sort', expected one of dispatch"),
+        ("s" * 10**5, {}, "^override: operation 's{1,60}[.]{3}s+', expected one of dispatch"),
         ("combine", {"warps": 1}, "combine has no setting 'warps', expected some of num_combining_programs"),
         ("combine", {"num_warps": 5}, "num_warps=5, expected a power of two from 1 to 16; see docs/tuning.md"),
         ("grouped_gemm", {"tma_store": 1}, r"tma_store=1, expected one of \(False, True\)"),

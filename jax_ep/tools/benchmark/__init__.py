@@ -44,9 +44,7 @@ def run(name: str, options: Sequence[str], prog: str) -> None:
     """Run a benchmark in this process; without `--out` it writes to `runs/benchmarks` in the current folder."""
     from jax_ep.tools.benchmark import harness
 
-    given = any(option == "--out" or option.startswith("--out=") for option in options)
-    arguments = [*options, *([] if given else ["--out", str(_OUT)])]
-    harness.measured(lambda: _main(name)(arguments, prog))
+    harness.measured(lambda: _main(name)(["--out", str(_OUT), *options], prog))
 
 
 def _main(name: str) -> Callable[[Sequence[str], str], None]:

@@ -28,9 +28,11 @@ import scale_model
 from jax_ep import Balance
 from jax_ep.tools.benchmark import harness, inputs, plots
 from jax_ep.tools.benchmark.harness import Report, Timing
+from jax_ep.tools.command import Default
 from jax_ep.xla.balance_plan import place_assignments, plan_pass
 
-RANKS = (4, 8, 16, 32, 64)
+MODELS = Default(["deepseek-v3", "qwen3-30b"], ["tiny"])
+RANKS = Default([4, 8, 16, 32, 64], [2, 4])
 EXPONENTS = (0.5, 0.75, 1.0, 1.25)
 # Measured on H200s (docs/performance.md): grouped GEMMs, all GPUs of four copying to all others, and memory.
 FLOPS, LINK, MEMORY = 620e12, 371e9, 4.4e12
@@ -176,20 +178,17 @@ def draw(path: Path) -> Path | None:
         ax.minorticks_off()
         ax.grid(alpha=0.3)
         ax.legend(fontsize=7)
-    drawn = path.with_suffix(".png")
-    figure.savefig(drawn, dpi=100)
-    pyplot.close(figure)
-    return drawn
+    return plots.save(figure, path)
 
 
 def options() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = harness.parser(__doc__, "balance", rounds=5)
     add = parser.add_argument
-    add("--models", nargs="+", choices=inputs.MODELS, help="default: deepseek-v3 qwen3-30b; --quick: tiny")
-    add("--tokens", type=int, help="per rank (default: 4096)")
-    add("--ranks", type=int, nargs="+", help=f"those that divide the experts (default: {RANKS}; --quick: 2 4)")
-    add("--exponents", type=float, nargs="+", default=EXPONENTS, help=f"of Zipf's law (default: {EXPONENTS})")
+    add("--models", nargs="+", choices=inputs.MODELS, default=MODELS, help="default: %(default)s")
+    add("--tokens", type=int, default=Default(4096, 256), help="per rank (default: %(default)s)")
+    add("--ranks", type=int, nargs="+", default=RANKS, help="those that divide the experts (default: %(default)s)")
+    add("--exponents", type=float, nargs="+", default=EXPONENTS, help="of Zipf's law (default: %(default)s)")
     add("--rows", type=float, default=1.1, help="see jax_ep.Balance (default: 1.1)")
     add("--spare", type=int, default=2, help="spare experts per rank (default: 2)")
     return parser
@@ -198,9 +197,6 @@ def options() -> argparse.ArgumentParser:
 def main() -> None:
     """Simulate, and draw."""
     args = harness.parse(options())
-    args.models = args.models or ([inputs.QUICK] if args.quick else ["deepseek-v3", "qwen3-30b"])
-    args.ranks = args.ranks or ([2, 4] if args.quick else list(RANKS))
-    args.tokens = args.tokens or (256 if args.quick else 4096)
     report = measure(args)
     show(report)
     drawn = draw(report.path)

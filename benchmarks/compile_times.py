@@ -27,7 +27,8 @@ import jax.numpy as jnp
 import jax_ep
 from jax_ep.tools.benchmark import harness
 from jax_ep.tools.benchmark.harness import Report, Timing
-from jax_ep.tools.benchmark.inputs import DEFAULT, MODELS, QUICK, Model, expert_mesh
+from jax_ep.tools.benchmark.inputs import MODELS, Model, expert_mesh
+from jax_ep.tools.command import Default
 
 PROGRAMS = ("forward", "forward + backward")
 CACHES = ("cold", "cached")
@@ -111,8 +112,9 @@ def measure(report: Report, rounds: int, name: str, tokens: int, recipe: str | N
 
 def options() -> argparse.ArgumentParser:
     """Return the command line."""
-    parser = harness.parser(__doc__, "compile_times", rounds=3, tokens="4096")
-    parser.add_argument("--models", nargs="+", choices=MODELS, help=f"default: {DEFAULT} and qwen3-30b")
+    parser = harness.parser(__doc__, "compile_times", rounds=3, tokens=Default([4096], [32]))
+    models = Default(["deepseek-v3", "qwen3-30b"], ["tiny"])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=models, help="default: %(default)s")
     parser.add_argument("--recipe", choices=["fp8"], help="of the layer; default: none")
     parser.add_argument(
         "--here", choices=PROGRAMS, help="measure this program once in this process, and print JSON alone"
@@ -123,17 +125,15 @@ def options() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure every model in separate processes, or one program in this process."""
     args = harness.parse(options(), arguments)
-    models = args.models or ([QUICK] if args.quick else [DEFAULT, "qwen3-30b"])
-    tokens = args.tokens or [32 if args.quick else 4096]
     if args.here is not None:
-        print(json.dumps(measure_here(args.here, MODELS[models[0]], tokens[0], args.recipe)))
+        print(json.dumps(measure_here(args.here, MODELS[args.models[0]], args.tokens[0], args.recipe)))
         return
     # This process only asks for the number of devices, and must leave their memory to the others.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     report = Report("compile_times", args)
-    table = [
-        line for name in models for count in tokens for line in measure(report, args.rounds, name, count, args.recipe)
-    ]
+    table = []
+    for name, tokens in itertools.product(args.models, args.tokens):
+        table += measure(report, args.rounds, name, tokens, args.recipe)
     harness.show_table("seconds to compile", ["", *PARTS, "sum"], table)
     print(report.path)
 

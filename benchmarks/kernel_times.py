@@ -34,13 +34,14 @@ import jax
 import jax_ep
 from jax_ep.tools.benchmark import harness, low_latency, profiler
 from jax_ep.tools.benchmark.harness import Report
-from jax_ep.tools.benchmark.inputs import DEFAULT, MODELS, QUICK, expert_mesh, make_case, make_weights
+from jax_ep.tools.benchmark.inputs import DEFAULT, MODELS, expert_mesh, make_case, make_weights
 from jax_ep.tools.benchmark.layer import LAYERS
 from jax_ep.tools.benchmark.layer import program as training_layer
 from jax_ep.tools.benchmark.profiler import Program
+from jax_ep.tools.command import Default
 
 ROUND_TRIPS, DECODE_LAYERS = 16, 4
-TOKENS, MOE_TOKENS, QUICK_TOKENS = [1, 128], 4096, 8
+TOKENS, MOE_TOKENS = Default([1, 128], [8]), Default(4096, 8)  # of low-latency and decode; of a layer of training
 
 
 def round_trips(mesh: jax.sharding.Mesh, name: str, tokens: int) -> Program:
@@ -90,10 +91,10 @@ def measure(
 
 def options() -> argparse.ArgumentParser:
     """Return the command line."""
-    parser = harness.parser(__doc__, "kernel_times", rounds=5, tokens=f"{TOKENS}; of low-latency and decode")
+    parser = harness.parser(__doc__, "kernel_times", rounds=5, tokens=TOKENS)
     parser.add_argument("--what", nargs="+", choices=BUILDERS, default=list(BUILDERS), help="default: all")
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=["moe"], help="of moe-...")
-    parser.add_argument("--model", choices=MODELS, help=f"default: {DEFAULT}; --quick: {QUICK}")
+    parser.add_argument("--model", choices=MODELS, default=DEFAULT, help="default: %(default)s")
     parser.add_argument("--ranks", type=int, help="GPUs, the first of the machine (default: all)")
     parser.add_argument("--traces", type=Path, help="folder to keep the traces in (default: they are not kept)")
     return parser
@@ -106,9 +107,7 @@ def main() -> None:
         sys.exit("kernel_times: needs GPUs; nothing measured")
     mesh = expert_mesh(args.ranks or jax.device_count())
     jax_ep.init(mesh)
-    args.model = args.model or (QUICK if args.quick else DEFAULT)
-    args.tokens = args.tokens or ([QUICK_TOKENS] if args.quick else TOKENS)
-    of_moe = [QUICK_TOKENS if args.quick else MOE_TOKENS]
+    of_moe = [MOE_TOKENS.quick if args.quick else MOE_TOKENS.full]
     layers = [{"layer": layer} for layer in args.layers]
     cases = itertools.chain(
         *(itertools.product([w], *((of_moe, layers) if "moe" in w else (args.tokens, [{}]))) for w in args.what)

@@ -26,9 +26,10 @@ import jax_ep
 import scale_model
 from jax_ep.tools.benchmark import harness, inputs, plots
 from jax_ep.tools.benchmark.harness import Report, Timing
+from jax_ep.tools.command import Default
 from scale_model import Rates, Rows, Topology
 
-RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)
+RANKS = Default([8, 16, 32, 64, 128, 256, 512, 1024], [4, 8, 16])
 LIMITED = {"4 of 8 groups": 8, "at most 4 nodes": None}  # groups; None: the nodes that hold one copy of all experts
 ROUTINGS = ("uniform", "zipf", *LIMITED)
 CHOSEN_GROUPS = 4
@@ -164,11 +165,11 @@ def options() -> argparse.ArgumentParser:
     """Return the command line."""
     parser = harness.parser(__doc__, "nodes", rounds=5)
     add = parser.add_argument
-    add("--model", choices=inputs.MODELS, help=f"default: {inputs.DEFAULT}; --quick: {inputs.QUICK}")
+    add("--model", choices=inputs.MODELS, default=inputs.DEFAULT, help="default: %(default)s")
     add("--tokens", type=int, default=4096, help="of each rank (default: 4096)")
-    add("--ranks", type=int, nargs="+", help=f"of whole nodes (default: {RANKS}; --quick: 4 8 16)")
+    add("--ranks", type=int, nargs="+", default=RANKS, help="of whole nodes (default: %(default)s)")
     add("--routings", nargs="+", choices=ROUTINGS, default=ROUTINGS, metavar="ROUTING", help="default: all")
-    add("--gpus-per-node", type=int, help="default: 8; --quick: 4")
+    add("--gpus-per-node", type=int, default=Default(8, 4), help="default: %(default)s")
     add("--link-rate", type=float, default=370e9, help="bytes/s of a GPU inside its node (default: 370e9)")
     add("--nic-rate", type=float, default=45e9, help="bytes/s of a GPU over the boundary (default: 45e9)")
     add("--start", type=float, default=20e-6, help="seconds of a launch (default: 20e-6)")
@@ -178,10 +179,8 @@ def options() -> argparse.ArgumentParser:
 
 
 def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Fill in defaults, and reject partial nodes and experts that do not divide."""
-    args.model = args.model or (inputs.QUICK if args.quick else inputs.DEFAULT)
-    args.gpus_per_node = args.gpus_per_node or (4 if args.quick else 8)
-    args.ranks = sorted(set(args.ranks or ((4, 8, 16) if args.quick else RANKS)))
+    """Sort the ranks, and reject partial nodes and experts that do not divide."""
+    args.ranks = sorted(set(args.ranks))
     experts = inputs.MODELS[args.model].experts
     for name in ("gpus_per_node", "tokens", "blocks", "link_rate", "nic_rate"):
         if getattr(args, name) <= 0:

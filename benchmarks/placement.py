@@ -27,8 +27,10 @@ import numpy as np
 from jax_ep.placement import Placement, plan
 from jax_ep.tools.benchmark import harness, inputs, plots
 from jax_ep.tools.benchmark.harness import Report, Timing
+from jax_ep.tools.command import Default
 
-RANKS = (8, 16, 32, 64, 128, 256)
+MODELS = Default(["deepseek-v3", "qwen3-235b"], ["tiny"])
+RANKS = Default([8, 16, 32, 64, 128, 256], [2, 4])
 EXPONENTS = (0.25, 0.5, 0.75, 1.0, 1.25)
 DRIFTS = (0.0, 0.1, 0.25, 0.5, 1.0)
 GROUPS = {"deepseek-v3": 8}
@@ -175,11 +177,12 @@ def options() -> argparse.ArgumentParser:
     """Return the command line."""
     parser = harness.parser(__doc__, "placement", rounds=9)
     add = parser.add_argument
-    add("--models", nargs="+", choices=inputs.MODELS, help="default: deepseek-v3 qwen3-235b; --quick: tiny")
-    add("--tokens", type=int, help="of a plan, and as many to evaluate it (default: 32768)")
-    add("--ranks", type=int, nargs="+", help=f"those that divide the experts (default: {RANKS}; --quick: 2 4)")
-    add("--exponents", type=float, nargs="+", default=EXPONENTS, help=f"of Zipf's law (default: {EXPONENTS})")
-    add("--drifts", type=float, nargs="+", default=DRIFTS, help=f"shares of the experts (default: {DRIFTS})")
+    add("--models", nargs="+", choices=inputs.MODELS, default=MODELS, help="default: %(default)s")
+    tokens = Default(32768, 512)
+    add("--tokens", type=int, default=tokens, help="of a plan, and as many to evaluate it (default: %(default)s)")
+    add("--ranks", type=int, nargs="+", default=RANKS, help="those that divide the experts (default: %(default)s)")
+    add("--exponents", type=float, nargs="+", default=EXPONENTS, help="of Zipf's law (default: %(default)s)")
+    add("--drifts", type=float, nargs="+", default=DRIFTS, help="shares of the experts (default: %(default)s)")
     add("--copies-per-rank", type=int, default=1, help="slots of a rank beyond E / W (default: 1)")
     return parser
 
@@ -188,9 +191,6 @@ def main() -> None:
     """Simulate, and draw."""
     parser = options()
     args = harness.parse(parser)
-    args.models = args.models or ([inputs.QUICK] if args.quick else ["deepseek-v3", "qwen3-235b"])
-    args.ranks = args.ranks or ([2, 4] if args.quick else list(RANKS))
-    args.tokens = args.tokens or (512 if args.quick else 32768)
     for name in args.models:
         if not any(inputs.MODELS[name].experts % n == 0 for n in args.ranks):
             parser.error(f"--ranks {args.ranks}: none divides the {inputs.MODELS[name].experts} experts of {name}")

@@ -18,7 +18,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NamedTuple, NoReturn
 
 from jax_ep.core.json_files import cut
 
@@ -61,6 +61,24 @@ def add_choice(
     parser.add_argument("what", choices=choices, metavar="WHAT")
     parser.add_argument("options", nargs=argparse.REMAINDER, help=options)
     return parser
+
+
+class Default(NamedTuple):
+    """Default of an option, and the one with `--quick`; help texts show both as `%(default)s`."""
+
+    full: Any
+    quick: Any
+
+    def __str__(self) -> str:
+        full, quick = (" ".join(map(str, one)) if isinstance(one, list | tuple) else one for one in self)
+        return f"{full}; --quick: {quick}"
+
+
+def fill_in(args: argparse.Namespace, *, quick: bool) -> None:
+    """Replace every `Default` of a parsed command line."""
+    for name, value in vars(args).items():
+        if isinstance(value, Default):
+            setattr(args, name, value.quick if quick else value.full)
 
 
 def count(text: str, least: int = 1) -> int:

@@ -30,12 +30,12 @@ from jax_ep.core.files import check_writable
 from jax_ep.tools import command, processes
 from jax_ep.tools.benchmark import harness
 from jax_ep.tools.benchmark.chains import on_each_rank
-from jax_ep.tools.benchmark.inputs import DEFAULT, MODELS, QUICK, Model, expert_mesh, make_case, make_weights
+from jax_ep.tools.benchmark.inputs import DEFAULT, MODELS, Model, expert_mesh, initialize, make_case, make_weights
+from jax_ep.tools.command import Default
 from jax_ep.tracing import picture
 
 OUT = "runs/trace.json"
 WARMUP, ROUNDS = 3, 16
-QUICK_TOKENS = 8
 TOKENS = {"dispatch": 4096, "combine": 4096, "moe": 4096, "low-latency": 128}
 _RECORDED = {
     "dispatch": "the kernels of a dispatch, up to the rows of the experts",
@@ -88,8 +88,8 @@ def recording_options(what: str) -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = command.Parser(prog=f"jax-ep trace {what}", description=__doc__, formatter_class=raw)
     add = parser.add_argument
-    add("--model", choices=MODELS, help=f"default: {DEFAULT}; --quick: {QUICK}")
-    add("--tokens", type=int, help=f"per rank (default: {TOKENS[what]}; --quick: {QUICK_TOKENS})")
+    add("--model", choices=MODELS, default=DEFAULT, help="default: %(default)s")
+    add("--tokens", type=int, default=Default(TOKENS[what], 8), help="per rank (default: %(default)s)")
     add("--ranks", type=int, help="devices, the first of the machine (default: all)")
     add("--routing", choices=["uniform", "zipf"], default="uniform")
     add("--dispatch-mode", choices=["fused", "serial"], help="of moe (default: by the cost model)")
@@ -111,20 +111,20 @@ def record(what: str, options: list[str]) -> None:
     harness.require_triton()
     if args.png:
         picture.require_matplotlib()
-    jax.config.update("jax_num_cpu_devices", harness.QUICK_DEVICES)
+    jax.config.update("jax_num_cpu_devices", harness.CPU_DEVICES)
     if not processes.enter(args.processes):
         return
     on_gpus = jax.default_backend() == "gpu"
-    args.quick |= not on_gpus
+    command.fill_in(args, quick=args.quick or not on_gpus)
     mesh = expert_mesh(args.ranks or jax.device_count())
-    model = MODELS[args.model or (QUICK if args.quick else DEFAULT)]
+    model = MODELS[args.model]
     if model.experts % mesh.size:
         parser.error(f"--ranks: {mesh.size} ranks, which must divide the {model.experts} experts of the model")
     path = args.out / "trace.json" if args.out.is_dir() else args.out
     path.parent.mkdir(parents=True, exist_ok=True)
     check_writable(path)
     if args.processes == 1:
-        jax_ep.init(mesh, transport=None if on_gpus else "shared_memory")
+        initialize(mesh)
     trace = recorded(what, mesh, model, args)
     trace.save(path)
     show(trace)
@@ -158,8 +158,7 @@ def function_of(what: str, num_experts: int, args: argparse.Namespace) -> Functi
 
 def recorded(what: str, mesh: jax.sharding.Mesh, model: Model, args: argparse.Namespace) -> tracing.Trace:
     """Trace some calls of an operation, and print the cost of recording."""
-    tokens = args.tokens or (QUICK_TOKENS if args.quick else TOKENS[what])
-    case = make_case(mesh, args.routing, tokens, model)
+    case = make_case(mesh, args.routing, args.tokens, model)
     weights = make_weights(mesh, model) if what in ("moe", "low-latency") else ()
     arrays = (case.x, case.topk_idx, case.topk_weights, *weights)
     per_rank = on_each_rank(mesh, function_of(what, model.experts, args))

@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -24,6 +25,9 @@ from jax_ep.core.json_files import shown
 from jax_ep.formats import STORED
 from jax_ep.settings import file
 from jax_ep.settings.operations import bucket
+from jax_ep.tools import tune_search
+from jax_ep.tools.command import Default, fill_in
+from jax_ep.tools.tune_search import Case, Log, Outcome, Settings
 
 PARTS = ("exchange", "exchange-gemm", "low-latency", "grouped-gemm", "fused-moe", "rates")
 _MIN_S = 20.0  # per group of operations; less would be spent on compilation
@@ -39,8 +43,10 @@ def add_command(commands: Any) -> None:
         " ran out of time, resumes when it is started again.",
     )
     parser.add_argument("what", nargs="*", choices=[*PARTS, "all"], metavar="WHAT", help=f"{', '.join(PARTS)}; or all")
-    parser.add_argument("--model", help="sizes of a model, such as deepseek-v3; the options below override single ones")
-    parser.add_argument("--tokens", type=int, nargs="+", help="per rank; several are tuned one after another")
+    model = "sizes of a model (default: %(default)s); the options below override single ones"
+    parser.add_argument("--model", default=Default("deepseek-v3", "tiny"), help=model)
+    tokens, text = Default([4096], [16]), "per rank (default: %(default)s); several are tuned one after another"
+    parser.add_argument("--tokens", type=int, nargs="+", default=tokens, help=text)
     for name, text in (("hidden", "H"), ("intermediate", "I"), ("experts", "E, of all ranks"), ("top-k", "K")):
         parser.add_argument(f"--{name}", type=int, help=text)
     parser.add_argument("--ranks", type=int, help="devices that share the experts (default: all)")
@@ -61,6 +67,7 @@ def run(args: argparse.Namespace) -> None:
     from jax_ep.tools import tune_cases
     from jax_ep.tools.benchmark import rates
 
+    fill_in(args, quick=tune_cases.is_small())
     all_sizes = _sizes(args)
     results = _Results(_path(args.out), jax.local_devices()[0].device_kind)
     if tune_cases.is_small():
@@ -68,12 +75,13 @@ def run(args: argparse.Namespace) -> None:
         print("CPU devices: the figures mean nothing, and no settings file is written", flush=True)
     parts = PARTS if not args.what or "all" in args.what else [name for name in PARTS if name in args.what]
     tuning.use(None)  # compare with the defaults
-    with _started(), _Screen(args.seconds) as screen:
+    with _started():
+        clock = _Clock(args.seconds)
         if "rates" in parts:
-            screen.say("rates of this machine")
+            clock.say("rates of this machine")
             results.rates = rates.measure()
             results.write()
-        _tune(list(tune_cases.makers(parts, all_sizes, args.formats)), args.routing, results, screen)
+        _tune(list(tune_cases.makers(parts, all_sizes, args.formats)), args.routing, results, clock)
     if not results.outcomes and "rates" not in parts:
         sys.exit("jax-ep tune: nothing measured")
     _show(results)
@@ -92,81 +100,69 @@ def _path(out: Path | None) -> Path | None:
     return path
 
 
-def _beside(path: Path, suffix: str) -> Path:
-    """Return the path of another file of the same run, which is no file of another run."""
-    return path.with_name(path.name + suffix)
-
-
 def _sizes(args: argparse.Namespace) -> list[Any]:
     """Return the sizes of the layer, for each number of tokens."""
-    from jax_ep.tools.benchmark.inputs import DEFAULT, MODELS, QUICK
-    from jax_ep.tools.tune_cases import Sizes, is_small
+    from jax_ep.tools.benchmark.inputs import MODELS
+    from jax_ep.tools.tune_cases import Sizes
 
-    name = (QUICK if is_small() else DEFAULT) if args.model is None else args.model
-    if name not in MODELS:
-        raise ValueError(f"tune: --model={shown(name)}, expected one of {', '.join(MODELS)}")
+    if args.model not in MODELS:
+        raise ValueError(f"tune: --model={shown(args.model)}, expected one of {', '.join(MODELS)}")
     given = {field: getattr(args, field) for field in ("hidden", "intermediate", "experts", "top_k")}
-    sizes = MODELS[name]._asdict() | {field: value for field, value in given.items() if value is not None}
+    sizes = MODELS[args.model]._asdict() | {field: value for field, value in given.items() if value is not None}
     ranks = args.ranks or len(jax.local_devices())
-    tokens = args.tokens or ([16] if is_small() else [4096])
     if ranks > len(jax.local_devices()):
         raise ValueError(f"tune: --ranks={ranks}, but there are {len(jax.local_devices())} devices")
     if sizes["experts"] % ranks or sizes["top_k"] > sizes["experts"]:
         raise ValueError(f"tune: {sizes['experts']} experts on {ranks} ranks, {sizes['top_k']} per token; pass --ranks")
-    return [Sizes(tokens=number, **sizes, ranks=ranks, routing=args.routing) for number in tokens]
+    return [Sizes(tokens=number, **sizes, ranks=ranks, routing=args.routing) for number in args.tokens]
 
 
-def _tune(makers: Sequence[Any], routing: str, results: _Results, screen: _Screen) -> None:
+def _tune(makers: Sequence[Any], routing: str, results: _Results, clock: _Clock) -> None:
     """Tune all cases, each in its share of the remaining time."""
-    from jax_ep.tools.tune_search import Log
-
     circumstances = {
         "device": results.kind,
         "kernels": file.kernel_sources(),
         "routing": routing,
         "jax": jax.__version__,
     }
-    log = Log(results.path and _beside(results.path, ".log"), circumstances)
+    log = Log(results.path and results.path.with_name(f"{results.path.name}.log"), circumstances)
     for number, make in enumerate(makers):
-        if screen.left() <= 0:
-            screen.note(f"no time left for {len(makers) - number} of {len(makers)} groups; run it again to resume")
+        if clock.left() <= 0:
+            print(f"no time left for {len(makers) - number} of {len(makers)} groups; run it again to resume")
             return
-        deadline = screen.elapsed() + max(_MIN_S, screen.left() / (len(makers) - number))
+        deadline = clock.elapsed() + max(_MIN_S, clock.left() / (len(makers) - number))
         try:
             cases = list(make())
             for place, case in enumerate(cases):
-                share = (deadline - screen.elapsed()) / (len(cases) - place)
-                _tune_one(case, log, results, screen, screen.elapsed() + share)
+                share = (deadline - clock.elapsed()) / (len(cases) - place)
+                _tune_one(case, log, results, clock, clock.elapsed() + share)
                 results.write()
         except (NotImplementedError, RuntimeError, ValueError, MemoryError) as error:  # too large, or not supported
-            screen.note(f"left out: {' '.join(str(error).split())[:300]}")
+            print(f"left out: {' '.join(str(error).split())[:300]}")
             _recover()
 
 
-def _tune_one(case: Any, log: Any, results: _Results, screen: _Screen, deadline: float) -> None:
-    from jax_ep.tools import tune_search
-
-    meter: Any = None
-
-    def measure(*arguments: Any) -> Any:
-        nonlocal meter
-        meter = meter or tune_search.Meter(case, _recover, is_over)
-        return meter.outcomes(*arguments)
-
+def _tune_one(case: Case, log: Log, results: _Results, clock: _Clock, deadline: float) -> None:
     def is_over() -> bool:
-        return screen.elapsed() > deadline
+        return clock.elapsed() > deadline
 
-    chosen, is_done = tune_search.descend(case, measure, log, is_over, screen.say)
+    # Made with the first measurement: if all are known, nothing is compiled.
+    meter = functools.cache(lambda: tune_search.Meter(case, _recover, is_over))
+
+    def measure(trials: Sequence[Settings], rounds: int, log: Log) -> list[Outcome]:
+        return meter().outcomes(trials, rounds, log)
+
+    chosen, is_done = tune_search.descend(case, measure, log, is_over, clock.say)
     if not is_done and all(log.find(case, settings) is None for settings in (chosen, case.start) if settings):
-        screen.note(f"{case.title}: no time left; run it again to resume")
+        print(f"{case.title}: no time left; run it again to resume")
         return
     last = tune_search.confirm(chosen, measure, log)
     is_better = bool(chosen) and last.relative <= tune_search.WORTH
-    results.add(case, chosen if is_better else {}, last, log)
+    results.outcomes.append((case, chosen if is_better else {}, last))
     found = f"{last.relative:.2f} of the time with {tune_search.name_of(chosen)}" if is_better else "the default"
     if failed := log.failures(case):
         found += f"; {failed} settings cannot run here, see {log.path}"
-    screen.note(f"{case.title}: {found}{'' if is_done else '; the search is not complete: run it again to resume'}")
+    print(f"{case.title}: {found}{'' if is_done else '; the search is not complete: run it again to resume'}")
 
 
 def _recover() -> None:
@@ -198,22 +194,6 @@ def _started() -> Iterator[None]:
         context.finalize()
 
 
-class _Curve(NamedTuple):
-    """Bandwidth of one operation.
-
-    Attributes:
-      title: description of the operation.
-      bytes_per_s: by number of programs.
-      chosen: the chosen number of programs; None: the default.
-      default: bytes per second with the default settings.
-    """
-
-    title: str
-    bytes_per_s: dict[int, float]
-    chosen: Any
-    default: float
-
-
 @dataclasses.dataclass
 class _Results:
     """The results, and the previous content of the file; path None: write nothing."""
@@ -221,8 +201,7 @@ class _Results:
     path: Path | None
     kind: str
     rates: file.Rates | None = None
-    outcomes: list[tuple[Any, Mapping[str, Any], Any]] = dataclasses.field(default_factory=list)
-    curves: list[_Curve] = dataclasses.field(default_factory=list)
+    outcomes: list[tuple[Case, Settings, Outcome]] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._before: list[file.Entry] = []
@@ -241,21 +220,6 @@ class _Results:
             self.rates = file.read(self.path, self.kind).rates
             self._before = [file.Entry(**entry) for entry in content["entries"]]
 
-    def add(self, case: Any, chosen: Mapping[str, Any], last: Any, log: Any) -> None:
-        """Add the outcome of a case, and its curve if it has a bandwidth."""
-        from jax_ep.tools.tune_cases import PROGRAM_SETTINGS
-
-        self.outcomes.append((case, chosen, last))
-        names = [name for name in PROGRAM_SETTINGS if name in case.candidates]
-        if not case.moved_bytes or not names:
-            return
-        known = {n: log.find(case, {names[0]: n}) for n in case.candidates[names[0]]}
-        fine = {n: outcome for n, outcome in known.items() if outcome is not None and not outcome.error}
-        if fine:
-            default = case.moved_bytes * sum(o.relative / o.seconds for o in fine.values()) / len(fine)
-            rates = {n: case.moved_bytes / outcome.seconds for n, outcome in fine.items()}
-            self.curves.append(_Curve(case.title, rates, chosen.get(names[0]), default))
-
     def write(self) -> None:
         """Write the file: new entries replace those for the same sizes; there is none if the defaults are best."""
         if self.path is None:
@@ -269,55 +233,16 @@ class _Results:
                 entries[name] = file.Entry(case.operation, case.facts, chosen, measured)
         file.write(self.path, self.kind, list(entries.values()), self.rates)
 
-    def draw(self, path: Path) -> bool:
-        """Plot bandwidth by number of programs; False if matplotlib is not installed."""
-        try:
-            from matplotlib.backends.backend_agg import FigureCanvasAgg
-            from matplotlib.figure import Figure
-        except ImportError:
-            return False
-        figure = Figure(figsize=(5.5 * len(self.curves), 4.0), layout="constrained")
-        FigureCanvasAgg(figure)
-        for axes, curve in zip(figure.subplots(1, len(self.curves), squeeze=False)[0], self.curves, strict=True):
-            rates = {n: rate / 1e9 for n, rate in sorted(curve.bytes_per_s.items())}
-            axes.plot(list(rates), list(rates.values()), marker="o", label="measured")
-            axes.axhline(curve.default / 1e9, color="gray", linestyle="--", label="default")
-            if curve.chosen in rates:
-                axes.plot(curve.chosen, rates[curve.chosen], "D", color="C3", markersize=10, label="chosen")
-            axes.set(title=curve.title, xlabel="programs", ylabel="GB/s of the busiest rank", ylim=(0, None))
-            axes.grid(alpha=0.3)
-            axes.legend()
-        figure.savefig(path, dpi=120)
-        return True
-
 
 def _name(operation: str, facts: Mapping[str, Any]) -> str:
     return f"{operation} {sorted((name, bucket(name, value)) for name, value in facts.items())}"
 
 
-class _Screen:
-    """Console output: notes, and on a terminal with rich a bar with the remaining time."""
+class _Clock:
+    """The time since the start, and what is left of it."""
 
     def __init__(self, seconds: float) -> None:
         self._start, self._seconds = time.monotonic(), seconds
-        self._progress: Any = None
-
-    def __enter__(self) -> _Screen:
-        with contextlib.suppress(ImportError):
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-            console = Console(stderr=True)
-            if console.is_terminal:
-                texts = [TextColumn("{task.fields[left]}"), TextColumn("{task.description}")]
-                self._progress = Progress(BarColumn(), TimeElapsedColumn(), *texts, console=console, transient=True)
-                self._task = self._progress.add_task("", total=self._seconds, left="")
-                self._progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()
 
     def elapsed(self) -> float:
         """Return the seconds since the start."""
@@ -328,20 +253,12 @@ class _Screen:
         return self._seconds - self.elapsed()
 
     def say(self, text: str) -> None:
-        """Show the current step."""
-        if self._progress is None:
-            print(f"  {text}", flush=True)
-            return
-        left = f"{max(0.0, self.left()):.0f} s left"
-        self._progress.update(self._task, completed=self.elapsed(), description=text, left=left)
-
-    def note(self, text: str) -> None:
-        """Print a line that stays."""
-        print(text, flush=True) if self._progress is None else self._progress.console.print(text, markup=False)
+        """Print the current step."""
+        print(f"  {text}, {max(0.0, self.left()):.0f} s left", flush=True)
 
 
 def _show(results: _Results) -> None:
-    """Print a table of the results, the file and the chart."""
+    """Print a table of the results, and the file."""
     from jax_ep.tools.benchmark import harness
 
     rows = []
@@ -353,9 +270,5 @@ def _show(results: _Results) -> None:
     if results.rates is not None:
         for name, value in dataclasses.asdict(results.rates).items():
             print(f"{name}: {'not measured' if value is None else f'{value:.3g}'}")
-    if results.path is None:
-        return
-    print(f"written: {results.path}")
-    if results.curves:
-        chart = _beside(results.path, ".png")
-        print(f"chart: {chart}" if results.draw(chart) else "no chart: pip install '.[tools]'")
+    if results.path is not None:
+        print(f"written: {results.path}")

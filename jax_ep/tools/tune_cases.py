@@ -36,12 +36,11 @@ from jax_ep.tools.benchmark import harness
 from jax_ep.tools.benchmark.chains import chain
 from jax_ep.tools.benchmark.exchange import local_after, make_handle
 from jax_ep.tools.benchmark.fused_moe import stored_as
-from jax_ep.tools.benchmark.inputs import Model, busiest, expert_mesh, make_case, make_weights, on_ranks, routing
+from jax_ep.tools.benchmark.inputs import Model, expert_mesh, make_case, make_weights, on_ranks, routing
 from jax_ep.tools.tune_search import Case, Run, Settings
 from jax_ep.types import Array, Options
 
 PARTS = ("exchange", "exchange-gemm", "low-latency", "grouped-gemm", "fused-moe")
-PROGRAM_SETTINGS = ("num_communicating_programs", "num_combining_programs")
 _BF16 = jnp.dtype(jnp.bfloat16)
 _PROGRAMS, _BLOCKS = (8, 16, 24, 32, 48), (2, 4, 8, 16, 32)
 
@@ -117,7 +116,6 @@ def _case(
     *,
     graphs: bool = False,
     start: Settings | None = None,
-    moved_bytes: float = 0.0,
 ) -> Case:
     """Make a case whose chains run `step(zero, *arrays)`; `graphs` for calls that are shorter than their launch.
 
@@ -137,7 +135,6 @@ def _case(
         candidates={name: values[: 2 if is_small() else None] for name, values in candidates.items()},
         start=start or {},
         make_chain=lambda settings: partial(compile_chain, settings),
-        moved_bytes=moved_bytes,
     )
 
 
@@ -160,7 +157,6 @@ class _Exchange:
         self.case = make_case(self.mesh, sizes.routing, sizes.tokens, sizes.model)
         self.layout, self.run = self.case.layout, registry.get("exchange", "triton")
         self.facts = tuned.exchange_facts(self.layout, sizes.hidden, _BF16)
-        self.moved_tokens = busiest(self.case.remote)
         self.handle = make_handle(self.case, "triton")
 
     def plan(self, columns: int) -> plans.ExchangeGemmPlan:
@@ -195,7 +191,6 @@ def _exchange(sizes: Sizes) -> Iterator[Case]:
                 layer.mesh,
                 partial(dispatch, dtype),
                 (case.x, layer.handle),
-                moved_bytes=layer.moved_tokens * case.row_bytes(wire),
             )
     yield _case(
         "combine",
@@ -210,7 +205,6 @@ def _exchange(sizes: Sizes) -> Iterator[Case]:
         layer.mesh,
         combine,
         (layer.rows(sizes.hidden), layer.handle),
-        moved_bytes=layer.moved_tokens * case.row_bytes("bf16"),
     )
 
 

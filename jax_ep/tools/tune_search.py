@@ -72,7 +72,6 @@ class Case:
       candidates: values of each setting, the simplest first, in the order of the search.
       start: settings that the search starts from, without which the others have no effect.
       make_chain: `make_chain(settings) -> compile`, where `compile(n)` is a program of n dependent calls.
-      moved_bytes: bytes that the busiest rank sends or receives per call; 0 if a bandwidth makes no sense.
     """
 
     operation: str
@@ -81,7 +80,6 @@ class Case:
     candidates: Mapping[str, Sequence[Setting]]
     make_chain: Callable[[Settings], Callable[[int], Run]]
     start: Settings = dataclasses.field(default_factory=dict)
-    moved_bytes: float = 0.0
 
 
 def name_of(settings: Settings) -> str:

@@ -190,14 +190,10 @@ def test_tune_writes_only_faster_settings(tmp_path, monkeypatch):
         monkeypatch.setattr(tune_search, "Meter", Meter)
         results = tune._Results(path, KIND)
         log = Log(tmp_path / f"{last}.log", {})
-        with tune._Screen(60.0) as screen:
-            tune._tune_one(make_case(moved_bytes=1e3), log, results, screen, deadline=60.0)
+        tune._tune_one(make_case(), log, results, tune._Clock(60.0), deadline=60.0)
         results.write()
         read = file.read(path, KIND)
         assert [dict(settings) for settings in read.entries.values()] == wanted * [{"num_combining_programs": 32}]
-        (curve,) = results.curves
-        assert curve.bytes_per_s[32] == pytest.approx(1e9 / 0.8)
-        assert (curve.chosen, curve.default) == (32 if wanted else None, pytest.approx(1e9))
 
 
 def test_tune_keeps_entries_of_other_sizes(tmp_path):
@@ -205,7 +201,7 @@ def test_tune_keeps_entries_of_other_sizes(tmp_path):
     old = [file.Entry("combine", FACTS | {"hidden": n}, {"num_warps": 4}, {}) for n in (100, 300)]
     file.write(path, KIND, old, rates)
     results = tune._Results(path, KIND)
-    results.add(make_case(), {"num_warps": 2}, Outcome(0.5, 1e-6), Log(tmp_path / "a.log", {}))
+    results.outcomes.append((make_case(), {"num_warps": 2}, Outcome(0.5, 1e-6)))
     results.write()
     read = file.read(path, KIND)
     found = {n: dict(file.settings_of(read, "combine", FACTS | {"hidden": n})) for n in (100, 300)}
@@ -249,27 +245,15 @@ def test_tune_invalid_arguments(options, message, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tune_chart_curves(tmp_path):
-    pytest.importorskip("matplotlib")
-    curves = [tune._Curve("dispatch", {8: 1e11, 16: 2e11, 32: 2.1e11}, 16, 1.9e11)]
-    curves.append(tune._Curve("combine", {8: 1e11, 16: 2e11}, None, 2e11))
-    sizes = []
-    for number in (1, 2):
-        assert tune._Results(None, KIND, curves=curves[:number]).draw(tmp_path / f"{number}.png")
-        sizes.append(int.from_bytes((tmp_path / f"{number}.png").read_bytes()[16:20]))
-    assert sizes[1] == 2 * sizes[0]
-
-
-@pytest.mark.parametrize("name", ["tuned.png", "tuned.log"])
-def test_tune_log_and_chart_beside_any_output(name, tmp_path, monkeypatch, capsys):
+def test_tune_log_beside_any_output(tmp_path, monkeypatch, capsys):
+    name = "tuned.log"
     results = tune._Results(tmp_path / name, KIND)
     results.write()
-    results.curves.append(tune._Curve("dispatch", {8: 1e11}, None, 1e11))
     monkeypatch.setattr(tune, "_tune_one", lambda case, log, *_: log.add(make_case(), {}, "tried"))
-    tune._tune([lambda: [make_case()]], "uniform", results, tune._Screen(1.0))
+    tune._tune([lambda: [make_case()]], "uniform", results, tune._Clock(1.0))
     tune._show(results)
     file.read(tmp_path / name, KIND)
-    assert {path.name for path in tmp_path.iterdir()} >= {name, f"{name}.log"}
+    assert {path.name for path in tmp_path.iterdir()} == {name, f"{name}.log"}
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="small arrays")

@@ -33,9 +33,10 @@ from jax_ep.tools.benchmark import baselines, harness, inputs, rates
 from jax_ep.tools.benchmark.chains import Program, chain, on_each_rank
 from jax_ep.tools.benchmark.harness import Report, Timing
 from jax_ep.tools.benchmark.inputs import AXIS, Case, make_case
-from jax_ep.tools.command import count_or_zero
+from jax_ep.tools.command import Default, count_or_zero
 from jax_ep.types import Handle, Schedule
 
+TOKENS = Default([128, 1024, 4096, 32768], [8])
 RAGGED_TIMEOUT_S = 120.0
 FEW_PROGRAMS = 24
 RAGGED, RAGGED_AS_IT_IS = "ragged_all_to_all, best flags", "ragged_all_to_all, default flags"
@@ -249,9 +250,9 @@ def measure_ragged(
 
 def options(prog: str | None = None) -> argparse.ArgumentParser:
     """Return the command line."""
-    parser = harness.parser(__doc__, "exchange", prog=prog, rounds=8, tokens="128 1024 4096 32768")
+    parser = harness.parser(__doc__, "exchange", prog=prog, rounds=8, tokens=TOKENS)
     add = parser.add_argument
-    add("--model", choices=inputs.MODELS, help=f"default: {inputs.DEFAULT}; --quick: {inputs.QUICK}")
+    add("--model", choices=inputs.MODELS, default=inputs.DEFAULT, help="default: %(default)s")
     add("--routing", nargs="+", default=["uniform", "zipf"], choices=["uniform", "zipf"])
     add("--ranks", type=int, nargs="+", default=[2, 4], help="GPUs, the first of the machine")
     slow = f"of {RAGGED}, which is slow"
@@ -272,22 +273,18 @@ def make_report(args: argparse.Namespace, model: inputs.Model, ranks: list[int],
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
     """Measure all cases and write the report."""
-    args = harness.parse(options(prog), arguments)
-    args.tokens = args.tokens or ([8] if args.quick else [128, 1024, 4096, 32768])
-    jax.config.update("jax_num_cpu_devices", harness.QUICK_DEVICES)
-    harness.require_devices("exchange", args)
+    args = harness.start(options(prog), arguments)
     ranks = [n for n in args.ranks if n <= jax.device_count()]
     if not ranks:
         raise ValueError(f"--ranks {args.ranks}: there are {jax.device_count()} devices")
-    model = inputs.MODELS[args.model or (inputs.QUICK if args.quick else inputs.DEFAULT)]
+    model = inputs.MODELS[args.model]
     peak, engines = rates.link(), {}
     report = make_report(args, model, ranks, peak)
     for num_ranks in ranks:
         mesh = inputs.expert_mesh(num_ranks)
         engines[str(num_ranks)] = rates.links_together(list(mesh.devices.flat))
         report.summarize(copy_engines_together_bytes_per_s=engines)
-        jax_ep.finalize()
-        jax_ep.init(mesh, transport=None if jax.default_backend() == "gpu" else "shared_memory")
+        inputs.initialize(mesh)
         for kind, tokens in itertools.product(args.routing, args.tokens):
             case = make_case(mesh, kind, tokens, model)
             measure(report, case, variants(case, baselines=kind == "uniform"), args, peak)

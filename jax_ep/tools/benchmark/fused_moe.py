@@ -43,9 +43,10 @@ from jax_ep.tools.benchmark import baselines, harness, profiler, pytorch, rates
 from jax_ep.tools.benchmark.chains import calls
 from jax_ep.tools.benchmark.harness import Report, Timing
 from jax_ep.tools.benchmark.inputs import MODELS, Model, expert_mesh, make_weights, on_ranks, routing
+from jax_ep.tools.command import Default
 
-TOKENS, QUICK_TOKENS = [1, 4, 16, 64, 256, 1024, 4096, 16384], [1, 16]
-MODELS_BY_DEFAULT, QUICK = ["qwen3-30b", "mixtral-8x7b", "deepseek-v3", "gpt-oss-120b"], "tiny"
+TOKENS = Default([1, 4, 16, 64, 256, 1024, 4096, 16384], [1, 16])
+DEFAULT_MODELS = Default(["qwen3-30b", "mixtral-8x7b", "deepseek-v3", "gpt-oss-120b"], ["tiny"])
 LENGTHS = {64: (8, 104), 512: (4, 24)}  # by the most tokens; for more:
 LENGTHS_OF_MANY, QUICK_LENGTHS = (2, 10), (1, 3)
 UNROLL = 8  # calls per step of a chain's loop; a step takes some microseconds in a CUDA graph
@@ -154,7 +155,7 @@ def measure(report: Report, args: argparse.Namespace, name: str, rate: float) ->
             stored[expert_format] = tuple(stored_as(expert_format, w) for w in weights)
         except ValueError as error:
             report.failed(f"fused_moe, {expert_format}", {"model": name, "dtype": "bfloat16"}, str(error))
-    for tokens in args.tokens or (QUICK_TOKENS if args.quick else TOKENS):
+    for tokens in args.tokens:
         found, flops = variants(args, model, tokens, weights, stored)
         chosen = harness.chosen(found, args.only)
         shape = {"model": name, "tokens": tokens, "dtype": "bfloat16"}
@@ -205,9 +206,9 @@ def measure_case(
 
 def options(prog: str | None = None) -> argparse.ArgumentParser:
     """Return the command line."""
-    parser = harness.parser(__doc__, "fused_moe", prog=prog, rounds=8, tokens=str(TOKENS))
+    parser = harness.parser(__doc__, "fused_moe", prog=prog, rounds=8, tokens=TOKENS)
     add = parser.add_argument
-    add("--models", nargs="+", choices=MODELS, help=f"default: {MODELS_BY_DEFAULT}")
+    add("--models", nargs="+", choices=MODELS, default=DEFAULT_MODELS, help="default: %(default)s")
     add("--formats", nargs="*", choices=FORMATS, default=["fp8", "fp8_tokens", "int8", "mxfp4"])
     add("--routing", choices=["uniform", "zipf"], default="uniform")
     add("--shard", type=int, default=1, metavar="N", help="the experts of one of N ranks")
@@ -222,12 +223,10 @@ def options(prog: str | None = None) -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
     """Measure the models of the command line."""
     parser = options(prog)
-    args = harness.parse(parser, arguments)
+    args = harness.start(parser, arguments, num_devices=1, cpu_devices=1)
     if args.lengths and args.lengths[0] >= args.lengths[1]:
         parser.error(f"--lengths {args.lengths}: expected the shorter one first")
-    harness.require_devices("fused_moe", args, num_devices=1)
-    models = args.models or ([QUICK] if args.quick else MODELS_BY_DEFAULT)
-    for model in (MODELS[name] for name in models):
+    for model in (MODELS[name] for name in args.models):
         if model.experts % args.shard:
             parser.error(f"--shard {args.shard}: it must divide the {model.experts} experts of the model")
     kept = ("routing", "shard", "formats", "graphs", "lengths")
@@ -235,6 +234,6 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
     rate = 0.0 if args.kernels else rates.memory()
     if rate:
         report.summarize(read_bytes_per_s=rate)
-    for name in models:
+    for name in args.models:
         measure(report, args, name, rate)
     print(report.path)

@@ -11,7 +11,6 @@ are compared with those of the loop over tiles in plain XLA ("portable loop").
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,15 +28,17 @@ from jax_ep.ops import registry
 from jax_ep.pallas.requirements import INTERPRETER_THREADS
 from jax_ep.tools.benchmark import harness, pytorch
 from jax_ep.tools.benchmark.harness import Report, Timing
-from jax_ep.tools.benchmark.inputs import MODELS, Model, group_sizes
-from jax_ep.tools.command import count
+from jax_ep.tools.benchmark.inputs import MODELS, Model, group_sizes, initialize
+from jax_ep.tools.command import Default, count
 from jax_ep.types import Quantized
 
 FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = DIRECTIONS = ("forward", "input gradient", "weight gradient")
 DISTRIBUTIONS = ("equal", "multinomial", "zipf")
 # rows, K, N, groups: DeepSeek-V3 up and down, Qwen3-30B up (32 of its experts), Mixtral down (2 of its experts).
-SHAPES = ((32768, 7168, 4096, 64), (32768, 2048, 7168, 64), (16384, 4096, 3072, 32), (16384, 14336, 4096, 2))
-QUICK_SHAPES = ((72, 128, 24, 2),)
+SHAPES = Default(
+    [(32768, 7168, 4096, 64), (32768, 2048, 7168, 64), (16384, 4096, 3072, 32), (16384, 14336, 4096, 2)],
+    [(72, 128, 24, 2)],
+)
 RANKS, TOKENS = 4, 4096  # of each rank, for the shapes of a model
 CUBLAS = "cuBLAS batched"
 NAMES = {"triton": "triton", "pallas": "pallas", "portable loop": "xla"}
@@ -247,17 +248,6 @@ def measure(report: Report, args: argparse.Namespace, problem: Problem, chosen: 
         report.record(title, shape, own, failures if distribution == "equal" else {}, details, **common)
 
 
-@contextlib.contextmanager
-def workers_on_cpu() -> Iterator[None]:
-    """Run kernels in the interpreter on CPU devices, to try the benchmark."""
-    if jax.default_backend() == "cpu":
-        jax_ep.init(transport="shared_memory")
-    try:
-        yield
-    finally:
-        jax_ep.finalize()
-
-
 # --- command line ---------------------------------------------------------------------------------------------------
 
 
@@ -282,7 +272,7 @@ def options(prog: str | None = None) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--only", nargs="+", help="variants whose names contain one of these")
     add("--tiles", action="store_true", help="also time the kernels with other tiles")
-    add("--shapes", nargs="+", type=shape, help="rows,K,N,groups of each shape")
+    add("--shapes", nargs="+", type=shape, default=SHAPES, help="rows,K,N,groups of each shape")
     add("--model", choices=MODELS, help=f"the shapes of a rank of {RANKS} GPUs instead")
     add("--directions", nargs="+", choices=DIRECTIONS, default=DIRECTIONS)
     settle = "seconds that a variant runs before each sample; with 0 the report has another name"
@@ -292,17 +282,18 @@ def options(prog: str | None = None) -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
     """Measure all directions of all shapes."""
-    args = harness.parse(options(prog), arguments)
-    jax.config.update("jax_num_cpu_devices", INTERPRETER_THREADS)  # for Mosaic's interpreter, one per warpgroup
-    harness.require_devices("grouped_gemm", args, num_devices=1)
+    # Mosaic's interpreter takes a device per warpgroup.
+    args = harness.start(options(prog), arguments, num_devices=1, cpu_devices=INTERPRETER_THREADS)
     if args.model:
-        args.shapes = [*(args.shapes or []), *shapes_of(MODELS[args.model])]
+        args.shapes = shapes_of(MODELS[args.model])
     platform = jax.default_backend()
     args.settle = args.settle if platform == "gpu" else 0.0
     name = f"grouped_gemm_{platform}" + "_short_samples" * (platform == "gpu" and args.settle == 0)
     report = Report(name, args, {"settle_s": args.settle})
-    with workers_on_cpu():
-        for sizes in args.shapes or (QUICK_SHAPES if args.quick else SHAPES):
-            for problem in make_problems(sizes, args.directions):
-                measure(report, args, problem, harness.chosen(products(problem, tiles=args.tiles), args.only))
+    if platform == "cpu":
+        initialize()
+    for sizes in args.shapes:
+        for problem in make_problems(sizes, args.directions):
+            measure(report, args, problem, harness.chosen(products(problem, tiles=args.tiles), args.only))
+    jax_ep.finalize()
     print(report.path)

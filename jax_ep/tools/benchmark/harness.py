@@ -30,10 +30,11 @@ from jax.experimental import multihost_utils
 
 from jax_ep.core.files import check_writable, write_atomically
 from jax_ep.tools import command
+from jax_ep.tools.command import Default
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"  # of a source checkout
 QUICK_RESULTS = Path("runs/benchmarks")  # quick runs never replace the published figures
-QUICK_DEVICES = 4
+CPU_DEVICES = 4
 WORKERS = 8  # threads that compile
 # Without graphs, short calls would take as long as the host needs to launch them.
 GRAPHS: dict[str, Any] = {
@@ -397,7 +398,7 @@ def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[objec
 
 
 def parser(
-    description: str | None, script: str, *, rounds: int, tokens: str = "", prog: str | None = None
+    description: str | None, script: str, *, rounds: int, tokens: Default | None = None, prog: str | None = None
 ) -> argparse.ArgumentParser:
     """Make a parser with the options that all benchmarks have; `parse` reads them.
 
@@ -405,27 +406,42 @@ def parser(
       description: the benchmark's docstring.
       script: file in `benchmarks/`, without its ending, that runs the benchmark.
       rounds: default of `--rounds`.
-      tokens: defaults of `--tokens`, for its help; "" for no such option.
+      tokens: of `--tokens`; None: no such option.
       prog: the command that `usage:` shows, such as "jax-ep bench moe"; None: the script.
     """
     result = command.Parser(prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    result.add_argument("--out", type=Path, help=f"folder of the JSON and PNG files (default: {RESULTS.name}/ here)")
-    result.add_argument("--rounds", type=int, help=f"samples of each variant (default: {rounds})")
-    result.add_argument("--quick", action="store_true", help=f"tiny shapes, to try it; writes to {QUICK_RESULTS}")
-    result.add_argument("--suffix", default="", help="of the report's name, such as _4_gpus")
-    if tokens:
-        result.add_argument("--tokens", type=int, nargs="+", help=f"tokens per rank (default: {tokens})")
-    result.set_defaults(default_rounds=rounds, script=script)
+    add, out = result.add_argument, Default(RESULTS, QUICK_RESULTS)
+    add("--out", type=Path, default=out, help=f"folder of the JSON and PNG files (default: {RESULTS.name}/ here)")
+    rounds = Default(rounds, _MIN_ROUNDS)
+    add("--rounds", type=int, default=rounds, help="samples of each variant (default: %(default)s)")
+    add("--quick", action="store_true", help=f"tiny shapes, to try it; writes to {QUICK_RESULTS}")
+    add("--suffix", default="", help="of the report's name, such as _4_gpus")
+    if tokens is not None:
+        add("--tokens", type=int, nargs="+", default=tokens, help="tokens per rank (default: %(default)s)")
+    result.set_defaults(script=script)
     return result
 
 
 def parse(options: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse a command line, and fill in the defaults that depend on `--quick`."""
     args = options.parse_args(arguments)
-    args.rounds = args.rounds or (_MIN_ROUNDS if args.quick else args.default_rounds)
-    args.out = args.out or (QUICK_RESULTS if args.quick else RESULTS)
+    command.fill_in(args, quick=args.quick)
     if args.rounds < _MIN_ROUNDS:
         options.error(f"--rounds={args.rounds}: quartiles need at least {_MIN_ROUNDS}")
+    return args
+
+
+def start(
+    options: argparse.ArgumentParser,
+    arguments: Sequence[str] | None,
+    *,
+    num_devices: int = 2,
+    cpu_devices: int = CPU_DEVICES,
+) -> argparse.Namespace:
+    """Parse a command line, and check that there are enough devices; without GPUs, make virtual ones."""
+    args = parse(options, arguments)
+    jax.config.update("jax_num_cpu_devices", cpu_devices)
+    require_devices(args, num_devices=num_devices)
     return args
 
 
@@ -448,10 +464,10 @@ def measured(main: Callable[[], object]) -> None:
             sys.exit(f"{report.path}: nothing measured")
 
 
-def require_devices(what: str, args: argparse.Namespace, *, num_devices: int = 2) -> None:
+def require_devices(args: argparse.Namespace, *, num_devices: int) -> None:
     """Exit with status 1 if there are too few GPUs, or with `--quick` too few devices of any kind."""
     if not (jax.default_backend() == "gpu" or args.quick) or jax.device_count() < num_devices:
-        sys.exit(f"{what}: needs {'two or more GPUs' if num_devices == 2 else 'a GPU'}; nothing measured")
+        sys.exit(f"{args.script}: needs {'two or more GPUs' if num_devices == 2 else 'a GPU'}; nothing measured")
 
 
 def require_triton() -> None:

@@ -12,8 +12,10 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
+import jax_ep
 from jax_ep.core.fp8 import GROUP_SIZE as FP8_BLOCK
 from jax_ep.core.layout import round_up
+from jax_ep.tools.command import Default
 from jax_ep.types import Layout
 
 AXIS = ("expert",)
@@ -42,7 +44,7 @@ MODELS = {
     "deepseek-v2-lite": Model(2048, 1408, 64, 6),
     "tiny": Model(128, 128, 8, 2),
 }
-DEFAULT, QUICK = "deepseek-v3", "tiny"
+DEFAULT = Default("deepseek-v3", "tiny")
 
 
 def expert_mesh(num_ranks: int) -> jax.sharding.Mesh:
@@ -51,6 +53,12 @@ def expert_mesh(num_ranks: int) -> jax.sharding.Mesh:
         raise ValueError(f"--ranks {num_ranks}: there are {jax.device_count()} devices")
     auto = (jax.sharding.AxisType.Auto,)
     return jax.make_mesh((num_ranks,), AXIS, axis_types=auto, devices=jax.devices()[:num_ranks])
+
+
+def initialize(mesh: jax.sharding.Mesh | None = None) -> None:
+    """Initialize jax_ep for kernels; without GPUs they run in the interpreter."""
+    jax_ep.finalize()
+    jax_ep.init(mesh, transport=None if jax.default_backend() == "gpu" else "shared_memory")
 
 
 def popularity(kind: str, experts: int, rng: np.random.Generator, exponent: float = 1.0) -> np.ndarray:

@@ -43,15 +43,15 @@ from jax_ep.tools.benchmark import baselines, harness, plots
 from jax_ep.tools.benchmark.chains import Program, chain, on_each_rank
 from jax_ep.tools.benchmark.exchange import expert_rows, local, local_after, make_handle
 from jax_ep.tools.benchmark.harness import Report, Timing
-from jax_ep.tools.benchmark.inputs import MODELS, Case, expert_mesh, make_case, make_weights, on_ranks
-from jax_ep.tools.command import count_or_zero
+from jax_ep.tools.benchmark.inputs import MODELS, Case, expert_mesh, initialize, make_case, make_weights, on_ranks
+from jax_ep.tools.command import Default, count_or_zero
 from jax_ep.types import Schedule
 
 RAGGED_TIMEOUT_S = 60.0
 RAGGED_ROUNDS, RAGGED_LENGTHS = 3, (1, 2)
 BUDGET_S = 2.0
 CAPACITY_FACTOR = 1.25
-DEFAULT_MODELS = ["deepseek-v3", "qwen3-235b", "mixtral-8x7b"]
+DEFAULT_MODELS = Default(["deepseek-v3", "qwen3-235b", "mixtral-8x7b"], ["tiny"])
 DEFAULT_LAYERS = ["moe", "xla", "capacity", "ragged"]
 DIRECTIONS = {"forward": False, "forward + backward": True}
 PARTS = ("dispatch", "combine")
@@ -433,10 +433,11 @@ def runs(report: Report, args: argparse.Namespace, wanted: Iterable[tuple[str, s
 
 def options(prog: str | None = None) -> argparse.ArgumentParser:
     """Return the command line."""
-    parser = harness.parser(__doc__, "layer", prog=prog, rounds=8, tokens="4096 1024 16384")
+    parser = harness.parser(__doc__, "layer", prog=prog, rounds=8, tokens=Default([4096, 1024, 16384], [16, 48]))
     add = parser.add_argument
-    add("--models", nargs="+", choices=MODELS, help=f"default: {' '.join(DEFAULT_MODELS)}; --quick: tiny")
-    add("--routing", nargs="+", choices=["uniform", "zipf", "one-hot"], help="default: uniform zipf; --quick: uniform")
+    add("--models", nargs="+", choices=MODELS, default=DEFAULT_MODELS, help="default: %(default)s")
+    kinds, routing = ["uniform", "zipf", "one-hot"], Default(["uniform", "zipf"], ["uniform"])
+    add("--routing", nargs="+", choices=kinds, default=routing, help="default: %(default)s")
     add("--parts", nargs="*", choices=PARTS, help="default: all on GPUs; none: layers only")
     add("--layers", nargs="*", choices=LAYERS, default=DEFAULT_LAYERS, help="none: parts only")
     ragged = "of the ragged baseline, if uniform"
@@ -446,16 +447,11 @@ def options(prog: str | None = None) -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
     """Measure the cases of the command line, and write the report."""
-    args = harness.parse(options(prog), arguments)
-    jax.config.update("jax_num_cpu_devices", harness.QUICK_DEVICES)
-    harness.require_devices("layer", args)
+    args = harness.start(options(prog), arguments)
     on_gpus = jax.default_backend() == "gpu"
-    args.models = args.models or (["tiny"] if args.quick else DEFAULT_MODELS)
-    args.tokens = args.tokens or ([16, 48] if args.quick else [4096, 1024, 16384])
-    args.routing = args.routing or (["uniform"] if args.quick else ["uniform", "zipf"])
     args.parts = (list(PARTS) if on_gpus else []) if args.parts is None else args.parts
     if args.parts and not on_gpus:
-        jax_ep.init(transport="shared_memory")
+        initialize()
     report = Report("moe_layer", args)
     wanted = list(itertools.product(args.models, args.routing, args.tokens))
     chosen = [name for name in args.layers if name != "ragged"]

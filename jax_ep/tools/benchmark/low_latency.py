@@ -43,11 +43,11 @@ from jax_ep.tools.benchmark.inputs import (
     AXIS,
     DEFAULT,
     MODELS,
-    QUICK,
     Case,
     Model,
     busiest,
     expert_mesh,
+    initialize,
     make_case,
     make_weights,
 )
@@ -216,8 +216,7 @@ def measure_exchange(args: argparse.Namespace, model: Model) -> Report:
     report.summarize(copy_engine_bytes_per_s=peak)
     for num_ranks in ranks:
         mesh = expert_mesh(num_ranks)
-        jax_ep.finalize()
-        jax_ep.init(mesh, transport=None if jax.default_backend() == "gpu" else "shared_memory")
+        initialize(mesh)
         for count in tokens[num_ranks]:
             measure_all_to_all(report, make_case(mesh, "uniform", count, model), args, peak)
     jax_ep.finalize()
@@ -317,10 +316,11 @@ PARTS = {"exchange": measure_exchange, "layer": measure_layer}
 
 def options(prog: str | None = None) -> argparse.ArgumentParser:
     """Return the command line."""
-    tokens = f"{DECODE_TOKENS}; exchange, by ranks: {TOKENS}"
-    parser = harness.parser(__doc__, "low_latency", prog=prog, rounds=8, tokens=tokens)
+    parser = harness.parser(__doc__, "low_latency", prog=prog, rounds=8)
     add = parser.add_argument
-    add("--model", choices=MODELS, help=f"default: {DEFAULT}; --quick: {QUICK}")
+    tokens = f"tokens per rank (default: {DECODE_TOKENS}; exchange, by ranks: {TOKENS}; --quick: 2)"
+    add("--tokens", type=int, nargs="+", help=tokens)
+    add("--model", choices=MODELS, default=DEFAULT, help="default: %(default)s")
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
     ranks = "numbers of GPUs (default: 2 4 for the exchange, all for the layer)"
     add("--ranks", type=int, nargs="+", help=ranks)
@@ -329,9 +329,7 @@ def options(prog: str | None = None) -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
     """Measure all parts, each with its report."""
-    args = harness.parse(options(prog), arguments)
-    jax.config.update("jax_num_cpu_devices", harness.QUICK_DEVICES)
-    harness.require_devices("low_latency", args)
+    args = harness.start(options(prog), arguments)
     for part in args.parts:
-        report = PARTS[part](args, MODELS[args.model or (QUICK if args.quick else DEFAULT)])
+        report = PARTS[part](args, MODELS[args.model])
         print(report.path)

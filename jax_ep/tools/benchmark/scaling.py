@@ -28,6 +28,7 @@ import jax_ep
 from jax_ep.tools.benchmark import exchange, harness, inputs, layer, rates
 from jax_ep.tools.benchmark.harness import Report, Timing
 from jax_ep.tools.benchmark.inputs import Case, make_case
+from jax_ep.tools.command import Default
 
 PARTS = ("exchange", "layer")
 EXCHANGES = (
@@ -131,14 +132,13 @@ def measure_place(run: Run, place: Place) -> None:
     """Measure all parts of one case."""
     mesh, on_gpus = inputs.expert_mesh(place.ranks), jax.default_backend() == "gpu"
     case = make_case(mesh, "uniform", place.tokens, inputs.MODELS[run.args.model])
-    jax_ep.finalize()
     if "exchange" in run.args.parts:
-        jax_ep.init(mesh, transport=None if on_gpus else "shared_memory")
+        inputs.initialize(mesh)
         measure_exchange(run, place, case)
         if not on_gpus:
             jax_ep.finalize()  # the layer would be slow in the interpreter; use `xla`
     elif on_gpus:
-        jax_ep.init(mesh)
+        inputs.initialize(mesh)
     if "layer" in run.args.parts:
         measure_layer(run, place, case)
 
@@ -165,8 +165,9 @@ def options(prog: str | None = None) -> argparse.ArgumentParser:
     """Return the command line."""
     parser = harness.parser(__doc__, "scaling", prog=prog, rounds=5)
     add = parser.add_argument
-    add("--model", choices=inputs.MODELS, help=f"default: {inputs.DEFAULT}; --quick: {inputs.QUICK}")
-    add("--tokens", type=int, help="tokens per rank in weak scaling (default: 4096)")
+    add("--model", choices=inputs.MODELS, default=inputs.DEFAULT, help="default: %(default)s")
+    tokens = "tokens per rank in weak scaling (default: %(default)s)"
+    add("--tokens", type=int, default=Default(4096, 8), help=tokens)
     total = "of all ranks in strong scaling (default: that of weak scaling on most ranks)"
     add("--total-tokens", type=int, help=total)
     add("--ranks", type=int, nargs="+", help="numbers of GPUs (default: 1, 2, 4, ... of the machine)")
@@ -177,7 +178,6 @@ def options(prog: str | None = None) -> argparse.ArgumentParser:
 def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Fill in defaults that depend on the machine, and check that the options fit it."""
     devices = jax.device_count()
-    args.model = args.model or (inputs.QUICK if args.quick else inputs.DEFAULT)
     experts = inputs.MODELS[args.model].experts
     powers: Iterator[int] = itertools.takewhile(lambda n: n <= devices, (2**i for i in itertools.count()))
     args.ranks = sorted(set(args.ranks or (n for n in powers if experts % n == 0)))
@@ -186,7 +186,6 @@ def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
             parser.error(f"--ranks {num_ranks}: this machine has {devices} devices; name 1 to {devices} of them")
         if experts % num_ranks:
             parser.error(f"--ranks {num_ranks}: it must divide the {experts} experts of {args.model}")
-    args.tokens = args.tokens or (8 if args.quick else 4096)
     args.total_tokens = args.total_tokens or args.tokens * max(args.ranks)
     if unfit := [n for n in args.ranks if args.total_tokens % n]:
         parser.error(f"--total-tokens {args.total_tokens}: must be a multiple of the {unfit[0]} ranks")
@@ -195,9 +194,7 @@ def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
     """Measure the parts of the command line."""
     parser = options(prog)
-    args = harness.parse(parser, arguments)
-    jax.config.update("jax_num_cpu_devices", harness.QUICK_DEVICES)
-    harness.require_devices("scaling", args, num_devices=1)
+    args = harness.start(parser, arguments, num_devices=1)
     complete(args, parser)
     devices = jax.devices()[: max(args.ranks)]
     peaks = {

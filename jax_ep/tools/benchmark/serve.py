@@ -40,6 +40,7 @@ from jax_ep.tools.benchmark.decoder import MODELS, SCOPES, State
 from jax_ep.tools.benchmark.fused_moe import FORMATS
 from jax_ep.tools.benchmark.harness import COLUMNS, Report, Timing
 from jax_ep.tools.benchmark.train import Architecture, Params, flops_per_token
+from jax_ep.tools.command import Default
 
 STEPS = 32  # of a sample
 PROFILED = 2
@@ -281,7 +282,7 @@ def measure_all(args: argparse.Namespace) -> Report:
     """Measure the baseline, then all formats; a variant that fails leaves the others their rows."""
     model = MODELS[args.model]
     baseline = run_baseline(model, args) if args.python else []  # before JAX takes the memory of the GPU
-    harness.require_devices("serve", args, num_devices=1)
+    harness.require_devices(args, num_devices=1)
     report = Report("serve", args, {"model": args.model, "layers": args.layers, "steps": STEPS})
     rate = rates.memory()
     report.summarize(read_bytes_per_s=rate)
@@ -342,7 +343,7 @@ def options(prog: str | None = None) -> argparse.ArgumentParser:
     """Return the command line."""
     parser = harness.parser(__doc__, "serve", prog=prog, rounds=5)
     add = parser.add_argument
-    add("--model", choices=MODELS, help="default: qwen3-30b; --quick: tiny")
+    add("--model", choices=MODELS, default=Default("qwen3-30b", "tiny"), help="default: %(default)s")
     add("--layers", type=int, help="default: those of the model")
     formats = ("bfloat16", *FORMATS)
     add(
@@ -354,9 +355,10 @@ def options(prog: str | None = None) -> argparse.ArgumentParser:
         help=f"of experts: {', '.join(formats)} (default: bfloat16 fp8 mxfp4)",
     )
     add("--phases", nargs="+", choices=("prefill", "decode"), default=["prefill", "decode"], help="default: both")
-    add("--batches", type=int, nargs="+", help="texts of a decode step (default: 1 16 64; --quick: 1 2)")
-    add("--cache", type=int, help="positions of the key-value cache (default: 1024; --quick: 64)")
-    add("--prompt", type=int, help="tokens of the prefill (default: 4096; --quick: 64)")
+    batches, cache, prompt = Default([1, 16, 64], [1, 2]), Default(1024, 64), Default(4096, 64)
+    add("--batches", type=int, nargs="+", default=batches, help="texts of a decode step (default: %(default)s)")
+    add("--cache", type=int, default=cache, help="positions of the key-value cache (default: %(default)s)")
+    add("--prompt", type=int, default=prompt, help="tokens of the prefill (default: %(default)s)")
     add("--python", default=sys.executable, help="interpreter with PyTorch and transformers; '' for no baseline")
     add("--baseline-s", type=float, default=200.0, help="seconds after which the baseline ends (default: 200)")
     return parser
@@ -366,12 +368,6 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
     """Measure, and print tables."""
     parser = options(prog)
     args = harness.parse(parser, arguments)
-    defaults = {"model": "qwen3-30b", "batches": [1, 16, 64], "cache": 1024, "prompt": 4096}
-    if args.quick:
-        defaults = {"model": "tiny", "batches": [1, 2], "cache": 64, "prompt": 64}
-    for name, default in defaults.items():
-        if getattr(args, name) is None:
-            setattr(args, name, default)
     args.formats, args.batches = (list(dict.fromkeys(given)) for given in (args.formats, args.batches))
     args.layers = args.layers or MODELS[args.model].layers
     if args.cache < STEPS:

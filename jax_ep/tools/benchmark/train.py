@@ -42,6 +42,7 @@ from jax_ep import Balance, Schedule, load_balancing_loss, topk_router
 from jax_ep.sharding import sharded_moe
 from jax_ep.tools.benchmark import baselines, harness, inputs, profiler
 from jax_ep.tools.benchmark.harness import Report, Timing
+from jax_ep.tools.command import Default
 
 Array = jax.Array
 type Params = dict[str, Any]
@@ -372,10 +373,10 @@ def options(prog: str | None = None) -> argparse.ArgumentParser:
     """Return the command line."""
     parser = harness.parser(__doc__, "train", prog=prog, rounds=5)
     add = parser.add_argument
-    add("--model", choices=ARCHITECTURES, help="default: qwen3-30b; --quick: tiny")
-    add("--layers", type=int, help="default: 4; --quick: 2")
-    add("--tokens", type=int, help="per GPU and step (default: 16384; --quick: 64)")
-    add("--length", type=int, help="tokens of a text (default: 1024; --quick: 32)")
+    add("--model", choices=ARCHITECTURES, default=Default("qwen3-30b", "tiny"), help="default: %(default)s")
+    add("--layers", type=int, default=Default(4, 2), help="default: %(default)s")
+    add("--tokens", type=int, default=Default(16384, 64), help="per GPU and step (default: %(default)s)")
+    add("--length", type=int, default=Default(1024, 32), help="tokens of a text (default: %(default)s)")
     add(
         "--variants",
         nargs="+",
@@ -389,16 +390,9 @@ def options(prog: str | None = None) -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
     """Measure, and print tables."""
     parser = options(prog)
-    args = harness.parse(parser, arguments)
-    jax.config.update("jax_num_cpu_devices", harness.QUICK_DEVICES)
-    harness.require_devices("train", args)
-    defaults = ("tiny", 2, 64, 32) if args.quick else ("qwen3-30b", 4, 16384, 1024)
-    for name, default in zip(("model", "layers", "tokens", "length"), defaults, strict=True):
-        setattr(args, name, getattr(args, name) or default)
-    if args.layers < 1 or args.length < 1 or args.tokens < 1 or args.tokens % args.length:
-        parser.error(
-            f"--tokens={args.tokens}: expected a multiple of --length={args.length}, and --layers of at least 1"
-        )
+    args = harness.start(parser, arguments)
+    if args.tokens % args.length:
+        parser.error(f"--tokens={args.tokens}: expected a multiple of --length={args.length}")
     report = measure_all(args)
     show(report)
     print(f"wrote {report.path}")

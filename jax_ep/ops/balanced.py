@@ -24,7 +24,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jax_ep.core import check, operations
-from jax_ep.core.autodiff import HIDDEN_NAME, TOKENS_NAME
+from jax_ep.core.autodiff import HIDDEN_NAME, TOKENS_NAME, without_tangent
 from jax_ep.core.balance import WORK, Balance, PassPlan
 from jax_ep.core.check import operation
 from jax_ep.core.dtypes import accumulation_dtype
@@ -44,6 +44,8 @@ type State = tuple[Array, Array]
 """Expert ids `[T, K]` of this rank that have no place yet, and counts `[W, E]` of those of all ranks."""
 type Place = tuple[Array, Array, Array]
 """Slots `[T, K]`, copies `[W, S]` and work `[3]` of a pass, see `_work`."""
+
+_FIRST_ONLY = "moe: balance has first derivatives only; for second ones, leave balance=None."
 
 _recorded: ContextVar[list[dict[str, Array]] | None] = ContextVar("jax_ep_balanced_work", default=None)
 
@@ -313,7 +315,7 @@ def _all_passes_forward(passes: Passes, state: State, *operands: Tree) -> tuple[
 
 
 def _all_passes_backward(passes: Passes, residuals: Tree, cotangents: tuple[Array, Any]) -> tuple[Tree, ...]:
-    (pull, left, operands), cotangent = residuals, cotangents[0]
+    (pull, left, operands), cotangent = without_tangent(_FIRST_ONLY, (residuals, cotangents[0]))
     first = _pull_after(pull, cotangent)
     if passes.is_one_pass:
         return None, *first
@@ -346,12 +348,12 @@ _all_passes.defvjp(_all_passes_forward, _all_passes_backward)
 
 
 def _as_bits(w: Array) -> Array:
-    """Return 8-bit values, which have no gradient, as bytes, and others as they are."""
-    return w if w.dtype.itemsize > 1 else lax.bitcast_convert_type(lax.stop_gradient(w), jnp.uint8)
+    """Return values of 8 bits or fewer, which have no gradient, as bytes, and others as they are."""
+    return w if w.dtype.itemsize > 1 else lax.stop_gradient(w).view(jnp.uint8)
 
 
 def _from_bits(w: Array, like: Array) -> Array:
-    return w if w.dtype == like.dtype else lax.bitcast_convert_type(w, like.dtype)
+    return w if w.dtype == like.dtype else w.view(like.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -105,7 +105,7 @@ def moe(
     Raises:
       ValueError: shapes, sizes, axes or an activation that do not fit; an unknown recipe; with `recipe="fp8"`, an H or
         I that is not a multiple of 128, a custom activation, or another wire dtype.
-      TypeError: unsupported or different dtypes; a second derivative with `recipe="fp8"`.
+      TypeError: unsupported or different dtypes; a second derivative with `recipe="fp8"` or `balance`.
       NotImplementedError: no implementation supports the call.
 
     Example:

@@ -242,6 +242,17 @@ def test_balance_memory(expert_mesh: Any, rng: np.random.Generator) -> None:
     assert bytes_of(jax_ep.Balance(1.1, 1)) < 0.4 * bytes_of(None)
 
 
+@pytest.mark.parametrize("spare_experts", [1, 8])
+def test_balance_no_second_derivative(spare_experts: int, expert_mesh: Any, rng: np.random.Generator) -> None:
+    layer, balance = Layer(rng, "uniform", 2, BASE), jax_ep.Balance(1.0, spare_experts)
+
+    def slope(x: Any, *others: Any) -> Any:
+        return jax.grad(lambda x: jax_ep.moe(x, *others, num_experts=8, balance=balance).sum())(x).sum()
+
+    with pytest.raises(TypeError, match="moe: balance has first derivatives only"):
+        run(jax.grad(slope), expert_mesh(2), *layer.args)
+
+
 def test_balance_mistakes(expert_mesh: Any, rng: np.random.Generator, subtests: Any) -> None:
     layer = Layer(rng, "uniform", 2, BASE)
 

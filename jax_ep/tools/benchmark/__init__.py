@@ -8,6 +8,7 @@ meshes, random arrays), `chains` (chains of dependent calls), `profiler`, `plots
 from __future__ import annotations
 
 import argparse
+import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,5 @@ def run(name: str, options: Sequence[str], prog: str) -> None:
 
 def _main(name: str) -> Callable[[Sequence[str], str], None]:
     """Return the `main` of a benchmark; their imports take a second, so they are not at the top."""
-    from jax_ep.tools.benchmark import exchange, fused_moe, grouped_gemm, layer, low_latency, scaling, serve, train
-
-    mains = {"exchange": exchange, "grouped-gemm": grouped_gemm, "moe": layer, "low-latency": low_latency}
-    return (mains | {"fused-moe": fused_moe, "scale": scaling, "serve": serve, "train": train})[name].main
+    module = {"moe": "layer", "scale": "scaling"}.get(name, name.replace("-", "_"))
+    return importlib.import_module(f"{__name__}.{module}").main

@@ -275,6 +275,12 @@ COLUMNS: dict[str, tuple[str, str, float]] = {
 """Figures of rows that tables show: title, format and factor."""
 
 
+def figures(row: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Format figures of a row as cells of a table, by `COLUMNS`; empty where the row lacks one."""
+    found = [(row.get(name), *COLUMNS[name][1:]) for name in names]
+    return ["" if figure is None else text.format(figure * factor) for figure, text, factor in found]
+
+
 class Report:
     """Rows of one run, written to `NAME.json` after each addition, so that an abort keeps the others.
 
@@ -354,8 +360,7 @@ class Report:
         shown = [key for key in COLUMNS if any(row.get(key) is not None for row in self.rows[first:])]
         table = []
         for row in self.rows[first:]:
-            figures = [(row.get(key), *COLUMNS[key][1:]) for key in shown]
-            cells = ["" if figure is None else text.format(figure * factor) for figure, text, factor in figures]
+            cells = figures(row, shown)
             if "failed" in row:
                 table.append([row["variant"], "failed", row["failed"].splitlines()[0][:80], *cells])
             else:

@@ -138,20 +138,22 @@ def _median(values: Iterable[float]) -> float:
     return float(np.median(list(values)))
 
 
-def trace(run: Callable[[], Any], rounds: int, folder: Path) -> list[Event]:
-    """Return the kernels of the first GPU in `rounds` runs, with a pause after each."""
+def trace(run: Callable[[], Any], rounds: int, folder: Path | None = None) -> list[list[Event]]:
+    """Return the kernels of the first GPU in each of `rounds` runs; keep the trace in `folder`, if given."""
     options = jax.profiler.ProfileOptions()
     # A trace holds a million events; those of the host would fill it.
     options.python_tracer_level, options.host_tracer_level = 0, 1
-    with jax.profiler.trace(folder, profiler_options=options):
-        for _ in range(rounds):
-            jax.block_until_ready(run())
-            time.sleep(_PAUSE_S)
-    return kernels(load(folder))
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = folder or Path(scratch)
+        with jax.profiler.trace(folder, profiler_options=options):
+            for _ in range(rounds):
+                jax.block_until_ready(run())
+                time.sleep(_PAUSE_S)
+        return split_runs(kernels(load(folder)), rounds)
 
 
-def record(program: Program, rounds: int, folder: Path) -> tuple[list[Event], float]:
-    """Return the kernels of the first GPU in `rounds` runs, and microseconds of a run without the profiler."""
+def record(program: Program, rounds: int, folder: Path | None) -> tuple[list[list[Event]], float]:
+    """Return the kernels of the first GPU in each run, and microseconds of a run without the profiler."""
     run = partial(jax.jit(program.fn).lower(*program.arguments).compile(), *program.arguments)
     unprofiled = harness.measure_interleaved({"run": run}, rounds, warmup=_WARMUP, title="without the profiler")["run"]
     return trace(run, rounds, folder), 1e6 * unprofiled.median
@@ -161,12 +163,23 @@ def profile(
     report: Report, variant: str, shape: Mapping[str, Any], program: Program, rounds: int, folder: Path | None = None
 ) -> None:
     """Profile a program, report the spans of its runs and print its kernels; keep the trace in `folder`, if given."""
-    with tempfile.TemporaryDirectory() as scratch:
-        events, unprofiled_us = record(program, rounds + 1, folder or Path(scratch))
-    runs = split_runs(events, rounds + 1)[1:]
+    (_, *runs), unprofiled_us = record(program, rounds + 1, folder)
     found = {"steps": program.steps, "unprofiled_us": unprofiled_us, **summarize(runs)}
     report.add(variant, shape, Timing(tuple(1e-6 * span(run) for run in runs)), **found)
     show(", ".join([variant, *map(str, shape.values())]), found)
+
+
+def show_groups(title: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
+    """Print the milliseconds of each group of kernels of the rows that have been profiled."""
+    profiled = {label: row for label, row in rows.items() if "groups_ms" in row}
+    if not profiled:
+        return
+    cells = [
+        [label, *(f"{ms:.2f}" for ms in (*row["groups_ms"].values(), row["idle_ms"]))]
+        for label, row in profiled.items()
+    ]
+    names = next(iter(profiled.values()))["groups_ms"]
+    harness.show_table(title, ["variant", *names, "idle"], cells)
 
 
 def show(title: str, found: dict[str, Any]) -> None:

@@ -22,7 +22,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -167,8 +166,7 @@ def runner(model: Architecture, params: Params, case: Case, program: Any) -> Cal
 
 def profile(run: Callable[[], Any], text: str, steps: int) -> dict[str, Any]:
     """Return milliseconds per step: busy, by group, and of the longest kernels; nothing if runs differ in kernels."""
-    with tempfile.TemporaryDirectory() as folder:
-        runs = profiler.split_runs(profiler.trace(run, PROFILED, Path(folder)), PROFILED)
+    runs = profiler.trace(run, PROFILED)
     found, groups = profiler.summarize(runs), dict.fromkeys(GROUPS, 0.0)
     if not found["same_calls"]:
         return {}
@@ -236,24 +234,22 @@ def run_baseline(model: Architecture, args: argparse.Namespace) -> list[dict[str
     settings |= {"steps": STEPS, "rounds": args.rounds, "quick": args.quick}
     print(f"{BASELINE} runs for at most {args.baseline_s:.0f} s; --python '' leaves it out", file=sys.stderr)
     script = Path(__file__).with_name("transformers_baseline.py")
-    with (
-        tempfile.TemporaryFile("w+", errors="replace") as out,
-        tempfile.TemporaryFile("w+", errors="replace") as errors,
-    ):
-        reason = None
-        try:
-            # -P: the modules next to the script must not hide others of the same name.
-            command = [args.python, "-P", str(script), json.dumps(settings)]
-            status = subprocess.run(command, stdout=out, stderr=errors, timeout=args.baseline_s, check=False).returncode
-            errors.seek(0)
-            if status:
-                reason = f"exit status {status}: {(errors.read().strip() or '-').splitlines()[-1]}"
-        except subprocess.TimeoutExpired:
-            reason = f"not done after {args.baseline_s} s, see --baseline-s"
-        except OSError as error:
-            reason = f"--python {args.python}: {error}"
-        out.seek(0)
-        rows = [json.loads(line) for line in out if line.startswith("{") and line.endswith("}\n")]
+    # -P: the modules next to the script must not hide others of the same name.
+    command = [args.python, "-P", str(script), json.dumps(settings)]
+    reason, out = None, b""
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=args.baseline_s, check=False)
+        out = done.stdout
+        if done.returncode:
+            last = (done.stderr.decode(errors="replace").strip() or "-").splitlines()[-1]
+            reason = f"exit status {done.returncode}: {last}"
+    except subprocess.TimeoutExpired as error:
+        out = error.stdout or b""
+        reason = f"not done after {args.baseline_s} s, see --baseline-s"
+    except OSError as error:
+        reason = f"--python {args.python}: {error}"
+    lines = out.decode(errors="replace").splitlines(keepends=True)
+    rows = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}\n")]
     return rows if reason is None else [*rows, {"variant": BASELINE, "failed": reason}]
 
 
@@ -319,21 +315,13 @@ def show(report: Report) -> None:
         cells = []
         for row in measured:
             if row["shape"]["phase"] == phase:
-                figures = [
-                    COLUMNS[name][1].format(row[name] * COLUMNS[name][2]) if name in row else "" for name in columns
-                ]
-                cells.append([row["variant"], row["shape"]["batch"], f"{1e3 * row['seconds']['median']:.2f}", *figures])
+                time_ms = f"{1e3 * row['seconds']['median']:.2f}"
+                cells.append([row["variant"], row["shape"]["batch"], time_ms, *harness.figures(row, columns)])
         if cells:
             titles = [COLUMNS[name][0] for name in columns]
             harness.show_table(phase, ["variant", "batch", "ms", *titles], cells)
-    profiled = [row for row in measured if "groups_ms" in row]
-    if profiled:
-        cells = [
-            [f"{row['shape']['phase']} {row['shape']['batch']}, {row['variant']}"]
-            + [f"{ms:.2f}" for ms in (*row["groups_ms"].values(), row["idle_ms"])]
-            for row in profiled
-        ]
-        harness.show_table("ms per step", ["", *GROUPS, "idle"], cells)
+    label = "{shape[phase]} {shape[batch]}, {variant}"
+    profiler.show_groups("ms per step", {label.format(**row): row for row in measured})
     failed = [[row["variant"], row["failed"].splitlines()[0][:120]] for row in report.rows if "failed" in row]
     if failed:
         harness.show_table("failed", ["variant", "reason"], failed)

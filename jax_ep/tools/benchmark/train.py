@@ -25,11 +25,9 @@ import argparse
 import gc
 import math
 import re
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -256,10 +254,9 @@ def time_by_group(kernels: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return found
 
 
-def profile(run: Callable[[], Any], folder: Path) -> dict[str, Any]:
+def profile(run: Callable[[], Any]) -> dict[str, Any]:
     """Profile `PROFILED` steps; return busy and idle time, time by group, and the longest kernels."""
-    runs = profiler.split_runs(profiler.trace(run, PROFILED, folder), PROFILED)
-    found = profiler.summarize(runs)
+    found = profiler.summarize(profiler.trace(run, PROFILED))
     kernels = [{k: kernel[k] for k in ("name", "calls", "us")} for kernel in found["kernels"]]
     times = {"busy_ms": found["busy_us"] / 1e3, "idle_ms": found["idle_us"] / 1e3}
     return times | {"groups_ms": time_by_group(kernels), "kernels": kernels[:40]}
@@ -298,8 +295,7 @@ def measure(
         "most_loaded_expert": float((load.max(1) / load.mean(1)).max()),
     }
     if jax.default_backend() == "gpu":
-        with tempfile.TemporaryDirectory() as folder:
-            facts |= profile(one, Path(folder))
+        facts |= profile(one)
     return Timing(tuple(samples)), facts
 
 
@@ -359,14 +355,7 @@ def show(report: Report) -> None:
     ]
     columns = ["variant", "ms", "tokens/s", "TFLOP/s per GPU", "of peak", "GB", "most loaded rank", "compile s"]
     harness.show_table("training step", columns, cells)
-    profiled = [row for row in report.rows if "groups_ms" in row]
-    if profiled:
-        names = list(profiled[0]["groups_ms"])
-        cells = [
-            [row["variant"], *(f"{row['groups_ms'][name]:.1f}" for name in names), f"{row['idle_ms']:.1f}"]
-            for row in profiled
-        ]
-        harness.show_table("ms of the first GPU per step", ["variant", *names, "idle"], cells)
+    profiler.show_groups("ms of the first GPU per step", {row["variant"]: row for row in report.rows})
 
 
 def options(prog: str | None = None) -> argparse.ArgumentParser:

@@ -7,8 +7,8 @@ starts fast, and Triton only for its first kernel. Pickled messages on the Unix 
   ("run", fields of a Launch)                 -> ("ok", list of bytes) or ("error", text)
   ("abort", serial)                           no reply: polls of launches up to `serial` stop with an error
 
-A SIGINT, which a terminal sends to the parent and its workers, ends a kernel with an error: the parent may be unable to
-handle signals until the kernel ends.
+A SIGINT, which a terminal sends to the parent and its workers, ends a worker that runs a kernel: the parent may be
+unable to handle signals until the kernel ends. Idle workers ignore it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -159,20 +159,23 @@ class Runner:
     def __init__(self, requests: Requests, memory: Memory, index: int) -> None:
         self._requests, self._memory, self._index = requests, memory, index
         self._serial = -1
-        self._is_running = self._is_interrupted = False
+        # Not if this process ignores it, as background jobs of shells do.
+        self._ends_by_sigint = signal.signal(signal.SIGINT, signal.SIG_IGN) is not signal.SIG_IGN
         self._activity: Any = None
         self._words: list[np.ndarray] = []
 
     def run(self, launch: dict[str, Any]) -> list[bytes]:
         """Run one launch and return the bytes of its results."""
-        self._is_interrupted = False
         self._prepare()
         self._serial = launch["serial"]
         own = self._words[self._index]
         self._activity.begin(own)
+        if self._ends_by_sigint:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
         try:
             return self._run(launch)
         finally:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
             self._activity.end(own)
 
     def _run(self, launch: dict[str, Any]) -> list[bytes]:
@@ -190,38 +193,12 @@ class Runner:
         names = [name for name in kernel.arg_names if name not in constants]
         parameters = launch["parameters"] or [None] * len(names)
         arguments = load(_PACKAGE / "core" / "structs.py").regrouped(arguments, parameters)
-        with self._interruptible(), np.errstate(all="ignore"):  # As on a GPU.
+        with np.errstate(all="ignore"):  # As on a GPU.
             run(**dict(zip(names, arguments, strict=True)), **constants)
         names = [name for parameter in zip(names, parameters, strict=True) for name in fields(*parameter)]
         if broken := [name for name, buffer in zip(names, buffers, strict=True) if not buffer.is_intact()]:
             raise RuntimeError(f"{launch['function']} wrote outside of {', '.join(broken)}")
         return [result.bytes.tobytes() for result in results]
-
-    def interrupt(self, _: int, frame: types.FrameType | None) -> None:
-        """Handle SIGINT: interrupt a running kernel once, or the kernel of the current launch when it starts.
-
-        C++ modules that import Python modules call `std::terminate` when an import raises, so one ends the process.
-        """
-        self._is_interrupted = True
-        if not self._is_running:
-            return
-        self._is_running = False
-        while frame is not None:
-            if frame.f_code.co_filename.startswith("<frozen importlib"):
-                os._exit(128 + signal.SIGINT)
-            frame = frame.f_back
-        raise KeyboardInterrupt
-
-    @contextlib.contextmanager
-    def _interruptible(self) -> Iterator[None]:
-        """Let `interrupt` raise in this block."""
-        self._is_running = True
-        try:
-            if self._is_interrupted:
-                raise KeyboardInterrupt
-            yield
-        finally:
-            self._is_running = False
 
     def _prepare(self) -> None:
         """Before the first launch, load Triton and the activity words of all workers."""
@@ -236,8 +213,6 @@ class Runner:
         return self._activity.Wait(self._words, self._index, timeout_ns)
 
     def _check_aborted(self) -> None:
-        if self._is_interrupted:  # A destructor may have dropped the exception.
-            raise KeyboardInterrupt
         if self._requests.aborted >= self._serial:
             raise RuntimeError("stopped: the launch failed on another worker")
 
@@ -255,20 +230,11 @@ def load(path: Path) -> types.ModuleType:
     return importlib.import_module(f"{package}.{path.stem}")
 
 
-def report_unraisable(unraisable: Any) -> None:
-    """Report an exception of a destructor or C callback, except an interrupt, which the parent handles."""
-    if not isinstance(unraisable.exc_value, KeyboardInterrupt):
-        sys.__unraisablehook__(unraisable)
-
-
 def main(descriptor: int, index: int) -> None:
     """Handle requests until the parent closes its end."""
     connection = Connection(descriptor)
     requests, memory = Requests(connection), Memory()
     runner = Runner(requests, memory, index)
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, runner.interrupt)
-    sys.unraisablehook = report_unraisable
     with contextlib.suppress(OSError):  # The parent has exited.
         os.setpgid(0, os.getpgid(os.getppid()))  # process.py starts it outside of the terminal's process group.
     while True:
@@ -276,8 +242,6 @@ def main(descriptor: int, index: int) -> None:
         kind, *arguments = requests.next()
         try:
             answer = "ok", memory.map(*arguments) if kind == "map" else runner.run(*arguments)
-        except KeyboardInterrupt:
-            answer = "error", "interrupted by SIGINT"
         except Exception:  # Any error of a kernel is reported to the parent.
             answer = "error", traceback.format_exc()
         with contextlib.suppress(OSError):  # The parent has exited, and this process ends with its next request.

@@ -5,10 +5,8 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
-import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,7 +20,7 @@ import harness
 import jax_ep
 from jax_ep import context, interpreter
 from jax_ep.core.kernel import Config
-from jax_ep.interpreter import activity, worker
+from jax_ep.interpreter import activity
 from jax_ep.megakernels.launch import launch
 
 LONG_S = 1000.0  # Beyond the time limit of a test.
@@ -300,26 +298,6 @@ def test_interpreter_workers_without_jax(two_ranks):
     maps = [Path(f"/proc/{one.process.pid}/maps").read_text() for one in workers]
     assert sum("triton" in mapped for mapped in maps) == 2
     assert not any("jaxlib" in mapped for mapped in maps)
-
-
-def test_interpreter_worker_interrupt_handling(monkeypatch):
-    """SIGINT ends the kernel of a launch once, also if it arrives before the kernel starts, and no later launch."""
-    runner = worker.Runner(types.SimpleNamespace(aborted=-1), worker.Memory(), 0)
-    runner.interrupt(signal.SIGINT, None)  # No kernel is running.
-    with pytest.raises(KeyboardInterrupt), runner._interruptible():
-        pytest.fail("the kernel started")
-    runner._is_interrupted = False
-    with runner._interruptible():
-        with pytest.raises(KeyboardInterrupt):  # A destructor drops it.
-            runner.interrupt(signal.SIGINT, None)
-        runner.interrupt(signal.SIGINT, None)
-        with pytest.raises(KeyboardInterrupt):
-            runner._check_aborted()
-    runner._is_interrupted = False
-    monkeypatch.setattr(os, "_exit", sys.exit)
-    importing = types.SimpleNamespace(f_code=types.SimpleNamespace(co_filename="<frozen importlib._bootstrap>"))
-    with pytest.raises(SystemExit), runner._interruptible():
-        runner.interrupt(signal.SIGINT, types.SimpleNamespace(f_code=start.__code__, f_back=importing))
 
 
 FORKED = """

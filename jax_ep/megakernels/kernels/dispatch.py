@@ -4,11 +4,17 @@ Roles. All programs are equal and take tasks from one queue:
 
     task 0           signal the peers that this rank is ready
     step s, index 0  send block s of this rank's tokens to all peers and set its flags; copy own tokens to their rows
-    step s, index i  wait for block s - lag of peer i, and copy it to its rows
+    step s, index i  wait for block s - lag of the i-th rank before this one, and copy it to its rows
     last             zero the padding rows
 
-A token is read once, quantized if it travels as FP8, and stored in slot `[source rank, token]` of each destination, so
-no counts and no atomics are needed to place it. Router weights travel with their tokens, under the same flags.
+A token is read once, quantized if it travels as FP8, and stored in slot `[source rank, token]` of each destination's
+heap, so no counts and no atomics are needed to place it. Router weights travel with their tokens, under the same flags.
+On two ranks with lag 1:
+
+    rank A                                                 rank B
+    task 0: signal_ready         ------ handshake ------>  step 0, index 0: await_all_ready
+    step 1, index 1: await_block <---- block 0, flag 0 --  dispatch_block(0), publish_to_all
+    copy block 0 to its rows     <---- block 1, flag 1 --  step 1, index 0: dispatch_block(1), publish_to_all
 
 Waits. A sending task waits for all peers' ready handshakes, once per program. A copying task waits for the flag of its
 block. It cannot deadlock: the peer sends that block in a task with a smaller number, `lag` steps before the copy, and
@@ -51,6 +57,7 @@ def dispatch_block(
     NUM_RANKS: tl.constexpr = HEAP.num_ranks
     tokens = block * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     slots = launch.rank * S.num_tokens + tokens
+    # The set of each token's destination ranks, as bits.
     ranks = destinations(
         topk_idx_ptr, slots * S.top_k, tokens < S.num_tokens, S.top_k, S.num_local_experts, S.num_experts
     )
@@ -72,7 +79,7 @@ def dispatch_block(
             if S.fp8:
                 scales_ptr = protocol.data_of(launch, peer.device, tl.float32, HEAP, S.scales_offset)
                 tl.store(scales_ptr + offsets, scales, mask=mask & exists)
-        # Own tokens skip the heap; they round like the others.
+        # Own tokens skip the heap, and are rounded like the others.
         own = goes_to(ranks, launch.rank)
         if S.quantized:
             store_scales(scales, assignment_to_row_ptr + slots * S.top_k, own, out.scales_ptr, h, S)
@@ -80,7 +87,7 @@ def dispatch_block(
             values = dequantize(values, scales, BLOCK_TOKENS, BLOCK_HIDDEN).to(x_ptr.dtype.element_ty)
         store_rows(values, assignment_to_row_ptr + slots * S.top_k, own, out.values_ptr, columns, inside, S)
     if weights_ptr is not None:
-        # Router weights take the same way.
+        # Send the router weights along the same routes.
         for step in tl.static_range(1, NUM_RANKS):
             peer = protocol.peer_of(launch, (launch.rank + step) % NUM_RANKS)
             push_weights(weights_ptr, tokens, goes_to(ranks, peer.rank), launch, peer, S, HEAP)
@@ -128,7 +135,7 @@ def dispatch(
         if task == 0:
             protocol.signal_ready(launch, HEAP)
         elif task >= steps_end:
-            # Zero a block of padding rows: the last tasks, so that the link is not kept waiting.
+            # Zero a block of padding rows. These tasks come last, so that they do not delay the link.
             began = stamp(HEAP)
             if S.clears_padding:
                 clear_padding(out_ptr, row_to_assignment_ptr, (task - steps_end) * BLOCK_ROWS, S)
@@ -140,7 +147,7 @@ def dispatch(
         elif index == 0:
             # Send a block to all peers.
             if step < num_blocks:
-                # Once per program: peers no longer use their heaps for earlier launches.
+                # Once per program: wait until the peers' heaps are free of earlier launches.
                 if peers_ready == 0:
                     not_failed = protocol.await_all_ready(launch, not_failed, task, HEAP)
                     peers_ready = 1

@@ -1,7 +1,7 @@
 """All-to-all fused with grouped GEMMs: dispatch + GEMM, and GEMM + combine.
 
-Every kernel finishes with one resident program per rank: a program waits for another rank only for work that some
-running program has taken.
+Every kernel finishes with one resident program per rank: a program waits only for work that a running program, here or
+on another rank, has already taken.
 
 **Dispatch + GEMM** (`dispatch_gemm`). Two queues. The communication queue, in order:
 
@@ -9,26 +9,32 @@ running program has taken.
     send       wait for a peer's handshake, copy a block of the send order to its heap, and set the block's flag
     copy       if tokens are saved: wait for a source's blocks and copy them to the result
 
-The first `comm_programs` programs to start empty it, then join the others at the tile queue: tiles of the grouped GEMM
-in expert order, then blocks of padding rows. A tile reads tokens where they are, in the heap or in the caller's array.
-Before the first tile of an expert, a program waits for the prefix of each source's sends that the expert needs. So the
-first experts are computed while the tokens of later ones travel:
+The first `comm_programs` programs to start run it to its end, then join the others at the tile queue: tiles of the
+grouped GEMM in expert order, then blocks of padding rows. A tile reads tokens where they are, in the heap or in the
+caller's array. Before the first tile of an expert, a program waits for the prefix of each source's sends that the
+expert needs. So the first experts are computed while the tokens of later ones travel. Every rank plays both parts:
 
-    rank A                                               rank B
+    rank A, as receiver                                  rank B, as sender
     signal_ready         ------- handshake ------->      await_ready
     await_tokens(e = 0)  <---- block 0, flag 0 -----     push_block(0)
     tiles of expert 0    <---- block 1, flag 1 -----     push_block(1)
-    await_tokens(e = 1), tiles of expert 1, ...
+    await_tokens(e = 1), tiles of expert 1, ...          tiles, as rank A
 
 Router weights travel with tokens; the first column tile of a row stores them. No deadlock: sends wait only for
-handshakes (task 0), and a program starts with tiles only when running programs hold all communication tasks. Floor: the
-larger of link time and GEMM time.
+handshakes (task 0), and a program begins with tiles only after `comm_programs` others have begun with the communication
+queue, which they run to its end. Floor: the larger of link time and GEMM time.
 
 **GEMM + combine** (`gemm_combine`). Each tile's epilogue stores its rows directly at their sources, at assignment
 `[token, k]` of the heap. Every program computes a fixed share of the tiles and counts itself; the last one to count
 signals all ranks. Then programs add the rows of this rank's tokens, in float32 and in order of k. No deadlock: the
 first program of a rank signals before it waits for handshakes. Only sums wait for what other ranks compute, and only in
-programs that see all programs of this launch started; the last one to start always does. Floor as above.
+programs that see that all programs of this launch have started; the last one to start always does. Floor: the larger
+of link time and GEMM time.
+
+    rank A, as expert rank                               rank B, as source of tokens
+    await_all_ready      <------ handshake ---------     signal_ready
+    tile, epilogue       ------- rows of B -------->     assignments [token, k] of B's heap
+    last tile, publish   ------- one flag --------->     await_block_of_all, then sum_listed
 """
 
 from typing import NamedTuple
@@ -72,7 +78,7 @@ def count_row_tiles(sizes_ptr, S: tl.constexpr):
 def find_group(tile, group, first_tile, first_row, sizes_ptr, COLUMN_TILES: tl.constexpr, BLOCK_M: tl.constexpr):
     """Advance from a group at or before that of `tile`, with its first tile and row, to the group of `tile`.
 
-    A program gets tiles in ascending order, so it moves on from its last group, usually by a few groups.
+    A program gets tiles in ascending order, so it searches from its previous group, usually by a few groups.
     """
     size = tl.load(sizes_ptr + group)
     group_tiles = row_tiles(size, BLOCK_M) * COLUMN_TILES
@@ -172,13 +178,13 @@ def communicate(
             peer_rank = (launch.rank + 1 + step) % NUM_RANKS
             num_sends = tl.load(order.num_sends_ptr + peer_rank)
             peer = protocol.peer_of(launch, peer_rank)
-            # Wait for block 0 even if nothing is sent: no rank may run two launches ahead of another.
+            # At block 0 wait for the peer even if nothing is sent: no rank may run two launches ahead of another.
             if (block == 0) | (block * BLOCK_TOKENS < num_sends):
                 not_failed = protocol.await_ready(launch, peer, not_failed, task, HEAP)
                 if (not_failed != 0) & (block * BLOCK_TOKENS < num_sends):
                     push_block(x_ptr, weights_ptr, order, launch, peer, block, num_sends, task, S, HEAP)
         else:
-            # Copy a block of saved tokens; own tokens come first, since they are here.
+            # Copy a block of tokens to save; own tokens come first, since they need no wait.
             source = protocol.peer_of(launch, (launch.rank + (task - push_end) // num_blocks) % NUM_RANKS)
             local = (task - push_end) % num_blocks * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
             slots = source.rank * S.num_tokens + local
@@ -275,7 +281,7 @@ def dispatch_gemm(
                     store_row_weights(
                         weights_ptr, row_to_assignment_ptr, out_weights_ptr, first, rows_left, launch, S, BLOCK_M, HEAP
                     )
-            # Use half of block_m if no more rows remain.
+            # Use a tile of half the height if the remaining rows fit.
             if rows_left > BLOCK_M // 2:
                 gathered_tile(
                     tokens, b_desc, out_ptr, expert, first_row + row_tile * BLOCK_M, rows_left, column, S, BLOCK_M
@@ -442,14 +448,14 @@ def gemm_combine(
             trace_exchange(launch, PUSH_EVENT, began, tl.program_id(0), -1, 0, HEAP)
     groups = tiles.locate_groups(handle.sizes_ptr, GEMM)
     group_ends = tiles.number_tasks(groups, GEMM)
-    # After a failure compute no tiles: a peer may no longer be there to receive.
+    # After a failure compute no tiles: a peer may no longer exist.
     num_tiles = tiles.tasks_until(tl.max(group_ends, axis=0)) * not_failed
     # GEMM: the loops over tiles and K are one, so the loads of a tile begin before the previous tile is stored.
     for i in tl.range(0, tiles.num_own_tasks(num_tiles), flatten=True):
         began = stamp(HEAP)
         tile = tiles.find_tile(tiles.own_task(i), group_ends, handle.sizes_ptr, GEMM)
         total = tiles.multiply(h_desc, b_desc, tile, GEMM)
-        # Look addresses up only now: kept across the GEMM, they would spill registers.
+        # Look addresses up after the GEMM: kept across it, they would spill registers.
         addresses = row_addresses(handle.row_to_assignment_ptr, launch, tile, dtype, S, HEAP)
         if bias is None:
             store_at_sources(total, addresses, tile.column, dtype, S)

@@ -1,11 +1,12 @@
 """Low-latency dispatch in one launch: data crosses the link once, without a handshake before it.
 
-low_latency_buffers.py explains why a rank may send at once. Tokens go to packed rows per expert, ordered by source
-rank, then token. A token that names an expert twice has one row there. Equal programs take tasks from one queue:
+low_latency_buffers.py explains why a rank may send at once. The rows of an expert are packed and ordered by source
+rank, then token. A token that names an expert twice has one row there. All programs are equal and take tasks from one
+queue:
 
     ids      send the ids of all tokens to a rank, then the ready handshake; num_ranks tasks
     assign   give the tokens of one local expert their rows and fill the handle; num_local_experts tasks
-    send     quantize a token, store it at each rank that has one of its experts, and set its flag
+    send     quantize a token, store it at each rank that has one of its experts, and set its flag there
     copy     wait for the flags of a block's tokens and copy them to their rows; `lag` blocks behind the sends
     clear    fill the rest of the handle, for tokens past num_tokens; num_ranks tasks
 
@@ -122,8 +123,8 @@ def ids_of(index, incoming, S: tl.constexpr):
 def assign_rows(expert, incoming, launch, plan, S: tl.constexpr):
     """Give the tokens that name a local expert its rows, in order, and fill the expert's share of the handle.
 
-    The share includes marking every num_local_experts-th token's assignments to other ranks as without a row. Unless
-    direct, the task is counted when it is done.
+    The share includes every num_local_experts-th token's assignments to other ranks, which get row -1. Unless direct,
+    the task is counted when it is done.
     """
     NUM_TOKENS: tl.constexpr = S.num_tokens
     LOCAL_EXPERTS: tl.constexpr = S.num_local_experts
@@ -233,8 +234,8 @@ def copy_tokens(rows, tokens, mask, buffer, out, S: tl.constexpr):
 def send_or_copy(index, S: tl.constexpr):
     """Return what task `index` of sends and copies does: a token to send, or a block to copy and its source's step.
 
-    Unused values are -1. `lag` blocks of sends come first, then periods of one block of sends and its copies, then
-    copies.
+    Unused values are -1. First come `lag` blocks of sends, then periods of one block of sends and one block of copies
+    from each rank, then the remaining copies.
     """
     BLOCK_TOKENS: tl.constexpr = S.tile.block_tokens
     LAG: tl.constexpr = S.tile.lag
@@ -244,7 +245,7 @@ def send_or_copy(index, S: tl.constexpr):
     token, block, step = -1, -1, 0
     if index < lead:  # only sends
         token = index
-    elif index < lead + periods * period:  # sends and copies in turn
+    elif index < lead + periods * period:  # sends and copies alternate
         step = (index - lead) % period
         if step < BLOCK_TOKENS:
             token = lead + (index - lead) // period * BLOCK_TOKENS + step
@@ -284,7 +285,7 @@ def low_latency_dispatch(x, topk_idx_ptr, num_tokens_ptr, peers, out, plan, S: t
     clear_start: tl.constexpr = NUM_RANKS + exchange + LOCAL_EXPERTS
     lanes = tl.arange(0, S.tile.padded_ranks)
     sources = tl.where(lanes < NUM_RANKS, lanes, 0)
-    heard, assigned = 0, 0
+    ids_arrived, rows_assigned = 0, 0
     task = next_task(launch)
     while task < clear_start + (NUM_RANKS if MAX_TOKENS > NUM_TOKENS else 0):
         token, block, step = -1, -1, 0
@@ -312,11 +313,11 @@ def low_latency_dispatch(x, topk_idx_ptr, num_tokens_ptr, peers, out, plan, S: t
                 ll_buffers.publish_to(launch, buffers, ranks, 1 + token, task, HEAP)
         else:
             # Rows depend on the ids of all ranks: wait for them once per program.
-            if heard == 0:
+            if ids_arrived == 0:
                 not_failed = ll_buffers.await_ready_of(
                     launch, buffers.incoming, buffers.epochs, sources, not_failed, task, HEAP
                 )
-                heard = 1
+                ids_arrived = 1
             began = stamp(HEAP)
             if block < 0:
                 # assign: give one expert's tokens their rows.
@@ -330,13 +331,13 @@ def low_latency_dispatch(x, topk_idx_ptr, num_tokens_ptr, peers, out, plan, S: t
                 if S.tile.direct:
                     rows = count_rows(source_rank * NUM_TOKENS + block, buffers.incoming, launch.rank, S)
                 else:
-                    if assigned == 0:
+                    if rows_assigned == 0:
                         done = launch.control + DONE
                         # Wait for the assign tasks, after a failure too: they always end, and rows would be undefined
                         # without them.
                         ended = await_flag(launch, done, LOCAL_EXPERTS, launch.rank, not_failed | 1, task, HEAP)
                         not_failed = not_failed & ended
-                        assigned = 1
+                        rows_assigned = 1
                         trace_exchange(launch, WAIT_EVENT, began, task, -1, OWN, HEAP)
                         began = stamp(HEAP)
                     k = tl.arange(0, S.tile.padded_top_k)[None, :]

@@ -17,9 +17,11 @@ import serve_moe
 import train_moe_flax
 from harness import ROOT, STRICT_PYTHON, run_command
 from lm.checkpoints import Checkpoints
+from lm.data import Corpus
 from lm.devices import make_mesh
 from lm.generation import Generator, compare
 from lm.model import LanguageModel, ModelConfig, empty_cache
+from lm.report import History
 from lm.training import TrainConfig, Trainer
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
@@ -70,6 +72,24 @@ def saved_arrays(out):
 
 def without_timing(rows):
     return [{key: value for key, value in row.items() if key != "tokens_per_second"} for row in rows]
+
+
+def test_resume_from_damaged_files(tmp_path):
+    (tmp_path / "checkpoints" / "3").mkdir(parents=True)
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    with pytest.raises(ValueError, match=r"^checkpoint 3 in .* is damaged .*: delete its folder"):
+        checkpoints.model_config()
+    checkpoints.close()
+    (path := tmp_path / "metrics.json").write_text('{"train": [{"step": 1}], "held_out"')
+    with pytest.raises(ValueError, match=r"metrics\.json is damaged \(no JSON.*: remove it"):
+        History(path, resume_at=1)
+
+
+def test_sizes_out_of_range():
+    with pytest.raises(ValueError, match=r"dropout=1\.0 must be at least 0 and less than 1"):
+        ModelConfig(dropout=1.0)
+    with pytest.raises(ValueError, match="the text has 9 bytes, too few for windows of 9"):
+        Corpus(np.zeros(99, np.uint8), np.zeros(9, np.uint8)).held_out_windows(2, 9)
 
 
 # One test, because every step needs the previous run, and parallel test processes would each train again.

@@ -26,6 +26,7 @@ class Checkpoints:
     """The latest few checkpoints of a folder: parameters, optimizer, random key, data iterator, and model sizes."""
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         options = ocp.CheckpointManagerOptions(max_to_keep=keep)
         self._manager = ocp.CheckpointManager(folder.resolve(), options=options)
 
@@ -52,24 +53,33 @@ class Checkpoints:
                 f"the checkpoint has the model {saved}, but this run has {trainer.model}: use another folder"
             )
         parts = {name: ocp.args.StandardRestore(part) for name, part in _parts(trainer.abstract_state()).items()}
-        found = self._manager.restore(step, args=ocp.args.Composite(**parts, data=ocp.args.JsonRestore()))
+        found = self._restore(**parts, data=ocp.args.JsonRestore())
         return Restored(step, TrainState(found["model"], found["optimizer"], found["random"]["key"]), found["data"])
 
     def model_config(self) -> ModelConfig:
         """Return the sizes of the saved model."""
-        found = self._manager.restore(self._newest(), args=ocp.args.Composite(config=ocp.args.JsonRestore()))
-        return ModelConfig(**found["config"])
+        return ModelConfig(**self._restore(config=ocp.args.JsonRestore())["config"])
 
     def restore_model(self, config: ModelConfig, mesh: jax.sharding.Mesh) -> LanguageModel:
         """Restore only the parameters, on any mesh; each device reads its share."""
         graph, state = nnx.split(nnx.eval_shape(lambda: LanguageModel(config, mesh=mesh, rngs=nnx.Rngs(0))))
-        arguments = ocp.args.Composite(model=ocp.args.StandardRestore(placed(state, mesh)))
-        return nnx.merge(graph, self._manager.restore(self._newest(), args=arguments)["model"])
+        return nnx.merge(graph, self._restore(model=ocp.args.StandardRestore(placed(state, mesh)))["model"])
 
     def close(self) -> None:
         """Wait until everything is on disk."""
         self._manager.wait_until_finished()
         self._manager.close()
+
+    def _restore(self, **items: Any) -> Any:
+        """Restore items of the newest checkpoint."""
+        step = self._newest()
+        try:
+            return self._manager.restore(step, args=ocp.args.Composite(**items))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"checkpoint {step} in {self._manager.directory} is damaged ({error}): delete its folder, to continue"
+                " from the one before"
+            ) from error
 
     def _newest(self) -> int:
         step = self.latest_step()

@@ -25,6 +25,7 @@ class Corpus:
 
     def held_out_windows(self, count: int, length: int) -> np.ndarray:
         """Return evenly spaced windows `[count, length + 1]`: inputs and, shifted by one, targets."""
+        _check_length(self.held_out, length)
         starts = np.linspace(0, len(self.held_out) - length - 1, count).astype(np.int64)
         return _windows(self.held_out, starts, length)
 
@@ -58,8 +59,7 @@ class WindowIterator:
     """Endless batches of random windows; `state` and `restore` continue the same sequence in another process."""
 
     def __init__(self, text: np.ndarray, *, batch_size: int, length: int, seed: int) -> None:
-        if len(text) <= length:
-            raise ValueError(f"the text has {len(text)} bytes, too few for windows of {length} + 1")
+        _check_length(text, length)
         self._text, self._batch_size, self._length = text, batch_size, length
         self._generator = np.random.Generator(np.random.PCG64(seed))
 
@@ -78,6 +78,11 @@ class WindowIterator:
     def restore(self, state: dict[str, Any]) -> None:
         """Continue after the iterator that returned `state`."""
         self._generator.bit_generator.state = state
+
+
+def _check_length(text: np.ndarray, length: int) -> None:
+    if len(text) <= length:
+        raise ValueError(f"the text has {len(text)} bytes, too few for windows of {length} + 1")
 
 
 def _windows(text: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:

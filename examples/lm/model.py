@@ -44,6 +44,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.hidden % (2 * self.heads):
             raise ValueError(f"hidden={self.hidden} must be an even multiple of heads={self.heads}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout} must be at least 0 and less than 1")
 
 
 class Cache(NamedTuple):

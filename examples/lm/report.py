@@ -23,6 +23,10 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from jax_ep.core import json_files
+from jax_ep.core.files import write_atomically
+from jax_ep.core.json_files import array, integer, record
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -49,6 +53,17 @@ def load_bars(load: np.ndarray) -> str:
     return "".join(_BARS[level] for level in levels)
 
 
+def _read(path: Path) -> dict[str, Any]:
+    """Read the metrics of an earlier run."""
+    rows = array(record({"step": integer(0, 2**31)}, more=True))
+    try:
+        saved: dict[str, Any] = json_files.read(path, 1 << 30)
+        record({"train": rows, "held_out": rows}, more=True)(saved, "")
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}): remove it, or begin anew with --restart") from error
+    return saved
+
+
 class History:
     """Metrics of all steps so far, as plain lists; a resumed run continues the lists of the file."""
 
@@ -57,7 +72,7 @@ class History:
         self.has_grown = False
         self.metrics: dict[str, list[Any]] = {"train": [], "held_out": []}
         if resume_at and path.exists():
-            saved = json.loads(path.read_text())
+            saved = _read(path)
             # The interrupted run may have passed its last checkpoint: those steps run again.
             self.metrics = {key: [row for row in saved[key] if row["step"] <= resume_at] for key in self.metrics}
 
@@ -69,7 +84,7 @@ class History:
     def write(self, **summary: Any) -> dict[str, Any]:
         """Write everything together with `summary`; return what was written."""
         content = summary | self.metrics
-        self._path.write_text(json.dumps(content) + "\n")
+        write_atomically(self._path, (json.dumps(content) + "\n").encode())  # A run may be killed at any time.
         return content
 
 

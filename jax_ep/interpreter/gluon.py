@@ -127,7 +127,7 @@ class Shared:
     """A view of shared memory. Views of one allocation share `state`, which knows of stores without a fence."""
 
     def __init__(self, values: np.ndarray, state: dict[str, bool]) -> None:
-        self.values, self.state = values, state
+        self.values, self.state, self.dtype = values, state, values.dtype
 
     def index(self, i: Any) -> Shared:
         """Return element i of the first axis."""

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jax_ep.core import fp8
 from jax_ep.core.activations import HiddenRows
 from jax_ep.core.dtypes import FP8
+from jax_ep.core.expert_matrices import GemmWeights, SplitWeights, num_home
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.kernel import Argument, Config, Constants, Kernel
 from jax_ep.core.layout import power_of_two, row_groups
@@ -24,6 +25,7 @@ from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels.kernels import activation as activation_kernels
 from jax_ep.megakernels.kernels import fp8_columns as fp8_columns_kernels
 from jax_ep.megakernels.kernels import fp8_matrices as fp8_matrices_kernels
+from jax_ep.megakernels.kernels import gemm_structs
 from jax_ep.megakernels.kernels import rows as rows_kernels
 from jax_ep.megakernels.kernels.exchange_structs import Rows
 from jax_ep.megakernels.kernels.gemm_structs import Activation, ColumnPass, RowBias, RowPass
@@ -143,10 +145,10 @@ def activate_quantized(experts: Experts, rows: HiddenRows) -> Quantized:
 
 
 @functools.partial(jax.jit, static_argnames="transpose")
-def quantize_matrices(w: Array, *, transpose: bool = True) -> Quantized:
+def quantize_matrices(w: GemmWeights, *, transpose: bool = True) -> Quantized:
     """Quantize `[G, K, N]` to FP8 `[G, N, K]`, one scale per block of 128 by 128: the bits of format "fp8".
 
-    Without `transpose`, to `[G, K, N]` with scales `[G, ceil(K / 128), N / 128]`.
+    The weights are in one array or two. Without `transpose`, to `[G, K, N]` with scales `[G, ceil(K / 128), N / 128]`.
     """
     found = _quantize_matrices(w, transposed=transpose, untransposed=not transpose)
     rows = found[0] if transpose else found[1]
@@ -160,7 +162,7 @@ def quantize_masters(w: Array) -> tuple[Array, Array, Array]:
     return transposed.values_ptr, untransposed.values_ptr, transposed.scales_ptr
 
 
-def _quantize_matrices(w: Array, *, transposed: bool, untransposed: bool) -> tuple[Any, ...]:
+def _quantize_matrices(w: GemmWeights, *, transposed: bool, untransposed: bool) -> tuple[Any, ...]:
     """Quantize `[G, K, N]` to `[G, N, K]`, to `[G, K, N]` or to both, with scales of blocks."""
     groups, depth, columns = w.shape
     blocks = -(-columns // GROUP_SIZE), -(-depth // GROUP_SIZE)
@@ -169,7 +171,9 @@ def _quantize_matrices(w: Array, *, transposed: bool, untransposed: bool) -> tup
         _rows(w.shape, (groups, *blocks[::-1])) if untransposed else None,
     )
     config = matrices_config(groups * math.prod(blocks), w.dtype)
-    return launch(_QUANTIZE_MATRICES, (w,), results, config, {"K": depth, "N": columns, "NUM_GROUPS": groups})
+    constants = {"K": depth, "N": columns, "NUM_GROUPS": groups, "NUM_HOME": num_home(w)}
+    operand = gemm_structs.SplitWeights(*w) if isinstance(w, SplitWeights) else w
+    return launch(_QUANTIZE_MATRICES, (operand,), results, config, constants)
 
 
 @jax.jit

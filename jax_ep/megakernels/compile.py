@@ -162,7 +162,7 @@ def build(
     function = kernel.body
     source_type: Any = GluonASTSource if function.is_gluon() else ASTSource
     if function.is_gluon():
-        types = {name: _with_layout(kind) for name, kind in types.items()}
+        types = jax.tree.map(_with_layout, dict(types))
     names = list(function.arg_names)
     values = {(names.index(name),): value for name, value in constants.items()}
     signature = {name: types.get(name, "constexpr") for name in names}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -249,19 +249,31 @@ def weight_gradient(
     # Rows of the operands end where the kernel chooses.
     left = Descriptor(lhs, (tiles.block_r, tiles.block_m), bounded=True)
     right = Descriptor(rhs, (tiles.block_r, tiles.block_n), bounded=True)
-    block = (1, tiles.block_m, tiles.block_n // tiles.store_parts)
-
-    def described(groups: int) -> Argument:
-        result = jax.ShapeDtypeStruct((groups, rows, columns), out_dtype)
-        return Descriptor(result, block) if tiles.tma_store else result
-
-    result = described(groups)
-    if num_home:
-        result = gemm_structs.SplitWeights(described(num_home), described(groups - num_home))
+    block = (1, tiles.block_m, tiles.block_n // tiles.store_parts) if tiles.tma_store else None
+    result = _gradient_result((groups, rows, columns), out_dtype, num_home, block)
     config = tile_config(tiles, groups * -(-rows // tiles.block_m) * -(-columns // tiles.block_n))
     found = launch(_WEIGHT_GRADIENT, (left, right, group_sizes), (result,), config, {"S": sizes})[0]
-    cut = jax.tree.map(lambda w: w[:, : wanted[0], : wanted[1]], found)
-    return SplitWeights(*cut) if num_home else cut
+    return _cut_gradient(found, *wanted)
+
+
+def _gradient_result(
+    shape: tuple[int, int, int], dtype: DTypeLike, num_home: int, block: tuple[int, int, int] | None
+) -> Argument:
+    """Describe a gradient of weights `[G, K, N]` in one array or two, stored in blocks or through pointers."""
+
+    def described(groups: int) -> Argument:
+        result = jax.ShapeDtypeStruct((groups, *shape[1:]), dtype)
+        return Descriptor(result, block) if block else result
+
+    if not num_home:
+        return described(shape[0])
+    return gemm_structs.SplitWeights(described(num_home), described(shape[0] - num_home))
+
+
+def _cut_gradient(found: Any, rows: int, columns: int) -> GemmWeights:
+    """Return a gradient, in one array or two, without padding."""
+    cut = jax.tree.map(lambda w: w[:, :rows, :columns], found)
+    return cut if isinstance(cut, jax.Array) else SplitWeights(*cut)
 
 
 @functools.partial(jax.jit, static_argnames=("out_dtype", "tiles"))
@@ -315,30 +327,37 @@ def gluon_sizes(
     return gemm_structs.GluonGemm(num_rows, columns, depth // GROUP_SIZE, groups, 128, 256, stages, group_m)
 
 
-@functools.partial(jax.jit, static_argnames=("out_dtype", "tiles"))
+@functools.partial(jax.jit, static_argnames=("out_dtype", "num_home", "tiles"))
 def weight_gradient_fp8(
-    lhs: Quantized, rhs: Quantized, group_sizes: Array, *, out_dtype: DTypeLike, tiles: Fp8WeightTiles | None = None
-) -> Array:
+    lhs: Quantized,
+    rhs: Quantized,
+    group_sizes: Array,
+    *,
+    out_dtype: DTypeLike,
+    num_home: int = 0,
+    tiles: Fp8WeightTiles | None = None,
+) -> GemmWeights:
     """Contract columns as in xla/grouped_gemm.py; `tiles` as for `grouped_gemm`."""
     (rows, places), columns, groups = lhs[0].shape, rhs[0].shape[0], group_sizes.shape[0]
     shape, dtypes = (places, rows), (lhs[0].dtype, out_dtype)
     tiles = tiles or _tuned(fp8_weight_tiles(), "weight_gradient_fp8", shape, columns, groups, dtypes)
     a, b, *others = vary_alike((lhs[0], rhs[0], lhs[1], rhs[1], group_sizes))
     if tiles.gluon:
-        return _gradient_by_gluon(a, b, *others, out_dtype=out_dtype, group_m=tiles.group_m)
+        return _gradient_by_gluon(a, b, *others, out_dtype=out_dtype, num_home=num_home, group_m=tiles.group_m)
     left, right = Descriptor(a, (tiles.block_m, GROUP_SIZE)), Descriptor(b, (tiles.block_n, GROUP_SIZE))
-    result = jax.ShapeDtypeStruct((groups, rows, columns), out_dtype)
+    result = _gradient_result((groups, rows, columns), out_dtype, num_home, None)
     config = tile_config(tiles, groups * -(-rows // tiles.block_m) * -(-columns // tiles.block_n))
-    constants = {"S": fp8_weight_sizes(places, columns, rows, groups, tiles)}
-    return launch(_FP8_WEIGHT_GRADIENT, (left, right, *others), (result,), config, constants)[0]
+    sizes = dataclasses.replace(fp8_weight_sizes(places, columns, rows, groups, tiles), home_groups=num_home)
+    found = launch(_FP8_WEIGHT_GRADIENT, (left, right, *others), (result,), config, {"S": sizes})[0]
+    return _cut_gradient(found, rows, columns)
 
 
-def _gradient_by_gluon(*operands: Array, out_dtype: DTypeLike, group_m: int) -> Array:
+def _gradient_by_gluon(*operands: Array, out_dtype: DTypeLike, num_home: int, group_m: int) -> GemmWeights:
     """Contract as `weight_gradient_fp8` in tiles of 256 x 128."""
     _check_gluon("weight_gradient_fp8")
     lhs, rhs, lhs_scales, rhs_scales, group_sizes = operands
     (rows, places), columns, groups = lhs.shape, rhs.shape[0], group_sizes.shape[0]
-    sizes = gluon_gradient_sizes(rows, columns, places, groups, jnp.dtype(out_dtype).itemsize, group_m)
+    sizes = gluon_gradient_sizes(rows, columns, places, groups, jnp.dtype(out_dtype).itemsize, group_m, num_home)
     arguments = (
         Descriptor(lhs, (sizes.tile_m, GROUP_SIZE)),
         Descriptor(rhs, (sizes.tile_n, GROUP_SIZE)),
@@ -347,19 +366,19 @@ def _gradient_by_gluon(*operands: Array, out_dtype: DTypeLike, group_m: int) -> 
         group_sizes,
         jnp.zeros((1,), jnp.int32),
     )
-    result = jax.ShapeDtypeStruct((groups, rows, round_up(columns, _WORD)), out_dtype)
-    results: tuple[Argument, ...] = Descriptor(result, (1, 64, sizes.tile_n)), *int32((1,))
+    result = _gradient_result((groups, rows, round_up(columns, _WORD)), out_dtype, num_home, (1, 64, sizes.tile_n))
+    results: tuple[Argument, ...] = result, *int32((1,))
     config = Config(num_programs(groups * -(-rows // sizes.tile_m) * sizes.tiles_n), num_warps=4)
-    constants = {"S": sizes}
-    return launch(_GLUON_FP8_WEIGHT_GRADIENT, arguments, results, config, constants, in_place=True)[0][:, :, :columns]
+    found = launch(_GLUON_FP8_WEIGHT_GRADIENT, arguments, results, config, {"S": sizes}, in_place=True)[0]
+    return _cut_gradient(found, rows, columns)
 
 
 def gluon_gradient_sizes(
-    rows: int, columns: int, places: int, groups: int, out_itemsize: int, group_m: int
+    rows: int, columns: int, places: int, groups: int, out_itemsize: int, group_m: int, num_home: int = 0
 ) -> gemm_structs.GluonGemm:
     """Return the sizes of the weight gradient in Gluon; shared memory holds two waves of 2 bytes, or one of 4."""
     staged = 1 if out_itemsize > 2 else 2
-    return gemm_structs.GluonGemm(rows, columns, places // GROUP_SIZE, groups, 256, 128, 3, group_m, staged)
+    return gemm_structs.GluonGemm(rows, columns, places // GROUP_SIZE, groups, 256, 128, 3, group_m, staged, num_home)
 
 
 def fp8_weight_sizes(places: int, columns: int, rows: int, groups: int, tiles: Fp8WeightTiles) -> WeightGradient:

@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from jax_ep.core.autodiff import HIDDEN_NAME, TOKENS_NAME, without_tangent
 from jax_ep.core.balance import WORK, Balance, PassPlan
 from jax_ep.core.check import operation
 from jax_ep.core.dtypes import accumulation_dtype
-from jax_ep.core.expert_matrices import SplitWeights, joined
+from jax_ep.core.expert_matrices import QuantizedWeights, SplitWeights, joined
 from jax_ep.core.facts import ExchangeFacts
 from jax_ep.core.layout import count_assignments
 from jax_ep.core.mesh_axes import known_after, rank_on, spread_axes, vary_alike
@@ -73,7 +73,7 @@ class Passes:
       axis: mesh axes of the experts.
       sum_dtype: dtype of the result.
       implementation: of the plan and of what moves the copies.
-      splits: whether weights and copies of them stay in two arrays.
+      splits: whether weights that are not quantized and copies of them stay in two arrays.
       layer: computes one pass, see `Layer`; None for a dispatch.
     """
 
@@ -224,7 +224,7 @@ def with_copies[Weights](weights: Weights, handle: Handle) -> Weights:
     passes = Passes(*sizes, axis, jnp.float32, implementation)
     arrays = tuple(map(_as_bits, leaves)), handle.copies, handle.order
     bits, copies, order = vary_alike(arrays, over=axis)
-    whole = _with_copies(passes, (True,) * len(bits), copies, copies, order, bits)[0]
+    whole = _with_copies(passes, (_Form(splits=False),) * len(bits), copies, copies, order, bits)[0]
     return jax.tree.unflatten(structure, map(_from_bits, whole, leaves))
 
 
@@ -262,9 +262,8 @@ def _one_pass(passes: Passes, place: Place, x: Array, topk_weights: Array, weigh
     def compute(x: Array, topk_weights: Array, weights: Tree) -> Array:
         paths, structure = jax.tree.flatten_with_path(weights)
         leaves = tuple(_as_bits(w) for _, w in paths)
-        # GEMMs do not read the master of quantized weights.
-        is_read = tuple(getattr(path[-1], "name", None) != "master" for path, _ in paths)
-        whole, slots_after, x = _with_copies(passes, is_read, copies, slots, x, leaves)
+        forms = tuple(_form(passes, getattr(path[-1], "name", ""), w) for path, w in paths)
+        whole, slots_after, x = _with_copies(passes, forms, copies, slots, x, leaves)
         whole = jax.tree.unflatten(structure, map(_from_bits, whole, (w for _, w in paths)))
         sizes = {"num_experts": passes.num_experts + passes.num_ranks * passes.spare, "capacity": passes.rows}
         dtype = passes.sum_dtype if passes.is_one_pass else _wide(passes.sum_dtype)
@@ -356,9 +355,26 @@ def _from_bits(w: Array, like: Array) -> Array:
     return w if w.dtype == like.dtype else w.view(like.dtype)
 
 
+class _Form(NamedTuple):
+    """What becomes of weights and their copies: whether they stay in two arrays, and whether anything reads copies."""
+
+    splits: bool
+    is_read: bool = True
+
+
+def _form(passes: Passes, field: str, w: Array) -> _Form:
+    """Return the form of a leaf in a field of `ExpertWeights` or `QuantizedWeights`."""
+    if field == "master":
+        return _Form(passes.splits, is_read=False)
+    return _Form(passes.splits and w.ndim > 2 and field not in _QUANTIZED_FIELDS)
+
+
+_QUANTIZED_FIELDS = {field.name for field in dataclasses.fields(QuantizedWeights)}
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _with_copies(
-    passes: Passes, is_read: tuple[bool, ...], copies: Array, slots: Array, x: Array, weights: tuple[Array, ...]
+    passes: Passes, forms: tuple[_Form, ...], copies: Array, slots: Array, x: Array, weights: tuple[Array, ...]
 ) -> tuple[Any, Array, Array]:
     """Weights `[L, ...]` of the experts at home, followed by those of the copies: `[L + S, ...]`, or `SplitWeights`.
 
@@ -367,25 +383,25 @@ def _with_copies(
     transfers, and `x`: in the backward pass transfers follow its gradient, and what uses the gradient follows them.
     """
     found = []
-    for w, fetches in zip(weights, is_read, strict=True):
-        if fetches:
+    for w, form in zip(weights, forms, strict=True):
+        if form.is_read:
             spare = _transfers(passes).fetch_copies(passes.axis, copies, w)
             copies, slots = known_after(copies, spare), known_after(slots, spare)
         else:
             spare = jnp.zeros_like(w, shape=(copies.shape[1], *w.shape[1:]))
         both = SplitWeights(w, spare)
-        found.append(both if passes.splits and w.ndim > 2 else joined(both))
+        found.append(both if form.splits else joined(both))
     return tuple(found), slots, x
 
 
 def _with_copies_forward(
-    passes: Passes, is_read: tuple[bool, ...], copies: Array, slots: Array, x: Array, weights: tuple[Array, ...]
+    passes: Passes, forms: tuple[_Form, ...], copies: Array, slots: Array, x: Array, weights: tuple[Array, ...]
 ) -> tuple[tuple[Any, Array, Array], Array]:
-    return _with_copies(passes, is_read, copies, slots, x, weights), copies
+    return _with_copies(passes, forms, copies, slots, x, weights), copies
 
 
 def _with_copies_backward(
-    passes: Passes, is_read: tuple[bool, ...], copies: Array, cotangents: tuple[Any, Array, Array]
+    passes: Passes, forms: tuple[_Form, ...], copies: Array, cotangents: tuple[Any, Array, Array]
 ) -> tuple[None, None, Array, Any]:
     """Return the gradients of copies to their home, and add them there in at least float32, in a fixed order."""
     found: list[Any] = []

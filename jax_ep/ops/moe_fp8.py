@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 
 from jax_ep.core.autodiff import TOKENS_NAME, call_without_gradient
 from jax_ep.core.dtypes import FP8
-from jax_ep.core.expert_matrices import QuantizedWeights
+from jax_ep.core.expert_matrices import GemmWeights, QuantizedWeights, num_home
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.layout import add_bias
 from jax_ep.core.mesh_axes import platform
@@ -34,7 +34,7 @@ from jax_ep.ops.grouped_gemm import bias_gradient
 from jax_ep.ops.plan import Fp8LayerPlan
 from jax_ep.types import Array, Experts, Handle, Options, Quantized
 
-Weights = Array | QuantizedWeights
+Weights = GemmWeights | QuantizedWeights
 """Weights of one GEMM, plain or quantized."""
 
 
@@ -83,12 +83,12 @@ def _multiply(
 def _weight_gradient(plan: Fp8LayerPlan, lhs: Quantized, rhs: Quantized, w: Weights, handle: Handle) -> Weights:
     """Return the cotangent of the master weights of `w`, from column-wise quantized operands."""
     run = registry.fp8_gemm(plan.gemm.gradient.implementation).weight_gradient_fp8
-    dtype = cast(Array, w.master if isinstance(w, QuantizedWeights) else w).dtype
-    gradient = run(lhs, rhs, handle.group_sizes, out_dtype=dtype).astype(dtype)
+    master = cast(GemmWeights, w.master if isinstance(w, QuantizedWeights) else w)
+    gradient = run(lhs, rhs, handle.group_sizes, out_dtype=master.dtype, num_home=num_home(master))
     if not isinstance(w, QuantizedWeights):
         return gradient
     none = cast(Array, None)
-    return dataclasses.replace(w, values=none, scales=none, values_kn=none, master=gradient)
+    return dataclasses.replace(w, values=none, scales=none, values_kn=none, master=cast(Array, gradient))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

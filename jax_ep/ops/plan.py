@@ -319,7 +319,8 @@ class BalancedPlan:
       part: what plans its passes and moves copies of experts.
       rows, spare: rows and copies per rank.
       num_bytes: of the copies.
-      splits: whether GEMMs read copies from a second array; else weights and copies are copied into one array.
+      splits: whether copies of weights that are not quantized yet are read from a second array, and gradients are
+        written to two; else weights and copies are copied into one array.
     """
 
     part: Part
@@ -335,10 +336,10 @@ def balanced(options: Options, facts: ExchangeFacts, spare: int, weights: Sequen
     found = registry.choose(options, facts)
     name = "triton" if found.implementation == "triton" else "xla"
     num_bytes = spare * sum(math.prod(w.shape[1:]) * w.dtype.itemsize for w in weights)
-    splits = options.recipe is None and all(w.dtype in TOKEN_DTYPES for w in weights)
-    joined = "" if splits else "weights in 8 bits and their copies are copied into one array"
+    wide = all(w.dtype in TOKEN_DTYPES for w in weights)
+    joined = "" if wide else "weights in 8 bits and their copies are copied into one array"
     part = Part("balance_plan", name, reason="; ".join(filter(None, (found.reason, joined))))
-    return BalancedPlan(part, facts.layout.capacity, spare, num_bytes, splits)
+    return BalancedPlan(part, facts.layout.capacity, spare, num_bytes, wide or options.recipe is not None)
 
 
 @dataclasses.dataclass(frozen=True)

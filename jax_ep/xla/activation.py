@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jax_ep.core import activations, fp8
 from jax_ep.core.activations import HiddenRows
 from jax_ep.core.dtypes import accumulation_dtype
+from jax_ep.core.expert_matrices import GemmWeights, joined
 from jax_ep.core.layout import Bias, bias_rows
 from jax_ep.types import Array, Experts, Quantized, Tokens
 
@@ -52,12 +53,12 @@ def dequantize_rows(values: Array, scales: Array, group_sizes: Array, *, dtype: 
     return fp8.dequantize_rows(values, scales, dtype)
 
 
-def quantize_matrices(w: Array, *, transpose: bool = True) -> Quantized:
+def quantize_matrices(w: GemmWeights, *, transpose: bool = True) -> Quantized:
     """Quantize `[G, K, N]` to FP8 `[G, N, K]` and scales `[G, ceil(N / 128), K / 128]`.
 
     With `transpose=False`, return `[G, K, N]` and scales `[G, ceil(K / 128), N / 128]`.
     """
-    return fp8.quantize_matrices(w, transpose=transpose)
+    return fp8.quantize_matrices(joined(w), transpose=transpose)
 
 
 def quantize_masters(w: Array) -> tuple[Array, Array, Array]:

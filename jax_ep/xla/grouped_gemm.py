@@ -255,8 +255,10 @@ def grouped_gemm_fp8(lhs: Quantized, rhs: Quantized, group_sizes: Array, *, out_
     return multiply_groups(groups, rows_of, matrix_of, out, transpose_rhs=True)
 
 
-@functools.partial(jax.jit, static_argnames=("out_dtype",))
-def weight_gradient_fp8(lhs: Quantized, rhs: Quantized, group_sizes: Array, *, out_dtype: DTypeLike) -> Array:
+@functools.partial(jax.jit, static_argnames=("out_dtype", "num_home"))
+def weight_gradient_fp8(
+    lhs: Quantized, rhs: Quantized, group_sizes: Array, *, out_dtype: DTypeLike, num_home: int = 0
+) -> GemmWeights:
     """Compute `out[g] = lhs[:, positions of g] @ rhs[:, positions of g].T` on the dequantized float32 operands.
 
     Args:
@@ -264,10 +266,14 @@ def weight_gradient_fp8(lhs: Quantized, rhs: Quantized, group_sizes: Array, *, o
       rhs: `[N, P]` float8_e4m3fn and scales `[P / 128, N]`, in the same layout.
       group_sizes: `[G]` int32, rows of each group.
       out_dtype: dtype of the result; accumulates in float32.
+      num_home: as for `weight_gradient`.
 
     Returns:
       `[G, K, N]`; zero for empty groups.
     """
+    if num_home:
+        whole = cast(Array, weight_gradient_fp8(lhs, rhs, group_sizes, out_dtype=out_dtype))
+        return SplitWeights(whole[:num_home], whole[num_home:])
     (rows, places), columns = lhs[0].shape, rhs[0].shape[0]
     shape = (group_sizes.shape[0], rows, columns)
     lhs, rhs, group_sizes, out = vary_alike((lhs, rhs, group_sizes, jnp.zeros(shape, out_dtype)))

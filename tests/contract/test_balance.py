@@ -107,16 +107,19 @@ def test_balance_copies_in_their_own_array(
         assert_same_bits(got, want)
 
 
-def test_balance_moves_no_home_weights(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("recipe", [None, "fp8"])
+def test_balance_moves_no_home_weights(
+    implementation: str, recipe: str | None, expert_mesh: Any, rng: np.random.Generator
+) -> None:
     """Without later passes XLA copies, slices, converts or joins neither all weights nor all gradients."""
-    shape = Shape(num_tokens=24, top_k=2, num_experts=8, hidden=72, intermediate=40)
+    shape = Shape(num_tokens=24, top_k=2, num_experts=8, hidden=384, intermediate=128)
     layer = Layer(rng, "zipf", 2, shape, BF16)
-    fn = per_rank(layer_and_gradients(shape, implementation, jax_ep.Balance(1.0, 1)), expert_mesh(2))
+    fn = per_rank(layer_and_gradients(shape, implementation, jax_ep.Balance(1.0, 1), recipe=recipe), expert_mesh(2))
     text = jax.jit(fn).lower(*layer.args, layer.x).compile().as_text()
     # The gradient kernel of `xla` writes one array, and its transfers add to a float32 copy of it.
     kinds = "concatenate" if implementation == "xla" else "copy|slice|concatenate|convert|fusion"
     entry = text[text.index("ENTRY") :]
-    assert not re.findall(rf"= \w+\[[45],(?:72,80|40,72)\]\S* (?:{kinds})\(.*", entry)
+    assert not re.findall(rf"= \w+\[[45],(?:384,256|128,384)\]\S* (?:{kinds})\(.*", entry)
 
 
 def test_balance_padding_and_biases(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:

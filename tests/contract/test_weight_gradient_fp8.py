@@ -7,7 +7,7 @@ import pytest
 
 import facts_of
 import oracle_fp8
-from cases import BF16, F32, F64, reals
+from cases import BF16, F32, F64, assert_same_bits, reals
 from harness import to_numpy
 from jax_ep.ops import plan, registry
 
@@ -66,6 +66,21 @@ def test_weight_gradient_fp8_groups(implementation, groups, rng):
     assert got.dtype == F32
     assert_near(got, want)
     assert not got[np.array(sizes) == 0].any()
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.slow_interpreted(unless={"dtype": [BF16]})
+def test_weight_gradient_fp8_two_arrays(implementation, dtype, rng):
+    """The first groups in one array and the others in another one have the bits that they have in one."""
+    sizes = [0, 130, 3, 0]
+    lhs, rhs = (rows_of(rng, 140, sizes, width, dtype) for width in (128, 264))
+    products, operands = kernels(implementation)
+    left, right = (operands.quantize_columns(jnp.asarray(x), jnp.array(sizes)) for x in (lhs, rhs))
+    whole = products.weight_gradient_fp8(left, right, jnp.array(sizes), out_dtype=dtype)
+    for num_home in (1, 2, 3):
+        parts = products.weight_gradient_fp8(left, right, jnp.array(sizes), out_dtype=dtype, num_home=num_home)
+        for got, want in zip(parts, (whole[:num_home], whole[num_home:]), strict=True):
+            assert_same_bits(to_numpy(got), to_numpy(want))
 
 
 @pytest.mark.parametrize("dtype", [BF16, F64], ids=str)

@@ -8,6 +8,7 @@ from test_weight_gradient_fp8 import (
     test_weight_gradient_fp8_accumulates_in_float32,
     test_weight_gradient_fp8_groups,
     test_weight_gradient_fp8_nan_stays_in_group,
+    test_weight_gradient_fp8_two_arrays,
     weight_gradient,
 )
 
@@ -19,6 +20,7 @@ __all__ = [
     "test_weight_gradient_fp8_accumulates_in_float32",
     "test_weight_gradient_fp8_groups",
     "test_weight_gradient_fp8_nan_stays_in_group",
+    "test_weight_gradient_fp8_two_arrays",
 ]
 IMPLEMENTATIONS = ("triton",)
 

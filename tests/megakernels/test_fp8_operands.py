@@ -8,6 +8,7 @@ from kernel_calls import kernel
 
 from jax_ep import Experts
 from jax_ep.core.activations import HiddenRows
+from jax_ep.core.expert_matrices import SplitWeights
 from jax_ep.core.kernel import Config
 from jax_ep.megakernels import activation as kernels
 from jax_ep.megakernels.launch import launch
@@ -75,6 +76,16 @@ def test_fp8_operands_weights_both_layouts(pool, rng, dtype):
     for name, options in (("quantize_matrices", {"transpose": False}), ("quantize_masters", {})):
         for got, want in zip(*(getattr(k, name)(w, **options) for k in (kernels, portable)), strict=True):
             assert got.shape == want.shape
+            same(got, want)
+
+
+@pytest.mark.parametrize("transpose", [True, False])
+def test_fp8_operands_weights_in_two_arrays(pool, rng, transpose):
+    w = jnp.asarray(magnitudes(rng, 3, 256, 200 if transpose else 256))
+    for num_home in (1, 2):
+        parts = SplitWeights(w[:num_home], w[num_home:])
+        found = (k.quantize_matrices(parts, transpose=transpose) for k in (kernels, portable))
+        for got, want in zip(*found, strict=True):
             same(got, want)
 
 

@@ -10,6 +10,7 @@ from jax_ep.core.fp8 import num_blocks
 from jax_ep.core.kernel import Config
 from jax_ep.megakernels import compile, grouped_gemm
 from jax_ep.megakernels.grouped_gemm import Fp8Tiles
+from jax_ep.megakernels.kernels import gemm_structs
 
 pytest.importorskip("triton")
 
@@ -74,12 +75,14 @@ def test_gemm_fp8_ptx_gluon(size, out):
 
 
 @pytest.mark.parametrize("out", ["bf16", "fp32"])
-@pytest.mark.parametrize("size", [DEEPSEEK, ODD])
-def test_gemm_fp8_ptx_gluon_weight_gradient(size, out):
+@pytest.mark.parametrize(("size", "num_home"), [(DEEPSEEK, 0), (ODD, 0), (DEEPSEEK, 62)])
+def test_gemm_fp8_ptx_gluon_weight_gradient(size, out, num_home):
     (rows, depth, columns, groups), itemsize = size, 2 if out == "bf16" else 4
-    sizes = grouped_gemm.gluon_gradient_sizes(depth, columns, num_blocks(rows, groups) * 128, groups, itemsize, 8)
+    places = num_blocks(rows, groups) * 128
+    sizes = grouped_gemm.gluon_gradient_sizes(depth, columns, places, groups, itemsize, 8, num_home)
     types = {"lhs_scales": "tensordesc<fp32[1, 256]>", "rhs_scales": "tensordesc<fp32[1, 128]>"}
-    types |= {"out": f"tensordesc<{out}[1, 64, 128]>"}
+    block = f"tensordesc<{out}[1, 64, 128]>"
+    types |= {"out": gemm_structs.SplitWeights(block, block) if num_home else block}
     compile_gluon(grouped_gemm._GLUON_FP8_WEIGHT_GRADIENT, types, sizes, 3)
 
 

@@ -75,10 +75,16 @@ def place_rows(i: tl.constexpr, row, column, K: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def load_block(w_ptr, task, exists, K: tl.constexpr, N: tl.constexpr):
+def load_block(w, task, exists, K: tl.constexpr, N: tl.constexpr, NUM_HOME: tl.constexpr):
     """Load the four interleaved tensors of a block; zeros unless the block exists."""
     group, row, column = locate_block(task, K, N)
-    first = w_ptr + (group * (K * N) + row.to(tl.int64) * N + column)
+    if NUM_HOME == 0:
+        matrix = w + group * (K * N)
+    else:
+        matrix = w.home + group * (K * N)
+        if group >= NUM_HOME:
+            matrix = w.spare + (group - NUM_HOME) * (K * N)
+    first = matrix + (row.to(tl.int64) * N + column)
     return (
         load_rows(first, 0, row, column, exists, K, N),
         load_rows(first, 1, row, column, exists, K, N),
@@ -102,8 +108,10 @@ def store_rows(first, i: tl.constexpr, values, row, column, K: tl.constexpr, N: 
 
 
 @triton.jit
-def quantize_matrices(w_ptr, transposed, untransposed, K: tl.constexpr, N: tl.constexpr, NUM_GROUPS: tl.constexpr):
-    """Quantize `w [num_groups, K, N]` in one or both layouts.
+def quantize_matrices(
+    w, transposed, untransposed, K: tl.constexpr, N: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_HOME: tl.constexpr
+):
+    """Quantize `w [num_groups, K, N]`, or `SplitWeights` of NUM_HOME and the other groups, in one or both layouts.
 
     Unless `transposed` is None: values `[num_groups, N, K]`, scales `[num_groups, ceil(N / 128), K / 128]`. Unless
     `untransposed` is None: values `[num_groups, K, N]`, scales `[num_groups, ceil(K / 128), N / 128]`.
@@ -111,13 +119,13 @@ def quantize_matrices(w_ptr, transposed, untransposed, K: tl.constexpr, N: tl.co
     column_blocks: tl.constexpr = (N + GROUP - 1) // GROUP
     row_blocks: tl.constexpr = (K + GROUP - 1) // GROUP
     count = num_own_tasks(NUM_GROUPS * column_blocks * row_blocks)
-    following = load_block(w_ptr, own_task(0), count > 0, K, N)
+    following = load_block(w, own_task(0), count > 0, K, N, NUM_HOME)
     for i in range(count):
         group, row, column = locate_block(own_task(i), K, N)
         a, b = following[0].to(tl.float32), following[1].to(tl.float32)
         c, d = following[2].to(tl.float32), following[3].to(tl.float32)
         # Load the next block while this one is quantized.
-        following = load_block(w_ptr, own_task(i + 1), i + 1 < count, K, N)
+        following = load_block(w, own_task(i + 1), i + 1 < count, K, N, NUM_HOME)
         # One scale for the whole block.
         bits = tl.max(max_magnitude(a, b, c, d), axis=1)
         scale, inverse = scales_for(tl.max(bits, axis=0, keep_dims=True)[:, None])

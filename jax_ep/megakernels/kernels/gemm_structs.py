@@ -49,6 +49,7 @@ class GluonGemm:
     stages: int  # steps in shared memory
     group_m: int  # row tiles of one band, see gluon_gemm.place
     staged: int = 1  # waves of a consumer that are stored at a time
+    home_groups: int = 0  # of the first of two gradients; 0: there is one
 
     @property
     def tiles_n(self) -> int:

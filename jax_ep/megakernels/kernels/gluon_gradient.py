@@ -59,9 +59,15 @@ def store_wave(values, output, group, row, column, wave: gl.constexpr, consumer:
     """Store a wave by TMA, which leaves while the program goes on."""
     tma.store_wait(S.staged - 1)  # the last store from this part of `staging` has read it
     staging = output.staging.index(consumer * S.staged + wave % S.staged)
-    staging.reshape((WAVE, S.tile_n)).store(values.to(output.out.dtype))
+    staging.reshape((WAVE, S.tile_n)).store(values.to(output.staging.dtype))
     fence_async_shared()
-    tma.async_store(output.out, [group, row + (2 * wave + consumer) * WAVE, column], staging)
+    row += (2 * wave + consumer) * WAVE
+    if S.home_groups == 0:
+        tma.async_store(output.out, [group, row, column], staging)
+    elif group < S.home_groups:
+        tma.async_store(output.out.home, [group, row, column], staging)
+    else:
+        tma.async_store(output.out.spare, [group - S.home_groups, row, column], staging)
 
 
 @gluon.jit
@@ -169,7 +175,7 @@ def weight_gradient_fp8(
     rhs_scales,  # [S.steps, S.N] float32, blocks of 1 x S.tile_n
     sizes,  # [S.num_groups] int32, rows of each group
     num_taken,  # [1] int32, zero: the number of tiles that programs have taken, which is written in place
-    out,  # [S.num_groups, S.M, S.N], blocks of 1 x 64 x S.tile_n
+    out,  # [S.num_groups, S.M, S.N], blocks of 1 x 64 x S.tile_n; `SplitWeights` of two if S.home_groups is not 0
     num_taken_after,  # `num_taken`
     S: gl.constexpr,
 ):
@@ -179,7 +185,8 @@ def weight_gradient_fp8(
         gl.allocate_shared_memory(gl.float32, [S.stages, 1, S.tile_m], lhs_scales.layout),
         gl.allocate_shared_memory(gl.float32, [S.stages, 1, S.tile_n], rhs_scales.layout),
     )
-    output = Output(out, gl.allocate_shared_memory(out.dtype, [2 * S.staged, 1, WAVE, S.tile_n], out.layout))
+    block = out if S.home_groups == 0 else out.home
+    output = Output(out, gl.allocate_shared_memory(block.dtype, [2 * S.staged, 1, WAVE, S.tile_n], block.layout))
     gl.warp_specialize(
         [
             (consume, (pipeline, scales, tiles, output, 0, S)),

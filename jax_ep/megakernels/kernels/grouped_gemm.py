@@ -193,7 +193,8 @@ def weight_gradient_fp8(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, sizes_ptr, out
 
     `lhs` describes `[K, places]` in blocks `[block_m, 128]`, `rhs` `[N, places]` in blocks `[block_n, 128]`, with the
     places of fp8_columns.py; there are at most M. Scales are `[M / 128, K]` and `[M / 128, N]`. Products of one block
-    of places are scaled and added in float32 registers. The loops over tiles and blocks are one, see `weight_gradient`.
+    of places are scaled and added in float32 registers. The loops over tiles and blocks are one, and `out` may be two
+    arrays, see `weight_gradient`.
     """
     BLOCK_M: tl.constexpr = S.tile.block_m
     BLOCK_N: tl.constexpr = S.tile.block_n
@@ -226,7 +227,8 @@ def weight_gradient_fp8(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, sizes_ptr, out
         is_last = place >= tile.end
         # Last block of the tile: store it and start the next one.
         if is_last:
-            store_gradient_tile(out, total, tile.group, tile.row, tile.column, BLOCK_N, S.store_parts, S)
+            target, group = locate_weights(out, tile.group, S)
+            store_gradient_tile(target, total, group, tile.row, tile.column, BLOCK_N, S.store_parts, S)
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         if is_last:
             # Separate from the store, as in `weight_gradient`.

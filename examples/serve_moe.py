@@ -13,6 +13,7 @@ the logits by a few percent of their spread, which the example prints.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from jax_ep.tools.command import run
@@ -69,7 +70,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         from lm.generation import Generator, compare
 
         checkpoints = Checkpoints(args.out / "checkpoints")
-        config = checkpoints.model_config()
+        config = dataclasses.replace(checkpoints.model_config(), balance_rows=0)  # few tokens: copies do not pay
         mesh = make_mesh(max_devices=args.devices, num_experts=config.experts, expert_parallel=args.expert_parallel)
         experts = args.experts
         if experts == "auto":

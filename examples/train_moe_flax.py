@@ -51,7 +51,18 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--experts", type=int, default=8)
     add("--top-k", type=int, default=2)
     add("--shared-experts", type=count_or_zero, default=0)
-    add("--balance", choices=["loss", "bias"], default="loss", help="auxiliary loss, or DeepSeek-V3's selection bias")
+    add(
+        "--router-balance",
+        choices=["loss", "bias"],
+        default="loss",
+        help="keep the router even by an auxiliary loss, or by DeepSeek-V3's selection bias",
+    )
+    add(
+        "--balance-rows",
+        type=float,
+        default=1.1,
+        help="most rows per rank, as a multiple of the mean: hot experts get copies; 0: experts stay on their ranks",
+    )
     add("--dropout", type=float, default=0.0)
     add(
         "--dtype",

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_ep import Router, Schedule
+from jax_ep import Balance, Router, Schedule
 from jax_ep.flax import MoE, MoEMetrics, SharedExperts
 from jax_ep.serving import ExpertWeights
 from jax_ep.sharding import MeshAxes
@@ -32,7 +32,8 @@ class ModelConfig:
     experts: int = 8
     top_k: int = 2
     shared_experts: int = 0
-    balance: Literal["loss", "bias"] = "loss"
+    router_balance: Literal["loss", "bias"] = "loss"
+    balance_rows: float = 1.1
     dropout: float = 0.0
     rope_base: float = 10_000.0
     dtype: str = "bfloat16"
@@ -134,10 +135,9 @@ class Block(nnx.Module):
             config.experts,
             config.top_k,
             shared_experts=SharedExperts(config.shared_experts) if config.shared_experts else None,
-            router=Router(
-                "sigmoid" if config.balance == "bias" else "softmax", selection_bias=config.balance == "bias"
-            ),
+            router=Router("sigmoid", selection_bias=True) if config.router_balance == "bias" else Router(),
             capacity=config.capacity,
+            balance=Balance(config.balance_rows) if config.balance_rows and config.capacity is None else None,
             dtype=config.dtype,
             recipe=config.recipe,
             mesh=mesh,

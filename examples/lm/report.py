@@ -123,15 +123,16 @@ class TrainingBar:
 
 
 def plot(path: Path, metrics: dict[str, list[Any]], entropy: float) -> None:
-    """Plot the loss and the experts' shares of the load over the steps, as a PNG."""
+    """Plot the loss, the experts' shares of the load and the busiest rank over the steps, as a PNG."""
     import numpy as np
 
     # Imported here, because only plots need it; the figure draws without a display.
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    losses, loads = figure.subplots(1, 2)
     train, held_out = metrics["train"], metrics["held_out"]
+    balanced = [row for row in train if "rows_before" in row]
+    figure = Figure(figsize=(15 if balanced else 10, 4), layout="constrained")
+    losses, loads, *others = figure.subplots(1, 3 if balanced else 2)
     losses.plot([row["step"] for row in train], [row["loss"] for row in train], label="training", linewidth=1)
     losses.plot([row["step"] for row in held_out], [row["loss"] for row in held_out], "o-", label="held out")
     losses.axhline(entropy, color="grey", linestyle="--", label="unigram entropy")
@@ -144,4 +145,11 @@ def plot(path: Path, metrics: dict[str, list[Any]], entropy: float) -> None:
     loads.axhline(1 / share.shape[1], color="grey", linestyle="--")
     loads.set(xlabel="step", ylabel="share of the assignments", title="Load per expert, all layers", ylim=(0, None))
     loads.legend(ncols=4, fontsize="small", title="expert")
+    for ranks in others:
+        for name, label in (("rows_before", "experts on their ranks"), ("rows_after", "with copies of hot experts")):
+            by_rank = [np.array(row[name], np.float64) for row in balanced]  # [layers, ranks] each
+            busiest = [(rows.max(axis=1) / rows.mean(axis=1)).max() for rows in by_rank]
+            ranks.plot([row["step"] for row in balanced], busiest, label=label, linewidth=1)
+        ranks.set(xlabel="step", ylabel="rows over the mean", title="Busiest rank, worst layer", ylim=(0, None))
+        ranks.legend()
     figure.savefig(path, dpi=120)

@@ -133,7 +133,7 @@ class Trainer:
             key, dropout_key = jax.random.split(jax.random.wrap_key_data(state.key))
             gradients, metrics = self._gradients(model, windows, dropout_key)
             optimizer.update(model, gradients)
-            if self.model.balance == "bias":
+            if self.model.router_balance == "bias":
                 model.blocks.moe.update_bias(metrics["load"], rate=config.bias_rate)
             metrics["gradient_norm"] = optax.tree.norm(gradients)
             return TrainState(nnx.state(model), nnx.state(optimizer), jax.random.key_data(key)), metrics
@@ -182,10 +182,12 @@ class Trainer:
         loss = _cross_entropy(logits, windows[:, 1:])
         balance, z_loss = metrics.load_balancing_loss.mean(), metrics.router_z_loss.mean()
         total = loss + config.z_loss_weight * z_loss
-        if self.model.balance == "loss":
+        if self.model.router_balance == "loss":
             total = total + config.load_balancing_weight * balance
         aux = {"loss": loss, "balance": balance, "z_loss": z_loss, "dropped": metrics.dropped.sum()}
-        return total, aux | {"load": metrics.load}
+        # Rows of each rank with and without copies of experts; only several ranks can balance.
+        rows = {name: metrics[name] for name in ("rows_before", "rows_after") if name in metrics}
+        return total, aux | {"load": metrics.load} | rows
 
     def _mean_loss(self, state: Any, windows: Array) -> Array:
         model = nnx.merge(self._model_graph, state)

@@ -203,7 +203,7 @@ def test_microbatches_train_the_same(recipe):
     """Each device has every other one of its windows in each of two microbatches; in FP8 both have the same weights."""
     mesh = make_mesh(max_devices=None, num_experts=8, expert_parallel=None)
     windows = np.random.default_rng(0).integers(0, 256, (16, 9)).astype(np.int32)
-    sizes = {"hidden": 128, "layers": 2, "heads": 2, "intermediate": 128, "balance": "bias", "dtype": "float32"}
+    sizes = {"hidden": 128, "layers": 2, "heads": 2, "intermediate": 128, "router_balance": "bias", "dtype": "float32"}
     found = []
     for count in (1, 2):
         config = TrainConfig(batch_size=16, length=8, microbatches=count)
@@ -225,7 +225,7 @@ def test_microbatches_train_the_same(recipe):
 def test_remat_keeps_the_loss_and_bias_routing_moves_the_bias():
     mesh = make_mesh(max_devices=None, num_experts=8, expert_parallel=None)
     windows = np.random.default_rng(0).integers(0, 256, (8, 17)).astype(np.int32)
-    sizes = {"hidden": 16, "layers": 2, "heads": 2, "intermediate": 16, "balance": "bias", "dtype": "float32"}
+    sizes = {"hidden": 16, "layers": 2, "heads": 2, "intermediate": 16, "router_balance": "bias", "dtype": "float32"}
     trainer = Trainer(TrainConfig(batch_size=8, length=16), ModelConfig(**sizes, remat="keep-experts"), mesh)
     state = trainer.initial_state()
     expected = trainer.held_out_loss(state.model, windows)

@@ -87,13 +87,17 @@ def locate_groups(group_sizes: Array, num_rows: int) -> Groups:
 def _for_each_tile[Carry](
     body: Callable[[Tile, Carry], Carry], carry: Carry, start: Array, end: Array, num_rows: int
 ) -> Carry:
-    """Fold `body` over tiles that cover rows `[start, end)`: large tiles, then small ones for the remainder."""
-    large, small = (min(tile, num_rows) if isinstance(num_rows, int) else tile for tile in _tiles())
-    num_large = (end - start) // large
-    remainder = start + num_large * large
-    for rows, base, count in ((large, start, num_large), (small, remainder, -(-(end - remainder) // small))):
+    """Fold `body` over tiles that cover rows `[start, end)`: large tiles, then small ones for the remainder.
 
-        def step(i: Array, carry: Carry, rows: int = rows, base: Array = base) -> Carry:
+    Arrays of at most one large tile take small tiles only: every loop costs compile time.
+    """
+    large, small = _tiles()
+    if isinstance(num_rows, int) and num_rows <= large:
+        large = small = min(small, num_rows)
+    for rows in (small,) if large == small else (large, small):
+        count = lax.div(end - start + (rows - 1 if rows == small else 0), jnp.int32(rows))
+
+        def step(i: Array, carry: Carry, rows: int = rows, base: Array = start) -> Carry:
             first = base + i * rows
             # The last tile may extend past the array: move it up, and let the mask protect other rows.
             tile_start = jnp.minimum(first, num_rows - rows)
@@ -101,6 +105,7 @@ def _for_each_tile[Carry](
             return body(Tile(tile_start, ((row >= first) & (row < end))[:, None]), carry)
 
         carry = lax.fori_loop(0, count, step, carry)
+        start = start + count * rows
     return carry
 
 

@@ -61,9 +61,11 @@ def on_one_device(moe, options):
 @nnx.jit
 def value_and_gradients(moe, x, cotangent):
     def loss(moe, x):
-        return jnp.sum(moe(x)[0] * cotangent)
+        y, metrics = moe(x)
+        return jnp.sum(y * cotangent), (y, metrics)
 
-    return moe(x)[0], nnx.grad(loss, argnums=(0, 1))(moe, x)
+    (_, results), gradients = nnx.value_and_grad(loss, argnums=(0, 1), has_aux=True)(moe, x)
+    return *results, gradients
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
@@ -76,10 +78,10 @@ def test_flax_tensor_and_fsdp_axes(name, kind, rng):
     with jax.set_mesh(mesh):
         moe = fill(MoE(**SIZES, **options, axes=AXES["both"], rngs=nnx.Rngs(0)), rng)
         spread = jax.NamedSharding(mesh, P(("data", "expert")))
-        y, (of_params, of_x) = value_and_gradients(moe, *(jax.device_put(a, spread) for a in (x, cotangent)))
+        y, _, (of_params, of_x) = value_and_gradients(moe, *(jax.device_put(a, spread) for a in (x, cotangent)))
     assert moe.w_gate_up.get_value().addressable_shards[0].data.size == moe.w_gate_up.get_value().size // 8
     plain = on_one_device(moe, options)
-    want, (wanted, wanted_x) = value_and_gradients(plain, jnp.asarray(x), jnp.asarray(cotangent))
+    want, _, (wanted, wanted_x) = value_and_gradients(plain, jnp.asarray(x), jnp.asarray(cotangent))
     np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(of_x, wanted_x, rtol=1e-3, atol=1e-3)
     for key, leaf in nnx.to_pure_dict(of_params).items():
@@ -105,8 +107,10 @@ def test_flax_balance(kind, rng):
         spread = jax.NamedSharding(mesh, P(("data", "expert")))
         x = jax.device_put(np.abs(rng.normal(size=(24, H))).astype(np.float32), spread)
         cotangent = jax.device_put(rng.normal(size=(24, H)).astype(np.float32), spread)
-        found = [jax.tree.leaves(value_and_gradients(moe, x, cotangent)) for moe in (balanced, plain)]
-        metrics, without = balanced(x)[1], plain(x)[1]
+        (y, metrics, gradients), (*wanted, without, wanted_gradients) = (
+            value_and_gradients(moe, x, cotangent) for moe in (balanced, plain)
+        )
+    found = (jax.tree.leaves(values) for values in ((y, gradients), (*wanted, wanted_gradients)))
     for got, want in zip(*found, strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-4 * np.abs(want).max())
     # On each data shard, 12 tokens with 2 experts at the first of two ranks: both ranks compute half of the rows.

@@ -14,7 +14,7 @@ import jax_ep
 import oracle
 import oracle_serving
 from cases import BASE, F32, Shape, assert_close, assert_same_bits, integers, probabilities, reals
-from harness import EXPERT, make_mesh, per_rank, run, to_numpy
+from harness import EXPERT, compiled, make_mesh, per_rank, run, to_numpy
 from routings import ROUTINGS
 
 SHAPE = Shape(num_tokens=5, top_k=2, num_experts=4, hidden=6, intermediate=4)
@@ -336,23 +336,23 @@ def test_transforms_compiled_once_for_routings(implementation, expert_mesh, rng)
     assert jitted._cache_size() == 1
 
 
-@pytest.mark.parametrize("batched", ["x", "topk_weights", "w_gate_up"])
-def test_transforms_vmap_shared_arguments(implementation, batched, expert_mesh, rng):
+def test_transforms_vmap_shared_arguments(implementation, expert_mesh, rng, subtests):
     """Gradients of arguments that the elements of a batch share are the sums of theirs."""
-    stack, place = Stack(rng, 2, layers=1), {"x": 0, "topk_weights": 2, "w_gate_up": 3}[batched]
-    arguments = [stack.x, *(array[:, 0] for array in stack.layers)]
-    arguments[place] = np.stack([arguments[place], 2 * arguments[place]], axis=1)
-    fn = moe(implementation)
 
-    def gradients(x, topk_idx, *rest):
+    def gradients(call, x, topk_idx, *rest):
         return jax.grad(lambda x, *rest: jnp.sum(call(x, topk_idx, *rest) ** 2), (0, 1, 2, 3))(x, *rest)
 
-    call = jax.vmap(fn, in_axes=[0 if i == place else None for i in range(5)])
-    got = run(gradients, expert_mesh(2), *arguments)
-    call = fn
-    each = [
-        run(gradients, expert_mesh(2), *(a[:, i] if a is arguments[place] else a for a in arguments)) for i in (0, 1)
-    ]
-    for i, (one, first, second) in enumerate(zip(got, *each, strict=True)):
-        want = np.stack([first, second], 1) if i == max(place - 1, 0) else first.astype(np.float64) + second
-        assert_close(one, want)
+    fn = moe(implementation)
+    one_element = compiled(functools.partial(gradients, fn), expert_mesh(2))
+    for batched, place in {"x": 0, "topk_weights": 2, "w_gate_up": 3}.items():
+        with subtests.test(batched):
+            stack = Stack(rng, 2, layers=1)
+            arguments = [stack.x, *(array[:, 0] for array in stack.layers)]
+            elements = arguments[place], 2 * arguments[place]
+            each = [one_element(*arguments[:place], a, *arguments[place + 1 :]) for a in elements]
+            arguments[place] = np.stack(elements, axis=1)
+            call = jax.vmap(fn, in_axes=[0 if i == place else None for i in range(5)])
+            got = run(functools.partial(gradients, call), expert_mesh(2), *arguments)
+            for i, (one, first, second) in enumerate(zip(got, *each, strict=True)):
+                want = np.stack([first, second], 1) if i == max(place - 1, 0) else first.astype(np.float64) + second
+                assert_close(one, want)

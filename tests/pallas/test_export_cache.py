@@ -1,6 +1,8 @@
 """A launch is lowered once for all programs of a process on any mesh, and read from files by other processes."""
 
+import contextlib
 import gc
+import hashlib
 import os
 import threading
 
@@ -13,7 +15,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from harness import PATIENCE_S, make_mesh
 from jax_ep.core.mesh_axes import varying_axes
-from jax_ep.pallas import export_cache
+from jax_ep.pallas import export_cache, lowering_cache
 from jax_ep.pallas.export_cache import _compile_ahead, lowered_once
 
 ROWS = jax.ShapeDtypeStruct((8, 3), jnp.float32)
@@ -148,39 +150,128 @@ def test_export_cache_files_shared_by_processes(folder):
     assert len(list(kept.iterdir())) == 3
 
 
-def test_export_cache_damaged_files(folder):
+def test_export_cache_truncated_files(folder):
     text, _ = lower_here()
     (path,) = folder.glob("*/*")
     content = path.read_bytes()
     for damaged in (b"", content[:-1], content[:40] + b"x" + content[41:]):
         path.write_bytes(damaged)
         assert lower_here() == (text, 1)
+        assert lower_here() == (text, 0)
+
+
+@pytest.mark.parametrize("what", ["nothing", "text", "end", "module", "launch", "sizes", "pipe", "folder", "huge"])
+def test_export_cache_foreign_files(what, folder):
+    """Also with a correct digest."""
+    rows = jax.ShapeDtypeStruct((3, 2), jnp.float32) if what == "sizes" else ROWS
+    other, _ = lower_here(factor=3.0, rows=rows)
+    (path,) = folder.glob("*/*")
+    payload = path.read_bytes()[lowering_cache._DIGEST_BYTES :]
+    path.unlink()
+    text, _ = lower_here()
+    (path,) = folder.glob("*/*")
+    module = payload.index(b"ML\xefR")
+    payloads = {"nothing": b"", "text": b"no launch", "end": payload[:-100], "launch": payload, "sizes": payload}
+    payloads["module"] = payload[: module + 4] + bytes(200) + payload[module + 204 :]
+    path.unlink()
+    if what == "pipe":
+        os.mkfifo(path)
+    elif what == "folder":
+        path.mkdir()
+    elif what == "huge":
+        path.touch()
+        os.truncate(path, 1 << 40)
+    else:
+        digest = hashlib.sha256(payload).digest() if what == "launch" else lowering_cache._digest(path, payloads[what])
+        path.write_bytes(digest + payloads[what])
+    context = pytest.warns(UserWarning, match="is not cached") if what == "folder" else contextlib.nullcontext()
+    with context:
+        assert lower_here() == (text, 1)
+    if what != "folder":
+        assert lower_here() == (text, 0)
+    assert other != text
+
+
+@pytest.fixture
+def limit():
+    """Set the limit of JAX's cache."""
+    before = jax.config.jax_compilation_cache_max_size
+    yield lambda num_bytes: jax.config.update("jax_compilation_cache_max_size", num_bytes)
+    jax.config.update("jax_compilation_cache_max_size", before)
+
+
+def test_export_cache_evicts_least_recently_used(limit, folder):
+    lower_here(factor=1.0)
+    (first,) = folder.glob("*/*")
+    lower_here(factor=2.0)
+    second = next(path for path in folder.glob("*/*") if path != first)
+    for age, path in enumerate((second, first), start=1):
+        os.utime(path, (age, age))  # The second is older.
+    assert lower_here(factor=2.0)[1] == 0  # And is used again.
+    limit(first.stat().st_size + second.stat().st_size)
+    assert lower_here(factor=3.0)[1] == 1
+    assert not first.exists() and second.exists()
+    assert [lower_here(factor=factor)[1] for factor in (2.0, 3.0, 1.0)] == [0, 0, 1]
+
+
+@pytest.mark.parametrize("num_bytes", [0, 100])
+def test_export_cache_file_above_limit(num_bytes, limit, folder):
+    lower_here(factor=2.0)
+    limit(num_bytes)
+    assert [lower_here(factor=3.0)[1] for _ in range(2)] == [1, 1]
+    assert lower_here(factor=2.0)[1] == 0  # The existing file stays.
 
 
 @pytest.mark.parametrize("what", ["sources_digest", "jaxlib", "jax", "devices"])
 def test_export_cache_key_version_and_device(what, folder, monkeypatch):
     lower_here()
     if what == "sources_digest":
-        monkeypatch.setattr(export_cache, "sources_digest", lambda folder: "others")
+        monkeypatch.setattr(lowering_cache, "sources_digest", lambda folder: "others")
     elif what == "devices":
         kind = type("Device", (), {"device_kind": "another GPU"})()
-        monkeypatch.setattr(export_cache.jax, "local_devices", lambda: [kind])
+        monkeypatch.setattr(lowering_cache.jax, "local_devices", lambda: [kind])
     else:
-        monkeypatch.setattr(getattr(export_cache, what), "__version__", "0.0.1")
+        monkeypatch.setattr(getattr(lowering_cache, what), "__version__", "0.0.1")
     assert [lower_here()[1] for _ in range(2)] == [1, 0]
 
 
-@pytest.mark.parametrize("why", ["no folder", "not in use", "no flatbuffers"])
+@pytest.mark.parametrize("why", ["no folder", "not in use", "remote", "no flatbuffers"])
 def test_export_cache_disabled(why, cache, tmp_path, monkeypatch):
-    cache(None if why == "no folder" else tmp_path)
+    cache({"no folder": None, "remote": "gs://bucket/folder"}.get(why, tmp_path))
     if why == "no flatbuffers":
-        monkeypatch.setattr(export_cache.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(lowering_cache.importlib.util, "find_spec", lambda name: None)
     try:
         jax.config.update("jax_enable_compilation_cache", why != "not in use")
         assert [lower_here()[1] for _ in range(2)] == [1, 1]
     finally:
         jax.config.update("jax_enable_compilation_cache", True)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_export_cache_operands_in_another_structure(folder):
+    """The payload has the operands' shapes, but takes them as one tuple."""
+    expected = lower_here()
+    (path,) = folder.glob("*/*")
+    swapped = export.export(jax.jit(lambda pair: pair[0] + pair[1]), platforms=("cuda",))((ROWS, ROWS))
+    payload = bytes(swapped.serialize())
+    path.write_bytes(lowering_cache._digest(path, payload) + payload)
+    assert lower_here() == expected
+
+
+def test_export_cache_eviction_skips_other_kinds(cache, limit, tmp_path):
+    others = tmp_path / "jax_ep_lowered"
+    (others / "folder").mkdir(parents=True)
+    (others / "loop").symlink_to("loop")
+    cache(tmp_path)
+    limit(1 << 20)
+    assert [lower_here()[1] for _ in range(2)] == [1, 0]
+
+
+@pytest.mark.parametrize("folder", ["/tmp/a\0b", "/\ud800", "/" + "x" * 3000], ids=["NUL", "surrogate", "long"])
+def test_export_cache_impossible_folder(folder, cache):
+    cache(folder)
+    with pytest.warns(UserWarning, match=r"^a lowered kernel is not cached for other processes: .{1,200}$"):
+        assert lower_here()[1] == 1
 
 
 def test_export_cache_unwritable_folder(cache, tmp_path):

@@ -1,8 +1,8 @@
 """Stores of tiles in which some rows belong to other programs.
 
-Accumulators leave through shared memory by TMA: transposed ones in chunks of rows of 128 bytes, others in chunks of
-columns. A chunk with all of its rows leaves as one swizzled copy. A chunk at a group's border leaves as copies of
-single powers of two of rows, since TMA boxes have static sizes.
+Transposed accumulators leave through shared memory by TMA, in chunks of rows of 128 bytes. A chunk with all of its rows
+leaves as one swizzled copy. A chunk at a group's border leaves as copies of single powers of two of rows, since TMA
+boxes have static sizes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _SLOTS = 2  # chunks of a consumer in flight: more leave too little room for ope
 type Target = Callable[[Scalar, int], Ref]
 
 
-def columns_scratch(out_dtype: DTypeLike, rows: int | None = None) -> Scratch:
-    """Declare chunks of each consumer for `store_columns`, in two views.
+def scratch(out_dtype: DTypeLike, rows: int | None = None) -> Scratch:
+    """Declare chunks of each consumer for `store`, in two views.
 
     A chunk has `rows` rows; None: as many as 8 KB hold. Whole chunks leave from the swizzled view. Single rows can be
     addressed only in the plain view. Both views have one shape, so that each consumer has the same memory in both.
@@ -35,11 +35,11 @@ def columns_scratch(out_dtype: DTypeLike, rows: int | None = None) -> Scratch:
     return plgpu.RefUnion(swizzled(shape, out_dtype), plgpu.SMEM(shape, out_dtype))
 
 
-def store_columns(views: Ref, result: Array, target: Target, bounds: tuple[Array, Array]) -> None:
+def store(views: Ref, result: Array, target: Target, bounds: tuple[Array, Array]) -> None:
     """Store the transposed `[64, rows]` float32 of a consumer, except rows out of `bounds`.
 
     Args:
-      views: see `columns_scratch`.
+      views: see `scratch`.
       result: accumulators.
       target: `(first, height)` to rows of the result.
       bounds: first row and end; only the first and the last chunk may have other rows.
@@ -78,33 +78,24 @@ def _store_chunk(views: Ref, values: Array, number: int, target: Callable[[], Re
 def _store_part(
     views: Ref, values: Array, number: int, target: Target, first: Scalar, start: Array, rows: Array
 ) -> None:
-    """Store `rows` rows from `start` on, both relative to the chunk, which begins with row `first`."""
-    _, buffer = views
-    chunk = buffer.at[lax.axis_index(WARPGROUP), number % _SLOTS]
-    part = chunk.at[pl.ds(0, values.shape[1])]
-    _store_unswizzled(part.transpose((1, 0)), plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED))
-    plgpu.commit_smem()
-    _store_boxes(chunk, lambda here, height: target(first + here, height), start, rows)
+    """Store `rows` rows from `start` on, both relative to the chunk, which begins with row `first`.
 
-
-def _store_boxes(chunk: Ref, target: Target, start: Scalar, rows: Scalar) -> None:
-    """Send `rows` rows from `start` on, fewer than a chunk, as one group of copies; rows must lie one after another.
-
-    TMA boxes have static heights: powers of two, the largest first.
+    They leave as one group of copies. TMA boxes have static heights: powers of two, the largest first.
     """
+    chunk = views[1].at[lax.axis_index(WARPGROUP), number % _SLOTS]
+    part = chunk.at[pl.ds(0, values.shape[1])].transpose((1, 0))
+    values = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
+    if hasattr(plgpu, "store"):  # from JAX 0.12 on, other stores must be free of bank conflicts
+        plgpu.store(part, values, optimized=False)
+    else:
+        part[...] = values
+    plgpu.commit_smem()
     rows, height = jnp.maximum(rows, int32(0)), 1 << (chunk.shape[0] - 1).bit_length() - 1
     while height:
         # Rows in larger boxes come before this one.
         here = start + (rows & int32(-2 * height))
-        send = partial(plgpu.copy_smem_to_gmem, chunk.at[pl.ds(here, height)], target(here, height), commit_group=False)
+        box, place = chunk.at[pl.ds(here, height)], target(first + here, height)
+        send = partial(plgpu.copy_smem_to_gmem, box, place, commit_group=False)
         pl.when((rows & int32(height)) != int32(0))(send)
         height //= 2
     plgpu.commit_smem_to_gmem_group()
-
-
-def _store_unswizzled(target: Ref, values: Array) -> None:
-    """Store to rows that lie one after another, with bank conflicts."""
-    if hasattr(plgpu, "store"):  # from JAX 0.12 on, other stores must be free of bank conflicts
-        plgpu.store(target, values, optimized=False)
-    else:
-        target[...] = values

@@ -65,7 +65,7 @@ def tile_locator(rows: RowTiles, lhs: Ref, weights: tuple[Ref, ...], out: Ref) -
 
 
 def store_tile(views: Ref, result: Array, out: Ref, tile: Tile) -> None:
-    """Store the transposed `[64, rows]` of a consumer, except rows of other tiles; `views` are `columns_scratch`."""
+    """Store the transposed `[64, rows]` of a consumer, except rows of other tiles; `views` are `epilogue.scratch`."""
     origin, first = pl.multiple_of(tile.row, ALIGNMENT), lax.axis_index(WARPGROUP) * int32(CHUNK)
     column = pl.multiple_of(tile.column, TILE) + first
     bounds = tile.start - origin, tile.end - origin
@@ -74,7 +74,7 @@ def store_tile(views: Ref, result: Array, out: Ref, tile: Tile) -> None:
         return out.at[pl.ds(origin + below, height), pl.ds(column, CHUNK)]
 
     # N is a multiple of a consumer's columns: it stores all of them, or none.
-    pl.when(column < int32(out.shape[1]))(lambda: epilogue.store_columns(views, result, target, bounds))
+    pl.when(column < int32(out.shape[1]))(lambda: epilogue.store(views, result, target, bounds))
 
 
 def grouped_gemm(
@@ -91,7 +91,7 @@ def grouped_gemm(
 ) -> None:
     """Multiply `[M, K]` and `[num_groups, K, N]` (`[num_groups, N, K]` if `transpose`) to `[M, N]`.
 
-    Weights are in one array or in two, of the first groups and of the others. `store` is `epilogue.columns_scratch`.
+    Weights are in one array or in two, of the first groups and of the others. `store` is `epilogue.scratch`.
     """
     consumer = lax.axis_index(WARPGROUP)
     locate, tiles_per_row = tile_locator(rows, lhs, rhs, out)
@@ -103,7 +103,7 @@ def grouped_gemm(
             own_rows = pl.ds(pl.multiple_of(tile.row, ALIGNMENT), block_m)
 
             def one(k: Array, step: Array) -> Array:
-                slot, k_block = lax.rem(step, int32(tiles.stages)), pl.ds(k * int32(STEP), STEP)
+                slot, k_block = lax.rem(step, int32(ring.stages)), pl.ds(k * int32(STEP), STEP)
                 left, right = ring.lhs.at[slot, pl.ds(0, block_m)], ring.rhs.at[slot]
                 block = (columns, k_block) if transpose else (k_block, columns)
                 # Wait until both consumers have read this stage, then fill it.
@@ -132,12 +132,12 @@ def grouped_gemm(
                 return [(weights, ring.lhs.at[slot, pl.ds(0, block_m)].transpose((1, 0)))]
 
             def product(accumulator: Ref) -> Array:
-                rings.multiply_steps(ring, tiles.stages, step, tile.steps, [accumulator], operands)
+                rings.multiply_steps(ring, step, tile.steps, [accumulator], operands)
                 return accumulator[...]
 
             result = pl.run_scoped(product, plgpu.ACC((CHUNK, block_m)))
             # Release the last stage; a tile without steps used none.
-            pl.when(tile.steps > int32(0))(lambda: rings.release(ring, tiles.stages, after))
+            pl.when(tile.steps > int32(0))(lambda: rings.release(ring, after))
             store_tile(store, result, out, tile)
 
         lax.switch(tile.block_m_index, [partial(multiply_rows, block_m) for block_m in tiles.heights])
@@ -145,4 +145,4 @@ def grouped_gemm(
 
     num_tasks = rows.total[0] * int32(tiles_per_row)
     begin = jnp.int32(0)
-    rings.run_tasks(ring, tiles.stages, num_tasks, programs, locate, load, multiply, begin=begin, reverses=True)
+    rings.run_tasks(ring, num_tasks, programs, locate, load, multiply, begin=begin, reverses=True)

@@ -23,12 +23,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_ep.pallas import result_slots
 from jax_ep.pallas import ring as rings
-from jax_ep.pallas.launch import BLOCKS, WARPGROUP, Ref, Scalar, in_array_of, int32
+from jax_ep.pallas.launch import WARPGROUP, Ref, Scalar, in_array_of, int32
 from jax_ep.pallas.result_slots import ResultSlots
 from jax_ep.pallas.ring import Ring
 from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, STEP, TILE, WeightTiles
 from jax_ep.types import Array
 
+_BLOCKS = plgpu.Layout.TILED(
+    plgpu.Tiling(((ALIGNMENT, 64), (2, 64), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+)
+"""Register layout of blocks of 8 rows: four elements per thread and 64 columns, half a warp per row."""
 _CLEAR_COLUMNS = 128  # columns cleared at a time; 64 make the kernel a quarter slower
 
 
@@ -50,7 +54,11 @@ def tile_locator(start: Ref, end: Ref, out: tuple[Ref, ...], tiles: WeightTiles)
 
     def locate(task: Array) -> Tile:
         group, within = lax.div(task, int32(num_tiles)), lax.rem(task, int32(num_tiles))
-        row, column = rings.row_and_column(within, int32(num_row_tiles), num_column_tiles, tiles.band)
+        # Bands of row tiles, column by column in each band.
+        tiles_per_band = int32(tiles.band * num_column_tiles)
+        first, in_band = lax.div(within, tiles_per_band) * int32(tiles.band), lax.rem(within, tiles_per_band)
+        height = jnp.minimum(int32(tiles.band), int32(num_row_tiles) - first)
+        row, column = first + lax.rem(in_band, height), lax.div(in_band, height)
         return Tile(group, row * int32(TILE), column * int32(tiles.columns), start[group], end[group])
 
     return locate, sum(array.shape[0] for array in out) * num_tiles
@@ -128,7 +136,7 @@ def weight_gradient(
         own_row, own_column = pl.multiple_of(tile.row, TILE), pl.multiple_of(tile.column, tiles.columns)
 
         def one(k: Array, loaded: Loaded) -> Loaded:
-            slot, row = lax.rem(loaded.step, int32(tiles.stages)), steps.row(k)
+            slot, row = lax.rem(loaded.step, int32(ring.stages)), steps.row(k)
             rows = pl.ds(pl.multiple_of(row, ALIGNMENT), STEP)
 
             def copy(barriers: Ref) -> None:
@@ -152,7 +160,7 @@ def weight_gradient(
 
         @pl.when(loaded.is_edge)
         def _clear() -> None:
-            slot = rings.before(loaded.step, tiles.stages)
+            slot = rings.before(ring, loaded.step)
             plgpu.barrier_wait(edge.at[slot])
             for buffer in (ring.lhs, ring.rhs):
                 _clear_rows(buffer.at[slot], loaded.start, loaded.end)
@@ -169,13 +177,13 @@ def weight_gradient(
             return [(ring.lhs.at[slot, :, own].transpose((1, 0)), ring.rhs.at[slot])]
 
         def product(accumulator: Ref) -> Array:
-            settle = partial(result_slots.await_stores, ring, tiles.stages, step)
-            rings.multiply_steps(ring, tiles.stages, step, steps, [accumulator], operands, settle)
+            settle = partial(result_slots.await_stores, ring, step)
+            rings.multiply_steps(ring, step, steps, [accumulator], operands, settle)
             pl.when(steps == int32(1))(settle)
             return accumulator[...]
 
         result = pl.run_scoped(product, plgpu.ACC((CHUNK, tiles.columns)))
-        slot = result_slots.slot_of(results, ring, tiles.stages, after, has_steps)
+        slot = result_slots.slot_of(results, ring, after, has_steps)
         result_slots.store(slot, result, has_steps, partial(send, tile, slot))
         return after
 
@@ -192,7 +200,6 @@ def weight_gradient(
     begin = Loaded(jnp.int32(0), jnp.bool_(False), jnp.int32(0), jnp.int32(0))
     rings.run_tasks(
         ring,
-        tiles.stages,
         int32(num_tasks),
         programs,
         locate,
@@ -200,7 +207,7 @@ def weight_gradient(
         multiply,
         begin=begin,
         finish=clear_last,
-        leave=partial(result_slots.release, ring, tiles.stages),
+        leave=partial(result_slots.release, ring),
     )
 
 
@@ -208,12 +215,12 @@ def _clear_rows(buffer: Ref, start: Array, end: Array) -> None:
     """Set the rows of `buffer [STEP, columns]` outside of `[start, end)` to zero."""
     start, end = jnp.clip(start, 0, STEP), jnp.clip(end, 0, STEP)
     shape = (ALIGNMENT, _CLEAR_COLUMNS)
-    zeros = plgpu.layout_cast(jnp.zeros(shape, buffer.dtype), BLOCKS)
+    zeros = plgpu.layout_cast(jnp.zeros(shape, buffer.dtype), _BLOCKS)
 
     def clear_some(columns: Ref, first: Scalar) -> None:
         block = buffer.at[pl.ds(first, ALIGNMENT), columns]
-        row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=BLOCKS) + first
-        block[...] = jnp.where((row >= start) & (row < end), plgpu.load(block, layout=BLOCKS), zeros)
+        row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_BLOCKS) + first
+        block[...] = jnp.where((row >= start) & (row < end), plgpu.load(block, layout=_BLOCKS), zeros)
 
     def clear_all(columns: Ref, block: Array) -> None:
         rows = pl.ds(pl.multiple_of(block * int32(ALIGNMENT), ALIGNMENT), ALIGNMENT)

@@ -71,7 +71,7 @@ def _launch_forward(
     programs = num_programs(schedule.group.shape[0] * -(-columns // TILE), interpret)
     left, right = (tiles.heights[-1], STEP), (TILE, STEP) if transpose else (STEP, TILE)
     slots = [swizzled((tiles.stages, *shape), lhs.dtype) for shape in (left, right)]
-    scratch = {"ring": ring.scratch(slots[0], slots[1], tiles.stages), "store": epilogue.columns_scratch(out_dtype)}
+    scratch = {"ring": ring.scratch(slots[0], slots[1], tiles.stages), "store": epilogue.scratch(out_dtype)}
     body = functools.partial(forward.grouped_gemm, tiles=tiles, transpose=transpose, programs=programs)
     result = jax.ShapeDtypeStruct((lhs.shape[0], columns), out_dtype)
     return launch_product("grouped_gemm", body, (schedule, lhs, tuple(rhs)), result, scratch, programs, interpret)

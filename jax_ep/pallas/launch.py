@@ -15,7 +15,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from jax_ep.core.layout import round_up
 from jax_ep.core.mesh_axes import vary_alike, vary_as
 from jax_ep.pallas.tiling import ALIGNMENT
 
@@ -96,17 +95,3 @@ def swizzled(shape: tuple[int, ...], dtype: DTypeLike) -> Scratch:
     """Declare shared memory in the layout that the tensor cores read without bank conflicts."""
     transforms = plgpu.TilingTransform((ALIGNMENT, line(dtype))), plgpu.SwizzleTransform(_LINE_BYTES)  # type: ignore[abstract]
     return plgpu.SMEM(shape, dtype, transforms=transforms)
-
-
-def vectors(number: int, length: int, dtype: DTypeLike) -> Scratch:
-    """Declare shared memory for `number` vectors, each at an address at which TMA copies may begin.
-
-    GPUs end the program at a misaligned copy; the interpreter does not check it.
-    """
-    return plgpu.SMEM((number, round_up(length, line(dtype))), dtype)
-
-
-BLOCKS = plgpu.Layout.TILED(
-    plgpu.Tiling(((ALIGNMENT, 64), (2, 64), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
-)
-"""Register layout of blocks of 8 rows: four elements per thread and 64 columns, half a warp per row."""

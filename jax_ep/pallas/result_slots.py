@@ -48,39 +48,39 @@ def scratch(dtype: DTypeLike, out_dtype: DTypeLike, shape: tuple[int, int], stag
     return operands, ResultSlots(own, plgpu.Barrier(num_arrivals=1, num_barriers=stages))
 
 
-def slot_of(results: ResultSlots, ring: Ring, stages: int, after: Array, has_steps: Array) -> Ref:
+def slot_of(results: ResultSlots, ring: Ring, after: Array, has_steps: Array) -> Ref:
     """Return where this consumer may put the results of the task that ended before step `after`."""
-    consumer, last = lax.axis_index(WARPGROUP), rings.before(after, stages)
+    consumer, last = lax.axis_index(WARPGROUP), rings.before(ring, after)
     shares_ring = consumer == _RING_CONSUMER
 
     # The other consumer has read the last step: it signals and releases the slot.
     @pl.when(has_steps & ~shares_ring)
     def _tell() -> None:
         plgpu.barrier_arrive(results.multiplied.at[last])
-        rings.release(ring, stages, after)
+        rings.release(ring, after)
 
     pl.when(has_steps & shares_ring)(lambda: plgpu.barrier_wait(results.multiplied.at[last]))
     # Wait until the previous task's results have left.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     if results.own is not None:
         return results.own.at[consumer]
-    return ring.rhs.at[jnp.where(shares_ring, last, int32(stages))]
+    return ring.rhs.at[jnp.where(shares_ring, last, int32(ring.stages))]
 
 
-def await_stores(ring: Ring, stages: int, step: Array) -> None:
+def await_stores(ring: Ring, step: Array) -> None:
     """Wait for the stores of the task before `step`, and release the slot of the ring that they came from.
 
     Both consumers wait, in the second step of a task, when the wait is short. If one fell behind the other it would
     stay behind, and the slots between them would be missing for operands.
     """
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    release(ring, stages, step)
+    release(ring, step)
 
 
-def release(ring: Ring, stages: int, step: Array) -> None:
+def release(ring: Ring, step: Array) -> None:
     """Release the ring's slot with results of the task before `step`, if there was one; its stores must have ended."""
     held = (lax.axis_index(WARPGROUP) == _RING_CONSUMER) & (step > int32(0))
-    pl.when(held)(lambda: rings.release(ring, stages, step))
+    pl.when(held)(lambda: rings.release(ring, step))
 
 
 def store(slot: Ref, result: Array, has_steps: Array, send: Callable[[Scalar], None]) -> None:

@@ -32,7 +32,7 @@ class Ring(NamedTuple):
     """Scratch memory of a program.
 
     Attributes:
-      lhs, rhs: `[stages, ...]` operands of one step; there may be more slots at the end.
+      lhs, rhs: `[stages, ...]` operands of one step; `rhs` may have more slots at the end.
       full: barriers of the slots, which open when both operands have arrived.
       empty: barriers of the slots, which open when both consumers have read them.
     """
@@ -42,6 +42,12 @@ class Ring(NamedTuple):
     full: Ref
     empty: Ref
 
+    @property
+    def stages(self) -> int:
+        """Number of slots for operands."""
+        num_slots: int = self.lhs.shape[0]
+        return num_slots
+
 
 def scratch(lhs: Scratch, rhs: Scratch, stages: int, copies: int = 2) -> Ring:
     """Declare a ring of these operands; a step arrives in `copies` copies."""
@@ -49,12 +55,8 @@ def scratch(lhs: Scratch, rhs: Scratch, stages: int, copies: int = 2) -> Ring:
     return Ring(lhs, rhs, full, plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages))
 
 
-# --- roles ----------------------------------------------------------------------------------------------------------
-
-
 def run_tasks[Tile, Loaded](
     ring: Ring,
-    stages: int,
     num_tasks: Scalar,
     programs: int,
     locate: Callable[[Array], Tile],
@@ -70,7 +72,6 @@ def run_tasks[Tile, Loaded](
 
     Args:
       ring: scratch memory.
-      stages: slots of the ring.
       num_tasks: tasks of all programs, at least one.
       programs: number of programs.
       locate: looks up a task in tables. It runs one task ahead: a microsecond of waiting for memory is a tenth of a
@@ -109,14 +110,14 @@ def run_tasks[Tile, Loaded](
         plgpu.set_max_registers(_LOADING_REGISTERS, action="decrease")
         finish(for_each_task(load, begin))
         # Stay until both consumers have signaled all slots.
-        for slot in range(stages):
+        for slot in range(ring.stages):
             plgpu.barrier_wait(ring.empty.at[slot])
 
     @pl.when(warpgroup < CONSUMERS)
     def _multiplying() -> None:
         plgpu.set_max_registers(_MULTIPLYING_REGISTERS, action="increase")
         # All slots are free at the start.
-        for slot in range(stages):
+        for slot in range(ring.stages):
             plgpu.barrier_arrive(ring.empty.at[slot])
         after = for_each_task(multiply, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
@@ -125,7 +126,6 @@ def run_tasks[Tile, Loaded](
 
 def multiply_steps(
     ring: Ring,
-    stages: int,
     step: Array,
     count: Array,
     accumulators: Sequence[Ref],
@@ -139,7 +139,7 @@ def multiply_steps(
     """
 
     def one(k: Array, step: Array) -> Array:
-        slot = lax.rem(step, int32(stages))
+        slot = lax.rem(step, int32(ring.stages))
         # Wait until the producer has filled this stage.
         plgpu.barrier_wait(ring.full.at[slot])
         for accumulator, pair in zip(accumulators, operands(slot), strict=True):
@@ -149,7 +149,7 @@ def multiply_steps(
 
         @pl.when(k > int32(0))
         def _the_one_before() -> None:
-            release(ring, stages, step)
+            release(ring, step)
             if second is not None:
                 pl.when(k == int32(1))(second)
 
@@ -158,23 +158,11 @@ def multiply_steps(
     lax.fori_loop(int32(0), count, one, step)
 
 
-def release(ring: Ring, stages: int, step: Array) -> None:
+def release(ring: Ring, step: Array) -> None:
     """Release the slot of the step before `step` for this consumer."""
-    plgpu.barrier_arrive(ring.empty.at[before(step, stages)])
+    plgpu.barrier_arrive(ring.empty.at[before(ring, step)])
 
 
-def before(step: Array, stages: int) -> Array:
+def before(ring: Ring, step: Array) -> Array:
     """Return the slot of the step before `step`."""
-    return lax.rem(step + int32(stages - 1), int32(stages))
-
-
-# --- order of tasks -------------------------------------------------------------------------------------------------
-
-
-def row_and_column(index: Array, num_rows: Scalar, num_columns: int, band: int) -> tuple[Array, Array]:
-    """Return row tile and column tile of a task: bands of row tiles, column by column in each band."""
-    tasks_per_band = int32(band * num_columns)
-    first = lax.div(index, tasks_per_band) * int32(band)
-    within = lax.rem(index, tasks_per_band)
-    height = jnp.minimum(int32(band), num_rows - first)
-    return first + lax.rem(within, height), lax.div(within, height)
+    return lax.rem(step + int32(ring.stages - 1), int32(ring.stages))

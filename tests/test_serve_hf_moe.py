@@ -223,6 +223,8 @@ def test_config():
         ({"rope_theta": None}, "rope_theta is missing"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries"),
+        ({"vocab_size": "x"}, "^config.json: vocab_size='x', expected an integer from 1"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 0}}, "^config.json: rope_scaling.factor=0, expected a number"),
     ]:
         with pytest.raises(ValueError, match=message):
             DecoderConfig.from_json(config | change)
@@ -236,6 +238,10 @@ def test_stop_tokens(tmp_path):
     assert stop_tokens(tmp_path) == (7,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
     assert stop_tokens(tmp_path) == (7, 9)
+    for content in ("{", "[]", '{"eos_token_id": "x"}'):
+        (tmp_path / "generation_config.json").write_text(content)
+        with pytest.raises(ValueError, match=r"generation_config\.json: "):
+            stop_tokens(tmp_path)
 
 
 def test_what_does_not_fit_is_refused(folders):

@@ -1,16 +1,33 @@
-"""Decoder configuration from config.json of a Hugging Face checkpoint, without the experts. Imports no JAX."""
+"""Decoder configuration from config.json of a Hugging Face checkpoint, without the experts."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jax_ep.core import json_files
+from jax_ep.core.json_files import BOOLEAN, OBJECT, TEXT, array, integer, number, optional, record
+
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss")
+_SIZE, _FACTOR = integer(1, 1 << 30), number(1e-30, 1e12)
+_YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "rope_theta")
+_ROPE = record(dict.fromkeys(_YARN, optional(_FACTOR)), more=True, fewer=_YARN)
+_SIZES = ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size", "num_hidden_layers")
+_REQUIRED = dict.fromkeys((*_SIZES, "max_position_embeddings"), _SIZE) | {"rms_norm_eps": _FACTOR}
+_OPTIONAL = {
+    **dict.fromkeys(("num_key_value_heads", "head_dim", "sliding_window"), optional(_SIZE)),
+    **dict.fromkeys(("attention_bias", "tie_word_embeddings", "use_sliding_window"), optional(BOOLEAN)),
+    **dict.fromkeys(("rope_parameters", "rope_scaling"), optional(_ROPE)),
+    "layer_types": optional(array(TEXT)),
+    "rope_theta": optional(_FACTOR),
+    "router_aux_loss_coef": number(0, 1e12),
+}
+_CONFIG = record(_REQUIRED | _OPTIONAL, more=True, fewer=_OPTIONAL)
+_TOKENS = array(integer(0, 1 << 30))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +85,10 @@ class DecoderConfig:
             raise ValueError(
                 f"config.json: hidden_act is {config['hidden_act']!r}, but this example supports only 'silu'"
             )
+        try:
+            _CONFIG(config, "")
+        except ValueError as error:
+            raise ValueError(f"config.json: {error}") from error
         heads = config["num_attention_heads"]
         head_dim = config.get("head_dim") or config["hidden_size"] // heads
         return cls(
@@ -90,10 +111,17 @@ class DecoderConfig:
 
 def stop_tokens(folder: Path) -> tuple[int, ...]:
     """Return the ids that end a text, from generation_config.json if there is one, which may name more."""
-    files = [file for name in ("generation_config.json", "config.json") if (file := folder / name).is_file()]
-    found = (json.loads(file.read_text()).get("eos_token_id") for file in files)
-    stop = next((tokens for tokens in found if tokens is not None), [])
-    return tuple(stop) if isinstance(stop, list) else (stop,)
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).is_file():
+            try:
+                OBJECT(content := json_files.read(folder / name, 1 << 26), "")
+                if (stop := content.get("eos_token_id")) is not None:
+                    stop = stop if isinstance(stop, list) else [stop]
+                    _TOKENS(stop, "eos_token_id")
+                    return tuple(stop)
+            except ValueError as error:
+                raise ValueError(f"{folder / name}: {error}") from error
+    return ()
 
 
 def _windows(config: dict[str, Any]) -> tuple[int | None, ...]:

@@ -1,7 +1,4 @@
-"""Output of a run: progress on the terminal, a JSON of its metrics, and a plot of its curves.
-
-It imports nothing slow, so that a program can print before it imports JAX.
-"""
+"""Output of a run: progress on the terminal, a JSON of its metrics, and a plot of its curves."""
 
 from __future__ import annotations
 

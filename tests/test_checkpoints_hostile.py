@@ -122,7 +122,7 @@ def test_header_longer_than_the_limit(folder, monkeypatch):
 def test_header_legal_edges(folder):
     header = {
         "zero": A | {"shape": [0, 3], "data_offsets": [0, 0]},
-        "scalar": A | {"shape": [], "data_offsets": [0, 4]},
+        "scalar": A | {"shape": [], "data_offsets": [0, 4], "of a later version": 1},
         "__metadata__": {},
     }
     write_file(folder / SINGLE, json.dumps(header).encode() + b"   ", 4)

@@ -224,7 +224,10 @@ def test_config():
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries"),
         ({"vocab_size": "x"}, "^config.json: vocab_size='x', expected an integer from 1"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 0}}, "^config.json: rope_scaling.factor=0, expected a number"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 0}},
+            "^config.json: rope_scaling.factor=0, expected a number",
+        ),
     ]:
         with pytest.raises(ValueError, match=message):
             DecoderConfig.from_json(config | change)

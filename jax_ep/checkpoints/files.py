@@ -61,7 +61,8 @@ _SHARD = value_of("the name of a .safetensors file in the same folder", _is_shar
 _INDEX = record({"metadata": OBJECT, "weight_map": mapping(_SHARD, TEXT)}, more=True, fewer=("metadata",))
 _METADATA = record({"__metadata__": json_files.optional(mapping(TEXT, TEXT))}, more=True, fewer=("__metadata__",))
 _NUMBER = integer(0, 1 << 62)
-_TENSORS = mapping(record({"dtype": TEXT, "shape": array(_NUMBER), "data_offsets": array(_NUMBER, 2)}), TEXT)
+_TENSOR = {"dtype": TEXT, "shape": array(_NUMBER), "data_offsets": array(_NUMBER, 2)}
+_TENSORS = mapping(record(_TENSOR, more=True), TEXT)
 
 
 def optional(function: str, module: str) -> ModuleType:

@@ -81,40 +81,27 @@ def product(name: str, direction: str, **keywords: Any) -> Callable[..., Array]:
 
 
 def in_fp8(problem: Problem) -> dict[str, Product]:
-    """Return the forward GEMMs in FP8 of quantized operands."""
-    quantizing = registry.get("activation", "triton")
+    """Return the forward GEMMs, or the weight gradients, in FP8 of quantized operands."""
+    activation, gemm = registry.get("activation", "triton"), registry.fp8_gemm("triton")
+    is_gradient = problem.direction == WEIGHT_GRADIENT
+    operation = "weight_gradient_fp8" if is_gradient else "grouped_gemm_fp8"
 
+    @jax.jit
     def quantize(a: Array, b: Array, sizes: Array) -> tuple[Quantized, Quantized]:
-        return quantizing.quantize_rows(a, sizes), quantizing.quantize_matrices(b)
+        if is_gradient:
+            return activation.quantize_columns(a, sizes), activation.quantize_columns(b, sizes)
+        return activation.quantize_rows(a, sizes), activation.quantize_matrices(b)
 
-    def multiply(gluon: bool, sizes: Array, rows: Quantized, weights: Quantized) -> Array:
-        with tuning.override("grouped_gemm_fp8", gluon=gluon):
-            return registry.fp8_gemm("triton").grouped_gemm_fp8(rows, weights, sizes, out_dtype=BF16)
+    def multiply(gluon: bool, a: Quantized, b: Quantized, sizes: Array) -> Array:
+        with tuning.override(operation, gluon=gluon):
+            return getattr(gemm, operation)(a, b, sizes, out_dtype=BF16)
 
-    a, b, _ = problem.operands["equal"]
-    operands = jax.jit(quantize)(a, b, jnp.full((1,), a.shape[0], jnp.int32))
-    runs = {TRITON: partial(multiply, False), GLUON: partial(multiply, True)}
-    return {
-        label: partial(lambda run, _, __, sizes: run(sizes, *operands), jax.jit(run)) for label, run in runs.items()
-    }
+    def of(gluon: bool) -> Product:
+        run = jax.jit(partial(multiply, gluon))
+        return lambda _, __, sizes: run(*quantized[id(sizes)], sizes)
 
-
-def weights_in_fp8(problem: Problem) -> dict[str, Product]:
-    """Return the weight gradients in FP8 of operands that are quantized column-wise."""
-    quantize_columns = jax.jit(registry.get("activation", "triton").quantize_columns)
-    quantized = {
-        id(sizes): (quantize_columns(a, sizes), quantize_columns(b, sizes)) for a, b, sizes in problem.operands.values()
-    }
-
-    def multiply(gluon: bool, sizes: Array, a: Quantized, b: Quantized) -> Array:
-        with tuning.override("weight_gradient_fp8", gluon=gluon):
-            return registry.fp8_gemm("triton").weight_gradient_fp8(a, b, sizes, out_dtype=BF16)
-
-    def of(run: Callable[..., Array]) -> Product:
-        return lambda _, __, sizes: run(sizes, *quantized[id(sizes)])
-
-    runs = {TRITON: partial(multiply, False), GLUON: partial(multiply, True)}
-    return {label: of(jax.jit(run)) for label, run in runs.items()}
+    quantized = {id(sizes): quantize(a, b, sizes) for a, b, sizes in problem.operands.values()}
+    return {TRITON: of(False), GLUON: of(True)}
 
 
 def cublas(direction: str) -> Product:
@@ -159,12 +146,10 @@ def products(problem: Problem, *, tiles: bool) -> dict[str, Product]:
     """Return all variants of a problem but cuBLAS."""
     direction, (_, k, n, _) = problem.direction, problem.shape
     found: dict[str, Product] = {label: jax.jit(product(name, direction)) for label, name in NAMES.items()}
-    if direction == FORWARD and k % 128 == 0:
+    if (direction == FORWARD and k % 128 == 0) or (direction == WEIGHT_GRADIENT and k % 128 == n % 128 == 0):
         found |= in_fp8(problem)
     if direction == FORWARD and pytorch.is_here():
         found |= pytorch.gemms(*problem.operands["equal"][:2])
-    if direction == WEIGHT_GRADIENT and k % 128 == n % 128 == 0:
-        found |= weights_in_fp8(problem)
     return found | (with_tiles(direction) if tiles else {})
 
 

@@ -22,7 +22,6 @@ too, plus those bytes at the copy engine's rate. FP8 includes its scales.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -138,9 +137,7 @@ def variants(case: Case, rows: Array) -> dict[str, Variant]:
 
 
 def _sends_sums(case: Case) -> bool:
-    """Whether combine of `triton` sends sums of tokens rather than rows; without Triton, what `xla` does."""
-    if importlib.util.find_spec("triton") is None:
-        return False
+    """Whether combine of `triton` sends sums of tokens rather than rows."""
     from jax_ep.megakernels import low_latency
 
     _, tile = low_latency.combine_tile(Schedule(), case.layout, case.layout.num_tokens, case.model.hidden, case.x.dtype)

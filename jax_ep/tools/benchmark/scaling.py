@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -65,35 +65,34 @@ class Run(NamedTuple):
     report: Report
     peaks: Mapping[str, float | None]
 
-    def record(
-        self, place: Place, part: str, times: Mapping[str, Timing], failures: Mapping[str, str], details: Any
+    def measure(
+        self,
+        place: Place,
+        part: str,
+        factories: Mapping[str, harness.Factory],
+        lengths: tuple[int, int],
+        details: Callable[[str, Timing], Mapping[str, Any]],
     ) -> None:
-        """Report the times of a case, once for each mode of scaling."""
+        """Measure variants of a case, and report them once for each mode of scaling."""
+        failures, title = dict[str, str](), f"{part}, EP {place.ranks}, {place.tokens} tokens/rank"
+        options: dict[str, Any] = {"lengths": lengths, "title": title, "resolve": not self.args.quick}
+        times = harness.measure_chained(factories, self.args.rounds, failures=failures, **options)
         model = inputs.MODELS[self.args.model]
         sizes = {"tokens_per_rank": place.tokens, "ranks": place.ranks, "hidden": model.hidden, "dtype": "bfloat16"}
         for mode in place.modes:
             shape = {"scaling": mode, "model": self.args.model, **sizes}
-            title = f"{mode} scaling, {part}, EP {place.ranks}, {place.tokens} tokens/rank"
-            self.report.record(title, shape, times, failures, details, part=part)
+            self.report.record(f"{mode} scaling, {title}", shape, times, failures, details, part=part)
 
 
 def measure_exchange(run: Run, place: Place, case: Case) -> None:
     """Measure plan, dispatch and combine."""
     every = exchange.variants(case, baselines=False)
-    failures: dict[str, str] = {}
-    times = harness.measure_chained(
-        {name: partial(every[name].program, case) for name in EXCHANGES},
-        run.args.rounds,
-        lengths=exchange.chain_lengths(place.tokens, run.args.quick),
-        title=f"exchange, {place.ranks} ranks, {place.tokens} tokens",
-        failures=failures,
-        resolve=not run.args.quick,
-    )
 
     def details(name: str, timing: Timing) -> dict[str, Any]:
         return shares(exchange.traffic(case, every[name].wire, 1.0).get("wire_bytes", 0.0), timing, run.peaks)
 
-    run.record(place, "exchange", times, failures, details)
+    factories = {name: partial(every[name].program, case) for name in EXCHANGES}
+    run.measure(place, "exchange", factories, exchange.chain_lengths(place.tokens, run.args.quick), details)
 
 
 def shares(sent: float, timing: Timing, peaks: Mapping[str, float | None]) -> dict[str, Any]:
@@ -113,19 +112,13 @@ def shares(sent: float, timing: Timing, peaks: Mapping[str, float | None]) -> di
 def measure_layer(run: Run, place: Place, case: Case) -> None:
     """Measure the layer with the default choices."""
     weights = inputs.make_weights(case.mesh, case.model)
+    lengths = layer.chain_lengths(place.tokens, layer=True, quick=run.args.quick)
     for direction, backward in layer.DIRECTIONS.items():
         (variant,) = layer.layers(case, weights, ["moe"], backward=backward).values()
-        failures: dict[str, str] = {}
-        times = harness.measure_chained(
-            {f"jax_ep.moe, {direction}": partial(variant.program, case)},
-            run.args.rounds,
-            lengths=layer.chain_lengths(place.tokens, layer=True, quick=run.args.quick),
-            title=f"{direction}, {place.ranks} ranks, {place.tokens} tokens",
-            failures=failures,
-            resolve=not run.args.quick,
+        tflop, factories = 1e-12 * variant.flops, {f"jax_ep.moe, {direction}": partial(variant.program, case)}
+        run.measure(
+            place, "layer", factories, lengths, lambda _, timing, tflop=tflop: {"tflops": tflop / timing.median}
         )
-        tflop = 1e-12 * variant.flops
-        run.record(place, "layer", times, failures, lambda _, timing, tflop=tflop: {"tflops": tflop / timing.median})
 
 
 def measure_place(run: Run, place: Place) -> None:

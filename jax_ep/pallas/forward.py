@@ -64,6 +64,32 @@ def tile_locator(rows: RowTiles, lhs: Ref, weights: tuple[Ref, ...], out: Ref) -
     return locate, tiles_per_row
 
 
+def load_tile(
+    lhs: Ref,
+    ring: Ring,
+    tiles: ForwardTiles,
+    load_weights: Callable[[Tile, Array, pl.Slice, pl.Slice], None],
+    tile: Tile,
+    step: Array,
+) -> Array:
+    """Load the steps of a tile, return the step after; `load_weights(tile, slot, block of K, rows)` is part of each."""
+
+    def load_rows(block_m: int) -> Array:
+        own_rows = pl.ds(pl.multiple_of(tile.row, ALIGNMENT), block_m)
+
+        def one(k: Array, step: Array) -> Array:
+            slot, k_block = lax.rem(step, int32(ring.stages)), pl.ds(k * int32(STEP), STEP)
+            # Wait until both consumers have read this stage, then fill it.
+            plgpu.barrier_wait(ring.empty.at[slot])
+            plgpu.copy_gmem_to_smem(lhs.at[own_rows, k_block], ring.lhs.at[slot, pl.ds(0, block_m)], ring.full.at[slot])
+            load_weights(tile, slot, k_block, own_rows)
+            return step + int32(1)
+
+        return lax.fori_loop(int32(0), tile.steps, one, step)
+
+    return lax.switch(tile.block_m_index, [partial(load_rows, block_m) for block_m in tiles.heights])
+
+
 def store_tile(views: Ref, result: Array, out: Ref, tile: Tile) -> None:
     """Store the transposed `[64, rows]` of a consumer, except rows of other tiles; `views` are `epilogue.scratch`."""
     origin, first = pl.multiple_of(tile.row, ALIGNMENT), lax.axis_index(WARPGROUP) * int32(CHUNK)
@@ -96,29 +122,14 @@ def grouped_gemm(
     consumer = lax.axis_index(WARPGROUP)
     locate, tiles_per_row = tile_locator(rows, lhs, rhs, out)
 
-    def load(tile: Tile, step: Array) -> Array:
+    def load_weights(tile: Tile, slot: Array, k_block: pl.Slice, own_rows: pl.Slice) -> None:
         columns = pl.ds(pl.multiple_of(tile.column, TILE), TILE)
+        block = (columns, k_block) if transpose else (k_block, columns)
 
-        def load_rows(block_m: int) -> Array:
-            own_rows = pl.ds(pl.multiple_of(tile.row, ALIGNMENT), block_m)
+        def copy(w: Ref, group: Array) -> None:
+            plgpu.copy_gmem_to_smem(w.at[(group, *block)], ring.rhs.at[slot], ring.full.at[slot])
 
-            def one(k: Array, step: Array) -> Array:
-                slot, k_block = lax.rem(step, int32(ring.stages)), pl.ds(k * int32(STEP), STEP)
-                left, right = ring.lhs.at[slot, pl.ds(0, block_m)], ring.rhs.at[slot]
-                block = (columns, k_block) if transpose else (k_block, columns)
-                # Wait until both consumers have read this stage, then fill it.
-                plgpu.barrier_wait(ring.empty.at[slot])
-                plgpu.copy_gmem_to_smem(lhs.at[own_rows, k_block], left, ring.full.at[slot])
-                in_array_of(
-                    rhs,
-                    tile.group,
-                    lambda w, group: plgpu.copy_gmem_to_smem(w.at[(group, *block)], right, ring.full.at[slot]),
-                )
-                return step + int32(1)
-
-            return lax.fori_loop(int32(0), tile.steps, one, step)
-
-        return lax.switch(tile.block_m_index, [partial(load_rows, block_m) for block_m in tiles.heights])
+        in_array_of(rhs, tile.group, copy)
 
     def multiply(tile: Tile, step: Array) -> Array:
         first = consumer * int32(CHUNK)
@@ -143,6 +154,6 @@ def grouped_gemm(
         lax.switch(tile.block_m_index, [partial(multiply_rows, block_m) for block_m in tiles.heights])
         return after
 
-    num_tasks = rows.total[0] * int32(tiles_per_row)
-    begin = jnp.int32(0)
+    load = partial(load_tile, lhs, ring, tiles, load_weights)
+    num_tasks, begin = rows.total[0] * int32(tiles_per_row), jnp.int32(0)
     rings.run_tasks(ring, num_tasks, programs, locate, load, multiply, begin=begin, reverses=True)

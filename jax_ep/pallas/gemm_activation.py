@@ -27,7 +27,7 @@ from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.pallas import epilogue, tiling
 from jax_ep.pallas import ring as rings
 from jax_ep.pallas.export_cache import lowered_once
-from jax_ep.pallas.forward import Tile, store_tile, tile_locator
+from jax_ep.pallas.forward import Tile, load_tile, store_tile, tile_locator
 from jax_ep.pallas.grouped_gemm import ROWS, launch_product, pad
 from jax_ep.pallas.launch import WARPGROUP, Ref, in_array_of, int32, is_interpreted, line, num_programs, swizzled
 from jax_ep.pallas.ring import Ring
@@ -117,31 +117,18 @@ def _kernel(
     consumer = lax.axis_index(WARPGROUP)
     locate, tiles_per_row = tile_locator(rows, lhs, rhs, out)
 
-    def load(tile: Tile, step: Array) -> Array:
-        def load_rows(block_m: int) -> Array:
-            own_rows, some = pl.ds(pl.multiple_of(tile.row, ALIGNMENT), block_m), pl.ds(0, block_m)
+    def load_weights(tile: Tile, slot: Array, k_block: pl.Slice, own_rows: pl.Slice) -> None:
+        full = ring.full.at[slot]
+        # The same columns of gates and of up values.
+        for half in range(_HALVES):
+            column = pl.multiple_of(tile.column + int32(half * out.shape[1]), CHUNK)
 
-            def one(k: Array, step: Array) -> Array:
-                slot, k_block = lax.rem(step, int32(ring.stages)), pl.ds(k * int32(STEP), STEP)
-                full = ring.full.at[slot]
-                # Wait until both consumers have read this stage, then fill it.
-                plgpu.barrier_wait(ring.empty.at[slot])
-                plgpu.copy_gmem_to_smem(lhs.at[own_rows, k_block], ring.lhs.at[slot, some], full)
-                # The same columns of gates and of up values.
-                for half in range(_HALVES):
-                    column = pl.multiple_of(tile.column + int32(half * out.shape[1]), CHUNK)
+            def copy(w: Ref, group: Array, column: Array = column, half: int = half) -> None:
+                block = w.at[group, k_block, pl.ds(column, TILE)]
+                plgpu.copy_gmem_to_smem(block, ring.rhs.at[slot, half], full)
 
-                    def copy(w: Ref, group: Array, column: Array = column, half: int = half) -> None:
-                        block = w.at[group, k_block, pl.ds(column, TILE)]
-                        plgpu.copy_gmem_to_smem(block, ring.rhs.at[slot, half], full)
-
-                    in_array_of(rhs, tile.group, copy)
-                plgpu.copy_gmem_to_smem(row_weights.at[own_rows], weights.at[slot, some], full)
-                return step + int32(1)
-
-            return lax.fori_loop(int32(0), tile.steps, one, step)
-
-        return lax.switch(tile.block_m_index, [partial(load_rows, block_m) for block_m in tiles.heights])
+            in_array_of(rhs, tile.group, copy)
+        plgpu.copy_gmem_to_smem(row_weights.at[own_rows], weights.at[slot, pl.ds(0, own_rows.size)], full)
 
     def multiply(tile: Tile, step: Array) -> Array:
         first = consumer * int32(CHUNK)
@@ -170,8 +157,8 @@ def _kernel(
         pl.when(tile.steps > int32(0))(lambda: lax.switch(tile.block_m_index, heights))
         return after
 
-    num_tasks = rows.total[0] * int32(tiles_per_row)
-    begin = jnp.int32(0)
+    load = partial(load_tile, lhs, ring, tiles, load_weights)
+    num_tasks, begin = rows.total[0] * int32(tiles_per_row), jnp.int32(0)
     rings.run_tasks(ring, num_tasks, programs, locate, load, multiply, begin=begin, reverses=True)
 
 

@@ -20,7 +20,7 @@ from jax_ep import formats
 from jax_ep.checkpoints.decoded import dequantize_mxfp4
 from jax_ep.quantization import dequantize, dequantize_fp8, quantize, quantize_fp8, with_layout
 from jax_ep.serving import serving_weights
-from stored_experts import stand_for
+from stored_experts import relaid, stand_for
 
 
 def largest_of_blocks(w):
@@ -138,7 +138,7 @@ def test_serving_weights_4_bits_prepacked(format, rng):
     for got, w in ((found.w_gate_up, w_gate_up), (found.w_down, w_down)):
         want = quantize(w, format)
         assert got.is_prepacked == (format != "int8")
-        back = with_layout(got, "transposed") if got.is_prepacked else got
+        back = relaid(got, layout="transposed") if got.is_prepacked else got
         for one, other in zip(jax.tree.leaves(back), jax.tree.leaves(want), strict=True):
             assert_same_bits(np.asarray(one), np.asarray(other))
 
@@ -193,8 +193,8 @@ def test_quantize_fp8_scalar():
 FORMATS = pytest.mark.parametrize("expert_format", formats.FORMATS)
 
 
-def quantized(w, expert_format, **options):
-    return jax.jit(partial(quantize, format=expert_format, **options))(w)
+quantized = jax.jit(quantize, static_argnames=("format", "block_size", "activations"))
+dense = jax.jit(dequantize, static_argnames="dtype")
 
 
 def options_of(expert_format, block_size):
@@ -215,7 +215,7 @@ def test_quantized_experts_error(leading, columns, dtype, expert_format, rng):
     bound = oracle_quantized.largest_error(want, expert_format, **options)
     assert np.all(np.abs(stands_for - want) <= bound)
     assert np.any(stands_for != want)
-    got = jax.jit(partial(dequantize, dtype=jnp.float32))(q)
+    got = dense(q, dtype=jnp.float32)
     np.testing.assert_allclose(np.swapaxes(got, -1, -2), stands_for, rtol=1e-6)
     if (stored_bits := oracle_quantized.FORMATS[expert_format].stored_bits) is not None:
         assert 8 * sum(x.nbytes for x in jax.tree.leaves(q)) == stored_bits(64) * w.size
@@ -229,20 +229,20 @@ def test_mxfp4_rounds_to_nearest_even(scale):
     w = np.zeros((32, 1), F32)
     w[:30, 0] = scale * np.concatenate([oracle_quantized.E2M1, middles, -middles])
     want = np.concatenate([oracle_quantized.E2M1, nearest, -nearest, [0, 0]])
-    np.testing.assert_array_equal(dequantize(quantized(w, "mxfp4"), jnp.float32)[:, 0] / scale, want)
+    np.testing.assert_array_equal(dense(quantized(w, "mxfp4"), dtype=jnp.float32)[:, 0] / scale, want)
 
 
 def test_mxfp4_saturation():
     for value, want in ((7.9, 6), (-7.9, -6), (2.0**-130, 0)):
         w = quantized(np.full((32, 1), value, F32), "mxfp4")
-        assert np.all(np.abs(dequantize(w, jnp.float32) - np.float32(want)) < 2.0**-126)
+        assert np.all(np.abs(dense(w, dtype=jnp.float32) - np.float32(want)) < 2.0**-126)
 
 
 def test_mxfp4_matches_checkpoints(rng):
     q = quantized(reals(rng, 4, 96, 5), "mxfp4")
     values, scales = np.asarray(q.values), np.asarray(q.scales)
     blocks = values.reshape(*scales.shape, 16)
-    np.testing.assert_array_equal(np.swapaxes(dequantize_mxfp4(blocks, scales), 1, 2), dequantize(q, jnp.float32))
+    np.testing.assert_array_equal(np.swapaxes(dequantize_mxfp4(blocks, scales), 1, 2), dense(q, dtype=jnp.float32))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -250,7 +250,7 @@ def test_mxfp4_matches_checkpoints(rng):
 def test_quantized_experts_not_finite_fills_block(expert_format, bad, rng):
     w = reals(rng, 256, 256)
     w[3, 5] = bad
-    got = np.asarray(dequantize(quantized(w, expert_format), jnp.float32))
+    got = np.asarray(dense(quantized(w, expert_format), dtype=jnp.float32))
     rows, depth = oracle_quantized.FORMATS[expert_format].block
     affected = np.zeros(got.shape, bool)
     affected[: depth or 256, 5 // rows * rows : (5 // rows + 1) * rows] = True
@@ -259,7 +259,7 @@ def test_quantized_experts_not_finite_fills_block(expert_format, bad, rng):
 
 @FORMATS
 def test_quantized_experts_zeros(expert_format):
-    assert not np.any(dequantize(quantized(np.zeros((2, 128, 3), F32), expert_format), jnp.float32))
+    assert not np.any(dense(quantized(np.zeros((2, 128, 3), F32), expert_format), dtype=jnp.float32))
 
 
 @FORMATS
@@ -349,26 +349,25 @@ def test_quantize_experts_smooth_reduces_error(rng):
 @pytest.mark.slow(unless={"depth": [384]})
 def test_prepack_round_trip(expert_format, block_size, depth, rng):
     q = quantized(reals(rng, 2, 3, depth, 40), expert_format, **options_of(expert_format, block_size))
-    prepacked = jax.jit(lambda w: with_layout(w, "prepacked"))(q)
+    prepacked = relaid(q, layout="prepacked")
     assert prepacked.is_prepacked
     assert not q.is_prepacked
     assert prepacked.shape == q.shape
     assert sum(x.nbytes for x in jax.tree.leaves(prepacked)) == sum(x.nbytes for x in jax.tree.leaves(q))
-    back = jax.jit(lambda w: with_layout(w, "transposed"))(prepacked)
+    back = relaid(prepacked, layout="transposed")
     assert (back.format, back.activations, back.smooth) == (q.format, None, None)
     for got, want in zip(jax.tree.leaves(back), jax.tree.leaves(q), strict=True):
         assert got.dtype == want.dtype
         np.testing.assert_array_equal(got, want)
-    dense = (dequantize(w, jnp.float32) for w in (prepacked, q))
-    np.testing.assert_array_equal(*dense)
+    np.testing.assert_array_equal(*(dense(w, dtype=jnp.float32) for w in (prepacked, q)))
 
 
 @pytest.mark.parametrize("depth", [32, 96, 160])
 def test_prepack_drops_padding_exponents(depth, rng):
     q = quantized(reals(rng, 2, depth, 5), "mxfp4")
-    prepacked = with_layout(q, "prepacked")
+    prepacked = relaid(q, layout="prepacked")
     assert prepacked.scales.shape == (2, -(-depth // 128), 5)
-    back = with_layout(prepacked, "transposed")
+    back = relaid(prepacked, layout="transposed")
     for got, want in zip(jax.tree.leaves(back), jax.tree.leaves(q), strict=True):
         np.testing.assert_array_equal(got, want)
 
@@ -377,7 +376,7 @@ def test_prepack_element_positions(rng):
     """As the kernels' assembler extracts them: for MXFP4 sign, exponent and mantissa, for INT4 plus 8."""
     for expert_format, block_size in (("mxfp4", 32), ("int4", 32)):
         q = quantized(reals(rng, 1, 96, 3), expert_format, **options_of(expert_format, block_size))
-        words = np.asarray(with_layout(q, "prepacked").values).astype(object)
+        words = np.asarray(relaid(q, layout="prepacked").values).astype(object)
         codes = oracle_quantized.nibbles(np.asarray(q.values))
         for column, k in np.ndindex(3, 96):
             part, q8, t, second = k // 32, k % 32 // 8, k % 8 // 2, k % 2
@@ -401,29 +400,29 @@ def test_prepack_nan_scale(rng):
     q = quantized(reals(rng, 1, 64, 3), "mxfp4")
     scales = np.asarray(q.scales).copy()
     scales[0, 1, 0] = 255
-    prepacked = with_layout(dataclasses.replace(q, scales=jnp.asarray(scales)), "prepacked")
-    got = np.asarray(dequantize(prepacked, jnp.float32))
+    prepacked = relaid(dataclasses.replace(q, scales=jnp.asarray(scales)), layout="prepacked")
+    got = np.asarray(dense(prepacked, dtype=jnp.float32))
     assert np.isnan(got[0, :32, 1]).all()
     assert np.isfinite(np.delete(got[0].T.reshape(-1), np.s_[64:96])).all()
 
 
 def test_prepack_mistakes():
     w = jnp.ones((2, 128, 4))
-    q = quantize(w, "mxfp4")
-    prepacked = with_layout(q, "prepacked")
+    q = quantized(w, "mxfp4")
+    prepacked = relaid(q, layout="prepacked")
     with pytest.raises(TypeError, match="w is an array, expected QuantizedWeights"):
         with_layout(w, "prepacked")
     np.testing.assert_array_equal(with_layout(prepacked, "prepacked").values, prepacked.values)
     with pytest.raises(ValueError, match="layout='packed', expected 'prepacked' or 'transposed'"):
         with_layout(q, "packed")
     with pytest.raises(ValueError, match="layout='prepacked'; make it with"):
-        dequantize(dataclasses.replace(quantize(w, "int8"), layout="prepacked"), jnp.float32)
+        dequantize(dataclasses.replace(quantized(w, "int8"), layout="prepacked"), jnp.float32)
     with pytest.raises(ValueError, match="w is in format 'int8', expected 'int4' or 'mxfp4'"):
-        with_layout(quantize(w, "int8"), "prepacked")
+        with_layout(quantized(w, "int8"), "prepacked")
     with pytest.raises(ValueError, match="w has activations='fp8', expected None"):
-        with_layout(quantize(w, "mxfp4", activations="fp8"), "prepacked")
+        with_layout(quantized(w, "mxfp4", activations="fp8"), "prepacked")
     with pytest.raises(ValueError, match="K is 48, expected a multiple of 32"):
-        with_layout(quantize(w[:, :48], "int4", block_size=16), "prepacked")
+        with_layout(quantized(w[:, :48], "int4", block_size=16), "prepacked")
     with pytest.raises(ValueError, match="do not belong together"):
         with_layout(dataclasses.replace(prepacked, scales=prepacked.scales[..., :3]), "transposed")
     with pytest.raises(TypeError, match="values of uint32 and scales of uint8, expected uint32 and uint32"):

@@ -1,5 +1,7 @@
 """`QuantizedWeights` in all their storage layouts."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,15 +16,14 @@ from jax_ep.quantization import quantize, with_layout
 STORED = tuple(name.replace("_prepacked", " prepacked") for name in formats.STORED)
 
 
-def store(w, name, **options):
+relaid = jax.jit(with_layout, static_argnames="layout")
+
+
+@partial(jax.jit, static_argnames=("name", "block_size", "activations"))
+def store(w, name, block_size=None, activations=None):
     """Quantize `[..., K, N]` by a name of `STORED`."""
-
-    @jax.jit
-    def run(w):
-        found = quantize(w, name.split()[0], **options)
-        return with_layout(found, "prepacked") if name.endswith(" prepacked") else found
-
-    return run(jnp.asarray(w))
+    found = quantize(w, name.split()[0], block_size=block_size, activations=activations)
+    return with_layout(found, "prepacked") if name.endswith(" prepacked") else found
 
 
 def fp8_weights(values, scales):
@@ -32,7 +33,7 @@ def fp8_weights(values, scales):
 
 def stand_for(q):
     """Dequantize to `[..., K, N]` in float64."""
-    q = with_layout(q, "transposed") if q.is_prepacked else q
+    q = relaid(q, layout="transposed") if q.is_prepacked else q
     values, scales = jax.tree.map(np.asarray, (q.values, q.scales))
     return np.swapaxes(oracle_quantized.dequantize(values, scales, q.format), -1, -2)
 

@@ -147,7 +147,9 @@ def _begin(config):
         mesh = harness.make_mesh((NUM_PROCESSES,), (harness.EXPERT,))
         jax_ep.init(mesh, transport="nvshmem", launcher=launcher)
     elif not ON_GPU:
-        mesh = harness.make_mesh((NUM_CPU_DEVICES,), (harness.EXPERT,))
+        every = any(config.getoption(name) for name in ("slow", "only_slow", "implementation"))
+        num_ranks = NUM_CPU_DEVICES if every else min(4, NUM_CPU_DEVICES)  # `make test` has no kernels of more.
+        mesh = harness.make_mesh((num_ranks,), (harness.EXPERT,))
         jax_ep.init(mesh, transport="shared_memory", timeout_s=harness.PATIENCE_S, launcher=launcher)
     elif launcher is not None:
         jax_ep.init(launcher=launcher)

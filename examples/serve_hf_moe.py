@@ -78,7 +78,6 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     console = Console()
     with doing(console, "starting JAX"):
         import jax.numpy as jnp
-        from tokenizers import Tokenizer
 
         from hf.config import stop_tokens
         from hf.generation import Generator
@@ -87,7 +86,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         checkpoint = Checkpoint(args.folder)
         dtype = jnp.dtype(args.dtype or _dtype(checkpoint.config))
         mesh = _mesh(checkpoint.moe_options()["num_experts"], args.expert_parallel)
-        tokenizer = Tokenizer.from_file(str(args.folder / "tokenizer.json"))
+        tokenizer = read_tokenizer(args.folder / "tokenizer.json")
     # Parameter updates are too small for bfloat16.
     decoder = load(console, checkpoint, mesh=mesh, dtype=dtype, param_dtype=jnp.float32 if args.train else dtype)
     result: dict[str, Any] = {}
@@ -104,6 +103,16 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     out = generate(console, args, generator, tokenizer)
     texts = [tokenizer.decode(tokens) for tokens in out.tokens]
     return result | {"texts": texts, "prefill_speed": out.prefill_speed, "decode_speed": out.decode_speed}
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """Read a tokenizer.json."""
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # The package raises no subclass.
+        raise ValueError(f"{path} is not a valid tokenizer ({error}): download it again") from error
 
 
 def load(console: Console, checkpoint: Any, **options: Any) -> Decoder:

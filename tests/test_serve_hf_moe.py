@@ -233,6 +233,12 @@ def test_config():
             DecoderConfig.from_json(config | change)
 
 
+def test_damaged_tokenizer(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer\.json is not a valid tokenizer \(.*: download it again"):
+        serve_hf_moe.read_tokenizer(tmp_path / "tokenizer.json")
+
+
 def test_stop_tokens(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert stop_tokens(tmp_path) == ()

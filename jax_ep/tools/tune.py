@@ -108,13 +108,13 @@ def _sizes(args: argparse.Namespace) -> list[Any]:
     if args.model not in MODELS:
         raise ValueError(f"tune: --model={shown(args.model)}, expected one of {', '.join(MODELS)}")
     given = {field: getattr(args, field) for field in ("hidden", "intermediate", "experts", "top_k")}
-    sizes = MODELS[args.model]._asdict() | {field: value for field, value in given.items() if value is not None}
+    model = MODELS[args.model]._replace(**{field: value for field, value in given.items() if value is not None})
     ranks = args.ranks or len(jax.local_devices())
     if ranks > len(jax.local_devices()):
         raise ValueError(f"tune: --ranks={ranks}, but there are {len(jax.local_devices())} devices")
-    if sizes["experts"] % ranks or sizes["top_k"] > sizes["experts"]:
-        raise ValueError(f"tune: {sizes['experts']} experts on {ranks} ranks, {sizes['top_k']} per token; pass --ranks")
-    return [Sizes(tokens=number, **sizes, ranks=ranks, routing=args.routing) for number in args.tokens]
+    if model.experts % ranks or model.top_k > model.experts:
+        raise ValueError(f"tune: {model.experts} experts on {ranks} ranks, {model.top_k} per token; pass --ranks")
+    return [Sizes(number, model, ranks, args.routing) for number in args.tokens]
 
 
 def _tune(makers: Sequence[Any], routing: str, results: _Results, clock: _Clock) -> None:

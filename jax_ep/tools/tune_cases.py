@@ -47,37 +47,25 @@ _PROGRAMS, _BLOCKS = (8, 16, 24, 32, 48), (2, 4, 8, 16, 32)
 Make = Callable[[], Iterator[Case]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Sizes of an expert layer, and of the group of ranks that share it.
+class Sizes(NamedTuple):
+    """An expert layer, and the ranks that share it.
 
     Attributes:
       tokens: per rank.
-      hidden: hidden size.
-      intermediate: intermediate size.
-      experts: of all ranks.
-      top_k: experts per token.
+      model: sizes of the layer.
       ranks: number of ranks.
       routing: "uniform" or "zipf".
     """
 
     tokens: int
-    hidden: int
-    intermediate: int
-    experts: int
-    top_k: int
+    model: Model
     ranks: int
     routing: str
 
     @property
     def title(self) -> str:
         """A description for messages."""
-        return f"{self.tokens} tokens x {self.hidden}, {self.ranks} ranks"
-
-    @property
-    def model(self) -> Model:
-        """The sizes of the layer."""
-        return Model(self.hidden, self.intermediate, self.experts, self.top_k)
+        return f"{self.tokens} tokens x {self.model.hidden}, {self.ranks} ranks"
 
 
 def makers(parts: Sequence[str], all_sizes: Sequence[Sizes], formats: Sequence[str]) -> Iterator[Make]:
@@ -156,12 +144,12 @@ class _Exchange:
         self.sizes, self.mesh, self.options = sizes, expert_mesh(sizes.ranks), Options("tune", ("expert",))
         self.case = make_case(self.mesh, sizes.routing, sizes.tokens, sizes.model)
         self.layout, self.run = self.case.layout, registry.get("exchange", "triton")
-        self.facts = tuned.exchange_facts(self.layout, sizes.hidden, _BF16)
+        self.facts = tuned.exchange_facts(self.layout, sizes.model.hidden, _BF16)
         self.handle = make_handle(self.case, "triton")
 
     def plan(self, columns: int) -> plans.ExchangeGemmPlan:
         """Plan the all-to-all with GEMMs by `[hidden, columns]` weights, with the settings in effect."""
-        facts = ExchangeFacts(_BF16, self.sizes.hidden, self.layout, columns=columns)
+        facts = ExchangeFacts(_BF16, self.sizes.model.hidden, self.layout, columns=columns)
         return plans.exchange_gemm(self.options, facts, out_columns=columns)
 
     def rows(self, columns: int) -> Array:
@@ -182,7 +170,7 @@ def _exchange(sizes: Sizes) -> Iterator[Case]:
         return layer.run.combine_tokens(layer.options, y, None, local_after(handle, zero))[0]
 
     for wire, dtype in (("bf16", None), ("fp8", FP8)):
-        if dtype is None or sizes.hidden % GROUP_SIZE == 0:
+        if dtype is None or sizes.model.hidden % GROUP_SIZE == 0:
             yield _case(
                 "dispatch",
                 layer.facts | {"wire_dtype": jnp.dtype(dtype or _BF16)},
@@ -204,13 +192,13 @@ def _exchange(sizes: Sizes) -> Iterator[Case]:
         },
         layer.mesh,
         combine,
-        (layer.rows(sizes.hidden), layer.handle),
+        (layer.rows(sizes.model.hidden), layer.handle),
     )
 
 
 def _exchange_gemm(sizes: Sizes) -> Iterator[Case]:
     """Yield the all-to-alls with a GEMM: in one kernel or in two, and by how many programs."""
-    wide, layer = 2 * sizes.intermediate, _Exchange(sizes)
+    wide, layer = 2 * sizes.model.intermediate, _Exchange(sizes)
     layout = layer.layout
     if layer.plan(wide).fused is None:
         return
@@ -221,11 +209,11 @@ def _exchange_gemm(sizes: Sizes) -> Iterator[Case]:
 
     def second(zero: Array, h: Array, w: Array, handle: Any) -> Any:
         handle = local_after(handle, zero)
-        return ops.multiply_and_combine(layer.plan(sizes.intermediate), h, w, handle, None)
+        return ops.multiply_and_combine(layer.plan(sizes.model.intermediate), h, w, handle, None)
 
     yield _case(
         "dispatch_grouped_gemm",
-        tuned.exchange_gemm_facts(layout, sizes.hidden, wide, _BF16),
+        tuned.exchange_gemm_facts(layout, sizes.model.hidden, wide, _BF16),
         f"dispatch + GEMM of {sizes.title}",
         {"num_communicating_programs": _PROGRAMS, "dispatch_mode": ("serial", "fused")},
         layer.mesh,
@@ -235,21 +223,21 @@ def _exchange_gemm(sizes: Sizes) -> Iterator[Case]:
     )
     yield _case(
         "grouped_gemm_combine",
-        tuned.exchange_gemm_facts(layout, sizes.intermediate, sizes.hidden, _BF16),
+        tuned.exchange_gemm_facts(layout, sizes.model.intermediate, sizes.model.hidden, _BF16),
         f"GEMM + combine of {sizes.title}",
         {"combine_mode": ("serial", "scatter")},
         layer.mesh,
         second,
-        (layer.rows(sizes.intermediate), w_down, layer.handle),
+        (layer.rows(sizes.model.intermediate), w_down, layer.handle),
     )
 
 
 def _low_latency(sizes: Sizes) -> Iterator[Case]:
     """Yield low-latency dispatch and combine."""
     layer = _Exchange(sizes)
-    case, local = layer.case, sizes.experts // sizes.ranks
-    keywords: dict[str, Any] = {"num_experts": sizes.experts, "max_tokens_per_rank": sizes.tokens}
-    rows = on_ranks(layer.mesh, (local, sizes.ranks * sizes.tokens, sizes.hidden), 3)
+    case, local = layer.case, sizes.model.experts // sizes.ranks
+    keywords: dict[str, Any] = {"num_experts": sizes.model.experts, "max_tokens_per_rank": sizes.tokens}
+    rows = on_ranks(layer.mesh, (local, sizes.ranks * sizes.tokens, sizes.model.hidden), 3)
 
     def dispatch(zero: Array, x: Array, ids: Array) -> Any:
         return low_latency_dispatch(x, ids + zero, **keywords, implementation="triton").tokens
@@ -314,11 +302,14 @@ class _Gemm(NamedTuple):
 
 def _gemms(sizes: Sizes) -> Iterator[_Gemm]:
     """Yield both GEMMs of the layer."""
-    mesh, local, rows = expert_mesh(1), sizes.experts // sizes.ranks, sizes.tokens * sizes.top_k
-    model = Model(sizes.hidden, sizes.intermediate, local, 1)
+    mesh, local, rows = expert_mesh(1), sizes.model.experts // sizes.ranks, sizes.tokens * sizes.model.top_k
+    model = sizes.model._replace(experts=local, top_k=1)
     ids = routing(sizes.routing, rows, model, np.random.default_rng(0)) if local > 1 else np.zeros(rows, int)
     counts = jnp.asarray(np.bincount(ids.reshape(-1), minlength=local), jnp.int32)
-    for depth, columns in ((sizes.hidden, 2 * sizes.intermediate), (sizes.intermediate, sizes.hidden)):
+    for depth, columns in (
+        (sizes.model.hidden, 2 * sizes.model.intermediate),
+        (sizes.model.intermediate, sizes.model.hidden),
+    ):
         x, y = (on_ranks(mesh, (rows, width), seed) for seed, width in enumerate((depth, columns)))
         yield _Gemm(mesh, x, y, on_ranks(mesh, (local, depth, columns), 2, depth**-0.5), counts)
 
@@ -342,7 +333,7 @@ def _grouped_gemm(sizes: Sizes) -> Iterator[Case]:
 
 def _grouped_gemm_fp8(sizes: Sizes) -> Iterator[Case]:
     """Yield the GEMMs and weight gradients in FP8, if the sizes are multiples of a scale block."""
-    if sizes.hidden % GROUP_SIZE or sizes.intermediate % GROUP_SIZE:
+    if sizes.model.hidden % GROUP_SIZE or sizes.model.intermediate % GROUP_SIZE:
         return
     run, quantize = registry.fp8_gemm("triton"), registry.get("activation", "xla")
 
@@ -364,20 +355,20 @@ def _grouped_gemm_fp8(sizes: Sizes) -> Iterator[Case]:
 
 def _quantized_gemm(sizes: Sizes, expert_format: str) -> Iterator[Case]:
     """Yield the first GEMM with quantized weights."""
-    run, mesh, local = registry.get("quantized_gemm", "triton"), expert_mesh(1), sizes.experts // sizes.ranks
-    rows, columns = sizes.tokens * sizes.top_k, 2 * sizes.intermediate
-    x = on_ranks(mesh, (rows, sizes.hidden), 0)
-    w = on_ranks(mesh, (local, sizes.hidden, columns), 1, sizes.hidden**-0.5)
+    run, mesh, local = registry.get("quantized_gemm", "triton"), expert_mesh(1), sizes.model.experts // sizes.ranks
+    rows, columns = sizes.tokens * sizes.model.top_k, 2 * sizes.model.intermediate
+    x = on_ranks(mesh, (rows, sizes.model.hidden), 0)
+    w = on_ranks(mesh, (local, sizes.model.hidden, columns), 1, sizes.model.hidden**-0.5)
     counts = jnp.full((local,), rows // local, jnp.int32)
 
     def gemm(zero: Array, x: Array, w: Any, counts: Array) -> Any:
         return run.grouped_gemm(x, w, counts + zero, out_dtype=_BF16)
 
-    facts = {"rows_of_group": -(-rows // local), "depth": sizes.hidden, "columns": columns, "groups": local}
+    facts = {"rows_of_group": -(-rows // local), "depth": sizes.model.hidden, "columns": columns, "groups": local}
     yield _case(
         "quantized_gemm",
         facts | {"dtype": _BF16, "format": expert_format},
-        f"GEMM in {expert_format} of {rows} rows x {sizes.hidden} x {columns}, {local} groups",
+        f"GEMM in {expert_format} of {rows} rows x {sizes.model.hidden} x {columns}, {local} groups",
         QuantizedTiles.candidates,
         mesh,
         gemm,
@@ -388,17 +379,23 @@ def _quantized_gemm(sizes: Sizes, expert_format: str) -> Iterator[Case]:
 
 def _masked_gemm(sizes: Sizes) -> Iterator[Case]:
     """Yield the first GEMM between a low-latency dispatch and its combine."""
-    local, mesh = sizes.experts // sizes.ranks, expert_mesh(1)
-    expected = -(-sizes.ranks * sizes.tokens * sizes.top_k // sizes.experts)
-    most, columns = sizes.ranks * sizes.tokens, 2 * sizes.intermediate
+    local, mesh = sizes.model.experts // sizes.ranks, expert_mesh(1)
+    expected = -(-sizes.ranks * sizes.tokens * sizes.model.top_k // sizes.model.experts)
+    most, columns = sizes.ranks * sizes.tokens, 2 * sizes.model.intermediate
     counts = jnp.full((local,), min(expected, most), jnp.int32)
-    rows = on_ranks(mesh, (local, most, sizes.hidden), 3)
-    w = QuantizedWeights(on_ranks(mesh, (local, columns, sizes.hidden), 4, sizes.hidden**-0.5))
+    rows = on_ranks(mesh, (local, most, sizes.model.hidden), 3)
+    w = QuantizedWeights(on_ranks(mesh, (local, columns, sizes.model.hidden), 4, sizes.model.hidden**-0.5))
 
     def gemm(zero: Array, rows: Array, w: QuantizedWeights, counts: Array) -> Any:
         return masked_grouped_gemm(rows, w, counts + zero, expected_rows=expected, implementation="triton")
 
-    facts = {"num_rows": most, "depth": sizes.hidden, "columns": columns, "groups": local, "expected_rows": expected}
+    facts = {
+        "num_rows": most,
+        "depth": sizes.model.hidden,
+        "columns": columns,
+        "groups": local,
+        "expected_rows": expected,
+    }
     yield _case(
         "masked_grouped_gemm",
         facts | {"dtype": _BF16, "out_dtype": _BF16},
@@ -421,17 +418,17 @@ def _fused_moe(sizes: Sizes, expert_format: str | None = None) -> Iterator[Case]
         # A step has whole scale blocks of 128; only prepacked kernels take two of them.
         depths = (128, 256) if expert_format.endswith("_prepacked") else (128,)
     ids = jnp.asarray(routing(sizes.routing, sizes.tokens, sizes.model, np.random.default_rng(0)))
-    x = on_ranks(mesh, (sizes.tokens, sizes.hidden), 2)
-    topk_weights = jnp.full(ids.shape, 1 / sizes.top_k, jnp.float32)
+    x = on_ranks(mesh, (sizes.tokens, sizes.model.hidden), 2)
+    topk_weights = jnp.full(ids.shape, 1 / sizes.model.top_k, jnp.float32)
 
     def layer(zero: Array, x: Array, ids: Array, topk_weights: Array, gate_up: Any, down: Any) -> Any:
         return public_fused_moe(x, ids + zero, topk_weights, gate_up, down, implementation="triton")
 
-    shape = {"hidden": sizes.hidden, "intermediate": sizes.intermediate, "format": expert_format or _BF16}
+    shape = {"hidden": sizes.model.hidden, "intermediate": sizes.model.intermediate, "format": expert_format or _BF16}
     yield _case(
         "fused_moe",
-        {"num_slots": sizes.tokens * sizes.top_k, "num_experts": sizes.experts, **shape},
-        f"layer of {sizes.tokens} tokens x {sizes.hidden}, {sizes.experts} experts, {shape['format']}",
+        {"num_slots": sizes.tokens * sizes.model.top_k, "num_experts": sizes.model.experts, **shape},
+        f"layer of {sizes.tokens} tokens x {sizes.model.hidden}, {sizes.model.experts} experts, {shape['format']}",
         {**FusedTiles.candidates, "depth": depths, "single_launch": (False, True)},
         mesh,
         layer,

@@ -16,6 +16,7 @@ from jax_ep.core.kernel import Config
 from jax_ep.megakernels import cost_model, exchange, fused_moe, grouped_gemm, low_latency, quantized_gemm, tuned
 from jax_ep.settings.operations import OPERATIONS, bucket
 from jax_ep.tools import tune_cases
+from jax_ep.tools.benchmark.inputs import Model
 from jax_ep.types import Layout, Schedule
 from jax_ep.xla import grouped_gemm as xla_products
 
@@ -162,7 +163,7 @@ def test_tuning_tiles_reach_launch(two_ranks, launched, make_file, rng):
 @pytest.mark.parametrize("make", [tune_cases._grouped_gemm, tune_cases._grouped_gemm_fp8], ids=["bfloat16", "FP8"])
 def test_tuning_gemm_keys_match_launches(make, two_ranks, launched, make_file):
     """Entries for the shapes of the cases, of both GEMMs and gradients, reach the launches of these operations."""
-    sizes = tune_cases.Sizes(24, 128, 256, experts=2, top_k=1, ranks=1, routing="uniform")
+    sizes = tune_cases.Sizes(24, Model(128, 256, 2, 1), ranks=1, routing="uniform")
     cases = list(make(sizes))
     assert len({(case.operation, case.facts["depth"]) for case in cases}) == 4
     facts = [{name: bucket(name, value) for name, value in case.facts.items()} for case in cases]
@@ -180,7 +181,7 @@ def test_tuning_gemm_keys_match_launches(make, two_ranks, launched, make_file):
 
 @pytest.mark.parametrize("make", [tune_cases._quantized_gemm, tune_cases._fused_moe])
 def test_tuning_prepacked_weights_key(make, two_ranks, launched, make_file):
-    sizes = tune_cases.Sizes(8, 128, 128, experts=2, top_k=1, ranks=1, routing="uniform")
+    sizes = tune_cases.Sizes(8, Model(128, 128, 2, 1), ranks=1, routing="uniform")
     heights = dict[str, set[int]]()
     for expert_format in ("mxfp4", "mxfp4_prepacked"):
         (case,) = make(sizes, expert_format)
@@ -197,7 +198,7 @@ def test_tuning_prepacked_weights_key(make, two_ranks, launched, make_file):
 
 
 def test_tuning_fp8_sizes_not_whole_blocks():
-    sizes = tune_cases.Sizes(8, 128, 192, experts=2, top_k=1, ranks=1, routing="uniform")
+    sizes = tune_cases.Sizes(8, Model(128, 192, 2, 1), ranks=1, routing="uniform")
     assert list(tune_cases._grouped_gemm_fp8(sizes)) == []
 
 

@@ -95,6 +95,13 @@ def test_quantize_fp8_weights_sharded_same_bits(kind, inner, compiled, rng):
                 assert jax.typeof(got).sharding.spec[0] == "expert"
 
 
+def test_quantize_fp8_part_of_a_block_on_explicit_axes():
+    """An axis may split the columns of one block, also outside of jit."""
+    w, mesh = jnp.ones((4, 128, 8)), make_mesh((2,), ("tensor",), AxisType.Explicit)
+    placed = quantize(jax.device_put(w, NamedSharding(mesh, P(None, None, "tensor"))), "fp8")
+    np.testing.assert_array_equal(dequantize(placed, jnp.float32), dequantize(quantize(w, "fp8"), jnp.float32))
+
+
 def test_quantize_fp8_weights_blocks_split_by_axes():
     mesh = make_mesh((2,), ("tensor",), AxisType.Explicit)
     w = jax.device_put(jnp.ones((4, 384, 256)), NamedSharding(mesh, P(None, "tensor")))

@@ -59,12 +59,13 @@ def quantize_matrices(w: Array, *, transpose: bool = True) -> Quantized:
     rows = padded.reshape(*w.shape[:-2], column_blocks, GROUP_SIZE, depth)
     blocks = rows.reshape(*rows.shape[:-1], depth // GROUP_SIZE, GROUP_SIZE)
     values, scales = quantize(blocks, (-3, -1))
-    return values.reshape(rows.shape).reshape(padded.shape)[..., :columns, :], scales
+    # Eager indexing would be a gather, which has no sharding rule for explicit mesh axes.
+    return lax.slice_in_dim(values.reshape(rows.shape).reshape(padded.shape), 0, columns, axis=-2), scales
 
 
 def dequantize_matrices(values: Array, scales: Array, dtype: DTypeLike) -> Array:
     """Multiply `values [..., N, K]` by the scales of their blocks in float32 and cast to `dtype`."""
-    scales = jnp.repeat(scales, GROUP_SIZE, axis=-2)[..., : values.shape[-2], :]
+    scales = lax.slice_in_dim(jnp.repeat(scales, GROUP_SIZE, axis=-2), 0, values.shape[-2], axis=-2)
     groups = values.reshape(*scales.shape, GROUP_SIZE).astype(jnp.float32)
     return (groups * scales[..., None]).astype(dtype).reshape(values.shape)
 

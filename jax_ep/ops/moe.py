@@ -175,14 +175,15 @@ def _over_nodes(
 
 def _balanced(balance: Balance, layer: _Layer, given: exchange.Checked, parts: ExpertWeights) -> Array:
     """`moe` in passes of at most `balance.rows * T * K` rows per rank."""
+    options = given.options  # `one_pass` is static, so it must not close over arrays
 
     def one_pass(x: Array, topk_idx: Array, topk_weights: Array, parts: ExpertWeights, **sizes: Any) -> Array:
         dtype = sizes.pop("preferred_element_type")
-        tokens = exchange.checked(given.options, x, topk_idx, topk_weights, **sizes)
+        tokens = exchange.checked(options, x, topk_idx, topk_weights, **sizes)
         return _on_tokens(layer._replace(capacity=sizes["capacity"], sum_dtype=dtype), tokens, parts, after=topk_idx)
 
     arrays = given.x, given.topk_idx, given.topk_weights, parts
-    sizes: dict[str, Any] = {"num_experts": given.facts.layout.num_experts, "options": given.options}
+    sizes: dict[str, Any] = {"num_experts": given.facts.layout.num_experts, "options": options}
     return balanced.run(balance, one_pass, *arrays, **sizes, sum_dtype=layer.sum_dtype)
 
 

@@ -70,7 +70,7 @@ def unsupported_reason(facts: Facts, options: Options) -> str | None:
         return "it runs on GPUs; on CPU devices only for tests, after init(transport='shared_memory')"
     if on == "cpu" and (automatic := automatic_axes()):
         return f"it runs on GPUs; on CPU devices only where every mesh axis is manual, but {automatic} are not"
-    if on == "gpu" and (reason := _missing_on_gpu()) is not None:
+    if on == "gpu" and (reason := _missing_on_gpu(facts)) is not None:
         return reason
     if context.transport() == "xla":
         return "the context was initialized with transport='xla'"
@@ -265,11 +265,13 @@ def is_readable(rhs: QuantizedWeights) -> bool:
     )
 
 
-def _missing_on_gpu() -> str | None:
+def _missing_on_gpu(facts: Facts) -> str | None:
     if (reason := missing_capability()) is not None:
         return reason
     if importlib.util.find_spec("triton") is None:
         return "not installed: triton (pip install '.[cuda13]')"
+    if not isinstance(facts, ExchangeFacts | FusedFacts | LowLatencyFacts | LowLatencyGemmFacts):
+        return None  # others compute on one GPU
     if jax.process_count() == 1 or peer_access.unsupported_processes_reason() is None:
         return peer_access.unsupported_reason() or context.missing_init_reason()
     return nvshmem.unsupported_reason() or context.missing_init_reason()

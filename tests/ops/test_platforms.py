@@ -100,6 +100,19 @@ def test_platforms_float32_gemm_needs_no_tma(gpus):
     assert part.implementation == "xla" and "precision of float32" in part.reason
 
 
+@pytest.mark.parametrize("gpus", ["9.0"], indirect=True)
+def test_platforms_without_peer_access(gpus, monkeypatch):
+    """Only what sends tokens needs peer access, and init() in several processes."""
+    sends = {name for name in OPERATIONS if name.startswith(("exchange", "low latency"))}
+    for what, reason in (("unsupported_reason", "GPU 0 cannot write"), ("unsupported_processes_reason", "each process")):
+        with monkeypatch.context() as changed:
+            changed.setattr(f"jax_ep.heap.peer_access.{what}", lambda reason=reason: reason)
+            changed.setattr(jax, "process_count", lambda what=what: 1 + (what != "unsupported_reason"))
+            assert {name: choose(None, name) for name in OPERATIONS} == HOPPER | dict.fromkeys(sends, "xla")
+            with pytest.raises(NotImplementedError):
+                choose("triton", "exchange")
+
+
 @pytest.mark.parametrize("platform", ["tpu", "METAL"])
 def test_platforms_other(platform, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: platform)

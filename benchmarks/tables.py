@@ -79,9 +79,9 @@ class Reports:
 
     def sources(self) -> str:
         """Name the reports used since the last call."""
-        said = [f"`{name}.json` ({self._contents[name]['date'][:10]})" for name in self.used]
+        said = ", ".join(f"`{name}.json`" for name in self.used)
         self.used = []
-        return f"From {', '.join(said)}."
+        return f"From {said}."
 
 
 def is_included(report: dict[str, Any]) -> bool:
@@ -300,7 +300,7 @@ def filled(page: str, reports: Reports) -> str:
     def replace(match: re.Match[str]) -> str:
         if match[1] not in TABLES:
             raise ValueError(f"<!-- table {match[1]} -->: unknown table, expected one of {', '.join(TABLES)}")
-        return f"<!-- table {match[1]} -->\n\n{made(match[1], reports)}\n\n<!-- end -->"
+        return f"<!-- table {match[1]} -->\n\n{made(match[1], reports)}\n<!-- end -->"
 
     return re.sub(r"<!-- table (\w+) -->\n.*?<!-- end -->", replace, page, flags=re.DOTALL)
 

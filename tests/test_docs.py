@@ -5,6 +5,7 @@ import importlib
 import io
 import json
 import re
+import tokenize
 from pathlib import Path
 
 import jax
@@ -25,6 +26,7 @@ FOLDERS = ("", "jax_ep", "jax_ep/ffi")  # Folders that the prose's file names ar
 NUM_DEVICES = 8
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`([^`\n]+)`")
+PROSE = tokenize.COMMENT, tokenize.STRING
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -141,6 +143,20 @@ def test_docs_reference_is_complete():
 
 def _rendered(name):
     return jax_ep.moe if name == "jax_ep.moe.moe" else resolve(name)
+
+
+def test_docs_files_in_comments_exist():
+    """Files that comments and docstrings of sources name exist; NAME stands for several."""
+    sources = [path for folder in ("jax_ep", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    paths = [*sources, *TEXTS, *(ROOT / "jax_ep").rglob("*.[ch]*"), *(ROOT / "tests").rglob("*.py")]
+    known = [f"/{path.relative_to(ROOT)}" for path in paths]
+    for source in sources:
+        with source.open("rb") as file:
+            tokens = [token.string for token in tokenize.tokenize(file.readline) if token.type in PROSE]
+        for text in tokens:
+            if text.startswith(("#", '"""')):
+                for name in re.findall(r"(?<!\*)\b[a-z][\w/]*\.(?:py|md|cc|h)\b", re.sub(r"https://\S+", "", text)):
+                    assert "NAME" in name or any(path.endswith(f"/{name}") for path in known), f"{source} names {name}"
 
 
 def test_docs_names_exist():

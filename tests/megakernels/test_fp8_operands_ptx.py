@@ -12,6 +12,7 @@ from jax_ep.heap.symmetric import HeapLayout
 from jax_ep.megakernels import activation as kernels
 from jax_ep.megakernels import exchange
 from jax_ep.megakernels.kernels.exchange_structs import Dispatch, Peers, Rows
+from jax_ep.megakernels.kernels.gemm_structs import SplitWeights
 from jax_ep.megakernels.launch import heap_of
 from jax_ep.types import Layout, Schedule
 
@@ -57,11 +58,13 @@ def test_fp8_operands_ptx_activation(activation, gated):
 @pytest.mark.parametrize(
     "results", [("transposed",), ("untransposed",), ("transposed", "untransposed")], ids=" and ".join
 )
-@pytest.mark.slow(unless={"capability": [90], "element": ["bf16"]})
-def test_fp8_operands_ptx_matrices(results, element, capability):
+@pytest.mark.parametrize("num_home", [0, GROUPS - 2], ids=["one array", "two arrays"])
+@pytest.mark.slow(unless={"capability": [90], "element": ["bf16"], "num_home": [0]})
+def test_fp8_operands_ptx_matrices(results, element, capability, num_home):
     num_tasks = GROUPS * (HIDDEN // 128) * (2 * INNER // 128)
-    constants = {"K": HIDDEN, "N": 2 * INNER, "NUM_GROUPS": GROUPS}
-    types = {"w_ptr": f"*{element}", "transposed": None, "untransposed": None}
+    constants = {"K": HIDDEN, "N": 2 * INNER, "NUM_GROUPS": GROUPS, "NUM_HOME": num_home}
+    w = f"*{element}"
+    types = {"w": SplitWeights(w, w) if num_home else w, "transposed": None, "untransposed": None}
     types |= dict.fromkeys(results, Rows("*fp8e4nv", "*fp32"))
     config = kernels.matrices_config(num_tasks, jnp.float32 if element == "fp32" else jnp.bfloat16)
     check(kernels._QUANTIZE_MATRICES, types, constants, config, capability)

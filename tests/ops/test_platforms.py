@@ -104,7 +104,10 @@ def test_platforms_float32_gemm_needs_no_tma(gpus):
 def test_platforms_without_peer_access(gpus, monkeypatch):
     """Only what sends tokens needs peer access, and init() in several processes."""
     sends = {name for name in OPERATIONS if name.startswith(("exchange", "low latency"))}
-    for what, reason in (("unsupported_reason", "GPU 0 cannot write"), ("unsupported_processes_reason", "each process")):
+    for what, reason in (
+        ("unsupported_reason", "GPU 0 cannot write"),
+        ("unsupported_processes_reason", "each process"),
+    ):
         with monkeypatch.context() as changed:
             changed.setattr(f"jax_ep.heap.peer_access.{what}", lambda reason=reason: reason)
             changed.setattr(jax, "process_count", lambda what=what: 1 + (what != "unsupported_reason"))

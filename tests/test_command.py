@@ -134,7 +134,8 @@ def test_command_processes_end_with_the_first(number):
     program = """
 import os, signal, time
 from jax_ep.tools import processes
-signal.signal(signal.SIGINT, signal.SIG_DFL)
+for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+    signal.signal(number, signal.SIG_DFL)
 if processes._PROCESS in os.environ:
     print(os.getpid(), flush=True)
     time.sleep(1000)

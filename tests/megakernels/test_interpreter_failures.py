@@ -254,7 +254,8 @@ def start(program):
 
 
 INTERRUPTED = """
-import sys, threading
+import signal, sys, threading
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of shells ignore it
 sys.modules["filelock"] = None  # which JAX can do without: Python reports interrupts that meet its audit hook twice
 import harness, jax
 from kernel_calls import heap_tables, ranks

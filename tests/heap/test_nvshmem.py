@@ -12,19 +12,20 @@ import types
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import fake_nvshmem
 from jax_ep import context, ffi
-from jax_ep.core.facts import SortFacts
+from jax_ep.core.facts import LowLatencyFacts
 from jax_ep.heap import nvshmem, peer_access, rendezvous, transports
 from jax_ep.heap.nvshmem import NvshmemMemory
 from jax_ep.heap.symmetric import SymmetricHeap
 from jax_ep.megakernels import requirements
 from jax_ep.ops import registry
 from jax_ep.tools import doctor
-from jax_ep.types import Options
+from jax_ep.types import Layout, Options
 from run_processes import free_port
 
 HELPERS = Path(__file__).parents[1] / "helpers"
@@ -287,11 +288,13 @@ def gpus(fake, monkeypatch):
 
 
 MESH = jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2])
+# Tokens that a kernel sends.
+SENT = LowLatencyFacts(jnp.dtype(jnp.bfloat16), 256, Layout(1, 8, 16, 2, 32))
 
 
 def test_nvshmem_processes_need_init(gpus, caplog, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: types.SimpleNamespace())  # all is installed
-    facts = SortFacts(np.dtype(np.int32), 64, 8)
+    facts = SENT
     reason = "several processes: call jax_ep.init() in each of them first"
     with caplog.at_level(logging.WARNING, "jax_ep"):
         used = [registry.choose(Options("dispatch"), facts).implementation for _ in range(2)]
@@ -398,7 +401,7 @@ def test_peer_access_other_machines(gpus, caplog, monkeypatch):
     with caplog.at_level(logging.WARNING, "jax_ep"):
         assert context.init(MESH).transport == "xla"
     assert reason in caplog.text
-    facts = SortFacts(np.dtype(np.int32), 64, 8)
+    facts = SENT
     assert registry.choose(Options("dispatch"), facts).implementation == "xla"
     with pytest.raises(NotImplementedError, match=f"triton: {re.escape(reason)}"):
         registry.choose(Options("dispatch", (), ("triton",)), facts)

@@ -88,6 +88,11 @@ def joined(w: GemmWeights) -> Array:
     return jnp.concatenate(w) if isinstance(w, SplitWeights) else w
 
 
+def split(w: Array, num_home: int) -> SplitWeights:
+    """Return weights as two arrays, of the first `num_home` experts and of the others, which copies them."""
+    return SplitWeights(w[:num_home], w[num_home:])
+
+
 def num_home(w: GemmWeights) -> int:
     """Return the number of experts in the first of two arrays; 0: there is one array."""
     return w.home.shape[0] if isinstance(w, SplitWeights) else 0

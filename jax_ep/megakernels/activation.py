@@ -171,7 +171,7 @@ def _quantize_matrices(w: GemmWeights, *, transposed: bool, untransposed: bool) 
         _rows(w.shape, (groups, *blocks[::-1])) if untransposed else None,
     )
     config = matrices_config(groups * math.prod(blocks), w.dtype)
-    constants = {"K": depth, "N": columns, "NUM_GROUPS": groups, "NUM_HOME": num_home(w)}
+    constants = {"K": depth, "N": columns, "NUM_GROUPS": groups, "HOME_GROUPS": num_home(w)}
     operand = gemm_structs.SplitWeights(*w) if isinstance(w, SplitWeights) else w
     return launch(_QUANTIZE_MATRICES, (operand,), results, config, constants)
 

@@ -28,7 +28,7 @@ from jax_ep.core.autodiff import HIDDEN_NAME, TOKENS_NAME, without_tangent
 from jax_ep.core.balance import WORK, Balance, PassPlan
 from jax_ep.core.check import operation
 from jax_ep.core.dtypes import accumulation_dtype
-from jax_ep.core.expert_matrices import QuantizedWeights, SplitWeights, joined
+from jax_ep.core.expert_matrices import QuantizedWeights, SplitWeights, joined, split
 from jax_ep.core.facts import ExchangeFacts
 from jax_ep.core.layout import count_assignments
 from jax_ep.core.mesh_axes import known_after, rank_on, spread_axes, vary_alike
@@ -414,7 +414,7 @@ def _with_copies_backward(
             found.append(np.zeros((passes.num_local, *gradient.shape[1:]), jax.dtypes.float0))
             continue
         if not isinstance(gradient, SplitWeights):
-            gradient = SplitWeights(gradient[: passes.num_local], gradient[passes.num_local :])
+            gradient = split(gradient, passes.num_local)
         found.append(_transfers(passes).add_gradients(passes.axis, copies, *gradient))
         copies = known_after(copies, found[-1])
         dx += known_after(jnp.zeros((), jnp.int32), found[-1]).astype(dx.dtype)

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from jax_ep.core import fp8
 from jax_ep.core.dtypes import accumulation_dtype
-from jax_ep.core.expert_matrices import GemmWeights, SplitWeights
+from jax_ep.core.expert_matrices import GemmWeights, SplitWeights, split
 from jax_ep.core.layout import Bias, add_bias
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.types import Array, Quantized
@@ -205,7 +205,7 @@ def weight_gradient(
     """
     if num_home:
         whole = cast(Array, weight_gradient(lhs, rhs, group_sizes, out_dtype=out_dtype))
-        return SplitWeights(whole[:num_home], whole[num_home:])
+        return split(whole, num_home)
     lhs, rhs = _with_a_tile(lhs), _with_a_tile(rhs)
     num_rows, shape = lhs.shape[0], (group_sizes.shape[0], lhs.shape[1], rhs.shape[1])
     lhs, rhs, group_sizes, out = vary_alike((lhs, rhs, group_sizes, jnp.zeros(shape, out_dtype)))
@@ -278,7 +278,7 @@ def weight_gradient_fp8(
     """
     if num_home:
         whole = cast(Array, weight_gradient_fp8(lhs, rhs, group_sizes, out_dtype=out_dtype))
-        return SplitWeights(whole[:num_home], whole[num_home:])
+        return split(whole, num_home)
     (rows, places), columns = lhs[0].shape, rhs[0].shape[0]
     shape = (group_sizes.shape[0], rows, columns)
     lhs, rhs, group_sizes, out = vary_alike((lhs, rhs, group_sizes, jnp.zeros(shape, out_dtype)))

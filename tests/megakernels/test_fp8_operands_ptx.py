@@ -62,7 +62,7 @@ def test_fp8_operands_ptx_activation(activation, gated):
 @pytest.mark.slow(unless={"capability": [90], "element": ["bf16"], "num_home": [0]})
 def test_fp8_operands_ptx_matrices(results, element, capability, num_home):
     num_tasks = GROUPS * (HIDDEN // 128) * (2 * INNER // 128)
-    constants = {"K": HIDDEN, "N": 2 * INNER, "NUM_GROUPS": GROUPS, "NUM_HOME": num_home}
+    constants = {"K": HIDDEN, "N": 2 * INNER, "NUM_GROUPS": GROUPS, "HOME_GROUPS": num_home}
     w = f"*{element}"
     types = {"w": SplitWeights(w, w) if num_home else w, "transposed": None, "untransposed": None}
     types |= dict.fromkeys(results, Rows("*fp8e4nv", "*fp32"))

@@ -98,7 +98,7 @@ def multiply_gathered(a_ptrs, b_desc, tile, S: tl.constexpr, BLOCK_M: tl.constex
     `a_ptrs [BLOCK_M, block_k]` point to the first columns of the rows.
     """
     BLOCK_K: tl.constexpr = S.tile.block_k
-    b_desc, group = tiles.locate_weights(b_desc, tile.group, S)
+    b_desc, group = tiles.locate_weights(b_desc, tile.group, S.home_groups)
     total = tl.zeros((BLOCK_M, S.tile.block_n), tl.float32)
     for k in range(0, S.K, BLOCK_K):
         # Mask the last step only if K needs it.

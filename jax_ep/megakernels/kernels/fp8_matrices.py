@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from .quantization import GROUP, magnitudes, scales_for
-from .tiles import num_own_tasks, own_task
+from .tiles import locate_weights, num_own_tasks, own_task
 
 # Four float32 to e4m3, saturated, the first in the lowest byte. Packing bytes by shifts instead gave a wrong third byte
 # in every other column on H200, although Triton's PTX was right.
@@ -75,16 +75,11 @@ def place_rows(i: tl.constexpr, row, column, K: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def load_block(w, task, exists, K: tl.constexpr, N: tl.constexpr, NUM_HOME: tl.constexpr):
+def load_block(w, task, exists, K: tl.constexpr, N: tl.constexpr, HOME_GROUPS: tl.constexpr):
     """Load the four interleaved tensors of a block; zeros unless the block exists."""
     group, row, column = locate_block(task, K, N)
-    if NUM_HOME == 0:
-        matrix = w + group * (K * N)
-    else:
-        matrix = w.home + group * (K * N)
-        if group >= NUM_HOME:
-            matrix = w.spare + (group - NUM_HOME) * (K * N)
-    first = matrix + (row.to(tl.int64) * N + column)
+    w_ptr, group = locate_weights(w, group, HOME_GROUPS)
+    first = w_ptr + (group * (K * N) + row.to(tl.int64) * N + column)
     return (
         load_rows(first, 0, row, column, exists, K, N),
         load_rows(first, 1, row, column, exists, K, N),
@@ -109,9 +104,9 @@ def store_rows(first, i: tl.constexpr, values, row, column, K: tl.constexpr, N: 
 
 @triton.jit
 def quantize_matrices(
-    w, transposed, untransposed, K: tl.constexpr, N: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_HOME: tl.constexpr
+    w, transposed, untransposed, K: tl.constexpr, N: tl.constexpr, NUM_GROUPS: tl.constexpr, HOME_GROUPS: tl.constexpr
 ):
-    """Quantize `w [num_groups, K, N]`, or `SplitWeights` of NUM_HOME and the other groups, in one or both layouts.
+    """Quantize `w [num_groups, K, N]`, or `SplitWeights` of HOME_GROUPS and the other groups, in one or both layouts.
 
     Unless `transposed` is None: values `[num_groups, N, K]`, scales `[num_groups, ceil(N / 128), K / 128]`. Unless
     `untransposed` is None: values `[num_groups, K, N]`, scales `[num_groups, ceil(K / 128), N / 128]`.
@@ -119,13 +114,13 @@ def quantize_matrices(
     column_blocks: tl.constexpr = (N + GROUP - 1) // GROUP
     row_blocks: tl.constexpr = (K + GROUP - 1) // GROUP
     count = num_own_tasks(NUM_GROUPS * column_blocks * row_blocks)
-    following = load_block(w, own_task(0), count > 0, K, N, NUM_HOME)
+    following = load_block(w, own_task(0), count > 0, K, N, HOME_GROUPS)
     for i in range(count):
         group, row, column = locate_block(own_task(i), K, N)
         a, b = following[0].to(tl.float32), following[1].to(tl.float32)
         c, d = following[2].to(tl.float32), following[3].to(tl.float32)
         # Load the next block while this one is quantized.
-        following = load_block(w, own_task(i + 1), i + 1 < count, K, N, NUM_HOME)
+        following = load_block(w, own_task(i + 1), i + 1 < count, K, N, HOME_GROUPS)
         # One scale for the whole block.
         bits = tl.max(max_magnitude(a, b, c, d), axis=1)
         scale, inverse = scales_for(tl.max(bits, axis=0, keep_dims=True)[:, None])

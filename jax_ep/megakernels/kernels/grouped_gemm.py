@@ -175,7 +175,7 @@ def weight_gradient(lhs, rhs, sizes_ptr, out, S: tl.constexpr):
         is_last = block == num_blocks - 1
         # Last row block of the tile: store it and start the next one.
         if is_last:
-            target, group = locate_weights(out, tile.group, S)
+            target, group = locate_weights(out, tile.group, S.home_groups)
             store_gradient_tile(target, total, group, tile.row, tile.column, BLOCK_N, S.store_parts, S)
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         # Separate from the store, so that the compiler can run it ahead with the loads of later steps.
@@ -227,7 +227,7 @@ def weight_gradient_fp8(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, sizes_ptr, out
         is_last = place >= tile.end
         # Last block of the tile: store it and start the next one.
         if is_last:
-            target, group = locate_weights(out, tile.group, S)
+            target, group = locate_weights(out, tile.group, S.home_groups)
             store_gradient_tile(target, total, group, tile.row, tile.column, BLOCK_N, S.store_parts, S)
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         if is_last:

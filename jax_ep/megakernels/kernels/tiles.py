@@ -120,17 +120,17 @@ def own_task(i):
 
 
 @triton.jit
-def locate_weights(weights, group, S: tl.constexpr):
+def locate_weights(weights, group, HOME_GROUPS: tl.constexpr):
     """Return the array that has a group's weights, and the index of the group there.
 
-    `weights` are one array, or `SplitWeights` if `S.home_groups` is not 0.
+    `weights` are one array, or `SplitWeights` if HOME_GROUPS is not 0.
     """
-    if S.home_groups == 0:
+    if HOME_GROUPS == 0:
         found, index = weights, group
     else:
         found, index = weights.home, group
-        if group >= S.home_groups:
-            found, index = weights.spare, group - S.home_groups
+        if group >= HOME_GROUPS:
+            found, index = weights.spare, group - HOME_GROUPS
     return found, index
 
 
@@ -153,7 +153,7 @@ def multiply(lhs, rhs, tile, S: tl.constexpr):
 
     `rhs` describes weights as for `load_rhs`, or is a `SplitWeights` of two descriptors if `S.home_groups` is not 0.
     """
-    rhs, group = locate_weights(rhs, tile.group, S)
+    rhs, group = locate_weights(rhs, tile.group, S.home_groups)
     total = tl.zeros((S.tile.block_m, S.tile.block_n), tl.float32)
     for k in range(0, S.K, S.tile.block_k):
         block = load_rhs(rhs, group, k, tile.column, S)

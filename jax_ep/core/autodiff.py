@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jax_ep.types import Array, Options
+from jax_ep.types import Array
 
 TOKENS_NAME = "jax_ep.tokens"
 """Name of dispatched tokens in `jax.checkpoint` policies."""
@@ -24,16 +24,31 @@ OUTPUT_NAME = "jax_ep.output"
 
 
 def transposes(function: Any, transpose: Any) -> None:
-    """Define `transpose` as the backward pass of the custom VJP `function(options, rows, handle)`."""
+    """Define `transpose` as the backward pass of the linear custom VJP `function(plan, rows, *others, handle)`.
 
-    def forward(options: Options, rows: Array, handle: Any) -> tuple[Array, Any]:
-        return function(options, rows, handle), (rows[:0], handle)
+    It returns as many arrays as it takes, or one array. `plan` has the plan of the backward pass as `transposed`.
+    """
 
-    def backward(options: Options, residuals: Any, cotangent: Array) -> tuple[Array, None]:
+    def forward(plan: Any, rows: Array, *others: Any) -> tuple[Any, tuple[Array, Any]]:
+        return function(plan, rows, *others), (rows[:0], others[-1])  # nothing of the rows, to know their dtype
+
+    def backward(plan: Any, residuals: tuple[Array, Any], cotangents: Any) -> tuple[Any, ...]:
         like, handle = residuals
-        return transpose(options.transposed, cotangent.astype(like.dtype), handle), None
+        rows, *others = cotangents if isinstance(cotangents, tuple) else (cotangents,)
+        found = transpose(plan.transposed, rows.astype(like.dtype), *others, handle)
+        return *(found if isinstance(found, tuple) else (found,)), None
 
     function.defvjp(forward, backward)
+
+
+def saves_operands(function: Any) -> Callable[..., tuple[Any, tuple[Any, ...]]]:
+    """Return the forward rule of a custom VJP that saves its operands, which are all but its static arguments."""
+
+    def forward(*arguments: Any) -> tuple[Any, tuple[Any, ...]]:
+        operands = (x for i, x in enumerate(arguments) if i not in function.nondiff_argnums)
+        return function(*arguments), tuple(operands)
+
+    return forward
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

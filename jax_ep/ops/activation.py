@@ -12,6 +12,7 @@ from jax import lax
 
 from jax_ep.core import check
 from jax_ep.core.activations import HiddenRows
+from jax_ep.core.autodiff import saves_operands
 from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.core.layout import row_groups
 from jax_ep.ops.grouped_gemm import sum_groups
@@ -83,18 +84,10 @@ def _gradient(plan: ActivationPlan, experts: Experts, keep: bool, rows: HiddenRo
 type _Gradient = tuple[Array, Array, Array | None]
 
 
-def _activate_forward(plan: ActivationPlan, experts: Experts, rows: HiddenRows) -> tuple[Array, HiddenRows]:
-    return _activate(plan, experts, rows), rows
-
-
-def _activate_backward(plan: ActivationPlan, experts: Experts, rows: HiddenRows, d_rows: Array) -> tuple[HiddenRows]:
-    return (gradient(plan, experts, rows, d_rows, keep=False)[0],)
-
-
-def _gradient_forward(
-    plan: ActivationPlan, experts: Experts, keep: bool, rows: HiddenRows, d_rows: Array
-) -> tuple[_Gradient, tuple[HiddenRows, Array]]:
-    return _gradient(plan, experts, keep, rows, d_rows), (rows, d_rows)
+def _activate_backward(
+    plan: ActivationPlan, experts: Experts, residuals: tuple[HiddenRows], d_rows: Array
+) -> tuple[HiddenRows]:
+    return (gradient(plan, experts, *residuals, d_rows, keep=False)[0],)
 
 
 def _gradient_backward(
@@ -112,5 +105,5 @@ def _gradient_backward(
     return HiddenRows(d_hidden, d_weights, d_bias, cast(Array, None)), d_d_rows
 
 
-_activate.defvjp(_activate_forward, _activate_backward)
-_gradient.defvjp(_gradient_forward, _gradient_backward)
+_activate.defvjp(saves_operands(_activate), _activate_backward)
+_gradient.defvjp(saves_operands(_gradient), _gradient_backward)

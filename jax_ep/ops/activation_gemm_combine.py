@@ -16,7 +16,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep.core.activations import HiddenRows
-from jax_ep.core.autodiff import HIDDEN_NAME
+from jax_ep.core.autodiff import HIDDEN_NAME, saves_operands
 from jax_ep.core.expert_matrices import ExpertWeights, GemmWeights, num_home
 from jax_ep.core.layout import Bias
 from jax_ep.ops import activation, exchange, exchange_gemm
@@ -92,23 +92,15 @@ def activate_multiply_and_combine(
 ) -> Array:
     """Hidden rows, activated and weighted in one pass, times `w [L, I, H]`, to unweighted sums `[T, H]`."""
     rows = between_plan.run.activate(experts, between.rows(handle.group_sizes))
-    return exchange_gemm.run_combine(plan, False, rows, None, w, handle, between.b_down)[0]
-
-
-type _Operands = tuple[FfnHidden, GemmWeights, Handle]
-
-
-def _forward(
-    plan: ExchangeGemmPlan,
-    between_plan: ActivationPlan,
-    experts: Experts,
-    *operands: *tuple[FfnHidden, GemmWeights, Handle],
-) -> tuple[Array, _Operands]:
-    return activate_multiply_and_combine(plan, between_plan, experts, *operands), operands
+    return exchange_gemm.multiply_with_combine(plan, False, rows, None, w, handle, between.b_down)[0]
 
 
 def _backward(
-    plan: ExchangeGemmPlan, between_plan: ActivationPlan, experts: Experts, residuals: _Operands, d_sums: Array
+    plan: ExchangeGemmPlan,
+    between_plan: ActivationPlan,
+    experts: Experts,
+    residuals: tuple[FfnHidden, GemmWeights, Handle],
+    d_sums: Array,
 ) -> tuple[FfnHidden, GemmWeights, None]:
     between, w, handle = residuals
     sizes, plan = handle.group_sizes, plan.transposed
@@ -133,4 +125,4 @@ def _backward(
     return FfnHidden(d.hidden, d.weights, d.bias, d_down), d_w, None
 
 
-activate_multiply_and_combine.defvjp(_forward, _backward)
+activate_multiply_and_combine.defvjp(saves_operands(activate_multiply_and_combine), _backward)

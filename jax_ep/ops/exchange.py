@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from jax_ep import context
 from jax_ep.core import check
-from jax_ep.core.autodiff import batched_alike, without_gradient
+from jax_ep.core.autodiff import batched_alike, transposes, without_gradient
 from jax_ep.core.balance import Balance
 from jax_ep.core.check import operation
 from jax_ep.core.facts import ExchangeFacts
@@ -378,26 +378,6 @@ def later(handle: Handle, earlier: Array) -> Handle:
     return dataclasses.replace(handle, **changed)
 
 
-type _Linear = jax.custom_vjp[tuple[Array, Array | None]]
-
-
-def _transposes(function: _Linear, transpose: _Linear) -> None:
-    """Make `transpose` the backward pass of the linear `function(plan, *arrays, handle)`."""
-
-    def forward(
-        plan: ExchangePlan, rows: Array, weights: Array | None, handle: Handle
-    ) -> tuple[tuple[Array, Array | None], tuple[Array, Handle]]:
-        return function(plan, rows, weights, handle), (rows[:0], handle)  # nothing of the rows, to know their dtype
-
-    def backward(
-        plan: ExchangePlan, residuals: tuple[Array, Handle], cotangents: tuple[Array, Array | None]
-    ) -> tuple[Array, Array | None, None]:
-        (like, handle), (rows, weights) = residuals, cotangents
-        return *transpose(plan.transposed, rows.astype(like.dtype), weights, handle), None
-
-    function.defvjp(forward, backward)
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dispatch_in_order(
     plan: ExchangePlan, x: Array, weights: Array | None, handle: Handle
@@ -421,8 +401,8 @@ def _in_order_backward(
 
 
 _dispatch_in_order.defvjp(_in_order_forward, _in_order_backward)
-_transposes(dispatch_tokens, combine_tokens)
-_transposes(combine_tokens, dispatch_tokens)
+transposes(dispatch_tokens, combine_tokens)
+transposes(combine_tokens, dispatch_tokens)
 
 
 def dispatch_quantized(

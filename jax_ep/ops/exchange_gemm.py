@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from jax_ep.core.layout import Bias
 from jax_ep.core.mesh_axes import takes_global_arrays, vary_alike
 from jax_ep.ops import exchange, grouped_gemm, registry
 from jax_ep.ops import plan as plans
-from jax_ep.ops.grouped_gemm import bias_gradient, multiply, multiply_with_bias
+from jax_ep.ops.grouped_gemm import bias_gradient, multiply
 from jax_ep.ops.plan import ExchangeGemmPlan
 from jax_ep.types import Array, AxisName, DispatchedGemm, Handle, Schedule
 
@@ -169,15 +169,9 @@ def dispatch_and_multiply(
 def multiply_and_combine(plan: ExchangeGemmPlan, h: Array, w: GemmWeights, handle: Handle, bias: Bias | None) -> Array:
     """`[R, F]` rows times `w [L, F, H]` to sums `[T, H]`, with the bias of the product if there is one."""
     if plan.fused is None:
-        operands = (h.dtype, h, w, handle.group_sizes)
-        if bias is None:
-            y = multiply(plan.gemm, False, *operands)
-        else:
-            y = multiply_with_bias(plan.gemm, plan.sums, *operands, bias)
+        y = multiply(plan.gemm, False, h.dtype, h, w, handle.group_sizes, bias, plan.sums)
         return exchange.combine_tokens(plan.exchange, y, None, handle)[0]
-    if bias is None:
-        return multiply_with_combine(plan, False, h, None, w, handle)[0]
-    return _multiply_with_combine_and_bias(plan, h, w, handle, bias)
+    return multiply_with_combine(plan, False, h, None, w, handle, bias)[0]
 
 
 def dispatch_apart(
@@ -228,25 +222,18 @@ def dispatch_with_multiply(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def multiply_with_combine(
-    plan: ExchangeGemmPlan, transpose_rhs: bool, h: Array, row_weights: Array | None, w: GemmWeights, handle: Handle
-) -> tuple[Array, Array | None]:
-    """`[R, F]` rows times `w [L, F, H]` to sums `[T, H]`; and `[R]` to `[T, K]`.
-
-    Transpose of `dispatch_with_multiply`.
-    """
-    return run_combine(plan, transpose_rhs, h, row_weights, w, handle, None)
-
-
-def run_combine(
     plan: ExchangeGemmPlan,
     transpose_rhs: bool,
     h: Array,
     row_weights: Array | None,
     w: GemmWeights,
     handle: Handle,
-    bias: Bias | None,
+    bias: Bias | None = None,
 ) -> tuple[Array, Array | None]:
-    """`multiply_with_combine`, with the bias of the product if there is one, without a gradient."""
+    """`[R, F]` rows times `w [L, F, H]`, plus the bias of their experts, to sums `[T, H]`; and `[R]` to `[T, K]`.
+
+    Without a bias the transpose of `dispatch_with_multiply`.
+    """
     if plan.fused is None or plan.combine_mode == "serial":
         y = plan.gemm.run.grouped_gemm(
             h, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=h.dtype, bias=bias
@@ -256,14 +243,6 @@ def run_combine(
     return plan.run.grouped_gemm_combine(
         plan.options, h, row_weights, w, handle, transpose_rhs=transpose_rhs, bias=bias
     )
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _multiply_with_combine_and_bias(
-    plan: ExchangeGemmPlan, h: Array, w: GemmWeights, handle: Handle, bias: Bias
-) -> Array:
-    """`multiply_with_combine` by `[L, F, H]`, of rows with the bias of their experts, without row weights."""
-    return run_combine(plan, False, h, None, w, handle, bias)[0]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 7))
@@ -345,39 +324,27 @@ def _sent_again(plan: ExchangeGemmPlan, x: Array, handle: Handle, after: Array) 
     return "rows", dispatch_apart(plan, x, None, exchange.later(handle, after))[0]
 
 
+type _CombineSaved = tuple[Array, GemmWeights, Handle, Bias | None]
+
+
 def _combine_forward(
-    plan: ExchangeGemmPlan, transpose_rhs: bool, h: Array, row_weights: Array | None, w: GemmWeights, handle: Handle
-) -> tuple[_Sums, tuple[Array, GemmWeights, Handle]]:
-    return multiply_with_combine(plan, transpose_rhs, h, row_weights, w, handle), (h, w, handle)
+    plan: ExchangeGemmPlan, transpose_rhs: bool, h: Array, row_weights: Array | None, *others: Any
+) -> tuple[_Sums, _CombineSaved]:
+    return multiply_with_combine(plan, transpose_rhs, h, row_weights, *others), (h, *others)
 
 
 def _combine_backward(
-    plan: ExchangeGemmPlan, transpose_rhs: bool, residuals: tuple[Array, GemmWeights, Handle], cotangents: _Sums
-) -> tuple[Array, Array | None, GemmWeights, None]:
-    h, w, handle = residuals
+    plan: ExchangeGemmPlan, transpose_rhs: bool, residuals: _CombineSaved, cotangents: _Sums
+) -> tuple[Array, Array | None, GemmWeights, None, Bias | None]:
+    h, w, handle, bias = residuals
     d_sums, d_slots = cotangents[0].astype(h.dtype), cotangents[1]
     plan = plan.transposed
     # The tokens are needed at once, as rows, and not kept.
     back = dispatch_with_multiply(plan, not transpose_rhs, "rows", d_sums, d_slots, w, handle)
     d_w = weight_gradient(plan, not transpose_rhs, "rows", d_sums, back.saved, h, handle, num_home(w))
-    return back.hidden, back.row_weights, d_w, None
-
-
-def _combine_with_bias_forward(
-    plan: ExchangeGemmPlan, h: Array, w: GemmWeights, handle: Handle, bias: Bias
-) -> tuple[Array, tuple[Array, GemmWeights, Handle, Bias]]:
-    return _multiply_with_combine_and_bias(plan, h, w, handle, bias), (h, w, handle, bias)
-
-
-def _combine_with_bias_backward(
-    plan: ExchangeGemmPlan, residuals: tuple[Array, GemmWeights, Handle, Bias], d_sums: Array
-) -> tuple[Array, GemmWeights, None, Bias]:
-    h, w, handle, bias = residuals
-    plan, d_sums = plan.transposed, d_sums.astype(h.dtype)
-    back = dispatch_with_multiply(plan, True, "rows", d_sums, None, w, handle)
-    d_w = weight_gradient(plan, True, "rows", d_sums, back.saved, h, handle, num_home(w))
-    d_bias = bias_gradient(plan.sums, cast(Array, back.saved), bias, handle.group_sizes)
-    return back.hidden, d_w, None, d_bias
+    rows, sizes = cast(Array, back.saved), handle.group_sizes
+    d_bias = None if bias is None else bias_gradient(plan.sums, rows, bias, sizes)
+    return back.hidden, back.row_weights, d_w, None, d_bias
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -438,5 +405,4 @@ def _weight_gradient_backward(
 dispatch_then_multiply.defvjp(_then_multiply_forward, _then_multiply_backward)
 dispatch_with_multiply.defvjp(_dispatch_forward, _dispatch_backward, symbolic_zeros=True)
 multiply_with_combine.defvjp(_combine_forward, _combine_backward)
-_multiply_with_combine_and_bias.defvjp(_combine_with_bias_forward, _combine_with_bias_backward)
 weight_gradient.defvjp(_weight_gradient_forward, _weight_gradient_backward)

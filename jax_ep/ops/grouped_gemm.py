@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_ep.core import check, check_fp8
+from jax_ep.core.autodiff import saves_operands
 from jax_ep.core.check import operation
 from jax_ep.core.dtypes import FP8, accumulation_dtype
 from jax_ep.core.expert_matrices import GemmWeights, QuantizedWeights, as_array, num_home
@@ -110,12 +111,23 @@ def checked(
     return lhs, rhs, group_sizes
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 7))
 def multiply(
-    plan: GemmPlan, transpose_rhs: bool, out_dtype: DTypeLike, lhs: Array, rhs: GemmWeights, group_sizes: Array
+    plan: GemmPlan,
+    transpose_rhs: bool,
+    out_dtype: DTypeLike,
+    lhs: Array,
+    rhs: GemmWeights,
+    group_sizes: Array,
+    bias: Bias | None = None,
+    sums: GemmPlan | None = None,
 ) -> Array:
-    """`[M, K]` rows times the `[G, K, N]` matrix of their group (`[G, N, K]` if `transpose_rhs`)."""
-    return plan.run.grouped_gemm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=out_dtype)
+    """`[M, K]` rows times the `[G, K, N]` matrix of their group (`[G, N, K]` if `transpose_rhs`), plus its bias.
+
+    `sums` adds up the gradient of the bias, if there is one.
+    """
+    run = plan.run.grouped_gemm
+    return run(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=out_dtype, bias=bias)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 5))
@@ -124,14 +136,6 @@ def weight_gradient(
 ) -> GemmWeights:
     """Multiply `[M, K]` and `[M, N]` rows to `[G, K, N]`, one matrix per group; in two arrays for `num_home` > 0."""
     return plan.run.weight_gradient(lhs, rhs, group_sizes, out_dtype=out_dtype, num_home=num_home)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def multiply_with_bias(
-    plan: GemmPlan, sums: GemmPlan, out_dtype: DTypeLike, lhs: Array, rhs: Array, group_sizes: Array, bias: Bias
-) -> Array:
-    """`multiply` by `[G, K, N]`, and the bias of each row's group, whose gradient `sums` adds up."""
-    return plan.run.grouped_gemm(lhs, rhs, group_sizes, transpose_rhs=False, out_dtype=out_dtype, bias=bias)
 
 
 def sum_groups(sums: GemmPlan, rows: Array, scales: Array | None, group_sizes: Array) -> Array:
@@ -153,48 +157,29 @@ def bias_gradient(sums: GemmPlan, rows: Array, bias: Bias, group_sizes: Array) -
     return Bias(d_values, d_scales.astype(bias.scales.dtype))
 
 
-type _Operands = tuple[Array, Array, Array]
-
-
-def _multiply_with_bias_forward(
-    plan: GemmPlan, sums: GemmPlan, out_dtype: DTypeLike, lhs: Array, rhs: Array, group_sizes: Array, bias: Bias
-) -> tuple[Array, tuple[Array, Array, Array, Bias]]:
-    found = multiply_with_bias(plan, sums, out_dtype, lhs, rhs, group_sizes, bias)
-    return found, (lhs, rhs, group_sizes, bias)
-
-
-def _multiply_with_bias_backward(
-    plan: GemmPlan, sums: GemmPlan, out_dtype: DTypeLike, residuals: tuple[Array, Array, Array, Bias], cotangent: Array
-) -> tuple[Array, GemmWeights, None, Bias]:
-    lhs, rhs, group_sizes, bias = residuals
-    gradients = _multiply_backward(plan, False, out_dtype, (lhs, rhs, group_sizes), cotangent)
-    return *gradients, bias_gradient(sums, cotangent.astype(lhs.dtype), bias, group_sizes)
-
-
-def _multiply_forward(
-    plan: GemmPlan, transpose_rhs: bool, out_dtype: DTypeLike, *operands: Array
-) -> tuple[Array, tuple[Array, ...]]:
-    return multiply(plan, transpose_rhs, out_dtype, *operands), operands
-
-
 def _multiply_backward(
-    plan: GemmPlan, transpose_rhs: bool, out_dtype: DTypeLike, residuals: _Operands, cotangent: Array
-) -> tuple[Array, GemmWeights, None]:
-    lhs, rhs, group_sizes = residuals
+    plan: GemmPlan,
+    transpose_rhs: bool,
+    out_dtype: DTypeLike,
+    sums: GemmPlan | None,
+    residuals: tuple[Array, GemmWeights, Array, Bias | None],
+    cotangent: Array,
+) -> tuple[Array, GemmWeights, None, Bias | None]:
+    lhs, rhs, group_sizes, bias = residuals
     back, cotangent = plan.transposed, cotangent.astype(lhs.dtype)
     d_lhs = multiply(back, not transpose_rhs, lhs.dtype, cotangent, rhs, group_sizes)
     rows = (cotangent, lhs) if transpose_rhs else (lhs, cotangent)
-    return d_lhs, weight_gradient(back, rhs.dtype, *rows, group_sizes, num_home(rhs)), None
-
-
-def _weight_gradient_forward(
-    plan: GemmPlan, out_dtype: DTypeLike, lhs: Array, rhs: Array, group_sizes: Array, num_home: int
-) -> tuple[GemmWeights, _Operands]:
-    return weight_gradient(plan, out_dtype, lhs, rhs, group_sizes, num_home), (lhs, rhs, group_sizes)
+    d_rhs = weight_gradient(back, rhs.dtype, *rows, group_sizes, num_home(rhs))
+    d_bias = None if bias is None else bias_gradient(cast(GemmPlan, sums), cotangent, bias, group_sizes)
+    return d_lhs, d_rhs, None, d_bias
 
 
 def _weight_gradient_backward(
-    plan: GemmPlan, out_dtype: DTypeLike, num_home: int, residuals: _Operands, cotangent: GemmWeights
+    plan: GemmPlan,
+    out_dtype: DTypeLike,
+    num_home: int,
+    residuals: tuple[Array, Array, Array],
+    cotangent: GemmWeights,
 ) -> tuple[Array, Array, None]:
     lhs, rhs, group_sizes = residuals
     back, cotangent = plan.transposed, jax.tree.map(lambda w: w.astype(lhs.dtype), cotangent)
@@ -203,6 +188,5 @@ def _weight_gradient_backward(
     return d_lhs, d_rhs, None
 
 
-multiply_with_bias.defvjp(_multiply_with_bias_forward, _multiply_with_bias_backward)
-multiply.defvjp(_multiply_forward, _multiply_backward)
-weight_gradient.defvjp(_weight_gradient_forward, _weight_gradient_backward)
+multiply.defvjp(saves_operands(multiply), _multiply_backward)
+weight_gradient.defvjp(saves_operands(weight_gradient), _weight_gradient_backward)

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from jax_ep import context
 from jax_ep.core import check
-from jax_ep.core.autodiff import transposes
+from jax_ep.core.autodiff import saves_operands, transposes
 from jax_ep.core.check import operation
 from jax_ep.core.dtypes import FP8, accumulation_dtype
 from jax_ep.core.mesh_axes import spread_axes, takes_global_arrays, vary_alike
@@ -268,16 +268,9 @@ def combine_tokens(plan: PartPlan, y: Array, topk_weights: Array, handle: LowLat
     return run.low_latency_combine(plan.options, y, topk_weights, handle)
 
 
-type _CombineSaved = tuple[Array, Array, LowLatencyHandle]
-
-
-def _combine_forward(
-    plan: PartPlan, y: Array, topk_weights: Array, handle: LowLatencyHandle
-) -> tuple[Array, _CombineSaved]:
-    return combine_tokens(plan, y, topk_weights, handle), (y, topk_weights, handle)
-
-
-def _combine_backward(plan: PartPlan, residuals: _CombineSaved, cotangent: Array) -> tuple[Array, Array, None]:
+def _combine_backward(
+    plan: PartPlan, residuals: tuple[Array, Array, LowLatencyHandle], cotangent: Array
+) -> tuple[Array, Array, None]:
     (y, topk_weights, handle), options = residuals, plan.options
     if options.wire_dtype is not None:
         raise TypeError(
@@ -293,4 +286,4 @@ def _combine_backward(plan: PartPlan, residuals: _CombineSaved, cotangent: Array
     return d_y, d_weights.astype(topk_weights.dtype), None
 
 
-combine_tokens.defvjp(_combine_forward, _combine_backward)
+combine_tokens.defvjp(saves_operands(combine_tokens), _combine_backward)

@@ -1,5 +1,6 @@
 """Written checkpoints: the same bits again; a killed, failed or concurrent save leaves no mixture."""
 
+import contextlib
 import errno
 import itertools
 import json
@@ -17,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from cases import BF16, F32, assert_same_bits
 from harness import make_mesh
 from hub_checkpoints import HUB, assert_equal, fp8_checkpoint, written
-from jax_ep.checkpoints import Checkpoint, files, save, shards
+from jax_ep.checkpoints import Checkpoint, files, save, shards, transaction
 
 pytest.importorskip("safetensors")
 
@@ -356,3 +357,28 @@ def test_save_permissions_follow_umask(umask, tmp_path):
     finally:
         os.umask(before)
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "new").iterdir()} == {0o666 & ~umask}
+
+
+def test_save_leaves_nothing_behind_without_permissions(tmp_path, monkeypatch):
+    """Neither if the umask takes the owner's rights, nor in a folder that can be written and not read."""
+    before = os.umask(0o777)
+    try:
+        with contextlib.suppress(Killed), transaction.replacing("save", tmp_path, [], overwrite=False) as new:
+            modes = {path.stat().st_mode & 0o777 for path in (new, new.parent, new.parent / "old")}
+            raise Killed
+    finally:
+        os.umask(before)
+    assert modes == {0o700} and list(tmp_path.iterdir()) == []
+
+    write(tmp_path, 1)
+    real = os.open
+
+    def unreadable(path, *args, **options):
+        if path == tmp_path:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", unreadable)
+    with pytest.raises(PermissionError, match=r"^save: cannot write"):
+        write(tmp_path, 2, overwrite=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}

@@ -33,9 +33,10 @@ def replacing(function: str, folder: Path, names: Sequence[str], *, overwrite: b
     with _locked(function, folder):
         _recover(function, folder)
         _replaced(function, folder, names, overwrite)
+        _sync(folder)  # Fails before files are moved, if it fails.
         try:
-            (stage / "new").mkdir(parents=True)
-            (stage / "old").mkdir()
+            for part in (stage, stage / "new", stage / "old"):
+                _make_private(part)
             yield stage / "new"
             _complete(stage, names)
             old = _replaced(function, folder, names, overwrite)  # Others may have written files meanwhile.
@@ -110,7 +111,7 @@ def _replaced(function: str, folder: Path, names: Sequence[str], overwrite: bool
 def _complete(stage: Path, names: Sequence[str]) -> None:
     """Sync the new files to disk with the permissions of the umask, and list them."""
     mode = (stage / "new" / CONFIG).stat().st_mode
-    (stage / "listing").mkdir()
+    _make_private(stage / "listing")
     for name in names:
         os.chmod(stage / "new" / name, mode)  # The safetensors package creates files that only their owner can read.
         _sync(stage / "new" / name)
@@ -144,6 +145,12 @@ def _recover(function: str, folder: Path) -> None:
 
 def _config_last(names: Sequence[str]) -> list[str]:
     return sorted(names, key=lambda name: name == CONFIG)
+
+
+def _make_private(folder: Path) -> None:
+    """Make a folder that can be removed whatever the umask is."""
+    folder.mkdir()
+    folder.chmod(0o700)
 
 
 def _sync(path: Path) -> None:

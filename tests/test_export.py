@@ -11,6 +11,7 @@ from jax_ep.placement import plan
 from jax_ep.quantization import quantize, quantize_fp8, with_layout
 from jax_ep.routing import MoEMetrics
 from jax_ep.serving import serving_weights
+from jax_ep.sharding import sharded_moe
 from jax_ep.types import Layout
 
 LAYOUT = Layout(2, 4, 3, 2, 16, axis=("node", "expert"))
@@ -114,3 +115,29 @@ def test_export_of_a_symbolic_number_of_tokens_unsupported(name):
     types = [jax.ShapeDtypeStruct((n, c), t) for c, t in ((128, "float32"), (2, "int32"), (2, "float32"))]
     with pytest.raises(NotImplementedError, match=f"^{name.split()[0]}: .* has n rows, a symbolic number, expected"):
         export.export(jax.jit(OF_KNOWN_SIZE[name]))(*types)
+
+
+def _in_a_mesh_of_two(x, idx, w):
+    mesh = jax.make_mesh((2,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    ones = jnp.ones((4, 128, 256)), jnp.ones((4, 128, 128))
+    return sharded_moe(mesh, num_experts=4)(x, idx, w, *ones)
+
+
+def test_export_of_a_symbolic_number_of_tokens_on_several_ranks():
+    (n,) = export.symbolic_shape("n", constraints=["n <= 64"])
+    types = [jax.ShapeDtypeStruct((2 * n, c), t) for c, t in ((128, "float32"), (2, "int32"), (2, "float32"))]
+    with pytest.raises(NotImplementedError, match=r"^sharded_moe: x has n rows, a symbolic number, expected"):
+        export.export(jax.jit(_in_a_mesh_of_two))(*types)
+
+
+def test_export_of_a_symbolic_number_of_experts():
+    """JAX must know whether k experts can be chosen."""
+    route = jax.jit(lambda logits: jax_ep.topk_router(logits, 2))
+    with pytest.raises(
+        NotImplementedError, match=r"^topk_router: Symbolic dimension comparison 'e' < '2' .*constraints="
+    ):
+        export.export(route)(jax.ShapeDtypeStruct((3, *export.symbolic_shape("e")), jnp.float32))
+    (e,) = export.symbolic_shape("e", constraints=["e >= 2"])
+    exported = export.export(route)(jax.ShapeDtypeStruct((3, e), jnp.float32))
+    logits = jnp.linspace(-1, 1, 15).reshape(3, 5)
+    jax.tree.map(np.testing.assert_array_equal, tuple(exported.call(logits)), tuple(route(logits)))

@@ -61,6 +61,11 @@ def errors_begin_with(name: str) -> Iterator[None]:
         if error.args and isinstance(error.args[0], str):
             error.args = (_begun_with(name, error.args[0]), *error.args[1:])
         raise
+    except jax.errors.InconclusiveDimensionOperation as error:
+        raise NotImplementedError(
+            f"{name}: {str(error).partition('.')[0]}, expected sizes that decide it; pass constraints= to"
+            " jax.export.symbolic_shape, or export one program per size."
+        ) from error
     finally:
         _called.reset(token)
 

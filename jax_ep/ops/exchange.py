@@ -207,7 +207,7 @@ def combine(
     options = registry.options(function, axis_name, implementation, schedule)
     layout = check.handle(function, handle, Handle, axis_name)
     remedy = "pass one row per row of the dispatch that made the handle"
-    y = check.floating(function, "y", y, "[R, H]", remedy=remedy, R=layout.capacity)
+    y = check.floating(function, "y", y, "[R, H >= 1]", remedy=remedy, R=layout.capacity)
     sum_dtype = check.result_dtype(function, preferred_element_type, y.dtype)
     wire_dtype = check.wire(function, options.wire_dtype, y.dtype, y.shape[1])
     options = dataclasses.replace(options, wire_dtype=wire_dtype, sum_dtype=sum_dtype)

@@ -148,6 +148,7 @@ def grouped_gemm_combine(
     remedy = "pass one row per row of the dispatch that made the handle"
     h = check.floating(function, "h", h, "[R, I]", remedy=remedy, R=layout.capacity)
     w = check.expert_weights(function, "w", w, (layout.num_local_experts, h.shape[1]), h.dtype)
+    check.array(function, "w", w, "[L, I, H >= 1]", remedy="pass weights of at least one column")
     sum_dtype = check.result_dtype(function, preferred_element_type, h.dtype)
     options = dataclasses.replace(options, wire_dtype=check.wire(function, options.wire_dtype, h.dtype, w.shape[2]))
     h, w, handle = vary_alike((h, w, handle), over=options.axis)

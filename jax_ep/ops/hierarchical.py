@@ -228,7 +228,7 @@ def combine(
 ) -> Array:
     """Sum rows with `inside`, which is `combine`, in the node, and then across nodes."""
     function = "combine"
-    y = check.floating(function, "y", y, "[R, H]")
+    y = check.floating(function, "y", y, "[R, H >= 1]")
     checked_handle(function, handle, axis_name)
     sum_dtype = check.result_dtype(function, preferred_element_type, y.dtype)
     options = _options(function, axis_name, check.wire(function, schedule.wire_dtype, y.dtype, y.shape[1]))

@@ -145,7 +145,7 @@ def low_latency_combine(
       [1.0, 0.5]
     """
     function = "low_latency_combine"
-    y = check.floating(function, "y", y, "[L, W * M, H]")
+    y = check.floating(function, "y", y, "[L, W * M, H >= 1]")
     layout = check.handle(function, handle, LowLatencyHandle, axis_name)
     topk_idx, topk_weights = check_combine(function, "y", y, topk_idx, topk_weights, layout)
     options = registry.options(function, axis_name, implementation, schedule)

@@ -137,6 +137,30 @@ def test_zero_sizes_invalid(name, sizes, words, implementation):
     assert str(caught.value).startswith(f"{name}: {words}")
 
 
+COMBINES = {
+    "combine": lambda d, ids, weights, **on: jax_ep.combine(d.tokens[:, :0], d.handle, **on),
+    "grouped_gemm_combine": lambda d, ids, weights, **on: jax_ep.grouped_gemm_combine(
+        d.tokens, ones(2, 8, 0), d.handle, **on
+    ),
+    "low_latency_combine": lambda d, ids, weights, **on: jax_ep.low_latency_combine(
+        d.tokens[..., :0], ids, weights, d.handle, **on
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMBINES)
+def test_zero_sizes_combine(name):
+    """Sums without columns."""
+    x, ids, weights = ones(4, 8), jnp.zeros((4, 2), jnp.int32), jnp.ones((4, 2))
+    options = {"num_experts": 2, "axis_name": (), "implementation": "xla"}
+    if name == "low_latency_combine":
+        d = jax_ep.low_latency_dispatch(x, ids, max_tokens_per_rank=4, quantize=False, **options)
+    else:
+        d = jax_ep.dispatch(x, ids, **options)
+    with pytest.raises(ValueError, match=rf"^{name}: [yw] has shape \(.*, 0\), expected H >= 1; "):
+        COMBINES[name](d, ids, weights, axis_name=(), implementation="xla")
+
+
 @pytest.mark.parametrize("name", ["router_z_loss", "load_balancing_loss"])
 def test_zero_sizes_losses(name):
     ids = [] if name == "router_z_loss" else [jnp.zeros((4, 1), jnp.int32)]

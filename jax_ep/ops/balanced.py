@@ -349,12 +349,16 @@ _all_passes.defvjp(_all_passes_forward, _all_passes_backward)
 
 
 def _as_bits(w: Array) -> Array:
-    """Return values of 8 bits or fewer, which have no gradient, as bytes, and others as they are."""
-    return w if w.dtype.itemsize > 1 else lax.stop_gradient(w).view(jnp.uint8)
+    """Return values of 8 bits or fewer, which have no gradient, as a byte each, and others as they are."""
+    return w if w.dtype.itemsize > 1 else lax.stop_gradient(w).view(_bits_of(w)).astype(jnp.uint8)
 
 
 def _from_bits(w: Array, like: Array) -> Array:
-    return w if w.dtype == like.dtype else w.view(like.dtype)
+    return w if w.dtype == like.dtype else w.astype(_bits_of(like)).view(like.dtype)
+
+
+def _bits_of(w: Array) -> str:
+    return f"uint{jax.dtypes.itemsize_bits(w.dtype)}"
 
 
 class _Form(NamedTuple):

@@ -84,22 +84,24 @@ def test_balanced_dispatch_counts_what_few_copies_cannot_place(implementation, e
 
 
 def test_balanced_dispatch_quantized_weights(implementation, expert_mesh, rng):
-    """Values and scales of copies are those of their home, and so are masks."""
+    """Values and scales of copies are those of their home, and so are masks and one element of 4 bits per expert."""
     shape = Shape(num_tokens=4, top_k=1, num_experts=4, hidden=128)
 
     def fn(x, topk_idx, w):
         d = dispatched(implementation, shape, x, topk_idx)
-        whole, is_positive = with_copies((jax_ep.quantize(w, "int8"), w > 0), d.handle)
+        few_bits = jnp.clip(w[:, 0, 0] * 4, -7, 7).astype(jnp.int4)
+        whole, *others = with_copies((jax_ep.quantize(w, "int8"), w > 0, few_bits), d.handle)
         home = jax_ep.dequantize(jax_ep.quantize(w, "int8"), F32)
-        return jax_ep.dequantize(whole, F32), d.handle.copies, home, is_positive
+        return jax_ep.dequantize(whole, F32), d.handle.copies, home, *others
 
     w = reals(rng, 2, 2, 128, 16)
     ids = np.zeros((2, 4, 1), np.int32)
-    whole, copies, home, is_positive = run(fn, expert_mesh(2), reals(rng, 2, 4, 128), ids, w)
+    whole, copies, home, is_positive, few_bits = run(fn, expert_mesh(2), reals(rng, 2, 4, 128), ids, w)
     assert copies[1].tolist() == [[-1, -1], [0, -1]]
     np.testing.assert_array_equal(whole[:, :2], home)
     np.testing.assert_array_equal(whole[1, 2], home[0, 0])
     np.testing.assert_array_equal(is_positive[1, 2], w[0, 0] > 0)
+    assert few_bits[1, 2] == few_bits[0, 0]
 
 
 def test_balanced_dispatch_num_tokens(implementation, expert_mesh, rng):

@@ -278,11 +278,6 @@ def given_mesh() -> jax.sharding.Mesh | None:
     return _current.mesh if _current is not None and _current.mesh_is_given else None
 
 
-def unordered_launches_reason() -> str | None:
-    """Return why XLA's flags rule out communication kernels, or None."""
-    return transports.unordered_launches_reason()
-
-
 def unreachable_reason(axis: tuple[str, ...]) -> str | None:
     """Return why ranks on these axes of the surrounding mesh cannot all write to each other's memory, or None."""
     if _current is None:

@@ -208,7 +208,7 @@ def _quantize_masters(w: Array) -> tuple[Array, Array, Array]:
         return values, jnp.swapaxes(values, -1, -2), scales
     options = registry.options("quantize")
     part = plan.fp8_operands(options, w.dtype, w.shape, w.shape[-2])
-    run = registry.get("activation", part.implementation).quantize_masters
+    run = registry.ACTIVATION.by(part.implementation).quantize_masters
     found = run(w.reshape(math.prod(w.shape[:-2]), *w.shape[-2:]))
     values, values_kn, scales = (a.reshape(*w.shape[:-2], *a.shape[1:]) for a in found)
     return values, values_kn, scales

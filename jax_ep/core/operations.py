@@ -76,7 +76,7 @@ class GroupedGemm(Protocol):
         rhs: GemmWeights,
         group_sizes: Array,
         *,
-        transpose_rhs: bool,
+        transpose: bool,
         out_dtype: DTypeLike,
         bias: Bias | None = None,
     ) -> Array: ...
@@ -115,7 +115,7 @@ class ExchangeGemm(Protocol):
         w: GemmWeights,
         handle: Handle,
         *,
-        transpose_rhs: bool,
+        transpose: bool,
         save_as: str | None,
         mode: str,
         products: GroupedGemm,
@@ -131,7 +131,7 @@ class ExchangeGemm(Protocol):
         w: GemmWeights,
         handle: Handle,
         *,
-        transpose_rhs: bool,
+        transpose: bool,
         bias: Bias | None = None,
     ) -> tuple[Array, Array | None]: ...
 

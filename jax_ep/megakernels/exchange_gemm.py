@@ -56,7 +56,7 @@ def dispatch_grouped_gemm(
     w: GemmWeights,
     handle: Handle,
     *,
-    transpose_rhs: bool,
+    transpose: bool,
     save_as: str | None,
     mode: str,
     products: GroupedGemm,
@@ -73,15 +73,15 @@ def dispatch_grouped_gemm(
     layout = handle.layout
     if mode == "serial":
         rows, row_weights = dispatch_apart(options, x, weights, handle)
-        hidden = products.grouped_gemm(rows, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=x.dtype)
+        hidden = products.grouped_gemm(rows, w, handle.group_sizes, transpose=transpose, out_dtype=x.dtype)
         if save_as != "tokens":
             return hidden, rows if save_as == "rows" else None, row_weights
         a_row = jnp.max(handle.assignment_to_row.reshape(-1, layout.top_k), axis=1)
         return hidden, gather_rows(rows, a_row, jnp.full((1,), a_row.size, a_row.dtype)), row_weights
-    facts = tuned.exchange_gemm_facts(layout, x.shape[1], w.shape[1 if transpose_rhs else 2], x.dtype)
+    facts = tuned.exchange_gemm_facts(layout, x.shape[1], w.shape[1 if transpose else 2], x.dtype)
     schedule = tuned.schedule(options.schedule, "dispatch_grouped_gemm", **facts)
     order, saves = order_sends(handle), save_as is not None
-    config, sizes = dispatch_gemm_sizes(schedule, layout, _gemm_of(w, transpose_rhs), transpose_rhs, saves)
+    config, sizes = dispatch_gemm_sizes(schedule, layout, _gemm_of(w, transpose), transpose, saves)
     context.reserve("dispatch_gemm", sizes.weights_offset + layout.num_ranks * num_bytes(weights))
     shapes = (layout.capacity, sizes.gemm.N), (layout.num_ranks * layout.num_tokens if saves else 1, x.shape[1])
     results = (*(jax.ShapeDtypeStruct(shape, x.dtype) for shape in shapes), optional((layout.capacity,), weights))
@@ -107,7 +107,7 @@ def _arrays_of(handle: Handle) -> structs.HandleArrays:
 
 
 def dispatch_gemm_sizes(
-    schedule: Schedule, layout: Layout, gemm: tuple[int, int], transpose_rhs: bool, saves: bool
+    schedule: Schedule, layout: Layout, gemm: tuple[int, int], transpose: bool, saves: bool
 ) -> tuple[Config, structs.DispatchGemm]:
     """Return config and sizes of dispatch + GEMM, `[., hidden]` times `[hidden, columns]` = `gemm`."""
     sizes = structs.DispatchGemm(
@@ -118,23 +118,23 @@ def dispatch_gemm_sizes(
         block_hidden=copied_columns(gemm[0], 2),
         saves_tokens=saves,
         weights_offset=layout.num_ranks * layout.num_tokens * gemm[0] * _ITEM_BYTES,
-        gemm=_gemm_sizes(layout, *gemm, transpose_rhs),
+        gemm=_gemm_sizes(layout, *gemm, transpose),
     )
     return Config(all_programs(), num_warps=8, num_stages=4), sizes
 
 
-def _gemm_of(w: GemmWeights, transpose_rhs: bool) -> tuple[int, int]:
+def _gemm_of(w: GemmWeights, transpose: bool) -> tuple[int, int]:
     """Return K and N of a GEMM with weights."""
-    return (w.shape[2], w.shape[1]) if transpose_rhs else (w.shape[1], w.shape[2])
+    return (w.shape[2], w.shape[1]) if transpose else (w.shape[1], w.shape[2])
 
 
-def _gemm_sizes(layout: Layout, depth: int, columns: int, transpose_rhs: bool) -> gemm_structs.GroupedGemm:
+def _gemm_sizes(layout: Layout, depth: int, columns: int, transpose: bool) -> gemm_structs.GroupedGemm:
     """Return the sizes of a GEMM fused with an all-to-all; its tile is narrow if the weights are."""
     tile = gemm_structs.GemmTile(block_m=128, block_n=256 if columns > 128 else 128, block_k=64, group_m=8)
     if jax.default_backend() == "cpu":
         tile = gemm_structs.GemmTile(block_m=32, block_n=16, block_k=16, group_m=8)
     shape = grouped_gemm.gemm_shape(layout.capacity, columns, depth, layout.num_local_experts)
-    return gemm_structs.GroupedGemm(*shape, transposed=transpose_rhs, tma_parts=0, tile=tile)
+    return gemm_structs.GroupedGemm(*shape, transposed=transpose, tma_parts=0, tile=tile)
 
 
 def grouped_gemm_combine(
@@ -144,16 +144,16 @@ def grouped_gemm_combine(
     w: GemmWeights,
     handle: Handle,
     *,
-    transpose_rhs: bool,
+    transpose: bool,
     bias: Bias | None = None,
 ) -> tuple[Array, Array | None]:
     """Multiply rows by the weights of their experts, add the bias, and combine: mode "scatter".
 
-    `h [R, F]` times `w [L, F, H]`, or `[L, H, F]` with `transpose_rhs`, gives `[T, H]`; `[R]` values go to the `[T, K]`
+    `h [R, F]` times `w [L, F, H]`, or `[L, H, F]` with `transpose`, gives `[T, H]`; `[R]` values go to the `[T, K]`
     assignments of their rows. In mode "serial" the GEMM and the combine are separate calls.
     """
-    layout, widths = handle.layout, (h.shape[1], w.shape[1 if transpose_rhs else 2])
-    config, sizes = gemm_combine_sizes(layout, *widths, transpose_rhs)
+    layout, widths = handle.layout, (h.shape[1], w.shape[1 if transpose else 2])
+    config, sizes = gemm_combine_sizes(layout, *widths, transpose)
     slots, product = optional((layout.num_tokens, layout.top_k), row_weights), sizes.gemm
     context.reserve("gemm_combine", sizes.weights_offset + num_bytes(slots))
     rows = Descriptor(h, (product.tile.block_m, product.tile.block_k))
@@ -167,7 +167,7 @@ def grouped_gemm_combine(
 
 
 def gemm_combine_sizes(
-    layout: Layout, features: int, hidden: int, transpose_rhs: bool
+    layout: Layout, features: int, hidden: int, transpose: bool
 ) -> tuple[Config, structs.GemmCombine]:
     """Return config and sizes of GEMM + combine, `[., features]` times `[features, hidden]`."""
     # Add up all rows at the end: between tiles, sums run at a seventh of the rate (docs/design/rejected.md).
@@ -184,7 +184,7 @@ def gemm_combine_sizes(
         weights_offset=layout.num_tokens * layout.top_k * hidden * _ITEM_BYTES,
         padded_top_k=choices,
         sums=SumTile(columns, tokens * choices, stages),
-        gemm=_gemm_sizes(layout, features, hidden, transpose_rhs),
+        gemm=_gemm_sizes(layout, features, hidden, transpose),
     )
     return Config(all_programs(), num_warps=8, num_stages=3), sizes
 

@@ -249,7 +249,7 @@ def fused_tiles(
     in_fp8: bool = False,
     swap_ab: bool = False,
 ) -> FusedTiles:
-    """Return the tiles for this many assignments to experts that are chosen alike (benchmarks/fused_moe.py --tiles).
+    """Return the tiles for this many assignments to experts that are chosen alike.
 
     Elements of weights have `bits` bits. Rows in FP8 share a scale in 128 columns, which one task computes. `swap_ab`
     is true of prepacked weights, and of FP8 in blocks of 32 and 64.

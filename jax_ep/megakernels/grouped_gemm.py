@@ -3,7 +3,7 @@
 requirements.py states which operands the kernels support. Descriptors need rows of whole 16-byte words. Other arrays
 are padded with zeros and the result is cut, which costs copies; the widths of models are multiples of 8.
 
-Tiles are by shape and GPU; benchmarks/grouped_gemm.py --parts sweep compares them.
+Tiles are by shape and GPU; `jax-ep tune` and `tuning.override` choose others.
 """
 
 from __future__ import annotations
@@ -176,27 +176,20 @@ def weight_tiles(out_itemsize: int) -> WeightTiles:
     return WeightTiles(block_n=128)
 
 
-@functools.partial(jax.jit, static_argnames=("transpose_rhs", "out_dtype", "tiles"))
+@functools.partial(jax.jit, static_argnames=("transpose", "out_dtype"))
 def grouped_gemm(
-    lhs: Array,
-    rhs: GemmWeights,
-    group_sizes: Array,
-    *,
-    transpose_rhs: bool,
-    out_dtype: DTypeLike,
-    bias: Bias | None = None,
-    tiles: Tiles | None = None,
+    lhs: Array, rhs: GemmWeights, group_sizes: Array, *, transpose: bool, out_dtype: DTypeLike, bias: Bias | None = None
 ) -> Array:
-    """Multiply as in xla/grouped_gemm.py. `tiles` are those of the kernel; None: those for the shape."""
-    wanted, groups = rhs.shape[1 if transpose_rhs else 2], rhs.shape[0]
+    """Multiply as in xla/grouped_gemm.py."""
+    wanted, groups = rhs.shape[1 if transpose else 2], rhs.shape[0]
     default = forward_tiles(lhs.shape[0], wanted, groups, jnp.dtype(out_dtype).itemsize)
-    tiles = tiles or _tuned(default, "grouped_gemm", lhs.shape, wanted, groups, (lhs.dtype, out_dtype))
+    tiles = _tuned(default, "grouped_gemm", lhs.shape, wanted, groups, (lhs.dtype, out_dtype))
     rhs = jax.tree.map(lambda w: pad(w, 1, 2), rhs)
     lhs, rhs, group_sizes, bias = vary_alike((pad(lhs, 1), rhs, group_sizes, bias))
-    (num_rows, depth), columns = lhs.shape, rhs.shape[1 if transpose_rhs else 2]
+    (num_rows, depth), columns = lhs.shape, rhs.shape[1 if transpose else 2]
     tile = GemmTile(tiles.block_m, tiles.block_n, tiles.block_k, tiles.group_m)
     parts = tiles.store_parts if tiles.tma_store else 0
-    sizes = GroupedGemm(*gemm_shape(num_rows, columns, depth, groups), transpose_rhs, parts, tile)
+    sizes = GroupedGemm(*gemm_shape(num_rows, columns, depth, groups), transpose, parts, tile)
     result: Argument = jax.ShapeDtypeStruct((num_rows, columns), out_dtype)
     if tiles.tma_store:
         result = Descriptor(result, (tiles.block_m, tiles.block_n // tiles.store_parts), bounded=True)
@@ -227,20 +220,14 @@ def bias_operand(bias: Bias | None, num_rows: int) -> gemm_structs.Bias | None:
     return gemm_structs.Bias(pad(bias.values, 1), scales.astype(jnp.float32))
 
 
-@functools.partial(jax.jit, static_argnames=("out_dtype", "num_home", "tiles"))
+@functools.partial(jax.jit, static_argnames=("out_dtype", "num_home"))
 def weight_gradient(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    *,
-    out_dtype: DTypeLike,
-    num_home: int = 0,
-    tiles: WeightTiles | None = None,
+    lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: DTypeLike, num_home: int = 0
 ) -> GemmWeights:
-    """Contract rows as in xla/grouped_gemm.py; `tiles` as for `grouped_gemm`."""
+    """Contract rows as in xla/grouped_gemm.py."""
     wanted, groups = (lhs.shape[1], rhs.shape[1]), group_sizes.shape[0]
     default = weight_tiles(jnp.dtype(out_dtype).itemsize)
-    tiles = tiles or _tuned(default, "weight_gradient", lhs.shape, wanted[1], groups, (lhs.dtype, out_dtype))
+    tiles = _tuned(default, "weight_gradient", lhs.shape, wanted[1], groups, (lhs.dtype, out_dtype))
     lhs, rhs, group_sizes = vary_alike((pad(lhs, 1), pad(rhs, 1), group_sizes))
     num_rows, rows, columns = *lhs.shape, rhs.shape[1]
     shape = gemm_shape(num_rows, columns, rows, groups)
@@ -276,14 +263,12 @@ def _cut_gradient(found: Any, rows: int, columns: int) -> GemmWeights:
     return cut if isinstance(cut, jax.Array) else SplitWeights(*cut)
 
 
-@functools.partial(jax.jit, static_argnames=("out_dtype", "tiles"))
-def grouped_gemm_fp8(
-    lhs: Quantized, rhs: Quantized, group_sizes: Array, *, out_dtype: DTypeLike, tiles: Fp8Tiles | None = None
-) -> Array:
-    """Multiply as in xla/grouped_gemm.py; `tiles` as for `grouped_gemm`."""
+@functools.partial(jax.jit, static_argnames="out_dtype")
+def grouped_gemm_fp8(lhs: Quantized, rhs: Quantized, group_sizes: Array, *, out_dtype: DTypeLike) -> Array:
+    """Multiply as in xla/grouped_gemm.py."""
     (num_rows, depth), (groups, columns) = lhs[0].shape, rhs[0].shape[:2]
     default, dtypes = fp8_tiles(num_rows, groups, jnp.dtype(out_dtype).itemsize), (lhs[0].dtype, out_dtype)
-    tiles = tiles or _tuned(default, "grouped_gemm_fp8", (num_rows, depth), columns, groups, dtypes)
+    tiles = _tuned(default, "grouped_gemm_fp8", (num_rows, depth), columns, groups, dtypes)
     values, weights, *others = operands = vary_alike((lhs[0], rhs[0], lhs[1], rhs[1], group_sizes))
     if tiles.gluon:
         return _by_gluon(*operands, out_dtype=out_dtype, group_m=tiles.group_m)
@@ -327,20 +312,14 @@ def gluon_sizes(
     return gemm_structs.GluonGemm(num_rows, columns, depth // GROUP_SIZE, groups, 128, 256, stages, group_m)
 
 
-@functools.partial(jax.jit, static_argnames=("out_dtype", "num_home", "tiles"))
+@functools.partial(jax.jit, static_argnames=("out_dtype", "num_home"))
 def weight_gradient_fp8(
-    lhs: Quantized,
-    rhs: Quantized,
-    group_sizes: Array,
-    *,
-    out_dtype: DTypeLike,
-    num_home: int = 0,
-    tiles: Fp8WeightTiles | None = None,
+    lhs: Quantized, rhs: Quantized, group_sizes: Array, *, out_dtype: DTypeLike, num_home: int = 0
 ) -> GemmWeights:
-    """Contract columns as in xla/grouped_gemm.py; `tiles` as for `grouped_gemm`."""
+    """Contract columns as in xla/grouped_gemm.py."""
     (rows, places), columns, groups = lhs[0].shape, rhs[0].shape[0], group_sizes.shape[0]
     shape, dtypes = (places, rows), (lhs[0].dtype, out_dtype)
-    tiles = tiles or _tuned(fp8_weight_tiles(), "weight_gradient_fp8", shape, columns, groups, dtypes)
+    tiles = _tuned(fp8_weight_tiles(), "weight_gradient_fp8", shape, columns, groups, dtypes)
     a, b, *others = vary_alike((lhs[0], rhs[0], lhs[1], rhs[1], group_sizes))
     if tiles.gluon:
         return _gradient_by_gluon(a, b, *others, out_dtype=out_dtype, num_home=num_home, group_m=tiles.group_m)

@@ -32,7 +32,7 @@ from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.kernel import BOUND
 from jax_ep.core.mesh_axes import automatic_axes, platform
 from jax_ep.formats import format_of, needs_decoder
-from jax_ep.heap import nvshmem, peer_access
+from jax_ep.heap import nvshmem, peer_access, transports
 from jax_ep.heap.symmetric import MAX_BLOCKS
 from jax_ep.types import Options
 
@@ -84,7 +84,7 @@ def _reason(facts: Facts, options: Options) -> str | None:
 
 @_reason.register
 def _of_exchange(facts: ExchangeFacts, options: Options) -> str | None:
-    if platform() == "gpu" and (reason := context.unordered_launches_reason()) is not None:
+    if platform() == "gpu" and (reason := transports.unordered_launches_reason()) is not None:
         return reason
     layout, fp8 = facts.layout, options.wire_dtype is not None
     if layout.num_tokens == 0:

@@ -245,7 +245,7 @@ def _count(passes: Passes, topk_idx: Array) -> Array:
 def _next_pass(passes: Passes, state: State) -> tuple[Place, State]:
     """Plan the next pass; return also what it leaves."""
     topk_idx, counts = state
-    planner = registry.get("balance_plan", passes.implementation)
+    planner = registry.BALANCE_PLAN.by(passes.implementation)
     plan = planner.plan_pass(counts, passes.rows, passes.spare)
     slots, left = planner.place_assignments(topk_idx, counts, plan, rank_on(passes.axis))
     return (slots, plan.copies, _work(plan, rank_on(passes.axis))), (left, plan.left)
@@ -429,4 +429,4 @@ _with_copies.defvjp(_with_copies_forward, _with_copies_backward)
 
 
 def _transfers(passes: Passes) -> operations.ExpertCopies:
-    return registry.get("expert_copies", passes.implementation)
+    return registry.EXPERT_COPIES.by(passes.implementation)

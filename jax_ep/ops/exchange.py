@@ -322,7 +322,7 @@ def located[Weights](plan: ExchangePlan, given: Checked, weights: Weights) -> tu
     if handle is None:
         tokens = f"{given.facts.dtype}[{layout.num_tokens}, {given.facts.hidden}]"
         context.compare(options.function, f"{layout}, tokens {tokens}")
-        run = registry.get("exchange", plan.handle.implementation)
+        run = registry.EXCHANGE.by(plan.handle.implementation)
         handle = run.plan(options, topk_idx, layout)
     if layout.num_tokens != 0:  # without tokens, XLA of JAX 0.11.2 rejects the call whose operands are all empty
         x, topk_weights = batched_alike((x, topk_weights), (handle, weights))
@@ -348,7 +348,7 @@ def _layout(options: Options, wanted: Layout, capacity: int | None, handle: Hand
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def dispatch_tokens(plan: ExchangePlan, x: Array, weights: Array | None, handle: Handle) -> tuple[Array, Array | None]:
     """`[T, H]` tokens and `[T, K]` weights to `[R, H]` and `[R]` rows; transpose of `combine_tokens`."""
-    return registry.get("exchange", plan.dispatch.implementation).dispatch_tokens(plan.options, x, weights, handle)
+    return registry.EXCHANGE.by(plan.dispatch.implementation).dispatch_tokens(plan.options, x, weights, handle)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -356,7 +356,7 @@ def combine_tokens(
     plan: ExchangePlan, y: Array, row_weights: Array | None, handle: Handle
 ) -> tuple[Array, Array | None]:
     """`[R, H]` rows to `[T, H]` sums, and `[R]` row values to their `[T, K]` slots; transpose of `dispatch_tokens`."""
-    return registry.get("exchange", plan.combine.implementation).combine_tokens(plan.options, y, row_weights, handle)
+    return registry.EXCHANGE.by(plan.combine.implementation).combine_tokens(plan.options, y, row_weights, handle)
 
 
 def dispatch_again(plan: ExchangePlan, x: Array, handle: Handle, after: Array) -> Array:
@@ -411,14 +411,14 @@ def dispatch_quantized(
     plan: ExchangePlan, x: Array, weights: Array | None, handle: Handle
 ) -> tuple[Quantized, Array | None]:
     """`[T, H]` tokens to `[R]` rows in FP8, as they travel, with scales; and `[T, K]` weights to `[R]`: no gradient."""
-    return registry.get("exchange", plan.dispatch.implementation).dispatch_quantized(plan.options, x, weights, handle)
+    return registry.EXCHANGE.by(plan.dispatch.implementation).dispatch_quantized(plan.options, x, weights, handle)
 
 
 def dispatch_pair(
     plan: ExchangePlan, pair: Quantized, weights: Array | None, handle: Handle
 ) -> tuple[Quantized, Array | None]:
     """FP8 values and scales of `[T]` tokens to `[R]` rows, bit for bit, and the weights of the rows."""
-    values = registry.get("exchange", plan.dispatch.implementation).dispatch_rows(plan.options, pair[0], handle)
+    values = registry.EXCHANGE.by(plan.dispatch.implementation).dispatch_rows(plan.options, pair[0], handle)
     # Dispatch the scales as float32 tokens, so that the router weights have a gradient.
     scales, row_weights = dispatch_tokens(plan, pair[1], weights, later(handle, values))
     return (values, scales), row_weights

@@ -195,14 +195,14 @@ class Dispatched(NamedTuple):
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def dispatch_with_multiply(
     plan: ExchangeGemmPlan,
-    transpose_rhs: bool,
+    transpose: bool,
     save_as: str | None,
     x: Array,
     weights: Array | None,
     w: GemmWeights,
     handle: Handle,
 ) -> Dispatched:
-    """`[T, H]` tokens to rows, times `w [L, H, N]` (`[L, N, H]` if `transpose_rhs`); and `[T, K]` weights to `[R]`.
+    """`[T, H]` tokens to rows, times `w [L, H, N]` (`[L, N, H]` if `transpose`); and `[T, K]` weights to `[R]`.
 
     `save_as` is the form of the dispatched tokens that it returns, see `ExchangeGemmPlan`; None: none. Transpose of
     `multiply_with_combine`.
@@ -213,7 +213,7 @@ def dispatch_with_multiply(
         weights,
         w,
         handle,
-        transpose_rhs=transpose_rhs,
+        transpose=transpose,
         save_as=save_as,
         mode=plan.mode(save_as),
         products=plan.gemm.run,
@@ -224,7 +224,7 @@ def dispatch_with_multiply(
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def multiply_with_combine(
     plan: ExchangeGemmPlan,
-    transpose_rhs: bool,
+    transpose: bool,
     h: Array,
     row_weights: Array | None,
     w: GemmWeights,
@@ -236,14 +236,10 @@ def multiply_with_combine(
     Without a bias the transpose of `dispatch_with_multiply`.
     """
     if plan.fused is None or plan.combine_mode == "serial":
-        y = plan.gemm.run.grouped_gemm(
-            h, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=h.dtype, bias=bias
-        )
-        run = registry.get("exchange", plan.exchange.combine.implementation)
+        y = plan.gemm.run.grouped_gemm(h, w, handle.group_sizes, transpose=transpose, out_dtype=h.dtype, bias=bias)
+        run = registry.EXCHANGE.by(plan.exchange.combine.implementation)
         return run.combine_tokens(plan.options, y, row_weights, handle)
-    return plan.run.grouped_gemm_combine(
-        plan.options, h, row_weights, w, handle, transpose_rhs=transpose_rhs, bias=bias
-    )
+    return plan.run.grouped_gemm_combine(plan.options, h, row_weights, w, handle, transpose=transpose, bias=bias)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 7))
@@ -275,20 +271,20 @@ type _Saved = tuple[Array | None, Array | None, GemmWeights, Handle]
 
 
 def _dispatch_forward(
-    plan: ExchangeGemmPlan, transpose_rhs: bool, save_as: str | None, *arguments: CustomVJPPrimal
+    plan: ExchangeGemmPlan, transpose: bool, save_as: str | None, *arguments: CustomVJPPrimal
 ) -> tuple[Dispatched, _Saved]:
     """Run the forward pass, and save the tokens only if the weights need a gradient."""
     trains = jax.tree.leaves(arguments[2])[0].perturbed
     x, weights, w, handle = custom_vjp_primal_tree_values(arguments)
     form = save_as or (plan.saved_as if trains else None)
-    found = dispatch_with_multiply(plan, transpose_rhs, form, x, weights, w, handle)
+    found = dispatch_with_multiply(plan, transpose, form, x, weights, w, handle)
     saved = None if found.saved is None else checkpoint_name(found.saved, TOKENS_NAME)
     kept = (x, saved) if trains else (None, None)
     return found._replace(saved=saved if save_as else None), (*kept, w, handle)
 
 
 def _dispatch_backward(
-    plan: ExchangeGemmPlan, transpose_rhs: bool, save_as: str | None, residuals: _Saved, cotangents: Dispatched
+    plan: ExchangeGemmPlan, transpose: bool, save_as: str | None, residuals: _Saved, cotangents: Dispatched
 ) -> tuple[Array, Array | None, GemmWeights | None, None]:
     x, saved, w, handle = residuals
     d_hidden, d_row_weights = cotangents.hidden, cotangents.row_weights
@@ -296,15 +292,15 @@ def _dispatch_backward(
         d_hidden = vary_alike((jnp.zeros(d_hidden.shape, d_hidden.dtype), w))[0]
     if isinstance(d_row_weights, SymbolicZero):
         d_row_weights = None
-    back = (plan, not transpose_rhs)
+    back = (plan, not transpose)
     if save_as == "rows" and not isinstance(cotangents.saved, SymbolicZero):
         # Of rows that something else than `weight_gradient` has read, as the gradient of a bias does.
-        d_rows = multiply(plan.gemm, not transpose_rhs, w.dtype, d_hidden, w, handle.group_sizes)
+        d_rows = multiply(plan.gemm, not transpose, w.dtype, d_hidden, w, handle.group_sizes)
         d_rows = d_rows + cast(Array, cotangents.saved)
         d_x, d_weights = exchange.combine_tokens(plan.exchange, d_rows, d_row_weights, handle)
         if x is None:
             return d_x, d_weights, None, None
-        d_w = weight_gradient(plan, transpose_rhs, "rows", x, saved, d_hidden, handle, num_home(w))
+        d_w = weight_gradient(plan, transpose, "rows", x, saved, d_hidden, handle, num_home(w))
         return d_x, d_weights, d_w, None
     if x is None:
         return *multiply_with_combine(*back, d_hidden, d_row_weights, w, handle), None, None
@@ -313,7 +309,7 @@ def _dispatch_backward(
         form, saved = _sent_again(plan, x, handle, d_hidden)
         behind = exchange.later(handle, saved)
     d_x, d_weights = multiply_with_combine(*back, d_hidden, d_row_weights, w, behind)
-    d_w = weight_gradient(plan, transpose_rhs, form, x, saved, d_hidden, handle, num_home(w))
+    d_w = weight_gradient(plan, transpose, form, x, saved, d_hidden, handle, num_home(w))
     return d_x, d_weights, d_w, None
 
 
@@ -329,20 +325,20 @@ type _CombineSaved = tuple[Array, GemmWeights, Handle, Bias | None]
 
 
 def _combine_forward(
-    plan: ExchangeGemmPlan, transpose_rhs: bool, h: Array, row_weights: Array | None, *others: Any
+    plan: ExchangeGemmPlan, transpose: bool, h: Array, row_weights: Array | None, *others: Any
 ) -> tuple[_Sums, _CombineSaved]:
-    return multiply_with_combine(plan, transpose_rhs, h, row_weights, *others), (h, *others)
+    return multiply_with_combine(plan, transpose, h, row_weights, *others), (h, *others)
 
 
 def _combine_backward(
-    plan: ExchangeGemmPlan, transpose_rhs: bool, residuals: _CombineSaved, cotangents: _Sums
+    plan: ExchangeGemmPlan, transpose: bool, residuals: _CombineSaved, cotangents: _Sums
 ) -> tuple[Array, Array | None, GemmWeights, None, Bias | None]:
     h, w, handle, bias = residuals
     d_sums, d_slots = cotangents[0].astype(h.dtype), cotangents[1]
     plan = plan.transposed
     # The tokens are needed at once, as rows, and not kept.
-    back = dispatch_with_multiply(plan, not transpose_rhs, "rows", d_sums, d_slots, w, handle)
-    d_w = weight_gradient(plan, not transpose_rhs, "rows", d_sums, back.saved, h, handle, num_home(w))
+    back = dispatch_with_multiply(plan, not transpose, "rows", d_sums, d_slots, w, handle)
+    d_w = weight_gradient(plan, not transpose, "rows", d_sums, back.saved, h, handle, num_home(w))
     rows, sizes = cast(Array, back.saved), handle.group_sizes
     d_bias = None if bias is None else bias_gradient(plan.sums, rows, bias, sizes)
     return back.hidden, back.row_weights, d_w, None, d_bias

@@ -123,7 +123,7 @@ def _of_gemm(plan: plans.GemmPlan) -> Iterator[Row]:
     yield _row("weight gradient (backward)", plan.backward)
 
 
-def _mode_reason(plan: plans.ExchangeGemmPlan, mode: str, given: str | None) -> str:
+def _mode_reason(mode: str, given: str | None) -> str:
     """Return why an all-to-all and its GEMM are not one kernel."""
     if mode != "serial":
         return ""
@@ -136,7 +136,7 @@ def _dispatch_gemm(plan: plans.ExchangeGemmPlan, name: str, save_as: str | None,
         yield _row(f"{name}{suffix}", plan.gemm.forward)
         return
     mode = plan.mode(save_as)
-    reason = _mode_reason(plan, mode, plan.options.schedule.dispatch_mode)
+    reason = _mode_reason(mode, plan.options.schedule.dispatch_mode)
     yield Row(f"dispatch + {name}{suffix}", plan.fused.implementation, mode, reason)
     if mode == "serial":
         yield _row(f"{name}{suffix}", plan.gemm.forward)
@@ -148,7 +148,7 @@ def _gemm_combine(plan: plans.ExchangeGemmPlan, name: str, suffix: str = "") -> 
         yield _unfused(f"combine{suffix}", plan.exchange.combine, plan.reason)
         return
     mode = plan.combine_mode
-    reason = _mode_reason(plan, mode, plan.options.schedule.combine_mode)
+    reason = _mode_reason(mode, plan.options.schedule.combine_mode)
     yield Row(f"{name} + combine{suffix}", plan.fused.implementation, mode, reason)
     if mode == "serial":
         yield _row(f"{name}{suffix}", plan.gemm.forward)

@@ -39,7 +39,7 @@ def with_activated_rows(
 ) -> Array:
     """`with_hidden_rows`, where the first GEMM stores activated rows, which are not enough for a gradient."""
     rows, row_weights = exchange_gemm.dispatch_apart(plan.first, x, weights, handle)
-    product = registry.get("gemm_activation", cast(Part, plan.activated).implementation).gemm_activation
+    product = registry.GEMM_ACTIVATION.by(cast(Part, plan.activated).implementation).gemm_activation
     row_weights = cast(Array, row_weights)
     rows = product(experts, rows, parts.w_gate_up, handle.group_sizes, row_weights)
     bias = bias_of_result(experts, parts.b_down, row_weights)

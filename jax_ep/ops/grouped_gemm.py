@@ -114,7 +114,7 @@ def checked(
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 7))
 def multiply(
     plan: GemmPlan,
-    transpose_rhs: bool,
+    transpose: bool,
     out_dtype: DTypeLike,
     lhs: Array,
     rhs: GemmWeights,
@@ -122,12 +122,12 @@ def multiply(
     bias: Bias | None = None,
     sums: GemmPlan | None = None,
 ) -> Array:
-    """`[M, K]` rows times the `[G, K, N]` matrix of their group (`[G, N, K]` if `transpose_rhs`), plus its bias.
+    """`[M, K]` rows times the `[G, K, N]` matrix of their group (`[G, N, K]` if `transpose`), plus its bias.
 
     `sums` adds up the gradient of the bias, if there is one.
     """
     run = plan.run.grouped_gemm
-    return run(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=out_dtype, bias=bias)
+    return run(lhs, rhs, group_sizes, transpose=transpose, out_dtype=out_dtype, bias=bias)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 5))
@@ -159,7 +159,7 @@ def bias_gradient(sums: GemmPlan, rows: Array, bias: Bias, group_sizes: Array) -
 
 def _multiply_backward(
     plan: GemmPlan,
-    transpose_rhs: bool,
+    transpose: bool,
     out_dtype: DTypeLike,
     sums: GemmPlan | None,
     residuals: tuple[Array, GemmWeights, Array, Bias | None],
@@ -167,8 +167,8 @@ def _multiply_backward(
 ) -> tuple[Array, GemmWeights, None, Bias | None]:
     lhs, rhs, group_sizes, bias = residuals
     back, cotangent = plan.transposed, cotangent.astype(lhs.dtype)
-    d_lhs = multiply(back, not transpose_rhs, lhs.dtype, cotangent, rhs, group_sizes)
-    rows = (cotangent, lhs) if transpose_rhs else (lhs, cotangent)
+    d_lhs = multiply(back, not transpose, lhs.dtype, cotangent, rhs, group_sizes)
+    rows = (cotangent, lhs) if transpose else (lhs, cotangent)
     d_rhs = weight_gradient(back, rhs.dtype, *rows, group_sizes, num_home(rhs))
     d_bias = None if bias is None else bias_gradient(cast(GemmPlan, sums), cotangent, bias, group_sizes)
     return d_lhs, d_rhs, None, d_bias

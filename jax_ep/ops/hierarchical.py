@@ -39,7 +39,7 @@ from jax_ep.types import (
 
 def _exchange() -> operations.Exchange:
     """XLA's collectives, which reach other machines."""
-    return registry.get("exchange", "xla")
+    return registry.EXCHANGE.by("xla")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -224,7 +224,7 @@ def dispatch_tokens(
     values = x[0] if isinstance(x, tuple) else x
     dtype = values.dtype if group_size is None else FP8
     context.compare(plan.options.function, f"{layout}, tokens {dtype}[{layout.num_tokens}, {values.shape[1]}]")
-    run = registry.get("low_latency", plan.part.implementation).low_latency_dispatch
+    run = registry.LOW_LATENCY.by(plan.part.implementation).low_latency_dispatch
     return run(plan.options, x, topk_idx, num_tokens, layout, group_size)
 
 
@@ -264,7 +264,7 @@ dispatch_tokens.defvjp(_dispatch_forward, _dispatch_backward)
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def combine_tokens(plan: PartPlan, y: Array, topk_weights: Array, handle: LowLatencyHandle) -> Array:
     """Weighted sums of a combine; differentiable where nothing is rounded to FP8."""
-    run = registry.get("low_latency", plan.part.implementation)
+    run = registry.LOW_LATENCY.by(plan.part.implementation)
     return run.low_latency_combine(plan.options, y, topk_weights, handle)
 
 

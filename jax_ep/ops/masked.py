@@ -176,7 +176,7 @@ def multiply(
 ) -> Array:
     """`masked_grouped_gemm` of checked operands."""
     name = plan.product.implementation
-    kernels = registry.get("quantized_gemm", name) if needs_decoder(rhs) else registry.get("masked", name)
+    kernels = registry.QUANTIZED_GEMM.by(name) if needs_decoder(rhs) else registry.MASKED.by(name)
     run = partial(kernels.masked_grouped_gemm, out_dtype=out_dtype, expected_rows=expected_rows)
 
     def product(rows: Tokens, rhs: QuantizedWeights, group_sizes: Array) -> Array:
@@ -211,7 +211,7 @@ def activate(
     """`masked_gated_activation` of checked operands, to `inner` columns."""
     if callable(experts.activation):
         return _by_own_function(plan.options, experts.activation, inner, hidden, bias, quantize)
-    run = partial(registry.get("masked", plan.part.implementation).masked_gated_activation, experts, quantize=quantize)
+    run = partial(registry.MASKED.by(plan.part.implementation).masked_gated_activation, experts, quantize=quantize)
     return call_without_gradient(
         f"{plan.options.function} has no gradient: train with moe.", run, *vary_alike((hidden, group_sizes, bias))
     )

@@ -280,7 +280,7 @@ def _in_one_launch(
     parts: ExpertWeights,
 ) -> Array:
     """`moe` on one device by the launch that is all of it; for a gradient the layer runs in several launches."""
-    run = registry.get("fused_moe", single.implementation).fused_moe
+    run = registry.FUSED_MOE.by(single.implementation).fused_moe
     biases = parts.b_gate_up, parts.b_down
     return run(layer.experts, x, topk_idx, topk_weights, *parts[:2], biases, out_dtype=layer.sum_dtype)
 

@@ -76,13 +76,13 @@ def _multiply(
         matrices, scales = cast(Array, w.values_kn), jnp.swapaxes(cast(Array, w.scales), 1, 2)
     else:
         matrices, scales = w.values, cast(Array, w.scales)
-    run = registry.fp8_gemm(plan.gemm.product.implementation).grouped_gemm_fp8
+    run = registry.FP8_GEMM.by(plan.gemm.product.implementation).grouped_gemm_fp8
     return run(rows, (matrices, scales), handle.group_sizes, out_dtype=dtype)
 
 
 def _weight_gradient(plan: Fp8LayerPlan, lhs: Quantized, rhs: Quantized, w: Weights, handle: Handle) -> Weights:
     """Return the cotangent of the master weights of `w`, from column-wise quantized operands."""
-    run = registry.fp8_gemm(plan.gemm.gradient.implementation).weight_gradient_fp8
+    run = registry.FP8_GEMM.by(plan.gemm.gradient.implementation).weight_gradient_fp8
     master = cast(GemmWeights, w.master if isinstance(w, QuantizedWeights) else w)
     gradient = run(lhs, rhs, handle.group_sizes, out_dtype=master.dtype, num_home=num_home(master))
     if not isinstance(w, QuantizedWeights):
@@ -102,7 +102,7 @@ def dispatch_and_multiply(
 
 def _dispatch(plan: Fp8LayerPlan, x: Array, weights: Array, handle: Handle) -> tuple[Quantized, Array]:
     """Tokens by row, their values as bytes, which is what the backward pass needs; and the weights of rows."""
-    run = registry.get("exchange", plan.exchange.dispatch.implementation)
+    run = registry.EXCHANGE.by(plan.exchange.dispatch.implementation)
     (values, scales), row_weights = run.dispatch_quantized(plan.exchange.options, x, weights, handle)
     # As bytes: FP8 values that `jax.checkpoint` saves inside of a scan come back as NaN on the CPU (JAX 0.11.2).
     return (lax.bitcast_convert_type(values, jnp.uint8), scales), cast(Array, row_weights)
@@ -176,7 +176,7 @@ def multiply_and_combine(plan: Fp8LayerPlan, experts: Experts, between: FfnHidde
     y = _multiply(plan, rows, w, handle, between.hidden.dtype)
     if between.b_down is not None:
         y = add_bias(y, between.b_down, handle.group_sizes)
-    run = registry.get("exchange", plan.exchange.combine.implementation)
+    run = registry.EXCHANGE.by(plan.exchange.combine.implementation)
     return run.combine_tokens(plan.exchange.options, y, None, handle)[0]
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_ep.core import check, check_fp8, operations
+from jax_ep.core import check, check_fp8
 from jax_ep.core.autodiff import call_without_gradient
 from jax_ep.core.check import operation
 from jax_ep.core.dtypes import FP8, accumulation_dtype
@@ -282,7 +282,7 @@ def _multiply_and_combine(
 
     def fused(rows: Tokens, rhs: QuantizedWeights, *others: Any) -> Array:
         operands = (prepared_rows(rows, rhs), rhs, *others)
-        run = cast(operations.LowLatencyGemm, registry.get("low_latency", plan.combine.part.implementation))
+        run = registry.LOW_LATENCY_GEMM.by(plan.combine.part.implementation)
         return run.low_latency_gemm_combine(options, *operands, out_dtype=out_dtype, expected_rows=expected_rows)
 
     operands = (rows, rhs, group_sizes, topk_weights, handle, bias)

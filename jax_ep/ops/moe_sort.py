@@ -104,7 +104,7 @@ def sort_slots(
     plan: PartPlan, sizes: SortSizes, topk_weights: Array | None, topk_idx: Array, num_tokens: Array | None
 ) -> SortedTokens:
     """`moe_sort` of checked arguments."""
-    run = registry.get("moe_sort", plan.part.implementation).moe_sort
+    run = registry.MOE_SORT.by(plan.part.implementation).moe_sort
     return run(topk_idx, topk_weights, num_tokens, sizes)
 
 

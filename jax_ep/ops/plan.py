@@ -121,7 +121,7 @@ class GemmPlan:
     @property
     def run(self) -> operations.GroupedGemm:
         """The functions of the forward pass."""
-        return registry.get("grouped_gemm", self.forward.implementation)
+        return registry.GROUPED_GEMM.by(self.forward.implementation)
 
 
 @resolution
@@ -180,7 +180,7 @@ class ExchangeGemmPlan(AroundExchange):
     @property
     def run(self) -> operations.ExchangeGemm:
         """Functions of the fused kernels."""
-        return registry.get("exchange_gemm", _known(self.fused).implementation)
+        return registry.EXCHANGE_GEMM.by(_known(self.fused).implementation)
 
     def mode(self, save_as: str | None) -> str:
         """Return the mode of dispatch + GEMM that saves tokens in the form `save_as`."""
@@ -221,7 +221,7 @@ def exchange_gemm(
         return ExchangeGemmPlan(whole, gemm(options, product), None, None, None, sums, f"{name}: {reason}")
     # A separate GEMM is that of the fastest implementation, whichever runs the all-to-all.
     apart = gemm(dataclasses.replace(options, implementation=None), product)
-    modes = registry.get("exchange_gemm", name).fused_modes(
+    modes = registry.EXCHANGE_GEMM.by(name).fused_modes(
         options.schedule, fused, by_pallas=apart.forward.implementation == "pallas"
     )
     part = Part("exchange_gemm", name)
@@ -246,7 +246,7 @@ class ActivationPlan:
     @property
     def run(self) -> operations.Activation:
         """Functions of the chosen implementation."""
-        return registry.get("activation", self.part.implementation)
+        return registry.ACTIVATION.by(self.part.implementation)
 
 
 def activation(
@@ -365,7 +365,7 @@ class Fp8LayerPlan(AroundExchange):
     @property
     def operands(self) -> operations.Activation:
         """The functions that round operands."""
-        return registry.get("activation", self.gemm.operands.implementation)
+        return registry.ACTIVATION.by(self.gemm.operands.implementation)
 
 
 def fp8_operands(options: Options, dtype: DTypeLike, sizes: tuple[int, ...], depth: int = GROUP_SIZE) -> Part:
@@ -409,6 +409,6 @@ def fp8_layer(
     )
 
 
-def exchange_facts(dtype: DTypeLike, hidden: int, handle: Handle, columns: int | None = None) -> ExchangeFacts:
+def exchange_facts(dtype: DTypeLike, hidden: int, handle: Handle) -> ExchangeFacts:
     """Return the facts of an all-to-all over a handle."""
-    return ExchangeFacts(jnp.dtype(dtype), hidden, handle.layout, handle.group is None, columns)
+    return ExchangeFacts(jnp.dtype(dtype), hidden, handle.layout, handle.group is None)

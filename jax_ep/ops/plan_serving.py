@@ -232,7 +232,7 @@ def single_launch(options: Options, facts: FusedMoEFacts, others: Sequence[str])
         return None
     if _reason_against_one_launch(options, name, facts, others) is not None:
         return None
-    run = registry.get("fused_moe", name)
+    run = registry.FUSED_MOE.by(name)
     num_experts, hidden, columns = facts.w_gate_up.shape
     product = GemmFacts(facts.dtype, facts.num_slots, hidden, columns, num_experts, facts.dtype)
     apart = registry.choose(dataclasses.replace(options, implementation=None), product)
@@ -248,7 +248,7 @@ def _reason_against_one_launch(options: Options, name: str, facts: FusedMoEFacts
     if others:
         return f"no such kernel exists with {', '.join(others)}"
     weights = facts.w_gate_up, facts.w_down
-    if registry.get("fused_moe", name).fuses(facts.experts, facts.num_slots, facts.dtype, *weights):
+    if registry.FUSED_MOE.by(name).fuses(facts.experts, facts.num_slots, facts.dtype, *weights):
         return None
     shapes = " and ".join(str(tuple(w.shape)) for w in weights)
     return (

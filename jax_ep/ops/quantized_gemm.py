@@ -38,14 +38,14 @@ def multiply(
 
 
 def _run(plan: QuantizedGemmPlan) -> operations.QuantizedGemm:
-    return registry.get("quantized_gemm", plan.product.implementation)
+    return registry.QUANTIZED_GEMM.by(plan.product.implementation)
 
 
 def fp8_operands(plan: QuantizedGemmPlan) -> operations.Activation:
     """Return the functions that round rows to FP8 for this GEMM."""
     if plan.operands is None:
         raise ValueError(f"{plan.options.function}: these weights take rows as they are; do not round them.")
-    return registry.get("activation", plan.operands.implementation)
+    return registry.ACTIVATION.by(plan.operands.implementation)
 
 
 def _multiply_fp8(
@@ -53,7 +53,7 @@ def _multiply_fp8(
 ) -> Array:
     if plan.product.operation == "quantized_gemm":
         return _run(plan).grouped_gemm(rows, rhs, group_sizes, out_dtype=out_dtype)
-    run = registry.fp8_gemm(plan.product.implementation).grouped_gemm_fp8
+    run = registry.FP8_GEMM.by(plan.product.implementation).grouped_gemm_fp8
     return run(rows, (rhs.values, cast(Array, rhs.scales)), group_sizes, out_dtype=out_dtype)
 
 

@@ -13,11 +13,12 @@ package says what it does not support, without loading a compiler:
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import logging
 from collections.abc import Sequence
-from typing import Literal, Protocol, cast, overload
+from typing import Protocol, cast
 
 from jax.typing import DTypeLike
 
@@ -118,62 +119,31 @@ def available(operation: str | None = None) -> tuple[str, ...]:
     return tuple(_PACKAGES) if operation is None else _IMPLEMENTATIONS[operation]
 
 
-@overload
-def get(operation: Literal["exchange"], name: str) -> operations.Exchange: ...
+@dataclasses.dataclass(frozen=True)
+class Operation[Functions]:
+    """The modules of this name, with `Functions`, of all implementations."""
+
+    name: str
+
+    def by(self, implementation: str) -> Functions:
+        """Return the module of one implementation."""
+        return cast(Functions, importlib.import_module(f"{_PACKAGES[implementation]}.{self.name}"))
 
 
-@overload
-def get(operation: Literal["balance_plan"], name: str) -> operations.BalancePlan: ...
-
-
-@overload
-def get(operation: Literal["expert_copies"], name: str) -> operations.ExpertCopies: ...
-
-
-@overload
-def get(operation: Literal["exchange_gemm"], name: str) -> operations.ExchangeGemm: ...
-
-
-@overload
-def get(operation: Literal["gemm_activation"], name: str) -> operations.GemmActivation: ...
-
-
-@overload
-def get(operation: Literal["grouped_gemm"], name: str) -> operations.GroupedGemm: ...
-
-
-@overload
-def get(operation: Literal["fused_moe"], name: str) -> operations.FusedMoE: ...
-
-
-@overload
-def get(operation: Literal["quantized_gemm"], name: str) -> operations.QuantizedGemm: ...
-
-
-@overload
-def get(operation: Literal["activation"], name: str) -> operations.Activation: ...
-
-
-@overload
-def get(operation: Literal["moe_sort"], name: str) -> operations.MoESort: ...
-
-
-@overload
-def get(operation: Literal["low_latency"], name: str) -> operations.LowLatency: ...
-
-
-@overload
-def get(operation: Literal["masked"], name: str) -> operations.Masked: ...
-
-
-def get(operation: str, name: str) -> object:
-    """Return the module with the functions of `operation` in implementation `name`."""
-    return importlib.import_module(f"{_PACKAGES[name]}.{operation}")
-
-
-def fp8_gemm(name: str) -> operations.Fp8GroupedGemm:
-    """Return the module with the grouped GEMMs in FP8 of implementation `name`."""
-    return cast(operations.Fp8GroupedGemm, get("grouped_gemm", name))
+EXCHANGE = Operation[operations.Exchange]("exchange")
+BALANCE_PLAN = Operation[operations.BalancePlan]("balance_plan")
+EXPERT_COPIES = Operation[operations.ExpertCopies]("expert_copies")
+EXCHANGE_GEMM = Operation[operations.ExchangeGemm]("exchange_gemm")
+GEMM_ACTIVATION = Operation[operations.GemmActivation]("gemm_activation")
+GROUPED_GEMM = Operation[operations.GroupedGemm]("grouped_gemm")
+FP8_GEMM = Operation[operations.Fp8GroupedGemm]("grouped_gemm")
+FUSED_MOE = Operation[operations.FusedMoE]("fused_moe")
+QUANTIZED_GEMM = Operation[operations.QuantizedGemm]("quantized_gemm")
+ACTIVATION = Operation[operations.Activation]("activation")
+MOE_SORT = Operation[operations.MoESort]("moe_sort")
+LOW_LATENCY = Operation[operations.LowLatency]("low_latency")
+LOW_LATENCY_GEMM = Operation[operations.LowLatencyGemm]("low_latency")
+MASKED = Operation[operations.Masked]("masked")
 
 
 def requirements(name: str) -> Requirements:

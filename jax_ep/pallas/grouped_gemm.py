@@ -38,7 +38,7 @@ def grouped_gemm(
     rhs: GemmWeights,
     group_sizes: Array,
     *,
-    transpose_rhs: bool,
+    transpose: bool,
     out_dtype: DTypeLike,
     bias: Bias | None = None,
     tiles: ForwardTiles | None = None,
@@ -49,7 +49,7 @@ def grouped_gemm(
     """
     tiles = tiles or tiling.forward_tiles(lhs.shape[0], group_sizes.shape[0])
     static = {"out_dtype": jnp.dtype(out_dtype), "tiles": tiles, "interpret": is_interpreted()}
-    rows = _forward(lhs, rhs, group_sizes, transpose=transpose_rhs, **static)
+    rows = _forward(lhs, rhs, group_sizes, transpose=transpose, **static)
     return rows if bias is None else add_bias(rows, bias, group_sizes)
 
 

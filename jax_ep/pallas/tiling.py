@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import ClassVar
 
 CONSUMERS = 2
 """Warpgroups that multiply; one more loads."""
@@ -35,13 +33,11 @@ class ForwardTiles:
         stores, of 32 rows in float32.
       stages: steps whose operands are in shared memory.
       band: most row tiles that programs visit together, so that they share columns of the weights in the L2 cache.
-      candidates: values that sweeps measure, the simplest first.
     """
 
     heights: tuple[int, ...] = (32, 64, 96, 128, 144, 160, 176, 192, 208, 224, 240, 256)
     stages: int = 4
     band: int = 4
-    candidates: ClassVar[Mapping[str, tuple[int, ...]]] = {"stages": (3, 4), "band": (2, 4, 8, 16)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +57,6 @@ class WeightTiles:
     columns: int
     stages: int
     band: int = 8
-    candidates: ClassVar[Mapping[str, tuple[int, ...]]] = {"columns": (128, 256), "band": (4, 8, 16)}
 
     def __post_init__(self) -> None:
         if self.stages < _FEWEST_STAGES:

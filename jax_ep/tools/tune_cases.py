@@ -40,7 +40,6 @@ from jax_ep.tools.benchmark.inputs import Model, expert_mesh, make_case, make_we
 from jax_ep.tools.tune_search import Case, Run, Settings
 from jax_ep.types import Array, Options
 
-PARTS = ("exchange", "exchange-gemm", "low-latency", "grouped-gemm", "fused-moe")
 _BF16 = jnp.dtype(jnp.bfloat16)
 _PROGRAMS, _BLOCKS = (8, 16, 24, 32, 48), (2, 4, 8, 16, 32)
 
@@ -143,7 +142,7 @@ class _Exchange:
     def __init__(self, sizes: Sizes) -> None:
         self.sizes, self.mesh, self.options = sizes, expert_mesh(sizes.ranks), Options("tune", ("expert",))
         self.case = make_case(self.mesh, sizes.routing, sizes.tokens, sizes.model)
-        self.layout, self.run = self.case.layout, registry.get("exchange", "triton")
+        self.layout, self.run = self.case.layout, registry.EXCHANGE.by("triton")
         self.facts = tuned.exchange_facts(self.layout, sizes.model.hidden, _BF16)
         self.handle = make_handle(self.case, "triton")
 
@@ -316,10 +315,10 @@ def _gemms(sizes: Sizes) -> Iterator[_Gemm]:
 
 def _grouped_gemm(sizes: Sizes) -> Iterator[Case]:
     """Yield the GEMMs of the layer and their weight gradients."""
-    run = registry.get("grouped_gemm", "triton")
+    run = registry.GROUPED_GEMM.by("triton")
 
     def gemm(zero: Array, x: Array, w: Array, counts: Array) -> Any:
-        return run.grouped_gemm(x, w, counts + zero, transpose_rhs=False, out_dtype=_BF16)
+        return run.grouped_gemm(x, w, counts + zero, transpose=False, out_dtype=_BF16)
 
     def gradient(zero: Array, x: Array, y: Array, counts: Array) -> Any:
         return run.weight_gradient(x, y, counts + zero, out_dtype=_BF16)
@@ -335,7 +334,7 @@ def _grouped_gemm_fp8(sizes: Sizes) -> Iterator[Case]:
     """Yield the GEMMs and weight gradients in FP8, if the sizes are multiples of a scale block."""
     if sizes.model.hidden % GROUP_SIZE or sizes.model.intermediate % GROUP_SIZE:
         return
-    run, quantize = registry.fp8_gemm("triton"), registry.get("activation", "xla")
+    run, quantize = registry.FP8_GEMM.by("triton"), registry.ACTIVATION.by("xla")
 
     def gemm(zero: Array, x: Any, w: Any, counts: Array) -> Any:
         return run.grouped_gemm_fp8(x, w, counts + zero, out_dtype=_BF16)
@@ -355,7 +354,7 @@ def _grouped_gemm_fp8(sizes: Sizes) -> Iterator[Case]:
 
 def _quantized_gemm(sizes: Sizes, expert_format: str) -> Iterator[Case]:
     """Yield the first GEMM with quantized weights."""
-    run, mesh, local = registry.get("quantized_gemm", "triton"), expert_mesh(1), sizes.model.experts // sizes.ranks
+    run, mesh, local = registry.QUANTIZED_GEMM.by("triton"), expert_mesh(1), sizes.model.experts // sizes.ranks
     rows, columns = sizes.tokens * sizes.model.top_k, 2 * sizes.model.intermediate
     x = on_ranks(mesh, (rows, sizes.model.hidden), 0)
     w = on_ranks(mesh, (local, sizes.model.hidden, columns), 1, sizes.model.hidden**-0.5)

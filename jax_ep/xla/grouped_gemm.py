@@ -115,16 +115,16 @@ def multiply_groups(
     matrix_of: Callable[[Array], Array],
     out: Array,
     *,
-    transpose_rhs: bool,
+    transpose: bool,
 ) -> Array:
     """Replace the rows of each group in `out [M, N]` by their product with the group's weights.
 
     Args:
       groups: the groups of rows.
       rows_of: returns the rows of a tile, `[rows, K]`.
-      matrix_of: returns the weights of a group, `[K, N]`, or `[N, K]` with `transpose_rhs`.
+      matrix_of: returns the weights of a group, `[K, N]`, or `[N, K]` with `transpose`.
       out: `[M, N]`.
-      transpose_rhs: contract with the last axis of the weights.
+      transpose: contract with the last axis of the weights.
     """
 
     def one_group(i: Array, out: Array) -> Array:
@@ -132,7 +132,7 @@ def multiply_groups(
         matrix = matrix_of(group)
 
         def one_tile(tile: Tile, out: Array) -> Array:
-            product = _dot(rows_of(tile), matrix, (1, 1 if transpose_rhs else 0)).astype(out.dtype)
+            product = _dot(rows_of(tile), matrix, (1, 1 if transpose else 0)).astype(out.dtype)
             new = jnp.where(tile.mask, product, tile.rows(out))
             return lax.dynamic_update_slice_in_dim(out, new, tile.start, axis=0)
 
@@ -141,23 +141,17 @@ def multiply_groups(
     return lax.fori_loop(0, groups.num_used, one_group, out)
 
 
-@functools.partial(jax.jit, static_argnames=("transpose_rhs", "out_dtype"))  # one compilation for eager callers
+@functools.partial(jax.jit, static_argnames=("transpose", "out_dtype"))  # one compilation for eager callers
 def grouped_gemm(
-    lhs: Array,
-    rhs: GemmWeights,
-    group_sizes: Array,
-    *,
-    transpose_rhs: bool,
-    out_dtype: DTypeLike,
-    bias: Bias | None = None,
+    lhs: Array, rhs: GemmWeights, group_sizes: Array, *, transpose: bool, out_dtype: DTypeLike, bias: Bias | None = None
 ) -> Array:
     """Compute `out[rows of g] = lhs[rows of g] @ rhs[g]` (or with `rhs[g].T`); rows past the groups are zero.
 
     Args:
       lhs: `[M, K]`.
-      rhs: `[G, K, N]`, or `[G, N, K]` with `transpose_rhs`, in one array or two.
+      rhs: `[G, K, N]`, or `[G, N, K]` with `transpose`, in one array or two.
       group_sizes: `[G]` int32.
-      transpose_rhs: contract with the last axis of rhs.
+      transpose: contract with the last axis of rhs.
       out_dtype: dtype of the result; accumulates in float32 (float64 for float64).
       bias: added to the rows of the groups.
 
@@ -165,10 +159,10 @@ def grouped_gemm(
       `[M, N]`.
     """
     if bias is not None:
-        run = functools.partial(grouped_gemm, transpose_rhs=transpose_rhs, out_dtype=out_dtype)
+        run = functools.partial(grouped_gemm, transpose=transpose, out_dtype=out_dtype)
         return add_bias(run(lhs, rhs, group_sizes), bias, group_sizes)
     symbolic_rows, lhs = lhs.shape[0], _with_a_tile(lhs)
-    num_rows, num_cols = lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
+    num_rows, num_cols = lhs.shape[0], rhs.shape[1 if transpose else 2]
     lhs, rhs, group_sizes, out = vary_alike((lhs, rhs, group_sizes, jnp.zeros((num_rows, num_cols), out_dtype)))
     if 0 in (*lhs.shape, *rhs.shape):
         return out
@@ -183,7 +177,7 @@ def grouped_gemm(
         return jnp.where(group < num_home, home, spare)
 
     groups = locate_groups(group_sizes, num_rows)
-    product = multiply_groups(groups, lambda tile: tile.rows(lhs), matrix_of, out, transpose_rhs=transpose_rhs)
+    product = multiply_groups(groups, lambda tile: tile.rows(lhs), matrix_of, out, transpose=transpose)
     return product if isinstance(num_rows, int) else product[:symbolic_rows]
 
 
@@ -257,7 +251,7 @@ def grouped_gemm_fp8(lhs: Quantized, rhs: Quantized, group_sizes: Array, *, out_
         return fp8.dequantize_rows(tile.rows(lhs[0]), tile.rows(lhs[1]), jnp.float32)
 
     groups = locate_groups(group_sizes, num_rows)
-    return multiply_groups(groups, rows_of, matrix_of, out, transpose_rhs=True)
+    return multiply_groups(groups, rows_of, matrix_of, out, transpose=True)
 
 
 @functools.partial(jax.jit, static_argnames=("out_dtype", "num_home"))

@@ -15,16 +15,10 @@ from jax.typing import DTypeLike
 from jax_ep.core import fp8
 from jax_ep.core import layout as rows
 from jax_ep.core.dtypes import accumulation_dtype
-from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.core.mesh_axes import all_gather, exchange, rank_on, sum_in_order
 from jax_ep.types import Array, Layout, LowLatencyHandle, Options, Tokens
 from jax_ep.xla import exchange as portable
 from jax_ep.xla import rounds, segments
-
-
-def fuses(layout: Layout, lhs: jax.ShapeDtypeStruct, rhs: QuantizedWeights, dtype: DTypeLike) -> bool:
-    """Return whether a GEMM sends its rows itself; here communication and GEMMs are always separate."""
-    return False
 
 
 def low_latency_dispatch(

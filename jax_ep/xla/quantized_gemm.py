@@ -73,4 +73,4 @@ def _multiply(tokens: Tokens, rhs: QuantizedWeights, groups: loops.Groups, out_d
             return fp8.dequantize_rows(tile.rows(rows), tile.rows(row_scales), jnp.float32)
         return tile.rows(rows).astype(jnp.float32) * tile.rows(row_scales)[:, None]
 
-    return loops.multiply_groups(groups, rows_of, matrix_of, out, transpose_rhs=True)
+    return loops.multiply_groups(groups, rows_of, matrix_of, out, transpose=True)

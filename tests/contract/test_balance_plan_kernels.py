@@ -40,7 +40,7 @@ def test_balance_plan_kernels(
     everywhere = np.broadcast_to(counts, (num_ranks, *counts.shape))
     found = {}
     for implementation in ("triton", "xla"):
-        planner = registry.get("balance_plan", implementation)
+        planner = registry.BALANCE_PLAN.by(implementation)
 
         def fn(topk_idx: Any, counts: Any, rank: Any, planner: Any = planner) -> Any:
             plan = planner.plan_pass(counts, rows, spare)

@@ -30,7 +30,7 @@ def test_expert_copies(implementation: str, dtype: Any, shape: Any, expert_mesh:
     if implementation == "pallas":
         pytest.skip("pallas moves no experts")
     mesh, num_ranks = expert_mesh(4), 4
-    copy = registry.get("expert_copies", implementation)
+    copy = registry.EXPERT_COPIES.by(implementation)
 
     def fn(copies: Any, w: Any, gradient: Any) -> Any:
         fetched = copy.fetch_copies(("expert",), copies, w)

@@ -34,7 +34,7 @@ def kernels(implementation):
     """Return the functions for FP8 GEMMs and their operands."""
     options = registry.options("test", implementation=implementation)
     part = plan.fp8_operands(options, F32, (1,))
-    return plan.gemm(options, facts_of.gemm(jnp.float8_e4m3fn)).run, registry.get("activation", part.implementation)
+    return plan.gemm(options, facts_of.gemm(jnp.float8_e4m3fn)).run, registry.ACTIVATION.by(part.implementation)
 
 
 def weight_gradient(implementation, out_dtype=jnp.float32):

@@ -111,7 +111,7 @@ def outcome(call):
 
 def without_last_rank(everyone, work):
     """Dispatch to all ranks, but launch it on all except the last one."""
-    run, options = registry.get("exchange", "triton"), registry.options("dispatch", AXIS)
+    run, options = registry.EXCHANGE.by("triton"), registry.options("dispatch", AXIS)
     layout = jax_ep.types.Layout(everyone.size, 8, T, K, capacity=everyone.size * T * K)
     handles = jax.jit(per_rank(lambda ids: run.plan(options, ids, layout), everyone))(work.ids)
     others = make_mesh((everyone.size - 1,), AXIS)

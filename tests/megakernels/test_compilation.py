@@ -1,5 +1,6 @@
 """Launches for GPUs, without a GPU: kernels become machine code, and calls that contain it."""
 
+import dataclasses
 import functools
 import threading
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_ep import tuning
 from jax_ep.core.kernel import Config, Descriptor, Kernel
 from jax_ep.core.structs import regrouped, type_of
 from jax_ep.megakernels import compile, grouped_gemm, pending
@@ -101,7 +103,12 @@ def test_launch_gluon(on_hopper, monkeypatch):
     monkeypatch.setattr(grouped_gemm, "num_programs", lambda *_: 132)
     fp8, f32 = np.dtype(jnp.float8_e4m3fn), np.dtype(np.float32)
     pairs = (Array((300, 384), fp8), Array((300, 3), f32)), (Array((4, 515, 384), fp8), Array((4, 5, 3), f32))
-    run = functools.partial(grouped_gemm.grouped_gemm_fp8, out_dtype=BF16, tiles=grouped_gemm.Fp8Tiles(gluon=True))
+    settings = dataclasses.asdict(grouped_gemm.Fp8Tiles(gluon=True))
+
+    def run(*operands):
+        with tuning.override("grouped_gemm_fp8", **settings):
+            return grouped_gemm.grouped_gemm_fp8(*operands, out_dtype=BF16)
+
     traced = jax.jit(run).trace(*pairs, Array((4,), I32))
     assert traced.out_info.shape == (300, 515)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()

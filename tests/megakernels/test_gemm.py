@@ -12,7 +12,7 @@ from kernel_calls import W
 import facts_of
 import harness
 from cases import BF16, F32
-from jax_ep import context
+from jax_ep import context, tuning
 from jax_ep.megakernels import grouped_gemm
 from jax_ep.megakernels.activation import gather_rows
 from jax_ep.megakernels.grouped_gemm import Tiles, WeightTiles
@@ -75,15 +75,21 @@ def poisoned(x, sizes):
     return x
 
 
-def run_forward(lhs, rhs, sizes, *, transpose_rhs=False, out_dtype=jnp.float32, tiles=None):
-    rhs = rhs.swapaxes(1, 2) if transpose_rhs else rhs
-    call = partial(grouped_gemm.grouped_gemm, transpose_rhs=transpose_rhs, out_dtype=out_dtype, tiles=tiles)
-    return np.asarray(call(jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(sizes, jnp.int32)))
+def with_tiles(operation, tiles):
+    return tuning.override(operation, **({} if tiles is None else dataclasses.asdict(tiles)))
+
+
+def run_forward(lhs, rhs, sizes, *, transpose=False, out_dtype=jnp.float32, tiles=None):
+    rhs = rhs.swapaxes(1, 2) if transpose else rhs
+    call = partial(grouped_gemm.grouped_gemm, transpose=transpose, out_dtype=out_dtype)
+    with with_tiles("grouped_gemm", tiles):
+        return np.asarray(call(jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(sizes, jnp.int32)))
 
 
 def run_weights(lhs, rhs, sizes, *, out_dtype=jnp.float32, tiles=None):
-    call = partial(grouped_gemm.weight_gradient, out_dtype=out_dtype, tiles=tiles)
-    return np.asarray(call(jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(sizes, jnp.int32)))
+    call = partial(grouped_gemm.weight_gradient, out_dtype=out_dtype)
+    with with_tiles("weight_gradient", tiles):
+        return np.asarray(call(jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(sizes, jnp.int32)))
 
 
 def run_gathered(tokens, index, rows, sizes, *, transpose, out_dtype=jnp.float32):
@@ -92,14 +98,14 @@ def run_gathered(tokens, index, rows, sizes, *, transpose, out_dtype=jnp.float32
     return run_weights(*((rows, gathered) if transpose else (gathered, rows)), sizes, out_dtype=out_dtype)
 
 
-@pytest.mark.parametrize("transpose_rhs", [False, True], ids=["", "transposed"])
+@pytest.mark.parametrize("transpose", [False, True], ids=["", "transposed"])
 @pytest.mark.parametrize("name", FORWARD)
-@pytest.mark.slow(unless={"name": ["as chosen", "stored by TMA"], "transpose_rhs": [False]})
-def test_triton_gemm_forward(pool, rng, subtests, name, transpose_rhs):
+@pytest.mark.slow(unless={"name": ["as chosen", "stored by TMA"], "transpose": [False]})
+def test_triton_gemm_forward(pool, rng, subtests, name, transpose):
     for groups, sizes in GROUPS.items():
         with subtests.test(groups):
             lhs, rhs = integers(rng, sum(sizes) + SPARE, K), integers(rng, len(sizes), K, N)
-            got = run_forward(poisoned(lhs, sizes), rhs, sizes, transpose_rhs=transpose_rhs, tiles=FORWARD[name])
+            got = run_forward(poisoned(lhs, sizes), rhs, sizes, transpose=transpose, tiles=FORWARD[name])
             np.testing.assert_array_equal(got, forward(lhs, rhs, sizes))
 
 
@@ -197,7 +203,7 @@ def test_triton_gemm_unsupported_uses_portable_loop(monkeypatch):
 def test_triton_gemm_vmap(pool, rng):
     sizes = np.array([[3, 0, 60], [20, 20, 20]], np.int32)
     lhs, rhs = integers(rng, 2, 64, 16), integers(rng, 3, 16, 24)
-    call = partial(grouped_gemm.grouped_gemm, transpose_rhs=False, out_dtype=jnp.float32)
+    call = partial(grouped_gemm.grouped_gemm, transpose=False, out_dtype=jnp.float32)
     got = jax.jit(jax.vmap(call, in_axes=(0, None, 0)))(lhs, rhs, sizes)
     for i in range(2):
         np.testing.assert_array_equal(np.asarray(got[i]), forward(lhs[i], rhs, sizes[i]))
@@ -210,7 +216,7 @@ def test_triton_gemm_shard_map(pool, mesh4, rng, check_vma):
     lhs, rhs = integers(rng, W, 64, 16), integers(rng, 3, 16, 24)
 
     def both(lhs, sizes, rhs):
-        out = grouped_gemm.grouped_gemm(lhs, rhs, sizes, transpose_rhs=False, out_dtype=jnp.bfloat16)
+        out = grouped_gemm.grouped_gemm(lhs, rhs, sizes, transpose=False, out_dtype=jnp.bfloat16)
         return out, grouped_gemm.weight_gradient(lhs, out, sizes, out_dtype=jnp.float32)
 
     out, gradient = harness.run(both, mesh4, lhs, sizes, rhs, check_vma=check_vma, replicated=(2,))

@@ -1,5 +1,6 @@
 """The grouped GEMM on each architecture: tensor cores, TMA, no spilled registers, memory that fits."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from compiling import TENSOR_CORES, compiled
 
+from jax_ep import tuning
 from jax_ep.core.expert_matrices import SplitWeights
 from jax_ep.core.kernel import Descriptor, array_of
 from jax_ep.megakernels import grouped_gemm, launch
@@ -40,7 +42,7 @@ def zeros_of(result):
 def compile_launch(monkeypatch):
     """Calls a launching function on shapes, and compiles what it would launch for an architecture."""
 
-    def run(function, capability, shapes, dtype, spare=0, **options):
+    def run(function, capability, shapes, dtype, tiles, spare=0, **options):
         arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes[:2]]
         if spare:
             home = arrays[1]
@@ -54,12 +56,13 @@ def compile_launch(monkeypatch):
 
         monkeypatch.setattr(grouped_gemm, "launch", record)
         monkeypatch.setattr(launch, "num_programs", lambda tasks, per_multiprocessor: 132 * per_multiprocessor)
-        jax.eval_shape(functools.partial(function, **options), *arrays)
+        with tuning.override(function.__name__, **dataclasses.asdict(tiles)):
+            jax.eval_shape(functools.partial(function.__wrapped__, **options), *arrays)
         ((kernel, operands, results, config, constants),) = launches
         given = dict(zip(kernel.body.arg_names, operands, strict=False))
         types = {name: None if x is None else type_name(x) for name, x in given.items()}
         types["out"] = type_name(results[0])
-        checks = {"product": TENSOR_CORES[capability], "wide": False, "programs": options["tiles"].programs}
+        checks = {"product": TENSOR_CORES[capability], "wide": False, "programs": tiles.programs}
         built = compiled(kernel, types, constants, config, capability, **checks)
         assert "cp.async.cg.shared.global" not in built["ptx"]
         return built
@@ -84,8 +87,8 @@ def test_gemm_ptx_forward(on_gpus, compile_launch, capability, size, transpose, 
     rows, k, n, groups = size
     tiles = grouped_gemm.forward_tiles(rows, n, groups, jnp.dtype(out).itemsize)
     shapes = ((rows, k), (groups, n, k) if transpose else (groups, k, n), (groups + spare,))
-    options = {"transpose_rhs": transpose, "out_dtype": jnp.dtype(out), "tiles": tiles, "spare": spare}
-    built = compile_launch(grouped_gemm.grouped_gemm.__wrapped__, capability, shapes, jnp.bfloat16, **options)
+    options = {"transpose": transpose, "out_dtype": jnp.dtype(out), "tiles": tiles, "spare": spare}
+    built = compile_launch(grouped_gemm.grouped_gemm, capability, shapes, jnp.bfloat16, **options)
     stored = "cp.async.bulk.tensor.4d.global" if tiles.tma_store else "st.global.v4.b32"
     assert stored in built["ptx"]
 
@@ -101,7 +104,7 @@ def test_gemm_ptx_weights(on_gpus, compile_launch, capability, out, num_home):
     tiles = grouped_gemm.weight_tiles(jnp.dtype(out).itemsize)
     options = {"out_dtype": jnp.dtype(out), "tiles": tiles, "num_home": num_home}
     shapes = ((rows, k), (rows, n), (groups,))
-    compile_launch(grouped_gemm.weight_gradient.__wrapped__, capability, shapes, jnp.float16, **options)
+    compile_launch(grouped_gemm.weight_gradient, capability, shapes, jnp.float16, **options)
 
 
 VARIANTS = {
@@ -117,9 +120,9 @@ VARIANTS = {
 @pytest.mark.slow
 def test_gemm_ptx_variants(on_gpus, compile_launch, capability, name):
     rows, k, n, groups = DEEPSEEK
-    options = {"transpose_rhs": False, "out_dtype": jnp.dtype(jnp.bfloat16), "tiles": VARIANTS[name]}
+    options = {"transpose": False, "out_dtype": jnp.dtype(jnp.bfloat16), "tiles": VARIANTS[name]}
     shapes = ((rows, k), (groups, k, n), (groups,))
-    built = compile_launch(grouped_gemm.grouped_gemm.__wrapped__, capability, shapes, jnp.bfloat16, **options)
+    built = compile_launch(grouped_gemm.grouped_gemm, capability, shapes, jnp.bfloat16, **options)
     assert ("cp.async.bulk.tensor.4d.global" in built["ptx"]) == VARIANTS[name].tma_store
 
 
@@ -142,5 +145,5 @@ def test_gemm_ptx_weight_variants(on_gpus, compile_launch, capability, name):
     options = {"out_dtype": jnp.dtype(jnp.bfloat16), "tiles": tiles}
     rows, k, n, groups = DEEPSEEK
     shapes = ((rows, k), (rows, n), (groups,))
-    built = compile_launch(grouped_gemm.weight_gradient.__wrapped__, capability, shapes, jnp.bfloat16, **options)
+    built = compile_launch(grouped_gemm.weight_gradient, capability, shapes, jnp.bfloat16, **options)
     assert ("cp.async.bulk.tensor.3d.global" in built["ptx"]) == tiles.tma_store

@@ -211,7 +211,7 @@ def test_jax_triton_transformations(mesh, launched, on_hopper):
     text = lower(gradient(layers, 0, 3, 4), mesh, (x, ids, weights, *stacks)).as_text()
     assert text.count("@triton_kernel_call_ffi") > len(EXCHANGE | PRODUCTS | ACTIVATION)
     rows = Array((3, T, H), BF16), Array((3, 4, H, INNER), BF16), Array((3, 4), I32)
-    fn = partial(grouped_gemm.grouped_gemm, transpose_rhs=False, out_dtype=BF16)
+    fn = partial(grouped_gemm.grouped_gemm, transpose=False, out_dtype=BF16)
     text = jax.jit(jax.vmap(fn)).trace(*rows).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@triton_kernel_call_ffi") == 1 and "stablehlo.while" in text
 

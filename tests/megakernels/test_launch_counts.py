@@ -117,7 +117,7 @@ def test_num_programs_one_matches_several(two_ranks, monkeypatch):
         return launch(kernel, operands, results, config, *rest, **options)
 
     monkeypatch.setattr(exchange, "launch", launch_and_note)
-    run = registry.get("exchange", "triton")
+    run = registry.EXCHANGE.by("triton")
     rng = np.random.default_rng(0)
     x = rng.standard_normal((2, 9, 64)).astype(np.float32)
     ids = rng.integers(0, 4, (2, 9, 2), np.int32)

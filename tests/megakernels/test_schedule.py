@@ -56,7 +56,7 @@ def test_schedule_kernel_order(sizes, hostile, rng):
         ids = np.where(rng.random(ids.shape) < 0.5, rng.choice(HOSTILE, ids.shape), ids)
 
     def fn(ids):
-        handle = registry.get("exchange", "triton").plan(Options("test", (EXPERT,)), ids, layout)
+        handle = registry.EXCHANGE.by("triton").plan(Options("test", (EXPERT,)), ids, layout)
         return (*order_sends(handle), *sort_sends(handle))
 
     got = harness.run(fn, mesh, ids)

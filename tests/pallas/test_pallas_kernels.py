@@ -45,7 +45,7 @@ def test_pallas_forward(tiles, transpose, rng, races):
     lhs[SIZES.sum() :] = np.nan
     right = np.ascontiguousarray(np.swapaxes(rhs, 1, 2)) if transpose else rhs
     out_dtype = F32 if tiles is HALF else BF16
-    out = gemm.grouped_gemm(lhs, right, SIZES, transpose_rhs=transpose, out_dtype=out_dtype, tiles=tiles)
+    out = gemm.grouped_gemm(lhs, right, SIZES, transpose=transpose, out_dtype=out_dtype, tiles=tiles)
     np.testing.assert_array_equal(np.asarray(out), want.astype(out_dtype))
     assert races() == 0
 
@@ -101,7 +101,7 @@ def test_pallas_race_detector(rng, races, monkeypatch):
     wait = plgpu.wait_smem_to_gmem
     monkeypatch.setattr(plgpu, "wait_smem_to_gmem", lambda n, **options: wait(4 if options else n, **options))
     lhs, rhs, sizes = reals(rng, 256, 64, dtype=BF16), reals(rng, 1, 64, 512, dtype=BF16), np.array([256], np.int32)
-    options = {"transpose_rhs": False, "out_dtype": BF16, "tiles": LOW}
+    options = {"transpose": False, "out_dtype": BF16, "tiles": LOW}
     raised = ""
     try:
         jax.block_until_ready(gemm.grouped_gemm(lhs, rhs, sizes, **options))
@@ -117,7 +117,7 @@ def test_pallas_one_chunk_wide(tiles, rng):
     sizes = np.array([5, 0, 12, 100], np.int32)
     lhs, rhs, d_out = (integers(rng, *shape, dtype=BF16) for shape in ((120, 64), (4, 64, 64), (120, 64)))
     if isinstance(tiles, ForwardTiles):
-        out = gemm.grouped_gemm(lhs, rhs, sizes, transpose_rhs=False, out_dtype=BF16, tiles=tiles)
+        out = gemm.grouped_gemm(lhs, rhs, sizes, transpose=False, out_dtype=BF16, tiles=tiles)
         want = oracle.grouped_gemm(lhs, rhs, sizes)
     else:
         out = gemm.weight_gradient(lhs, d_out, sizes, out_dtype=BF16, tiles=tiles)
@@ -133,7 +133,7 @@ def test_pallas_all_block_m(end, out_dtype, rng):
     sizes = np.array([5, end, 255 - end], np.int32)
     lhs, rhs, d_out = (integers(rng, *shape, dtype=BF16) for shape in ((267, 64), (3, 64, 64), (267, 64)))
     lhs[260:] = d_out[260:] = np.nan
-    out = gemm.grouped_gemm(lhs, rhs, sizes, transpose_rhs=False, out_dtype=out_dtype)
+    out = gemm.grouped_gemm(lhs, rhs, sizes, transpose=False, out_dtype=out_dtype)
     np.testing.assert_array_equal(np.asarray(out), oracle.grouped_gemm(lhs, rhs, sizes).astype(out_dtype))
     out = gemm.weight_gradient(lhs, d_out, sizes, out_dtype=out_dtype)
     want = oracle.grouped_gemm_gradients(lhs[:260], rhs, sizes, d_out[:260])[1]
@@ -170,7 +170,7 @@ def test_pallas_activated_two_arrays(rng):
 def test_pallas_vmap(rng):
     lhs, rhs = reals(rng, 2, 20, 64, dtype=BF16), reals(rng, 2, 3, 64, 64, dtype=BF16)
     sizes = np.array([[5, 0, 12], [0, 20, 0]], np.int32)
-    call = functools.partial(gemm.grouped_gemm, transpose_rhs=False, out_dtype=F32)
+    call = functools.partial(gemm.grouped_gemm, transpose=False, out_dtype=F32)
     for got, *one in zip(jax.vmap(call)(lhs, rhs, sizes), lhs, rhs, sizes, strict=True):
         assert_close(np.asarray(got), oracle.grouped_gemm(*one), "out")
 
@@ -189,7 +189,7 @@ def lower(call, *shapes):
 @pytest.mark.parametrize(("tiles", "x64"), [(LOW, False), (LOW, True), (HALF, False), (HIGH, False)], ids=str)
 @pytest.mark.slow(unless={"tiles": [HALF], "out_dtype": [BF16]})
 def test_pallas_forward_lowers(tiles, x64, out_dtype, transpose):
-    call = functools.partial(gemm.grouped_gemm, transpose_rhs=transpose, out_dtype=out_dtype, tiles=tiles)
+    call = functools.partial(gemm.grouped_gemm, transpose=transpose, out_dtype=out_dtype, tiles=tiles)
     with jax.enable_x64(x64):
         assert "mosaic_gpu" in lower(call, (32768, 7168), (64, 4096, 7168) if transpose else (64, 7168, 4096), (64,))
         if tiles is LOW:
@@ -226,7 +226,7 @@ def test_pallas_weights_lower(tiles):
 @pytest.mark.slow
 def test_pallas_large_results_lower():
     """More than 2**31 elements: positions are pairs of a row and a column, never one number."""
-    call = functools.partial(gemm.grouped_gemm, transpose_rhs=False, out_dtype=BF16)
+    call = functools.partial(gemm.grouped_gemm, transpose=False, out_dtype=BF16)
     assert "mosaic_gpu" in lower(call, (1 << 20, 64), (8, 64, 4096), (8,))
 
 
@@ -235,7 +235,7 @@ def test_pallas_misaligned_copies_do_not_lower(monkeypatch):
     """They would copy the wrong rows, which only the lowering detects, not the interpreter."""
     monkeypatch.setattr(pl, "multiple_of", lambda x, multiple: x)
     jax.clear_caches()
-    call = functools.partial(gemm.grouped_gemm, transpose_rhs=False, out_dtype=BF16)
+    call = functools.partial(gemm.grouped_gemm, transpose=False, out_dtype=BF16)
     with pytest.raises(ValueError, match=r"divisibility|Failed to infer"):
         # Sizes of no other test, because launches are lowered once.
         lower(call, (32768, 7232), (64, 7232, 4096), (64,))

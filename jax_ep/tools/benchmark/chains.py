@@ -20,11 +20,6 @@ def zero_after(result: Array) -> Array:
     return (result.reshape(-1)[0].astype(jnp.float32) == 12345.678).astype(jnp.int32)  # never true
 
 
-def after(array: Array, result: Array) -> Array:
-    """Return `array`, available only once all of `result` is."""
-    return array + zero_after(lax.optimization_barrier(result)).astype(array.dtype)
-
-
 def _touch(x: Array, zero: Array) -> Array:
     """Return `x`, available only once the zero is; in place if nothing else needs it."""
     origin = (0,) * x.ndim

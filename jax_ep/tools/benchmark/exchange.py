@@ -149,7 +149,7 @@ def variants(case: Case, *, baselines: bool) -> dict[str, Variant]:
 
 
 def _plan(case: Case, name: str) -> Step:
-    run, options = registry.get("exchange", name), registry.options("dispatch", AXIS, name)
+    run, options = registry.EXCHANGE.by(name), registry.options("dispatch", AXIS, name)
     return lambda zero, ids, _: run.plan(options, ids + zero, case.layout)
 
 

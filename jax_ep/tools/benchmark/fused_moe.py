@@ -10,7 +10,6 @@ Variants, each forward, without gradients:
   one launch, FORMAT       one kernel, by the schedule
   several launches, FORMAT several kernels, by the schedule
   hidden rows, bfloat16    several kernels; the first GEMM stores the FFN hidden state, and another kernel activates it
-  TILES, FORMAT            one kernel with other tiles, with `--tiles`
   moe_sort                 the sort alone, of all experts
   a step of the chain      the part of each measurement that is not its variant
   ragged_dot               sort, two `lax.ragged_dot` and the sums: JAX's operations
@@ -37,7 +36,7 @@ import numpy as np
 from jax import Array
 
 import jax_ep
-from jax_ep import formats, tuning
+from jax_ep import formats
 from jax_ep.quantization import quantize, with_layout
 from jax_ep.tools.benchmark import baselines, harness, profiler, pytorch, rates
 from jax_ep.tools.benchmark.chains import calls
@@ -54,7 +53,12 @@ TORCH = "PyTorch, _grouped_mm"
 FORMATS: dict[str, dict[str, str]] = {name: {"format": name} for name in formats.FORMATS}
 FORMATS |= {f"{name}_tokens": {"format": name, "activations": formats.FORMATS[name].activations} for name in FORMATS}
 FORMATS |= {name: {"format": name.removesuffix("_prepacked")} for name in formats.STORED}
-ONE, SEVERAL = jax_ep.Schedule(single_launch=True), jax_ep.Schedule(single_launch=False)
+SEVERAL = jax_ep.Schedule(single_launch=False)
+WAYS: dict[str, Callable[..., Array]] = {
+    "fused_moe": jax_ep.fused_moe,
+    "one launch": partial(jax_ep.fused_moe, schedule=jax_ep.Schedule(single_launch=True)),
+    "several launches": partial(jax_ep.fused_moe, schedule=SEVERAL),
+}
 
 
 class Variant(NamedTuple):
@@ -68,24 +72,6 @@ class Variant(NamedTuple):
 def with_hidden_rows(layer: Callable[..., Array], x: Array, *others: Array) -> Array:
     """Compute the layer as a gradient needs it: the first GEMM stores the FFN hidden state."""
     return jax.vjp(lambda x: layer(x, *others), x)[0]
-
-
-def with_tiles(settings: dict[str, Any], *arrays: Any) -> Array:
-    """Compute the layer in one kernel, with some settings of its tiles."""
-    with tuning.override("fused_moe", **settings):
-        return jax_ep.fused_moe(*arrays, schedule=ONE)
-
-
-def ways(args: argparse.Namespace) -> dict[str, Callable[..., Array]]:
-    """Return the ways to compute a layer, by name."""
-    found = {"fused_moe": jax_ep.fused_moe, "one launch": partial(jax_ep.fused_moe, schedule=ONE)}
-    found["several launches"] = partial(jax_ep.fused_moe, schedule=SEVERAL)
-    if args.tiles:
-        from jax_ep.megakernels.fused_moe import FusedTiles  # imports Triton
-
-        for name, values in FusedTiles.candidates.items():
-            found |= {f"{name}={value}": partial(with_tiles, {name: value}) for value in values}
-    return found
 
 
 def variants(
@@ -104,7 +90,7 @@ def variants(
 
     found = {"ragged_dot": Variant(baselines.ragged_dot_layer, (*layer, *weights), bytes_of(weights))}
     for expert_format, held in {"bfloat16": weights, **stored}.items():
-        for way, function in ways(args).items():
+        for way, function in WAYS.items():
             if way == "fused_moe" or expert_format != "int8_tokens":  # which no kernel fuses
                 found[f"{way}, {expert_format}"] = Variant(function, (*layer, *held), bytes_of(held))
     hidden_rows = partial(with_hidden_rows, partial(jax_ep.fused_moe, schedule=SEVERAL))
@@ -213,7 +199,6 @@ def options(prog: str | None = None) -> argparse.ArgumentParser:
     add("--routing", choices=["uniform", "zipf"], default="uniform")
     add("--shard", type=int, default=1, metavar="N", help="the experts of one of N ranks")
     add("--graphs", action="store_true", help="launch chains as CUDA graphs, which short calls need")
-    add("--tiles", action="store_true", help="also time one kernel with other tiles")
     add("--only", nargs="+", help="only variants whose names contain one of these")
     add("--kernels", action="store_true", help="profile each variant instead, see kernel_times.py")
     add("--lengths", type=int, nargs=2, help="lengths of chains; short calls need longer ones")

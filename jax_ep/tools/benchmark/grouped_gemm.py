@@ -1,7 +1,7 @@
 """Grouped GEMMs of Triton and Pallas and their gradients in TFLOP/s, compared with cuBLAS and PyTorch.
 
     python benchmarks/grouped_gemm.py
-    python benchmarks/grouped_gemm.py --tiles --shapes 32768,7168,4096,64 --directions forward --suffix _tiles
+    python benchmarks/grouped_gemm.py --shapes 32768,7168,4096,64 --directions forward --suffix _one
 
 Writes results/grouped_gemm_gpu.json. All rates count the rows of the problem, not the extra rows of tiles. cuBLAS
 multiplies equal groups, which is the least work, and runs in every round: ratios to it are taken within rounds. Results
@@ -11,7 +11,6 @@ are compared with those of the loop over tiles in plain XLA ("portable loop").
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -72,17 +71,17 @@ class Problem(NamedTuple):
 # --- products -------------------------------------------------------------------------------------------------------
 
 
-def product(name: str, direction: str, **keywords: Any) -> Callable[..., Array]:
-    """Return the GEMM of an implementation, with its default tiles or others."""
-    run = registry.get("grouped_gemm", name)
+def product(name: str, direction: str) -> Callable[..., Array]:
+    """Return the GEMM of an implementation."""
+    run = registry.GROUPED_GEMM.by(name)
     if direction == WEIGHT_GRADIENT:
-        return partial(run.weight_gradient, out_dtype=BF16, **keywords)
-    return partial(run.grouped_gemm, transpose_rhs=direction == INPUT_GRADIENT, out_dtype=BF16, **keywords)
+        return partial(run.weight_gradient, out_dtype=BF16)
+    return partial(run.grouped_gemm, transpose=direction == INPUT_GRADIENT, out_dtype=BF16)
 
 
 def in_fp8(problem: Problem) -> dict[str, Product]:
     """Return the forward GEMMs, or the weight gradients, in FP8 of quantized operands."""
-    activation, gemm = registry.get("activation", "triton"), registry.fp8_gemm("triton")
+    activation, gemm = registry.ACTIVATION.by("triton"), registry.FP8_GEMM.by("triton")
     is_gradient = problem.direction == WEIGHT_GRADIENT
     operation = "weight_gradient_fp8" if is_gradient else "grouped_gemm_fp8"
 
@@ -119,30 +118,7 @@ def cublas(direction: str) -> Product:
     return jax.jit(run)
 
 
-def with_tiles(direction: str) -> dict[str, Product]:
-    """Return the kernels with each change of one field of their default tiles; `jax-ep tune` tries combinations."""
-    from jax_ep.megakernels.grouped_gemm import Tiles, WeightTiles  # imports Triton
-    from jax_ep.pallas.tiling import ForwardTiles
-    from jax_ep.pallas.tiling import WeightTiles as PallasWeightTiles
-
-    of_weights = direction == WEIGHT_GRADIENT
-    found: dict[str, Product] = {}
-
-    def by_triton(settings: dict[str, Any], *operands: Array) -> Array:
-        with tuning.override("weight_gradient" if of_weights else "grouped_gemm", **settings):
-            return product("triton", direction)(*operands)
-
-    for field, values in (WeightTiles if of_weights else Tiles).candidates.items():
-        found |= {f"triton, {field}={value}": jax.jit(partial(by_triton, {field: value})) for value in values}
-    default = PallasWeightTiles(256, 4) if of_weights else ForwardTiles()
-    for field, values in default.candidates.items():
-        for value in values:
-            tiles = dataclasses.replace(default, **{field: value})
-            found[f"pallas, {field}={value}"] = jax.jit(product("pallas", direction, tiles=tiles))
-    return found
-
-
-def products(problem: Problem, *, tiles: bool) -> dict[str, Product]:
+def products(problem: Problem) -> dict[str, Product]:
     """Return all variants of a problem but cuBLAS."""
     direction, (_, k, n, _) = problem.direction, problem.shape
     found: dict[str, Product] = {label: jax.jit(product(name, direction)) for label, name in NAMES.items()}
@@ -150,7 +126,7 @@ def products(problem: Problem, *, tiles: bool) -> dict[str, Product]:
         found |= in_fp8(problem)
     if direction == FORWARD and pytorch.is_here():
         found |= pytorch.gemms(*problem.operands["equal"][:2])
-    return found | (with_tiles(direction) if tiles else {})
+    return found
 
 
 # --- measuring ------------------------------------------------------------------------------------------------------
@@ -256,7 +232,6 @@ def options(prog: str | None = None) -> argparse.ArgumentParser:
     parser = harness.parser(__doc__, "grouped_gemm", prog=prog, rounds=15)
     add = parser.add_argument
     add("--only", nargs="+", help="variants whose names contain one of these")
-    add("--tiles", action="store_true", help="also time the kernels with other tiles")
     add("--shapes", nargs="+", type=shape, default=SHAPES, help="rows,K,N,groups of each shape")
     add("--model", choices=MODELS, help=f"the shapes of a rank of {RANKS} GPUs instead")
     add("--directions", nargs="+", choices=DIRECTIONS, default=DIRECTIONS)
@@ -279,6 +254,6 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
         initialize()
     for sizes in args.shapes:
         for problem in make_problems(sizes, args.directions):
-            measure(report, args, problem, harness.chosen(products(problem, tiles=args.tiles), args.only))
+            measure(report, args, problem, harness.chosen(products(problem), args.only))
     jax_ep.finalize()
     print(report.path)

@@ -53,8 +53,9 @@ def pytest_addoption(parser):
     group.addoption("--seed", type=int, help="seed of the random inputs; default: a fresh one, shown on failure")
 
 
-def pytest_configure():
+def pytest_configure(config):
     """JAX must know of the other processes before it searches for devices."""
+    config.add_cleanup(gc.unfreeze)  # See `pytest_sessionfinish`.
     for name in ON_KERNELS:
         file, _, test = name.partition("::")
         path = Path(__file__).parents[1] / file
@@ -160,6 +161,8 @@ def pytest_sessionfinish():
     import jax_ep
 
     jax_ep.finalize()
+    gc.collect()
+    gc.freeze()  # pytest collects five times more, which takes seconds with all compiled programs alive.
 
 
 MEASURED_CAPABILITY = 90  # Of the GPUs that the kernels are written for.

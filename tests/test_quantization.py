@@ -20,7 +20,7 @@ from jax_ep import formats
 from jax_ep.checkpoints.decoded import dequantize_mxfp4
 from jax_ep.quantization import dequantize, dequantize_fp8, quantize, quantize_fp8, with_layout
 from jax_ep.serving import serving_weights
-from stored_experts import relaid, stand_for
+from stored_experts import dense, quantized, relaid, stand_for
 
 
 def largest_of_blocks(w):
@@ -198,10 +198,6 @@ def test_quantize_fp8_scalar():
 
 
 FORMATS = pytest.mark.parametrize("expert_format", formats.FORMATS)
-
-
-quantized = jax.jit(quantize, static_argnames=("format", "block_size", "activations"))
-dense = jax.jit(dequantize, static_argnames="dtype")
 
 
 def options_of(expert_format, block_size):

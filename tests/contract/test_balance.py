@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -18,31 +19,15 @@ from harness import compiled, make_mesh, per_rank, run
 from jax_ep.ops import balanced
 from jax_ep.ops import plan as plans
 from jax_ep.types import Layout, Schedule
-from layers import Layer, first_tokens
+from layers import Layer, check_gradients, first_tokens, with_gradients
 from routings import ROUTINGS
 
 BALANCES = [jax_ep.Balance(1.0, 1), jax_ep.Balance(1.1), jax_ep.Balance(1.0, 8)]
 
 
 def layer_and_gradients(shape: Shape, implementation: str, balance: jax_ep.Balance | None, **options: Any) -> Any:
-    """Return `(y, dx, d_topk_weights, d_w_gate_up, d_w_down)` of per-rank arguments."""
-
-    def fn(x: Any, topk_idx: Any, topk_weights: Any, w_gate_up: Any, w_down: Any, d_out: Any) -> Any:
-        def layer(x: Any, *others: Any) -> Any:
-            fixed = {"num_experts": shape.num_experts, "implementation": implementation, "balance": balance}
-            return jax_ep.moe(x, topk_idx, *others, **fixed, **options)
-
-        y, pull = jax.vjp(layer, x, topk_weights, w_gate_up, w_down)
-        return y, *pull(d_out)
-
-    return fn
-
-
-def check(got: Any, layer: Layer, d_out: np.ndarray, tolerance: float | None = None) -> None:
-    exact = layer.oracle()
-    want = exact.forward(), *exact.gradients(d_out.astype(np.float64))
-    for name, g, w in zip(("y", "dx", "d_topk_weights", "d_w_gate_up", "d_w_down"), got, want, strict=True):
-        assert_close(g.reshape(w.shape), w, name, tolerance=tolerance)
+    fixed = {"num_experts": shape.num_experts, "implementation": implementation, "balance": balance}
+    return with_gradients(functools.partial(jax_ep.moe, **fixed, **options))
 
 
 @pytest.mark.parametrize("balance", BALANCES, ids=lambda b: f"{b.rows}-{b.spare_experts}")
@@ -55,7 +40,7 @@ def test_balance_routings(
         with subtests.test(routing):
             layer = Layer(rng, routing, every_mesh.size, BASE)
             d_out = reals(rng, *layer.x.shape)
-            check(call(*layer.args, d_out), layer, d_out)
+            check_gradients(call(*layer.args, d_out), layer, d_out)
 
 
 @pytest.mark.slow
@@ -66,18 +51,20 @@ def test_balance_one_expert_per_rank(implementation: str, mesh: Mesh, rng: np.ra
         with subtests.test(routing):
             layer = Layer(rng, routing, mesh.size, shape)
             d_out = reals(rng, *layer.x.shape)
-            check(call(*layer.args, d_out), layer, d_out)
+            check_gradients(call(*layer.args, d_out), layer, d_out)
 
 
+@pytest.mark.slow
 def test_balance_axes_in_another_order(implementation: str, rng: np.random.Generator) -> None:
     layer, axis_name = Layer(rng, "one_hot_every_slot", 4, BASE), ("b", "a")
     call = layer_and_gradients(BASE, implementation, jax_ep.Balance(1.0, 1), axis_name=axis_name)
     d_out = reals(rng, *layer.x.shape)
-    check(run(call, make_mesh((2, 2), ("a", "b")), *layer.args, d_out, axes=(axis_name,)), layer, d_out)
+    got = run(call, make_mesh((2, 2), ("a", "b")), *layer.args, d_out, axes=(axis_name,))
+    check_gradients(got, layer, d_out)
 
 
 @pytest.mark.parametrize("mode", ["serial", "scatter"])
-@pytest.mark.slow_interpreted(unless={"mode": ["scatter"]})
+@pytest.mark.slow(unless={"implementation": ["triton"], "mode": ["scatter"]})
 def test_balance_bfloat16_copies_in_their_own_array(
     implementation: str, mode: str, expert_mesh: Any, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,12 +84,13 @@ def test_balance_bfloat16_copies_in_their_own_array(
 
     found = results(True)
     assert [g.dtype for g in found] == [BF16, BF16, F32, BF16, BF16]
-    check(found, layer, d_out, tolerance=4e-2)
+    check_gradients(found, layer, d_out, tolerance=4e-2)
     for got, want in zip(found, results(False), strict=True):
         assert_same_bits(got, want)
 
 
 @pytest.mark.parametrize("recipe", [None, "fp8"])
+@pytest.mark.slow(unless={"recipe": [None]})
 def test_balance_moves_no_home_weights(
     implementation: str, recipe: str | None, expert_mesh: Any, rng: np.random.Generator
 ) -> None:

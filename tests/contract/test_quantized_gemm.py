@@ -14,11 +14,12 @@ import oracle_quantized
 from cases import BF16, F16, F32, Shape, assert_close, assert_same_bits, reals
 from harness import compiled, to_numpy
 from jax_ep import formats
-from jax_ep.quantization import quantize, quantize_fp8, with_layout
+from jax_ep.quantization import quantize_fp8
 from layers import Layer
-from stored_experts import STORED, stand_for, store
+from stored_experts import STORED, dense, quantized, relaid, stand_for, store
 
 OPERATION = "quantized_gemm"
+in_fp8_blocks = jax.jit(quantize_fp8)
 FORMATS = pytest.mark.parametrize("expert_format", formats.FORMATS)
 IN_EVERY_WAY = pytest.mark.parametrize("stored", STORED)
 # Rows, sizes of groups: empty groups, partial tiles, rows past the groups.
@@ -81,7 +82,7 @@ def test_quantized_gemm_int4_blocks(implementation, block_size, stored, rng):
     lhs, w = reals(rng, 9, 256, dtype=BF16), reals(rng, 2, 256, 24)
     q = store(w, stored, block_size=block_size)
     sizes = np.array([4, 5], np.int32)
-    got = to_numpy(jax_ep.grouped_gemm(lhs, q, sizes, implementation=implementation))
+    got = to_numpy(jax.jit(partial(jax_ep.grouped_gemm, implementation=implementation))(lhs, q, sizes))
     want = oracle.grouped_gemm(lhs.astype(np.float64), stand_for(q), sizes)
     assert got.dtype == BF16
     assert_close(got, want)
@@ -93,11 +94,11 @@ def test_quantized_gemm_mxfp4_scales(implementation, dtype, prepacked, rng):
     """Scales far from one, one per column; too large values are not finite, and NaN stays in its column."""
     exponents = np.array([63, 100, 127, 128, 129, 140, 160, 161, 254, 255], np.uint8)
     lhs, columns = reals(rng, 6, 64, dtype=dtype), len(exponents)
-    q = quantize(jnp.asarray(reals(rng, 1, 64, columns)), "mxfp4")
+    q = quantized(reals(rng, 1, 64, columns), "mxfp4")
     scales = np.broadcast_to(exponents[None, :, None], q.scales.shape)
     q = dataclasses.replace(q, scales=jnp.asarray(scales))
     call = partial(jax_ep.grouped_gemm, preferred_element_type=jnp.float32, implementation=implementation)
-    rhs = with_layout(q, "prepacked") if prepacked else q
+    rhs = relaid(q, layout="prepacked") if prepacked else q
     got = to_numpy(jax.jit(call)(lhs, rhs, np.array([6], np.int32))).astype(np.float64)
     matrix = oracle_quantized.dequantize(np.asarray(q.values), scales, "mxfp4")[0]
     want = lhs.astype(np.float64) @ matrix.T
@@ -116,7 +117,7 @@ def test_quantized_gemm_int8_tokens(implementation, masked, smoothed, rng):
     sizes, depth = np.array([5, 0, 30], np.int32), 160
     w = reals(rng, 3, depth, 40)
     smooth = (2.0 ** rng.uniform(-3, 3, (3, depth))).astype(F32) if smoothed else None
-    q = quantize(jnp.asarray(w), "int8", activations="int8", smooth=smooth)
+    q = quantized(w, "int8", activations="int8", smooth=smooth)
     groups = np.repeat(np.arange(3), sizes)
     rows = reals(rng, 35, depth, dtype=BF16) * (4 * np.arange(depth) % 7).astype(BF16)
     wide = rows.astype(np.float64) / (smooth[groups].astype(np.float64) if smoothed else 1)
@@ -147,10 +148,10 @@ def test_quantized_gemm_smooth_outlier_columns(implementation, rng):
     x[:, ::32] *= 100
     smooth = np.broadcast_to(np.sqrt(np.abs(x).max(0)) / np.sqrt(np.abs(w).max((0, 2))), (2, 256)).astype(F32)
     want = oracle.grouped_gemm(x.astype(np.float64), w, sizes)
-    errors = []
+    call, errors = jax.jit(partial(jax_ep.grouped_gemm, implementation=implementation)), []
     for factors in (None, smooth):
-        q = quantize(jnp.asarray(w), "int8", activations="int8", smooth=factors)
-        got = to_numpy(jax_ep.grouped_gemm(x.astype(BF16), q, sizes, implementation=implementation))
+        q = quantized(w, "int8", activations="int8", smooth=factors)
+        got = to_numpy(call(x.astype(BF16), q, sizes))
         errors.append(np.linalg.norm(got.astype(np.float64) - want) / np.linalg.norm(want))
     assert errors[1] < 0.7 * errors[0]
 
@@ -158,7 +159,7 @@ def test_quantized_gemm_smooth_outlier_columns(implementation, rng):
 def test_quantized_layer_int8_tokens(implementation, rng):
     layer = Layer(rng, "uniform", 1, Shape(num_tokens=9, hidden=128, intermediate=128), BF16)
     want = layer.oracle().forward()[0]
-    q = [quantize(jnp.asarray(w), "int8", activations="int8") for w in (layer.w_gate_up, layer.w_down)]
+    q = [quantized(w, "int8", activations="int8") for w in (layer.w_gate_up, layer.w_down)]
     operands = layer.x[0], layer.topk_idx[0], layer.topk_weights[0]
     for call in (jax_ep.fused_moe, partial(jax_ep.low_latency_moe, num_experts=8, axis_name=())):
         got = to_numpy(jax.jit(partial(call, implementation=implementation))(*operands, *q))
@@ -170,13 +171,13 @@ def test_quantized_layer_int8_tokens(implementation, rng):
 def test_quantized_gemm_fp8_tokens(implementation, masked, rng):
     """Results match GEMMs of the two FP8 operands bit for bit."""
     sizes, depth = np.array([5, 0, 30], np.int32), 256
-    q = quantize(jnp.asarray(reals(rng, 3, depth, 40)), "fp8", activations="fp8")
+    q = quantized(reals(rng, 3, depth, 40), "fp8", activations="fp8")
     rows = reals(rng, 35, depth, dtype=BF16)
     if masked:
         rows, real = np.full((3, 32, depth), np.nan, BF16), np.arange(32) < sizes[:, None]
         rows[real] = reals(rng, 35, depth, dtype=BF16)
     product = partial(jax_ep.masked_grouped_gemm if masked else jax_ep.grouped_gemm, implementation=implementation)
-    values, scales = quantize_fp8(rows)
+    values, scales = in_fp8_blocks(rows)
     want = to_numpy(jax.jit(product)(values, q, sizes, lhs_scales=scales))
     got = to_numpy(jax.jit(product)(rows, q, sizes))
     assert_same_bits(got[real] if masked else got, want[real] if masked else want)
@@ -190,7 +191,7 @@ FP8_FORMATS = pytest.mark.parametrize(
 
 def in_fp8(rows):
     """Return rows after rounding to FP8, in float64."""
-    values, scales = (to_numpy(a).astype(np.float64) for a in quantize_fp8(jnp.asarray(rows, jnp.float32)))
+    values, scales = (to_numpy(a).astype(np.float64) for a in in_fp8_blocks(rows.astype(F32)))
     return values * scales.repeat(128, -1)
 
 
@@ -203,7 +204,7 @@ def test_quantized_gemm_fp8_tokens_other_formats(implementation, given, block_si
     sizes, depth = np.array([5, 0, 30], np.int32), 256
     w = reals(rng, 3, depth, 40) * 2.0 ** rng.integers(-9, 1, (3, depth // 32, 40)).repeat(32, axis=1)
     sizes_of_blocks = {"block_size": block_size} if formats.FORMATS[expert_format].takes_block_size else {}
-    q = quantize(jnp.asarray(w, F32), expert_format, activations="fp8", **sizes_of_blocks)
+    q = quantized(w.astype(F32), expert_format, activations="fp8", **sizes_of_blocks)
     matrices = np.swapaxes(stand_for(q), -1, -2)
     rows = reals(rng, 35, depth, dtype=BF16)
     want = oracle.grouped_gemm(in_fp8(rows), np.swapaxes(matrices, -1, -2), sizes)
@@ -217,7 +218,7 @@ def test_quantized_gemm_fp8_tokens_other_formats(implementation, given, block_si
         if given == "masked":
             got = to_numpy(call(lhs, q, sizes))[real]
         else:
-            values, scales = quantize_fp8(jnp.asarray(lhs))
+            values, scales = in_fp8_blocks(lhs)
             got = to_numpy(call(values, q, sizes, lhs_scales=scales))[real]
     # Hopper's tensor cores add FP8 products in about 14 bits, until 128 are scaled and added in float32.
     in_float32 = 2e-3 if jax.default_backend() == "gpu" else 2e-5
@@ -231,7 +232,7 @@ def test_quantized_gemm_fp8_tokens_other_formats(implementation, given, block_si
 def test_quantized_layers_fp8_tokens(implementation, which, expert_format, rng):
     layer = Layer(rng, "uniform", 1, Shape(num_tokens=9, hidden=256, intermediate=128), BF16)
     x, ids, weights = layer.x[0], layer.topk_idx[0], layer.topk_weights[0]
-    pair = [quantize(jnp.asarray(w), expert_format, activations="fp8") for w in (layer.w_gate_up, layer.w_down)]
+    pair = [quantized(w, expert_format, activations="fp8") for w in (layer.w_gate_up, layer.w_down)]
     matrices = [np.swapaxes(stand_for(q), -1, -2) for q in pair]
     want = np.zeros(x.shape)
     tokens = in_fp8(x)
@@ -266,8 +267,8 @@ def test_quantized_layer_fp8_tokens(implementation, kind, num_ranks, expert_mesh
     options = {"num_experts": 8, "implementation": implementation, "experts": experts}
 
     def stored(x, ids, weights, *matrices):
-        quantized = [quantize(w, "fp8", activations="fp8") for w in matrices]
-        return jax_ep.moe(x, ids, weights, *quantized, **options)
+        pair = [quantized(w, "fp8", activations="fp8") for w in matrices]
+        return jax_ep.moe(x, ids, weights, *pair, **options)
 
     def in_each_call(*operands):
         return jax_ep.moe(*operands, recipe="fp8", **options)
@@ -317,10 +318,10 @@ def test_quantized_layers_biases_and_padding(implementation, rng):
     biases = reals(rng, 4, 256, dtype=BF16), reals(rng, 4, 128, dtype=BF16)
     experts = jax_ep.Experts("silu", clamp=7.0, alpha=1.702, up_offset=1.0, interleaved=True)
     call = partial(jax_ep.fused_moe, implementation=implementation, experts=experts, biases=biases)
-    quantized = [quantize(jnp.asarray(a), "int8") for a in w]
-    dense = [jax_ep.dequantize(q, jnp.bfloat16) for q in quantized]
+    in_int8 = [quantized(a, "int8") for a in w]
+    wide = [dense(q, dtype=jnp.bfloat16) for q in in_int8]
     weights = np.full((6, 2), 0.5, F32)
-    got, want = (to_numpy(jax.jit(call)(x, ids, weights, *matrices)) for matrices in (quantized, dense))
+    got, want = (to_numpy(jax.jit(call)(x, ids, weights, *matrices)) for matrices in (in_int8, wide))
     assert_close(got, want.astype(np.float64), tolerance=2e-2)
     assert not np.any(got[4:])
 
@@ -335,16 +336,17 @@ def test_quantized_gemm_prepacked_needs_16_bit_tokens(implementation):
     operands = jnp.ones((3, 128)), jnp.zeros((3, 1), jnp.int32), jnp.ones((3, 1))
     with pytest.raises(ValueError, match="w_gate_up is prepacked, with activations='fp8'"):
         jax_ep.fused_moe(*operands, in_fp8, down, implementation=implementation)
-    both = to_numpy(jax_ep.fused_moe(*operands, w, down, implementation=implementation))
-    others = (with_layout(a, "transposed") for a in (w, down))
-    apart = to_numpy(jax_ep.fused_moe(*operands, *others, implementation=implementation))
+    call = jax.jit(partial(jax_ep.fused_moe, implementation=implementation))
+    both = to_numpy(call(*operands, w, down))
+    others = (relaid(a, layout="transposed") for a in (w, down))
+    apart = to_numpy(call(*operands, *others))
     assert_close(both, apart.astype(np.float64))
 
 
 def test_quantized_gemm_mistakes(implementation):
-    q = quantize(jnp.ones((2, 128, 256)), "int8")
+    q = quantized(jnp.ones((2, 128, 256)), "int8")
     x, ids, weights = jnp.ones((3, 128)), jnp.zeros((3, 1), jnp.int32), jnp.ones((3, 1))
-    down = quantize(jnp.ones((2, 128, 128)), "int8")
+    down = quantized(jnp.ones((2, 128, 128)), "int8")
     layer = partial(jax_ep.fused_moe, implementation=implementation)
     with pytest.raises(TypeError, match="w_gate_up is QuantizedWeights and w_down is an array, expected two of a kind"):
         layer(x, ids, weights, q, jnp.ones((2, 128, 128)))
@@ -353,16 +355,16 @@ def test_quantized_gemm_mistakes(implementation):
     with pytest.raises(ValueError, match="recipe='fp8' with QuantizedWeights for inference"):
         layer(x, ids, weights, q, down, recipe="fp8")
     with pytest.raises(TypeError, match="with QuantizedWeights has no gradient"):
-        jax.grad(lambda x: layer(x, ids, weights, q, down).sum())(x)
-    both = (quantize(jnp.ones(shape), "fp8", activations="fp8") for shape in ((2, 128, 256), (2, 128, 128)))
+        jax.eval_shape(jax.grad(lambda x: layer(x, ids, weights, q, down).sum()), x)
+    both = (quantized(jnp.ones(shape), "fp8", activations="fp8") for shape in ((2, 128, 256), (2, 128, 128)))
     with pytest.raises(TypeError, match="with QuantizedWeights has no gradient"):
-        jax.grad(lambda x, *both: layer(x, ids, weights, *both).sum())(x, *both)
+        jax.eval_shape(jax.grad(lambda x, *both: layer(x, ids, weights, *both).sum()), x, *both)
     gemm = partial(jax_ep.grouped_gemm, implementation=implementation)
     with pytest.raises(TypeError, match="lhs_scales are given but lhs has dtype float32"):
         gemm(x, q, jnp.array([1, 2]), lhs_scales=jnp.ones((3, 1)))
     with pytest.raises(TypeError, match="lhs has dtype float8_e4m3fn, so rhs must be QuantizedWeights with act"):
         gemm(x.astype(jnp.float8_e4m3fn), q, jnp.array([1, 2]), lhs_scales=jnp.ones((3, 1)))
     with pytest.raises(ValueError, match="which only moe"):
-        gemm(x, quantize(jnp.ones((2, 128, 256)), "fp8", for_training=True), jnp.array([1, 2]))
+        gemm(x, quantized(jnp.ones((2, 128, 256)), "fp8", for_training=True), jnp.array([1, 2]))
     with pytest.raises(ValueError, match="axis 1 of rhs, K,"):
         gemm(x[:, :64], q, jnp.array([1, 2]))

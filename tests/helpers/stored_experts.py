@@ -11,12 +11,14 @@ import oracle_quantized
 import oracle_serving
 from cases import F32, reals
 from jax_ep import QuantizedWeights, formats
-from jax_ep.quantization import quantize, with_layout
+from jax_ep.quantization import dequantize, quantize, with_layout
 
 STORED = tuple(name.replace("_prepacked", " prepacked") for name in formats.STORED)
 
 
 relaid = jax.jit(with_layout, static_argnames="layout")
+quantized = jax.jit(quantize, static_argnames=("format", "block_size", "activations", "for_training"))
+dense = jax.jit(dequantize, static_argnames="dtype")
 
 
 @partial(jax.jit, static_argnames=("name", "block_size", "activations"))

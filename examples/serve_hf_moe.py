@@ -18,6 +18,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jax_ep.core.files import check_writable
 from jax_ep.formats import FORMATS
 from jax_ep.tools.command import Parser, count_or_zero, run
 from lm.devices import make_mesh, prepare_cpu_devices
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from hf.generation import Generated, Generator
     from hf.model import Decoder
+    from lm.data import WindowIterator
 
 EXPERTS = ("off", "same", *FORMATS)
 PROMPTS = ["The capital of France is", "Once upon a time"]
@@ -54,6 +56,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--batch-size", type=int, default=8, help="windows per step over all devices")
     add("--length", type=int, default=128, help="tokens per window")
     args = parser.parse_args(arguments)
+    args.prompt = args.prompt or PROMPTS
     if (args.train is None) != (args.text is None):
         parser.error("--train and --text need each other")
     for file in [args.folder / "config.json", args.folder / "tokenizer.json", *([args.text] if args.text else [])]:
@@ -64,6 +67,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"{args.save} has a checkpoint already: pass another folder with --save")
     if args.train:
         args.save.mkdir(parents=True, exist_ok=True)
+        check_writable(args.save / "config.json")
     return args
 
 
@@ -80,18 +84,22 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         import jax.numpy as jnp
 
         from hf.config import stop_tokens
-        from hf.generation import Generator
+        from hf.generation import Generator, Sampling, check_lengths
         from jax_ep.checkpoints import Checkpoint
 
         checkpoint = Checkpoint(args.folder)
         dtype = jnp.dtype(args.dtype or _dtype(checkpoint.config))
         mesh = _mesh(checkpoint.moe_options()["num_experts"], args.expert_parallel)
         tokenizer = read_tokenizer(args.folder / "tokenizer.json")
+        prompts = [tokenizer.encode(prompt).ids for prompt in args.prompt]
+        check_lengths(prompts, args.max_new)
+        Sampling.of(args.temperature, args.top_p)  # An error comes before the weights are read.
+        windows = read_windows(args, tokenizer, mesh) if args.train else None
     # Parameter updates are too small for bfloat16.
     decoder = load(console, checkpoint, mesh=mesh, dtype=dtype, param_dtype=jnp.float32 if args.train else dtype)
     result: dict[str, Any] = {}
-    if args.train:
-        result["losses"] = fine_tune(console, args, decoder, tokenizer, mesh)
+    if windows is not None:
+        result["losses"] = fine_tune(console, args, decoder, windows, mesh)
         with doing(console, f"writing {args.save}"):
             from hf.loading import save
 
@@ -100,7 +108,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
                 if (args.folder / file).is_file():
                     shutil.copy(args.folder / file, args.save)
     generator = Generator(decoder, mesh, stop_tokens=stop_tokens(args.folder), experts=args.experts)
-    out = generate(console, args, generator, tokenizer)
+    out = generate(console, args, generator, tokenizer, prompts)
     texts = [tokenizer.decode(tokens) for tokens in out.tokens]
     return result | {"texts": texts, "prefill_speed": out.prefill_speed, "decode_speed": out.decode_speed}
 
@@ -141,27 +149,39 @@ def load(console: Console, checkpoint: Any, **options: Any) -> Decoder:
     return decoder
 
 
-def fine_tune(
-    console: Console, args: argparse.Namespace, decoder: Decoder, tokenizer: Tokenizer, mesh: jax.sharding.Mesh | None
-) -> list[float]:
-    """Train the weights of `decoder`; return the loss before each step."""
+def read_windows(args: argparse.Namespace, tokenizer: Tokenizer, mesh: jax.sharding.Mesh | None) -> WindowIterator:
+    """Read the text to fine-tune on."""
     import numpy as np
 
+    from hf.training import windows_of
+
+    tokens = np.array(tokenizer.encode(args.text.read_text()).ids, np.int32)
+    return windows_of(tokens, batch_size=args.batch_size, length=args.length, mesh=mesh, seed=args.seed)
+
+
+def fine_tune(
+    console: Console,
+    args: argparse.Namespace,
+    decoder: Decoder,
+    windows: WindowIterator,
+    mesh: jax.sharding.Mesh | None,
+) -> list[float]:
+    """Train the weights of `decoder`; return the loss before each step."""
     from hf.training import train
     from lm.report import TrainingBar
 
-    tokens = np.array(tokenizer.encode(args.text.read_text()).ids, np.int32)
-    sizes = {"steps": args.train, "batch_size": args.batch_size, "length": args.length}
     losses = []
     with TrainingBar(console, total=args.train, done=0) as bar:
-        for step in train(decoder, tokens, learning_rate=args.learning_rate, mesh=mesh, seed=args.seed, **sizes):
+        for step in train(decoder, windows, steps=args.train, learning_rate=args.learning_rate, mesh=mesh):
             losses.append(step.loss)
             bar.advance(step.loss, args.batch_size * args.length, step.load)
     console.print(f"loss {losses[0]:.3f} before the first step, {losses[-1]:.3f} before the last", highlight=False)
     return losses
 
 
-def generate(console: Console, args: argparse.Namespace, generator: Generator, tokenizer: Tokenizer) -> Generated:
+def generate(
+    console: Console, args: argparse.Namespace, generator: Generator, tokenizer: Tokenizer, prompts: list[list[int]]
+) -> Generated:
     """Continue the prompts; show progress on a terminal."""
     from rich.console import Group
     from rich.live import Live
@@ -169,18 +189,16 @@ def generate(console: Console, args: argparse.Namespace, generator: Generator, t
 
     from lm.report import doing
 
-    prompts = args.prompt or PROMPTS
-    tokens = [tokenizer.encode(prompt).ids for prompt in prompts]
     options = {"max_new": args.max_new, "temperature": args.temperature, "top_p": args.top_p, "seed": args.seed}
     with doing(console, "compiling"):
-        generator.compile(tokens, max_new=args.max_new)
+        generator.compile(prompts, max_new=args.max_new)
 
     def texts(new: list[list[int]]) -> Group:
-        pairs = zip(prompts, new, strict=True)
+        pairs = zip(args.prompt, new, strict=True)
         return Group(*(Text.assemble((prompt, "bold"), tokenizer.decode(made), "\n") for prompt, made in pairs))
 
     with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:
-        out = generator(tokens, show=lambda new: live.update(texts(new), refresh=True), **options)
+        out = generator(prompts, show=lambda new: live.update(texts(new), refresh=True), **options)
     console.print(
         f"{len(prompts)} prompts: prefill {out.prefill_speed:,.0f} tokens/s, decode {out.decode_speed:,.0f} tokens/s",
         highlight=False,

@@ -51,7 +51,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="expert weights of the low-latency path; auto: fp8 if the hidden size is a multiple of 128, else same",
     )
     add("--no-check", action="store_true", help="do not compare with the throughput path")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    args.prompt = args.prompt or PROMPTS
+    if not all(args.prompt):
+        parser.error("argument --prompt: '', expected at least one character")
+    return args
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
@@ -83,7 +87,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     )
     checkpoints.close()
 
-    prompts = [text.encode() for text in args.prompt or PROMPTS]
+    prompts = [text.encode() for text in args.prompt]
     results = []
     for temperature in args.temperature or [0.7]:
         what = "generating" if results else "compiling prefill and decoding, and generating"

@@ -18,7 +18,7 @@ import train_moe_flax
 from harness import ROOT, STRICT_PYTHON, run_command
 from lm.checkpoints import Checkpoints
 from lm.data import Corpus
-from lm.devices import make_mesh
+from lm.devices import make_mesh, prepare_cpu_devices
 from lm.generation import Generator, compare
 from lm.model import LanguageModel, ModelConfig, empty_cache
 from lm.report import History
@@ -90,6 +90,8 @@ def test_sizes_out_of_range():
         ModelConfig(dropout=1.0)
     with pytest.raises(ValueError, match="the text has 9 bytes, too few for windows of 9"):
         Corpus(np.zeros(99, np.uint8), np.zeros(9, np.uint8)).held_out_windows(2, 9)
+    with pytest.raises(ValueError, match="got 100000 devices, expected at most 1024"):
+        prepare_cpu_devices(100_000)
 
 
 # One test, because every step needs the previous run, and parallel test processes would each train again.

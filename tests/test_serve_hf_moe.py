@@ -24,7 +24,7 @@ from hf import make_tiny_checkpoint
 from hf.config import DecoderConfig, stop_tokens
 from hf.generation import Generator, Sampling, choose
 from hf.loading import load, save
-from hf.training import train
+from hf.training import train, windows_of
 from jax_ep.checkpoints import Checkpoint
 from lm.devices import make_mesh
 
@@ -174,7 +174,8 @@ def test_training_lowers_the_loss_and_is_saved(family, folders, tmp_path):
     decoder = load(checkpoint, mesh=mesh, **FLOAT32)
     before = forward(decoder, golden(family).prompts[0][None])
     text = np.array(make_tiny_checkpoint.tokenizer().encode("To be, or not to be. " * 40).ids, np.int32)
-    steps = list(train(decoder, text, steps=6, batch_size=8, length=16, learning_rate=3e-3, mesh=mesh))
+    windows = windows_of(text, batch_size=8, length=16, mesh=mesh)
+    steps = list(train(decoder, windows, steps=6, learning_rate=3e-3, mesh=mesh))
     assert steps[-1].loss < steps[0].loss - 0.5
     per_token = checkpoint.moe_options()["num_experts_per_tok"]
     np.testing.assert_array_equal(steps[0].load.sum(axis=1), 8 * 16 * per_token)
@@ -265,6 +266,24 @@ def test_what_does_not_fit_is_refused(folders):
     checkpoint.config = checkpoint.config | {"attention_bias": True, "vocab_size": 300}
     with pytest.raises(ValueError, match=r"lm_head.kernel is \w+\[96, 257\] .* makes it \w+\[96, 300\]"):
         load(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ("--top-p 2", "top_p=2.0, expected"),
+        ("--prompt=", r"prompts of \[0\] ids, expected"),
+        ("--max-new 2147483647", "max_new=2147483647, expected"),
+        ("--train 1 --batch-size 3 --expert-parallel 2", "batch_size=3 must be"),
+        ("--train 1 --length 999", "the text has 2 bytes, too few"),
+    ],
+)
+def test_options_are_checked_before_weights_are_read(options, error, folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(serve_hf_moe, "load", lambda *args, **options: pytest.fail("read"))
+    (tmp_path / "text").write_text("ab")
+    of_training = ["--text", str(tmp_path / "text"), "--save", str(tmp_path)] if "--train" in options else []
+    with pytest.raises(ValueError, match=error):
+        serve_hf_moe.main([str(folders["mixtral"]), *options.split(), *of_training])
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ Experts = str  # "off", "same", or a format of quantize
 STEPS_PER_PROGRAM = 8
 # Prompts are padded to a multiple of this, so that similar lengths share compiled programs.
 _LENGTH_STEP = 16
+_MOST_IDS = 2**31 - 2 * _LENGTH_STEP  # positions are int32
 
 
 class Generated(NamedTuple):
@@ -146,7 +147,7 @@ class Generator:
           ValueError: a prompt is empty, or another argument is out of range.
         """
         sampling = Sampling.of(temperature, top_p)
-        tokens, lengths = self._padded(prompts)
+        tokens, lengths = self._padded(prompts, max_new)
         prefill, decode = self._compiled(tokens, lengths, max_new)
 
         began = time.perf_counter()
@@ -170,13 +171,12 @@ class Generator:
 
     def compile(self, prompts: Sequence[Sequence[int]], *, max_new: int) -> None:
         """Compile the programs for prompts of these lengths ahead of time."""
-        self._compiled(*self._padded(prompts), max_new)
+        self._compiled(*self._padded(prompts, max_new), max_new)
 
-    def _padded(self, prompts: Sequence[Sequence[int]]) -> tuple[Array, Array]:
+    def _padded(self, prompts: Sequence[Sequence[int]], max_new: int) -> tuple[Array, Array]:
         """Return ids `[B, S]`, padded at the end, and lengths `[B]`, on the devices."""
+        check_lengths(prompts, max_new)
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-        if not lengths.all() or not len(lengths):
-            raise ValueError(f"got prompts of {lengths} ids, expected at least one prompt with at least one id each")
         tokens = np.zeros((len(prompts), _up(lengths.max())), np.int32)
         for row, prompt in zip(tokens, prompts, strict=True):
             row[: len(prompt)] = prompt
@@ -184,8 +184,6 @@ class Generator:
 
     def _compiled(self, tokens: Array, lengths: Array, max_new: int) -> tuple[Any, Any]:
         """Compile and warm up prefill and decode for these shapes, so that timings exclude both."""
-        if max_new < 1:
-            raise ValueError(f"got max_new={max_new}, expected 1 or more")
         room = tokens.shape[1] + _up(max_new)
         key = (*tokens.shape, room)
         if key not in self._programs:
@@ -270,6 +268,15 @@ class Generator:
     def _ends(self, token: Array) -> Array:
         """Return whether tokens are stop tokens."""
         return jnp.isin(token, self._stop_tokens)
+
+
+def check_lengths(prompts: Sequence[Sequence[int]], max_new: int) -> None:
+    """Raise a `ValueError` unless a `Generator` can continue these prompts."""
+    lengths = [len(prompt) for prompt in prompts]
+    if not lengths or not all(lengths):
+        raise ValueError(f"got prompts of {lengths} ids, expected at least one prompt with at least one id each")
+    if not 1 <= max_new <= _MOST_IDS - max(lengths):
+        raise ValueError(f"got max_new={max_new}, expected 1 or more, and with the prompt at most {_MOST_IDS} ids")
 
 
 def choose(logits: Array, sampling: Sampling, key: Array) -> Array:

@@ -25,33 +25,36 @@ class Step(NamedTuple):
     load: np.ndarray
 
 
-def train(
-    decoder: Decoder,
-    tokens: np.ndarray,
-    *,
-    steps: int,
-    batch_size: int,
-    length: int,
-    learning_rate: float,
-    mesh: jax.sharding.Mesh | None = None,
-    seed: int = 0,
-) -> Iterator[Step]:
-    """Fine-tune `decoder` in place for `steps` steps of AdamW, with a linear warm-up over the first tenth.
-
-    Args:
-      decoder: its parameters should be float32, because updates are too small for bfloat16.
-      tokens: `[N]` ids of the text; each step takes random windows of it.
-      steps, batch_size, length: windows per step, over all devices, and their tokens.
-      learning_rate: learning rate after the warm-up.
-      mesh: mesh of the decoder.
-      seed: seed of the random windows.
+def windows_of(
+    tokens: np.ndarray, *, batch_size: int, length: int, mesh: jax.sharding.Mesh | None, seed: int = 0
+) -> WindowIterator:
+    """Return batches of `batch_size` random windows of `length` tokens of a text `[N]`, for all devices of `mesh`.
 
     Raises:
       ValueError: the text is shorter than a window, or the batch does not divide over the devices.
     """
     if mesh is not None and batch_size % mesh.size:
         raise ValueError(f"batch_size={batch_size} must be a multiple of the {mesh.size} devices")
-    windows = WindowIterator(tokens, batch_size=batch_size, length=length, seed=seed)
+    return WindowIterator(tokens, batch_size=batch_size, length=length, seed=seed)
+
+
+def train(
+    decoder: Decoder,
+    windows: WindowIterator,
+    *,
+    steps: int,
+    learning_rate: float,
+    mesh: jax.sharding.Mesh | None = None,
+) -> Iterator[Step]:
+    """Fine-tune `decoder` in place for `steps` steps of AdamW, with a linear warm-up over the first tenth.
+
+    Args:
+      decoder: its parameters should be float32, because updates are too small for bfloat16.
+      windows: the batch of each step, from `windows_of`.
+      steps: their number.
+      learning_rate: learning rate after the warm-up.
+      mesh: mesh of the decoder.
+    """
     schedule = optax.linear_schedule(learning_rate / 10, learning_rate, max(steps // 10, 1))
     rule = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.01))
     optimizer = nnx.Optimizer(decoder, rule, wrt=nnx.Param)

@@ -15,6 +15,7 @@ _PATIENCE = {
     "xla_cpu_collective_call_warn_stuck_timeout_seconds": 600,
     "xla_cpu_collective_call_terminate_timeout_seconds": 1800,
 }
+_MOST = 1024  # XLA takes minutes to make many more
 
 
 def prepare_cpu_devices(count: int) -> None:
@@ -22,6 +23,8 @@ def prepare_cpu_devices(count: int) -> None:
 
     Accelerators are not affected. Flags that the user has set stay unchanged.
     """
+    if count > _MOST:
+        raise ValueError(f"got {count} devices, expected at most {_MOST}; ask for fewer")
     flags = os.environ.get("XLA_FLAGS", "")
     wanted = {"xla_force_host_platform_device_count": count, **_PATIENCE}
     added = [f"--{name}={value}" for name, value in wanted.items() if name not in flags]

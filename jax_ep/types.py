@@ -198,11 +198,10 @@ class Schedule:
       wire_dtype: dtype of the tokens between ranks, forward + backward: `jnp.float8_e4m3fn` for FP8 with one scale per
         128 columns; None: the dtype of the tokens, or FP8 with `recipe="fp8"`.
       keep_tokens: for dispatch + grouped GEMM. True: save the dispatched tokens for the weight gradients, under the
-        name `jax_ep.tokens`. False, the default: dispatch them again in the backward pass (or read them in place on one
-        device), which costs one more all-to-all, or a copy, and no memory between the passes.
+        name `jax_ep.tokens`. False, the default: dispatch them again in the backward pass, which costs one more
+        all-to-all and no memory between the passes; on one device they are read in place.
       num_communicating_programs: for dispatch + grouped GEMM in one kernel, how many programs, of one per
-        multiprocessor, send tokens before they compute: fewer leave more for the first tiles, more send sooner. For a
-        separate dispatch, the maximum number of its programs.
+        multiprocessor, send tokens before they compute. For a separate dispatch, the maximum number of its programs.
       num_combining_programs: maximum number of programs of a combine kernel.
       num_warps: warps per program of dispatch and combine, a power of two up to 16.
       tokens_per_block: for dispatch and combine, tokens that share a flag, a power of two: fewer signal arrivals
@@ -210,6 +209,8 @@ class Schedule:
       rows_in_flight: rows that each combine program prefetches while it adds others, 1 to 10.
       single_launch: True: `fused_moe`, the whole layer on one device, is one kernel; False: several. True exists in
         `triton`, for 16-bit tokens. With gradients the layer always uses several.
+      reproducible: True: neither other tokens, nor the number of ranks, nor `Balance` change the bits of a token's
+        result and gradient, see docs/numerics.md. False and None: rows are added where that is fastest.
 
     Raises:
       ValueError: a mode is unknown, or a number is out of range.
@@ -231,6 +232,7 @@ class Schedule:
     tokens_per_block: int | None = None
     rows_in_flight: int | None = None
     single_launch: bool | None = None
+    reproducible: bool | None = None
 
     def __post_init__(self) -> None:
         for name, known in (("dispatch_mode", DISPATCH_MODES), ("combine_mode", COMBINE_MODES)):
@@ -240,7 +242,7 @@ class Schedule:
                     f"Schedule: {name}={mode!r}, expected one of {known}, or None for the fastest; pass one of them."
                 )
         object.__setattr__(self, "wire_dtype", _checked_wire(self.wire_dtype))
-        for name in ("keep_tokens", "single_launch"):
+        for name in ("keep_tokens", "single_launch", "reproducible"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, bool):
                 raise TypeError(
@@ -258,14 +260,11 @@ class Schedule:
         if value is None:
             return
         if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(
-                f"Schedule: {name}={value!r} is {type_name(value)}, expected an int, or None for the default."
-            )
+            kind = type_name(value)
+            raise TypeError(f"Schedule: {name}={value!r} is {kind}, expected an int, or None for the default.")
         if not least <= value <= most or (power_of_two and value & (value - 1)):
-            kind = "a power of two" if power_of_two else "a number"
-            raise ValueError(
-                f"Schedule: {name}={value}, expected {kind} from {least} to {most}; None takes the default."
-            )
+            kind = f"{'a power of two' if power_of_two else 'a number'} from {least} to {most}"
+            raise ValueError(f"Schedule: {name}={value}, expected {kind}; None takes the default.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ on the number of experts, and the same ids always give the same rows.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -142,6 +143,18 @@ def make_handle(
     return Handle(
         rows.row_to_assignment, assignment_to_row, rows.group_sizes, ids, group, num_invalid, rows.dropped, layout
     )
+
+
+def layout_by_assignment(layout: Layout) -> Layout:
+    """Return the layout of the same rows in which each assignment is a token with one expert."""
+    return dataclasses.replace(layout, num_tokens=layout.num_tokens * layout.top_k, top_k=1)
+
+
+def handle_by_assignment(handle: Handle) -> Handle:
+    """Return the handle of the same rows in which each assignment is a token with one expert."""
+    layout = layout_by_assignment(handle.layout)
+    rows, ids = (a.reshape(layout.num_ranks, -1, 1) for a in (handle.assignment_to_row, handle.topk_idx))
+    return dataclasses.replace(handle, assignment_to_row=rows, topk_idx=ids, layout=layout)
 
 
 def block_owners(group_sizes: Array, num_blocks: int, block_size: int) -> Array:

@@ -74,6 +74,7 @@ class Passes:
       sum_dtype: dtype of the result.
       implementation: of the plan and of what moves the copies.
       splits: whether weights that are not quantized and copies of them stay in two arrays.
+      whole_tokens: whether all assignments of a token are in one pass, so that its sums have one order.
       layer: computes one pass, see `Layer`; None for a dispatch.
     """
 
@@ -85,6 +86,7 @@ class Passes:
     sum_dtype: DTypeLike
     implementation: str
     splits: bool = False
+    whole_tokens: bool = False
     layer: Layer | None = None
 
     @property
@@ -152,7 +154,7 @@ def run(
     layout = Layout(num_ranks, num_experts, num_tokens, top_k, rows, axis=spread_axes(axis))
     plan = plans.balanced(options, ExchangeFacts(x.dtype, x.shape[1], layout), spare, jax.tree.leaves(weights))
     facts = num_experts, num_ranks, rows, spare, axis, sum_dtype, plan.part.implementation
-    passes = Passes(*facts, plan.splits, layer)
+    passes = Passes(*facts, plan.splits, bool(options.schedule.reproducible), layer)
     topk_idx = _only_experts(topk_idx, num_experts)
     x, topk_weights, weights, topk_idx = vary_alike((x, topk_weights, weights, topk_idx), over=axis)
     counts = _count(passes, topk_idx)
@@ -244,11 +246,34 @@ def _count(passes: Passes, topk_idx: Array) -> Array:
 
 def _next_pass(passes: Passes, state: State) -> tuple[Place, State]:
     """Plan the next pass; return also what it leaves."""
-    topk_idx, counts = state
-    planner = registry.BALANCE_PLAN.by(passes.implementation)
-    plan = planner.plan_pass(counts, passes.rows, passes.spare)
-    slots, left = planner.place_assignments(topk_idx, counts, plan, rank_on(passes.axis))
-    return (slots, plan.copies, _work(plan, rank_on(passes.axis))), (left, plan.left)
+    planner, rank = registry.BALANCE_PLAN.by(passes.implementation), rank_on(passes.axis)
+    plan = planner.plan_pass(state[1], passes.rows, passes.spare)
+    (topk_idx, counts), plan = _first_tokens(passes, state, plan) if passes.whole_tokens else (state, plan)
+    slots, left = planner.place_assignments(topk_idx, counts, plan, rank)
+    left_counts = plan.left
+    if passes.whole_tokens:
+        left, left_counts = jnp.where(topk_idx >= 0, -1, state[0]), state[1] - counts
+    return (slots, plan.copies, _work(plan, rank)), (left, left_counts)
+
+
+def _first_tokens(passes: Passes, state: State, plan: PassPlan) -> tuple[State, PassPlan]:
+    """Return the first tokens that have places for all of their assignments in one pass, and its plan.
+
+    Tokens are in the order of their index, then of their rank. While the plan of all of them leaves an assignment, half
+    as many are tried. One token, of K assignments on R >= T * K rows, always has places.
+    """
+    planner, (topk_idx, _) = registry.BALANCE_PLAN.by(passes.implementation), state
+    position = jnp.arange(topk_idx.shape[0], dtype=jnp.int32)[:, None] * passes.num_ranks + rank_on(passes.axis)
+    end = topk_idx.shape[0] * passes.num_ranks
+
+    def halve(carry: tuple[Array, State, PassPlan]) -> tuple[Array, State, PassPlan]:
+        first = lax.pmin(jnp.min(jnp.where(topk_idx >= 0, position, end)), passes.axis)
+        number = carry[0] // 2
+        ids = jnp.where(position < first + number, topk_idx, -1)
+        counts = _count(passes, ids)
+        return number, (ids, counts), planner.plan_pass(counts, passes.rows, passes.spare)
+
+    return lax.while_loop(lambda carry: jnp.any(carry[2].left > 0), halve, (jnp.int32(end), state, plan))[1:]
 
 
 def _work(plan: PassPlan, rank: Array | int) -> Array:

@@ -24,9 +24,10 @@ from jax_ep.core import check
 from jax_ep.core.autodiff import batched_alike, transposes, without_gradient
 from jax_ep.core.balance import Balance
 from jax_ep.core.check import operation
+from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.core.facts import ExchangeFacts
-from jax_ep.core.layout import count_invalid, dropless_capacity, row_groups
-from jax_ep.core.mesh_axes import known_after, spread_axes, takes_global_arrays, vary_alike
+from jax_ep.core.layout import count_invalid, dropless_capacity, handle_by_assignment, row_groups
+from jax_ep.core.mesh_axes import known_after, spread_axes, sum_in_order, takes_global_arrays, vary_alike
 from jax_ep.ops import balanced, hierarchical, registry
 from jax_ep.ops import plan as plans
 from jax_ep.ops.plan import ExchangePlan
@@ -126,7 +127,8 @@ def dispatch(
     sizes["num_tokens"] = num_tokens
     balanced.check_balance("dispatch", balance, axis_name, capacity, handle)
     if isinstance(axis_name, Topology):
-        schedule, over_nodes = registry.checked_schedule("dispatch", schedule), cast(HierarchicalHandle | None, handle)
+        schedule = registry.checked_schedule("dispatch", schedule, axis_name)
+        over_nodes = cast(HierarchicalHandle | None, handle)
         sizes |= {"schedule": schedule, "handle": over_nodes, "implementation": implementation}
         return hierarchical.dispatch(dispatch, x, topk_idx, topk_weights, axis_name=axis_name, **sizes)
     options = registry.options("dispatch", axis_name, implementation, schedule)
@@ -200,7 +202,7 @@ def combine(
             y,
             cast(HierarchicalHandle, handle),  # checked there
             axis_name=axis_name,
-            schedule=registry.checked_schedule(function, schedule),
+            schedule=registry.checked_schedule(function, schedule, axis_name),
             preferred_element_type=preferred_element_type,
             implementation=implementation,
         )
@@ -356,7 +358,14 @@ def combine_tokens(
     plan: ExchangePlan, y: Array, row_weights: Array | None, handle: Handle
 ) -> tuple[Array, Array | None]:
     """`[R, H]` rows to `[T, H]` sums, and `[R]` row values to their `[T, K]` slots; transpose of `dispatch_tokens`."""
-    return registry.EXCHANGE.by(plan.combine.implementation).combine_tokens(plan.options, y, row_weights, handle)
+    run, options = registry.EXCHANGE.by(plan.combine.implementation).combine_tokens, plan.options
+    if not plan.adds_at_sources:
+        return run(options, y, row_weights, handle)
+    wide, shape = accumulation_dtype(y.dtype), (handle.layout.num_tokens, handle.layout.top_k)
+    unrounded = dataclasses.replace(options, sum_dtype=y.dtype if options.wire_dtype is None else wide)
+    rows, slots = run(unrounded, y, row_weights, handle_by_assignment(handle))
+    total = sum_in_order(jnp.swapaxes(rows.reshape(*shape, -1), 0, 1).astype(wide))
+    return total.astype(options.sum_dtype or y.dtype), None if slots is None else slots.reshape(shape)
 
 
 def dispatch_again(plan: ExchangePlan, x: Array, handle: Handle, after: Array) -> Array:

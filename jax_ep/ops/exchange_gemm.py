@@ -237,8 +237,7 @@ def multiply_with_combine(
     """
     if plan.fused is None or plan.combine_mode == "serial":
         y = plan.gemm.run.grouped_gemm(h, w, handle.group_sizes, transpose=transpose, out_dtype=h.dtype, bias=bias)
-        run = registry.EXCHANGE.by(plan.exchange.combine.implementation)
-        return run.combine_tokens(plan.options, y, row_weights, handle)
+        return exchange.combine_tokens(plan.exchange, y, row_weights, handle)
     return plan.run.grouped_gemm_combine(plan.options, h, row_weights, w, handle, transpose=transpose, bias=bias)
 
 

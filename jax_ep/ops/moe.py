@@ -120,7 +120,7 @@ def moe(
     DeepSeek-V3 (arXiv:2412.19437, section 3.3); what is kept is as in SonicMoE (arXiv:2512.14080).
     """
     x = check.plain_tokens("moe", x)
-    recipe, schedule = check.recipe("moe", recipe), registry.checked_schedule("moe", schedule)
+    recipe, schedule = check.recipe("moe", recipe), registry.checked_schedule("moe", schedule, axis_name)
     balanced.check_balance("moe", balance, axis_name, capacity)
     wire_dtype = FP8 if recipe == "fp8" else schedule.wire_dtype
     for name, value in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):

@@ -176,8 +176,7 @@ def multiply_and_combine(plan: Fp8LayerPlan, experts: Experts, between: FfnHidde
     y = _multiply(plan, rows, w, handle, between.hidden.dtype)
     if between.b_down is not None:
         y = add_bias(y, between.b_down, handle.group_sizes)
-    run = registry.EXCHANGE.by(plan.exchange.combine.implementation)
-    return run.combine_tokens(plan.exchange.options, y, None, handle)[0]
+    return exchange.combine_tokens(plan.exchange, y, None, handle)[0]
 
 
 def _combine_forward(

@@ -31,6 +31,7 @@ from jax_ep.core.facts import (
     Part,
 )
 from jax_ep.core.fp8 import GROUP_SIZE
+from jax_ep.core.layout import layout_by_assignment
 from jax_ep.ops import registry
 from jax_ep.types import Array, Experts, Handle, Layout, Options
 
@@ -79,12 +80,16 @@ FEWEST_COLUMNS = 8
 
 @dataclasses.dataclass(frozen=True)
 class ExchangePlan:
-    """Dispatch and combine, each the backward pass of the other."""
+    """Dispatch and combine, each the backward pass of the other.
+
+    With `adds_at_sources`, combine sends each row of a token to its rank, which adds them in order of k.
+    """
 
     options: Options
     handle: Part
     dispatch: Part
     combine: Part
+    adds_at_sources: bool
 
     @property
     def transposed(self) -> ExchangePlan:
@@ -97,8 +102,11 @@ def exchange(options: Options, facts: ExchangeFacts, *, wire_dtype: DTypeLike | 
     """Resolve dispatch and combine of tokens; `wire_dtype` overrides that of the options for dispatch."""
     handle = registry.choose(options, facts)
     dispatch = handle if wire_dtype is None else registry.choose(_with_wire(options, wire_dtype), facts)
-    combine = registry.choose(options, dataclasses.replace(facts, is_combine=True))
-    return ExchangePlan(options, handle, dispatch, combine)
+    # Without a wire, one rank adds in this order anyway.
+    at_sources = bool(options.schedule.reproducible) and (facts.layout.num_ranks > 1 or options.wire_dtype is not None)
+    layout = layout_by_assignment(facts.layout) if at_sources else facts.layout
+    combine = registry.choose(options, dataclasses.replace(facts, layout=layout, is_combine=True))
+    return ExchangePlan(options, handle, dispatch, combine, at_sources)
 
 
 def _with_wire(options: Options, wire_dtype: DTypeLike) -> Options:
@@ -221,8 +229,11 @@ def exchange_gemm(
         return ExchangeGemmPlan(whole, gemm(options, product), None, None, None, sums, f"{name}: {reason}")
     # A separate GEMM is that of the fastest implementation, whichever runs the all-to-all.
     apart = gemm(dataclasses.replace(options, implementation=None), product)
+    schedule = options.schedule
+    if whole.adds_at_sources and schedule.combine_mode is None:
+        schedule = dataclasses.replace(schedule, combine_mode="scatter")  # the same sums in one kernel
     modes = registry.EXCHANGE_GEMM.by(name).fused_modes(
-        options.schedule, fused, by_pallas=apart.forward.implementation == "pallas"
+        schedule, fused, by_pallas=apart.forward.implementation == "pallas"
     )
     part = Part("exchange_gemm", name)
     return ExchangeGemmPlan(whole, apart, part, modes, _saved_as(options, layout), sums)

@@ -24,7 +24,16 @@ from jax.typing import DTypeLike
 
 from jax_ep.core import check, operations
 from jax_ep.core.check import called
-from jax_ep.core.facts import Facts, Part, Portable
+from jax_ep.core.facts import (
+    Facts,
+    FusedMoEFacts,
+    GemmActivationFacts,
+    GemmFacts,
+    LowLatencyFacts,
+    Part,
+    Portable,
+    QuantizedGemmFacts,
+)
 from jax_ep.core.mesh_axes import axis_tuple, platform
 from jax_ep.types import AxisName, Options, Schedule, Topology, type_name
 
@@ -93,9 +102,19 @@ def options(
     return Options(called(function), axis_tuple(axis_name), names, schedule.wire_dtype, schedule)
 
 
-def checked_schedule(function: str, schedule: object) -> Schedule:
-    """Return the schedule, or the default for None."""
-    return check.value_of(function, "schedule", schedule, Schedule, "jax_ep.Schedule") or Schedule()
+def checked_schedule(function: str, schedule: object, axis_name: AxisName = ()) -> Schedule:
+    """Return the schedule, or the default for None.
+
+    Raises:
+      NotImplementedError: the schedule does not support a `Topology`.
+    """
+    checked = check.value_of(function, "schedule", schedule, Schedule, "jax_ep.Schedule") or Schedule()
+    if checked.reproducible and isinstance(axis_name, Topology):
+        raise NotImplementedError(
+            f"{function}: reproducible=True with a Topology is not supported, since nodes round their sums; pass the"
+            f" tuple {axis_name.axes} as axis_name."
+        )
+    return checked
 
 
 def _names(function: str, implementation: object) -> tuple[str, ...]:
@@ -160,7 +179,21 @@ def _warn_once(name: str, reason: str, on: str) -> None:
 
 def unsupported_reason(name: str, facts: Facts, options: Options) -> str | None:
     """Why implementation `name` does not support this part, or None."""
-    return requirements(name).unsupported_reason(facts, options)
+    reason = _reason_of_bits(name, facts) if options.schedule.reproducible else None
+    return reason or requirements(name).unsupported_reason(facts, options)
+
+
+def _reason_of_bits(name: str, facts: Facts) -> str | None:
+    """Why the bits of a row may depend on the other rows, or None."""
+    if isinstance(facts, QuantizedGemmFacts) or (isinstance(facts, GemmFacts) and facts.in_fp8):
+        return "reproducible=True needs GEMMs in the dtype of the tokens; pass weights in it, and leave recipe None"
+    if isinstance(facts, LowLatencyFacts | FusedMoEFacts | GemmActivationFacts):
+        return "reproducible=True, and its bits depend on the number of tokens or on a gradient; `moe` runs without it"
+    if name == "pallas" and isinstance(facts, GemmFacts):
+        return "reproducible=True, and its tiles depend on the number of rows; `triton` supports that"
+    if isinstance(facts, GemmFacts) and platform() == "gpu" and (name == "xla" or facts.dtype.itemsize > 2):
+        return "reproducible=True, and XLA chooses the algorithm of a matmul by time; pass 16-bit tokens to `triton`"
+    return None
 
 
 def choose(options: Options, facts: Facts) -> Part:

@@ -125,7 +125,8 @@ OPERATIONS: Mapping[str, Operation] = {
         },
     ),
 }
-SCHEDULE_FIELDS = frozenset(field.name for field in dataclasses.fields(Schedule)) - {"keep_tokens", "wire_dtype"}
+_CHOICES = {"keep_tokens", "wire_dtype", "reproducible"}
+SCHEDULE_FIELDS = frozenset(field.name for field in dataclasses.fields(Schedule)) - _CHOICES
 """Fields that measured times decide; the other fields also change memory or results."""
 MOST_BLOCKS = 1 << 15
 """Number of flags of a peer in the symmetric heap, the maximum number of blocks (`heap.symmetric.MAX_BLOCKS`)."""

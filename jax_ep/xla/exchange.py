@@ -143,8 +143,8 @@ def combine_tokens(options: Options, y: Array, row_weights: Array | None, handle
     if handle.layout.num_ranks == 1:
         options = dataclasses.replace(options, axis=())  # nothing travels
     wide, layout, axis = accumulation_dtype(y.dtype), handle.layout, options.axis
-    dtype = options.sum_dtype or y.dtype
-    wire = y.dtype if options.wire_dtype is None else FP8
+    dtype = jnp.dtype(options.sum_dtype or y.dtype)
+    wire = FP8 if options.wire_dtype is not None else dtype if layout.num_ranks == 1 else y.dtype
     partial_sums = partial(_partial_sums, y, handle, wire)
 
     def to_all(handle: Handle) -> Array:

@@ -4,6 +4,8 @@ XLA's `ragged_dot` multiplies every row by every group on the CPU, and uses litt
 of rows is one ordinary matmul with the weights of its group, so the cost follows the rows in use, whatever the number
 of groups. A group is covered by large tiles and its remainder by small ones, so that few unused rows are computed. The
 outer loop runs over groups, so each group's weights are loaded once, and skips empty ones.
+
+On the CPU, where tiles of other sizes add up K in another order, all tiles of rows times weights have one size.
 """
 
 from __future__ import annotations
@@ -24,17 +26,23 @@ from jax_ep.core.layout import Bias, add_bias
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.types import Array, Quantized
 
-_TILES = {"cpu": (128, 16), "gpu": (512, 128)}
+_TILES: dict[str, tuple[int, ...]] = {"cpu": (16,), "gpu": (512, 128)}
+_GRADIENT_TILES: dict[str, tuple[int, ...]] = {"cpu": (128, 16), "gpu": (512, 128)}
 """Rows of large and small tiles: a GPU needs more rows to be busy, and each loop step costs it a round trip."""
 
 
-def _tiles() -> tuple[int, int]:
-    return _TILES.get(jax.default_backend(), _TILES["gpu"])
+def _tiles(tiles: dict[str, tuple[int, ...]], num_rows: int) -> tuple[int, ...]:
+    """Return the sizes of tiles; arrays of at most one large tile take small ones only: a loop costs compile time."""
+    found = tiles.get(jax.default_backend(), tiles["gpu"])
+    return found[-1:] if isinstance(num_rows, int) and num_rows <= found[0] else found
 
 
-def _with_a_tile(x: Array) -> Array:
-    """Pad `x` by one tile if its number of rows is symbolic, as in `jax.export`."""
-    return x if isinstance(x.shape[0], int) else jnp.pad(x, ((0, _tiles()[0]), (0, 0)))
+def _with_a_tile(x: Array, tiles: tuple[int, ...]) -> Array:
+    """Pad `x` by a tile if its number of rows is symbolic, as in `jax.export`, and to a tile if it has fewer rows."""
+    if isinstance(x.shape[0], int) and not 0 < x.shape[0] < tiles[-1]:
+        return x
+    more = tiles[-1] - x.shape[0] if isinstance(x.shape[0], int) else tiles[0]
+    return jnp.pad(x, ((0, more), *[(0, 0)] * (x.ndim - 1)))
 
 
 class Tile(NamedTuple):
@@ -85,17 +93,11 @@ def locate_groups(group_sizes: Array, num_rows: int) -> Groups:
 
 
 def _for_each_tile[Carry](
-    body: Callable[[Tile, Carry], Carry], carry: Carry, start: Array, end: Array, num_rows: int
+    body: Callable[[Tile, Carry], Carry], carry: Carry, start: Array, end: Array, num_rows: int, tiles: tuple[int, ...]
 ) -> Carry:
-    """Fold `body` over tiles that cover rows `[start, end)`: large tiles, then small ones for the remainder.
-
-    Arrays of at most one large tile take small tiles only: every loop costs compile time.
-    """
-    large, small = _tiles()
-    if isinstance(num_rows, int) and num_rows <= large:
-        large = small = min(small, num_rows)
-    for rows in (small,) if large == small else (large, small):
-        count = lax.div(end - start + (rows - 1 if rows == small else 0), jnp.int32(rows))
+    """Fold `body` over tiles of these sizes that cover rows `[start, end)`: the last size covers the remainder."""
+    for rows in tiles:
+        count = lax.div(end - start + (rows - 1 if rows == tiles[-1] else 0), jnp.int32(rows))
 
         def step(i: Array, carry: Carry, rows: int = rows, base: Array = start) -> Carry:
             first = base + i * rows
@@ -109,9 +111,10 @@ def _for_each_tile[Carry](
     return carry
 
 
-def multiply_groups(
+def multiply_groups[Rows](
     groups: Groups,
-    rows_of: Callable[[Tile], Array],
+    rows: Rows,
+    read: Callable[[Rows], Array],
     matrix_of: Callable[[Array], Array],
     out: Array,
     *,
@@ -121,24 +124,29 @@ def multiply_groups(
 
     Args:
       groups: the groups of rows.
-      rows_of: returns the rows of a tile, `[rows, K]`.
+      rows: arrays `[M, ...]`.
+      read: returns the operand `[tile, K]` of a tile of them.
       matrix_of: returns the weights of a group, `[K, N]`, or `[N, K]` with `transpose`.
       out: `[M, N]`.
       transpose: contract with the last axis of the weights.
     """
+
+    num_rows, sizes = out.shape[0], _tiles(_TILES, out.shape[0])
+    rows, out = jax.tree.map(lambda x: _with_a_tile(x, sizes), (rows, out))
 
     def one_group(i: Array, out: Array) -> Array:
         group = groups.order[i]
         matrix = matrix_of(group)
 
         def one_tile(tile: Tile, out: Array) -> Array:
-            product = _dot(rows_of(tile), matrix, (1, 1 if transpose else 0)).astype(out.dtype)
+            tile_rows = read(jax.tree.map(tile.rows, rows))
+            product = _dot(tile_rows, matrix, (1, 1 if transpose else 0)).astype(out.dtype)
             new = jnp.where(tile.mask, product, tile.rows(out))
             return lax.dynamic_update_slice_in_dim(out, new, tile.start, axis=0)
 
-        return _for_each_tile(one_tile, out, groups.starts[group], groups.ends[group], out.shape[0])
+        return _for_each_tile(one_tile, out, groups.starts[group], groups.ends[group], out.shape[0], sizes)
 
-    return lax.fori_loop(0, groups.num_used, one_group, out)
+    return lax.fori_loop(0, groups.num_used, one_group, out)[:num_rows]
 
 
 @functools.partial(jax.jit, static_argnames=("transpose", "out_dtype"))  # one compilation for eager callers
@@ -161,7 +169,6 @@ def grouped_gemm(
     if bias is not None:
         run = functools.partial(grouped_gemm, transpose=transpose, out_dtype=out_dtype)
         return add_bias(run(lhs, rhs, group_sizes), bias, group_sizes)
-    symbolic_rows, lhs = lhs.shape[0], _with_a_tile(lhs)
     num_rows, num_cols = lhs.shape[0], rhs.shape[1 if transpose else 2]
     lhs, rhs, group_sizes, out = vary_alike((lhs, rhs, group_sizes, jnp.zeros((num_rows, num_cols), out_dtype)))
     if 0 in (*lhs.shape, *rhs.shape):
@@ -177,8 +184,7 @@ def grouped_gemm(
         return jnp.where(group < num_home, home, spare)
 
     groups = locate_groups(group_sizes, num_rows)
-    product = multiply_groups(groups, lambda tile: tile.rows(lhs), matrix_of, out, transpose=transpose)
-    return product if isinstance(num_rows, int) else product[:symbolic_rows]
+    return multiply_groups(groups, lhs, lambda rows: rows, matrix_of, out, transpose=transpose)
 
 
 @functools.partial(jax.jit, static_argnames=("out_dtype", "num_home"))
@@ -200,7 +206,8 @@ def weight_gradient(
     if num_home:
         whole = cast(Array, weight_gradient(lhs, rhs, group_sizes, out_dtype=out_dtype))
         return split(whole, num_home)
-    lhs, rhs = _with_a_tile(lhs), _with_a_tile(rhs)
+    tiles = _tiles(_GRADIENT_TILES, lhs.shape[0])
+    lhs, rhs = (_with_a_tile(x, tiles) for x in (lhs, rhs))
     num_rows, shape = lhs.shape[0], (group_sizes.shape[0], lhs.shape[1], rhs.shape[1])
     lhs, rhs, group_sizes, out = vary_alike((lhs, rhs, group_sizes, jnp.zeros(shape, out_dtype)))
     if 0 in (num_rows, *shape):
@@ -217,7 +224,7 @@ def weight_gradient(
             return total + _dot(a, b, (0, 0))
 
         total = vary_alike((jnp.zeros(shape[1:], accumulation_dtype(lhs.dtype)), lhs))[0]
-        total = _for_each_tile(one_tile, total, groups.starts[group], groups.ends[group], num_rows)
+        total = _for_each_tile(one_tile, total, groups.starts[group], groups.ends[group], num_rows, tiles)
         return lax.dynamic_update_index_in_dim(out, total.astype(out_dtype), group, axis=0)
 
     return lax.fori_loop(0, groups.num_used, one_group, out)
@@ -247,11 +254,11 @@ def grouped_gemm_fp8(lhs: Quantized, rhs: Quantized, group_sizes: Array, *, out_
         matrix, scales = (lax.dynamic_index_in_dim(x, group, keepdims=False) for x in rhs)
         return fp8.dequantize_matrices(matrix, scales, jnp.float32)
 
-    def rows_of(tile: Tile) -> Array:
-        return fp8.dequantize_rows(tile.rows(lhs[0]), tile.rows(lhs[1]), jnp.float32)
+    def read(rows: Quantized) -> Array:
+        return fp8.dequantize_rows(*rows, jnp.float32)
 
     groups = locate_groups(group_sizes, num_rows)
-    return multiply_groups(groups, rows_of, matrix_of, out, transpose=True)
+    return multiply_groups(groups, lhs, read, matrix_of, out, transpose=True)
 
 
 @functools.partial(jax.jit, static_argnames=("out_dtype", "num_home"))

@@ -66,11 +66,12 @@ def _multiply(tokens: Tokens, rhs: QuantizedWeights, groups: loops.Groups, out_d
         return out
     matrix_of = functools.partial(weight_at, rhs, dtype=rows.dtype if row_scales is None else jnp.float32)
 
-    def rows_of(tile: loops.Tile) -> Array:
+    def read(tokens: tuple[Array, Array | None]) -> Array:
+        rows, row_scales = tokens
         if row_scales is None:
-            return tile.rows(rows)
+            return rows
         if rows.dtype == FP8:
-            return fp8.dequantize_rows(tile.rows(rows), tile.rows(row_scales), jnp.float32)
-        return tile.rows(rows).astype(jnp.float32) * tile.rows(row_scales)[:, None]
+            return fp8.dequantize_rows(rows, row_scales, jnp.float32)
+        return rows.astype(jnp.float32) * row_scales[:, None]
 
-    return loops.multiply_groups(groups, rows_of, matrix_of, out, transpose=True)
+    return loops.multiply_groups(groups, (rows, row_scales), read, matrix_of, out, transpose=True)

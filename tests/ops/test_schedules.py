@@ -55,7 +55,7 @@ def test_schedule_mode_names(field, known, value):
     assert Schedule(**{field: known}) != Schedule(**{field: "serial"})
 
 
-@pytest.mark.parametrize("field", ["keep_tokens", "single_launch"])
+@pytest.mark.parametrize("field", ["keep_tokens", "single_launch", "reproducible"])
 def test_schedule_bool_types(field):
     with pytest.raises(TypeError, match=rf"^Schedule: {field}='always' is a str, .*True, False, or None"):
         Schedule(**{field: "always"})

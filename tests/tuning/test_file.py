@@ -250,5 +250,5 @@ def test_tuning_page_operations_table():
             seen.add(setting)
             for value in values.choices or (values.least, values.most):
                 Schedule(**{setting: value})
-    fields = {field.name for field in dataclasses.fields(Schedule)} - {"keep_tokens", "wire_dtype"}
+    fields = {field.name for field in dataclasses.fields(Schedule)} - {"keep_tokens", "wire_dtype", "reproducible"}
     assert seen == operations.SCHEDULE_FIELDS == fields

@@ -13,8 +13,9 @@ Layers run forward, and with the gradients of tokens, router weights and expert 
 baselines.py. The capacity of `jax_ep.moe` and of the ragged baseline is the number of rows of the most loaded rank,
 rounded up to 128, so nothing is dropped. "dropless" has no capacity, hence W * T * K rows; "balance" has `Balance()`.
 The other baseline drops; the report says how much. `--layers scatter serial` runs the layer in each mode of GEMM +
-combine, "fused dispatch" and "serial dispatch" in those of dispatch + GEMM. "fp8" quantizes the weights in each call,
-"fp8 once" once for all calls. With "one-hot" routing all tokens choose the first K experts, those of one rank.
+combine, "fused dispatch" and "serial dispatch" in those of dispatch + GEMM, "reproducible" with bits that depend on no
+other token. "fp8" quantizes the weights in each call, "fp8 once" once for all calls. With "one-hot" routing all tokens
+choose the first K experts, those of one rank.
 
 TFLOP/s are per GPU, count real rows only, and count three times the forward pass for forward + backward. Temporary
 bytes are per GPU and include the results of a call, such as gradients. The parts of a case are interleaved, and so are
@@ -60,6 +61,7 @@ SCHEDULES = {
     "serial": Schedule(combine_mode="serial"),
     "fused dispatch": Schedule(dispatch_mode="fused"),
     "serial dispatch": Schedule(dispatch_mode="serial"),
+    "reproducible": Schedule(reproducible=True),
 }
 LAYERS = {
     "moe": "jax_ep.moe",

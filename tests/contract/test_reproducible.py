@@ -1,0 +1,155 @@
+"""`Schedule(reproducible=True)`: neither ranks, nor other tokens, nor balance change the bits of a token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import jax_ep
+from cases import BF16, F32, Shape, assert_same_bits, probabilities, reals
+from harness import compiled, per_rank
+from jax_ep.ops import balanced
+from jax_ep.types import Schedule
+from routings import ROUTINGS
+
+NUM_RANKS = 2
+BITS = Schedule(reproducible=True)
+# On GPUs, enough rows for other tiles and modes than those of the smaller batch.
+SIZES = (512, 256, 512) if jax.default_backend() == "gpu" else (12, 24, 16)
+SHAPE = Shape(SIZES[0], 5, 16, *SIZES[1:])
+DTYPES = [BF16, pytest.param(F32, marks=pytest.mark.slow)]
+
+
+class Layer(NamedTuple):
+    """Arrays of all ranks: tokens `[N, H]`, ids and router weights `[N, K]`, expert weights, and a cotangent."""
+
+    x: np.ndarray
+    topk_idx: np.ndarray
+    topk_weights: np.ndarray
+    w_gate_up: np.ndarray
+    w_down: np.ndarray
+    d_out: np.ndarray
+
+    def first_tokens(self, number: int) -> Layer:
+        """Return the layer with the first tokens of each of `NUM_RANKS`."""
+        tokens = {name: getattr(self, name) for name in ("x", "topk_idx", "topk_weights", "d_out")}
+        return self._replace(**{name: first_tokens(a, number) for name, a in tokens.items()})
+
+
+def first_tokens(a: np.ndarray, number: int) -> np.ndarray:
+    return a.reshape(NUM_RANKS, -1, *a.shape[1:])[:, :number].reshape(-1, *a.shape[1:])
+
+
+def make_layer(rng: np.random.Generator, routing: str, dtype: np.dtype) -> Layer:
+    """Make a layer; with "few_experts" those of one rank have all tokens, more than one pass places."""
+    if routing == "few_experts":
+        ids = rng.integers(SHAPE.num_experts // 4, size=(NUM_RANKS, SHAPE.num_tokens, SHAPE.top_k)).astype(np.int32)
+    else:
+        ids = ROUTINGS[routing](rng, NUM_RANKS, SHAPE)
+    ids, (size, hidden) = ids.reshape(-1, SHAPE.top_k), (SHAPE.intermediate, SHAPE.hidden)
+    w_gate_up = reals(rng, SHAPE.num_experts, hidden, 2 * size) / np.float32(hidden**0.5)
+    w_down = reals(rng, SHAPE.num_experts, size, hidden) / np.float32(size**0.5)
+    x, d_out = (reals(rng, len(ids), hidden, dtype=dtype) for _ in range(2))
+    return Layer(x, ids, probabilities(rng, *ids.shape), w_gate_up.astype(dtype), w_down.astype(dtype), d_out)
+
+
+def results_of(
+    implementation: str, mesh: Mesh, balance: jax_ep.Balance | None = None
+) -> Callable[[Layer], tuple[dict[str, np.ndarray], int]]:
+    """Return a function to the result with and without a gradient, the gradient of the tokens, and the passes."""
+
+    def fn(x: Any, topk_idx: Any, topk_weights: Any, w_gate_up: Any, w_down: Any, d_out: Any) -> Any:
+        def layer(x: Any) -> Any:
+            options: dict[str, Any] = {"implementation": implementation, "balance": balance, "schedule": BITS}
+            with balanced.recording() as work:
+                arrays = x, topk_idx, topk_weights, w_gate_up, w_down
+                y = jax_ep.moe(*arrays, num_experts=SHAPE.num_experts, **options)
+            return y, work[0]["passes"] if work else jnp.int32(1)
+
+        alone, passes = layer(x)
+        y, pull, _ = jax.vjp(layer, x + 0 * alone[:1], has_aux=True)  # sequentially
+        return alone, y, *pull(d_out), passes
+
+    run = compiled(fn, mesh)
+
+    def call(layer: Layer) -> tuple[dict[str, np.ndarray], int]:
+        *found, passes = run(*(a.reshape(mesh.size, -1, *a.shape[1:]) for a in layer))
+        names = "y without a gradient", "y", "dx"
+        return {name: a.reshape(-1, a.shape[-1]) for name, a in zip(names, found, strict=True)}, int(passes.max())
+
+    return call
+
+
+def assert_same(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None:
+    for name, a in got.items():
+        assert_same_bits(a, want[name], name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.slow_interpreted
+def test_reproducible_balance(
+    implementation: str, dtype: np.dtype, expert_mesh: Any, rng: np.random.Generator, subtests: Any
+) -> None:
+    mesh = expert_mesh(NUM_RANKS)
+    plain, spread = (results_of(implementation, mesh, b) for b in (None, jax_ep.Balance(1.0, 1)))
+    for routing, several in (("zipf", False), ("one_hot_every_slot", False), ("few_experts", True)):
+        with subtests.test(routing):
+            layer = make_layer(rng, routing, dtype)
+            want, _ = plain(layer)
+            got, passes = spread(layer)
+            assert_same(got, want)
+            assert passes > 1 or not several
+            assert_same({"y": want["y"]}, {"y": want["y without a gradient"]})
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_ranks", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8))])
+@pytest.mark.slow_interpreted
+def test_reproducible_ranks(
+    implementation: str, num_ranks: int, dtype: np.dtype, expert_mesh: Any, rng: np.random.Generator, subtests: Any
+) -> None:
+    call = results_of(implementation, expert_mesh(num_ranks))
+    expected = results_of(implementation, expert_mesh(NUM_RANKS))
+    for routing in ("zipf", "some_without_expert"):
+        with subtests.test(routing):
+            layer = make_layer(rng, routing, dtype)
+            assert_same(call(layer)[0], expected(layer)[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.slow_interpreted
+def test_reproducible_other_tokens(
+    implementation: str, dtype: np.dtype, expert_mesh: Any, rng: np.random.Generator
+) -> None:
+    """A token of each rank alone, and some of them, have the bits that they have among others."""
+    layer = make_layer(rng, "zipf", dtype)
+    call = results_of(implementation, expert_mesh(NUM_RANKS))
+    want = call(layer)[0]
+    for number in (1, 5):
+        assert_same(call(layer.first_tokens(number))[0], {name: first_tokens(a, number) for name, a in want.items()})
+
+
+REJECTED = {
+    "recipe": (jax_ep.moe, {"recipe": "fp8"}, "leave recipe None"),
+    "single_launch": (jax_ep.moe, {"schedule": Schedule(reproducible=True, single_launch=True)}, "reproducible=True"),
+    "pallas": (jax_ep.moe, {"implementation": "pallas"}, "`triton` supports"),
+    "low_latency": (jax_ep.low_latency_moe, {}, "`moe` runs without it"),
+    "topology": (jax_ep.moe, {"axis_name": jax_ep.Topology("a", "b")}, r"pass the tuple \('a', 'b'\)"),
+}
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_reproducible_unsupported(name: str, expert_mesh: Any) -> None:
+    function, options, remedy = REJECTED[name]
+    call = partial(function, num_experts=2, **{"axis_name": (), "schedule": BITS} | options)
+    ids = jnp.zeros((1, 4, 2), jnp.int32)
+    arrays = jnp.ones((1, 4, 128), BF16), ids, jnp.ones(ids.shape), jnp.ones((1, 2, 128, 256), BF16)
+    with pytest.raises(NotImplementedError, match=rf"{function.__name__}: .*{remedy}"):
+        jax.eval_shape(per_rank(call, expert_mesh(1)), *arrays, jnp.ones((1, 2, 128, 128), BF16))

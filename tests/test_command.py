@@ -221,7 +221,6 @@ def main():
 """
 
 
-@pytest.mark.slow
 def test_command_ctrl_c_in_tune_kernel(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = interrupted(TUNE)

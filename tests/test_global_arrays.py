@@ -162,8 +162,6 @@ CASES = {
     },
 }
 
-QUICK = [name for name, case in CASES.items() if case.has_gradient and " mask" not in name and " key" not in name]
-
 
 def make(shape, kind, rng):
     if kind == "placement":
@@ -196,7 +194,6 @@ def with_gradient(case):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.slow(unless={"kind": ["Explicit"], "name": QUICK})
 def test_helper_on_global_arrays(name, kind, rng):
     """Eager, jitted, with and without `jax.set_mesh`, results match one device."""
     if jax.device_count() < 8:

@@ -68,7 +68,6 @@ def test_bare_source_tree_says_how_to_build(tmp_path):
     assert str(tmp_path / "jax_ep" / "ffi") in completed.stderr
 
 
-@pytest.mark.slow
 def test_wheel_holds_the_library_and_no_sources(tmp_path, project):
     """The real build, if its tools are available offline: CMake and scikit-build-core."""
     pytest.importorskip("scikit_build_core")

@@ -15,8 +15,8 @@ from cases import BASE, F32, assert_close, integers, reals
 from harness import make_mesh, run
 from jax_ep.core import relayout
 from jax_ep.placement import Placement, move, plan
-from jax_ep.quantization import dequantize, quantize
 from layers import Layer
+from stored_experts import dense, quantized
 
 RANKS = (1, 2, 4)
 
@@ -218,8 +218,8 @@ def test_placement_quantized_experts(expert_mesh, rng):
     expand = jax.jit(jax.shard_map(placement.expand, mesh=mesh, in_specs=P("expert"), out_specs=P("expert")))
     w = reals(rng, 8, 128, 128)
     for expert_format in ("fp8", "int4"):
-        experts = quantize(jnp.asarray(w), format=expert_format)
-        got, want = (np.asarray(dequantize(e, jnp.float32)) for e in (expand(experts), experts))
+        experts = quantized(w, format=expert_format)
+        got, want = (np.asarray(dense(e, dtype=jnp.float32)) for e in (expand(experts), experts))
         assert (got == want[placement.physical_to_logical]).all(), expert_format
 
 

@@ -22,6 +22,8 @@ from jax_ep.quantization import dequantize, dequantize_fp8, quantize, quantize_f
 from jax_ep.serving import serving_weights
 from stored_experts import dense, quantized, relaid, stand_for
 
+served = jax.jit(serving_weights, static_argnames=("format", "activations"))
+
 
 def largest_of_blocks(w):
     """Return the largest magnitude of each block of [..., N, K], [..., ceil(N / 128), K / 128]."""
@@ -47,9 +49,9 @@ def test_quantize_fp8_error(leading, depth, columns, dtype, rng):
 
 
 def test_quantize_fp8_round_trip(rng):
-    w = quantize(reals(rng, 2, 256, 300), "fp8")
+    w = quantized(reals(rng, 2, 256, 300), "fp8")
     for dtype in (F32, BF16):
-        got = np.asarray(dequantize(w, dtype))
+        got = np.asarray(dense(w, dtype=dtype))
         want = oracle_serving.dequantize_blocks(np.asarray(w.values), np.asarray(w.scales)).astype(F32).astype(dtype)
         np.testing.assert_array_equal(got, np.swapaxes(want, 1, 2))
 
@@ -57,7 +59,7 @@ def test_quantize_fp8_round_trip(rng):
 def test_quantize_fp8_zeros_and_nan():
     w = np.zeros((256, 256), F32)
     w[3, 200] = np.nan
-    back = np.asarray(dequantize(quantize(jnp.asarray(w), "fp8"), jnp.float32))
+    back = np.asarray(dense(quantized(w, "fp8"), dtype=jnp.float32))
     affected = np.isnan(back)
     assert affected[:128, 128:].all() and affected.sum() == 128 * 128
     assert not back[~affected].any()
@@ -85,7 +87,7 @@ def test_quantize_fp8_weights_sharded_same_bits(kind, inner, compiled, rng):
     mesh = make_mesh((2, 2), ("expert", "tensor"), kind)
     matrices = reals(rng, 4, 256, 2 * inner), reals(rng, 4, inner, 256)
     specs = [(P("expert"), P("expert")), (P("expert", "tensor"), P("expert", None, "tensor"))]
-    want = jax.tree.leaves(fn(*matrices))
+    want = jax.tree.leaves((jax.jit(fn) if compiled else fn)(*matrices))
     for spec in specs:
         placed = [jax.device_put(w, NamedSharding(mesh, s)) for w, s in zip(matrices, spec, strict=True)]
         found = jax.tree.leaves((jax.jit(fn) if compiled else fn)(*placed))
@@ -110,17 +112,18 @@ def test_quantize_fp8_weights_blocks_split_by_axes():
     with pytest.raises(ValueError, match=r"axis -2 of w is 384, 3 blocks of 128, .* 2 devices of .*reshard"):
         quantize(w, "int4")
     with pytest.raises(ValueError, match=r"with_layout: axis -1 of w is 384, 3 blocks of 128, .* 2 devices"):
-        with_layout(quantize(w, "mxfp4"), "prepacked")
-    q = quantize(w, "int4", block_size=32)  # Its scales need no steps of 128.
-    assert_same_bits(np.asarray(with_layout(with_layout(q, "prepacked"), "transposed").values), np.asarray(q.values))
+        with_layout(quantized(w, "mxfp4"), "prepacked")
+    q = quantized(w, "int4", block_size=32)  # Its scales need no steps of 128.
+    back = relaid(relaid(q, layout="prepacked"), layout="transposed")
+    assert_same_bits(np.asarray(back.values), np.asarray(q.values))
 
 
 def test_serving_weights_transposed_and_padded(rng):
     w_gate_up, w_down = reals(rng, 2, 3, 128, 2 * 72), reals(rng, 2, 3, 72, 128)
-    same = serving_weights(w_gate_up, w_down, None)
+    same = served(w_gate_up, w_down, None)
     np.testing.assert_array_equal(same.w_gate_up.values, np.swapaxes(w_gate_up, -1, -2))
     np.testing.assert_array_equal(same.w_down.values, np.swapaxes(w_down, -1, -2))
-    pair = serving_weights(w_gate_up, w_down, "fp8", activations="fp8")[:2]
+    pair = served(w_gate_up, w_down, "fp8", activations="fp8")[:2]
     up, down = (oracle_serving.dequantize_blocks(*map(np.asarray, (w.values, w.scales))) for w in pair)
     assert up.shape == (2, 3, 256, 128) and down.shape == (2, 3, 128, 128)
     for half, start in ((0, 0), (1, 128)):
@@ -133,7 +136,7 @@ def test_serving_weights_transposed_and_padded(rng):
 
 @pytest.mark.parametrize("format", ["fp8_channel", "mxfp4"])
 def test_serving_weights_pad_for_fp8_tokens(format, rng):
-    found = serving_weights(reals(rng, 3, 128, 2 * 96), reals(rng, 3, 96, 128), format, activations="fp8")
+    found = served(reals(rng, 3, 128, 2 * 96), reals(rng, 3, 96, 128), format, activations="fp8")
     assert (found.w_gate_up.shape, found.w_down.shape) == ((3, 128, 256), (3, 128, 128))
     assert found.w_down.activations == "fp8" and not found.w_down.is_prepacked
 
@@ -141,9 +144,9 @@ def test_serving_weights_pad_for_fp8_tokens(format, rng):
 @pytest.mark.parametrize("format", ["int4", "mxfp4", "int8"])
 def test_serving_weights_4_bits_prepacked(format, rng):
     w_gate_up, w_down = reals(rng, 3, 128, 2 * 128), reals(rng, 3, 128, 128)
-    found = serving_weights(w_gate_up, w_down, format)
+    found = served(w_gate_up, w_down, format)
     for got, w in ((found.w_gate_up, w_gate_up), (found.w_down, w_down)):
-        want = quantize(w, format)
+        want = quantized(w, format)
         assert got.is_prepacked == (format != "int8")
         back = relaid(got, layout="transposed") if got.is_prepacked else got
         for one, other in zip(jax.tree.leaves(back), jax.tree.leaves(want), strict=True):
@@ -274,7 +277,7 @@ def test_quantize_no_gradient(expert_format):
 
     with pytest.raises(TypeError, match="quantize has no gradient"):
         jax.jit(jax.grad(loss))(jnp.ones((1, 128, 4)))
-    assert not jax.grad(lambda w: loss(jax.lax.stop_gradient(w)))(jnp.ones((1, 128, 4))).any()
+    assert not jax.jit(jax.grad(lambda w: loss(jax.lax.stop_gradient(w))))(jnp.ones((1, 128, 4))).any()
 
 
 def test_quantize_without_a_format():
@@ -340,8 +343,8 @@ def test_quantize_experts_mistakes():
 def test_quantize_experts_smooth_reduces_error(rng):
     """Rows of w are multiplied before they are rounded, and divided by the same factor when they are dequantized."""
     w, smooth = reals(rng, 2, 64, 8), (2.0 ** rng.uniform(-4, 4, (2, 64))).astype(F32)
-    q = quantize(jnp.asarray(w), "int8", activations="int8", smooth=smooth)
-    got = np.asarray(dequantize(q, jnp.float32))
+    q = quantized(w, "int8", activations="int8", smooth=smooth)
+    got = np.asarray(dense(q, dtype=jnp.float32))
     step = np.abs(w * smooth[..., None]).max(axis=1, keepdims=True) / 127
     assert np.all(np.abs(got - w) <= 0.51 * step / smooth[..., None])
     assert len(jax.tree.leaves(q)) == 3
@@ -435,7 +438,7 @@ def test_prepack_mistakes():
 
 
 def test_quantized_experts_pytree():
-    q = quantize(jnp.ones((5, 2, 64, 4)), "mxfp4")
+    q = quantized(jnp.ones((5, 2, 64, 4)), "mxfp4")
     assert [leaf.shape for leaf in jax.tree.leaves(q)] == [(5, 2, 4, 32), (5, 2, 4, 2)]
     shapes = jax.lax.map(lambda layer: jnp.asarray(layer.shape), q)
     np.testing.assert_array_equal(shapes, [[2, 64, 4]] * 5)

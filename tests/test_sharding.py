@@ -17,6 +17,7 @@ from harness import make_mesh
 from jax_ep.core.mesh_axes import platform
 from jax_ep.quantization import quantize, with_layout
 from jax_ep.sharding import MeshAxes, sharded_moe
+from stored_experts import quantized
 
 N, H, K, E, INNER = 32, 16, 2, 8, 12
 COLLECTIVES = ("all-gather", "all-to-all", "all-reduce", "reduce-scatter", "collective-permute")
@@ -247,7 +248,7 @@ def test_sharded_moe_quantized_experts_checked():
 
     def call(kind, num_experts):
         mesh = harness.make_mesh((2,), ("expert",), kind)
-        matrices = [quantize(jnp.ones((num_experts, 64, n)), "int8") for n in (128, 64)]
+        matrices = [quantized(jnp.ones((num_experts, 64, n)), "int8") for n in (128, 64)]
         put = [jax.device_put(a, NamedSharding(mesh, P("expert"))) for a in (x, ids, weights)]
         with jax.set_mesh(mesh):
             held = [jax.device_put(w, NamedSharding(mesh, P())) for w in matrices]
@@ -283,7 +284,7 @@ def test_sharded_moe_prepacked_experts_not_moved(expert_format, kind):
 def test_sharded_moe_fp8_weights_split_at_blocks():
     mesh = harness.make_mesh((2, 2), ("data", "expert"), AxisType.Auto)
     x, ids, weights = jnp.ones((8, 128)), jnp.zeros((8, 1), jnp.int32), jnp.ones((8, 1))
-    matrices = [quantize(jnp.ones((4, 128, columns)), "fp8", for_training=True) for columns in (256, 128)]
+    matrices = [quantized(jnp.ones((4, 128, columns)), "fp8", for_training=True) for columns in (256, 128)]
     for axes, message in (
         (MeshAxes(batch="data", fsdp="data"), "sharded_moe: H=128 of QuantizedWeights over the 2 ranks"),
         (MeshAxes(tensor="data"), r"w_gate_up stands for weights \(4, 128, 256\), expected \[4, K, 2, N"),

@@ -49,7 +49,6 @@ def exchange_everywhere(monkeypatch):
 
 @pytest.mark.usefixtures("exchange_everywhere")
 @pytest.mark.parametrize("num_ranks", [1, 4])
-@pytest.mark.slow(unless={"num_ranks": [4]})
 def test_results_and_gradients(num_ranks, expert_mesh, rng, subtests):
     """Where there is room for every row."""
     mesh = expert_mesh(num_ranks)
@@ -67,7 +66,6 @@ def test_results_and_gradients(num_ranks, expert_mesh, rng, subtests):
 
 
 @pytest.mark.parametrize("capacity", [1, 5])
-@pytest.mark.slow(unless={"capacity": [5]})
 def test_capacity_layer_drops_the_later_slots_of_an_expert(capacity, expert_mesh, rng):
     x, ids, *rest = inputs(rng, "zipf", 2)
     kept = ids.copy()

@@ -120,7 +120,6 @@ def test_quick_figures_fail_nothing(tmp_path):
     assert report_of(tmp_path, 0.5, quick=True) == 0
 
 
-@pytest.mark.slow
 def test_train_benchmark_steps_of_all_layers_agree(tmp_path):
     variants = ["jax_ep", "jax_ep balance", "xla", "padded"]
     run_quickly("train.py", tmp_path, "--variants", *variants)

@@ -127,7 +127,6 @@ def test_programs_call_kernels(what):
         jax_ep.finalize()
 
 
-@pytest.mark.slow
 def test_report(monkeypatch, tmp_path, capsys):
     """Every program has its row, and one that fails does not keep the next from its own."""
     script, ran = kernel_times, []

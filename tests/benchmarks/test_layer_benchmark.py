@@ -141,7 +141,6 @@ def test_layers_agree_and_report_their_gradients(case, weights):
     assert harness.largest_difference([*expected[:3], wrong, expected[4]], expected) > 0.25
 
 
-@pytest.mark.slow
 def test_layers_in_fp8_are_near_the_others(case, weights):
     variants = layer.layers(case, weights, ["moe", "fp8", "fp8 once", "balance fp8 once"], backward=True)
     expected, *others = (results(variant, case) for variant in variants.values())
@@ -149,7 +148,6 @@ def test_layers_in_fp8_are_near_the_others(case, weights):
         assert 1e-3 < harness.largest_difference(got, expected) < variant.limit
 
 
-@pytest.mark.slow
 def test_parts_of_one_half_agree(case, weights):
     """On `xla`, which has no kernel for two operations."""
     variants = layer.dispatch_part(case, weights, "xla") | layer.combine_part(case, weights, "xla")

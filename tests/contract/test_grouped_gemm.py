@@ -110,7 +110,7 @@ def test_grouped_gemm_nan_stays_in_group(implementation, dtype, rng):
 
 
 @pytest.mark.parametrize("transpose", [False, True])
-@pytest.mark.slow_interpreted(unless={"transpose": [True]})
+@pytest.mark.slow_interpreted
 def test_grouped_gemm_two_arrays(implementation, transpose, rng):
     """Weights in two arrays give the bits of those in one, forward and gradients."""
     sizes = np.array([30, 0, 17, 70, 9, 5], np.int32)

@@ -11,8 +11,8 @@ import jax_ep
 import oracle
 from cases import BF16, F32, assert_close, fp8_tolerance, reals
 from harness import to_numpy
-from jax_ep.quantization import quantize, quantize_fp8
-from stored_experts import Fp8Operands, fp8_weights
+from jax_ep.quantization import quantize_fp8
+from stored_experts import Fp8Operands, fp8_weights, quantized
 
 IMPLEMENTATIONS = ("triton", "xla")
 # name: (rows M, group sizes); rows past the sum hold NaN.
@@ -86,7 +86,7 @@ def test_grouped_gemm_fp8_quantized_operands(implementation, rng):
     """Of `quantize_fp8` and `quantize`: two roundings of 3 mantissa bits from the exact product."""
     sizes = np.array([17, 0, 30], np.int32)
     lhs, rhs = reals(rng, 47, 512, dtype=BF16), reals(rng, 3, 512, 96, dtype=BF16)
-    rows, w = quantize_fp8(jnp.asarray(lhs)), quantize(jnp.asarray(rhs), "fp8", activations="fp8")
+    rows, w = jax.jit(quantize_fp8)(lhs), quantized(rhs, "fp8", activations="fp8")
     call = gemm(implementation, preferred_element_type=jnp.float32)
     got = call(rows[0], w, sizes, lhs_scales=rows[1])
     want = oracle.grouped_gemm(lhs, rhs, sizes)

@@ -10,8 +10,8 @@ import pytest
 import jax_ep
 from cases import BF16, Shape, assert_close
 from harness import compiled
-from jax_ep.quantization import quantize
 from layers import Layer
+from stored_experts import quantized
 
 SHAPE = Shape(num_tokens=6, top_k=3, num_experts=8, hidden=256, intermediate=128)
 # Roundings to 3 mantissa bits, each of 0.026 in the root mean square: two in each GEMM, where gate and up both count.
@@ -21,7 +21,7 @@ FP8_ERROR = 0.1
 
 def layer(implementation, fp8, **options):
     def fn(x, topk_idx, topk_weights, w_gate_up, w_down):
-        prepare = partial(quantize, format="fp8", activations="fp8") if fp8 else (lambda w: w)
+        prepare = partial(quantized, format="fp8", activations="fp8") if fp8 else (lambda w: w)
         experts = prepare(w_gate_up), prepare(w_down)
         sizes = {"num_experts": SHAPE.num_experts, "implementation": implementation}
         return jax_ep.low_latency_moe(x, topk_idx, topk_weights, *experts, **sizes, **options)
@@ -79,7 +79,7 @@ def test_low_latency_moe_matches_moe(implementation, expert_mesh, rng):
 
 @pytest.mark.slow_interpreted
 def test_low_latency_moe_no_tokens(implementation):
-    w, down = (quantize(jnp.ones((2, 128, n)), "fp8", activations="fp8") for n in (256, 128))
+    w, down = (quantized(jnp.ones((2, 128, n)), "fp8", activations="fp8") for n in (256, 128))
     call = partial(jax_ep.low_latency_moe, num_experts=2, axis_name=(), implementation="xla")
     out = call(jnp.ones((0, 128)), jnp.ones((0, 2), jnp.int32), jnp.ones((0, 2)), w, down)
     assert out.shape == (0, 128)
@@ -101,7 +101,7 @@ def test_low_latency_moe_two_weight_formats(other, swapped):
     fp8 = {"format": "fp8", "activations": "fp8"}
     formats = [fp8, {"format": other, "activations": None if other == "fp8" else "fp8"}]
     kinds = formats[::-1] if swapped else formats
-    w = [quantize(m, kind["format"], activations=kind["activations"]) for m, kind in zip(matrices, kinds, strict=True)]
+    w = [quantized(m, **kind) for m, kind in zip(matrices, kinds, strict=True)]
     got = jax_ep.low_latency_moe(x, ids, weights, *w, num_experts=4, axis_name=(), implementation="xla")
     want = jax_ep.fused_moe(x, ids, weights, *w, implementation="xla")
     error = np.linalg.norm(np.asarray(got - want)) / np.linalg.norm(np.asarray(want))

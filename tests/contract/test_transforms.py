@@ -169,6 +169,7 @@ def test_transforms_aot_and_donation(implementation, expert_mesh, rng):
         assert x.is_deleted() == bool(donated)
 
 
+@pytest.mark.slow
 def test_transforms_export(implementation, expert_mesh, rng):
     """Exported programs compute the same, including gradients."""
     if implementation != "xla":
@@ -336,6 +337,7 @@ def test_transforms_compiled_once_for_routings(implementation, expert_mesh, rng)
     assert jitted._cache_size() == 1
 
 
+@pytest.mark.slow
 def test_transforms_vmap_shared_arguments(implementation, expert_mesh, rng, subtests):
     """Gradients of arguments that the elements of a batch share are the sums of theirs."""
 

@@ -36,7 +36,6 @@ def _on_h200(monkeypatch):
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize("hidden", [HIDDEN, 128])
 @pytest.mark.parametrize("kernel", [kernels._QUANTIZE_ROWS, kernels._DEQUANTIZE_ROWS], ids=lambda k: k.name)
-@pytest.mark.slow(unless={"hidden": [HIDDEN]})
 def test_fp8_operands_ptx_rows(kernel, hidden, capability):
     other = "x_ptr" if kernel is kernels._QUANTIZE_ROWS else "out_ptr"
     constants = {"S": kernels.sizes_of((ROWS, hidden), np.zeros(GROUPS, np.int32))}
@@ -45,7 +44,6 @@ def test_fp8_operands_ptx_rows(kernel, hidden, capability):
 
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
-@pytest.mark.slow(unless={"activation": ["silu"]})
 def test_fp8_operands_ptx_activation(activation, gated):
     sizes, kind = kernels.sizes_of((ROWS, INNER), np.zeros(GROUPS, np.int32)), Experts(activation, gated=gated)
     constants = {"S": sizes, "KIND": kernels.kind_of(kind)}
@@ -59,7 +57,6 @@ def test_fp8_operands_ptx_activation(activation, gated):
     "results", [("transposed",), ("untransposed",), ("transposed", "untransposed")], ids=" and ".join
 )
 @pytest.mark.parametrize("num_home", [0, GROUPS - 2], ids=["one array", "two arrays"])
-@pytest.mark.slow(unless={"capability": [90], "element": ["bf16"], "num_home": [0]})
 def test_fp8_operands_ptx_matrices(results, element, capability, num_home):
     num_tasks = GROUPS * (HIDDEN // 128) * (2 * INNER // 128)
     constants = {"K": HIDDEN, "N": 2 * INNER, "NUM_GROUPS": GROUPS, "HOME_GROUPS": num_home}
@@ -73,7 +70,7 @@ def test_fp8_operands_ptx_matrices(results, element, capability, num_home):
 COLUMNS = {"sizes_ptr": "*i32", "columns": Rows("*fp8e4nv", "*fp32")}
 
 
-@pytest.mark.parametrize("capability", [90, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize("kind", ["bf16", "FP8", "both layouts"])
 def test_fp8_operands_ptx_columns(kind, capability):
     sizes = kernels.column_sizes_of((ROWS, HIDDEN), np.zeros(GROUPS, np.int32), 128)

@@ -98,7 +98,6 @@ def steps_of(code):
 
 
 @pytest.mark.parametrize(("tokens", "top_k", "w_down", "experts", "expert_format"), CASES)
-@pytest.mark.slow(unless={"expert_format": [None, "mxfp4", "mxfp4_tokens", "mxfp4_prepacked"], "tokens": [1, 32]})
 def test_fused_moe_ptx_layer(tokens, top_k, w_down, experts, expert_format, monkeypatch):
     monkeypatch.setattr(fused_moe, "all_programs", lambda programs: 132 * programs)
     built, config, sizes = compile_layer(tokens, top_k, w_down, experts, expert_format)
@@ -116,7 +115,6 @@ def test_fused_moe_ptx_layer(tokens, top_k, w_down, experts, expert_format, monk
 
 
 @pytest.mark.parametrize("expert_format", ["fp8", "mxfp4", "int4"])
-@pytest.mark.slow(unless={"expert_format": ["fp8"]})
 def test_fused_moe_ptx_fp8_tokens(expert_format):
     """Nothing is converted to 16-bit floats: tensor cores take FP8, and eight 4-bit values are converted at once."""
     built, _, sizes = compile_layer(16, *QWEN3, Experts(), f"{expert_format}_tokens")
@@ -131,7 +129,6 @@ def test_fused_moe_ptx_fp8_tokens(expert_format):
         assert built["code"].count("PRMT") <= permutations * elements // 4 + 128
 
 
-@pytest.mark.slow
 def test_fused_moe_ptx_int4_pairs():
     """MXFP4 converts two elements at a time; single conversions would take longer than the memory accesses."""
     built, _, sizes = compile_layer(16, *QWEN3, Experts(), "mxfp4")
@@ -142,7 +139,6 @@ def test_fused_moe_ptx_int4_pairs():
     assert sizes.gate_up.values_per_byte == 2
 
 
-@pytest.mark.slow
 def test_fused_moe_ptx_int4_scales():
     """Scales of 128 elements multiply their sums; elements are not converted to float32 and scaled."""
     built, _, _ = compile_layer(16, *QWEN3, Experts(), "int4")
@@ -153,7 +149,6 @@ def test_fused_moe_ptx_int4_scales():
 
 
 @pytest.mark.parametrize("expert_format", ["mxfp4", "int4"])
-@pytest.mark.slow(unless={"expert_format": ["mxfp4"]})
 def test_fused_moe_ptx_prepacked_weights_in_registers(expert_format, monkeypatch):
     """Prepacked elements are in the registers of the thread that multiplies them, with few instructions per byte."""
     monkeypatch.setattr(fused_moe, "all_programs", lambda programs: 132 * programs)

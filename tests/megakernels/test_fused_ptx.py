@@ -43,7 +43,6 @@ def in_two_arrays(sizes):
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize(("shape", "transposed", "keep"), [(DEEPSEEK, False, True), (MIXTRAL, True, False)])
 @pytest.mark.parametrize("splits", [False, True], ids=["one array", "two arrays"])
-@pytest.mark.slow(unless={"shape": [DEEPSEEK], "splits": [False]})
 def test_fused_ptx_dispatch_gemm(shape, transposed, keep, splits, capability, on_h200):
     tokens, hidden, columns, _ = shape
     config, sizes = exchange_gemm.dispatch_gemm_sizes(Schedule(), layout(tokens), (hidden, columns), transposed, keep)
@@ -61,7 +60,6 @@ def test_fused_ptx_dispatch_gemm(shape, transposed, keep, splits, capability, on
     ("shape", "transposed", "drops"),
     [(DEEPSEEK, False, True), (DEEPSEEK, True, False), (DEEPSEEK_LONG, False, False), (MIXTRAL, True, True)],
 )
-@pytest.mark.slow(unless={"shape": [DEEPSEEK], "transposed": [False]})
 def test_fused_ptx_gemm_combine(shape, transposed, drops, capability, on_h200):
     tokens, hidden, _, features = shape
     config, sizes = exchange_gemm.gemm_combine_sizes(layout(tokens), features, hidden, transposed)
@@ -77,7 +75,6 @@ def test_fused_ptx_gemm_combine_options(options, on_h200):
 
 @pytest.mark.parametrize("shape", [DEEPSEEK, MIXTRAL], ids=["deepseek", "mixtral"])
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.slow(unless={"shape": [DEEPSEEK], "transposed": [True]})
 def test_fused_ptx_gemm_combine_two_arrays(transposed, shape, on_h200):
     tokens, hidden, columns, features = shape
     config, sizes = exchange_gemm.gemm_combine_sizes(

@@ -45,7 +45,6 @@ def test_gemm_fp8_ptx_gemm(monkeypatch, capability, size, out):
 
 @pytest.mark.parametrize("out", ["bf16", "fp32"])
 @pytest.mark.parametrize(("capability", "size"), [(90, DEEPSEEK), (90, ODD), (100, DEEPSEEK)])
-@pytest.mark.slow(unless={"size": [DEEPSEEK], "capability": [90]})
 def test_gemm_fp8_ptx_weight_gradient(monkeypatch, capability, size, out):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(compile, "device_capability", lambda: capability)

@@ -82,7 +82,6 @@ CASES += [(90, FEW_ROWS, False, "bfloat16"), (90, ODD, False, "bfloat16")]
 
 @pytest.mark.parametrize("spare", [0, 2], ids=["one array", "two arrays"])
 @pytest.mark.parametrize(("capability", "size", "transpose", "out"), CASES)
-@pytest.mark.slow(unless={"spare": [0]})
 def test_gemm_ptx_forward(on_gpus, compile_launch, capability, size, transpose, out, spare):
     rows, k, n, groups = size
     tiles = grouped_gemm.forward_tiles(rows, n, groups, jnp.dtype(out).itemsize)
@@ -98,7 +97,6 @@ WEIGHT_CASES = [(90, "float16"), (90, "float32"), (100, "float16")]
 
 @pytest.mark.parametrize("num_home", [0, 62], ids=["one array", "two arrays"])
 @pytest.mark.parametrize(("capability", "out"), WEIGHT_CASES)
-@pytest.mark.slow(unless={"num_home": [0]})
 def test_gemm_ptx_weights(on_gpus, compile_launch, capability, out, num_home):
     rows, k, n, groups = DEEPSEEK
     tiles = grouped_gemm.weight_tiles(jnp.dtype(out).itemsize)
@@ -117,7 +115,6 @@ VARIANTS = {
 
 @pytest.mark.parametrize("capability", [90])
 @pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.slow
 def test_gemm_ptx_variants(on_gpus, compile_launch, capability, name):
     rows, k, n, groups = DEEPSEEK
     options = {"transpose": False, "out_dtype": jnp.dtype(jnp.bfloat16), "tiles": VARIANTS[name]}
@@ -138,7 +135,6 @@ WEIGHT_VARIANTS = {
 
 @pytest.mark.parametrize("capability", [90])
 @pytest.mark.parametrize("name", WEIGHT_VARIANTS)
-@pytest.mark.slow
 def test_gemm_ptx_weight_variants(on_gpus, compile_launch, capability, name):
     """Descriptors of results come from the host: those that a kernel makes in scratch memory end a command buffer."""
     tiles = WEIGHT_VARIANTS[name]

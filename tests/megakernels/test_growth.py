@@ -111,7 +111,6 @@ def test_growth_concurrent_tracing(mesh):
 
 
 @pytest.mark.parametrize("heap_bytes", [None, 8 << 20], ids=["growing", "fixed"])
-@pytest.mark.slow
 def test_growth_programs_in_later_context(mesh, heap_bytes):
     """Also in a third context, and for programs of other generations; between contexts an error states the remedy."""
     jax_ep.init(mesh, transport=TRANSPORT, heap_bytes=heap_bytes)
@@ -171,7 +170,6 @@ def test_growth_later_context_too_small(mesh):
     np.testing.assert_array_equal(call(x, ids), K * x)
 
 
-@pytest.mark.slow
 def test_growth_context_ends_during_tracing(mesh, monkeypatch):
     """The thread's reservation is gone, and the new heap may be smaller."""
     jax_ep.init(mesh, transport=TRANSPORT)
@@ -194,7 +192,6 @@ def test_growth_context_ends_during_tracing(mesh, monkeypatch):
 
 
 @pytest.mark.parametrize("heap_bytes", [1 << 46, 1 << 60], ids=["memory", "addresses"])
-@pytest.mark.slow(unless={"heap_bytes": [1 << 60]})
 def test_growth_out_of_memory(mesh, heap_bytes):
     message = rf"init: .*{heap_bytes}.*(free|address space)"
     with pytest.raises((RuntimeError, ValueError), match=message):

@@ -24,7 +24,6 @@ def problem_of(rng, routing, num_ranks, shape=SHAPE):
 
 
 @pytest.mark.parametrize("programs", [1, 2, 5])
-@pytest.mark.slow(unless={"programs": [2]})
 def test_low_latency_gemm_one_launch_any_num_programs(monkeypatch, two_ranks, rng, programs):
     def no_product(*_, **__):
         raise AssertionError("a separate GEMM")
@@ -38,7 +37,6 @@ def test_low_latency_gemm_one_launch_any_num_programs(monkeypatch, two_ranks, rn
         np.testing.assert_array_equal(call(*problem.args), problem.want())
 
 
-@pytest.mark.slow
 def test_low_latency_gemm_interleaved_groups(two_ranks, rng):
     """Every kernel finds consistent control words, and pairs of devices have separate halves."""
     jax_ep.finalize()

@@ -27,7 +27,6 @@ WAYS = {"few tokens": (1 << 20, 1 << 20), "many tokens": (0, 0)}
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("num_ranks", "max_tokens"), [(2, 9), (3, 7)])
-@pytest.mark.slow
 def test_low_latency_kernels_both_algorithms(monkeypatch, two_ranks, rng, subtests, way, num_ranks, max_tokens):
     comparisons, rows = WAYS[way]
     monkeypatch.setattr(low_latency, "_MOST_COMPARISONS", comparisons)
@@ -42,7 +41,6 @@ def test_low_latency_kernels_both_algorithms(monkeypatch, two_ranks, rng, subtes
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("quantize", [False, True])
-@pytest.mark.slow(unless={"way": ["many tokens"], "quantize": [True]})
 def test_low_latency_kernels_fp8_and_float32(monkeypatch, two_ranks, rng, way, quantize):
     """Quantization matches XLA bit for bit; sums of rows rounded to FP8 stay within their bound."""
     comparisons, rows = WAYS[way]
@@ -78,7 +76,6 @@ def test_low_latency_kernels_fp8_and_float32(monkeypatch, two_ranks, rng, way, q
     np.testing.assert_array_less(np.abs(back - want_back), bound)
 
 
-@pytest.mark.slow
 def test_low_latency_kernels_overlapping_groups(two_ranks, rng):
     """Pairs of devices have separate halves, so launches of other groups and sizes may come in between."""
     jax_ep.finalize()
@@ -97,7 +94,6 @@ def test_low_latency_kernels_overlapping_groups(two_ranks, rng):
         problem.check(*call(*problem.args))
 
 
-@pytest.mark.slow
 def test_low_latency_kernels_programs_before_growth(two_ranks, rng):
     first = Problem(rng, "uniform", 2, SHAPE, 7)
     call = harness.compiled(round_trip(SHAPE, 7), two_ranks)
@@ -117,7 +113,6 @@ def test_low_latency_kernels_programs_before_growth(two_ranks, rng):
     first.check(*call(*first.args))
 
 
-@pytest.mark.slow
 def test_low_latency_kernels_fixed_heap():
     jax_ep.finalize()
     two_ranks = harness.make_mesh((2,), (harness.EXPERT,))
@@ -140,7 +135,6 @@ def test_low_latency_kernels_fixed_heap():
     ("hidden", "max_tokens", "top_k", "reason"),
     [(12, 4, 2, "not whole 16-byte words"), (16, 1025, 2, "1025 exceeds 1024"), (16, 4, 17, "K=17 exceeds 16")],
 )
-@pytest.mark.slow(unless={"top_k": [17]})
 def test_low_latency_kernels_unsupported_uses_xla(two_ranks, rng, hidden, max_tokens, top_k, reason):
     shape = Shape(num_tokens=2, top_k=top_k, num_experts=4, hidden=hidden)
     problem = Problem(rng, "duplicates", 2, shape, max_tokens)

@@ -45,7 +45,6 @@ CASES += [(100, rows, fp8, "bf16") for rows in (64, 128) for fp8 in (True, False
 
 
 @pytest.mark.parametrize(("capability", "block_m", "fp8", "out"), CASES)
-@pytest.mark.slow(unless={"block_m": [16], "out": ["bf16"]})
 def test_masked_ptx_gemm(capability, block_m, fp8, out):
     tiles = masked.masked_tiles(M, EXPECTED[block_m], 1 if fp8 else 2, 2 if out == "bf16" else 4)
     assert tiles.block_m == block_m and tiles.num_stages >= 3
@@ -55,7 +54,6 @@ def test_masked_ptx_gemm(capability, block_m, fp8, out):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("fp8", [True, False])
 @pytest.mark.parametrize("block_m", EXPECTED)
-@pytest.mark.slow(unless={"block_m": [128], "bias": [True]})
 def test_masked_ptx_gemm_combine(block_m, fp8, bias):
     """The epilogue that stores rows at their source ranks leaves registers free, and stores 16 bytes at a time."""
     tiles = masked.masked_tiles(RANKS * TOKENS, EXPECTED[block_m], 1 if fp8 else 2, 2)
@@ -75,7 +73,6 @@ def compile_combine(types, product, tiles, instruction, programs):
 @pytest.mark.parametrize("expert_format", ["mxfp4", "fp8_channel"])
 @pytest.mark.parametrize("expected_rows", [8, 64])
 @pytest.mark.parametrize("tokens_in", ["bf16", "fp8e4nv"])
-@pytest.mark.slow(unless={"expert_format": ["mxfp4"], "expected_rows": [8], "tokens_in": ["fp8e4nv"]})
 def test_masked_ptx_gemm_combine_quantized_weights(tokens_in, expected_rows, expert_format):
     activations = "fp8" if tokens_in == "fp8e4nv" else None
     run = partial(quantize, format=expert_format, activations=activations)
@@ -110,7 +107,6 @@ def test_masked_ptx_loads_overlap_epilogue():
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize("quantize", [True, False])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu", "gpt-oss"])
-@pytest.mark.slow(unless={"activation": ["silu"]})
 def test_masked_ptx_activation(monkeypatch, activation, quantize, capability):
     types = {"hidden_ptr": "*bf16", "sizes_ptr": "*i32", "scales_ptr": "*fp32"}
     types["out_ptr"] = "*fp8e4nv" if quantize else "*bf16"

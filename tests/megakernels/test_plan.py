@@ -85,7 +85,6 @@ def random_layout(rng, num_ranks):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@pytest.mark.slow(unless={"num_ranks": [3]})
 def test_plan_kernel_random_layouts_and_invalid_ids(heaps, rng, num_ranks):
     for _ in range(2):
         layout = random_layout(rng, num_ranks)
@@ -106,7 +105,6 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.slow(unless={"name": ["one slot", "too many experts, sorted", "huge alignment"]})
 def test_plan_kernel_edge_sizes(heaps, rng, name):
     layout = LAYOUTS[name]
     call = planner(layout)
@@ -156,7 +154,6 @@ def test_plan_kernel_ignores_heap_content(heaps, rng):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("axis", [("expert",), ("data", "expert"), ("b", "data"), ("b",)], ids="-".join)
-@pytest.mark.slow(unless={"axis": [("data", "expert")], "check_vma": [True]})
 def test_plan_kernel_given_mesh_without_exchange(fresh, monkeypatch, axis, check_vma):
     if jax.device_count() < 8:
         pytest.skip(f"needs 8 devices, {jax.device_count()} present")

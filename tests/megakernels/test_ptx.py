@@ -26,7 +26,7 @@ pytest.importorskip("triton")
 
 LAYOUT = Layout(num_ranks=4, num_experts=256, num_tokens=4096, top_k=8, capacity=40960)
 HIDDEN = 7168
-CAPABILITIES = [80, 90, 100, pytest.param(120, marks=pytest.mark.slow)]
+CAPABILITIES = [80, 90, 100, 120]
 COPIES = r"cp\.async\.cg\.shared\.global \[.*\], 0x10"
 HEAP, PEERS = heap_of(HeapLayout(4), 4, 1), Peers("*i32", "*i64")
 
@@ -41,7 +41,6 @@ def row_sizes(hidden, fp8):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("limit", [None, 24], ids=["all-programs", "few-programs"])
 @pytest.mark.parametrize("name", ["dispatch", "combine"])
-@pytest.mark.slow(unless={"dtype": ["bfloat16"], "limit": [None]})
 def test_ptx_row_kernels(name, limit, dtype, fp8, capability):
     if fp8 and capability < 89:
         pytest.skip("this architecture has no FP8 conversions")
@@ -71,7 +70,6 @@ def test_ptx_row_kernels(name, limit, dtype, fp8, capability):
 
 
 @pytest.mark.parametrize("hidden", [256, 512, 2048])
-@pytest.mark.slow(unless={"hidden": [512]})
 def test_ptx_combine_narrow_rows(hidden):
     """Each thread still copies 16 bytes."""
     config, tile = exchange.combine_config(Schedule(), LAYOUT, hidden, jnp.dtype("bfloat16"))
@@ -92,7 +90,6 @@ def test_ptx_small_exchange_kernel(capability):
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "u8"])
-@pytest.mark.slow(unless={"dtype": ["bf16"]})
 def test_ptx_expert_copies_kernel(dtype, capability):
     pointers = {"x_ptr": f"*{dtype}", "moves_ptr": "*i32", "peers": PEERS, "out_ptr": f"*{dtype}"}
     itemsize = {"bf16": 2, "fp32": 4, "u8": 1}[dtype]
@@ -102,7 +99,6 @@ def test_ptx_expert_copies_kernel(dtype, capability):
 
 
 @pytest.mark.parametrize(("ranks", "experts"), [(4, 64), (8, 256), (64, 1024)])
-@pytest.mark.slow(unless={"experts": [256]})
 def test_ptx_balance_plan_kernels(ranks, experts):
     names = ("counts", "copies", "moved", "own", "ends", "starts", "left")
     slots = max(32, 2 * ranks)
@@ -118,7 +114,6 @@ def test_ptx_balance_plan_kernels(ranks, experts):
 # (experts, tokens per rank): L of 64, 256 and 1024, and blocks of one part and of many.
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(("experts", "tokens"), [(256, 128), (256, 4096), (256, 32768), (1024, 4096), (4096, 4096)])
-@pytest.mark.slow(unless={"experts": [256], "tokens": [4096]})
 def test_ptx_plan_kernel(experts, tokens, capability):
     layout = Layout(4, experts, tokens, 8, 4 * tokens * 8)
     config, sizes = exchange.plan_config(layout)

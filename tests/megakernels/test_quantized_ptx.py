@@ -42,7 +42,6 @@ def test_quantized_ptx_int8_rows(rows):
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("rows", [4, 16, 32, 64])
 @pytest.mark.parametrize("kernel", [quantized_gemm._GROUPED, quantized_gemm._MASKED], ids=lambda k: k.name)
-@pytest.mark.slow(unless={"kernel": [quantized_gemm._MASKED], "stored": ["mxfp4", "mxfp4 prepacked"]})
 def test_quantized_ptx_kernels(kernel, rows, stored):
     # Tiles of 64 rows and more are for many rows; others use registers as operands, which takes fewer instructions.
     wide = rows > 48 or stored.endswith(" prepacked") or (stored.startswith("fp8") and rows > 8)

@@ -42,7 +42,6 @@ def compile_pass(kernel, types, constants, config=None):
     ids=["rows", "gradient", "gradient and rows"],
 )
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "not gated"])
-@pytest.mark.slow(unless={"name": ["gpt-oss"]})
 def test_rows_ptx_activation(kernel, keep, name, gated):
     """The experts of gpt-oss have gates and biases."""
     experts = {"llama 4": Experts(gated=gated, weight_on="input"), "gpt-oss": GPT_OSS}.get(name)
@@ -63,7 +62,6 @@ def test_rows_ptx_activation(kernel, keep, name, gated):
 
 
 @pytest.mark.parametrize(("dtype", "hidden"), [("bf16", 7168), ("bf16", 2048), ("fp16", 72)])
-@pytest.mark.slow(unless={"hidden": [7168]})
 def test_rows_ptx_gather(dtype, hidden):
     types = {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "index_ptr": "*i32", "sizes_ptr": "*i32"}
     sizes = kernels.row_pass((ROWS, hidden), np.zeros(GROUPS, np.int32), 1024, 4096)
@@ -71,7 +69,6 @@ def test_rows_ptx_gather(dtype, hidden):
 
 
 @pytest.mark.parametrize(("tokens", "experts", "counted"), [(4096, 256, True), (16384, 128, False), (1, 512, False)])
-@pytest.mark.slow(unless={"tokens": [4096]})
 def test_moe_sort_ptx_kernel(tokens, experts, counted, monkeypatch):
     monkeypatch.setattr(moe_sort, "all_programs", lambda: 132)
     config, sizes = moe_sort.sort_sizes((tokens, 8), SortSizes(0, experts, 64))
@@ -120,13 +117,11 @@ def built(name, num_tokens, fp8, capability, max_tokens=None, top_k=K):
 
 @pytest.mark.parametrize(("capability", "num_tokens", "fp8"), CASES)
 @pytest.mark.parametrize("name", ["dispatch", "combine"])
-@pytest.mark.slow(unless={"num_tokens": [128], "fp8": [True]})
 def test_low_latency_ptx_kernels(name, capability, num_tokens, fp8):
     ptx = built(name, num_tokens, fp8, capability)["ptx"]
     assert "ld.global.v4.b32" in ptx, "rows are not loaded 16 bytes at a time"
     assert re.search(r"(fence\.release|fence\.acq_rel|release)\.sys", ptx)
 
 
-@pytest.mark.slow
 def test_low_latency_ptx_fewer_tokens_than_reserved():
     built("dispatch", 37, False, 90, max_tokens=40, top_k=6)

@@ -43,7 +43,6 @@ def wanted(layout, ids, rank):
 # (ranks, experts, tokens, top-k): with more tokens than a block, and with one bin more than a power of two.
 @pytest.mark.parametrize("sizes", [(1, 4, 5, 2), (2, 8, 131, 3), (4, 128, 40, 8), (2, 128, 300, 1)])
 @pytest.mark.parametrize("hostile", [False, True], ids=["valid ids", "hostile ids"])
-@pytest.mark.slow(unless={"hostile": [True], "sizes": [(2, 8, 131, 3)]})
 def test_schedule_kernel_order(sizes, hostile, rng):
     num_ranks, num_experts, num_tokens, top_k = sizes
     if jax.device_count() < num_ranks:
@@ -70,7 +69,6 @@ def test_schedule_kernel_order(sizes, hostile, rng):
 @pytest.mark.skipif(not ON_CPU, reason="compiled on the CPU")
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize(("experts", "tokens"), [(256, 128), (256, 4096), (256, 32768), (2048, 4096)])
-@pytest.mark.slow(unless={"tokens": [32768]})
 def test_schedule_kernel_without_spills(experts, tokens, capability):
     layout = Layout(4, experts, tokens, 8, 4 * tokens * 8)
     sizes = send_order_sizes(layout)

@@ -78,7 +78,6 @@ def depths(ptx):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.slow
 def test_trace_ptx_overhead(name, without_traces, monkeypatch, request):
     if not name.startswith("low-latency"):
         request.getfixturevalue("on_h200")

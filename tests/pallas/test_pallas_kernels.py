@@ -37,7 +37,6 @@ ROWS = 251
 @pytest.mark.parametrize(
     ("tiles", "transpose"), [(LOW, False), (LOW, True), (HALF, False), (HALF, True), (HIGH, False)]
 )
-@pytest.mark.slow(unless={"tiles": [HALF], "transpose": [True]})
 def test_pallas_forward(tiles, transpose, rng, races):
     """Several tiles and steps in every direction; products of small integers are exact, so any lost row shows."""
     lhs, rhs = integers(rng, ROWS, 200, dtype=BF16), integers(rng, 7, 200, 328, dtype=BF16)
@@ -69,7 +68,6 @@ def activated_operands(rng, experts, rows, sizes, depth, intermediate, dtype):
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("experts", EXPERTS, ids=str)
 @pytest.mark.parametrize("tiles", [LOW, tiling.activated_tiles()], ids=str)
-@pytest.mark.slow(unless={"tiles": [LOW], "experts": [CLAMPED], "dtype": [BF16]})
 def test_pallas_activated(tiles, experts, dtype, rng, races, monkeypatch):
     # The detector expects a fence between loads by threads and later TMA copies; on GPUs a barrier orders them, as
     # CUTLASS and DeepGEMM rely on.
@@ -83,7 +81,6 @@ def test_pallas_activated(tiles, experts, dtype, rng, races, monkeypatch):
 
 
 @pytest.mark.parametrize("tiles", [*WEIGHTS, NARROW], ids=str)
-@pytest.mark.slow(unless={"tiles": [NARROW]})
 def test_pallas_weight_gradients(tiles, rng, races):
     lhs, rhs = integers(rng, ROWS, 200, dtype=F16), integers(rng, ROWS, 328, dtype=F16)
     used = slice(SIZES.sum())
@@ -111,7 +108,6 @@ def test_pallas_race_detector(rng, races, monkeypatch):
 
 
 @pytest.mark.parametrize("tiles", [LOW, HALF, *WEIGHTS], ids=str)
-@pytest.mark.slow
 def test_pallas_one_chunk_wide(tiles, rng):
     """Columns of tiles beyond the result must not reach its other rows, and rows must not reach other groups."""
     sizes = np.array([5, 0, 12, 100], np.int32)
@@ -127,7 +123,6 @@ def test_pallas_one_chunk_wide(tiles, rng):
 
 @pytest.mark.parametrize("out_dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("end", [1, 7, 8, 9, 31, 32, 33, 63, 64, 65, 96, 97, 128, 129, 250])
-@pytest.mark.slow(unless={"end": [33], "out_dtype": [BF16]})
 def test_pallas_all_block_m(end, out_dtype, rng):
     """Groups start and end within blocks, next to rows of NaN: no row is missing and no extra row is stored."""
     sizes = np.array([5, end, 255 - end], np.int32)
@@ -141,7 +136,6 @@ def test_pallas_all_block_m(end, out_dtype, rng):
 
 
 @pytest.mark.parametrize("end", [1, 8, 33, 64, 119, 127, 129, 250])
-@pytest.mark.slow(unless={"end": [119]})
 def test_pallas_activated_all_block_m(end, rng):
     """Rows of a tile that belong to other groups, each with a weight, and those of a half-full last column."""
     sizes = np.array([5, end, 255 - end], np.int32)
@@ -187,7 +181,6 @@ def lower(call, *shapes):
 @pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transposed"])
 @pytest.mark.parametrize("out_dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize(("tiles", "x64"), [(LOW, False), (LOW, True), (HALF, False), (HIGH, False)], ids=str)
-@pytest.mark.slow(unless={"tiles": [HALF], "out_dtype": [BF16]})
 def test_pallas_forward_lowers(tiles, x64, out_dtype, transpose):
     call = functools.partial(gemm.grouped_gemm, transpose=transpose, out_dtype=out_dtype, tiles=tiles)
     with jax.enable_x64(x64):
@@ -203,7 +196,6 @@ def test_pallas_forward_lowers(tiles, x64, out_dtype, transpose):
 
 @pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize("experts", EXPERTS, ids=str)
-@pytest.mark.slow(unless={"experts": [CLAMPED], "x64": [False]})
 def test_pallas_activated_lowers(experts, x64):
     def call(lhs, rhs, group_sizes):
         return activated.gemm_activation(experts, lhs, rhs, group_sizes, jnp.ones(lhs.shape[0], F32))
@@ -215,7 +207,6 @@ def test_pallas_activated_lowers(experts, x64):
 
 
 @pytest.mark.parametrize("tiles", [*WEIGHTS, NARROW], ids=str)
-@pytest.mark.slow(unless={"tiles": [NARROW]})
 def test_pallas_weights_lower(tiles):
     out_dtype = F32 if tiles is NARROW else BF16
     call = functools.partial(gemm.weight_gradient, out_dtype=out_dtype, tiles=tiles)
@@ -223,14 +214,12 @@ def test_pallas_weights_lower(tiles):
     assert "mosaic_gpu" in lower(call, (5, 9), (5, 8), (3,))
 
 
-@pytest.mark.slow
 def test_pallas_large_results_lower():
     """More than 2**31 elements: positions are pairs of a row and a column, never one number."""
     call = functools.partial(gemm.grouped_gemm, transpose=False, out_dtype=BF16)
     assert "mosaic_gpu" in lower(call, (1 << 20, 64), (8, 64, 4096), (8,))
 
 
-@pytest.mark.slow
 def test_pallas_misaligned_copies_do_not_lower(monkeypatch):
     """They would copy the wrong rows, which only the lowering detects, not the interpreter."""
     monkeypatch.setattr(pl, "multiple_of", lambda x, multiple: x)

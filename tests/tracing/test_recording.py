@@ -131,7 +131,6 @@ def test_recording_unawaited_results(two_ranks, rng):
 
 
 @pytest.mark.parametrize("modes", [("fused", "scatter"), ("serial", "scatter")])
-@pytest.mark.slow(unless={"modes": [("fused", "scatter")]})
 def test_recording_fused_layer(modes, two_ranks, rng):
     args = inputs(rng)
     want = harness.run(layer(*modes), two_ranks, *args)
@@ -151,7 +150,6 @@ def test_recording_fused_layer(modes, two_ranks, rng):
         assert 0 <= summary["dispatch_gemm"]["overlap"] <= 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("combine_mode", ["scatter", "serial"])
 def test_recording_fused_layer_gradients(combine_mode, two_ranks, rng):
     args = inputs(rng)
@@ -174,7 +172,6 @@ def test_recording_fused_layer_gradients(combine_mode, two_ranks, rng):
 
 
 @pytest.mark.parametrize("function", [decode, decode_layer], ids=["exchange", "layer"])
-@pytest.mark.slow(unless={"function": [decode]})
 def test_recording_low_latency(function, two_ranks, rng):
     args = inputs(rng)
     want = harness.run(function, two_ranks, *args)
@@ -223,7 +220,6 @@ def test_recording_scan_same_bits(two_ranks, rng):
     assert {number for _, number in combines.launches} == {max(number for _, number in recording.trace.launches)}
 
 
-@pytest.mark.slow
 def test_recording_overflow_counted(two_ranks, rng):
     args = inputs(rng)
     whole, want = record(round_trip, two_ranks, args)
@@ -242,7 +238,6 @@ def test_recording_overflow_counted(two_ranks, rng):
             np.testing.assert_array_equal(kept[mine], of_whole[mine][:room])
 
 
-@pytest.mark.slow
 def test_recording_compiles_once(two_ranks, rng):
     """There is one program with recordings and one without, for any buffer size; recording is part of jit's key."""
     x, ids, *_ = inputs(rng)
@@ -262,7 +257,6 @@ def test_recording_compiles_once(two_ranks, rng):
     assert len(traces) == 2 * before
 
 
-@pytest.mark.slow
 def test_recording_program_runs_without_recording(two_ranks, rng):
     x, ids, *_ = inputs(rng)
     jitted = jax.jit(harness.per_rank(round_trip, two_ranks))
@@ -277,7 +271,6 @@ def test_recording_program_runs_without_recording(two_ranks, rng):
     assert sorted(recording.trace.launches) == [(device, number) for device in range(W) for number in range(2 * 3)]
 
 
-@pytest.mark.slow
 def test_recording_clocks_agree(two_ranks, rng):
     """Workers share a clock: the interval of their offset contains zero."""
     header, num_words = tracing.events.area_header(tracing.recording._most_programs(), 128)

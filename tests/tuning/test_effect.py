@@ -202,7 +202,6 @@ def test_tuning_fp8_sizes_not_whole_blocks():
     assert list(tune_cases._grouped_gemm_fp8(sizes)) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", range(4))
 def test_tuning_random_fp8_tiles(case, two_ranks, rng):
     """Row and column-wise quantized GEMMs match the portable functions, up to the order of roundings."""
@@ -266,7 +265,7 @@ def draw(rng, operation):
     return settings
 
 
-@pytest.mark.parametrize("case", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 8))])
+@pytest.mark.parametrize("case", range(8))
 def test_tuning_random_settings_same_bits(case, two_ranks, rng):
     x, ids = inputs(rng)
     chosen = {operation: draw(rng, operation) for operation in ("dispatch", "combine")}
@@ -275,7 +274,6 @@ def test_tuning_random_settings_same_bits(case, two_ranks, rng):
         np.testing.assert_array_equal(harness.run(round_trip(), two_ranks, x, ids), sums(x, ids))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", range(5))
 def test_tuning_random_settings_few_tokens(case, two_ranks, rng):
     x, ids = inputs(rng)
@@ -293,7 +291,6 @@ def test_tuning_random_settings_few_tokens(case, two_ranks, rng):
     np.testing.assert_allclose(got, x * (weights * (ids >= 0)).sum(-1, keepdims=True), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", range(8))
 def test_tuning_random_tiles(case, two_ranks, rng):
     sizes = rng.multinomial(int(rng.integers(1, 90)), [0.2, 0.0, 0.8])

@@ -37,7 +37,6 @@ def round_trip(shape, wire=None, **options):
 
 # Dropless and aligned, cut within a group, cut to a single row, fewer rows than tokens of a rank.
 @pytest.mark.parametrize(("capacity", "alignment"), [(None, 4), (8, 4), (1, 1), (20, 1)])
-@pytest.mark.slow(unless={"capacity": [20]})
 def test_xla_exchange_matches_oracle(capacity, alignment, mesh, rng, subtests):
     options = {"capacity": capacity, "alignment": alignment}
     call = compiled(round_trip(BASE, **options), mesh)
@@ -55,7 +54,6 @@ def test_xla_exchange_matches_oracle(capacity, alignment, mesh, rng, subtests):
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
 @pytest.mark.parametrize("wire", [None, jnp.float8_e4m3fn], ids=["as they are", "fp8"])
-@pytest.mark.slow(unless={"dtype": [BF16], "wire": [jnp.float8_e4m3fn]})
 def test_xla_exchange_matches_gathered(dtype, wire, mesh, rng, monkeypatch):
     """Sums have one order: over the rows of a rank, rounded for sending, then over ranks.
 
@@ -74,7 +72,6 @@ def test_xla_exchange_matches_gathered(dtype, wire, mesh, rng, monkeypatch):
 
 
 @pytest.mark.parametrize("routing", FEW_ROUTINGS)
-@pytest.mark.slow(unless={"routing": ["duplicates"]})
 def test_xla_exchange_quantized_pairs(routing, mesh, rng):
     """Any bits of any dtype and shape are preserved."""
 
@@ -112,14 +109,12 @@ def layer_arguments(rng, num_ranks, batch=()):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.slow
 def test_xla_exchange_layer_and_gradients(check_vma, mesh, rng, monkeypatch):
     arguments = layer_arguments(rng, mesh.size)
     for got, wanted in zip(*both_ways(monkeypatch, layer, mesh, *arguments, check_vma=check_vma), strict=True):
         assert_close(got, wanted, "result or gradient")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("batch", [(2,), (2, 2)], ids=["vmap", "vmap of vmap"])
 def test_xla_exchange_vmap(batch, expert_mesh, rng, monkeypatch):
     """Batched problems have their own numbers of rounds."""
@@ -132,7 +127,6 @@ def test_xla_exchange_vmap(batch, expert_mesh, rng, monkeypatch):
 
 
 @pytest.mark.parametrize("axes", [("expert",), ("data", "expert")], ids=len)
-@pytest.mark.slow(unless={"axes": [("data", "expert")]})
 def test_xla_exchange_subgroups(axes, rng):
     """Experts over some axes of a mesh, or over several."""
     mesh = make_mesh((2, 2), ("data", "expert"))
@@ -182,7 +176,6 @@ def programs(num_ranks, shape, capacity, mesh, *, plan):
     return {name: jax.jit(per_rank(fn, mesh)).lower(*args).compile() for name, (fn, args) in calls.items()}
 
 
-@pytest.mark.slow
 def test_xla_exchange_memory_independent_of_ranks(expert_mesh):
     """Temporary memory at the capacity of a balanced load is 1.25 times the rows; gathering takes at least 4 times."""
     shape = Shape(num_tokens=512, top_k=2, num_experts=8, hidden=1024)
@@ -222,7 +215,6 @@ def low_latency_round_trip(shape=SHAPE, max_tokens=MAX_TOKENS, **options):
 
 # Routing all tokens to one expert takes many rounds.
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.slow(unless={"routing": ["one_hot"]})
 def test_xla_low_latency_matches_oracle(routing, expert_mesh, rng):
     case = low_latency_problems.Problem(rng, routing, NUM_RANKS, SHAPE, MAX_TOKENS)
     case.check(*compiled(low_latency_round_trip(quantize=False), expert_mesh(NUM_RANKS))(*case.args))
@@ -235,7 +227,6 @@ def problem(rng, num_ranks, shape=SHAPE, dtype=F32):
     return x, ids, probabilities(rng, *ids.shape), reals(rng, num_ranks, local, num_ranks * MAX_TOKENS, shape.hidden)
 
 
-@pytest.mark.slow
 def test_xla_low_latency_quantized(mesh, rng, monkeypatch):
     """Values and scales are sent together, and rows are rounded to FP8 before they are added."""
     fn = low_latency_round_trip(schedule=FP8_WIRE)
@@ -298,7 +289,6 @@ def low_latency_programs(num_ranks, shape, mesh):
     return {name: jax.jit(per_rank(fn, mesh)).lower(*args).compile() for name, (fn, args) in calls.items()}
 
 
-@pytest.mark.slow
 def test_xla_low_latency_memory_independent_of_ranks(expert_mesh):
     """Temporary memory at two experts per rank: a round of tokens, and the returned sums."""
     tokens, top_k, hidden = 256, 2, 2048
@@ -314,7 +304,6 @@ def test_xla_low_latency_memory_independent_of_ranks(expert_mesh):
 
 
 @pytest.mark.parametrize("routing", ["duplicates", "one_hot"])
-@pytest.mark.slow(unless={"routing": ["one_hot"]})
 def test_xla_low_latency_tokens_minimal(routing, expert_mesh, rng, monkeypatch):
     """Each token is sent once to each rank with one of its experts, and back."""
     sizes = []

@@ -25,13 +25,16 @@ if TYPE_CHECKING:
     import jax
 
 Params = dict[str, Any]
+_MOST_ON_CPU = 64
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--local", type=int, metavar="N", help="start N processes on this machine that connect to each other")
-    add("--coordinator", metavar="HOST:PORT", help="address of process 0; default: from SLURM or Open MPI")
+    add(
+        "--coordinator", type=address, metavar="HOST:PORT", help="address of process 0; default: from SLURM or Open MPI"
+    )
     add("--num-processes", type=int, metavar="N")
     add("--process-id", type=count_or_zero, metavar="I", help="number of this process, from 0")
     add(
@@ -62,6 +65,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def address(text: str) -> str:
+    """Check the form of an address."""
+    host, _, port = text.rpartition(":")
+    if not (host and port.isascii() and port.isdecimal() and int(port) < 65536):
+        raise argparse.ArgumentTypeError(f"{text!r}, expected HOST:PORT with a port below 65536")
+    return text
+
+
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     if args.local is not None:
@@ -86,8 +97,8 @@ def start_here(count: int, arguments: list[str]) -> int:
     at = next(i for i, argument in enumerate(arguments) if argument.startswith("--local"))
     others = arguments[:at] + arguments[at + (1 if "=" in arguments[at] else 2) :]
     gpus = number_of_gpus()
-    if 0 < gpus < count:
-        raise SystemExit(f"--local {count} needs a GPU for each process, but this machine has {gpus}")
+    if count > (gpus or _MOST_ON_CPU):
+        raise SystemExit(f"--local {count} needs a GPU for each process, or at most {_MOST_ON_CPU} without GPUs")
     command = [sys.executable, __file__, *others, "--coordinator", address, "--num-processes", str(count)]
     own = [["--process-id", str(i), *(["--local-device", str(i)] if gpus else [])] for i in range(count)]
     processes = [subprocess.Popen([*command, *mine]) for mine in own]
@@ -127,7 +138,10 @@ def join(args: argparse.Namespace) -> None:
         own |= {"num_processes": args.num_processes, "process_id": args.process_id}
     import jax
 
-    jax.distributed.initialize(**own)
+    try:
+        jax.distributed.initialize(**own)
+    except ValueError as error:
+        raise ValueError(f"{error} Pass --local N or --coordinator, or start it with srun or mpirun.") from error
 
 
 def wait_for_coordinator(address: str, timeout_s: float) -> None:

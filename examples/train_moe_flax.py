@@ -99,6 +99,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Run the training; return the content of metrics.json."""
     args = parse(arguments)
     prepare_cpu_devices(args.devices or CPU_DEVICES)
+    import matplotlib.figure  # noqa: F401  # plots come last: without it, the error comes first
     from rich.console import Console
 
     from lm.report import doing, plot

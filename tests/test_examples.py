@@ -1,6 +1,7 @@
 """The example programs on tiny models: exact resumption, generation with the cache, data and plots."""
 
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +84,15 @@ def test_resume_from_damaged_files(tmp_path):
     (path := tmp_path / "metrics.json").write_text('{"train": [{"step": 1}], "held_out"')
     with pytest.raises(ValueError, match=r"metrics\.json is damaged \(no JSON.*: remove it"):
         History(path, resume_at=1)
+
+
+def test_train_checks_outputs_first(tmp_path, monkeypatch):
+    (tmp_path / "metrics.json").mkdir()
+    with pytest.raises(OSError, match=r"not a regular file.*metrics\.json"):
+        History(tmp_path / "metrics.json", resume_at=0)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="matplotlib"):
+        train_moe_flax.main(["--out", str(tmp_path)])
 
 
 def test_sizes_out_of_range():

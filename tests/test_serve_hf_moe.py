@@ -240,6 +240,14 @@ def test_damaged_tokenizer(tmp_path):
         serve_hf_moe.read_tokenizer(tmp_path / "tokenizer.json")
 
 
+def test_tiny_checkpoint_does_not_overwrite(tmp_path, capsys):
+    (tmp_path / "config.json").write_text("theirs")
+    with pytest.raises(SystemExit):
+        make_tiny_checkpoint.main(["mixtral", str(tmp_path)])
+    assert "has a checkpoint already" in capsys.readouterr().err
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["theirs"]
+
+
 def test_stop_tokens(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert stop_tokens(tmp_path) == ()

@@ -202,6 +202,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=count_or_zero, default=0)
     args = parser.parse_args(arguments)
+    if (args.folder / "config.json").exists():
+        parser.error(f"{args.folder} has a checkpoint already: pass another folder")
     make(args.family, args.folder, args.seed)
     print(f"wrote a tiny {args.family} to {args.folder}")
 

@@ -21,7 +21,7 @@ from rich.progress import (
 )
 
 from jax_ep.core import json_files
-from jax_ep.core.files import write_atomically
+from jax_ep.core.files import check_writable, write_atomically
 from jax_ep.core.json_files import array, integer, record
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ class History:
     """Metrics of all steps so far, as plain lists; a resumed run continues the lists of the file."""
 
     def __init__(self, path: Path, *, resume_at: int) -> None:
+        check_writable(path)
         self._path = path
         self.has_grown = False
         self.metrics: dict[str, list[Any]] = {"train": [], "held_out": []}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import pytest
 from jax.sharding import Mesh
 
 import jax_ep
-from cases import BF16, F32, Shape, assert_same_bits, probabilities, reals
+from cases import BF16, F32, FP8_WIRE, Shape, assert_same_bits, probabilities, reals
 from harness import compiled, per_rank
 from jax_ep.ops import balanced
 from jax_ep.types import Schedule
@@ -21,8 +22,9 @@ from routings import ROUTINGS
 
 NUM_RANKS = 2
 BITS = Schedule(reproducible=True)
+WIRES = {"plain_wire": BITS, "fp8_wire": replace(FP8_WIRE, reproducible=True)}
 # On GPUs, enough rows for other tiles and modes than those of the smaller batch.
-SIZES = (512, 256, 512) if jax.default_backend() == "gpu" else (12, 24, 16)
+SIZES = (512, 2048, 768) if jax.default_backend() == "gpu" else (12, 128, 16)
 SHAPE = Shape(SIZES[0], 5, 16, *SIZES[1:])
 DTYPES = [BF16, pytest.param(F32, marks=pytest.mark.slow)]
 
@@ -61,13 +63,13 @@ def make_layer(rng: np.random.Generator, routing: str, dtype: np.dtype) -> Layer
 
 
 def results_of(
-    implementation: str, mesh: Mesh, balance: jax_ep.Balance | None = None
+    implementation: str, mesh: Mesh, balance: jax_ep.Balance | None = None, schedule: Schedule = BITS
 ) -> Callable[[Layer], tuple[dict[str, np.ndarray], int]]:
     """Return a function to the result with and without a gradient, the gradient of the tokens, and the passes."""
 
     def fn(x: Any, topk_idx: Any, topk_weights: Any, w_gate_up: Any, w_down: Any, d_out: Any) -> Any:
         def layer(x: Any) -> Any:
-            options: dict[str, Any] = {"implementation": implementation, "balance": balance, "schedule": BITS}
+            options: dict[str, Any] = {"implementation": implementation, "balance": balance, "schedule": schedule}
             with balanced.recording() as work:
                 arrays = x, topk_idx, topk_weights, w_gate_up, w_down
                 y = jax_ep.moe(*arrays, num_experts=SHAPE.num_experts, **options)
@@ -111,12 +113,20 @@ def test_reproducible_balance(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_ranks", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8))])
+@pytest.mark.parametrize("wire", ["plain_wire", pytest.param("fp8_wire", marks=pytest.mark.slow)])
 @pytest.mark.slow_interpreted
 def test_reproducible_ranks(
-    implementation: str, num_ranks: int, dtype: np.dtype, expert_mesh: Any, rng: np.random.Generator, subtests: Any
+    implementation: str,
+    wire: str,
+    num_ranks: int,
+    dtype: np.dtype,
+    expert_mesh: Any,
+    rng: np.random.Generator,
+    subtests: Any,
 ) -> None:
-    call = results_of(implementation, expert_mesh(num_ranks))
-    expected = results_of(implementation, expert_mesh(NUM_RANKS))
+    options = {"schedule": WIRES[wire]}
+    call = results_of(implementation, expert_mesh(num_ranks), **options)
+    expected = results_of(implementation, expert_mesh(NUM_RANKS), **options)
     for routing in ("zipf", "some_without_expert"):
         with subtests.test(routing):
             layer = make_layer(rng, routing, dtype)

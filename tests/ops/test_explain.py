@@ -77,6 +77,16 @@ def test_explain_reasons():
     assert str(found).count("as above") > 3
 
 
+def test_explain_reproducible():
+    """The default for many rows says why it does not run."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("XLA on GPUs has no such bits")
+    schedule = jax_ep.Schedule(reproducible=True)
+    found = jax_ep.explain(layer(implementation=("pallas", "xla"), schedule=schedule), *LAYER)
+    rows = {row.part: row for row in found.rows}
+    assert rows["first GEMM"].reason.startswith("pallas: reproducible=True, and its tiles depend on the number of rows")
+
+
 def test_explain_traced_function():
     """A cached trace hides no call, in any context; the second explanation is that of the first."""
     function = jax.jit(gradient(layer(implementation="xla")))

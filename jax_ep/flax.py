@@ -154,13 +154,10 @@ class MoE(nnx.Module):
         self.serving_arrays, self.serving_tree = nnx.List[ServingArray]([]), None
 
     def _check_sizes(self, intermediate_size: int, shared_experts: Any) -> None:
-        for name, value in (
-            *(("hidden_size", self.hidden_size), ("intermediate_size", intermediate_size)),
-            *(("num_experts", self.num_experts), ("num_experts_per_tok", self.num_experts_per_tok)),
-        ):
-            check.positive("MoE", name, value)
-        if self.capacity is not None:
-            check.positive("MoE", "capacity", self.capacity)
+        check.integer("MoE", "intermediate_size", intermediate_size)
+        capacity = () if self.capacity is None else ("capacity",)
+        for name in ("hidden_size", "num_experts", "num_experts_per_tok", *capacity):
+            check.integer("MoE", name, getattr(self, name))
         all_experts = self.num_experts + self.router_options.num_identity_experts
         self.router_options.check_sizes("MoE", "num_experts_per_tok", self.num_experts_per_tok, all_experts)
         check.value_of("MoE", "shared_experts", shared_experts, SharedExperts, "jax_ep.flax.SharedExperts")

@@ -320,7 +320,7 @@ def plan(loads: Any, *, num_slots: int, num_ranks: int, num_nodes: int = 1, num_
         raise ValueError(f"plan: loads have shape {loads.shape}, expected [E] or [layers, E]; reshape them.")
     num_experts = loads.shape[-1]
     _check_sizes("plan", num_experts, num_slots, num_ranks, num_nodes)
-    check.positive("plan", "num_groups", num_groups)
+    check.integer("plan", "num_groups", num_groups)
     if num_experts % num_groups or (num_groups > 1 and num_groups % num_nodes):
         raise ValueError(
             f"plan: num_groups={num_groups}, expected a number that divides the {num_experts} experts and is a multiple"
@@ -518,7 +518,7 @@ def _loads(function: str, loads: Any) -> np.ndarray:
 def _check_sizes(function: str, num_experts: Any, num_slots: Any, num_ranks: Any, num_nodes: Any) -> None:
     sizes = {"num_experts": num_experts, "num_slots": num_slots, "num_ranks": num_ranks, "num_nodes": num_nodes}
     for name, value in sizes.items():
-        check.positive(function, name, value)
+        check.integer(function, name, value)
     if num_slots < num_experts:
         raise ValueError(
             f"{function}: {num_slots} slots for {num_experts} experts, expected at least as many; give each rank more."

@@ -412,7 +412,7 @@ def _check_tokens(
     num_experts: Any,
 ) -> Array:
     """Check the tokens and their routing; return the ids, -1 for masked tokens."""
-    check.positive(_FUNCTION, "num_experts", num_experts)
+    check.integer(_FUNCTION, "num_experts", num_experts)
     x = check.floating(_FUNCTION, "x", x, "[N, H]")
     num_shards = _num_shards(mesh, _names(specs.tokens))
     if x.shape[0] % num_shards:

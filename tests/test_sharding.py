@@ -148,7 +148,7 @@ def test_sharded_moe_automatic_sharding_mismatch(rng):
         ({3: None}, {}, TypeError, "w_gate_up is a NoneType"),
         ({4: np.ones((4, INNER, H), np.float32)}, {}, ValueError, rf"w_down has shape \(4, .*expected \[{E}, I, H\]"),
         ({}, {"num_experts": 6}, ValueError, "num_experts=6 is not divisible by the 4 ranks of axis 'expert'"),
-        ({}, {"num_experts": "8"}, TypeError, "num_experts is a str, expected a Python int"),
+        ({}, {"num_experts": "8"}, TypeError, "num_experts='8' is a str, expected an int"),
         ({}, {"mesh": "expert"}, TypeError, "mesh is a str, expected a jax.sharding.Mesh"),
     ],
 )
@@ -210,11 +210,11 @@ def test_init_idempotent_finalize_releases():
     [
         ({"mesh": "expert"}, TypeError, "mesh is a str, expected a jax.sharding.Mesh"),
         ({"axis_name": ()}, ValueError, "names no axis"),
-        ({"timeout_s": "3"}, TypeError, "timeout_s is a str, expected a number"),
+        ({"timeout_s": "3"}, TypeError, "timeout_s=.3. is a str, expected a number"),
         ({"timeout_s": float("inf")}, ValueError, "timeout_s=inf, expected more than 0 and at most"),
         ({"timeout_s": float("nan")}, ValueError, "timeout_s=nan, expected more than 0 and at most"),
-        ({"transport": "shared_memory", "heap_bytes": "x"}, TypeError, "heap_bytes is a str, expected an int"),
-        ({"transport": "shared_memory", "heap_bytes": 0}, ValueError, "heap_bytes=0, expected at least 1"),
+        ({"transport": "shared_memory", "heap_bytes": "x"}, TypeError, "heap_bytes='x' is a str, expected an int"),
+        ({"transport": "shared_memory", "heap_bytes": 0}, ValueError, "heap_bytes=0, expected a number from 1"),
     ],
 )
 def test_init_mistakes(options, error, message):

@@ -13,10 +13,9 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-import numpy as np
-
+from jax_ep.core import check
 from jax_ep.core.layout import round_up
-from jax_ep.types import Array, type_name
+from jax_ep.types import Array
 
 _TILE = 128
 WORK = ("rows_before", "rows_after", "copies", "passes")
@@ -53,19 +52,14 @@ class Balance:
     spare_experts: int | None = None
 
     def __post_init__(self) -> None:
-        rows, spare = self.rows, self.spare_experts
-        if isinstance(rows, bool) or not isinstance(rows, int | float | np.floating | np.integer):
-            raise TypeError(
-                f"Balance: rows={rows!r} is {type_name(rows)}, expected a number; pass a float such as 1.1."
-            )
-        if not 1 <= rows <= 1024:
+        check.number("Balance", "rows", self.rows, remedy="pass a float such as 1.1")
+        if not 1 <= self.rows <= 1024:
             raise ValueError(
-                f"Balance: rows={rows}, expected a number from 1 to 1024; pass 1.1 for 10 % more than the mean."
+                f"Balance: rows={self.rows}, expected a number from 1 to 1024; pass 1.1 for 10 % more than the mean."
             )
-        if spare is not None and (isinstance(spare, bool) or not isinstance(spare, int | np.integer)):
-            raise TypeError(f"Balance: spare_experts={spare!r} is {type_name(spare)}, expected an int, or None for 2.")
-        if spare is not None and not 1 <= spare <= 1024:
-            raise ValueError(f"Balance: spare_experts={spare}, expected a number from 1 to 1024, or None for 2.")
+        if self.spare_experts is not None:
+            remedy = "leave it out for 2"
+            check.integer("Balance", "spare_experts", self.spare_experts, most=1024, remedy=remedy)
 
     def rows_per_rank(self, num_assignments: int) -> int:
         """Rows per rank and pass for `num_assignments` = T * K assignments per rank.

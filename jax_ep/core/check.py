@@ -30,6 +30,7 @@ from jax_ep.types import (
     Quantized,
     Routing,
     Tokens,
+    in_float32,
     type_name,
 )
 
@@ -204,25 +205,39 @@ def size(function: str, what: str, actual: int, expected: int, remedy: str) -> N
         raise ValueError(f"{function}: {what} is {actual}, expected {expected}; {remedy}.")
 
 
-def positive(function: str, name: str, value: Any) -> int:
-    """Check that a static integer is at least 1."""
-    return at_least(function, name, value, 1)
-
-
-def at_least(function: str, name: str, value: Any, least: int) -> int:
-    """Check that a static integer is at least `least`."""
+def integer(function: str, name: str, value: Any, *, least: int = 1, most: int = 2**31 - 1, remedy: str = "") -> int:
+    """Return a static integer that lies in this range."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"{function}: {name} is {type_name(value)}, expected a Python int; it must be static.")
-    if not least <= value < 2**31:
-        remedy = f"pass a positive {name}" if least == 1 else f"pass a larger {name}"
-        raise ValueError(f"{function}: {name}={value}, expected at least {least} and below 2**31; {remedy}.")
+        raise TypeError(f"{function}: {_typed(name, value)}, expected an int; {remedy or 'pass a static one'}.")
+    if not least <= value <= most:
+        limits = f"at least {least} and below 2**31" if most == 2**31 - 1 else f"a number from {least} to {most}"
+        raise ValueError(f"{function}: {name}={value}, expected {limits}; {remedy or 'pass such a number'}.")
     return int(value)
 
 
-def flag(function: str, name: str, value: Any) -> None:
-    """Check that a static flag is a bool."""
+def number(function: str, name: str, value: Any, *, remedy: str = "pass a float") -> float:
+    """Return a static number as float32 has it, see `in_float32`."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise TypeError(f"{function}: {_typed(name, value)}, expected a number; {remedy}.")
+    return in_float32(value)
+
+
+def flag(function: str, name: str, value: Any) -> bool:
+    """Return a static flag."""
     if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"{function}: {name} is {type_name(value)}, expected True or False; it must be static.")
+        raise TypeError(f"{function}: {_typed(name, value)}, expected True or False; pass a static one.")
+    return bool(value)
+
+
+def choice(function: str, name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Check that a value is one of these names."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{function}: {name}={value!r}, expected one of {choices}; pass one of them.")
+
+
+def _typed(name: str, value: object) -> str:
+    """Return a name with its value, unless that is an array, and the type of the value."""
+    return f"{name} is {type_name(value)}" if hasattr(value, "shape") else f"{name}={value!r} is {type_name(value)}"
 
 
 def int32_rows(function: str, what: str, number: int, remedy: str) -> None:
@@ -322,7 +337,7 @@ def router_weights(function: str, topk_weights: Any, shape: tuple[int, ...], dty
 
 def experts(function: str, num_experts: Any, axis_name: AxisName) -> tuple[int, int]:
     """Return the number of experts as an int, and the number of ranks on the axis, which must divide it."""
-    num_experts = positive(function, "num_experts", num_experts)
+    num_experts = integer(function, "num_experts", num_experts)
     num_ranks = axis_size(axis_name, function=function)
     divisible_experts(function, num_experts, num_ranks, axis_name)
     return num_experts, num_ranks
@@ -344,7 +359,7 @@ def wire(function: str, wire_dtype: DTypeLike | None, dtype: DTypeLike, hidden: 
 
 def fp8_columns(function: str, hidden: int, group_size: int) -> DTypeLike:
     """Check that H is a multiple of the FP8 scale block; return the FP8 dtype."""
-    group_size = positive(function, "group_size", group_size)
+    group_size = integer(function, "group_size", group_size)
     if hidden % group_size:
         raise ValueError(
             f"{function}: H={hidden} is not a multiple of group_size={group_size}, the columns that share an FP8"
@@ -357,7 +372,7 @@ def capacity(function: str, value: Any, alignment: int) -> int | None:
     """Check a static number of rows, a multiple of `alignment`."""
     if value is None:
         return None
-    value = positive(function, "capacity", value)
+    value = integer(function, "capacity", value)
     if value % alignment:
         raise ValueError(
             f"{function}: capacity={value} is not a multiple of alignment={alignment}; round it up to"

@@ -19,7 +19,7 @@ def topk(logits: Any, k: Any, router: Router, bias: Any, token_mask: Any, topk_i
     """Check the arguments of `topk_router`."""
     function = "topk_router"
     num_tokens, num_experts = check.floating(function, "logits", logits, "[T, E]").shape
-    router.check_sizes(function, "k", check.positive(function, "k", k), num_experts)
+    router.check_sizes(function, "k", check.integer(function, "k", k), num_experts)
     if bias is not None:
         remedy = "pass one value per expert"
         bias = check.floating(function, "bias", bias, "[E]", remedy=remedy, E=num_experts)
@@ -70,7 +70,7 @@ def identity_experts(routing: Any, num_experts: Any) -> None:
         raise TypeError(
             f"{function}: routing is {type_name(routing)}, expected a Routing; pass what topk_router returns."
         )
-    num_experts = check.positive(function, "num_experts", num_experts)
+    num_experts = check.integer(function, "num_experts", num_experts)
     num_tokens, routed = check.floating(function, "scores of routing", routing.scores, "[T, E]").shape
     ids = check.expert_ids(function, routing.topk_idx, num_tokens, routed)
     check.router_weights(function, routing.topk_weights, ids.shape, routing.scores.dtype)

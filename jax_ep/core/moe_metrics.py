@@ -105,8 +105,8 @@ class MoEMetrics(dict[str, Array]):
         }
         if num_ranks is not None:
             function = "MoEMetrics.summary"
-            check.positive(function, "num_ranks", num_ranks)
-            check.at_least(function, "num_identity_experts", num_identity_experts, 0)
+            check.integer(function, "num_ranks", num_ranks)
+            check.integer(function, "num_identity_experts", num_identity_experts, least=0)
             placed = share[..., : max(0, num_experts - num_identity_experts)]
             if not placed.shape[-1] or placed.shape[-1] % num_ranks:
                 raise ValueError(

@@ -6,9 +6,7 @@ import dataclasses
 import math
 from typing import Literal
 
-import numpy as np
-
-from jax_ep.types import in_float32, type_name
+from jax_ep.core import check
 
 _SCORES = ("softmax", "sigmoid", "sparsemixer")
 _GROUP_SCORES = ("top2_sum", "max")
@@ -73,17 +71,12 @@ class Router:
     num_identity_experts: int = 0
 
     def __post_init__(self) -> None:
-        for name, allowed in (("score", _SCORES), ("group_score", _GROUP_SCORES)):
-            value = getattr(self, name)
-            if not isinstance(value, str) or value not in allowed:
-                raise ValueError(f"Router: {name}={value!r}, expected one of {allowed}; pass one of them.")
+        check.choice("Router", "score", self.score, _SCORES)
+        check.choice("Router", "group_score", self.group_score, _GROUP_SCORES)
         for name in ("renormalize", "logit_bias", "selection_bias"):
-            value = getattr(self, name)
-            if not isinstance(value, bool | np.bool_):
-                raise TypeError(f"Router: {name}={value!r} is {type_name(value)}, expected True or False; pass one.")
-            object.__setattr__(self, name, bool(value))
+            object.__setattr__(self, name, check.flag("Router", name, getattr(self, name)))
         for name, least in (("num_groups", 1), ("topk_groups", 1), ("num_identity_experts", 0)):
-            self._check_int(name, least)
+            object.__setattr__(self, name, check.integer("Router", name, getattr(self, name), least=least))
         self._check_scale()
         if self.topk_groups > self.num_groups:
             raise ValueError(
@@ -103,22 +96,10 @@ class Router:
                 " weights, no bias, no scale and no groups; leave them out."
             )
 
-    def _check_int(self, name: str, least: int) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int | np.integer):
-            raise TypeError(f"Router: {name}={value!r} is {type_name(value)}, expected an int; pass one.")
-        object.__setattr__(self, name, int(value))
-        if value < least:
-            raise ValueError(f"Router: {name}={value}, expected at least {least}; pass such a number.")
-
     def _check_scale(self) -> None:
         value = self.scale
-        if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-            raise TypeError(
-                f"Router: scale is {type_name(value)}, expected a number; pass a float, and multiply topk_weights by an"
-                " array yourself."
-            )
-        object.__setattr__(self, "scale", in_float32(value))
+        remedy = "pass a float, and multiply topk_weights by an array yourself"
+        object.__setattr__(self, "scale", check.number("Router", "scale", value, remedy=remedy))
         if self.scale == 0 or not math.isfinite(self.scale):
             raise ValueError(
                 f"Router: scale={value}, expected a finite float32 other than 0, since it scales all router weights and"
@@ -179,18 +160,9 @@ class SharedExperts:
     gate: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("num", "intermediate_size"):
-            value = getattr(self, name)
-            if value is None and name == "intermediate_size":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"SharedExperts: {name}={value!r} is {type_name(value)}, expected an int; pass one.")
-            if value < 1:
-                raise ValueError(
-                    f"SharedExperts: {name}={value}, expected at least 1; pass such a number, or shared_experts=None"
-                    " for a layer without shared experts."
-                )
-        if not isinstance(self.gate, bool):
-            raise TypeError(
-                f"SharedExperts: gate={self.gate!r} is {type_name(self.gate)}, expected True or False; pass one."
-            )
+        remedy = "pass a positive one, or shared_experts=None for a layer without shared experts"
+        object.__setattr__(self, "num", check.integer("SharedExperts", "num", self.num, remedy=remedy))
+        if self.intermediate_size is not None:
+            size = check.integer("SharedExperts", "intermediate_size", self.intermediate_size)
+            object.__setattr__(self, "intermediate_size", size)
+        object.__setattr__(self, "gate", check.flag("SharedExperts", "gate", self.gate))

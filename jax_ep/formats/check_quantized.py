@@ -39,7 +39,7 @@ def block_size(function: str, wanted: Format, size: Any) -> int:
         raise ValueError(
             f"{function}: block_size={size!r} with format={wanted.name!r}, expected None; only {takers} take it."
         )
-    if check.positive(function, "block_size", size) % 2:
+    if check.integer(function, "block_size", size) % 2:
         raise ValueError(f"{function}: block_size={size}, expected an even number: two elements share a byte.")
     return int(size)
 

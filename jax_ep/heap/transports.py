@@ -8,10 +8,9 @@ import re
 from typing import Any
 
 import jax
-import numpy as np
 
+from jax_ep.core import check
 from jax_ep.heap import nvshmem, peer_access
-from jax_ep.types import type_name
 
 _log = logging.getLogger("jax_ep")
 _MOST_TIMEOUT_S = 1e6  # Nanoseconds must fit in an int64.
@@ -87,21 +86,13 @@ def check_heap_bytes(value: Any) -> None:
     """Check that `heap_bytes` is a number of bytes or None."""
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"init: heap_bytes is {type_name(value)}, expected an int; pass a number of bytes.")
-    if value < 1:
-        raise ValueError(f"init: heap_bytes={value}, expected at least 1; leave it out to allocate what programs need.")
-    if value > _MOST_BYTES:
-        raise ValueError(
-            f"init: heap_bytes={value}, expected at most {_MOST_BYTES}, the address space; pass the bytes that one"
-            " device can spare, or leave it out."
-        )
+    remedy = "pass the bytes that one device can spare, or leave it out to allocate what programs need"
+    check.integer("init", "heap_bytes", value, most=_MOST_BYTES, remedy=remedy)
 
 
 def check_timeout_s(value: Any, *, default: float) -> None:
     """Check that `timeout_s` is a positive, finite number of seconds."""
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
-        raise TypeError(f"init: timeout_s is {type_name(value)}, expected a number; pass seconds.")
+    check.number("init", "timeout_s", value, remedy="pass seconds")
     if not 0 < value <= _MOST_TIMEOUT_S:
         raise ValueError(
             f"init: timeout_s={value}, expected more than 0 and at most {_MOST_TIMEOUT_S:g} seconds; the default is"

@@ -334,7 +334,7 @@ def located[Weights](plan: ExchangePlan, given: Checked, weights: Weights) -> tu
 def _layout(options: Options, wanted: Layout, capacity: int | None, handle: Handle | None) -> Layout:
     """Return the static sizes of a dispatch: `wanted` with its capacity, or those of the handle that it reuses."""
     function = options.function
-    alignment = check.positive(function, "alignment", wanted.alignment)
+    alignment = check.integer(function, "alignment", wanted.alignment)
     capacity = check.capacity(function, capacity, alignment)
     if handle is not None:
         return check.reused_layout(function, handle, wanted, capacity, options.axis)

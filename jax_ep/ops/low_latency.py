@@ -167,7 +167,7 @@ def checked_layout(options: Options, num_experts: int, max_tokens: int, top_k: i
 
 def checked_max_tokens(function: str, num_tokens: int, max_tokens_per_rank: int) -> int:
     """Check that there are at most `max_tokens_per_rank` tokens."""
-    max_tokens = check.positive(function, "max_tokens_per_rank", max_tokens_per_rank)
+    max_tokens = check.integer(function, "max_tokens_per_rank", max_tokens_per_rank)
     if num_tokens > max_tokens:
         raise ValueError(
             f"{function}: x has {num_tokens} tokens but max_tokens_per_rank={max_tokens}; raise max_tokens_per_rank"

@@ -83,7 +83,7 @@ def masked_grouped_gemm(
     check.known_rows(function, "each block of lhs", "in a masked grouped GEMM", lhs.shape[1])
     out_dtype = check_fp8.result_dtype(function, preferred_element_type, lhs)
     if expected_rows is not None:
-        expected_rows = check.positive(function, "expected_rows", expected_rows)
+        expected_rows = check.integer(function, "expected_rows", expected_rows)
     options = registry.options(function, implementation=implementation)
     plan = plan_serving.masked_gemm(options, lhs.shape, lhs.dtype, rhs, out_dtype)
     return multiply(plan, out_dtype, expected_rows, rows, rhs, group_sizes)

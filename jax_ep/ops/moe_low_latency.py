@@ -245,7 +245,7 @@ def low_latency_gemm_combine(
     lhs, rows, rhs, group_sizes = checked_operands(function, lhs, rhs, group_sizes, lhs_scales)
     out_dtype = check_fp8.result_dtype(function, preferred_element_type, lhs)
     if expected_rows is not None:
-        expected_rows = check.positive(function, "expected_rows", expected_rows)
+        expected_rows = check.integer(function, "expected_rows", expected_rows)
     # The checks need only the shape of the result of the GEMM.
     y = jax.ShapeDtypeStruct((*lhs.shape[:2], rhs.shape[2]), out_dtype)
     layout = check.handle(function, handle, LowLatencyHandle, axis_name)

@@ -64,8 +64,8 @@ def moe_sort(
     Source: the block-aligned sort that vLLM's fused MoE kernel takes as its input.
     """
     function = "moe_sort"
-    num_experts = check.positive(function, "num_experts", num_experts)
-    block_size = check.positive(function, "block_size", block_size)
+    num_experts = check.integer(function, "num_experts", num_experts)
+    block_size = check.integer(function, "block_size", block_size)
     first_expert, num_local = _local_experts(num_experts, first_expert, num_local_experts)
     topk_idx = check.expert_ids(function, topk_idx, None, num_experts, all_count=num_tokens is None)
     num_rows = dropless_capacity(topk_idx.size, num_local, block_size)
@@ -87,10 +87,10 @@ def moe_sort(
 def _local_experts(num_experts: int, first_expert: int, num_local_experts: int | None) -> tuple[int, int]:
     """Return the first of this device's experts, and how many there are."""
     function = "moe_sort"
-    first_expert = check.at_least(function, "first_expert", first_expert, 0)
+    first_expert = check.integer(function, "first_expert", first_expert, least=0)
     if num_local_experts is None:
         num_local_experts = max(1, num_experts - first_expert)
-    num_local_experts = check.positive(function, "num_local_experts", num_local_experts)
+    num_local_experts = check.integer(function, "num_local_experts", num_local_experts)
     if first_expert + num_local_experts > num_experts:
         raise ValueError(
             f"{function}: {first_expert=} and {num_local_experts=} reach past {num_experts=}; expected experts among"

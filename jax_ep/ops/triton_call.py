@@ -66,10 +66,10 @@ def triton_call(
     results = [_result(result) for result in results]
     described = _kernel(kernel, len(arrays), len(results), constants)
     config = Config(
-        check.positive(_NAME, "grid", grid),
-        check.positive(_NAME, "num_warps", num_warps),
-        check.positive(_NAME, "num_stages", num_stages),
-        None if max_registers is None else check.positive(_NAME, "max_registers", max_registers),
+        check.integer(_NAME, "grid", grid),
+        check.integer(_NAME, "num_warps", num_warps),
+        check.integer(_NAME, "num_stages", num_stages),
+        None if max_registers is None else check.integer(_NAME, "max_registers", max_registers),
     )
     _check_platform()
     from jax_ep.megakernels.launch import launch  # imports Triton

@@ -6,12 +6,11 @@ import contextlib
 from collections.abc import Iterator
 
 import jax
-import numpy as np
 
 from jax_ep import context
+from jax_ep.core import check
 from jax_ep.tracing import events
 from jax_ep.tracing.trace import Trace
-from jax_ep.types import type_name
 
 _EVENTS_PER_PROGRAM = 512
 _PROGRAMS_PER_MULTIPROCESSOR, _PROGRAMS_IN_INTERPRETER = 8, 16
@@ -78,7 +77,8 @@ def record(*, events_per_program: int = _EVENTS_PER_PROGRAM) -> Iterator[Recordi
       ['combine', 'dispatch', 'plan']
       >>> jax_ep.finalize()
     """
-    _check(events_per_program)
+    remedy = "leave it out for 512"
+    events_per_program = check.integer("record", "events_per_program", events_per_program, remedy=remedy)
     recording = Recording()
     header, num_words = events.area_header(_most_programs(), events_per_program)
     with context.record(header, num_words) as raw:
@@ -86,16 +86,6 @@ def record(*, events_per_program: int = _EVENTS_PER_PROGRAM) -> Iterator[Recordi
     ids = raw.device_ids
     written = {ids[number]: events.read(words, number, raw.kernels, ids) for number, words in raw.words.items()}
     recording._trace = Trace.of_devices(written, is_ordered_only=context.transport() == "shared_memory")
-
-
-def _check(events_per_program: object) -> None:
-    if isinstance(events_per_program, bool) or not isinstance(events_per_program, int | np.integer):
-        raise TypeError(
-            f"record: events_per_program is {type_name(events_per_program)}, expected an int; pass the"
-            " number of events of a program."
-        )
-    if events_per_program < 1:
-        raise ValueError(f"record: events_per_program={events_per_program}, expected at least 1; leave it out for 512.")
 
 
 def _most_programs() -> int:

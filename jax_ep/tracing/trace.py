@@ -57,7 +57,7 @@ class Trace(Timeline):
           []
         """
         if last is not None:
-            check.at_least("Trace.only", "last", last, 1)
+            check.integer("Trace.only", "last", last)
         known = {launch.kernel for launch in self.launches.values()}
         if unknown := set(kernels) - known:
             missing, there = (", ".join(sorted(map(str, names))) or "nothing" for names in (unknown, known))

@@ -29,8 +29,8 @@ def test_moe_sort_ids_beyond_32_bits():
 @pytest.mark.parametrize(
     ("first", "error", "match"),
     [
-        (0.0, TypeError, "first_expert is a float"),
-        (False, TypeError, "first_expert is a bool"),
+        (0.0, TypeError, "first_expert=0.0 is a float"),
+        (False, TypeError, "first_expert=False is a bool"),
         (jnp.int32(0), TypeError, "first_expert is an array.*static"),
         (np.array([0, 1]), TypeError, "first_expert is a ndarray"),
         (-1, ValueError, "first_expert=-1, expected at least 0"),
@@ -44,5 +44,5 @@ def test_moe_sort_invalid_first_expert(first, error, match):
 
 def test_moe_sort_traced_first_expert():
     sort = lambda first: jax_ep.moe_sort(np.array([[1]], np.int32), num_experts=2, block_size=2, first_expert=first)  # noqa: E731
-    with pytest.raises(TypeError, match=r"first_expert is a traced array, expected a Python int; it must be static"):
+    with pytest.raises(TypeError, match=r"first_expert is a traced array, expected an int; pass a static one"):
         jax.jit(sort)(1)

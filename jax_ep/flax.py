@@ -203,6 +203,7 @@ class MoE(nnx.Module):
         self.shared_down = dense(width, self.hidden_size)
         self.shared_gate = dense(self.hidden_size, int(shared_experts is not None and shared_experts.gate))
 
+    @errors_begin_with("MoE")
     @jax.named_scope("jax_ep.flax.MoE")
     def __call__(
         self,
@@ -417,15 +418,13 @@ class MoE(nnx.Module):
         ids = None if topk_idx is None else topk_idx.reshape(-1, self.num_experts_per_tok)
         routed = route(tokens, mask, ids, self._router(tokens), axes=(), **how)
         if weights is not None and not _has_masters(weights) and tokens.shape[0] <= LOW_LATENCY_TOKENS:
-            y = errors_begin_with("MoE")(serve)(
-                tokens, routed.topk_idx, routed.topk_weights, weights, **self._low_latency(())
-            )
+            y = serve(tokens, routed.topk_idx, routed.topk_weights, weights, **self._low_latency(()))
         else:
             made_of = self._weights(weights)
             if self.w_gate_up is not None and self.axes.tensor is not None:
                 for name in ("w_gate_up", "b_gate_up"):
                     made_of[name] = None if made_of[name] is None else merge_columns(made_of[name])
-            y = errors_begin_with("MoE")(fused_moe)(
+            y = fused_moe(
                 tokens,
                 routed.topk_idx,
                 routed.topk_weights,
@@ -498,18 +497,18 @@ class MoE(nnx.Module):
 
         Return also what balancing did on each rank, if it did anything.
         """
-        specs, named = self.axes.specs, errors_begin_with("MoE")
+        specs = self.axes.specs
         few = arrays[0].shape[0] <= LOW_LATENCY_TOKENS * _size(mesh, self.axes.token_axes)
         if weights is not None and not _has_masters(weights) and few:
             in_specs = specs.tokens, specs.routing, specs.routing, PartitionSpec(self.axes.expert_axes)
             options = self._low_latency(self.axes.expert)
-            return named(run_sharded(serve, options, self.mesh, in_specs, specs.tokens))(*arrays, weights), {}
+            return run_sharded(serve, options, self.mesh, in_specs, specs.tokens)(*arrays, weights), {}
         made_of, fields = self._weights(weights), ("experts", "capacity", "balance", "preferred_element_type")
         options = {name: getattr(self, name) for name in (*fields, "implementation")} | self._products_of(made_of)
         axes = dataclasses.replace(self.axes, tensor=None, fsdp=None) if self.w_gate_up is None else self.axes
         with_work = self.balance is not None and _size(mesh, self.axes.expert_axes) > 1
-        run = named(sharded_layer)(self.mesh, self.num_experts, axes, options, with_work=with_work)
-        found = named(run)(*arrays, **_arguments(made_of))
+        run = sharded_layer(self.mesh, self.num_experts, axes, options, with_work=with_work)
+        found = run(*arrays, **_arguments(made_of))
         return found if with_work else (found, {})
 
     def _dropped(self, topk_idx: Array, mesh: Mesh, spec: PartitionSpec) -> Array:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ep.core import check, check_router
 from jax_ep.core.autodiff import without_gradient
-from jax_ep.core.check import errors_begin_with, operation
+from jax_ep.core.check import operation
 from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.core.layout import count_assignments
 from jax_ep.core.mesh_axes import axis_tuple, on_automatic_axes, spec_of
@@ -473,7 +473,6 @@ class Routed(NamedTuple):
     router_z_loss: Array
 
 
-@errors_begin_with("MoE")
 def route(
     tokens: Array,
     token_mask: Array | None,

@@ -410,6 +410,14 @@ def test_flax_wrong_input(x, error, match):
         MoE(**SIZES, rngs=nnx.Rngs(0))(x)
 
 
+def test_flax_symbolic_number_of_tokens_for_serving():
+    """Few tokens take another layer, so `jax.export` must know which."""
+    moe = MoE(**SIZES, rngs=nnx.Rngs(0)).to_serving("int8")
+    tokens = jax.ShapeDtypeStruct((*jax.export.symbolic_shape("n"), H), jnp.float32)
+    with pytest.raises(NotImplementedError, match=r"^MoE: Symbolic dimension comparison 'n' <= .* constraints="):
+        jax.export.export(jax.jit(moe))(tokens)
+
+
 def test_flax_called_inside_shard_map():
     mesh = jax.make_mesh((4,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
     moe = MoE(**SIZES, mesh=mesh, rngs=nnx.Rngs(0))

@@ -317,6 +317,9 @@ def weight_gradient_fp8(
     lhs: Quantized, rhs: Quantized, group_sizes: Array, *, out_dtype: DTypeLike, num_home: int = 0
 ) -> GemmWeights:
     """Contract columns as in xla/grouped_gemm.py."""
+    if jnp.dtype(out_dtype) == jnp.float64:  # sums are float32, and tiles of float64 exceed shared memory
+        found = weight_gradient_fp8(lhs, rhs, group_sizes, out_dtype=jnp.float32, num_home=num_home)
+        return jax.tree.map(lambda w: w.astype(out_dtype), found)
     (rows, places), columns, groups = lhs[0].shape, rhs[0].shape[0], group_sizes.shape[0]
     shape, dtypes = (places, rows), (lhs[0].dtype, out_dtype)
     tiles = _tuned(fp8_weight_tiles(), "weight_gradient_fp8", shape, columns, groups, dtypes)

@@ -47,7 +47,7 @@ def grouped_gemm(
 
     Source: persistent, warp-specialized GEMMs as in CUTLASS and DeepGEMM, here in Pallas.
     """
-    tiles = tiles or tiling.forward_tiles(lhs.shape[0], group_sizes.shape[0])
+    tiles = tiles or tiling.forward_tiles(lhs.shape[0], group_sizes.shape[0], jnp.dtype(out_dtype).itemsize)
     static = {"out_dtype": jnp.dtype(out_dtype), "tiles": tiles, "interpret": is_interpreted()}
     rows = _forward(lhs, rhs, group_sizes, transpose=transpose, **static)
     return rows if bias is None else add_bias(rows, bias, group_sizes)

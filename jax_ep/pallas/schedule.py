@@ -35,7 +35,7 @@ class RowTiles(NamedTuple):
       group: `[P]` int32; P tiles at most.
       row: `[P]` int32, first row, which may belong to another tile or group.
       block_m_index: `[P]` int32, index into the `heights` of `ForwardTiles`.
-      start, end: `[P]` int32, the tile's own rows; rows past its height belong to later tiles.
+      start, end: `[P]` int32, the tile's own rows.
       band, band_size: `[P]` int32, first tile and number of tiles of the band, visited together and all of one group.
       total: `[P]` int32, the number of tiles, in every entry; entries past it are undefined.
     """
@@ -133,11 +133,11 @@ def _list_tiles(
     group, first, start, end, total = _over_groups(find, [jnp.zeros_like(tile)] * 5, num_groups, *known)
     units, count = _units_and_count(start, end, max_block_m)
     own = _Tile(tile - first, jnp.maximum(count, int32(1)), units, start, end)
-    row, block_m_index, start = _place(own, tiles)
+    row, block_m_index, start, end = _place(own, tiles)
     # Bands of tiles, for rasterization.
     band = lax.div(own.number, int32(tiles.band)) * int32(tiles.band)
     band_size = jnp.minimum(own.num_tiles - band, int32(tiles.band))
-    values = RowTiles(group, row, block_m_index, start, own.end, tile - own.number + band, band_size, total)
+    values = RowTiles(group, row, block_m_index, start, end, tile - own.number + band, band_size, total)
     for ref, value in zip(out, values, strict=True):
         ref[pl.ds(program * int32(_LANES), _LANES)] = value
 
@@ -177,8 +177,8 @@ def _units_and_count(start: Array, end: Array, max_block_m: int) -> tuple[Array,
     return _divide(rows, int32(ROW_UNIT)), _divide(rows, int32(max_block_m))
 
 
-def _place(own: _Tile, tiles: ForwardTiles) -> tuple[Array, Array, Array]:
-    """Return first row, height index and first own row of tiles."""
+def _place(own: _Tile, tiles: ForwardTiles) -> tuple[Array, Array, Array, Array]:
+    """Return first row, height index, first own row and end of tiles."""
     max_units, more = _divide(own.units, own.num_tiles), lax.rem(own.units, own.num_tiles)
     # With more than three tiles, the last ones are one unit shorter.
     is_shorter = (own.num_tiles > int32(_MOST_EQUAL_TILES)) & (more > int32(0)) & (own.number >= more)
@@ -189,7 +189,7 @@ def _place(own: _Tile, tiles: ForwardTiles) -> tuple[Array, Array, Array]:
     kind = jnp.zeros_like(height)
     for limit in tiles.heights[:-1]:
         kind += _one_where(height > int32(limit // ROW_UNIT))
-    return row, kind, start
+    return row, kind, start, jnp.minimum(own.end, row + height * int32(ROW_UNIT))
 
 
 def _over_groups(

@@ -19,6 +19,8 @@ TILE = CONSUMERS * CHUNK
 
 _FEWEST_STAGES = 4
 _LOW_HEIGHTS = (32, 64, 80, 96, 112, 128)
+_HIGH_HEIGHTS = (64, 128, 192, 224, 240, 256)
+_MANY_ROWS = 4096  # per group; from 1793 rows on, all tiles of a group have more than 224 rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,10 +29,10 @@ class ForwardTiles:
 
     Attributes:
       heights: block_m candidates, multiples of `ROW_UNIT` in increasing order. Each has its own loop in the kernel,
-        which takes time to compile. All multiples above half of the last one are candidates, so that several tiles of a
-        group can have the height that it needs. Below that, one tile serves a group, and reading its weights takes
-        longer than multiplying: every other multiple suffices. Extra rows of a tile must lie in the last chunk that it
-        stores, of 32 rows in float32.
+        which takes time to compile. Above half of the last one, a missing multiple makes tiles of groups that have few
+        of them compute extra rows. Below that, one tile serves a group, and reading its weights takes longer than
+        multiplying: every other multiple suffices. Extra rows of a tile must lie in the last chunk that it
+        stores, of 64 rows, or 32 in float32.
       stages: steps whose operands are in shared memory.
       band: most row tiles that programs visit together, so that they share columns of the weights in the L2 cache.
     """
@@ -63,9 +65,12 @@ class WeightTiles:
             raise ValueError(f"stages={self.stages}, weight gradients need at least {_FEWEST_STAGES}.")
 
 
-def forward_tiles(num_rows: int, groups: int) -> ForwardTiles:
-    """Return the tiles for `[M, K]` rows in groups; small groups need fewer candidates, which compile faster."""
-    return ForwardTiles(_LOW_HEIGHTS) if num_rows <= 64 * groups else ForwardTiles()
+def forward_tiles(num_rows: int, groups: int, out_itemsize: int = 2) -> ForwardTiles:
+    """Return the tiles for `[M, K]` rows in groups; small and large groups need few heights, which compile faster."""
+    if num_rows <= 64 * groups:
+        return ForwardTiles(_LOW_HEIGHTS)
+    has_large_groups = num_rows >= _MANY_ROWS * groups and out_itemsize <= 2
+    return ForwardTiles(_HIGH_HEIGHTS) if has_large_groups else ForwardTiles()
 
 
 def activated_tiles() -> ForwardTiles:

@@ -26,7 +26,8 @@ interpreted = pytest.mark.skipif(jax.default_backend() != "cpu", reason="this is
 
 # One tile per group, some of one block_m, and many, visited in bands; one, two and four chunks of results.
 LOW, HALF, HIGH = ForwardTiles((16, 32), band=2), ForwardTiles((32, 64, 80, 96, 112, 128)), ForwardTiles()
-FORWARD = (LOW, HALF, HIGH)
+MANY = tiling.forward_tiles(1 << 20, 1)  # Heights of large groups.
+FORWARD = (LOW, HALF, HIGH, MANY)
 WEIGHTS = (WeightTiles(128, 6), WeightTiles(256, 4))
 NARROW = WeightTiles(128, 5)  # Of results in float32.
 # Groups that start within blocks of 8 rows and end at all kinds of positions, and rows past them.
@@ -35,7 +36,7 @@ ROWS = 251
 
 
 @pytest.mark.parametrize(
-    ("tiles", "transpose"), [(LOW, False), (LOW, True), (HALF, False), (HALF, True), (HIGH, False)]
+    ("tiles", "transpose"), [(LOW, False), (LOW, True), (HALF, False), (HALF, True), (HIGH, False), (MANY, True)]
 )
 def test_pallas_forward(tiles, transpose, rng, races):
     """Several tiles and steps in every direction; products of small integers are exact, so any lost row shows."""
@@ -233,6 +234,6 @@ def test_pallas_misaligned_copies_do_not_lower(monkeypatch):
 
 def test_pallas_tables_fit_in_shared_memory():
     """All tiles in the tables are lowered above."""
-    assert {tiling.forward_tiles(rows, 64) for rows in (64, 32768)} <= set(FORWARD)
+    assert {tiling.forward_tiles(rows, 64) for rows in (64, 32768, 1 << 20)} <= set(FORWARD)
     assert {tiling.weight_tiles(columns) for columns in (64, 384, 4096)} <= set(WEIGHTS)
     assert {tiling.weight_tiles(columns, 4) for columns in (64, 384, 4096)} == {NARROW}

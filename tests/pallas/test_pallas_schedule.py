@@ -8,12 +8,12 @@ from jax_ep.pallas import tiling
 from jax_ep.pallas.launch import is_interpreted
 from jax_ep.pallas.requirements import fits
 from jax_ep.pallas.schedule import row_tiles
-from jax_ep.pallas.tiling import ForwardTiles
+from jax_ep.pallas.tiling import ForwardTiles, forward_tiles
 from jax_ep.xla.grouped_gemm import locate_groups
 
 SIZES = ([6, 6, 6, 6], [0, 0, 0, 0], [0, 64, 0, 1], [1, 127, 128, 129], [3, -5, 7, 2], [1 << 30, 1 << 30, 1 << 30, 1])
-ALL_TILES = (ForwardTiles(), ForwardTiles((16, 32), band=2), ForwardTiles((32, 48, 64), band=3))
-CHUNK = 32  # Rows of float32 that are stored at once.
+MANY = forward_tiles(1 << 20, 1)
+ALL_TILES = (ForwardTiles(), MANY, ForwardTiles((16, 32), band=2), ForwardTiles((32, 48, 64), band=3))
 
 
 def make(sizes, num_rows, tiles):
@@ -31,6 +31,7 @@ def test_pallas_schedule_covers_rows(sizes, tiles, rng):
     """Given sizes, or a number of random ones: 131 exceed the threads of a warpgroup."""
     sizes = rng.multinomial(380, rng.dirichlet(np.ones(sizes))) if isinstance(sizes, int) else sizes
     num_rows = 400
+    chunk = 64 if tiles is MANY else 32  # rows that are stored at once: in 16 bits only, or in float32, too
     (group, row, _, start, end, band, band_size), heights = make(sizes, num_rows, tiles)
     owner = np.full(num_rows, -1)
     for i, height in enumerate(heights):
@@ -41,8 +42,8 @@ def test_pallas_schedule_covers_rows(sizes, tiles, rng):
         assert (owner[rows] == -1).all()
         owner[rows] = group[i]
         # Rows of other groups are only in the first and the last chunk.
-        assert rows.start - row[i] <= CHUNK
-        assert row[i] + height - rows.stop < (height - 1) % CHUNK + 1
+        assert rows.start - row[i] <= chunk
+        assert row[i] + height - rows.stop < (height - 1) % chunk + 1
         assert band[i] <= i < band[i] + band_size[i]
         assert len({*group[band[i] : band[i] + band_size[i]]}) == 1
         assert band_size[i] <= tiles.band

@@ -80,7 +80,11 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     """
     check.instance("explain", "function", function, Callable, "a function")
     with plans.recording() as found:
-        jax.eval_shape(functools.partial(function, **kwargs), *args)
+        if hasattr(function, "eval_shape"):  # a jitted function, which knows its static arguments
+            function.eval_shape(*args, **kwargs)
+        else:
+            abstract = {name: value for name, value in kwargs.items() if isinstance(value, jax.ShapeDtypeStruct)}
+            jax.eval_shape(lambda args, more: function(*args, **kwargs | more), args, abstract)
     return Explanation(tuple(row for plan in found for row in _rows(plan)))
 
 

@@ -95,6 +95,15 @@ def test_explain_traced_function():
     assert len(found.rows) == 13 and jax_ep.explain(function, *LAYER) == found
 
 
+def test_explain_static_and_named_arguments():
+    def step(name, *args, down):
+        return layer(implementation=name)(*args, down)
+
+    args, down = LAYER[:-1], LAYER[-1]
+    found = jax_ep.explain(jax.jit(step, static_argnums=0), "xla", *args, down=down)
+    assert len(found.rows) == 13 and jax_ep.explain(partial(step, "xla"), *args, down=down) == found
+
+
 def test_explain_inside_shard_map(two_ranks):
     """With `triton` exchanges and GEMMs share launches, in the modes of the schedule."""
     pytest.importorskip("triton")

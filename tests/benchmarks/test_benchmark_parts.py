@@ -57,7 +57,7 @@ def test_ranks_that_the_machine_does_not_have(monkeypatch, capsys, arguments, sa
     assert said in capsys.readouterr().err
 
 
-DISPATCH, COMBINE = "triton dispatch to rows", "triton combine"
+COMBINE = "triton combine"
 
 
 def report(folder, name, rows, *, date="2026-01-01", **settings):

@@ -80,7 +80,7 @@ def test_low_latency_moe_matches_moe(implementation, expert_mesh, rng):
 @pytest.mark.slow_interpreted
 def test_low_latency_moe_no_tokens(implementation):
     w, down = (quantized(jnp.ones((2, 128, n)), "fp8", activations="fp8") for n in (256, 128))
-    call = partial(jax_ep.low_latency_moe, num_experts=2, axis_name=(), implementation="xla")
+    call = jax.jit(partial(jax_ep.low_latency_moe, num_experts=2, axis_name=(), implementation="xla"))
     out = call(jnp.ones((0, 128)), jnp.ones((0, 2), jnp.int32), jnp.ones((0, 2)), w, down)
     assert out.shape == (0, 128)
 

@@ -20,7 +20,6 @@ from stored_experts import STORED, dense, quantized, relaid, stand_for, store
 
 OPERATION = "quantized_gemm"
 in_fp8_blocks = jax.jit(quantize_fp8)
-FORMATS = pytest.mark.parametrize("expert_format", formats.FORMATS)
 IN_EVERY_WAY = pytest.mark.parametrize("stored", STORED)
 # Rows, sizes of groups: empty groups, partial tiles, rows past the groups.
 GROUPS = {"uneven": (70, [3, 0, 41, 17]), "one": (20, [20]), "none used": (9, [0, 0]), "few": (3, [1, 2])}

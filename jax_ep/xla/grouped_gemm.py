@@ -26,7 +26,7 @@ from jax_ep.core.layout import Bias, add_bias
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.types import Array, Quantized
 
-_TILES: dict[str, tuple[int, ...]] = {"cpu": (16,), "gpu": (512, 128)}
+_TILES: dict[str, tuple[int, ...]] = {"cpu": (32,), "gpu": (512, 128)}
 _GRADIENT_TILES: dict[str, tuple[int, ...]] = {"cpu": (128, 16), "gpu": (512, 128)}
 """Rows of large and small tiles: a GPU needs more rows to be busy, and each loop step costs it a round trip."""
 

@@ -39,7 +39,7 @@ from jax_ep.types import AxisName, Experts, Routing, Schedule, Topology, type_na
 try:
     from flax import nnx
 except ImportError as error:
-    raise ImportError("jax_ep.flax needs Flax: pip install '.[flax]'") from error
+    raise ImportError(f"jax_ep.flax needs Flax ({error}): pip install '.[flax]'") from error
 
 Array = jax.Array
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh

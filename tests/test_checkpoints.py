@@ -443,7 +443,9 @@ def test_checkpoint_downloaded_files(tmp_path, monkeypatch):
 def test_checkpoint_missing_packages(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ImportError, match=r"save: needs safetensors, .*: pip install safetensors"):
+    with pytest.raises(ImportError, match=r"save: needs safetensors \(.* halted.*\): pip install safetensors"):
         save(tmp_path, {}, {})
-    with pytest.raises(ImportError, match=r"download: needs huggingface_hub, .*: pip install huggingface_hub"):
+    with pytest.raises(
+        ImportError, match=r"download: needs huggingface_hub \(.* halted.*\): pip install huggingface_hub"
+    ):
         download("owner/name")

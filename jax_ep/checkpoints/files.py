@@ -71,7 +71,7 @@ def optional(function: str, module: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        raise ImportError(f"{function}: needs {package}, which is not installed: pip install {package}") from error
+        raise ImportError(f"{function}: needs {package} ({error}): pip install {package}") from error
 
 
 def folder_path(function: str, folder: Any) -> Path:

@@ -31,7 +31,7 @@ def require_matplotlib() -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        raise ImportError("Trace.plot needs matplotlib: pip install '.[tools]'") from error
+        raise ImportError(f"Trace.plot needs matplotlib ({error}): pip install '.[tools]'") from error
 
 
 def draw(trace: Timeline, path: Path) -> None:

@@ -291,7 +291,7 @@ def test_tune_without_triton(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for arguments in (["tune", "rates"], ["trace", "moe"]):
         assert __main__.main(arguments) == 1
-        assert "the kernels need Triton: pip install '.[cuda13]'" in capsys.readouterr().err
+        assert "the kernels need Triton (import of triton halted" in capsys.readouterr().err  # why, and the remedy
     assert list(tmp_path.iterdir()) == []
 
 

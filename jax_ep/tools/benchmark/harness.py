@@ -480,4 +480,4 @@ def require_triton() -> None:
     try:
         import triton  # noqa: F401
     except ImportError as error:
-        raise ImportError("the kernels need Triton: pip install '.[cuda13]', or triton without a GPU") from error
+        raise ImportError(f"the kernels need Triton ({error}): pip install '.[cuda13]', or triton on CPUs") from error

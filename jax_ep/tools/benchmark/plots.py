@@ -57,8 +57,8 @@ def matplotlib() -> Any:
     """Import matplotlib, to draw files; None if it is not installed."""
     try:
         import matplotlib as mpl
-    except ImportError:
-        print("no plot: matplotlib is not installed", file=sys.stderr)
+    except ImportError as error:
+        print(f"no plot: {error}", file=sys.stderr)
         return None
     mpl.use("Agg")
     return mpl

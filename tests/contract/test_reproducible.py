@@ -146,6 +146,14 @@ def test_reproducible_other_tokens(
         assert_same(call(layer.first_tokens(number))[0], {name: first_tokens(a, number) for name, a in want.items()})
 
 
+@pytest.mark.slow
+def test_reproducible_modes(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+    """The cost model may choose any mode: kernels with and without an all-to-all compute the same bits."""
+    layer, mesh = make_layer(rng, "zipf", BF16), expert_mesh(NUM_RANKS)
+    modes = [replace(BITS, dispatch_mode=d, combine_mode=c) for d, c in (("fused", "scatter"), ("serial", "serial"))]
+    assert_same(*(results_of(implementation, mesh, schedule=mode)(layer)[0] for mode in modes))
+
+
 REJECTED = {
     "recipe": (jax_ep.moe, {"recipe": "fp8"}, "leave recipe None"),
     "single_launch": (jax_ep.moe, {"schedule": Schedule(reproducible=True, single_launch=True)}, "reproducible=True"),

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_ep.core.mesh_axes import permute, vary_alike
+from jax_ep.core.mesh_axes import permute, rank_on, vary_alike
 from jax_ep.types import Array
 
 
@@ -95,29 +95,23 @@ def color(edges: Sequence[tuple[int, int]], num_ranks: int) -> list[int]:
 def gather(plan: Relayout, w: Array) -> Array:
     """Gather the target rows `[S, ...]` from the source rows, inside a `shard_map` over the plan's axes."""
     (w,) = vary_alike((w,), over=plan.axis)
-    return (
-        _gather(plan, w, _own_rows(plan)) if jnp.issubdtype(w.dtype, jnp.floating) else _copy(plan, w, _own_rows(plan))
-    )
+    run = _gather if jnp.issubdtype(w.dtype, jnp.floating) else _copy
+    return run(plan, w, _own_rows(plan))
 
 
 def scatter(plan: Relayout, w: Array) -> Array:
     """Apply the transpose of `gather`: sum into each source row the target rows that copy it."""
     (w,) = vary_alike((w,), over=plan.axis)
-    return (
-        _scatter(plan, w, _own_rows(plan)) if jnp.issubdtype(w.dtype, jnp.floating) else _add(plan, w, _own_rows(plan))
-    )
+    run = _scatter if jnp.issubdtype(w.dtype, jnp.floating) else _add
+    return run(plan, w, _own_rows(plan))
 
 
 def _own_rows(plan: Relayout) -> Array:
-    return jnp.asarray(plan.own_rows)[_rank(plan)]
-
-
-def _rank(plan: Relayout) -> Array | int:
-    return lax.axis_index(plan.axis) if plan.axis else 0
+    return jnp.asarray(plan.own_rows)[rank_on(plan.axis)]
 
 
 def _copy(plan: Relayout, w: Array, own_rows: Array) -> Array:
-    rank, out = _rank(plan), w.at[own_rows].get(mode="fill", fill_value=0)
+    rank, out = rank_on(plan.axis), w.at[own_rows].get(mode="fill", fill_value=0)
     for pairs, sent, received in zip(plan.pairs, plan.sent_rows, plan.received_rows, strict=True):
         row = permute(w[jnp.asarray(sent)[rank]], plan.axis, pairs)
         out = out.at[jnp.asarray(received)[rank]].set(row, mode="drop")
@@ -133,7 +127,7 @@ def _add(plan: Relayout, w: Array, own_rows: Array) -> Array:
     def add_own(i: Array, total: Array) -> Array:
         return total.at[own_rows[i]].add(w[i].astype(dtype), mode="drop")
 
-    rank, total = _rank(plan), lax.fori_loop(0, w.shape[0], add_own, total)
+    rank, total = rank_on(plan.axis), lax.fori_loop(0, w.shape[0], add_own, total)
     for pairs, sent, received in zip(plan.pairs, plan.sent_rows, plan.received_rows, strict=True):
         row = w.at[jnp.asarray(received)[rank]].get(mode="fill", fill_value=0)
         row = permute(row, plan.axis, [(target, source) for source, target in pairs])

@@ -64,41 +64,30 @@ def for_experts(experts: Experts, b_gate_up: Array | None) -> Callable[..., Arra
 
 
 def in_several_passes(
-    plan: ExchangeGemmPlan,
-    between_plan: ActivationPlan,
-    experts: Experts,
-    between: FfnHidden,
-    w: GemmWeights,
-    handle: Handle,
+    plan: ExchangeGemmPlan, between_plan: ActivationPlan, between: FfnHidden, w: GemmWeights, handle: Handle
 ) -> Array:
     """Activate, multiply and combine with JAX's derivatives of the activation, recomputed in the backward pass."""
 
     @jax.checkpoint
     def run(between: FfnHidden, w: GemmWeights, handle: Handle) -> Array:
-        rows = activate(between_plan, experts, w.shape[1], between.rows(handle.group_sizes))
+        rows = activate(between_plan, w.shape[1], between.rows(handle.group_sizes))
         return exchange_gemm.multiply_and_combine(plan, rows, w, handle, between.b_down)
 
     return run(between, w, handle)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def activate_multiply_and_combine(
-    plan: ExchangeGemmPlan,
-    between_plan: ActivationPlan,
-    experts: Experts,
-    between: FfnHidden,
-    w: GemmWeights,
-    handle: Handle,
+    plan: ExchangeGemmPlan, between_plan: ActivationPlan, between: FfnHidden, w: GemmWeights, handle: Handle
 ) -> Array:
     """Hidden rows, activated and weighted in one pass, times `w [L, I, H]`, to unweighted sums `[T, H]`."""
-    rows = between_plan.run.activate(experts, between.rows(handle.group_sizes))
+    rows = between_plan.run.activate(between_plan.experts, between.rows(handle.group_sizes))
     return exchange_gemm.multiply_with_combine(plan, False, rows, None, w, handle, between.b_down)[0]
 
 
 def _backward(
     plan: ExchangeGemmPlan,
     between_plan: ActivationPlan,
-    experts: Experts,
     residuals: tuple[FfnHidden, GemmWeights, Handle],
     d_sums: Array,
 ) -> tuple[FfnHidden, GemmWeights, None]:
@@ -114,7 +103,7 @@ def _backward(
     # Else XLA would find what portable formulas compute in both directions, and keep it.
     hidden, d_rows = jax.lax.optimization_barrier((between.hidden, d_rows))
     rows = between._replace(hidden=hidden).rows(sizes)
-    d, activated = activation.gradient(between_plan, experts, rows, d_rows, keep=True)
+    d, activated = activation.gradient(between_plan, rows, d_rows, keep=True)
     if plan.fused is not None:
         d_w = exchange_gemm.weight_gradient(plan, True, "rows", d_sums, d_products, activated, handle, num_home(w))
     else:

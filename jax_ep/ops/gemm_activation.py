@@ -14,30 +14,28 @@ from jax_ep.core.facts import Part
 from jax_ep.ops import activation_gemm_combine, exchange_gemm, registry
 from jax_ep.ops import plan as plans
 from jax_ep.ops.activation_gemm_combine import bias_of_result, ffn_hidden
-from jax_ep.types import Array, Experts, Handle
+from jax_ep.types import Array, Handle
 
 type _Pull = Callable[[Array], tuple[Any, ...]]
 
 
-def with_hidden_rows(
-    plan: plans.LayerPlan, experts: Experts, x: Array, weights: Array, handle: Handle, parts: ExpertWeights
-) -> Array:
+def with_hidden_rows(plan: plans.LayerPlan, x: Array, weights: Array, handle: Handle, parts: ExpertWeights) -> Array:
     """Run `moe` with weights in the dtype of the tokens; the backward pass keeps the result of the first GEMM."""
     first = (x, weights, parts.w_gate_up, handle)
     if plan.first.fused is None:
         hidden, row_weights = exchange_gemm.dispatch_then_multiply(plan.first, *first)
     else:
         hidden, _, row_weights = exchange_gemm.dispatch_with_multiply(plan.first, False, None, *first)
+    experts = plan.activation.experts
     between = ffn_hidden(experts, hidden, cast(Array, row_weights), parts)
     run = activation_gemm_combine.for_experts(experts, parts.b_gate_up)
-    return run(plan.second, plan.activation, experts, between, parts.w_down, handle)
+    return run(plan.second, plan.activation, between, parts.w_down, handle)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def with_activated_rows(
-    plan: plans.LayerPlan, experts: Experts, x: Array, weights: Array, handle: Handle, parts: ExpertWeights
-) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def with_activated_rows(plan: plans.LayerPlan, x: Array, weights: Array, handle: Handle, parts: ExpertWeights) -> Array:
     """`with_hidden_rows`, where the first GEMM stores activated rows, which are not enough for a gradient."""
+    experts = plan.activation.experts
     rows, row_weights = exchange_gemm.dispatch_apart(plan.first, x, weights, handle)
     product = registry.GEMM_ACTIVATION.by(cast(Part, plan.activated).implementation).gemm_activation
     row_weights = cast(Array, row_weights)
@@ -46,13 +44,13 @@ def with_activated_rows(
     return exchange_gemm.multiply_and_combine(plan.second, rows, parts.w_down, handle, bias)
 
 
-def _activated_forward(plan: plans.LayerPlan, experts: Experts, *arguments: object) -> tuple[Array, _Pull]:
+def _activated_forward(plan: plans.LayerPlan, *arguments: object) -> tuple[Array, _Pull]:
     """Save what `with_hidden_rows` saves for those arguments alone that have a gradient."""
     trained = jax.tree.map(lambda a: a.value if a.perturbed else None, arguments, is_leaf=_is_argument)
 
     def of(trained: object) -> Array:
         whole = jax.tree.map(lambda a, t: a.value if t is None else t, arguments, trained, is_leaf=_is_argument)
-        return with_hidden_rows(plan, experts, *whole)
+        return with_hidden_rows(plan, *whole)
 
     return jax.vjp(of, trained)
 
@@ -61,7 +59,7 @@ def _is_argument(node: object) -> bool:
     return isinstance(node, CustomVJPPrimal)
 
 
-def _activated_backward(plan: plans.LayerPlan, experts: Experts, pull: _Pull, cotangent: Array) -> tuple[Any, ...]:
+def _activated_backward(plan: plans.LayerPlan, pull: _Pull, cotangent: Array) -> tuple[Any, ...]:
     return pull(cotangent)[0]
 
 

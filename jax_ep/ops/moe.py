@@ -201,7 +201,7 @@ def _on_tokens(layer: _Layer, given: exchange.Checked, parts: ExpertWeights, *, 
 
     Launches of the backward pass follow `after`, computed again there.
     """
-    options, facts, experts = given.options, given.facts, layer.experts
+    options, facts = given.options, given.facts
     single = _single_launch(layer, options, facts, parts)
     if single is not None:
         arrays = vary_alike((given.topk_idx, given.x, given.topk_weights, parts))
@@ -212,11 +212,11 @@ def _on_tokens(layer: _Layer, given: exchange.Checked, parts: ExpertWeights, *, 
     handle = checkpoint_name(handle, HIDDEN_NAME)
     handle = handle if after is None else exchange.later(handle, after)
     if isinstance(plan, plan_serving.QuantizedLayerPlan):
-        return _by_quantized(plan, experts, x, weights, handle, parts)
+        return _by_quantized(plan, x, weights, handle, parts)
     if isinstance(plan, tuple):
-        return _by_fp8(plan, experts, x, weights, handle, parts)
+        return _by_fp8(plan, x, weights, handle, parts)
     run = gemm_activation.with_hidden_rows if plan.activated is None else gemm_activation.with_activated_rows
-    return run(plan, experts, x, weights, handle, parts)
+    return run(plan, x, weights, handle, parts)
 
 
 def _check_experts(
@@ -310,30 +310,20 @@ _in_one_launch.defvjp(_one_launch_forward, _one_launch_backward)
 
 
 def _by_fp8(
-    plan: tuple[plans.Fp8LayerPlan, plans.Fp8LayerPlan],
-    experts: Experts,
-    x: Array,
-    weights: Array,
-    handle: Handle,
-    parts: ExpertWeights,
+    plan: tuple[plans.Fp8LayerPlan, plans.Fp8LayerPlan], x: Array, weights: Array, handle: Handle, parts: ExpertWeights
 ) -> Array:
     """Run `moe` with `recipe="fp8"`; the backward pass keeps the result of the first GEMM."""
     first, second = plan
     hidden, row_weights = moe_fp8.dispatch_and_multiply(first, x, weights, parts.w_gate_up, handle)
-    between = ffn_hidden(experts, hidden, row_weights, parts)
-    return moe_fp8.multiply_and_combine(second, experts, between, parts.w_down, handle)
+    between = ffn_hidden(second.activation.experts, hidden, row_weights, parts)
+    return moe_fp8.multiply_and_combine(second, between, parts.w_down, handle)
 
 
 def _by_quantized(
-    plan: plan_serving.QuantizedLayerPlan,
-    experts: Experts,
-    x: Array,
-    weights: Array,
-    handle: Handle,
-    parts: ExpertWeights,
+    plan: plan_serving.QuantizedLayerPlan, x: Array, weights: Array, handle: Handle, parts: ExpertWeights
 ) -> Array:
     """`moe` of `QuantizedWeights`, one operation after another."""
-    options, sizes = plan.options, handle.group_sizes
+    options, experts, sizes = plan.options, plan.activation.experts, handle.group_sizes
     first, second = (w.activations == "fp8" for w in (parts.w_gate_up, parts.w_down))
     if first:
         dispatch = partial(exchange.dispatch_quantized, plan.exchange)
@@ -349,7 +339,7 @@ def _by_quantized(
         quantized = quantized_gemm.without_gradient(options, between, hidden_rows)
         products = quantized_gemm.multiply_fp8(plan.second, x.dtype, quantized, parts.w_down, sizes)
     else:
-        rows = activate(plan.activation, experts, inner, hidden_rows)
+        rows = activate(plan.activation, inner, hidden_rows)
         products = quantized_gemm.multiply(plan.second, x.dtype, rows, parts.w_down, sizes)
     bias = bias_of_result(experts, parts.b_down, row_weights)
     if bias is not None:

@@ -169,46 +169,40 @@ def _gradient_of_dispatch(
     return d_x, d_weights, _weight_gradient(plan, lhs, rhs, w, handle), None
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def multiply_and_combine(plan: Fp8LayerPlan, experts: Experts, between: FfnHidden, w: Weights, handle: Handle) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def multiply_and_combine(plan: Fp8LayerPlan, between: FfnHidden, w: Weights, handle: Handle) -> Array:
     """Hidden rows, activated and weighted, times `w [L, I, H]` in FP8, to unweighted sums `[T, H]`."""
-    rows = plan.operands.activate_quantized(experts, between.rows(handle.group_sizes))
+    rows = plan.operands.activate_quantized(plan.activation.experts, between.rows(handle.group_sizes))
     y = _multiply(plan, rows, w, handle, between.hidden.dtype)
     if between.b_down is not None:
         y = add_bias(y, between.b_down, handle.group_sizes)
     return exchange.combine_tokens(plan.exchange, y, None, handle)[0]
 
 
-def _combine_forward(
-    plan: Fp8LayerPlan, experts: Experts, between: FfnHidden, w: Weights, handle: Handle
-) -> tuple[Array, _CombineSaved]:
-    run = partial(multiply_and_combine, plan, experts)
+def _combine_forward(plan: Fp8LayerPlan, between: FfnHidden, w: Weights, handle: Handle) -> tuple[Array, _CombineSaved]:
+    run = partial(multiply_and_combine, plan)
     return _without_second_derivative(plan.options, run, between, w, handle), (between, _saved_matrices(w), handle)
 
 
 type _CombineGradient = tuple[FfnHidden, Weights, None]
 
 
-def _combine_backward(
-    plan: Fp8LayerPlan, experts: Experts, residuals: _CombineSaved, d_sums: Array
-) -> _CombineGradient:
-    run = partial(_gradient_of_combine, plan.transposed, experts)
+def _combine_backward(plan: Fp8LayerPlan, residuals: _CombineSaved, d_sums: Array) -> _CombineGradient:
+    run = partial(_gradient_of_combine, plan.transposed)
     return _without_second_derivative(plan.options, run, residuals, d_sums)
 
 
-def _gradient_of_combine(
-    plan: Fp8LayerPlan, experts: Experts, residuals: _CombineSaved, d_sums: Array
-) -> _CombineGradient:
+def _gradient_of_combine(plan: Fp8LayerPlan, residuals: _CombineSaved, d_sums: Array) -> _CombineGradient:
     between, saved_w, handle = residuals
     w, sizes, dtype = _matrices(saved_w), handle.group_sizes, between.hidden.dtype
     operands, d_sums = plan.operands, d_sums.astype(dtype)
     d_products, _ = exchange.dispatch_quantized(plan.exchange, d_sums, None, handle)
     d_rows = _multiply(plan, d_products, w, handle, dtype, transpose=True)
-    d, _ = activation.gradient(plan.activation, experts, between.rows(sizes), d_rows, keep=False)
+    d, _ = activation.gradient(plan.activation, between.rows(sizes), d_rows, keep=False)
     d_down = between.b_down
     if d_down is not None:
         d_down = bias_gradient(plan.gemm.sums, operands.dequantize_rows(*d_products, sizes, dtype=dtype), d_down, sizes)
-    lhs = operands.activate_columns(experts, between.rows(sizes))
+    lhs = operands.activate_columns(plan.activation.experts, between.rows(sizes))
     rhs = operands.quantize_columns(d_products, sizes)
     d_between = FfnHidden(d.hidden, d.weights, d.bias, d_down)
     return d_between, _weight_gradient(plan, lhs, rhs, w, handle), None

@@ -101,16 +101,13 @@ class ExchangePlan:
 def exchange(options: Options, facts: ExchangeFacts, *, wire_dtype: DTypeLike | None = None) -> ExchangePlan:
     """Resolve dispatch and combine of tokens; `wire_dtype` overrides that of the options for dispatch."""
     handle = registry.choose(options, facts)
-    dispatch = handle if wire_dtype is None else registry.choose(_with_wire(options, wire_dtype), facts)
+    with_wire = dataclasses.replace(options, wire_dtype=wire_dtype)
+    dispatch = handle if wire_dtype is None else registry.choose(with_wire, facts)
     # Without a wire, one rank adds in this order anyway.
     at_sources = bool(options.schedule.reproducible) and (facts.layout.num_ranks > 1 or options.wire_dtype is not None)
     layout = layout_by_assignment(facts.layout) if at_sources else facts.layout
     combine = registry.choose(options, dataclasses.replace(facts, layout=layout, is_combine=True))
     return ExchangePlan(options, handle, dispatch, combine, at_sources)
-
-
-def _with_wire(options: Options, wire_dtype: DTypeLike) -> Options:
-    return dataclasses.replace(options, wire_dtype=wire_dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,6 +249,7 @@ class ActivationPlan:
 
     options: Options
     part: Part
+    experts: Experts
     sums: GemmPlan
 
     @property
@@ -265,9 +263,8 @@ def activation(
 ) -> ActivationPlan:
     """Resolve the activation of hidden rows `[num_rows, columns]`."""
     facts = ActivationFacts(jnp.dtype(dtype), experts, num_rows, columns, groups)
-    return ActivationPlan(
-        options, registry.choose(options, facts), group_sums(options, dtype, num_rows, columns, groups)
-    )
+    sums = group_sums(options, dtype, num_rows, columns, groups)
+    return ActivationPlan(options, registry.choose(options, facts), experts, sums)
 
 
 @dataclasses.dataclass(frozen=True)

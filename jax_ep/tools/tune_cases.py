@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -80,11 +80,17 @@ def makers(parts: Sequence[str], all_sizes: Sequence[Sizes], formats: Sequence[s
     for sizes in all_sizes:
         for part in parts:
             if part == "low-latency" and sizes.tokens > MOST_LOW_LATENCY_TOKENS:
+                reason = f"low-latency is for at most {MOST_LOW_LATENCY_TOKENS} tokens per rank; pass --tokens"
+                yield partial(_left_out, sizes, reason)
                 continue
             for make in made.get(part, ()):
                 yield partial(make, sizes)
             for name in formats if part in quantized else ():
                 yield partial(quantized[part], sizes, name)
+
+
+def _left_out(sizes: Sizes, reason: str) -> NoReturn:
+    raise NotImplementedError(f"{sizes.title}: {reason}")
 
 
 def is_small() -> bool:
@@ -199,8 +205,8 @@ def _exchange_gemm(sizes: Sizes) -> Iterator[Case]:
     """Yield the all-to-alls with a GEMM: in one kernel or in two, and by how many programs."""
     wide, layer = 2 * sizes.model.intermediate, _Exchange(sizes)
     layout = layer.layout
-    if layer.plan(wide).fused is None:
-        return
+    if (plan := layer.plan(wide)).fused is None:
+        _left_out(sizes, plan.reason)
     w_gate_up, w_down = make_weights(layer.mesh, sizes.model)
 
     def first(zero: Array, x: Array, w: Array, handle: Any) -> Any:
@@ -331,9 +337,9 @@ def _grouped_gemm(sizes: Sizes) -> Iterator[Case]:
 
 
 def _grouped_gemm_fp8(sizes: Sizes) -> Iterator[Case]:
-    """Yield the GEMMs and weight gradients in FP8, if the sizes are multiples of a scale block."""
+    """Yield the GEMMs and weight gradients in FP8."""
     if sizes.model.hidden % GROUP_SIZE or sizes.model.intermediate % GROUP_SIZE:
-        return
+        _left_out(sizes, f"FP8 GEMMs need a hidden and an intermediate size that are multiples of {GROUP_SIZE}")
     run, quantize = registry.FP8_GEMM.by("triton"), registry.ACTIVATION.by("xla")
 
     def gemm(zero: Array, x: Any, w: Any, counts: Array) -> Any:

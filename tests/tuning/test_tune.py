@@ -309,6 +309,21 @@ def test_tune_run_without_measurements_fails(monkeypatch):
         __main__.main(["tune", "exchange"])
 
 
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["low-latency", "--tokens", "4096"], "at most 1024 tokens per rank; pass --tokens"),
+        (["exchange-gemm", "--hidden", "7"], "weight sizes that are multiples of 8"),
+    ],
+)
+def test_tune_says_what_is_left_out(arguments, reason, capsys):
+    pytest.importorskip("triton")
+    with pytest.raises(SystemExit, match="nothing measured"):
+        __main__.main(["tune", *arguments])
+    out = capsys.readouterr().out
+    assert "left out: " in out and reason in out
+
+
 def test_tune_sizes_beyond_memory_left_out(monkeypatch, capsys):
     pytest.importorskip("triton")
 

@@ -103,23 +103,23 @@ def _case(
     facts: Mapping[str, Any],
     title: str,
     candidates: Mapping[str, Sequence[Setting]],
-    mesh: jax.sharding.Mesh,
     step: Callable[..., Any],
     arrays: tuple[Any, ...],
     *,
+    mesh: jax.sharding.Mesh | None = None,
     graphs: bool = False,
     start: Settings | None = None,
 ) -> Case:
     """Make a case whose chains run `step(zero, *arrays)`; `graphs` for calls that are shorter than their launch.
 
-    Settings take effect as in any program: by `jax_ep.tuning.override`, around tracing. In the interpreter only the
-    first two candidates of each setting are tried.
+    Arrays are those of all ranks of `mesh`, or of one device. Settings take effect as in any program: by
+    `jax_ep.tuning.override`, around tracing. In the interpreter only the first two candidates of each one are tried.
     """
     options = harness.GRAPHS if graphs and not is_small() else None
 
     def compile_chain(settings: Settings, n: int) -> Run:
         with tuning.override(operation, **settings):
-            return partial(chain(mesh, step, arrays, n)[0].lower(*arrays).compile(options), *arrays)
+            return partial(chain(mesh or expert_mesh(1), step, arrays, n)[0].lower(*arrays).compile(options), *arrays)
 
     return Case(
         operation=operation,
@@ -181,9 +181,9 @@ def _exchange(sizes: Sizes) -> Iterator[Case]:
                 layer.facts | {"wire_dtype": jnp.dtype(dtype or _BF16)},
                 f"dispatch of {sizes.title}, {wire}",
                 {"num_communicating_programs": _programs(), "num_warps": (4, 8, 16), "tokens_per_block": _BLOCKS},
-                layer.mesh,
                 partial(dispatch, dtype),
                 (case.x, layer.handle),
+                mesh=layer.mesh,
             )
     yield _case(
         "combine",
@@ -195,9 +195,9 @@ def _exchange(sizes: Sizes) -> Iterator[Case]:
             "tokens_per_block": _BLOCKS,
             "rows_in_flight": (2, 3, 5, 7, 10),
         },
-        layer.mesh,
         combine,
         (layer.rows(sizes.model.hidden), layer.handle),
+        mesh=layer.mesh,
     )
 
 
@@ -221,19 +221,19 @@ def _exchange_gemm(sizes: Sizes) -> Iterator[Case]:
         tuned.exchange_gemm_facts(layout, sizes.model.hidden, wide, _BF16),
         f"dispatch + GEMM of {sizes.title}",
         {"num_communicating_programs": _PROGRAMS, "dispatch_mode": ("serial", "fused")},
-        layer.mesh,
         first,
         (layer.case.x, w_gate_up, layer.handle),
         start={"dispatch_mode": "fused"},
+        mesh=layer.mesh,
     )
     yield _case(
         "grouped_gemm_combine",
         tuned.exchange_gemm_facts(layout, sizes.model.intermediate, sizes.model.hidden, _BF16),
         f"GEMM + combine of {sizes.title}",
         {"combine_mode": ("serial", "scatter")},
-        layer.mesh,
         second,
         (layer.rows(sizes.model.intermediate), w_down, layer.handle),
+        mesh=layer.mesh,
     )
 
 
@@ -256,20 +256,20 @@ def _low_latency(sizes: Sizes) -> Iterator[Case]:
         layer.facts | {"wire_dtype": jnp.dtype(FP8)},
         f"low-latency dispatch of {sizes.title}",
         {"num_communicating_programs": _programs()},
-        layer.mesh,
         dispatch,
         (case.x, case.topk_idx),
         graphs=True,
+        mesh=layer.mesh,
     )
     yield _case(
         "low_latency_combine",
         layer.facts,
         f"low-latency combine of {sizes.title}",
         {"num_combining_programs": _programs()},
-        layer.mesh,
         round_trip,
         (case.x, case.topk_idx, case.topk_weights, rows),
         graphs=True,
+        mesh=layer.mesh,
     )
 
 
@@ -280,14 +280,12 @@ class _Gemm(NamedTuple):
     """A GEMM of the layer with the experts of one rank.
 
     Attributes:
-      mesh: of one device.
       x: `[rows, K]`.
       y: `[rows, N]` results, or cotangents of them.
       w: `[experts, K, N]` weights.
       counts: rows of each expert, of all ranks.
     """
 
-    mesh: jax.sharding.Mesh
     x: Array
     y: Array
     w: Array
@@ -316,7 +314,7 @@ def _gemms(sizes: Sizes) -> Iterator[_Gemm]:
         (sizes.model.intermediate, sizes.model.hidden),
     ):
         x, y = (on_ranks(mesh, (rows, width), seed) for seed, width in enumerate((depth, columns)))
-        yield _Gemm(mesh, x, y, on_ranks(mesh, (local, depth, columns), 2, depth**-0.5), counts)
+        yield _Gemm(x, y, on_ranks(mesh, (local, depth, columns), 2, depth**-0.5), counts)
 
 
 def _grouped_gemm(sizes: Sizes) -> Iterator[Case]:
@@ -331,9 +329,9 @@ def _grouped_gemm(sizes: Sizes) -> Iterator[Case]:
 
     for one in _gemms(sizes):
         facts, arrays = one.facts(one.x.shape[0], _BF16), (one.x, one.w, one.counts)
-        yield _case("grouped_gemm", facts, f"GEMM of {one.title}", Tiles.candidates, one.mesh, gemm, arrays)
+        yield _case("grouped_gemm", facts, f"GEMM of {one.title}", Tiles.candidates, gemm, arrays)
         name, title, arrays = "weight_gradient", f"weight gradient of {one.title}", (one.x, one.y, one.counts)
-        yield _case(name, facts, title, WeightTiles.candidates, one.mesh, gradient, arrays)
+        yield _case(name, facts, title, WeightTiles.candidates, gradient, arrays)
 
 
 def _grouped_gemm_fp8(sizes: Sizes) -> Iterator[Case]:
@@ -351,11 +349,11 @@ def _grouped_gemm_fp8(sizes: Sizes) -> Iterator[Case]:
     for one in _gemms(sizes):
         x, w = jax.jit(quantize.quantize_rows)(one.x, one.counts), jax.jit(quantize.quantize_matrices)(one.w)
         name, facts, title = "grouped_gemm_fp8", one.facts(one.x.shape[0], FP8), f"GEMM in FP8 of {one.title}"
-        yield _case(name, facts, title, Fp8Tiles.candidates, one.mesh, gemm, (x, w, one.counts))
+        yield _case(name, facts, title, Fp8Tiles.candidates, gemm, (x, w, one.counts))
         x, y = (jax.jit(quantize.quantize_columns)(rows, one.counts) for rows in (one.x, one.y))
         name, title = "weight_gradient_fp8", f"weight gradient in FP8 of {one.title}"
         facts = one.facts(x[0].shape[1], FP8)
-        yield _case(name, facts, title, Fp8WeightTiles.candidates, one.mesh, gradient, (x, y, one.counts))
+        yield _case(name, facts, title, Fp8WeightTiles.candidates, gradient, (x, y, one.counts))
 
 
 def _quantized_gemm(sizes: Sizes, expert_format: str) -> Iterator[Case]:
@@ -375,7 +373,6 @@ def _quantized_gemm(sizes: Sizes, expert_format: str) -> Iterator[Case]:
         facts | {"dtype": _BF16, "format": expert_format},
         f"GEMM in {expert_format} of {rows} rows x {sizes.model.hidden} x {columns}, {local} groups",
         QuantizedTiles.candidates,
-        mesh,
         gemm,
         (x, stored_as(expert_format, w), counts),
         graphs=True,
@@ -406,7 +403,6 @@ def _masked_gemm(sizes: Sizes) -> Iterator[Case]:
         facts | {"dtype": _BF16, "out_dtype": _BF16},
         f"masked GEMM of {sizes.title}",
         MaskedTiles.candidates,
-        mesh,
         gemm,
         (rows, w, counts),
         graphs=True,
@@ -435,7 +431,6 @@ def _fused_moe(sizes: Sizes, expert_format: str | None = None) -> Iterator[Case]
         {"num_slots": sizes.tokens * sizes.model.top_k, "num_experts": sizes.model.experts, **shape},
         f"layer of {sizes.tokens} tokens x {sizes.model.hidden}, {sizes.model.experts} experts, {shape['format']}",
         {**FusedTiles.candidates, "depth": depths, "single_launch": (False, True)},
-        mesh,
         layer,
         (x, ids, topk_weights, *weights),
         start={"single_launch": True},

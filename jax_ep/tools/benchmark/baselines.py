@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+_AXIS = "expert"
 RAGGED_OPTIONS = {"xla_gpu_unsupported_enable_ragged_all_to_all_decomposer": True}
 """Compiler options for the fastest `lax.ragged_all_to_all` on GPUs: 62 instead of 8 GB/s on 4 H200s."""
 
@@ -137,9 +138,7 @@ def fixed_slots(topk_idx: Array, num_experts: int, capacity: int) -> Slots:
     return Slots(row_to_assignment, assignment_to_row.reshape(topk_idx.shape))
 
 
-def capacity_layer(
-    *arguments: Array, num_experts: int, capacity: int, axis_name: str | tuple[str, ...] = "expert"
-) -> Array:
+def capacity_layer(*arguments: Array, num_experts: int, capacity: int) -> Array:
     """Compute the layer with a fixed number of rows for each pair of source rank and expert; drop the rest.
 
     The arguments are those of `jax_ep.moe`; `capacity`: rows of one expert for the tokens of one rank.
@@ -148,10 +147,10 @@ def capacity_layer(
     hidden_size = x.shape[1]
     slots = fixed_slots(topk_idx, num_experts, capacity)
     sent = spread(x, slots).reshape(num_experts, capacity, hidden_size)
-    received = lax.all_to_all(sent, axis_name, 0, 1, tiled=True)  # [L, W * capacity, H]
+    received = lax.all_to_all(sent, _AXIS, 0, 1, tiled=True)  # [L, W * capacity, H]
     hidden = jnp.einsum("lmh,lhf->lmf", received, w_gate_up)
     rows = jnp.einsum("lmi,lih->lmh", swiglu(hidden), w_down)
-    returned = lax.all_to_all(rows, axis_name, 1, 0, tiled=True)  # [E, capacity, H]
+    returned = lax.all_to_all(rows, _AXIS, 1, 0, tiled=True)  # [E, capacity, H]
     return collect(returned.reshape(-1, hidden_size), topk_weights, slots)
 
 
@@ -214,31 +213,29 @@ def _follow(counts: Array, starts: Array, other_starts: Array, num_rows: int) ->
     return jnp.where(row < ends[-1], row + shift[jnp.minimum(segment, ends.shape[0] - 1)], -1)
 
 
-def ragged_layer(
-    *arguments: Array, num_experts: int, capacity: int, axis_name: str | tuple[str, ...] = "expert"
-) -> Array:
+def ragged_layer(*arguments: Array, num_experts: int, capacity: int) -> Array:
     """Compute the layer without dropped tokens, by `lax.ragged_all_to_all` and `lax.ragged_dot`.
 
     The arguments are those of `jax_ep.moe`; `capacity`: R, the rows that one rank can receive; it must hold all rows.
     """
     x, topk_idx, topk_weights, w_gate_up, w_down = arguments
-    num_ranks, hidden_size = lax.axis_size(axis_name), x.shape[1]
+    num_ranks, hidden_size = lax.axis_size(_AXIS), x.shape[1]
     found = _sort_slots(topk_idx, num_experts)
     assignment_to_row = (
         jnp.zeros_like(found.slots).at[found.slots].set(lax.iota(jnp.int32, found.slots.shape[0]), unique_indices=True)
     )
     slots = Slots(found.slots, assignment_to_row.reshape(topk_idx.shape))
-    sizes = lax.all_gather(found.counts, axis_name).reshape(num_ranks, num_ranks, -1)
-    route = plan_route(sizes, lax.axis_index(axis_name), capacity)
+    sizes = lax.all_gather(found.counts, _AXIS).reshape(num_ranks, num_ranks, -1)
+    route = plan_route(sizes, lax.axis_index(_AXIS), capacity)
 
     arrived = jnp.zeros((capacity, hidden_size), x.dtype)
-    arrived = lax.ragged_all_to_all(spread(x, slots), arrived, *route.there, axis_name=axis_name)
+    arrived = lax.ragged_all_to_all(spread(x, slots), arrived, *route.there, axis_name=_AXIS)
     rows = permute(arrived, route.regroup, route.ungroup)
     hidden = lax.ragged_dot(rows, w_gate_up, route.group_sizes)
     rows = lax.ragged_dot(swiglu(hidden), w_down, route.group_sizes)
     returned = jnp.zeros((topk_idx.size, hidden_size), x.dtype)
     rows = permute(rows, route.ungroup, route.regroup)
-    returned = lax.ragged_all_to_all(rows, returned, *route.back, axis_name=axis_name)
+    returned = lax.ragged_all_to_all(rows, returned, *route.back, axis_name=_AXIS)
     return collect(returned, topk_weights, slots)
 
 

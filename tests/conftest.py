@@ -238,6 +238,8 @@ def pytest_runtest_setup(item):
     from jax_ep import context
 
     asked = ON_GPU or item.config.getoption("implementation")
+    if _pair is not None and context._current is _pair and "two_ranks" not in item.fixturenames:
+        jax_ep.finalize()
     needed = _implementation(item) == "triton" or (not asked and item.nodeid in ON_KERNELS)
     if needed and NUM_PROCESSES == 1 and context.transport() is None:
         _begin(item.config)
@@ -287,20 +289,28 @@ def expert_mesh():
     return lambda num_ranks: harness.make_mesh((num_ranks,), (harness.EXPERT,))
 
 
+_pair = None  # The context of `two_ranks`.
+
+
 @pytest.fixture
 def two_ranks():
-    """Two ranks of the kernels with their own context, in Triton's interpreter on machines without GPUs."""
+    """Two ranks of the kernels, in the interpreter on machines without GPUs; consecutive tests share the context."""
+    global _pair
     import jax_ep
+    from jax_ep import context
 
     pytest.importorskip("triton")
     if jax.process_count() > 1:
         pytest.skip("a context of several processes is not made anew")
-    jax_ep.finalize()
     mesh = harness.make_mesh((2,), (harness.EXPERT,))
-    transport = None if ON_GPU else "shared_memory"
-    jax_ep.init(mesh, transport=transport, timeout_s=harness.PATIENCE_S)
+    if _pair is None or context._current is not _pair:
+        jax_ep.finalize()
+        transport = None if ON_GPU else "shared_memory"
+        jax_ep.init(mesh, transport=transport, timeout_s=harness.PATIENCE_S)
+        _pair = context._current
     yield mesh
-    jax_ep.finalize()
+    if context._heap is None or context._heap.failure() is not None:
+        jax_ep.finalize()
 
 
 RANKS = [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4, 8))]

@@ -198,3 +198,4 @@ def test_low_latency_killed_peer(name, way, two_ranks, rng, monkeypatch, after_f
             program.run()
     died = rf"kernel {name}, worker 1 \(process \d+\) died with exit code -9"
     assert re.match(died, str(stage.pool.close())), "the failure that the pool keeps is the first"
+    jax_ep.finalize()

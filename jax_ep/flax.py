@@ -218,9 +218,10 @@ class MoE(nnx.Module):
         Tokens where `token_mask [...]`, of bool, is False are padding: they go to no routed expert and count in no
         metric, so they cost nothing and take no place in `capacity`. Shared experts pass them.
 
-        `weights` replace the expert weights. The result of `serving_weights` is for inference: if a device has at most
-        `jax_ep.serving.LOW_LATENCY_TOKENS` tokens, the layer runs `jax_ep.low_latency_moe` with it. The result of
-        `training_weights` changes neither the output nor a gradient; `recipe="fp8"` then quantizes no weights.
+        `weights` may replace the expert weights. The result of `serving_weights` is for inference: if a device has at
+        most `jax_ep.serving.LOW_LATENCY_TOKENS` tokens, the layer runs `jax_ep.low_latency_moe` with it; with more, it
+        uses its own weights. The result of `training_weights` changes neither the output nor a gradient;
+        `recipe="fp8"` then quantizes no weights.
 
         `topk_idx [..., K]` are the experts of an earlier pass, its `metrics.topk_idx`: this pass sends the tokens to
         these, with the weights that its own router gives them.

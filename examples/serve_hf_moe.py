@@ -82,18 +82,23 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     console = Console()
     with doing(console, "starting JAX"):
         import jax.numpy as jnp
+        from flax import nnx
 
         from hf.config import stop_tokens
-        from hf.generation import Generator, Sampling, check_lengths
+        from hf.generation import Generator, Sampling, check_lengths, serving_weights
         from jax_ep.checkpoints import Checkpoint
+        from jax_ep.flax import MoE
 
         checkpoint = Checkpoint(args.folder)
         dtype = jnp.dtype(args.dtype or _dtype(checkpoint.config))
-        mesh = _mesh(checkpoint.moe_options()["num_experts"], args.expert_parallel)
+        options = checkpoint.moe_options()
+        mesh = _mesh(options["num_experts"], args.expert_parallel)
         tokenizer = read_tokenizer(args.folder / "tokenizer.json")
         prompts = [tokenizer.encode(prompt).ids for prompt in args.prompt]
         check_lengths(prompts, args.max_new)
         Sampling.of(args.temperature, args.top_p)  # An error comes before the weights are read.
+        if args.experts != "off":
+            nnx.eval_shape(lambda: serving_weights(MoE(**options, mesh=mesh, rngs=nnx.Rngs(0)), args.experts))
         windows = read_windows(args, tokenizer, mesh) if args.train else None
     # Parameter updates are too small for bfloat16.
     decoder = load(console, checkpoint, mesh=mesh, dtype=dtype, param_dtype=jnp.float32 if args.train else dtype)

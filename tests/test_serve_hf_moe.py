@@ -281,6 +281,7 @@ def test_what_does_not_fit_is_refused(folders):
     [
         ("--top-p 2", "top_p=2.0, expected"),
         ("--prompt=", r"prompts of \[0\] ids, expected"),
+        ("--experts fp8", "is 96, expected a multiple of 128"),
         ("--max-new 2147483647", "max_new=2147483647, expected"),
         ("--train 1 --batch-size 3 --expert-parallel 2", "batch_size=3 must be"),
         ("--train 1 --length 999", "the text has 2 bytes, too few"),
@@ -291,7 +292,7 @@ def test_options_are_checked_before_weights_are_read(options, error, folders, tm
     (tmp_path / "text").write_text("ab")
     of_training = ["--text", str(tmp_path / "text"), "--save", str(tmp_path)] if "--train" in options else []
     with pytest.raises(ValueError, match=error):
-        serve_hf_moe.main([str(folders["mixtral"]), *options.split(), *of_training])
+        serve_hf_moe.main([str(folders["gpt_oss"]), *options.split(), *of_training])
 
 
 @pytest.mark.slow

@@ -117,9 +117,7 @@ class Generator:
         self._graph, self._params = nnx.split(decoder)
         self._serving: list[ExpertWeights | None] | None = None
         if experts != "off":
-            form = {"format": None if experts == "same" else experts}
-            form |= {"activations": "fp8"} if experts == "fp8" else {}
-            prepare = nnx.jit(lambda moe: moe.serving_weights(**form))
+            prepare = nnx.jit(lambda moe: serving_weights(moe, experts))
             mlps = [layer.mlp for layer in decoder.model.layers]
             self._serving = [prepare(mlp) if isinstance(mlp, MoE) else None for mlp in mlps]
         self._programs: dict[tuple[int, ...], tuple[Any, Any]] = {}
@@ -268,6 +266,12 @@ class Generator:
     def _ends(self, token: Array) -> Array:
         """Return whether tokens are stop tokens."""
         return jnp.isin(token, self._stop_tokens)
+
+
+def serving_weights(moe: MoE, experts: Experts) -> ExpertWeights:
+    """Convert the weights of a layer for a `Generator`."""
+    form = {"format": None if experts == "same" else experts}
+    return moe.serving_weights(**form, **({"activations": "fp8"} if experts == "fp8" else {}))
 
 
 def check_lengths(prompts: Sequence[Sequence[int]], max_new: int) -> None:

@@ -498,9 +498,8 @@ class MoE(nnx.Module):
 
         Return also what balancing did on each rank, if it did anything.
         """
-        specs = self.axes.specs
-        few = arrays[0].shape[0] <= LOW_LATENCY_TOKENS * _size(mesh, self.axes.token_axes)
-        if weights is not None and not _has_masters(weights) and few:
+        specs, most = self.axes.specs, LOW_LATENCY_TOKENS * _size(mesh, self.axes.token_axes)
+        if weights is not None and not _has_masters(weights) and arrays[0].shape[0] <= most:
             in_specs = specs.tokens, specs.routing, specs.routing, PartitionSpec(self.axes.expert_axes)
             options = self._low_latency(self.axes.expert)
             return run_sharded(serve, options, self.mesh, in_specs, specs.tokens)(*arrays, weights), {}

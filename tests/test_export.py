@@ -92,6 +92,7 @@ def _in_fp8(x):
 
 
 ONES = jnp.ones((4, 128, 256), jnp.bfloat16), jnp.ones((4, 128, 128), jnp.bfloat16)
+ONES_F32 = tuple(w.astype(jnp.float32) for w in ONES)
 OF_KNOWN_SIZE = {
     "fused_moe int8": lambda x, idx, w: jax_ep.fused_moe(x, idx, w, _int8(128, 256), _int8(128, 128)),
     "fused_moe fp8": lambda x, idx, w: jax_ep.fused_moe(x.astype(jnp.bfloat16), idx, w, *ONES, recipe="fp8"),
@@ -117,17 +118,16 @@ def test_export_of_a_symbolic_number_of_tokens_unsupported(name):
         export.export(jax.jit(OF_KNOWN_SIZE[name]))(*types)
 
 
-def _in_a_mesh_of_two(x, idx, w):
-    mesh = jax.make_mesh((2,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
-    ones = jnp.ones((4, 128, 256)), jnp.ones((4, 128, 128))
-    return sharded_moe(mesh, num_experts=4)(x, idx, w, *ones)
-
-
-def test_export_of_a_symbolic_number_of_tokens_on_several_ranks():
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_export_of_a_symbolic_number_of_tokens_on_a_mesh(num_ranks):
+    """JAX lowers no collective of a symbolic size."""
+    kinds = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((num_ranks,), ("expert",), axis_types=kinds, devices=jax.devices()[:num_ranks])
     (n,) = export.symbolic_shape("n", constraints=["n <= 64"])
-    types = [jax.ShapeDtypeStruct((2 * n, c), t) for c, t in ((128, "float32"), (2, "int32"), (2, "float32"))]
+    types = [jax.ShapeDtypeStruct((num_ranks * n, c), t) for c, t in ((128, "float32"), (2, "int32"), (2, "float32"))]
+    layer = jax.jit(lambda *tokens: sharded_moe(mesh, num_experts=4)(*tokens, *ONES_F32))
     with pytest.raises(NotImplementedError, match=r"^sharded_moe: x has n rows, a symbolic number, expected"):
-        export.export(jax.jit(_in_a_mesh_of_two))(*types)
+        export.export(layer)(*types)
 
 
 def test_export_of_a_symbolic_number_of_experts():

@@ -410,12 +410,15 @@ def test_flax_wrong_input(x, error, match):
         MoE(**SIZES, rngs=nnx.Rngs(0))(x)
 
 
-def test_flax_symbolic_number_of_tokens_for_serving():
-    """Few tokens take another layer, so `jax.export` must know which."""
-    moe = MoE(**SIZES, rngs=nnx.Rngs(0)).to_serving("int8")
+@pytest.mark.parametrize("serves", [True, False])
+def test_flax_symbolic_number_of_tokens(serves):
+    """Few tokens for serving take another layer, so `jax.export` must know which; others need no comparison."""
+    words = "Symbolic dimension comparison 'n' <= .* constraints=" if serves else "x has n rows, a symbolic number"
     tokens = jax.ShapeDtypeStruct((*jax.export.symbolic_shape("n"), H), jnp.float32)
-    with pytest.raises(NotImplementedError, match=r"^MoE: Symbolic dimension comparison 'n' <= .* constraints="):
-        jax.export.export(jax.jit(moe))(tokens)
+    with jax.set_mesh(jax.make_mesh((1,), ("expert",), devices=jax.devices()[:1])):
+        moe = MoE(**SIZES, rngs=nnx.Rngs(0))
+        with pytest.raises(NotImplementedError, match=f"^MoE: {words}"):
+            jax.export.export(jax.jit(moe.to_serving("int8") if serves else moe))(tokens)
 
 
 def test_flax_called_inside_shard_map():

@@ -276,8 +276,8 @@ def checked(
     function = options.function
     values = x[0] if isinstance(x, tuple) else x
     num_experts, num_ranks = check.experts(function, num_experts, options.axis)
-    if num_ranks > 1:
-        check.known_rows(function, "x", "on several ranks", values.shape[0])
+    if options.axis:
+        check.known_rows(function, "x", "on a mesh axis", values.shape[0])
     if topk_idx is not None:
         topk_idx = check.expert_ids(function, topk_idx, values.shape[0], num_experts, all_count=num_tokens is None)
     if num_tokens is not None:

@@ -287,4 +287,5 @@ def _multiply_and_combine(
 
     operands = (rows, rhs, group_sizes, topk_weights, handle, bias)
     run_one = unfused if plan.fused is None else fused
-    return call_without_gradient(f"{options.function} has no gradient: train with moe.", run_one, *operands)
+    remedy = f"{options.function} has no gradient: train with moe, or with a layer that is not for serving."
+    return call_without_gradient(remedy, run_one, *operands)

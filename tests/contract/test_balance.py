@@ -249,7 +249,7 @@ def test_balance_keeps_no_tracers_and_names_symbolic_sizes(expert_mesh: Any, rng
         jax.eval_shape(per_rank(moe, expert_mesh(2)), *layer.args)
     (size,) = jax.export.symbolic_shape("t")
     args = [jax.ShapeDtypeStruct((2, size, *a.shape[2:]), a.dtype) for a in layer.args[:3]]
-    with pytest.raises(NotImplementedError, match=r"moe: .*with balance"):
+    with pytest.raises(NotImplementedError, match=r"^moe: x has t rows, a symbolic number"):
         jax.eval_shape(per_rank(moe, expert_mesh(2)), *args, *layer.args[3:])
 
 

@@ -145,7 +145,6 @@ def run(
       options: of the call.
       sum_dtype: dtype of the result. Sums of several passes run in float32 or wider.
     """
-    check.known_rows(options.function, "x", "with balance", topk_idx.shape[0])
     axis, num_ranks = options.axis, lax.axis_size(options.axis)
     num_local = num_experts // num_ranks
     wanted = min(2, num_local) if balance.spare_experts is None else balance.spare_experts
@@ -174,7 +173,6 @@ def place(balance: Balance, options: Options, facts: ExchangeFacts, topk_idx: Ar
       facts: of the dispatch without balance.
       topk_idx: `[T, K]` int32; ids outside of `[0, E)` are no expert.
     """
-    check.known_rows(options.function, "x", "with balance", topk_idx.shape[0])
     layout, axis = facts.layout, options.axis
     num_experts, num_local = layout.num_experts, layout.num_local_experts
     rows, wanted = balance.rows_per_rank(topk_idx.size), balance.spare_experts or num_local

@@ -332,7 +332,8 @@ class Run(NamedTuple):
         _tune(factories, variants, lengths[0])
         failures: dict[str, str] = {}
         title = f"{self.label}, {direction}"
-        options = {"lengths": lengths, "budget_s": BUDGET_S, "failures": failures, "resolve": True, "title": title}
+        options = {"lengths": lengths, "budget_s": BUDGET_S, "failures": failures, "title": title}
+        options["resolve"] = not self.args.quick  # tiny layers take less than the noise of a busy machine
         times = harness.measure_chained(factories, rounds or self.args.rounds, **options)
         differences = _differences(self.case, {**references, **{name: variants[name] for name in times}})
         for name in [name for name in times if not differences.get(name, 0.0) < variants[name].limit]:

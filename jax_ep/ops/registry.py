@@ -179,19 +179,20 @@ def _warn_once(name: str, reason: str, on: str) -> None:
 
 def unsupported_reason(name: str, facts: Facts, options: Options) -> str | None:
     """Why implementation `name` does not support this part, or None."""
-    reason = _reason_of_bits(name, facts) if options.schedule.reproducible else None
-    return reason or requirements(name).unsupported_reason(facts, options)
+    return _reason_of_bits(name, facts, options) or requirements(name).unsupported_reason(facts, options)
 
 
-def _reason_of_bits(name: str, facts: Facts) -> str | None:
-    """Why the bits of a row may depend on the other rows, or None."""
+def _reason_of_bits(name: str, facts: Facts, options: Options) -> str | None:
+    """Why the bits of a row may depend on the other rows where they must not, or None."""
+    if not options.schedule.reproducible:
+        return None
     if isinstance(facts, QuantizedGemmFacts) or (isinstance(facts, GemmFacts) and facts.in_fp8):
         return "reproducible=True needs GEMMs in the dtype of the tokens; pass weights in it, and leave recipe None"
     if isinstance(facts, LowLatencyFacts | FusedMoEFacts | GemmActivationFacts):
         return "reproducible=True, and its bits depend on the number of tokens or on a gradient; `moe` runs without it"
     if name == "pallas" and isinstance(facts, GemmFacts):
         return "reproducible=True, and its tiles depend on the number of rows; `triton` supports that"
-    if isinstance(facts, GemmFacts) and platform() == "gpu" and (name == "xla" or facts.dtype.itemsize > 2):
+    if name == "xla" and isinstance(facts, GemmFacts) and not facts.is_empty and platform() == "gpu":
         return "reproducible=True, and XLA chooses the algorithm of a matmul by time; pass 16-bit tokens to `triton`"
     return None
 
@@ -199,7 +200,7 @@ def _reason_of_bits(name: str, facts: Facts) -> str | None:
 def choose(options: Options, facts: Facts) -> Part:
     """Choose the first of the requested implementations (None: of all) that supports these facts.
 
-    A `Portable` reason ends the search, and `xla` runs the part.
+    A `Portable` reason ends the search: `xla` runs the part, or nothing does where its bits are not reproducible.
 
     Raises:
       NotImplementedError: none supports them; the message gives every reason.
@@ -214,7 +215,11 @@ def choose(options: Options, facts: Facts) -> Part:
             return Part(facts.operation, name, reason="; ".join(reasons))
         reasons.append(f"{name}: {reason}")
         if isinstance(reason, Portable):
-            return Part(facts.operation, "xla", reason="; ".join(reasons))
+            refused = _reason_of_bits("xla", facts, options)
+            if refused is None:
+                return Part(facts.operation, "xla", reason="; ".join(reasons))
+            reasons.append(f"xla: {refused}")
+            break
         has_it = name in _IMPLEMENTATIONS[facts.operation]
         if has_it and requirements(name).supports_dtype(facts.dtype):  # no warning where it has no kernel at all
             _warn_once(name, reason, platform())

@@ -62,6 +62,23 @@ def test_platforms_chosen_implementation(gpus, used):
     assert {name: choose(None, name) for name in OPERATIONS} == used
 
 
+PORTABLE = {
+    "float32": facts_of.gemm(jnp.float32),
+    "too many groups": facts_of.gemm(BF16, num_rows=1 << 14, groups=2000),
+}
+
+
+@pytest.mark.parametrize("gpus", ["9.0"], indirect=True)
+@pytest.mark.parametrize("asked", [None, "triton", "xla"])
+@pytest.mark.parametrize("name", PORTABLE)
+def test_platforms_reproducible_gemms_are_not_xlas(gpus, asked, name):
+    """On GPUs XLA's GEMMs run neither if they are asked for nor in the place of a kernel that does not exist."""
+    asked_of = Options("moe", ("expert",), asked and (asked,), None, Schedule(reproducible=True))
+    with pytest.raises(NotImplementedError, match="XLA chooses the algorithm"):
+        registry.choose(asked_of, PORTABLE[name])
+    assert registry.choose(asked_of, facts_of.gemm(BF16, num_rows=0)).implementation == "xla"
+
+
 @pytest.mark.parametrize(
     ("gpus", "name", "asked", "needed"),
     [

@@ -27,8 +27,9 @@ from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.types import Array, Quantized
 
 _TILES: dict[str, tuple[int, ...]] = {"cpu": (32,), "gpu": (512, 128)}
+"""Rows of the tiles of rows times weights: a GPU needs more to be busy, and each loop step costs it a round trip."""
 _GRADIENT_TILES: dict[str, tuple[int, ...]] = {"cpu": (128, 16), "gpu": (512, 128)}
-"""Rows of large and small tiles: a GPU needs more rows to be busy, and each loop step costs it a round trip."""
+"""Rows of the tiles of weight gradients, whose order of sums other tokens decide anyway."""
 
 
 def _tiles(tiles: dict[str, tuple[int, ...]], num_rows: int) -> tuple[int, ...]:

@@ -1,10 +1,14 @@
 """A decoder with a key-value cache in plain JAX, with the widths of a published model and random weights; see serve.py.
 
 RMSNorm, grouped-query attention with norms of queries and keys and rotary positions, a top-k router, experts in any
-format, and a language model head. Everything except experts is in bfloat16. Layers are unrolled, because a scan copies
-each layer's weights. Attention runs in cuDNN on GPUs. Query head h belongs to key head `h % kv_heads`, so that a decode
-step needs no transpose; published weights have `h // (heads // kv_heads)`, and need a permutation once. The cache is
-updated in place when the state is donated.
+format, and a language model head. Models of gpt-oss have biases, sinks and windows instead of these norms; their rotary
+positions lack YaRN, which takes no time. Everything except experts is in bfloat16. Layers are unrolled, because a scan
+copies each layer's weights. Attention runs in cuDNN on GPUs. Query head h belongs to key head `h % kv_heads`, so that a
+decode step needs no transpose; published weights have `h // (heads // kv_heads)`, and need a permutation once. The
+cache is updated in place when the state is donated.
+
+On a mesh, `on_mesh` runs a program on each device: texts and experts are split over the devices, and dense weights are
+replicated.
 """
 
 from __future__ import annotations
@@ -16,13 +20,24 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from jax_ep import fused_moe, topk_router
-from jax_ep.serving import serving_weights
+from jax_ep import Experts, low_latency_moe, moe, topk_router
+from jax_ep.serving import ExpertWeights, serving_weights
+from jax_ep.tools.benchmark import inputs
 from jax_ep.tools.benchmark.fused_moe import FORMATS
 from jax_ep.tools.benchmark.train import ARCHITECTURES, Architecture, Params, rms_norm, rotate
+from jax_ep.types import Routing
 
-MODELS = {"qwen3-30b": ARCHITECTURES["qwen3-30b"], "tiny": ARCHITECTURES["tiny"]._replace(shared=0)}
+_SWIGLU = Experts(interleaved=True, alpha=1.702, clamp=7.0, up_offset=1.0)
+_GPT_OSS = {"biases": True, "function": _SWIGLU}
+MODELS = {
+    "qwen3-30b": ARCHITECTURES["qwen3-30b"],
+    "gpt-oss-120b": Architecture(inputs.MODELS["gpt-oss-120b"], 64, 8, 64, 201_088, 36, window=128, **_GPT_OSS),
+    "tiny": ARCHITECTURES["tiny"]._replace(shared=0),
+    "tiny-gpt-oss": Architecture(inputs.Model(192, 96, 8, 2), 8, 2, 32, 256, 3, window=8, **_GPT_OSS),
+}
 SCOPES = ("attention", "router", "experts", "head")
 """Named scopes of the operations of a step."""
 
@@ -43,36 +58,82 @@ class State(NamedTuple):
     topk_idx: Array
 
 
-def _matrix(key: Array, *shape: int) -> Array:
-    """Return random bfloat16 weights, one matrix at a time, which needs little extra memory."""
-
-    def one(key: Array) -> Array:
-        return (jax.random.normal(key, shape[-2:], jnp.float32) * shape[-2] ** -0.5).astype(jnp.bfloat16)
-
-    return one(key) if len(shape) == 2 else lax.map(one, jax.random.split(key, shape[0]))
+STATE_SPECS = State(P(inputs.AXIS), P(), P(inputs.AXIS), P(None, inputs.AXIS))
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def init_layer(model: Architecture, weight_format: str, key: Array) -> Params:
-    """Return the random weights of one layer, with its experts in a format."""
-    hidden, inner, num_experts, _ = model.experts
+def on_mesh(mesh: Mesh | None, function: Any, in_specs: Any, out_specs: Any, **options: Any) -> Any:
+    """Return the compiled function of each device's part of the arrays; without a mesh, of whole ones on one device."""
+    if mesh is None:
+        return jax.jit(function, **options)
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    shardings = [jax.tree.map(partial(NamedSharding, mesh), specs) for specs in (in_specs, out_specs)]
+    return jax.jit(mapped, in_shardings=shardings[0], out_shardings=shardings[1], **options)
+
+
+def _axis() -> tuple[str, ...]:
+    """Return the mesh axis of the experts inside `on_mesh`; (): one device."""
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def _normal(key: Array, *shape: int, scale: float) -> Array:
+    return (jax.random.normal(key, shape, jnp.float32) * scale).astype(jnp.bfloat16)
+
+
+def _matrix(key: Array, rows: int, columns: int) -> Array:
+    return _normal(key, rows, columns, scale=rows**-0.5)
+
+
+def _biases(key: Array, **widths: int) -> Params:
+    keys = jax.random.split(key, len(widths))
+    return {name: _normal(key, width, scale=0.1) for key, (name, width) in zip(keys, widths.items(), strict=True)}
+
+
+def _init_expert(model: Architecture, weight_format: str, keys: Array) -> ExpertWeights:
+    """Return the random weights of one expert in a format."""
+    hidden, inner, *_ = model.experts
+    made = ExpertWeights(_matrix(keys[0], hidden, 2 * inner), _matrix(keys[1], inner, hidden))
+    if model.biases:
+        made = made._replace(**_biases(jax.random.fold_in(keys[0], 1), b_gate_up=2 * inner, b_down=hidden))
+    if weight_format == "bfloat16" and not _axis():
+        return made
+    # `low_latency_moe` reads transposed weights.
+    formats: dict[str, Any] = {"format": None} if weight_format == "bfloat16" else FORMATS[weight_format]
+    w_gate_up, w_down, *biases = jax.tree.map(lambda leaf: leaf[None], made)
+    served = serving_weights(w_gate_up, w_down, **formats, experts=model.function, biases=tuple(biases))
+    return jax.tree.map(lambda leaf: leaf[0], served)
+
+
+def _init_layer(model: Architecture, weight_format: str, keys: Array, expert_keys: Array) -> Params:
+    """Return the random weights of one layer; experts one by one, which needs little extra memory."""
+    hidden, _, num_experts, _ = model.experts
     query, kv = model.widths
-    keys = jax.random.split(key, 5)
-    experts = _matrix(keys[0], num_experts, hidden, 2 * inner), _matrix(keys[1], num_experts, inner, hidden)
-    if weight_format != "bfloat16":
-        experts = serving_weights(*experts, **FORMATS[weight_format])[:2]
-    qk_norm = (model.heads + model.kv_heads, model.head_dim)  # one scale per head, so that one kernel applies all
-    norms = {"attention_norm": hidden, "experts_norm": hidden, "qk_norm": qk_norm}
-    return {
-        "qkv": _matrix(keys[2], hidden, query + 2 * kv),
-        "out": _matrix(keys[3], query, hidden),
-        "router": _matrix(keys[4], hidden, num_experts),
-        "experts": experts,
-    } | {name: jnp.ones(shape, jnp.float32) for name, shape in norms.items()}
+    made = {
+        "qkv": _matrix(keys[0], hidden, query + 2 * kv),
+        "out": _matrix(keys[1], query, hidden),
+        "router": _matrix(keys[2], hidden, num_experts),
+        "experts": lax.map(partial(_init_expert, model, weight_format), expert_keys),
+    }
+    norms: dict[str, Any] = {"attention_norm": hidden, "experts_norm": hidden}
+    if model.biases:
+        widths = {"qkv_bias": query + 2 * kv, "out_bias": hidden, "router_bias": num_experts, "sinks": model.heads}
+        made |= _biases(jax.random.fold_in(keys[0], 1), **widths)
+    else:  # one scale per head, so that one kernel applies all
+        norms["qk_norm"] = (model.heads + model.kv_heads, model.head_dim)
+    return made | {name: jnp.ones(shape, jnp.float32) for name, shape in norms.items()}
 
 
-@partial(jax.jit, static_argnums=0)
-def init_ends(model: Architecture, key: Array) -> Params:
+def _layer_specs(model: Architecture) -> Params:
+    names = ["qkv", "out", "router", "attention_norm", "experts_norm"]
+    names += ["qkv_bias", "out_bias", "router_bias", "sinks"] if model.biases else ["qk_norm"]
+    return dict.fromkeys(names, P()) | {"experts": P(inputs.AXIS)}
+
+
+def specs_of(model: Architecture, layers: int) -> Params:
+    """Return partition specs of the weights: experts are split, the rest is replicated."""
+    return {"embedding": P(), "head": P(), "norm": P(), "layers": [_layer_specs(model)] * layers}
+
+
+def _init_ends(model: Architecture, key: Array) -> Params:
     """Return the random embedding and head."""
     hidden, keys = model.experts.hidden, jax.random.split(key)
     embedding = _matrix(keys[0], model.vocabulary, hidden) * jnp.bfloat16(math.sqrt(model.vocabulary))
@@ -80,63 +141,149 @@ def init_ends(model: Architecture, key: Array) -> Params:
     return {"embedding": embedding, "head": head, "norm": jnp.ones(hidden, jnp.float32)}
 
 
-def init_params(model: Architecture, layers: int, weight_format: str) -> Params:
-    """Return random weights; one program per layer, so that there is never a second copy."""
-    made = init_ends(model, jax.random.key(0))
-    return made | {"layers": [init_layer(model, weight_format, jax.random.key(1 + i)) for i in range(layers)]}
+def init_params(model: Architecture, layers: int, weight_format: str, mesh: Mesh | None = None) -> Params:
+    """Return random weights, the same on any mesh; one program per layer, so that there is never a second copy."""
+    make = partial(_init_layer, model, weight_format)
+    layer = on_mesh(mesh, make, (P(), P(inputs.AXIS)), _layer_specs(model))
+
+    def init_layer(key: Array) -> Params:
+        first, second, *rest = jax.random.split(key, 5)
+        expert_keys = [jax.random.split(key, model.experts.experts) for key in (first, second)]
+        return layer(jnp.stack(rest), jnp.stack(expert_keys, axis=1))
+
+    made = on_mesh(mesh, partial(_init_ends, model), P(), P())(jax.random.key(0))
+    return made | {"layers": [init_layer(jax.random.key(1 + i)) for i in range(layers)]}
 
 
-def abstract_params(model: Architecture, layers: int, weight_format: str) -> Params:
+def abstract_params(model: Architecture, layers: int, weight_format: str, mesh: Mesh | None = None) -> Params:
     """Return the shapes and dtypes of the weights."""
-    return jax.eval_shape(partial(init_params, model, layers, weight_format))
+    return jax.eval_shape(partial(init_params, model, layers, weight_format, mesh))
 
 
-def init_state(model: Architecture, layers: int, batch: int, length: int) -> State:
-    """Return a state with a random cache of `length` positions and random tokens."""
+def init_state(model: Architecture, layers: int, batch: int, length: int, mesh: Mesh | None = None) -> State:
+    """Return a state with a random cache of `length` positions and random tokens.
+
+    On a mesh whose devices do not divide the batch, the first texts are repeated until they do: a batch of 1 runs on
+    each device.
+    """
     shape = (batch, length, model.kv_heads, model.head_dim)
+    rows = batch if mesh is None else batch + -batch % mesh.size
+    sharding = None if mesh is None else NamedSharding(mesh, P(inputs.AXIS))
 
-    @jax.jit
+    @partial(jax.jit, out_shardings=sharding)
     def pair(key: Array) -> tuple[Array, Array]:
         keys, values = jax.random.normal(key, (2, *shape), jnp.bfloat16)
-        return keys, values
+        return jnp.resize(keys, (rows, *shape[1:])), jnp.resize(values, (rows, *shape[1:]))
 
-    tokens = jax.random.randint(jax.random.key(0), (batch,), 0, model.vocabulary, jnp.int32)
-    topk_idx = jnp.zeros((layers, batch, model.experts.top_k), jnp.int32)
+    tokens = jnp.resize(jax.random.randint(jax.random.key(0), (batch,), 0, model.vocabulary, jnp.int32), rows)
+    topk_idx = jnp.zeros((layers, rows, model.experts.top_k), jnp.int32)
     return State(tokens, jnp.int32(0), [pair(jax.random.key(1 + i)) for i in range(layers)], topk_idx)
 
 
-def attend(query: Array, key: Array, value: Array, lengths: Array | None = None) -> Array:
-    """Compute attention of `[B, T, heads, D]`: causal, or to the first `lengths [B]` keys."""
-    return jax.nn.dot_product_attention(
+def window_of(model: Architecture, layer: int) -> int | None:
+    """Return the positions that a layer sees; None: all."""
+    return model.window if layer % 2 == 0 else None
+
+
+def attend(
+    query: Array,
+    key: Array,
+    value: Array,
+    lengths: Array | None = None,
+    window: int | None = None,
+    sinks: Array | None = None,
+) -> Array:
+    """Compute attention of `[B, T, heads, D]`: causal, or to the first `lengths [B]` keys; `sinks [heads]`."""
+    run = partial(
+        jax.nn.dot_product_attention,
         query,
         key,
         value,
         is_causal=lengths is None,
         key_value_seq_lengths=lengths,
+        local_window_size=None if window is None else (window - 1, 0),
         implementation="cudnn" if jax.default_backend() == "gpu" else "xla",
     )
+    if sinks is None:
+        return run()
+    mixed, log_sum = run(return_residual=True)
+    return (mixed * _share_of_keys(log_sum, sinks)[..., None]).astype(mixed.dtype)
 
 
-def attend_to_prompt(query: Array, key: Array, value: Array) -> Array:
+def _share_of_keys(log_sum: Array, sinks: Array) -> Array:
+    """Return the share of the softmax that sinks leave to the keys, whose exponentials have this logarithmic sum."""
+    return jax.nn.sigmoid(log_sum.astype(jnp.float32) - sinks.astype(jnp.float32))
+
+
+def attend_to_prompt(
+    query: Array, key: Array, value: Array, window: int | None = None, sinks: Array | None = None
+) -> Array:
     """Compute causal attention of `[B, T, heads, D]`; query head h belongs to key head `h % kv_heads`."""
     batch, length, heads, size = query.shape
     grouped = query.reshape(batch, length, -1, key.shape[2], size).swapaxes(2, 3)
-    mixed = attend(grouped.reshape(query.shape), key, value)
+    if sinks is not None:
+        sinks = sinks.reshape(-1, key.shape[2]).T.reshape(heads)
+    mixed = attend(grouped.reshape(query.shape), key, value, window=window, sinks=sinks)
     return mixed.reshape(batch, length, key.shape[2], -1, size).swapaxes(2, 3).reshape(batch, length, heads * size)
 
 
-def attend_to_cache(query: Array, keys: Array, values: Array, position: Array) -> Array:
-    """Compute attention of one query `[B, 1, heads, D]` to all positions up to its own."""
+def attend_to_cache(
+    query: Array,
+    keys: Array,
+    values: Array,
+    position: Array,
+    window: int | None = None,
+    sinks: Array | None = None,
+) -> Array:
+    """Compute attention of one query `[B, 1, heads, D]` to all positions up to its own, or to the last `window`."""
     batch, _, heads, size = query.shape
     # The query heads of a key head become its queries: they all see the same positions, and keys are read once.
     grouped = query.reshape(batch, -1, keys.shape[2], size)
-    mixed = attend(grouped, keys, values, jnp.full((batch,), position + 1, jnp.int32))
-    return mixed.reshape(batch, 1, heads * size)
+    if window is None and sinks is None:
+        mixed = attend(grouped, keys, values, jnp.full((batch,), position + 1, jnp.int32))
+        return mixed.reshape(batch, 1, heads * size)
+    first, seen = jnp.int32(0), min(window or keys.shape[1], keys.shape[1])
+    if seen < keys.shape[1]:
+        first = jnp.maximum(position + 1 - seen, 0)
+        keys, values = (lax.dynamic_slice_in_dim(x, first, seen, axis=1) for x in (keys, values))
+    scores = jnp.einsum("bgkd,bskd->bgks", grouped, keys, preferred_element_type=jnp.float32) * size**-0.5
+    scores = jnp.where(first + jnp.arange(seen) <= position, scores, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1)
+    if sinks is not None:
+        weights *= _share_of_keys(jax.nn.logsumexp(scores, axis=-1), sinks.reshape(-1, keys.shape[2]))[..., None]
+    return jnp.einsum("bgks,bskd->bgkd", weights.astype(values.dtype), values).reshape(batch, 1, heads * size)
 
 
-@partial(jax.jit, static_argnums=0)  # traced and lowered once for all layers
+def _project(weights: Params, name: str, x: Array) -> Array:
+    """Multiply by dense weights, and add their bias, if any."""
+    y = x @ weights[name]
+    return y + weights[f"{name}_bias"] if f"{name}_bias" in weights else y
+
+
+def _run_experts(model: Architecture, weights: ExpertWeights, x: Array, routing: Routing, *, decodes: bool) -> Array:
+    """Run the expert layer on `[T, H]`: on one device, or over the mesh axis."""
+    layer = low_latency_moe if _axis() and decodes else moe
+    return layer(
+        x,
+        routing.topk_idx,
+        routing.topk_weights,
+        weights.w_gate_up,
+        weights.w_down,
+        num_experts=model.experts.experts,
+        experts=model.function,
+        biases=weights[2:] if model.biases else None,
+        axis_name=_axis(),
+    )
+
+
+@partial(jax.jit, static_argnums=(0, 1))  # traced and lowered once for all layers of a window
 def run_layer(
-    model: Architecture, weights: Params, x: Array, position: Array, cache: tuple[Array, Array] | None
+    model: Architecture,
+    window: int | None,
+    weights: Params,
+    x: Array,
+    position: Array,
+    cache: tuple[Array, Array] | None,
 ) -> tuple[Array, tuple[Array, Array], Array]:
     """Run one layer on `x [B, T, H]`: a whole prompt without a cache, or one token of each text with one.
 
@@ -144,26 +291,31 @@ def run_layer(
       The output, the keys and values, and the chosen experts `[B * T, K]`.
     """
     with jax.named_scope("attention"):
-        rows = rms_norm(x, weights["attention_norm"]) @ weights["qkv"]
+        rows = _project(weights, "qkv", rms_norm(x, weights["attention_norm"]))
         heads = rows.reshape(*x.shape[:2], -1, model.head_dim)
-        rotated = rotate(rms_norm(heads[:, :, : model.heads + model.kv_heads], weights["qk_norm"]), position)
-        query, key = jnp.split(rotated, (model.heads,), axis=2)
+        normed = heads[:, :, : model.heads + model.kv_heads]
+        if "qk_norm" in weights:
+            normed = rms_norm(normed, weights["qk_norm"])
+        query, key = jnp.split(rotate(normed, position), (model.heads,), axis=2)
         value = heads[:, :, model.heads + model.kv_heads :]
+        sinks, decodes = weights.get("sinks"), cache is not None
         if cache is None:
-            cache, mixed = (key, value), attend_to_prompt(query, key, value)
+            cache, mixed = (key, value), attend_to_prompt(query, key, value, window, sinks)
         else:
             keys, values = (
                 lax.dynamic_update_slice_in_dim(old, new, position, axis=1)
                 for old, new in zip(cache, (key, value), strict=True)
             )
-            cache, mixed = (keys, values), attend_to_cache(query, keys, values, position)
-        x = x + mixed @ weights["out"]
+            cache, mixed = (keys, values), attend_to_cache(query, keys, values, position, window, sinks)
+        x = x + _project(weights, "out", mixed)
     with jax.named_scope("router"):
         flat = rms_norm(x, weights["experts_norm"]).reshape(-1, x.shape[-1])
         logits = jnp.dot(flat, weights["router"], preferred_element_type=jnp.float32)
+        if "router_bias" in weights:
+            logits += weights["router_bias"].astype(jnp.float32)
         routing = topk_router(logits, model.experts.top_k)
     with jax.named_scope("experts"):
-        y = fused_moe(flat, routing.topk_idx, routing.topk_weights, *weights["experts"])
+        y = _run_experts(model, weights["experts"], flat, routing, decodes=decodes)
         return x + y.reshape(x.shape), cache, routing.topk_idx
 
 
@@ -179,7 +331,8 @@ def _run(model: Architecture, params: Params, tokens: Array, position: Array, ca
     x = params["embedding"][tokens]
     caches, experts = [], []
     for index, weights in enumerate(params["layers"]):
-        x, layer_cache, topk_idx = run_layer(model, weights, x, position, None if cache is None else cache[index])
+        layer_cache = None if cache is None else cache[index]
+        x, layer_cache, topk_idx = run_layer(model, window_of(model, index), weights, x, position, layer_cache)
         caches.append(layer_cache)
         experts.append(topk_idx.reshape(*tokens.shape, -1)[:, -1])
     logits = _logits(params, x)

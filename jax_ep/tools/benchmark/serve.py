@@ -1,6 +1,7 @@
-"""A whole decoder on one GPU: prefill of a long prompt, and decode steps at several batch sizes, by weight format.
+"""A whole decoder on one GPU or several: prefill of a long prompt, and decode steps at several batches, by format.
 
     jax-ep bench serve --model qwen3-30b --formats bfloat16 mxfp4
+    jax-ep bench serve --model gpt-oss-120b --formats mxfp4 --devices 2
     python benchmarks/serve.py --layers 4 --batches 1 16   # the same; the report goes to benchmarks/results
 
 The model has the widths and layers of the published one, and random weights, made on the GPU layer by layer; see
@@ -11,6 +12,11 @@ The floor of a decode step is the bytes that it must read, divided by the rate a
 run: dense weights, the distinct experts that the batch chose (counted in the last step of each sample), and the filled
 cache. The baseline is Hugging Face's transformers on the same GPU, in a separate process that ends before JAX starts;
 see transformers_baseline.py. `--python` names an interpreter that has PyTorch and transformers.
+
+With `--devices N` experts and texts are split over N GPUs, and dense weights are replicated. The prefill is that of
+one prompt per GPU, with `moe`; decode steps run `low_latency_moe`. A batch of 1 runs on each GPU, and counts once. The
+floor is that of one GPU, with the experts of the busiest one in each layer, and without the all-to-all. There is no
+baseline.
 """
 
 from __future__ import annotations
@@ -33,13 +39,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
-from jax_ep.tools.benchmark import decoder, harness, profiler, rates, train
+import jax_ep
+from jax_ep.tools.benchmark import decoder, harness, inputs, profiler, rates, train
 from jax_ep.tools.benchmark.decoder import MODELS, SCOPES, State
 from jax_ep.tools.benchmark.fused_moe import FORMATS
 from jax_ep.tools.benchmark.harness import COLUMNS, Report, Timing
 from jax_ep.tools.benchmark.train import Architecture, Params, flops_per_token
-from jax_ep.tools.command import Default
+from jax_ep.tools.command import Default, count
 
 STEPS = 32  # of a sample
 PROFILED = 2
@@ -63,12 +72,14 @@ def bytes_of(tree: Any) -> int:
 
 
 def floor_bytes(model: Architecture, params: Params, batch: int, length: int, touched: float) -> dict[str, float]:
-    """Return the bytes that a decode step reads; `touched`: mean number of distinct experts per layer."""
+    """Return the bytes that a device reads in a decode step of `batch` texts and `touched` experts per layer."""
     experts = bytes_of([layer["experts"] for layer in params["layers"]])
     rows = 2 * batch * model.experts.hidden  # of the embedding
     dense = bytes_of(params) - experts - bytes_of(params["embedding"]) + rows
-    # Sample by sample, the filled part of the cache grows to `length`.
-    cache = 4 * batch * model.widths[1] * len(params["layers"]) * (length - (STEPS - 1) / 2)
+    # In a sample, the filled part of the cache grows to `length`.
+    filled = [length - left for left in range(STEPS)]
+    seen = [np.mean(np.minimum(filled, decoder.window_of(model, i) or length)) for i in range(len(params["layers"]))]
+    cache = 4 * batch * model.widths[1] * float(sum(seen))
     return {"dense": dense, "experts": experts * touched / model.experts.experts, "cache": cache}
 
 
@@ -117,7 +128,7 @@ class Case(NamedTuple):
 
     Attributes:
       phase: "prefill" or "decode".
-      batch: texts.
+      batch: texts on all devices.
       length: tokens of each text, or positions of its cache.
     """
 
@@ -128,33 +139,38 @@ class Case(NamedTuple):
 
 def cases_of(args: argparse.Namespace) -> list[Case]:
     """Return the cases of the command line."""
-    prompts, steps = [Case("prefill", 1, args.prompt)], [Case("decode", batch, args.cache) for batch in args.batches]
-    return [case for case in prompts + steps if case.phase in args.phases]
+    steps = [Case("decode", batch, args.cache) for batch in args.batches]
+    return [case for case in (Case("prefill", args.devices, args.prompt), *steps) if case.phase in args.phases]
 
 
-def compile_program(model: Architecture, layers: int, weight_format: str, case: Case) -> tuple[Any, float]:
+def compile_program(
+    model: Architecture, layers: int, mesh: Mesh | None, weight_format: str, case: Case
+) -> tuple[Any, float]:
     """Compile a program for abstract arguments, before there are weights; also return the seconds it took."""
-    began, params = time.perf_counter(), decoder.abstract_params(model, layers, weight_format)
+    began, params = time.perf_counter(), decoder.abstract_params(model, layers, weight_format, mesh)
+    specs, state_specs, split = decoder.specs_of(model, layers), decoder.STATE_SPECS, P(inputs.AXIS)
     if case.phase == "prefill":
         tokens = jax.ShapeDtypeStruct((case.batch, case.length), jnp.int32)
-        lowered = jax.jit(partial(decoder.prefill, model)).lower(params, tokens)
+        run = partial(decoder.prefill, model)
+        lowered = decoder.on_mesh(mesh, run, (specs, split), (state_specs, split)).lower(params, tokens)
     else:
-        state = jax.eval_shape(partial(decoder.init_state, model, layers, case.batch, case.length))
+        state = jax.eval_shape(partial(decoder.init_state, model, layers, case.batch, case.length, mesh))
 
         def sample(params: Params, state: State) -> State:
             # A constant: a copy from the host would stand apart from the kernels in a profile.
             return decoder.decode(model, STEPS, params, state._replace(position=jnp.int32(case.length - STEPS)))
 
-        lowered = jax.jit(sample, donate_argnums=1).lower(params, state)
+        program = decoder.on_mesh(mesh, sample, (specs, state_specs), state_specs, donate_argnums=1)
+        lowered = program.lower(params, state)
     return lowered.compile(GRAPHS if jax.default_backend() == "gpu" else None), time.perf_counter() - began
 
 
-def runner(model: Architecture, params: Params, case: Case, program: Any) -> Callable[[], State]:
+def runner(model: Architecture, params: Params, mesh: Mesh | None, case: Case, program: Any) -> Callable[[], State]:
     """Return a function that runs one sample and returns the state after it."""
     if case.phase == "prefill":
         tokens = jax.random.randint(jax.random.key(2), (case.batch, case.length), 0, model.vocabulary, jnp.int32)
         return lambda: program(params, tokens)[0]
-    state = decoder.init_state(model, len(params["layers"]), case.batch, case.length)
+    state = decoder.init_state(model, len(params["layers"]), case.batch, case.length, mesh)
 
     def run() -> State:
         nonlocal state
@@ -176,11 +192,17 @@ def profile(run: Callable[[], Any], text: str, steps: int) -> dict[str, Any]:
     return {"busy_ms": found["busy_us"] / 1e3 / steps, "groups_ms": groups, "kernels": kernels}
 
 
+def touched_experts(topk_idx: np.ndarray, num_experts: int, devices: int) -> float:
+    """Return the mean over layers of how many experts of `[layers, B, K]` the busiest device reads."""
+    owners = [np.unique(layer) // (num_experts // devices) for layer in topk_idx]
+    return float(np.mean([np.bincount(of_layer).max() for of_layer in owners]))
+
+
 def measure(
-    model: Architecture, params: Params, case: Case, program: Any, rounds: int
+    model: Architecture, params: Params, mesh: Mesh | None, case: Case, program: Any, rounds: int
 ) -> tuple[Timing, dict[str, Any]]:
     """Time a program, and profile it on a GPU; return seconds per step, and what the report says of it."""
-    run, chosen = runner(model, params, case, program), list[Array]()
+    run, chosen = runner(model, params, mesh, case, program), list[Array]()
 
     def sample() -> State:
         state = run()
@@ -190,8 +212,10 @@ def measure(
     steps = STEPS if case.phase == "decode" else 1
     samples = harness.measure_interleaved({"run": sample}, rounds, title=" ".join(map(str, case)))["run"].samples
     timing = Timing(tuple(sample / steps for sample in samples))
-    counts = [len(np.unique(layer)) for of_sample in chosen for layer in np.asarray(of_sample)]
-    facts: dict[str, Any] = {"touched_experts": float(np.mean(counts))} if case.phase == "decode" else {}
+    facts: dict[str, Any] = {}
+    if case.phase == "decode":
+        sizes = model.experts.experts, 1 if mesh is None else mesh.size
+        facts["touched_experts"] = float(np.mean([touched_experts(np.asarray(of), *sizes) for of in chosen]))
     if jax.default_backend() != "gpu":
         return timing, facts
     profiled = profile(run, program.as_text(), steps)
@@ -201,15 +225,15 @@ def measure(
 
 
 def figures(
-    model: Architecture, params: Params, case: Case, seconds: float, rate: float, touched: float = 0.0
+    model: Architecture, params: Params, case: Case, devices: int, seconds: float, rate: float, touched: float = 0.0
 ) -> dict[str, float]:
-    """Return what follows from the seconds of a step; see the module's docstring."""
+    """Return what follows from the seconds of a step; see the module's docstring. FLOPs and bytes are per device."""
     if case.phase == "prefill":
         tokens, head = case.batch * case.length, 2 * model.experts.hidden * model.vocabulary
         per_token = flops_per_token(model, len(params["layers"]), case.length) / 3 - head
-        tflops = 1e-12 * (tokens * per_token + case.batch * head) / seconds
+        tflops = 1e-12 * (tokens * per_token + case.batch * head) / seconds / devices
         return {"tokens_per_s": tokens / seconds, "tflops": tflops}
-    parts = floor_bytes(model, params, case.batch, case.length, touched)
+    parts = floor_bytes(model, params, -(-case.batch // devices), case.length, touched)
     floor = sum(parts.values()) / rate
     found = {"tokens_per_s": case.batch / seconds, "floor_seconds": floor, "of_floor": floor / seconds}
     return found | {f"{name}_bytes": count for name, count in parts.items()}
@@ -265,41 +289,47 @@ def record_baseline(
             report.failed(row["variant"], shape, row["failed"])
             continue
         timing, facts = Timing(tuple(row["samples"])), {name: row[name] for name in COUNTED if name in row}
-        facts |= figures(model, params, case, timing.median, rate, row.get("touched_experts", 0.0))
+        facts |= figures(model, params, case, 1, timing.median, rate, row.get("touched_experts", 0.0))
         report.add(row["variant"], shape, timing, **facts)
 
 
 def shape_of(args: argparse.Namespace, case: Case | None, dtype: str) -> dict[str, Any]:
     """Return the shape of a row."""
-    return {"model": args.model, "layers": args.layers, "dtype": dtype} | (case._asdict() if case else {})
+    shape = {"model": args.model, "layers": args.layers, "devices": args.devices, "dtype": dtype}
+    return shape | (case._asdict() if case else {})
 
 
 def measure_all(args: argparse.Namespace) -> Report:
     """Measure the baseline, then all formats; a variant that fails leaves the others their rows."""
-    model = MODELS[args.model]
-    baseline = run_baseline(model, args) if args.python else []  # before JAX takes the memory of the GPU
-    harness.require_devices(args, num_devices=1)
-    report = Report("serve", args, {"model": args.model, "layers": args.layers, "steps": STEPS})
+    model, with_baseline = MODELS[args.model], args.python and args.devices == 1
+    baseline = run_baseline(model, args) if with_baseline else []  # before JAX takes the memory of the GPU
+    harness.require_devices(args, num_devices=args.devices)
+    mesh = inputs.expert_mesh(args.devices) if args.devices > 1 else None
+    if mesh is not None and jax.default_backend() == "gpu":
+        jax_ep.init(mesh)
+    settings = {"model": args.model, "layers": args.layers, "devices": args.devices, "steps": STEPS}
+    report = Report("serve", args, settings)
     rate = rates.memory()
     report.summarize(read_bytes_per_s=rate)
     record_baseline(report, model, args, baseline, rate)
     wanted = [(weight_format, case) for weight_format in args.formats for case in cases_of(args)]
     began = time.perf_counter()
     with ThreadPoolExecutor(harness.WORKERS) as pool:  # ends before anything is measured
-        compiled = {key: pool.submit(compile_program, model, args.layers, *key) for key in wanted}
+        compiled = {key: pool.submit(compile_program, model, args.layers, mesh, *key) for key in wanted}
     report.summarize(compile_s=time.perf_counter() - began)
     for weight_format in args.formats:
         gc.collect()  # the weights of the previous format
-        params = decoder.init_params(model, args.layers, weight_format)
+        params = decoder.init_params(model, args.layers, weight_format, mesh)
         for case in cases_of(args):
             variant, shape = f"jax_ep, {weight_format}", shape_of(args, case, weight_format)
             try:
                 program, compile_s = compiled.pop((weight_format, case)).result()
-                timing, facts = measure(model, params, case, program, args.rounds)
+                timing, facts = measure(model, params, mesh, case, program, args.rounds)
             except Exception as error:
                 report.failed(variant, shape, f"{type(error).__name__}: {error}")
                 continue
-            facts |= figures(model, params, case, timing.median, rate, facts.get("touched_experts", 0.0))
+            touched = facts.get("touched_experts", 0.0)
+            facts |= figures(model, params, case, args.devices, timing.median, rate, touched)
             report.add(variant, shape, timing, compile_s=compile_s, **facts)
         del params
     return report
@@ -333,6 +363,7 @@ def options(prog: str | None = None) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", choices=MODELS, default=Default("qwen3-30b", "tiny"), help="default: %(default)s")
     add("--layers", type=int, help="default: those of the model")
+    add("--devices", type=count, default=1, help="GPUs that share experts and texts (default: 1)")
     formats = ("bfloat16", *FORMATS)
     add(
         "--formats",
@@ -360,6 +391,9 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
     args.layers = args.layers or MODELS[args.model].layers
     if args.cache < STEPS:
         parser.error(f"--cache={args.cache}: expected at least {STEPS}, the steps of a sample")
+    if MODELS[args.model].experts.experts % args.devices:
+        parser.error(f"--devices={args.devices}: expected a divisor of the model's experts")
+    jax.config.update("jax_num_cpu_devices", args.devices)
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
     report = measure_all(args)
     show(report)

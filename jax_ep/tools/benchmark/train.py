@@ -37,6 +37,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_ep import Balance, Schedule, load_balancing_loss, topk_router
+from jax_ep import Experts as ExpertFunction
 from jax_ep.sharding import sharded_moe
 from jax_ep.tools.benchmark import baselines, harness, inputs, profiler
 from jax_ep.tools.benchmark.harness import Report, Timing
@@ -74,6 +75,9 @@ class Architecture(NamedTuple):
     vocabulary: int
     layers: int
     shared: int = 0  # intermediate size of the shared expert
+    window: int | None = None  # positions that layers 0, 2, 4... see
+    biases: bool = False  # of all but the head, and attention sinks, instead of norms of queries and keys
+    function: ExpertFunction = ExpertFunction()
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -94,9 +98,10 @@ def flops_per_token(model: Architecture, layers: int, length: int) -> float:
     """FLOPs of forward + backward per token; see the formula in the module's docstring."""
     hidden, inner, experts, top_k = model.experts
     query, key = model.widths
-    attention = 2 * hidden * (query + 2 * key) + 2 * query * hidden + 2 * length * query
+    attention = 2 * hidden * (query + 2 * key) + 2 * query * hidden
+    seen = layers // 2 * length + -(-layers // 2) * min(length, 2 * (model.window or length))
     ffn = 2 * hidden * experts + 6 * top_k * hidden * inner + 6 * hidden * model.shared
-    return 3.0 * layers * (attention + ffn) + 6 * hidden * model.vocabulary
+    return 3.0 * (layers * (attention + ffn) + 2 * seen * query) + 6 * hidden * model.vocabulary
 
 
 # --- the model ------------------------------------------------------------------------------------------------------

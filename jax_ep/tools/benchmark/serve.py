@@ -393,7 +393,8 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
         parser.error(f"--cache={args.cache}: expected at least {STEPS}, the steps of a sample")
     if MODELS[args.model].experts.experts % args.devices:
         parser.error(f"--devices={args.devices}: expected a divisor of the model's experts")
-    jax.config.update("jax_num_cpu_devices", args.devices)
+    if args.devices > 1:
+        jax.config.update("jax_num_cpu_devices", args.devices)
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
     report = measure_all(args)
     show(report)

@@ -16,13 +16,14 @@ from jax.sharding import PartitionSpec as P
 save_file = pytest.importorskip("safetensors.numpy").save_file
 
 import hub_checkpoints
+import oracle_quantized
 import oracle_serving
 from cases import BF16, F16, F32, assert_same_bits
 from harness import make_mesh
 from hub_checkpoints import EXPERTS, FP8, HIDDEN, HUB, WIDTH, assert_equal, fp8_checkpoint, written
 from jax_ep import Router
 from jax_ep.checkpoints import Checkpoint, download, save, shards
-from jax_ep.checkpoints.decoded import dequantize_mxfp4
+from jax_ep.checkpoints.decoded import E2M1_PAIRS, FourBit
 from jax_ep.checkpoints.families import ACTIVATIONS
 from jax_ep.checkpoints.files import StoredArray, TensorFiles
 from jax_ep.core.router import SharedExperts
@@ -350,9 +351,8 @@ def test_checkpoint_mxfp4_all_codes():
     pairs = np.stack([values[codes % 16], values[codes // 16]], axis=-1).reshape(-1)  # [512]
     powers = np.append(2.0 ** (np.arange(255) - 127.0), np.nan)
     want = pairs[None, :] * powers[:, None]
-    blocks = np.broadcast_to(codes.reshape(16, 16), (256, 16, 16))
-    scales = np.broadcast_to(codes[:, None], (256, 16))
-    got = dequantize_mxfp4(blocks, scales)
+    scales = np.repeat(codes[:, None], 16, axis=1)
+    got = FourBit(E2M1_PAIRS, np.tile(codes, (256, 1)), scales, (1, 32), None)[slice(0, 256), slice(0, 512)]
     with np.errstate(over="ignore"):
         assert_same_bits(np.abs(got), np.abs(want).astype(F32))
         np.testing.assert_array_equal(np.signbit(got[:255]), np.signbit(want[:255]))
@@ -375,7 +375,8 @@ def test_checkpoint_mxfp4(tmp_path, rng, expert_mesh):
         bias = rng.standard_normal((EXPERTS, rows)).astype(BF16)
         tensors |= {f"{prefix}experts.{name}_{part}": value for part, value in (("blocks", blocks), ("scales", scales))}
         tensors[f"{prefix}experts.{name}_bias"] = want[f"b_{parameter}"] = bias
-        want[f"w_{parameter}"] = dequantize_mxfp4(blocks, scales).swapaxes(1, 2).astype(BF16)
+        numbers = oracle_quantized.dequantize(blocks.reshape(EXPERTS, rows, -1), scales, "mxfp4")
+        want[f"w_{parameter}"] = numbers.swapaxes(1, 2).astype(F32).astype(BF16)
     checkpoint = Checkpoint(hub_checkpoints.write(tmp_path, config, tensors))
     for mesh in (None, expert_mesh(8)):
         assert_equal(checkpoint.moe_weights(0, mesh=mesh), want)

@@ -25,11 +25,11 @@ from jax_ep.checkpoints import families, files, reading, transaction, writing
 from jax_ep.checkpoints.files import CONFIG, INDEX, TensorFiles
 from jax_ep.checkpoints.shards import HostMemory, Part, make_array, shard_bytes, swapped, whole
 from jax_ep.core import check
-from jax_ep.core.dtypes import FP8, TOKEN_DTYPES
+from jax_ep.core.dtypes import TOKEN_DTYPES
 from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.core.json_files import shown
 from jax_ep.core.mesh_axes import axis_tuple, check_mesh
-from jax_ep.formats import fp8, mxfp4
+from jax_ep.formats import Format
 from jax_ep.sharding import MeshAxes
 from jax_ep.types import Array, AxisName
 
@@ -123,12 +123,12 @@ class Checkpoint:
           name: one of `names`.
           sharding: sharding of the result; None puts all of it on one device.
           dtype: dtype of the result, floating with 16 bits or more. None keeps the stored dtype, or its 32-bit version
-            without `jax_enable_x64`. With a dtype, FP8 and MXFP4 values are multiplied by their scales.
+            without `jax_enable_x64`. With a dtype, FP8 and 4-bit values are multiplied by their scales.
           transpose: swap the last two axes, `[..., out, in]` to `[..., in, out]`; `sharding` applies to the result.
 
         Returns:
-          `[...]` array of the stored shape, or with its last two axes swapped. MXFP4 with a dtype has the shape of its
-            values.
+          `[...]` array of the stored shape, or with its last two axes swapped. 4-bit values with a dtype have their
+            own shape.
 
         Raises:
           ValueError: there is no tensor of that name or nothing to transpose, the sharding has more axes, or integers
@@ -177,9 +177,10 @@ class Checkpoint:
           mesh: the devices; None uses the mesh of `jax.set_mesh`, or one device without a mesh.
           axis_name: mesh axis, or axes, over which experts are sharded; all other parameters are replicated.
           dtype: dtype of the result, floating with 16 bits or more. None keeps the stored dtype, with bfloat16 for
-            weights stored in FP8 or MXFP4. The router and its biases are always float32.
+            weights stored in FP8 or 4 bits. The router and its biases are always float32.
           quantized: return expert weights as stored, as `jax_ep.QuantizedWeights`: FP8 weights with
-            `activations="fp8"`, and MXFP4 weights, which `jax_ep.quantization.with_layout` makes faster on GPUs.
+            `activations="fp8"`, and MXFP4 and symmetric INT4 weights, which `jax_ep.quantization.with_layout` makes
+            faster on GPUs.
 
         Returns:
           `router [H, E]`, `w_gate_up [E, H, 2I]`, `w_down [E, I, H]`, and if the model has them `b_router [E]`,
@@ -188,8 +189,8 @@ class Checkpoint:
 
         Raises:
           ValueError: the layer is not MoE; tensors are missing, or have wrong shapes or several dtypes; the experts do
-            not divide over the axis; or with `quantized`, weights are stored neither in MXFP4 nor in FP8 with blocks of
-            128, or in FP8 with an I or H that is not a multiple of 128.
+            not divide over the axis; or with `quantized`, weights are stored neither in MXFP4, symmetric INT4 nor
+            FP8 with blocks of 128, or in FP8 with an I or H that is not a multiple of 128.
           TypeError: the dtype is not supported.
           NotImplementedError: the model has weights that `jax_ep.flax.MoE` does not support.
         """
@@ -204,9 +205,10 @@ class Checkpoint:
         to = None if dtype is None else _check_dtype(function, dtype)
         form = reading.form_of(self._files, model.family, layer)
         plans: dict[str, tuple[reading.Plan, ...]] = {}
+        formats: dict[str, Format] = {}
         for name, shape in shapes.items():
             if quantized and name in _QUANTIZED:
-                plans[name] = reading.quantized_plans(self._files, name, form[name], shape)
+                formats[name], plans[name] = reading.quantized_plans(self._files, name, form[name], shape)
             else:
                 wanted = np.dtype(np.float32) if name in _IN_FLOAT32 else to
                 plans[name] = (reading.plan(self._files, name, form[name], shape, wanted),)
@@ -220,18 +222,13 @@ class Checkpoint:
             for name, some in plans.items():
                 sharding = shardings[name]
                 arrays = tuple(make_array(*plan, memory=memory, sharding=sharding, advance=advance) for plan in some)
-                weights[name] = _combine(arrays)
+                if name in formats:
+                    values, scales = arrays
+                    kind = "fp8" if formats[name].is_fp8_operand else None
+                    weights[name] = QuantizedWeights(values, scales, formats[name].name, activations=kind)
+                else:
+                    (weights[name],) = arrays
         return weights
-
-
-def _combine(arrays: tuple[Array, ...]) -> Any:
-    """Combine the arrays of a parameter: one array, or quantized values and their scales."""
-    if len(arrays) == 1:
-        return arrays[0]
-    values, scales = arrays
-    if values.dtype == FP8:
-        return QuantizedWeights(values, scales, fp8.FORMAT.name, activations="fp8")
-    return QuantizedWeights(values, scales, mxfp4.FORMAT.name)
 
 
 def _mesh(function: str, mesh: Mesh | None, axis_name: AxisName, num_experts: int) -> Mesh | None:

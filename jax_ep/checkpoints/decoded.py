@@ -6,23 +6,25 @@ slices of the last two axes.
 
 from __future__ import annotations
 
+import dataclasses
+
 import ml_dtypes
 import numpy as np
 
 from jax_ep.checkpoints.files import StoredArray
 from jax_ep.core.fp8 import GROUP_SIZE
-from jax_ep.formats.mxfp4 import BLOCK
+from jax_ep.formats import Format, fp8
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
-MXFP4_BYTES = BLOCK // 2
-"""Packed bytes of values that share a scale."""
 SCALES = "_scale_inv"
 """Suffix of the scales' name."""
 _E4M3 = np.arange(256, dtype=np.uint8).view(FP8).astype(np.float32)
-_E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
-# Both values of a byte; the low nibble comes first.
-_E2M1_PAIRS = np.stack([np.tile(_E2M1, 16), np.repeat(_E2M1, 16)], axis=-1)
+_CODES = np.stack([np.arange(256, dtype=np.uint8) & 15, np.arange(256, dtype=np.uint8) >> 4], axis=-1)
+E2M1_PAIRS = _CODES.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+"""Both numbers of a byte in MXFP4 and NVFP4; the low half comes first."""
+INT4_PAIRS = _CODES.astype(np.float32) - 8
+_ROWS = 8  # Zero points in an int32.
 
 
 def num_blocks(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -30,9 +32,9 @@ def num_blocks(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-2], *(-(-size // GROUP_SIZE) for size in shape[-2:]))
 
 
-def blocks(part: slice) -> slice:
+def blocks(part: slice, size: int = GROUP_SIZE) -> slice:
     """Return the slice of blocks that contains a slice of rows or columns."""
-    return slice(part.start // GROUP_SIZE, -(-part.stop // GROUP_SIZE))
+    return slice(part.start // size, -(-part.stop // size))
 
 
 class BlockFP8:
@@ -41,7 +43,7 @@ class BlockFP8:
     Source: DeepSeek-V3 (arXiv:2412.19437, section 3.3), whose checkpoints call the factor `weight_scale_inv`.
     """
 
-    dtype = BFLOAT16
+    dtype, format, block = BFLOAT16, fp8.FORMAT, (GROUP_SIZE, GROUP_SIZE)
 
     def __init__(self, values: StoredArray, scales: StoredArray) -> None:
         self.values, self.scales = values, scales
@@ -59,40 +61,62 @@ class BlockFP8:
         return values
 
 
-class MXFP4:
-    """MXFP4 values `[..., N, K]`: blocks `[..., N, K / 32, 16]` of two values per byte, and power-of-two scales.
+@dataclasses.dataclass(frozen=True)
+class FourBit:
+    """4-bit numbers `[..., N, K]`, multiplied by the scales of their blocks.
 
-    The scales have shape `[..., N, K / 32]`.
+    Attributes:
+      pairs: both numbers of a byte, `E2M1_PAIRS` or `INT4_PAIRS`.
+      values: uint8 `[..., N, K / 2]`, the first of two in the low half.
+      scales: `[..., N, K / block[1]]` in floats, or uint8 exponents of two.
+      block: rows, always 1, and columns that share a scale.
+      format: the format of `QuantizedWeights` that has these bits, or None.
+      zeros: int32 `[ceil(N / 8), K / block[1]]`, zero points of eight rows in each, the first one lowest; None: 8.
+      divisor: divides all scales.
 
     Source: OCP Microscaling Formats 1.0,
     https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf,
-    sections 5.3.3 and 5.4.1; as in gpt-oss (arXiv:2508.10925).
+    sections 5.3.3 and 5.4.1, as in gpt-oss (arXiv:2508.10925); and the compressors "pack-quantized" and
+    "nvfp4-pack-quantized" of https://github.com/vllm-project/compressed-tensors.
     """
 
+    pairs: np.ndarray
+    values: StoredArray
+    scales: StoredArray
+    block: tuple[int, int]
+    format: Format | None
+    zeros: StoredArray | None = None
+    divisor: float = 1.0
     dtype = BFLOAT16
 
-    def __init__(self, blocks: StoredArray, scales: StoredArray) -> None:
-        self.blocks, self.scales = blocks, scales
-        self.shape = (*scales.shape[:-1], BLOCK * scales.shape[-1])
-        self.ndim = scales.ndim
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the numbers."""
+        return (*self.values.shape[:-1], 2 * self.values.shape[-1])
 
-    def __getitem__(self, index: int | tuple[slice, slice]) -> MXFP4 | np.ndarray:
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return self.values.ndim
+
+    def __getitem__(self, index: int | tuple[slice, slice]) -> FourBit | np.ndarray:
         if isinstance(index, int):
-            return MXFP4(self.blocks[index], self.scales[index])
+            return dataclasses.replace(self, values=self.values[index], scales=self.scales[index])
         rows, columns = index
-        groups = slice(columns.start // BLOCK, -(-columns.stop // BLOCK))
-        values = dequantize_mxfp4(self.blocks[rows, groups], self.scales[rows, groups])
-        skipped = columns.start - groups.start * BLOCK
-        return values[:, skipped : skipped + columns.stop - columns.start]
-
-
-def dequantize_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Dequantize `blocks [..., G, 16]` uint8 with `scales [..., G]` uint8 exactly to float32 `[..., 32 * G]`.
-
-    Values out of float32's range become infinite: 4 and 6 times the two largest scales. Scale 255 is NaN.
-    """
-    factors = scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
-    values = _E2M1_PAIRS[blocks].reshape(*scales.shape, BLOCK)
-    with np.errstate(over="ignore", invalid="ignore"):
-        values *= factors[..., None]
-    return values.reshape(*scales.shape[:-1], BLOCK * scales.shape[-1])
+        _, block = self.block
+        groups = blocks(columns, block)
+        scales = self.scales[rows, groups]
+        codes = self.values[rows, slice(groups.start * block // 2, groups.stop * block // 2)]
+        numbers = self.pairs[codes].reshape(*scales.shape, block)
+        if self.zeros is not None:
+            words = blocks(rows, _ROWS)
+            zeros = self.zeros[words, groups][:, None] >> 4 * np.arange(_ROWS)[:, None] & 15
+            skipped = rows.start - words.start * _ROWS
+            numbers -= zeros.reshape(-1, zeros.shape[-1])[skipped : skipped + len(numbers), :, None] - np.float32(8)
+        factors = (scales.view(ml_dtypes.float8_e8m0fnu) if scales.dtype == np.uint8 else scales).astype(np.float32)
+        with np.errstate(all="ignore"):  # Numbers out of float32's range are infinite; the exponent 255 is NaN.
+            numbers *= (factors / self.divisor)[..., None]
+        skipped = columns.start - groups.start * block
+        return numbers.reshape(len(numbers), block * scales.shape[1])[
+            :, skipped : skipped + columns.stop - columns.start
+        ]

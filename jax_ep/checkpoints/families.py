@@ -12,7 +12,19 @@ from typing import Any, NamedTuple
 
 from jax_ep.checkpoints.shards import Region, whole
 from jax_ep.core.fp8 import GROUP_SIZE
-from jax_ep.core.json_files import BOOLEAN, OBJECT, TEXT, Schema, integer, integers, number, shown
+from jax_ep.core.json_files import (
+    BOOLEAN,
+    OBJECT,
+    TEXT,
+    Schema,
+    integer,
+    integers,
+    mapping,
+    number,
+    optional,
+    record,
+    shown,
+)
 from jax_ep.core.router import Router, SharedExperts
 from jax_ep.types import Experts
 
@@ -36,6 +48,13 @@ _FIRST_LAYERS = ("first_k_dense_replace", "moe_layer_start_index")
 _STEPS = ("decoder_sparse_step", "moe_layer_interval", "interleave_moe_layer_step", "moe_layer_freq")
 _EXTRA_EXPERTS = ("n_shared_experts", "moe_num_shared_experts", "zero_expert_num")
 _FACTORS = ("routed_scaling_factor", "swiglu_alpha", "swiglu_limit")
+_QUANTIZED = {
+    "num_bits": integer(1, 64),
+    "type": TEXT,
+    "symmetric": BOOLEAN,
+    "group_size": optional(integer(-1, _MAX_SIZE)),
+}
+_GROUP = record({"weights": optional(record(_QUANTIZED, more=True, fewer=_QUANTIZED))}, more=True, fewer=("weights",))
 SCHEMA: Mapping[str, Schema] = {
     **dict.fromkeys(("num_hidden_layers", "num_layers", *_FIRST_LAYERS), integer(0, _MAX_LAYERS)),
     "moe_layer_end_index": integer(-1, _MAX_LAYERS),
@@ -49,6 +68,7 @@ SCHEMA: Mapping[str, Schema] = {
     **dict.fromkeys(("norm_topk_prob", "mlp_bias", "use_bias", "router_bias"), BOOLEAN),
     **dict.fromkeys(("hidden_act", "topk_method", "scoring_func", "quant_method"), TEXT),
     **dict.fromkeys(("text_config", "quantization_config"), OBJECT),
+    "config_groups": mapping(_GROUP, TEXT),
 }
 """Schemas of all fields of `config.json` that any family reads; numbers are bounded."""
 
@@ -227,6 +247,18 @@ _DEEPSEEK_LAYERS = Layers(first=Key("first_k_dense_replace", default=0))
 _EVERY_LAYER = Restriction("moe_layer_freq", (1,), "dense layers between MoE layers are not supported", "weights")
 _SIGMOID = Restriction("scoring_func", ("sigmoid",), "only sigmoid scores are supported for this family")
 _DEEPSEEK_V3_FORMS = _both(_router("mlp.gate") | _bias("mlp.gate.") | _shared("mlp.shared_experts"))
+_DEEPSEEK_V3 = Family(
+    forms=_DEEPSEEK_V3_FORMS,
+    options=_DEEPSEEK,
+    router=_DEEPSEEK_V3_ROUTER,
+    shared_experts=_DEEPSEEK_SHARED,
+    layers=_DEEPSEEK_LAYERS,
+    restrictions=(
+        _SIGMOID,
+        Restriction("topk_method", ("noaux_tc",), "DeepSeek-V3's router supports only this value"),
+        _EVERY_LAYER,
+    ),
+)
 _MIXTRAL_EACH = _router("block_sparse_moe.gate") | _each("block_sparse_moe", "w1", "w3", "w2")
 _GPT_OSS = (
     _router("mlp.router")
@@ -282,18 +314,7 @@ FAMILIES: Mapping[str, Family] = {
             _EVERY_LAYER,
         ),
     ),
-    "deepseek_v3": Family(
-        forms=_DEEPSEEK_V3_FORMS,
-        options=_DEEPSEEK,
-        router=_DEEPSEEK_V3_ROUTER,
-        shared_experts=_DEEPSEEK_SHARED,
-        layers=_DEEPSEEK_LAYERS,
-        restrictions=(
-            _SIGMOID,
-            Restriction("topk_method", ("noaux_tc",), "DeepSeek-V3's router supports only this value"),
-            _EVERY_LAYER,
-        ),
-    ),
+    **dict.fromkeys(("deepseek_v3", "kimi_k2"), _DEEPSEEK_V3),
     "glm4_moe": Family(_DEEPSEEK_V3_FORMS, _DEEPSEEK, _DEEPSEEK_V3_ROUTER, _DEEPSEEK_SHARED, layers=_DEEPSEEK_LAYERS),
     "minimax_m2": Family(
         forms=(_MIXTRAL_EACH | _bias("block_sparse_moe."), _router("mlp.gate") | _fused("mlp") | _bias("mlp.")),
@@ -511,8 +532,8 @@ def _field(function: str, config: Mapping[str, Any], name: str) -> Any:
     return value
 
 
-def check_quantization(function: str, config: Mapping[str, Any]) -> None:
-    """Check `quantization_config`: FP8 weights have a scale per 128 x 128 block."""
+def check_quantization(function: str, config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Check `quantization_config`: FP8 weights have a scale per 128 x 128 block. Return formats of packed weights."""
     quantization = _field(function, config, "quantization_config") or {}
     _field(function, quantization, "quant_method")
     size = quantization.get("weight_block_size")
@@ -521,3 +542,5 @@ def check_quantization(function: str, config: Mapping[str, Any]) -> None:
             f"{function}: quantization_config has weight_block_size={shown(size)}, expected [{GROUP_SIZE},"
             f" {GROUP_SIZE}]; convert checkpoints with other blocks, or read tensors as they are with Checkpoint.read."
         )
+    groups = _field(function, quantization, "config_groups") or {}
+    return [group["weights"] for group in groups.values() if group.get("weights")]

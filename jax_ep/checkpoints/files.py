@@ -209,8 +209,10 @@ class StoredArray:
         self.shape, self.dtype, self.ndim = shape, dtype, len(shape)
 
     def view(self, dtype: DTypeLike) -> StoredArray:
-        """Return the same bytes in another dtype of the same size."""
-        return StoredArray(self._read, self._first_byte, self.shape, np.dtype(dtype))
+        """Return the same bytes in another dtype; the last axis counts elements of its size."""
+        other = np.dtype(dtype)
+        scaled = [size * self.dtype.itemsize // other.itemsize for size in self.shape[-1:]]
+        return StoredArray(self._read, self._first_byte, (*self.shape[:-1], *scaled), other)
 
     def with_last_axes_merged(self) -> StoredArray:
         """Return the same values with one axis instead of the last two."""

@@ -8,13 +8,18 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jax_ep.checkpoints.decoded import FP8, MXFP4, MXFP4_BYTES, SCALES, BlockFP8, blocks, num_blocks
+from jax_ep.checkpoints.decoded import E2M1_PAIRS, FP8, INT4_PAIRS, SCALES, BlockFP8, FourBit, blocks, num_blocks
 from jax_ep.checkpoints.families import Family, Form, Stored, check_quantization
 from jax_ep.checkpoints.files import TensorFiles
-from jax_ep.checkpoints.shards import Part, Region, swapped
-from jax_ep.core.fp8 import GROUP_SIZE
+from jax_ep.checkpoints.shards import Part, Region, swapped, whole
 from jax_ep.core.json_files import shown
+from jax_ep.formats import Format, int4, mxfp4
 
+_PACKED = "_packed"
+_PARTS = (_PACKED, "_scale", "_shape", "_zero_point", "_global_scale", "_g_idx")
+_FLOATS = tuple(map(np.dtype, (np.float32, np.float16, ml_dtypes.bfloat16)))
+_NVFP4_BLOCK = 16
+_MXFP4_BYTES = mxfp4.BLOCK // 2  # of numbers that share a scale
 _MXFP4_SCALES = (np.dtype(np.uint8), np.dtype(ml_dtypes.float8_e8m0fnu))
 
 
@@ -37,11 +42,15 @@ def form_of(files: TensorFiles, family: Family, layer: int) -> Form:
             f"Checkpoint: layer {layer} has {' and '.join(map(repr, present))}, expected its experts once; remove"
             " those of another checkpoint."
         )
-    return next(iter(present.values()), forms[0])  # Without any, an error names the first missing tensor.
+    return next(iter(present.values()), forms[0])  # Without any, tensors are packed, or an error names one.
 
 
 def decoded(files: TensorFiles, name: str) -> Any:
     """Return a tensor as floats; quantized values are multiplied by their scales when they are read."""
+    if name not in files and name + _PACKED in files:
+        name += _PACKED
+    if name.endswith(_PACKED) and name.removesuffix(_PACKED) + "_scale" in files:
+        return _packed(files, name)
     values = files[name]
     if values.dtype.itemsize > 1:
         return values
@@ -58,18 +67,58 @@ def decoded(files: TensorFiles, name: str) -> Any:
     of_mxfp4 = name.removesuffix("_blocks") + "_scales"
     if values.dtype != np.uint8 or of_mxfp4 not in files:
         raise ValueError(
-            f"Checkpoint: {shown(name)} is stored as {values.dtype}, without scales of FP8 by blocks of 128 by 128 or"
-            " of MXFP4, expected one of these, or 16 bits and more; convert checkpoints in other quantized formats, or"
-            " read the tensor as it is stored, without dtype."
+            f"Checkpoint: {shown(name)} is stored as {values.dtype}, without scales of FP8 by blocks of 128 by 128, of"
+            " MXFP4 or of packed INT4 or NVFP4, expected one of these, or 16 bits and more; convert checkpoints in"
+            " other quantized formats, or read the tensor as it is stored, without dtype."
         )
     scales = files[of_mxfp4]
-    if values.shape != (*scales.shape, MXFP4_BYTES) or scales.ndim < 2 or scales.dtype not in _MXFP4_SCALES:
+    if values.shape != (*scales.shape, _MXFP4_BYTES) or scales.ndim < 2 or scales.dtype not in _MXFP4_SCALES:
         raise ValueError(
             f"Checkpoint: {shown(name)} has shape {values.shape} and {scales.dtype} scales {scales.shape}, expected"
-            f" {(*scales.shape, MXFP4_BYTES)} and two axes or more of uint8 or float8_e8m0fnu scales; download the"
+            f" {(*scales.shape, _MXFP4_BYTES)} and two axes or more of uint8 or float8_e8m0fnu scales; download the"
             " checkpoint again."
         )
-    return MXFP4(values, scales)
+    exponents = scales.view(np.uint8)
+    return FourBit(E2M1_PAIRS, values.with_last_axes_merged(), exponents, (1, mxfp4.BLOCK), mxfp4.FORMAT)
+
+
+def _packed(files: TensorFiles, name: str) -> FourBit:
+    """Return a tensor of compressed-tensors: INT4 in int32, or NVFP4 in uint8. The config must describe it too."""
+    base = name.removesuffix(_PACKED)
+    found = {part: files[base + part] for part in _PARTS if base + part in files}
+    values, scales, zeros = found[_PACKED], found["_scale"], found.get("_zero_point")
+    is_int = values.dtype == np.int32
+    (rows, words), (_, groups) = (part.shape if part.ndim == 2 else (0, 0) for part in (values, scales))
+    depth = words * (8 if is_int else 2)
+    size = depth // groups if groups else 0
+    expected: dict[str, Any] = {_PACKED: ((np.int32,), (rows, words)), "_scale": (_FLOATS, (rows, groups))}
+    expected["_shape"] = (np.int32, np.int64), (2,)
+    if zeros is not None:
+        expected["_zero_point"] = (np.int32,), (-(-rows // 8), groups)
+    if not is_int:
+        expected = {_PACKED: ((np.uint8,), (rows, words)), "_scale": ((FP8,), (rows, depth // _NVFP4_BLOCK))}
+        expected["_global_scale"] = (np.float32,), (1,)
+    fits = found.keys() == expected.keys() and size and size % 2 == 0 and size * groups == depth
+    fits = fits and all(x.dtype in expected[part][0] and x.shape == expected[part][1] for part, x in found.items())
+    if not fits or (is_int and tuple(found["_shape"][whole((2,))]) != (rows, depth)):
+        stored = ", ".join(f"{part[1:]} {array.dtype}{list(array.shape)}" for part, array in found.items())
+        raise ValueError(
+            f"Checkpoint: {shown(base)} is stored as {stored}, expected INT4 of compressed-tensors (packed int32,"
+            " scale, shape, and zero_point or not) or NVFP4 (packed uint8, FP8 scale per 16, global_scale), with shapes"
+            " that fit together; convert checkpoints in other formats, or download this one again."
+        )
+    kind = {"num_bits": 4, "type": "int" if is_int else "float", "symmetric": zeros is None}
+    sizes = (size, None, -1) if groups == 1 else (size,)
+    declared = check_quantization("Checkpoint", files.config)
+    if not any(kind.items() <= group.items() and group.get("group_size") in sizes for group in declared):
+        raise ValueError(
+            f"Checkpoint: {shown(base)} is stored as {kind} with group_size {size}, expected it among the config_groups"
+            f" in config.json, {shown(declared)}; download both again."
+        )
+    if not is_int:
+        (divisor,) = found["_global_scale"][whole((1,))]
+        return FourBit(E2M1_PAIRS, values, scales, (1, size), None, divisor=float(divisor))
+    return FourBit(INT4_PAIRS, values.view(np.uint8), scales, (1, size), int4.FORMAT if zeros is None else None, zeros)
 
 
 def plan(files: TensorFiles, parameter: str, stored: Stored, shape: tuple[int, ...], dtype: np.dtype | None) -> Plan:
@@ -97,38 +146,40 @@ def plan(files: TensorFiles, parameter: str, stored: Stored, shape: tuple[int, .
     return Plan(shape, next(iter(found)) if dtype is None else dtype, parts, stored.transposed)
 
 
-def quantized_plans(files: TensorFiles, parameter: str, stored: Stored, shape: tuple[int, ...]) -> tuple[Plan, Plan]:
-    """Plan the reading of stored FP8 or MXFP4 values `[E, N, K]`, or `[E, N, K / 2]` packed, and their scales."""
+def quantized_plans(
+    files: TensorFiles, parameter: str, stored: Stored, shape: tuple[int, ...]
+) -> tuple[Format, tuple[Plan, Plan]]:
+    """Return the format of a parameter, and plans for its stored values `[E, N, K]`, or packed, and their scales."""
     plan(files, parameter, stored, shape, None)  # Checks the shapes.
     values, scales = [], []
+    found: dict[tuple[Format, tuple[int, int]], str] = {}
     as_stored = swapped(shape)
     for name, region in stored.places(as_stored):
         source = decoded(files, name)
-        if isinstance(source, MXFP4) and stored.transposed:
-            values.append(Part(source.blocks.with_last_axes_merged(), _columns(region, 2)))
-            scales.append(Part(source.scales.view(np.uint8), _columns(region, 2 * MXFP4_BYTES)))
-            continue
-        if not isinstance(source, BlockFP8) or not stored.transposed:
+        form = getattr(source, "format", None)
+        if form is None or not stored.transposed:
             raise ValueError(
-                f"Checkpoint: {shown(name)} is not stored in FP8 by blocks of 128 by 128, nor in MXFP4, expected one"
-                " of them for quantized=True; leave it out, and quantize with jax_ep.serving.serving_weights."
-            )
-        if region[-2].start % GROUP_SIZE or as_stored[-1] % GROUP_SIZE:
-            raise ValueError(
-                f"Checkpoint: {parameter} has shape {shape}, expected I and H that are multiples of 128 for"
-                " quantized=True, so that no scale block spans gate and up; leave it out, and quantize with"
+                f"Checkpoint: {shown(name)} is not stored in FP8 by blocks of 128 by 128, in symmetric INT4, nor in"
+                " MXFP4, expected one of them for quantized=True; leave it out, and quantize with"
                 " jax_ep.serving.serving_weights."
             )
-        values.append(Part(source.values, region))
-        scales.append(Part(source.scales, (region[0], *(blocks(part) for part in region[-2:]))))
-    if values[0].source.dtype != FP8:
-        *leading, depth = as_stored
-        byte = np.dtype(np.uint8)
-        return Plan((*leading, depth // 2), byte, values), Plan((*leading, depth // (2 * MXFP4_BYTES)), byte, scales)
-    return Plan(as_stored, FP8, values), Plan(num_blocks(as_stored), np.dtype(np.float32), scales)
+        if region[-2].start % source.block[0] or as_stored[-1] % source.block[1]:
+            raise ValueError(
+                f"Checkpoint: {parameter} has shape {shape}, expected I and H that are multiples of"
+                f" {source.block[1]} for quantized=True, so that no scale block spans gate and up; leave it out, and"
+                " quantize with jax_ep.serving.serving_weights."
+            )
+        found.setdefault((form, source.block), name)
+        values.append(Part(source.values, _blocks(region, (1, 8 // form.bits))))
+        scales.append(Part(source.scales, _blocks(region, source.block)))
+    if len(found) > 1:
+        kinds = " and ".join(f"{name!r} in {form.name!r} {block}" for (form, block), name in found.items())
+        raise ValueError(f"Checkpoint: {parameter} is stored as {kinds}, expected one format; leave quantized out.")
+    ((form, block),) = found
+    shapes = (tuple(part.stop for part in _blocks(whole(as_stored), size)) for size in ((1, 8 // form.bits), block))
+    return form, (Plan(next(shapes), form.dtype, values), Plan(next(shapes), form.scale_dtype, scales))
 
 
-def _columns(region: Region, per: int) -> Region:
-    """Convert a region to packed columns, `per` columns of the region in each."""
-    last = region[-1]
-    return (*region[:-1], slice(last.start // per, last.stop // per))
+def _blocks(region: Region, size: tuple[int, int]) -> Region:
+    """Return the region of blocks of rows and columns that contains a region."""
+    return (*region[:-2], *(blocks(part, per) for part, per in zip(region[-2:], size, strict=True)))

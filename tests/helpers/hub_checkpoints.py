@@ -97,11 +97,14 @@ HUB = {
         | {"shared_experts": SharedExperts(2)},
         **GATE, **SHARED, shared=2 * WIDTH,
     ),
-    "deepseek_v3": Hub(
-        SMALL | GROUPS | {"model_type": "deepseek_v3", "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-        | {"norm_topk_prob": True, "first_k_dense_replace": 3, "n_shared_experts": 1, "moe_layer_freq": 1},
-        (3,), DEEPSEEK_V3, **BIASED, shared=WIDTH,
-    ),
+    **{
+        name: Hub(
+            SMALL | GROUPS | {"model_type": name, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+            | {"norm_topk_prob": True, "first_k_dense_replace": 3, "n_shared_experts": 1, "moe_layer_freq": 1},
+            (3,), DEEPSEEK_V3, **BIASED, shared=WIDTH,
+        )
+        for name in ("deepseek_v3", "kimi_k2")
+    },
     "glm4_moe": Hub(
         SMALL | GROUPS | {"model_type": "glm4_moe", "norm_topk_prob": True, "first_k_dense_replace": 1}
         | {"n_shared_experts": 1},

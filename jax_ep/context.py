@@ -12,6 +12,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -490,6 +491,16 @@ def finalize() -> None:
         # If the last launch of a program failed, no check has raised it.
         if message is not None:
             _log.error("finalize: a launch has failed, and later results are wrong. %s", message)
+
+
+def _forget_in_child() -> None:
+    """Leave a forked child without a context: the devices, which `finalize` waits for, run in the parent only."""
+    global _lock, _current, _heap, _is_implicit, _comparison
+    _lock = threading.RLock()  # A thread that does not exist in the child may hold the old one.
+    _current, _heap, _is_implicit, _comparison = None, None, False, None
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def _finalize_at_exit() -> None:

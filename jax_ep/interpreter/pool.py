@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_ep.ffi.status import NUM_BYTES, StatusRecord
+from jax_ep.ffi.status import NUM_BYTES, State, StatusRecord, format_status
 from jax_ep.interpreter import activity
 from jax_ep.interpreter.process import Launch, Worker
 
@@ -187,7 +187,10 @@ class Pool:
                 self._fail("Keeps an earlier failure.")  # unless it has failed already
                 raise
         try:
-            return self._workers[worker].run(launch, group_launch.serial, self.timeout_s)
+            outputs = self._workers[worker].run(launch, group_launch.serial, self.timeout_s)
+            if (record := StatusRecord(*self.status(worker))).state == State.WRONG_MESH:
+                raise RuntimeError(format_status(record))  # Here the program itself can fail; on GPUs the next one does.
+            return outputs
         except Exception as error:
             message = f"kernel {launch.function}, {error}"
             with self._condition:

@@ -303,6 +303,7 @@ def test_interpreter_workers_without_jax(two_ranks):
 
 FORKED = """
 import os, sys, time, warnings
+import jax_ep
 warnings.simplefilter("ignore")  # about forks with threads
 from test_interpreter_failures import REQUEST
 from jax_ep.interpreter import Pool
@@ -319,6 +320,13 @@ if os.fork() == 0:
 _, status = os.wait()
 assert os.waitstatus_to_exitcode(status) == 7
 assert launch() == [bytes(4)]
+jax_ep.init(transport="shared_memory")
+if os.fork() == 0:
+    jax_ep.finalize()  # The child has no context, and must not wait for devices that run in its parent.
+    os._exit(7)
+_, status = os.wait()
+assert os.waitstatus_to_exitcode(status) == 7
+jax_ep.finalize()
 child = os.fork()
 if child == 0:
     time.sleep(1000)

@@ -50,7 +50,7 @@ def test_bench_runs_without_a_gpu(tmp_path):
 def test_bench_of_a_model_needs_gpus(tmp_path):
     done = run(tmp_path, "moe", "--model", "qwen3-30b")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "layer: needs two or more GPUs; nothing measured\n"
+    assert done.stderr == "jax-ep bench moe: needs two or more GPUs; nothing measured\n"
     wrong = run(tmp_path, "moe", "--model", "qwen")
     assert wrong.returncode == 2
     assert wrong.stderr.startswith("jax-ep bench moe: argument --models: invalid choice: 'qwen'")

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gc
 import itertools
 import json
 import os
@@ -271,6 +272,28 @@ def test_save_disk_full(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert found(tmp_path) == 1
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+
+
+def test_save_under_a_limit_of_open_files(tmp_path):
+    """A save ends, or raises and leaves the old checkpoint, whichever step has no file left."""
+    write(tmp_path, 0)
+    last, before = 0, resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = [os.dup(0) for _ in range(300)]  # Up to the last of them, every number is in use.
+    limit = held[-1] + 1
+    for value in range(1, 10):
+        gc.collect()  # Close the files that `found` has opened.
+        os.close(held.pop())
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+        try:
+            with contextlib.suppress(OSError):
+                write(tmp_path, value, TWO_FILES, overwrite=True)
+                last = value
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        assert found(tmp_path) == last
+    for descriptor in held:
+        os.close(descriptor)
+    assert last == value
 
 
 def test_save_folder_is_a_file(tmp_path):

@@ -118,6 +118,15 @@ def test_export_of_a_symbolic_number_of_tokens_unsupported(name):
         export.export(jax.jit(OF_KNOWN_SIZE[name]))(*types)
 
 
+@pytest.mark.parametrize("layer", [jax_ep.moe, jax_ep.fused_moe])
+def test_export_of_a_symbolic_number_of_experts_per_token(layer):
+    (k,) = export.symbolic_shape("k")
+    types = [jax.ShapeDtypeStruct((8, c), t) for c, t in ((128, "float32"), (k, "int32"), (k, "float32"))]
+    options = {"num_experts": 4, "axis_name": ()} if layer is jax_ep.moe else {}
+    with pytest.raises(NotImplementedError, match=r": topk_idx has shape \(8, k\), expected a known number"):
+        export.export(jax.jit(lambda *tokens: layer(*tokens, *ONES_F32, **options)))(*types)
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_export_of_a_symbolic_number_of_tokens_on_a_mesh(num_ranks):
     """JAX lowers no collective of a symbolic size."""

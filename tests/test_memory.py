@@ -199,8 +199,9 @@ def test_doctor_plan(capsys):
     assert __main__.main([*arguments, "--variant", "jax_ep balance"]) == 0
     assert "copies of experts" in capsys.readouterr().out
     for wrong, message in {
-        ("--plan", "large"): "--plan large: expected one of small,",
-        ("--variant", "fast"): "--variant fast: expected one of jax_ep,",
+        ("--plan", "large"): "--plan 'large': expected one of small,",
+        ("--variant", "fast"): "--variant 'fast': expected one of jax_ep,",
+        ("--variant", ""): "--variant '': expected one of jax_ep,",
         ("--length", "5"): "--tokens 32: expected a multiple of --length 5.",
     }.items():
         assert __main__.main([*arguments, *wrong]) == 2

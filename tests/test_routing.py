@@ -425,6 +425,14 @@ def test_selection_bias_of_a_dtype_that_rounds_steps_away(dtype):
         jax_ep.update_router_bias(jnp.zeros(3, dtype), jnp.array([6, 2, 1]))
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"load": np.ones(3, bool)}, {"load": np.ones(3, complex)}, {"rate": True}, {"rate": np.complex64(1)}], ids=str
+)
+def test_loads_and_rates_that_are_no_real_numbers(wrong):
+    with pytest.raises(TypeError, match=r"update_router_bias: (load has dtype|rate is) .*, expected"):
+        jax_ep.update_router_bias(jnp.zeros(3), **{"load": np.array([6, 2, 1])} | wrong)
+
+
 @pytest.mark.parametrize("rate", [-1e-3, float("nan"), float("inf")])
 def test_rate_of_a_selection_bias_out_of_range(rate):
     with pytest.raises(ValueError, match=r"update_router_bias: rate=.*, expected a finite number from 0 on"):

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from jax_ep.checkpoints.files import CONFIG, INDEX, SINGLE, read_index
@@ -33,23 +34,27 @@ def replacing(function: str, folder: Path, names: Sequence[str], *, overwrite: b
     with _locked(function, folder):
         _recover(function, folder)
         _replaced(function, folder, names, overwrite)
-        _sync(folder)  # Fails before files are moved, if it fails.
-        try:
-            for part in (stage, stage / "new", stage / "old"):
-                _make_private(part)
-            yield stage / "new"
-            _complete(stage, names)
-            old = _replaced(function, folder, names, overwrite)  # Others may have written files meanwhile.
-            for name in old:
-                os.replace(folder / name, stage / "old" / name)
-            _sync(folder)
-            for name in _config_last(names):
-                if name == CONFIG:
-                    _sync(folder)
-                os.replace(stage / "new" / name, folder / name)
-            _sync(folder)
-        finally:
-            _recover(function, folder)
+        with _syncing(folder) as sync:  # From the first move to the commit, nothing is opened, which could fail.
+            sync()
+            try:
+                for part in (stage, stage / "new", stage / "old"):
+                    _make_private(part)
+                yield stage / "new"
+                _complete(stage, names)
+                old = _replaced(function, folder, names, overwrite)  # Others may have written files meanwhile.
+                for name in old:
+                    os.replace(folder / name, stage / "old" / name)
+                sync()
+                for name in _config_last(names):
+                    if name == CONFIG:
+                        sync()
+                    os.replace(stage / "new" / name, folder / name)
+                sync()
+            except BaseException:
+                _recover(function, folder)
+                raise
+            with contextlib.suppress(OSError):  # The new checkpoint is complete; the next save removes the rest.
+                _recover(function, folder)
 
 
 def check_ended(function: str, folder: Path) -> None:
@@ -153,10 +158,16 @@ def _make_private(folder: Path) -> None:
     folder.chmod(0o700)
 
 
-def _sync(path: Path) -> None:
-    """Sync a file, or the names in a folder, to disk."""
+@contextlib.contextmanager
+def _syncing(path: Path) -> Iterator[Callable[[], None]]:
+    """Open a file or a folder, and yield a function that syncs it, or the names in it, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        yield functools.partial(os.fsync, descriptor)
     finally:
         os.close(descriptor)
+
+
+def _sync(path: Path) -> None:
+    with _syncing(path) as sync:
+        sync()

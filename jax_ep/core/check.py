@@ -304,6 +304,11 @@ def expert_ids(
         topk_idx = np.where((topk_idx < -1) | (topk_idx >= num_experts), -1, topk_idx)  # JAX would wrap these.
     sizes = {} if num_tokens is None else {"T": num_tokens}
     topk_idx = array(function, "topk_idx", topk_idx, shape, (jnp.int32,), remedy=remedy, **sizes)
+    if not isinstance(topk_idx.shape[-1], int):
+        raise NotImplementedError(
+            f"{function}: topk_idx has shape {topk_idx.shape}, expected a known number of experts per token; export one"
+            " program per number."
+        )
     if token_mask is not None:
         topk_idx = jnp.where(token_mask[:, None], topk_idx, -1)
         known = _known_values(topk_idx) if all_count else None

@@ -41,10 +41,15 @@ def topk(logits: Any, k: Any, router: Router, bias: Any, token_mask: Any, topk_i
 
 def number(function: str, name: str, value: Any) -> None:
     """Check that `value` is a number, which may be traced."""
-    is_array = isinstance(value, jax.Array | np.ndarray | np.generic) and jnp.issubdtype(value.dtype, jnp.number)
-    if not (is_array or isinstance(value, int | float)) or np.ndim(value) != 0:
+    is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
+    is_real = _is_real(value.dtype) if is_array else isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_real or np.ndim(value) != 0:
         shape = f" of shape {np.shape(value)}" if hasattr(value, "shape") else ""
         raise TypeError(f"{function}: {name} is {type_name(value)}{shape}, expected a number; pass a float.")
+
+
+def _is_real(dtype: np.dtype) -> bool:
+    return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
 
 
 def sparsemixer(logits: Any, jitter_eps: Any, key: Any) -> None:
@@ -125,6 +130,8 @@ def bias_step(bias: Any, load: Any, rate: Any) -> tuple[Array, Array]:
             f"{function}: load has shape {load.shape}, expected that of bias, {bias.shape}; pass the load of the same"
             " layers."
         )
+    if not _is_real(load.dtype):
+        raise TypeError(f"{function}: load has dtype {load.dtype}, expected int32 or float32; pass MoEMetrics.load.")
     number(function, "rate", rate)
     if not isinstance(rate, jax.Array) and not 0 <= rate < math.inf:
         raise ValueError(f"{function}: rate={rate}, expected a finite number from 0 on; pass 1e-3, for example.")

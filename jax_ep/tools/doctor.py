@@ -265,10 +265,11 @@ def _plan(args: argparse.Namespace) -> MemoryPlan:
     from jax_ep.ops import plan as plans
     from jax_ep.tools.benchmark import inputs, train
 
-    tokens, length, variant = args.tokens or 16384, args.length or 1024, args.variant or "jax_ep"
+    tokens, length, variant = args.tokens or 16384, args.length or 1024, args.variant
+    variant = "jax_ep" if variant is None else variant
     for name, value, choices in (("plan", args.plan, train.ARCHITECTURES), ("variant", variant, train.VARIANTS)):
         if value not in choices:
-            raise ValueError(f"--{name} {value}: expected one of {', '.join(choices)}.")
+            raise ValueError(f"--{name} {value!r}: expected one of {', '.join(choices)}.")
     if tokens % length:
         raise ValueError(f"--tokens {tokens}: expected a multiple of --length {length}.")
     model = train.ARCHITECTURES[args.plan]

@@ -423,7 +423,7 @@ def parser(
     add("--suffix", default="", help="of the report's name, such as _4_gpus")
     if tokens is not None:
         add("--tokens", type=int, nargs="+", default=tokens, help="tokens per rank (default: %(default)s)")
-    result.set_defaults(script=script)
+    result.set_defaults(script=script, prog=result.prog)
     return result
 
 
@@ -472,7 +472,7 @@ def measured(main: Callable[[], object]) -> None:
 def require_devices(args: argparse.Namespace, *, num_devices: int) -> None:
     """Exit with status 1 if there are too few GPUs, or with `--quick` too few devices of any kind."""
     if not (jax.default_backend() == "gpu" or args.quick) or jax.device_count() < num_devices:
-        sys.exit(f"{args.script}: needs {'two or more GPUs' if num_devices == 2 else 'a GPU'}; nothing measured")
+        sys.exit(f"{args.prog}: needs {'two or more GPUs' if num_devices == 2 else 'a GPU'}; nothing measured")
 
 
 def require_triton() -> None:

@@ -426,7 +426,9 @@ def test_selection_bias_of_a_dtype_that_rounds_steps_away(dtype):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"load": np.ones(3, bool)}, {"load": np.ones(3, complex)}, {"rate": True}, {"rate": np.complex64(1)}], ids=str
+    "wrong",
+    [{"load": np.ones(3, bool)}, {"load": np.ones(3, complex)}, {"rate": True}, {"rate": np.complex64(1)}],
+    ids=str,
 )
 def test_loads_and_rates_that_are_no_real_numbers(wrong):
     with pytest.raises(TypeError, match=r"update_router_bias: (load has dtype|rate is) .*, expected"):

@@ -189,7 +189,7 @@ class Pool:
         try:
             outputs = self._workers[worker].run(launch, group_launch.serial, self.timeout_s)
             if (record := StatusRecord(*self.status(worker))).state == State.WRONG_MESH:
-                raise RuntimeError(format_status(record))  # Here the program itself can fail; on GPUs the next one does.
+                raise RuntimeError(format_status(record))  # On GPUs, the next launch fails.
             return outputs
         except Exception as error:
             message = f"kernel {launch.function}, {error}"

@@ -244,7 +244,6 @@ def run_baseline(model: Architecture, args: argparse.Namespace) -> list[dict[str
     hidden, inner, experts, top_k = model.experts
     config = {
         "hidden_size": hidden,
-        "moe_intermediate_size": inner,
         "num_experts": experts,
         "head_dim": model.head_dim,
         "num_experts_per_tok": top_k,
@@ -252,8 +251,11 @@ def run_baseline(model: Architecture, args: argparse.Namespace) -> list[dict[str
         "num_key_value_heads": model.kv_heads,
         "vocab_size": model.vocabulary,
         "num_hidden_layers": args.layers,
-        "norm_topk_prob": True,
     }
+    if model.biases:
+        config |= {"model_type": "gpt_oss", "intermediate_size": inner, "sliding_window": model.window}
+    else:
+        config |= {"model_type": "qwen3_moe", "moe_intermediate_size": inner, "norm_topk_prob": True}
     settings = {"config": config, "cases": [case._asdict() for case in cases_of(args)]}
     settings |= {"steps": STEPS, "rounds": args.rounds, "quick": args.quick}
     print(f"{BASELINE} runs for at most {args.baseline_s:.0f} s; --python '' leaves it out", file=sys.stderr)

@@ -1,12 +1,13 @@
-"""Prefill and decode of Qwen3-MoE in transformers, with random bfloat16 weights: the baseline of serve.py.
+"""Prefill and decode of Qwen3-MoE or gpt-oss in transformers, with random bfloat16 weights: the baseline of serve.py.
 
 It runs in a separate process, and needs PyTorch and transformers, but not JAX. The argument is a JSON object:
-`config` of `Qwen3MoeConfig`, `cases` of serve.py, `steps` per sample, `rounds`, and `quick` to run without a GPU. It
+`config` of the model, `cases` of serve.py, `steps` per sample, `rounds`, and `quick` to run without a GPU. It
 prints a JSON object per measured or failed row, at once, so that a kill loses only what is missing.
 
 Decode steps have a static cache and run three ways: eager; as a CUDA graph of the eager step; and compiled with
 `mode="reduce-overhead"`, as `generate` compiles it, if that takes at most `COMPILE_S` seconds. Experts are
-"grouped_mm", and for one token also "batched_mm", which reads a copy of the weights of each assignment.
+"grouped_mm", and for one token also "batched_mm", which reads a copy of the weights of each assignment. Attention is
+"sdpa", and "eager" for gpt-oss, whose sinks "sdpa" lacks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, StaticCache
+from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
 COMPILE_S = 60
 WARMUP = 2
@@ -59,6 +60,8 @@ class Decoding:
         """Go back to the first position of a sample."""
         for layer in self.cache.layers:
             layer.cumulative_length.fill_(self.first)
+            if layer.is_sliding:
+                layer.cumulative_length_int = self.first
 
     def step(self, token: torch.Tensor) -> torch.Tensor:
         """Decode one token of each text, and return the most likely next ones."""
@@ -68,7 +71,8 @@ class Decoding:
     def touched(self) -> float:
         """Return the mean number of distinct experts per layer that a step chooses."""
         chosen: list[int] = []
-        gates = [layer.mlp.gate for layer in self.model.model.layers]
+        name = "router" if self.model.config.model_type == "gpt_oss" else "gate"
+        gates = [getattr(layer.mlp, name) for layer in self.model.model.layers]
         hooks = [gate.register_forward_hook(lambda _, __, out: chosen.append(len(out[2].unique()))) for gate in gates]
         self.step(self.token)
         for hook in hooks:
@@ -179,8 +183,9 @@ def main(arguments: Sequence[str]) -> None:
     torch.set_default_dtype(torch.bfloat16)
     torch.set_grad_enabled(False)
     with torch.device(DEVICE):
-        config = Qwen3MoeConfig(**settings["config"], tie_word_embeddings=False)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+        config = AutoConfig.for_model(**settings["config"], tie_word_embeddings=False)
+        attention = "eager" if config.model_type == "gpt_oss" else "sdpa"
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention).eval()
     model.set_experts_implementation("grouped_mm")
     rounds, steps = settings["rounds"], settings["steps"]
     by_phase = {

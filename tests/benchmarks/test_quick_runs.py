@@ -112,6 +112,14 @@ def check_serve(rows, content):
             assert row["floor_seconds"] == pytest.approx(read / content["summary"]["read_bytes_per_s"])
 
 
+def check_serve_on_two_devices(rows, content):
+    """There is no baseline; a batch of 1 runs on both devices, and counts once."""
+    assert [(row["shape"]["phase"], row["shape"]["batch"]) for row in rows] == [("prefill", 2), ("decode", 1)]
+    assert rows[0]["tokens_per_s"] == pytest.approx(2 * 64 / rows[0]["seconds"]["median"])
+    assert rows[1]["tokens_per_s"] == pytest.approx(1 / rows[1]["seconds"]["median"])
+    assert 1 <= rows[1]["touched_experts"] <= 2
+
+
 def check_compile_times(rows, content):
     """Compiled programs are found again; they are traced again."""
     found = {(row["variant"], row["direction"]): row for row in rows}
@@ -156,6 +164,12 @@ RUNS = [
     ("grouped_gemm.py", "grouped_gemm_cpu", "72x128x24 in 2, weight gradient, zipf", check_grouped_gemm),
     ("fused_moe.py --shard 2 --routing zipf --formats mxfp4", "fused_moe", "tiny, 16 tokens", check_fused_moe),
     ("serve.py --formats bfloat16 mxfp4", "serve", "of floor", check_serve),
+    (
+        "serve.py --model tiny-gpt-oss --devices 2 --formats mxfp4 --batches 1",
+        "serve",
+        "of floor",
+        check_serve_on_two_devices,
+    ),
     ("compile_times.py --recipe fp8", "compile_times", "seconds to compile", check_compile_times),
     ("placement.py --exponents 1 --drifts 0 0.5", "placement", "", check_placement),
     ("balance.py --exponents 1 --spare 1", "balance", "", check_balance),

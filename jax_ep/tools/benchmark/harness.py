@@ -472,7 +472,8 @@ def measured(main: Callable[[], object]) -> None:
 def require_devices(args: argparse.Namespace, *, num_devices: int) -> None:
     """Exit with status 1 if there are too few GPUs, or with `--quick` too few devices of any kind."""
     if not (jax.default_backend() == "gpu" or args.quick) or jax.device_count() < num_devices:
-        sys.exit(f"{args.prog}: needs {'two or more GPUs' if num_devices == 2 else 'a GPU'}; nothing measured")
+        wanted = {1: "a GPU", 2: "two or more GPUs"}.get(num_devices, f"{num_devices} or more GPUs")
+        sys.exit(f"{args.prog}: needs {wanted}; nothing measured")
 
 
 def require_triton() -> None:

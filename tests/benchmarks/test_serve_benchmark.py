@@ -204,6 +204,16 @@ def test_figures_of_prefill_count_the_head_once():
     assert found["tokens_per_s"] == 4096
 
 
+def test_figures_of_prefill_are_per_device_and_count_windows():
+    model = decoder.MODELS["gpt-oss-120b"]
+    params = decoder.abstract_params(model, 3, "bfloat16")
+    found = serve.figures(model, params, Case("prefill", 2, 4096), 2, 1.0, 1.0)
+    dense = 3 * (2 * 2880 * 5120 + 2 * 4096 * 2880 + 2 * 2880 * 128 + 6 * 4 * 2880 * 2880)
+    attention = 4 * 4096 * (2048 + 2 * 128)  # one layer sees half of the prompt, two see windows
+    assert found["tflops"] == pytest.approx(1e-12 * (4096 * (dense + attention) + 2 * 2880 * 201_088))
+    assert found["tokens_per_s"] == 2 * 4096
+
+
 def test_scopes_of_a_compiled_program():
     found = serve.scopes(
         """

@@ -133,7 +133,12 @@ def _settle(devices: Sequence[jax.Device]) -> None:
 
 
 def call(
-    kernel: Kernel, operands: Sequence[Any], results: Sequence[Any], config: Config, constants: Mapping[str, Any]
+    kernel: Kernel,
+    operands: Sequence[Any],
+    results: Sequence[Any],
+    config: Config,
+    constants: Mapping[str, Any],
+    written: Mapping[int, int],
 ) -> tuple[Array, ...]:
     """Run a kernel on the worker of this shard's device, under `jit`, `shard_map`, both or neither.
 
@@ -153,6 +158,7 @@ def call(
         element_types=tuple(element_type(np.dtype(shape.dtype)) for shape in shapes),
         num_programs=config.num_programs,
         constants=tuple(sorted(constants.items())),
+        written=tuple(written.items()),
         num_devices=_mesh_size(),
     )
     return tuple(_from_words(x, shape) for x, shape in zip(outputs, shapes, strict=True))
@@ -201,6 +207,7 @@ def _callback(
     element_types: tuple[str, ...],
     num_programs: int,
     constants: tuple[tuple[str, Any], ...],
+    written: tuple[tuple[int, int], ...],
     num_devices: int,
 ) -> Callable[..., tuple[np.ndarray, ...]]:
     def run(number: Any, *operands: Any) -> tuple[np.ndarray, ...]:
@@ -220,6 +227,7 @@ def _callback(
             constants=dict(constants),
             parameters=parameters,
             descriptors=tuple(blocks and tuple(blocks) for blocks in descriptors),
+            written=written,
         )
         outputs = pool.launch(launch, worker=int(np.asarray(number)[0]), group_size=num_devices, site=site)
         return tuple(

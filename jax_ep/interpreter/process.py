@@ -40,6 +40,7 @@ class Launch:
     # For each operand, then each result: shape, strides and block shape in elements of its tensor descriptor, or None
     # for a pointer.
     descriptors: tuple[tuple[tuple[int, ...], ...] | None, ...] = ()
+    written: tuple[tuple[int, int], ...] = ()  # operands that are written in place, and the results that they become
     poison: int = 0xFF  # Initial bytes of results.
 
 

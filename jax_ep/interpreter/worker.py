@@ -185,6 +185,9 @@ class Runner:
         for buffer, (_, data) in zip(buffers, launch["operands"], strict=True):
             buffer.bytes[:] = np.frombuffer(data, np.uint8)
         results = [Buffer(num_bytes, element_type, poison) for element_type, num_bytes in launch["results"]]
+        for operand, result in launch["written"]:
+            results[result].bytes[:] = buffers[operand].bytes
+            buffers[operand] = results[result]
         buffers += results
         descriptors = launch["descriptors"] or [None] * len(buffers)
         constants = launch["constants"]

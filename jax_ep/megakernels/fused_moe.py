@@ -157,7 +157,7 @@ def fused_moe(
         *int32(counters.shape),
     )
     operands = (tensors, gate_up_scales, down_scales, *biases, counters)
-    return launch(_FUSED, operands, results, config, {"KIND": kind_of(experts), "S": sizes}, in_place=True)[1]
+    return launch(_FUSED, operands, results, config, {"KIND": kind_of(experts), "S": sizes}, written={-1: -1})[1]
 
 
 def _scratch(sizes: FusedMoE, dtype: DTypeLike) -> LayerScratch:

@@ -293,7 +293,7 @@ def _by_gluon(*operands: Array, out_dtype: DTypeLike, group_m: int) -> Array:
     results: tuple[Argument, ...] = Descriptor(result, (64, 128), bounded=True), *int32((1,))
     arguments = (left, right, padded_scales, rhs_scales, group_sizes, jnp.zeros((1,), jnp.int32))
     config = Config(num_programs((num_rows // sizes.tile_m + groups + 1) * sizes.tiles_n), num_warps=4)
-    return launch(_GLUON_FP8, arguments, results, config, {"S": sizes}, in_place=True)[0][:, :columns]
+    return launch(_GLUON_FP8, arguments, results, config, {"S": sizes}, written={-1: -1})[0][:, :columns]
 
 
 def _check_gluon(operation: str) -> None:
@@ -351,7 +351,7 @@ def _gradient_by_gluon(*operands: Array, out_dtype: DTypeLike, num_home: int, gr
     result = _gradient_result((groups, rows, round_up(columns, _WORD)), out_dtype, num_home, (1, 64, sizes.tile_n))
     results: tuple[Argument, ...] = result, *int32((1,))
     config = Config(num_programs(groups * -(-rows // sizes.tile_m) * sizes.tiles_n), num_warps=4)
-    found = launch(_GLUON_FP8_WEIGHT_GRADIENT, arguments, results, config, {"S": sizes}, in_place=True)[0]
+    found = launch(_GLUON_FP8_WEIGHT_GRADIENT, arguments, results, config, {"S": sizes}, written={-1: -1})[0]
     return _cut_gradient(found, rows, columns)
 
 

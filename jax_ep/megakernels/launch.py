@@ -37,7 +37,7 @@ def launch(
     *,
     group: Array | None = None,
     buffers: Generation | None = None,
-    in_place: bool = False,
+    written: Mapping[int, int] | None = None,
 ) -> tuple[Any, ...]:
     """Run a kernel on the device of this shard.
 
@@ -56,8 +56,8 @@ def launch(
       constants: `tl.constexpr` parameters.
       group: `[W + 1]` int32, see `group_on`; None: the kernel does not use the heap.
       buffers: the low-latency buffers that the kernel uses; None: it uses the data area.
-      in_place: the kernel writes the last operand in place, which becomes the last result. Do not read that result: the
-        interpreter's kernels write a copy.
+      written: operands that the kernel writes in place, and the results that they become, by their positions among the
+        arrays of all operands or results; negative ones count from the end.
 
     Returns:
       One array, NamedTuple of arrays, or None per entry of `results`.
@@ -68,7 +68,9 @@ def launch(
     operands, shapes = ([x for x in some if x is not None] for some in (operands, results))
     if group is not None:
         operands, constants = _with_heap(kernel, operands, shapes, constants, group, buffers)
-    outputs = _run(kernel, operands, shapes, config, constants, in_place)
+    ends = len(flat(operands)), len(flat(shapes))
+    written = {operand % ends[0]: result % ends[1] for operand, result in (written or {}).items()}
+    outputs = _run(kernel, operands, shapes, config, constants, written)
     axes = tuple(sorted(frozenset[str]().union(*(varying_axes(x) for x in flat_arrays(operands)))))
     outputs = [lax.pcast(x, axes, to="varying") if axes else x for x in outputs]
     found = iter(regrouped(outputs, map(type_of, shapes)))
@@ -81,16 +83,14 @@ def _run(
     results: Sequence[Argument],
     config: Config,
     constants: Constants,
-    in_place: bool,
+    written: dict[int, int],
 ) -> Sequence[Array]:
     """Run a kernel in the interpreter, or launch it by jax-triton or by this package's custom call."""
     if jax.default_backend() == "cpu":
         from jax_ep import interpreter
 
-        return interpreter.call(kernel, operands, results, config, constants)
-    capability, written = compile.device_capability(), {}
-    if in_place:
-        written = {len(flat(operands)) - 1: len(flat(results)) - 1}
+        return interpreter.call(kernel, operands, results, config, constants, written)
+    capability = compile.device_capability()
     if context.launcher() == "jax-triton":
         from jax_ep.core import jax_triton
 

@@ -1,11 +1,12 @@
-"""A decoder with a key-value cache in plain JAX, with the widths of a published model and random weights; see serve.py.
+"""A decoder with a key-value cache, with the widths of a published model and random weights; see serve.py.
 
 RMSNorm, grouped-query attention with norms of queries and keys and rotary positions, a top-k router, experts in any
-format, and a language model head. Models of gpt-oss have biases, sinks and windows instead of these norms; their rotary
-positions lack YaRN, which takes no time. Everything except experts is in bfloat16. Layers are unrolled, because a scan
-copies each layer's weights. Attention runs in cuDNN on GPUs. Query head h belongs to key head `h % kv_heads`, so that a
-decode step needs no transpose; published weights have `h // (heads // kv_heads)`, and need a permutation once. The
-cache is updated in place when the state is donated.
+format, and a language model head. Models of gpt-oss have biases, sinks and windows instead of these norms; their
+rotary positions lack YaRN, which takes no time. Everything except experts is in bfloat16. Layers are unrolled,
+because a scan copies each layer's weights. On GPUs attention to a prompt runs in cuDNN; a decode step runs attention
+and its router in the kernels of decode.py. Query head h belongs to key head `h % kv_heads`, so that a decode step
+needs no transpose; published weights have `h // (heads // kv_heads)`, and need a permutation once. The cache is
+updated in place when the state is donated.
 
 On a mesh, `on_mesh` runs a program on each device: texts and experts are split over the devices, and dense weights are
 replicated.
@@ -27,8 +28,7 @@ from jax_ep import Experts, low_latency_moe, moe, topk_router
 from jax_ep.serving import ExpertWeights, serving_weights
 from jax_ep.tools.benchmark import inputs
 from jax_ep.tools.benchmark.fused_moe import FORMATS
-from jax_ep.tools.benchmark.train import ARCHITECTURES, Architecture, Params, rms_norm, rotate
-from jax_ep.types import Routing
+from jax_ep.tools.benchmark.train import ARCHITECTURES, ROTARY_BASE, Architecture, Params, rms_norm, rotate
 
 _SWIGLU = Experts(interleaved=True, alpha=1.702, clamp=7.0, up_offset=1.0)
 _GPT_OSS = {"biases": True, "function": _SWIGLU}
@@ -38,6 +38,7 @@ MODELS = {
     "tiny": ARCHITECTURES["tiny"]._replace(shared=0),
     "tiny-gpt-oss": Architecture(inputs.Model(192, 96, 8, 2), 8, 2, 32, 256, 3, window=8, **_GPT_OSS),
 }
+_FEWEST_ROWS = 16  # of a matmul on tensor cores
 SCOPES = ("attention", "router", "experts", "head")
 """Named scopes of the operations of a step."""
 
@@ -255,18 +256,23 @@ def attend_to_cache(
 
 
 def _project(weights: Params, name: str, x: Array) -> Array:
-    """Multiply by dense weights, and add their bias, if any."""
-    y = x @ weights[name]
+    """Multiply `[B, T, .]` by dense weights, and add their bias, if any."""
+    rows = x.reshape(-1, x.shape[-1])
+    # For few rows XLA would not use tensor cores, and read the weights at a third of the rate.
+    padded = jnp.pad(rows, ((0, max(0, _FEWEST_ROWS - len(rows))), (0, 0)))
+    y = (padded @ weights[name])[: len(rows)].reshape(*x.shape[:-1], -1)
     return y + weights[f"{name}_bias"] if f"{name}_bias" in weights else y
 
 
-def _run_experts(model: Architecture, weights: ExpertWeights, x: Array, routing: Routing, *, decodes: bool) -> Array:
+def _run_experts(
+    model: Architecture, weights: ExpertWeights, x: Array, topk_idx: Array, topk_weights: Array, *, decodes: bool
+) -> Array:
     """Run the expert layer on `[T, H]`: on one device, or over the mesh axis."""
     layer = low_latency_moe if _axis() and decodes else moe
     return layer(
         x,
-        routing.topk_idx,
-        routing.topk_weights,
+        topk_idx,
+        topk_weights,
         weights.w_gate_up,
         weights.w_down,
         num_experts=model.experts.experts,
@@ -274,6 +280,64 @@ def _run_experts(model: Architecture, weights: ExpertWeights, x: Array, routing:
         biases=weights[2:] if model.biases else None,
         axis_name=_axis(),
     )
+
+
+def _zeros(model: Architecture, batch: int, cache: Any) -> Array | None:
+    """Return the counters of the kernels of a decode step; None: no kernels, in a prefill or without a GPU."""
+    if cache is None or not uses_kernels():
+        return None
+    from jax_ep.tools.benchmark import decode  # imports Triton
+
+    return decode.counters(batch, model.kv_heads)
+
+
+def uses_kernels() -> bool:
+    """Return whether a decode step runs the kernels of decode.py."""
+    return jax.default_backend() == "gpu"
+
+
+def _attend_in_kernel(
+    model: Architecture, window: int | None, weights: Params, rows: Array, position: Array, cache: Any, zeros: Array
+) -> tuple[Array, tuple[Array, Array], Array]:
+    from jax_ep.tools.benchmark import decode
+
+    norms = {"norm": weights.get("qk_norm"), "sinks": weights.get("sinks")}
+    sizes = {"heads": model.heads, "base": ROTARY_BASE, "window": window}
+    mixed, cache, zeros = decode.attend(rows[:, 0], cache, position, zeros, **sizes, **norms)
+    return mixed[:, None], cache, zeros
+
+
+def _attend(
+    model: Architecture, window: int | None, weights: Params, rows: Array, position: Array, cache: Any
+) -> tuple[Array, tuple[Array, Array]]:
+    """Compute attention of `rows [B, T, .]`, queries, keys and values; return it, and the keys and values."""
+    heads = rows.reshape(*rows.shape[:2], -1, model.head_dim)
+    normed = heads[:, :, : model.heads + model.kv_heads]
+    if "qk_norm" in weights:
+        normed = rms_norm(normed, weights["qk_norm"])
+    query, key = jnp.split(rotate(normed, position), (model.heads,), axis=2)
+    value = heads[:, :, model.heads + model.kv_heads :]
+    sinks = weights.get("sinks")
+    if cache is None:
+        return attend_to_prompt(query, key, value, window, sinks), (key, value)
+    keys, values = (
+        lax.dynamic_update_slice_in_dim(old, new, position, axis=1)
+        for old, new in zip(cache, (key, value), strict=True)
+    )
+    return attend_to_cache(query, keys, values, position, window, sinks), (keys, values)
+
+
+def _route(model: Architecture, weights: Params, x: Array, zeros: Array | None) -> tuple[Array, Array, Array | None]:
+    """Choose the experts of `x [T, H]`; return ids, weights and the zeros."""
+    if zeros is not None:
+        from jax_ep.tools.benchmark import decode
+
+        return decode.route(x, weights["router"], weights.get("router_bias"), zeros, model.experts.top_k)
+    logits = jnp.dot(x, weights["router"], preferred_element_type=jnp.float32)
+    if "router_bias" in weights:
+        logits += weights["router_bias"].astype(jnp.float32)
+    routing = topk_router(logits, model.experts.top_k)
+    return routing.topk_idx, routing.topk_weights, None
 
 
 @partial(jax.jit, static_argnums=(0, 1))  # traced and lowered once for all layers of a window
@@ -284,39 +348,27 @@ def run_layer(
     x: Array,
     position: Array,
     cache: tuple[Array, Array] | None,
-) -> tuple[Array, tuple[Array, Array], Array]:
+    zeros: Array | None,
+) -> tuple[Array, tuple[Array, Array], Array, Array | None]:
     """Run one layer on `x [B, T, H]`: a whole prompt without a cache, or one token of each text with one.
 
     Returns:
-      The output, the keys and values, and the chosen experts `[B * T, K]`.
+      The output, the keys and values, the chosen experts `[B * T, K]`, and the zeros.
     """
+    decodes = cache is not None
     with jax.named_scope("attention"):
         rows = _project(weights, "qkv", rms_norm(x, weights["attention_norm"]))
-        heads = rows.reshape(*x.shape[:2], -1, model.head_dim)
-        normed = heads[:, :, : model.heads + model.kv_heads]
-        if "qk_norm" in weights:
-            normed = rms_norm(normed, weights["qk_norm"])
-        query, key = jnp.split(rotate(normed, position), (model.heads,), axis=2)
-        value = heads[:, :, model.heads + model.kv_heads :]
-        sinks, decodes = weights.get("sinks"), cache is not None
-        if cache is None:
-            cache, mixed = (key, value), attend_to_prompt(query, key, value, window, sinks)
+        if zeros is None:
+            mixed, cache = _attend(model, window, weights, rows, position, cache)
         else:
-            keys, values = (
-                lax.dynamic_update_slice_in_dim(old, new, position, axis=1)
-                for old, new in zip(cache, (key, value), strict=True)
-            )
-            cache, mixed = (keys, values), attend_to_cache(query, keys, values, position, window, sinks)
+            mixed, cache, zeros = _attend_in_kernel(model, window, weights, rows, position, cache, zeros)
         x = x + _project(weights, "out", mixed)
     with jax.named_scope("router"):
         flat = rms_norm(x, weights["experts_norm"]).reshape(-1, x.shape[-1])
-        logits = jnp.dot(flat, weights["router"], preferred_element_type=jnp.float32)
-        if "router_bias" in weights:
-            logits += weights["router_bias"].astype(jnp.float32)
-        routing = topk_router(logits, model.experts.top_k)
+        *routing, zeros = _route(model, weights, flat, zeros)
     with jax.named_scope("experts"):
-        y = _run_experts(model, weights["experts"], flat, routing, decodes=decodes)
-        return x + y.reshape(x.shape), cache, routing.topk_idx
+        y = _run_experts(model, weights["experts"], flat, *routing, decodes=decodes)
+        return x + y.reshape(x.shape), cache, routing[0], zeros
 
 
 def _logits(params: Params, x: Array) -> Array:
@@ -329,10 +381,11 @@ def _logits(params: Params, x: Array) -> Array:
 def _run(model: Architecture, params: Params, tokens: Array, position: Array, cache: Any) -> tuple[State, Array]:
     """Run tokens `[B, T]` through all layers, and choose the most likely next ones."""
     x = params["embedding"][tokens]
-    caches, experts = [], []
+    caches, experts, zeros = [], [], _zeros(model, len(x), cache)
     for index, weights in enumerate(params["layers"]):
         layer_cache = None if cache is None else cache[index]
-        x, layer_cache, topk_idx = run_layer(model, window_of(model, index), weights, x, position, layer_cache)
+        window = window_of(model, index)
+        x, layer_cache, topk_idx, zeros = run_layer(model, window, weights, x, position, layer_cache, zeros)
         caches.append(layer_cache)
         experts.append(topk_idx.reshape(*tokens.shape, -1)[:, -1])
     logits = _logits(params, x)

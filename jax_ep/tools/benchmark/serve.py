@@ -99,7 +99,8 @@ def group_kernels(names: Sequence[str], by_name: Mapping[str, str]) -> list[str]
 
     def kind(name: str) -> str:
         lower = name.lower()
-        patterns = {"experts": train.GROUPS["experts"], "core": train.GROUPS["attention"], "dense": DENSE}
+        core = rf"^attend$|{train.GROUPS['attention']}"
+        patterns = {"experts": train.GROUPS["experts"], "core": core, "router": "^route$", "dense": DENSE}
         found = next((kind for kind, pattern in patterns.items() if re.search(pattern, lower)), None)
         return found or by_name.get(name, "other")
 

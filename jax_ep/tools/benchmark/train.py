@@ -143,6 +143,9 @@ def specs_of(params: Params) -> Params:
     )
 
 
+ROTARY_BASE = 10_000.0
+
+
 def rms_norm(x: Array, scale: Array) -> Array:
     """Apply the root-mean-square norm in float32."""
     wide = x.astype(jnp.float32)
@@ -152,7 +155,7 @@ def rms_norm(x: Array, scale: Array) -> Array:
 def rotate(x: Array, start: Array | int = 0) -> Array:
     """Apply the rotary embedding to `[B, S, heads, D]` at positions `start` to `start + S - 1`."""
     length, half = x.shape[1], x.shape[3] // 2
-    frequency = 10_000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    frequency = ROTARY_BASE ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = (start + jnp.arange(length)).astype(jnp.float32)[:, None, None] * frequency
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = jnp.cos(angle), jnp.sin(angle)

@@ -39,7 +39,7 @@ PLUGIN_ALONE = $(if $(findstring cuda,$(EXTRAS)),,$(filter test,$(subst $(comma)
 comma := ,
 COMPILED := CMakeLists.txt $(wildcard jax_ep/ffi/csrc/*)
 
-.PHONY: help env lock ffi demo test test-rest test-all test-maxtext test-gpu evidence tables lint docs wheel bench clean
+.PHONY: help env lock ffi demo test test-rest test-all test-maxtext test-gpu evidence tables lint docs wheel wheel-aarch64 bench clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name what; do \
@@ -84,6 +84,7 @@ test-rest: ## run the remaining tests: more sizes and numbers of ranks, whole pr
 test-all: WHICH := --slow
 test-all: ## run both
 # After a space pytest would take the file, once it exists, for tests, and not know the option.
+test-rest test-all: $(BIN)/python-zig
 test test-rest test-all: $(INSTALLED)
 	$(PYTEST) $(WHICH) --seconds=build/$@_seconds.json $(PYTEST_ARGS)
 
@@ -120,6 +121,13 @@ docs: $(INSTALLED) ## build the site of docs/ in build/site; a broken link or an
 wheel: $(INSTALLED) ## build a wheel in dist/, and test it in an empty environment without a compiler
 	tools/build_wheel.sh "$(BIN)/python"
 	CONSTRAINTS='$(CONSTRAINTS)' tools/check_wheel.sh "$(BIN)/python" dist/jax_ep-*.whl
+
+$(BIN)/python-zig: | $(INSTALLED)
+	"$(BIN)/python" -m pip install --disable-pip-version-check -q 'ziglang>=0.17,<0.18'
+
+wheel-aarch64: $(BIN)/python-zig ## build a wheel for aarch64 (Grace Hopper) in dist/, in place of the other
+	tools/build_wheel.sh "$(BIN)/python" -C cmake.define.CMAKE_TOOLCHAIN_FILE='$(CURDIR)/tools/aarch64.cmake' \
+	  -C env._PYTHON_HOST_PLATFORM=linux-aarch64
 
 bench: $(INSTALLED) ## run every benchmark except the comparison with another checkout
 	for script in $(filter-out benchmarks/compare.py benchmarks/public_operations.py benchmarks/scale_model.py benchmarks/tables.py benchmarks/plots.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; "$(BIN)/python" "$$script" || echo "exit status $$?"; done

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import jax_ep.ffi
+
 ROOT = Path(__file__).resolve().parents[1]
 
 if not (ROOT / "constraints.txt").exists():
@@ -68,17 +70,47 @@ def test_bare_source_tree_says_how_to_build(tmp_path):
     assert str(tmp_path / "jax_ep" / "ffi") in completed.stderr
 
 
-def test_wheel_holds_the_library_and_no_sources(tmp_path, project):
-    """The real build, if its tools are available offline: CMake and scikit-build-core."""
+def built(folder, *options):
+    """Build a wheel for real, if the tools are available offline: CMake and scikit-build-core."""
     pytest.importorskip("scikit_build_core")
     if shutil.which("cmake") is None:
         pytest.skip("needs cmake")
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
-    completed = run([*command, "-w", str(tmp_path), str(ROOT)], os.environ)
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", *options]
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    completed = run([*command, "-w", str(folder), str(ROOT)], os.environ | {"PATH": path})
     assert completed.returncode == 0, completed.stderr
-    (wheel,) = tmp_path.glob("*.whl")
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def test_wheel_holds_the_library_and_no_sources(tmp_path, project):
+    wheel = built(tmp_path)
     assert wheel.name.startswith(f"jax_ep-{project['project']['version']}-py3-none-"), "one wheel for every Python 3"
     names = zipfile.ZipFile(wheel).namelist()
     assert "jax_ep/ffi/libjax_ep_ffi.so" in names
     assert "jax_ep/py.typed" in names
     assert [name for name in names if not name.startswith(("jax_ep/", "jax_ep-")) or "csrc" in name] == []
+
+
+def facts_of_library(file):
+    """Return the machine of a shared library, the libraries that it needs, and the symbols that it exports."""
+    library = pytest.importorskip("elftools.elf.elffile").ELFFile(file)
+    needed = {tag.needed for tag in library.get_section_by_name(".dynamic").iter_tags("DT_NEEDED")}
+    symbols = library.get_section_by_name(".dynsym").iter_symbols()
+    exported = {one.name for one in symbols if one.name and one["st_shndx"] != "SHN_UNDEF"}
+    return library["e_machine"], needed, exported
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path(sys.executable).with_name("python-zig").exists(), reason="needs ziglang")
+@pytest.mark.skipif(sys.platform != "linux", reason="compares with the library of Linux")
+def test_wheel_for_aarch64(tmp_path):
+    toolchain = f"cmake.define.CMAKE_TOOLCHAIN_FILE={ROOT / 'tools' / 'aarch64.cmake'}"
+    wheel = built(tmp_path, "-C", toolchain, "-C", "env._PYTHON_HOST_PLATFORM=linux-aarch64")
+    assert wheel.name.endswith("-py3-none-linux_aarch64.whl")
+    with zipfile.ZipFile(wheel).open("jax_ep/ffi/libjax_ep_ffi.so") as file:
+        machine, needed, exported = facts_of_library(file)
+    assert machine == "EM_AARCH64"
+    assert needed <= {"libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "ld-linux-aarch64.so.1"}
+    with open(jax_ep.ffi.load()._name, "rb") as file:
+        assert exported == facts_of_library(file)[2]

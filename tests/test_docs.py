@@ -6,6 +6,7 @@ import io
 import json
 import re
 import tokenize
+import warnings
 from pathlib import Path
 
 import jax
@@ -105,6 +106,18 @@ def test_docs_code_runs(page):
         if package in page.read_text():
             pytest.importorskip(package)
     run_blocks(python_blocks(page), str(page))
+
+
+def test_docs_warning_of_collapsed_experts():
+    """The function that docs/flax.md shows warns at each of its two limits."""
+    source = re.search(r"^def warn_of_collapse.*?^$", (DOCS / "flax.md").read_text(), re.MULTILINE | re.DOTALL)[0]
+    namespace = {"warnings": warnings}
+    exec(source, namespace)
+    warn = namespace["warn_of_collapse"]
+    for load, dead, text in ((4.1, 0, "4.1 times the mean load, 0%"), (2, 2, "2.0 times the mean load, 12% without")):
+        with pytest.warns(UserWarning, match=text):
+            warn({"moe/load": load, "moe/dead_experts": dead}, 16)
+    warn({"moe/load": 4.0, "moe/dead_experts": 1}, 16)
 
 
 @pytest.mark.usefixtures("quick_compilation")

@@ -20,7 +20,7 @@ PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 TEXTS = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
 # In `make test-rest`, because tests of these subjects cover their parts.
 SLOW = {
-    *("checkpoints.md", "flax.md", "integrations.md", "multi_node.md"),
+    *("checkpoints.md", "flax.md", "guide.md", "integrations.md", "multi_node.md"),
     *("numerics.md", "placement.md", "sharding.md", "tracing.md", "tutorial.md"),
 }
 FOLDERS = ("", "jax_ep", "jax_ep/ffi")  # Folders that the prose's file names are relative to.

@@ -285,6 +285,7 @@ def test_flax_serving_path_token_limit(monkeypatch):
     np.testing.assert_array_equal(run(broken), run(None))
 
 
+@pytest.mark.slow
 def test_flax_serving_prepacked_weights():
     """The same values in another order."""
     moe, x = serve_layer("Auto")

@@ -117,6 +117,7 @@ def test_experts_dropped_rows_have_no_bias(implementation, expert_mesh, rng):
     assert_close(got, inputs.answer(capacity=7)[0], "moe")
 
 
+@pytest.mark.slow(unless={"implementation": ["triton"]})
 def test_experts_fp8_gemm(implementation, expert_mesh, rng):
     """About as far from the exact layer as one without biases; limits would make the derivatives jump."""
     inputs = Inputs(rng, dataclasses.replace(GPT_OSS, clamp=None), True, 2, WIDE, BF16)

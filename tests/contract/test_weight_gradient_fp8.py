@@ -69,7 +69,7 @@ def test_weight_gradient_fp8_groups(implementation, groups, rng):
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-@pytest.mark.slow_interpreted(unless={"dtype": [BF16]})
+@pytest.mark.slow(unless={"dtype": [BF16]})
 def test_weight_gradient_fp8_two_arrays(implementation, dtype, rng):
     """The first groups in one array and the others in another one have the bits that they have in one."""
     sizes = [0, 130, 3, 0]
@@ -93,7 +93,7 @@ def test_weight_gradient_fp8_result_dtypes(implementation, dtype, rng, request):
     got = weight_gradient(implementation, dtype)(lhs, rhs, np.array(sizes, np.int32))
     assert got.dtype == dtype
     want = oracle_fp8.weight_gradient(lhs.astype(F32), rhs.astype(F32), np.array(sizes))
-    assert_near(got, want, 2 * NEAR)
+    assert_near(got, want, 4 * NEAR)  # Ties are frequent in bfloat16, and the last group has few rows.
 
 
 def test_weight_gradient_fp8_accumulates_in_float32(implementation):

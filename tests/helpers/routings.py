@@ -94,7 +94,7 @@ ROUTINGS = {
 FEW_ROUTINGS = {name: ROUTINGS[name] for name in ("uniform", "one_hot_every_slot", "some_without_expert", "duplicates")}
 
 
-def routings(implementation, num_ranks):
-    """Return the routings for a test of routing: all, or few if an interpreter runs kernels of many ranks."""
+def routings(implementation, num_ranks, *, most_ranks=2):
+    """Return the routings for a test of routing: all, or few if an interpreter runs kernels of more ranks."""
     interpreted = implementation == "triton" and jax.default_backend() == "cpu"
-    return FEW_ROUTINGS if interpreted and num_ranks > 2 else ROUTINGS
+    return FEW_ROUTINGS if interpreted and num_ranks > most_ranks else ROUTINGS

@@ -313,7 +313,9 @@ def test_tune_run_without_measurements_fails(monkeypatch):
     ("arguments", "reason"),
     [
         (["low-latency", "--tokens", "4096"], "at most 1024 tokens per rank; pass --tokens"),
-        (["exchange-gemm", "--hidden", "7"], "weight sizes that are multiples of 8"),
+        pytest.param(
+            ["exchange-gemm", "--hidden", "7"], "weight sizes that are multiples of 8", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_tune_says_what_is_left_out(arguments, reason, capsys):

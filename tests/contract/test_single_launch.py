@@ -62,7 +62,7 @@ def drawn_biases(rng, layer, is_given):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.slow(unless={"name": ["cut tiles"]})
+@pytest.mark.slow(unless={"name": ["cut tiles", "one token"]})
 def test_single_launch_routings(implementation, name, rng, subtests):
     run = jax.jit(call(implementation))
     for routing in ROUTINGS:
@@ -72,6 +72,19 @@ def test_single_launch_routings(implementation, name, rng, subtests):
             got = to_numpy(run(*operands))
             assert_close(got, layer.oracle().forward()[0], "layer")
             assert_same_bits(to_numpy(run(*operands)), got, "again")
+
+
+@pytest.mark.parametrize("stored", [None, "mxfp4 prepacked", "fp8"])
+@pytest.mark.slow(unless={"stored": [None]})
+def test_single_launch_one_token(implementation, stored, rng):
+    """One token whose ids repeat, or are no expert; the second GEMM in parts."""
+    layer = Layer(rng, "some_without_expert", 1, Shape(1, 5, num_experts=6, hidden=256, intermediate=384), BF16)
+    x, _, weights = operands_of(layer)
+    matrices = [store(w, stored) if stored else w for w in (layer.w_gate_up, layer.w_down)]
+    biases = drawn_biases(rng, layer, lambda: True)
+    with jax_ep.tuning.override("fused_moe", splits=2):
+        for ids in ([3, 0, 3, -1, 5], [-1, -1, 6, -1, -1]):
+            check(implementation, (x, jnp.array([ids], jnp.int32), weights), matrices, biases=biases)
 
 
 @pytest.mark.parametrize("kind", EXPERTS)

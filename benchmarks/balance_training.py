@@ -9,7 +9,6 @@ same initial parameters; the one without copies is the baseline of losses and ti
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import shutil
 import sys
@@ -52,15 +51,8 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "balance_training.json"
     variants = {variant: train(variant, args.steps, path.with_suffix(".png")) for variant in VARIANTS}
-    content = {
-        "name": path.stem,
-        "script": "benchmarks/balance_training.py",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": harness.versions(),
-        "device": harness.device(),
-        "settings": {"steps": args.steps, "example": "train_moe_flax.py", "devices": 8, "expert_ranks": 4},
-        "variants": variants,
-    }
+    settings = {"steps": args.steps, "example": "train_moe_flax.py", "devices": 8, "expert_ranks": 4}
+    content = harness.heading(path.stem, "balance_training", settings) | {"variants": variants}
     path.write_text(json.dumps(content, indent=1) + "\n")
     print(path)
 

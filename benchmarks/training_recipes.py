@@ -11,7 +11,6 @@ training of the first variant, from another seed, shows which differences are si
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import sys
 import tempfile
@@ -94,16 +93,9 @@ def main() -> None:
     curves = {variant: train(variant, 0, args) for variant in args.variants}
     curves[OTHER_SEED] = train(args.variants[0], 1, args)
     name = "training_recipes" + args.suffix
-    content = {
-        "name": name,
-        "script": "benchmarks/training_recipes.py",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": harness.versions(),
-        "device": harness.device(),
-        "settings": {"steps": args.steps, "devices": args.devices, "sizes": args.sizes, "smoothed_steps": SMOOTHED},
-        "largest_differences": differences(curves),
-        "curves": curves,
-    }
+    settings = {"steps": args.steps, "devices": args.devices, "sizes": args.sizes, "smoothed_steps": SMOOTHED}
+    content = harness.heading(name, "training_recipes", settings)
+    content |= {"largest_differences": differences(curves), "curves": curves}
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
     draw(args.out / f"{name}.png", curves)

@@ -169,6 +169,7 @@ def test_placement_scan_over_layers(rng):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.slow(unless={"kind": [AxisType.Explicit]})
 def test_placement_expand_and_gradient(num_ranks, kind, rng):
     """With integers, whose sums are exact; on one axis of ranks or two, as global arrays."""
     sizes, names = ((2, 2), ("node", "expert")) if num_ranks == 4 else ((num_ranks,), ("expert",))

@@ -100,7 +100,7 @@ def test_quantize_fp8_part_of_a_block_on_explicit_axes():
     """An axis may split the columns of one block, also outside of jit."""
     w, mesh = jnp.ones((4, 128, 8)), make_mesh((2,), ("tensor",), AxisType.Explicit)
     placed = quantize(jax.device_put(w, NamedSharding(mesh, P(None, None, "tensor"))), "fp8")
-    np.testing.assert_array_equal(dequantize(placed, jnp.float32), dequantize(quantize(w, "fp8"), jnp.float32))
+    np.testing.assert_array_equal(dense(placed, dtype=jnp.float32), dense(quantized(w, "fp8"), dtype=jnp.float32))
 
 
 def test_quantize_fp8_weights_blocks_split_by_axes():
@@ -344,7 +344,7 @@ def test_quantize_experts_smooth_reduces_error(rng):
 
 @pytest.mark.parametrize(("expert_format", "block_size"), [("mxfp4", 32), ("int4", 128), ("int4", 32), ("int4", 16)])
 @pytest.mark.parametrize("depth", [128, 256, 384])
-@pytest.mark.slow(unless={"depth": [384]})
+@pytest.mark.slow(unless={"depth": [384], "block_size": [32, 128]})
 def test_prepack_round_trip(expert_format, block_size, depth, rng):
     q = quantized(reals(rng, 2, 3, depth, 40), expert_format, **options_of(expert_format, block_size))
     prepacked = relaid(q, layout="prepacked")

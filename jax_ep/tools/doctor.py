@@ -14,7 +14,6 @@ import importlib.util
 import itertools
 import json
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -25,14 +24,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep import context
-from jax_ep.tools.command import count, in_one_line
+from jax_ep.tools.command import count, in_one_line, versions
 
 if TYPE_CHECKING:
     from jax_ep.ops.memory import MemoryPlan
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 _PACKAGES = (
-    *("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "triton", "jax-triton", "nvshmem4py-cu13"),
+    *("jax-ep", "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "triton", "jax-triton", "nvshmem4py-cu13"),
     *("numpy", "flax"),
 )
 _COPY_BYTES, _COPIES = 64 << 20, 4
@@ -77,12 +76,7 @@ def examine() -> Iterator[Finding]:
 
 
 def _versions() -> Iterator[Finding]:
-    found = {"python": platform.python_version()}
-    for package in ("jax-ep", *_PACKAGES):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    found = versions(_PACKAGES)
     yield Finding("versions", OK, ", ".join(f"{name} {version}" for name, version in found.items()), data=found)
 
 

@@ -44,6 +44,7 @@ def test_balanced_dispatch_gradients(implementation, balance, mesh, rng, subtest
 
 
 @pytest.mark.parametrize("alignment", [1, 8])
+@pytest.mark.slow(unless={"alignment": [8]})
 def test_balanced_dispatch_rows(implementation, alignment, expert_mesh, rng, subtests):
     """Every rank has R rows, each assignment has one of them, and sums of integers come back exactly."""
     shape = Shape(num_tokens=7, top_k=2, num_experts=12)

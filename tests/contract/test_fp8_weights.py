@@ -39,6 +39,7 @@ def test_fp8_weights_definition(rng):
 
 
 @pytest.mark.parametrize("kinds", [1, 2])
+@pytest.mark.slow(unless={"kinds": [2]})
 def test_fp8_weights_two_column_kinds(kinds, rng):
     """As a tensor axis splits them: each kind has the values that it has alone."""
     w = reals(rng, 3, 2, 256, kinds, 128, dtype=BF16)
@@ -157,7 +158,7 @@ def test_quantize_master_weights_mistakes():
 
 
 @pytest.mark.parametrize("policy", ["everything_saveable", "dots_saveable"])
-@pytest.mark.slow(unless={"policy": ["everything_saveable"]})
+@pytest.mark.slow
 def test_fp8_weights_remat(policy, rng):
     """In a scan on the CPU, FP8 values are lost when such layers save them."""
     stacked = [jnp.asarray(reals(rng, 2, 2, *shape, dtype=F32)) / 12 for shape in ((128, 256), (128, 128))]

@@ -71,6 +71,7 @@ def shard_layer(implementation, mesh, *, tensor=False, **options):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.slow(unless={"check_vma": [True]})
 def test_subgroups_data_and_expert(implementation, check_vma, rng):
     mesh = make_mesh((2, 2), ("data", "expert"))
     groups = Groups(rng, 2, 2)

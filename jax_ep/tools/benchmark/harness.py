@@ -10,11 +10,9 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
-import importlib.metadata
 import json
 import math
 import os
-import platform
 import sys
 import threading
 import time
@@ -44,6 +42,7 @@ GRAPHS: dict[str, Any] = {
 GRAPHS_WITH_COLLECTIVES = GRAPHS | {
     "xla_gpu_enable_command_buffer": f"{GRAPHS['xla_gpu_enable_command_buffer']},COLLECTIVES"
 }
+_PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "triton", "jax-triton", "numpy")
 _MIN_ROUNDS = 3
 _BUDGET_S = 15.0
 
@@ -241,19 +240,17 @@ def ends_the_run(timeout_s: float, give_up: Callable[[], None]) -> Iterator[None
 # --- reports --------------------------------------------------------------------------------------------------------
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of the packages that determine speed, if installed."""
-    found = {"python": platform.python_version()}
-    for package in ("jax", "jaxlib", "jax-cuda13-plugin", "triton", "jax-triton", "numpy"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
-
-
-def device() -> dict[str, Any]:
-    """Return platform, kind and number of the devices that the benchmark sees."""
-    first = jax.devices()[0]
-    return {"platform": first.platform, "kind": first.device_kind, "count": jax.device_count(), "cores": os.cpu_count()}
+def heading(name: str, script: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the beginning of a report: its name and settings, the date, the versions that matter, and the devices."""
+    first, cores = jax.devices()[0], os.cpu_count()
+    return {
+        "name": name,
+        "script": f"benchmarks/{script}.py",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": command.versions(_PACKAGES),
+        "device": {"platform": first.platform, "kind": first.device_kind, "count": jax.device_count(), "cores": cores},
+        "settings": settings,
+    }
 
 
 COLUMNS: dict[str, tuple[str, str, float]] = {
@@ -298,12 +295,9 @@ class Report:
         check_writable(self.path)
         self.made.append(self)
         self._content: dict[str, Any] = {
-            "name": f"{name}{args.suffix}",
-            "script": f"benchmarks/{args.script}.py",
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "versions": versions(),
-            "device": device(),
-            "settings": {"rounds": args.rounds, "quick": args.quick, **(settings or {})},
+            **heading(
+                name + args.suffix, args.script, {"rounds": args.rounds, "quick": args.quick, **(settings or {})}
+            ),
             "summary": {},
             "rows": [],
         }

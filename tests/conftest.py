@@ -95,8 +95,9 @@ _WHOLE = (
 )
 _LAYERS = {
     "fused": (
-        *("fused_forward_and_gradients[scatter-triton-2]", "fused_forward_and_gradients[serial-triton-4]"),
-        *("fused_capacity", "fused_dispatch_modes[triton-2-serial]"),
+        *(f"fused_forward_and_gradients[{case}]" for case in ("scatter-triton-2", "scatter-triton-2 others")),
+        *("fused_forward_and_gradients[serial-triton-4]", "fused_capacity"),
+        "fused_dispatch_modes[triton-2-serial]",
     ),
     "balance": ("balance_bfloat16_copies_in_their_own_array[triton-scatter]",),
     "moe_recipe": ("moe_recipe_capacity", "moe_recipe_fused_moe", "moe_recipe_nan_stays_with_token"),

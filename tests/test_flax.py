@@ -368,19 +368,23 @@ def test_flax_training_weights_quantized_once(kind, rng):
 
 def test_flax_training_weights_wrong_layer():
     sizes = SIZES | {"hidden_size": 128, "intermediate_size": 128}
-    moe, x = MoE(**sizes, recipe="fp8", rngs=nnx.Rngs(0)), jnp.ones((4, 128), jnp.float32)
-    weights, plain = nnx.jit(MoE.training_weights)(moe), MoE(**sizes, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"training_weights: recipe is None, expected recipe='fp8'"):
-        plain.training_weights()
-    with pytest.raises(ValueError, match=r"are QuantizedWeights with a master, which need recipe='fp8'"):
-        plain(x, weights)
-    with pytest.raises(ValueError, match="this layer is for serving only"):
-        moe.to_serving("fp8")(x, weights)
-    with pytest.raises(TypeError, match="MoE: weights is a tuple, expected ExpertWeights or None"):
-        moe(x, (weights.w_gate_up, weights.w_down))
-    wide = MoE(**sizes | {"intermediate_size": 256}, recipe="fp8", rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"w_gate_up.values is float8_e4m3fn\[8, 256, 128\], expected float8_e4m3fn"):
-        wide(x, weights)
+
+    def check():
+        moe, x = MoE(**sizes, recipe="fp8", rngs=nnx.Rngs(0)), jnp.ones((4, 128), jnp.float32)
+        weights, plain = moe.training_weights(), MoE(**sizes, rngs=nnx.Rngs(0))
+        with pytest.raises(ValueError, match=r"training_weights: recipe is None, expected recipe='fp8'"):
+            plain.training_weights()
+        with pytest.raises(ValueError, match=r"are QuantizedWeights with a master, which need recipe='fp8'"):
+            plain(x, weights)
+        with pytest.raises(ValueError, match="this layer is for serving only"):
+            moe.to_serving("fp8")(x, weights)
+        with pytest.raises(TypeError, match="MoE: weights is a tuple, expected ExpertWeights or None"):
+            moe(x, (weights.w_gate_up, weights.w_down))
+        wide = MoE(**sizes | {"intermediate_size": 256}, recipe="fp8", rngs=nnx.Rngs(0))
+        with pytest.raises(ValueError, match=r"w_gate_up.values is float8_e4m3fn\[8, 256, 128\], expected float8"):
+            wide(x, weights)
+
+    nnx.eval_shape(check)
 
 
 def test_flax_explicit_and_automatic_axes(rng):
@@ -480,7 +484,8 @@ def test_flax_router_fn_invalid_result(router, error, match):
         moe(jnp.ones((6, H)))
 
 
-@pytest.mark.parametrize("shape", [(H,), (2, 1, 3, H)])
+@pytest.mark.parametrize("shape", [(H,), (2, 1, 3, H)], ids=len)
+@pytest.mark.slow(unless={"shape": [(2, 1, 3, H)]})
 def test_flax_shared_experts_custom_activation(shape):
     """The function gets `[R, N]`, as for routed experts, for any token axes."""
     seen = []
@@ -499,6 +504,7 @@ def test_flax_shared_experts_custom_activation(shape):
 
 
 @pytest.mark.parametrize("place", ["itself", "in a model"])
+@pytest.mark.slow(unless={"place": ["in a model"]})
 def test_flax_tabulate(place):
     """`nnx.tabulate` converts outputs to plain lists and dicts."""
 

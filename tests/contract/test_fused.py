@@ -19,6 +19,7 @@ from routings import FEW_ROUTINGS, ROUTINGS
 SHAPE = Shape(num_tokens=37, top_k=3, num_experts=8, hidden=88, intermediate=40)
 # Two GEMMs deep; each one rounds its inputs and outputs.
 TOLERANCE = 4e-2
+OTHER_ROUTINGS = [name for name in ROUTINGS if name not in FEW_ROUTINGS]
 
 
 @pytest.fixture(params=COMBINE_MODES)
@@ -39,11 +40,16 @@ def layer_and_gradients(shape, implementation, **options):
     return with_gradients(layer(shape, implementation, **options))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("num_ranks", "routings"),
+    [(1, FEW_ROUTINGS), (2, FEW_ROUTINGS), (2, OTHER_ROUTINGS), (4, FEW_ROUTINGS)],
+    ids=["1", "2", "2 others", "4"],
+)
 @pytest.mark.slow(unless={"num_ranks": [2]})
-def test_fused_forward_and_gradients(implementation, mode, num_ranks, expert_mesh, rng, subtests):
+@pytest.mark.slow_interpreted(unless={"routings": [FEW_ROUTINGS]})
+def test_fused_forward_and_gradients(implementation, mode, num_ranks, routings, expert_mesh, rng, subtests):
     call = compiled(layer_and_gradients(SHAPE, implementation, combine_mode=mode), expert_mesh(num_ranks))
-    for routing in ROUTINGS if num_ranks == 2 else FEW_ROUTINGS:
+    for routing in routings:
         with subtests.test(routing):
             problem = Layer(rng, routing, num_ranks, SHAPE, BF16)
             d_out = reals(rng, *problem.x.shape, dtype=BF16)
@@ -51,6 +57,7 @@ def test_fused_forward_and_gradients(implementation, mode, num_ranks, expert_mes
 
 
 @pytest.mark.parametrize("capacity", [1, 24, 60])
+@pytest.mark.slow(unless={"capacity": [60]})
 @pytest.mark.slow_interpreted(unless={"capacity": [60], "mode": ["scatter"]})
 def test_fused_capacity(implementation, mode, capacity, expert_mesh, rng):
     """Assignments without a row add nothing, whatever earlier calls left in the heap."""
@@ -62,6 +69,7 @@ def test_fused_capacity(implementation, mode, capacity, expert_mesh, rng):
         check_gradients(call(*problem.args, d_out), problem, d_out, tolerance=TOLERANCE, capacity=capacity)
 
 
+@pytest.mark.slow
 def test_fused_scan_and_remat(implementation, mode, expert_mesh, rng):
     """Gradients of two layers are those without scan and remat."""
     problem = Layer(rng, "uniform", 2, SHAPE, BF16)
@@ -201,6 +209,7 @@ def test_fused_mode_default(implementation, mesh, rng):
     assert_close(got, serial.astype(np.float64), "chosen", tolerance=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_fused_second_derivative(implementation, mode, expert_mesh, rng):
     """The backward pass can be differentiated; compare with the portable implementation in float32."""
     shape = Shape(num_tokens=9, top_k=2, num_experts=4, hidden=16, intermediate=8)

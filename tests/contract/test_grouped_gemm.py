@@ -25,6 +25,8 @@ GROUPS = {
     "last only": (24, [0, 0, 0, 7]),
     "no rows used": (24, [0, 0, 0, 0]),
 }
+FEW_GROUPS = ["ragged", "last only"]
+OTHER_GROUPS = [name for name in GROUPS if name not in FEW_GROUPS]
 
 
 def with_gradients(implementation, **options):
@@ -63,10 +65,13 @@ def check(call, rng, rows, sizes, inner, columns, dtype):
         assert not g[sizes.sum() :].any(), "rows past the groups are not zero"
 
 
-@pytest.mark.parametrize("dtype", [BF16, pytest.param(F16, marks=pytest.mark.slow_interpreted), F32], ids=str)
-def test_grouped_gemm_groups(implementation, dtype, rng, subtests):
+@pytest.mark.parametrize("names", [FEW_GROUPS, OTHER_GROUPS], ids=["few", "others"])
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+@pytest.mark.slow_interpreted(unless={"names": [FEW_GROUPS], "dtype": [BF16]})
+def test_grouped_gemm_groups(implementation, dtype, names, rng, subtests):
     call = with_gradients(implementation)
-    for name, (rows, sizes) in GROUPS.items():
+    for name in names:
+        rows, sizes = GROUPS[name]
         with subtests.test(name):
             check(call, rng, rows, sizes, 9, 5, dtype)
 
@@ -86,6 +91,7 @@ def test_grouped_gemm_shapes(implementation, rows, groups, inner, columns, rng):
 
 @pytest.mark.slow_interpreted
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.slow(unless={"dtype": [BF16]})
 def test_grouped_gemm_remainders(implementation, dtype, rng):
     """Groups of all sizes around those of tiles, empty ones at both ends, and rows past them."""
     sizes = [0, 1, 63, 64, 65, 127, 128, 129, 0]
@@ -110,6 +116,7 @@ def test_grouped_gemm_nan_stays_in_group(implementation, dtype, rng):
 
 
 @pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.slow(unless={"transpose": [True]})
 @pytest.mark.slow_interpreted
 def test_grouped_gemm_two_arrays(implementation, transpose, rng):
     """Weights in two arrays give the bits of those in one, forward and gradients."""
@@ -161,7 +168,7 @@ def test_grouped_gemm_finite_differences(implementation, rng, float64):
     check_directional_derivatives(jax.jit(jax.value_and_grad(value, argnums=(0, 1))), (lhs, rhs), rng)
 
 
-@pytest.mark.slow_interpreted
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 def test_grouped_gemm_scan_stacks_results(implementation, dtype, rng, subtests):
     """Each step gives the result of a single call, although kernels may write into the stacked results."""

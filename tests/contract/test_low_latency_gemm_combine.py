@@ -37,6 +37,7 @@ def test_low_latency_gemm_combine_routings(implementation, every_mesh, rng, subt
 
 
 @pytest.mark.parametrize("expected_rows", [1, 12, 20, 100])
+@pytest.mark.slow(unless={"expected_rows": [1, 100]})
 def test_low_latency_gemm_combine_tile_sizes(implementation, expected_rows, expert_mesh, rng):
     shape = Shape(num_tokens=7, top_k=2, num_experts=2, hidden=264, intermediate=136)
     problem = problem_of(rng, "uniform", 2, shape)

@@ -55,6 +55,7 @@ class Quantized(Fp8Operands):
 
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("expected_rows", [None, 4, 16, 100])
+@pytest.mark.slow(unless={"expected_rows": [None, 16]})
 def test_masked_fp8(implementation, groups, expected_rows, rng):
     rows, sizes = GROUPS[groups]
     problem = Quantized(rng, sizes, rows, 384, 200)
@@ -95,6 +96,7 @@ def test_masked_other_block_size(implementation, group_size, rng):
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
 @pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.slow(unless={"dtype": [BF16, F32]})
 def test_masked_other_dtypes(implementation, groups, dtype, rng):
     rows, sizes = GROUPS[groups]
     real, depth = counted(rows, sizes), 72

@@ -77,6 +77,7 @@ def test_quantized_gemm_masked(implementation, expected_rows, stored, rng):
 
 @pytest.mark.parametrize("stored", ["int4", "int4 prepacked"])
 @pytest.mark.parametrize("block_size", [16, 32, 256])
+@pytest.mark.slow(unless={"block_size": [16]})
 def test_quantized_gemm_int4_blocks(implementation, block_size, stored, rng):
     lhs, w = reals(rng, 9, 256, dtype=BF16), reals(rng, 2, 256, 24)
     q = store(w, stored, block_size=block_size)
@@ -89,6 +90,7 @@ def test_quantized_gemm_int4_blocks(implementation, block_size, stored, rng):
 
 @pytest.mark.parametrize("prepacked", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.slow(unless={"dtype": [BF16]})
 def test_quantized_gemm_mxfp4_scales(implementation, dtype, prepacked, rng):
     """Scales far from one, one per column; too large values are not finite, and NaN stays in its column."""
     exponents = np.array([63, 100, 127, 128, 129, 140, 160, 161, 254, 255], np.uint8)
@@ -255,7 +257,7 @@ def test_quantized_layers_fp8_tokens(implementation, which, expert_format, rng):
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("kind", ["silu", "weights on the input", "function"])
-@pytest.mark.slow(unless={"kind": ["silu"]})
+@pytest.mark.slow(unless={"kind": ["silu"], "num_ranks": [2]})
 def test_quantized_layer_fp8_tokens(implementation, kind, num_ranks, expert_mesh, rng):
     """Results match the layer that quantizes its weights in each call, except for FP8 sums, if it exists."""
     layer = Layer(rng, "duplicates", num_ranks, Shape(num_tokens=9, hidden=128, intermediate=128), BF16)
@@ -335,11 +337,6 @@ def test_quantized_gemm_prepacked_needs_16_bit_tokens(implementation):
     operands = jnp.ones((3, 128)), jnp.zeros((3, 1), jnp.int32), jnp.ones((3, 1))
     with pytest.raises(ValueError, match="w_gate_up is prepacked, with activations='fp8'"):
         jax_ep.fused_moe(*operands, in_fp8, down, implementation=implementation)
-    call = jax.jit(partial(jax_ep.fused_moe, implementation=implementation))
-    both = to_numpy(call(*operands, w, down))
-    others = (relaid(a, layout="transposed") for a in (w, down))
-    apart = to_numpy(call(*operands, *others))
-    assert_close(both, apart.astype(np.float64))
 
 
 def test_quantized_gemm_mistakes(implementation):

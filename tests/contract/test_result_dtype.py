@@ -24,7 +24,7 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.slow(unless={"kind": ["scatter", "biased"]})
+@pytest.mark.slow(unless={"kind": ["scatter"]})
 def test_result_dtype_moe(implementation, kind, expert_mesh, rng):
     shape = Shape(num_tokens=12, hidden=128, intermediate=128) if "fp8" in kind else SHAPE
     layer = Layer(rng, "uniform", 2, shape, BF16)
@@ -79,6 +79,7 @@ def test_result_dtype_halves(implementation, dtype, expert_mesh, rng):
         assert_same_bits(wide.astype(BF16), narrow)
 
 
+@pytest.mark.slow_interpreted
 def test_result_dtype_second_derivatives(implementation, expert_mesh, rng):
     layer = Layer(rng, "uniform", 2, SHAPE, BF16)
     x, ids, weights, w_gate_up, w_down = layer.args

@@ -236,11 +236,47 @@ def test_flax_bias_update_moves_load(rng):
     assert not any(isinstance(leaf, RouterBias) for _, leaf in nnx.to_flat_state(gradients))
 
 
+def test_flax_padded_experts(rng):
+    """Two of eight experts are padding: output, gradients and z-loss are those of six experts on one device."""
+    x = rng.normal(size=(8, H)).astype(np.float32)
+
+    def loss(moe, x):
+        y, metrics = moe(x)
+        return jnp.sum(y**2) + metrics.router_z_loss + metrics.load_balancing_loss * (6 / moe.num_experts), metrics
+
+    step = nnx.jit(nnx.value_and_grad(loss, has_aux=True))
+    options = {**SIZES, "router": jax_ep.Router(logit_bias=True)}
+    with jax.set_mesh(data_expert_mesh("Explicit")):
+        moe = MoE(**options, axes=BATCH, rngs=nnx.Rngs(0))
+        moe.b_router[...] = jnp.where(jnp.arange(E) < 6, 0, -1e9)
+        (value, metrics), got = step(moe, jax.device_put(x, P("data")))
+    assert not np.any(metrics.load[6:]) and int(metrics.load.sum()) == 8 * K
+    six = MoE(**options | {"num_experts": 6}, rngs=nnx.Rngs(0))
+    for name in ("router", "b_router", "w_gate_up", "w_down"):
+        axis = -1 if "router" in name else 0
+        getattr(six, name).set_value(jnp.asarray(np.take(array(getattr(moe, name)), range(6), axis), jnp.float32))
+    (expected, _), want = step(six, x)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    for name in ("router", "b_router", "w_gate_up", "w_down"):
+        axis = -1 if "router" in name else 0
+        gradient = array(getattr(got, name))
+        np.testing.assert_allclose(np.take(gradient, range(6), axis), array(getattr(want, name)), rtol=1e-4, atol=1e-4)
+        assert not np.take(gradient, (6, 7), axis).any(), name
+
+
+def test_flax_vmap_over_a_mesh_axis():
+    with jax.set_mesh(data_expert_mesh("Explicit")):
+        graph, state = nnx.split(MoE(**SIZES, rngs=nnx.Rngs(0)))
+        layer = jax.vmap(lambda x: nnx.merge(graph, state)(x)[0], spmd_axis_name="data")
+        with pytest.raises(ValueError, match=r"^MoE: called inside jax.vmap over mesh axes \['data'\], .*jax_ep.moe"):
+            layer(jnp.ones((2, 8, H)))
+
+
 def test_flax_mistakes():
     mesh = data_expert_mesh("Auto")
     with pytest.raises(ValueError, match=r"MoE: the mesh has axes \('data', 'expert'\), expected"):
         MoE(H, INNER, 8, 2, axes=MeshAxes("model"), mesh=mesh, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="MoE: num_experts=7 is not divisible by"):
+    with pytest.raises(ValueError, match=r"MoE: num_experts=7 is not divisible by .* pad them to 8 and never"):
         MoE(H, INNER, 7, 2, mesh=mesh, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"MoE: update_bias .*selection_bias=True"):
         MoE(**SIZES, rngs=nnx.Rngs(0)).update_bias(jnp.zeros(E))

@@ -162,6 +162,33 @@ def test_sharded_moe_mistakes(changes, options, error, message, rng):
         sharded_moe(**{"mesh": harness.make_mesh((4,), ("expert",)), "num_experts": E, **options})(*values)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_sharded_moe_vmap_over_a_mesh_axis(kind, rng):
+    """Stages of a pipeline are an axis of one `shard_map` with the experts; `vmap` over that axis is an error."""
+    mesh = harness.make_mesh((2, 4), ("stage", "expert"), kind)
+    stacked = [np.stack(both) for both in zip(arguments(rng), arguments(rng), strict=True)]
+
+    def stages(*values):
+        y = jax_ep.moe(*(value[0] for value in values), num_experts=E, axis_name="expert")
+        return y[None]
+
+    def loss(layer, *values):
+        return jnp.sum(layer(*values) ** 2)
+
+    def on_one_device(*values):
+        return jnp.stack([jax_ep.fused_moe(*(value[i] for value in values)) for i in range(2)])
+
+    spec = P("stage", "expert")
+    values = place(mesh, stacked, [spec] * 5)
+    with jax.set_mesh(mesh):
+        layer = jax.shard_map(stages, mesh=mesh, in_specs=spec, out_specs=spec)
+        got = jax.jit(jax.value_and_grad(lambda *v: loss(layer, *v), (0, 3, 4)))(*values)
+        with pytest.raises(ValueError, match=r"^sharded_moe: called inside jax.vmap over mesh axes \['stage'\]"):
+            jax.vmap(sharded_moe(num_experts=E), spmd_axis_name="stage" if kind == AxisType.Auto else None)(*values)
+    want = jax.value_and_grad(lambda *v: loss(on_one_device, *v), (0, 3, 4))(*map(jnp.asarray, stacked))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3 * np.abs(b).max()), got, want)
+
+
 def test_sharded_moe_tensor_axis_does_not_divide(rng):
     mesh = harness.make_mesh((1, 4), ("expert", "tensor"))
     x, ids, weights, _, _ = arguments(rng)

@@ -350,10 +350,11 @@ def experts(function: str, num_experts: Any, axis_name: AxisName) -> tuple[int, 
 
 def divisible_experts(function: str, num_experts: int, num_ranks: int, axis_name: AxisName) -> None:
     """Check that the experts divide evenly among the ranks."""
-    if num_experts % num_ranks:
+    if added := -num_experts % num_ranks:
         raise ValueError(
-            f"{function}: num_experts={num_experts} is not divisible by the {num_ranks} ranks of axis"
-            f" {axis_name!r}; every rank owns the same number of experts, so change one of the two."
+            f"{function}: num_experts={num_experts} is not divisible by the {num_ranks} ranks of axis {axis_name!r},"
+            f" expected a multiple, because every rank owns equally many; pad them to {num_experts + added} and never"
+            f" choose the last {added}, or change the axis."
         )
 
 

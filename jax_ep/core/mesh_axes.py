@@ -56,6 +56,15 @@ def check_context(function: str, mesh: jax.sharding.Mesh | jax.sharding.Abstract
             f"{function}: the mesh is {dict(mesh.shape)}, expected that of jax.set_mesh, {dict(around.shape)}; pass one"
             " of them to both, or mesh=None."
         )
+    from jax._src import core  # JAX has no public name for the axes over which jax.vmap splits a batch
+
+    batch = core.get_axis_env()
+    if spread := sorted(batch.spmd_axis_names | batch.explicit_mesh_axis_names):
+        raise ValueError(
+            f"{function}: called inside jax.vmap over mesh axes {spread}, expected none: JAX cannot split the layer's"
+            " shard_map over more axes; call jax_ep.moe in a jax.shard_map over these axes and those of the experts, or"
+            " keep the batch of vmap on every device."
+        )
 
 
 def platform() -> str:

@@ -19,7 +19,7 @@ from harness import compiled, make_mesh, per_rank, run
 from jax_ep.ops import balanced
 from jax_ep.ops import plan as plans
 from jax_ep.types import Layout, Schedule
-from layers import Layer, check_gradients, first_tokens, with_gradients
+from layers import Layer, check_gradients, check_routings, first_tokens, with_gradients
 from routings import ROUTINGS
 
 BALANCES = [jax_ep.Balance(1.0, 1), jax_ep.Balance(1.1), jax_ep.Balance(1.0, 8)]
@@ -36,22 +36,14 @@ def test_balance_routings(
     implementation: str, balance: jax_ep.Balance, every_mesh: Mesh, rng: Any, subtests: Any
 ) -> None:
     call = compiled(layer_and_gradients(BASE, implementation, balance), every_mesh)
-    for routing in ROUTINGS:
-        with subtests.test(routing):
-            layer = Layer(rng, routing, every_mesh.size, BASE)
-            d_out = reals(rng, *layer.x.shape)
-            check_gradients(call(*layer.args, d_out), layer, d_out)
+    check_routings(call, ROUTINGS, every_mesh, rng, subtests, BASE)
 
 
 @pytest.mark.slow
 def test_balance_one_expert_per_rank(implementation: str, mesh: Mesh, rng: np.random.Generator, subtests: Any) -> None:
     shape = Shape(num_tokens=9, top_k=2, num_experts=mesh.size)
     call = compiled(layer_and_gradients(shape, implementation, jax_ep.Balance(1.0)), mesh)
-    for routing in ("one_hot_every_slot", "zipf"):
-        with subtests.test(routing):
-            layer = Layer(rng, routing, mesh.size, shape)
-            d_out = reals(rng, *layer.x.shape)
-            check_gradients(call(*layer.args, d_out), layer, d_out)
+    check_routings(call, ("one_hot_every_slot", "zipf"), mesh, rng, subtests, shape)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import jax_ep
 from cases import BASE, F32, Shape, integers, reals
 from harness import compiled, make_mesh, run
 from jax_ep.placement import with_copies
-from layers import Layer, check_gradients, first_tokens, with_gradients
+from layers import Layer, check_gradients, check_routings, first_tokens, with_gradients
 from routings import ROUTINGS, routings
 
 
@@ -36,11 +36,7 @@ def layer_of(implementation, shape, **options):
 @pytest.mark.slow(unless={"balance": [jax_ep.Balance(1.0)]})
 def test_balanced_dispatch_gradients(implementation, balance, mesh, rng, subtests):
     call = compiled(with_gradients(layer_of(implementation, BASE, balance=balance)), mesh)
-    for routing in routings(implementation, mesh.size):
-        with subtests.test(routing):
-            layer = Layer(rng, routing, mesh.size, BASE)
-            d_out = reals(rng, *layer.x.shape)
-            check_gradients(call(*layer.args, d_out), layer, d_out)
+    check_routings(call, routings(implementation, mesh.size), mesh, rng, subtests, BASE)
 
 
 @pytest.mark.parametrize("alignment", [1, 8])

@@ -10,9 +10,9 @@ import pytest
 import jax_ep
 import oracle
 from cases import BF16, F16, Shape, assert_close, assert_same_bits, reals
-from harness import compiled, run
+from harness import compiled, per_rank, run
 from jax_ep.types import COMBINE_MODES, DISPATCH_MODES, Schedule
-from layers import Layer, check_gradients, second_derivative, with_gradients
+from layers import Layer, check_gradients, check_routings, second_derivative, with_gradients
 from routings import FEW_ROUTINGS, ROUTINGS
 
 # Groups end within tiles, and T is not a multiple of a block.
@@ -48,12 +48,9 @@ def layer_and_gradients(shape, implementation, **options):
 @pytest.mark.slow(unless={"num_ranks": [2]})
 @pytest.mark.slow_interpreted(unless={"routings": [FEW_ROUTINGS]})
 def test_fused_forward_and_gradients(implementation, mode, num_ranks, routings, expert_mesh, rng, subtests):
-    call = compiled(layer_and_gradients(SHAPE, implementation, combine_mode=mode), expert_mesh(num_ranks))
-    for routing in routings:
-        with subtests.test(routing):
-            problem = Layer(rng, routing, num_ranks, SHAPE, BF16)
-            d_out = reals(rng, *problem.x.shape, dtype=BF16)
-            check_gradients(call(*problem.args, d_out), problem, d_out, tolerance=TOLERANCE)
+    mesh = expert_mesh(num_ranks)
+    call = compiled(layer_and_gradients(SHAPE, implementation, combine_mode=mode), mesh)
+    check_routings(call, routings, mesh, rng, subtests, SHAPE, BF16, tolerance=TOLERANCE)
 
 
 @pytest.mark.parametrize("capacity", [1, 24, 60])
@@ -120,17 +117,15 @@ def test_fused_dispatch_modes(implementation, dispatch_mode, num_ranks, expert_m
     """Forward and gradients; also with a capacity that leaves tokens without rows."""
     for capacity, routings in ((None, ("zipf", "some_without_expert")), (24, ("one_hot",))):
         options = {"dispatch_mode": dispatch_mode, "capacity": capacity}
-        call = compiled(layer_and_gradients(SHAPE, implementation, **options), expert_mesh(num_ranks))
-        for routing in routings:
-            with subtests.test(f"{routing}, {capacity}"):
-                problem = Layer(rng, routing, num_ranks, SHAPE, BF16)
-                d_out = reals(rng, *problem.x.shape, dtype=BF16)
-                if implementation != "triton" and dispatch_mode == "fused":
-                    with pytest.raises(NotImplementedError, match="mode='fused'"):
-                        call(*problem.args, d_out)
-                    continue
-                got = call(*problem.args, d_out)
-                check_gradients(got, problem, d_out, tolerance=TOLERANCE, capacity=capacity)
+        call, mesh = layer_and_gradients(SHAPE, implementation, **options), expert_mesh(num_ranks)
+        if implementation != "triton" and dispatch_mode == "fused":
+            layer = Layer(rng, routings[0], num_ranks, SHAPE, BF16)
+            with pytest.raises(NotImplementedError, match="mode='fused'"):
+                jax.eval_shape(per_rank(call, mesh), *layer.args, layer.x)
+            continue
+        check_routings(
+            compiled(call, mesh), routings, mesh, rng, subtests, SHAPE, BF16, tolerance=TOLERANCE, capacity=capacity
+        )
 
 
 @pytest.mark.parametrize("dispatch_mode", [None, *DISPATCH_MODES])

@@ -11,7 +11,7 @@ import jax_ep
 import oracle
 from cases import BASE, BF16, F32, FP8_WIRE, Shape, assert_close, integers, probabilities, reals
 from harness import check_directional_derivatives, compiled, per_rank, run, to_numpy
-from layers import NAMES, Layer, check_gradients, with_gradients
+from layers import NAMES, Layer, check_gradients, check_routings, with_gradients
 from routings import FEW_ROUTINGS, ROUTINGS
 
 TINY = Shape(num_tokens=3, top_k=2, num_experts=4, hidden=3, intermediate=2)
@@ -39,11 +39,7 @@ def moe_gradients(shape, implementation, **options):
 
 def test_moe_gradients_routings(implementation, every_mesh, rng, subtests):
     call = compiled(moe_gradients(BASE, implementation), every_mesh)
-    for routing in ROUTINGS:
-        with subtests.test(routing):
-            layer = Layer(rng, routing, every_mesh.size, BASE)
-            d_out = reals(rng, *layer.x.shape)
-            check_gradients(call(*layer.args, d_out), layer, d_out)
+    check_routings(call, ROUTINGS, every_mesh, rng, subtests, BASE)
 
 
 @pytest.mark.parametrize(("activation", "gated"), VARIANTS)

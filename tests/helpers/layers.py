@@ -56,6 +56,15 @@ def check_gradients(got, layer, d_out, activation="silu", tolerance=None, **layo
         assert_close(g.reshape(w.shape), w, name, tolerance=tolerance)
 
 
+def check_routings(call, routings, mesh, rng, subtests, shape, dtype=F32, **options):
+    """Compare results of a compiled `with_gradients` with the oracle for each routing; see `check_gradients`."""
+    for routing in routings:
+        with subtests.test(routing):
+            layer = Layer(rng, routing, mesh.size, shape, dtype)
+            d_out = reals(rng, *layer.x.shape, dtype=dtype)
+            check_gradients(call(*layer.args, d_out), layer, d_out, **options)
+
+
 def first_tokens(ids, count):
     """Ids `[T, K]` without those of the tokens at and past `count`."""
     return jnp.where(jnp.arange(ids.shape[0])[:, None] < count, ids, -1)

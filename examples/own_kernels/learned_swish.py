@@ -9,15 +9,20 @@ import triton.language as tl
 
 
 @triton.jit
+def load_row(slopes_ptr, weights_ptr, experts_ptr):
+    """Return the row of this program, whether it has an expert, the slope of the expert, and the row's weight."""
+    row = tl.program_id(0).to(tl.int64)
+    expert = tl.load(experts_ptr + row)
+    is_used = expert >= 0
+    return row, is_used, tl.load(slopes_ptr + expert, mask=is_used, other=0.0), tl.load(weights_ptr + row)
+
+
+@triton.jit
 def activate(
     hidden_ptr, slopes_ptr, weights_ptr, experts_ptr, out_ptr, INNER: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Compute out `[R, INNER]` from hidden `[R, 2 * INNER]`, gate first; slopes `[L]`; weights and experts `[R]`."""
-    row = tl.program_id(0).to(tl.int64)
-    expert = tl.load(experts_ptr + row)
-    is_used = expert >= 0
-    slope = tl.load(slopes_ptr + expert, mask=is_used, other=0.0)
-    weight = tl.load(weights_ptr + row)
+    row, is_used, slope, weight = load_row(slopes_ptr, weights_ptr, experts_ptr)
     for start in range(0, INNER, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         mask = columns < INNER
@@ -33,11 +38,7 @@ def activate_gradient(
     INNER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute the cotangents of hidden and weights, and each row's share `[R]` of the slope's."""
-    row = tl.program_id(0).to(tl.int64)
-    expert = tl.load(experts_ptr + row)
-    is_used = expert >= 0
-    slope = tl.load(slopes_ptr + expert, mask=is_used, other=0.0)
-    weight = tl.load(weights_ptr + row)
+    row, is_used, slope, weight = load_row(slopes_ptr, weights_ptr, experts_ptr)
     d_slope = tl.zeros((BLOCK,), tl.float32)
     d_weight = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, INNER, BLOCK):

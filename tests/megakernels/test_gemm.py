@@ -195,6 +195,7 @@ def test_triton_gemm_vmap(pool, rng):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.slow(unless={"check_vma": [True]})
 def test_triton_gemm_shard_map(pool, mesh4, rng, check_vma):
     """Each rank its own rows and sizes; the matrices are the same on all."""
     sizes = rng.multinomial(60, np.ones(3) / 3, size=W).astype(np.int32)

@@ -13,19 +13,13 @@ import hub_checkpoints
 import oracle_quantized
 from cases import BF16, F16, F32, assert_same_bits
 from harness import make_mesh
-from hub_checkpoints import FP8, HUB
+from hub_checkpoints import FP8, HUB, in_int32, packed_config
 from jax_ep import fused_moe
 from jax_ep.checkpoints import Checkpoint, decoded
 from jax_ep.quantization import dequantize
 
 HIDDEN, WIDTH, LAYER = 256, 128, "model.layers.3.mlp."
 NAME = f"{LAYER}experts.0.up_proj.weight"
-
-
-def in_int32(codes):
-    """Store eight 4-bit codes of the last axis in each int32, the first one in the lowest bits."""
-    words = codes.astype(np.uint32).reshape(*codes.shape[:-1], -1, 8)
-    return (words << np.arange(0, 32, 4, dtype=np.uint32)).sum(-1, dtype=np.uint32).view(np.int32)
 
 
 def draw(rng, kind, rows, depth, size, scale_dtype):
@@ -47,18 +41,10 @@ def draw(rng, kind, rows, depth, size, scale_dtype):
     return parts, ((codes - zeros.repeat(size, 1)) * scales.astype(np.float64).repeat(size, 1)).astype(F32)
 
 
-def quantization(kind, size):
-    """Return the `quantization_config` that compressed-tensors writes."""
-    weights = {"num_bits": 4, "type": "float" if kind == "nvfp4" else "int", "symmetric": kind != "asymmetric"}
-    weights |= {"group_size": size, "strategy": "group", "actorder": None, "dynamic": False}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
-    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
-
-
 def packed_checkpoint(folder, rng, kind="symmetric", size=32, scale_dtype=BF16, change=lambda x: None):
     """Write Kimi-K2 with two experts; return stored tensors and numbers [out, in] by block and projection."""
     sizes = {"hidden_size": HIDDEN, "moe_intermediate_size": WIDTH, "n_routed_experts": 2, "n_group": 1}
-    config = HUB["kimi_k2"].config | sizes | {"topk_group": 1, "quantization_config": quantization(kind, size)}
+    config = HUB["kimi_k2"].config | sizes | {"topk_group": 1, "quantization_config": packed_config(kind, size)}
     tensors = {f"{LAYER}gate.weight": rng.standard_normal((2, HIDDEN)).astype(BF16)}
     tensors[f"{LAYER}gate.e_score_correction_bias"] = rng.standard_normal(2).astype(F32)
     stored, numbers = {}, {}

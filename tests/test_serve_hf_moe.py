@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+import json
 import os
 import re
 import shlex
@@ -17,6 +18,7 @@ for package in ("flax", "optax", "rich", "safetensors", "tokenizers"):
     pytest.importorskip(package)
 
 from flax import nnx
+from safetensors.numpy import load_file
 
 import serve_hf_moe
 from harness import ROOT, STRICT_PYTHON, run_command
@@ -25,6 +27,7 @@ from hf.config import DecoderConfig, stop_tokens
 from hf.generation import Generator, Sampling, choose
 from hf.loading import load, save
 from hf.training import train, windows_of
+from hub_checkpoints import in_int32, packed_config, write
 from jax_ep.checkpoints import Checkpoint
 from lm.devices import make_mesh
 
@@ -232,6 +235,28 @@ def test_config():
     ]:
         with pytest.raises(ValueError, match=message):
             DecoderConfig.from_json(config | change)
+
+
+def test_packed_weights_load_as_their_numbers(folders, tmp_path):
+    """INT4 in attention and experts, as models in "w4a16" store them."""
+    folder = folders["qwen3_moe"]
+    dense, packed = {}, {}
+    for name, w in load_file(folder / "model.safetensors").items():
+        if not name.endswith("_proj.weight"):
+            dense[name] = packed[name] = w
+            continue
+        groups = w.astype(np.float32).reshape(len(w), -1, 32)
+        scales = np.abs(groups).max(-1) / 7
+        numbers = np.rint(groups / scales[..., None])
+        dense[name] = (numbers * scales[..., None]).reshape(w.shape)
+        packed |= {f"{name}_packed": in_int32((numbers + 8).astype(np.uint8).reshape(w.shape))}
+        packed |= {f"{name}_scale": scales, f"{name}_shape": np.array(w.shape)}
+    config = json.loads((folder / "config.json").read_text())
+    want = load(Checkpoint(write(tmp_path / "dense", config, dense)), **FLOAT32)
+    config["quantization_config"] = packed_config("symmetric", 32)
+    got = load(Checkpoint(write(tmp_path / "packed", config, packed)), **FLOAT32)
+    assert sum(name.endswith("_packed") for name in packed) > 20
+    jax.tree.map(np.testing.assert_array_equal, *(nnx.to_pure_dict(nnx.state(decoder)) for decoder in (got, want)))
 
 
 def test_damaged_tokenizer(tmp_path):

@@ -18,6 +18,8 @@ from jax_ep import checkpoints
 
 # Flax's names for what the checkpoints call `weight`.
 _WEIGHTS = ("kernel", "scale", "embedding")
+# What is appended to the name of a weight in FP8, or in INT4 or NVFP4; `read` decodes them.
+_QUANTIZED = ("_scale_inv", "_packed", "_scale", "_shape", "_zero_point", "_global_scale")
 
 
 def load(
@@ -102,7 +104,7 @@ def _check_names(checkpoint: checkpoints.Checkpoint, expected: set[str], *, tied
     """Check that every tensor of the checkpoint is used, for example biases that config.json does not mention."""
     of_experts = re.compile(rf"model\.layers\.({'|'.join(map(str, checkpoint.moe_layers))})\.(mlp|block_sparse_moe)\.")
     expected = expected | ({"lm_head.weight"} if tied else set())
-    expected |= {f"{name}_scale_inv" for name in expected}  # FP8 scales, which `read` applies.
+    expected |= {f"{name}{part}" for name in expected for part in _QUANTIZED}
     unread = [name for name in checkpoint.names if name not in expected and not of_experts.match(name)]
     if unread:
         raise ValueError(

@@ -120,7 +120,7 @@ class Checkpoint:
         """Read one tensor; each process reads only the parts of its devices.
 
         Args:
-          name: one of `names`.
+          name: one of `names`; with a dtype, `weight` also stands for `weight_packed`.
           sharding: sharding of the result; None puts all of it on one device.
           dtype: dtype of the result, floating with 16 bits or more. None keeps the stored dtype, or its 32-bit version
             without `jax_enable_x64`. With a dtype, FP8 and 4-bit values are multiplied by their scales.

@@ -236,3 +236,17 @@ def fp8_checkpoint(folder, rng, hidden=256, width=384, scale_dtype=F32):
             tensors |= {tensor: values, f"{tensor}_scale_inv": scales}
             pairs[f"{block}.{name}"] = values, scales
     return Checkpoint(write(folder, config, tensors)), pairs
+
+
+def in_int32(codes):
+    """Store eight 4-bit codes of the last axis in each int32, the first one in the lowest bits."""
+    words = codes.astype(np.uint32).reshape(*codes.shape[:-1], -1, 8)
+    return (words << np.arange(0, 32, 4, dtype=np.uint32)).sum(-1, dtype=np.uint32).view(np.int32)
+
+
+def packed_config(kind, size):
+    """Return the `quantization_config` that compressed-tensors writes."""
+    weights = {"num_bits": 4, "type": "float" if kind == "nvfp4" else "int", "symmetric": kind != "asymmetric"}
+    weights |= {"group_size": size, "strategy": "group", "actorder": None, "dynamic": False}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}

@@ -158,9 +158,9 @@ def quantize(
     options = {"block_size": block_size, "activations": activations, "smooth": smooth}
     given = [name for name, value in options.items() if value is not None]
     if (given and (format is None or for_training)) or (for_training and format != "fp8"):
-        what = "for_training=True" if for_training else "format=None"
+        others = ["for_training=True"] * for_training + given
         raise ValueError(
-            f"quantize: {format=} and {given} with {what}, expected format='fp8' for training, and no other options;"
+            f"quantize: {format=} with {', '.join(others)}, expected format='fp8' for training, and no other options;"
             " leave them out."
         )
     if format is None:

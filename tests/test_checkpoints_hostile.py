@@ -319,7 +319,7 @@ def test_pickle_opens_the_folder_again(tmp_path):
 
 
 @pytest.mark.parametrize("call", [Checkpoint, lambda folder: save(folder, CONFIG, {})], ids=["Checkpoint", "save"])
-@pytest.mark.parametrize("folder", ["\ud800", "a\0b"], ids=["surrogate", "NUL"])
+@pytest.mark.parametrize("folder", ["\ud800", "a\0b", ""], ids=["surrogate", "NUL", "empty"])
 def test_folder_that_the_system_does_not_have(folder, call):
     with pytest.raises(ValueError, match=r"^(Checkpoint|save): folder is .*, expected a path"):
         call(folder)

@@ -284,9 +284,9 @@ def test_quantize_without_a_format():
         with pytest.raises(ValueError, match=r"^grouped_gemm: rhs (has format=None and other|stands for weights)"):
             jax_ep.grouped_gemm(x, dataclasses.replace(q, **part), sizes)
     for options in ({"activations": "fp8"}, {"block_size": 32}, {"smooth": jnp.ones((2, 3))}):
-        with pytest.raises(ValueError, match=rf"format=None and .'{next(iter(options))}'. with format=None"):
+        with pytest.raises(ValueError, match=f"format=None with {next(iter(options))}, expected"):
             quantize(w, None, **options)
-    with pytest.raises(ValueError, match=r"format='int8' and .. with for_training=True, expected format='fp8'"):
+    with pytest.raises(ValueError, match=r"format='int8' with for_training=True, expected format='fp8'"):
         quantize(w, "int8", for_training=True)
     with pytest.raises(TypeError, match=r"rhs.values has dtype float32, expected bfloat16, the dtype of lhs"):
         jax_ep.masked_grouped_gemm(jnp.ones((2, 5, 3), jnp.bfloat16), q, sizes)

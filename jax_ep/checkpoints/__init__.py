@@ -343,6 +343,7 @@ def save(
     function = "save"
     if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
         raise ValueError(f"{function}: max_shard_bytes={max_shard_bytes!r}, expected a positive int; pass one.")
+    check.flag(function, "overwrite", overwrite)  # "no" and "false" are true.
     safetensors = files.optional(function, "safetensors")
     numpy_files = files.optional(function, "safetensors.numpy")
     path = files.folder_path(function, folder)

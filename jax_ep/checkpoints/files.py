@@ -79,8 +79,8 @@ def folder_path(function: str, folder: Any) -> Path:
     if not isinstance(folder, str | os.PathLike) or isinstance(os.fspath(folder), bytes):
         raise TypeError(f"{function}: folder is a {type(folder).__name__}, expected a str or a Path; pass one.")
     try:
-        if b"\0" in os.fsencode(folder):
-            raise ValueError("a NUL")
+        if b"\0" in os.fsencode(folder) or not os.fspath(folder):
+            raise ValueError("a NUL, or empty")
         return Path(folder).absolute()  # The caller may change the current folder.
     except (OSError, ValueError) as error:
         kind = type(error) if isinstance(error, OSError) else ValueError

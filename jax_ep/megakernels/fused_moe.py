@@ -150,8 +150,7 @@ def fused_moe(
     if sizes.presorted:
         found = moe_sort(topk_idx, None, None, SortSizes(0, sizes.num_experts, sizes.down.tile.block_m))
         tensors = SortedLayerTensors._make((*tensors, found.slots, found.block_expert, found.num_rows))
-    row_tiles = -(-sizes.hidden // sizes.down.tile.block_n)
-    counters = jnp.zeros((2 + sizes.max_blocks + row_tiles,), jnp.int32)
+    counters = jnp.zeros((2 + sizes.max_blocks,), jnp.int32)
     results: tuple[Argument, ...] = (
         _scratch(sizes, x.dtype),
         jax.ShapeDtypeStruct(x.shape, out_dtype),
@@ -197,7 +196,6 @@ def fused_sizes(
     default = fused_tiles(slots, num_experts, hidden, intermediate, bits, in_fp8=in_fp8, swap_ab=swap_ab)
     tiles = tuned.tiles(default, "fused_moe", **_facts(slots, w_down))
     _check_tiles(tiles, in_fp8=in_fp8, prepacked=any(prepacked))
-    presorted = slots > _MOST_UNSORTED or tiles.block_m > 32
     wide = 2 if experts.interleaved or halves else 1
     sizes = FusedMoE(
         num_tokens=num_tokens,
@@ -207,8 +205,7 @@ def fused_sizes(
         num_experts=num_experts,
         padded_assignments=max(16, power_of_two(slots)),
         max_blocks=min(slots, num_experts + slots // tiles.block_m),
-        presorted=presorted,
-        one_token=num_tokens == 1 and not presorted,
+        presorted=slots > _MOST_UNSORTED or tiles.block_m > 32,
         sum_tokens=min(8, power_of_two(num_tokens)),
         sum_hidden=256,
         block_intermediate=tiles.hidden_columns,

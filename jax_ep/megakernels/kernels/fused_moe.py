@@ -1,13 +1,11 @@
 """The expert layer of one device in one launch: both GEMMs, the activation between them, and the sums over top_k.
 
-Assignments of one expert form blocks of up to block_m. Those of one token are a block each. Few assignments are sorted
-by every program itself; many come sorted (moe_sort.py). Roles: programs are equal and take tasks from one queue, in
-three phases:
+Assignments of one expert form blocks of up to block_m. Few assignments are sorted by every program itself; many come
+sorted (moe_sort.py). Roles: programs are equal and take tasks from one queue, in three phases:
 
     (1) hidden   a tile of columns of a block's hidden rows, activated and weighted
     (2) rows     once all hidden tiles of a block are done: a tile of its rows, or the part of them from one split of K
-    (3) sums     once all rows are done: the sums over k of some tokens; of one token, the last task of (2) that
-                 computes a tile of columns sums them
+    (3) sums     once all rows are done: the sums over k of some tokens
 
 Waits. (2) polls a counter per block, (3) one counter of all row tasks. It cannot deadlock: a task waits only for tasks
 of earlier phases, which have smaller numbers and have been taken, so any order and number of resident programs
@@ -36,9 +34,7 @@ TIMEOUT_NS = tl.constexpr(10_000_000_000)  # of a wait within the launch
 def sort_assignments(tensors, scratch, S: tl.constexpr):
     """Sort few assignments by expert and store where each block begins; return the number of blocks."""
     BLOCK_M: tl.constexpr = S.down.tile.block_m
-    if S.one_token:
-        num_blocks = S.top_k
-    elif S.presorted:
+    if S.presorted:
         num_blocks = tl.load(tensors.num_rows_ptr) // BLOCK_M
     else:
         lanes = tl.arange(0, S.padded_assignments)
@@ -71,13 +67,7 @@ def largest(a, b):
 def find_block(block, tensors, scratch, S: tl.constexpr):
     """Return a block's expert, its assignments `[block_m]` and their mask; call `sort_assignments` first."""
     BLOCK_M: tl.constexpr = S.down.tile.block_m
-    if S.one_token:
-        # One token: a block of one assignment.
-        expert = tl.load(tensors.topk_idx_ptr + block)
-        exists = (expert >= 0) & (expert < S.num_experts)
-        expert = tl.where(exists, expert, 0)
-        assignments, exist = tl.full((BLOCK_M,), 0, tl.int32) + block, (tl.arange(0, BLOCK_M) == 0) & exists
-    elif S.presorted:
+    if S.presorted:
         # Presorted: padding rows have no assignment.
         expert = tl.load(tensors.block_expert_ptr + block)
         assignments = tl.load(tensors.assignments_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
@@ -285,11 +275,12 @@ def store_block_rows(
 
 
 @triton.jit
-def sum_rows(topk_idx_ptr, rows_ptr, out_ptr, first, column, arrived, SUM_HIDDEN: tl.constexpr, S: tl.constexpr):
-    """Sum columns `[column, column + SUM_HIDDEN)` of the rows of a block of tokens, in order of k and of the splits."""
+def sum_rows(topk_idx_ptr, rows_ptr, out_ptr, first, column, arrived, S: tl.constexpr):
+    """Run a task of phase (3): sum the rows of a block of tokens, in order of k and of the splits."""
     K: tl.constexpr = S.top_k
     K_SPLITS: tl.constexpr = S.down.k_splits
     SUM_TOKENS: tl.constexpr = S.sum_tokens
+    SUM_HIDDEN: tl.constexpr = S.sum_hidden
     tokens = first + tl.arange(0, SUM_TOKENS)
     columns = column + tl.arange(0, SUM_HIDDEN)
     inside = (tokens < S.num_tokens)[:, None] & (columns < S.hidden)[None, :]
@@ -313,13 +304,6 @@ def count_task(counter_ptr):
     # The release of one thread covers the stores of the others only after a barrier.
     tl.debug_barrier()
     tl.atomic_add(counter_ptr, 1, sem="release", scope="gpu")
-
-
-@triton.jit
-def is_last_task(counter_ptr, count):
-    """Count a task, and return whether it is the last one of `count`; then the others' results can be read."""
-    tl.debug_barrier()
-    return tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == count - 1
 
 
 @triton.jit
@@ -347,24 +331,22 @@ def fused_moe(
 ):
     """Apply the expert layer to tokens `[num_tokens, hidden]`; store `out [num_tokens, hidden]`.
 
-    `counters [2 + max_blocks + row tiles]` are zero at the start: next task, finished row tasks, finished hidden tiles
-    of each block, and for one token finished row tasks of each tile of columns. They are updated in place;
-    `written_counters` is the result that aliases them.
+    `counters [2 + max_blocks]` are zero at the start: next task, finished row tasks, finished hidden tiles of each
+    block. They are updated in place; `written_counters` is the result that aliases them.
     """
     BLOCK_N: tl.constexpr = S.down.tile.block_n
-    # Take the first task before its number is needed.
-    task = tl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
     num_blocks = sort_assignments(tensors, scratch, S)
     hidden_tiles: tl.constexpr = (S.intermediate_size + S.block_intermediate - 1) // S.block_intermediate
     row_tiles: tl.constexpr = (S.hidden + BLOCK_N - 1) // BLOCK_N
     row_tasks: tl.constexpr = row_tiles * S.down.k_splits
     sum_tiles: tl.constexpr = (S.hidden + S.sum_hidden - 1) // S.sum_hidden
-    # Of one token, the last task of a tile of columns sums its rows.
-    sum_tasks: tl.constexpr = 0 if S.one_token else (S.num_tokens + S.sum_tokens - 1) // S.sum_tokens * sum_tiles
+    sum_tasks: tl.constexpr = (S.num_tokens + S.sum_tokens - 1) // S.sum_tokens * sum_tiles
     done_ptr = counters_ptr + 1
     hidden_counts_ptr = counters_ptr + 2
     first_rows = num_blocks * hidden_tiles
     first_sums = first_rows + num_blocks * row_tasks
+    # Do not prefetch the next task: it would wait in this program while idle programs could run it.
+    task = tl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
     while task < first_sums + sum_tasks:
         if task < first_rows:
             # (1) Compute a tile of a block's hidden rows.
@@ -386,15 +368,11 @@ def fused_moe(
             store_block_rows(
                 total, tensors, down_bias_ptr, scratch.rows_ptr, expert, assignments, exist, column, part, KIND, S
             )
-            if not S.one_token:
-                count_task(done_ptr)
-            elif is_last_task(hidden_counts_ptr + S.max_blocks + inside % row_tiles, num_blocks * S.down.k_splits):
-                sum_rows(tensors.topk_idx_ptr, scratch.rows_ptr, out_ptr, 0, column, True, BLOCK_N, S)
+            count_task(done_ptr)
         else:
             # (3) Sum the rows of some tokens, once all rows are complete.
             token = (task - first_sums) // sum_tiles * S.sum_tokens
             column = (task - first_sums) % sum_tiles * S.sum_hidden
             arrived = await_tasks(done_ptr, num_blocks * row_tasks)
-            sum_rows(tensors.topk_idx_ptr, scratch.rows_ptr, out_ptr, token, column, arrived, S.sum_hidden, S)
-        # Not earlier: a task must not wait in this program while idle programs could run it.
+            sum_rows(tensors.topk_idx_ptr, scratch.rows_ptr, out_ptr, token, column, arrived, S)
         task = tl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")

@@ -97,8 +97,7 @@ class FusedMoE:
     num_experts: int
     padded_assignments: int  # power of two >= num_tokens * top_k
     max_blocks: int  # most blocks of assignments
-    presorted: bool  # assignments come sorted by expert; else every program sorts them, unless there is one token
-    one_token: bool  # there is, and its assignments are not presorted
+    presorted: bool  # assignments come sorted by expert; else every program sorts them
     sum_tokens: int  # tokens per task that sums rows
     sum_hidden: int  # columns per task that sums rows
     block_intermediate: int  # columns of a tile of activated rows

@@ -62,7 +62,9 @@ def test_quantized_gemm_grouped(implementation, groups, dtype, stored, rng):
 
 @IN_EVERY_WAY
 @pytest.mark.parametrize("expected_rows", [None, 40])
-@pytest.mark.slow(unless={"expected_rows": [None]})
+@pytest.mark.slow(
+    unless={"expected_rows": [None], "stored": [name for name in STORED if name not in ("int4", "mxfp4")]}
+)
 def test_quantized_gemm_masked(implementation, expected_rows, stored, rng):
     problem = Problem(rng, "uneven", stored, BF16, 256, columns=40)
     counts = np.array([5, 0, 33, 40], np.int32)

@@ -1,4 +1,4 @@
-"""INT4 and NVFP4 of compressed-tensors: values against a decoder in NumPy, and tensors that config.json contradicts."""
+"""INT4 and NVFP4 of compressed-tensors and ModelOpt: values against NumPy, and tensors that config.json contradicts."""
 
 import copy
 
@@ -20,17 +20,22 @@ from jax_ep.quantization import dequantize
 
 HIDDEN, WIDTH, LAYER = 256, 128, "model.layers.3.mlp."
 NAME = f"{LAYER}experts.0.up_proj.weight"
+PARTS = ("packed", "scale", "shape", "zero_point", "global_scale", "scale_2")
 
 
 def draw(rng, kind, rows, depth, size, scale_dtype):
     """Draw the tensors of one matrix, and the numbers that they stand for."""
     blocks = depth // size
     codes = rng.integers(0, 16, (rows, depth))
-    if kind == "nvfp4":
+    if kind in ("nvfp4", "modelopt"):
         scales = rng.uniform(1, 400, (rows, blocks)).astype(FP8)
+        packed = (codes[:, 0::2] | codes[:, 1::2] << 4).astype(np.uint8)
+        if kind == "modelopt":
+            factor = np.array(rng.uniform(1e-3, 1e-2), F32)
+            numbers = oracle_quantized.E2M1.astype(F32)[codes] * (scales.astype(F32) * factor).repeat(size, 1)
+            return {"packed": packed, "scale": scales, "scale_2": factor}, numbers
         divisor = rng.uniform(100, 1000, 1).astype(F32)
         numbers = oracle_quantized.E2M1.astype(F32)[codes] * (scales.astype(F32) / divisor).repeat(size, 1)
-        packed = (codes[:, 0::2] | codes[:, 1::2] << 4).astype(np.uint8)
         return {"packed": packed, "scale": scales, "global_scale": divisor}, numbers
     scales = rng.uniform(0.5, 2, (rows, blocks)).astype(scale_dtype)
     parts = {"packed": in_int32(codes), "scale": scales, "shape": np.array([rows, depth])}
@@ -53,7 +58,8 @@ def packed_checkpoint(folder, rng, kind="symmetric", size=32, scale_dtype=BF16, 
             key = f"{block}.{name}"
             depth = columns if size is None else size
             stored[key], numbers[key] = draw(rng, kind, rows, columns, depth, scale_dtype)
-            tensors |= {f"{LAYER}{key}_proj.weight_{part}": array for part, array in stored[key].items()}
+            names = {part: "weight" if (kind, part) == ("modelopt", "packed") else f"weight_{part}" for part in PARTS}
+            tensors |= {f"{LAYER}{key}_proj.{names[part]}": array for part, array in stored[key].items()}
     change(tensors)
     return Checkpoint(hub_checkpoints.write(folder, config, tensors)), stored, numbers
 
@@ -73,6 +79,7 @@ def parameters(parts):
         ("asymmetric", 32, BF16),
         ("asymmetric", 128, F16),
         ("nvfp4", 16, None),
+        ("modelopt", 16, None),
     ],
 )
 def test_packed_checkpoint_values(kind, size, scale_dtype, tmp_path, rng, expert_mesh):
@@ -85,7 +92,7 @@ def test_packed_checkpoint_values(kind, size, scale_dtype, tmp_path, rng, expert
     want = numbers["experts.0.up"]
     assert_same_bits(np.asarray(checkpoint.moe_weights(3)["w_gate_up"])[0, :, WIDTH:], want.T.astype(BF16))
     sharding = NamedSharding(make_mesh((2, 4), ("a", "b")), P("a", "b"))
-    assert_same_bits(np.asarray(checkpoint.read(f"{NAME}_packed", dtype=F32, sharding=sharding)), want)
+    assert_same_bits(np.asarray(checkpoint.read(NAME, dtype=F32, sharding=sharding)), want)
 
 
 @pytest.mark.parametrize("kind", ["symmetric", "asymmetric", "nvfp4"])
@@ -124,7 +131,7 @@ def test_packed_checkpoint_quantized(size, tmp_path, rng, expert_mesh):
     np.testing.assert_allclose(np.asarray(y), np.asarray(want), rtol=1e-4, atol=1e-4 * np.abs(want).max())
 
 
-@pytest.mark.parametrize("kind", ["asymmetric", "nvfp4"])
+@pytest.mark.parametrize("kind", ["asymmetric", "nvfp4", "modelopt"])
 def test_packed_checkpoint_without_a_format(kind, tmp_path, rng):
     checkpoint, _, _ = packed_checkpoint(tmp_path, rng, kind, 16)
     with pytest.raises(ValueError, match=r"is not stored in FP8 .* symmetric INT4.*serving_weights"):
@@ -158,6 +165,9 @@ TENSORS = {
     "zero points": ("symmetric", with_part("zero_point", lambda x: np.zeros((WIDTH // 8, 8), np.int32))),
     "blocks of 32": ("nvfp4", with_part("scale", lambda x: x[:, ::2])),
     "no global scale": ("nvfp4", with_part("global_scale", lambda x: None)),
+    "an odd width": ("modelopt", with_part("scale", lambda x: x[:, 1:])),
+    "scales in floats": ("modelopt", with_part("scale", lambda x: x.astype(F32))),
+    "two factors": ("modelopt", with_part("scale_2", lambda x: np.ones(2, F32))),
     "two global scales": ("nvfp4", with_part("global_scale", lambda x: np.ones(2, F32))),
 }
 
@@ -165,8 +175,8 @@ TENSORS = {
 @pytest.mark.parametrize("mistake", TENSORS)
 def test_packed_tensors_that_do_not_fit(mistake, tmp_path, rng):
     kind, change = TENSORS[mistake]
-    checkpoint, _, _ = packed_checkpoint(tmp_path, rng, kind, 16 if kind == "nvfp4" else 32, change=change)
-    for call in (lambda: checkpoint.moe_weights(3), lambda: checkpoint.read(f"{NAME}_packed", dtype=F32)):
+    checkpoint, _, _ = packed_checkpoint(tmp_path, rng, kind, 32 if "symmetric" in kind else 16, change=change)
+    for call in (lambda: checkpoint.moe_weights(3), lambda: checkpoint.read(NAME, dtype=F32)):
         with pytest.raises(ValueError, match=r"^Checkpoint: '.*up_proj.weight' is stored as .*, expected .*") as caught:
             call()
         assert len(str(caught.value)) < 1000

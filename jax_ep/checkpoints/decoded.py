@@ -73,11 +73,13 @@ class FourBit:
       format: the format of `QuantizedWeights` that has these bits, or None.
       zeros: int32 `[ceil(N / 8), K / block[1]]`, zero points of eight rows in each, the first one lowest; None: 8.
       divisor: divides all scales.
+      factor: multiplies all scales.
 
     Source: OCP Microscaling Formats 1.0,
     https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf,
     sections 5.3.3 and 5.4.1, as in gpt-oss (arXiv:2508.10925); and the compressors "pack-quantized" and
-    "nvfp4-pack-quantized" of https://github.com/vllm-project/compressed-tensors.
+    "nvfp4-pack-quantized" of https://github.com/vllm-project/compressed-tensors; and NVFP4 of
+    https://github.com/NVIDIA/Model-Optimizer.
     """
 
     pairs: np.ndarray
@@ -87,6 +89,7 @@ class FourBit:
     format: Format | None
     zeros: StoredArray | None = None
     divisor: float = 1.0
+    factor: float = 1.0
     dtype = BFLOAT16
 
     @property
@@ -115,7 +118,7 @@ class FourBit:
             numbers -= zeros.reshape(-1, zeros.shape[-1])[skipped : skipped + len(numbers), :, None] - np.float32(8)
         factors = (scales.view(ml_dtypes.float8_e8m0fnu) if scales.dtype == np.uint8 else scales).astype(np.float32)
         with np.errstate(all="ignore"):  # Numbers out of float32's range are infinite; the exponent 255 is NaN.
-            numbers *= (factors / self.divisor)[..., None]
+            numbers *= (factors * np.float32(self.factor) / np.float32(self.divisor))[..., None]
         skipped = columns.start - groups.start * block
         return numbers.reshape(len(numbers), block * scales.shape[1])[
             :, skipped : skipped + columns.stop - columns.start

@@ -10,13 +10,14 @@ import numpy as np
 
 from jax_ep.checkpoints.decoded import E2M1_PAIRS, FP8, INT4_PAIRS, SCALES, BlockFP8, FourBit, blocks, num_blocks
 from jax_ep.checkpoints.families import Family, Form, Stored, check_quantization
-from jax_ep.checkpoints.files import TensorFiles
+from jax_ep.checkpoints.files import StoredArray, TensorFiles
 from jax_ep.checkpoints.shards import Part, Region, swapped, whole
 from jax_ep.core.json_files import shown
 from jax_ep.formats import Format, int4, mxfp4
 
 _PACKED = "_packed"
 _PARTS = (_PACKED, "_scale", "_shape", "_zero_point", "_global_scale", "_g_idx")
+_FACTOR = "_scale_2"
 _FLOATS = tuple(map(np.dtype, (np.float32, np.float16, ml_dtypes.bfloat16)))
 _NVFP4_BLOCK = 16
 _MXFP4_BYTES = mxfp4.BLOCK // 2  # of numbers that share a scale
@@ -64,11 +65,13 @@ def decoded(files: TensorFiles, name: str) -> Any:
                 " convert checkpoints with other scales."
             )
         return BlockFP8(values, scales)
+    if values.dtype == np.uint8 and name + _FACTOR in files:
+        return _modelopt(files, name, values)
     of_mxfp4 = name.removesuffix("_blocks") + "_scales"
     if values.dtype != np.uint8 or of_mxfp4 not in files:
         raise ValueError(
             f"Checkpoint: {shown(name)} is stored as {values.dtype}, without scales of FP8 by blocks of 128 by 128, of"
-            " MXFP4 or of packed INT4 or NVFP4, expected one of these, or 16 bits and more; convert checkpoints in"
+            " MXFP4, or of INT4 or NVFP4, expected one of these, or 16 bits and more; convert checkpoints in"
             " other quantized formats, or read the tensor as it is stored, without dtype."
         )
     scales = files[of_mxfp4]
@@ -80,6 +83,25 @@ def decoded(files: TensorFiles, name: str) -> Any:
         )
     exponents = scales.view(np.uint8)
     return FourBit(E2M1_PAIRS, values.with_last_axes_merged(), exponents, (1, mxfp4.BLOCK), mxfp4.FORMAT)
+
+
+def _modelopt(files: TensorFiles, name: str, values: StoredArray) -> FourBit:
+    """Return a tensor in NVFP4 as ModelOpt stores it."""
+    check_quantization("Checkpoint", files.config)
+    scales, factor = files[f"{name}_scale"], files[name + _FACTOR]
+    stored = [(part.dtype, part.shape) for part in (values, scales)]
+    rows, blocks = scales.shape if scales.ndim == 2 else (0, 0)
+    if stored != [(np.uint8, (rows, blocks * _NVFP4_BLOCK // 2)), (FP8, (rows, blocks))] or (
+        factor.dtype != np.float32 or factor.shape not in ((), (1,))
+    ):
+        raise ValueError(
+            f"Checkpoint: {shown(name)} is stored as {values.dtype}{list(values.shape)}, scale"
+            f" {scales.dtype}{list(scales.shape)}, scale_2 {factor.dtype}{list(factor.shape)}, expected NVFP4: uint8,"
+            " an FP8 scale per 16 numbers of a row, and one float32; convert other formats, or download it again."
+        )
+    return FourBit(
+        E2M1_PAIRS, values, scales, (1, _NVFP4_BLOCK), None, factor=float(factor[whole(factor.shape)].item())
+    )
 
 
 def _packed(files: TensorFiles, name: str) -> FourBit:

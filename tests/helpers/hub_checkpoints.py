@@ -245,7 +245,10 @@ def in_int32(codes):
 
 
 def packed_config(kind, size):
-    """Return the `quantization_config` that compressed-tensors writes."""
+    """Return the `quantization_config` that compressed-tensors, or ModelOpt, writes."""
+    if kind == "modelopt":
+        weights = {"num_bits": 4, "type": "float", "group_size": size, "dynamic": False}
+        return {"quant_method": kind, "quant_algo": "NVFP4", "config_groups": {"group_0": {"weights": weights}}}
     weights = {"num_bits": 4, "type": "float" if kind == "nvfp4" else "int", "symmetric": kind != "asymmetric"}
     weights |= {"group_size": size, "strategy": "group", "actorder": None, "dynamic": False}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None}

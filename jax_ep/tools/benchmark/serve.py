@@ -367,7 +367,8 @@ def options(prog: str | None = None) -> argparse.ArgumentParser:
     add("--model", choices=MODELS, default=Default("qwen3-30b", "tiny"), help="default: %(default)s")
     add("--layers", type=int, help="default: those of the model")
     add("--devices", type=count, default=1, help="GPUs that share experts and texts (default: 1)")
-    formats = ("bfloat16", *FORMATS)
+    # `serving_weights` prepacks where that is faster.
+    formats = ("bfloat16", *(name for name in FORMATS if not name.endswith("_prepacked")))
     add(
         "--formats",
         nargs="+",

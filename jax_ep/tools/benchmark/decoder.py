@@ -186,31 +186,6 @@ def window_of(model: Architecture, layer: int) -> int | None:
     return model.window if layer % 2 == 0 else None
 
 
-def attend(
-    query: Array,
-    key: Array,
-    value: Array,
-    lengths: Array | None = None,
-    window: int | None = None,
-    sinks: Array | None = None,
-) -> Array:
-    """Compute attention of `[B, T, heads, D]`: causal, or to the first `lengths [B]` keys; `sinks [heads]`."""
-    run = partial(
-        jax.nn.dot_product_attention,
-        query,
-        key,
-        value,
-        is_causal=lengths is None,
-        key_value_seq_lengths=lengths,
-        local_window_size=None if window is None else (window - 1, 0),
-        implementation="cudnn" if jax.default_backend() == "gpu" else "xla",
-    )
-    if sinks is None:
-        return run()
-    mixed, log_sum = run(return_residual=True)
-    return (mixed * _share_of_keys(log_sum, sinks)[..., None]).astype(mixed.dtype)
-
-
 def _share_of_keys(log_sum: Array, sinks: Array) -> Array:
     """Return the share of the softmax that sinks leave to the keys, whose exponentials have this logarithmic sum."""
     return jax.nn.sigmoid(log_sum.astype(jnp.float32) - sinks.astype(jnp.float32))
@@ -222,9 +197,21 @@ def attend_to_prompt(
     """Compute causal attention of `[B, T, heads, D]`; query head h belongs to key head `h % kv_heads`."""
     batch, length, heads, size = query.shape
     grouped = query.reshape(batch, length, -1, key.shape[2], size).swapaxes(2, 3)
-    if sinks is not None:
+    run = partial(
+        jax.nn.dot_product_attention,
+        grouped.reshape(query.shape),
+        key,
+        value,
+        is_causal=True,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation="cudnn" if jax.default_backend() == "gpu" else "xla",
+    )
+    if sinks is None:
+        mixed = run()
+    else:
+        mixed, log_sum = run(return_residual=True)
         sinks = sinks.reshape(-1, key.shape[2]).T.reshape(heads)
-    mixed = attend(grouped.reshape(query.shape), key, value, window=window, sinks=sinks)
+        mixed = (mixed * _share_of_keys(log_sum, sinks)[..., None]).astype(mixed.dtype)
     return mixed.reshape(batch, length, key.shape[2], -1, size).swapaxes(2, 3).reshape(batch, length, heads * size)
 
 
@@ -240,9 +227,6 @@ def attend_to_cache(
     batch, _, heads, size = query.shape
     # The query heads of a key head become its queries: they all see the same positions, and keys are read once.
     grouped = query.reshape(batch, -1, keys.shape[2], size)
-    if window is None and sinks is None:
-        mixed = attend(grouped, keys, values, jnp.full((batch,), position + 1, jnp.int32))
-        return mixed.reshape(batch, 1, heads * size)
     first, seen = jnp.int32(0), min(window or keys.shape[1], keys.shape[1])
     if seen < keys.shape[1]:
         first = jnp.maximum(position + 1 - seen, 0)
@@ -258,7 +242,7 @@ def attend_to_cache(
 def _project(weights: Params, name: str, x: Array) -> Array:
     """Multiply `[B, T, .]` by dense weights, and add their bias, if any."""
     rows = x.reshape(-1, x.shape[-1])
-    # For few rows XLA would not use tensor cores, and read the weights at a third of the rate.
+    # XLA multiplies fewer rows without tensor cores, and reads the weights at a third of the rate.
     padded = jnp.pad(rows, ((0, max(0, _FEWEST_ROWS - len(rows))), (0, 0)))
     y = (padded @ weights[name])[: len(rows)].reshape(*x.shape[:-1], -1)
     return y + weights[f"{name}_bias"] if f"{name}_bias" in weights else y
@@ -296,35 +280,36 @@ def uses_kernels() -> bool:
     return jax.default_backend() == "gpu"
 
 
-def _attend_in_kernel(
-    model: Architecture, window: int | None, weights: Params, rows: Array, position: Array, cache: Any, zeros: Array
-) -> tuple[Array, tuple[Array, Array], Array]:
-    from jax_ep.tools.benchmark import decode
-
-    norms = {"norm": weights.get("qk_norm"), "sinks": weights.get("sinks")}
-    sizes = {"heads": model.heads, "base": ROTARY_BASE, "window": window}
-    mixed, cache, zeros = decode.attend(rows[:, 0], cache, position, zeros, **sizes, **norms)
-    return mixed[:, None], cache, zeros
-
-
 def _attend(
-    model: Architecture, window: int | None, weights: Params, rows: Array, position: Array, cache: Any
-) -> tuple[Array, tuple[Array, Array]]:
-    """Compute attention of `rows [B, T, .]`, queries, keys and values; return it, and the keys and values."""
+    model: Architecture,
+    window: int | None,
+    weights: Params,
+    rows: Array,
+    position: Array,
+    cache: tuple[Array, Array] | None,
+    zeros: Array | None,
+) -> tuple[Array, tuple[Array, Array], Array | None]:
+    """Compute attention of `rows [B, T, .]`, queries, keys and values; return it, the cache, and the zeros."""
+    norm, sinks = weights.get("qk_norm"), weights.get("sinks")
+    if cache is not None and zeros is not None:
+        from jax_ep.tools.benchmark import decode
+
+        options: dict[str, Any] = {"heads": model.heads, "base": ROTARY_BASE, "window": window}
+        mixed, cache, zeros = decode.attend(rows[:, 0], cache, position, zeros, norm=norm, sinks=sinks, **options)
+        return mixed[:, None], cache, zeros
     heads = rows.reshape(*rows.shape[:2], -1, model.head_dim)
     normed = heads[:, :, : model.heads + model.kv_heads]
-    if "qk_norm" in weights:
-        normed = rms_norm(normed, weights["qk_norm"])
+    if norm is not None:
+        normed = rms_norm(normed, norm)
     query, key = jnp.split(rotate(normed, position), (model.heads,), axis=2)
     value = heads[:, :, model.heads + model.kv_heads :]
-    sinks = weights.get("sinks")
     if cache is None:
-        return attend_to_prompt(query, key, value, window, sinks), (key, value)
+        return attend_to_prompt(query, key, value, window, sinks), (key, value), None
     keys, values = (
         lax.dynamic_update_slice_in_dim(old, new, position, axis=1)
         for old, new in zip(cache, (key, value), strict=True)
     )
-    return attend_to_cache(query, keys, values, position, window, sinks), (keys, values)
+    return attend_to_cache(query, keys, values, position, window, sinks), (keys, values), None
 
 
 def _route(model: Architecture, weights: Params, x: Array, zeros: Array | None) -> tuple[Array, Array, Array | None]:
@@ -358,10 +343,7 @@ def run_layer(
     decodes = cache is not None
     with jax.named_scope("attention"):
         rows = _project(weights, "qkv", rms_norm(x, weights["attention_norm"]))
-        if zeros is None:
-            mixed, cache = _attend(model, window, weights, rows, position, cache)
-        else:
-            mixed, cache, zeros = _attend_in_kernel(model, window, weights, rows, position, cache, zeros)
+        mixed, cache, zeros = _attend(model, window, weights, rows, position, cache, zeros)
         x = x + _project(weights, "out", mixed)
     with jax.named_scope("router"):
         flat = rms_norm(x, weights["experts_norm"]).reshape(-1, x.shape[-1])

@@ -95,7 +95,7 @@ ARCHITECTURES = {
 
 
 def flops_per_token(model: Architecture, layers: int, length: int) -> float:
-    """FLOPs of forward + backward per token; see the module's docstring; 2 w replaces S where a window w is less."""
+    """FLOPs of forward + backward per token, as the module describes; a window w below S / 2 replaces S by 2 w."""
     hidden, inner, experts, top_k = model.experts
     query, key = model.widths
     attention = 2 * hidden * (query + 2 * key) + 2 * query * hidden

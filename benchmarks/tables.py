@@ -106,7 +106,7 @@ def table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
 
 # --- tables -----------------------------------------------------------------------------------------------------------
 
-OURS, THEIRS, RAGGED = "jax_ep.moe", "all_to_all + einsum, capacity 1.25", "ragged_all_to_all + ragged_dot"
+OURS, THEIRS = "jax_ep.moe", "all_to_all + einsum, capacity 1.25"
 FORWARD, BOTH = "forward", "forward + backward"
 
 
@@ -140,7 +140,6 @@ EXCHANGE = {
     "`xla`: dispatch to rows": "xla dispatch to rows",
     "`xla`: combine": "xla combine",
     "JAX: `all_to_all`, padded": "all_to_all, padded",
-    "JAX: `ragged_all_to_all`, best flags": "ragged_all_to_all, best flags",
     "the empty chain, part of each row": "chain alone",
 }
 

@@ -1,4 +1,4 @@
-"""`jax-ep bench`, `jax-ep scale` and `jax-ep trace` from the command line."""
+"""`jax-ep bench` and `jax-ep trace` from the command line."""
 
 import json
 
@@ -9,8 +9,8 @@ from jax_ep import __main__, tracing
 from jax_ep.tools import benchmark
 
 
-def run(folder, *arguments, command="bench"):
-    return harness.run_command(*harness.STRICT_PYTHON, "-m", "jax_ep", command, *arguments, cwd=folder)
+def run(folder, *arguments):
+    return harness.run_command(*harness.STRICT_PYTHON, "-m", "jax_ep", "bench", *arguments, cwd=folder)
 
 
 @pytest.mark.parametrize("name", benchmark.BENCHMARKS)
@@ -27,12 +27,10 @@ def test_bench_passes_options_on_and_names_a_folder(monkeypatch):
     monkeypatch.setattr(benchmark, "_main", lambda name: lambda *arguments: seen.append((name, *arguments)))
     assert __main__.main(["bench", "exchange", "--model", "qwen3-30b", "--tokens", "8", "16"]) == 0
     assert __main__.main(["bench", "moe", "--ou", "there"]) == 0  # an abbreviation
-    assert __main__.main(["scale", "--quick", "--ranks", "1", "2", "--help"]) == 0
     out = ["--out", "runs/benchmarks"]
     assert seen == [
         ("exchange", [*out, "--model", "qwen3-30b", "--tokens", "8", "16"], "jax-ep bench exchange"),
         ("moe", [*out, "--ou", "there"], "jax-ep bench moe"),
-        ("scale", [*out, "--quick", "--ranks", "1", "2", "--help"], "jax-ep scale"),
     ]
 
 
@@ -55,23 +53,6 @@ def test_bench_of_a_model_needs_gpus(tmp_path):
     assert wrong.returncode == 2
     assert wrong.stderr.startswith("jax-ep bench moe: argument --models: invalid choice: 'qwen'")
     assert wrong.stderr.count("\n") == 1
-
-
-@pytest.mark.slow
-def test_scale_runs_without_a_gpu(tmp_path):
-    done = run(tmp_path, "--quick", "--ranks", "1", "2", "--tokens", "4", command="scale")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "say nothing about GPUs" in done.stdout
-    content = json.loads((tmp_path / "runs/benchmarks/scaling.json").read_text())
-    parts = {(row["part"], row["shape"]["scaling"], row["shape"]["ranks"]) for row in content["rows"]}
-    both = {(part, mode, n) for part in ("exchange", "layer") for mode in ("weak", "strong") for n in (1, 2)}
-    assert parts == both
-    assert all("failed" not in row and row["shape"]["dtype"] for row in content["rows"])
-    assert {row["seconds"]["rounds"] for row in content["rows"]} == {content["settings"]["rounds"]}
-    sent = {row["shape"]["ranks"]: row for row in content["rows"] if row["variant"] == "triton dispatch to rows"}
-    assert sent[1]["wire_bytes"] == 0 and "peak_shares" not in sent[1]
-    assert sent[2]["wire_bytes"] > 0 and set(sent[2]["peak_shares"]) == set(content["summary"]["peak_bytes_per_s"])
-    assert sent[2]["peak_shares"]["copy_engine"] > 0
 
 
 FUSED = ["--dispatch-mode", "fused", "--combine-mode", "scatter"]

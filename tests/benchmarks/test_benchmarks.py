@@ -17,7 +17,7 @@ import pytest
 from reports import BENCHMARKS, Clock, arguments
 
 import harness as harness_of_tests
-from jax_ep.tools.benchmark import exchange, grouped_gemm, harness, inputs
+from jax_ep.tools.benchmark import exchange, grouped_gemm, harness, inputs, layer
 
 
 @pytest.fixture
@@ -214,33 +214,16 @@ def test_bytes_follow_from_the_tokens_that_travel():
     assert exchange.traffic(case, None, peak) == {}
 
 
-def test_ragged_exchange_brings_every_token_to_its_ranks(monkeypatch):
-    """No CPU runs `lax.ragged_all_to_all`, so this follows its documentation."""
-    case = exchange_case("uniform")
-    monkeypatch.setattr(exchange, "make_handle", lambda *_: None)
-    rows = exchange.ragged_variants(case)[exchange.RAGGED].rows
-    x, order, sizes = (np.asarray(a.astype(a.dtype if a.dtype == np.int32 else np.float32)) for a in rows)
-    x, order, sizes = x.reshape(4, 10, -1), order.reshape(4, -1), sizes.reshape(4, 4, 4)
-    out = np.zeros((4, order.shape[1], x.shape[2]), np.float32)
-    for source, (first, send, place, _) in enumerate(sizes):
-        sent = x[source][order[source]]
-        for rank in range(4):
-            out[rank, place[rank] : place[rank] + send[rank]] = sent[first[rank] : first[rank] + send[rank]]
-    for rank in range(4):
-        wanted = np.concatenate([x[source][case.goes_to[source, :, rank]] for source in range(4)])
-        assert sizes[rank, 3].sum() == len(wanted)
-        np.testing.assert_array_equal(out[rank, : len(wanted)], wanted)
-
-
 def test_a_hung_collective_ends_the_run_with_a_complete_report(tmp_path, monkeypatch, capsys):
-    case, report = exchange_case("uniform"), harness.Report("dispatch_combine", arguments(tmp_path))
+    report = harness.Report("moe_layer", arguments(tmp_path))
+    run = layer.Run(report, exchange_case("uniform"), "tiny", (), None)
     at_exit, hung, ended = [], threading.Event(), threading.Event()
 
     def leave(status):
         at_exit.append((status, json.loads(report.path.read_text())["rows"]))
         ended.set()
 
-    def measure(*_):
+    def measure(*_, **__):
         hung.set()
         assert ended.wait(harness_of_tests.PATIENCE_S), "nothing ends the run"
 
@@ -255,13 +238,14 @@ def test_a_hung_collective_ends_the_run_with_a_complete_report(tmp_path, monkeyp
 
     monkeypatch.setattr(harness, "threading", SimpleNamespace(Timer=Timer))
     monkeypatch.setattr(os, "_exit", leave)
-    monkeypatch.setattr(exchange, "measure", measure)
-    monkeypatch.setattr(exchange, "ragged_variants", lambda case: {})
-    exchange.measure_ragged(report, case, None, 1.0, timeout_s=5)
+    monkeypatch.setattr(layer, "layers", lambda *_, **__: {})
+    monkeypatch.setattr(layer.Run, "measure", measure)
+    layer.measure_ragged(run, timeout_s=5)
     [(status, rows)] = at_exit
     assert status == 0
-    assert [row["variant"] for row in rows] == [exchange.RAGGED, exchange.RAGGED_AS_IT_IS]
-    assert {row["failed"] for row in rows} == {"not finished 5 s after it began"}
+    assert {row["variant"] for row in rows} == {layer.LAYERS["ragged"]}
+    assert [row["direction"] for row in rows] == list(layer.DIRECTIONS)
+    assert {row["failed"] for row in rows} == {"not finished 5 s after the baseline began"}
     assert "the run ends here" in capsys.readouterr().out
 
 

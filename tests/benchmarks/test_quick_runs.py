@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from reports import ROOT, check_report, run, run_quickly
 
-from jax_ep.tools.benchmark import exchange, layer
+from jax_ep.tools.benchmark import layer
 
-RAGGED = {exchange.RAGGED, exchange.RAGGED_AS_IT_IS}
-EXCHANGE = RAGGED | {
+EXCHANGE = {
     *("triton dispatch to rows", "triton dispatch to rows, FP8 wire", "triton dispatch to rows, 24 programs"),
     *("triton combine", "triton combine, FP8 wire", "triton combine, 24 programs", "triton plan"),
     *("xla dispatch to rows", "xla combine", "xla plan", "all_to_all, padded", "chain alone"),
@@ -29,7 +28,7 @@ def variants(rows):
 def check_exchange(rows, content):
     assert variants(rows) == EXCHANGE
     failed = {row["variant"] for row in rows if "failed" in row}
-    assert RAGGED <= failed <= RAGGED | {"chain alone"}, "no CPU has a ragged all-to-all"
+    assert failed <= {"chain alone"}
     for row in rows:
         if "failed" not in row and row["wire"] is not None:
             for name in ("logical_bytes", "wire_bytes"):
@@ -151,7 +150,7 @@ def check_compare(rows, content):
 
 
 RUNS = [
-    ("exchange.py --ranks 2 --routing uniform --ragged-tokens 8", "dispatch_combine", "8 tokens/rank", check_exchange),
+    ("exchange.py --ranks 2 --routing uniform", "dispatch_combine", "8 tokens/rank", check_exchange),
     ("low_latency.py --parts exchange --ranks 2", "low_latency", "2 tokens/rank, 2 ranks", check_low_latency),
     ("low_latency.py --parts layer", "decode_layer", "2 tokens/rank, 4 ranks", check_decode),
     (

@@ -1,4 +1,4 @@
-"""Benchmarks: `jax-ep bench`, `jax-ep scale`, and the modules that `jax-ep trace` and `jax-ep tune` share with them.
+"""Benchmarks: `jax-ep bench`, and the modules that `jax-ep trace` and `jax-ep tune` share with them.
 
 Each benchmark is a module with a `main(arguments=None, prog=None)`, which `benchmarks/NAME.py` of a source checkout
 runs, too. Public face for other benchmarks: `harness` (timing, reports, tables, command lines), `inputs` (models,
@@ -7,7 +7,6 @@ meshes, random arrays), `chains` (chains of dependent calls), `profiler`, `plots
 
 from __future__ import annotations
 
-import argparse
 import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,17 +27,12 @@ _OUT = Path("runs/benchmarks")
 
 
 def add_command(commands: Any) -> None:
-    """Add `bench` and `scale` to the command line."""
+    """Add `bench` to the command line."""
     summary = "measure an operation, or a layer with the sizes of a model, and its alternatives"
     more = "\n\nEach benchmark has its own options: jax-ep bench fused-moe --help."
     epilog, options = "Prints tables and writes JSON to --out.", f"such as --model, --tokens, --out (default: {_OUT})"
     parser = command.add_choice(commands, "bench", summary, BENCHMARKS, more=more, epilog=epilog, options=options)
     parser.set_defaults(run=lambda args: run(args.what, args.options, f"jax-ep bench {args.what}"))
-    summary = "measure how operations and the layer scale over this machine's GPUs"
-    # All options belong to the benchmark, --help too, so this parser must not parse dashes.
-    parser = commands.add_parser("scale", help=summary, add_help=False, prefix_chars="+")
-    parser.add_argument("options", nargs=argparse.REMAINDER)
-    parser.set_defaults(run=lambda args: run("scale", args.options, "jax-ep scale"))
 
 
 def run(name: str, options: Sequence[str], prog: str) -> None:
@@ -50,5 +44,5 @@ def run(name: str, options: Sequence[str], prog: str) -> None:
 
 def _main(name: str) -> Callable[[Sequence[str], str], None]:
     """Return the `main` of a benchmark; their imports take a second, so they are not at the top."""
-    module = {"moe": "layer", "scale": "scaling"}.get(name, name.replace("-", "_"))
+    module = "layer" if name == "moe" else name.replace("-", "_")
     return importlib.import_module(f"{__name__}.{module}").main

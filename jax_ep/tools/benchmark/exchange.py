@@ -23,23 +23,20 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 import jax_ep
 from jax_ep.core.dtypes import FP8
 from jax_ep.ops import registry
-from jax_ep.tools.benchmark import baselines, harness, inputs, rates
+from jax_ep.tools.benchmark import harness, inputs, rates
 from jax_ep.tools.benchmark.chains import Program, chain, on_each_rank
 from jax_ep.tools.benchmark.harness import Report, Timing
 from jax_ep.tools.benchmark.inputs import AXIS, Case, make_case
-from jax_ep.tools.command import Default, count_or_zero
+from jax_ep.tools.command import Default
 from jax_ep.types import Handle, Schedule
 
 TOKENS = Default([128, 1024, 4096, 32768], [8])
-RAGGED_TIMEOUT_S = 120.0
 FEW_PROGRAMS = 24
-RAGGED, RAGGED_AS_IT_IS = "ragged_all_to_all, best flags", "ragged_all_to_all, default flags"
 
 Step = Callable[[Array, Any, Handle], Any]
 
@@ -53,14 +50,12 @@ class Variant(NamedTuple):
       handle: of all ranks.
       wire: "bf16" or "fp8" if each token is sent once to every other rank that needs it, "padded" if it is sent to
         all, None if no tokens are sent.
-      options: compiler options.
     """
 
     step: Step
     rows: Any
     handle: Handle
     wire: str | None
-    options: dict[str, Any] | None = None
 
     def program(self, case: Case, length: int) -> Program:
         """Return a chain of calls."""
@@ -68,7 +63,7 @@ class Variant(NamedTuple):
         def step(zero: Array, rows: Any, handle: Handle) -> Any:
             return self.step(zero, rows, local_after(handle, zero))
 
-        return chain(case.mesh, step, (self.rows, self.handle), length, options=self.options)
+        return chain(case.mesh, step, (self.rows, self.handle), length)
 
 
 def traffic(case: Case, wire: str | None, peak: float) -> dict[str, float]:
@@ -173,28 +168,6 @@ def _all_to_all(case: Case) -> Step:
     return step
 
 
-def ragged_variants(case: Case) -> dict[str, Variant]:
-    """Return the ragged all-to-all of a dispatch's tokens, including the rank's own, with best and default flags."""
-    counts = case.goes_to.sum(axis=1)  # [W, W]: source, destination
-    num_rows = int(inputs.busiest(counts))
-    orders = np.zeros((len(counts), num_rows), np.int32)
-    for rank, wanted in enumerate(case.goes_to):
-        order = np.nonzero(wanted.T)[1]  # by destination, then token
-        orders[rank, : len(order)] = order
-    starts = np.cumsum(counts, axis=1) - counts
-    places = np.cumsum(counts, axis=0) - counts  # first row of each source on each destination
-    sizes = np.stack([starts, counts, places, counts.T], axis=1).astype(np.int32)
-    rows = (case.x, case.place(orders.reshape(-1)), case.place(sizes.reshape(-1, len(counts))))
-
-    def step(zero: Array, rows: Any, _: Handle) -> Array:
-        x, order, (first, send, place, receive) = rows
-        out = jnp.zeros((num_rows, x.shape[1]), x.dtype)
-        return lax.ragged_all_to_all(x[order], out, first + zero, send, place, receive, axis_name=AXIS)
-
-    best = Variant(step, rows, make_handle(case, "triton"), "bf16", baselines.RAGGED_OPTIONS)
-    return {RAGGED: best, RAGGED_AS_IT_IS: best._replace(options=None)}
-
-
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
@@ -233,21 +206,6 @@ def measure(report: Report, case: Case, todo: Mapping[str, Variant], args: argpa
     report.record(title, shape_of(case), times, failures, details)
 
 
-def measure_ragged(
-    report: Report, case: Case, args: argparse.Namespace, peak: float, timeout_s: float = RAGGED_TIMEOUT_S
-) -> None:
-    """Measure `ragged_all_to_all` last: if it hangs, the run ends here."""
-
-    def give_up() -> None:  # the devices are blocked
-        for name in (RAGGED, RAGGED_AS_IT_IS):
-            error = f"not finished {timeout_s:g} s after it began"
-            report.failed(name, shape_of(case), error)
-        print(f"ragged_all_to_all is not finished after {timeout_s:g} s; the run ends here", flush=True)
-
-    with harness.ends_the_run(timeout_s, give_up):
-        measure(report, case, ragged_variants(case), args, peak)
-
-
 def options(prog: str | None = None) -> argparse.ArgumentParser:
     """Return the command line."""
     parser = harness.parser(__doc__, "exchange", prog=prog, rounds=8, tokens=TOKENS)
@@ -255,8 +213,6 @@ def options(prog: str | None = None) -> argparse.ArgumentParser:
     add("--model", choices=inputs.MODELS, default=inputs.DEFAULT, help="default: %(default)s")
     add("--routing", nargs="+", default=["uniform", "zipf"], choices=["uniform", "zipf"])
     add("--ranks", type=int, nargs="+", default=[2, 4], help="GPUs, the first of the machine")
-    slow = f"of {RAGGED}, which is slow"
-    add("--ragged-tokens", type=count_or_zero, nargs="*", default=[4096], help=slow)
     add("--graphs", action="store_true", help="launch chains as CUDA graphs, collectives in them")
     return parser
 
@@ -288,6 +244,4 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
         for kind, tokens in itertools.product(args.routing, args.tokens):
             case = make_case(mesh, kind, tokens, model)
             measure(report, case, variants(case, baselines=kind == "uniform"), args, peak)
-        for tokens in [n for n in args.tokens if n in args.ragged_tokens and "uniform" in args.routing]:
-            measure_ragged(report, make_case(mesh, "uniform", tokens, model), args, peak)
     print(report.path)

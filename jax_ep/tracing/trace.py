@@ -147,6 +147,7 @@ def merge(traces: Iterable[Trace]) -> Trace:
       >>> merge([Trace.of_devices({})]).devices
       []
     """
+    check.instance("merge", "traces", traces, Iterable, "a list of Trace")
     parts = list(traces)
     for part in parts:
         check.instance("merge", "one of traces", part, Trace, "a Trace")

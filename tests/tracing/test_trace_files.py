@@ -239,6 +239,7 @@ def test_trace_invalid_arguments(trace):
         lambda: trace.only(last=0): "Trace.only: last=0, expected at least 1",
         lambda: trace.only(last=1.0): "Trace.only: last=1.0 is a float",
         lambda: trace.only(3): "Trace.only: no launch of 3 was recorded",
+        lambda: tracing.merge(trace): "merge: traces is a Trace, expected a list of Trace",
         lambda: tracing.merge([trace, 3]): "merge: one of traces is an int, expected a Trace",
     }.items():
         with pytest.raises((TypeError, ValueError), match=f"^{message}"):

@@ -178,16 +178,20 @@ class MoE(nnx.Module):
     def _make_experts(
         self, make: _Maker, kernel_init: nnx.Initializer, intermediate_size: int, dtype: Any, use_bias: bool
     ) -> None:
-        def gate_up_init(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-            return kernel_init(key, (*shape[:2], math.prod(shape[2:])), dtype).reshape(shape)
+        def weights_init(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+            matrices = (*shape[:2], math.prod(shape[2:]))
+            remedy = "return an array of the shape that it is given"
+            value = kernel_init(key, matrices, dtype)
+            value = check.floating("MoE", "the result of kernel_init", value, str(list(matrices)), remedy=remedy)
+            return value.reshape(shape)
 
         specs, experts, hidden = self.axes.specs, self.num_experts, self.hidden_size
         columns: tuple[int, ...] = (self._columns(intermediate_size),)
         if self.axes.tensor is not None:
             columns = (2 if self.experts.gated else 1, intermediate_size)
-        gate_up = make(gate_up_init, (experts, hidden, *columns), specs.w_gate_up, dtype)
+        gate_up = make(weights_init, (experts, hidden, *columns), specs.w_gate_up, dtype)
         self.w_gate_up: nnx.Param | None = gate_up
-        self.w_down: nnx.Param | None = make(kernel_init, (experts, intermediate_size, hidden), specs.w_down, dtype)
+        self.w_down: nnx.Param | None = make(weights_init, (experts, intermediate_size, hidden), specs.w_down, dtype)
         self.b_gate_up = make(ZEROS_INIT, (experts, *columns), specs.b_gate_up, dtype) if use_bias else None
         self.b_down = make(ZEROS_INIT, (experts, hidden), specs.b_down, dtype) if use_bias else None
 

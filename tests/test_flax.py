@@ -600,6 +600,8 @@ def test_flax_no_mesh_warns_once(recwarn):
         ({"param_dtype": jnp.complex64}, TypeError, "MoE: param_dtype=.*, expected one of bfloat16"),
         ({"use_bias": "yes"}, TypeError, "MoE: use_bias='yes' is a str, expected True or False"),
         ({"kernel_init": "normal"}, TypeError, "MoE: kernel_init is a str, expected a function"),
+        ({"kernel_init": lambda *_: 0.02}, TypeError, "MoE: the result of kernel_init is a float, not an array"),
+        ({"kernel_init": lambda *_: jnp.zeros(3)}, ValueError, r"the result of kernel_init has shape \(3,\), expected"),
         ({"rngs": 0}, TypeError, "MoE: rngs is an int, expected an nnx.Rngs"),
         ({"mesh": (8,)}, TypeError, "MoE: mesh is a tuple, expected a jax.sharding.Mesh"),
         ({"preferred_element_type": jnp.int8}, TypeError, "MoE: preferred_element_type=.*, expected one of"),

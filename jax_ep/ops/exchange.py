@@ -296,6 +296,15 @@ def checked(
     return Checked(options, facts, x, topk_idx, topk_weights, handle)
 
 
+def without_unused_rows(given: Checked) -> Checked:
+    """Limit the capacity, which memory is allocated for, to the rows that some routing needs."""
+    layout = given.facts.layout
+    most = dropless_capacity(layout.num_slots, layout.num_local_experts, layout.alignment)
+    if not isinstance(most, int) or layout.capacity <= most:
+        return given
+    return given._replace(facts=dataclasses.replace(given.facts, layout=dataclasses.replace(layout, capacity=most)))
+
+
 def _balanced(balance: Balance, given: Checked) -> tuple[Checked, dict[str, Any]]:
     """Move assignments to ranks with room; return also what the handle then has."""
     layout, ids = given.facts.layout, given.topk_idx

@@ -139,6 +139,7 @@ def moe(
     experts, sizes, parts = _check_experts(options, x.shape, x.dtype, parts, num_experts, experts)
     layer = _Layer(experts, sizes, capacity, sum_dtype)
     given = exchange.checked(options, x, topk_idx, topk_weights, num_experts=num_experts, capacity=capacity)
+    given = exchange.without_unused_rows(given)
     run = _on_tokens if balance is None or given.facts.layout.num_ranks == 1 else partial(_balanced, balance)
     return checkpoint_name((run if x.shape[0] else _without_tokens)(layer, given, parts), OUTPUT_NAME)
 

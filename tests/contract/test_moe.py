@@ -8,7 +8,7 @@ import pytest
 
 import jax_ep
 import oracle
-from cases import BASE, BF16, F16, F32, FP8_WIRE, SHAPES, Shape, assert_close
+from cases import BASE, BF16, F16, F32, FP8_WIRE, SHAPES, Shape, assert_close, assert_same_bits
 from harness import compiled, in_turn, run
 from layers import Layer
 from routings import FEW_ROUTINGS, ROUTINGS
@@ -72,6 +72,14 @@ def test_moe_capacity(implementation, capacity, expert_mesh, rng, subtests):
             want = layer.oracle(capacity=capacity)
             assert want.lay.dropped.sum() > 0
             assert_close(call(*layer.args), want.forward(), "moe")
+
+
+def test_moe_capacity_beyond_all_rows(implementation, expert_mesh, rng):
+    layer = Layer(rng, "uniform", 2, BASE)
+    got, want = (
+        run(moe(BASE, implementation, capacity=rows), expert_mesh(2), *layer.args) for rows in (2**31 - 1, None)
+    )
+    assert_same_bits(got, want)
 
 
 def test_moe_fp8_wire(implementation, expert_mesh, rng):

@@ -11,11 +11,10 @@ from harness import make_mesh
 from jax_ep import serving, sharding
 from mistakes import GOOD, NEEDS_AXIS, E, H, K, T, f32, i32, mesh_of, program
 
-EXCHANGES = ("dispatch", "combine", "dispatch_grouped_gemm", "grouped_gemm_combine", "moe", "low_latency_combine")
+EXCHANGES = ("dispatch", "combine", "dispatch_grouped_gemm", "grouped_gemm_combine", "moe")
 ROUTING = ("topk_router", "sparsemixer_router", "load_balancing_loss", "router_z_loss")
 ARRAYS = ("grouped_gemm", "fused_moe", "moe_sort", "identity_experts", "dequantize_fp8", "dequantize")
-DIFFERENTIABLE = (*EXCHANGES, *ARRAYS, *ROUTING, "low_latency_dispatch")
-CHANGES = {"low_latency_dispatch": {"quantize": False}}  # FP8 has no gradient.
+DIFFERENTIABLE = (*EXCHANGES, *ARRAYS, *ROUTING)
 LAUNCHED = (*NEEDS_AXIS, "fused_moe", "moe_sort", "masked_grouped_gemm", "masked_gated_activation")
 MATRICES = f32(E, H, 2 * H), f32(E, H, H)
 
@@ -42,7 +41,7 @@ def is_float(leaf):
 
 def backward(name, **changes):
     """Return a program of the backward pass alone, and its arguments: residuals, and gradients of the results."""
-    call, arrays = program(name, **CHANGES.get(name, {}), **changes)
+    call, arrays = program(name, **changes)
     leaves, tree = jax.tree.flatten(arrays)
     inputs = [leaf for leaf in leaves if is_float(leaf)]
 
@@ -90,9 +89,8 @@ def test_every_launch_has_the_name_of_its_operation(with_kernels, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in EXCHANGES if name != "low_latency_combine"])
+@pytest.mark.parametrize("name", EXCHANGES)
 def test_every_launch_of_a_backward_pass_has_the_name_of_its_operation(with_kernels, name):
-    """Gradients of low-latency operations are those of `xla`."""
     found = launches(*backward(name, implementation=("triton", "xla")))
     assert found
     assert set(in_scope(set(found), f"jax_ep.{name}")) == set(found)

@@ -1,9 +1,6 @@
 """Dispatch and combine for decode-sized batches: one fixed block of rows per expert, FP8 by default.
 
-Symbols: M = max_tokens_per_rank; the others as in exchange.py.
-
-Kernels for decoding need no fast gradient: both backward passes travel by the portable implementation, which reads the
-handles of all.
+They are for inference and have no gradient. Symbols: M = max_tokens_per_rank; the others as in exchange.py.
 """
 
 from __future__ import annotations
@@ -18,14 +15,13 @@ from jax.typing import DTypeLike
 
 from jax_ep import context
 from jax_ep.core import check
-from jax_ep.core.autodiff import saves_operands, transposes
+from jax_ep.core.autodiff import call_without_gradient
 from jax_ep.core.check import operation
-from jax_ep.core.dtypes import FP8, accumulation_dtype
+from jax_ep.core.dtypes import FP8
 from jax_ep.core.mesh_axes import spread_axes, takes_global_arrays, vary_alike
 from jax_ep.ops import plan_serving, registry
 from jax_ep.ops.plan_serving import PartPlan
 from jax_ep.types import Array, AxisName, Layout, LowLatencyDispatched, LowLatencyHandle, Options, Schedule, Tokens
-from jax_ep.xla import low_latency as portable
 
 
 @operation
@@ -46,7 +42,7 @@ def low_latency_dispatch(
     """Send a small batch of tokens to their experts, quantized to FP8 on the wire.
 
     Rows of an expert are packed at the start of its block, ordered by source rank, then token. A token goes to an
-    expert once, even if its ids name it twice. It has a gradient with `quantize=False` only.
+    expert once, even if its ids name it twice. It is for inference and has no gradient.
 
     Args:
       x: `[T, H]` tokens with `T <= max_tokens_per_rank`, or a quantized pair `(values [T, H] float8_e4m3fn,
@@ -67,7 +63,7 @@ def low_latency_dispatch(
 
     Raises:
       ValueError: shapes or sizes that do not fit.
-      TypeError: unsupported dtypes; a quantized dispatch is differentiated.
+      TypeError: unsupported dtypes; the result is differentiated.
       NotImplementedError: no requested implementation supports the call.
 
     Example:
@@ -118,6 +114,8 @@ def low_latency_combine(
 ) -> Array:
     """Send expert outputs back and sum them with their router weights in float32.
 
+    It is for inference and has no gradient.
+
     Args:
       y: `[L, W * M, H]` outputs in the layout of the dispatch; rows past its counts are never read.
       topk_idx: `[T, K]` int32, the ids of the dispatch.
@@ -133,7 +131,7 @@ def low_latency_combine(
 
     Raises:
       ValueError: shapes or the axis do not fit the handle.
-      TypeError: unsupported dtypes, or `handle` is not a handle.
+      TypeError: unsupported dtypes, `handle` is not a handle, or the result is differentiated.
       NotImplementedError: no requested implementation supports the call.
 
     Example:
@@ -197,27 +195,10 @@ def check_combine(
     return topk_idx, check.router_weights(function, topk_weights, topk_idx.shape, y.dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _to_rows(options: Options, x: Array, handle: LowLatencyHandle) -> Array:
-    """`[M, H]` tokens to `[L, W * M, H]` rows; transpose of `_from_rows`."""
-    return portable.dispatch_rows(options, x, handle)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _from_rows(options: Options, y: Array, handle: LowLatencyHandle) -> Array:
-    """`[L, W * M, H]` rows to `[M, H]` sums; transpose of `_to_rows`."""
-    return portable.combine_rows(options, y, handle)
-
-
-transposes(_to_rows, _from_rows)
-transposes(_from_rows, _to_rows)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def dispatch_tokens(
     plan: PartPlan, layout: Layout, group_size: int | None, x: Tokens, topk_idx: Array, num_tokens: Array | None
 ) -> tuple[Array, Array | None, Array, LowLatencyHandle]:
-    """Return tokens, scales, group sizes and handle of a dispatch; differentiable if it does not quantize.
+    """Return tokens, scales, group sizes and handle of a dispatch.
 
     `group_size` are the columns per FP8 scale; None: x travels as it is.
     """
@@ -225,65 +206,15 @@ def dispatch_tokens(
     dtype = values.dtype if group_size is None else FP8
     context.compare(plan.options.function, f"{layout}, tokens {dtype}[{layout.num_tokens}, {values.shape[1]}]")
     run = registry.LOW_LATENCY.by(plan.part.implementation).low_latency_dispatch
-    return run(plan.options, x, topk_idx, num_tokens, layout, group_size)
+    send = partial(run, plan.options, layout=layout, group_size=group_size)
+    return call_without_gradient(_remedy(plan), send, x, topk_idx, num_tokens)
 
 
-type _Dispatched = tuple[Array, Array | None, Array, LowLatencyHandle]
-type _DispatchSaved = tuple[Tokens, LowLatencyHandle]
-
-
-def _dispatch_forward(
-    plan: PartPlan, layout: Layout, group_size: int | None, x: Tokens, topk_idx: Array, num_tokens: Array | None
-) -> tuple[_Dispatched, _DispatchSaved]:
-    tokens, scales, group_sizes, handle = dispatch_tokens(plan, layout, group_size, x, topk_idx, num_tokens)
-    # Rows past the counts hold anything, and a GEMM of the backward pass would multiply them by zeros: NaN * 0 is NaN.
-    counts = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :] < group_sizes[:, None]
-    tokens = jnp.where(counts[:, :, None], tokens, jnp.zeros((), tokens.dtype))
-    return (tokens, scales, group_sizes, handle), (x, handle)
-
-
-def _dispatch_backward(
-    plan: PartPlan,
-    layout: Layout,
-    group_size: int | None,
-    residuals: tuple[Tokens, LowLatencyHandle],
-    cotangents: _Dispatched,
-) -> tuple[Array, None, None]:
-    x, handle = residuals
-    if group_size is not None or isinstance(x, tuple):
-        raise TypeError(
-            "low_latency_dispatch in FP8 has no gradient: pass quantize=False, or train with dispatch, which has one"
-            " for Schedule(wire_dtype=...)."
-        )
-    return _from_rows(plan.options, cotangents[0], handle)[: x.shape[0]], None, None
-
-
-dispatch_tokens.defvjp(_dispatch_forward, _dispatch_backward)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def combine_tokens(plan: PartPlan, y: Array, topk_weights: Array, handle: LowLatencyHandle) -> Array:
-    """Weighted sums of a combine; differentiable where nothing is rounded to FP8."""
-    run = registry.LOW_LATENCY.by(plan.part.implementation)
-    return run.low_latency_combine(plan.options, y, topk_weights, handle)
+    """Return the weighted sums of a combine."""
+    run = partial(registry.LOW_LATENCY.by(plan.part.implementation).low_latency_combine, plan.options)
+    return call_without_gradient(_remedy(plan), run, y, topk_weights, handle)
 
 
-def _combine_backward(
-    plan: PartPlan, residuals: tuple[Array, Array, LowLatencyHandle], cotangent: Array
-) -> tuple[Array, Array, None]:
-    (y, topk_weights, handle), options = residuals, plan.options
-    if options.wire_dtype is not None:
-        raise TypeError(
-            "low_latency_combine in FP8 has no gradient: leave wire_dtype of the schedule None, or train with combine."
-        )
-    dtype, layout = accumulation_dtype(y.dtype), handle.layout
-    room = jnp.zeros_like(cotangent, shape=(layout.num_tokens - cotangent.shape[0], cotangent.shape[1]))
-    sent = _to_rows(options, jnp.concatenate([cotangent, room]), handle).astype(dtype)
-    weights = portable.dispatch_weights(options, topk_weights.astype(dtype), handle)
-    d_y = (sent * weights[:, :, None]).astype(y.dtype)
-    d_row_weights = jnp.sum(sent * y.astype(dtype), axis=2)
-    d_weights = portable.combine_weights(options, d_row_weights, handle)[: topk_weights.shape[0]]
-    return d_y, d_weights.astype(topk_weights.dtype), None
-
-
-combine_tokens.defvjp(saves_operands(combine_tokens), _combine_backward)
+def _remedy(plan: PartPlan) -> str:
+    return f"{plan.options.function} has no gradient: train with moe, or with dispatch and combine."

@@ -25,7 +25,7 @@ from jax_ep.core import fp8
 from jax_ep.core import layout as rows
 from jax_ep.core.dtypes import FP8, accumulation_dtype
 from jax_ep.core.mesh_axes import all_gather, exchange, rank_on, sum_in_order
-from jax_ep.types import Array, Handle, Layout, LowLatencyHandle, Options, Quantized
+from jax_ep.types import Array, Handle, Layout, Options, Quantized
 from jax_ep.xla import rounds, segments
 
 GATHERED_BYTES = 2 << 20
@@ -51,14 +51,11 @@ def segments_pay(layout: Layout) -> bool:
     return ROUNDS_COST * share < 1 or layout.capacity < layout.num_ranks * layout.num_tokens
 
 
-def choose[Handles: (Handle, LowLatencyHandle), Result](
-    layout: Layout,
-    row_bytes: int,
-    to_all: Callable[[Handles], Result],
-    in_segments: Callable[[Handles], Result],
-    handle: Handles,
+def choose[Result](
+    row_bytes: int, to_all: Callable[[Handle], Result], in_segments: Callable[[Handle], Result], handle: Handle
 ) -> Result:
     """Run `to_all(handle)` or `in_segments(handle)`, chosen by the platform of the lowering."""
+    layout = handle.layout
     if is_small(layout, row_bytes):
         return to_all(handle)
     return lax.platform_dependent(handle, cpu=in_segments, default=in_segments if segments_pay(layout) else to_all)
@@ -90,7 +87,7 @@ def _dispatch[Tree](options: Options, tree: Tree, handle: Handle) -> Tree:
         here = rows.gather_rows(places.here.reshape(-1) + 1, rows.row_tokens(handle)) - 1
         return pick(received, here)
 
-    return choose(layout, token_bytes(tree), to_all, in_segments, handle)
+    return choose(token_bytes(tree), to_all, in_segments, handle)
 
 
 def dispatch_rows(options: Options, x: Array, handle: Handle) -> Array:
@@ -164,7 +161,7 @@ def combine_tokens(options: Options, y: Array, row_weights: Array | None, handle
             total = total + _widened(pick(received, place), wide)
         return total.astype(dtype)
 
-    total = choose(layout, y.shape[1] * wire.itemsize, to_all, in_segments, handle)
+    total = choose(y.shape[1] * wire.itemsize, to_all, in_segments, handle)
     return total, _combine_weights(options, row_weights, handle)
 
 

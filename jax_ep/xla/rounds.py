@@ -13,10 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep.core.layout import gather_rows
 from jax_ep.core.mesh_axes import Axis, exchange, vary_alike
 from jax_ep.types import Array, Layout
-from jax_ep.xla.segments import Segments, put, starts
+from jax_ep.xla.segments import Segments, starts
 
 _ROUNDS_OF_ALL = 4  # On CPU devices as fast as one round, with less memory.
 
@@ -26,15 +25,8 @@ def round_size(num_tokens: int, num_ranks: int) -> int:
     return max(1, -(-num_tokens // (_ROUNDS_OF_ALL * num_ranks)))
 
 
-def send[Tree](
-    rows_of: Callable[[Array], Tree],
-    segments: Segments,
-    num_rows: int,
-    axis: Axis,
-    layout: Layout,
-    rows: Array | None = None,
-) -> Tree:
-    """Return what the ranks send here in rank order, in `num_rows` places or in given rows; other rows are zero.
+def send[Tree](rows_of: Callable[[Array], Tree], segments: Segments, num_rows: int, axis: Axis, layout: Layout) -> Tree:
+    """Return what the ranks send here in rank order, in `num_rows` rows; rows past it are zero.
 
     Args:
       rows_of: maps sent indices `[N]`, -1 for nothing, to arrays `[N, ...]`; called once per round.
@@ -42,7 +34,6 @@ def send[Tree](
       num_rows: rows of the result.
       axis: mesh axes of the ranks.
       layout: static sizes.
-      rows: `[P, C]` int32, the rows that each place fills, -1 for none; None: the row with the same index.
     """
     num_ranks = layout.num_ranks
     size = round_size(layout.num_tokens, num_ranks)
@@ -54,16 +45,14 @@ def send[Tree](
         last = segments.sent.shape[0] - 1
         index = segments.sent[jnp.minimum(send_starts[:, None] + offset, last)]
         parts = rows_of(jnp.where(offset < segments.send_counts[:, None], index, -1).reshape(-1))
-        place = jnp.where(offset < segments.receive_counts[:, None], receive_starts[:, None] + offset, -1).reshape(
-            -1, 1
-        )
-        filled = place if rows is None else gather_rows(rows + 1, place[:, 0]) - 1
+        is_used = offset < segments.receive_counts[:, None]
+        place = jnp.where(is_used, receive_starts[:, None] + offset, num_rows).reshape(-1)
 
-        def put_one(whole: Array, part: Array) -> Array:
+        def put(whole: Array, part: Array) -> Array:
             arrived = exchange(part.reshape(num_ranks, size, *part.shape[1:]), axis)
-            return put(whole, arrived.reshape(part.shape), filled)
+            return whole.at[place].set(arrived.reshape(part.shape), mode="drop")
 
-        return jax.tree.map(put_one, received, parts)
+        return jax.tree.map(put, received, parts)
 
     shapes = jax.eval_shape(rows_of, segments.sent)
     empty = jax.tree.map(lambda part: jnp.zeros((num_rows, *part.shape[1:]), part.dtype), shapes)

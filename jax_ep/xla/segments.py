@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep.core.mesh_axes import Axis, exchange
-from jax_ep.types import Array, Handle, Layout, LowLatencyHandle
+from jax_ep.types import Array, Handle, Layout
 
 
 class Segments(NamedTuple):
@@ -48,7 +48,7 @@ def starts(counts: Array) -> Array:
     return jnp.cumsum(counts, dtype=jnp.int32) - counts
 
 
-def places(handle: Handle | LowLatencyHandle, axis: Axis) -> Places:
+def places(handle: Handle, axis: Axis) -> Places:
     """Return the places of tokens that have rows; ranks tell each other which tokens do, with one byte each."""
     arrived = jnp.any(handle.assignment_to_row >= 0, axis=-1)
     sent = exchange(arrived.astype(jnp.uint8), axis) != 0
@@ -99,11 +99,3 @@ def in_rank_order(home: Array, num: int) -> Array:
     nth = jnp.where(sent, jnp.cumsum(sent, axis=0, dtype=jnp.int32) - 1, num)
     token = lax.broadcasted_iota(jnp.int32, home.shape, 1)
     return jnp.full_like(home, -1, shape=(num, home.shape[1])).at[nth, token].set(home, mode="drop")
-
-
-def put(result: Array, arrived: Array, rows: Array) -> Array:
-    """Write `arrived [N, ...]` to the rows `[N, C]` of `result [R, ...]`, ignoring -1."""
-    index = jnp.where(rows < 0, result.shape[0], rows)
-    for column in range(rows.shape[1]):
-        result = result.at[index[:, column]].set(arrived, mode="drop")
-    return result

@@ -37,12 +37,6 @@ def halves(x, idx, weights, up, down, *, implementation, **options):
     return jax_ep.grouped_gemm_combine(rows, down, sent.handle, implementation=implementation)
 
 
-def low_latency(x, idx, weights, up, down, *, implementation, **options):
-    sizes = {"num_experts": E, "max_tokens_per_rank": 3, "implementation": implementation}
-    sent = jax_ep.low_latency_dispatch(x, idx, quantize=False, **sizes)
-    return jax_ep.low_latency_combine(sent.tokens, idx, weights, sent.handle, implementation=implementation)
-
-
 LAYERS = {
     "dispatch": (dispatch, {}),
     "dispatch with a capacity": (dispatch, {"capacity": 8, "alignment": 4}),
@@ -53,7 +47,6 @@ LAYERS = {
     "moe with a capacity": (jax_ep.moe, {"capacity": 16}),
     "moe, FP8 on the wire": (jax_ep.moe, {"schedule": FP8_WIRE}),
     "moe, FP8 products": (jax_ep.moe, {"recipe": "fp8"}),
-    "low latency": (low_latency, {}),
 }
 
 

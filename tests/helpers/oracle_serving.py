@@ -85,14 +85,6 @@ def low_latency_gather(values, lay):
     return rows
 
 
-def low_latency_scatter(d_rows, lay, num_tokens):
-    """Transpose `low_latency_gather`: float64 [W, T, H]."""
-    out = np.zeros((len(d_rows), num_tokens, d_rows.shape[-1]))
-    for rank, local, row in np.argwhere(lay.token >= 0):
-        out[lay.source[rank, local, row], lay.token[rank, local, row]] += d_rows[rank, local, row]
-    return out
-
-
 def low_latency_combine(y, topk_idx, topk_weights, lay):
     """Compute sum_k w_tk * y[row of expert topk_idx[t, k]], float64 [W, T, H]."""
     out = np.zeros((*topk_idx.shape[:2], y.shape[-1]))
@@ -101,17 +93,6 @@ def low_latency_combine(y, topk_idx, topk_weights, lay):
         if row is not None:
             out[source, token] += float(topk_weights[source, token, k]) * y[row].astype(np.float64)
     return out
-
-
-def low_latency_combine_gradients(y, topk_idx, topk_weights, lay, d_out):
-    """Return (dy, dtopk_weights) in float64."""
-    dy, d_weights = np.zeros(y.shape), np.zeros(topk_weights.shape)
-    for source, token, k in np.ndindex(*topk_idx.shape):
-        row = lay.row_of(source, token, int(topk_idx[source, token, k]))
-        if row is not None:
-            dy[row] += float(topk_weights[source, token, k]) * d_out[source, token]
-            d_weights[source, token, k] = y[row].astype(np.float64) @ d_out[source, token]
-    return dy, d_weights
 
 
 # ---- the experts between dispatch and combine ---------------------------------------------------------------------

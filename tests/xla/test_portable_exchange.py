@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 
 import jax_ep
-import low_latency_problems
 import oracle
-import oracle_serving
-from cases import BASE, BF16, F16, F32, FP8_WIRE, Shape, assert_close, assert_same_bits, integers, probabilities, reals
+from cases import BASE, BF16, F16, F32, Shape, assert_close, assert_same_bits, integers, probabilities, reals
 from harness import compiled, make_mesh, per_rank
 from jax_ep.types import Layout
 from jax_ep.xla import exchange
@@ -202,115 +200,3 @@ def test_xla_exchange_tokens_minimal(expert_mesh, rng, monkeypatch):
     least = tokens_between(ids, shape.num_experts)
     there_and_back = [*enumerate(least.tolist()), *enumerate(least.T.tolist())]
     assert sorted(sizes) == sorted(there_and_back)
-
-
-SHAPE = Shape(num_tokens=5, top_k=2, num_experts=16, hidden=128)
-MAX_TOKENS = 6  # More room than tokens.
-NUM_RANKS = 8
-
-
-def low_latency_round_trip(shape=SHAPE, max_tokens=MAX_TOKENS, **options):
-    return low_latency_problems.round_trip("xla", shape, max_tokens, **options)
-
-
-# Routing all tokens to one expert takes many rounds.
-@pytest.mark.parametrize("routing", ROUTINGS)
-def test_xla_low_latency_matches_oracle(routing, expert_mesh, rng):
-    case = low_latency_problems.Problem(rng, routing, NUM_RANKS, SHAPE, MAX_TOKENS)
-    case.check(*compiled(low_latency_round_trip(quantize=False), expert_mesh(NUM_RANKS))(*case.args))
-
-
-def problem(rng, num_ranks, shape=SHAPE, dtype=F32):
-    ids = ROUTINGS["duplicates"](rng, num_ranks, shape)
-    x = reals(rng, num_ranks, shape.num_tokens, shape.hidden, dtype=dtype)
-    local = shape.num_experts // num_ranks
-    return x, ids, probabilities(rng, *ids.shape), reals(rng, num_ranks, local, num_ranks * MAX_TOKENS, shape.hidden)
-
-
-def test_xla_low_latency_quantized(mesh, rng, monkeypatch):
-    """Values and scales are sent together, and rows are rounded to FP8 before they are added."""
-    fn = low_latency_round_trip(schedule=FP8_WIRE)
-    (d, sums), (wanted, sums_wanted) = both_ways(monkeypatch, fn, mesh, *problem(rng, mesh.size))
-    assert_same_bits(d.tokens, wanted.tokens)
-    assert_same_bits(d.scales, wanted.scales)
-    assert_close(sums, sums_wanted.astype(np.float64), "sums")
-
-
-def test_xla_low_latency_gradients(mesh, rng, monkeypatch):
-    """Compare gradients of both functions with the oracle, and with "to all"."""
-    gradients = low_latency_problems.gradients("xla", SHAPE, MAX_TOKENS)
-
-    def of_gradients(x, ids, weights, y, *cotangents):
-        def loss(x, weights, y, *cotangents):
-            return sum(jnp.sum(jnp.sin(g)) for g in gradients(x, ids, weights, y, *cotangents))
-
-        return jax.grad(loss, (1, 2, 3, 4))(x, weights, y, *cotangents)
-
-    x, ids, weights, y = problem(rng, mesh.size)
-    lay = oracle_serving.low_latency_layout(ids, SHAPE.num_experts, MAX_TOKENS)
-    d_rows, d_out = reals(rng, *y.shape), reals(rng, *x.shape)
-    got = compiled(gradients, mesh)(x, ids, weights, y, d_rows, d_out)
-    low_latency_problems.check_gradients(got, ids, lay, weights, y, d_rows, d_out)
-    seconds = both_ways(monkeypatch, of_gradients, mesh, x, ids, weights, y, d_rows, d_out)
-    for got, exact in zip(*seconds, strict=True):
-        assert np.abs(exact).max() > 0.1
-        assert_close(got, exact.astype(np.float64), "second derivative")
-
-
-def test_xla_low_latency_no_tokens(mesh):
-    shape = Shape(num_tokens=0, top_k=2, num_experts=8, hidden=128)
-    x, ids = np.zeros((mesh.size, 0, 128), BF16), np.zeros((mesh.size, 0, 2), np.int32)
-    y = np.zeros((mesh.size, 8 // mesh.size, mesh.size * MAX_TOKENS, 128), BF16)
-    d, sums = compiled(low_latency_round_trip(shape), mesh)(x, ids, ids.astype(F32), y)
-    assert d.tokens.shape == y.shape and sums.shape == x.shape
-    assert not d.tokens.astype(F32).any() and not d.scales.any()
-
-
-# ---- What is chosen, and what it costs -----------------------------------------------------------------------------
-
-
-def low_latency_programs(num_ranks, shape, mesh):
-    """Compile dispatch and combine of full batches."""
-    options = {"num_experts": shape.num_experts, "max_tokens_per_rank": shape.num_tokens, "implementation": "xla"}
-
-    def dispatch(x, ids):
-        return jax_ep.low_latency_dispatch(x, ids, quantize=False, **options)
-
-    def combine(y, ids, weights, handle):
-        return jax_ep.low_latency_combine(y, ids, weights, handle, implementation="xla")
-
-    x = jax.ShapeDtypeStruct((num_ranks, shape.num_tokens, shape.hidden), F32)
-    ids = jax.ShapeDtypeStruct((num_ranks, shape.num_tokens, shape.top_k), np.int32)
-    weights = jax.ShapeDtypeStruct(ids.shape, F32)
-    sent = jax.eval_shape(per_rank(dispatch, mesh), x, ids)
-    y = jax.ShapeDtypeStruct(sent.tokens.shape, F32)
-    calls = {"dispatch": (lambda *a: dispatch(*a).tokens, (x, ids))}
-    calls["combine"] = combine, (y, ids, weights, sent.handle)
-    return {name: jax.jit(per_rank(fn, mesh)).lower(*args).compile() for name, (fn, args) in calls.items()}
-
-
-def test_xla_low_latency_memory_independent_of_ranks(expert_mesh):
-    """Temporary memory at two experts per rank: a round of tokens, and the returned sums."""
-    tokens, top_k, hidden = 256, 2, 2048
-    found = {}
-    for num_ranks in (2, 4, 8):
-        shape = Shape(num_tokens=tokens, top_k=top_k, num_experts=2 * num_ranks, hidden=hidden)
-        for name, program in low_latency_programs(num_ranks, shape, expert_mesh(num_ranks)).items():
-            found.setdefault(name, []).append(program.memory_analysis().temp_size_in_bytes)
-    token_bytes, numbers = tokens * hidden * 4, 64 * 8 * tokens * top_k  # Per assignment of all ranks, to find its row.
-    for name, of_ranks in found.items():
-        assert max(of_ranks) < (top_k + 1.5) * token_bytes + numbers, (name, of_ranks)
-        assert of_ranks[2] <= of_ranks[0] + numbers, (name, of_ranks)
-
-
-@pytest.mark.parametrize("routing", ["duplicates", "one_hot"])
-def test_xla_low_latency_tokens_minimal(routing, expert_mesh, rng, monkeypatch):
-    """Each token is sent once to each rank with one of its experts, and back."""
-    sizes = []
-    record_sizes(monkeypatch, lambda _, rank, sent: sizes.append((int(rank), sent.tolist())))
-    x, ids, weights, y = problem(rng, NUM_RANKS)
-    ids = ROUTINGS[routing](rng, NUM_RANKS, SHAPE)
-    compiled(low_latency_round_trip(quantize=False), expert_mesh(NUM_RANKS))(x, ids, weights, y)
-    jax.effects_barrier()
-    least = tokens_between(ids, SHAPE.num_experts)
-    assert sorted(sizes) == sorted([*enumerate(least.tolist()), *enumerate(least.T.tolist())])

@@ -7,7 +7,6 @@ import importlib.util
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from jax_ep import context
 from jax_ep.core.dtypes import FP8
@@ -49,16 +48,6 @@ BLOCK_SIZES = (16, 32, 64, 128)
 _MOST_SORTED_EXPERTS = 1 << 10
 _HALF = (jnp.bfloat16, jnp.float16)
 _EMPTY = Portable("there is nothing to compute: an operand is empty")
-
-
-def is_preferred(facts: Facts) -> bool:
-    """Only where it is the first that supports the facts."""
-    return False
-
-
-def supports_dtype(dtype: DTypeLike) -> bool:
-    """Return True: dtypes that no kernel supports go through the portable functions."""
-    return True
 
 
 def unsupported_reason(facts: Facts, options: Options) -> str | None:

@@ -1,12 +1,9 @@
 """Which implementations exist, and which of them runs one part of a call.
 
 An implementation is a package, an operation a module of it: `xla/grouped_gemm.py` and `pallas/grouped_gemm.py` have the
-same functions. They know nothing of autodiff and argument checks, which are in this folder. `requirements.py` of each
-package says what it does not support, without loading a compiler:
-
-    unsupported_reason(facts, options) -> str | None
-    is_preferred(facts) -> bool
-    supports_dtype(dtype) -> bool
+same functions. They know nothing of autodiff and argument checks, which are in this folder. The function
+`unsupported_reason(facts, options)` in `requirements.py` of each package says what it does not support, without loading
+a compiler.
 
 `plan.py` asks for each part of a public call once; nothing else chooses.
 """
@@ -19,8 +16,6 @@ import importlib
 import logging
 from collections.abc import Sequence
 from typing import Protocol, cast
-
-from jax.typing import DTypeLike
 
 from jax_ep.core import check, operations
 from jax_ep.core.check import called
@@ -35,13 +30,14 @@ from jax_ep.core.facts import (
     QuantizedGemmFacts,
 )
 from jax_ep.core.mesh_axes import axis_tuple, platform
+from jax_ep.pallas import requirements as pallas
 from jax_ep.types import AxisName, Options, Schedule, Topology, type_name
 
 _log = logging.getLogger("jax_ep")
 
 _PACKAGES = {"triton": "jax_ep.megakernels", "pallas": "jax_ep.pallas", "xla": "jax_ep.xla"}
 
-# In order of preference, behind those that are the fastest: the first one that accepts a request is the default.
+# In order of preference, behind `pallas` where it is the fastest: the first one that accepts a request is the default.
 _IMPLEMENTATIONS = {
     "exchange": ("triton", "xla"),
     "balance_plan": ("triton", "xla"),
@@ -59,16 +55,10 @@ _IMPLEMENTATIONS = {
 
 
 class Requirements(Protocol):
-    """Functions that the `requirements` module of an implementation provides."""
+    """What the `requirements` module of an implementation provides."""
 
     def unsupported_reason(self, facts: Facts, options: Options) -> str | None:
         """Why the implementation does not support these facts, or None."""
-
-    def is_preferred(self, facts: Facts) -> bool:
-        """Whether it is the fastest one, if it supports them."""
-
-    def supports_dtype(self, dtype: DTypeLike) -> bool:
-        """Whether it has kernels for this dtype on some machine."""
 
 
 def options(
@@ -206,7 +196,7 @@ def choose(options: Options, facts: Facts) -> Part:
       NotImplementedError: none supports them; the message gives every reason.
     """
     names: Sequence[str] = options.implementation or sorted(
-        _IMPLEMENTATIONS[facts.operation], key=lambda name: not requirements(name).is_preferred(facts)
+        _IMPLEMENTATIONS[facts.operation], key=lambda name: not (name == "pallas" and pallas.is_preferred(facts))
     )
     reasons: list[str] = []
     for name in names:
@@ -220,8 +210,7 @@ def choose(options: Options, facts: Facts) -> Part:
                 return Part(facts.operation, "xla", reason="; ".join(reasons))
             reasons.append(f"xla: {refused}")
             break
-        has_it = name in _IMPLEMENTATIONS[facts.operation]
-        if has_it and requirements(name).supports_dtype(facts.dtype):  # no warning where it has no kernel at all
+        if name in _IMPLEMENTATIONS[facts.operation]:
             _warn_once(name, reason, platform())
     raise NotImplementedError(
         f"{options.function}: no implementation of {tuple(names)} supports this call: {'; '.join(reasons)}. Leave"

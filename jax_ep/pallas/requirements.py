@@ -8,7 +8,6 @@ import os
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from jax_ep.core.facts import (
     ActivationFacts,
@@ -53,7 +52,7 @@ def _reason(facts: Facts, options: Options) -> str | None:
 
 @_reason.register
 def _of_gemm(facts: GemmFacts, options: Options) -> str | None:
-    if not supports_dtype(facts.dtype):
+    if facts.dtype not in _DTYPES:
         return f"its GEMMs support bfloat16 and float16, not {facts.dtype}"
     if facts.out_dtype not in (facts.dtype, jnp.float32):
         return Portable(f"it has no grouped GEMM of {facts.dtype} to {facts.out_dtype}")
@@ -80,11 +79,6 @@ def _of_others(facts: ActivationFacts | ExchangeFacts | Fp8OperandFacts, options
     return Portable(f"it has only GEMMs; `xla` runs the {facts.operation} next to them")
 
 
-def supports_dtype(dtype: DTypeLike) -> bool:
-    """Whether there are machines where it multiplies these operands."""
-    return jnp.dtype(dtype) in _DTYPES
-
-
 def is_preferred(facts: Facts) -> bool:
     """Whether these GPUs have no faster grouped GEMM, nor a faster gradient of its weights.
 
@@ -93,7 +87,7 @@ def is_preferred(facts: Facts) -> bool:
     return (
         isinstance(facts, GemmFacts)
         and platform() == "gpu"
-        and supports_dtype(facts.dtype)
+        and facts.dtype in _DTYPES
         and missing() is None
         and facts.num_rows >= _ROWS_PER_GROUP * facts.groups
         and facts.num_rows % ALIGNMENT == 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from jax.typing import DTypeLike
-
 from jax_ep.core.facts import ExchangeFacts, Facts, FusedFacts, FusedMoEFacts, GemmActivationFacts, LowLatencyGemmFacts
 from jax_ep.types import Options
 
@@ -19,13 +17,3 @@ def unsupported_reason(facts: Facts, options: Options) -> str | None:
     if not fused:
         return None
     return f"it has no fused kernels, so mode={fused[0]!r} is not supported; use 'serial'"
-
-
-def is_preferred(facts: Facts) -> bool:
-    """Return whether this implementation is preferred: never, if others support the facts."""
-    return False
-
-
-def supports_dtype(dtype: DTypeLike) -> bool:
-    """Return whether the dtype is supported, as all dtypes of the package are."""
-    return True

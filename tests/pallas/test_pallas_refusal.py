@@ -78,7 +78,10 @@ def test_pallas_support_hopper_without_triton(hopper, caplog):
         assert choose(None, LowLatencyFacts(BF16, 64, facts_of.LAYOUT)) == "xla"
         assert choose(None, MaskedGemmFacts(BF16, 64)) == "xla"
         assert choose(None, ACTIVATION) == choose(None, facts_of.gemm(F32)) == "xla"
-    assert [record.getMessage() for record in caplog.records] == ["implementation triton is not used: not installed"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "implementation triton is not used: not installed",
+        "implementation pallas is not used: its GEMMs support bfloat16 and float16, not float32",
+    ]
 
 
 def test_pallas_support_other_gpus(hopper, caplog):

@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import resource
+import shutil
 import struct
 from pathlib import Path
 
@@ -227,11 +228,13 @@ def tensors(value):
 
 @pytest.mark.parametrize("was_read", [False, True])
 def test_file_replaced_after_the_checkpoint_was_opened(was_read, tmp_path):
-    save(tmp_path, CONFIG, {}, tensors(1), max_shard_bytes=16)
-    checkpoint = Checkpoint(tmp_path)
+    folder = tmp_path / "checkpoint"
+    save(folder, CONFIG, {}, tensors(1), max_shard_bytes=16)
+    checkpoint = Checkpoint(folder)
     if was_read:
         checkpoint.read("a")
-    save(tmp_path, CONFIG, {}, tensors(2), max_shard_bytes=16, overwrite=True)
+    shutil.rmtree(folder)
+    save(folder, CONFIG, {}, tensors(2), max_shard_bytes=16)
     with pytest.raises(ValueError, match=r"00001-of-00002.safetensors has been replaced.*open Checkpoint again"):
         checkpoint.read("a")
 
@@ -280,22 +283,24 @@ def test_errors_cut_long_names(folder):
 @pytest.mark.parametrize("change", ["save", "remove", "break"])
 def test_config_replaced_while_the_checkpoint_is_opened(change, tmp_path, monkeypatch):
     """Files that no longer match are not reported as broken."""
-    save(tmp_path, CONFIG, {}, tensors(1), max_shard_bytes=16)
+    opened = tmp_path / "checkpoint"
+    save(opened, CONFIG, {}, tensors(1), max_shard_bytes=16)
     read_index = files.read_index
 
     def late(function, folder):
         monkeypatch.undo()
         if change == "save":
-            save(tmp_path, CONFIG, {}, tensors(2), max_shard_bytes=16, overwrite=True)
+            shutil.rmtree(opened)
+            save(opened, CONFIG, {}, tensors(2), max_shard_bytes=16)
         else:
-            (tmp_path / "config.json").unlink()
+            (opened / "config.json").unlink()
         if change == "break":
-            (tmp_path / INDEX).unlink()
+            (opened / INDEX).unlink()
         return read_index(function, folder)
 
     monkeypatch.setattr(files, "read_index", late)
     with pytest.raises(FileNotFoundError, match=r"^Checkpoint: .*config\.json was replaced while"):
-        Checkpoint(tmp_path)
+        Checkpoint(opened)
 
 
 def test_relative_folder_after_a_change_of_the_current_folder(tmp_path, monkeypatch):
@@ -307,13 +312,14 @@ def test_relative_folder_after_a_change_of_the_current_folder(tmp_path, monkeypa
 
 
 def test_pickle_opens_the_folder_again(tmp_path):
-    save(tmp_path, CONFIG, {}, tensors(1))
-    checkpoint = Checkpoint(tmp_path)
+    folder = tmp_path / "checkpoint"
+    save(folder, CONFIG, {}, tensors(1))
+    checkpoint = Checkpoint(folder)
     np.asarray(checkpoint.read("a"))
     data = pickle.dumps(checkpoint)
     for again in (pickle.loads(data), copy.deepcopy(checkpoint)):
         assert again.config == checkpoint.config and np.asarray(again.read("b")).tolist() == [1] * 4
-    (tmp_path / "config.json").unlink()
+    (folder / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"^Checkpoint: "):
         pickle.loads(data)
 

@@ -1,6 +1,5 @@
 """Checkpoints of every family, read into shards of global arrays: values against NumPy, bit for bit."""
 
-import io
 import itertools
 import sys
 import tracemalloc
@@ -396,27 +395,6 @@ def test_checkpoint_mxfp4(tmp_path, rng, expert_mesh):
             np.testing.assert_array_equal(same[normal], want[parameter][normal])
             assert mesh is None or matrices.values.sharding.spec == P("expert")
         assert_same_bits(np.asarray(as_stored["b_down"]), want["b_down"])
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_checkpoint_progress_bar(tmp_path, rng, monkeypatch):
-    """On a terminal with rich; it ends when all bytes of the result have been read."""
-    progress = pytest.importorskip("rich.progress")
-    checkpoint, want = written("gpt_oss", tmp_path, rng)
-    advanced = []
-    advance = progress.Progress.advance
-    monkeypatch.setattr(progress.Progress, "advance", lambda bar, task, n: (advanced.append(n), advance(bar, task, n)))
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    checkpoint.moe_weights(0, mesh=make_mesh((2, 2), ("expert", "copies")))
-    assert "layer 0" in sys.stderr.getvalue()
-    assert sum(advanced) == sum(value.nbytes for value in want[0].values())
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    checkpoint.moe_weights(0)
-    assert sys.stderr.getvalue() == ""
 
 
 def test_checkpoint_downloaded_files(tmp_path, monkeypatch):

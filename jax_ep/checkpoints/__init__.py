@@ -6,13 +6,10 @@ needs the package safetensors, and `download` needs huggingface_hub; the extra `
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import json
 import math
 import os
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +148,9 @@ class Checkpoint:
         try:
             if isinstance(sharding, NamedSharding):
                 sharding.check_compatible_aval(shape)
-            memory = HostMemory(shard_bytes(shape, to, sharding)[0])
+            if sharding is not None:
+                sharding.devices_indices_map(shape)  # An abstract mesh has no devices.
+            memory = HostMemory(shard_bytes(shape, to, sharding))
         except (ValueError, IndexError, NotImplementedError) as error:
             raise ValueError(
                 f"Checkpoint.read: {shown(name)} has shape {shape}, expected axes that {sharding} divides over devices"
@@ -215,18 +214,16 @@ class Checkpoint:
         specs = {name: experts if name in _OVER_EXPERTS else PartitionSpec() for name in plans}
         shardings = {name: None if mesh is None else NamedSharding(mesh, spec) for name, spec in specs.items()}
         sizes = [shard_bytes(*plan[:2], shardings[name]) for name, some in plans.items() for plan in some]
-        memory = HostMemory(max(shard for shard, _ in sizes))
+        memory = HostMemory(max(sizes))
         weights: Weights = {}
-        with _progress(f"layer {layer}", sum(read for _, read in sizes)) as advance:
-            for name, some in plans.items():
-                sharding = shardings[name]
-                arrays = tuple(make_array(*plan, memory=memory, sharding=sharding, advance=advance) for plan in some)
-                if name in formats:
-                    values, scales = arrays
-                    kind = "fp8" if formats[name].is_fp8_operand else None
-                    weights[name] = QuantizedWeights(values, scales, formats[name].name, activations=kind)
-                else:
-                    (weights[name],) = arrays
+        for name, some in plans.items():
+            arrays = tuple(make_array(*plan, memory=memory, sharding=shardings[name]) for plan in some)
+            if name in formats:
+                values, scales = arrays
+                kind = "fp8" if formats[name].is_fp8_operand else None
+                weights[name] = QuantizedWeights(values, scales, formats[name].name, activations=kind)
+            else:
+                (weights[name],) = arrays
         return weights
 
 
@@ -271,21 +268,6 @@ def _check_dtype(function: str, dtype: DTypeLike) -> np.dtype:
     if result not in TOKEN_DTYPES:
         raise TypeError(f"{function}: dtype={result}, expected None or one of {names}; pass one of them.")
     return result
-
-
-@contextlib.contextmanager
-def _progress(what: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on a terminal if rich is installed; yields a function to report read bytes to."""
-    if importlib.util.find_spec("rich") is None or not sys.stderr.isatty():
-        yield lambda num_bytes: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(what, total=num_bytes)
-        yield lambda num_bytes: progress.advance(task, num_bytes)
 
 
 def save(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -92,7 +92,6 @@ def make_array(
     *,
     memory: HostMemory,
     sharding: jax.sharding.Sharding | None = None,
-    advance: Callable[[int], None] = lambda num_bytes: None,
 ) -> Array:
     """Assemble a global array in `dtype` from its parts; without a sharding, on JAX's default device.
 
@@ -105,7 +104,6 @@ def make_array(
       transposed: swap the last two axes.
       memory: host memory of at least `shard_bytes`.
       sharding: sharding of the result.
-      advance: called with the number of bytes of the result read so far.
     """
 
     def read(into: np.ndarray, region: Region) -> None:
@@ -118,7 +116,6 @@ def make_array(
                 lacking = len(shape) - part.source.ndim
                 target = np.squeeze(into[place], tuple(range(lacking)))
                 _copy(target, part.source, _relative(common, part.region)[lacking:])
-                advance(target.nbytes)
 
     dtype = jax.dtypes.canonicalize_dtype(dtype)
     shard_shape = shape if sharding is None else sharding.shard_shape(shape)
@@ -146,10 +143,9 @@ def _local_regions(shape: tuple[int, ...], sharding: jax.sharding.Sharding | Non
     return regions
 
 
-def shard_bytes(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding | None) -> tuple[int, int]:
-    """Return the bytes of one shard, and of all data that this process reads, as bytes of the result."""
-    shard = math.prod(shape if sharding is None else sharding.shard_shape(shape)) * dtype.itemsize
-    return shard, shard * len(_local_regions(shape, sharding))
+def shard_bytes(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding | None) -> int:
+    """Return the bytes of one shard."""
+    return math.prod(shape if sharding is None else sharding.shard_shape(shape)) * dtype.itemsize
 
 
 def _bounded(index: Region, shape: tuple[int, ...]) -> Region:

@@ -25,23 +25,33 @@ import argparse
 import gc
 import itertools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 
 import jax_ep
 from jax_ep.tools.benchmark import harness, low_latency, profiler
-from jax_ep.tools.benchmark.harness import Report
+from jax_ep.tools.benchmark.harness import Report, Timing
 from jax_ep.tools.benchmark.inputs import DEFAULT, MODELS, expert_mesh, make_case, make_weights
 from jax_ep.tools.benchmark.layer import LAYERS
 from jax_ep.tools.benchmark.layer import program as training_layer
-from jax_ep.tools.benchmark.profiler import Program
 from jax_ep.tools.command import Default
 
 ROUND_TRIPS, DECODE_LAYERS = 16, 4
+WARMUP = 2  # the first runs load code and record CUDA graphs
+NAME_WIDTH = 72
 TOKENS, MOE_TOKENS = Default([1, 128], [8]), Default(4096, 8)  # of low-latency and decode; of a layer of training
+
+
+class Program(NamedTuple):
+    """A function to profile, its arguments, and the number of layers or round trips that it computes."""
+
+    fn: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    steps: int
 
 
 def round_trips(mesh: jax.sharding.Mesh, name: str, tokens: int) -> Program:
@@ -73,6 +83,36 @@ BUILDERS: dict[str, Callable[..., Program]] = {
 }
 
 
+def record(program: Program, rounds: int, folder: Path | None) -> tuple[list[list[profiler.Event]], float]:
+    """Return the kernels of the first GPU in each run, and microseconds of a run without the profiler."""
+    run = partial(jax.jit(program.fn).lower(*program.arguments).compile(), *program.arguments)
+    unprofiled = harness.measure_interleaved({"run": run}, rounds, warmup=WARMUP, title="without the profiler")["run"]
+    return profiler.trace(run, rounds, folder), 1e6 * unprofiled.median
+
+
+def profile(
+    report: Report, variant: str, shape: Mapping[str, Any], program: Program, rounds: int, folder: Path | None
+) -> None:
+    """Profile a program, report the spans of its runs and print its kernels; keep the trace in `folder`, if given."""
+    (_, *runs), unprofiled_us = record(program, rounds + 1, folder)
+    found = {"steps": program.steps, "unprofiled_us": unprofiled_us, **profiler.summarize(runs)}
+    report.add(variant, shape, Timing(tuple(1e-6 * profiler.span(run) for run in runs)), **found)
+    show(", ".join([variant, *map(str, shape.values())]), found)
+
+
+def show(title: str, found: dict[str, Any]) -> None:
+    """Print one program's row."""
+    span, idle = found["span_us"], found["idle_us"]
+    title += f": span {span:.1f} us, busy {found['busy_us']:.1f}, idle {idle:.1f} ({100 * idle / span:.0f} %)"
+    title += f"; {found['unprofiled_us']:.1f} us without the profiler, seen from the host"
+    title += "" if found["same_calls"] else "; RUNS DIFFER IN THEIR CALLS"
+    cells = [
+        [k["name"][:NAME_WIDTH], f"{k['calls']:g}", f"{k['us_per_call']:.2f}", f"{k['us']:.1f}", f"{k['share']:.1%}"]
+        for k in found["kernels"]
+    ]
+    harness.show_table(title, ["kernel", "calls", "us per call", "us per run", "of busy"], cells)
+
+
 def measure(
     report: Report, args: argparse.Namespace, mesh: jax.sharding.Mesh, cases: Iterable[tuple[str, int, dict[str, str]]]
 ) -> None:
@@ -82,7 +122,7 @@ def measure(
         try:
             folder = args.traces and args.traces / "-".join([what, *options.values(), str(tokens)])
             program = BUILDERS[what](mesh, args.model, tokens, **options)
-            profiler.profile(report, what, shape, program, args.rounds, folder)
+            profile(report, what, shape, program, args.rounds, folder)
         except Exception as error:
             report.failed(what, shape, f"{type(error).__name__}: {error}")
             print(f"{what}, {tokens} tokens/rank: failed: {error}")

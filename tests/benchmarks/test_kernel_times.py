@@ -142,7 +142,7 @@ def test_report(monkeypatch, tmp_path, capsys):
 
     for what in ("low-latency", "decode"):
         monkeypatch.setitem(script.BUILDERS, what, lambda *args, what=what: build(what, *args))
-    monkeypatch.setattr(profiler, "record", record)
+    monkeypatch.setattr(script, "record", record)
     args = SimpleNamespace(rounds=len(SCALES) - 1, model="tiny", traces=tmp_path / "traces")
     report = harness.Report("kernel_times", arguments(tmp_path, rounds=args.rounds, quick=True))
     cases = [("low-latency", 1), ("decode", 7), ("decode", 8)]

@@ -38,7 +38,7 @@ from jax import Array
 import jax_ep
 from jax_ep import formats
 from jax_ep.quantization import quantize, with_layout
-from jax_ep.tools.benchmark import baselines, harness, profiler, pytorch, rates
+from jax_ep.tools.benchmark import baselines, harness, pytorch, rates
 from jax_ep.tools.benchmark.chains import calls
 from jax_ep.tools.benchmark.harness import Report, Timing
 from jax_ep.tools.benchmark.inputs import MODELS, Model, expert_mesh, make_weights, on_ranks, routing
@@ -145,12 +145,8 @@ def measure(report: Report, args: argparse.Namespace, name: str, rate: float) ->
         found, flops = variants(args, model, tokens, weights, stored)
         chosen = harness.chosen(found, args.only)
         shape = {"model": name, "tokens": tokens, "dtype": "bfloat16"}
-        if args.kernels:
-            for variant, (function, arrays, _) in chosen.items():
-                profiler.profile(report, variant, shape, profiler.Program(function, arrays, 1), args.rounds)
-        else:
-            check(found, stored, chosen)
-            measure_case(report, args, shape, found, chosen, flops, rate)
+        check(found, stored, chosen)
+        measure_case(report, args, shape, found, chosen, flops, rate)
 
 
 def measure_case(
@@ -200,7 +196,6 @@ def options(prog: str | None = None) -> argparse.ArgumentParser:
     add("--shard", type=int, default=1, metavar="N", help="the experts of one of N ranks")
     add("--graphs", action="store_true", help="launch chains as CUDA graphs, which short calls need")
     add("--only", nargs="+", help="only variants whose names contain one of these")
-    add("--kernels", action="store_true", help="profile each variant instead, see kernel_times.py")
     add("--lengths", type=int, nargs=2, help="lengths of chains; short calls need longer ones")
     return parser
 
@@ -216,9 +211,8 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
             parser.error(f"--shard {args.shard}: it must divide the {model.experts} experts of the model")
     kept = ("routing", "shard", "formats", "graphs", "lengths")
     report = Report("fused_moe", args, {name: getattr(args, name) for name in kept})
-    rate = 0.0 if args.kernels else rates.memory()
-    if rate:
-        report.summarize(read_bytes_per_s=rate)
+    rate = rates.memory()
+    report.summarize(read_bytes_per_s=rate)
     for name in args.models:
         measure(report, args, name, rate)
     print(report.path)

@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,19 +25,8 @@ import jax
 import numpy as np
 
 from jax_ep.tools.benchmark import harness
-from jax_ep.tools.benchmark.harness import Report, Timing
 
 _PAUSE_S = 0.005  # far longer than any gap inside a run
-_WARMUP = 2  # the first runs load code and record CUDA graphs
-_NAME_WIDTH = 72
-
-
-class Program(NamedTuple):
-    """A function to profile, its arguments, and the number of layers or round trips that it computes."""
-
-    fn: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    steps: int
 
 
 class Event(NamedTuple):
@@ -152,23 +140,6 @@ def trace(run: Callable[[], Any], rounds: int, folder: Path | None = None) -> li
         return split_runs(kernels(load(folder)), rounds)
 
 
-def record(program: Program, rounds: int, folder: Path | None) -> tuple[list[list[Event]], float]:
-    """Return the kernels of the first GPU in each run, and microseconds of a run without the profiler."""
-    run = partial(jax.jit(program.fn).lower(*program.arguments).compile(), *program.arguments)
-    unprofiled = harness.measure_interleaved({"run": run}, rounds, warmup=_WARMUP, title="without the profiler")["run"]
-    return trace(run, rounds, folder), 1e6 * unprofiled.median
-
-
-def profile(
-    report: Report, variant: str, shape: Mapping[str, Any], program: Program, rounds: int, folder: Path | None = None
-) -> None:
-    """Profile a program, report the spans of its runs and print its kernels; keep the trace in `folder`, if given."""
-    (_, *runs), unprofiled_us = record(program, rounds + 1, folder)
-    found = {"steps": program.steps, "unprofiled_us": unprofiled_us, **summarize(runs)}
-    report.add(variant, shape, Timing(tuple(1e-6 * span(run) for run in runs)), **found)
-    show(", ".join([variant, *map(str, shape.values())]), found)
-
-
 def show_groups(title: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
     """Print the milliseconds of each group of kernels of the rows that have been profiled."""
     profiled = {label: row for label, row in rows.items() if "groups_ms" in row}
@@ -180,16 +151,3 @@ def show_groups(title: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
     ]
     names = next(iter(profiled.values()))["groups_ms"]
     harness.show_table(title, ["variant", *names, "idle"], cells)
-
-
-def show(title: str, found: dict[str, Any]) -> None:
-    """Print one program's row."""
-    span, idle = found["span_us"], found["idle_us"]
-    title += f": span {span:.1f} us, busy {found['busy_us']:.1f}, idle {idle:.1f} ({100 * idle / span:.0f} %)"
-    title += f"; {found['unprofiled_us']:.1f} us without the profiler, seen from the host"
-    title += "" if found["same_calls"] else "; RUNS DIFFER IN THEIR CALLS"
-    cells = [
-        [k["name"][:_NAME_WIDTH], f"{k['calls']:g}", f"{k['us_per_call']:.2f}", f"{k['us']:.1f}", f"{k['share']:.1%}"]
-        for k in found["kernels"]
-    ]
-    harness.show_table(title, ["kernel", "calls", "us per call", "us per run", "of busy"], cells)

@@ -236,6 +236,7 @@ def test_flax_bias_update_moves_load(rng):
     assert not any(isinstance(leaf, RouterBias) for _, leaf in nnx.to_flat_state(gradients))
 
 
+@pytest.mark.slow
 def test_flax_padded_experts(rng):
     """Two of eight experts are padding: output, gradients and z-loss are those of six experts on one device."""
     x = rng.normal(size=(8, H)).astype(np.float32)
@@ -332,6 +333,7 @@ def test_flax_serving_prepacked_weights():
     np.testing.assert_array_equal(run(moe, x, prepacked), run(moe, x, weights))
 
 
+@pytest.mark.slow
 def test_flax_serving_fp8_any_schedule(monkeypatch):
     """Small and large batches compute in FP8 with the same weights, in launches that a schedule cannot select."""
     schedule = Schedule(dispatch_mode="serial", combine_mode="serial", num_warps=4)
@@ -423,6 +425,7 @@ def test_flax_training_weights_wrong_layer():
     nnx.eval_shape(check)
 
 
+@pytest.mark.slow
 def test_flax_explicit_and_automatic_axes(rng):
     """Flax creates no parameters on such a mesh; a layer created without it runs there."""
     if jax.device_count() < 4:
@@ -459,7 +462,7 @@ def test_flax_symbolic_number_of_tokens(serves):
     with jax.set_mesh(jax.make_mesh((1,), ("expert",), devices=jax.devices()[:1])):
         moe = MoE(**SIZES, rngs=nnx.Rngs(0))
         with pytest.raises(NotImplementedError, match=f"^MoE: {words}"):
-            jax.export.export(jax.jit(moe.to_serving("int8") if serves else moe))(tokens)
+            jax.export.export(jax.jit(moe.to_serving(None) if serves else moe))(tokens)
 
 
 def test_flax_called_inside_shard_map():

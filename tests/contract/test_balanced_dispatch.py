@@ -101,6 +101,7 @@ def test_balanced_dispatch_quantized_weights(implementation, expert_mesh, rng):
     assert few_bits[1, 2] == few_bits[0, 0]
 
 
+@pytest.mark.slow
 def test_balanced_dispatch_num_tokens(implementation, expert_mesh, rng):
     """Tokens past the number have no rows, and gradients of the others are those of ids of -1."""
     layer = Layer(rng, "uniform", 2, BASE)
@@ -110,6 +111,7 @@ def test_balanced_dispatch_num_tokens(implementation, expert_mesh, rng):
     check_gradients(call, layer, d_out)
 
 
+@pytest.mark.slow
 def test_balanced_dispatch_batch_axis(implementation, rng):
     """Two groups of ranks balance by themselves; the weights vary over the experts alone."""
     layers = [Layer(rng, routing, 2, BASE) for routing in ("uniform", "one_hot")]

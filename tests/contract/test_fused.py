@@ -100,6 +100,7 @@ def test_fused_float16(implementation, mode, expert_mesh, rng):
 
 
 @pytest.mark.parametrize("number", [1, 1000])
+@pytest.mark.slow(unless={"implementation": ["triton"]})
 def test_fused_communicating_programs_same_bits(implementation, number, expert_mesh, rng):
     problem, mesh = Layer(rng, "zipf", 2, SHAPE, BF16), expert_mesh(2)
     arrays = *problem.args, reals(rng, *problem.x.shape, dtype=BF16)

@@ -124,6 +124,7 @@ def test_residuals_no_gemm_recomputed(implementation, name, rng):
         assert products(run) == 3 * forward + of_bias + again
 
 
+@pytest.mark.slow
 def test_residuals_no_launch_repeated(implementation, expert_mesh, rng):
     """A policy that saves hidden rows runs no kernel and no collective again in the backward pass."""
     arrays, topk_idx = inputs(rng, 4, bias=False)

@@ -53,6 +53,7 @@ def test_moe_recipe_capacity(implementation, expert_mesh, rng):
     assert 0.01 < relative(got, want.forward()) < 0.12
 
 
+@pytest.mark.slow_interpreted
 def test_moe_recipe_fused_moe(implementation, rng):
     layer = Layer(rng, "uniform", 1)
     call = functools.partial(jax_ep.fused_moe, recipe="fp8", implementation=implementation)

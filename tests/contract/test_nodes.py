@@ -109,6 +109,7 @@ def test_nodes_moe_and_gradients(implementation, over, rng, subtests):
             assert_close(got, exact.astype(np.float64), "flat moe")
 
 
+@pytest.mark.slow
 def test_nodes_capacity(implementation, over, rng):
     """Rows past it are dropped and counted, on each rank as in one process."""
 

@@ -297,7 +297,7 @@ def stands_for(layer, stored, dtype):
 
 @IN_EVERY_WAY
 @pytest.mark.parametrize("which", ["moe", "low latency"])
-@pytest.mark.slow(unless={"stored": ["mxfp4", "mxfp4 prepacked"]})
+@pytest.mark.slow(unless={"stored": ["mxfp4 prepacked"]})
 def test_quantized_layers(implementation, which, stored, expert_mesh, rng):
     shape = Shape(num_tokens=5, hidden=128, intermediate=128)
     layer = Layer(rng, "duplicates" if which == "moe" else "uniform", 2, shape, BF16)

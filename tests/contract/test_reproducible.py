@@ -95,7 +95,7 @@ def assert_same(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.slow_interpreted
+@pytest.mark.slow
 def test_reproducible_balance(
     implementation: str, dtype: np.dtype, expert_mesh: Any, rng: np.random.Generator, subtests: Any
 ) -> None:

@@ -79,7 +79,7 @@ def test_result_dtype_halves(implementation, dtype, expert_mesh, rng):
         assert_same_bits(wide.astype(BF16), narrow)
 
 
-@pytest.mark.slow_interpreted
+@pytest.mark.slow
 def test_result_dtype_second_derivatives(implementation, expert_mesh, rng):
     layer = Layer(rng, "uniform", 2, SHAPE, BF16)
     x, ids, weights, w_gate_up, w_down = layer.args

@@ -12,12 +12,12 @@ import jax_ep
 from cases import BF16, F16, F32, Shape, assert_close, assert_same_bits, reals
 from harness import to_numpy
 from jax_ep.megakernels import fused_moe
-from jax_ep.quantization import dequantize, quantize
+from jax_ep.quantization import quantize
 from layers import Layer, first_tokens
 from oracle_experts import GPT_OSS
 from oracle_quantized import FORMATS
 from routings import ROUTINGS
-from stored_experts import STORED, store
+from stored_experts import STORED, dense, store
 
 OPERATION = "fused_moe"
 ONE, SEVERAL = (jax_ep.Schedule(single_launch=one) for one in (True, False))
@@ -50,7 +50,7 @@ def check(implementation, operands, matrices, experts=EXPERTS["silu"], biases=(N
     """Compare with the portable layer in float32, with dequantized weights."""
     got = to_numpy(jax.jit(call(implementation, experts=experts, biases=biases))(*operands, *matrices))
     assert got.dtype == operands[0].dtype
-    wide = [dequantize(w, F32) if isinstance(w, jax_ep.QuantizedWeights) else w.astype(F32) for w in matrices]
+    wide = [dense(w, dtype=F32) if isinstance(w, jax_ep.QuantizedWeights) else w.astype(F32) for w in matrices]
     biases = tuple(None if b is None else b.astype(F32) for b in biases)
     portable = jax.jit(partial(jax_ep.fused_moe, experts=experts, implementation="xla", biases=biases))
     assert_close(got, to_numpy(portable(operands[0].astype(F32), *operands[1:], *wide)), tolerance=tolerance)

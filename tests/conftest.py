@@ -173,8 +173,9 @@ MEASURED_CAPABILITY = 90  # Of the GPUs that the kernels are written for.
 SLOW_GROUPS = (
     *("tests/benchmarks/*", "*ptx.py"),  # The latter are machine code of kernels.
     *("tests/ffi/test_ffi_driver.py", "tests/ffi/test_ffi_launch.py", "tests/megakernels/test_activation.py"),
-    *("tests/megakernels/test_combine_modes.py", "tests/megakernels/test_failed_launches.py"),
-    *("tests/megakernels/test_fp8_operands.py", "tests/megakernels/test_growth.py"),
+    *("tests/megakernels/test_combine_modes.py", "tests/megakernels/test_decode_kernels.py"),
+    *("tests/megakernels/test_failed_launches.py", "tests/megakernels/test_fp8_operands.py"),
+    "tests/megakernels/test_growth.py",
     "tests/megakernels/test_jax_triton.py",
     *("tests/megakernels/test_low_latency_*kernels.py", "tests/megakernels/test_plan.py"),
     *("tests/megakernels/test_schedule.py", "tests/pallas/test_pallas_kernels.py", "tests/test_command.py"),

@@ -79,7 +79,6 @@ def test_attend_equals_oracle(rng, monkeypatch, programs, position, window):
     assert np.linalg.norm(wide(got) - expected) < 0.01 * np.linalg.norm(expected)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny", "tiny-gpt-oss"])
 def test_step_in_kernels_equals_plain_step(monkeypatch, name):
     model, layers, position = decoder.MODELS[name], 2, 33

@@ -99,6 +99,7 @@ def test_experts_custom_activation_closure_not_cached(rng):
         jax.grad(lambda scale: jnp.sum(run(scale)))(1.0)
 
 
+@pytest.mark.slow
 def test_experts_custom_activation_nan_derivative_at_zero(rng):
     """Rows without a token are not zero for the custom function."""
     arrays = Arrays(rng)
@@ -164,6 +165,7 @@ def test_experts_biases_global_arrays_invalid(rng):
 
 
 @pytest.mark.filterwarnings("ignore:MoE. no mesh is set")
+@pytest.mark.slow
 def test_experts_masked_tokens_gradient():
     nnx = pytest.importorskip("flax.nnx")
     from jax_ep.flax import MoE

@@ -1,9 +1,6 @@
 """`explain`, and how often a call resolves what it runs."""
 
-import inspect
-import sys
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +12,6 @@ from cases import BF16, F32, FP8_WIRE
 from jax_ep.ops import plan, registry
 from jax_ep.quantization import quantize
 
-PACKAGE = f"{Path(jax_ep.__file__).parent}/"
 T, K, E, H, INNER = 6, 2, 4, 128, 128
 FP8 = jnp.float8_e4m3fn
 
@@ -139,56 +135,25 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_plan_resolved_once_per_call(name):
-    """Forward and backward: whatever the gradient runs has been chosen by the call."""
-    call, number = CALLS[name]
-    argnums = (0,) if name == "dispatch and combine" else (0, 2, 3, 4)
-    with plan.recording() as found:
-        jax.eval_shape(gradient(call, argnums), *LAYER)
-    assert len(found) == number
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_plan_backward_chooses_nothing(name, monkeypatch):
+def test_plan_resolved_once_per_call(name, monkeypatch):
+    """Whatever the gradient runs has been chosen by the call; the backward pass chooses nothing."""
     asked, choose = [], registry.choose
     monkeypatch.setattr(registry, "choose", lambda *args: asked.append(args) or choose(*args))
-    call, _ = CALLS[name]
+    call, number = CALLS[name]
 
-    def run(*arrays):
-        out, pull = jax.vjp(lambda x: call(x, *arrays[1:]), arrays[0])
-        number = len(asked)
+    def run(x, idx, *others):
+        out, pull = jax.vjp(lambda x, *others: call(x, idx, *others), x, *others)
+        num_asked = len(asked)
         found = pull(out)
-        assert number > 0 and len(asked) == number
+        assert num_asked > 0 and len(asked) == num_asked
         return found
 
-    jax.eval_shape(run, *LAYER)
+    with plan.recording() as found:
+        jax.eval_shape(run, *LAYER)
+    assert len(found) == number
 
 
 def test_plan_quantized_resolved_once():
     with plan.recording() as found:
         jax.eval_shape(quantized, *LAYER)
     assert len(found) == 1
-
-
-def test_few_calls_carry_the_tokens(two_ranks):
-    """Functions of the package that get the tokens of `moe` as an argument, one after another or nested."""
-    carrying = []
-
-    def profile(frame, event, _):
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(PACKAGE) and not code.co_name.startswith("<"):
-            starred = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
-            names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + starred]
-            leaves = jax.tree.leaves([frame.f_locals.get(name) for name in names])
-            if any(getattr(leaf, "shape", None) == (T, H) for leaf in leaves):
-                carrying.append(code.co_name)
-
-    def call(*args):
-        sys.setprofile(profile)
-        try:
-            return jax_ep.moe(*args, num_experts=E, implementation="xla")
-        finally:
-            sys.setprofile(None)
-
-    jax.eval_shape(harness.per_rank(call, two_ranks), *of_two_ranks())
-    assert 10 < len(carrying) <= 25, " ".join(carrying)

@@ -32,7 +32,7 @@ from mistakes import (
     trace,
 )
 
-T, K, E, W, H, INNER, _, MAX_T, L, R = SIZES
+T, K, E, W, H, INNER, _, MAX_T, L, _ = SIZES
 
 DISPATCH = ["dispatch", "dispatch_grouped_gemm"]
 HAS_IMPLEMENTATIONS = [*NEEDS_AXIS, "grouped_gemm", "fused_moe"]
@@ -171,7 +171,6 @@ def test_topk_idx_eager_shard_map_out_of_range():
 
     x, topk_idx = jnp.zeros((W * T, H), jnp.float32), jnp.zeros((W * T, K), jnp.int32)
     call = jax.shard_map(per_rank, mesh=mesh_of(), in_specs=P("expert"), out_specs=P("expert"))
-    assert call(x, topk_idx).shape == (W * R, H)
     fragments = ["topk_idx", number(E + 91), number(E), "-1"]
     check(ValueError, fragments, call, x, topk_idx.at[W * T - 1, 0].set(E + 91))  # Only the last rank has it.
 

@@ -30,7 +30,6 @@ from jax_ep.core.facts import (
     QuantizedGemmFacts,
 )
 from jax_ep.core.mesh_axes import axis_tuple, platform
-from jax_ep.pallas import requirements as pallas
 from jax_ep.types import AxisName, Options, Schedule, Topology, type_name
 
 _log = logging.getLogger("jax_ep")
@@ -195,8 +194,10 @@ def choose(options: Options, facts: Facts) -> Part:
     Raises:
       NotImplementedError: none supports them; the message gives every reason.
     """
+    from jax_ep.pallas.requirements import is_preferred
+
     names: Sequence[str] = options.implementation or sorted(
-        _IMPLEMENTATIONS[facts.operation], key=lambda name: not (name == "pallas" and pallas.is_preferred(facts))
+        _IMPLEMENTATIONS[facts.operation], key=lambda name: not (name == "pallas" and is_preferred(facts))
     )
     reasons: list[str] = []
     for name in names:

@@ -1,4 +1,4 @@
-"""What implementations provide: one protocol per operation, which the module of that name satisfies.
+"""What several implementations provide: one protocol per operation, which the module of that name satisfies.
 
 `jax_ep/xla` documents the functions; other implementations give the same results. Implementations know nothing of
 autodiff and argument checks, which are in `jax_ep/ops`, and take the checked `Options` of the call.
@@ -13,7 +13,6 @@ from jax.typing import DTypeLike
 from jax_ep.core.activations import HiddenRows
 from jax_ep.core.balance import PassPlan
 from jax_ep.core.expert_matrices import GemmWeights, QuantizedWeights
-from jax_ep.core.facts import FusedFacts, FusedModes, Weights
 from jax_ep.core.layout import Bias, SortSizes
 from jax_ep.types import (
     Array,
@@ -23,7 +22,6 @@ from jax_ep.types import (
     LowLatencyHandle,
     Options,
     Quantized,
-    Schedule,
     SortedTokens,
     Tokens,
 )
@@ -98,52 +96,6 @@ class Fp8GroupedGemm(GroupedGemm, Protocol):
     ) -> GemmWeights: ...
 
 
-class ExchangeGemm(Protocol):
-    """An all-to-all and a grouped GEMM in one kernel."""
-
-    def fused_modes(self, schedule: Schedule, facts: FusedFacts, *, by_pallas: bool) -> FusedModes: ...
-
-    def dispatch_apart(
-        self, options: Options, x: Array, weights: Array | None, handle: Handle
-    ) -> tuple[Array, Array | None]: ...
-
-    def dispatch_grouped_gemm(
-        self,
-        options: Options,
-        x: Array,
-        weights: Array | None,
-        w: GemmWeights,
-        handle: Handle,
-        *,
-        transpose: bool,
-        save_as: str | None,
-        mode: str,
-        products: GroupedGemm,
-    ) -> tuple[Array, Array | None, Array | None]: ...
-
-    def expert_rows(self, saved: Array, handle: Handle, saved_as: str, /) -> Array: ...
-
-    def grouped_gemm_combine(
-        self,
-        options: Options,
-        h: Array,
-        row_weights: Array | None,
-        w: GemmWeights,
-        handle: Handle,
-        *,
-        transpose: bool,
-        bias: Bias | None = None,
-    ) -> tuple[Array, Array | None]: ...
-
-
-class GemmActivation(Protocol):
-    """Grouped GEMM that stores activated rows."""
-
-    def gemm_activation(
-        self, experts: Experts, lhs: Array, rhs: GemmWeights, group_sizes: Array, row_weights: Array
-    ) -> Array: ...
-
-
 class Activation(Protocol):
     """Activation between the GEMMs of the layer, its gradient, and FP8 quantization of operands."""
 
@@ -182,29 +134,6 @@ class QuantizedGemm(Protocol):
     ) -> Array: ...
 
 
-class FusedMoE(Protocol):
-    """The expert layer of one device in one launch."""
-
-    def fuses(
-        self, experts: Experts, num_slots: int, dtype: DTypeLike, w_gate_up: Weights, w_down: Weights
-    ) -> bool: ...
-
-    def is_fastest(self, num_slots: int, w_gate_up: Weights, w_down: Weights, *, by_pallas: bool) -> bool: ...
-
-    def fused_moe(
-        self,
-        experts: Experts,
-        x: Array,
-        topk_idx: Array,
-        topk_weights: Array,
-        w_gate_up: Weights,
-        w_down: Weights,
-        biases: tuple[Array | None, Array | None],
-        *,
-        out_dtype: DTypeLike,
-    ) -> Array: ...
-
-
 class MoESort(Protocol):
     """The sort of one device's assignments by expert."""
 
@@ -228,24 +157,6 @@ class LowLatency(Protocol):
 
     def low_latency_combine(
         self, options: Options, y: Array, topk_weights: Array, handle: LowLatencyHandle
-    ) -> Array: ...
-
-
-class LowLatencyGemm(LowLatency, Protocol):
-    """Low-latency operations of an implementation whose second GEMM sends its rows."""
-
-    def low_latency_gemm_combine(
-        self,
-        options: Options,
-        rows: Tokens,
-        rhs: QuantizedWeights,
-        group_sizes: Array,
-        topk_weights: Array,
-        handle: LowLatencyHandle,
-        bias: Array | None,
-        *,
-        out_dtype: DTypeLike,
-        expected_rows: int | None,
     ) -> Array: ...
 
 

@@ -17,7 +17,6 @@ from jax_ep.core.layout import Bias, dropless_capacity, power_of_two, row_tokens
 from jax_ep.core.operations import GroupedGemm
 from jax_ep.megakernels import grouped_gemm, tuned
 from jax_ep.megakernels.activation import gather_rows
-from jax_ep.megakernels.cost_model import fused_modes
 from jax_ep.megakernels.exchange import (
     copied_columns,
     dispatch_tokens,
@@ -33,14 +32,6 @@ from jax_ep.megakernels.kernels.exchange_structs import SumTile
 from jax_ep.megakernels.launch import all_programs, group_of, launch, optional
 from jax_ep.megakernels.send_order import order_sends
 from jax_ep.types import Array, Handle, Layout, Options, Schedule
-
-__all__ = [
-    "dispatch_apart",
-    "dispatch_grouped_gemm",
-    "expert_rows",
-    "fused_modes",
-    "grouped_gemm_combine",
-]
 
 _DISPATCH_GEMM = Kernel(exchange_gemm_kernels.dispatch_gemm, ffi.Operation.DISPATCH_GROUPED_GEMM)
 _GEMM_COMBINE = Kernel(exchange_gemm_kernels.gemm_combine, ffi.Operation.GROUPED_GEMM_COMBINE)

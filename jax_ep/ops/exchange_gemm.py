@@ -181,7 +181,9 @@ def dispatch_apart(
     """Dispatch for a separate GEMM: `[T, H]` tokens and `[T, K]` weights to `[R, H]` and `[R]`."""
     if plan.fused is None:
         return exchange.dispatch_tokens(plan.exchange, x, weights, handle)
-    return plan.run.dispatch_apart(plan.options, x, weights, handle)
+    from jax_ep.megakernels import exchange_gemm as fused
+
+    return fused.dispatch_apart(plan.options, x, weights, handle)
 
 
 class Dispatched(NamedTuple):
@@ -207,7 +209,9 @@ def dispatch_with_multiply(
     `save_as` is the form of the dispatched tokens that it returns, see `ExchangeGemmPlan`; None: none. Transpose of
     `multiply_with_combine`.
     """
-    found = plan.run.dispatch_grouped_gemm(
+    from jax_ep.megakernels import exchange_gemm as fused
+
+    found = fused.dispatch_grouped_gemm(
         plan.options,
         x,
         weights,
@@ -238,7 +242,9 @@ def multiply_with_combine(
     if plan.fused is None or plan.combine_mode == "serial":
         y = plan.gemm.run.grouped_gemm(h, w, handle.group_sizes, transpose=transpose, out_dtype=h.dtype, bias=bias)
         return exchange.combine_tokens(plan.exchange, y, row_weights, handle)
-    return plan.run.grouped_gemm_combine(plan.options, h, row_weights, w, handle, transpose=transpose, bias=bias)
+    from jax_ep.megakernels import exchange_gemm as fused
+
+    return fused.grouped_gemm_combine(plan.options, h, row_weights, w, handle, transpose=transpose, bias=bias)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 7))
@@ -257,7 +263,9 @@ def weight_gradient(
     With `num_home` > 0 they are in two arrays, the first of as many experts.
     `saved` holds what became of the tokens `x` on the way; gradients go to `x` alone.
     """
-    tokens = plan.run.expert_rows(saved, handle, saved_as)
+    from jax_ep.megakernels import exchange_gemm as fused
+
+    tokens = fused.expert_rows(saved, handle, saved_as)
     lhs, rhs = (rows, tokens) if transpose else (tokens, rows)
     run = plan.gemm.run.weight_gradient
     return run(lhs, rhs, handle.group_sizes, out_dtype=saved.dtype, num_home=num_home)

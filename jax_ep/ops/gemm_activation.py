@@ -10,8 +10,7 @@ import jax
 from jax.custom_derivatives import CustomVJPPrimal
 
 from jax_ep.core.expert_matrices import ExpertWeights
-from jax_ep.core.facts import Part
-from jax_ep.ops import activation_gemm_combine, exchange_gemm, registry
+from jax_ep.ops import activation_gemm_combine, exchange_gemm
 from jax_ep.ops import plan as plans
 from jax_ep.ops.activation_gemm_combine import bias_of_result, ffn_hidden
 from jax_ep.types import Array, Handle
@@ -35,11 +34,12 @@ def with_hidden_rows(plan: plans.LayerPlan, x: Array, weights: Array, handle: Ha
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def with_activated_rows(plan: plans.LayerPlan, x: Array, weights: Array, handle: Handle, parts: ExpertWeights) -> Array:
     """`with_hidden_rows`, where the first GEMM stores activated rows, which are not enough for a gradient."""
+    from jax_ep.pallas.gemm_activation import gemm_activation
+
     experts = plan.activation.experts
     rows, row_weights = exchange_gemm.dispatch_apart(plan.first, x, weights, handle)
-    product = registry.GEMM_ACTIVATION.by(cast(Part, plan.activated).implementation).gemm_activation
     row_weights = cast(Array, row_weights)
-    rows = product(experts, rows, parts.w_gate_up, handle.group_sizes, row_weights)
+    rows = gemm_activation(experts, rows, parts.w_gate_up, handle.group_sizes, row_weights)
     bias = bias_of_result(experts, parts.b_down, row_weights)
     return exchange_gemm.multiply_and_combine(plan.second, rows, parts.w_down, handle, bias)
 

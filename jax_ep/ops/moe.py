@@ -203,10 +203,9 @@ def _on_tokens(layer: _Layer, given: exchange.Checked, parts: ExpertWeights, *, 
     Launches of the backward pass follow `after`, computed again there.
     """
     options, facts = given.options, given.facts
-    single = _single_launch(layer, options, facts, parts)
-    if single is not None:
+    if _single_launch(layer, options, facts, parts) is not None:
         arrays = vary_alike((given.topk_idx, given.x, given.topk_weights, parts))
-        return _in_one_launch(layer, single, options, facts, *arrays)
+        return _in_one_launch(layer, options, facts, *arrays)
     plan = _plan(layer, options, facts, parts)
     whole = plan[0].exchange if isinstance(plan, tuple) else plan.exchange
     (x, weights, handle), parts = exchange.located(whole, given, parts)
@@ -269,10 +268,9 @@ def _single_launch(layer: _Layer, options: Options, facts: ExchangeFacts, parts:
     return plan_serving.single_launch(options, whole, [name for name, value in others.items() if value is not None])
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _in_one_launch(
     layer: _Layer,
-    single: Part,
     options: Options,
     facts: ExchangeFacts,
     topk_idx: Array,
@@ -281,16 +279,17 @@ def _in_one_launch(
     parts: ExpertWeights,
 ) -> Array:
     """`moe` on one device by the launch that is all of it; for a gradient the layer runs in several launches."""
-    run = registry.FUSED_MOE.by(single.implementation).fused_moe
+    from jax_ep.megakernels.fused_moe import fused_moe
+
     biases = parts.b_gate_up, parts.b_down
-    return run(layer.experts, x, topk_idx, topk_weights, *parts[:2], biases, out_dtype=layer.sum_dtype)
+    return fused_moe(layer.experts, x, topk_idx, topk_weights, *parts[:2], biases, out_dtype=layer.sum_dtype)
 
 
 type _Pull = Callable[[Array], tuple[Any, ...]]
 
 
 def _one_launch_forward(
-    layer: _Layer, single: Part, options: Options, facts: ExchangeFacts, topk_idx: Array, *operands: Any
+    layer: _Layer, options: Options, facts: ExchangeFacts, topk_idx: Array, *operands: Any
 ) -> tuple[Array, _Pull]:
     quantized_gemm.refuse_gradient(options, operands[2][:2])
     apart = dataclasses.replace(options, schedule=dataclasses.replace(options.schedule, single_launch=False))
@@ -302,7 +301,7 @@ def _one_launch_forward(
 
 
 def _one_launch_backward(
-    layer: _Layer, single: Part, options: Options, facts: ExchangeFacts, pull: _Pull, cotangent: Array
+    layer: _Layer, options: Options, facts: ExchangeFacts, pull: _Pull, cotangent: Array
 ) -> tuple[Any, ...]:
     return None, *pull(cotangent)
 

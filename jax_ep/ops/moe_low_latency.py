@@ -281,9 +281,10 @@ def _multiply_and_combine(
         return combine_tokens(plan.combine, product, topk_weights, handle)
 
     def fused(rows: Tokens, rhs: QuantizedWeights, *others: Any) -> Array:
+        from jax_ep.megakernels.low_latency import low_latency_gemm_combine
+
         operands = (prepared_rows(rows, rhs), rhs, *others)
-        run = registry.LOW_LATENCY_GEMM.by(plan.combine.part.implementation)
-        return run.low_latency_gemm_combine(options, *operands, out_dtype=out_dtype, expected_rows=expected_rows)
+        return low_latency_gemm_combine(options, *operands, out_dtype=out_dtype, expected_rows=expected_rows)
 
     operands = (rows, rhs, group_sizes, topk_weights, handle, bias)
     run_one = unfused if plan.fused is None else fused

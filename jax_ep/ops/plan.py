@@ -182,11 +182,6 @@ class ExchangeGemmPlan(AroundExchange):
     sums: GemmPlan
     reason: str = ""
 
-    @property
-    def run(self) -> operations.ExchangeGemm:
-        """Functions of the fused kernels."""
-        return registry.EXCHANGE_GEMM.by(_known(self.fused).implementation)
-
     def mode(self, save_as: str | None) -> str:
         """Return the mode of dispatch + GEMM that saves tokens in the form `save_as`."""
         return _known(self.modes).dispatch_mode(save_as)
@@ -215,6 +210,8 @@ def exchange_gemm(
       out_columns: columns of the result of the GEMM.
       sum_dtype: of the sums of combine.
     """
+    from jax_ep.megakernels.cost_model import fused_modes
+
     layout, columns = facts.layout, _known(facts.columns)
     whole = exchange(dataclasses.replace(options, sum_dtype=sum_dtype), facts)
     groups = layout.num_local_experts
@@ -229,9 +226,7 @@ def exchange_gemm(
     schedule = options.schedule
     if whole.adds_at_sources and schedule.combine_mode is None:
         schedule = dataclasses.replace(schedule, combine_mode="scatter")  # the same sums in one kernel
-    modes = registry.EXCHANGE_GEMM.by(name).fused_modes(
-        schedule, fused, by_pallas=apart.forward.implementation == "pallas"
-    )
+    modes = fused_modes(schedule, fused, by_pallas=apart.forward.implementation == "pallas")
     part = Part("exchange_gemm", name)
     return ExchangeGemmPlan(whole, apart, part, modes, _saved_as(options, layout), sums)
 

@@ -232,12 +232,13 @@ def single_launch(options: Options, facts: FusedMoEFacts, others: Sequence[str])
         return None
     if _reason_against_one_launch(options, name, facts, others) is not None:
         return None
-    run = registry.FUSED_MOE.by(name)
+    from jax_ep.megakernels.fused_moe import is_fastest
+
     num_experts, hidden, columns = facts.w_gate_up.shape
     product = GemmFacts(facts.dtype, facts.num_slots, hidden, columns, num_experts, facts.dtype)
     apart = registry.choose(dataclasses.replace(options, implementation=None), product)
     by_pallas = apart.implementation == "pallas"
-    if run.is_fastest(facts.num_slots, facts.w_gate_up, facts.w_down, by_pallas=by_pallas):
+    if is_fastest(facts.num_slots, facts.w_gate_up, facts.w_down, by_pallas=by_pallas):
         return Part("fused_moe", name)
     return None
 
@@ -248,7 +249,9 @@ def _reason_against_one_launch(options: Options, name: str, facts: FusedMoEFacts
     if others:
         return f"no such kernel exists with {', '.join(others)}"
     weights = facts.w_gate_up, facts.w_down
-    if registry.FUSED_MOE.by(name).fuses(facts.experts, facts.num_slots, facts.dtype, *weights):
+    from jax_ep.megakernels.fused_moe import fuses
+
+    if fuses(facts.experts, facts.num_slots, facts.dtype, *weights):
         return None
     shapes = " and ".join(str(tuple(w.shape)) for w in weights)
     return (

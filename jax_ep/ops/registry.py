@@ -141,16 +141,12 @@ class Operation[Functions]:
 EXCHANGE = Operation[operations.Exchange]("exchange")
 BALANCE_PLAN = Operation[operations.BalancePlan]("balance_plan")
 EXPERT_COPIES = Operation[operations.ExpertCopies]("expert_copies")
-EXCHANGE_GEMM = Operation[operations.ExchangeGemm]("exchange_gemm")
-GEMM_ACTIVATION = Operation[operations.GemmActivation]("gemm_activation")
 GROUPED_GEMM = Operation[operations.GroupedGemm]("grouped_gemm")
 FP8_GEMM = Operation[operations.Fp8GroupedGemm]("grouped_gemm")
-FUSED_MOE = Operation[operations.FusedMoE]("fused_moe")
 QUANTIZED_GEMM = Operation[operations.QuantizedGemm]("quantized_gemm")
 ACTIVATION = Operation[operations.Activation]("activation")
 MOE_SORT = Operation[operations.MoESort]("moe_sort")
 LOW_LATENCY = Operation[operations.LowLatency]("low_latency")
-LOW_LATENCY_GEMM = Operation[operations.LowLatencyGemm]("low_latency")
 MASKED = Operation[operations.Masked]("masked")
 
 

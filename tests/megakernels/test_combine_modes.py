@@ -25,7 +25,7 @@ def test_combine_mode_num_programs_same_bits(two_ranks, rng, monkeypatch):
     """One program, or several that leave sums to the last one."""
     chosen, launched = exchange_gemm.gemm_combine_sizes, []
     layout = Layout(num_ranks=2, num_experts=8, num_tokens=19, top_k=3, capacity=90)
-    exchange, run = registry.EXCHANGE.by("triton"), registry.EXCHANGE_GEMM.by("triton")
+    exchange = registry.EXCHANGE.by("triton")
     options = Options("test", AXIS, schedule=Schedule(combine_mode="scatter"))
     ids = ROUTINGS["some_without_expert"](rng, 2, SHAPE)
     h = reals(rng, 2, 90, SHAPE.intermediate, dtype=BF16)
@@ -33,7 +33,7 @@ def test_combine_mode_num_programs_same_bits(two_ranks, rng, monkeypatch):
 
     def fn(ids, h, w):
         handle = exchange.plan(options, ids, layout)
-        return run.grouped_gemm_combine(options, h, None, w, handle, transpose=False)[0]
+        return exchange_gemm.grouped_gemm_combine(options, h, None, w, handle, transpose=False)[0]
 
     wanted = harness.run(fn, two_ranks, ids, h, w)
     assert np.abs(wanted.astype(np.float32)).max() > 0

@@ -1,4 +1,4 @@
-"""Safety of kernels of several ranks: bounded waits, errors after a failure, heaps of a given size, invalid ids."""
+"""Safety of kernels of several ranks: bounded waits, errors after a failure, heaps of a given size."""
 
 import jax
 import jax.numpy as jnp
@@ -63,20 +63,14 @@ def test_protocol_heap_too_small(mesh):
         harness.run(round_trip, mesh, wide, ids)
     np.testing.assert_array_equal(harness.run(round_trip, mesh, x, ids), K * x)
 
-
-def test_protocol_heap_too_small_for_copies(mesh):
-    jax_ep.init(mesh, transport="shared_memory", heap_bytes=8 << 20)
-
     def copies(x, ids):
         d = jax_ep.dispatch(x, ids, balance=jax_ep.Balance(), **OPTIONS)
         return with_copies(jnp.zeros((E // W, 1 << 10, 1 << 11), jnp.float32), d.handle)
 
     message = r"^with_copies: .*heap_bytes=8388608 per device.* Or pass a smaller Balance\(spare_experts=\)"
     with pytest.raises(ValueError, match=message):
-        harness.run(copies, mesh, *inputs())
-
-
-def test_protocol_heap_without_room_for_flags(mesh):
+        harness.run(copies, mesh, x, ids)
+    jax_ep.finalize()
     with pytest.raises(ValueError, match=r"heap_bytes=4096, expected at least \d+"):
         jax_ep.init(mesh, transport="shared_memory", heap_bytes=4096)
 
@@ -106,24 +100,6 @@ def test_protocol_token_sent_once_per_rank(rng):
     np.testing.assert_array_equal(arrived, wanted)
     assert wanted.sum() < (owners != np.arange(num_ranks)[:, None, None]).sum(), "no token is saved: nothing is tested"
     jax_ep.finalize()
-
-
-def test_protocol_invalid_ids_write_nothing(mesh):
-    """With any 32-bit pattern as id, rows of valid ids are right; the others are counted and have no rows."""
-    jax_ep.init(mesh, transport="shared_memory")
-    rng = np.random.default_rng(3)
-    x, _ = inputs()
-    extremes = np.array([-(2**31), 2**31 - 1, -2, E, E * W, 2**30], np.int32)
-    ids = np.where(rng.random((W, T, K)) < 0.5, rng.choice(extremes, (W, T, K)), rng.integers(0, E, (W, T, K)))
-
-    def fn(x, ids):
-        d = jax_ep.dispatch(x, ids, **OPTIONS)
-        return jax_ep.combine(d.tokens, d.handle, implementation="triton"), d.handle.num_invalid
-
-    sums, invalid = harness.run(fn, mesh, x, ids.astype(np.int32))
-    valid = (ids >= 0) & (ids < E)
-    np.testing.assert_array_equal(sums, x * valid.sum(-1, keepdims=True).astype(np.float32))
-    np.testing.assert_array_equal(np.ravel(invalid), ((ids != -1) & ~valid).sum((1, 2)))
 
 
 @pytest.mark.slow

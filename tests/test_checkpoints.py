@@ -26,8 +26,8 @@ from jax_ep.checkpoints.decoded import E2M1_PAIRS, FourBit
 from jax_ep.checkpoints.families import ACTIVATIONS
 from jax_ep.checkpoints.files import StoredArray, TensorFiles
 from jax_ep.core.router import SharedExperts
-from jax_ep.quantization import dequantize
 from jax_ep.types import Experts
+from stored_experts import dense
 
 every_family = pytest.mark.parametrize("name", HUB)
 
@@ -317,7 +317,7 @@ def test_checkpoint_fp8_as_stored(num_ranks, tmp_path, rng, expert_mesh):
     assert_same_bits(np.asarray(weights["shared_down"]), dequantized(*pairs["shared_experts.down"]))
     # The package computes with these weights.
     whole = checkpoint.moe_weights(3, dtype=F32)["w_gate_up"]
-    same = dequantize(weights["w_gate_up"], F32)
+    same = dense(weights["w_gate_up"], dtype=F32)
     np.testing.assert_array_equal(np.asarray(same), np.asarray(whole))
 
 
@@ -389,7 +389,7 @@ def test_checkpoint_mxfp4(tmp_path, rng, expert_mesh):
             blocks, scales = (tensors[f"{prefix}experts.{name}_{part}"] for part in ("blocks", "scales"))
             assert_same_bits(np.asarray(matrices.values), blocks.reshape(*blocks.shape[:2], -1))
             assert_same_bits(np.asarray(matrices.scales), scales)
-            same = np.asarray(dequantize(matrices, BF16))
+            same = np.asarray(dense(matrices, dtype=BF16))
             # XLA's CPU matmuls flush the others to zero.
             normal = np.abs(want[parameter].astype(F32)) >= np.finfo(F32).tiny
             np.testing.assert_array_equal(same[normal], want[parameter][normal])

@@ -2,6 +2,7 @@
 
 import copy
 
+import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
@@ -16,7 +17,7 @@ from harness import make_mesh
 from hub_checkpoints import FP8, HUB, in_int32, packed_config
 from jax_ep import fused_moe
 from jax_ep.checkpoints import Checkpoint, decoded
-from jax_ep.quantization import dequantize
+from stored_experts import dense
 
 HIDDEN, WIDTH, LAYER = 256, 128, "model.layers.3.mlp."
 NAME = f"{LAYER}experts.0.up_proj.weight"
@@ -124,10 +125,10 @@ def test_packed_checkpoint_quantized(size, tmp_path, rng, expert_mesh):
     weights = checkpoint.moe_weights(3, quantized=True)
     for name in ("w_gate_up", "w_down"):
         assert weights[name].format == "int4" and weights[name].activations is None
-        np.testing.assert_array_equal(np.asarray(dequantize(weights[name], F32)), np.asarray(whole[name]))
+        np.testing.assert_array_equal(np.asarray(dense(weights[name], dtype=F32)), np.asarray(whole[name]))
     x = rng.standard_normal((6, HIDDEN)).astype(F32)
     routing = np.array([[0], [1], [1], [0], [1], [0]], np.int32), np.ones((6, 1), F32)
-    y, want = (fused_moe(x, *routing, w["w_gate_up"], w["w_down"]) for w in (weights, whole))
+    y, want = (jax.jit(fused_moe)(x, *routing, w["w_gate_up"], w["w_down"]) for w in (weights, whole))
     np.testing.assert_allclose(np.asarray(y), np.asarray(want), rtol=1e-4, atol=1e-4 * np.abs(want).max())
 
 

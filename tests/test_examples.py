@@ -203,6 +203,7 @@ def test_low_latency_decoding_finds_the_same_bytes(experts, least, most):
         assert found.same_bytes > 0.8
 
 
+@pytest.mark.slow
 def test_dispatch_in_shard_map():
     done = run_command(*STRICT_PYTHON, str(ROOT / "examples" / "dispatch_in_shard_map.py"))
     assert done.returncode == 0, done.stderr

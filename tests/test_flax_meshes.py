@@ -93,7 +93,7 @@ def test_flax_tensor_and_fsdp_axes(name, kind, rng):
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.slow(unless={"kind": ["Explicit"]})
+@pytest.mark.slow
 def test_flax_balance(kind, rng):
     """All tokens choose the experts of one rank; the layer and its gradients are those without balance."""
     mesh = mesh_of(kind)

@@ -111,6 +111,7 @@ def layer_arguments(mesh, num_tokens=64):
     return [weights, place(num_tokens, 32, dtype=jnp.bfloat16), *ids]
 
 
+@pytest.mark.slow
 def test_plan_memory_spare_experts(mesh):
     step = layer_step(mesh, balance=jax_ep.Balance(spare_experts=2), implementation="xla")
     arguments = layer_arguments(mesh)

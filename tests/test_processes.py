@@ -178,35 +178,28 @@ def test_processes_example():
     assert len(losses) == 6 and losses[-1] < 0.97 * losses[0], losses
 
 
+MISTAKES = {
+    "alone": ("--timeout 1", 2, "Pass --local N or --coordinator"),  # JAX's own error does not name the options.
+    "too many": ("--local 100000", 1, "--local 100000 needs a GPU for each process"),
+    "experts": (
+        "--local 2 --experts 10",
+        1,
+        "--experts 10 is not divisible by the 4 devices of 2 processes: expected a multiple of 4",
+    ),
+    "no coordinator": (
+        "--coordinator 127.0.0.1:{port} --num-processes 2 --process-id 1 --timeout 1",
+        1,
+        r"nothing answers at 127.0.0.1:\d+ within 1 s",
+    ),
+    "number": ("--coordinator 127.0.0.1:{port} --num-processes 2 --process-id 2", 1, "--process-id 2, expected 0 to 1"),
+    "incomplete": ("--coordinator 127.0.0.1:{port} --num-processes 2", 2, "go together"),
+    "no port": ("--coordinator x --num-processes 2 --process-id 1", 2, "'x', expected HOST:PORT"),
+}
+
+
 @pytest.mark.slow
-def test_processes_example_experts_do_not_divide():
-    done = example("--local", "2", "--experts", "10")
-    assert done.returncode == 1
-    assert "--experts 10 is not divisible by the 4 devices of 2 processes: expected a multiple of 4" in done.stderr
-
-
-def test_processes_example_alone():
-    """JAX's own error does not name the options."""
-    done = example("--timeout", "1")
-    assert done.returncode == 2 and "Pass --local N or --coordinator" in done.stderr
-
-
-def test_processes_example_too_many():
-    done = example("--local", "100000")
-    assert done.returncode == 1 and "--local 100000 needs a GPU for each process" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ("--num-processes 2 --process-id 1 --timeout 1", r"nothing answers at 127.0.0.1:\d+ within 1 s"),
-        ("--num-processes 2 --process-id 2", "--process-id 2, expected 0 to 1"),
-        ("--num-processes 2", "go together"),
-        ("--coordinator x --num-processes 2 --process-id 1", "'x', expected HOST:PORT"),
-    ],
-    ids=["no coordinator", "number", "incomplete", "no port"],
-)
-def test_processes_example_invalid_arguments(arguments, text):
-    done = example("--coordinator", f"127.0.0.1:{free_port()}", *arguments.split())
-    assert done.returncode != 0
-    assert re.search(text, done.stderr), done.stderr
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_processes_example_invalid_arguments(mistake):
+    arguments, status, text = MISTAKES[mistake]
+    done = example(*arguments.format(port=free_port()).split())
+    assert done.returncode == status and re.search(text, done.stderr), done.stderr

@@ -244,6 +244,7 @@ def test_topk_router_replay_errors(router, topk_idx, message):
 
 
 @pytest.mark.parametrize("devices", [0, 4])
+@pytest.mark.slow(unless={"devices": [4]})
 def test_moe_replays_the_routing_of_another_pass(devices, rng):
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((devices,), ("expert",), axis_types=auto, devices=jax.devices()[:devices]) if devices else None

@@ -23,7 +23,7 @@ _SMALL_FLOATS = {
     tl.float8e4nv: np.dtype(ml_dtypes.float8_e4m3fn),
     tl.float8e5: np.dtype(ml_dtypes.float8_e5m2),
 }
-_POLL_SECONDS = 50e-6
+_SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 2e-3
 
 
 class Wait(Protocol):
@@ -172,12 +172,13 @@ def _reduce_decoded(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _poll(begin_wait: Callable[[int | None], Wait], check_aborted: Callable[[], None]) -> Callable[..., Any]:
-    """Return a poll loop that sleeps between polls: spinning would starve the peers of CPU cores."""
+    """Return a poll loop that sleeps longer after each poll: spinning would starve the peers of CPU cores."""
 
     def poll(self: Any, pointer: Any, expected: Any, timeout_ns: Any, sem: Any, scope: Any) -> Any:
         wait = begin_wait(None if timeout_ns is None else int(timeout_ns.data.item()))
         wanted = np.broadcast_to(expected.data, pointer.data.shape)
         matched = np.zeros(pointer.data.shape, np.bool_)
+        sleep_s = _SHORTEST_SLEEP_S
         while True:
             # An element that has matched once stays matched, as on a GPU.
             matched |= self.create_load(pointer, None, True).data == wanted
@@ -187,7 +188,8 @@ def _poll(begin_wait: Callable[[int | None], Wait], check_aborted: Callable[[], 
             if wait.expired():
                 break
             check_aborted()
-            time.sleep(_POLL_SECONDS)
+            time.sleep(sleep_s)
+            sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
         return interpreter.TensorHandle(matched, tl.int1)
 
     return poll

@@ -347,3 +347,21 @@ def test_checkpoint_integers_beyond_32_bits(dtype, values, tmp_path):
     assert checkpoint.read("few").tolist() == [3, 2**31 - 1]
     with jax.enable_x64(True):
         assert checkpoint.read("many").tolist() == values
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_checkpoint_floats_beyond_the_dtype(dtype, tmp_path, rng):
+    """They would become infinite."""
+    tensors, _ = hub_checkpoints.layer(HUB["mixtral"], 0, rng)
+    tensors = {name: tensor.astype(dtype) for name, tensor in tensors.items()}
+    tensors |= {"scalar": np.array(-7e4, dtype), "inf": np.array([-np.inf, np.nan, 65504], F32)}
+    tensors[EXPERT][1, 0] = 7e4
+    checkpoint = Checkpoint(hub_checkpoints.write(tmp_path, HUB["mixtral"].config, tensors))
+    beyond = "has a number beyond the range of float16, expected .* finite; pass a dtype .* bfloat16"
+    with pytest.raises(ValueError, match=f"^Checkpoint.moe_weights: 'w_(gate_up|down)' {beyond}"):
+        checkpoint.moe_weights(0, dtype=F16)
+    for name in (EXPERT, "scalar"):
+        with pytest.raises(ValueError, match=f"^Checkpoint.read: '{name}' {beyond}"):
+            checkpoint.read(name, dtype=F16)
+    assert float(checkpoint.read(EXPERT, dtype=F32)[1, 0]) == tensors[EXPERT][1, 0]
+    np.testing.assert_array_equal(checkpoint.read("inf", dtype=F16), tensors["inf"])

@@ -6,10 +6,11 @@ needs the package safetensors, and `download` needs huggingface_hub; the extra `
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -127,8 +128,8 @@ class Checkpoint:
             own shape.
 
         Raises:
-          ValueError: there is no tensor of that name or nothing to transpose, the sharding has more axes, or integers
-            do not fit in 32 bits.
+          ValueError: there is no tensor of that name or nothing to transpose, the sharding has more axes, integers do
+            not fit in 32 bits, or a finite number is beyond the dtype.
           TypeError: the dtype is not supported, or the sharding has a wrong type.
         """
         if not isinstance(sharding, jax.sharding.Sharding | None):
@@ -157,7 +158,8 @@ class Checkpoint:
                 f" ({error}); pass another sharding."
             ) from error
         parts = [Part(source, whole(source.shape))]
-        return make_array(shape, to, parts, transpose, memory=memory, sharding=sharding)
+        with _in_range("Checkpoint.read", name):
+            return make_array(shape, to, parts, transpose, memory=memory, sharding=sharding)
 
     def moe_weights(
         self,
@@ -187,8 +189,9 @@ class Checkpoint:
 
         Raises:
           ValueError: the layer is not MoE; tensors are missing, or have wrong shapes or several dtypes; the experts do
-            not divide over the axis; or with `quantized`, weights are stored neither in MXFP4, symmetric INT4 nor
-            FP8 with blocks of 128, or in FP8 with an I or H that is not a multiple of 128.
+            not divide over the axis; a finite number is beyond the dtype; or with `quantized`, weights are stored
+            neither in MXFP4, symmetric INT4 nor FP8 with blocks of 128, or in FP8 with an I or H that is not a multiple
+            of 128.
           TypeError: the dtype is not supported.
           NotImplementedError: the model has weights that `jax_ep.flax.MoE` does not support.
         """
@@ -217,7 +220,8 @@ class Checkpoint:
         memory = HostMemory(max(sizes))
         weights: Weights = {}
         for name, some in plans.items():
-            arrays = tuple(make_array(*plan, memory=memory, sharding=shardings[name]) for plan in some)
+            with _in_range(function, name):
+                arrays = tuple(make_array(*plan, memory=memory, sharding=shardings[name]) for plan in some)
             if name in formats:
                 values, scales = arrays
                 kind = "fp8" if formats[name].is_fp8_operand else None
@@ -259,6 +263,18 @@ def _check_range(name: str, source: Any, to: np.dtype) -> None:
             f"Checkpoint.read: {shown(name)} has {to} from {least} to {most}, expected values that fit in {kept};"
             " call jax.config.update('jax_enable_x64', True) first."
         )
+
+
+@contextlib.contextmanager
+def _in_range(function: str, name: str) -> Iterator[None]:
+    """Name the tensor that has a number beyond the dtype of the result."""
+    try:
+        yield
+    except OverflowError as error:
+        raise ValueError(
+            f"{function}: {shown(name)} has {error}, expected numbers that stay finite; pass a dtype with more exponent"
+            " bits, such as bfloat16 in place of float16."
+        ) from None
 
 
 def _check_dtype(function: str, dtype: DTypeLike) -> np.dtype:

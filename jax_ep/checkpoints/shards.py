@@ -161,14 +161,24 @@ def _copy(target: np.ndarray, source: Any, region: Region) -> None:
     elif isinstance(source, StoredArray) and source.dtype == target.dtype and target.flags.c_contiguous:
         source.read_into(target, region)
     elif target.ndim == 0:
-        target[...] = source[region]
+        target[...] = _converted(source[region], target.dtype)
     else:
         rows, *columns = region
         step = max(1, _COPIED_AT_ONCE // max(1, math.prod(target.shape[1:])))
         for first in range(0, target.shape[0], step):
             last = min(first + step, target.shape[0])
             piece = source[(slice(rows.start + first, rows.start + last), *columns)]
-            target[first:last] = piece.astype(target.dtype, copy=False)  # Convert in memory order, then transpose.
+            target[first:last] = _converted(piece, target.dtype)  # Convert in memory order, then transpose.
+
+
+def _converted(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Convert values; a finite number that becomes infinite is an OverflowError."""
+    with np.errstate(over="ignore"):  # not raised for all dtypes
+        converted = values.astype(dtype, copy=False)
+    narrows = dtype == np.float16 or (dtype.kind == "f" and values.dtype == np.float64)  # others have float32's range
+    if narrows and (np.isinf(converted) & np.isfinite(values)).any():
+        raise OverflowError(f"a number beyond the range of {dtype}")
+    return converted
 
 
 class HostCopy:

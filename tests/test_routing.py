@@ -135,6 +135,14 @@ def test_bfloat16_logits_are_computed_in_float32(name):
         assert getattr(narrow, field).dtype == getattr(wide, field).dtype
 
 
+@pytest.mark.parametrize("router", [partial(jax_ep.topk_router, k=2), jax_ep.routing.sparsemixer_router])
+def test_numpy_logits_of_float64_are_taken_like_float32(router):
+    """Without `jax_enable_x64`, JAX arrays of them are float32; warnings are errors here."""
+    logits = _logits("normal", 6, 8).astype(np.float64)
+    for got, want in zip(router(logits), router(logits.astype(np.float32)), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_extreme_logits_stay_finite(score):
     logits = jnp.asarray([[1e30, -1e30, 3e4, 0.0], [-1e30, -1e30, -1e30, -1e30]], jnp.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -10,5 +11,5 @@ FP8 = jnp.dtype(jnp.float8_e4m3fn)
 
 
 def accumulation_dtype(dtype: DTypeLike) -> jnp.dtype:
-    """Return the dtype in which sums of `dtype` accumulate: float64 for float64, float32 otherwise."""
-    return jnp.dtype(jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32)
+    """Return the dtype in which sums of `dtype` accumulate: float64 for float64 with `jax_enable_x64`, else float32."""
+    return jnp.dtype(jnp.float64 if jax.dtypes.canonicalize_dtype(dtype) == jnp.float64 else jnp.float32)

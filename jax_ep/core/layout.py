@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep.core.dtypes import accumulation_dtype
+from jax_ep.core.mesh_axes import platform
 from jax_ep.types import Array, Handle, Layout
 
 
@@ -216,7 +217,9 @@ def bias_rows(bias: Bias, group_sizes: Array, num_rows: int, dtype: jnp.dtype) -
     if bias.scales is None:
         return rows
     # The scale of a row past the groups is undefined.
-    return rows * jnp.where(groups < 0, 0, bias.scales.astype(dtype))[:, None]
+    scaled = rows * jnp.where(groups < 0, 0, bias.scales.astype(dtype))[:, None]
+    # On the CPU, XLA merges this product and the sum that follows into one rounding, in some programs only.
+    return lax.optimization_barrier(scaled) if platform() == "cpu" else scaled
 
 
 def count_assignments(topk_idx: Array, num_experts: int) -> Array:

@@ -49,15 +49,15 @@ def first_tokens(a: np.ndarray, number: int) -> np.ndarray:
     return a.reshape(NUM_RANKS, -1, *a.shape[1:])[:, :number].reshape(-1, *a.shape[1:])
 
 
-def make_layer(rng: np.random.Generator, routing: str, dtype: np.dtype) -> Layer:
+def make_layer(rng: np.random.Generator, routing: str, dtype: np.dtype, shape: Shape = SHAPE) -> Layer:
     """Make a layer; with "few_experts" those of one rank have all tokens, more than one pass places."""
     if routing == "few_experts":
-        ids = rng.integers(SHAPE.num_experts // 4, size=(NUM_RANKS, SHAPE.num_tokens, SHAPE.top_k)).astype(np.int32)
+        ids = rng.integers(shape.num_experts // 4, size=(NUM_RANKS, shape.num_tokens, shape.top_k)).astype(np.int32)
     else:
-        ids = ROUTINGS[routing](rng, NUM_RANKS, SHAPE)
-    ids, (size, hidden) = ids.reshape(-1, SHAPE.top_k), (SHAPE.intermediate, SHAPE.hidden)
-    w_gate_up = reals(rng, SHAPE.num_experts, hidden, 2 * size) / np.float32(hidden**0.5)
-    w_down = reals(rng, SHAPE.num_experts, size, hidden) / np.float32(size**0.5)
+        ids = ROUTINGS[routing](rng, NUM_RANKS, shape)
+    ids, (size, hidden) = ids.reshape(-1, shape.top_k), (shape.intermediate, shape.hidden)
+    w_gate_up = reals(rng, shape.num_experts, hidden, 2 * size) / np.float32(hidden**0.5)
+    w_down = reals(rng, shape.num_experts, size, hidden) / np.float32(size**0.5)
     x, d_out = (reals(rng, len(ids), hidden, dtype=dtype) for _ in range(2))
     return Layer(x, ids, probabilities(rng, *ids.shape), w_gate_up.astype(dtype), w_down.astype(dtype), d_out)
 
@@ -171,3 +171,23 @@ def test_reproducible_unsupported(name: str, expert_mesh: Any) -> None:
     arrays = jnp.ones((1, 4, 128), BF16), ids, jnp.ones(ids.shape), jnp.ones((1, 2, 128, 256), BF16)
     with pytest.raises(NotImplementedError, match=rf"{function.__name__}: .*{remedy}"):
         jax.eval_shape(per_rank(call, expert_mesh(1)), *arrays, jnp.ones((1, 2, 128, 128), BF16))
+
+
+def test_reproducible_programs(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+    """A layer with biases computes the same bits as `fused_moe` and as `moe`, also where XLA optimizes CPU programs."""
+    on_gpu = jax.default_backend() == "gpu"
+    shape, dtype = (SHAPE, BF16) if on_gpu else (Shape(10, 4, 8, 8, 16), F32)
+    x, topk_idx, topk_weights, *weights, _ = make_layer(rng, "uniform", dtype, shape)
+    biases = None, reals(rng, shape.num_experts, shape.hidden, dtype=dtype)
+    options: dict[str, Any] = {"biases": biases, "schedule": BITS, "implementation": implementation}
+
+    def on_one_device(x: Any) -> Any:
+        return jax_ep.fused_moe(x, topk_idx, topk_weights, *weights, **options)
+
+    def on_mesh(x: Any) -> Any:
+        return jax_ep.moe(x, topk_idx, topk_weights, *weights, num_experts=shape.num_experts, **options)
+
+    flags = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+    run = partial(jax.jit, compiler_options=None if on_gpu else flags)
+    got = run(per_rank(on_mesh, expert_mesh(1)))(x[None])[0]
+    assert_same_bits(np.asarray(got), np.asarray(run(on_one_device)(x)))

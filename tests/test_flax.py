@@ -587,6 +587,13 @@ def test_flax_no_mesh_warns_once(recwarn):
     [
         ({"hidden_size": 0}, ValueError, "MoE: hidden_size=0, expected"),
         ({"num_experts_per_tok": 9}, ValueError, "MoE: num_experts_per_tok=9 exceeds the 8 experts that can be chosen"),
+        ({"router": jax_ep.Router(num_groups=8)}, ValueError, "MoE: num_experts_per_tok=2 exceeds the 1 experts"),
+        ({"router": jax_ep.Router(num_groups=3)}, ValueError, "MoE: 8 experts do not divide into num_groups=3"),
+        (
+            {"router": jax_ep.Router("sparsemixer"), "num_experts_per_tok": 3},
+            ValueError,
+            "MoE: num_experts_per_tok=3 of 8 experts",
+        ),
         ({"capacity": 4}, ValueError, "MoE: capacity=4 .* expected a mesh, but there is none"),
         ({"router": "sigmoid"}, TypeError, "MoE: router is a str, expected a jax_ep.Router, or a callable"),
         ({"num_experts_per_tok": 2.0}, TypeError, "MoE: num_experts_per_tok=2.0 is a float, expected an int"),

@@ -261,16 +261,3 @@ def test_flax_no_tokens(kind):
         gradients, (y, metrics) = nnx.jit(nnx.grad(loss, has_aux=True))(moe, jnp.ones((2, 0, H)))
         assert (y.shape, metrics.topk_idx.shape) == ((2, 0, H), (2, 0, K))
         assert not any(np.any(leaf) for leaf in jax.tree.leaves((gradients, metrics)))
-
-
-WRONG = [
-    ({"router": jax_ep.Router("sparsemixer"), "num_experts_per_tok": 3}, "MoE: num_experts_per_tok=3 of 8 experts"),
-    ({"router": jax_ep.Router(num_groups=3)}, "MoE: 8 experts do not divide into num_groups=3"),
-    ({"router": jax_ep.Router(num_groups=8)}, "MoE: num_experts_per_tok=2 exceeds the 1 experts that can be chosen"),
-]
-
-
-@pytest.mark.parametrize(("options", "message"), WRONG, ids=[message for _, message in WRONG])
-def test_flax_wrong_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        MoE(**SIZES | options, rngs=nnx.Rngs(0))

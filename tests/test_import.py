@@ -114,7 +114,6 @@ LEVELS = [
     {"tools"},
     {"__main__"},
 ]
-MOST_LEVELS, MOST_ROOT_FILES = 12, 11
 LEVEL_OF = {unit: level for level, units in enumerate(LEVELS) for unit in units}
 
 
@@ -159,8 +158,6 @@ def _unit_edges():
 def test_every_module_has_a_level():
     units = {_module_name(path)[0] for path in SOURCES}
     assert units == set(LEVEL_OF), "give each module and folder a place in LEVELS, and nothing else"
-    assert len(LEVELS) <= MOST_LEVELS
-    assert len(list(PACKAGE.glob("*.py"))) <= MOST_ROOT_FILES
 
 
 def test_imports_go_down_only():

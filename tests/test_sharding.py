@@ -228,6 +228,8 @@ def test_init_idempotent_finalize_releases():
         jax_ep.init(mesh, axis_name=("expert",))
     jax_ep.finalize()
     jax_ep.finalize()
+    with pytest.raises(ValueError, match=r"^init: the mesh has axes .*'expert'.*axis_name='ep'"):
+        jax_ep.init(mesh, axis_name="ep")
     with jax.set_mesh(mesh):
         assert jax_ep.init(axis_name=("expert",)).mesh.shape == mesh.shape
     jax_ep.finalize()
@@ -238,6 +240,9 @@ def test_init_idempotent_finalize_releases():
     [
         ({"mesh": "expert"}, TypeError, "mesh is a str, expected a jax.sharding.Mesh"),
         ({"axis_name": ()}, ValueError, "names no axis"),
+        ({"axis_name": 3}, TypeError, "axis_name=3 is an int.*expected"),
+        *(({name: np.zeros(2)}, ValueError, f"{name}=.*expected one of") for name in ("transport", "launcher")),
+        ({"transport": "pigeon"}, ValueError, "transport='pigeon'"),
         ({"timeout_s": "3"}, TypeError, "timeout_s=.3. is a str, expected a number"),
         ({"timeout_s": float("inf")}, ValueError, "timeout_s=inf, expected more than 0 and at most"),
         ({"timeout_s": float("nan")}, ValueError, "timeout_s=nan, expected more than 0 and at most"),
@@ -246,7 +251,7 @@ def test_init_idempotent_finalize_releases():
     ],
 )
 def test_init_mistakes(options, error, message):
-    if options.get("transport") == "shared_memory" and jax.default_backend() != "cpu":
+    if "heap_bytes" in options and jax.default_backend() != "cpu":
         pytest.skip("needs CPU devices")
     jax_ep.finalize()
     with pytest.raises(error, match=f"^init: .*{message}"):

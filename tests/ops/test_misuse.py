@@ -252,18 +252,6 @@ def test_sharded_moe_sizes_do_not_divide():
     check(ValueError, [number(10), number(W), "multiple|divisible"], _sharded, mesh_of(), experts, num_experts=10)
 
 
-def test_init_invalid_arguments():
-    jax_ep.finalize()
-    mesh = mesh_of()
-    check(ValueError, ["'ep'", "'expert'", "axis_name"], jax_ep.init, mesh, axis_name="ep")
-    check(ValueError, ["heap_bytes", "-1", "positive|at least|leave"], jax_ep.init, mesh, heap_bytes=-1)
-    check(ValueError, ["transport", "pigeon"], jax_ep.init, mesh, transport="pigeon")
-    check(TypeError, ["^init: axis_name=3 is an int", "expected"], jax_ep.init, mesh, axis_name=3)
-    for name in ("transport", "launcher"):
-        check(ValueError, [f"^init: {name}=.*expected one of"], jax_ep.init, mesh, **{name: np.zeros(2)})
-    jax_ep.finalize()
-
-
 def test_sharded_moe_inside_shard_map():
     mesh = mesh_of()
     arrays = [GOOD["fused_moe"][name] for name in ("x", "topk_idx", "topk_weights", "w_gate_up", "w_down")]

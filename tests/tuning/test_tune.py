@@ -303,21 +303,14 @@ def test_tune_cpu_rates_not_written(tmp_path, monkeypatch, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tune_run_without_measurements_fails(monkeypatch):
-    monkeypatch.setattr(tune_cases, "makers", lambda *_: [])
-    with pytest.raises(SystemExit, match="jax-ep tune: nothing measured"):
-        __main__.main(["tune", "exchange"])
-
-
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
         (["low-latency", "--tokens", "4096"], "at most 1024 tokens per rank; pass --tokens"),
-        pytest.param(
-            ["exchange-gemm", "--hidden", "7"], "weight sizes that are multiples of 8", marks=pytest.mark.slow
-        ),
+        (["exchange-gemm", "--hidden", "7"], "weight sizes that are multiples of 8"),
     ],
 )
+@pytest.mark.slow
 def test_tune_says_what_is_left_out(arguments, reason, capsys):
     pytest.importorskip("triton")
     with pytest.raises(SystemExit, match="nothing measured"):

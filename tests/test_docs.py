@@ -105,6 +105,7 @@ def test_docs_code_runs(page):
     run_blocks(python_blocks(page), str(page))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilation")
 def test_notebook_prints_its_outputs():
     if jax.device_count() != NUM_DEVICES or jax.default_backend() != "cpu":

@@ -65,6 +65,7 @@ def test_load_balancing_loss_gradient():
 
 @pytest.mark.parametrize("axes", [("data",), ("expert",), ("data", "expert")])
 @pytest.mark.parametrize("invalid", [0.0, 0.4])
+@pytest.mark.slow(unless={"axes": [("data", "expert")]})
 def test_load_balancing_loss_over_a_mesh_equals_the_global_value(axes, invalid):
     mesh = harness.make_mesh((2, 4), ("data", "expert"))
     scores, topk_idx = _random_assignments(num_tokens=32, invalid=invalid, seed=4)

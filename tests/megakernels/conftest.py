@@ -50,6 +50,20 @@ def pool(shared_pool):
 
 
 @pytest.fixture
+def no_context():
+    """No context, before the test and after it."""
+    jax_ep.finalize()
+    yield
+    jax_ep.finalize()
+
+
+@pytest.fixture
+def mesh(no_context):
+    """Two ranks without a context."""
+    return harness.make_mesh((2,), (harness.EXPERT,))
+
+
+@pytest.fixture
 def mesh4():
     return harness.make_mesh((W,), (harness.EXPERT,))
 

@@ -25,19 +25,8 @@ W, T, K, E, H, F = 2, 5, 2, 4, 16, 32
 OPTIONS = {"num_experts": E, "implementation": "triton"}
 GIVEN = {"implementation": "triton"}
 SHORT_S = 0.3
+pytestmark = pytest.mark.usefixtures("no_context")
 EPOCHS = 64  # The first of the control words that count launches.
-
-
-@pytest.fixture(autouse=True)
-def no_context():
-    jax_ep.finalize()
-    yield
-    jax_ep.finalize()
-
-
-@pytest.fixture
-def mesh():
-    return harness.make_mesh((W,), (harness.EXPERT,))
 
 
 def all_control_words(heap, rank):

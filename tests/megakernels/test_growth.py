@@ -18,14 +18,6 @@ ALSO_ON_GPUS = True
 TRANSPORT = "shared_memory" if jax.default_backend() == "cpu" else None
 
 
-@pytest.fixture
-def mesh():
-    """Two ranks without a context, before the test and after it."""
-    jax_ep.finalize()
-    yield harness.make_mesh((W,), (harness.EXPERT,))
-    jax_ep.finalize()
-
-
 def inputs(num_tokens=T):
     rng = np.random.default_rng(num_tokens)
     x = rng.integers(-8, 8, size=(W, num_tokens, H)).astype(np.float32)

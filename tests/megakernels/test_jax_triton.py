@@ -269,13 +269,6 @@ def test_jax_triton_dce_rule_adapted(rules):
     assert rules[primitive()] is fixed, "a jax-triton that takes three arguments is left alone"
 
 
-@pytest.fixture
-def no_context():
-    jax_ep.finalize()
-    yield
-    jax_ep.finalize()
-
-
 def test_launcher_unknown(no_context):
     with pytest.raises(ValueError, match=r"launcher='pallas' is unknown, expected one of \('ffi', 'jax-triton'\)"):
         jax_ep.init(launcher="pallas")

@@ -34,13 +34,6 @@ def heaps():
     jax_ep.finalize()
 
 
-@pytest.fixture
-def fresh():
-    jax_ep.finalize()
-    yield
-    jax_ep.finalize()
-
-
 def planner(layout):
     """Return the fields of the handles of all ranks."""
     mesh = harness.make_mesh((layout.num_ranks,), (EXPERT,))
@@ -154,7 +147,7 @@ def test_plan_kernel_ignores_heap_content(heaps, rng):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("axis", [("expert",), ("data", "expert"), ("b", "data"), ("b",)], ids="-".join)
-def test_plan_kernel_given_mesh_without_exchange(fresh, monkeypatch, axis, check_vma):
+def test_plan_kernel_given_mesh_without_exchange(no_context, monkeypatch, axis, check_vma):
     if jax.device_count() < 8:
         pytest.skip(f"needs 8 devices, {jax.device_count()} present")
     devices = np.array(jax.devices())[[3, 1, 0, 2, 7, 6, 5, 4]].reshape(2, 2, 2)
@@ -183,7 +176,7 @@ def test_plan_kernel_given_mesh_without_exchange(fresh, monkeypatch, axis, check
     assert len(set(types)) == 1, "typed as varying over other axes"
 
 
-def test_plan_kernel_replicated_results(fresh):
+def test_plan_kernel_replicated_results(no_context):
     """Their groups differ over the axis: only an all-to-all gives one with the right type."""
     mesh = harness.make_mesh((2, 2), ("data", EXPERT))
     jax_ep.init(mesh, transport=TRANSPORT)
@@ -207,7 +200,7 @@ def received(heap):
     return np.stack([heap._memory.pool.heap(n, heap.data.allocation)[heap.layout.data :] for n in range(2)])
 
 
-def test_plan_kernel_other_mesh_fails(fresh):
+def test_plan_kernel_other_mesh_fails(no_context):
     first, second = harness.make_mesh((2,), (EXPERT,)).devices
     jax_ep.init(Mesh([first, second], (EXPERT,)), transport=TRANSPORT, timeout_s=harness.PATIENCE_S)
     layout = Layout(2, 4, 3, 2, 12)

@@ -14,14 +14,6 @@ W, T, K, E, H = 2, 5, 2, 4, 8
 OPTIONS = {"num_experts": E, "implementation": "triton"}
 
 
-@pytest.fixture
-def mesh():
-    """Two ranks without a context, before the test and after it."""
-    jax_ep.finalize()
-    yield harness.make_mesh((W,), (harness.EXPERT,))
-    jax_ep.finalize()
-
-
 def inputs(seed=0):
     rng = np.random.default_rng(seed)
     return rng.normal(size=(W, T, H)).astype(np.float32), rng.integers(0, E, size=(W, T, K), dtype=np.int32)

@@ -58,11 +58,25 @@ class BalancePlan(Protocol):
 
 
 class ExpertCopies(Protocol):
-    """Copies of experts on other ranks, for balanced layers."""
+    """Copies of experts on other ranks, for balanced layers.
 
-    def fetch_copies(self, axis: tuple[str, ...], copies: Array, w: Array, /) -> Array: ...
+    `copies [W, S]` int32 are the experts in the spare slots of all ranks, -1 in free ones. Each function also returns
+    `order`, any array, with the same elements: what computes it comes before the transfer, and what uses the returned
+    one after it, so that all ranks transfer in one order.
+    """
 
-    def add_gradients(self, axis: tuple[str, ...], copies: Array, home: Array, spare: Array, /) -> Array: ...
+    def fetch_copies(self, axis: tuple[str, ...], copies: Array, w: Array, order: Array, /) -> tuple[Array, Array]:
+        """Return the weights `[S, ...]` of this rank's copies, zero in free slots, from `w [L, ...]` of all ranks."""
+        ...
+
+    def add_gradients(
+        self, axis: tuple[str, ...], copies: Array, home: Array, spare: Array, order: Array, /
+    ) -> tuple[Array, Array]:
+        """Add the gradients `spare [S, ...]` of this rank's copies at their home, to gradients `home [L, ...]`.
+
+        Gradients of one expert are added in at least float32 in a fixed order, and rounded once.
+        """
+        ...
 
 
 class GroupedGemm(Protocol):

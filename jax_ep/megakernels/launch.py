@@ -6,6 +6,7 @@ Kernels that use the symmetric heap belong to a group of devices that launch tog
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import zlib
 from collections.abc import Mapping, Sequence
@@ -183,7 +184,8 @@ def _known_group(heap: SymmetricHeap, axis: Axis, varying: frozenset[str]) -> Ar
         return None
     order = [mesh.axis_names.index(name) for name in mesh.axis_names if name not in axis]
     order += [mesh.axis_names.index(name) for name in axis]
-    groups = jnp.asarray(numbers.transpose(order).reshape(-1, math.prod(mesh.shape[name] for name in axis)))
+    rows = numbers.transpose(order).reshape(-1, math.prod(mesh.shape[name] for name in axis))
+    groups = jnp.asarray(_one_object(rows.shape, rows.tobytes()))
     members = lax.dynamic_index_in_dim(groups, rank_on(others), keepdims=False)
     group = jnp.concatenate([members, jnp.asarray(rank_on(axis), jnp.int32)[None]])
     if not varying_axes(group) <= varying | set(axis):
@@ -197,6 +199,15 @@ def _table(
 ) -> Array:
     axes, num_entries = tuple(sorted(varying)), heap.num_table_entries
     return ffi.pointer_table(table_id, num_entries, num_bytes=num_bytes, varying=axes, token=token)
+
+
+@functools.lru_cache(maxsize=64)
+def _one_object(shape: tuple[int, ...], values: bytes) -> np.ndarray:
+    """Return int32 `values`: equal ones are one object, hence one constant of a traced function.
+
+    `jax.checkpoint` hides the values of constants, so that XLA could not merge what is computed from equal ones.
+    """
+    return np.frombuffer(values, np.int32).reshape(shape)
 
 
 def group_of(handle: Handle | LowLatencyHandle) -> Array:

@@ -71,7 +71,7 @@ class Passes:
       rows: R.
       spare: S, spare slots per rank.
       axis: mesh axes of the experts.
-      sum_dtype: dtype of the result.
+      sum_dtype: dtype of each pass and of the result.
       implementation: of the plan and of what moves the copies.
       splits: whether weights that are not quantized and copies of them stay in two arrays.
       whole_tokens: whether all assignments of a token are in one pass, so that its sums have one order.
@@ -143,7 +143,7 @@ def run(
       weights: pytree of arrays `[L, ...]` of this rank's experts.
       num_experts: E.
       options: of the call.
-      sum_dtype: dtype of the result. Sums of several passes run in float32 or wider.
+      sum_dtype: dtype of each pass and of the result. Several passes are added in float32 or wider.
     """
     axis, num_ranks = options.axis, lax.axis_size(options.axis)
     num_local = num_experts // num_ranks
@@ -161,7 +161,7 @@ def run(
     if (found := _recorded.get()) is not None:
         before = counts.reshape(num_ranks, num_ranks, num_local)[:, rank_on(axis)].sum(dtype=jnp.int32)
         found.append(dict(zip(WORK, (before, *work), strict=True)))
-    return y.astype(sum_dtype)
+    return y
 
 
 def place(balance: Balance, options: Options, facts: ExchangeFacts, topk_idx: Array) -> tuple[Passes, Place, State]:
@@ -291,9 +291,8 @@ def _one_pass(passes: Passes, place: Place, x: Array, topk_weights: Array, weigh
         whole, slots_after, x = _with_copies(passes, forms, copies, slots, x, leaves)
         whole = jax.tree.unflatten(structure, map(_from_bits, whole, (w for _, w in paths)))
         sizes = {"num_experts": passes.num_experts + passes.num_ranks * passes.spare, "capacity": passes.rows}
-        dtype = passes.sum_dtype if passes.is_one_pass else _wide(passes.sum_dtype)
         layer = cast(Layer, passes.layer)
-        return layer(x, slots_after, topk_weights, whole, preferred_element_type=dtype, **sizes)
+        return layer(x, slots_after, topk_weights, whole, preferred_element_type=passes.sum_dtype, **sizes)
 
     # The backward pass fetches the copies again instead of keeping them.
     policy = jax.checkpoint_policies.save_only_these_names(HIDDEN_NAME, TOKENS_NAME)
@@ -414,8 +413,7 @@ def _with_copies(
     found = []
     for w, form in zip(weights, forms, strict=True):
         if form.is_read:
-            spare = _transfers(passes).fetch_copies(passes.axis, copies, w)
-            copies, slots = known_after(copies, spare), known_after(slots, spare)
+            spare, slots = _transfers(passes).fetch_copies(passes.axis, copies, w, slots)
         else:
             spare = jnp.zeros_like(w, shape=(copies.shape[1], *w.shape[1:]))
         both = SplitWeights(w, spare)
@@ -435,16 +433,14 @@ def _with_copies_backward(
     """Return the gradients of copies to their home, and add them there in at least float32, in a fixed order."""
     found: list[Any] = []
     gradients, _, dx = cotangents
-    copies = known_after(copies, dx)
     for gradient in gradients:
         if gradient.dtype == jax.dtypes.float0:
             found.append(np.zeros((passes.num_local, *gradient.shape[1:]), jax.dtypes.float0))
             continue
         if not isinstance(gradient, SplitWeights):
             gradient = split(gradient, passes.num_local)
-        found.append(_transfers(passes).add_gradients(passes.axis, copies, *gradient))
-        copies = known_after(copies, found[-1])
-        dx += known_after(jnp.zeros((), jnp.int32), found[-1]).astype(dx.dtype)
+        total, dx = _transfers(passes).add_gradients(passes.axis, copies, *gradient, dx)
+        found.append(total)
     return None, None, dx, tuple(found)
 
 

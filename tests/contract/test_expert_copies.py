@@ -33,9 +33,8 @@ def test_expert_copies(implementation: str, dtype: Any, shape: Any, expert_mesh:
     copy = registry.EXPERT_COPIES.by(implementation)
 
     def fn(copies: Any, w: Any, gradient: Any) -> Any:
-        fetched = copy.fetch_copies(("expert",), copies, w)
-        after = (gradient + 0 * fetched[:1].astype(gradient.dtype)).astype(gradient.dtype)  # one after the other
-        return fetched, copy.add_gradients(("expert",), copies, after[:LOCAL], after[LOCAL:])
+        fetched, order = copy.fetch_copies(("expert",), copies, w, copies[0])
+        return fetched, *copy.add_gradients(("expert",), copies, gradient[:LOCAL], gradient[LOCAL:], order)
 
     for number in range(3):
         with subtests.test(number):
@@ -44,7 +43,8 @@ def test_expert_copies(implementation: str, dtype: Any, shape: Any, expert_mesh:
             gradient = rng.standard_normal((num_ranks, LOCAL + SPARE, *shape))
             gradient = gradient.astype(BF16 if dtype == np.uint8 else dtype)
             everywhere = np.broadcast_to(copies, (num_ranks, *copies.shape))
-            fetched, total = run(fn, mesh, everywhere, w, gradient)
+            fetched, total, order = run(fn, mesh, everywhere, w, gradient)
+            np.testing.assert_array_equal(order, everywhere[:, 0])
             flat = w.reshape(-1, *shape)
             used = (copies >= 0)[:, :, None, None]
             np.testing.assert_array_equal(fetched, np.where(used, flat[copies], 0).astype(dtype))

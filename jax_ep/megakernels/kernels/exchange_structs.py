@@ -103,14 +103,16 @@ class SmallExchange:
 
 
 @dataclasses.dataclass(frozen=True)
-class ExpertMoves:
-    """Static sizes of `move_experts`."""
+class CopySizes:
+    """Static sizes of `fetch_copies` and `add_gradients`."""
 
-    num_moves: int  # rows of the list of moves, a multiple of the ranks
-    num_targets: int  # places for experts on each rank
+    num_local_experts: int
+    spare: int  # slots for copies per rank
     num_elements: int  # of an expert; a multiple of 16 bytes
     block: int  # elements per task and flag, a power of two
     num_blocks: int  # per expert
+    padded_slots: int  # power of two >= num_ranks * spare
+    padded_experts: int  # power of two >= num_local_experts
 
 
 @dataclasses.dataclass(frozen=True)

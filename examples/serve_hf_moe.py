@@ -51,7 +51,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--expert-parallel", type=int, help="devices that share the experts; default: all accelerators, or one CPU")
     add("--train", type=int, metavar="STEPS", help="fine-tune all weights on --text first")
     add("--text", type=Path, help="file to fine-tune on")
-    add("--save", type=Path, help="new folder for the fine-tuned checkpoint; default: FOLDER-trained")
+    add("--save", type=Path, help="folder for the fine-tuned checkpoint; default: FOLDER-trained")
     add("--learning-rate", type=float, default=1e-5)
     add("--batch-size", type=int, default=8, help="windows per step over all devices")
     add("--length", type=int, default=128, help="tokens per window")
@@ -63,11 +63,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         if not file.is_file():
             parser.error(f"there is no {file}")
     args.save = args.save or Path(f"{args.folder.resolve()}-trained")
-    if args.train and args.save.exists():
-        parser.error(f"{args.save} exists: pass another folder with --save")
+    if args.train and (args.save / "config.json").exists():
+        parser.error(f"{args.save} has a checkpoint already: pass another folder with --save")
     if args.train:
-        args.save.parent.mkdir(parents=True, exist_ok=True)
-        check_writable(args.save)
+        args.save.mkdir(parents=True, exist_ok=True)
+        check_writable(args.save / "config.json")
     return args
 
 

@@ -5,7 +5,6 @@ import json
 import os
 import pickle
 import resource
-import shutil
 import struct
 from pathlib import Path
 
@@ -228,13 +227,11 @@ def tensors(value):
 
 @pytest.mark.parametrize("was_read", [False, True])
 def test_file_replaced_after_the_checkpoint_was_opened(was_read, tmp_path):
-    folder = tmp_path / "checkpoint"
-    save(folder, CONFIG, {}, tensors(1), max_shard_bytes=16)
-    checkpoint = Checkpoint(folder)
+    save(tmp_path, CONFIG, {}, tensors(1), max_shard_bytes=16)
+    checkpoint = Checkpoint(tmp_path)
     if was_read:
         checkpoint.read("a")
-    shutil.rmtree(folder)
-    save(folder, CONFIG, {}, tensors(2), max_shard_bytes=16)
+    save(tmp_path, CONFIG, {}, tensors(2), max_shard_bytes=16, overwrite=True)
     with pytest.raises(ValueError, match=r"00001-of-00002.safetensors has been replaced.*open Checkpoint again"):
         checkpoint.read("a")
 
@@ -283,24 +280,22 @@ def test_errors_cut_long_names(folder):
 @pytest.mark.parametrize("change", ["save", "remove", "break"])
 def test_config_replaced_while_the_checkpoint_is_opened(change, tmp_path, monkeypatch):
     """Files that no longer match are not reported as broken."""
-    opened = tmp_path / "checkpoint"
-    save(opened, CONFIG, {}, tensors(1), max_shard_bytes=16)
+    save(tmp_path, CONFIG, {}, tensors(1), max_shard_bytes=16)
     read_index = files.read_index
 
     def late(function, folder):
         monkeypatch.undo()
         if change == "save":
-            shutil.rmtree(opened)
-            save(opened, CONFIG, {}, tensors(2), max_shard_bytes=16)
+            save(tmp_path, CONFIG, {}, tensors(2), max_shard_bytes=16, overwrite=True)
         else:
-            (opened / "config.json").unlink()
+            (tmp_path / "config.json").unlink()
         if change == "break":
-            (opened / INDEX).unlink()
+            (tmp_path / INDEX).unlink()
         return read_index(function, folder)
 
     monkeypatch.setattr(files, "read_index", late)
     with pytest.raises(FileNotFoundError, match=r"^Checkpoint: .*config\.json was replaced while"):
-        Checkpoint(opened)
+        Checkpoint(tmp_path)
 
 
 def test_relative_folder_after_a_change_of_the_current_folder(tmp_path, monkeypatch):
@@ -312,14 +307,13 @@ def test_relative_folder_after_a_change_of_the_current_folder(tmp_path, monkeypa
 
 
 def test_pickle_opens_the_folder_again(tmp_path):
-    folder = tmp_path / "checkpoint"
-    save(folder, CONFIG, {}, tensors(1))
-    checkpoint = Checkpoint(folder)
+    save(tmp_path, CONFIG, {}, tensors(1))
+    checkpoint = Checkpoint(tmp_path)
     np.asarray(checkpoint.read("a"))
     data = pickle.dumps(checkpoint)
     for again in (pickle.loads(data), copy.deepcopy(checkpoint)):
         assert again.config == checkpoint.config and np.asarray(again.read("b")).tolist() == [1] * 4
-    (folder / "config.json").unlink()
+    (tmp_path / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"^Checkpoint: "):
         pickle.loads(data)
 

@@ -291,6 +291,7 @@ SAVING = {
         "w_down of layer 0 is QuantizedWeights, expected an array",
     ),
     "bytes": (lambda w: {"max_shard_bytes": 0}, ValueError, "max_shard_bytes=0, expected a positive int"),
+    "overwrite": (lambda w: {"overwrite": "no"}, TypeError, "overwrite='no' is a str, expected True or False"),
     "model_type": (lambda w: {"config": {"model_type": "gpt2"}}, ValueError, "save: model_type is 'gpt2'"),
 }
 

@@ -1,11 +1,13 @@
-"""Written checkpoints: the same bits again; a killed, failed or concurrent save leaves no part of one."""
+"""Written checkpoints: the same bits again; a killed, failed or concurrent save leaves no mixture."""
 
 import contextlib
 import errno
+import gc
 import itertools
 import json
 import os
 import resource
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -17,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from cases import BF16, F32, assert_same_bits
 from harness import make_mesh
 from hub_checkpoints import HUB, assert_equal, fp8_checkpoint, written
-from jax_ep.checkpoints import Checkpoint, files, save, shards
+from jax_ep.checkpoints import Checkpoint, files, save, shards, transaction
 
 pytest.importorskip("safetensors")
 
@@ -51,21 +53,20 @@ def test_checkpoint_save_files(tmp_path, rng):
     config, others = {"model_type": "mixtral"} | dict(HUB["mixtral"].config) | {"num_hidden_layers": 0}, {}
     for i, size in enumerate((100, 100, 300, 50, 60)):
         others[f"t{i}"] = rng.standard_normal(size).astype(F32)
-    folder = tmp_path / "several"
-    save(folder, config, {}, others, max_shard_bytes=800)
+    save(tmp_path, config, {}, others, max_shard_bytes=800)
     files = {f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)}
-    assert {path.name for path in folder.iterdir()} == files | {"config.json", "model.safetensors.index.json"}
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert {path.name for path in tmp_path.iterdir()} == files | {"config.json", "model.safetensors.index.json"}
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": 4 * 610}
     assert [index["weight_map"][f"t{i}"][6:11] for i in range(5)] == ["00001", "00001", "00002", "00003", "00003"]
     for name, file in index["weight_map"].items():
-        with safe_open(folder / file, "np") as opened:
+        with safe_open(tmp_path / file, "np") as opened:
             assert opened.metadata() == {"format": "pt"}
             assert_same_bits(opened.get_tensor(name), others[name])
 
-    save(tmp_path / "one", config, {}, others)
-    assert {path.name for path in (tmp_path / "one").iterdir()} == {"config.json", "model.safetensors"}
-    assert_same_bits(np.asarray(Checkpoint(tmp_path / "one").read("t2")), others["t2"])
+    save(tmp_path, config, {}, others, overwrite=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+    assert_same_bits(np.asarray(Checkpoint(tmp_path).read("t2")), others["t2"])
 
 
 def test_checkpoint_save_empty_arrays(tmp_path):
@@ -84,7 +85,28 @@ def test_checkpoint_save_config_longer_than_the_limit(tmp_path, monkeypatch):
     config = dict(HUB["mixtral"].config) | {"num_hidden_layers": 0, "list": [0] * 1000}
     monkeypatch.setattr(files, "MAX_JSON_BYTES", 4000)
     with pytest.raises(ValueError, match=r"^save: config cannot be written as JSON \(larger than"):
-        save(tmp_path / "new", config, {})
+        save(tmp_path, config, {})
+
+
+def test_checkpoint_save_does_not_overwrite(tmp_path, monkeypatch):
+    """Overwriting needs `overwrite`, and a failed save changes nothing."""
+    config = dict(HUB["mixtral"].config) | {"num_hidden_layers": 0}
+    others = {"t": np.ones(3, F32)}
+    (tmp_path / "notes.txt").write_text("mine")
+    save(tmp_path, config, {}, others)
+    with pytest.raises(FileExistsError, match=r"already has config.json, model.safetensors.*overwrite=True"):
+        save(tmp_path, config, {}, {"t": np.zeros(3, F32)})
+
+    import safetensors.numpy
+
+    def full(*args, **kwargs):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(safetensors.numpy, "save_file", full)
+    with pytest.raises(OSError, match="no space"):
+        save(tmp_path, config, {}, {"t": np.zeros(3, F32)}, overwrite=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors", "notes.txt"}
+    assert_same_bits(np.asarray(Checkpoint(tmp_path).read("t")), others["t"])
 
 
 def test_checkpoint_save_fp8_round_trip(tmp_path, rng, expert_mesh):
@@ -119,7 +141,9 @@ def test_checkpoint_save_host_memory(rng):
 
 
 CONFIG = dict(HUB["mixtral"].config) | {"num_hidden_layers": 0}
-TWO_FILES = 16
+STEPS = ("replace", "fsync", "chmod", "mkdir", "unlink", "rmdir", "listdir")
+FOREIGN = {"tokenizer.json", "model.ema.safetensors", "model-lora.safetensors"}
+ONE_FILE, TWO_FILES = 10**9, 16
 
 
 @pytest.fixture(autouse=True)
@@ -127,102 +151,257 @@ def no_waits_for_the_disk(monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
-def write(folder, value, max_shard_bytes=TWO_FILES):
+class Killed(BaseException):
+    """Simulates the end of the process."""
+
+
+def write(folder, value, max_shard_bytes=ONE_FILE, **options):
     tensors = {name: np.full(4, value, np.float32) for name in "ab"}
-    save(folder, CONFIG, {}, tensors, max_shard_bytes=max_shard_bytes)
+    save(folder, CONFIG | {"made": value}, {}, tensors, max_shard_bytes=max_shard_bytes, **options)
 
 
 def found(folder):
-    """Return the value that all tensors of a checkpoint have."""
-    checkpoint = Checkpoint(folder)
-    (value,) = {float(value) for name in checkpoint.names for value in np.asarray(checkpoint.read(name))}
-    return value
+    """Return the value of a complete checkpoint, or None if opening or reading it is an error."""
+    try:
+        checkpoint = Checkpoint(folder)
+        values = {float(value) for name in checkpoint.names for value in np.asarray(checkpoint.read(name))}
+    except (ValueError, OSError):
+        return None
+    assert values == {checkpoint.config["made"]}, "a mixture"
+    return checkpoint.config["made"]
 
 
-def failing(call, error, number, wrong):
-    """Return a system call that raises if its number is `wrong`."""
+def steps(monkeypatch, is_wrong, error):
+    """Raise in the operating system calls whose number is wrong."""
+    number = itertools.count()
 
-    def run(*args, **kwargs):
-        if next(number) == wrong:
-            raise error
-        return call(*args, **kwargs)
+    def wrapped(call):
+        def run(*args, **kwargs):
+            if is_wrong(next(number)):
+                raise error
+            return call(*args, **kwargs)
 
-    return run
+        return run
+
+    for name in STEPS:
+        monkeypatch.setattr(os, name, wrapped(getattr(os, name)))
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
-def test_save_fails_at_any_step(error, tmp_path, monkeypatch):
-    """It leaves nothing, or the whole checkpoint if only the last step failed."""
-    ended, wrong = False, -1
-    while not ended:
-        wrong += 1
-        parent, number = tmp_path / str(wrong), itertools.count()
+def attempts(tmp_path, monkeypatch, old, new, error, *, all_after):
+    """Yield the folder after a save that fails in step 0, then step 1, and so on, and whether the save ended."""
+    for wrong in itertools.count():
+        folder = tmp_path / str(wrong)
+        folder.mkdir()
+        for name in FOREIGN:
+            (folder / name).write_text("theirs")
+        if old is not None:
+            write(folder, 1, old)
+        last = [0]
+
+        def is_wrong(number, wrong=wrong, last=last):
+            last[0] = number
+            return number >= wrong if all_after else number == wrong
+
         with monkeypatch.context() as patch:
-            for name in ("mkdir", "chmod", "fsync", "rename"):
-                patch.setattr(os, name, failing(getattr(os, name), error, number, wrong))
-            with contextlib.suppress(type(error)):
-                write(parent / "new", 2)
+            steps(patch, is_wrong, error)
+            message = "save: "
+            try:
+                write(folder, 2, new, overwrite=True)
                 ended = True
-        left = list(parent.iterdir()) if parent.exists() else []
-        assert not left or (left == [parent / "new"] and found(parent / "new") == 2)
-    assert wrong > 8
+            except type(error) as raised:
+                ended = False
+                message = str(raised)
+        assert message.startswith("save: ") or all_after
+        yield folder, ended
+        if last[0] < wrong:
+            return
+
+
+SIZES = pytest.mark.parametrize(
+    ("old", "new"),
+    [(None, TWO_FILES), (ONE_FILE, ONE_FILE), (ONE_FILE, TWO_FILES), (TWO_FILES, ONE_FILE), (TWO_FILES,) * 2],
+)
+
+
+@SIZES
+def test_save_killed_at_any_step(old, new, tmp_path, monkeypatch):
+    """The next save writes a complete checkpoint, and removes the remains of the killed one."""
+    for folder, ended in attempts(tmp_path, monkeypatch, old, new, Killed(), all_after=True):
+        assert found(folder) in ((2,) if ended else (None, 1, 2))
+        if old is not None:  # Without overwrite, the next save restores the old checkpoint and keeps it.
+            with pytest.raises(FileExistsError, match="already"):
+                write(folder, 3)
+            assert found(folder) in (1, 2)
+        write(folder, 4, overwrite=True)
+        assert found(folder) == 4
+        assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"} | FOREIGN
+        assert all((folder / name).read_text() == "theirs" for name in FOREIGN)
+
+
+@SIZES
+def test_save_fails_at_any_step(old, new, tmp_path, monkeypatch):
+    error = OSError(errno.ENOSPC, "No space left on device")
+    for folder, ended in attempts(tmp_path, monkeypatch, old, new, error, all_after=False):
+        assert found(folder) in ((2,) if ended else (None if old is None else 1, 2))
+
+
+def test_save_killed_reader_error(tmp_path, monkeypatch):
+    write(tmp_path, 1)
+    real = os.replace
+
+    def replace(source, target):
+        if not (tmp_path / "config.json").exists():
+            raise Killed
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    with pytest.raises(Killed):
+        write(tmp_path, 2, overwrite=True)
+    with pytest.raises(FileNotFoundError, match=r"a save is running or was killed.*call save: it restores"):
+        Checkpoint(tmp_path)
 
 
 def test_save_disk_full(tmp_path):
+    write(tmp_path, 1)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
         with pytest.raises(OSError, match=r"^save: cannot write the checkpoint to .* File too large.*free space"):
-            save(tmp_path / "new", CONFIG, {}, {"a": np.zeros(10_000)})
+            save(tmp_path, CONFIG, {}, {"a": np.zeros(10_000)}, overwrite=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert list(tmp_path.iterdir()) == []
+    assert found(tmp_path) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
 
 
-@pytest.mark.parametrize("kind", ["folder", "file", "link"])
-def test_save_to_a_path_that_exists(kind, tmp_path):
-    path = tmp_path / "theirs"
-    if kind == "folder":
-        path.mkdir()
-    elif kind == "file":
-        path.write_text("theirs")
-    else:
-        path.symlink_to(tmp_path / "nowhere")
-    with pytest.raises(
-        FileExistsError, match=r"^save: .*theirs exists, expected a path for a new folder; pass another"
-    ):
-        write(path, 1)
-    assert list(tmp_path.iterdir()) == [path]
+def test_save_under_a_limit_of_open_files(tmp_path):
+    """A save ends, or raises and leaves the old checkpoint, whichever step has no file left."""
+    write(tmp_path, 0)
+    last, before = 0, resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = [os.dup(0) for _ in range(300)]  # Up to the last of them, every number is in use.
+    limit = held[-1] + 1
+    for value in range(1, 10):
+        gc.collect()  # Close the files that `found` has opened.
+        os.close(held.pop())
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+        try:
+            with contextlib.suppress(OSError):
+                write(tmp_path, value, TWO_FILES, overwrite=True)
+                last = value
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        assert found(tmp_path) == last
+    for descriptor in held:
+        os.close(descriptor)
+    assert last == value
 
 
-def test_save_below_a_file(tmp_path):
+def test_save_folder_is_a_file(tmp_path):
     (tmp_path / "file").write_text("theirs")
-    with pytest.raises(OSError, match=r"^save: cannot write the checkpoint to .*file"):
-        write(tmp_path / "file" / "below", 1)
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(OSError, match=r"^save: cannot write the checkpoint to .*file"):
+            write(folder, 1)
+    assert (tmp_path / "file").read_text() == "theirs"
 
 
-def test_save_concurrent(tmp_path, monkeypatch):
-    """The save that ends first wins, and the other one is an error."""
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_save_concurrent(overwrite, tmp_path, monkeypatch):
+    """The second save is an error at any time while the first one writes."""
     real = safetensors.numpy.save_file
 
     def save_file(*args, **kwargs):
-        monkeypatch.undo()
-        write(tmp_path / "new", 2)
+        with pytest.raises(FileExistsError, match="another save is writing to"):
+            write(tmp_path, 2, overwrite=overwrite)
         real(*args, **kwargs)
 
     monkeypatch.setattr(safetensors.numpy, "save_file", save_file)
-    with pytest.raises(OSError, match=r"^save: cannot write the checkpoint to .*not empty"):
-        write(tmp_path / "new", 1)
-    assert found(tmp_path / "new") == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+    write(tmp_path, 1)
+    assert found(tmp_path) == 1
+
+
+def test_save_keeps_foreign_files_written_meanwhile(tmp_path, monkeypatch):
+    real = safetensors.numpy.save_file
+
+    def save_file(*args, **kwargs):
+        real(*args, **kwargs)
+        (tmp_path / "config.json").write_text("theirs")
+
+    monkeypatch.setattr(safetensors.numpy, "save_file", save_file)
+    with pytest.raises(FileExistsError, match=r"already has config\.json"):
+        write(tmp_path, 1)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("config.json", "theirs")]
+
+
+def test_save_keeps_foreign_files(tmp_path):
+    write(tmp_path, 1, TWO_FILES)
+    for name in FOREIGN:
+        (tmp_path / name).write_text("theirs")
+    write(tmp_path, 2, overwrite=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"} | FOREIGN
+
+    (tmp_path / "model-00002-of-00002.safetensors").write_text("theirs")
+    with pytest.raises(FileExistsError, match=r"has model-00002-of-00002\.safetensors, which its"):
+        write(tmp_path, 3, TWO_FILES, overwrite=True)
+    assert found(tmp_path) == 2
+    assert (tmp_path / "model-00002-of-00002.safetensors").read_text() == "theirs"
+
+
+@pytest.mark.parametrize("name", ["../theirs.safetensors", "tokenizer.json", "sub/x.safetensors"])
+def test_save_old_index_names_foreign_files(name, tmp_path):
+    folder = tmp_path / "checkpoint"
+    (folder / "sub").mkdir(parents=True)
+    (folder / name).write_text("theirs")
+    (folder / "model.safetensors.index.json").write_text(f'{{"weight_map": {{"a": "{name}"}}}}')
+    with pytest.raises(ValueError, match=r"^save: .*expected the name of a \.safetensors file in the same folder"):
+        write(folder, 1, overwrite=True)
+    assert (folder / name).read_text() == "theirs"
+
+
+@pytest.mark.parametrize("name", [".jax_ep_save", ".jax_ep_save.lock", ".jax_ep_save/old"])
+@pytest.mark.parametrize("kind", ["symlink", "fifo"])
+def test_save_folder_or_lock_is_foreign(name, kind, tmp_path):
+    (tmp_path / "theirs").mkdir()
+    folder = tmp_path / "checkpoint"
+    (folder / name).parent.mkdir(parents=True)
+    if kind == "fifo":
+        os.mkfifo(folder / name)
+    else:
+        (folder / name).symlink_to(tmp_path / "theirs")
+    with pytest.raises(OSError, match=rf"^save: .*{Path(name).parts[0]}"):
+        write(folder, 1)
+    assert list((tmp_path / "theirs").iterdir()) == []
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
 def test_save_permissions_follow_umask(umask, tmp_path):
     before = os.umask(umask)
     try:
-        write(tmp_path / "new", 1)
+        write(tmp_path / "new", 1, TWO_FILES)
     finally:
         os.umask(before)
-    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o777 & ~umask
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "new").iterdir()} == {0o666 & ~umask}
+
+
+def test_save_leaves_nothing_behind_without_permissions(tmp_path, monkeypatch):
+    """Neither if the umask takes the owner's rights, nor in a folder that can be written and not read."""
+    before = os.umask(0o777)
+    try:
+        with contextlib.suppress(Killed), transaction.replacing("save", tmp_path, [], overwrite=False) as new:
+            modes = {path.stat().st_mode & 0o777 for path in (new, new.parent, new.parent / "old")}
+            raise Killed
+    finally:
+        os.umask(before)
+    assert modes == {0o700} and list(tmp_path.iterdir()) == []
+
+    write(tmp_path, 1)
+    real = os.open
+
+    def unreadable(path, *args, **options):
+        if path == tmp_path:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", unreadable)
+    with pytest.raises(PermissionError, match=r"^save: cannot write"):
+        write(tmp_path, 2, overwrite=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}

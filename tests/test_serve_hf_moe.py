@@ -315,7 +315,7 @@ def test_what_does_not_fit_is_refused(folders):
 def test_options_are_checked_before_weights_are_read(options, error, folders, tmp_path, monkeypatch):
     monkeypatch.setattr(serve_hf_moe, "load", lambda *args, **options: pytest.fail("read"))
     (tmp_path / "text").write_text("ab")
-    of_training = ["--text", str(tmp_path / "text"), "--save", str(tmp_path / "new")] if "--train" in options else []
+    of_training = ["--text", str(tmp_path / "text"), "--save", str(tmp_path)] if "--train" in options else []
     with pytest.raises(ValueError, match=error):
         serve_hf_moe.main([str(folders["gpt_oss"]), *options.split(), *of_training])
 

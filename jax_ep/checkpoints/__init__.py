@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jax_ep.checkpoints import families, files, reading, writing
+from jax_ep.checkpoints import families, files, reading, transaction, writing
 from jax_ep.checkpoints.files import CONFIG, INDEX, TensorFiles
 from jax_ep.checkpoints.shards import HostMemory, Part, make_array, shard_bytes, swapped, whole
 from jax_ep.core import check
@@ -65,7 +65,7 @@ class Checkpoint:
       >>> config = {"model_type": "mixtral", "hidden_size": 8, "intermediate_size": 4, "num_hidden_layers": 1}
       >>> config |= {"num_local_experts": 2, "num_experts_per_tok": 1}
       >>> weights = {"router": jnp.ones((8, 2)), "w_gate_up": jnp.ones((2, 8, 8)), "w_down": jnp.ones((2, 4, 8))}
-      >>> folder = f"{tempfile.mkdtemp()}/mixtral"
+      >>> folder = tempfile.mkdtemp()
       >>> save(folder, config, {0: weights})
       >>> checkpoint = Checkpoint(folder)
       >>> mesh = jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2])
@@ -78,6 +78,7 @@ class Checkpoint:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         function = "Checkpoint"
         path = files.folder_path(function, folder)
+        transaction.check_ended(function, path)
         with files.open_file(function, path / CONFIG) as file:
             opened = os.fstat(file.fileno())
             self.config: dict[str, Any] = files.read_json(function, file)
@@ -293,25 +294,28 @@ def save(
     others: Mapping[str, Array] | None = None,
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    overwrite: bool = False,
 ) -> None:
     """Write a checkpoint with the names and the orientation of the model's family.
 
-    The save is atomic: files are written to a folder next to it, which is renamed when all are complete and on disk. A
-    failed save leaves nothing; a killed one leaves a folder `.jax_ep_save.*` there. Arrays are copied to the host one
-    shard at a time, and stay there until their file is written. If several processes have the same arrays, call it in
-    one of them.
+    The save is atomic: files are written to a folder inside `folder` and moved into place when all are complete, so a
+    reader finds the old checkpoint, the new one, or an error. A failed save leaves the old checkpoint, or the new one
+    if only its last sync to disk failed. Arrays are copied to the host one shard at a time, and stay there until their
+    file is written. If several processes have the same arrays, call it in one of them.
 
     Args:
-      folder: created, with its parents; it must not exist.
+      folder: created if it does not exist.
       config: the content of `config.json`; its `model_type` selects the names.
       layers: for each MoE layer of `config` its parameters, as from `Checkpoint.moe_weights`: `router [H, E]`,
         `w_gate_up [E, H, 2I]`, `w_down [E, I, H]` and so on, in floats of 16 bits or more. Expert weights may be
         `QuantizedWeights` in FP8.
       others: all other tensors, by their names in the checkpoint, written unchanged.
       max_shard_bytes: size limit of a file; a larger tensor gets its own file.
+      overwrite: replace an existing checkpoint. Files that it does not name stay.
 
     Raises:
-      FileExistsError: the folder exists.
+      FileExistsError: the folder has a checkpoint and `overwrite` is False, a file of that name exists that the
+        checkpoint does not name, or another save is writing to the folder.
       OSError: the folder is not writable or is full.
       ValueError: the `model_type` is unknown; layers, parameters or shapes do not match `config`; a name in `others`
         belongs to a layer; FP8 is used without `quantization_config`, or the reverse; or parts of an array are in other
@@ -327,7 +331,7 @@ def save(
       >>> config = {"model_type": "olmoe", "hidden_size": 8, "intermediate_size": 4, "num_hidden_layers": 1}
       >>> config |= {"num_experts": 2, "num_experts_per_tok": 1}
       >>> weights = {"router": jnp.ones((8, 2)), "w_gate_up": jnp.ones((2, 8, 8)), "w_down": jnp.ones((2, 4, 8))}
-      >>> folder = f"{tempfile.mkdtemp()}/olmoe"
+      >>> folder = tempfile.mkdtemp()
       >>> save(folder, config, {0: weights}, {"model.norm.weight": jnp.ones(8)})
       >>> len(Checkpoint(folder).names)
       8
@@ -337,6 +341,7 @@ def save(
     function = "save"
     if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
         raise ValueError(f"{function}: max_shard_bytes={max_shard_bytes!r}, expected a positive int; pass one.")
+    check.flag(function, "overwrite", overwrite)  # "no" and "false" are true.
     safetensors = files.optional(function, "safetensors")
     numpy_files = files.optional(function, "safetensors.numpy")
     path = files.folder_path(function, folder)
@@ -345,7 +350,8 @@ def save(
     shards = writing.files_of(tensors, max_shard_bytes)
     texts = {CONFIG: config} | ({INDEX: writing.index_of(shards)} if len(shards) > 1 else {})
     try:
-        with writing.new_folder(function, path) as new:
+        path.mkdir(parents=True, exist_ok=True)
+        with transaction.replacing(function, path, [*shards, *texts], overwrite=overwrite) as new:
             for file, text in texts.items():
                 (new / file).write_text(json.dumps(text, indent=2) + "\n", encoding="utf-8")
             for file, some in shards.items():

@@ -1,15 +1,10 @@
-"""Parts of writing a checkpoint: its tensors, their files, their transfer to the host, and the new folder."""
+"""Plans for writing a checkpoint: its tensors, their files, and their transfer to the host."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
-import shutil
-import uuid
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -19,7 +14,7 @@ import numpy as np
 from jax_ep.checkpoints import families, files
 from jax_ep.checkpoints.decoded import FP8, SCALES, blocks, num_blocks
 from jax_ep.checkpoints.families import Stored
-from jax_ep.checkpoints.files import CONFIG, SINGLE
+from jax_ep.checkpoints.files import SINGLE
 from jax_ep.checkpoints.shards import HostCopy, Region, swapped, whole
 from jax_ep.core import json_files
 from jax_ep.core.expert_matrices import QuantizedWeights
@@ -226,34 +221,3 @@ def on_host(tensors: list[Tensor]) -> dict[str, np.ndarray]:
         values = values.swapaxes(-1, -2) if tensor.transposed else values
         result[tensor.name] = np.ascontiguousarray(values).reshape(tensor.shape)
     return result
-
-
-@contextlib.contextmanager
-def new_folder(function: str, folder: Path) -> Iterator[Path]:
-    """Yield a folder that becomes `folder` when the block ends and its files are on disk, or is removed."""
-    if os.path.lexists(folder):
-        raise FileExistsError(f"{function}: {folder} exists, expected a path for a new folder; pass another one.")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    stage = folder.parent / f".jax_ep_save.{uuid.uuid4().hex}"
-    stage.mkdir()
-    try:
-        yield stage
-        mode = (stage / CONFIG).stat().st_mode
-        for path in stage.iterdir():
-            path.chmod(mode)  # The safetensors package creates files that only their owner can read.
-            _sync(path)
-        _sync(stage)
-        stage.rename(folder)
-    except BaseException:
-        shutil.rmtree(stage, ignore_errors=True)
-        raise
-    _sync(folder.parent)
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

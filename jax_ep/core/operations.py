@@ -66,7 +66,10 @@ class ExpertCopies(Protocol):
     """
 
     def fetch_copies(self, axis: tuple[str, ...], copies: Array, w: Array, order: Array, /) -> tuple[Array, Array]:
-        """Return the weights `[S, ...]` of this rank's copies, zero in free slots, from `w [L, ...]` of all ranks."""
+        """Return, with `order` of integers, the weights `[S, ...]` of this rank's copies, zero in free slots.
+
+        They come from `w [L, ...]` of all ranks.
+        """
         ...
 
     def add_gradients(

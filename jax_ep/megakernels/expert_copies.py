@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from jax_ep import context, ffi
 from jax_ep.core.kernel import Config, Kernel
 from jax_ep.core.layout import power_of_two
-from jax_ep.core.mesh_axes import Axis, varying_axes
+from jax_ep.core.mesh_axes import Axis, known_after, varying_axes
 from jax_ep.heap.symmetric import MAX_BLOCKS
 from jax_ep.megakernels.exchange import pad_columns
 from jax_ep.megakernels.kernels import expert_copies as kernels
 from jax_ep.megakernels.kernels.exchange_structs import CopySizes
-from jax_ep.megakernels.launch import group_on, launch, num_programs
+from jax_ep.megakernels.launch import group_on, launch, num_programs, unsliced
 from jax_ep.types import Array
 
 _FETCH = Kernel(kernels.fetch_copies, ffi.Operation.DISPATCH)
@@ -27,15 +27,15 @@ def fetch_copies(axis: Axis, copies: Array, w: Array, order: Array) -> tuple[Arr
     if not rows.size * spare:
         return jnp.zeros_like(w, shape=(spare, *w.shape[1:])), order
     sizes, config = copy_sizes(copies.shape, rows, places=spare)
-    out = jax.ShapeDtypeStruct((spare, rows.shape[1]), w.dtype), jax.ShapeDtypeStruct(order.shape, order.dtype)
     _reserve(_FETCH, spare, rows)
-    group = group_on(axis, varying_axes(rows))
-    fetched, order = launch(_FETCH, (rows, copies, order), out, config, {"S": sizes}, group=group, written={2: 1})
-    return _experts(fetched, w), order
+    operands, group = (rows, known_after(copies, order)), group_on(axis, varying_axes(rows))
+    out = jax.ShapeDtypeStruct((spare, rows.shape[1]), w.dtype)
+    (fetched,) = launch(_FETCH, operands, (out,), config, {"S": sizes}, group=group)
+    return _experts(fetched, w), known_after(order, fetched)
 
 
 def add_gradients(axis: Axis, copies: Array, home: Array, spare: Array, order: Array) -> tuple[Array, Array]:
-    """See `ExpertCopies` in core/operations.py; the order of sums is that of the ranks with copies, and of their slots."""
+    """See `ExpertCopies` in core/operations.py; the order of sums is that of `copies`, by rank and slot."""
     rows, spare_rows = _rows(home), _rows(spare)
     if not rows.size * copies.size:
         return home, order
@@ -43,8 +43,8 @@ def add_gradients(axis: Axis, copies: Array, home: Array, spare: Array, order: A
     out = jax.ShapeDtypeStruct(order.shape, order.dtype), jax.ShapeDtypeStruct(rows.shape, rows.dtype)
     _reserve(_ADD, copies.size, rows)
     group = group_on(axis, varying_axes(rows) | varying_axes(spare_rows))
-    operands, written = (spare_rows, copies, order, rows), {2: 0, 3: 1}
-    order, total = launch(_ADD, operands, out, config, {"S": sizes}, group=group, written=written)
+    operands, written = unsliced((spare_rows, copies, order, rows)), {2: 0, 3: 1}
+    order, total = unsliced(launch(_ADD, operands, out, config, {"S": sizes}, group=group, written=written))
     return _experts(total, home), order
 
 

@@ -30,7 +30,7 @@ from jax_ep.megakernels.kernels.fused_moe_structs import (
     LayerTensors,
     SortedLayerTensors,
 )
-from jax_ep.megakernels.launch import all_programs, int32, launch, thread_registers
+from jax_ep.megakernels.launch import all_programs, int32, launch, new_counters, thread_registers
 from jax_ep.megakernels.moe_sort import moe_sort
 from jax_ep.megakernels.quantized_gemm import storage_of, swaps_ab
 from jax_ep.megakernels.requirements import has_tma, is_readable
@@ -150,7 +150,7 @@ def fused_moe(
     if sizes.presorted:
         found = moe_sort(topk_idx, None, None, SortSizes(0, sizes.num_experts, sizes.down.tile.block_m))
         tensors = SortedLayerTensors._make((*tensors, found.slots, found.block_expert, found.num_rows))
-    counters = jnp.zeros((2 + sizes.max_blocks,), jnp.int32)
+    counters = new_counters(2 + sizes.max_blocks, x)
     results: tuple[Argument, ...] = (
         _scratch(sizes, x.dtype),
         jax.ShapeDtypeStruct(x.shape, out_dtype),

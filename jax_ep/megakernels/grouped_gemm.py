@@ -31,7 +31,15 @@ from jax_ep.megakernels.kernels.gemm_structs import (
     WeightGradient,
     WeightGradientTile,
 )
-from jax_ep.megakernels.launch import Programs, int32, launch, num_programs, stores_by_descriptor, tile_config
+from jax_ep.megakernels.launch import (
+    Programs,
+    int32,
+    launch,
+    new_counters,
+    num_programs,
+    stores_by_descriptor,
+    tile_config,
+)
 from jax_ep.types import Array, Quantized
 
 _FORWARD = Kernel(grouped_gemm_kernels.grouped_gemm)
@@ -291,7 +299,7 @@ def _by_gluon(*operands: Array, out_dtype: DTypeLike, group_m: int) -> Array:
     padded_scales = jnp.pad(lhs_scales.T.reshape(-1), (0, 128))  # tiles read scales past the last row
     result = jax.ShapeDtypeStruct((num_rows, round_up(columns, _WORD)), out_dtype)
     results: tuple[Argument, ...] = Descriptor(result, (64, 128), bounded=True), *int32((1,))
-    arguments = (left, right, padded_scales, rhs_scales, group_sizes, jnp.zeros((1,), jnp.int32))
+    arguments = (left, right, padded_scales, rhs_scales, group_sizes, new_counters(1, lhs_scales))
     config = Config(num_programs((num_rows // sizes.tile_m + groups + 1) * sizes.tiles_n), num_warps=4)
     return launch(_GLUON_FP8, arguments, results, config, {"S": sizes}, written={-1: -1})[0][:, :columns]
 
@@ -346,7 +354,7 @@ def _gradient_by_gluon(*operands: Array, out_dtype: DTypeLike, num_home: int, gr
         Descriptor(pad(lhs_scales, 1), (1, sizes.tile_m)),
         Descriptor(pad(rhs_scales, 1), (1, sizes.tile_n)),
         group_sizes,
-        jnp.zeros((1,), jnp.int32),
+        new_counters(1, lhs_scales),
     )
     result = _gradient_result((groups, rows, round_up(columns, _WORD)), out_dtype, num_home, (1, 64, sizes.tile_n))
     results: tuple[Argument, ...] = result, *int32((1,))

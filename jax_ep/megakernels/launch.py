@@ -19,7 +19,7 @@ from jax import lax
 
 from jax_ep import context, ffi
 from jax_ep.core.kernel import Argument, Config, Constants, Kernel, array_of, blocks_of, flat_arrays
-from jax_ep.core.mesh_axes import Axis, all_gather, rank_on, varying_axes
+from jax_ep.core.mesh_axes import Axis, all_gather, known_after, rank_on, varying_axes
 from jax_ep.core.structs import flat, regrouped, type_of
 from jax_ep.heap.memory import Generation
 from jax_ep.heap.symmetric import MAX_BLOCKS, HeapLayout, SymmetricHeap
@@ -58,7 +58,8 @@ def launch(
       group: `[W + 1]` int32, see `group_on`; None: the kernel does not use the heap.
       buffers: the low-latency buffers that the kernel uses; None: it uses the data area.
       written: operands that the kernel writes in place, and the results that they become, by their positions among the
-        arrays of all operands or results; negative ones count from the end.
+        arrays of all operands or results; negative ones count from the end. XLA may lose this: see `unsliced` for
+        results that are used, and `new_counters` for scratch.
 
     Returns:
       One array, NamedTuple of arrays, or None per entry of `results`.
@@ -76,6 +77,23 @@ def launch(
     outputs = [lax.pcast(x, axes, to="varying") if axes else x for x in outputs]
     found = iter(regrouped(outputs, map(type_of, shapes)))
     return tuple(None if x is None else next(found) for x in results)
+
+
+def unsliced[Arrays](arrays: Arrays) -> Arrays:
+    """Pass operands and results of a launch that writes in place through a barrier.
+
+    XLA's dynamic-slice fusion moves a slice of any operand, or an update with a result, into a custom call, and forgets
+    which operands the call writes in place. It does not look through a barrier.
+    """
+    return lax.optimization_barrier(arrays)
+
+
+def new_counters(number: int, x: Array) -> Array:
+    """Return `number` int32 zeros that a launch on `x` may write, even if XLA forgets that it does.
+
+    They depend on `x`, so that XLA neither keeps them as a constant nor shares them between launches.
+    """
+    return known_after(jnp.zeros((number,), jnp.int32), x)
 
 
 def _run(

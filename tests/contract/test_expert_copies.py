@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -22,6 +24,19 @@ def random_copies(rng: np.random.Generator, num_ranks: int) -> np.ndarray:
         count = rng.integers(SPARE + 1)
         copies[rank, :count] = rng.permutation(others)[:count]
     return copies
+
+
+def in_loop(copy: Any) -> Any:
+    """Add gradients in each step of a scan: slices of stacked arrays, and results that are stacked."""
+
+    def fn(copies: Any, gradient: Any) -> Any:
+        def step(order: Any, gradients: Any) -> Any:
+            total, order = copy.add_gradients(("expert",), copies, gradients[:LOCAL], gradients[LOCAL:], order)
+            return order, total
+
+        return jax.lax.scan(step, copies[0], jnp.stack([gradient, gradient]))[1]
+
+    return fn
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, np.uint8], ids=str)
@@ -51,5 +66,8 @@ def test_expert_copies(implementation: str, dtype: Any, shape: Any, expert_mesh:
             want = gradient[:, :LOCAL].astype(np.float64).reshape(-1, *shape)
             np.add.at(want, copies[copies >= 0], gradient[:, LOCAL:][copies >= 0].astype(np.float64))
             assert total.dtype == gradient.dtype
+            # The same in a loop over layers, whose slices and updates XLA can move into the launches.
+            got = run(in_loop(copy), mesh, everywhere, gradient, axes=("expert",))
+            np.testing.assert_array_equal(got, np.stack([total, total], 1))
             # Several copies are rounded once: added in bfloat16, they would be off by more.
             assert_close(total.reshape(want.shape), want, "gradients", tolerance=1e-6 if dtype == F32 else 2**-8)

@@ -245,3 +245,25 @@ def test_single_launch_unsupported(implementation, rng):
             call(implementation)(jnp.ones((13, 128), BF16), *operands[1:3], *pair)
     with pytest.raises(NotImplementedError, match="xla: it has no fused_moe"):
         call("xla")(*operands)
+
+
+@pytest.mark.parametrize("loop", ["unrolled", "scan"])
+def test_single_launch_layers_of_stacked_weights(loop, implementation, rng):
+    """Slices of stacked weights, which XLA can move into a launch, give the bits of weights in arrays of their own."""
+    layers = [Layer(rng, "some_without_expert", 1, SHAPES["cut tiles"], BF16) for _ in range(3)]
+    x, topk_idx, topk_weights = operands_of(layers[0])
+    layer = call(implementation)
+    want = x
+    for w in layers:
+        want = jax.jit(layer)(want, topk_idx, topk_weights, w.w_gate_up, w.w_down)
+    stacked = [np.stack([getattr(w, name) for w in layers]) for name in ("w_gate_up", "w_down")]
+
+    def model(x, w_gate_up, w_down):
+        if loop == "scan":
+            step = lambda x, w: (layer(x, topk_idx, topk_weights, *w), None)  # noqa: E731
+            return jax.lax.scan(step, x, (w_gate_up, w_down))[0]
+        for i in range(len(layers)):
+            x = layer(x, topk_idx, topk_weights, w_gate_up[i], w_down[i])
+        return x
+
+    assert_same_bits(to_numpy(jax.jit(model)(x, *stacked)), to_numpy(want))

@@ -94,8 +94,7 @@ def test_ptx_expert_copies_kernel(dtype, capability):
     rows = jax.ShapeDtypeStruct((32, 2048 * 1536), {"bf16": jnp.bfloat16, "fp32": jnp.float32, "u8": jnp.uint8}[dtype])
     sizes, _ = expert_copies.copy_sizes((4, 2), rows, places=8)
     x, integers = f"*{dtype}", "*i32"
-    pointers = {"w_ptr": x, "copies_ptr": integers, "order_ptr": integers, "peers": PEERS}
-    pointers |= {"out_ptr": x, "ordered_ptr": integers}
+    pointers = {"w_ptr": x, "copies_ptr": integers, "peers": PEERS, "out_ptr": x}
     constants, config = {"S": sizes, "HEAP": HEAP}, Config(1, num_warps=8)
     spills = 8 if capability == 80 else 0  # the loop over tasks has a few scalars too many for ptxas there
     built = compiled(expert_copies._FETCH, pointers, constants, config, capability, spills=spills)

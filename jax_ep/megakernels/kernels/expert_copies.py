@@ -69,13 +69,10 @@ def store_block(launch, x_ptr, expert, target, place, block, not_failed, task, S
 
 
 @triton.jit
-def fetch_copies(
-    w_ptr, copies_ptr, order_ptr, peers, out_ptr, ordered_ptr, S: tl.constexpr, HEAP: tl.constexpr
-):
+def fetch_copies(w_ptr, copies_ptr, peers, out_ptr, S: tl.constexpr, HEAP: tl.constexpr):
     """Fetch the experts that `copies [num_ranks, spare]` lists for this rank: `out [spare, num_elements]`.
 
-    `w [num_local_experts, num_elements]` are those of this rank. Free slots become zero. `order`, which becomes
-    `ordered`, is only passed through: launches before and after this one depend on it.
+    `w [num_local_experts, num_elements]` are those of this rank. Free slots become zero.
     """
     launch, not_failed = protocol.open_launch(peers, HEAP)
     NUM_BLOCKS: tl.constexpr = S.num_blocks
@@ -125,7 +122,8 @@ def add_gradients(
     """Add the gradients `spare [spare, num_elements]` of copies to `home [num_local_experts, num_elements]`, in place.
 
     `out` is `home` afterwards. Copies of an expert are added in float32 or wider in the order of `copies [num_ranks,
-    spare]`, and rounded once. `order` is only passed through, as in `fetch_copies`.
+    spare]`, and rounded once. `order`, which becomes `ordered`, is only passed through: launches before and after this
+    one depend on it.
     """
     launch, not_failed = protocol.open_launch(peers, HEAP)
     NUM_BLOCKS: tl.constexpr = S.num_blocks

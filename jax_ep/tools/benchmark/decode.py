@@ -10,7 +10,7 @@ from jax import Array
 
 from jax_ep.core.kernel import Config, Kernel
 from jax_ep.core.layout import power_of_two
-from jax_ep.megakernels.launch import launch, num_programs
+from jax_ep.megakernels.launch import launch, num_programs, unsliced
 from jax_ep.tools.benchmark import decode_kernels
 from jax_ep.tools.benchmark.decode_kernels import Attention, Cache, Parts, Route, Routed
 
@@ -103,9 +103,7 @@ def attend(
         Parts(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((*part, size), part, part))),
         Cache(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys, values, zeros))),
     )
-    operands = rows, norm, sinks, position, Cache(keys, values, zeros)
-    written = {-3: -3, -2: -2, -1: -1}
-    mixed, _, after = launch(
-        _ATTEND, operands, results, Config(groups * parts, num_warps=4, num_stages=2), {"S": sizes}, written=written
-    )
+    operands = unsliced((rows, norm, sinks, position, Cache(keys, values, zeros)))
+    config, written = Config(groups * parts, num_warps=4, num_stages=2), {-3: -3, -2: -2, -1: -1}
+    mixed, _, after = unsliced(launch(_ATTEND, operands, results, config, {"S": sizes}, written=written))
     return mixed, (after.keys_ptr, after.values_ptr), after.counters_ptr

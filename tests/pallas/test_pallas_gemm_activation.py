@@ -47,6 +47,7 @@ def is_activated(call, *arguments):
     return any(name in program for name in called)
 
 
+@pytest.mark.slow
 def test_gemm_activation_selection(expert_mesh, rng):
     """It is not used for gradients, nor for unsupported shapes."""
     mesh = expert_mesh(1)

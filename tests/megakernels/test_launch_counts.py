@@ -72,6 +72,18 @@ def test_launch_counts_router_weights(name, two_ranks, rng):
         assert launches(program, two_ranks, x, ids, *others) == counts
 
 
+def test_launch_counts_constant_group(two_ranks, rng):
+    """Under `jax.checkpoint` all launches of a program name their ranks in one constant, so XLA merges their tables."""
+
+    balanced = jax.checkpoint(partial(jax_ep.moe, **OPTIONS, balance=jax_ep.Balance()))
+
+    def gradient(x, *others):
+        return jax.grad(lambda x: jnp.sum(balanced(x, *others)))(x)
+
+    text = jax.jit(harness.per_rank(gradient, two_ranks)).lower(*problem(rng)).as_text()
+    assert len(re.findall(r"dense<\[\[0, 1\]\]> : tensor<1x2xi32>", text)) == 1
+
+
 def test_launch_counts_frozen_weights(two_ranks, rng):
     """Tokens are not sent again for a gradient that is not needed."""
     x, ids, *others = problem(rng)

@@ -305,7 +305,8 @@ def with_layout(w: QuantizedWeights, layout: str) -> QuantizedWeights:
             f"{function}: K is {w.shape[-2]}, expected a multiple of {PREPACKED_K}, the elements of four packed uint32;"
             " pad with zeros before quantizing, or pass w itself to the layer."
         )
-    whole_groups_per_device(function, "w", jnp.asarray(w.values), -1, w.shape[-2], prepacked.step)
+    stored = jnp.asarray(w.values)
+    whole_groups_per_device(function, "w", stored, -1, w.shape[-2], prepacked.step, one_may_split=False)
     values, scales = prepacked.pack(w.values, cast(Array, w.scales))
     return dataclasses.replace(w, values=values, scales=scales, layout=layout)
 

@@ -1,5 +1,6 @@
 """Quantized weights in every format: documented errors, NaN, layouts and gradients."""
 
+import contextlib
 import dataclasses
 from functools import partial
 
@@ -115,6 +116,22 @@ def test_quantize_fp8_weights_blocks_split_by_axes():
     q = quantized(w, "int4", block_size=32)  # Its scales need no steps of 128.
     back = relaid(relaid(q, layout="prepacked"), layout="transposed")
     assert_same_bits(np.asarray(back.values), np.asarray(q.values))
+
+
+def test_with_layout_mxfp4_whose_k_explicit_axes_split(rng):
+    """With and without `jax.set_mesh`; the one block of K = 128 must lie on one device."""
+    mesh = make_mesh((2,), ("tensor",), AxisType.Explicit)
+    place = partial(jax.device_put, device=NamedSharding(mesh, P(None, "tensor")))
+    w = rng.standard_normal((2, 256, 8)).astype(np.float32)
+    want = relaid(quantized(w, "mxfp4"), layout="prepacked")
+    placed = quantized(place(w), "mxfp4")
+    for is_set in (False, True):
+        with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+            got = with_layout(placed, "prepacked")
+            for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+                assert_same_bits(np.asarray(ours), np.asarray(theirs))
+    with pytest.raises(ValueError, match=r"with_layout: axis -1 of w is 128, 1 blocks of 128, .* 2 devices"):
+        with_layout(quantized(place(w[:, :128]), "mxfp4"), "prepacked")
 
 
 def test_serving_weights_transposed_and_padded(rng):

@@ -30,13 +30,18 @@ def whole_blocks(function: str, what: str, size: int) -> None:
         )
 
 
-def whole_groups_per_device(function: str, name: str, value: Array, axis: int, size: int, group: int) -> None:
-    """Check that explicit mesh axes split an axis of `size` elements into whole blocks of `group` elements."""
+def whole_groups_per_device(
+    function: str, name: str, value: Array, axis: int, size: int, group: int, *, one_may_split: bool = True
+) -> None:
+    """Check that explicit mesh axes split an axis of `size` elements into whole blocks of `group` elements.
+
+    With `one_may_split`, a single block may lie on several devices.
+    """
     sharding = jax.typeof(value).sharding
     names = axis_tuple(sharding.spec[axis] or ())
     devices = math.prod(sharding.mesh.shape[mesh_axis] for mesh_axis in names)
     groups = -(-size // group)
-    if groups > 1 and groups % devices:
+    if groups % devices and not (one_may_split and groups == 1):
         raise ValueError(
             f"{function}: axis {axis} of {name} is {size}, {groups} blocks of {group}, split over"
             f" the {devices} devices of {names}; expected whole blocks on each, since a block has one scale: move"

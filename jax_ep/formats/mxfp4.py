@@ -79,7 +79,8 @@ def _powers(exponents: Array) -> Array:
 def _stored(nibbles: Array, exponents: Array) -> Quantized:
     """Four exponents are one uint32 `[..., N, ceil(K / 128)]`, with zeros behind K."""
     # Kernels make infinity of a scale that is NaN: times zero it is NaN again.
-    is_nan = jnp.repeat(exponents == E8M0_NAN, BLOCK, axis=-1)
+    # On explicit mesh axes `jnp.repeat` would need the sharding of its result.
+    is_nan = jnp.broadcast_to((exponents == E8M0_NAN)[..., None], (*exponents.shape, BLOCK)).reshape(nibbles.shape)
     padded = jnp.pad(exponents, [(0, 0)] * (exponents.ndim - 1) + [(0, -exponents.shape[-1] % 4)])
     parts = blocks_of(padded.astype(jnp.uint32), 4)
     steps = functools.reduce(operator.or_, (parts[..., i] << 8 * i for i in range(4)))

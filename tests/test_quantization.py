@@ -97,11 +97,15 @@ def test_quantize_fp8_weights_sharded_same_bits(kind, inner, compiled, rng):
                 assert jax.typeof(got).sharding.spec[0] == "expert"
 
 
-def test_quantize_fp8_part_of_a_block_on_explicit_axes():
-    """An axis may split the columns of one block, also outside of jit."""
-    w, mesh = jnp.ones((4, 128, 8)), make_mesh((2,), ("tensor",), AxisType.Explicit)
-    placed = quantize(jax.device_put(w, NamedSharding(mesh, P(None, None, "tensor"))), "fp8")
-    np.testing.assert_array_equal(dense(placed, dtype=jnp.float32), dense(quantized(w, "fp8"), dtype=jnp.float32))
+def test_quantize_fp8_columns_on_explicit_axes():
+    """An axis may split the columns of one block or several, also outside of jit, and with `jax.set_mesh`."""
+    mesh = make_mesh((2,), ("tensor",), AxisType.Explicit)
+    for columns, is_set in ((8, False), (256, True)):
+        w = jnp.ones((4, 128, columns))
+        want = dense(quantized(w, "fp8"), dtype=jnp.float32)
+        with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+            placed = quantize(jax.device_put(w, NamedSharding(mesh, P(None, None, "tensor"))), "fp8")
+            np.testing.assert_array_equal(dequantize(placed, jnp.float32), want)
 
 
 def test_quantize_fp8_weights_blocks_split_by_axes():

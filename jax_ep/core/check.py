@@ -342,7 +342,7 @@ def router_weights(function: str, topk_weights: Any, shape: tuple[int, ...], dty
 
 def experts(function: str, num_experts: Any, axis_name: AxisName) -> tuple[int, int]:
     """Return the number of experts as an int, and the number of ranks on the axis, which must divide it."""
-    num_experts = integer(function, "num_experts", num_experts)
+    num_experts = integer(function, "num_experts", num_experts, most=2**31 - 2)
     num_ranks = axis_size(axis_name, function=function)
     divisible_experts(function, num_experts, num_ranks, axis_name)
     return num_experts, num_ranks

@@ -165,6 +165,13 @@ def test_topk_idx_constant_out_of_range_in_shard_map(name, library):
     check(ValueError, fragments, trace, name, topk_idx=Traced(lambda: topk_idx))
 
 
+def test_num_experts_beyond_int32():
+    # The id after the last one is an int32, too.
+    x, topk_idx = jnp.zeros((2, H)), jnp.zeros((2, 1), jnp.int32)
+    fragments = ["dispatch", number(2**31 - 1), number(2**31 - 2)]
+    check(ValueError, fragments, jax_ep.dispatch, x, topk_idx, num_experts=2**31 - 1, axis_name=())
+
+
 def test_topk_idx_eager_shard_map_out_of_range():
     def per_rank(x, topk_idx):
         return jax_ep.dispatch(x, topk_idx, num_experts=E).tokens

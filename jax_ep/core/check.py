@@ -205,12 +205,15 @@ def size(function: str, what: str, actual: int, expected: int, remedy: str) -> N
         raise ValueError(f"{function}: {what} is {actual}, expected {expected}; {remedy}.")
 
 
+_BELOW = {2**31 - 1: "below 2**31", 2**31 - 2: "below 2**31 - 1"}
+
+
 def integer(function: str, name: str, value: Any, *, least: int = 1, most: int = 2**31 - 1, remedy: str = "") -> int:
     """Return a static integer that lies in this range."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"{function}: {_typed(name, value)}, expected an int; {remedy or 'pass a static one'}.")
     if not least <= value <= most:
-        limits = f"at least {least} and below 2**31" if most == 2**31 - 1 else f"a number from {least} to {most}"
+        limits = f"at least {least} and {_BELOW[most]}" if most in _BELOW else f"a number from {least} to {most}"
         raise ValueError(f"{function}: {name}={value}, expected {limits}; {remedy or 'pass such a number'}.")
     return int(value)
 

@@ -37,6 +37,10 @@ from jax_ep.types import (
 _called: ContextVar[str | None] = ContextVar("jax_ep_called", default=None)
 _names: set[str] = set()
 
+MOST_EXPERTS = 2**31 - 2
+"""Most experts: the id after the last one is an int32, too."""
+_ENDS = {2**31 - 1: "2**31", MOST_EXPERTS: "2**31 - 1"}
+
 
 def operation[**Arguments, Result](function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Decorate a public function: trace it in the scope `jax_ep.<function>`, and start its errors with its name."""
@@ -205,15 +209,12 @@ def size(function: str, what: str, actual: int, expected: int, remedy: str) -> N
         raise ValueError(f"{function}: {what} is {actual}, expected {expected}; {remedy}.")
 
 
-_BELOW = {2**31 - 1: "below 2**31", 2**31 - 2: "below 2**31 - 1"}
-
-
 def integer(function: str, name: str, value: Any, *, least: int = 1, most: int = 2**31 - 1, remedy: str = "") -> int:
     """Return a static integer that lies in this range."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"{function}: {_typed(name, value)}, expected an int; {remedy or 'pass a static one'}.")
     if not least <= value <= most:
-        limits = f"at least {least} and {_BELOW[most]}" if most in _BELOW else f"a number from {least} to {most}"
+        limits = f"at least {least} and below {_ENDS[most]}" if most in _ENDS else f"a number from {least} to {most}"
         raise ValueError(f"{function}: {name}={value}, expected {limits}; {remedy or 'pass such a number'}.")
     return int(value)
 
@@ -345,7 +346,7 @@ def router_weights(function: str, topk_weights: Any, shape: tuple[int, ...], dty
 
 def experts(function: str, num_experts: Any, axis_name: AxisName) -> tuple[int, int]:
     """Return the number of experts as an int, and the number of ranks on the axis, which must divide it."""
-    num_experts = integer(function, "num_experts", num_experts, most=2**31 - 2)
+    num_experts = integer(function, "num_experts", num_experts, most=MOST_EXPERTS)
     num_ranks = axis_size(axis_name, function=function)
     divisible_experts(function, num_experts, num_ranks, axis_name)
     return num_experts, num_ranks

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jax_ep.core import check
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.fp8 import GROUP_SIZE
+from jax_ep.core.layout import repeat
 from jax_ep.core.mesh_axes import axis_tuple
 from jax_ep.types import Array
 
@@ -75,7 +76,7 @@ def row_scales(function: str, value: Any, lhs: Array) -> Array | None:
     blocks, wanted = value.shape[-1], expected[-1]
     fits = value.shape[:-1] == expected[:-1] and blocks > 0 < wanted
     if fits and blocks < wanted and wanted % blocks == 0:
-        return jnp.repeat(value, wanted // blocks, axis=-1)
+        return repeat(value, wanted // blocks, axis=-1)
     if value.shape != expected:
         hint = ""
         if fits and blocks % wanted == 0:

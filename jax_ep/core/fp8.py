@@ -17,7 +17,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jax_ep.core.dtypes import FP8
-from jax_ep.core.layout import block_owners, gather_rows
+from jax_ep.core.layout import block_owners, gather_rows, repeat
 from jax_ep.types import Array, Quantized, Tokens
 
 GROUP_SIZE = 128
@@ -65,10 +65,7 @@ def quantize_matrices(w: Array, *, transpose: bool = True) -> Quantized:
 
 def dequantize_matrices(values: Array, scales: Array, dtype: DTypeLike) -> Array:
     """Multiply `values [..., N, K]` by the scales of their blocks in float32 and cast to `dtype`."""
-    # On explicit mesh axes `jnp.repeat` would need the sharding of its result.
-    rows = jnp.broadcast_to(scales[..., None, :], (*scales.shape[:-1], GROUP_SIZE, scales.shape[-1]))
-    rows = rows.reshape(*scales.shape[:-2], -1, scales.shape[-1])
-    scales = lax.slice_in_dim(rows, 0, values.shape[-2], axis=-2)
+    scales = lax.slice_in_dim(repeat(scales, GROUP_SIZE, axis=-2), 0, values.shape[-2], axis=-2)
     groups = values.reshape(*scales.shape, GROUP_SIZE).astype(jnp.float32)
     return (groups * scales[..., None]).astype(dtype).reshape(values.shape)
 

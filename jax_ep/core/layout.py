@@ -222,6 +222,14 @@ def bias_rows(bias: Bias, group_sizes: Array, num_rows: int, dtype: jnp.dtype) -
     return lax.optimization_barrier(scaled) if platform() == "cpu" else scaled
 
 
+def repeat(x: Array, times: int, *, axis: int) -> Array:
+    """Repeat each element along an axis, also on explicit mesh axes, where `jnp.repeat` would need a sharding."""
+    axis %= x.ndim
+    before, (size, *after) = x.shape[:axis], x.shape[axis:]
+    each = jnp.broadcast_to(jnp.expand_dims(x, axis + 1), (*before, size, times, *after))
+    return each.reshape(*before, size * times, *after)
+
+
 def count_assignments(topk_idx: Array, num_experts: int) -> Array:
     """Count assignments per expert, `[E]` int32, by comparisons: GPUs serialize a scatter."""
     hits = topk_idx.reshape(-1, 1) == jnp.arange(num_experts, dtype=topk_idx.dtype)[None]

@@ -289,7 +289,7 @@ def permute(x: Array, axis: Axis, pairs: Sequence[tuple[int, int]]) -> Array:
 
 
 def known_after(x: Array, earlier: Array) -> Array:
-    """Return integers `x` with a data dependence on `earlier`, to order kernel launches.
+    """Return `x` with a data dependence on `earlier`, to order kernel launches.
 
     An optimization barrier does not work: XLA removes it before it schedules.
     """

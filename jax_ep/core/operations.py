@@ -58,28 +58,13 @@ class BalancePlan(Protocol):
 
 
 class ExpertCopies(Protocol):
-    """Copies of experts on other ranks, for balanced layers.
+    """Copies of experts on other ranks, for balanced layers."""
 
-    `copies [W, S]` int32 are the experts in the spare slots of all ranks, -1 in free ones. Each function also returns
-    `order`, any array, with the same elements: what computes it comes before the transfer, and what uses the returned
-    one after it, so that all ranks transfer in one order.
-    """
-
-    def fetch_copies(self, axis: tuple[str, ...], copies: Array, w: Array, order: Array, /) -> tuple[Array, Array]:
-        """Return, with `order` of integers, the weights `[S, ...]` of this rank's copies, zero in free slots.
-
-        They come from `w [L, ...]` of all ranks.
-        """
-        ...
+    def fetch_copies(self, axis: tuple[str, ...], copies: Array, w: Array, order: Array, /) -> tuple[Array, Array]: ...
 
     def add_gradients(
         self, axis: tuple[str, ...], copies: Array, home: Array, spare: Array, order: Array, /
-    ) -> tuple[Array, Array]:
-        """Add the gradients `spare [S, ...]` of this rank's copies at their home, to gradients `home [L, ...]`.
-
-        Gradients of one expert are added in at least float32 in a fixed order, and rounded once.
-        """
-        ...
+    ) -> tuple[Array, Array]: ...
 
 
 class GroupedGemm(Protocol):

@@ -14,6 +14,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jax_ep.core import fp8
+from jax_ep.core.layout import repeat
 from jax_ep.formats.base import (
     PREPACKED_DTYPE,
     UINT8,
@@ -79,8 +80,7 @@ def _powers(exponents: Array) -> Array:
 def _stored(nibbles: Array, exponents: Array) -> Quantized:
     """Four exponents are one uint32 `[..., N, ceil(K / 128)]`, with zeros behind K."""
     # Kernels make infinity of a scale that is NaN: times zero it is NaN again.
-    # On explicit mesh axes `jnp.repeat` would need the sharding of its result.
-    is_nan = jnp.broadcast_to((exponents == E8M0_NAN)[..., None], (*exponents.shape, BLOCK)).reshape(nibbles.shape)
+    is_nan = repeat(exponents == E8M0_NAN, BLOCK, axis=-1)
     padded = jnp.pad(exponents, [(0, 0)] * (exponents.ndim - 1) + [(0, -exponents.shape[-1] % 4)])
     parts = blocks_of(padded.astype(jnp.uint32), 4)
     steps = functools.reduce(operator.or_, (parts[..., i] << 8 * i for i in range(4)))

@@ -22,7 +22,7 @@ _BLOCK_BYTES = 16 * 1024
 
 
 def fetch_copies(axis: Axis, copies: Array, w: Array, order: Array) -> tuple[Array, Array]:
-    """See `ExpertCopies` in core/operations.py."""
+    """Fetch copies by peer memory, as `fetch_copies` of xla/expert_copies.py does by rounds."""
     rows, spare = _rows(w), copies.shape[1]
     if not rows.size * spare:
         return jnp.zeros_like(w, shape=(spare, *w.shape[1:])), order
@@ -35,7 +35,7 @@ def fetch_copies(axis: Axis, copies: Array, w: Array, order: Array) -> tuple[Arr
 
 
 def add_gradients(axis: Axis, copies: Array, home: Array, spare: Array, order: Array) -> tuple[Array, Array]:
-    """See `ExpertCopies` in core/operations.py; the order of sums is that of `copies`, by rank and slot."""
+    """Add gradients as `add_gradients` of xla/expert_copies.py does, but in the order of `copies`, by rank and slot."""
     rows, spare_rows = _rows(home), _rows(spare)
     if not rows.size * copies.size:
         return home, order

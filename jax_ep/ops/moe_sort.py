@@ -64,7 +64,7 @@ def moe_sort(
     Source: the block-aligned sort that vLLM's fused MoE kernel takes as its input.
     """
     function = "moe_sort"
-    num_experts = check.integer(function, "num_experts", num_experts, most=2**31 - 2)
+    num_experts = check.integer(function, "num_experts", num_experts, most=check.MOST_EXPERTS)
     block_size = check.integer(function, "block_size", block_size)
     first_expert, num_local = _local_experts(num_experts, first_expert, num_local_experts)
     topk_idx = check.expert_ids(function, topk_idx, None, num_experts, all_count=num_tokens is None)

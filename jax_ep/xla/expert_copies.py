@@ -12,17 +12,25 @@ from jax_ep.types import Array
 
 
 def fetch_copies(axis: Axis, copies: Array, w: Array, order: Array) -> tuple[Array, Array]:
-    """See `ExpertCopies` in core/operations.py."""
+    """Return the weights `[S, ...]` of the experts that `copies [W, S]` says, zero in free slots, from `w [L, ...]`.
+
+    Also return `order`, any array, with the same elements: what computes it comes before the transfer, and what uses
+    the returned one after it, so that all ranks transfer in one order.
+    """
     copies = known_after(copies, order)
     spare = jnp.zeros_like(w, shape=(copies.shape[1], *w.shape[1:]))
     for permutation, wanted, is_sent, is_received in _rounds(axis, copies, w.shape[0]):
         received = permute(_where(is_sent, w[wanted]), axis, permutation)
         spare = jnp.where(_like(is_received, w), received, spare)
-    return spare, _after(order, spare)
+    return spare, known_after(order, spare)
 
 
 def add_gradients(axis: Axis, copies: Array, home: Array, spare: Array, order: Array) -> tuple[Array, Array]:
-    """See `ExpertCopies` in core/operations.py; the order of sums is by distance."""
+    """Add the gradients `spare [S, ...]` of this rank's copies at their home, to gradients `home [L, ...]`.
+
+    Gradients of one expert are added in at least float32 in a fixed order, here by distance, and rounded once. Also
+    return `order`, as `fetch_copies` does.
+    """
     copies = known_after(copies, order)
     total = home.astype(accumulation_dtype(home.dtype))
     for permutation, wanted, is_sent, is_received in _rounds(axis, copies, home.shape[0]):
@@ -31,11 +39,7 @@ def add_gradients(axis: Axis, copies: Array, home: Array, spare: Array, order: A
         for slot in range(copies.shape[1]):
             total = total.at[wanted[slot]].add(jnp.where(is_sent[slot], returned[slot], 0).astype(total.dtype))
     total = total.astype(home.dtype)
-    return total, _after(order, total)
-
-
-def _after(order: Array, earlier: Array) -> Array:
-    return order + known_after(jnp.zeros((), jnp.int32), earlier).astype(order.dtype)
+    return total, known_after(order, total)
 
 
 def _rounds(axis: Axis, copies: Array, num_local: int) -> Iterator[tuple[list[tuple[int, int]], Array, Array, Array]]:

@@ -240,7 +240,7 @@ def test_balance_keeps_no_tracers_and_names_symbolic_sizes(expert_mesh: Any, rng
     def moe(*args: Any) -> Any:
         return jax_ep.moe(*args, num_experts=8, balance=jax_ep.Balance(1.0, 8))
 
-    gc.freeze()  # The check visits all objects, most of which belong to other tests.
+    gc.freeze()  # The check visits all objects; most belong to other tests.
     try:
         with jax.check_tracer_leaks(True):
             jax.eval_shape(per_rank(moe, expert_mesh(2)), *layer.args)

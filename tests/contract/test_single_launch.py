@@ -249,7 +249,7 @@ def test_single_launch_unsupported(implementation, rng):
 
 @pytest.mark.parametrize("loop", ["unrolled", "scan"])
 def test_single_launch_layers_of_stacked_weights(loop, implementation, rng):
-    """Slices of stacked weights, which XLA can move into a launch, give the bits of weights in arrays of their own."""
+    """Slices of stacked weights, which XLA can move into a launch, give the bits of separate arrays."""
     layers = [Layer(rng, "some_without_expert", 1, SHAPES["cut tiles"], BF16) for _ in range(3)]
     x, topk_idx, topk_weights = operands_of(layers[0])
     layer = call(implementation)

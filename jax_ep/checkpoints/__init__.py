@@ -1,7 +1,7 @@
 """Checkpoints in Hugging Face's format, read into sharded arrays and written back.
 
 Parameters have the names and orientation of `jax_ep.flax.MoE`, but Flax is not needed here; see `Checkpoint`. `save`
-needs the package safetensors, and `download` needs huggingface_hub; the extra `hf` installs both.
+needs the package safetensors, `download` and `push` need huggingface_hub; the extra `hf` installs both.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,7 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jax_ep.checkpoints import families, files, reading, transaction, writing
-from jax_ep.checkpoints.files import CONFIG, INDEX, TensorFiles
+from jax_ep.checkpoints.files import CONFIG, INDEX
+from jax_ep.checkpoints.hub import download, push
 from jax_ep.checkpoints.shards import HostMemory, Part, make_array, shard_bytes, swapped, whole
 from jax_ep.core import check
 from jax_ep.core.dtypes import TOKEN_DTYPES
@@ -31,7 +31,7 @@ from jax_ep.formats import Format
 from jax_ep.sharding import MeshAxes
 from jax_ep.types import Array, AxisName
 
-__all__ = ["MAX_SHARD_BYTES", "Checkpoint", "Weights", "download", "save"]
+__all__ = ["MAX_SHARD_BYTES", "Checkpoint", "Weights", "download", "push", "save"]
 
 MAX_SHARD_BYTES = 5_000_000_000
 _IN_FLOAT32 = ("router", "b_router", "router_bias")
@@ -76,22 +76,13 @@ class Checkpoint:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        function = "Checkpoint"
-        path = files.folder_path(function, folder)
-        transaction.check_ended(function, path)
-        with files.open_file(function, path / CONFIG) as file:
-            opened = os.fstat(file.fileno())
-            self.config: dict[str, Any] = files.read_json(function, file)
-            try:
-                self._files = TensorFiles(function, path, self.config)
-            finally:
-                files.check_unchanged(function, path / CONFIG, opened)
+        self._files = transaction.open_complete("Checkpoint", folder)
+        self.config: dict[str, Any] = self._files.config
         self.names: tuple[str, ...] = self._files.names
-        self._folder = path
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the folder's path; unpickling opens the folder again."""
-        return Checkpoint, (self._folder,)
+        return Checkpoint, (self._files.folder,)
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -364,35 +355,3 @@ def save(
             f"{function}: cannot write the checkpoint to {path} ({error}), expected a folder to write to, with enough"
             " space; free space, change its permissions, or pass another folder."
         ) from error
-
-
-_DOWNLOADED = ("config.json", "generation_config.json", "model*.safetensors", "model*.safetensors.index.json")
-_TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "chat_template*", "*.tiktoken")
-
-
-def download(repo_id: str, *, revision: str | None = None, folder: str | os.PathLike[str] | None = None) -> Path:
-    """Download config, tokenizer and safetensors files of a model from the Hugging Face hub.
-
-    Args:
-      repo_id: owner and name.
-      revision: branch, tag or commit; None uses the main branch.
-      folder: destination; None uses the cache of huggingface_hub.
-
-    Returns:
-      The folder, for `Checkpoint`, which reads tensors `[...]` from it.
-
-    Raises:
-      ImportError: huggingface_hub is not installed.
-
-    Example:
-      >>> from jax_ep.checkpoints import Checkpoint, download
-      >>> checkpoint = Checkpoint(download("allenai/OLMoE-1B-7B-0924"))  # doctest: +SKIP
-      >>> checkpoint.config["model_type"]  # doctest: +SKIP
-      'olmoe'
-
-    Source: https://huggingface.co/docs/huggingface_hub/guides/download.
-    """
-    hub = files.optional("download", "huggingface_hub")
-    # Subfolders hold the same weights in other formats.
-    patterns = {"allow_patterns": [*_DOWNLOADED, *_TOKENIZER], "ignore_patterns": ["*/*"]}
-    return Path(hub.snapshot_download(repo_id, revision=revision, local_dir=folder, **patterns))

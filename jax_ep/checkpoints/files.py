@@ -108,18 +108,6 @@ def open_file(function: str, path: Path) -> BinaryIO:
         return json_files.open_regular(path)
 
 
-def check_unchanged(function: str, path: Path, opened: os.stat_result) -> None:
-    """Check that a path still leads to the file that was opened, and that no save moved it."""
-    with contextlib.suppress(OSError):
-        now = os.stat(path)
-        if os.path.samestat(opened, now) and opened.st_ctime_ns == now.st_ctime_ns:
-            return
-    raise FileNotFoundError(
-        f"{function}: {path} was replaced while the checkpoint was opened, expected no save at the same time; open it"
-        " again."
-    )
-
-
 def read_json(function: str, file: BinaryIO, schema: Schema = OBJECT) -> dict[str, Any]:
     """Parse the JSON of an open file and check it."""
     with _system_errors(function, file.name):
@@ -254,12 +242,12 @@ class StoredArray:
 class TensorFiles:
     """Mapping of names to the tensors in the files, which are read when indexed.
 
-    `config` is the parsed config.json.
+    `config` is the parsed config.json, and `shards` has the names of the files.
     """
 
     def __init__(self, function: str, folder: Path, config: dict[str, Any]) -> None:
         self._function = function
-        self._folder = folder
+        self.folder = folder
         self.config = config
         self._opened = functools.lru_cache(_OPEN_FILES)(self._descriptor)
         there = [name for name in (SINGLE, INDEX) if os.path.lexists(folder / name)]
@@ -277,30 +265,31 @@ class TensorFiles:
             self._headers = {shard: _read_header(function, folder / shard) for shard in shards}
             self._check_index()
         self.names = tuple(self._file_of)
+        self.shards = tuple(self._headers)
 
     def _check_index(self) -> None:
         """Check that the files have the tensors of the index, each in one file."""
         for name, shard in self._file_of.items():
             if name not in self._headers[shard].tensors:
                 raise ValueError(
-                    f"{self._function}: {self._folder / INDEX} places {shown(name)} in {shard}, which has no such"
+                    f"{self._function}: {self.folder / INDEX} places {shown(name)} in {shard}, which has no such"
                     " tensor; download both again."
                 )
         for shard, header in self._headers.items():
             for name in header.tensors:
                 if self._file_of.get(name, shard) != shard:
                     raise ValueError(
-                        f"{self._function}: {self._folder} has {shown(name)} in {shard} and in {self._file_of[name]},"
+                        f"{self._function}: {self.folder} has {shown(name)} in {shard} and in {self._file_of[name]},"
                         " expected each tensor once; download the checkpoint again."
                     )
 
     def _open(self, shard: str) -> BinaryIO:
         """Open the file whose header was read; a replaced file is an error."""
-        file = open_file(self._function, self._folder / shard)
+        file = open_file(self._function, self.folder / shard)
         if _stamp(file.fileno()) != self._headers[shard].stamp:
             file.close()
             raise ValueError(
-                f"{self._function}: {self._folder / shard} has been replaced, expected the file that was there when the"
+                f"{self._function}: {self.folder / shard} has been replaced, expected the file that was there when the"
                 " checkpoint was opened; open Checkpoint again."
             )
         return file
@@ -316,11 +305,11 @@ class TensorFiles:
             while count := os.preadv(file, [into], first_byte):
                 into, first_byte = into[count:], first_byte + count
         except OSError:
-            with _system_errors(self._function, self._folder / shard):
+            with _system_errors(self._function, self.folder / shard):
                 raise
         if into or _stamp(file) != self._headers[shard].stamp:
             raise ValueError(
-                f"{self._function}: {self._folder / shard} was changed while it was read, expected the file that was"
+                f"{self._function}: {self.folder / shard} was changed while it was read, expected the file that was"
                 " there when the checkpoint was opened; open Checkpoint again."
             )
 
@@ -337,7 +326,7 @@ class TensorFiles:
             close = difflib.get_close_matches(name, ordered[max(0, place - _NEIGHBORS) : place + _NEIGHBORS], 3)
             near = f" (similar: {', '.join(map(shown, close))})" if close else ""
             raise ValueError(
-                f"{self._function}: {self._folder} has no tensor {shown(name)}{near}; Checkpoint.names lists what it"
+                f"{self._function}: {self.folder} has no tensor {shown(name)}{near}; Checkpoint.names lists what it"
                 " has."
             )
         header = self._headers[shard]

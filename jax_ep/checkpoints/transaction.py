@@ -18,8 +18,9 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from jax_ep.checkpoints.files import CONFIG, INDEX, SINGLE, read_index
+from jax_ep.checkpoints.files import CONFIG, INDEX, SINGLE, TensorFiles, folder_path, open_file, read_index, read_json
 
 _STAGE, _LOCK = ".jax_ep_save", ".jax_ep_save.lock"
 
@@ -57,7 +58,20 @@ def replacing(function: str, folder: Path, names: Sequence[str], *, overwrite: b
                 _recover(function, folder)
 
 
-def check_ended(function: str, folder: Path) -> None:
+def open_complete(function: str, folder: Any) -> TensorFiles:
+    """Open a caller's folder and check its files; none may be from a save that has not ended."""
+    path = folder_path(function, folder)
+    _check_ended(function, path)
+    with open_file(function, path / CONFIG) as file:
+        opened = os.fstat(file.fileno())
+        config = read_json(function, file)
+        try:
+            return TensorFiles(function, path, config)
+        finally:
+            _check_unchanged(function, path / CONFIG, opened)
+
+
+def _check_ended(function: str, folder: Path) -> None:
     """Raise if a save has moved config.json away and has not ended."""
     if os.path.lexists(folder / _STAGE) and not os.path.lexists(folder / CONFIG):
         raise FileNotFoundError(
@@ -65,6 +79,18 @@ def check_ended(function: str, folder: Path) -> None:
             " checkpoint. Open it again when the save has ended. If it was killed, call save: it restores the old"
             " checkpoint first."
         )
+
+
+def _check_unchanged(function: str, path: Path, opened: os.stat_result) -> None:
+    """Check that a path still leads to the file that was opened, and that no save moved it."""
+    with contextlib.suppress(OSError):
+        now = os.stat(path)
+        if os.path.samestat(opened, now) and opened.st_ctime_ns == now.st_ctime_ns:
+            return
+    raise FileNotFoundError(
+        f"{function}: {path} was replaced while the checkpoint was opened, expected no save at the same time; open it"
+        " again."
+    )
 
 
 @contextlib.contextmanager

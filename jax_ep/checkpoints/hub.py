@@ -1,0 +1,122 @@
+"""Transfers of checkpoints from and to the Hugging Face hub."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from jax_ep.checkpoints import files, transaction
+from jax_ep.checkpoints.files import CONFIG, INDEX
+
+_WEIGHTS = ("model*.safetensors", "model*.safetensors.index.json")
+_TEXTS = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "chat_template*")
+_OTHERS = (*_TEXTS, "*.tiktoken")
+
+
+def download(repo_id: str, *, revision: str | None = None, folder: str | os.PathLike[str] | None = None) -> Path:
+    """Download config, tokenizer and safetensors files of a model from the Hugging Face hub.
+
+    Args:
+      repo_id: owner and name.
+      revision: branch, tag or commit; None uses the main branch.
+      folder: destination; None uses the cache of huggingface_hub.
+
+    Returns:
+      The folder, for `Checkpoint`, which reads tensors `[...]` from it.
+
+    Raises:
+      ImportError: huggingface_hub is not installed.
+
+    Example:
+      >>> from jax_ep.checkpoints import Checkpoint, download
+      >>> checkpoint = Checkpoint(download("allenai/OLMoE-1B-7B-0924"))  # doctest: +SKIP
+      >>> checkpoint.config["model_type"]  # doctest: +SKIP
+      'olmoe'
+
+    Source: https://huggingface.co/docs/huggingface_hub/guides/download.
+    """
+    hub = files.optional("download", "huggingface_hub")
+    # Subfolders hold the same weights in other formats.
+    patterns = {"allow_patterns": [CONFIG, *_WEIGHTS, *_OTHERS], "ignore_patterns": ["*/*"]}
+    return Path(hub.snapshot_download(repo_id, revision=revision, local_dir=folder, **patterns))
+
+
+def push(
+    folder: str | os.PathLike[str],
+    repo_id: str,
+    *,
+    revision: str | None = None,
+    private: bool | None = None,
+    message: str = "Upload checkpoint",
+) -> str:
+    """Upload a checkpoint folder to the Hugging Face hub, as one commit.
+
+    The commit has `config.json`, the tensors' files `[...]`, and of other files in the folder the generation config,
+    the tokenizer and `README.md`. It removes the tensors' files of a previous checkpoint, so a reader finds the old
+    checkpoint or the new one. All local checks, which read the files, come before anything is sent.
+
+    Args:
+      folder: a checkpoint, as `save` writes it.
+      repo_id: owner and name; a repository that does not exist is created.
+      revision: an existing branch; None uses the main branch.
+      private: visibility of a created repository; None uses the default of its owner.
+      message: first line of the commit's message.
+
+    Returns:
+      The URL of the commit.
+
+    Raises:
+      FileNotFoundError: the folder, its config, its tensors or a file of the index does not exist.
+      ValueError: a file is broken, or `repo_id` is not valid.
+      PermissionError: huggingface_hub has no access token.
+      ImportError: huggingface_hub is not installed.
+      huggingface_hub.errors.HfHubHTTPError: the hub rejects the token, the revision or the commit, for example because
+        of another commit at the same time.
+
+    Example:
+      >>> from jax_ep.checkpoints import push
+      >>> push("my_checkpoint", "me/my-model", private=True)  # doctest: +SKIP
+      'https://huggingface.co/me/my-model/commit/...'
+
+    Source: https://huggingface.co/docs/huggingface_hub/guides/upload.
+    """
+    function = "push"
+    hub = files.optional(function, "huggingface_hub")
+    stored = transaction.open_complete(function, folder)
+    _check_repo(function, hub, repo_id)
+    if hub.get_token() is None:
+        raise PermissionError(
+            f"{function}: huggingface_hub has no access token, expected one that may write to {repo_id!r}; run `hf auth"
+            " login`, or set the environment variable HF_TOKEN."
+        )
+    there = sorted(path.name for path in stored.folder.iterdir() if path.is_file())
+    names = {CONFIG, *stored.shards, *({INDEX} & set(there)), *_matching(there, (*_OTHERS, "README.md"))}
+    operations: list[Any] = [hub.CommitOperationAdd(name, str(stored.folder / name)) for name in sorted(names)]
+    api = hub.HfApi()
+    api.create_repo(repo_id, private=private, exist_ok=True)
+    old = api.repo_info(repo_id, revision=revision)
+    previous = _matching((file.rfilename for file in old.siblings or ()), _WEIGHTS)
+    operations += [hub.CommitOperationDelete(name) for name in previous if name not in names]
+    options = {"commit_message": message, "revision": revision, "parent_commit": old.sha}
+    return api.create_commit(repo_id, operations, **options).commit_url
+
+
+def _matching(names: Iterable[str], patterns: tuple[str, ...]) -> list[str]:
+    """Return the names without a folder that match a pattern."""
+    return [name for name in names if "/" not in name and any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def _check_repo(function: str, hub: Any, repo_id: Any) -> None:
+    """Check the name of a repository."""
+    try:
+        hub.utils.validate_repo_id(repo_id)
+        if "/" not in str(repo_id):
+            raise ValueError("there is no owner")
+    except ValueError as error:
+        raise ValueError(
+            f"{function}: repo_id={repo_id!r} is not valid ({error}), expected 'owner/name'; pass the name of a"
+            " repository on the hub."
+        ) from None

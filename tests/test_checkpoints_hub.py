@@ -1,0 +1,138 @@
+"""Uploads to a hub that is a fake of huggingface_hub's client: what one commit has, and what stops it beforehand."""
+
+import json
+import shutil
+import sys
+import types
+
+import numpy as np
+import pytest
+
+hub = pytest.importorskip("huggingface_hub")
+pytest.importorskip("safetensors")
+
+from cases import F32
+from hub_checkpoints import HUB
+from jax_ep.checkpoints import Checkpoint, push, save
+
+SHARDS = {f"model-{i:05d}-of-00002.safetensors" for i in (1, 2)}
+INDEX = "model.safetensors.index.json"
+OTHERS = {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "README.md"}
+
+
+class FakeApi:
+    """A repository: its files after each commit, with the parent of each commit checked."""
+
+    def __init__(self):
+        self.files, self.commits, self.repos = {}, [], {}
+
+    def create_repo(self, repo_id, *, private, exist_ok):
+        assert exist_ok or repo_id not in self.repos
+        self.repos.setdefault(repo_id, private)
+
+    def repo_info(self, repo_id, *, revision):
+        assert repo_id in self.repos
+        siblings = [types.SimpleNamespace(rfilename=name) for name in self.files]
+        return types.SimpleNamespace(siblings=siblings or None, sha=f"{revision} {len(self.commits)}")
+
+    def create_commit(self, repo_id, operations, *, commit_message, revision, parent_commit):
+        assert parent_commit == f"{revision} {len(self.commits)}"
+        for operation in operations:
+            if isinstance(operation, hub.CommitOperationDelete):
+                del self.files[operation.path_in_repo]
+            else:
+                with operation.as_file() as file:
+                    self.files[operation.path_in_repo] = file.read()
+        self.commits.append((repo_id, revision, commit_message))
+        return types.SimpleNamespace(commit_url=f"https://hub/{repo_id}/commit/{len(self.commits)}")
+
+
+@pytest.fixture
+def api(monkeypatch):
+    fake = FakeApi()
+    monkeypatch.setattr(hub, "HfApi", lambda: fake)
+    monkeypatch.setattr(hub, "get_token", lambda: "hf_token")
+    return fake
+
+
+@pytest.fixture
+def folder(tmp_path, rng):
+    """Two shards, the files of a tokenizer, and files that belong to none of them."""
+    others = {name: rng.standard_normal(100).astype(F32) for name in "ab"}
+    save(tmp_path / "model", dict(HUB["mixtral"].config) | {"num_hidden_layers": 0}, {}, others, max_shard_bytes=400)
+    for name in (*OTHERS, "optimizer.pt", ".env", "model-00003-of-00003.safetensors"):
+        (tmp_path / "model" / name).write_text(name)
+    (tmp_path / "model" / "tokenizer").mkdir()
+    return tmp_path / "model"
+
+
+def test_push_is_one_commit(folder, api, tmp_path):
+    assert push(folder, "me/model", private=True, message="Tune") == "https://hub/me/model/commit/1"
+    assert (api.repos, api.commits) == ({"me/model": True}, [("me/model", None, "Tune")])
+    assert api.files.keys() == {"config.json", INDEX} | SHARDS | OTHERS
+    assert all(api.files[name] == (folder / name).read_bytes() for name in api.files)
+    again = tmp_path / "again"
+    again.mkdir()
+    for name, data in api.files.items():
+        (again / name).write_bytes(data)
+    for name in "ab":
+        one, other = (np.asarray(Checkpoint(path).read(name)) for path in (folder, again))
+        np.testing.assert_array_equal(one, other)
+
+
+def test_push_replaces_a_checkpoint(folder, api):
+    """Without the old index and its files: a reader finds the new tensors or those of the parent commit."""
+    push(folder, "me/model")
+    strangers = {"original/model.safetensors": b"1", ".gitattributes": b"2", "model.gguf": b"3"}
+    api.files |= strangers
+    save(folder, json.loads((folder / "config.json").read_text()), {}, {"c": np.ones(3, F32)}, overwrite=True)
+    assert push(folder, "me/model", revision="v2").endswith("/2")
+    assert api.files.keys() == {"config.json", "model.safetensors"} | OTHERS | strangers.keys()
+    assert api.commits[1] == ("me/model", "v2", "Upload checkpoint")
+
+
+def remove(name):
+    return lambda folder: (folder / name).unlink()
+
+
+def cut(folder):
+    file = folder / min(SHARDS)
+    file.write_bytes(file.read_bytes()[:-4])
+
+
+MISTAKES = {
+    "a missing folder": (shutil.rmtree, FileNotFoundError, r"push: cannot read .*config.json"),
+    "no config": (remove("config.json"), FileNotFoundError, r"push: cannot read .*config.json"),
+    "no index": (remove(INDEX), FileNotFoundError, r"push: .* has no tensors, expected either"),
+    "a missing file": (remove(min(SHARDS)), FileNotFoundError, r"push: cannot read .*model-00001"),
+    "a cut file": (cut, ValueError, r"push: .*model-00001.* is not a complete safetensors file"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_push_of_no_checkpoint(mistake, folder, api):
+    change, kind, text = MISTAKES[mistake]
+    change(folder)
+    with pytest.raises(kind, match=text):
+        push(folder, "me/model")
+    assert not api.repos and not api.commits
+
+
+@pytest.mark.parametrize("repo_id", ["model", "me/model/more", "me/a model", "", None])
+def test_push_to_no_repository(repo_id, folder, api):
+    with pytest.raises(ValueError, match=r"push: repo_id=.* is not valid \(.*\), expected 'owner/name'; pass"):
+        push(folder, repo_id)
+    assert not api.repos
+
+
+def test_push_without_a_token(folder, api, monkeypatch):
+    monkeypatch.setattr(hub, "get_token", lambda: None)
+    with pytest.raises(PermissionError, match=r"push: .* no access token, .*'me/model'; run `hf auth login`"):
+        push(folder, "me/model")
+    assert not api.repos
+
+
+def test_push_without_the_package(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ImportError, match=r"push: needs huggingface_hub \(.*\): pip install huggingface_hub"):
+        push(folder, "me/model")

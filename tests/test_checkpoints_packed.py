@@ -103,7 +103,8 @@ def test_packed_parts_of_blocks(kind, rng):
     pairs = decoded.E2M1_PAIRS if kind == "nvfp4" else decoded.INT4_PAIRS
     divisor = float(parts.get("global_scale", [1.0])[0])
     values = parts["packed"].view(np.uint8)
-    stored = decoded.FourBit(pairs, values, parts["scale"], (1, 16), None, parts.get("zero_point"), divisor)
+    zeros = decoded.PackedRows(parts["zero_point"], 4) if "zero_point" in parts else None
+    stored = decoded.FourBit(pairs, values, parts["scale"], (1, 16), None, zeros, divisor)
     for rows, columns in ((slice(3, 19), slice(5, 39)), (slice(0, 21), slice(0, 64)), (slice(20, 21), slice(63, 64))):
         assert_same_bits(stored[rows, columns], numbers[rows, columns])
     assert stored[slice(2, 2), slice(0, 64)].shape == (0, 64)

@@ -237,7 +237,8 @@ def test_config():
             DecoderConfig.from_json(config | change)
 
 
-def test_packed_weights_load_as_their_numbers(folders, tmp_path):
+@pytest.mark.parametrize("method", ["compressed-tensors", "gptq"])
+def test_packed_weights_load_as_their_numbers(method, folders, tmp_path):
     """INT4 in attention and experts, as models in "w4a16" store them."""
     folder = folders["qwen3_moe"]
     dense, packed = {}, {}
@@ -249,13 +250,18 @@ def test_packed_weights_load_as_their_numbers(folders, tmp_path):
         scales = np.abs(groups).max(-1) / 7
         numbers = np.rint(groups / scales[..., None])
         dense[name] = (numbers * scales[..., None]).reshape(w.shape)
-        packed |= {f"{name}_packed": in_int32((numbers + 8).astype(np.uint8).reshape(w.shape))}
-        packed |= {f"{name}_scale": scales, f"{name}_shape": np.array(w.shape)}
+        words = in_int32((numbers + 8).astype(np.uint8).reshape(w.shape))
+        if method == "gptq":
+            base, zeros = name.removesuffix("weight"), np.full((scales.shape[1], len(w) // 8), 0x77777777, np.int32)
+            packed |= {f"{base}qweight": words.T, f"{base}scales": scales.T, f"{base}qzeros": zeros}
+        else:
+            packed |= {f"{name}_packed": words, f"{name}_scale": scales, f"{name}_shape": np.array(w.shape)}
     config = json.loads((folder / "config.json").read_text())
     want = load(Checkpoint(write(tmp_path / "dense", config, dense)), **FLOAT32)
-    config["quantization_config"] = packed_config("symmetric", 32)
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
+    config["quantization_config"] = gptq if method == "gptq" else packed_config("symmetric", 32)
     got = load(Checkpoint(write(tmp_path / "packed", config, packed)), **FLOAT32)
-    assert sum(name.endswith("_packed") for name in packed) > 20
+    assert len(packed) > len(dense) + 40
     jax.tree.map(np.testing.assert_array_equal, *(nnx.to_pure_dict(nnx.state(decoder)) for decoder in (got, want)))
 
 

@@ -15,11 +15,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from hf.config import DecoderConfig
 from hf.model import Decoder
 from jax_ep import checkpoints
+from jax_ep.checkpoints.reading import weight_of
 
 # Flax's names for what the checkpoints call `weight`.
 _WEIGHTS = ("kernel", "scale", "embedding")
-# What is appended to the name of a weight in FP8, or in INT4 or NVFP4; `read` decodes them.
-_QUANTIZED = ("_scale_inv", "_packed", "_scale", "_shape", "_zero_point", "_global_scale")
 
 
 def load(
@@ -104,8 +103,7 @@ def _check_names(checkpoint: checkpoints.Checkpoint, expected: set[str], *, tied
     """Check that every tensor of the checkpoint is used, for example biases that config.json does not mention."""
     of_experts = re.compile(rf"model\.layers\.({'|'.join(map(str, checkpoint.moe_layers))})\.(mlp|block_sparse_moe)\.")
     expected = expected | ({"lm_head.weight"} if tied else set())
-    expected |= {f"{name}{part}" for name in expected for part in _QUANTIZED}
-    unread = [name for name in checkpoint.names if name not in expected and not of_experts.match(name)]
+    unread = [name for name in checkpoint.names if weight_of(name) not in expected and not of_experts.match(name)]
     if unread:
         raise ValueError(
             f"the checkpoint has {len(unread)} tensors that its config.json does not describe, such as {unread[0]}"

@@ -109,15 +109,15 @@ class Checkpoint:
         """Read one tensor; each process reads only the parts of its devices.
 
         Args:
-          name: one of `names`; with a dtype, `weight` also stands for `weight_packed`.
+          name: one of `names`; with a dtype, `weight` also stands for `weight_packed` and `qweight`.
           sharding: sharding of the result; None puts all of it on one device.
           dtype: dtype of the result, floating with 16 bits or more. None keeps the stored dtype, or its 32-bit version
-            without `jax_enable_x64`. With a dtype, FP8 and 4-bit values are multiplied by their scales.
+            without `jax_enable_x64`. With a dtype, quantized values are multiplied by their scales.
           transpose: swap the last two axes, `[..., out, in]` to `[..., in, out]`; `sharding` applies to the result.
 
         Returns:
-          `[...]` array of the stored shape, or with its last two axes swapped. 4-bit values with a dtype have their
-            own shape.
+          `[...]` array of the stored shape, or with its last two axes swapped. Packed values with a dtype are
+            unpacked, `[..., out, in]`.
 
         Raises:
           ValueError: there is no tensor of that name or nothing to transpose, the sharding has more axes, integers do
@@ -169,7 +169,7 @@ class Checkpoint:
           mesh: the devices; None uses the mesh of `jax.set_mesh`, or one device without a mesh.
           axis_name: mesh axis, or axes, over which experts are sharded; all other parameters are replicated.
           dtype: dtype of the result, floating with 16 bits or more. None keeps the stored dtype, with bfloat16 for
-            weights stored in FP8 or 4 bits. The router and its biases are always float32.
+            quantized weights. The router and its biases are always float32.
           quantized: return expert weights as stored, as `jax_ep.QuantizedWeights`: FP8 weights with
             `activations="fp8"`, and MXFP4 and symmetric INT4 weights, which `jax_ep.quantization.with_layout` makes
             faster on GPUs.

@@ -24,7 +24,8 @@ _CODES = np.stack([np.arange(256, dtype=np.uint8) & 15, np.arange(256, dtype=np.
 E2M1_PAIRS = _CODES.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
 """Both numbers of a byte in MXFP4 and NVFP4; the low half comes first."""
 INT4_PAIRS = _CODES.astype(np.float32) - 8
-_ROWS = 8  # Zero points in an int32.
+PLAIN, AWQ = list(range(8)), [0, 4, 1, 5, 2, 6, 3, 7]
+"""Places in an int32, the lowest first, of eight 4-bit numbers; `AWQ` is that of AutoAWQ's GEMM."""
 
 
 def num_blocks(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -35,6 +36,99 @@ def num_blocks(shape: tuple[int, ...]) -> tuple[int, ...]:
 def blocks(part: slice, size: int = GROUP_SIZE) -> slice:
     """Return the slice of blocks that contains a slice of rows or columns."""
     return slice(part.start // size, -(-part.stop // size))
+
+
+def _unpacked(words: np.ndarray, bits: int) -> np.ndarray:
+    """Return the 4 or 8-bit numbers of int32 `[..., n]` as uint8 `[..., n, 32 / bits]`, the lowest bits first."""
+    octets = words.view(np.uint8).reshape(*words.shape, 4)
+    return octets if bits == 8 else _CODES[octets].reshape(*words.shape, 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedRows:
+    """Unsigned numbers of 4 or 8 bits `[rows, columns]` in int32 `[rows * bits / 32, columns]`, the first lowest."""
+
+    words: StoredArray
+    bits: int
+    dtype = np.dtype(np.uint8)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of the numbers."""
+        return self.words.shape[0] * 32 // self.bits, self.words.shape[1]
+
+    def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
+        rows, columns = index
+        part = blocks(rows, 32 // self.bits)
+        numbers = _unpacked(self.words[part, columns], self.bits).swapaxes(1, 2)
+        skipped = rows.start - part.start * numbers.shape[1]
+        return numbers.reshape(-1, numbers.shape[-1])[skipped : skipped + rows.stop - rows.start]
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedColumns:
+    """Unsigned numbers of 4 or 8 bits `[rows, columns]` in int32 `[rows, columns * bits / 32]`.
+
+    `places` orders the columns of an int32; `offset` is added to each.
+    """
+
+    words: StoredArray
+    bits: int
+    places: list[int]
+    offset: int = 0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of the numbers."""
+        return self.words.shape[0], self.words.shape[1] * 32 // self.bits
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        rows, columns = index
+        per = 32 // self.bits
+        part = blocks(columns, per)
+        words = self.words[rows, part].view(np.uint32) + np.uint32(self.offset)
+        numbers = _unpacked(words, self.bits)[..., self.places[:per]].reshape(len(words), -1)
+        skipped = columns.start - part.start * per
+        return numbers[:, skipped : skipped + columns.stop - columns.start]
+
+
+@dataclasses.dataclass(frozen=True)
+class Grouped:
+    """Numbers `[K, N]` minus the zero points of their group of rows, multiplied by its scales.
+
+    Attributes:
+      codes: unsigned numbers `[K, N]`.
+      zeros: zero points `[G, N]`.
+      scales: floats `[G, N]`.
+      size: rows of a group.
+      groups: the group of each row, int32 `[K]`; None: groups are successive rows.
+
+    Source: AWQ (arXiv:2306.00978) as https://github.com/casper-hansen/AutoAWQ stores it, and GPTQ (arXiv:2210.17323) as
+    https://github.com/ModelCloud/GPTQModel does.
+    """
+
+    codes: PackedRows | PackedColumns
+    zeros: PackedColumns
+    scales: StoredArray
+    size: int
+    groups: np.ndarray | None = None
+    dtype = BFLOAT16
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of the numbers."""
+        return self.codes.shape
+
+    def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
+        rows, columns = index
+        groups = np.arange(rows.start, rows.stop) // self.size if self.groups is None else self.groups[rows]
+        used, of_each = np.unique(groups, return_inverse=True)
+        zeros, scales = (
+            np.concatenate([array[slice(group, group + 1), columns] for group in used])[of_each].astype(np.float32)
+            for array in (self.zeros, self.scales)
+        )
+        with np.errstate(invalid="ignore"):  # A hostile scale may be infinite.
+            return (self.codes[rows, columns] - zeros) * scales
 
 
 class BlockFP8:
@@ -71,7 +165,7 @@ class FourBit:
       scales: `[..., N, K / block[1]]` in floats, or uint8 exponents of two.
       block: rows, always 1, and columns that share a scale.
       format: the format of `QuantizedWeights` that has these bits, or None.
-      zeros: int32 `[ceil(N / 8), K / block[1]]`, zero points of eight rows in each, the first one lowest; None: 8.
+      zeros: zero points `[N, K / block[1]]`; None: 8.
       divisor: divides all scales.
       factor: multiplies all scales.
 
@@ -87,7 +181,7 @@ class FourBit:
     scales: StoredArray
     block: tuple[int, int]
     format: Format | None
-    zeros: StoredArray | None = None
+    zeros: PackedRows | None = None
     divisor: float = 1.0
     factor: float = 1.0
     dtype = BFLOAT16
@@ -112,10 +206,7 @@ class FourBit:
         codes = self.values[rows, slice(groups.start * block // 2, groups.stop * block // 2)]
         numbers = self.pairs[codes].reshape(*scales.shape, block)
         if self.zeros is not None:
-            words = blocks(rows, _ROWS)
-            zeros = self.zeros[words, groups][:, None] >> 4 * np.arange(_ROWS)[:, None] & 15
-            skipped = rows.start - words.start * _ROWS
-            numbers -= zeros.reshape(-1, zeros.shape[-1])[skipped : skipped + len(numbers), :, None] - np.float32(8)
+            numbers -= self.zeros[rows, groups][..., None] - np.float32(8)
         factors = (scales.view(ml_dtypes.float8_e8m0fnu) if scales.dtype == np.uint8 else scales).astype(np.float32)
         with np.errstate(all="ignore"):  # Numbers out of float32's range are infinite; the exponent 255 is NaN.
             numbers *= (factors * np.float32(self.factor) / np.float32(self.divisor))[..., None]

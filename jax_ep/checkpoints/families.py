@@ -69,6 +69,10 @@ SCHEMA: Mapping[str, Schema] = {
     **dict.fromkeys(("hidden_act", "topk_method", "scoring_func", "quant_method"), TEXT),
     **dict.fromkeys(("text_config", "quantization_config"), OBJECT),
     "config_groups": mapping(_GROUP, TEXT),
+    "bits": integer(1, 64),
+    "group_size": integer(-1, _MAX_SIZE),
+    **dict.fromkeys(("version", "checkpoint_format"), TEXT),
+    **dict.fromkeys(("zero_point", "desc_act"), BOOLEAN),
 }
 """Schemas of all fields of `config.json` that any family reads; numbers are bounded."""
 
@@ -544,3 +548,10 @@ def check_quantization(function: str, config: Mapping[str, Any]) -> list[dict[st
         )
     groups = _field(function, quantization, "config_groups") or {}
     return [group["weights"] for group in groups.values() if group.get("weights")]
+
+
+def grouped_options(function: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of `quantization_config` that describe the tensors of AutoAWQ and GPTQ; None if missing."""
+    quantization = _field(function, config, "quantization_config") or {}
+    names = ("quant_method", "bits", "group_size", "version", "zero_point", "checkpoint_format", "desc_act")
+    return {name: _field(function, quantization, name) for name in names}

@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jax_ep.checkpoints.decoded import E2M1_PAIRS, FP8, INT4_PAIRS, SCALES, BlockFP8, FourBit, blocks, num_blocks
-from jax_ep.checkpoints.families import Family, Form, Stored, check_quantization
+from jax_ep.checkpoints.decoded import (
+    AWQ,
+    E2M1_PAIRS,
+    FP8,
+    INT4_PAIRS,
+    PLAIN,
+    SCALES,
+    BlockFP8,
+    FourBit,
+    Grouped,
+    PackedColumns,
+    PackedRows,
+    blocks,
+    num_blocks,
+)
+from jax_ep.checkpoints.families import Family, Form, Stored, check_quantization, grouped_options
 from jax_ep.checkpoints.files import StoredArray, TensorFiles
-from jax_ep.checkpoints.shards import Part, Region, swapped, whole
+from jax_ep.checkpoints.shards import Part, Region, Transposed, swapped, whole
 from jax_ep.core.json_files import shown
 from jax_ep.formats import Format, int4, mxfp4
 
 _PACKED = "_packed"
 _PARTS = (_PACKED, "_scale", "_shape", "_zero_point", "_global_scale", "_g_idx")
 _FACTOR = "_scale_2"
+_GROUPED = ("qweight", "qzeros", "scales", "g_idx")
+_AWQ = {"quant_method": ("awq",), "bits": (4,), "version": (None, "gemm", "GEMM"), "zero_point": (None, True)}
+_GPTQ = {"quant_method": ("gptq",), "bits": (4, 8), "checkpoint_format": (None, "gptq", "gptq_v2")}
+_ONES = {4: 0x11111111, 8: 0x01010101}  # One in each number of an int32.
+_PART = re.compile(rf"(?<=weight)({'|'.join((*_PARTS, _FACTOR, SCALES))})$|(?<=\.)({'|'.join(_GROUPED)})$")
 _FLOATS = tuple(map(np.dtype, (np.float32, np.float16, ml_dtypes.bfloat16)))
 _NVFP4_BLOCK = 16
 _MXFP4_BYTES = mxfp4.BLOCK // 2  # of numbers that share a scale
@@ -46,12 +66,20 @@ def form_of(files: TensorFiles, family: Family, layer: int) -> Form:
     return next(iter(present.values()), forms[0])  # Without any, tensors are packed, or an error names one.
 
 
+def weight_of(name: str) -> str:
+    """Return the name under which `decoded` returns a tensor that may be a part of a quantized weight."""
+    return _PART.sub(lambda part: "weight" if part[2] else "", name)
+
+
 def decoded(files: TensorFiles, name: str) -> Any:
     """Return a tensor as floats; quantized values are multiplied by their scales when they are read."""
     if name not in files and name + _PACKED in files:
         name += _PACKED
     if name.endswith(_PACKED) and name.removesuffix(_PACKED) + "_scale" in files:
         return _packed(files, name)
+    base = weight_of(name).removesuffix("weight")
+    if name == f"{base}qweight" or (name == f"{base}weight" and name not in files and f"{base}qweight" in files):
+        return _grouped(files, base)
     values = files[name]
     if values.dtype.itemsize > 1:
         return values
@@ -120,14 +148,12 @@ def _packed(files: TensorFiles, name: str) -> FourBit:
     if not is_int:
         expected = {_PACKED: ((np.uint8,), (rows, words)), "_scale": ((FP8,), (rows, depth // _NVFP4_BLOCK))}
         expected["_global_scale"] = (np.float32,), (1,)
-    fits = found.keys() == expected.keys() and size and size % 2 == 0 and size * groups == depth
-    fits = fits and all(x.dtype in expected[part][0] and x.shape == expected[part][1] for part, x in found.items())
+    fits = size and size % 2 == 0 and size * groups == depth and _fit(found, expected)
     if not fits or (is_int and tuple(found["_shape"][whole((2,))]) != (rows, depth)):
-        stored = ", ".join(f"{part[1:]} {array.dtype}{list(array.shape)}" for part, array in found.items())
         raise ValueError(
-            f"Checkpoint: {shown(base)} is stored as {stored}, expected INT4 of compressed-tensors (packed int32,"
-            " scale, shape, and zero_point or not) or NVFP4 (packed uint8, FP8 scale per 16, global_scale), with shapes"
-            " that fit together; convert checkpoints in other formats, or download this one again."
+            f"Checkpoint: {shown(base)} is stored as {_stored(found)}, expected INT4 of compressed-tensors (packed"
+            " int32, scale, shape, and zero_point or not) or NVFP4 (packed uint8, FP8 scale per 16, global_scale), with"
+            " shapes that fit together; convert checkpoints in other formats, or download this one again."
         )
     kind = {"num_bits": 4, "type": "int" if is_int else "float", "symmetric": zeros is None}
     sizes = (size, None, -1) if groups == 1 else (size,)
@@ -140,7 +166,70 @@ def _packed(files: TensorFiles, name: str) -> FourBit:
     if not is_int:
         (divisor,) = found["_global_scale"][whole((1,))]
         return FourBit(E2M1_PAIRS, values, scales, (1, size), None, divisor=float(divisor))
-    return FourBit(INT4_PAIRS, values.view(np.uint8), scales, (1, size), int4.FORMAT if zeros is None else None, zeros)
+    form, points = (int4.FORMAT, None) if zeros is None else (None, PackedRows(zeros, 4))
+    return FourBit(INT4_PAIRS, values.view(np.uint8), scales, (1, size), form, points)
+
+
+def _grouped(files: TensorFiles, base: str) -> Transposed:
+    """Return a tensor of AutoAWQ or GPTQ, in int32 packed along `out` or `in`."""
+    declared = grouped_options("Checkpoint", files.config)
+    is_awq, bits = declared["quant_method"] == "awq", declared["bits"]
+    if not declared["group_size"] or any(
+        declared[key] not in values for key, values in (_AWQ if is_awq else _GPTQ).items()
+    ):
+        raise ValueError(
+            f"Checkpoint: {shown(base)} has a qweight, and quantization_config has {shown(declared)}, expected 'awq'"
+            " (4 bits with zero_point, version 'gemm') or 'gptq' (4 or 8 bits, checkpoint_format 'gptq' or 'gptq_v2')"
+            " with a group_size; convert checkpoints in other formats."
+        )
+    found, size, order = _grouped_parts(files, base, declared)
+    weight, scales = found["qweight"], found["scales"]
+    if is_awq:
+        codes, zeros = PackedColumns(weight, bits, AWQ), PackedColumns(found["qzeros"], bits, AWQ)
+        return Transposed(Grouped(codes, zeros, scales, size))
+    offset = 0 if declared["checkpoint_format"] == "gptq_v2" else _ONES[bits]  # The first version stores them minus 1.
+    zeros = PackedColumns(found["qzeros"], bits, PLAIN, offset)
+    matrix = Grouped(PackedRows(weight, bits), zeros, scales, size, order)
+    if bits == 8 or size % 2 or order is not None or (zeros[whole(zeros.shape)] != 8).any():
+        return Transposed(matrix)
+    return Transposed(matrix, int4.FORMAT, (1, size), Transposed(PackedRows(weight, 8)), Transposed(scales))
+
+
+def _grouped_parts(
+    files: TensorFiles, base: str, declared: dict[str, Any]
+) -> tuple[dict[str, StoredArray], int, np.ndarray | None]:
+    """Return the parts of a tensor of AutoAWQ or GPTQ, its group size, and the groups of its rows unless in order."""
+    found = {part: files[base + part] for part in _GROUPED if base + part in files}
+    weight, per, size = found["qweight"], 32 // declared["bits"], declared["group_size"]
+    rows, columns = weight.shape if weight.ndim == 2 else (0, 0)
+    depth, width = (rows, columns * per) if declared["quant_method"] == "awq" else (rows * per, columns)
+    size = depth if size == -1 else size
+    groups = -(-depth // size) if size else 0
+    expected: dict[str, Any] = {"qweight": ((np.int32,), (rows, columns)), "scales": (_FLOATS, (groups, width))}
+    expected["qzeros"] = (np.int32,), (groups, width // per)
+    if declared["desc_act"] or "g_idx" in found:
+        expected["g_idx"] = (np.int32,), (depth,)
+    fits = rows * columns and width % per == 0 and _fit(found, expected)
+    order = found["g_idx"][whole((depth,))] if fits and "g_idx" in found else None
+    if not fits or (order is not None and not 0 <= order.min() <= order.max() < groups):
+        raise ValueError(
+            f"Checkpoint: {shown(base)} is stored as {_stored(found)}, expected qweight, qzeros and scales of groups of"
+            f" {size}, and with desc_act a g_idx with numbers of groups, with shapes that fit together; download the"
+            " checkpoint again."
+        )
+    if order is not None and (not order.any() or np.array_equal(order, np.arange(depth) // size)):
+        order = None
+    return found, size, order
+
+
+def _fit(found: dict[str, StoredArray], expected: dict[str, Any]) -> bool:
+    """Return whether the parts of a tensor are those expected, with one of the dtypes and the shape of each."""
+    parts = ((found[part], *expected[part]) for part in expected if part in found)
+    return found.keys() == expected.keys() and all(x.dtype in dtypes and x.shape == shape for x, dtypes, shape in parts)
+
+
+def _stored(found: dict[str, StoredArray]) -> str:
+    return ", ".join(f"{part.removeprefix('_')} {array.dtype}{list(array.shape)}" for part, array in found.items())
 
 
 def plan(files: TensorFiles, parameter: str, stored: Stored, shape: tuple[int, ...], dtype: np.dtype | None) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterable
@@ -12,6 +13,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jax_ep.checkpoints.files import StoredArray
+from jax_ep.formats import Format
 from jax_ep.types import Array
 
 _COPIED_AT_ONCE = 1 << 15
@@ -30,6 +32,36 @@ class Part(NamedTuple):
 
     source: Any
     region: Region
+
+
+@dataclasses.dataclass(frozen=True)
+class Transposed:
+    """A matrix `[N, K]` whose transpose is stored, and is copied by its own rows.
+
+    Attributes:
+      source: the transpose, as a `Part` has it.
+      format: the format of `QuantizedWeights` that has the bits of `values`, or None.
+      block: rows and columns of the matrix that share a scale.
+      values: the packed values of the matrix.
+      scales: the scales of the matrix.
+    """
+
+    source: Any
+    format: Format | None = None
+    block: tuple[int, int] = (1, 1)
+    values: Transposed | None = None
+    scales: Transposed | None = None
+    ndim = 2
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the matrix."""
+        return swapped(self.source.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the matrix."""
+        return self.source.dtype
 
 
 def whole(shape: Iterable[int]) -> Region:
@@ -158,6 +190,8 @@ def _copy(target: np.ndarray, source: Any, region: Region) -> None:
     if target.ndim > 2:
         for i, row in enumerate(range(region[0].start, region[0].stop)):
             _copy(target[i], source[row], region[1:])
+    elif isinstance(source, Transposed):
+        _copy(target.T, source.source, swapped(region))
     elif isinstance(source, StoredArray) and source.dtype == target.dtype and target.flags.c_contiguous:
         source.read_into(target, region)
     elif target.ndim == 0:

@@ -102,6 +102,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         windows = read_windows(args, tokenizer, mesh) if args.train else None
     # Parameter updates are too small for bfloat16.
     decoder = load(console, checkpoint, mesh=mesh, dtype=dtype, param_dtype=jnp.float32 if args.train else dtype)
+    checkpoint.close()
     result: dict[str, Any] = {}
     if windows is not None:
         result["losses"] = fine_tune(console, args, decoder, windows, mesh)

@@ -306,6 +306,24 @@ def test_relative_folder_after_a_change_of_the_current_folder(tmp_path, monkeypa
     assert np.asarray(checkpoint.read("a")).tolist() == [1] * 4
 
 
+def test_close_and_read_again(tmp_path):
+    """Without garbage collection, which also closes files."""
+    save(tmp_path, CONFIG, {}, tensors(1), max_shard_bytes=16)
+    descriptors = Path("/proc/self/fd")
+
+    def num_open():
+        return sum(path.is_symlink() and path.readlink().parent == tmp_path for path in descriptors.iterdir())
+
+    with Checkpoint(tmp_path) as checkpoint:
+        for name in "ab":
+            checkpoint.read(name)
+        assert num_open() == 2
+    assert num_open() == 0
+    assert np.asarray(checkpoint.read("a")).tolist() == [1] * 4 and num_open() == 1
+    checkpoint.close()
+    assert num_open() == 0
+
+
 def test_pickle_opens_the_folder_again(tmp_path):
     save(tmp_path, CONFIG, {}, tensors(1))
     checkpoint = Checkpoint(tmp_path)

@@ -44,7 +44,8 @@ Weights = dict[str, Any]
 class Checkpoint:
     """A checkpoint folder in Hugging Face's format.
 
-    Opening it reads and checks the config, the index and the headers of all files. Tensors are read on request.
+    Opening it reads and checks the config, the index and the headers of all files. Tensors are read on request. Files
+    stay open until `close`, the end of a `with` block, or garbage collection; a later read opens them again.
 
     Args:
       folder: contains `config.json`, and `model.safetensors` or the files of `model.safetensors.index.json`.
@@ -83,6 +84,16 @@ class Checkpoint:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the folder's path; unpickling opens the folder again."""
         return Checkpoint, (self._files.folder,)
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files that were opened for reading."""
+        self._files.close()
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

@@ -267,6 +267,10 @@ class TensorFiles:
         self.names = tuple(self._file_of)
         self.shards = tuple(self._headers)
 
+    def close(self) -> None:
+        """Close the open files; reading opens them again."""
+        self._opened.cache_clear()
+
     def _check_index(self) -> None:
         """Check that the files have the tensors of the index, each in one file."""
         for name, shard in self._file_of.items():

@@ -19,6 +19,7 @@ if os.path.basename("".join(sys.argv[:1])) == "jax-ep" or (sys.argv[:1] == ["-m"
 import importlib
 from types import ModuleType
 
+from jax_ep import lora as lora
 from jax_ep import placement as placement
 from jax_ep import quantization as quantization
 from jax_ep import serving as serving

@@ -21,11 +21,12 @@ from jax_ep.core import check
 from jax_ep.core.balance import WORK
 from jax_ep.core.check import errors_begin_with
 from jax_ep.core.dtypes import FP8
-from jax_ep.core.expert_matrices import QuantizedWeights, merge_columns
+from jax_ep.core.expert_matrices import LoraWeights, QuantizedWeights, base_of, merge_columns
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.mesh_axes import axis_tuple, check_context, check_mesh, vary_alike
 from jax_ep.formats import check_quantized
 from jax_ep.ops import balanced
+from jax_ep.ops.grouped_gemm import checked_lora
 from jax_ep.ops.moe import moe
 from jax_ep.quantization import quantize
 from jax_ep.types import Array, AxisName, Biases, Experts, Topology, type_name
@@ -169,7 +170,8 @@ def sharded_moe(
     Returns:
       `f(x [N, H], topk_idx [N, K], topk_weights [N, K], w_gate_up, w_down [E, I, H], *, biases=None,
       token_mask=None) -> [N, H]` with the shardings of `MeshAxes.specs`; weights may be `QuantizedWeights`; with a
-      master, their parts are split like the master, between blocks of 128. Tokens where `token_mask [N]`, of bool, is
+      master, their parts are split like the master, between blocks of 128. They may be `LoraWeights`, whose adapters
+      are split as their base is, but never along r. Tokens where `token_mask [N]`, of bool, is
       False are ignored, and their rows are zero. Arrays on automatic axes are moved to these shardings. On explicit
       axes a different sharding is an error, because moving data there is the caller's decision
       (`jax.sharding.reshard`).
@@ -213,8 +215,8 @@ def sharded_layer(
         x: Array,
         topk_idx: Array,
         topk_weights: Array,
-        w_gate_up: Array | QuantizedWeights,
-        w_down: Array | QuantizedWeights,
+        w_gate_up: Array | QuantizedWeights | LoraWeights,
+        w_down: Array | QuantizedWeights | LoraWeights,
         *,
         biases: Biases | None = None,
         token_mask: Array | None = None,
@@ -254,7 +256,10 @@ def _check_weights(
     num_shards = _num_shards(mesh, axes.expert_axes)
     check.divisible_experts(_FUNCTION, num_experts, num_shards, axes.expert)
     w_gate_up, w_down, hidden = arrays["w_gate_up"], arrays["w_down"], arrays["x"].shape[1]
-    columns = _columns_of(mesh, axes, num_experts, w_gate_up, w_down)
+    columns = _columns_of(mesh, axes, num_experts, base_of(w_gate_up), base_of(w_down))
+    for name, w in (("w_gate_up", w_gate_up), ("w_down", w_down)):
+        if isinstance(w, LoraWeights):
+            checked_lora(_FUNCTION, name, w, w.base, arrays["x"].dtype)
     if axes.tensor is not None:
         _check_kinds(w_gate_up.shape, w_down.shape, experts)
     check.bias(_FUNCTION, "b_gate_up", arrays["b_gate_up"], (num_experts, *columns))
@@ -326,6 +331,11 @@ def _transposed(spec: P, rank: int) -> P:
 
 def _specs_of_parts(spec: P, argument: Any) -> Any:
     """Return the spec of an argument, or of each of its parts."""
+    if isinstance(argument, LoraWeights):
+        experts, depth, *columns = tuple(spec) + (None,) * (2 - len(spec))
+        has = argument.a is not None
+        a, b = (P(experts, depth), P(experts, None, *columns)) if has else (None, None)
+        return dataclasses.replace(argument, base=_specs_of_parts(spec, argument.base), a=a, b=b)
     if not isinstance(argument, QuantizedWeights):
         return spec
     if argument.master is None:
@@ -337,6 +347,8 @@ def _whole_matrices(arrays: dict[str, Any], specs: MoESpecs, axis: str) -> dict[
     """Gather H of the weights; the transpose adds gradients up into the parts."""
 
     def whole(part: Array, spec: P) -> Array:
+        if axis not in spec:
+            return part
         gather = partial(lax.all_gather, axis_name=axis, axis=tuple(spec).index(axis), tiled=True)
         if part.dtype != FP8:
             return gather(part)

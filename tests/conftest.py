@@ -99,6 +99,7 @@ _LAYERS = {
         *("fused_forward_and_gradients[serial-triton-4]", "fused_capacity"),
         "fused_dispatch_modes[triton-2-serial]",
     ),
+    "lora": ("lora_moe[triton-bfloat16]",),
     "balance": ("balance_bfloat16_copies_in_their_own_array[triton-scatter]",),
     "moe_recipe": ("moe_recipe_capacity", "moe_recipe_fused_moe", "moe_recipe_nan_stays_with_token"),
 }

@@ -109,7 +109,7 @@ LEVELS = [
     {"megakernels"},  # its products alone are those of pallas, where these are faster
     {"ops"},  # loads implementations by name
     {"routing", "quantization", "placement", "tuning"},
-    {"sharding", "serving", "tracing"},
+    {"sharding", "serving", "tracing", "lora"},
     {"flax", "integrations", "checkpoints", "__init__"},  # `__init__` is for users: only tools import it.
     {"tools"},
     {"__main__"},

@@ -18,6 +18,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jax_ep.core.dtypes import FP8, TOKEN_DTYPES
+from jax_ep.core.expert_matrices import LoraWeights
 from jax_ep.core.mesh_axes import axis_size, spread_axes
 from jax_ep.types import (
     Array,
@@ -100,6 +101,11 @@ def array(
 
     Axes that are numbers, or have one in `sizes`, must have that size. The dtype must be one of `dtypes`; None: any.
     """
+    if isinstance(value, LoraWeights):
+        raise TypeError(
+            f"{function}: {name} is LoraWeights, expected weights without adapters here; pass jax_ep.lora.merge(...) of"
+            " them, or call moe, fused_moe, sharded_moe or grouped_gemm."
+        )
     if not isinstance(value, jax.Array | np.ndarray) or isinstance(value, np.ma.MaskedArray):
         raise TypeError(f"{function}: {name} is {type_name(value)}, not an array; pass a JAX or NumPy array {shape}.")
     try:

@@ -62,6 +62,34 @@ class QuantizedWeights:
         return self.layout == "prepacked"
 
 
+@result_type
+@dataclasses.dataclass(frozen=True)
+class LoraWeights:
+    """Frozen expert weights with LoRA adapters: they stand for `base + scale * a @ b` of each expert.
+
+    `moe`, `fused_moe`, `sharded_moe` and `grouped_gemm` take them, and compute `x @ base + scale * (x @ a) @ b` with
+    two thin grouped GEMMs. A pytree. Gradients go to the adapters; that of the base is zero, and is not computed.
+
+    Attributes:
+      base: `[..., E, K, N]` weights in the dtype of the tokens, or `QuantizedWeights` without a master. Rounding of
+        tokens, as their `activations` say, is differentiated as the identity.
+      a: `[..., E, K, r]`, in the dtype of the tokens. None, with b: no adapters, but quantized weights with a gradient
+        of the tokens.
+      b: `[..., E, r, N]` in the dtype of the tokens; `[..., E, r, 2, N]` if gate and up columns have a separate axis.
+      scale: factor of the adapters, such as alpha / r; static.
+    """
+
+    base: Any  # Array, QuantizedWeights, or SplitWeights inside a balanced layer
+    a: Any = None
+    b: Any = None
+    scale: float = dataclasses.field(default=1.0, metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weights: that of the base."""
+        return self.base.shape
+
+
 class SplitWeights(NamedTuple):
     """Expert weights `[L + S, K, N]` in two arrays: those of this rank, and copies of other ranks'; see `Balance`."""
 
@@ -102,10 +130,15 @@ def num_home(w: GemmWeights) -> int:
 class ExpertWeights(NamedTuple):
     """The weights and biases of an expert layer, or of stacked ones, in any form that layers take; see `moe`."""
 
-    w_gate_up: Any  # Array or QuantizedWeights, as w_down
+    w_gate_up: Any  # Array, QuantizedWeights or LoraWeights, as w_down
     w_down: Any
     b_gate_up: Array | None = None
     b_down: Array | None = None
+
+
+def base_of(w: Any) -> Any:
+    """Return the weights under the adapters."""
+    return w.base if isinstance(w, LoraWeights) else w
 
 
 def as_array(w: Array | QuantizedWeights) -> Array | QuantizedWeights:
@@ -126,8 +159,14 @@ def merge_columns(w: Array) -> Array: ...
 def merge_columns(w: QuantizedWeights) -> QuantizedWeights: ...
 
 
-def merge_columns(w: Array | QuantizedWeights) -> Array | QuantizedWeights:
+@overload
+def merge_columns(w: LoraWeights) -> LoraWeights: ...
+
+
+def merge_columns(w: Array | QuantizedWeights | LoraWeights) -> Array | QuantizedWeights | LoraWeights:
     """Reshape `[..., K, 2, N]` to `[..., K, 2 * N]`: all columns of one kind, then those of the other."""
+    if isinstance(w, LoraWeights):
+        return dataclasses.replace(w, base=merge_columns(w.base), b=merge_columns(w.b))
     if not isinstance(w, QuantizedWeights):
         return w.reshape(*w.shape[:-2], -1)
     parts = {name: merge_columns(part) for name in ("master", "values_kn") if (part := getattr(w, name)) is not None}

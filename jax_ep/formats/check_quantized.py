@@ -246,12 +246,12 @@ def gemm_operands(
     return lhs, rhs, group_sizes, check_fp8.row_scales(function, lhs_scales, lhs)
 
 
-def no_fused_gemms(options: Options) -> None:
-    """Check that the schedule asks for no kernel that fuses communication with the GEMM of quantized weights."""
+def no_fused_gemms(options: Options, kind: str = "QuantizedWeights") -> None:
+    """Check that the schedule asks for no kernel that fuses communication with the GEMM of such weights."""
     schedule = options.schedule
     fused = [mode for mode in (schedule.dispatch_mode, schedule.combine_mode) if mode not in (None, "serial")]
     if fused:
         raise ValueError(
-            f"{options.function}: mode={fused[0]!r} with QuantizedWeights, whose GEMMs are separate kernels; leave it"
+            f"{options.function}: mode={fused[0]!r} with {kind}, whose GEMMs are separate kernels; leave it"
             " None in the schedule, or pass weights in the dtype of x."
         )

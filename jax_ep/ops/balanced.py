@@ -355,7 +355,8 @@ def _pull_after(pull: Any, cotangent: Array) -> Tree:
     for earlier in (cotangent, *pull.opaque_residuals):
         copies = known_after(copies, earlier)
     pull.args_res[0] = slots, copies, work
-    return pull(cotangent)[1:]
+    gradients = pull(cotangent)[1:]
+    return jax.tree.map(lambda g: None if g.dtype == jax.dtypes.float0 else g, gradients)  # of integers
 
 
 def _wide(dtype: DTypeLike) -> DTypeLike:
@@ -384,17 +385,22 @@ def _bits_of(w: Array) -> str:
 
 
 class _Form(NamedTuple):
-    """What becomes of weights and their copies: whether they stay in two arrays, and whether anything reads copies."""
+    """What becomes of weights and their copies.
+
+    Whether they stay in two arrays, whether anything reads copies, and whether the weights have a gradient.
+    """
 
     splits: bool
     is_read: bool = True
+    is_trained: bool = True
 
 
 def _form(passes: Passes, field: str, w: Array) -> _Form:
-    """Return the form of a leaf in a field of `ExpertWeights` or `QuantizedWeights`."""
+    """Return the form of a leaf in a field of `ExpertWeights`, `QuantizedWeights` or `LoraWeights`."""
     if field == "master":
         return _Form(passes.splits, is_read=False)
-    return _Form(passes.splits and w.ndim > 2 and field not in _QUANTIZED_FIELDS)
+    is_quantized = field in _QUANTIZED_FIELDS
+    return _Form(passes.splits and w.ndim > 2 and not is_quantized, is_trained=not is_quantized and field != "base")
 
 
 _QUANTIZED_FIELDS = {field.name for field in dataclasses.fields(QuantizedWeights)}
@@ -433,9 +439,12 @@ def _with_copies_backward(
     """Return the gradients of copies to their home, and add them there in at least float32, in a fixed order."""
     found: list[Any] = []
     gradients, _, dx = cotangents
-    for gradient in gradients:
+    for gradient, form in zip(gradients, forms, strict=True):
         if gradient.dtype == jax.dtypes.float0:
             found.append(np.zeros((passes.num_local, *gradient.shape[1:]), jax.dtypes.float0))
+            continue
+        if not form.is_trained:
+            found.append(jnp.zeros_like(joined(gradient)[: passes.num_local]))
             continue
         if not isinstance(gradient, SplitWeights):
             gradient = split(gradient, passes.num_local)

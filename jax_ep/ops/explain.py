@@ -12,6 +12,7 @@ import jax
 from jax_ep.core import check
 from jax_ep.core.facts import Part
 from jax_ep.ops import plan as plans
+from jax_ep.ops import plan_lora
 from jax_ep.ops import plan_serving as serving
 
 _HEADER = ("part", "implementation", "mode", "why not a faster one")
@@ -233,6 +234,29 @@ def _of_quantized_layer(plan: serving.QuantizedLayerPlan) -> Iterator[Row]:
     yield from _quantized(plan.first, "first GEMM")
     yield _row("activation", plan.activation.part)
     yield from _quantized(plan.second, "second GEMM")
+    yield _row("combine", plan.back.combine)
+
+
+def _lora(plan: plan_lora.LoraGemmPlan, name: str) -> Iterator[Row]:
+    base = plan.base
+    yield from [_row(name, base.forward)] if isinstance(base, plans.GemmPlan) else _quantized(base, name)
+    for part, thin in zip("ab", plan.thin or (), strict=False):
+        yield _row(f"{name}: adapter {part}", thin.forward)
+    yield _row(f"{name} transposed (backward)", plan.transposed.backward)
+
+
+@_rows.register
+def _of_lora_gemm(plan: plan_lora.LoraGemmPlan) -> Iterator[Row]:
+    yield from _lora(plan, "GEMM")
+
+
+@_rows.register
+def _of_lora_layer(plan: plan_lora.LoraLayerPlan) -> Iterator[Row]:
+    yield _row("row plan", plan.exchange.handle)
+    yield _row("dispatch", plan.exchange.dispatch)
+    yield from _lora(plan.first, "first GEMM")
+    yield _row("activation", plan.activation.part)
+    yield from _lora(plan.second, "second GEMM")
     yield _row("combine", plan.back.combine)
 
 

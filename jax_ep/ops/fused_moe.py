@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 
 from jax_ep.core import check
 from jax_ep.core.check import operation
-from jax_ep.core.expert_matrices import QuantizedWeights
+from jax_ep.core.expert_matrices import LoraWeights, QuantizedWeights, base_of
 from jax_ep.ops.moe import moe
 from jax_ep.types import Array, Biases, Experts, Schedule
 
@@ -18,8 +18,8 @@ def fused_moe(
     x: Array,
     topk_idx: Array,
     topk_weights: Array,
-    w_gate_up: Array | QuantizedWeights,
-    w_down: Array | QuantizedWeights,
+    w_gate_up: Array | QuantizedWeights | LoraWeights,
+    w_down: Array | QuantizedWeights | LoraWeights,
     *,
     experts: Experts | None = None,
     biases: Biases | None = None,
@@ -34,8 +34,9 @@ def fused_moe(
       x: `[T, H]` tokens.
       topk_idx: `[T, K]` int32 expert ids; -1 is no expert.
       topk_weights: `[T, K]` router weights.
-      w_gate_up: `[E, H, 2 * I]`, or `[E, H, I]` for experts without a gate; or `QuantizedWeights`, see `moe`.
-      w_down: `[E, I, H]`, or `QuantizedWeights`.
+      w_gate_up: `[E, H, 2 * I]`, or `[E, H, I]` for experts without a gate; or `QuantizedWeights` or `LoraWeights`, see
+        `moe`.
+      w_down: `[E, I, H]`, or `QuantizedWeights` or `LoraWeights`.
       experts: see `moe`.
       biases: `(b_gate_up [E, 2 * I], b_down [E, H])`, see `moe`.
       recipe: see `moe`.
@@ -55,9 +56,9 @@ def fused_moe(
       >>> jax_ep.fused_moe(x, idx, weights, jnp.ones((2, 4, 6)), jnp.ones((2, 3, 4))).shape
       (2, 4)
     """
-    name, values = "w_gate_up", w_gate_up
-    if isinstance(w_gate_up, QuantizedWeights):
-        name, values = "w_gate_up.values", w_gate_up.values
+    name, values = "w_gate_up", base_of(w_gate_up)
+    if isinstance(values, QuantizedWeights):
+        name, values = "w_gate_up.values", values.values
     num_experts = check.array("fused_moe", name, values, "[E, ...]").shape[0]
     return moe(
         x,

@@ -1,30 +1,36 @@
 """Grouped GEMM: consecutive groups of rows times one matrix each, and the weight gradient.
 
 Both are closed under differentiation, so gradients of any order exist.
+
+Source: adapters are those of LoRA (arXiv:2106.09685), on quantized weights those of QLoRA (arXiv:2305.14314).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jax_ep import formats
 from jax_ep.core import check, check_fp8
 from jax_ep.core.autodiff import saves_operands
 from jax_ep.core.check import operation
 from jax_ep.core.dtypes import FP8, accumulation_dtype
-from jax_ep.core.expert_matrices import GemmWeights, QuantizedWeights, as_array, num_home
+from jax_ep.core.expert_matrices import GemmWeights, LoraWeights, QuantizedWeights, as_array, num_home
 from jax_ep.core.facts import GemmFacts
 from jax_ep.core.layout import Bias
 from jax_ep.core.mesh_axes import takes_global_arrays, vary_alike
 from jax_ep.formats import check_quantized
 from jax_ep.ops import plan as plans
-from jax_ep.ops import plan_serving, quantized_gemm, registry
+from jax_ep.ops import plan_lora, plan_serving, quantized_gemm, registry
 from jax_ep.ops.plan import FEWEST_COLUMNS, GemmPlan
+from jax_ep.ops.plan_lora import LoraGemmPlan
+from jax_ep.ops.plan_serving import QuantizedGemmPlan
 from jax_ep.types import Array, Options
 
 
@@ -32,7 +38,7 @@ from jax_ep.types import Array, Options
 @takes_global_arrays(keeps_rows=True)
 def grouped_gemm(
     lhs: Array,
-    rhs: Array | QuantizedWeights,
+    rhs: Array | QuantizedWeights | LoraWeights,
     group_sizes: Array,
     *,
     lhs_scales: Array | None = None,
@@ -51,7 +57,8 @@ def grouped_gemm(
     Args:
       lhs: `[M, K]` bfloat16, float16, float32, float64 or float8_e4m3fn.
       rhs: `[G, K, N]` of the same dtype; or `QuantizedWeights`, multiplied in the dtype of lhs or as their
-        `activations` say: with "fp8", lhs may be FP8 already. Then there is no gradient.
+        `activations` say: with "fp8", lhs may be FP8 already. Then there is no gradient. Or `LoraWeights`: then `lhs`,
+        which is not FP8, and the adapters have gradients.
       group_sizes: `[G]` int32, rows of each group; rows past their sum belong to none.
       lhs_scales: `[M, K / 128]` float32 of an FP8 lhs, from `quantize_fp8`; else None.
       preferred_element_type: dtype of the result; None: that of lhs, bfloat16 for FP8.
@@ -80,6 +87,8 @@ def grouped_gemm(
     Source: the scales are those of DeepSeek-V3 (arXiv:2412.19437, section 3.3).
     """
     options = registry.options("grouped_gemm", implementation=implementation)
+    if isinstance(rhs, LoraWeights):
+        return _grouped_gemm_lora(options, lhs, rhs, group_sizes, lhs_scales, preferred_element_type)
     if isinstance(rhs, QuantizedWeights) and rhs.format is None:
         rhs = as_array(check_quantized.weights("grouped_gemm", "rhs", rhs))
     if isinstance(rhs, QuantizedWeights) or lhs_scales is not None or getattr(lhs, "dtype", None) == FP8:
@@ -97,6 +106,35 @@ def grouped_gemm(
     groups, depth, columns = rhs.shape
     facts = GemmFacts(lhs.dtype, lhs.shape[0], depth, columns, groups, out_dtype)
     return multiply(plans.gemm(options, facts), False, out_dtype, *vary_alike((lhs, rhs, group_sizes)))
+
+
+def _grouped_gemm_lora(
+    options: Options, lhs: Array, rhs: LoraWeights, group_sizes: Array, lhs_scales: Any, dtype: DTypeLike | None
+) -> Array:
+    """`grouped_gemm` of arguments that are not checked."""
+    lhs = check.floating(options.function, "lhs", lhs, "[M, K]")
+    base = check_quantized.gemm_operands(options.function, lhs, rhs.base, group_sizes, lhs_scales)
+    lhs, group_sizes = base[0], base[2]
+    w = checked_lora(options.function, "rhs", rhs, as_array(base[1]), lhs.dtype)
+    out_dtype = jnp.dtype(check.result_dtype(options.function, dtype, lhs.dtype))
+    plan = plan_lora.lora_gemm(options, lhs.shape[0], lhs.dtype, w, out_dtype)
+    return multiply_lora(plan, out_dtype, *vary_alike((lhs, w, group_sizes)))
+
+
+def checked_lora(function: str, name: str, w: LoraWeights, base: Any, dtype: DTypeLike) -> LoraWeights:
+    """Return `w` with its checked base `[G, K, ...]`, and adapters of `dtype` that fit it."""
+    if isinstance(w.base, LoraWeights) or (w.a is None) != (w.b is None):
+        raise ValueError(f"{function}: {name} is LoraWeights of LoraWeights, or has one of a and b; pass both or none.")
+    if w.a is None:
+        return dataclasses.replace(w, base=base)
+    groups, depth, *columns = base.shape
+    remedy = "make them with jax_ep.lora.init"
+    a = check.array(function, f"{name}.a", w.a, f"[{groups}, {depth}, r >= 1]", remedy=remedy)
+    shape = ", ".join(map(str, (groups, a.shape[-1], *columns)))
+    b = check.array(function, f"{name}.b", w.b, f"[{shape}]", remedy=remedy)
+    for part, value in (("a", a), ("b", b)):
+        check.same_dtype(function, f"{name}.{part}", value, "the tokens", dtype)
+    return LoraWeights(base, a, b, check.number(function, f"{name}.scale", w.scale))
 
 
 def checked(
@@ -190,3 +228,47 @@ def _weight_gradient_backward(
 
 multiply.defvjp(saves_operands(multiply), _multiply_backward)
 weight_gradient.defvjp(saves_operands(weight_gradient), _weight_gradient_backward)
+
+
+def multiply_lora(plan: LoraGemmPlan, out_dtype: DTypeLike, lhs: Array, w: Any, group_sizes: Array) -> Array:
+    """`[M, K]` rows times the weights of their group, of any kind, to `[M, N]`."""
+    if not isinstance(w, LoraWeights):
+        return multiply(cast(GemmPlan, plan.base), False, out_dtype, lhs, w, group_sizes)
+    y = _frozen(plan, out_dtype, lhs, w.base, group_sizes)
+    if plan.thin is None:
+        return y
+    down, up = plan.thin
+    thin = w.scale * multiply(down, False, lhs.dtype, lhs, w.a, group_sizes)
+    delta = multiply(up, False, out_dtype, thin, w.b, group_sizes)
+    wide = accumulation_dtype(out_dtype)
+    return (y.astype(wide) + delta.astype(wide)).astype(out_dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _frozen(plan: LoraGemmPlan, out_dtype: DTypeLike, lhs: Array, base: Any, group_sizes: Array) -> Array:
+    """Rows times weights that have no gradient."""
+    if isinstance(plan.base, QuantizedGemmPlan):
+        return quantized_gemm.multiply(plan.base, out_dtype, lhs, base, group_sizes)
+    return multiply(plan.base, False, out_dtype, lhs, base, group_sizes)
+
+
+def _frozen_forward(
+    plan: LoraGemmPlan, out_dtype: DTypeLike, lhs: Array, base: Any, group_sizes: Array
+) -> tuple[Array, tuple[Array, Any, Array]]:
+    return _frozen(plan, out_dtype, lhs, base, group_sizes), (lhs[:0], base, group_sizes)
+
+
+def _frozen_backward(
+    plan: LoraGemmPlan, out_dtype: DTypeLike, residuals: tuple[Array, Any, Array], cotangent: Array
+) -> tuple[Array, None, None]:
+    like, base, group_sizes = residuals
+    cotangent, transpose = cotangent.astype(like.dtype), True
+    if isinstance(base, QuantizedWeights):  # after its cotangent is known, so that no pass holds all layers' weights
+        base, cotangent = jax.lax.optimization_barrier((base, cotangent))
+        smooth, transpose = base.smooth, False
+        base = formats.dequantize(base, like.dtype if smooth is None else jnp.float32)
+        base = base if smooth is None else (base / smooth[..., None, :]).astype(like.dtype)
+    return multiply(plan.transposed, transpose, like.dtype, cotangent, base, group_sizes), None, None
+
+
+_frozen.defvjp(_frozen_forward, _frozen_backward)

@@ -18,7 +18,7 @@ from jax_ep.core.autodiff import HIDDEN_NAME, OUTPUT_NAME
 from jax_ep.core.balance import Balance
 from jax_ep.core.check import operation
 from jax_ep.core.dtypes import FP8
-from jax_ep.core.expert_matrices import ExpertWeights, QuantizedWeights, as_array
+from jax_ep.core.expert_matrices import ExpertWeights, LoraWeights, QuantizedWeights, as_array, base_of
 from jax_ep.core.facts import ExchangeFacts, FusedMoEFacts, Part
 from jax_ep.core.layout import add_bias
 from jax_ep.core.mesh_axes import takes_global_arrays, vary_alike
@@ -29,6 +29,8 @@ from jax_ep.ops import (
     gemm_activation,
     hierarchical,
     moe_fp8,
+    moe_lora,
+    plan_lora,
     plan_serving,
     quantized_gemm,
     registry,
@@ -38,7 +40,12 @@ from jax_ep.ops.activation import activate, is_one_pass
 from jax_ep.ops.activation_gemm_combine import bias_of_result, ffn_hidden
 from jax_ep.types import Array, AxisName, Biases, Experts, Handle, Options, Schedule, Topology
 
-type Plan = plans.LayerPlan | tuple[plans.Fp8LayerPlan, plans.Fp8LayerPlan] | plan_serving.QuantizedLayerPlan
+type Plan = (
+    plans.LayerPlan
+    | tuple[plans.Fp8LayerPlan, plans.Fp8LayerPlan]
+    | plan_serving.QuantizedLayerPlan
+    | plan_lora.LoraLayerPlan
+)
 
 
 @operation
@@ -47,8 +54,8 @@ def moe(
     x: Array,
     topk_idx: Array,
     topk_weights: Array,
-    w_gate_up: Array | QuantizedWeights,
-    w_down: Array | QuantizedWeights,
+    w_gate_up: Array | QuantizedWeights | LoraWeights,
+    w_down: Array | QuantizedWeights | LoraWeights,
     *,
     num_experts: int,
     experts: Experts | None = None,
@@ -77,8 +84,9 @@ def moe(
         gate; any number of columns for a custom activation. With `recipe="fp8"` in any floating dtype. Or
         `QuantizedWeights`: those with a master are for `recipe="fp8"`, and their gradient is in `master`. Others are
         for inference and have no gradient; their GEMMs run in the dtype of x, or as their `activations` say. With
-        "fp8", tokens are sent in FP8, too.
-      w_down: `[L, I, H]`, or `QuantizedWeights` of it.
+        "fp8", tokens are sent in FP8, too. Or `LoraWeights`, frozen weights with trained adapters: the GEMMs of such
+        a layer are separate kernels, and quantized weights have a gradient of the tokens.
+      w_down: `[L, I, H]`, or `QuantizedWeights` or `LoraWeights` of it.
       num_experts: E over all ranks.
       experts: what an expert computes, see `Experts`; None: `Experts()`.
       biases: `(b_gate_up [L, 2 * I], b_down [L, H])` of the two GEMMs, or None for one of them; router weights
@@ -211,6 +219,8 @@ def _on_tokens(layer: _Layer, given: exchange.Checked, parts: ExpertWeights, *, 
     (x, weights, handle), parts = exchange.located(whole, given, parts)
     handle = checkpoint_name(handle, HIDDEN_NAME)
     handle = handle if after is None else exchange.later(handle, after)
+    if isinstance(plan, plan_lora.LoraLayerPlan):
+        return moe_lora.run(plan, x, weights, handle, parts)
     if isinstance(plan, plan_serving.QuantizedLayerPlan):
         return _by_quantized(plan, x, weights, handle, parts)
     if isinstance(plan, tuple):
@@ -231,7 +241,8 @@ def _check_experts(
     function = options.function
     num_experts, num_ranks = check.experts(function, num_experts, options.axis)
     num_local, (num_tokens, hidden) = num_experts // num_ranks, shape
-    found = check_quantized.layer_weights(function, hidden, dtype, *parts[:2], num_local, recipe=options.recipe)
+    w_gate_up, w_down = map(base_of, parts[:2])
+    found = check_quantized.layer_weights(function, hidden, dtype, w_gate_up, w_down, num_local, recipe=options.recipe)
     w_gate_up, w_down = map(as_array, found)
     is_quantized = isinstance(w_gate_up, QuantizedWeights)
     columns, intermediate = w_gate_up.shape[2], w_down.shape[1]
@@ -244,13 +255,21 @@ def _check_experts(
         moe_fp8.check_layer(options, experts, b_gate_up, w_down)
     elif is_quantized:
         check_quantized.no_fused_gemms(options)
+    if _has_adapters(parts):
+        w_gate_up, w_down = moe_lora.checked_layer(options, parts, (w_gate_up, w_down), dtype)
     sizes = plans.LayerSizes(columns, intermediate, b_gate_up is not None)
     return experts, sizes, ExpertWeights(w_gate_up, w_down, b_gate_up, b_down)
+
+
+def _has_adapters(parts: ExpertWeights) -> bool:
+    return any(isinstance(w, LoraWeights) for w in parts[:2])
 
 
 def _plan(layer: _Layer, options: Options, facts: ExchangeFacts, parts: ExpertWeights) -> Plan:
     """Resolve the layer of these arguments."""
     w_gate_up, w_down = parts[:2]
+    if _has_adapters(parts):
+        return plan_lora.lora_layer(options, facts, layer.experts, layer.sizes, (w_gate_up, w_down), layer.sum_dtype)
     if options.recipe is not None:
         up, down = (getattr(w, "master", w).dtype for w in (w_gate_up, w_down))
         return plans.fp8_layer(options, facts, layer.experts, layer.sizes, layer.sum_dtype, (up, down))
@@ -263,8 +282,9 @@ def _plan(layer: _Layer, options: Options, facts: ExchangeFacts, parts: ExpertWe
 def _single_launch(layer: _Layer, options: Options, facts: ExchangeFacts, parts: ExpertWeights) -> Part | None:
     """Resolve the kernel that is the whole layer; None: there is none, or several are faster."""
     num_slots = facts.layout.num_tokens * facts.layout.top_k
-    whole = FusedMoEFacts(facts.dtype, layer.experts, num_slots, parts.w_gate_up, parts.w_down)
+    whole = FusedMoEFacts(facts.dtype, layer.experts, num_slots, *map(base_of, parts[:2]))
     others = {"recipe": options.recipe, "wire_dtype": options.wire_dtype, "capacity": layer.capacity}
+    others["LoraWeights"] = _has_adapters(parts) or None
     return plan_serving.single_launch(options, whole, [name for name, value in others.items() if value is not None])
 
 

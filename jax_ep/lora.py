@@ -1,0 +1,97 @@
+"""LoRA adapters for expert weights: low-rank terms that are trained while the weights are frozen."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jax_ep.core import check
+from jax_ep.core.check import errors_begin_with
+from jax_ep.core.dtypes import accumulation_dtype
+from jax_ep.core.expert_matrices import LoraWeights as LoraWeights
+from jax_ep.core.expert_matrices import QuantizedWeights
+from jax_ep.quantization import dequantize
+from jax_ep.types import Array, type_name
+
+__all__ = ["LoraWeights", "init", "merge"]
+
+
+@errors_begin_with("lora.init")
+def init(
+    key: Array, w: Array | QuantizedWeights, rank: int, *, scale: float = 1.0, dtype: DTypeLike | None = None
+) -> LoraWeights:
+    """Give each expert an adapter that changes nothing yet: `a` is random and `b` zero.
+
+    Args:
+      key: of `jax.random`.
+      w: `[..., E, K, N]` weights, or `QuantizedWeights` without a master; or `[..., E, K, 2, N]`, see `MeshAxes`.
+      rank: r, the columns of `a`; a multiple of 8 suits GPUs.
+      scale: factor of the adapters, such as alpha / r.
+      dtype: of the adapters: that of the tokens. None: that of w, or bfloat16 for `QuantizedWeights`.
+
+    Returns:
+      `LoraWeights` with `a [..., E, K, r]`, uniform with variance 2 / K, and `b [..., E, r, N]`.
+
+    Raises:
+      ValueError: w has fewer than three axes or a master, or a rank below 1.
+      TypeError: no array, or a dtype that tokens do not have.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jax_ep
+      >>> from jax_ep import lora
+      >>> w = lora.init(jax.random.key(0), jnp.ones((2, 4, 6)), rank=2)
+      >>> w.a.shape, w.b.shape, jax_ep.grouped_gemm(jnp.ones((1, 4)), w, jnp.array([1, 0]))[0, 0].item()
+      ((2, 4, 2), (2, 2, 6), 4.0)
+
+    Source: LoRA (arXiv:2106.09685, section 4.1).
+    """
+    rank = check.integer("lora.init", "rank", rank)
+    if isinstance(w, QuantizedWeights):
+        own, shape = jnp.dtype(jnp.bfloat16), w.shape
+        if w.master is not None:
+            raise ValueError("lora.init: w has a master, expected frozen weights; quantize without for_training.")
+    else:
+        w = check.floating("lora.init", "w", w, "[..., E, K, N]")
+        own, shape = w.dtype, w.shape
+    kinds = shape[-2:-1] if len(shape) > 3 and shape[-2] in (1, 2) else ()
+    *leading, depth = shape[: -1 - len(kinds)]
+    dtype = check.result_dtype("lora.init", dtype, own, "dtype")
+    a = jax.nn.initializers.he_uniform(batch_axis=tuple(range(len(leading))))(key, (*leading, depth, rank), dtype)
+    b = jnp.zeros((*leading, rank, *kinds, shape[-1]), dtype)
+    return LoraWeights(w, a, b, check.number("lora.init", "scale", scale))
+
+
+@errors_begin_with("lora.merge")
+def merge(w: LoraWeights) -> Array:
+    """Add the adapters to the weights, for inference: all layers take the result.
+
+    Args:
+      w: `LoraWeights` of an array or of `QuantizedWeights`.
+
+    Returns:
+      `[..., E, K, N]`: `base + scale * a @ b`, computed in float32 or wider, in the dtype of the base, or in that of
+      the adapters if the base is quantized. `jax_ep.quantize` quantizes it again.
+
+    Raises:
+      ValueError: parts that do not fit together.
+      TypeError: not `LoraWeights`, or parts that are no arrays.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_ep import lora
+      >>> w = lora.LoraWeights(jnp.ones((2, 4, 6)), jnp.ones((2, 4, 3)), jnp.ones((2, 3, 6)), scale=2.0)
+      >>> lora.merge(w)[0, 0, 0].item()
+      7.0
+    """
+    if not isinstance(w, LoraWeights):
+        raise TypeError(f"lora.merge: w is {type_name(w)}, expected LoraWeights; pass the result of lora.init.")
+    base = w.base
+    if isinstance(base, QuantizedWeights):
+        base = dequantize(base, jnp.float32 if w.a is None else w.a.dtype)
+    if w.a is None:
+        return base
+    wide = accumulation_dtype(base.dtype)
+    b = w.b.reshape(*w.a.shape[:-2], w.a.shape[-1], -1)
+    delta = jnp.matmul(w.a.astype(wide), b.astype(wide), precision="highest").reshape(base.shape)
+    return (base.astype(wide) + w.scale * delta).astype(base.dtype)

@@ -1,12 +1,14 @@
 """`examples/own_triton_kernel.py`: its kernels run in Triton's interpreter, and compile for GPUs."""
 
 import importlib.util
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import harness
 import jax_ep
 import own_triton_kernel as example
 
@@ -104,6 +106,18 @@ def test_triton_call_mistakes(two_ranks, subtests):
     for mistake, kind, words in mistakes:
         with subtests.test(words), pytest.raises(kind, match=words):
             mistake()
+
+
+def test_page_runs_from_an_empty_folder(tmp_path):
+    page = (harness.ROOT / "docs" / "own_kernels.md").read_text()
+    files = zip(
+        ("kernels.py", "layer.py"), re.findall(r"^```text\n(.*?)^```", page, re.DOTALL | re.MULTILINE), strict=True
+    )
+    for name, text in files:
+        (tmp_path / name).write_text(text)
+    flags = "--xla_force_host_platform_device_count=2"
+    done = harness.run_command(*harness.STRICT_PYTHON, "layer.py", cwd=tmp_path, XLA_FLAGS=flags)
+    assert done.returncode == 0, done.stderr
 
 
 def test_triton_call_without_interpreter():

@@ -1,5 +1,7 @@
 """Uploads to a hub that is a fake of huggingface_hub's client: what one commit has, and what stops it beforehand."""
 
+import functools
+import inspect
 import json
 import shutil
 import sys
@@ -49,8 +51,15 @@ class FakeApi:
 
 @pytest.fixture
 def api(monkeypatch):
-    fake = FakeApi()
-    monkeypatch.setattr(hub, "HfApi", lambda: fake)
+    fake, real = FakeApi(), hub.HfApi
+
+    def call(name, *args, **options):
+        inspect.signature(getattr(real, name)).bind(None, *args, **options)
+        return getattr(fake, name)(*args, **options)
+
+    methods = ("create_repo", "repo_info", "create_commit")
+    client = types.SimpleNamespace(**{name: functools.partial(call, name) for name in methods})
+    monkeypatch.setattr(hub, "HfApi", lambda: client)
     monkeypatch.setattr(hub, "get_token", lambda: "hf_token")
     return fake
 

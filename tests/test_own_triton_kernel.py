@@ -91,11 +91,32 @@ def test_triton_call_under_transformations(two_ranks, rng):
     np.testing.assert_allclose(pair, want[0], rtol=1e-5, atol=1e-6)
 
 
+def test_triton_call_on_one_device(two_ranks, rng):
+    """A kernel without the heap waits for no other device, as on GPUs."""
+    x = jnp.asarray(rng.standard_normal((4, 12)), jnp.float32)
+
+    def per_rank(x):
+        return jax.lax.cond(jax.lax.axis_index("expert") == 0, call, lambda x: x[:, :6], x)
+
+    got = jax.jit(jax.shard_map(per_rank, mesh=two_ranks, in_specs=jax.P("expert"), out_specs=jax.P("expert")))(x)
+    want = np.concatenate([jax.nn.silu(x[:2, :6]) * x[:2, 6:], x[2:, :6]])
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
 def test_triton_call_mistakes(two_ranks, subtests):
     x, shape = jnp.ones((2, 4)), jax.ShapeDtypeStruct((2, 2), jnp.float32)
     mistakes = [
         (lambda: call(x, out_shape=(shape, shape)), ValueError, "takes the pointers .* 4 operands and 2 results"),
+        (lambda: call(x, out_shape=()), ValueError, "4 operands and 0 results; .* at least one result"),
+        (lambda: jax_ep.triton_call(learned_swish.activate, x, out_shape=shape, grid=1), ValueError, "nts .'INNER'"),
         (lambda: call(x, out_shape=3), TypeError, "out_shape contains an int, expected jax.ShapeDtypeStruct"),
+        (lambda: call(x, out_shape=jax.ShapeDtypeStruct((-1,), jnp.float32)), ValueError, "size in out_shape=-1, exp"),
+        (lambda: call(x, out_shape=jax.ShapeDtypeStruct((1,), np.float64)), TypeError, "dtype float64, .* 32 bits"),
+        (lambda: call(x, BLOCK=jnp.int32(16)), TypeError, "constant BLOCK is an array, expected a static value"),
+        (lambda: call(x, num_warps=3), ValueError, "num_warps=3, expected a power of two"),
+        (lambda: call(x, num_warps=64), ValueError, "num_warps=64, expected a number from 1 to 32"),
+        (lambda: call(x, max_registers=256), ValueError, "max_registers=256, expected a number from 16 to 255"),
+        (lambda: call(jax.random.split(jax.random.key(0), (2, 4))), TypeError, "operand 0: Cannot interpret 'key"),
         (lambda: call(x, grid=0), ValueError, "grid=0, expected"),
         (lambda: call(x, WIDTH=3), TypeError, r"no parameters \['WIDTH'\], only"),
         (lambda: call(x.astype(jnp.complex64)), TypeError, "operand 0: kernels do not support arrays of complex64"),
@@ -118,6 +139,36 @@ def test_page_runs_from_an_empty_folder(tmp_path):
     flags = "--xla_force_host_platform_device_count=2"
     done = harness.run_command(*harness.STRICT_PYTHON, "layer.py", cwd=tmp_path, XLA_FLAGS=flags)
     assert done.returncode == 0, done.stderr
+
+
+def test_triton_call_wrapped_kernels(two_ranks):
+    """The interpreter finds a kernel by its name: another kernel of that name would run instead."""
+    import triton
+
+    body, shape = learned_swish.activate, jax.ShapeDtypeStruct((1,), jnp.float32)
+    with pytest.raises(ValueError, match=r"activate of .* is another object than this kernel"):
+        jax_ep.triton_call(triton.jit(body.fn), *(jnp.ones(1),) * 4, out_shape=shape, grid=1, INNER=1, BLOCK=16)
+    tuned = triton.autotune([triton.Config({"BLOCK": 16})], key=["INNER"])(body)
+    with pytest.raises(TypeError, match=r"kernel is an Autotuner, expected a function decorated by triton.jit"):
+        jax_ep.triton_call(tuned, jnp.ones(1), out_shape=shape, grid=1)
+
+
+def test_triton_call_numpy_constants(two_ranks, rng):
+    x = jnp.asarray(rng.standard_normal((2, 12)), jnp.float32)
+    np.testing.assert_array_equal(call(x, INNER=np.int64(6), BLOCK=np.int32(16)), call(x))
+
+
+def test_compilations_of_equal_constants():
+    """Constants of different types or signs are different kernels, although Python counts them as equal."""
+    from jax_ep.core.kernel import Config, Kernel
+    from jax_ep.megakernels.compile import Parameter, compile_kernel
+
+    kernel, parameters = Kernel(learned_swish.activate), (Parameter(np.dtype(np.float32)),) * 5
+    one, *others = (
+        [compile_kernel(kernel, parameters, Config(1, 4), {"INNER": 96, "BLOCK": value}, 90) for value in values]
+        for values in ((0.0, -0.0, 0, False), (0.0,))
+    )
+    assert len(set(one)) == 4 and others[0][0] == one[0]
 
 
 def test_triton_call_without_interpreter():

@@ -2,7 +2,8 @@
 
 `call` corresponds to `jax_ep.ffi.launch_kernel` on a GPU. XLA's CPU runtime runs independent calls of a device in any
 order, different on each device, but communication kernels need one order, which a GPU's stream gives them. So a launch
-starts when all devices of the mesh have reached it (pool.py).
+on the symmetric heap starts when all devices of the mesh have reached it (pool.py). Other launches start at once: each
+wait holds one of XLA's few threads.
 
 `jax.pure_callback` does not work here, for two reasons. It copies operands on XLA's own threads, which may all be
 waiting in callbacks. And it creates one callback per trace, but launches are identified by their place in the compiled
@@ -146,7 +147,7 @@ def call(
     `config` only `num_programs` matters: programs run one after another. Unwritten bytes of results are 0xFF.
     """
     _number_devices()
-    shapes = flat_arrays(results)
+    mesh_size, shapes = _mesh_size(), flat_arrays(results)
     outputs = _interpret_p.bind(
         ffi.pointer_table(_DEVICE_NUMBERS, 1),
         *flat_arrays(operands),
@@ -159,7 +160,7 @@ def call(
         num_programs=config.num_programs,
         constants=tuple(sorted(constants.items())),
         written=tuple(written.items()),
-        num_devices=_mesh_size(),
+        num_devices=mesh_size if kernel.operation else 1,
     )
     return tuple(_from_words(x, shape) for x, shape in zip(outputs, shapes, strict=True))
 
@@ -175,7 +176,7 @@ def _from_words(x: Array, result: jax.ShapeDtypeStruct) -> Array:
 
 
 def _mesh_size() -> int:
-    """Return how many devices of this process run this call together."""
+    """Return how many devices of this process run this call."""
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.manual_axes:
         return 1

@@ -174,7 +174,7 @@ class Pool:
         """
         if worker >= self.num_workers or group_size > self.num_workers:
             raise RuntimeError(
-                f"kernel {launch.function}: device {worker}, of a mesh of {group_size} devices, but the interpreter"
+                f"kernel {launch.function}: device {worker}, in a launch of {group_size} devices, but the interpreter"
                 f" pool has {self.num_workers} workers; it needs one per device."
             )
         with self._condition:

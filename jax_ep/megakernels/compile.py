@@ -86,6 +86,7 @@ class Compilation:
       constants: `tl.constexpr` parameters by their names, each hashable, and None for arrays that the kernel does
         without.
       capability: compute capability of the devices.
+      exact: the constants as text, in which 1, 1.0 and True differ, and 0.0 and -0.0.
     """
 
     kernel: Kernel
@@ -93,6 +94,7 @@ class Compilation:
     config: Config
     constants: tuple[tuple[str, object], ...]
     capability: int
+    exact: str
 
     def result(self) -> Compiled:
         """Wait for the result, or raise the error of the compiler."""
@@ -116,7 +118,8 @@ def compile_kernel(
 ) -> Compilation:
     """Begins to compile a kernel; the arguments are those of a `Compilation`."""
     config = dataclasses.replace(config, num_programs=0)
-    compilation = Compilation(kernel, parameters, config, tuple(sorted(constants.items())), capability)
+    values = tuple(sorted(constants.items()))
+    compilation = Compilation(kernel, parameters, config, values, capability, repr(values))
     compilation.begin()
     return compilation
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ _kernels: dict[int, Kernel] = {}  # by the identity of the function: programs sh
 
 def triton_call(
     kernel: Any,
+    /,
     *operands: Array,
     out_shape: Any,
     grid: int,
@@ -32,8 +34,9 @@ def triton_call(
 ) -> Any:
     """Run a Triton kernel on the arrays of one device; works under `jit`, `shard_map`, `scan` and `vmap`.
 
-    The parameters of the kernel that `constants` does not name are pointers: one per operand, then one per result.
-    Results are not initialized, and operands must not be written. Numbers are constants, or arrays of one element.
+    The parameters of the kernel that have no default, and that `constants` does not name, are pointers: one per
+    operand, then one per result. Results are not initialized, and operands must not be written. Numbers are constants,
+    or arrays of one element.
     The kernel is compiled by Triton on NVIDIA GPUs. On CPU devices it runs in Triton's interpreter, for tests, after
     `jax_ep.init(mesh, transport="shared_memory")`. There is no gradient: combine two kernels by `jax.custom_vjp`.
 
@@ -42,17 +45,18 @@ def triton_call(
       *operands: arrays; all addresses are multiples of 16 bytes.
       out_shape: a pytree of `jax.ShapeDtypeStruct`, the results.
       grid: number of programs, `tl.num_programs(0)`.
-      num_warps: warps per program, a power of two.
+      num_warps: warps per program, a power of two up to 32.
       num_stages: depth of software pipelining.
-      max_registers: register limit per thread; None lets the compiler decide.
-      **constants: the kernel's `tl.constexpr` parameters, by name.
+      max_registers: register limit per thread, 16 to 255; None lets the compiler decide.
+      **constants: the kernel's `tl.constexpr` parameters, by name: static, hashable values.
 
     Returns:
       Arrays in the structure of `out_shape`, which vary over the mesh axes over which an operand does.
 
     Raises:
-      TypeError: no Triton kernel, no arrays, an unsupported dtype, or a gradient.
-      ValueError: the number of operands and results does not fit the kernel's parameters; a number out of range.
+      TypeError: no Triton kernel, no arrays, an unsupported dtype, a constant that is not static, or a gradient.
+      ValueError: the number of operands and results does not fit the kernel's parameters; a number out of range; on CPU
+        devices, a kernel that is not a global of its file.
       NotImplementedError: a platform without Triton.
 
     Example:
@@ -64,14 +68,16 @@ def triton_call(
     arrays = [_array(i, operand) for i, operand in enumerate(operands)]
     results, structure = jax.tree.flatten(out_shape)
     results = [_result(result) for result in results]
-    described = _kernel(kernel, len(arrays), len(results), constants)
+    described, constants = _kernel(kernel, len(arrays), len(results), constants)
     config = Config(
         check.integer(_NAME, "grid", grid),
-        check.integer(_NAME, "num_warps", num_warps),
-        check.integer(_NAME, "num_stages", num_stages),
-        None if max_registers is None else check.integer(_NAME, "max_registers", max_registers),
+        check.integer(_NAME, "num_warps", num_warps, most=32),
+        check.integer(_NAME, "num_stages", num_stages, most=64),
+        None if max_registers is None else check.integer(_NAME, "max_registers", max_registers, least=16, most=255),
     )
-    _check_platform()
+    if config.num_warps & (config.num_warps - 1):
+        raise ValueError(f"{_NAME}: num_warps={num_warps}, expected a power of two; pass 4, for example.")
+    _check_platform(kernel)
     from jax_ep.megakernels.launch import launch  # imports Triton
 
     def run(*arrays: Array) -> tuple[Array, ...]:
@@ -88,50 +94,75 @@ def _array(number: int, operand: Any) -> Array:
         raise TypeError(
             f"{_NAME}: operand {number} is {type_name(operand)}, expected an array; pass numbers as keyword constants."
         )
-    _check_dtype(f"operand {number}", np.dtype(operand.dtype))
+    _check_dtype(f"operand {number}", operand.dtype)
     return jnp.asarray(operand)
 
 
 def _result(result: Any) -> jax.ShapeDtypeStruct:
-    if not hasattr(result, "shape") or not hasattr(result, "dtype"):
+    if not isinstance(getattr(result, "shape", None), tuple) or not hasattr(result, "dtype"):
         raise TypeError(
             f"{_NAME}: out_shape contains {type_name(result)}, expected jax.ShapeDtypeStruct; pass"
             " jax.ShapeDtypeStruct(shape, dtype), or a pytree of them."
         )
-    _check_dtype("a result", np.dtype(result.dtype))
-    return jax.ShapeDtypeStruct(tuple(result.shape), result.dtype)
-
-
-def _check_dtype(what: str, dtype: np.dtype) -> None:
-    try:
-        element_type(dtype)
-    except TypeError as error:
-        raise TypeError(f"{_NAME}: {what}: {error}.") from None
-
-
-def _kernel(kernel: Any, num_operands: int, num_results: int, constants: dict[str, Any]) -> Kernel:
-    """Describe a kernel, and check that its parameters fit the call."""
-    names = getattr(kernel, "arg_names", None)
-    if names is None or not hasattr(kernel, "fn"):
+    dtype = _check_dtype("a result", result.dtype)
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise TypeError(
-            f"{_NAME}: kernel is {type_name(kernel)}, expected a function decorated by triton.jit; decorate it, and"
-            " pass it without a grid in brackets."
+            f"{_NAME}: a result has dtype {dtype}, expected one of at most 32 bits; pass one, or set jax_enable_x64."
+        )
+    shape = (check.integer(_NAME, "a size in out_shape", size, least=0, most=2**63 - 1) for size in result.shape)
+    return jax.ShapeDtypeStruct(tuple(shape), dtype)
+
+
+def _check_dtype(what: str, dtype: Any) -> np.dtype:
+    try:
+        found = np.dtype(dtype)
+        element_type(found)
+    except TypeError as error:
+        raise TypeError(f"{_NAME}: {what}: {str(error).rstrip('.')}.") from None
+    return found
+
+
+def _kernel(
+    kernel: Any, num_operands: int, num_results: int, constants: dict[str, Any]
+) -> tuple[Kernel, dict[str, Any]]:
+    """Describe a kernel with all its constants, and check that its parameters fit the call."""
+    names = getattr(kernel, "arg_names", None)
+    if names is None or not inspect.isfunction(getattr(kernel, "fn", None)):
+        raise TypeError(
+            f"{_NAME}: kernel is {type_name(kernel)}, expected a function decorated by triton.jit; decorate it by this"
+            " alone, and pass it without a grid in brackets."
         )
     unknown = sorted(constants.keys() - set(names))
     if unknown:
         raise TypeError(f"{_NAME}: {kernel.__name__} has no parameters {unknown}, only {list(names)}; leave them out.")
+    parameters = inspect.signature(kernel.fn).parameters
+    defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+    constants = {name: _constant(name, value) for name, value in (defaults | constants).items()}
     pointers = [name for name in names if name not in constants]
-    if len(pointers) != num_operands + num_results:
+    numbers = [name for name in pointers if "constexpr" in str(parameters[name].annotation)]
+    if numbers or len(pointers) != num_operands + num_results or not num_results:
         raise ValueError(
-            f"{_NAME}: {kernel.__name__} takes the pointers {pointers}, but there are {num_operands} operands and"
-            f" {num_results} results; pass one of either for each, and every other parameter by name."
+            f"{_NAME}: {kernel.__name__} takes the pointers {[name for name in pointers if name not in numbers]} and"
+            f" the constants {numbers}, but there are {num_operands} operands and {num_results} results; pass one"
+            " of either for each pointer, at least one result, and constants by name."
         )
     if "<" in inspect.getfile(kernel.fn):
         raise ValueError(f"{_NAME}: {kernel.__name__} is not in a file, from which Triton reads it; move it to one.")
-    return _kernels.setdefault(id(kernel), Kernel(kernel))
+    return _kernels.setdefault(id(kernel), Kernel(kernel)), constants
 
 
-def _check_platform() -> None:
+def _constant(name: str, value: Any) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        raise TypeError(
+            f"{_NAME}: the constant {name} is {type_name(value)}, expected a static value; pass a number, or an array"
+            " as an operand."
+        ) from None
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _check_platform(kernel: Any) -> None:
     on = platform()
     if on == "cpu" and context.transport() != "shared_memory":
         raise NotImplementedError(
@@ -140,3 +171,9 @@ def _check_platform() -> None:
         )
     if on not in ("cpu", "gpu"):
         raise NotImplementedError(f"{_NAME}: the platform is {on}, expected NVIDIA GPUs; use plain JAX here.")
+    name, module = kernel.__name__, sys.modules.get(kernel.fn.__module__)
+    if on == "cpu" and getattr(module, name, None) is not kernel:
+        raise ValueError(
+            f"{_NAME}: {name} of {kernel.fn.__module__} is another object than this kernel, and Triton's interpreter"
+            " finds kernels by name; define the kernel at the top level of its file, under a name of its own."
+        )

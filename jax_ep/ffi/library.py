@@ -9,6 +9,7 @@ import enum
 import functools
 import hashlib
 import importlib.metadata
+import operator
 import re
 import sys
 import threading
@@ -170,9 +171,22 @@ def xla_api_version() -> int | None:
     return int(parts["MAJOR"]) * 1000 + int(parts["MINOR"]) if len(parts) == 2 else None
 
 
+def _exact(wrapping: type, bits: int) -> type:
+    """Return a ctypes integer that raises an error for a number of more bits, which ctypes would wrap."""
+
+    def from_param(cls: Any, value: Any) -> Any:
+        number = operator.index(value)
+        if not -1 << bits - 1 <= number < 1 << bits - 1:
+            raise OverflowError(f"{number} does not fit in {bits} bits")
+        return cls(number)
+
+    return type(f"Exact{bits}", (wrapping,), {"from_param": classmethod(from_param)})
+
+
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     """Declare the C signature of every function of csrc/abi.h."""
     i32, i64, pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
+    exact = {i32: _exact(i32, 32), i64: _exact(i64, 64)}
     signatures: dict[str, tuple[type, list[type]]] = {
         "jax_ep_ffi_stamp": (ctypes.c_char_p, []),
         "jax_ep_last_error": (ctypes.c_char_p, []),
@@ -193,7 +207,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
+        function.restype, function.argtypes = result, [exact.get(kind, kind) for kind in arguments]
     return library
 
 

@@ -1,5 +1,6 @@
 """The custom call `pointer_table`: every device gets its own table, under every transformation."""
 
+import ctypes
 import functools
 import itertools
 import shutil
@@ -206,6 +207,19 @@ def test_table_empty(entries):
 def test_table_numbers_beyond_64_bits(arguments):
     with pytest.raises(OverflowError):
         ffi.register_table(arguments[0], jax.devices()[0], *arguments[1:])
+
+
+@pytest.mark.parametrize(
+    "call", [ffi.hide_table, ffi.unregister_table, ffi.unregister_status], ids=lambda f: f.__name__
+)
+def test_ids_beyond_64_bits(call):
+    """An id that ctypes would wrap does not name the table of another id."""
+    table_id = new_id()
+    ffi.register_table(table_id, jax.devices()[0], [1, 2])
+    for wrong in (table_id + 2**64, table_id - 2**64, float(table_id)):
+        with pytest.raises(ctypes.ArgumentError, match=r"does not fit in 64 bits|cannot be interpreted as an integer"):
+            call(wrong)
+    assert np.asarray(jax.jit(lambda: ffi.pointer_table(table_id, 2))()).tolist() == [1, 2]
 
 
 def test_table_registered_while_programs_run(table_id):

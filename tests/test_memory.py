@@ -207,5 +207,8 @@ def test_doctor_plan(capsys):
     }.items():
         assert __main__.main([*arguments, *wrong]) == 2
         assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        __main__.main(["doctor", "--plan", "tiny", "--layers", "1000"])
+    assert "argument --layers: '1000', expected an integer from 1 to 64" in capsys.readouterr().err
     assert __main__.main(["doctor", "--layers", "2"]) == 2
     assert "--layers: expected --plan MODEL with it" in capsys.readouterr().err

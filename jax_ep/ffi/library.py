@@ -186,7 +186,7 @@ def _exact(wrapping: type, bits: int) -> type:
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     """Declare the C signature of every function of csrc/abi.h."""
     i32, i64, pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
-    exact = {i32: _exact(i32, 32), i64: _exact(i64, 64)}
+    exact: dict[type, type] = {i32: _exact(i32, 32), i64: _exact(i64, 64)}
     signatures: dict[str, tuple[type, list[type]]] = {
         "jax_ep_ffi_stamp": (ctypes.c_char_p, []),
         "jax_ep_last_error": (ctypes.c_char_p, []),

@@ -27,6 +27,7 @@ from jax_ep.core.json_files import cut
 _CLOSED_PIPE = 128 + signal.SIGPIPE
 _LONGEST = 300
 _MOST = 2**31 - 1
+_MOST_LAYERS = 64  # no model here has more
 
 
 class Parser(argparse.ArgumentParser):
@@ -92,11 +93,16 @@ def fill_in(args: argparse.Namespace, *, quick: bool) -> None:
             setattr(args, name, value.quick if quick else value.full)
 
 
-def count(text: str, least: int = 1) -> int:
+def count(text: str, least: int = 1, most: int = _MOST) -> int:
     """Parse a positive number."""
-    if not (text.isascii() and text.isdecimal() and len(text) < 20 and least <= int(text) <= _MOST):
-        raise argparse.ArgumentTypeError(f"{cut(repr(text), 40)}, expected an integer from {least} to {_MOST}")
+    if not (text.isascii() and text.isdecimal() and len(text) < 20 and least <= int(text) <= most):
+        raise argparse.ArgumentTypeError(f"{cut(repr(text), 40)}, expected an integer from {least} to {most}")
     return int(text)
+
+
+def layer_count(text: str) -> int:
+    """Parse a number of layers. XLA compiles each of them, 100 in minutes."""
+    return count(text, most=_MOST_LAYERS)
 
 
 def count_or_zero(text: str) -> int:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep import context
-from jax_ep.tools.command import count, in_one_line, versions
+from jax_ep.tools.command import count, in_one_line, layer_count, versions
 
 if TYPE_CHECKING:
     from jax_ep.ops.memory import MemoryPlan
@@ -288,7 +288,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     plan = parser.add_argument_group("memory", "with --plan MODEL: the memory of a training step of jax-ep bench train")
     plan.add_argument("--plan", metavar="MODEL", help="print the bytes on each device, such as of qwen3-30b")
-    plan.add_argument("--layers", type=count, help="default: all layers of the model; compile time grows with them")
+    plan.add_argument("--layers", type=layer_count, help="default: all of the model; XLA compiles each, 64 at most")
     plan.add_argument("--tokens", type=count, help="per device and step (default: 16384)")
     plan.add_argument("--length", type=count, help="tokens of a text (default: 1024)")
     plan.add_argument("--devices", type=count, help="default: all; on a machine without GPUs, virtual CPU devices")

@@ -41,7 +41,7 @@ from jax_ep import Experts as ExpertFunction
 from jax_ep.sharding import sharded_moe
 from jax_ep.tools.benchmark import baselines, harness, inputs, profiler
 from jax_ep.tools.benchmark.harness import Report, Timing
-from jax_ep.tools.command import Default
+from jax_ep.tools.command import Default, layer_count
 
 Array = jax.Array
 type Params = dict[str, Any]
@@ -371,7 +371,7 @@ def options(prog: str | None = None) -> argparse.ArgumentParser:
     parser = harness.parser(__doc__, "train", prog=prog, rounds=5)
     add = parser.add_argument
     add("--model", choices=ARCHITECTURES, default=Default("qwen3-30b", "tiny"), help="default: %(default)s")
-    add("--layers", type=int, default=Default(4, 2), help="default: %(default)s")
+    add("--layers", type=layer_count, default=Default(4, 2), help="default: %(default)s")
     add("--tokens", type=int, default=Default(16384, 64), help="per GPU and step (default: %(default)s)")
     add("--length", type=int, default=Default(1024, 32), help="tokens of a text (default: %(default)s)")
     add(

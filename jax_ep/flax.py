@@ -7,9 +7,7 @@ meshes with automatic and with explicit axes. Without any mesh it runs on one de
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -18,13 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jax_ep.core import check
+from jax_ep import lora
+from jax_ep.core import check, check_router
 from jax_ep.core.activations import activate_tokens
 from jax_ep.core.balance import Balance
 from jax_ep.core.check import errors_begin_with
-from jax_ep.core.dtypes import TOKEN_DTYPES
-from jax_ep.core.expert_matrices import ExpertWeights, QuantizedWeights, merge_columns
-from jax_ep.core.mesh_axes import check_context, rearrange
+from jax_ep.core.expert_matrices import ExpertWeights, LoraWeights, QuantizedWeights, base_of, merge_columns
+from jax_ep.core.mesh_axes import check_context, rearrange, warn_of_no_mesh
 from jax_ep.core.router import Router
 from jax_ep.core.router import SharedExperts as SharedExperts
 from jax_ep.ops import registry
@@ -33,8 +31,16 @@ from jax_ep.ops.fused_moe import fused_moe
 from jax_ep.quantization import quantize
 from jax_ep.routing import MoEMetrics, Routed, RouterWeights, count_dropped, route, update_router_bias
 from jax_ep.serving import LOW_LATENCY_TOKENS, serve, serving_weights
-from jax_ep.sharding import MeshAxes, check_blocks_per_rank, quantize_per_device, run_sharded, sharded_layer
-from jax_ep.types import AxisName, Experts, Routing, Schedule, Topology, type_name
+from jax_ep.sharding import (
+    MeshAxes,
+    check_blocks_per_rank,
+    quantize_per_device,
+    ranks_on,
+    run_sharded,
+    sharded_layer,
+    specs_of_parts,
+)
+from jax_ep.types import AxisName, Experts, Routing, Schedule, Topology
 
 try:
     from flax import nnx
@@ -47,6 +53,7 @@ Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 EXPERT_INIT = nnx.initializers.lecun_normal(batch_axis=(0,))
 DENSE_INIT = nnx.initializers.lecun_normal()
 ZEROS_INIT = nnx.initializers.zeros_init()
+_ADAPTERS = ("w_gate_up_lora_a", "w_gate_up_lora_b", "w_down_lora_a", "w_down_lora_b")
 _LAUNCHES = ("dispatch_mode", "combine_mode")
 
 
@@ -59,17 +66,18 @@ class ServingArray(nnx.Variable):
 
 
 class _Maker(NamedTuple):
-    """Function that makes parameters and places them by their partition specs."""
+    """Function that makes parameters of one kind and places them by their partition specs."""
 
     rngs: nnx.Rngs
     mesh: jax.sharding.Mesh | None
     eager_sharding: bool
+    kind: type[nnx.Param] = nnx.Param
 
     def __call__(self, init: nnx.Initializer, shape: tuple[int, ...], spec: PartitionSpec, dtype: Any) -> nnx.Param:
         """Make a parameter. Without a mesh it keeps its spec as metadata, so that a later jit can place it."""
         where: dict[str, Any] = {} if self.mesh is None else {"mesh": self.mesh}
         value = init(self.rngs.params(), shape, dtype)
-        return nnx.Param(value, out_sharding=tuple(spec), eager_sharding=self.eager_sharding, **where)
+        return self.kind(value, out_sharding=tuple(spec), eager_sharding=self.eager_sharding, **where)
 
 
 class MoE(nnx.Module):
@@ -137,21 +145,22 @@ class MoE(nnx.Module):
         )
         check.instance("MoE", "rngs", rngs, nnx.Rngs, "an nnx.Rngs")
         self.hidden_size, self.num_experts, self.num_experts_per_tok = hidden_size, num_experts, num_experts_per_tok
-        self.router_options, self.router_fn = _checked_router(router)
+        self.router_options, self.router_fn = check_router.router_or_callable(router)
         self.axes, self.mesh = _checked_axes(axes), mesh
-        self.experts, self.recipe = _checked_experts(experts, self.axes), check.recipe("MoE", recipe)
+        self.experts, self.recipe = check.layer_experts("MoE", experts, self.axes.tensor), check.recipe("MoE", recipe)
         check_balance("MoE", balance, self.axes.expert, capacity)
         self.capacity, self.balance = capacity, balance
         self.dtype, self.preferred_element_type = dtype, preferred_element_type
         options = registry.options("MoE", (), implementation, schedule)
         self.schedule, self.implementation = schedule, options.implementation
         self._check_sizes(intermediate_size, shared_experts)
-        _check_dtypes(dtype=dtype, param_dtype=param_dtype, preferred_element_type=preferred_element_type)
+        check_router.layer_dtypes(dtype=dtype, param_dtype=param_dtype, preferred_element_type=preferred_element_type)
         make = _Maker(rngs, mesh, self._active_mesh() is not None)
         self._make_router(make)
         self._make_experts(make, kernel_init, intermediate_size, param_dtype, use_bias)
         self._make_shared_experts(make, shared_experts, intermediate_size, param_dtype)
         self.serving_arrays, self.serving_tree = nnx.List[ServingArray]([]), None
+        self.lora_scale: float | None = None
 
     def _check_sizes(self, intermediate_size: int, shared_experts: Any) -> None:
         check.integer("MoE", "intermediate_size", intermediate_size)
@@ -246,7 +255,7 @@ class MoE(nnx.Module):
             topk_idx = check.replayed_ids("MoE", topk_idx, shape, num_experts, self.router_fn is not None)
         mesh = self._active_mesh()
         if mesh is None and jax.device_count() > 1:
-            _warn_of_no_mesh()
+            warn_of_no_mesh()
         tokens, weights = x.astype(self.dtype), self._served() if weights is None else weights
         if mesh is None:
             y, metrics = self._on_one_device(tokens, token_mask, topk_idx, weights)
@@ -298,8 +307,39 @@ class MoE(nnx.Module):
                 "jax_ep.sharding.MeshAxes(...) with axes of that mesh."
             )
         check_context("MoE", mesh, axes)
-        check.divisible_experts("MoE", self.num_experts, _size(mesh, self.axes.expert_axes), self.axes.expert)
+        check.divisible_experts("MoE", self.num_experts, ranks_on(mesh, self.axes.expert_axes), self.axes.expert)
         return mesh
+
+    @errors_begin_with("MoE")
+    def add_lora(self, rank: int, *, scale: float = 1.0, rngs: nnx.Rngs) -> None:
+        """Give the experts new adapters and freeze their weights, also those of a layer made by `to_serving`.
+
+        The adapters, see `jax_ep.lora.init`, are `nnx.LoRAParam`s in float32 under the names that qwix gives them, such
+        as `w_down_lora_a`. Freeze the router with `nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))`.
+        """
+        check.instance("MoE", "rngs", rngs, nnx.Rngs, "an nnx.Rngs")
+        make = _Maker(rngs, self.mesh, self._active_mesh() is not None, nnx.LoRAParam)
+        weights, specs = self._served() or ExpertWeights(**self._parameters()), self._expert_axes().specs
+        for name in ("w_gate_up", "w_down"):
+            found = lora.init(rngs.params(), getattr(weights, name), rank, scale=scale, dtype=jnp.float32)
+            where = specs_of_parts(getattr(specs, name), found)
+            setattr(self, f"{name}_lora_a", make(lambda *_, a=found.a: a, found.a.shape, where.a, found.a.dtype))
+            setattr(self, f"{name}_lora_b", make(ZEROS_INIT, found.b.shape, where.b, found.b.dtype))
+        self.lora_scale = scale
+
+    def _expert_axes(self) -> MeshAxes:
+        """Return the axes that split the weights: those for serving are whole on the others."""
+        return dataclasses.replace(self.axes, tensor=None, fsdp=None) if self.w_gate_up is None else self.axes
+
+    def _adapted(self, weights: dict[str, Any]) -> dict[str, Any]:
+        """Return weights with the adapters of the layer, if it has any."""
+        if self.lora_scale is None:
+            return weights
+        adapted = {}
+        for name in ("w_gate_up", "w_down"):
+            a, b = (getattr(self, f"{name}_lora_{part}").astype(self.dtype) for part in ("a", "b"))
+            adapted[name] = LoraWeights(weights[name], a, b, self.lora_scale)
+        return weights | adapted
 
     def training_weights(self) -> ExpertWeights:
         """Quantize the expert weights once, for all microbatches of a step: `moe(x, moe.training_weights())`.
@@ -326,12 +366,15 @@ class MoE(nnx.Module):
     def serving_weights(self, format: str | None, *, activations: str | None = None) -> ExpertWeights:
         """Prepare the expert weights for inference: `moe(x, moe.serving_weights("mxfp4"))`; also stacked by `nnx.vmap`.
 
-        See `jax_ep.serving.serving_weights` for the arguments. With format None they are in `dtype`.
+        See `jax_ep.serving.serving_weights` for the arguments. With format None they are in `dtype`. They include the
+        adapters of `add_lora`.
         """
         if self.capacity is not None:
             raise ValueError(f"MoE: capacity={self.capacity}: serving drops nothing, and needs capacity=None")
         # Quantization begins at the parameters: a rounding to `dtype` before it would add to its error.
         parameters, (b_gate_up, b_down) = self._parameters(), self._biases().values()
+        if self.lora_scale is not None:
+            parameters = {name: lora.merge(w) for name, w in self._adapted(parameters).items()}
         w_gate_up, w_down = self._whole(parameters["w_gate_up"], 2), self._whole(parameters["w_down"])
         if format is None:
             w_gate_up, w_down = w_gate_up.astype(self.dtype), w_down.astype(self.dtype)
@@ -345,7 +388,9 @@ class MoE(nnx.Module):
         """
         arrays, tree = jax.tree.flatten(self.serving_weights(format, activations=activations))
         layer = nnx.merge(*nnx.split(self))
-        layer.w_gate_up = layer.w_down = layer.b_gate_up = layer.b_down = None
+        layer.w_gate_up = layer.w_down = layer.b_gate_up = layer.b_down = layer.lora_scale = None
+        for name in _ADAPTERS if self.lora_scale is not None else ():
+            delattr(layer, name)
         layer.serving_arrays, layer.serving_tree = nnx.List([ServingArray(array) for array in arrays]), tree
         return layer
 
@@ -383,15 +428,20 @@ class MoE(nnx.Module):
     def _weights(self, weights: ExpertWeights | None) -> dict[str, Any]:
         """Return weights and biases as `moe` takes them: the parameters, or those of a layer made by `to_serving`."""
         if self.w_gate_up is None and weights is not None and not _has_masters(weights):
-            return weights._asdict()
+            return self._adapted(weights._asdict())
         matrices: dict[str, Any] = self._matrices()
         if _has_masters(weights):  # the parameters are the masters, so they get the gradient
             matrices = {name: dataclasses.replace(getattr(weights, name), master=w) for name, w in matrices.items()}
-        return matrices | self._biases()
+        return self._adapted(matrices) | self._biases()
+
+    def _decodes(self, weights: ExpertWeights) -> bool:
+        """Return whether `low_latency_moe` takes these weights: they are for serving, and have no adapters."""
+        has_adapters = self.lora_scale is not None and self.w_gate_up is None
+        return not _has_masters(weights) and not has_adapters
 
     def _products_of(self, weights: dict[str, Any]) -> dict[str, Any]:
         """Return the options of the GEMMs; `QuantizedWeights` for inference determine these themselves."""
-        w = weights["w_gate_up"]
+        w = base_of(weights["w_gate_up"])
         if not isinstance(w, QuantizedWeights) or w.master is not None or w.format is None:
             return {"recipe": self.recipe, "schedule": self.schedule}
         schedule = self.schedule or Schedule()
@@ -422,7 +472,7 @@ class MoE(nnx.Module):
         how: dict[str, Any] = {"options": self.router_options, "top_k": self.num_experts_per_tok}
         ids = None if topk_idx is None else topk_idx.reshape(-1, self.num_experts_per_tok)
         routed = route(tokens, mask, ids, self._router(tokens), axes=(), **how)
-        if weights is not None and not _has_masters(weights) and tokens.shape[0] <= LOW_LATENCY_TOKENS:
+        if weights is not None and self._decodes(weights) and tokens.shape[0] <= LOW_LATENCY_TOKENS:
             y = serve(tokens, routed.topk_idx, routed.topk_weights, weights, **self._low_latency(()))
         else:
             made_of = self._weights(weights)
@@ -439,10 +489,10 @@ class MoE(nnx.Module):
                 **self._products_of(made_of),
                 **_arguments(made_of),
             )
-        y = _with_identity(y, routed, tokens)
+        y = routed.with_identity(y, tokens)
         zero = jnp.zeros((), jnp.int32)
         chosen = routed.chosen.reshape(*x.shape[:-1], routed.chosen.shape[-1])
-        return y.reshape(x.shape), _metrics(routed, chosen, zero, {})
+        return y.reshape(x.shape), routed.metrics(chosen, zero, {})
 
     def _on_mesh(
         self,
@@ -453,7 +503,7 @@ class MoE(nnx.Module):
         weights: ExpertWeights | None,
     ) -> tuple[Array, MoEMetrics]:
         specs, num_tokens = self.axes.specs, math.prod(x.shape[:-1])
-        padding = -num_tokens % _size(mesh, self.axes.token_axes)
+        padding = -num_tokens % ranks_on(mesh, self.axes.token_axes)
         # Few tokens, as in decoding, may not divide among the devices: then all of them route all tokens.
         token_spec = PartitionSpec(None, None) if padding else specs.tokens
         tokens = rearrange(lambda v: v.reshape(-1, self.hidden_size), mesh, token_spec)(x)
@@ -473,11 +523,11 @@ class MoE(nnx.Module):
             )
         y, work = self._experts_on_mesh(arrays, mesh, weights)
         y = rearrange(lambda v: v[:num_tokens], mesh, token_spec)(y) if padding else y
-        y = _with_identity(y, routed, tokens)
+        y = routed.with_identity(y, tokens)
         y = rearrange(lambda v: v.reshape(x.shape), mesh, jax.typeof(x).sharding.spec)(y)
         spec = PartitionSpec(*jax.typeof(x).sharding.spec[:-1], None)
         chosen = rearrange(lambda v: v.reshape(*x.shape[:-1], v.shape[-1]), mesh, spec)(routed.chosen)
-        return y, _metrics(routed, chosen, self._dropped(arrays[1], mesh, specs.routing), work)
+        return y, routed.metrics(chosen, self._dropped(arrays[1], mesh, specs.routing), work)
 
     def _route_on_mesh(
         self,
@@ -502,16 +552,15 @@ class MoE(nnx.Module):
 
         Return also what balancing did on each rank, if it did anything.
         """
-        specs, most = self.axes.specs, LOW_LATENCY_TOKENS * _size(mesh, self.axes.token_axes)
-        if weights is not None and not _has_masters(weights) and arrays[0].shape[0] <= most:
+        specs, most = self.axes.specs, LOW_LATENCY_TOKENS * ranks_on(mesh, self.axes.token_axes)
+        if weights is not None and self._decodes(weights) and arrays[0].shape[0] <= most:
             in_specs = specs.tokens, specs.routing, specs.routing, PartitionSpec(self.axes.expert_axes)
             options = self._low_latency(self.axes.expert)
             return run_sharded(serve, options, self.mesh, in_specs, specs.tokens)(*arrays, weights), {}
         made_of, fields = self._weights(weights), ("experts", "capacity", "balance", "preferred_element_type")
         options = {name: getattr(self, name) for name in (*fields, "implementation")} | self._products_of(made_of)
-        axes = dataclasses.replace(self.axes, tensor=None, fsdp=None) if self.w_gate_up is None else self.axes
-        with_work = self.balance is not None and _size(mesh, self.axes.expert_axes) > 1
-        run = sharded_layer(self.mesh, self.num_experts, axes, options, with_work=with_work)
+        with_work = self.balance is not None and ranks_on(mesh, self.axes.expert_axes) > 1
+        run = sharded_layer(self.mesh, self.num_experts, self._expert_axes(), options, with_work=with_work)
         found = run(*arrays, **_arguments(made_of))
         return found if with_work else (found, {})
 
@@ -520,32 +569,8 @@ class MoE(nnx.Module):
         if self.capacity is None:
             return jnp.zeros((), jnp.int32)
         of_ranks = {"axes": self.axes.expert_axes, "batch_axes": self.axes.batch, "capacity": self.capacity}
-        of_ranks |= {"num_experts": self.num_experts, "num_ranks": _size(mesh, self.axes.expert_axes)}
+        of_ranks |= {"num_experts": self.num_experts, "num_ranks": ranks_on(mesh, self.axes.expert_axes)}
         return run_sharded(count_dropped, of_ranks, self.mesh, (spec,), PartitionSpec())(topk_idx)
-
-
-@functools.cache
-def _warn_of_no_mesh() -> None:
-    """Warn once per process that no mesh is set."""
-    warnings.warn(
-        f"MoE: no mesh is set, so the layer runs on one device of {jax.device_count()}; call jax.set_mesh(mesh), or"
-        " pass mesh=, to spread experts and tokens. A mesh of one device keeps them on it without this warning.",
-        stacklevel=4,
-    )
-
-
-def _checked_router(
-    router: Router | Callable[[Array], Routing] | None,
-) -> tuple[Router, Callable[[Array], Routing] | None]:
-    """Split `router` into the Router of the layer, and the callable that replaces it or None."""
-    if router is None or isinstance(router, Router):
-        return router or Router(), None
-    if not callable(router):
-        raise TypeError(
-            f"MoE: router is {type_name(router)}, expected a jax_ep.Router, or a callable of tokens that returns a"
-            " jax_ep.types.Routing; pass jax_ep.Router(...)."
-        )
-    return Router(), router
 
 
 def _has_masters(weights: ExpertWeights | None) -> bool:
@@ -563,39 +588,7 @@ def _checked_axes(axes: MeshAxes | None) -> MeshAxes:
     return axes
 
 
-def _checked_experts(experts: Experts | None, axes: MeshAxes) -> Experts:
-    """Return what the experts compute; a tensor axis keeps gate and up columns apart, so nothing is interleaved."""
-    experts = check.value_of("MoE", "experts", experts, Experts, "jax_ep.Experts") or Experts()
-    if axes.tensor is not None and experts.interleaved:
-        experts = dataclasses.replace(experts, interleaved=False)
-    return experts
-
-
-def _check_dtypes(**dtypes: Any) -> None:
-    names = ", ".join(found.name for found in TOKEN_DTYPES)
-    for name, value in dtypes.items():
-        if value is None and name == "preferred_element_type":
-            continue
-        if check.dtype("MoE", name, value, "jnp.bfloat16") not in TOKEN_DTYPES:
-            raise TypeError(f"MoE: {name}={value!r}, expected one of {names}, which have gradients; pass one.")
-
-
-def _size(mesh: Mesh, axes: tuple[str, ...]) -> int:
-    return math.prod(mesh.shape[axis] for axis in axes)
-
-
 def _arguments(made_of: dict[str, Any]) -> dict[str, Any]:
     """Return weights and biases as the layers take them."""
     w_gate_up, w_down, *biases = (made_of[name] for name in ExpertWeights._fields)
     return {"w_gate_up": w_gate_up, "w_down": w_down, "biases": tuple(biases)}
-
-
-def _with_identity(y: Array, routed: Routed, tokens: Array) -> Array:
-    """Add the output of the identity experts."""
-    weight = routed.identity_weight
-    return y if weight is None else y + (weight[:, None] * tokens.astype(weight.dtype)).astype(y.dtype)
-
-
-def _metrics(routed: Routed, topk_idx: Array, dropped: Array, work: dict[str, Array]) -> MoEMetrics:
-    shared = {name: getattr(routed, name) for name in ("load", "load_balancing_loss", "router_z_loss")}
-    return MoEMetrics(topk_idx=topk_idx, dropped=dropped, **shared, **work)

@@ -92,6 +92,6 @@ def merge(w: LoraWeights) -> Array:
     if w.a is None:
         return base
     wide = accumulation_dtype(base.dtype)
-    b = w.b.reshape(*w.a.shape[:-2], w.a.shape[-1], -1)
-    delta = jnp.matmul(w.a.astype(wide), b.astype(wide), precision="highest").reshape(base.shape)
+    product = "...kr,...rn->...kn" if w.b.ndim == w.a.ndim else "...kr,...rcn->...kcn"
+    delta = jnp.einsum(product, w.a.astype(wide), w.b.astype(wide), precision="highest")
     return (base.astype(wide) + w.scale * delta).astype(base.dtype)

@@ -472,6 +472,16 @@ class Routed(NamedTuple):
     load_balancing_loss: Array
     router_z_loss: Array
 
+    def with_identity(self, y: Array, tokens: Array) -> Array:
+        """Add the output of the identity experts."""
+        weight = self.identity_weight
+        return y if weight is None else y + (weight[:, None] * tokens.astype(weight.dtype)).astype(y.dtype)
+
+    def metrics(self, topk_idx: Array, dropped: Array, work: dict[str, Array]) -> MoEMetrics:
+        """Return the metrics of the layer."""
+        shared = {name: getattr(self, name) for name in ("load", "load_balancing_loss", "router_z_loss")}
+        return MoEMetrics(topk_idx=topk_idx, dropped=dropped, **shared, **work)
+
 
 def route(
     tokens: Array,

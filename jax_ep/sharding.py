@@ -228,7 +228,7 @@ def sharded_layer(
             arrays["topk_idx"] = masked_idx
         _check_weights(the_mesh, axes, num_experts, moe_kwargs.get("experts"), arrays)
         given = {name: value for name, value in arrays.items() if value is not None}
-        in_specs = {name: _specs_of_parts(getattr(axes.specs, _ARRAYS[name]), value) for name, value in given.items()}
+        in_specs = {name: specs_of_parts(getattr(axes.specs, _ARRAYS[name]), value) for name, value in given.items()}
         for name, argument in given.items():
             jax.tree.map(partial(_check_explicit, the_mesh, name), argument, in_specs[name])
         return run_sharded(function, options, the_mesh, (in_specs,), out_specs)(given)
@@ -253,7 +253,7 @@ def _check_weights(
     mesh: Mesh | AbstractMesh, axes: MeshAxes, num_experts: int, experts: Any, arrays: dict[str, Any]
 ) -> None:
     """Check weights and biases against the mesh and each other."""
-    num_shards = _num_shards(mesh, axes.expert_axes)
+    num_shards = ranks_on(mesh, axes.expert_axes)
     check.divisible_experts(_FUNCTION, num_experts, num_shards, axes.expert)
     w_gate_up, w_down, hidden = arrays["w_gate_up"], arrays["w_down"], arrays["x"].shape[1]
     columns = _columns_of(mesh, axes, num_experts, base_of(w_gate_up), base_of(w_down))
@@ -329,13 +329,13 @@ def _transposed(spec: P, rank: int) -> P:
     return P(experts, *columns, rows)
 
 
-def _specs_of_parts(spec: P, argument: Any) -> Any:
+def specs_of_parts(spec: P, argument: Any) -> Any:
     """Return the spec of an argument, or of each of its parts."""
     if isinstance(argument, LoraWeights):
         experts, depth, *columns = tuple(spec) + (None,) * (2 - len(spec))
         has = argument.a is not None
         a, b = (P(experts, depth), P(experts, None, *columns)) if has else (None, None)
-        return dataclasses.replace(argument, base=_specs_of_parts(spec, argument.base), a=a, b=b)
+        return dataclasses.replace(argument, base=specs_of_parts(spec, argument.base), a=a, b=b)
     if not isinstance(argument, QuantizedWeights):
         return spec
     if argument.master is None:
@@ -357,7 +357,7 @@ def _whole_matrices(arrays: dict[str, Any], specs: MoESpecs, axis: str) -> dict[
 
     matrices = {name: arrays[name] for name in ("w_gate_up", "w_down")}
     return arrays | {
-        name: jax.tree.map(whole, w, _specs_of_parts(getattr(specs, name), w)) for name, w in matrices.items()
+        name: jax.tree.map(whole, w, specs_of_parts(getattr(specs, name), w)) for name, w in matrices.items()
     }
 
 
@@ -410,7 +410,8 @@ def _names(*specs: P) -> set[str]:
     return {name for spec in specs for entry in spec if entry is not None for name in axis_tuple(entry)}
 
 
-def _num_shards(mesh: Mesh | AbstractMesh, names: Iterable[str]) -> int:
+def ranks_on(mesh: Mesh | AbstractMesh, names: Iterable[str]) -> int:
+    """Return the number of devices along mesh axes."""
     return math.prod(mesh.shape[name] for name in names)
 
 
@@ -426,7 +427,7 @@ def _check_tokens(
     """Check the tokens and their routing; return the ids, -1 for masked tokens."""
     check.integer(_FUNCTION, "num_experts", num_experts)
     x = check.floating(_FUNCTION, "x", x, "[N, H]")
-    num_shards = _num_shards(mesh, _names(specs.tokens))
+    num_shards = ranks_on(mesh, _names(specs.tokens))
     if x.shape[0] % num_shards:
         raise ValueError(
             f"{_FUNCTION}: x has {x.shape[0]} tokens, expected a multiple of the {num_shards} shards of {specs.tokens};"

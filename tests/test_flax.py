@@ -12,6 +12,7 @@ nnx = pytest.importorskip("flax.nnx")
 
 import jax_ep
 from jax_ep import Schedule
+from jax_ep.core import mesh_axes
 from jax_ep.flax import MoE, MoEMetrics, RouterBias, SharedExperts
 from jax_ep.sharding import MeshAxes
 from stored_experts import relaid
@@ -572,7 +573,7 @@ def test_flax_metrics_items_and_attributes():
 def test_flax_no_mesh_warns_once(recwarn):
     if jax.device_count() == 1:
         pytest.skip("needs several devices")
-    jax_ep.flax._warn_of_no_mesh.cache_clear()
+    mesh_axes.warn_of_no_mesh.cache_clear()
     x = jnp.ones((2, H))
     one = jax.make_mesh((1,), ("expert",), devices=jax.devices()[:1])
     nnx.eval_shape(lambda moe: moe(x), MoE(**SIZES, mesh=one, rngs=nnx.Rngs(0)))
@@ -652,3 +653,66 @@ def test_flax_router_without_gradient(options, remedy):
     assert nnx.eval_shape(lambda moe: moe(x)[0], moe).shape == x.shape
     with pytest.raises(TypeError, match=remedy):
         nnx.eval_shape(nnx.grad(lambda moe: moe(x)[0].sum()), moe)
+
+
+def lora_layer(where, **options):
+    """Return a layer with adapters that are not zero, and its tokens."""
+    axes = {"tensor": MeshAxes(tensor="data"), "fsdp": MeshAxes(batch="data", fsdp="data")}.get(where, BATCH)
+    in_mesh = contextlib.nullcontext if where is None else functools.partial(jax.set_mesh, data_expert_mesh("Explicit"))
+    sizes = SIZES | {"hidden_size": 128, "intermediate_size": 64}
+    with in_mesh():
+        moe = MoE(**sizes, axes=axes, use_bias=True, rngs=nnx.Rngs(0))
+        moe = moe.to_serving(**options) if options else moe
+        moe.add_lora(3, scale=0.5, rngs=nnx.Rngs(1))
+        for name in ("w_gate_up_lora_b", "w_down_lora_b"):
+            b = getattr(moe, name)
+            b[...] = jax.random.normal(jax.random.key(2), b.shape, out_sharding=jax.typeof(b[...]).sharding)
+    return moe, in_mesh, np.random.default_rng(3).normal(size=(16, 128)).astype(np.float32)
+
+
+def lora_gradients(moe, x):
+    loss = nnx.value_and_grad(lambda moe, x: jnp.sum(jnp.sin(moe(x)[0])), argnums=nnx.DiffState(0, nnx.LoRAParam))
+    return nnx.jit(loss)(moe, x)
+
+
+@pytest.mark.parametrize("where", [None, "data", "fsdp", "tensor"])
+@pytest.mark.slow(unless={"where": ["tensor"]})
+def test_flax_lora(where):
+    """The value is that of merged weights, and gradients follow the chain rule of them; all else is frozen."""
+    moe, in_mesh, x = lora_layer(where)
+    with in_mesh():
+        value, found = lora_gradients(moe, x)
+        merged = nnx.clone(moe)
+        merged.lora_scale = None
+        pairs = {n: [getattr(moe, f"{n}_lora_{part}")[...] for part in "ab"] for n in ("w_gate_up", "w_down")}
+        for name, (a, b) in pairs.items():
+            w = getattr(merged, name)
+            w[...] = jax_ep.lora.merge(jax_ep.lora.LoraWeights(w[...], a, b, 0.5))
+        loss = nnx.value_and_grad(lambda moe, x: jnp.sum(jnp.sin(moe(x)[0])))
+        want, gradients = nnx.jit(loss)(merged, x)
+        np.testing.assert_allclose(value, want, rtol=1e-5)
+        few = nnx.jit(lambda moe, x: moe(x, moe.serving_weights(None))[0].sum())(moe, x)
+        np.testing.assert_allclose(few, moe(x)[0].sum(), rtol=1e-3, atol=1e-3)
+    for name, (a, b) in pairs.items():
+        d_w, a, b = (np.asarray(v, np.float64) for v in (gradients[name][...], a, b))
+        d_w, b = (v.reshape(*v.shape[:2], -1) for v in (d_w, b))
+        for part, d in (("a", d_w @ b.swapaxes(1, 2)), ("b", a.swapaxes(1, 2) @ d_w)):
+            got = np.asarray(found[f"{name}_lora_{part}"][...])
+            np.testing.assert_allclose(got.reshape(d.shape), 0.5 * d, rtol=1e-3, atol=1e-4 * np.abs(d).max())
+
+
+@pytest.mark.parametrize("where", [None, "data"])
+@pytest.mark.slow(unless={"where": ["data"]})
+def test_flax_lora_of_quantized_weights(where):
+    """A layer made by `to_serving` trains adapters, which it uses for few tokens, too."""
+    moe, in_mesh, x = lora_layer(where, format="int8")
+    with in_mesh():
+        value, gradients = lora_gradients(moe, x)
+        np.testing.assert_allclose(value, jnp.sum(jnp.sin(moe(x)[0])), rtol=1e-4)
+        assert sorted(gradients) == sorted(f"{n}_lora_{part}" for n in ("w_gate_up", "w_down") for part in "ab")
+        assert all(float(jnp.abs(g[...]).max()) > 1e-3 for g in gradients.values())
+        moe.w_down_lora_b[...] *= 0
+        moe.w_gate_up_lora_b[...] *= 0
+        without = moe(x)[0]
+        moe.lora_scale = None
+        np.testing.assert_allclose(without, moe(x)[0], atol=0.02)

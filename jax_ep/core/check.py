@@ -177,6 +177,12 @@ def recipe(function: str, value: Any) -> str | None:
     return value
 
 
+def layer_experts(function: str, value: Any, tensor_axis: str | None) -> Experts:
+    """Return what the experts compute; a tensor axis keeps gate and up columns apart, so nothing is interleaved."""
+    experts = value_of(function, "experts", value, Experts, "jax_ep.Experts") or Experts()
+    return experts if tensor_axis is None else dataclasses.replace(experts, interleaved=False)
+
+
 def value_of[Value](function: str, name: str, value: Any, kind: type[Value], known_as: str) -> Value | None:
     """Return a configuration value of one class, or None."""
     if value is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep.core import check
+from jax_ep.core.dtypes import TOKEN_DTYPES
 from jax_ep.core.mesh_axes import axis_size
 from jax_ep.core.router import Router
 from jax_ep.types import Array, AxisName, Routing, type_name
@@ -136,3 +138,27 @@ def bias_step(bias: Any, load: Any, rate: Any) -> tuple[Array, Array]:
     if not isinstance(rate, jax.Array) and not 0 <= rate < math.inf:
         raise ValueError(f"{function}: rate={rate}, expected a finite number from 0 on; pass 1e-3, for example.")
     return bias, load
+
+
+def router_or_callable(
+    router: Router | Callable[[Array], Routing] | None,
+) -> tuple[Router, Callable[[Array], Routing] | None]:
+    """Split `router` into the Router of the layer, and the callable that replaces it or None."""
+    if router is None or isinstance(router, Router):
+        return router or Router(), None
+    if not callable(router):
+        raise TypeError(
+            f"MoE: router is {type_name(router)}, expected a jax_ep.Router, or a callable of tokens that returns a"
+            " jax_ep.types.Routing; pass jax_ep.Router(...)."
+        )
+    return Router(), router
+
+
+def layer_dtypes(**dtypes: Any) -> None:
+    """Check dtypes of `jax_ep.flax.MoE`."""
+    names = ", ".join(found.name for found in TOKEN_DTYPES)
+    for name, value in dtypes.items():
+        if value is None and name == "preferred_element_type":
+            continue
+        if check.dtype("MoE", name, value, "jnp.bfloat16") not in TOKEN_DTYPES:
+            raise TypeError(f"MoE: {name}={value!r}, expected one of {names}, which have gradients; pass one.")

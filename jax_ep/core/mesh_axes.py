@@ -6,6 +6,7 @@ import collections
 import contextlib
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from types import UnionType
 from typing import Any, cast
@@ -65,6 +66,16 @@ def check_context(function: str, mesh: jax.sharding.Mesh | jax.sharding.Abstract
             " shard_map over more axes; call jax_ep.moe in a jax.shard_map over these axes and those of the experts, or"
             " keep the batch of vmap on every device."
         )
+
+
+@functools.cache
+def warn_of_no_mesh() -> None:
+    """Warn once per process that no mesh is set."""
+    warnings.warn(
+        f"MoE: no mesh is set, so the layer runs on one device of {jax.device_count()}; call jax.set_mesh(mesh), or"
+        " pass mesh=, to spread experts and tokens. A mesh of one device keeps them on it without this warning.",
+        stacklevel=4,
+    )
 
 
 def platform() -> str:

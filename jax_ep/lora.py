@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -11,6 +13,7 @@ from jax_ep.core.check import errors_begin_with
 from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.core.expert_matrices import LoraWeights as LoraWeights
 from jax_ep.core.expert_matrices import QuantizedWeights
+from jax_ep.core.mesh_axes import on_automatic_axes, spec_of
 from jax_ep.quantization import dequantize
 from jax_ep.types import Array, type_name
 
@@ -31,7 +34,8 @@ def init(
       dtype: of the adapters: that of the tokens. None: that of w, or bfloat16 for `QuantizedWeights`.
 
     Returns:
-      `LoraWeights` with `a [..., E, K, r]`, uniform with variance 2 / K, and `b [..., E, r, N]`.
+      `LoraWeights` with `a [..., E, K, r]`, uniform with variance 2 / K, and `b [..., E, r, N]`, which explicit mesh
+      axes split as they split w.
 
     Raises:
       ValueError: w has fewer than three axes or a master, or a rank below 1.
@@ -48,17 +52,27 @@ def init(
     """
     rank = check.integer("lora.init", "rank", rank)
     if isinstance(w, QuantizedWeights):
-        own, shape = jnp.dtype(jnp.bfloat16), w.shape
+        own, shape, stored = jnp.dtype(jnp.bfloat16), w.shape, w.values
         if w.master is not None:
             raise ValueError("lora.init: w has a master, expected frozen weights; quantize without for_training.")
     else:
         w = check.floating("lora.init", "w", w, "[..., E, K, N]")
-        own, shape = w.dtype, w.shape
+        own, shape, stored = w.dtype, w.shape, w
     kinds = shape[-2:-1] if len(shape) > 3 and shape[-2] in (1, 2) else ()
     *leading, depth = shape[: -1 - len(kinds)]
     dtype = check.result_dtype("lora.init", dtype, own, "dtype")
-    a = jax.nn.initializers.he_uniform(batch_axis=tuple(range(len(leading))))(key, (*leading, depth, rank), dtype)
-    b = jnp.zeros((*leading, rank, *kinds, shape[-1]), dtype)
+
+    def adapters(key: Array, _: Array) -> tuple[Array, Array]:
+        uniform = jax.nn.initializers.he_uniform(batch_axis=tuple(range(len(leading))))
+        return uniform(key, (*leading, depth, rank), dtype), jnp.zeros((*leading, rank, *kinds, shape[-1]), dtype)
+
+    spec = list(spec_of(stored))
+    if isinstance(w, QuantizedWeights):
+        spec[-2:] = spec[:-3:-1]
+    before, (of_k, *of_n) = spec[: len(leading)], spec[len(leading) :]
+    specs = jax.P(*before, of_k, None), jax.P(*before, None, *of_n)
+    # A program, which runs on the devices of the weights.
+    a, b = jax.jit(partial(on_automatic_axes, adapters, specs), keep_unused=True)(key, stored)
     return LoraWeights(w, a, b, check.number("lora.init", "scale", scale))
 
 

@@ -94,12 +94,13 @@ def quick_compilation():
 
 
 @pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:qwix")  # It calls what Flax deprecates.
 @pytest.mark.parametrize("page", WITH_CODE)
 def test_docs_code_runs(page):
     """Check that the blocks of a page run one after another and print what the page says."""
     if jax.device_count() < NUM_DEVICES:
         pytest.skip(f"needs {NUM_DEVICES} devices")
-    for package in ("flax", "equinox", "optax", "orbax.checkpoint"):
+    for package in ("flax", "equinox", "qwix", "optax", "orbax.checkpoint"):
         if package in page.read_text():
             pytest.importorskip(package)
     run_blocks(python_blocks(page), str(page))

@@ -19,7 +19,7 @@ ISOLATED = r"""
 import ctypes, importlib.machinery, json, os, sys, threading, warnings
 warnings.simplefilter("error")
 
-BLOCKED = {"triton", "flax", "maxtext", "optax", "nvshmem", "cupy", "torch", "safetensors", "huggingface_hub"}
+BLOCKED = {"triton", "flax", "maxtext", "qwix", "optax", "nvshmem", "cupy", "torch", "safetensors", "huggingface_hub"}
 PACKAGE = sys.argv[1]
 
 class Finder:
@@ -110,7 +110,8 @@ LEVELS = [
     {"ops"},  # loads implementations by name
     {"routing", "quantization", "placement", "tuning"},
     {"sharding", "serving", "tracing", "lora"},
-    {"flax", "integrations", "checkpoints", "__init__"},  # `__init__` is for users: only tools import it.
+    {"flax", "checkpoints", "__init__"},  # `__init__` is for users: only tools import it.
+    {"integrations"},
     {"tools"},
     {"__main__"},
 ]

@@ -9,7 +9,7 @@ import pytest
 
 import jax_ep
 
-MODULES = ["jax_ep", "jax_ep.lora"]
+MODULES = ["jax_ep", "jax_ep.lora", "jax_ep.integrations.qwix"]
 MODULES += [f"jax_ep.{n}" for n in ("sharding", "quantization", "placement", "checkpoints", "tracing", "routing")]
 # Public names that are not in the `__all__` of their module.
 NAMES = {

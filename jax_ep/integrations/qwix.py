@@ -1,0 +1,187 @@
+"""qwix: its rules for experts, and its arrays as `QuantizedWeights`. Imported on demand; needs qwix 0.1.8 and Flax."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, cast
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_ep.core import check
+from jax_ep.core.check import errors_begin_with
+from jax_ep.core.expert_matrices import QuantizedWeights
+from jax_ep.core.layout import repeat
+from jax_ep.flax import MoE
+from jax_ep.formats.base import pack_nibbles, unpack_nibbles
+from jax_ep.quantization import with_layout
+from jax_ep.types import Array, type_name
+
+__all__ = ["apply_rules", "from_qarray", "to_qarray"]
+
+_RULES = {("int8", None): "int8", ("int4", 128): "int4", ("float8_e4m3fn", None): "fp8_channel", ("mxfp4", 32): "mxfp4"}
+"""Format of a rule's `weight_qtype` and `tile_size`."""
+_SERVED = ("w_gate_up", "w_down", "b_gate_up", "b_down", "serving_arrays", "serving_tree")
+
+
+@errors_begin_with("apply_rules")
+def apply_rules(model: nnx.Module, rules: Sequence[Any], *, rngs: nnx.Rngs | None = None) -> nnx.Module:
+    """Return a copy of a model whose `jax_ep.flax.MoE` layers follow qwix's rules for quantization and LoRA.
+
+    `qwix.quantize_model` and `qwix.apply_lora_to_model` reach all other layers: call them with the result. A layer
+    follows the first rule whose `module_path` matches its path and whose `op_names`, if any, include "ragged_dot". Its
+    experts are quantized as by `MoE.to_serving`; a `LoraRule` then adds adapters as by `MoE.add_lora`.
+
+    Args:
+      model: Flax NNX model, not inside `jit`, or such a layer itself, whose path is "".
+      rules: `qwix.QuantizationRule`s and `qwix.LoraRule`s, the first match first. Of `weight_qtype` with `tile_size`,
+        these exist: int8, int4 with 128, float8_e4m3fn, "mxfp4" with 32. `act_qtype` is None, int8 with int8 weights,
+        or float8_e4m3fn with others. None as `weight_qtype` leaves the weights as they are.
+      rngs: initializes adapters.
+
+    Returns:
+      The copy.
+
+    Raises:
+      ValueError: no rule matches a layer, or one asks for what experts do not have.
+
+    Example:
+      >>> import jax.numpy as jnp, qwix
+      >>> from flax import nnx
+      >>> from jax_ep.flax import MoE
+      >>> from jax_ep.integrations.qwix import apply_rules
+      >>> moe = MoE(128, 64, num_experts=4, num_experts_per_tok=2, rngs=nnx.Rngs(0))
+      >>> moe = apply_rules(moe, [qwix.LoraRule(weight_qtype=jnp.int8, rank=4, alpha=8.0)], rngs=nnx.Rngs(1))
+      >>> moe.w_down_lora_a.shape, moe.lora_scale
+      ((4, 64, 4), 2.0)
+    """
+    model = nnx.clone(model)
+    layers = {"/".join(map(str, path)): layer for path, layer in nnx.iter_modules(model) if isinstance(layer, MoE)}
+    found = {path: _rule_for(path, rules) for path in layers}
+    if not any(found.values()):
+        raise ValueError(
+            f"apply_rules: no rule matches the MoE layers {list(layers)}, expected one; check module_path and op_names."
+        )
+    for path, layer in layers.items():
+        if (rule := found[path]) is not None:
+            _apply(path, layer, rule, rngs)
+    return model
+
+
+def _rule_for(path: str, rules: Sequence[Any]) -> Any:
+    for rule in rules:
+        if re.fullmatch(rule.module_path, path) and (not rule.op_names or "ragged_dot" in rule.op_names):
+            return rule
+    return None
+
+
+def _apply(path: str, layer: MoE, rule: Any, rngs: nnx.Rngs | None) -> None:
+    rank, calibration = getattr(rule, "rank", None), rule.weight_calibration_method
+    qtypes = rule.weight_qtype, rule.act_qtype
+    weight, tokens = (q if q is None or isinstance(q, str) else jnp.dtype(q).name for q in qtypes)
+    dropout = getattr(rule, "dropout", 0)
+    if (weight, rule.tile_size) not in {*_RULES, (None, None)} or calibration != "absmax" or dropout:
+        known = ", ".join(f"{qtype} with tile_size={tile}" for qtype, tile in _RULES)
+        raise ValueError(
+            f"apply_rules: the rule of {path!r} has weight_qtype={weight}, tile_size={rule.tile_size},"
+            f" {calibration!r} and {dropout=}, expected one of {known}, 'absmax' and no"
+            " dropout; give experts a rule of their own, before others."
+        )
+    if weight is not None:
+        activations = None if tokens is None else "int8" if tokens == "int8" else "fp8"
+        served = layer.to_serving(_RULES[weight, rule.tile_size], activations=activations)
+        for name in _SERVED:
+            setattr(layer, name, getattr(served, name))
+    if rank is not None:
+        if rngs is None:
+            raise ValueError("apply_rules: rngs=None with a LoraRule, expected an nnx.Rngs for adapters; pass one.")
+        layer.add_lora(rank, scale=rule.alpha / rank, rngs=rngs)
+
+
+@errors_begin_with("from_qarray")
+def from_qarray(w: Any) -> QuantizedWeights:
+    """Return a `qwix.QArray` of expert weights as `QuantizedWeights`, with the same values bit for bit.
+
+    Args:
+      w: QArray that stands for `[..., E, K, N]`: int8 or float8_e4m3fn with scales that K does not split, float8_e4m3fn
+        with one scale for 128 by 128, or int4 with scales for tiles of K. Other axes of the scale may have size 1.
+
+    Returns:
+      Weights in the format "int8", "fp8_channel", "fp8" or "int4".
+
+    Raises:
+      ValueError: a zero point, or scales for other tiles.
+      TypeError: not a QArray, or one of another dtype.
+
+    Example:
+      >>> import jax.numpy as jnp, qwix
+      >>> from jax_ep.integrations.qwix import from_qarray
+      >>> w = from_qarray(qwix.quantize(jnp.ones((2, 4, 6)), jnp.int8, channelwise_axes=(0, 2)))
+      >>> w.format, w.shape, w.values.shape, w.scales.shape
+      ('int8', (2, 4, 6), (2, 6, 4), (2, 6))
+    """
+    if not (hasattr(w, "qvalue") and hasattr(w, "scale") and hasattr(w, "zero_point")):
+        raise TypeError(
+            f"from_qarray: w is {type_name(w)}, expected a qwix.QArray; pass qwix.quantize(...) of weights."
+        )
+    values, scale = check.array("from_qarray", "w.qvalue", w.qvalue, "[..., E, K, N]"), w.scale
+    name = values.dtype.name
+    tiles = tuple(size // number for size, number in zip(values.shape, scale.shape, strict=True))
+    is_block = name == "float8_e4m3fn" and tiles[-2:] == (128, 128)
+    format = "fp8" if is_block else {"int8": "int8", "float8_e4m3fn": "fp8_channel", "int4": "int4"}.get(name)
+    if format is None:
+        raise TypeError(f"from_qarray: w has dtype {name}, expected int8, int4 or float8_e4m3fn; pass such weights.")
+    by_column = format in ("int8", "fp8_channel")
+    if w.zero_point is not None or (scale.shape[-2] > 1 if by_column else tiles[-2] % 2):
+        raise ValueError(
+            f"from_qarray: w is {name} with a zero point or scales for tiles {tiles} of {values.shape}, expected"
+            " symmetric weights with one scale per column, in int4 per even tile of K, or in FP8 per 128 by 128;"
+            " quantize with channelwise_axes=(0, 2)."
+        )
+    scale = scale.astype(jnp.float32)
+    for axis, tile in enumerate(tiles):
+        if axis != len(tiles) - 2 and not (is_block and axis == len(tiles) - 1):
+            scale = repeat(scale, tile, axis=axis)
+    values, scale = jnp.swapaxes(values, -1, -2), jnp.swapaxes(scale, -1, -2)
+    if format == "int4":
+        values = pack_nibbles((values.astype(jnp.int8) + 8).astype(jnp.uint8))
+    return QuantizedWeights(values, scale[..., 0] if by_column else scale, format)
+
+
+@errors_begin_with("to_qarray")
+def to_qarray(w: QuantizedWeights) -> Any:
+    """Return `QuantizedWeights` as a `qwix.QArray`, with the same values bit for bit.
+
+    Args:
+      w: weights that stand for `[..., E, K, N]`, in the format "int8", "fp8_channel", "fp8" or "int4".
+
+    Returns:
+      `qwix.QArray` with a `qvalue [..., E, K, N]` and a float32 scale.
+
+    Raises:
+      ValueError: another format, weights for training, or with `smooth`; N is not whole scale blocks.
+      TypeError: not `QuantizedWeights`.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_ep, qwix
+      >>> from jax_ep.integrations.qwix import to_qarray
+      >>> w = to_qarray(jax_ep.quantize(jnp.ones((2, 128, 6)), "int4"))
+      >>> w.qvalue.dtype.name, w.shape, w.scale.shape, qwix.dequantize(w)[0, 0, 0].item()
+      ('int4', (2, 128, 6), (2, 1, 6), 1.0)
+    """
+    import qwix
+
+    check.instance("to_qarray", "w", w, QuantizedWeights, "QuantizedWeights")
+    blocks = w.format == "fp8" and w.shape[-1] % 128
+    if w.format not in ("int8", "fp8_channel", "fp8", "int4") or w.master is not None or w.smooth is not None or blocks:
+        raise ValueError(
+            f"to_qarray: w is {w.format!r} of {w.shape}, expected 'int8', 'fp8_channel', 'int4', or 'fp8' with N a"
+            " multiple of 128, without master and smooth; convert qwix.quantize(jax_ep.dequantize(w, ...), ...)."
+        )
+    w = with_layout(w, "transposed")
+    values, scales = w.values, cast(Array, w.scales)
+    if w.format == "int4":
+        values = (unpack_nibbles(values).astype(jnp.int8) - 8).astype(jnp.int4)
+    scales = scales[..., None] if scales.ndim < values.ndim else scales
+    return qwix.QArray(jnp.swapaxes(values, -1, -2), jnp.swapaxes(scales, -1, -2))

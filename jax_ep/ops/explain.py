@@ -243,6 +243,8 @@ def _lora(plan: plan_lora.LoraGemmPlan, name: str) -> Iterator[Row]:
     for part, thin in zip("ab", plan.thin or (), strict=False):
         yield _row(f"{name}: adapter {part}", thin.forward)
     yield _row(f"{name} transposed (backward)", plan.transposed.backward)
+    for part, thin in zip("ab", plan.thin or (), strict=False):
+        yield _row(f"{name}: gradient of adapter {part} (backward)", thin.backward)
 
 
 @_rows.register

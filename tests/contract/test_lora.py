@@ -122,6 +122,14 @@ def test_lora_moe_capacity(implementation, expert_mesh, rng):
 
 
 @pytest.mark.slow
+def test_lora_topology(implementation, rng):
+    """Tokens cross nodes once, and each node runs the layer."""
+    inputs, topology = Inputs(rng, 4), jax_ep.Topology(node="node", local="expert")
+    call = inputs.gradients_of(moe(implementation, axis_name=topology))
+    inputs.check(run(call, make_mesh((2, 2), ("node", "expert")), *inputs.args, axes=(("node", "expert"),)))
+
+
+@pytest.mark.slow
 def test_lora_moe_fp8_wire(implementation, expert_mesh, rng):
     check_moe(Inputs(rng, 2, LARGER), expert_mesh(2), implementation, 0.2, schedule=FP8_WIRE)
 
@@ -291,7 +299,7 @@ def test_lora_explain(rng):
     inputs = Inputs(rng, 1)
     weights = [with_adapter(w, pair) for w, pair in zip(inputs.bases, inputs.adapters, strict=True)]
     found = jax_ep.explain(jax_ep.fused_moe, *(a[0] for a in inputs.args[:3]), *weights, implementation="xla")
-    assert [row.part for row in found.rows if "adapter" in row.part] == [
+    assert [row.part for row in found.rows if ": adapter" in row.part] == [
         *("first GEMM: adapter a", "first GEMM: adapter b", "second GEMM: adapter a", "second GEMM: adapter b")
     ]
 

@@ -273,7 +273,9 @@ def fused_tiles(
     many = layer.row_tasks(128) >= all_programs(3)
     if converted and block_m <= 32 and (many or layer.hidden_tasks(64) > all_programs(4)):
         return _converted_tiles(block_m, bits, layer, many=many)
-    return FusedTiles(block_m, columns=128, programs=3) if many else _tiles_of_few_tasks(block_m, layer)
+    if many:
+        return FusedTiles(block_m, columns=128, programs=2 if layer.hidden_tasks(64) <= all_programs(3) else 3)
+    return _tiles_of_few_tasks(block_m, layer)
 
 
 class _Layer(NamedTuple):
@@ -302,28 +304,43 @@ def _tiles_of_many_rows(*, converted: bool, in_fp8: bool) -> FusedTiles:
 
 def _swapped_tiles(block_m: int, bits: int, layer: _Layer) -> FusedTiles:
     # Elements are converted once for all rows of a block, so more rows cost little; accumulators take registers.
-    programs = {16: 4, 32: 3, 64: 2}[block_m]
+    most = {16: 4, 32: 3, 64: 2}[block_m]
     # A warpgroup takes at least 64 columns: in 4 bits, gates and up values are columns of one GEMM.
-    columns = 64 if bits == 4 and layer.hidden_tasks(64) < all_programs(2) else 128
-    splits = _splits(layer.row_tasks(columns), all_programs(programs), layer.intermediate)
-    return FusedTiles(block_m, columns // 2, columns, splits, programs=programs)
+    if bits == 4 and layer.hidden_tasks(64) < all_programs(2):
+        programs = _programs(layer.hidden_tasks(32), most)
+        return FusedTiles(block_m, 32, 64, _few_splits(layer, all_programs(programs)), 256, programs=programs)
+    programs = _programs(layer.hidden_tasks(64), most)
+    splits = _splits(layer.row_tasks(128), all_programs(programs), layer.intermediate)
+    return FusedTiles(block_m, 64, 128, splits, programs=programs)
 
 
 def _converted_tiles(block_m: int, bits: int, layer: _Layer, *, many: bool) -> FusedTiles:
     # Conversions dominate: use as many warps as have registers, or wide tiles, which read rows less often.
     splits = _splits(layer.row_tasks(128), all_programs(3), layer.intermediate)
     wide = block_m == 32 or (bits == 4 and (not many or layer.hidden_tasks(128) >= all_programs(5)))
-    programs = 2 if block_m == 32 else 4 if bits == 8 else 3
-    return FusedTiles(block_m, 128 if wide else 64, 128, splits, programs=programs)
+    columns = 128 if wide else 64
+    programs = _programs(layer.hidden_tasks(columns), 2 if block_m == 32 else 4 if bits == 8 else 3)
+    return FusedTiles(block_m, columns, 128, splits, programs=programs)
 
 
 def _tiles_of_few_tasks(block_m: int, layer: _Layer) -> FusedTiles:
     # All programs read from the start, and each enough at a time.
     columns = 32 if layer.hidden_tasks(32) <= all_programs(2) else 64
-    splits = 1
-    while 2 * splits * layer.row_tasks(64) <= all_programs(8) and layer.intermediate >= 768 * splits:
-        splits *= 2
+    splits = _few_splits(layer, all_programs(8))
     return FusedTiles(block_m, columns, splits=splits, num_stages=4 if block_m == 16 else 3)
+
+
+def _programs(tasks: float, most: int) -> int:
+    """Return the fewest programs per multiprocessor, 2 or more, that run all tasks at once, or `most`."""
+    return next((number for number in range(2, most) if tasks <= all_programs(number)), most)
+
+
+def _few_splits(layer: _Layer, programs: int) -> int:
+    """Return the most parts of I, of at least 512 columns each, for at most this many tasks of the second GEMM."""
+    splits = 1
+    while 2 * splits * layer.row_tasks(64) <= programs and layer.intermediate >= 1024 * splits:
+        splits *= 2
+    return splits
 
 
 def _splits(tasks: float, programs: int, intermediate: int) -> int:

@@ -12,6 +12,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 import sys
 import threading
@@ -173,7 +174,8 @@ def _check(
     mesh: jax.sharding.Mesh, axis_name: AxisName, transport: str | None, heap_bytes: int | None, timeout_s: float
 ) -> Context:
     """Check the arguments and return their context."""
-    missing = [name for name in axis_tuple(axis_name) if name not in mesh.shape]
+    axes = _axes(axis_name)
+    missing = [name for name in axes if name not in mesh.shape]
     if missing:
         raise ValueError(
             f"init: the mesh has axes {tuple(mesh.shape)}, but axis_name={axis_name!r} needs {missing}; pass the axis"
@@ -184,9 +186,7 @@ def _check(
         raise ValueError(f"init: heap_bytes={heap_bytes}, but transport 'xla' owns no memory; leave heap_bytes out.")
     transports.check_heap_bytes(heap_bytes)
     transports.check_timeout_s(timeout_s, default=_TIMEOUT_S)
-    num_ranks = 1
-    for name in axis_tuple(axis_name):
-        num_ranks *= mesh.shape[name]
+    num_ranks = math.prod(mesh.shape[name] for name in axes)
     return Context(mesh, axis_name, transport, num_ranks, heap_bytes, timeout_s)
 
 
@@ -255,12 +255,17 @@ def _resolve_mesh(mesh: jax.sharding.Mesh | None, axis_name: AxisName) -> jax.sh
     return _all_devices(axis_name)
 
 
-def _all_devices(axis_name: AxisName) -> jax.sharding.Mesh:
+def _axes(axis_name: AxisName) -> tuple[str, ...]:
     axes = axis_tuple(axis_name)
     if not axes:
         raise ValueError(
             "init: axis_name=() names no axis, expected at least one; pass the axis that carries the experts."
         )
+    return axes
+
+
+def _all_devices(axis_name: AxisName) -> jax.sharding.Mesh:
+    axes = _axes(axis_name)
     return jax.make_mesh((jax.device_count(),) + (1,) * (len(axes) - 1), axes)
 
 

@@ -153,6 +153,32 @@ def test_triton_call_wrapped_kernels(two_ranks):
         jax_ep.triton_call(tuned, jnp.ones(1), out_shape=shape, grid=1)
 
 
+def test_triton_call_reloaded_kernel(tmp_path, monkeypatch):
+    """The interpreter does not run the code that a file had when its workers loaded it."""
+    text = (
+        "import triton\nimport triton.language as tl\n\n\n@triton.jit\ndef fill(out_ptr):\n    tl.store(out_ptr, {})\n"
+    )
+    (tmp_path / "filling.py").write_text(text.format(2))
+    monkeypatch.syspath_prepend(tmp_path)
+    kernels = importlib.import_module("filling")
+    mesh, shape = harness.make_mesh((1,), ("expert",)), jax.ShapeDtypeStruct((1,), jnp.int32)
+
+    def run():
+        return int(jax_ep.triton_call(kernels.fill, out_shape=shape, grid=1)[0])
+
+    jax_ep.finalize()
+    jax_ep.init(mesh, transport="shared_memory")
+    assert run() == 2
+    (tmp_path / "filling.py").write_text(text.format(345))
+    importlib.reload(kernels)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"fill of .* has another code here than in the parent"):
+        run()
+    jax_ep.finalize()
+    jax_ep.init(mesh, transport="shared_memory")
+    assert run() == 345
+    jax_ep.finalize()
+
+
 def test_triton_call_numpy_constants(two_ranks, rng):
     x = jnp.asarray(rng.standard_normal((2, 12)), jnp.float32)
     np.testing.assert_array_equal(call(x, INNER=np.int64(6), BLOCK=np.int32(16)), call(x))

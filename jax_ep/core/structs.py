@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Iterable
 from typing import Any
@@ -21,3 +22,11 @@ def regrouped(values: Iterable[Any], types: Iterable[Any]) -> list[Any]:
     """Invert `flat`: regroup values into NamedTuples of the given types."""
     rest = iter(values)
     return [next(rest) if kind is None else kind(*itertools.islice(rest, len(kind._fields))) for kind in types]
+
+
+def code_digest(function: Any) -> str:
+    """Hash what a Python function computes, equally in all processes; functions that it calls are not covered."""
+    code = function.__code__
+    numbers = [value for value in code.co_consts if isinstance(value, int | float | str)]  # sets have no order
+    facts = code.co_code, code.co_names, code.co_varnames, numbers
+    return hashlib.sha256(repr(facts).encode(errors="surrogatepass")).hexdigest()

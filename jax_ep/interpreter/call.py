@@ -31,7 +31,7 @@ from jax_ep import ffi
 from jax_ep.core.autodiff import in_order
 from jax_ep.core.kernel import Blocks, Config, Kernel, blocks_of, element_type, flat_arrays
 from jax_ep.core.mesh_axes import automatic_axes, numbers_in_processes
-from jax_ep.core.structs import flat, type_of
+from jax_ep.core.structs import code_digest, flat, type_of
 from jax_ep.interpreter.pool import Pool
 from jax_ep.interpreter.process import Launch
 from jax_ep.types import Array
@@ -153,6 +153,7 @@ def call(
         *flat_arrays(operands),
         path=str(kernel.path),
         function=kernel.name,
+        code=code_digest(kernel.body.fn),
         parameters=tuple(type_of(x) for x in (*operands, *results)),
         descriptors=tuple(blocks_of(x) for x in flat((*operands, *results))),
         results=tuple(_as_words(shape) for shape in shapes),
@@ -202,6 +203,7 @@ def _callback(
     site: int,
     path: str,
     function: str,
+    code: str,
     parameters: tuple[type | None, ...],
     descriptors: tuple[Blocks | None, ...],
     results: tuple[tuple[tuple[int, ...], np.dtype], ...],
@@ -219,6 +221,7 @@ def _callback(
         launch = Launch(
             path=path,
             function=function,
+            code=code,
             operands=tuple((element_type(array.dtype), array.tobytes()) for array in arrays),
             results=tuple(
                 (element, math.prod(shape) * dtype.itemsize)

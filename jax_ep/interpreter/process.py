@@ -42,6 +42,7 @@ class Launch:
     descriptors: tuple[tuple[tuple[int, ...], ...] | None, ...] = ()
     written: tuple[tuple[int, int], ...] = ()  # operands that are written in place, and the results that they become
     poison: int = 0xFF  # Initial bytes of results.
+    code: str | None = None  # `core.structs.code_digest` of the function; None: not checked
 
 
 class Worker:

@@ -180,6 +180,12 @@ class Runner:
 
     def _run(self, launch: dict[str, Any]) -> list[bytes]:
         kernel = getattr(load(Path(launch["path"])), launch["function"])
+        structs = load(_PACKAGE / "core" / "structs.py")
+        if launch["code"] not in (None, structs.code_digest(kernel.fn)):
+            raise RuntimeError(
+                f"{launch['function']} of {launch['path']} has another code here than in the parent process, which"
+                " loaded the file at another time; call finalize, then init"
+            )
         poison = launch["poison"]
         buffers = [Buffer(len(data), element_type, poison) for element_type, data in launch["operands"]]
         for buffer, (_, data) in zip(buffers, launch["operands"], strict=True):
@@ -195,7 +201,7 @@ class Runner:
         arguments = [describe(buffer, blocks) for buffer, blocks in zip(buffers, descriptors, strict=True)]
         names = [name for name in kernel.arg_names if name not in constants]
         parameters = launch["parameters"] or [None] * len(names)
-        arguments = load(_PACKAGE / "core" / "structs.py").regrouped(arguments, parameters)
+        arguments = structs.regrouped(arguments, parameters)
         with np.errstate(all="ignore"):  # As on a GPU.
             run(**dict(zip(names, arguments, strict=True)), **constants)
         names = [name for parameter in zip(names, parameters, strict=True) for name in fields(*parameter)]

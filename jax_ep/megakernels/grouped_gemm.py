@@ -159,18 +159,20 @@ def fp8_tiles(num_rows: int, groups: int, out_itemsize: int) -> Fp8Tiles:
         return Fp8Tiles(block_m=32, block_n=64, group_m=2, num_stages=2)
     if num_rows <= 64 * groups:
         return Fp8Tiles(block_m=64, num_warps=4, num_stages=3 if out_itemsize > 2 else 4, programs=2)
-    return Fp8Tiles(gluon=_runs_gluon())
+    return Fp8Tiles(gluon=runs_gluon())
 
 
 def fp8_weight_tiles() -> Fp8WeightTiles:
     """Return the tiles for the weight gradient of column-wise FP8."""
     if jax.default_backend() == "cpu":
         return Fp8WeightTiles(block_m=32, block_n=64, group_m=2, num_stages=2)
-    return Fp8WeightTiles(gluon=_runs_gluon())
+    return Fp8WeightTiles(gluon=runs_gluon())
 
 
-def _runs_gluon() -> bool:
-    return stores_by_descriptor() and compile.device_capability() == _GLUON_CAPABILITY
+def runs_gluon() -> bool:
+    """Return whether this GPU, and the launcher, run kernels in Gluon."""
+    on_gpu = jax.default_backend() == "gpu" and stores_by_descriptor()
+    return on_gpu and compile.device_capability() == _GLUON_CAPABILITY
 
 
 def weight_tiles(out_itemsize: int) -> WeightTiles:
@@ -290,7 +292,7 @@ def grouped_gemm_fp8(lhs: Quantized, rhs: Quantized, group_sizes: Array, *, out_
 
 def _by_gluon(*operands: Array, out_dtype: DTypeLike, group_m: int) -> Array:
     """Multiply as `grouped_gemm_fp8` in tiles of 128 x 256, stored in halves."""
-    _check_gluon("grouped_gemm_fp8")
+    check_gluon("grouped_gemm_fp8")
     lhs, rhs, lhs_scales, rhs_scales, group_sizes = operands
     (num_rows, depth), (groups, columns) = lhs.shape, rhs.shape[:2]
     sizes = gluon_sizes(num_rows, columns, depth, groups, jnp.dtype(out_dtype).itemsize, group_m)
@@ -304,7 +306,8 @@ def _by_gluon(*operands: Array, out_dtype: DTypeLike, group_m: int) -> Array:
     return launch(_GLUON_FP8, arguments, results, config, {"S": sizes}, written={-1: -1})[0][:, :columns]
 
 
-def _check_gluon(operation: str) -> None:
+def check_gluon(operation: str) -> None:
+    """Raise if this GPU does not run kernels in Gluon, which the settings of `operation` ask for."""
     if jax.default_backend() == "gpu" and (capability := compile.device_capability()) != _GLUON_CAPABILITY:
         raise NotImplementedError(
             f"grouped_gemm: gluon=True on GPUs of compute capability {capability / 10}, expected"
@@ -344,7 +347,7 @@ def weight_gradient_fp8(
 
 def _gradient_by_gluon(*operands: Array, out_dtype: DTypeLike, num_home: int, group_m: int) -> GemmWeights:
     """Contract as `weight_gradient_fp8` in tiles of 256 x 128."""
-    _check_gluon("weight_gradient_fp8")
+    check_gluon("weight_gradient_fp8")
     lhs, rhs, lhs_scales, rhs_scales, group_sizes = operands
     (rows, places), columns, groups = lhs.shape, rhs.shape[0], group_sizes.shape[0]
     sizes = gluon_gradient_sizes(rows, columns, places, groups, jnp.dtype(out_dtype).itemsize, group_m, num_home)

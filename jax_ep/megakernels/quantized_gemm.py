@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,20 +15,23 @@ from jax.typing import DTypeLike
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.core.fp8 import split_rows
-from jax_ep.core.kernel import Descriptor, Kernel
+from jax_ep.core.kernel import Config, Descriptor, Kernel
 from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.formats import format_of, stored_name
 from jax_ep.megakernels import tuned
-from jax_ep.megakernels.grouped_gemm import gemm_shape
+from jax_ep.megakernels.grouped_gemm import check_gluon, gemm_shape, runs_gluon
+from jax_ep.megakernels.kernels import gluon_quantized
 from jax_ep.megakernels.kernels import quantized_gemm as quantized_gemm_kernels
-from jax_ep.megakernels.kernels.gemm_structs import QuantizedGemm, QuantizedTile
-from jax_ep.megakernels.launch import Programs, launch, tile_config
+from jax_ep.megakernels.kernels.gemm_structs import PrepackedGemm, QuantizedGemm, QuantizedTile
+from jax_ep.megakernels.launch import Programs, int32, launch, new_counters, num_programs, tile_config
 from jax_ep.megakernels.masked import MaskedTiles, num_tiles
 from jax_ep.types import Array, Tokens
 
 _GROUPED = Kernel(quantized_gemm_kernels.quantized_grouped_gemm)
 _MASKED = Kernel(quantized_gemm_kernels.quantized_masked_grouped_gemm)
+_GLUON = Kernel(gluon_quantized.prepacked_gemm)
+_GLUON_REGISTERS = {2: 128, 3: 80, 4: 64}  # of a thread at the start, by programs per multiprocessor
 _DEPTH = 128  # of a block: that of the blocks of FP8, and a multiple of all other groups
 
 
@@ -38,10 +42,12 @@ class QuantizedTiles(Programs):
     Attributes:
       block_m: rows of a tile; below 64, the tile is computed transposed (swap_ab) if rows are quantized, too.
       block_n: columns of a tile.
+      gluon: run the kernel in Gluon, for prepacked weights on GPUs of compute capability 9.0, in tiles of 128 columns.
     """
 
     block_m: int
     block_n: int = 128
+    gluon: bool = False
     candidates: ClassVar[Mapping[str, tuple[int, ...]]] = {
         **MaskedTiles.candidates,
         "block_n": (64, 128, 256),
@@ -70,11 +76,26 @@ def quantized_tiles(rows_of_group: int, activations: str | None = None, *, prepa
     return QuantizedTiles(block_m=128, num_warps=8, programs=1)
 
 
-def _tuned_tiles(rows_of_group: int, dtype: jnp.dtype, rhs: QuantizedWeights) -> QuantizedTiles:
+def gluon_tiles(rows_of_group: int) -> QuantizedTiles:
+    """Return the tiles of the kernel in Gluon; sums of more rows take the registers of more programs."""
+    block_m = min(max(16, power_of_two(2 * rows_of_group)), 64)
+    return QuantizedTiles(block_m=block_m, programs=2 if block_m == 64 else 3, num_stages=4, gluon=True)
+
+
+def _tuned_tiles(rows_of_group: int, dtype: jnp.dtype, rhs: QuantizedWeights, *, may_be_gluon: bool) -> QuantizedTiles:
     groups, depth, columns = rhs.shape
     sizes = {"rows_of_group": rows_of_group, "depth": depth, "columns": columns, "groups": groups}
     default = quantized_tiles(rows_of_group, rhs.activations, prepacked=rhs.is_prepacked)
+    if may_be_gluon and rows_of_group <= 32 and _is_gluon_operand(rhs, dtype) and runs_gluon():
+        default = gluon_tiles(rows_of_group)
     return tuned.tiles(default, "quantized_gemm", **sizes, dtype=dtype, format=stored_name(rhs))
+
+
+def _is_gluon_operand(rhs: QuantizedWeights, dtype: DTypeLike) -> bool:
+    """Return whether the kernel in Gluon reads these weights and rows of this dtype."""
+    has_scale_per_step = rhs.format == "mxfp4" or format_of(rhs).block_size(rhs) == _DEPTH
+    whole_words = rhs.shape[-1] % 4 == 0  # rows of scales, which TMA reads
+    return rhs.is_prepacked and dtype == jnp.bfloat16 and has_scale_per_step and whole_words
 
 
 def sizes_of(num_rows: int, rhs: QuantizedWeights, tiles: QuantizedTiles) -> QuantizedGemm:
@@ -108,7 +129,9 @@ def grouped_gemm(rows: Tokens, rhs: QuantizedWeights, group_sizes: Array, *, out
     """Multiply as in xla/quantized_gemm.py."""
     lhs, row_scales = split_rows(rows)
     num_rows, (groups, _, columns) = lhs.shape[0], rhs.shape
-    tiles = _tuned_tiles(-(-num_rows // groups), lhs.dtype, rhs)
+    tiles = _tuned_tiles(-(-num_rows // groups), lhs.dtype, rhs, may_be_gluon=True)
+    if tiles.gluon:
+        return _by_gluon(lhs, rhs, group_sizes, tiles, out_dtype)
     most_tasks = (num_rows // tiles.block_m + groups) * -(-columns // tiles.block_n)
     result = jax.ShapeDtypeStruct((num_rows, columns), out_dtype)
     return _launch(_GROUPED, (lhs[None], rhs, group_sizes, row_scales), result, tiles, most_tasks)
@@ -120,15 +143,62 @@ def masked_grouped_gemm(
 ) -> Array:
     """Multiply as in xla/quantized_gemm.py; rows past the sizes are undefined."""
     lhs, row_scales = split_rows(rows)
-    tiles = tiles_of_masked(lhs, rhs, expected_rows)
+    tiles = tiles_of_masked(lhs, rhs, expected_rows, may_be_gluon=True)
+    if tiles.gluon:
+        return _by_gluon(lhs, rhs, group_sizes, tiles, out_dtype)
     shape = (*lhs.shape[:2], rhs.shape[2])
     result = jax.ShapeDtypeStruct(shape, out_dtype)
     return _launch(_MASKED, (lhs, rhs, group_sizes, row_scales), result, tiles, num_tiles(shape, tiles))
 
 
-def tiles_of_masked(lhs: Array, rhs: QuantizedWeights, expected_rows: int | None) -> QuantizedTiles:
+def tiles_of_masked(
+    lhs: Array, rhs: QuantizedWeights, expected_rows: int | None, *, may_be_gluon: bool = False
+) -> QuantizedTiles:
     """Return the tiles for masked groups of rows."""
-    return _tuned_tiles(min(lhs.shape[1], expected_rows or 32), lhs.dtype, rhs)
+    return _tuned_tiles(min(lhs.shape[1], expected_rows or 32), lhs.dtype, rhs, may_be_gluon=may_be_gluon)
+
+
+def _by_gluon(
+    lhs: Array, rhs: QuantizedWeights, group_sizes: Array, tiles: QuantizedTiles, out_dtype: DTypeLike
+) -> Array:
+    """Multiply rows `[M, K]` of groups in order, or `[G, M, K]` of masked groups."""
+    check_gluon("quantized_gemm")
+    if not _is_gluon_operand(rhs, lhs.dtype):
+        raise NotImplementedError(
+            f"grouped_gemm: gluon=True with {stored_name(rhs)} weights and {lhs.dtype} rows, expected prepacked MXFP4, or"
+            " prepacked INT4 with block_size=128, and bfloat16; leave gluon out of the settings of quantized_gemm."
+        )
+    lhs, rhs, group_sizes = vary_alike((lhs, rhs, group_sizes))
+    sizes = gluon_sizes(lhs.shape, rhs, tiles)
+    operands = (
+        Descriptor(lhs.reshape(-1, lhs.shape[-1]), (sizes.tile_m, _DEPTH // 2)),
+        Descriptor(rhs.values.reshape(-1, rhs.values.shape[-1]), (128, _DEPTH // 8)),
+        Descriptor(cast(Array, rhs.scales).reshape(-1, sizes.N), (1, 128)),
+        group_sizes,
+        new_counters(1, lhs),
+    )
+    results = jax.ShapeDtypeStruct((*lhs.shape[:-1], sizes.N), out_dtype), *int32((1,))
+    most_tiles = (math.prod(lhs.shape[:-1]) // sizes.tile_m + sizes.num_groups + 1) * sizes.tiles_n
+    registers = _GLUON_REGISTERS.get(tiles.programs)
+    config = Config(num_programs(most_tiles, tiles.programs), 4, max_registers=registers)
+    return launch(_GLUON, operands, results, config, {"S": sizes}, written={-1: -1})[0]
+
+
+def gluon_sizes(shape: tuple[int, ...], rhs: QuantizedWeights, tiles: QuantizedTiles) -> PrepackedGemm:
+    """Return the sizes of the kernel in Gluon for rows of this shape."""
+    groups, depth, columns = rhs.shape
+    return PrepackedGemm(
+        M=shape[-2],
+        N=columns,
+        steps=-(-depth // _DEPTH),
+        num_groups=groups,
+        lanes=max(32, power_of_two(groups + 1)),
+        tile_m=tiles.block_m,
+        tiles_n=-(-columns // 128),
+        stages=tiles.num_stages,
+        masked=len(shape) == 3,
+        decoder=format_of(rhs).decoder,
+    )
 
 
 def blocks_of(lhs: Array, rhs: QuantizedWeights, tiles: QuantizedTiles) -> tuple[Descriptor, Descriptor]:

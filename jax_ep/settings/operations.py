@@ -110,7 +110,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "masked_grouped_gemm": Operation(_MASKED, _MASKED_TILES),
     "quantized_gemm": Operation(
         ("rows_of_group", "depth", "columns", "groups", "dtype", "format"),
-        {"block_m": Values(16, 128, power_of_two=True), "block_n": _BLOCK, **_LAUNCH},
+        {"block_m": Values(16, 128, power_of_two=True), "block_n": _BLOCK, **_LAUNCH, "gluon": _BOOLEAN},
     ),
     "fused_moe": Operation(
         ("num_slots", "num_experts", "hidden", "intermediate", "format"),

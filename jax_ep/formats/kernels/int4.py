@@ -53,7 +53,7 @@ _TO_BF16 = tl.constexpr(f"""{{
 
 # Decode eight prepacked nibbles in $4 to four pairs. A shift or rotation brings the nibbles of each pair to bits 3 to 6
 # of both halves (BIT_PLACES in ../int4.py).
-_UNPACK = tl.constexpr(f"""{{
+UNPACK = tl.constexpr(f"""{{
     .reg .b32 a, c, w;
     mov.b32 w, $4;
     mov.b32 c, {_BF16X2_24};
@@ -170,7 +170,7 @@ def add_prepacked_pair(
 def unpack_prepacked(packed, S: tl.constexpr):
     """Decode packed uint32 `[block_n, PIECE / 8]` to unscaled bfloat16 `[block_n, PIECE]`."""
     a, b, c, d = tl.inline_asm_elementwise(
-        _UNPACK, "=r,=r,=r,=r,r", [packed], (tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
+        UNPACK, "=r,=r,=r,=r,r", [packed], (tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
     )
     return unpack_piece(a, b, c, d, S)
 

@@ -76,7 +76,7 @@ _TO_BF16 = tl.constexpr(f"""{{
 # the higher exponent bit by a shift up, that bit by a shift down.
 _LAST_SHIFTED_UP = both_halves(E2M1_BF16_MASK & ~(1 << 8))
 _LAST_SHIFTED_DOWN = both_halves(1 << 8)
-_UNPACK = tl.constexpr(f"""{{
+UNPACK = tl.constexpr(f"""{{
     .reg .b32 a, b, c, w;
     mov.b32 w, $4;
     mov.b32 c, $5;
@@ -99,7 +99,7 @@ _UNPACK = tl.constexpr(f"""{{
 # at a time. The exponent field of bfloat16 begins at bit 7.
 _BYTES = both_halves(0xFF)
 _OFFSETS = both_halves(_EXPONENT_OFFSET.value)
-_TO_FACTORS = tl.constexpr(f"""{{
+TO_FACTORS = tl.constexpr(f"""{{
     .reg .b32 a, b, m;
     and.b32 a, $4, {_BYTES};
     prmt.b32 b, $4, 0, 0x4341;
@@ -248,7 +248,7 @@ def add_prepacked_pair(
 def unpack_prepacked(packed, factors, dtype: tl.constexpr, S: tl.constexpr):
     """Decode packed uint32 `[block_n, PIECE / 8]` to `[block_n, PIECE]`; bfloat16 stays smaller by the shift."""
     a, b, c, d = tl.inline_asm_elementwise(
-        _UNPACK, "=r,=r,=r,=r,r,r", [packed, factors], (tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
+        UNPACK, "=r,=r,=r,=r,r,r", [packed, factors], (tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
     )
     values = unpack_piece(a, b, c, d, S)
     return values if dtype == tl.bfloat16 else (values.to(tl.float32) * UNDO_E2M1_SHIFT).to(dtype)
@@ -260,7 +260,7 @@ def load_prepacked_factors(scales_ptr, group, columns, inside, k, S: tl.constexp
     step = group.to(tl.int64) * ((S.K + 2 * PIECE - 1) // (2 * PIECE)) + k // (2 * PIECE)
     exponents = tl.load(scales_ptr + step * S.N + columns, mask=inside & (k < S.K), other=0)
     a, b, c, d = tl.inline_asm_elementwise(
-        _TO_FACTORS, "=r,=r,=r,=r,r", [exponents], (tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
+        TO_FACTORS, "=r,=r,=r,=r,r", [exponents], (tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
     )
     # Select instead of joining: for a join the compiler would choose another order of elements within a warp.
     is_first = tl.arange(0, PIECE // 8)[None, :] < PIECE // 16

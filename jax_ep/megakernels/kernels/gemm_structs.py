@@ -58,6 +58,22 @@ class GluonGemm:
 
 
 @dataclasses.dataclass(frozen=True)
+class PrepackedGemm:
+    """Static sizes of the GEMM of prepacked weights in Gluon."""
+
+    M: int  # rows of all groups; of each group if masked
+    N: int
+    steps: int  # of the sum over K
+    num_groups: int
+    lanes: int  # power of two > num_groups, at least 32
+    tile_m: int
+    tiles_n: int  # tiles that cover N
+    stages: int  # steps in shared memory
+    masked: bool
+    decoder: str  # as in `QuantizedGemm`
+
+
+@dataclasses.dataclass(frozen=True)
 class GroupedGemm(GemmSizes):
     """Static sizes of a grouped GEMM."""
 

@@ -9,6 +9,7 @@ Variants, each forward, without gradients:
                            too, to int8 with "int8" and to FP8 with all others
   one launch, FORMAT       one kernel, by the schedule
   several launches, FORMAT several kernels, by the schedule
+  FORMAT, first GEMM, ...  the first GEMM alone, of sorted rows and prepacked weights, in Triton and in Gluon
   hidden rows, bfloat16    several kernels; the first GEMM stores the FFN hidden state, and another kernel activates it
   moe_sort                 the sort alone, of all experts
   a step of the chain      the part of each measurement that is not its variant
@@ -36,7 +37,7 @@ import numpy as np
 from jax import Array
 
 import jax_ep
-from jax_ep import formats
+from jax_ep import formats, tuning
 from jax_ep.quantization import quantize, with_layout
 from jax_ep.tools.benchmark import baselines, harness, pytorch, rates
 from jax_ep.tools.benchmark.chains import calls
@@ -53,6 +54,7 @@ TORCH = "PyTorch, _grouped_mm"
 FORMATS: dict[str, dict[str, str]] = {name: {"format": name} for name in formats.FORMATS}
 FORMATS |= {f"{name}_tokens": {"format": name, "activations": formats.FORMATS[name].activations} for name in FORMATS}
 FORMATS |= {name: {"format": name.removesuffix("_prepacked")} for name in formats.STORED}
+LANGUAGES = {"Triton": False, "Gluon": True}
 SEVERAL = jax_ep.Schedule(single_launch=False)
 WAYS: dict[str, Callable[..., Array]] = {
     "fused_moe": jax_ep.fused_moe,
@@ -95,6 +97,12 @@ def variants(
                 found[f"{way}, {expert_format}"] = Variant(function, (*layer, *held), bytes_of(held))
     hidden_rows = partial(with_hidden_rows, partial(jax_ep.fused_moe, schedule=SEVERAL))
     found["hidden rows, bfloat16"] = Variant(hidden_rows, (*layer, *weights), bytes_of(weights))
+    rows, sizes = on_ranks(expert_mesh(1), (slots, model.hidden), 3), np.bincount(ids[ids >= 0], minlength=num_experts)
+    for expert_format, (w_gate_up, _) in stored.items():
+        for language, gluon in LANGUAGES.items() if expert_format.endswith("_prepacked") else ():
+            arrays = rows, w_gate_up, jnp.asarray(sizes, jnp.int32)
+            gemm = Variant(partial(first_gemm, gluon), arrays, bytes_of(w_gate_up))
+            found[f"{expert_format}, first GEMM, {language}"] = gemm
     found["a step of the chain"] = Variant(lambda x: x[:1], (x,))
     sort = partial(jax_ep.moe_sort, num_experts=model.experts, block_size=64)
     found["moe_sort"] = Variant(sort, (jnp.asarray(all_ids), layer[2]))
@@ -102,6 +110,12 @@ def variants(
         rows = on_ranks(expert_mesh(1), (num_experts, slots // num_experts, model.hidden), 3)
         found["batched einsum"] = Variant(baselines.batched, (rows, *weights), bytes_of(weights, num_experts))
     return found, 6.0 * slots * model.hidden * model.intermediate
+
+
+def first_gemm(gluon: bool, rows: Array, w_gate_up: jax_ep.QuantizedWeights, sizes: Array) -> Array:
+    """Multiply sorted rows and the first weights, by the kernel in Gluon or in Triton."""
+    with tuning.override("quantized_gemm", gluon=gluon):
+        return jax_ep.grouped_gemm(rows, w_gate_up, sizes, implementation="triton")
 
 
 def check(found: Mapping[str, Variant], stored: Collection[str], chosen: Collection[str]) -> None:

@@ -1,0 +1,309 @@
+"""GEMM of prepacked 4-bit weights and few rows per group in Gluon, grouped or masked: `out = rows @ weights[g].T`.
+
+Roles: a producer warp copies rows, packed weights and scales by TMA; a consumer warpgroup decodes and multiplies. A
+tile is 128 columns of `S.tile_m` rows. Columns of the weights are the rows of the product, whose first operand tensor
+cores take from registers (swap_ab). A step is 128 of K in two pieces: one is decoded while the other is multiplied.
+Rows past the end of a group are computed, but not stored. The rows past all groups are one more group, of zeros.
+
+Waits: the consumer waits for `full[slot]` (the producer's copies have arrived), the producer for `empty[slot]` (the
+step has been multiplied). Every wait is for an earlier step of the same program, so one resident program is enough.
+
+Floor: reading the packed weights once at memory bandwidth. A step takes 344 instructions per warp, 208 of them to
+decode. A tile reads its rows again from L2, so they have as few rows as the groups.
+
+Source: weights as the first operand of wgmma in registers, and the order of their bits, as in Marlin and Machete.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton  # noqa: F401 - first and whole: other threads may be importing it
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from jax_ep.formats.kernels import int4, mxfp4
+
+from .gemm_structs import Pointer, Value
+from .gluon_gemm import Tiles, arrive, read_tile, send_tile, wait
+
+COLUMNS = gl.constexpr(128)  # of a tile
+STEP = gl.constexpr(128)  # K of one pipeline stage
+PIECE = gl.constexpr(64)  # K of one product
+WORDS = gl.constexpr(16)  # packed uint32 of a column and step
+# Word 4 b + t of a column has what thread t of four multiplies in the b-th 32 of K.
+PACKED = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[8, 0], [0, 4], [0, 8], [64, 0]],
+        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[128, 16],
+    )
+)
+PACKED_PIECE = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[8, 0], [0, 4], [64, 0]],
+        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[128, 8],
+    )
+)
+UNPACK_MXFP4 = gl.constexpr(mxfp4.UNPACK.value)
+UNPACK_INT4 = gl.constexpr(int4.UNPACK.value)
+TO_FACTORS = gl.constexpr(mxfp4.TO_FACTORS.value)
+UNDO_E2M1_SHIFT = gl.constexpr(mxfp4.UNDO_E2M1_SHIFT.value)
+
+
+class Pipeline(NamedTuple):
+    """Operands of `S.stages` steps in shared memory, and their barriers."""
+
+    rows: Value  # [2 * S.stages, S.tile_m, PIECE]
+    words: Value  # [S.stages, COLUMNS, WORDS]
+    scales: Value  # [S.stages, 1, COLUMNS]
+    full: Value  # [S.stages] the producer's copies have arrived
+    empty: Value  # [S.stages] the consumer has multiplied the step
+
+
+class Operands(NamedTuple):
+    """Descriptors of what the producer copies."""
+
+    rows: Pointer
+    words: Pointer
+    scales: Pointer
+
+
+class Groups(NamedTuple):
+    """Rows and tiles of each group, `[S.lanes]` int32."""
+
+    index: Value
+    starts: Value  # first row
+    rows: Value
+    tile_ends: Value  # one past the last tile
+
+
+@gluon.jit
+def unpack_pair(packed):
+    """Unpack the two bfloat16 of a register, `[...]` to `[..., 2]`."""
+    first = packed.to(gl.uint16).to(gl.bfloat16, bitcast=True)
+    return gl.join(first, (packed >> 16).to(gl.uint16).to(gl.bfloat16, bitcast=True))
+
+
+@gluon.jit
+def as_operand(a, b, c, d, SUMS: gl.constexpr):
+    """Put four bf16x2 per packed uint32, `[COLUMNS, 8]` each, in order of K: `[COLUMNS, PIECE]`; nothing moves."""
+    pairs = gl.join(gl.join(unpack_pair(a), unpack_pair(c)), gl.join(unpack_pair(b), unpack_pair(d)))
+    # Axes: column, 32 of K, thread, element of the pair, pair (two axes). K runs over pairs, threads, elements.
+    pairs = gl.permute(gl.reshape(pairs, (COLUMNS, 2, 4, 2, 2, 2)), (0, 1, 4, 5, 2, 3))
+    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
+    return gl.convert_layout(gl.reshape(pairs, (COLUMNS, PIECE)), LEFT)
+
+
+@gluon.jit
+def decode_mxfp4(words, factors, SUMS: gl.constexpr):
+    """Decode a piece of MXFP4 to bfloat16, smaller by the shift of mxfp4.py."""
+    a, b, c, d = gl.inline_asm_elementwise(
+        UNPACK_MXFP4, "=r,=r,=r,=r,r,r", [words, factors], (gl.int32, gl.int32, gl.int32, gl.int32), True, 1
+    )
+    return as_operand(a, b, c, d, SUMS)
+
+
+@gluon.jit
+def decode_int4(words, SUMS: gl.constexpr):
+    """Decode a piece of INT4 to bfloat16 without its scale."""
+    a, b, c, d = gl.inline_asm_elementwise(
+        UNPACK_INT4, "=r,=r,=r,=r,r", [words], (gl.int32, gl.int32, gl.int32, gl.int32), True, 1
+    )
+    return as_operand(a, b, c, d, SUMS)
+
+
+@gluon.jit
+def load_factors(scales):
+    """Load the bf16x2 factors of each packed uint32 in the two pieces of a step, `[COLUMNS, 8]` each."""
+    exponents = scales.load(gl.SliceLayout(1, PACKED_PIECE))
+    a, b, c, d = gl.inline_asm_elementwise(
+        TO_FACTORS, "=r,=r,=r,=r,r", [exponents], (gl.int32, gl.int32, gl.int32, gl.int32), True, 1
+    )
+    is_first = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, PACKED_PIECE)) < 4, 0)
+    first = gl.where(is_first, gl.expand_dims(a, 1), gl.expand_dims(b, 1))
+    return first, gl.where(is_first, gl.expand_dims(c, 1), gl.expand_dims(d, 1))
+
+
+@gluon.jit
+def store_tile(total, out_ptr, row, column, end, S: gl.constexpr):
+    """Store the rows before `end` of a tile `[COLUMNS, S.tile_m]`, which is transposed first."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    values = gl.convert_layout(gl.permute(total, (1, 0)).to(out_ptr.dtype.element_ty), LAYOUT)
+    rows = gl.expand_dims(row + gl.arange(0, S.tile_m, gl.SliceLayout(1, LAYOUT)), 1)
+    columns = gl.expand_dims(column + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT)), 0)
+    gl.store(out_ptr + (rows.to(gl.int64) * S.N + columns), values, mask=(rows < end) & (columns < S.N))
+
+
+@gluon.jit
+def consume(pipeline, tiles, out_ptr, S: gl.constexpr):
+    """Multiply and store the tiles that the producer hands over."""
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, S.tile_m, 16])
+    MXFP4: gl.constexpr = S.decoder == "mxfp4"
+    count = 0
+    number = 0
+    wait(tiles.full.index(0), 0)
+    row, column, end, group = read_tile(number, tiles)
+    while group >= 0:
+        steps = S.steps
+        if group == S.num_groups:
+            steps = 0
+        total = gl.zeros((COLUMNS, S.tile_m), gl.float32, SUMS)
+        scales = gl.zeros((COLUMNS,), gl.float32, gl.SliceLayout(1, SUMS))
+        part = warpgroup_mma_init(gl.zeros((COLUMNS, S.tile_m), gl.float32, SUMS))
+        for i in range(steps):
+            slot = count % S.stages
+            wait(pipeline.full.index(slot), (count // S.stages) & 1)
+            words = gl.permute(gl.reshape(pipeline.words.index(slot).load(PACKED), (COLUMNS, 2, 8)), (0, 2, 1))
+            first, second = gl.split(words)
+            first = gl.convert_layout(first, PACKED_PIECE)
+            second = gl.convert_layout(second, PACKED_PIECE)
+            stored_scales = pipeline.scales.index(slot).reshape((COLUMNS,))
+            # First piece: decoded while the product of the step before runs.
+            if MXFP4:
+                first_factors, second_factors = load_factors(stored_scales)
+                left = decode_mxfp4(first, first_factors, SUMS)
+            else:
+                left = decode_int4(first, SUMS)
+            part = warpgroup_mma_wait(0, deps=(part,))
+            if i > 0:
+                arrive(pipeline.empty.index((count + S.stages - 1) % S.stages))
+            if not MXFP4:
+                # One scale per column and step: scale the sum of the step before.
+                total += part * gl.expand_dims(scales, 1)
+                scales = stored_scales.load(gl.SliceLayout(1, SUMS))
+            part = warpgroup_mma(
+                left, pipeline.rows.index(2 * slot).permute((1, 0)), part, use_acc=MXFP4, is_async=True
+            )
+            # Second piece.
+            if MXFP4:
+                left = decode_mxfp4(second, second_factors, SUMS)
+            else:
+                left = decode_int4(second, SUMS)
+            part = warpgroup_mma_wait(0, deps=(part,))
+            part = warpgroup_mma(left, pipeline.rows.index(2 * slot + 1).permute((1, 0)), part, is_async=True)
+            count += 1
+        part = warpgroup_mma_wait(0, deps=(part,))
+        if steps > 0:
+            arrive(pipeline.empty.index((count + S.stages - 1) % S.stages))
+        if MXFP4:
+            total = part * UNDO_E2M1_SHIFT
+        else:
+            total += part * gl.expand_dims(scales, 1)
+        store_tile(total, out_ptr, row, column, end, S)
+        arrive(tiles.empty.index(number % 2))
+        number += 1
+        wait(tiles.full.index(number % 2), (number // 2) & 1)
+        row, column, end, group = read_tile(number, tiles)
+
+
+@gluon.jit
+def locate_groups(sizes_ptr, S: gl.constexpr):
+    """Return the `Groups` of sizes `[S.num_groups]`, and the number of tiles; none reaches past row M."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([S.lanes // 32], [32], [1], [0])
+    index = gl.arange(0, S.lanes, LAYOUT)
+    sizes = gl.maximum(gl.load(sizes_ptr + index, mask=index < S.num_groups, other=0), 0)
+    if S.masked:
+        starts = index * S.M
+        rows = gl.minimum(sizes, S.M)
+    else:
+        # Sizes may be any int32: sums of large ones need 64 bits.
+        ends = gl.cumsum(sizes.to(gl.int64), axis=0)
+        starts = gl.minimum(ends - sizes, S.M).to(gl.int32)
+        rows = gl.minimum(ends, S.M).to(gl.int32) - starts
+        rows = gl.where(index == S.num_groups, S.M - starts, rows)
+    tile_ends = gl.cumsum((rows + S.tile_m - 1) // S.tile_m * S.tiles_n, axis=0)
+    return Groups(index, starts, rows, tile_ends), gl.max(tile_ends, axis=0)
+
+
+@gluon.jit
+def produce(operands, sizes_ptr, num_taken, pipeline, tiles, S: gl.constexpr):
+    """Hand tiles to the consumer, and copy their operands.
+
+    The first tile is that of the program's number, the others are the next that no program has taken. Tiles run down
+    the rows of a group first, so that programs which share weights run at the same time.
+    """
+    groups, num_tiles = locate_groups(sizes_ptr, S)
+    count = 0
+    number = 0
+    tile = gl.program_id(0)
+    programs = gl.num_programs(0)
+    while tile < num_tiles:
+        next_tile = programs + gl.atomic_add(num_taken, 1, sem="relaxed")
+        before = groups.tile_ends <= tile
+        group = gl.sum(before.to(gl.int32), axis=0)
+        inside = tile - gl.max(gl.where(before, groups.tile_ends, 0), axis=0)
+        start = gl.sum(gl.where(groups.index == group, groups.starts, 0), axis=0)
+        size = gl.sum(gl.where(groups.index == group, groups.rows, 0), axis=0)
+        tiles_m = (size + S.tile_m - 1) // S.tile_m
+        row = start + inside % tiles_m * S.tile_m
+        column = inside // tiles_m * COLUMNS
+        send_tile(row, column, start + size, group, number, tiles)
+        if group < S.num_groups:
+            for k in range(S.steps):
+                slot = count % S.stages
+                full = pipeline.full.index(slot)
+                wait(pipeline.empty.index(slot), ((count // S.stages) & 1) ^ 1)
+                mbarrier.expect(full, 4 * COLUMNS * (WORDS + 1) + 2 * S.tile_m * STEP)
+                tma.async_load(operands.words, [group * S.N + column, k * WORDS], full, pipeline.words.index(slot))
+                tma.async_load(operands.scales, [group * S.steps + k, column], full, pipeline.scales.index(slot))
+                tma.async_load(operands.rows, [row, k * STEP], full, pipeline.rows.index(2 * slot))
+                tma.async_load(operands.rows, [row, k * STEP + PIECE], full, pipeline.rows.index(2 * slot + 1))
+                count += 1
+        number += 1
+        tile = next_tile
+    send_tile(0, 0, 0, -1, number, tiles)
+
+
+@gluon.jit
+def prepacked_gemm(
+    rows,  # [M, K] bfloat16, of masked groups [num_groups * M, K], blocks of S.tile_m x PIECE
+    words,  # [num_groups * N, K / 8] uint32, blocks of COLUMNS x WORDS
+    scales,  # [num_groups * S.steps, N], blocks of 1 x COLUMNS
+    sizes_ptr,  # [num_groups] int32
+    num_taken,  # [1] int32, zero: the number of tiles that programs have taken, which is written in place
+    out_ptr,  # [M, N], of masked groups [num_groups * M, N]
+    num_taken_after,  # `num_taken`
+    S: gl.constexpr,
+):
+    """Compute `out[rows of g] = rows[rows of g] @ weights[g].T`; zero in rows past the groups, unless masked."""
+    pipeline = Pipeline(
+        gl.allocate_shared_memory(rows.dtype, [2 * S.stages, S.tile_m, PIECE], rows.layout),
+        gl.allocate_shared_memory(words.dtype, [S.stages, COLUMNS, WORDS], words.layout),
+        gl.allocate_shared_memory(scales.dtype, [S.stages, 1, COLUMNS], scales.layout),
+        mbarrier.allocate_mbarrier(batch=S.stages),
+        mbarrier.allocate_mbarrier(batch=S.stages),
+    )
+    tiles = Tiles(
+        gl.allocate_shared_memory(gl.int32, [2, 4], gl.SwizzledSharedLayout(4, 1, 1, [0])),
+        mbarrier.allocate_mbarrier(batch=2),
+        mbarrier.allocate_mbarrier(batch=2),
+    )
+    STAGES: gl.constexpr = S.stages
+    for s in gl.static_range(STAGES):
+        mbarrier.init(pipeline.full.index(s), count=1)
+        mbarrier.init(pipeline.empty.index(s), count=4)  # warps of the consumer
+    for s in gl.static_range(2):
+        mbarrier.init(tiles.full.index(s), count=1)
+        mbarrier.init(tiles.empty.index(s), count=4)
+    operands = Operands(rows, words, scales)
+    gl.warp_specialize(
+        [
+            (consume, (pipeline, tiles, out_ptr, S)),
+            (produce, (operands, sizes_ptr, num_taken, pipeline, tiles, S)),
+        ],
+        [1],
+        [24],
+    )

@@ -6,15 +6,13 @@ one resident program. The partitions of a program are threads, and one runs at a
 between them at barriers and asynchronous operations.
 
 Asynchronous operations take effect as late as their waits allow, and their targets hold NaN until then: a TMA load
-writes when its barrier is about to complete, a wgmma reads its operands when it is waited for, a TMA store reads shared
-memory when it is waited for. So a missing or misplaced wait gives NaN or wrong numbers instead of right ones by luck.
+writes when its barrier is about to complete, a wgmma reads shared memory when it is waited for, and so does a TMA
+store. So a missing or misplaced wait gives NaN or wrong numbers instead of right ones by luck.
 Deadlocks, memory accesses outside of an array, and TMA stores of shared memory without a fence are errors.
 """
 
 from __future__ import annotations
 
-import math
-import operator
 import random
 import re
 import threading
@@ -22,229 +20,20 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
-_DTYPES = {
-    "int1": np.dtype(np.bool_),
-    "int8": np.dtype(np.int8),
-    "int32": np.dtype(np.int32),
-    "int64": np.dtype(np.int64),
-    "uint8": np.dtype(np.uint8),
-    "uint32": np.dtype(np.uint32),
-    "fp8e4nv": np.dtype(ml_dtypes.float8_e4m3fn),
-    "bf16": np.dtype(ml_dtypes.bfloat16),
-    "fp16": np.dtype(np.float16),
-    "fp32": np.dtype(np.float32),
-}
-
-
-class EmulationError(RuntimeError):
-    """A kernel broke a rule of the memory model, or waits forever."""
-
-
-def _numpy_dtype(dtype: Any) -> np.dtype:
-    return dtype if isinstance(dtype, np.dtype) else _DTYPES[str(dtype)]
-
-
-def _values(x: Any) -> Any:
-    return x.values if isinstance(x, Tensor) else x
-
-
-class Tensor:
-    """Values in registers. Layouts are not modeled."""
-
-    __array_ufunc__ = None  # NumPy scalars leave arithmetic to the methods below.
-
-    def __init__(self, values: np.ndarray) -> None:
-        self.values = values
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.values.dtype
-
-    def to(self, dtype: Any) -> Tensor:
-        """Convert to a dtype of Gluon or NumPy."""
-        return Tensor(self.values.astype(_numpy_dtype(dtype)))
-
-
-def _binary(name: str) -> Callable[[Any, Any], Any]:
-    apply = getattr(operator, name)
-
-    def run(self: Tensor, other: Any) -> Any:
-        if isinstance(other, Pointer):
-            return NotImplemented
-        return Tensor(np.asarray(apply(self.values, _values(other))))
-
-    return run
-
-
-def _reflected(name: str) -> Callable[[Any, Any], Any]:
-    apply = getattr(operator, name)
-    return lambda self, other: Tensor(np.asarray(apply(other, self.values)))
-
-
-for _name in ("add", "sub", "mul", "floordiv", "mod", "and_", "or_", "lt", "le", "gt", "ge", "eq", "ne"):
-    setattr(Tensor, f"__{_name.strip('_')}__", _binary(_name))
-for _name in ("add", "sub", "mul"):
-    setattr(Tensor, f"__r{_name}__", _reflected(_name))
-
-
-class Pointer:
-    """An element, or a tensor of elements, of an array in global memory."""
-
-    __array_ufunc__ = None
-
-    def __init__(self, array: np.ndarray, offset: Any = 0) -> None:
-        self.array, self.offset = array, offset
-
-    def __add__(self, other: Any) -> Pointer:
-        return Pointer(self.array, self.offset + _values(other))
-
-    __radd__ = __add__
-
-    def load(self, mask: Any = None, other: Any = 0) -> Any:
-        used = np.asarray(True if mask is None else _values(mask))
-        offsets, used = np.broadcast_arrays(np.asarray(self.offset), used)
-        wrong = used & ((offsets < 0) | (offsets >= self.array.size))
-        if wrong.any():
-            raise EmulationError(f"element {offsets[wrong].flat[0]} of an array of {self.array.size} elements")
-        found = np.where(used, self.array.reshape(-1)[np.where(used, offsets, 0)], np.asarray(other, self.array.dtype))
-        return Tensor(found) if found.ndim else found[()]
-
-    def add(self, value: Any) -> Any:
-        """Add atomically, and return the value before."""
-        before = self.load()
-        self.array.reshape(-1)[self.offset] += self.array.dtype.type(value)
-        return before
-
-
-class Shared:
-    """A view of shared memory. Views of one allocation share `state`, which knows of stores without a fence."""
-
-    def __init__(self, values: np.ndarray, state: dict[str, bool]) -> None:
-        self.values, self.state, self.dtype = values, state, values.dtype
-
-    def index(self, i: Any) -> Shared:
-        """Return element i of the first axis."""
-        return Shared(self.values[int(i)], self.state)
-
-    def slice(self, start: Any, length: Any, dim: int = 0) -> Shared:
-        """Return `length` elements of an axis."""
-        if not 0 <= start <= start + length <= self.values.shape[dim]:
-            raise EmulationError(f"slice {start} + {length} of an axis of {self.values.shape[dim]}")
-        where = [slice(None)] * self.values.ndim
-        where[dim] = slice(int(start), int(start + length))
-        return Shared(self.values[tuple(where)], self.state)
-
-    def permute(self, order: Sequence[int]) -> Shared:
-        """Return the view with its axes in another order."""
-        return Shared(self.values.transpose(order), self.state)
-
-    def reshape(self, shape: Sequence[int]) -> Shared:
-        """Return the view with another shape."""
-        return Shared(self.values.reshape(shape), self.state)
-
-    def load(self, layout: Any) -> Tensor:
-        """Read into registers."""
-        del layout
-        return Tensor(self.values.copy())
-
-    def store(self, value: Any) -> None:
-        """Write from registers; TMA and wgmma see it after a fence."""
-        self.values[...] = _values(value)
-        self.state["fenced"] = False
-
-
-class Barrier:
-    """An mbarrier: a phase completes when all arrivals and all expected bytes have come."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.count = self.pending = self.bytes = self.phase = 0
-
-    def init(self, count: int) -> None:
-        self.count = self.pending = int(count)
-
-    def arrive(self, count: int = 1, num_bytes: int = 0) -> None:
-        if not self.count:
-            raise EmulationError(f"{self.name} is used before it is initialized")
-        if count > self.pending:
-            raise EmulationError(f"{count} arrivals at {self.name}, which expects {self.pending} more in this phase")
-        self.pending -= count
-        self.bytes += num_bytes
-        self._complete()
-
-    def deliver(self, num_bytes: int) -> None:
-        """Count bytes that a TMA load has written."""
-        self.bytes -= num_bytes
-        self._complete()
-
-    def _complete(self) -> None:
-        if self.pending == 0 and self.bytes == 0:
-            self.phase, self.pending = self.phase + 1, self.count
-
-    def is_done(self, parity: Any) -> bool:
-        """Whether the phase of this parity has completed."""
-        return self.phase % 2 != int(parity) % 2
-
-
-class _Barriers(list):
-    def index(self, i: Any) -> Barrier:  # type: ignore[override]
-        """Return barrier i."""
-        return self[int(i)]
-
-
-class Descriptor:
-    """A tensor descriptor of a global array: blocks are read and written by TMA.
-
-    Shape and strides are those of the array, unless given as in `jax_ep.core.kernel.Blocks`.
-    """
-
-    def __init__(
-        self,
-        array: np.ndarray,
-        block_shape: Sequence[int],
-        shape: Sequence[int] | None = None,
-        strides: Sequence[int] | None = None,
-        layout: Any = None,
-    ) -> None:
-        self.array, self.block_shape, self.layout = array.reshape(-1), tuple(block_shape), layout
-        self.shape = array.shape if shape is None else tuple(shape)
-        self.strides = strides or [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.array.dtype
-
-    def block(self, coordinates: Sequence[Any]) -> tuple[np.ndarray, tuple[slice, ...]]:
-        """Return the part of the array that a block covers, as a view, and where this lies in the block."""
-        starts = [int(x) for x in coordinates]
-        ranges = [
-            (min(max(start, 0), size), min(max(start + length, 0), size))
-            for start, length, size in zip(starts, self.block_shape, self.shape, strict=True)
-        ]
-        within = tuple(slice(first - x, last - x) for (first, last), x in zip(ranges, starts, strict=True))
-        sizes = [last - first for first, last in ranges]
-        if 0 in sizes:
-            return np.empty(sizes, self.dtype), within
-        offset = sum(first * stride for (first, _), stride in zip(ranges, self.strides, strict=True)) % 2**64
-        steps = [0 if size == 1 else stride for size, stride in zip(sizes, self.strides, strict=True)]
-        last = offset + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
-        if last >= self.array.size:
-            raise EmulationError(f"TMA reaches element {last} of an array of {self.array.size} elements")
-        steps = [step * self.dtype.itemsize for step in steps]
-        return np.lib.stride_tricks.as_strided(self.array[offset:], sizes, steps), within
+from . import inline_asm
+from .gluon_memory import Barrier, Barriers, Descriptor, EmulationError, Pointer, Shared, Tensor, numpy_dtype, values_of
 
 
 class _Product:
-    """A wgmma in flight; its operands are read when it is waited for."""
+    """A wgmma in flight; operands in shared memory are read when it is waited for, and registers never change."""
 
-    def __init__(self, a: Shared, b: Shared, total: Any) -> None:
+    def __init__(self, a: Shared | Tensor, b: Shared, total: Any) -> None:
         self.operands, self.total = (a, b), total
         self.value: Tensor | None = None
 
@@ -253,7 +42,7 @@ class _Product:
         total = self.total.value if isinstance(self.total, _Product) else self.total
         a, b = (operand.values.astype(np.float32) for operand in self.operands)
         product = a @ b
-        self.value = Tensor(product if self.total is None else _values(total) + product)
+        self.value = Tensor(product if self.total is None else values_of(total) + product)
         return self.value
 
 
@@ -275,10 +64,11 @@ class _Program:
     def __init__(self, number: int, count: int, num_warps: int, seed: int) -> None:
         self.number, self.count, self.num_warps = number, count, num_warps
         self.random = random.Random(seed)
+        self.bias = self.random.choice((0, 0.95))  # how often the favorite runs, if it can; 0: all take turns
         self.loads: list[Callable[[], None]] = []
         self.states: list[dict[str, bool]] = []
         self.current = _Partition(0, num_warps)
-        self.partitions = [self.current]
+        self.favorite, self.partitions = self.current, [self.current]
         self.error: BaseException | None = None
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
@@ -305,14 +95,15 @@ class _Program:
         while self.error is None:
             ready = [p for p in self.partitions if not p.is_finished and (p.waits_for is None or p.waits_for[0]())]
             if ready:
-                self.current = self.random.choice(ready)
+                favored = self.favorite in ready and self.random.random() < self.bias
+                self.current = self.favorite if favored else self.random.choice(ready)
                 return
             if self.loads:
                 self._finish_load()
                 continue
             waits = (f"partition {p.number} waits for {p.waits_for[1]}" for p in self.partitions if p.waits_for)
             self.error = EmulationError(f"program {self.number} is deadlocked: {'; '.join(waits) or 'no partition'}")
-        self.current = self.partitions[0]
+        self.current = next(p for p in self.partitions if not p.is_finished)
 
     def _finish_load(self) -> None:
         self.loads.pop(self.random.randrange(len(self.loads)))()
@@ -322,7 +113,7 @@ class _Program:
         main = self.current
         sizes = (self.num_warps, *warps)
         parts = [_Partition(i, size) for i, size in enumerate(sizes)]
-        self.partitions = parts
+        self.favorite, self.partitions = self.random.choice(parts), parts
         threads = [
             threading.Thread(target=self._run, args=(part, function, arguments, main), daemon=True)
             for part, (function, arguments) in zip(parts, functions, strict=True)
@@ -346,18 +137,15 @@ class _Program:
         _active.program = self
         try:
             if self.error is None:
-                function(*arguments)
+                with np.errstate(all="ignore"):  # As on a GPU.
+                    function(*arguments)
         except BaseException as error:
             self.error = self.error or error
         part.is_finished = True
-        left = [p for p in self.partitions if not p.is_finished]
-        if not left:
+        if all(p.is_finished for p in self.partitions):
             main.may_run.set()
             return
-        if self.error is None:
-            self._choose()
-        if self.error is not None:
-            self.current = left[0]
+        self._choose()
         self.current.may_run.set()
 
 
@@ -376,17 +164,17 @@ def _program() -> _Program:
 
 
 def _allocate(dtype: Any, shape: Sequence[int], layout: Any = None) -> Shared:
-    kind = _numpy_dtype(dtype)
+    kind = numpy_dtype(dtype)
     values = np.full(np.prod([*map(int, shape), kind.itemsize]), 0xFF, np.uint8).view(kind).reshape(shape)
     state = {"fenced": True}
     _program().states.append(state)
     return Shared(values, state)
 
 
-def _allocate_mbarrier(batch: int = 1) -> _Barriers:
+def _allocate_mbarrier(batch: int = 1) -> Barriers:
     number = len(_program().states)
     _program().states.append({"fenced": True})
-    return _Barriers(Barrier(f"barrier {i} of allocation {number}") for i in range(int(batch)))
+    return Barriers(Barrier(f"barrier {i} of allocation {number}") for i in range(int(batch)))
 
 
 def _wait(barrier: Barrier, parity: Any) -> None:
@@ -435,8 +223,8 @@ def _fence() -> None:
         state["fenced"] = True
 
 
-def _mma(a: Shared, b: Shared, total: Any, *, use_acc: Any = True, is_async: bool = False, **_: Any) -> Any:
-    if not (a.state["fenced"] and b.state["fenced"]):
+def _mma(a: Shared | Tensor, b: Shared, total: Any, *, use_acc: Any = True, is_async: bool = False, **_: Any) -> Any:
+    if not all(operand.state["fenced"] for operand in (a, b) if isinstance(operand, Shared)):
         raise EmulationError("wgmma reads shared memory that was written without fence_async_shared")
     product = _Product(a, b, total if use_acc else None)
     if not is_async:
@@ -491,27 +279,58 @@ def _inline_asm(asm: str, constraints: str, arguments: Sequence[Any], dtypes: An
     return results if len(results) != 1 else results[0]
 
 
+def _inline_asm_elementwise(
+    asm: str, constraints: str, arguments: Sequence[Tensor], dtypes: Any, is_pure: bool, pack: int
+) -> Any:
+    """Run assembly for each element: 32-bit registers, one per element."""
+    if pack != 1:
+        raise NotImplementedError(f"the emulator does not know pack={pack}, expected 1")
+    del is_pure
+    values = np.broadcast_arrays(*(x.values for x in arguments))
+    registers = inline_asm.run(asm, constraints, [x.reshape(-1).view(np.uint32) for x in values])
+    shape = values[0].shape
+    found = (Tensor(x.view(numpy_dtype(dtype)).reshape(shape)) for x, dtype in zip(registers, dtypes, strict=True))
+    return tuple(found)
+
+
+def _scalar_or_tensor(values: np.ndarray) -> Any:
+    return Tensor(values) if values.ndim else values[()]
+
+
+def _elementwise(function: Callable[..., Any]) -> Callable[..., Tensor]:
+    return lambda *operands: Tensor(function(*map(values_of, operands)))
+
+
 def _warp_specialize(parts: Sequence[Any], warps: Sequence[int], registers: Sequence[int] = ()) -> None:
     del registers
     _program().specialize(parts, warps)
-
-
-def _load(pointer: Pointer, mask: Any = None, other: Any = 0, **_: Any) -> Any:
-    return pointer.load(mask, other)
 
 
 _LANGUAGE: dict[str, Any] = {
     "allocate_shared_memory": _allocate,
     "arange": lambda start, end, layout=None: Tensor(np.arange(start, end, dtype=np.int32)),
     "atomic_add": lambda pointer, value, **_: pointer.add(value),
+    "convert_layout": lambda x, layout: x,
+    "cumsum": lambda x, axis: Tensor(np.cumsum(x.values, axis, x.dtype)),
     "expand_dims": lambda x, axis: Tensor(np.expand_dims(x.values, axis)),
     "inline_asm": _inline_asm,
-    "load": _load,
+    "inline_asm_elementwise": _inline_asm_elementwise,
+    "join": lambda a, b: Tensor(np.stack((a.values, b.values), -1)),
+    "load": lambda pointer, mask=None, other=0, **_: pointer.load(mask, other),
+    "max": lambda x, axis: _scalar_or_tensor(x.values.max(axis)),
+    "maximum": _elementwise(np.maximum),
+    "minimum": _elementwise(np.minimum),
     "num_programs": lambda axis: _program().count,
+    "permute": lambda x, order: Tensor(x.values.transpose(order)),
     "program_id": lambda axis: _program().number,
+    "reshape": lambda x, shape: Tensor(x.values.reshape(shape)),
+    "split": lambda x: (Tensor(x.values[..., 0]), Tensor(x.values[..., 1])),
     "static_range": range,
+    "store": lambda pointer, value, mask=None: pointer.store(value, mask),
+    "sum": lambda x, axis: _scalar_or_tensor(x.values.sum(axis, x.dtype)),
     "warp_specialize": _warp_specialize,
-    "zeros": lambda shape, dtype, layout=None: Tensor(np.zeros(shape, _numpy_dtype(dtype))),
+    "where": _elementwise(np.where),
+    "zeros": lambda shape, dtype, layout=None: Tensor(np.zeros(shape, numpy_dtype(dtype))),
 }
 _MBARRIER: dict[str, Any] = {
     "allocate_mbarrier": _allocate_mbarrier,
@@ -519,7 +338,12 @@ _MBARRIER: dict[str, Any] = {
     "expect": lambda barrier, num_bytes: barrier.arrive(1, int(num_bytes)),
 }
 _TMA = {"async_load": _async_load, "async_store": _async_store, "store_wait": _store_wait}
-_FUNCTIONS = {hopper.fence_async_shared: _fence, hopper.warpgroup_mma: _mma, hopper.warpgroup_mma_wait: _mma_wait}
+_FUNCTIONS = {
+    hopper.fence_async_shared: _fence,
+    hopper.warpgroup_mma: _mma,
+    hopper.warpgroup_mma_init: lambda total: total,
+    hopper.warpgroup_mma_wait: _mma_wait,
+}
 
 
 class _Module:
@@ -568,7 +392,7 @@ def _emulated(function: Any) -> Callable[..., Any]:
 
 def argument(buffer: Any, blocks: tuple[tuple[int, ...], ...] | None) -> Any:
     """Return an argument of a kernel; `blocks` are shape, strides and block shape of its descriptor."""
-    array = buffer.bytes.view(_numpy_dtype(tl.str_to_ty(buffer.dtype, None)))
+    array = buffer.bytes.view(numpy_dtype(tl.str_to_ty(buffer.dtype, None)))
     if blocks is None:
         return Pointer(array)
     shape, strides, block_shape = blocks

@@ -1,0 +1,142 @@
+"""The Gluon kernel of prepacked weights in the emulator: against NumPy in float64, and with broken synchronization."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from test_gluon_emulator import load
+
+from jax_ep.interpreter import gluon
+from jax_ep.interpreter.gluon_memory import Descriptor, EmulationError
+from jax_ep.megakernels import quantized_gemm
+from jax_ep.megakernels.kernels import gluon_quantized
+from stored_experts import stand_for, store
+
+MXFP4, INT4 = "mxfp4 prepacked", "int4 prepacked"
+SOURCE = Path(gluon_quantized.__file__)
+
+
+def multiply(kernel, rng, stored, sizes, rows, k, n, *, block_m, masked=False, programs=1, seed=0, stages=2):
+    """Return the error relative to the largest element; NaN if an element is not written.
+
+    Rows outside of groups are NaN. `rows` are those of all groups, or those of each one if masked.
+    """
+    groups = len(sizes)
+    w = rng.standard_normal((groups, k, n)) * 2.0 ** rng.integers(-3, 3, (groups, 1, n))
+    rhs = store(w.astype(np.float32), stored)
+    shape, used = ((groups, rows), np.clip(sizes, 0, rows)) if masked else ((rows,), None)
+    lhs = rng.standard_normal((*shape, k)).astype(ml_dtypes.bfloat16)
+    want, matrices = np.zeros((*shape, n)), stand_for(rhs)
+    inside = np.zeros(shape, bool)
+    ends = np.minimum(np.cumsum(np.maximum(sizes, 0)), rows)
+    starts = [0, *ends[:-1]]
+    for group in range(groups):
+        here = (group, slice(used[group])) if masked else slice(starts[group], ends[group])
+        want[here] = lhs[here].astype(np.float64) @ matrices[group]
+        inside[here] = True
+    lhs[~inside] = np.nan
+    tiles = dataclasses.replace(quantized_gemm.gluon_tiles(1), block_m=block_m, num_stages=stages)
+    constants = quantized_gemm.gluon_sizes(lhs.shape, rhs, tiles)
+    values, scales = (np.asarray(a) for a in jax.tree.leaves((rhs.values, rhs.scales)))
+    operands = (
+        Descriptor(lhs.reshape(-1, k), (block_m, 64)),
+        Descriptor(values.reshape(-1, values.shape[-1]), (128, 16)),
+        Descriptor(scales.reshape(-1, n), (1, 128)),
+    )
+    out, taken = np.full(want.shape, np.nan, np.float32), np.zeros(1, np.int32)
+    arrays = np.array(sizes, np.int32), taken, out, taken
+    gluon.run(kernel, programs, *operands, *arrays, seed=seed, S=constants)
+    if masked:
+        assert np.isnan(out[~inside]).all(), "rows past the sizes are written"
+    found, want = (out[inside], want[inside]) if masked else (out, want)
+    return float(np.abs(found - want).max() / max(np.abs(want).max(), 1))
+
+
+@pytest.mark.parametrize("stored", [MXFP4, INT4])
+@pytest.mark.parametrize(
+    ("sizes", "rows", "k", "n", "block_m", "programs"),
+    [
+        ([16], 16, 128, 128, 16, 1),
+        ([3, 0, 41, 17], 70, 256, 72, 16, 2),
+        ([33, 1, 0], 40, 384, 200, 32, 3),
+        ([100, 5], 105, 512, 128, 64, 2),
+        ([5, -3, 60, 7], 50, 256, 136, 16, 2),
+        ([0, 0], 9, 128, 132, 32, 1),
+        ([2**31 - 1, 2**31 - 1], 20, 128, 128, 16, 1),
+        ([1] * 40, 47, 128, 128, 16, 5),
+    ],
+)
+def test_gluon_quantized_grouped(rng, stored, sizes, rows, k, n, block_m, programs):
+    kernel, seed = gluon_quantized.prepacked_gemm, int(rng.integers(1 << 30))
+    error = multiply(kernel, rng, stored, sizes, rows, k, n, block_m=block_m, programs=programs, seed=seed)
+    assert error < 1e-5
+
+
+@pytest.mark.parametrize("block_m", [16, 32, 64])
+@pytest.mark.parametrize("stored", [MXFP4, INT4])
+def test_gluon_quantized_masked(rng, stored, block_m):
+    kernel, k = gluon_quantized.prepacked_gemm, 160 if stored == MXFP4 else 384
+    options = {"block_m": block_m, "masked": True, "programs": 3, "stages": 3}
+    assert multiply(kernel, rng, stored, [5, 0, 70, 33, -1], 40, k, 200, **options) < 1e-5
+
+
+MISTAKES = {
+    "no wait for operands": ("            wait(pipeline.full.index(slot), (count // S.stages) & 1)\n", ""),
+    "no wait for a free stage": (
+        "                wait(pipeline.empty.index(slot), ((count // S.stages) & 1) ^ 1)\n",
+        "",
+    ),
+    "stage released before its products end": (
+        "            part = warpgroup_mma_wait(0, deps=(part,))\n            if i > 0:",
+        "            if i > 0:",
+    ),
+    "no wait for the last product": (
+        "        part = warpgroup_mma_wait(0, deps=(part,))\n        if steps > 0:",
+        "        if steps > 0:",
+    ),
+    "stage never released": (
+        "                arrive(pipeline.empty.index((count + S.stages - 1) % S.stages))\n            if not",
+        "                pass\n            if not",
+    ),
+    "last stage never released": (
+        "            arrive(pipeline.empty.index((count + S.stages - 1) % S.stages))\n        if MXFP4",
+        "            pass\n        if MXFP4",
+    ),
+    "too many arrivals expected": ("init(pipeline.empty.index(s), count=4)", "init(pipeline.empty.index(s), count=5)"),
+    "wrong number of bytes": ("4 * COLUMNS * (WORDS + 1)", "4 * COLUMNS * WORDS"),
+    "no wait for the first tile": ("    wait(tiles.full.index(0), 0)\n", ""),
+    "no wait for the next tile": ("        wait(tiles.full.index(number % 2), (number // 2) & 1)\n", ""),
+    "tile never released": ("        arrive(tiles.empty.index(number % 2))\n", ""),
+    "operands of the group of zeros": ("        if group == S.num_groups:\n            steps = 0\n", ""),
+    "rows of the next group": ("mask=(rows < end) & ", "mask="),
+    "columns past N": (" & (columns < S.N)", ""),
+    "sizes past the last row": (
+        "        rows = gl.minimum(ends, S.M).to(gl.int32) - starts\n",
+        "        rows = sizes\n",
+    ),
+    "sum of the tile before": ("use_acc=MXFP4, is_async", "use_acc=True, is_async"),
+}
+ONLY = {"sum of the tile before": INT4}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_gluon_quantized_mistake_is_found(mistake, tmp_path, rng):
+    """Each mistake gives an error, or wrong numbers, for one of a few orders."""
+    right, wrong = MISTAKES[mistake]
+    text = SOURCE.read_text()
+    assert text.count(right) == 1, "the kernel has changed: update the mistake"
+    path = tmp_path / "broken_kernel.py"
+    path.write_text(text.replace(right, wrong))
+    broken = load(path).prepacked_gemm
+    for seed in range(12):
+        stored, rows = ONLY.get(mistake, (MXFP4, INT4)[seed % 2]), (50, 70)[seed // 2 % 2]
+        try:
+            error = multiply(broken, rng, stored, [9, 20, 30], rows, 512, 136, block_m=16, seed=seed)
+        except (EmulationError, TypeError):  # In Gluon, the result of a product in flight is of another type.
+            return
+        if not error < 1e-5:
+            return
+    pytest.fail("twelve orders gave the right numbers")

@@ -87,6 +87,7 @@ _WHOLE = (
         "low_latency_moe",
         "masked",
         "quantized_gemm",
+        "quantized_gemm_gluon",
         "reproducible",
         "result_dtype",
         "single_launch",

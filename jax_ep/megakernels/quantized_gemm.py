@@ -85,10 +85,13 @@ def gluon_tiles(rows_of_group: int) -> QuantizedTiles:
 def _tuned_tiles(rows_of_group: int, dtype: jnp.dtype, rhs: QuantizedWeights, *, may_be_gluon: bool) -> QuantizedTiles:
     groups, depth, columns = rhs.shape
     sizes = {"rows_of_group": rows_of_group, "depth": depth, "columns": columns, "groups": groups}
+    facts: dict[str, Any] = {**sizes, "dtype": dtype, "format": stored_name(rhs)}
     default = quantized_tiles(rows_of_group, rhs.activations, prepacked=rhs.is_prepacked)
-    if may_be_gluon and rows_of_group <= 32 and _is_gluon_operand(rhs, dtype) and runs_gluon():
-        default = gluon_tiles(rows_of_group)
-    return tuned.tiles(default, "quantized_gemm", **sizes, dtype=dtype, format=stored_name(rhs))
+    if may_be_gluon:
+        gluon = rows_of_group <= 32 and _is_gluon_operand(rhs, dtype) and runs_gluon()
+        if tuned.tiles(dataclasses.replace(default, gluon=gluon), "quantized_gemm", **facts).gluon:
+            default = gluon_tiles(rows_of_group)
+    return tuned.tiles(default, "quantized_gemm", **facts)
 
 
 def _is_gluon_operand(rhs: QuantizedWeights, dtype: DTypeLike) -> bool:
@@ -165,8 +168,10 @@ def _by_gluon(
     check_gluon("quantized_gemm")
     if not _is_gluon_operand(rhs, lhs.dtype):
         raise NotImplementedError(
-            f"grouped_gemm: gluon=True with {stored_name(rhs)} weights and {lhs.dtype} rows, expected prepacked MXFP4, or"
-            " prepacked INT4 with block_size=128, and bfloat16; leave gluon out of the settings of quantized_gemm."
+            f"grouped_gemm: gluon=True with {stored_name(rhs)} weights of N={rhs.shape[-1]} and"
+            f" block_size={format_of(rhs).block_size(rhs)} and {lhs.dtype} rows, expected prepacked MXFP4, or prepacked"
+            f" INT4 with block_size={_DEPTH}, N a multiple of 4, and bfloat16 rows; leave gluon out of the settings of"
+            " quantized_gemm."
         )
     lhs, rhs, group_sizes = vary_alike((lhs, rhs, group_sizes))
     sizes = gluon_sizes(lhs.shape, rhs, tiles)

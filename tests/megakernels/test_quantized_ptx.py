@@ -1,13 +1,14 @@
 """GEMMs with quantized weights compile to PTX without a GPU: tensor cores, TMA, no spilled registers."""
 
+import re
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import pytest
-from compiling import compiled
+from compiling import compiled, registers
 
-from jax_ep.core.kernel import element_type
+from jax_ep.core.kernel import Config, element_type
 from jax_ep.megakernels import quantized_gemm
 from jax_ep.quantization import quantize, with_layout
 from stored_experts import STORED
@@ -47,3 +48,35 @@ def test_quantized_ptx_kernels(kernel, rows, stored):
     wide = rows > 48 or stored.endswith(" prepacked") or (stored.startswith("fp8") and rows > 8)
     built = compile_gemm(kernel, matrices(stored), rows, r"wgmma\.mma_async" if wide else r"mma\.sync")
     assert "mul.ftz" not in built["ptx"], "subnormal numbers, as those of e2m1 are on their way, are lost"
+
+
+def loop_over_k(code):
+    """Return the instructions of the smallest loop with products."""
+    lines = [line.strip() for line in code.splitlines()]
+    labels = {line[:-1]: i for i, line in enumerate(lines) if re.fullmatch(r"\.L_\w+:", line)}
+    branches = [(i, labels[found[1]]) for i, x in enumerate(lines) if (found := re.search(r"BRA .*`\((\.L_\w+)\)", x))]
+    loops = [lines[target : i + 1] for i, target in branches if target < i]
+    return min((loop for loop in loops if any("HGMMA" in x for x in loop)), key=len)
+
+
+@pytest.mark.parametrize("stored", ["int4 prepacked", "mxfp4 prepacked"])
+@pytest.mark.parametrize("rows", [8, 16, 32])
+def test_quantized_ptx_gluon(rows, stored):
+    """The loop over K spills nothing, has no barrier among the warps, and reads packed weights by matrix loads."""
+    rhs, tiles = matrices(stored), quantized_gemm.gluon_tiles(rows)
+    blocks = {"rows": f"bf16[{tiles.block_m}, 64]", "words": "u32[128, 16]"}
+    blocks["scales"] = f"{element_type(rhs.scales.dtype)}[1, 128]"
+    types = {name: f"tensordesc<{block}>" for name, block in blocks.items()}
+    types |= {"sizes_ptr": "*i32", "num_taken": "*i32", "out_ptr": "*bf16", "num_taken_after": "*i32"}
+    config = Config(1, num_warps=4, max_registers=quantized_gemm._GLUON_REGISTERS[tiles.programs])
+    constants = {"S": quantized_gemm.gluon_sizes((M, K), rhs, tiles)}
+    # The producer spills when it begins: it leaves its registers to the consumer.
+    built = compiled(
+        quantized_gemm._GLUON, types, constants, config, product=r"wgmma\.mma_async", spills=96, programs=tiles.programs
+    )
+    assert ".reqntid 256" in built["ptx"] and tiles.programs * 256 * registers(built) <= 65536
+    loop = "\n".join(loop_over_k(built["code"]))
+    assert not re.search(r"\b(STL|LDL|BAR)\b", loop)
+    assert loop.count("HGMMA") == 16 and "LDSM" in loop
+    if tiles.block_m == 16:
+        assert len(re.findall(r"/\*[0-9a-f]{4,}\*/", loop)) <= {"int4": 300, "mxfp4": 360}[rhs.format]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -47,7 +48,18 @@ def operation[**Arguments, Result](function: Callable[Arguments, Result]) -> Cal
     """Decorate a public function: trace it in the scope `jax_ep.<function>`, and start its errors with its name."""
     name = function.__name__
     _names.add(name)
-    return errors_begin_with(name)(jax.named_scope(f"jax_ep.{name}")(function))
+
+    @functools.wraps(function)
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        try:
+            return function(*args, **kwargs)
+        except NotImplementedError as error:
+            # Outside of `jit`, JAX 0.12 runs `shard_map` step by step, without a VJP that knows what has a gradient.
+            if "symbolic_zeros support with shard_map" not in str(error):
+                raise
+        return jax.jit(lambda: function(*args, **kwargs))()
+
+    return errors_begin_with(name)(jax.named_scope(f"jax_ep.{name}")(run))
 
 
 @contextlib.contextmanager

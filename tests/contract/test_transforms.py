@@ -358,3 +358,29 @@ def test_transforms_vmap_shared_arguments(implementation, expert_mesh, rng, subt
             for i, (one, first, second) in enumerate(zip(got, *each, strict=True)):
                 want = np.stack([first, second], 1) if i == max(place - 1, 0) else first.astype(np.float64) + second
                 assert_close(one, want)
+
+
+@pytest.mark.parametrize("derivative", ["none", "outside", "inside"])
+def test_moe_in_shard_map_without_jit(two_ranks, rng, derivative):
+    """JAX then runs `shard_map` step by step, without the kind of VJP that the fused kernels have."""
+    x, w_gate_up, w_down = (
+        jnp.asarray(rng.standard_normal(shape) / 4, jnp.bfloat16) for shape in ((12, 16), (4, 16, 32), (4, 16, 16))
+    )
+    idx, weights = jnp.asarray(rng.integers(0, 4, (12, 2)), jnp.int32), jnp.ones((12, 2), jnp.float32)
+
+    def layer(implementation, *arrays):
+        return jax_ep.moe(*arrays, num_experts=4, implementation=implementation)
+
+    def loss(function, *arrays):
+        return jnp.sum(function(*arrays).astype(jnp.float32))
+
+    def run(implementation):
+        function, spec = functools.partial(layer, implementation), PartitionSpec(EXPERT)
+        if derivative == "inside":
+            function = jax.grad(functools.partial(loss, function), argnums=3)
+        function = jax.shard_map(function, mesh=two_ranks, in_specs=spec, out_specs=spec)
+        return jax.grad(functools.partial(loss, function), argnums=3) if derivative == "outside" else function
+
+    arrays = x, idx, weights, w_gate_up, w_down
+    got, want = run("triton")(*arrays), jax.jit(run("xla"))(*arrays)
+    np.testing.assert_allclose(*(np.asarray(a, np.float32) for a in (got, want)), rtol=0.05, atol=0.05)

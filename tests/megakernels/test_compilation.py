@@ -12,7 +12,8 @@ import pytest
 from jax_ep import tuning
 from jax_ep.core.kernel import Config, Descriptor, Kernel
 from jax_ep.core.structs import regrouped, type_of
-from jax_ep.megakernels import compile, grouped_gemm, pending
+from jax_ep.megakernels import compile, grouped_gemm, pending, quantized_gemm
+from jax_ep.megakernels import launch as launching
 from jax_ep.megakernels.compile import Parameter
 from jax_ep.megakernels.kernels import grouped_gemm as grouped_gemm_kernels
 from jax_ep.megakernels.kernels import masked as masked_kernels
@@ -21,6 +22,7 @@ from jax_ep.megakernels.kernels import small_exchange as small_exchange_kernels
 from jax_ep.megakernels.kernels.exchange_structs import Heap, Peers, SmallExchange
 from jax_ep.megakernels.kernels.gemm_structs import MaskedGemm, MaskedTile, RowPass, WeightGradient, WeightGradientTile
 from jax_ep.megakernels.launch import launch
+from jax_ep.quantization import quantize, with_layout
 
 pytest.importorskip("triton")
 
@@ -123,6 +125,27 @@ def test_launch_gluon(on_hopper, monkeypatch):
     monkeypatch.setattr(compile, "device_capability", lambda: 100)
     with pytest.raises(NotImplementedError, match=r"^grouped_gemm: gluon=True on GPUs .* 10.0, expected 9.0"):
         jax.jit(run).trace((Array((12, 384), fp8), Array((12, 3), f32)), pairs[1], Array((4,), I32))
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "in_gluon"),
+    [(4, {}, True), (4, {"gluon": False}, False), (40, {}, False), (40, {"gluon": True}, True)],
+)
+def test_launch_gluon_prepacked_weights(on_hopper, monkeypatch, rows, settings, in_gluon):
+    """Few rows take the kernel in Gluon; each kernel has its own tiles, also if a setting chooses it."""
+    monkeypatch.setattr(quantized_gemm, "num_programs", lambda _, programs: 132 * programs)
+    monkeypatch.setattr(launching, "num_programs", lambda _, programs: 132 * programs)
+    rhs = jax.eval_shape(lambda w: with_layout(quantize(w, "mxfp4"), "prepacked"), Array((4, 256, 128), jnp.float32))
+
+    def run(*operands):
+        with tuning.override("quantized_gemm", **settings):
+            return quantized_gemm.grouped_gemm(*operands, out_dtype=BF16)
+
+    traced = jax.jit(run).trace(Array((4 * rows, 256), BF16), rhs, Array((4,), I32))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    make = quantized_gemm.gluon_tiles if in_gluon else functools.partial(quantized_gemm.quantized_tiles, prepacked=True)
+    threads = 256 if in_gluon else 32 * make(rows).num_warps
+    assert f"num_programs = {132 * make(rows).programs} " in text and f"num_threads = {threads} " in text
 
 
 def test_launch_none_pointers(on_hopper):

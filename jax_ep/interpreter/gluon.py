@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
+from triton.runtime.jit import KernelInterface
 
 from . import inline_asm
 from .gluon_memory import Barrier, Barriers, Descriptor, EmulationError, Pointer, Shared, Tensor, numpy_dtype, values_of
@@ -361,12 +361,12 @@ class _Module:
         return found
 
 
-_MODULES = {gl: _LANGUAGE, hopper.mbarrier: _MBARRIER, hopper.tma: _TMA}
+_MODULES = {gl: _LANGUAGE, tl: _LANGUAGE, hopper.mbarrier: _MBARRIER, hopper.tma: _TMA}
 
 
 def _replaced(value: Any) -> Any:
     """Return what stands for a global of a kernel's module."""
-    if isinstance(value, gluon._runtime.GluonJITFunction):
+    if isinstance(value, KernelInterface):  # also a function of Triton, which Gluon calls
         return _emulated(value)
     if isinstance(value, gl.constexpr):
         return value.value
@@ -379,15 +379,15 @@ _known: dict[Any, Callable[..., Any]] = {}
 
 
 def _emulated(function: Any) -> Callable[..., Any]:
-    """Return the Python function of a `gluon.jit` function, with its globals replaced."""
-    if function not in _known:
-        inner = function.fn
+    """Return the Python function of a jitted one, with its globals replaced."""
+    inner = function.fn
+    if inner not in _known:
         names: dict[str, Any] = {"__builtins__": __builtins__}
         emulated = types.FunctionType(inner.__code__, names, inner.__name__, inner.__defaults__, inner.__closure__)
-        _known[function] = emulated  # before its globals, which may name it
+        _known[inner] = emulated  # before its globals, which may name it
         used = set(inner.__code__.co_names) & inner.__globals__.keys() - names.keys()
         names |= {name: _replaced(inner.__globals__[name]) for name in used}
-    return _known[function]
+    return _known[inner]
 
 
 def argument(buffer: Any, blocks: tuple[tuple[int, ...], ...] | None) -> Any:

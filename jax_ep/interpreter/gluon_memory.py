@@ -53,6 +53,10 @@ class Tensor:
     def dtype(self) -> np.dtype:
         return self.values.dtype
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
     def to(self, dtype: Any, *, bitcast: bool = False) -> Tensor:
         """Convert to a dtype of Gluon or NumPy, or take the bits as one."""
         wanted = numpy_dtype(dtype)

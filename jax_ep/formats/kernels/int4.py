@@ -53,7 +53,7 @@ _TO_BF16 = tl.constexpr(f"""{{
 
 # Decode eight prepacked nibbles in $4 to four pairs. A shift or rotation brings the nibbles of each pair to bits 3 to 6
 # of both halves (BIT_PLACES in ../int4.py).
-UNPACK = tl.constexpr(f"""{{
+_UNPACK = tl.constexpr(f"""{{
     .reg .b32 a, c, w;
     mov.b32 w, $4;
     mov.b32 c, {_BF16X2_24};
@@ -151,7 +151,7 @@ def add_prepacked_pair(
     """Add a pair of prepacked pieces, see `add_prepacked_product` of quantized.py."""
     dtype: tl.constexpr = first_rows.dtype
     if S.block_size == 2 * PIECE:  # one scale covers both pieces: scale their sum
-        first, second = unpack_prepacked(first, S).to(dtype), unpack_prepacked(second, S).to(dtype)
+        first, second = unpack_prepacked(first).to(dtype), unpack_prepacked(second).to(dtype)
         scales = load_prepacked_scales(scales_ptr, group, columns, inside, k, 1, S)
         part = multiply(first_rows, first, tl.zeros(total.shape, tl.float32), S)
         total += multiply(second_rows, second, part, S) * scales
@@ -159,20 +159,20 @@ def add_prepacked_pair(
         NUM: tl.constexpr = PIECE // S.block_size
         of_first = repeat(load_prepacked_scales(scales_ptr, group, columns, inside, k, NUM, S), S.block_size)
         of_second = repeat(load_prepacked_scales(scales_ptr, group, columns, inside, k + PIECE, NUM, S), S.block_size)
-        first = (unpack_prepacked(first, S) * of_first).to(dtype)
-        second = (unpack_prepacked(second, S) * of_second).to(dtype)
+        first = (unpack_prepacked(first) * of_first).to(dtype)
+        second = (unpack_prepacked(second) * of_second).to(dtype)
         part = multiply(first_rows, first, tl.zeros(total.shape, tl.float32), S)
         total += multiply(second_rows, second, part, S)
     return total
 
 
 @triton.jit
-def unpack_prepacked(packed, S: tl.constexpr):
+def unpack_prepacked(packed):
     """Decode packed uint32 `[block_n, PIECE / 8]` to unscaled bfloat16 `[block_n, PIECE]`."""
     a, b, c, d = tl.inline_asm_elementwise(
-        UNPACK, "=r,=r,=r,=r,r", [packed], (tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
+        _UNPACK, "=r,=r,=r,=r,r", [packed], (tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
     )
-    return unpack_piece(a, b, c, d, S)
+    return unpack_piece(a, b, c, d)
 
 
 @triton.jit

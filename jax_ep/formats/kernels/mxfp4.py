@@ -76,7 +76,7 @@ _TO_BF16 = tl.constexpr(f"""{{
 # the higher exponent bit by a shift up, that bit by a shift down.
 _LAST_SHIFTED_UP = both_halves(E2M1_BF16_MASK & ~(1 << 8))
 _LAST_SHIFTED_DOWN = both_halves(1 << 8)
-UNPACK = tl.constexpr(f"""{{
+_UNPACK = tl.constexpr(f"""{{
     .reg .b32 a, b, c, w;
     mov.b32 w, $4;
     mov.b32 c, $5;
@@ -237,20 +237,20 @@ def add_prepacked_pair(
     """Add a pair of prepacked pieces, see `add_prepacked_product` of quantized.py."""
     dtype: tl.constexpr = first_rows.dtype
     of_first, of_second = load_prepacked_factors(scales_ptr, group, columns, inside, k, S)
-    first = unpack_prepacked(first, of_first, dtype, S)
-    second = unpack_prepacked(second, of_second, dtype, S)
+    first = unpack_prepacked(first, of_first, dtype)
+    second = unpack_prepacked(second, of_second, dtype)
     part = multiply(first_rows, first, tl.zeros(total.shape, tl.float32), S)
     part = multiply(second_rows, second, part, S)
     return total + part * (UNDO_E2M1_SHIFT if dtype == tl.bfloat16 else 1.0)
 
 
 @triton.jit
-def unpack_prepacked(packed, factors, dtype: tl.constexpr, S: tl.constexpr):
+def unpack_prepacked(packed, factors, dtype: tl.constexpr):
     """Decode packed uint32 `[block_n, PIECE / 8]` to `[block_n, PIECE]`; bfloat16 stays smaller by the shift."""
     a, b, c, d = tl.inline_asm_elementwise(
-        UNPACK, "=r,=r,=r,=r,r,r", [packed, factors], (tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
+        _UNPACK, "=r,=r,=r,=r,r,r", [packed, factors], (tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
     )
-    values = unpack_piece(a, b, c, d, S)
+    values = unpack_piece(a, b, c, d)
     return values if dtype == tl.bfloat16 else (values.to(tl.float32) * UNDO_E2M1_SHIFT).to(dtype)
 
 

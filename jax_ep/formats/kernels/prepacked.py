@@ -29,9 +29,9 @@ def unpack_bf16x2(packed):
 
 
 @triton.jit
-def unpack_piece(a, b, c, d, S: tl.constexpr):
+def unpack_piece(a, b, c, d):
     """Unpack four bf16x2 per packed uint32, `[block_n, PIECE / 8]` each, to `[block_n, PIECE]` in order of K."""
-    BLOCK_N: tl.constexpr = S.tile.block_n
+    BLOCK_N: tl.constexpr = a.shape[0]
     pairs = join_2x2(unpack_bf16x2(a), unpack_bf16x2(b), unpack_bf16x2(c), unpack_bf16x2(d))
     # Axes: column, 32 of K, thread, element of the pair, pair (two axes). K runs over pairs, threads, elements.
     pairs = tl.reshape(pairs, (BLOCK_N, PIECE // 32, 4, 2, 2, 2))

@@ -29,7 +29,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from jax_ep.formats.kernels import int4, mxfp4
+from jax_ep.formats.kernels.int4 import unpack_prepacked as decode_int4
+from jax_ep.formats.kernels.mxfp4 import TO_FACTORS, UNDO_E2M1_SHIFT
+from jax_ep.formats.kernels.mxfp4 import unpack_prepacked as decode_mxfp4
 
 from .gemm_structs import Pointer, Value
 from .gluon_gemm import Tiles, arrive, read_tile, send_tile, wait
@@ -57,10 +59,6 @@ PACKED_PIECE = gl.constexpr(
         shape=[128, 8],
     )
 )
-UNPACK_MXFP4 = gl.constexpr(mxfp4.UNPACK.value)
-UNPACK_INT4 = gl.constexpr(int4.UNPACK.value)
-TO_FACTORS = gl.constexpr(mxfp4.TO_FACTORS.value)
-UNDO_E2M1_SHIFT = gl.constexpr(mxfp4.UNDO_E2M1_SHIFT.value)
 
 
 class Pipeline(NamedTuple):
@@ -91,41 +89,6 @@ class Groups(NamedTuple):
 
 
 @gluon.jit
-def unpack_pair(packed):
-    """Unpack the two bfloat16 of a register, `[...]` to `[..., 2]`."""
-    first = packed.to(gl.uint16).to(gl.bfloat16, bitcast=True)
-    return gl.join(first, (packed >> 16).to(gl.uint16).to(gl.bfloat16, bitcast=True))
-
-
-@gluon.jit
-def as_operand(a, b, c, d, SUMS: gl.constexpr):
-    """Put four bf16x2 per packed uint32, `[COLUMNS, 8]` each, in order of K: `[COLUMNS, PIECE]`; nothing moves."""
-    pairs = gl.join(gl.join(unpack_pair(a), unpack_pair(c)), gl.join(unpack_pair(b), unpack_pair(d)))
-    # Axes: column, 32 of K, thread, element of the pair, pair (two axes). K runs over pairs, threads, elements.
-    pairs = gl.permute(gl.reshape(pairs, (COLUMNS, 2, 4, 2, 2, 2)), (0, 1, 4, 5, 2, 3))
-    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
-    return gl.convert_layout(gl.reshape(pairs, (COLUMNS, PIECE)), LEFT)
-
-
-@gluon.jit
-def decode_mxfp4(words, factors, SUMS: gl.constexpr):
-    """Decode a piece of MXFP4 to bfloat16, smaller by the shift of mxfp4.py."""
-    a, b, c, d = gl.inline_asm_elementwise(
-        UNPACK_MXFP4, "=r,=r,=r,=r,r,r", [words, factors], (gl.int32, gl.int32, gl.int32, gl.int32), True, 1
-    )
-    return as_operand(a, b, c, d, SUMS)
-
-
-@gluon.jit
-def decode_int4(words, SUMS: gl.constexpr):
-    """Decode a piece of INT4 to bfloat16 without its scale."""
-    a, b, c, d = gl.inline_asm_elementwise(
-        UNPACK_INT4, "=r,=r,=r,=r,r", [words], (gl.int32, gl.int32, gl.int32, gl.int32), True, 1
-    )
-    return as_operand(a, b, c, d, SUMS)
-
-
-@gluon.jit
 def load_factors(scales):
     """Load the bf16x2 factors of each packed uint32 in the two pieces of a step, `[COLUMNS, 8]` each."""
     exponents = scales.load(gl.SliceLayout(1, PACKED_PIECE))
@@ -152,6 +115,7 @@ def store_tile(total, out_ptr, row, column, end, S: gl.constexpr):
 def consume(pipeline, tiles, out_ptr, S: gl.constexpr):
     """Multiply and store the tiles that the producer hands over."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, S.tile_m, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
     MXFP4: gl.constexpr = S.decoder == "mxfp4"
     count = 0
     number = 0
@@ -175,9 +139,10 @@ def consume(pipeline, tiles, out_ptr, S: gl.constexpr):
             # First piece: decoded while the product of the step before runs.
             if MXFP4:
                 first_factors, second_factors = load_factors(stored_scales)
-                left = decode_mxfp4(first, first_factors, SUMS)
+                left = decode_mxfp4(first, first_factors, gl.bfloat16)
             else:
-                left = decode_int4(first, SUMS)
+                left = decode_int4(first)
+            left = gl.convert_layout(left, LEFT)  # moves nothing
             part = warpgroup_mma_wait(0, deps=(part,))
             if i > 0:
                 arrive(pipeline.empty.index((count + S.stages - 1) % S.stages))
@@ -190,9 +155,10 @@ def consume(pipeline, tiles, out_ptr, S: gl.constexpr):
             )
             # Second piece.
             if MXFP4:
-                left = decode_mxfp4(second, second_factors, SUMS)
+                left = decode_mxfp4(second, second_factors, gl.bfloat16)
             else:
-                left = decode_int4(second, SUMS)
+                left = decode_int4(second)
+            left = gl.convert_layout(left, LEFT)
             part = warpgroup_mma_wait(0, deps=(part,))
             part = warpgroup_mma(left, pipeline.rows.index(2 * slot + 1).permute((1, 0)), part, is_async=True)
             count += 1

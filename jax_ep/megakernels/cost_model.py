@@ -78,6 +78,7 @@ _FIELDS_OF_RATE = {
 }
 _FEW_ROWS = {16: 26, 8: 48, 4: 128}  # rows per expert, by the bits of an element of the weights
 _FEW_SWAPPED_ROWS = 96  # with `swap_ab`, which converts an element once for all rows of a block
+_FEW_GLUON_ROWS = 24  # with GEMMs in Gluon as the alternative, for experts that are not small
 _MANY_ROWS, _SMALL_EXPERT = 128, 1 << 21
 
 
@@ -97,6 +98,7 @@ def serves_in_one_launch(
     in_fp8: bool,
     swap_ab: bool,
     by_pallas: bool,
+    in_gluon: bool = False,
 ) -> bool:
     """Whether one launch is expected to be fastest for the layer of one device, with gated experts of `[I, H]`.
 
@@ -104,14 +106,16 @@ def serves_in_one_launch(
     (fused_moe_decode.json). `_FEW_ROWS` holds the limits, from fused_moe_batches.json; up to 128 rows were measured
     there. With many rows, GEMMs in several launches are faster, but rows are moved between them. For small experts
     moving rows takes longer, unless `pallas` computes the GEMMs and activates in them, as for Qwen3-30B-A3B with 256
-    rows (fused_moe_prefill.json).
+    rows (fused_moe_prefill.json). Of large experts, GEMMs of prepacked weights in Gluon are faster from 32 rows on
+    (fused_moe_prefill_mixtral.json).
 
     `num_slots` are the assignments of all tokens; `bits` those of an element of the weights, and with `in_fp8` rows are
     FP8, too. `swap_ab` converts an element once for more rows. `by_pallas`: `pallas` runs the first GEMM in a separate
-    launch.
+    launch; `in_gluon`: kernels in Gluon run both.
     """
     rows, is_small = num_slots / num_experts, hidden * intermediate <= _SMALL_EXPERT
-    if rows <= few_rows(bits, in_fp8=in_fp8, swap_ab=swap_ab):
+    most = few_rows(bits, in_fp8=in_fp8, swap_ab=swap_ab)
+    if rows <= (_FEW_GLUON_ROWS if in_gluon and not is_small else most):
         return True
     return rows >= _MANY_ROWS and is_small and bits == 16 and not by_pallas
 

@@ -32,7 +32,7 @@ from jax_ep.megakernels.kernels.fused_moe_structs import (
 )
 from jax_ep.megakernels.launch import all_programs, int32, launch, new_counters, thread_registers
 from jax_ep.megakernels.moe_sort import moe_sort
-from jax_ep.megakernels.quantized_gemm import storage_of, swaps_ab
+from jax_ep.megakernels.quantized_gemm import runs_in_gluon, storage_of, swaps_ab
 from jax_ep.megakernels.requirements import has_tma, is_readable
 from jax_ep.types import Array, Experts, Schedule
 
@@ -83,14 +83,20 @@ def fuses(experts: Experts, num_slots: int, dtype: DTypeLike, w_gate_up: Matrice
     return taken and _is_read(w_gate_up) and _is_read(w_down)
 
 
-def is_fastest(num_slots: int, w_gate_up: Matrices, w_down: Matrices, *, by_pallas: bool) -> bool:
-    """Return whether one launch should be faster than several; see cost_model.py for `by_pallas`."""
+def is_fastest(num_slots: int, dtype: DTypeLike, w_gate_up: Matrices, w_down: Matrices, *, by_pallas: bool) -> bool:
+    """Return whether one launch should be faster than several of `dtype` rows; see cost_model.py for `by_pallas`."""
     single_launch = tuned.schedule(Schedule(), "fused_moe", **_facts(num_slots, w_down)).single_launch
     if single_launch is not None:
         return single_launch
     (num_experts, intermediate, hidden), (bits, in_fp8) = w_down.shape, _bits(w_down)
-    sizes = num_slots, num_experts, hidden, intermediate
-    return serves_in_one_launch(*sizes, bits, in_fp8=in_fp8, swap_ab=_swaps_ab(w_down), by_pallas=by_pallas)
+    in_gluon = all(isinstance(w, QuantizedWeights) and runs_in_gluon(w, dtype) for w in (w_gate_up, w_down))
+    return serves_in_one_launch(
+        *(num_slots, num_experts, hidden, intermediate, bits),
+        in_fp8=in_fp8,
+        swap_ab=_swaps_ab(w_down),
+        by_pallas=by_pallas,
+        in_gluon=in_gluon,
+    )
 
 
 def _bits(w_down: Matrices) -> tuple[int, bool]:

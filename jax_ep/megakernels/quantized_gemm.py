@@ -31,6 +31,7 @@ from jax_ep.types import Array, Tokens
 _GROUPED = Kernel(quantized_gemm_kernels.quantized_grouped_gemm)
 _MASKED = Kernel(quantized_gemm_kernels.quantized_masked_grouped_gemm)
 _GLUON = Kernel(gluon_quantized.prepacked_gemm)
+_MOST_GLUON_ROWS = 128  # of a group, that were measured (fused_moe_prefill_mixtral.json)
 _GLUON_REGISTERS = {2: 128, 3: 80, 4: 64}  # of a thread at the start, by programs per multiprocessor
 _DEPTH = 128  # of a block: that of the blocks of FP8, and a multiple of all other groups
 
@@ -88,10 +89,15 @@ def _tuned_tiles(rows_of_group: int, dtype: jnp.dtype, rhs: QuantizedWeights, *,
     facts: dict[str, Any] = {**sizes, "dtype": dtype, "format": stored_name(rhs)}
     default = quantized_tiles(rows_of_group, rhs.activations, prepacked=rhs.is_prepacked)
     if may_be_gluon:
-        gluon = rows_of_group <= 32 and _is_gluon_operand(rhs, dtype) and runs_gluon()
+        gluon = rows_of_group <= _MOST_GLUON_ROWS and runs_in_gluon(rhs, dtype)
         if tuned.tiles(dataclasses.replace(default, gluon=gluon), "quantized_gemm", **facts).gluon:
             default = gluon_tiles(rows_of_group)
     return tuned.tiles(default, "quantized_gemm", **facts)
+
+
+def runs_in_gluon(rhs: QuantizedWeights, dtype: DTypeLike) -> bool:
+    """Return whether this GPU runs the kernel in Gluon, and the kernel reads these weights and rows of this dtype."""
+    return _is_gluon_operand(rhs, dtype) and runs_gluon()
 
 
 def _is_gluon_operand(rhs: QuantizedWeights, dtype: DTypeLike) -> bool:

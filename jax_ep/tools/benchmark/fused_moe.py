@@ -9,6 +9,7 @@ Variants, each forward, without gradients:
                            too, to int8 with "int8" and to FP8 with all others
   one launch, FORMAT       one kernel, by the schedule
   several launches, FORMAT several kernels, by the schedule
+  several launches in ...  several kernels, with GEMMs of prepacked weights in Triton or in Gluon
   FORMAT, first GEMM, ...  the first GEMM alone, of sorted rows and prepacked weights, in Triton and in Gluon
   hidden rows, bfloat16    several kernels; the first GEMM stores the FFN hidden state, and another kernel activates it
   moe_sort                 the sort alone, of all experts
@@ -95,13 +96,18 @@ def variants(
         for way, function in WAYS.items():
             if way == "fused_moe" or expert_format != "int8_tokens":  # which no kernel fuses
                 found[f"{way}, {expert_format}"] = Variant(function, (*layer, *held), bytes_of(held))
+        for language, gluon in LANGUAGES.items() if expert_format.endswith("_prepacked") else ():
+            in_one = partial(with_gemms, WAYS["several launches"], gluon)
+            found[f"several launches in {language}, {expert_format}"] = Variant(in_one, (*layer, *held), bytes_of(held))
     hidden_rows = partial(with_hidden_rows, partial(jax_ep.fused_moe, schedule=SEVERAL))
     found["hidden rows, bfloat16"] = Variant(hidden_rows, (*layer, *weights), bytes_of(weights))
-    rows, sizes = on_ranks(expert_mesh(1), (slots, model.hidden), 3), np.bincount(ids[ids >= 0], minlength=num_experts)
+    rows = on_ranks(expert_mesh(1), (max(slots, 1), model.hidden), 3)  # a shard may have none
+    sizes = jnp.asarray(np.bincount(ids[ids >= 0], minlength=num_experts), jnp.int32)
     for expert_format, (w_gate_up, _) in stored.items():
         for language, gluon in LANGUAGES.items() if expert_format.endswith("_prepacked") else ():
-            arrays = rows, w_gate_up, jnp.asarray(sizes, jnp.int32)
-            gemm = Variant(partial(first_gemm, gluon), arrays, bytes_of(w_gate_up))
+            gemm = Variant(
+                partial(with_gemms, jax_ep.grouped_gemm, gluon), (rows, w_gate_up, sizes), bytes_of(w_gate_up)
+            )
             found[f"{expert_format}, first GEMM, {language}"] = gemm
     found["a step of the chain"] = Variant(lambda x: x[:1], (x,))
     sort = partial(jax_ep.moe_sort, num_experts=model.experts, block_size=64)
@@ -112,10 +118,10 @@ def variants(
     return found, 6.0 * slots * model.hidden * model.intermediate
 
 
-def first_gemm(gluon: bool, rows: Array, w_gate_up: jax_ep.QuantizedWeights, sizes: Array) -> Array:
-    """Multiply sorted rows and the first weights, by the kernel in Gluon or in Triton."""
+def with_gemms(function: Callable[..., Array], gluon: bool, *arrays: Any) -> Array:
+    """Call a function, whose GEMMs of prepacked weights are kernels in Gluon or in Triton."""
     with tuning.override("quantized_gemm", gluon=gluon):
-        return jax_ep.grouped_gemm(rows, w_gate_up, sizes, implementation="triton")
+        return function(*arrays)
 
 
 def check(found: Mapping[str, Variant], stored: Collection[str], chosen: Collection[str]) -> None:

@@ -86,7 +86,7 @@ def _apply(path: str, layer: MoE, rule: Any, rngs: nnx.Rngs | None) -> None:
         raise ValueError(
             f"apply_rules: the rule of {path!r} has weight_qtype={weight}, tile_size={rule.tile_size},"
             f" {calibration!r} and {dropout=}, expected one of {known}, 'absmax' and no"
-            " dropout; give experts a rule of their own, before others."
+            " dropout; give experts a separate rule, before others."
         )
     if weight is not None:
         activations = None if tokens is None else "int8" if tokens == "int8" else "fp8"

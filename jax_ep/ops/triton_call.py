@@ -175,5 +175,5 @@ def _check_platform(kernel: Any) -> None:
     if on == "cpu" and getattr(module, name, None) is not kernel:
         raise ValueError(
             f"{_NAME}: {name} of {kernel.fn.__module__} is another object than this kernel, and Triton's interpreter"
-            " finds kernels by name; define the kernel at the top level of its file, under a name of its own."
+            " finds kernels by name; define the kernel at the top level of its file, under another name."
         )

@@ -101,7 +101,7 @@ def variants(
             found[f"several launches in {language}, {expert_format}"] = Variant(in_one, (*layer, *held), bytes_of(held))
     hidden_rows = partial(with_hidden_rows, partial(jax_ep.fused_moe, schedule=SEVERAL))
     found["hidden rows, bfloat16"] = Variant(hidden_rows, (*layer, *weights), bytes_of(weights))
-    rows = on_ranks(expert_mesh(1), (max(slots, 1), model.hidden), 3)  # a shard may have none
+    rows = on_ranks(expert_mesh(1), (max(slots, 1), model.hidden), 3)  # a shard may have no rows
     sizes = jnp.asarray(np.bincount(ids[ids >= 0], minlength=num_experts), jnp.int32)
     for expert_format, (w_gate_up, _) in stored.items():
         for language, gluon in LANGUAGES.items() if expert_format.endswith("_prepacked") else ():

@@ -129,7 +129,7 @@ def test_launch_gluon(on_hopper, monkeypatch):
 
 @pytest.mark.parametrize(
     ("rows", "settings", "in_gluon"),
-    [(4, {}, True), (4, {"gluon": False}, False), (40, {}, False), (40, {"gluon": True}, True)],
+    [(4, {}, True), (4, {"gluon": False}, False), (160, {}, False), (160, {"gluon": True}, True)],
 )
 def test_launch_gluon_prepacked_weights(on_hopper, monkeypatch, rows, settings, in_gluon):
     """Few rows take the kernel in Gluon; each kernel has its own tiles, also if a setting chooses it."""

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -215,7 +216,9 @@ def test_async_compile_tracing_does_not_wait(on_hopper, slow_compiler):
     """Two kernels are compiling when the program is traced; lowering it waits for both."""
     go, asked = slow_compiler
     traced = jax.jit(lambda *arrays: (gather(*arrays), gather(*arrays, warps=8))).trace(*ROWS)
-    assert asked[:1] == ["gather_rows"] and "7FELF" not in str(traced.jaxpr)
+    assert "7FELF" not in str(traced.jaxpr) and not go.is_set()
+    while not asked:  # the compiler's thread may start later
+        time.sleep(0.01)
     threading.Timer(0.1, go.set).start()
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @jax_ep_launch_kernel") == 2 == len(asked)

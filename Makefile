@@ -2,7 +2,7 @@
 # finds. Variables to set on the command line:
 #   PYTHON       the Python that creates the environment (default: searched)
 #   VENV         folder of the environment (default: .venv)
-#   EXTRAS       extras of pyproject.toml to install (default: test,lint,bench,docs,wheel, and cuda13 if nvidia-smi works; for
+#   EXTRAS       extras of pyproject.toml to install (default: test,lint,docs,wheel, and cuda13 if nvidia-smi works; for
 #                demo in a new environment: examples, and cuda13 if nvidia-smi works)
 #   CONSTRAINTS  file of versions to install (default: constraints.txt; empty: any that pyproject.toml allows)
 #   PIP_ARGS     more arguments for pip install, for example versions: CONSTRAINTS= PIP_ARGS='jax==0.11.2'
@@ -18,7 +18,7 @@ SHELL := /bin/bash
 VENV ?= .venv
 CUDA := $(shell nvidia-smi -L >/dev/null 2>&1 && echo ,cuda13)
 ifndef EXTRAS
-EXTRAS := test,lint,bench,docs,wheel$(CUDA)
+EXTRAS := test,lint,docs,wheel$(CUDA)
 DEMO_EXTRAS := examples$(CUDA)
 endif
 DEMO_EXTRAS ?= $(EXTRAS)
@@ -64,7 +64,7 @@ env: $(INSTALLED) ## create the environment and install the package, editable
 lock: $(INSTALLED) ## update constraints.txt to the newest versions that pyproject.toml allows, for every Python
 	"$(BIN)/python" -m pip install --disable-pip-version-check -q uv $(PIP_ARGS)
 	"$(BIN)/uv" pip compile pyproject.toml --python '$(BIN)/python' --universal --python-version 3.12 --upgrade \
-	  --extra cuda13 --extra test --extra lint --extra bench --extra docs --extra wheel \
+	  --extra cuda13 --extra test --extra lint --extra docs --extra wheel \
 	  --no-emit-package jax-ep --no-annotate --custom-compile-command 'make lock' -q -o constraints.txt
 
 ffi: $(INSTALLED) ## compile the FFI library into the source tree

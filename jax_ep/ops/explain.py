@@ -216,6 +216,18 @@ def _of_fp8_layers(plan: tuple[plans.Fp8LayerPlan, plans.Fp8LayerPlan]) -> Itera
         yield _row(f"{name} GEMM in FP8: weight gradient (backward)", half.gemm.gradient)
 
 
+def _separate(
+    plan: serving.QuantizedLayerPlan | plan_lora.LoraLayerPlan, gemm: Callable[..., Iterator[Row]]
+) -> Iterator[Row]:
+    """Rows of a layer of separate operations, with those of its GEMMs by `gemm(plan, name)`."""
+    yield _row("row plan", plan.exchange.handle)
+    yield _row("dispatch", plan.exchange.dispatch)
+    yield from gemm(plan.first, "first GEMM")
+    yield _row("activation", plan.activation.part)
+    yield from gemm(plan.second, "second GEMM")
+    yield _row("combine", plan.back.combine)
+
+
 def _quantized(plan: serving.QuantizedGemmPlan, name: str) -> Iterator[Row]:
     if plan.operands is not None:
         yield _row(f"{name}: FP8 rows", plan.operands)
@@ -229,12 +241,7 @@ def _of_quantized_gemm(plan: serving.QuantizedGemmPlan) -> Iterator[Row]:
 
 @_rows.register
 def _of_quantized_layer(plan: serving.QuantizedLayerPlan) -> Iterator[Row]:
-    yield _row("row plan", plan.exchange.handle)
-    yield _row("dispatch", plan.exchange.dispatch)
-    yield from _quantized(plan.first, "first GEMM")
-    yield _row("activation", plan.activation.part)
-    yield from _quantized(plan.second, "second GEMM")
-    yield _row("combine", plan.back.combine)
+    yield from _separate(plan, _quantized)
 
 
 def _lora(plan: plan_lora.LoraGemmPlan, name: str) -> Iterator[Row]:
@@ -254,12 +261,7 @@ def _of_lora_gemm(plan: plan_lora.LoraGemmPlan) -> Iterator[Row]:
 
 @_rows.register
 def _of_lora_layer(plan: plan_lora.LoraLayerPlan) -> Iterator[Row]:
-    yield _row("row plan", plan.exchange.handle)
-    yield _row("dispatch", plan.exchange.dispatch)
-    yield from _lora(plan.first, "first GEMM")
-    yield _row("activation", plan.activation.part)
-    yield from _lora(plan.second, "second GEMM")
-    yield _row("combine", plan.back.combine)
+    yield from _separate(plan, _lora)
 
 
 @_rows.register

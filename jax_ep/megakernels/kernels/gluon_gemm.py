@@ -303,6 +303,20 @@ def produce(lhs, rhs, pipeline, tiles, sizes, num_taken, S: gl.constexpr):
 
 
 @gluon.jit
+def allocate_tiles(WARPS: gl.constexpr):
+    """Allocate `Tiles` for consumers with this many warps in all."""
+    tiles = Tiles(
+        gl.allocate_shared_memory(gl.int32, [2, 4], gl.SwizzledSharedLayout(4, 1, 1, [0])),
+        mbarrier.allocate_mbarrier(batch=2),
+        mbarrier.allocate_mbarrier(batch=2),
+    )
+    for s in gl.static_range(2):
+        mbarrier.init(tiles.full.index(s), count=1)
+        mbarrier.init(tiles.empty.index(s), count=WARPS)
+    return tiles
+
+
+@gluon.jit
 def allocate(lhs, rhs, S: gl.constexpr):
     """Allocate `Pipeline` and `Tiles`, with the operands in the layouts of two descriptors."""
     pipeline = Pipeline(
@@ -312,20 +326,13 @@ def allocate(lhs, rhs, S: gl.constexpr):
         mbarrier.allocate_mbarrier(batch=S.stages),
         mbarrier.allocate_mbarrier(batch=2),
     )
-    tiles = Tiles(
-        gl.allocate_shared_memory(gl.int32, [2, 4], gl.SwizzledSharedLayout(4, 1, 1, [0])),
-        mbarrier.allocate_mbarrier(batch=2),
-        mbarrier.allocate_mbarrier(batch=2),
-    )
     STAGES: gl.constexpr = S.stages
     for s in gl.static_range(STAGES):
         mbarrier.init(pipeline.full.index(s), count=1)
         mbarrier.init(pipeline.empty.index(s), count=8)  # warps of the consumers
     for s in gl.static_range(2):
         mbarrier.init(pipeline.turn.index(s), count=4)
-        mbarrier.init(tiles.full.index(s), count=1)
-        mbarrier.init(tiles.empty.index(s), count=8)
-    return pipeline, tiles
+    return pipeline, allocate_tiles(8)
 
 
 @gluon.jit

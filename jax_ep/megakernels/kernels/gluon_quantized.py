@@ -34,7 +34,7 @@ from jax_ep.formats.kernels.mxfp4 import TO_FACTORS, UNDO_E2M1_SHIFT
 from jax_ep.formats.kernels.mxfp4 import unpack_prepacked as decode_mxfp4
 
 from .gemm_structs import Pointer, Value
-from .gluon_gemm import Tiles, arrive, read_tile, send_tile, wait
+from .gluon_gemm import allocate_tiles, arrive, read_tile, send_tile, wait
 
 COLUMNS = gl.constexpr(128)  # of a tile
 STEP = gl.constexpr(128)  # K of one pipeline stage
@@ -253,18 +253,11 @@ def prepacked_gemm(
         mbarrier.allocate_mbarrier(batch=S.stages),
         mbarrier.allocate_mbarrier(batch=S.stages),
     )
-    tiles = Tiles(
-        gl.allocate_shared_memory(gl.int32, [2, 4], gl.SwizzledSharedLayout(4, 1, 1, [0])),
-        mbarrier.allocate_mbarrier(batch=2),
-        mbarrier.allocate_mbarrier(batch=2),
-    )
     STAGES: gl.constexpr = S.stages
     for s in gl.static_range(STAGES):
         mbarrier.init(pipeline.full.index(s), count=1)
         mbarrier.init(pipeline.empty.index(s), count=4)  # warps of the consumer
-    for s in gl.static_range(2):
-        mbarrier.init(tiles.full.index(s), count=1)
-        mbarrier.init(tiles.empty.index(s), count=4)
+    tiles = allocate_tiles(4)
     operands = Operands(rows, words, scales)
     gl.warp_specialize(
         [

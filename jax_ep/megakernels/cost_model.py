@@ -106,7 +106,7 @@ def serves_in_one_launch(
     (fused_moe_decode.json). `_FEW_ROWS` holds the limits, from fused_moe_batches.json; up to 128 rows were measured
     there. With many rows, GEMMs in several launches are faster, but rows are moved between them. For small experts
     moving rows takes longer, unless `pallas` computes the GEMMs and activates in them, as for Qwen3-30B-A3B with 256
-    rows (fused_moe_prefill.json). Of large experts, GEMMs of prepacked weights in Gluon are faster from 32 rows on
+    rows (fused_moe_prefill.json). Of large experts, GEMMs of prepacked weights in Gluon are faster with 32 rows
     (fused_moe_prefill_mixtral.json).
 
     `num_slots` are the assignments of all tokens; `bits` those of an element of the weights, and with `in_fp8` rows are

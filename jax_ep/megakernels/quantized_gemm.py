@@ -32,6 +32,7 @@ _GROUPED = Kernel(quantized_gemm_kernels.quantized_grouped_gemm)
 _MASKED = Kernel(quantized_gemm_kernels.quantized_masked_grouped_gemm)
 _GLUON = Kernel(gluon_quantized.prepacked_gemm)
 _MOST_GLUON_ROWS = 128  # of a group, that were measured (fused_moe_prefill_mixtral.json)
+_GLUON_COLUMNS = gluon_quantized.COLUMNS.value  # of a tile
 _GLUON_REGISTERS = {2: 128, 3: 80, 4: 64}  # of a thread at the start, by programs per multiprocessor
 _DEPTH = 128  # of a block: that of the blocks of FP8, and a multiple of all other groups
 
@@ -183,8 +184,8 @@ def _by_gluon(
     sizes = gluon_sizes(lhs.shape, rhs, tiles)
     operands = (
         Descriptor(lhs.reshape(-1, lhs.shape[-1]), (sizes.tile_m, _DEPTH // 2)),
-        Descriptor(rhs.values.reshape(-1, rhs.values.shape[-1]), (128, _DEPTH // 8)),
-        Descriptor(cast(Array, rhs.scales).reshape(-1, sizes.N), (1, 128)),
+        Descriptor(rhs.values.reshape(-1, rhs.values.shape[-1]), (_GLUON_COLUMNS, _DEPTH // 8)),
+        Descriptor(cast(Array, rhs.scales).reshape(-1, sizes.N), (1, _GLUON_COLUMNS)),
         group_sizes,
         new_counters(1, lhs),
     )
@@ -205,7 +206,7 @@ def gluon_sizes(shape: tuple[int, ...], rhs: QuantizedWeights, tiles: QuantizedT
         num_groups=groups,
         lanes=max(32, power_of_two(groups + 1)),
         tile_m=tiles.block_m,
-        tiles_n=-(-columns // 128),
+        tiles_n=-(-columns // _GLUON_COLUMNS),
         stages=tiles.num_stages,
         masked=len(shape) == 3,
         decoder=format_of(rhs).decoder,

@@ -13,6 +13,7 @@ Deadlocks, memory accesses outside of an array, and TMA stores of shared memory 
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import threading
@@ -24,6 +25,7 @@ import numpy as np
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.runtime.jit import KernelInterface
 
 from . import inline_asm
@@ -52,6 +54,8 @@ class _Partition:
     def __init__(self, number: int, num_warps: int) -> None:
         self.number, self.num_warps = number, num_warps
         self.stores: list[Callable[[], None]] = []
+        self.copies: list[Callable[[], None]] = []
+        self.groups: list[list[Callable[[], None]]] = []
         self.products: list[_Product] = []
         self.waits_for: tuple[Callable[[], bool], str] | None = None
         self.may_run = threading.Event()
@@ -66,7 +70,8 @@ class _Program:
         self.random = random.Random(seed)
         self.bias = self.random.choice((0, 0.95))  # how often the favorite runs, if it can; 0: all take turns
         self.loads: list[Callable[[], None]] = []
-        self.states: list[dict[str, bool]] = []
+        self.unfenced: list[np.ndarray] = []
+        self.num_barriers = 0
         self.current = _Partition(0, num_warps)
         self.favorite, self.partitions = self.current, [self.current]
         self.error: BaseException | None = None
@@ -166,15 +171,13 @@ def _program() -> _Program:
 def _allocate(dtype: Any, shape: Sequence[int], layout: Any = None) -> Shared:
     kind = numpy_dtype(dtype)
     values = np.full(np.prod([*map(int, shape), kind.itemsize]), 0xFF, np.uint8).view(kind).reshape(shape)
-    state = {"fenced": True}
-    _program().states.append(state)
-    return Shared(values, state)
+    return Shared(values, _program().unfenced)
 
 
 def _allocate_mbarrier(batch: int = 1) -> Barriers:
-    number = len(_program().states)
-    _program().states.append({"fenced": True})
-    return Barriers(Barrier(f"barrier {i} of allocation {number}") for i in range(int(batch)))
+    program = _program()
+    program.num_barriers += 1
+    return Barriers(Barrier(f"barrier {i} of allocation {program.num_barriers}") for i in range(int(batch)))
 
 
 def _wait(barrier: Barrier, parity: Any) -> None:
@@ -201,7 +204,7 @@ def _async_load(descriptor: Descriptor, coordinates: Sequence[Any], barrier: Bar
 
 
 def _async_store(descriptor: Descriptor, coordinates: Sequence[Any], source: Shared) -> None:
-    if not source.state["fenced"]:
+    if not source.is_fenced:
         raise EmulationError("TMA stores shared memory that was written without fence_async_shared")
     inside, within = descriptor.block(coordinates)
 
@@ -218,13 +221,40 @@ def _store_wait(pendings: int) -> None:
         stores.pop(0)()
 
 
+def _copy(target: Shared, source: Pointer, mask: Any = None) -> None:
+    """Copy by cp.async; the copies of a group end when it is waited for."""
+    target.values.view(np.uint8)[...] = 0xFF  # NaN until the copy is done
+    _program().current.copies.append(lambda: target.store(source.load(mask)))
+
+
+def _commit_copies() -> None:
+    part = _program().current
+    part.groups.append(part.copies)
+    part.copies = []
+    _program().switch()
+
+
+def _wait_for_copies(num_outstanding: int) -> None:
+    """Finish all but the newest groups of this partition."""
+    _program().switch()
+    groups = _program().current.groups
+    while len(groups) > int(num_outstanding):
+        for copy in groups.pop(0):
+            copy()
+
+
+def _poll(pointer: Pointer, expected: Any, **_: Any) -> bool:
+    """Wait for a value; there is no timeout, since a wait for nothing is a deadlock."""
+    _program().until(lambda: pointer.load() == expected, f"{expected} in global memory")
+    return True
+
+
 def _fence() -> None:
-    for state in _program().states:
-        state["fenced"] = True
+    _program().unfenced.clear()
 
 
 def _mma(a: Shared | Tensor, b: Shared, total: Any, *, use_acc: Any = True, is_async: bool = False, **_: Any) -> Any:
-    if not all(operand.state["fenced"] for operand in (a, b) if isinstance(operand, Shared)):
+    if not all(operand.is_fenced for operand in (a, b) if isinstance(operand, Shared)):
         raise EmulationError("wgmma reads shared memory that was written without fence_async_shared")
     product = _Product(a, b, total if use_acc else None)
     if not is_async:
@@ -247,10 +277,11 @@ def _mma_wait(num_outstanding: int = 0, deps: Sequence[Any] = ()) -> Any:
 _STATEMENTS = [
     (re.compile(r"mbarrier\.try_wait\.parity\S* \w+, \[\$(\d+)\], \$(\d+)"), "wait"),
     (re.compile(r"mbarrier\.arrive\S* _, \[\$(\d+)\]"), "arrive"),
+    (re.compile(r"red\.release\.gpu\.global\.add\.u32 \[\$(\d+)\], 1"), "count"),
     (re.compile(r"st\.shared\.v4\.b32 \[\$(\d+)\], \{(.+)\}"), "store"),
     (re.compile(r"ld\.shared\.v4\.b32 \{(.+)\}, \[\$(\d+)\]"), "load"),
     (re.compile(r"shfl\.sync\.idx\.b32 \$(\d+), (\w+), 0, 31, -1"), "broadcast"),
-    (re.compile(r"\.reg |mov\.u32 lane, %laneid|setp\.eq\.u32 p, lane, 0|bra \w+|^$"), "skip"),
+    (re.compile(r"\.reg |mov\.u32 lane, %laneid|setp\.eq\.u32 p, lane, 0|bar\.warp\.sync -1|bra \w+|^$"), "skip"),
 ]
 
 
@@ -267,6 +298,8 @@ def _inline_asm(asm: str, constraints: str, arguments: Sequence[Any], dtypes: An
             _wait(places[int(match[1])], places[int(match[2])])
         elif kind == "arrive" and match:
             _arrive(places[int(match[1])], _program().current.num_warps)
+        elif kind == "count" and match:
+            places[int(match[1])].add(_program().current.num_warps)
         elif kind == "store" and match:
             places[int(match[1])].values[...] = [places[int(i)] for i in re.findall(r"\$(\d+)", match[2])]
         elif kind == "load" and match:
@@ -297,8 +330,8 @@ def _scalar_or_tensor(values: np.ndarray) -> Any:
     return Tensor(values) if values.ndim else values[()]
 
 
-def _elementwise(function: Callable[..., Any]) -> Callable[..., Tensor]:
-    return lambda *operands: Tensor(function(*map(values_of, operands)))
+def _elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *operands: _scalar_or_tensor(np.asarray(function(*map(values_of, operands))))
 
 
 def _warp_specialize(parts: Sequence[Any], warps: Sequence[int], registers: Sequence[int] = ()) -> None:
@@ -310,9 +343,13 @@ _LANGUAGE: dict[str, Any] = {
     "allocate_shared_memory": _allocate,
     "arange": lambda start, end, layout=None: Tensor(np.arange(start, end, dtype=np.int32)),
     "atomic_add": lambda pointer, value, **_: pointer.add(value),
+    "atomic_poll": _poll,
+    "barrier": lambda: None,
     "convert_layout": lambda x, layout: x,
     "cumsum": lambda x, axis: Tensor(np.cumsum(x.values, axis, x.dtype)),
+    "erf": _elementwise(np.vectorize(math.erf, otypes=[np.float32])),
     "expand_dims": lambda x, axis: Tensor(np.expand_dims(x.values, axis)),
+    "full": lambda shape, value, dtype, layout=None: Tensor(np.full(shape, value, numpy_dtype(dtype))),
     "inline_asm": _inline_asm,
     "inline_asm_elementwise": _inline_asm_elementwise,
     "join": lambda a, b: Tensor(np.stack((a.values, b.values), -1)),
@@ -324,7 +361,9 @@ _LANGUAGE: dict[str, Any] = {
     "permute": lambda x, order: Tensor(x.values.transpose(order)),
     "program_id": lambda axis: _program().number,
     "reshape": lambda x, shape: Tensor(x.values.reshape(shape)),
+    "sigmoid": _elementwise(lambda x: 1 / (1 + np.exp(-x))),
     "split": lambda x: (Tensor(x.values[..., 0]), Tensor(x.values[..., 1])),
+    "static_assert": lambda condition: None,
     "static_range": range,
     "store": lambda pointer, value, mask=None: pointer.store(value, mask),
     "sum": lambda x, axis: _scalar_or_tensor(x.values.sum(axis, x.dtype)),
@@ -338,6 +377,7 @@ _MBARRIER: dict[str, Any] = {
     "expect": lambda barrier, num_bytes: barrier.arrive(1, int(num_bytes)),
 }
 _TMA = {"async_load": _async_load, "async_store": _async_store, "store_wait": _store_wait}
+_ASYNC_COPY = {"async_load": _copy, "commit_group": _commit_copies, "wait_group": _wait_for_copies}
 _FUNCTIONS = {
     hopper.fence_async_shared: _fence,
     hopper.warpgroup_mma: _mma,
@@ -361,7 +401,7 @@ class _Module:
         return found
 
 
-_MODULES = {gl: _LANGUAGE, tl: _LANGUAGE, hopper.mbarrier: _MBARRIER, hopper.tma: _TMA}
+_MODULES = {gl: _LANGUAGE, tl: _LANGUAGE, hopper.mbarrier: _MBARRIER, hopper.tma: _TMA, async_copy: _ASYNC_COPY}
 
 
 def _replaced(value: Any) -> Any:
@@ -419,4 +459,4 @@ def run(kernel: Any, num_programs: int, *arguments: Any, num_warps: int = 4, see
         program = _active.program = _Program(number, num_programs, num_warps, seed * 65537 + number)
         _emulated(kernel)(*given, **constants)
         if program.current.stores or program.loads:
-            raise EmulationError(f"program {number} ends with TMA operations in flight; wait for them")
+            raise EmulationError(f"program {number} ends with asynchronous operations in flight; wait for them")

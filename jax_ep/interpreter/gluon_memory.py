@@ -145,14 +145,19 @@ class Pointer:
 
 
 class Shared:
-    """A view of shared memory. Views of one allocation share `state`, which knows of stores without a fence."""
+    """A view of shared memory. All views share `unfenced`: what was written without a fence after it."""
 
-    def __init__(self, values: np.ndarray, state: dict[str, bool]) -> None:
-        self.values, self.state, self.dtype = values, state, values.dtype
+    def __init__(self, values: np.ndarray, unfenced: list[np.ndarray]) -> None:
+        self.values, self.unfenced, self.dtype = values, unfenced, values.dtype
+
+    @property
+    def is_fenced(self) -> bool:
+        """Whether TMA and wgmma see all that was written."""
+        return not any(np.may_share_memory(self.values, written) for written in self.unfenced)
 
     def index(self, i: Any) -> Shared:
         """Return element i of the first axis."""
-        return Shared(self.values[int(i)], self.state)
+        return Shared(self.values[int(i)], self.unfenced)
 
     def slice(self, start: Any, length: Any, dim: int = 0) -> Shared:
         """Return `length` elements of an axis."""
@@ -160,15 +165,15 @@ class Shared:
             raise EmulationError(f"slice {start} + {length} of an axis of {self.values.shape[dim]}")
         where = [slice(None)] * self.values.ndim
         where[dim] = slice(int(start), int(start + length))
-        return Shared(self.values[tuple(where)], self.state)
+        return Shared(self.values[tuple(where)], self.unfenced)
 
     def permute(self, order: Sequence[int]) -> Shared:
         """Return the view with its axes in another order."""
-        return Shared(self.values.transpose(order), self.state)
+        return Shared(self.values.transpose(order), self.unfenced)
 
     def reshape(self, shape: Sequence[int]) -> Shared:
         """Return the view with another shape."""
-        return Shared(self.values.reshape(shape), self.state)
+        return Shared(self.values.reshape(shape), self.unfenced)
 
     def load(self, layout: Any) -> Tensor:
         """Read into registers."""
@@ -178,7 +183,17 @@ class Shared:
     def store(self, value: Any) -> None:
         """Write from registers; TMA and wgmma see it after a fence."""
         self.values[...] = values_of(value)
-        self.state["fenced"] = False
+        self.unfenced.append(self.values)
+
+    def scatter(self, values: Tensor, indices: Tensor, axis: int) -> None:
+        """Write values at indices of the only axis."""
+        self.values[indices.values] = values.values
+        self.unfenced.append(self.values)
+
+    def atomic_scatter_add(self, values: Tensor, indices: Tensor, axis: int, mask: Tensor) -> None:
+        """Add values at indices of the only axis."""
+        np.add.at(self.values, indices.values[mask.values], values.values[mask.values])
+        self.unfenced.append(self.values)
 
 
 class Barrier:

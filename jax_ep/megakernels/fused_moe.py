@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,22 +21,26 @@ from jax_ep.formats import format_of, stored_name
 from jax_ep.megakernels import tuned
 from jax_ep.megakernels.activation import kind_of, quantize_rows
 from jax_ep.megakernels.cost_model import few_rows, serves_in_one_launch
+from jax_ep.megakernels.grouped_gemm import check_gluon, runs_gluon
 from jax_ep.megakernels.kernels import fused_moe as fused_moe_kernels
+from jax_ep.megakernels.kernels import gluon_fused_moe
 from jax_ep.megakernels.kernels.fused_moe_structs import (
     FusedGemm,
     FusedMoE,
     FusedTile,
+    GluonMoE,
     LayerScratch,
     LayerTensors,
     SortedLayerTensors,
 )
 from jax_ep.megakernels.launch import all_programs, int32, launch, new_counters, thread_registers
 from jax_ep.megakernels.moe_sort import moe_sort
-from jax_ep.megakernels.quantized_gemm import runs_in_gluon, storage_of, swaps_ab
+from jax_ep.megakernels.quantized_gemm import is_gluon_operand, runs_in_gluon, storage_of, swaps_ab
 from jax_ep.megakernels.requirements import has_tma, is_readable
 from jax_ep.types import Array, Experts, Schedule
 
 _FUSED = Kernel(fused_moe_kernels.fused_moe)
+_GLUON = Kernel(gluon_fused_moe.fused_moe)
 _MOST_UNSORTED = 512  # assignments, which every program sorts itself
 _FEW_BYTES = 1 << 24  # of rows of the result in float32; larger ones have the dtype of tokens
 Matrices = Array | QuantizedWeights
@@ -53,6 +57,7 @@ class FusedTiles:
       splits: parts of I that are separate tasks of the second GEMM.
       depth: depth of one step of either GEMM.
       num_warps, num_stages, programs: see `Programs`.
+      gluon: run the kernel in Gluon, for few rows and prepacked 4-bit weights; its columns, depth and warps are fixed.
       candidates: values that `jax-ep tune` searches, the simplest first.
     """
 
@@ -64,6 +69,7 @@ class FusedTiles:
     num_warps: int = 4
     num_stages: int = 3
     programs: int = 2
+    gluon: bool = False
     candidates: ClassVar[Mapping[str, tuple[int, ...]]] = {
         "block_m": (16, 32, 64, 128),
         "hidden_columns": (32, 64, 128),
@@ -143,7 +149,10 @@ def fused_moe(
     """Compute the expert layer of one device: `jax_ep.moe` without a mesh axis, with checked arguments."""
     everything = vary_alike((x, topk_idx, topk_weights, w_gate_up, w_down, biases))
     x, topk_idx, topk_weights, w_gate_up, w_down, biases = everything
-    config, sizes = fused_sizes(experts, x.shape, topk_idx.shape[1], w_gate_up, w_down)
+    tiles = layer_tiles(experts, topk_idx.size, x.dtype, w_gate_up, w_down)
+    if tiles.gluon:
+        return _by_gluon(experts, x, topk_idx, topk_weights, w_gate_up, w_down, biases, tiles, out_dtype)
+    config, sizes = fused_sizes(experts, x.shape, topk_idx.shape[1], w_gate_up, w_down, tiles)
     (gate_up, gate_up_scales), (down, down_scales) = (
         _operands(w, product) for w, product in ((w_gate_up, sizes.gate_up), (w_down, sizes.down))
     )
@@ -173,9 +182,14 @@ def _scratch(sizes: FusedMoE, dtype: DTypeLike) -> LayerScratch:
     return LayerScratch(
         jax.ShapeDtypeStruct((slots, sizes.intermediate_size), FP8 if in_fp8 else dtype),
         jax.ShapeDtypeStruct((slots, sizes.intermediate_size // GROUP_SIZE) if in_fp8 else (1,), jnp.float32),
-        jax.ShapeDtypeStruct(rows, jnp.float32 if 4 * math.prod(rows) <= _FEW_BYTES else dtype),
+        _summed_rows(rows, dtype),
         *int32(*((1 if sizes.presorted else size,) for size in (sizes.padded_assignments, sizes.max_blocks))),
     )
+
+
+def _summed_rows(shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+    """Describe the rows that the last phase sums."""
+    return jax.ShapeDtypeStruct(shape, jnp.float32 if 4 * math.prod(shape) <= _FEW_BYTES else dtype)
 
 
 def _operands(w: Matrices, product: FusedGemm) -> tuple[Descriptor, Array | None]:
@@ -190,17 +204,40 @@ def _operands(w: Matrices, product: FusedGemm) -> tuple[Descriptor, Array | None
     return Descriptor(w, (1, depth, columns)), None
 
 
+def layer_tiles(experts: Experts, slots: int, dtype: DTypeLike, w_gate_up: Matrices, w_down: Matrices) -> FusedTiles:
+    """Return the tiles for this many assignments of `dtype` tokens."""
+    (num_experts, intermediate, hidden), (bits, in_fp8) = w_down.shape, _bits(w_down)
+    swap_ab = any(map(_swaps_ab, (w_gate_up, w_down)))
+    default = fused_tiles(slots, num_experts, hidden, intermediate, bits, in_fp8=in_fp8, swap_ab=swap_ab)
+    facts = _facts(slots, w_down)
+    gluon = _is_gluon_layer(experts, slots, dtype, w_gate_up, w_down)
+    serves = gluon and runs_gluon() and _serves_in_gluon(slots, num_experts, intermediate)
+    if tuned.tiles(dataclasses.replace(default, gluon=serves), "fused_moe", **facts).gluon:
+        check_gluon("fused_moe")
+        if not gluon:
+            raise NotImplementedError(
+                f"fused_moe: gluon=True with {slots} assignments of {jnp.dtype(dtype)} tokens to"
+                f" {facts['format']} weights, expected at most {_MOST_UNSORTED} assignments of bfloat16 tokens, gated"
+                " experts, and both matrices prepacked MXFP4, or both prepacked INT4 with block_size=128; leave gluon"
+                " out of the settings of fused_moe."
+            )
+        default = gluon_tiles(slots, cast(QuantizedWeights, w_down))
+    return tuned.tiles(default, "fused_moe", **facts)
+
+
 def fused_sizes(
-    experts: Experts, shape: tuple[int, ...], top_k: int, w_gate_up: Matrices, w_down: Matrices
+    experts: Experts,
+    shape: tuple[int, ...],
+    top_k: int,
+    w_gate_up: Matrices,
+    w_down: Matrices,
+    tiles: FusedTiles,
 ) -> tuple[Config, FusedMoE]:
     """Return config and sizes for tokens `[T, H]`, from shapes and formats of the weights."""
     (num_tokens, hidden), (num_experts, intermediate, _) = shape, w_down.shape
-    slots, (bits, in_fp8) = num_tokens * top_k, _bits(w_down)
+    slots, (_, in_fp8) = num_tokens * top_k, _bits(w_down)
     prepacked = [isinstance(w, QuantizedWeights) and w.is_prepacked for w in (w_gate_up, w_down)]
     halves = prepacked[0] and experts.gated and not experts.interleaved
-    swap_ab = any(map(_swaps_ab, (w_gate_up, w_down)))
-    default = fused_tiles(slots, num_experts, hidden, intermediate, bits, in_fp8=in_fp8, swap_ab=swap_ab)
-    tiles = tuned.tiles(default, "fused_moe", **_facts(slots, w_down))
     _check_tiles(tiles, in_fp8=in_fp8, prepacked=any(prepacked))
     wide = 2 if experts.interleaved or halves else 1
     sizes = FusedMoE(
@@ -355,3 +392,106 @@ def _splits(tasks: float, programs: int, intermediate: int) -> int:
     while splits * tasks < programs and intermediate >= 1024 * splits:
         splits *= 2
     return splits
+
+
+# --- in Gluon ---------------------------------------------------------------------------------------------------------
+
+_GLUON_ROWS = {16: 12, 32: 26}  # rows per expert that has some, up to which a block has this many
+_GLUON_REGISTERS = {2: 128, 3: 80, 4: 64}  # of a thread at the start, by programs per multiprocessor
+_COPY_REGISTERS = {16: 32, 32: 32, 64: 48}  # of a thread that copies, by rows of a block
+_SUM_HIDDEN = 512  # columns of a task that sums rows
+
+
+def _is_gluon_layer(experts: Experts, slots: int, dtype: DTypeLike, w_gate_up: Matrices, w_down: Matrices) -> bool:
+    """Return whether the kernel in Gluon supports the layer."""
+    found = [isinstance(w, QuantizedWeights) and is_gluon_operand(w, dtype) for w in (w_gate_up, w_down)]
+    alike = all(found) and len({w.format for w in (w_gate_up, w_down) if isinstance(w, QuantizedWeights)}) == 1
+    return alike and experts.gated and slots <= _MOST_UNSORTED
+
+
+def _serves_in_gluon(slots: int, num_experts: int, intermediate: int) -> bool:
+    """Return whether there are enough tasks for its wide tiles."""
+    active = num_experts * (1 - (1 - 1 / num_experts) ** slots)
+    return active * -(-intermediate // gluon_fused_moe.HALF.value) >= all_programs(2)
+
+
+def gluon_tiles(slots: int, w_down: QuantizedWeights) -> FusedTiles:
+    """Return the tiles of the kernel in Gluon for this many assignments to experts that are chosen alike."""
+    num_experts, intermediate, hidden = w_down.shape
+    active = num_experts * (1 - (1 - 1 / num_experts) ** slots)
+    layer = _Layer(active, hidden, intermediate)
+    block_m = next((size for size, rows in _GLUON_ROWS.items() if slots <= rows * active), 64)
+    # More rows, and INT4, need the registers of more programs. Three programs divide few tasks better than four.
+    many = w_down.format == "mxfp4" and layer.hidden_tasks(gluon_fused_moe.HALF.value) >= all_programs(10)
+    programs = {16: 4 if many else 3, 32: 3, 64: 2}[block_m]
+    splits = _splits(layer.row_tasks(gluon_fused_moe.COLUMNS.value), all_programs(2 * programs), intermediate)
+    return FusedTiles(block_m, 64, 128, splits, num_stages=4, programs=programs, gluon=True)
+
+
+def gluon_sizes(shape: tuple[int, ...], top_k: int, w_down: QuantizedWeights, tiles: FusedTiles) -> GluonMoE:
+    """Return the sizes of the kernel in Gluon for tokens `[T, H]`."""
+    (num_tokens, hidden), (num_experts, intermediate, _) = shape, w_down.shape
+    half, columns, step = (x.value for x in (gluon_fused_moe.HALF, gluon_fused_moe.COLUMNS, gluon_fused_moe.STEP))
+    row_steps = -(-intermediate // step)
+    return GluonMoE(
+        num_tokens=num_tokens,
+        top_k=top_k,
+        hidden=hidden,
+        intermediate_size=intermediate,
+        num_experts=num_experts,
+        decoder=format_of(w_down).decoder,
+        slots=max(128, power_of_two(num_tokens * top_k)),
+        bins=max(128, power_of_two(num_experts + 1)),
+        tile_m=tiles.block_m,
+        stages=tiles.num_stages,
+        copy_registers=_COPY_REGISTERS.get(tiles.block_m, 48),
+        hidden_tiles=-(-intermediate // half),
+        hidden_steps=-(-hidden // step),
+        row_tiles=-(-hidden // columns),
+        row_steps=row_steps,
+        k_splits=tiles.splits,
+        split_steps=-(-row_steps // tiles.splits),
+        sum_hidden=_SUM_HIDDEN,
+        sum_tiles=-(-hidden // _SUM_HIDDEN),
+        sum_tasks=num_tokens * -(-hidden // _SUM_HIDDEN),
+    )
+
+
+def gluon_weights(w: QuantizedWeights) -> gluon_fused_moe.Weights:
+    """Describe weights as the kernel in Gluon reads them."""
+    half, words = gluon_fused_moe.HALF.value, gluon_fused_moe.WORDS.value
+    return gluon_fused_moe.Weights(
+        Descriptor(w.values.reshape(-1, w.values.shape[-1]), (half, words)),
+        Descriptor(cast(Array, w.scales).reshape(-1, w.shape[-1]), (1, half)),
+    )
+
+
+def _by_gluon(
+    experts: Experts,
+    x: Array,
+    topk_idx: Array,
+    topk_weights: Array,
+    w_gate_up: Matrices,
+    w_down: Matrices,
+    biases: tuple[Array | None, Array | None],
+    tiles: FusedTiles,
+    out_dtype: DTypeLike,
+) -> Array:
+    w_gate_up, w_down = cast(QuantizedWeights, w_gate_up), cast(QuantizedWeights, w_down)
+    sizes = gluon_sizes(x.shape, topk_idx.shape[1], w_down, tiles)
+    slots = topk_idx.size
+    counters = new_counters(2 + min(slots, sizes.num_experts + slots // sizes.tile_m), x)
+    results: tuple[Argument, ...] = (
+        gluon_fused_moe.Outputs(
+            jax.ShapeDtypeStruct((slots, sizes.intermediate_size), x.dtype),
+            _summed_rows((slots, sizes.k_splits, sizes.hidden), x.dtype),
+            jax.ShapeDtypeStruct(x.shape, out_dtype),
+        ),
+        *int32(counters.shape),
+    )
+    inputs = gluon_fused_moe.Inputs(x, topk_idx, topk_weights)
+    operands = (gluon_weights(w_gate_up), gluon_weights(w_down), inputs, *biases, counters)
+    config = Config(all_programs(tiles.programs), 4, max_registers=_GLUON_REGISTERS.get(tiles.programs))
+    return launch(_GLUON, operands, results, config, {"KIND": kind_of(experts), "S": sizes}, written={-1: -1})[
+        0
+    ].out_ptr

@@ -98,10 +98,10 @@ def _tuned_tiles(rows_of_group: int, dtype: jnp.dtype, rhs: QuantizedWeights, *,
 
 def runs_in_gluon(rhs: QuantizedWeights, dtype: DTypeLike) -> bool:
     """Return whether this GPU runs the kernel in Gluon, and the kernel reads these weights and rows of this dtype."""
-    return _is_gluon_operand(rhs, dtype) and runs_gluon()
+    return is_gluon_operand(rhs, dtype) and runs_gluon()
 
 
-def _is_gluon_operand(rhs: QuantizedWeights, dtype: DTypeLike) -> bool:
+def is_gluon_operand(rhs: QuantizedWeights, dtype: DTypeLike) -> bool:
     """Return whether the kernel in Gluon reads these weights and rows of this dtype."""
     has_scale_per_step = rhs.format == "mxfp4" or format_of(rhs).block_size(rhs) == _DEPTH
     whole_words = rhs.shape[-1] % 4 == 0  # rows of scales, which TMA reads
@@ -173,7 +173,7 @@ def _by_gluon(
 ) -> Array:
     """Multiply rows `[M, K]` of groups in order, or `[G, M, K]` of masked groups."""
     check_gluon("quantized_gemm")
-    if not _is_gluon_operand(rhs, lhs.dtype):
+    if not is_gluon_operand(rhs, lhs.dtype):
         raise NotImplementedError(
             f"grouped_gemm: gluon=True with {stored_name(rhs)} weights of N={rhs.shape[-1]} and"
             f" block_size={format_of(rhs).block_size(rhs)} and {lhs.dtype} rows, expected prepacked MXFP4, or prepacked"

@@ -121,6 +121,7 @@ OPERATIONS: Mapping[str, Operation] = {
             "columns": _BLOCK,
             "splits": Values(1, 64, power_of_two=True),
             "depth": Values(32, 256, power_of_two=True),
+            "gluon": _BOOLEAN,
             **_LAUNCH,
         },
     ),

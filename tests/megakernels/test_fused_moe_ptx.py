@@ -7,12 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from compiling import compiled
+from compiling import compiled, registers
 
 from jax_ep import Experts
-from jax_ep.core.kernel import element_type
+from jax_ep.core.kernel import Config, element_type
 from jax_ep.megakernels import fused_moe
 from jax_ep.megakernels.activation import kind_of
+from jax_ep.megakernels.kernels import gluon_fused_moe
 from jax_ep.megakernels.kernels.fused_moe_structs import LayerScratch, LayerTensors, SortedLayerTensors
 from jax_ep.quantization import quantize, with_layout
 from oracle_experts import GPT_OSS
@@ -38,18 +39,24 @@ CASES = [
 ]
 
 
-def compile_layer(tokens, top_k, w_down, experts, expert_format):
+def matrices_of(w_down, expert_format):
     num_experts, intermediate, hidden = w_down
     shapes = (num_experts, hidden, 2 * intermediate), w_down
     matrices = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
-    in_fp8 = expert_format is not None and expert_format.endswith("_tokens")
     if expert_format:
         name = expert_format.removesuffix("_tokens").removesuffix("_prepacked")
-        options = {"format": name, "activations": "fp8" if in_fp8 else None}
+        options = {"format": name, "activations": "fp8" if expert_format.endswith("_tokens") else None}
         matrices = [jax.eval_shape(partial(quantize, **options), w) for w in matrices]
         if expert_format.endswith("_prepacked"):
             matrices = [jax.eval_shape(partial(with_layout, layout="prepacked"), w) for w in matrices]
-    config, sizes = fused_moe.fused_sizes(experts, (tokens, hidden), top_k, *matrices)
+    return matrices
+
+
+def compile_layer(tokens, top_k, w_down, experts, expert_format):
+    hidden, matrices = w_down[2], matrices_of(w_down, expert_format)
+    in_fp8 = expert_format is not None and expert_format.endswith("_tokens")
+    tiles = fused_moe.layer_tiles(experts, tokens * top_k, jnp.bfloat16, *matrices)
+    config, sizes = fused_moe.fused_sizes(experts, (tokens, hidden), top_k, *matrices, tiles)
     described, types, constants = [], dict[str, Any](), {"KIND": kind_of(experts), "S": sizes}
     for name, w, product in zip(("gate_up", "down"), matrices, (sizes.gate_up, sizes.down), strict=True):
         block_shape = []
@@ -95,6 +102,42 @@ def steps_of(code):
     found = [step for step in found if any("MMA" in line for line in step)]
     assert found, "no loop multiplies"
     return [line for step in found for line in step]
+
+
+@pytest.mark.parametrize("expert_format", ["int4_prepacked", "mxfp4_prepacked"])
+@pytest.mark.parametrize(
+    ("tokens", "model", "experts", "programs"),
+    [(16, QWEN3, Experts(), 3), (64, QWEN3, Experts(), 4), (64, GPT, GPT_OSS, 4), (64, MIXTRAL, Experts(), 3)],
+)
+def test_fused_moe_ptx_gluon(tokens, model, experts, programs, expert_format, monkeypatch):
+    """The loop over K spills nothing, has no barrier among the warps, and reads packed weights by matrix loads."""
+    monkeypatch.setattr(fused_moe, "all_programs", lambda programs: 132 * programs)
+    top_k, w_down = model
+    if expert_format == "int4_prepacked" and w_down[1] % 128:
+        pytest.skip("blocks of 128")
+    down = matrices_of(w_down, expert_format)[1]
+    tiles = fused_moe.gluon_tiles(tokens * top_k, down)
+    programs = programs if expert_format == "mxfp4_prepacked" else 3
+    assert tiles.programs == programs
+    blocks = "tensordesc<u32[64, 16]>", f"tensordesc<{element_type(down.scales.dtype)}[1, 64]>"
+    types = dict.fromkeys(("gate_up", "down"), gluon_fused_moe.Weights(*blocks))
+    types |= {"inputs": gluon_fused_moe.Inputs("*bf16", "*i32", "*fp32")}
+    types |= {"outputs": gluon_fused_moe.Outputs("*bf16", "*fp32", "*bf16")}
+    types |= dict.fromkeys(("gate_up_bias_ptr", "down_bias_ptr"), "*bf16" if experts is GPT_OSS else None)
+    types |= dict.fromkeys(("counters_ptr", "written_counters_ptr"), "*i32")
+    sizes = fused_moe.gluon_sizes((tokens, w_down[2]), top_k, down, tiles)
+    config = Config(1, 4, max_registers=fused_moe._GLUON_REGISTERS[programs])
+    constants = {"KIND": kind_of(experts), "S": sizes}
+    # The producer spills when it lists assignments: it leaves its registers to the consumer.
+    options = {"product": r"wgmma\.mma_async", "spills": 96, "programs": programs}
+    built = compiled(fused_moe._GLUON, types, constants, config, **options)
+    assert ".reqntid 256" in built["ptx"] and programs * 256 * registers(built) <= 65536
+    loop = steps_of(built["code"])
+    assert not any(re.search(r"\b(STL|LDL|BAR)\b", line) for line in loop)
+    assert sum("HGMMA" in line for line in loop) == 16 and any("LDSM" in line for line in loop)
+    if sizes.tile_m == 16:
+        count = sum(bool(re.search(r"/\*[0-9a-f]{4,}\*/", line)) for line in loop)
+        assert count <= {"int4_prepacked": 310, "mxfp4_prepacked": 400}[expert_format]
 
 
 @pytest.mark.parametrize(("tokens", "top_k", "w_down", "experts", "expert_format"), CASES)

@@ -30,12 +30,13 @@ def unpack_bf16x2(packed):
 
 @triton.jit
 def unpack_piece(a, b, c, d):
-    """Unpack four bf16x2 per packed uint32, `[block_n, PIECE / 8]` each, to `[block_n, PIECE]` in order of K."""
+    """Unpack four bf16x2 per packed uint32, `[block_n, depth / 8]` each, to `[block_n, depth]` in order of K."""
     BLOCK_N: tl.constexpr = a.shape[0]
+    DEPTH: tl.constexpr = 8 * a.shape[1]
     pairs = join_2x2(unpack_bf16x2(a), unpack_bf16x2(b), unpack_bf16x2(c), unpack_bf16x2(d))
     # Axes: column, 32 of K, thread, element of the pair, pair (two axes). K runs over pairs, threads, elements.
-    pairs = tl.reshape(pairs, (BLOCK_N, PIECE // 32, 4, 2, 2, 2))
-    return tl.reshape(tl.permute(pairs, (0, 1, 4, 5, 2, 3)), (BLOCK_N, PIECE))
+    pairs = tl.reshape(pairs, (BLOCK_N, DEPTH // 32, 4, 2, 2, 2))
+    return tl.reshape(tl.permute(pairs, (0, 1, 4, 5, 2, 3)), (BLOCK_N, DEPTH))
 
 
 @triton.jit

@@ -103,3 +103,29 @@ class FusedMoE:
     block_intermediate: int  # columns of a tile of activated rows
     gate_up: FusedGemm
     down: FusedGemm
+
+
+@dataclasses.dataclass(frozen=True)
+class GluonMoE:
+    """Static sizes of the expert layer in one launch in Gluon."""
+
+    num_tokens: int
+    top_k: int
+    hidden: int
+    intermediate_size: int
+    num_experts: int
+    decoder: str  # as in `QuantizedGemm`
+    slots: int  # power of two >= num_tokens * top_k, at least 128
+    bins: int  # power of two >= num_experts, at least 128
+    tile_m: int  # assignments per block
+    stages: int  # steps in shared memory
+    copy_registers: int  # of a thread that copies
+    hidden_tiles: int  # tiles that cover intermediate_size
+    hidden_steps: int  # of the sum over K of the first GEMM
+    row_tiles: int  # tiles that cover hidden
+    row_steps: int  # of the sum over K of the second GEMM
+    k_splits: int  # parts of these steps that are separate tasks
+    split_steps: int  # steps of a part, the last excepted
+    sum_hidden: int  # columns per task that sums rows
+    sum_tiles: int  # tasks of a token
+    sum_tasks: int

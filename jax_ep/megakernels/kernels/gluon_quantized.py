@@ -38,7 +38,8 @@ from .gluon_gemm import allocate_tiles, arrive, read_tile, send_tile, wait
 
 COLUMNS = gl.constexpr(128)  # of a tile
 STEP = gl.constexpr(128)  # K of one pipeline stage
-PIECE = gl.constexpr(64)  # K of one product
+PIECE = gl.constexpr(32)  # K of one product
+ROWS_K = gl.constexpr(64)  # K of one copy of rows
 WORDS = gl.constexpr(16)  # packed uint32 of a column and step
 # Word 4 b + t of a column has what thread t of four multiplies in the b-th 32 of K.
 PACKED = gl.constexpr(
@@ -52,11 +53,11 @@ PACKED = gl.constexpr(
 )
 PACKED_PIECE = gl.constexpr(
     gl.DistributedLinearLayout(
-        reg_bases=[[8, 0], [0, 4], [64, 0]],
+        reg_bases=[[8, 0], [64, 0]],
         lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
         warp_bases=[[16, 0], [32, 0]],
         block_bases=[],
-        shape=[128, 8],
+        shape=[128, 4],
     )
 )
 
@@ -64,7 +65,7 @@ PACKED_PIECE = gl.constexpr(
 class Pipeline(NamedTuple):
     """Operands of `S.stages` steps in shared memory, and their barriers."""
 
-    rows: Value  # [2 * S.stages, S.tile_m, PIECE]
+    rows: Value  # [2 * S.stages, S.tile_m, ROWS_K]
     words: Value  # [S.stages, COLUMNS, WORDS]
     scales: Value  # [S.stages, 1, COLUMNS]
     full: Value  # [S.stages] the producer's copies have arrived
@@ -90,14 +91,11 @@ class Groups(NamedTuple):
 
 @gluon.jit
 def load_factors(scales):
-    """Load the bf16x2 factors of each packed uint32 in the two pieces of a step, `[COLUMNS, 8]` each."""
+    """Load the bf16x2 factors of each column in the four pieces of a step, `[COLUMNS]` each."""
     exponents = scales.load(gl.SliceLayout(1, PACKED_PIECE))
-    a, b, c, d = gl.inline_asm_elementwise(
+    return gl.inline_asm_elementwise(
         TO_FACTORS, "=r,=r,=r,=r,r", [exponents], (gl.int32, gl.int32, gl.int32, gl.int32), True, 1
     )
-    is_first = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, PACKED_PIECE)) < 4, 0)
-    first = gl.where(is_first, gl.expand_dims(a, 1), gl.expand_dims(b, 1))
-    return first, gl.where(is_first, gl.expand_dims(c, 1), gl.expand_dims(d, 1))
 
 
 @gluon.jit
@@ -112,11 +110,57 @@ def store_tile(total, out_ptr, row, column, end, S: gl.constexpr):
 
 
 @gluon.jit
-def consume(pipeline, tiles, out_ptr, S: gl.constexpr):
-    """Multiply and store the tiles that the producer hands over."""
+def multiply(pipeline, count, steps, S: gl.constexpr):
+    """Sum `steps` steps, from step `count` of the pipeline on: `[COLUMNS, S.tile_m]` float32; return the next, too."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, S.tile_m, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
     MXFP4: gl.constexpr = S.decoder == "mxfp4"
+    total = gl.zeros((COLUMNS, S.tile_m), gl.float32, SUMS)
+    scales = gl.zeros((COLUMNS,), gl.float32, gl.SliceLayout(1, SUMS))
+    part = warpgroup_mma_init(gl.zeros((COLUMNS, S.tile_m), gl.float32, SUMS))
+    for i in range(steps):
+        slot = count % S.stages
+        wait(pipeline.full.index(slot), (count // S.stages) & 1)
+        words = gl.reshape(pipeline.words.index(slot).load(PACKED), (COLUMNS, 2, 2, 4))
+        early, late = gl.split(gl.permute(words, (0, 2, 3, 1)))
+        words0, words1 = gl.split(gl.permute(early, (0, 2, 1)))
+        words2, words3 = gl.split(gl.permute(late, (0, 2, 1)))
+        words = (words0, words1, words2, words3)
+        stored_scales = pipeline.scales.index(slot).reshape((COLUMNS,))
+        if MXFP4:
+            factors = load_factors(stored_scales)
+        # A piece is decoded while the one before is multiplied.
+        for piece in gl.static_range(4):
+            packed = gl.convert_layout(words[piece], PACKED_PIECE)
+            if MXFP4:
+                left = decode_mxfp4(packed, gl.expand_dims(factors[piece], 1), gl.bfloat16)
+            else:
+                left = decode_int4(packed)
+            left = gl.convert_layout(left, LEFT)  # moves nothing
+            part = warpgroup_mma_wait(0, deps=(part,))
+            if piece == 0:
+                if i > 0:
+                    arrive(pipeline.empty.index((count + S.stages - 1) % S.stages))
+                if not MXFP4:
+                    # One scale per column and step: scale the sum of the step before.
+                    total += part * gl.expand_dims(scales, 1)
+                    scales = stored_scales.load(gl.SliceLayout(1, SUMS))
+            rows = pipeline.rows.index(2 * slot + piece // 2).slice(PIECE * (piece % 2), PIECE, dim=1)
+            part = warpgroup_mma(left, rows.permute((1, 0)), part, use_acc=MXFP4 or piece > 0, is_async=True)
+        count += 1
+    part = warpgroup_mma_wait(0, deps=(part,))
+    if steps > 0:
+        arrive(pipeline.empty.index((count + S.stages - 1) % S.stages))
+    if MXFP4:
+        total = part * UNDO_E2M1_SHIFT
+    else:
+        total += part * gl.expand_dims(scales, 1)
+    return total, count
+
+
+@gluon.jit
+def consume(pipeline, tiles, out_ptr, S: gl.constexpr):
+    """Multiply and store the tiles that the producer hands over."""
     count = 0
     number = 0
     wait(tiles.full.index(0), 0)
@@ -125,50 +169,7 @@ def consume(pipeline, tiles, out_ptr, S: gl.constexpr):
         steps = S.steps
         if group == S.num_groups:
             steps = 0
-        total = gl.zeros((COLUMNS, S.tile_m), gl.float32, SUMS)
-        scales = gl.zeros((COLUMNS,), gl.float32, gl.SliceLayout(1, SUMS))
-        part = warpgroup_mma_init(gl.zeros((COLUMNS, S.tile_m), gl.float32, SUMS))
-        for i in range(steps):
-            slot = count % S.stages
-            wait(pipeline.full.index(slot), (count // S.stages) & 1)
-            words = gl.permute(gl.reshape(pipeline.words.index(slot).load(PACKED), (COLUMNS, 2, 8)), (0, 2, 1))
-            first, second = gl.split(words)
-            first = gl.convert_layout(first, PACKED_PIECE)
-            second = gl.convert_layout(second, PACKED_PIECE)
-            stored_scales = pipeline.scales.index(slot).reshape((COLUMNS,))
-            # First piece: decoded while the product of the step before runs.
-            if MXFP4:
-                first_factors, second_factors = load_factors(stored_scales)
-                left = decode_mxfp4(first, first_factors, gl.bfloat16)
-            else:
-                left = decode_int4(first)
-            left = gl.convert_layout(left, LEFT)  # moves nothing
-            part = warpgroup_mma_wait(0, deps=(part,))
-            if i > 0:
-                arrive(pipeline.empty.index((count + S.stages - 1) % S.stages))
-            if not MXFP4:
-                # One scale per column and step: scale the sum of the step before.
-                total += part * gl.expand_dims(scales, 1)
-                scales = stored_scales.load(gl.SliceLayout(1, SUMS))
-            part = warpgroup_mma(
-                left, pipeline.rows.index(2 * slot).permute((1, 0)), part, use_acc=MXFP4, is_async=True
-            )
-            # Second piece.
-            if MXFP4:
-                left = decode_mxfp4(second, second_factors, gl.bfloat16)
-            else:
-                left = decode_int4(second)
-            left = gl.convert_layout(left, LEFT)
-            part = warpgroup_mma_wait(0, deps=(part,))
-            part = warpgroup_mma(left, pipeline.rows.index(2 * slot + 1).permute((1, 0)), part, is_async=True)
-            count += 1
-        part = warpgroup_mma_wait(0, deps=(part,))
-        if steps > 0:
-            arrive(pipeline.empty.index((count + S.stages - 1) % S.stages))
-        if MXFP4:
-            total = part * UNDO_E2M1_SHIFT
-        else:
-            total += part * gl.expand_dims(scales, 1)
+        total, count = multiply(pipeline, count, steps, S)
         store_tile(total, out_ptr, row, column, end, S)
         arrive(tiles.empty.index(number % 2))
         number += 1
@@ -227,7 +228,7 @@ def produce(operands, sizes_ptr, num_taken, pipeline, tiles, S: gl.constexpr):
                 tma.async_load(operands.words, [group * S.N + column, k * WORDS], full, pipeline.words.index(slot))
                 tma.async_load(operands.scales, [group * S.steps + k, column], full, pipeline.scales.index(slot))
                 tma.async_load(operands.rows, [row, k * STEP], full, pipeline.rows.index(2 * slot))
-                tma.async_load(operands.rows, [row, k * STEP + PIECE], full, pipeline.rows.index(2 * slot + 1))
+                tma.async_load(operands.rows, [row, k * STEP + ROWS_K], full, pipeline.rows.index(2 * slot + 1))
                 count += 1
         number += 1
         tile = next_tile
@@ -236,7 +237,7 @@ def produce(operands, sizes_ptr, num_taken, pipeline, tiles, S: gl.constexpr):
 
 @gluon.jit
 def prepacked_gemm(
-    rows,  # [M, K] bfloat16, of masked groups [num_groups * M, K], blocks of S.tile_m x PIECE
+    rows,  # [M, K] bfloat16, of masked groups [num_groups * M, K], blocks of S.tile_m x ROWS_K
     words,  # [num_groups * N, K / 8] uint32, blocks of COLUMNS x WORDS
     scales,  # [num_groups * S.steps, N], blocks of 1 x COLUMNS
     sizes_ptr,  # [num_groups] int32
@@ -247,7 +248,7 @@ def prepacked_gemm(
 ):
     """Compute `out[rows of g] = rows[rows of g] @ weights[g].T`; zero in rows past the groups, unless masked."""
     pipeline = Pipeline(
-        gl.allocate_shared_memory(rows.dtype, [2 * S.stages, S.tile_m, PIECE], rows.layout),
+        gl.allocate_shared_memory(rows.dtype, [2 * S.stages, S.tile_m, ROWS_K], rows.layout),
         gl.allocate_shared_memory(words.dtype, [S.stages, COLUMNS, WORDS], words.layout),
         gl.allocate_shared_memory(scales.dtype, [S.stages, 1, COLUMNS], scales.layout),
         mbarrier.allocate_mbarrier(batch=S.stages),

@@ -9,6 +9,7 @@ Variants, each forward, without gradients:
                            too, to int8 with "int8" and to FP8 with all others
   one launch, FORMAT       one kernel, by the schedule
   several launches, FORMAT several kernels, by the schedule
+  one launch in ...        one kernel for prepacked weights, in Triton or in Gluon
   several launches in ...  several kernels, with GEMMs of prepacked weights in Triton or in Gluon
   FORMAT, first GEMM, ...  the first GEMM alone, of sorted rows and prepacked weights, in Triton and in Gluon
   hidden rows, bfloat16    several kernels; the first GEMM stores the FFN hidden state, and another kernel activates it
@@ -97,8 +98,9 @@ def variants(
             if way == "fused_moe" or expert_format != "int8_tokens":  # which no kernel fuses
                 found[f"{way}, {expert_format}"] = Variant(function, (*layer, *held), bytes_of(held))
         for language, gluon in LANGUAGES.items() if expert_format.endswith("_prepacked") else ():
-            in_one = partial(with_gemms, WAYS["several launches"], gluon)
-            found[f"several launches in {language}, {expert_format}"] = Variant(in_one, (*layer, *held), bytes_of(held))
+            for way, operation in {"several launches": "quantized_gemm", "one launch": "fused_moe"}.items():
+                in_one = partial(in_language, operation, gluon, WAYS[way])
+                found[f"{way} in {language}, {expert_format}"] = Variant(in_one, (*layer, *held), bytes_of(held))
     hidden_rows = partial(with_hidden_rows, partial(jax_ep.fused_moe, schedule=SEVERAL))
     found["hidden rows, bfloat16"] = Variant(hidden_rows, (*layer, *weights), bytes_of(weights))
     rows = on_ranks(expert_mesh(1), (max(slots, 1), model.hidden), 3)  # a shard may have no rows
@@ -106,7 +108,9 @@ def variants(
     for expert_format, (w_gate_up, _) in stored.items():
         for language, gluon in LANGUAGES.items() if expert_format.endswith("_prepacked") else ():
             gemm = Variant(
-                partial(with_gemms, jax_ep.grouped_gemm, gluon), (rows, w_gate_up, sizes), bytes_of(w_gate_up)
+                partial(in_language, "quantized_gemm", gluon, jax_ep.grouped_gemm),
+                (rows, w_gate_up, sizes),
+                bytes_of(w_gate_up),
             )
             found[f"{expert_format}, first GEMM, {language}"] = gemm
     found["a step of the chain"] = Variant(lambda x: x[:1], (x,))
@@ -118,9 +122,9 @@ def variants(
     return found, 6.0 * slots * model.hidden * model.intermediate
 
 
-def with_gemms(function: Callable[..., Array], gluon: bool, *arrays: Any) -> Array:
-    """Call a function, whose GEMMs of prepacked weights are kernels in Gluon or in Triton."""
-    with tuning.override("quantized_gemm", gluon=gluon):
+def in_language(operation: str, gluon: bool, function: Callable[..., Array], *arrays: Any) -> Array:
+    """Call a function, whose kernel of an operation is in Gluon or in Triton."""
+    with tuning.override(operation, gluon=gluon):
         return function(*arrays)
 
 

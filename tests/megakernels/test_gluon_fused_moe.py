@@ -119,7 +119,7 @@ MISTAKES = {
         "        wait(blocks.tiles.empty.index(number % 2), ((number // 2) & 1) ^ 1)\n",
         "",
     ),
-    "the first assignments in each block": ("axis=0) - 1 - first", "axis=0) - 1"),
+    "the first assignments in each block": ("    first = -first\n", "    first = 0\n"),
     "assignments of a full block": (" & (place < S.tile_m)", ""),
     "up values of the gates": ("second = INTERMEDIATE + column", "second = column"),
     "columns past the last": ("mask=(rows >= 0) & (columns < S.hidden)", "mask=(rows >= 0)"),

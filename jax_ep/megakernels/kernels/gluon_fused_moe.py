@@ -91,14 +91,19 @@ def count_assignments(topk_idx_ptr, S: gl.constexpr):
 @gluon.jit
 def list_assignments(topk_idx_ptr, expert, first, target, S: gl.constexpr):
     """Store up to S.tile_m assignments of an expert, from its `first` on, in `target`; -1 where there are no more."""
-    IDS: gl.constexpr = gl.BlockedLayout([S.slots // 32], [32], [1], [0])
     LIST: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    IDS: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     target.store(gl.full((2 * S.tile_m,), -1, gl.int32, LIST))
-    slots = gl.arange(0, S.slots, IDS)
-    ids = gl.load(topk_idx_ptr + slots, mask=slots < S.num_tokens * S.top_k, other=-1)
-    place = gl.cumsum((ids == expert).to(gl.int32), axis=0) - 1 - first
-    mine = (ids == expert) & (place >= 0) & (place < S.tile_m)
-    target.scatter(slots, gl.where(mine, place, S.tile_m), 0)  # the others go to the unused half
+    # The place of an assignment is the number of those before it.
+    first = -first
+    for start in range(0, S.slots, 128):
+        slots = start + gl.arange(0, 128, IDS)
+        ids = gl.load(topk_idx_ptr + slots, mask=slots < S.num_tokens * S.top_k, other=-1)
+        mine = (ids == expert).to(gl.int32)
+        place = first + gl.cumsum(mine, axis=0) - mine
+        listed = (mine != 0) & (place >= 0) & (place < S.tile_m)
+        target.scatter(slots, gl.where(listed, place, S.tile_m), 0)  # the others go to the unused half
+        first += gl.sum(mine, axis=0)
 
 
 @gluon.jit

@@ -51,6 +51,8 @@ PACKED = gl.constexpr(
         shape=[128, 16],
     )
 )
+
+
 PACKED_PIECE = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[8, 0], [64, 0]],
@@ -90,12 +92,27 @@ class Groups(NamedTuple):
 
 
 @gluon.jit
+def split_pieces(words):
+    """Split the packed words of a step into those of its pieces."""
+    first, second = gl.split(gl.permute(gl.reshape(words, (COLUMNS, 2, 8)), (0, 2, 1)))
+    a, b = gl.split(gl.permute(gl.reshape(first, (COLUMNS, 2, 4)), (0, 2, 1)))
+    c, d = gl.split(gl.permute(gl.reshape(second, (COLUMNS, 2, 4)), (0, 2, 1)))
+    return (
+        gl.convert_layout(a, PACKED_PIECE),
+        gl.convert_layout(b, PACKED_PIECE),
+        gl.convert_layout(c, PACKED_PIECE),
+        gl.convert_layout(d, PACKED_PIECE),
+    )
+
+
+@gluon.jit
 def load_factors(scales):
-    """Load the bf16x2 factors of each column in the four pieces of a step, `[COLUMNS]` each."""
+    """Load the bf16x2 factors of each column in the pieces of a step, `[COLUMNS, 1]` each."""
     exponents = scales.load(gl.SliceLayout(1, PACKED_PIECE))
-    return gl.inline_asm_elementwise(
+    a, b, c, d = gl.inline_asm_elementwise(
         TO_FACTORS, "=r,=r,=r,=r,r", [exponents], (gl.int32, gl.int32, gl.int32, gl.int32), True, 1
     )
+    return gl.expand_dims(a, 1), gl.expand_dims(b, 1), gl.expand_dims(c, 1), gl.expand_dims(d, 1)
 
 
 @gluon.jit
@@ -121,21 +138,16 @@ def multiply(pipeline, count, steps, S: gl.constexpr):
     for i in range(steps):
         slot = count % S.stages
         wait(pipeline.full.index(slot), (count // S.stages) & 1)
-        words = gl.reshape(pipeline.words.index(slot).load(PACKED), (COLUMNS, 2, 2, 4))
-        early, late = gl.split(gl.permute(words, (0, 2, 3, 1)))
-        words0, words1 = gl.split(gl.permute(early, (0, 2, 1)))
-        words2, words3 = gl.split(gl.permute(late, (0, 2, 1)))
-        words = (words0, words1, words2, words3)
+        words = split_pieces(pipeline.words.index(slot).load(PACKED))
         stored_scales = pipeline.scales.index(slot).reshape((COLUMNS,))
         if MXFP4:
             factors = load_factors(stored_scales)
         # A piece is decoded while the one before is multiplied.
         for piece in gl.static_range(4):
-            packed = gl.convert_layout(words[piece], PACKED_PIECE)
             if MXFP4:
-                left = decode_mxfp4(packed, gl.expand_dims(factors[piece], 1), gl.bfloat16)
+                left = decode_mxfp4(words[piece], factors[piece], gl.bfloat16)
             else:
-                left = decode_int4(packed)
+                left = decode_int4(words[piece])
             left = gl.convert_layout(left, LEFT)  # moves nothing
             part = warpgroup_mma_wait(0, deps=(part,))
             if piece == 0:
@@ -145,7 +157,7 @@ def multiply(pipeline, count, steps, S: gl.constexpr):
                     # One scale per column and step: scale the sum of the step before.
                     total += part * gl.expand_dims(scales, 1)
                     scales = stored_scales.load(gl.SliceLayout(1, SUMS))
-            rows = pipeline.rows.index(2 * slot + piece // 2).slice(PIECE * (piece % 2), PIECE, dim=1)
+            rows = pipeline.rows.index(2 * slot + piece * PIECE // ROWS_K).slice(piece * PIECE % ROWS_K, PIECE, dim=1)
             part = warpgroup_mma(left, rows.permute((1, 0)), part, use_acc=MXFP4 or piece > 0, is_async=True)
         count += 1
     part = warpgroup_mma_wait(0, deps=(part,))

@@ -6,9 +6,9 @@ one resident program. The partitions of a program are threads, and one runs at a
 between them at barriers and asynchronous operations.
 
 Asynchronous operations take effect as late as their waits allow, and their targets hold NaN until then: a TMA load
-writes when its barrier is about to complete, a wgmma reads shared memory when it is waited for, and so does a TMA
-store. So a missing or misplaced wait gives NaN or wrong numbers instead of right ones by luck.
-Deadlocks, memory accesses outside of an array, and TMA stores of shared memory without a fence are errors.
+writes when its barrier is about to complete, cp.async when its group is waited for, a wgmma reads shared memory when it
+is waited for, and so does a TMA store. So a missing or misplaced wait gives NaN or wrong numbers instead of right ones
+by luck. Deadlocks, accesses outside of an array, and TMA stores and wgmmas of shared memory without a fence are errors.
 """
 
 from __future__ import annotations

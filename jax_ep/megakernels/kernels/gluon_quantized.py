@@ -2,14 +2,14 @@
 
 Roles: a producer warp copies rows, packed weights and scales by TMA; a consumer warpgroup decodes and multiplies. A
 tile is 128 columns of `S.tile_m` rows. Columns of the weights are the rows of the product, whose first operand tensor
-cores take from registers (swap_ab). A step is 128 of K in two pieces: one is decoded while the other is multiplied.
+cores take from registers (swap_ab). A step is 128 of K in four pieces; while one is multiplied, the next is decoded.
 Rows past the end of a group are computed, but not stored. The rows past all groups are one more group, of zeros.
 
 Waits: the consumer waits for `full[slot]` (the producer's copies have arrived), the producer for `empty[slot]` (the
 step has been multiplied). Every wait is for an earlier step of the same program, so one resident program is enough.
 
-Floor: reading the packed weights once at memory bandwidth. A step takes 348 instructions per warp in MXFP4, 208 of
-them to decode, and 290 in INT4. A tile reads its rows again from L2, so they have as few rows as the groups.
+Floor: reading the packed weights once at memory bandwidth. A step takes 360 instructions per warp in MXFP4, 208 of
+them to decode, and 300 in INT4. A tile reads its rows again from L2, so they have as few rows as the groups.
 
 Source: weights as the first operand of wgmma in registers, and the order of their bits, as in Marlin and Machete.
 """

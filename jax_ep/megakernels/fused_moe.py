@@ -35,7 +35,7 @@ from jax_ep.megakernels.kernels.fused_moe_structs import (
 )
 from jax_ep.megakernels.launch import all_programs, int32, launch, new_counters, thread_registers
 from jax_ep.megakernels.moe_sort import moe_sort
-from jax_ep.megakernels.quantized_gemm import is_gluon_operand, runs_in_gluon, storage_of, swaps_ab
+from jax_ep.megakernels.quantized_gemm import Language, is_gluon_operand, runs_in_gluon, storage_of, swaps_ab
 from jax_ep.megakernels.requirements import has_tma, is_readable
 from jax_ep.types import Array, Experts, Schedule
 
@@ -57,7 +57,6 @@ class FusedTiles:
       splits: parts of I that are separate tasks of the second GEMM.
       depth: depth of one step of either GEMM.
       num_warps, num_stages, programs: see `Programs`.
-      gluon: run the kernel in Gluon, for few rows and prepacked 4-bit weights; its columns, depth and warps are fixed.
       candidates: values that `jax-ep tune` searches, the simplest first.
     """
 
@@ -69,7 +68,6 @@ class FusedTiles:
     num_warps: int = 4
     num_stages: int = 3
     programs: int = 2
-    gluon: bool = False
     candidates: ClassVar[Mapping[str, tuple[int, ...]]] = {
         "block_m": (16, 32, 64, 128),
         "hidden_columns": (32, 64, 128),
@@ -149,10 +147,9 @@ def fused_moe(
     """Compute the expert layer of one device: `jax_ep.moe` without a mesh axis, with checked arguments."""
     everything = vary_alike((x, topk_idx, topk_weights, w_gate_up, w_down, biases))
     x, topk_idx, topk_weights, w_gate_up, w_down, biases = everything
-    tiles = layer_tiles(experts, topk_idx.size, x.dtype, w_gate_up, w_down)
-    if tiles.gluon:
-        return _by_gluon(experts, x, topk_idx, topk_weights, w_gate_up, w_down, biases, tiles, out_dtype)
-    config, sizes = fused_sizes(experts, x.shape, topk_idx.shape[1], w_gate_up, w_down, tiles)
+    if runs_layer_in_gluon(experts, topk_idx.size, x.dtype, w_gate_up, w_down):
+        return _by_gluon(experts, x, topk_idx, topk_weights, w_gate_up, w_down, biases, out_dtype)
+    config, sizes = fused_sizes(experts, x.shape, topk_idx.shape[1], w_gate_up, w_down)
     (gate_up, gate_up_scales), (down, down_scales) = (
         _operands(w, product) for w, product in ((w_gate_up, sizes.gate_up), (w_down, sizes.down))
     )
@@ -204,40 +201,17 @@ def _operands(w: Matrices, product: FusedGemm) -> tuple[Descriptor, Array | None
     return Descriptor(w, (1, depth, columns)), None
 
 
-def layer_tiles(experts: Experts, slots: int, dtype: DTypeLike, w_gate_up: Matrices, w_down: Matrices) -> FusedTiles:
-    """Return the tiles for this many assignments of `dtype` tokens."""
-    (num_experts, intermediate, hidden), (bits, in_fp8) = w_down.shape, _bits(w_down)
-    swap_ab = any(map(_swaps_ab, (w_gate_up, w_down)))
-    default = fused_tiles(slots, num_experts, hidden, intermediate, bits, in_fp8=in_fp8, swap_ab=swap_ab)
-    facts = _facts(slots, w_down)
-    gluon = _is_gluon_layer(experts, slots, dtype, w_gate_up, w_down)
-    serves = gluon and runs_gluon() and _serves_in_gluon(slots, num_experts, intermediate)
-    if tuned.tiles(dataclasses.replace(default, gluon=serves), "fused_moe", **facts).gluon:
-        check_gluon("fused_moe")
-        if not gluon:
-            raise NotImplementedError(
-                f"fused_moe: gluon=True with {slots} assignments of {jnp.dtype(dtype)} tokens to"
-                f" {facts['format']} weights, expected at most {_MOST_UNSORTED} assignments of bfloat16 tokens, gated"
-                " experts, and both matrices prepacked MXFP4, or both prepacked INT4 with block_size=128; leave gluon"
-                " out of the settings of fused_moe."
-            )
-        default = gluon_tiles(slots, cast(QuantizedWeights, w_down))
-    return tuned.tiles(default, "fused_moe", **facts)
-
-
 def fused_sizes(
-    experts: Experts,
-    shape: tuple[int, ...],
-    top_k: int,
-    w_gate_up: Matrices,
-    w_down: Matrices,
-    tiles: FusedTiles,
+    experts: Experts, shape: tuple[int, ...], top_k: int, w_gate_up: Matrices, w_down: Matrices
 ) -> tuple[Config, FusedMoE]:
     """Return config and sizes for tokens `[T, H]`, from shapes and formats of the weights."""
     (num_tokens, hidden), (num_experts, intermediate, _) = shape, w_down.shape
-    slots, (_, in_fp8) = num_tokens * top_k, _bits(w_down)
+    slots, (bits, in_fp8) = num_tokens * top_k, _bits(w_down)
     prepacked = [isinstance(w, QuantizedWeights) and w.is_prepacked for w in (w_gate_up, w_down)]
     halves = prepacked[0] and experts.gated and not experts.interleaved
+    swap_ab = any(map(_swaps_ab, (w_gate_up, w_down)))
+    default = fused_tiles(slots, num_experts, hidden, intermediate, bits, in_fp8=in_fp8, swap_ab=swap_ab)
+    tiles = tuned.tiles(default, "fused_moe", **_facts(slots, w_down))
     _check_tiles(tiles, in_fp8=in_fp8, prepacked=any(prepacked))
     wide = 2 if experts.interleaved or halves else 1
     sizes = FusedMoE(
@@ -402,11 +376,47 @@ _COPY_REGISTERS = {16: 32, 32: 32, 64: 48}  # of a thread that copies, by rows o
 _SUM_HIDDEN = 512  # columns of a task that sums rows
 
 
-def _is_gluon_layer(experts: Experts, slots: int, dtype: DTypeLike, w_gate_up: Matrices, w_down: Matrices) -> bool:
-    """Return whether the kernel in Gluon supports the layer."""
+@dataclasses.dataclass(frozen=True)
+class GluonLayerTiles:
+    """Tasks of the layer in Gluon: 64 columns of I in the first GEMM, 128 columns of H in the second.
+
+    Attributes:
+      block_m: assignments of a block.
+      splits: parts of I that are separate tasks of the second GEMM.
+      num_stages, programs: see `Programs`.
+      candidates: values that `jax-ep tune` searches, the simplest first.
+    """
+
+    block_m: int
+    splits: int
+    programs: int
+    num_stages: int = 4
+    candidates: ClassVar[Mapping[str, tuple[int, ...]]] = {
+        "block_m": (16, 32, 64),
+        "splits": (1, 2, 4, 8),
+        "num_stages": (2, 3, 4, 6),
+        "programs": (1, 2, 3, 4),
+    }
+
+
+def runs_layer_in_gluon(experts: Experts, slots: int, dtype: DTypeLike, w_gate_up: Matrices, w_down: Matrices) -> bool:
+    """Return whether the kernel in Gluon computes the layer of this many assignments of `dtype` tokens."""
     found = [isinstance(w, QuantizedWeights) and is_gluon_operand(w, dtype) for w in (w_gate_up, w_down)]
     alike = all(found) and len({w.format for w in (w_gate_up, w_down) if isinstance(w, QuantizedWeights)}) == 1
-    return alike and experts.gated and slots <= _MOST_UNSORTED
+    takes = alike and experts.gated and slots <= _MOST_UNSORTED
+    facts, (num_experts, intermediate, _) = _facts(slots, w_down), w_down.shape
+    default = Language(takes and runs_gluon() and _serves_in_gluon(slots, num_experts, intermediate))
+    if not tuned.tiles(default, "fused_moe", **facts).gluon:
+        return False
+    check_gluon("fused_moe")
+    if not takes:
+        raise NotImplementedError(
+            f"fused_moe: gluon=True with {slots} assignments of {jnp.dtype(dtype)} tokens to"
+            f" {facts['format']} weights, expected at most {_MOST_UNSORTED} assignments of bfloat16 tokens, gated"
+            " experts, and both matrices prepacked MXFP4, or both prepacked INT4 with block_size=128; leave gluon"
+            " out of the settings of fused_moe."
+        )
+    return True
 
 
 def _serves_in_gluon(slots: int, num_experts: int, intermediate: int) -> bool:
@@ -415,7 +425,7 @@ def _serves_in_gluon(slots: int, num_experts: int, intermediate: int) -> bool:
     return active * -(-intermediate // gluon_fused_moe.HALF.value) >= all_programs(2)
 
 
-def gluon_tiles(slots: int, w_down: QuantizedWeights) -> FusedTiles:
+def gluon_tiles(slots: int, w_down: QuantizedWeights) -> GluonLayerTiles:
     """Return the tiles of the kernel in Gluon for this many assignments to experts that are chosen alike."""
     num_experts, intermediate, hidden = w_down.shape
     active = num_experts * (1 - (1 - 1 / num_experts) ** slots)
@@ -425,10 +435,10 @@ def gluon_tiles(slots: int, w_down: QuantizedWeights) -> FusedTiles:
     many = w_down.format == "mxfp4" and layer.hidden_tasks(gluon_fused_moe.HALF.value) >= all_programs(10)
     programs = {16: 4 if many else 3, 32: 3, 64: 2}[block_m]
     splits = _splits(layer.row_tasks(gluon_fused_moe.COLUMNS.value), all_programs(2 * programs), intermediate)
-    return FusedTiles(block_m, 64, 128, splits, num_stages=4, programs=programs, gluon=True)
+    return tuned.tiles(GluonLayerTiles(block_m, splits, programs), "fused_moe_gluon", **_facts(slots, w_down))
 
 
-def gluon_sizes(shape: tuple[int, ...], top_k: int, w_down: QuantizedWeights, tiles: FusedTiles) -> GluonMoE:
+def gluon_sizes(shape: tuple[int, ...], top_k: int, w_down: QuantizedWeights, tiles: GluonLayerTiles) -> GluonMoE:
     """Return the sizes of the kernel in Gluon for tokens `[T, H]`."""
     (num_tokens, hidden), (num_experts, intermediate, _) = shape, w_down.shape
     half, columns, step = (x.value for x in (gluon_fused_moe.HALF, gluon_fused_moe.COLUMNS, gluon_fused_moe.STEP))
@@ -474,10 +484,10 @@ def _by_gluon(
     w_gate_up: Matrices,
     w_down: Matrices,
     biases: tuple[Array | None, Array | None],
-    tiles: FusedTiles,
     out_dtype: DTypeLike,
 ) -> Array:
     w_gate_up, w_down = cast(QuantizedWeights, w_gate_up), cast(QuantizedWeights, w_down)
+    tiles = gluon_tiles(topk_idx.size, w_down)
     sizes = gluon_sizes(x.shape, topk_idx.shape[1], w_down, tiles)
     slots = topk_idx.size
     counters = new_counters(2 + min(slots, sizes.num_experts + slots // sizes.tile_m), x)

@@ -44,16 +44,41 @@ class QuantizedTiles(Programs):
     Attributes:
       block_m: rows of a tile; below 64, the tile is computed transposed (swap_ab) if rows are quantized, too.
       block_n: columns of a tile.
-      gluon: run the kernel in Gluon, for prepacked weights on GPUs of compute capability 9.0, in tiles of 128 columns.
     """
 
     block_m: int
     block_n: int = 128
-    gluon: bool = False
     candidates: ClassVar[Mapping[str, tuple[int, ...]]] = {
         **MaskedTiles.candidates,
         "block_n": (64, 128, 256),
         "num_stages": (2, 3, 4, 5),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Language:
+    """Whether a kernel in Gluon runs, for prepacked weights on GPUs of compute capability 9.0, or one in Triton."""
+
+    gluon: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GluonTiles:
+    """Tiles of 128 columns of the kernel in Gluon.
+
+    Attributes:
+      block_m: rows of a tile.
+      num_stages, programs: see `Programs`.
+      candidates: values that `jax-ep tune` searches, the simplest first.
+    """
+
+    block_m: int
+    num_stages: int = 4
+    programs: int = 3
+    candidates: ClassVar[Mapping[str, tuple[int, ...]]] = {
+        "block_m": (16, 32, 64, 128),
+        "num_stages": (2, 3, 4, 6),
+        "programs": (1, 2, 3, 4),
     }
 
 
@@ -78,22 +103,30 @@ def quantized_tiles(rows_of_group: int, activations: str | None = None, *, prepa
     return QuantizedTiles(block_m=128, num_warps=8, programs=1)
 
 
-def gluon_tiles(rows_of_group: int) -> QuantizedTiles:
+def gluon_tiles(rows_of_group: int) -> GluonTiles:
     """Return the tiles of the kernel in Gluon; sums of more rows take the registers of more programs."""
     block_m = min(max(16, power_of_two(2 * rows_of_group)), 64)
-    return QuantizedTiles(block_m=block_m, programs=2 if block_m == 64 else 3, num_stages=4, gluon=True)
+    return GluonTiles(block_m=block_m, programs=2 if block_m == 64 else 3)
 
 
-def _tuned_tiles(rows_of_group: int, dtype: jnp.dtype, rhs: QuantizedWeights, *, may_be_gluon: bool) -> QuantizedTiles:
+def _facts(rows_of_group: int, dtype: jnp.dtype, rhs: QuantizedWeights) -> dict[str, Any]:
     groups, depth, columns = rhs.shape
     sizes = {"rows_of_group": rows_of_group, "depth": depth, "columns": columns, "groups": groups}
-    facts: dict[str, Any] = {**sizes, "dtype": dtype, "format": stored_name(rhs)}
+    return {**sizes, "dtype": dtype, "format": stored_name(rhs)}
+
+
+def _tuned_tiles(rows_of_group: int, dtype: jnp.dtype, rhs: QuantizedWeights) -> QuantizedTiles:
     default = quantized_tiles(rows_of_group, rhs.activations, prepacked=rhs.is_prepacked)
-    if may_be_gluon:
-        gluon = rows_of_group <= _MOST_GLUON_ROWS and runs_in_gluon(rhs, dtype)
-        if tuned.tiles(dataclasses.replace(default, gluon=gluon), "quantized_gemm", **facts).gluon:
-            default = gluon_tiles(rows_of_group)
-    return tuned.tiles(default, "quantized_gemm", **facts)
+    return tuned.tiles(default, "quantized_gemm", **_facts(rows_of_group, dtype, rhs))
+
+
+def tuned_gluon_tiles(rows_of_group: int, dtype: jnp.dtype, rhs: QuantizedWeights) -> GluonTiles | None:
+    """Return the tiles of the kernel in Gluon, or None for the one in Triton."""
+    default = Language(rows_of_group <= _MOST_GLUON_ROWS and runs_in_gluon(rhs, dtype))
+    facts = _facts(rows_of_group, dtype, rhs)
+    if not tuned.tiles(default, "quantized_gemm", **facts).gluon:
+        return None
+    return tuned.tiles(gluon_tiles(rows_of_group), "quantized_gemm_gluon", **facts)
 
 
 def runs_in_gluon(rhs: QuantizedWeights, dtype: DTypeLike) -> bool:
@@ -139,9 +172,10 @@ def grouped_gemm(rows: Tokens, rhs: QuantizedWeights, group_sizes: Array, *, out
     """Multiply as in xla/quantized_gemm.py."""
     lhs, row_scales = split_rows(rows)
     num_rows, (groups, _, columns) = lhs.shape[0], rhs.shape
-    tiles = _tuned_tiles(-(-num_rows // groups), lhs.dtype, rhs, may_be_gluon=True)
-    if tiles.gluon:
-        return _by_gluon(lhs, rhs, group_sizes, tiles, out_dtype)
+    rows_of_group = -(-num_rows // groups)
+    if gluon := tuned_gluon_tiles(rows_of_group, lhs.dtype, rhs):
+        return _by_gluon(lhs, rhs, group_sizes, gluon, out_dtype)
+    tiles = _tuned_tiles(rows_of_group, lhs.dtype, rhs)
     most_tasks = (num_rows // tiles.block_m + groups) * -(-columns // tiles.block_n)
     result = jax.ShapeDtypeStruct((num_rows, columns), out_dtype)
     return _launch(_GROUPED, (lhs[None], rhs, group_sizes, row_scales), result, tiles, most_tasks)
@@ -153,24 +187,24 @@ def masked_grouped_gemm(
 ) -> Array:
     """Multiply as in xla/quantized_gemm.py; rows past the sizes are undefined."""
     lhs, row_scales = split_rows(rows)
-    tiles = tiles_of_masked(lhs, rhs, expected_rows, may_be_gluon=True)
-    if tiles.gluon:
-        return _by_gluon(lhs, rhs, group_sizes, tiles, out_dtype)
+    if gluon := tuned_gluon_tiles(_rows_of_masked(lhs, expected_rows), lhs.dtype, rhs):
+        return _by_gluon(lhs, rhs, group_sizes, gluon, out_dtype)
+    tiles = tiles_of_masked(lhs, rhs, expected_rows)
     shape = (*lhs.shape[:2], rhs.shape[2])
     result = jax.ShapeDtypeStruct(shape, out_dtype)
     return _launch(_MASKED, (lhs, rhs, group_sizes, row_scales), result, tiles, num_tiles(shape, tiles))
 
 
-def tiles_of_masked(
-    lhs: Array, rhs: QuantizedWeights, expected_rows: int | None, *, may_be_gluon: bool = False
-) -> QuantizedTiles:
+def tiles_of_masked(lhs: Array, rhs: QuantizedWeights, expected_rows: int | None) -> QuantizedTiles:
     """Return the tiles for masked groups of rows."""
-    return _tuned_tiles(min(lhs.shape[1], expected_rows or 32), lhs.dtype, rhs, may_be_gluon=may_be_gluon)
+    return _tuned_tiles(_rows_of_masked(lhs, expected_rows), lhs.dtype, rhs)
 
 
-def _by_gluon(
-    lhs: Array, rhs: QuantizedWeights, group_sizes: Array, tiles: QuantizedTiles, out_dtype: DTypeLike
-) -> Array:
+def _rows_of_masked(lhs: Array, expected_rows: int | None) -> int:
+    return min(lhs.shape[1], expected_rows or 32)
+
+
+def _by_gluon(lhs: Array, rhs: QuantizedWeights, group_sizes: Array, tiles: GluonTiles, out_dtype: DTypeLike) -> Array:
     """Multiply rows `[M, K]` of groups in order, or `[G, M, K]` of masked groups."""
     check_gluon("quantized_gemm")
     if not is_gluon_operand(rhs, lhs.dtype):
@@ -196,7 +230,7 @@ def _by_gluon(
     return launch(_GLUON, operands, results, config, {"S": sizes}, written={-1: -1})[0]
 
 
-def gluon_sizes(shape: tuple[int, ...], rhs: QuantizedWeights, tiles: QuantizedTiles) -> PrepackedGemm:
+def gluon_sizes(shape: tuple[int, ...], rhs: QuantizedWeights, tiles: GluonTiles) -> PrepackedGemm:
     """Return the sizes of the kernel in Gluon for rows of this shape."""
     groups, depth, columns = rhs.shape
     return PrepackedGemm(

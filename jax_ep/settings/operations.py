@@ -80,6 +80,9 @@ _MASKED_TILES = {
     "block_n": Values(16, 128, power_of_two=True),
     **_LAUNCH,
 }
+_QUANTIZED = ("rows_of_group", "depth", "columns", "groups", "dtype", "format")
+_LAYER = ("num_slots", "num_experts", "hidden", "intermediate", "format")
+_GLUON_LAUNCH = {"num_stages": Values(2, 8), "programs": Values(1, 8)}
 _FP8_TILES = _MASKED_TILES | {"group_m": Values(1, 64), "gluon": _BOOLEAN}
 
 OPERATIONS: Mapping[str, Operation] = {
@@ -109,11 +112,11 @@ OPERATIONS: Mapping[str, Operation] = {
     "weight_gradient_fp8": Operation(_PRODUCT, _FP8_TILES),
     "masked_grouped_gemm": Operation(_MASKED, _MASKED_TILES),
     "quantized_gemm": Operation(
-        ("rows_of_group", "depth", "columns", "groups", "dtype", "format"),
-        {"block_m": Values(16, 128, power_of_two=True), "block_n": _BLOCK, **_LAUNCH, "gluon": _BOOLEAN},
+        _QUANTIZED, {"block_m": Values(16, 128, power_of_two=True), "block_n": _BLOCK, **_LAUNCH, "gluon": _BOOLEAN}
     ),
+    "quantized_gemm_gluon": Operation(_QUANTIZED, {"block_m": Values(16, 128, power_of_two=True), **_GLUON_LAUNCH}),
     "fused_moe": Operation(
-        ("num_slots", "num_experts", "hidden", "intermediate", "format"),
+        _LAYER,
         {
             "single_launch": _BOOLEAN,
             "block_m": Values(16, 128, power_of_two=True),
@@ -123,6 +126,14 @@ OPERATIONS: Mapping[str, Operation] = {
             "depth": Values(32, 256, power_of_two=True),
             "gluon": _BOOLEAN,
             **_LAUNCH,
+        },
+    ),
+    "fused_moe_gluon": Operation(
+        _LAYER,
+        {
+            "block_m": Values(16, 64, power_of_two=True),
+            "splits": Values(1, 64, power_of_two=True),
+            **_GLUON_LAUNCH,
         },
     ),
 }

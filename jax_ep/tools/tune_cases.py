@@ -20,10 +20,10 @@ from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.core.facts import ExchangeFacts
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.megakernels import tuned
-from jax_ep.megakernels.fused_moe import FusedTiles
+from jax_ep.megakernels.fused_moe import FusedTiles, GluonLayerTiles, runs_layer_in_gluon
 from jax_ep.megakernels.grouped_gemm import Fp8Tiles, Fp8WeightTiles, Tiles, WeightTiles
 from jax_ep.megakernels.masked import MaskedTiles
-from jax_ep.megakernels.quantized_gemm import QuantizedTiles
+from jax_ep.megakernels.quantized_gemm import GluonTiles, QuantizedTiles, tuned_gluon_tiles
 from jax_ep.megakernels.requirements import MOST_LOW_LATENCY_TOKENS
 from jax_ep.ops import exchange_gemm as ops
 from jax_ep.ops import plan as plans
@@ -38,7 +38,7 @@ from jax_ep.tools.benchmark.exchange import local_after, make_handle
 from jax_ep.tools.benchmark.fused_moe import stored_as
 from jax_ep.tools.benchmark.inputs import Model, expert_mesh, make_case, make_weights, on_ranks, routing
 from jax_ep.tools.tune_search import Case, Run, Settings
-from jax_ep.types import Array, Options
+from jax_ep.types import Array, Experts, Options
 
 _BF16 = jnp.dtype(jnp.bfloat16)
 _PROGRAMS, _BLOCKS = (8, 16, 24, 32, 48), (2, 4, 8, 16, 32)
@@ -368,13 +368,15 @@ def _quantized_gemm(sizes: Sizes, expert_format: str) -> Iterator[Case]:
         return run.grouped_gemm(x, w, counts + zero, out_dtype=_BF16)
 
     facts = {"rows_of_group": -(-rows // local), "depth": sizes.model.hidden, "columns": columns, "groups": local}
+    stored = stored_as(expert_format, w)
+    in_gluon = tuned_gluon_tiles(-(-rows // local), _BF16, stored) is not None
     yield _case(
-        "quantized_gemm",
+        "quantized_gemm_gluon" if in_gluon else "quantized_gemm",
         facts | {"dtype": _BF16, "format": expert_format},
         f"GEMM in {expert_format} of {rows} rows x {sizes.model.hidden} x {columns}, {local} groups",
-        QuantizedTiles.candidates,
+        GluonTiles.candidates if in_gluon else QuantizedTiles.candidates,
         gemm,
-        (x, stored_as(expert_format, w), counts),
+        (x, stored, counts),
         graphs=True,
     )
 
@@ -426,13 +428,13 @@ def _fused_moe(sizes: Sizes, expert_format: str | None = None) -> Iterator[Case]
         return public_fused_moe(x, ids + zero, topk_weights, gate_up, down, implementation="triton")
 
     shape = {"hidden": sizes.model.hidden, "intermediate": sizes.model.intermediate, "format": expert_format or _BF16}
-    yield _case(
-        "fused_moe",
-        {"num_slots": sizes.tokens * sizes.model.top_k, "num_experts": sizes.model.experts, **shape},
-        f"layer of {sizes.tokens} tokens x {sizes.model.hidden}, {sizes.model.experts} experts, {shape['format']}",
-        {**FusedTiles.candidates, "depth": depths, "single_launch": (False, True)},
-        layer,
-        (x, ids, topk_weights, *weights),
-        start={"single_launch": True},
-        graphs=True,
-    )
+    facts = {"num_slots": sizes.tokens * sizes.model.top_k, "num_experts": sizes.model.experts, **shape}
+    title = f"layer of {sizes.tokens} tokens x {sizes.model.hidden}, {sizes.model.experts} experts, {shape['format']}"
+    arrays = (x, ids, topk_weights, *weights)
+    candidates: dict[str, tuple[Setting, ...]] = {"single_launch": (False, True)}
+    if runs_layer_in_gluon(Experts(), ids.size, _BF16, *weights):
+        yield _case("fused_moe_gluon", facts, title, GluonLayerTiles.candidates, layer, arrays, graphs=True)
+    else:
+        candidates |= {**FusedTiles.candidates, "depth": depths}
+    start: Settings = {"single_launch": True}
+    yield _case("fused_moe", facts, title, candidates, layer, arrays, start=start, graphs=True)

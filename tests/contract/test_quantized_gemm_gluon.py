@@ -29,7 +29,7 @@ def test_quantized_gemm_gluon_grouped(implementation, groups, stored, rng):
 @STORED
 @pytest.mark.parametrize("block_m", [16, 128])
 def test_quantized_gemm_gluon_masked(implementation, block_m, stored, rng):
-    with jax_ep.tuning.override("quantized_gemm", block_m=block_m):
+    with jax_ep.tuning.override("quantized_gemm_gluon", block_m=block_m):
         test_quantized_gemm.test_quantized_gemm_masked(implementation, None, stored, rng)
 
 

@@ -132,8 +132,7 @@ def test_single_launch_fp8_blocks(implementation, kind, stored, num_tokens, rng)
     experts, shape = EXPERTS[kind], Shape(num_tokens, top_k=2, num_experts=2, hidden=256, intermediate=384)
     layer = Layer(rng, "uniform", 1, shape, BF16, gated=experts.gated)
     operands, matrices = operands_of(layer), [store(w, stored) for w in (layer.w_gate_up, layer.w_down)]
-    tiles = fused_moe.layer_tiles(experts, operands[1].size, BF16, *matrices)
-    _, sizes = fused_moe.fused_sizes(experts, operands[0].shape, shape.top_k, *matrices, tiles)
+    _, sizes = fused_moe.fused_sizes(experts, operands[0].shape, shape.top_k, *matrices)
     assert {sizes.gate_up.tile.block_m, sizes.down.tile.block_m} == {32 if num_tokens == 24 else 64}
     assert sizes.gate_up.tile.swap_ab and sizes.down.tile.swap_ab
     check(implementation, operands, matrices, experts)

@@ -39,7 +39,7 @@ def test_single_launch_gluon_tiles(implementation, stored, block_m, splits, rng)
     shape = Shape(num_tokens=70, top_k=3, num_experts=4, hidden=384, intermediate=640)
     layer = Layer(rng, "some_without_expert", 1, shape, BF16)
     matrices = [store(w, stored) for w in (layer.w_gate_up, layer.w_down)]
-    with jax_ep.tuning.override("fused_moe", block_m=block_m, splits=splits):
+    with jax_ep.tuning.override("fused_moe_gluon", block_m=block_m, splits=splits):
         check(implementation, operands_of(layer), matrices, biases=drawn_biases(rng, layer, lambda: True))
 
 

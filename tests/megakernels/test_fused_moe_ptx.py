@@ -55,8 +55,7 @@ def matrices_of(w_down, expert_format):
 def compile_layer(tokens, top_k, w_down, experts, expert_format):
     hidden, matrices = w_down[2], matrices_of(w_down, expert_format)
     in_fp8 = expert_format is not None and expert_format.endswith("_tokens")
-    tiles = fused_moe.layer_tiles(experts, tokens * top_k, jnp.bfloat16, *matrices)
-    config, sizes = fused_moe.fused_sizes(experts, (tokens, hidden), top_k, *matrices, tiles)
+    config, sizes = fused_moe.fused_sizes(experts, (tokens, hidden), top_k, *matrices)
     described, types, constants = [], dict[str, Any](), {"KIND": kind_of(experts), "S": sizes}
     for name, w, product in zip(("gate_up", "down"), matrices, (sizes.gate_up, sizes.down), strict=True):
         block_shape = []

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 import harness
-from jax_ep import __main__
+from jax_ep import __main__, tuning
 from jax_ep.settings import file
+from jax_ep.settings.operations import OPERATIONS
 from jax_ep.tools import tune, tune_cases, tune_search
 from jax_ep.tools.benchmark import rates as rates_of
+from jax_ep.tools.benchmark.inputs import Model
 from jax_ep.tools.tune_search import Case, Log, Outcome
 
 KIND = jax.devices()[0].device_kind
@@ -344,3 +346,21 @@ def test_tune_checks_output_first(tmp_path, capsys):
         assert __main__.main(["tune", "rates", "--out", str(out)]) == 1
         error = capsys.readouterr().err
         assert reason in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("gluon", [False, True])
+def test_tune_settings_of_the_kernel_that_runs(gluon):
+    """Prepacked weights have other tiles in Gluon than in Triton."""
+    pytest.importorskip("triton")
+    sizes = tune_cases.Sizes(8, Model(hidden=256, intermediate=128, experts=4, top_k=2), 1, "uniform")
+    found = {}
+    with tuning.override("quantized_gemm", gluon=gluon), tuning.override("fused_moe", gluon=gluon):
+        for make in (tune_cases._quantized_gemm, tune_cases._fused_moe):
+            found |= {case.operation: set(case.candidates) for case in make(sizes, "mxfp4_prepacked")}
+    for operation, settings in found.items():
+        assert settings <= set(OPERATIONS[operation].settings)
+    if gluon:
+        assert found["fused_moe"] == {"single_launch"} and "block_m" in found["fused_moe_gluon"]
+        assert "quantized_gemm_gluon" in found and "quantized_gemm" not in found
+    else:
+        assert set(found) == {"quantized_gemm", "fused_moe"}

@@ -420,9 +420,9 @@ def runs_layer_in_gluon(experts: Experts, slots: int, dtype: DTypeLike, w_gate_u
 
 
 def _serves_in_gluon(slots: int, num_experts: int, intermediate: int) -> bool:
-    """Return whether there are enough tasks for its wide tiles."""
+    """Return whether there are as many of its wide tasks as in the smallest case of fused_moe_gluon.json."""
     active = num_experts * (1 - (1 - 1 / num_experts) ** slots)
-    return active * -(-intermediate // gluon_fused_moe.HALF.value) >= all_programs(2)
+    return active * -(-intermediate // gluon_fused_moe.HALF.value) >= all_programs(7)
 
 
 def gluon_tiles(slots: int, w_down: QuantizedWeights) -> GluonLayerTiles:

@@ -104,6 +104,7 @@ def list_assignments(topk_idx_ptr, expert, first, target, S: gl.constexpr):
         listed = (mine != 0) & (place >= 0) & (place < S.tile_m)
         target.scatter(slots, gl.where(listed, place, S.tile_m), 0)  # the others go to the unused half
         first += gl.sum(mine, axis=0)
+    gl.barrier()  # before one lane hands the tile over
 
 
 @gluon.jit

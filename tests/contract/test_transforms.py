@@ -384,3 +384,22 @@ def test_moe_in_shard_map_without_jit(two_ranks, rng, derivative):
     arrays = x, idx, weights, w_gate_up, w_down
     got, want = run("triton")(*arrays), jax.jit(run("xla"))(*arrays)
     np.testing.assert_allclose(*(np.asarray(a, np.float32) for a in (got, want)), rtol=0.05, atol=0.05)
+
+
+def test_operation_error_of_user_under_jit():
+    """An error of the user's own function ends the call, whatever it says."""
+    calls = []
+
+    def activation(rows):
+        calls.append(rows)
+        raise NotImplementedError("no symbolic_zeros support with shard_map")
+
+    x, weights = jnp.ones((2, 8)), jnp.ones((2, 1))
+    experts = jax_ep.Experts(activation, gated=False)
+    layer = functools.partial(jax_ep.fused_moe, experts=experts, implementation="xla")
+    arguments = x, jnp.zeros((2, 1), jnp.int32), weights, jnp.ones((1, 8, 8)), jnp.ones((1, 8, 8))
+    for function in (layer, jax.jit(layer)):
+        calls.clear()
+        with pytest.raises(NotImplementedError, match="no symbolic_zeros support"):
+            function(*arguments)
+        assert len(calls) == 1

@@ -67,6 +67,11 @@ def run(args: argparse.Namespace) -> None:
     from jax_ep.tools import tune_cases
     from jax_ep.tools.benchmark import rates
 
+    if tune_cases.is_small() and jax.config.jax_platforms != "cpu":
+        raise ValueError(
+            "tune: JAX has no GPU here, expected one, since times of CPU devices mean nothing; run jax-ep doctor, or"
+            " set JAX_PLATFORMS=cpu to try the command in Triton's interpreter"
+        )
     fill_in(args, quick=tune_cases.is_small())
     all_sizes = _sizes(args)
     results = _Results(_path(args.out), jax.local_devices()[0].device_kind)

@@ -297,6 +297,23 @@ def test_tune_without_triton(tmp_path, monkeypatch, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("platforms", ["", "cuda,cpu"])
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="there is a GPU")
+def test_tune_without_gpu(platforms, tmp_path, monkeypatch, capsys):
+    """Without a GPU, only a user who asks for the CPU gets it."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(tune, "_tune", lambda *_: pytest.fail("the interpreter is tuned"))
+    path, before = tmp_path / "new" / "tuned.json", jax.config.jax_platforms
+    jax.config.update("jax_platforms", platforms)
+    try:
+        assert __main__.main(["tune", "exchange", "--out", str(path)]) == 2
+    finally:
+        jax.config.update("jax_platforms", before)
+    error = capsys.readouterr().err
+    assert "JAX has no GPU here" in error and "JAX_PLATFORMS=cpu" in error and error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_tune_cpu_rates_not_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(rates_of, "measure", lambda: file.Rates(memory_bytes_per_s=1e9))

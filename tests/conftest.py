@@ -91,6 +91,7 @@ _WHOLE = (
         "reproducible",
         "result_dtype",
         "single_launch",
+        "single_launch_gluon",
         "sorted_slots",
     ),
 )

@@ -111,7 +111,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("case", OPTIONS)
-@pytest.mark.slow(unless={"case": ["balance"], "implementation": ["xla"]})
+@pytest.mark.slow
 def test_lora_moe_options(implementation, case, expert_mesh, rng):
     check_moe(Inputs(rng, 2), expert_mesh(2), implementation, **OPTIONS[case])
 

@@ -76,6 +76,7 @@ def drawn_ids(rng, tokens, top_k):
         (60, 3, 256, 128, {"block_m": 64}),
     ],
 )
+@pytest.mark.slow(unless={"tokens": [3, 60]})
 def test_gluon_fused_moe_layer(rng, stored, experts, tokens, top_k, hidden, intermediate, tiles):
     kernel, seed = gluon_fused_moe.fused_moe, int(rng.integers(1 << 30))
     ids = drawn_ids(rng, tokens, top_k)

@@ -131,6 +131,7 @@ class _Program:
         main.may_run.clear()
         self.partitions, self.current = [main], main
         main.stores = [store for part in parts for store in part.stores]
+        main.groups = [group for part in parts for group in (*part.groups, part.copies) if group]
         if self.error is not None:
             raise self.error
 
@@ -458,5 +459,5 @@ def run(kernel: Any, num_programs: int, *arguments: Any, num_warps: int = 4, see
     for number in range(num_programs):
         program = _active.program = _Program(number, num_programs, num_warps, seed * 65537 + number)
         _emulated(kernel)(*given, **constants)
-        if program.current.stores or program.loads:
+        if program.current.stores or program.current.groups or program.loads:
             raise EmulationError(f"program {number} ends with asynchronous operations in flight; wait for them")

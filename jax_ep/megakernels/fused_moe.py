@@ -271,12 +271,11 @@ def fused_tiles(
     Elements of weights have `bits` bits. Rows in FP8 share a scale in 128 columns, which one task computes. `swap_ab`
     is true of prepacked weights, and of FP8 in blocks of 32 and 64.
     """
-    active = num_experts * (1 - (1 - 1 / num_experts) ** slots)  # experts that have rows
-    rows = slots / active
+    layer = _Layer(_active_experts(slots, num_experts), hidden, intermediate)
+    rows = slots / layer.active
     converted = bits < 16 and not in_fp8
     if rows > max(48, few_rows(bits, in_fp8=in_fp8, swap_ab=swap_ab)):
         return _tiles_of_many_rows(converted=converted, in_fp8=in_fp8)
-    layer = _Layer(active, hidden, intermediate)
     if converted and not swap_ab:
         block_m = 16 if rows <= 20 else 32 if rows <= 36 or bits == 4 else 64
     else:
@@ -293,6 +292,11 @@ def fused_tiles(
     if many:
         return FusedTiles(block_m, columns=128, programs=2 if layer.hidden_tasks(64) <= all_programs(3) else 3)
     return _tiles_of_few_tasks(block_m, layer)
+
+
+def _active_experts(slots: int, num_experts: int) -> float:
+    """Return the expected number of experts that have rows."""
+    return num_experts * (1 - (1 - 1 / num_experts) ** slots)
 
 
 class _Layer(NamedTuple):
@@ -370,6 +374,7 @@ def _splits(tasks: float, programs: int, intermediate: int) -> int:
 
 # --- in Gluon ---------------------------------------------------------------------------------------------------------
 
+_HALF, _COLUMNS = gluon_fused_moe.HALF.value, gluon_fused_moe.COLUMNS.value  # of a tile of either GEMM
 _GLUON_ROWS = {16: 12, 32: 26}  # rows per expert that has some, up to which a block has this many
 _GLUON_REGISTERS = {2: 128, 3: 80, 4: 64}  # of a thread at the start, by programs per multiprocessor
 _COPY_REGISTERS = {16: 32, 32: 32, 64: 48}  # of a thread that copies, by rows of a block
@@ -401,11 +406,13 @@ class GluonLayerTiles:
 
 def runs_layer_in_gluon(experts: Experts, slots: int, dtype: DTypeLike, w_gate_up: Matrices, w_down: Matrices) -> bool:
     """Return whether the kernel in Gluon computes the layer of this many assignments of `dtype` tokens."""
-    found = [isinstance(w, QuantizedWeights) and is_gluon_operand(w, dtype) for w in (w_gate_up, w_down)]
-    alike = all(found) and len({w.format for w in (w_gate_up, w_down) if isinstance(w, QuantizedWeights)}) == 1
+    read = [w for w in (w_gate_up, w_down) if isinstance(w, QuantizedWeights) and is_gluon_operand(w, dtype)]
+    alike = len(read) == 2 and read[0].format == read[1].format
     takes = alike and experts.gated and slots <= _MOST_UNSORTED
-    facts, (num_experts, intermediate, _) = _facts(slots, w_down), w_down.shape
-    default = Language(takes and runs_gluon() and _serves_in_gluon(slots, num_experts, intermediate))
+    facts = _facts(slots, w_down)
+    # As many tasks as in the smallest case of fused_moe_gluon.json: its tiles are wide.
+    wanted = takes and runs_gluon() and _gluon_layer(slots, w_down).hidden_tasks(_HALF) >= all_programs(7)
+    default = Language(wanted)
     if not tuned.tiles(default, "fused_moe", **facts).gluon:
         return False
     check_gluon("fused_moe")
@@ -419,29 +426,26 @@ def runs_layer_in_gluon(experts: Experts, slots: int, dtype: DTypeLike, w_gate_u
     return True
 
 
-def _serves_in_gluon(slots: int, num_experts: int, intermediate: int) -> bool:
-    """Return whether there are as many of its wide tasks as in the smallest case of fused_moe_gluon.json."""
-    active = num_experts * (1 - (1 - 1 / num_experts) ** slots)
-    return active * -(-intermediate // gluon_fused_moe.HALF.value) >= all_programs(7)
+def _gluon_layer(slots: int, w_down: Matrices) -> _Layer:
+    num_experts, intermediate, hidden = w_down.shape
+    return _Layer(_active_experts(slots, num_experts), hidden, intermediate)
 
 
 def gluon_tiles(slots: int, w_down: QuantizedWeights) -> GluonLayerTiles:
     """Return the tiles of the kernel in Gluon for this many assignments to experts that are chosen alike."""
-    num_experts, intermediate, hidden = w_down.shape
-    active = num_experts * (1 - (1 - 1 / num_experts) ** slots)
-    layer = _Layer(active, hidden, intermediate)
-    block_m = next((size for size, rows in _GLUON_ROWS.items() if slots <= rows * active), 64)
+    layer = _gluon_layer(slots, w_down)
+    block_m = next((size for size, rows in _GLUON_ROWS.items() if slots <= rows * layer.active), 64)
     # More rows, and INT4, need the registers of more programs. Three programs divide few tasks better than four.
-    many = w_down.format == "mxfp4" and layer.hidden_tasks(gluon_fused_moe.HALF.value) >= all_programs(10)
+    many = w_down.format == "mxfp4" and layer.hidden_tasks(_HALF) >= all_programs(10)
     programs = {16: 4 if many else 3, 32: 3, 64: 2}[block_m]
-    splits = _splits(layer.row_tasks(gluon_fused_moe.COLUMNS.value), all_programs(2 * programs), intermediate)
+    splits = _splits(layer.row_tasks(_COLUMNS), all_programs(2 * programs), layer.intermediate)
     return tuned.tiles(GluonLayerTiles(block_m, splits, programs), "fused_moe_gluon", **_facts(slots, w_down))
 
 
 def gluon_sizes(shape: tuple[int, ...], top_k: int, w_down: QuantizedWeights, tiles: GluonLayerTiles) -> GluonMoE:
     """Return the sizes of the kernel in Gluon for tokens `[T, H]`."""
     (num_tokens, hidden), (num_experts, intermediate, _) = shape, w_down.shape
-    half, columns, step = (x.value for x in (gluon_fused_moe.HALF, gluon_fused_moe.COLUMNS, gluon_fused_moe.STEP))
+    step = gluon_fused_moe.STEP.value
     row_steps = -(-intermediate // step)
     return GluonMoE(
         num_tokens=num_tokens,
@@ -454,10 +458,10 @@ def gluon_sizes(shape: tuple[int, ...], top_k: int, w_down: QuantizedWeights, ti
         bins=max(128, power_of_two(num_experts + 1)),
         tile_m=tiles.block_m,
         stages=tiles.num_stages,
-        copy_registers=_COPY_REGISTERS.get(tiles.block_m, 48),
-        hidden_tiles=-(-intermediate // half),
+        copy_registers=_COPY_REGISTERS[tiles.block_m],
+        hidden_tiles=-(-intermediate // _HALF),
         hidden_steps=-(-hidden // step),
-        row_tiles=-(-hidden // columns),
+        row_tiles=-(-hidden // _COLUMNS),
         row_steps=row_steps,
         k_splits=tiles.splits,
         split_steps=-(-row_steps // tiles.splits),
@@ -469,10 +473,10 @@ def gluon_sizes(shape: tuple[int, ...], top_k: int, w_down: QuantizedWeights, ti
 
 def gluon_weights(w: QuantizedWeights) -> gluon_fused_moe.Weights:
     """Describe weights as the kernel in Gluon reads them."""
-    half, words = gluon_fused_moe.HALF.value, gluon_fused_moe.WORDS.value
+    words = gluon_fused_moe.WORDS.value
     return gluon_fused_moe.Weights(
-        Descriptor(w.values.reshape(-1, w.values.shape[-1]), (half, words)),
-        Descriptor(cast(Array, w.scales).reshape(-1, w.shape[-1]), (1, half)),
+        Descriptor(w.values.reshape(-1, w.values.shape[-1]), (_HALF, words)),
+        Descriptor(cast(Array, w.scales).reshape(-1, w.shape[-1]), (1, _HALF)),
     )
 
 

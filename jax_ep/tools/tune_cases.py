@@ -369,7 +369,7 @@ def _quantized_gemm(sizes: Sizes, expert_format: str) -> Iterator[Case]:
 
     facts = {"rows_of_group": -(-rows // local), "depth": sizes.model.hidden, "columns": columns, "groups": local}
     stored = stored_as(expert_format, w)
-    in_gluon = tuned_gluon_tiles(-(-rows // local), _BF16, stored) is not None
+    in_gluon = tuned_gluon_tiles(facts["rows_of_group"], _BF16, stored) is not None
     yield _case(
         "quantized_gemm_gluon" if in_gluon else "quantized_gemm",
         facts | {"dtype": _BF16, "format": expert_format},

@@ -34,10 +34,11 @@ from .activation import activate, factor_of, limit_gate
 from .fused_moe import TIMEOUT_NS
 from .gemm_structs import Pointer, Value
 from .gluon_gemm import Tiles, allocate_tiles, arrive, read_tile, send_tile, wait
-from .gluon_quantized import COLUMNS, ROWS_K, STEP, WORDS, Pipeline, multiply
+from .gluon_quantized import COLUMNS, ROWS_K, STEP, WORDS, Pipeline, multiply, sums_layout
 
 HALF = gl.constexpr(64)  # columns of gates of a tile, and of a copy of weights
 GATHERERS = gl.constexpr(2)  # warps
+COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [GATHERERS.value, 1], [1, 0]))  # of rows by the gatherer
 # Tasks, as the producer names them to the other roles. Task ROWS + p adds part p of K.
 END = gl.constexpr(-1)
 HIDDEN = gl.constexpr(0)
@@ -196,7 +197,6 @@ def produce(gate_up, down, topk_idx_ptr, counts, counters_ptr, pipeline, blocks,
 @gluon.jit
 def copy_rows(source_ptr, rows, exist, arrived, first, steps, pipeline, count, WIDTH: gl.constexpr, S: gl.constexpr):
     """Copy `steps` steps of K of rows of `[., WIDTH]`; zero outside, NaN unless they have arrived. Return the next."""
-    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [GATHERERS, 1], [1, 0])
     columns = gl.expand_dims(gl.arange(0, ROWS_K, gl.SliceLayout(0, COPY)), 0)
     source = source_ptr + gl.expand_dims(rows * WIDTH, 1) + columns
     exist = gl.expand_dims(exist, 1)
@@ -237,7 +237,6 @@ def hand_over(pipeline, count, S: gl.constexpr):
 @gluon.jit
 def gather(x_ptr, hidden_ptr, counters_ptr, pipeline, blocks, S: gl.constexpr):
     """Copy the rows of each tile that the producer hands over."""
-    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [GATHERERS, 1], [1, 0])
     tiles = blocks.tiles
     count = 0
     number = 0
@@ -279,9 +278,7 @@ def pairs_layout(tile_m):
 @gluon.jit
 def split_pairs(total, KIND: gl.constexpr, S: gl.constexpr):
     """Return gates and up values `[HALF, S.tile_m]` of a tile of the first GEMM."""
-    VALUES: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, S.tile_m, 16]
-    )
+    VALUES: gl.constexpr = sums_layout(S.tile_m)
     if KIND.interleaved:
         # Neighbours are in different lanes: exchange them for neighbouring assignments.
         PAIRS: gl.constexpr = pairs_layout(S.tile_m)
@@ -295,9 +292,7 @@ def split_pairs(total, KIND: gl.constexpr, S: gl.constexpr):
 @gluon.jit
 def store_hidden(total, weights_ptr, bias_ptr, hidden_ptr, listed, expert, column, KIND: gl.constexpr, S: gl.constexpr):
     """Activate, weight and store a tile of hidden rows."""
-    VALUES: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, S.tile_m, 16]
-    )
+    VALUES: gl.constexpr = sums_layout(S.tile_m)
     STORED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     gate, up = split_pairs(total, KIND, S)
     assignments = listed.load(gl.SliceLayout(0, VALUES))
@@ -334,9 +329,7 @@ def store_rows(
     total, weights_ptr, bias_ptr, rows_ptr, listed, expert, column, part, KIND: gl.constexpr, S: gl.constexpr
 ):
     """Store a tile of rows, or one part of its sum; the first part adds the bias."""
-    VALUES: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, S.tile_m, 16]
-    )
+    VALUES: gl.constexpr = sums_layout(S.tile_m)
     columns = column + gl.arange(0, COLUMNS, gl.SliceLayout(1, VALUES))
     rows = listed.load(gl.SliceLayout(0, VALUES))
     if bias_ptr is not None:

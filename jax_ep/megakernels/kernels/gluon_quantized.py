@@ -64,6 +64,12 @@ PACKED_PIECE = gl.constexpr(
 )
 
 
+@gluon.constexpr_function
+def sums_layout(tile_m):
+    """Return the layout of products with `tile_m` rows."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tile_m, 16])
+
+
 class Pipeline(NamedTuple):
     """Operands of `S.stages` steps in shared memory, and their barriers."""
 
@@ -129,7 +135,7 @@ def store_tile(total, out_ptr, row, column, end, S: gl.constexpr):
 @gluon.jit
 def multiply(pipeline, count, steps, S: gl.constexpr):
     """Sum `steps` steps, from step `count` of the pipeline on: `[COLUMNS, S.tile_m]` float32; return the next, too."""
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, S.tile_m, 16])
+    SUMS: gl.constexpr = sums_layout(S.tile_m)
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
     MXFP4: gl.constexpr = S.decoder == "mxfp4"
     total = gl.zeros((COLUMNS, S.tile_m), gl.float32, SUMS)

@@ -11,6 +11,7 @@ import argparse
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -276,17 +277,8 @@ def made(name: str, reports: Reports) -> str:
     lines = TABLES[name](reports)
     if len(lines) == 2:
         return NOT_YET.format(name=name)
-    return "\n".join([*lines, "", *wrapped(reports.sources())])
-
-
-def wrapped(text: str, width: int = 120) -> list[str]:
-    """Wrap text into lines of at most `width` characters."""
-    lines = [""]
-    for word in text.split(" "):
-        if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
-            lines.append("")
-        lines[-1] += f" {word}" if lines[-1] else word
-    return lines
+    sources = textwrap.wrap(reports.sources(), 120, break_long_words=False, break_on_hyphens=False)
+    return "\n".join([*lines, "", *sources])
 
 
 def filled(page: str, reports: Reports) -> str:

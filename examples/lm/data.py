@@ -14,6 +14,7 @@ NUM_BYTES = 256
 # Tests and generated tables differ from library code, and are twice its size.
 _LEFT_OUT = {"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"}
 _END_OF_FILE = b"\0"
+_HELD_OUT_SHARE = 0.05  # of the files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Corpus:
         return _windows(self.held_out, starts, length)
 
 
-def read_corpus(root: Path | None = None, *, held_out_share: float = 0.05) -> Corpus:
+def read_corpus(root: Path | None = None) -> Corpus:
     """Read all sources below `root`, by default the standard library's folder, in the order of their names.
 
     A hash of its name decides whether a file is held out, so the split is stable across Python versions.
@@ -40,7 +41,7 @@ def read_corpus(root: Path | None = None, *, held_out_share: float = 0.05) -> Co
     parts: dict[bool, list[bytes]] = {False: [], True: []}
     for name in names:
         if not _LEFT_OUT.intersection(name.split("/")[:-1]):
-            is_held_out = zlib.crc32(name.encode()) < held_out_share * 2**32
+            is_held_out = zlib.crc32(name.encode()) < _HELD_OUT_SHARE * 2**32
             parts[is_held_out].append((root / name).read_bytes() + _END_OF_FILE)
     if not parts[False] or not parts[True]:
         raise ValueError(f"{root} has {len(names)} Python files, too few to train on some and hold out others")

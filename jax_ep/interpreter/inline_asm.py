@@ -58,18 +58,16 @@ def run(asm: str, constraints: str, packs: Sequence[np.ndarray]) -> list[np.ndar
 
 
 def _special(line: str) -> np.ndarray:
-    """Return the value of a special register; programs of a device run one after another, as on one multiprocessor."""
+    """Return the value of a special register; programs of a device run one after another, as on one multiprocessor.
+
+    The time is that of one clock that all workers share, so that times of different workers compare.
+    """
     source = line.rpartition(" ")[2]
     if line.startswith("mov.u64 $0,") and source == "%globaltimer":
-        return np.array([_now_ns()], np.uint64)
+        return np.array([time.monotonic_ns()], np.uint64)
     if line.startswith("mov.u32 $0,") and source == "%smid":
         return np.array([0], np.uint32)
     raise NotImplementedError(f"{line!r}: without arguments the interpreter supports %globaltimer and %smid")
-
-
-def _now_ns() -> int:
-    """Return the time of one clock shared by all workers, so that times of different workers compare."""
-    return time.monotonic_ns()
 
 
 def _permute(low: np.ndarray, high: np.ndarray, selector: np.ndarray) -> np.ndarray:

@@ -359,13 +359,9 @@ def _pull_after(pull: Any, cotangent: Array) -> Tree:
     return jax.tree.map(lambda g: None if g.dtype == jax.dtypes.float0 else g, gradients)  # of integers
 
 
-def _wide(dtype: DTypeLike) -> DTypeLike:
-    """Return the dtype in which passes and gradients of copies are added: at least float32."""
-    return accumulation_dtype(dtype)
-
-
 def _widen(x: Array) -> Array:
-    return x.astype(_wide(x.dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    """Return floats in the dtype in which passes are added: at least float32."""
+    return x.astype(accumulation_dtype(x.dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 _all_passes.defvjp(_all_passes_forward, _all_passes_backward)

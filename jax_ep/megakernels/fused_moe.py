@@ -329,15 +329,14 @@ def _swapped_tiles(block_m: int, bits: int, layer: _Layer) -> FusedTiles:
     # A warpgroup takes at least 64 columns: in 4 bits, gates and up values are columns of one GEMM.
     if bits == 4 and layer.hidden_tasks(64) < all_programs(2):
         programs = _programs(layer.hidden_tasks(32), most)
-        return FusedTiles(block_m, 32, 64, _few_splits(layer, all_programs(programs)), 256, programs=programs)
+        return FusedTiles(block_m, 32, 64, _splits(layer, 64, programs, all_busy=False), 256, programs=programs)
     programs = _programs(layer.hidden_tasks(64), most)
-    splits = _splits(layer.row_tasks(128), all_programs(programs), layer.intermediate)
-    return FusedTiles(block_m, 64, 128, splits, programs=programs)
+    return FusedTiles(block_m, 64, 128, _splits(layer, 128, programs, all_busy=True), programs=programs)
 
 
 def _converted_tiles(block_m: int, bits: int, layer: _Layer, *, many: bool) -> FusedTiles:
     # Conversions dominate: use as many warps as have registers, or wide tiles, which read rows less often.
-    splits = _splits(layer.row_tasks(128), all_programs(3), layer.intermediate)
+    splits = _splits(layer, 128, 3, all_busy=True)
     wide = block_m == 32 or (bits == 4 and (not many or layer.hidden_tasks(128) >= all_programs(5)))
     columns = 128 if wide else 64
     programs = _programs(layer.hidden_tasks(columns), 2 if block_m == 32 else 4 if bits == 8 else 3)
@@ -347,7 +346,7 @@ def _converted_tiles(block_m: int, bits: int, layer: _Layer, *, many: bool) -> F
 def _tiles_of_few_tasks(block_m: int, layer: _Layer) -> FusedTiles:
     # All programs read from the start, and each enough at a time.
     columns = 32 if layer.hidden_tasks(32) <= all_programs(2) else 64
-    splits = _few_splits(layer, all_programs(8))
+    splits = _splits(layer, 64, 8, all_busy=False)
     return FusedTiles(block_m, columns, splits=splits, num_stages=4 if block_m == 16 else 3)
 
 
@@ -356,18 +355,13 @@ def _programs(tasks: float, most: int) -> int:
     return next((number for number in range(2, most) if tasks <= all_programs(number)), most)
 
 
-def _few_splits(layer: _Layer, programs: int) -> int:
-    """Return the most parts of I, of at least 512 columns each, for at most this many tasks of the second GEMM."""
-    splits = 1
-    while 2 * splits * layer.row_tasks(64) <= programs and layer.intermediate >= 1024 * splits:
-        splits *= 2
-    return splits
+def _splits(layer: _Layer, columns: int, programs: int, *, all_busy: bool) -> int:
+    """Return the number of parts of I, of at least 512 columns each, that are separate tasks of the second GEMM.
 
-
-def _splits(tasks: float, programs: int, intermediate: int) -> int:
-    """Return how many parts of I, of at least 512 columns each, give all programs tasks of the second GEMM."""
-    splits = 1
-    while splits * tasks < programs and intermediate >= 1024 * splits:
+    With `all_busy` they are the fewest that give every program a task, otherwise the most that leave none a second one.
+    """
+    splits, tasks, most = 1, layer.row_tasks(columns), all_programs(programs)
+    while layer.intermediate >= 1024 * splits and (splits * tasks < most if all_busy else 2 * splits * tasks <= most):
         splits *= 2
     return splits
 
@@ -438,7 +432,7 @@ def gluon_tiles(slots: int, w_down: QuantizedWeights) -> GluonLayerTiles:
     # More rows, and INT4, need the registers of more programs. Three programs divide few tasks better than four.
     many = w_down.format == "mxfp4" and layer.hidden_tasks(_HALF) >= all_programs(10)
     programs = {16: 4 if many else 3, 32: 3, 64: 2}[block_m]
-    splits = _splits(layer.row_tasks(_COLUMNS), all_programs(2 * programs), layer.intermediate)
+    splits = _splits(layer, _COLUMNS, 2 * programs, all_busy=True)
     return tuned.tiles(GluonLayerTiles(block_m, splits, programs), "fused_moe_gluon", **_facts(slots, w_down))
 
 

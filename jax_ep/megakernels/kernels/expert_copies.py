@@ -52,19 +52,30 @@ def entry(values, is_listed, index):
 
 
 @triton.jit
-def store_block(launch, x_ptr, expert, target, place, block, not_failed, task, S: tl.constexpr, HEAP: tl.constexpr):
-    """Store a block of expert `x[expert]` at `place` in the heap of rank `target`; return `not_failed`."""
+def send(launch, x_ptr, leaves, experts, targets, places, not_failed, task, S: tl.constexpr, HEAP: tl.constexpr):
+    """Run a task of the sending half: signal the peers, or store a block of an expert that leaves this rank.
+
+    Each listed lane of `leaves` has `num_blocks` tasks, which store `x[experts]` at `places` in the heap of the rank
+    `targets`. Returns `not_failed`.
+    """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    peer = protocol.peer_of(launch, target)
-    not_failed = protocol.await_ready(launch, peer, not_failed, task, HEAP)
-    if not_failed != 0:
-        began = stamp(HEAP)
-        from_ptrs, inside = block_of(x_ptr, expert, block, S)
-        values = tl.load(from_ptrs, mask=inside)
-        to_ptrs, _ = block_of(protocol.data_of(launch, peer.device, dtype, HEAP), place, block, S)
-        tl.store(to_ptrs, values, mask=inside)
-        trace_exchange(launch, PUSH_EVENT, began, task, peer.device, block, HEAP)
-        protocol.publish(launch, peer, place * S.num_blocks + block, task, HEAP)
+    if task == 0:
+        protocol.signal_ready(launch, HEAP)
+    else:
+        block = (task - 1) % S.num_blocks
+        index = (task - 1) // S.num_blocks
+        expert = entry(experts, leaves, index)
+        place = entry(places, leaves, index)
+        peer = protocol.peer_of(launch, entry(targets, leaves, index))
+        not_failed = protocol.await_ready(launch, peer, not_failed, task, HEAP)
+        if not_failed != 0:
+            began = stamp(HEAP)
+            from_ptrs, inside = block_of(x_ptr, expert, block, S)
+            values = tl.load(from_ptrs, mask=inside)
+            to_ptrs, _ = block_of(protocol.data_of(launch, peer.device, dtype, HEAP), place, block, S)
+            tl.store(to_ptrs, values, mask=inside)
+            trace_exchange(launch, PUSH_EVENT, began, task, peer.device, block, HEAP)
+            protocol.publish(launch, peer, place * S.num_blocks + block, task, HEAP)
     return not_failed
 
 
@@ -82,19 +93,13 @@ def fetch_copies(w_ptr, copies_ptr, peers, out_ptr, S: tl.constexpr, HEAP: tl.co
     leaves = homes == launch.rank
     num_stores = tl.sum(leaves.to(tl.int32), axis=0) * NUM_BLOCKS
     task = protocol.next_task(launch)
+    held, targets, places = experts % S.num_local_experts, slots // S.spare, slots % S.spare
     while task < 1 + num_stores + S.spare * NUM_BLOCKS:
-        block = (task - 1) % NUM_BLOCKS
-        index = (task - 1) // NUM_BLOCKS
-        if task == 0:
-            protocol.signal_ready(launch, HEAP)
-        elif task <= num_stores:
-            slot = entry(slots, leaves, index)
-            expert = entry(experts, leaves, index) % S.num_local_experts
-            target = slot // S.spare
-            place = slot % S.spare
-            not_failed = store_block(launch, w_ptr, expert, target, place, block, not_failed, task, S, HEAP)
+        if task <= num_stores:
+            not_failed = send(launch, w_ptr, leaves, held, targets, places, not_failed, task, S, HEAP)
         else:
-            place = index - num_stores // NUM_BLOCKS
+            block = (task - 1) % NUM_BLOCKS
+            place = (task - 1 - num_stores) // NUM_BLOCKS
             source = tl.sum(tl.where(slots == launch.rank * S.spare + place, homes, 0), axis=0)
             to_ptrs, inside = block_of(out_ptr, place, block, S)
             if source >= 0:
@@ -138,17 +143,11 @@ def add_gradients(
     num_sums = tl.sum(copied.to(tl.int32), axis=0) * NUM_BLOCKS
     task = protocol.next_task(launch)
     while task < 1 + num_stores + num_sums:
-        block = (task - 1) % NUM_BLOCKS
-        index = (task - 1) // NUM_BLOCKS
-        if task == 0:
-            protocol.signal_ready(launch, HEAP)
-        elif task <= num_stores:
-            slot = entry(slots, leaves, index)
-            target = entry(homes, leaves, index)
-            held = slot % S.spare
-            not_failed = store_block(launch, spare_ptr, held, target, slot, block, not_failed, task, S, HEAP)
+        if task <= num_stores:
+            not_failed = send(launch, spare_ptr, leaves, slots % S.spare, homes, slots, not_failed, task, S, HEAP)
         else:
-            expert = entry(local, copied, index - num_stores // NUM_BLOCKS)
+            block = (task - 1) % NUM_BLOCKS
+            expert = entry(local, copied, (task - 1 - num_stores) // NUM_BLOCKS)
             out_ptrs, inside = block_of(out_ptr, expert, block, S)
             total = tl.load(out_ptrs, mask=inside).to(wide)
             for slot in range(HEAP.num_ranks * S.spare):

@@ -36,8 +36,7 @@ import jax_ep
 from jax_ep.tools.benchmark import harness, low_latency, profiler
 from jax_ep.tools.benchmark.harness import Report, Timing
 from jax_ep.tools.benchmark.inputs import DEFAULT, MODELS, expert_mesh, make_case, make_weights
-from jax_ep.tools.benchmark.layer import LAYERS
-from jax_ep.tools.benchmark.layer import program as training_layer
+from jax_ep.tools.benchmark.layer import LAYERS, layers
 from jax_ep.tools.command import Default
 
 ROUND_TRIPS, DECODE_LAYERS = 16, 4
@@ -70,9 +69,11 @@ def decode(mesh: jax.sharding.Mesh, name: str, tokens: int) -> Program:
     return Program(*low_latency.layer_chain(mesh, run, arrays, DECODE_LAYERS), DECODE_LAYERS)
 
 
-def of_training(mesh: jax.sharding.Mesh, name: str, tokens: int, *, backward: bool, layer: str = "moe") -> Program:
+def of_training(mesh: jax.sharding.Mesh, name: str, tokens: int, *, backward: bool, layer: str) -> Program:
     """Return one layer of training."""
-    return Program(*training_layer(mesh, name, tokens, backward=backward, layer=layer), 1)
+    case = make_case(mesh, "uniform", tokens, MODELS[name])
+    (variant,) = layers(case, make_weights(mesh, case.model), [layer], backward=backward).values()
+    return Program(*variant.program(case, 1), 1)
 
 
 BUILDERS: dict[str, Callable[..., Program]] = {

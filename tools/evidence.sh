@@ -45,7 +45,7 @@ bench() { piece "bench-$1" "$2" "$python benchmarks/$3 --out $results"; }
 # replaced by the time that a piece took here. Tests mostly compile, several at a time.
 tests contract 280 "JOBS=8 "
 if ((gpus > 1)); then
-  layers="--tokens 4096 --parts --layers moe capacity ragged"
+  layers="--tokens 4096 --parts --layers moe capacity"
   bench layer-deepseek-v3 200 "layer.py --models deepseek-v3 $layers --suffix '${suffix}_deepseek_v3'"
   bench layer-qwen3-30b 150 "layer.py --models qwen3-30b $layers --suffix '${suffix}_qwen3_30b'"
   bench exchange 80 "exchange.py --suffix '$suffix' --ranks $gpus --routing uniform"
@@ -56,6 +56,8 @@ if ((gpus > 1)); then
   bench low-latency 150 "low_latency.py --suffix '$suffix' --ranks $gpus"
   recipes="--layers moe fp8 'fp8 once' capacity"
   bench layer-recipes 80 "layer.py --models deepseek-v3 --tokens 4096 --routing uniform --parts $recipes --suffix '${suffix}_recipes'"
+  ragged="--models qwen3-30b deepseek-v3 --routing uniform --layers moe ragged"
+  bench layer-ragged 200 "layer.py $ragged --tokens 4096 --parts --suffix '${suffix}_ragged'"
   bench layer-mixtral 150 "layer.py --models mixtral-8x7b $layers --suffix '${suffix}_mixtral'"
   tests processes 200
   tests gemms 260

@@ -6,9 +6,7 @@ import datetime
 import errno
 import json
 import os
-import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +14,7 @@ import numpy as np
 import pytest
 from reports import BENCHMARKS, Clock, arguments
 
-import harness as harness_of_tests
-from jax_ep.tools.benchmark import exchange, grouped_gemm, harness, inputs, layer
+from jax_ep.tools.benchmark import exchange, grouped_gemm, harness, inputs
 
 
 @pytest.fixture
@@ -212,41 +209,6 @@ def test_bytes_follow_from_the_tokens_that_travel():
     padded = exchange.traffic(case, "padded", peak)
     assert tuple(padded.values()) == pytest.approx((remote.sum() / 4 * 512, 3 * 10 * 512, 3 * 10 * 512 / peak))
     assert exchange.traffic(case, None, peak) == {}
-
-
-def test_a_hung_collective_ends_the_run_with_a_complete_report(tmp_path, monkeypatch, capsys):
-    report = harness.Report("moe_layer", arguments(tmp_path))
-    run = layer.Run(report, exchange_case("uniform"), "tiny", (), None)
-    at_exit, hung, ended = [], threading.Event(), threading.Event()
-
-    def leave(status):
-        at_exit.append((status, json.loads(report.path.read_text())["rows"]))
-        ended.set()
-
-    def measure(*_, **__):
-        hung.set()
-        assert ended.wait(harness_of_tests.PATIENCE_S), "nothing ends the run"
-
-    class Timer(threading.Thread):
-        """Of which the time has passed once it hangs."""
-
-        def __init__(self, seconds, end):
-            super().__init__(target=lambda: (hung.wait(), end()), daemon=True)
-
-        def cancel(self):
-            pass
-
-    monkeypatch.setattr(harness, "threading", SimpleNamespace(Timer=Timer))
-    monkeypatch.setattr(os, "_exit", leave)
-    monkeypatch.setattr(layer, "layers", lambda *_, **__: {})
-    monkeypatch.setattr(layer.Run, "measure", measure)
-    layer.measure_ragged(run, timeout_s=5)
-    [(status, rows)] = at_exit
-    assert status == 0
-    assert {row["variant"] for row in rows} == {layer.LAYERS["ragged"]}
-    assert [row["direction"] for row in rows] == list(layer.DIRECTIONS)
-    assert {row["failed"] for row in rows} == {"not finished 5 s after the baseline began"}
-    assert "the run ends here" in capsys.readouterr().out
 
 
 def test_grouped_gemm_wrong_results_not_timed():

@@ -121,7 +121,8 @@ def test_programs_call_kernels(what):
     mesh = expert_mesh(2)
     jax_ep.init(mesh, transport="shared_memory" if jax.default_backend() == "cpu" else None)
     try:
-        program = kernel_times.BUILDERS[what](mesh, "tiny", 8)
+        options = {"layer": "moe"} if what.startswith("moe") else {}
+        program = kernel_times.BUILDERS[what](mesh, "tiny", 8, **options)
         assert "jax_ep_pointer_table" in str(jax.make_jaxpr(program.fn)(*program.arguments))
     finally:
         jax_ep.finalize()

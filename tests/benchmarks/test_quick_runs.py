@@ -62,8 +62,7 @@ def check_layer(rows, content):
     for direction, routing in itertools.product(layer.DIRECTIONS, ("uniform", "one-hot")):
         found = {r["variant"]: r for r in rows if (r["direction"], r["shape"]["routing"]) == (direction, routing)}
         names = {layer.LAYERS[key] for key in ("moe", "dropless", "balance", "capacity")}
-        if routing == "uniform":
-            assert "ragged-all-to-all" in found.pop(layer.LAYERS["ragged"])["failed"]
+        assert "ragged-all-to-all" in found.pop(layer.LAYERS["ragged"])["failed"]
         assert set(found) == names
         for row in found.values():
             assert (row["shape"]["model"], row["shape"]["ranks"], row["shape"]["capacity"]) == ("tiny", 4, 128)
@@ -154,8 +153,7 @@ RUNS = [
     ("low_latency.py --parts exchange --ranks 2", "low_latency", "2 tokens/rank, 2 ranks", check_low_latency),
     ("low_latency.py --parts layer", "decode_layer", "2 tokens/rank, 4 ranks", check_decode),
     (
-        "layer.py --tokens 16 --ragged-tokens 16 --routing uniform one-hot --layers moe dropless balance capacity"
-        " ragged",
+        "layer.py --tokens 16 --routing uniform one-hot --layers moe dropless balance capacity ragged",
         "moe_layer",
         "TFLOP/s",
         check_layer,

@@ -7,16 +7,14 @@ a comparison alternate, reports have medians and quartiles, and ratios are taken
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import datetime
 import json
 import math
 import os
 import sys
-import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -215,26 +213,6 @@ def progress[Item](items: Iterable[Item], title: str) -> Iterable[Item]:
         return items
     console = Console(stderr=True)
     return track(items, title, console=console, transient=True) if console.is_terminal else items
-
-
-@contextlib.contextmanager
-def ends_the_run(timeout_s: float, give_up: Callable[[], None]) -> Iterator[None]:
-    """End the process unless the block ends in time: a program that hangs on a device cannot be canceled.
-
-    Before that, call `give_up`, which completes the report.
-    """
-
-    def end() -> None:
-        give_up()
-        os._exit(0)
-
-    timer = threading.Timer(timeout_s, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 # --- reports --------------------------------------------------------------------------------------------------------

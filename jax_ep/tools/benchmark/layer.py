@@ -19,7 +19,7 @@ choose the first K experts, those of one rank.
 
 TFLOP/s are per GPU, count real rows only, and count three times the forward pass for forward + backward. Temporary
 bytes are per GPU and include the results of a call, such as gradients. The parts of a case are interleaved, and so are
-its layers. The ragged baseline runs last: it is slow, and if it hangs, the run ends.
+its layers. The ragged baseline takes up to fifty times as long, and runs only on request: `--layers moe ragged`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ import contextlib
 import gc
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -45,15 +44,13 @@ from jax_ep.tools.benchmark.chains import Program, chain, on_each_rank
 from jax_ep.tools.benchmark.exchange import expert_rows, local, local_after, make_handle
 from jax_ep.tools.benchmark.harness import Report, Timing
 from jax_ep.tools.benchmark.inputs import MODELS, Case, expert_mesh, initialize, make_case, make_weights, on_ranks
-from jax_ep.tools.command import Default, count_or_zero
+from jax_ep.tools.command import Default
 from jax_ep.types import Schedule
 
-RAGGED_TIMEOUT_S = 60.0
-RAGGED_ROUNDS, RAGGED_LENGTHS = 3, (1, 2)
 BUDGET_S = 2.0
 CAPACITY_FACTOR = 1.25
 DEFAULT_MODELS = Default(["deepseek-v3", "qwen3-235b", "mixtral-8x7b"], ["tiny"])
-DEFAULT_LAYERS = ["moe", "xla", "capacity", "ragged"]
+DEFAULT_LAYERS = ["moe", "xla", "capacity"]
 DIRECTIONS = {"forward": False, "forward + backward": True}
 PARTS = ("dispatch", "combine")
 SCHEDULES = {
@@ -259,13 +256,6 @@ def _layer_step(layer: Callable[..., Array], *, backward: bool) -> Callable[...,
     return forward_and_backward if backward else forward
 
 
-def program(mesh: jax.sharding.Mesh, name: str, tokens: int, *, backward: bool, layer: str = "moe") -> Program:
-    """Return one layer of training, to profile."""
-    case = make_case(mesh, "uniform", tokens, MODELS[name])
-    (variant,) = layers(case, make_weights(mesh, case.model), [layer], backward=backward).values()
-    return variant.program(case, 1)
-
-
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
@@ -313,10 +303,7 @@ class Run(NamedTuple):
         direction: str,
         variants: Mapping[str, Variant],
         lengths: tuple[int, int],
-        *,
-        rounds: int | None = None,
-        references: Mapping[str, Variant] = MappingProxyType({}),
-        notes: Mapping[str, dict[str, Any]] = MappingProxyType({}),
+        notes: Mapping[str, dict[str, Any]],
     ) -> dict[str, Timing]:
         """Measure interleaved variants, and add a row for each; return the times of those that did not fail.
 
@@ -324,8 +311,6 @@ class Run(NamedTuple):
           direction: of the rows.
           variants: by name.
           lengths: calls of the short and of the long chain.
-          rounds: samples of each variant; None: those of the command line.
-          references: variants that are not timed, whose results others must match.
           notes: more figures of a variant's row.
         """
         factories = {name: partial(variant.program, self.case) for name, variant in variants.items()}
@@ -334,8 +319,8 @@ class Run(NamedTuple):
         title = f"{self.label}, {direction}"
         options = {"lengths": lengths, "budget_s": BUDGET_S, "failures": failures, "title": title}
         options["resolve"] = not self.args.quick  # tiny layers take less than the noise of a busy machine
-        times = harness.measure_chained(factories, rounds or self.args.rounds, **options)
-        differences = _differences(self.case, {**references, **{name: variants[name] for name in times}})
+        times = harness.measure_chained(factories, self.args.rounds, **options)
+        differences = _differences(self.case, {name: variants[name] for name in times})
         for name in [name for name in times if not differences.get(name, 0.0) < variants[name].limit]:
             failures[name] = f"wrong: differs by {differences[name]:.2g} from {variants[name].same_as}"
             del times[name]
@@ -385,7 +370,7 @@ def measure_parts(run: Run) -> None:
     variants: dict[str, Variant] = {}
     for part in run.args.parts:
         variants |= makers[part](run.case, run.weights, "triton")
-    times = run.measure("forward", variants, lengths)
+    times = run.measure("forward", variants, lengths, {})
     ratios = {}
     for name, timing in times.items():
         for other in (variants[name].same_as, f"einsum {name[-1]}, equal groups" if name.startswith("GEMM") else ""):
@@ -394,44 +379,16 @@ def measure_parts(run: Run) -> None:
     run.summarize(ratios)
 
 
-def measure_layers(run: Run, chosen: list[str]) -> None:
+def measure_layers(run: Run) -> None:
     """Measure the layer in both directions."""
     lengths = chain_lengths(run.case.layout.num_tokens, layer=True, quick=run.args.quick)
     notes = {LAYERS["capacity"]: {"dropped": dropped(run.case)}}
     for direction, backward in DIRECTIONS.items():
-        variants = layers(run.case, run.weights, chosen, backward=backward)
-        times = run.measure(direction, variants, lengths, notes=notes)
+        variants = layers(run.case, run.weights, run.args.layers, backward=backward)
+        times = run.measure(direction, variants, lengths, notes)
         ours = times.pop(LAYERS["moe"], None)
         if ours is not None:
             run.summarize({f"{direction}, moe / {name}": ours.ratio_to(timing) for name, timing in times.items()})
-
-
-def measure_ragged(run: Run, timeout_s: float = RAGGED_TIMEOUT_S) -> None:
-    """Measure the ragged baseline; if it hangs, the run ends here."""
-    name, unfinished = LAYERS["ragged"], list(DIRECTIONS)
-
-    def give_up() -> None:
-        for direction in unfinished:
-            error = f"not finished {timeout_s:g} s after the baseline began"
-            run.report.failed(name, run.shape, error, direction=direction)
-        print(f"{run.label}: the ragged baseline is not finished after {timeout_s:g} s; the run ends here", flush=True)
-
-    with harness.ends_the_run(timeout_s, give_up):
-        for direction, backward in DIRECTIONS.items():
-            variants, expected = (layers(run.case, run.weights, [key], backward=backward) for key in ("ragged", "xla"))
-            run.measure(direction, variants, RAGGED_LENGTHS, rounds=RAGGED_ROUNDS, references=expected)
-            unfinished.remove(direction)
-
-
-def runs(report: Report, args: argparse.Namespace, wanted: Iterable[tuple[str, str, int]]) -> Iterator[Run]:
-    """Make the cases, one at a time."""
-    mesh, weights_of, weights = expert_mesh(jax.device_count()), "", None
-    for name, kind, tokens in wanted:
-        if name != weights_of:
-            weights = None  # free memory for the next ones
-            weights_of, weights = name, make_weights(mesh, MODELS[name])
-        yield Run(report, make_case(mesh, kind, tokens, MODELS[name]), name, weights, args)
-        gc.collect()
 
 
 def options(prog: str | None = None) -> argparse.ArgumentParser:
@@ -443,8 +400,6 @@ def options(prog: str | None = None) -> argparse.ArgumentParser:
     add("--routing", nargs="+", choices=kinds, default=routing, help="default: %(default)s")
     add("--parts", nargs="*", choices=PARTS, help="default: all on GPUs; none: layers only")
     add("--layers", nargs="*", choices=LAYERS, default=DEFAULT_LAYERS, help="none: parts only")
-    ragged = "of the ragged baseline, if uniform"
-    add("--ragged-tokens", type=count_or_zero, nargs="*", default=[4096], help=ragged)
     return parser
 
 
@@ -455,18 +410,16 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
     args.parts = (list(PARTS) if on_gpus else []) if args.parts is None else args.parts
     if args.parts and not on_gpus:
         initialize()
-    report = Report("moe_layer", args)
-    wanted = list(itertools.product(args.models, args.routing, args.tokens))
-    chosen = [name for name in args.layers if name != "ragged"]
-    for run in runs(report, args, wanted if args.parts or chosen else []):
-        if args.parts:
-            measure_parts(run)
-        if chosen:
-            measure_layers(run, chosen)
+    report, mesh = Report("moe_layer", args), expert_mesh(jax.device_count())
+    for name in args.models:
+        weights = make_weights(mesh, MODELS[name])
+        for kind, tokens in itertools.product(args.routing, args.tokens):
+            run = Run(report, make_case(mesh, kind, tokens, MODELS[name]), name, weights, args)
+            if args.parts:
+                measure_parts(run)
+            if args.layers:
+                measure_layers(run)
+            gc.collect()
+        del run, weights  # the next ones need the memory
     plots.draw_layers(args.out)
-    if "ragged" in args.layers:
-        slow = [one for one in wanted if one[1] == "uniform" and one[2] in args.ragged_tokens]
-        for run in runs(report, args, slow):
-            measure_ragged(run)
-        plots.draw_layers(args.out)
     print(report.path)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 type Row = Mapping[str, Any]
 
 LAYER_PLOT = "layer_by_model.png"
-OURS = "jax_ep.moe"
+OURS, TOKENS = "jax_ep.moe", 4096
 DIRECTIONS = ("forward", "forward + backward")
 BASELINES = ("jax_ep.moe, implementation xla", "all_to_all + einsum, capacity 1.25", "ragged_all_to_all + ragged_dot")
 ORDER = (OURS, *BASELINES)
@@ -75,12 +75,12 @@ class Layer(NamedTuple):
         return f"{NAMES.get(self.model, self.model)}\n{self.ranks} GPUs"
 
 
-def layers_of(rows: Iterable[Row], tokens: int) -> dict[str, dict[Layer, dict[str, float]]]:
+def layers_of(rows: Iterable[Row]) -> dict[str, dict[Layer, dict[str, float]]]:
     """Return `{direction: {layer: {variant: milliseconds}}}` with uniform routing, of jax_ep and of the baselines."""
     found: dict[str, dict[Layer, dict[str, float]]] = {direction: {} for direction in DIRECTIONS}
     for row in rows:
         shape, variant = row["shape"], row["variant"]
-        same = shape["routing"] == "uniform" and shape["tokens_per_rank"] == tokens
+        same = shape["routing"] == "uniform" and shape["tokens_per_rank"] == TOKENS
         if same and variant in (OURS, *BASELINES) and "seconds" in row:
             times = found[row["direction"]].setdefault(Layer(shape["model"], shape["ranks"]), {})
             times[variant] = 1e3 * row["seconds"]["median"]
@@ -90,23 +90,23 @@ def layers_of(rows: Iterable[Row], tokens: int) -> dict[str, dict[Layer, dict[st
     }
 
 
-def _found_in(folder: Path, tokens: int) -> dict[str, dict[Layer, dict[str, float]]]:
+def _found_in(folder: Path) -> dict[str, dict[Layer, dict[str, float]]]:
     """Return `layers_of` the reports in a folder that are of the most frequent kind of GPU."""
     contents = [json.loads(path.read_text()) for path in folder.glob("moe_layer*.json")]
     kinds = Counter(content["device"]["kind"] for content in contents)
     most = max(kinds, key=lambda kind: (kinds[kind], kind), default=None)
     reports = sorted((c for c in contents if c["device"]["kind"] == most), key=lambda content: content["date"])
     rows = [row for content in reports for row in content["rows"]]
-    return {direction: layers for direction, layers in layers_of(rows, tokens).items() if layers}
+    return {direction: layers for direction, layers in layers_of(rows).items() if layers}
 
 
-def draw_layers(folder: Path, tokens: int = 4096) -> Path | None:
+def draw_layers(folder: Path) -> Path | None:
     """Draw `LAYER_PLOT` of all reports of layers in a folder that are of the most frequent kind of GPU.
 
     Returns None without such a layer, with a file that is no report, or if matplotlib is not installed.
     """
     try:
-        found = _found_in(folder, tokens)
+        found = _found_in(folder)
     except (OSError, ValueError, LookupError, TypeError) as error:
         print(f"no plot: not all files moe_layer*.json in {folder} are reports ({error!r})", file=sys.stderr)
         return None
@@ -122,7 +122,7 @@ def draw_layers(folder: Path, tokens: int = 4096) -> Path | None:
     figure, grid = pyplot.subplots(1, len(found), figsize=size, sharey=True, squeeze=False, layout="constrained")
     for axes, (direction, layers) in zip(grid.flat, found.items(), strict=True):
         _layers(axes, [(layer.label, layers.get(layer, {})) for layer in groups])
-        axes.set(title=f"{direction}, {tokens} tokens per GPU", xlabel="ms per layer")
+        axes.set(title=f"{direction}, {TOKENS} tokens per GPU", xlabel="ms per layer")
     variants = [name for name in ORDER if any(name in times for layers in found.values() for times in layers.values())]
     handles = [mpl.patches.Patch(color=f"C{ORDER.index(name)}", label=name) for name in variants]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)

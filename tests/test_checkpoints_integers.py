@@ -36,6 +36,7 @@ GROUPED = {
     "gptq, 8 bits": GPTQ | {"bits": 8, "checkpoint_format": "gptq"},
     "gptq, 8 bits, asymmetric": ASYMMETRIC | {"bits": 8},
     "gptq, activation order": ASYMMETRIC | {"desc_act": True},
+    "gptq, symmetric, activation order": GPTQ | {"desc_act": True},
     "gptq, a last group that is short": ASYMMETRIC | {"group_size": 40},
 }
 PACKED = {  # The kind of `packed_config`, the size of its blocks, and the dtype of the scales.
@@ -223,7 +224,8 @@ def test_integer_checkpoint_quantized(name, tmp_path, rng, expert_mesh):
     np.testing.assert_allclose(np.asarray(y), np.asarray(want), rtol=1e-4, atol=1e-4 * np.abs(want).max())
 
 
-OTHERS = ["awq", "gptq, asymmetric", "gptq, 8 bits", "gptq, activation order", "int4, asymmetric", "nvfp4", "modelopt"]
+OTHERS = ["awq", "int4, asymmetric", "nvfp4", "modelopt"]
+OTHERS += [f"gptq, {kind}" for kind in ("asymmetric", "8 bits", "activation order", "symmetric, activation order")]
 
 
 @pytest.mark.parametrize("kind", OTHERS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from functools import partial
 from pathlib import Path
 
@@ -188,6 +189,44 @@ def test_plan_memory_errors():
     for step, name in ((3, "an int"), (jax.jit(jnp.sin).lower(1.0).compile(), "a Compiled")):
         with pytest.raises(TypeError, match=f"^plan_memory: step is {name}, expected a function; pass the training"):
             jax_ep.plan_memory(step)
+
+
+@pytest.mark.parametrize("value", [2**70, -(2**31) - 1, 2**7000], ids=["huge", "negative", "digits"])
+def test_plan_memory_integer_beyond_its_dtype(value):
+    with pytest.raises(ValueError, match=r"^plan_memory: args\[0\]\['n'\] is .{1,40}, expected an int32, from -"):
+        jax_ep.plan_memory(lambda x: x["n"] + 1, {"n": value})
+    step = jax.jit(lambda n, x: x + n % 7, static_argnums=0)
+    assert jax_ep.plan_memory(step, value, of(8)).arguments == {"x": 32}
+
+
+def test_plan_memory_overflow_of_the_step_is_its_own():
+    with pytest.raises(OverflowError, match="math range error"):
+        jax_ep.plan_memory(lambda x: x * math.exp(1e9), of(8))
+
+
+@pytest.mark.parametrize("shape", [(-1,), (0, -1), (2**63,), (2**70,), (2**62, 0), (2**40, 2**40)], ids=str)
+def test_plan_memory_shapes_that_xla_does_not_represent(shape):
+    with pytest.raises(ValueError, match=r"^plan_memory: kwargs\['x'\] has shape .*, expected sizes of at least 0"):
+        jax_ep.plan_memory(lambda x: jnp.tanh(x), x=of(*shape))
+
+
+def test_plan_memory_arrays_that_end_the_compiler(mesh):
+    """XLA's compiler for CPU devices divides by zero, which ends the process."""
+    huge = of(2**38, sharding=NamedSharding(mesh, P("expert")))
+    for step, arguments, name in (
+        (lambda x: ~x, [of(2**36, dtype=jnp.bool_)], r"args\[0\] has shape \(68719476736,\) on 1 CPU"),
+        (lambda x, y: {"z": x @ y}, [of(2**20, 4), of(4, 2**16)], r"result\['z'\] has shape \(1048576, 65536\)"),
+        (jnp.tanh, [huge], r"args\[0\] has shape \(274877906944,\) on 4 CPU"),
+    ):
+        with pytest.raises(ValueError, match=f"^plan_memory: {name}.* expected fewer than 68719476736 elements"):
+            jax_ep.plan_memory(step, *arguments)
+    half = of(2**37, sharding=huge.sharding)
+    assert jax_ep.plan_memory(lambda x: jnp.tanh(x), half).arguments == {"x": 2**37}
+
+
+def test_plan_memory_names_arguments_in_any_language():
+    plan = jax_ep.plan_memory(lambda größe, weights: größe + weights["ä"], of(8), {"ä": of(8)})
+    assert plan.arguments == {"größe": 32, "weights": 32}
 
 
 @pytest.mark.slow

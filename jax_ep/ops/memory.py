@@ -17,8 +17,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from jax_ep import context
+from jax_ep.core.json_files import cut
 from jax_ep.ops import plan as plans
 from jax_ep.types import type_name
 
@@ -26,6 +28,8 @@ _BACKWARD = "transpose(jvp("
 _ALIASES = frozenset(("bitcast", "get-tuple-element", "opt-barrier", "parameter", "tuple", "while"))
 """Operations whose result is in the memory of their operands."""
 _CALLS = frozenset(("async-start", "call", "conditional", "while"))
+_MOST_ON_CPU = 2**36
+"""Elements of an array on a CPU device with which XLA's compiler ends the process: it divides by zero."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +101,8 @@ def plan_memory(step: Callable[..., Any], *args: Any, **kwargs: Any) -> MemoryPl
 
     Raises:
       TypeError: `step` is not a function.
+      ValueError: an argument is an integer or has a shape that XLA does not represent, or an argument or a result has
+        2^36 elements or more on each CPU device.
       NotImplementedError: XLA plans no memory on this platform.
 
     Example:
@@ -113,9 +119,63 @@ def plan_memory(step: Callable[..., Any], *args: Any, **kwargs: Any) -> MemoryPl
         raise TypeError(
             f"plan_memory: step is {type_name(step)}, expected a function; pass the training step, jitted or not."
         )
+    _check_shapes((args, kwargs))
     with plans.recording() as found:
-        lowered = (step if hasattr(step, "lower") else jax.jit(step)).lower(*args, **kwargs)
+        try:
+            lowered = (step if hasattr(step, "lower") else jax.jit(step)).lower(*args, **kwargs)
+        except OverflowError as error:
+            _check_integers((args, kwargs), error)
+            raise
+    _check_sizes(lowered)
     return of_compiled(lowered.compile(), found)
+
+
+def _arguments(arguments: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a name, such as `args[0]['w']`, and each value of `(args, kwargs)`."""
+    for path, value in jax.tree_util.tree_leaves_with_path(arguments):
+        yield ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:]), value
+
+
+def _check_shapes(arguments: Any) -> None:
+    """Check that XLA can represent the shapes of arguments."""
+    for name, value in _arguments(arguments):
+        shape = value.shape if isinstance(value, jax.ShapeDtypeStruct) else ()
+        sizes = [size for size in shape if type(size) is int]
+        if any(size < 0 for size in sizes) or math.prod(size for size in sizes if size) >= 1 << 60:
+            raise ValueError(
+                f"plan_memory: {cut(name, 100)} has shape {cut(shape, 100)}, expected sizes of at least 0 and fewer"
+                " than 2^60 elements; pass the shape of an array."
+            )
+
+
+def _check_integers(arguments: Any, error: OverflowError) -> None:
+    """Raise a clear error if an argument is an integer that JAX's default dtype does not hold."""
+    limits = np.iinfo(jax.dtypes.canonicalize_dtype(np.int64))
+    for name, value in _arguments(arguments):
+        if type(value) is int and not limits.min <= value <= limits.max:
+            shown = f"{value}" if abs(value) < 1 << 99 else f"an integer of {value.bit_length()} bits"
+            raise ValueError(
+                f"plan_memory: {cut(name, 100)} is {shown}, expected an {limits.dtype}, from {limits.min} to"
+                f" {limits.max}; pass a smaller integer, or name it in static_argnums of jax.jit. A ShapeDtypeStruct"
+                " describes an array."
+            ) from error
+
+
+def _check_sizes(lowered: Any) -> None:
+    """Check that XLA's compiler for CPU devices can handle arguments and results."""
+    if jax.default_backend() != "cpu":
+        return
+    attributes = lowered.compiler_ir().operation.attributes
+    names = [f"mhlo.num_{what}" for what in ("partitions", "replicas")]
+    num_devices = math.prod(attributes[name].value for name in names if name in attributes)
+    results = ((f"result{jax.tree_util.keystr(path)}", x) for path, x in jax.tree.leaves_with_path(lowered.out_info))
+    for name, value in (*_arguments(lowered.args_info), *results):
+        if math.prod(value.shape) >= _MOST_ON_CPU * num_devices:
+            raise ValueError(
+                f"plan_memory: {cut(name, 100)} has shape {cut(value.shape, 100)} on {num_devices} CPU device(s),"
+                f" expected fewer than {_MOST_ON_CPU} elements on each; shard it over more devices, or plan smaller"
+                " layers."
+            )
 
 
 def of_compiled(compiled: Any, found: Sequence[object] = ()) -> MemoryPlan:
@@ -131,7 +191,7 @@ def of_compiled(compiled: Any, found: Sequence[object] = ()) -> MemoryPlan:
     arguments: Counter[str] = Counter()
     for value in _instructions(computations["ENTRY"]):
         if value.opcode == "parameter" and (size := sum(value.sizes)):
-            name = re.match(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)?", value.op_name)
+            name = re.match(r"[^\W\d]\w*(\.[^\W\d]\w*)?", _unescaped(value.op_name))
             arguments[name[0] if name else "captured arrays"] += size
     spare = (part.num_bytes for part in found if isinstance(part, plans.BalancedPlan))
     return MemoryPlan(
@@ -189,6 +249,12 @@ def _instructions(lines: Sequence[str]) -> Iterator[_Instruction]:
             sizes, names = _sizes(shape), re.findall(r"%([\w.-]+)", operands)
             number = int(element[1]) if element else 0
             yield _Instruction(name, opcode, sizes, names, op_name[1] if op_name else "", number, called)
+
+
+def _unescaped(text: str) -> str:
+    """Replace the octal escapes in which XLA prints UTF-8."""
+    data = re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), text.encode())
+    return data.decode(errors="replace")
 
 
 def _sizes(shape: str) -> list[int]:

@@ -101,13 +101,6 @@ def test_bias_selects_but_does_not_weigh(bias_scale):
     _check(V3_ROUTER(jnp.asarray(logits), bias=jnp.asarray(bias)), expected)
 
 
-def test_equal_logits_take_the_lowest_indices():
-    routing = topk_router(jnp.full((4, 12), 0.25, jnp.float32), 5)
-    np.testing.assert_array_equal(routing.topk_idx, [[0, 1, 2, 3, 4]] * 4)
-    limited = topk_router(jnp.full((4, 12), 0.25, jnp.float32), 5, router=jax_ep.Router(num_groups=4, topk_groups=2))
-    np.testing.assert_array_equal(limited.topk_idx, [[0, 1, 2, 3, 4]] * 4)
-
-
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_scores_that_round_to_the_same_number_keep_the_order_of_their_logits(score):
     logits = jnp.asarray([[30.0, 200.0, 40.0, 35.0], [-300.0, -290.0, 0.0, -280.0]], jnp.float32)
@@ -167,10 +160,12 @@ def test_router_under_vmap_and_jit():
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.slow(unless={"renormalize": [True]})
-def test_weights_are_differentiable_in_the_logits(score, renormalize):
+def test_weights_and_scores_are_differentiable_in_the_logits(score, renormalize):
     num_tokens, num_experts, k, scale = 5, 12, 3, 2.5
     logits = _logits("normal", num_tokens, num_experts)
-    cotangent = np.random.default_rng(2).normal(size=(num_tokens, k)).astype(np.float32)
+    d_weights, d_scores = (
+        np.random.default_rng(2).normal(size=(num_tokens, size)).astype(np.float32) for size in (k, num_experts)
+    )
     router = jax_ep.Router(score, renormalize=renormalize, num_groups=4, topk_groups=2, scale=scale)
     routing = partial(topk_router, k=k, router=router)
     chosen = np.asarray(routing(jnp.asarray(logits)).topk_idx)
@@ -180,18 +175,14 @@ def test_weights_are_differentiable_in_the_logits(score, renormalize):
         weights = np.take_along_axis(scores, chosen, axis=1)
         if renormalize:
             weights = weights / weights.sum(axis=1, keepdims=True)
-        return float((scale * weights * cotangent).sum())
+        return float((scale * weights * d_weights).sum() + (scores * d_scores).sum())
+
+    def differentiated(values):
+        weights, scores = routing(values)[1:]
+        return jnp.sum(weights * d_weights) + jnp.sum(scores * d_scores)
 
     (expected,) = finite_differences.gradients(objective, [logits])
-    actual = jax.jit(jax.grad(lambda values: jnp.sum(routing(values).topk_weights * cotangent)))(logits)
-    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=2e-6)
-
-
-def test_scores_are_differentiable_in_the_logits():
-    logits = _logits("normal", 4, 6)
-    cotangent = np.random.default_rng(3).normal(size=logits.shape).astype(np.float32)
-    (expected,) = finite_differences.gradients(lambda v: float((_softmax(v) * cotangent).sum()), [logits])
-    actual = jax.jit(jax.grad(lambda values: jnp.sum(topk_router(values, 2).scores * cotangent)))(logits)
+    actual = jax.jit(jax.grad(differentiated))(logits)
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=2e-6)
 
 
@@ -401,7 +392,8 @@ def test_topk_router_with_sparsemixer():
 @pytest.mark.parametrize("num_experts", [1, 5, 8])
 def test_identity_experts_are_taken_out(num_experts):
     rng = np.random.default_rng(9)
-    routing = topk_router(jnp.asarray(_logits("normal", 32, 8)), 3, router=jax_ep.Router(renormalize=False, scale=6.0))
+    router, mask = jax_ep.Router(renormalize=False, scale=6.0), jnp.arange(32) < 29  # The others have no experts.
+    routing = topk_router(jnp.asarray(_logits("normal", 32, 8)), 3, router=router, token_mask=mask)
     idx, weights, scores = map(np.asarray, routing)
     is_identity = idx >= num_experts
     d_weights, d_weight = (rng.normal(size=shape).astype(np.float32) for shape in ((32, 3), (32,)))
@@ -418,36 +410,6 @@ def test_identity_experts_are_taken_out(num_experts):
     np.testing.assert_allclose(weight, (weights.astype(np.float64) * is_identity).sum(axis=1), rtol=1e-6)
     (gradient,) = pull((jnp.asarray(d_weights), jnp.asarray(d_weight)))
     np.testing.assert_array_equal(gradient, np.where(is_identity, d_weight[:, None], d_weights))
-
-
-def test_identity_experts_leave_tokens_without_experts_alone():
-    logits, mask = jnp.asarray(_logits("normal", 6, 8)), jnp.arange(6) < 4
-    rest, weight = identity_experts(topk_router(logits, 3, token_mask=mask), 2)
-    np.testing.assert_array_equal(rest.topk_idx[4:], np.full((2, 3), -1))
-    np.testing.assert_array_equal(weight[4:], np.zeros(2))
-    assert (np.asarray(weight[:4]) > 0).all()
-
-
-@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bfloat16, jnp.float16, bool])
-def test_selection_bias_of_a_dtype_that_rounds_steps_away(dtype):
-    with pytest.raises(TypeError, match=r"update_router_bias: bias has dtype .*, expected float32 or float64"):
-        jax_ep.update_router_bias(jnp.zeros(3, dtype), jnp.array([6, 2, 1]))
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"load": np.ones(3, bool)}, {"load": np.ones(3, complex)}, {"rate": True}, {"rate": np.complex64(1)}],
-    ids=str,
-)
-def test_loads_and_rates_that_are_no_real_numbers(wrong):
-    with pytest.raises(TypeError, match=r"update_router_bias: (load has dtype|rate is) .*, expected"):
-        jax_ep.update_router_bias(jnp.zeros(3), **{"load": np.array([6, 2, 1])} | wrong)
-
-
-@pytest.mark.parametrize("rate", [-1e-3, float("nan"), float("inf")])
-def test_rate_of_a_selection_bias_out_of_range(rate):
-    with pytest.raises(ValueError, match=r"update_router_bias: rate=.*, expected a finite number from 0 on"):
-        jax_ep.update_router_bias(jnp.zeros(3), jnp.array([6, 2, 1]), rate=rate)
 
 
 def _weight_gradient(router):
@@ -489,9 +451,26 @@ def test_sparsemixer_without_rivals_has_no_gradient(jitter_eps):
     _weight_gradient(jax_ep.routing.sparsemixer_router)
 
 
-@pytest.mark.parametrize(("bias", "load"), [((4,), (3,)), ((4,), (3, 4)), ((2, 4), (4,)), ((4,), (1,))])
-def test_bias_and_load_have_one_shape(bias, load):
-    with pytest.raises(ValueError, match="update_router_bias: load has shape"):
-        jax_ep.update_router_bias(jnp.zeros(bias), jnp.ones(load, jnp.int32))
-    with pytest.raises(TypeError, match="load is a list"):
-        jax_ep.update_router_bias(jnp.zeros(bias), [1, 2])
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        *(
+            ({"bias": jnp.zeros(3, dtype)}, TypeError, "bias has dtype .*, expected float32 or float64")
+            for dtype in (jnp.int32, jnp.bfloat16, jnp.float16, bool)
+        ),
+        *(({"load": np.ones(3, dtype)}, TypeError, "load has dtype .*, expected") for dtype in (bool, complex)),
+        ({"load": [6, 2, 1]}, TypeError, "load is a list"),
+        *(
+            ({"bias": jnp.zeros(bias), "load": jnp.ones(load, jnp.int32)}, ValueError, "load has shape")
+            for bias, load in (((4,), (3,)), ((4,), (3, 4)), ((2, 4), (4,)), ((4,), (1,)))
+        ),
+        *(({"rate": rate}, TypeError, "rate is .*, expected") for rate in (True, np.complex64(1))),
+        *(
+            ({"rate": rate}, ValueError, "rate=.*, expected a finite number from 0 on")
+            for rate in (-1e-3, float("nan"), float("inf"))
+        ),
+    ],
+)
+def test_update_router_bias_mistakes(changes, error, message):
+    with pytest.raises(error, match=f"^update_router_bias: {message}"):
+        jax_ep.update_router_bias(**{"bias": jnp.zeros(3), "load": np.array([6, 2, 1])} | changes)

@@ -115,6 +115,7 @@ def test_placement_plan_per_layer(rng):
 
 @pytest.mark.parametrize("num_ranks", RANKS)
 def test_placement_remap(num_ranks, expert_mesh, rng):
+    """Copies have equal shares of their expert's tokens, and ranks begin with different ones."""
     placement = random_placement(rng, num_ranks)
     ids = rng.integers(-2, 10, (num_ranks, 24, 3)).astype(np.int32)
     got = run(placement.remap, expert_mesh(num_ranks), ids)
@@ -124,14 +125,6 @@ def test_placement_remap(num_ranks, expert_mesh, rng):
     for rank, token, k in np.argwhere(known):
         copies = sorted(copies_of(placement)[ids[rank, token, k]])
         assert got[rank, token, k] == copies[(token + rank) % len(copies)]
-
-
-def test_placement_copies_have_equal_shares(expert_mesh):
-    placement = Placement([0, 1, 0, 0, 2, 3, 0, 0], 4, 4)
-    got = run(placement.remap, expert_mesh(4), np.zeros((4, 10, 1), np.int32))
-    assert np.bincount(got.reshape(-1), minlength=8).tolist() == [8, 0, 8, 8, 0, 0, 8, 8]
-    one_token = run(placement.remap, expert_mesh(4), np.zeros((4, 1, 1), np.int32))
-    assert len(set(one_token.reshape(-1).tolist())) == 4, "ranks with one token each all took the same copy"
 
 
 def test_placement_prefers_own_node(expert_mesh, rng):

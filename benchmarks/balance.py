@@ -15,9 +15,7 @@ the weights at home, and moves copies three times. All ranks reach each other by
 from __future__ import annotations
 
 import argparse
-import json
 import time
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -149,18 +147,14 @@ def show(report: Report) -> None:
         harness.show_table(name, columns, cells)
 
 
-def draw(path: Path) -> Path | None:
-    """Draw the most loaded rank before and after, by ranks; None where matplotlib is not installed."""
-    if plots.matplotlib() is None:
-        return None
-    from matplotlib import pyplot
-
-    content = json.loads(path.read_text())
-    rows, limit = content["rows"], content["settings"]["rows"]
-    models = list(dict.fromkeys(row["shape"]["model"] for row in rows))
-    figure, axes = pyplot.subplots(1, len(models), figsize=(5 * len(models), 3.5), squeeze=False, layout="constrained")
-    for name, ax in zip(models, axes[0], strict=True):
-        own = [row for row in rows if row["shape"]["model"] == name]
+def draw(report: Report, limit: float) -> None:
+    """Draw the most loaded rank before and after, by ranks, if matplotlib is installed."""
+    models = list(dict.fromkeys(row["shape"]["model"] for row in report.rows))
+    figure, grid = plots.make_figure(1, len(models), (5 * len(models), 3.5))
+    if figure is None:
+        return
+    for name, ax in zip(models, grid[0], strict=True):
+        own = [row for row in report.rows if row["shape"]["model"] == name]
         for exponent in sorted({row["shape"]["exponent"] for row in own}):
             line = [r for r in own if r["shape"]["exponent"] == exponent]
             at, before = [r["shape"]["ranks"] for r in line], [r["most_loaded_over_mean"] for r in line]
@@ -178,7 +172,7 @@ def draw(path: Path) -> Path | None:
         ax.minorticks_off()
         ax.grid(alpha=0.3)
         ax.legend(fontsize=7)
-    return plots.save(figure, path)
+    figure.savefig(report.path.with_suffix(".png"), dpi=100)
 
 
 def options() -> argparse.ArgumentParser:
@@ -199,8 +193,8 @@ def main() -> None:
     args = harness.parse(options())
     report = measure(args)
     show(report)
-    drawn = draw(report.path)
-    print(f"wrote {report.path}" + ("" if drawn is None else f" and {drawn}"))
+    draw(report, args.rows)
+    print(report.path)
 
 
 if __name__ == "__main__":

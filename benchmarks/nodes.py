@@ -14,9 +14,7 @@ nodes and inside its node, and predicted seconds. Samples are random routings.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -128,19 +126,15 @@ def show(report: Report) -> None:
         harness.show_table(f"{kind}: a dispatch, predicted", columns, cells)
 
 
-def draw(path: Path) -> Path | None:
-    """Draw bytes over the NIC and seconds, a column for each routing; None if matplotlib is not installed."""
-    if plots.matplotlib() is None:
-        return None
-    from matplotlib import pyplot
-
-    content = json.loads(path.read_text())
-    kinds = list(dict.fromkeys(row["shape"]["routing"] for row in content["rows"]))
-    options = {"figsize": (4 * len(kinds), 6.5), "squeeze": False, "layout": "constrained", "sharex": True}
-    figure, grid = pyplot.subplots(2, len(kinds), **options)
+def draw(report: Report, model: str) -> None:
+    """Draw bytes over the NIC and seconds, a column for each routing, if matplotlib is installed."""
+    kinds = list(dict.fromkeys(row["shape"]["routing"] for row in report.rows))
+    figure, grid = plots.make_figure(2, len(kinds), (4 * len(kinds), 6.5), sharex=True)
+    if figure is None:
+        return
     for kind, over_nic, over_time in zip(kinds, *grid, strict=True):
         for way, line in zip(scale_model.WAYS, ("--", "-"), strict=True):
-            own = [row for row in content["rows"] if (row["variant"], row["shape"]["routing"]) == (way, kind)]
+            own = [row for row in report.rows if (row["variant"], row["shape"]["routing"]) == (way, kind)]
             ranks = [row["shape"]["ranks"] for row in own]
             over_nic.plot(ranks, [row["nic_bytes"] / 1e6 for row in own], line, marker="o", markersize=3, label=way)
             times = np.array([[row["seconds"][q] for q in ("median", "q1", "q3")] for row in own]).T * 1e3
@@ -157,8 +151,8 @@ def draw(path: Path) -> Path | None:
             plots.powers_of_two(axes.xaxis)
             axes.grid(alpha=0.3)
             axes.legend(fontsize=8)
-    figure.suptitle(f"{plots.NAMES.get(content['settings']['model'], content['settings']['model'])}, predicted")
-    return plots.save(figure, path)
+    figure.suptitle(f"{plots.NAMES.get(model, model)}, predicted")
+    figure.savefig(report.path.with_suffix(".png"), dpi=100)
 
 
 def options() -> argparse.ArgumentParser:
@@ -201,7 +195,7 @@ def main() -> None:
     complete(args, parser)
     report = predict(args)
     show(report)
-    draw(report.path)
+    draw(report, args.model)
     print(report.path)
 
 

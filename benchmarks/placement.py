@@ -16,10 +16,8 @@ ranks wait for, over the mean. Seconds are those of planning one layer.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -128,17 +126,14 @@ def show(report: Report) -> None:
         harness.show_table(f"{name}: most loaded rank over mean", ["exponent", "ranks", "drift", *policies], rows)
 
 
-def draw(path: Path) -> Path | None:
-    """Draw imbalance over ranks and over drift, for each model; None if matplotlib is not installed."""
-    if plots.matplotlib() is None:
-        return None
-    from matplotlib import pyplot
-
-    rows = json.loads(path.read_text())["rows"]
-    models = list(dict.fromkeys(row["shape"]["model"] for row in rows))
-    figure, grid = pyplot.subplots(len(models), 2, figsize=(13, 4 * len(models)), squeeze=False, layout="constrained")
+def draw(report: Report) -> None:
+    """Draw imbalance over ranks and over drift, for each model, if matplotlib is installed."""
+    models = list(dict.fromkeys(row["shape"]["model"] for row in report.rows))
+    figure, grid = plots.make_figure(len(models), 2, (13, 4 * len(models)))
+    if figure is None:
+        return
     for name, (over_ranks, over_drift) in zip(models, grid, strict=True):
-        own = [row for row in rows if row["shape"]["model"] == name]
+        own = [row for row in report.rows if row["shape"]["model"] == name]
         for i, exponent in enumerate(sorted({row["shape"]["exponent"] for row in own})):
             for policy, line in (("contiguous", ":"), ("global", "-")):
                 of_policy = [row for row in own if (row["variant"], row["shape"]["exponent"]) == (policy, exponent)]
@@ -160,7 +155,7 @@ def draw(path: Path) -> Path | None:
             axes.set(ylabel="most loaded rank / mean")
             axes.grid(alpha=0.3)
             axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5))
-    return plots.save(figure, path)
+    figure.savefig(report.path.with_suffix(".png"), dpi=100)
 
 
 def _curve(axes: Any, points: list[tuple[float, Any]], color: str, line: str, label: str) -> None:
@@ -199,7 +194,7 @@ def main() -> None:
         parser.error(f"--drifts {wrong[0]}: expected shares from 0 to 1")
     report = measure(args)
     show(report)
-    draw(report.path)
+    draw(report)
     print(report.path)
 
 

@@ -55,11 +55,10 @@ def differences(curves: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
 
 def draw(path: Path, curves: Mapping[str, Mapping[str, Any]]) -> None:
     """Draw the curves, and below them the difference of each from the first."""
-    if plots.matplotlib() is None:
+    figure, grid = plots.make_figure(2, 1, (7.5, 6), sharex=True, height_ratios=(2, 1))
+    if figure is None:
         return
-    from matplotlib import pyplot
-
-    figure, (above, below) = pyplot.subplots(2, 1, figsize=(7.5, 6), sharex=True, height_ratios=(2, 1), layout="tight")
+    above, below = grid.flat
     first, *_ = curves
     exact = smooth(curves[first]["losses"])
     steps = np.arange(SMOOTHED, len(exact) + SMOOTHED)
@@ -74,7 +73,6 @@ def draw(path: Path, curves: Mapping[str, Mapping[str, Any]]) -> None:
     above.legend()
     below.legend(fontsize="small")
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def main() -> None:

@@ -290,11 +290,6 @@ class Report:
         """The few figures that the benchmark is about."""
         return self._content["summary"]
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The settings of the run."""
-        return self._content["settings"]
-
     def add(self, variant: str, shape: Mapping[str, Any], timing: Timing, **details: Any) -> None:
         """Add a row: a variant, the shape it ran on, its time, and other figures."""
         self.rows.append({"variant": variant, "shape": dict(shape), "seconds": timing.summary(), **details})

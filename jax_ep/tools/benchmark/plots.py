@@ -43,25 +43,15 @@ def powers_of_two(*axes: Any) -> None:
         axis.set_minor_locator(ticker.NullLocator())
 
 
-def save(figure: Any, path: Path) -> Path:
-    """Save a figure next to a report, and return its path."""
-    from matplotlib import pyplot
-
-    drawn = path.with_suffix(".png")
-    figure.savefig(drawn, dpi=100)
-    pyplot.close(figure)
-    return drawn
-
-
-def matplotlib() -> Any:
-    """Import matplotlib, to draw files; None if it is not installed."""
+def make_figure(rows: int, columns: int, size: tuple[float, float], **options: Any) -> tuple[Any, Any]:
+    """Return a figure to save, and its grid of axes; both are None if matplotlib is not installed."""
     try:
-        import matplotlib as mpl
+        from matplotlib.figure import Figure
     except ImportError as error:
         print(f"no plot: {error}", file=sys.stderr)
-        return None
-    mpl.use("Agg")
-    return mpl
+        return None, None
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 
 class Layer(NamedTuple):
@@ -110,25 +100,25 @@ def draw_layers(folder: Path) -> Path | None:
     except (OSError, ValueError, LookupError, TypeError) as error:
         print(f"no plot: not all files moe_layer*.json in {folder} are reports ({error!r})", file=sys.stderr)
         return None
-    mpl = matplotlib() if found else None
-    if mpl is None:
+    if not found:
         return None
-    from matplotlib import pyplot
-
     models = [*NAMES, *sorted({layer.model for layers in found.values() for layer in layers} - NAMES.keys())]
     drawn = {*itertools.chain(*found.values())}
     groups = sorted(drawn, key=lambda layer: (layer.ranks, models.index(layer.model)))
     size = 6.5 * len(found), 1.2 + 0.62 * len(groups)
-    figure, grid = pyplot.subplots(1, len(found), figsize=size, sharey=True, squeeze=False, layout="constrained")
+    figure, grid = make_figure(1, len(found), size, sharey=True)
+    if figure is None:
+        return None
+    from matplotlib.patches import Patch
+
     for axes, (direction, layers) in zip(grid.flat, found.items(), strict=True):
         _layers(axes, [(layer.label, layers.get(layer, {})) for layer in groups])
         axes.set(title=f"{direction}, {TOKENS} tokens per GPU", xlabel="ms per layer")
     variants = [name for name in ORDER if any(name in times for layers in found.values() for times in layers.values())]
-    handles = [mpl.patches.Patch(color=f"C{ORDER.index(name)}", label=name) for name in variants]
+    handles = [Patch(color=f"C{ORDER.index(name)}", label=name) for name in variants]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     path = folder / LAYER_PLOT
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
     return path
 
 

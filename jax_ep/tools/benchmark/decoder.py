@@ -186,57 +186,35 @@ def window_of(model: Architecture, layer: int) -> int | None:
     return model.window if layer % 2 == 0 else None
 
 
-def _share_of_keys(log_sum: Array, sinks: Array) -> Array:
-    """Return the share of the softmax that sinks leave to the keys, whose exponentials have this logarithmic sum."""
-    return jax.nn.sigmoid(log_sum.astype(jnp.float32) - sinks.astype(jnp.float32))
+def _attention(query: Array, keys: Array, values: Array, sinks: Array | None, **options: Any) -> Array:
+    """Compute attention of `[B, T, heads, D]`; query head h belongs to key head `h % kv_heads`.
 
-
-def attend_to_prompt(
-    query: Array, key: Array, value: Array, window: int | None = None, sinks: Array | None = None
-) -> Array:
-    """Compute causal attention of `[B, T, heads, D]`; query head h belongs to key head `h % kv_heads`."""
+    `options` are those of `jax.nn.dot_product_attention`.
+    """
     batch, length, heads, size = query.shape
-    grouped = query.reshape(batch, length, -1, key.shape[2], size).swapaxes(2, 3)
-    run = partial(
-        jax.nn.dot_product_attention,
-        grouped.reshape(query.shape),
-        key,
-        value,
-        is_causal=True,
-        local_window_size=None if window is None else (window - 1, 0),
-        implementation="cudnn" if jax.default_backend() == "gpu" else "xla",
-    )
+    grouped = query.reshape(batch, length, -1, keys.shape[2], size).swapaxes(2, 3)
+    run = partial(jax.nn.dot_product_attention, **options)
     if sinks is None:
-        mixed = run()
+        mixed = run(grouped.reshape(query.shape), keys, values)
     else:
-        mixed, log_sum = run(return_residual=True)
-        sinks = sinks.reshape(-1, key.shape[2]).T.reshape(heads)
-        mixed = (mixed * _share_of_keys(log_sum, sinks)[..., None]).astype(mixed.dtype)
-    return mixed.reshape(batch, length, key.shape[2], -1, size).swapaxes(2, 3).reshape(batch, length, heads * size)
+        mixed, log_sum = run(grouped.reshape(query.shape), keys, values, return_residual=True)
+        sinks = sinks.reshape(-1, keys.shape[2]).T.reshape(heads)
+        # The share of the softmax that sinks, which have no values, leave to the keys.
+        share = jax.nn.sigmoid(log_sum.astype(jnp.float32) - sinks.astype(jnp.float32))
+        mixed = (mixed * share[..., None]).astype(mixed.dtype)
+    return mixed.reshape(batch, length, keys.shape[2], -1, size).swapaxes(2, 3).reshape(batch, length, heads * size)
 
 
-def attend_to_cache(
-    query: Array,
-    keys: Array,
-    values: Array,
-    position: Array,
-    window: int | None = None,
-    sinks: Array | None = None,
+def _attend_to_cache(
+    query: Array, keys: Array, values: Array, position: Array, window: int | None, sinks: Array | None
 ) -> Array:
     """Compute attention of one query `[B, 1, heads, D]` to all positions up to its own, or to the last `window`."""
-    batch, _, heads, size = query.shape
-    # The query heads of a key head become its queries: they all see the same positions, and keys are read once.
-    grouped = query.reshape(batch, -1, keys.shape[2], size)
     first, seen = jnp.int32(0), min(window or keys.shape[1], keys.shape[1])
     if seen < keys.shape[1]:
         first = jnp.maximum(position + 1 - seen, 0)
         keys, values = (lax.dynamic_slice_in_dim(x, first, seen, axis=1) for x in (keys, values))
-    scores = jnp.einsum("bgkd,bskd->bgks", grouped, keys, preferred_element_type=jnp.float32) * size**-0.5
-    scores = jnp.where(first + jnp.arange(seen) <= position, scores, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1)
-    if sinks is not None:
-        weights *= _share_of_keys(jax.nn.logsumexp(scores, axis=-1), sinks.reshape(-1, keys.shape[2]))[..., None]
-    return jnp.einsum("bgks,bskd->bgkd", weights.astype(values.dtype), values).reshape(batch, 1, heads * size)
+    lengths = jnp.full(len(query), position + 1 - first)
+    return _attention(query, keys, values, sinks, key_value_seq_lengths=lengths, implementation="xla")
 
 
 def _project(weights: Params, name: str, x: Array) -> Array:
@@ -304,12 +282,14 @@ def _attend(
     query, key = jnp.split(rotate(normed, position), (model.heads,), axis=2)
     value = heads[:, :, model.heads + model.kv_heads :]
     if cache is None:
-        return attend_to_prompt(query, key, value, window, sinks), (key, value), None
+        options = {"is_causal": True, "local_window_size": None if window is None else (window - 1, 0)}
+        options["implementation"] = "cudnn" if jax.default_backend() == "gpu" else "xla"
+        return _attention(query, key, value, sinks, **options), (key, value), None
     keys, values = (
         lax.dynamic_update_slice_in_dim(old, new, position, axis=1)
         for old, new in zip(cache, (key, value), strict=True)
     )
-    return attend_to_cache(query, keys, values, position, window, sinks), (keys, values), None
+    return _attend_to_cache(query, keys, values, position, window, sinks), (keys, values), None
 
 
 def _route(model: Architecture, weights: Params, x: Array, zeros: Array | None) -> tuple[Array, Array, Array | None]:

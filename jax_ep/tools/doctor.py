@@ -276,7 +276,7 @@ def _plan(args: argparse.Namespace) -> MemoryPlan:
     mesh = inputs.expert_mesh(devices)
     layers, batch = args.layers or model.layers, tokens * mesh.size // length
     with plans.recording() as found:
-        layer = train.expert_layers(model, mesh, tokens)[variant]
+        layer = train.expert_layer(variant, model, mesh, tokens)
         training = train.make_training(model, layer, mesh, layers, batch, length)
     return memory.of_compiled(training.step, found)
 

@@ -55,7 +55,15 @@ PROFILED = 3
 BALANCING_WEIGHT = 0.01
 COMPILER_OPTIONS = {"xla_gpu_all_reduce_combine_threshold_bytes": 0}
 """XLA of JAX 0.11.2 can combine all-reduces of bfloat16 and float32 into one of bfloat16: float32 parts are wrong."""
-VARIANTS = ("jax_ep", "jax_ep keep_tokens", "jax_ep balance", "jax_ep fp8", "jax_ep balance fp8", "xla", "padded")
+VARIANTS: dict[str, dict[str, Any] | None] = {  # arguments of `sharded_moe`; None: not jax_ep
+    "jax_ep": {},
+    "jax_ep keep_tokens": {"schedule": Schedule(keep_tokens=True)},
+    "jax_ep balance": {"balance": Balance()},
+    "jax_ep fp8": {"recipe": "fp8"},
+    "jax_ep balance fp8": {"balance": Balance(), "recipe": "fp8"},
+    "xla": {"implementation": "xla"},
+    "padded": None,
+}
 GROUPS = {
     "attention": r"cudnn|flash|fmha|sdpa",
     "experts": r"dispatch|combine|grouped_gemm|masked|gated|activat|plan|moe|weight_gradient|fp8|quantiz|exchange",
@@ -192,21 +200,14 @@ def forward(model: Architecture, experts: Experts, params: Params, tokens: Array
     return rms_norm(x, params["norm"]) @ params["head"], jnp.stack(losses).mean(), jnp.stack(loads)
 
 
-def expert_layers(model: Architecture, mesh: jax.sharding.Mesh, num_tokens: int) -> dict[str, Experts]:
-    """Return the expert layer of each variant, for global arrays; `num_tokens`: T per rank."""
+def expert_layer(variant: str, model: Architecture, mesh: jax.sharding.Mesh, num_tokens: int) -> Experts:
+    """Return the expert layer of a variant, for global arrays; `num_tokens`: T per rank."""
     _, _, num_experts, top_k = model.experts
-    layer = partial(sharded_moe, mesh, num_experts=num_experts)
+    if (options := VARIANTS[variant]) is not None:
+        return sharded_moe(mesh, num_experts=num_experts, **options)
     rows = math.ceil(CAPACITY_FACTOR * num_tokens * top_k / num_experts)
     padded = partial(baselines.capacity_layer, num_experts=num_experts, capacity=rows)
-    return {
-        "jax_ep": layer(),
-        "jax_ep fp8": layer(recipe="fp8"),
-        "jax_ep keep_tokens": layer(schedule=Schedule(keep_tokens=True)),
-        "jax_ep balance": layer(balance=Balance()),
-        "jax_ep balance fp8": layer(balance=Balance(), recipe="fp8"),
-        "xla": layer(implementation="xla"),
-        "padded": jax.shard_map(padded, mesh=mesh, in_specs=(P("expert"),) * 5, out_specs=P("expert")),
-    }
+    return jax.shard_map(padded, mesh=mesh, in_specs=(P("expert"),) * 5, out_specs=P("expert"))
 
 
 class Training(NamedTuple):
@@ -322,7 +323,7 @@ def measure_all(args: argparse.Namespace) -> Report:
     for name in args.variants:
         gc.collect()
         began = time.perf_counter()
-        experts = expert_layers(model, mesh, args.tokens)[name]
+        experts = expert_layer(name, model, mesh, args.tokens)
         training = make_training(model, experts, mesh, args.layers, batch, args.length)
         compile_s = time.perf_counter() - began
         memory = training.step.memory_analysis()

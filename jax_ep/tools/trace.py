@@ -34,7 +34,6 @@ from jax_ep.tools.benchmark.inputs import DEFAULT, MODELS, Model, expert_mesh, i
 from jax_ep.tools.command import Default
 from jax_ep.tracing import picture
 
-OUT = "runs/trace.json"
 WARMUP, ROUNDS = 3, 16
 TOKENS = {"dispatch": 4096, "combine": 4096, "moe": 4096, "low-latency": 128}
 _RECORDED = {
@@ -97,7 +96,8 @@ def recording_options(what: str) -> argparse.ArgumentParser:
     add("--backward", action="store_true", help="moe with its gradients")
     add("--calls", type=int, default=2, help="calls to record (default: 2)")
     add("--events", type=int, default=1024, help="events to keep of each program (default: 1024)")
-    add("--out", type=Path, default=Path(OUT), help=f"the file, or its folder (default: {OUT}); .gz compresses")
+    out = "the file, or its folder (default: %(default)s); .gz compresses"
+    add("--out", type=Path, default=Path("runs/trace.json"), help=out)
     add("--png", action="store_true", help="plot the last launch of each kernel, next to the file")
     add("--quick", action="store_true", help="tiny sizes; always on without GPUs")
     processes.add_option(parser)
@@ -219,7 +219,8 @@ def show(trace: tracing.Trace) -> None:
     unit, scale = ("steps", 1) if trace.is_ordered_only else ("us", 1000)
     kernels, kinds = [], []
     for name, kernel in found["kernels"].items():
-        last = [_percent(kernel["overlap"]), _text(kernel["slowest_peer"])]
+        peer = kernel["slowest_peer"]
+        last = [_percent(kernel["overlap"]), "" if peer is None else f"device {peer}"]
         duration = f"{kernel['duration'] / scale:.1f}"
         kernels.append([name, kernel["launches"], duration, "all", "", *_shares(kernel), *last])
         for role, one in kernel["roles"].items():
@@ -255,10 +256,6 @@ def _clocks(found: dict[str, Any], scale: int) -> str:
 
 def _percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.0f} %"
-
-
-def _text(value: object) -> str:
-    return "" if value is None else f"device {value}"
 
 
 def draw(trace: tracing.Trace, path: Path) -> None:

@@ -178,12 +178,6 @@ def chain_lengths(tokens: int, quick: bool) -> tuple[int, int]:
     return (2, 10) if tokens > 8192 else (4, 36) if tokens > 2048 else (16, 272)
 
 
-def shape_of(case: Case) -> dict[str, Any]:
-    """Return what a row records of its case."""
-    sizes = {"tokens_per_rank": case.layout.num_tokens, "ranks": case.layout.num_ranks, "hidden": case.model.hidden}
-    return {"routing": case.routing, **sizes, "dtype": case.x.dtype.name}
-
-
 def measure(report: Report, case: Case, todo: Mapping[str, Variant], args: argparse.Namespace, peak: float) -> None:
     """Measure variants of one case, and add them to the report."""
 
@@ -203,7 +197,9 @@ def measure(report: Report, case: Case, todo: Mapping[str, Variant], args: argpa
         resolve=not args.quick,
         compiler_options=harness.GRAPHS_WITH_COLLECTIVES if args.graphs else None,
     )
-    report.record(title, shape_of(case), times, failures, details)
+    shape = {"routing": case.routing, "tokens_per_rank": case.layout.num_tokens, "ranks": case.layout.num_ranks}
+    shape |= {"hidden": case.model.hidden, "dtype": case.x.dtype.name}
+    report.record(title, shape, times, failures, details)
 
 
 def options(prog: str | None = None) -> argparse.ArgumentParser:
@@ -217,16 +213,6 @@ def options(prog: str | None = None) -> argparse.ArgumentParser:
     return parser
 
 
-def make_report(args: argparse.Namespace, model: inputs.Model, ranks: list[int], peak: float) -> Report:
-    """Make the report, without rows."""
-    settings: dict[str, Any] = {"experts": model.experts, "top_k": model.top_k, "graphs": args.graphs, "ranks": ranks}
-    settings |= {"tokens": args.tokens, "routing": args.routing}
-    settings["chain_lengths"] = {str(tokens): chain_lengths(tokens, args.quick) for tokens in args.tokens}
-    report = Report("dispatch_combine", args, settings)
-    report.summarize(copy_engine_bytes_per_s=peak)
-    return report
-
-
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
     """Measure all cases and write the report."""
     args = harness.start(options(prog), arguments)
@@ -234,8 +220,12 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
     if not ranks:
         raise ValueError(f"--ranks {args.ranks}: there are {jax.device_count()} devices")
     model = inputs.MODELS[args.model]
-    peak, engines = rates.link(), {}
-    report = make_report(args, model, ranks, peak)
+    peak, engines = rates.link(*jax.devices()[:2]), {}
+    settings: dict[str, Any] = {"experts": model.experts, "top_k": model.top_k, "graphs": args.graphs, "ranks": ranks}
+    settings |= {"tokens": args.tokens, "routing": args.routing}
+    settings["chain_lengths"] = {str(tokens): chain_lengths(tokens, args.quick) for tokens in args.tokens}
+    report = Report("dispatch_combine", args, settings)
+    report.summarize(copy_engine_bytes_per_s=peak)
     for num_ranks in ranks:
         mesh = inputs.expert_mesh(num_ranks)
         engines[str(num_ranks)] = rates.links_together(list(mesh.devices.flat))

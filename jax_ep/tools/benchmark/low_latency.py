@@ -204,7 +204,7 @@ def measure_all_to_all(report: Report, case: Case, args: argparse.Namespace, pea
 
 def measure_exchange(args: argparse.Namespace, model: Model) -> Report:
     """Measure dispatch and combine."""
-    peak = rates.link()
+    peak = rates.link(*jax.devices()[:2])
     ranks = [n for n in args.ranks or (2, 4) if n <= jax.device_count()]
     tokens = {n: args.tokens or ([2] if args.quick else TOKENS.get(n, TOKENS[4])) for n in ranks}
     settings: dict[str, Any] = {"experts": model.experts, "top_k": model.top_k}

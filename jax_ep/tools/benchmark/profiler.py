@@ -50,12 +50,12 @@ def load(folder: Path) -> list[dict[str, Any]]:
         return json.load(file)["traceEvents"]
 
 
-def kernels(trace: Sequence[Mapping[str, Any]], device: int = 0) -> list[Event]:
-    """Return the kernels and copies of one GPU, by start time."""
+def kernels(trace: Sequence[Mapping[str, Any]]) -> list[Event]:
+    """Return the kernels and copies of the first GPU, by start time."""
     metadata = [event for event in trace if event.get("ph") == "M"]
     names = {e["pid"]: e["args"]["name"] for e in metadata if e["name"] == "process_name"}
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in metadata if e["name"] == "thread_name"}
-    pids = {pid for pid, name in names.items() if re.match(rf"/device:GPU:{device}\b", name)}
+    pids = {pid for pid, name in names.items() if re.match(r"/device:GPU:0\b", name)}
     streams = {key for key, name in threads.items() if key[0] in pids and name.startswith("Stream #")}
     found = [
         Event(e["name"], float(e["ts"]), float(e["ts"]) + float(e["dur"]))
@@ -64,9 +64,7 @@ def kernels(trace: Sequence[Mapping[str, Any]], device: int = 0) -> list[Event]:
     ]
     if not found:
         there = sorted(f"{names.get(pid)}: {name}" for (pid, _), name in threads.items())
-        raise ValueError(
-            f"no event on a stream of /device:GPU:{device}; the trace has {there or sorted(names.values())}"
-        )
+        raise ValueError(f"no event on a stream of /device:GPU:0; the trace has {there or sorted(names.values())}")
     return sorted(found, key=lambda event: (event.start, event.end))
 
 

@@ -22,8 +22,7 @@ _ROUNDS = 8
 def measure() -> Rates:
     """Measure all rates; the rate of a link is that of the slower direction."""
     devices = jax.local_devices()
-    pairs = itertools.permutations(devices[:2], 2)
-    slowest = min(map(link, pairs)) if len(devices) > 1 else None
+    slowest = min(link(*pair) for pair in itertools.permutations(devices[:2])) if len(devices) > 1 else None
     return Rates(slowest, memory(), _gemms(8192 if _on_gpus() else 64, 1.0 if _on_gpus() else 0.0))
 
 
@@ -31,9 +30,8 @@ def _on_gpus() -> bool:
     return jax.default_backend() == "gpu"
 
 
-def link(devices: Sequence[jax.Device] | None = None) -> float:
-    """Measure the bytes per second of a large copy from one GPU to another; by default from the first to the second."""
-    source, target = devices or jax.devices()[:2]
+def link(source: jax.Device, target: jax.Device) -> float:
+    """Measure the bytes per second of a large copy from one GPU to another."""
     return _copies([source], lambda data: [(data[0], target)])
 
 

@@ -258,3 +258,33 @@ def test_command_output_is_a_link(tmp_path):
         with pytest.raises((OSError, ValueError)):
             check_writable(tmp_path / name)
     assert sorted(os.listdir(tmp_path)) == ["device", "link", "target"]
+
+
+def test_command_output_is_a_mount_point(tmp_path, monkeypatch):
+    """A file mounted into a container can be written, but not replaced: known before hours of tuning."""
+
+    def link(source, target):
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), source, None, target)
+
+    path = tmp_path / "settings.json"
+    check_writable(path)
+    path.write_bytes(b"old")
+    check_writable(path)
+    assert os.listdir(tmp_path) == [path.name]
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(OSError, match=rf"a mount point, which cannot be replaced; .*: '{path}'$"):
+        check_writable(path)
+    monkeypatch.setattr(os, "link", lambda *_: os.stat(tmp_path / "no hard links here"))
+    check_writable(path)
+    assert (os.listdir(tmp_path), path.read_bytes()) == ([path.name], b"old")
+
+
+@pytest.mark.parametrize(
+    "function", [check_writable, lambda path: write_atomically(path, b"1")], ids=["check", "write"]
+)
+def test_command_output_errors_name_the_file(function, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "no" / "target")
+    for name, text in {"x" * 240: "File name too long", "link": "No such file or directory"}.items():
+        with pytest.raises(OSError, match=f"{text}: '{os.path.realpath(tmp_path / name)}'$"):
+            function(tmp_path / name)
+    assert os.listdir(tmp_path) == ["link"]

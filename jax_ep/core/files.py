@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import hashlib
 import os
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -30,18 +32,41 @@ def check_writable(path: Path) -> None:
     if not path.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, "no such folder", str(path.parent))
     _check_regular(path)
-    if path.exists():
-        path.open("ab").close()
-    new = _beside(path)
-    try:
-        new.write_bytes(bytes(4096))
-    finally:
-        new.unlink(missing_ok=True)
+    with _errors_name(path):
+        if path.exists():
+            path.open("ab").close()
+            _check_replaceable(path)
+        new = _beside(path)
+        try:
+            new.write_bytes(bytes(4096))
+        finally:
+            new.unlink(missing_ok=True)
 
 
 def _check_regular(path: Path) -> None:
     if path.exists() and not path.is_file():  # Do not replace a device by a file.
         raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def _check_replaceable(path: Path) -> None:
+    """Check that a file is no mount point, as single files are in containers: it can be written, but not replaced."""
+    link = _beside(path)
+    try:
+        os.link(os.path.realpath(path), link)
+    except OSError as error:  # Not every file system has hard links; only EXDEV says that this is another one.
+        if error.errno == errno.EXDEV:
+            raise OSError(errno.EBUSY, "a mount point, which cannot be replaced; mount its folder instead") from error
+    finally:
+        link.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _errors_name(path: Path) -> Iterator[None]:
+    """Name a file, or the target of a symbolic link, in errors of its temporary neighbors."""
+    try:
+        yield
+    except OSError as error:
+        raise type(error)(error.errno, error.strerror, os.path.realpath(path)) from error
 
 
 def _beside(path: Path) -> Path:
@@ -54,9 +79,10 @@ def write_atomically(path: Path, content: bytes) -> None:
     """Replace a file, or the target of a symbolic link, atomically."""
     _check_regular(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = _beside(path)
-    try:
-        new.write_bytes(content)
-        new.replace(os.path.realpath(path))
-    finally:
-        new.unlink(missing_ok=True)
+    with _errors_name(path):
+        new = _beside(path)
+        try:
+            new.write_bytes(content)
+            new.replace(os.path.realpath(path))
+        finally:
+            new.unlink(missing_ok=True)

@@ -82,7 +82,7 @@ def flax_moe(mesh, batch):
     from jax_ep.flax import MoE
 
     sizes = {"hidden_size": H, "intermediate_size": INNER, "num_experts_per_tok": K, "dtype": jnp.float32}
-    layer = MoE(**OPTIONS, **sizes, mesh=mesh, rngs=nnx.Rngs(0))
+    layer = MoE(**OPTIONS, **sizes, mesh=mesh, router=jax_ep.Router(logit_bias=True), rngs=nnx.Rngs(0))
     graph, state = nnx.split(layer)
 
     @jax.jit

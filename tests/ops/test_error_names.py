@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+from harness import make_mesh
 from jax_ep import sharding
 from mistakes import GOOD, SIZES, array, f32, function, i32, trace
 
@@ -57,34 +58,25 @@ OPTIONS = {"implementation": "numpy", "recipe": "int2", "preferred_element_type"
 OPTIONS |= {"experts": "silu"}
 
 
-@pytest.mark.parametrize("kind", CHANGES)
+@pytest.mark.parametrize("kind", [*CHANGES, *OPTIONS])
 @pytest.mark.parametrize("name", ["fused_moe", "sharded_moe", "moe over nodes"])
-def test_error_names_layer_arrays(name, kind):
-    position, value = CHANGES[kind]
-    arrays = list(GLOBAL)
-    arrays[position] = value
-    check(name, arrays)
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("name", ["fused_moe", "sharded_moe", "moe over nodes"])
-def test_error_names_layer_options(name, option):
-    check(name, list(GLOBAL), **{option: OPTIONS[option]})
-
-
-def check(name, arrays, **options):
-    """Call a layer by this name and check the start of its error."""
+def test_error_names_layer(name, kind):
+    arrays, options = list(GLOBAL), {}
+    if kind in CHANGES:
+        position, value = CHANGES[kind]
+        arrays[position] = value
+    else:
+        options[kind] = OPTIONS[kind]
     if name == "sharded_moe":
-        mesh = jax.make_mesh((4,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+        mesh = make_mesh((4,), ("expert",))
         call = lambda *arrays: sharding.sharded_moe(mesh, num_experts=E, **options)(*arrays)  # noqa: E731
     elif name == "fused_moe":
         call = partial(jax_ep.fused_moe, **options)
     else:
-        mesh = jax.make_mesh((2, 2), ("node", "local"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
         topology = jax_ep.Topology("node", "local")
-        spec = P(("node", "local"))
         layer = partial(jax_ep.moe, num_experts=E, axis_name=topology, **options)
-        call = lambda *arrays: jax.shard_map(layer, mesh=mesh, in_specs=spec, out_specs=spec)(*arrays)  # noqa: E731
+        specs = {"in_specs": P(topology.axes), "out_specs": P(topology.axes)}
+        call = jax.shard_map(layer, mesh=make_mesh((2, 2), topology.axes), **specs)
     with pytest.raises(OURS, match=f"^{name.split()[0]}: "):
         jax.eval_shape(call, *arrays)
 

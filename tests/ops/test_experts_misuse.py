@@ -38,13 +38,6 @@ def halves(hidden):
 
 
 @pytest.mark.slow
-def test_experts_weight_on_input_low_latency(rng):
-    arrays, experts = Arrays(rng), Experts(weight_on="input")
-    want = arrays.low_latency(experts=experts)
-    np.testing.assert_allclose(want, arrays.moe(experts=experts), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.slow
 def test_experts_weight_on_input_float64(rng):
     with jax.enable_x64(True):
         arrays, experts = Arrays(rng, jnp.float64), Experts(weight_on="input")
@@ -162,19 +155,3 @@ def test_experts_biases_global_arrays_invalid(rng):
     for biases, error, message in wrong:
         with pytest.raises(error, match=f"sharded_moe.*{message}"):
             layer(*args, biases=biases)
-
-
-@pytest.mark.filterwarnings("ignore:MoE. no mesh is set")
-@pytest.mark.slow
-def test_experts_masked_tokens_gradient():
-    nnx = pytest.importorskip("flax.nnx")
-    from jax_ep.flax import MoE
-
-    layer = MoE(8, 6, 4, 2, dtype=jnp.float32, router=jax_ep.Router(logit_bias=True), rngs=nnx.Rngs(0))
-    x, mask = jnp.ones((4, 8)).at[0].set(jnp.nan), jnp.asarray([False, True, True, True])
-
-    def loss(layer):
-        return jnp.sum(jnp.where(mask[:, None], layer(x, token_mask=mask)[0], 0) ** 2)
-
-    gradients = jax.tree.leaves(nnx.jit(nnx.grad(loss))(layer))
-    assert len(gradients) == 4 and all(np.isfinite(g).all() for g in gradients)

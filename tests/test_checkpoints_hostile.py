@@ -145,15 +145,11 @@ def test_index_names_no_file_of_the_folder(name, folder, tmp_path_factory):
     fails(folder, rf"{INDEX} is not valid \(weight_map\['a'\]=.*, expected the name of a .safetensors file")
 
 
-@pytest.mark.parametrize("weight_map", [None, [], "a", 1])
-def test_index_of_other_types(weight_map, folder):
-    write_index(folder, weight_map)
-    fails(folder, "weight_map=.*, expected an object")
-
-
-def test_index_metadata_of_another_type(folder):
-    (folder / INDEX).write_text('{"metadata": [], "weight_map": {}}')
-    fails(folder, r"metadata=\[\], expected an object")
+@pytest.mark.parametrize("key", ["weight_map", "metadata"])
+@pytest.mark.parametrize("value", [None, [], "a", 1])
+def test_index_of_other_types(value, key, folder):
+    (folder / INDEX).write_text(json.dumps({"weight_map": {}} | {key: value}))
+    fails(folder, f"{key}=.*, expected an object")
 
 
 def test_index_and_files_that_differ(folder):
@@ -393,7 +389,6 @@ def test_config_values_out_of_range(family, folder):
     ("family", "changes", "text"),
     [
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0, expected an integer from 1 to 10000"),
-        ("mixtral", {"num_hidden_layers": 10**12}, "num_hidden_layers=1000000000000, expected"),
         ("mixtral", {"num_hidden_layers": True}, "num_hidden_layers=True"),
         ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob=1, expected true or false"),
         ("mixtral", {"num_experts_per_tok": 9}, "9 for 'num_experts_per_tok', expected at most the 8 experts"),

@@ -51,13 +51,6 @@ PACKED = {  # The kind of `packed_config`, the size of its blocks, and the dtype
 KINDS = GROUPED | PACKED
 
 
-def in_words(codes, bits, order=None):
-    """Pack numbers of the last axis in int32: the lowest bits have the first one, or that of `order`."""
-    per = 32 // bits
-    words = codes.astype(np.uint32).reshape(*codes.shape[:-1], -1, per)[..., order or list(range(per))]
-    return (words << np.arange(0, 32, bits, dtype=np.uint32)).sum(-1, dtype=np.uint32)
-
-
 def draw_grouped(rng, config, rows, depth, scale_dtype=F16):
     """Draw the tensors of one matrix, and the numbers `[out, in]` that they stand for."""
     bits, size = config["bits"], depth if config["group_size"] == -1 else config["group_size"]
@@ -67,14 +60,14 @@ def draw_grouped(rng, config, rows, depth, scale_dtype=F16):
     scales = rng.uniform(0.5, 2, (groups, rows)).astype(scale_dtype)
     parts = {"scales": scales}
     if config["quant_method"] == "awq":
-        words, points = in_words(codes, 4, AWQ_ORDER), in_words(zeros, 4, AWQ_ORDER)
+        words, points = in_int32(codes, 4, AWQ_ORDER), in_int32(zeros, 4, AWQ_ORDER)
     else:
         zeros = np.full_like(zeros, 1 << bits - 1) if config["sym"] else zeros
         of_depth = rng.permutation(of_depth) if config["desc_act"] else of_depth
-        ones = 0 if config.get("checkpoint_format") == "gptq_v2" else in_words(np.ones(32 // bits), bits)
-        words, points = in_words(codes.T, bits).T, in_words(zeros, bits) - ones
+        ones = 0 if config.get("checkpoint_format") == "gptq_v2" else in_int32(np.ones(32 // bits), bits)
+        words, points = in_int32(codes.T, bits).T, in_int32(zeros, bits) - ones
         parts["g_idx"] = of_depth.astype(np.int32)
-    parts |= {"qweight": words.view(np.int32), "qzeros": points.view(np.int32)}
+    parts |= {"qweight": words, "qzeros": points}
     numbers = (codes - zeros[of_depth]) * scales.astype(np.float64)[of_depth]
     return parts, numbers.astype(F32).T
 
@@ -153,7 +146,7 @@ def test_grouped_parts_of_words(kind, rng):
     bits, is_awq = config["bits"], kind == "awq"
     places = decoded.AWQ if is_awq else decoded.PLAIN
     codes = decoded.PackedColumns(parts["qweight"], 4, places) if is_awq else decoded.PackedRows(parts["qweight"], bits)
-    offset = 0 if is_awq else in_words(np.ones(32 // bits), bits).item()
+    offset = 0 if is_awq else in_int32(np.ones(32 // bits), bits).item()
     zeros = decoded.PackedColumns(parts["qzeros"], bits, places, offset)
     stored = decoded.Grouped(codes, zeros, parts["scales"], 16, parts.get("g_idx"))
     assert stored.shape == numbers.T.shape

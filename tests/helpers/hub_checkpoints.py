@@ -238,10 +238,11 @@ def fp8_checkpoint(folder, rng, hidden=256, width=384, scale_dtype=F32):
     return Checkpoint(write(folder, config, tensors)), pairs
 
 
-def in_int32(codes):
-    """Store eight 4-bit codes of the last axis in each int32, the first one in the lowest bits."""
-    words = codes.astype(np.uint32).reshape(*codes.shape[:-1], -1, 8)
-    return (words << np.arange(0, 32, 4, dtype=np.uint32)).sum(-1, dtype=np.uint32).view(np.int32)
+def in_int32(codes, bits=4, order=None):
+    """Pack codes of the last axis in int32: the lowest bits have the first one, or that of `order`."""
+    per = 32 // bits
+    words = codes.astype(np.uint32).reshape(*codes.shape[:-1], -1, per)[..., order or list(range(per))]
+    return (words << np.arange(0, 32, bits, dtype=np.uint32)).sum(-1, dtype=np.uint32).view(np.int32)
 
 
 def packed_config(kind, size):

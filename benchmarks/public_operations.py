@@ -27,7 +27,7 @@ from jax_ep.serving import serving_weights
 jax_ep.tools.__path__.insert(0, str(Path(__file__).resolve().parents[1] / "jax_ep" / "tools"))
 from jax_ep.tools.benchmark import harness
 from jax_ep.tools.benchmark.chains import calls
-from jax_ep.tools.benchmark.inputs import AXIS, MODELS, expert_mesh, make_weights, on_ranks, routing
+from jax_ep.tools.benchmark.inputs import MODELS, expert_mesh, make_weights, on_ranks, place, routing
 
 LENGTHS = (2, 8)
 FP8 = jnp.float8_e4m3fn
@@ -141,14 +141,14 @@ def _tokens(mesh: jax.sharding.Mesh, name: str, tokens: int, seed: int) -> tuple
     """Make tokens of all ranks, their uniformly routed ids, and weights."""
     model = MODELS[name]
     ids = routing("uniform", mesh.size * tokens, model, np.random.default_rng(seed))
-    placed = jax.device_put(ids, jax.NamedSharding(mesh, jax.P(*AXIS)))
+    placed = place(mesh, ids)
     weights = jax.jit(lambda ids: jnp.full(ids.shape, 1 / model.top_k, jnp.float32))(placed)
     return on_ranks(mesh, (tokens, model.hidden), seed), placed, weights
 
 
 def _on_all(mesh: jax.sharding.Mesh, sizes: np.ndarray) -> Array:
     """Place the same sizes on every rank."""
-    return jax.device_put(np.tile(sizes.astype(np.int32), mesh.size), jax.NamedSharding(mesh, jax.P(*AXIS)))
+    return place(mesh, np.tile(sizes.astype(np.int32), mesh.size))
 
 
 def main() -> None:

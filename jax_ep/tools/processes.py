@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import socket
@@ -15,11 +14,6 @@ from pathlib import Path
 import jax
 
 _PROCESS, _COORDINATOR = (f"JAX_EP_TOOL_{name}" for name in ("PROCESS", "COORDINATOR"))
-
-
-def add_option(options: argparse.ArgumentParser) -> None:
-    """Add the option `--processes`."""
-    options.add_argument("--processes", type=int, default=1, metavar="N", help="one process for each of N GPUs")
 
 
 def enter(count: int) -> bool:

@@ -100,7 +100,7 @@ def recording_options(what: str) -> argparse.ArgumentParser:
     add("--out", type=Path, default=Path("runs/trace.json"), help=out)
     add("--png", action="store_true", help="plot the last launch of each kernel, next to the file")
     add("--quick", action="store_true", help="tiny sizes; always on without GPUs")
-    processes.add_option(parser)
+    add("--processes", type=int, default=1, metavar="N", help="one process for each of N GPUs")
     return parser
 
 

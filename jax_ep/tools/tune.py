@@ -7,12 +7,11 @@ second run resumes where the first one stopped.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,13 +79,16 @@ def run(args: argparse.Namespace) -> None:
         print("CPU devices: the figures mean nothing, and no settings file is written", flush=True)
     parts = PARTS if not args.what or "all" in args.what else [name for name in PARTS if name in args.what]
     tuning.use(None)  # compare with the defaults
-    with _started():
+    _begin()
+    try:
         clock = _Clock(args.seconds)
         if "rates" in parts:
             clock.say("rates of this machine")
             results.rates = rates.measure()
             results.write()
         _tune(list(tune_cases.makers(parts, all_sizes, args.formats)), args.routing, results, clock)
+    finally:
+        context.finalize()
     if not results.outcomes and "rates" not in parts:
         sys.exit("jax-ep tune: nothing measured")
     _show(results)
@@ -161,7 +163,7 @@ def _tune_one(case: Case, log: Log, results: _Results, clock: _Clock, deadline: 
     if not is_done and all(log.find(case, settings) is None for settings in (chosen, case.start) if settings):
         print(f"{case.title}: no time left; run it again to resume")
         return
-    last = tune_search.confirm(chosen, measure, log)
+    last = measure([chosen], tune_search.LAST_ROUNDS, log)[0] if chosen else Outcome(1.0)
     is_better = bool(chosen) and last.relative <= tune_search.WORTH
     results.outcomes.append((case, chosen if is_better else {}, last))
     found = f"{last.relative:.2f} of the time with {tune_search.name_of(chosen)}" if is_better else "the default"
@@ -183,20 +185,11 @@ def _recover() -> None:
 
 
 def _begin() -> None:
+    """On CPU devices, initialize a context that runs kernels in Triton's interpreter."""
     if jax.default_backend() == "cpu":
         auto = (jax.sharding.AxisType.Auto,)
         mesh = jax.make_mesh((len(jax.local_devices()),), ("expert",), axis_types=auto)
         context.init(mesh, transport="shared_memory", timeout_s=300.0)
-
-
-@contextlib.contextmanager
-def _started() -> Iterator[None]:
-    """On CPU devices, initialize a context that runs kernels in Triton's interpreter."""
-    _begin()
-    try:
-        yield
-    finally:
-        context.finalize()
 
 
 @dataclasses.dataclass

@@ -245,23 +245,12 @@ def descend(
             outcomes = measure(unknown, ROUNDS, log) if unknown else []
             for trial, outcome in zip(unknown, outcomes, strict=False):
                 log.add(case, trial, "measured", outcome)
-            relative = [1.0 if not trial else _known(log, case, trial).relative for trial in trials]
-            least = min(relative)
+            known = [log.find(case, trial) or Outcome() if trial else Outcome(1.0) for trial in trials]
+            least = min(outcome.relative for outcome in known)
             if least < float("inf"):
-                best = next(trial for trial, value in zip(trials, relative, strict=True) if WORTH * value <= least)
+                best = next(trial for trial, one in zip(trials, known, strict=True) if WORTH * one.relative <= least)
             if len(outcomes) < len(unknown):
                 return best, False
         if best == before:
             break
     return best, True
-
-
-def _known(log: Log, case: Case, settings: Settings) -> Outcome:
-    return log.find(case, settings) or Outcome()
-
-
-def confirm(chosen: Settings, measure: Measure, log: Log) -> Outcome:
-    """Measure the chosen settings once more; they are better only if `relative` is at most `WORTH`."""
-    if not chosen:
-        return Outcome(1.0)
-    return measure([chosen], LAST_ROUNDS, log)[0]

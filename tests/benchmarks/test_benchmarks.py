@@ -182,12 +182,14 @@ def test_cases_count_the_tokens_that_travel(kind):
     case = exchange_case(kind)
     ids = np.asarray(case.ids).reshape(4, 10, 3)
     assert all(len(set(token)) == 3 for token in ids.reshape(-1, 3)), "the experts of a token must differ"
-    travels = np.zeros((4, 4), int)
-    for source, tokens in enumerate(ids):
-        for token in tokens:
-            for rank in {expert // 2 for expert in token} - {source}:
-                travels[source, rank] += 1
-    np.testing.assert_array_equal(case.remote, travels)
+    tokens, travelling = np.zeros((4, 4), int), np.zeros((4, 4), int)
+    for source, token in np.ndindex(4, 10):
+        owners = [expert // 2 for expert in ids[source, token]]
+        for rank in set(owners) - {source}:
+            tokens[source, rank] += 1
+            travelling[source, rank] += owners.count(rank)
+    np.testing.assert_array_equal(case.remote, tokens)
+    np.testing.assert_array_equal(case.remote_rows, travelling)
     rows = [np.count_nonzero(ids // 2 == rank) for rank in range(4)]
     assert case.layout.capacity == -(-max(rows) // 128) * 128
 

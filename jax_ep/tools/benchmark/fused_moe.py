@@ -92,6 +92,8 @@ def variants(
     def bytes_of(held: Any, experts: int = active) -> int:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(held)) // num_experts * experts
 
+    rows = on_ranks(expert_mesh(1), (max(slots, 1), model.hidden), 3)  # a shard may have no rows
+    sizes = jnp.asarray(np.bincount(ids[ids >= 0], minlength=num_experts), jnp.int32)
     found = {"ragged_dot": Variant(baselines.ragged_dot_layer, (*layer, *weights), bytes_of(weights))}
     for expert_format, held in {"bfloat16": weights, **stored}.items():
         for way, function in WAYS.items():
@@ -101,18 +103,10 @@ def variants(
             for way, operation in {"several launches": "quantized_gemm", "one launch": "fused_moe"}.items():
                 in_one = partial(in_language, operation, gluon, WAYS[way])
                 found[f"{way} in {language}, {expert_format}"] = Variant(in_one, (*layer, *held), bytes_of(held))
+            gemm = partial(in_language, "quantized_gemm", gluon, jax_ep.grouped_gemm)
+            found[f"{expert_format}, first GEMM, {language}"] = Variant(gemm, (rows, held[0], sizes), bytes_of(held[0]))
     hidden_rows = partial(with_hidden_rows, partial(jax_ep.fused_moe, schedule=SEVERAL))
     found["hidden rows, bfloat16"] = Variant(hidden_rows, (*layer, *weights), bytes_of(weights))
-    rows = on_ranks(expert_mesh(1), (max(slots, 1), model.hidden), 3)  # a shard may have no rows
-    sizes = jnp.asarray(np.bincount(ids[ids >= 0], minlength=num_experts), jnp.int32)
-    for expert_format, (w_gate_up, _) in stored.items():
-        for language, gluon in LANGUAGES.items() if expert_format.endswith("_prepacked") else ():
-            gemm = Variant(
-                partial(in_language, "quantized_gemm", gluon, jax_ep.grouped_gemm),
-                (rows, w_gate_up, sizes),
-                bytes_of(w_gate_up),
-            )
-            found[f"{expert_format}, first GEMM, {language}"] = gemm
     found["a step of the chain"] = Variant(lambda x: x[:1], (x,))
     sort = partial(jax_ep.moe_sort, num_experts=model.experts, block_size=64)
     found["moe_sort"] = Variant(sort, (jnp.asarray(all_ids), layer[2]))
@@ -166,24 +160,23 @@ def measure(report: Report, args: argparse.Namespace, name: str, rate: float) ->
         except ValueError as error:
             report.failed(f"fused_moe, {expert_format}", {"model": name, "dtype": "bfloat16"}, str(error))
     for tokens in args.tokens:
-        found, flops = variants(args, model, tokens, weights, stored)
-        chosen = harness.chosen(found, args.only)
-        shape = {"model": name, "tokens": tokens, "dtype": "bfloat16"}
-        check(found, stored, chosen)
-        measure_case(report, args, shape, found, chosen, flops, rate)
+        measure_case(report, args, name, tokens, weights, stored, rate)
 
 
 def measure_case(
     report: Report,
     args: argparse.Namespace,
-    shape: dict[str, Any],
-    found: Mapping[str, Variant],
-    chosen: Mapping[str, Variant],
-    flops: float,
+    name: str,
+    tokens: int,
+    weights: tuple[Array, Array],
+    stored: Mapping[str, Any],
     rate: float,
 ) -> None:
     """Measure the variants of one case, and PyTorch's layer."""
-    title, failures, tokens = f"{shape['model']}, {shape['tokens']} tokens", dict[str, str](), shape["tokens"]
+    found, flops = variants(args, MODELS[name], tokens, weights, stored)
+    chosen = harness.chosen(found, args.only)
+    check(found, stored, chosen)
+    title, failures = f"{name}, {tokens} tokens", dict[str, str]()
     by_tokens = next((both for most, both in LENGTHS.items() if tokens <= most), LENGTHS_OF_MANY)
     unroll = UNROLL if args.graphs else 1
     times = harness.measure_chained(
@@ -207,7 +200,7 @@ def measure_case(
         of_read_rate = read / seconds / rate
         return {"matrix_bytes": read, "of_read_rate": of_read_rate, "tflops": 1e-12 * flops / seconds}
 
-    report.record(title, shape, times, failures, details)
+    report.record(title, {"model": name, "tokens": tokens, "dtype": "bfloat16"}, times, failures, details)
 
 
 def options(prog: str | None = None) -> argparse.ArgumentParser:

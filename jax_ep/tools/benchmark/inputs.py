@@ -157,37 +157,30 @@ class Case:
         return np.bincount(self.owners.reshape(-1), minlength=self.layout.num_ranks)
 
     @property
-    def goes_to(self) -> np.ndarray:
-        """`[W, T, W]` whether a token has an expert on a rank."""
-        return np.stack([(self.owners == rank).any(axis=2) for rank in range(self.layout.num_ranks)], axis=2)
-
-    @property
     def remote(self) -> np.ndarray:
         """`[W, W]` number of tokens that each rank sends to each other rank; 0 to itself."""
-        return _without_own(self.goes_to.sum(axis=1))
+        return np.minimum(self._remote_rows_of_tokens, 1).sum(axis=1)
 
     @property
     def remote_rows(self) -> np.ndarray:
         """`[W, W]` the same, once per token and expert."""
-        return _without_own(np.stack([(self.owners == rank).sum((1, 2)) for rank in range(len(self.owners))], axis=1))
+        return self._remote_rows_of_tokens.sum(axis=1)
+
+    @property
+    def _remote_rows_of_tokens(self) -> np.ndarray:
+        """`[W, T, W]` rows of each token of a rank on each other rank."""
+        ranks = np.arange(self.layout.num_ranks)
+        return (self.owners[..., None] == ranks).sum(axis=2) * (ranks[:, None, None] != ranks)
 
     def row_bytes(self, wire: str) -> int:
         """Return the bytes of one token sent as "bf16" or "fp8"."""
         hidden = self.model.hidden
         return hidden + 4 * (hidden // FP8_BLOCK) if wire == "fp8" else self.x.dtype.itemsize * hidden
 
-    def place(self, rows: np.ndarray) -> Array:
-        """Place `[W * N, ...]` from the host on the ranks."""
-        return place(self.mesh, rows)
-
 
 def busiest(counts: np.ndarray) -> float:
     """Return the largest number that a rank sends or receives, of `[W, W]`."""
     return float(max(counts.sum(axis=0).max(), counts.sum(axis=1).max()))
-
-
-def _without_own(counts: np.ndarray) -> np.ndarray:
-    return counts * (1 - np.eye(len(counts), dtype=counts.dtype))
 
 
 def place(mesh: jax.sharding.Mesh, rows: np.ndarray) -> Array:

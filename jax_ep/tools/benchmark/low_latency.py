@@ -49,6 +49,7 @@ from jax_ep.tools.benchmark.inputs import (
     initialize,
     make_case,
     make_weights,
+    place,
 )
 from jax_ep.types import Schedule
 
@@ -113,11 +114,8 @@ def traffic(case: Case) -> dict[str, float]:
 
 def variants(case: Case, rows: Array) -> dict[str, Variant]:
     """Return the variants of the kernels and of NCCL."""
-    num_bytes, num_ranks, arrays = (
-        traffic(case),
-        case.layout.num_ranks,
-        (case.x, case.topk_idx, case.topk_weights, rows),
-    )
+    num_bytes, num_ranks = traffic(case), case.layout.num_ranks
+    arrays = (case.x, case.topk_idx, case.topk_weights, rows)
     back = "tokens" if _sends_sums(case) else "rows"
     found = {}
     for wire, quantize in (("fp8", True), ("bf16", False)):
@@ -126,7 +124,7 @@ def variants(case: Case, rows: Array) -> dict[str, Variant]:
         trip = round_trip(case, "triton", True, FP8 if wire == "fp8" else None)
         total = num_bytes["tokens fp8"] + num_bytes[f"{back} {wire}"]
         found[f"round trip, {wire} back"] = Variant(trip, arrays, total)
-    no_ids = case.place(np.full(case.ids.shape, -1, np.int32))
+    no_ids = place(case.mesh, np.full(case.ids.shape, -1, np.int32))
     found["dispatch of no tokens"] = Variant(ids_step(case, True), (no_ids, case.x))
     copies = jax.jit(lambda x: jnp.tile(x, (num_ranks, 1)), out_shardings=case.x.sharding)(case.x)
     shape = (num_ranks, case.layout.num_tokens, case.model.hidden)
@@ -150,7 +148,7 @@ def word(case: Case) -> Variant:
     from jax_ep.megakernels.launch import group_on
 
     step = lambda words: all_gather_i32(words[0], group_on(AXIS, frozenset()))  # noqa: E731
-    return Variant(step, (case.place(np.zeros((case.layout.num_ranks**2, 1), np.int32)),))
+    return Variant(step, (place(case.mesh, np.zeros((case.layout.num_ranks**2, 1), np.int32)),))
 
 
 def make_rows(case: Case) -> Array:

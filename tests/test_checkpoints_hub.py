@@ -13,6 +13,7 @@ import pytest
 hub = pytest.importorskip("huggingface_hub")
 pytest.importorskip("safetensors")
 
+import harness
 from cases import F32
 from hub_checkpoints import HUB
 from jax_ep.checkpoints import Checkpoint, push, save
@@ -132,6 +133,40 @@ def test_push_to_no_repository(repo_id, folder, api):
     with pytest.raises(ValueError, match=r"push: repo_id=.* is not valid \(.*\), expected 'owner/name'; pass"):
         push(folder, repo_id)
     assert not api.repos
+
+
+WRONG_OPTIONS = {
+    "an empty message": ({"message": ""}, ValueError, "message='', expected a text"),
+    "a message of spaces": ({"message": "  "}, ValueError, "message='  ', expected a text"),
+    "a message that is not Unicode": ({"message": "\udcff"}, ValueError, "message=.*, expected a text, in Unicode"),
+    "no message": ({"message": None}, TypeError, "message is a NoneType, expected a string"),
+    "message in bytes": ({"message": b"x"}, TypeError, "message is a bytes, expected a string"),
+    "an empty revision": ({"revision": ""}, ValueError, "revision='', expected a text"),
+    "a number as revision": ({"revision": 3}, TypeError, "revision is an int, expected a string"),
+    "visibility in words": ({"private": "no"}, TypeError, "private.*, expected True or False"),
+    "visibility as a number": ({"private": 0}, TypeError, "private.*, expected True or False"),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG_OPTIONS)
+def test_push_with_a_wrong_option_creates_no_repository(mistake, folder, api):
+    options, kind, text = WRONG_OPTIONS[mistake]
+    with pytest.raises(kind, match=f"^push: {text}"):
+        push(folder, "me/model", **options)
+    assert not api.repos
+
+
+def test_push_in_a_process_that_uses_nothing_else_of_the_package(folder, tmp_path):
+    """The package loads its modules when they are asked for; `huggingface_hub.utils` is none of its attributes."""
+    code = f"from jax_ep.checkpoints import push; push({str(folder)!r}, 'me/model')"
+    offline = {
+        "HF_HOME": str(tmp_path),
+        "HF_TOKEN": "",
+        "HF_TOKEN_PATH": str(tmp_path / "token"),
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = harness.run_command(sys.executable, "-c", code, **offline)
+    assert "PermissionError: push: huggingface_hub has no access token" in done.stderr
 
 
 def test_push_without_a_token(folder, api, monkeypatch):

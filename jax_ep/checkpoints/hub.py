@@ -10,6 +10,8 @@ from typing import Any
 
 from jax_ep.checkpoints import files, transaction
 from jax_ep.checkpoints.files import CONFIG, INDEX
+from jax_ep.core import check
+from jax_ep.core.json_files import shown
 
 _WEIGHTS = ("model*.safetensors", "model*.safetensors.index.json")
 _TEXTS = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "chat_template*")
@@ -70,7 +72,8 @@ def push(
 
     Raises:
       FileNotFoundError: the folder, its config, its tensors or a file of the index does not exist.
-      ValueError: a file is broken, or `repo_id` is not valid.
+      ValueError: a file is broken, or `repo_id`, `revision` or `message` is not valid.
+      TypeError: `revision`, `private` or `message` has a wrong type.
       PermissionError: huggingface_hub has no access token.
       ImportError: huggingface_hub is not installed.
       huggingface_hub.errors.HfHubHTTPError: the hub rejects the token, the revision or the commit, for example because
@@ -86,7 +89,12 @@ def push(
     function = "push"
     hub = files.optional(function, "huggingface_hub")
     stored = transaction.open_complete(function, folder)
-    _check_repo(function, hub, repo_id)
+    _check_repo(function, repo_id)
+    _check_text(function, "message", message)
+    if revision is not None:
+        _check_text(function, "revision", revision)
+    if private is not None:
+        private = check.flag(function, "private", private)
     if hub.get_token() is None:
         raise PermissionError(
             f"{function}: huggingface_hub has no access token, expected one that may write to {repo_id!r}; run `hf auth"
@@ -109,10 +117,18 @@ def _matching(names: Iterable[str], patterns: tuple[str, ...]) -> list[str]:
     return [name for name in names if "/" not in name and any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
-def _check_repo(function: str, hub: Any, repo_id: Any) -> None:
+def _check_text(function: str, name: str, text: Any) -> None:
+    """Check a text of a commit, which the hub's client checks when the repository exists, or not at all."""
+    check.instance(function, name, text, str, "a string")
+    if not text.strip() or any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError(f"{function}: {name}={shown(text)}, expected a text, in Unicode; pass one.")
+
+
+def _check_repo(function: str, repo_id: Any) -> None:
     """Check the name of a repository."""
+    utils = files.optional(function, "huggingface_hub.utils")  # no attribute of the package before its import
     try:
-        hub.utils.validate_repo_id(repo_id)
+        utils.validate_repo_id(repo_id)
         if "/" not in str(repo_id):
             raise ValueError("there is no owner")
     except ValueError as error:

@@ -137,7 +137,7 @@ def test_push_to_no_repository(repo_id, folder, api):
 
 WRONG_OPTIONS = {
     "an empty message": ({"message": ""}, ValueError, "message='', expected a text"),
-    "a message of spaces": ({"message": "  "}, ValueError, "message='  ', expected a text"),
+    "a message of spaces": ({"message": " "}, ValueError, "message=' ', expected a text"),
     "a message that is not Unicode": ({"message": "\udcff"}, ValueError, "message=.*, expected a text, in Unicode"),
     "no message": ({"message": None}, TypeError, "message is a NoneType, expected a string"),
     "message in bytes": ({"message": b"x"}, TypeError, "message is a bytes, expected a string"),

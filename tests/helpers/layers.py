@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jax_ep
 import oracle
 from cases import F32, assert_close, probabilities, reals
 from routings import ROUTINGS
@@ -63,6 +64,13 @@ def check_routings(call, routings, mesh, rng, subtests, shape, dtype=F32, **opti
             layer = Layer(rng, routing, mesh.size, shape, dtype)
             d_out = reals(rng, *layer.x.shape, dtype=dtype)
             check_gradients(call(*layer.args, d_out), layer, d_out, **options)
+
+
+def round_trip(x, topk_idx, *_, num_experts=4, schedule=None):
+    """Dispatch and combine every row with kernels: each token times its number of experts."""
+    options = {"schedule": schedule, "implementation": "triton"}
+    sent = jax_ep.dispatch(x, topk_idx, num_experts=num_experts, **options)
+    return jax_ep.combine(sent.tokens, sent.handle, **options)
 
 
 def first_tokens(ids, count):

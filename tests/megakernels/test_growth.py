@@ -12,6 +12,7 @@ import harness
 import jax_ep
 from jax_ep import context
 from jax_ep.heap import symmetric
+from layers import round_trip
 
 W, T, K, E, H = 2, 5, 2, 4, 8
 ALSO_ON_GPUS = True
@@ -22,12 +23,6 @@ def inputs(num_tokens=T):
     rng = np.random.default_rng(num_tokens)
     x = rng.integers(-8, 8, size=(W, num_tokens, H)).astype(np.float32)
     return x, rng.integers(0, E, size=(W, num_tokens, K), dtype=np.int32)
-
-
-def round_trip(x, ids):
-    """Dispatch and combine every row: each token times its number of experts."""
-    d = jax_ep.dispatch(x, ids, num_experts=E, implementation="triton")
-    return jax_ep.combine(d.tokens, d.handle, implementation="triton")
 
 
 def decode(x, ids):

@@ -160,11 +160,6 @@ def low_latency(x, ids, weights):
     return jax_ep.low_latency_combine(d.tokens, ids, weights, d.handle, implementation="triton")
 
 
-def throughput(x, ids, weights):
-    d = jax_ep.dispatch(x, ids, weights, num_experts=4, implementation="triton")
-    return jax_ep.combine(d.tokens * d.weights[:, None], d.handle, implementation="triton")
-
-
 def unrolled(layer, x, *routing):
     for _ in range(LAYERS):
         x = layer(x, *routing)
@@ -175,7 +170,7 @@ def scanned(layer, x, *routing):
     return jax.lax.scan(lambda x, _: (layer(x, *routing), None), x, None, length=LAYERS)[0]
 
 
-@pytest.mark.parametrize("layer", [low_latency, throughput])
+@pytest.mark.parametrize("layer", [low_latency, round_trip])
 @pytest.mark.parametrize("loop", [unrolled, scanned])
 @pytest.mark.slow(unless={"loop": [scanned]})
 def test_custom_calls_shared_per_program(layer, loop, two_ranks):

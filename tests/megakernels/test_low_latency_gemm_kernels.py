@@ -1,5 +1,7 @@
 """The fused GEMM + combine kernel: one launch, any number of programs, interleaved launches, failures."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ import harness
 import jax_ep
 from cases import Shape, integers
 from jax_ep.megakernels import launch, low_latency, masked, requirements
+from layers import round_trip
 from low_latency_problems import GemmProblem, gemm_combine
 
 SHAPE = Shape(num_tokens=6, top_k=3, num_experts=8, hidden=24, intermediate=16)
@@ -46,11 +49,7 @@ def test_low_latency_gemm_interleaved_groups(two_ranks, rng):
     large = Shape(num_tokens=9, top_k=2, num_experts=8, hidden=40, intermediate=136)
     runs = [(m, s, harness.compiled(fused(s), m)) for m in (two_ranks, others, four) for s in (SHAPE, large)]
 
-    def exchange(x, ids):
-        d = jax_ep.dispatch(x, ids, num_experts=8, implementation="triton")
-        return jax_ep.combine(d.tokens, d.handle, implementation="triton")
-
-    throughput = harness.compiled(exchange, four)
+    throughput = harness.compiled(partial(round_trip, num_experts=8), four)
     for index in rng.permutation(3 * len(runs)):
         where, shape, call = runs[index % len(runs)]
         problem = problem_of(rng, "uniform", where.size, shape)

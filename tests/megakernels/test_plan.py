@@ -46,8 +46,8 @@ def planner(layout):
     return harness.compiled(fn, mesh)
 
 
-def check(layout, ids, call=None):
-    got = (call or planner(layout))(ids)
+def check(layout, ids, call):
+    got = call(ids)
     for rank in range(layout.num_ranks):
         num_invalid = rows.count_invalid(jnp.asarray(ids[rank]), layout.num_experts)
         want = rows.make_handle(jnp.asarray(ids), rank, num_invalid, layout)
@@ -55,6 +55,12 @@ def check(layout, ids, call=None):
             expected = np.asarray(getattr(want, name))
             assert (field[rank].dtype, field[rank].shape) == (expected.dtype, expected.shape), name
             np.testing.assert_array_equal(field[rank], expected, f"{name} of rank {rank}, {layout}")
+
+
+def check_routings(rng, layout):
+    call = planner(layout)
+    for ids in routings(rng, layout).values():
+        check(layout, ids, call)
 
 
 def routings(rng, layout):
@@ -80,10 +86,7 @@ def random_layout(rng, num_ranks):
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_plan_kernel_random_layouts_and_invalid_ids(heaps, rng, num_ranks):
     for _ in range(2):
-        layout = random_layout(rng, num_ranks)
-        call = planner(layout)
-        for ids in routings(rng, layout).values():
-            check(layout, ids, call)
+        check_routings(rng, random_layout(rng, num_ranks))
 
 
 LAYOUTS = {
@@ -99,10 +102,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_plan_kernel_edge_sizes(heaps, rng, name):
-    layout = LAYOUTS[name]
-    call = planner(layout)
-    for ids in routings(rng, layout).values():
-        check(layout, ids, call)
+    check_routings(rng, LAYOUTS[name])
 
 
 @pytest.mark.parametrize(
@@ -119,9 +119,7 @@ def test_plan_kernel_blocks_of_many_parts(heaps, rng, monkeypatch, blocks):
     config, chosen = exchange.plan_config(layout)
     sizes = dataclasses.replace(chosen, **blocks | {"tile": dataclasses.replace(chosen.tile, **blocks["tile"])})
     monkeypatch.setattr(exchange, "plan_config", lambda layout: (config, sizes))
-    call = planner(layout)
-    for ids in routings(rng, layout).values():
-        check(layout, ids, call)
+    check_routings(rng, layout)
 
 
 def test_plan_kernel_tiles_cover_layouts():

@@ -9,6 +9,7 @@ import harness
 import jax_ep
 from jax_ep import context
 from jax_ep.placement import with_copies
+from layers import round_trip
 
 W, T, K, E, H = 2, 5, 2, 4, 8
 OPTIONS = {"num_experts": E, "implementation": "triton"}
@@ -17,12 +18,6 @@ OPTIONS = {"num_experts": E, "implementation": "triton"}
 def inputs(seed=0):
     rng = np.random.default_rng(seed)
     return rng.normal(size=(W, T, H)).astype(np.float32), rng.integers(0, E, size=(W, T, K), dtype=np.int32)
-
-
-def round_trip(x, ids):
-    """Dispatch and combine every row: each token times its number of experts."""
-    d = jax_ep.dispatch(x, ids, **OPTIONS)
-    return jax_ep.combine(d.tokens, d.handle, implementation="triton")
 
 
 def test_protocol_timeout_names_ranks(mesh):

@@ -14,6 +14,7 @@ from jax_ep.megakernels import exchange, low_latency
 from jax_ep.tracing import KINDS, clocks
 from jax_ep.tracing.events import EVENT
 from jax_ep.types import Layout, Schedule
+from layers import round_trip
 
 pytest.importorskip("triton")
 
@@ -29,11 +30,6 @@ def inputs(rng):
     down = rng.normal(size=(W, E // W, INNER, H)) / 8
     weights = rng.random((W, T, K)).astype(np.float32)
     return (rng.normal(size=(W, T, H)).astype(BF16), ids, weights, gate_up.astype(BF16), down.astype(BF16))
-
-
-def round_trip(x, ids, *_):
-    sent = jax_ep.dispatch(x, ids, **OPTIONS)
-    return jax_ep.combine(sent.tokens, sent.handle, implementation="triton")
 
 
 def layer(dispatch_mode, combine_mode):

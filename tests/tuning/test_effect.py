@@ -1,6 +1,7 @@
 """Settings reach the launches in their order of precedence, and change results only by rounding."""
 
 import threading
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from jax_ep.tools import tune_cases
 from jax_ep.tools.benchmark.inputs import Model
 from jax_ep.types import Layout, Schedule
 from jax_ep.xla import grouped_gemm as xla_products
+from layers import round_trip
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="in the interpreter, with devices of kind cpu")
@@ -55,15 +57,6 @@ def inputs(rng):
     return rng.standard_normal((2, T, H)).astype(np.float32), rng.integers(-1, E, (2, T, K)).astype(np.int32)
 
 
-def round_trip(schedule=None):
-    def fn(x, ids):
-        options = {"schedule": schedule, "implementation": "triton"}
-        d = jax_ep.dispatch(x, ids, num_experts=E, **options)
-        return jax_ep.combine(d.tokens, d.handle, **options)
-
-    return fn
-
-
 def sums(x, ids):
     return x * (ids >= 0).sum(-1, keepdims=True)
 
@@ -73,7 +66,7 @@ def test_tuning_precedence(two_ranks, launched, make_file, rng):
     x, ids = inputs(rng)
     settings = {"num_warps": 2, "tokens_per_block": 2, "rows_in_flight": 3, "num_combining_programs": 1}
     tuning.use(make_file(entry("combine", FACTS, **settings), entry("dispatch", FACTS | {"wire_dtype": "float32"})))
-    fn = jax.jit(harness.per_rank(round_trip(Schedule(num_warps=8)), two_ranks))
+    fn = jax.jit(harness.per_rank(partial(round_trip, schedule=Schedule(num_warps=8)), two_ranks))
     with tuning.override("combine", num_warps=1, tokens_per_block=8):
         np.testing.assert_array_equal(fn(x, ids), sums(x, ids))
     config, sizes = of(launched, "combine")
@@ -94,7 +87,7 @@ def test_tuning_entries_match_sizes(two_ranks, launched, make_file, rng):
     x, ids = inputs(rng)
     others = [{"num_ranks": 4}, {"num_tokens": 8}, {"hidden": 128}, {"top_k": 1}, {"dtype": "bfloat16"}]
     tuning.use(make_file(*(entry("combine", FACTS | other, num_warps=16) for other in others)))
-    jax.eval_shape(harness.per_rank(round_trip(), two_ranks), x, ids)
+    jax.eval_shape(harness.per_rank(round_trip, two_ranks), x, ids)
     assert of(launched, "combine")[0].num_warps == 1
 
 
@@ -272,7 +265,7 @@ def test_tuning_random_settings_same_bits(case, two_ranks, rng):
     chosen = {operation: draw(rng, operation) for operation in ("dispatch", "combine")}
     print(chosen)
     with tuning.override("dispatch", **chosen["dispatch"]), tuning.override("combine", **chosen["combine"]):
-        np.testing.assert_array_equal(harness.run(round_trip(), two_ranks, x, ids), sums(x, ids))
+        np.testing.assert_array_equal(harness.run(round_trip, two_ranks, x, ids), sums(x, ids))
 
 
 @pytest.mark.parametrize("case", range(5))

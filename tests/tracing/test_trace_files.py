@@ -155,16 +155,6 @@ def test_trace_order_without_time(tmp_path):
     same(tracing.Trace.load(tmp_path / "t.json"), trace)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"otherData": {"format": "jax_ep trace 9"}}', '{"otherData": 3}'])
-def test_trace_foreign_file(content, tmp_path, capsys):
-    path = tmp_path / "other.json"
-    path.write_text(content)
-    with pytest.raises(ValueError, match=r"other.json is not a trace of this package.*record it again"):
-        tracing.Trace.load(path)
-    assert __main__.main(["trace", "show", str(path)]) == 2
-    assert "not a trace of this package" in capsys.readouterr().err
-
-
 _PATHS = (
     *(("otherData", name) for name in ("format", "is_ordered_only", "begin", "clocks", "num_dropped", "launches")),
     *(("otherData", "clocks", name) for name in ("offset_ns", "error_ns", "relaxed_ns")),
@@ -220,7 +210,7 @@ def test_trace_mutated_file(changes, trace, tmp_path):
     assert "\n" not in message and len(message) < 600
 
 
-def test_trace_hostile_file(tmp_path):
+def test_trace_foreign_or_hostile_file(trace, tmp_path, capsys):
     """A FIFO is not waited for, and a compressed file is read up to the limit."""
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(OSError, match="not a regular file"):
@@ -228,10 +218,16 @@ def test_trace_hostile_file(tmp_path):
     blanks = gzip.compress(bytes(1 << 20))
     files = {"bomb": blanks * 257, "deep": b"[" * 200_000, "cut": gzip.compress(b"{}")[:-4]}
     files |= {"damaged": b"\x1f\x8b" + bytes(100), "twice": b'{"a": 1, "a": 2}', "digits": b"9" * 10_000}
-    for name, data in (files | {"nan": b'{"otherData": NaN}', "latin": b"\xff"}).items():
+    files |= {"nan": b'{"otherData": NaN}', "latin": b"\xff", "nothing": b"", "list": b"[]", "object": b"{}"}
+    trace.save(tmp_path / "this_version.json")
+    this_version = (tmp_path / "this_version.json").read_bytes()
+    files |= {"version": this_version.replace(b"jax_ep trace 1", b"jax_ep trace 9"), "number": b'{"otherData": 3}'}
+    for name, data in files.items():
         (tmp_path / name).write_bytes(data)
-        with pytest.raises(ValueError, match=rf"{name} is not a trace of this package: .*; expected"):
+        with pytest.raises(ValueError, match=rf"{name} is not a trace of this package: .*; expected .*record it again"):
             tracing.Trace.load(tmp_path / name)
+        assert __main__.main(["trace", "show", str(tmp_path / name)]) == 2
+        assert "not a trace of this package" in capsys.readouterr().err
 
 
 def test_trace_invalid_arguments(trace):

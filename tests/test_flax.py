@@ -11,6 +11,7 @@ import pytest
 nnx = pytest.importorskip("flax.nnx")
 
 import jax_ep
+from harness import make_mesh
 from jax_ep import Schedule
 from jax_ep.core import mesh_axes
 from jax_ep.flax import MoE, MoEMetrics, RouterBias, SharedExperts
@@ -27,11 +28,8 @@ ON_MESH = {"axes": BATCH, "shared_experts": SharedExperts(), "router": jax_ep.Ro
 
 
 def data_expert_mesh(kind):
-    if jax.device_count() < 4:
-        pytest.skip("needs 4 devices")
-    shape = (2, min(8, jax.device_count()) // 2)
-    axis_types = (getattr(jax.sharding.AxisType, kind),) * 2
-    return jax.make_mesh(shape, ("data", "expert"), axis_types=axis_types, devices=jax.devices()[: 2 * shape[1]])
+    shape = (2, max(2, min(8, jax.device_count()) // 2))
+    return make_mesh(shape, ("data", "expert"), getattr(jax.sharding.AxisType, kind))
 
 
 def array(variable):

@@ -10,6 +10,7 @@ import pytest
 nnx = pytest.importorskip("flax.nnx")
 
 import jax_ep
+from harness import make_mesh
 from jax_ep.flax import MoE, ServingArray
 from jax_ep.sharding import MeshAxes
 from oracle_experts import GPT_OSS
@@ -32,10 +33,7 @@ AXES = {
 
 
 def mesh_of(kind):
-    if jax.device_count() < 8:
-        pytest.skip("needs 8 devices")
-    types = (getattr(jax.sharding.AxisType, kind),) * 3
-    return jax.make_mesh((2, 2, 2), ("data", "expert", "tensor"), axis_types=types, devices=jax.devices()[:8])
+    return make_mesh((2, 2, 2), ("data", "expert", "tensor"), getattr(jax.sharding.AxisType, kind))
 
 
 def fill(moe, rng):

@@ -60,7 +60,6 @@ GRAPHS = {
 GROUPS = (*SCOPES, "other")
 DENSE = r"nvjet|cutlass|cublas|gem[mv]|splitk|_dot_"
 BASELINE = "transformers"
-COUNTED = ("touched_experts", "prepare_s")  # by the baseline
 
 
 # --- floors and groups ----------------------------------------------------------------------------------------------
@@ -291,8 +290,9 @@ def record_baseline(
         if case is None or "failed" in row:
             report.failed(row["variant"], shape, row["failed"])
             continue
-        timing, facts = Timing(tuple(row["samples"])), {name: row[name] for name in COUNTED if name in row}
-        facts |= figures(model, params, case, 1, timing.median, rate, row.get("touched_experts", 0.0))
+        timing, touched = Timing(tuple(row["samples"])), row.get("touched_experts", 0.0)
+        facts = {"touched_experts": touched} if case.phase == "decode" else {}
+        facts |= figures(model, params, case, 1, timing.median, rate, touched)
         report.add(row["variant"], shape, timing, **facts)
 
 

@@ -4,8 +4,7 @@ It runs in a separate process, and needs PyTorch and transformers, but not JAX. 
 `config` of the model, `cases` of serve.py, `steps` per sample, `rounds`, and `quick` to run without a GPU. It
 prints a JSON object per measured or failed row, at once, so that a kill loses only what is missing.
 
-Decode steps have a static cache and run three ways: eager; as a CUDA graph of the eager step; and compiled with
-`mode="reduce-overhead"`, as `generate` compiles it, if that takes at most `COMPILE_S` seconds. Experts are
+Decode steps have a static cache and run eagerly, and on a GPU also as a CUDA graph of the eager step. Experts are
 "grouped_mm", and for one token also "batched_mm", which reads a copy of the weights of each assignment. Attention is
 "sdpa", and "eager" for gpt-oss, whose sinks "sdpa" lacks.
 """
@@ -13,7 +12,6 @@ Decode steps have a static cache and run three ways: eager; as a CUDA graph of t
 from __future__ import annotations
 
 import json
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +20,6 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
-COMPILE_S = 60
 WARMUP = 2
 EAGER_STEPS = 4  # per sample; eager steps are slow
 ON_GPU = torch.cuda.is_available()
@@ -34,11 +31,6 @@ def wait() -> None:
     """Wait for the GPU."""
     if ON_GPU:
         torch.cuda.synchronize()
-
-
-def emit(variant: str, case: dict[str, Any], **found: Any) -> None:
-    """Print a row."""
-    print(json.dumps({"variant": f"transformers, {variant}", "case": case, **found}), flush=True)
 
 
 class Decoding:
@@ -112,27 +104,6 @@ class Decoding:
 
         return replay
 
-    def compiled(self) -> Step:
-        """Return the compiled step; raises TimeoutError after `COMPILE_S` seconds."""
-
-        def give_up(*_: object) -> None:
-            raise TimeoutError(f"compilation took more than {COMPILE_S} s")
-
-        torch._dynamo.reset()
-        step = torch.compile(self.step, mode="reduce-overhead")
-
-        def marked(token: torch.Tensor) -> torch.Tensor:
-            torch.compiler.cudagraph_mark_step_begin()
-            return step(token).clone()
-
-        signal.signal(signal.SIGALRM, give_up)
-        signal.alarm(COMPILE_S)
-        try:
-            marked(self.token)
-        finally:
-            signal.alarm(0)
-        return marked
-
 
 def measure_prefill(model: Any, case: dict[str, Any], rounds: int) -> list[float]:
     """Return the seconds of each prefill."""
@@ -148,35 +119,31 @@ def measure_prefill(model: Any, case: dict[str, Any], rounds: int) -> list[float
 
 
 def attempt(variant: str, case: dict[str, Any], run: Callable[[], dict[str, Any]]) -> None:
-    """Emit a row, or the error that it ends in."""
+    """Print a row, or the error that it ends in."""
     try:
         found = run()
     except Exception as error:
         found = {"failed": f"{type(error).__name__}: {error}"[:500]}
-    emit(variant, case, **found)
+    print(json.dumps({"variant": f"transformers, {variant}", "case": case, **found}), flush=True)
 
 
-def measure_decode(model: Any, case: dict[str, Any], steps: int, rounds: int, way: str) -> None:
-    """Measure one way to run the steps, with each implementation of the experts that suits the batch."""
+def measure_decode(model: Any, case: dict[str, Any], steps: int, rounds: int, *, graph: bool) -> None:
+    """Measure the steps, eager or as a graph, with each implementation of the experts that suits the batch."""
     for experts in ("grouped_mm", "batched_mm") if case["batch"] == 1 else ("grouped_mm",):
 
         def run(experts: str = experts) -> dict[str, Any]:
             model.set_experts_implementation(experts)
             decoding = Decoding(model, case["batch"], case["length"], steps)
             touched = decoding.touched()
-            began = time.perf_counter()
-            step = {"eager": lambda: decoding.step, "CUDA graph": decoding.as_graph, "compiled": decoding.compiled}[
-                way
-            ]()
-            prepare_s = time.perf_counter() - began
-            samples = decoding.samples(step, rounds, min(EAGER_STEPS, steps) if way == "eager" else steps)
-            return {"samples": samples, "touched_experts": touched, "prepare_s": prepare_s}
+            step = decoding.as_graph() if graph else decoding.step
+            samples = decoding.samples(step, rounds, steps if graph else min(EAGER_STEPS, steps))
+            return {"samples": samples, "touched_experts": touched}
 
-        attempt(f"{way}, {experts}", case, run)
+        attempt(f"{'CUDA graph' if graph else 'eager'}, {experts}", case, run)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measure everything: the ways that may fail come last."""
+    """Measure everything; graphs, whose capture may fail, come last."""
     settings = json.loads(arguments[0])
     if not (ON_GPU or settings["quick"]):
         sys.exit("PyTorch sees no GPU")
@@ -188,14 +155,12 @@ def main(arguments: Sequence[str]) -> None:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention).eval()
     model.set_experts_implementation("grouped_mm")
     rounds, steps = settings["rounds"], settings["steps"]
-    by_phase = {
-        phase: [case for case in settings["cases"] if case["phase"] == phase] for phase in ("prefill", "decode")
-    }
-    for case in by_phase["prefill"]:
-        attempt("eager, grouped_mm", case, lambda case=case: {"samples": measure_prefill(model, case, rounds)})
-    for way in ("eager", "CUDA graph", "compiled") if ON_GPU else ("eager",):
-        for case in by_phase["decode"]:
-            measure_decode(model, case, steps, rounds, way)
+    for graph in (False, True) if ON_GPU else (False,):
+        for case in settings["cases"]:
+            if case["phase"] == "decode":
+                measure_decode(model, case, steps, rounds, graph=graph)
+            elif not graph:
+                attempt("eager, grouped_mm", case, lambda case=case: {"samples": measure_prefill(model, case, rounds)})
 
 
 if __name__ == "__main__":

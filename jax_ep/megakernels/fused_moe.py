@@ -89,7 +89,7 @@ def fuses(experts: Experts, num_slots: int, dtype: DTypeLike, w_gate_up: Matrice
 
 def is_fastest(num_slots: int, dtype: DTypeLike, w_gate_up: Matrices, w_down: Matrices, *, by_pallas: bool) -> bool:
     """Return whether one launch should be faster than several of `dtype` rows; see cost_model.py for `by_pallas`."""
-    single_launch = tuned.schedule(Schedule(), "fused_moe", **_facts(num_slots, w_down)).single_launch
+    single_launch = tuned.schedule(Schedule(), "fused_moe", **layer_facts(num_slots, w_down)).single_launch
     if single_launch is not None:
         return single_launch
     (num_experts, intermediate, hidden), (bits, in_fp8) = w_down.shape, _bits(w_down)
@@ -115,7 +115,7 @@ def _swaps_ab(w: Matrices) -> bool:
     return isinstance(w, QuantizedWeights) and not w.activations and swaps_ab(w, 32)
 
 
-def _facts(num_slots: int, w_down: Matrices) -> dict[str, object]:
+def layer_facts(num_slots: int, w_down: Matrices) -> dict[str, object]:
     """Return the facts by which settings are looked up."""
     num_experts, intermediate, hidden = w_down.shape
     if isinstance(w_down, QuantizedWeights):
@@ -211,7 +211,7 @@ def fused_sizes(
     halves = prepacked[0] and experts.gated and not experts.interleaved
     swap_ab = any(map(_swaps_ab, (w_gate_up, w_down)))
     default = fused_tiles(slots, num_experts, hidden, intermediate, bits, in_fp8=in_fp8, swap_ab=swap_ab)
-    tiles = tuned.tiles(default, "fused_moe", **_facts(slots, w_down))
+    tiles = tuned.tiles(default, "fused_moe", **layer_facts(slots, w_down))
     _check_tiles(tiles, in_fp8=in_fp8, prepacked=any(prepacked))
     wide = 2 if experts.interleaved or halves else 1
     sizes = FusedMoE(
@@ -403,7 +403,7 @@ def runs_layer_in_gluon(experts: Experts, slots: int, dtype: DTypeLike, w_gate_u
     read = [w for w in (w_gate_up, w_down) if isinstance(w, QuantizedWeights) and is_gluon_operand(w, dtype)]
     alike = len(read) == 2 and read[0].format == read[1].format
     takes = alike and experts.gated and slots <= _MOST_UNSORTED
-    facts = _facts(slots, w_down)
+    facts = layer_facts(slots, w_down)
     # As many tasks as in the smallest case of fused_moe_gluon.json: its tiles are wide.
     wanted = takes and runs_gluon() and _gluon_layer(slots, w_down).hidden_tasks(_HALF) >= all_programs(7)
     default = Language(wanted)
@@ -433,7 +433,7 @@ def gluon_tiles(slots: int, w_down: QuantizedWeights) -> GluonLayerTiles:
     many = w_down.format == "mxfp4" and layer.hidden_tasks(_HALF) >= all_programs(10)
     programs = {16: 4 if many else 3, 32: 3, 64: 2}[block_m]
     splits = _splits(layer, _COLUMNS, 2 * programs, all_busy=True)
-    return tuned.tiles(GluonLayerTiles(block_m, splits, programs), "fused_moe_gluon", **_facts(slots, w_down))
+    return tuned.tiles(GluonLayerTiles(block_m, splits, programs), "fused_moe_gluon", **layer_facts(slots, w_down))
 
 
 def gluon_sizes(shape: tuple[int, ...], top_k: int, w_down: QuantizedWeights, tiles: GluonLayerTiles) -> GluonMoE:

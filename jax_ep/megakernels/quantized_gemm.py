@@ -109,7 +109,8 @@ def gluon_tiles(rows_of_group: int) -> GluonTiles:
     return GluonTiles(block_m=block_m, programs=2 if block_m == 64 else 3)
 
 
-def _facts(rows_of_group: int, dtype: jnp.dtype, rhs: QuantizedWeights) -> dict[str, Any]:
+def quantized_facts(rows_of_group: int, dtype: jnp.dtype, rhs: QuantizedWeights) -> dict[str, Any]:
+    """Return the facts by which settings are looked up."""
     groups, depth, columns = rhs.shape
     sizes = {"rows_of_group": rows_of_group, "depth": depth, "columns": columns, "groups": groups}
     return {**sizes, "dtype": dtype, "format": stored_name(rhs)}
@@ -117,13 +118,13 @@ def _facts(rows_of_group: int, dtype: jnp.dtype, rhs: QuantizedWeights) -> dict[
 
 def _tuned_tiles(rows_of_group: int, dtype: jnp.dtype, rhs: QuantizedWeights) -> QuantizedTiles:
     default = quantized_tiles(rows_of_group, rhs.activations, prepacked=rhs.is_prepacked)
-    return tuned.tiles(default, "quantized_gemm", **_facts(rows_of_group, dtype, rhs))
+    return tuned.tiles(default, "quantized_gemm", **quantized_facts(rows_of_group, dtype, rhs))
 
 
 def tuned_gluon_tiles(rows_of_group: int, dtype: jnp.dtype, rhs: QuantizedWeights) -> GluonTiles | None:
     """Return the tiles of the kernel in Gluon, or None for the one in Triton."""
     default = Language(rows_of_group <= _MOST_GLUON_ROWS and runs_in_gluon(rhs, dtype))
-    facts = _facts(rows_of_group, dtype, rhs)
+    facts = quantized_facts(rows_of_group, dtype, rhs)
     if not tuned.tiles(default, "quantized_gemm", **facts).gluon:
         return None
     return tuned.tiles(gluon_tiles(rows_of_group), "quantized_gemm_gluon", **facts)

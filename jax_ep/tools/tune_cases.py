@@ -20,10 +20,10 @@ from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.core.facts import ExchangeFacts
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.megakernels import tuned
-from jax_ep.megakernels.fused_moe import FusedTiles, GluonLayerTiles, runs_layer_in_gluon
+from jax_ep.megakernels.fused_moe import FusedTiles, GluonLayerTiles, layer_facts, runs_layer_in_gluon
 from jax_ep.megakernels.grouped_gemm import Fp8Tiles, Fp8WeightTiles, Tiles, WeightTiles
 from jax_ep.megakernels.masked import MaskedTiles
-from jax_ep.megakernels.quantized_gemm import GluonTiles, QuantizedTiles, tuned_gluon_tiles
+from jax_ep.megakernels.quantized_gemm import GluonTiles, QuantizedTiles, quantized_facts, tuned_gluon_tiles
 from jax_ep.megakernels.requirements import MOST_LOW_LATENCY_TOKENS
 from jax_ep.ops import exchange_gemm as ops
 from jax_ep.ops import plan as plans
@@ -367,12 +367,12 @@ def _quantized_gemm(sizes: Sizes, expert_format: str) -> Iterator[Case]:
     def gemm(zero: Array, x: Array, w: Any, counts: Array) -> Any:
         return run.grouped_gemm(x, w, counts + zero, out_dtype=_BF16)
 
-    facts = {"rows_of_group": -(-rows // local), "depth": sizes.model.hidden, "columns": columns, "groups": local}
     stored = stored_as(expert_format, w)
-    in_gluon = tuned_gluon_tiles(facts["rows_of_group"], _BF16, stored) is not None
+    known = -(-rows // local), _BF16, stored
+    in_gluon = tuned_gluon_tiles(*known) is not None
     yield _case(
         "quantized_gemm_gluon" if in_gluon else "quantized_gemm",
-        facts | {"dtype": _BF16, "format": expert_format},
+        quantized_facts(*known),
         f"GEMM in {expert_format} of {rows} rows x {sizes.model.hidden} x {columns}, {local} groups",
         GluonTiles.candidates if in_gluon else QuantizedTiles.candidates,
         gemm,
@@ -393,16 +393,10 @@ def _masked_gemm(sizes: Sizes) -> Iterator[Case]:
     def gemm(zero: Array, rows: Array, w: QuantizedWeights, counts: Array) -> Any:
         return masked_grouped_gemm(rows, w, counts + zero, expected_rows=expected, implementation="triton")
 
-    facts = {
-        "num_rows": most,
-        "depth": sizes.model.hidden,
-        "columns": columns,
-        "groups": local,
-        "expected_rows": expected,
-    }
+    facts = {"num_rows": most, "expected_rows": expected, "depth": sizes.model.hidden, "columns": columns}
     yield _case(
         "masked_grouped_gemm",
-        facts | {"dtype": _BF16, "out_dtype": _BF16},
+        facts | {"groups": local, "dtype": _BF16, "out_dtype": _BF16},
         f"masked GEMM of {sizes.title}",
         MaskedTiles.candidates,
         gemm,
@@ -427,9 +421,8 @@ def _fused_moe(sizes: Sizes, expert_format: str | None = None) -> Iterator[Case]
     def layer(zero: Array, x: Array, ids: Array, topk_weights: Array, gate_up: Any, down: Any) -> Any:
         return public_fused_moe(x, ids + zero, topk_weights, gate_up, down, implementation="triton")
 
-    shape = {"hidden": sizes.model.hidden, "intermediate": sizes.model.intermediate, "format": expert_format or _BF16}
-    facts = {"num_slots": sizes.tokens * sizes.model.top_k, "num_experts": sizes.model.experts, **shape}
-    title = f"layer of {sizes.tokens} tokens x {sizes.model.hidden}, {sizes.model.experts} experts, {shape['format']}"
+    facts = layer_facts(ids.size, weights[1])
+    title = f"layer of {sizes.tokens} tokens x {sizes.model.hidden}, {sizes.model.experts} experts, {facts['format']}"
     arrays = (x, ids, topk_weights, *weights)
     candidates: dict[str, tuple[Setting, ...]] = {"single_launch": (False, True)}
     if runs_layer_in_gluon(Experts(), ids.size, _BF16, *weights):

@@ -180,7 +180,8 @@ def exchange_case(kind, num_ranks=4):
 @pytest.mark.parametrize("kind", ["uniform", "zipf"])
 def test_cases_count_the_tokens_that_travel(kind):
     case = exchange_case(kind)
-    ids = np.asarray(case.ids).reshape(4, 10, 3)
+    np.testing.assert_array_equal(case.ids, case.topk_idx)
+    ids = case.ids.reshape(4, 10, 3)
     assert all(len(set(token)) == 3 for token in ids.reshape(-1, 3)), "the experts of a token must differ"
     tokens, travelling = np.zeros((4, 4), int), np.zeros((4, 4), int)
     for source, token in np.ndindex(4, 10):
@@ -191,6 +192,7 @@ def test_cases_count_the_tokens_that_travel(kind):
     np.testing.assert_array_equal(case.remote, tokens)
     np.testing.assert_array_equal(case.remote_rows, travelling)
     rows = [np.count_nonzero(ids // 2 == rank) for rank in range(4)]
+    assert case.rows.tolist() == rows
     assert case.layout.capacity == -(-max(rows) // 128) * 128
 
 

@@ -235,8 +235,7 @@ def options(prog: str | None = None) -> argparse.ArgumentParser:
     add("--shapes", nargs="+", type=shape, default=SHAPES, help="rows,K,N,groups of each shape")
     add("--model", choices=MODELS, help=f"the shapes of a rank of {RANKS} GPUs instead")
     add("--directions", nargs="+", choices=DIRECTIONS, default=DIRECTIONS)
-    settle = "seconds that a variant runs before each sample; with 0 the report has another name"
-    add("--settle", type=float, default=0.1, help=settle)
+    add("--settle", type=float, default=0.1, help="seconds that a variant runs before each sample")
     return parser
 
 
@@ -248,8 +247,7 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
         args.shapes = shapes_of(MODELS[args.model])
     platform = jax.default_backend()
     args.settle = args.settle if platform == "gpu" else 0.0
-    name = f"grouped_gemm_{platform}" + "_short_samples" * (platform == "gpu" and args.settle == 0)
-    report = Report(name, args, {"settle_s": args.settle})
+    report = Report(f"grouped_gemm_{platform}", args, {"settle_s": args.settle})
     if platform == "cpu":
         initialize()
     for sizes in args.shapes:

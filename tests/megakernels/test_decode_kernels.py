@@ -33,7 +33,7 @@ def wide(x):
 def test_route_equals_topk_router(rng, tokens, experts, top_k, biased):
     x, weights = random(rng, tokens, 192), random(rng, 192, experts) / 8
     bias = random(rng, experts) if biased else None
-    topk_idx, topk_weights, zeros = decode.route(x, weights, bias, decode.counters(tokens, 1), top_k)
+    topk_idx, topk_weights, zeros = decode.route(x, weights, bias, jnp.zeros(tokens, jnp.int32), top_k)
     logits = wide(x) @ wide(weights) + (wide(bias) if biased else 0)
     expected = jax_ep.topk_router(jnp.asarray(logits, jnp.float32), top_k)
     np.testing.assert_array_equal(topk_idx, expected.topk_idx)
@@ -63,7 +63,7 @@ def test_attend_equals_oracle(rng, monkeypatch, programs, position, window):
     sinks = None if window is None else random(rng, HEADS)
     options = {"heads": HEADS, "base": 10_000.0, "norm": norm, "sinks": sinks, "window": window}
     run = jax.jit(lambda *arguments: decode.attend(*arguments, **options))
-    got, after, zeros = run(rows, cache, jnp.int32(position), decode.counters(TEXTS, KV_HEADS))
+    got, after, zeros = run(rows, cache, jnp.int32(position), jnp.zeros(TEXTS * KV_HEADS, jnp.int32))
     assert not np.asarray(zeros).any()
 
     heads = rows.reshape(TEXTS, 1, -1, SIZE)

@@ -19,11 +19,6 @@ _BLOCK = 64  # positions
 _PARTS = 4  # of a router's columns
 
 
-def counters(batch: int, kv_heads: int) -> Array:
-    """Return the zeros that all kernels of a step take and leave."""
-    return jnp.zeros(batch * kv_heads, jnp.int32)
-
-
 def route(x: Array, weights: Array, bias: Array | None, zeros: Array, top_k: int) -> tuple[Array, Array, Array]:
     """Choose experts by a softmax over the best logits, like `Router()`.
 
@@ -31,7 +26,7 @@ def route(x: Array, weights: Array, bias: Array | None, zeros: Array, top_k: int
       x: `[B, H]` tokens.
       weights: `[H, E]`.
       bias: `[E]`, or None.
-      zeros: see `counters`.
+      zeros: `[B * kv_heads]` int32, counters that all kernels of a step take and leave.
       top_k: experts per token.
 
     Returns:
@@ -70,7 +65,7 @@ def attend(
       rows: `[B, (heads + 2 * kv_heads) * D]` queries, keys and values of the tokens.
       cache: keys and values `[B, S, kv_heads, D]`, written in place if nothing else uses them.
       position: `[]` int32, of the tokens.
-      zeros: see `counters`.
+      zeros: see `route`.
       heads: query heads; h belongs to key head `h % kv_heads`.
       base: of the rotary frequencies.
       norm: `[heads + kv_heads, D]` float32, scales of root-mean-square norms of queries and keys.

@@ -244,15 +244,6 @@ def _run_experts(
     )
 
 
-def _zeros(model: Architecture, batch: int, cache: Any) -> Array | None:
-    """Return the counters of the kernels of a decode step; None: no kernels, in a prefill or without a GPU."""
-    if cache is None or not uses_kernels():
-        return None
-    from jax_ep.tools.benchmark import decode  # imports Triton
-
-    return decode.counters(batch, model.kv_heads)
-
-
 def uses_kernels() -> bool:
     """Return whether a decode step runs the kernels of decode.py."""
     return jax.default_backend() == "gpu"
@@ -270,7 +261,7 @@ def _attend(
     """Compute attention of `rows [B, T, .]`, queries, keys and values; return it, the cache, and the zeros."""
     norm, sinks = weights.get("qk_norm"), weights.get("sinks")
     if cache is not None and zeros is not None:
-        from jax_ep.tools.benchmark import decode
+        from jax_ep.tools.benchmark import decode  # imports Triton
 
         options: dict[str, Any] = {"heads": model.heads, "base": ROTARY_BASE, "window": window}
         mixed, cache, zeros = decode.attend(rows[:, 0], cache, position, zeros, norm=norm, sinks=sinks, **options)
@@ -343,7 +334,8 @@ def _logits(params: Params, x: Array) -> Array:
 def _run(model: Architecture, params: Params, tokens: Array, position: Array, cache: Any) -> tuple[State, Array]:
     """Run tokens `[B, T]` through all layers, and choose the most likely next ones."""
     x = params["embedding"][tokens]
-    caches, experts, zeros = [], [], _zeros(model, len(x), cache)
+    has_kernels = cache is not None and uses_kernels()
+    caches, experts, zeros = [], [], jnp.zeros(len(x) * model.kv_heads, jnp.int32) if has_kernels else None
     for index, weights in enumerate(params["layers"]):
         layer_cache = None if cache is None else cache[index]
         window = window_of(model, index)

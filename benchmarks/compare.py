@@ -47,7 +47,6 @@ def main() -> None:
     """Run the processes of both checkouts, and compare their times."""
     options = harness.parser(__doc__, "compare", rounds=12)
     options.add_argument("--against", type=Path, required=True, metavar="FOLDER", help="the other checkout")
-    options.add_argument("--label", help="name of the other checkout in the report (default: its folder's name)")
     options.add_argument(
         "--tolerance", type=float, default=1.03, help="ratio of times that counts as slower (default: 1.03)"
     )
@@ -63,7 +62,7 @@ def main() -> None:
 
 def report(args: argparse.Namespace, sizes: tuple[str, int, int], samples: dict[str, Any]) -> int:
     """Write and print the comparison; return the exit status."""
-    settings = {"against": args.label or args.against.resolve().name, "tolerance": args.tolerance}
+    settings = {"against": args.against.resolve().name, "tolerance": args.tolerance}
     settings |= {"rounds": 2 * args.rounds}
     written = Report("compare", args, settings)
     shape = dict(zip(("model", "tokens", "decoded_tokens"), sizes, strict=True)) | {"dtype": "bfloat16"}

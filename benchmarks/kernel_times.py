@@ -15,19 +15,16 @@ row also has the busy time, which is the union over streams, the idle rest, and 
 kernel that waits for another GPU counts as busy, so its time includes the lead of this GPU over the slowest one.
 
 Profiling changes launches, and with them the gaps. So a row also has the time of a run without the profiler, as the
-host sees it; other scripts measure how long a layer takes. `--traces FOLDER` keeps the traces, which ui.perfetto.dev
-shows.
+host sees it; other scripts measure how long a layer takes.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -84,18 +81,16 @@ BUILDERS: dict[str, Callable[..., Program]] = {
 }
 
 
-def record(program: Program, rounds: int, folder: Path | None) -> tuple[list[list[profiler.Event]], float]:
+def record(program: Program, rounds: int) -> tuple[list[list[profiler.Event]], float]:
     """Return the kernels of the first GPU in each run, and microseconds of a run without the profiler."""
     run = partial(jax.jit(program.fn).lower(*program.arguments).compile(), *program.arguments)
     unprofiled = harness.measure_interleaved({"run": run}, rounds, warmup=WARMUP, title="without the profiler")["run"]
-    return profiler.trace(run, rounds, folder), 1e6 * unprofiled.median
+    return profiler.trace(run, rounds), 1e6 * unprofiled.median
 
 
-def profile(
-    report: Report, variant: str, shape: Mapping[str, Any], program: Program, rounds: int, folder: Path | None
-) -> None:
-    """Profile a program, report the spans of its runs and print its kernels; keep the trace in `folder`, if given."""
-    (_, *runs), unprofiled_us = record(program, rounds + 1, folder)
+def profile(report: Report, variant: str, shape: Mapping[str, Any], program: Program, rounds: int) -> None:
+    """Profile a program, report the spans of its runs and print its kernels."""
+    (_, *runs), unprofiled_us = record(program, rounds + 1)
     found = {"steps": program.steps, "unprofiled_us": unprofiled_us, **profiler.summarize(runs)}
     report.add(variant, shape, Timing(tuple(1e-6 * profiler.span(run) for run in runs)), **found)
     show(", ".join([variant, *map(str, shape.values())]), found)
@@ -121,9 +116,8 @@ def measure(
     for what, tokens, options in cases:
         shape = {"model": args.model, "tokens_per_rank": tokens, "ranks": mesh.size, "dtype": "bfloat16", **options}
         try:
-            folder = args.traces and args.traces / "-".join([what, *options.values(), str(tokens)])
             program = BUILDERS[what](mesh, args.model, tokens, **options)
-            profile(report, what, shape, program, args.rounds, folder)
+            profile(report, what, shape, program, args.rounds)
         except Exception as error:
             report.failed(what, shape, f"{type(error).__name__}: {error}")
             print(f"{what}, {tokens} tokens/rank: failed: {error}")
@@ -137,7 +131,6 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=["moe"], help="of moe-...")
     parser.add_argument("--model", choices=MODELS, default=DEFAULT, help="default: %(default)s")
     parser.add_argument("--ranks", type=int, help="GPUs, the first of the machine (default: all)")
-    parser.add_argument("--traces", type=Path, help="folder to keep the traces in (default: they are not kept)")
     return parser
 
 
@@ -148,13 +141,14 @@ def main() -> None:
         sys.exit("kernel_times: needs GPUs; nothing measured")
     mesh = expert_mesh(args.ranks or jax.device_count())
     jax_ep.init(mesh)
-    of_moe = [MOE_TOKENS.quick if args.quick else MOE_TOKENS.full]
-    layers = [{"layer": layer} for layer in args.layers]
-    cases = itertools.chain(
-        *(itertools.product([w], *((of_moe, layers) if "moe" in w else (args.tokens, [{}]))) for w in args.what)
-    )
-    settings = {"what": args.what, "tokens": args.tokens}
-    report = Report("kernel_times", args, settings)
+    of_moe = MOE_TOKENS.quick if args.quick else MOE_TOKENS.full
+    cases: list[tuple[str, int, dict[str, str]]] = []
+    for what in args.what:
+        if what.startswith("moe"):
+            cases += [(what, of_moe, {"layer": layer}) for layer in args.layers]
+        else:
+            cases += [(what, tokens, {}) for tokens in args.tokens]
+    report = Report("kernel_times", args, {"what": args.what, "tokens": args.tokens})
     measure(report, args, mesh, cases)
     print(report.path)
 

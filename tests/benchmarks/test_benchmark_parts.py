@@ -66,7 +66,7 @@ def test_pages_that_name_no_table(tmp_path):
 
 def report_of(folder, other, *, quick=False):
     """Two operations of 1 s here; `other` seconds in the other checkout, and 1 s."""
-    args = arguments(folder, against=Path("before"), label=None, tolerance=1.05, quick=quick)
+    args = arguments(folder, against=Path("before"), tolerance=1.05, quick=quick)
     samples = {"this": [{"a": [1.0] * 3, "b": [1.0] * 3}] * 2, "other": [{"a": [other] * 3, "b": [1.0] * 3}] * 2}
     return compare.report(args, compare.QUICK, samples)
 

@@ -42,11 +42,11 @@ class Event(NamedTuple):
 
 
 def load(folder: Path) -> list[dict[str, Any]]:
-    """Return the events of the newest trace in a folder."""
-    found = sorted(folder.rglob("*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
-    if not found:
+    """Return the events of the trace in a folder."""
+    path = next(folder.rglob("*.trace.json.gz"), None)
+    if path is None:
         raise ValueError(f"the profiler wrote no trace to {folder}")
-    with gzip.open(found[-1], "rt") as file:
+    with gzip.open(path, "rt") as file:
         return json.load(file)["traceEvents"]
 
 
@@ -124,18 +124,17 @@ def _median(values: Iterable[float]) -> float:
     return float(np.median(list(values)))
 
 
-def trace(run: Callable[[], Any], rounds: int, folder: Path | None = None) -> list[list[Event]]:
-    """Return the kernels of the first GPU in each of `rounds` runs; keep the trace in `folder`, if given."""
+def trace(run: Callable[[], Any], rounds: int) -> list[list[Event]]:
+    """Return the kernels of the first GPU in each of `rounds` runs."""
     options = jax.profiler.ProfileOptions()
     # A trace holds a million events; those of the host would fill it.
     options.python_tracer_level, options.host_tracer_level = 0, 1
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = folder or Path(scratch)
+    with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             for _ in range(rounds):
                 jax.block_until_ready(run())
                 time.sleep(_PAUSE_S)
-        return split_runs(kernels(load(folder)), rounds)
+        return split_runs(kernels(load(Path(folder))), rounds)
 
 
 def show_groups(title: str, rows: Mapping[str, Mapping[str, Any]]) -> None:

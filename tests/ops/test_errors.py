@@ -39,6 +39,7 @@ PAIRS_IN = ["dispatch", "low_latency_dispatch"]
 COMBINE = ["combine", "grouped_gemm_combine"]
 DIVISIBLE = "multiple|divi(de|sible)"
 NARROW = {"w": f32(L, 200, N), "w_gate_up": f32(L, 200, 2 * INNER), "w_down": f32(L, INNER, 200)}
+NO_COLUMNS = {"x": f32(T, 0), "w_gate_up": f32(E, 0, 2 * INNER), "w_down": f32(E, INNER, 0)}
 FP8_WIRE = {"schedule": jax_ep.Schedule(wire_dtype=FP8)}
 HALF_PAIR = (fp8(T, H), f32(T, 3))
 
@@ -55,6 +56,7 @@ DISPATCH_CASES = [
     *rank(TOKENS_IN, "x", f32(1, T, H), "T", "H"),
     *dtype(TOKENS_IN, "x", i32(T, H), FLOATING),
     *value(TOKENS_IN, {"x": fp8(T, H)}, r"\bx\b; float8_e4m3fn; scales|cast", TypeError),
+    *value(["fused_moe", "low_latency_moe"], NO_COLUMNS, rf"\bx\b; ({T}, 0); H >= 1; column"),
     # expert ids
     *rank([*TOKENS_IN, "moe_sort"], "topk_idx", i32(T), "T", "K"),
     *size(TOKENS_IN, "topk_idx", i32(T - 1, K), T - 1, T),
@@ -73,6 +75,8 @@ DISPATCH_CASES = [
     *positive(ROUTED_IN, "capacity"),
     *positive(DISPATCH, "alignment"),
     *value(DISPATCH, {"capacity": 100, "alignment": 16}, "100; 16; multiple"),
+    *value("dispatch", {"capacity": 2**33}, f"capacity; {2**33}; 2\\*\\*31"),
+    *value("dispatch", {"axis_name": ("expert", "expert")}, "axis_name; 'expert', 'expert'; twice"),
     # wire
     *value(
         ["low_latency_dispatch", "low_latency_moe", "low_latency_gemm_combine"],

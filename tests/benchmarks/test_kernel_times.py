@@ -8,7 +8,6 @@ import jax
 import pytest
 from reports import arguments, check_report
 
-import jax_ep
 import kernel_times
 from jax_ep.tools.benchmark import harness, profiler
 from jax_ep.tools.benchmark.inputs import expert_mesh
@@ -102,18 +101,11 @@ def test_what_is_missing_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("what", kernel_times.BUILDERS)
-def test_programs_call_kernels(what):
-    """On two ranks on which the kernels can be traced; nothing runs them."""
-    pytest.importorskip("triton")
-    jax_ep.finalize()
-    mesh = expert_mesh(2)
-    jax_ep.init(mesh, transport="shared_memory" if jax.default_backend() == "cpu" else None)
-    try:
-        options = {"layer": "moe"} if what.startswith("moe") else {}
-        program = kernel_times.BUILDERS[what](mesh, "tiny", 8, **options)
-        assert "jax_ep_pointer_table" in str(jax.make_jaxpr(program.fn)(*program.arguments))
-    finally:
-        jax_ep.finalize()
+def test_programs_call_kernels(what, two_ranks):
+    """Nothing runs them."""
+    options = {"layer": "moe"} if what.startswith("moe") else {}
+    program = kernel_times.BUILDERS[what](two_ranks, "tiny", 8, **options)
+    assert "jax_ep_pointer_table" in str(jax.make_jaxpr(program.fn)(*program.arguments))
 
 
 def test_report(monkeypatch, tmp_path, capsys):

@@ -73,6 +73,14 @@ def round_trip(x, topk_idx, *_, num_experts=4, schedule=None):
     return jax_ep.combine(sent.tokens, sent.handle, **options)
 
 
+def low_latency_round_trip(x, topk_idx, topk_weights=None, *_, num_experts=4):
+    """Do the same with the low-latency kernels: each token times the weights of its experts, by default 1."""
+    topk_weights = jnp.ones(topk_idx.shape, jnp.float32) if topk_weights is None else topk_weights
+    sizes = {"num_experts": num_experts, "max_tokens_per_rank": x.shape[0], "quantize": False}
+    sent = jax_ep.low_latency_dispatch(x, topk_idx, **sizes, implementation="triton")
+    return jax_ep.low_latency_combine(sent.tokens, topk_idx, topk_weights, sent.handle, implementation="triton")
+
+
 def first_tokens(ids, count):
     """Ids `[T, K]` without those of the tokens at and past `count`."""
     return jnp.where(jnp.arange(ids.shape[0])[:, None] < count, ids, -1)

@@ -23,7 +23,7 @@ from jax_ep.megakernels import requirements as triton
 from jax_ep.ops import registry
 from jax_ep.pallas import gemm_activation, requirements
 from jax_ep.types import Layout, Options, Schedule
-from layers import Layer
+from layers import Layer, low_latency_round_trip
 
 pytest.importorskip("triton")
 
@@ -153,13 +153,6 @@ def test_num_programs_one_matches_several(two_ranks, monkeypatch):
 LAYERS = 3
 
 
-def low_latency(x, ids, weights):
-    d = jax_ep.low_latency_dispatch(
-        x, ids, num_experts=4, max_tokens_per_rank=4, quantize=False, implementation="triton"
-    )
-    return jax_ep.low_latency_combine(d.tokens, ids, weights, d.handle, implementation="triton")
-
-
 def unrolled(layer, x, *routing):
     for _ in range(LAYERS):
         x = layer(x, *routing)
@@ -170,7 +163,7 @@ def scanned(layer, x, *routing):
     return jax.lax.scan(lambda x, _: (layer(x, *routing), None), x, None, length=LAYERS)[0]
 
 
-@pytest.mark.parametrize("layer", [low_latency, round_trip])
+@pytest.mark.parametrize("layer", [low_latency_round_trip, round_trip])
 @pytest.mark.parametrize("loop", [unrolled, scanned])
 @pytest.mark.slow(unless={"loop": [scanned]})
 def test_custom_calls_shared_per_program(layer, loop, two_ranks):

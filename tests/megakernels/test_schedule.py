@@ -19,11 +19,7 @@ HOSTILE = np.array([-(2**31), 2**31 - 1, -2, -1, 2**30, -(2**30)], np.int32)
 ON_CPU = jax.default_backend() == "cpu"
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    jax_ep.finalize()
-    yield
-    jax_ep.finalize()
+pytestmark = pytest.mark.usefixtures("no_context")
 
 
 def wanted(layout, ids, rank):

@@ -14,6 +14,7 @@ from jax_ep.megakernels import exchange, low_latency
 from jax_ep.tracing import KINDS, clocks
 from jax_ep.tracing.events import EVENT
 from jax_ep.types import Layout, Schedule
+from layers import low_latency_round_trip as decode
 from layers import round_trip
 
 pytest.importorskip("triton")
@@ -35,11 +36,6 @@ def inputs(rng):
 def layer(dispatch_mode, combine_mode):
     schedule = jax_ep.Schedule(dispatch_mode=dispatch_mode, combine_mode=combine_mode)
     return lambda *args: jax_ep.moe(*args, **OPTIONS, schedule=schedule)
-
-
-def decode(x, ids, weights, *_):
-    sent = jax_ep.low_latency_dispatch(x, ids, **OPTIONS, max_tokens_per_rank=T, quantize=False)
-    return jax_ep.low_latency_combine(sent.tokens, ids, weights, sent.handle, implementation="triton")
 
 
 def decode_layer(x, ids, weights, gate_up, down):

@@ -20,7 +20,7 @@ from jax_ep.tools import tune_cases
 from jax_ep.tools.benchmark.inputs import Model
 from jax_ep.types import Layout, Schedule
 from jax_ep.xla import grouped_gemm as xla_products
-from layers import round_trip
+from layers import low_latency_round_trip, round_trip
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="in the interpreter, with devices of kind cpu")
@@ -273,15 +273,10 @@ def test_tuning_random_settings_few_tokens(case, two_ranks, rng):
     x, ids = inputs(rng)
     weights = rng.random((2, T, K)).astype(np.float32)
 
-    def fn(x, ids, weights):
-        sizes = {"num_experts": E, "max_tokens_per_rank": T, "implementation": "triton"}
-        d = jax_ep.low_latency_dispatch(x, ids, **sizes, quantize=False)
-        return jax_ep.low_latency_combine(d.tokens, ids, weights, d.handle, implementation="triton")
-
     chosen = [draw(rng, name) for name in ("low_latency_dispatch", "low_latency_combine")]
     print(chosen)
     with tuning.override("low_latency_dispatch", **chosen[0]), tuning.override("low_latency_combine", **chosen[1]):
-        got = harness.run(fn, two_ranks, x, ids, weights)
+        got = harness.run(low_latency_round_trip, two_ranks, x, ids, weights)
     np.testing.assert_allclose(got, x * (weights * (ids >= 0)).sum(-1, keepdims=True), rtol=1e-5, atol=1e-5)
 
 

@@ -101,7 +101,7 @@ def grouped_gemm(
         if lhs_scales is None:
             return quantized_gemm.multiply(plan, out_dtype, lhs, weights, group_sizes)
         return quantized_gemm.multiply_fp8(plan, out_dtype, (lhs, lhs_scales), weights, group_sizes)
-    lhs, rhs, group_sizes = checked(options, lhs, rhs, group_sizes)
+    lhs, rhs, group_sizes = checked(options.function, lhs, rhs, group_sizes)
     out_dtype = jnp.dtype(check.result_dtype(options.function, preferred_element_type, lhs.dtype))
     groups, depth, columns = rhs.shape
     facts = GemmFacts(lhs.dtype, lhs.shape[0], depth, columns, groups, out_dtype)
@@ -137,15 +137,12 @@ def checked_lora(function: str, name: str, w: LoraWeights, base: Any, dtype: DTy
     return LoraWeights(base, a, b, check.number(function, f"{name}.scale", w.scale))
 
 
-def checked(
-    options: Options, lhs: Array, rhs: Array, group_sizes: Array, *, name: str = "rhs"
-) -> tuple[Array, Array, Array]:
-    """Operands that fit together; `name` is what the caller knows `rhs` as."""
-    function = options.function
+def checked(function: str, lhs: Array, rhs: Array, group_sizes: Array) -> tuple[Array, Array, Array]:
+    """Return operands that fit together."""
     lhs = check.floating(function, "lhs", lhs, "[M, K]")
     check.int32_rows(function, f"lhs of shape {lhs.shape}", lhs.shape[0], "split it")
     group_sizes = check.group_sizes(function, group_sizes)
-    rhs = check.expert_weights(function, name, rhs, (group_sizes.shape[0], lhs.shape[1]), lhs.dtype, "group_sizes")
+    rhs = check.expert_weights(function, "rhs", rhs, (group_sizes.shape[0], lhs.shape[1]), lhs.dtype, "group_sizes")
     return lhs, rhs, group_sizes
 
 

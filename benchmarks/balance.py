@@ -128,8 +128,9 @@ def measure(args: argparse.Namespace) -> Report:
 
 def show(report: Report) -> None:
     """Print a table of each model."""
-    for name in dict.fromkeys(row["shape"]["model"] for row in report.rows):
-        own = [row for row in report.rows if row["shape"]["model"] == name]
+    columns = ["ranks", "exponent", "most / mean before", "copies", "on the fullest rank", "passes"]
+    columns += [f"ms {direction}: off, on" for direction in DIRECTIONS]
+    for name, rows in report.by("model").items():
         cells = [
             [
                 row["shape"]["ranks"],
@@ -140,21 +141,18 @@ def show(report: Report) -> None:
                 row["most_passes"],
                 *(f"{1e3 * s['off']:.2f}, {1e3 * s['on']:.2f}" for s in row["predicted_seconds"].values()),
             ]
-            for row in own
+            for row in rows
         ]
-        columns = ["ranks", "exponent", "most / mean before", "copies", "on the fullest rank", "passes"]
-        columns += [f"ms {direction}: off, on" for direction in DIRECTIONS]
         harness.show_table(name, columns, cells)
 
 
 def draw(report: Report, limit: float) -> None:
     """Draw the most loaded rank before and after, by ranks, if matplotlib is installed."""
-    models = list(dict.fromkeys(row["shape"]["model"] for row in report.rows))
+    models = report.by("model")
     figure, grid = plots.make_figure(1, len(models), (5 * len(models), 3.5))
     if figure is None:
         return
-    for name, ax in zip(models, grid[0], strict=True):
-        own = [row for row in report.rows if row["shape"]["model"] == name]
+    for (name, own), ax in zip(models.items(), grid[0], strict=True):
         for exponent in sorted({row["shape"]["exponent"] for row in own}):
             line = [r for r in own if r["shape"]["exponent"] == exponent]
             at, before = [r["shape"]["ranks"] for r in line], [r["most_loaded_over_mean"] for r in line]

@@ -111,7 +111,7 @@ def sent(rows: list[Rows], bytes_of_all: int) -> dict[str, float]:
 def show(report: Report) -> None:
     """Print a table for each routing."""
     columns = ["ranks", "way", "nodes per token", "MB over the NIC", "MB over links", "us"]
-    for kind in dict.fromkeys(row["shape"]["routing"] for row in report.rows):
+    for kind, rows in report.by("routing").items():
         cells = [
             [
                 row["shape"]["ranks"],
@@ -120,21 +120,20 @@ def show(report: Report) -> None:
                 *(f"{row[leg] / 1e6:.1f}" for leg in ("nic_bytes", "link_bytes")),
                 f"{1e6 * row['seconds']['median']:.0f}",
             ]
-            for row in report.rows
-            if row["shape"]["routing"] == kind
+            for row in rows
         ]
         harness.show_table(f"{kind}: a dispatch, predicted", columns, cells)
 
 
 def draw(report: Report, model: str) -> None:
     """Draw bytes over the NIC and seconds, a column for each routing, if matplotlib is installed."""
-    kinds = list(dict.fromkeys(row["shape"]["routing"] for row in report.rows))
+    kinds = report.by("routing")
     figure, grid = plots.make_figure(2, len(kinds), (4 * len(kinds), 6.5), sharex=True)
     if figure is None:
         return
-    for kind, over_nic, over_time in zip(kinds, *grid, strict=True):
+    for (kind, rows), over_nic, over_time in zip(kinds.items(), *grid, strict=True):
         for way, line in zip(scale_model.WAYS, ("--", "-"), strict=True):
-            own = [row for row in report.rows if (row["variant"], row["shape"]["routing"]) == (way, kind)]
+            own = [row for row in rows if row["variant"] == way]
             ranks = [row["shape"]["ranks"] for row in own]
             over_nic.plot(ranks, [row["nic_bytes"] / 1e6 for row in own], line, marker="o", markersize=3, label=way)
             times = np.array([[row["seconds"][q] for q in ("median", "q1", "q3")] for row in own]).T * 1e3

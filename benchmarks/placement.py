@@ -114,26 +114,24 @@ def measure(args: argparse.Namespace) -> Report:
 
 def show(report: Report) -> None:
     """Print a table of each model, with all drifts."""
-    policies = ("contiguous", "packed", "global", "hierarchical")
-    for name in dict.fromkeys(row["shape"]["model"] for row in report.rows):
-        cells: dict[tuple[Any, ...], dict[str, str]] = {}
-        for row in report.rows:
-            if row["shape"]["model"] == name:
-                for found in row["most_loaded_over_mean"]:
-                    case = row["shape"]["exponent"], row["shape"]["ranks"], found["drift"]
-                    cells.setdefault(case, {})[row["variant"]] = f"{found['median']:.2f}"
-        rows = [[*case, *(found.get(policy, "") for policy in policies)] for case, found in cells.items()]
-        harness.show_table(f"{name}: most loaded rank over mean", ["exponent", "ranks", "drift", *policies], rows)
+    for name, rows in report.by("model").items():
+        drifts = [found["drift"] for found in rows[0]["most_loaded_over_mean"]]
+        cells = [
+            [row["shape"]["exponent"], row["shape"]["ranks"], row["variant"]]
+            + [f"{found['median']:.2f}" for found in row["most_loaded_over_mean"]]
+            for row in rows
+        ]
+        columns = ["exponent", "ranks", "policy", *(f"drift {drift:g}" for drift in drifts)]
+        harness.show_table(f"{name}: most loaded rank over mean", columns, cells)
 
 
 def draw(report: Report) -> None:
     """Draw imbalance over ranks and over drift, for each model, if matplotlib is installed."""
-    models = list(dict.fromkeys(row["shape"]["model"] for row in report.rows))
+    models = report.by("model")
     figure, grid = plots.make_figure(len(models), 2, (13, 4 * len(models)))
     if figure is None:
         return
-    for name, (over_ranks, over_drift) in zip(models, grid, strict=True):
-        own = [row for row in report.rows if row["shape"]["model"] == name]
+    for (name, own), (over_ranks, over_drift) in zip(models.items(), grid, strict=True):
         for i, exponent in enumerate(sorted({row["shape"]["exponent"] for row in own})):
             for policy, line in (("contiguous", ":"), ("global", "-")):
                 of_policy = [row for row in own if (row["variant"], row["shape"]["exponent"]) == (policy, exponent)]

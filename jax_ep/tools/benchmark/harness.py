@@ -285,6 +285,13 @@ class Report:
         """The rows so far."""
         return self._content["rows"]
 
+    def by(self, key: str) -> dict[Any, list[dict[str, Any]]]:
+        """Return the rows by a value of their shape."""
+        groups: dict[Any, list[dict[str, Any]]] = {}
+        for row in self.rows:
+            groups.setdefault(row["shape"][key], []).append(row)
+        return groups
+
     @property
     def summary(self) -> dict[str, Any]:
         """The few figures that the benchmark is about."""

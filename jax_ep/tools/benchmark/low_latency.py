@@ -51,10 +51,10 @@ from jax_ep.tools.benchmark.inputs import (
     make_weights,
     place,
 )
+from jax_ep.tools.command import Default
 from jax_ep.types import Schedule
 
-TOKENS = {2: [1, 128, 512], 4: [1, 8, 32, 128, 256, 512]}  # of the exchange, by ranks
-DECODE_TOKENS = [1, 8, 32, 128, 256]
+TOKENS = Default([1, 8, 32, 128, 256, 512], [2])
 WORD = "one word"
 LENGTHS, QUICK_LENGTHS = (24, 72), (1, 2)  # the first launches wait for the slower host thread
 LAYER_LENGTHS = (4, 24)
@@ -204,15 +204,13 @@ def measure_exchange(args: argparse.Namespace, model: Model) -> Report:
     """Measure dispatch and combine."""
     peak = rates.link(*jax.devices()[:2])
     ranks = [n for n in args.ranks or (2, 4) if n <= jax.device_count()]
-    tokens = {n: args.tokens or ([2] if args.quick else TOKENS.get(n, TOKENS[4])) for n in ranks}
-    settings: dict[str, Any] = {"experts": model.experts, "top_k": model.top_k}
-    settings |= {"tokens": {str(n): counts for n, counts in tokens.items()}, "lengths": LENGTHS}
+    settings = {"experts": model.experts, "top_k": model.top_k, "tokens": args.tokens, "lengths": LENGTHS}
     report = Report("low_latency", args, settings)
     report.summarize(copy_engine_bytes_per_s=peak)
     for num_ranks in ranks:
         mesh = expert_mesh(num_ranks)
         initialize(mesh)
-        for count in tokens[num_ranks]:
+        for count in args.tokens:
             measure_all_to_all(report, make_case(mesh, "uniform", count, model), args, peak)
     jax_ep.finalize()
     return report
@@ -253,15 +251,14 @@ def layer_chain(mesh: jax.sharding.Mesh, layer: Layer, arrays: tuple[Any, ...], 
 
 def measure_layer(args: argparse.Namespace, model: Model) -> Report:
     """Measure the whole layer."""
-    tokens = args.tokens or ([2] if args.quick else DECODE_TOKENS)
-    report = Report("decode_layer", args, {"model": model._asdict(), "tokens": tokens})
+    report = Report("decode_layer", args, {"model": model._asdict(), "tokens": args.tokens})
     for num_ranks in args.ranks or [jax.device_count()]:
         mesh = expert_mesh(num_ranks)
         if jax.default_backend() == "gpu":
             jax_ep.init(mesh)
         weights = make_weights(mesh, model)
         serving = {dtype: served(weights, dtype) for dtype in ("fp8", "bf16")}
-        for count in tokens:
+        for count in args.tokens:
             measure_decode(report, args, make_case(mesh, "uniform", count, model), weights, serving)
         jax_ep.finalize()
     return report
@@ -311,10 +308,8 @@ PARTS = {"exchange": measure_exchange, "layer": measure_layer}
 
 def options(prog: str | None = None) -> argparse.ArgumentParser:
     """Return the command line."""
-    parser = harness.parser(__doc__, "low_latency", prog=prog, rounds=8)
+    parser = harness.parser(__doc__, "low_latency", prog=prog, rounds=8, tokens=TOKENS)
     add = parser.add_argument
-    tokens = f"tokens per rank (default: {DECODE_TOKENS}; exchange, by ranks: {TOKENS}; --quick: 2)"
-    add("--tokens", type=int, nargs="+", help=tokens)
     add("--model", choices=MODELS, default=DEFAULT, help="default: %(default)s")
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
     ranks = "numbers of GPUs (default: 2 4 for the exchange, all for the layer)"

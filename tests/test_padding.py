@@ -1,5 +1,7 @@
 """Ranks with different numbers of tokens, padded to one T: padding sends no rows and changes no bits."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 import jax_ep
 from cases import assert_same_bits, probabilities, reals
 from harness import compiled, make_mesh
+from layers import with_gradients
 
 W, H, INNER, E, K = 4, 16, 12, 8, 2
 COUNTS = np.array([5, 3, 1, 0])
@@ -49,15 +52,9 @@ def dispatched(mesh, batch):
 
 
 def moe(mesh, batch):
-    def call(x, idx, topk_weights, w_gate_up, w_down, d_out):
-        def layer(x, topk_weights, *experts):
-            return jax_ep.moe(x, idx, topk_weights, *experts, **OPTIONS)
-
-        y, pull = jax.vjp(layer, x, topk_weights, w_gate_up, w_down)
-        return (idx >= 0).sum(), y, *pull(d_out)
-
-    experts = map(batch.by_rank, batch.weights)
-    return compiled(call, mesh)(batch.x, batch.topk_idx, batch.topk_weights, *experts, batch.d_out)
+    rows, experts = (batch.topk_idx >= 0).sum(), map(batch.by_rank, batch.weights)
+    call = compiled(with_gradients(partial(jax_ep.moe, **OPTIONS)), mesh)
+    return rows, *call(batch.x, batch.topk_idx, batch.topk_weights, *experts, batch.d_out)
 
 
 def of_ranks(rows, y, dx, *others):
@@ -65,16 +62,12 @@ def of_ranks(rows, y, dx, *others):
 
 
 def sharded_moe(mesh, batch):
-    flat = [a.reshape(-1, a.shape[-1]) for a in (batch.x, batch.topk_weights, batch.other_idx, batch.d_out)]
-
-    def call(x, topk_weights, idx, d_out, mask, *experts):
-        def layer(x, topk_weights, *experts):
-            return jax_ep.sharding.sharded_moe(mesh, **OPTIONS)(x, idx, topk_weights, *experts, token_mask=mask)
-
-        y, pull = jax.vjp(layer, x, topk_weights, *experts)
-        return y, *pull(d_out)
-
-    return of_ranks(None, *map(np.asarray, jax.jit(call)(*flat, batch.is_token.reshape(-1), *batch.weights)))
+    x, idx, topk_weights, d_out = (
+        a.reshape(-1, a.shape[-1]) for a in (batch.x, batch.other_idx, batch.topk_weights, batch.d_out)
+    )
+    call = partial(jax_ep.sharding.sharded_moe(mesh, **OPTIONS), token_mask=batch.is_token.reshape(-1))
+    found = jax.jit(with_gradients(call))(x, idx, topk_weights, *batch.weights, d_out)
+    return of_ranks(None, *map(np.asarray, found))
 
 
 def flax_moe(mesh, batch):

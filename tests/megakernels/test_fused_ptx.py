@@ -55,32 +55,20 @@ def test_fused_ptx_dispatch_gemm(shape, transposed, keep, splits, capability, on
     )
 
 
-@pytest.mark.parametrize("capability", [90, 100])
-@pytest.mark.parametrize(
-    ("shape", "transposed", "drops"),
-    [(DEEPSEEK, False, True), (DEEPSEEK, True, False), (DEEPSEEK_LONG, False, False), (MIXTRAL, True, True)],
-)
-def test_fused_ptx_gemm_combine(shape, transposed, drops, capability, on_h200):
-    tokens, hidden, _, features = shape
-    config, sizes = exchange_gemm.gemm_combine_sizes(layout(tokens), features, hidden, transposed)
-    build_gemm_combine(config, dataclasses.replace(sizes, may_drop=drops), capability)
+CASES = [(DEEPSEEK, False, True), (DEEPSEEK, True, False), (DEEPSEEK_LONG, False, False), (MIXTRAL, True, True)]
+CASES = [(*case, capability, "") for case in CASES for capability in (90, 100)]
+CASES += [(DEEPSEEK, False, True, 90, what) for what in ("bias", "float32")]
+CASES += [(shape, transposed, True, 90, "two arrays") for shape in (DEEPSEEK, MIXTRAL) for transposed in (False, True)]
 
 
-@pytest.mark.parametrize("options", [{"bias": True}, {"out": "*fp32"}], ids=["bias", "float32"])
-def test_fused_ptx_gemm_combine_options(options, on_h200):
-    tokens, hidden, _, features = DEEPSEEK
-    config, sizes = exchange_gemm.gemm_combine_sizes(layout(tokens), features, hidden, False)
-    build_gemm_combine(config, sizes, 90, **options)
-
-
-@pytest.mark.parametrize("shape", [DEEPSEEK, MIXTRAL], ids=["deepseek", "mixtral"])
-@pytest.mark.parametrize("transposed", [False, True])
-def test_fused_ptx_gemm_combine_two_arrays(transposed, shape, on_h200):
+@pytest.mark.parametrize(("shape", "transposed", "drops", "capability", "what"), CASES)
+def test_fused_ptx_gemm_combine(shape, transposed, drops, capability, what, on_h200):
     tokens, hidden, columns, features = shape
-    config, sizes = exchange_gemm.gemm_combine_sizes(
-        layout(tokens), columns if transposed else features, hidden, transposed
-    )
-    build_gemm_combine(config, in_two_arrays(sizes), 90)
+    depth = columns if what == "two arrays" and transposed else features
+    config, sizes = exchange_gemm.gemm_combine_sizes(layout(tokens), depth, hidden, transposed)
+    sizes = in_two_arrays(sizes) if what == "two arrays" else dataclasses.replace(sizes, may_drop=drops)
+    options = {"bias": {"bias": True}, "float32": {"out": "*fp32"}}.get(what, {})
+    build_gemm_combine(config, sizes, capability, **options)
 
 
 def build_gemm_combine(config, sizes, capability, *, bias=False, out="*bf16"):

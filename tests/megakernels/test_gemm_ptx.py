@@ -78,68 +78,43 @@ def on_gpus(monkeypatch):
 EVERYWHERE = [(DEEPSEEK, False, "bfloat16"), (DEEPSEEK, True, "bfloat16"), (DEEPSEEK, False, "float32")]
 CASES = [(capability, *case) for case in EVERYWHERE for capability in (90, 100)]
 CASES += [(90, FEW_ROWS, False, "bfloat16"), (90, ODD, False, "bfloat16")]
+CASES = [(*case, spare, None) for case in CASES for spare in (0, 2)]
+# Stored by TMA, whole or in parts, or by pointers.
+VARIANTS = (Tiles(num_stages=3, tma_store=True), *(Tiles(tma_store=True, store_parts=n) for n in (2, 4)), Tiles())
+CASES += [(90, DEEPSEEK, False, "bfloat16", 0, tiles) for tiles in VARIANTS]
 
 
-@pytest.mark.parametrize("spare", [0, 2], ids=["one array", "two arrays"])
-@pytest.mark.parametrize(("capability", "size", "transpose", "out"), CASES)
-def test_gemm_ptx_forward(on_gpus, compile_launch, capability, size, transpose, out, spare):
+@pytest.mark.parametrize(("capability", "size", "transpose", "out", "spare", "tiles"), CASES, ids=str)
+def test_gemm_ptx_forward(on_gpus, compile_launch, capability, size, transpose, out, spare, tiles):
+    """With the last experts in an array of their own if there are `spare` ones, and with chosen or given tiles."""
     rows, k, n, groups = size
-    tiles = grouped_gemm.forward_tiles(rows, n, groups, jnp.dtype(out).itemsize)
+    tiles = tiles or grouped_gemm.forward_tiles(rows, n, groups, jnp.dtype(out).itemsize)
     shapes = ((rows, k), (groups, n, k) if transpose else (groups, k, n), (groups + spare,))
     options = {"transpose": transpose, "out_dtype": jnp.dtype(out), "tiles": tiles, "spare": spare}
     built = compile_launch(grouped_gemm.grouped_gemm, capability, shapes, jnp.bfloat16, **options)
-    stored = "cp.async.bulk.tensor.4d.global" if tiles.tma_store else "st.global.v4.b32"
-    assert stored in built["ptx"]
+    assert ("cp.async.bulk.tensor.4d.global" in built["ptx"]) == tiles.tma_store
+    assert tiles.tma_store or "st.global.v4.b32" in built["ptx"]
 
 
-WEIGHT_CASES = [(90, "float16"), (90, "float32"), (100, "float16")]
+TWO_PROGRAMS = WeightTiles(block_n=128, num_warps=4, num_stages=3, programs=2)
+WEIGHT_VARIANTS = (
+    *(WeightTiles(num_stages=3, tma_store=True), WeightTiles(store_parts=2), TWO_PROGRAMS),
+    *(WeightTiles(tma_store=True, store_parts=n) for n in (2, 4)),
+    dataclasses.replace(TWO_PROGRAMS, tma_store=True, store_parts=2),
+)
+WEIGHT_CASES = [
+    (*case, home, None) for case in ((90, "float16"), (90, "float32"), (100, "float16")) for home in (0, 62)
+]
+WEIGHT_CASES += [(90, "bfloat16", 0, tiles) for tiles in WEIGHT_VARIANTS]
 
 
-@pytest.mark.parametrize("num_home", [0, 62], ids=["one array", "two arrays"])
-@pytest.mark.parametrize(("capability", "out"), WEIGHT_CASES)
-def test_gemm_ptx_weights(on_gpus, compile_launch, capability, out, num_home):
+@pytest.mark.parametrize(("capability", "out", "num_home", "tiles"), WEIGHT_CASES, ids=str)
+def test_gemm_ptx_weights(on_gpus, compile_launch, capability, out, num_home, tiles):
+    """Descriptors of results come from the host: those that a kernel makes in scratch memory end a command buffer."""
     rows, k, n, groups = DEEPSEEK
-    tiles = grouped_gemm.weight_tiles(jnp.dtype(out).itemsize)
+    tiles = tiles or grouped_gemm.weight_tiles(jnp.dtype(out).itemsize)
     options = {"out_dtype": jnp.dtype(out), "tiles": tiles, "num_home": num_home}
     shapes = ((rows, k), (rows, n), (groups,))
-    compile_launch(grouped_gemm.weight_gradient, capability, shapes, jnp.float16, **options)
-
-
-VARIANTS = {
-    "stored by TMA": Tiles(num_stages=3, tma_store=True),
-    "stored by TMA in halves": Tiles(tma_store=True, store_parts=2),
-    "stored by TMA in quarters": Tiles(tma_store=True, store_parts=4),
-    "stored by pointers": Tiles(),
-}
-
-
-@pytest.mark.parametrize("capability", [90])
-@pytest.mark.parametrize("name", VARIANTS)
-def test_gemm_ptx_variants(on_gpus, compile_launch, capability, name):
-    rows, k, n, groups = DEEPSEEK
-    options = {"transpose": False, "out_dtype": jnp.dtype(jnp.bfloat16), "tiles": VARIANTS[name]}
-    shapes = ((rows, k), (groups, k, n), (groups,))
-    built = compile_launch(grouped_gemm.grouped_gemm, capability, shapes, jnp.bfloat16, **options)
-    assert ("cp.async.bulk.tensor.4d.global" in built["ptx"]) == VARIANTS[name].tma_store
-
-
-WEIGHT_VARIANTS = {
-    "stored by TMA": WeightTiles(num_stages=3, tma_store=True),
-    "stored by TMA in halves": WeightTiles(tma_store=True, store_parts=2),
-    "stored by TMA in quarters": WeightTiles(tma_store=True, store_parts=4),
-    "two programs": WeightTiles(block_n=128, num_warps=4, num_stages=3, programs=2, tma_store=True, store_parts=2),
-    "two programs, stored by pointers": WeightTiles(block_n=128, num_warps=4, num_stages=3, programs=2),
-    "stored in halves": WeightTiles(store_parts=2),
-}
-
-
-@pytest.mark.parametrize("capability", [90])
-@pytest.mark.parametrize("name", WEIGHT_VARIANTS)
-def test_gemm_ptx_weight_variants(on_gpus, compile_launch, capability, name):
-    """Descriptors of results come from the host: those that a kernel makes in scratch memory end a command buffer."""
-    tiles = WEIGHT_VARIANTS[name]
-    options = {"out_dtype": jnp.dtype(jnp.bfloat16), "tiles": tiles}
-    rows, k, n, groups = DEEPSEEK
-    shapes = ((rows, k), (rows, n), (groups,))
-    built = compile_launch(grouped_gemm.weight_gradient, capability, shapes, jnp.bfloat16, **options)
+    dtype = jnp.bfloat16 if out == "bfloat16" else jnp.float16
+    built = compile_launch(grouped_gemm.weight_gradient, capability, shapes, dtype, **options)
     assert ("cp.async.bulk.tensor.3d.global" in built["ptx"]) == tiles.tma_store

@@ -29,7 +29,7 @@ CASES = {
     "combine": lambda: rows.test_ptx_row_kernels("combine", None, "bfloat16", False, 90),
     "plan": lambda: rows.test_ptx_plan_kernel(256, 4096, 90),
     "dispatch_gemm": lambda: fused.test_fused_ptx_dispatch_gemm(fused.DEEPSEEK, False, True, False, 90, None),
-    "gemm_combine": lambda: fused.test_fused_ptx_gemm_combine(fused.DEEPSEEK, False, True, 90, None),
+    "gemm_combine": lambda: fused.test_fused_ptx_gemm_combine(fused.DEEPSEEK, False, True, 90, "", None),
     "low-latency dispatch": lambda: decode.built("dispatch", 128, False, 90),
     "low-latency combine": lambda: decode.built("combine", 128, True, 90),
     "low-latency gemm_combine": lambda: masked.test_masked_ptx_gemm_combine(64, False, True),

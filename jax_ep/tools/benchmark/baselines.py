@@ -164,7 +164,7 @@ class Route(NamedTuple):
       there: arguments of `lax.ragged_all_to_all` on the way to the experts: input offsets, send sizes, output offsets
         and receive sizes, each `[W]`.
       back: the same on the way back.
-      regroup: `[R]` for each row by (expert, source), its row by (source, expert); -1 past the last.
+      regroup: `[R]` for each row by (expert, source), its row by (source, expert); rows past the last stay there.
       ungroup: `[R]` the inverse.
       group_sizes: `[L]`.
     """
@@ -185,32 +185,12 @@ def plan_route(sizes: Array, rank: Array, num_rows: int) -> Route:
     there = (of(sent_from, axis=0), of(totals, axis=0), of(arrive_at, axis=0), of(totals, axis=1))
     back = (of(arrive_at, axis=1), of(totals, axis=1), of(sent_from, axis=1), of(totals, axis=0))
     mine = of(sizes, axis=1)  # [W, L]
-    by_source, by_expert = _starts(mine), _starts(mine.T).T
-    regroup = _follow(mine.T, by_expert.T, by_source.T, num_rows)
-    ungroup = _follow(mine, by_source, by_expert, num_rows)
-    return Route(there, back, regroup, ungroup, jnp.sum(mine, axis=0, dtype=jnp.int32))
-
-
-def _starts(counts: Array) -> Array:
-    """Return where each segment begins, in row-major order of `counts`."""
-    flat = counts.reshape(-1)
-    return (jnp.cumsum(flat, dtype=jnp.int32) - flat).reshape(counts.shape)
-
-
-def _follow(counts: Array, starts: Array, other_starts: Array, num_rows: int) -> Array:
-    """Return `[num_rows]` rows in the other order for each row in this one; -1 past the last segment.
-
-    Args:
-      counts: rows of each segment, in this order.
-      starts: where they begin in this order, of the same shape.
-      other_starts: where the same segments begin in the other order.
-      num_rows: R.
-    """
-    row = lax.iota(jnp.int32, num_rows)
-    ends = (starts + counts).reshape(-1)
-    segment = jnp.sum(row[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
-    shift = (other_starts - starts).reshape(-1)
-    return jnp.where(row < ends[-1], row + shift[jnp.minimum(segment, ends.shape[0] - 1)], -1)
+    num_local = mine.shape[1]
+    ends = jnp.cumsum(mine.reshape(-1), dtype=jnp.int32)
+    segments = jnp.searchsorted(ends, lax.iota(jnp.int32, num_rows), side="right")
+    experts = jnp.where(segments < ends.shape[0], segments % num_local, num_local)
+    regroup = jnp.argsort(experts, stable=True)
+    return Route(there, back, regroup, jnp.argsort(regroup), jnp.sum(mine, axis=0, dtype=jnp.int32))
 
 
 def ragged_layer(*arguments: Array, num_experts: int, capacity: int) -> Array:
@@ -221,10 +201,7 @@ def ragged_layer(*arguments: Array, num_experts: int, capacity: int) -> Array:
     x, topk_idx, topk_weights, w_gate_up, w_down = arguments
     num_ranks, hidden_size = lax.axis_size(_AXIS), x.shape[1]
     found = _sort_slots(topk_idx, num_experts)
-    assignment_to_row = (
-        jnp.zeros_like(found.slots).at[found.slots].set(lax.iota(jnp.int32, found.slots.shape[0]), unique_indices=True)
-    )
-    slots = Slots(found.slots, assignment_to_row.reshape(topk_idx.shape))
+    slots = Slots(found.slots, jnp.argsort(found.slots).reshape(topk_idx.shape))
     sizes = lax.all_gather(found.counts, _AXIS).reshape(num_ranks, num_ranks, -1)
     route = plan_route(sizes, lax.axis_index(_AXIS), capacity)
 

@@ -93,16 +93,21 @@ def fill_in(args: argparse.Namespace, *, quick: bool) -> None:
             setattr(args, name, value.quick if quick else value.full)
 
 
-def count(text: str, most: int = _MOST) -> int:
+def count(text: str, least: int = 1, most: int = _MOST) -> int:
     """Parse a positive number."""
-    if not (text.isascii() and text.isdecimal() and len(text) < 20 and 1 <= int(text) <= most):
-        raise argparse.ArgumentTypeError(f"{cut(repr(text), 40)}, expected an integer from 1 to {most}")
+    if not (text.isascii() and text.isdecimal() and len(text) < 20 and least <= int(text) <= most):
+        raise argparse.ArgumentTypeError(f"{cut(repr(text), 40)}, expected an integer from {least} to {most}")
     return int(text)
 
 
 def layer_count(text: str) -> int:
     """Parse a number of layers. XLA compiles each of them, 100 in minutes."""
-    return count(text, _MOST_LAYERS)
+    return count(text, most=_MOST_LAYERS)
+
+
+def count_or_zero(text: str) -> int:
+    """Parse a number that may be zero."""
+    return count(text, 0)
 
 
 def number(text: str) -> float:

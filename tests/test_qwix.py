@@ -147,6 +147,30 @@ def test_qwix_rule_errors():
         (qwix.QuantizationRule(weight_qtype=jnp.int8, weight_calibration_method="minmax"), "'minmax'"),
         (qwix.LoraRule(rank=2, alpha=1.0, dropout=0.5), "dropout=0.5"),
         (qwix.LoraRule(rank=2, alpha=1.0), "rngs=None with a LoraRule.*pass one"),
+        (qwix.QuantizationRule(module_path="("), r"^apply_rules: module_path='\(' of a rule, .*unterminated"),
     ):
         with pytest.raises(ValueError, match=message):
             apply_rules(moe, [rule])
+    with pytest.raises(ValueError, match=r"^apply_rules: rank=0, expected at least 1"):
+        apply_rules(moe, [qwix.LoraRule(rank=0, alpha=1.0)], rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    ("rules", "name"),
+    [
+        (None, "rules is a NoneType"),
+        (qwix.QuantizationRule(weight_qtype=jnp.int8), "rules is a QuantizationRule, expected a list"),
+        ([3], "one of rules is an int, expected a rule"),
+    ],
+)
+def test_qwix_rules_of_another_type(rules, name):
+    with pytest.raises(TypeError, match=f"^apply_rules: {name}"):
+        apply_rules(MoE(128, 64, 4, 2, rngs=nnx.Rngs(0)), rules)
+
+
+def test_qwix_rule_for_quantized_training():
+    """It would freeze the experts. Rules for other layers may be in the list."""
+    moe, quantized = MoE(128, 64, 4, 2, rngs=nnx.Rngs(0)), qwix.QtRule(weight_qtype=jnp.int8)
+    with pytest.raises(ValueError, match=r"^apply_rules: the rule of '' is a QtRule for quantized training, .*'fp8'"):
+        apply_rules(moe, [quantized])
+    assert apply_rules(moe, [qwix.QtRule(module_path=""), quantized]).w_down is not None

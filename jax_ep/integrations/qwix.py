@@ -45,6 +45,7 @@ def apply_rules(model: nnx.Module, rules: Sequence[Any], *, rngs: nnx.Rngs | Non
 
     Raises:
       ValueError: no rule matches a layer, or one asks for what experts do not have.
+      TypeError: `rules` is no list of rules.
 
     Example:
       >>> import jax.numpy as jnp, qwix
@@ -56,6 +57,7 @@ def apply_rules(model: nnx.Module, rules: Sequence[Any], *, rngs: nnx.Rngs | Non
       >>> moe.w_down_lora_a.shape, moe.lora_scale
       ((4, 64, 4), 2.0)
     """
+    _check_rules(rules)
     model = nnx.clone(model)
     layers = {"/".join(map(str, path)): layer for path, layer in nnx.iter_modules(model) if isinstance(layer, MoE)}
     found = {path: _rule_for(path, rules) for path in layers}
@@ -67,6 +69,21 @@ def apply_rules(model: nnx.Module, rules: Sequence[Any], *, rngs: nnx.Rngs | Non
         if (rule := found[path]) is not None:
             _apply(path, layer, rule, rngs)
     return model
+
+
+def _check_rules(rules: Any) -> None:
+    import qwix
+
+    check.instance("apply_rules", "rules", rules, list | tuple, "a list of qwix.QuantizationRule or qwix.LoraRule")
+    for rule in rules:
+        check.instance("apply_rules", "one of rules", rule, qwix.QuantizationRule, "a rule of qwix")
+        try:
+            re.compile(rule.module_path)
+        except re.error as error:
+            raise ValueError(
+                f"apply_rules: module_path={rule.module_path!r} of a rule, expected a regular expression ({error});"
+                " escape what is none with re.escape."
+            ) from error
 
 
 def _rule_for(path: str, rules: Sequence[Any]) -> Any:
@@ -88,6 +105,12 @@ def _apply(path: str, layer: MoE, rule: Any, rngs: nnx.Rngs | None) -> None:
             f" {calibration!r} and {dropout=}, expected one of {known}, 'absmax' and no"
             " dropout; give experts a separate rule, before others."
         )
+    if weight is not None and hasattr(rule, "bwd_qtype"):
+        raise ValueError(
+            f"apply_rules: the rule of {path!r} is {type_name(rule)} for quantized training, expected a"
+            " qwix.QuantizationRule for inference or a qwix.LoraRule; to train experts quantized, give them a rule"
+            " without weight_qtype before others, and construct the MoE with recipe='fp8'."
+        )
     if weight is not None:
         activations = None if tokens is None else "int8" if tokens == "int8" else "fp8"
         served = layer.to_serving(_RULES[weight, rule.tile_size], activations=activations)
@@ -96,6 +119,7 @@ def _apply(path: str, layer: MoE, rule: Any, rngs: nnx.Rngs | None) -> None:
     if rank is not None:
         if rngs is None:
             raise ValueError("apply_rules: rngs=None with a LoraRule, expected an nnx.Rngs for adapters; pass one.")
+        rank = check.integer("apply_rules", "rank", rank)
         layer.add_lora(rank, scale=rule.alpha / rank, rngs=rngs)
 
 

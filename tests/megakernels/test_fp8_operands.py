@@ -113,44 +113,42 @@ def test_fp8_operands_columns(pool, rng, kind):
     assert (np.asarray(by_columns[0])[:, 5 * 128 :].view(np.uint8) == 0xFF).all(), "places not in use were written"
 
 
-@pytest.mark.parametrize("experts", [
-    Experts(),
-    Experts("gelu", gated=False),
-    Experts(interleaved=True, alpha=1.702, clamp=1.0, up_offset=1.0),
-], ids=str)  # fmt: skip
+GPT_OSS_GATES = Experts(interleaved=True, alpha=1.702, clamp=1.0, up_offset=1.0)
+
+
+def hidden_rows(rng, experts, sizes, num_rows, inner):
+    """Draw hidden rows, NaN past the groups, with a bias for interleaved gates."""
+    columns = 2 * inner if experts.gated else inner
+    hidden = rng.standard_normal((num_rows, columns)).astype(jnp.bfloat16)
+    weights = rng.random(num_rows).astype(np.float32)
+    bias = jnp.asarray(rng.standard_normal((sizes.shape[0], columns)), jnp.bfloat16) if experts.interleaved else None
+    hidden[int(sizes.sum()) :], weights[int(sizes.sum()) :] = np.nan, np.nan
+    return HiddenRows(jnp.asarray(hidden), jnp.asarray(weights), bias, sizes)
+
+
+def check_nearest(got, want):
+    """If the last bits of the activations differ, a value may round to its neighbor."""
+    error = np.abs(got - want)
+    assert (error <= np.maximum(np.abs(want) * 2.0**-3, 2.0**-9)).all() and (error > 0).mean() < 0.01
+
+
+@pytest.mark.parametrize("experts", [Experts(), Experts("gelu", gated=False), GPT_OSS_GATES], ids=str)
 def test_fp8_operands_activated_columns(pool, rng, experts):
-    columns = 256 if experts.gated else 128
-    hidden = rng.standard_normal((BLOCK_ROWS, columns)).astype(jnp.bfloat16)
-    weights = rng.random(BLOCK_ROWS).astype(np.float32)
-    bias = jnp.asarray(rng.standard_normal((BLOCKS.shape[0], columns)), jnp.bfloat16) if experts.interleaved else None
-    hidden[IN_BLOCKS:], weights[IN_BLOCKS:] = np.nan, np.nan
-    rows = HiddenRows(jnp.asarray(hidden), jnp.asarray(weights), bias, BLOCKS)
+    rows = hidden_rows(rng, experts, BLOCKS, BLOCK_ROWS, 128)
     got, want = (k.activate_columns(experts, rows) for k in (kernels, portable))
     np.testing.assert_allclose(np.asarray(got[1])[:5], np.asarray(want[1])[:5], rtol=1e-5)
     got, want = (np.asarray(pair[0]).astype(np.float32)[:, : 5 * 128] for pair in (got, want))
-    # If the last bits of the activations differ, a value may round to its neighbor.
-    error = np.abs(got - want)
-    assert (error <= np.maximum(np.abs(want) * 2.0**-3, 2.0**-9)).all() and (error > 0).mean() < 0.01
+    check_nearest(got, want)
     assert not got[:, 5:128].any() and np.abs(want).max() == 448
 
 
 @pytest.mark.parametrize("experts", [
     *(Experts(name, gated=gated) for name in ("silu", "gelu", "relu") for gated in (True, False)),
-    Experts(interleaved=True, alpha=1.702, clamp=1.0, up_offset=1.0),
-    Experts(weight_on="input"),
+    *(GPT_OSS_GATES, Experts(weight_on="input")),
 ], ids=str)  # fmt: skip
 def test_fp8_operands_activation(pool, rng, experts):
-    inner, columns = 256, 512 if experts.gated else 256
-    hidden = rng.standard_normal((ROWS, columns)).astype(jnp.bfloat16)
-    weights = rng.random(ROWS).astype(np.float32)
-    bias = jnp.asarray(rng.standard_normal((SIZES.shape[0], columns)), jnp.bfloat16) if experts.interleaved else None
-    hidden[USED:], weights[USED:] = np.nan, np.nan
-    rows = HiddenRows(jnp.asarray(hidden), jnp.asarray(weights), bias, SIZES)
-    want = portable.activate_quantized(experts, rows)
-    assert want[0].shape == (ROWS, inner)
-    got = [np.asarray(x) for x in kernels.activate_quantized(experts, rows)]
-    np.testing.assert_allclose(got[1][:USED], np.asarray(want[1])[:USED], rtol=1e-5)
-    exact = np.asarray(want[0]).astype(np.float32)[:USED]
-    # If the last bits of the activations differ, a value may round to its neighbor.
-    error = np.abs(got[0][:USED].astype(np.float32) - exact)
-    assert (error <= np.maximum(np.abs(exact) * 2.0**-3, 2.0**-9)).all() and (error > 0).mean() < 0.01
+    rows = hidden_rows(rng, experts, SIZES, ROWS, 256)
+    got, want = (k.activate_quantized(experts, rows) for k in (kernels, portable))
+    assert want[0].shape == (ROWS, 256)
+    np.testing.assert_allclose(np.asarray(got[1])[:USED], np.asarray(want[1])[:USED], rtol=1e-5)
+    check_nearest(*(np.asarray(pair[0]).astype(np.float32)[:USED] for pair in (got, want)))

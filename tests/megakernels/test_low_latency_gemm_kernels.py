@@ -1,5 +1,6 @@
 """The fused GEMM + combine kernel: one launch, any number of programs, interleaved launches, failures."""
 
+import itertools
 from functools import partial
 
 import jax
@@ -10,10 +11,11 @@ from jax.sharding import Mesh
 
 import harness
 import jax_ep
+import low_latency_problems
 from cases import Shape, integers
 from jax_ep.megakernels import launch, low_latency, masked, requirements
 from layers import round_trip
-from low_latency_problems import GemmProblem, gemm_combine
+from low_latency_problems import GemmProblem, Problem, gemm_combine
 
 SHAPE = Shape(num_tokens=6, top_k=3, num_experts=8, hidden=24, intermediate=16)
 
@@ -43,17 +45,23 @@ def test_low_latency_gemm_one_launch_any_num_programs(monkeypatch, two_ranks, rn
 def test_low_latency_gemm_interleaved_groups(two_ranks, rng):
     """Every kernel finds consistent control words, and pairs of devices have separate halves."""
     jax_ep.finalize()
-    jax_ep.init(transport="shared_memory")
+    jax_ep.init(transport="shared_memory")  # Without a mesh: the ep_group is not known before a program runs.
     others = Mesh(np.array(jax.devices())[[1, 2]], (harness.EXPERT,))
     four = harness.make_mesh((4,), (harness.EXPERT,))
-    large = Shape(num_tokens=9, top_k=2, num_experts=8, hidden=40, intermediate=136)
-    runs = [(m, s, harness.compiled(fused(s), m)) for m in (two_ranks, others, four) for s in (SHAPE, large)]
-
+    large = Shape(num_tokens=20, top_k=2, num_experts=8, hidden=48, intermediate=136)
+    runs = []
+    for mesh, shape in itertools.product((two_ranks, others, four), (SHAPE, large)):
+        exchange = low_latency_problems.round_trip("triton", shape, shape.num_tokens, quantize=False)
+        runs.append((mesh, shape, *(harness.compiled(fn, mesh) for fn in (fused(shape), exchange))))
     throughput = harness.compiled(partial(round_trip, num_experts=8), four)
-    for index in rng.permutation(3 * len(runs)):
-        where, shape, call = runs[index % len(runs)]
-        problem = problem_of(rng, "uniform", where.size, shape)
-        np.testing.assert_array_equal(call(*problem.args), problem.want())
+    for index in rng.permutation(6 * len(runs)):
+        mesh, shape, gemm, exchange = runs[index % len(runs)]
+        if index // len(runs) % 2:
+            problem = problem_of(rng, "uniform", mesh.size, shape)
+            np.testing.assert_array_equal(gemm(*problem.args), problem.want())
+        else:
+            problem = Problem(rng, "uniform", mesh.size, shape, shape.num_tokens)
+            problem.check(*exchange(*problem.args))
         if index % 3 == 0:
             x, ids = integers(rng, 4, 3, 8), rng.integers(0, 8, (4, 3, 2), np.int32)
             np.testing.assert_array_equal(throughput(x, ids), 2 * x)

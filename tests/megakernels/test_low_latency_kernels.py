@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 import harness
 import jax_ep
@@ -74,24 +73,6 @@ def test_low_latency_kernels_fp8_and_float32(monkeypatch, two_ranks, rng, way, q
     # Both round to 2^-4: one the rows, the other their sums on a rank.
     bound = 1e-5 + (magnitudes / 8 if quantize else 0)
     np.testing.assert_array_less(np.abs(back - want_back), bound)
-
-
-def test_low_latency_kernels_overlapping_groups(two_ranks, rng):
-    """Pairs of devices have separate halves, so launches of other groups and sizes may come in between."""
-    jax_ep.finalize()
-    jax_ep.init(transport="shared_memory")  # Without a mesh: the ep_group is not known before a program runs.
-    others = Mesh(np.array(jax.devices())[[1, 2]], (harness.EXPERT,))
-    four = harness.make_mesh((4,), (harness.EXPERT,))
-    small, large = SHAPE, Shape(num_tokens=20, top_k=2, num_experts=8, hidden=48)
-    runs = [
-        (m, s, harness.compiled(round_trip(s, s.num_tokens), m))
-        for m in (two_ranks, others, four)
-        for s in (small, large)
-    ]
-    for index in rng.permutation(3 * len(runs)):
-        where, shape, call = runs[index % len(runs)]
-        problem = Problem(rng, "uniform", where.size, shape, shape.num_tokens)
-        problem.check(*call(*problem.args))
 
 
 def test_low_latency_kernels_programs_before_growth(two_ranks, rng):

@@ -47,7 +47,10 @@ FP8_ERROR, ERROR = 0.4, 0.1
 SAMPLE_S = 0.01  # of one timed sample, so that launches do not count
 BF16 = jnp.dtype(jnp.bfloat16)
 
-type Product = Callable[[Array, Array, Array], Array | pytorch.OnStream]
+type Operands = Mapping[str, tuple[Any, ...]]
+"""Arguments of a GEMM by distribution."""
+type Product = Callable[[str], Array | pytorch.OnStream]
+"""The GEMM of the operands of a distribution."""
 
 
 class Problem(NamedTuple):
@@ -69,6 +72,11 @@ class Problem(NamedTuple):
 
 
 # --- products -------------------------------------------------------------------------------------------------------
+
+
+def of(run: Callable[..., Array], operands: Operands) -> Product:
+    """Return the GEMM of these operands."""
+    return lambda distribution: run(*operands[distribution])
 
 
 def product(name: str, direction: str) -> Callable[..., Array]:
@@ -95,15 +103,12 @@ def in_fp8(problem: Problem) -> dict[str, Product]:
         with tuning.override(operation, gluon=gluon):
             return getattr(gemm, operation)(a, b, sizes, out_dtype=BF16)
 
-    def of(gluon: bool) -> Product:
-        run = jax.jit(partial(multiply, gluon))
-        return lambda _, __, sizes: run(*quantized[id(sizes)], sizes)
-
-    quantized = {id(sizes): quantize(a, b, sizes) for a, b, sizes in problem.operands.values()}
-    return {TRITON: of(False), GLUON: of(True)}
+    quantized = {name: (*quantize(*arrays), arrays[2]) for name, arrays in problem.operands.items()}
+    ways = {TRITON: False, GLUON: True}
+    return {name: of(jax.jit(partial(multiply, gluon)), quantized) for name, gluon in ways.items()}
 
 
-def cublas(direction: str) -> Product:
+def cublas(direction: str) -> Callable[..., Array]:
     """Return the batched GEMM of equal groups, whose number divides the rows."""
     formula = {FORWARD: "gmk,gkn->gmn", INPUT_GRADIENT: "gmn,gkn->gmk", WEIGHT_GRADIENT: "gmk,gmn->gkn"}
 
@@ -121,11 +126,11 @@ def cublas(direction: str) -> Product:
 def products(problem: Problem) -> dict[str, Product]:
     """Return all variants of a problem but cuBLAS."""
     direction, (_, k, n, _) = problem.direction, problem.shape
-    found: dict[str, Product] = {label: jax.jit(product(name, direction)) for label, name in NAMES.items()}
+    found = {label: of(jax.jit(product(name, direction)), problem.operands) for label, name in NAMES.items()}
     if (direction == FORWARD and k % 128 == 0) or (direction == WEIGHT_GRADIENT and k % 128 == n % 128 == 0):
         found |= in_fp8(problem)
     if direction == FORWARD and pytorch.is_here():
-        found |= pytorch.gemms(*problem.operands["equal"][:2])
+        found |= pytorch.gemms(problem.operands)
     return found
 
 
@@ -182,9 +187,9 @@ def measure(report: Report, args: argparse.Namespace, problem: Problem, chosen: 
     """Measure GEMMs on all distributions, and cuBLAS; report failures and wrong results."""
     shape = dict(zip(("rows", "k", "n", "groups"), problem.shape, strict=True)) | {"dtype": "bfloat16"}
     errors, timed, failures = {}, {}, dict[str, str]()
-    for name, run in {CUBLAS: cublas(problem.direction), **chosen}.items():
+    for name, run in {CUBLAS: of(cublas(problem.direction), problem.operands), **chosen}.items():
         for distribution in DISTRIBUTIONS[: 1 if name == CUBLAS else None]:
-            call = partial(run, *problem.operands[distribution])
+            call = partial(run, distribution)
             try:
                 out = call()
                 out = out.array() if isinstance(out, pytorch.OnStream) else out

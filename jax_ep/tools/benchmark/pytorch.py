@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -41,13 +41,14 @@ class OnStream:
         return jnp.from_dlpack(self.block_until_ready().tensor)
 
 
-def gemms(lhs: Array, rhs: Array) -> dict[str, Callable[[Array, Array, Array], OnStream]]:
-    """Return functions of the operands of `jax_ep.grouped_gemm`; only the sizes may differ from `lhs, rhs`.
+def gemms(operands: Mapping[str, tuple[Array, Array, Array]]) -> dict[str, Callable[[str], OnStream]]:
+    """Return GEMMs by name, functions of a key of `operands`, the same rows and weights with different group sizes.
 
     Weights are stored with the contraction last, which is faster, and FP8 operands are quantized before.
     """
     import torch
 
+    lhs, rhs, _ = next(iter(operands.values()))
     rows = torch.from_dlpack(lhs)
     weights = torch.from_dlpack(jnp.swapaxes(rhs, 1, 2).copy())
     row_scales, scales = (x.float().abs().amax(-1) / _FP8_MAX for x in (rows, weights))
@@ -55,21 +56,15 @@ def gemms(lhs: Array, rhs: Array) -> dict[str, Callable[[Array, Array, Array], O
     fp8_weights = torch.stack(
         [(w.float() / s[..., None]).to(torch.float8_e4m3fn) for w, s in zip(weights, scales, strict=True)]
     )
-    ends: dict[int, Any] = {}
+    ends = {key: torch.from_dlpack(jnp.cumsum(sizes, dtype=jnp.int32)) for key, (_, _, sizes) in operands.items()}
 
-    def ends_of(sizes: Array) -> Any:
-        key = id(sizes)
-        if key not in ends:
-            ends[key] = torch.from_dlpack(jnp.cumsum(sizes, dtype=jnp.int32)), sizes
-        return ends[key][0]
+    def in_bf16(key: str) -> OnStream:
+        return OnStream(torch._grouped_mm(rows, weights.transpose(-2, -1), offs=ends[key]))
 
-    def in_bf16(_: Array, __: Array, sizes: Array) -> OnStream:
-        return OnStream(torch._grouped_mm(rows, weights.transpose(-2, -1), offs=ends_of(sizes)))
-
-    def in_fp8(_: Array, __: Array, sizes: Array) -> OnStream:
-        operands = fp8_rows, fp8_weights.transpose(-2, -1), row_scales, scales
-        keywords = {"offs": ends_of(sizes), "out_dtype": torch.bfloat16, "use_fast_accum": True}
-        return OnStream(torch._scaled_grouped_mm(*operands, **keywords))
+    def in_fp8(key: str) -> OnStream:
+        quantized = fp8_rows, fp8_weights.transpose(-2, -1), row_scales, scales
+        keywords = {"offs": ends[key], "out_dtype": torch.bfloat16, "use_fast_accum": True}
+        return OnStream(torch._scaled_grouped_mm(*quantized, **keywords))
 
     return {BF16: in_bf16, FP8: in_fp8}
 

@@ -14,7 +14,7 @@ import pytest
 save_file = pytest.importorskip("safetensors.numpy").save_file
 
 import hub_checkpoints
-from hub_checkpoints import HUB
+from hub_checkpoints import HUB, NO_LAYERS
 from jax_ep.checkpoints import Checkpoint, files, save
 from jax_ep.checkpoints.families import FAMILIES, SCHEMA, Key
 from jax_ep.core.json_files import TEXT
@@ -214,20 +214,17 @@ def test_no_regular_file(name, kind, folder):
         read_all(folder)
 
 
-CONFIG = dict(HUB["mixtral"].config) | {"num_hidden_layers": 0}
-
-
 def tensors(value):
     return {name: np.full(4, value, np.float32) for name in "ab"}
 
 
 @pytest.mark.parametrize("was_read", [False, True])
 def test_file_replaced_after_the_checkpoint_was_opened(was_read, tmp_path):
-    save(tmp_path, CONFIG, {}, tensors(1), max_shard_bytes=16)
+    save(tmp_path, NO_LAYERS, {}, tensors(1), max_shard_bytes=16)
     checkpoint = Checkpoint(tmp_path)
     if was_read:
         checkpoint.read("a")
-    save(tmp_path, CONFIG, {}, tensors(2), max_shard_bytes=16, overwrite=True)
+    save(tmp_path, NO_LAYERS, {}, tensors(2), max_shard_bytes=16, overwrite=True)
     with pytest.raises(ValueError, match=r"00001-of-00002.safetensors has been replaced.*open Checkpoint again"):
         checkpoint.read("a")
 
@@ -276,13 +273,13 @@ def test_errors_cut_long_names(folder):
 @pytest.mark.parametrize("change", ["save", "remove", "break"])
 def test_config_replaced_while_the_checkpoint_is_opened(change, tmp_path, monkeypatch):
     """Files that no longer match are not reported as broken."""
-    save(tmp_path, CONFIG, {}, tensors(1), max_shard_bytes=16)
+    save(tmp_path, NO_LAYERS, {}, tensors(1), max_shard_bytes=16)
     read_index = files.read_index
 
     def late(function, folder):
         monkeypatch.undo()
         if change == "save":
-            save(tmp_path, CONFIG, {}, tensors(2), max_shard_bytes=16, overwrite=True)
+            save(tmp_path, NO_LAYERS, {}, tensors(2), max_shard_bytes=16, overwrite=True)
         else:
             (tmp_path / "config.json").unlink()
         if change == "break":
@@ -296,7 +293,7 @@ def test_config_replaced_while_the_checkpoint_is_opened(change, tmp_path, monkey
 
 def test_relative_folder_after_a_change_of_the_current_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    save("here", CONFIG, {}, tensors(1))
+    save("here", NO_LAYERS, {}, tensors(1))
     checkpoint = Checkpoint("here")
     monkeypatch.chdir("/")
     assert np.asarray(checkpoint.read("a")).tolist() == [1] * 4
@@ -304,7 +301,7 @@ def test_relative_folder_after_a_change_of_the_current_folder(tmp_path, monkeypa
 
 def test_close_and_read_again(tmp_path):
     """Without garbage collection, which also closes files."""
-    save(tmp_path, CONFIG, {}, tensors(1), max_shard_bytes=16)
+    save(tmp_path, NO_LAYERS, {}, tensors(1), max_shard_bytes=16)
     descriptors = Path("/proc/self/fd")
 
     def num_open():
@@ -321,7 +318,7 @@ def test_close_and_read_again(tmp_path):
 
 
 def test_pickle_opens_the_folder_again(tmp_path):
-    save(tmp_path, CONFIG, {}, tensors(1))
+    save(tmp_path, NO_LAYERS, {}, tensors(1))
     checkpoint = Checkpoint(tmp_path)
     np.asarray(checkpoint.read("a"))
     data = pickle.dumps(checkpoint)
@@ -332,7 +329,7 @@ def test_pickle_opens_the_folder_again(tmp_path):
         pickle.loads(data)
 
 
-@pytest.mark.parametrize("call", [Checkpoint, lambda folder: save(folder, CONFIG, {})], ids=["Checkpoint", "save"])
+@pytest.mark.parametrize("call", [Checkpoint, lambda folder: save(folder, NO_LAYERS, {})], ids=["Checkpoint", "save"])
 @pytest.mark.parametrize("folder", ["\ud800", "a\0b", ""], ids=["surrogate", "NUL", "empty"])
 def test_folder_that_the_system_does_not_have(folder, call):
     with pytest.raises(ValueError, match=r"^(Checkpoint|save): folder is .*, expected a path"):
@@ -343,7 +340,7 @@ def test_current_folder_that_was_removed(tmp_path, monkeypatch):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    for call in (Checkpoint, lambda folder: save(folder, CONFIG, {})):
+    for call in (Checkpoint, lambda folder: save(folder, NO_LAYERS, {})):
         with pytest.raises(FileNotFoundError, match=r"^(Checkpoint|save): folder is 'x'"):
             call("x")
 

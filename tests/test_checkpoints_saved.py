@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from cases import BF16, F32, assert_same_bits
 from harness import make_mesh
-from hub_checkpoints import HUB, assert_equal, fp8_checkpoint, written
+from hub_checkpoints import HUB, NO_LAYERS, assert_equal, fp8_checkpoint, written
 from jax_ep.checkpoints import Checkpoint, files, save, shards, transaction
 
 pytest.importorskip("safetensors")
@@ -50,10 +50,10 @@ def test_checkpoint_save_files(tmp_path, rng):
     """The files match the format: file names, index, sizes; one file without an index if it suffices."""
     from safetensors import safe_open
 
-    config, others = {"model_type": "mixtral"} | dict(HUB["mixtral"].config) | {"num_hidden_layers": 0}, {}
+    others = {}
     for i, size in enumerate((100, 100, 300, 50, 60)):
         others[f"t{i}"] = rng.standard_normal(size).astype(F32)
-    save(tmp_path, config, {}, others, max_shard_bytes=800)
+    save(tmp_path, NO_LAYERS, {}, others, max_shard_bytes=800)
     files = {f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)}
     assert {path.name for path in tmp_path.iterdir()} == files | {"config.json", "model.safetensors.index.json"}
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -64,36 +64,33 @@ def test_checkpoint_save_files(tmp_path, rng):
             assert opened.metadata() == {"format": "pt"}
             assert_same_bits(opened.get_tensor(name), others[name])
 
-    save(tmp_path, config, {}, others, overwrite=True)
+    save(tmp_path, NO_LAYERS, {}, others, overwrite=True)
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
     assert_same_bits(np.asarray(Checkpoint(tmp_path).read("t2")), others["t2"])
 
 
 def test_checkpoint_save_empty_arrays(tmp_path):
-    config = dict(HUB["mixtral"].config) | {"num_hidden_layers": 0}
     others = {"empty": jax.numpy.ones((0, 3)), "scalar": np.ones((), F32), "empty.numpy": np.ones((2, 0), F32)}
-    save(tmp_path / "some", config, {}, others)
+    save(tmp_path / "some", NO_LAYERS, {}, others)
     checkpoint = Checkpoint(tmp_path / "some")
     for name, value in others.items():
         assert_same_bits(np.asarray(checkpoint.read(name)), np.asarray(value), name)
-    save(tmp_path / "none", config, {})
+    save(tmp_path / "none", NO_LAYERS, {})
     assert Checkpoint(tmp_path / "none").names == ()
 
 
 def test_checkpoint_save_config_longer_than_the_limit(tmp_path, monkeypatch):
     """The text of the file has line breaks and indents."""
-    config = dict(HUB["mixtral"].config) | {"num_hidden_layers": 0, "list": [0] * 1000}
     monkeypatch.setattr(files, "MAX_JSON_BYTES", 4000)
     with pytest.raises(ValueError, match=r"^save: config cannot be written as JSON \(larger than"):
-        save(tmp_path, config, {})
+        save(tmp_path, NO_LAYERS | {"list": [0] * 1000}, {})
 
 
 def test_checkpoint_save_does_not_overwrite(tmp_path):
-    config = dict(HUB["mixtral"].config) | {"num_hidden_layers": 0}
     others = {"t": np.ones(3, F32)}
-    save(tmp_path, config, {}, others)
+    save(tmp_path, NO_LAYERS, {}, others)
     with pytest.raises(FileExistsError, match=r"already has config.json, model.safetensors.*overwrite=True"):
-        save(tmp_path, config, {}, {"t": np.zeros(3, F32)})
+        save(tmp_path, NO_LAYERS, {}, {"t": np.zeros(3, F32)})
     assert_same_bits(np.asarray(Checkpoint(tmp_path).read("t")), others["t"])
 
 
@@ -128,7 +125,6 @@ def test_checkpoint_save_host_memory(rng):
         assert len(copy._held) == held
 
 
-CONFIG = dict(HUB["mixtral"].config) | {"num_hidden_layers": 0}
 STEPS = ("replace", "fsync", "chmod", "mkdir", "unlink", "rmdir", "listdir")
 FOREIGN = {"tokenizer.json", "model.ema.safetensors", "model-lora.safetensors"}
 ONE_FILE, TWO_FILES = 10**9, 16
@@ -145,7 +141,7 @@ class Killed(BaseException):
 
 def write(folder, value, max_shard_bytes=ONE_FILE, **options):
     tensors = {name: np.full(4, value, np.float32) for name in "ab"}
-    save(folder, CONFIG | {"made": value}, {}, tensors, max_shard_bytes=max_shard_bytes, **options)
+    save(folder, NO_LAYERS | {"made": value}, {}, tensors, max_shard_bytes=max_shard_bytes, **options)
 
 
 def found(folder):
@@ -255,7 +251,7 @@ def test_save_disk_full(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
         with pytest.raises(OSError, match=r"^save: cannot write the checkpoint to .* File too large.*free space"):
-            save(tmp_path, CONFIG, {}, {"a": np.zeros(10_000)}, overwrite=True)
+            save(tmp_path, NO_LAYERS, {}, {"a": np.zeros(10_000)}, overwrite=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert found(tmp_path) == 1

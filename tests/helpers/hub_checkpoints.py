@@ -146,6 +146,8 @@ HUB = {
     ),
 }  # fmt: skip
 
+NO_LAYERS = {**HUB["mixtral"].config, "num_hidden_layers": 0}  # For checkpoints of other tensors alone.
+
 
 def layer(hub, number, rng, dtype=F32):
     """Return the stored tensors of a layer, and its expected parameters."""

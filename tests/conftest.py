@@ -337,3 +337,10 @@ def mesh(expert_mesh):
 def float64():
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture
+def implicit_promotion():
+    """Enable implicit promotion, which Optax needs."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield

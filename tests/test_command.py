@@ -104,31 +104,6 @@ def test_command_unwritable_output(redirection, status, error):
         assert done.stderr.endswith(error)
 
 
-def test_command_prints_what_the_encoding_lacks():
-    program = """
-import sys
-from jax_ep.tools import command
-command.run("tool", lambda: print("\\u20ac.json", "\\udcff"))
-"""
-    done = harness.run_command(*harness.STRICT_PYTHON, "-c", program, PYTHONIOENCODING="ascii")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "\\u20ac.json \\udcff\n", "")
-
-
-def test_command_ignored_ctrl_c():
-    """Shells start background jobs so."""
-    program = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-sys.argv = ["jax-ep"]
-import jax_ep
-signal.raise_signal(signal.SIGINT)
-from jax_ep.tools import command
-command.run("tool", lambda: print(signal.raise_signal(signal.SIGINT)))
-"""
-    done = harness.run_command(*harness.STRICT_PYTHON, "-c", program)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "None\n", "")
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_command_processes_end_with_the_first(number):
     program = """
@@ -157,23 +132,45 @@ def test_command_more_processes_than_cores(monkeypatch):
         processes.enter(10**6)
 
 
-@pytest.mark.parametrize("first", ["jax_ep.placement", "jax"])
-def test_command_ctrl_c_during_imports(first):
-    """The handler is installed before the first import of a module of the package."""
-    program = f"""
+ENCODING = """
+import sys
+from jax_ep.tools import command
+command.run("tool", lambda: print("\\u20ac.json", "\\udcff"))
+"""
+IGNORED = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+sys.argv = ["jax-ep"]
+import jax_ep
+signal.raise_signal(signal.SIGINT)
+from jax_ep.tools import command
+command.run("tool", lambda: print(signal.raise_signal(signal.SIGINT)))
+"""
+DURING_IMPORT = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
-first = {first!r}
 sys.argv = ["jax-ep"]
 class Interrupt:
     def find_spec(self, name, *_):
-        if name == first:
+        if name == FIRST:
             signal.raise_signal(signal.SIGINT)
 sys.meta_path.insert(0, Interrupt())
 import jax_ep
 """
-    done = harness.run_command(*harness.STRICT_PYTHON, "-c", program)
-    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+PROGRAMS = {  # By what happens: a program, its exit status, and its output.
+    "characters that the encoding lacks": (ENCODING, 0, "\\u20ac.json \\udcff\n"),
+    "a Ctrl-C that a shell ignores for background jobs": (IGNORED, 0, "None\n"),
+    # The handler is installed before the first import of a module of the package.
+    "a Ctrl-C at the first import": (DURING_IMPORT.replace("FIRST", "'jax_ep.placement'"), -signal.SIGINT, ""),
+    "a Ctrl-C at the import of jax": (DURING_IMPORT.replace("FIRST", "'jax'"), -signal.SIGINT, ""),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_command_program(name):
+    program, status, output = PROGRAMS[name]
+    done = harness.run_command(*harness.STRICT_PYTHON, "-c", program, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stdout, done.stderr) == (status, output, "")
 
 
 def interrupted(body):

@@ -23,11 +23,7 @@ WIDTH, ROWS, LAYERS = 64, 32, 4
 ONE = 4 * ROWS * WIDTH  # Bytes of the activations of one layer.
 
 
-@pytest.fixture(autouse=True)
-def promotion():
-    """Optax and the models need it."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("implicit_promotion")
 
 
 def of(*shape, dtype=jnp.float32, **options):

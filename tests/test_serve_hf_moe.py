@@ -71,13 +71,6 @@ def folders(tmp_path_factory):
     return made
 
 
-@pytest.fixture
-def implicit_promotion():
-    """Enable implicit promotion, which Optax needs."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
-
-
 def mesh_of(num_ranks, expert_parallel=None):
     return make_mesh(max_devices=num_ranks, num_experts=4, expert_parallel=expert_parallel or num_ranks)
 

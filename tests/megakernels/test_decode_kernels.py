@@ -13,12 +13,7 @@ ALSO_ON_GPUS = True
 TEXTS, HEADS, KV_HEADS, SIZE, LENGTH = 2, 6, 2, 32, 200
 
 
-@pytest.fixture(autouse=True)
-def _as_benchmarks_run(request):
-    if jax.default_backend() == "cpu":
-        request.getfixturevalue("two_ranks")
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("implicit_promotion", *(["two_ranks"] if jax.default_backend() == "cpu" else []))
 
 
 def random(rng, *shape, dtype=jnp.bfloat16):

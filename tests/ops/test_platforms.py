@@ -139,6 +139,8 @@ def test_platforms_other(platform, monkeypatch):
     assert choose(None, "exchange") == "xla"
     with pytest.raises(NotImplementedError, match=f"it needs NVIDIA GPUs, and the platform is {platform}"):
         choose("triton", "exchange")
+    with pytest.raises(NotImplementedError, match=f"pallas: the platform is {platform}"):
+        choose("pallas", "small products")
 
 
 def test_platforms_interpreter_needs_manual_axes(two_ranks):

@@ -91,8 +91,6 @@ def test_pallas_support_other_gpus(hopper, caplog):
     reason = "its kernels are for compute capability 9.0 (Hopper), these GPUs have 10.0"
     reason += "; use `triton` or `xla`"
     assert f"implementation pallas is not used: {reason}" in [record.getMessage() for record in caplog.records]
-    with pytest.raises(NotImplementedError, match=r"compute capability 9\.0"):
-        choose("pallas")
 
 
 @pytest.mark.parametrize(
@@ -137,12 +135,6 @@ def test_pallas_support_no_fp8_recipe():
     options = {"experts": experts, "recipe": "fp8", "implementation": "pallas"}
     with pytest.raises(NotImplementedError, match=r"fused_moe: .*pallas: its GEMMs support .*implementation=None"):
         jax_ep.fused_moe(x, idx, jnp.ones((4, 1), F32), w, w, **options)
-
-
-def test_pallas_support_other_platforms(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    with pytest.raises(NotImplementedError, match="pallas: the platform is tpu"):
-        choose("pallas")
 
 
 @on_cpu

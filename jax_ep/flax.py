@@ -40,7 +40,7 @@ from jax_ep.sharding import (
     sharded_layer,
     specs_of_parts,
 )
-from jax_ep.types import AxisName, Experts, Routing, Schedule, Topology
+from jax_ep.types import AxisName, Experts, Routing, Schedule, Topology, type_name
 
 try:
     from flax import nnx
@@ -242,7 +242,7 @@ class MoE(nnx.Module):
         x = check.floating("MoE", "x", x, "[..., hidden_size]")
         if not isinstance(weights, ExpertWeights | None):
             raise TypeError(
-                f"MoE: weights is a {type(weights).__name__}, expected ExpertWeights or None; pass the result of"
+                f"MoE: weights is {type_name(weights)}, expected ExpertWeights or None; pass the result of"
                 " serving_weights(...) or training_weights()"
             )
         if x.shape[-1] != self.hidden_size:

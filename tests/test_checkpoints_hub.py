@@ -16,7 +16,7 @@ pytest.importorskip("safetensors")
 import harness
 from cases import F32
 from hub_checkpoints import NO_LAYERS
-from jax_ep.checkpoints import Checkpoint, push, save
+from jax_ep.checkpoints import Checkpoint, download, push, save
 
 SHARDS = {f"model-{i:05d}-of-00002.safetensors" for i in (1, 2)}
 INDEX = "model.safetensors.index.json"
@@ -180,3 +180,17 @@ def test_push_without_the_package(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ImportError, match=r"push: needs huggingface_hub \(.*\): pip install huggingface_hub"):
         push(folder, "me/model")
+
+
+@pytest.mark.parametrize("repo_id", [None, 3, b"me/model"])
+def test_download_of_no_name(repo_id):
+    with pytest.raises(TypeError, match=r"^download: repo_id is an? \w+, expected a string such as 'owner/name'"):
+        download(repo_id)
+
+
+@pytest.mark.parametrize(
+    "call", [Checkpoint, lambda folder: save(folder, {}, {}), lambda folder: push(folder, "me/model")]
+)
+def test_folder_that_is_an_int(call):
+    with pytest.raises(TypeError, match=r"^\w+: folder is an int, expected a str or a Path"):
+        call(3)

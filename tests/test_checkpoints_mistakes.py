@@ -313,7 +313,7 @@ def test_checkpoint_save_mistakes(mistake, tmp_path, rng):
 
 
 def test_checkpoint_save_traced_arrays(tmp_path):
-    with pytest.raises(TypeError, match=r"others\['x'\] is a .*Tracer, expected .* outside of jax.jit"):
+    with pytest.raises(TypeError, match=r"others\['x'\] is a traced array, expected .* outside of jax.jit"):
         jax.jit(lambda x: save(tmp_path / "new", NO_LAYERS, {}, {"x": x}))(jnp.ones(3))
 
 

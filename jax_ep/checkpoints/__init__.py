@@ -29,7 +29,7 @@ from jax_ep.core.json_files import shown
 from jax_ep.core.mesh_axes import axis_tuple, check_mesh
 from jax_ep.formats import Format
 from jax_ep.sharding import MeshAxes
-from jax_ep.types import Array, AxisName
+from jax_ep.types import Array, AxisName, type_name
 
 __all__ = ["MAX_SHARD_BYTES", "Checkpoint", "Weights", "download", "push", "save"]
 
@@ -137,7 +137,7 @@ class Checkpoint:
         """
         if not isinstance(sharding, jax.sharding.Sharding | None):
             raise TypeError(
-                f"Checkpoint.read: sharding is a {type(sharding).__name__}, expected a jax.sharding.Sharding; pass"
+                f"Checkpoint.read: sharding is {type_name(sharding)}, expected a jax.sharding.Sharding; pass"
                 " NamedSharding(mesh, spec), or SingleDeviceSharding(device)."
             )
         source = self._files[name] if dtype is None else reading.decoded(self._files, name)

@@ -24,6 +24,7 @@ from numpy.typing import DTypeLike
 
 from jax_ep.core import json_files
 from jax_ep.core.json_files import OBJECT, TEXT, Schema, array, integer, mapping, record, shown, value_of
+from jax_ep.types import type_name
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
@@ -77,7 +78,7 @@ def optional(function: str, module: str) -> ModuleType:
 def folder_path(function: str, folder: Any) -> Path:
     """Convert a caller's folder to a `Path`."""
     if not isinstance(folder, str | os.PathLike) or isinstance(os.fspath(folder), bytes):
-        raise TypeError(f"{function}: folder is a {type(folder).__name__}, expected a str or a Path; pass one.")
+        raise TypeError(f"{function}: folder is {type_name(folder)}, expected a str or a Path; pass one.")
     try:
         if b"\0" in os.fsencode(folder) or not os.fspath(folder):
             raise ValueError("a NUL, or empty")
@@ -322,7 +323,7 @@ class TensorFiles:
 
     def __getitem__(self, name: str) -> StoredArray:
         if not isinstance(name, str):
-            raise TypeError(f"{self._function}: name is a {type(name).__name__}, expected a str; pass one of names.")
+            raise TypeError(f"{self._function}: name is {type_name(name)}, expected a str; pass one of names.")
         shard = self._file_of.get(name)
         if shard is None:
             ordered = sorted(self.names)

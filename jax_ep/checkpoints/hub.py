@@ -31,6 +31,8 @@ def download(repo_id: str, *, revision: str | None = None, folder: str | os.Path
 
     Raises:
       ImportError: huggingface_hub is not installed.
+      TypeError: `repo_id` is not a string.
+      ValueError: it is not valid.
 
     Example:
       >>> from jax_ep.checkpoints import Checkpoint, download
@@ -41,6 +43,7 @@ def download(repo_id: str, *, revision: str | None = None, folder: str | os.Path
     Source: https://huggingface.co/docs/huggingface_hub/guides/download.
     """
     hub = files.optional("download", "huggingface_hub")
+    check.instance("download", "repo_id", repo_id, str, "a string such as 'owner/name'")
     # Subfolders hold the same weights in other formats.
     patterns = {"allow_patterns": [CONFIG, *_WEIGHTS, *_OTHERS], "ignore_patterns": ["*/*"]}
     return Path(hub.snapshot_download(repo_id, revision=revision, local_dir=folder, **patterns))

@@ -21,7 +21,7 @@ from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.json_files import shown
 from jax_ep.formats import fp8
-from jax_ep.types import Array
+from jax_ep.types import Array, type_name
 
 _MAX_NAME = 1000  # Characters; readers limit the size of headers.
 
@@ -87,7 +87,7 @@ def tensors_of(
 
 def _check_dict(function: str, what: str, value: Any, expected: str) -> None:
     if not isinstance(value, Mapping):
-        raise TypeError(f"{function}: {what} is a {type(value).__name__}, expected a dict; pass {expected}.")
+        raise TypeError(f"{function}: {what} is {type_name(value)}, expected a dict; pass {expected}.")
 
 
 def _of_parameter(function: str, what: str, value: Any, stored: Stored, shape: tuple[int, ...]) -> Iterator[Tensor]:
@@ -140,7 +140,7 @@ def _check_array(function: str, what: str, array: Any, shape: tuple[int, ...]) -
     """Check that a value is an array of this shape with all its values in this process."""
     if not isinstance(array, jax.Array | np.ndarray) or isinstance(array, jax.core.Tracer | np.ma.MaskedArray):
         raise TypeError(
-            f"{function}: {what} is a {type(array).__name__}, expected a JAX or NumPy array {shape}; for a Flax"
+            f"{function}: {what} is {type_name(array)}, expected a JAX or NumPy array {shape}; for a Flax"
             " variable pass variable.get_value(), and call it outside of jax.jit."
         )
     if array.dtype not in files.DTYPES.values():
@@ -177,7 +177,7 @@ def _check_quantization(function: str, config: Mapping[str, Any], tensors: list[
 def normalize_config(function: str, config: Any) -> dict[str, Any]:
     """Return the config as it will be read from its file."""
     if not isinstance(config, Mapping):
-        raise TypeError(f"{function}: config is a {type(config).__name__}, expected a dict; pass that of config.json.")
+        raise TypeError(f"{function}: config is {type_name(config)}, expected a dict; pass that of config.json.")
     try:
         return json_files.parse(json.dumps(dict(config), indent=2, allow_nan=False).encode(), files.MAX_JSON_BYTES)
     except (TypeError, ValueError, RecursionError) as error:

@@ -80,6 +80,16 @@ def test_large_arrays_are_made_in_chunks(case, monkeypatch):
         inputs.on_ranks(case.mesh, (6, 11), 0)
 
 
+def test_arrays_beyond_the_memory_of_the_machine(case, monkeypatch):
+    """Linux ends a process that takes too much without a word: `jax-ep trace moe --model deepseek-v3` on a laptop."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("CPU devices share the memory of the machine")
+    monkeypatch.setattr(inputs.os, "sysconf", {"SC_PHYS_PAGES": 4, "SC_PAGE_SIZE": 2 * RANKS * 6 * 5}.get)
+    assert inputs.on_ranks(case.mesh, (6, 5), 0).shape == (6 * RANKS, 5)
+    with pytest.raises(ValueError, match=rf"an array \(7, 5\) on each of {RANKS} CPU devices has .*--model tiny"):
+        inputs.on_ranks(case.mesh, (7, 5), 0)
+
+
 def test_a_chain_makes_every_call(case):
     variant, calls = sleeper(time.sleep, 0)
     for n in (1, 5):

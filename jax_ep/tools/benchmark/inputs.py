@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from typing import NamedTuple
 
 import jax
@@ -90,6 +91,7 @@ def on_ranks(mesh: jax.sharding.Mesh, shape: tuple[int, ...], seed: int, scale: 
     """Make random bfloat16 numbers of this shape on every rank, in chunks that need little extra memory."""
     if math.prod(shape[1:]) > _CHUNK:
         raise ValueError(f"an array {shape} on each rank: expected rows of at most {_CHUNK} elements")
+    _check_memory(mesh, shape)
     chunks = next(n for n in range(1, shape[0] + 1) if shape[0] % n == 0 and math.prod(shape) <= n * _CHUNK)
 
     def make(rank: Array) -> Array:
@@ -103,6 +105,17 @@ def on_ranks(mesh: jax.sharding.Mesh, shape: tuple[int, ...], seed: int, scale: 
 
     made = jax.shard_map(make, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"), check_vma=False)
     return jax.jit(made)(jnp.arange(mesh.devices.size))
+
+
+def _check_memory(mesh: jax.sharding.Mesh, shape: tuple[int, ...]) -> None:
+    """Check that CPU devices have room for an array and work on it; Linux would end the process without a word."""
+    num_bytes = 2 * mesh.devices.size * math.prod(shape)
+    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+    if mesh.devices.flat[0].platform == "cpu" and num_bytes > most:
+        raise ValueError(
+            f"an array {shape} on each of {mesh.devices.size} CPU devices has {num_bytes / 1e9:.1f} GB, expected at"
+            f" most a quarter of this machine's memory, {most / 1e9:.1f} GB; choose smaller sizes, such as --model tiny"
+        )
 
 
 def make_weights(mesh: jax.sharding.Mesh, model: Model) -> tuple[Array, Array]:

@@ -91,7 +91,7 @@ def oracle(model, params, tokens):
     """Logits after one text, in NumPy and float64."""
     run_expert = expert_of_gpt_oss if model == GPT_OSS else expert_of_qwen
     x = params["embedding"][tokens]
-    for layer, w in enumerate(params["layers"]):
+    for layer, (w, experts) in enumerate(params["layers"]):
         rows = norm(x, w["attention_norm"]) @ w["qkv"] + w.get("qkv_bias", 0)
         heads = rows.reshape(len(x), -1, model.head_dim)
         queries, keys, values = np.split(heads, [model.heads, model.heads + model.kv_heads], axis=1)
@@ -107,7 +107,7 @@ def oracle(model, params, tokens):
             chosen = np.argsort(-scores)[: model.experts.top_k]
             shares = np.exp(scores[chosen]) / np.exp(scores[chosen]).sum()
             for share, expert in zip(shares, chosen, strict=True):
-                y[token] += share * run_expert(flat[token], w["experts"], expert)
+                y[token] += share * run_expert(flat[token], experts, expert)
         x = x + y
     return norm(x[-1], params["norm"]) @ params["head"]
 
@@ -155,7 +155,7 @@ def test_two_devices_equal_one(weight_format, texts):
     results = []
     for mesh in (None, inputs.expert_mesh(2)):
         params = in_float32(decoder.init_params(GPT_OSS, LAYERS, weight_format, mesh))
-        specs, split = decoder.specs_of(GPT_OSS, LAYERS), decoder.STATE_SPECS.token
+        specs, split = decoder.specs_of(LAYERS), decoder.STATE_SPECS.token
         prefill = decoder.on_mesh(mesh, partial(decoder.prefill, GPT_OSS), (specs, split), (decoder.STATE_SPECS, split))
         read, logits = prefill(params, texts)
         state = in_float32(decoder.init_state(GPT_OSS, LAYERS, 1, LENGTH, mesh))._replace(position=jnp.int32(20))
@@ -163,7 +163,7 @@ def test_two_devices_equal_one(weight_format, texts):
         decoded = decoder.on_mesh(mesh, partial(decoder.decode, GPT_OSS, 4), *specs)(params, state)
         results.append([logits, read.topk_idx, decoded.token[:1], decoded.topk_idx[:, :1], decoded.cache[-1][0][:1]])
     assert decoded.token.shape == (2,) and decoded.token[0] == decoded.token[1]
-    for leaf in jax.tree.leaves(params["layers"][0]["experts"]):
+    for leaf in jax.tree.leaves(params["layers"][0][1]):
         assert leaf.addressable_shards[1].data.shape[0] == leaf.shape[0] // 2
     (logits, *others), (expected, *wanted) = results
     assert harness.norm_of_difference(logits, expected) < 1e-4

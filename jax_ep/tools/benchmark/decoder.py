@@ -59,6 +59,9 @@ class State(NamedTuple):
     topk_idx: Array
 
 
+type Layer = tuple[Params, ExpertWeights]
+"""The dense weights of a layer by name, and those of its experts."""
+LAYER_SPECS = P(), P(inputs.AXIS)
 STATE_SPECS = State(P(inputs.AXIS), P(), P(inputs.AXIS), P(None, inputs.AXIS))
 
 
@@ -104,7 +107,7 @@ def _init_expert(model: Architecture, weight_format: str, keys: Array) -> Expert
     return jax.tree.map(lambda leaf: leaf[0], served)
 
 
-def _init_layer(model: Architecture, weight_format: str, keys: Array, expert_keys: Array) -> Params:
+def _init_layer(model: Architecture, weight_format: str, keys: Array, expert_keys: Array) -> Layer:
     """Return the random weights of one layer; experts one by one, which needs little extra memory."""
     hidden, _, num_experts, _ = model.experts
     query, kv = model.widths
@@ -112,7 +115,6 @@ def _init_layer(model: Architecture, weight_format: str, keys: Array, expert_key
         "qkv": _matrix(keys[0], hidden, query + 2 * kv),
         "out": _matrix(keys[1], query, hidden),
         "router": _matrix(keys[2], hidden, num_experts),
-        "experts": lax.map(partial(_init_expert, model, weight_format), expert_keys),
     }
     norms: dict[str, Any] = {"attention_norm": hidden, "experts_norm": hidden}
     if model.biases:
@@ -120,18 +122,13 @@ def _init_layer(model: Architecture, weight_format: str, keys: Array, expert_key
         made |= _biases(jax.random.fold_in(keys[0], 1), **widths)
     else:  # one scale per head, so that one kernel applies all
         norms["qk_norm"] = (model.heads + model.kv_heads, model.head_dim)
-    return made | {name: jnp.ones(shape, jnp.float32) for name, shape in norms.items()}
+    made |= {name: jnp.ones(shape, jnp.float32) for name, shape in norms.items()}
+    return made, lax.map(partial(_init_expert, model, weight_format), expert_keys)
 
 
-def _layer_specs(model: Architecture) -> Params:
-    names = ["qkv", "out", "router", "attention_norm", "experts_norm"]
-    names += ["qkv_bias", "out_bias", "router_bias", "sinks"] if model.biases else ["qk_norm"]
-    return dict.fromkeys(names, P()) | {"experts": P(inputs.AXIS)}
-
-
-def specs_of(model: Architecture, layers: int) -> Params:
+def specs_of(layers: int) -> Params:
     """Return partition specs of the weights: experts are split, the rest is replicated."""
-    return {"embedding": P(), "head": P(), "norm": P(), "layers": [_layer_specs(model)] * layers}
+    return {"embedding": P(), "head": P(), "norm": P(), "layers": [LAYER_SPECS] * layers}
 
 
 def _init_ends(model: Architecture, key: Array) -> Params:
@@ -145,9 +142,9 @@ def _init_ends(model: Architecture, key: Array) -> Params:
 def init_params(model: Architecture, layers: int, weight_format: str, mesh: Mesh | None = None) -> Params:
     """Return random weights, the same on any mesh; one program per layer, so that there is never a second copy."""
     make = partial(_init_layer, model, weight_format)
-    layer = on_mesh(mesh, make, (P(), P(inputs.AXIS)), _layer_specs(model))
+    layer = on_mesh(mesh, make, (P(), P(inputs.AXIS)), LAYER_SPECS)
 
-    def init_layer(key: Array) -> Params:
+    def init_layer(key: Array) -> Layer:
         first, second, *rest = jax.random.split(key, 5)
         expert_keys = [jax.random.split(key, model.experts.experts) for key in (first, second)]
         return layer(jnp.stack(rest), jnp.stack(expert_keys, axis=1))
@@ -300,7 +297,7 @@ def _route(model: Architecture, weights: Params, x: Array, zeros: Array | None) 
 def run_layer(
     model: Architecture,
     window: int | None,
-    weights: Params,
+    layer: Layer,
     x: Array,
     position: Array,
     cache: tuple[Array, Array] | None,
@@ -311,7 +308,7 @@ def run_layer(
     Returns:
       The output, the keys and values, the chosen experts `[B * T, K]`, and the zeros.
     """
-    decodes = cache is not None
+    (weights, experts), decodes = layer, cache is not None
     with jax.named_scope("attention"):
         rows = _project(weights, "qkv", rms_norm(x, weights["attention_norm"]))
         mixed, cache, zeros = _attend(model, window, weights, rows, position, cache, zeros)
@@ -320,7 +317,7 @@ def run_layer(
         flat = rms_norm(x, weights["experts_norm"]).reshape(-1, x.shape[-1])
         *routing, zeros = _route(model, weights, flat, zeros)
     with jax.named_scope("experts"):
-        y = _run_experts(model, weights["experts"], flat, *routing, decodes=decodes)
+        y = _run_experts(model, experts, flat, *routing, decodes=decodes)
         return x + y.reshape(x.shape), cache, routing[0], zeros
 
 
@@ -336,10 +333,10 @@ def _run(model: Architecture, params: Params, tokens: Array, position: Array, ca
     x = params["embedding"][tokens]
     has_kernels = cache is not None and uses_kernels()
     caches, experts, zeros = [], [], jnp.zeros(len(x) * model.kv_heads, jnp.int32) if has_kernels else None
-    for index, weights in enumerate(params["layers"]):
+    for index, layer in enumerate(params["layers"]):
         layer_cache = None if cache is None else cache[index]
         window = window_of(model, index)
-        x, layer_cache, topk_idx, zeros = run_layer(model, window, weights, x, position, layer_cache, zeros)
+        x, layer_cache, topk_idx, zeros = run_layer(model, window, layer, x, position, layer_cache, zeros)
         caches.append(layer_cache)
         experts.append(topk_idx.reshape(*tokens.shape, -1)[:, -1])
     logits = _logits(params, x)

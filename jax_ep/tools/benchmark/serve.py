@@ -72,7 +72,7 @@ def bytes_of(tree: Any) -> int:
 
 def floor_bytes(model: Architecture, params: Params, batch: int, length: int, touched: float) -> dict[str, float]:
     """Return the bytes that a device reads in a decode step of `batch` texts and `touched` experts per layer."""
-    experts = bytes_of([layer["experts"] for layer in params["layers"]])
+    experts = bytes_of([experts for _, experts in params["layers"]])
     rows = 2 * batch * model.experts.hidden  # of the embedding
     dense = bytes_of(params) - experts - bytes_of(params["embedding"]) + rows
     # In a sample, the filled part of the cache grows to `length`.
@@ -148,7 +148,7 @@ def compile_program(
 ) -> tuple[Any, float]:
     """Compile a program for abstract arguments, before there are weights; also return the seconds it took."""
     began, params = time.perf_counter(), decoder.abstract_params(model, layers, weight_format, mesh)
-    specs, state_specs, split = decoder.specs_of(model, layers), decoder.STATE_SPECS, P(inputs.AXIS)
+    specs, state_specs, split = decoder.specs_of(layers), decoder.STATE_SPECS, P(inputs.AXIS)
     if case.phase == "prefill":
         tokens = jax.ShapeDtypeStruct((case.batch, case.length), jnp.int32)
         run = partial(decoder.prefill, model)

@@ -16,7 +16,6 @@ from jax_ep import Schedule
 from jax_ep.core import mesh_axes
 from jax_ep.flax import MoE, MoEMetrics, RouterBias, SharedExperts
 from jax_ep.sharding import MeshAxes
-from stored_experts import relaid
 
 # Layers without a mesh are the reference, also on machines with several devices.
 pytestmark = pytest.mark.filterwarnings("ignore:MoE. no mesh is set")
@@ -319,17 +318,6 @@ def test_flax_serving_path_token_limit(monkeypatch):
     assert not np.isfinite(run(broken)).any()
     monkeypatch.setattr("jax_ep.flax.LOW_LATENCY_TOKENS", 1)
     np.testing.assert_array_equal(run(broken), run(None))
-
-
-@pytest.mark.slow
-def test_flax_serving_prepacked_weights():
-    """The same values in another order."""
-    moe, x = serve_layer("Auto")
-    prepacked = nnx.jit(functools.partial(MoE.serving_weights, format="mxfp4"))(moe)
-    assert prepacked.w_gate_up.is_prepacked and prepacked.w_down.is_prepacked
-    weights = jax_ep.serving.ExpertWeights(*(relaid(w, layout="transposed") for w in prepacked[:2]))
-    run = nnx.jit(lambda moe, x, weights: moe(x, weights)[0])
-    np.testing.assert_array_equal(run(moe, x, prepacked), run(moe, x, weights))
 
 
 @pytest.mark.slow

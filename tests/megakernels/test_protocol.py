@@ -89,18 +89,6 @@ def test_protocol_token_sent_once_per_rank(rng):
     jax_ep.finalize()
 
 
-@pytest.mark.slow
-def test_protocol_meshes_share_heap(mesh):
-    """Pairs of devices count their launches together, so overlapping groups can alternate."""
-    jax_ep.init(mesh, transport="shared_memory")
-    x, ids = inputs()
-    four = harness.make_mesh((4,), (harness.EXPERT,))
-    wide_x, wide_ids = np.concatenate([x, -x]), np.concatenate([ids, ids])
-    for _ in range(2):
-        np.testing.assert_array_equal(harness.run(round_trip, mesh, x, ids), K * x)
-        np.testing.assert_array_equal(harness.run(round_trip, four, wide_x, wide_ids), K * wide_x)
-
-
 def test_init_replaces_implicit_context(mesh):
     implicit = context._outside_of_traces(lambda: context._check(mesh, "expert", "shared_memory", None, 30.0))
     context._current, context._is_implicit = implicit, True

@@ -22,15 +22,6 @@ def environment(num_devices):
     return os.environ | own | {"PYTHONPATH": os.pathsep.join(sys.path)}
 
 
-def finish(started):
-    """Return the output of all processes, and end them."""
-    try:
-        return [process.communicate() for process in started]
-    finally:
-        for process in started:
-            process.kill()
-
-
 @pytest.mark.parametrize(
     ("num_processes", "num_devices", "over", "count"),
     [(2, 4, "flat or nodes or topology", 9), (4, 2, "flat or topology", 6)],
@@ -63,7 +54,11 @@ def test_processes_mismatch():
     address = f"127.0.0.1:{free_port()}"
     commands = [[sys.executable, str(HELPERS / "differing_processes.py"), str(i), address] for i in range(2)]
     started = [subprocess.Popen(command, env=environment(2), **PIPES) for command in commands]
-    outputs = finish(started)
+    try:
+        outputs = [process.communicate() for process in started]
+    finally:
+        for process in started:
+            process.kill()
     assert [process.returncode for process in started] == [0, 0], outputs
     both = [json.loads(stdout.splitlines()[-1]) for stdout, _ in outputs]
     for found in both:
@@ -100,62 +95,6 @@ def test_processes_mismatch():
         assert all("the processes run different programs: as all-to-all number" in text for text in errors)
     assert both[0]["on its own devices"] == "no error"
     assert "processes [1] have not arrived within 2 s" in both[0]["missing"]
-
-
-ALONE = """
-import sys
-import jax
-address, count, process = sys.argv[1], *map(int, sys.argv[2:])
-options = {"initialization_timeout": 2, "cluster_detection_method": "deactivate"}
-jax.distributed.initialize(address, count, process, **options)
-"""
-MISMATCHED = """
-import sys
-import jax
-import jax.numpy as jnp
-me = int(sys.argv[3])
-jax.distributed.initialize(sys.argv[1], int(sys.argv[2]), me, cluster_detection_method="deactivate")
-mesh = jax.make_mesh((jax.device_count(),), ("expert",))
-local = jnp.ones((len(jax.local_devices()), 3 + me))
-x = jax.make_array_from_process_local_data(jax.NamedSharding(mesh, jax.P("expert")), local)
-gather = lambda x: jax.lax.all_gather(x, "expert")
-specs = {"in_specs": jax.P("expert"), "out_specs": jax.P("expert")}
-jax.block_until_ready(jax.jit(jax.shard_map(gather, mesh=mesh, **specs))(x))
-"""
-
-
-def ends(program, num_processes, *processes):
-    """Return exit status and errors of these processes of a program that expects `num_processes`."""
-    address = f"127.0.0.1:{free_port()}"
-    common = [sys.executable, "-c", program, address, str(num_processes)]
-    started = [subprocess.Popen([*common, str(i)], env=environment(1), **PIPES) for i in processes]
-    outputs = finish(started)
-    return [(process.returncode, stderr) for process, (_, stderr) in zip(started, outputs, strict=True)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("processes", "texts"),
-    [
-        ([1], ["DEADLINE_EXCEEDED", "RegisterTask"]),  # The coordinator is missing.
-        ([0], ["DEADLINE_EXCEEDED", "RegisterTask"]),  # All others are missing.
-        ([0, 1, 1], ["ALREADY_EXISTS", "request from a newer incarnation"]),
-    ],
-    ids=["no coordinator", "too few", "duplicate"],
-)
-def test_processes_do_not_connect(processes, texts):
-    """As in docs/multi_process.md: within `initialization_timeout`, and not by a Python error."""
-    found = ends(ALONE, 3, *processes)
-    assert all(code != 0 for code, _ in found), found
-    assert any(all(text in stderr for text in texts) for _, stderr in found), found
-
-
-@pytest.mark.slow
-def test_processes_collective_size_mismatch():
-    """Gloo detects mismatches of collectives that are not the package's."""
-    found = ends(MISMATCHED, 2, 0, 1)
-    assert all(code != 0 for code, _ in found), found
-    assert any("distributed collective mismatch" in stderr for _, stderr in found), found
 
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "multi_process.py"

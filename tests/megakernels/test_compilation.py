@@ -76,6 +76,10 @@ def lowered(kernel, operands, results, config, constants, *shapes):
     return jax.jit(run).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
 
+def parameters_of(text):
+    return [int(number) for number in text.split("parameters = dense<[")[1].split("]>")[0].split(",")]
+
+
 def test_launch_attributes(on_hopper):
     shapes = Array((64, 128), BF16), Array((32,), I32), Array((4,), I32)
     results, config = (Array((32, 128), BF16),), Config(7, num_warps=4)
@@ -92,13 +96,11 @@ def test_launch_descriptors(on_hopper):
     describe = lambda a, b, sizes: (Descriptor(a, (64, 64), bounded=True), Descriptor(b, (64, 64), bounded=True), sizes)  # noqa: E731
     results = (Descriptor(Array((4, 192, 128), BF16), (1, 64, 64)),)
     text = lowered(GRADIENT, describe, results, Config(7, num_warps=4), GRADIENT_SIZES, *shapes)
-    numbers = text.split("parameters = dense<[")[1].split("]>")[0]
-    found = [int(number) for number in numbers.split(",")]
     far, bound = 0x7FFF0000, 1 << 30
     kind = [9, 2, 3]  # bfloat16, two bytes, 128 bytes swizzled.
     lhs = [4, *kind, far, far, bound, 192, (1 << 34) - 192, 192, 192, 1, 1, 1, 64, 64]
     rhs = [4, *kind, far, far, bound, 128, (1 << 34) - 128, 128, 128, 1, 1, 1, 64, 64]
-    assert found == [*lhs, *rhs, 0, 3, *kind, 4, 192, 128, 192 * 128, 128, 1, 1, 64, 64]
+    assert parameters_of(text) == [*lhs, *rhs, 0, 3, *kind, 4, 192, 128, 192 * 128, 128, 1, 1, 64, 64]
 
 
 def test_launch_gluon(on_hopper, monkeypatch):
@@ -117,12 +119,10 @@ def test_launch_gluon(on_hopper, monkeypatch):
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "num_programs = 132 " in text and f"num_threads = {32 * 12} " in text
     assert "operand_index = 5" in text and "output_tuple_indices = [1]" in text
-    numbers = text.split("parameters = dense<[")[1].split("]>")[0]
-    found = [int(number) for number in numbers.split(",")]
     far, bound = 0x7FFF0000, 1 << 30
     lhs, rhs = ([2, 0, 1, 3, rows, 384, 384, 1, box, 128] for rows, box in ((300, 128), (4 * 515, 256)))
     out = [4, 9, 2, 3, far, far, bound, 520, (1 << 34) - 520, 520, 520, 1, 1, 1, 64, 64]
-    assert found == [*lhs, *rhs, 0, 0, 0, 0, *out, 0]
+    assert parameters_of(text) == [*lhs, *rhs, 0, 0, 0, 0, *out, 0]
     monkeypatch.setattr(compile, "device_capability", lambda: 100)
     with pytest.raises(NotImplementedError, match=r"^grouped_gemm: gluon=True on GPUs .* 10.0, expected 9.0"):
         jax.jit(run).trace((Array((12, 384), fp8), Array((12, 3), f32)), pairs[1], Array((4,), I32))
@@ -157,9 +157,8 @@ def test_launch_none_pointers(on_hopper):
     describe = lambda a, b, sizes: (Descriptor(a, (1, 64, 64)), Descriptor(b, (1, 128, 64)), sizes)  # noqa: E731
     results, config = (Array((4, 64, 128), BF16),), Config(7, num_warps=4)
     text = lowered(Kernel(masked_kernels.masked_grouped_gemm), describe, results, config, constants, *shapes)
-    numbers = text.split("parameters = dense<[")[1].split("]>")[0]
     described = 1 + 3 + 3 * 3  # Rank, kind, and sizes, strides and box of three dimensions.
-    assert numbers.count(",") + 1 == 2 * described + 2
+    assert len(parameters_of(text)) == 2 * described + 2
 
 
 def test_launch_named_tuple_parameters(on_hopper):

@@ -25,7 +25,7 @@ import numpy as np
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.runtime.jit import KernelInterface
 
 from . import inline_asm
@@ -380,6 +380,7 @@ _MBARRIER: dict[str, Any] = {
 _TMA = {"async_load": _async_load, "async_store": _async_store, "store_wait": _store_wait}
 _ASYNC_COPY = {"async_load": _copy, "commit_group": _commit_copies, "wait_group": _wait_for_copies}
 _FUNCTIONS = {
+    mma_v2: lambda a, b, total: Tensor(total.values + a.values.astype(np.float32) @ b.values.astype(np.float32)),
     hopper.fence_async_shared: _fence,
     hopper.warpgroup_mma: _mma,
     hopper.warpgroup_mma_init: lambda total: total,

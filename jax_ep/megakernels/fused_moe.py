@@ -369,9 +369,9 @@ def _splits(layer: _Layer, columns: int, programs: int, *, all_busy: bool) -> in
 # --- in Gluon ---------------------------------------------------------------------------------------------------------
 
 _HALF, _COLUMNS = gluon_fused_moe.HALF.value, gluon_fused_moe.COLUMNS.value  # of a tile of either GEMM
-_GLUON_ROWS = {16: 12, 32: 26}  # rows per expert that has some, up to which a block has this many
+_GLUON_ROWS = {8: 5, 16: 12, 32: 26}  # rows per expert that has some, up to which a block has this many
 _GLUON_REGISTERS = {2: 128, 3: 80, 4: 64}  # of a thread at the start, by programs per multiprocessor
-_COPY_REGISTERS = {16: 32, 32: 32, 64: 48}  # of a thread that copies, by rows of a block
+_COPY_REGISTERS = {8: 32, 16: 32, 32: 32, 64: 48}  # of a thread that copies, by rows of a block
 _SUM_HIDDEN = 512  # columns of a task that sums rows
 
 
@@ -391,7 +391,7 @@ class GluonLayerTiles:
     programs: int
     num_stages: int = 4
     candidates: ClassVar[Mapping[str, tuple[int, ...]]] = {
-        "block_m": (16, 32, 64),
+        "block_m": (8, 16, 32, 64),
         "splits": (1, 2, 4, 8),
         "num_stages": (2, 3, 4, 6),
         "programs": (1, 2, 3, 4),
@@ -404,8 +404,8 @@ def runs_layer_in_gluon(experts: Experts, slots: int, dtype: DTypeLike, w_gate_u
     alike = len(read) == 2 and read[0].format == read[1].format
     takes = alike and experts.gated and slots <= _MOST_UNSORTED
     facts = layer_facts(slots, w_down)
-    # As many tasks as in the smallest case of fused_moe_gluon.json: its tiles are wide.
-    wanted = takes and runs_gluon() and _gluon_layer(slots, w_down).hidden_tasks(_HALF) >= all_programs(7)
+    # Its tiles are wide: a single token of Qwen3-30B-A3B has fewer tasks, and smaller tiles in Triton take less time.
+    wanted = takes and runs_gluon() and _gluon_layer(slots, w_down).hidden_tasks(_HALF) > all_programs(1)
     default = Language(wanted)
     if not tuned.tiles(default, "fused_moe", **facts).gluon:
         return False
@@ -429,9 +429,10 @@ def gluon_tiles(slots: int, w_down: QuantizedWeights) -> GluonLayerTiles:
     """Return the tiles of the kernel in Gluon for this many assignments to experts that are chosen alike."""
     layer = _gluon_layer(slots, w_down)
     block_m = next((size for size, rows in _GLUON_ROWS.items() if slots <= rows * layer.active), 64)
-    # More rows, and INT4, need the registers of more programs. Three programs divide few tasks better than four.
-    many = w_down.format == "mxfp4" and layer.hidden_tasks(_HALF) >= all_programs(10)
-    programs = {16: 4 if many else 3, 32: 3, 64: 2}[block_m]
+    # Fewer programs divide few tasks better. More rows, and INT4, need the registers of more programs.
+    tasks, most = layer.hidden_tasks(_HALF), {8: 4, 16: 4, 32: 3, 64: 2}[block_m]
+    few = 2 if tasks < all_programs(4) else 3 if tasks < all_programs(10) or w_down.format != "mxfp4" else 4
+    programs = min(few, most)
     splits = _splits(layer, _COLUMNS, 2 * programs, all_busy=True)
     return tuned.tiles(GluonLayerTiles(block_m, splits, programs), "fused_moe_gluon", **layer_facts(slots, w_down))
 

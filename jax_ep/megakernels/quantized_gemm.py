@@ -76,7 +76,7 @@ class GluonTiles:
     num_stages: int = 4
     programs: int = 3
     candidates: ClassVar[Mapping[str, tuple[int, ...]]] = {
-        "block_m": (16, 32, 64, 128),
+        "block_m": (8, 16, 32, 64, 128),
         "num_stages": (2, 3, 4, 6),
         "programs": (1, 2, 3, 4),
     }
@@ -105,7 +105,7 @@ def quantized_tiles(rows_of_group: int, activations: str | None = None, *, prepa
 
 def gluon_tiles(rows_of_group: int) -> GluonTiles:
     """Return the tiles of the kernel in Gluon; sums of more rows take the registers of more programs."""
-    block_m = min(max(16, power_of_two(2 * rows_of_group)), 64)
+    block_m = min(max(8, power_of_two(2 * rows_of_group)), 64)
     return GluonTiles(block_m=block_m, programs=2 if block_m == 64 else 3)
 
 

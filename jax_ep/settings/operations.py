@@ -114,7 +114,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "quantized_gemm": Operation(
         _QUANTIZED, {"block_m": Values(16, 128, power_of_two=True), "block_n": _BLOCK, **_LAUNCH, "gluon": _BOOLEAN}
     ),
-    "quantized_gemm_gluon": Operation(_QUANTIZED, {"block_m": Values(16, 128, power_of_two=True), **_GLUON_LAUNCH}),
+    "quantized_gemm_gluon": Operation(_QUANTIZED, {"block_m": Values(8, 128, power_of_two=True), **_GLUON_LAUNCH}),
     "fused_moe": Operation(
         _LAYER,
         {
@@ -131,7 +131,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "fused_moe_gluon": Operation(
         _LAYER,
         {
-            "block_m": Values(16, 64, power_of_two=True),
+            "block_m": Values(8, 64, power_of_two=True),
             "splits": Values(1, 64, power_of_two=True),
             **_GLUON_LAUNCH,
         },

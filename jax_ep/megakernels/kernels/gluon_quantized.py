@@ -2,16 +2,19 @@
 
 Roles: a producer warp copies rows, packed weights and scales by TMA; a consumer warpgroup decodes and multiplies. A
 tile is 128 columns of `S.tile_m` rows. Columns of the weights are the rows of the product, whose first operand tensor
-cores take from registers (swap_ab). A step is 128 of K in four pieces; while one is multiplied, the next is decoded.
-Rows past the end of a group are computed, but not stored. The rows past all groups are one more group, of zeros.
+cores take from registers (swap_ab). A step is 128 of K in four pieces, each decoded and then multiplied: up to 16 rows
+by mma.sync, more by wgmma. Rows past the end of a group are computed, but not stored. The rows past all groups are one
+more group, of zeros.
 
 Waits: the consumer waits for `full[slot]` (the producer's copies have arrived), the producer for `empty[slot]` (the
 step has been multiplied). Every wait is for an earlier step of the same program, so one resident program is enough.
 
-Floor: reading the packed weights once at memory bandwidth. A step takes 360 instructions per warp in MXFP4, 208 of
-them to decode, and 300 in INT4. A tile reads its rows again from L2, so they have as few rows as the groups.
+Floor: reading the packed weights once at memory bandwidth. A step of 8 rows takes 320 instructions per warp in MXFP4,
+210 of them to decode, and 250 in INT4. A tile reads its rows again from L2, so they have as few rows as the groups.
+mma.sync multiplies 64 columns and 16 of K by 8 rows in 6 cycles of a multiprocessor, where wgmma takes 13 for up to 16
+rows and 16 for 32 (one H200). It also needs no fences and waits, which keep a warp from issuing what follows.
 
-Source: weights as the first operand of wgmma in registers, and the order of their bits, as in Marlin and Machete.
+Source: weights as the first operand in registers, and the order of their bits, as in Marlin and Machete.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from typing import NamedTuple
 import triton  # noqa: F401 - first and whole: other threads may be importing it
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
@@ -41,6 +45,7 @@ STEP = gl.constexpr(128)  # K of one pipeline stage
 PIECE = gl.constexpr(32)  # K of one product
 ROWS_K = gl.constexpr(64)  # K of one copy of rows
 WORDS = gl.constexpr(16)  # packed uint32 of a column and step
+SYNCHRONOUS_ROWS = gl.constexpr(16)  # of a tile, up to which mma.sync multiplies
 # Word 4 b + t of a column has what thread t of four multiplies in the b-th 32 of K.
 PACKED = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -67,6 +72,8 @@ PACKED_PIECE = gl.constexpr(
 @gluon.constexpr_function
 def sums_layout(tile_m):
     """Return the layout of products with `tile_m` rows."""
+    if tile_m <= SYNCHRONOUS_ROWS.value:
+        return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8])
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tile_m, 16])
 
 
@@ -133,8 +140,58 @@ def store_tile(total, out_ptr, row, column, end, S: gl.constexpr):
 
 
 @gluon.jit
-def multiply(pipeline, count, steps, S: gl.constexpr):
-    """Sum `steps` steps, from step `count` of the pipeline on: `[COLUMNS, S.tile_m]` float32; return the next, too."""
+def decode(words, factors, piece: gl.constexpr, LAYOUT: gl.constexpr, S: gl.constexpr):
+    """Decode a piece of the weights, `[COLUMNS, PIECE]`."""
+    if S.decoder == "mxfp4":
+        values = decode_mxfp4(words[piece], factors[piece], gl.bfloat16)
+    else:
+        values = decode_int4(words[piece])
+    return gl.convert_layout(values, LAYOUT)  # moves nothing
+
+
+@gluon.jit
+def rows_of(pipeline, slot, piece: gl.constexpr):
+    """Return a piece of the rows in shared memory, `[PIECE, S.tile_m]`."""
+    rows = pipeline.rows.index(2 * slot + piece * PIECE // ROWS_K)
+    return rows.slice(piece * PIECE % ROWS_K, PIECE, dim=1).permute((1, 0))
+
+
+@gluon.jit
+def multiply_at_once(pipeline, count, steps, S: gl.constexpr):
+    """Multiply few rows by mma.sync, see `multiply`."""
+    SUMS: gl.constexpr = sums_layout(S.tile_m)
+    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=SUMS, k_width=2)
+    total = gl.zeros((COLUMNS, S.tile_m), gl.float32, SUMS)
+    for _ in range(steps):
+        slot = count % S.stages
+        wait(pipeline.full.index(slot), (count // S.stages) & 1)
+        words = split_pieces(pipeline.words.index(slot).load(PACKED))
+        stored_scales = pipeline.scales.index(slot).reshape((COLUMNS,))
+        if S.decoder == "mxfp4":
+            factors = load_factors(stored_scales)
+            part = total
+        else:
+            factors = ()
+            scales = stored_scales.load(gl.SliceLayout(1, SUMS))
+            part = gl.zeros((COLUMNS, S.tile_m), gl.float32, SUMS)
+        for piece in gl.static_range(4):
+            rows = rows_of(pipeline, slot, piece).load(RIGHT)
+            part = mma_v2(decode(words, factors, piece, LEFT, S), rows, part)
+        arrive(pipeline.empty.index(slot))
+        if S.decoder == "mxfp4":
+            total = part
+        else:
+            total += part * gl.expand_dims(scales, 1)  # one scale per column and step
+        count += 1
+    if S.decoder == "mxfp4":
+        total *= UNDO_E2M1_SHIFT
+    return total, count
+
+
+@gluon.jit
+def multiply_async(pipeline, count, steps, S: gl.constexpr):
+    """Multiply more rows by wgmma, see `multiply`; a piece is decoded while the one before is multiplied."""
     SUMS: gl.constexpr = sums_layout(S.tile_m)
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
     MXFP4: gl.constexpr = S.decoder == "mxfp4"
@@ -146,15 +203,11 @@ def multiply(pipeline, count, steps, S: gl.constexpr):
         wait(pipeline.full.index(slot), (count // S.stages) & 1)
         words = split_pieces(pipeline.words.index(slot).load(PACKED))
         stored_scales = pipeline.scales.index(slot).reshape((COLUMNS,))
+        factors = ()
         if MXFP4:
             factors = load_factors(stored_scales)
-        # A piece is decoded while the one before is multiplied.
         for piece in gl.static_range(4):
-            if MXFP4:
-                left = decode_mxfp4(words[piece], factors[piece], gl.bfloat16)
-            else:
-                left = decode_int4(words[piece])
-            left = gl.convert_layout(left, LEFT)  # moves nothing
+            left = decode(words, factors, piece, LEFT, S)
             part = warpgroup_mma_wait(0, deps=(part,))
             if piece == 0:
                 if i > 0:
@@ -163,8 +216,8 @@ def multiply(pipeline, count, steps, S: gl.constexpr):
                     # One scale per column and step: scale the sum of the step before.
                     total += part * gl.expand_dims(scales, 1)
                     scales = stored_scales.load(gl.SliceLayout(1, SUMS))
-            rows = pipeline.rows.index(2 * slot + piece * PIECE // ROWS_K).slice(piece * PIECE % ROWS_K, PIECE, dim=1)
-            part = warpgroup_mma(left, rows.permute((1, 0)), part, use_acc=MXFP4 or piece > 0, is_async=True)
+            rows = rows_of(pipeline, slot, piece)
+            part = warpgroup_mma(left, rows, part, use_acc=MXFP4 or piece > 0, is_async=True)
         count += 1
     part = warpgroup_mma_wait(0, deps=(part,))
     if steps > 0:
@@ -173,6 +226,16 @@ def multiply(pipeline, count, steps, S: gl.constexpr):
         total = part * UNDO_E2M1_SHIFT
     else:
         total += part * gl.expand_dims(scales, 1)
+    return total, count
+
+
+@gluon.jit
+def multiply(pipeline, count, steps, S: gl.constexpr):
+    """Sum `steps` steps, from step `count` of the pipeline on: `[COLUMNS, S.tile_m]` float32; return the next, too."""
+    if S.tile_m <= SYNCHRONOUS_ROWS:
+        total, count = multiply_at_once(pipeline, count, steps, S)
+    else:
+        total, count = multiply_async(pipeline, count, steps, S)
     return total, count
 
 

@@ -236,13 +236,13 @@ ONE_DEVICE = {
     "INT8": "fused_moe, int8",
     "PyTorch's `_grouped_mm`, bfloat16": "PyTorch, _grouped_mm",
 }
-FOUR_BITS = {"INT4, prepacked": "fused_moe, int4_prepacked", "MXFP4, prepacked": "fused_moe, mxfp4_prepacked"}
+FOUR_BITS = {"INT4, prepacked": "int4_prepacked", "MXFP4, prepacked": "mxfp4_prepacked"}
 
 
 def one_device(reports: Reports) -> list[str]:
     """List the layer of one device by model and tokens, with its share of the memory read rate.
 
-    Lines of 4-bit weights are from reports of prepacked weights.
+    A single token of 4-bit weights is from Triton's kernel, more are from the one in Gluon.
     """
     cases = [(model, tokens) for model in ("qwen3-30b", "mixtral-8x7b", "gpt-oss-120b") for tokens in (1, 16, 64)]
 
@@ -250,14 +250,20 @@ def one_device(reports: Reports) -> list[str]:
         if one is None or variant not in one.rows:
             return ""
         row = one.rows[variant]
-        shown = variant.startswith("fused_moe") and "of_read_rate" in row
+        shown = not variant.startswith("PyTorch") and "of_read_rate" in row
         return one.us(variant) + (f", {100 * row['of_read_rate']:.0f} %" if shown else "")
 
-    lines = []
-    for variants, needed in ((ONE_DEVICE, "fused_moe, int8"), (FOUR_BITS, "fused_moe, mxfp4_prepacked")):
-        needs = {needed, "fused_moe, bfloat16", "a step of the chain"}
-        found = [reports.find("fused_moe", needs, model=model, tokens=n, graphs=True) for model, n in cases]
-        lines += [[label, *(cell(one, variant) for one in found)] for label, variant in variants.items()]
+    def of_case(needs: set[str], model: str, tokens: int) -> Found | None:
+        return reports.find("fused_moe", needs, model=model, tokens=tokens, graphs=True)
+
+    needs = {"fused_moe, int8", "fused_moe, bfloat16", "a step of the chain"}
+    found = [of_case(needs, *case) for case in cases]
+    lines = [[label, *(cell(one, variant) for one in found)] for label, variant in ONE_DEVICE.items()]
+    for label, expert_format in FOUR_BITS.items():
+        ways = ["fused_moe" if tokens == 1 else "one launch in Gluon" for _, tokens in cases]
+        variants = [f"{way}, {expert_format}" for way in ways]
+        found = [of_case({variant}, *case) for variant, case in zip(variants, cases, strict=True)]
+        lines.append([label, *map(cell, found, variants)])
     columns = [f"{NAMES[model]}, 1" if tokens == 1 else str(tokens) for model, tokens in cases]
     return table(["us; model, tokens:", *columns], lines)
 

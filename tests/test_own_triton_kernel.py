@@ -212,3 +212,20 @@ def test_triton_call_compiles_for_gpus():
     parameters, constants = (half, single, single, number, half), {"INNER": 96, "BLOCK": 128}
     compiled = compile_kernel(Kernel(learned_swish.activate), parameters, Config(1, 4), constants, 90).result()
     assert compiled.name == "activate" and len(compiled.code) > 1000
+
+
+def test_compilation_without_a_place_for_files(tmp_path, monkeypatch):
+    """As in a container whose file system is read-only."""
+    from jax_ep.core.kernel import Config, Kernel
+    from jax_ep.megakernels.compile import Parameter, compile_kernel
+
+    half, single, number = (Parameter(np.dtype(dtype)) for dtype in (jnp.bfloat16, np.float32, np.int32))
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file"))
+    kernel, parameters, constants = Kernel(learned_swish.activate), (half, single, single, number, half), {"INNER": 48}
+    compilation = compile_kernel(kernel, parameters, Config(1, 4), constants | {"BLOCK": 64}, 90)
+    text = rf"^activate: Triton could not compile this kernel \(.*{tmp_path}.*\), .* set TRITON_CACHE_DIR, which is"
+    with pytest.raises(OSError, match=text):
+        compilation.result()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    assert len(compilation.result().code) > 1000

@@ -156,6 +156,9 @@ def build(
 
     `types` has Triton's name of the type of each array, or a NamedTuple of names. Gluon's descriptors get the widest
     swizzle that fits.
+
+    Raises:
+      OSError: Triton cannot write its files.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -182,7 +185,13 @@ def build(
     options["maxnreg"] = config.max_registers
     options["enable_fp_fusion"] = True  # Triton 3.9 warns if it is not set
     options["ptx_options"] = "--suppress-debug-info"  # each call carries its code, which that makes three times as long
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    try:
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    except OSError as error:
+        raise OSError(
+            f"{kernel.name}: Triton could not compile this kernel ({error}), expected a cache and a folder for"
+            f" temporary files that it can write; set TRITON_CACHE_DIR, which is {triton.knobs.cache.dir}, or TMPDIR."
+        ) from error
 
 
 def _type_names(parameter: Any) -> Any:

@@ -220,6 +220,11 @@ def test_plan_memory_arrays_that_end_the_compiler(mesh):
     assert jax_ep.plan_memory(lambda x: jnp.tanh(x), half).arguments == {"x": 2**37}
 
 
+def test_plan_memory_keyword_of_its_own_name():
+    """Training steps take their number as "step"."""
+    assert jax_ep.plan_memory(lambda x, step: x * step, of(8), step=of()).arguments == {"x": 32, "step": 4}
+
+
 def test_plan_memory_names_arguments_in_any_language():
     plan = jax_ep.plan_memory(lambda größe, weights: größe + weights["ä"], of(8), {"ä": of(8)})
     assert plan.arguments == {"größe": 32, "weights": 32}

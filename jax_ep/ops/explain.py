@@ -54,7 +54,7 @@ class Explanation:
         )
 
 
-def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
     """Trace a function without running it, and list what runs each part of its jax_ep calls.
 
     Args:

@@ -81,7 +81,7 @@ class MemoryPlan:
         return "\n".join([*lines, *(f"{name:<{names}}  {size:>{sizes}}" for name, size in rows)])
 
 
-def plan_memory(step: Callable[..., Any], *args: Any, **kwargs: Any) -> MemoryPlan:
+def plan_memory(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> MemoryPlan:
     """Compile a training step, and report the memory that it takes on each device, without running it.
 
     Sizes are those of XLA for the devices of this process: call it on the GPUs that will train. On CPU devices the

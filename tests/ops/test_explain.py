@@ -83,6 +83,12 @@ def test_explain_reproducible():
     assert rows["first GEMM"].reason.startswith("pallas: reproducible=True, and its tiles depend on the number of rows")
 
 
+def test_explain_keyword_of_its_own_name():
+    run = layer(implementation="xla")
+    found = jax_ep.explain(lambda *args, function: function(*args), *LAYER, function=run)
+    assert found == jax_ep.explain(run, *LAYER)
+
+
 def test_explain_traced_function():
     """A cached trace hides no call, in any context; the second explanation is that of the first."""
     function = jax.jit(gradient(layer(implementation="xla")))

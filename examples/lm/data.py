@@ -74,7 +74,7 @@ class WindowIterator:
 
     def state(self) -> dict[str, Any]:
         """Return the full state as JSON types."""
-        return self._generator.bit_generator.state
+        return dict(self._generator.bit_generator.state)
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue after the iterator that returned `state`."""

@@ -34,7 +34,7 @@ from .activation import activate, factor_of, limit_gate
 from .fused_moe import TIMEOUT_NS
 from .gemm_structs import Pointer, Value
 from .gluon_gemm import Tiles, allocate_tiles, arrive, read_tile, send_tile, wait
-from .gluon_quantized import COLUMNS, ROWS_K, STEP, SYNCHRONOUS_ROWS, WORDS, Pipeline, multiply, sums_layout
+from .gluon_quantized import COLUMNS, MMA_SYNC_ROWS, ROWS_K, STEP, WORDS, Pipeline, multiply, sums_layout
 
 HALF = gl.constexpr(64)  # columns of gates of a tile, and of a copy of weights
 GATHERERS = gl.constexpr(2)  # warps
@@ -229,7 +229,7 @@ def copy_rows(source_ptr, rows, exist, arrived, first, steps, pipeline, count, W
 @gluon.jit
 def hand_over(pipeline, count, S: gl.constexpr):
     """Hand the rows of a step to the consumer."""
-    if S.tile_m > SYNCHRONOUS_ROWS:
+    if S.tile_m > MMA_SYNC_ROWS:
         fence_async_shared()  # wgmma reads them
     gl.inline_asm("bar.warp.sync -1;", "~{memory}", [])
     arrive(pipeline.full.index(count % S.stages))

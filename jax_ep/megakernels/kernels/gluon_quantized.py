@@ -45,7 +45,7 @@ STEP = gl.constexpr(128)  # K of one pipeline stage
 PIECE = gl.constexpr(32)  # K of one product
 ROWS_K = gl.constexpr(64)  # K of one copy of rows
 WORDS = gl.constexpr(16)  # packed uint32 of a column and step
-SYNCHRONOUS_ROWS = gl.constexpr(16)  # of a tile, up to which mma.sync multiplies
+MMA_SYNC_ROWS = gl.constexpr(16)  # of a tile, up to which mma.sync multiplies
 # Word 4 b + t of a column has what thread t of four multiplies in the b-th 32 of K.
 PACKED = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -72,7 +72,7 @@ PACKED_PIECE = gl.constexpr(
 @gluon.constexpr_function
 def sums_layout(tile_m):
     """Return the layout of products with `tile_m` rows."""
-    if tile_m <= SYNCHRONOUS_ROWS.value:
+    if tile_m <= MMA_SYNC_ROWS.value:
         return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8])
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tile_m, 16])
 
@@ -157,7 +157,7 @@ def rows_of(pipeline, slot, piece: gl.constexpr):
 
 
 @gluon.jit
-def multiply_at_once(pipeline, count, steps, S: gl.constexpr):
+def multiply_by_mma_sync(pipeline, count, steps, S: gl.constexpr):
     """Multiply few rows by mma.sync, see `multiply`."""
     SUMS: gl.constexpr = sums_layout(S.tile_m)
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
@@ -190,7 +190,7 @@ def multiply_at_once(pipeline, count, steps, S: gl.constexpr):
 
 
 @gluon.jit
-def multiply_async(pipeline, count, steps, S: gl.constexpr):
+def multiply_by_wgmma(pipeline, count, steps, S: gl.constexpr):
     """Multiply more rows by wgmma, see `multiply`; a piece is decoded while the one before is multiplied."""
     SUMS: gl.constexpr = sums_layout(S.tile_m)
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
@@ -232,10 +232,10 @@ def multiply_async(pipeline, count, steps, S: gl.constexpr):
 @gluon.jit
 def multiply(pipeline, count, steps, S: gl.constexpr):
     """Sum `steps` steps, from step `count` of the pipeline on: `[COLUMNS, S.tile_m]` float32; return the next, too."""
-    if S.tile_m <= SYNCHRONOUS_ROWS:
-        total, count = multiply_at_once(pipeline, count, steps, S)
+    if S.tile_m <= MMA_SYNC_ROWS:
+        total, count = multiply_by_mma_sync(pipeline, count, steps, S)
     else:
-        total, count = multiply_async(pipeline, count, steps, S)
+        total, count = multiply_by_wgmma(pipeline, count, steps, S)
     return total, count
 
 

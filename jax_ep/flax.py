@@ -247,8 +247,8 @@ class MoE(nnx.Module):
             )
         if x.shape[-1] != self.hidden_size:
             raise ValueError(f"MoE: x has shape {x.shape}, but this MoE takes [..., hidden_size={self.hidden_size}]")
-        parameters = (self.router, 2), (self.w_down, 3)
-        if stacked := next((w.shape[:-rank] for w, rank in parameters if w is not None and w.ndim > rank), ()):
+        shapes = (getattr(self.router, "shape", ())[:-2], getattr(self.w_down, "shape", ())[:-3])
+        if stacked := next(filter(None, shapes), ()):
             raise ValueError(
                 f"MoE: the parameters have leading axes {list(stacked)}, expected those of one layer; call layers that"
                 " nnx.vmap has stacked inside nnx.scan or nnx.vmap"

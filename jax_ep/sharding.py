@@ -97,6 +97,7 @@ class MeshAxes:
     tensor: str | None = None
     fsdp: str | None = None
 
+    @errors_begin_with("MeshAxes")
     def __post_init__(self) -> None:
         for field in ("expert", "batch"):
             value = getattr(self, field)

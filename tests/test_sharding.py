@@ -189,6 +189,7 @@ def test_sharded_moe_tensor_axis_does_not_divide(rng):
         ({"batch": ("data", 1)}, TypeError, "batch=.* is a tuple"),
         ({"tensor": ("tensor",)}, TypeError, "tensor=.* is a tuple, expected the name of a mesh axis"),
         ({"fsdp": 1}, TypeError, "fsdp=1 is an int"),
+        ({"expert": ("node", "node")}, ValueError, "names an axis twice"),
         ({"batch": "expert"}, ValueError, "name an axis twice"),
         ({"tensor": "expert"}, ValueError, "name an axis twice"),
         ({"expert": jax_ep.Topology("node", "local"), "batch": "node"}, ValueError, "name an axis twice"),

@@ -285,30 +285,6 @@ def test_prepack_drops_padding_exponents(depth, rng):
         np.testing.assert_array_equal(got, want)
 
 
-def test_prepack_element_positions(rng):
-    """As the kernels' assembler extracts them: for MXFP4 sign, exponent and mantissa, for INT4 plus 8."""
-    for expert_format, block_size in (("mxfp4", 32), ("int4", 32)):
-        q = quantized(reals(rng, 1, 96, 3), expert_format, **options_of(expert_format, block_size))
-        words = np.asarray(relaid(q, layout="prepacked").values).astype(object)
-        codes = oracle_quantized.nibbles(np.asarray(q.values))
-        for column, k in np.ndindex(3, 96):
-            part, q8, t, second = k // 32, k % 32 // 8, k % 8 // 2, k % 2
-            word = int(words[0, column, 4 * part + t])
-            # Rotated left by this many bits, and for the second of two by 16 less, its code is in these places.
-            left = {"mxfp4": (0, 6, 28, 2), "int4": (0, 28, 24, 4)}[expert_format][q8] - 16 * second
-
-            def bit(place, left=left, word=word):
-                return word >> (place - left) % 32 & 1
-
-            if expert_format == "int4":
-                code = sum(bit(3 + i) << i for i in range(4))
-            elif q8 < 3:
-                code = bit(6) | bit(7) << 1 | bit(8) << 2 | bit(15) << 3
-            else:  # The higher bit of the exponent comes from another place.
-                code = bit(6) | bit(7) << 1 | bit(8, -6 - 16 * second) << 2 | bit(15) << 3
-            assert code == codes[0, column, k], (expert_format, column, k)
-
-
 def test_prepack_nan_scale(rng):
     q = quantized(reals(rng, 1, 64, 3), "mxfp4")
     scales = np.asarray(q.scales).copy()

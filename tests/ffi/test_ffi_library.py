@@ -53,20 +53,22 @@ def test_library_exported_symbols():
     assert len(exported) >= 18
 
 
-@pytest.mark.parametrize(("platform", "ordinal", "message"), [(7, 0, "platform 7 is neither"), (0, -1, "-1 is negat")])
-def test_library_c_abi_invalid_device(platform, ordinal, message):
+@pytest.mark.parametrize(
+    ("platform", "ordinal", "entries", "message"),
+    [
+        (7, 0, 1, "platform 7 is neither"),
+        (0, -1, 1, "-1 is negat"),
+        # The size in bytes of the largest numbers of entries does not fit in 64 bits.
+        *(
+            (0, 0, n, f"got {n} entries .* expected 1 to 1048576")
+            for n in (0, -1, 2**20 + 1, 2**60, 2**61 + 1, 2**63 - 1)
+        ),
+    ],
+)
+def test_library_c_abi_invalid_arguments(platform, ordinal, entries, message):
     one = (ctypes.c_int64 * 1)(1)
-    code = library.load().jax_ep_register_table(platform, new_id(), ordinal, one, 1, 0)
+    code = library.load().jax_ep_register_table(platform, new_id(), ordinal, one, entries, 0)
     with pytest.raises(ValueError, match=message):
-        library.raise_for(code)
-
-
-@pytest.mark.parametrize("entries", [0, -1, 2**20 + 1, 2**60, 2**61 + 1, 2**63 - 1])
-def test_library_c_abi_invalid_number_of_entries(entries):
-    """The size in bytes of this number of entries does not fit in 64 bits."""
-    one = (ctypes.c_int64 * 1)(1)
-    code = library.load().jax_ep_register_table(0, new_id(), 0, one, entries, 0)
-    with pytest.raises(ValueError, match=rf"got {entries} entries .* expected 1 to 1048576"):
         library.raise_for(code)
 
 

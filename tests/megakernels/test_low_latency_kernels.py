@@ -24,12 +24,15 @@ def round_trip(shape, max_tokens):
 WAYS = {"few tokens": (1 << 20, 1 << 20), "many tokens": (0, 0)}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.fixture(params=WAYS)
+def way(request, monkeypatch):
+    """Choose each algorithm."""
+    for name, value in zip(("_MOST_COMPARISONS", "_MOST_ROWS"), WAYS[request.param], strict=True):
+        monkeypatch.setattr(low_latency, name, value)
+
+
 @pytest.mark.parametrize(("num_ranks", "max_tokens"), [(2, 9), (3, 7)])
-def test_low_latency_kernels_both_algorithms(monkeypatch, two_ranks, rng, subtests, way, num_ranks, max_tokens):
-    comparisons, rows = WAYS[way]
-    monkeypatch.setattr(low_latency, "_MOST_COMPARISONS", comparisons)
-    monkeypatch.setattr(low_latency, "_MOST_ROWS", rows)
+def test_low_latency_kernels_both_algorithms(two_ranks, way, rng, subtests, num_ranks, max_tokens):
     shape = Shape(7, 3, 4 * num_ranks, 16)
     call = harness.compiled(round_trip(shape, max_tokens), harness.make_mesh((num_ranks,), (harness.EXPERT,)))
     for routing in ROUTINGS:
@@ -38,13 +41,9 @@ def test_low_latency_kernels_both_algorithms(monkeypatch, two_ranks, rng, subtes
             problem.check(*call(*problem.args))
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("quantize", [False, True])
-def test_low_latency_kernels_fp8_and_float32(monkeypatch, two_ranks, rng, way, quantize):
+def test_low_latency_kernels_fp8_and_float32(two_ranks, way, rng, quantize):
     """Quantization matches XLA bit for bit; sums of rows rounded to FP8 stay within their bound."""
-    comparisons, rows = WAYS[way]
-    monkeypatch.setattr(low_latency, "_MOST_COMPARISONS", comparisons)
-    monkeypatch.setattr(low_latency, "_MOST_ROWS", rows)
     shape = Shape(5, 3, 4, 384)
     options = {"num_experts": shape.num_experts, "max_tokens_per_rank": 5, "quantize": quantize}
     wire = {"schedule": FP8_WIRE} if quantize else {}

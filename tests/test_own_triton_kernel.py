@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -151,6 +152,22 @@ def test_triton_call_wrapped_kernels(two_ranks):
     tuned = triton.autotune([triton.Config({"BLOCK": 16})], key=["INNER"])(body)
     with pytest.raises(TypeError, match=r"kernel is an Autotuner, expected a function decorated by triton.jit"):
         jax_ep.triton_call(tuned, jnp.ones(1), out_shape=shape, grid=1)
+
+
+def test_triton_call_without_docstrings(tmp_path):
+    """Workers have the optimization of their process, or the kernels would have another code there."""
+    (tmp_path / "kernels.py").write_text(
+        "import triton\nimport triton.language as tl\n\n\n@triton.jit\ndef fill(out_ptr):\n"
+        '    """Fill."""\n    tl.store(out_ptr, 7)\n'
+    )
+    code = (
+        "import jax, jax_ep, kernels\n"
+        "jax_ep.init(jax.make_mesh((1,), ('expert',)), transport='shared_memory')\n"
+        "shape = jax.ShapeDtypeStruct((1,), jax.numpy.int32)\n"
+        "print(jax_ep.triton_call(kernels.fill, out_shape=shape, grid=1))"
+    )
+    done = harness.run_command(sys.executable, "-OO", "-c", code, cwd=tmp_path)
+    assert done.stdout == "[7]\n", done.stderr
 
 
 def test_triton_call_reloaded_kernel(tmp_path, monkeypatch):

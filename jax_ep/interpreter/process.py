@@ -57,10 +57,12 @@ class Worker:
     def __init__(self, index: int) -> None:
         self.index = index
         ours, theirs = socket.socketpair()
+        # Bytecode of kernels must be that of this process, which may be `python -OO`.
+        optimize = {"PYTHONOPTIMIZE": str(sys.flags.optimize or "")}
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", str(_WORKER), str(theirs.fileno()), str(index)],
-                env={**os.environ, **_ONE_THREAD, "TRITON_INTERPRET": "1"},
+                env={**os.environ, **_ONE_THREAD, **optimize, "TRITON_INTERPRET": "1"},
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 process_group=0,  # Until it handles the terminal's signals itself.

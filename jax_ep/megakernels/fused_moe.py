@@ -35,7 +35,14 @@ from jax_ep.megakernels.kernels.fused_moe_structs import (
 )
 from jax_ep.megakernels.launch import all_programs, int32, launch, new_counters, thread_registers
 from jax_ep.megakernels.moe_sort import moe_sort
-from jax_ep.megakernels.quantized_gemm import Language, is_gluon_operand, runs_in_gluon, storage_of, swaps_ab
+from jax_ep.megakernels.quantized_gemm import (
+    GLUON_REGISTERS,
+    Language,
+    is_gluon_operand,
+    runs_in_gluon,
+    storage_of,
+    swaps_ab,
+)
 from jax_ep.megakernels.requirements import has_tma, is_readable
 from jax_ep.types import Array, Experts, Schedule
 
@@ -370,7 +377,6 @@ def _splits(layer: _Layer, columns: int, programs: int, *, all_busy: bool) -> in
 
 _HALF, _COLUMNS = gluon_fused_moe.HALF.value, gluon_fused_moe.COLUMNS.value  # of a tile of either GEMM
 _GLUON_ROWS = {8: 5, 16: 12, 32: 26}  # rows per expert that has some, up to which a block has this many
-_GLUON_REGISTERS = {2: 128, 3: 80, 4: 64}  # of a thread at the start, by programs per multiprocessor
 _COPY_REGISTERS = {8: 32, 16: 32, 32: 32, 64: 48}  # of a thread that copies, by rows of a block
 _SUM_HIDDEN = 512  # columns of a task that sums rows
 
@@ -500,7 +506,7 @@ def _by_gluon(
     )
     inputs = gluon_fused_moe.Inputs(x, topk_idx, topk_weights)
     operands = (gluon_weights(w_gate_up), gluon_weights(w_down), inputs, *biases, counters)
-    config = Config(all_programs(tiles.programs), 4, max_registers=_GLUON_REGISTERS.get(tiles.programs))
+    config = Config(all_programs(tiles.programs), 4, max_registers=GLUON_REGISTERS.get(tiles.programs))
     return launch(_GLUON, operands, results, config, {"KIND": kind_of(experts), "S": sizes}, written={-1: -1})[
         0
     ].out_ptr

@@ -33,7 +33,7 @@ _MASKED = Kernel(quantized_gemm_kernels.quantized_masked_grouped_gemm)
 _GLUON = Kernel(gluon_quantized.prepacked_gemm)
 _MOST_GLUON_ROWS = 128  # of a group, that were measured (fused_moe_prefill_mixtral.json)
 _GLUON_COLUMNS = gluon_quantized.COLUMNS.value  # of a tile
-_GLUON_REGISTERS = {2: 128, 3: 80, 4: 64}  # of a thread at the start, by programs per multiprocessor
+GLUON_REGISTERS = {2: 128, 3: 80, 4: 64}  # of a thread at the start, by programs per multiprocessor
 _DEPTH = 128  # of a block: that of the blocks of FP8, and a multiple of all other groups
 
 
@@ -226,7 +226,7 @@ def _by_gluon(lhs: Array, rhs: QuantizedWeights, group_sizes: Array, tiles: Gluo
     )
     results = jax.ShapeDtypeStruct((*lhs.shape[:-1], sizes.N), out_dtype), *int32((1,))
     most_tiles = (math.prod(lhs.shape[:-1]) // sizes.tile_m + sizes.num_groups + 1) * sizes.tiles_n
-    registers = _GLUON_REGISTERS.get(tiles.programs)
+    registers = GLUON_REGISTERS.get(tiles.programs)
     config = Config(num_programs(most_tiles, tiles.programs), 4, max_registers=registers)
     return launch(_GLUON, operands, results, config, {"S": sizes}, written={-1: -1})[0]
 

@@ -1,7 +1,10 @@
 """`RoutedMoE` of the MaxText wheel, with and without `use()`. `make test-maxtext` runs it in its own environment."""
 
 import contextlib
+import json
 import os
+import runpy
+from pathlib import Path
 
 import pytest
 
@@ -245,3 +248,16 @@ def test_other_signature_is_refused(monkeypatch):
     monkeypatch.setattr(moe.RoutedMoE, "dense_matmul", lambda self, inputs: inputs)
     with pytest.raises(ImportError, match=r"dense_matmul has the parameters \('self', 'inputs'\)"):
         use()
+
+
+def test_step_benchmark(tmp_path):
+    """benchmarks/maxtext_step.py trains the same model with each expert layer."""
+    script = Path(__file__).resolve().parents[2] / "benchmarks" / "maxtext_step.py"
+    runpy.run_path(str(script))["main"](["--quick", "--rounds", "3", "--out", str(tmp_path)])
+    rows = json.loads((tmp_path / "maxtext_step.json").read_text())["rows"]
+    measured = {row["variant"]: row for row in rows if "seconds" in row}
+    # MaxText's own layer needs `ragged_all_to_all` for experts on several devices, which CPUs do not have.
+    assert set(measured) == {"MaxText, capacity 1.25, drops tokens", "jax_ep", "jax_ep, fp8"}, rows
+    for name in ("loss", "raw_grad_norm"):
+        of_maxtext, *others = (row[name] for row in measured.values())
+        assert others == pytest.approx([of_maxtext] * 2, rel=0.01)

@@ -132,7 +132,7 @@ def test_fused_moe_ptx_gluon(tokens, model, experts, programs, expert_format, mo
     types |= dict.fromkeys(("gate_up_bias_ptr", "down_bias_ptr"), "*bf16" if experts is GPT_OSS else None)
     types |= dict.fromkeys(("counters_ptr", "written_counters_ptr"), "*i32")
     sizes = fused_moe.gluon_sizes((tokens, w_down[2]), top_k, down, tiles)
-    config = Config(1, 4, max_registers=fused_moe._GLUON_REGISTERS[programs])
+    config = Config(1, 4, max_registers=fused_moe.GLUON_REGISTERS[programs])
     constants = {"KIND": kind_of(experts), "S": sizes}
     # The producer spills when it lists assignments: it leaves its registers to the consumer.
     few = sizes.tile_m <= 16

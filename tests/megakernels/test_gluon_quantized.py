@@ -84,11 +84,11 @@ def test_gluon_quantized_masked(rng, stored, block_m):
     assert multiply(kernel, rng, stored, [5, 0, 70, 33, -1], 40, k, 200, **options) < 1e-5
 
 
-WAIT_FOR_STEP = "        wait(pipeline.full.index(slot), (count // S.stages) & 1)\n        words"
+WAIT_FOR_STEP = "    wait(pipeline.full.index(slot), (count // S.stages) & 1)\n"
 # By the rows of a tile: up to 16 are multiplied by mma.sync, more by wgmma.
 MISTAKES = {
-    "no wait for operands": (16, WAIT_FOR_STEP, "        words"),
-    "no wait for operands of wgmma": (32, WAIT_FOR_STEP, "        words"),
+    "no wait for operands": (16, WAIT_FOR_STEP, ""),
+    "no wait for operands of wgmma": (32, WAIT_FOR_STEP, ""),
     "no wait for a free stage": (
         16,
         "                wait(pipeline.empty.index(slot), ((count // S.stages) & 1) ^ 1)\n",
@@ -100,7 +100,7 @@ MISTAKES = {
         "        arrive(pipeline.empty.index(slot))\n"
         "        for piece in gl.static_range(4):\n            rows = rows_of",
     ),
-    "stage never released": (16, "        arrive(pipeline.empty.index(slot))\n        if S", "        if S"),
+    "stage never released": (16, "        arrive(pipeline.empty.index(slot))\n        if MXFP4", "        if MXFP4"),
     "stage released before its products end": (
         32,
         "            part = warpgroup_mma_wait(0, deps=(part,))\n            if piece == 0:",

@@ -157,34 +157,43 @@ def rows_of(pipeline, slot, piece: gl.constexpr):
 
 
 @gluon.jit
+def await_step(pipeline, count, S: gl.constexpr):
+    """Wait for a step; return its slot, packed pieces, factors (MXFP4 only), and scales in shared memory."""
+    slot = count % S.stages
+    wait(pipeline.full.index(slot), (count // S.stages) & 1)
+    words = split_pieces(pipeline.words.index(slot).load(PACKED))
+    scales = pipeline.scales.index(slot).reshape((COLUMNS,))
+    factors = ()
+    if S.decoder == "mxfp4":
+        factors = load_factors(scales)
+    return slot, words, factors, scales
+
+
+@gluon.jit
 def multiply_by_mma_sync(pipeline, count, steps, S: gl.constexpr):
     """Multiply few rows by mma.sync, see `multiply`."""
     SUMS: gl.constexpr = sums_layout(S.tile_m)
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=SUMS, k_width=2)
+    MXFP4: gl.constexpr = S.decoder == "mxfp4"
     total = gl.zeros((COLUMNS, S.tile_m), gl.float32, SUMS)
     for _ in range(steps):
-        slot = count % S.stages
-        wait(pipeline.full.index(slot), (count // S.stages) & 1)
-        words = split_pieces(pipeline.words.index(slot).load(PACKED))
-        stored_scales = pipeline.scales.index(slot).reshape((COLUMNS,))
-        if S.decoder == "mxfp4":
-            factors = load_factors(stored_scales)
+        slot, words, factors, stored_scales = await_step(pipeline, count, S)
+        if MXFP4:
             part = total
         else:
-            factors = ()
             scales = stored_scales.load(gl.SliceLayout(1, SUMS))
             part = gl.zeros((COLUMNS, S.tile_m), gl.float32, SUMS)
         for piece in gl.static_range(4):
             rows = rows_of(pipeline, slot, piece).load(RIGHT)
             part = mma_v2(decode(words, factors, piece, LEFT, S), rows, part)
         arrive(pipeline.empty.index(slot))
-        if S.decoder == "mxfp4":
+        if MXFP4:
             total = part
         else:
             total += part * gl.expand_dims(scales, 1)  # one scale per column and step
         count += 1
-    if S.decoder == "mxfp4":
+    if MXFP4:
         total *= UNDO_E2M1_SHIFT
     return total, count
 
@@ -199,13 +208,7 @@ def multiply_by_wgmma(pipeline, count, steps, S: gl.constexpr):
     scales = gl.zeros((COLUMNS,), gl.float32, gl.SliceLayout(1, SUMS))
     part = warpgroup_mma_init(gl.zeros((COLUMNS, S.tile_m), gl.float32, SUMS))
     for i in range(steps):
-        slot = count % S.stages
-        wait(pipeline.full.index(slot), (count // S.stages) & 1)
-        words = split_pieces(pipeline.words.index(slot).load(PACKED))
-        stored_scales = pipeline.scales.index(slot).reshape((COLUMNS,))
-        factors = ()
-        if MXFP4:
-            factors = load_factors(stored_scales)
+        slot, words, factors, stored_scales = await_step(pipeline, count, S)
         for piece in gl.static_range(4):
             left = decode(words, factors, piece, LEFT, S)
             part = warpgroup_mma_wait(0, deps=(part,))

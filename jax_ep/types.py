@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,8 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
+
+from jax_ep.core.check_values import FLAG, Values, flag, integer, number, type_name
 
 Array = jax.Array
 Quantized = tuple[Array, Array]
@@ -62,22 +64,6 @@ def _fields(value: Any) -> dict[str, Any]:
 
 def _layout(fields: dict[str, Any]) -> Layout:
     return Layout(**fields | {"axis": tuple(fields["axis"])})
-
-
-def type_name(value: object) -> str:
-    """Return the type of a value with its article for error messages, such as "an int"."""
-    if isinstance(value, jax.Array):
-        return "a traced array" if isinstance(value, jax.core.Tracer) else "an array"
-    name = type(value).__name__
-    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
-
-
-def in_float32(value: Any) -> float:
-    """Return a number as XLA's float32 has it: infinite above the largest one, 0 below the smallest normal one."""
-    limits = np.finfo(np.float32)
-    if abs(value) > float(limits.max):
-        return math.inf if value > 0 else -math.inf
-    return float(value) if value == 0 or not abs(value) < float(limits.tiny) else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,13 +119,8 @@ class Topology:
                 " remove the repeated one."
             )
         for field in ("num_blocks", "node_capacity"):
-            value = getattr(self, field)
-            if value is None and field == "node_capacity":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"Topology: {field}={value!r} is {type_name(value)}, expected an int; pass one.")
-            if value < 1:
-                raise ValueError(f"Topology: {field}={value}, expected 1 or more; pass a positive number.")
+            if field == "num_blocks" or self.node_capacity is not None:
+                object.__setattr__(self, field, integer("Topology", field, getattr(self, field)))
 
     @property
     def node_axes(self) -> tuple[str, ...]:
@@ -162,6 +143,19 @@ AxisName = str | tuple[str, ...] | Topology
 
 DISPATCH_MODES = ("fused", "serial")
 COMBINE_MODES = ("scatter", "serial")
+SCHEDULE_VALUES: Mapping[str, Values] = {
+    "dispatch_mode": Values(choices=DISPATCH_MODES),
+    "combine_mode": Values(choices=COMBINE_MODES),
+    "keep_tokens": FLAG,
+    "num_communicating_programs": Values(1, 1 << 16),
+    "num_combining_programs": Values(1, 1 << 16),
+    "num_warps": Values(1, 16, power_of_two=True),
+    "tokens_per_block": Values(1, 1024, power_of_two=True),
+    "rows_in_flight": Values(1, 10),
+    "single_launch": FLAG,
+    "reproducible": FLAG,
+}
+"""Values of the fields of `Schedule`, besides `wire_dtype` and None."""
 ACTIVATIONS = ("silu", "gelu", "gelu_exact", "relu", "relu_squared")
 
 
@@ -235,36 +229,10 @@ class Schedule:
     reproducible: bool | None = None
 
     def __post_init__(self) -> None:
-        for name, known in (("dispatch_mode", DISPATCH_MODES), ("combine_mode", COMBINE_MODES)):
-            mode = getattr(self, name)
-            if mode is not None and (not isinstance(mode, str) or mode not in known):
-                raise ValueError(
-                    f"Schedule: {name}={mode!r}, expected one of {known}, or None for the fastest; pass one of them."
-                )
         object.__setattr__(self, "wire_dtype", _checked_wire(self.wire_dtype))
-        for name in ("keep_tokens", "single_launch", "reproducible"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, bool):
-                raise TypeError(
-                    f"Schedule: {name}={value!r} is {type_name(value)}, expected True, False, or None for the"
-                    " package's choice."
-                )
-        for name in ("num_communicating_programs", "num_combining_programs"):
-            self._check_number(name, 1, 1 << 16)
-        self._check_number("num_warps", 1, 16, power_of_two=True)
-        self._check_number("tokens_per_block", 1, 1024, power_of_two=True)
-        self._check_number("rows_in_flight", 1, 10)
-
-    def _check_number(self, name: str, least: int, most: int, *, power_of_two: bool = False) -> None:
-        value = getattr(self, name)
-        if value is None:
-            return
-        if isinstance(value, bool) or not isinstance(value, int):
-            kind = type_name(value)
-            raise TypeError(f"Schedule: {name}={value!r} is {kind}, expected an int, or None for the default.")
-        if not least <= value <= most or (power_of_two and value & (value - 1)):
-            kind = f"{'a power of two' if power_of_two else 'a number'} from {least} to {most}"
-            raise ValueError(f"Schedule: {name}={value}, expected {kind}; None takes the default.")
+        for name, values in SCHEDULE_VALUES.items():
+            if (value := getattr(self, name)) is not None:
+                values.check("Schedule", name, value, "None for the package's choice")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,24 +286,17 @@ class Experts:
         if not isinstance(self.weight_on, str) or self.weight_on not in ("output", "input"):
             raise ValueError(f"Experts: weight_on={self.weight_on!r}, expected 'output' or 'input'; pass one of them.")
         for name in ("gated", "interleaved"):
-            if not isinstance(getattr(self, name), bool):
-                value = getattr(self, name)
-                raise TypeError(f"Experts: {name}={value!r} is {type_name(value)}, expected True or False.")
+            object.__setattr__(self, name, flag("Experts", name, getattr(self, name)))
         for name in ("alpha", "clamp", "up_offset"):
-            self._check_number(name)
+            if name == "clamp" and self.clamp is None:
+                continue
+            value = getattr(self, name)
+            kept = number("Experts", name, value)
+            object.__setattr__(self, name, kept)
+            if not math.isfinite(kept) or (name == "clamp" and kept <= 0):
+                kind = "a positive float32, or None for no limit" if name == "clamp" else "a finite float32"
+                raise ValueError(f"Experts: {name}={value}, expected {kind}; pass one.")
         self._check_fields()
-
-    def _check_number(self, name: str) -> None:
-        value = getattr(self, name)
-        if name == "clamp" and value is None:
-            return
-        if isinstance(value, bool) or not isinstance(value, int | float | np.floating | np.integer):
-            raise TypeError(f"Experts: {name}={value!r} is {type_name(value)}, expected a number; pass a float.")
-        kept = in_float32(value)
-        object.__setattr__(self, name, kept)
-        if not math.isfinite(kept) or (name == "clamp" and kept <= 0):
-            kind = "a positive float32, or None for no limit" if name == "clamp" else "a finite float32"
-            raise ValueError(f"Experts: {name}={value}, expected {kind}; pass one.")
 
     def _check_fields(self) -> None:
         """Check that no field is set that the activation, or experts without a gate, would ignore."""

@@ -18,6 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jax_ep.core.check_values import MOST_EXPERTS, integer, type_name, value_of
+from jax_ep.core.check_values import choice as choice
+from jax_ep.core.check_values import flag as flag
+from jax_ep.core.check_values import instance as instance
+from jax_ep.core.check_values import number as number
 from jax_ep.core.dtypes import FP8, TOKEN_DTYPES
 from jax_ep.core.expert_matrices import LoraWeights
 from jax_ep.core.mesh_axes import axis_size, spread_axes
@@ -32,16 +37,10 @@ from jax_ep.types import (
     Quantized,
     Routing,
     Tokens,
-    in_float32,
-    type_name,
 )
 
 _called: ContextVar[str | None] = ContextVar("jax_ep_called", default=None)
 _names: set[str] = set()
-
-MOST_EXPERTS = 2**31 - 2
-"""Most experts: the id after the last one is an int32, too."""
-_ENDS = {2**31 - 1: "2**31", MOST_EXPERTS: "2**31 - 1"}
 
 
 @jax.custom_vjp
@@ -211,19 +210,6 @@ def layer_experts(function: str, value: Any, tensor_axis: str | None) -> Experts
     return experts if tensor_axis is None else dataclasses.replace(experts, interleaved=False)
 
 
-def value_of[Value](function: str, name: str, value: Any, kind: type[Value], known_as: str) -> Value | None:
-    """Return a configuration value of one class, or None."""
-    if value is not None:
-        instance(function, name, value, kind, f"a {known_as}, or None")
-    return value
-
-
-def instance(function: str, name: str, value: Any, kind: Any, expected: str) -> None:
-    """Check the type of an argument."""
-    if not isinstance(value, kind):
-        raise TypeError(f"{function}: {name} is {type_name(value)}, expected {expected}; pass one.")
-
-
 def same_dtype(function: str, name: str, value: Array, other_name: str, other: DTypeLike) -> None:
     """Check that two operands of a matmul have the same dtype."""
     if value.dtype != other:
@@ -247,41 +233,6 @@ def size(function: str, what: str, actual: int, expected: int, remedy: str) -> N
     """Check that two sizes agree."""
     if actual != expected:
         raise ValueError(f"{function}: {what} is {actual}, expected {expected}; {remedy}.")
-
-
-def integer(function: str, name: str, value: Any, *, least: int = 1, most: int = 2**31 - 1, remedy: str = "") -> int:
-    """Return a static integer that lies in this range."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"{function}: {_typed(name, value)}, expected an int; {remedy or 'pass a static one'}.")
-    if not least <= value <= most:
-        limits = f"at least {least} and below {_ENDS[most]}" if most in _ENDS else f"a number from {least} to {most}"
-        raise ValueError(f"{function}: {name}={value}, expected {limits}; {remedy or 'pass such a number'}.")
-    return int(value)
-
-
-def number(function: str, name: str, value: Any, *, remedy: str = "pass a float") -> float:
-    """Return a static number as float32 has it, see `in_float32`."""
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        raise TypeError(f"{function}: {_typed(name, value)}, expected a number; {remedy}.")
-    return in_float32(value)
-
-
-def flag(function: str, name: str, value: Any) -> bool:
-    """Return a static flag."""
-    if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"{function}: {_typed(name, value)}, expected True or False; pass a static one.")
-    return bool(value)
-
-
-def choice(function: str, name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Check that a value is one of these names."""
-    if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{function}: {name}={value!r}, expected one of {choices}; pass one of them.")
-
-
-def _typed(name: str, value: object) -> str:
-    """Return a name with its value, unless that is an array, and the type of the value."""
-    return f"{name} is {type_name(value)}" if hasattr(value, "shape") else f"{name}={value!r} is {type_name(value)}"
 
 
 def int32_rows(function: str, what: str, number: int, remedy: str) -> None:

@@ -10,41 +10,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jax_ep.core.check_values import FLAG, Values
 from jax_ep.core.json_files import shown
 from jax_ep.core.layout import power_of_two
-from jax_ep.types import COMBINE_MODES, DISPATCH_MODES, Schedule
+from jax_ep.types import SCHEDULE_VALUES, Schedule
 
 Setting = bool | int | str
 Fact = int | str
-
-
-@dataclasses.dataclass(frozen=True)
-class Values:
-    """Values of a setting: one of `choices`, or else a number in a range.
-
-    Attributes:
-      least: of a number.
-      most: of a number.
-      power_of_two: numbers are powers of two.
-      choices: all values; empty for a number.
-    """
-
-    least: int = 0
-    most: int = 0
-    power_of_two: bool = False
-    choices: tuple[Setting, ...] = ()
-
-    def __contains__(self, value: Any) -> bool:
-        if self.choices:
-            return any(type(value) is type(choice) and value == choice for choice in self.choices)
-        if type(value) is not int or not self.least <= value <= self.most:
-            return False
-        return not self.power_of_two or value & (value - 1) == 0
-
-    def __str__(self) -> str:
-        if self.choices:
-            return f"one of {self.choices}"
-        return f"{'a power of two' if self.power_of_two else 'a number'} from {self.least} to {self.most}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,16 +32,14 @@ class Operation:
     settings: Mapping[str, Values]
 
 
-_BOOLEAN = Values(choices=(False, True))
-_PROGRAMS = Values(1, 1 << 16)
-_WARPS = Values(1, 16, power_of_two=True)
-_TOKENS = Values(1, 1024, power_of_two=True)
-_ROWS_IN_FLIGHT = Values(1, 10)
-_COMBINE = Values(choices=COMBINE_MODES)
+def _of_schedule(*names: str) -> dict[str, Values]:
+    return {name: SCHEDULE_VALUES[name] for name in names}
+
+
 _BLOCK = Values(16, 256, power_of_two=True)
 _COLUMNS = Values(32, 256, power_of_two=True)  # a quarter, the least part that TMA stores, has whole 16-byte words
-_LAUNCH = {"num_warps": _WARPS, "num_stages": Values(1, 8), "programs": Values(1, 8)}
-_STORED = _LAUNCH | {"group_m": Values(1, 64), "tma_store": _BOOLEAN, "store_parts": Values(choices=(1, 2, 4))}
+_LAUNCH = _of_schedule("num_warps") | {"num_stages": Values(1, 8), "programs": Values(1, 8)}
+_STORED = _LAUNCH | {"group_m": Values(1, 64), "tma_store": FLAG, "store_parts": Values(choices=(1, 2, 4))}
 
 _EXCHANGE = ("num_ranks", "num_tokens", "hidden", "top_k", "dtype")
 _EXCHANGE_GEMM = ("num_ranks", "num_tokens", "top_k", "num_experts", "depth", "columns", "dtype")
@@ -83,28 +53,20 @@ _MASKED_TILES = {
 _QUANTIZED = ("rows_of_group", "depth", "columns", "groups", "dtype", "format")
 _LAYER = ("num_slots", "num_experts", "hidden", "intermediate", "format")
 _GLUON_LAUNCH = {"num_stages": Values(2, 8), "programs": Values(1, 8)}
-_FP8_TILES = _MASKED_TILES | {"group_m": Values(1, 64), "gluon": _BOOLEAN}
+_FP8_TILES = _MASKED_TILES | {"group_m": Values(1, 64), "gluon": FLAG}
 
 OPERATIONS: Mapping[str, Operation] = {
     "dispatch": Operation(
         (*_EXCHANGE, "wire_dtype"),
-        {"num_communicating_programs": _PROGRAMS, "num_warps": _WARPS, "tokens_per_block": _TOKENS},
+        _of_schedule("num_communicating_programs", "num_warps", "tokens_per_block"),
     ),
     "combine": Operation(
-        _EXCHANGE,
-        {
-            "num_combining_programs": _PROGRAMS,
-            "num_warps": _WARPS,
-            "tokens_per_block": _TOKENS,
-            "rows_in_flight": _ROWS_IN_FLIGHT,
-        },
+        _EXCHANGE, _of_schedule("num_combining_programs", "num_warps", "tokens_per_block", "rows_in_flight")
     ),
-    "dispatch_grouped_gemm": Operation(
-        _EXCHANGE_GEMM, {"dispatch_mode": Values(choices=DISPATCH_MODES), "num_communicating_programs": _PROGRAMS}
-    ),
-    "grouped_gemm_combine": Operation(_EXCHANGE_GEMM, {"combine_mode": _COMBINE}),
-    "low_latency_dispatch": Operation((*_EXCHANGE, "wire_dtype"), {"num_communicating_programs": _PROGRAMS}),
-    "low_latency_combine": Operation(_EXCHANGE, {"num_combining_programs": _PROGRAMS}),
+    "dispatch_grouped_gemm": Operation(_EXCHANGE_GEMM, _of_schedule("dispatch_mode", "num_communicating_programs")),
+    "grouped_gemm_combine": Operation(_EXCHANGE_GEMM, _of_schedule("combine_mode")),
+    "low_latency_dispatch": Operation((*_EXCHANGE, "wire_dtype"), _of_schedule("num_communicating_programs")),
+    "low_latency_combine": Operation(_EXCHANGE, _of_schedule("num_combining_programs")),
     "low_latency_gemm_combine": Operation(_MASKED, _MASKED_TILES),
     "grouped_gemm": Operation(_PRODUCT, {"block_m": _BLOCK, "block_n": _COLUMNS, "block_k": _BLOCK, **_STORED}),
     "grouped_gemm_fp8": Operation(_PRODUCT, _FP8_TILES),
@@ -112,19 +74,19 @@ OPERATIONS: Mapping[str, Operation] = {
     "weight_gradient_fp8": Operation(_PRODUCT, _FP8_TILES),
     "masked_grouped_gemm": Operation(_MASKED, _MASKED_TILES),
     "quantized_gemm": Operation(
-        _QUANTIZED, {"block_m": Values(16, 128, power_of_two=True), "block_n": _BLOCK, **_LAUNCH, "gluon": _BOOLEAN}
+        _QUANTIZED, {"block_m": Values(16, 128, power_of_two=True), "block_n": _BLOCK, **_LAUNCH, "gluon": FLAG}
     ),
     "quantized_gemm_gluon": Operation(_QUANTIZED, {"block_m": Values(8, 128, power_of_two=True), **_GLUON_LAUNCH}),
     "fused_moe": Operation(
         _LAYER,
         {
-            "single_launch": _BOOLEAN,
+            "single_launch": FLAG,
             "block_m": Values(16, 128, power_of_two=True),
             "hidden_columns": _BLOCK,
             "columns": _BLOCK,
             "splits": Values(1, 64, power_of_two=True),
             "depth": Values(32, 256, power_of_two=True),
-            "gluon": _BOOLEAN,
+            "gluon": FLAG,
             **_LAUNCH,
         },
     ),

@@ -339,7 +339,7 @@ MISTAKES = {
     "the same axis twice": ({"node": "node", "local": "node"}, ValueError, "name an axis twice"),
     "no axis": ({"node": (), "local": "expert"}, ValueError, "names no axis"),
     "no name": ({"node": 1, "local": "expert"}, TypeError, "expected the name of a mesh axis"),
-    "no block": ({"node": "node", "local": "expert", "num_blocks": 0}, ValueError, "num_blocks=0, expected 1 or more"),
+    "no block": ({"node": "node", "local": "expert", "num_blocks": 0}, ValueError, "num_blocks=0, expected at least 1"),
     "half a token": ({"node": "node", "local": "expert", "node_capacity": 1.5}, TypeError, "node_capacity=1.5"),
 }
 

@@ -1,0 +1,125 @@
+"""Checks of plain values, such as numbers and names, which the classes of `jax_ep.types` use like `check` does.
+
+Messages give the actual value, the expected value and the remedy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+MOST_EXPERTS = 2**31 - 2
+"""Most experts: the id after the last one is an int32, too."""
+_ENDS = {2**31 - 1: "2**31", MOST_EXPERTS: "2**31 - 1"}
+
+
+def type_name(value: object) -> str:
+    """Return the type of a value with its article for error messages, such as "an int"."""
+    if isinstance(value, jax.Array):
+        return "a traced array" if isinstance(value, jax.core.Tracer) else "an array"
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
+def in_float32(value: Any) -> float:
+    """Return a number as XLA's float32 has it: infinite above the largest one, 0 below the smallest normal one."""
+    limits = np.finfo(np.float32)
+    if abs(value) > float(limits.max):
+        return math.inf if value > 0 else -math.inf
+    return float(value) if value == 0 or not abs(value) < float(limits.tiny) else 0.0
+
+
+def value_of[Value](function: str, name: str, value: Any, kind: type[Value], known_as: str) -> Value | None:
+    """Return a configuration value of one class, or None."""
+    if value is not None:
+        instance(function, name, value, kind, f"a {known_as}, or None")
+    return value
+
+
+def instance(function: str, name: str, value: Any, kind: Any, expected: str) -> None:
+    """Check the type of an argument."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{function}: {name} is {type_name(value)}, expected {expected}; pass one.")
+
+
+def integer(function: str, name: str, value: Any, *, least: int = 1, most: int = 2**31 - 1, remedy: str = "") -> int:
+    """Return a static integer that lies in this range."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{function}: {_typed(name, value)}, expected an int; {remedy or 'pass a static one'}.")
+    if not least <= value <= most:
+        limits = f"at least {least} and below {_ENDS[most]}" if most in _ENDS else f"a number from {least} to {most}"
+        raise ValueError(f"{function}: {name}={value}, expected {limits}; {remedy or 'pass such a number'}.")
+    return int(value)
+
+
+def number(function: str, name: str, value: Any, *, remedy: str = "pass a float") -> float:
+    """Return a static number as float32 has it, see `in_float32`."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise TypeError(f"{function}: {_typed(name, value)}, expected a number; {remedy}.")
+    return in_float32(value)
+
+
+def flag(function: str, name: str, value: Any) -> bool:
+    """Return a static flag."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{function}: {_typed(name, value)}, expected True or False; pass a static one.")
+    return bool(value)
+
+
+def choice(function: str, name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Check that a value is one of these names."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{function}: {name}={value!r}, expected one of {choices}; pass one of them.")
+
+
+def _typed(name: str, value: object) -> str:
+    """Return a name with its value, unless that is an array, and the type of the value."""
+    return f"{name} is {type_name(value)}" if hasattr(value, "shape") else f"{name}={value!r} is {type_name(value)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Values:
+    """The valid values of a setting: one of `choices`, or else a number in a range.
+
+    Attributes:
+      least: of a number.
+      most: of a number.
+      power_of_two: numbers are powers of two.
+      choices: all values; empty for a number.
+    """
+
+    least: int = 0
+    most: int = 0
+    power_of_two: bool = False
+    choices: tuple[bool | int | str, ...] = ()
+
+    def __contains__(self, value: Any) -> bool:
+        if self.choices:
+            return any(type(value) is type(choice) and value == choice for choice in self.choices)
+        if type(value) is not int or not self.least <= value <= self.most:
+            return False
+        return not self.power_of_two or value & (value - 1) == 0
+
+    def __str__(self) -> str:
+        if self.choices:
+            return f"one of {self.choices}"
+        return f"{'a power of two' if self.power_of_two else 'a number'} from {self.least} to {self.most}"
+
+    def check(self, owner: str, name: str, value: Any, default: str) -> None:
+        """Check a value for which `default` can be passed instead."""
+        if value in self:
+            return
+        kind = type(self.choices[0]) if self.choices else int
+        if kind is not str and type(value) is not kind:
+            wanted = "True, False," if kind is bool else "an int,"
+            raise TypeError(
+                f"{owner}: {name}={value!r} is {type_name(value)}, expected {wanted} or {default}; pass one."
+            )
+        raise ValueError(f"{owner}: {name}={value!r}, expected {self}, or {default}; pass one.")
+
+
+FLAG = Values(choices=(False, True))

@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 from jax_ep.core.check import errors_begin_with
-from jax_ep.core.mesh_axes import axis_tuple, check_mesh
+from jax_ep.core.mesh_axes import axis_tuple, check_axes, check_mesh
 from jax_ep.heap import nvshmem, peer_access, rendezvous, transports
 from jax_ep.settings import file as settings_file
 from jax_ep.types import AxisName
@@ -175,12 +175,7 @@ def _check(
 ) -> Context:
     """Check the arguments and return their context."""
     axes = _axes(axis_name)
-    missing = [name for name in axes if name not in mesh.shape]
-    if missing:
-        raise ValueError(
-            f"init: the mesh has axes {tuple(mesh.shape)}, but axis_name={axis_name!r} needs {missing}; pass the axis"
-            " that carries the experts."
-        )
+    check_axes("init", mesh, axes, "pass as axis_name the axis that carries the experts")
     transport = transports.resolve(transport)
     if heap_bytes is not None and transport == "xla":
         raise ValueError(f"init: heap_bytes={heap_bytes}, but transport 'xla' owns no memory; leave heap_bytes out.")

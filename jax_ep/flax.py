@@ -22,7 +22,7 @@ from jax_ep.core.activations import activate_tokens
 from jax_ep.core.balance import Balance
 from jax_ep.core.check import errors_begin_with
 from jax_ep.core.expert_matrices import ExpertWeights, LoraWeights, QuantizedWeights, base_of, merge_columns
-from jax_ep.core.mesh_axes import check_context, rearrange, warn_of_no_mesh
+from jax_ep.core.mesh_axes import check_axes, check_context, rearrange, warn_of_no_mesh
 from jax_ep.core.router import Router
 from jax_ep.core.router import SharedExperts as SharedExperts
 from jax_ep.ops import registry
@@ -306,12 +306,7 @@ class MoE(nnx.Module):
                 )
             return None
         axes = (*self.axes.token_axes, *(() if self.axes.tensor is None else (self.axes.tensor,)))
-        missing = [axis for axis in axes if axis not in mesh.axis_names]
-        if missing:
-            raise ValueError(
-                f"MoE: the mesh has axes {mesh.axis_names}, expected {missing} among them; pass axes="
-                "jax_ep.sharding.MeshAxes(...) with axes of that mesh."
-            )
+        check_axes("MoE", mesh, axes, "pass axes=jax_ep.sharding.MeshAxes(...) with axes of that mesh")
         check_context("MoE", mesh, axes)
         check.divisible_experts("MoE", self.num_experts, ranks_on(mesh, self.axes.expert_axes), self.axes.expert)
         return mesh

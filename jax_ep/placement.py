@@ -523,13 +523,9 @@ def _check_sizes(function: str, num_experts: Any, num_slots: Any, num_ranks: Any
         raise ValueError(
             f"{function}: {num_slots} slots for {num_experts} experts, expected at least as many; give each rank more."
         )
-    for name, whole, parts in (("slots", num_slots, num_ranks), ("ranks", num_ranks, num_nodes)):
-        if whole % parts:
-            what = "ranks" if name == "slots" else "nodes"
-            raise ValueError(
-                f"{function}: {whole} {name} on {parts} {what}, expected a multiple, because all {what} have equally"
-                " many; change one of the two."
-            )
+    for whole, parts in (("num_slots", "num_ranks"), ("num_ranks", "num_nodes")):
+        reason = f"{parts}, because all have equally many"
+        check.multiple(function, whole, sizes[whole], sizes[parts], reason, "change one of the two")
 
 
 def _over(tree: Any, function: str, relayed: relayout.Relayout, move_rows: Callable[..., Array]) -> Any:

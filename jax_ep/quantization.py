@@ -190,11 +190,8 @@ def _quantize_for_training(function: str, w: Array) -> QuantizedWeights:
     has_kinds = w.ndim > 3 and w.shape[-2] in (1, 2)
     matrices = jnp.moveaxis(w, -2, -3) if has_kinds else w
     for axis in (-2, -1):
-        if (size := matrices.shape[axis]) % GROUP_SIZE:
-            raise ValueError(
-                f"{function}: axis {axis} of w is {size}, expected a multiple of {GROUP_SIZE}, as blocks of"
-                f" {GROUP_SIZE} by {GROUP_SIZE} share an FP8 scale; pad with zeros."
-            )
+        size, reason = matrices.shape[axis], f"as blocks of {GROUP_SIZE} by {GROUP_SIZE} share an FP8 scale"
+        check.multiple(function, f"axis {axis} of w", size, GROUP_SIZE, reason, "pad with zeros")
         whole_groups_per_device(function, "w", matrices, axis, size, GROUP_SIZE)
     values, values_kn, scales = _quantize_masters(jax.lax.stop_gradient(matrices))
     if has_kinds:
@@ -300,11 +297,8 @@ def with_layout(w: QuantizedWeights, layout: str) -> QuantizedWeights:
             f"{function}: w has activations={w.activations!r}, expected None, as the prepacked layout is for 16-bit"
             " tokens; pass w itself to the layer, or dataclasses.replace(w, activations=None) here."
         )
-    if w.shape[-2] % PREPACKED_K:
-        raise ValueError(
-            f"{function}: K is {w.shape[-2]}, expected a multiple of {PREPACKED_K}, the elements of four packed uint32;"
-            " pad with zeros before quantizing, or pass w itself to the layer."
-        )
+    remedy = "pad with zeros before quantizing, or pass w itself to the layer"
+    check.multiple(function, "K", w.shape[-2], PREPACKED_K, "the elements of four packed uint32", remedy)
     stored = jnp.asarray(w.values)
     whole_groups_per_device(function, "w", stored, -1, w.shape[-2], prepacked.step, one_may_split=False)
     values, scales = prepacked.pack(w.values, cast(Array, w.scales))

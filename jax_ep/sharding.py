@@ -20,10 +20,11 @@ from jax_ep import context
 from jax_ep.core import check
 from jax_ep.core.balance import WORK
 from jax_ep.core.check import errors_begin_with
+from jax_ep.core.check_values import axis_names
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import LoraWeights, QuantizedWeights, base_of, merge_columns
 from jax_ep.core.fp8 import GROUP_SIZE
-from jax_ep.core.mesh_axes import axis_tuple, check_context, check_mesh, vary_alike
+from jax_ep.core.mesh_axes import axis_tuple, check_axes, check_context, check_mesh, vary_alike
 from jax_ep.formats import check_quantized
 from jax_ep.ops import balanced
 from jax_ep.ops.grouped_gemm import checked_lora
@@ -99,10 +100,10 @@ class MeshAxes:
 
     @errors_begin_with("MeshAxes")
     def __post_init__(self) -> None:
-        for field in ("expert", "batch"):
-            value = getattr(self, field)
-            if not (isinstance(value, Topology) and field == "expert"):
-                object.__setattr__(self, field, _axis_names(field, value))
+        object.__setattr__(self, "batch", axis_names("MeshAxes: batch", self.batch, "'data'"))
+        if not isinstance(self.expert, Topology):
+            names = axis_names("MeshAxes: expert", self.expert, "'expert'")
+            object.__setattr__(self, "expert", self.expert if isinstance(self.expert, str) else names)
         for field in ("tensor", "fsdp"):
             value = getattr(self, field)
             if not isinstance(value, str | None):
@@ -142,17 +143,6 @@ class MeshAxes:
             return MoESpecs(rows, rows, *matrices, P(expert), P(expert))
         matrices = (P(expert, fsdp, None, tensor), P(expert, tensor, fsdp))
         return MoESpecs(rows, rows, *matrices, P(expert, None, tensor), P(expert))
-
-
-def _axis_names(field: str, value: Any) -> str | tuple[str, ...]:
-    """Return the axes of a field of `MeshAxes`: a name as it is, several as a tuple."""
-    names = (value,) if isinstance(value, str) else value
-    if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
-        raise TypeError(
-            f"MeshAxes: {field}={value!r} is {type_name(value)}, expected the name of a mesh axis, a str, or a tuple of"
-            " names; pass e.g. 'data'."
-        )
-    return value if field == "expert" and isinstance(value, str) else tuple(names)
 
 
 def sharded_moe(
@@ -265,11 +255,9 @@ def _check_weights(
         _check_kinds(w_gate_up.shape, w_down.shape, experts)
     check.bias(_FUNCTION, "b_gate_up", arrays["b_gate_up"], (num_experts, *columns))
     check.bias(_FUNCTION, "b_down", arrays["b_down"], (num_experts, hidden))
-    if axes.fsdp is not None and hidden % mesh.shape[axes.fsdp]:
-        raise ValueError(
-            f"{_FUNCTION}: H={hidden}, expected a multiple of the {mesh.shape[axes.fsdp]} ranks of the fsdp axis"
-            f" {axes.fsdp!r}; leave fsdp out."
-        )
+    if axes.fsdp is not None:
+        reason = f"the ranks of the fsdp axis {axes.fsdp!r}"
+        check.multiple(_FUNCTION, "H", hidden, mesh.shape[axes.fsdp], reason, "leave fsdp out")
 
 
 def _moe_per_shard(arrays: dict[str, Any], *, axes: MeshAxes, **options: Any) -> Array:
@@ -397,13 +385,9 @@ def _mesh(mesh: Mesh | AbstractMesh | None, specs: MoESpecs) -> Mesh | AbstractM
         raise ValueError(
             "sharded_moe: mesh=None and no mesh is set, expected one; pass mesh=, or call jax.set_mesh(mesh)."
         )
-    missing = sorted(_names(specs.tokens, specs.w_gate_up) - set(mesh.axis_names))
-    if missing:
-        raise ValueError(
-            f"sharded_moe: the mesh has axes {tuple(mesh.axis_names)}, expected {missing} among them; pass axes="
-            "MeshAxes(...) with axes of that mesh."
-        )
-    check_context(_FUNCTION, mesh, _names(specs.tokens, specs.w_gate_up))
+    names = _names(specs.tokens, specs.w_gate_up)
+    check_axes(_FUNCTION, mesh, names, "pass axes=MeshAxes(...) with axes of that mesh")
+    check_context(_FUNCTION, mesh, names)
     return mesh
 
 
@@ -428,12 +412,8 @@ def _check_tokens(
     """Check the tokens and their routing; return the ids, -1 for masked tokens."""
     check.integer(_FUNCTION, "num_experts", num_experts)
     x = check.floating(_FUNCTION, "x", x, "[N, H]")
-    num_shards = ranks_on(mesh, _names(specs.tokens))
-    if x.shape[0] % num_shards:
-        raise ValueError(
-            f"{_FUNCTION}: x has {x.shape[0]} tokens, expected a multiple of the {num_shards} shards of {specs.tokens};"
-            " pad the batch (expert id -1 costs nothing)."
-        )
+    num_shards, remedy = ranks_on(mesh, _names(specs.tokens)), "pad the batch (expert id -1 costs nothing)"
+    check.multiple(_FUNCTION, "axis 0 of x", x.shape[0], num_shards, f"the shards of {specs.tokens}", remedy)
     if token_mask is not None:
         check.token_mask(_FUNCTION, token_mask, (x.shape[0],))
     topk_idx = check.expert_ids(_FUNCTION, topk_idx, x.shape[0], num_experts, token_mask=token_mask)
@@ -456,11 +436,8 @@ def _check_matrices(
     if tensor_axis is None:
         return w_gate_up.shape[2:]
     for name, columns in (("axis -1 of w_gate_up", w_gate_up.shape[-1]), ("axis 1 of w_down", w_down.shape[1])):
-        if columns % mesh.shape[tensor_axis]:
-            raise ValueError(
-                f"{_FUNCTION}: {name}, I, is {columns}, expected a multiple of the {mesh.shape[tensor_axis]} ranks of"
-                f" the tensor axis {tensor_axis!r}; pad I with zeros, which changes no result."
-            )
+        reason, remedy = f"the ranks of the tensor axis {tensor_axis!r}", "pad I with zeros, which changes no result"
+        check.multiple(_FUNCTION, f"{name}, I,", columns, mesh.shape[tensor_axis], reason, remedy)
     return w_gate_up.shape[2:]
 
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_ep.core.check_values import FLAG, Values, flag, integer, number, type_name
+from jax_ep.core.check_values import FLAG, Values, axis_names, flag, integer, number, type_name
 
 Array = jax.Array
 Quantized = tuple[Array, Array]
@@ -102,12 +102,8 @@ class Topology:
     def __post_init__(self) -> None:
         for field in ("node", "local"):
             value = getattr(self, field)
-            names = (value,) if isinstance(value, str) else value
-            if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
-                raise TypeError(
-                    f"Topology: {field}={value!r} is {type_name(value)}, expected the name of a mesh axis, a str,"
-                    " or a tuple of names; pass e.g. Topology(node='node', local='expert')."
-                )
+            names = axis_names(f"Topology: {field}", value, "Topology(node='node', local='expert')")
+            object.__setattr__(self, field, value if isinstance(value, str) else names)
             if not names:
                 raise ValueError(
                     f"Topology: {field}={value!r} names no axis, expected at least one; pass only the other axes as"

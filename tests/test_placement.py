@@ -302,8 +302,8 @@ IDS = np.zeros((2, 1), np.int32)
     [
         (lambda: Placement([0, 1, 3], 3, 1), ValueError, ("has 3", "[0, 3)", "num_experts")),
         (lambda: Placement([0, 1, 0], 3, 1), ValueError, ("no slot for expert 2", "add one")),
-        (lambda: Placement([0, 1, 2], 3, 2), ValueError, ("3 slots on 2 ranks", "multiple")),
-        (lambda: Placement([0, 1, 2], 3, 3, 2), ValueError, ("3 ranks on 2 nodes", "multiple")),
+        (lambda: Placement([0, 1, 2], 3, 2), ValueError, ("num_slots is 3", "multiple of 2, num_ranks")),
+        (lambda: Placement([0, 1, 2], 3, 3, 2), ValueError, ("num_ranks is 3", "multiple of 2, num_nodes")),
         (lambda: Placement([0.0, 1.0], 2, 1), TypeError, ("float64", "integers")),
         (lambda: Placement([[[0, 1]]], 2, 1), ValueError, ("(1, 1, 2)", "[layers, P]")),
         (lambda: plan([1, 2, 3, 4], num_slots=2, num_ranks=2), ValueError, ("2 slots for 4 experts", "at least")),
@@ -347,7 +347,7 @@ def test_placement_errors_on_ranks(expert_mesh):
 
     with pytest.raises(ValueError, match=r"is 4, expected 2; plan\(\) for as many ranks"):
         shard(THREE.remap)(np.zeros((4, 1), np.int32))
-    with pytest.raises(ValueError, match="num_experts=3 is not divisible by the 4 ranks"):
+    with pytest.raises(ValueError, match="num_experts is 3, expected a multiple of 4, the ranks"):
         shard(Placement([0, 1, 2, 0], 3, 4).expand)(np.zeros(4))
     placement = plan(np.ones(4), num_slots=8, num_ranks=4)
     traced = jax.jit(lambda placement, w: shard(placement.expand)(w))

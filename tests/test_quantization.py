@@ -347,7 +347,7 @@ WRONG_VALUES = [
     (lambda: of_ones("int8", for_training=True), "format='int8' with for_training=True, expected format='fp8'"),
     (lambda: of_ones("mxfp4", **IN_INT8), "activations='int8' with format='mxfp4'"),
     (lambda: of_ones("int8", **IN_FP8), "activations='fp8' with format='int8'"),
-    (lambda: of_ones("mxfp4", 2, 96, 4, **IN_FP8), "activations='fp8' with K=96, expected a multiple of 128"),
+    (lambda: of_ones("mxfp4", 2, 96, 4, **IN_FP8), "activations='fp8' is 96, expected a multiple of 128"),
     (lambda: of_ones("int8", activations="int4"), "activations='int4', expected 'int8', 'fp8' or None"),
     (lambda: of_ones("fp8", **IN_FP8, smooth=jnp.ones((2, 128))), "smooth without activations='int8'"),
     (lambda: of_ones("int8", smooth=jnp.ones((2, 128))), "smooth without activations='int8'"),

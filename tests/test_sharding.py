@@ -131,7 +131,7 @@ def test_sharded_moe_explicit_sharding_mismatch(rng):
         ({2: None}, {}, TypeError, "topk_weights is a NoneType"),
         ({3: None}, {}, TypeError, "w_gate_up is a NoneType"),
         ({4: np.ones((4, INNER, H), np.float32)}, {}, ValueError, rf"w_down has shape \(4, .*expected \[{E}, I, H\]"),
-        ({}, {"num_experts": 6}, ValueError, "num_experts=6 is not divisible by the 4 ranks of axis 'expert'"),
+        ({}, {"num_experts": 6}, ValueError, "num_experts is 6, expected a multiple of 4, the ranks of axis 'expert'"),
         ({}, {"num_experts": "8"}, TypeError, "num_experts='8' is a str, expected an int"),
         ({}, {"mesh": "expert"}, TypeError, "mesh is a str, expected a jax.sharding.Mesh"),
     ],
@@ -177,7 +177,7 @@ def test_sharded_moe_tensor_axis_does_not_divide(rng):
     mesh = harness.make_mesh((1, 4), ("expert", "tensor"))
     x, ids, weights, _, _ = arguments(rng)
     w_gate_up, w_down = np.ones((E, H, 2, 6), np.float32), np.ones((E, 6, H), np.float32)
-    with pytest.raises(ValueError, match="axis -1 of w_gate_up, I, is 6, expected a multiple of the 4 ranks"):
+    with pytest.raises(ValueError, match="axis -1 of w_gate_up, I, is 6, expected a multiple of 4, the ranks"):
         sharded_moe(mesh, num_experts=E, axes=MeshAxes(tensor="tensor"))(x, ids, weights, w_gate_up, w_down)
 
 
@@ -212,7 +212,7 @@ def test_init_idempotent_finalize_releases():
         jax_ep.init(mesh, axis_name=("expert",))
     jax_ep.finalize()
     jax_ep.finalize()
-    with pytest.raises(ValueError, match=r"^init: the mesh has axes .*'expert'.*axis_name='ep'"):
+    with pytest.raises(ValueError, match=r"^init: the mesh has axes .*'expert'.*'ep'.*axis_name"):
         jax_ep.init(mesh, axis_name="ep")
     with pytest.raises(ValueError, match=r"^init: axis_name=\(\) names no axis"):
         jax_ep.init(mesh, axis_name=())
@@ -273,7 +273,7 @@ def test_sharded_moe_quantized_experts_checked():
             held = [jax.device_put(w, NamedSharding(mesh, P())) for w in matrices]
             jax.eval_shape(sharded_moe(mesh, num_experts=num_experts), *put, *held)
 
-    with pytest.raises(ValueError, match="num_experts=3"):
+    with pytest.raises(ValueError, match="num_experts is 3"):
         call(AxisType.Auto, 3)
     call(AxisType.Auto, 4)
     with pytest.raises(ValueError, match=r"w_gate_up is sharded as .*expected .*'expert'"):

@@ -26,7 +26,7 @@ from jax_ep.core import check
 from jax_ep.core.dtypes import TOKEN_DTYPES
 from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.core.json_files import shown
-from jax_ep.core.mesh_axes import axis_tuple, check_mesh
+from jax_ep.core.mesh_axes import axis_tuple, check_axes, check_mesh
 from jax_ep.formats import Format
 from jax_ep.sharding import MeshAxes
 from jax_ep.types import Array, AxisName, type_name
@@ -243,12 +243,7 @@ def _mesh(function: str, mesh: Mesh | None, axis_name: AxisName, num_experts: in
         if mesh.empty:
             return None
     check_mesh(function, mesh, Mesh)
-    missing = [name for name in axes if name not in mesh.axis_names]
-    if missing:
-        raise ValueError(
-            f"{function}: the mesh has axes {tuple(mesh.axis_names)}, expected {missing} among them; pass the"
-            " axis_name of that mesh."
-        )
+    check_axes(function, mesh, axes, "pass the axis_name of that mesh")
     num_ranks = math.prod(mesh.shape[name] for name in axes)
     check.divisible_experts(function, num_experts, num_ranks, axis_name)
     return mesh

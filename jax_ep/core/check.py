@@ -25,6 +25,7 @@ from jax_ep.core.check_values import instance as instance
 from jax_ep.core.check_values import number as number
 from jax_ep.core.dtypes import FP8, TOKEN_DTYPES
 from jax_ep.core.expert_matrices import LoraWeights
+from jax_ep.core.layout import round_up
 from jax_ep.core.mesh_axes import axis_size, spread_axes
 from jax_ep.types import (
     Array,
@@ -235,6 +236,12 @@ def size(function: str, what: str, actual: int, expected: int, remedy: str) -> N
         raise ValueError(f"{function}: {what} is {actual}, expected {expected}; {remedy}.")
 
 
+def multiple(function: str, what: str, actual: int, of: int, reason: str, remedy: str) -> None:
+    """Check that a size is a multiple of a number, which `reason` explains."""
+    if actual % of:
+        raise ValueError(f"{function}: {what} is {actual}, expected a multiple of {of}, {reason}; {remedy}.")
+
+
 def int32_rows(function: str, what: str, number: int, remedy: str) -> None:
     """Check that row indices fit in int32; symbolic numbers are not checked."""
     if isinstance(number, int) and number >= 2**31:
@@ -345,12 +352,10 @@ def experts(function: str, num_experts: Any, axis_name: AxisName) -> tuple[int, 
 
 def divisible_experts(function: str, num_experts: int, num_ranks: int, axis_name: AxisName) -> None:
     """Check that the experts divide evenly among the ranks."""
-    if added := -num_experts % num_ranks:
-        raise ValueError(
-            f"{function}: num_experts={num_experts} is not divisible by the {num_ranks} ranks of axis {axis_name!r},"
-            f" expected a multiple, because every rank owns equally many; pad them to {num_experts + added} and never"
-            f" choose the last {added}, or change the axis."
-        )
+    added = -num_experts % num_ranks
+    remedy = f"pad them to {num_experts + added} and never choose the last {added}, or change the axis"
+    reason = f"the ranks of axis {axis_name!r}, which own equally many"
+    multiple(function, "num_experts", num_experts, num_ranks, reason, remedy)
 
 
 def wire(function: str, wire_dtype: DTypeLike | None, dtype: DTypeLike, hidden: int) -> DTypeLike | None:
@@ -361,11 +366,8 @@ def wire(function: str, wire_dtype: DTypeLike | None, dtype: DTypeLike, hidden: 
 def fp8_columns(function: str, hidden: int, group_size: int) -> DTypeLike:
     """Check that H is a multiple of the FP8 scale block; return the FP8 dtype."""
     group_size = integer(function, "group_size", group_size)
-    if hidden % group_size:
-        raise ValueError(
-            f"{function}: H={hidden} is not a multiple of group_size={group_size}, the columns that share an FP8"
-            " scale; pad H, or send tokens unquantized, with wire_dtype=None or quantize=False."
-        )
+    remedy = "pad H, or send tokens unquantized, with wire_dtype=None or quantize=False"
+    multiple(function, "H", hidden, group_size, "group_size, the columns that share an FP8 scale", remedy)
     return FP8
 
 
@@ -374,11 +376,7 @@ def capacity(function: str, value: Any, alignment: int) -> int | None:
     if value is None:
         return None
     value = integer(function, "capacity", value)
-    if value % alignment:
-        raise ValueError(
-            f"{function}: capacity={value} is not a multiple of alignment={alignment}; round it up to"
-            f" {-(-value // alignment) * alignment}."
-        )
+    multiple(function, "capacity", value, alignment, "alignment", f"round it up to {round_up(value, alignment)}")
     return value
 
 

@@ -24,11 +24,8 @@ def weights(function: str, name: str, value: Any) -> Array:
 
 def whole_blocks(function: str, what: str, size: int) -> None:
     """Check that K is a multiple of the scale block, as FP8 GEMMs need."""
-    if size % GROUP_SIZE:
-        raise ValueError(
-            f"{function}: {what} is {size}, expected a multiple of {GROUP_SIZE}, the elements that share an FP8 scale;"
-            " pad with zeros, or use bfloat16."
-        )
+    reason, remedy = "the elements that share an FP8 scale", "pad with zeros, or use bfloat16"
+    check.multiple(function, what, size, GROUP_SIZE, reason, remedy)
 
 
 def whole_groups_per_device(

@@ -33,6 +33,17 @@ def in_float32(value: Any) -> float:
     return float(value) if value == 0 or not abs(value) < float(limits.tiny) else 0.0
 
 
+def axis_names(what: str, value: Any, example: str) -> tuple[str, ...]:
+    """Return the name of a mesh axis, or several, as a tuple; errors call it `what`."""
+    names = (value,) if isinstance(value, str) else value
+    if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"{what}={value!r} is {type_name(value)}, expected the name of a mesh axis, a str, or a tuple of names;"
+            f" pass e.g. {example}."
+        )
+    return tuple(names)
+
+
 def value_of[Value](function: str, name: str, value: Any, kind: type[Value], known_as: str) -> Value | None:
     """Return a configuration value of one class, or None."""
     if value is not None:

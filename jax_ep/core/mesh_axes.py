@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_ep.core.check_values import axis_names
 from jax_ep.types import Array, AxisName, Topology, type_name
 
 
@@ -23,17 +24,12 @@ def axis_tuple(axis_name: AxisName) -> tuple[str, ...]:
     """Return `axis_name` as a tuple of names; a `Topology` gives all its axes."""
     if isinstance(axis_name, Topology):
         return axis_name.axes
-    names = (axis_name,) if isinstance(axis_name, str) else axis_name
-    if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
-        raise TypeError(
-            f"axis_name={axis_name!r} is {type_name(axis_name)}, expected the name of a mesh axis, a str, or a tuple"
-            " of names; pass e.g. 'expert'."
-        )
+    names = axis_names("axis_name", axis_name, "'expert'")
     if len(set(names)) != len(names):
         raise ValueError(
             f"axis_name={axis_name!r} names an axis twice, expected distinct axes; remove the repeated one."
         )
-    return tuple(names)
+    return names
 
 
 def check_mesh(function: str, mesh: object, kinds: type | UnionType) -> None:
@@ -41,6 +37,16 @@ def check_mesh(function: str, mesh: object, kinds: type | UnionType) -> None:
     if not isinstance(mesh, kinds):
         raise TypeError(
             f"{function}: mesh is {type_name(mesh)}, expected a jax.sharding.Mesh; pass jax.make_mesh(...)."
+        )
+
+
+def check_axes(
+    function: str, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, axes: Iterable[str], remedy: str
+) -> None:
+    """Check that a mesh has these axes."""
+    if missing := sorted(set(axes) - set(mesh.axis_names)):
+        raise ValueError(
+            f"{function}: the mesh has axes {tuple(mesh.axis_names)}, expected {missing} among them; {remedy}."
         )
 
 

@@ -108,11 +108,9 @@ class Router:
 
     def check_sizes(self, function: str, name: str, top_k: int, num_logits: int) -> None:
         """Check that `top_k` experts can be chosen; errors call it `name`."""
-        if num_logits % self.num_groups:
-            raise ValueError(
-                f"{function}: {num_logits} experts do not divide into num_groups={self.num_groups} of the Router,"
-                " expected a multiple; change either."
-            )
+        check.multiple(
+            function, "the number of experts", num_logits, self.num_groups, "num_groups of the Router", "change either"
+        )
         if self.num_identity_experts >= num_logits:
             raise ValueError(
                 f"{function}: {num_logits} experts with num_identity_experts={self.num_identity_experts} of the Router,"

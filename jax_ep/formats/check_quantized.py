@@ -48,12 +48,9 @@ def depth(function: str, name: str, wanted: Format, size: int, block: int | None
     """Check that K is at least one, and a multiple of the scale block."""
     if size < 1:
         raise ValueError(f"{function}: {name} is {size}, expected at least 1; pass weights with elements.")
-    block = block or wanted.block_k or 1
-    if size % block:
-        raise ValueError(
-            f"{function}: {name} is {size}, expected a multiple of {block}, the elements that share a scale of"
-            f" {wanted.name!r}; pad with zeros, or choose another format."
-        )
+    reason = f"the elements that share a scale of {wanted.name!r}"
+    remedy = "pad with zeros, or choose another format"
+    check.multiple(function, name, size, block or wanted.block_k or 1, reason, remedy)
 
 
 def activations(function: str, wanted: Format, kind: Any, smooth: Any, shape: tuple[int, ...]) -> Array | None:
@@ -65,11 +62,9 @@ def activations(function: str, wanted: Format, kind: Any, smooth: Any, shape: tu
             f"{function}: activations={kind!r} with format={wanted.name!r}, but tensor cores multiply int8 with int8"
             " only, and FP8 tokens go with all other formats; leave activations None."
         )
-    if kind == "fp8" and shape[-1] % GROUP_SIZE:
-        raise ValueError(
-            f"{function}: activations='fp8' with K={shape[-1]}, expected a multiple of {GROUP_SIZE}, the elements of a"
-            " token that share a scale; pad with zeros, or leave activations None."
-        )
+    if kind == "fp8":
+        reason, remedy = "the elements of a token that share a scale", "pad with zeros, or leave activations None"
+        check.multiple(function, "K with activations='fp8'", shape[-1], GROUP_SIZE, reason, remedy)
     if smooth is None:
         return None
     if kind != "int8":

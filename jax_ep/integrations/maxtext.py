@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jax_ep.core import check
 from jax_ep.core.mesh_axes import axis_tuple, vary_alike
 from jax_ep.ops.moe import moe
 from jax_ep.types import Array, Experts, Schedule
@@ -192,8 +193,7 @@ def _layout(layer: Any, inputs: Array) -> _Layout:
     sizes = {"batch size": inputs.shape[0], "sequence length": inputs.shape[1], "num_experts": layer.num_experts}
     for (name, size), entry in zip(sizes.items(), (*tokens, experts), strict=True):
         ranks = math.prod(layer.mesh.shape[axis] for axis in axis_tuple(entry or ()))
-        if size % ranks:
-            raise ValueError(f"RoutedMoE: {name}={size}, expected a multiple of the {ranks} ranks of {entry!r}.")
+        check.multiple("RoutedMoE", name, size, ranks, f"the ranks of {entry!r}", "change one of them")
     return _Layout(tokens, token_axes, axis_tuple(experts or ()), tensor_axes)
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jax_ep.core import check
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.core.fp8 import GROUP_SIZE
@@ -242,11 +243,9 @@ def fused_sizes(
 
 
 def _check_tiles(tiles: FusedTiles, *, in_fp8: bool, prepacked: bool) -> None:
-    if in_fp8 and tiles.hidden_columns % GROUP_SIZE:
-        raise ValueError(
-            f"fused_moe: hidden_columns={tiles.hidden_columns} with tokens in FP8, expected a multiple of {GROUP_SIZE},"
-            " the columns that share a scale; leave the setting out."
-        )
+    if in_fp8:
+        reason, remedy = "the columns of tokens in FP8 that share a scale", "leave the setting out"
+        check.multiple("fused_moe", "hidden_columns", tiles.hidden_columns, GROUP_SIZE, reason, remedy)
     if prepacked and tiles.depth not in (128, 256):
         raise ValueError(
             f"fused_moe: depth={tiles.depth} with prepacked weights, expected 128 or 256; leave the setting out."

@@ -365,7 +365,7 @@ def test_hierarchical_misuse(two_nodes):
 
     missing = jax_ep.Topology(node="pod", local="expert")
     refused(ValueError, "dispatch: axis_name=Topology.*'pod'.*axes bound here", lambda *a: dispatch(*a, 4, missing))
-    refused(ValueError, "num_experts=6 is not divisible by the 4 ranks", lambda *a: dispatch(*a, num_experts=6))
+    refused(ValueError, "num_experts is 6, expected a multiple of 4, the ranks", lambda *a: dispatch(*a, num_experts=6))
     handle_of = lambda *a: dispatch(*a).handle  # noqa: E731
     refused(ValueError, "axis of the handle", lambda *a: jax_ep.combine(a[0], handle_of(*a), axis_name=other))
     refused(TypeError, "HierarchicalHandle, expected", lambda *a: jax_ep.combine(a[0], handle_of(*a), axis_name="node"))

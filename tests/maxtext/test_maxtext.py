@@ -225,7 +225,7 @@ def test_sizes_that_the_mesh_does_not_divide():
     with (
         rules(config, mesh),
         use(),
-        pytest.raises(ValueError, match="batch size=3, expected a multiple of the 4 ranks"),
+        pytest.raises(ValueError, match="batch size is 3, expected a multiple of 4, the ranks"),
     ):
         make_layer(config, mesh)(tokens(config, batch=3))
 

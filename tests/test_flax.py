@@ -569,7 +569,11 @@ def test_flax_no_mesh_warns_once(recwarn):
         ({"hidden_size": 0}, ValueError, "MoE: hidden_size=0, expected"),
         ({"num_experts_per_tok": 9}, ValueError, "MoE: num_experts_per_tok=9 exceeds the 8 experts that can be chosen"),
         ({"router": jax_ep.Router(num_groups=8)}, ValueError, "MoE: num_experts_per_tok=2 exceeds the 1 experts"),
-        ({"router": jax_ep.Router(num_groups=3)}, ValueError, "MoE: the number of experts is 8, expected a multiple of 3, num_groups"),
+        (
+            {"router": jax_ep.Router(num_groups=3)},
+            ValueError,
+            "MoE: the number of experts is 8, expected a multiple of 3, num_groups",
+        ),
         (
             {"router": jax_ep.Router("sparsemixer"), "num_experts_per_tok": 3},
             ValueError,

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from jax_ep.core import check
 from jax_ep.core.dtypes import FP8
-from jax_ep.core.expert_matrices import QuantizedWeights
+from jax_ep.core.expert_matrices import ExpertWeights, QuantizedWeights
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.kernel import Argument, Config, Descriptor, Kernel
 from jax_ep.core.layout import SortSizes, power_of_two
@@ -34,7 +34,7 @@ from jax_ep.megakernels.kernels.fused_moe_structs import (
     LayerTensors,
     SortedLayerTensors,
 )
-from jax_ep.megakernels.launch import all_programs, int32, launch, new_counters, thread_registers
+from jax_ep.megakernels.launch import Programs, all_programs, int32, launch, new_counters, thread_registers
 from jax_ep.megakernels.moe_sort import moe_sort
 from jax_ep.megakernels.quantized_gemm import (
     GLUON_REGISTERS,
@@ -55,7 +55,7 @@ Matrices = Array | QuantizedWeights
 
 
 @dataclasses.dataclass(frozen=True)
-class FusedTiles:
+class FusedTiles(Programs):
     """Tasks of the layer.
 
     Attributes:
@@ -64,8 +64,6 @@ class FusedTiles:
       columns: columns of H of a task of the second GEMM.
       splits: parts of I that are separate tasks of the second GEMM.
       depth: depth of one step of either GEMM.
-      num_warps, num_stages, programs: see `Programs`.
-      candidates: values that `jax-ep tune` searches, the simplest first.
     """
 
     block_m: int = 16
@@ -73,9 +71,6 @@ class FusedTiles:
     columns: int = 64
     splits: int = 1
     depth: int = 128
-    num_warps: int = 4
-    num_stages: int = 3
-    programs: int = 2
     candidates: ClassVar[Mapping[str, tuple[int, ...]]] = {
         "block_m": (16, 32, 64, 128),
         "hidden_columns": (32, 64, 128),
@@ -146,17 +141,15 @@ def fused_moe(
     x: Array,
     topk_idx: Array,
     topk_weights: Array,
-    w_gate_up: Matrices,
-    w_down: Matrices,
-    biases: tuple[Array | None, Array | None],
+    parts: ExpertWeights,
     *,
     out_dtype: DTypeLike,
 ) -> Array:
     """Compute the expert layer of one device: `jax_ep.moe` without a mesh axis, with checked arguments."""
-    everything = vary_alike((x, topk_idx, topk_weights, w_gate_up, w_down, biases))
-    x, topk_idx, topk_weights, w_gate_up, w_down, biases = everything
+    x, topk_idx, topk_weights, parts = vary_alike((x, topk_idx, topk_weights, parts))
+    w_gate_up, w_down, *biases = parts
     if runs_layer_in_gluon(experts, topk_idx.size, x.dtype, w_gate_up, w_down):
-        return _by_gluon(experts, x, topk_idx, topk_weights, w_gate_up, w_down, biases, out_dtype)
+        return _by_gluon(experts, gluon_fused_moe.Inputs(x, topk_idx, topk_weights), parts, out_dtype)
     config, sizes = fused_sizes(experts, x.shape, topk_idx.shape[1], w_gate_up, w_down)
     (gate_up, gate_up_scales), (down, down_scales) = (
         _operands(w, product) for w, product in ((w_gate_up, sizes.gate_up), (w_down, sizes.down))
@@ -480,20 +473,10 @@ def gluon_weights(w: QuantizedWeights) -> gluon_fused_moe.Weights:
     )
 
 
-def _by_gluon(
-    experts: Experts,
-    x: Array,
-    topk_idx: Array,
-    topk_weights: Array,
-    w_gate_up: Matrices,
-    w_down: Matrices,
-    biases: tuple[Array | None, Array | None],
-    out_dtype: DTypeLike,
-) -> Array:
-    w_gate_up, w_down = cast(QuantizedWeights, w_gate_up), cast(QuantizedWeights, w_down)
-    tiles = gluon_tiles(topk_idx.size, w_down)
-    sizes = gluon_sizes(x.shape, topk_idx.shape[1], w_down, tiles)
-    slots = topk_idx.size
+def _by_gluon(experts: Experts, inputs: gluon_fused_moe.Inputs, parts: ExpertWeights, out_dtype: DTypeLike) -> Array:
+    x, topk_idx, _ = inputs
+    slots, tiles = topk_idx.size, gluon_tiles(topk_idx.size, parts.w_down)
+    sizes = gluon_sizes(x.shape, topk_idx.shape[1], parts.w_down, tiles)
     counters = new_counters(2 + min(slots, sizes.num_experts + slots // sizes.tile_m), x)
     results: tuple[Argument, ...] = (
         gluon_fused_moe.Outputs(
@@ -503,8 +486,7 @@ def _by_gluon(
         ),
         *int32(counters.shape),
     )
-    inputs = gluon_fused_moe.Inputs(x, topk_idx, topk_weights)
-    operands = (gluon_weights(w_gate_up), gluon_weights(w_down), inputs, *biases, counters)
+    operands = (*map(gluon_weights, parts[:2]), inputs, *parts[2:], counters)
     config = Config(all_programs(tiles.programs), 4, max_registers=GLUON_REGISTERS.get(tiles.programs))
     return launch(_GLUON, operands, results, config, {"KIND": kind_of(experts), "S": sizes}, written={-1: -1})[
         0

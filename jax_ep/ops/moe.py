@@ -301,8 +301,7 @@ def _in_one_launch(
     """`moe` on one device by the launch that is all of it; for a gradient the layer runs in several launches."""
     from jax_ep.megakernels.fused_moe import fused_moe
 
-    biases = parts.b_gate_up, parts.b_down
-    return fused_moe(layer.experts, x, topk_idx, topk_weights, *parts[:2], biases, out_dtype=layer.sum_dtype)
+    return fused_moe(layer.experts, x, topk_idx, topk_weights, parts, out_dtype=layer.sum_dtype)
 
 
 type _Pull = Callable[[Array], tuple[Any, ...]]

@@ -12,11 +12,14 @@ import pytest
 import harness
 import jax_ep
 import own_triton_kernel as example
+from jax_ep.core.kernel import Config, Kernel
+from jax_ep.megakernels.compile import Parameter, compile_kernel
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the example itself runs on GPUs")
 
 learned_swish = pytest.importorskip("own_kernels.learned_swish")
+ACTIVATE = Kernel(learned_swish.activate)
 
 
 def test_kernels(two_ranks, rng):
@@ -201,17 +204,16 @@ def test_triton_call_numpy_constants(two_ranks, rng):
     np.testing.assert_array_equal(call(x, INNER=np.int64(6), BLOCK=np.int32(16)), call(x))
 
 
+def compilation(x=np.float32, **constants):
+    """Begin to compile the kernel for Hopper, without a GPU."""
+    parameters = tuple(Parameter(np.dtype(dtype)) for dtype in (x, np.float32, np.float32, np.int32, x))
+    return compile_kernel(ACTIVATE, parameters, Config(1, 4), constants, 90)
+
+
 def test_compilations_of_equal_constants():
     """Constants of different types or signs are different kernels, although Python counts them as equal."""
-    from jax_ep.core.kernel import Config, Kernel
-    from jax_ep.megakernels.compile import Parameter, compile_kernel
-
-    kernel, parameters = Kernel(learned_swish.activate), (Parameter(np.dtype(np.float32)),) * 5
-    one, *others = (
-        [compile_kernel(kernel, parameters, Config(1, 4), {"INNER": 96, "BLOCK": value}, 90) for value in values]
-        for values in ((0.0, -0.0, 0, False), (0.0,))
-    )
-    assert len(set(one)) == 4 and others[0][0] == one[0]
+    one, *others, again = (compilation(INNER=96, BLOCK=value) for value in (0.0, -0.0, 0, False, 0.0))
+    assert len({one, *others}) == 4 and again == one
 
 
 def test_triton_call_without_interpreter():
@@ -220,29 +222,14 @@ def test_triton_call_without_interpreter():
         call(jnp.ones((2, 4)))
 
 
-def test_triton_call_compiles_for_gpus():
-    """The launcher compiles the kernels for Hopper without a GPU."""
-    from jax_ep.core.kernel import Config, Kernel
-    from jax_ep.megakernels.compile import Parameter, compile_kernel
-
-    half, single, number = (Parameter(np.dtype(dtype)) for dtype in (jnp.bfloat16, np.float32, np.int32))
-    parameters, constants = (half, single, single, number, half), {"INNER": 96, "BLOCK": 128}
-    compiled = compile_kernel(Kernel(learned_swish.activate), parameters, Config(1, 4), constants, 90).result()
-    assert compiled.name == "activate" and len(compiled.code) > 1000
-
-
 def test_compilation_without_a_place_for_files(tmp_path, monkeypatch):
     """As in a container whose file system is read-only."""
-    from jax_ep.core.kernel import Config, Kernel
-    from jax_ep.megakernels.compile import Parameter, compile_kernel
-
-    half, single, number = (Parameter(np.dtype(dtype)) for dtype in (jnp.bfloat16, np.float32, np.int32))
     (tmp_path / "file").touch()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file"))
-    kernel, parameters, constants = Kernel(learned_swish.activate), (half, single, single, number, half), {"INNER": 48}
-    compilation = compile_kernel(kernel, parameters, Config(1, 4), constants | {"BLOCK": 64}, 90)
+    begun = compilation(jnp.bfloat16, INNER=48, BLOCK=64)
     text = rf"^activate: Triton could not compile this kernel \(.*{tmp_path}.*\), .* set TRITON_CACHE_DIR, which is"
     with pytest.raises(OSError, match=text):
-        compilation.result()
+        begun.result()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    assert len(compilation.result().code) > 1000
+    compiled = begun.result()
+    assert compiled.name == "activate" and len(compiled.code) > 1000

@@ -64,17 +64,19 @@ def sums(x, ids):
 def test_tuning_precedence(two_ranks, launched, make_file, rng):
     """The caller, then an override, then the file, then the default; for each setting separately."""
     x, ids = inputs(rng)
-    settings = {"num_warps": 2, "tokens_per_block": 2, "rows_in_flight": 3, "num_combining_programs": 1}
+    settings = {"num_warps": 2, "tokens_per_block": 2, "rows_in_flight": 3, "num_combining_programs": 9}
     tuning.use(make_file(entry("combine", FACTS, **settings), entry("dispatch", FACTS | {"wire_dtype": "float32"})))
-    fn = jax.jit(harness.per_rank(partial(round_trip, schedule=Schedule(num_warps=8)), two_ranks))
-    with tuning.override("combine", num_warps=1, tokens_per_block=8):
+    schedule = Schedule(num_warps=4, num_communicating_programs=1)
+    fn = jax.jit(harness.per_rank(partial(round_trip, schedule=schedule), two_ranks))
+    with tuning.override("combine", num_warps=1, tokens_per_block=8, num_combining_programs=1):
         np.testing.assert_array_equal(fn(x, ids), sums(x, ids))
     config, sizes = of(launched, "combine")
-    assert (config.num_warps, sizes.tile.block_tokens, sizes.tile.num_stages, config.num_programs) == (8, 8, 4, 1)
-    assert of(launched, "dispatch")[0] == Config(2, num_warps=8)
+    assert (config.num_warps, sizes.tile.block_tokens, sizes.tile.num_stages, config.num_programs) == (4, 8, 4, 1)
+    assert of(launched, "dispatch")[0] == Config(1, num_warps=4)
     launched.clear()
     np.testing.assert_array_equal(fn(x, ids), sums(x, ids))  # Traced again without the override.
-    assert of(launched, "combine")[1].tile.block_tokens == 2
+    config, sizes = of(launched, "combine")
+    assert (config.num_programs, sizes.tile.block_tokens) == (2, 2)  # There is no work for nine.
     launched.clear()
     fn(x, ids)
     assert launched == []  # Not traced again.

@@ -125,12 +125,6 @@ def test_checkpoint_identity_expert_router_columns(tmp_path, rng):
     assert checkpoint.moe_options()["router"].num_identity_experts == 3
 
 
-def test_checkpoint_sparsemixer_other_thresholds(tmp_path, rng):
-    checkpoint, _ = written("phimoe", tmp_path, rng, router_jitter_noise=0.02)
-    with pytest.raises(NotImplementedError, match=r"router_jitter_noise=0\.02, expected 0\.01.*moe_weights"):
-        checkpoint.moe_options()
-
-
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_checkpoint_meshes(axis_type, tmp_path, rng):
     """Meshes of several axes with replicas, and the mesh of `jax.set_mesh`."""

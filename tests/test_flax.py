@@ -623,22 +623,6 @@ def test_shared_experts_with_a_wrong_field(fields, error, match):
         SharedExperts(**fields)
 
 
-@pytest.mark.parametrize(
-    ("options", "remedy"),
-    [
-        ({"num_experts_per_tok": 1}, r"pass Router\(renormalize=False\)"),
-        ({"num_experts_per_tok": 1, "num_experts": 1}, r"pass Router\(renormalize=False\)"),
-        ({"num_experts_per_tok": 1, "num_experts": 1, "router": jax_ep.Router(renormalize=False)}, r"'sigmoid'"),
-    ],
-)
-def test_flax_router_without_gradient(options, remedy):
-    moe = MoE(**SIZES | options, rngs=nnx.Rngs(0))
-    x = jnp.ones((6, H))
-    assert nnx.eval_shape(lambda moe: moe(x)[0], moe).shape == x.shape
-    with pytest.raises(TypeError, match=remedy):
-        nnx.eval_shape(nnx.grad(lambda moe: moe(x)[0].sum()), moe)
-
-
 def lora_layer(where, **options):
     """Return a layer with adapters that are not zero, and its tokens."""
     axes = {"tensor": MeshAxes(tensor="data"), "fsdp": MeshAxes(batch="data", fsdp="data")}.get(where, BATCH)

@@ -328,7 +328,7 @@ WRONG_TYPES = [
     (lambda: dequantize(int8(), bool), "dequantize: dtype=bool, expected one of"),
     (lambda: dequantize(ROWS, jnp.float32), "w is an array, expected QuantizedWeights"),
     (lambda: dequantize(int8(scales=jnp.ones((2, 4), jnp.float16)), jnp.float32), "float16, expected int8 and float32"),
-    (lambda: jax.grad(lambda w: jnp.sum(quantize(w, "int8").scales))(jnp.ones(UP)), "no gradient"),
+    (lambda: jax.grad(lambda x: quantize_fp8(x)[1].sum())(ROWS), "quantize_fp8 has no gradient.*dispatch"),
     (lambda: with_layout(ROWS, "prepacked"), "w is an array, expected QuantizedWeights"),
     (lambda: with_layout(prepacked(scales=of_ones("mxfp4").scales), "transposed"), "uint8, expected uint32 and uint32"),
     (lambda: served_ones(UP, DOWN, dtype=jnp.bfloat16), "w_down has dtype bfloat16, expected float32, the dtype of w_"),

@@ -122,6 +122,10 @@ def test_sharded_moe_explicit_sharding_mismatch(rng):
             sharded_moe(num_experts=E)(replicated, *rest)
 
 
+OF_OTHER_MESHES = MeshAxes("ep"), MeshAxes(batch="ep"), MeshAxes(tensor="ep")
+FEW_TOKENS = np.ones((23, H), np.float32), np.zeros((23, K), np.int32), np.ones((23, K), np.float32)
+
+
 @pytest.mark.parametrize(
     ("changes", "options", "error", "message"),
     [
@@ -134,6 +138,9 @@ def test_sharded_moe_explicit_sharding_mismatch(rng):
         ({}, {"num_experts": 6}, ValueError, "num_experts is 6, expected a multiple of 4, the ranks of axis 'expert'"),
         ({}, {"num_experts": "8"}, TypeError, "num_experts='8' is a str, expected an int"),
         ({}, {"mesh": "expert"}, TypeError, "mesh is a str, expected a jax.sharding.Mesh"),
+        ({}, {"mesh": None}, ValueError, r"mesh.*(jax\.set_mesh|mesh=)"),
+        *(({}, {"axes": axes}, ValueError, "'expert'.*'ep'.*MeshAxes") for axes in OF_OTHER_MESHES),
+        (dict(enumerate(FEW_TOKENS)), {}, ValueError, r"\b23\b.*\b4\b.*(multiple|divisible|pad)"),
     ],
 )
 def test_sharded_moe_mistakes(changes, options, error, message, rng):

@@ -42,6 +42,7 @@ NARROW = {"w": f32(L, 200, N), "w_gate_up": f32(L, 200, 2 * INNER), "w_down": f3
 NO_COLUMNS = {"x": f32(T, 0), "w_gate_up": f32(E, 0, 2 * INNER), "w_down": f32(E, INNER, 0)}
 FP8_WIRE = {"schedule": jax_ep.Schedule(wire_dtype=FP8)}
 HALF_PAIR = (fp8(T, H), f32(T, 3))
+IN_BLOCKS = {"topk_idx": None, "handle": dispatch_handle(capacity=32, alignment=8)}
 
 
 @pytest.mark.parametrize("name", GOOD)
@@ -71,6 +72,7 @@ DISPATCH_CASES = [
     # experts
     *value([*ROUTED_IN, "low_latency_dispatch"], {"num_experts": 10}, f"10; {W}; {DIVISIBLE}"),
     *positive([*ROUTED_IN, "low_latency_dispatch", "moe_sort"], "num_experts"),
+    *value("dispatch", {"num_experts": 2**31 - 1, "axis_name": ()}, f"{2**31 - 1}; at least 1 and below 2\\*\\*31 - 1"),
     # layout
     *positive(ROUTED_IN, "capacity"),
     *positive(DISPATCH, "alignment"),
@@ -93,6 +95,8 @@ DISPATCH_CASES = [
     *value(DISPATCH, {"topk_idx": None, "handle": dispatch_handle(num_tokens=11)}, f"handle; {T}; 11"),
     *value(DISPATCH, {"topk_idx": None, "handle": dispatch_handle(num_experts=16)}, f"handle; {E}; 16"),
     *value(DISPATCH, {"topk_idx": None, "handle": dispatch_handle(top_k=3)}, f"handle|topk_weights; {K}; 3"),
+    *value("dispatch", IN_BLOCKS | {"capacity": 40, "alignment": 8}, "handle; 40; 32"),
+    *value("dispatch", IN_BLOCKS | {"alignment": 4}, "handle; 4; 8"),
     *value(DISPATCH, {"handle": "layout"}, "handle; str; dispatch", TypeError),
     *value(COMBINE, {"handle": None}, "handle; None; dispatch", TypeError),
     *value("combine", {"handle": low_latency_handle()}, "handle; LowLatencyHandle; dispatch|combine", TypeError),

@@ -24,6 +24,7 @@ import jax
 import numpy as np
 
 from jax_ep.core.check import errors_begin_with
+from jax_ep.core.json_files import shown
 from jax_ep.core.mesh_axes import axis_tuple, check_axes, check_mesh
 from jax_ep.heap import nvshmem, peer_access, rendezvous, transports
 from jax_ep.settings import file as settings_file
@@ -218,7 +219,7 @@ def _check_launcher(launcher: str | None) -> str:
         return _LAUNCHERS[0]
     if not isinstance(launcher, str) or launcher not in _LAUNCHERS:
         raise ValueError(
-            f"init: launcher={launcher!r} is unknown, expected one of {_LAUNCHERS}; leave it None for the fastest."
+            f"init: launcher={shown(launcher)} is unknown, expected one of {_LAUNCHERS}; leave it None for the fastest."
         )
     if launcher == "jax-triton":
         from jax_ep.core import jax_triton

@@ -143,7 +143,7 @@ class MoE(nnx.Module):
         check.instance(
             "MoE", "kernel_init", kernel_init, Callable, "a function such as nnx.initializers.lecun_normal()"
         )
-        check.instance("MoE", "rngs", rngs, nnx.Rngs, "an nnx.Rngs")
+        _check_rngs(rngs)
         self.hidden_size, self.num_experts, self.num_experts_per_tok = hidden_size, num_experts, num_experts_per_tok
         self.router_options, self.router_fn = check_router.router_or_callable(router)
         self.axes, self.mesh = _checked_axes(axes), mesh
@@ -318,7 +318,7 @@ class MoE(nnx.Module):
         The adapters, see `jax_ep.lora.init`, are `nnx.LoRAParam`s in float32 under the names that qwix gives them, such
         as `w_down_lora_a`. Freeze the router with `nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))`.
         """
-        check.instance("MoE", "rngs", rngs, nnx.Rngs, "an nnx.Rngs")
+        _check_rngs(rngs)
         make = _Maker(rngs, self.mesh, self._active_mesh() is not None, nnx.LoRAParam)
         weights, specs = self._served() or ExpertWeights(**self._parameters()), self._expert_axes().specs
         for name in ("w_gate_up", "w_down"):
@@ -326,7 +326,7 @@ class MoE(nnx.Module):
             where = specs_of_parts(getattr(specs, name), found)
             setattr(self, f"{name}_lora_a", make(lambda *_, a=found.a: a, found.a.shape, where.a, found.a.dtype))
             setattr(self, f"{name}_lora_b", make(ZEROS_INIT, found.b.shape, where.b, found.b.dtype))
-        self.lora_scale = scale
+            self.lora_scale = found.scale
 
     def _expert_axes(self) -> MeshAxes:
         """Return the axes that split the weights: those for serving are whole on the others."""
@@ -577,6 +577,16 @@ class MoE(nnx.Module):
 def _has_masters(weights: ExpertWeights | None) -> bool:
     """Return whether these weights are the result of `training_weights`."""
     return weights is not None and isinstance(w := weights.w_gate_up, QuantizedWeights) and w.master is not None
+
+
+def _check_rngs(rngs: Any) -> None:
+    """Check that keys of parameters can be drawn."""
+    check.instance("MoE", "rngs", rngs, nnx.Rngs, "an nnx.Rngs")
+    if not {"params", "default"} & set(rngs):
+        raise ValueError(
+            f"MoE: rngs has the streams {sorted(rngs)}, expected 'params' or a default one; pass nnx.Rngs(seed), or"
+            " nnx.Rngs(params=seed)."
+        )
 
 
 def _checked_axes(axes: MeshAxes | None) -> MeshAxes:

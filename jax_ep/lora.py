@@ -13,6 +13,7 @@ from jax_ep.core.check import errors_begin_with
 from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.core.expert_matrices import LoraWeights as LoraWeights
 from jax_ep.core.expert_matrices import QuantizedWeights
+from jax_ep.core.json_files import shown
 from jax_ep.core.mesh_axes import on_automatic_axes, spec_of
 from jax_ep.quantization import dequantize
 from jax_ep.types import Array, type_name
@@ -30,7 +31,7 @@ def init(
       key: of `jax.random`.
       w: `[..., E, K, N]` weights, or `QuantizedWeights` without a master; or `[..., E, K, 2, N]`, see `MeshAxes`.
       rank: r, the columns of `a`; a multiple of 8 suits GPUs.
-      scale: factor of the adapters, such as alpha / r.
+      scale: factor of the adapters, such as alpha / r; finite and not 0.
       dtype: of the adapters: that of the tokens. None: that of w, or bfloat16 for `QuantizedWeights`.
 
     Returns:
@@ -38,7 +39,7 @@ def init(
       axes split as they split w.
 
     Raises:
-      ValueError: w has fewer than three axes or a master, or a rank below 1.
+      ValueError: w has fewer than three axes or a master, a rank is below 1, or a scale is 0 or not finite.
       TypeError: no array, or a dtype that tokens do not have.
 
     Example:
@@ -50,7 +51,13 @@ def init(
 
     Source: LoRA (arXiv:2106.09685, section 4.1).
     """
-    rank = check.integer("lora.init", "rank", rank)
+    key = check.random_key("lora.init", "key", key)
+    rank, factor = check.integer("lora.init", "rank", rank), check.finite("lora.init", "scale", scale)
+    if factor == 0:
+        raise ValueError(
+            f"lora.init: scale={shown(scale)}, expected a float32 other than 0, with which adapters change nothing and"
+            " get no gradient; pass 1.0 for no factor."
+        )
     if isinstance(w, QuantizedWeights):
         own, shape, stored = jnp.dtype(jnp.bfloat16), w.shape, w.values
         if w.master is not None:
@@ -73,7 +80,7 @@ def init(
     specs = jax.P(*before, of_k, None), jax.P(*before, None, *of_n)
     # A program, which runs on the devices of the weights.
     a, b = jax.jit(partial(on_automatic_axes, adapters, specs), keep_unused=True)(key, stored)
-    return LoraWeights(w, a, b, check.number("lora.init", "scale", scale))
+    return LoraWeights(w, a, b, factor)
 
 
 @errors_begin_with("lora.merge")
@@ -100,12 +107,28 @@ def merge(w: LoraWeights) -> Array:
     """
     if not isinstance(w, LoraWeights):
         raise TypeError(f"lora.merge: w is {type_name(w)}, expected LoraWeights; pass the result of lora.init.")
-    base = w.base
-    if isinstance(base, QuantizedWeights):
-        base = dequantize(base, jnp.float32 if w.a is None else w.a.dtype)
-    if w.a is None:
+    base, a, b, scale = _checked_parts("lora.merge", w)
+    if a is None or b is None:
         return base
     wide = accumulation_dtype(base.dtype)
-    product = "...kr,...rn->...kn" if w.b.ndim == w.a.ndim else "...kr,...rcn->...kcn"
-    delta = jnp.einsum(product, w.a.astype(wide), w.b.astype(wide), precision="highest")
-    return (base.astype(wide) + w.scale * delta).astype(base.dtype)
+    product = "...kr,...rn->...kn" if b.ndim == a.ndim else "...kr,...rcn->...kcn"
+    delta = jnp.einsum(product, a.astype(wide), b.astype(wide), precision="highest")
+    return (base.astype(wide) + scale * delta).astype(base.dtype)
+
+
+def _checked_parts(function: str, w: LoraWeights) -> tuple[Array, Array | None, Array | None, float]:
+    """Return base, a, b and scale, after checks that they fit together."""
+    if (w.a is None) != (w.b is None):
+        raise ValueError(f"{function}: w has one of a and b, expected both or none; make them with jax_ep.lora.init.")
+    a = None if w.a is None else check.floating(function, "w.a", w.a, "[..., E, K, r]")
+    base = w.base
+    if isinstance(base, QuantizedWeights):
+        base = dequantize(base, jnp.float32 if a is None else a.dtype)
+    base, scale = check.floating(function, "w.base", base, "[..., E, K, N]"), check.finite(function, "w.scale", w.scale)
+    if a is None:
+        return base, None, None, scale
+    before, columns = base.shape[: a.ndim - 1], base.shape[a.ndim - 1 :] or base.shape[-1:]
+    remedy = "make them with jax_ep.lora.init"
+    a = check.floating(function, "w.a", a, f"[{', '.join(map(str, before))}, r >= 1]", remedy=remedy)
+    shape = ", ".join(map(str, (*before[:-1], a.shape[-1], *columns)))
+    return base, a, check.floating(function, "w.b", w.b, f"[{shape}]", remedy=remedy), scale

@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ep.core import check, relayout
 from jax_ep.core.check import errors_begin_with, operation
+from jax_ep.core.json_files import shown
 from jax_ep.core.mesh_axes import axis_size, axis_tuple, on_automatic_axes, spec_of
 from jax_ep.ops.balanced import with_copies as with_copies
 from jax_ep.types import Array, AxisName, result_type, type_name
@@ -323,8 +324,8 @@ def plan(loads: Any, *, num_slots: int, num_ranks: int, num_nodes: int = 1, num_
     check.integer("plan", "num_groups", num_groups)
     if num_experts % num_groups or (num_groups > 1 and num_groups % num_nodes):
         raise ValueError(
-            f"plan: num_groups={num_groups}, expected a number that divides the {num_experts} experts and is a multiple"
-            f" of num_nodes={num_nodes}; change it, or leave it out for copies on any node."
+            f"plan: num_groups={shown(num_groups)}, expected a number that divides the {num_experts} experts and is a"
+            f" multiple of num_nodes={num_nodes}; change it, or leave it out for copies on any node."
         )
     sizes = num_slots, num_ranks, num_nodes if num_groups > 1 else 1, num_groups
     loads = np.ldexp(loads, -np.frexp(loads.max(initial=0))[1])  # Scaling keeps sums finite and preserves the order.

@@ -24,6 +24,7 @@ from jax_ep.core.check_values import axis_names
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import LoraWeights, QuantizedWeights, base_of, merge_columns
 from jax_ep.core.fp8 import GROUP_SIZE
+from jax_ep.core.json_files import shown
 from jax_ep.core.mesh_axes import axis_tuple, check_axes, check_context, check_mesh, vary_alike
 from jax_ep.formats import check_quantized
 from jax_ep.ops import balanced
@@ -108,8 +109,8 @@ class MeshAxes:
             value = getattr(self, field)
             if not isinstance(value, str | None):
                 raise TypeError(
-                    f"MeshAxes: {field}={value!r} is {type_name(value)}, expected the name of a mesh axis, a str, or"
-                    " None; pass one."
+                    f"MeshAxes: {field}={shown(value)} is {type_name(value)}, expected the name of a mesh axis, a str,"
+                    " or None; pass one."
                 )
         names = (*self.token_axes, *(() if self.tensor is None else (self.tensor,)))
         if len(set(names)) != len(names):

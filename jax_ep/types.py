@@ -21,6 +21,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jax_ep.core.check_values import FLAG, Values, axis_names, flag, integer, number, type_name
+from jax_ep.core.json_files import shown
 
 Array = jax.Array
 Quantized = tuple[Array, Array]
@@ -106,8 +107,8 @@ class Topology:
             object.__setattr__(self, field, value if isinstance(value, str) else names)
             if not names:
                 raise ValueError(
-                    f"Topology: {field}={value!r} names no axis, expected at least one; pass only the other axes as"
-                    " axis_name."
+                    f"Topology: {field}={shown(value)} names no axis, expected at least one; pass only the other axes"
+                    " as axis_name."
                 )
         if len(set(self.axes)) != len(self.axes):
             raise ValueError(
@@ -165,8 +166,8 @@ def _checked_wire(value: Any) -> np.dtype | None:
     except TypeError:
         pass
     raise TypeError(
-        f"Schedule: wire_dtype={value!r}, expected float8_e4m3fn or None; pass jnp.float8_e4m3fn, or None to send the"
-        " tokens as they are."
+        f"Schedule: wire_dtype={shown(value)}, expected float8_e4m3fn or None; pass jnp.float8_e4m3fn, or None to send"
+        " the tokens as they are."
     )
 
 
@@ -276,11 +277,13 @@ class Experts:
     def __post_init__(self) -> None:
         expected = f"expected one of {ACTIVATIONS}, or a JAX function of the hidden rows."
         if isinstance(self.activation, str) and self.activation not in ACTIVATIONS:
-            raise ValueError(f"Experts: activation={self.activation!r}, {expected}")
+            raise ValueError(f"Experts: activation={shown(self.activation)}, {expected}")
         if not isinstance(self.activation, str) and not callable(self.activation):
             raise TypeError(f"Experts: activation is {type_name(self.activation)}, {expected}")
         if not isinstance(self.weight_on, str) or self.weight_on not in ("output", "input"):
-            raise ValueError(f"Experts: weight_on={self.weight_on!r}, expected 'output' or 'input'; pass one of them.")
+            raise ValueError(
+                f"Experts: weight_on={shown(self.weight_on)}, expected 'output' or 'input'; pass one of them."
+            )
         for name in ("gated", "interleaved"):
             object.__setattr__(self, name, flag("Experts", name, getattr(self, name)))
         for name in ("alpha", "clamp", "up_offset"):
@@ -291,7 +294,7 @@ class Experts:
             object.__setattr__(self, name, kept)
             if not math.isfinite(kept) or (name == "clamp" and kept <= 0):
                 kind = "a positive float32, or None for no limit" if name == "clamp" else "a finite float32"
-                raise ValueError(f"Experts: {name}={value}, expected {kind}; pass one.")
+                raise ValueError(f"Experts: {name}={shown(value)}, expected {kind}; pass one.")
         self._check_fields()
 
     def _check_fields(self) -> None:

@@ -156,6 +156,38 @@ def test_push_with_a_wrong_option_creates_no_repository(mistake, folder, api):
     assert not api.repos
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "README.md", "config.json", INDEX, min(SHARDS)])
+@pytest.mark.parametrize("where", ["outside", "elsewhere in the folder", "outside by two links"])
+def test_push_of_a_link_to_another_file(where, name, folder, api, tmp_path):
+    """A file of somebody else's checkpoint could name a key or a password of whoever uploads it."""
+    secret = folder / "optimizer.pt" if where == "elsewhere in the folder" else tmp_path / "secret"
+    secret.write_bytes((folder / name).read_bytes())
+    if where == "outside by two links":
+        (folder / "merges.txt").symlink_to(secret)
+        secret = folder / "merges.txt"
+    (folder / name).unlink()
+    (folder / name).symlink_to(secret)
+    with pytest.raises(ValueError, match=r"^push: .* is a link to .*(secret|optimizer.pt), expected a file of the che"):
+        push(folder, "me/model")
+    assert not api.repos
+
+
+def test_push_of_links_to_files_of_the_checkpoint(folder, api, tmp_path):
+    """The cache of huggingface_hub has links to the files of a repository, and other folders some to their own."""
+    snapshot = tmp_path / "models--me--model" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    blobs = tmp_path / "models--me--model" / "blobs"
+    blobs.mkdir()
+    names = {"config.json", INDEX, *SHARDS, *OTHERS}
+    for name in names:
+        shutil.copy(folder / name, blobs / f"digest of {name}")
+        (snapshot / name).symlink_to(f"../../blobs/digest of {name}")
+    (snapshot / "vocab.json").symlink_to("tokenizer.json")
+    (tmp_path / "link").symlink_to(snapshot)
+    push(tmp_path / "link", "me/model")
+    assert api.files == {n: (folder / n).read_bytes() for n in names} | {"vocab.json": b"tokenizer.json"}
+
+
 def test_push_in_a_process_that_uses_nothing_else_of_the_package(folder, tmp_path):
     """The package loads its modules when they are asked for; `huggingface_hub.utils` is none of its attributes."""
     code = f"from jax_ep.checkpoints import push; push({str(folder)!r}, 'me/model')"

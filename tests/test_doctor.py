@@ -3,6 +3,8 @@
 import importlib.metadata
 import importlib.util
 import json
+import re
+import sys
 
 import pytest
 
@@ -36,7 +38,29 @@ def test_doctor_this_machine():
 def test_doctor_plan_devices_checked_before_they_are_made(monkeypatch, capsys):
     monkeypatch.setattr(doctor.jax.config, "update", None)
     assert __main__.main(["doctor", "--plan", "tiny", "--devices", "99999"]) == 2
-    assert "--devices 99999: expected at most" in capsys.readouterr().err
+    assert "--devices 99999: tiny has 8 experts, expected a number that divides them; pass" in capsys.readouterr().err
+
+
+def test_doctor_plan_devices(monkeypatch, capsys):
+    """The message names what limits the number: the model, or the machine."""
+    monkeypatch.setattr(doctor.jax.config, "update", lambda *_: None)
+    monkeypatch.setattr(doctor.jax, "device_count", lambda: 3)
+    for model, devices, text in (
+        ("tiny", "64", "--devices 64: tiny has 8 experts, expected .* pass --devices with one of 1, 2, 4, 8.$"),
+        ("tiny", "8", "--devices 8: this machine has 3 CPU devices, expected at most .* JAX_PLATFORMS=cpu to plan on"),
+    ):
+        assert __main__.main(["doctor", "--plan", model, "--devices", devices]) == 2
+        assert re.match(f"jax-ep: {text}", capsys.readouterr().err)
+    assert __main__.main(["doctor", "--plan", "tiny"]) == 2
+    assert "--devices 3 of this machine: tiny has 8 experts" in capsys.readouterr().err
+
+
+def test_doctor_plan_of_arrays_that_end_the_compiler():
+    """4 million windows and their logits: XLA would divide by zero, see `plan_memory`."""
+    size = ("--tokens", str(2**24), "--length", "1024", "--layers", "1")
+    done = harness.run_command(sys.executable, "-m", "jax_ep", "doctor", "--plan", "tiny", *size)
+    assert done.returncode == 0, done.stderr
+    assert "temporaries" in done.stdout
 
 
 def test_doctor_exit_status(monkeypatch, capsys):

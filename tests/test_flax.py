@@ -598,6 +598,9 @@ def test_flax_no_mesh_warns_once(recwarn):
         ({"kernel_init": lambda *_: 0.02}, TypeError, "MoE: the result of kernel_init is a float, not an array"),
         ({"kernel_init": lambda *_: jnp.zeros(3)}, ValueError, r"the result of kernel_init has shape \(3,\), expected"),
         ({"rngs": 0}, TypeError, "MoE: rngs is an int, expected an nnx.Rngs"),
+        ({"rngs": nnx.Rngs(dropout=0)}, ValueError, r"MoE: rngs has the streams \['dropout'\], expected 'params' or"),
+        ({"hidden_size": -(10**5000)}, ValueError, "MoE: hidden_size=.{1,100}, expected at least 1"),
+        ({"num_experts_per_tok": "2" * 9999}, TypeError, "MoE: num_experts_per_tok=.{1,100} is a str, expected an int"),
         ({"mesh": (8,)}, TypeError, "MoE: mesh is a tuple, expected a jax.sharding.Mesh"),
         ({"preferred_element_type": jnp.int8}, TypeError, "MoE: preferred_element_type=.*, expected one of"),
     ],
@@ -667,6 +670,24 @@ def test_flax_lora(where):
         for part, d in (("a", d_w @ b.swapaxes(1, 2)), ("b", a.swapaxes(1, 2) @ d_w)):
             got = np.asarray(found[f"{name}_lora_{part}"][...])
             np.testing.assert_allclose(got.reshape(d.shape), 0.5 * d, rtol=1e-3, atol=1e-4 * np.abs(d).max())
+
+
+def test_flax_lora_mistakes():
+    """A layer to which adapters could not be added stays as it was."""
+    moe = MoE(**SIZES, rngs=nnx.Rngs(0))
+    for options, kind, text in (
+        ({"scale": float("nan")}, ValueError, "scale=nan, expected a finite float32"),
+        ({"scale": 10**5000}, ValueError, "scale=.{1,100}, expected a finite float32"),
+        ({"scale": 0.0}, ValueError, "scale=0.0, expected a float32 other than 0"),
+        ({"scale": jnp.ones(())}, TypeError, "scale is an array, expected a number"),
+        ({"rank": 0}, ValueError, "rank=0, expected at least 1"),
+        ({"rngs": nnx.Rngs(dropout=0)}, ValueError, "rngs has the streams"),
+    ):
+        with pytest.raises(kind, match=f"^MoE: {text}"):
+            moe.add_lora(**{"rank": 2, "rngs": nnx.Rngs(0)} | options)
+        assert moe.lora_scale is None and not any("lora" in name for name in nnx.state(moe, nnx.Param))
+    moe.add_lora(2, scale=np.float64(0.5), rngs=nnx.Rngs(0))
+    assert type(moe.lora_scale) is float
 
 
 @pytest.mark.parametrize("where", [None, "data"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -213,11 +214,28 @@ def test_plan_memory_arrays_that_end_the_compiler(mesh):
         (lambda x: ~x, [of(2**36, dtype=jnp.bool_)], r"args\[0\] has shape \(68719476736,\) on 1 CPU"),
         (lambda x, y: {"z": x @ y}, [of(2**20, 4), of(4, 2**16)], r"result\['z'\] has shape \(1048576, 65536\)"),
         (jnp.tanh, [huge], r"args\[0\] has shape \(274877906944,\) on 4 CPU"),
+        (lambda x, y: jnp.sort(x @ y).sum(), [of(2**20, 4), of(4, 2**17)], r"a result of stablehlo.dot_general has sh"),
     ):
         with pytest.raises(ValueError, match=f"^plan_memory: {name}.* expected fewer than 68719476736 elements"):
             jax_ep.plan_memory(step, *arguments)
     half = of(2**37, sharding=huge.sharding)
     assert jax_ep.plan_memory(lambda x: jnp.tanh(x), half).arguments == {"x": 2**37}
+
+
+def test_plan_memory_of_any_size():
+    """With the flag that errors name, XLA compiles these programs."""
+    code = """
+import jax, jax.numpy as jnp, jax_ep
+for step, *arguments in (
+    (lambda x: ~x, jax.ShapeDtypeStruct((2**36,), bool)),
+    (lambda x: jnp.tanh(x).sum(), jax.ShapeDtypeStruct((2**44, 3), "float32")),
+    (lambda x, y: jnp.sort(x @ y).sum(), jax.ShapeDtypeStruct((2**20, 4), "float32"), jnp.ones((4, 2**17))),
+):
+    print(sum(jax_ep.plan_memory(step, *arguments).arguments.values()))
+"""
+    done = harness.run_command(sys.executable, "-c", code, XLA_FLAGS=memory.NOT_TILED)
+    assert done.returncode == 0, done.stderr
+    assert [int(size) for size in done.stdout.split()] == [2**36, 12 * 2**44, 2**24 + 2**21]
 
 
 def test_plan_memory_keyword_of_its_own_name():

@@ -203,7 +203,7 @@ class Checkpoint:
         shapes, layers = model.shapes(), model.moe_layers
         if not isinstance(layer, int | np.integer) or isinstance(layer, bool) or layer not in layers:
             raise ValueError(
-                f"{function}: layer={layer!r} is not an MoE layer, expected one of {layers}; pass one of them."
+                f"{function}: layer={shown(layer)} is not an MoE layer, expected one of {layers}; pass one of them."
             )
         mesh = _mesh(function, mesh, axis_name, shapes["w_down"][0])
         to = None if dtype is None else _check_dtype(function, dtype)
@@ -337,7 +337,7 @@ def save(
     """
     function = "save"
     if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
-        raise ValueError(f"{function}: max_shard_bytes={max_shard_bytes!r}, expected a positive int; pass one.")
+        raise ValueError(f"{function}: max_shard_bytes={shown(max_shard_bytes)}, expected a positive int; pass one.")
     check.flag(function, "overwrite", overwrite)  # "no" and "false" are true.
     safetensors = files.optional(function, "safetensors")
     numpy_files = files.optional(function, "safetensors.numpy")

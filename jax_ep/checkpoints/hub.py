@@ -75,7 +75,8 @@ def push(
 
     Raises:
       FileNotFoundError: the folder, its config, its tensors or a file of the index does not exist.
-      ValueError: a file is broken, or `repo_id`, `revision` or `message` is not valid.
+      ValueError: a file is broken, or links to one that is not of the checkpoint, or `repo_id`, `revision` or `message`
+        is not valid.
       TypeError: `revision`, `private` or `message` has a wrong type.
       PermissionError: huggingface_hub has no access token.
       ImportError: huggingface_hub is not installed.
@@ -103,8 +104,7 @@ def push(
             f"{function}: huggingface_hub has no access token, expected one that may write to {repo_id!r}; run `hf auth"
             " login`, or set the environment variable HF_TOKEN."
         )
-    there = sorted(path.name for path in stored.folder.iterdir() if path.is_file())
-    names = {CONFIG, *stored.shards, *({INDEX} & set(there)), *_matching(there, (*_OTHERS, "README.md"))}
+    names = _names_to_upload(function, stored)
     operations: list[Any] = [hub.CommitOperationAdd(name, str(stored.folder / name)) for name in sorted(names)]
     api = hub.HfApi()
     api.create_repo(repo_id, private=private, exist_ok=True)
@@ -113,6 +113,22 @@ def push(
     operations += [hub.CommitOperationDelete(name) for name in previous if name not in names]
     options = {"commit_message": message, "revision": revision, "parent_commit": old.sha}
     return api.create_commit(repo_id, operations, **options).commit_url
+
+
+def _names_to_upload(function: str, stored: files.TensorFiles) -> set[str]:
+    """Return the names of the files of a commit. Symbolic links among them lead to others, not to anything else."""
+    there = sorted(path.name for path in stored.folder.iterdir() if path.is_file())
+    names = {CONFIG, *stored.shards, *({INDEX} & set(there)), *_matching(there, (*_OTHERS, "README.md"))}
+    folder = stored.folder.resolve()
+    cache = folder.parents[1] / "blobs" if folder.parent.name == "snapshots" else None  # That of huggingface_hub.
+    for name in sorted(names):
+        path = (folder / name).resolve()
+        if path not in {folder / name for name in names} and path.parent != cache:
+            raise ValueError(
+                f"{function}: {stored.folder / name} is a link to {path}, expected a file of the checkpoint, since"
+                " others may be private; replace the link with a copy of the file."
+            )
+    return names
 
 
 def _matching(names: Iterable[str], patterns: tuple[str, ...]) -> list[str]:
@@ -136,6 +152,6 @@ def _check_repo(function: str, repo_id: Any) -> None:
             raise ValueError("there is no owner")
     except ValueError as error:
         raise ValueError(
-            f"{function}: repo_id={repo_id!r} is not valid ({error}), expected 'owner/name'; pass the name of a"
+            f"{function}: repo_id={shown(repo_id)} is not valid ({error}), expected 'owner/name'; pass the name of a"
             " repository on the hub."
         ) from None

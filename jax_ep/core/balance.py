@@ -14,6 +14,7 @@ import math
 from typing import NamedTuple
 
 from jax_ep.core import check
+from jax_ep.core.json_files import shown
 from jax_ep.core.layout import round_up
 from jax_ep.types import Array
 
@@ -55,7 +56,8 @@ class Balance:
         check.number("Balance", "rows", self.rows, remedy="pass a float such as 1.1")
         if not 1 <= self.rows <= 1024:
             raise ValueError(
-                f"Balance: rows={self.rows}, expected a number from 1 to 1024; pass 1.1 for 10 % more than the mean."
+                f"Balance: rows={shown(self.rows)}, expected a number from 1 to 1024; pass 1.1 for 10 % more than the"
+                " mean."
             )
         if self.spare_experts is not None:
             remedy = "leave it out for 2"

@@ -20,11 +20,14 @@ from jax.typing import DTypeLike
 
 from jax_ep.core.check_values import MOST_EXPERTS, integer, type_name, value_of
 from jax_ep.core.check_values import choice as choice
+from jax_ep.core.check_values import finite as finite
 from jax_ep.core.check_values import flag as flag
 from jax_ep.core.check_values import instance as instance
 from jax_ep.core.check_values import number as number
+from jax_ep.core.check_values import random_key as random_key
 from jax_ep.core.dtypes import FP8, TOKEN_DTYPES
 from jax_ep.core.expert_matrices import LoraWeights
+from jax_ep.core.json_files import shown
 from jax_ep.core.layout import round_up
 from jax_ep.core.mesh_axes import axis_size, spread_axes
 from jax_ep.types import (
@@ -199,8 +202,8 @@ def recipe(function: str, value: Any) -> str | None:
     if value is not None and not (isinstance(value, str) and value == "fp8"):
         what = f" is {type_name(value)}" if not isinstance(value, str) else ""
         raise (ValueError if isinstance(value, str) else TypeError)(
-            f"{function}: recipe={value!r}{what}, expected 'fp8' or None; pass recipe='fp8', or None to compute in the"
-            " dtype of the tokens."
+            f"{function}: recipe={shown(value)}{what}, expected 'fp8' or None; pass recipe='fp8', or None to compute in"
+            " the dtype of the tokens."
         )
     return value
 
@@ -227,7 +230,7 @@ def dtype(function: str, name: str, value: Any, examples: str) -> jnp.dtype:
             return jnp.dtype(value)
     except TypeError:
         pass
-    raise TypeError(f"{function}: {name}={value!r} is not a dtype, expected {examples}; pass one of them.")
+    raise TypeError(f"{function}: {name}={shown(value)} is not a dtype, expected {examples}; pass one of them.")
 
 
 def size(function: str, what: str, actual: int, expected: int, remedy: str) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from jax_ep.core import check
 from jax_ep.core.dtypes import TOKEN_DTYPES
+from jax_ep.core.json_files import shown
 from jax_ep.core.mesh_axes import axis_size
 from jax_ep.core.router import Router
 from jax_ep.types import Array, AxisName, Routing, type_name
@@ -62,7 +63,7 @@ def sparsemixer(logits: Any, jitter_eps: Any, key: Any) -> None:
         raise ValueError(f"{function}: logits are of {num_experts} experts, expected at least 2; pass [T, E] logits.")
     number(function, "jitter_eps", jitter_eps)
     if not isinstance(jitter_eps, jax.Array) and not jitter_eps >= 0:
-        raise ValueError(f"{function}: jitter_eps={jitter_eps}, expected at least 0; pass 0.01, for example.")
+        raise ValueError(f"{function}: jitter_eps={shown(jitter_eps)}, expected at least 0; pass 0.01, for example.")
     if key is None:
         return
     if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.ndim:
@@ -136,7 +137,7 @@ def bias_step(bias: Any, load: Any, rate: Any) -> tuple[Array, Array]:
         raise TypeError(f"{function}: load has dtype {load.dtype}, expected int32 or float32; pass MoEMetrics.load.")
     number(function, "rate", rate)
     if not isinstance(rate, jax.Array) and not 0 <= rate < math.inf:
-        raise ValueError(f"{function}: rate={rate}, expected a finite number from 0 on; pass 1e-3, for example.")
+        raise ValueError(f"{function}: rate={shown(rate)}, expected a finite number from 0 on; pass 1e-3, for example.")
     return bias, load
 
 
@@ -161,4 +162,4 @@ def layer_dtypes(**dtypes: Any) -> None:
         if value is None and name == "preferred_element_type":
             continue
         if check.dtype("MoE", name, value, "jnp.bfloat16") not in TOKEN_DTYPES:
-            raise TypeError(f"MoE: {name}={value!r}, expected one of {names}, which have gradients; pass one.")
+            raise TypeError(f"MoE: {name}={shown(value)}, expected one of {names}, which have gradients; pass one.")

@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jax_ep.core.json_files import shown
+
 MOST_EXPERTS = 2**31 - 2
 """Most experts: the id after the last one is an int32, too."""
 _ENDS = {2**31 - 1: "2**31", MOST_EXPERTS: "2**31 - 1"}
@@ -28,6 +30,7 @@ def type_name(value: object) -> str:
 def in_float32(value: Any) -> float:
     """Return a number as XLA's float32 has it: infinite above the largest one, 0 below the smallest normal one."""
     limits = np.finfo(np.float32)
+    value = float(value) if isinstance(value, np.generic) else value
     if abs(value) > float(limits.max):
         return math.inf if value > 0 else -math.inf
     return float(value) if value == 0 or not abs(value) < float(limits.tiny) else 0.0
@@ -38,8 +41,8 @@ def axis_names(what: str, value: Any, example: str) -> tuple[str, ...]:
     names = (value,) if isinstance(value, str) else value
     if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
         raise TypeError(
-            f"{what}={value!r} is {type_name(value)}, expected the name of a mesh axis, a str, or a tuple of names;"
-            f" pass e.g. {example}."
+            f"{what}={shown(value)} is {type_name(value)}, expected the name of a mesh axis, a str, or a tuple of"
+            f" names; pass e.g. {example}."
         )
     return tuple(names)
 
@@ -63,7 +66,7 @@ def integer(function: str, name: str, value: Any, *, least: int = 1, most: int =
         raise TypeError(f"{function}: {_typed(name, value)}, expected an int; {remedy or 'pass a static one'}.")
     if not least <= value <= most:
         limits = f"at least {least} and below {_ENDS[most]}" if most in _ENDS else f"a number from {least} to {most}"
-        raise ValueError(f"{function}: {name}={value}, expected {limits}; {remedy or 'pass such a number'}.")
+        raise ValueError(f"{function}: {name}={shown(value)}, expected {limits}; {remedy or 'pass such a number'}.")
     return int(value)
 
 
@@ -72,6 +75,26 @@ def number(function: str, name: str, value: Any, *, remedy: str = "pass a float"
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(f"{function}: {_typed(name, value)}, expected a number; {remedy}.")
     return in_float32(value)
+
+
+def finite(function: str, name: str, value: Any, *, remedy: str = "pass a float such as 1.0") -> float:
+    """Return a static number as float32 has it, which must be finite there."""
+    found = number(function, name, value, remedy=remedy)
+    if not math.isfinite(found):
+        raise ValueError(f"{function}: {name}={shown(value)}, expected a finite float32; {remedy}.")
+    return found
+
+
+def random_key(function: str, name: str, value: Any) -> jax.Array:
+    """Return one key of `jax.random`, of either kind."""
+    try:
+        jax.eval_shape(jax.random.bits, value)
+    except (TypeError, ValueError) as error:
+        shape = f" of shape {value.shape}" if hasattr(value, "shape") else ""
+        raise TypeError(
+            f"{function}: {name} is {type_name(value)}{shape}, expected one key; pass jax.random.key(seed)."
+        ) from error
+    return value
 
 
 def flag(function: str, name: str, value: Any) -> bool:
@@ -84,12 +107,12 @@ def flag(function: str, name: str, value: Any) -> bool:
 def choice(function: str, name: str, value: Any, choices: tuple[str, ...]) -> None:
     """Check that a value is one of these names."""
     if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{function}: {name}={value!r}, expected one of {choices}; pass one of them.")
+        raise ValueError(f"{function}: {name}={shown(value)}, expected one of {choices}; pass one of them.")
 
 
 def _typed(name: str, value: object) -> str:
     """Return a name with its value, unless that is an array, and the type of the value."""
-    return f"{name} is {type_name(value)}" if hasattr(value, "shape") else f"{name}={value!r} is {type_name(value)}"
+    return f"{name if hasattr(value, 'shape') else f'{name}={shown(value)}'} is {type_name(value)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,9 +151,9 @@ class Values:
         if kind is not str and type(value) is not kind:
             wanted = "True, False," if kind is bool else "an int,"
             raise TypeError(
-                f"{owner}: {name}={value!r} is {type_name(value)}, expected {wanted} or {default}; pass one."
+                f"{owner}: {name}={shown(value)} is {type_name(value)}, expected {wanted} or {default}; pass one."
             )
-        raise ValueError(f"{owner}: {name}={value!r}, expected {self}, or {default}; pass one.")
+        raise ValueError(f"{owner}: {name}={shown(value)}, expected {self}, or {default}; pass one.")
 
 
 FLAG = Values(choices=(False, True))

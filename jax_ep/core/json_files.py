@@ -22,7 +22,15 @@ from typing import Any, BinaryIO
 Schema = Callable[[Any, str], None]
 _GZIP = b"\x1f\x8b"
 _SHOWN = 100
-_shorten = reprlib.Repr(maxlevel=2, maxstring=_SHOWN, maxother=_SHOWN)
+
+
+class _Shortened(reprlib.Repr):
+    def repr_int(self, value: int, _: int) -> str:
+        """Format an int; Python does not convert those of more than 4300 digits."""
+        return f"{value}" if abs(value) < 10**_SHOWN else f"an integer of {value.bit_length()} bits"
+
+
+_shorten = _Shortened(maxlevel=2, maxstring=_SHOWN, maxother=_SHOWN)
 
 
 def shown(value: object) -> str:

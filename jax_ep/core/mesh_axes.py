@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from jax_ep.core.check_values import axis_names
+from jax_ep.core.json_files import shown
 from jax_ep.types import Array, AxisName, Topology, type_name
 
 
@@ -27,7 +28,7 @@ def axis_tuple(axis_name: AxisName) -> tuple[str, ...]:
     names = axis_names("axis_name", axis_name, "'expert'")
     if len(set(names)) != len(names):
         raise ValueError(
-            f"axis_name={axis_name!r} names an axis twice, expected distinct axes; remove the repeated one."
+            f"axis_name={shown(axis_name)} names an axis twice, expected distinct axes; remove the repeated one."
         )
     return names
 

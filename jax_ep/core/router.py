@@ -7,6 +7,7 @@ import math
 from typing import Literal
 
 from jax_ep.core import check
+from jax_ep.core.json_files import shown
 
 _SCORES = ("softmax", "sigmoid", "sparsemixer")
 _GROUP_SCORES = ("top2_sum", "max")
@@ -102,8 +103,8 @@ class Router:
         object.__setattr__(self, "scale", check.number("Router", "scale", value, remedy=remedy))
         if self.scale == 0 or not math.isfinite(self.scale):
             raise ValueError(
-                f"Router: scale={value}, expected a finite float32 other than 0, since it scales all router weights and"
-                " their gradients; pass 1.0 for no factor."
+                f"Router: scale={shown(value)}, expected a finite float32 other than 0, since it scales all router"
+                " weights and their gradients; pass 1.0 for no factor."
             )
 
     def check_sizes(self, function: str, name: str, top_k: int, num_logits: int) -> None:

@@ -15,6 +15,7 @@ from jax_ep.core import check, check_fp8
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.core.fp8 import GROUP_SIZE
+from jax_ep.core.json_files import shown
 from jax_ep.formats import FORMATS, Format
 from jax_ep.formats.base import PREPACKED_DTYPE
 from jax_ep.types import Array, Options, type_name
@@ -26,7 +27,7 @@ _REMEDY = "make it with jax_ep.quantization.quantize"
 def format_named(function: str, name: Any) -> Format:
     """Return a format by its name."""
     if not isinstance(name, str) or name not in FORMATS:
-        raise ValueError(f"{function}: format={name!r}, expected one of {tuple(FORMATS)}; pass one of them.")
+        raise ValueError(f"{function}: format={shown(name)}, expected one of {tuple(FORMATS)}; pass one of them.")
     return FORMATS[name]
 
 
@@ -37,10 +38,10 @@ def block_size(function: str, wanted: Format, size: Any) -> int:
     if not wanted.takes_block_size:
         takers = [name for name, found in FORMATS.items() if found.takes_block_size]
         raise ValueError(
-            f"{function}: block_size={size!r} with format={wanted.name!r}, expected None; only {takers} take it."
+            f"{function}: block_size={shown(size)} with format={wanted.name!r}, expected None; only {takers} take it."
         )
     if check.integer(function, "block_size", size) % 2:
-        raise ValueError(f"{function}: block_size={size}, expected an even number: two elements share a byte.")
+        raise ValueError(f"{function}: block_size={shown(size)}, expected an even number: two elements share a byte.")
     return int(size)
 
 
@@ -56,7 +57,7 @@ def depth(function: str, name: str, wanted: Format, size: int, block: int | None
 def activations(function: str, wanted: Format, kind: Any, smooth: Any, shape: tuple[int, ...]) -> Array | None:
     """Check how tokens are quantized, and return `smooth [..., E, K]`, whose shape is `shape`, or None."""
     if not isinstance(kind, str | None) or kind not in (None, *(found.activations for found in FORMATS.values())):
-        raise ValueError(f"{function}: activations={kind!r}, expected 'int8', 'fp8' or None; pass one of them.")
+        raise ValueError(f"{function}: activations={shown(kind)}, expected 'int8', 'fp8' or None; pass one of them.")
     if kind not in (None, wanted.activations):
         raise ValueError(
             f"{function}: activations={kind!r} with format={wanted.name!r}, but tensor cores multiply int8 with int8"

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jax_ep.core import check
+from jax_ep.core.json_files import shown
 from jax_ep.heap import nvshmem, peer_access
 
 _log = logging.getLogger("jax_ep")
@@ -42,7 +43,7 @@ def resolve(transport: str | None) -> str:
         return best()
     if not isinstance(transport, str) or transport not in REASONS:
         raise ValueError(
-            f"init: transport={transport!r}, expected one of {tuple(REASONS)}; leave it None for the best one."
+            f"init: transport={shown(transport)}, expected one of {tuple(REASONS)}; leave it None for the best one."
         )
     needed = {"peer": "gpu", "nvshmem": "gpu", "shared_memory": "cpu"}.get(transport, platform)
     if needed != platform:
@@ -95,8 +96,8 @@ def check_timeout_s(value: Any, *, default: float) -> None:
     check.number("init", "timeout_s", value, remedy="pass seconds")
     if not 0 < value <= _MOST_TIMEOUT_S:
         raise ValueError(
-            f"init: timeout_s={value}, expected more than 0 and at most {_MOST_TIMEOUT_S:g} seconds; the default is"
-            f" {default:g}."
+            f"init: timeout_s={shown(value)}, expected more than 0 and at most {_MOST_TIMEOUT_S:g} seconds; the default"
+            f" is {default:g}."
         )
 
 

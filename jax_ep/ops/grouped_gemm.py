@@ -134,7 +134,7 @@ def checked_lora(function: str, name: str, w: LoraWeights, base: Any, dtype: DTy
     b = check.array(function, f"{name}.b", w.b, f"[{shape}]", remedy=remedy)
     for part, value in (("a", a), ("b", b)):
         check.same_dtype(function, f"{name}.{part}", value, "the tokens", dtype)
-    return LoraWeights(base, a, b, check.number(function, f"{name}.scale", w.scale))
+    return LoraWeights(base, a, b, check.finite(function, f"{name}.scale", w.scale))
 
 
 def checked(function: str, lhs: Array, rhs: Array, group_sizes: Array) -> tuple[Array, Array, Array]:

@@ -10,7 +10,9 @@ makes and one of the backward pass reads is kept for the backward pass. JAX name
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +22,7 @@ import jax
 import numpy as np
 
 from jax_ep import context
-from jax_ep.core.json_files import cut
+from jax_ep.core.json_files import cut, shown
 from jax_ep.ops import plan as plans
 from jax_ep.types import type_name
 
@@ -29,7 +31,9 @@ _ALIASES = frozenset(("bitcast", "get-tuple-element", "opt-barrier", "parameter"
 """Operations whose result is in the memory of their operands."""
 _CALLS = frozenset(("async-start", "call", "conditional", "while"))
 _MOST_ON_CPU = 2**36
-"""Elements of an array on a CPU device with which XLA's compiler ends the process: it divides by zero."""
+"""Elements of an array on a CPU device with which XLA's tiled emitter ends the process: it divides by zero."""
+NOT_TILED = "--xla_backend_extra_options=xla_cpu_disable_tiled_emitter"
+"""XLA reads its flags when a process first uses a device."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,8 +105,8 @@ def plan_memory(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Memor
 
     Raises:
       TypeError: `step` is not a function.
-      ValueError: an argument is an integer or has a shape that XLA does not represent, or an argument or a result has
-        2^36 elements or more on each CPU device.
+      ValueError: an argument is an integer or has a shape that XLA does not represent, or an array has 2^36 elements or
+        more on each CPU device: XLA then ends a process that did not start with the flag of the message.
       NotImplementedError: XLA plans no memory on this platform.
 
     Example:
@@ -153,29 +157,39 @@ def _check_integers(arguments: Any, error: OverflowError) -> None:
     limits = np.iinfo(jax.dtypes.canonicalize_dtype(np.int64))
     for name, value in _arguments(arguments):
         if type(value) is int and not limits.min <= value <= limits.max:
-            shown = f"{value}" if abs(value) < 1 << 99 else f"an integer of {value.bit_length()} bits"
             raise ValueError(
-                f"plan_memory: {cut(name, 100)} is {shown}, expected an {limits.dtype}, from {limits.min} to"
+                f"plan_memory: {cut(name, 100)} is {shown(value)}, expected an {limits.dtype}, from {limits.min} to"
                 f" {limits.max}; pass a smaller integer, or name it in static_argnums of jax.jit. A ShapeDtypeStruct"
                 " describes an array."
             ) from error
 
 
 def _check_sizes(lowered: Any) -> None:
-    """Check that XLA's compiler for CPU devices can handle arguments and results."""
-    if jax.default_backend() != "cpu":
+    """Check that XLA's compiler for CPU devices can handle all arrays of a program."""
+    if jax.default_backend() != "cpu" or NOT_TILED in os.environ.get("XLA_FLAGS", "").split():
         return
-    attributes = lowered.compiler_ir().operation.attributes
+    module = lowered.compiler_ir().operation
     names = [f"mhlo.num_{what}" for what in ("partitions", "replicas")]
-    num_devices = math.prod(attributes[name].value for name in names if name in attributes)
+    num_devices = math.prod(module.attributes[name].value for name in names if name in module.attributes)
     results = ((f"result{jax.tree_util.keystr(path)}", x) for path, x in jax.tree.leaves_with_path(lowered.out_info))
-    for name, value in (*_arguments(lowered.args_info), *results):
-        if math.prod(value.shape) >= _MOST_ON_CPU * num_devices:
+    shapes = ((name, tuple(value.shape)) for name, value in (*_arguments(lowered.args_info), *results))
+    inside = ((f"a result of {operation}", shape) for operation, shape in _shapes_inside(module))
+    for name, shape in itertools.chain(shapes, inside):
+        if math.prod(shape) >= _MOST_ON_CPU * num_devices:
             raise ValueError(
-                f"plan_memory: {cut(name, 100)} has shape {cut(value.shape, 100)} on {num_devices} CPU device(s),"
-                f" expected fewer than {_MOST_ON_CPU} elements on each; shard it over more devices, or plan smaller"
-                " layers."
+                f"plan_memory: {cut(name, 100)} has shape {cut(shape, 100)} on {num_devices} CPU device(s),"
+                f" expected fewer than {_MOST_ON_CPU} elements on each; shard it over more devices, plan smaller"
+                f" layers, or start Python with {NOT_TILED} in XLA_FLAGS, with which XLA compiles any size."
             )
+
+
+def _shapes_inside(operation: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the name of each operation of a program and the shapes of its results, which tokens do not have."""
+    for region in operation.regions:
+        for block in region:
+            for inner in block:
+                yield from ((inner.operation.name, tuple(getattr(value.type, "shape", ()))) for value in inner.results)
+                yield from _shapes_inside(inner.operation)
 
 
 def of_compiled(compiled: Any, found: Sequence[object] = ()) -> MemoryPlan:

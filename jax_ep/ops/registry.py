@@ -29,6 +29,7 @@ from jax_ep.core.facts import (
     Portable,
     QuantizedGemmFacts,
 )
+from jax_ep.core.json_files import shown
 from jax_ep.core.mesh_axes import axis_tuple, platform
 from jax_ep.types import AxisName, Options, Schedule, Topology, type_name
 
@@ -110,14 +111,14 @@ def _names(function: str, implementation: object) -> tuple[str, ...]:
     names: object = (implementation,) if isinstance(implementation, str) else implementation
     if not isinstance(names, Sequence):
         raise TypeError(
-            f"{function}: implementation={implementation!r} is {type_name(implementation)}, expected a name, a"
+            f"{function}: implementation={shown(implementation)} is {type_name(implementation)}, expected a name, a"
             f" sequence of names, or None; choose from {available()}."
         )
     unknown = [name for name in names if not isinstance(name, str) or name not in _PACKAGES]
     if unknown or not names:
         raise ValueError(
-            f"{function}: implementation={implementation!r} names {unknown or 'nothing'}; choose from {available()}, or"
-            " leave it None for the best one."
+            f"{function}: implementation={shown(implementation)} names {unknown or 'nothing'}; choose from"
+            f" {available()}, or leave it None for the best one."
         )
     return tuple(names)
 

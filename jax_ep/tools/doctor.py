@@ -7,6 +7,7 @@ it prints the memory of a training step of `jax-ep bench train` instead, without
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
@@ -267,18 +268,43 @@ def _plan(args: argparse.Namespace) -> MemoryPlan:
     if tokens % length:
         raise ValueError(f"--tokens {tokens}: expected a multiple of --length {length}.")
     model = train.ARCHITECTURES[args.plan]
-    if args.devices and model.experts.experts % args.devices == 0:
+    experts = model.experts.experts
+    if args.devices and experts % args.devices == 0:
         jax.config.update("jax_num_cpu_devices", args.devices)
     devices = args.devices or jax.device_count()
-    if model.experts.experts % devices or devices > jax.device_count():
-        most, experts = jax.device_count(), model.experts.experts
-        raise ValueError(f"--devices {devices}: expected at most {most}, and a divisor of the {experts} experts.")
+    if experts % devices:
+        divisors = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
+        raise ValueError(
+            f"--devices {devices}{'' if args.devices else ' of this machine'}: {args.plan} has {experts} experts,"
+            f" expected a number that divides them; pass --devices with one of {divisors}."
+        )
+    if devices > jax.device_count():
+        raise ValueError(
+            f"--devices {devices}: this machine has {jax.device_count()} {jax.default_backend().upper()} devices,"
+            " expected at most that many; pass fewer, or set JAX_PLATFORMS=cpu to plan on virtual CPU devices."
+        )
     mesh = inputs.expert_mesh(devices)
     layers, batch = args.layers or model.layers, tokens * mesh.size // length
     with plans.recording() as found:
         layer = train.expert_layer(variant, model, mesh, tokens)
         training = train.make_training(model, layer, mesh, layers, batch, length)
     return memory.of_compiled(training.step, found)
+
+
+@contextlib.contextmanager
+def _sizes_of_any_model() -> Iterator[None]:
+    """Let XLA compile programs whose arrays would end the process, if it has not yet used a device."""
+    from jax_ep.ops.memory import NOT_TILED
+
+    flags = os.environ.get("XLA_FLAGS")
+    if "xla_backend_extra_options" not in (flags or ""):
+        os.environ["XLA_FLAGS"] = f"{flags or ''} {NOT_TILED}".strip()
+    try:
+        yield
+    finally:
+        os.environ.pop("XLA_FLAGS", None)
+        if flags is not None:
+            os.environ["XLA_FLAGS"] = flags
 
 
 def add_command(commands: Any) -> None:
@@ -302,7 +328,8 @@ def run(args: argparse.Namespace) -> int:
     if given and args.plan is None:
         raise ValueError(f"--{given[0]}: expected --plan MODEL with it; add --plan, or leave it out.")
     if args.plan is not None:
-        plan = _plan(args)
+        with _sizes_of_any_model():
+            plan = _plan(args)
         print(json.dumps({k.strip(): v for k, v in plan.rows()}, indent=1) if args.json else plan)
         return 0
     findings = []

@@ -330,3 +330,73 @@ def test_lora_errors(rng):
     master = jax_ep.quantize(up.base, "fp8", for_training=True)
     with pytest.raises(ValueError, match=r"lora.init: w has a master"):
         lora.init(jax.random.key(0), master, 2)
+    for key in (None, 3, "0", np.zeros(3, np.uint32), jax.random.split(jax.random.key(0))):
+        with pytest.raises(TypeError, match=r"^lora.init: key is an? .*expected one key; pass jax.random.key\(seed\)"):
+            lora.init(key, up.base, 2)
+
+
+# Value, whether it turns adapters off, and the error of lora.init.
+WRONG_SCALES = {
+    "nan": (np.nan, False, ValueError, "=nan, expected a finite float32"),
+    "infinite": (-np.inf, False, ValueError, "=-inf, expected a finite float32"),
+    "infinite in float16": (np.float16(np.inf), False, ValueError, "=.*inf.*, expected a finite float32"),
+    "beyond float32": (1e39, False, ValueError, "=1e\\+39, expected a finite float32"),
+    "of 5001 digits": (10**5000, False, ValueError, "=.{1,100}, expected a finite float32"),
+    "zero": (0, True, ValueError, "=0, expected a float32 other than 0"),
+    "subnormal": (1e-45, True, ValueError, "=1e-45, expected a float32 other than 0"),
+    "complex": (1j, False, TypeError, "=1j is a complex, expected a number"),
+    "a string": ("1", False, TypeError, "='1' is a str, expected a number"),
+    "a bool": (True, False, TypeError, "=True is a bool, expected a number"),
+    "an array": (np.ones(()), False, TypeError, " is a ndarray, expected a number"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_SCALES)
+def test_lora_wrong_scale(name, rng):
+    """Adapters would make results NaN, or never learn; `LoraWeights` may turn them off."""
+    scale, turns_off, kind, text = WRONG_SCALES[name]
+    w = reals(rng, 2, 4, 6)
+    with pytest.raises(kind, match=f"^lora.init: scale{text}"):
+        lora.init(jax.random.key(0), w, 2, scale=scale)
+    made = lora.LoraWeights(w, reals(rng, 2, 4, 2), reals(rng, 2, 2, 6), scale)
+    for function, call in (("lora.merge: w", lora.merge), ("grouped_gemm: rhs", grouped)):
+        if turns_off:
+            np.testing.assert_array_equal(call(made), call(w) if call is grouped else w)
+            continue
+        with pytest.raises(kind, match=rf"^{function}\.scale{text}"):
+            call(made)
+
+
+def grouped(w):
+    return jax_ep.grouped_gemm(np.ones((3, 4), F32), w, np.array([1, 2], np.int32))
+
+
+# Shapes or values of base, a and b of [2, 4, 6].
+WRONG_PARTS = {
+    "without b": ((2, 4, 6), (2, 4, 3), None, ValueError, "w has one of a and b, expected both"),
+    "without a": ((2, 4, 6), None, (2, 3, 6), ValueError, "w has one of a and b, expected both"),
+    "another rank": ((2, 4, 6), (2, 4, 3), (2, 2, 6), ValueError, r"w.b has shape \(2, 2, 6\), expected \[2, 3, 6\]"),
+    "one adapter for all": (
+        (2, 4, 6),
+        (1, 4, 3),
+        (1, 3, 6),
+        ValueError,
+        r"w.a has shape \(1, 4, 3\), expected \[2, 4,",
+    ),
+    "another depth": ((2, 4, 6), (2, 5, 3), (2, 3, 6), ValueError, r"w.a has shape \(2, 5, 3\), expected \[2, 4, r\]"),
+    "other columns": ((2, 4, 6), (2, 4, 3), (2, 3, 7), ValueError, r"w.b has shape \(2, 3, 7\), expected \[2, 3, 6\]"),
+    "columns together": ((2, 4, 2, 3), (2, 4, 3), (2, 3, 6), ValueError, r"w.b has .* expected rank 4, \[2, 3, 2, 3\]"),
+    "one for all experts": ((2, 4, 6), (4, 3), (3, 6), ValueError, r"w.a has shape \(4, 3\), expected rank 3 or more"),
+    "no rank": ((2, 4, 6), (2, 4, 0), (2, 0, 6), ValueError, "w.a has shape .* expected r >= 1"),
+    "a number": ((2, 4, 6), 3, (2, 3, 6), TypeError, "w.a is an int, not an array"),
+    "a string": ((2, 4, 6), (2, 4, 3), "b", TypeError, "w.b is a str, not an array"),
+    "no base": (None, None, None, TypeError, "w.base is a NoneType, not an array"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_PARTS)
+def test_lora_merge_of_parts_that_do_not_fit(name):
+    *parts, kind, text = WRONG_PARTS[name]
+    w = lora.LoraWeights(*(jnp.ones(part) if isinstance(part, tuple) else part for part in parts))
+    with pytest.raises(kind, match=f"^lora.merge: {text}"):
+        lora.merge(w)

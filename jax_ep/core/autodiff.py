@@ -51,36 +51,6 @@ def saves_operands(function: Any) -> Callable[..., tuple[Any, tuple[Any, ...]]]:
     return forward
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def without_gradient[Tree](remedy: str, tree: Tree) -> Tree:
-    """Return `tree` unchanged; differentiating it raises a `TypeError` with the message `remedy`."""
-    return tree
-
-
-def _without_gradient_forward(remedy: str, tree: Any) -> tuple[Any, None]:
-    return tree, None
-
-
-def _without_gradient_backward(remedy: str, _: None, cotangent: Any) -> Any:
-    raise TypeError(remedy)
-
-
-without_gradient.defvjp(_without_gradient_forward, _without_gradient_backward)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def without_tangent[Tree](remedy: str, tree: Tree) -> Tree:
-    """Return `tree` unchanged; a `TypeError` if it is differentiated, also where all that uses it are integers."""
-    return tree
-
-
-def _without_tangent_forward(remedy: str, tree: Any) -> tuple[Any, None]:
-    raise TypeError(remedy)
-
-
-without_tangent.defvjp(_without_tangent_forward, _without_gradient_backward)
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def call_without_gradient(remedy: str, function: Callable[..., Any], *arguments: Any) -> Any:
     """Return `function(*arguments)`; differentiating it raises a `TypeError`. `function` may lack a derivative."""
@@ -91,11 +61,25 @@ def _call_forward(remedy: str, function: Callable[..., Any], *arguments: Any) ->
     return function(*arguments), None
 
 
-def _call_backward(remedy: str, function: Callable[..., Any], _: None, cotangent: Any) -> Any:
+def _refuse(remedy: str, *others: Any) -> Any:
     raise TypeError(remedy)
 
 
-call_without_gradient.defvjp(_call_forward, _call_backward)
+call_without_gradient.defvjp(_call_forward, _refuse)
+
+
+def without_gradient[Tree](remedy: str, tree: Tree) -> Tree:
+    """Return `tree` unchanged; differentiating it raises a `TypeError` with the message `remedy`."""
+    return call_without_gradient(remedy, lambda tree: tree, tree)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def without_tangent[Tree](remedy: str, tree: Tree) -> Tree:
+    """Return `tree` unchanged; a `TypeError` if it is differentiated, also where all that uses it are integers."""
+    return tree
+
+
+without_tangent.defvjp(_refuse, _refuse)
 
 
 def deferred(name: str, run: Callable[..., Sequence[Array]]) -> Primitive:

@@ -10,7 +10,7 @@ Source: tokens that are not kept as they were dispatched are those of SonicMoE (
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -27,10 +27,11 @@ from jax_ep.core.check import operation
 from jax_ep.core.expert_matrices import GemmWeights, num_home
 from jax_ep.core.layout import Bias
 from jax_ep.core.mesh_axes import takes_global_arrays, vary_alike
-from jax_ep.ops import exchange, grouped_gemm, registry
+from jax_ep.ops import exchange, registry
 from jax_ep.ops import plan as plans
 from jax_ep.ops.grouped_gemm import bias_gradient, multiply
 from jax_ep.ops.plan import ExchangeGemmPlan
+from jax_ep.ops.plan_lora import LoraLayerPlan
 from jax_ep.types import Array, AxisName, DispatchedGemm, Handle, Schedule
 
 
@@ -162,7 +163,7 @@ def dispatch_and_multiply(
 ) -> tuple[Array, Array | None]:
     """`[T, H]` tokens to rows, times `w [L, H, N]`; and `[T, K]` weights to `[R]`."""
     if plan.fused is None:
-        return dispatch_then_multiply(plan, x, weights, w, handle)
+        return dispatch_then(plan, partial(multiply, plan.gemm, False, x.dtype), x, weights, w, handle)
     hidden, _, row_weights = dispatch_with_multiply(plan, False, None, x, weights, w, handle)
     return hidden, row_weights
 
@@ -275,6 +276,9 @@ type _Sums = tuple[Array, Array | None]
 """Sums `[T, H]`, and slots of weights `[T, K]` or None."""
 type _Saved = tuple[Array | None, Array | None, GemmWeights, Handle]
 """Tokens `x` and what they were saved as, each None where no gradient of the weights is wanted; weights, handle."""
+type _DispatchPlan = ExchangeGemmPlan | LoraLayerPlan
+type _Product = Callable[[Array, Any, Array], Array]
+"""Rows, weights and group sizes to rows, with a derivative."""
 
 
 def _dispatch_forward(
@@ -351,37 +355,37 @@ def _combine_backward(
     return back.hidden, back.row_weights, d_w, None, d_bias
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def dispatch_then_multiply(
-    plan: ExchangeGemmPlan, x: Array, weights: Array | None, w: GemmWeights, handle: Handle
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def dispatch_then(
+    plan: _DispatchPlan, product: _Product, x: Array, weights: Array | None, w: Any, handle: Handle
 ) -> tuple[Array, Array | None]:
-    """`dispatch_and_multiply` by `w [L, H, N]` for all that has no function for both."""
-    rows, row_weights = exchange.dispatch_tokens(plan.exchange, x, weights, handle)
-    return multiply(plan.gemm, False, x.dtype, rows, w, handle.group_sizes), row_weights
+    """`[T, H]` tokens to rows, and `product(rows, w, group_sizes)` of them; and `[T, K]` weights to `[R]`."""
+    return _then_forward(plan, product, x, weights, w, handle)[0]
 
 
-def _then_multiply_forward(
-    plan: ExchangeGemmPlan, x: Array, weights: Array | None, w: GemmWeights, handle: Handle
+def _then_forward(
+    plan: _DispatchPlan, product: _Product, x: Array | None, weights: Array | None, w: Any, handle: Handle
 ) -> tuple[_Sums, _Saved]:
-    if not plan.options.schedule.keep_tokens:
-        return dispatch_then_multiply(plan, x, weights, w, handle), (x, None, w, handle)
     rows, row_weights = exchange.dispatch_tokens(plan.exchange, x, weights, handle)
-    rows = checkpoint_name(rows, TOKENS_NAME)
-    return (multiply(plan.gemm, False, x.dtype, rows, w, handle.group_sizes), row_weights), (None, rows, w, handle)
+    kept = None
+    if plan.options.schedule.keep_tokens:
+        rows = kept = checkpoint_name(rows, TOKENS_NAME)
+        x = None
+    return (product(rows, w, handle.group_sizes), row_weights), (x, kept, w, handle)
 
 
-def _then_multiply_backward(
-    plan: ExchangeGemmPlan, residuals: _Saved, cotangents: _Sums
-) -> tuple[Array, Array | None, GemmWeights, None]:
+def _then_backward(
+    plan: _DispatchPlan, product: _Product, residuals: _Saved, cotangents: _Sums
+) -> tuple[Array, Array | None, Any, None]:
     x, rows, w, handle = residuals
     d_hidden, d_row_weights = cotangents
     behind = handle
     if rows is None:
         rows = exchange.dispatch_again(plan.exchange, cast(Array, x), handle, d_hidden)
         behind = exchange.later(handle, rows)
-    d_rows = multiply(plan.gemm, True, w.dtype, d_hidden, w, behind.group_sizes)
+    _, pull = jax.vjp(lambda rows, w: product(rows, w, behind.group_sizes), rows, w)  # XLA removes the unused product
+    d_rows, d_w = pull(d_hidden)
     d_x, d_weights = exchange.combine_tokens(plan.exchange, d_rows, d_row_weights, handle)
-    d_w = grouped_gemm.weight_gradient(plan.gemm, w.dtype, rows, d_hidden, handle.group_sizes, num_home(w))
     return d_x, d_weights, d_w, None
 
 
@@ -406,7 +410,7 @@ def _weight_gradient_backward(
     return d_x, None, d_rows, None  # of what was saved, which is x
 
 
-dispatch_then_multiply.defvjp(_then_multiply_forward, _then_multiply_backward)
+dispatch_then.defvjp(_then_forward, _then_backward)
 dispatch_with_multiply.defvjp(_dispatch_forward, _dispatch_backward, symbolic_zeros=True)
 multiply_with_combine.defvjp(_combine_forward, _combine_backward)
 weight_gradient.defvjp(_weight_gradient_forward, _weight_gradient_backward)

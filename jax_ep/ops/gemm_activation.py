@@ -20,11 +20,7 @@ type _Pull = Callable[[Array], tuple[Any, ...]]
 
 def with_hidden_rows(plan: plans.LayerPlan, x: Array, weights: Array, handle: Handle, parts: ExpertWeights) -> Array:
     """Run `moe` with weights in the dtype of the tokens; the backward pass keeps the result of the first GEMM."""
-    first = (x, weights, parts.w_gate_up, handle)
-    if plan.first.fused is None:
-        hidden, row_weights = exchange_gemm.dispatch_then_multiply(plan.first, *first)
-    else:
-        hidden, _, row_weights = exchange_gemm.dispatch_with_multiply(plan.first, False, None, *first)
+    hidden, row_weights = exchange_gemm.dispatch_and_multiply(plan.first, x, weights, parts.w_gate_up, handle)
     experts = plan.activation.experts
     between = ffn_hidden(experts, hidden, cast(Array, row_weights), parts)
     run = activation_gemm_combine.for_experts(experts, parts.b_gate_up)

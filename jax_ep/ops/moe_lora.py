@@ -10,11 +10,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from jax_ep.core.activations import HiddenRows
-from jax_ep.core.autodiff import HIDDEN_NAME, TOKENS_NAME
+from jax_ep.core.autodiff import HIDDEN_NAME
 from jax_ep.core.expert_matrices import ExpertWeights, LoraWeights, QuantizedWeights
 from jax_ep.core.layout import Bias, add_bias
 from jax_ep.formats import check_quantized
-from jax_ep.ops import exchange
+from jax_ep.ops import exchange, exchange_gemm
 from jax_ep.ops.activation import activate
 from jax_ep.ops.activation_gemm_combine import bias_of_result
 from jax_ep.ops.grouped_gemm import bias_gradient, checked_lora, multiply_lora
@@ -44,7 +44,8 @@ def checked_layer(options: Options, parts: ExpertWeights, bases: tuple[Any, Any]
 
 def run(plan: LoraLayerPlan, x: Array, weights: Array, handle: Handle, parts: ExpertWeights) -> Array:
     """Run `moe` with adapters; the backward pass keeps the result of the first GEMM, and computes thin rows again."""
-    hidden, row_weights = _dispatch_and_multiply(plan, x, weights, parts.w_gate_up, handle)
+    first = partial(multiply_lora, plan.first, x.dtype)
+    hidden, row_weights = exchange_gemm.dispatch_then(plan, first, x, weights, parts.w_gate_up, handle)
     hidden, row_weights = checkpoint_name((hidden, row_weights), HIDDEN_NAME)
     experts = plan.activation.experts
 
@@ -74,33 +75,3 @@ def _bias_backward(sums: GemmPlan, residuals: tuple[Bias, Array], cotangent: Arr
 
 
 _with_bias.defvjp(_bias_forward, _bias_backward)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dispatch_and_multiply(
-    plan: LoraLayerPlan, x: Array, weights: Array, w: Any, handle: Handle
-) -> tuple[Array, Array]:
-    """`[T, H]` tokens to rows, times `w [L, H, N]`; and `[T, K]` weights to `[R]`."""
-    return _dispatch_forward(plan, x, weights, w, handle)[0]
-
-
-def _dispatch_forward(plan: LoraLayerPlan, x: Array, weights: Array, w: Any, handle: Handle) -> tuple[Any, Any]:
-    rows, row_weights = exchange.dispatch_tokens(plan.exchange, x, weights, handle)
-    kept = None
-    if plan.options.schedule.keep_tokens:
-        rows = kept = checkpoint_name(rows, TOKENS_NAME)
-    return (multiply_lora(plan.first, x.dtype, rows, w, handle.group_sizes), row_weights), (x, kept, w, handle)
-
-
-def _dispatch_backward(plan: LoraLayerPlan, residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Any, ...]:
-    x, rows, w, handle = residuals
-    behind, (d_hidden, d_row_weights) = handle, cotangents
-    if rows is None:
-        rows = exchange.dispatch_again(plan.exchange, x, handle, d_hidden)
-        behind = exchange.later(handle, rows)
-    run = partial(multiply_lora, plan.first, x.dtype, group_sizes=behind.group_sizes)
-    d_rows, d_w = jax.vjp(run, rows, w)[1](d_hidden)  # The product itself is not used, so XLA removes it.
-    return *exchange.combine_tokens(plan.exchange, d_rows, d_row_weights, handle), d_w, None
-
-
-_dispatch_and_multiply.defvjp(_dispatch_forward, _dispatch_backward)

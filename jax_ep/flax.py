@@ -40,7 +40,7 @@ from jax_ep.sharding import (
     sharded_layer,
     specs_of_parts,
 )
-from jax_ep.types import AxisName, Experts, Routing, Schedule, Topology, type_name
+from jax_ep.types import AxisName, Experts, Routing, Schedule, Topology
 
 try:
     from flax import nnx
@@ -154,7 +154,9 @@ class MoE(nnx.Module):
         options = registry.options("MoE", (), implementation, schedule)
         self.schedule, self.implementation = schedule, options.implementation
         self._check_sizes(intermediate_size, shared_experts)
-        check_router.layer_dtypes(dtype=dtype, param_dtype=param_dtype, preferred_element_type=preferred_element_type)
+        check.result_dtype("MoE", dtype, None, "dtype")
+        check.result_dtype("MoE", param_dtype, None, "param_dtype")
+        check.result_dtype("MoE", preferred_element_type, dtype)
         make = _Maker(rngs, mesh, self._active_mesh() is not None)
         self._make_router(make)
         self._make_experts(make, kernel_init, intermediate_size, param_dtype, use_bias)
@@ -240,11 +242,8 @@ class MoE(nnx.Module):
         these, with the weights that its own router gives them.
         """
         x = check.floating("MoE", "x", x, "[..., hidden_size]")
-        if not isinstance(weights, ExpertWeights | None):
-            raise TypeError(
-                f"MoE: weights is {type_name(weights)}, expected ExpertWeights or None; pass the result of"
-                " serving_weights(...) or training_weights()"
-            )
+        remedy = "pass the result of serving_weights(...) or training_weights()"
+        check.instance("MoE", "weights", weights, ExpertWeights | None, "ExpertWeights or None", remedy=remedy)
         if x.shape[-1] != self.hidden_size:
             raise ValueError(f"MoE: x has shape {x.shape}, but this MoE takes [..., hidden_size={self.hidden_size}]")
         shapes = (getattr(self.router, "shape", ())[:-2], getattr(self.w_down, "shape", ())[:-3])

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_ep import formats
-from jax_ep.core import check, check_fp8, fp8
+from jax_ep.core import check, fp8
 from jax_ep.core.autodiff import call_without_gradient, without_tangent
 from jax_ep.core.check import operation
 from jax_ep.core.check_fp8 import whole_groups_per_device
@@ -154,7 +154,7 @@ def quantize(
     Source: DeepSeek-V3 (arXiv:2412.19437, section 3.3); OCP Microscaling Formats 1.0, section 6.3; SmoothQuant
     (arXiv:2211.10438, section 4).
     """
-    w = check_fp8.weights("quantize", "w", w)
+    w = check.floating("quantize", "w", w, "[..., K, N]")
     check.flag("quantize", "for_training", for_training)
     options = {"block_size": block_size, "activations": activations, "smooth": smooth}
     given = [name for name, value in options.items() if value is not None]
@@ -173,7 +173,7 @@ def quantize(
     check_quantized.depth("quantize", "axis -2 of w, K,", wanted, w.shape[-2], block)
     for axis, size in ((-2, block), (-1, wanted.block_n)):
         if size > 1:
-            whole_groups_per_device("quantize", "w", w, axis, w.shape[axis], size)
+            whole_groups_per_device("quantize", w, axis, w.shape[axis], size)
     smooth = check_quantized.activations("quantize", wanted, activations, smooth, w.shape[:-1])
     if not jnp.issubdtype(wanted.scale_dtype, jnp.floating):  # No cotangent would reach the rule of the call below.
         w = without_tangent(_NO_GRADIENT, w)
@@ -193,7 +193,7 @@ def _quantize_for_training(function: str, w: Array) -> QuantizedWeights:
     for axis in (-2, -1):
         size, reason = matrices.shape[axis], f"as blocks of {GROUP_SIZE} by {GROUP_SIZE} share an FP8 scale"
         check.multiple(function, f"axis {axis} of w", size, GROUP_SIZE, reason, "pad with zeros")
-        whole_groups_per_device(function, "w", matrices, axis, size, GROUP_SIZE)
+        whole_groups_per_device(function, matrices, axis, size, GROUP_SIZE)
     values, values_kn, scales = _quantize_masters(jax.lax.stop_gradient(matrices))
     if has_kinds:
         values_kn = jnp.moveaxis(values_kn, -3, -2)
@@ -301,7 +301,7 @@ def with_layout(w: QuantizedWeights, layout: str) -> QuantizedWeights:
     remedy = "pad with zeros before quantizing, or pass w itself to the layer"
     check.multiple(function, "K", w.shape[-2], PREPACKED_K, "the elements of four packed uint32", remedy)
     stored = jnp.asarray(w.values)
-    whole_groups_per_device(function, "w", stored, -1, w.shape[-2], prepacked.step, one_may_split=False)
+    whole_groups_per_device(function, stored, -1, w.shape[-2], prepacked.step, one_may_split=False)
     values, scales = prepacked.pack(w.values, cast(Array, w.scales))
     return dataclasses.replace(w, values=values, scales=scales, layout=layout)
 

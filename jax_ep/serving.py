@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jax_ep.core import check, check_fp8
+from jax_ep.core import check
 from jax_ep.core.check import operation
 from jax_ep.core.expert_matrices import ExpertWeights
 from jax_ep.core.fp8 import GROUP_SIZE
@@ -70,7 +70,8 @@ def serving_weights(
       ((4, 128, 512), (4, 256, 128))
     """
     function = "serving_weights"
-    w_gate_up, w_down = (check_fp8.weights(function, n, w) for n, w in (("w_gate_up", w_gate_up), ("w_down", w_down)))
+    w_gate_up = check.floating(function, "w_gate_up", w_gate_up, "[..., K, N]")
+    w_down = check.floating(function, "w_down", w_down, "[..., K, N]")
     check.same_dtype(function, "w_down", w_down, "w_gate_up", w_gate_up.dtype)
     if w_gate_up.shape[:-2] != w_down.shape[:-2]:
         raise ValueError(

@@ -23,13 +23,12 @@ from jax_ep.checkpoints.files import CONFIG, INDEX
 from jax_ep.checkpoints.hub import download, push
 from jax_ep.checkpoints.shards import HostMemory, Part, make_array, shard_bytes, swapped, whole
 from jax_ep.core import check
-from jax_ep.core.dtypes import TOKEN_DTYPES
 from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.core.json_files import shown
 from jax_ep.core.mesh_axes import axis_tuple, check_axes, check_mesh
 from jax_ep.formats import Format
 from jax_ep.sharding import MeshAxes
-from jax_ep.types import Array, AxisName, type_name
+from jax_ep.types import Array, AxisName
 
 __all__ = ["MAX_SHARD_BYTES", "Checkpoint", "Weights", "download", "push", "save"]
 
@@ -135,11 +134,8 @@ class Checkpoint:
             not fit in 32 bits, or a finite number is beyond the dtype.
           TypeError: the dtype is not supported, or the sharding has a wrong type.
         """
-        if not isinstance(sharding, jax.sharding.Sharding | None):
-            raise TypeError(
-                f"Checkpoint.read: sharding is {type_name(sharding)}, expected a jax.sharding.Sharding; pass"
-                " NamedSharding(mesh, spec), or SingleDeviceSharding(device)."
-            )
+        kind, remedy = jax.sharding.Sharding, "pass NamedSharding(mesh, spec), or SingleDeviceSharding(device)"
+        check.instance("Checkpoint.read", "sharding", sharding, kind | None, "a jax.sharding.Sharding", remedy=remedy)
         source = self._files[name] if dtype is None else reading.decoded(self._files, name)
         if transpose and source.ndim < 2:
             raise ValueError(
@@ -147,7 +143,7 @@ class Checkpoint:
                 " transpose=True; leave it out."
             )
         shape = swapped(source.shape) if transpose else source.shape
-        to = source.dtype if dtype is None else _check_dtype("Checkpoint.read", dtype)
+        to = source.dtype if dtype is None else check.result_dtype("Checkpoint.read", dtype, None, "dtype")
         _check_range(name, source, to)
         try:
             if isinstance(sharding, NamedSharding):
@@ -206,7 +202,7 @@ class Checkpoint:
                 f"{function}: layer={shown(layer)} is not an MoE layer, expected one of {layers}; pass one of them."
             )
         mesh = _mesh(function, mesh, axis_name, shapes["w_down"][0])
-        to = None if dtype is None else _check_dtype(function, dtype)
+        to = None if dtype is None else check.result_dtype(function, dtype, None, "dtype")
         form = reading.form_of(self._files, model.family, layer)
         plans: dict[str, tuple[reading.Plan, ...]] = {}
         formats: dict[str, Format] = {}
@@ -273,15 +269,6 @@ def _in_range(function: str, name: str) -> Iterator[None]:
             f"{function}: {shown(name)} has {error}, expected numbers that stay finite; pass a dtype with more exponent"
             " bits, such as bfloat16 in place of float16."
         ) from None
-
-
-def _check_dtype(function: str, dtype: DTypeLike) -> np.dtype:
-    """Check that weights may be converted to a dtype."""
-    names = ", ".join(one.name for one in TOKEN_DTYPES)
-    result = check.dtype(function, "dtype", dtype, f"None or one of {names}")
-    if result not in TOKEN_DTYPES:
-        raise TypeError(f"{function}: dtype={result}, expected None or one of {names}; pass one of them.")
-    return result
 
 
 def save(

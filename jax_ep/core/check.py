@@ -385,10 +385,7 @@ def capacity(function: str, value: Any, alignment: int) -> int | None:
 
 def handle(function: str, value: Any, expected: type[Handle] | type[LowLatencyHandle], axis_name: AxisName) -> Layout:
     """Check that a handle has the right kind and was made on the ranks of this axis; return its layout."""
-    if not isinstance(value, expected):
-        raise TypeError(
-            f"{function}: handle is {type_name(value)}, expected the {expected.__name__} of the matching dispatch."
-        )
+    instance(function, "handle", value, expected, f"the {expected.__name__} of the matching dispatch")
     one_rank(function, value)
     num_ranks = axis_size(axis_name, function=function)
     remedy = f"use the axis_name of the dispatch that made the handle, not {axis_name!r}"
@@ -503,7 +500,7 @@ def result_dtype(
     names = ", ".join(d.name for d in TOKEN_DTYPES)
     result = dtype(function, name, own if preferred is None else preferred, names)
     if result not in TOKEN_DTYPES:
-        raise TypeError(f"{function}: {name}={result}, expected one of {names}; cast the result instead.")
+        raise TypeError(f"{function}: {name}={result}, expected one of {names}; pass one of them, and cast the result.")
     return result
 
 
@@ -532,12 +529,17 @@ def token_count(function: str, num_tokens: Array | int, most: int) -> Array:
     return jnp.clip(value, 0, most).astype(jnp.int32)  # int32 or wider, so that `most` fits.
 
 
-def mask_ids(function: str, topk_idx: Array | None, num_tokens: Array | int, handle: Any) -> Array:
-    """Set the ids of tokens from `num_tokens` on to -1."""
+def counted_ids(
+    function: str, topk_idx: Any, shape: tuple[int, int], num_tokens: Array | int | None, handle: Any
+) -> Array | None:
+    """Check the ids of a dispatch of `(tokens, experts)`; those of tokens from `num_tokens` on become -1."""
+    if num_tokens is None:
+        return None if topk_idx is None else expert_ids(function, topk_idx, *shape)
     if handle is not None or topk_idx is None:
         raise ValueError(
             f"{function}: num_tokens is given without topk_idx or with a handle, which already determines the valid"
             " tokens; expected num_tokens with topk_idx only: leave one out."
         )
-    count = token_count(function, num_tokens, topk_idx.shape[0])
-    return jnp.where(jnp.arange(topk_idx.shape[0], dtype=jnp.int32)[:, None] < count, topk_idx, -1)
+    topk_idx = expert_ids(function, topk_idx, *shape, all_count=False)
+    counts = jnp.arange(shape[0], dtype=jnp.int32) < token_count(function, num_tokens, shape[0])
+    return expert_ids(function, topk_idx, *shape, token_mask=counts)

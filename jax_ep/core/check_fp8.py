@@ -17,11 +17,6 @@ from jax_ep.core.mesh_axes import axis_tuple
 from jax_ep.types import Array
 
 
-def weights(function: str, name: str, value: Any) -> Array:
-    """Check floating weights `[..., K, N]`."""
-    return check.floating(function, name, value, "[..., K, N]")
-
-
 def whole_blocks(function: str, what: str, size: int) -> None:
     """Check that K is a multiple of the scale block, as FP8 GEMMs need."""
     reason, remedy = "the elements that share an FP8 scale", "pad with zeros, or use bfloat16"
@@ -29,19 +24,19 @@ def whole_blocks(function: str, what: str, size: int) -> None:
 
 
 def whole_groups_per_device(
-    function: str, name: str, value: Array, axis: int, size: int, group: int, *, one_may_split: bool = True
+    function: str, w: Array, axis: int, size: int, group: int, *, one_may_split: bool = True
 ) -> None:
     """Check that explicit mesh axes split an axis of `size` elements into whole blocks of `group` elements.
 
     With `one_may_split`, a single block may lie on several devices.
     """
-    sharding = jax.typeof(value).sharding
+    sharding = jax.typeof(w).sharding
     names = axis_tuple(sharding.spec[axis] or ())
     devices = math.prod(sharding.mesh.shape[mesh_axis] for mesh_axis in names)
     groups = -(-size // group)
     if groups % devices and not (one_may_split and groups == 1):
         raise ValueError(
-            f"{function}: axis {axis} of {name} is {size}, {groups} blocks of {group}, split over"
+            f"{function}: axis {axis} of w is {size}, {groups} blocks of {group}, split over"
             f" the {devices} devices of {names}; expected whole blocks on each, since a block has one scale: move"
             " it with jax.sharding.reshard first."
         )

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep.core import check
-from jax_ep.core.dtypes import TOKEN_DTYPES
 from jax_ep.core.json_files import shown
 from jax_ep.core.mesh_axes import axis_size
 from jax_ep.core.router import Router
@@ -74,10 +73,7 @@ def sparsemixer(logits: Any, jitter_eps: Any, key: Any) -> None:
 def identity_experts(routing: Any, num_experts: Any) -> None:
     """Check the arguments of `identity_experts`."""
     function = "identity_experts"
-    if not isinstance(routing, Routing):
-        raise TypeError(
-            f"{function}: routing is {type_name(routing)}, expected a Routing; pass what topk_router returns."
-        )
+    check.instance(function, "routing", routing, Routing, "a Routing", remedy="pass what topk_router returns")
     num_experts = check.integer(function, "num_experts", num_experts)
     num_tokens, routed = check.floating(function, "scores of routing", routing.scores, "[T, E]").shape
     ids = check.expert_ids(function, routing.topk_idx, num_tokens, routed)
@@ -153,13 +149,3 @@ def router_or_callable(
             " jax_ep.types.Routing; pass jax_ep.Router(...)."
         )
     return Router(), router
-
-
-def layer_dtypes(**dtypes: Any) -> None:
-    """Check dtypes of `jax_ep.flax.MoE`."""
-    names = ", ".join(found.name for found in TOKEN_DTYPES)
-    for name, value in dtypes.items():
-        if value is None and name == "preferred_element_type":
-            continue
-        if check.dtype("MoE", name, value, "jnp.bfloat16") not in TOKEN_DTYPES:
-            raise TypeError(f"MoE: {name}={shown(value)}, expected one of {names}, which have gradients; pass one.")

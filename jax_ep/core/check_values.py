@@ -54,10 +54,10 @@ def value_of[Value](function: str, name: str, value: Any, kind: type[Value], kno
     return value
 
 
-def instance(function: str, name: str, value: Any, kind: Any, expected: str) -> None:
+def instance(function: str, name: str, value: Any, kind: Any, expected: str, *, remedy: str = "pass one") -> None:
     """Check the type of an argument."""
     if not isinstance(value, kind):
-        raise TypeError(f"{function}: {name} is {type_name(value)}, expected {expected}; pass one.")
+        raise TypeError(f"{function}: {name} is {type_name(value)}, expected {expected}; {remedy}.")
 
 
 def integer(function: str, name: str, value: Any, *, least: int = 1, most: int = 2**31 - 1, remedy: str = "") -> int:

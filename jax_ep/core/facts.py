@@ -28,13 +28,11 @@ class Part:
     Attributes:
       operation: the module of the implementation that has the functions.
       implementation: its name.
-      mode: how it runs, where there is a choice; else empty.
       reason: why no implementation or mode that is preferred runs it; empty where the preferred one does.
     """
 
     operation: str
     implementation: str
-    mode: str = ""
     reason: str = ""
 
 

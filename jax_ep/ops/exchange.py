@@ -43,7 +43,6 @@ from jax_ep.types import (
     Schedule,
     Tokens,
     Topology,
-    type_name,
 )
 
 _NO_GRADIENT_OF_PAIRS = (
@@ -240,10 +239,8 @@ def row_experts(handle: Handle | HierarchicalHandle) -> Array:
       [0, 1, -1]
     """
     handle = handle.local if isinstance(handle, HierarchicalHandle) else handle
-    if not isinstance(handle, Handle):
-        raise TypeError(
-            f"row_experts: handle is {type_name(handle)}, expected the Handle of a dispatch; pass Dispatched.handle."
-        )
+    remedy = "pass Dispatched.handle"
+    check.instance("row_experts", "handle", handle, Handle, "the Handle of a dispatch", remedy=remedy)
     check.one_rank("row_experts", handle)
     groups = row_groups(handle.group_sizes, handle.row_to_assignment.shape[0])
     return jnp.where(handle.row_to_assignment < 0, -1, groups)
@@ -278,11 +275,7 @@ def checked(
     num_experts, num_ranks = check.experts(function, num_experts, options.axis)
     if options.axis:
         check.known_rows(function, "x", "on a mesh axis", values.shape[0])
-    if topk_idx is not None:
-        topk_idx = check.expert_ids(function, topk_idx, values.shape[0], num_experts, all_count=num_tokens is None)
-    if num_tokens is not None:
-        topk_idx = check.mask_ids(function, topk_idx, num_tokens, handle)
-        check.expert_ids(function, topk_idx, None, num_experts)
+    topk_idx = check.counted_ids(function, topk_idx, (values.shape[0], num_experts), num_tokens, handle)
     top_k = 0 if topk_idx is None else topk_idx.shape[1]
     wanted = Layout(num_ranks, num_experts, values.shape[0], top_k, 0, alignment, spread_axes(options.axis))
     layout = _layout(options, wanted, capacity, handle)

@@ -94,14 +94,13 @@ def _rows(plan: object) -> Iterator[Row]:
     raise TypeError(f"explain: {type(plan).__name__} is no plan; register its rows.")
 
 
-def _row(name: str, part: Part) -> Row:
-    return Row(name, part.implementation, part.mode, part.reason)
+def _row(name: str, part: Part, mode: str = "", reason: str = "") -> Row:
+    return Row(name, part.implementation, mode, "; ".join(filter(None, (part.reason, reason))))
 
 
 @_rows.register
 def _of_balanced(plan: plans.BalancedPlan) -> Iterator[Row]:
-    size = f"{plan.rows} rows and {plan.spare} copies per rank"
-    yield _row("balance: passes and copies of experts", dataclasses.replace(plan.part, mode=size))
+    yield _row("balance: passes and copies of experts", plan.part, f"{plan.rows} rows and {plan.spare} copies per rank")
 
 
 @_rows.register
@@ -137,12 +136,12 @@ def _mode_reason(mode: str, given: str | None) -> str:
 
 def _dispatch_gemm(plan: plans.ExchangeGemmPlan, name: str, save_as: str | None, suffix: str = "") -> Iterator[Row]:
     if plan.fused is None:
-        yield _unfused(f"dispatch{suffix}", plan.exchange.dispatch, plan.reason)
+        yield _row(f"dispatch{suffix}", plan.exchange.dispatch, reason=plan.reason)
         yield _row(f"{name}{suffix}", plan.gemm.forward)
         return
     mode = plan.mode(save_as)
     reason = _mode_reason(mode, plan.options.schedule.dispatch_mode)
-    yield Row(f"dispatch + {name}{suffix}", plan.fused.implementation, mode, reason)
+    yield _row(f"dispatch + {name}{suffix}", plan.fused, mode, reason)
     if mode == "serial":
         yield _row(f"{name}{suffix}", plan.gemm.forward)
 
@@ -150,19 +149,14 @@ def _dispatch_gemm(plan: plans.ExchangeGemmPlan, name: str, save_as: str | None,
 def _gemm_combine(plan: plans.ExchangeGemmPlan, name: str, suffix: str = "") -> Iterator[Row]:
     if plan.fused is None:
         yield _row(f"{name}{suffix}", plan.gemm.forward)
-        yield _unfused(f"combine{suffix}", plan.exchange.combine, plan.reason)
+        yield _row(f"combine{suffix}", plan.exchange.combine, reason=plan.reason)
         return
     mode = plan.combine_mode
     reason = _mode_reason(mode, plan.options.schedule.combine_mode)
-    yield Row(f"{name} + combine{suffix}", plan.fused.implementation, mode, reason)
+    yield _row(f"{name} + combine{suffix}", plan.fused, mode, reason)
     if mode == "serial":
         yield _row(f"{name}{suffix}", plan.gemm.forward)
         yield _row(f"combine{suffix}", plan.exchange.combine)
-
-
-def _unfused(name: str, part: Part, reason: str) -> Row:
-    """Return the row of an all-to-all that shares no launch with a GEMM, with the reason."""
-    return Row(name, part.implementation, part.mode, "; ".join(filter(None, (part.reason, reason))))
 
 
 def _first_backward(plan: plans.ExchangeGemmPlan, name: str) -> Iterator[Row]:
@@ -234,16 +228,6 @@ def _quantized(plan: serving.QuantizedGemmPlan, name: str) -> Iterator[Row]:
     yield _row(name, plan.product)
 
 
-@_rows.register
-def _of_quantized_gemm(plan: serving.QuantizedGemmPlan) -> Iterator[Row]:
-    yield from _quantized(plan, "GEMM")
-
-
-@_rows.register
-def _of_quantized_layer(plan: serving.QuantizedLayerPlan) -> Iterator[Row]:
-    yield from _separate(plan, _quantized)
-
-
 def _lora(plan: plan_lora.LoraGemmPlan, name: str) -> Iterator[Row]:
     base = plan.base
     yield from [_row(name, base.forward)] if isinstance(base, plans.GemmPlan) else _quantized(base, name)
@@ -254,14 +238,10 @@ def _lora(plan: plan_lora.LoraGemmPlan, name: str) -> Iterator[Row]:
         yield _row(f"{name}: gradient of adapter {part} (backward)", thin.backward)
 
 
-@_rows.register
-def _of_lora_gemm(plan: plan_lora.LoraGemmPlan) -> Iterator[Row]:
-    yield from _lora(plan, "GEMM")
-
-
-@_rows.register
-def _of_lora_layer(plan: plan_lora.LoraLayerPlan) -> Iterator[Row]:
-    yield from _separate(plan, _lora)
+_rows.register(serving.QuantizedGemmPlan, functools.partial(_quantized, name="GEMM"))
+_rows.register(serving.QuantizedLayerPlan, functools.partial(_separate, gemm=_quantized))
+_rows.register(plan_lora.LoraGemmPlan, functools.partial(_lora, name="GEMM"))
+_rows.register(plan_lora.LoraLayerPlan, functools.partial(_separate, gemm=_lora))
 
 
 @_rows.register

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,6 @@ from jax_ep.types import (
     Schedule,
     Tokens,
     Topology,
-    type_name,
 )
 
 
@@ -186,10 +185,7 @@ def _checked(
     x = check.tokens(function, x)
     values = x[0] if isinstance(x, tuple) else x
     num_rows = values.shape[0]
-    if topk_idx is not None:
-        topk_idx = check.expert_ids(function, topk_idx, num_rows, num_experts, all_count=num_tokens is None)
-    if num_tokens is not None:
-        topk_idx = check.mask_ids(function, topk_idx, num_tokens, handle)
+    topk_idx = check.counted_ids(function, topk_idx, (num_rows, num_experts), num_tokens, handle)
     if handle is not None:
         top_k = checked_handle(function, handle, topology, num_rows)
     elif topk_idx is not None:
@@ -201,13 +197,10 @@ def _checked(
     return x, topk_idx, topk_weights
 
 
-def checked_handle(function: str, handle: object, topology: Topology, num_tokens: int | None = None) -> int:
+def checked_handle(function: str, handle: Any, topology: Topology, num_tokens: int | None = None) -> int:
     """K of a handle of these axes, for this many tokens."""
-    if not isinstance(handle, HierarchicalHandle):
-        raise TypeError(
-            f"{function}: handle is {type_name(handle)}, expected the HierarchicalHandle of the matching"
-            f" dispatch; pass that of a dispatch with axis_name={topology!r}."
-        )
+    expected, remedy = "the HierarchicalHandle of the matching dispatch", f"pass one of axis_name={topology!r}"
+    check.instance(function, "handle", handle, HierarchicalHandle, expected, remedy=remedy)
     layout = check.handle(function, handle.node, Handle, topology.node)
     check.handle(function, handle.local, Handle, topology.local)
     if num_tokens is not None:

@@ -114,7 +114,6 @@ def exchange(options: Options, facts: ExchangeFacts, *, wire_dtype: DTypeLike | 
 class GemmPlan:
     """A grouped GEMM; its transposes and the gradient of its weights are the backward pass."""
 
-    options: Options
     forward: Part
     backward: Part
 
@@ -134,8 +133,8 @@ def gemm(options: Options, facts: GemmFacts) -> GemmPlan:
     """Resolve a grouped GEMM."""
     forward = registry.choose(options, facts)
     if facts.out_dtype == facts.dtype:
-        return GemmPlan(options, forward, forward)
-    return GemmPlan(options, forward, registry.choose(options, dataclasses.replace(facts, out_dtype=facts.dtype)))
+        return GemmPlan(forward, forward)
+    return GemmPlan(forward, registry.choose(options, dataclasses.replace(facts, out_dtype=facts.dtype)))
 
 
 def group_sums(options: Options, dtype: DTypeLike, num_rows: int, columns: int, groups: int) -> GemmPlan:

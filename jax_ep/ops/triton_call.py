@@ -90,10 +90,8 @@ def triton_call(
 
 
 def _array(number: int, operand: Any) -> Array:
-    if not isinstance(operand, jax.Array | np.ndarray):
-        raise TypeError(
-            f"{_NAME}: operand {number} is {type_name(operand)}, expected an array; pass numbers as keyword constants."
-        )
+    remedy = "pass numbers as keyword constants"
+    check.instance(_NAME, f"operand {number}", operand, jax.Array | np.ndarray, "an array", remedy=remedy)
     _check_dtype(f"operand {number}", operand.dtype)
     return jnp.asarray(operand)
 

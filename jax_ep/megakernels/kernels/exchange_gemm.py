@@ -465,7 +465,7 @@ def gemm_combine(
     # The last program to finish signals all ranks. A failed program does not count, so that no rank takes missing rows
     # for stored ones.
     if not_failed != 0:
-        if protocol.count_stored(launch, 0):
+        if protocol.count_stored(launch):
             for peer_rank in range(NUM_RANKS):
                 protocol.publish(launch, protocol.peer_of(launch, peer_rank), 0, 0, HEAP)
     if protocol.all_programs_started(launch):

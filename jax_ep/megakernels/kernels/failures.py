@@ -22,7 +22,7 @@ EXITED = tl.constexpr(1)  # programs that have ended
 FAILED = tl.constexpr(2)  # 1 after a failure, until the heap is reset
 QUEUE = tl.constexpr(8)  # next task of the second queue
 STARTED = tl.constexpr(9)  # programs that have started
-DONE = tl.constexpr(16)  # [16] counters of finished tasks
+DONE = tl.constexpr(16)  # finished tasks
 
 # Control words that outlive a launch.
 #   EPOCHS                    [num_devices] int32: launches with each device

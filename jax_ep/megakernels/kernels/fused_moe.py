@@ -25,6 +25,7 @@ from jax_ep.formats.kernels import quantized
 from jax_ep.formats.kernels.prepacked import PIECE
 
 from .activation import activate, factor_of, limit_gate
+from .protocol import count_task
 from .quantization import GROUP, quantize, scale_offsets
 
 TIMEOUT_NS = tl.constexpr(10_000_000_000)  # of a wait within the launch
@@ -296,14 +297,6 @@ def sum_rows(topk_idx_ptr, rows_ptr, out_ptr, first, column, arrived, S: tl.cons
     total = tl.where(arrived, total, float("nan"))
     target = out_ptr + tokens.to(tl.int64)[:, None] * S.hidden + columns[None, :]
     tl.store(target, total.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def count_task(counter_ptr):
-    """Count a task whose results other tasks wait for."""
-    # The release of one thread covers the stores of the others only after a barrier.
-    tl.debug_barrier()
-    tl.atomic_add(counter_ptr, 1, sem="release", scope="gpu")
 
 
 @triton.jit

@@ -22,7 +22,7 @@ import triton.language as tl
 
 from . import low_latency_buffers as ll_buffers
 from .failures import DONE, poison
-from .protocol import await_flag, next_task, open_launch
+from .protocol import await_flag, count_task, next_task, open_launch
 from .quantization import quantize
 from .token_rows import destinations, goes_to
 from .trace import COPY_EVENT, COUNT_EVENT, OWN, PUSH_EVENT, WAIT_EVENT, ZERO_EVENT, stamp, trace, trace_exchange
@@ -155,9 +155,7 @@ def assign_rows(expert, incoming, launch, plan, S: tl.constexpr):
         counts += tl.sum(tl.where(source[:, None] == lanes[None, :], is_here[:, None], 0), axis=0)
     tl.store(plan.sizes_ptr + expert, size)
     if not S.tile.direct:
-        # Stores of all threads come before the count.
-        tl.debug_barrier()
-        tl.atomic_add(launch.control + DONE, 1, sem="release", scope="gpu")
+        count_task(launch.control + DONE)
     tl.store(plan.count_ptr + expert * NUM_RANKS + lanes, counts, mask=lanes < NUM_RANKS)
     tl.store(plan.start_ptr + expert * NUM_RANKS + lanes, tl.cumsum(counts, axis=0) - counts, mask=lanes < NUM_RANKS)
     # Rows past the size have no token.

@@ -132,7 +132,7 @@ def low_latency_gemm_combine(
     # The last program signals all ranks. A failed program does not count, so that no rank takes missing rows for stored
     # ones.
     if not_failed != 0:
-        if protocol.count_stored(launch, 0):
+        if protocol.count_stored(launch):
             ll_buffers.signal_ready_to(launch, buffers, (tl.full((), 1, tl.int64) << NUM_RANKS) - 1, 0, HEAP)
     # Sum rows of this rank's tokens; the first task waits for all ranks.
     if protocol.all_programs_started(launch):

@@ -122,14 +122,6 @@ def store_sizes(total, starts, ends, invalid_ptr, sizes_ptr, num_invalid_ptr, nu
 
 
 @triton.jit
-def count_task(launch):
-    """Count a finished task for which tasks of step (4) wait."""
-    # The release of one thread covers the stores of the others only after a barrier.
-    tl.debug_barrier()
-    tl.atomic_add(launch.control + DONE, 1, sem="release", scope="gpu")
-
-
-@triton.jit
 def plan(
     x_ptr,
     peers,
@@ -184,7 +176,7 @@ def plan(
             for start in range(first, tl.minimum((task - push_end + 1) * S.fill_rows, S.num_rows), lanes):
                 rows = start + tl.arange(0, lanes)
                 tl.store(row_to_assignment_ptr + rows, tl.full((lanes,), -1, tl.int32), mask=rows < S.num_rows)
-            count_task(launch)
+            protocol.count_task(launch.control + DONE)
             trace(launch, ZERO_EVENT, began, task, HEAP)
         else:
             # Own blocks come first, since they are here. The others follow in the order in which peers send them.
@@ -219,7 +211,7 @@ def plan(
                 counts, ids = scratch.counts_ptr + counts_row * BINS, topk_idx_ptr + first
                 positions, first_expert = scratch.positions_ptr + first, launch.rank * S.num_local_experts
                 count_block(ids, positions, counts, count, first_expert, S.num_local_experts, S.tile)
-                count_task(launch)
+                protocol.count_task(launch.control + DONE)
                 trace(launch, COUNT_EVENT, began, task, HEAP)
             else:
                 began = stamp(HEAP)

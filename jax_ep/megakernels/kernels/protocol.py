@@ -341,11 +341,19 @@ def await_flags_at(launch, flags, epochs, ranks, not_failed, task, HEAP: tl.cons
 
 
 @triton.jit
-def count_stored(launch, part):
-    """Count this program among those that have stored their share of a part; return whether it is the last one."""
+def count_task(counter_ptr):
+    """Count a task whose results other tasks wait for."""
+    # The release of one thread covers the stores of the others only after a barrier.
+    tl.debug_barrier()
+    tl.atomic_add(counter_ptr, 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def count_stored(launch):
+    """Count this program among those that have stored their share; return whether it is the last one."""
     # Stores of all threads come before the count; those of all programs come before what the last count allows.
     tl.debug_barrier()
-    return tl.atomic_add(launch.control + DONE + part, 1, sem="acq_rel", scope="sys") == tl.num_programs(0) - 1
+    return tl.atomic_add(launch.control + DONE, 1, sem="acq_rel", scope="sys") == tl.num_programs(0) - 1
 
 
 @triton.jit

@@ -192,7 +192,6 @@ def main() -> None:
     report = measure(args)
     show(report)
     draw(report, args.rows)
-    print(report.path)
 
 
 if __name__ == "__main__":

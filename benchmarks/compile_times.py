@@ -135,7 +135,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, tokens in itertools.product(args.models, args.tokens):
         table += measure(report, args.rounds, name, tokens, args.recipe)
     harness.show_table("seconds to compile", ["", *PARTS, "sum"], table)
-    print(report.path)
 
 
 if __name__ == "__main__":

@@ -150,7 +150,6 @@ def main() -> None:
             cases += [(what, tokens, {}) for tokens in args.tokens]
     report = Report("kernel_times", args, {"what": args.what, "tokens": args.tokens})
     measure(report, args, mesh, cases)
-    print(report.path)
 
 
 if __name__ == "__main__":

@@ -193,7 +193,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         cells.append([row["variant"], time, *shown])
     titles = [harness.COLUMNS[name][0] for name in columns[:3]]
     harness.show_table("step", ["variant", "ms", *titles, "loss", "gradient norm"], cells)
-    print(f"wrote {report.path}")
 
 
 if __name__ == "__main__":

@@ -195,7 +195,6 @@ def main() -> None:
     report = predict(args)
     show(report)
     draw(report, args.model)
-    print(report.path)
 
 
 if __name__ == "__main__":

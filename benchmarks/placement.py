@@ -193,7 +193,6 @@ def main() -> None:
     report = measure(args)
     show(report)
     draw(report)
-    print(report.path)
 
 
 if __name__ == "__main__":

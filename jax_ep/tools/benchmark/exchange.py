@@ -234,4 +234,3 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
         for kind, tokens in itertools.product(args.routing, args.tokens):
             case = make_case(mesh, kind, tokens, model)
             measure(report, case, variants(case, baselines=kind == "uniform"), args, peak)
-    print(report.path)

@@ -232,4 +232,3 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
     report.summarize(read_bytes_per_s=rate)
     for name in args.models:
         measure(report, args, name, rate)
-    print(report.path)

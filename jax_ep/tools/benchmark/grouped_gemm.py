@@ -259,4 +259,3 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
         for problem in make_problems(sizes, args.directions):
             measure(report, args, problem, harness.chosen(products(problem), args.only))
     jax_ep.finalize()
-    print(report.path)

@@ -265,7 +265,7 @@ class Report:
       settings: other settings than rounds and quick.
     """
 
-    made: ClassVar[list[Report]] = []  # of this process, for the exit status
+    made: ClassVar[list[Report]] = []  # of this process, for `measured`
 
     def __init__(self, name: str, args: argparse.Namespace, settings: Mapping[str, Any] | None = None) -> None:
         self.path: Path = args.out / f"{name}{args.suffix}.json"
@@ -435,10 +435,11 @@ def run(main: Callable[[], object]) -> None:
 
 
 def measured(main: Callable[[], object]) -> None:
-    """Run a benchmark; exit with status 1 if a report has no measured row."""
+    """Run a benchmark, and print the paths of its reports; exit with status 1 if one has no measured row."""
     Report.made.clear()
     main()
     for report in Report.made:
+        print(report.path)
         if all("failed" in row for row in report.rows):
             sys.exit(f"{report.path}: nothing measured")
 

@@ -422,4 +422,3 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
             gc.collect()
         del run, weights  # the next ones need the memory
     plots.draw_layers(args.out)
-    print(report.path)

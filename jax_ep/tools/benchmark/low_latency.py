@@ -200,7 +200,7 @@ def measure_all_to_all(report: Report, case: Case, args: argparse.Namespace, pea
     report.record(case.title, shape, resolved, failures, details)
 
 
-def measure_exchange(args: argparse.Namespace, model: Model) -> Report:
+def measure_exchange(args: argparse.Namespace, model: Model) -> None:
     """Measure dispatch and combine."""
     peak = rates.link(*jax.devices()[:2])
     ranks = [n for n in args.ranks or (2, 4) if n <= jax.device_count()]
@@ -213,7 +213,6 @@ def measure_exchange(args: argparse.Namespace, model: Model) -> Report:
         for count in args.tokens:
             measure_all_to_all(report, make_case(mesh, "uniform", count, model), args, peak)
     jax_ep.finalize()
-    return report
 
 
 # --- part: layer ------------------------------------------------------------------------------------------------------
@@ -249,7 +248,7 @@ def layer_chain(mesh: jax.sharding.Mesh, layer: Layer, arrays: tuple[Any, ...], 
     return passed_on(mesh, lambda x, *others: x + 1e-3 * layer(x, *others), arrays, length)
 
 
-def measure_layer(args: argparse.Namespace, model: Model) -> Report:
+def measure_layer(args: argparse.Namespace, model: Model) -> None:
     """Measure the whole layer."""
     report = Report("decode_layer", args, {"model": model._asdict(), "tokens": args.tokens})
     for num_ranks in args.ranks or [jax.device_count()]:
@@ -261,7 +260,6 @@ def measure_layer(args: argparse.Namespace, model: Model) -> Report:
         for count in args.tokens:
             measure_decode(report, args, make_case(mesh, "uniform", count, model), weights, serving)
         jax_ep.finalize()
-    return report
 
 
 def served(weights: tuple[Array, Array], dtype: str) -> tuple[Any, Any]:
@@ -321,5 +319,4 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
     """Measure all parts, each with its report."""
     args = harness.start(options(prog), arguments)
     for part in args.parts:
-        report = PARTS[part](args, MODELS[args.model])
-        print(report.path)
+        PARTS[part](args, MODELS[args.model])

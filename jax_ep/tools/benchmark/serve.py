@@ -402,4 +402,3 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
     report = measure_all(args)
     show(report)
-    print(f"wrote {report.path}")

@@ -393,4 +393,3 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
         parser.error(f"--tokens={args.tokens}: expected a multiple of --length={args.length}")
     report = measure_all(args)
     show(report)
-    print(f"wrote {report.path}")

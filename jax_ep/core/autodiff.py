@@ -26,7 +26,8 @@ OUTPUT_NAME = "jax_ep.output"
 def transposes(function: Any, transpose: Any) -> None:
     """Define `transpose` as the backward pass of the linear custom VJP `function(plan, rows, *others, handle)`.
 
-    It returns as many arrays as it takes, or one array. `plan` has the plan of the backward pass as `transposed`.
+    `transpose` takes the cotangents of the results and the handle, and returns those of the arrays. `plan` has the plan
+    of the backward pass as `transposed`.
     """
 
     def forward(plan: Any, rows: Array, *others: Any) -> tuple[Any, tuple[Array, Any]]:

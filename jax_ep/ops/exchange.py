@@ -400,20 +400,13 @@ def _dispatch_in_order(
     return *dispatch_tokens(plan, x, weights, handle), order
 
 
-def _in_order_forward(
-    plan: ExchangePlan, x: Array, weights: Array | None, handle: Handle
-) -> tuple[tuple[Array, Array | None, Array], tuple[Array, Handle]]:
-    return _dispatch_in_order(plan, x, weights, handle), (x[:0], handle)
+def _combine_after(
+    plan: ExchangePlan, y: Array, row_weights: Array | None, order: Array, handle: Handle
+) -> tuple[Array, Array | None]:
+    return combine_tokens(plan, y, row_weights, later(handle, order))
 
 
-def _in_order_backward(
-    plan: ExchangePlan, residuals: tuple[Array, Handle], cotangents: tuple[Array, Array | None, Array]
-) -> tuple[Array, Array | None, None]:
-    (like, handle), (rows, weights, order) = residuals, cotangents
-    return *combine_tokens(plan.transposed, rows.astype(like.dtype), weights, later(handle, order)), None
-
-
-_dispatch_in_order.defvjp(_in_order_forward, _in_order_backward)
+transposes(_dispatch_in_order, _combine_after)
 transposes(dispatch_tokens, combine_tokens)
 transposes(combine_tokens, dispatch_tokens)
 

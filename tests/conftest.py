@@ -81,19 +81,9 @@ def pytest_report_header():
 
 _CONTRACT = "tests/contract/test_{}.py"
 _WHOLE = (
-    *("dispatch_combine", "experts", "grouped_gemm_fp8", "grouped_gemm_gluon", "weight_gradient_gluon", "low_latency"),
-    *(
-        "low_latency_gemm_combine",
-        "low_latency_moe",
-        "masked",
-        "quantized_gemm",
-        "quantized_gemm_gluon",
-        "reproducible",
-        "result_dtype",
-        "single_launch",
-        "single_launch_gluon",
-        "sorted_slots",
-    ),
+    *("dispatch_combine", "experts", "grouped_gemm", "grouped_gemm_fp8", "grouped_gemm_gluon", "low_latency"),
+    *("low_latency_gemm_combine", "low_latency_moe", "masked", "quantized_gemm", "quantized_gemm_gluon"),
+    *("reproducible", "result_dtype", "single_launch", "single_launch_gluon", "sorted_slots", "weight_gradient_gluon"),
 )
 _LAYERS = {
     "fused": (

@@ -144,14 +144,15 @@ def test_grouped_gemm_two_arrays(implementation, transpose, rng):
         assert_same_bits(np.asarray(g), np.asarray(w))
 
 
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.slow_interpreted
-def test_grouped_gemm_preferred_element_type(implementation, rng):
-    """bfloat16 inputs with a float32 result are accumulated and returned without rounding to bfloat16."""
+def test_grouped_gemm_preferred_element_type(implementation, dtype, rng):
+    """16-bit inputs with a float32 result are accumulated and returned without rounding to 16 bits."""
     group_sizes = np.array([2, 0, 4], np.int32)
-    lhs, rhs, d_out = reals(rng, 6, 33, dtype=BF16), reals(rng, 3, 33, 4, dtype=BF16), reals(rng, 6, 4)
+    lhs, rhs, d_out = reals(rng, 6, 33, dtype=dtype), reals(rng, 3, 33, 4, dtype=dtype), reals(rng, 6, 4)
     call = with_gradients(implementation, preferred_element_type=jnp.float32)
     out, d_lhs, d_rhs = call(lhs, rhs, group_sizes, d_out)
-    assert [a.dtype for a in (out, d_lhs, d_rhs)] == [F32, BF16, BF16]
+    assert [a.dtype for a in (out, d_lhs, d_rhs)] == [F32, dtype, dtype]
     assert_close(out, oracle.grouped_gemm(lhs, rhs, group_sizes), "out")
     want = oracle.grouped_gemm_gradients(lhs, rhs, group_sizes, d_out)
     assert_close(d_lhs, want[0], "d_lhs")

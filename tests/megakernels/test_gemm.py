@@ -7,10 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_calls import W
 
 import facts_of
-import harness
 from cases import BF16, F32
 from jax_ep import context, tuning
 from jax_ep.megakernels import grouped_gemm
@@ -126,36 +124,6 @@ def test_triton_gather_rows(pool, rng, sizes):
     np.testing.assert_array_equal(np.asarray(got)[:used], want[:used])
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "float16"])
-def test_triton_gemm_result_dtypes(pool, rng, name):
-    sizes, dtype = [5, 70, 0, 21], jnp.dtype(name)
-    lhs, rhs = integers(rng, 100, K, dtype=dtype), integers(rng, 4, K, N, dtype=dtype)
-    for out_dtype in (dtype, jnp.dtype(jnp.float32)):
-        got = run_forward(lhs, rhs, sizes, out_dtype=out_dtype)
-        assert got.dtype == out_dtype
-        np.testing.assert_array_equal(got, forward(lhs, rhs, sizes).astype(out_dtype))
-        got = run_weights(lhs, lhs[:, :8], sizes, out_dtype=out_dtype)
-        assert got.dtype == out_dtype
-        np.testing.assert_array_equal(got, weights(lhs, lhs[:, :8], sizes).astype(out_dtype))
-
-
-def test_triton_gemm_nan_stays_in_group(pool, rng):
-    """Tiles extend into the rows of the next group, which are undefined."""
-    sizes = [70, 0, 33, 130, 9]
-    lhs, rhs = integers(rng, sum(sizes), K), integers(rng, sum(sizes), N)
-    matrices = integers(rng, len(sizes), K, N)
-    sound = forward(lhs, matrices, sizes), weights(lhs, rhs, sizes)
-    start, end = bounds(sizes, sum(sizes))[2]
-    lhs[start:end], rhs[start:end], matrices[2] = np.nan, np.inf, np.nan
-    got = run_forward(lhs, matrices, sizes)
-    others = np.ones(len(lhs), bool)
-    others[start:end] = False
-    np.testing.assert_array_equal(got[others], sound[0][others])
-    assert np.isnan(got[~others]).all()
-    got = run_weights(lhs, rhs, sizes)
-    np.testing.assert_array_equal(np.delete(got, 2, axis=0), np.delete(sound[1], 2, axis=0))
-
-
 @pytest.mark.parametrize("sizes", [[-5, 40, -1, 20], [90, 90, 90], [2**31 - 1, 2**31 - 1, 7], [-(2**31), 2**31 - 1]])
 def test_triton_gemm_invalid_sizes(pool, rng, sizes):
     """Nothing is read or written outside of the arrays; negative sizes are 0, and the last row ends every group."""
@@ -192,21 +160,3 @@ def test_triton_gemm_vmap(pool, rng):
     got = jax.jit(jax.vmap(call, in_axes=(0, None, 0)))(lhs, rhs, sizes)
     for i in range(2):
         np.testing.assert_array_equal(np.asarray(got[i]), forward(lhs[i], rhs, sizes[i]))
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.slow(unless={"check_vma": [True]})
-def test_triton_gemm_shard_map(pool, mesh4, rng, check_vma):
-    """Each rank its own rows and sizes; the matrices are the same on all."""
-    sizes = rng.multinomial(60, np.ones(3) / 3, size=W).astype(np.int32)
-    lhs, rhs = integers(rng, W, 64, 16), integers(rng, 3, 16, 24)
-
-    def both(lhs, sizes, rhs):
-        out = grouped_gemm.grouped_gemm(lhs, rhs, sizes, transpose=False, out_dtype=jnp.bfloat16)
-        return out, grouped_gemm.weight_gradient(lhs, out, sizes, out_dtype=jnp.float32)
-
-    out, gradient = harness.run(both, mesh4, lhs, sizes, rhs, check_vma=check_vma, replicated=(2,))
-    for rank in range(W):
-        rows = forward(lhs[rank], rhs, sizes[rank]).astype(jnp.bfloat16)
-        np.testing.assert_array_equal(out[rank], rows)
-        np.testing.assert_allclose(gradient[rank], weights(lhs[rank], rows, sizes[rank]), rtol=1e-6, atol=1e-3)

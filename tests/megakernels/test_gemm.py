@@ -11,6 +11,7 @@ import pytest
 import facts_of
 from cases import BF16, F32
 from jax_ep import context, tuning
+from jax_ep.core.kernel import BOUND, Descriptor
 from jax_ep.megakernels import grouped_gemm
 from jax_ep.megakernels.activation import gather_rows
 from jax_ep.megakernels.grouped_gemm import Tiles, WeightTiles
@@ -160,3 +161,17 @@ def test_triton_gemm_vmap(pool, rng):
     got = jax.jit(jax.vmap(call, in_axes=(0, None, 0)))(lhs, rhs, sizes)
     for i in range(2):
         np.testing.assert_array_equal(np.asarray(got[i]), forward(lhs[i], rhs, sizes[i]))
+
+
+@pytest.mark.parametrize(("row", "end"), [(0, 1), (70, 100), (99, 100), (2**30 - 1, 2**30)])
+def test_triton_gemm_bounded_rows(row, end):
+    """Kernels use coordinates `[BOUND, end, row - end + BOUND, column]`."""
+    blocks = Descriptor(jax.ShapeDtypeStruct((end, 7168), jnp.bfloat16), (64, 128), bounded=True).blocks
+    for at in (row, end - 1, end):
+        place = (BOUND, end, at - end + BOUND, 5)
+        address = 2 * sum(i * stride for i, stride in zip(place, blocks.strides, strict=True))
+        assert address % 2**64 == 2 * (at * 7168 + 5)
+        assert all(i < size for i, size in zip(place, blocks.shape, strict=True)) == (at < end)
+    # TMA supports strides of whole words below 2**40 bytes, and sizes up to 2**32.
+    assert all(2 * stride % 16 == 0 and 2 * stride < 2**40 for stride in blocks.strides[:-1])
+    assert max(blocks.shape) <= 2**32

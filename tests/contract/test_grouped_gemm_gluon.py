@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from test_grouped_gemm_fp8 import (
+from test_grouped_gemm_fp8 import (  # noqa: F401
     Problem,
     gemm,
     test_grouped_gemm_fp8_accumulates_in_float32,
@@ -17,14 +17,6 @@ from test_grouped_gemm_fp8 import (
 import jax_ep
 from cases import BF16, assert_close
 
-__all__ = [
-    "test_grouped_gemm_fp8_accumulates_in_float32",
-    "test_grouped_gemm_fp8_groups",
-    "test_grouped_gemm_fp8_invalid_sizes",
-    "test_grouped_gemm_fp8_nan_stays_in_group",
-    "test_grouped_gemm_fp8_result_dtypes",
-    "test_grouped_gemm_fp8_vmap",
-]
 IMPLEMENTATIONS = ("triton",)
 
 

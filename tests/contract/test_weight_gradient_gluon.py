@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from test_weight_gradient_fp8 import (
+from test_weight_gradient_fp8 import (  # noqa: F401
     assert_near,
     rows_of,
     test_weight_gradient_fp8_accumulates_in_float32,
@@ -16,12 +16,6 @@ import jax_ep
 import oracle_fp8
 from cases import BF16
 
-__all__ = [
-    "test_weight_gradient_fp8_accumulates_in_float32",
-    "test_weight_gradient_fp8_groups",
-    "test_weight_gradient_fp8_nan_stays_in_group",
-    "test_weight_gradient_fp8_two_arrays",
-]
 IMPLEMENTATIONS = ("triton",)
 
 

@@ -1,17 +1,13 @@
 """The balanced expert layer: forward and gradients against the oracle for any routing, and its memory."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import gc
 import re
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 import facts_of
 import jax_ep
@@ -26,29 +22,27 @@ from routings import ROUTINGS
 BALANCES = [jax_ep.Balance(1.0, 1), jax_ep.Balance(1.1), jax_ep.Balance(1.0, 8)]
 
 
-def layer_and_gradients(shape: Shape, implementation: str, balance: jax_ep.Balance | None, **options: Any) -> Any:
+def layer_and_gradients(shape, implementation, balance, **options):
     fixed = {"num_experts": shape.num_experts, "implementation": implementation, "balance": balance}
     return with_gradients(functools.partial(jax_ep.moe, **fixed, **options))
 
 
 @pytest.mark.parametrize("balance", BALANCES, ids=lambda b: f"{b.rows}-{b.spare_experts}")
 @pytest.mark.slow(unless={"balance": BALANCES[:1]})
-def test_balance_routings(
-    implementation: str, balance: jax_ep.Balance, every_mesh: Mesh, rng: Any, subtests: Any
-) -> None:
+def test_balance_routings(implementation, balance, every_mesh, rng, subtests):
     call = compiled(layer_and_gradients(BASE, implementation, balance), every_mesh)
     check_routings(call, ROUTINGS, every_mesh, rng, subtests, BASE)
 
 
 @pytest.mark.slow
-def test_balance_one_expert_per_rank(implementation: str, mesh: Mesh, rng: np.random.Generator, subtests: Any) -> None:
+def test_balance_one_expert_per_rank(implementation, mesh, rng, subtests):
     shape = Shape(num_tokens=9, top_k=2, num_experts=mesh.size)
     call = compiled(layer_and_gradients(shape, implementation, jax_ep.Balance(1.0)), mesh)
     check_routings(call, ("one_hot_every_slot", "zipf"), mesh, rng, subtests, shape)
 
 
 @pytest.mark.slow
-def test_balance_axes_in_another_order(implementation: str, rng: np.random.Generator) -> None:
+def test_balance_axes_in_another_order(implementation, rng):
     layer, axis_name = Layer(rng, "one_hot_every_slot", 4, BASE), ("b", "a")
     call = layer_and_gradients(BASE, implementation, jax_ep.Balance(1.0, 1), axis_name=axis_name)
     d_out = reals(rng, *layer.x.shape)
@@ -58,9 +52,7 @@ def test_balance_axes_in_another_order(implementation: str, rng: np.random.Gener
 
 @pytest.mark.parametrize("mode", ["serial", "scatter"])
 @pytest.mark.slow(unless={"implementation": ["triton"], "mode": ["scatter"]})
-def test_balance_bfloat16_copies_in_their_own_array(
-    implementation: str, mode: str, expert_mesh: Any, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_balance_bfloat16_copies_in_their_own_array(implementation, mode, expert_mesh, rng, monkeypatch):
     """Match the oracle; GEMMs that read two arrays have the bits of those of weights and copies in one array."""
     shape = Shape(num_tokens=24, top_k=2, num_experts=8, hidden=72, intermediate=40)
     is_fused = facts_of.fuses(implementation, Layout(2, 8, 24, 2, 48), BF16, shape.hidden, shape.intermediate)
@@ -70,7 +62,7 @@ def test_balance_bfloat16_copies_in_their_own_array(
     layer, resolve = Layer(rng, "zipf", 2, shape, BF16), plans.balanced
     d_out = reals(rng, *layer.x.shape, dtype=BF16)
 
-    def results(splits: bool) -> Any:
+    def results(splits):
         monkeypatch.setattr(plans, "balanced", lambda *args: dataclasses.replace(resolve(*args), splits=splits))
         fn = layer_and_gradients(shape, implementation, jax_ep.Balance(1.0, 1), schedule=Schedule(**modes))
         return run(fn, expert_mesh(2), *layer.args, d_out)
@@ -84,9 +76,7 @@ def test_balance_bfloat16_copies_in_their_own_array(
 
 @pytest.mark.parametrize("recipe", [None, "fp8"])
 @pytest.mark.slow
-def test_balance_moves_no_home_weights(
-    implementation: str, recipe: str | None, expert_mesh: Any, rng: np.random.Generator
-) -> None:
+def test_balance_moves_no_home_weights(implementation, recipe, expert_mesh, rng):
     """Without later passes XLA copies, slices, converts or joins neither all weights nor all gradients."""
     shape = Shape(num_tokens=24, top_k=2, num_experts=8, hidden=384, intermediate=128)
     layer = Layer(rng, "zipf", 2, shape, BF16)
@@ -99,16 +89,16 @@ def test_balance_moves_no_home_weights(
 
 
 @pytest.mark.slow
-def test_balance_padding_and_biases(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_balance_padding_and_biases(implementation, expert_mesh, rng):
     """The same sums as without balance; tokens without experts get zeros."""
     layer = Layer(rng, "one_hot_every_slot", 2, BASE)
     biases = reals(rng, 2, 4, 2 * BASE.intermediate), reals(rng, 2, 4, BASE.hidden)
 
-    def fn(*args: Any) -> Any:
+    def fn(*args):
         *args, b_gate_up, b_down = args
         args[1] = first_tokens(args[1], 4)
 
-        def call(**options: Any) -> Any:
+        def call(**options):
             given = {"biases": (b_gate_up, b_down), "implementation": implementation}
             return jax_ep.moe(*args, num_experts=BASE.num_experts, **given, **options)
 
@@ -123,13 +113,13 @@ def test_balance_padding_and_biases(implementation: str, expert_mesh: Any, rng: 
 
 @pytest.mark.parametrize("kind", ["recipe", "int8"])
 @pytest.mark.slow(unless={"kind": ["recipe"]})
-def test_balance_eight_bits(implementation: str, kind: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_balance_eight_bits(implementation, kind, expert_mesh, rng):
     """FP8 training and quantized experts, close to the layer without balance: rows move, and scales with them."""
     shape = Shape(num_tokens=8, top_k=2, num_experts=4, hidden=128, intermediate=128)
     layer = Layer(rng, "one_hot_every_slot", 2, shape, BF16)
 
-    def fn(x: Any, topk_idx: Any, topk_weights: Any, *weights: Any) -> Any:
-        options: dict[str, Any] = {"num_experts": 4, "implementation": implementation}
+    def fn(x, topk_idx, topk_weights, *weights):
+        options = {"num_experts": 4, "implementation": implementation}
         if kind == "recipe":
             options["recipe"] = "fp8"
         else:
@@ -143,18 +133,18 @@ def test_balance_eight_bits(implementation: str, kind: str, expert_mesh: Any, rn
 
 
 @pytest.mark.slow
-def test_balance_quantized_once(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_balance_quantized_once(implementation, expert_mesh, rng):
     """Weights quantized before the layer have the bits of those quantized in it, forward and gradients."""
     shape = Shape(num_tokens=8, top_k=2, num_experts=4, hidden=128, intermediate=128)
     layer = Layer(rng, "zipf", 2, shape, BF16)
     d_out = reals(rng, *layer.x.shape, dtype=BF16)
 
-    def results(once: bool) -> Any:
-        def fn(x: Any, topk_idx: Any, topk_weights: Any, *others: Any) -> Any:
-            def moe(x: Any, *weights: Any) -> Any:
+    def results(once):
+        def fn(x, topk_idx, topk_weights, *others):
+            def moe(x, *weights):
                 if once:
                     weights = tuple(jax_ep.quantize(w, "fp8", for_training=True) for w in weights)
-                options: dict[str, Any] = {"num_experts": 4, "implementation": implementation, "recipe": "fp8"}
+                options = {"num_experts": 4, "implementation": implementation, "recipe": "fp8"}
                 return jax_ep.moe(x, topk_idx, topk_weights, *weights, **options, balance=jax_ep.Balance(1.0, 1))
 
             *weights, d_out = others
@@ -168,20 +158,20 @@ def test_balance_quantized_once(implementation: str, expert_mesh: Any, rng: np.r
 
 
 @pytest.mark.slow
-def test_balance_jit_scan_and_remat(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_balance_jit_scan_and_remat(implementation, expert_mesh, rng):
     """Two rematerialized layers in a scan have the gradient of two calls."""
     layer = Layer(rng, "zipf", 2, BASE)
 
-    def fn(x: Any, topk_idx: Any, topk_weights: Any, *weights: Any) -> Any:
-        def call(x: Any, *weights: Any) -> Any:
+    def fn(x, topk_idx, topk_weights, *weights):
+        def call(x, *weights):
             fixed = {"num_experts": BASE.num_experts, "implementation": implementation}
             return jax_ep.moe(x, topk_idx, topk_weights, *weights, **fixed, balance=jax_ep.Balance(1.0, 1))
 
-        def scanned(x: Any, *weights: Any) -> Any:
+        def scanned(x, *weights):
             step = jax.checkpoint(lambda x, _: (x + call(x, *weights), None))
             return jax.lax.scan(step, x, None, length=2)[0].sum()
 
-        def unrolled(x: Any, *weights: Any) -> Any:
+        def unrolled(x, *weights):
             x = x + call(x, *weights)
             return (x + call(x, *weights)).sum()
 
@@ -193,14 +183,14 @@ def test_balance_jit_scan_and_remat(implementation: str, expert_mesh: Any, rng: 
         assert_close(g, w.astype(np.float64), "gradient")
 
 
-def test_balance_work(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_balance_work(implementation, expert_mesh, rng):
     """One copy takes 9 of the 18 rows that rank 0 has too many; a second pass computes the others."""
     layer = Layer(rng, "uniform", 2, BASE)
     layer.topk_idx = np.arange(36, dtype=np.int32).reshape(2, 6, 3) % 4
 
-    def fn(*args: Any) -> Any:
+    def fn(*args):
         with balanced.recording() as found:
-            options: dict[str, Any] = {"num_experts": 8, "implementation": implementation}
+            options = {"num_experts": 8, "implementation": implementation}
             y = jax_ep.moe(*args, **options, balance=jax_ep.Balance(1.0, 1))
         return y, found[0]
 
@@ -211,12 +201,12 @@ def test_balance_work(implementation: str, expert_mesh: Any, rng: np.random.Gene
 
 
 @pytest.mark.slow
-def test_balance_memory(expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_balance_memory(expert_mesh, rng):
     """The gradient of the balanced layer needs at most 0.4 of the temporary memory of the dropless layer."""
     shape = Shape(num_tokens=512, top_k=4, num_experts=16, hidden=128, intermediate=64)
     layer = Layer(rng, "uniform", 8, shape)
 
-    def bytes_of(balance: jax_ep.Balance | None) -> int:
+    def bytes_of(balance):
         fn = per_rank(layer_and_gradients(shape, "xla", balance), expert_mesh(8))
         return jax.jit(fn).lower(*layer.args, layer.x).compile().memory_analysis().temp_size_in_bytes
 
@@ -224,20 +214,20 @@ def test_balance_memory(expert_mesh: Any, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("spare_experts", [1, 8])
-def test_balance_no_second_derivative(spare_experts: int, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_balance_no_second_derivative(spare_experts, expert_mesh, rng):
     layer, balance = Layer(rng, "uniform", 2, BASE), jax_ep.Balance(1.0, spare_experts)
 
-    def slope(x: Any, *others: Any) -> Any:
+    def slope(x, *others):
         return jax.grad(lambda x: jax_ep.moe(x, *others, num_experts=8, balance=balance).sum())(x).sum()
 
     with pytest.raises(TypeError, match="moe: balance has first derivatives only"):
         run(jax.grad(slope), expert_mesh(2), *layer.args)
 
 
-def test_balance_keeps_no_tracers_and_names_symbolic_sizes(expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_balance_keeps_no_tracers_and_names_symbolic_sizes(expert_mesh, rng):
     layer = Layer(rng, "uniform", 2, BASE)
 
-    def moe(*args: Any) -> Any:
+    def moe(*args):
         return jax_ep.moe(*args, num_experts=8, balance=jax_ep.Balance(1.0, 8))
 
     gc.freeze()  # The check visits all objects; most belong to other tests.
@@ -252,10 +242,10 @@ def test_balance_keeps_no_tracers_and_names_symbolic_sizes(expert_mesh: Any, rng
         jax.eval_shape(per_rank(moe, expert_mesh(2)), *args, *layer.args[3:])
 
 
-def test_balance_mistakes(expert_mesh: Any, rng: np.random.Generator, subtests: Any) -> None:
+def test_balance_mistakes(expert_mesh, rng, subtests):
     layer = Layer(rng, "uniform", 2, BASE)
 
-    def call(**options: Any) -> None:
+    def call(**options):
         run(lambda *args: jax_ep.moe(*args, num_experts=8, **options), expert_mesh(2), *layer.args)
 
     with subtests.test("type"), pytest.raises(TypeError, match=r"balance is a float, expected a jax_ep.Balance"):

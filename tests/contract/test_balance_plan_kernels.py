@@ -1,9 +1,5 @@
 """The kernels that plan a balanced pass agree with plain JAX, bit for bit, for random and adversarial loads."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import numpy as np
 import pytest
@@ -13,7 +9,7 @@ from jax_ep.core.balance import Balance
 from jax_ep.ops import registry
 
 
-def routing(rng: np.random.Generator, kind: str, num_ranks: int, tokens: int, top_k: int, experts: int) -> np.ndarray:
+def routing(rng, kind, num_ranks, tokens, top_k, experts):
     """Return ids `[W, T, K]`, some -1."""
     popularity = {
         "uniform": np.ones(experts),
@@ -28,9 +24,7 @@ def routing(rng: np.random.Generator, kind: str, num_ranks: int, tokens: int, to
 
 @pytest.mark.parametrize("kind", ["uniform", "zipf", "one_rank", "one_expert"])
 @pytest.mark.parametrize(("experts", "spare"), [(8, 1), (24, 3)])
-def test_balance_plan_kernels(
-    implementation: str, kind: str, experts: int, spare: int, expert_mesh: Any, rng: Any
-) -> None:
+def test_balance_plan_kernels(implementation, kind, experts, spare, expert_mesh, rng):
     if implementation != "triton":
         pytest.skip("only triton has kernels for the plan")
     num_ranks, tokens, top_k = 2, 301, 2
@@ -42,7 +36,7 @@ def test_balance_plan_kernels(
     for implementation in ("triton", "xla"):
         planner = registry.BALANCE_PLAN.by(implementation)
 
-        def fn(topk_idx: Any, counts: Any, rank: Any, planner: Any = planner) -> Any:
+        def fn(topk_idx, counts, rank, planner=planner):
             plan = planner.plan_pass(counts, rows, spare)
             return plan, planner.place_assignments(topk_idx, counts, plan, rank)
 

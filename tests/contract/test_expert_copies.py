@@ -1,9 +1,5 @@
 """Copies of experts on other ranks, and their gradients back home, for random plans: bit for bit."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +12,7 @@ from jax_ep.ops import registry
 LOCAL, SPARE = 3, 2
 
 
-def random_copies(rng: np.random.Generator, num_ranks: int) -> np.ndarray:
+def random_copies(rng, num_ranks):
     """Experts of other ranks in some slots of each rank, `[W, S]`; used slots come first."""
     copies = np.full((num_ranks, SPARE), -1, np.int32)
     for rank in range(num_ranks):
@@ -26,11 +22,11 @@ def random_copies(rng: np.random.Generator, num_ranks: int) -> np.ndarray:
     return copies
 
 
-def in_loop(copy: Any) -> Any:
+def in_loop(copy):
     """Add gradients in each step of a scan: slices of stacked arrays, and results that are stacked."""
 
-    def fn(copies: Any, gradient: Any) -> Any:
-        def step(order: Any, gradients: Any) -> Any:
+    def fn(copies, gradient):
+        def step(order, gradients):
             total, order = copy.add_gradients(("expert",), copies, gradients[:LOCAL], gradients[LOCAL:], order)
             return order, total
 
@@ -41,13 +37,13 @@ def in_loop(copy: Any) -> Any:
 
 @pytest.mark.parametrize("dtype", [F32, BF16, np.uint8], ids=str)
 @pytest.mark.parametrize("shape", [(6, 40), (3, 5)], ids=str)
-def test_expert_copies(implementation: str, dtype: Any, shape: Any, expert_mesh: Any, rng: Any, subtests: Any) -> None:
+def test_expert_copies(implementation, dtype, shape, expert_mesh, rng, subtests):
     if implementation == "pallas":
         pytest.skip("pallas moves no experts")
     mesh, num_ranks = expert_mesh(4), 4
     copy = registry.EXPERT_COPIES.by(implementation)
 
-    def fn(copies: Any, w: Any, gradient: Any) -> Any:
+    def fn(copies, w, gradient):
         fetched, order = copy.fetch_copies(("expert",), copies, w, copies[0])
         return fetched, *copy.add_gradients(("expert",), copies, gradient[:LOCAL], gradient[LOCAL:], order)
 

@@ -1,17 +1,13 @@
 """`Schedule(reproducible=True)`: neither ranks, nor other tokens, nor balance change the bits of a token."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 import jax_ep
 from cases import BF16, F32, FP8_WIRE, Shape, assert_same_bits, probabilities, reals
@@ -39,17 +35,17 @@ class Layer(NamedTuple):
     w_down: np.ndarray
     d_out: np.ndarray
 
-    def first_tokens(self, number: int) -> Layer:
+    def first_tokens(self, number):
         """Return the layer with the first tokens of each of `NUM_RANKS`."""
         tokens = {name: getattr(self, name) for name in ("x", "topk_idx", "topk_weights", "d_out")}
         return self._replace(**{name: first_tokens(a, number) for name, a in tokens.items()})
 
 
-def first_tokens(a: np.ndarray, number: int) -> np.ndarray:
+def first_tokens(a, number):
     return a.reshape(NUM_RANKS, -1, *a.shape[1:])[:, :number].reshape(-1, *a.shape[1:])
 
 
-def make_layer(rng: np.random.Generator, routing: str, dtype: np.dtype, shape: Shape = SHAPE) -> Layer:
+def make_layer(rng, routing, dtype, shape=SHAPE):
     """Make a layer; with "few_experts" those of one rank have all tokens, more than one pass places."""
     if routing == "few_experts":
         ids = rng.integers(shape.num_experts // 4, size=(NUM_RANKS, shape.num_tokens, shape.top_k)).astype(np.int32)
@@ -62,14 +58,12 @@ def make_layer(rng: np.random.Generator, routing: str, dtype: np.dtype, shape: S
     return Layer(x, ids, probabilities(rng, *ids.shape), w_gate_up.astype(dtype), w_down.astype(dtype), d_out)
 
 
-def results_of(
-    implementation: str, mesh: Mesh, balance: jax_ep.Balance | None = None, schedule: Schedule = BITS
-) -> Callable[[Layer], tuple[dict[str, np.ndarray], int]]:
+def results_of(implementation, mesh, balance=None, schedule=BITS):
     """Return a function to the result with and without a gradient, the gradient of the tokens, and the passes."""
 
-    def fn(x: Any, topk_idx: Any, topk_weights: Any, w_gate_up: Any, w_down: Any, d_out: Any) -> Any:
-        def layer(x: Any) -> Any:
-            options: dict[str, Any] = {"implementation": implementation, "balance": balance, "schedule": schedule}
+    def fn(x, topk_idx, topk_weights, w_gate_up, w_down, d_out):
+        def layer(x):
+            options = {"implementation": implementation, "balance": balance, "schedule": schedule}
             with balanced.recording() as work:
                 arrays = x, topk_idx, topk_weights, w_gate_up, w_down
                 y = jax_ep.moe(*arrays, num_experts=SHAPE.num_experts, **options)
@@ -81,7 +75,7 @@ def results_of(
 
     run = compiled(fn, mesh)
 
-    def call(layer: Layer) -> tuple[dict[str, np.ndarray], int]:
+    def call(layer):
         *found, passes = run(*(a.reshape(mesh.size, -1, *a.shape[1:]) for a in layer))
         names = "y without a gradient", "y", "dx"
         return {name: a.reshape(-1, a.shape[-1]) for name, a in zip(names, found, strict=True)}, int(passes.max())
@@ -89,16 +83,14 @@ def results_of(
     return call
 
 
-def assert_same(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None:
+def assert_same(got, want):
     for name, a in got.items():
         assert_same_bits(a, want[name], name)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.slow
-def test_reproducible_balance(
-    implementation: str, dtype: np.dtype, expert_mesh: Any, rng: np.random.Generator, subtests: Any
-) -> None:
+def test_reproducible_balance(implementation, dtype, expert_mesh, rng, subtests):
     mesh = expert_mesh(NUM_RANKS)
     plain, spread = (results_of(implementation, mesh, b) for b in (None, jax_ep.Balance(1.0, 1)))
     for routing, several in (("zipf", False), ("one_hot_every_slot", False), ("few_experts", True)):
@@ -116,14 +108,14 @@ def test_reproducible_balance(
 @pytest.mark.parametrize("wire", ["plain_wire", pytest.param("fp8_wire", marks=pytest.mark.slow)])
 @pytest.mark.slow_interpreted
 def test_reproducible_ranks(
-    implementation: str,
-    wire: str,
-    num_ranks: int,
-    dtype: np.dtype,
-    expert_mesh: Any,
-    rng: np.random.Generator,
-    subtests: Any,
-) -> None:
+    implementation,
+    wire,
+    num_ranks,
+    dtype,
+    expert_mesh,
+    rng,
+    subtests,
+):
     options = {"schedule": WIRES[wire]}
     call = results_of(implementation, expert_mesh(num_ranks), **options)
     expected = results_of(implementation, expert_mesh(NUM_RANKS), **options)
@@ -135,9 +127,7 @@ def test_reproducible_ranks(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.slow_interpreted
-def test_reproducible_other_tokens(
-    implementation: str, dtype: np.dtype, expert_mesh: Any, rng: np.random.Generator
-) -> None:
+def test_reproducible_other_tokens(implementation, dtype, expert_mesh, rng):
     """A token of each rank alone, and some of them, have the bits that they have among others."""
     layer = make_layer(rng, "zipf", dtype)
     call = results_of(implementation, expert_mesh(NUM_RANKS))
@@ -147,7 +137,7 @@ def test_reproducible_other_tokens(
 
 
 @pytest.mark.slow
-def test_reproducible_modes(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_reproducible_modes(implementation, expert_mesh, rng):
     """The cost model may choose any mode: kernels with and without an all-to-all compute the same bits."""
     layer, mesh = make_layer(rng, "zipf", BF16), expert_mesh(NUM_RANKS)
     modes = [replace(BITS, dispatch_mode=d, combine_mode=c) for d, c in (("fused", "scatter"), ("serial", "serial"))]
@@ -164,7 +154,7 @@ REJECTED = {
 
 
 @pytest.mark.parametrize("name", REJECTED)
-def test_reproducible_unsupported(name: str, expert_mesh: Any) -> None:
+def test_reproducible_unsupported(name, expert_mesh):
     function, options, remedy = REJECTED[name]
     call = partial(function, num_experts=2, **{"axis_name": (), "schedule": BITS} | options)
     ids = jnp.zeros((1, 4, 2), jnp.int32)
@@ -173,18 +163,18 @@ def test_reproducible_unsupported(name: str, expert_mesh: Any) -> None:
         jax.eval_shape(per_rank(call, expert_mesh(1)), *arrays, jnp.ones((1, 2, 128, 128), BF16))
 
 
-def test_reproducible_programs(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_reproducible_programs(implementation, expert_mesh, rng):
     """A layer with biases computes the same bits as `fused_moe` and as `moe`, also where XLA optimizes CPU programs."""
     on_gpu = jax.default_backend() == "gpu"
     shape, dtype = (SHAPE, BF16) if on_gpu else (Shape(10, 4, 8, 8, 16), F32)
     x, topk_idx, topk_weights, *weights, _ = make_layer(rng, "uniform", dtype, shape)
     biases = None, reals(rng, shape.num_experts, shape.hidden, dtype=dtype)
-    options: dict[str, Any] = {"biases": biases, "schedule": BITS, "implementation": implementation}
+    options = {"biases": biases, "schedule": BITS, "implementation": implementation}
 
-    def on_one_device(x: Any) -> Any:
+    def on_one_device(x):
         return jax_ep.fused_moe(x, topk_idx, topk_weights, *weights, **options)
 
-    def on_mesh(x: Any) -> Any:
+    def on_mesh(x):
         return jax_ep.moe(x, topk_idx, topk_weights, *weights, num_experts=shape.num_experts, **options)
 
     flags = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}

@@ -1,9 +1,6 @@
 """The plan of a balanced pass: every assignment is placed once, within the bounds, also for adversarial loads."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +12,7 @@ from jax_ep.xla.balance_plan import place_assignments, plan_pass
 TOKENS, TOP_K = 32, 4
 
 
-def loads(rng: np.random.Generator, num_ranks: int, num_local: int) -> dict[str, np.ndarray]:
+def loads(rng, num_ranks, num_local):
     """Return probabilities of the experts, `[E]`."""
     num_experts = num_ranks * num_local
     by_rank = np.zeros((num_ranks, num_local))
@@ -33,14 +30,14 @@ def loads(rng: np.random.Generator, num_ranks: int, num_local: int) -> dict[str,
     return {name: p / p.sum() for name, p in found.items()}
 
 
-def count(topk_idx: np.ndarray, num_experts: int) -> np.ndarray:
+def count(topk_idx, num_experts):
     return np.stack([np.bincount(ids[ids >= 0], minlength=num_experts) for ids in topk_idx]).astype(np.int32)
 
 
-def planner(rows: int, spare: int) -> Any:
+def planner(rows, spare):
     """Return the plan of a pass, and `place_assignments` on every rank."""
 
-    def run(topk_idx: Any, counts: Any) -> Any:
+    def run(topk_idx, counts):
         plan = plan_pass(counts, rows, spare)
         ranks = jnp.arange(len(topk_idx), dtype=jnp.int32)
         return plan, jax.vmap(lambda ids, rank: place_assignments(ids, counts, plan, rank))(topk_idx, ranks)
@@ -48,7 +45,7 @@ def planner(rows: int, spare: int) -> Any:
     return jax.jit(run)
 
 
-def check_pass(topk_idx: np.ndarray, counts: np.ndarray, plan: Any, placed: Any, rows: int, spare: int) -> np.ndarray:
+def check_pass(topk_idx, counts, plan, placed, rows, spare):
     """Check one pass against its guarantees, and return the ids that it leaves."""
     slots, left = placed
     num_ranks, num_experts = counts.shape
@@ -68,7 +65,7 @@ def check_pass(topk_idx: np.ndarray, counts: np.ndarray, plan: Any, placed: Any,
 
 @pytest.mark.parametrize(("num_ranks", "num_local"), [(2, 8), (4, 4), (8, 1), (8, 4), (16, 2), (64, 1)])
 @pytest.mark.slow(unless={"num_ranks": [4]})
-def test_plan_random_loads(num_ranks: int, num_local: int, rng: np.random.Generator, subtests: Any) -> None:
+def test_plan_random_loads(num_ranks, num_local, rng, subtests):
     """Spare slots for all experts at home suffice for one pass; with fewer there are at most W passes."""
     num_experts = num_ranks * num_local
     for slack in (1.0, 1.1):
@@ -88,14 +85,14 @@ def test_plan_random_loads(num_ranks: int, num_local: int, rng: np.random.Genera
                     assert passes <= (1 if spare >= num_local else num_ranks)
 
 
-def test_plan_balanced_loads_move_nothing(rng: np.random.Generator) -> None:
+def test_plan_balanced_loads_move_nothing(rng):
     topk_idx = rng.permuted(np.tile(np.arange(8, dtype=np.int32), (2, 4, 2)), axis=-1)
     plan, (slots, _) = jax.device_get(planner(64, 2)(topk_idx, count(topk_idx, 8)))
     assert (plan.copies == -1).all()
     np.testing.assert_array_equal(slots, topk_idx + 2 * (topk_idx // 4))
 
 
-def test_plan_own_tokens_stay(rng: np.random.Generator) -> None:
+def test_plan_own_tokens_stay(rng):
     """A rank that holds a copy computes its own tokens of that expert first."""
     topk_idx = np.zeros((2, 16, 1), np.int32)
     plan, (slots, _) = jax.device_get(planner(16, 1)(topk_idx, count(topk_idx, 2)))

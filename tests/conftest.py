@@ -81,8 +81,8 @@ def pytest_report_header():
 
 _CONTRACT = "tests/contract/test_{}.py"
 _WHOLE = (
-    *("dispatch_combine", "experts", "grouped_gemm", "grouped_gemm_fp8", "grouped_gemm_gluon", "low_latency"),
-    *("low_latency_gemm_combine", "low_latency_moe", "masked", "quantized_gemm", "quantized_gemm_gluon"),
+    *("balance_plan_kernels", "dispatch_combine", "experts", "grouped_gemm", "grouped_gemm_fp8", "grouped_gemm_gluon"),
+    *("low_latency", "low_latency_gemm_combine", "low_latency_moe", "masked", "quantized_gemm", "quantized_gemm_gluon"),
     *("reproducible", "result_dtype", "single_launch", "single_launch_gluon", "sorted_slots", "weight_gradient_gluon"),
 )
 _LAYERS = {
@@ -99,6 +99,7 @@ ON_KERNELS = {
     *map(_CONTRACT.format, _WHOLE),
     *(f"{_CONTRACT.format(name)}::test_{test}" for name, tests in _LAYERS.items() for test in tests),
     "tests/gpu/test_training.py::test_low_latency_decoding[fp8]",
+    "tests/ops/test_launch_order.py",
 }
 """Files, tests and cases that CPU devices also run with `triton`, in its interpreter."""
 

@@ -1,6 +1,5 @@
 """Several real processes on loopback: the same results as in one, and errors for differing or missing processes."""
 
-import json
 import os
 import re
 import subprocess
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from run_processes import free_port
+from run_processes import free_port, run_pair
 
 HELPERS = Path(__file__).parent / "helpers"
 CONTRACT = Path(__file__).parent / "contract"
@@ -51,16 +50,7 @@ def test_processes_kernels_inside():
 @pytest.mark.slow
 def test_processes_mismatch():
     """Each difference is an error that names it; differing_processes.py is the program."""
-    address = f"127.0.0.1:{free_port()}"
-    commands = [[sys.executable, str(HELPERS / "differing_processes.py"), str(i), address] for i in range(2)]
-    started = [subprocess.Popen(command, env=environment(2), **PIPES) for command in commands]
-    try:
-        outputs = [process.communicate() for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0, 0], outputs
-    both = [json.loads(stdout.splitlines()[-1]) for stdout, _ in outputs]
+    both = run_pair("differing_processes.py", XLA_FLAGS="--xla_force_host_platform_device_count=2")
     for found in both:
         assert found["devices"] == 4
         for name, zero, one in (

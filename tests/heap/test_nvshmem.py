@@ -2,14 +2,11 @@
 
 import dataclasses
 import importlib.util
-import json
 import logging
 import os
 import re
-import subprocess
 import sys
 import types
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +23,7 @@ from jax_ep.megakernels import requirements
 from jax_ep.ops import registry
 from jax_ep.tools import doctor
 from jax_ep.types import Layout, Options
-from run_processes import free_port
-
-HELPERS = Path(__file__).parents[1] / "helpers"
+from run_processes import run_pair
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -424,18 +419,7 @@ def test_transports_unordered_launches(gpus, caplog):
 @pytest.mark.slow
 def test_nvshmem_two_processes():
     """Use the real key-value store, barriers and timeouts; meeting_processes.py is the program."""
-    address = f"127.0.0.1:{free_port()}"
-    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": os.pathsep.join(sys.path)}
-    commands = [[sys.executable, str(HELPERS / "meeting_processes.py"), str(i), address] for i in range(2)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    started = [subprocess.Popen(command, env=os.environ | flags, **pipes) for command in commands]
-    try:
-        outputs = [process.communicate() for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0, 0], outputs
-    zero, one = (json.loads(stdout.splitlines()[-1]) for stdout, _ in outputs)
+    zero, one = run_pair("meeting_processes.py", XLA_FLAGS="")
     ids = []
     for life in ("first", "second"):
         for process, found in enumerate((zero[life], one[life])):

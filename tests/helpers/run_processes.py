@@ -9,6 +9,7 @@ process i drives GPU i, with `JAX_EP_TEST_GPUS=N` GPU i modulo N, otherwise D CP
 
 import argparse
 import collections
+import json
 import os
 import re
 import secrets
@@ -78,6 +79,22 @@ def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def run_pair(program, **environment):
+    """Run a program of this folder in two processes that meet; return the JSON on the last line of each."""
+    command = [sys.executable, str(Path(__file__).with_name(program))]
+    own = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)} | environment
+    options = {"env": own, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    address = f"127.0.0.1:{free_port()}"
+    started = [subprocess.Popen([*command, str(i), address], **options) for i in range(2)]
+    try:
+        outputs = [process.communicate() for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], outputs
+    return [json.loads(stdout.splitlines()[-1]) for stdout, _ in outputs]
 
 
 def wait(processes, timeout_s, grace_s):

@@ -165,6 +165,22 @@ def test_single_launch_gradients_match_several(implementation, rng):
         assert_same_bits(to_numpy(got), to_numpy(want))
 
 
+def check_drawn(implementation, rng, shape, stored, dtype, *, gated=True):
+    """Check a layer of this shape with experts, ids and biases drawn at random."""
+    experts = jax_ep.Experts(
+        str(rng.choice(["silu", "gelu", "gelu_exact", "relu", "relu_squared"])),
+        gated=gated,
+        interleaved=gated and bool(rng.integers(2)),
+        clamp=rng.choice([None, 1.5]),
+        weight_on=str(rng.choice(["input", "output"])),
+    )
+    layer = Layer(rng, "uniform", 1, shape, dtype, gated=gated)
+    ids = rng.integers(-1, shape.num_experts + 1, layer.topk_idx[0].shape, dtype=np.int32)
+    matrices = [w if stored is None else store(w, stored) for w in (layer.w_gate_up, layer.w_down)]
+    biases = drawn_biases(rng, layer, lambda: rng.integers(2))
+    check(implementation, (layer.x[0], ids, layer.topk_weights[0]), matrices, experts, biases)
+
+
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.slow(unless={"seed": [0]})
 def test_single_launch_random_sizes(implementation, seed):
@@ -176,19 +192,7 @@ def test_single_launch_random_sizes(implementation, seed):
     hidden, inner = (int(unit * rng.integers(1, 20 if unit == 8 else 512 // unit)) for _ in range(2))
     shape = Shape(int(rng.integers(1, 90)), top_k, num_experts, hidden, inner)
     dtype = (BF16, F16)[rng.integers(2)]
-    gated = bool(rng.integers(2))
-    experts = jax_ep.Experts(
-        str(rng.choice(["silu", "gelu", "gelu_exact", "relu", "relu_squared"])),
-        gated=gated,
-        interleaved=gated and bool(rng.integers(2)),
-        clamp=rng.choice([None, 1.5]),
-        weight_on=str(rng.choice(["input", "output"])),
-    )
-    layer = Layer(rng, "uniform", 1, shape, dtype, gated=gated)
-    ids = rng.integers(-1, num_experts, layer.topk_idx[0].shape, dtype=np.int32)
-    matrices = [w if stored is None else store(w, stored) for w in (layer.w_gate_up, layer.w_down)]
-    biases = drawn_biases(rng, layer, lambda: rng.integers(2))
-    check(implementation, (layer.x[0], ids, layer.topk_weights[0]), matrices, experts, biases)
+    check_drawn(implementation, rng, shape, stored, dtype, gated=bool(rng.integers(2)))
 
 
 @pytest.mark.parametrize("schedule", [ONE, SEVERAL], ids=["one", "several"])

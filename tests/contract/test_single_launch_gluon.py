@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_single_launch
-from test_single_launch import EXPERTS, call, check, drawn_biases, operands_of
+from test_single_launch import EXPERTS, call, check, check_drawn, drawn_biases, operands_of
 
 import jax_ep
 from cases import BF16, F16, Shape
@@ -57,17 +57,7 @@ def test_single_launch_gluon_random_sizes(implementation, seed):
     stored, unit = (("mxfp4 prepacked", 32), ("int4 prepacked", 128))[seed % 2]
     hidden, inner = (int(unit * rng.integers(1, 640 // unit)) for _ in range(2))
     shape = Shape(int(rng.integers(1, 512 // top_k)), top_k, num_experts, hidden, inner)
-    experts = jax_ep.Experts(
-        str(rng.choice(["silu", "gelu", "gelu_exact", "relu", "relu_squared"])),
-        interleaved=bool(rng.integers(2)),
-        clamp=rng.choice([None, 1.5]),
-        weight_on=str(rng.choice(["input", "output"])),
-    )
-    layer = Layer(rng, "uniform", 1, shape, BF16)
-    ids = rng.integers(-1, num_experts + 1, layer.topk_idx[0].shape, dtype=np.int32)
-    matrices = [store(w, stored) for w in (layer.w_gate_up, layer.w_down)]
-    biases = drawn_biases(rng, layer, lambda: rng.integers(2))
-    check(implementation, (layer.x[0], ids, layer.topk_weights[0]), matrices, experts, biases)
+    check_drawn(implementation, rng, shape, stored, BF16)
 
 
 @pytest.mark.parametrize(

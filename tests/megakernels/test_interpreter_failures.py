@@ -93,34 +93,28 @@ def own_pool(num_workers=W, heap_bytes=HEAP_BYTES):
         pool.close()
 
 
-def test_interpreter_killed_worker_ends_waits(mesh4, after_failures):
+@pytest.mark.parametrize(
+    ("number", "timeout_s", "words", "story"),
+    [
+        (signal.SIGKILL, LONG_S, "died with exit code -9", r"worker 2 \(process \d+\) died with exit code -9"),
+        (signal.SIGSTOP, 0.3, "was killed", r"worker 2 .* was killed: it had been stopped.* for 0\.3 s"),
+    ],
+    ids=["killed", "stopped"],
+)
+def test_interpreter_signal_ends_waits(number, timeout_s, words, story, mesh4, after_failures):
     with own_pool() as pool:
 
-        def kill():
+        def send():
             until(lambda: all_wait(pool))
-            os.kill(pool._workers[2].process.pid, signal.SIGKILL)
+            os.kill(pool._workers[2].process.pid, number)
 
         run, start = wait_for_ever(mesh4), time.perf_counter()
-        threading.Thread(target=kill).start()
-        with pytest.raises(Exception, match=f"died with exit code -9|{STOPPED}"):
+        pool.timeout_s = timeout_s
+        threading.Thread(target=send).start()
+        with pytest.raises(Exception, match=f"{words}|{STOPPED}"):
             jax.block_until_ready(run(ranks(), heap_tables(pool)))
         assert time.perf_counter() - start < LONG_S
-        assert re.match(r"kernel wait, worker 2 \(process \d+\) died with exit code -9", str(pool.close()))
-
-
-def test_interpreter_stopped_worker_is_killed(mesh4, after_failures):
-    with own_pool() as pool:
-
-        def stop():
-            until(lambda: all_wait(pool))
-            os.kill(pool._workers[2].process.pid, signal.SIGSTOP)
-
-        run = wait_for_ever(mesh4)
-        pool.timeout_s = 0.3
-        threading.Thread(target=stop).start()
-        with pytest.raises(Exception, match=f"was killed|{STOPPED}"):
-            jax.block_until_ready(run(ranks(), heap_tables(pool)))
-        assert re.match(r"kernel wait, worker 2 .* was killed: it had been stopped.* for 0\.3 s", str(pool.close()))
+        assert re.match(f"kernel wait, {story}", str(pool.close()))
 
 
 @pytest.mark.slow

@@ -174,7 +174,8 @@ SLOW_GROUPS = (
     *("tests/megakernels/test_low_latency_*kernels.py", "tests/megakernels/test_plan.py"),
     *("tests/megakernels/test_schedule.py", "tests/pallas/test_pallas_kernels.py", "tests/test_command.py"),
     *("tests/test_export.py", "tests/test_global_arrays.py", "tests/test_public_examples.py"),
-    *("tests/tracing/test_recording.py", "tests/tuning/test_effect.py", "tests/xla/test_portable_*.py"),
+    *("tests/tracing/test_recording.py", "tests/tuning/test_effect.py"),
+    "tests/contract/test_exchange_in_rounds.py",
     "tests/test_packaging.py",
 )
 """Files whose tests all run in `make test-rest`."""
@@ -216,14 +217,17 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_generate_tests(metafunc):
-    """Add the implementations that exist only for the `OPERATION` of a module, unless it names `IMPLEMENTATIONS`."""
+    """Add the implementations that exist only for the `OPERATION` of a module, unless it names `IMPLEMENTATIONS`.
+
+    A module about `xla` alone runs with it, whatever is asked for.
+    """
     from jax_ep.ops import registry
 
     if "implementation" in metafunc.fixturenames:
         made_for = registry.available(getattr(metafunc.module, "OPERATION", None))
         made_for = getattr(metafunc.module, "IMPLEMENTATIONS", made_for)
         names = implementations(metafunc.config, metafunc.module, metafunc.definition.nodeid)
-        names = [name for name in names if name in made_for]
+        names = made_for if made_for == ("xla",) else [name for name in names if name in made_for]
         metafunc.parametrize("implementation", names, scope="session")
 
 

@@ -81,19 +81,28 @@ def factor_of(up, KIND: tl.constexpr):
 
 
 @triton.jit
-def load_halves(x_ptr, rows, column, used, KIND: tl.constexpr, S: tl.constexpr):
-    """Load gates and up values of a block of `[., 2 * width]`; without gates return the block of `[., width]` twice."""
+def activate_halves(gate, up, KIND: tl.constexpr):
+    """Compute activated rows in float32."""
+    values = activate(limit_gate(gate, KIND), KIND)
+    if KIND.gated:
+        values *= factor_of(up, KIND)
+    return values
+
+
+@triton.jit
+def load_halves(x_ptr, rows, exist, column, KIND: tl.constexpr, WIDTH: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
+    """Load gates and up values of a block of `[., 2 * WIDTH]`; without gates return the block of `[., WIDTH]` twice."""
     if KIND.interleaved:
         # Interleaved: gates are the even columns.
-        columns = (2 * column + tl.arange(0, 2 * S.block_columns))[None, :]
-        both = load_block(x_ptr, rows, columns, (rows < used)[:, None] & (columns < 2 * S.width), 2 * S.width)
-        gate, up = tl.split(tl.reshape(both, (rows.shape[0], S.block_columns, 2)))
+        columns = (2 * column + tl.arange(0, 2 * BLOCK_COLUMNS))[None, :]
+        both = load_block(x_ptr, rows, columns, exist[:, None] & (columns < 2 * WIDTH), 2 * WIDTH)
+        gate, up = tl.split(tl.reshape(both, (rows.shape[0], BLOCK_COLUMNS, 2)))
     else:
-        columns = (column + tl.arange(0, S.block_columns))[None, :]
-        mask = (rows < used)[:, None] & (columns < S.width)
-        width: tl.constexpr = 2 * S.width if KIND.gated else S.width
-        gate = load_block(x_ptr, rows, columns, mask, width)
-        up = load_block(x_ptr, rows, S.width + columns, mask, width) if KIND.gated else gate
+        columns = (column + tl.arange(0, BLOCK_COLUMNS))[None, :]
+        mask = exist[:, None] & (columns < WIDTH)
+        line: tl.constexpr = 2 * WIDTH if KIND.gated else WIDTH
+        gate = load_block(x_ptr, rows, columns, mask, line)
+        up = load_block(x_ptr, rows, WIDTH + columns, mask, line) if KIND.gated else gate
     return gate, up
 
 
@@ -116,12 +125,13 @@ def store_halves(x_ptr, rows, column, gate, up, used, KIND: tl.constexpr, S: tl.
 @triton.jit
 def load_hidden(hidden_ptr, bias, weights, rows, column, used, KIND: tl.constexpr, S: tl.constexpr):
     """Load gates and up values of hidden rows, with biases, and with weights if these scale the input."""
-    gate, up = load_halves(hidden_ptr, rows, column, used, KIND, S)
+    gate, up = load_halves(hidden_ptr, rows, rows < used, column, KIND, S.width, S.block_columns)
     if KIND.weights_on_input:
         gate, up = gate * weights[:, None], up * weights[:, None]
     if bias is not None:
         groups = tl.load(bias.group_ptr + rows, mask=rows < used, other=0)
-        gate_bias, up_bias = load_halves(bias.values_ptr, groups, column, S.num_groups, KIND, S)
+        exist = groups < S.num_groups
+        gate_bias, up_bias = load_halves(bias.values_ptr, groups, exist, column, KIND, S.width, S.block_columns)
         gate, up = gate + gate_bias, up + up_bias
     return gate, up
 
@@ -131,9 +141,7 @@ def activate_block(hidden_ptr, weights_ptr, bias, rows, column, used, KIND: tl.c
     """Compute a float32 block of activated, weighted rows of `hidden [., 2 * width]` (`[., width]` without gates)."""
     weights = tl.load(weights_ptr + rows, mask=rows < used, other=0.0)
     gate, up = load_hidden(hidden_ptr, bias, weights, rows, column, used, KIND, S)
-    values = activate(limit_gate(gate, KIND), KIND)
-    if KIND.gated:
-        values *= factor_of(up, KIND)
+    values = activate_halves(gate, up, KIND)
     if not KIND.weights_on_input:
         values *= weights[:, None]
     return values
@@ -205,7 +213,7 @@ def weighted_activation_gradient(
                     if KEEP:
                         store_block(rows_ptr, rows, columns, values, mask, WIDTH)
                     # The weight scaled the unbiased input: load that again, since the weight may be zero.
-                    gate, up = load_halves(hidden_ptr, rows, column, used, KIND, S)
+                    gate, up = load_halves(hidden_ptr, rows, rows < used, column, KIND, WIDTH, BLOCK_COLUMNS)
                     products += d_gate * gate
                     if KIND.gated:
                         products += d_up * up

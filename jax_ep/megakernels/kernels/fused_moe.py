@@ -24,7 +24,7 @@ import triton.language as tl
 from jax_ep.formats.kernels import quantized
 from jax_ep.formats.kernels.prepacked import PIECE
 
-from .activation import activate, factor_of, limit_gate
+from .activation import activate_halves
 from .protocol import count_task
 from .quantization import GROUP, quantize, scale_offsets
 
@@ -221,10 +221,7 @@ def compute_hidden_tile(
     if bias_ptr is not None:
         gate_bias, up_bias = load_bias(bias_ptr, expert, column, KIND, S)
         gate, up = gate + gate_bias, up + up_bias
-    # act(gate) * up, in float32.
-    values = activate(limit_gate(gate, KIND), KIND)
-    if KIND.gated:
-        values *= factor_of(up, KIND)
+    values = activate_halves(gate, up, KIND)
     if not KIND.weights_on_input:
         values *= weights
     # The second GEMM takes FP8 rows: quantize here.

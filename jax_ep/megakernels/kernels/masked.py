@@ -17,7 +17,7 @@ fewer bits. Source: section 3.3 of DeepSeek-V3 (arXiv:2412.19437).
 import triton
 import triton.language as tl
 
-from .activation import activate, factor_of, limit_gate
+from .activation import activate_halves, load_halves
 from .quantization import GROUP, quantize, scale_offsets
 from .tiles import num_own_tasks, own_task
 
@@ -91,6 +91,15 @@ def multiply_masked(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, group, row, column
 
 
 @triton.jit
+def store_masked_tile(out_ptr, total, group, row, size, column, S: tl.constexpr):
+    """Store the rows of a tile that lie below the group's size."""
+    rows = row + tl.arange(0, S.tile.block_m)
+    columns = column + tl.arange(0, S.tile.block_n)
+    target = out_ptr + (group.to(tl.int64) * S.M + rows)[:, None] * S.N + columns[None, :]
+    tl.store(target, total.to(out_ptr.dtype.element_ty), mask=(rows < size)[:, None] & (columns < S.N)[None, :])
+
+
+@triton.jit
 def masked_grouped_gemm(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, sizes_ptr, out_ptr, S: tl.constexpr):
     """Compute `out[g, i] = lhs[g, i] @ rhs[g].T` for rows i below the group's size; other rows are not written.
 
@@ -103,29 +112,7 @@ def masked_grouped_gemm(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, sizes_ptr, out
         total = multiply_masked(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, group, row, column, S)
         if S.tile.swap_ab:
             total = tl.trans(total)
-        # Store the rows below the size.
-        rows = row + tl.arange(0, S.tile.block_m)
-        columns = column + tl.arange(0, S.tile.block_n)
-        target = out_ptr + (group.to(tl.int64) * S.M + rows)[:, None] * S.N + columns[None, :]
-        tl.store(target, total.to(out_ptr.dtype.element_ty), mask=(rows < size)[:, None] & (columns < S.N)[None, :])
-
-
-@triton.jit
-def load_masked_halves(x_ptr, rows, mask, column, KIND: tl.constexpr, S: tl.constexpr):
-    """Load float32 gates and up values of a block of `[., 2 * N]`; without gates return the block of `[., N]` twice."""
-    N: tl.constexpr = S.N
-    BLOCK_N: tl.constexpr = S.tile.block_n
-    if KIND.interleaved:
-        columns = 2 * column + tl.arange(0, 2 * BLOCK_N)[None, :]
-        both = tl.load(x_ptr + rows[:, None] * (2 * N) + columns, mask=mask[:, None] & (columns < 2 * N), other=0.0)
-        gate, up = tl.split(tl.reshape(both.to(tl.float32), (rows.shape[0], BLOCK_N, 2)))
-    else:
-        columns = column + tl.arange(0, BLOCK_N)[None, :]
-        inside = mask[:, None] & (columns < N)
-        source = x_ptr + rows[:, None] * (2 * N if KIND.gated else N) + columns
-        gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(source + N, mask=inside, other=0.0).to(tl.float32) if KIND.gated else gate
-    return gate, up
+        store_masked_tile(out_ptr, total, group, row, size, column, S)
 
 
 @triton.jit
@@ -144,15 +131,12 @@ def masked_gated_activation(hidden_ptr, sizes_ptr, bias_ptr, out_ptr, scales_ptr
         local = row + tl.arange(0, BLOCK_M)
         rows = group.to(tl.int64) * S.M + local
         column = column_tile * BLOCK_N
-        gate, up = load_masked_halves(hidden_ptr, rows, local < size, column, KIND, S)
+        gate, up = load_halves(hidden_ptr, rows, local < size, column, KIND, N, BLOCK_N)
         if bias_ptr is not None:
             one = group.to(tl.int64) + tl.zeros((1,), tl.int64)
-            gate_bias, up_bias = load_masked_halves(bias_ptr, one, one >= 0, column, KIND, S)
+            gate_bias, up_bias = load_halves(bias_ptr, one, one >= 0, column, KIND, N, BLOCK_N)
             gate, up = gate + gate_bias, up + up_bias
-        # act(gate) * up, in float32.
-        values = activate(limit_gate(gate, KIND), KIND)
-        if KIND.gated:
-            values *= factor_of(up, KIND)
+        values = activate_halves(gate, up, KIND)
         if S.quantizes:
             values, scales = quantize(values, BLOCK_M, BLOCK_N)
             offsets, exist = scale_offsets(rows, column, N, BLOCK_N)

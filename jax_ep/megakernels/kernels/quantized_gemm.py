@@ -13,7 +13,7 @@ from jax_ep.formats.kernels import quantized
 from jax_ep.formats.kernels.common import FP8_BLOCK
 from jax_ep.formats.kernels.prepacked import PIECE
 
-from .masked import find_masked_tile, number_masked_tasks
+from .masked import find_masked_tile, number_masked_tasks, store_masked_tile
 from .tiles import find_tile, locate_groups, num_own_tasks, number_tasks, own_task, store_tile, tasks_until, zero_rest
 
 
@@ -82,9 +82,4 @@ def quantized_masked_grouped_gemm(lhs, rhs, scales_ptr, sizes_ptr, row_scales_pt
         group, row, size, column_tile = find_masked_tile(own_task(i), group_ends, sizes_ptr, S)
         column = column_tile * S.tile.block_n
         total = multiply_quantized(lhs, rhs, scales_ptr, row_scales_ptr, group, group, row, column, S)
-        # Store the rows below the size.
-        rows = row + tl.arange(0, S.tile.block_m)
-        before = group.to(tl.int64) * S.M
-        columns = column + tl.arange(0, S.tile.block_n)
-        target = out_ptr + (before + rows)[:, None] * S.N + columns[None, :]
-        tl.store(target, total.to(out_ptr.dtype.element_ty), mask=(rows < size)[:, None] & (columns < S.N)[None, :])
+        store_masked_tile(out_ptr, total, group, row, size, column, S)

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import numpy as np
 
+from jax_ep.core import check
 from jax_ep.core.check import errors_begin_with
-from jax_ep.core.json_files import shown
 from jax_ep.core.mesh_axes import axis_tuple, check_axes, check_mesh
 from jax_ep.heap import nvshmem, peer_access, rendezvous, transports
 from jax_ep.settings import file as settings_file
@@ -217,10 +217,7 @@ def compare(function: str, sizes: str) -> None:
 def _check_launcher(launcher: str | None) -> str:
     if launcher is None:
         return _LAUNCHERS[0]
-    if not isinstance(launcher, str) or launcher not in _LAUNCHERS:
-        raise ValueError(
-            f"init: launcher={shown(launcher)} is unknown, expected one of {_LAUNCHERS}; leave it None for the fastest."
-        )
+    check.choice("init", "launcher", launcher, _LAUNCHERS, remedy="leave it None for the fastest")
     if launcher == "jax-triton":
         from jax_ep.core import jax_triton
 

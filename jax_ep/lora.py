@@ -13,10 +13,10 @@ from jax_ep.core.check import errors_begin_with
 from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.core.expert_matrices import LoraWeights as LoraWeights
 from jax_ep.core.expert_matrices import QuantizedWeights
-from jax_ep.core.json_files import shown
 from jax_ep.core.mesh_axes import on_automatic_axes, spec_of
 from jax_ep.quantization import dequantize
-from jax_ep.types import Array, type_name
+from jax_ep.types import Array
+from jax_ep.values import shown, type_name
 
 __all__ = ["LoraWeights", "init", "merge"]
 

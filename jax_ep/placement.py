@@ -25,10 +25,10 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ep.core import check, relayout
 from jax_ep.core.check import errors_begin_with, operation
-from jax_ep.core.json_files import shown
 from jax_ep.core.mesh_axes import axis_size, axis_tuple, on_automatic_axes, spec_of
 from jax_ep.ops.balanced import with_copies as with_copies
-from jax_ep.types import Array, AxisName, result_type, type_name
+from jax_ep.types import Array, AxisName, result_type
+from jax_ep.values import shown, type_name
 
 __all__ = ["Placement", "move", "plan", "with_copies"]
 _ARRAYS = ("physical_to_logical", "logical_to_physical", "num_copies")

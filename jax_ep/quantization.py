@@ -18,12 +18,12 @@ from jax_ep.core.check import operation
 from jax_ep.core.check_fp8 import whole_groups_per_device
 from jax_ep.core.expert_matrices import QuantizedWeights, as_transposed
 from jax_ep.core.fp8 import GROUP_SIZE
-from jax_ep.core.json_files import shown
 from jax_ep.core.mesh_axes import is_one_device
 from jax_ep.formats import check_quantized
 from jax_ep.formats.base import PREPACKED_K
 from jax_ep.ops import plan, registry
-from jax_ep.types import Array, Quantized, type_name
+from jax_ep.types import Array, Quantized
+from jax_ep.values import type_name
 
 
 @operation
@@ -279,8 +279,7 @@ def with_layout(w: QuantizedWeights, layout: str) -> QuantizedWeights:
     """
     function = "with_layout"
     w = _checked(function, w)
-    if not isinstance(layout, str) or layout not in ("transposed", "prepacked"):
-        raise ValueError(f"{function}: layout={shown(layout)}, expected 'prepacked' or 'transposed'; pass one of them.")
+    check.choice(function, "layout", layout, ("prepacked", "transposed"))
     if w.layout == layout:
         return w
     prepacked = None if w.format is None else formats.format_of(w).prepacked

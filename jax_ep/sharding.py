@@ -20,18 +20,17 @@ from jax_ep import context
 from jax_ep.core import check
 from jax_ep.core.balance import WORK
 from jax_ep.core.check import errors_begin_with
-from jax_ep.core.check_values import axis_names
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import LoraWeights, QuantizedWeights, base_of, merge_columns
 from jax_ep.core.fp8 import GROUP_SIZE
-from jax_ep.core.json_files import shown
 from jax_ep.core.mesh_axes import axis_tuple, check_axes, check_context, check_mesh, vary_alike
 from jax_ep.formats import check_quantized
 from jax_ep.ops import balanced
 from jax_ep.ops.grouped_gemm import checked_lora
 from jax_ep.ops.moe import moe
 from jax_ep.quantization import quantize
-from jax_ep.types import Array, AxisName, Biases, Experts, Topology, type_name
+from jax_ep.types import Array, AxisName, Biases, Experts, Topology
+from jax_ep.values import axis_names, shown, type_name
 
 __all__ = ["MeshAxes", "MoESpecs", "sharded_moe"]
 

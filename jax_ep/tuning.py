@@ -20,7 +20,7 @@ import jax
 from jax_ep import context
 from jax_ep.settings import file, operations
 from jax_ep.settings.file import Rates, Tuning, TuningWarning
-from jax_ep.types import type_name
+from jax_ep.values import type_name
 
 __all__ = ["Rates", "Tuning", "TuningWarning", "current", "override", "use"]
 

@@ -20,8 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_ep.core.check_values import FLAG, Values, axis_names, flag, integer, number, type_name
-from jax_ep.core.json_files import shown
+from jax_ep.values import FLAG, Values, axis_names, flag, integer, number, shown, type_name
 
 Array = jax.Array
 Quantized = tuple[Array, Array]

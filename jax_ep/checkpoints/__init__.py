@@ -24,11 +24,11 @@ from jax_ep.checkpoints.hub import download, push
 from jax_ep.checkpoints.shards import HostMemory, Part, make_array, shard_bytes, swapped, whole
 from jax_ep.core import check
 from jax_ep.core.expert_matrices import QuantizedWeights
-from jax_ep.core.json_files import shown
 from jax_ep.core.mesh_axes import axis_tuple, check_axes, check_mesh
 from jax_ep.formats import Format
 from jax_ep.sharding import MeshAxes
 from jax_ep.types import Array, AxisName
+from jax_ep.values import shown
 
 __all__ = ["MAX_SHARD_BYTES", "Checkpoint", "Weights", "download", "push", "save"]
 

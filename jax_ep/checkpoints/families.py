@@ -12,21 +12,10 @@ from typing import Any, NamedTuple
 
 from jax_ep.checkpoints.shards import Region, whole
 from jax_ep.core.fp8 import GROUP_SIZE
-from jax_ep.core.json_files import (
-    BOOLEAN,
-    OBJECT,
-    TEXT,
-    Schema,
-    integer,
-    integers,
-    mapping,
-    number,
-    optional,
-    record,
-    shown,
-)
+from jax_ep.core.json_files import BOOLEAN, OBJECT, TEXT, Schema, integer, integers, mapping, number, optional, record
 from jax_ep.core.router import Router, SharedExperts
 from jax_ep.types import Experts
+from jax_ep.values import shown
 
 ACTIVATIONS = {
     "silu": "silu",

@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from jax_ep.core import json_files
-from jax_ep.core.json_files import OBJECT, TEXT, Schema, array, integer, mapping, record, shown, value_of
-from jax_ep.types import type_name
+from jax_ep.core.json_files import OBJECT, TEXT, Schema, array, integer, mapping, record, value_of
+from jax_ep.values import shown, type_name
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 DTYPES = {

@@ -11,7 +11,7 @@ from typing import Any
 from jax_ep.checkpoints import files, transaction
 from jax_ep.checkpoints.files import CONFIG, INDEX
 from jax_ep.core import check
-from jax_ep.core.json_files import shown
+from jax_ep.values import shown
 
 _WEIGHTS = ("model*.safetensors", "model*.safetensors.index.json")
 _TEXTS = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "chat_template*")

@@ -27,8 +27,8 @@ from jax_ep.checkpoints.decoded import (
 from jax_ep.checkpoints.families import Family, Form, Stored, check_quantization, grouped_options
 from jax_ep.checkpoints.files import StoredArray, TensorFiles
 from jax_ep.checkpoints.shards import Part, Region, Transposed, swapped, whole
-from jax_ep.core.json_files import shown
 from jax_ep.formats import Format, int4, mxfp4
+from jax_ep.values import shown
 
 _PACKED = "_packed"
 _PARTS = (_PACKED, "_scale", "_shape", "_zero_point", "_global_scale", "_g_idx")

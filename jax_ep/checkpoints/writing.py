@@ -19,9 +19,9 @@ from jax_ep.checkpoints.shards import HostCopy, Region, swapped, whole
 from jax_ep.core import json_files
 from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.core.fp8 import GROUP_SIZE
-from jax_ep.core.json_files import shown
 from jax_ep.formats import fp8
-from jax_ep.types import Array, type_name
+from jax_ep.types import Array
+from jax_ep.values import shown, type_name
 
 _MAX_NAME = 1000  # Characters; readers limit the size of headers.
 

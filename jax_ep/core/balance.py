@@ -14,9 +14,9 @@ import math
 from typing import NamedTuple
 
 from jax_ep.core import check
-from jax_ep.core.json_files import shown
 from jax_ep.core.layout import round_up
 from jax_ep.types import Array
+from jax_ep.values import shown
 
 _TILE = 128
 WORK = ("rows_before", "rows_after", "copies", "passes")

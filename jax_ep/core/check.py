@@ -18,16 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_ep.core.check_values import MOST_EXPERTS, integer, type_name, value_of
-from jax_ep.core.check_values import choice as choice
-from jax_ep.core.check_values import finite as finite
-from jax_ep.core.check_values import flag as flag
-from jax_ep.core.check_values import instance as instance
-from jax_ep.core.check_values import number as number
-from jax_ep.core.check_values import random_key as random_key
 from jax_ep.core.dtypes import FP8, TOKEN_DTYPES
 from jax_ep.core.expert_matrices import LoraWeights
-from jax_ep.core.json_files import shown
 from jax_ep.core.layout import round_up
 from jax_ep.core.mesh_axes import axis_size, spread_axes
 from jax_ep.types import (
@@ -42,6 +34,13 @@ from jax_ep.types import (
     Routing,
     Tokens,
 )
+from jax_ep.values import MOST_EXPERTS, integer, shown, type_name, value_of
+from jax_ep.values import choice as choice
+from jax_ep.values import finite as finite
+from jax_ep.values import flag as flag
+from jax_ep.values import instance as instance
+from jax_ep.values import number as number
+from jax_ep.values import random_key as random_key
 
 _called: ContextVar[str | None] = ContextVar("jax_ep_called", default=None)
 _names: set[str] = set()

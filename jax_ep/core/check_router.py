@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep.core import check
-from jax_ep.core.json_files import shown
 from jax_ep.core.mesh_axes import axis_size
 from jax_ep.core.router import Router
-from jax_ep.types import Array, AxisName, Routing, type_name
+from jax_ep.types import Array, AxisName, Routing
+from jax_ep.values import shown, type_name
 
 
 def topk(logits: Any, k: Any, router: Router, bias: Any, token_mask: Any, topk_idx: Any) -> None:

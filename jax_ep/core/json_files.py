@@ -12,37 +12,16 @@ import io
 import json
 import math
 import os
-import reprlib
 import stat
 import zlib
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from jax_ep.values import cut, shown
+
 Schema = Callable[[Any, str], None]
 _GZIP = b"\x1f\x8b"
-_SHOWN = 100
-
-
-class _Shortened(reprlib.Repr):
-    def repr_int(self, value: int, _: int) -> str:
-        """Format an int; Python does not convert those of more than 4300 digits."""
-        return f"{value}" if abs(value) < 10**_SHOWN else f"an integer of {value.bit_length()} bits"
-
-
-_shorten = _Shortened(maxlevel=2, maxstring=_SHOWN, maxother=_SHOWN)
-
-
-def shown(value: object) -> str:
-    """Format a value in at most 100 printable characters."""
-    return cut(_shorten.repr(value), _SHOWN)
-
-
-def cut(text: object, most: int) -> str:
-    """Put a text on one line and shorten its middle to at most `most` characters."""
-    line = " ".join(str(text).split())
-    half = (most - 3) // 2
-    return line if len(line) <= most else f"{line[: most - 3 - half]}...{line[len(line) - half :]}"
 
 
 def value_of(expected: str, is_valid: Callable[[Any], object]) -> Schema:
@@ -209,7 +188,7 @@ def _at_most(data: bytes, most: int) -> bytes:
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"{cut(text, _SHOWN)} is not a finite number")
+        raise ValueError(f"{cut(text, 100)} is not a finite number")
     return number
 
 

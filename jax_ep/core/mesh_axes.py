@@ -16,9 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_ep.core.check_values import axis_names
-from jax_ep.core.json_files import shown
-from jax_ep.types import Array, AxisName, Topology, type_name
+from jax_ep.types import Array, AxisName, Topology
+from jax_ep.values import axis_names, shown, type_name
 
 
 def axis_tuple(axis_name: AxisName) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import math
 from typing import Literal
 
 from jax_ep.core import check
-from jax_ep.core.json_files import shown
+from jax_ep.values import shown
 
 _SCORES = ("softmax", "sigmoid", "sparsemixer")
 _GROUP_SCORES = ("top2_sum", "max")

@@ -15,10 +15,10 @@ from jax_ep.core import check, check_fp8
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.core.fp8 import GROUP_SIZE
-from jax_ep.core.json_files import shown
 from jax_ep.formats import FORMATS, Format
 from jax_ep.formats.base import PREPACKED_DTYPE
-from jax_ep.types import Array, Options, type_name
+from jax_ep.types import Array, Options
+from jax_ep.values import shown, type_name
 
 _AXES = {"w_gate_up": "H, N", "w_down": "I, H", "rhs": "K, N"}
 _REMEDY = "make it with jax_ep.quantization.quantize"
@@ -26,8 +26,7 @@ _REMEDY = "make it with jax_ep.quantization.quantize"
 
 def format_named(function: str, name: Any) -> Format:
     """Return a format by its name."""
-    if not isinstance(name, str) or name not in FORMATS:
-        raise ValueError(f"{function}: format={shown(name)}, expected one of {tuple(FORMATS)}; pass one of them.")
+    check.choice(function, "format", name, tuple(FORMATS))
     return FORMATS[name]
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 
 from jax_ep.core import check
-from jax_ep.core.json_files import shown
 from jax_ep.heap import nvshmem, peer_access
+from jax_ep.values import shown
 
 _log = logging.getLogger("jax_ep")
 _MOST_TIMEOUT_S = 1e6  # Nanoseconds must fit in an int64.
@@ -41,10 +41,7 @@ def resolve(transport: str | None) -> str:
     platform, num_processes = jax.default_backend(), jax.process_count()
     if transport is None:
         return best()
-    if not isinstance(transport, str) or transport not in REASONS:
-        raise ValueError(
-            f"init: transport={shown(transport)}, expected one of {tuple(REASONS)}; leave it None for the best one."
-        )
+    check.choice("init", "transport", transport, tuple(REASONS), remedy="leave it None for the best one")
     needed = {"peer": "gpu", "nvshmem": "gpu", "shared_memory": "cpu"}.get(transport, platform)
     if needed != platform:
         raise ValueError(

@@ -16,7 +16,8 @@ from jax_ep.core.layout import repeat
 from jax_ep.flax import MoE
 from jax_ep.formats.base import pack_nibbles, unpack_nibbles
 from jax_ep.quantization import with_layout
-from jax_ep.types import Array, type_name
+from jax_ep.types import Array
+from jax_ep.values import type_name
 
 __all__ = ["apply_rules", "from_qarray", "to_qarray"]
 

@@ -22,9 +22,8 @@ import jax
 import numpy as np
 
 from jax_ep import context
-from jax_ep.core.json_files import cut, shown
 from jax_ep.ops import plan as plans
-from jax_ep.types import type_name
+from jax_ep.values import cut, shown, type_name
 
 _BACKWARD = "transpose(jvp("
 _ALIASES = frozenset(("bitcast", "get-tuple-element", "opt-barrier", "parameter", "tuple", "while"))

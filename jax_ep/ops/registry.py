@@ -29,9 +29,9 @@ from jax_ep.core.facts import (
     Portable,
     QuantizedGemmFacts,
 )
-from jax_ep.core.json_files import shown
 from jax_ep.core.mesh_axes import axis_tuple, platform
-from jax_ep.types import AxisName, Options, Schedule, Topology, type_name
+from jax_ep.types import AxisName, Options, Schedule, Topology
+from jax_ep.values import shown, type_name
 
 _log = logging.getLogger("jax_ep")
 

@@ -15,7 +15,8 @@ from jax_ep.core import check
 from jax_ep.core.autodiff import call_without_gradient
 from jax_ep.core.kernel import Config, Kernel, element_type
 from jax_ep.core.mesh_axes import platform, vary_alike
-from jax_ep.types import Array, type_name
+from jax_ep.types import Array
+from jax_ep.values import type_name
 
 _NAME = "triton_call"
 _kernels: dict[int, Kernel] = {}  # by the identity of the function: programs share what is compiled of it

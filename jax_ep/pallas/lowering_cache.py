@@ -24,7 +24,8 @@ import jaxlib
 from jax import export
 
 from jax_ep.core.files import sources_digest, write_atomically
-from jax_ep.core.json_files import cut, read_regular
+from jax_ep.core.json_files import read_regular
+from jax_ep.values import cut
 
 type Shapes = tuple[jax.ShapeDtypeStruct, ...]
 

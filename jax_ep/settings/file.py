@@ -19,8 +19,9 @@ from typing import Any
 
 from jax_ep.core import json_files
 from jax_ep.core.files import sources_digest, write_atomically
-from jax_ep.core.json_files import OBJECT, TEXT, Schema, array, choice, cut, number, optional, record, value_of
+from jax_ep.core.json_files import OBJECT, TEXT, Schema, array, choice, number, optional, record, value_of
 from jax_ep.settings.operations import NAMES, OPERATIONS, Fact, Setting, bucket, check_blocks, key
+from jax_ep.values import cut
 
 ENVIRONMENT = "JAX_EP_TUNING"
 """A path, or "off" for none; unset or empty: the file of this kind of device in the user's cache folder."""

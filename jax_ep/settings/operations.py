@@ -10,10 +10,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jax_ep.core.check_values import FLAG, Values
-from jax_ep.core.json_files import shown
 from jax_ep.core.layout import power_of_two
 from jax_ep.types import SCHEDULE_VALUES, Schedule
+from jax_ep.values import FLAG, Values, shown
 
 Setting = bool | int | str
 Fact = int | str

@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from typing import IO, Any, NamedTuple, NoReturn
 
-from jax_ep.core.json_files import cut
+from jax_ep.values import cut
 
 _CLOSED_PIPE = 128 + signal.SIGPIPE
 _LONGEST = 300

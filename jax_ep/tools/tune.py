@@ -20,13 +20,13 @@ import jax
 from jax_ep import context, tuning
 from jax_ep.core import json_files
 from jax_ep.core.files import check_writable
-from jax_ep.core.json_files import shown
 from jax_ep.formats import STORED
 from jax_ep.settings import file
 from jax_ep.settings.operations import bucket
 from jax_ep.tools import tune_search
 from jax_ep.tools.command import Default, fill_in
 from jax_ep.tools.tune_search import Case, Log, Outcome, Settings
+from jax_ep.values import shown
 
 PARTS = ("exchange", "exchange-gemm", "low-latency", "grouped-gemm", "fused-moe", "rates")
 _MIN_S = 20.0  # per group of operations; less would be spent on compilation

@@ -1,4 +1,4 @@
-"""Checks of plain values, such as numbers and names, which the classes of `jax_ep.types` use like `check` does.
+"""Plain values, such as numbers and names: how errors show them, and checks that classes of `jax_ep.types` use, too.
 
 Messages give the actual value, the expected value and the remedy.
 """
@@ -7,16 +7,37 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import reprlib
 from typing import Any
 
 import jax
 import numpy as np
 
-from jax_ep.core.json_files import shown
-
 MOST_EXPERTS = 2**31 - 2
 """Most experts: the id after the last one is an int32, too."""
 _ENDS = {2**31 - 1: "2**31", MOST_EXPERTS: "2**31 - 1"}
+_SHOWN = 100
+
+
+class _Shortened(reprlib.Repr):
+    def repr_int(self, value: int, _: int) -> str:
+        """Format an int; Python does not convert those of more than 4300 digits."""
+        return f"{value}" if abs(value) < 10**_SHOWN else f"an integer of {value.bit_length()} bits"
+
+
+_shorten = _Shortened(maxlevel=2, maxstring=_SHOWN, maxother=_SHOWN)
+
+
+def shown(value: object) -> str:
+    """Format a value in at most 100 printable characters."""
+    return cut(_shorten.repr(value), _SHOWN)
+
+
+def cut(text: object, most: int) -> str:
+    """Put a text on one line and shorten its middle to at most `most` characters."""
+    line = " ".join(str(text).split())
+    half = (most - 3) // 2
+    return line if len(line) <= most else f"{line[: most - 3 - half]}...{line[len(line) - half :]}"
 
 
 def type_name(value: object) -> str:
@@ -104,10 +125,10 @@ def flag(function: str, name: str, value: Any) -> bool:
     return bool(value)
 
 
-def choice(function: str, name: str, value: Any, choices: tuple[str, ...]) -> None:
+def choice(function: str, name: str, value: Any, choices: tuple[str, ...], *, remedy: str = "pass one of them") -> None:
     """Check that a value is one of these names."""
     if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{function}: {name}={shown(value)}, expected one of {choices}; pass one of them.")
+        raise ValueError(f"{function}: {name}={shown(value)}, expected one of {choices}; {remedy}.")
 
 
 def _typed(name: str, value: object) -> str:

@@ -227,7 +227,7 @@ def dtype(function: str, name: str, value: Any, examples: str) -> jnp.dtype:
     try:
         if value is not None and not isinstance(value, jax.Array):  # NumPy converts None to float64.
             return jnp.dtype(value)
-    except TypeError:
+    except (TypeError, ValueError):  # The latter about numbers of many digits, and names that are not Unicode.
         pass
     raise TypeError(f"{function}: {name}={shown(value)} is not a dtype, expected {examples}; pass one of them.")
 

@@ -14,7 +14,7 @@ from jax_ep.core import check
 from jax_ep.core.mesh_axes import axis_size
 from jax_ep.core.router import Router
 from jax_ep.types import Array, AxisName, Routing
-from jax_ep.values import shown, type_name
+from jax_ep.values import in_float32, shown, type_name
 
 
 def topk(logits: Any, k: Any, router: Router, bias: Any, token_mask: Any, topk_idx: Any) -> None:
@@ -48,6 +48,8 @@ def number(function: str, name: str, value: Any) -> None:
     if not is_real or np.ndim(value) != 0:
         shape = f" of shape {np.shape(value)}" if hasattr(value, "shape") else ""
         raise TypeError(f"{function}: {name} is {type_name(value)}{shape}, expected a number; pass a float.")
+    if isinstance(value, int) and math.isinf(in_float32(value)):
+        raise ValueError(f"{function}: {name}={shown(value)}, expected a number in float32; pass a float.")
 
 
 def _is_real(dtype: np.dtype) -> bool:
@@ -132,7 +134,7 @@ def bias_step(bias: Any, load: Any, rate: Any) -> tuple[Array, Array]:
     if not _is_real(load.dtype):
         raise TypeError(f"{function}: load has dtype {load.dtype}, expected int32 or float32; pass MoEMetrics.load.")
     number(function, "rate", rate)
-    if not isinstance(rate, jax.Array) and not 0 <= rate < math.inf:
+    if not isinstance(rate, jax.Array) and not 0 <= in_float32(rate) < math.inf:
         raise ValueError(f"{function}: rate={shown(rate)}, expected a finite number from 0 on; pass 1e-3, for example.")
     return bias, load
 

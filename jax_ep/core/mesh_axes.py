@@ -123,8 +123,8 @@ def axis_size(axis_name: AxisName, *, function: str, of_vmap: bool = False) -> i
             return int(lax.axis_size(names))
     where = f"the axes bound here are {bound}" if bound else "no mesh axis is bound here"
     raise ValueError(
-        f"{function}: axis_name={axis_name!r}, but {where}. Call it inside jax.shard_map over a mesh that has the axis"
-        f" {axis_name!r}, or pass the axis_name of that mesh."
+        f"{function}: axis_name={shown(axis_name)}, but {where}. Call it inside jax.shard_map over a mesh that has the"
+        f" axis {shown(axis_name)}, or pass the axis_name of that mesh."
     )
 
 

@@ -117,8 +117,8 @@ def _names(function: str, implementation: object) -> tuple[str, ...]:
     unknown = [name for name in names if not isinstance(name, str) or name not in _PACKAGES]
     if unknown or not names:
         raise ValueError(
-            f"{function}: implementation={shown(implementation)} names {unknown or 'nothing'}; choose from"
-            f" {available()}, or leave it None for the best one."
+            f"{function}: implementation={shown(implementation)} names {shown(unknown) if unknown else 'nothing'};"
+            f" choose from {available()}, or leave it None for the best one."
         )
     return tuple(names)
 

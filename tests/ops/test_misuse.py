@@ -1,5 +1,6 @@
 """Calls in the wrong context, with wrong handles or implementations, and values out of range."""
 
+import inspect
 import re
 import sys
 import types
@@ -271,3 +272,29 @@ def test_wire_dtype_invalid(wire_dtype):
 def test_losses_no_tokens():
     assert float(jax_ep.load_balancing_loss(jnp.zeros((0, E)), jnp.zeros((0, K), jnp.int32))) == 0
     assert float(jax_ep.router_z_loss(jnp.zeros((0, E)))) == 0
+
+
+LONG = {
+    "axis_name": ("a" * 10_000, ValueError),
+    "implementation": (list(range(10_000)), ValueError),
+    "preferred_element_type": (10**5000, TypeError),
+    "schedule": ("s" * 10_000, TypeError),
+    "num_experts": (-(10**5000), ValueError),
+    "rate": (10**5000, ValueError),
+    "jitter_eps": (10**5000, ValueError),
+}
+
+
+LONG_IN = [(name, key) for name in GOOD for key in LONG if key in inspect.signature(function(name)).parameters]
+
+
+@pytest.mark.parametrize(("name", "argument"), LONG_IN)
+def test_misuse_long_values_are_cut(name, argument):
+    value, error = LONG[argument]
+    with pytest.raises(error, match=rf"^{name}: .*{argument}") as caught:
+        trace(name, **{argument: value})
+    assert len(str(caught.value)) < 600
+
+
+def test_misuse_dtype_that_is_not_unicode():
+    check(TypeError, ["^dequantize: dtype=.*udcff.* is not a dtype"], trace, "dequantize", dtype="\udcff")

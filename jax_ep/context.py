@@ -29,6 +29,7 @@ from jax_ep.core.mesh_axes import axis_tuple, check_axes, check_mesh
 from jax_ep.heap import nvshmem, peer_access, rendezvous, transports
 from jax_ep.settings import file as settings_file
 from jax_ep.types import AxisName
+from jax_ep.values import shown
 
 if TYPE_CHECKING:
     from jax_ep.heap.memory import Memory
@@ -179,7 +180,10 @@ def _check(
     check_axes("init", mesh, axes, "pass as axis_name the axis that carries the experts")
     transport = transports.resolve(transport)
     if heap_bytes is not None and transport == "xla":
-        raise ValueError(f"init: heap_bytes={heap_bytes}, but transport 'xla' owns no memory; leave heap_bytes out.")
+        raise ValueError(
+            f"init: heap_bytes={shown(heap_bytes)}, but transport 'xla' owns no memory, expected None; leave heap_bytes"
+            " out."
+        )
     transports.check_heap_bytes(heap_bytes)
     transports.check_timeout_s(timeout_s, default=_TIMEOUT_S)
     num_ranks = math.prod(mesh.shape[name] for name in axes)

@@ -14,6 +14,7 @@ from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.core.expert_matrices import LoraWeights as LoraWeights
 from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.core.mesh_axes import on_automatic_axes, spec_of
+from jax_ep.formats import check_quantized
 from jax_ep.quantization import dequantize
 from jax_ep.types import Array
 from jax_ep.values import shown, type_name
@@ -59,6 +60,7 @@ def init(
             " get no gradient; pass 1.0 for no factor."
         )
     if isinstance(w, QuantizedWeights):
+        w = check_quantized.weights("lora.init", "w", w, rank=None)
         own, shape, stored = jnp.dtype(jnp.bfloat16), w.shape, w.values
         if w.master is not None:
             raise ValueError("lora.init: w has a master, expected frozen weights; quantize without for_training.")

@@ -119,8 +119,8 @@ class MeshAxes:
             )
         if self.fsdp is not None and self.fsdp not in self.batch:
             raise ValueError(
-                f"MeshAxes: fsdp={self.fsdp!r} is not among batch={self.batch}, expected one of them, since it splits"
-                " the tokens, too; add it there."
+                f"MeshAxes: fsdp={shown(self.fsdp)} is not among batch={self.batch}, expected one of them, since it"
+                " splits the tokens, too; add it there."
             )
 
     @property

@@ -162,7 +162,7 @@ def _checked_wire(value: Any) -> np.dtype | None:
             return None
         if not isinstance(value, jax.Array) and np.dtype(value) == jnp.float8_e4m3fn:
             return np.dtype(value)
-    except TypeError:
+    except (TypeError, ValueError):  # The latter about numbers of many digits, and names that are not Unicode.
         pass
     raise TypeError(
         f"Schedule: wire_dtype={shown(value)}, expected float8_e4m3fn or None; pass jnp.float8_e4m3fn, or None to send"

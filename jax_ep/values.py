@@ -110,7 +110,7 @@ def random_key(function: str, name: str, value: Any) -> jax.Array:
     """Return one key of `jax.random`, of either kind."""
     try:
         jax.eval_shape(jax.random.bits, value)
-    except (TypeError, ValueError) as error:
+    except (OverflowError, TypeError, ValueError) as error:
         shape = f" of shape {value.shape}" if hasattr(value, "shape") else ""
         raise TypeError(
             f"{function}: {name} is {type_name(value)}{shape}, expected one key; pass jax.random.key(seed)."

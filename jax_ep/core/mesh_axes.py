@@ -46,7 +46,7 @@ def check_axes(
     """Check that a mesh has these axes."""
     if missing := sorted(set(axes) - set(mesh.axis_names)):
         raise ValueError(
-            f"{function}: the mesh has axes {tuple(mesh.axis_names)}, expected {missing} among them; {remedy}."
+            f"{function}: the mesh has axes {tuple(mesh.axis_names)}, expected {shown(missing)} among them; {remedy}."
         )
 
 

@@ -330,7 +330,10 @@ def test_lora_errors(rng):
     master = jax_ep.quantize(up.base, "fp8", for_training=True)
     with pytest.raises(ValueError, match=r"lora.init: w has a master"):
         lora.init(jax.random.key(0), master, 2)
-    for key in (None, 3, "0", np.zeros(3, np.uint32), jax.random.split(jax.random.key(0))):
+    for wrong in (jax_ep.QuantizedWeights(None), jax_ep.QuantizedWeights(3, 4, "fp8")):
+        with pytest.raises(TypeError, match=r"lora.init: w.values is an? \w+, not an array"):
+            lora.init(jax.random.key(0), wrong, 2)
+    for key in (None, 3, 2**40, "0", np.zeros(3, np.uint32), jax.random.split(jax.random.key(0))):
         with pytest.raises(TypeError, match=r"^lora.init: key is an? .*expected one key; pass jax.random.key\(seed\)"):
             lora.init(key, up.base, 2)
 

@@ -296,5 +296,23 @@ def test_misuse_long_values_are_cut(name, argument):
     assert len(str(caught.value)) < 600
 
 
+LONG_FIELDS = [
+    (lambda value: jax_ep.Schedule(wire_dtype=value), 10**5000, r"Schedule: wire_dtype=an integer of 16610 bits"),
+    (lambda value: jax_ep.Schedule(wire_dtype=value), "\udcff", r"Schedule: wire_dtype='.udcff'"),
+    (lambda value: jax_ep.sharding.MeshAxes(batch="data", fsdp=value), "a" * 10_000, "MeshAxes: fsdp='a"),
+    (lambda value: jax_ep.init(mesh_of(), axis_name=value), "a" * 10_000, "init: the mesh has axes .*expected .'a"),
+    (lambda value: jax_ep.init(mesh_of(), heap_bytes=value), "a" * 10_000, "init: heap_bytes='a.*, expected None"),
+    (lambda value: jax_ep.Experts(alpha=value), 10**5000, "Experts: alpha=an integer of 16610 bits, expected"),
+    (lambda value: jax_ep.Router(scale=value), -(10**5000), "Router: scale=an integer of 16610 bits, expected"),
+]
+
+
+@pytest.mark.parametrize(("call", "value", "text"), LONG_FIELDS, ids=range(len(LONG_FIELDS)))
+def test_misuse_long_fields_are_cut(call, value, text):
+    with pytest.raises((TypeError, ValueError), match=f"^{text}") as caught:
+        call(value)
+    assert len(str(caught.value)) < 600
+
+
 def test_misuse_dtype_that_is_not_unicode():
     check(TypeError, ["^dequantize: dtype=.*udcff.* is not a dtype"], trace, "dequantize", dtype="\udcff")

@@ -119,36 +119,28 @@ def test_block_on_one_device(block):
     assert_same(config, mesh_of(config), tokens(config))
 
 
-@pytest.mark.parametrize("block", ["mixtral", "deepseek", "qwen3_moe", "gpt_oss"])
-def test_block_on_four_devices(block):
-    config = configuration(**BLOCKS[block], **DENSE)
-    assert_same(config, mesh_of(config, data=2, expert=2), tokens(config))
+DATA, TENSOR = {"data": 2, "expert": 2}, {"tensor": 2, "expert": 2}
+ON_MESHES = {  # By name: the block, mesh axes, and other options.
+    **{f"{block} on data": (block, DATA, {}) for block in ("mixtral", "deepseek", "qwen3_moe", "gpt_oss")},
+    "expert": ("mixtral", {"expert": 4}, {}),
+    "fsdp": ("deepseek", {"fsdp": 2, "expert": 2}, {}),
+    "tensor": ("gpt_oss", TENSOR, {}),
+    "fsdp and tensor": ("gpt_oss", {"fsdp": 2, "tensor": 2}, {}),
+    "context": ("mixtral", {"context": 2, "expert": 2}, {}),
+    "ring of experts": ("deepseek", {"expert": 4}, RING),
+    "explicit axes": ("mixtral", {"fsdp": 2, "expert": 2}, {"shard_mode": "explicit"}),
+    "fused weights and a limit": ("deepseek", TENSOR, {"prefuse_moe_weights": True, "mlp_activations_limit": 0.5}),
+    "activation without a name in jax_ep": ("mixtral", TENSOR, {"mlp_activations": ["tanh", "linear"]}),
+    "sequence loss of Megatron": ("deepseek", DATA, {"moe_use_megatron_seq_aux_loss": True}),
+    "counts for gradient accumulation": ("deepseek", DATA, {"gradient_accumulation_steps": 2}),
+}
 
 
-@pytest.mark.parametrize(
-    ("block", "axes"),
-    [
-        ("mixtral", {"expert": 4}),
-        ("deepseek", {"fsdp": 2, "expert": 2}),
-        ("gpt_oss", {"tensor": 2, "expert": 2}),
-        ("gpt_oss", {"fsdp": 2, "tensor": 2}),
-        ("mixtral", {"context": 2, "expert": 2}),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "-".join(value),
-)
-def test_mesh_axes(block, axes):
-    config = configuration(**BLOCKS[block], **DENSE)
+@pytest.mark.parametrize("name", ON_MESHES)
+def test_block_on_four_devices(name):
+    block, axes, options = ON_MESHES[name]
+    config = configuration(**BLOCKS[block], **({} if options is RING else DENSE), **options)
     assert_same(config, mesh_of(config, **axes), tokens(config))
-
-
-def test_ring_of_experts():
-    config = configuration(**DEEPSEEK, **RING)
-    assert_same(config, mesh_of(config, expert=4), tokens(config))
-
-
-def test_explicit_axes():
-    config = configuration(**MIXTRAL, **DENSE, shard_mode="explicit")
-    assert_same(config, mesh_of(config, fsdp=2, expert=2), tokens(config))
 
 
 @pytest.mark.parametrize("block", ["mixtral", "deepseek"])
@@ -158,32 +150,12 @@ def test_forced_routed_experts(block):
     forced = jax.lax.top_k(jax.random.normal(jax.random.key(2), shape), config.num_experts_per_tok)[1]
     unused = jax.random.bernoulli(jax.random.key(3), 0.2, forced.shape)
     forced = jnp.where(unused, -1, forced)
-    assert_same(config, mesh_of(config, data=2, expert=2), tokens(config), forced_routed_experts=forced)
+    assert_same(config, mesh_of(config, **DATA), tokens(config), forced_routed_experts=forced)
 
 
 def test_decoding_of_one_sequence():
     config = configuration(**BLOCKS["gpt_oss"], **DENSE)
-    assert_same(config, mesh_of(config, tensor=2, expert=2), tokens(config, batch=1, length=1))
-
-
-def test_prefused_weights_and_limit():
-    config = configuration(**DEEPSEEK, **DENSE, prefuse_moe_weights=True, mlp_activations_limit=0.5)
-    assert_same(config, mesh_of(config, tensor=2, expert=2), tokens(config))
-
-
-def test_activation_without_a_name_in_jax_ep():
-    config = configuration(**MIXTRAL, **DENSE, mlp_activations=["tanh", "linear"])
-    assert_same(config, mesh_of(config, tensor=2, expert=2), tokens(config))
-
-
-def test_sequence_loss_of_megatron():
-    config = configuration(**DEEPSEEK, **DENSE, moe_use_megatron_seq_aux_loss=True)
-    assert_same(config, mesh_of(config, data=2, expert=2), tokens(config))
-
-
-def test_gradient_accumulation_returns_counts():
-    config = configuration(**DEEPSEEK, **DENSE, gradient_accumulation_steps=2)
-    assert_same(config, mesh_of(config, data=2, expert=2), tokens(config))
+    assert_same(config, mesh_of(config, **TENSOR), tokens(config, batch=1, length=1))
 
 
 UNSUPPORTED = {"quantization": "fp8", "te_moe_block": True, "use_batch_split_schedule": True, "attention": "vllm_rpa"}

@@ -272,7 +272,7 @@ def test_placement_layer_with_copies(num_ranks, expert_mesh, rng):
     check_gradients(got, layer, cotangent)
 
 
-def test_placement_rows_match_plan(two_by_two, rng):
+def test_placement_rows_match_plan(rng):
     """For even shares, `dispatch` with a remapped routing gives ranks the loads of `rank_loads`."""
     ids = np.where(rng.random((4, 24, 1)) < 0.5, 0, rng.integers(0, 8, (4, 24, 1))).astype(np.int32)
     ids = np.repeat(ids, 24, axis=1)  # Each choice at all positions: shares of 2, 3 and 4 copies are even.
@@ -284,13 +284,8 @@ def test_placement_rows_match_plan(two_by_two, rng):
         slots = placement.remap(ids, axis_name=axes)
         return jax_ep.dispatch(x, slots, num_experts=16, axis_name=axes, implementation="xla").group_sizes.sum()
 
-    got = run(rows, two_by_two, *(a.reshape(2, 2, *a.shape[1:]) for a in (x, ids)))
+    got = run(rows, make_mesh((2, 2), ("a", "b")), *(a.reshape(2, 2, *a.shape[1:]) for a in (x, ids)))
     assert got.reshape(-1).tolist() == placement.rank_loads(np.bincount(ids.reshape(-1), minlength=8)).tolist()
-
-
-@pytest.fixture
-def two_by_two():
-    return make_mesh((2, 2), ("a", "b"))
 
 
 THREE = Placement([0, 1, 0, 2], 3, 2)

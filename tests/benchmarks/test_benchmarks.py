@@ -12,15 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from reports import BENCHMARKS, Clock, arguments
+from reports import BENCHMARKS, arguments
 
 from jax_ep.tools.benchmark import exchange, grouped_gemm, harness, inputs
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    monkeypatch.setattr(harness, "time", Clock())
-    return harness.time
 
 
 def test_variants_run_in_turns_and_every_other_round_backwards():

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from reports import Clock, arguments
+from reports import arguments
 
 from jax_ep.tools.benchmark import baselines, harness, inputs, layer, plots
 from jax_ep.tools.benchmark.chains import chain
@@ -28,12 +28,6 @@ def weights(case):
 def run(case, weights, tmp_path):
     args = arguments(tmp_path, quick=True)
     return layer.Run(harness.Report("moe_layer", args), case, "tiny", weights, args)
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    monkeypatch.setattr(harness, "time", Clock())
-    return harness.time
 
 
 def sleeper(nap, seconds, value=1.0, same_as=None):

@@ -53,11 +53,6 @@ def layer(implementation, experts, keep, **options):
     return call
 
 
-def fuses(implementation, num_ranks, dtype, capacity):
-    layout = Layout(num_ranks, SHAPE.num_experts, T, K, capacity)
-    return facts_of.fuses(implementation, layout, dtype, H, 2 * INNER)
-
-
 def kept_bytes(call, arrays, topk_idx, mesh):
     """Return the bytes per rank that `jax.vjp` saves in addition to parameters."""
 
@@ -90,7 +85,8 @@ def test_residuals_bytes_match_formula(implementation, name, dtype, num_ranks, e
     # Row numbers, weights (twice if biases have them), ids, groups, ranks and counters.
     routing = 4 * ((3 if bias else 2) * rows + 2 * num_ranks * T * K + SHAPE.num_experts + num_ranks + 3)
     assert formula < again <= formula + routing
-    if fuses(implementation, num_ranks, dtype, rows):
+    layout = Layout(num_ranks, SHAPE.num_experts, T, K, rows)
+    if facts_of.fuses(implementation, layout, dtype, H, 2 * INNER):
         tokens = rows if num_ranks == 1 else min(num_ranks * T, rows)
     else:
         tokens = rows - T  # These replace x.
@@ -153,8 +149,6 @@ WAYS = {
 @pytest.mark.slow(unless={"way": ["fp8 on the wire"]})
 def test_residuals_gradients_same_bits(implementation, name, way, expert_mesh, rng):
     """Compare saving tokens with sending them again, also with tokens without an expert or a row."""
-    if way in ("gradient fused", "gradient separate") and not fuses(implementation, 2, BF16, 2 * T * K):
-        pytest.skip(f"{implementation} fuses no products with exchanges")
     shape = Shape(T, K, 8, hidden=128 if way == "fp8 on the wire" else H, intermediate=INNER)
     (experts, bias), options = EXPERTS[name], dict(WAYS.get(way, {}))
     # Otherwise the residuals decide the number of launches, which decides the kernel of the GEMMs.

@@ -140,14 +140,3 @@ def test_grouped_gemm_fp8_vmap(implementation, rng):
     got = to_numpy(jax.jit(jax.vmap(call))(*stacked))
     for i, problem in enumerate(problems):
         assert_close(got[i], problem.want(), tolerance=fp8_tolerance(implementation))
-
-
-def test_grouped_gemm_fp8_no_gradient(implementation):
-    def loss(scales):
-        w = fp8_weights(jnp.ones((1, 8, 128), jnp.float8_e4m3fn), jnp.ones((1, 1, 1)))
-        operands, options = (jnp.ones((2, 128), jnp.float8_e4m3fn), w, jnp.array([2])), {}
-        options["preferred_element_type"] = jnp.float32
-        return jnp.sum(jax_ep.grouped_gemm(*operands, lhs_scales=scales, implementation=implementation, **options))
-
-    with pytest.raises(TypeError, match="no gradient"):
-        jax.grad(loss)(jnp.ones((2, 1)))

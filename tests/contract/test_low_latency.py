@@ -10,7 +10,7 @@ import low_latency_problems
 import oracle
 import oracle_serving
 from cases import BF16, F32, FP8_WIRE, Shape, assert_close, assert_same_bits, integers, probabilities, reals
-from harness import compiled, per_rank, refusals_skip, run
+from harness import compiled, run
 from routings import ROUTINGS, routings
 
 SHAPE = Shape(num_tokens=5, top_k=3, num_experts=8, hidden=256)
@@ -237,20 +237,3 @@ def test_low_latency_rank_ahead_of_peers(implementation, expert_mesh, rng):
     for step in range(num_steps):
         want = oracle_serving.low_latency_gather(x[:, step], lay)
         assert_same_bits(tokens[:, step][lay.token >= 0], want[lay.token >= 0], f"tokens of launch {step}")
-
-
-def test_low_latency_no_gradient(implementation, expert_mesh, rng):
-    problem = Problem(rng, "uniform", 2)
-
-    def of_dispatch(x, topk_idx, topk_weights, y):
-        options = {"num_experts": 8, "max_tokens_per_rank": MAX_TOKENS, "implementation": implementation}
-        return jax.grad(lambda x: jnp.sum(jax_ep.low_latency_dispatch(x, topk_idx, quantize=False, **options).tokens))(
-            x
-        )
-
-    def of_combine(*args):
-        return jax.grad(lambda y: jnp.sum(round_trip(implementation)(*args[:3], y)[1]))(args[3])
-
-    for name, fn in (("dispatch", of_dispatch), ("combine", of_combine)):
-        with refusals_skip(), pytest.raises(TypeError, match=f"^low_latency_{name} has no gradient: train with moe"):
-            jax.eval_shape(per_rank(fn, expert_mesh(2)), *problem.args)

@@ -133,14 +133,3 @@ def test_low_latency_gemm_combine_scan(implementation, expert_mesh, rng):
     got = run(fn, expert_mesh(2), *(problem.args for problem in problems))
     for i, problem in enumerate(problems):
         np.testing.assert_array_equal(got[:, i], problem.want())
-
-
-def test_low_latency_gemm_combine_no_gradient(implementation, expert_mesh, rng):
-    problem = problem_of(rng, "uniform", 2)
-    call = product_and_combine(implementation)
-
-    def fn(x, ids, weights, lhs, rhs):
-        return jax.grad(lambda lhs: call(x, ids, weights, lhs, rhs).astype(jnp.float32).sum())(lhs)
-
-    with pytest.raises(TypeError, match="no gradient"):
-        run(fn, expert_mesh(2), *problem.args)

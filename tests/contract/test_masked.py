@@ -173,19 +173,3 @@ def test_masked_vmap(implementation, rng):
     for i in range(2):
         real = counted(8, sizes[i])
         assert_close(got[i][real], oracle_serving.masked_grouped_gemm(lhs[i], rhs)[real])
-
-
-def test_masked_no_gradient(implementation):
-    def through_product(lhs):
-        rhs, sizes = jnp.ones((1, 16, 8), jnp.bfloat16), jnp.array([2])
-        return jnp.sum(jax_ep.masked_grouped_gemm(lhs, rhs, sizes, implementation=implementation))
-
-    with pytest.raises(TypeError, match="no gradient"):
-        jax.grad(through_product)(jnp.ones((1, 2, 16), jnp.bfloat16))
-
-    def through_activation(hidden):
-        call = partial(jax_ep.ops.masked.masked_gated_activation, quantize=False, implementation=implementation)
-        return jnp.sum(call(hidden, jnp.array([2]))[0])
-
-    with pytest.raises(TypeError, match="no gradient"):
-        jax.grad(through_activation)(jnp.ones((1, 2, 16)))

@@ -22,12 +22,15 @@ from mistakes import (
     check,
     dispatch_handle,
     f32,
+    fp8,
+    fp8_weights,
     function,
     i32,
     is_array,
     low_latency_handle,
     mesh_of,
     number,
+    program,
     trace,
 )
 
@@ -267,6 +270,30 @@ def test_rows_beyond_int32(name, offending, changes):
 def test_wire_dtype_invalid(wire_dtype):
     with pytest.raises(TypeError, match=r"Schedule: wire_dtype=.*, expected float8_e4m3fn or None; pass"):
         jax_ep.Schedule(wire_dtype=wire_dtype)
+
+
+NO_GRADIENT = [
+    ("low_latency_dispatch", "x", {"quantize": False}),
+    ("low_latency_combine", "y", {}),
+    ("low_latency_gemm_combine", "lhs_scales", {}),
+    ("low_latency_moe", "x", {}),
+    ("masked_grouped_gemm", "lhs_scales", {}),
+    ("masked_grouped_gemm", "lhs", {"lhs": f32(L, MAX_T, H), "rhs": f32(L, H, H), "lhs_scales": None}),
+    ("masked_gated_activation", "hidden", {"quantize": False}),
+    ("grouped_gemm", "lhs_scales", {"lhs": fp8(20, H), "rhs": fp8_weights(3, H, H), "lhs_scales": f32(20, 2)}),
+]
+
+
+@pytest.mark.parametrize(("name", "argument", "changes"), NO_GRADIENT)
+def test_operation_without_gradient(name, argument, changes):
+    call, arrays = program(name, **changes)
+
+    def loss(value, others):
+        leaves = jax.tree.leaves(call(others | {argument: value}))
+        return sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in leaves)
+
+    fragments = [f"^{name} (with QuantizedWeights )?has no gradient: train with"]
+    check(TypeError, fragments, jax.eval_shape, jax.grad(loss), arrays[argument], arrays)
 
 
 def test_losses_no_tokens():

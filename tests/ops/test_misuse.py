@@ -273,26 +273,36 @@ def test_wire_dtype_invalid(wire_dtype):
 
 
 NO_GRADIENT = [
-    ("low_latency_dispatch", "x", {"quantize": False}),
-    ("low_latency_combine", "y", {}),
-    ("low_latency_gemm_combine", "lhs_scales", {}),
-    ("low_latency_moe", "x", {}),
-    ("masked_grouped_gemm", "lhs_scales", {}),
-    ("masked_grouped_gemm", "lhs", {"lhs": f32(L, MAX_T, H), "rhs": f32(L, H, H), "lhs_scales": None}),
-    ("masked_gated_activation", "hidden", {"quantize": False}),
-    ("grouped_gemm", "lhs_scales", {"lhs": fp8(20, H), "rhs": fp8_weights(3, H, H), "lhs_scales": f32(20, 2)}),
+    ("low_latency_dispatch", "x", {"quantize": False}, "moe, or with dispatch"),
+    ("low_latency_combine", "y", {}, "moe, or with dispatch"),
+    ("low_latency_gemm_combine", "lhs_scales", {}, "moe, or with a layer"),
+    ("low_latency_moe", "x", {}, "moe, or with"),
+    ("masked_grouped_gemm", "lhs_scales", {}, "moe or grouped_gemm"),
+    (
+        "masked_grouped_gemm",
+        "lhs",
+        {"lhs": f32(L, MAX_T, H), "rhs": f32(L, H, H), "lhs_scales": None},
+        "moe or grouped_gemm",
+    ),
+    ("masked_gated_activation", "hidden", {"quantize": False}, "moe"),
+    (
+        "grouped_gemm",
+        "lhs_scales",
+        {"lhs": fp8(20, H), "rhs": fp8_weights(3, H, H), "lhs_scales": f32(20, 2)},
+        "arrays",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("name", "argument", "changes"), NO_GRADIENT)
-def test_operation_without_gradient(name, argument, changes):
+@pytest.mark.parametrize(("name", "argument", "changes", "remedy"), NO_GRADIENT)
+def test_operation_without_gradient(name, argument, changes, remedy):
     call, arrays = program(name, **changes)
 
     def loss(value, others):
         leaves = jax.tree.leaves(call(others | {argument: value}))
         return sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in leaves)
 
-    fragments = [f"^{name} (with QuantizedWeights )?has no gradient: train with"]
+    fragments = [f"^{name} (with QuantizedWeights )?has no gradient: train with {remedy}"]
     check(TypeError, fragments, jax.eval_shape, jax.grad(loss), arrays[argument], arrays)
 
 

@@ -288,6 +288,9 @@ def test_moe_metrics_summary():
             ValueError, match=r"MoEMetrics.summary: num_ranks=. of 4 experts with num_identity_experts="
         ):
             metrics.summary(num_ranks, num_identity_experts=num_identity_experts)
+    for wrong, kind in ((-1, ValueError), (1.0, TypeError), (None, TypeError)):
+        with pytest.raises(kind, match=r"^MoEMetrics.summary: num_identity_experts=.*expected"):
+            metrics.summary(num_identity_experts=wrong)
 
 
 WRONG = [

@@ -68,6 +68,8 @@ class Balance:
 
         From 1024 rows on it is a multiple of 128, since the fastest kernels take whole tiles.
         """
+        remedy = "pass the tokens of a rank times K"
+        check.integer("Balance.rows_per_rank", "num_assignments", num_assignments, least=0, remedy=remedy)
         rows = math.ceil(round(float(self.rows) * num_assignments, 6))
         return rows if rows < 8 * _TILE else round_up(rows, _TILE)
 

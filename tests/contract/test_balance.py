@@ -258,3 +258,7 @@ def test_balance_mistakes(expert_mesh, rng, subtests):
     for wrong in ({"rows": "1.1"}, {"spare_experts": 1.5}, {"spare_experts": True}):
         with subtests.test(str(wrong)), pytest.raises(TypeError, match=r"Balance: .* expected"):
             jax_ep.Balance(**wrong)
+    for wrong, kind in ((-1, ValueError), (2**31, ValueError), (8.0, TypeError), (None, TypeError)):
+        with subtests.test(str(wrong)), pytest.raises(kind, match=r"^Balance.rows_per_rank: num_assignments=.*expec"):
+            jax_ep.Balance().rows_per_rank(wrong)
+    assert jax_ep.Balance().rows_per_rank(0) == 0

@@ -156,6 +156,32 @@ def test_qwix_rule_errors():
 
 
 @pytest.mark.parametrize(
+    ("fields", "error", "text"),
+    [
+        ({"rank": None}, TypeError, "rank=None is a NoneType, expected an int"),
+        ({"alpha": "1"}, TypeError, "alpha='1' is a str, expected a number"),
+        ({"alpha": None}, TypeError, "alpha=None is a NoneType, expected a number"),
+        ({"alpha": np.nan}, ValueError, "alpha=nan, expected a finite float32"),
+        (
+            {"weight_qtype": 3},
+            TypeError,
+            "the rule of 'blocks/1': weight_qtype=3 is not a dtype, expected a dtype such",
+        ),
+        ({"weight_qtype": "int8", "act_qtype": "int4"}, ValueError, "the rule of 'blocks/1' has act_qtype='int4', exp"),
+        ({"weight_qtype": "int8", "act_qtype": jnp.float8_e5m2}, ValueError, "the rule .* act_qtype='float8_e5m2', e"),
+    ],
+)
+def test_qwix_rule_with_a_wrong_field(fields, error, text):
+    """No layer changes, also not those of other rules."""
+    model = Model(nnx.Rngs(0))
+    right = {"rank": 2, "alpha": 1.0, "weight_qtype": jnp.int8}
+    rules = [qwix.LoraRule(module_path="blocks/0", **right), qwix.LoraRule(module_path="blocks/1", **right | fields)]
+    with pytest.raises(error, match=f"^apply_rules: {text}"):
+        apply_rules(model, rules, rngs=nnx.Rngs(0))
+    assert all(block.w_down is not None and block.lora_scale is None for block in model.blocks)
+
+
+@pytest.mark.parametrize(
     ("rules", "name"),
     [
         (None, "rules is a NoneType"),

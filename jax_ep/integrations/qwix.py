@@ -17,12 +17,14 @@ from jax_ep.flax import MoE
 from jax_ep.formats.base import pack_nibbles, unpack_nibbles
 from jax_ep.quantization import with_layout
 from jax_ep.types import Array
-from jax_ep.values import type_name
+from jax_ep.values import shown, type_name
 
 __all__ = ["apply_rules", "from_qarray", "to_qarray"]
 
 _RULES = {("int8", None): "int8", ("int4", 128): "int4", ("float8_e4m3fn", None): "fp8_channel", ("mxfp4", 32): "mxfp4"}
 """Format of a rule's `weight_qtype` and `tile_size`."""
+_TOKENS = {None: None, "int8": "int8", "float8_e4m3fn": "fp8"}
+"""Activations of a rule's `act_qtype`."""
 _SERVED = ("w_gate_up", "w_down", "b_gate_up", "b_down", "serving_arrays", "serving_tree")
 
 
@@ -66,9 +68,11 @@ def apply_rules(model: nnx.Module, rules: Sequence[Any], *, rngs: nnx.Rngs | Non
         raise ValueError(
             f"apply_rules: no rule matches the MoE layers {list(layers)}, expected one; check module_path and op_names."
         )
+    for path, rule in found.items():
+        _check_rule(path, rule, rngs)  # Those of all layers, before any layer changes.
     for path, layer in layers.items():
-        if (rule := found[path]) is not None:
-            _apply(path, layer, rule, rngs)
+        if found[path] is not None:
+            _apply(layer, found[path], rngs)
     return model
 
 
@@ -94,11 +98,19 @@ def _rule_for(path: str, rules: Sequence[Any]) -> Any:
     return None
 
 
-def _apply(path: str, layer: MoE, rule: Any, rngs: nnx.Rngs | None) -> None:
-    rank, calibration = getattr(rule, "rank", None), rule.weight_calibration_method
-    qtypes = rule.weight_qtype, rule.act_qtype
-    weight, tokens = (q if q is None or isinstance(q, str) else jnp.dtype(q).name for q in qtypes)
-    dropout = getattr(rule, "dropout", 0)
+def _dtype_name(path: str, field: str, qtype: Any) -> str | None:
+    """Return the name of a dtype of a rule."""
+    if qtype is None or isinstance(qtype, str):
+        return qtype
+    return check.dtype(f"apply_rules: the rule of {path!r}", field, qtype, "a dtype such as 'int8', or None").name
+
+
+def _check_rule(path: str, rule: Any, rngs: nnx.Rngs | None) -> None:
+    """Check that experts support a rule."""
+    if rule is None:
+        return
+    calibration, dropout = rule.weight_calibration_method, getattr(rule, "dropout", 0)
+    weight, tokens = (_dtype_name(path, field, getattr(rule, field)) for field in ("weight_qtype", "act_qtype"))
     if (weight, rule.tile_size) not in {*_RULES, (None, None)} or calibration != "absmax" or dropout:
         known = ", ".join(f"{qtype} with tile_size={tile}" for qtype, tile in _RULES)
         raise ValueError(
@@ -106,22 +118,33 @@ def _apply(path: str, layer: MoE, rule: Any, rngs: nnx.Rngs | None) -> None:
             f" {calibration!r} and {dropout=}, expected one of {known}, 'absmax' and no"
             " dropout; give experts a separate rule, before others."
         )
+    if weight is not None and tokens not in _TOKENS:
+        raise ValueError(
+            f"apply_rules: the rule of {path!r} has act_qtype={shown(tokens)}, expected one of {tuple(_TOKENS)}; give"
+            " experts a separate rule, before others."
+        )
     if weight is not None and hasattr(rule, "bwd_qtype"):
         raise ValueError(
             f"apply_rules: the rule of {path!r} is {type_name(rule)} for quantized training, expected a"
             " qwix.QuantizationRule for inference or a qwix.LoraRule; to train experts quantized, give them a rule"
             " without weight_qtype before others, and construct the MoE with recipe='fp8'."
         )
-    if weight is not None:
-        activations = None if tokens is None else "int8" if tokens == "int8" else "fp8"
-        served = layer.to_serving(_RULES[weight, rule.tile_size], activations=activations)
-        for name in _SERVED:
-            setattr(layer, name, getattr(served, name))
-    if rank is not None:
+    if hasattr(rule, "rank"):
+        check.integer("apply_rules", "rank", rule.rank)
+        check.finite("apply_rules", "alpha", rule.alpha)
         if rngs is None:
             raise ValueError("apply_rules: rngs=None with a LoraRule, expected an nnx.Rngs for adapters; pass one.")
-        rank = check.integer("apply_rules", "rank", rank)
-        layer.add_lora(rank, scale=rule.alpha / rank, rngs=rngs)
+
+
+def _apply(layer: MoE, rule: Any, rngs: nnx.Rngs | None) -> None:
+    """Change a layer by a checked rule."""
+    weight, tokens = (_dtype_name("", "", qtype) for qtype in (rule.weight_qtype, rule.act_qtype))
+    if weight is not None:
+        served = layer.to_serving(_RULES[weight, rule.tile_size], activations=_TOKENS[tokens])
+        for name in _SERVED:
+            setattr(layer, name, getattr(served, name))
+    if hasattr(rule, "rank") and rngs is not None:
+        layer.add_lora(rule.rank, scale=rule.alpha / rule.rank, rngs=rngs)
 
 
 @errors_begin_with("from_qarray")

@@ -195,8 +195,10 @@ SHAPES = {
 }
 PRODUCTS = {
     "forward, `triton`": ("triton", FORWARD),
+    "forward, Gluon": ("triton, Gluon", FORWARD),
     "forward, `pallas`": ("pallas", FORWARD),
     "weight gradient, `triton`": ("triton", "weight gradient"),
+    "weight gradient, Gluon": ("triton, Gluon", "weight gradient"),
     "weight gradient, `pallas`": ("pallas", "weight gradient"),
     "weight gradient in FP8, Gluon": ("triton, FP8, Gluon", "weight gradient"),
     "forward in FP8, Gluon": ("triton, FP8, Gluon", FORWARD),

@@ -215,7 +215,7 @@ triton.join()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["dispatch", "gluon_gemm", "gluon_gradient", "gluon_quantized"])
+@pytest.mark.parametrize("module", ["dispatch", "gluon_gemm", "gluon_gemm16", "gluon_gradient", "gluon_quantized"])
 def test_import_kernel_while_triton_is_imported(module):
     """Programs that compile in threads import kernels at the same time."""
     pytest.importorskip("triton")

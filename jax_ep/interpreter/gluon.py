@@ -39,6 +39,11 @@ class _Product:
         self.operands, self.total = (a, b), total
         self.value: Tensor | None = None
 
+    @property
+    def values(self) -> np.ndarray:
+        """What no kernel may use: registers of a product in flight."""
+        raise EmulationError("registers of a wgmma are used before it is waited for")
+
     def finish(self) -> Tensor:
         """Read the operands, after the product that gives the accumulator."""
         total = self.total.value if isinstance(self.total, _Product) else self.total
@@ -409,7 +414,7 @@ _MODULES = {gl: _LANGUAGE, tl: _LANGUAGE, hopper.mbarrier: _MBARRIER, hopper.tma
 def _replaced(value: Any) -> Any:
     """Return what stands for a global of a kernel's module."""
     if isinstance(value, KernelInterface):  # also a function of Triton, which Gluon calls
-        return _emulated(value)
+        return emulated(value)
     if isinstance(value, gl.constexpr):
         return value.value
     if isinstance(value, types.ModuleType) and value in _MODULES:
@@ -420,7 +425,7 @@ def _replaced(value: Any) -> Any:
 _known: dict[Any, Callable[..., Any]] = {}
 
 
-def _emulated(function: Any) -> Callable[..., Any]:
+def emulated(function: Any) -> Callable[..., Any]:
     """Return the Python function of a jitted one, with its globals replaced."""
     inner = function.fn
     if inner not in _known:
@@ -459,6 +464,6 @@ def run(kernel: Any, num_programs: int, *arguments: Any, num_warps: int = 4, see
     given = [Pointer(x) if isinstance(x, np.ndarray) else x for x in arguments]
     for number in range(num_programs):
         program = _active.program = _Program(number, num_programs, num_warps, seed * 65537 + number)
-        _emulated(kernel)(*given, **constants)
+        emulated(kernel)(*given, **constants)
         if program.current.stores or program.current.groups or program.loads:
             raise EmulationError(f"program {number} ends with asynchronous operations in flight; wait for them")

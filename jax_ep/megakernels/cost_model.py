@@ -21,8 +21,8 @@ class Device:
     Attributes:
       link_bytes: sent to other GPUs in a second, by ordinary stores (dispatch_combine_4_gpus.json).
       product_flops: operations of a grouped GEMM of `triton` in a second (grouped_gemm_gpu.json).
-      pallas_product: speedup of a separate GEMM by `pallas` (grouped_gemm_gpu.json).
-      pallas_depth: K from which that speedup is reached; it shrinks in proportion below (grouped_gemm_gpu.json).
+      specialized_product: speedup of a separate GEMM by `pallas`, or in Gluon (grouped_gemm_gpu.json).
+      specialized_depth: K from which that speedup is reached; it shrinks in proportion below (grouped_gemm_gpu.json).
       combine_bytes: moved to make sums in a second, by combine (dispatch_combine_2_gpus.json, moe_layer_combine.json).
       scatter_bytes: the same in the sums at the end of GEMM + combine (moe_layer.json).
       many_row_bytes: from this many bytes of arriving rows on, their stores slow down the GEMM.
@@ -36,8 +36,8 @@ class Device:
 
     link_bytes: float = 350e9
     product_flops: float = 600e12
-    pallas_product: float = 1.08
-    pallas_depth: int = 4096
+    specialized_product: float = 1.08
+    specialized_depth: int = 4096
     combine_bytes: float = 3.8e12
     scatter_bytes: float = 2.6e12
     many_row_bytes: int = 1 << 30
@@ -151,11 +151,11 @@ def _sums_of_scatter(layout: Layout, hidden: int) -> float:
     return (layout.top_k + 1) * row / rate + meeting
 
 
-def _gemm_alone(layout: Layout, features: int, hidden: int, by_pallas: bool) -> float:
+def _gemm_alone(layout: Layout, features: int, hidden: int, specialized: bool) -> float:
     """Seconds per token of a GEMM in a separate launch."""
     time = _product(layout, features, hidden)
-    if by_pallas:
-        time /= 1 + (_device().pallas_product - 1) * min(1.0, features / _device().pallas_depth)
+    if specialized:
+        time /= 1 + (_device().specialized_product - 1) * min(1.0, features / _device().specialized_depth)
     return time
 
 
@@ -166,19 +166,19 @@ def _combine_alone(layout: Layout, hidden: int) -> tuple[float, float]:
     return sent, _summed_bytes(layout, hidden) / _device().combine_bytes
 
 
-def combine_times(layout: Layout, features: int, hidden: int, *, by_pallas: bool) -> dict[str, float]:
+def combine_times(layout: Layout, features: int, hidden: int, *, specialized: bool) -> dict[str, float]:
     """Seconds per token that each mode of GEMM + combine should take, the simplest mode first.
 
-    `by_pallas`: `pallas` runs a GEMM in a separate launch. docs/design/fused.md explains the model.
+    `specialized`: `pallas`, or a kernel in Gluon, runs a GEMM in a separate launch (docs/design/fused.md).
     """
     product, (sent, made) = _product(layout, features, hidden), _combine_alone(layout, hidden)
     return {
-        "serial": _gemm_alone(layout, features, hidden, by_pallas) + max(sent, made),
+        "serial": _gemm_alone(layout, features, hidden, specialized) + max(sent, made),
         "scatter": max(product, _rows_sent(layout, hidden)) + _sums_of_scatter(layout, hidden),
     }
 
 
-def dispatch_mode(layout: Layout, hidden: int, columns: int, save_as: str | None, *, by_pallas: bool) -> str:
+def dispatch_mode(layout: Layout, hidden: int, columns: int, save_as: str | None, *, specialized: bool) -> str:
     """Choose the mode of dispatch + GEMM, `[., hidden]` times `[hidden, columns]`: "serial" unless "fused" is faster.
 
     The fused kernel does not hide all of the dispatch. Saving tokens costs a copy in "serial", saving rows in "fused".
@@ -187,28 +187,28 @@ def dispatch_mode(layout: Layout, hidden: int, columns: int, save_as: str | None
     sent, _ = _combine_alone(layout, hidden)
     token = 2 * 2 * hidden / _device().copy_bytes  # to read and write one
     rows, tokens = layout.top_k * token, _ranks_of_token(layout) * token
-    serial = _gemm_alone(layout, hidden, columns, by_pallas) + sent + (tokens if save_as == "tokens" else 0.0)
+    serial = _gemm_alone(layout, hidden, columns, specialized) + sent + (tokens if save_as == "tokens" else 0.0)
     serial += _device().launch_seconds / layout.num_tokens
     fused = _product(layout, hidden, columns) + _device().shown_dispatch * sent + (rows if save_as == "rows" else 0.0)
     return "serial" if serial <= 1.03 * fused else "fused"
 
 
-def combine_mode(layout: Layout, features: int, hidden: int, *, by_pallas: bool) -> str:
+def combine_mode(layout: Layout, features: int, hidden: int, *, specialized: bool) -> str:
     """Choose the mode of GEMM + combine: the simplest within 1 % of the fastest."""
-    times = combine_times(layout, features, hidden, by_pallas=by_pallas)
+    times = combine_times(layout, features, hidden, specialized=specialized)
     return next(mode for mode, time in times.items() if time <= 1.01 * min(times.values()))
 
 
-def fused_modes(schedule: Schedule, facts: FusedFacts, *, by_pallas: bool) -> FusedModes:
-    """Choose the modes of both directions; `by_pallas`: `pallas` runs GEMMs in separate launches."""
+def fused_modes(schedule: Schedule, facts: FusedFacts, *, specialized: bool) -> FusedModes:
+    """Choose the modes of both directions; `specialized`: as for `combine_times`."""
     layout, dtype, hidden, columns = facts.layout, facts.dtype, facts.hidden, facts.columns
     settings = tuned.exchange_gemm_facts(layout, hidden, columns, dtype)
     chosen = tuned.schedule(schedule, "dispatch_grouped_gemm", **settings).dispatch_mode
     none, rows, tokens = (
-        chosen or dispatch_mode(layout, hidden, columns, save_as, by_pallas=by_pallas)
+        chosen or dispatch_mode(layout, hidden, columns, save_as, specialized=specialized)
         for save_as in (None, "rows", "tokens")
     )
     settings = tuned.exchange_gemm_facts(layout, columns, hidden, dtype)
     combine = tuned.schedule(schedule, "grouped_gemm_combine", **settings).combine_mode
-    combine = combine or combine_mode(layout, columns, hidden, by_pallas=by_pallas)
+    combine = combine or combine_mode(layout, columns, hidden, specialized=specialized)
     return FusedModes(none, rows, tokens, combine)

@@ -22,7 +22,7 @@ from jax_ep.formats import format_of, stored_name
 from jax_ep.megakernels import tuned
 from jax_ep.megakernels.activation import kind_of, quantize_rows
 from jax_ep.megakernels.cost_model import few_rows, serves_in_one_launch
-from jax_ep.megakernels.grouped_gemm import check_gluon, runs_gluon
+from jax_ep.megakernels.grouped_gemm import check_gluon
 from jax_ep.megakernels.kernels import fused_moe as fused_moe_kernels
 from jax_ep.megakernels.kernels import gluon_fused_moe
 from jax_ep.megakernels.kernels.fused_moe_structs import (
@@ -44,7 +44,7 @@ from jax_ep.megakernels.quantized_gemm import (
     storage_of,
     swaps_ab,
 )
-from jax_ep.megakernels.requirements import has_tma, is_readable
+from jax_ep.megakernels.requirements import has_tma, is_readable, runs_gluon
 from jax_ep.types import Array, Experts, Schedule
 
 _FUSED = Kernel(fused_moe_kernels.fused_moe)

@@ -18,12 +18,13 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_ep.core.expert_matrices import GemmWeights, SplitWeights
+from jax_ep.core.facts import GemmFacts
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.kernel import Argument, Config, Descriptor, Kernel
 from jax_ep.core.layout import Bias, power_of_two, round_up
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels import compile, tuned
-from jax_ep.megakernels.kernels import gemm_structs, gluon_gemm, gluon_gradient
+from jax_ep.megakernels.kernels import gemm_structs, gluon_gemm, gluon_gemm16, gluon_gradient
 from jax_ep.megakernels.kernels import grouped_gemm as grouped_gemm_kernels
 from jax_ep.megakernels.kernels.gemm_structs import (
     GemmTile,
@@ -40,16 +41,19 @@ from jax_ep.megakernels.launch import (
     stores_by_descriptor,
     tile_config,
 )
+from jax_ep.megakernels.requirements import GLUON_CAPABILITY, in_gluon, runs_gluon
 from jax_ep.types import Array, Quantized
 
 _FORWARD = Kernel(grouped_gemm_kernels.grouped_gemm)
 _FP8 = Kernel(grouped_gemm_kernels.grouped_gemm_fp8)
+_GLUON = Kernel(gluon_gemm16.grouped_gemm16)
+_GLUON_WEIGHT_GRADIENT = Kernel(gluon_gemm16.weight_gradient16)
 _GLUON_FP8 = Kernel(gluon_gemm.grouped_gemm_fp8)
 _GLUON_FP8_WEIGHT_GRADIENT = Kernel(gluon_gradient.weight_gradient_fp8)
-_GLUON_CAPABILITY = 90
 _WEIGHT_GRADIENT = Kernel(grouped_gemm_kernels.weight_gradient)
 _FP8_WEIGHT_GRADIENT = Kernel(grouped_gemm_kernels.weight_gradient_fp8)
 _WORD = 8  # elements of a 16-byte word
+_WAVE, _PART_BYTES = 64, 128  # rows of a wgmma, and bytes of a row that are stored at a time, see gluon_gemm16.py
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,10 +86,12 @@ class _StoredTiles(_GemmPrograms):
     Attributes:
       tma_store: store by TMA, while the next tile is computed.
       store_parts: 1, 2 or 4 parts of a tile's columns that TMA stores one after another: each takes less shared memory.
+      gluon: run the kernel in Gluon, for GPUs of compute capability 9.0, with fixed tiles in bands of `group_m`.
     """
 
     tma_store: bool = False
     store_parts: int = 1
+    gluon: bool = False
     candidates: ClassVar[Mapping[str, tuple[int, ...]]] = {
         "block_m": (64, 128, 256),
         "block_n": (64, 128, 256),
@@ -140,14 +146,16 @@ class Fp8Tiles(Fp8WeightTiles):
     num_stages: int = 5
 
 
-def forward_tiles(num_rows: int, columns: int, groups: int, out_itemsize: int) -> Tiles:
-    """Return the tiles for `[num_rows, .]` times `[groups, ., columns]`."""
+def forward_tiles(facts: GemmFacts) -> Tiles:
+    """Return the tiles for a grouped GEMM."""
     if jax.default_backend() == "cpu":  # several steps, rows and columns at the sizes of tests
         return Tiles(block_m=64, block_n=32, block_k=16, num_stages=2)
-    if num_rows <= 64 * groups or columns <= 128:
+    if in_gluon(facts):
+        return Tiles(gluon=True)
+    if facts.num_rows <= 64 * facts.groups or facts.columns <= 128:
         # Few rows: the weights are read once, whatever the tiles, and narrow ones keep more programs busy.
         return Tiles(block_m=64, block_n=128, num_warps=4, programs=2)
-    if out_itemsize > 2:
+    if facts.out_dtype.itemsize > 2:
         # Tiles of float32 take twice the memory while they are stored, next to the buffers of the flat loop.
         return Tiles(block_n=128)
     return Tiles(num_stages=3, tma_store=True) if stores_by_descriptor() else Tiles()
@@ -169,17 +177,13 @@ def fp8_weight_tiles() -> Fp8WeightTiles:
     return Fp8WeightTiles(gluon=runs_gluon())
 
 
-def runs_gluon() -> bool:
-    """Return whether this GPU, and the launcher, run kernels in Gluon."""
-    on_gpu = jax.default_backend() == "gpu" and stores_by_descriptor()
-    return on_gpu and compile.device_capability() == _GLUON_CAPABILITY
-
-
-def weight_tiles(out_itemsize: int) -> WeightTiles:
-    """Return the tiles for a weight gradient whose elements have this many bytes."""
+def weight_tiles(facts: GemmFacts) -> WeightTiles:
+    """Return the tiles for a weight gradient; its depth is that of the weights."""
     if jax.default_backend() == "cpu":
         return WeightTiles(block_m=32, block_n=32, block_r=16, num_stages=2)
-    if out_itemsize <= 2:
+    if in_gluon(facts):
+        return WeightTiles(gluon=True)
+    if facts.out_dtype.itemsize <= 2:
         # Two programs of narrow tiles: while one stores its tile, the other multiplies.
         narrow = WeightTiles(block_n=128, num_warps=4, num_stages=3, programs=2)
         return dataclasses.replace(narrow, tma_store=True, store_parts=2) if stores_by_descriptor() else narrow
@@ -192,11 +196,14 @@ def grouped_gemm(
 ) -> Array:
     """Multiply as in xla/grouped_gemm.py."""
     wanted, groups = rhs.shape[1 if transpose else 2], rhs.shape[0]
-    default = forward_tiles(lhs.shape[0], wanted, groups, jnp.dtype(out_dtype).itemsize)
-    tiles = _tuned(default, "grouped_gemm", lhs.shape, wanted, groups, (lhs.dtype, out_dtype))
+    facts = _facts(lhs.dtype, lhs.shape, wanted, groups, out_dtype)
+    tiles = _tuned(forward_tiles(facts), "grouped_gemm", facts)
     rhs = jax.tree.map(lambda w: pad(w, 1, 2), rhs)
     lhs, rhs, group_sizes, bias = vary_alike((pad(lhs, 1), rhs, group_sizes, bias))
     (num_rows, depth), columns = lhs.shape, rhs.shape[1 if transpose else 2]
+    if tiles.gluon:
+        arrays = lhs, rhs, group_sizes, bias
+        return _by_gluon(*arrays, transpose=transpose, out_dtype=out_dtype, group_m=tiles.group_m)[:, :wanted]
     tile = GemmTile(tiles.block_m, tiles.block_n, tiles.block_k, tiles.group_m)
     parts = tiles.store_parts if tiles.tma_store else 0
     sizes = GroupedGemm(*gemm_shape(num_rows, columns, depth, groups), transpose, parts, tile)
@@ -210,14 +217,44 @@ def grouped_gemm(
     return launch(_FORWARD, operands, (result,), config, {"S": sizes})[0][:, :wanted]
 
 
+def _by_gluon(
+    lhs: Array,
+    rhs: GemmWeights,
+    group_sizes: Array,
+    bias: Bias | None,
+    *,
+    transpose: bool,
+    out_dtype: DTypeLike,
+    group_m: int,
+) -> Array:
+    """Multiply as `grouped_gemm`, in tiles of up to 192 x 256."""
+    check_gluon("grouped_gemm", lhs.dtype, out_dtype)
+    (num_rows, depth), columns, groups = lhs.shape, rhs.shape[1 if transpose else 2], rhs.shape[0]
+    part_n = _PART_BYTES // jnp.dtype(out_dtype).itemsize
+    sizes = gemm_structs.GluonGemm16(num_rows, columns, depth, groups, group_m, part_n, transpose)
+    block = (1, *((sizes.tile_n, sizes.depth) if transpose else (sizes.depth, sizes.tile_n)))
+    operand, home = _described(rhs, block)
+    sizes = dataclasses.replace(sizes, home_groups=home)
+    rows = Descriptor(lhs, (_WAVE, sizes.depth))
+    operands = rows, operand, group_sizes, bias_operand(bias, num_rows), new_counters(1, lhs)
+    result = Descriptor(jax.ShapeDtypeStruct((num_rows, columns), out_dtype), (_WAVE, part_n), bounded=True)
+    # Tiles have at least two waves, but for one of each group.
+    config = Config(num_programs((num_rows // (2 * _WAVE) + groups + 1) * sizes.tiles_n), num_warps=4)
+    return launch(_GLUON, operands, (result, *int32((1,))), config, {"S": sizes}, written={-1: -1})[0]
+
+
 def weights_operand(w: GemmWeights, sizes: GroupedGemm) -> tuple[Argument, GroupedGemm]:
     """Describe the experts' weights in the blocks of a tile; return the sizes of a GEMM with them, too."""
     depth_and_columns = sizes.tile.block_k, sizes.tile.block_n
-    block = (1, *(depth_and_columns[::-1] if sizes.transposed else depth_and_columns))
+    operand, home = _described(w, (1, *(depth_and_columns[::-1] if sizes.transposed else depth_and_columns)))
+    return operand, dataclasses.replace(sizes, home_groups=home)
+
+
+def _described(w: GemmWeights, block: tuple[int, ...]) -> tuple[Argument, int]:
+    """Describe weights in one array or in two; return the number of groups in the first of two, else 0, too."""
     if not isinstance(w, SplitWeights):
-        return Descriptor(w, block), sizes
-    operand = gemm_structs.SplitWeights(*(Descriptor(part, block) for part in w))
-    return operand, dataclasses.replace(sizes, home_groups=w.home.shape[0])
+        return Descriptor(w, block), 0
+    return gemm_structs.SplitWeights(*(Descriptor(part, block) for part in w)), w.home.shape[0]
 
 
 def bias_operand(bias: Bias | None, num_rows: int) -> gemm_structs.Bias | None:
@@ -236,10 +273,14 @@ def weight_gradient(
 ) -> GemmWeights:
     """Contract rows as in xla/grouped_gemm.py."""
     wanted, groups = (lhs.shape[1], rhs.shape[1]), group_sizes.shape[0]
-    default = weight_tiles(jnp.dtype(out_dtype).itemsize)
-    tiles = _tuned(default, "weight_gradient", lhs.shape, wanted[1], groups, (lhs.dtype, out_dtype))
+    facts = _facts(lhs.dtype, lhs.shape, wanted[1], groups, out_dtype)
+    tiles = _tuned(weight_tiles(facts), "weight_gradient", facts)
     lhs, rhs, group_sizes = vary_alike((pad(lhs, 1), pad(rhs, 1), group_sizes))
     num_rows, rows, columns = *lhs.shape, rhs.shape[1]
+    if tiles.gluon:
+        arrays = lhs, rhs, group_sizes
+        found = _gradient_by_gluon(*arrays, out_dtype=out_dtype, num_home=num_home, group_m=tiles.group_m)
+        return _cut_gradient(found, *wanted)
     shape = gemm_shape(num_rows, columns, rows, groups)
     tile = WeightGradientTile(tiles.block_m, tiles.block_n, tiles.block_r, tiles.group_m)
     sizes = WeightGradient(*shape, tiles.store_parts, tiles.tma_store, tile, num_home)
@@ -251,6 +292,25 @@ def weight_gradient(
     config = tile_config(tiles, groups * -(-rows // tiles.block_m) * -(-columns // tiles.block_n))
     found = launch(_WEIGHT_GRADIENT, (left, right, group_sizes), (result,), config, {"S": sizes})[0]
     return _cut_gradient(found, *wanted)
+
+
+def _gradient_by_gluon(
+    lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: DTypeLike, num_home: int, group_m: int
+) -> Any:
+    """Contract rows as `weight_gradient`, in tiles of up to 192 x 256; return one array or two."""
+    check_gluon("weight_gradient", lhs.dtype, out_dtype)
+    (num_rows, rows), columns, groups = lhs.shape, rhs.shape[1], group_sizes.shape[0]
+    part_n = _PART_BYTES // jnp.dtype(out_dtype).itemsize
+    sizes = gemm_structs.GluonGemm16(
+        num_rows, columns, rows, groups, group_m, part_n, is_gradient=True, home_groups=num_home
+    )
+    # Rows of the operands end where the kernel chooses.
+    left = Descriptor(lhs, (sizes.depth, _WAVE), bounded=True)
+    right = Descriptor(rhs, (sizes.depth, sizes.tile_n), bounded=True)
+    result = _gradient_result((groups, rows, columns), out_dtype, num_home, (1, _WAVE, part_n))
+    config = Config(num_programs(groups * -(-rows // (2 * _WAVE)) * sizes.tiles_n), num_warps=4)
+    operands, results = (left, right, group_sizes, new_counters(1, lhs)), (result, *int32((1,)))
+    return launch(_GLUON_WEIGHT_GRADIENT, operands, results, config, {"S": sizes}, written={-1: -1})[0]
 
 
 def _gradient_result(
@@ -277,11 +337,11 @@ def _cut_gradient(found: Any, rows: int, columns: int) -> GemmWeights:
 def grouped_gemm_fp8(lhs: Quantized, rhs: Quantized, group_sizes: Array, *, out_dtype: DTypeLike) -> Array:
     """Multiply as in xla/grouped_gemm.py."""
     (num_rows, depth), (groups, columns) = lhs[0].shape, rhs[0].shape[:2]
-    default, dtypes = fp8_tiles(num_rows, groups, jnp.dtype(out_dtype).itemsize), (lhs[0].dtype, out_dtype)
-    tiles = _tuned(default, "grouped_gemm_fp8", (num_rows, depth), columns, groups, dtypes)
+    facts = _facts(lhs[0].dtype, (num_rows, depth), columns, groups, out_dtype)
+    tiles = _tuned(fp8_tiles(num_rows, groups, facts.out_dtype.itemsize), "grouped_gemm_fp8", facts)
     values, weights, *others = operands = vary_alike((lhs[0], rhs[0], lhs[1], rhs[1], group_sizes))
     if tiles.gluon:
-        return _by_gluon(*operands, out_dtype=out_dtype, group_m=tiles.group_m)
+        return _fp8_by_gluon(*operands, out_dtype=out_dtype, group_m=tiles.group_m)
     left = Descriptor(values[None], (1, tiles.block_m, GROUP_SIZE))
     right = Descriptor(weights, (1, tiles.block_n, GROUP_SIZE))
     result = jax.ShapeDtypeStruct((num_rows, columns), out_dtype)
@@ -290,7 +350,7 @@ def grouped_gemm_fp8(lhs: Quantized, rhs: Quantized, group_sizes: Array, *, out_
     return launch(_FP8, (left, right, *others), (result,), config, constants)[0]
 
 
-def _by_gluon(*operands: Array, out_dtype: DTypeLike, group_m: int) -> Array:
+def _fp8_by_gluon(*operands: Array, out_dtype: DTypeLike, group_m: int) -> Array:
     """Multiply as `grouped_gemm_fp8` in tiles of 128 x 256, stored in halves."""
     check_gluon("grouped_gemm_fp8")
     lhs, rhs, lhs_scales, rhs_scales, group_sizes = operands
@@ -306,12 +366,20 @@ def _by_gluon(*operands: Array, out_dtype: DTypeLike, group_m: int) -> Array:
     return launch(_GLUON_FP8, arguments, results, config, {"S": sizes}, written={-1: -1})[0][:, :columns]
 
 
-def check_gluon(operation: str) -> None:
-    """Raise if this GPU does not run kernels in Gluon, which the settings of `operation` ask for."""
-    if jax.default_backend() == "gpu" and (capability := compile.device_capability()) != _GLUON_CAPABILITY:
+def check_gluon(operation: str, dtype: DTypeLike | None = None, out_dtype: DTypeLike | None = None) -> None:
+    """Raise if this GPU does not run kernels in Gluon, which the settings of `operation` ask for.
+
+    With dtypes, operands must have 16 bits, and results at most 32.
+    """
+    if dtype is not None and (jnp.dtype(dtype).itemsize != 2 or jnp.dtype(out_dtype).itemsize > 4):
+        raise NotImplementedError(
+            f"grouped_gemm: gluon=True with rows of {jnp.dtype(dtype)} and results of {jnp.dtype(out_dtype)}, expected"
+            f" 16-bit rows and results of at most 32 bits; leave gluon out of the settings of {operation}."
+        )
+    if jax.default_backend() == "gpu" and (capability := compile.device_capability()) != GLUON_CAPABILITY:
         raise NotImplementedError(
             f"grouped_gemm: gluon=True on GPUs of compute capability {capability / 10}, expected"
-            f" {_GLUON_CAPABILITY / 10}; leave gluon out of the settings of {operation}."
+            f" {GLUON_CAPABILITY / 10}; leave gluon out of the settings of {operation}."
         )
 
 
@@ -332,11 +400,11 @@ def weight_gradient_fp8(
         found = weight_gradient_fp8(lhs, rhs, group_sizes, out_dtype=jnp.float32, num_home=num_home)
         return jax.tree.map(lambda w: w.astype(out_dtype), found)
     (rows, places), columns, groups = lhs[0].shape, rhs[0].shape[0], group_sizes.shape[0]
-    shape, dtypes = (places, rows), (lhs[0].dtype, out_dtype)
-    tiles = _tuned(fp8_weight_tiles(), "weight_gradient_fp8", shape, columns, groups, dtypes)
+    facts = _facts(lhs[0].dtype, (places, rows), columns, groups, out_dtype)
+    tiles = _tuned(fp8_weight_tiles(), "weight_gradient_fp8", facts)
     a, b, *others = vary_alike((lhs[0], rhs[0], lhs[1], rhs[1], group_sizes))
     if tiles.gluon:
-        return _gradient_by_gluon(a, b, *others, out_dtype=out_dtype, num_home=num_home, group_m=tiles.group_m)
+        return _fp8_gradient_by_gluon(a, b, *others, out_dtype=out_dtype, num_home=num_home, group_m=tiles.group_m)
     left, right = Descriptor(a, (tiles.block_m, GROUP_SIZE)), Descriptor(b, (tiles.block_n, GROUP_SIZE))
     result = _gradient_result((groups, rows, columns), out_dtype, num_home, None)
     config = tile_config(tiles, groups * -(-rows // tiles.block_m) * -(-columns // tiles.block_n))
@@ -345,7 +413,7 @@ def weight_gradient_fp8(
     return _cut_gradient(found, rows, columns)
 
 
-def _gradient_by_gluon(*operands: Array, out_dtype: DTypeLike, num_home: int, group_m: int) -> GemmWeights:
+def _fp8_gradient_by_gluon(*operands: Array, out_dtype: DTypeLike, num_home: int, group_m: int) -> GemmWeights:
     """Contract as `weight_gradient_fp8` in tiles of 256 x 128."""
     check_gluon("weight_gradient_fp8")
     lhs, rhs, lhs_scales, rhs_scales, group_sizes = operands
@@ -386,12 +454,14 @@ def fp8_sizes(num_rows: int, columns: int, depth: int, groups: int, tiles: Fp8Ti
     return GroupedGemm(*gemm_shape(num_rows, columns, depth, groups), transposed=True, tma_parts=0, tile=tile)
 
 
-def _tuned[T: Programs](
-    default: T, operation: str, shape: tuple[int, ...], columns: int, groups: int, dtypes: tuple[DTypeLike, DTypeLike]
-) -> T:
-    """Return the tiles for rows of this shape, or a first factor of it, and these dtypes of operands and result."""
-    facts = {"num_rows": shape[0], "depth": shape[1], "columns": columns, "groups": groups}
-    return tuned.tiles(default, operation, **facts, dtype=jnp.dtype(dtypes[0]), out_dtype=jnp.dtype(dtypes[1]))
+def _facts(dtype: DTypeLike, shape: tuple[int, ...], columns: int, groups: int, out_dtype: DTypeLike) -> GemmFacts:
+    """Return the facts of a GEMM of rows of this shape, or of a weight gradient with such a first factor."""
+    num_rows, depth = shape
+    return GemmFacts(jnp.dtype(dtype), num_rows, depth, columns, groups, jnp.dtype(out_dtype))
+
+
+def _tuned[T: Programs](default: T, operation: str, facts: GemmFacts) -> T:
+    return tuned.tiles(default, operation, **dataclasses.asdict(facts))
 
 
 def gemm_shape(num_rows: int, columns: int, depth: int, groups: int) -> tuple[int, int, int, int, int]:

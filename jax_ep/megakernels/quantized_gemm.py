@@ -20,12 +20,13 @@ from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.formats import format_of, stored_name
 from jax_ep.megakernels import tuned
-from jax_ep.megakernels.grouped_gemm import check_gluon, gemm_shape, runs_gluon
+from jax_ep.megakernels.grouped_gemm import check_gluon, gemm_shape
 from jax_ep.megakernels.kernels import gluon_quantized
 from jax_ep.megakernels.kernels import quantized_gemm as quantized_gemm_kernels
 from jax_ep.megakernels.kernels.gemm_structs import PrepackedGemm, QuantizedGemm, QuantizedTile
 from jax_ep.megakernels.launch import Programs, int32, launch, new_counters, num_programs, tile_config
 from jax_ep.megakernels.masked import MaskedTiles, num_tiles
+from jax_ep.megakernels.requirements import runs_gluon
 from jax_ep.types import Array, Tokens
 
 _GROUPED = Kernel(quantized_gemm_kernels.quantized_grouped_gemm)

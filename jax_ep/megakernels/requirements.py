@@ -33,6 +33,7 @@ from jax_ep.core.mesh_axes import automatic_axes, platform
 from jax_ep.formats import format_of, needs_decoder
 from jax_ep.heap import nvshmem, peer_access, transports
 from jax_ep.heap.symmetric import MAX_BLOCKS
+from jax_ep.megakernels import compile
 from jax_ep.types import Options
 
 _MOST_TOKENS_PER_BLOCK = 8
@@ -264,6 +265,26 @@ def _missing_on_gpu(facts: Facts) -> str | None:
     if jax.process_count() == 1 or peer_access.unsupported_processes_reason() is None:
         return peer_access.unsupported_reason() or context.missing_init_reason()
     return nvshmem.unsupported_reason() or context.missing_init_reason()
+
+
+GLUON_CAPABILITY = 90
+_FEW_ROWS, _NARROW = 64, 128  # rows per group, and columns, up to which tiles of Gluon's size would be partly empty
+_MANY_ROWS = 2048  # per group: `pallas` computes these (docs/design/gluon.md)
+_INT32 = 1 << 31  # offsets of biases
+
+
+def runs_gluon() -> bool:
+    """Return whether these GPUs, and the launcher, run kernels in Gluon; jax-triton describes operands only."""
+    on_gpu = jax.default_backend() == "gpu" and context.launcher() != "jax-triton"
+    return on_gpu and compile.device_capability() == GLUON_CAPABILITY
+
+
+def in_gluon(facts: GemmFacts) -> bool:
+    """Return whether a kernel in Gluon runs this grouped GEMM by default, or a weight gradient of its columns."""
+    if facts.dtype not in _HALF or facts.out_dtype.itemsize > 4 or not runs_gluon():
+        return False
+    has_size = _FEW_ROWS * facts.groups < facts.num_rows < _MANY_ROWS * facts.groups
+    return has_size and _NARROW < facts.columns < _INT32 // facts.groups
 
 
 _LEAST, _FP8, _TMA, _WITHOUT_TMA = 8.0, 8.9, 9.0, 12.0

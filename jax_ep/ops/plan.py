@@ -225,7 +225,7 @@ def exchange_gemm(
     schedule = options.schedule
     if whole.adds_at_sources and schedule.combine_mode is None:
         schedule = dataclasses.replace(schedule, combine_mode="scatter")  # the same sums in one kernel
-    modes = fused_modes(schedule, fused, by_pallas=apart.forward.implementation == "pallas")
+    modes = fused_modes(schedule, fused, specialized=registry.is_specialized(apart.forward, product))
     part = Part("exchange_gemm", name)
     return ExchangeGemmPlan(whole, apart, part, modes, _saved_as(options, layout), sums)
 
@@ -308,6 +308,7 @@ def layer(
     if not sizes.has_bias and (first.modes is None or first.modes.dispatch == "serial"):
         product = GemmFacts(dtype, layout.capacity, facts.hidden, sizes.columns, groups, dtype)
         name = first.gemm.forward.implementation
+        name = "pallas" if name == "triton" and registry.prefers_pallas(product) else name
         if registry.unsupported_reason(name, GemmActivationFacts(dtype, experts, product), options) is None:
             activated = Part("gemm_activation", name)
     return LayerPlan(first, second, between, activated)

@@ -236,8 +236,7 @@ def single_launch(options: Options, facts: FusedMoEFacts, others: Sequence[str])
 
     num_experts, hidden, columns = facts.w_gate_up.shape
     product = GemmFacts(facts.dtype, facts.num_slots, hidden, columns, num_experts, facts.dtype)
-    apart = registry.choose(dataclasses.replace(options, implementation=None), product)
-    by_pallas = apart.implementation == "pallas"
+    by_pallas = registry.prefers_pallas(product)
     if is_fastest(facts.num_slots, facts.dtype, facts.w_gate_up, facts.w_down, by_pallas=by_pallas):
         return Part("fused_moe", name)
     return None

@@ -183,6 +183,20 @@ def _reason_of_bits(name: str, facts: Facts, options: Options) -> str | None:
     return None
 
 
+def prefers_pallas(facts: GemmFacts) -> bool:
+    """Whether `pallas` computes such a GEMM faster than plain Triton, and rows that it activates."""
+    from jax_ep.pallas.requirements import is_preferred
+
+    return is_preferred(facts)
+
+
+def is_specialized(part: Part, facts: GemmFacts) -> bool:
+    """Whether a kernel with a warp that only copies runs this GEMM: of `pallas`, or in Gluon."""
+    from jax_ep.megakernels.requirements import in_gluon
+
+    return part.implementation == "pallas" or (part.implementation == "triton" and in_gluon(facts))
+
+
 def choose(options: Options, facts: Facts) -> Part:
     """Choose the first of the requested implementations (None: of all) that supports these facts.
 
@@ -191,11 +205,9 @@ def choose(options: Options, facts: Facts) -> Part:
     Raises:
       NotImplementedError: none supports them; the message gives every reason.
     """
-    from jax_ep.pallas.requirements import is_preferred
-
-    names: Sequence[str] = options.implementation or sorted(
-        _IMPLEMENTATIONS[facts.operation], key=lambda name: not (name == "pallas" and is_preferred(facts))
-    )
+    names: Sequence[str] = options.implementation or _IMPLEMENTATIONS[facts.operation]
+    if options.implementation is None and isinstance(facts, GemmFacts) and prefers_pallas(facts):
+        names = sorted(names, key=lambda name: name != "pallas" and not is_specialized(Part("", name), facts))
     reasons: list[str] = []
     for name in names:
         reason = unsupported_reason(name, facts, options)

@@ -38,7 +38,12 @@ def _of_schedule(*names: str) -> dict[str, Values]:
 _BLOCK = Values(16, 256, power_of_two=True)
 _COLUMNS = Values(32, 256, power_of_two=True)  # a quarter, the least part that TMA stores, has whole 16-byte words
 _LAUNCH = _of_schedule("num_warps") | {"num_stages": Values(1, 8), "programs": Values(1, 8)}
-_STORED = _LAUNCH | {"group_m": Values(1, 64), "tma_store": FLAG, "store_parts": Values(choices=(1, 2, 4))}
+_STORED = _LAUNCH | {
+    "group_m": Values(1, 64),
+    "tma_store": FLAG,
+    "store_parts": Values(choices=(1, 2, 4)),
+    "gluon": FLAG,
+}
 
 _EXCHANGE = ("num_ranks", "num_tokens", "hidden", "top_k", "dtype")
 _EXCHANGE_GEMM = ("num_ranks", "num_tokens", "top_k", "num_experts", "depth", "columns", "dtype")

@@ -37,6 +37,7 @@ SHAPES = [(128, 257), (768, 384)]
 if jax.default_backend() == "gpu":  # More tiles than programs.
     SHAPES.append((2048, 7168))
     TILES["many rows"] = [4096, 17, 0, 900, 128, 64, 2000, 1]
+    TILES["many empty groups"] = [0] * 7 + [3] + [0] * 4 + [140]  # more weights do not fit into memory
 
 
 @pytest.mark.parametrize("sizes", TILES.values(), ids=list(TILES))

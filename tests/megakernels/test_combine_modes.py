@@ -52,7 +52,7 @@ def layout(ranks, *, tokens=4096, top_k=8, experts=256):
     return Layout(ranks, experts, tokens, top_k, capacity=9 * tokens * top_k // 8)
 
 
-def by_pallas(layout, sizes):
+def specialized(layout, sizes):
     """Whether `pallas` runs a GEMM of these sizes, as a separate launch."""
     return requirements.is_preferred(facts_of.gemm(BF16, layout.capacity, *sizes, layout.num_local_experts))
 
@@ -68,13 +68,10 @@ def by_pallas(layout, sizes):
     ],
 )
 def test_dispatch_mode_choice(ranks, sizes, keep, wanted, on_h200):
-    assert cost_model.dispatch_mode(layout(ranks), *sizes, keep, by_pallas=by_pallas(layout(ranks), sizes)) == wanted
-    assert (
-        cost_model.dispatch_mode(
-            layout(ranks, tokens=128), *sizes, keep, by_pallas=by_pallas(layout(ranks, tokens=128), sizes)
-        )
-        == "fused"
-    )  # Launches dominate the time.
+    of, few = layout(ranks), layout(ranks, tokens=128)
+    assert cost_model.dispatch_mode(of, *sizes, keep, specialized=specialized(of, sizes)) == wanted
+    # Launches dominate the time.
+    assert cost_model.dispatch_mode(few, *sizes, keep, specialized=specialized(few, sizes)) == "fused"
 
 
 @pytest.mark.parametrize(
@@ -89,7 +86,7 @@ def test_dispatch_mode_choice(ranks, sizes, keep, wanted, on_h200):
     ],
 )
 def test_combine_mode_choice(ranks, sizes, wanted, on_h200):
-    assert cost_model.combine_mode(layout(ranks), *sizes, by_pallas=by_pallas(layout(ranks), sizes)) == wanted
+    assert cost_model.combine_mode(layout(ranks), *sizes, specialized=specialized(layout(ranks), sizes)) == wanted
 
 
 def test_combine_mode_choice_is_launched(two_ranks, monkeypatch):

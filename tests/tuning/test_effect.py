@@ -233,22 +233,22 @@ def test_tuning_modes_from_file(mode, make_file):
     )
     assert tuned.schedule(Schedule(), "dispatch_grouped_gemm", **found).dispatch_mode == mode
     facts = FusedFacts(jnp.dtype("bfloat16"), H, H, LAYOUT)
-    modes = cost_model.fused_modes(Schedule(), facts, by_pallas=False)
+    modes = cost_model.fused_modes(Schedule(), facts, specialized=False)
     assert (modes.dispatch, modes.combine) == (mode, combine)
-    assert cost_model.fused_modes(Schedule(combine_mode="serial"), facts, by_pallas=False).combine == "serial"
+    assert cost_model.fused_modes(Schedule(combine_mode="serial"), facts, specialized=False).combine == "serial"
 
 
 def test_tuning_rates_scale_cost_model(make_file):
     assert cost_model.scaled(None) == cost_model.H200 == cost_model.scaled(cost_model.H200_RATES)
     layout = Layout(8, 256, 4096, 8, 4096 * 8)
-    before = cost_model.combine_times(layout, 2048, 7168, by_pallas=True)
+    before = cost_model.combine_times(layout, 2048, 7168, specialized=True)
     slow = {"link_bytes_per_s": 395e8, "memory_bytes_per_s": None, "product_flops_per_s": 735e12}
     tuning.use(make_file(rates=slow))
     assert cost_model._device().link_bytes == pytest.approx(35e9)
     assert cost_model._device().copy_bytes == cost_model.H200.copy_bytes
-    after = cost_model.combine_times(layout, 2048, 7168, by_pallas=True)
+    after = cost_model.combine_times(layout, 2048, 7168, specialized=True)
     assert after["scatter"] > 3 * before["scatter"]
-    assert cost_model.combine_mode(layout, 2048, 7168, by_pallas=True) == "serial"
+    assert cost_model.combine_mode(layout, 2048, 7168, specialized=True) == "serial"
 
 
 def draw(rng, operation):

@@ -58,6 +58,29 @@ class GluonGemm:
 
 
 @dataclasses.dataclass(frozen=True)
+class GluonGemm16:
+    """Static sizes of the grouped GEMM of 16-bit operands in Gluon, and of its weight gradient (gluon_gemm16.py)."""
+
+    M: int  # rows of all groups
+    N: int
+    K: int  # in a weight gradient the rows of its results
+    num_groups: int
+    group_m: int  # row tiles of one band
+    part_n: int  # columns that are stored at a time: 128 bytes
+    transposed: bool = False  # weights are [num_groups, N, K]
+    is_gradient: bool = False
+    home_groups: int = 0  # groups of the first of two arrays of weights, or gradients; 0: there is one array
+    tile_n: int = 256
+    depth: int = 64  # of a step of the sum
+    stages: int = 3  # steps in shared memory
+
+    @property
+    def tiles_n(self) -> int:
+        """Tiles that cover N."""
+        return -(-self.N // self.tile_n)
+
+
+@dataclasses.dataclass(frozen=True)
 class PrepackedGemm:
     """Static sizes of the GEMM of prepacked weights in Gluon."""
 

@@ -40,8 +40,8 @@ SHAPES = Default(
 )
 RANKS, TOKENS = 4, 4096  # of each rank, for the shapes of a model
 CUBLAS = "cuBLAS batched"
-NAMES = {"triton": "triton", "pallas": "pallas", "portable loop": "xla"}
-TRITON, GLUON = "triton, FP8", "triton, FP8, Gluon"
+NAMES = {"pallas": "pallas", "portable loop": "xla"}
+WAYS = {"": False, ", Gluon": True}  # ends of the names of kernels of `triton`
 FP8_ERROR, ERROR = 0.4, 0.1
 """Of single elements, in units of the root mean square; FP8 is off by 0.04 in the norm, others by two roundings."""
 SAMPLE_S = 0.01  # of one timed sample, so that launches do not count
@@ -99,13 +99,19 @@ def in_fp8(problem: Problem) -> dict[str, Product]:
             return activation.quantize_columns(a, sizes), activation.quantize_columns(b, sizes)
         return activation.quantize_rows(a, sizes), activation.quantize_matrices(b)
 
-    def multiply(gluon: bool, a: Quantized, b: Quantized, sizes: Array) -> Array:
-        with tuning.override(operation, gluon=gluon):
-            return getattr(gemm, operation)(a, b, sizes, out_dtype=BF16)
-
     quantized = {name: (*quantize(*arrays), arrays[2]) for name, arrays in problem.operands.items()}
-    ways = {TRITON: False, GLUON: True}
-    return {name: of(jax.jit(partial(multiply, gluon)), quantized) for name, gluon in ways.items()}
+    run = partial(getattr(gemm, operation), out_dtype=BF16)
+    return {f"triton, FP8{end}": of(by_triton(run, operation, gluon), quantized) for end, gluon in WAYS.items()}
+
+
+def by_triton(run: Callable[..., Array], operation: str, gluon: bool) -> Callable[..., Array]:
+    """Return a GEMM of `triton` by its kernel in Gluon, or by that in Triton."""
+
+    def multiply(*operands: Any) -> Array:
+        with tuning.override(operation, gluon=gluon):
+            return run(*operands)
+
+    return jax.jit(multiply)
 
 
 def cublas(direction: str) -> Callable[..., Array]:
@@ -127,6 +133,8 @@ def products(problem: Problem) -> dict[str, Product]:
     """Return all variants of a problem but cuBLAS."""
     direction, (_, k, n, _) = problem.direction, problem.shape
     found = {label: of(jax.jit(product(name, direction)), problem.operands) for label, name in NAMES.items()}
+    run = product("triton", direction), "weight_gradient" if direction == WEIGHT_GRADIENT else "grouped_gemm"
+    found |= {f"triton{end}": of(by_triton(*run, gluon), problem.operands) for end, gluon in WAYS.items()}
     if (direction == FORWARD and k % 128 == 0) or (direction == WEIGHT_GRADIENT and k % 128 == n % 128 == 0):
         found |= in_fp8(problem)
     if direction == FORWARD and pytorch.is_here():

@@ -1,0 +1,161 @@
+"""The Gluon kernels for 16 bits: that broken synchronization does not pass, and which heights tiles have."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+
+from test_gluon_emulator import load
+
+from jax_ep.core.kernel import Descriptor
+from jax_ep.interpreter import gluon
+from jax_ep.megakernels.kernels import gluon_gemm16
+from jax_ep.megakernels.kernels.gemm_structs import GluonGemm16
+
+BF16 = ml_dtypes.bfloat16
+SOURCE = Path(gluon_gemm16.__file__)
+
+
+def described(array, block, *, bounded=False):
+    shape, strides, block_shape = Descriptor(jax.ShapeDtypeStruct(array.shape, jnp.bfloat16), block, bounded).blocks
+    return gluon.Descriptor(array, block_shape, shape, strides)
+
+
+def multiply(module, rng, sizes, k, n, *, programs, seed, spare=0, **changes):
+    """Return the relative error of the grouped GEMM; NaN if an element is not written."""
+    groups, rows = len(sizes), sum(sizes) + spare
+    lhs, rhs = (rng.standard_normal(s).astype(BF16) for s in ((rows, k), (groups, k, n)))
+    out, taken = np.full((rows, n), np.nan, BF16), np.zeros(1, np.int32)
+    operands = described(lhs, (64, 64)), described(rhs, (1, 64, 256)), np.array(sizes, np.int32), None, taken
+    options = dataclasses.replace(GluonGemm16(rows, n, k, groups, 4, 64), **changes)
+    gluon.run(
+        module.grouped_gemm16, programs, *operands, described(out, (64, 64), bounded=True), taken, seed=seed, S=options
+    )
+    want, start = np.zeros((rows, n)), 0
+    for group, size in enumerate(sizes):
+        of_group = slice(start, start + size)
+        want[of_group] = lhs[of_group].astype(np.float64) @ rhs[group].astype(np.float64)
+        start += size
+    return float(np.linalg.norm(out.astype(np.float64) - want) / np.linalg.norm(want))
+
+
+def gradient(module, rng, sizes, k, n, *, programs, seed, spare=0, **changes):
+    """Return the relative error of the weight gradient; NaN if an element is not written."""
+    groups, rows = len(sizes), sum(sizes) + spare
+    lhs, rhs = (rng.standard_normal((rows, width)).astype(BF16) for width in (k, n))
+    out, taken = np.full((groups, k, n), np.nan, BF16), np.zeros(1, np.int32)
+    operands = described(lhs, (64, 64), bounded=True), described(rhs, (64, 256), bounded=True)
+    options = dataclasses.replace(GluonGemm16(rows, n, k, groups, 4, 64, is_gradient=True), **changes)
+    arrays = np.array(sizes, np.int32), taken, described(out, (1, 64, 64)), taken
+    gluon.run(module.weight_gradient16, programs, *operands, *arrays, seed=seed, S=options)
+    ends = np.cumsum(sizes)
+    parts = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    want = np.stack([lhs[part].astype(np.float64).T @ rhs[part].astype(np.float64) for part in parts])
+    return float(np.linalg.norm(out.astype(np.float64) - want) / np.linalg.norm(want))
+
+
+@pytest.mark.parametrize("run", [multiply, gradient])
+@pytest.mark.parametrize(
+    ("sizes", "k", "n", "programs", "changes"),
+    [
+        ([128], 256, 256, 1, {}),
+        ([100, 0, 37, 200, 320], 320, 264, 3, {"group_m": 1}),
+        ([10, 300, 1], 64, 512, 2, {"stages": 2}),
+    ],
+)
+def test_gluon_gemm16(run, rng, sizes, k, n, programs, changes):
+    seed = int(rng.integers(1 << 30))
+    assert run(gluon_gemm16, rng, sizes, k, n, programs=programs, seed=seed, spare=70, **changes) < 3e-3
+
+
+@pytest.mark.parametrize(
+    ("size", "waves"),
+    [
+        (1, [1]),
+        (128, [2]),
+        (192, [3]),
+        (256, [2, 2]),
+        (320, [3, 2]),
+        (512, [2] * 4),
+        (513, [3] * 3),
+        (2048, [3] * 10 + [2]),
+    ],
+)
+def test_gluon_gemm16_heights(size, waves, rng):
+    """Tiles of a group have the same number of waves if possible, and cover its rows."""
+    shape = GluonGemm16(size, 256, 64, 1, group_m=64, part_n=64)
+    row_tiles, locate = (gluon.emulated(function) for function in (gluon_gemm16.row_tiles, gluon_gemm16.locate))
+    found = [locate(i, size, shape) for i in range(row_tiles(size))]
+    assert [number for _, number, _ in found] == waves
+    assert [row for row, _, _ in found] == [64 * sum(waves[:i]) for i in range(len(waves))]
+
+
+STAGE_FREE = "        wait(pipeline.empty.index(slot), ((count // S.stages) & 1) ^ 1)\n"
+MISTAKES = {
+    "no wait for operands": ("        wait(pipeline.full.index(slot), (count // S.stages) & 1)\n", ""),
+    "no wait for a free stage": (STAGE_FREE, ""),
+    "step released too early": (
+        "        totals = issue(pipeline, slot, totals, False",
+        "        arrive(pipeline.empty.index(slot))\n        totals = issue(pipeline, slot, totals, False",
+    ),
+    "a step is not finished": (
+        "total0, total1, total2 = warpgroup_mma_wait(3,",
+        "total0, total1, total2 = warpgroup_mma_wait(6,",
+    ),
+    "first wave stored too early": (
+        "warpgroup_mma_wait(WAVES - 1, deps=(total0,))",
+        "warpgroup_mma_wait(WAVES, deps=(total0,))",
+    ),
+    "second wave stored too early": (
+        "warpgroup_mma_wait(WAVES - 2, deps=(total1,))",
+        "warpgroup_mma_wait(WAVES - 1, deps=(total1,))",
+    ),
+    "no wait for the store before": ("    tma.store_wait(1)", "    tma.store_wait(2)"),
+    "no fence": ("    fence_async_shared()\n", ""),
+    "too many arrivals expected": ("init(pipeline.empty.index(s), count=8)", "init(pipeline.empty.index(s), count=9)"),
+    "wrong number of bytes": (
+        "(WAVES * WAVE + S.tile_n) * S.depth * 2)",
+        "(WAVES * WAVE + S.tile_n) * S.depth * 2 + 1)",
+    ),
+    "no wait at the end": ("    tma.store_wait(0)\n\n", "\n"),
+    "rows of the next group": (
+        "place.row - place.end + BOUND, place.column]",
+        "place.row - place.end - 9 + BOUND, place.column]",
+    ),
+    "waits for a step that no tile has": ("min(steps - 1, 1)", "1"),
+    "sizes past the last row": ("min(max(size, 0), S.M - start)", "size"),
+    "other rows of the last step": (
+        "[BOUND, end, k - end + BOUND, row]",
+        "[BOUND, end, min(k, end - 64) - end + BOUND, row]",
+    ),
+    "waves of two tiles overlap": ("(tile * fewest + min(tile, more)) * WAVE", "(tile * fewest) * WAVE"),
+}
+OF_GRADIENT = {"other rows of the last step"}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_gluon_gemm16_mistake_is_found(mistake, tmp_path, rng):
+    """Each mistake gives an error, or wrong numbers, for one of a few orders."""
+    right, wrong = MISTAKES[mistake]
+    text = SOURCE.read_text()
+    assert text.count(right) >= 1, "the kernel has changed: update the mistake"
+    path = tmp_path / "broken_kernel.py"
+    path.write_text(text.replace(right, wrong))
+    module = load(path)
+    run = gradient if mistake in OF_GRADIENT else multiply
+    cases = ([320, 130], 64, 0), ([150, 330], 512, 300), ([100], 64, 0)
+    for seed in range(6):
+        sizes, k, spare = cases[seed % 3]
+        try:
+            error = run(module, rng, sizes, k, 256, programs=1, seed=seed, spare=spare)
+        except gluon.EmulationError:
+            return
+        if not error < 3e-3:
+            return
+    pytest.fail("six orders gave the right numbers")

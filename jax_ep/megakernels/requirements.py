@@ -281,10 +281,10 @@ def runs_gluon() -> bool:
 
 def in_gluon(facts: GemmFacts) -> bool:
     """Return whether a kernel in Gluon runs this grouped GEMM by default, or a weight gradient of its columns."""
-    if facts.dtype not in _HALF or facts.out_dtype.itemsize > 4 or not runs_gluon():
+    if facts.dtype not in _HALF or facts.out_dtype.itemsize > 4 or facts.is_empty:
         return False
     has_size = _FEW_ROWS * facts.groups < facts.num_rows < _MANY_ROWS * facts.groups
-    return has_size and _NARROW < facts.columns < _INT32 // facts.groups
+    return has_size and _NARROW < facts.columns < _INT32 // facts.groups and runs_gluon()
 
 
 _LEAST, _FP8, _TMA, _WITHOUT_TMA = 8.0, 8.9, 9.0, 12.0

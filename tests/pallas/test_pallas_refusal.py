@@ -9,6 +9,7 @@ import pytest
 
 import facts_of
 import jax_ep
+from jax_ep import context
 from jax_ep.core.facts import ActivationFacts, LowLatencyFacts, MaskedGemmFacts
 from jax_ep.megakernels import requirements as triton
 from jax_ep.ops import registry
@@ -52,21 +53,31 @@ def test_pallas_support_order():
 @pytest.mark.parametrize(
     ("wanted", "product", "dtype"),
     [
-        ("pallas", PRODUCT, BF16),
+        ("pallas", (131072, 7168, 4096, 64), BF16),
+        ("triton", PRODUCT, BF16),  # A kernel in Gluon.
+        ("pallas", (32768, 7168, 128, 64), BF16),  # Too narrow for it.
         ("triton", (32768, 7168, 4096, 256), BF16),  # Few rows.
-        ("triton", (32764, 7168, 4096, 64), BF16),  # Copies of rows.
-        ("triton", (32768, 7160, 4096, 64), BF16),  # Copies of weights.
-        ("triton", (32768, 7168, 4104, 64), BF16),
+        ("triton", (131068, 7168, 4096, 64), BF16),  # Copies of rows.
+        ("triton", (131072, 7160, 4096, 64), BF16),  # Copies of weights.
+        ("triton", (131072, 7168, 4104, 64), BF16),
         ("triton", PRODUCT, F32),
     ],
     ids=str,
 )
-def test_pallas_support_preferred(wanted, product, dtype, hopper, caplog):
+def test_pallas_support_preferred(wanted, product, dtype, hopper, monkeypatch, caplog):
     hopper(serves=True)
     assert choose(None, facts_of.gemm(dtype, *product)) == wanted
     assert choose(("triton", "pallas"), facts_of.gemm(dtype, *product)) == "triton"
     hopper("8.0", serves=True)
     assert choose(None, facts_of.gemm(dtype, *product)) == "triton"
+    hopper(serves=False)
+    assert choose(None, facts_of.gemm(dtype, *product)) == ("xla" if dtype == F32 else "pallas")
+    caplog.clear()
+    hopper(serves=True)
+    monkeypatch.setattr(context, "launcher", lambda: "jax-triton")  # No kernel in Gluon.
+    assert choose(None, facts_of.gemm(dtype, *product)) == (
+        "pallas" if product == PRODUCT and dtype == BF16 else wanted
+    )
     assert not caplog.records  # No other implementation was requested.
 
 

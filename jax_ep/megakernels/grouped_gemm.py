@@ -57,13 +57,14 @@ _WAVE, _PART_BYTES = 64, 128  # rows of a wgmma, and bytes of a row that are sto
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _GemmPrograms(Programs):
+class GemmPrograms(Programs):
     """How programs compute tiles of a grouped GEMM.
 
     Attributes:
       block_m: rows of a tile.
       block_n: columns of a tile.
       group_m: row tiles of one rasterization band, which share the weights in the L2 cache.
+      gluon: run the kernel in Gluon, for GPUs of compute capability 9.0, with fixed tiles in bands of `group_m`.
     """
 
     block_m: int = 128
@@ -72,33 +73,37 @@ class _GemmPrograms(Programs):
     num_warps: int = 8
     num_stages: int = 4
     programs: int = 1
+    gluon: bool = False
     candidates: ClassVar[Mapping[str, tuple[int, ...]]] = {
         "programs": (1, 2),
         "num_warps": (4, 8),
         "group_m": (4, 8, 16),
     }
 
+    @property
+    def used_candidates(self) -> Mapping[str, tuple[int, ...]]:
+        """Candidates of the settings that the kernel has."""
+        return {"group_m": self.candidates["group_m"]} if self.gluon else self.candidates
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _StoredTiles(_GemmPrograms):
+class _StoredTiles(GemmPrograms):
     """Tiles of 16-bit operands.
 
     Attributes:
       tma_store: store by TMA, while the next tile is computed.
       store_parts: 1, 2 or 4 parts of a tile's columns that TMA stores one after another: each takes less shared memory.
-      gluon: run the kernel in Gluon, for GPUs of compute capability 9.0, with fixed tiles in bands of `group_m`.
     """
 
     tma_store: bool = False
     store_parts: int = 1
-    gluon: bool = False
     candidates: ClassVar[Mapping[str, tuple[int, ...]]] = {
         "block_m": (64, 128, 256),
         "block_n": (64, 128, 256),
         "num_stages": (2, 3, 4, 5),
         "tma_store": (False, True),
         "store_parts": (1, 2, 4),
-        **_GemmPrograms.candidates,
+        **GemmPrograms.candidates,
     }
 
 
@@ -119,23 +124,19 @@ class WeightTiles(_StoredTiles):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Fp8WeightTiles(_GemmPrograms):
+class Fp8WeightTiles(GemmPrograms):
     """Tiles of the weight gradient of column-wise FP8, in steps of the 128 elements that share a scale.
 
     At most 128 columns, which share a scale. More than 128 by 128 elements take more registers than a program of 8
     warps has: each element has a sum, and the product of one step.
-
-    Attributes:
-      gluon: run the kernel in Gluon, for GPUs of compute capability 9.0, with fixed tiles in bands of `group_m`.
     """
 
     block_n: int = 128
-    gluon: bool = False
     candidates: ClassVar[Mapping[str, tuple[int, ...]]] = {
         "block_m": (64, 128),
         "block_n": (64, 128),
         "num_stages": (2, 3, 4, 5, 6),
-        **_GemmPrograms.candidates,
+        **GemmPrograms.candidates,
     }
 
 

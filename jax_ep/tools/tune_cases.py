@@ -17,11 +17,10 @@ import numpy as np
 from jax_ep import tuning
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import QuantizedWeights
-from jax_ep.core.facts import ExchangeFacts
+from jax_ep.core.facts import ExchangeFacts, GemmFacts
 from jax_ep.core.fp8 import GROUP_SIZE
-from jax_ep.megakernels import tuned
+from jax_ep.megakernels import grouped_gemm, tuned
 from jax_ep.megakernels.fused_moe import FusedTiles, GluonLayerTiles, layer_facts, runs_layer_in_gluon
-from jax_ep.megakernels.grouped_gemm import Fp8Tiles, Fp8WeightTiles, Tiles, WeightTiles
 from jax_ep.megakernels.masked import MaskedTiles
 from jax_ep.megakernels.quantized_gemm import GluonTiles, QuantizedTiles, quantized_facts, tuned_gluon_tiles
 from jax_ep.megakernels.requirements import MOST_LOW_LATENCY_TOKENS
@@ -329,9 +328,11 @@ def _grouped_gemm(sizes: Sizes) -> Iterator[Case]:
 
     for one in _gemms(sizes):
         facts, arrays = one.facts(one.x.shape[0], _BF16), (one.x, one.w, one.counts)
-        yield _case("grouped_gemm", facts, f"GEMM of {one.title}", Tiles.candidates, gemm, arrays)
+        tiles: grouped_gemm.GemmPrograms = grouped_gemm.forward_tiles(GemmFacts(**facts))
+        yield _case("grouped_gemm", facts, f"GEMM of {one.title}", tiles.used_candidates, gemm, arrays)
         name, title, arrays = "weight_gradient", f"weight gradient of {one.title}", (one.x, one.y, one.counts)
-        yield _case(name, facts, title, WeightTiles.candidates, gradient, arrays)
+        tiles = grouped_gemm.weight_tiles(GemmFacts(**facts))
+        yield _case(name, facts, title, tiles.used_candidates, gradient, arrays)
 
 
 def _grouped_gemm_fp8(sizes: Sizes) -> Iterator[Case]:
@@ -349,11 +350,13 @@ def _grouped_gemm_fp8(sizes: Sizes) -> Iterator[Case]:
     for one in _gemms(sizes):
         x, w = jax.jit(quantize.quantize_rows)(one.x, one.counts), jax.jit(quantize.quantize_matrices)(one.w)
         name, facts, title = "grouped_gemm_fp8", one.facts(one.x.shape[0], FP8), f"GEMM in FP8 of {one.title}"
-        yield _case(name, facts, title, Fp8Tiles.candidates, gemm, (x, w, one.counts))
+        tiles: grouped_gemm.GemmPrograms = grouped_gemm.fp8_tiles(facts["num_rows"], facts["groups"], _BF16.itemsize)
+        yield _case(name, facts, title, tiles.used_candidates, gemm, (x, w, one.counts))
         x, y = (jax.jit(quantize.quantize_columns)(rows, one.counts) for rows in (one.x, one.y))
         name, title = "weight_gradient_fp8", f"weight gradient in FP8 of {one.title}"
         facts = one.facts(x[0].shape[1], FP8)
-        yield _case(name, facts, title, Fp8WeightTiles.candidates, gradient, (x, y, one.counts))
+        tiles = grouped_gemm.fp8_weight_tiles()
+        yield _case(name, facts, title, tiles.used_candidates, gradient, (x, y, one.counts))
 
 
 def _quantized_gemm(sizes: Sizes, expert_format: str) -> Iterator[Case]:

@@ -366,6 +366,20 @@ def test_tune_checks_output_first(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("gluon", [False, True])
+def test_tune_bands_of_gluon(gluon, monkeypatch):
+    """GEMMs in Gluon have fixed tiles."""
+    pytest.importorskip("triton")
+    kernels = tune_cases.grouped_gemm
+    for name, made in {"forward_tiles": "Tiles", "weight_tiles": "WeightTiles", "fp8_tiles": "Fp8Tiles"}.items():
+        monkeypatch.setattr(kernels, name, lambda *_, made=made: getattr(kernels, made)(gluon=gluon))
+    monkeypatch.setattr(kernels, "fp8_weight_tiles", lambda: kernels.Fp8WeightTiles(gluon=gluon))
+    sizes = tune_cases.Sizes(8, Model(hidden=256, intermediate=128, experts=4, top_k=2), 1, "uniform")
+    cases = [*tune_cases._grouped_gemm(sizes), *tune_cases._grouped_gemm_fp8(sizes)]
+    assert len(cases) == 8
+    assert {set(case.candidates) == {"group_m"} for case in cases} == {gluon}
+
+
+@pytest.mark.parametrize("gluon", [False, True])
 def test_tune_settings_of_the_kernel_that_runs(gluon):
     """Prepacked weights have other tiles in Gluon than in Triton."""
     pytest.importorskip("triton")

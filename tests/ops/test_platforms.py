@@ -17,11 +17,12 @@ from jax_ep.types import Options, Schedule
 
 pytest.importorskip("triton")
 BF16, FP8 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float8_e4m3fn)
-PRODUCT = (1 << 13, 256, 256, 8)
+PRODUCT = (1 << 14, 256, 256, 8)
 OPERATIONS = {
     "exchange": facts_of.exchange(BF16),
     "exchange in FP8": facts_of.exchange(BF16),
     "large products": facts_of.gemm(BF16, *PRODUCT),
+    "products in Gluon": facts_of.gemm(BF16, 1 << 13, 256, 256, 8),
     "small products": facts_of.gemm(BF16),
     "products in FP8": facts_of.gemm(FP8),
     "low latency": LowLatencyFacts(BF16, 256, LAYOUT),
@@ -30,7 +31,7 @@ OPERATIONS = {
     "masked activation to FP8": MaskedActivationFacts(BF16, quantize=True),
 }
 HOPPER = dict.fromkeys(OPERATIONS, "triton") | {"large products": "pallas"}
-PRODUCTS = ("large products", "small products", "products in FP8", "masked products")
+PRODUCTS = ("large products", "products in Gluon", "small products", "products in FP8", "masked products")
 WITHOUT_TMA = dict.fromkeys(OPERATIONS, "triton") | dict.fromkeys(PRODUCTS, "xla")
 IN_FP8 = ("exchange in FP8", "low latency in FP8", "masked activation to FP8")
 AMPERE = WITHOUT_TMA | dict.fromkeys(IN_FP8, "xla")

@@ -71,7 +71,11 @@ call_without_gradient.defvjp(_call_forward, _refuse)
 
 def without_gradient[Tree](remedy: str, tree: Tree) -> Tree:
     """Return `tree` unchanged; differentiating it raises a `TypeError` with the message `remedy`."""
-    return call_without_gradient(remedy, lambda tree: tree, tree)
+    return call_without_gradient(remedy, _same, tree)
+
+
+def _same[Tree](tree: Tree) -> Tree:
+    return tree
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

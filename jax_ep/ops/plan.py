@@ -225,7 +225,7 @@ def exchange_gemm(
     schedule = options.schedule
     if whole.adds_at_sources and schedule.combine_mode is None:
         schedule = dataclasses.replace(schedule, combine_mode="scatter")  # the same sums in one kernel
-    modes = fused_modes(schedule, fused, specialized=registry.is_specialized(apart.forward, product))
+    modes = fused_modes(schedule, fused, specialized=registry.is_specialized(apart.forward.implementation, product))
     part = Part("exchange_gemm", name)
     return ExchangeGemmPlan(whole, apart, part, modes, _saved_as(options, layout), sums)
 

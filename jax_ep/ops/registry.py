@@ -190,11 +190,11 @@ def prefers_pallas(facts: GemmFacts) -> bool:
     return is_preferred(facts)
 
 
-def is_specialized(part: Part, facts: GemmFacts) -> bool:
-    """Whether a kernel with a warp that only copies runs this GEMM: of `pallas`, or in Gluon."""
+def is_specialized(name: str, facts: GemmFacts) -> bool:
+    """Whether implementation `name` runs this GEMM by a kernel with a warp that only copies: `pallas`, or in Gluon."""
     from jax_ep.megakernels.requirements import in_gluon
 
-    return part.implementation == "pallas" or (part.implementation == "triton" and in_gluon(facts))
+    return name == "pallas" or (name == "triton" and in_gluon(facts))
 
 
 def choose(options: Options, facts: Facts) -> Part:
@@ -207,7 +207,7 @@ def choose(options: Options, facts: Facts) -> Part:
     """
     names: Sequence[str] = options.implementation or _IMPLEMENTATIONS[facts.operation]
     if options.implementation is None and isinstance(facts, GemmFacts) and prefers_pallas(facts):
-        names = sorted(names, key=lambda name: name != "pallas" and not is_specialized(Part("", name), facts))
+        names = sorted(names, key=lambda name: not is_specialized(name, facts))
     reasons: list[str] = []
     for name in names:
         reason = unsupported_reason(name, facts, options)

@@ -129,7 +129,10 @@ MISTAKES = {
         "place.row - place.end - 9 + BOUND, place.column]",
     ),
     "waits for a step that no tile has": ("min(steps - 1, 1)", "1"),
-    "sizes past the last row": ("min(max(size, 0), S.M - start)", "size"),
+    "sizes past the last row": (
+        "size = rows_of(group, start, sizes, S)",
+        "size = gl.load(sizes + group, mask=group < S.num_groups, other=S.M)",
+    ),
     "other rows of the last step": (
         "[BOUND, end, k - end + BOUND, row]",
         "[BOUND, end, min(k, end - 64) - end + BOUND, row]",

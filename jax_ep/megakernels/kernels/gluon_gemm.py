@@ -132,18 +132,24 @@ def find_group(tile, group, first_tile, start, size, sizes, S: gl.constexpr):
 
 
 @gluon.jit
-def place(inside, size, S: gl.constexpr):
-    """Return first row and column of a tile in its group of `size` rows.
+def place_in_bands(inside, row_tiles, S: gl.constexpr):
+    """Return number of the row tile, of `row_tiles` in the group, and first column of tile `inside` of the group.
 
     Bands of up to S.group_m tiles of rows are visited column by column, so that programs which run at the same time
     share both operands in L2.
     """
     band = inside // (S.group_m * S.tiles_n)
     in_band = inside - band * S.group_m * S.tiles_n
-    height = min((size + S.tile_m - 1) // S.tile_m - band * S.group_m, S.group_m)
+    height = min(row_tiles - band * S.group_m, S.group_m)
     column = in_band // height
-    row = band * S.group_m + in_band - column * height
-    return row * S.tile_m, column * S.tile_n
+    return band * S.group_m + in_band - column * height, column * S.tile_n
+
+
+@gluon.jit
+def place(inside, size, S: gl.constexpr):
+    """Return first row and column of a tile in its group of `size` rows."""
+    row, column = place_in_bands(inside, (size + S.tile_m - 1) // S.tile_m, S)
+    return row * S.tile_m, column
 
 
 @gluon.jit

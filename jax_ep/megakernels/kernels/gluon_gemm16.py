@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .gemm_structs import Value
-from .gluon_gemm import HALF_N, WAVE, allocate_tiles, arrive, read_tile, send_tile, wait
+from .gluon_gemm import HALF_N, WAVE, allocate_tiles, arrive, place_in_bands, read_tile, rows_of, send_tile, wait
 from .tiles import BOUND
 
 MOST_WAVES = gl.constexpr(3)  # of a tile: three take 192 registers of a thread
@@ -248,31 +248,16 @@ def row_tiles(size):
 
 
 @gluon.jit
-def rows_of(group, start, sizes, S: gl.constexpr):
-    """Return the rows of a group from `start` on, none past M, whatever its size; rows past the groups are a group."""
-    size = gl.load(sizes + group, mask=group < S.num_groups, other=S.M)
-    return min(max(size, 0), S.M - start)
-
-
-@gluon.jit
 def locate(inside, size, S: gl.constexpr):
-    """Return first row, waves and first column of tile `inside` of a group of `size` rows.
-
-    Bands of up to S.group_m tiles of rows are visited column by column, so that programs which run at the same time
-    share both operands in L2.
-    """
+    """Return first row, waves and first column of tile `inside` of a group of `size` rows."""
     tiles = row_tiles(size)
-    band = inside // (S.group_m * S.tiles_n)
-    in_band = inside - band * S.group_m * S.tiles_n
-    height = min(tiles - band * S.group_m, S.group_m)
-    column = in_band // height
-    tile = band * S.group_m + in_band - column * height
+    tile, column = place_in_bands(inside, tiles, S)
     # The first tiles have one wave more than the others.
     waves = (size + WAVE - 1) // WAVE
     fewest = waves // tiles
     more = waves - fewest * tiles
     own = fewest + 1 if tile < more else fewest
-    return (tile * fewest + min(tile, more)) * WAVE, own, column * S.tile_n
+    return (tile * fewest + min(tile, more)) * WAVE, own, column
 
 
 @gluon.jit

@@ -69,7 +69,8 @@ def topk_router(
       k: experts per token, `1 <= k <= E`.
       router: how experts are chosen, see `Router`, which lists published models; None: `Router()`.
       bias: `[E]` floating, added to the scores for selection only; weights never contain it and it gets no gradient.
-        A Router with `selection_bias=True` requires it.
+        Experts whose bias is minus infinity are never chosen: a token for which fewer than k are left has id -1 and
+        weight 0 in the other places. A Router with `selection_bias=True` requires it.
       token_mask: `[T]` bool, False for tokens without experts, such as padding: their ids are -1, their weights and
         scores 0, and no gradient reaches their logits, whatever these hold. None: every token has experts.
       topk_idx: `[T, k]` int32, the experts that an earlier pass chose, -1 for none. Only the weights and scores then
@@ -131,13 +132,13 @@ def _choose(
     logits = _zero_masked(logits.astype(scale.dtype), token_mask)
     scores = jax.nn.softmax(logits, axis=-1) if router.score == "softmax" else jax.nn.sigmoid(logits)
     if topk_idx is None:
-        topk_idx = lax.top_k(_selection(logits, scores, bias, router), k)[1].astype(jnp.int32)
-        weights = jnp.take_along_axis(scores, topk_idx, axis=-1)
-    else:
-        topk_idx = topk_idx.astype(jnp.int32)
-        is_expert = (topk_idx >= 0) & (topk_idx < scores.shape[1])
-        weights = jnp.take_along_axis(scores, jnp.where(is_expert, topk_idx, 0), axis=-1)
-        weights = jnp.where(is_expert, weights, 0)
+        best, topk_idx = lax.top_k(_selection(logits, scores, bias, router), k)
+        if bias is not None:  # It may leave fewer than k experts.
+            topk_idx = jnp.where(best == -jnp.inf, -1, topk_idx)
+    topk_idx = topk_idx.astype(jnp.int32)
+    is_expert = (topk_idx >= 0) & (topk_idx < scores.shape[1])
+    weights = jnp.take_along_axis(scores, jnp.where(is_expert, topk_idx, 0), axis=-1)
+    weights = jnp.where(is_expert, weights, 0)
     if router.renormalize:
         weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), _SMALLEST_SUM)
     return _masked(Routing(topk_idx, weights * scale, scores), token_mask)
@@ -174,6 +175,8 @@ def _keep_best_groups(selection: Array, num_groups: int, topk_groups: int, group
     num_tokens, num_experts = selection.shape
     grouped = selection.reshape(num_tokens, num_groups, num_experts // num_groups)
     best = lax.top_k(grouped, min(2 if group_score == "top2_sum" else 1, grouped.shape[-1]))[0]
+    if best.shape[-1] > 1:  # A group with one expert that can be chosen comes before a group without any.
+        best = jnp.where(best == -jnp.inf, jnp.finfo(best.dtype).min, best)
     chosen = lax.top_k(jnp.sum(best, axis=-1), topk_groups)[1]
     keep = jnp.zeros((num_tokens, num_groups), bool).at[jnp.arange(num_tokens)[:, None], chosen].set(True)
     return jnp.where(keep[:, :, None], grouped, -jnp.inf).reshape(num_tokens, num_experts)

@@ -101,6 +101,39 @@ def test_bias_selects_but_does_not_weigh(bias_scale):
     _check(V3_ROUTER(jnp.asarray(logits), bias=jnp.asarray(bias)), expected)
 
 
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("group_score", ["top2_sum", "max"])
+def test_experts_whose_bias_is_minus_infinity_are_never_chosen(group_score, explicit):
+    """Where groups of a token have fewer than k others, they alone are chosen, and the other places are empty."""
+    logits, bias = _logits("normal", 8, 12), np.full(12, -np.inf, np.float32)
+    bias[[4, 10, 11]] = -2.0, -3.0, -3.0
+    if explicit:
+        mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+        logits = jax.device_put(logits, jax.NamedSharding(mesh, jax.P("data")))
+    router = jax_ep.Router("sigmoid", num_groups=4, topk_groups=3, group_score=group_score)
+    gradient, routing = jax.jit(
+        jax.grad(
+            lambda v: ((r := topk_router(v, 4, router=router, bias=bias)).topk_weights[:, 0].sum(), r), has_aux=True
+        )
+    )(logits)
+    idx, weights, scores = map(np.asarray, routing)
+    allowed = np.array([4, 10, 11])
+    want = allowed[_largest((scores + bias)[:, allowed], 3)]
+    np.testing.assert_array_equal(idx, np.c_[want, np.full(8, -1)])
+    chosen = np.take_along_axis(scores, want, axis=1)
+    np.testing.assert_allclose(weights[:, :3], chosen / chosen.sum(axis=1, keepdims=True), rtol=3e-6)
+    np.testing.assert_array_equal(weights[:, 3], np.zeros(8))
+    assert np.isfinite(gradient).all()
+    np.testing.assert_array_equal(np.asarray(gradient)[:, np.isinf(bias)], 0)
+    best_group = dataclasses.replace(router, topk_groups=1)
+    wanted = np.where(want[:, 0] == 4, 4, 10) if group_score == "max" else np.full(8, 10)
+    alone = np.asarray(topk_router(logits, 2, router=best_group, bias=bias).topk_idx)
+    np.testing.assert_array_equal(alone.max(axis=1) // 3, wanted // 3)
+    nothing = topk_router(logits, 2, router=best_group, bias=np.full(12, -np.inf, np.float32))
+    np.testing.assert_array_equal(nothing.topk_idx, np.full((8, 2), -1))
+    np.testing.assert_array_equal(nothing.topk_weights, np.zeros((8, 2)))
+
+
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_scores_that_round_to_the_same_number_keep_the_order_of_their_logits(score):
     logits = jnp.asarray([[30.0, 200.0, 40.0, 35.0], [-300.0, -290.0, 0.0, -280.0]], jnp.float32)

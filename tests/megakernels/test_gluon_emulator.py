@@ -73,45 +73,56 @@ def test_fp8_grouped_gemm(rng, sizes, k, n, programs, options):
     assert error < 3e-3  # bfloat16 rounds to 2**-9.
 
 
+WAIT_FOR_STEP = "    wait(pipeline.full.index(slot), (count // S.stages) & 1)\n"
+WAIT_FOR_STAGE = "                wait(pipeline.empty.index(slot), ((count // S.stages) & 1) ^ 1)\n"
+FIRST_WAVE, RELEASE = "        # First wave of the next step.\n", "        arrive(pipeline.empty.index(slot))\n"
+STORED = "    tma.store_wait(0)\n\n\n@gluon.jit\ndef produce"
+ZEROS = "        if group < S.num_groups:\n            arrive(tiles.empty"
 MISTAKES = {
-    "no wait for operands": ("    wait(pipeline.full.index(slot), (count // S.stages) & 1)\n    part", "    part"),
-    "no wait for a free stage": (
-        "                wait(pipeline.empty.index(slot), ((count // S.stages) & 1) ^ 1)\n",
-        "",
-    ),
-    "stage released too early": (
-        "        # First wave of the next step.\n",
-        "        arrive(pipeline.empty.index(slot))\n",
-    ),
+    "no wait for operands": (f"{WAIT_FOR_STEP}    part", "    part"),
+    "no wait for a free stage": (WAIT_FOR_STAGE, ""),
+    "stage released too early": (FIRST_WAVE, RELEASE),
     "no wait for the store before": ("    tma.store_wait(0)  # the store before has read `staging`\n", ""),
     "no fence": ("    fence_async_shared()\n", ""),
     "too many arrivals expected": ("init(pipeline.empty.index(s), count=8)", "init(pipeline.empty.index(s), count=9)"),
     "wrong number of bytes": ("(S.tile_m + S.tile_n) * STEP)", "(S.tile_m + S.tile_n) * STEP + 1)"),
-    "no wait at the end": ("    tma.store_wait(0)\n\n\n@gluon.jit\ndef produce", "\n\n@gluon.jit\ndef produce"),
+    "no wait at the end": (STORED, STORED.removeprefix("    tma.store_wait(0)\n")),
     "rows of the next group": ("    tma.async_store(output", "    end += 9\n    tma.async_store(output"),
-    "no arrival in a group of zeros": (
-        "        arrive(tiles.empty",
-        "        if group < S.num_groups:\n            arrive(tiles.empty",
-    ),
+    "no arrival in a group of zeros": ("        arrive(tiles.empty", ZEROS),
     "sizes past the last row": ("min(max(size, 0), S.M - start)", "size"),
 }
 
 
+def check_mistake(source, mistake, folder, orders, limit, error_of, *errors):
+    """Check that a mistake in a kernel gives an error, or wrong numbers, for one of a few orders.
+
+    Args:
+      source: the file of the kernel.
+      mistake: what stands in the file, and what stands there in its place.
+      folder: an empty folder.
+      orders: the number of orders.
+      limit: the error of right numbers.
+      error_of: a function of the changed module and a seed to the error.
+      errors: exceptions other than those of the emulator.
+    """
+    text, path = source.read_text(), folder / "broken_kernel.py"
+    assert mistake[0] in text, "the kernel has changed: update the mistake"
+    path.write_text(text.replace(*mistake))
+    broken = load(path)
+    for seed in range(orders):
+        try:
+            error = error_of(broken, seed)
+        except (gluon.EmulationError, *errors):
+            return
+        if not error < limit:
+            return
+    pytest.fail(f"{orders} orders gave the right numbers")
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistake_is_found(mistake, tmp_path, rng):
-    """Each mistake gives an error, or wrong numbers, for one of a few orders."""
-    right, wrong = MISTAKES[mistake]
-    text = SOURCE.read_text()
-    assert text.count(right) >= 1, "the kernel has changed: update the mistake"
-    path = tmp_path / "broken_kernel.py"
-    path.write_text(text.replace(right, wrong))
-    broken = load(path).grouped_gemm_fp8
-    for seed in range(6):
-        try:
-            sizes = [150, (128, 130)[seed % 2]]
-            error = multiply(broken, rng, sizes, 512, 256, programs=1, seed=seed, spare=300 * (seed % 2))
-        except gluon.EmulationError:
-            return
-        if not error < 3e-3:
-            return
-    pytest.fail("six orders gave the right numbers")
+    def error_of(broken, seed):
+        sizes, spare = [150, (128, 130)[seed % 2]], 300 * (seed % 2)
+        return multiply(broken.grouped_gemm_fp8, rng, sizes, 512, 256, programs=1, seed=seed, spare=spare)
+
+    check_mistake(SOURCE, MISTAKES[mistake], tmp_path, 6, 3e-3, error_of)

@@ -7,10 +7,10 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from test_gluon_emulator import load
+from test_gluon_emulator import check_mistake
 
 from jax_ep.interpreter import gluon
-from jax_ep.interpreter.gluon_memory import Descriptor, EmulationError
+from jax_ep.interpreter.gluon_memory import Descriptor
 from jax_ep.megakernels import quantized_gemm
 from jax_ep.megakernels.kernels import gluon_quantized
 from stored_experts import stand_for, store
@@ -85,79 +85,49 @@ def test_gluon_quantized_masked(rng, stored, block_m):
 
 
 WAIT_FOR_STEP = "    wait(pipeline.full.index(slot), (count // S.stages) & 1)\n"
-# By the rows of a tile: up to 16 are multiplied by mma.sync, more by wgmma.
-MISTAKES = {
-    "no wait for operands": (16, WAIT_FOR_STEP, ""),
-    "no wait for operands of wgmma": (32, WAIT_FOR_STEP, ""),
-    "no wait for a free stage": (
-        16,
-        "                wait(pipeline.empty.index(slot), ((count // S.stages) & 1) ^ 1)\n",
-        "",
-    ),
-    "stage released before its rows are read": (
-        16,
-        "        for piece in gl.static_range(4):\n            rows = rows_of",
-        "        arrive(pipeline.empty.index(slot))\n"
-        "        for piece in gl.static_range(4):\n            rows = rows_of",
-    ),
-    "stage never released": (16, "        arrive(pipeline.empty.index(slot))\n        if MXFP4", "        if MXFP4"),
+WAIT_FOR_STAGE = "                wait(pipeline.empty.index(slot), ((count // S.stages) & 1) ^ 1)\n"
+WAIT_FOR_PRODUCT = "    part = warpgroup_mma_wait(0, deps=(part,))\n"
+READ = "        for piece in gl.static_range(4):\n            rows = rows_of"
+RELEASE = "        arrive(pipeline.empty.index(slot))\n"
+RELEASE_BEFORE = "arrive(pipeline.empty.index((count + S.stages - 1) % S.stages))\n"
+NO_STEPS = "        if group == S.num_groups:\n            steps = 0\n"
+ENDS = "        rows = gl.minimum(ends, S.M).to(gl.int32) - starts\n"
+OF_MMA = {  # Tiles of 16 rows are multiplied by mma.sync.
+    "no wait for operands": (WAIT_FOR_STEP, ""),
+    "no wait for a free stage": (WAIT_FOR_STAGE, ""),
+    "stage released before its rows are read": (READ, RELEASE + READ),
+    "stage never released": (f"{RELEASE}        if MXFP4", "        if MXFP4"),
+    "too many arrivals expected": ("init(pipeline.empty.index(s), count=4)", "init(pipeline.empty.index(s), count=5)"),
+    "wrong number of bytes": ("4 * COLUMNS * (WORDS + 1)", "4 * COLUMNS * WORDS"),
+    "no wait for the first tile": ("    wait(tiles.full.index(0), 0)\n", ""),
+    "no wait for the next tile": ("        wait(tiles.full.index(number % 2), (number // 2) & 1)\n", ""),
+    "tile never released": ("        arrive(tiles.empty.index(number % 2))\n", ""),
+    "operands of the group of zeros": (NO_STEPS, ""),
+    "rows of the next group": ("mask=(rows < end) & ", "mask="),
+    "columns past N": (" & (columns < S.N)", ""),
+    "sizes past the last row": (ENDS, "        rows = sizes\n"),
+}
+OF_WGMMA = {  # Those of 32 rows are multiplied by wgmma.
+    "no wait for operands of wgmma": (WAIT_FOR_STEP, ""),
     "stage released before its products end": (
-        32,
-        "            part = warpgroup_mma_wait(0, deps=(part,))\n            if piece == 0:",
-        "            if piece == 0:",
+        f"        {WAIT_FOR_PRODUCT}            if piece",
+        "            if piece",
     ),
-    "no wait for the last product": (
-        32,
-        "    part = warpgroup_mma_wait(0, deps=(part,))\n    if steps > 0:",
-        "    if steps > 0:",
-    ),
-    "stage of wgmma never released": (
-        32,
-        "                    arrive(pipeline.empty.index((count + S.stages - 1) % S.stages))\n",
-        "                    pass\n",
-    ),
-    "last stage never released": (
-        32,
-        "        arrive(pipeline.empty.index((count + S.stages - 1) % S.stages))\n    if MXFP4",
-        "        pass\n    if MXFP4",
-    ),
-    "too many arrivals expected": (
-        16,
-        "init(pipeline.empty.index(s), count=4)",
-        "init(pipeline.empty.index(s), count=5)",
-    ),
-    "wrong number of bytes": (16, "4 * COLUMNS * (WORDS + 1)", "4 * COLUMNS * WORDS"),
-    "no wait for the first tile": (16, "    wait(tiles.full.index(0), 0)\n", ""),
-    "no wait for the next tile": (16, "        wait(tiles.full.index(number % 2), (number // 2) & 1)\n", ""),
-    "tile never released": (16, "        arrive(tiles.empty.index(number % 2))\n", ""),
-    "operands of the group of zeros": (16, "        if group == S.num_groups:\n            steps = 0\n", ""),
-    "rows of the next group": (16, "mask=(rows < end) & ", "mask="),
-    "columns past N": (16, " & (columns < S.N)", ""),
-    "sizes past the last row": (
-        16,
-        "        rows = gl.minimum(ends, S.M).to(gl.int32) - starts\n",
-        "        rows = sizes\n",
-    ),
-    "sum of the tile before": (32, "use_acc=MXFP4 or piece > 0", "use_acc=True"),
+    "no wait for the last product": (f"{WAIT_FOR_PRODUCT}    if steps > 0:", "    if steps > 0:"),
+    "stage of wgmma never released": (f"{' ' * 20}{RELEASE_BEFORE}", f"{' ' * 20}pass\n"),
+    "last stage never released": (f"        {RELEASE_BEFORE}    if MXFP4", "        pass\n    if MXFP4"),
+    "sum of the tile before": ("use_acc=MXFP4 or piece > 0", "use_acc=True"),
 }
 ONLY = {"sum of the tile before": INT4}
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", OF_MMA | OF_WGMMA)
 def test_gluon_quantized_mistake_is_found(mistake, tmp_path, rng):
-    """Each mistake gives an error, or wrong numbers, for one of a few orders."""
-    block_m, right, wrong = MISTAKES[mistake]
-    text = SOURCE.read_text()
-    assert right in text, "the kernel has changed: update the mistake"
-    path = tmp_path / "broken_kernel.py"
-    path.write_text(text.replace(right, wrong))
-    broken = load(path).prepacked_gemm
-    for seed in range(12):
+    block_m = 16 if mistake in OF_MMA else 32
+
+    def error_of(broken, seed):
         stored, rows = ONLY.get(mistake, (MXFP4, INT4)[seed % 2]), (50, 70)[seed // 2 % 2]
-        try:
-            error = multiply(broken, rng, stored, [9, 20, 30], rows, 512, 136, block_m=block_m, seed=seed)
-        except (EmulationError, TypeError):  # In Gluon, the result of a product in flight is of another type.
-            return
-        if not error < 1e-5:
-            return
-    pytest.fail("twelve orders gave the right numbers")
+        return multiply(broken.prepacked_gemm, rng, stored, [9, 20, 30], rows, 512, 136, block_m=block_m, seed=seed)
+
+    # In Gluon, the result of a product in flight is of another type.
+    check_mistake(SOURCE, (OF_MMA | OF_WGMMA)[mistake], tmp_path, 12, 1e-5, error_of, TypeError)

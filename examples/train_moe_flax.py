@@ -51,25 +51,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--experts", type=int, default=8)
     add("--top-k", type=int, default=2)
     add("--shared-experts", type=count_or_zero, default=0)
-    add(
-        "--router-balance",
-        choices=["loss", "bias"],
-        default="loss",
-        help="keep the router even by an auxiliary loss, or by DeepSeek-V3's selection bias",
-    )
-    add(
-        "--balance-rows",
-        type=float,
-        default=1.1,
-        help="most rows per rank, as a multiple of the mean: hot experts get copies; 0: experts stay on their ranks",
-    )
+    what = "keep the router even by an auxiliary loss, or by DeepSeek-V3's selection bias"
+    add("--router-balance", choices=["loss", "bias"], default="loss", help=what)
+    what = "most rows per rank, as a multiple of the mean: hot experts get copies; 0: experts stay on their ranks"
+    add("--balance-rows", type=float, default=1.1, help=what)
     add("--dropout", type=float, default=0.0)
-    add(
-        "--dtype",
-        choices=["bfloat16", "float32"],
-        default="bfloat16",
-        help="dtype of the computation; weights are float32",
-    )
+    what = "dtype of the computation; weights are float32"
+    add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help=what)
     add("--recipe", choices=["fp8"], help="recipe of the experts; default: they compute in --dtype")
     add("--capacity", type=int, help="rows per expert rank; default: dropless")
     add("--remat", choices=["none", "full", "keep-experts"], default="none", help="what the backward pass recomputes")

@@ -148,25 +148,17 @@ def check_compare(rows, content):
     assert {"grouped_gemm", "moe, gradients", "low_latency_moe, FP8", "fused_moe"} <= set(content["summary"])
 
 
+LAYERS = "--layers moe dropless balance capacity ragged"
+GPT_OSS = "--model tiny-gpt-oss --devices 2"
 RUNS = [
     ("exchange.py --ranks 2 --routing uniform", "dispatch_combine", "8 tokens/rank", check_exchange),
     ("low_latency.py --parts exchange --ranks 2", "low_latency", "2 tokens/rank, 2 ranks", check_low_latency),
     ("low_latency.py --parts layer", "decode_layer", "2 tokens/rank, 4 ranks", check_decode),
-    (
-        "layer.py --tokens 16 --routing uniform one-hot --layers moe dropless balance capacity ragged",
-        "moe_layer",
-        "TFLOP/s",
-        check_layer,
-    ),
+    (f"layer.py --tokens 16 --routing uniform one-hot {LAYERS}", "moe_layer", "TFLOP/s", check_layer),
     ("grouped_gemm.py", "grouped_gemm_cpu", "72x128x24 in 2, weight gradient, zipf", check_grouped_gemm),
     ("fused_moe.py --shard 2 --routing zipf --formats mxfp4", "fused_moe", "tiny, 16 tokens", check_fused_moe),
     ("serve.py --formats bfloat16 mxfp4", "serve", "of floor", check_serve),
-    (
-        "serve.py --model tiny-gpt-oss --devices 2 --formats mxfp4 --batches 1",
-        "serve",
-        "of floor",
-        check_serve_on_two_devices,
-    ),
+    (f"serve.py {GPT_OSS} --formats mxfp4 --batches 1", "serve", "of floor", check_serve_on_two_devices),
     ("compile_times.py --recipe fp8", "compile_times", "seconds to compile", check_compile_times),
     ("placement.py --exponents 1 --drifts 0 0.5", "placement", "", check_placement),
     ("balance.py --exponents 1 --spare 1", "balance", "", check_balance),

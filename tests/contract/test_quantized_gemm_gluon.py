@@ -8,10 +8,9 @@ from test_zero_sizes import PRODUCTS, test_zero_sizes_grouped_gemm
 
 import jax_ep
 from cases import BF16, F16, reals
-from stored_experts import store
+from stored_experts import PREPACKED, store
 
 IMPLEMENTATIONS = ("triton",)
-STORED = pytest.mark.parametrize("stored", ["int4 prepacked", "mxfp4 prepacked"])
 
 
 @pytest.fixture(autouse=True)
@@ -20,13 +19,13 @@ def _in_gluon():
         yield
 
 
-@STORED
+@pytest.mark.parametrize("stored", PREPACKED)
 @pytest.mark.parametrize("groups", test_quantized_gemm.GROUPS)
 def test_quantized_gemm_gluon_grouped(implementation, groups, stored, rng):
     test_quantized_gemm.test_quantized_gemm_grouped(implementation, groups, BF16, stored, rng)
 
 
-@STORED
+@pytest.mark.parametrize("stored", PREPACKED)
 @pytest.mark.parametrize("block_m", [16, 128])
 def test_quantized_gemm_gluon_masked(implementation, block_m, stored, rng):
     with jax_ep.tuning.override("quantized_gemm_gluon", block_m=block_m):

@@ -10,12 +10,11 @@ from test_single_launch import EXPERTS, call, check, check_drawn, drawn_biases, 
 import jax_ep
 from cases import BF16, F16, Shape
 from layers import Layer
-from stored_experts import store
+from stored_experts import PREPACKED, store
 
 OPERATION = "fused_moe"
 IMPLEMENTATIONS = ("triton",)
 GATED = [name for name, experts in EXPERTS.items() if experts.gated]
-STORED = pytest.mark.parametrize("stored", ["int4 prepacked", "mxfp4 prepacked"])
 
 
 @pytest.fixture(autouse=True)
@@ -24,14 +23,14 @@ def _in_gluon():
         yield
 
 
-@STORED
+@pytest.mark.parametrize("stored", PREPACKED)
 @pytest.mark.parametrize("kind", GATED)
 @pytest.mark.slow(unless={"kind": ["gpt-oss"]})
 def test_single_launch_gluon_experts(implementation, stored, kind, rng):
     test_single_launch.test_single_launch_quantized(implementation, stored, kind, BF16, rng)
 
 
-@STORED
+@pytest.mark.parametrize("stored", PREPACKED)
 @pytest.mark.parametrize("block_m", [16, 32, 64])
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.slow(unless={"stored": ["mxfp4 prepacked"], "splits": [4], "block_m": [16]})

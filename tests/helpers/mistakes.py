@@ -101,6 +101,7 @@ GOOD = {
     "dequantize": {"w": fp8_weights(L, H, N), "dtype": jnp.float32},
     "dequantize_fp8": {"values": fp8(T, H), "scales": f32(T, 2), "dtype": jnp.float32},
 }
+DISPATCH = ["dispatch", "dispatch_grouped_gemm"]
 NEEDS_AXIS = [name for name in GOOD if "dispatch" in name or "combine" in name or name in ("moe", "low_latency_moe")]
 
 

@@ -14,6 +14,7 @@ from jax_ep import QuantizedWeights, formats
 from jax_ep.quantization import dequantize, quantize, with_layout
 
 STORED = tuple(name.replace("_prepacked", " prepacked") for name in formats.STORED)
+PREPACKED = tuple(name for name in STORED if name.endswith(" prepacked"))
 
 
 relaid = jax.jit(with_layout, static_argnames="layout")

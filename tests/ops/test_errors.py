@@ -8,6 +8,7 @@ import pytest
 
 import jax_ep
 from mistakes import (
+    DISPATCH,
     FLOATING,
     FP8,
     GOOD,
@@ -30,7 +31,6 @@ from mistakes import (
 
 T, K, E, W, H, INNER, N, MAX_T, L, R = SIZES
 
-DISPATCH = ["dispatch", "dispatch_grouped_gemm"]
 ROUTED_IN = [*DISPATCH, "moe"]
 TOKENS_IN = [*ROUTED_IN, "fused_moe", "low_latency_dispatch", "low_latency_moe"]
 WEIGHTS_IN = [*ROUTED_IN, "fused_moe", "low_latency_combine", "low_latency_moe"]

@@ -15,6 +15,7 @@ import harness
 import jax_ep
 from jax_ep.ops import registry
 from mistakes import (
+    DISPATCH,
     GOOD,
     NEEDS_AXIS,
     SIZES,
@@ -36,7 +37,6 @@ from mistakes import (
 
 T, K, E, W, H, INNER, _, MAX_T, L, _ = SIZES
 
-DISPATCH = ["dispatch", "dispatch_grouped_gemm"]
 HAS_IMPLEMENTATIONS = [*NEEDS_AXIS, "grouped_gemm", "fused_moe"]
 
 

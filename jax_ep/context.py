@@ -398,17 +398,11 @@ def record(header: np.ndarray, num_words: int) -> Iterator[Recorded]:
 
 
 class Recorded(NamedTuple):
-    """Recorded traces of kernels.
+    """Recorded traces of kernels."""
 
-    Attributes:
-      words: recorded words by device number.
-      kernels: kernel names by `Heap.LAUNCH`.
-      device_ids: JAX's device ids by device number.
-    """
-
-    words: dict[int, np.ndarray]
-    kernels: dict[int, str]
-    device_ids: list[int]
+    words: dict[int, np.ndarray]  # recorded words by device number
+    kernels: dict[int, str]  # kernel names by `Heap.LAUNCH`
+    device_ids: list[int]  # JAX's device ids by device number
 
 
 def tuning() -> settings_file.Tuning:

@@ -455,25 +455,15 @@ class RouterWeights(NamedTuple):
 
 
 class Routed(NamedTuple):
-    """Routing of a layer's tokens, and its statistics over all ranks.
+    """Routing of a layer's tokens, and its statistics over all ranks."""
 
-    Attributes:
-      chosen: `[N, K]` ids; -1 for masked tokens.
-      topk_idx: the same, with -1 for identity experts.
-      topk_weights: `[N, K]`.
-      identity_weight: `[N]` by which identity experts scale their token, or None.
-      load: `[E]` int32 assignments, identity experts included.
-      load_balancing_loss: `[]`.
-      router_z_loss: `[]`, 0 if the router is a callable, whose logits are unknown.
-    """
-
-    chosen: Array
-    topk_idx: Array
-    topk_weights: Array
-    identity_weight: Array | None
-    load: Array
-    load_balancing_loss: Array
-    router_z_loss: Array
+    chosen: Array  # `[N, K]` ids; -1 for masked tokens
+    topk_idx: Array  # the same, with -1 for identity experts
+    topk_weights: Array  # `[N, K]`
+    identity_weight: Array | None  # `[N]` by which identity experts scale their token, or None
+    load: Array  # `[E]` int32 assignments, identity experts included
+    load_balancing_loss: Array  # `[]`
+    router_z_loss: Array  # `[]`, 0 if the router is a callable, whose logits are unknown
 
     def with_identity(self, y: Array, tokens: Array) -> Array:
         """Add the output of the identity experts."""

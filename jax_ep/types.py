@@ -317,26 +317,17 @@ class Experts:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The checked settings of one public call, passed on unchanged: static, hashable.
+    """The checked settings of one public call, passed on unchanged: static, hashable."""
 
-    Attributes:
-      function: the public function, for error messages.
-      axis: mesh axes over which the experts are sharded; `()` for one device.
-      implementation: names in order of preference, or None for the best one.
-      wire_dtype: FP8 to quantize tokens before they are sent, or None to send them unchanged.
-      schedule: how kernels share the GPU.
-      sum_dtype: dtype of the sums that combine returns, or None for that of its rows. Transposed operations use the
-        dtype of the rows, see `transposed`.
-      recipe: "fp8", or None for matmuls in the dtype of the tokens.
-    """
-
-    function: str
-    axis: tuple[str, ...] = ()
-    implementation: tuple[str, ...] | None = None
-    wire_dtype: DTypeLike | None = None
-    schedule: Schedule = Schedule()
+    function: str  # the public function, for error messages
+    axis: tuple[str, ...] = ()  # mesh axes over which the experts are sharded; `()` for one device
+    implementation: tuple[str, ...] | None = None  # names in order of preference, or None for the best one
+    wire_dtype: DTypeLike | None = None  # FP8 to quantize tokens before they are sent, or None to send them unchanged
+    schedule: Schedule = Schedule()  # how kernels share the GPU
+    # Dtype of the sums that combine returns, or None for that of its rows. Transposed operations use the dtype of the
+    # rows, see `transposed`.
     sum_dtype: DTypeLike | None = None
-    recipe: str | None = None
+    recipe: str | None = None  # "fp8", or None for matmuls in the dtype of the tokens
 
     @property
     def transposed(self) -> Options:
@@ -351,25 +342,15 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The static facts of one dispatch: its sizes, from which all others follow, and its mesh axes.
+    """The static facts of one dispatch: its sizes, from which all others follow, and its mesh axes."""
 
-    Attributes:
-      num_ranks: W, ranks on the expert axis.
-      num_experts: E, experts over all ranks, contiguous per rank.
-      num_tokens: T, tokens per rank.
-      top_k: K, experts per token.
-      capacity: R, rows of the expert-major layout on each rank.
-      alignment: every group starts at a multiple of this many rows.
-      axis: mesh axes over which the experts are sharded, in order, without axes of size one.
-    """
-
-    num_ranks: int
-    num_experts: int
-    num_tokens: int
-    top_k: int
-    capacity: int
-    alignment: int = 1
-    axis: tuple[str, ...] = ()
+    num_ranks: int  # W, ranks on the expert axis
+    num_experts: int  # E, experts over all ranks, contiguous per rank
+    num_tokens: int  # T, tokens per rank
+    top_k: int  # K, experts per token
+    capacity: int  # R, rows of the expert-major layout on each rank
+    alignment: int = 1  # every group starts at a multiple of this many rows
+    axis: tuple[str, ...] = ()  # mesh axes over which the experts are sharded, in order, without axes of size one
 
     @property
     def num_local_experts(self) -> int:

@@ -138,19 +138,12 @@ def _typed(name: str, value: object) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Values:
-    """The valid values of a setting: one of `choices`, or else a number in a range.
+    """The valid values of a setting: one of `choices`, or else a number in a range."""
 
-    Attributes:
-      least: of a number.
-      most: of a number.
-      power_of_two: numbers are powers of two.
-      choices: all values; empty for a number.
-    """
-
-    least: int = 0
-    most: int = 0
-    power_of_two: bool = False
-    choices: tuple[bool | int | str, ...] = ()
+    least: int = 0  # of a number
+    most: int = 0  # of a number
+    power_of_two: bool = False  # numbers are powers of two
+    choices: tuple[bool | int | str, ...] = ()  # all values; empty for a number
 
     def __contains__(self, value: Any) -> bool:
         if self.choices:

@@ -96,22 +96,15 @@ class PackedColumns:
 class Grouped:
     """Numbers `[K, N]` minus the zero points of their group of rows, multiplied by its scales.
 
-    Attributes:
-      codes: unsigned numbers `[K, N]`.
-      zeros: zero points `[G, N]`.
-      scales: floats `[G, N]`.
-      size: rows of a group.
-      groups: the group of each row, int32 `[K]`; None: groups are successive rows.
-
     Source: AWQ (arXiv:2306.00978) as https://github.com/casper-hansen/AutoAWQ stores it, and GPTQ (arXiv:2210.17323) as
     https://github.com/ModelCloud/GPTQModel does.
     """
 
-    codes: PackedRows | PackedColumns
-    zeros: PackedColumns
-    scales: StoredArray
-    size: int
-    groups: np.ndarray | None = None
+    codes: PackedRows | PackedColumns  # unsigned numbers `[K, N]`
+    zeros: PackedColumns  # zero points `[G, N]`
+    scales: StoredArray  # floats `[G, N]`
+    size: int  # rows of a group
+    groups: np.ndarray | None = None  # the group of each row, int32 `[K]`; None: groups are successive rows
     dtype = BFLOAT16
 
     @property
@@ -159,16 +152,6 @@ class BlockFP8:
 class FourBit:
     """4-bit numbers `[..., N, K]`, multiplied by the scales of their blocks.
 
-    Attributes:
-      pairs: both numbers of a byte, `E2M1_PAIRS` or `INT4_PAIRS`.
-      values: uint8 `[..., N, K / 2]`, the first of two in the low half.
-      scales: `[..., N, K / block[1]]` in floats, or uint8 exponents of two.
-      block: rows, always 1, and columns that share a scale.
-      format: the format of `QuantizedWeights` that has these bits, or None.
-      zeros: zero points `[N, K / block[1]]`; None: 8.
-      divisor: divides all scales.
-      factor: multiplies all scales.
-
     Source: OCP Microscaling Formats 1.0,
     https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf,
     sections 5.3.3 and 5.4.1, as in gpt-oss (arXiv:2508.10925); and the compressors "pack-quantized" and
@@ -176,14 +159,14 @@ class FourBit:
     https://github.com/NVIDIA/Model-Optimizer.
     """
 
-    pairs: np.ndarray
-    values: StoredArray
-    scales: StoredArray
-    block: tuple[int, int]
-    format: Format | None
-    zeros: PackedRows | None = None
-    divisor: float = 1.0
-    factor: float = 1.0
+    pairs: np.ndarray  # both numbers of a byte, `E2M1_PAIRS` or `INT4_PAIRS`
+    values: StoredArray  # uint8 `[..., N, K / 2]`, the first of two in the low half
+    scales: StoredArray  # `[..., N, K / block[1]]` in floats, or uint8 exponents of two
+    block: tuple[int, int]  # rows, always 1, and columns that share a scale
+    format: Format | None  # the format of `QuantizedWeights` that has these bits, or None
+    zeros: PackedRows | None = None  # zero points `[N, K / block[1]]`; None: 8
+    divisor: float = 1.0  # divides all scales
+    factor: float = 1.0  # multiplies all scales
     dtype = BFLOAT16
 
     @property

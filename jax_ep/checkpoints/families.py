@@ -80,17 +80,11 @@ class Key:
 
 
 class Stored(NamedTuple):
-    """The tensors of one parameter: `{expert}` in a name stands for one tensor per expert.
+    """The tensors of one parameter: `{expert}` in a name stands for one tensor per expert."""
 
-    Attributes:
-      names: tensors that are concatenated in the parameter, gate before up.
-      transposed: the tensors are `[..., out, in]`; parameters are `[..., in, out]`.
-      leading_one: the tensors have an extra first axis of size one.
-    """
-
-    names: tuple[str, ...]
-    transposed: bool = True
-    leading_one: bool = False
+    names: tuple[str, ...]  # tensors that are concatenated in the parameter, gate before up
+    transposed: bool = True  # the tensors are `[..., out, in]`; parameters are `[..., in, out]`
+    leading_one: bool = False  # the tensors have an extra first axis of size one
 
     @property
     def per_expert(self) -> bool:
@@ -152,29 +146,18 @@ Form = dict[str, Stored]
 class Family:
     """One row of the table.
 
-    Attributes:
-      forms: alternative tensor names by parameter, below the prefix of the layer; the first form is the one that is
-        written.
-      options: keywords of `jax_ep.flax.MoE`, each a value or a `Key`, except those below.
-      router: fields of `jax_ep.Router`, each a value or a `Key`.
-      shared_experts: fields of `jax_ep.flax.SharedExperts`, each a value or a `Key`; empty or `num` of 0: no shared
-        experts.
-      experts: fields of `jax_ep.Experts` other than the activation, each a value or a `Key`.
-      layers: which layers are MoE.
-      restrictions: values of the config that the package requires.
-      prefix: prefix of the tensor names of a layer.
-      section: the part of `config.json` that describes the decoder; None for all of it.
+    Options, and fields of a `Router`, `SharedExperts` and `Experts`, are each a value or a `Key`.
     """
 
-    forms: tuple[Form, ...]
-    options: Mapping[str, Any]
+    forms: tuple[Form, ...]  # alternative tensor names by parameter, below the prefix; the first one is written
+    options: Mapping[str, Any]  # keywords of `jax_ep.flax.MoE`, except those below
     router: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    shared_experts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    experts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    layers: Layers = ALL_LAYERS
-    restrictions: tuple[Restriction, ...] = ()
-    prefix: str = "model.layers.{layer}."
-    section: str | None = None
+    shared_experts: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # empty or `num` of 0: none
+    experts: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # without the activation
+    layers: Layers = ALL_LAYERS  # which layers are MoE
+    restrictions: tuple[Restriction, ...] = ()  # values of the config that the package requires
+    prefix: str = "model.layers.{layer}."  # of the tensor names of a layer
+    section: str | None = None  # the part of `config.json` that describes the decoder; None for all of it
 
 
 def _each(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Form:

@@ -36,21 +36,13 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Transposed:
-    """A matrix `[N, K]` whose transpose is stored, and is copied by its own rows.
+    """A matrix `[N, K]` whose transpose is stored, and is copied by its own rows."""
 
-    Attributes:
-      source: the transpose, as a `Part` has it.
-      format: the format of `QuantizedWeights` that has the bits of `values`, or None.
-      block: rows and columns of the matrix that share a scale.
-      values: the packed values of the matrix.
-      scales: the scales of the matrix.
-    """
-
-    source: Any
-    format: Format | None = None
-    block: tuple[int, int] = (1, 1)
-    values: Transposed | None = None
-    scales: Transposed | None = None
+    source: Any  # the transpose, as a `Part` has it
+    format: Format | None = None  # the format of `QuantizedWeights` that has the bits of `values`, or None
+    block: tuple[int, int] = (1, 1)  # rows and columns of the matrix that share a scale
+    values: Transposed | None = None  # the packed values of the matrix
+    scales: Transposed | None = None  # the scales of the matrix
     ndim = 2
 
     @property

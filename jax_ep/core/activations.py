@@ -37,19 +37,12 @@ _FUNCTIONS: dict[str, Callable[[Array], Array]] = {
 
 
 class HiddenRows(NamedTuple):
-    """Results of the first GEMM, and what activates and weights them to rows `[R, I]`.
+    """Results of the first GEMM, and what activates and weights them to rows `[R, I]`."""
 
-    Attributes:
-      hidden: `[R, 2 * I]`, or `[R, I]` without gates.
-      weights: `[R]` router weights.
-      bias: one value per column of `hidden` for each local expert, or None.
-      group_sizes: `[L]` int32; their sum is the number of rows in use.
-    """
-
-    hidden: Array
-    weights: Array
-    bias: Array | None
-    group_sizes: Array
+    hidden: Array  # `[R, 2 * I]`, or `[R, I]` without gates
+    weights: Array  # `[R]` router weights
+    bias: Array | None  # one value per column of `hidden` for each local expert, or None
+    group_sizes: Array  # `[L]` int32; their sum is the number of rows in use
 
 
 def activate(experts: Experts, hidden: Array) -> Array:

@@ -75,19 +75,12 @@ class Balance:
 
 
 class PassPlan(NamedTuple):
-    """The placement of rows in one pass.
+    """The placement of rows in one pass."""
 
-    Attributes:
-      copies: `[W, S]` expert in each spare slot, -1 if the slot is free. Used slots come first.
-      own: `[W, E]` rows of a rank's own tokens that it computes itself: the first ones, by token and k.
-      ends: `[W, E]` the other rows of an expert, ordered by source rank, token and k, are divided among the ranks at
-        these positions: rank r computes those from `ends[r - 1]` to `ends[r]`.
-      starts: `[W, E]` position of a source rank's first row among these.
-      left: `[W, E]` assignments per source rank and expert that remain for later passes.
-    """
-
-    copies: Array
-    own: Array
+    copies: Array  # `[W, S]` expert in each spare slot, -1 if the slot is free. Used slots come first.
+    own: Array  # `[W, E]` rows of a rank's own tokens that it computes itself: the first ones, by token and k
+    # `[W, E]` the other rows of an expert, ordered by source rank, token and k, are divided among the ranks at these
+    # positions: rank r computes those from `ends[r - 1]` to `ends[r]`.
     ends: Array
-    starts: Array
-    left: Array
+    starts: Array  # `[W, E]` position of a source rank's first row among these
+    left: Array  # `[W, E]` assignments per source rank and expert that remain for later passes

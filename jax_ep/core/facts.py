@@ -23,34 +23,21 @@ class Portable(str):
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One part of a call and the implementation that runs it.
+    """One part of a call and the implementation that runs it."""
 
-    Attributes:
-      operation: the module of the implementation that has the functions.
-      implementation: its name.
-      reason: why no implementation or mode that is preferred runs it; empty where the preferred one does.
-    """
-
-    operation: str
-    implementation: str
-    reason: str = ""
+    operation: str  # the module of the implementation that has the functions
+    implementation: str  # its name
+    reason: str = ""  # why no implementation or mode that is preferred runs it; empty where the preferred one does
 
 
 @dataclasses.dataclass(frozen=True)
 class FusedModes:
-    """Modes of all-to-alls with GEMMs by `[hidden, columns]` weights and their transposes, see `Schedule`.
+    """Modes of all-to-alls with GEMMs by `[hidden, columns]` weights and their transposes, see `Schedule`."""
 
-    Attributes:
-      dispatch: of dispatch + GEMM that saves no tokens.
-      dispatch_saving_rows: of one that saves them as "rows".
-      dispatch_saving_tokens: of one that saves them as "tokens".
-      combine: of GEMM + combine.
-    """
-
-    dispatch: str
-    dispatch_saving_rows: str
-    dispatch_saving_tokens: str
-    combine: str
+    dispatch: str  # of dispatch + GEMM that saves no tokens
+    dispatch_saving_rows: str  # of one that saves them as "rows"
+    dispatch_saving_tokens: str  # of one that saves them as "tokens"
+    combine: str  # of GEMM + combine
 
     def dispatch_mode(self, save_as: str | None) -> str:
         """Return the mode of dispatch + GEMM that saves tokens as "rows" or "tokens", or not (None)."""
@@ -68,22 +55,14 @@ class Facts:
 
 @dataclasses.dataclass(frozen=True)
 class ExchangeFacts(Facts):
-    """Dispatch of tokens `[T, hidden]`, or combine of rows of as many columns.
-
-    Attributes:
-      hidden: columns of what travels.
-      layout: static sizes.
-      is_foreign: the handle was made by an implementation that does not write to its peers' memory.
-      columns: of the weights that the dispatched rows are multiplied by, if they are.
-      is_combine: combine, not dispatch.
-    """
+    """Dispatch of tokens `[T, hidden]`, or combine of rows of as many columns."""
 
     operation = "exchange"
-    hidden: int
-    layout: Layout
-    is_foreign: bool = False
-    columns: int | None = None
-    is_combine: bool = False
+    hidden: int  # columns of what travels
+    layout: Layout  # static sizes
+    is_foreign: bool = False  # the handle was made by an implementation that does not write to its peers' memory
+    columns: int | None = None  # of the weights that the dispatched rows are multiplied by, if they are
+    is_combine: bool = False  # combine, not dispatch
 
     def with_columns(self, columns: int) -> ExchangeFacts:
         """Return the facts of a dispatch or combine next to a GEMM with this many columns."""
@@ -148,16 +127,11 @@ class ActivationFacts(Facts):
 
 @dataclasses.dataclass(frozen=True)
 class Fp8OperandFacts(Facts):
-    """Passes that round arrays of these sizes to FP8, or back.
-
-    Attributes:
-      sizes: of the arrays; 0 among them: an array is empty.
-      whole_blocks: the scaled axes are multiples of 128.
-    """
+    """Passes that round arrays of these sizes to FP8, or back."""
 
     operation = "activation"
-    sizes: tuple[int, ...]
-    whole_blocks: bool = True
+    sizes: tuple[int, ...]  # of the arrays; 0 among them: an array is empty
+    whole_blocks: bool = True  # the scaled axes are multiples of 128
 
 
 @dataclasses.dataclass(frozen=True)

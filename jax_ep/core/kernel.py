@@ -16,15 +16,11 @@ from jax_ep.types import Array
 
 @dataclasses.dataclass(frozen=True, eq=False)  # equal if identical: Triton hashes the sources of a function
 class Kernel:
-    """A Triton kernel, compared by identity.
+    """A Triton kernel, compared by identity."""
 
-    Attributes:
-      body: the `triton.jit` function. Modules that name kernels import Triton; nothing that `import jax_ep` loads does.
-      operation: one of `ffi.Operation`, for errors about missing peers; 0: the kernel does not use the heap.
-    """
-
+    # The `triton.jit` function. Modules that name kernels import Triton; nothing that `import jax_ep` loads does.
     body: Any
-    operation: int = 0
+    operation: int = 0  # one of `ffi.Operation`, for errors about missing peers; 0: the kernel does not use the heap
 
     @property
     def name(self) -> str:
@@ -39,19 +35,12 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Grid and compilation options of a kernel launch.
+    """Grid and compilation options of a kernel launch."""
 
-    Attributes:
-      num_programs: size of the one-dimensional grid.
-      num_warps: warps per program.
-      num_stages: depth of software pipelining.
-      max_registers: register limit per thread, so that more programs fit on a multiprocessor; None lets the compiler
-        decide.
-    """
-
-    num_programs: int
-    num_warps: int = 8
-    num_stages: int = 3
+    num_programs: int  # size of the one-dimensional grid
+    num_warps: int = 8  # warps per program
+    num_stages: int = 3  # depth of software pipelining
+    # Register limit per thread, so that more programs fit on a multiprocessor; None lets the compiler decide.
     max_registers: int | None = None
 
 
@@ -101,15 +90,11 @@ class Descriptor:
     """An operand or result that a kernel accesses in blocks through a tensor descriptor (TMA).
 
     Reads outside the array return zero; writes outside are dropped.
-
-    Attributes:
-      array: the array, or shape and dtype of a result. All strides but the last must be multiples of 16 bytes.
-      block_shape: size of one load or store, per axis.
-      bounded: the array is `[M, N]`, and the kernel chooses where its rows end (megakernels/kernels/tiles.py).
     """
 
-    array: Any
-    block_shape: tuple[int, ...]
+    array: Any  # the array, or shape and dtype of a result. All strides but the last must be multiples of 16 bytes.
+    block_shape: tuple[int, ...]  # size of one load or store, per axis
+    # The array is `[M, N]`, and the kernel chooses where its rows end (megakernels/kernels/tiles.py).
     bounded: bool = False
 
     @property

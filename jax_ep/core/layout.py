@@ -187,15 +187,10 @@ def gather_rows(source: Array, index: Array) -> Array:
 
 
 class Bias(NamedTuple):
-    """A bias per group, optionally scaled per row, that is added to the rows of a grouped GEMM.
+    """A bias per group, optionally scaled per row, that is added to the rows of a grouped GEMM."""
 
-    Attributes:
-      values: `[G, N]`.
-      scales: `[R]` factor of each row, or None.
-    """
-
-    values: Array
-    scales: Array | None = None
+    values: Array  # `[G, N]`
+    scales: Array | None = None  # `[R]` factor of each row, or None
 
 
 def add_bias(rows: Array, bias: Bias, group_sizes: Array) -> Array:

@@ -22,24 +22,16 @@ from jax_ep.types import Array
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Relayout:
-    """The static plan of a redistribution: which rank sends which row to which rank.
+    """The static plan of a redistribution: which rank sends which row to which rank."""
 
-    Attributes:
-      axis: mesh axes of the ranks, in order; empty for one rank.
-      num_sources: source rows per rank.
-      own_rows: `[W, S]` local source row of each target row, or `num_sources` if another rank sends it. May be traced
-        if there is one rank.
-      pairs: for each round the pairs (source, target) of ranks.
-      sent_rows: `[rounds, W]` row that each rank sends.
-      received_rows: `[rounds, W]` target row that each rank receives, or S for none.
-    """
-
-    axis: tuple[str, ...]
-    num_sources: int
+    axis: tuple[str, ...]  # mesh axes of the ranks, in order; empty for one rank
+    num_sources: int  # source rows per rank
+    # `[W, S]` local source row of each target row, or `num_sources` if another rank sends it. May be traced if there is
+    # one rank.
     own_rows: np.ndarray | Array
-    pairs: tuple[tuple[tuple[int, int], ...], ...]
-    sent_rows: np.ndarray
-    received_rows: np.ndarray
+    pairs: tuple[tuple[tuple[int, int], ...], ...]  # for each round the pairs (source, target) of ranks
+    sent_rows: np.ndarray  # `[rounds, W]` row that each rank sends
+    received_rows: np.ndarray  # `[rounds, W]` target row that each rank receives, or S for none
 
 
 def make(sources: np.ndarray | Array, num_source_rows: int, num_ranks: int, axis: tuple[str, ...]) -> Relayout:

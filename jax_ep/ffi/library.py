@@ -112,17 +112,11 @@ def open_library(paths: Sequence[Path], csrc: Path) -> ctypes.CDLL:
 
 @dataclasses.dataclass(frozen=True)
 class Stamp:
-    """Version stamp of a library, from `jax_ep_ffi_stamp` of csrc/abi.h.
+    """Version stamp of a library, from `jax_ep_ffi_stamp` of csrc/abi.h."""
 
-    Attributes:
-      abi_version: version of the C functions and of the custom calls.
-      xla_api_version: version of the XLA FFI headers used in the build, major * 1000 + minor.
-      source_hash: hash of the sources.
-    """
-
-    abi_version: int
-    xla_api_version: int
-    source_hash: str
+    abi_version: int  # version of the C functions and of the custom calls
+    xla_api_version: int  # version of the XLA FFI headers used in the build, major * 1000 + minor
+    source_hash: str  # hash of the sources
 
 
 _STAMP = re.compile(rb"jax_ep_ffi stamp abi=(\d+) xla=(\d+)\.(\d+) source=([0-9a-f]{64})\0")

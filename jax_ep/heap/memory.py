@@ -22,26 +22,18 @@ _LEAST_BYTES, _UNIT = 16 << 20, 1 << 20  # Allocation sizes.
 
 @dataclasses.dataclass
 class Generation:
-    """Heaps of one size, one per device, that keep their addresses until `finalize`.
+    """Heaps of one size, one per device, that keep their addresses until `finalize`."""
 
-    Attributes:
-      ids: ids of their pointer tables and status records; newly traced programs use the last one. After a `finalize`,
-        one generation may replace several earlier ones and keep their ids.
-      addresses: heap addresses of all devices as each device of this process sees them, by its number.
-      allocation: index of the allocation that contains the heaps.
-      start: byte offset within that allocation.
-      num_bytes: usable bytes of the data area, or of each buffer.
-      buffer_bytes: size of a low-latency buffer; 0 in a generation for data.
-      reserved: the most bytes that a program traced so far may use.
-    """
-
+    # Ids of their pointer tables and status records; newly traced programs use the last one. After a `finalize`, one
+    # generation may replace several earlier ones and keep their ids.
     ids: Sequence[int]
+    # Heap addresses of all devices as each device of this process sees them, by its number.
     addresses: dict[int, list[int]]
-    allocation: int
-    start: int
-    num_bytes: int
-    buffer_bytes: int = 0
-    reserved: int = 0
+    allocation: int  # index of the allocation that contains the heaps
+    start: int  # byte offset within that allocation
+    num_bytes: int  # usable bytes of the data area, or of each buffer
+    buffer_bytes: int = 0  # size of a low-latency buffer; 0 in a generation for data
+    reserved: int = 0  # the most bytes that a program traced so far may use
 
     @property
     def id(self) -> int:
@@ -60,13 +52,9 @@ def allocation_bytes(needed: int) -> int:
 
 
 class TraceArea(Protocol):
-    """Areas of int64 words, one for each device of this process.
+    """Areas of int64 words, one for each device of this process."""
 
-    Attributes:
-      addresses: address of each device's area, by device number.
-    """
-
-    addresses: dict[int, int]
+    addresses: dict[int, int]  # address of each device's area, by device number
 
     def read(self, device: int) -> np.ndarray:
         """Return the words of one area. Call it once, after all writes have ended."""

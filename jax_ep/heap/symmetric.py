@@ -37,13 +37,9 @@ MAX_BLOCKS = 32768
 
 @dataclasses.dataclass(frozen=True)
 class HeapLayout:
-    """Static offsets of a heap; kernels/failures.py names the control words at its start.
+    """Static offsets of a heap; kernels/failures.py names the control words at its start."""
 
-    Attributes:
-      num_devices: D, devices that share the heap.
-    """
-
-    num_devices: int
+    num_devices: int  # D, devices that share the heap
 
     @property
     def flags(self) -> int:

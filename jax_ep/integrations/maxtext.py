@@ -148,19 +148,12 @@ def _raise_unsupported(name: str, value: object, remedy: str) -> None:
 
 
 class _Layout(NamedTuple):
-    """Partition specs and mesh axes of one call, from MaxText's logical axis rules; axes of size 1 are left out.
+    """Partition specs and mesh axes of one call, from MaxText's logical axis rules; axes of size 1 are left out."""
 
-    Attributes:
-      tokens: spec of the batch and sequence axes of `[B, S, ...]`.
-      token_axes: mesh axes in `tokens`.
-      expert_axes: mesh axes of the experts.
-      tensor_axes: mesh axes of the intermediate size.
-    """
-
-    tokens: P
-    token_axes: tuple[str, ...]
-    expert_axes: tuple[str, ...]
-    tensor_axes: tuple[str, ...]
+    tokens: P  # spec of the batch and sequence axes of `[B, S, ...]`
+    token_axes: tuple[str, ...]  # mesh axes in `tokens`
+    expert_axes: tuple[str, ...]  # mesh axes of the experts
+    tensor_axes: tuple[str, ...]  # mesh axes of the intermediate size
 
     @property
     def replicated_axes(self) -> tuple[str, ...]:

@@ -53,21 +53,13 @@ class Copies(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A kernel that can be launched.
+    """A kernel that can be launched."""
 
-    Attributes:
-      name: of the function in the code.
-      code: cubin.
-      num_threads: of a program; more than the config's with warp specialization.
-      shared_bytes: dynamic shared memory of a program.
-      copies: of each descriptor.
-    """
-
-    name: str
-    code: bytes
-    num_threads: int
-    shared_bytes: int
-    copies: tuple[Copies, ...]
+    name: str  # of the function in the code
+    code: bytes  # cubin
+    num_threads: int  # of a program; more than the config's with warp specialization
+    shared_bytes: int  # dynamic shared memory of a program
+    copies: tuple[Copies, ...]  # of each descriptor
 
 
 def device_capability() -> int:
@@ -77,24 +69,16 @@ def device_capability() -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Compilation:
-    """A kernel to compile. Equal ones are compiled once, in one thread, and again if that failed.
+    """A kernel to compile. Equal ones are compiled once, in one thread, and again if that failed."""
 
-    Attributes:
-      kernel: what to compile.
-      parameters: a `Parameter`, or a NamedTuple of some, for each of the kernel's that `constants` does not name.
-      config: its options count, the number of programs does not.
-      constants: `tl.constexpr` parameters by their names, each hashable, and None for arrays that the kernel does
-        without.
-      capability: compute capability of the devices.
-      exact: the constants as text, in which 1, 1.0 and True differ, and 0.0 and -0.0.
-    """
-
-    kernel: Kernel
+    kernel: Kernel  # what to compile
+    # A `Parameter`, or a NamedTuple of some, for each of the kernel's that `constants` does not name.
     parameters: tuple[Parameter | tuple[Parameter, ...], ...]
-    config: Config
+    config: Config  # its options count, the number of programs does not
+    # `tl.constexpr` parameters by their names, each hashable, and None for arrays that the kernel does without.
     constants: tuple[tuple[str, object], ...]
-    capability: int
-    exact: str
+    capability: int  # compute capability of the devices
+    exact: str  # the constants as text, in which 1, 1.0 and True differ, and 0.0 and -0.0
 
     def result(self) -> Compiled:
         """Wait for the result, or raise the error of the compiler."""

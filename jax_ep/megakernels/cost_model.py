@@ -17,34 +17,22 @@ class Device:
     """Rates of a GPU for the parts of fused operations, here those of an H200, each with the report that measured it.
 
     Files are in benchmarks/results; "no report": the output of the run was not kept (docs/design/fused.md).
-
-    Attributes:
-      link_bytes: sent to other GPUs in a second, by ordinary stores (dispatch_combine_4_gpus.json).
-      product_flops: operations of a grouped GEMM of `triton` in a second (grouped_gemm_gpu.json).
-      specialized_product: speedup of a separate GEMM by `pallas`, or in Gluon (grouped_gemm_gpu.json).
-      specialized_depth: K from which that speedup is reached; it shrinks in proportion below (grouped_gemm_gpu.json).
-      combine_bytes: moved to make sums in a second, by combine (dispatch_combine_2_gpus.json, moe_layer_combine.json).
-      scatter_bytes: the same in the sums at the end of GEMM + combine (moe_layer.json).
-      many_row_bytes: from this many bytes of arriving rows on, their stores slow down the GEMM.
-      many_scatter_bytes: `scatter_bytes` from `many_row_bytes` on (no report).
-      meeting_seconds: until all programs of all ranks have met before these sums (moe_layer.json).
-      copy_bytes: read and written by a copy of rows in a second (moe_layer_combine.json).
-      launch_seconds: cost of one more launch, which matters with few tokens (no report).
-      shown_dispatch: part of the dispatch by which dispatch + GEMM takes longer than the GEMM
-        (moe_layer_4_gpus.json).
     """
 
-    link_bytes: float = 350e9
-    product_flops: float = 600e12
-    specialized_product: float = 1.08
+    link_bytes: float = 350e9  # sent to other GPUs in a second, by ordinary stores (dispatch_combine_4_gpus.json)
+    product_flops: float = 600e12  # operations of a grouped GEMM of `triton` in a second (grouped_gemm_gpu.json)
+    specialized_product: float = 1.08  # speedup of a separate GEMM by `pallas`, or in Gluon (grouped_gemm_gpu.json)
+    # K from which that speedup is reached; it shrinks in proportion below (grouped_gemm_gpu.json).
     specialized_depth: int = 4096
+    # Moved to make sums in a second, by combine (dispatch_combine_2_gpus.json, moe_layer_combine.json).
     combine_bytes: float = 3.8e12
-    scatter_bytes: float = 2.6e12
-    many_row_bytes: int = 1 << 30
-    many_scatter_bytes: float = 1.5e12
-    meeting_seconds: float = 50e-6
-    copy_bytes: float = 3.8e12
-    launch_seconds: float = 10e-6
+    scatter_bytes: float = 2.6e12  # the same in the sums at the end of GEMM + combine (moe_layer.json)
+    many_row_bytes: int = 1 << 30  # from this many bytes of arriving rows on, their stores slow down the GEMM
+    many_scatter_bytes: float = 1.5e12  # `scatter_bytes` from `many_row_bytes` on (no report)
+    meeting_seconds: float = 50e-6  # until all programs of all ranks have met before these sums (moe_layer.json)
+    copy_bytes: float = 3.8e12  # read and written by a copy of rows in a second (moe_layer_combine.json)
+    launch_seconds: float = 10e-6  # cost of one more launch, which matters with few tokens (no report)
+    # Part of the dispatch by which dispatch + GEMM takes longer than the GEMM (moe_layer_4_gpus.json).
     shown_dispatch: float = 0.6
 
 

@@ -56,21 +56,13 @@ Matrices = Array | QuantizedWeights
 
 @dataclasses.dataclass(frozen=True)
 class FusedTiles(Programs):
-    """Tasks of the layer.
+    """Tasks of the layer."""
 
-    Attributes:
-      block_m: assignments of a block, at least the 16 rows that tensor cores multiply without swap_ab.
-      hidden_columns: columns of I of a task of the first GEMM.
-      columns: columns of H of a task of the second GEMM.
-      splits: parts of I that are separate tasks of the second GEMM.
-      depth: depth of one step of either GEMM.
-    """
-
-    block_m: int = 16
-    hidden_columns: int = 64
-    columns: int = 64
-    splits: int = 1
-    depth: int = 128
+    block_m: int = 16  # assignments of a block, at least the 16 rows that tensor cores multiply without swap_ab
+    hidden_columns: int = 64  # columns of I of a task of the first GEMM
+    columns: int = 64  # columns of H of a task of the second GEMM
+    splits: int = 1  # parts of I that are separate tasks of the second GEMM
+    depth: int = 128  # depth of one step of either GEMM
     candidates: ClassVar[Mapping[str, tuple[int, ...]]] = {
         "block_m": (16, 32, 64, 128),
         "hidden_columns": (32, 64, 128),
@@ -375,18 +367,11 @@ _SUM_HIDDEN = 512  # columns of a task that sums rows
 
 @dataclasses.dataclass(frozen=True)
 class GluonLayerTiles:
-    """Tasks of the layer in Gluon: 64 columns of I in the first GEMM, 128 columns of H in the second.
+    """Tasks of the layer in Gluon: 64 columns of I in the first GEMM, 128 columns of H in the second."""
 
-    Attributes:
-      block_m: assignments of a block.
-      splits: parts of I that are separate tasks of the second GEMM.
-      num_stages, programs: see `Programs`.
-      candidates: values that `jax-ep tune` searches, the simplest first.
-    """
-
-    block_m: int
-    splits: int
-    programs: int
+    block_m: int  # assignments of a block
+    splits: int  # parts of I that are separate tasks of the second GEMM
+    programs: int  # see `Programs`
     num_stages: int = 4
     candidates: ClassVar[Mapping[str, tuple[int, ...]]] = {
         "block_m": (8, 16, 32, 64),

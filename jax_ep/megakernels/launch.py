@@ -259,19 +259,12 @@ def thread_registers(per_multiprocessor: int, num_warps: int, *, multiple: int =
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Programs:
-    """How programs of a kernel compute tiles; subclasses add the sizes of a tile.
+    """How programs of a kernel compute tiles; subclasses add the sizes of a tile."""
 
-    Attributes:
-      num_warps: warps per program.
-      num_stages: blocks in flight, the one in use included.
-      programs: programs per multiprocessor.
-      candidates: values that `jax-ep tune` searches, the simplest first.
-    """
-
-    num_warps: int = 4
-    num_stages: int = 3
-    programs: int = 2
-    candidates: ClassVar[Mapping[str, tuple[int, ...]]]
+    num_warps: int = 4  # warps per program
+    num_stages: int = 3  # blocks in flight, the one in use included
+    programs: int = 2  # programs per multiprocessor
+    candidates: ClassVar[Mapping[str, tuple[int, ...]]]  # values that `jax-ep tune` searches, the simplest first
 
 
 def tile_config(tiles: Programs, num_tasks: int) -> Config:

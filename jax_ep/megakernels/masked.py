@@ -33,18 +33,12 @@ ACTIVATION_PROGRAMS = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MaskedTiles(Programs):
-    """Tiles of a masked GEMM.
+    """Tiles of a masked GEMM."""
 
-    Attributes:
-      block_m: rows of a tile; below 64 the tile is computed transposed (swap_ab), so each warp has columns of the
-        weights.
-      block_n: columns of a tile, at most 128 in FP8.
-      block_k: depth of one step, 128 in FP8: 128 bytes of a row.
-    """
-
+    # Rows of a tile; below 64 the tile is computed transposed (swap_ab), so each warp has columns of the weights.
     block_m: int
-    block_n: int = 128
-    block_k: int = 128
+    block_n: int = 128  # columns of a tile, at most 128 in FP8
+    block_k: int = 128  # depth of one step, 128 in FP8: 128 bytes of a row
     candidates: ClassVar[Mapping[str, tuple[int, ...]]] = {
         "block_m": (16, 32, 64, 128),
         "block_n": (64, 128),

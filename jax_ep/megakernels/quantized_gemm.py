@@ -40,15 +40,10 @@ _DEPTH = 128  # of a block: that of the blocks of FP8, and a multiple of all oth
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedTiles(Programs):
-    """Tiles of a GEMM with quantized weights.
+    """Tiles of a GEMM with quantized weights."""
 
-    Attributes:
-      block_m: rows of a tile; below 64, the tile is computed transposed (swap_ab) if rows are quantized, too.
-      block_n: columns of a tile.
-    """
-
-    block_m: int
-    block_n: int = 128
+    block_m: int  # rows of a tile; below 64, the tile is computed transposed (swap_ab) if rows are quantized, too
+    block_n: int = 128  # columns of a tile
     candidates: ClassVar[Mapping[str, tuple[int, ...]]] = {
         **MaskedTiles.candidates,
         "block_n": (64, 128, 256),
@@ -65,15 +60,9 @@ class Language:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GluonTiles:
-    """Tiles of 128 columns of the kernel in Gluon.
+    """Tiles of 128 columns of the kernel in Gluon; see `Programs`."""
 
-    Attributes:
-      block_m: rows of a tile.
-      num_stages, programs: see `Programs`.
-      candidates: values that `jax-ep tune` searches, the simplest first.
-    """
-
-    block_m: int
+    block_m: int  # rows of a tile
     num_stages: int = 4
     programs: int = 3
     candidates: ClassVar[Mapping[str, tuple[int, ...]]] = {

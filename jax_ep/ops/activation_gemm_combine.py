@@ -27,19 +27,12 @@ from jax_ep.types import Array, Experts, Handle
 
 
 class FfnHidden(NamedTuple):
-    """The FFN hidden state: the inputs of the activation, and the bias of the second GEMM.
+    """The FFN hidden state: the inputs of the activation, and the bias of the second GEMM."""
 
-    Attributes:
-      hidden: `[R, N]` results of the first GEMM.
-      row_weights: `[R]` router weights.
-      b_gate_up: `[L, N]` biases of the hidden rows, or None.
-      b_down: bias of the second GEMM, or None.
-    """
-
-    hidden: Array
-    row_weights: Array
-    b_gate_up: Array | None
-    b_down: Bias | None
+    hidden: Array  # `[R, N]` results of the first GEMM
+    row_weights: Array  # `[R]` router weights
+    b_gate_up: Array | None  # `[L, N]` biases of the hidden rows, or None
+    b_down: Bias | None  # bias of the second GEMM, or None
 
     def rows(self, group_sizes: Array) -> HiddenRows:
         """Return the inputs of the activation."""

@@ -58,21 +58,13 @@ transposes(_from_nodes, _to_nodes)
 
 
 class Arrived(NamedTuple):
-    """N tokens that arrived at a rank over the node axis, as inputs of the all-to-all inside the node.
+    """N tokens that arrived at a rank over the node axis, as inputs of the all-to-all inside the node."""
 
-    Attributes:
-      x: `[N, H]` tokens, or a pair of FP8 values and scales; zero in slots without a token.
-      topk_idx: `[N, K]` experts, numbered from 0 in this node, or None if a handle was given.
-      topk_weights: `[N, K]`, or None.
-      handle: of the all-to-all between nodes.
-      num_dropped: `[]` assignments of tokens that had no room.
-    """
-
-    x: Tokens
-    topk_idx: Array | None
-    topk_weights: Array | None
-    handle: Handle
-    num_dropped: Array
+    x: Tokens  # `[N, H]` tokens, or a pair of FP8 values and scales; zero in slots without a token
+    topk_idx: Array | None  # `[N, K]` experts, numbered from 0 in this node, or None if a handle was given
+    topk_weights: Array | None  # `[N, K]`, or None
+    handle: Handle  # of the all-to-all between nodes
+    num_dropped: Array  # `[]` assignments of tokens that had no room
 
 
 def _options(function: str, topology: Topology, wire_dtype: DTypeLike | None = None) -> Options:

@@ -220,23 +220,15 @@ def of_compiled(compiled: Any, found: Sequence[object] = ()) -> MemoryPlan:
 
 
 class _Instruction(NamedTuple):
-    """One line of the text of a program.
-
-    Attributes:
-      sizes: bytes of the result, or of each element of a tuple.
-      operands: names of instructions.
-      op_name: JAX's name of the operation, or empty.
-      element: index of a get-tuple-element.
-      called: computations whose instructions run one after another; not those of a fusion.
-    """
+    """One line of the text of a program."""
 
     name: str
     opcode: str
-    sizes: list[int]
-    operands: list[str]
-    op_name: str
-    element: int
-    called: list[str]
+    sizes: list[int]  # bytes of the result, or of each element of a tuple
+    operands: list[str]  # names of instructions
+    op_name: str  # JAX's name of the operation, or empty
+    element: int  # index of a get-tuple-element
+    called: list[str]  # computations whose instructions run one after another; not those of a fusion
 
 
 def _computations(text: str) -> dict[str, list[str]]:

@@ -162,24 +162,16 @@ class AroundExchange:
 
 @dataclasses.dataclass(frozen=True)
 class ExchangeGemmPlan(AroundExchange):
-    """An all-to-all of tokens `[T, hidden]` with GEMMs by `[hidden, columns]` weights or their transposes.
+    """An all-to-all of tokens `[T, hidden]` with GEMMs by `[hidden, columns]` weights or their transposes."""
 
-    Attributes:
-      gemm: the GEMM in a separate kernel.
-      fused: the fused kernels; None: all-to-all and GEMM run one after the other.
-      modes: modes of the fused kernels.
-      saved_as: the form in which dispatched tokens are saved for the gradient of weights, if they are saved: whichever
-        takes less memory. "tokens" are `[W * T, hidden]` by source rank and token, "rows" `[R, hidden]`.
-      sums: sums of the gradients of biases, over the columns of the result of the GEMM.
-      reason: why there are no fused kernels; else empty.
-    """
-
-    gemm: GemmPlan
-    fused: Part | None
-    modes: FusedModes | None
+    gemm: GemmPlan  # the GEMM in a separate kernel
+    fused: Part | None  # the fused kernels; None: all-to-all and GEMM run one after the other
+    modes: FusedModes | None  # modes of the fused kernels
+    # The form in which dispatched tokens are saved for the gradient of weights, if they are saved: whichever takes less
+    # memory. "tokens" are `[W * T, hidden]` by source rank and token, "rows" `[R, hidden]`.
     saved_as: str | None
-    sums: GemmPlan
-    reason: str = ""
+    sums: GemmPlan  # sums of the gradients of biases, over the columns of the result of the GEMM
+    reason: str = ""  # why there are no fused kernels; else empty
 
     def mode(self, save_as: str | None) -> str:
         """Return the mode of dispatch + GEMM that saves tokens in the form `save_as`."""
@@ -263,18 +255,12 @@ def activation(
 
 @dataclasses.dataclass(frozen=True)
 class LayerPlan:
-    """The expert layer with weights in the dtype of the tokens.
+    """The expert layer with weights in the dtype of the tokens."""
 
-    Attributes:
-      first: dispatch and the first GEMM.
-      second: the second GEMM and combine.
-      activation: between them.
-      activated: the first GEMM where it stores activated rows, for calls without a gradient; None: it does not.
-    """
-
-    first: ExchangeGemmPlan
-    second: ExchangeGemmPlan
-    activation: ActivationPlan
+    first: ExchangeGemmPlan  # dispatch and the first GEMM
+    second: ExchangeGemmPlan  # the second GEMM and combine
+    activation: ActivationPlan  # between them
+    # The first GEMM where it stores activated rows, for calls without a gradient; None: it does not.
     activated: Part | None
 
     @property
@@ -316,20 +302,14 @@ def layer(
 
 @dataclasses.dataclass(frozen=True)
 class BalancedPlan:
-    """A balanced call.
+    """A balanced call."""
 
-    Attributes:
-      part: what plans its passes and moves copies of experts.
-      rows, spare: rows and copies per rank.
-      num_bytes: of the copies.
-      splits: whether copies of weights that are not quantized yet are read from a second array, and gradients are
-        written to two; else weights and copies are copied into one array.
-    """
-
-    part: Part
-    rows: int
-    spare: int
-    num_bytes: int
+    part: Part  # what plans its passes and moves copies of experts
+    rows: int  # per rank
+    spare: int  # copies per rank
+    num_bytes: int  # of the copies
+    # Whether copies of weights that are not quantized yet are read from a second array, and gradients are written to
+    # two; else weights and copies are copied into one array.
     splits: bool
 
 

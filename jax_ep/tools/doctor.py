@@ -43,21 +43,13 @@ _TUNED_FOR = "H200"
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Result of one check.
+    """Result of one check."""
 
-    Attributes:
-      topic: subject of the check.
-      state: "ok", "warning" (it works, but not as well as possible) or "error" (it does not work).
-      text: the result.
-      remedy: what to do after a warning or an error.
-      data: the result for programs, as JSON values; or None.
-    """
-
-    topic: str
-    state: str
-    text: str
-    remedy: str = ""
-    data: Any = None
+    topic: str  # subject of the check
+    state: str  # "ok", "warning" (it works, but not as well as possible) or "error" (it does not work)
+    text: str  # the result
+    remedy: str = ""  # what to do after a warning or an error
+    data: Any = None  # the result for programs, as JSON values; or None
 
 
 def examine() -> Iterator[Finding]:

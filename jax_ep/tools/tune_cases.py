@@ -46,19 +46,12 @@ Make = Callable[[], Iterator[Case]]
 
 
 class Sizes(NamedTuple):
-    """An expert layer, and the ranks that share it.
+    """An expert layer, and the ranks that share it."""
 
-    Attributes:
-      tokens: per rank.
-      model: sizes of the layer.
-      ranks: number of ranks.
-      routing: "uniform" or "zipf".
-    """
-
-    tokens: int
-    model: Model
-    ranks: int
-    routing: str
+    tokens: int  # per rank
+    model: Model  # sizes of the layer
+    ranks: int  # number of ranks
+    routing: str  # "uniform" or "zipf"
 
     @property
     def title(self) -> str:
@@ -276,19 +269,12 @@ def _low_latency(sizes: Sizes) -> Iterator[Case]:
 
 
 class _Gemm(NamedTuple):
-    """A GEMM of the layer with the experts of one rank.
+    """A GEMM of the layer with the experts of one rank."""
 
-    Attributes:
-      x: `[rows, K]`.
-      y: `[rows, N]` results, or cotangents of them.
-      w: `[experts, K, N]` weights.
-      counts: rows of each expert, of all ranks.
-    """
-
-    x: Array
-    y: Array
-    w: Array
-    counts: Array
+    x: Array  # `[rows, K]`
+    y: Array  # `[rows, N]` results, or cotangents of them
+    w: Array  # `[experts, K, N]` weights
+    counts: Array  # rows of each expert, of all ranks
 
     @property
     def title(self) -> str:

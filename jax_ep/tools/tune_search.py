@@ -45,17 +45,11 @@ _LINE = json_files.record(
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The outcome of some settings.
+    """The outcome of some settings."""
 
-    Attributes:
-      relative: time divided by that of the default settings.
-      seconds: of one call.
-      error: why there is no time; "" if there is one.
-    """
-
-    relative: float = float("inf")
-    seconds: float = float("inf")
-    error: str = ""
+    relative: float = float("inf")  # time divided by that of the default settings
+    seconds: float = float("inf")  # of one call
+    error: str = ""  # why there is no time; "" if there is one
 
 
 _NOTHING_YET = Outcome()
@@ -63,23 +57,14 @@ _NOTHING_YET = Outcome()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One operation with one set of sizes.
+    """One operation with one set of sizes."""
 
-    Attributes:
-      operation: one of `settings.operations.OPERATIONS`.
-      facts: the keys of its settings in the file.
-      title: description for messages.
-      candidates: values of each setting, the simplest first, in the order of the search.
-      start: settings that the search starts from, without which the others have no effect.
-      make_chain: `make_chain(settings) -> compile`, where `compile(n)` is a program of n dependent calls.
-    """
-
-    operation: str
-    facts: Mapping[str, Any]
-    title: str
-    candidates: Mapping[str, Sequence[Setting]]
-    make_chain: Callable[[Settings], Callable[[int], Run]]
-    start: Settings = dataclasses.field(default_factory=dict)
+    operation: str  # one of `settings.operations.OPERATIONS`
+    facts: Mapping[str, Any]  # the keys of its settings in the file
+    title: str  # description for messages
+    candidates: Mapping[str, Sequence[Setting]]  # of each setting, the simplest first, in the order of the search
+    make_chain: Callable[[Settings], Callable[[int], Run]]  # of settings, and then of n: n dependent calls
+    start: Settings = dataclasses.field(default_factory=dict)  # of the search, without which others have no effect
 
 
 def name_of(settings: Settings) -> str:

@@ -37,17 +37,12 @@ class Message(NamedTuple):
 
 
 class Clocks(NamedTuple):
-    """Offsets in ns that turn the times of each device into those of the first one.
+    """Offsets in ns that turn the times of each device into those of the first one."""
 
-    Attributes:
-      offset_ns: by device.
-      error_ns: the largest error of each; None if no message connects the device with the first one.
-      relaxed_ns: by how much the bounds contradicted each other.
-    """
-
-    offset_ns: dict[int, int]
+    offset_ns: dict[int, int]  # by device
+    # The largest error of each; None if no message connects the device with the first one.
     error_ns: dict[int, int | None]
-    relaxed_ns: int = 0
+    relaxed_ns: int = 0  # by how much the bounds contradicted each other
 
 
 def align(devices: Sequence[int], messages: Iterable[Message]) -> Clocks:

@@ -38,21 +38,13 @@ _MOST_DEVICES = 0xFFF  # device numbers have 12 bits of a word
 
 
 class Launch(NamedTuple):
-    """One launch as one device saw it.
+    """One launch as one device saw it."""
 
-    Attributes:
-      kernel: name of the kernel.
-      identity: `Heap.LAUNCH`, equal on all devices of the launch.
-      num_programs: number of programs.
-      group: devices in the order of their ranks.
-      epochs: for each of them, the number of the launch among those of this device with that one.
-    """
-
-    kernel: str
-    identity: int
-    num_programs: int
-    group: tuple[int, ...]
-    epochs: tuple[int, ...]
+    kernel: str  # name of the kernel
+    identity: int  # `Heap.LAUNCH`, equal on all devices of the launch
+    num_programs: int  # number of programs
+    group: tuple[int, ...]  # devices in the order of their ranks
+    epochs: tuple[int, ...]  # for each of them, the number of the launch among those of this device with that one
 
     def rank(self, device: int) -> int:
         """Return the rank of a device of the group."""
@@ -60,17 +52,11 @@ class Launch(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Events and launches that one device has written.
+    """Events and launches that one device has written."""
 
-    Attributes:
-      events: of type EVENT, sorted by launch, program and time.
-      launches: by their number; launches that had not ended with the recording are left out.
-      num_dropped: events without room, or of a launch that could not be recorded for lack of room.
-    """
-
-    events: np.ndarray
-    launches: dict[int, Launch]
-    num_dropped: int
+    events: np.ndarray  # of type EVENT, sorted by launch, program and time
+    launches: dict[int, Launch]  # by their number; launches that had not ended with the recording are left out
+    num_dropped: int  # events without room, or of a launch that could not be recorded for lack of room
 
 
 def area_header(num_programs: int, events_per_program: int) -> tuple[np.ndarray, int]:

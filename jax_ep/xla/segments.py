@@ -17,17 +17,11 @@ from jax_ep.types import Array, Handle, Layout
 
 
 class Segments(NamedTuple):
-    """The segments that one rank sends and receives, one per peer, in rank order and without gaps.
+    """The segments that one rank sends and receives, one per peer, in rank order and without gaps."""
 
-    Attributes:
-      sent: `[C]` int32, index of the token, or sum, in each place of the send buffer; -1 past the end.
-      send_counts: `[W]` int32, places sent to each rank.
-      receive_counts: `[W]` int32, places that each rank sends here.
-    """
-
-    sent: Array
-    send_counts: Array
-    receive_counts: Array
+    sent: Array  # `[C]` int32, index of the token, or sum, in each place of the send buffer; -1 past the end
+    send_counts: Array  # `[W]` int32, places sent to each rank
+    receive_counts: Array  # `[W]` int32, places that each rank sends here
 
 
 class Places(NamedTuple):

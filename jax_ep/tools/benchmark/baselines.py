@@ -158,22 +158,15 @@ def capacity_layer(*arguments: Array, num_experts: int, capacity: int) -> Array:
 
 
 class Route(NamedTuple):
-    """Sizes and offsets of one rank's all-to-alls, and the order of its rows.
+    """Sizes and offsets of one rank's all-to-alls, and the order of its rows."""
 
-    Attributes:
-      there: arguments of `lax.ragged_all_to_all` on the way to the experts: input offsets, send sizes, output offsets
-        and receive sizes, each `[W]`.
-      back: the same on the way back.
-      regroup: `[R]` for each row by (expert, source), its row by (source, expert); rows past the last stay there.
-      ungroup: `[R]` the inverse.
-      group_sizes: `[L]`.
-    """
-
+    # Arguments of `lax.ragged_all_to_all` on the way to the experts: input offsets, send sizes, output offsets and
+    # receive sizes, each `[W]`.
     there: tuple[Array, ...]
-    back: tuple[Array, ...]
-    regroup: Array
-    ungroup: Array
-    group_sizes: Array
+    back: tuple[Array, ...]  # the same on the way back
+    regroup: Array  # `[R]` for each row by (expert, source), its row by (source, expert); rows past the last stay there
+    ungroup: Array  # `[R]` the inverse
+    group_sizes: Array  # `[L]`
 
 
 def plan_route(sizes: Array, rank: Array, num_rows: int) -> Route:

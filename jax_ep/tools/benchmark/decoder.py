@@ -44,19 +44,12 @@ SCOPES = ("attention", "router", "experts", "head")
 
 
 class State(NamedTuple):
-    """State that one decode step hands to the next one.
+    """State that one decode step hands to the next one."""
 
-    Attributes:
-      token: `[B]` int32 ids that are chosen, but not yet in the cache.
-      position: int32, of these tokens; all texts have the same length.
-      cache: keys and values of each layer, `[B, S, kv_heads, head_dim]`.
-      topk_idx: `[layers, B, K]` experts of the last token of each text.
-    """
-
-    token: Array
-    position: Array
-    cache: list[tuple[Array, Array]]
-    topk_idx: Array
+    token: Array  # `[B]` int32 ids that are chosen, but not yet in the cache
+    position: Array  # int32, of these tokens; all texts have the same length
+    cache: list[tuple[Array, Array]]  # keys and values of each layer, `[B, S, kv_heads, head_dim]`
+    topk_idx: Array  # `[layers, B, K]` experts of the last token of each text
 
 
 type Layer = tuple[Params, ExpertWeights]

@@ -42,19 +42,13 @@ Step = Callable[[Array, Any, Handle], Any]
 
 
 class Variant(NamedTuple):
-    """A variant, and what it sends.
+    """A variant, and what it sends."""
 
-    Attributes:
-      step: `(zero, rows, handle) -> arrays`, of one rank.
-      rows: of all ranks.
-      handle: of all ranks.
-      wire: "bf16" or "fp8" if each token is sent once to every other rank that needs it, "padded" if it is sent to
-        all, None if no tokens are sent.
-    """
-
-    step: Step
-    rows: Any
-    handle: Handle
+    step: Step  # `(zero, rows, handle) -> arrays`, of one rank
+    rows: Any  # of all ranks
+    handle: Handle  # of all ranks
+    # "bf16" or "fp8" if each token is sent once to every other rank that needs it, "padded" if it is sent to all, None
+    # if no tokens are sent.
     wire: str | None
 
     def program(self, case: Case, length: int) -> Program:

@@ -127,27 +127,16 @@ def make_weights(mesh: jax.sharding.Mesh, model: Model) -> tuple[Array, Array]:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Tokens of all ranks and their routing, on the mesh.
+    """Tokens of all ranks and their routing, on the mesh."""
 
-    Attributes:
-      mesh: its only axis is that of the experts.
-      model: sizes of the layer.
-      routing: "uniform", "zipf" or "one-hot".
-      layout: static sizes; the capacity is the most loaded rank's rows, rounded up to 128.
-      ids: `[W * T, K]` expert ids, on the host.
-      x: `[W * T, H]` tokens.
-      topk_idx: `[W * T, K]` expert ids.
-      topk_weights: `[W * T, K]` router weights, which sum to 1 for each token.
-    """
-
-    mesh: jax.sharding.Mesh
-    model: Model
-    routing: str
-    layout: Layout
-    ids: np.ndarray
-    x: Array
-    topk_idx: Array
-    topk_weights: Array
+    mesh: jax.sharding.Mesh  # its only axis is that of the experts
+    model: Model  # sizes of the layer
+    routing: str  # "uniform", "zipf" or "one-hot"
+    layout: Layout  # static sizes; the capacity is the most loaded rank's rows, rounded up to 128
+    ids: np.ndarray  # `[W * T, K]` expert ids, on the host
+    x: Array  # `[W * T, H]` tokens
+    topk_idx: Array  # `[W * T, K]` expert ids
+    topk_weights: Array  # `[W * T, K]` router weights, which sum to 1 for each token
 
     @property
     def title(self) -> str:

@@ -76,27 +76,16 @@ BASELINES = ("xla", "capacity", "ragged")
 
 
 class Variant(NamedTuple):
-    """A variant of a part or of the layer.
+    """A variant of a part or of the layer."""
 
-    Attributes:
-      step: `(zero, *arrays) -> arrays`, of one rank; see `chain`.
-      arrays: of all ranks.
-      flops: of the real rows of one rank, on average.
-      same_as: a variant whose results are equal except for rounding.
-      touched: see `chain`.
-      tuned: XLA times candidates to choose the algorithms of its GEMMs.
-      options: compiler options.
-      limit: of the difference from `same_as`; several GEMMs in bfloat16 differ by some hundredths.
-    """
-
-    step: Callable[..., Any]
-    arrays: tuple[Any, ...]
-    flops: float = 0.0
-    same_as: str | None = None
-    touched: int = 0
-    tuned: bool = False
-    options: dict[str, Any] | None = None
-    limit: float = 0.25
+    step: Callable[..., Any]  # `(zero, *arrays) -> arrays`, of one rank; see `chain`
+    arrays: tuple[Any, ...]  # of all ranks
+    flops: float = 0.0  # of the real rows of one rank, on average
+    same_as: str | None = None  # a variant whose results are equal except for rounding
+    touched: int = 0  # see `chain`
+    tuned: bool = False  # XLA times candidates to choose the algorithms of its GEMMs
+    options: dict[str, Any] | None = None  # compiler options
+    limit: float = 0.25  # of the difference from `same_as`; several GEMMs in bfloat16 differ by some hundredths
 
     def program(self, case: Case, length: int) -> Program:
         """Return a chain of calls."""

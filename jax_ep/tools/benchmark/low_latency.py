@@ -66,17 +66,11 @@ Step = Callable[..., Any]
 
 
 class Variant(NamedTuple):
-    """A variant of the all-to-all.
+    """A variant of the all-to-all."""
 
-    Attributes:
-      step: `(first, *others) -> first`, of one rank; see `passed_on`.
-      arrays: of all ranks.
-      wire_bytes: that the busiest rank sends or receives.
-    """
-
-    step: Step
-    arrays: tuple[Array, ...]
-    wire_bytes: float = 0.0
+    step: Step  # `(first, *others) -> first`, of one rank; see `passed_on`
+    arrays: tuple[Array, ...]  # of all ranks
+    wire_bytes: float = 0.0  # that the busiest rank sends or receives
 
     def program(self, case: Case, length: int) -> Program:
         """Return a chain of calls."""

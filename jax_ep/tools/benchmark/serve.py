@@ -124,17 +124,11 @@ def group_kernels(names: Sequence[str], by_name: Mapping[str, str]) -> list[str]
 
 
 class Case(NamedTuple):
-    """A program to measure.
+    """A program to measure."""
 
-    Attributes:
-      phase: "prefill" or "decode".
-      batch: texts on all devices.
-      length: tokens of each text, or positions of its cache.
-    """
-
-    phase: str
-    batch: int
-    length: int
+    phase: str  # "prefill" or "decode"
+    batch: int  # texts on all devices
+    length: int  # tokens of each text, or positions of its cache
 
 
 def cases_of(args: argparse.Namespace) -> list[Case]:

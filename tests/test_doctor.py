@@ -77,7 +77,6 @@ def test_doctor_failures_are_findings(monkeypatch):
     def vanish():
         raise OSError("no such bus")
 
-    vanish.__name__ = "_links"
     monkeypatch.setattr(doctor, "_error_of", fail)
     monkeypatch.setattr(doctor, "_links", vanish)
     findings = list(doctor.examine())
@@ -116,6 +115,18 @@ def test_doctor_jax_triton_is_optional(monkeypatch):
     assert "pip install '.[jax-triton]'" in examined().remedy
     monkeypatch.setattr(jax_triton, "check", lambda: None)
     assert examined().state == doctor.OK and examined().text.startswith("0.9 works")
+
+
+@pytest.mark.slow
+def test_doctor_without_a_folder_for_temporary_files():
+    """As with a file size limit of 0; jax-triton is optional, so the status is 0."""
+    command = "bash", "-c", 'ulimit -f 0; exec "$0" -m jax_ep doctor --json', sys.executable
+    done = harness.run_command(*command, JAX_ENABLE_COMPILATION_CACHE="false")
+    found = {finding["topic"]: finding for finding in json.loads(done.stdout)["findings"]}
+    assert done.returncode == 0, done.stdout
+    if importlib.util.find_spec("jax_triton") is not None:
+        assert found["jax-triton"]["state"] == "warning" and "No usable temporary" in found["jax-triton"]["text"]
+        assert "set TMPDIR" in found["jax-triton"]["remedy"]
 
 
 def test_doctor_missing_library(monkeypatch):

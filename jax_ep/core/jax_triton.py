@@ -51,7 +51,18 @@ def check() -> None:
     Raises:
       ImportError: jax-triton is not installed.
       RuntimeError: jax-triton does not work with the installed JAX.
+      OSError: Triton has no folders that it can write.
     """
+    try:
+        _check_versions()
+    except OSError as error:
+        raise OSError(
+            f"launcher='jax-triton' does not work here: Triton cannot write its files ({error}); set TMPDIR and"
+            " TRITON_CACHE_DIR to folders with space, or leave launcher out."
+        ) from error
+
+
+def _check_versions() -> None:
     try:
         jax_triton = load()
     except ImportError as error:
@@ -61,6 +72,8 @@ def check() -> None:
         ) from error
     try:
         _lower_a_kernel(jax_triton)
+    except OSError:
+        raise
     except Exception as error:  # Kernel launches would fail with the same error.
         raise RuntimeError(
             f"launcher='jax-triton' does not work here: jax-triton {jax_triton.__version__} with jax"

@@ -54,13 +54,14 @@ class Finding:
 
 def examine() -> Iterator[Finding]:
     """Run all checks, and yield their results."""
-    parts: list[Callable[[], Iterable[Finding]]] = [_versions, _devices, _library, _jax_triton, _transport]
-    parts += [_links, _computations]
-    for part in parts:
+    parts: dict[str, Callable[[], Iterable[Finding]]] = {"versions": _versions, "devices": _devices}
+    parts |= {"compiled library": _library, "jax-triton": _jax_triton, "transport": _transport, "links": _links}
+    parts["computations"] = _computations
+    for topic, part in parts.items():
         try:
             yield from part()
         except Exception as error:
-            topic, remedy = part.__name__.removeprefix("_"), "report it, with the output of jax-ep doctor --json"
+            remedy = "report it, with the output of jax-ep doctor --json"
             if part is _devices:
                 remedy = "check JAX_PLATFORMS, the NVIDIA driver, and that jax and its plugin have the same version"
             yield Finding(topic, ERROR, in_one_line(error), remedy)
@@ -135,6 +136,9 @@ def _jax_triton() -> Iterator[Finding]:
         jax_triton.check()
     except (ImportError, RuntimeError) as error:
         remedy = "omit init's launcher, or pip install '.[jax-triton]' for compatible versions"
+        yield Finding("jax-triton", WARNING, in_one_line(error), remedy, {"works": False})
+    except OSError as error:
+        remedy = "omit init's launcher, or set TMPDIR and TRITON_CACHE_DIR to folders with space"
         yield Finding("jax-triton", WARNING, in_one_line(error), remedy, {"works": False})
     else:
         text = f"{importlib.metadata.version('jax-triton')} works, for init(launcher='jax-triton')"

@@ -287,6 +287,18 @@ def test_jax_triton_incompatible(no_context, monkeypatch):
     assert context.transport() is None and context.launcher() == "ffi"
 
 
+def test_jax_triton_without_a_folder_that_triton_can_write(no_context, monkeypatch):
+    def fails(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    package = types.ModuleType("jax_triton")
+    package.triton_call, package.__version__ = fails, "0.0"
+    monkeypatch.setitem(sys.modules, "jax_triton", package)
+    with pytest.raises(OSError, match=r"launcher='jax-triton' does not work here: .*No space left.*; set TMPDIR and"):
+        jax_ep.init(launcher="jax-triton")
+    assert context.transport() is None and context.launcher() == "ffi"
+
+
 def test_jax_triton_result_descriptors_unsupported():
     result = Descriptor(Array((64, 64), BF16), (16, 16))
     with pytest.raises(NotImplementedError, match=r"copy: .*jax-triton supports descriptors of operands only"):

@@ -37,12 +37,8 @@ def load() -> Any:
 
     for primitive, rule in list(partial_eval.dce_rules.items()):
         if rule.__module__ == "jax_triton.triton_lib" and len(inspect.signature(rule).parameters) == 2:
-            partial_eval.dce_rules[primitive] = functools.partial(_without_live_inputs, rule)
+            partial_eval.dce_rules[primitive] = lambda used, *rest, rule=rule: rule(used, rest[-1])
     return jax_triton
-
-
-def _without_live_inputs(rule: Any, used_outputs: Any, *rest: Any) -> Any:
-    return rule(used_outputs, rest[-1])
 
 
 def check() -> None:
@@ -129,7 +125,10 @@ def launch_kernel(
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
             found = jax_triton.triton_call(
-                *map(_operand, described, arrays),
+                *(
+                    jax_triton.TensorDescriptor(array, *argument.blocks) if isinstance(argument, Descriptor) else array
+                    for argument, array in zip(described, arrays, strict=True)
+                ),
                 kernel=function,
                 out_type=[jax.ShapeDtypeStruct(shapes[i].shape, shapes[i].dtype) for i in order],
                 grid=(config.num_programs,),
@@ -152,13 +151,6 @@ def _check_results(kernel: Kernel, results: Sequence[Argument]) -> None:
             " result, for example into the stacked results of a scan. Use tiles without tma_store and gluon, or call"
             " jax_ep.init() without launcher."
         )
-
-
-def _operand(argument: Any, array: Array) -> Any:
-    """Wrap an array in a jax-triton descriptor if the argument has one."""
-    import jax_triton
-
-    return jax_triton.TensorDescriptor(array, *argument.blocks) if isinstance(argument, Descriptor) else array
 
 
 def _compiler_options(config: Config) -> dict[str, Any]:

@@ -64,15 +64,11 @@ def device_key(device: jax.Device) -> tuple[Platform, int]:
 
 def candidates() -> list[Path]:
     """Return candidate paths of the library: next to this file (wheel, `make ffi`), then an editable install's."""
-    places = [_HERE, *(Path(place) for place in _package_path())]
+    # An editable install gives the package two folders: the sources, and site-packages with the compiled library.
+    places = [_HERE, *map(Path, sys.modules[__package__].__path__)]
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         places.append(Path(str(importlib.metadata.distribution("jax-ep").locate_file("jax_ep/ffi"))))
     return list(dict.fromkeys(place / NAME for place in places))
-
-
-def _package_path() -> Sequence[str]:
-    # An editable install gives the package two folders: the sources, and site-packages with the compiled library.
-    return list(sys.modules[__package__].__path__)
 
 
 def source_hash(csrc: Path) -> str | None:

@@ -63,7 +63,7 @@ def apply_rules(model: nnx.Module, rules: Sequence[Any], *, rngs: nnx.Rngs | Non
     _check_rules(rules)
     model = nnx.clone(model)
     layers = {"/".join(map(str, path)): layer for path, layer in nnx.iter_modules(model) if isinstance(layer, MoE)}
-    found = {path: _rule_for(path, rules) for path in layers}
+    found = {path: next((rule for rule in rules if _matches(rule, path)), None) for path in layers}
     if not any(found.values()):
         raise ValueError(
             f"apply_rules: no rule matches the MoE layers {list(layers)}, expected one; check module_path and op_names."
@@ -91,11 +91,8 @@ def _check_rules(rules: Any) -> None:
             ) from error
 
 
-def _rule_for(path: str, rules: Sequence[Any]) -> Any:
-    for rule in rules:
-        if re.fullmatch(rule.module_path, path) and (not rule.op_names or "ragged_dot" in rule.op_names):
-            return rule
-    return None
+def _matches(rule: Any, path: str) -> bool:
+    return bool(re.fullmatch(rule.module_path, path)) and (not rule.op_names or "ragged_dot" in rule.op_names)
 
 
 def _dtype_name(path: str, field: str, qtype: Any) -> str | None:

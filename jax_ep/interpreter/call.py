@@ -163,17 +163,16 @@ def call(
         written=tuple(written.items()),
         num_devices=mesh_size if kernel.operation else 1,
     )
-    return tuple(_from_words(x, shape) for x, shape in zip(outputs, shapes, strict=True))
+    return tuple(
+        x if x.dtype == shape.dtype else lax.bitcast_convert_type(x, shape.dtype)
+        for x, shape in zip(outputs, shapes, strict=True)
+    )
 
 
 def _as_words(result: jax.ShapeDtypeStruct) -> tuple[tuple[int, ...], np.dtype]:
     """Return shape and dtype of a result, with 64-bit elements as pairs of 32-bit words for 32-bit mode threads."""
     dtype = np.dtype(result.dtype)
     return ((*result.shape, 2), np.dtype(np.uint32)) if dtype.itemsize == 8 else (tuple(result.shape), dtype)
-
-
-def _from_words(x: Array, result: jax.ShapeDtypeStruct) -> Array:
-    return x if x.dtype == result.dtype else lax.bitcast_convert_type(x, result.dtype)
 
 
 def _mesh_size() -> int:

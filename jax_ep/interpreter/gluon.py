@@ -340,11 +340,6 @@ def _elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *operands: _scalar_or_tensor(np.asarray(function(*map(values_of, operands))))
 
 
-def _warp_specialize(parts: Sequence[Any], warps: Sequence[int], registers: Sequence[int] = ()) -> None:
-    del registers
-    _program().specialize(parts, warps)
-
-
 _LANGUAGE: dict[str, Any] = {
     "allocate_shared_memory": _allocate,
     "arange": lambda start, end, layout=None: Tensor(np.arange(start, end, dtype=np.int32)),
@@ -373,7 +368,7 @@ _LANGUAGE: dict[str, Any] = {
     "static_range": range,
     "store": lambda pointer, value, mask=None: pointer.store(value, mask),
     "sum": lambda x, axis: _scalar_or_tensor(x.values.sum(axis, x.dtype)),
-    "warp_specialize": _warp_specialize,
+    "warp_specialize": lambda parts, warps, registers=(): _program().specialize(parts, warps),
     "where": _elementwise(np.where),
     "zeros": lambda shape, dtype, layout=None: Tensor(np.zeros(shape, numpy_dtype(dtype))),
 }

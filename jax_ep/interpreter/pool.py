@@ -135,7 +135,8 @@ class Pool:
             dead = [worker.index for worker in self._workers if worker.process.poll() is not None]
             if dead:
                 raise RuntimeError(f"reset: workers {dead} have died; close the pool and make a new one.")
-            self._wait_until_idle()
+            # Waits have timeouts, and launches on dead or stopped workers are ended.
+            self._condition.wait_for(lambda: self._num_active == 0)
             self._failure = None
             self._forget_launches()
             for worker, allocation in itertools.product(range(self.num_workers), range(len(self._maps) - _FIRST_HEAP)):
@@ -280,10 +281,6 @@ class Pool:
             for worker in self._workers:
                 worker.abort(last)
         self._condition.notify_all()
-
-    def _wait_until_idle(self) -> None:
-        """Wait until every launch has ended: waits have timeouts, and launches on dead or stopped workers are ended."""
-        self._condition.wait_for(lambda: self._num_active == 0)
 
     def _forget_launches(self) -> None:
         self._waiting: collections.defaultdict[Any, list[_GroupLaunch]] = collections.defaultdict(list)

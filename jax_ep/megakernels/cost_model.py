@@ -119,17 +119,6 @@ def _product(layout: Layout, features: int, hidden: int) -> float:
     return 2 * layout.top_k * features * hidden / _device().product_flops
 
 
-def _summed_bytes(layout: Layout, hidden: int) -> float:
-    """Return the bytes per token that combine moves: rows read, and sums written, read and added up."""
-    return (layout.top_k + 2 * _ranks_of_token(layout) + 1) * 2 * hidden
-
-
-def _rows_sent(layout: Layout, hidden: int) -> float:
-    """Return the seconds per token to send each expert row of another rank separately."""
-    remote = (layout.num_ranks - 1) / layout.num_ranks
-    return layout.top_k * remote * 2 * hidden / _device().link_bytes
-
-
 def _sums_of_scatter(layout: Layout, hidden: int) -> float:
     """Return the seconds per token of the sums of "scatter", after all ranks have sent."""
     row = 2 * hidden
@@ -151,7 +140,9 @@ def _combine_alone(layout: Layout, hidden: int) -> tuple[float, float]:
     """Seconds per token of combine by itself: to send the sums, and to move what they are made of."""
     remote = (layout.num_ranks - 1) / layout.num_ranks
     sent = _ranks_of_token(layout) * remote * 2 * hidden / _device().link_bytes
-    return sent, _summed_bytes(layout, hidden) / _device().combine_bytes
+    # Rows are read; sums are written, read and added up.
+    moved = (layout.top_k + 2 * _ranks_of_token(layout) + 1) * 2 * hidden
+    return sent, moved / _device().combine_bytes
 
 
 def combine_times(layout: Layout, features: int, hidden: int, *, specialized: bool) -> dict[str, float]:
@@ -160,9 +151,11 @@ def combine_times(layout: Layout, features: int, hidden: int, *, specialized: bo
     `specialized`: `pallas`, or a kernel in Gluon, runs a GEMM in a separate launch (docs/design/fused.md).
     """
     product, (sent, made) = _product(layout, features, hidden), _combine_alone(layout, hidden)
+    remote = (layout.num_ranks - 1) / layout.num_ranks
+    rows_sent = layout.top_k * remote * 2 * hidden / _device().link_bytes  # each expert row of another rank separately
     return {
         "serial": _gemm_alone(layout, features, hidden, specialized) + max(sent, made),
-        "scatter": max(product, _rows_sent(layout, hidden)) + _sums_of_scatter(layout, hidden),
+        "scatter": max(product, rows_sent) + _sums_of_scatter(layout, hidden),
     }
 
 

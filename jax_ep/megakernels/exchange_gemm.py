@@ -69,10 +69,11 @@ def dispatch_grouped_gemm(
             return hidden, rows if save_as == "rows" else None, row_weights
         a_row = jnp.max(handle.assignment_to_row.reshape(-1, layout.top_k), axis=1)
         return hidden, gather_rows(rows, a_row, jnp.full((1,), a_row.size, a_row.dtype)), row_weights
-    facts = tuned.exchange_gemm_facts(layout, x.shape[1], w.shape[1 if transpose else 2], x.dtype)
+    depth, columns = (w.shape[2], w.shape[1]) if transpose else (w.shape[1], w.shape[2])
+    facts = tuned.exchange_gemm_facts(layout, depth, columns, x.dtype)
     schedule = tuned.schedule(options.schedule, "dispatch_grouped_gemm", **facts)
     order, saves = order_sends(handle), save_as is not None
-    config, sizes = dispatch_gemm_sizes(schedule, layout, _gemm_of(w, transpose), transpose, saves)
+    config, sizes = dispatch_gemm_sizes(schedule, layout, (depth, columns), transpose, saves)
     context.reserve("dispatch_gemm", sizes.weights_offset + layout.num_ranks * num_bytes(weights))
     shapes = (layout.capacity, sizes.gemm.N), (layout.num_ranks * layout.num_tokens if saves else 1, x.shape[1])
     results = (*(jax.ShapeDtypeStruct(shape, x.dtype) for shape in shapes), optional((layout.capacity,), weights))
@@ -112,11 +113,6 @@ def dispatch_gemm_sizes(
         gemm=_gemm_sizes(layout, *gemm, transpose),
     )
     return Config(all_programs(), num_warps=8, num_stages=4), sizes
-
-
-def _gemm_of(w: GemmWeights, transpose: bool) -> tuple[int, int]:
-    """Return K and N of a GEMM with weights."""
-    return (w.shape[2], w.shape[1]) if transpose else (w.shape[1], w.shape[2])
 
 
 def _gemm_sizes(layout: Layout, depth: int, columns: int, transpose: bool) -> gemm_structs.GroupedGemm:

@@ -400,13 +400,10 @@ def _dispatch_in_order(
     return *dispatch_tokens(plan, x, weights, handle), order
 
 
-def _combine_after(
-    plan: ExchangePlan, y: Array, row_weights: Array | None, order: Array, handle: Handle
-) -> tuple[Array, Array | None]:
-    return combine_tokens(plan, y, row_weights, later(handle, order))
-
-
-transposes(_dispatch_in_order, _combine_after)
+transposes(
+    _dispatch_in_order,
+    lambda plan, y, row_weights, order, handle: combine_tokens(plan, y, row_weights, later(handle, order)),
+)
 transposes(dispatch_tokens, combine_tokens)
 transposes(combine_tokens, dispatch_tokens)
 

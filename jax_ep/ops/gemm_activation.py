@@ -55,8 +55,4 @@ def _is_argument(node: object) -> bool:
     return isinstance(node, CustomVJPPrimal)
 
 
-def _activated_backward(plan: plans.LayerPlan, pull: _Pull, cotangent: Array) -> tuple[Any, ...]:
-    return pull(cotangent)[0]
-
-
-with_activated_rows.defvjp(_activated_forward, _activated_backward, symbolic_zeros=True)
+with_activated_rows.defvjp(_activated_forward, lambda plan, pull, cotangent: pull(cotangent)[0], symbolic_zeros=True)

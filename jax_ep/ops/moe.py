@@ -319,13 +319,7 @@ def _one_launch_forward(
     return jax.vjp(unfused, *operands)
 
 
-def _one_launch_backward(
-    layer: _Layer, options: Options, facts: ExchangeFacts, pull: _Pull, cotangent: Array
-) -> tuple[Any, ...]:
-    return None, *pull(cotangent)
-
-
-_in_one_launch.defvjp(_one_launch_forward, _one_launch_backward)
+_in_one_launch.defvjp(_one_launch_forward, lambda layer, options, facts, pull, cotangent: (None, *pull(cotangent)))
 
 
 def _by_fp8(

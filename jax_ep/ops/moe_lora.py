@@ -66,12 +66,7 @@ def _with_bias(sums: GemmPlan, rows: Array, bias: Bias, group_sizes: Array) -> A
     return add_bias(rows, bias, group_sizes)
 
 
-def _bias_forward(sums: GemmPlan, rows: Array, bias: Bias, group_sizes: Array) -> tuple[Array, tuple[Bias, Array]]:
-    return add_bias(rows, bias, group_sizes), (bias, group_sizes)
-
-
-def _bias_backward(sums: GemmPlan, residuals: tuple[Bias, Array], cotangent: Array) -> tuple[Array, Bias, None]:
-    return cotangent, bias_gradient(sums, cotangent, *residuals), None
-
-
-_with_bias.defvjp(_bias_forward, _bias_backward)
+_with_bias.defvjp(
+    lambda sums, rows, bias, group_sizes: (add_bias(rows, bias, group_sizes), (bias, group_sizes)),
+    lambda sums, residuals, cotangent: (cotangent, bias_gradient(sums, cotangent, *residuals), None),
+)

@@ -61,11 +61,6 @@ def choose[Result](
     return lax.platform_dependent(handle, cpu=in_segments, default=in_segments if segments_pay(layout) else to_all)
 
 
-def token_bytes(tree: object) -> int:
-    """Return the bytes of one token in arrays `[T, ...]`."""
-    return sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
 def pick[Tree](tree: Tree, index: Array) -> Tree:
     """Gather `index` from the first axis of each array, with zeros for -1, bit for bit for any dtype."""
     return jax.tree.map(lambda x: rows.gather_rows(x, index), tree)
@@ -87,7 +82,8 @@ def _dispatch[Tree](options: Options, tree: Tree, handle: Handle) -> Tree:
         here = rows.gather_rows(places.here.reshape(-1) + 1, rows.row_tokens(handle)) - 1
         return pick(received, here)
 
-    return choose(token_bytes(tree), to_all, in_segments, handle)
+    token_bytes = sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    return choose(token_bytes, to_all, in_segments, handle)
 
 
 def dispatch_rows(options: Options, x: Array, handle: Handle) -> Array:

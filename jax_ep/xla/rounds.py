@@ -20,11 +20,6 @@ from jax_ep.xla.segments import Segments, starts
 _ROUNDS_OF_ALL = 4  # On CPU devices as fast as one round, with less memory.
 
 
-def round_size(num_tokens: int, num_ranks: int) -> int:
-    """Return the number of tokens of a segment per round."""
-    return max(1, -(-num_tokens // (_ROUNDS_OF_ALL * num_ranks)))
-
-
 def send[Tree](rows_of: Callable[[Array], Tree], segments: Segments, num_rows: int, axis: Axis, layout: Layout) -> Tree:
     """Return what the ranks send here in rank order, in `num_rows` rows; rows past it are zero.
 
@@ -36,7 +31,7 @@ def send[Tree](rows_of: Callable[[Array], Tree], segments: Segments, num_rows: i
       layout: static sizes.
     """
     num_ranks = layout.num_ranks
-    size = round_size(layout.num_tokens, num_ranks)
+    size = max(1, -(-layout.num_tokens // (_ROUNDS_OF_ALL * num_ranks)))  # tokens of a segment per round
     num_rounds = -(-lax.pmax(jnp.max(segments.send_counts), axis) // size)
     send_starts, receive_starts = starts(segments.send_counts), starts(segments.receive_counts)
 

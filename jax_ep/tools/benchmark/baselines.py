@@ -61,11 +61,7 @@ def _sum_slots(rows: Array, weights: Array | None, slots: Slots) -> Array:
     return total.astype(rows.dtype)
 
 
-def _spread_backward(slots: Slots, d_rows: Array) -> tuple[Array, None]:
-    return _sum_slots(d_rows, None, slots), None
-
-
-spread.defvjp(lambda x, slots: (spread(x, slots), slots), _spread_backward)
+spread.defvjp(lambda x, slots: (spread(x, slots), slots), lambda slots, d_rows: (_sum_slots(d_rows, None, slots), None))
 
 
 @jax.custom_vjp

@@ -20,7 +20,9 @@ def kernel(module, function):
     return Kernel(getattr(importlib.import_module(f"kernels_for_tests.{module}"), function))
 
 
-def run_one(name, x, result, num_programs=1, **constants):
+def run_one(name, x, dtype=None, num_programs=1, **constants):
+    """Launch a kernel of an array and a result of its shape."""
+    result = jax.ShapeDtypeStruct(x.shape, dtype or x.dtype)
     (y,) = launch(kernel(*name), (x,), (result,), Config(num_programs), constants)
     return y
 

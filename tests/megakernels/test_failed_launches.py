@@ -127,6 +127,13 @@ def run(call, *args):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(jax.block_until_ready(call(*args)))]
 
 
+def started(name, mesh, rng):
+    """Return a call of a program in a new context, its results, and the heap."""
+    jax_ep.init(mesh, transport="shared_memory")
+    args, fn = inputs(rng, 128 if name == "fp8 wire" else H), harness.compiled(PROGRAMS[name], mesh)
+    return lambda: run(fn, *args), run(fn, *args), context.heap("test")
+
+
 def leave_ones(patch):
     """Set the interpreter's fill byte to 1, so that unwritten results do not look poisoned."""
     launch = Pool.launch
@@ -141,23 +148,19 @@ def identity(request):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_failed_launch_missing_poisons_results(monkeypatch, mesh, rng, name):
-    jax_ep.init(mesh, transport="shared_memory")
-    args = inputs(rng, 128 if name == "fp8 wire" else H)
-    call = harness.compiled(PROGRAMS[name], mesh)
-    right = run(call, *args)
+    call, right, heap = started(name, mesh, rng)
     assert not any(is_poisoned(leaf) for leaf in right)
-    heap = context.heap("test")
     for rank in range(W):  # Each counts its peer differently, so neither sees the epoch that it waits for.
         for words in all_control_words(heap, rank):
             words[EPOCHS : EPOCHS + 2 * len(jax.devices())] += 2 * rank
     shorten_waits(heap)
     leave_ones(monkeypatch)
-    for leaf in run(call, *args):
+    for leaf in call():
         assert is_poisoned(leaf), (name, leaf)
     story = heap.failure()
     assert story is not None and "rank 0" in story and "rank 1" in story
     with pytest.raises(Exception, match="timed out"):
-        run(call, *args)
+        call()
 
 
 def test_failed_launch_other_mesh_poisons_results(monkeypatch, rng):
@@ -186,11 +189,7 @@ def test_failed_launch_other_mesh_poisons_results(monkeypatch, rng):
     ],
 )
 def test_failed_launch_timeout_names_operation(monkeypatch, mesh, rng, name, operation):
-    jax_ep.init(mesh, transport="shared_memory")
-    args = inputs(rng)
-    call = harness.compiled(PROGRAMS[name], mesh)
-    run(call, *args)
-    heap = context.heap("test")
+    call, _, heap = started(name, mesh, rng)
     launch = Pool.launch
 
     def launch_out_of_step(pool, request, *, worker, **rest):
@@ -201,7 +200,7 @@ def test_failed_launch_timeout_names_operation(monkeypatch, mesh, rng, name, ope
 
     monkeypatch.setattr(Pool, "launch", launch_out_of_step)
     shorten_waits(heap)
-    run(call, *args)
+    call()
     story = heap.failure()
     assert story is not None and "timed out" in story and f" in {operation} " in story
 
@@ -238,10 +237,7 @@ def test_launch_identity_operation(monkeypatch, mesh, rng):
 )
 def test_failed_launch_mismatch_sends_nothing(monkeypatch, mesh, rng, name, operation, other):
     """For example with a `lax.cond` that differs between ranks, one rank's data would be taken for another's."""
-    jax_ep.init(mesh, transport="shared_memory")
-    args = inputs(rng)
-    call = harness.compiled(PROGRAMS[name], mesh)
-    run(call, *args)
+    call, _, heap = started(name, mesh, rng)
     launch = Pool.launch
 
     def launch_something_else(pool, request, *, worker, **rest):
@@ -253,13 +249,12 @@ def test_failed_launch_mismatch_sends_nothing(monkeypatch, mesh, rng, name, oper
         return launch(pool, request, worker=worker, **rest)
 
     monkeypatch.setattr(Pool, "launch", launch_something_else)
-    heap = context.heap("test")
     shorten_waits(heap)
-    assert is_poisoned(run(call, *args)[2 if name == "exchange" else 0])
+    assert is_poisoned(call()[2 if name == "exchange" else 0])
     story = heap.failure()
     assert story is not None and "met another launch in" in story
     with pytest.raises(Exception, match="met another launch"):
-        run(call, *args)
+        call()
     names = {operation, other.name.lower()} if other else {operation}
     assert any(f"in {one} " in story for one in names)
     assert ("launched other sizes" if other is None else " launched ") in story
@@ -284,15 +279,11 @@ def test_launch_identity(mesh):
 
 @pytest.mark.parametrize("name", ["exchange", "low-latency round trip", "GEMM + combine, scatter"])
 def test_launch_epoch_wraps_around(mesh, rng, name):
-    jax_ep.init(mesh, transport="shared_memory")
-    args = inputs(rng)
-    call = harness.compiled(PROGRAMS[name], mesh)
-    want = run(call, *args)
-    heap = context.heap("test")
+    call, want, heap = started(name, mesh, rng)
     for start in (2**31 - 3, -3):  # The sign changes, and numbers wrap around.
         for rank in range(W):
             for words in all_control_words(heap, rank):
                 words[EPOCHS : EPOCHS + 2 * len(jax.devices())] = start
         for _ in range(6):
-            for leaf, expected in zip(run(call, *args), want, strict=True):
+            for leaf, expected in zip(call(), want, strict=True):
                 np.testing.assert_array_equal(leaf, expected)

@@ -23,18 +23,17 @@ INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uin
 FLOATS = ["float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "float32", "float64"]
 
 
+def doubled(x):
+    return run_one(("elementwise", "scale"), x, num_programs=2, SIZE=x.size, BLOCK=16, FACTOR=2)
+
+
 @pytest.mark.parametrize("name", INTEGERS + FLOATS)
 def test_interpreter_dtypes(pool, float64, name):
     dtype = jnp.dtype(name)
     x = jnp.asarray(np.arange(-20, 20) if dtype.kind != "u" else np.arange(40)).astype(dtype)
 
-    def fn(x):
-        return run_one(
-            ("elementwise", "scale"), x, jax.ShapeDtypeStruct(x.shape, dtype), 2, SIZE=x.size, BLOCK=16, FACTOR=2
-        )
-
     expected = (np.asarray(x).astype(np.float64) * 2).astype(dtype)
-    for run in (fn, jax.jit(fn)):
+    for run in (doubled, jax.jit(doubled)):
         y = run(x)
         assert y.dtype == dtype
         np.testing.assert_array_equal(np.asarray(y), expected)
@@ -45,13 +44,12 @@ def test_interpreter_conversions_round_to_nearest_even(pool, rng, name):
     dtype = jnp.dtype(name)
     x = (rng.standard_normal(1024) * np.exp2(rng.integers(-12, 9, 1024))).astype(np.float32)
     x[:3] = 1e6, -1e6, np.nan
-    result = jax.ShapeDtypeStruct(x.shape, dtype)
-    y = np.asarray(run_one(("elementwise", "convert"), jnp.asarray(x), result, SIZE=1024))
+    y = np.asarray(run_one(("elementwise", "convert"), jnp.asarray(x), dtype, SIZE=1024))
     limit = float(jnp.finfo(dtype).max)
     saturated = np.clip(x, -limit, limit) if dtype.itemsize == 1 else x
     with np.errstate(over="ignore"):
         np.testing.assert_array_equal(y.astype(np.float32), saturated.astype(dtype).astype(np.float32))
-    back = run_one(("elementwise", "convert"), jnp.asarray(y), jax.ShapeDtypeStruct(x.shape, jnp.float32), SIZE=1024)
+    back = run_one(("elementwise", "convert"), jnp.asarray(y), jnp.float32, SIZE=1024)
     np.testing.assert_array_equal(np.asarray(back), y.astype(np.float32))
 
 
@@ -79,8 +77,7 @@ def test_interpreter_asm_adjacent_elements(pool, rng):
 
     def widened(first, second):
         asm = f"prmt.b32 $0, $2, 0, {first}; prmt.b32 $1, $2, 0, {second};"
-        result = jax.ShapeDtypeStruct(x.shape, jnp.int16)
-        return np.asarray(run_one(("elementwise", "widen_bytes"), jnp.asarray(x), result, SIZE=64, ASM=asm))
+        return np.asarray(run_one(("elementwise", "widen_bytes"), jnp.asarray(x), jnp.int16, SIZE=64, ASM=asm))
 
     np.testing.assert_array_equal(widened("0x4140", "0x4342"), x)
     np.testing.assert_array_equal(widened("0x4041", "0x4243"), x.reshape(-1, 2)[:, ::-1].reshape(-1))
@@ -88,8 +85,7 @@ def test_interpreter_asm_adjacent_elements(pool, rng):
 
 
 def test_interpreter_results_poisoned(pool):
-    result = jax.ShapeDtypeStruct((8,), jnp.int32)
-    y = run_one(("elementwise", "write_half"), jnp.arange(8, dtype=jnp.int32), result, SIZE=8)
+    y = run_one(("elementwise", "write_half"), jnp.arange(8, dtype=jnp.int32), SIZE=8)
     assert np.asarray(y).tolist() == [0, 1, 2, 3, -1, -1, -1, -1]
 
 
@@ -128,12 +124,8 @@ def test_interpreter_worker_per_device(pool, rng):
 def test_interpreter_concurrent_groups(pool, rng):
     """The devices of two programs overlap in one device, which launches a site more often than the others."""
     meshes = [Mesh(np.array(jax.devices())[list(pair)], (harness.EXPERT,)) for pair in ((0, 1), (1, 2))]
-
-    def fn(x):
-        return run_one(("elementwise", "scale"), x, jax.ShapeDtypeStruct((4,), jnp.int32), SIZE=4, BLOCK=4, FACTOR=2)
-
     x = np.arange(8, dtype=np.int32).reshape(2, 4)
-    programs = [jax.jit(harness.per_rank(fn, mesh)) for mesh in meshes]
+    programs = [jax.jit(harness.per_rank(doubled, mesh)) for mesh in meshes]
     results = [programs[i % 2](x + i) for i in range(8)]
     for i, y in enumerate(results):
         np.testing.assert_array_equal(np.asarray(y), 2 * (x + i))
@@ -149,9 +141,7 @@ def test_interpreter_symmetric_heap():
         statuses[1].write(StatusRecord(state=1, rank=1, peer=2))
         assert interpreter.current_pool().status(1).tolist() == [1, 0, 1, 2, 0, 0, -1, 0]
         assert statuses[0].read() == StatusRecord()
-        x = jnp.arange(4, dtype=jnp.int32)
-        y = run_one(("elementwise", "scale"), x, jax.ShapeDtypeStruct((4,), jnp.int32), SIZE=4, BLOCK=4, FACTOR=2)
-        assert y.tolist() == [0, 2, 4, 6]
+        assert doubled(jnp.arange(4, dtype=jnp.int32)).tolist() == [0, 2, 4, 6]
         for number, (size, addresses) in enumerate(zip((1 << 16, 1 << 12), seen, strict=True)):
             assert addresses == {device: pool.heap_addresses(device, number) for device in range(len(memory.devices))}
             assert pool.heap(1, number).size == size
@@ -210,9 +200,7 @@ def test_interpreter_more_heaps_and_reset(pool, mesh4, rng):
 def test_interpreter_allocation_fails(pool):
     with pytest.raises(MemoryError, match=f"{1 << 62} bytes for each of {W} workers"):
         pool.allocate(1 << 62)
-    result = jax.ShapeDtypeStruct((4,), jnp.int32)
-    y = run_one(("elementwise", "scale"), jnp.arange(4, dtype=jnp.int32), result, SIZE=4, BLOCK=4, FACTOR=2)
-    assert y.tolist() == [0, 2, 4, 6]
+    assert doubled(jnp.arange(4, dtype=jnp.int32)).tolist() == [0, 2, 4, 6]
 
 
 def test_interpreter_status_records_cleared(pool):

@@ -29,14 +29,12 @@ STOPPED = "the launch failed on another worker"
 
 
 def fail(x=0, limit=3):
-    return run_one(
-        ("elementwise", "fail"), jnp.full(1, x, jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32), LIMIT=limit
-    )
+    return run_one(("elementwise", "fail"), jnp.full(1, x, jnp.int32), LIMIT=limit)
 
 
 def test_interpreter_kernel_raises(pool, mesh4, after_failures):
     def fn(x):
-        return run_one(("elementwise", "fail"), x, jax.ShapeDtypeStruct((1,), jnp.int32), LIMIT=3)
+        return run_one(("elementwise", "fail"), x, LIMIT=3)
 
     run = jax.jit(harness.per_rank(fn, mesh4))
     with pytest.raises(Exception, match=r"(?s)kernel fail, worker 3:.*elementwise\.py.*the limit is reached"):
@@ -49,7 +47,7 @@ def test_interpreter_kernel_raises(pool, mesh4, after_failures):
 
 def test_interpreter_failure_stops_peers(pool, mesh4, after_failures, monkeypatch):
     def fn(rank, heaps, x):
-        limited = run_one(("elementwise", "fail"), x, jax.ShapeDtypeStruct((1,), jnp.int32), LIMIT=3)
+        limited = run_one(("elementwise", "fail"), x, LIMIT=3)
         return exchange(rank, limited[0], heaps, jnp.zeros((W, H), jnp.float32))
 
     monkeypatch.setattr(pool, "timeout_s", LONG_S)
@@ -164,7 +162,7 @@ def test_interpreter_mesh_larger_than_pool(pool, after_failures):
     mesh = harness.make_mesh((2 * W,), (harness.EXPERT,))
 
     def fn(x):
-        return run_one(("elementwise", "fail"), x, jax.ShapeDtypeStruct((1,), jnp.int32), LIMIT=30)
+        return run_one(("elementwise", "fail"), x, LIMIT=30)
 
     with pytest.raises(Exception, match=r"device [4-7], in a launch of 1 devices, but the interpreter pool has 4"):
         jax.block_until_ready(jax.jit(harness.per_rank(fn, mesh))(np.zeros((2 * W, 1), np.int32)))

@@ -94,11 +94,7 @@ def test_launch_counts_frozen_weights(two_ranks, rng):
 
 def problem(rng):
     """Return arguments of the layer on all ranks."""
-    ids = np.argsort(rng.random((W, T, E)), axis=2)[:, :, :K].astype(np.int32)
-    weights = rng.random((W, T, K)).astype(np.float32)
-    shapes = ((W, T, H), (W, E // W, H, 2 * INNER), (W, E // W, INNER, H))
-    x, gate_up, down = (rng.normal(size=shape).astype(BF16) for shape in shapes)
-    return x, ids, weights, gate_up, down
+    return Layer(rng, "uniform", W, Shape(T, K, E, H, INNER), BF16).args
 
 
 def launches(program, mesh, *arguments):

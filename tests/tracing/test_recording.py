@@ -9,28 +9,24 @@ import pytest
 
 import harness
 import jax_ep
+from cases import BF16, Shape
 from jax_ep import context, tracing
 from jax_ep.megakernels import exchange, low_latency
 from jax_ep.tracing import KINDS, clocks
 from jax_ep.tracing.events import EVENT
 from jax_ep.types import Layout, Schedule
+from layers import Layer, round_trip
 from layers import low_latency_round_trip as decode
-from layers import round_trip
 
 pytest.importorskip("triton")
 
 W, T, K, E, H, INNER = 2, 6, 2, 4, 128, 128
-BF16 = jnp.dtype(jnp.bfloat16)
 OPTIONS = {"num_experts": E, "implementation": "triton"}
 WAITS = {"wait", "publish"}  # Next to a task's own events.
 
 
 def inputs(rng):
-    ids = np.argsort(rng.random((W, T, E)), axis=2)[:, :, :K].astype(np.int32)
-    gate_up = rng.normal(size=(W, E // W, H, 2 * INNER)) / 8
-    down = rng.normal(size=(W, E // W, INNER, H)) / 8
-    weights = rng.random((W, T, K)).astype(np.float32)
-    return (rng.normal(size=(W, T, H)).astype(BF16), ids, weights, gate_up.astype(BF16), down.astype(BF16))
+    return Layer(rng, "uniform", W, Shape(T, K, E, H, INNER), BF16).args
 
 
 def layer(dispatch_mode, combine_mode):

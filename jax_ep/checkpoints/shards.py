@@ -119,15 +119,8 @@ def make_array(
 ) -> Array:
     """Assemble a global array in `dtype` from its parts; without a sharding, on JAX's default device.
 
-    Unlike `jax.make_array_from_callback`, it does not hold the shards of all devices on the host at once.
-
-    Args:
-      shape: shape of the result.
-      dtype: dtype of the result.
-      parts: tensors and their regions; with `transposed`, regions of the result with its last two axes swapped.
-      transposed: swap the last two axes.
-      memory: host memory of at least `shard_bytes`.
-      sharding: sharding of the result.
+    Unlike `jax.make_array_from_callback`, it does not hold the shards of all devices on the host at once. With
+    `transposed`, parts are regions of the result with its last two axes swapped. `memory` has at least `shard_bytes`.
     """
 
     def read(into: np.ndarray, region: Region) -> None:

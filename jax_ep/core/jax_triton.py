@@ -169,12 +169,8 @@ def _flat_function(
 ) -> Any:
     """Generate a Triton function with one parameter per array that calls the kernel. Cached: JAX needs equal functions.
 
-    Args:
-      kernel: the kernel to call.
-      types: types of its operands and results, from `type_of`.
-      num_operands: number of operand arrays.
-      written: maps updated operands to results, which are no parameters.
-      constants: names of the constants.
+    `types` are those of operands and results, from `type_of`. Results of `written`, whose operands the kernel updates,
+    are no parameters. `num_operands` counts arrays, `constants` are names.
     """
     body, scope = kernel.body, dict[str, Any]()
     sizes = [1 if kind is None else len(kind._fields) for kind in types]

@@ -58,12 +58,7 @@ def _count_up(positions: Array, length: int) -> Array:
 
 
 def sort_by_group(groups: Array, num_groups: int) -> SlotOrder:
-    """Sort assignments by group, stably; group `num_groups` means none and comes last.
-
-    Args:
-      groups: `[N]` int32 in `[0, num_groups]`.
-      num_groups: G.
-    """
+    """Sort assignments by their groups `[N]` int32, stably; group `num_groups` means none and comes last."""
     slots = lax.iota(jnp.int32, groups.shape[0])
     sorted_groups, sorted_slots = lax.sort((groups, slots), num_keys=1, is_stable=True)
     return SlotOrder(sorted_slots, sorted_groups, _count_up(groups + 1, num_groups + 1))
@@ -128,15 +123,7 @@ class SortSizes(NamedTuple):
 def make_handle(
     ids: Array, rank: Array | int, num_invalid: Array, layout: Layout, group: Array | None = None
 ) -> Handle:
-    """Build the handle of one rank from the ids of all ranks.
-
-    Args:
-      ids: `[W, T, K]` int32.
-      rank: `[]` int32 position of this rank on the expert axis.
-      num_invalid: `[]` int32, passed through.
-      layout: static sizes.
-      group: passed through.
-    """
+    """Build the handle of one rank from the ids `[W, T, K]` of all ranks; `num_invalid` and `group` are put in it."""
     num_local = layout.num_local_experts
     groups = local_groups(ids, rank * num_local, num_local)
     rows = map_rows(groups, num_local, layout.capacity, layout.alignment)

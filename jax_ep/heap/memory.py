@@ -95,12 +95,7 @@ class Memory(Protocol):
 
 
 class DeviceTraceArea:
-    """Trace areas in GPU memory, as JAX arrays.
-
-    Args:
-      devices: numbers and devices of this process.
-      header: `[N]` int64, the first words of each area.
-      num_words: words of an area; words after the header are zero.
+    """Trace areas of `num_words` in GPU memory, as JAX arrays: the int64 words of the header, then zeros.
 
     Raises:
       jax.errors.JaxRuntimeError: memory is insufficient.

@@ -29,10 +29,8 @@ _comparisons = itertools.count()
 class Meetings:
     """Barriers of all processes, which every process reaches in the same order.
 
-    After a process misses one meeting, all later ones fail at once, because the processes are out of step.
-
-    Args:
-      timeout_s: how long a process waits for the others.
+    A process waits `timeout_s` for the others. After it misses one meeting, all later ones fail at once, because the
+    processes are out of step.
     """
 
     def __init__(self, timeout_s: float) -> None:

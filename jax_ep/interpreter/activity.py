@@ -45,12 +45,9 @@ def end(own: np.ndarray) -> None:
 
 
 class Wait:
-    """One wait of a kernel.
+    """One wait of the kernel on worker `own`, which expires after `timeout_ns` of idle time; None: never.
 
-    Args:
-      words: `[NUM_WORDS]` of each worker.
-      own: index of the waiting worker.
-      timeout_ns: idle time after which the wait expires; None waits forever.
+    `words` are `[NUM_WORDS]` of each worker.
     """
 
     def __init__(self, words: Sequence[np.ndarray], own: int, timeout_ns: int | None) -> None:

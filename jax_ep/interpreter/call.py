@@ -56,11 +56,7 @@ def set_pool(pool: Pool | None) -> None:
 
 
 class SharedMemory:
-    """Heaps of this process's CPU devices in the shared memory of a pool; implements `jax_ep.heap.memory.Memory`.
-
-    Args:
-      timeout_s: timeout of the pool.
-    """
+    """Heaps of this process's CPU devices in the shared memory of a pool; implements `jax_ep.heap.memory.Memory`."""
 
     def __init__(self, timeout_s: float) -> None:
         self.devices = _devices()

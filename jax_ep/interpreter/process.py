@@ -49,9 +49,6 @@ class Worker:
     """A worker process and its connection; handles one request at a time.
 
     Requests have no timeout, but a stopped process, for example in a debugger, is killed after a while.
-
-    Args:
-      index: index of the worker and its device.
     """
 
     def __init__(self, index: int) -> None:
@@ -72,12 +69,9 @@ class Worker:
         self._turn = threading.Lock()  # Held from the start of a request to its reply.
 
     def map(self, name: str, descriptors: Sequence[int], timeout_s: float) -> list[int]:
-        """Map files in the worker after its current request; return their addresses.
+        """Map files of a kind, one per worker, after the worker's current request; return their addresses there.
 
-        Args:
-          name: name of the kind of files.
-          descriptors: a file descriptor per worker.
-          timeout_s: how long the process may be stopped.
+        The process may be stopped for `timeout_s`.
         """
         with self._turn:
             try:

@@ -148,13 +148,7 @@ class Requests:
 
 
 class Runner:
-    """Runs launches one after another.
-
-    Args:
-      requests: provides aborts.
-      memory: holds the activity words of all workers.
-      index: index of this worker.
-    """
+    """Runs launches one after another, until `requests` has an abort; `memory` holds all workers' activity words."""
 
     def __init__(self, requests: Requests, memory: Memory, index: int) -> None:
         self._requests, self._memory, self._index = requests, memory, index

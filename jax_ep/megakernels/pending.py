@@ -27,16 +27,7 @@ def launch(
 ) -> tuple[Array, ...]:
     """`ffi.launch_kernel` of what `compile_kernel` has begun to compile.
 
-    Args:
-      code: the kernel's.
-      operands: arrays of this shard.
-      results: shapes and dtypes of the results, which are not initialized.
-      blocks: of the descriptor of each operand and each result, None for those that the kernel takes by their address.
-      config: grid.
-      written: operands that the kernel writes in place, by their positions, and the results that they become.
-
-    Returns:
-      One array per entry of `results`, typed as the same on all devices.
+    `blocks` are of the descriptor of each operand and each result, None for those that the kernel takes by address.
     """
     shapes = tuple(map(shaped, results))
     number, aliases = config.num_programs, tuple(written.items())

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -38,11 +38,15 @@ Weights = GemmWeights | QuantizedWeights
 """Weights of one GEMM, plain or quantized."""
 
 
-def _without_second_derivative[*Arguments, Result](
-    options: Options, function: Callable[[*Arguments], Result], *arguments: *Arguments
-) -> Result:
-    remedy = f"{options.function}: recipe='fp8' has first derivatives only; for second ones, leave recipe=None."
-    return call_without_gradient(remedy, function, *arguments)
+def _without_second_derivative[Result](function: Callable[..., Result]) -> Callable[..., Result]:
+    """Return the function of a plan and arrays, whose derivative is an error."""
+
+    def run(plan: Fp8LayerPlan, *arguments: Any) -> Result:
+        name = plan.options.function
+        remedy = f"{name}: recipe='fp8' has first derivatives only; for second ones, leave recipe=None."
+        return call_without_gradient(remedy, partial(function, plan), *arguments)
+
+    return run
 
 
 def check_layer(options: Options, experts: Experts, b_gate_up: Array | None, w: Weights) -> None:
@@ -136,28 +140,20 @@ type _CombineSaved = tuple[FfnHidden, Weights, Handle]
 def _dispatch_forward(
     plan: Fp8LayerPlan, x: Array, weights: Array, w: Weights, handle: Handle
 ) -> tuple[tuple[Array, Array], _DispatchSaved]:
-    saved, row_weights = _without_second_derivative(plan.options, partial(_dispatch, plan), x, weights, handle)
+    saved, row_weights = _without_second_derivative(_dispatch)(plan, x, weights, handle)
     saved = checkpoint_name(saved, TOKENS_NAME)
 
-    def run(saved: Quantized, w: Weights, handle: Handle) -> Array:
+    @_without_second_derivative
+    def multiply(plan: Fp8LayerPlan, saved: Quantized, w: Weights, handle: Handle) -> Array:
         return _multiply(plan, _as_fp8(saved), w, handle, x.dtype)
 
-    hidden = _without_second_derivative(plan.options, run, saved, w, handle)
-    return (hidden, row_weights), (saved, _saved_matrices(w), handle)
+    return (multiply(plan, saved, w, handle), row_weights), (saved, _saved_matrices(w), handle)
 
 
-type _DispatchGradient = tuple[Array, Array | None, Weights, None]
-
-
+@_without_second_derivative
 def _dispatch_backward(
     plan: Fp8LayerPlan, residuals: _DispatchSaved, cotangents: tuple[Array, Array]
-) -> _DispatchGradient:
-    return _without_second_derivative(plan.options, partial(_gradient_of_dispatch, plan), residuals, cotangents)
-
-
-def _gradient_of_dispatch(
-    plan: Fp8LayerPlan, residuals: _DispatchSaved, cotangents: tuple[Array, Array]
-) -> _DispatchGradient:
+) -> tuple[Array, Array | None, Weights, None]:
     saved, saved_w, handle = residuals
     w, sizes = _matrices(saved_w), handle.group_sizes
     d_hidden, d_row_weights = cotangents
@@ -180,20 +176,13 @@ def multiply_and_combine(plan: Fp8LayerPlan, between: FfnHidden, w: Weights, han
 
 
 def _combine_forward(plan: Fp8LayerPlan, between: FfnHidden, w: Weights, handle: Handle) -> tuple[Array, _CombineSaved]:
-    run = partial(multiply_and_combine, plan)
-    return _without_second_derivative(plan.options, run, between, w, handle), (between, _saved_matrices(w), handle)
+    sums = _without_second_derivative(multiply_and_combine)(plan, between, w, handle)
+    return sums, (between, _saved_matrices(w), handle)
 
 
-type _CombineGradient = tuple[FfnHidden, Weights, None]
-
-
-def _combine_backward(plan: Fp8LayerPlan, residuals: _CombineSaved, d_sums: Array) -> _CombineGradient:
-    run = partial(_gradient_of_combine, plan.transposed)
-    return _without_second_derivative(plan.options, run, residuals, d_sums)
-
-
-def _gradient_of_combine(plan: Fp8LayerPlan, residuals: _CombineSaved, d_sums: Array) -> _CombineGradient:
-    between, saved_w, handle = residuals
+@_without_second_derivative
+def _combine_backward(plan: Fp8LayerPlan, residuals: _CombineSaved, d_sums: Array) -> tuple[FfnHidden, Weights, None]:
+    plan, (between, saved_w, handle) = plan.transposed, residuals
     w, sizes, dtype = _matrices(saved_w), handle.group_sizes, between.hidden.dtype
     operands, d_sums = plan.operands, d_sums.astype(dtype)
     d_products, _ = exchange.dispatch_quantized(plan.exchange, d_sums, None, handle)

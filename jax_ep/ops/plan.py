@@ -195,11 +195,7 @@ def exchange_gemm(
 ) -> ExchangeGemmPlan:
     """Resolve both directions of an all-to-all with GEMMs by `[facts.hidden, facts.columns]` weights.
 
-    Args:
-      options: of the call.
-      facts: of the all-to-all.
-      out_columns: columns of the result of the GEMM.
-      sum_dtype: of the sums of combine.
+    The result of the GEMM has `out_columns`, the sums of combine `sum_dtype`.
     """
     from jax_ep.megakernels.cost_model import fused_modes
 

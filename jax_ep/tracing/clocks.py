@@ -86,12 +86,7 @@ def _relaxed(bounds: np.ndarray) -> tuple[int, np.ndarray]:
 
 
 class Sent:
-    """Send times of ready handshakes and blocks, by device and launch.
-
-    Args:
-      events: of all devices.
-      launches: by device and number.
-    """
+    """Send times of ready handshakes and blocks, from events of all devices, and launches by device and number."""
 
     def __init__(self, events: np.ndarray, launches: Mapping[tuple[int, int], Launch]) -> None:
         self._launches = launches

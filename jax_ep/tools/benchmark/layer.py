@@ -294,13 +294,9 @@ class Run(NamedTuple):
         lengths: tuple[int, int],
         notes: Mapping[str, dict[str, Any]],
     ) -> dict[str, Timing]:
-        """Measure interleaved variants, and add a row for each; return the times of those that did not fail.
+        """Measure interleaved variants by chains of two lengths, and add a row for each, with its notes.
 
-        Args:
-          direction: of the rows.
-          variants: by name.
-          lengths: calls of the short and of the long chain.
-          notes: more figures of a variant's row.
+        Return the times of those that did not fail.
         """
         factories = {name: partial(variant.program, self.case) for name, variant in variants.items()}
         _tune(factories, variants, lengths[0])

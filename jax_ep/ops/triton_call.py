@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from typing import Any
 
@@ -16,7 +17,7 @@ from jax_ep.core.autodiff import call_without_gradient
 from jax_ep.core.kernel import Config, Kernel, element_type
 from jax_ep.core.mesh_axes import platform, vary_alike
 from jax_ep.types import Array
-from jax_ep.values import type_name
+from jax_ep.values import shown, type_name
 
 _NAME = "triton_call"
 _kernels: dict[int, Kernel] = {}  # by the identity of the function: programs share what is compiled of it
@@ -108,16 +109,21 @@ def _result(result: Any) -> jax.ShapeDtypeStruct:
         raise TypeError(
             f"{_NAME}: a result has dtype {dtype}, expected one of at most 32 bits; pass one, or set jax_enable_x64."
         )
-    shape = (check.integer(_NAME, "a size in out_shape", size, least=0, most=2**63 - 1) for size in result.shape)
-    return jax.ShapeDtypeStruct(tuple(shape), dtype)
+    shape = tuple(check.integer(_NAME, "a size in out_shape", size, least=0, most=2**63 - 1) for size in result.shape)
+    if math.prod(shape) * dtype.itemsize >= 2**63:
+        raise ValueError(
+            f"{_NAME}: out_shape contains shape {shown(shape)} of {dtype}, expected fewer than 2**63 bytes; pass"
+            " smaller sizes."
+        )
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def _check_dtype(what: str, dtype: Any) -> np.dtype:
     try:
-        found = np.dtype(dtype)
+        found = dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype)  # such as keys
         element_type(found)
     except TypeError as error:
-        raise TypeError(f"{_NAME}: {what}: {str(error).rstrip('.')}.") from None
+        raise TypeError(f"{_NAME}: {what}: {str(error).rstrip('.')}; convert it.") from None
     return found
 
 

@@ -22,10 +22,10 @@ import numpy as np
 from jax import Array
 
 import jax_ep
-from jax_ep import tuning
 from jax_ep.ops import registry
 from jax_ep.pallas.requirements import INTERPRETER_THREADS
 from jax_ep.tools.benchmark import harness, pytorch
+from jax_ep.tools.benchmark.fused_moe import in_language
 from jax_ep.tools.benchmark.harness import Report, Timing
 from jax_ep.tools.benchmark.inputs import MODELS, Model, group_sizes, initialize
 from jax_ep.tools.command import Default, count
@@ -101,17 +101,10 @@ def in_fp8(problem: Problem) -> dict[str, Product]:
 
     quantized = {name: (*quantize(*arrays), arrays[2]) for name, arrays in problem.operands.items()}
     run = partial(getattr(gemm, operation), out_dtype=BF16)
-    return {f"triton, FP8{end}": of(by_triton(run, operation, gluon), quantized) for end, gluon in WAYS.items()}
-
-
-def by_triton(run: Callable[..., Array], operation: str, gluon: bool) -> Callable[..., Array]:
-    """Return a GEMM of `triton` by its kernel in Gluon, or by that in Triton."""
-
-    def multiply(*operands: Any) -> Array:
-        with tuning.override(operation, gluon=gluon):
-            return run(*operands)
-
-    return jax.jit(multiply)
+    return {
+        f"triton, FP8{end}": of(jax.jit(partial(in_language, operation, gluon, run)), quantized)
+        for end, gluon in WAYS.items()
+    }
 
 
 def cublas(direction: str) -> Callable[..., Array]:
@@ -133,8 +126,10 @@ def products(problem: Problem) -> dict[str, Product]:
     """Return all variants of a problem but cuBLAS."""
     direction, (_, k, n, _) = problem.direction, problem.shape
     found = {label: of(jax.jit(product(name, direction)), problem.operands) for label, name in NAMES.items()}
-    run = product("triton", direction), "weight_gradient" if direction == WEIGHT_GRADIENT else "grouped_gemm"
-    found |= {f"triton{end}": of(by_triton(*run, gluon), problem.operands) for end, gluon in WAYS.items()}
+    operation = "weight_gradient" if direction == WEIGHT_GRADIENT else "grouped_gemm"
+    for end, gluon in WAYS.items():
+        run = partial(in_language, operation, gluon, product("triton", direction))
+        found[f"triton{end}"] = of(jax.jit(run), problem.operands)
     if (direction == FORWARD and k % 128 == 0) or (direction == WEIGHT_GRADIENT and k % 128 == n % 128 == 0):
         found |= in_fp8(problem)
     if direction == FORWARD and pytorch.is_here():

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import cases
 import facts_of
+import oracle
 from cases import BF16, F32
 from jax_ep import context, tuning
 from jax_ep.core.kernel import BOUND, Descriptor
@@ -45,27 +47,22 @@ SPARE = 13
 K, N = 40, 70  # Not whole tiles, and N is not in whole 16-byte words.
 
 
-def bounds(sizes, num_rows):
-    """Return first row and end of each group, as the API interprets any int32."""
-    ends = np.minimum(np.cumsum(np.maximum(np.asarray(sizes, np.int64), 0)), num_rows)
-    return list(zip([0, *ends[:-1]], ends, strict=True))
+def clipped(sizes, num_rows):
+    """Return the sizes of groups as the API interprets any int32."""
+    return np.diff(np.minimum(np.cumsum([0, *np.maximum(np.asarray(sizes, np.int64), 0)]), num_rows))
 
 
 def forward(lhs, rhs, sizes):
-    out = np.zeros((len(lhs), rhs.shape[2]), np.float32)
-    for matrix, (start, end) in zip(rhs, bounds(sizes, len(lhs)), strict=True):
-        out[start:end] = lhs[start:end].astype(np.float32) @ matrix.astype(np.float32)
-    return out
+    return oracle.grouped_gemm(lhs, rhs, clipped(sizes, len(lhs)))
 
 
 def weights(lhs, rhs, sizes):
-    lhs, rhs = lhs.astype(np.float32), rhs.astype(np.float32)
-    return np.stack([lhs[start:end].T @ rhs[start:end] for start, end in bounds(sizes, len(lhs))])
+    nothing = np.zeros((len(sizes), lhs.shape[1], rhs.shape[1]))
+    return oracle.grouped_gemm_gradients(lhs, nothing, clipped(sizes, len(lhs)), rhs)[1]
 
 
-def integers(rng, *shape, dtype=jnp.bfloat16):
-    """Draw small integers, whose sums of products are exact in float32 in any order."""
-    return rng.integers(-3, 4, shape).astype(dtype)
+# Sums of their products are exact in float32 in any order.
+integers = partial(cases.integers, dtype=BF16)
 
 
 def poisoned(x, sizes):
@@ -116,7 +113,7 @@ def test_triton_gemm_weights(pool, rng, subtests, name):
 def test_triton_gather_rows(pool, rng, sizes):
     """Rows without a token are zero; tokens without a row hold NaN."""
     num_rows, num_tokens = 100 + SPARE, 70
-    used = bounds(sizes, num_rows)[-1][1]
+    used = clipped(sizes, num_rows).sum()
     index = rng.integers(-1, num_tokens, num_rows).astype(np.int32)
     tokens = integers(rng, num_tokens, N)
     want = np.where((index < 0)[:, None], 0, tokens[index])

@@ -14,6 +14,8 @@ import pytest
 
 pytest.importorskip("triton")
 
+import oracle
+import oracle_serving
 from jax_ep.core.kernel import Descriptor
 from jax_ep.interpreter import gluon
 from jax_ep.megakernels.grouped_gemm import gluon_sizes
@@ -46,15 +48,8 @@ def multiply(kernel, rng, sizes, k, n, *, programs, seed, spare=0, **changes):
     arrays = padded, rhs_scales, np.array(sizes, np.int32), taken, gluon.Descriptor(out, block, shape, strides), taken
     options = dataclasses.replace(gluon_sizes(rows, n, k, groups, 2, group_m=4), **{"stages": 2} | changes)
     gluon.run(kernel, programs, *operands, *arrays, seed=seed, S=options)
-    lhs_scales, want, first = padded[:-128].reshape(steps, rows), np.zeros((rows, n)), 0
-    for group, size in enumerate(sizes):
-        of_group = slice(first, first + size)
-        for step in range(steps):
-            part = slice(128 * step, 128 * step + 128)
-            product = lhs[of_group, part].astype(np.float64) @ rhs[group, :, part].astype(np.float64).T
-            scales = np.repeat(rhs_scales[group, :, step], 128)[None]
-            want[of_group] += product * lhs_scales[step, of_group, None] * scales
-        first += size
+    rows = oracle.dequantize(lhs, padded[:-128].reshape(steps, rows).T, np.float64)
+    want = oracle.grouped_gemm(rows, oracle_serving.dequantize_blocks(rhs, rhs_scales).swapaxes(1, 2), sizes)
     return float(np.linalg.norm(out.astype(np.float64) - want) / np.linalg.norm(want))
 
 

@@ -9,20 +9,18 @@ import numpy as np
 import pytest
 from test_gluon_emulator import check_mistake
 
+import oracle
 from jax_ep import Experts
 from jax_ep.interpreter import gluon
 from jax_ep.interpreter.gluon_memory import Descriptor, Pointer
 from jax_ep.megakernels import fused_moe
 from jax_ep.megakernels.activation import kind_of
 from jax_ep.megakernels.kernels import gluon_fused_moe
+from oracle_experts import Arrays, layer
 from stored_experts import stand_for, store
 
 MXFP4, INT4 = "mxfp4 prepacked", "int4 prepacked"
 SOURCE = Path(gluon_fused_moe.__file__)
-
-
-def sigmoid(x):
-    return 1 / (1 + np.exp(-x))
 
 
 def layer_error(kernel, rng, stored, ids, experts, hidden, intermediate, *, programs=1, seed=0, **tiles):
@@ -33,13 +31,8 @@ def layer_error(kernel, rng, stored, ids, experts, hidden, intermediate, *, prog
     gate_up, down = stand_for(w_gate_up), stand_for(w_down)
     x = rng.standard_normal((len(ids), hidden)).astype(ml_dtypes.bfloat16)
     weights = rng.random(ids.shape).astype(np.float32)
-    want = np.zeros((len(ids), hidden))
-    for token, k in np.ndindex(*ids.shape):
-        if 0 <= (expert := ids[token, k]) < num_experts:
-            both = x[token].astype(np.float64) @ gate_up[expert]
-            gate, up = (both[::2], both[1::2]) if experts.interleaved else np.split(both, 2)
-            row = (gate * sigmoid(gate) * up * weights[token, k]).astype(ml_dtypes.bfloat16).astype(np.float64)
-            want[token] += row @ down[expert]
+    lay = oracle.layout(ids[None], num_experts)
+    (want,), _ = layer(experts, Arrays(x[None], weights[None], gate_up, down), lay, np.zeros((1, *x.shape)))
     chosen = dataclasses.replace(fused_moe.gluon_tiles(ids.size, w_down), **options)
     sizes = fused_moe.gluon_sizes(x.shape, ids.shape[1], w_down, chosen)
 

@@ -83,7 +83,7 @@ def hierarchical_layout(topk_idx, num_experts, num_local_ranks, **options):
 
 
 def gather(values, lay):
-    """Dispatch [W, T, ...] per token to [W, R, ...] per row, bit for bit, with zeros in padding."""
+    """Dispatch [W, T, ...] per token to [W, R, ...] or [W, L, N, ...] per row, bit for bit; zeros in padding."""
     rows = np.zeros(lay.source.shape + values.shape[2:], values.dtype)
     real = ~lay.is_padding
     rows[real] = values[lay.source[real], lay.token[real]]
@@ -99,8 +99,8 @@ def gather_weights(topk_weights, lay):
 
 
 def scatter_weights(d_rows, lay):
-    """Transpose `gather_weights`: every assignment has at most one row."""
-    out = np.zeros((lay.source.shape[0], lay.num_tokens, lay.top_k))
+    """Transpose `gather_weights`, bit for bit: every assignment has at most one row."""
+    out = np.zeros((lay.source.shape[0], lay.num_tokens, lay.top_k), d_rows.dtype)
     real = ~lay.is_padding
     out[lay.source[real], lay.token[real], lay.slot[real]] = d_rows[real]
     return out

@@ -49,6 +49,10 @@ class LowLatencyLayout:
     start: np.ndarray  # [W, L, W] first row of each source
     group_sizes: np.ndarray  # [W, L]
 
+    @property
+    def is_padding(self):
+        return self.source < 0
+
     def row_of(self, source, token, expert):
         rank, local = divmod(expert, self.group_sizes.shape[1])
         if not 0 <= rank < len(self.source):
@@ -75,14 +79,6 @@ def low_latency_layout(topk_idx, num_experts, max_tokens_per_rank, num_tokens=No
                     row += 1
     start = (np.cumsum(count, axis=-1) - count).astype(np.int32)
     return LowLatencyLayout(sources, tokens, count, start, count.sum(axis=-1).astype(np.int32))
-
-
-def low_latency_gather(values, lay):
-    """Dispatch [W, T, H] to [W, L, N, H], with zeros past the count."""
-    rows = np.zeros(lay.token.shape + values.shape[2:], values.dtype)
-    real = lay.token >= 0
-    rows[real] = values[lay.source[real], lay.token[real]]
-    return rows
 
 
 def low_latency_combine(y, topk_idx, topk_weights, lay):

@@ -275,26 +275,24 @@ def test_jax_triton_missing(no_context, monkeypatch):
     assert context.transport() is None and context.launcher() == "ffi"
 
 
-def test_jax_triton_incompatible(no_context, monkeypatch):
+RULE, DISK = TypeError("its rule takes 2 positional arguments but 3 were given"), OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("failure", "error", "text"),
+    [
+        (RULE, RuntimeError, r"jax-triton 0\.0 with jax .* fails in TypeError: its rule takes 2"),
+        (DISK, OSError, r"launcher='jax-triton' does not work here: .*No space left.*; set TMPDIR and"),
+    ],
+)
+def test_jax_triton_fails(failure, error, text, no_context, monkeypatch):
     def fails(*arguments, **options):
-        raise TypeError("its rule takes 2 positional arguments but 3 were given")
+        raise failure
 
     package = types.ModuleType("jax_triton")
     package.triton_call, package.__version__ = fails, "0.0"
     monkeypatch.setitem(sys.modules, "jax_triton", package)
-    with pytest.raises(RuntimeError, match=r"jax-triton 0\.0 with jax .* fails in TypeError: its rule takes 2"):
-        jax_ep.init(launcher="jax-triton")
-    assert context.transport() is None and context.launcher() == "ffi"
-
-
-def test_jax_triton_without_a_folder_that_triton_can_write(no_context, monkeypatch):
-    def fails(*arguments, **options):
-        raise OSError(28, "No space left on device")
-
-    package = types.ModuleType("jax_triton")
-    package.triton_call, package.__version__ = fails, "0.0"
-    monkeypatch.setitem(sys.modules, "jax_triton", package)
-    with pytest.raises(OSError, match=r"launcher='jax-triton' does not work here: .*No space left.*; set TMPDIR and"):
+    with pytest.raises(error, match=text):
         jax_ep.init(launcher="jax-triton")
     assert context.transport() is None and context.launcher() == "ffi"
 

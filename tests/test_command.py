@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -16,13 +17,6 @@ from jax_ep.core.files import check_writable, write_atomically
 from jax_ep.tools import command, processes
 
 PROGRAM = [*harness.STRICT_PYTHON, "-m", "jax_ep"]
-
-
-def fails(error):
-    def fail():
-        raise error
-
-    return fail
 
 
 @pytest.mark.parametrize(
@@ -39,19 +33,19 @@ def fails(error):
     ],
 )
 def test_command_error_is_one_line(error, status, line, capsys):
-    assert command.status_of("tool", fails(error)) == status
+    assert command.status_of("tool", Mock(side_effect=error)) == status
     assert capsys.readouterr() == ("", f"{line}\n" if line else "")
 
 
 def test_command_long_error_is_cut(capsys):
-    assert command.status_of("tool", fails(ValueError("x" * 10**6))) == 2
+    assert command.status_of("tool", Mock(side_effect=ValueError("x" * 10**6))) == 2
     assert len(capsys.readouterr().err) < 320
 
 
 def test_command_exit_status():
     assert [command.status_of("tool", lambda value=value: value) for value in (None, 0, 3, {"loss": 1})] == [0, 0, 3, 0]
     with pytest.raises(SystemExit, match="4"):
-        command.status_of("tool", fails(SystemExit(4)))
+        command.status_of("tool", Mock(side_effect=SystemExit(4)))
 
 
 def test_command_closed_pipe_in_rich():
@@ -259,16 +253,12 @@ def test_command_output_is_a_link(tmp_path):
 
 def test_command_output_is_a_mount_point(tmp_path, monkeypatch):
     """A file mounted into a container can be written, but not replaced: known before hours of tuning."""
-
-    def link(source, target):
-        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), source, None, target)
-
     path = tmp_path / "settings.json"
     check_writable(path)
     path.write_bytes(b"old")
     check_writable(path)
     assert os.listdir(tmp_path) == [path.name]
-    monkeypatch.setattr(os, "link", link)
+    monkeypatch.setattr(os, "link", Mock(side_effect=OSError(errno.EXDEV, os.strerror(errno.EXDEV))))
     with pytest.raises(OSError, match=rf"a mount point, which cannot be replaced; .*: '{path}'$"):
         check_writable(path)
     monkeypatch.setattr(os, "link", lambda *_: os.stat(tmp_path / "no hard links here"))

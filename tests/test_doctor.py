@@ -5,6 +5,7 @@ import importlib.util
 import json
 import re
 import sys
+from unittest.mock import Mock
 
 import pytest
 
@@ -71,14 +72,8 @@ def test_doctor_exit_status(monkeypatch, capsys):
 
 
 def test_doctor_failures_are_findings(monkeypatch):
-    def fail(name):
-        raise RuntimeError("the device\nhas gone")
-
-    def vanish():
-        raise OSError("no such bus")
-
-    monkeypatch.setattr(doctor, "_error_of", fail)
-    monkeypatch.setattr(doctor, "_links", vanish)
+    monkeypatch.setattr(doctor, "_error_of", Mock(side_effect=RuntimeError("the device\nhas gone")))
+    monkeypatch.setattr(doctor, "_links", Mock(side_effect=OSError("no such bus")))
     findings = list(doctor.examine())
     assert of(findings, "computation, xla").state == doctor.ERROR
     assert of(findings, "computation, xla").text == "RuntimeError: the device has gone"
@@ -88,11 +83,7 @@ def test_doctor_failures_are_findings(monkeypatch):
 
 def test_doctor_without_devices(monkeypatch):
     """As with JAX_PLATFORMS=cuda on a machine without GPUs."""
-
-    def fail():
-        raise AssertionError
-
-    monkeypatch.setattr(doctor.jax, "devices", fail)
+    monkeypatch.setattr(doctor.jax, "devices", Mock(side_effect=AssertionError))
     *_, last = findings = list(doctor.examine())
     assert [finding.topic for finding in findings] == ["versions", "devices"]
     assert last.state == doctor.ERROR and "no message" in last.text and "JAX_PLATFORMS" in last.remedy
@@ -103,14 +94,11 @@ def test_doctor_jax_triton_is_optional(monkeypatch):
         (finding,) = doctor._jax_triton()
         return finding
 
-    def fail():
-        raise RuntimeError("a rule takes\ntwo arguments")
-
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert examined().state == doctor.OK and "not installed" in examined().text
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.9")
-    monkeypatch.setattr(jax_triton, "check", fail)
+    monkeypatch.setattr(jax_triton, "check", Mock(side_effect=RuntimeError("a rule takes\ntwo arguments")))
     assert examined().state == doctor.WARNING and examined().text == "RuntimeError: a rule takes two arguments"
     assert "pip install '.[jax-triton]'" in examined().remedy
     monkeypatch.setattr(jax_triton, "check", lambda: None)
@@ -130,10 +118,8 @@ def test_doctor_without_a_folder_for_temporary_files():
 
 
 def test_doctor_missing_library(monkeypatch):
-    def fail():
-        raise ffi.LibraryError("it is missing:\n  /there: does not exist\nBuild it with make ffi.")
-
-    monkeypatch.setattr(ffi, "load", fail)
+    error = ffi.LibraryError("it is missing:\n  /there: does not exist\nBuild it with make ffi.")
+    monkeypatch.setattr(ffi, "load", Mock(side_effect=error))
     monkeypatch.setattr(doctor, "_error_of", lambda name: 0.004)
     finding = of(list(doctor.examine()), "compiled library")
     assert (finding.state, finding.remedy) == (doctor.WARNING, "Build it with make ffi.")

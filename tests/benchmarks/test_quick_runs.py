@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import math
+import shlex
 from pathlib import Path
 
 import pytest
@@ -148,6 +150,18 @@ def check_compare(rows, content):
     assert {"grouped_gemm", "moe, gradients", "low_latency_moe, FP8", "fused_moe"} <= set(content["summary"])
 
 
+TRAIN = ["jax_ep", "jax_ep balance", "xla", "padded"]
+
+
+def check_train(rows, content):
+    """The steps of all layers agree; the padded layer drops some tokens."""
+    assert [row["variant"] for row in rows] == TRAIN
+    for row in rows:
+        assert row["donated_bytes"] == row["state_bytes"]
+        assert row["losses"] == pytest.approx(rows[0]["losses"], rel=5e-3)
+    assert abs(rows[0]["losses"][0] - math.log(256)) < 2
+
+
 LAYERS = "--layers moe dropless balance capacity ragged"
 GPT_OSS = "--model tiny-gpt-oss --devices 2"
 RUNS = [
@@ -162,6 +176,7 @@ RUNS = [
     ("compile_times.py --recipe fp8", "compile_times", "seconds to compile", check_compile_times),
     ("placement.py --exponents 1 --drifts 0 0.5", "placement", "", check_placement),
     ("balance.py --exponents 1 --spare 1", "balance", "", check_balance),
+    (f"train.py --variants {shlex.join(TRAIN)}", "train", "", check_train),
     ("nodes.py", "nodes", "uniform: a dispatch, predicted", check_nodes),
     (f"compare.py --against {ROOT}", "compare", "this checkout against", check_compare),
 ]
@@ -170,7 +185,7 @@ RUNS = [
 @pytest.mark.parametrize(("command", "report", "printed", "check"), RUNS, ids=[name for _, name, *_ in RUNS])
 def test_quick_run(command, report, printed, check, tmp_path):
     pytest.importorskip("triton")
-    script, *options = command.split()
+    script, *options = shlex.split(command)
     assert printed in run_quickly(script, tmp_path, *options)
     content = json.loads((tmp_path / f"{report}.json").read_text())
     check_report(content)

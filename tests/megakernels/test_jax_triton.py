@@ -6,6 +6,7 @@ import subprocess
 import sys
 import types
 from functools import partial
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -286,11 +287,8 @@ RULE, DISK = TypeError("its rule takes 2 positional arguments but 3 were given")
     ],
 )
 def test_jax_triton_fails(failure, error, text, no_context, monkeypatch):
-    def fails(*arguments, **options):
-        raise failure
-
     package = types.ModuleType("jax_triton")
-    package.triton_call, package.__version__ = fails, "0.0"
+    package.triton_call, package.__version__ = Mock(side_effect=failure), "0.0"
     monkeypatch.setitem(sys.modules, "jax_triton", package)
     with pytest.raises(error, match=text):
         jax_ep.init(launcher="jax-triton")

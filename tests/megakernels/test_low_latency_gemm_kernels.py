@@ -2,6 +2,7 @@
 
 import itertools
 from functools import partial
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +31,7 @@ def problem_of(rng, routing, num_ranks, shape=SHAPE):
 
 @pytest.mark.parametrize("programs", [1, 2, 5])
 def test_low_latency_gemm_one_launch_any_num_programs(monkeypatch, two_ranks, rng, programs):
-    def no_product(*_, **__):
-        raise AssertionError("a separate GEMM")
-
-    monkeypatch.setattr(masked, "launch", no_product)
+    monkeypatch.setattr(masked, "launch", Mock(side_effect=AssertionError("a separate GEMM")))
     for module in (launch, low_latency):
         monkeypatch.setattr(module, "num_programs", lambda tasks, each: programs)
     problem = problem_of(rng, "duplicates", 2)

@@ -8,6 +8,7 @@ import os
 import tempfile
 import warnings
 from pathlib import Path
+from unittest.mock import Mock
 
 import hypothesis
 import jax
@@ -218,16 +219,13 @@ def test_tuning_file_not_regular(tmp_path, monkeypatch):
 
 
 def test_tuning_file_user_without_home(monkeypatch):
-    def no_home():
-        raise RuntimeError("Could not determine home directory.")
-
     for name in (file.ENVIRONMENT, "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", "/nonexistent")
     assert tuning.current().path is None
     monkeypatch.setenv("HOME", "/dev/null")
     assert tuning.current().path is None
-    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("Could not determine home directory.")))
     assert file.default_path(KIND) is None and tuning.current().path is None
 
 

@@ -5,6 +5,7 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -25,9 +26,7 @@ CANDIDATES = {"num_combining_programs": (8, 16, 32, 64), "num_warps": (1, 2, 4),
 
 
 def make_case(**changed):
-    def never(settings):
-        raise AssertionError("nothing is measured here")
-
+    never = Mock(side_effect=AssertionError("nothing is measured here"))
     fields = {"operation": "combine", "facts": FACTS, "title": "a case", "candidates": CANDIDATES}
     return Case(**fields | {"make_chain": never} | changed)
 
@@ -340,10 +339,7 @@ def test_tune_says_what_is_left_out(arguments, reason, capsys):
 
 def test_tune_sizes_beyond_memory_left_out(monkeypatch, capsys):
     pytest.importorskip("triton")
-
-    def make():
-        raise MemoryError("256 GiB")
-
+    make = Mock(side_effect=MemoryError("256 GiB"))
     monkeypatch.setattr(tune_cases, "makers", lambda *_: [make, make])
     with pytest.raises(SystemExit, match="jax-ep tune: nothing measured"):
         __main__.main(["tune", "exchange"])

@@ -121,6 +121,15 @@ def test_with_layout_mxfp4_whose_k_explicit_axes_split(rng):
         with_layout(quantized(place(w[:, :128]), "mxfp4"), "prepacked")
 
 
+@pytest.mark.parametrize("format", ["fp8", "int8", "int4", "mxfp4", "fp8_channel"])
+def test_dequantize_on_explicit_axes_of_size_one(format, rng):
+    """As the axes of a `Topology` with one rank per node, outside of jit."""
+    mesh = make_mesh((2, 1), ("node", "local"), AxisType.Explicit)
+    w = reals(rng, 4, 128, 8)
+    placed = quantize(jax.device_put(w, NamedSharding(mesh, P(("node", "local")))), format)
+    np.testing.assert_array_equal(dequantize(placed, jnp.float32), dequantize(quantize(w, format), jnp.float32))
+
+
 def test_serving_weights_transposed_and_padded(rng):
     w_gate_up, w_down = reals(rng, 2, 3, 128, 2 * 72), reals(rng, 2, 3, 72, 128)
     same = served(w_gate_up, w_down, None)

@@ -59,8 +59,9 @@ def _quantize(w: Array, _: int) -> Quantized:
 def _dequantize(values: Array, exponents: Array, dtype: DTypeLike) -> Array:
     numbers = _e2m1(unpack_nibbles(values))
     # 2**-127 is subnormal, and XLA's products on the CPU take such factors for zero.
-    halved = blocks_of(numbers, BLOCK) * jnp.where(exponents == 0, 0.5, 1.0)[..., None]
-    return fp8.dequantize_rows(halved.reshape(numbers.shape), _powers(jnp.maximum(exponents, 1)), dtype)
+    blocks = blocks_of(numbers, BLOCK)
+    halved = jnp.where(exponents[..., None] == 0, 0.5 * blocks, blocks).reshape(numbers.shape)
+    return fp8.dequantize_rows(halved, _powers(jnp.maximum(exponents, 1)), dtype)
 
 
 def _e2m1(stored: Array) -> Array:
@@ -68,7 +69,8 @@ def _e2m1(stored: Array) -> Array:
     exponent = (stored >> 1 & 3).astype(jnp.int32)
     mantissa = (stored & 1).astype(jnp.int32)
     halves = jnp.where(exponent == 0, mantissa, (2 + mantissa) << jnp.maximum(exponent - 1, 0))
-    return jnp.where(stored >= 8, -0.5, 0.5).astype(jnp.float32) * halves.astype(jnp.float32)
+    magnitude = 0.5 * halves.astype(jnp.float32)
+    return jnp.where(stored >= 8, -magnitude, magnitude)  # of two scalars it would lose explicit mesh axes of size 1
 
 
 def _powers(exponents: Array) -> Array:

@@ -46,7 +46,10 @@ def of_logits(router, *more):
 
 BIAS, MASK = ((E,), "float", EXPERTS), ((T,), "mask", TOKENS)
 MATRICES = ((E, H, 128), "float", EXPERTS)
-IDS, LAYER = ((T, K), "ids", TOKENS), (MATRICES, ((E, 64, H), "float", EXPERTS))
+X, IDS, SIZES = ((T, H), "float", TOKENS), ((T, K), "ids", TOKENS), ((E,), "load", EXPERTS)
+LAYER = MATRICES, ((E, 64, H), "float", EXPERTS)
+OF_LAYER = X, IDS, ((T, K), "float", TOKENS), *LAYER
+TRACED, COPIES = ((), "placement", ()), ((SLOTS, 3), "float", EXPERTS)
 DEEPSEEK = jax_ep.Router("sigmoid", num_groups=4, topk_groups=2)
 
 
@@ -78,19 +81,11 @@ def in_blocks(x, idx):
 
 
 CASES = {
-    "fused_moe": Case(
-        lambda x, idx, w, *matrices: jax_ep.fused_moe(x, idx, w, *matrices),
-        (((T, H), "float", TOKENS), IDS, ((T, K), "float", TOKENS), *LAYER),
-    ),
-    "moe": Case(
-        lambda x, idx, w, *matrices: jax_ep.moe(x, idx, w, *matrices, num_experts=E, axis_name=()),
-        (((T, H), "float", TOKENS), IDS, ((T, K), "float", TOKENS), *LAYER),
-    ),
-    "grouped_gemm": Case(
-        lambda x, w: jax_ep.grouped_gemm(x, w, jnp.ones(E, jnp.int32)), (((T, H), "float", TOKENS), MATRICES)
-    ),
-    "dispatch and combine": Case(dispatch_and_combine, (((T, H), "float", TOKENS), IDS)),
-    "low_latency_dispatch": Case(in_blocks, (((T, H), "float", TOKENS), IDS), has_gradient=False),
+    "fused_moe": Case(lambda *layer: jax_ep.fused_moe(*layer), OF_LAYER),
+    "moe": Case(lambda *layer: jax_ep.moe(*layer, num_experts=E, axis_name=()), OF_LAYER),
+    "grouped_gemm": Case(lambda x, w: jax_ep.grouped_gemm(x, w, jnp.ones(E, jnp.int32)), (X, MATRICES)),
+    "dispatch and combine": Case(dispatch_and_combine, (X, IDS)),
+    "low_latency_dispatch": Case(in_blocks, (X, IDS), has_gradient=False),
     "topk_router": of_logits(lambda logits: jax_ep.topk_router(logits, K)),
     "topk_router bias": of_logits(lambda logits, bias: jax_ep.topk_router(logits, K, bias=bias), BIAS),
     "topk_router groups": of_logits(
@@ -115,34 +110,24 @@ CASES = {
     "load_balancing_loss mask": of_logits(balance, MASK),
     "router_z_loss": of_logits(jax_ep.router_z_loss),
     "router_z_loss mask": of_logits(lambda logits, mask: jax_ep.router_z_loss(logits, token_mask=mask), MASK),
-    "update_router_bias": Case(update_router_bias, (BIAS, ((E,), "load", EXPERTS))),
-    "Placement.remap": Case(lambda idx: PLACEMENT.remap(idx, axis_name=()), (((T, K), "ids", TOKENS),)),
-    "Placement.remap traced": Case(
-        lambda idx, placement: placement.remap(idx, axis_name=()), (((T, K), "ids", TOKENS), ((), "placement", ()))
-    ),
+    "update_router_bias": Case(update_router_bias, (BIAS, SIZES)),
+    "Placement.remap": Case(lambda idx: PLACEMENT.remap(idx, axis_name=()), (IDS,)),
+    "Placement.remap traced": Case(lambda idx, placement: placement.remap(idx, axis_name=()), (IDS, TRACED)),
     "Placement.expand": Case(
         lambda w, b: PLACEMENT.expand({"w": w, "b": b}, axis_name=()), (((E, 3), "float", EXPERTS), BIAS)
     ),
     "Placement.expand traced": Case(
-        lambda w, placement: placement.expand(w, axis_name=()), (((E, 3), "float", EXPERTS), ((), "placement", ()))
+        lambda w, placement: placement.expand(w, axis_name=()), (((E, 3), "float", EXPERTS), TRACED)
     ),
     "Placement.sum_copies": Case(
-        lambda w, n: PLACEMENT.sum_copies((w, n), axis_name=()),
-        (((SLOTS, 3), "float", EXPERTS), ((SLOTS,), "load", EXPERTS)),
+        lambda w, n: PLACEMENT.sum_copies((w, n), axis_name=()), (COPIES, ((SLOTS,), "load", EXPERTS))
     ),
-    "move": Case(lambda w: move(w, PLACEMENT, NEXT, axis_name=()), (((SLOTS, 3), "float", EXPERTS),)),
-    "moe_sort": Case(
-        lambda idx: jax_ep.moe_sort(idx, num_experts=E, block_size=16), (((T, K), "ids", TOKENS),), has_gradient=False
-    ),
-    "quantize_fp8": through(
-        q.quantize_fp8, lambda pair: q.dequantize_fp8(*pair, jnp.float32), ((T, H), "float", TOKENS)
-    ),
+    "move": Case(lambda w: move(w, PLACEMENT, NEXT, axis_name=()), (COPIES,)),
+    "moe_sort": Case(lambda idx: jax_ep.moe_sort(idx, num_experts=E, block_size=16), (IDS,), has_gradient=False),
+    "quantize_fp8": through(q.quantize_fp8, lambda pair: q.dequantize_fp8(*pair, jnp.float32), X),
     "quantize for training": Case(lambda w: q.quantize(w, "fp8", for_training=True).master, (MATRICES,)),
     "serving_weights": through(
-        lambda *w: serving_weights(*w, "fp8", activations="fp8"),
-        lambda w: w.w_down.values,
-        MATRICES,
-        ((E, 64, H), "float", EXPERTS),
+        lambda *w: serving_weights(*w, "fp8", activations="fp8"), lambda w: w.w_down.values, *LAYER
     ),
     "smooth": through(
         lambda w, smooth: q.quantize(w, "int8", activations="int8", smooth=1 + jnp.abs(smooth)),
@@ -178,17 +163,15 @@ def make(shape, kind, rng):
 
 def with_gradient(case):
     """Return results, and the gradient of a sum of all floats in them."""
-    if not case.has_gradient:
-        return case.function
     wrt = tuple(i for i, (_, kind, _) in enumerate(case.arguments) if kind == "float")
+    if not (case.has_gradient and wrt):
+        return case.function
 
     def loss(*arguments):
         results = case.function(*arguments)
         floats = [leaf for leaf in jax.tree.leaves(results) if jnp.issubdtype(leaf.dtype, jnp.floating)]
         return sum((jnp.sum(jnp.sin(leaf.astype(jnp.float32))) for leaf in floats), jnp.zeros(())), results
 
-    if not wrt:
-        return case.function
     return jax.grad(loss, argnums=wrt, has_aux=True)
 
 

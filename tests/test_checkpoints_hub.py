@@ -191,12 +191,7 @@ def test_push_of_links_to_files_of_the_checkpoint(folder, api, tmp_path):
 def test_push_in_a_process_that_uses_nothing_else_of_the_package(folder, tmp_path):
     """The package loads its modules when they are asked for; `huggingface_hub.utils` is none of its attributes."""
     code = f"from jax_ep.checkpoints import push; push({str(folder)!r}, 'me/model')"
-    offline = {
-        "HF_HOME": str(tmp_path),
-        "HF_TOKEN": "",
-        "HF_TOKEN_PATH": str(tmp_path / "token"),
-        "HF_HUB_OFFLINE": "1",
-    }
+    offline = {"HF_HOME": f"{tmp_path}", "HF_TOKEN": "", "HF_TOKEN_PATH": f"{tmp_path}/token", "HF_HUB_OFFLINE": "1"}
     done = harness.run_command(sys.executable, "-c", code, **offline)
     assert "PermissionError: push: huggingface_hub has no access token" in done.stderr
 

@@ -375,11 +375,8 @@ WRONG_VALUES = [
     (lambda: served_ones((4, 128, 384), DOWN), r"\(4, 128, 384\) and w_down \(2, 128, 128\), expected the same axes"),
     (lambda: served_ones((256,), DOWN, None), r"w_gate_up has shape \(256,\), expected rank 2 or more, \[..., K, N\]"),
     *(
-        (
-            lambda value=value: served_ones(UP, DOWN, activations=value),
-            "^serving_weights: activations=.*expected 'int8'",
-        )
-        for value in (np.ones(2), ["fp8"], "int4")
+        (lambda bad=bad: served_ones(UP, DOWN, activations=bad), "^serving_weights: activations=.*expected 'int8'")
+        for bad in (np.ones(2), ["fp8"], "int4")
     ),
 ]
 MISTAKES = [(TypeError, *case) for case in WRONG_TYPES] + [(ValueError, *case) for case in WRONG_VALUES]

@@ -111,15 +111,7 @@ def test_low_latency_num_tokens_integer_dtypes(implementation, expert_mesh, rng,
         *((4, Shape(3, 2, 4, 8), 8), (2, Shape(16, 4, 32, 40), 16), (2, Shape(37, 6, 8, 16), 40)),
         (2, Shape(0, 2, 4, 8), 3),
     ],
-    ids=[
-        "all one",
-        "more choices than experts",
-        "one column",
-        "one local expert",
-        "many experts",
-        "many tokens",
-        "no tokens",
-    ],
+    ids=["all one", "many choices", "one column", "one local expert", "many experts", "many tokens", "no tokens"],
 )
 def test_low_latency_shapes(implementation, num_ranks, shape, max_tokens, expert_mesh, rng):
     sizes = {"shape": shape, "max_tokens": max_tokens}

@@ -91,14 +91,9 @@ def test_combine_mode_choice(ranks, sizes, wanted, on_h200):
 
 def test_combine_mode_choice_is_launched(two_ranks, monkeypatch):
     ran = []
-    for mode, module, name in (
-        ("scatter", exchange_gemm, "grouped_gemm_combine"),
-        ("serial", exchange, "combine_tokens"),
-    ):
-        original = getattr(module, name)
-        monkeypatch.setattr(
-            module, name, lambda *a, mode=mode, original=original, **k: ran.append(mode) or original(*a, **k)
-        )
+    for mode, of, name in (("scatter", exchange_gemm, "grouped_gemm_combine"), ("serial", exchange, "combine_tokens")):
+        original = getattr(of, name)
+        monkeypatch.setattr(of, name, lambda *a, m=mode, call=original, **k: ran.append(m) or call(*a, **k))
     x, ids = np.ones((2, 4, 16), BF16), np.zeros((2, 4, 1), np.int32)
     w = np.ones((2, 2, 16, 16), BF16)
 

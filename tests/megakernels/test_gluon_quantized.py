@@ -109,10 +109,7 @@ OF_MMA = {  # Tiles of 16 rows are multiplied by mma.sync.
 }
 OF_WGMMA = {  # Those of 32 rows are multiplied by wgmma.
     "no wait for operands of wgmma": (WAIT_FOR_STEP, ""),
-    "stage released before its products end": (
-        f"        {WAIT_FOR_PRODUCT}            if piece",
-        "            if piece",
-    ),
+    "stage released before its product": (f"        {WAIT_FOR_PRODUCT}            if piece", "            if piece"),
     "no wait for the last product": (f"{WAIT_FOR_PRODUCT}    if steps > 0:", "    if steps > 0:"),
     "stage of wgmma never released": (f"{' ' * 20}{RELEASE_BEFORE}", f"{' ' * 20}pass\n"),
     "last stage never released": (f"        {RELEASE_BEFORE}    if MXFP4", "        pass\n    if MXFP4"),

@@ -124,11 +124,8 @@ def test_explain_balance(two_ranks):
     """A balanced call names its rows and its copies, in front of the passes."""
     call = partial(jax_ep.moe, num_experts=E, implementation="xla", balance=jax_ep.Balance(rows=1.5, spare_experts=1))
     rows = jax_ep.explain(harness.per_rank(call, two_ranks), *of_two_ranks()).rows
-    assert rows[0][:3] == (
-        "balance: passes and copies of experts",
-        "xla",
-        f"{3 * T * K // 2} rows and 1 copies per rank",
-    )
+    details = f"{3 * T * K // 2} rows and 1 copies per rank"
+    assert rows[0][:3] == ("balance: passes and copies of experts", "xla", details)
 
 
 CALLS = {

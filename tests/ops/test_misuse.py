@@ -272,25 +272,17 @@ def test_wire_dtype_invalid(wire_dtype):
         jax_ep.Schedule(wire_dtype=wire_dtype)
 
 
+IN_FLOAT32 = {"lhs": f32(L, MAX_T, H), "rhs": f32(L, H, H), "lhs_scales": None}
+IN_FP8 = {"lhs": fp8(20, H), "rhs": fp8_weights(3, H, H), "lhs_scales": f32(20, 2)}
 NO_GRADIENT = [
     ("low_latency_dispatch", "x", {"quantize": False}, "moe, or with dispatch"),
     ("low_latency_combine", "y", {}, "moe, or with dispatch"),
     ("low_latency_gemm_combine", "lhs_scales", {}, "moe, or with a layer"),
     ("low_latency_moe", "x", {}, "moe, or with"),
     ("masked_grouped_gemm", "lhs_scales", {}, "moe or grouped_gemm"),
-    (
-        "masked_grouped_gemm",
-        "lhs",
-        {"lhs": f32(L, MAX_T, H), "rhs": f32(L, H, H), "lhs_scales": None},
-        "moe or grouped_gemm",
-    ),
+    ("masked_grouped_gemm", "lhs", IN_FLOAT32, "moe or grouped_gemm"),
     ("masked_gated_activation", "hidden", {"quantize": False}, "moe"),
-    (
-        "grouped_gemm",
-        "lhs_scales",
-        {"lhs": fp8(20, H), "rhs": fp8_weights(3, H, H), "lhs_scales": f32(20, 2)},
-        "arrays",
-    ),
+    ("grouped_gemm", "lhs_scales", IN_FP8, "arrays"),
 ]
 
 

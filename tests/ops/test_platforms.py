@@ -63,10 +63,8 @@ def test_platforms_chosen_implementation(gpus, used):
     assert {name: choose(None, name) for name in OPERATIONS} == used
 
 
-PORTABLE = {
-    "float32": facts_of.gemm(jnp.float32),
-    "too many groups": facts_of.gemm(BF16, num_rows=1 << 14, groups=2000),
-}
+MANY_GROUPS = {"num_rows": 1 << 14, "groups": 2000}
+PORTABLE = {"float32": facts_of.gemm(jnp.float32), "too many groups": facts_of.gemm(BF16, **MANY_GROUPS)}
 
 
 @pytest.mark.parametrize("gpus", ["9.0"], indirect=True)
@@ -122,10 +120,8 @@ def test_platforms_float32_gemm_needs_no_tma(gpus):
 def test_platforms_without_peer_access(gpus, monkeypatch):
     """Only what sends tokens needs peer access, and init() in several processes."""
     sends = {name for name in OPERATIONS if name.startswith(("exchange", "low latency"))}
-    for what, reason in (
-        ("unsupported_reason", "GPU 0 cannot write"),
-        ("unsupported_processes_reason", "each process"),
-    ):
+    reasons = {"unsupported_reason": "GPU 0 cannot write", "unsupported_processes_reason": "each process"}
+    for what, reason in reasons.items():
         with monkeypatch.context() as changed:
             changed.setattr(f"jax_ep.heap.peer_access.{what}", lambda reason=reason: reason)
             changed.setattr(jax, "process_count", lambda what=what: 1 + (what != "unsupported_reason"))

@@ -161,13 +161,8 @@ _PATHS = (
     *(("otherData", "launches", 0, name) for name in ("device", "number", "kernel", "identity", "group", "epochs")),
     *(("traceEvents", -1, name) for name in ("ph", "pid", "tid", "name", "ts", "dur", "args")),
     *(("traceEvents", -1, "args", name) for name in ("launch", "program", "task", "peer", "block")),
-    *(
-        ("traceEvents",),
-        ("traceEvents", -1),
-        ("otherData",),
-        ("otherData", "launches", 0),
-        ("otherData", "num_dropped", "0"),
-    ),
+    *(("traceEvents",), ("traceEvents", -1)),
+    *(("otherData",), ("otherData", "launches", 0), ("otherData", "num_dropped", "0")),
 )
 _VALUES = st.one_of(
     st.none(),

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ep.core import check
 from jax_ep.core.mesh_axes import axis_tuple, vary_alike
+from jax_ep.ops import registry
 from jax_ep.ops.moe import moe
 from jax_ep.types import Array, Experts, Schedule
 
@@ -63,6 +64,7 @@ def use(
 
     Raises:
       ImportError: MaxText is missing, or its `RoutedMoE` has other methods than in version 0.2.5.
+      ValueError, TypeError: an argument that `jax_ep.moe` does not take.
       NotImplementedError: raised by a layer for an unsupported value in MaxText's configuration, which it names.
 
     Example:
@@ -72,6 +74,8 @@ def use(
 
     Source: https://github.com/AI-Hypercomputer/maxtext/blob/main/src/maxtext/layers/moe.py
     """
+    registry.options(_USE, (), implementation, schedule)
+    check.recipe(_USE, recipe)
     library = _library()
     options = {"recipe": recipe, "schedule": schedule, "implementation": implementation}
     layer = library.RoutedMoE

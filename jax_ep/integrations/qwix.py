@@ -34,7 +34,8 @@ def apply_rules(model: nnx.Module, rules: Sequence[Any], *, rngs: nnx.Rngs | Non
 
     `qwix.quantize_model` and `qwix.apply_lora_to_model` reach all other layers: call them with the result. A layer
     follows the first rule whose `module_path` matches its path and whose `op_names`, if any, include "ragged_dot". Its
-    experts are quantized as by `MoE.to_serving`; a `LoraRule` then adds adapters as by `MoE.add_lora`.
+    experts are quantized as by `MoE.to_serving`; a `LoraRule` then adds adapters as by `MoE.add_lora`. A layer at
+    several paths has the first one of `nnx.iter_modules`.
 
     Args:
       model: Flax NNX model, not inside `jit`, or such a layer itself, whose path is "".

@@ -24,6 +24,7 @@ from jax.sharding import AxisType, Mesh
 from maxtext.configs import pyconfig
 from maxtext.layers import initializers, moe
 
+from jax_ep import Schedule
 from jax_ep.integrations.maxtext import use
 
 BASE = os.path.join(os.path.dirname(maxtext.__file__), "configs", "base.yml")
@@ -205,7 +206,8 @@ def test_sizes_that_the_mesh_does_not_divide():
 def test_options_reach_the_layer():
     config = configuration(**MIXTRAL)
     mesh = mesh_of(config)
-    with rules(config, mesh), use(implementation="none"), pytest.raises(ValueError, match="'none'"):
+    options = {"implementation": "xla", "schedule": Schedule(dispatch_mode="fused")}
+    with rules(config, mesh), use(**options), pytest.raises(NotImplementedError, match="xla: it has no fused"):
         make_layer(config, mesh)(tokens(config))
 
 

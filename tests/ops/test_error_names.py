@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 from harness import make_mesh
 from jax_ep import sharding
+from jax_ep.integrations import maxtext
 from mistakes import GOOD, SIZES, array, f32, function, i32, trace
 
 T, K, E, _, H, INNER, _, _, _, _ = SIZES
@@ -38,6 +39,13 @@ def test_error_names_every_argument(name, kind):
             if not is_ours or re.search(r"\ba [aeiou]\w*, ", message, re.IGNORECASE):
                 wrong[argument] = message
     assert not wrong
+
+
+@pytest.mark.parametrize("option", [{"recipe": "int2"}, {"schedule": 3}, {"implementation": "numpy"}])
+def test_error_of_maxtext_before_any_layer(option):
+    """A machine without MaxText says so only after these."""
+    with pytest.raises((TypeError, ValueError), match=r"jax_ep\.integrations\.maxtext\.use: .*(pass|choose)"):
+        maxtext.use(**option)
 
 
 GLOBAL = (f32(8, H), i32(8, K), f32(8, K), f32(E, H, 2 * INNER), f32(E, INNER, H))

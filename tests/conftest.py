@@ -84,7 +84,7 @@ _WHOLE = (
     *("balance_plan_kernels", "dispatch_combine", "experts", "grouped_gemm", "grouped_gemm_fp8", "grouped_gemm_gluon"),
     *("low_latency", "low_latency_gemm_combine", "low_latency_moe", "masked", "quantized_gemm", "quantized_gemm_gluon"),
     *("reproducible", "result_dtype", "single_launch", "single_launch_gluon", "sorted_slots", "weight_gradient_gluon"),
-    "grouped_gemm16_gluon",
+    *("grouped_gemm16_gluon", "gemm_activation"),
 )
 _LAYERS = {
     "fused": (

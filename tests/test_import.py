@@ -107,7 +107,7 @@ LEVELS = [
     {"formats"},
     {"interpreter", "heap", "settings", "xla"},
     {"context", "pallas"},  # small arrays, and what no kernel takes, are for `xla`
-    {"megakernels"},  # its products alone are those of pallas, where these are faster
+    {"megakernels"},
     {"ops"},  # loads implementations by name
     {"routing", "quantization", "placement", "tuning"},
     {"sharding", "serving", "tracing", "lora"},

@@ -175,6 +175,14 @@ class Shared:
         """Return the view with another shape."""
         return Shared(self.values.reshape(shape), self.unfenced)
 
+    def reinterpret(self, dtype: Any = None, shape: Sequence[int] = (), layout: Any = None) -> Shared:
+        """Return blocks `[..., rows, columns]` side by side, as many as a wider shape takes, which swizzling does."""
+        del dtype, layout
+        *_, rows, columns = self.values.shape
+        number, _, width = map(int, shape)
+        panels = self.values.reshape(number, width // columns, rows, columns)
+        return _Panels(panels, self.unfenced)
+
     def load(self, layout: Any) -> Tensor:
         """Read into registers."""
         del layout
@@ -194,6 +202,26 @@ class Shared:
         """Add values at indices of the only axis."""
         np.add.at(self.values, indices.values[mask.values], values.values[mask.values])
         self.unfenced.append(self.values)
+
+
+class _Panels(Shared):
+    """Blocks of shared memory, `[..., panels, rows, columns]`, that are read as `[..., rows, panels * columns]`."""
+
+    def __init__(self, panels: np.ndarray, unfenced: list[np.ndarray]) -> None:
+        self.panels, self.unfenced, self.dtype = panels, unfenced, panels.dtype
+
+    @property
+    def values(self) -> np.ndarray:  # type: ignore[override]
+        """A copy of what the memory holds now."""
+        swapped = self.panels.swapaxes(-3, -2)
+        return swapped.reshape(*swapped.shape[:-2], -1)
+
+    @property
+    def is_fenced(self) -> bool:
+        return not any(np.may_share_memory(self.panels, written) for written in self.unfenced)
+
+    def index(self, i: Any) -> Shared:
+        return _Panels(self.panels[int(i)], self.unfenced)
 
 
 class Barrier:

@@ -85,7 +85,7 @@ def serves_in_one_launch(
     *,
     in_fp8: bool,
     swap_ab: bool,
-    by_pallas: bool,
+    specialized: bool,
     in_gluon: bool = False,
 ) -> bool:
     """Whether one launch is expected to be fastest for the layer of one device, with gated experts of `[I, H]`.
@@ -93,19 +93,20 @@ def serves_in_one_launch(
     With few rows per expert, the time is that of reading the weights, which one launch does without pauses
     (fused_moe_decode.json). `_FEW_ROWS` holds the limits, from fused_moe_batches.json; up to 128 rows were measured
     there. With many rows, GEMMs in several launches are faster, but rows are moved between them. For small experts
-    moving rows takes longer, unless `pallas` computes the GEMMs and activates in them, as for Qwen3-30B-A3B with 256
-    rows (fused_moe_prefill.json). Of large experts, GEMMs of prepacked weights in Gluon are faster with 32 rows
-    (fused_moe_prefill_mixtral.json).
+    moving rows takes longer, unless a specialized kernel computes the GEMMs and activates in them, as for Qwen3-30B-A3B
+    with 256 rows (fused_moe_prefill.json). Of large experts, GEMMs of prepacked weights in Gluon are faster with 32
+    rows (fused_moe_prefill_mixtral.json).
 
     `num_slots` are the assignments of all tokens; `bits` those of an element of the weights, and with `in_fp8` rows are
-    FP8, too. `swap_ab` converts an element once for more rows. `by_pallas`: `pallas` runs the first GEMM in a separate
-    launch; `in_gluon`: kernels in Gluon run both.
+    FP8, too. `swap_ab` converts an element once for more rows. `specialized`: the kernel of
+    the first GEMM in a separate launch has a warp that only copies; `in_gluon`: kernels in Gluon run both of quantized
+    weights.
     """
     rows, is_small = num_slots / num_experts, hidden * intermediate <= _SMALL_EXPERT
     most = few_rows(bits, in_fp8=in_fp8, swap_ab=swap_ab)
     if rows <= (_FEW_GLUON_ROWS if in_gluon and not is_small else most):
         return True
-    return rows >= _MANY_ROWS and is_small and bits == 16 and not by_pallas
+    return rows >= _MANY_ROWS and is_small and bits == 16 and not specialized
 
 
 def _ranks_of_token(layout: Layout) -> float:

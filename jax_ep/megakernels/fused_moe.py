@@ -82,8 +82,8 @@ def fuses(experts: Experts, num_slots: int, dtype: DTypeLike, w_gate_up: Matrice
     return taken and _is_read(w_gate_up) and _is_read(w_down)
 
 
-def is_fastest(num_slots: int, dtype: DTypeLike, w_gate_up: Matrices, w_down: Matrices, *, by_pallas: bool) -> bool:
-    """Return whether one launch should be faster than several of `dtype` rows; see cost_model.py for `by_pallas`."""
+def is_fastest(num_slots: int, dtype: DTypeLike, w_gate_up: Matrices, w_down: Matrices, *, specialized: bool) -> bool:
+    """Return whether one launch should be faster than several of `dtype` rows; see cost_model.py for `specialized`."""
     single_launch = tuned.schedule(Schedule(), "fused_moe", **layer_facts(num_slots, w_down)).single_launch
     if single_launch is not None:
         return single_launch
@@ -93,7 +93,7 @@ def is_fastest(num_slots: int, dtype: DTypeLike, w_gate_up: Matrices, w_down: Ma
         *(num_slots, num_experts, hidden, intermediate, bits),
         in_fp8=in_fp8,
         swap_ab=_swaps_ab(w_down),
-        by_pallas=by_pallas,
+        specialized=specialized,
         in_gluon=in_gluon,
     )
 

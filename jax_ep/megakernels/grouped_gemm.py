@@ -24,6 +24,7 @@ from jax_ep.core.kernel import Argument, Config, Descriptor, Kernel
 from jax_ep.core.layout import Bias, power_of_two, round_up
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels import compile, tuned
+from jax_ep.megakernels.activation import kind_of
 from jax_ep.megakernels.kernels import gemm_structs, gluon_gemm, gluon_gemm16, gluon_gradient
 from jax_ep.megakernels.kernels import grouped_gemm as grouped_gemm_kernels
 from jax_ep.megakernels.kernels.gemm_structs import (
@@ -42,11 +43,12 @@ from jax_ep.megakernels.launch import (
     tile_config,
 )
 from jax_ep.megakernels.requirements import GLUON_CAPABILITY, in_gluon, runs_gluon
-from jax_ep.types import Array, Quantized
+from jax_ep.types import Array, Experts, Quantized
 
 _FORWARD = Kernel(grouped_gemm_kernels.grouped_gemm)
 _FP8 = Kernel(grouped_gemm_kernels.grouped_gemm_fp8)
 _GLUON = Kernel(gluon_gemm16.grouped_gemm16)
+_GLUON_ACTIVATION = Kernel(gluon_gemm16.gemm_activation16)
 _GLUON_WEIGHT_GRADIENT = Kernel(gluon_gemm16.weight_gradient16)
 _GLUON_FP8 = Kernel(gluon_gemm.grouped_gemm_fp8)
 _GLUON_FP8_WEIGHT_GRADIENT = Kernel(gluon_gradient.weight_gradient_fp8)
@@ -54,6 +56,8 @@ _WEIGHT_GRADIENT = Kernel(grouped_gemm_kernels.weight_gradient)
 _FP8_WEIGHT_GRADIENT = Kernel(grouped_gemm_kernels.weight_gradient_fp8)
 _WORD = 8  # elements of a 16-byte word
 _WAVE, _PART_BYTES = 64, 128  # rows of a wgmma, and bytes of a row that are stored at a time, see gluon_gemm16.py
+_MANY_TILES = 8  # of a program
+_ACTIVATED_COLUMNS = 32  # that are stored at a time: a wave stores an even number of parts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -203,8 +207,10 @@ def grouped_gemm(
     lhs, rhs, group_sizes, bias = vary_alike((pad(lhs, 1), rhs, group_sizes, bias))
     (num_rows, depth), columns = lhs.shape, rhs.shape[1 if transpose else 2]
     if tiles.gluon:
-        arrays = lhs, rhs, group_sizes, bias
-        return _by_gluon(*arrays, transpose=transpose, out_dtype=out_dtype, group_m=tiles.group_m)[:, :wanted]
+        parts = _PART_BYTES // jnp.dtype(out_dtype).itemsize
+        sizes_16 = gemm_structs.GluonGemm16(num_rows, columns, depth, groups, tiles.group_m, parts, transpose)
+        arrays = lhs, rhs, group_sizes, bias_operand(bias, num_rows)
+        return _by_gluon(_GLUON, *arrays, sizes=sizes_16, out_dtype=out_dtype)[:, :wanted]
     tile = GemmTile(tiles.block_m, tiles.block_n, tiles.block_k, tiles.group_m)
     parts = tiles.store_parts if tiles.tma_store else 0
     sizes = GroupedGemm(*gemm_shape(num_rows, columns, depth, groups), transpose, parts, tile)
@@ -218,30 +224,45 @@ def grouped_gemm(
     return launch(_FORWARD, operands, (result,), config, {"S": sizes})[0][:, :wanted]
 
 
+@functools.partial(jax.jit, static_argnames="experts")
+def gemm_activation(lhs: Array, rhs: GemmWeights, group_sizes: Array, row_weights: Array, *, experts: Experts) -> Array:
+    """`[M, K]` rows times the `[G, K, 2I]` weights of their group, activated, and times `[M]` weights, to `[M, I]`.
+
+    In float32 with one final rounding, of experts that `requirements.activates`. Rows past the groups are zero.
+
+    Source: a dual GEMM with the gated unit in its epilogue, as CUTLASS's, for groups of rows.
+    """
+    columns, facts = rhs.shape[2] // 2, _facts(lhs.dtype, lhs.shape, rhs.shape[2], rhs.shape[0], lhs.dtype)
+    tiles = _tuned(forward_tiles(facts), "grouped_gemm", facts)
+    rhs = jax.tree.map(lambda w: pad(w, 1, 2), rhs)
+    arrays = vary_alike((pad(lhs, 1), rhs, group_sizes, row_weights.astype(jnp.float32)))
+    shape = lhs.shape[0], columns, arrays[0].shape[1], facts.groups
+    sizes = gemm_structs.GluonGemm16(*shape, tiles.group_m, _ACTIVATED_COLUMNS, activation=kind_of(experts))
+    return _by_gluon(_GLUON_ACTIVATION, *arrays, sizes=sizes, out_dtype=lhs.dtype)
+
+
 def _by_gluon(
+    kernel: Kernel,
     lhs: Array,
     rhs: GemmWeights,
     group_sizes: Array,
-    bias: Bias | None,
+    last: Argument | None,
     *,
-    transpose: bool,
+    sizes: gemm_structs.GluonGemm16,
     out_dtype: DTypeLike,
-    group_m: int,
 ) -> Array:
-    """Multiply as `grouped_gemm`, in tiles of up to 192 x 256."""
+    """Multiply in tiles of up to 192 x 256; `last` is the last operand of the kernel, a bias or weights of rows."""
     check_gluon("grouped_gemm", lhs.dtype, out_dtype)
-    (num_rows, depth), columns, groups = lhs.shape, rhs.shape[1 if transpose else 2], rhs.shape[0]
-    part_n = _PART_BYTES // jnp.dtype(out_dtype).itemsize
-    sizes = gemm_structs.GluonGemm16(num_rows, columns, depth, groups, group_m, part_n, transpose)
-    block = (1, *((sizes.tile_n, sizes.depth) if transpose else (sizes.depth, sizes.tile_n)))
-    operand, home = _described(rhs, block)
+    block = (sizes.box_n, sizes.depth) if sizes.transposed else (sizes.depth, sizes.box_n)
+    operand, home = _described(rhs, (1, *block))
     sizes = dataclasses.replace(sizes, home_groups=home)
-    rows = Descriptor(lhs, (_WAVE, sizes.depth))
-    operands = rows, operand, group_sizes, bias_operand(bias, num_rows), new_counters(1, lhs)
-    result = Descriptor(jax.ShapeDtypeStruct((num_rows, columns), out_dtype), (_WAVE, part_n), bounded=True)
+    operands = Descriptor(lhs, (_WAVE, sizes.depth)), operand, group_sizes, last, new_counters(1, lhs)
+    result = jax.ShapeDtypeStruct((sizes.M, round_up(sizes.N, _WORD)), out_dtype)
+    results: tuple[Argument, ...] = Descriptor(result, (_WAVE, sizes.part_n), bounded=True), *int32((1,))
     # Tiles have at least two waves, but for one of each group.
-    config = Config(num_programs((num_rows // (2 * _WAVE) + groups + 1) * sizes.tiles_n), num_warps=4)
-    return launch(_GLUON, operands, (result, *int32((1,))), config, {"S": sizes}, written={-1: -1})[0]
+    num_tiles = (sizes.M // (2 * _WAVE) + sizes.num_groups + 1) * sizes.tiles_n
+    config = Config(num_programs(num_tiles), num_warps=4)
+    return launch(kernel, operands, results, config, {"S": sizes}, written={-1: -1})[0][:, : sizes.N]
 
 
 def weights_operand(w: GemmWeights, sizes: GroupedGemm) -> tuple[Argument, GroupedGemm]:
@@ -305,6 +326,9 @@ def _gradient_by_gluon(
     sizes = gemm_structs.GluonGemm16(
         num_rows, columns, rows, groups, group_m, part_n, is_gradient=True, home_groups=num_home
     )
+    # Tiles of large groups take long: programs that compute few tiles get low ones, to end at about the same time.
+    num_tiles = groups * -(-rows // (3 * _WAVE)) * sizes.tiles_n
+    sizes = dataclasses.replace(sizes, low_tiles=num_tiles < _MANY_TILES * num_programs(num_tiles))
     # Rows of the operands end where the kernel chooses.
     left = Descriptor(lhs, (sizes.depth, _WAVE), bounded=True)
     right = Descriptor(rhs, (sizes.depth, sizes.tile_n), bounded=True)

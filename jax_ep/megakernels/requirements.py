@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 
@@ -18,6 +19,7 @@ from jax_ep.core.facts import (
     Fp8OperandFacts,
     FusedFacts,
     FusedMoEFacts,
+    GemmActivationFacts,
     GemmFacts,
     LowLatencyFacts,
     LowLatencyGemmFacts,
@@ -33,8 +35,8 @@ from jax_ep.core.mesh_axes import automatic_axes, platform
 from jax_ep.formats import format_of, needs_decoder
 from jax_ep.heap import nvshmem, peer_access, transports
 from jax_ep.heap.symmetric import MAX_BLOCKS
-from jax_ep.megakernels import compile
-from jax_ep.types import Options
+from jax_ep.megakernels import compile, tuned
+from jax_ep.types import Experts, Options
 
 _MOST_TOKENS_PER_BLOCK = 8
 _MOST_RANKS = 63  # kernels keep a set of ranks in an int64
@@ -142,6 +144,22 @@ def _of_gemm(facts: GemmFacts, options: Options) -> str | None:
     if facts.groups > MAX_GROUPS or facts.num_rows > BOUND:
         return Portable(f"{facts.groups} groups of {facts.num_rows} rows exceed {MAX_GROUPS} groups or {BOUND} rows")
     return None
+
+
+@_reason.register
+def _of_gemm_activation(facts: GemmActivationFacts, options: Options) -> str | None:
+    experts, gemm = facts.experts, facts.gemm
+    if not activates(experts):
+        return "its GEMM activates rows of gated experts alone, whose gates come first and whose weights scale results"
+    if not tuned.setting("grouped_gemm", "gluon", in_gluon(gemm), **dataclasses.asdict(gemm)):
+        return "no kernel in Gluon runs this GEMM"
+    return _reason(gemm, options)
+
+
+def activates(experts: Experts) -> bool:
+    """Return whether a GEMM can store activated rows of these experts."""
+    of_halves = experts.gated and not experts.interleaved
+    return of_halves and not callable(experts.activation) and experts.weight_on == "output"
 
 
 @_reason.register
@@ -269,7 +287,6 @@ def _missing_on_gpu(facts: Facts) -> str | None:
 
 GLUON_CAPABILITY = 90
 _FEW_ROWS, _NARROW = 64, 128  # rows per group, and columns, up to which tiles of Gluon's size would be partly empty
-_MANY_ROWS = 2048  # per group: `pallas` computes these (docs/design/gluon.md)
 _INT32 = 1 << 31  # offsets of biases
 
 
@@ -283,8 +300,8 @@ def in_gluon(facts: GemmFacts) -> bool:
     """Return whether a kernel in Gluon runs this grouped GEMM by default, or a weight gradient of its columns."""
     if facts.dtype not in _HALF or facts.out_dtype.itemsize > 4 or facts.is_empty:
         return False
-    has_size = _FEW_ROWS * facts.groups < facts.num_rows < _MANY_ROWS * facts.groups
-    return has_size and _NARROW < facts.columns < _INT32 // facts.groups and runs_gluon()
+    has_size = facts.num_rows > _FEW_ROWS * facts.groups and _NARROW < facts.columns < _INT32 // facts.groups
+    return has_size and runs_gluon()
 
 
 _LEAST, _FP8, _TMA, _WITHOUT_TMA = 8.0, 8.9, 9.0, 12.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from jax.typing import DTypeLike
 
@@ -38,6 +38,11 @@ def tiles[Tiles: DataclassInstance](default: Tiles, operation: str, **facts: obj
     fields = {field.name for field in dataclasses.fields(default)}
     found = {name: value for name, value in _settings(operation, facts).items() if name in fields}
     return dataclasses.replace(default, **found) if found else default
+
+
+def setting[Value](operation: str, name: str, default: Value, **facts: object) -> Value:
+    """Return one tuned setting of the operation, or the default."""
+    return cast(Value, _settings(operation, facts).get(name, default))
 
 
 def rates() -> Rates | None:

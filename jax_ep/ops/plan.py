@@ -290,7 +290,6 @@ def layer(
     if not sizes.has_bias and (first.modes is None or first.modes.dispatch == "serial"):
         product = GemmFacts(dtype, layout.capacity, facts.hidden, sizes.columns, groups, dtype)
         name = first.gemm.forward.implementation
-        name = "pallas" if name == "triton" and registry.prefers_pallas(product) else name
         if registry.unsupported_reason(name, GemmActivationFacts(dtype, experts, product), options) is None:
             activated = Part("gemm_activation", name)
     return LayerPlan(first, second, between, activated)

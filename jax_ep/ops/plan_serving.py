@@ -236,8 +236,8 @@ def single_launch(options: Options, facts: FusedMoEFacts, others: Sequence[str])
 
     num_experts, hidden, columns = facts.w_gate_up.shape
     product = GemmFacts(facts.dtype, facts.num_slots, hidden, columns, num_experts, facts.dtype)
-    by_pallas = registry.prefers_pallas(product)
-    if is_fastest(facts.num_slots, facts.dtype, facts.w_gate_up, facts.w_down, by_pallas=by_pallas):
+    specialized = registry.is_specialized(name, product)
+    if is_fastest(facts.num_slots, facts.dtype, facts.w_gate_up, facts.w_down, specialized=specialized):
         return Part("fused_moe", name)
     return None
 

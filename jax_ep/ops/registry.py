@@ -37,13 +37,13 @@ _log = logging.getLogger("jax_ep")
 
 _PACKAGES = {"triton": "jax_ep.megakernels", "pallas": "jax_ep.pallas", "xla": "jax_ep.xla"}
 
-# In order of preference, behind `pallas` where it is the fastest: the first one that accepts a request is the default.
+# In order of preference: the first one that accepts a request is the default.
 _IMPLEMENTATIONS = {
     "exchange": ("triton", "xla"),
     "balance_plan": ("triton", "xla"),
     "expert_copies": ("triton", "xla"),
     "exchange_gemm": ("triton",),  # others run the all-to-all and the GEMM one after the other
-    "gemm_activation": ("pallas",),  # others activate in a separate pass
+    "gemm_activation": ("triton",),  # others activate in a separate pass
     "grouped_gemm": ("triton", "pallas", "xla"),
     "fused_moe": ("triton",),  # others run the layer one operation after another
     "quantized_gemm": ("triton", "xla"),
@@ -183,13 +183,6 @@ def _reason_of_bits(name: str, facts: Facts, options: Options) -> str | None:
     return None
 
 
-def prefers_pallas(facts: GemmFacts) -> bool:
-    """Whether `pallas` computes such a GEMM faster than plain Triton, and rows that it activates."""
-    from jax_ep.pallas.requirements import is_preferred
-
-    return is_preferred(facts)
-
-
 def is_specialized(name: str, facts: GemmFacts) -> bool:
     """Whether implementation `name` runs this GEMM by a kernel with a warp that only copies: `pallas`, or in Gluon."""
     from jax_ep.megakernels.requirements import in_gluon
@@ -206,8 +199,6 @@ def choose(options: Options, facts: Facts) -> Part:
       NotImplementedError: none supports them; the message gives every reason.
     """
     names: Sequence[str] = options.implementation or _IMPLEMENTATIONS[facts.operation]
-    if options.implementation is None and isinstance(facts, GemmFacts) and prefers_pallas(facts):
-        names = sorted(names, key=lambda name: not is_specialized(name, facts))
     reasons: list[str] = []
     for name in names:
         reason = unsupported_reason(name, facts, options)

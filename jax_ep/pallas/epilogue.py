@@ -25,13 +25,13 @@ _SLOTS = 2  # chunks of a consumer in flight: more leave too little room for ope
 type Target = Callable[[Scalar, int], Ref]
 
 
-def scratch(out_dtype: DTypeLike, rows: int | None = None) -> Scratch:
+def scratch(out_dtype: DTypeLike) -> Scratch:
     """Declare chunks of each consumer for `store`, in two views.
 
-    A chunk has `rows` rows; None: as many as 8 KB hold. Whole chunks leave from the swizzled view. Single rows can be
+    A chunk has as many rows as 8 KB hold. Whole chunks leave from the swizzled view. Single rows can be
     addressed only in the plain view. Both views have one shape, so that each consumer has the same memory in both.
     """
-    shape = (CONSUMERS, _SLOTS, rows or line(out_dtype), CHUNK)
+    shape = (CONSUMERS, _SLOTS, line(out_dtype), CHUNK)
     return plgpu.RefUnion(swizzled(shape, out_dtype), plgpu.SMEM(shape, out_dtype))
 
 

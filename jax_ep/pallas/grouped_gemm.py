@@ -11,6 +11,7 @@ costs copies; the widths of models are multiples of 64.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,6 @@ from jax_ep.core.expert_matrices import GemmWeights, SplitWeights
 from jax_ep.core.layout import Bias, add_bias, round_up
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.pallas import epilogue, forward, gradient, result_slots, ring, tiling
-from jax_ep.pallas.export_cache import lowered_once
 from jax_ep.pallas.launch import is_interpreted, launch, num_programs, swizzled
 from jax_ep.pallas.schedule import row_tiles
 from jax_ep.pallas.tiling import ALIGNMENT, STEP, TILE, ForwardTiles, WeightTiles
@@ -48,20 +48,19 @@ def grouped_gemm(
     Source: persistent, warp-specialized GEMMs as in CUTLASS and DeepGEMM, here in Pallas.
     """
     tiles = tiles or tiling.forward_tiles(lhs.shape[0], group_sizes.shape[0], jnp.dtype(out_dtype).itemsize)
-    static = {"out_dtype": jnp.dtype(out_dtype), "tiles": tiles, "interpret": is_interpreted()}
-    rows = _forward(lhs, rhs, group_sizes, transpose=transpose, **static)
+    static = {"transpose": transpose, "out_dtype": jnp.dtype(out_dtype), "tiles": tiles}
+    rows = _forward(lhs, rhs, group_sizes, **static, interpret=is_interpreted())
     return rows if bias is None else add_bias(rows, bias, group_sizes)
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC)  # one compilation for eager callers
-def _forward(lhs: Array, rhs: GemmWeights, group_sizes: Array, *, transpose: bool, **static: object) -> Array:
+def _forward(lhs: Array, rhs: GemmWeights, group_sizes: Array, *, transpose: bool, **static: Any) -> Array:
     weights = (pad(w, _MATRICES) for w in jax.tree.leaves(rhs))
     operands = vary_alike((pad(lhs, ROWS), *weights, group_sizes))
     run = sequential_vmap(functools.partial(_launch_forward, transpose=transpose, **static))
     return run(*operands)[: lhs.shape[0], : rhs.shape[1 if transpose else 2]]
 
 
-@lowered_once
 def _launch_forward(
     *operands: Array, transpose: bool, out_dtype: jnp.dtype, tiles: ForwardTiles, interpret: bool
 ) -> Array:
@@ -94,7 +93,7 @@ def weight_gradient(
 
 
 @functools.partial(jax.jit, static_argnames=(*_STATIC, "num_home"))
-def _gradient(lhs: Array, rhs: Array, group_sizes: Array, **static: object) -> list[Array]:
+def _gradient(lhs: Array, rhs: Array, group_sizes: Array, **static: Any) -> list[Array]:
     # Copies past the last column are cut off where there are more than those of one line.
     columns = STEP if rhs.shape[1] > STEP else 2 * STEP
     operands = vary_alike((pad(lhs, ROWS), pad(rhs, (ALIGNMENT, columns)), group_sizes))
@@ -102,7 +101,6 @@ def _gradient(lhs: Array, rhs: Array, group_sizes: Array, **static: object) -> l
     return [w[:, : lhs.shape[1], : rhs.shape[1]] for w in run(*operands)]
 
 
-@lowered_once
 def _launch_gradient(
     *operands: Array, out_dtype: jnp.dtype, tiles: WeightTiles, interpret: bool, num_home: int = 0
 ) -> list[Array]:

@@ -14,22 +14,17 @@ from jax_ep.core.facts import (
     ExchangeFacts,
     Facts,
     Fp8OperandFacts,
-    GemmActivationFacts,
     GemmFacts,
     Portable,
 )
 from jax_ep.core.mesh_axes import platform
-from jax_ep.pallas.tiling import ALIGNMENT, STEP
-from jax_ep.types import Experts, Options
+from jax_ep.types import Options
 from jax_ep.xla import requirements as portable
 
 _CAPABILITY = "9.0"
 _DTYPES = (jnp.bfloat16, jnp.float16)
 _NOT_ON_CPU = "it runs on GPUs; on CPU devices only for tests that name it alone"
 _MOST_GROUPS = 4095  # in shared memory, 32 of them per thread
-_ROWS_PER_GROUP = 256
-_MOST_DEPTH_OF_ACTIVATED = 2048
-_ACTIVATIONS = ("silu", "gelu", "relu", "relu_squared")  # "gelu_exact" has no instruction
 INTERPRETER_THREADS = 4
 """Cores or CPU devices that Mosaic's interpreter needs: fewer, and warpgroups wait for each other for good."""
 _COMPILER = "jax.experimental.mosaic.gpu"
@@ -63,13 +58,6 @@ def _of_gemm(facts: GemmFacts, options: Options) -> str | None:
     return None
 
 
-@_reason.register
-def _of_gemm_activation(facts: GemmActivationFacts, options: Options) -> str | None:
-    if not activates(facts.experts, facts.gemm.depth):
-        return "its GEMM does not activate rows of these experts, or K is too large for that to be faster"
-    return _reason(facts.gemm, options)
-
-
 @_reason.register(ActivationFacts)
 @_reason.register(ExchangeFacts)
 @_reason.register(Fp8OperandFacts)
@@ -79,37 +67,9 @@ def _of_others(facts: ActivationFacts | ExchangeFacts | Fp8OperandFacts, options
     return Portable(f"it has only GEMMs; `xla` runs the {facts.operation} next to them")
 
 
-def is_preferred(facts: Facts) -> bool:
-    """Whether these GPUs have no faster grouped GEMM, nor a faster gradient of its weights.
-
-    That is so where groups have hundreds of rows, and nothing must be padded (docs/design/grouped_gemm.md).
-    """
-    return (
-        isinstance(facts, GemmFacts)
-        and platform() == "gpu"
-        and facts.dtype in _DTYPES
-        and missing() is None
-        and facts.num_rows >= _ROWS_PER_GROUP * facts.groups
-        and facts.num_rows % ALIGNMENT == 0
-        and facts.depth % STEP == 0
-        and facts.columns % STEP == 0
-    )
-
-
 def fits(num_rows: int, num_groups: int) -> bool:
     """Whether groups have room in memory, and no sum of sizes, nor a coordinate behind the last row, leaves int32."""
     return num_groups <= _MOST_GROUPS and num_rows * (num_groups + 1) <= jnp.iinfo(jnp.int32).max
-
-
-def activates(experts: Experts, depth: int) -> bool:
-    """Whether the first GEMM of these experts, without biases, should store activated rows.
-
-    Its `block_m` is half as large, which costs more the larger K is; the saved traffic stays the same
-    (docs/design/grouped_gemm.md).
-    """
-    of_halves = experts.gated and not experts.interleaved
-    taken = of_halves and experts.activation in _ACTIVATIONS and experts.weight_on == "output"
-    return taken and depth <= _MOST_DEPTH_OF_ACTIVATED
 
 
 def _missing_on_cpu() -> str | None:

@@ -49,9 +49,9 @@ class Ring(NamedTuple):
         return num_slots
 
 
-def scratch(lhs: Scratch, rhs: Scratch, stages: int, copies: int = 2) -> Ring:
-    """Declare a ring of these operands; a step arrives in `copies` copies."""
-    full = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
+def scratch(lhs: Scratch, rhs: Scratch, stages: int) -> Ring:
+    """Declare a ring of these operands; a step arrives in two copies."""
+    full = plgpu.Barrier(num_arrivals=2, num_barriers=stages)
     return Ring(lhs, rhs, full, plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages))
 
 

@@ -19,8 +19,7 @@ TILE = CONSUMERS * CHUNK
 
 _FEWEST_STAGES = 4
 _LOW_HEIGHTS = (32, 64, 80, 96, 112, 128)
-_HIGH_HEIGHTS = (64, 128, 192, 224, 240, 256)
-_MANY_ROWS = 4096  # per group; from 1793 rows on, all tiles of a group have more than 224 rows
+_HEIGHTS_TO_FLOAT32 = tuple(range(32, 257, 32))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +36,7 @@ class ForwardTiles:
       band: most row tiles that programs visit together, so that they share columns of the weights in the L2 cache.
     """
 
-    heights: tuple[int, ...] = (32, 64, 96, 128, 144, 160, 176, 192, 208, 224, 240, 256)
+    heights: tuple[int, ...] = (64, 128, 192, 224, 240, 256)
     stages: int = 4
     band: int = 4
 
@@ -66,16 +65,10 @@ class WeightTiles:
 
 
 def forward_tiles(num_rows: int, groups: int, out_itemsize: int = 2) -> ForwardTiles:
-    """Return the tiles for `[M, K]` rows in groups; small and large groups need few heights, which compile faster."""
+    """Return the tiles for `[M, K]` rows in groups; few heights compile faster."""
     if num_rows <= 64 * groups:
         return ForwardTiles(_LOW_HEIGHTS)
-    has_large_groups = num_rows >= _MANY_ROWS * groups and out_itemsize <= 2
-    return ForwardTiles(_HIGH_HEIGHTS) if has_large_groups else ForwardTiles()
-
-
-def activated_tiles() -> ForwardTiles:
-    """Return the tiles of GEMMs with activation: two accumulators leave registers for about half of the rows."""
-    return ForwardTiles((*_LOW_HEIGHTS, 144), band=8)
+    return ForwardTiles(_HEIGHTS_TO_FLOAT32) if out_itemsize > 2 else ForwardTiles()
 
 
 def weight_tiles(columns: int, out_itemsize: int = 2) -> WeightTiles:

@@ -11,7 +11,7 @@ from kernel_calls import HEAP_BYTES, W
 import harness
 import jax_ep
 from jax_ep import context, interpreter
-from jax_ep.pallas import requirements
+from jax_ep.megakernels import compile
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def needs_triton(request):
 def on_h200(monkeypatch):
     """Use the sizes and choices of an H200, without running anything."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(requirements, "missing", lambda: None)
+    monkeypatch.setattr(compile, "device_capability", lambda: 90)
     device = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0", core_count=132)
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
 

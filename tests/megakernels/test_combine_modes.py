@@ -11,9 +11,8 @@ import harness
 import jax_ep
 from cases import BF16, Shape, reals
 from jax_ep.core.kernel import Config
-from jax_ep.megakernels import cost_model, exchange, exchange_gemm
+from jax_ep.megakernels import cost_model, exchange, exchange_gemm, requirements
 from jax_ep.ops import registry
-from jax_ep.pallas import requirements
 from jax_ep.types import COMBINE_MODES, Layout, Options, Schedule
 from routings import ROUTINGS
 
@@ -53,8 +52,8 @@ def layout(ranks, *, tokens=4096, top_k=8, experts=256):
 
 
 def specialized(layout, sizes):
-    """Whether `pallas` runs a GEMM of these sizes, as a separate launch."""
-    return requirements.is_preferred(facts_of.gemm(BF16, layout.capacity, *sizes, layout.num_local_experts))
+    """Whether a kernel in Gluon runs a GEMM of these sizes, as a separate launch."""
+    return requirements.in_gluon(facts_of.gemm(BF16, layout.capacity, *sizes, layout.num_local_experts))
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from jax_ep.core.kernel import Descriptor, array_of
 from jax_ep.core.layout import Bias
 from jax_ep.megakernels import compile, grouped_gemm, launch
 from jax_ep.megakernels.grouped_gemm import Tiles, WeightTiles
+from jax_ep.types import Experts
 
 pytest.importorskip("triton")
 
@@ -45,7 +46,7 @@ def zeros_of(result):
 def compile_launch(monkeypatch):
     """Calls a launching function on shapes, and compiles what it would launch for an architecture."""
 
-    def run(function, capability, shapes, dtype, tiles, spare=0, spills=0, **options):
+    def run(function, capability, shapes, dtype, tiles, spare=0, spills=0, operation=None, **options):
         arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes[:2]]
         if spare:
             home = arrays[1]
@@ -61,7 +62,7 @@ def compile_launch(monkeypatch):
         monkeypatch.setattr(launch, "num_programs", lambda tasks, per_multiprocessor: 132 * per_multiprocessor)
         monkeypatch.setattr(grouped_gemm, "num_programs", lambda tasks: 132)
         monkeypatch.setattr(compile, "device_capability", lambda: capability)
-        with tuning.override(function.__name__, **dataclasses.asdict(tiles)):
+        with tuning.override(operation or function.__name__, **dataclasses.asdict(tiles)):
             jax.eval_shape(functools.partial(function.__wrapped__, **options), *arrays)
         ((kernel, operands, results, config, constants),) = launches
         given = dict(zip(kernel.body.arg_names, operands, strict=False))
@@ -160,3 +161,10 @@ def test_gemm_ptx_gluon_bias(on_gpus, compile_launch):
     )
     loops = re.findall(r"HGMMA.*?BRA", built["code"], re.DOTALL)
     assert not any(re.search(r"\b(STL|LDL)\b", loop) for loop in loops if "SYNCS.ARRIVE" in loop)
+
+
+@pytest.mark.parametrize("spare", [0, 2])
+def test_gemm_ptx_activation(on_gpus, compile_launch, spare):
+    shapes = (32768, 2048), (64, 2048, 1536), (64 + spare,), (32768,)
+    options = {"operation": "grouped_gemm", "tiles": Tiles(gluon=True), "spare": spare, "experts": Experts()}
+    compile_launch(grouped_gemm.gemm_activation, 90, shapes, jnp.bfloat16, **options)

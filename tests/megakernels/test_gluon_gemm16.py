@@ -16,10 +16,11 @@ from test_gluon_emulator import load
 from jax_ep.core.kernel import Descriptor
 from jax_ep.interpreter import gluon
 from jax_ep.megakernels.kernels import gluon_gemm16
-from jax_ep.megakernels.kernels.gemm_structs import GluonGemm16
+from jax_ep.megakernels.kernels.gemm_structs import Activation, GluonGemm16
 
 BF16 = ml_dtypes.bfloat16
 SOURCE = Path(gluon_gemm16.__file__)
+SWIGLU = Activation("silu", True, False, alpha=1.0, clamp=None, up_offset=0.0, weights_on_input=False)
 
 
 def described(array, block, *, bounded=False):
@@ -60,13 +61,37 @@ def gradient(module, rng, sizes, k, n, *, programs, seed, spare=0, **changes):
     return float(np.linalg.norm(out.astype(np.float64) - want) / np.linalg.norm(want))
 
 
-@pytest.mark.parametrize("run", [multiply, gradient])
+def activate(module, rng, sizes, k, n, *, programs, seed, spare=0, **changes):
+    """Return the relative error of the grouped GEMM with activation; NaN if an element is not written."""
+    groups, rows = len(sizes), sum(sizes) + spare
+    lhs, rhs = (rng.standard_normal(s).astype(BF16) for s in ((rows, k), (groups, k, 2 * n)))
+    weights, out, taken = (
+        rng.standard_normal(rows).astype(np.float32),
+        np.full((rows, n), np.nan, BF16),
+        np.zeros(1, np.int32),
+    )
+    operands = described(lhs, (64, 64)), described(rhs, (1, 64, 64)), np.array(sizes, np.int32), weights, taken
+    options = dataclasses.replace(GluonGemm16(rows, n, k, groups, 4, 32, activation=SWIGLU), **changes)
+    result = described(out, (64, 32), bounded=True)
+    gluon.run(module.gemm_activation16, programs, *operands, result, taken, seed=seed, S=options)
+    hidden, start = np.zeros((rows, 2 * n)), 0
+    for group, size in enumerate(sizes):
+        of_group = slice(start, start + size)
+        hidden[of_group] = lhs[of_group].astype(np.float64) @ rhs[group].astype(np.float64)
+        start += size
+    gate, up = hidden[:, :n], hidden[:, n:]
+    want = weights[:, None] * gate / (1 + np.exp(-gate)) * up
+    return float(np.linalg.norm(out.astype(np.float64) - want) / np.linalg.norm(want))
+
+
+@pytest.mark.parametrize("run", [multiply, activate, gradient])
 @pytest.mark.parametrize(
     ("sizes", "k", "n", "programs", "changes"),
     [
         ([128], 256, 256, 1, {}),
         ([100, 0, 37, 200, 320], 320, 264, 3, {"group_m": 1}),
         ([10, 300, 1], 64, 512, 2, {"stages": 2}),
+        ([300, 0, 200], 448, 264, 2, {"low_tiles": True}),
     ],
 )
 def test_gluon_gemm16(run, rng, sizes, k, n, programs, changes):
@@ -75,23 +100,26 @@ def test_gluon_gemm16(run, rng, sizes, k, n, programs, changes):
 
 
 @pytest.mark.parametrize(
-    ("size", "waves"),
+    ("size", "low", "waves"),
     [
-        (1, [1]),
-        (128, [2]),
-        (192, [3]),
-        (256, [2, 2]),
-        (320, [3, 2]),
-        (512, [2] * 4),
-        (513, [3] * 3),
-        (2048, [3] * 10 + [2]),
+        (1, False, [1]),
+        (128, False, [2]),
+        (192, False, [3]),
+        (256, False, [2, 2]),
+        (320, False, [3, 2]),
+        (512, False, [2] * 4),
+        (513, False, [3] * 3),
+        (2048, False, [3] * 10 + [2]),
+        (1, True, [1]),
+        (448, True, [2, 2, 2, 1]),
+        (768, True, [2] * 6),
     ],
 )
-def test_gluon_gemm16_heights(size, waves, rng):
+def test_gluon_gemm16_heights(size, low, waves, rng):
     """Tiles of a group have the same number of waves if possible, and cover its rows."""
-    shape = GluonGemm16(size, 256, 64, 1, group_m=64, part_n=64)
+    shape = GluonGemm16(size, 256, 64, 1, group_m=64, part_n=64, low_tiles=low)
     row_tiles, locate = (gluon.emulated(function) for function in (gluon_gemm16.row_tiles, gluon_gemm16.locate))
-    found = [locate(i, size, shape) for i in range(row_tiles(size))]
+    found = [locate(i, size, shape) for i in range(row_tiles(size, shape))]
     assert [number for _, number, _ in found] == waves
     assert [row for row, _, _ in found] == [64 * sum(waves[:i]) for i in range(len(waves))]
 
@@ -120,8 +148,8 @@ MISTAKES = {
     "no fence": ("    fence_async_shared()\n", ""),
     "too many arrivals expected": ("init(pipeline.empty.index(s), count=8)", "init(pipeline.empty.index(s), count=9)"),
     "wrong number of bytes": (
-        "(WAVES * WAVE + S.tile_n) * S.depth * 2)",
-        "(WAVES * WAVE + S.tile_n) * S.depth * 2 + 1)",
+        "(WAVES * WAVE + S.weights_n) * S.depth * 2)",
+        "(WAVES * WAVE + S.weights_n) * S.depth * 2 + 1)",
     ),
     "no wait at the end": ("    tma.store_wait(0)\n\n", "\n"),
     "rows of the next group": (
@@ -140,18 +168,26 @@ MISTAKES = {
     "waves of two tiles overlap": ("(tile * fewest + min(tile, more)) * WAVE", "(tile * fewest) * WAVE"),
 }
 OF_GRADIENT = {"other rows of the last step"}
+OF_ACTIVATION = {
+    "up values before gates": ("panel % 2 * S.N", "(1 - panel % 2) * S.N"),
+    "columns of the other consumer": ("panel // 2 * (HALF_N // 2)", "(1 - panel // 2) * (HALF_N // 2)"),
+    "weights of other rows": (
+        "rows = place.row + gl.arange(0, WAVE, gl.SliceLayout(1, LAYOUT))\n    used",
+        "rows = gl.arange(0, WAVE, gl.SliceLayout(1, LAYOUT))\n    used",
+    ),
+}
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", [*MISTAKES, *OF_ACTIVATION])
 def test_gluon_gemm16_mistake_is_found(mistake, tmp_path, rng):
     """Each mistake gives an error, or wrong numbers, for one of a few orders."""
-    right, wrong = MISTAKES[mistake]
+    right, wrong = (MISTAKES | OF_ACTIVATION)[mistake]
     text = SOURCE.read_text()
     assert text.count(right) >= 1, "the kernel has changed: update the mistake"
     path = tmp_path / "broken_kernel.py"
     path.write_text(text.replace(right, wrong))
     module = load(path)
-    run = gradient if mistake in OF_GRADIENT else multiply
+    run = gradient if mistake in OF_GRADIENT else activate if mistake in OF_ACTIVATION else multiply
     cases = ([320, 130], 64, 0), ([150, 330], 512, 300), ([100], 64, 0)
     for seed in range(6):
         sizes, k, spare = cases[seed % 3]

@@ -22,7 +22,6 @@ OPERATIONS = {
     "exchange": facts_of.exchange(BF16),
     "exchange in FP8": facts_of.exchange(BF16),
     "large products": facts_of.gemm(BF16, *PRODUCT),
-    "products in Gluon": facts_of.gemm(BF16, 1 << 13, 256, 256, 8),
     "small products": facts_of.gemm(BF16),
     "products in FP8": facts_of.gemm(FP8),
     "low latency": LowLatencyFacts(BF16, 256, LAYOUT),
@@ -30,14 +29,14 @@ OPERATIONS = {
     "masked products": MaskedGemmFacts(BF16, 256),
     "masked activation to FP8": MaskedActivationFacts(BF16, quantize=True),
 }
-HOPPER = dict.fromkeys(OPERATIONS, "triton") | {"large products": "pallas"}
-PRODUCTS = ("large products", "products in Gluon", "small products", "products in FP8", "masked products")
+HOPPER = dict.fromkeys(OPERATIONS, "triton")
+PRODUCTS = ("large products", "small products", "products in FP8", "masked products")
 WITHOUT_TMA = dict.fromkeys(OPERATIONS, "triton") | dict.fromkeys(PRODUCTS, "xla")
 IN_FP8 = ("exchange in FP8", "low latency in FP8", "masked activation to FP8")
 AMPERE = WITHOUT_TMA | dict.fromkeys(IN_FP8, "xla")
 NONE = dict.fromkeys(OPERATIONS, "xla")
 USED = {"7.5": NONE, "8.0": AMPERE, "8.6": AMPERE, "8.9": WITHOUT_TMA, "9.0": HOPPER}
-USED |= {"10.0": HOPPER | {"large products": "triton"}, "12.0": WITHOUT_TMA, "gfx942": NONE}
+USED |= {"10.0": HOPPER, "12.0": WITHOUT_TMA, "gfx942": NONE}
 
 
 @pytest.fixture

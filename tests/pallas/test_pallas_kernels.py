@@ -11,14 +11,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import facts_of
 import oracle
-from cases import BF16, F16, F32, assert_close, assert_same_bits, integers, probabilities, reals
+from cases import BF16, F16, F32, assert_close, integers, reals
 from jax_ep.core.expert_matrices import SplitWeights
-from jax_ep.pallas import gemm_activation as activated
 from jax_ep.pallas import grouped_gemm as gemm
 from jax_ep.pallas import requirements, tiling
 from jax_ep.pallas.tiling import ForwardTiles, WeightTiles
-from jax_ep.types import Experts, Options
-from oracle_experts import expert_rows
+from jax_ep.types import Options
 
 REFUSAL = requirements.unsupported_reason(facts_of.gemm(BF16), Options("grouped_gemm", (), ("pallas",)))
 pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
@@ -26,8 +24,7 @@ interpreted = pytest.mark.skipif(jax.default_backend() != "cpu", reason="this is
 
 # One tile per group, some of one block_m, and many, visited in bands; one, two and four chunks of results.
 LOW, HALF, HIGH = ForwardTiles((16, 32), band=2), ForwardTiles((32, 64, 80, 96, 112, 128)), ForwardTiles()
-MANY = tiling.forward_tiles(1 << 20, 1)  # Heights of large groups.
-FORWARD = (LOW, HALF, HIGH, MANY)
+FLOAT32 = ForwardTiles(tuple(range(32, 257, 32)))
 WEIGHTS = (WeightTiles(128, 6), WeightTiles(256, 4))
 NARROW = WeightTiles(128, 5)  # Of results in float32.
 # Groups that start within blocks of 8 rows and end at all kinds of positions, and rows past them.
@@ -36,7 +33,7 @@ ROWS = 251
 
 
 @pytest.mark.parametrize(
-    ("tiles", "transpose"), [(LOW, False), (LOW, True), (HALF, False), (HALF, True), (HIGH, False), (MANY, True)]
+    ("tiles", "transpose"), [(LOW, False), (LOW, True), (HALF, False), (HALF, True), (HIGH, False), (HIGH, True)]
 )
 def test_pallas_forward(tiles, transpose, rng, races):
     """Several tiles and steps in every direction; products of small integers are exact, so any lost row shows."""
@@ -47,37 +44,6 @@ def test_pallas_forward(tiles, transpose, rng, races):
     out_dtype = F32 if tiles is HALF else BF16
     out = gemm.grouped_gemm(lhs, right, SIZES, transpose=transpose, out_dtype=out_dtype, tiles=tiles)
     np.testing.assert_array_equal(np.asarray(out), want.astype(out_dtype))
-    assert races() == 0
-
-
-CLAMPED = Experts(alpha=1.702, clamp=1.5, up_offset=1.0)
-EXPERTS = (Experts(), CLAMPED, Experts("gelu"), Experts("relu", clamp=1.0), Experts("relu_squared"))
-
-
-def activated_operands(rng, experts, rows, sizes, depth, intermediate, dtype):
-    """Return operands with NaN past the groups, and their activated rows."""
-    lhs = reals(rng, rows, depth, dtype=dtype)
-    rhs = (reals(rng, len(sizes), depth, 2 * intermediate) / np.sqrt(depth) * 3).astype(dtype)
-    weights, used = probabilities(rng, 1, rows)[0] * rows, sizes.sum()
-    hidden = oracle.grouped_gemm(lhs, rhs, sizes)
-    want, _ = expert_rows(experts, hidden, weights, np.zeros((rows, intermediate)))
-    lhs[used:], weights[used:] = np.nan, np.nan
-    return (lhs, rhs, sizes, weights), want[:used]
-
-
-# With 320 columns the last tile is half full. Several steps, more than there are slots.
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-@pytest.mark.parametrize("experts", EXPERTS, ids=str)
-@pytest.mark.parametrize("tiles", [LOW, tiling.activated_tiles()], ids=str)
-def test_pallas_activated(tiles, experts, dtype, rng, races, monkeypatch):
-    # The detector expects a fence between loads by threads and later TMA copies; on GPUs a barrier orders them, as
-    # CUTLASS and DeepGEMM rely on.
-    arrive = plgpu.barrier_arrive
-    monkeypatch.setattr(plgpu, "barrier_arrive", lambda barrier: (plgpu.commit_smem(), arrive(barrier)))
-    operands, want = activated_operands(rng, experts, ROWS, SIZES, 330, 320, dtype)
-    out = np.asarray(activated.gemm_activation(experts, *operands, tiles=tiles))
-    assert out.dtype == dtype and out.shape == (ROWS, 320)
-    assert_close(out[: len(want)], want, "rows")
     assert races() == 0
 
 
@@ -136,32 +102,6 @@ def test_pallas_all_block_m(end, out_dtype, rng):
     np.testing.assert_array_equal(np.asarray(out), want.astype(out_dtype))
 
 
-@pytest.mark.parametrize("end", [1, 8, 33, 64, 119, 127, 129, 250])
-def test_pallas_activated_all_block_m(end, rng):
-    """Rows of a tile that belong to other groups, each with a weight, and those of a half-full last column."""
-    sizes = np.array([5, end, 255 - end], np.int32)
-    operands, want = activated_operands(rng, Experts(), 267, sizes, 64, 64, BF16)
-    operands[0][5] = np.nan
-    out = np.asarray(activated.gemm_activation(Experts(), *operands))[:260]
-    assert np.isnan(out[5].astype(F32)).all()
-    assert_close(np.delete(out, 5, 0), np.delete(want, 5, 0), "rows")
-
-
-def test_pallas_activated_pads_halves(rng):
-    operands, want = activated_operands(rng, CLAMPED, 21, np.array([7, 0, 11], np.int32), 40, 24, BF16)
-    out = np.asarray(activated.gemm_activation(CLAMPED, *operands))
-    assert out.dtype == BF16 and out.shape == (21, 24)
-    assert_close(out[: len(want)], want, "rows")
-
-
-def test_pallas_activated_two_arrays(rng):
-    operands, _ = activated_operands(rng, CLAMPED, 21, np.array([7, 0, 11, 3], np.int32), 40, 24, BF16)
-    lhs, rhs, *others = operands
-    want = activated.gemm_activation(CLAMPED, *operands)
-    got = activated.gemm_activation(CLAMPED, lhs, SplitWeights(rhs[:3], rhs[3:]), *others)
-    assert_same_bits(np.asarray(got), np.asarray(want))
-
-
 def test_pallas_vmap(rng):
     lhs, rhs = reals(rng, 2, 20, 64, dtype=BF16), reals(rng, 2, 3, 64, 64, dtype=BF16)
     sizes = np.array([[5, 0, 12], [0, 20, 0]], np.int32)
@@ -195,18 +135,6 @@ def test_pallas_forward_lowers(tiles, x64, out_dtype, transpose):
         assert "mosaic_gpu" in two and "stablehlo.concatenate" not in two
 
 
-@pytest.mark.parametrize("x64", [False, True])
-@pytest.mark.parametrize("experts", EXPERTS, ids=str)
-def test_pallas_activated_lowers(experts, x64):
-    def call(lhs, rhs, group_sizes):
-        return activated.gemm_activation(experts, lhs, rhs, group_sizes, jnp.ones(lhs.shape[0], F32))
-
-    with jax.enable_x64(x64), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(activated, "is_interpreted", lambda: False)
-        assert "mosaic_gpu" in lower(call, (32768, 7168), (64, 7168, 4096), (64,))
-        assert "mosaic_gpu" in lower(call, (5, 9), (3, 9, 16), (3,))
-
-
 @pytest.mark.parametrize("tiles", [*WEIGHTS, NARROW], ids=str)
 def test_pallas_weights_lower(tiles):
     out_dtype = F32 if tiles is NARROW else BF16
@@ -227,13 +155,13 @@ def test_pallas_misaligned_copies_do_not_lower(monkeypatch):
     jax.clear_caches()
     call = functools.partial(gemm.grouped_gemm, transpose=False, out_dtype=BF16)
     with pytest.raises(ValueError, match=r"divisibility|Failed to infer"):
-        # Sizes of no other test, because launches are lowered once.
         lower(call, (32768, 7232), (64, 7232, 4096), (64,))
     jax.clear_caches()
 
 
 def test_pallas_tables_fit_in_shared_memory():
     """All tiles in the tables are lowered above."""
-    assert {tiling.forward_tiles(rows, 64) for rows in (64, 32768, 1 << 20)} <= set(FORWARD)
+    assert {tiling.forward_tiles(rows, 64) for rows in (64, 32768, 1 << 20)} == {HALF, HIGH}
+    assert {tiling.forward_tiles(rows, 64, 4) for rows in (64, 32768)} == {HALF, FLOAT32}
     assert {tiling.weight_tiles(columns) for columns in (64, 384, 4096)} <= set(WEIGHTS)
     assert {tiling.weight_tiles(columns, 4) for columns in (64, 384, 4096)} == {NARROW}

@@ -8,12 +8,12 @@ from jax_ep.pallas import tiling
 from jax_ep.pallas.launch import is_interpreted
 from jax_ep.pallas.requirements import fits
 from jax_ep.pallas.schedule import row_tiles
-from jax_ep.pallas.tiling import ForwardTiles, forward_tiles
+from jax_ep.pallas.tiling import ForwardTiles
 from jax_ep.xla.grouped_gemm import locate_groups
 
 SIZES = ([6, 6, 6, 6], [0, 0, 0, 0], [0, 64, 0, 1], [1, 127, 128, 129], [3, -5, 7, 2], [1 << 30, 1 << 30, 1 << 30, 1])
-MANY = forward_tiles(1 << 20, 1)
-ALL_TILES = (ForwardTiles(), MANY, ForwardTiles((16, 32), band=2), ForwardTiles((32, 48, 64), band=3))
+MANY_HEIGHTS = ForwardTiles((32, 64, 96, 128, 144, 160, 176, 192, 208, 224, 240, 256))
+ALL_TILES = (ForwardTiles(), MANY_HEIGHTS, ForwardTiles((16, 32), band=2), ForwardTiles((32, 48, 64), band=3))
 
 
 def make(sizes, num_rows, tiles):
@@ -31,7 +31,7 @@ def test_pallas_schedule_covers_rows(sizes, tiles, rng):
     """Given sizes, or a number of random ones: 131 exceed the threads of a warpgroup."""
     sizes = rng.multinomial(380, rng.dirichlet(np.ones(sizes))) if isinstance(sizes, int) else sizes
     num_rows = 400
-    chunk = 64 if tiles is MANY else 32  # rows that are stored at once: in 16 bits only, or in float32, too
+    chunk = 64 if tiles == ForwardTiles() else 32  # rows that are stored at once: in 16 bits only, or in float32, too
     (group, row, _, start, end, band, band_size), heights = make(sizes, num_rows, tiles)
     owner = np.full(num_rows, -1)
     for i, height in enumerate(heights):
@@ -53,7 +53,7 @@ def test_pallas_schedule_covers_rows(sizes, tiles, rng):
 
 def test_pallas_schedule_block_m_follows_groups():
     """As few tiles as possible, with up to three sharing a block_m; the tallest come first."""
-    (group, *_), heights = make([100, 530, 250, 1300, 20], 2200, ForwardTiles())
+    (group, *_), heights = make([100, 530, 250, 1300, 20], 2200, MANY_HEIGHTS)
     assert [(g, [*heights[group == g]]) for g in dict.fromkeys(group.tolist())] == [
         (2, [256]),
         (3, [224] * 4 + [208] * 2),

@@ -66,13 +66,25 @@ class GluonGemm16:
     K: int  # in a weight gradient the rows of its results
     num_groups: int
     group_m: int  # row tiles of one band
-    part_n: int  # columns that are stored at a time: 128 bytes
+    part_n: int  # columns that are stored at a time: 128 bytes, of activated rows 64
     transposed: bool = False  # weights are [num_groups, N, K]
     is_gradient: bool = False
     home_groups: int = 0  # groups of the first of two arrays of weights, or gradients; 0: there is one array
-    tile_n: int = 256
+    activation: Activation | None = None  # weights are [num_groups, K, 2 * N], and results activated rows
+    low_tiles: bool = False  # no tile has more than two waves
+    weights_n: int = 256  # columns of weights that a tile multiplies
     depth: int = 64  # of a step of the sum
     stages: int = 3  # steps in shared memory
+
+    @property
+    def tile_n(self) -> int:
+        """Columns of a tile of the result."""
+        return self.weights_n if self.activation is None else self.weights_n // 2
+
+    @property
+    def box_n(self) -> int:
+        """Columns of weights that are copied at a time."""
+        return self.weights_n if self.activation is None else self.weights_n // 4
 
     @property
     def tiles_n(self) -> int:

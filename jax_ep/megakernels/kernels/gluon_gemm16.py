@@ -1,4 +1,4 @@
-"""Grouped GEMM of 16-bit operands in Gluon, and its weight gradient.
+"""Grouped GEMM of 16-bit operands in Gluon, also with gated activation, and its weight gradient.
 
 Roles and waits are those of gluon_gemm.py, without the barrier `turn`: products add up in the accumulators, so both
 consumers issue when they can. A tile has up to three waves of 64 rows and 256 columns; consumer c computes columns
@@ -7,6 +7,8 @@ starts one step later than consumer 0, so that one multiplies while the other st
 
 Tiles of a group have the same number of waves if possible. They read the same weights, and a lower tile would be ahead
 of the others, whose weights have left the L2 cache when they get there: 10 % of the time for groups of 512 rows.
+
+With activation, a consumer multiplies 64 columns of gates and the same 64 of up values, which meet in a thread.
 
 A weight gradient contracts the rows of a group. TMA reads rows past its end as zeros, through bounded descriptors
 (tiles.py).
@@ -29,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .activation import activate_halves
 from .gemm_structs import Value
 from .gluon_gemm import HALF_N, WAVE, allocate_tiles, arrive, place_in_bands, read_tile, rows_of, send_tile, wait
 from .tiles import BOUND
@@ -42,7 +45,9 @@ class Pipeline(NamedTuple):
     """Operands of `S.stages` steps in shared memory, and their barriers."""
 
     a: Value  # [MOST_WAVES * S.stages, WAVE, S.depth]; of a gradient [MOST_WAVES * S.stages, 1, 1, S.depth, WAVE]
-    b: Value  # [S.stages, 1, S.depth, S.tile_n]; [S.stages, 1, S.tile_n, S.depth] of transposed weights
+    # [S.stages, 1, S.depth, S.tile_n]; [S.stages, 1, S.tile_n, S.depth] of transposed weights; with activation
+    # [4 * S.stages, 1, S.depth, HALF_N // 2], of each consumer the gates and then the up values
+    b: Value
     full: Value  # [S.stages] the producer's copies have arrived
     empty: Value  # [S.stages] both consumers have read the step
 
@@ -52,6 +57,7 @@ class Output(NamedTuple):
 
     out: Value  # descriptor; `SplitWeights` of two
     bias: Value  # `Bias` or None
+    weights_ptr: Value  # [S.M] float32 factors of activated rows, or None
     staging: Value  # [2, 1, 1, WAVE, S.part_n] in shared memory; of a gradient [2, 1, WAVE, S.part_n]
 
 
@@ -118,10 +124,25 @@ def store_columns(values, output, place, first: gl.constexpr, COLUMNS: gl.conste
 
 
 @gluon.jit
+def activate_wave(values, weights_ptr, place, S: gl.constexpr):
+    """Return the activated columns of a wave whose left half are gates, times the weights of its rows."""
+    LAYOUT: gl.constexpr = part_layout(HALF_N // 2)
+    gate, up = gl.split(gl.permute(gl.reshape(values, (WAVE, 2, HALF_N // 2)), (0, 2, 1)))
+    gate, up = gl.convert_layout(gate, LAYOUT), gl.convert_layout(up, LAYOUT)
+    rows = place.row + gl.arange(0, WAVE, gl.SliceLayout(1, LAYOUT))
+    used = (rows < place.end) & (place.group < S.num_groups)
+    weights = gl.load(weights_ptr + rows, mask=used, other=0.0)
+    return activate_halves(gate, up, S.activation) * gl.expand_dims(weights, 1)
+
+
+@gluon.jit
 def store_wave(values, output, place, wave, S: gl.constexpr):
     """Store a wave of a consumer, only rows before `place.end` unless it is one of a gradient."""
     at = Place(place.row + wave * WAVE, place.end, place.column, place.group)
-    store_columns(values, output, at, 0, HALF_N, S)
+    if S.activation is None:
+        store_columns(values, output, at, 0, HALF_N, S)
+    else:
+        store_columns(activate_wave(values, output.weights_ptr, at, S), output, at, 0, HALF_N // 2, S)
 
 
 @gluon.jit
@@ -136,11 +157,17 @@ def rows_operand(pipeline, slot, wave: gl.constexpr, S: gl.constexpr):
 @gluon.jit
 def columns_operand(pipeline, slot, consumer: gl.constexpr, S: gl.constexpr):
     """Return the second operand of a consumer, `[S.depth, HALF_N]`."""
-    if S.transposed:
-        b = pipeline.b.index(slot).reshape((S.tile_n, S.depth)).permute((1, 0))
+    if S.activation is not None:
+        # Swizzled columns are stored 64 at a time: the up values follow the gates.
+        LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+        b = pipeline.b.reinterpret(shape=(2 * S.stages, S.depth, HALF_N), layout=LAYOUT).index(2 * slot + consumer)
     else:
-        b = pipeline.b.index(slot).reshape((S.depth, S.tile_n))
-    return b.slice(consumer * HALF_N, HALF_N, 1)
+        if S.transposed:
+            b = pipeline.b.index(slot).reshape((S.tile_n, S.depth)).permute((1, 0))
+        else:
+            b = pipeline.b.index(slot).reshape((S.depth, S.tile_n))
+        b = b.slice(consumer * HALF_N, HALF_N, 1)
+    return b
 
 
 @gluon.jit
@@ -179,7 +206,7 @@ def make_tile(
         totals = issue(pipeline, slot, totals, False, consumer, WAVES, S)
         arrive(pipeline.empty.index(last))
     total0, total1, total2 = totals
-    place, _ = read_place(number, tiles, consumer)  # only now, so that no register holds it in the loop
+    place, _ = read_place(number, tiles, consumer, S)  # only now, so that no register holds it in the loop
     # Waves are stored while the next ones are multiplied.
     total0 = warpgroup_mma_wait(WAVES - 1, deps=(total0,))
     if WAVES == 1:
@@ -198,13 +225,13 @@ def make_tile(
 
 
 @gluon.jit
-def read_place(number, tiles, consumer: gl.constexpr):
+def read_place(number, tiles, consumer: gl.constexpr, S: gl.constexpr):
     """Return the `Place` of a consumer's half of a tile, and its number of waves; a negative one ends the work.
 
     In a gradient `end` is the number of steps.
     """
     row, column, end, code = read_tile(number, tiles)
-    return Place(row, end, column + consumer * HALF_N, code // 4), code % 4 if code >= 0 else -1
+    return Place(row, end, column + consumer * (S.tile_n // 2), code // 4), code % 4 if code >= 0 else -1
 
 
 @gluon.jit
@@ -213,7 +240,7 @@ def consume(pipeline, tiles, output, consumer: gl.constexpr, S: gl.constexpr):
     count = 0
     number = 0
     wait(tiles.full.index(0), 0)
-    place, waves = read_place(number, tiles, consumer)
+    place, waves = read_place(number, tiles, consumer, S)
     while waves >= 0:
         steps = place.end if S.is_gradient else (S.K + S.depth - 1) // S.depth
         if (steps == 0) | (place.group == S.num_groups):
@@ -232,7 +259,7 @@ def consume(pipeline, tiles, output, consumer: gl.constexpr, S: gl.constexpr):
         arrive(tiles.empty.index(number % 2))
         number += 1
         wait(tiles.full.index(number % 2), (number // 2) & 1)
-        place, waves = read_place(number, tiles, consumer)
+        place, waves = read_place(number, tiles, consumer, S)
     tma.store_wait(0)
 
 
@@ -240,17 +267,17 @@ def consume(pipeline, tiles, output, consumer: gl.constexpr, S: gl.constexpr):
 
 
 @gluon.jit
-def row_tiles(size):
+def row_tiles(size, S: gl.constexpr):
     """Return the number of row tiles of a group: mostly of three waves, or all of two if all can have as many."""
     waves = (size + WAVE - 1) // WAVE
-    by_two = (waves < FEW_WAVES) & (waves % 2 == 0) & (waves % 3 != 0)
+    by_two = S.low_tiles | ((waves < FEW_WAVES) & (waves % 2 == 0) & (waves % 3 != 0))
     return (waves + 1) // 2 if by_two else (waves + 2) // 3
 
 
 @gluon.jit
 def locate(inside, size, S: gl.constexpr):
     """Return first row, waves and first column of tile `inside` of a group of `size` rows."""
-    tiles = row_tiles(size)
+    tiles = row_tiles(size, S)
     tile, column = place_in_bands(inside, tiles, S)
     # The first tiles have one wave more than the others.
     waves = (size + WAVE - 1) // WAVE
@@ -283,13 +310,22 @@ def load_columns(rhs, place, k, barrier, target, S: gl.constexpr):
 
 
 @gluon.jit
+def load_halves(rhs, pipeline, place, k, barrier, slot, S: gl.constexpr):
+    """Copy the gates and the up values of both consumers."""
+    for panel in gl.static_range(4):
+        column = place.column + panel // 2 * (HALF_N // 2) + panel % 2 * S.N
+        at = Place(place.row, place.end, column, place.group)
+        load_columns(rhs, at, k, barrier, pipeline.b.index(4 * slot + panel), S)
+
+
+@gluon.jit
 def load_waves(lhs, rhs, pipeline, place, start, end, count, WAVES: gl.constexpr, S: gl.constexpr):
     """Copy the steps of a tile of so many waves, from `start` to `end` of the sum; return their number so far."""
     for k in range(start, end, S.depth):
         slot = count % S.stages
         full = pipeline.full.index(slot)
         wait(pipeline.empty.index(slot), ((count // S.stages) & 1) ^ 1)
-        mbarrier.expect(full, (WAVES * WAVE + S.tile_n) * S.depth * 2)
+        mbarrier.expect(full, (WAVES * WAVE + S.weights_n) * S.depth * 2)
         for wave in gl.static_range(WAVES):
             target = pipeline.a.index(slot * MOST_WAVES + wave)
             row = place.row + wave * WAVE
@@ -297,7 +333,10 @@ def load_waves(lhs, rhs, pipeline, place, start, end, count, WAVES: gl.constexpr
                 tma.async_load(lhs, [BOUND, end, k - end + BOUND, row], full, target)
             else:
                 tma.async_load(lhs, [row, k], full, target)
-        load_columns(rhs, place, k, full, pipeline.b.index(slot), S)
+        if S.activation is None:
+            load_columns(rhs, place, k, full, pipeline.b.index(slot), S)
+        else:
+            load_halves(rhs, pipeline, place, k, full, slot, S)
         count += 1
     return count
 
@@ -331,7 +370,7 @@ def produce(lhs, rhs, pipeline, tiles, sizes, num_taken, S: gl.constexpr):
     while group <= LAST:
         rows = S.K if S.is_gradient else size
         inside = tile - first_tile
-        own_tiles = row_tiles(rows) * S.tiles_n
+        own_tiles = row_tiles(rows, S) * S.tiles_n
         if inside >= own_tiles:
             first_tile += own_tiles
             start += size
@@ -357,7 +396,7 @@ def produce(lhs, rhs, pipeline, tiles, sizes, num_taken, S: gl.constexpr):
 
 @gluon.jit
 def run_roles(
-    lhs, rhs, sizes, bias, num_taken, out, b, result,
+    lhs, rhs, sizes, bias, weights_ptr, num_taken, out, b, result,
     A: gl.constexpr, B: gl.constexpr, RESULT: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
     """Allocate shared memory in shapes `A`, `B` and `RESULT`, and start the roles."""
@@ -372,8 +411,8 @@ def run_roles(
         mbarrier.init(pipeline.full.index(s), count=1)
         mbarrier.init(pipeline.empty.index(s), count=8)  # warps of the consumers
     tiles = allocate_tiles(8)
-    first = Output(out, bias, gl.allocate_shared_memory(result.dtype, RESULT, result.layout))
-    second = Output(out, bias, gl.allocate_shared_memory(result.dtype, RESULT, result.layout))
+    first = Output(out, bias, weights_ptr, gl.allocate_shared_memory(result.dtype, RESULT, result.layout))
+    second = Output(out, bias, weights_ptr, gl.allocate_shared_memory(result.dtype, RESULT, result.layout))
     gl.warp_specialize(
         [
             (consume, (pipeline, tiles, first, 0, S)),
@@ -400,7 +439,25 @@ def grouped_gemm16(
     b = rhs if S.home_groups == 0 else rhs.home
     A: gl.constexpr = [MOST_WAVES * S.stages, WAVE, S.depth]
     B: gl.constexpr = [S.stages, 1, S.tile_n, S.depth] if S.transposed else [S.stages, 1, S.depth, S.tile_n]
-    run_roles(lhs, rhs, sizes, bias, num_taken, out, b, out, A, B, [2, 1, 1, WAVE, S.part_n], S)
+    run_roles(lhs, rhs, sizes, bias, None, num_taken, out, b, out, A, B, [2, 1, 1, WAVE, S.part_n], S)
+
+
+@gluon.jit
+def gemm_activation16(
+    lhs,  # [S.M, S.K] in blocks of 64 x S.depth
+    rhs,  # [S.num_groups, S.K, 2 * S.N], gates before up values, blocks of 1 x S.depth x 64
+    sizes,  # [S.num_groups] int32, rows of each group
+    weights_ptr,  # [S.M] float32
+    num_taken,  # [1] int32, zero: the number of tiles that programs have taken, which is written in place
+    out,  # [S.M, S.N] bounded, blocks of 64 x S.part_n
+    num_taken_after,  # `num_taken`
+    S: gl.constexpr,
+):
+    """Compute `out[r] = weights[r] * act(lhs[r] @ gates[g]) * (lhs[r] @ ups[g])`, zero in rows past the groups."""
+    b = rhs if S.home_groups == 0 else rhs.home
+    A: gl.constexpr = [MOST_WAVES * S.stages, WAVE, S.depth]
+    B: gl.constexpr = [4 * S.stages, 1, S.depth, HALF_N // 2]
+    run_roles(lhs, rhs, sizes, None, weights_ptr, num_taken, out, b, out, A, B, [2, 1, 1, WAVE, S.part_n], S)
 
 
 @gluon.jit
@@ -417,4 +474,4 @@ def weight_gradient16(
     result = out if S.home_groups == 0 else out.home
     A: gl.constexpr = [MOST_WAVES * S.stages, 1, 1, S.depth, WAVE]
     B: gl.constexpr = [S.stages, 1, 1, S.depth, S.tile_n]
-    run_roles(lhs, rhs, sizes, None, num_taken, out, rhs, result, A, B, [2, 1, WAVE, S.part_n], S)
+    run_roles(lhs, rhs, sizes, None, None, num_taken, out, rhs, result, A, B, [2, 1, WAVE, S.part_n], S)

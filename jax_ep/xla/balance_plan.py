@@ -27,10 +27,11 @@ class _Moves(NamedTuple):
 def plan_pass(counts: Array, rows: int, spare: int) -> PassPlan:
     """Plan a pass in which no rank computes more than `rows` rows or holds more than `spare` copies.
 
-    Each move takes rows of the largest expert of the most loaded rank to the rank with the most room. A frugal move
-    takes the excess and no more; a filling move takes all that fits, so the giver may end below `rows` and receive rows
-    itself later, which hands surpluses on in chains. A move is frugal as long as the other free slots are certain to
-    hold the remaining excess.
+    While a rank has more than `rows`, each move takes rows of the largest expert of the most loaded rank to the rank
+    with the most room. An even move takes no more than brings the giver down to the mean; a filling move takes all that
+    fits, so the giver may receive rows itself later, which hands surpluses on in chains. A move is even as long as the
+    free slots are then certain to hold the remaining excess. Moving down to the mean instead of to `rows` makes no more
+    copies, and the layer takes as long as the most loaded rank.
 
     One pass is enough if `sum(min(room, spare * (rows // L + 1))) >= sum(excess)`, hence always with `spare >= L`: the
     largest expert of an overloaded rank has at least `chunk = rows // L + 1` rows, so a filling move places this many
@@ -71,16 +72,18 @@ def _move(state: _Moves, rows: int) -> _Moves:
     at_giver = jnp.where(_arange(home.shape[0]) // num_local == giver, home, -1)
     expert = _argmax(at_giver)
     fill = jnp.minimum(usable[receiver], home[expert])
-    frugal = jnp.minimum(fill, excess[giver])
+    even = jnp.minimum(fill, loads[giver] - _sum(loads) // num_ranks)
     is_receiver = (_arange(num_ranks) == receiver).astype(jnp.int32)
-    chunk = rows // num_local + 1
-    certain = _sum(jnp.minimum(room - frugal * is_receiver, (free - is_receiver) * chunk))
+    is_giver = (_arange(num_ranks) == giver).astype(jnp.int32)
+    room_after = jnp.maximum(rows - loads - even * (is_receiver - is_giver), 0)
+    certain = _sum(jnp.minimum(room_after, (free - is_receiver) * (rows // num_local + 1)))
     total = _sum(excess)
-    n = jnp.where(total > 0, jnp.where(certain >= total - frugal, frugal, fill), 0)
+    is_even = certain >= total - jnp.minimum(even, excess[giver])
+    n = jnp.where(total > 0, jnp.where(is_even, even, fill), 0)
     slot = jnp.where(n > 0, copies.shape[1] - free[receiver], copies.shape[1])  # past the end: nothing is stored
     return _Moves(
         home.at[expert].add(-n),
-        loads.at[giver].add(-n).at[receiver].add(n),
+        loads + n * (is_receiver - is_giver),
         copies.at[receiver, slot].set(expert, mode="drop"),
         moved.at[receiver, slot].set(n, mode="drop"),
     )

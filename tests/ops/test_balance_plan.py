@@ -98,3 +98,11 @@ def test_plan_own_tokens_stay(rng):
     plan, (slots, _) = jax.device_get(planner(16, 1)(topk_idx, count(topk_idx, 2)))
     assert plan.copies.tolist() == [[-1], [0]]
     assert slots[..., 0].tolist() == [[0] * 16, [3] * 16]
+
+
+def test_plan_moves_down_to_the_mean(rng):
+    """A rank that gives rows keeps the mean, not the most that fits."""
+    topk_idx = np.concatenate([np.zeros((2, 12, 1)), np.full((2, 4, 1), 2)], axis=1).astype(np.int32)
+    plan, (slots, _) = jax.device_get(planner(20, 1)(topk_idx, count(topk_idx, 4)))
+    assert plan.copies.tolist() == [[-1], [0]]
+    assert np.bincount(slots.ravel() // 3).tolist() == [16, 16]

@@ -27,6 +27,7 @@ def make_moves(home, loads, copies_ptr, moved_ptr, S: tl.constexpr):
     owner = experts // S.num_local_experts
     chunk: tl.constexpr = S.rows // S.num_local_experts + 1
     free = tl.where(ranks < S.num_ranks, S.spare, 0)
+    mean = tl.sum(loads, axis=0) // S.num_ranks
     for _ in range(S.num_ranks * S.spare):
         room = tl.where(ranks < S.num_ranks, tl.maximum(S.rows - loads, 0), 0)
         excess = tl.maximum(loads - S.rows, 0)
@@ -37,12 +38,15 @@ def make_moves(home, loads, copies_ptr, moved_ptr, S: tl.constexpr):
         at_giver = tl.where(owner == giver, home, -1)
         expert = tl.argmax(at_giver, axis=0)
         fill = tl.minimum(value_at(usable, ranks, receiver), value_at(home, experts, expert))
-        frugal = tl.minimum(fill, value_at(excess, ranks, giver))
-        # The excess that the other free slots are certain to hold.
+        even = tl.minimum(fill, value_at(loads, ranks, giver) - mean)
+        # The excess that the free slots are certain to hold then.
         is_receiver = (ranks == receiver).to(tl.int32)
-        certain = tl.sum(tl.minimum(room - frugal * is_receiver, (free - is_receiver) * chunk), axis=0)
+        direction = is_receiver - (ranks == giver).to(tl.int32)
+        room_after = tl.where(ranks < S.num_ranks, tl.maximum(S.rows - loads - even * direction, 0), 0)
+        certain = tl.sum(tl.minimum(room_after, (free - is_receiver) * chunk), axis=0)
         total = tl.sum(excess, axis=0)
-        count = tl.where(certain >= total - frugal, frugal, fill)
+        left = total - tl.minimum(even, value_at(excess, ranks, giver))
+        count = tl.where(certain >= left, even, fill)
         count = tl.where(total > 0, count, 0)
         if count > 0:
             slot = receiver * S.spare + S.spare - value_at(free, ranks, receiver)
@@ -50,7 +54,7 @@ def make_moves(home, loads, copies_ptr, moved_ptr, S: tl.constexpr):
             tl.store(moved_ptr + slot, count)
             free -= is_receiver
         home -= tl.where(experts == expert, count, 0)
-        loads += count * (is_receiver - (ranks == giver).to(tl.int32))
+        loads += count * direction
     return home
 
 

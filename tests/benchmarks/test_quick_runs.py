@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from reports import ROOT, check_report, run, run_quickly
 
-from jax_ep.tools.benchmark import layer
+from jax_ep.tools.benchmark import grouped_gemm, layer
 
 EXCHANGE = {
     *("triton dispatch to rows", "triton dispatch to rows, FP8 wire", "triton dispatch to rows, 24 programs"),
@@ -78,7 +78,7 @@ def check_layer(rows, content):
 
 
 def check_grouped_gemm(rows, content):
-    directions, distributions = ("forward", "input gradient", "weight gradient"), ("equal", "multinomial", "zipf")
+    directions, distributions = grouped_gemm.DIRECTIONS, ("equal", "multinomial", "zipf")
     for variant in ("triton", "pallas", "portable loop", "cuBLAS batched"):
         measured = {(row["direction"], row["distribution"]) for row in rows if row["variant"] == variant}
         of_variant = ("equal",) if variant == "cuBLAS batched" else distributions
@@ -86,7 +86,7 @@ def check_grouped_gemm(rows, content):
     for row in rows:
         flop = 2 * row["shape"]["rows"] * row["shape"]["k"] * row["shape"]["n"]
         assert row["tflops"] * 1e12 == pytest.approx(flop / row["seconds"]["median"])
-        assert 0 <= row["error"] < (0.4 if "FP8" in row["variant"] else 0.1)
+        assert 0 <= row["error"] < (0.4 if "FP8" in row["variant"] or "activated" in row["direction"] else 0.1)
         assert row["of_cublas"] > 0
 
 

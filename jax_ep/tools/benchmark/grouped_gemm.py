@@ -5,7 +5,8 @@
 
 Writes results/grouped_gemm_gpu.json. All rates count the rows of the problem, not the extra rows of tiles. cuBLAS
 multiplies equal groups, which is the least work, and runs in every round: ratios to it are taken within rounds. Results
-are compared with those of the loop over tiles in plain XLA ("portable loop").
+are compared with those of the loop over tiles in plain XLA ("portable loop"). "forward, activated" is the first GEMM of
+gated experts with its activation, in separate kernels or in one; XLA activates after cuBLAS.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import numpy as np
 from jax import Array
 
 import jax_ep
+from jax_ep.core.activations import HiddenRows, activate
+from jax_ep.megakernels.grouped_gemm import gemm_activation
 from jax_ep.ops import registry
 from jax_ep.pallas.requirements import INTERPRETER_THREADS
 from jax_ep.tools.benchmark import harness, pytorch
@@ -29,9 +32,12 @@ from jax_ep.tools.benchmark.fused_moe import in_language
 from jax_ep.tools.benchmark.harness import Report, Timing
 from jax_ep.tools.benchmark.inputs import MODELS, Model, group_sizes, initialize
 from jax_ep.tools.command import Default, count
-from jax_ep.types import Quantized
+from jax_ep.types import Experts, Quantized
 
-FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = DIRECTIONS = ("forward", "input gradient", "weight gradient")
+FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, ACTIVATED = DIRECTIONS = (
+    *("forward", "input gradient", "weight gradient"),
+    "forward, activated",
+)
 DISTRIBUTIONS = ("equal", "multinomial", "zipf")
 # rows, K, N, groups: DeepSeek-V3 up and down, Qwen3-30B up (32 of its experts), Mixtral down (2 of its experts).
 SHAPES = Default(
@@ -82,6 +88,14 @@ def of(run: Callable[..., Array], operands: Operands) -> Product:
 def product(name: str, direction: str) -> Callable[..., Array]:
     """Return the GEMM of an implementation."""
     run = registry.GROUPED_GEMM.by(name)
+    if direction == ACTIVATED:
+        activation = registry.ACTIVATION.by("triton" if name == "triton" else "xla")
+
+        def in_turn(a: Array, b: Array, sizes: Array) -> Array:
+            hidden = run.grouped_gemm(a, b, sizes, transpose=False, out_dtype=BF16)
+            return activation.activate(Experts(), HiddenRows(hidden, jnp.ones(a.shape[0]), None, sizes))
+
+        return in_turn
     if direction == WEIGHT_GRADIENT:
         return partial(run.weight_gradient, out_dtype=BF16)
     return partial(run.grouped_gemm, transpose=direction == INPUT_GRADIENT, out_dtype=BF16)
@@ -109,14 +123,15 @@ def in_fp8(problem: Problem) -> dict[str, Product]:
 
 def cublas(direction: str) -> Callable[..., Array]:
     """Return the batched GEMM of equal groups, whose number divides the rows."""
-    formula = {FORWARD: "gmk,gkn->gmn", INPUT_GRADIENT: "gmn,gkn->gmk", WEIGHT_GRADIENT: "gmk,gmn->gkn"}
+    formula = {INPUT_GRADIENT: "gmn,gkn->gmk", WEIGHT_GRADIENT: "gmk,gmn->gkn"}.get(direction, "gmk,gkn->gmn")
 
     def run(a: Array, b: Array, sizes: Array) -> Array:
         groups = sizes.shape[0]
         a = a.reshape(groups, -1, a.shape[1])
         if direction == WEIGHT_GRADIENT:
-            return jnp.einsum(formula[direction], a, b.reshape(groups, -1, b.shape[1]))
-        out = jnp.einsum(formula[direction], a, b)
+            return jnp.einsum(formula, a, b.reshape(groups, -1, b.shape[1]))
+        out = jnp.einsum(formula, a, b)
+        out = activate(Experts(), out) if direction == ACTIVATED else out
         return out.reshape(-1, out.shape[2])
 
     return jax.jit(run)
@@ -130,6 +145,11 @@ def products(problem: Problem) -> dict[str, Product]:
     for end, gluon in WAYS.items():
         run = partial(in_language, operation, gluon, product("triton", direction))
         found[f"triton{end}"] = of(jax.jit(run), problem.operands)
+    if direction == ACTIVATED:
+        weights = jnp.ones(problem.shape[0])
+        found["triton, Gluon, one kernel"] = of(
+            lambda *arrays: gemm_activation(*arrays, weights, experts=Experts()), problem.operands
+        )
     if (direction == FORWARD and k % 128 == 0) or (direction == WEIGHT_GRADIENT and k % 128 == n % 128 == 0):
         found |= in_fp8(problem)
     if direction == FORWARD and pytorch.is_here():
@@ -146,9 +166,11 @@ def make_problems(shape: tuple[int, int, int, int], directions: Iterable[str]) -
     keys = jax.random.split(jax.random.key(0), 3)
     lhs, cotangent = (jax.random.normal(keys[i], (rows, width), BF16) for i, width in enumerate((k, n)))
     rhs = jax.jit(lambda key: jax.random.normal(key, (groups, k, n), BF16) / np.sqrt(k).astype(BF16))(keys[2])
-    pairs = {FORWARD: (lhs, rhs), INPUT_GRADIENT: (cotangent, rhs), WEIGHT_GRADIENT: (lhs, cotangent)}
+    pairs = {INPUT_GRADIENT: (cotangent, rhs), WEIGHT_GRADIENT: (lhs, cotangent)}
     for direction in directions:
-        operands = {name: (*pairs[direction], group_sizes(name, rows, groups)) for name in DISTRIBUTIONS}
+        operands = {
+            name: (*pairs.get(direction, (lhs, rhs)), group_sizes(name, rows, groups)) for name in DISTRIBUTIONS
+        }
         run = jax.jit(product("xla", direction))
         yield Problem(direction, shape, operands, {name: run(*arrays) for name, arrays in operands.items()})
 
@@ -161,12 +183,13 @@ def _difference(out: Array, expected: Array) -> Array:
     return jnp.max(jnp.abs(out - expected) / jnp.maximum(size, 1e-30))
 
 
-def check(name: str, out: Array, expected: Array) -> float:
+def check(name: str, out: Array, expected: Array, direction: str = FORWARD) -> float:
     """Return the largest difference of an element, in units of the root mean square of its matrix; raise if wrong.
 
-    Large elements differ by two roundings to bfloat16, and in FP8 by those of the operands.
+    Large elements differ by two roundings to bfloat16, with activation by more, and in FP8 by those of the operands.
     """
-    error, limit = float(_difference(out, expected)), FP8_ERROR if "FP8" in name else ERROR
+    wide = "FP8" in name or direction == ACTIVATED
+    error, limit = float(_difference(out, expected)), FP8_ERROR if wide else ERROR
     if not error < limit:  # also for NaN
         raise RuntimeError(f"{name} is wrong: error {error:.2g} of the root mean square, limit {limit}.")
     return error
@@ -196,7 +219,7 @@ def measure(report: Report, args: argparse.Namespace, problem: Problem, chosen: 
             try:
                 out = call()
                 out = out.array() if isinstance(out, pytorch.OnStream) else out
-                errors[distribution, name] = check(name, out, problem.expected[distribution])
+                errors[distribution, name] = check(name, out, problem.expected[distribution], problem.direction)
             except (jax.errors.JaxRuntimeError, RuntimeError, ValueError, NotImplementedError) as error:
                 failures[name] = str(error).strip() or type(error).__name__
                 break

@@ -56,7 +56,7 @@ _WEIGHT_GRADIENT = Kernel(grouped_gemm_kernels.weight_gradient)
 _FP8_WEIGHT_GRADIENT = Kernel(grouped_gemm_kernels.weight_gradient_fp8)
 _WORD = 8  # elements of a 16-byte word
 _WAVE, _PART_BYTES = 64, 128  # rows of a wgmma, and bytes of a row that are stored at a time, see gluon_gemm16.py
-_MANY_TILES = 8  # of a program
+_MANY_TILES = 16  # of a program
 _ACTIVATED_COLUMNS = 32  # that are stored at a time: a wave stores an even number of parts
 
 
@@ -326,7 +326,7 @@ def _gradient_by_gluon(
     sizes = gemm_structs.GluonGemm16(
         num_rows, columns, rows, groups, group_m, part_n, is_gradient=True, home_groups=num_home
     )
-    # Tiles of large groups take long: programs that compute few tiles get low ones, to end at about the same time.
+    # Programs that compute few tiles get low ones of large groups, to end at about the same time.
     num_tiles = groups * -(-rows // (3 * _WAVE)) * sizes.tiles_n
     sizes = dataclasses.replace(sizes, low_tiles=num_tiles < _MANY_TILES * num_programs(num_tiles))
     # Rows of the operands end where the kernel chooses.

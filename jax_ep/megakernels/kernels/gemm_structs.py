@@ -71,7 +71,7 @@ class GluonGemm16:
     is_gradient: bool = False
     home_groups: int = 0  # groups of the first of two arrays of weights, or gradients; 0: there is one array
     activation: Activation | None = None  # weights are [num_groups, K, 2 * N], and results activated rows
-    low_tiles: bool = False  # no tile has more than two waves
+    low_tiles: bool = False  # no tile of a gradient of a large group has more than two waves
     weights_n: int = 256  # columns of weights that a tile multiplies
     depth: int = 64  # of a step of the sum
     stages: int = 3  # steps in shared memory

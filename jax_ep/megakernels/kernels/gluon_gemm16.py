@@ -267,20 +267,20 @@ def consume(pipeline, tiles, output, consumer: gl.constexpr, S: gl.constexpr):
 
 
 @gluon.jit
-def row_tiles(size, S: gl.constexpr):
-    """Return the number of row tiles of a group: mostly of three waves, or all of two if all can have as many."""
-    waves = (size + WAVE - 1) // WAVE
-    by_two = S.low_tiles | ((waves < FEW_WAVES) & (waves % 2 == 0) & (waves % 3 != 0))
+def row_tiles(rows, low):
+    """Return the number of tiles of so many rows: of three waves, but of two if `low`, or if all can have two."""
+    waves = (rows + WAVE - 1) // WAVE
+    by_two = low | ((waves < FEW_WAVES) & (waves % 2 == 0) & (waves % 3 != 0))
     return (waves + 1) // 2 if by_two else (waves + 2) // 3
 
 
 @gluon.jit
-def locate(inside, size, S: gl.constexpr):
-    """Return first row, waves and first column of tile `inside` of a group of `size` rows."""
-    tiles = row_tiles(size, S)
+def locate(inside, rows, low, S: gl.constexpr):
+    """Return first row, waves and first column of tile `inside` of a group with tiles of so many rows."""
+    tiles = row_tiles(rows, low)
     tile, column = place_in_bands(inside, tiles, S)
     # The first tiles have one wave more than the others.
-    waves = (size + WAVE - 1) // WAVE
+    waves = (rows + WAVE - 1) // WAVE
     fewest = waves // tiles
     more = waves - fewest * tiles
     own = fewest + 1 if tile < more else fewest
@@ -369,8 +369,10 @@ def produce(lhs, rhs, pipeline, tiles, sizes, num_taken, S: gl.constexpr):
     tile = gl.program_id(0)
     while group <= LAST:
         rows = S.K if S.is_gradient else size
+        # A gradient takes as long as its group has rows: that of a large group is divided into more tiles.
+        low = S.low_tiles & (size > 2 * (S.M // S.num_groups))
         inside = tile - first_tile
-        own_tiles = row_tiles(rows, S) * S.tiles_n
+        own_tiles = row_tiles(rows, low) * S.tiles_n
         if inside >= own_tiles:
             first_tile += own_tiles
             start += size
@@ -378,7 +380,7 @@ def produce(lhs, rhs, pipeline, tiles, sizes, num_taken, S: gl.constexpr):
             size = rows_of(group, start, sizes, S)
         else:
             next_tile = gl.num_programs(0) + gl.atomic_add(num_taken, 1, sem="relaxed")
-            row, waves, column = locate(inside, rows, S)
+            row, waves, column = locate(inside, rows, low, S)
             end = start + size
             if S.is_gradient:
                 steps = (size + S.depth - 1) // S.depth

@@ -3,18 +3,15 @@
 import dataclasses
 import json
 import re
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from reports import arguments, check_report
 
 import compare
-import jax_ep
 import placement
 import tables
 from jax_ep.tools.benchmark import fused_moe, harness, inputs, low_latency, train
@@ -133,19 +130,6 @@ def test_wrong_layers_are_not_timed():
         wrong = Variant(partial(jnp.full, 4, 1.1 if name == names[0] else 1.4), ())
         with pytest.raises(RuntimeError, match=rf"{name} is wrong: error 0\.[14]"):
             fused_moe.check(found | {name: wrong}, ["mxfp4"], names)
-
-
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="on GPUs programs reuse lowered launches")
-def test_hidden_rows_are_those_of_one_variant_alone():
-    """Programs are traced several at a time."""
-    layer = partial(jax_ep.fused_moe, schedule=fused_moe.SEVERAL, implementation="pallas")
-    x, ids, weights = jnp.ones((16, 64), jnp.bfloat16), jnp.zeros((16, 2), jnp.int32), jnp.ones((16, 2))
-    arguments = x, ids, weights, jnp.ones((4, 64, 128), jnp.bfloat16), jnp.ones((4, 64, 64), jnp.bfloat16)
-    ways = {True: layer, False: partial(fused_moe.with_hidden_rows, layer)}
-    with ThreadPoolExecutor(8) as executor:
-        traced = [(activates, executor.submit(jax.make_jaxpr(f), *arguments)) for activates, f in [*ways.items()] * 4]
-    for activates, program in traced:
-        assert ("name=gemm_activation" in str(program.result())) == activates
 
 
 RANKS, TOKENS = 4, 6

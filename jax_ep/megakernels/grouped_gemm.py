@@ -62,21 +62,15 @@ _ACTIVATED_COLUMNS = 32  # that are stored at a time: a wave stores an even numb
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GemmPrograms(Programs):
-    """How programs compute tiles of a grouped GEMM.
+    """How programs compute tiles of a grouped GEMM."""
 
-    Attributes:
-      block_m: rows of a tile.
-      block_n: columns of a tile.
-      group_m: row tiles of one rasterization band, which share the weights in the L2 cache.
-      gluon: run the kernel in Gluon, for GPUs of compute capability 9.0, with fixed tiles in bands of `group_m`.
-    """
-
-    block_m: int = 128
-    block_n: int = 256
-    group_m: int = 8
+    block_m: int = 128  # rows of a tile
+    block_n: int = 256  # columns of a tile
+    group_m: int = 8  # row tiles of one rasterization band, which share the weights in the L2 cache
     num_warps: int = 8
     num_stages: int = 4
     programs: int = 1
+    # Run the kernel in Gluon, for GPUs of compute capability 9.0, with fixed tiles in bands of `group_m`
     gluon: bool = False
     candidates: ClassVar[Mapping[str, tuple[int, ...]]] = {
         "programs": (1, 2),
@@ -92,14 +86,10 @@ class GemmPrograms(Programs):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _StoredTiles(GemmPrograms):
-    """Tiles of 16-bit operands.
+    """Tiles of 16-bit operands."""
 
-    Attributes:
-      tma_store: store by TMA, while the next tile is computed.
-      store_parts: 1, 2 or 4 parts of a tile's columns that TMA stores one after another: each takes less shared memory.
-    """
-
-    tma_store: bool = False
+    tma_store: bool = False  # store by TMA, while the next tile is computed
+    # 1, 2 or 4 parts of a tile's columns that TMA stores one after another: each takes less shared memory
     store_parts: int = 1
     candidates: ClassVar[Mapping[str, tuple[int, ...]]] = {
         "block_m": (64, 128, 256),

@@ -63,31 +63,18 @@ def recording() -> Iterator[list[dict[str, Array]]]:
 
 @dataclasses.dataclass(frozen=True)
 class Passes:
-    """Static facts of a balanced call.
+    """Static facts of a balanced call."""
 
-    Attributes:
-      num_experts: E.
-      num_ranks: W.
-      rows: R.
-      spare: S, spare slots per rank.
-      axis: mesh axes of the experts.
-      sum_dtype: dtype of each pass and of the result.
-      implementation: of the plan and of what moves the copies.
-      splits: whether weights that are not quantized and copies of them stay in two arrays.
-      whole_tokens: whether all assignments of a token are in one pass, so that its sums have one order.
-      layer: computes one pass, see `Layer`; None for a dispatch.
-    """
-
-    num_experts: int
-    num_ranks: int
-    rows: int
-    spare: int
-    axis: tuple[str, ...]
-    sum_dtype: DTypeLike
-    implementation: str
-    splits: bool = False
-    whole_tokens: bool = False
-    layer: Layer | None = None
+    num_experts: int  # E
+    num_ranks: int  # W
+    rows: int  # R
+    spare: int  # S, spare slots per rank
+    axis: tuple[str, ...]  # mesh axes of the experts
+    sum_dtype: DTypeLike  # dtype of each pass and of the result
+    implementation: str  # of the plan and of what moves the copies
+    splits: bool = False  # whether weights that are not quantized and copies of them stay in two arrays
+    whole_tokens: bool = False  # whether all assignments of a token are in one pass, so that its sums have one order
+    layer: Layer | None = None  # computes one pass, see `Layer`; None for a dispatch
 
     @property
     def num_local(self) -> int:

@@ -65,19 +65,12 @@ def tile_locator(start: Ref, end: Ref, out: tuple[Ref, ...], tiles: WeightTiles)
 
 
 class Steps(NamedTuple):
-    """Steps of a tile; edge steps come first, while the results of the previous tile leave.
+    """Steps of a tile; edge steps come first, while the results of the previous tile leave."""
 
-    Attributes:
-      total: number of steps.
-      begin: 0 or 1: whether an edge step has rows of earlier groups.
-      edges: number of edge steps, at most 2.
-      first: the row at which blocks of `STEP` rows begin.
-    """
-
-    total: Array
-    begin: Array
-    edges: Array
-    first: Array
+    total: Array  # number of steps
+    begin: Array  # 0 or 1: whether an edge step has rows of earlier groups
+    edges: Array  # number of edge steps, at most 2
+    first: Array  # the row at which blocks of `STEP` rows begin
 
     def row(self, k: Array) -> Array:
         """Return the first row of step `k`."""

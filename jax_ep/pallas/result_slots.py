@@ -29,15 +29,10 @@ _RING_CONSUMER = 0  # whose results lie in the ring
 
 
 class ResultSlots(NamedTuple):
-    """Memory of results until they have left.
+    """Memory of results until they have left."""
 
-    Attributes:
-      own: None, or `[CONSUMERS, ...]` for results of another dtype than the operands'.
-      multiplied: barriers of the ring's slots, which the other consumer opens when it has read a tile's last step.
-    """
-
-    own: Ref | None
-    multiplied: Ref
+    own: Ref | None  # None, or `[CONSUMERS, ...]` for results of another dtype than the operands'
+    multiplied: Ref  # barriers of the ring's slots, which the other consumer opens when it has read a tile's last step
 
 
 def scratch(dtype: DTypeLike, out_dtype: DTypeLike, shape: tuple[int, int], stages: int) -> tuple[Scratch, ResultSlots]:

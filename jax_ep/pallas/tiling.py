@@ -24,20 +24,16 @@ _HEIGHTS_TO_FLOAT32 = tuple(range(32, 257, 32))
 
 @dataclasses.dataclass(frozen=True)
 class ForwardTiles:
-    """Tile sizes of the forward kernel.
+    """Tile sizes of the forward kernel."""
 
-    Attributes:
-      heights: block_m candidates, multiples of `ROW_UNIT` in increasing order. Each has its own loop in the kernel,
-        which takes time to compile. Above half of the last one, a missing multiple makes tiles of groups that have few
-        of them compute extra rows. Below that, one tile serves a group, and reading its weights takes longer than
-        multiplying: every other multiple suffices. Extra rows of a tile must lie in the last chunk that it
-        stores, of 64 rows, or 32 in float32.
-      stages: steps whose operands are in shared memory.
-      band: most row tiles that programs visit together, so that they share columns of the weights in the L2 cache.
-    """
-
+    # Candidates for block_m, multiples of `ROW_UNIT` in increasing order. Each has a loop in the kernel, which takes
+    # time to compile. Above half of the last one, a missing multiple makes tiles of groups that have few of them
+    # compute extra rows. Below that, one tile serves a group, and reading its weights takes longer than multiplying:
+    # every other multiple suffices. Extra rows of a tile must lie in the last chunk that it stores, of 64 rows, or 32
+    # in float32.
     heights: tuple[int, ...] = (64, 128, 192, 224, 240, 256)
-    stages: int = 4
+    stages: int = 4  # steps whose operands are in shared memory
+    # Most row tiles that programs visit together, so that they share columns of the weights in the L2 cache
     band: int = 4
 
 
@@ -45,19 +41,15 @@ class ForwardTiles:
 class WeightTiles:
     """Tile sizes of the weight gradient kernel.
 
-    Attributes:
-      columns: block_n, 128 or 256; a tile has `TILE` rows, half of them for each consumer.
-      stages: see `ForwardTiles`; at least four. The producer hands over a step when the next one's slot is free, and
-        the slot of a tile's last step is free in the second step of the next tile.
-      band: see `ForwardTiles`.
-
     Raises:
       ValueError: with fewer stages, producer and consumers would wait for each other.
     """
 
-    columns: int
+    columns: int  # block_n, 128 or 256; a tile has `TILE` rows, half of them for each consumer
+    # See `ForwardTiles`; at least four. The producer hands over a step when the next one's slot is free, and the slot
+    # of a tile's last step is free in the second step of the next tile.
     stages: int
-    band: int = 8
+    band: int = 8  # see `ForwardTiles`
 
     def __post_init__(self) -> None:
         if self.stages < _FEWEST_STAGES:

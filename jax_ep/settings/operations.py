@@ -20,15 +20,10 @@ Fact = int | str
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """Facts and settings of one operation.
+    """Facts and settings of one operation."""
 
-    Attributes:
-      facts: names of the facts by which settings are looked up, besides the kind of device.
-      settings: names and values.
-    """
-
-    facts: tuple[str, ...]
-    settings: Mapping[str, Values]
+    facts: tuple[str, ...]  # names of the facts by which settings are looked up, besides the kind of device
+    settings: Mapping[str, Values]  # names and values
 
 
 def _of_schedule(*names: str) -> dict[str, Values]:

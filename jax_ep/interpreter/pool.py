@@ -265,7 +265,8 @@ class Pool:
             who = f"{num_missing} of {who}"
         return (
             f"device {worker} waited {self.timeout_s:g} s for {who}: of {group_size} devices that launch it together,"
-            f" only {', '.join(map(str, sorted(group_launch.joined)))} arrived"
+            f" only {', '.join(map(str, sorted(group_launch.joined)))} arrived; run the same programs on all"
+            " devices, or set NPROC=16 before Python starts if all threads of XLA, one per core, wait for launches"
         )
 
     def _check(self) -> None:

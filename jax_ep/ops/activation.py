@@ -15,6 +15,7 @@ from jax_ep.core.activations import HiddenRows
 from jax_ep.core.autodiff import saves_operands
 from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.core.layout import row_groups
+from jax_ep.core.mesh_axes import platform
 from jax_ep.ops.grouped_gemm import sum_groups
 from jax_ep.ops.plan import ActivationPlan
 from jax_ep.types import Array, Experts
@@ -39,6 +40,8 @@ def activate(plan: ActivationPlan, intermediate: int, rows: HiddenRows) -> Array
     if experts.weight_on == "input":
         hidden = (jnp.where(in_use, hidden, 0).astype(wide) * factors).astype(hidden.dtype)
         factors = jnp.ones_like(factors)
+        if platform() == "cpu":  # Else XLA merges these products with what follows, in some programs only.
+            hidden, factors = lax.optimization_barrier((hidden, factors))
     if not callable(experts.activation):
         after = dataclasses.replace(plan, experts=dataclasses.replace(experts, weight_on="output"))
         return _activate(after, HiddenRows(hidden, factors[:, 0], bias, group_sizes))

@@ -58,12 +58,14 @@ def make_layer(rng, routing, dtype, shape=SHAPE):
     return Layer(x, ids, probabilities(rng, *ids.shape), w_gate_up.astype(dtype), w_down.astype(dtype), d_out)
 
 
-def results_of(implementation, mesh, balance=None, schedule=BITS):
+def results_of(implementation, mesh, balance=None, schedule=BITS, experts=None):
     """Return a function to the result with and without a gradient, the gradient of the tokens, and the passes."""
 
     def fn(x, topk_idx, topk_weights, w_gate_up, w_down, d_out):
         def layer(x):
-            options = {"implementation": implementation, "balance": balance, "schedule": schedule}
+            options = {"implementation": implementation, "balance": balance, "schedule": schedule, "experts": experts}
+            if experts is not None:  # with biases
+                options["biases"] = w_gate_up[:, 0], w_down[:, 0]
             with balanced.recording() as work:
                 arrays = x, topk_idx, topk_weights, w_gate_up, w_down
                 y = jax_ep.moe(*arrays, num_experts=SHAPE.num_experts, **options)
@@ -101,6 +103,17 @@ def test_reproducible_balance(implementation, dtype, expert_mesh, rng, subtests)
             assert_same(got, want)
             assert passes > 1 or not several
             assert_same({"y": want["y"]}, {"y": want["y without a gradient"]})
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.slow
+def test_reproducible_weights_on_the_input_with_biases(implementation, dtype, expert_mesh, rng):
+    """The products with router weights and the sums with biases are in programs of different sizes."""
+    experts, mesh = jax_ep.Experts(weight_on="input"), expert_mesh(NUM_RANKS)
+    plain, spread = (results_of(implementation, mesh, b, experts=experts) for b in (None, jax_ep.Balance(1.25, 1)))
+    layer = make_layer(rng, "zipf", dtype)
+    for number in (1, 3):
+        assert_same(spread(layer.first_tokens(number))[0], plain(layer.first_tokens(number))[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -68,11 +68,11 @@ def load_tile(
     lhs: Ref,
     ring: Ring,
     tiles: ForwardTiles,
-    load_weights: Callable[[Tile, Array, pl.Slice, pl.Slice], None],
+    load_weights: Callable[[Tile, Array, pl.Slice], None],
     tile: Tile,
     step: Array,
 ) -> Array:
-    """Load the steps of a tile, return the step after; `load_weights(tile, slot, block of K, rows)` is part of each."""
+    """Load the steps of a tile, return the step after; `load_weights(tile, slot, block of K)` is part of each."""
 
     def load_rows(block_m: int) -> Array:
         own_rows = pl.ds(pl.multiple_of(tile.row, ALIGNMENT), block_m)
@@ -82,7 +82,7 @@ def load_tile(
             # Wait until both consumers have read this stage, then fill it.
             plgpu.barrier_wait(ring.empty.at[slot])
             plgpu.copy_gmem_to_smem(lhs.at[own_rows, k_block], ring.lhs.at[slot, pl.ds(0, block_m)], ring.full.at[slot])
-            load_weights(tile, slot, k_block, own_rows)
+            load_weights(tile, slot, k_block)
             return step + int32(1)
 
         return lax.fori_loop(int32(0), tile.steps, one, step)
@@ -122,7 +122,7 @@ def grouped_gemm(
     consumer = lax.axis_index(WARPGROUP)
     locate, tiles_per_row = tile_locator(rows, lhs, rhs, out)
 
-    def load_weights(tile: Tile, slot: Array, k_block: pl.Slice, own_rows: pl.Slice) -> None:
+    def load_weights(tile: Tile, slot: Array, k_block: pl.Slice) -> None:
         columns = pl.ds(pl.multiple_of(tile.column, TILE), TILE)
         block = (columns, k_block) if transpose else (k_block, columns)
 
@@ -137,13 +137,13 @@ def grouped_gemm(
         after = step + tile.steps
 
         def multiply_rows(block_m: int) -> None:
-            def operands(slot: Array) -> list[tuple[Ref, Ref]]:
+            def operands(slot: Array) -> tuple[Ref, Ref]:
                 # Both operands transposed: weights are the rows of the product.
                 weights = ring.rhs.at[slot, columns] if transpose else ring.rhs.at[slot, :, columns].transpose((1, 0))
-                return [(weights, ring.lhs.at[slot, pl.ds(0, block_m)].transpose((1, 0)))]
+                return weights, ring.lhs.at[slot, pl.ds(0, block_m)].transpose((1, 0))
 
             def product(accumulator: Ref) -> Array:
-                rings.multiply_steps(ring, step, tile.steps, [accumulator], operands)
+                rings.multiply_steps(ring, step, tile.steps, accumulator, operands)
                 return accumulator[...]
 
             result = pl.run_scoped(product, plgpu.ACC((CHUNK, block_m)))

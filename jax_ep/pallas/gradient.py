@@ -1,13 +1,13 @@
 """Weight gradient: `out[g] = lhs[rows of g].T @ rhs[rows of g]`.
 
-Roles as in forward.py: one warpgroup loads steps of rows, two multiply, and results leave from the ring
-(result_slots.py).
+Roles as in forward.py: one warpgroup loads steps of rows, and two multiply. Results leave through memory of their own
+while the next tile is multiplied.
 
 The first and last step of a group may reach into its neighbors, or past all groups, where anything may lie. The loading
 warpgroup sets those rows of both operands to zero in shared memory, since zero times NaN is not zero. It has the time
-for it, and the registers of the others are full. Such edge steps have separate barriers: the loading warpgroup
-waits for its copies, clears rows, and then opens the consumers' barrier. No wait is circular: an edge step is cleared
-before the loading warpgroup waits for the next free stage but one. Floor: the tensor cores' rate.
+for it, and the registers of the others are full. Such edge steps have separate barriers: the loading warpgroup waits
+for its copies, clears rows, and then opens the consumers' barrier. No wait is circular: an edge step is cleared before
+the loading warpgroup waits for the next free stage but one, so three stages suffice. Floor: the tensor cores' rate.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_ep.pallas import result_slots
 from jax_ep.pallas import ring as rings
 from jax_ep.pallas.launch import WARPGROUP, Ref, Scalar, in_array_of, int32
-from jax_ep.pallas.result_slots import ResultSlots
 from jax_ep.pallas.ring import Ring
-from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, STEP, TILE, WeightTiles
+from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, STEP, TILE
 from jax_ep.types import Array
 
 _BLOCKS = plgpu.Layout.TILED(
@@ -34,6 +32,7 @@ _BLOCKS = plgpu.Layout.TILED(
 )
 """Register layout of blocks of 8 rows: four elements per thread and 64 columns, half a warp per row."""
 _CLEAR_COLUMNS = 128  # columns cleared at a time; 64 make the kernel a quarter slower
+_BAND = 8  # most row tiles that programs visit together, so that they share columns in the L2 cache
 
 
 class Tile(NamedTuple):
@@ -46,26 +45,26 @@ class Tile(NamedTuple):
     end: Array
 
 
-def tile_locator(start: Ref, end: Ref, out: tuple[Ref, ...], tiles: WeightTiles) -> tuple[Callable[[Array], Tile], int]:
+def tile_locator(start: Ref, end: Ref, out: tuple[Ref, ...]) -> tuple[Callable[[Array], Tile], int]:
     """Return a function of tasks to tiles of `out [num_groups, K, N]`, in one array or two, and the number of tasks."""
     _, rows, columns = out[0].shape
-    num_row_tiles, num_column_tiles = -(-rows // TILE), -(-columns // tiles.columns)
+    num_row_tiles, num_column_tiles = -(-rows // TILE), -(-columns // TILE)
     num_tiles = num_row_tiles * num_column_tiles
 
     def locate(task: Array) -> Tile:
         group, within = lax.div(task, int32(num_tiles)), lax.rem(task, int32(num_tiles))
         # Bands of row tiles, column by column in each band.
-        tiles_per_band = int32(tiles.band * num_column_tiles)
-        first, in_band = lax.div(within, tiles_per_band) * int32(tiles.band), lax.rem(within, tiles_per_band)
-        height = jnp.minimum(int32(tiles.band), int32(num_row_tiles) - first)
+        tiles_per_band = int32(_BAND * num_column_tiles)
+        first, in_band = lax.div(within, tiles_per_band) * int32(_BAND), lax.rem(within, tiles_per_band)
+        height = jnp.minimum(int32(_BAND), int32(num_row_tiles) - first)
         row, column = first + lax.rem(in_band, height), lax.div(in_band, height)
-        return Tile(group, row * int32(TILE), column * int32(tiles.columns), start[group], end[group])
+        return Tile(group, row * int32(TILE), column * int32(TILE), start[group], end[group])
 
     return locate, sum(array.shape[0] for array in out) * num_tiles
 
 
 class Steps(NamedTuple):
-    """Steps of a tile; edge steps come first, while the results of the previous tile leave."""
+    """Steps of a tile; edge steps come first."""
 
     total: Array  # number of steps
     begin: Array  # 0 or 1: whether an edge step has rows of earlier groups
@@ -112,28 +111,28 @@ def weight_gradient(
     rhs: Ref,
     *out: Ref,
     ring: Ring,
-    results: ResultSlots,
+    results: Ref,
     edge: Ref,
-    tiles: WeightTiles,
     programs: int,
 ) -> None:
     """Contract `[M, K]` and `[M, N]` over rows to `[num_groups, K, N]`; group g has rows `[start[g], end[g])`.
 
-    `edge` are barriers of the ring's slots, which open when both operands of an edge step have arrived.
+    `results` are `[CONSUMERS, CHUNK, TILE]` on their way out, `edge` barriers of the ring's slots, which open when both
+    operands of an edge step have arrived.
     """
     consumer = lax.axis_index(WARPGROUP)
-    locate, num_tasks = tile_locator(start, end, out, tiles)
+    locate, num_tasks = tile_locator(start, end, out)
 
     def load(tile: Tile, loaded: Loaded) -> Loaded:
         steps = steps_of(tile)
-        own_row, own_column = pl.multiple_of(tile.row, TILE), pl.multiple_of(tile.column, tiles.columns)
+        own_row, own_column = pl.multiple_of(tile.row, TILE), pl.multiple_of(tile.column, TILE)
 
         def one(k: Array, loaded: Loaded) -> Loaded:
             slot, row = lax.rem(loaded.step, int32(ring.stages)), steps.row(k)
             rows = pl.ds(pl.multiple_of(row, ALIGNMENT), STEP)
 
             def copy(barriers: Ref) -> None:
-                left, right = lhs.at[rows, pl.ds(own_row, TILE)], rhs.at[rows, pl.ds(own_column, tiles.columns)]
+                left, right = lhs.at[rows, pl.ds(own_row, TILE)], rhs.at[rows, pl.ds(own_column, TILE)]
                 plgpu.copy_gmem_to_smem(left, ring.lhs.at[slot], barriers.at[slot])
                 plgpu.copy_gmem_to_smem(right, ring.rhs.at[slot], barriers.at[slot])
 
@@ -164,44 +163,38 @@ def weight_gradient(
     def multiply(tile: Tile, step: Array) -> Array:
         steps = steps_of(tile).total
         own = pl.ds(pl.multiple_of(consumer * int32(CHUNK), CHUNK), CHUNK)
-        after, has_steps = step + steps, steps > int32(0)
+        after = step + steps
 
-        def operands(slot: Array) -> list[tuple[Ref, Ref]]:
-            return [(ring.lhs.at[slot, :, own].transpose((1, 0)), ring.rhs.at[slot])]
+        def operands(slot: Array) -> tuple[Ref, Ref]:
+            return ring.lhs.at[slot, :, own].transpose((1, 0)), ring.rhs.at[slot]
 
         def product(accumulator: Ref) -> Array:
-            settle = partial(result_slots.await_stores, ring, step)
-            rings.multiply_steps(ring, step, steps, [accumulator], operands, settle)
-            pl.when(steps == int32(1))(settle)
+            rings.multiply_steps(ring, step, steps, accumulator, operands)
             return accumulator[...]
 
-        result = pl.run_scoped(product, plgpu.ACC((CHUNK, tiles.columns)))
-        slot = result_slots.slot_of(results, ring, after, has_steps)
-        result_slots.store(slot, result, has_steps, partial(send, tile, slot))
+        result = pl.run_scoped(product, plgpu.ACC((CHUNK, TILE)))
+        # Release the last stage; a tile without steps used none.
+        pl.when(steps > int32(0))(lambda: rings.release(ring, after))
+        # Wait until the results of the previous tile have left.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        results[consumer] = result.astype(results.dtype)
+        plgpu.commit_smem()
+        send(tile)
         return after
 
-    def send(tile: Tile, slot: Ref, half: Scalar) -> None:
-        row = pl.multiple_of(tile.row + half * int32(CHUNK), CHUNK)
-        column = pl.multiple_of(tile.column, tiles.columns)
+    def send(tile: Tile) -> None:
+        row = pl.multiple_of(tile.row + consumer * int32(CHUNK), CHUNK)
+        block = pl.ds(row, CHUNK), pl.ds(pl.multiple_of(tile.column, TILE), TILE)
 
         def copy(array: Ref, group: Array) -> None:
-            plgpu.copy_smem_to_gmem(slot, array.at[group, pl.ds(row, CHUNK), pl.ds(column, tiles.columns)])
+            plgpu.copy_smem_to_gmem(results.at[consumer], array.at[(group, *block)])
 
         # K is a multiple of a half's rows: it stores all of them, or none.
         pl.when(row < int32(out[0].shape[1]))(lambda: in_array_of(out, tile.group, copy))
 
     begin = Loaded(jnp.int32(0), jnp.bool_(False), jnp.int32(0), jnp.int32(0))
-    rings.run_tasks(
-        ring,
-        int32(num_tasks),
-        programs,
-        locate,
-        load,
-        multiply,
-        begin=begin,
-        finish=clear_last,
-        leave=partial(result_slots.release, ring),
-    )
+    tasks = int32(num_tasks), programs
+    rings.run_tasks(ring, *tasks, locate, load, multiply, begin=begin, finish=clear_last)
 
 
 def _clear_rows(buffer: Ref, start: Array, end: Array) -> None:

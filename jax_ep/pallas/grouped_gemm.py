@@ -22,15 +22,15 @@ from jax.typing import DTypeLike
 from jax_ep.core.expert_matrices import GemmWeights, SplitWeights
 from jax_ep.core.layout import Bias, add_bias, round_up
 from jax_ep.core.mesh_axes import vary_alike
-from jax_ep.pallas import epilogue, forward, gradient, result_slots, ring, tiling
+from jax_ep.pallas import epilogue, forward, gradient, ring, tiling
 from jax_ep.pallas.launch import is_interpreted, launch, num_programs, swizzled
 from jax_ep.pallas.schedule import row_tiles
-from jax_ep.pallas.tiling import ALIGNMENT, STEP, TILE, ForwardTiles, WeightTiles
+from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, CONSUMERS, STEP, TILE, WEIGHT_STAGES, ForwardTiles
 from jax_ep.types import Array
 from jax_ep.xla import grouped_gemm as xla
 
 ROWS, _MATRICES = (ALIGNMENT, STEP), (1, STEP, STEP)  # what sizes must be multiples of
-_STATIC = ("transpose", "out_dtype", "tiles", "interpret")
+_STATIC = ("out_dtype", "interpret")
 
 
 def grouped_gemm(
@@ -53,7 +53,7 @@ def grouped_gemm(
     return rows if bias is None else add_bias(rows, bias, group_sizes)
 
 
-@functools.partial(jax.jit, static_argnames=_STATIC)  # one compilation for eager callers
+@functools.partial(jax.jit, static_argnames=(*_STATIC, "transpose", "tiles"))  # one compilation for eager callers
 def _forward(lhs: Array, rhs: GemmWeights, group_sizes: Array, *, transpose: bool, **static: Any) -> Array:
     weights = (pad(w, _MATRICES) for w in jax.tree.leaves(rhs))
     operands = vary_alike((pad(lhs, ROWS), *weights, group_sizes))
@@ -83,11 +83,9 @@ def weight_gradient(
     *,
     out_dtype: DTypeLike,
     num_home: int = 0,
-    tiles: WeightTiles | None = None,
 ) -> GemmWeights:
-    """See xla/grouped_gemm.py; `tiles` as for `grouped_gemm`."""
-    tiles = tiles or tiling.weight_tiles(rhs.shape[1], jnp.dtype(out_dtype).itemsize)
-    static = {"out_dtype": jnp.dtype(out_dtype), "tiles": tiles, "interpret": is_interpreted()}
+    """See xla/grouped_gemm.py."""
+    static = {"out_dtype": jnp.dtype(out_dtype), "interpret": is_interpreted()}
     found = _gradient(lhs, rhs, group_sizes, **static, num_home=num_home)
     return SplitWeights(*found) if num_home else found[0]
 
@@ -101,19 +99,19 @@ def _gradient(lhs: Array, rhs: Array, group_sizes: Array, **static: Any) -> list
     return [w[:, : lhs.shape[1], : rhs.shape[1]] for w in run(*operands)]
 
 
-def _launch_gradient(
-    *operands: Array, out_dtype: jnp.dtype, tiles: WeightTiles, interpret: bool, num_home: int = 0
-) -> list[Array]:
+def _launch_gradient(*operands: Array, out_dtype: jnp.dtype, interpret: bool, num_home: int = 0) -> list[Array]:
     lhs, rhs, group_sizes = operands
     groups = xla.locate_groups(group_sizes, lhs.shape[0])
     shape = (group_sizes.shape[0], lhs.shape[1], rhs.shape[1])
-    num_tasks = shape[0] * -(-shape[1] // TILE) * -(-shape[2] // tiles.columns)
+    num_tasks = shape[0] * -(-shape[1] // TILE) * -(-shape[2] // TILE)
     programs = num_programs(num_tasks, interpret)
-    right, results = result_slots.scratch(lhs.dtype, out_dtype, (STEP, tiles.columns), tiles.stages)
-    memory = ring.scratch(swizzled((tiles.stages, STEP, TILE), lhs.dtype), right, tiles.stages)
-    edge = plgpu.Barrier(num_arrivals=2, num_barriers=tiles.stages)
-    scratch = {"ring": memory, "results": results, "edge": edge}
-    body = functools.partial(gradient.weight_gradient, tiles=tiles, programs=programs)
+    operand = swizzled((WEIGHT_STAGES, STEP, TILE), lhs.dtype)
+    scratch = {
+        "ring": ring.scratch(operand, operand, WEIGHT_STAGES),
+        "results": swizzled((CONSUMERS, CHUNK, TILE), out_dtype),
+        "edge": plgpu.Barrier(num_arrivals=2, num_barriers=WEIGHT_STAGES),
+    }
+    body = functools.partial(gradient.weight_gradient, programs=programs)
     inputs = (groups.starts, groups.ends, lhs, rhs)
     parts = (num_home, shape[0] - num_home) if num_home else shape[:1]
     result = [jax.ShapeDtypeStruct((part, *shape[1:]), out_dtype) for part in parts]

@@ -12,7 +12,7 @@ Programs are persistent, take tasks round-robin and do not wait for each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ class Ring(NamedTuple):
     """Scratch memory of a program.
 
     Attributes:
-      lhs, rhs: `[stages, ...]` operands of one step; `rhs` may have more slots at the end.
+      lhs, rhs: `[stages, ...]` operands of one step.
       full: barriers of the slots, which open when both operands have arrived.
       empty: barriers of the slots, which open when both consumers have read them.
     """
@@ -65,7 +65,6 @@ def run_tasks[Tile, Loaded](
     *,
     begin: Loaded,
     finish: Callable[[Loaded], None] = lambda _: None,
-    leave: Callable[[Array], None] = lambda _: None,
     reverses: bool = False,
 ) -> None:
     """Share tasks among programs, and the work on each task among the program's warpgroups.
@@ -80,7 +79,6 @@ def run_tasks[Tile, Loaded](
       multiply: `(tile, step)` to the step after the task; consumers call it.
       begin: state before the first `load`.
       finish: runs after the last `load`, with its state.
-      leave: runs after the last `multiply` and all stores, with the step after.
       reverses: run every other round backwards. If tasks get shorter and shorter, all programs get equal shares;
         otherwise neighboring programs keep neighboring tiles.
     """
@@ -119,40 +117,31 @@ def run_tasks[Tile, Loaded](
         # All slots are free at the start.
         for slot in range(ring.stages):
             plgpu.barrier_arrive(ring.empty.at[slot])
-        after = for_each_task(multiply, jnp.int32(0))
+        for_each_task(multiply, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
-        leave(after)
 
 
 def multiply_steps(
     ring: Ring,
     step: Array,
     count: Array,
-    accumulators: Sequence[Ref],
-    operands: Callable[[Array], Sequence[tuple[Ref, Ref]]],
-    second: Callable[[], None] | None = None,
+    accumulator: Ref,
+    operands: Callable[[Array], tuple[Ref, Ref]],
 ) -> None:
     """Accumulate the `count` steps of a task, from `step` on.
 
     The wgmma of one step stays in flight while the previous step's slot is released; the last step's slot stays
-    taken. `operands(slot)` are the operands of each accumulator. `second` runs in the second step.
+    taken.
     """
 
     def one(k: Array, step: Array) -> Array:
         slot = lax.rem(step, int32(ring.stages))
         # Wait until the producer has filled this stage.
         plgpu.barrier_wait(ring.full.at[slot])
-        for accumulator, pair in zip(accumulators, operands(slot), strict=True):
-            plgpu.wgmma(accumulator, *pair)
+        plgpu.wgmma(accumulator, *operands(slot))
         # Leave this step's wgmma in flight; that of the previous step has ended.
-        plgpu.wgmma_wait(len(accumulators))
-
-        @pl.when(k > int32(0))
-        def _the_one_before() -> None:
-            release(ring, step)
-            if second is not None:
-                pl.when(k == int32(1))(second)
-
+        plgpu.wgmma_wait(1)
+        pl.when(k > int32(0))(lambda: release(ring, step))
         return step + int32(1)
 
     lax.fori_loop(int32(0), count, one, step)

@@ -15,7 +15,7 @@ from cases import BF16, F16, F32, assert_close, integers, reals
 from jax_ep.core.expert_matrices import SplitWeights
 from jax_ep.pallas import grouped_gemm as gemm
 from jax_ep.pallas import requirements, tiling
-from jax_ep.pallas.tiling import ForwardTiles, WeightTiles
+from jax_ep.pallas.tiling import ForwardTiles
 from jax_ep.types import Options
 
 REFUSAL = requirements.unsupported_reason(facts_of.gemm(BF16), Options("grouped_gemm", (), ("pallas",)))
@@ -25,8 +25,6 @@ interpreted = pytest.mark.skipif(jax.default_backend() != "cpu", reason="this is
 # One tile per group, some of one block_m, and many, visited in bands; one, two and four chunks of results.
 LOW, HALF, HIGH = ForwardTiles((16, 32), band=2), ForwardTiles((32, 64, 80, 96, 112, 128)), ForwardTiles()
 FLOAT32 = ForwardTiles(tuple(range(32, 257, 32)))
-WEIGHTS = (WeightTiles(128, 6), WeightTiles(256, 4))
-NARROW = WeightTiles(128, 5)  # Of results in float32.
 # Groups that start within blocks of 8 rows and end at all kinds of positions, and rows past them.
 SIZES = np.array([3, 0, 66, 128, 1, 0, 39], np.int32)
 ROWS = 251
@@ -47,14 +45,13 @@ def test_pallas_forward(tiles, transpose, rng, races):
     assert races() == 0
 
 
-@pytest.mark.parametrize("tiles", [*WEIGHTS, NARROW], ids=str)
-def test_pallas_weight_gradients(tiles, rng, races):
+@pytest.mark.parametrize("out_dtype", [F16, F32], ids=str)
+def test_pallas_weight_gradients(out_dtype, rng, races):
     lhs, rhs = integers(rng, ROWS, 200, dtype=F16), integers(rng, ROWS, 328, dtype=F16)
     used = slice(SIZES.sum())
     _, want = oracle.grouped_gemm_gradients(lhs[used], np.zeros((7, 200, 328), F16), SIZES, rhs[used])
     lhs[SIZES.sum() :], rhs[SIZES.sum() :] = np.nan, np.inf
-    out_dtype = F32 if tiles is NARROW else F16
-    out = gemm.weight_gradient(lhs, rhs, SIZES, out_dtype=out_dtype, tiles=tiles)
+    out = gemm.weight_gradient(lhs, rhs, SIZES, out_dtype=out_dtype)
     np.testing.assert_array_equal(np.asarray(out), want.astype(out_dtype))
     assert races() == 0
 
@@ -74,16 +71,16 @@ def test_pallas_race_detector(rng, races, monkeypatch):
     assert "RACE DETECTED" in raised or races() > 0
 
 
-@pytest.mark.parametrize("tiles", [LOW, HALF, *WEIGHTS], ids=str)
+@pytest.mark.parametrize("tiles", [LOW, HALF, None], ids=str)
 def test_pallas_one_chunk_wide(tiles, rng):
     """Columns of tiles beyond the result must not reach its other rows, and rows must not reach other groups."""
     sizes = np.array([5, 0, 12, 100], np.int32)
     lhs, rhs, d_out = (integers(rng, *shape, dtype=BF16) for shape in ((120, 64), (4, 64, 64), (120, 64)))
-    if isinstance(tiles, ForwardTiles):
+    if tiles:
         out = gemm.grouped_gemm(lhs, rhs, sizes, transpose=False, out_dtype=BF16, tiles=tiles)
         want = oracle.grouped_gemm(lhs, rhs, sizes)
     else:
-        out = gemm.weight_gradient(lhs, d_out, sizes, out_dtype=BF16, tiles=tiles)
+        out = gemm.weight_gradient(lhs, d_out, sizes, out_dtype=BF16)
         want = oracle.grouped_gemm_gradients(lhs, rhs, sizes, d_out)[1]
     np.testing.assert_array_equal(np.asarray(out), want.astype(BF16))
 
@@ -135,10 +132,9 @@ def test_pallas_forward_lowers(tiles, x64, out_dtype, transpose):
         assert "mosaic_gpu" in two and "stablehlo.concatenate" not in two
 
 
-@pytest.mark.parametrize("tiles", [*WEIGHTS, NARROW], ids=str)
-def test_pallas_weights_lower(tiles):
-    out_dtype = F32 if tiles is NARROW else BF16
-    call = functools.partial(gemm.weight_gradient, out_dtype=out_dtype, tiles=tiles)
+@pytest.mark.parametrize("out_dtype", [BF16, F32], ids=str)
+def test_pallas_weights_lower(out_dtype):
+    call = functools.partial(gemm.weight_gradient, out_dtype=out_dtype)
     assert "mosaic_gpu" in lower(call, (32768, 7168), (32768, 4096), (64,))
     assert "mosaic_gpu" in lower(call, (5, 9), (5, 8), (3,))
 
@@ -163,5 +159,3 @@ def test_pallas_tables_fit_in_shared_memory():
     """All tiles in the tables are lowered above."""
     assert {tiling.forward_tiles(rows, 64) for rows in (64, 32768, 1 << 20)} == {HALF, HIGH}
     assert {tiling.forward_tiles(rows, 64, 4) for rows in (64, 32768)} == {HALF, FLOAT32}
-    assert {tiling.weight_tiles(columns) for columns in (64, 384, 4096)} <= set(WEIGHTS)
-    assert {tiling.weight_tiles(columns, 4) for columns in (64, 384, 4096)} == {NARROW}

@@ -81,14 +81,3 @@ def test_pallas_schedule_sizes_beyond_int32():
     groups = locate_groups(jnp.array([rows, rows, 5], jnp.int32), rows)
     np.testing.assert_array_equal(groups.starts, [0, rows, rows])
     np.testing.assert_array_equal(groups.ends, [rows, rows, rows])
-
-
-def test_pallas_schedule_weight_tiles():
-    assert tiling.weight_tiles(4096).columns == 256
-    assert tiling.weight_tiles(384).columns == 128  # With 256, a third of the work would be wasted.
-
-
-def test_pallas_schedule_weight_gradient_stages():
-    """With three stages, a tile's last step and its consumers would wait for each other."""
-    with pytest.raises(ValueError, match=r"stages=3, .* at least 4"):
-        tiling.WeightTiles(128, 3)

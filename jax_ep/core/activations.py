@@ -52,7 +52,10 @@ def activate(experts: Experts, hidden: Array) -> Array:
     if not experts.gated:
         return _of_gate(experts, hidden)
     gate, up = (hidden[..., 0::2], hidden[..., 1::2]) if experts.interleaved else jnp.split(hidden, 2, axis=-1)
-    return activate_pairs(experts, gate, up)
+    if experts.clamp is not None:
+        up = jnp.where(up < -experts.clamp, -experts.clamp, _at_most(up, experts.clamp))
+    factor = up + experts.up_offset if experts.up_offset else up
+    return _of_gate(experts, gate) * factor
 
 
 def activate_tokens(experts: Experts, hidden: Array) -> Array:
@@ -64,21 +67,11 @@ def activate_tokens(experts: Experts, hidden: Array) -> Array:
     return jax.vmap(partial(activate_tokens, experts))(hidden)  # Merging the axes would move data that a mesh shards.
 
 
-def activate_pairs(
-    experts: Experts, gate: Array, up: Array, sigmoid: Callable[[Array], Array] = jax.nn.sigmoid
-) -> Array:
-    """Apply the activation to separate `gate` and `up` arrays; kernels may pass a faster `sigmoid`."""
-    if experts.clamp is not None:
-        up = jnp.where(up < -experts.clamp, -experts.clamp, _at_most(up, experts.clamp))
-    factor = up + experts.up_offset if experts.up_offset else up
-    return _of_gate(experts, gate, sigmoid) * factor
-
-
-def _of_gate(experts: Experts, gate: Array, sigmoid: Callable[[Array], Array] = jax.nn.sigmoid) -> Array:
+def _of_gate(experts: Experts, gate: Array) -> Array:
     if experts.clamp is not None:
         gate = _at_most(gate, experts.clamp)
     if experts.activation == "silu":
-        return gate * sigmoid(gate if experts.alpha == 1 else experts.alpha * gate)
+        return gate * jax.nn.sigmoid(gate if experts.alpha == 1 else experts.alpha * gate)
     return _FUNCTIONS[cast(str, experts.activation)](gate)
 
 

@@ -176,7 +176,7 @@ class Shared:
         return Shared(self.values.reshape(shape), self.unfenced)
 
     def reinterpret(self, dtype: Any = None, shape: Sequence[int] = (), layout: Any = None) -> Shared:
-        """Return blocks `[..., rows, columns]` side by side, as many as a wider shape takes, which swizzling does."""
+        """Return the view as `[n, rows, width]`: wider rows are blocks side by side, as in swizzled memory."""
         del dtype, layout
         *_, rows, columns = self.values.shape
         number, _, width = map(int, shape)

@@ -48,7 +48,6 @@ from jax_ep.types import Array, Experts, Quantized
 _FORWARD = Kernel(grouped_gemm_kernels.grouped_gemm)
 _FP8 = Kernel(grouped_gemm_kernels.grouped_gemm_fp8)
 _GLUON = Kernel(gluon_gemm16.grouped_gemm16)
-_GLUON_ACTIVATION = Kernel(gluon_gemm16.gemm_activation16)
 _GLUON_WEIGHT_GRADIENT = Kernel(gluon_gemm16.weight_gradient16)
 _GLUON_FP8 = Kernel(gluon_gemm.grouped_gemm_fp8)
 _GLUON_FP8_WEIGHT_GRADIENT = Kernel(gluon_gradient.weight_gradient_fp8)
@@ -56,7 +55,7 @@ _WEIGHT_GRADIENT = Kernel(grouped_gemm_kernels.weight_gradient)
 _FP8_WEIGHT_GRADIENT = Kernel(grouped_gemm_kernels.weight_gradient_fp8)
 _WORD = 8  # elements of a 16-byte word
 _WAVE, _PART_BYTES = 64, 128  # rows of a wgmma, and bytes of a row that are stored at a time, see gluon_gemm16.py
-_MANY_TILES = 16  # of a program
+_MANY_TILES = 16  # of a program: with fewer, the largest group of a weight gradient may take the longest
 _ACTIVATED_COLUMNS = 32  # that are stored at a time: a wave stores an even number of parts
 
 
@@ -197,10 +196,10 @@ def grouped_gemm(
     lhs, rhs, group_sizes, bias = vary_alike((pad(lhs, 1), rhs, group_sizes, bias))
     (num_rows, depth), columns = lhs.shape, rhs.shape[1 if transpose else 2]
     if tiles.gluon:
-        parts = _PART_BYTES // jnp.dtype(out_dtype).itemsize
-        sizes_16 = gemm_structs.GluonGemm16(num_rows, columns, depth, groups, tiles.group_m, parts, transpose)
+        part_n = _PART_BYTES // jnp.dtype(out_dtype).itemsize
+        in_gluon = gemm_structs.GluonGemm16(num_rows, columns, depth, groups, tiles.group_m, part_n, transpose)
         arrays = lhs, rhs, group_sizes, bias_operand(bias, num_rows)
-        return _by_gluon(_GLUON, *arrays, sizes=sizes_16, out_dtype=out_dtype)[:, :wanted]
+        return _by_gluon(*arrays, sizes=in_gluon, out_dtype=out_dtype)[:, :wanted]
     tile = GemmTile(tiles.block_m, tiles.block_n, tiles.block_k, tiles.group_m)
     parts = tiles.store_parts if tiles.tma_store else 0
     sizes = GroupedGemm(*gemm_shape(num_rows, columns, depth, groups), transpose, parts, tile)
@@ -228,31 +227,30 @@ def gemm_activation(lhs: Array, rhs: GemmWeights, group_sizes: Array, row_weight
     arrays = vary_alike((pad(lhs, 1), rhs, group_sizes, row_weights.astype(jnp.float32)))
     shape = lhs.shape[0], columns, arrays[0].shape[1], facts.groups
     sizes = gemm_structs.GluonGemm16(*shape, tiles.group_m, _ACTIVATED_COLUMNS, activation=kind_of(experts))
-    return _by_gluon(_GLUON_ACTIVATION, *arrays, sizes=sizes, out_dtype=lhs.dtype)
+    return _by_gluon(*arrays, sizes=sizes, out_dtype=lhs.dtype)
 
 
 def _by_gluon(
-    kernel: Kernel,
     lhs: Array,
     rhs: GemmWeights,
     group_sizes: Array,
-    last: Argument | None,
+    epilogue: Argument | None,
     *,
     sizes: gemm_structs.GluonGemm16,
     out_dtype: DTypeLike,
 ) -> Array:
-    """Multiply in tiles of up to 192 x 256; `last` is the last operand of the kernel, a bias or weights of rows."""
+    """Multiply in tiles of up to 192 x 256; `epilogue` is a bias, or with activation the weights of rows."""
     check_gluon("grouped_gemm", lhs.dtype, out_dtype)
     block = (sizes.box_n, sizes.depth) if sizes.transposed else (sizes.depth, sizes.box_n)
     operand, home = _described(rhs, (1, *block))
     sizes = dataclasses.replace(sizes, home_groups=home)
-    operands = Descriptor(lhs, (_WAVE, sizes.depth)), operand, group_sizes, last, new_counters(1, lhs)
+    operands = Descriptor(lhs, (_WAVE, sizes.depth)), operand, group_sizes, epilogue, new_counters(1, lhs)
     result = jax.ShapeDtypeStruct((sizes.M, round_up(sizes.N, _WORD)), out_dtype)
     results: tuple[Argument, ...] = Descriptor(result, (_WAVE, sizes.part_n), bounded=True), *int32((1,))
     # Tiles have at least two waves, but for one of each group.
     num_tiles = (sizes.M // (2 * _WAVE) + sizes.num_groups + 1) * sizes.tiles_n
     config = Config(num_programs(num_tiles), num_warps=4)
-    return launch(kernel, operands, results, config, {"S": sizes}, written={-1: -1})[0][:, : sizes.N]
+    return launch(_GLUON, operands, results, config, {"S": sizes}, written={-1: -1})[0][:, : sizes.N]
 
 
 def weights_operand(w: GemmWeights, sizes: GroupedGemm) -> tuple[Argument, GroupedGemm]:

@@ -29,7 +29,7 @@ from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, CONSUMERS, STEP, TILE, WEIGHT
 from jax_ep.types import Array
 from jax_ep.xla import grouped_gemm as xla
 
-ROWS, _MATRICES = (ALIGNMENT, STEP), (1, STEP, STEP)  # what sizes must be multiples of
+_ROWS, _MATRICES = (ALIGNMENT, STEP), (1, STEP, STEP)  # what sizes must be multiples of
 _STATIC = ("out_dtype", "interpret")
 
 
@@ -55,8 +55,8 @@ def grouped_gemm(
 
 @functools.partial(jax.jit, static_argnames=(*_STATIC, "transpose", "tiles"))  # one compilation for eager callers
 def _forward(lhs: Array, rhs: GemmWeights, group_sizes: Array, *, transpose: bool, **static: Any) -> Array:
-    weights = (pad(w, _MATRICES) for w in jax.tree.leaves(rhs))
-    operands = vary_alike((pad(lhs, ROWS), *weights, group_sizes))
+    weights = (_pad(w, _MATRICES) for w in jax.tree.leaves(rhs))
+    operands = vary_alike((_pad(lhs, _ROWS), *weights, group_sizes))
     run = sequential_vmap(functools.partial(_launch_forward, transpose=transpose, **static))
     return run(*operands)[: lhs.shape[0], : rhs.shape[1 if transpose else 2]]
 
@@ -73,7 +73,7 @@ def _launch_forward(
     scratch = {"ring": ring.scratch(slots[0], slots[1], tiles.stages), "store": epilogue.scratch(out_dtype)}
     body = functools.partial(forward.grouped_gemm, tiles=tiles, transpose=transpose, programs=programs)
     result = jax.ShapeDtypeStruct((lhs.shape[0], columns), out_dtype)
-    return launch_product("grouped_gemm", body, (schedule, lhs, tuple(rhs)), result, scratch, programs, interpret)
+    return _launch_product("grouped_gemm", body, (schedule, lhs, tuple(rhs)), result, scratch, programs, interpret)
 
 
 def weight_gradient(
@@ -94,7 +94,7 @@ def weight_gradient(
 def _gradient(lhs: Array, rhs: Array, group_sizes: Array, **static: Any) -> list[Array]:
     # Copies past the last column are cut off where there are more than those of one line.
     columns = STEP if rhs.shape[1] > STEP else 2 * STEP
-    operands = vary_alike((pad(lhs, ROWS), pad(rhs, (ALIGNMENT, columns)), group_sizes))
+    operands = vary_alike((_pad(lhs, _ROWS), _pad(rhs, (ALIGNMENT, columns)), group_sizes))
     run = sequential_vmap(functools.partial(_launch_gradient, **static))
     return [w[:, : lhs.shape[1], : rhs.shape[1]] for w in run(*operands)]
 
@@ -115,13 +115,13 @@ def _launch_gradient(*operands: Array, out_dtype: jnp.dtype, interpret: bool, nu
     inputs = (groups.starts, groups.ends, lhs, rhs)
     parts = (num_home, shape[0] - num_home) if num_home else shape[:1]
     result = [jax.ShapeDtypeStruct((part, *shape[1:]), out_dtype) for part in parts]
-    return launch_product("grouped_gemm_weight_gradient", body, inputs, result, scratch, programs, interpret)
+    return _launch_product("grouped_gemm_weight_gradient", body, inputs, result, scratch, programs, interpret)
 
 
-launch_product = functools.partial(launch, warpgroups=tiling.CONSUMERS + 1)  # those that multiply, and one that loads
+_launch_product = functools.partial(launch, warpgroups=tiling.CONSUMERS + 1)  # those that multiply, and one that loads
 
 
-def pad(x: Array, multiples: tuple[int, ...]) -> Array:
+def _pad(x: Array, multiples: tuple[int, ...]) -> Array:
     """`x` with its sizes rounded up to multiples; a copy only where they are none."""
     missing = [round_up(size, multiple) - size for size, multiple in zip(x.shape, multiples, strict=True)]
     return jnp.pad(x, [(0, more) for more in missing]) if any(missing) else x

@@ -36,8 +36,9 @@ def plan_pass(counts: Array, rows: int, spare: int) -> PassPlan:
     One pass is enough if `sum(min(room, spare * (rows // L + 1))) >= sum(excess)`, hence always with `spare >= L`: the
     largest expert of an overloaded rank has at least `chunk = rows // L + 1` rows, so a filling move places this many
     or fills the receiver. Let F be the sum over ranks of `min(room, free slots * chunk)`. A filling move of n rows
-    lowers F by at most n at the receiver, and what the giver hands over beyond its excess returns to F as room. So F
-    minus the total excess never falls, and while there is excess there is another move. There are at most `W * spare`.
+    lowers F by at most n at the receiver, and what the giver hands over beyond its excess returns to F as room. So it
+    never lowers F minus the total excess, and an even move leaves it at 0 or more. While there is excess there is
+    another move. There are at most `W * spare`.
 
     Args:
       counts: `[W, E]` int32 assignments from each source rank to each expert.
@@ -74,8 +75,8 @@ def _move(state: _Moves, rows: int) -> _Moves:
     fill = jnp.minimum(usable[receiver], home[expert])
     even = jnp.minimum(fill, loads[giver] - _sum(loads) // num_ranks)
     is_receiver = (_arange(num_ranks) == receiver).astype(jnp.int32)
-    is_giver = (_arange(num_ranks) == giver).astype(jnp.int32)
-    room_after = jnp.maximum(rows - loads - even * (is_receiver - is_giver), 0)
+    direction = is_receiver - (_arange(num_ranks) == giver).astype(jnp.int32)
+    room_after = jnp.maximum(rows - loads - even * direction, 0)
     certain = _sum(jnp.minimum(room_after, (free - is_receiver) * (rows // num_local + 1)))
     total = _sum(excess)
     is_even = certain >= total - jnp.minimum(even, excess[giver])
@@ -83,7 +84,7 @@ def _move(state: _Moves, rows: int) -> _Moves:
     slot = jnp.where(n > 0, copies.shape[1] - free[receiver], copies.shape[1])  # past the end: nothing is stored
     return _Moves(
         home.at[expert].add(-n),
-        loads + n * (is_receiver - is_giver),
+        loads + n * direction,
         copies.at[receiver, slot].set(expert, mode="drop"),
         moved.at[receiver, slot].set(n, mode="drop"),
     )

@@ -73,7 +73,7 @@ def activate(module, rng, sizes, k, n, *, programs, seed, spare=0, **changes):
     operands = described(lhs, (64, 64)), described(rhs, (1, 64, 64)), np.array(sizes, np.int32), weights, taken
     options = dataclasses.replace(GluonGemm16(rows, n, k, groups, 4, 32, activation=SWIGLU), **changes)
     result = described(out, (64, 32), bounded=True)
-    gluon.run(module.gemm_activation16, programs, *operands, result, taken, seed=seed, S=options)
+    gluon.run(module.grouped_gemm16, programs, *operands, result, taken, seed=seed, S=options)
     hidden, start = np.zeros((rows, 2 * n)), 0
     for group, size in enumerate(sizes):
         of_group = slice(start, start + size)

@@ -46,7 +46,7 @@ class Pipeline(NamedTuple):
 
     a: Value  # [MOST_WAVES * S.stages, WAVE, S.depth]; of a gradient [MOST_WAVES * S.stages, 1, 1, S.depth, WAVE]
     # [S.stages, 1, S.depth, S.tile_n]; [S.stages, 1, S.tile_n, S.depth] of transposed weights; with activation
-    # [4 * S.stages, 1, S.depth, HALF_N // 2], of each consumer the gates and then the up values
+    # [4 * S.stages, 1, S.depth, S.box_n], of each consumer the gates and then the up values
     b: Value
     full: Value  # [S.stages] the producer's copies have arrived
     empty: Value  # [S.stages] both consumers have read the step
@@ -56,8 +56,7 @@ class Output(NamedTuple):
     """The result, what is added to it, and parts of one consumer's wave on their way there."""
 
     out: Value  # descriptor; `SplitWeights` of two
-    bias: Value  # `Bias` or None
-    weights_ptr: Value  # [S.M] float32 factors of activated rows, or None
+    epilogue: Value  # `Bias` or None; with activation [S.M] float32, the weights of rows
     staging: Value  # [2, 1, 1, WAVE, S.part_n] in shared memory; of a gradient [2, 1, WAVE, S.part_n]
 
 
@@ -94,8 +93,8 @@ def add_bias(values, bias, place, S: gl.constexpr):
 @gluon.jit
 def store_part(values, output, place, number: gl.constexpr, S: gl.constexpr):
     """Store a part of a wave by TMA, which leaves while the program goes on; a wave has an even number of parts."""
-    if output.bias is not None:
-        values = add_bias(values, output.bias, place, S)
+    if S.activation is None and output.epilogue is not None:
+        values = add_bias(values, output.epilogue, place, S)
     tma.store_wait(1)  # the last store but one has read its half of `staging`
     staging = output.staging.index(number % 2)
     staging.reshape((WAVE, S.part_n)).store(values.to(staging.dtype))
@@ -142,7 +141,7 @@ def store_wave(values, output, place, wave, S: gl.constexpr):
     if S.activation is None:
         store_columns(values, output, at, 0, HALF_N, S)
     else:
-        store_columns(activate_wave(values, output.weights_ptr, at, S), output, at, 0, HALF_N // 2, S)
+        store_columns(activate_wave(values, output.epilogue, at, S), output, at, 0, HALF_N // 2, S)
 
 
 @gluon.jit
@@ -268,7 +267,7 @@ def consume(pipeline, tiles, output, consumer: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def row_tiles(rows, low):
-    """Return the number of tiles of so many rows: of three waves, but of two if `low`, or if all can have two."""
+    """Return the number of tiles that `rows` rows take: of three waves, but of two if `low`, or if all can have two."""
     waves = (rows + WAVE - 1) // WAVE
     by_two = low | ((waves < FEW_WAVES) & (waves % 2 == 0) & (waves % 3 != 0))
     return (waves + 1) // 2 if by_two else (waves + 2) // 3
@@ -276,7 +275,7 @@ def row_tiles(rows, low):
 
 @gluon.jit
 def locate(inside, rows, low, S: gl.constexpr):
-    """Return first row, waves and first column of tile `inside` of a group with tiles of so many rows."""
+    """Return first row, waves and first column of tile `inside` of a group whose tiles cover `rows` rows."""
     tiles = row_tiles(rows, low)
     tile, column = place_in_bands(inside, tiles, S)
     # The first tiles have one wave more than the others.
@@ -320,7 +319,7 @@ def load_halves(rhs, pipeline, place, k, barrier, slot, S: gl.constexpr):
 
 @gluon.jit
 def load_waves(lhs, rhs, pipeline, place, start, end, count, WAVES: gl.constexpr, S: gl.constexpr):
-    """Copy the steps of a tile of so many waves, from `start` to `end` of the sum; return their number so far."""
+    """Copy the steps of a tile of `WAVES` waves, from `start` to `end` of the sum; return their number so far."""
     for k in range(start, end, S.depth):
         slot = count % S.stages
         full = pipeline.full.index(slot)
@@ -398,7 +397,7 @@ def produce(lhs, rhs, pipeline, tiles, sizes, num_taken, S: gl.constexpr):
 
 @gluon.jit
 def run_roles(
-    lhs, rhs, sizes, bias, weights_ptr, num_taken, out, b, result,
+    lhs, rhs, sizes, epilogue, num_taken, out, b, result,
     A: gl.constexpr, B: gl.constexpr, RESULT: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
     """Allocate shared memory in shapes `A`, `B` and `RESULT`, and start the roles."""
@@ -413,8 +412,8 @@ def run_roles(
         mbarrier.init(pipeline.full.index(s), count=1)
         mbarrier.init(pipeline.empty.index(s), count=8)  # warps of the consumers
     tiles = allocate_tiles(8)
-    first = Output(out, bias, weights_ptr, gl.allocate_shared_memory(result.dtype, RESULT, result.layout))
-    second = Output(out, bias, weights_ptr, gl.allocate_shared_memory(result.dtype, RESULT, result.layout))
+    first = Output(out, epilogue, gl.allocate_shared_memory(result.dtype, RESULT, result.layout))
+    second = Output(out, epilogue, gl.allocate_shared_memory(result.dtype, RESULT, result.layout))
     gl.warp_specialize(
         [
             (consume, (pipeline, tiles, first, 0, S)),
@@ -429,37 +428,23 @@ def run_roles(
 @gluon.jit
 def grouped_gemm16(
     lhs,  # [S.M, S.K] in blocks of 64 x S.depth
-    rhs,  # [S.num_groups, S.K, S.N], blocks of 1 x S.depth x S.tile_n; the other way round if S.transposed
+    rhs,  # [S.num_groups, S.K, S.N], blocks of 1 x S.depth x S.box_n; the other way round if S.transposed
     sizes,  # [S.num_groups] int32, rows of each group
-    bias,  # `Bias` or None
+    epilogue,  # `Bias` or None; with activation [S.M] float32, the weights of rows
     num_taken,  # [1] int32, zero: the number of tiles that programs have taken, which is written in place
     out,  # [S.M, S.N] bounded, blocks of 64 x S.part_n
     num_taken_after,  # `num_taken`
     S: gl.constexpr,
 ):
-    """Compute `out[rows of g] = lhs[rows of g] @ rhs[g]` plus the bias, zero in rows past the groups."""
+    """Compute `out[rows of g] = lhs[rows of g] @ rhs[g]` plus the bias, zero in rows past the groups.
+
+    With activation, rhs is [S.num_groups, S.K, 2 * S.N], gates before up values, and activated rows are stored.
+    """
     b = rhs if S.home_groups == 0 else rhs.home
     A: gl.constexpr = [MOST_WAVES * S.stages, WAVE, S.depth]
-    B: gl.constexpr = [S.stages, 1, S.tile_n, S.depth] if S.transposed else [S.stages, 1, S.depth, S.tile_n]
-    run_roles(lhs, rhs, sizes, bias, None, num_taken, out, b, out, A, B, [2, 1, 1, WAVE, S.part_n], S)
-
-
-@gluon.jit
-def gemm_activation16(
-    lhs,  # [S.M, S.K] in blocks of 64 x S.depth
-    rhs,  # [S.num_groups, S.K, 2 * S.N], gates before up values, blocks of 1 x S.depth x 64
-    sizes,  # [S.num_groups] int32, rows of each group
-    weights_ptr,  # [S.M] float32
-    num_taken,  # [1] int32, zero: the number of tiles that programs have taken, which is written in place
-    out,  # [S.M, S.N] bounded, blocks of 64 x S.part_n
-    num_taken_after,  # `num_taken`
-    S: gl.constexpr,
-):
-    """Compute `out[r] = weights[r] * act(lhs[r] @ gates[g]) * (lhs[r] @ ups[g])`, zero in rows past the groups."""
-    b = rhs if S.home_groups == 0 else rhs.home
-    A: gl.constexpr = [MOST_WAVES * S.stages, WAVE, S.depth]
-    B: gl.constexpr = [4 * S.stages, 1, S.depth, HALF_N // 2]
-    run_roles(lhs, rhs, sizes, None, weights_ptr, num_taken, out, b, out, A, B, [2, 1, 1, WAVE, S.part_n], S)
+    BOXES: gl.constexpr = S.weights_n // S.box_n * S.stages
+    B: gl.constexpr = [BOXES, 1, S.box_n, S.depth] if S.transposed else [BOXES, 1, S.depth, S.box_n]
+    run_roles(lhs, rhs, sizes, epilogue, num_taken, out, b, out, A, B, [2, 1, 1, WAVE, S.part_n], S)
 
 
 @gluon.jit
@@ -476,4 +461,4 @@ def weight_gradient16(
     result = out if S.home_groups == 0 else out.home
     A: gl.constexpr = [MOST_WAVES * S.stages, 1, 1, S.depth, WAVE]
     B: gl.constexpr = [S.stages, 1, 1, S.depth, S.tile_n]
-    run_roles(lhs, rhs, sizes, None, None, num_taken, out, rhs, result, A, B, [2, 1, WAVE, S.part_n], S)
+    run_roles(lhs, rhs, sizes, None, num_taken, out, rhs, result, A, B, [2, 1, WAVE, S.part_n], S)

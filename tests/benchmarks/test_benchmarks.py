@@ -48,6 +48,24 @@ def test_chains_leave_out_what_runs_once(clock):
     assert timing.median == pytest.approx(each)
 
 
+def test_chains_whose_long_one_is_faster_have_no_negative_times(clock):
+    naps = {1: 0.02, 3: 0.01}
+
+    def make(n):
+        def nap(x):
+            clock.nap(naps[n])
+            return np.asarray(x)
+
+        return lambda x: jax.pure_callback(nap, jax.ShapeDtypeStruct(x.shape, x.dtype), x), (jnp.ones(4),)
+
+    timing = harness.measure_chained({"nap": make}, 3)["nap"]
+    assert timing.samples == (1e-9,) * 3
+    assert timing.microseconds() == ["0.0", "0.0 to 0.0"]
+    failures = {}
+    assert harness.measure_chained({"nap": make}, 3, failures=failures, resolve=True) == {}
+    assert failures == {"nap": "takes less than what these chains resolve"}
+
+
 def test_chains_that_fail_are_left_out_where_that_is_asked_for():
     def fail(n):
         if n == 3:

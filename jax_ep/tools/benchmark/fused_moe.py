@@ -194,7 +194,7 @@ def measure_case(
             failures[TORCH] = str(error)
 
     def details(name: str, timing: Timing) -> dict[str, float]:
-        read, seconds = found["ragged_dot" if name == TORCH else name].read, max(timing.median, 1e-9)
+        read, seconds = found["ragged_dot" if name == TORCH else name].read, timing.median
         if not read:
             return {}
         of_read_rate = read / seconds / rate

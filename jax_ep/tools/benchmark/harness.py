@@ -43,16 +43,30 @@ GRAPHS_WITH_COLLECTIVES = GRAPHS | {
 _PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "triton", "jax-triton", "numpy")
 _MIN_ROUNDS = 3
 _BUDGET_S = 15.0
+_SHORTEST_S = 1e-9
+
+UNRESOLVED = "takes less than what these chains resolve"
 
 type Factory = Callable[[int], tuple[Callable[..., Any], tuple[Any, ...]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Seconds per call of one variant, one sample per round; and temporary bytes per device of a call, if known."""
+    """Seconds per call of one variant, one sample per round; and temporary bytes per device of a call, if known.
+
+    Samples are at least a nanosecond: where they are differences of two times, noise can make them negative.
+    """
 
     samples: tuple[float, ...]
     temporary_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "samples", tuple(max(sample, _SHORTEST_S) for sample in self.samples))
+
+    @property
+    def is_resolved(self) -> bool:
+        """Whether most samples exceed the noise of the times whose differences they are."""
+        return self.median > _SHORTEST_S
 
     @property
     def median(self) -> float:
@@ -153,8 +167,8 @@ def measure_chained(
         memory = cast(jax.stages.Compiled, chain.func).memory_analysis()
         temporary = None if memory is None else memory.temp_size_in_bytes
         result[name] = Timing(tuple((b - a) / (long - short) for a, b in pairs), temporary)
-        if resolve and failures is not None and result[name].median <= 0:
-            failures[name] = "takes less than what these chains resolve"
+        if resolve and failures is not None and not result[name].is_resolved:
+            failures[name] = UNRESOLVED
             del result[name]
     return result
 

@@ -157,10 +157,10 @@ def test_push_with_a_wrong_option_creates_no_repository(mistake, folder, api):
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "README.md", "config.json", INDEX, min(SHARDS)])
-@pytest.mark.parametrize("where", ["outside", "elsewhere in the folder", "outside by two links"])
+@pytest.mark.parametrize("where", ["outside", "in the folder", "outside by two links"])
 def test_push_of_a_link_to_another_file(where, name, folder, api, tmp_path):
-    """A file of somebody else's checkpoint could name a key or a password of whoever uploads it."""
-    secret = folder / "optimizer.pt" if where == "elsewhere in the folder" else tmp_path / "secret"
+    """A downloaded checkpoint could link a file to a key or a password of the user who uploads it."""
+    secret = folder / "optimizer.pt" if where == "in the folder" else tmp_path / "secret"
     secret.write_bytes((folder / name).read_bytes())
     if where == "outside by two links":
         (folder / "merges.txt").symlink_to(secret)

@@ -425,7 +425,7 @@ def test_flax_wrong_input(x, error, match):
         MoE(**SIZES, rngs=nnx.Rngs(0))(x)
 
 
-@pytest.mark.parametrize("router", [None, lambda x: None], ids=["router", "router of its own"])
+@pytest.mark.parametrize("router", [None, lambda x: None], ids=["router", "custom router"])
 def test_flax_stacked_layers_called_as_one(router):
     create = nnx.vmap(lambda rngs: MoE(**SIZES, router=router, rngs=rngs))
     layers = nnx.split_rngs(splits=3)(create)(nnx.Rngs(0))

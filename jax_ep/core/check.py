@@ -55,7 +55,7 @@ _identity.defvjp(lambda x: (x.value, None), lambda _, cotangent: (cotangent,), s
 
 
 def _has_symbolic_zeros() -> bool:
-    """Return whether custom VJPs get symbolic zeros here: JAX 0.12 has none in a `shard_map` outside of `jit`."""
+    """Return whether custom VJPs get symbolic zeros here: JAX 0.12 lacks them in a `shard_map` outside of `jit`."""
     try:
         _identity(np.float32(0))
     except NotImplementedError:

@@ -41,7 +41,7 @@ class _Product:
 
     @property
     def values(self) -> np.ndarray:
-        """What no kernel may use: registers of a product in flight."""
+        """Raise an error: no kernel may use registers of a product in flight."""
         raise EmulationError("registers of a wgmma are used before it is waited for")
 
     def finish(self) -> Tensor:

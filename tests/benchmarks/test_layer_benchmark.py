@@ -76,7 +76,7 @@ def test_large_arrays_are_made_in_chunks(case, monkeypatch):
 
 
 def test_arrays_beyond_the_memory_of_the_machine(case, monkeypatch):
-    """Linux ends a process that takes too much without a word: `jax-ep trace moe --model deepseek-v3` on a laptop."""
+    """Linux kills a process that takes too much: `jax-ep trace moe --model deepseek-v3` on a laptop."""
     if jax.default_backend() != "cpu":
         pytest.skip("CPU devices share the memory of the machine")
     monkeypatch.setattr(inputs.os, "sysconf", {"SC_PHYS_PAGES": 4, "SC_PAGE_SIZE": 2 * RANKS * 6 * 5}.get)

@@ -35,7 +35,7 @@ def test_single_launch_gluon_experts(implementation, stored, kind, rng):
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.slow(unless={"stored": ["mxfp4 prepacked"], "splits": [4], "block_m": [16]})
 def test_single_launch_gluon_tiles(implementation, stored, block_m, splits, rng):
-    """Experts with several blocks, and second GEMMs in parts, of which some have no step."""
+    """Experts with several blocks, and second GEMMs in parts; some parts have no step."""
     shape = Shape(num_tokens=70, top_k=3, num_experts=4, hidden=384, intermediate=640)
     layer = Layer(rng, "some_without_expert", 1, shape, BF16)
     matrices = [store(w, stored) for w in (layer.w_gate_up, layer.w_down)]

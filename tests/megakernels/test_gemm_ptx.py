@@ -115,7 +115,7 @@ CASES += [(90, DEEPSEEK, False, "bfloat16", 0, tiles) for tiles in VARIANTS]
 
 @pytest.mark.parametrize(("capability", "size", "transpose", "out", "spare", "tiles"), CASES, ids=str)
 def test_gemm_ptx_forward(tiles_on, compile_launch, capability, size, transpose, out, spare, tiles):
-    """With the last experts in an array of their own if there are `spare` ones, and with chosen or given tiles."""
+    """With the last experts in a separate array if there are `spare` ones, and with chosen or given tiles."""
     rows, k, n, groups = size
     facts = GemmFacts(jnp.dtype(jnp.bfloat16), rows, k, n, groups + spare, jnp.dtype(out))
     tiles = tiles or tiles_on(capability, grouped_gemm.forward_tiles, facts)

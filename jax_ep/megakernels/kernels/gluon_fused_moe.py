@@ -70,7 +70,7 @@ class Outputs(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """What the producer says of a tile: task, expert, block and column in `tiles`, and the assignments of the block."""
+    """Description of a tile by the producer: task, expert, block and column in `tiles`, and the assignments of the block."""
 
     tiles: Tiles
     assignments: Value  # [2, 2 * S.tile_m] int32 in shared memory; -1: none; the second half is unused
@@ -220,7 +220,7 @@ def copy_rows(source_ptr, rows, exist, arrived, first, steps, pipeline, count, W
             async_copy.wait_group(1)
             hand_over(pipeline, count - 1, S)
         count += 1
-    if steps > 0:  # the last part of K may have none
+    if steps > 0:  # the last part of K may be empty
         async_copy.wait_group(0)
         hand_over(pipeline, count - 1, S)
     return count

@@ -56,7 +56,7 @@ class Attention:
 
 
 class Cache(NamedTuple):
-    """What a step writes in place."""
+    """Arrays that a step writes in place."""
 
     keys_ptr: Pointer  # [texts, length, kv_heads, head_dim]
     values_ptr: Pointer

@@ -108,7 +108,7 @@ def on_ranks(mesh: jax.sharding.Mesh, shape: tuple[int, ...], seed: int, scale: 
 
 
 def _check_memory(mesh: jax.sharding.Mesh, shape: tuple[int, ...]) -> None:
-    """Check that CPU devices have room for an array and work on it; Linux would end the process without a word."""
+    """Check that CPU devices have room for an array and work on it; Linux would kill the process without an error."""
     num_bytes = 2 * mesh.devices.size * math.prod(shape)
     most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
     if mesh.devices.flat[0].platform == "cpu" and num_bytes > most:

@@ -138,25 +138,16 @@ class MoE(nnx.Module):
         kernel_init: nnx.Initializer = EXPERT_INIT,
         rngs: nnx.Rngs,
     ) -> None:
-        check.value_of("MoE", "mesh", mesh, jax.sharding.Mesh, "jax.sharding.Mesh")
-        check.flag("MoE", "use_bias", use_bias)
-        check.instance(
-            "MoE", "kernel_init", kernel_init, Callable, "a function such as nnx.initializers.lecun_normal()"
-        )
         _check_rngs(rngs)
         self.hidden_size, self.num_experts, self.num_experts_per_tok = hidden_size, num_experts, num_experts_per_tok
         self.router_options, self.router_fn = check_router.router_or_callable(router)
         self.axes, self.mesh = _checked_axes(axes), mesh
         self.experts, self.recipe = check.layer_experts("MoE", experts, self.axes.tensor), check.recipe("MoE", recipe)
-        check_balance("MoE", balance, self.axes.expert, capacity)
         self.capacity, self.balance = capacity, balance
         self.dtype, self.preferred_element_type = dtype, preferred_element_type
         options = registry.options("MoE", (), implementation, schedule)
         self.schedule, self.implementation = schedule, options.implementation
-        self._check_sizes(intermediate_size, shared_experts)
-        check.result_dtype("MoE", dtype, None, "dtype")
-        check.result_dtype("MoE", param_dtype, None, "param_dtype")
-        check.result_dtype("MoE", preferred_element_type, dtype)
+        self._check(intermediate_size, shared_experts, param_dtype)
         make = _Maker(rngs, mesh, self._active_mesh() is not None)
         self._make_router(make)
         self._make_experts(make, kernel_init, intermediate_size, param_dtype, use_bias)
@@ -164,7 +155,9 @@ class MoE(nnx.Module):
         self.serving_arrays, self.serving_tree = nnx.List[ServingArray]([]), None
         self.lora_scale: float | None = None
 
-    def _check_sizes(self, intermediate_size: int, shared_experts: Any) -> None:
+    def _check(self, intermediate_size: int, shared_experts: Any, param_dtype: Any) -> None:
+        check.value_of("MoE", "mesh", self.mesh, jax.sharding.Mesh, "jax.sharding.Mesh")
+        check_balance("MoE", self.balance, self.axes.expert, self.capacity)
         check.integer("MoE", "intermediate_size", intermediate_size)
         capacity = () if self.capacity is None else ("capacity",)
         for name in ("hidden_size", "num_experts", "num_experts_per_tok", *capacity):
@@ -172,6 +165,9 @@ class MoE(nnx.Module):
         all_experts = self.num_experts + self.router_options.num_identity_experts
         self.router_options.check_sizes("MoE", "num_experts_per_tok", self.num_experts_per_tok, all_experts)
         check.value_of("MoE", "shared_experts", shared_experts, SharedExperts, "jax_ep.flax.SharedExperts")
+        check.result_dtype("MoE", self.dtype, None, "dtype")
+        check.result_dtype("MoE", param_dtype, None, "param_dtype")
+        check.result_dtype("MoE", self.preferred_element_type, self.dtype)
 
     def _make_router(self, make: _Maker) -> None:
         """Make the router's parameters: float32, since it decides by small differences of its logits.
@@ -189,6 +185,10 @@ class MoE(nnx.Module):
     def _make_experts(
         self, make: _Maker, kernel_init: nnx.Initializer, intermediate_size: int, dtype: Any, use_bias: bool
     ) -> None:
+        check.flag("MoE", "use_bias", use_bias)
+        kind = "a function such as nnx.initializers.lecun_normal()"
+        check.instance("MoE", "kernel_init", kernel_init, Callable, kind)
+
         def weights_init(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
             matrices = (*shape[:2], math.prod(shape[2:]))
             remedy = "return an array of the shape that it is given"

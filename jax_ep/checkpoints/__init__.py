@@ -220,14 +220,14 @@ class Checkpoint:
         weights: Weights = {}
         for name, some in plans.items():
             with _in_range(function, name):
-                arrays = tuple(make_array(*plan, memory=memory, sharding=shardings[name]) for plan in some)
-            if name in formats:
-                values, scales = arrays
-                kind = "fp8" if formats[name].is_fp8_operand else None
-                weights[name] = QuantizedWeights(values, scales, formats[name].name, activations=kind)
-            else:
-                (weights[name],) = arrays
+                arrays = [make_array(*plan, memory=memory, sharding=shardings[name]) for plan in some]
+            weights[name] = _stored(formats[name], *arrays) if name in formats else arrays[0]
         return weights
+
+
+def _stored(form: Format, values: Array, scales: Array) -> QuantizedWeights:
+    """Return expert weights as stored in a format."""
+    return QuantizedWeights(values, scales, form.name, activations="fp8" if form.is_fp8_operand else None)
 
 
 def _mesh(function: str, mesh: Mesh | None, axis_name: AxisName, num_experts: int) -> Mesh | None:

@@ -71,18 +71,22 @@ def tensors_of(
             tensors += _of_parameter(function, f"{name} of layer {layer}", layers[layer][name], form, shape)
             names.update(place for stored in unwritten for place, _ in stored.places(shape))
     names.update(tensor.name for tensor in tensors)
-    for name, array in others.items():
-        if name in names:
-            raise ValueError(f"{function}: others has {shown(name)}, which belongs to a layer of layers; remove it.")
-        if not isinstance(name, str) or not name.isprintable() or name == "__metadata__" or len(name) > _MAX_NAME:
-            raise ValueError(
-                f"{function}: others has {shown(name)}, expected a str of at most {_MAX_NAME} printable characters"
-                " other than '__metadata__'; rename it."
-            )
-        _check_array(function, f"others[{shown(name)}]", array, np.shape(array))
-        tensors.append(Tensor(name, array, whole(array.shape), array.shape))
+    tensors += [_other(function, name, array, names) for name, array in others.items()]
     _check_quantization(function, config, tensors)
     return tensors
+
+
+def _other(function: str, name: Any, array: Any, taken: set[str]) -> Tensor:
+    """Return a tensor of `others`, whose name none of the layers has."""
+    if name in taken:
+        raise ValueError(f"{function}: others has {shown(name)}, which belongs to a layer of layers; remove it.")
+    if not isinstance(name, str) or not name.isprintable() or name == "__metadata__" or len(name) > _MAX_NAME:
+        raise ValueError(
+            f"{function}: others has {shown(name)}, expected a str of at most {_MAX_NAME} printable characters"
+            " other than '__metadata__'; rename it."
+        )
+    _check_array(function, f"others[{shown(name)}]", array, np.shape(array))
+    return Tensor(name, array, whole(array.shape), array.shape)
 
 
 def _check_dict(function: str, what: str, value: Any, expected: str) -> None:

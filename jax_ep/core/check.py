@@ -131,17 +131,7 @@ def array(
 
     Axes that are numbers, or have one in `sizes`, must have that size. The dtype must be one of `dtypes`; None: any.
     """
-    if isinstance(value, LoraWeights):
-        raise TypeError(
-            f"{function}: {name} is LoraWeights, expected weights without adapters here; pass jax_ep.lora.merge(...) of"
-            " them, or call moe, fused_moe, sharded_moe or grouped_gemm."
-        )
-    if not isinstance(value, jax.Array | np.ndarray) or isinstance(value, np.ma.MaskedArray):
-        raise TypeError(f"{function}: {name} is {type_name(value)}, not an array; pass a JAX or NumPy array {shape}.")
-    try:
-        value = jnp.asarray(value)
-    except TypeError:
-        raise TypeError(f"{function}: {name} has dtype {value.dtype}, expected numbers; cast it with astype.") from None
+    value = _jax_array(function, name, value, shape)
     axes = [] if shape == "[]" else shape.strip("[]").split(", ")
     names = (axis.removesuffix(" >= 1") for axis in axes)
     expected, has_rest = f"[{', '.join(str(sizes.get(name, name)) for name in names)}]", "..." in axes
@@ -162,6 +152,21 @@ def array(
         if size != sizes.get(letter, int(letter) if letter.isdigit() else size):
             raise ValueError(f"{function}: {name} has shape {value.shape}, expected {expected}; {remedy}.")
     return value
+
+
+def _jax_array(function: str, name: str, value: Any, shape: str) -> Array:
+    """Return `value` as a JAX array of any shape and dtype."""
+    if isinstance(value, LoraWeights):
+        raise TypeError(
+            f"{function}: {name} is LoraWeights, expected weights without adapters here; pass jax_ep.lora.merge(...) of"
+            " them, or call moe, fused_moe, sharded_moe or grouped_gemm."
+        )
+    if not isinstance(value, jax.Array | np.ndarray) or isinstance(value, np.ma.MaskedArray):
+        raise TypeError(f"{function}: {name} is {type_name(value)}, not an array; pass a JAX or NumPy array {shape}.")
+    try:
+        return jnp.asarray(value)
+    except TypeError:
+        raise TypeError(f"{function}: {name} has dtype {value.dtype}, expected numbers; cast it with astype.") from None
 
 
 def floating(function: str, name: str, value: Any, shape: str = "[...]", *, remedy: str = "", **sizes: int) -> Array:

@@ -115,9 +115,8 @@ def launch_kernel(
     written, shapes = written or {}, flat_arrays(results)
     # Aliased results are no parameters and come last.
     order = sorted(range(len(shapes)), key=lambda i: i in written.values())
-    types = tuple(map(type_of, (*operands, *results)))
-    function = _flat_function(kernel, types, len(flat(operands)), tuple(written.items()), tuple(sorted(constants)))
-    described = flat(operands)
+    types, described = tuple(map(type_of, (*operands, *results))), flat(operands)
+    function = _flat_function(kernel, types, len(described), tuple(written.items()), tuple(sorted(constants)))
 
     @jax.custom_batching.sequential_vmap
     def run(*arrays: Array) -> list[Array]:

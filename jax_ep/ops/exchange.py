@@ -136,6 +136,11 @@ def dispatch(
     moved: dict[str, Any] = {}
     if balance is not None and given.facts.layout.num_ranks > 1 and given.topk_idx.size:
         given, moved = _balanced(balance, given)
+    return _dispatched(given, moved)
+
+
+def _dispatched(given: Checked, moved: dict[str, Any]) -> Dispatched:
+    """Run the dispatch of checked arguments; `moved` are the fields of the handle that balancing adds."""
     plan = plans.exchange(given.options, given.facts)
     (x, topk_weights, handle), _ = located(plan, given, None)
     tokens: Tokens
@@ -149,7 +154,7 @@ def dispatch(
     if moved:
         # Copies travel after the tokens on all ranks.
         moved["copies"] = known_after(moved["copies"], jax.tree.leaves(tokens)[0])
-        handle = vary_alike(dataclasses.replace(handle, **moved), over=options.axis)
+        handle = vary_alike(dataclasses.replace(handle, **moved), over=given.options.axis)
     return Dispatched(tokens, weights, handle.group_sizes, handle, handle.num_dropped)
 
 

@@ -136,8 +136,7 @@ def moe(
             check.array("moe", name, value, "[T, K]")  # raises
     if isinstance(axis_name, Topology):
         inside = partial(moe, w_gate_up=w_gate_up, w_down=w_down, experts=experts, biases=biases, recipe=recipe)
-        schedule = dataclasses.replace(schedule, wire_dtype=None)
-        inside = partial(inside, schedule=schedule, implementation=implementation)
+        inside = partial(inside, schedule=dataclasses.replace(schedule, wire_dtype=None), implementation=implementation)
         tokens, sum_dtype = (x, topk_idx, topk_weights), preferred_element_type
         return _over_nodes(inside, tokens, num_experts, axis_name, capacity, wire_dtype, sum_dtype)
     options = registry.options("moe", axis_name, implementation, schedule)

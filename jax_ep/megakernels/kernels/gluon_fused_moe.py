@@ -70,7 +70,7 @@ class Outputs(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Description of a tile by the producer: task, expert, block and column in `tiles`, and the assignments of the block."""
+    """A tile of the producer: task, expert, block and column in `tiles`, and the assignments of the block."""
 
     tiles: Tiles
     assignments: Value  # [2, 2 * S.tile_m] int32 in shared memory; -1: none; the second half is unused

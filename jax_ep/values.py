@@ -98,8 +98,9 @@ def number(function: str, name: str, value: Any, *, remedy: str = "pass a float"
     return in_float32(value)
 
 
-def finite(function: str, name: str, value: Any, *, remedy: str = "pass a float such as 1.0") -> float:
+def finite(function: str, name: str, value: Any) -> float:
     """Return a static number as float32 has it, which must be finite there."""
+    remedy = "pass a float such as 1.0"
     found = number(function, name, value, remedy=remedy)
     if not math.isfinite(found):
         raise ValueError(f"{function}: {name}={shown(value)}, expected a finite float32; {remedy}.")

@@ -308,7 +308,7 @@ def expert_ids(
 ) -> Array:
     """Check ids `[T, K]` int32 and set those with a False `token_mask` to -1. Eager ids out of range are an error."""
     # Read the values first: under a trace, the conversion below hides those of a NumPy array.
-    known = _known_values(topk_idx) if all_count else None
+    known = _known_values(topk_idx)
     if isinstance(topk_idx, np.ndarray) and topk_idx.dtype == np.int64:
         topk_idx = np.where((topk_idx < -1) | (topk_idx >= num_experts), -1, topk_idx)  # JAX would wrap these.
     sizes = {} if num_tokens is None else {"T": num_tokens}
@@ -320,8 +320,8 @@ def expert_ids(
         )
     if token_mask is not None:
         topk_idx = jnp.where(token_mask[:, None], topk_idx, -1)
-        known = _known_values(topk_idx) if all_count else None
-    if known is not None and known.size and (known.min() < -1 or known.max() >= num_experts):
+        known = _known_values(topk_idx)
+    if all_count and known is not None and known.size and (known.min() < -1 or known.max() >= num_experts):
         worst = int(known.min() if known.min() < -1 else known.max())
         raise ValueError(
             f"{function}: topk_idx contains {worst}, expected ids in [0, {num_experts}), or -1 for no expert; check the"
@@ -544,6 +544,5 @@ def counted_ids(
             f"{function}: num_tokens is given without topk_idx or with a handle, which already determines the valid"
             " tokens; expected num_tokens with topk_idx only: leave one out."
         )
-    topk_idx = expert_ids(function, topk_idx, *shape, all_count=False)
     counts = jnp.arange(shape[0], dtype=jnp.int32) < token_count(function, num_tokens, shape[0])
     return expert_ids(function, topk_idx, *shape, token_mask=counts)

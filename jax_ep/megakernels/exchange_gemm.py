@@ -18,6 +18,7 @@ from jax_ep.core.operations import GroupedGemm
 from jax_ep.megakernels import grouped_gemm, tuned
 from jax_ep.megakernels.activation import gather_rows
 from jax_ep.megakernels.exchange import (
+    MOST_POSITIONS,
     copied_columns,
     dispatch_tokens,
     num_bytes,
@@ -28,13 +29,15 @@ from jax_ep.megakernels.grouped_gemm import weights_operand
 from jax_ep.megakernels.kernels import exchange_gemm as exchange_gemm_kernels
 from jax_ep.megakernels.kernels import exchange_gemm_structs as structs
 from jax_ep.megakernels.kernels import gemm_structs
-from jax_ep.megakernels.kernels.exchange_structs import SumTile
-from jax_ep.megakernels.launch import all_programs, group_of, launch, optional
-from jax_ep.megakernels.send_order import order_sends
+from jax_ep.megakernels.kernels import send_order as send_order_kernels
+from jax_ep.megakernels.kernels.exchange_structs import CountTile, SendOrder, SumTile
+from jax_ep.megakernels.launch import all_programs, group_of, int32, launch, num_programs, optional
 from jax_ep.types import Array, Handle, Layout, Options, Schedule
 
 _DISPATCH_GEMM = Kernel(exchange_gemm_kernels.dispatch_gemm, ffi.Operation.DISPATCH_GROUPED_GEMM)
 _GEMM_COMBINE = Kernel(exchange_gemm_kernels.gemm_combine, ffi.Operation.GROUPED_GEMM_COMBINE)
+_COUNT = Kernel(send_order_kernels.send_order_count)
+_PLACE = Kernel(send_order_kernels.send_order_place)
 
 _ITEM_BYTES = 2
 """Bytes of an element that travels in a launch with a GEMM: see requirements.py."""
@@ -96,6 +99,29 @@ def dispatch_apart(options: Options, x: Array, weights: Array | None, handle: Ha
 
 def _arrays_of(handle: Handle) -> structs.HandleArrays:
     return structs.HandleArrays(handle.topk_idx, handle.assignment_to_row, handle.row_to_assignment, handle.group_sizes)
+
+
+def order_sends(handle: Handle) -> structs.OrderedSends:
+    """Order the sends of a handle, so that a peer's first experts can start while other tokens travel."""
+    sizes = send_order_sizes(handle.layout)
+    num_ranks, num_tokens, num_blocks = sizes.num_ranks, sizes.num_tokens, -(-sizes.num_tokens // sizes.tile.block)
+    counted = ((num_ranks, num_tokens), (2 * num_ranks, num_blocks, sizes.tile.bins))
+    config = Config(num_programs(2 * num_ranks * num_blocks, 4), num_warps=4)
+    found = launch(_COUNT, (handle.topk_idx, group_of(handle)), int32(*counted), config, {"S": sizes})
+    results = ((num_ranks, num_tokens), (num_ranks,), (num_ranks, sizes.num_local_experts))
+    return structs.OrderedSends(*launch(_PLACE, found, int32(*results), config, {"S": sizes}))
+
+
+def send_order_sizes(layout: Layout) -> SendOrder:
+    """Return the sizes of the send order: few blocks, since each adds up the counts of all blocks of a list."""
+    lanes, most_blocks = 128, 64
+    block = lanes
+    while -(-layout.num_tokens // block) > most_blocks and block < MOST_POSITIONS:
+        block *= 2
+    bins = max(32, power_of_two(layout.num_local_experts + 1))
+    rows = max(1, min(4096 // bins, power_of_two(-(-layout.num_tokens // block))))
+    tile = CountTile(block, lanes, bins, rows)
+    return SendOrder(layout.num_ranks, layout.num_tokens, layout.top_k, layout.num_local_experts, tile)
 
 
 def dispatch_gemm_sizes(

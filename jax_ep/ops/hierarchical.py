@@ -79,8 +79,8 @@ def send(
     per_node = num_experts // num_nodes
     num_tokens, top_k = topk_idx.shape
     layout = _layout(options, topology, num_tokens, top_k, num_nodes)
-    rows = ", ".join(f"{a.dtype}{list(a.shape)}" for a in jax.tree.leaves((x, topk_weights)))
-    sizes = f"{topology}, {num_experts=}, K={top_k}, {layout}, wire_dtype={options.wire_dtype}, arrays {rows}"
+    arrays = ", ".join(f"{a.dtype}{list(a.shape)}" for a in jax.tree.leaves((x, topk_weights)))
+    sizes = f"{topology}, {num_experts=}, K={top_k}, {layout}, wire_dtype={options.wire_dtype}, arrays {arrays}"
     context.compare(options.function, f"over nodes, {sizes}")
     handle = _plan(options, topk_idx, per_node, layout)
     ids = all_gather(topk_idx, options.axis).reshape(-1, topk_idx.shape[1]) - rank_on(options.axis) * per_node
@@ -88,12 +88,12 @@ def send(
     tokens = row_tokens(handle)
     ids_here = gather_rows(jnp.where(is_here, ids + 1, 0), tokens) - 1  # -1 in rows without a token
     num_dropped = jnp.sum(is_here, dtype=jnp.int32) - jnp.sum(ids_here >= 0, dtype=jnp.int32)
-    return Arrived(*_send_along(options, x, topk_weights, handle, ids_here), handle, num_dropped)
+    rows, row_weights = _send_along(options, x, topk_weights, handle)
+    return Arrived(rows, ids_here, row_weights, handle, num_dropped)
 
 
-def _send_along(
-    options: Options, x: Tokens, topk_weights: Array | None, handle: Handle, ids: Array | None
-) -> tuple[Tokens, Array | None, Array | None]:
+def _send_along(options: Options, x: Tokens, topk_weights: Array | None, handle: Handle) -> tuple[Tokens, Array | None]:
+    """Send tokens and their weights to the nodes of a handle."""
     if isinstance(x, tuple):
         values, scales = (_exchange().dispatch_rows(options, part, handle) for part in x)
         rows: Tokens = (values, scales)
@@ -101,7 +101,7 @@ def _send_along(
         rows = _to_nodes(options, x, handle)
     if topk_weights is not None:
         topk_weights = _to_nodes(dataclasses.replace(options, wire_dtype=None), topk_weights, handle)
-    return rows, ids, topk_weights
+    return rows, topk_weights
 
 
 def _layout(options: Options, topology: Topology, num_tokens: int, top_k: int, num_nodes: int) -> Layout:
@@ -147,8 +147,8 @@ def dispatch(
         arrived = send(options, topology, x, topk_idx, topk_weights, num_experts)
         num_invalid, local = count_invalid(topk_idx, num_experts), None
     else:
-        parts = _send_along(options, x, topk_weights, handle.node, None)
-        arrived = Arrived(*parts, handle.node, handle.num_dropped - handle.local.num_dropped)
+        rows, row_weights = _send_along(options, x, topk_weights, handle.node)
+        arrived = Arrived(rows, None, row_weights, handle.node, handle.num_dropped - handle.local.num_dropped)
         num_invalid, local = handle.num_invalid, handle.local
     d = inside(
         *arrived[:3],

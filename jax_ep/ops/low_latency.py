@@ -18,6 +18,7 @@ from jax_ep.core import check
 from jax_ep.core.autodiff import call_without_gradient
 from jax_ep.core.check import operation
 from jax_ep.core.dtypes import FP8
+from jax_ep.core.facts import LowLatencyFacts
 from jax_ep.core.mesh_axes import spread_axes, takes_global_arrays, vary_alike
 from jax_ep.ops import plan_serving, registry
 from jax_ep.ops.plan_serving import PartPlan
@@ -95,7 +96,7 @@ def low_latency_dispatch(
     layout = checked_layout(options, num_experts, max_tokens, topk_idx.shape[1])
     x, topk_idx, num_tokens = vary_alike((x, topk_idx, num_tokens), over=options.axis)
     columns = group_size if quantize or isinstance(x, tuple) else None
-    plan = plan_serving.low_latency(options, dtype, hidden, layout, is_foreign=False)
+    plan = plan_serving.one_part(options, LowLatencyFacts(dtype, hidden, layout))
     return LowLatencyDispatched(*dispatch_tokens(plan, layout, columns, x, topk_idx, num_tokens))
 
 
@@ -150,7 +151,7 @@ def low_latency_combine(
     sum_dtype = check.result_dtype(function, preferred_element_type, y.dtype)
     wire_dtype = check.wire(function, options.wire_dtype, y.dtype, y.shape[2])
     options = dataclasses.replace(options, wire_dtype=wire_dtype, sum_dtype=sum_dtype)
-    plan = plan_serving.low_latency(options, y.dtype, y.shape[2], layout, is_foreign=handle.group is None)
+    plan = plan_serving.one_part(options, LowLatencyFacts(y.dtype, y.shape[2], layout, handle.group is None))
     return combine_tokens(plan, *vary_alike((y, topk_weights, handle), over=options.axis))
 
 

@@ -16,6 +16,7 @@ from jax_ep.core.autodiff import call_without_gradient
 from jax_ep.core.check import operation
 from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.core.expert_matrices import QuantizedWeights, as_transposed
+from jax_ep.core.facts import MaskedActivationFacts
 from jax_ep.core.fp8 import quantize_rows
 from jax_ep.core.layout import add_bias_of_blocks
 from jax_ep.core.mesh_axes import takes_global_arrays, vary_alike
@@ -149,7 +150,8 @@ def masked_gated_activation(
     if quantize and inner is not None:
         check_fp8.whole_blocks(function, "I, the columns of the activated rows,", inner)
     options = registry.options(function, implementation=implementation)
-    plan = plan_serving.masked_activation(options, hidden.dtype, quantize=quantize and not callable(experts.activation))
+    facts = MaskedActivationFacts(hidden.dtype, quantize and not callable(experts.activation))
+    plan = plan_serving.one_part(options, facts)
     return activate(plan, experts, inner, hidden, group_sizes, bias, quantize)
 
 

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ep.core import check
 from jax_ep.core.check import operation
+from jax_ep.core.facts import SortFacts
 from jax_ep.core.layout import SortSizes, dropless_capacity
 from jax_ep.core.mesh_axes import on_automatic_axes, vary_alike
 from jax_ep.ops import plan_serving, registry
@@ -79,7 +80,7 @@ def moe_sort(
     options = registry.options(function, implementation=implementation)
     arrays = vary_alike((topk_weights, topk_idx, num_tokens))
     specs = SortedTokens(P(), None if topk_weights is None else P(), P(), P(), P())  # type: ignore[arg-type]
-    plan = plan_serving.sort(options, topk_idx.size, num_local)
+    plan = plan_serving.one_part(options, SortFacts(topk_idx.dtype, topk_idx.size, num_local))
     sort = partial(sort_slots, plan, SortSizes(first_expert, num_local, block_size))
     return on_automatic_axes(sort, specs, *arrays)
 

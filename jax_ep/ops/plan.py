@@ -96,6 +96,10 @@ class ExchangePlan:
         """Plan of the backward pass."""
         return dataclasses.replace(self, options=self.options.transposed)
 
+    def with_sums(self, dtype: DTypeLike) -> ExchangePlan:
+        """Return the plan of a combine whose sums have this dtype."""
+        return dataclasses.replace(self, options=dataclasses.replace(self.options, sum_dtype=dtype))
+
 
 @resolution
 def exchange(options: Options, facts: ExchangeFacts, *, wire_dtype: DTypeLike | None = None) -> ExchangePlan:
@@ -380,10 +384,9 @@ def fp8_layer(
     between = activation(options, experts, dtype, rows, sizes.columns, groups)
     first = GemmFacts(FP8, rows, hidden, sizes.columns, groups, dtype)
     second = dataclasses.replace(first, depth=sizes.intermediate, columns=hidden)
-    back = dataclasses.replace(whole, options=dataclasses.replace(options, sum_dtype=sum_dtype))
     return (
         Fp8LayerPlan(whole, _fp8_gemm(options, first, weight_dtypes[0], sizes.columns), between),
-        Fp8LayerPlan(back, _fp8_gemm(options, second, weight_dtypes[1], hidden), between),
+        Fp8LayerPlan(whole.with_sums(sum_dtype), _fp8_gemm(options, second, weight_dtypes[1], hidden), between),
     )
 
 

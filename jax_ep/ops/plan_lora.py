@@ -83,8 +83,7 @@ def lora_layer(
     """Resolve both directions of the layer with adapters."""
     rows, dtype, groups = facts.layout.capacity, facts.dtype, facts.layout.num_local_experts
     whole = exchange(options, dataclasses.replace(facts, columns=sizes.columns))
-    back = dataclasses.replace(whole, options=dataclasses.replace(options, sum_dtype=sum_dtype))
     first, second = (lora_gemm(options, rows, dtype, w, dtype) for w in weights)
     between = activation(options, experts, dtype, rows, sizes.columns, groups)
     sums = group_sums(options, dtype, rows, facts.hidden, groups)
-    return LoraLayerPlan(whole, back, first, second, between, sums)
+    return LoraLayerPlan(whole, whole.with_sums(sum_dtype), first, second, between, sums)

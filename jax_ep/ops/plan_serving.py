@@ -22,7 +22,6 @@ from jax_ep.core.facts import (
     MaskedGemmFacts,
     Part,
     QuantizedGemmFacts,
-    SortFacts,
 )
 from jax_ep.formats import format_of, needs_decoder
 from jax_ep.ops import registry
@@ -87,21 +86,9 @@ class PartPlan:
 
 
 @resolution
-def masked_activation(options: Options, dtype: DTypeLike, *, quantize: bool) -> PartPlan:
-    """Resolve the activation of masked blocks, to FP8 with `quantize`."""
-    return PartPlan(options, registry.choose(options, MaskedActivationFacts(jnp.dtype(dtype), quantize)))
-
-
-@resolution
-def sort(options: Options, num_slots: int, num_experts: int) -> PartPlan:
-    """Resolve the sort of assignments to experts."""
-    return PartPlan(options, registry.choose(options, SortFacts(jnp.dtype(jnp.int32), num_slots, num_experts)))
-
-
-@resolution
-def low_latency(options: Options, dtype: DTypeLike, hidden: int, layout: Layout, *, is_foreign: bool) -> PartPlan:
-    """Resolve low-latency dispatch or combine of rows of `dtype` with `hidden` columns."""
-    return PartPlan(options, registry.choose(options, LowLatencyFacts(jnp.dtype(dtype), hidden, layout, is_foreign)))
+def one_part(options: Options, facts: Facts) -> PartPlan:
+    """Resolve a call with one part."""
+    return PartPlan(options, registry.choose(options, facts))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +118,7 @@ def low_latency_gemm_combine(
 ) -> LowLatencyGemmPlan:
     """Resolve the GEMM of rows `[L, M, I]` of `dtype` and weights `[L, I, H]`, and the combine of its rows."""
     out = jnp.dtype(out_dtype)
-    combine = low_latency(options, out, rhs.shape[2], layout, is_foreign=is_foreign)
+    combine = one_part(options, LowLatencyFacts(out, rhs.shape[2], layout, is_foreign))
     multiplied = multiplied_dtype(dtype, rhs)
     name, facts = combine.part.implementation, LowLatencyGemmFacts(multiplied, shape, rhs, out, layout)
     fused = None if registry.unsupported_reason(name, facts, options) else Part("low_latency", name)
@@ -158,9 +145,9 @@ def low_latency_layer(
     shape = layout.num_local_experts, layout.num_ranks * layout.num_tokens
     quantize = second == FP8 and not callable(experts.activation)
     return LowLatencyLayerPlan(
-        low_latency(options, wire, up.shape[1], layout, is_foreign=False),
+        one_part(options, LowLatencyFacts(wire, up.shape[1], layout)),
         masked_gemm(options, (*shape, up.shape[1]), wire, up, dtype),
-        masked_activation(options, dtype, quantize=quantize),
+        one_part(options, MaskedActivationFacts(jnp.dtype(dtype), quantize)),
         low_latency_gemm_combine(options, (*shape, down.shape[1]), second, down, out_dtype, layout),
     )
 
@@ -195,7 +182,7 @@ def quantized_layer(
     # What is multiplied in FP8 loses nothing by travelling so.
     wire = FP8 if w_gate_up.activations == "fp8" else None
     whole = exchange(options, dataclasses.replace(facts, columns=sizes.columns), wire_dtype=wire)
-    back = dataclasses.replace(whole, options=dataclasses.replace(options, sum_dtype=sum_dtype))
+    back = whole.with_sums(sum_dtype)
     if wire is not None:
         whole = dataclasses.replace(whole, options=dataclasses.replace(options, wire_dtype=wire))
     rows = layout.capacity

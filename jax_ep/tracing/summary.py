@@ -12,7 +12,7 @@ from jax_ep.megakernels.kernels.trace_structs import KINDS
 from jax_ep.tracing.clocks import Sent, Timeline
 from jax_ep.tracing.events import Launch
 
-_WAIT, _TILE, _ZERO = (KINDS.index(kind) for kind in ("wait", "tile", "zero"))
+_WAIT, _TILE = (KINDS.index(kind) for kind in ("wait", "tile"))
 _EXCHANGE = [KINDS.index(kind) for kind in KINDS if kind not in ("member", "wait", "tile", "zero")]
 _TRAVEL = [KINDS.index(kind) for kind in ("push", "publish")]
 

@@ -2,7 +2,7 @@
 
 There are two algorithms. "To all": all tokens go to all ranks, into fixed slots `[source rank, token]`; each rank picks
 its rows, and sums return by one all-to-all. "Segments": each token goes once to each rank that has rows for it, in
-rounds (rounds.py); memory then grows with the rows and the tokens of one rank instead of those of all ranks. Small
+rounds (segments.py); memory then grows with the rows and the tokens of one rank instead of those of all ranks. Small
 arrays use the first algorithm. On accelerators, so do routings that send most tokens to most ranks.
 
 The local steps are `pick` and `unpermute`.
@@ -26,7 +26,7 @@ from jax_ep.core import layout as rows
 from jax_ep.core.dtypes import FP8, accumulation_dtype
 from jax_ep.core.mesh_axes import all_gather, exchange, rank_on, sum_in_order
 from jax_ep.types import Array, Handle, Layout, Options, Quantized
-from jax_ep.xla import rounds, segments
+from jax_ep.xla import segments
 
 GATHERED_BYTES = 2 << 20
 """Up to this size, tokens of all ranks go to all ranks. On CPU devices segments are faster from 2 to 4 MiB on."""
@@ -77,7 +77,7 @@ def _dispatch[Tree](options: Options, tree: Tree, handle: Handle) -> Tree:
     def in_segments(handle: Handle) -> Tree:
         places = segments.places(handle, axis)
         there = segments.to_experts(places, layout)
-        received = rounds.send(partial(pick, tree), there, segments.most_here(layout), axis, layout)
+        received = segments.send(partial(pick, tree), there, segments.most_here(layout), axis, layout)
         # Padding has no place: -1 stays -1.
         here = rows.gather_rows(places.here.reshape(-1) + 1, rows.row_tokens(handle)) - 1
         return pick(received, here)
@@ -148,7 +148,7 @@ def combine_tokens(options: Options, y: Array, row_weights: Array | None, handle
     def in_segments(handle: Handle) -> Array:
         places = segments.places(handle, axis)
         back = segments.to_sources(places, layout)
-        received = rounds.send(partial_sums, back, segments.most_home(layout), axis, layout)
+        received = segments.send(partial_sums, back, segments.most_home(layout), axis, layout)
         in_order = segments.in_rank_order(places.home, segments.most_ranks(layout))
         if wire != FP8:
             return cast(Array, unpermute(cast(Array, received), in_order.T, dtype))

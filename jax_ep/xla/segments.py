@@ -3,17 +3,26 @@
 A rank with experts has a place for each token of any rank that has rows here, ordered by source rank and token. A
 token's own rank has a place for each (expert rank, token) pair, in that order. Both orders follow from the handle, so
 no indices are sent with the tokens.
+
+Segments are sent in rounds of a padded all-to-all. A round sends the next tokens of each segment, in all a quarter of a
+rank's tokens, whatever the number of ranks. There are as many rounds as the longest segment of any rank needs, which
+the ranks agree on first. Balanced routings thus send little padding, and no routing sends more than "all tokens to all
+ranks", except for the padding of the last round.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep.core.mesh_axes import Axis, exchange
+from jax_ep.core.mesh_axes import Axis, exchange, vary_alike
 from jax_ep.types import Array, Handle, Layout
+
+_ROUNDS_OF_ALL = 4  # On CPU devices as fast as one round, with less memory.
 
 
 class Segments(NamedTuple):
@@ -37,7 +46,7 @@ def _number(mask: Array) -> Array:
     return jnp.where(mask, count - 1, -1)
 
 
-def starts(counts: Array) -> Array:
+def _starts(counts: Array) -> Array:
     """Return the first place of each segment, `[W]` int32."""
     return jnp.cumsum(counts, dtype=jnp.int32) - counts
 
@@ -93,3 +102,37 @@ def in_rank_order(home: Array, num: int) -> Array:
     nth = jnp.where(sent, jnp.cumsum(sent, axis=0, dtype=jnp.int32) - 1, num)
     token = lax.broadcasted_iota(jnp.int32, home.shape, 1)
     return jnp.full_like(home, -1, shape=(num, home.shape[1])).at[nth, token].set(home, mode="drop")
+
+
+def send[Tree](rows_of: Callable[[Array], Tree], segments: Segments, num_rows: int, axis: Axis, layout: Layout) -> Tree:
+    """Return what the ranks send here in rank order, in `num_rows` rows; rows past it are zero.
+
+    Args:
+      rows_of: maps sent indices `[N]`, -1 for nothing, to arrays `[N, ...]`; called once per round.
+      segments: segments of this rank.
+      num_rows: rows of the result.
+      axis: mesh axes of the ranks.
+      layout: static sizes.
+    """
+    num_ranks = layout.num_ranks
+    size = max(1, -(-layout.num_tokens // (_ROUNDS_OF_ALL * num_ranks)))  # tokens of a segment per round
+    num_rounds = -(-lax.pmax(jnp.max(segments.send_counts), axis) // size)
+    send_starts, receive_starts = _starts(segments.send_counts), _starts(segments.receive_counts)
+
+    def one_round(i: Array, received: Tree) -> Tree:
+        offset = i * size + lax.broadcasted_iota(jnp.int32, (num_ranks, size), 1)
+        last = segments.sent.shape[0] - 1
+        index = segments.sent[jnp.minimum(send_starts[:, None] + offset, last)]
+        parts = rows_of(jnp.where(offset < segments.send_counts[:, None], index, -1).reshape(-1))
+        is_used = offset < segments.receive_counts[:, None]
+        place = jnp.where(is_used, receive_starts[:, None] + offset, num_rows).reshape(-1)
+
+        def put(whole: Array, part: Array) -> Array:
+            arrived = exchange(part.reshape(num_ranks, size, *part.shape[1:]), axis)
+            return whole.at[place].set(arrived.reshape(part.shape), mode="drop")
+
+        return jax.tree.map(put, received, parts)
+
+    shapes = jax.eval_shape(rows_of, segments.sent)
+    empty = jax.tree.map(lambda part: jnp.zeros((num_rows, *part.shape[1:]), part.dtype), shapes)
+    return lax.fori_loop(0, num_rounds, one_round, vary_alike((empty, segments.sent), over=axis)[0])

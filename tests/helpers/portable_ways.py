@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 from harness import compiled
-from jax_ep.xla import exchange, rounds
+from jax_ep.xla import exchange, segments
 
 
 def take(way, monkeypatch):
@@ -21,13 +21,13 @@ def record_sizes(monkeypatch, note, axis=None):
     """Force rounds; calls pass `note` their mesh axes, their rank by `axis`, and the tokens sent to each rank."""
     only_in_one_process()
     take("rounds", monkeypatch)
-    send = rounds.send
+    send = segments.send
 
-    def recorded(rows_of, segments, num_rows, axes, *rest):
-        jax.debug.callback(functools.partial(note, str(axes)), lax.axis_index(axis or axes), segments.send_counts)
-        return send(rows_of, segments, num_rows, axes, *rest)
+    def recorded(rows_of, own, num_rows, axes, *rest):
+        jax.debug.callback(functools.partial(note, str(axes)), lax.axis_index(axis or axes), own.send_counts)
+        return send(rows_of, own, num_rows, axes, *rest)
 
-    monkeypatch.setattr(rounds, "send", recorded)
+    monkeypatch.setattr(segments, "send", recorded)
 
 
 def both_ways(monkeypatch, fn, mesh, *args, **options):

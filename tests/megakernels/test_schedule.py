@@ -8,8 +8,8 @@ from compiling import compiled
 import harness
 import jax_ep
 from jax_ep.core.kernel import Config
-from jax_ep.megakernels import send_order
-from jax_ep.megakernels.send_order import order_sends, send_order_sizes
+from jax_ep.megakernels import exchange_gemm
+from jax_ep.megakernels.exchange_gemm import order_sends, send_order_sizes
 from jax_ep.ops import registry
 from jax_ep.types import Layout, Options
 
@@ -69,5 +69,5 @@ def test_schedule_kernel_without_spills(experts, tokens, capability):
     sizes = send_order_sizes(layout)
     names = ("topk_idx", "group", "positions", "counts", "order", "num_sends", "num_needed")
     pointers = dict.fromkeys([f"{name}_ptr" for name in names], "*i32")
-    for kernel in (send_order._COUNT, send_order._PLACE):
+    for kernel in (exchange_gemm._COUNT, exchange_gemm._PLACE):
         compiled(kernel, pointers, {"S": sizes}, Config(1, num_warps=4), capability, wide=False)

@@ -25,6 +25,7 @@ from jax_ep.core.expert_matrices import ExpertWeights, LoraWeights, QuantizedWei
 from jax_ep.core.mesh_axes import check_axes, check_context, rearrange, warn_of_no_mesh
 from jax_ep.core.router import Router
 from jax_ep.core.router import SharedExperts as SharedExperts
+from jax_ep.formats.qarrays import own_weights
 from jax_ep.ops import registry
 from jax_ep.ops.balanced import check_balance
 from jax_ep.ops.fused_moe import fused_moe
@@ -244,6 +245,9 @@ class MoE(nnx.Module):
         x = check.floating("MoE", "x", x, "[..., hidden_size]")
         remedy = "pass the result of serving_weights(...) or training_weights()"
         check.instance("MoE", "weights", weights, ExpertWeights | None, "ExpertWeights or None", remedy=remedy)
+        if weights is not None:
+            pair = {name: own_weights("MoE", name, getattr(weights, name)) for name in ("w_gate_up", "w_down")}
+            weights = weights._replace(**pair)
         if x.shape[-1] != self.hidden_size:
             raise ValueError(f"MoE: x has shape {x.shape}, but this MoE takes [..., hidden_size={self.hidden_size}]")
         shapes = (getattr(self.router, "shape", ())[:-2], getattr(self.w_down, "shape", ())[:-3])

@@ -12,9 +12,10 @@ from jax_ep.core import check
 from jax_ep.core.check import errors_begin_with
 from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.core.expert_matrices import LoraWeights as LoraWeights
-from jax_ep.core.expert_matrices import QuantizedWeights
+from jax_ep.core.expert_matrices import QArray, QuantizedWeights
 from jax_ep.core.mesh_axes import on_automatic_axes, spec_of
 from jax_ep.formats import check_quantized
+from jax_ep.formats.qarrays import own_weights
 from jax_ep.quantization import dequantize
 from jax_ep.types import Array
 from jax_ep.values import shown, type_name
@@ -24,13 +25,14 @@ __all__ = ["LoraWeights", "init", "merge"]
 
 @errors_begin_with("lora.init")
 def init(
-    key: Array, w: Array | QuantizedWeights, rank: int, *, scale: float = 1.0, dtype: DTypeLike | None = None
+    key: Array, w: Array | QuantizedWeights | QArray, rank: int, *, scale: float = 1.0, dtype: DTypeLike | None = None
 ) -> LoraWeights:
     """Give each expert an adapter that changes nothing yet: `a` is random and `b` zero.
 
     Args:
       key: of `jax.random`.
-      w: `[..., E, K, N]` weights, or `QuantizedWeights` without a master; or `[..., E, K, 2, N]`, see `MeshAxes`.
+      w: `[..., E, K, N]` weights, or `QuantizedWeights` without a master, or a `qwix.QArray`; or `[..., E, K, 2, N]`,
+        see `MeshAxes`.
       rank: r, the columns of `a`; a multiple of 8 suits GPUs.
       scale: factor of the adapters, such as alpha / r; finite and not 0.
       dtype: of the adapters: that of the tokens. None: that of w, or bfloat16 for `QuantizedWeights`.
@@ -59,6 +61,7 @@ def init(
             f"lora.init: scale={shown(scale)}, expected a float32 other than 0, with which adapters change nothing and"
             " get no gradient; pass 1.0 for no factor."
         )
+    w = own_weights("lora.init", "w", w)
     if isinstance(w, QuantizedWeights):
         w = check_quantized.weights("lora.init", "w", w, rank=None)
         own, shape, stored = jnp.dtype(jnp.bfloat16), w.shape, w.values
@@ -123,7 +126,7 @@ def _checked_parts(function: str, w: LoraWeights) -> tuple[Array, Array | None, 
     if (w.a is None) != (w.b is None):
         raise ValueError(f"{function}: w has one of a and b, expected both or none; make them with jax_ep.lora.init.")
     a = None if w.a is None else check.floating(function, "w.a", w.a, "[..., E, K, r]")
-    base = w.base
+    base = own_weights(function, "w.base", w.base)
     if isinstance(base, QuantizedWeights):
         base = dequantize(base, jnp.float32 if a is None else a.dtype)
     base, scale = check.floating(function, "w.base", base, "[..., E, K, N]"), check.finite(function, "w.scale", w.scale)

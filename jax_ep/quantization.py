@@ -16,11 +16,12 @@ from jax_ep.core import check, fp8
 from jax_ep.core.autodiff import call_without_gradient, without_tangent
 from jax_ep.core.check import operation
 from jax_ep.core.check_fp8 import whole_groups_per_device
-from jax_ep.core.expert_matrices import QuantizedWeights, as_transposed
+from jax_ep.core.expert_matrices import QArray, QuantizedWeights, as_transposed
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.mesh_axes import is_one_device
 from jax_ep.formats import check_quantized
 from jax_ep.formats.base import PREPACKED_K
+from jax_ep.formats.qarrays import own_weights
 from jax_ep.ops import plan, registry
 from jax_ep.types import Array, Quantized
 from jax_ep.values import type_name
@@ -213,11 +214,11 @@ def _quantize_masters(w: Array) -> tuple[Array, Array, Array]:
 
 
 @operation
-def dequantize(w: QuantizedWeights, dtype: DTypeLike) -> Array:
+def dequantize(w: QuantizedWeights | QArray, dtype: DTypeLike) -> Array:
     """Return the weights that `QuantizedWeights` stand for.
 
     Args:
-      w: the result of `quantize` or `with_layout`, or from a checkpoint.
+      w: the result of `quantize` or `with_layout`, or from a checkpoint; or a `qwix.QArray`.
       dtype: dtype of the result, floating with 16 bits or more.
 
     Returns:
@@ -245,7 +246,7 @@ def dequantize(w: QuantizedWeights, dtype: DTypeLike) -> Array:
 
 
 @operation
-def with_layout(w: QuantizedWeights, layout: str) -> QuantizedWeights:
+def with_layout(w: QuantizedWeights | QArray, layout: str) -> QuantizedWeights:
     """Store 4-bit weights in another layout: "prepacked" for GPUs, or "transposed", as `quantize` returns them.
 
     With 16-bit tokens, decoding takes longer than reading 4-bit weights. In the prepacked layout one uint32 holds what
@@ -305,7 +306,8 @@ def with_layout(w: QuantizedWeights, layout: str) -> QuantizedWeights:
     return dataclasses.replace(w, values=values, scales=scales, layout=layout)
 
 
-def _checked(function: str, w: QuantizedWeights) -> QuantizedWeights:
+def _checked(function: str, w: QuantizedWeights | QArray) -> QuantizedWeights:
+    w = own_weights(function, "w", w)
     if not isinstance(w, QuantizedWeights):
         raise TypeError(f"{function}: w is {type_name(w)}, expected QuantizedWeights; pass the result of quantize.")
     return check_quantized.weights(function, "w", w, rank=None)

@@ -21,10 +21,11 @@ from jax_ep.core import check
 from jax_ep.core.balance import WORK
 from jax_ep.core.check import errors_begin_with
 from jax_ep.core.dtypes import FP8
-from jax_ep.core.expert_matrices import LoraWeights, QuantizedWeights, base_of, merge_columns
+from jax_ep.core.expert_matrices import LoraWeights, QArray, QuantizedWeights, base_of, merge_columns
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.mesh_axes import axis_tuple, check_axes, check_context, check_mesh, vary_alike
 from jax_ep.formats import check_quantized
+from jax_ep.formats.qarrays import own_weights
 from jax_ep.ops import balanced
 from jax_ep.ops.grouped_gemm import checked_lora
 from jax_ep.ops.moe import moe
@@ -160,11 +161,11 @@ def sharded_moe(
 
     Returns:
       `f(x [N, H], topk_idx [N, K], topk_weights [N, K], w_gate_up, w_down [E, I, H], *, biases=None,
-      token_mask=None) -> [N, H]` with the shardings of `MeshAxes.specs`; weights may be `QuantizedWeights`; with a
-      master, their parts are split like the master, between blocks of 128. They may be `LoraWeights`, whose adapters
-      are split as their base is, but never along r. Tokens where `token_mask [N]`, of bool, is
-      False are ignored, and their rows are zero. Arrays on automatic axes are moved to these shardings. On explicit
-      axes a different sharding is an error, because moving data there is the caller's decision
+      token_mask=None) -> [N, H]` with the shardings of `MeshAxes.specs`. Weights may be a `qwix.QArray`, or
+      `QuantizedWeights`; with a master, their parts are split like the master, between blocks of 128. They may be
+      `LoraWeights`, whose adapters are split as their base is, but never along r. Tokens where `token_mask [N]`, of
+      bool, is False are ignored, and their rows are zero. Arrays on automatic axes are moved to these shardings. On
+      explicit axes a different sharding is an error, because moving data there is the caller's decision
       (`jax.sharding.reshard`).
 
     Raises:
@@ -206,13 +207,14 @@ def sharded_layer(
         x: Array,
         topk_idx: Array,
         topk_weights: Array,
-        w_gate_up: Array | QuantizedWeights | LoraWeights,
-        w_down: Array | QuantizedWeights | LoraWeights,
+        w_gate_up: Array | QuantizedWeights | QArray | LoraWeights,
+        w_down: Array | QuantizedWeights | QArray | LoraWeights,
         *,
         biases: Biases | None = None,
         token_mask: Array | None = None,
     ) -> Any:
         the_mesh, pair = _mesh(mesh, axes.specs), check.biases(_FUNCTION, biases)
+        w_gate_up, w_down = own_weights(_FUNCTION, "w_gate_up", w_gate_up), own_weights(_FUNCTION, "w_down", w_down)
         arrays = dict(zip(_ARRAYS, (x, topk_idx, topk_weights, w_gate_up, w_down, *pair), strict=True))
         masked_idx = _check_tokens(the_mesh, axes.specs, x, topk_idx, topk_weights, token_mask, num_experts)
         if token_mask is not None:

@@ -1,17 +1,26 @@
 """The qwix integration, against the real package: arrays bit for bit, and its rules for experts."""
 
+import contextlib
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 qwix = pytest.importorskip("qwix")
 nnx = pytest.importorskip("flax.nnx")
 
+import harness
 import jax_ep
 from cases import reals
+from jax_ep import lora
 from jax_ep.flax import MoE, SharedExperts
 from jax_ep.integrations.qwix import apply_rules, from_qarray, to_qarray
+from jax_ep.serving import ExpertWeights
+from jax_ep.sharding import sharded_moe
 from stored_experts import STORED, store
 
 pytestmark = pytest.mark.filterwarnings(
@@ -27,6 +36,7 @@ KINDS = {
     "int4 in tiles": (jnp.int4, (0, 2), {1: 32}, "int4"),
     "fp8": (jnp.float8_e4m3fn, (0, 2), {}, "fp8_channel"),
     "fp8 in blocks": (jnp.float8_e4m3fn, (0,), {1: 128, 2: 128}, "fp8"),
+    "mxfp4": ("mxfp4", (0, 2), {1: 32}, "mxfp4"),
 }
 
 
@@ -51,7 +61,7 @@ def test_qwix_arrays(kind, rng):
     np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("stored", [name for name in STORED if "mxfp4" not in name])
+@pytest.mark.parametrize("stored", STORED)
 def test_qwix_arrays_of_quantized_weights(stored, rng):
     w = store(reals(rng, 2, 128, 128), stored)
     same(qwix.dequantize(to_qarray(w)), jax_ep.dequantize(w, jnp.float32))
@@ -61,14 +71,171 @@ def test_qwix_array_errors(rng):
     w = jnp.asarray(reals(rng, 2, 64, 8))
     with pytest.raises(TypeError, match=r"from_qarray: w is .*expected a qwix.QArray"):
         from_qarray(w)
-    with pytest.raises(ValueError, match=r"from_qarray: w is int8 with .* tiles \(1, 32, 1\).*channelwise_axes"):
-        from_qarray(qwix.quantize(w, jnp.int8, channelwise_axes=(0, 2), tiled_axes={1: 32}))
-    with pytest.raises(ValueError, match="zero point"):
-        from_qarray(qwix.quantize(w, jnp.int8, channelwise_axes=(0, 2), calibration_method="minmax"))
-    with pytest.raises(TypeError, match="dtype int2, expected int8, int4 or"):
-        from_qarray(qwix.quantize(w, jnp.int2, channelwise_axes=(0, 2)))
-    with pytest.raises(ValueError, match=r"to_qarray: w is 'mxfp4'.*jax_ep.dequantize"):
-        to_qarray(jax_ep.quantize(w, "mxfp4"))
+    with pytest.raises(ValueError, match=r"^to_qarray: w is None .*expected weights with a format.*jax_ep.dequantize"):
+        to_qarray(jax_ep.quantize(w, None))
+
+
+MISTAKES = [
+    ({"qtype": jnp.int8, "tiled_axes": {1: 32}}, ValueError, r"int8 with .* tiles \(1, 32, 1\).*channelwise_axes"),
+    ({"qtype": jnp.int8, "calibration_method": "minmax"}, ValueError, "int8 with a zero point, .*'absmax'"),
+    ({"qtype": jnp.int2}, TypeError, r"dtype int2, expected int8 or .*qwix.dequantize\(w\)"),
+    ({"qtype": "nvfp4", "tiled_axes": {1: 16}}, TypeError, "dtype 'nvfp4' in float4_e2m1fn, expected"),
+    ({"qtype": "mxfp8", "tiled_axes": {1: 32}}, TypeError, "dtype 'mxfp8' in float8_e4m3fn, expected"),
+]
+
+
+@pytest.mark.parametrize(("how", "error", "text"), MISTAKES, ids=str)
+def test_qwix_arrays_that_no_layer_takes(how, error, text, rng):
+    """Each function names itself and the argument."""
+    array = qwix.quantize(jnp.asarray(reals(rng, 2, 64, 64)), channelwise_axes=(0, 2), **how)
+    x, idx, weights, sizes = jnp.ones((2, 64)), jnp.array([[0], [1]]), jnp.ones((2, 1)), jnp.array([1, 1])
+    mesh = harness.make_mesh((2,), ("expert",))
+    calls = {
+        "from_qarray: w": lambda w: from_qarray(w),
+        "dequantize: w": lambda w: jax_ep.dequantize(w, jnp.float32),
+        "moe: w_gate_up": lambda w: jax_ep.moe(x, idx, weights, w, w, num_experts=2, axis_name=()),
+        "fused_moe: w_gate_up": lambda w: jax_ep.fused_moe(x, idx, weights, w, w),
+        "low_latency_moe: w_gate_up": lambda w: jax_ep.low_latency_moe(
+            x, idx, weights, w, w, num_experts=2, axis_name=()
+        ),
+        "sharded_moe: w_gate_up": lambda w: sharded_moe(mesh, num_experts=2)(x, idx, weights, w, w),
+        "MoE: w_gate_up": lambda w: MoE(64, 32, 2, 1, rngs=nnx.Rngs(0))(x, ExpertWeights(w, w)),
+        "grouped_gemm: rhs": lambda w: jax_ep.grouped_gemm(x, w, sizes),
+        "masked_grouped_gemm: rhs": lambda w: jax_ep.masked_grouped_gemm(x[:, None], w, sizes),
+        "grouped_gemm: rhs.base": lambda w: jax_ep.grouped_gemm(x, lora.LoraWeights(w), sizes),
+        "lora.init: w": lambda w: lora.init(jax.random.key(0), w, 2),
+    }
+    for name, call in calls.items():
+        with pytest.raises(error, match=f"^{name} is a QArray of {text}"):
+            call(array)
+
+
+def test_qwix_arrays_of_other_shapes(rng):
+    array = qwix.quantize(jnp.asarray(reals(rng, 2, 64, 8)), jnp.int8, channelwise_axes=(0, 2))
+    with pytest.raises(
+        ValueError, match=r"^grouped_gemm: rhs is a QArray with values \(2, 64, 8\) and scales \(3, 1, 8"
+    ):
+        jax_ep.grouped_gemm(jnp.ones((2, 64)), array.replace(scale=jnp.ones((3, 1, 8))), jnp.array([1, 1]))
+    with pytest.raises(TypeError, match=r"^grouped_gemm: rhs.scale is a NoneType, not an array"):
+        jax_ep.grouped_gemm(jnp.ones((2, 64)), array.replace(scale=None), jnp.array([1, 1]))
+
+
+class Layer:
+    """Tokens of four ranks, and experts that qwix quantized in one way."""
+
+    def __init__(self, rng, kind):
+        qtype, axes, tiles, _ = KINDS[kind]
+        self.tokens = reals(rng, 32, 128), rng.integers(-1, 8, (32, 2), np.int32), rng.random((32, 2), np.float32)
+        arrays = [0.2 * reals(rng, 8, 128, size) for size in (256, 128)]
+        self.weights = [qwix.quantize(jnp.asarray(w), qtype, channelwise_axes=axes, tiled_axes=tiles) for w in arrays]
+        self.plain = [np.asarray(qwix.dequantize(w), np.float64) for w in self.weights]
+
+    def want(self):
+        """Return the result in float64, of the values that the arrays stand for."""
+        x, idx, weights = (np.asarray(a, np.float64) for a in self.tokens)
+        y = np.zeros((32, 128))
+        for token, k in np.argwhere(idx >= 0):
+            expert = int(idx[token, k])
+            gate, up = np.split(x[token] @ self.plain[0][expert], 2)
+            y[token] += weights[token, k] * ((gate / (1 + np.exp(-gate)) * up) @ self.plain[1][expert])
+        return y
+
+    def check(self, got):
+        np.testing.assert_allclose(np.asarray(got, np.float64), self.want(), rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_qwix_arrays_in_layers_of_one_device(kind, rng):
+    layer = Layer(rng, kind)
+    layer.check(jax.jit(jax_ep.fused_moe)(*layer.tokens, *layer.weights))
+    low_latency = functools.partial(jax_ep.low_latency_moe, num_experts=8, axis_name=())
+    layer.check(jax.jit(low_latency)(*layer.tokens, *layer.weights))
+
+
+@pytest.mark.parametrize("kind", ["int8", "int8 of all experts", "fp8 in blocks", "mxfp4"])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_qwix_arrays_in_sharded_layers(kind, axis_type, rng):
+    """Scales that all experts share are repeated, so that axes split them as the values."""
+    layer, mesh = Layer(rng, kind), harness.make_mesh((4,), ("expert",), axis_type)
+    split = jax.NamedSharding(mesh, jax.P("expert"))
+    tokens = jax.device_put(layer.tokens, split)
+    weights = [
+        jax.tree.map(lambda part: jax.device_put(part, split if part.shape[0] == 8 else None), w) for w in layer.weights
+    ]
+    with jax.set_mesh(mesh):
+        layer.check(jax.jit(sharded_moe(num_experts=8))(*tokens, *weights))
+        layer.check(jax.jit(sharded_moe(num_experts=8, balance=jax_ep.Balance()))(*tokens, *weights))
+        made = [from_qarray(w) for w in weights]
+    if axis_type == AxisType.Explicit:
+        assert all(part.sharding.spec[0] == "expert" for part in jax.tree.leaves(made))
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4 in tiles"])
+def test_qwix_arrays_in_shard_map(kind, rng):
+    """Arrays of the experts of a rank, in every layer and GEMM between collectives."""
+    layer, mesh = Layer(rng, kind), harness.make_mesh((4,), ("expert",))
+    for call in (jax_ep.moe, jax_ep.low_latency_moe):
+        run = jax.shard_map(
+            functools.partial(call, num_experts=8), mesh=mesh, in_specs=jax.P("expert"), out_specs=jax.P("expert")
+        )
+        layer.check(jax.jit(run)(*layer.tokens, *layer.weights))
+
+    @jax.shard_map(mesh=mesh, in_specs=jax.P("expert"), out_specs=jax.P("expert"))
+    def parts(x, idx, weights, w_gate_up, w_down):
+        d = jax_ep.dispatch(x, idx, weights, num_experts=8)
+        gate, up = jnp.split(jax_ep.grouped_gemm(d.tokens, w_gate_up, d.group_sizes), 2, axis=-1)
+        rows = jax_ep.grouped_gemm(jax.nn.silu(gate) * up, w_down, d.group_sizes)
+        return jax_ep.combine(rows * d.weights[:, None], d.handle)
+
+    layer.check(jax.jit(parts)(*layer.tokens, *layer.weights))
+
+
+def test_qwix_arrays_in_flax(rng):
+    """A layer takes them in place of its weights, with and without a mesh."""
+    layer = Layer(rng, "int8")
+    moe, x = MoE(128, 128, 8, 2, dtype=jnp.float32, rngs=nnx.Rngs(0)), jnp.asarray(layer.tokens[0])
+    weights = ExpertWeights(*layer.weights)
+    run = nnx.jit(lambda moe, x, weights: moe(x, weights))
+    for mesh in (None, harness.make_mesh((4,), ("expert",))):
+        with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+            y, metrics = run(moe, x, weights)
+            logits = np.asarray(x, np.float64) @ np.asarray(moe.router[...], np.float64)
+            chosen = np.take_along_axis(logits, np.asarray(metrics.topk_idx), -1)
+            chosen = np.exp(chosen - chosen.max(-1, keepdims=True))
+            layer.tokens = np.asarray(x), np.asarray(metrics.topk_idx), chosen / chosen.sum(-1, keepdims=True)
+            layer.check(y)
+
+
+def test_qwix_arrays_under_adapters(rng):
+    """The gradients of tokens and adapters are those of the values that the arrays stand for."""
+    layer = Layer(rng, "int8")
+    adapted = [lora.init(jax.random.key(i), w, 4, dtype=jnp.float32) for i, w in enumerate(layer.weights)]
+    adapted = [dataclasses.replace(w, b=jnp.asarray(0.1 * reals(rng, *w.b.shape))) for w in adapted]
+    x, idx, weights = layer.tokens
+
+    def loss(x, adapters, bases):
+        pair = [
+            dataclasses.replace(w, base=base, a=a, b=b)
+            for w, base, (a, b) in zip(adapted, bases, adapters, strict=True)
+        ]
+        return jnp.sum(jnp.sin(jax_ep.fused_moe(x, idx, weights, *pair)))
+
+    adapters = [(w.a, w.b) for w in adapted]
+    got, want = (
+        jax.jit(jax.grad(loss, argnums=(0, 1)))(x, adapters, bases)
+        for bases in (layer.weights, [qwix.dequantize(w) for w in layer.weights])
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4), got, want)
+    same(lora.merge(lora.LoraWeights(layer.weights[0])), qwix.dequantize(layer.weights[0]))
+
+
+def test_qwix_arrays_have_no_gradient_in_layers(rng):
+    layer = Layer(rng, "int8")
+    x, *routing = layer.tokens
+    with pytest.raises(TypeError, match=r"^fused_moe with QuantizedWeights has no gradient"):
+        jax.grad(lambda x: jnp.sum(jax_ep.fused_moe(x, *routing, *layer.weights)))(x)
+    with pytest.raises(TypeError, match=r"^fused_moe: w_gate_up is QuantizedWeights and w_down is an array"):
+        jax_ep.fused_moe(x, *routing, layer.weights[0], layer.plain[1])
 
 
 class Model(nnx.Module):

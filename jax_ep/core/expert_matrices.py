@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, Protocol, overload, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -71,15 +71,15 @@ class LoraWeights:
     two thin grouped GEMMs. A pytree. Gradients go to the adapters; that of the base is zero, and is not computed.
 
     Attributes:
-      base: `[..., E, K, N]` weights in the dtype of the tokens, or `QuantizedWeights` without a master. Rounding of
-        tokens, as their `activations` say, is differentiated as the identity.
+      base: `[..., E, K, N]` weights in the dtype of the tokens, a `qwix.QArray`, or `QuantizedWeights` without a
+        master. Rounding of tokens, as their `activations` say, is differentiated as the identity.
       a: `[..., E, K, r]`, in the dtype of the tokens. None, with b: no adapters, but quantized weights with a gradient
         of the tokens.
       b: `[..., E, r, N]` in the dtype of the tokens; `[..., E, r, 2, N]` if gate and up columns have a separate axis.
       scale: factor of the adapters, such as alpha / r; static.
     """
 
-    base: Any  # Array, QuantizedWeights, or SplitWeights inside a balanced layer
+    base: Any  # Array, QuantizedWeights, QArray, or SplitWeights inside a balanced layer
     a: Any = None
     b: Any = None
     scale: float = dataclasses.field(default=1.0, metadata={"static": True})
@@ -88,6 +88,27 @@ class LoraWeights:
     def shape(self) -> tuple[int, ...]:
         """The shape of the weights: that of the base."""
         return self.base.shape
+
+
+@runtime_checkable
+class QArray(Protocol):
+    """A `qwix.QArray`, known by its fields so that nothing imports qwix: `qvalue` times `scale` of each tile."""
+
+    @property
+    def qvalue(self) -> Any:
+        """`[..., E, K, N]` values."""
+
+    @property
+    def scale(self) -> Any:
+        """Scales, with as many axes as the values; the size of each axis divides theirs."""
+
+    @property
+    def zero_point(self) -> Any:
+        """What is subtracted from the values; None: nothing."""
+
+    @property
+    def qtype(self) -> Any:
+        """Dtype of the values, or a name such as "mxfp4"."""
 
 
 class SplitWeights(NamedTuple):
@@ -130,7 +151,7 @@ def num_home(w: GemmWeights) -> int:
 class ExpertWeights(NamedTuple):
     """The weights and biases of an expert layer, or of stacked ones, in any form that layers take; see `moe`."""
 
-    w_gate_up: Any  # Array, QuantizedWeights or LoraWeights, as w_down
+    w_gate_up: Any  # Array, QuantizedWeights, qwix.QArray or LoraWeights, as w_down
     w_down: Any
     b_gate_up: Array | None = None
     b_down: Array | None = None

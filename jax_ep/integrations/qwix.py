@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
-import jax.numpy as jnp
 from flax import nnx
 
 from jax_ep.core import check
 from jax_ep.core.check import errors_begin_with
-from jax_ep.core.expert_matrices import QuantizedWeights
-from jax_ep.core.layout import repeat
+from jax_ep.core.expert_matrices import QArray, QuantizedWeights
 from jax_ep.flax import MoE
-from jax_ep.formats.base import pack_nibbles, unpack_nibbles
+from jax_ep.formats import qarrays
 from jax_ep.quantization import with_layout
-from jax_ep.types import Array
 from jax_ep.values import shown, type_name
 
 __all__ = ["apply_rules", "from_qarray", "to_qarray"]
@@ -149,12 +146,17 @@ def _apply(layer: MoE, rule: Any, rngs: nnx.Rngs | None) -> None:
 def from_qarray(w: Any) -> QuantizedWeights:
     """Return a `qwix.QArray` of expert weights as `QuantizedWeights`, with the same values bit for bit.
 
+    Layers and GEMMs take a QArray, too, and convert it in each call, which copies its values. For many calls, as in
+    decoding, convert it once.
+
     Args:
       w: QArray that stands for `[..., E, K, N]`: int8 or float8_e4m3fn with scales that K does not split, float8_e4m3fn
-        with one scale for 128 by 128, or int4 with scales for tiles of K. Other axes of the scale may have size 1.
+        with one scale for 128 by 128, int4 with scales for even tiles of K, or "mxfp4" with tiles of 32. Other axes of
+        the scale may have size 1.
 
     Returns:
-      Weights in the format "int8", "fp8_channel", "fp8" or "int4".
+      Weights in the format "int8", "fp8_channel", "fp8", "int4" or "mxfp4", whose tokens keep their dtype. For tokens
+      in 8 bits, replace `activations` by `dataclasses.replace`.
 
     Raises:
       ValueError: a zero point, or scales for other tiles.
@@ -167,32 +169,11 @@ def from_qarray(w: Any) -> QuantizedWeights:
       >>> w.format, w.shape, w.values.shape, w.scales.shape
       ('int8', (2, 4, 6), (2, 6, 4), (2, 6))
     """
-    if not (hasattr(w, "qvalue") and hasattr(w, "scale") and hasattr(w, "zero_point")):
+    if not isinstance(w, QArray):
         raise TypeError(
             f"from_qarray: w is {type_name(w)}, expected a qwix.QArray; pass qwix.quantize(...) of weights."
         )
-    values, scale = check.array("from_qarray", "w.qvalue", w.qvalue, "[..., E, K, N]"), w.scale
-    name = values.dtype.name
-    tiles = tuple(size // number for size, number in zip(values.shape, scale.shape, strict=True))
-    is_block = name == "float8_e4m3fn" and tiles[-2:] == (128, 128)
-    format = "fp8" if is_block else {"int8": "int8", "float8_e4m3fn": "fp8_channel", "int4": "int4"}.get(name)
-    if format is None:
-        raise TypeError(f"from_qarray: w has dtype {name}, expected int8, int4 or float8_e4m3fn; pass such weights.")
-    by_column = format in ("int8", "fp8_channel")
-    if w.zero_point is not None or (scale.shape[-2] > 1 if by_column else tiles[-2] % 2):
-        raise ValueError(
-            f"from_qarray: w is {name} with a zero point or scales for tiles {tiles} of {values.shape}, expected"
-            " symmetric weights with one scale per column, in int4 per even tile of K, or in FP8 per 128 by 128;"
-            " quantize with channelwise_axes=(0, 2)."
-        )
-    scale = scale.astype(jnp.float32)
-    for axis, tile in enumerate(tiles):
-        if axis != len(tiles) - 2 and not (is_block and axis == len(tiles) - 1):
-            scale = repeat(scale, tile, axis=axis)
-    values, scale = jnp.swapaxes(values, -1, -2), jnp.swapaxes(scale, -1, -2)
-    if format == "int4":
-        values = pack_nibbles((values.astype(jnp.int8) + 8).astype(jnp.uint8))
-    return QuantizedWeights(values, scale[..., 0] if by_column else scale, format)
+    return qarrays.from_qarray("from_qarray", "w", w)
 
 
 @errors_begin_with("to_qarray")
@@ -200,13 +181,13 @@ def to_qarray(w: QuantizedWeights) -> Any:
     """Return `QuantizedWeights` as a `qwix.QArray`, with the same values bit for bit.
 
     Args:
-      w: weights that stand for `[..., E, K, N]`, in the format "int8", "fp8_channel", "fp8" or "int4".
+      w: weights that stand for `[..., E, K, N]`, with a format.
 
     Returns:
-      `qwix.QArray` with a `qvalue [..., E, K, N]` and a float32 scale.
+      `qwix.QArray` with a `qvalue [..., E, K, N]` and a float32 scale, which does not record `activations`.
 
     Raises:
-      ValueError: another format, weights for training, or with `smooth`; N is not whole scale blocks.
+      ValueError: no format, weights for training, or with `smooth`; in "fp8", N is not whole scale blocks.
       TypeError: not `QuantizedWeights`.
 
     Example:
@@ -219,15 +200,10 @@ def to_qarray(w: QuantizedWeights) -> Any:
     import qwix
 
     check.instance("to_qarray", "w", w, QuantizedWeights, "QuantizedWeights")
-    blocks = w.format == "fp8" and w.shape[-1] % 128
-    if w.format not in ("int8", "fp8_channel", "fp8", "int4") or w.master is not None or w.smooth is not None or blocks:
+    blocks = w.format == "fp8" and w.shape[-1] % qarrays.BLOCK
+    if w.format is None or w.master is not None or w.smooth is not None or blocks:
         raise ValueError(
-            f"to_qarray: w is {w.format!r} of {w.shape}, expected 'int8', 'fp8_channel', 'int4', or 'fp8' with N a"
-            " multiple of 128, without master and smooth; convert qwix.quantize(jax_ep.dequantize(w, ...), ...)."
+            f"to_qarray: w is {w.format!r} of {w.shape}, expected weights with a format, in 'fp8' with N a multiple of"
+            " 128, without master and smooth; convert qwix.quantize(jax_ep.dequantize(w, ...), ...)."
         )
-    w = with_layout(w, "transposed")
-    values, scales = w.values, cast(Array, w.scales)
-    if w.format == "int4":
-        values = (unpack_nibbles(values).astype(jnp.int8) - 8).astype(jnp.int4)
-    scales = scales[..., None] if scales.ndim < values.ndim else scales
-    return qwix.QArray(jnp.swapaxes(values, -1, -2), jnp.swapaxes(scales, -1, -2))
+    return qwix.QArray(**qarrays.to_qarray(with_layout(w, "transposed")))

@@ -8,7 +8,8 @@ from jax.typing import DTypeLike
 
 from jax_ep.core import check
 from jax_ep.core.check import operation
-from jax_ep.core.expert_matrices import LoraWeights, QuantizedWeights, base_of
+from jax_ep.core.expert_matrices import LoraWeights, QArray, QuantizedWeights, base_of
+from jax_ep.formats.qarrays import own_weights
 from jax_ep.ops.moe import moe
 from jax_ep.types import Array, Biases, Experts, Schedule
 
@@ -18,8 +19,8 @@ def fused_moe(
     x: Array,
     topk_idx: Array,
     topk_weights: Array,
-    w_gate_up: Array | QuantizedWeights | LoraWeights,
-    w_down: Array | QuantizedWeights | LoraWeights,
+    w_gate_up: Array | QuantizedWeights | QArray | LoraWeights,
+    w_down: Array | QuantizedWeights | QArray | LoraWeights,
     *,
     experts: Experts | None = None,
     biases: Biases | None = None,
@@ -56,6 +57,7 @@ def fused_moe(
       >>> jax_ep.fused_moe(x, idx, weights, jnp.ones((2, 4, 6)), jnp.ones((2, 3, 4))).shape
       (2, 4)
     """
+    w_gate_up = own_weights("fused_moe", "w_gate_up", w_gate_up)
     name, values = "w_gate_up", base_of(w_gate_up)
     if isinstance(values, QuantizedWeights):
         name, values = "w_gate_up.values", values.values

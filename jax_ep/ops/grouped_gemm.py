@@ -21,11 +21,12 @@ from jax_ep.core import check, check_fp8
 from jax_ep.core.autodiff import saves_operands
 from jax_ep.core.check import operation
 from jax_ep.core.dtypes import FP8, accumulation_dtype
-from jax_ep.core.expert_matrices import GemmWeights, LoraWeights, QuantizedWeights, as_array, num_home
+from jax_ep.core.expert_matrices import GemmWeights, LoraWeights, QArray, QuantizedWeights, as_array, num_home
 from jax_ep.core.facts import GemmFacts
 from jax_ep.core.layout import Bias
 from jax_ep.core.mesh_axes import takes_global_arrays, vary_alike
 from jax_ep.formats import check_quantized
+from jax_ep.formats.qarrays import own_weights
 from jax_ep.ops import plan as plans
 from jax_ep.ops import plan_lora, plan_serving, quantized_gemm, registry
 from jax_ep.ops.plan import FEWEST_COLUMNS, GemmPlan
@@ -38,7 +39,7 @@ from jax_ep.types import Array, Options
 @takes_global_arrays(keeps_rows=True)
 def grouped_gemm(
     lhs: Array,
-    rhs: Array | QuantizedWeights | LoraWeights,
+    rhs: Array | QuantizedWeights | QArray | LoraWeights,
     group_sizes: Array,
     *,
     lhs_scales: Array | None = None,
@@ -57,8 +58,9 @@ def grouped_gemm(
     Args:
       lhs: `[M, K]` bfloat16, float16, float32, float64 or float8_e4m3fn.
       rhs: `[G, K, N]` of the same dtype; or `QuantizedWeights`, multiplied in the dtype of lhs or as their
-        `activations` say: with "fp8", lhs may be FP8 already. Then there is no gradient. Or `LoraWeights`: then `lhs`,
-        which is not FP8, and the adapters have gradients.
+        `activations` say: with "fp8", lhs may be FP8 already. Then there is no gradient. Or a `qwix.QArray`,
+        converted to those in each call. Or `LoraWeights`: then `lhs`, which is not FP8, and the adapters have
+        gradients.
       group_sizes: `[G]` int32, rows of each group; rows past their sum belong to none.
       lhs_scales: `[M, K / 128]` float32 of an FP8 lhs, from `quantize_fp8`; else None.
       preferred_element_type: dtype of the result; None: that of lhs, bfloat16 for FP8.
@@ -87,13 +89,14 @@ def grouped_gemm(
     Source: the scales are those of DeepSeek-V3 (arXiv:2412.19437, section 3.3).
     """
     options = registry.options("grouped_gemm", implementation=implementation)
-    if isinstance(rhs, LoraWeights):
-        return _grouped_gemm_lora(options, lhs, rhs, group_sizes, lhs_scales, preferred_element_type)
-    if isinstance(rhs, QuantizedWeights) and rhs.format is None:
-        rhs = as_array(check_quantized.weights("grouped_gemm", "rhs", rhs))
-    if isinstance(rhs, QuantizedWeights) or lhs_scales is not None or getattr(lhs, "dtype", None) == FP8:
+    w = own_weights("grouped_gemm", "rhs", rhs)
+    if isinstance(w, LoraWeights):
+        return _grouped_gemm_lora(options, lhs, w, group_sizes, lhs_scales, preferred_element_type)
+    if isinstance(w, QuantizedWeights) and w.format is None:
+        w = as_array(check_quantized.weights("grouped_gemm", "rhs", w))
+    if isinstance(w, QuantizedWeights) or lhs_scales is not None or getattr(lhs, "dtype", None) == FP8:
         lhs = check.array("grouped_gemm", "lhs", lhs, "[M, K]")
-        operands = check_quantized.gemm_operands("grouped_gemm", lhs, rhs, group_sizes, lhs_scales)
+        operands = check_quantized.gemm_operands("grouped_gemm", lhs, w, group_sizes, lhs_scales)
         lhs, weights, group_sizes, lhs_scales = operands
         check.known_rows("grouped_gemm", "lhs", "with QuantizedWeights", lhs.shape[0])
         out_dtype = check_fp8.result_dtype("grouped_gemm", preferred_element_type, lhs)
@@ -101,11 +104,11 @@ def grouped_gemm(
         if lhs_scales is None:
             return quantized_gemm.multiply(plan, out_dtype, lhs, weights, group_sizes)
         return quantized_gemm.multiply_fp8(plan, out_dtype, (lhs, lhs_scales), weights, group_sizes)
-    lhs, rhs, group_sizes = checked(options.function, lhs, rhs, group_sizes)
+    lhs, w, group_sizes = checked(options.function, lhs, w, group_sizes)
     out_dtype = jnp.dtype(check.result_dtype(options.function, preferred_element_type, lhs.dtype))
-    groups, depth, columns = rhs.shape
+    groups, depth, columns = w.shape
     facts = GemmFacts(lhs.dtype, lhs.shape[0], depth, columns, groups, out_dtype)
-    return multiply(plans.gemm(options, facts), False, out_dtype, *vary_alike((lhs, rhs, group_sizes)))
+    return multiply(plans.gemm(options, facts), False, out_dtype, *vary_alike((lhs, w, group_sizes)))
 
 
 def _grouped_gemm_lora(

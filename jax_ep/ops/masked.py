@@ -15,13 +15,14 @@ from jax_ep.core import check, check_fp8, fp8
 from jax_ep.core.autodiff import call_without_gradient
 from jax_ep.core.check import operation
 from jax_ep.core.dtypes import accumulation_dtype
-from jax_ep.core.expert_matrices import QuantizedWeights, as_transposed
+from jax_ep.core.expert_matrices import QArray, QuantizedWeights, as_transposed
 from jax_ep.core.facts import MaskedActivationFacts
 from jax_ep.core.fp8 import quantize_rows
 from jax_ep.core.layout import add_bias_of_blocks
 from jax_ep.core.mesh_axes import takes_global_arrays, vary_alike
 from jax_ep.formats import check_quantized, needs_decoder
 from jax_ep.formats.int8 import quantize_tokens
+from jax_ep.formats.qarrays import own_weights
 from jax_ep.ops import plan_serving, registry
 from jax_ep.ops.plan_serving import PartPlan, QuantizedGemmPlan
 from jax_ep.types import Array, Experts, Options, Tokens
@@ -31,7 +32,7 @@ from jax_ep.types import Array, Experts, Options, Tokens
 @takes_global_arrays(keeps_rows=True)
 def masked_grouped_gemm(
     lhs: Array,
-    rhs: Array | QuantizedWeights,
+    rhs: Array | QuantizedWeights | QArray,
     group_sizes: Array,
     *,
     lhs_scales: Array | None = None,
@@ -50,8 +51,8 @@ def masked_grouped_gemm(
     Args:
       lhs: `[L, M, K]` float8_e4m3fn, bfloat16, float16, float32 or float64.
       rhs: `[L, K, N]` of the same dtype; or `QuantizedWeights`, multiplied in the dtype of lhs or as their
-        `activations` say: with "fp8", lhs may be FP8 already. The GEMM reads transposed weights: an array is transposed
-        in each call, so prepare it once with `quantize(w, None)`, or with a format.
+        `activations` say: with "fp8", lhs may be FP8 already. The GEMM reads transposed weights: an array or a
+        `qwix.QArray` is transposed in each call, so prepare it once with `quantize(w, None)`, or with a format.
       group_sizes: `[L]` int32, how many of the M rows count.
       lhs_scales: `[L, M, K / 128]` float32 of an FP8 lhs, or fewer, of groups of a multiple of 128 columns; else None.
       preferred_element_type: dtype of the result; None: that of lhs, bfloat16 for FP8.
@@ -91,14 +92,19 @@ def masked_grouped_gemm(
 
 
 def checked_operands(
-    function: str, lhs: Array, rhs: Array | QuantizedWeights, group_sizes: Array, lhs_scales: Array | None
+    function: str,
+    lhs: Array,
+    rhs: Array | QuantizedWeights | QArray,
+    group_sizes: Array,
+    lhs_scales: Array | None,
 ) -> tuple[Array, Tokens, QuantizedWeights, Array]:
     """Check the operands of a GEMM of masked blocks, and that they fit together; return lhs with and without scales."""
     lhs = check.array(function, "lhs", lhs, "[L, M, K]")
     group_sizes = check.group_sizes(function, group_sizes, lhs.shape[0])
-    operands = check_quantized.gemm_operands(function, lhs, rhs, group_sizes, lhs_scales)
-    lhs, rhs, group_sizes, lhs_scales = operands
-    return lhs, lhs if lhs_scales is None else (lhs, lhs_scales), as_transposed(rhs), group_sizes
+    weights = own_weights(function, "rhs", rhs)
+    operands = check_quantized.gemm_operands(function, lhs, weights, group_sizes, lhs_scales)
+    lhs, weights, group_sizes, lhs_scales = operands
+    return lhs, lhs if lhs_scales is None else (lhs, lhs_scales), as_transposed(weights), group_sizes
 
 
 @operation

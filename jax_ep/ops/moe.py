@@ -18,11 +18,12 @@ from jax_ep.core.autodiff import HIDDEN_NAME, OUTPUT_NAME
 from jax_ep.core.balance import Balance
 from jax_ep.core.check import operation
 from jax_ep.core.dtypes import FP8
-from jax_ep.core.expert_matrices import ExpertWeights, LoraWeights, QuantizedWeights, as_array, base_of
+from jax_ep.core.expert_matrices import ExpertWeights, LoraWeights, QArray, QuantizedWeights, as_array, base_of
 from jax_ep.core.facts import ExchangeFacts, FusedMoEFacts, Part
 from jax_ep.core.layout import add_bias
 from jax_ep.core.mesh_axes import takes_global_arrays, vary_alike
 from jax_ep.formats import check_quantized
+from jax_ep.formats.qarrays import own_weights
 from jax_ep.ops import (
     balanced,
     exchange,
@@ -54,8 +55,8 @@ def moe(
     x: Array,
     topk_idx: Array,
     topk_weights: Array,
-    w_gate_up: Array | QuantizedWeights | LoraWeights,
-    w_down: Array | QuantizedWeights | LoraWeights,
+    w_gate_up: Array | QuantizedWeights | QArray | LoraWeights,
+    w_down: Array | QuantizedWeights | QArray | LoraWeights,
     *,
     num_experts: int,
     experts: Experts | None = None,
@@ -85,8 +86,9 @@ def moe(
         `QuantizedWeights`: those with a master are for `recipe="fp8"`, and their gradient is in `master`. Others are
         for inference and have no gradient; their GEMMs run in the dtype of x, or as their `activations` say. With
         "fp8", tokens are sent in FP8, too. Or `LoraWeights`, frozen weights with trained adapters: the GEMMs of such
-        a layer are separate kernels, and quantized weights have a gradient of the tokens.
-      w_down: `[L, I, H]`, or `QuantizedWeights` or `LoraWeights` of it.
+        a layer are separate kernels, and quantized weights have a gradient of the tokens. A `qwix.QArray` is converted
+        in each call, see `jax_ep.integrations.qwix.from_qarray`.
+      w_down: `[L, I, H]`, or `QuantizedWeights`, a `qwix.QArray` or `LoraWeights` of it.
       num_experts: E over all ranks.
       experts: what an expert computes, see `Experts`; None: `Experts()`.
       biases: `(b_gate_up [L, 2 * I], b_down [L, H])` of the two GEMMs, or None for one of them; router weights
@@ -128,6 +130,7 @@ def moe(
     DeepSeek-V3 (arXiv:2412.19437, section 3.3); what is kept is as in SonicMoE (arXiv:2512.14080).
     """
     x = check.plain_tokens("moe", x)
+    w_gate_up, w_down = own_weights("moe", "w_gate_up", w_gate_up), own_weights("moe", "w_down", w_down)
     recipe, schedule = check.recipe("moe", recipe), registry.checked_schedule("moe", schedule, axis_name)
     balanced.check_balance("moe", balance, axis_name, capacity)
     wire_dtype = FP8 if recipe == "fp8" else schedule.wire_dtype

@@ -14,11 +14,12 @@ from jax_ep.core import check, check_fp8
 from jax_ep.core.autodiff import call_without_gradient
 from jax_ep.core.check import operation
 from jax_ep.core.dtypes import FP8, accumulation_dtype
-from jax_ep.core.expert_matrices import ExpertWeights, QuantizedWeights, as_transposed
+from jax_ep.core.expert_matrices import ExpertWeights, QArray, QuantizedWeights, as_transposed
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.layout import add_bias_of_blocks
 from jax_ep.core.mesh_axes import takes_global_arrays, vary_alike
 from jax_ep.formats import check_quantized
+from jax_ep.formats.qarrays import own_weights
 from jax_ep.ops import hierarchical, plan_serving, registry
 from jax_ep.ops.low_latency import check_combine, checked_layout, checked_max_tokens, combine_tokens, dispatch_tokens
 from jax_ep.ops.masked import activate, checked_operands, multiply, prepared_rows
@@ -34,8 +35,8 @@ def low_latency_moe(
     x: Array,
     topk_idx: Array,
     topk_weights: Array,
-    w_gate_up: Array | QuantizedWeights,
-    w_down: Array | QuantizedWeights,
+    w_gate_up: Array | QuantizedWeights | QArray,
+    w_down: Array | QuantizedWeights | QArray,
     *,
     num_experts: int,
     experts: Experts | None = None,
@@ -58,8 +59,9 @@ def low_latency_moe(
       w_gate_up: weights of this rank's experts as `moe` takes them, `[L, H, 2 * I]` in the dtype of x, or
         `QuantizedWeights`, multiplied in the dtype of x or as their `activations` say: with "fp8" tokens travel in FP8,
         too. The GEMM reads transposed weights: an array is transposed in each call, so prepare it once with
-        `quantize(w, None)`, or with a format.
-      w_down: `[L, I, H]`, or `QuantizedWeights`.
+        `quantize(w, None)`, or with a format. A `qwix.QArray` is converted in each call: prepare it by
+        `jax_ep.integrations.qwix.from_qarray`.
+      w_down: `[L, I, H]`, or `QuantizedWeights` or a `qwix.QArray`.
       num_experts: E over all ranks.
       experts: what an expert computes, see `Experts`; None: `Experts()`. Experts with their weights on the input
         get each token once for each of its experts, scaled and rounded to the dtype of x.
@@ -94,8 +96,9 @@ def low_latency_moe(
     Source: the path of DeepSeek-V3's decoding (arXiv:2412.19437, section 3.4.2).
     """
     x, out_dtype = check.plain_tokens(_NAME, x), preferred_element_type
+    pair = own_weights(_NAME, "w_gate_up", w_gate_up), own_weights(_NAME, "w_down", w_down)
     if isinstance(axis_name, Topology):
-        call: dict[str, Any] = {"w_gate_up": w_gate_up, "w_down": w_down, "experts": experts, "biases": biases}
+        call: dict[str, Any] = {"w_gate_up": pair[0], "w_down": pair[1], "experts": experts, "biases": biases}
         call |= {"preferred_element_type": out_dtype, "schedule": schedule, "implementation": implementation}
         return _over_nodes(call, x, topk_idx, topk_weights, num_experts, axis_name, max_tokens_per_rank)
     options = registry.options(_NAME, axis_name, implementation, schedule, has_wire=False)
@@ -106,7 +109,7 @@ def low_latency_moe(
     num_tokens = max(1, x.shape[0]) if max_tokens_per_rank is None else max_tokens_per_rank
     num_tokens = checked_max_tokens(_NAME, x.shape[0], num_tokens)
     out_dtype = check.result_dtype(_NAME, out_dtype, x.dtype)
-    experts, matrices = _check_experts(x, w_gate_up, w_down, num_experts // num_ranks, experts, biases)
+    experts, matrices = _check_experts(x, *pair, num_experts // num_ranks, experts, biases)
     tokens, matrices = vary_alike(((x, topk_idx, topk_weights), matrices), over=options.axis)
     if experts.weight_on == "output":
         return _run_experts(options, experts, num_experts, num_tokens, out_dtype, matrices, *tokens)
@@ -191,7 +194,7 @@ def _one_token_per_expert(x: Array, topk_idx: Array, topk_weights: Array) -> tup
 @takes_global_arrays()
 def low_latency_gemm_combine(
     lhs: Array,
-    rhs: Array | QuantizedWeights,
+    rhs: Array | QuantizedWeights | QArray,
     group_sizes: Array,
     topk_idx: Array,
     topk_weights: Array,

@@ -12,7 +12,7 @@ from jax_ep.core import check
 from jax_ep.core.check import errors_begin_with
 from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.core.expert_matrices import LoraWeights as LoraWeights
-from jax_ep.core.expert_matrices import QArray, QuantizedWeights
+from jax_ep.core.expert_matrices import QArray, QuantizedWeights, has_kinds
 from jax_ep.core.mesh_axes import on_automatic_axes, spec_of
 from jax_ep.formats import check_quantized
 from jax_ep.formats.qarrays import own_weights
@@ -70,7 +70,7 @@ def init(
     else:
         w = check.floating("lora.init", "w", w, "[..., E, K, N]")
         own, shape, stored = w.dtype, w.shape, w
-    kinds = shape[-2:-1] if len(shape) > 3 and shape[-2] in (1, 2) else ()
+    kinds = shape[-2:-1] if has_kinds(shape) else ()
     *leading, depth = shape[: -1 - len(kinds)]
     dtype = check.result_dtype("lora.init", dtype, own, "dtype")
 

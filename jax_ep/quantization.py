@@ -16,7 +16,7 @@ from jax_ep.core import check, fp8
 from jax_ep.core.autodiff import call_without_gradient, without_tangent
 from jax_ep.core.check import operation
 from jax_ep.core.check_fp8 import whole_groups_per_device
-from jax_ep.core.expert_matrices import QArray, QuantizedWeights, as_transposed
+from jax_ep.core.expert_matrices import QArray, QuantizedWeights, as_transposed, has_kinds
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.mesh_axes import is_one_device
 from jax_ep.formats import check_quantized
@@ -189,14 +189,13 @@ def quantize(
 
 
 def _quantize_for_training(function: str, w: Array) -> QuantizedWeights:
-    has_kinds = w.ndim > 3 and w.shape[-2] in (1, 2)
-    matrices = jnp.moveaxis(w, -2, -3) if has_kinds else w
+    matrices = jnp.moveaxis(w, -2, -3) if has_kinds(w.shape) else w
     for axis in (-2, -1):
         size, reason = matrices.shape[axis], f"as blocks of {GROUP_SIZE} by {GROUP_SIZE} share an FP8 scale"
         check.multiple(function, f"axis {axis} of w", size, GROUP_SIZE, reason, "pad with zeros")
         whole_groups_per_device(function, matrices, axis, size, GROUP_SIZE)
     values, values_kn, scales = _quantize_masters(jax.lax.stop_gradient(matrices))
-    if has_kinds:
+    if has_kinds(w.shape):
         values_kn = jnp.moveaxis(values_kn, -3, -2)
     return QuantizedWeights(values, scales, "fp8", master=w, values_kn=values_kn)
 
@@ -237,12 +236,8 @@ def dequantize(w: QuantizedWeights | QArray, dtype: DTypeLike) -> Array:
     function = "dequantize"
     w = _checked(function, w)
     dtype = check.result_dtype(function, dtype, None, "dtype")
-    if w.smooth is None:
-        rows = formats.dequantize(w, dtype)
-    else:
-        rows = (formats.dequantize(w, jnp.float32) / w.smooth[..., None, :]).astype(dtype)
-    has_kinds = w.master is not None and w.master.ndim > 3 and w.master.shape[-2] in (1, 2)
-    return jnp.moveaxis(rows, -1, -3) if has_kinds else jnp.swapaxes(rows, -1, -2)
+    rows = formats.dequantize(w, dtype)
+    return jnp.moveaxis(rows, -1, -3) if w.master is not None and has_kinds(w.shape) else jnp.swapaxes(rows, -1, -2)
 
 
 @operation

@@ -157,6 +157,11 @@ class ExpertWeights(NamedTuple):
     b_down: Array | None = None
 
 
+def has_kinds(shape: tuple[int, ...]) -> bool:
+    """Return whether weights of this shape are `[..., E, K, 2, N]` or `[..., E, K, 1, N]`, not `[..., E, K, N]`."""
+    return len(shape) > 3 and shape[-2] in (1, 2)
+
+
 def base_of(w: Any) -> Any:
     """Return the weights under the adapters."""
     return w.base if isinstance(w, LoraWeights) else w

@@ -6,6 +6,7 @@ import dataclasses
 from typing import cast
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -36,16 +37,22 @@ def stored_name(w: QuantizedWeights) -> str:
 
 
 def dequantize(w: QuantizedWeights, dtype: DTypeLike) -> Array:
-    """`[..., N, K]` of `dtype`, multiplied in float32; `smooth` is not divided out."""
+    """`[..., N, K]` of `dtype`, multiplied in float32 and divided by `smooth`."""
+    if w.smooth is None:
+        return _scaled(w, dtype)
+    return (_scaled(w, jnp.float32) / w.smooth[..., None, :]).astype(dtype)
+
+
+def weight_at(w: QuantizedWeights, group: Array, dtype: DTypeLike) -> Array:
+    """`[N, K]` of one group of `[G, K, N]`, as `dtype`; `smooth` is not divided out, as it divides the tokens."""
+    parts = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, group, keepdims=False), (w.values, w.scales))
+    return _scaled(dataclasses.replace(w, values=parts[0], scales=parts[1]), dtype)
+
+
+def _scaled(w: QuantizedWeights, dtype: DTypeLike) -> Array:
     if w.format is None:
         return w.values.astype(dtype)
     wanted, values, scales = format_of(w), w.values, cast(Array, w.scales)
     if w.is_prepacked and wanted.prepacked:
         values, scales = wanted.prepacked.unpack(values, scales)
     return wanted.dequantize(values, scales, dtype)
-
-
-def weight_at(w: QuantizedWeights, group: Array, dtype: DTypeLike) -> Array:
-    """`[N, K]` of one group of `[G, K, N]`, as `dtype`."""
-    parts = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, group, keepdims=False), (w.values, w.scales))
-    return dequantize(dataclasses.replace(w, values=parts[0], scales=parts[1]), dtype)

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from jax_ep.core import check, check_fp8
 from jax_ep.core.dtypes import FP8
-from jax_ep.core.expert_matrices import QuantizedWeights
+from jax_ep.core.expert_matrices import QuantizedWeights, has_kinds
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.formats import FORMATS, Format
 from jax_ep.formats.base import PREPACKED_DTYPE
@@ -142,7 +142,7 @@ def _check_master(function: str, name: str, value: QuantizedWeights) -> None:
     check.floating(function, f"{name}.master", cast(Array, value.master))
     *leading, depth, columns = value.shape
     kinds: tuple[int, ...] = ()
-    if len(leading) > 1 and depth in (1, 2):
+    if has_kinds(value.shape):
         *leading, depth, kinds = *leading, (depth,)
     expected = {
         "values": ((*leading, *kinds, columns, depth), FP8),

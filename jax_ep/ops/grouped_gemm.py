@@ -265,9 +265,7 @@ def _frozen_backward(
     cotangent, transpose = cotangent.astype(like.dtype), True
     if isinstance(base, QuantizedWeights):  # after its cotangent is known, so that no pass holds all layers' weights
         base, cotangent = jax.lax.optimization_barrier((base, cotangent))
-        smooth, transpose = base.smooth, False
-        base = formats.dequantize(base, like.dtype if smooth is None else jnp.float32)
-        base = base if smooth is None else (base / smooth[..., None, :]).astype(like.dtype)
+        base, transpose = formats.dequantize(base, like.dtype), False
     return multiply(plan.transposed, transpose, like.dtype, cotangent, base, group_sizes), None, None
 
 

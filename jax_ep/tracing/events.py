@@ -34,7 +34,7 @@ EVENT = np.dtype(
 """One event: `kind` is a place in KINDS, `peer` a device or -1, `launch` a number on this device, times are in ns."""
 
 _MEMBER = KINDS.index("member")
-_MOST_DEVICES = 0xFFF  # device numbers have 12 bits of a word
+MOST_DEVICES = 0xFFF  # device numbers have 12 bits of a word
 
 
 class Launch(NamedTuple):
@@ -86,7 +86,7 @@ def read(words: np.ndarray, number: int, kernels: dict[int, str], device_ids: Se
     raw = np.concatenate(rows)
     launch, kind = raw[:, 4] >> 32, raw[:, 2] >> 32 & 0xFF
     # The last entry stands for no device.
-    ids = np.array([*(range(_MOST_DEVICES) if device_ids is None else device_ids), -1], np.int32)
+    ids = np.array([*(range(MOST_DEVICES) if device_ids is None else device_ids), -1], np.int32)
     launches = _launches(raw[kind == _MEMBER], kernels, ids)
     kept = (kind != _MEMBER) & np.isin(launch, list(launches))
     num_dropped += int(((kind != _MEMBER) & ~kept & (launch < num_launches)).sum())

@@ -21,7 +21,7 @@ from jax_ep.core.files import write_atomically
 from jax_ep.core.json_files import BOOLEAN, OBJECT, array, choice, integer, mapping, optional, record, value_of
 from jax_ep.megakernels.kernels.trace_structs import KINDS
 from jax_ep.tracing.clocks import Clocks, Timeline
-from jax_ep.tracing.events import EVENT, Launch
+from jax_ep.tracing.events import EVENT, MOST_DEVICES, Launch
 
 _FORMAT = "jax_ep trace 1"
 _ORDER = "order: the kernels ran in an interpreter; a microsecond stands for a step, and durations have no meaning"
@@ -122,7 +122,6 @@ _INT32 = integer(-(2**31), 2**31 - 1)
 _NS = integer(-(2**61), 2**61)
 _ERROR_NS = integer(0, 2**61)
 _US = json_files.number(0, 2**33)  # two hours: sums over all events are int64
-_MOST_DEVICES = 0xFFF
 _ARGS = ("launch", "program", "multiprocessor", "task", "peer", "block")
 _KEY = value_of("a device", lambda key: re.fullmatch("[0-9]{1,9}", key))
 _FILE = record(
@@ -191,8 +190,8 @@ def _parsed(content: Any) -> dict[str, Any]:
     other = content["otherData"]
     clocks = other["clocks"]
     offsets, errors, dropped = map(_by_device, (clocks["offset_ns"], clocks["error_ns"], other["num_dropped"]))
-    if not offsets.keys() == errors.keys() == dropped.keys() or len(dropped) > _MOST_DEVICES:
-        raise ValueError(f"offset_ns, error_ns and num_dropped must be of the same devices, at most {_MOST_DEVICES}")
+    if not offsets.keys() == errors.keys() == dropped.keys() or len(dropped) > MOST_DEVICES:
+        raise ValueError(f"offset_ns, error_ns and num_dropped must be of the same devices, at most {MOST_DEVICES}")
     launches = {(one["device"], one["number"]): _launch(one, dropped) for one in other["launches"]}
     if len(launches) < len(other["launches"]):
         raise ValueError("two launches of the same device and number")

@@ -12,7 +12,6 @@ to the least loaded rank that has room. The hierarchical policy first assigns wh
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -25,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ep.core import check, relayout
 from jax_ep.core.check import errors_begin_with, operation
-from jax_ep.core.mesh_axes import axis_size, axis_tuple, on_automatic_axes, spec_of
+from jax_ep.core.mesh_axes import axis_size, axis_tuple, on_automatic_axes, resized_spec, spec_of
 from jax_ep.ops.balanced import with_copies as with_copies
 from jax_ep.types import Array, AxisName, result_type
 from jax_ep.values import shown, type_name
@@ -545,9 +544,6 @@ def _over(tree: Any, function: str, relayed: relayout.Relayout, move_rows: Calla
                 f"{function}: {name} has shape {leaf.shape}, expected {before} rows; pass the part of this rank inside"
                 " jax.shard_map, and whole arrays with axis_name=()."
             )
-        rows, *others = spec_of(leaf)
-        devices = math.prod(jax.typeof(leaf).sharding.mesh.shape[axis] for axis in axis_tuple(rows or ()))
-        spec = P(None if after % devices else rows, *others)
-        return on_automatic_axes(run, spec, relayed.own_rows, leaf)
+        return on_automatic_axes(run, resized_spec(leaf, 0, after), relayed.own_rows, leaf)
 
     return jax.tree_util.tree_map_with_path(one, tree)

@@ -9,6 +9,7 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from jax_ep import formats
@@ -18,7 +19,7 @@ from jax_ep.core.check import operation
 from jax_ep.core.check_fp8 import whole_groups_per_device
 from jax_ep.core.expert_matrices import QArray, QuantizedWeights, as_transposed, has_kinds
 from jax_ep.core.fp8 import GROUP_SIZE
-from jax_ep.core.mesh_axes import is_one_device
+from jax_ep.core.mesh_axes import is_one_device, on_automatic_axes, spec_of
 from jax_ep.formats import check_quantized
 from jax_ep.formats.base import PREPACKED_K
 from jax_ep.formats.qarrays import own_weights
@@ -236,8 +237,16 @@ def dequantize(w: QuantizedWeights | QArray, dtype: DTypeLike) -> Array:
     function = "dequantize"
     w = _checked(function, w)
     dtype = check.result_dtype(function, dtype, None, "dtype")
-    rows = formats.dequantize(w, dtype)
-    return jnp.moveaxis(rows, -1, -3) if w.master is not None and has_kinds(w.shape) else jnp.swapaxes(rows, -1, -2)
+    *leading, columns, depth = spec_of(w.values)
+    kinds = w.master is not None and has_kinds(w.shape)
+    spec = P(*leading[:-1], depth, leading[-1], columns) if kinds else P(*leading, depth, columns)
+
+    def run(w: QuantizedWeights) -> Array:
+        rows = formats.dequantize(w, dtype)
+        return jnp.moveaxis(rows, -1, -3) if kinds else jnp.swapaxes(rows, -1, -2)
+
+    result: Array = on_automatic_axes(run, spec, w)
+    return result
 
 
 @operation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from jax_ep.core import check
 from jax_ep.core.check import operation
 from jax_ep.core.expert_matrices import ExpertWeights
 from jax_ep.core.fp8 import GROUP_SIZE
+from jax_ep.core.mesh_axes import on_automatic_axes, resized_spec
 from jax_ep.formats import check_quantized
 from jax_ep.ops.moe_low_latency import low_latency_moe
 from jax_ep.quantization import quantize, with_layout
@@ -94,7 +96,9 @@ def serving_weights(
                 check_quantized.depth(function, "I, axis -2 of w_down,", wanted, inner, block)
             w_gate_up = _pad_columns(experts, w_gate_up, missing)
             b_gate_up = None if b_gate_up is None else _pad_columns(experts, b_gate_up, missing)
-            w_down = jnp.pad(w_down, [(0, 0)] * (w_down.ndim - 2) + [(0, missing), (0, 0)])
+            rows = [(0, 0)] * (w_down.ndim - 2) + [(0, missing), (0, 0)]
+            spec = resized_spec(w_down, -2, inner + missing)
+            w_down = on_automatic_axes(partial(jnp.pad, pad_width=rows), spec, w_down)
     pair = [quantize(w, format, activations=activations) for w in (w_gate_up, w_down)]
     if format is not None and wanted.prepacked is not None and activations is None:
         pair = [with_layout(w, "prepacked") for w in pair]
@@ -103,8 +107,12 @@ def serving_weights(
 
 def _pad_columns(experts: Experts, x: Array, missing: int) -> Array:
     """Append `missing` zeros to each kind of the columns `[..., 2 * I]` of hidden rows; activations of 0 are 0."""
-    at_end = ((0, 0),) * (x.ndim - 1)
-    if not experts.gated or experts.interleaved:
-        return jnp.pad(x, (*at_end, (0, missing * (2 if experts.gated else 1))))
-    halves = x.reshape(*x.shape[:-1], 2, x.shape[-1] // 2)
-    return jnp.pad(halves, (*at_end, (0, 0), (0, missing))).reshape(*x.shape[:-1], x.shape[-1] + 2 * missing)
+    kinds = 2 if experts.gated else 1
+    of_kind = kinds if not experts.interleaved else 1  # blocks of columns that get zeros at their end
+
+    def pad(x: Array) -> Array:
+        blocks = x.reshape(*x.shape[:-1], of_kind, x.shape[-1] // of_kind)
+        width = [(0, 0)] * (blocks.ndim - 1) + [(0, missing * kinds // of_kind)]
+        return jnp.pad(blocks, width).reshape(*x.shape[:-1], x.shape[-1] + kinds * missing)
+
+    return on_automatic_axes(pad, resized_spec(x, -1, x.shape[-1] + kinds * missing), x)

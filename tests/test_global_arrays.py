@@ -129,6 +129,13 @@ CASES = {
     "serving_weights": through(
         lambda *w: serving_weights(*w, "fp8", activations="fp8"), lambda w: w.w_down.values, *LAYER
     ),
+    "serving_weights padded": Case(
+        lambda *w: jax.tree.map(
+            lambda part: part.astype(jnp.float32), serving_weights(*w[:2], "int4", biases=(w[2], None))
+        ),
+        (((2, H, 128), "float", ("", "", "E")), ((2, 64, H), "float", ("", "E")), ((2, 128), "float", ("", "E"))),
+        has_gradient=False,
+    ),
     "smooth": through(
         lambda w, smooth: q.quantize(w, "int8", activations="int8", smooth=1 + jnp.abs(smooth)),
         dequantize,

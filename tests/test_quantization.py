@@ -121,12 +121,15 @@ def test_with_layout_mxfp4_whose_k_explicit_axes_split(rng):
         with_layout(quantized(place(w[:, :128]), "mxfp4"), "prepacked")
 
 
+@pytest.mark.parametrize("axis", [0, 2])
 @pytest.mark.parametrize("format", ["fp8", "int8", "int4", "mxfp4", "fp8_channel"])
-def test_dequantize_on_explicit_axes_of_size_one(format, rng):
+def test_dequantize_on_explicit_axes_of_size_one(format, axis, rng):
     """As the axes of a `Topology` with one rank per node, outside of jit."""
     mesh = make_mesh((2, 1), ("node", "local"), AxisType.Explicit)
-    w = reals(rng, 4, 128, 8)
-    placed = quantize(jax.device_put(w, NamedSharding(mesh, P(("node", "local")))), format)
+    w = reals(rng, 4, 128, 256)
+    spec = P(*(None,) * axis, ("node", "local"))
+    placed = quantize(jax.device_put(w, NamedSharding(mesh, spec)), format)
+    assert dequantize(placed, jnp.float32).sharding.spec[axis] is not None
     np.testing.assert_array_equal(dequantize(placed, jnp.float32), dequantize(quantize(w, format), jnp.float32))
 
 

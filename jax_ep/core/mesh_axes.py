@@ -6,6 +6,7 @@ import collections
 import contextlib
 import functools
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from types import UnionType
@@ -230,6 +231,15 @@ def spec_of(x: Array) -> tuple[Any, ...]:
     """Return the explicit mesh axes that shard each axis of an array, or None, from its type."""
     spec = tuple(jax.typeof(x).sharding.spec)
     return spec + (None,) * (x.ndim - len(spec))
+
+
+def resized_spec(x: Array, axis: int, size: int) -> jax.sharding.PartitionSpec:
+    """Return `spec_of(x)` for another size of an axis, which is not sharded if its mesh axes do not divide that."""
+    spec, axis = list(spec_of(x)), axis % x.ndim
+    mesh = jax.typeof(x).sharding.mesh
+    if size % math.prod(mesh.shape[name] for name in axis_tuple(spec[axis] or ())):
+        spec[axis] = None
+    return jax.sharding.PartitionSpec(*spec)
 
 
 def _explicit_part(

@@ -54,7 +54,7 @@ def value_and_vjp(layer, groups):
     return to_numpy(fn(groups.x, groups.topk_weights, groups.w_gate_up, groups.w_down, groups.topk_idx, groups.d_out))
 
 
-def shard_layer(implementation, mesh, *, tensor=False, **options):
+def shard_layer(implementation, mesh, *, data="data", tensor=False, **options):
     """Return the layer on global arrays: tokens sharded over data and expert, weights over expert (and tensor)."""
 
     def body(x, topk_weights, w_gate_up, w_down, topk_idx):
@@ -65,7 +65,7 @@ def shard_layer(implementation, mesh, *, tensor=False, **options):
         )
         return (jax.lax.psum(out, "tensor") if tensor else out)[None, None]
 
-    tokens, split = P("data", "expert"), "tensor" if tensor else None
+    tokens, split = P(data, "expert"), "tensor" if tensor else None
     weights = P("expert", None, None, split), P("expert", split)
     return jax.shard_map(body, mesh=mesh, in_specs=(tokens, tokens, *weights, tokens), out_specs=tokens, **options)
 
@@ -98,17 +98,7 @@ def test_subgroups_automatic_axes(implementation, rng):
     """shard_map is over the expert axis only; XLA keeps the data axis."""
     mesh = make_mesh((2, 2), ("data", "expert"))
     groups = Groups(rng, 1, 2)
-
-    def body(x, topk_weights, w_gate_up, w_down, topk_idx):
-        x, topk_weights, topk_idx = (a[0, 0] for a in (x, topk_weights, topk_idx))
-        w_gate_up = w_gate_up.reshape(*w_gate_up.shape[:2], -1)
-        out = jax_ep.moe(x, topk_idx, topk_weights, w_gate_up, w_down, num_experts=4, implementation=implementation)
-        return out[None, None]
-
-    tokens, weights = P(None, "expert"), P("expert")
-    layer = jax.shard_map(
-        body, mesh=mesh, in_specs=(tokens, tokens, weights, weights, tokens), out_specs=tokens, axis_names={"expert"}
-    )
+    layer = shard_layer(implementation, mesh, data=None, axis_names={"expert"})
     groups.check(*value_and_vjp(layer, groups))
 
 

@@ -96,9 +96,7 @@ def serving_weights(
                 check_quantized.depth(function, "I, axis -2 of w_down,", wanted, inner, block)
             w_gate_up = _pad_columns(experts, w_gate_up, missing)
             b_gate_up = None if b_gate_up is None else _pad_columns(experts, b_gate_up, missing)
-            rows = [(0, 0)] * (w_down.ndim - 2) + [(0, missing), (0, 0)]
-            spec = resized_spec(w_down, -2, inner + missing)
-            w_down = on_automatic_axes(partial(jnp.pad, pad_width=rows), spec, w_down)
+            w_down = _pad_rows(w_down, missing)
     pair = [quantize(w, format, activations=activations) for w in (w_gate_up, w_down)]
     if format is not None and wanted.prepacked is not None and activations is None:
         pair = [with_layout(w, "prepacked") for w in pair]
@@ -116,3 +114,9 @@ def _pad_columns(experts: Experts, x: Array, missing: int) -> Array:
         return jnp.pad(blocks, width).reshape(*x.shape[:-1], x.shape[-1] + kinds * missing)
 
     return on_automatic_axes(pad, resized_spec(x, -1, x.shape[-1] + kinds * missing), x)
+
+
+def _pad_rows(w: Array, missing: int) -> Array:
+    """Append `missing` rows of zeros to `w [..., I, H]`."""
+    width = [(0, 0)] * (w.ndim - 2) + [(0, missing), (0, 0)]
+    return on_automatic_axes(partial(jnp.pad, pad_width=width), resized_spec(w, -2, w.shape[-2] + missing), w)

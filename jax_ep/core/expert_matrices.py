@@ -104,7 +104,7 @@ class QArray(Protocol):
 
     @property
     def zero_point(self) -> Any:
-        """What is subtracted from the values; None: nothing."""
+        """The array that is subtracted from the values; None: nothing."""
 
     @property
     def qtype(self) -> Any:

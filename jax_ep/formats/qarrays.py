@@ -12,13 +12,13 @@ from jax import lax
 
 from jax_ep.core import check
 from jax_ep.core.expert_matrices import LoraWeights, QArray, QuantizedWeights
+from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.layout import repeat
 from jax_ep.core.mesh_axes import spec_of
+from jax_ep.formats import mxfp4
 from jax_ep.formats.base import pack_nibbles, unpack_nibbles
 from jax_ep.types import Array
 
-BLOCK = 128  # of "fp8"
-MXFP4_BLOCK = 32
 _BY_DTYPE = {"int8": "int8", "float8_e4m3fn": "fp8_channel", "int4": "int4"}
 _EXPECTED = (
     "int8 or float8_e4m3fn with one scale per column, float8_e4m3fn with one per 128 by 128, int4 with one per even"
@@ -53,7 +53,7 @@ def from_qarray(function: str, name: str, w: QArray) -> QuantizedWeights:
         return QuantizedWeights(values, scale[..., 0], format)
     if format == "int4":
         values = pack_nibbles((values.astype(jnp.int8) + 8).astype(jnp.uint8))
-    if format == "mxfp4":  # Scales are powers of two, of which only the exponent is stored.
+    if format == "mxfp4":  # Scales are powers of two: only the exponent is stored.
         values = pack_nibbles(lax.bitcast_convert_type(values, jnp.uint4).astype(jnp.uint8))
         scale = (lax.bitcast_convert_type(scale, jnp.uint32) >> 23).astype(jnp.uint8)
     return QuantizedWeights(values, scale, format)
@@ -86,7 +86,7 @@ def _format(function: str, name: str, w: QArray, values: Array, scale: Array) ->
         )
     tiles = tuple(size // number for size, number in pairs)
     format = _BY_DTYPE.get(stored)
-    if stored == "float8_e4m3fn" and tiles[-2:] == (BLOCK, BLOCK):
+    if stored == "float8_e4m3fn" and tiles[-2:] == (GROUP_SIZE, GROUP_SIZE):
         format = "fp8"
     if qtype == "mxfp4" and stored == "float4_e2m1fn":
         format = "mxfp4"
@@ -97,7 +97,7 @@ def _format(function: str, name: str, w: QArray, values: Array, scale: Array) ->
             f"{function}: {name} is a QArray of {kind} with a zero point, expected symmetric weights; quantize with"
             " calibration_method='absmax', or pass qwix.dequantize(w)."
         )
-    fits = {"int4": tiles[-2] % 2 == 0, "mxfp4": tiles[-2] == MXFP4_BLOCK, "fp8": True}
+    fits = {"int4": tiles[-2] % 2 == 0, "mxfp4": tiles[-2] == mxfp4.BLOCK, "fp8": True}
     if not fits.get(format, scale.shape[-2] == 1):
         raise ValueError(
             f"{function}: {name} is a QArray of {kind} with scales for tiles {tiles} of {values.shape}, expected"

@@ -11,6 +11,7 @@ from flax import nnx
 from jax_ep.core import check
 from jax_ep.core.check import errors_begin_with
 from jax_ep.core.expert_matrices import QArray, QuantizedWeights
+from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.flax import MoE
 from jax_ep.formats import qarrays
 from jax_ep.quantization import with_layout
@@ -200,7 +201,7 @@ def to_qarray(w: QuantizedWeights) -> Any:
     import qwix
 
     check.instance("to_qarray", "w", w, QuantizedWeights, "QuantizedWeights")
-    blocks = w.format == "fp8" and w.shape[-1] % qarrays.BLOCK
+    blocks = w.format == "fp8" and w.shape[-1] % GROUP_SIZE
     if w.format is None or w.master is not None or w.smooth is not None or blocks:
         raise ValueError(
             f"to_qarray: w is {w.format!r} of {w.shape}, expected weights with a format, in 'fp8' with N a multiple of"

@@ -97,7 +97,8 @@ def merge(w: LoraWeights) -> Array:
 
     Returns:
       `[..., E, K, N]`: `base + scale * a @ b`, computed in float32 or wider, in the dtype of the base, or in that of
-      the adapters if the base is quantized. `jax_ep.quantize` quantizes it again.
+      the adapters if the base is quantized, and on the explicit mesh axes of the base. `jax_ep.quantize` quantizes it
+      again.
 
     Raises:
       ValueError: parts that do not fit together.
@@ -117,8 +118,13 @@ def merge(w: LoraWeights) -> Array:
         return base
     wide = accumulation_dtype(base.dtype)
     product = "...kr,...rn->...kn" if b.ndim == a.ndim else "...kr,...rcn->...kcn"
-    delta = jnp.einsum(product, a.astype(wide), b.astype(wide), precision="highest")
-    return (base.astype(wide) + scale * delta).astype(base.dtype)
+
+    def merged(base: Array, a: Array, b: Array) -> Array:
+        delta = jnp.einsum(product, a.astype(wide), b.astype(wide), precision="highest")
+        return (base.astype(wide) + scale * delta).astype(base.dtype)
+
+    result: Array = on_automatic_axes(merged, jax.P(*spec_of(base)), base, a, b)
+    return result
 
 
 def _checked_parts(function: str, w: LoraWeights) -> tuple[Array, Array | None, Array | None, float]:

@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+from jax_ep import lora
 from jax_ep import quantization as q
 from jax_ep import update_router_bias
 from jax_ep.formats import FORMATS
@@ -135,6 +136,10 @@ CASES = {
         ),
         (((2, H, 128), "float", ("", "", "E")), ((2, 64, H), "float", ("", "E")), ((2, 128), "float", ("", "E"))),
         has_gradient=False,
+    ),
+    "lora.merge": Case(
+        lambda w, a, b: lora.merge(lora.LoraWeights(w, a, b, 2.0)),
+        (MATRICES, ((E, H, 4), "float", ("", "E")), ((E, 4, 128), "float", ("T",))),
     ),
     "smooth": through(
         lambda w, smooth: q.quantize(w, "int8", activations="int8", smooth=1 + jnp.abs(smooth)),

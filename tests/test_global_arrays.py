@@ -12,9 +12,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import lora
+from jax_ep import lora, update_router_bias
 from jax_ep import quantization as q
-from jax_ep import update_router_bias
 from jax_ep.formats import FORMATS
 from jax_ep.placement import move, plan
 from jax_ep.routing import identity_experts, sparsemixer_router

@@ -229,6 +229,18 @@ def test_qwix_arrays_under_adapters(rng):
     same(lora.merge(lora.LoraWeights(layer.weights[0])), qwix.dequantize(layer.weights[0]))
 
 
+@pytest.mark.parametrize("scale", [3.0, -1.0])
+def test_qwix_array_mxfp4_with_another_scale(scale, rng):
+    """Eager calls raise an error; compiled ones return NaN, never another number."""
+    array = qwix.quantize(jnp.asarray(reals(rng, 2, 64, 8)), "mxfp4", channelwise_axes=(0, 2), tiled_axes={1: 32})
+    array = dataclasses.replace(array, scale=array.scale.at[0, 1, 2].set(scale))
+    with pytest.raises(ValueError, match=r"^dequantize: w is a QArray of 'mxfp4' with a scale that is no power of two"):
+        jax_ep.dequantize(array, jnp.float32)
+    want = np.array(qwix.dequantize(array))
+    want[0, 32:, 2] = np.nan
+    same(jax.jit(lambda w: jax_ep.dequantize(w, jnp.float32))(array), want)
+
+
 def test_qwix_arrays_have_no_gradient_in_layers(rng):
     layer = Layer(rng, "int8")
     x, *routing = layer.tokens

@@ -308,7 +308,7 @@ def expert_ids(
 ) -> Array:
     """Check ids `[T, K]` int32 and set those with a False `token_mask` to -1. Eager ids out of range are an error."""
     # Read the values first: under a trace, the conversion below hides those of a NumPy array.
-    known = _known_values(topk_idx)
+    known = known_values(topk_idx)
     if isinstance(topk_idx, np.ndarray) and topk_idx.dtype == np.int64:
         topk_idx = np.where((topk_idx < -1) | (topk_idx >= num_experts), -1, topk_idx)  # JAX would wrap these.
     sizes = {} if num_tokens is None else {"T": num_tokens}
@@ -320,7 +320,7 @@ def expert_ids(
         )
     if token_mask is not None:
         topk_idx = jnp.where(token_mask[:, None], topk_idx, -1)
-        known = _known_values(topk_idx)
+        known = known_values(topk_idx)
     if all_count and known is not None and known.size and (known.min() < -1 or known.max() >= num_experts):
         worst = int(known.min() if known.min() < -1 else known.max())
         raise ValueError(
@@ -330,7 +330,7 @@ def expert_ids(
     return topk_idx
 
 
-def _known_values(x: Any) -> np.ndarray | None:
+def known_values(x: Any) -> np.ndarray | None:
     """Return the values of an array that is not traced, or traced by an eager `shard_map`; otherwise None."""
     # The tracers of an eager shard_map hold the values of all shards in `val`.
     value = getattr(x, "val", None) if isinstance(x, jax.core.Tracer) else x

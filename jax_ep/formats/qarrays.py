@@ -55,7 +55,7 @@ def from_qarray(function: str, name: str, w: QArray) -> QuantizedWeights:
         values = pack_nibbles((values.astype(jnp.int8) + 8).astype(jnp.uint8))
     if format == "mxfp4":  # Scales are powers of two: only the exponent is stored.
         values = pack_nibbles(lax.bitcast_convert_type(values, jnp.uint4).astype(jnp.uint8))
-        scale = (lax.bitcast_convert_type(scale, jnp.uint32) >> 23).astype(jnp.uint8)
+        scale = _exponents(function, name, scale)
     return QuantizedWeights(values, scale, format)
 
 
@@ -110,6 +110,19 @@ def _split_like(scale: Array, values: Array) -> Array:
     """Give the leading axes of the scale, which may be repeated ones, the explicit mesh axes of those of the values."""
     leading, own = spec_of(values)[:-2], spec_of(scale)
     return scale if leading == own[:-2] else jax.sharding.reshard(scale, jax.P(*leading, *own[-2:]))
+
+
+def _exponents(function: str, name: str, scale: Array) -> Array:
+    """Return the biased exponents of powers of two and of 0; NaN, 255, for other numbers, which are an eager error."""
+    bits = lax.bitcast_convert_type(scale, jnp.uint32)
+    fits = (bits & np.uint32(0x807FFFFF) == 0) | (bits == 1 << 22) | jnp.isnan(scale)  # 1 << 22 is 2**-127
+    known = check.known_values(fits)
+    if known is not None and not known.all():
+        raise ValueError(
+            f"{function}: {name} is a QArray of 'mxfp4' with a scale that is no power of two, expected powers of two,"
+            " as only their exponents are stored; make it with qwix.quantize, or pass qwix.dequantize(w)."
+        )
+    return jnp.where(fits, bits >> 23, 255).astype(jnp.uint8)
 
 
 def _powers_of_two(exponents: Array) -> Array:

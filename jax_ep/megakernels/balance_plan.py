@@ -10,12 +10,12 @@ from jax_ep.core.kernel import Config, Kernel
 from jax_ep.core.layout import power_of_two
 from jax_ep.megakernels.kernels import balance_plan as kernels
 from jax_ep.megakernels.kernels.exchange_structs import PassSizes, PlaceSizes
-from jax_ep.megakernels.launch import launch, num_programs
+from jax_ep.megakernels.launch import int32, launch, num_programs
 from jax_ep.types import Array
 
 _PLAN = Kernel(kernels.plan_pass)
-_PLACE = Kernel(kernels.place_assignments)
-_LANES, _MOST_COUNTED = 256, 2048
+_COUNT, _PLACE = Kernel(kernels.count_shares), Kernel(kernels.place_assignments)
+_LANES, _MOST_COUNTS = 256, 4096
 
 
 def plan_pass(counts: Array, rows: int, spare: int) -> PassPlan:
@@ -38,12 +38,13 @@ def plan_pass(counts: Array, rows: int, spare: int) -> PassPlan:
 
 
 def place_assignments(topk_idx: Array, counts: Array, plan: PassPlan, rank: Array | int) -> tuple[Array, Array]:
-    """Place assignments in one kernel, with the same result as in xla/balance_plan.py."""
+    """Place assignments in two kernels, with the same result as in xla/balance_plan.py."""
     num_ranks, num_experts = counts.shape
     config, sizes = place_sizes(topk_idx.size, num_ranks, num_experts, plan.copies.shape[1])
-    operands = (topk_idx.reshape(-1), jnp.asarray(rank, jnp.int32)[None], *plan[:4])
-    result = jax.ShapeDtypeStruct((topk_idx.size,), jnp.int32)
-    slots, left = launch(_PLACE, operands, (result, result), config, {"S": sizes})
+    ids, (share_counts,) = topk_idx.reshape(-1), int32((config.num_programs, sizes.bins))
+    (share_counts,) = launch(_COUNT, (ids,), (share_counts,), config, {"S": sizes})
+    operands = (ids, jnp.asarray(rank, jnp.int32)[None], share_counts, *plan[:4])
+    slots, left = launch(_PLACE, operands, int32(ids.shape, ids.shape), config, {"S": sizes})
     return slots.reshape(topk_idx.shape), left.reshape(topk_idx.shape)
 
 
@@ -51,6 +52,7 @@ def place_sizes(num_assignments: int, num_ranks: int, num_experts: int, spare: i
     """Return config and sizes: a share of the assignments for each of as many programs as run at a time."""
     programs = num_programs(-(-num_assignments // _LANES))
     per_program = _LANES * -(-num_assignments // (_LANES * programs))
+    bins = max(32, power_of_two(num_experts))
     sizes = PlaceSizes(
         num_assignments=num_assignments,
         num_ranks=num_ranks,
@@ -58,7 +60,7 @@ def place_sizes(num_assignments: int, num_ranks: int, num_experts: int, spare: i
         spare=spare,
         per_program=per_program,
         lanes=_LANES,
-        count_block=min(_MOST_COUNTED, max(_LANES, power_of_two(num_assignments))),
-        bins=max(32, power_of_two(num_experts)),
+        counted_shares=max(1, _MOST_COUNTS // bins),
+        bins=bins,
     )
     return Config(-(-num_assignments // per_program), num_warps=8), sizes

@@ -24,13 +24,10 @@ def routing(rng, kind, num_ranks, tokens, top_k, experts):
     return np.where(rng.random(ids.shape) < 0.1, -1, ids)
 
 
-@pytest.mark.parametrize("kind", ["uniform", "zipf", "one_rank", "one_expert"])
-@pytest.mark.parametrize(("experts", "spare"), [(8, 1), (24, 3)])
-@pytest.mark.slow(unless={"kind": ["zipf"]})
-def test_balance_plan_kernels(implementation, kind, experts, spare, expert_mesh, rng):
-    num_ranks, tokens, top_k = 2, 301, 2
+def compare(implementation, mesh, topk_idx, experts, spare):
+    """Compare plans and slots of ids `[W, T, K]` with those of plain JAX."""
+    num_ranks, tokens, top_k = topk_idx.shape
     rows = Balance(1.0).rows_per_rank(tokens * top_k)
-    topk_idx = routing(rng, kind, num_ranks, tokens, top_k, experts)
     counts = np.stack([np.bincount(ids[ids >= 0], minlength=experts) for ids in topk_idx]).astype(np.int32)
     everywhere = np.broadcast_to(counts, (num_ranks, *counts.shape))
     found = {}
@@ -41,5 +38,24 @@ def test_balance_plan_kernels(implementation, kind, experts, spare, expert_mesh,
             plan = planner.plan_pass(counts, rows, spare)
             return plan, planner.place_assignments(topk_idx, counts, plan, rank)
 
-        found[name] = run(fn, expert_mesh(num_ranks), topk_idx, everywhere, np.arange(num_ranks))
+        found[name] = run(fn, mesh, topk_idx, everywhere, np.arange(num_ranks))
     jax.tree.map(np.testing.assert_array_equal, found[implementation], found["xla"])
+
+
+@pytest.mark.parametrize("kind", ["uniform", "zipf", "one_rank", "one_expert"])
+@pytest.mark.parametrize(("experts", "spare"), [(8, 1), (24, 3)])
+@pytest.mark.slow(unless={"kind": ["zipf"]})
+def test_balance_plan_kernels(implementation, kind, experts, spare, expert_mesh, rng):
+    num_ranks, tokens, top_k = 2, 301, 2
+    topk_idx = routing(rng, kind, num_ranks, tokens, top_k, experts)
+    compare(implementation, expert_mesh(num_ranks), topk_idx, experts, spare)
+
+
+def test_balance_plan_many_programs(implementation, expert_mesh, rng, monkeypatch):
+    """Programs add up the counts of all shares before their own, some at a time."""
+    balance_plan = pytest.importorskip("jax_ep.megakernels.balance_plan")
+    monkeypatch.setattr(balance_plan, "num_programs", lambda num_tasks: num_tasks)
+    monkeypatch.setattr(balance_plan, "_MOST_COUNTS", 128)  # of four shares
+    num_ranks, tokens, top_k, experts = 2, 1501, 2, 24
+    topk_idx = routing(rng, "zipf", num_ranks, tokens, top_k, experts)
+    compare(implementation, expert_mesh(num_ranks), topk_idx, experts, 3)

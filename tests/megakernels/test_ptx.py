@@ -113,10 +113,12 @@ def test_ptx_balance_plan_kernels(ranks, experts):
     sizes = PassSizes(ranks, experts, experts // ranks, 2, 36096, experts, max(32, ranks), slots)
     pointers = {f"{n}_ptr": "*i32" for n in names}
     compiled(balance_plan._PLAN, pointers, {"S": sizes}, Config(1, num_warps=4), wide=False)
-    names = ("topk_idx", "rank", "copies", "own", "ends", "starts", "slots", "left")
+    names = ("topk_idx", "rank", "counts", "copies", "own", "ends", "starts", "slots", "left")
     config, sizes = balance_plan.place_sizes(32768, ranks, experts, 2)
     pointers = {f"{n}_ptr": "*i32" for n in names}
     compiled(balance_plan._PLACE, pointers, {"S": sizes}, config, wide=False)
+    pointers = {f"{n}_ptr": "*i32" for n in ("topk_idx", "counts")}
+    compiled(balance_plan._COUNT, pointers, {"S": sizes}, config, wide=False)
 
 
 # (experts, tokens per rank): L of 64, 256 and 1024, and blocks of one part and of many.

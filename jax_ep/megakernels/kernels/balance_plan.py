@@ -3,8 +3,8 @@
 `plan_pass` is one program: each move depends on the one before. Its vectors are over experts and over ranks. Floor: the
 latency of num_ranks * spare moves, of a microsecond or two each.
 
-In `place_assignments` every program counts the assignments before its own share, which it reads from the cache, so no
-program waits for another. Floor: launch latency plus reading the ids from the L2 cache.
+Two launches place assignments, so no program waits for another: `count_shares` counts those of each program's share by
+expert, and `place_assignments` begins with the counts of the shares before its own. Floor: the latency of two launches.
 """
 
 import triton
@@ -110,19 +110,33 @@ def plan_pass(counts_ptr, copies_ptr, moved_ptr, own_ptr, ends_ptr, starts_ptr, 
 
 
 @triton.jit
-def count_before(topk_idx_ptr, first, S: tl.constexpr):
-    """Count the assignments before `first` by expert, `[bins]`."""
+def count_shares(topk_idx_ptr, counts_ptr, S: tl.constexpr):
+    """Count the assignments of each program's share by expert, `[programs, bins]`."""
+    first = tl.program_id(0) * S.per_program
     counts = tl.zeros((S.bins,), tl.int32)
-    for start in range(0, first, S.count_block):
-        index = start + tl.arange(0, S.count_block)
-        expert = tl.load(topk_idx_ptr + index, mask=index < first, other=-1)
+    for start in range(first, tl.minimum(first + S.per_program, S.num_assignments), S.lanes):
+        index = start + tl.arange(0, S.lanes)
+        expert = tl.load(topk_idx_ptr + index, mask=index < S.num_assignments, other=-1)
         counts += tl.histogram(tl.where(expert < 0, 0, expert), S.bins, mask=expert >= 0)
+    tl.store(counts_ptr + tl.program_id(0) * S.bins + tl.arange(0, S.bins), counts)
+
+
+@triton.jit
+def count_before(counts_ptr, S: tl.constexpr):
+    """Add up the counts of the shares before this program's, `[bins]`."""
+    counts = tl.zeros((S.bins,), tl.int32)
+    for start in range(0, tl.program_id(0), S.counted_shares):
+        shares = start + tl.arange(0, S.counted_shares)[:, None]
+        part = tl.load(
+            counts_ptr + shares * S.bins + tl.arange(0, S.bins)[None, :], mask=shares < tl.program_id(0), other=0
+        )
+        counts += tl.sum(part, axis=0)
     return counts
 
 
 @triton.jit
 def place_assignments(
-    topk_idx_ptr, rank_ptr, copies_ptr, own_ptr, ends_ptr, starts_ptr, slots_ptr, left_ptr, S: tl.constexpr
+    topk_idx_ptr, rank_ptr, counts_ptr, copies_ptr, own_ptr, ends_ptr, starts_ptr, slots_ptr, left_ptr, S: tl.constexpr
 ):
     """Give this rank's assignments `[num_assignments]` their slots in this pass; the ids left are for later ones."""
     NUM_RANKS: tl.constexpr = S.num_ranks
@@ -130,7 +144,7 @@ def place_assignments(
     LOCAL_EXPERTS: tl.constexpr = NUM_EXPERTS // NUM_RANKS
     rank = tl.load(rank_ptr)
     first = tl.program_id(0) * S.per_program
-    counts = count_before(topk_idx_ptr, tl.minimum(first, S.num_assignments), S)
+    counts = count_before(counts_ptr, S)
     for start in range(first, tl.minimum(first + S.per_program, S.num_assignments), S.lanes):
         index = start + tl.arange(0, S.lanes)
         inside = index < S.num_assignments

@@ -131,7 +131,7 @@ class PassSizes:
 
 @dataclasses.dataclass(frozen=True)
 class PlaceSizes:
-    """Static sizes of `place_assignments`."""
+    """Static sizes of `count_shares` and `place_assignments`."""
 
     num_assignments: int  # of this rank
     num_ranks: int
@@ -139,7 +139,7 @@ class PlaceSizes:
     spare: int  # slots for copies per rank
     per_program: int  # assignments that a program places
     lanes: int  # assignments placed at a time
-    count_block: int  # assignments counted at a time
+    counted_shares: int  # programs whose counts are added up at a time
     bins: int  # power of two >= num_experts
 
 

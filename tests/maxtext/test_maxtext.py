@@ -3,7 +3,10 @@
 import contextlib
 import json
 import os
+import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -222,6 +225,23 @@ def test_other_signature_is_refused(monkeypatch):
     monkeypatch.setattr(moe.RoutedMoE, "dense_matmul", lambda self, inputs: inputs)
     with pytest.raises(ImportError, match=r"dense_matmul has the parameters \('self', 'inputs'\)"):
         use()
+
+
+def test_program_of_the_docs(tmp_path):
+    """Its losses are those of MaxText without `use()`."""
+    root = Path(__file__).resolve().parents[2]
+    page = (root / "docs" / "integrations.md").read_text()
+    program = re.search(r"^```text\n(import os\n.*?)^```$", page, re.MULTILINE | re.DOTALL)[1]
+    losses = []
+    for variant in (
+        program,
+        program.replace("jax_ep.integrations.maxtext.use()", "").replace('True, "mega', 'False, "mega'),
+    ):
+        command, environment = [sys.executable, "-c", variant], os.environ | {"PYTHONPATH": str(root)}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        losses.append(re.findall(r"completed step: \d, .* loss: ([\d.]+), lm_loss", done.stderr))
+        assert done.returncode == 0 and len(losses[-1]) == 3, done.stderr
+    np.testing.assert_allclose(*np.asarray(losses, float), atol=0.01)
 
 
 def test_step_benchmark(tmp_path):

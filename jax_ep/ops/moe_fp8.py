@@ -141,11 +141,11 @@ def _dispatch_forward(
     plan: Fp8LayerPlan, x: Array, weights: Array, w: Weights, handle: Handle
 ) -> tuple[tuple[Array, Array], _DispatchSaved]:
     saved, row_weights = _without_second_derivative(_dispatch)(plan, x, weights, handle)
-    saved = checkpoint_name(saved, TOKENS_NAME)
+    saved, dtype = checkpoint_name(saved, TOKENS_NAME), x.dtype  # A function that holds x would leak its tracer.
 
     @_without_second_derivative
     def multiply(plan: Fp8LayerPlan, saved: Quantized, w: Weights, handle: Handle) -> Array:
-        return _multiply(plan, _as_fp8(saved), w, handle, x.dtype)
+        return _multiply(plan, _as_fp8(saved), w, handle, dtype)
 
     return (multiply(plan, saved, w, handle), row_weights), (saved, _saved_matrices(w), handle)
 

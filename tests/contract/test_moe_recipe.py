@@ -1,6 +1,7 @@
 """moe(recipe="fp8"): all GEMMs of both passes in FP8, against an oracle with the same roundings."""
 
 import functools
+import gc
 
 import jax
 import jax.numpy as jnp
@@ -209,3 +210,13 @@ def test_moe_recipe_no_second_derivative(implementation, rng):
 
     with pytest.raises(TypeError, match="first derivatives only"):
         jax.jit(jax.grad(lambda x: jnp.sum(jnp.square(jax.grad(loss)(x)))))(jnp.asarray(layer.x[0]))
+
+
+def test_moe_recipe_keeps_no_tracers(rng):
+    layer = Layer(rng, "uniform", 1)
+    gc.freeze()  # The check visits all objects; most belong to other tests.
+    try:
+        with jax.check_tracer_leaks(True):
+            jax.eval_shape(with_gradients(axis_name=()), *(a[0] for a in layer.args), layer.probe[0])
+    finally:
+        gc.unfreeze()

@@ -23,7 +23,7 @@ from jax_ep.core.check import errors_begin_with
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import LoraWeights, QArray, QuantizedWeights, base_of, merge_columns
 from jax_ep.core.fp8 import GROUP_SIZE
-from jax_ep.core.mesh_axes import axis_tuple, check_axes, check_context, check_mesh, vary_alike
+from jax_ep.core.mesh_axes import axis_tuple, check_axes, check_context, check_mesh, vary_alike, vmap_axes
 from jax_ep.formats import check_quantized
 from jax_ep.formats.qarrays import own_weights
 from jax_ep.ops import balanced
@@ -528,7 +528,7 @@ def run_sharded(
     """
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     leaves, tree = jax.tree.flatten((in_specs, out_specs))
-    key = function, tuple(options.items()), mesh, tuple(leaves), tree, context.generation()
+    key = function, tuple(options.items()), mesh, tuple(leaves), tree, bool(vmap_axes()), context.generation()
     activation = getattr(options.get("experts"), "activation", None)
     if callable(activation) or not _is_hashable(key):
         return _program.__wrapped__(*key)
@@ -542,10 +542,13 @@ def _program(
     mesh: Mesh | AbstractMesh,
     leaves: tuple[P, ...],
     tree: Tree,
+    in_vmap: bool,
     generation: int,
 ) -> Callable[..., Tree]:
     in_specs, out_specs = jax.tree.unflatten(tree, leaves)
-    return jax.jit(jax.shard_map(partial(function, **dict(options)), mesh=mesh, in_specs=in_specs, out_specs=out_specs))
+    run = partial(function, **dict(options))
+    # With spmd_axis_name, JAX takes constants in here and values of the batch for different varying axes.
+    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=not in_vmap))
 
 
 def _is_hashable(key: object) -> bool:

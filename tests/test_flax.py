@@ -267,8 +267,37 @@ def test_flax_vmap_over_a_mesh_axis():
     with jax.set_mesh(data_expert_mesh("Explicit")):
         graph, state = nnx.split(MoE(**SIZES, rngs=nnx.Rngs(0)))
         layer = jax.vmap(lambda x: nnx.merge(graph, state)(x)[0], spmd_axis_name="data")
-        with pytest.raises(ValueError, match=r"^MoE: called inside jax.vmap over mesh axes \['data'\], .*jax_ep.moe"):
+        with pytest.raises(ValueError, match=r"^MoE: called inside jax.vmap over explicit .* \['data'\], .*jax_ep.moe"):
             layer(jnp.ones((2, 8, H)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("balance", [None, jax_ep.Balance()])
+def test_flax_vmap_over_stages(balance, rng):
+    """Output, losses and gradients of stacked layers, split over a mesh axis, are those of one layer after another."""
+    axes, kinds = ("stage", "data", "expert"), (jax.sharding.AxisType.Auto,) * 3
+    with jax.set_mesh(jax.make_mesh((2, 2, 2), axes, axis_types=kinds)):
+        options = {"axes": BATCH, "balance": balance, "shared_experts": SharedExperts()}
+        make = nnx.vmap(lambda rngs: MoE(**SIZES, **options, rngs=rngs))
+        graph, state = nnx.split(nnx.split_rngs(splits=4)(make)(nnx.Rngs(0)))
+        x = jnp.asarray(rng.normal(size=(4, 16, H)).astype(np.float32))
+
+        def one(state, x):
+            y, metrics = nnx.merge(graph, state)(x)
+            return y, metrics.load_balancing_loss + metrics.router_z_loss
+
+        def one_by_one(state, x):
+            found = [one(jax.tree.map(lambda v: v[i], state), x[i]) for i in range(4)]  # noqa: B023
+            return jax.tree.map(lambda *parts: jnp.stack(parts), *found)
+
+        def loss(state, x, layers):
+            y, losses = layers(state, x)
+            return jnp.sum(jnp.sin(y)) + jnp.sum(losses)
+
+        run = jax.jit(jax.value_and_grad(loss, (0, 1)), static_argnames="layers")
+        got, want = (run(state, x, layers) for layers in (jax.vmap(one, spmd_axis_name="stage"), one_by_one))
+    assert got[1][1].sharding.spec[0] == "stage"
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, want)
 
 
 def test_flax_mistakes():

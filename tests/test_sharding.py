@@ -155,7 +155,7 @@ def test_sharded_moe_mistakes(changes, options, error, message, rng):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_sharded_moe_vmap_over_a_mesh_axis(kind, rng):
-    """Stages of a pipeline are an axis of one `shard_map` with the experts; `vmap` over that axis is an error."""
+    """Stages of a pipeline: an axis of one `shard_map` with the experts, or on automatic axes the batch of `vmap`."""
     mesh = harness.make_mesh((2, 4), ("stage", "expert"), kind)
     stacked = [np.stack(both) for both in zip(arguments(rng), arguments(rng), strict=True)]
 
@@ -174,10 +174,58 @@ def test_sharded_moe_vmap_over_a_mesh_axis(kind, rng):
     with jax.set_mesh(mesh):
         layer = jax.shard_map(stages, mesh=mesh, in_specs=spec, out_specs=spec)
         got = jax.jit(jax.value_and_grad(lambda *v: loss(layer, *v), (0, 3, 4)))(*values)
-        with pytest.raises(ValueError, match=r"^sharded_moe: called inside jax.vmap over mesh axes \['stage'\]"):
-            jax.vmap(sharded_moe(num_experts=E), spmd_axis_name="stage" if kind == AxisType.Auto else None)(*values)
+        if kind == AxisType.Explicit:
+            with pytest.raises(ValueError, match=r"^sharded_moe: called inside jax.vmap over explicit .* \['stage'\]"):
+                jax.vmap(sharded_moe(num_experts=E))(*values)
     want = jax.jit(jax.value_and_grad(lambda *v: loss(on_one_device, *v), (0, 3, 4)))(*stacked)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3 * np.abs(b).max()), got, want)
+
+
+@pytest.mark.parametrize("balance", [None, jax_ep.Balance()])
+@pytest.mark.parametrize("num_stages", [2, 4])
+@pytest.mark.slow(unless={"num_stages": [4], "balance": [None]})
+def test_sharded_moe_vmap_with_spmd_axis_name(num_stages, balance, rng):
+    """Each device computes its stages; gradients inside and outside of `vmap`, also of weights that stages share."""
+    mesh = harness.make_mesh((2, 4), ("stage", "expert"))
+    stacked = [np.stack(parts) for parts in zip(*(arguments(rng) for _ in range(num_stages)), strict=True)]
+    values = place(mesh, stacked, [P("stage", "expert")] * 5)
+    moe = sharded_moe(mesh, num_experts=E, balance=balance)
+
+    def by_vmap(*values, in_axes=0):
+        return jax.vmap(moe, in_axes, spmd_axis_name="stage")(*values)
+
+    def one_by_one(*values, in_axes=(0,) * 5):
+        pairs = tuple(zip(values, in_axes, strict=True))
+        stages = ([value if axis is None else value[i] for value, axis in pairs] for i in range(num_stages))
+        return jnp.stack([jax_ep.fused_moe(*stage) for stage in stages])
+
+    def gradients(layer, *values):
+        return jax.jit(jax.grad(lambda *v: jnp.sum(jnp.sin(layer(*v))), (0, 2, 3, 4)))(*values)
+
+    def check(got, want):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(b).max()), got, want)
+
+    y, wanted = jax.jit(by_vmap)(*values), gradients(one_by_one, *stacked)
+    check(y, one_by_one(*stacked))
+    assert y.sharding.spec == P("stage", "expert")
+    text = jax.jit(by_vmap).lower(*values).compile().as_text()
+    assert f"f32[{num_stages // 2},{E // 4},{H},{2 * INNER}]" in text  # The weights of a device: of its stages only.
+    found = gradients(by_vmap, *values)
+    check(found, wanted)
+    assert found[3].sharding.spec[0] == "stage"
+    one = jax.grad(lambda *v: jnp.sum(jnp.sin(moe(*v))), (0, 2, 3, 4))
+    check(jax.jit(jax.vmap(one, spmd_axis_name="stage"))(*values), wanted)
+    axes, first = (0, 0, 0, None, None), [w[0] for w in stacked[3:]]
+    shared = place(mesh, first, [P("expert")] * 2)
+    found = gradients(functools.partial(by_vmap, in_axes=axes), *values[:3], *shared)
+    check(found, gradients(functools.partial(one_by_one, in_axes=axes), *stacked[:3], *first))
+
+
+def test_sharded_moe_vmap_over_an_axis_of_the_experts(rng):
+    mesh = harness.make_mesh((2, 4), ("stage", "expert"))
+    stacked = [np.stack(both) for both in zip(arguments(rng), arguments(rng), strict=True)]
+    with pytest.raises(ValueError, match=r"^sharded_moe: called inside jax.vmap with spmd_axis_name=\['expert'\], "):
+        jax.vmap(sharded_moe(mesh, num_experts=E), spmd_axis_name="expert")(*stacked)
 
 
 def test_sharded_moe_tensor_axis_does_not_divide(rng):

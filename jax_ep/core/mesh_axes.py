@@ -64,15 +64,27 @@ def check_context(function: str, mesh: jax.sharding.Mesh | jax.sharding.Abstract
             f"{function}: the mesh is {dict(mesh.shape)}, expected that of jax.set_mesh, {dict(around.shape)}; pass one"
             " of them to both, or mesh=None."
         )
-    from jax._src import core  # JAX has no public name for the axes over which jax.vmap splits a batch
+    spread = vmap_axes()
+    if explicit := sorted(spread & set(mesh.explicit_axes)):
+        raise ValueError(
+            f"{function}: called inside jax.vmap over explicit mesh axes {explicit}, expected automatic ones: JAX"
+            " cannot split the layer's shard_map over these; make the mesh with axis_types=AxisType.Auto and pass"
+            " spmd_axis_name= to jax.vmap, or call jax_ep.moe in a jax.shard_map over these axes and those of the"
+            " experts."
+        )
+    if shared := sorted(spread & set(axes)):
+        raise ValueError(
+            f"{function}: called inside jax.vmap with spmd_axis_name={shared}, which the layer needs for its experts"
+            " and tokens, expected other axes; give the batch of vmap an axis that the layer does not name."
+        )
+
+
+def vmap_axes() -> frozenset[str]:
+    """Return the mesh axes over which the surrounding `jax.vmap` splits its batch."""
+    from jax._src import core  # JAX has no public name for them
 
     batch = core.get_axis_env()
-    if spread := sorted(batch.spmd_axis_names | batch.explicit_mesh_axis_names):
-        raise ValueError(
-            f"{function}: called inside jax.vmap over mesh axes {spread}, expected none: JAX cannot split the layer's"
-            " shard_map over more axes; call jax_ep.moe in a jax.shard_map over these axes and those of the experts, or"
-            " keep the batch of vmap on every device."
-        )
+    return frozenset(batch.spmd_axis_names | batch.explicit_mesh_axis_names)
 
 
 @functools.cache

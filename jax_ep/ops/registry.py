@@ -55,10 +55,10 @@ _IMPLEMENTATIONS = {
 
 
 class Requirements(Protocol):
-    """What the `requirements` module of an implementation provides."""
+    """Protocol of the `requirements` module of an implementation."""
 
     def unsupported_reason(self, facts: Facts, options: Options) -> str | None:
-        """Why the implementation does not support these facts, or None."""
+        """Return why the implementation does not support these facts, or None."""
 
 
 def options(

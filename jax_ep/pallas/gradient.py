@@ -1,6 +1,6 @@
 """Weight gradient: `out[g] = lhs[rows of g].T @ rhs[rows of g]`.
 
-Roles as in forward.py: one warpgroup loads steps of rows, and two multiply. Results leave through memory of their own
+Roles as in forward.py: one warpgroup loads steps of rows, and two multiply. Results leave through separate memory
 while the next tile is multiplied.
 
 The first and last step of a group may reach into its neighbors, or past all groups, where anything may lie. The loading

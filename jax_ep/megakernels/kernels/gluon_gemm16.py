@@ -61,7 +61,7 @@ class Output(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a wave, or a part of its columns, goes."""
+    """Position in the result of a wave, or of a part of its columns."""
 
     row: Value
     end: Value  # of the group's rows
@@ -80,7 +80,7 @@ def part_layout(part_n):
 
 @gluon.jit
 def add_bias(values, bias, place, S: gl.constexpr):
-    """Add the group's row of a `Bias` to a part; rows past the groups have none."""
+    """Add the group's row of a `Bias` to a part; rows past the groups get no bias."""
     LAYOUT: gl.constexpr = part_layout(S.part_n)
     rows = place.row + gl.arange(0, WAVE, gl.SliceLayout(1, LAYOUT))
     columns = place.column + gl.arange(0, S.part_n, gl.SliceLayout(0, LAYOUT))

@@ -182,7 +182,7 @@ def quantize(
 
     def run(w: Array, smooth: Array | None) -> QuantizedWeights:
         if smooth is not None:
-            w = w.astype(jnp.float32) * smooth[..., None]
+            w = on_automatic_axes(lambda w, s: w.astype(jnp.float32) * s[..., None], P(*spec_of(w)), w, smooth)
         values, scales = wanted.quantize(w, block)
         return QuantizedWeights(values, scales, wanted.name, smooth=smooth, activations=activations)
 

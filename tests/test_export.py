@@ -139,6 +139,25 @@ def test_export_of_a_symbolic_number_of_tokens_on_a_mesh(num_ranks):
         export.export(layer)(*types)
 
 
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("function", [jax_ep.moe, jax_ep.low_latency_moe, jax_ep.dispatch], ids=lambda f: f.__name__)
+def test_export_of_a_symbolic_number_of_tokens_over_nodes(function, sizes):
+    kinds, over = (jax.sharding.AxisType.Auto,) * 2, jax.P(("node", "local"))
+    mesh = jax.make_mesh(sizes, ("node", "local"), axis_types=kinds, devices=jax.devices()[:2])
+    (n,) = export.symbolic_shape("n")
+    types = [jax.ShapeDtypeStruct((2 * n, c), t) for c, t in ((128, "float32"), (2, "int32"), (2, "float32"))]
+    types += [] if function is jax_ep.dispatch else ONES_F32
+    options = {"num_experts": 4, "axis_name": jax_ep.Topology("node", "local")}
+
+    @jax.shard_map(mesh=mesh, in_specs=over, out_specs=over, check_vma=False)
+    def layer(*arrays):
+        result = function(*arrays, **options)
+        return result.tokens if function is jax_ep.dispatch else result
+
+    with pytest.raises(NotImplementedError, match=f"^{function.__name__}: x has n rows, a symbolic number, expected"):
+        export.export(jax.jit(layer))(*types)
+
+
 def test_export_of_a_symbolic_number_of_experts():
     """JAX must know whether k experts can be chosen."""
     route = jax.jit(lambda logits: jax_ep.topk_router(logits, 2))

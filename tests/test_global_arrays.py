@@ -144,7 +144,7 @@ CASES = {
         lambda w, smooth: q.quantize(w, "int8", activations="int8", smooth=1 + jnp.abs(smooth)),
         dequantize,
         MATRICES,
-        ((E, H), "float", EXPERTS),
+        ((E, H), "float", ("T", "E")),
     ),
     **{f"quantize {name}": through(lambda w, name=name: q.quantize(w, name), dequantize, MATRICES) for name in FORMATS},
     **{

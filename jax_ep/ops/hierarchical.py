@@ -177,6 +177,7 @@ def _checked(
     x = check.tokens(function, x)
     values = x[0] if isinstance(x, tuple) else x
     num_rows = values.shape[0]
+    check.known_rows(function, "x", "on a mesh axis", num_rows)
     topk_idx = check.counted_ids(function, topk_idx, (num_rows, num_experts), num_tokens, handle)
     if handle is not None:
         top_k = checked_handle(function, handle, topology, num_rows)
@@ -239,6 +240,7 @@ def layer(
     computes another.
     """
     x, topk_idx, topk_weights = tokens
+    check.known_rows(function, "x", "on a mesh axis", x.shape[0])
     num_experts, _ = check.experts(function, num_experts, topology)
     topk_idx = check.expert_ids(function, topk_idx, x.shape[0], num_experts)
     topk_weights = check.router_weights(function, topk_weights, topk_idx.shape, x.dtype)

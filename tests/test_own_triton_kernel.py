@@ -178,6 +178,20 @@ def test_triton_call_without_docstrings(tmp_path):
     assert done.stdout == "[7]\n", done.stderr
 
 
+def test_triton_call_kernel_in_the_program(tmp_path):
+    """Workers cannot import a program that calls the package where it is imported."""
+    (tmp_path / "program.py").write_text(
+        "import jax\nimport jax_ep\nimport triton\nimport triton.language as tl\n\n\n@triton.jit\ndef fill(out_ptr):\n"
+        "    tl.store(out_ptr, 7)\n\n\njax_ep.init(jax.make_mesh((1,), ('expert',)), transport='shared_memory')\n"
+        "jax_ep.triton_call(fill, out_shape=jax.ShapeDtypeStruct((1,), jax.numpy.int32), grid=1).block_until_ready()"
+    )
+    done = harness.run_command(sys.executable, "program.py", cwd=tmp_path)
+    wanted = (
+        r"ImportError: cannot import .*program.py, .* expected a module that does not run the program; move the kern"
+    )
+    assert done.returncode == 1 and re.search(wanted, done.stderr), done.stderr
+
+
 def test_triton_call_reloaded_kernel(tmp_path, monkeypatch):
     """The interpreter does not run the code that a file had when its workers loaded it."""
     text = (

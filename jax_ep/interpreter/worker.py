@@ -230,7 +230,13 @@ def load(path: Path) -> types.ModuleType:
         module = types.ModuleType(package)
         module.__path__ = [str(folder)]
         sys.modules[package] = module
-    return importlib.import_module(f"{package}.{path.stem}")
+    try:
+        return importlib.import_module(f"{package}.{path.stem}")
+    except Exception as error:
+        raise ImportError(
+            f"cannot import {path}, which has the kernel ({type(error).__name__}: {error}), expected a module that does"
+            " not run the program; move the kernels to a file of their own"
+        ) from error
 
 
 def main(descriptor: int, index: int) -> None:

@@ -17,6 +17,7 @@ import jax_ep
 from jax_ep import Router
 from jax_ep.flax import MoE
 from jax_ep.routing import MoEMetrics
+from jax_ep.sharding import MeshAxes
 
 
 def _logits(num_tokens, num_experts):
@@ -260,6 +261,68 @@ def test_moe_replays_the_routing_of_another_pass(num_ranks, rng):
     for bad in (8, 2**33, -2):  # int64 ids of NumPy do not wrap.
         with pytest.raises(ValueError, match=r"MoE: topk_idx contains .*, expected ids in \[0, 8\)"):
             layer(x, topk_idx=np.full((3, 5, 2), bad))
+
+
+def replayed_in_float64(x, topk_idx, router, w_gate_up, w_down):
+    """Return output, balance loss and z-loss of tokens `[N, H]` with given experts and sigmoid scores."""
+    logits = x @ router
+    scores = 1 / (1 + np.exp(-logits))
+    y, num_experts = np.zeros_like(x), router.shape[1]
+    for t, ids in enumerate(topk_idx):
+        chosen = [e for e in ids if e >= 0]
+        for e in chosen:
+            gate, up = np.split(x[t] @ w_gate_up[e], 2)
+            weight = scores[t, e] / sum(scores[t, other] for other in chosen)
+            y[t] += weight * (gate / (1 + np.exp(-gate)) * up) @ w_down[e]
+    load = np.bincount(topk_idx[topk_idx >= 0], minlength=num_experts)
+    share = (scores / scores.sum(-1, keepdims=True)).mean(0)
+    z_loss = np.mean(np.log(np.exp(logits).sum(-1)) ** 2)
+    return y, num_experts * (load / load.sum()) @ share, z_loss
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("balance", [None, jax_ep.Balance(1.0, 1)])
+@pytest.mark.parametrize("num_tokens", [16, 11])  # the layer pads 11
+@pytest.mark.slow(unless={"num_tokens": [11], "kind": ["Explicit"]})
+def test_moe_replays_other_experts_on_a_mesh(kind, balance, num_tokens, rng):
+    """Output, losses and gradients of a rematerialized layer equal those in float64; most tokens go to two experts."""
+    mesh = harness.make_mesh((2, 2), ("data", "expert"), getattr(jax.sharding.AxisType, kind))
+    x = rng.standard_normal((num_tokens, 16))
+    topk_idx = np.argsort(rng.random((num_tokens, 8)) - 2 * (np.arange(8) < 2), axis=1)[:, :3].astype(np.int32)
+    topk_idx[rng.random(topk_idx.shape) < 0.1] = -1
+    topk_idx[0] = 0, 1, 2
+
+    @nnx.remat
+    def run(layer, x):
+        return layer(x, topk_idx=topk_idx)
+
+    def loss(layer, x):
+        y, metrics = run(layer, x)
+        return jnp.sum(jnp.sin(y)) + metrics.load_balancing_loss + metrics.router_z_loss, (y, metrics)
+
+    with jax.set_mesh(mesh):
+        options = {"router": Router("sigmoid"), "balance": balance, "axes": MeshAxes(batch="data")}
+        layer = MoE(16, 24, 8, 3, dtype=jnp.float32, **options, rngs=nnx.Rngs(0))
+        run_both = nnx.jit(nnx.grad(loss, argnums=(0, 1), has_aux=True))
+        gradients, (y, metrics) = run_both(layer, jnp.asarray(x, jnp.float32))
+    names = ("router", "w_gate_up", "w_down")
+    weights = {name: np.asarray(getattr(layer, name)[...], np.float64) for name in names}
+    x = x.astype(np.float32).astype(np.float64)
+    want = replayed_in_float64(x, topk_idx, **weights)
+    for got, exact in zip((y, metrics.load_balancing_loss, metrics.router_z_loss), want, strict=True):
+        np.testing.assert_allclose(got, exact, rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(metrics.topk_idx, topk_idx)
+
+    def exact_loss(x, *weights):
+        y, balance, z_loss = replayed_in_float64(x, topk_idx, *weights)
+        return np.sin(y).sum() + balance + z_loss
+
+    found = [gradients[1], *(gradients[0][name][...] for name in names)]
+    arrays = [x, *weights.values()]
+    for i, (got, array) in enumerate(zip(found, arrays, strict=True)):
+        step = 1e-6 * rng.standard_normal(array.shape)
+        high, low = (exact_loss(*arrays[:i], array + sign * step, *arrays[i + 1 :]) for sign in (1, -1))
+        np.testing.assert_allclose(np.sum(np.asarray(got) * step) / 1e-6, (high - low) / 2e-6, rtol=2e-3, atol=2e-3)
 
 
 def test_moe_names_itself_in_errors_of_its_router():

@@ -45,7 +45,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     add("--timeout", type=int, default=60, metavar="SECONDS", help="for connecting the processes")
     add("--devices", type=int, default=4, help="virtual CPU devices of each process, without accelerators")
-    add("--nodes", action="store_true", help="a jax_ep.Topology with a node per process, instead of one axis")
+    add(
+        "--nodes",
+        type=int,
+        nargs="?",
+        const=0,
+        metavar="N",
+        help="a jax_ep.Topology of N nodes instead of one axis; without N, each process is a node",
+    )
     add("--steps", type=int, default=20)
     add("--tokens", type=int, default=256, help="per device")
     add("--hidden", type=int, default=128)
@@ -165,20 +172,23 @@ def make_mesh(args: argparse.Namespace) -> jax.sharding.Mesh:
     """Create a mesh with all devices on the expert axis, or with an axis for nodes and one for devices of a node."""
     import jax
 
-    devices, nodes = jax.device_count(), jax.process_count()
+    devices, processes = jax.device_count(), jax.process_count()
     if args.experts % devices:
         raise SystemExit(
-            f"--experts {args.experts} is not divisible by the {devices} devices of {nodes} processes:"
+            f"--experts {args.experts} is not divisible by the {devices} devices of {processes} processes:"
             f" expected a multiple of {devices}"
         )
-    if devices != nodes * jax.local_device_count():
+    if devices != processes * jax.local_device_count():
         raise SystemExit(
             f"process {jax.process_index()} has {jax.local_device_count()} of {devices} devices, expected the same"
-            f" number in each of the {nodes} processes"
+            f" number in each of the {processes} processes"
         )
     # Automatic axes: arguments are resharded to what the layer needs.
     automatic = jax.sharding.AxisType.Auto
-    if args.nodes:
+    if args.nodes is not None:
+        nodes = args.nodes or processes
+        if processes % nodes:
+            raise SystemExit(f"--nodes {nodes} does not divide the {processes} processes: expected a divisor")
         return jax.make_mesh((nodes, devices // nodes), ("node", "expert"), axis_types=(automatic,) * 2)
     return jax.make_mesh((devices,), ("expert",), axis_types=(automatic,))
 
@@ -194,7 +204,7 @@ def train(args: argparse.Namespace) -> None:
 
     mesh = make_mesh(args)
     # Tokens go once to each node, and from there to the ranks inside it.
-    axis_name = jax_ep.Topology(node="node", local="expert") if args.nodes else "expert"
+    axis_name = "expert" if args.nodes is None else jax_ep.Topology(node="node", local="expert")
     context = jax_ep.init(mesh, axis_name=axis_name)  # All processes meet here, with the same arguments.
     axes = MeshAxes(axis_name)
     specs = axes.specs

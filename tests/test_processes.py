@@ -97,12 +97,14 @@ def example(*arguments):
 
 
 @pytest.mark.slow
-def test_processes_example():
-    """Two processes, started by one command, train on a mesh of nodes."""
+@pytest.mark.parametrize(("processes", "nodes"), [(2, ["--nodes"]), (4, ["--nodes", "2"])])
+def test_processes_example(processes, nodes):
+    """Processes that one command starts train on a mesh of two nodes."""
     sizes = ["--devices", "2", "--tokens", "64", "--hidden", "32", "--intermediate", "32", "--experts", "8"]
-    done = example("--local", "2", "--nodes", "--steps", "6", *sizes)
+    done = example("--local", str(processes), *nodes, "--steps", "6", *sizes)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 processes with 2 cpu each, mesh {'node': 2, 'expert': 2}, transport xla" in done.stdout
+    mesh = {"node": 2, "expert": processes}
+    assert f"{processes} processes with 2 cpu each, mesh {mesh}, transport xla" in done.stdout
     losses = list(map(float, re.findall(r"^step \d: loss ([\d.]+), [\d,]+ tokens/s", done.stdout, re.MULTILINE)))
     assert len(losses) == 6 and losses[-1] < 0.97 * losses[0], losses
 
@@ -115,6 +117,7 @@ MISTAKES = {
         1,
         "--experts 10 is not divisible by the 4 devices of 2 processes: expected a multiple of 4",
     ),
+    "nodes": ("--local 2 --nodes 3", 1, "--nodes 3 does not divide the 2 processes"),
     "no coordinator": (
         "--coordinator 127.0.0.1:{port} --num-processes 2 --process-id 1 --timeout 1",
         1,

@@ -27,7 +27,6 @@ from jax_ep.core import check, operations
 from jax_ep.core.autodiff import HIDDEN_NAME, TOKENS_NAME, without_tangent
 from jax_ep.core.balance import WORK, Balance, PassPlan
 from jax_ep.core.check import operation
-from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.core.expert_matrices import QuantizedWeights, SplitWeights, joined, split
 from jax_ep.core.facts import ExchangeFacts
 from jax_ep.core.layout import count_assignments
@@ -130,7 +129,7 @@ def run(
       weights: pytree of arrays `[L, ...]` of this rank's experts.
       num_experts: E.
       options: of the call.
-      sum_dtype: dtype of each pass and of the result. Several passes are added in float32 or wider.
+      sum_dtype: dtype of each pass and of the result.
     """
     axis, num_ranks = options.axis, lax.axis_size(options.axis)
     num_local = num_experts // num_ranks
@@ -287,26 +286,18 @@ def _one_pass(passes: Passes, place: Place, x: Array, topk_weights: Array, weigh
 
 
 def _add_later_passes(passes: Passes, state: State, step: Callable[[Place], Tree], first: Tree) -> Tree:
-    """`first` plus `step(place)` of each later pass, added in at least float32 and rounded once.
+    """`first` plus `step(place)` of each later pass, in order; each sum is rounded to the dtype of the pass.
 
     The number of passes follows from counts that all ranks share.
     """
     if passes.is_one_pass:
         return first
 
-    def is_left(carry: Tree) -> Array:
-        return jnp.any(carry[0][1] > 0)
-
     def one_pass(carry: Tree) -> Tree:
         place, left = _next_pass(passes, carry[0])
-        return left, jax.tree.map(jnp.add, carry[1], jax.tree.map(_widen, step(place)))
+        return left, jax.tree.map(jnp.add, carry[1], step(place))
 
-    def all_passes(carry: Tree) -> Tree:
-        left, sums = lax.while_loop(is_left, one_pass, (carry[0], jax.tree.map(_widen, carry[1])))
-        return left, jax.tree.map(lambda total, x: total.astype(x.dtype), sums, first)
-
-    # The outer loop runs once or not at all, so that gradients are widened only if there are later passes.
-    return lax.while_loop(is_left, all_passes, (state, first))[1]
+    return lax.while_loop(lambda carry: jnp.any(carry[0][1] > 0), one_pass, (state, first))[1]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -344,11 +335,6 @@ def _pull_after(pull: Any, cotangent: Array) -> Tree:
     pull.args_res[0] = slots, copies, work
     gradients = pull(cotangent)[1:]
     return jax.tree.map(lambda g: None if g.dtype == jax.dtypes.float0 else g, gradients)  # of integers
-
-
-def _widen(x: Array) -> Array:
-    """Return floats in the dtype in which passes are added: at least float32."""
-    return x.astype(accumulation_dtype(x.dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 _all_passes.defvjp(_all_passes_forward, _all_passes_backward)

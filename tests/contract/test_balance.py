@@ -201,16 +201,25 @@ def test_balance_work(implementation, expert_mesh, rng):
 
 
 @pytest.mark.slow
+def temporary_bytes(layer, shape, mesh, balance):
+    fn = per_rank(layer_and_gradients(shape, "xla", balance), mesh)
+    return jax.jit(fn).lower(*layer.args, layer.x).compile().memory_analysis().temp_size_in_bytes
+
+
 def test_balance_memory(expert_mesh, rng):
     """The gradient of the balanced layer needs at most 0.4 of the temporary memory of the dropless layer."""
     shape = Shape(num_tokens=512, top_k=4, num_experts=16, hidden=128, intermediate=64)
-    layer = Layer(rng, "uniform", 8, shape)
+    layer, mesh = Layer(rng, "uniform", 8, shape), expert_mesh(8)
+    balanced_bytes = temporary_bytes(layer, shape, mesh, jax_ep.Balance(1.1, 1))
+    assert balanced_bytes < 0.4 * temporary_bytes(layer, shape, mesh, None)
 
-    def bytes_of(balance):
-        fn = per_rank(layer_and_gradients(shape, "xla", balance), expert_mesh(8))
-        return jax.jit(fn).lower(*layer.args, layer.x).compile().memory_analysis().temp_size_in_bytes
 
-    assert bytes_of(jax_ep.Balance(1.1, 1)) < 0.4 * bytes_of(None)
+def test_balance_memory_of_large_weights(expert_mesh, rng):
+    """Later passes reserve no float32 sums of the gradients of bfloat16 weights."""
+    shape = Shape(num_tokens=512, top_k=4, num_experts=32, hidden=256, intermediate=192)
+    layer, mesh = Layer(rng, "uniform", 2, shape, BF16), expert_mesh(2)
+    balanced_bytes = temporary_bytes(layer, shape, mesh, jax_ep.Balance())
+    assert balanced_bytes < temporary_bytes(layer, shape, mesh, None)
 
 
 @pytest.mark.parametrize("spare_experts", [1, 8])

@@ -214,6 +214,8 @@ def sharded_layer(
         token_mask: Array | None = None,
     ) -> Any:
         the_mesh, pair = _mesh(mesh, axes.specs), check.biases(_FUNCTION, biases)
+        if isinstance(base_of(w_gate_up), QArray):
+            _check_serving_axes(axes)
         w_gate_up, w_down = own_weights(_FUNCTION, "w_gate_up", w_gate_up), own_weights(_FUNCTION, "w_down", w_down)
         arrays = dict(zip(_ARRAYS, (x, topk_idx, topk_weights, w_gate_up, w_down, *pair), strict=True))
         masked_idx = _check_tokens(the_mesh, axes.specs, x, topk_idx, topk_weights, token_mask, num_experts)
@@ -464,19 +466,25 @@ def _columns_of(
     check_quantized.two_of_a_kind(_FUNCTION, w_gate_up, w_down)
     if not isinstance(w_gate_up, QuantizedWeights):
         return _check_matrices(mesh, w_gate_up, w_down, num_experts, axes.tensor)
-    ranks = {"w_gate_up": 3 if axes.tensor is None or w_gate_up.master is None else 4, "w_down": 3}
+    if w_gate_up.master is None:
+        _check_serving_axes(axes)
+    ranks = {"w_gate_up": 3 if axes.tensor is None else 4, "w_down": 3}
     for (name, rank), w in zip(ranks.items(), (w_gate_up, w_down), strict=True):
         check_quantized.weights(_FUNCTION, name, w, num_experts, rank=rank)
     if w_gate_up.master is not None:
         check_blocks_per_rank(_FUNCTION, mesh.shape, w_down.shape, axes.tensor, axes.fsdp)
         return _check_matrices(mesh, w_gate_up.master, w_down.master, num_experts, axes.tensor)
+    return w_gate_up.shape[2:]
+
+
+def _check_serving_axes(axes: MeshAxes) -> None:
+    """Check that no axis but that of the experts splits quantized weights for inference."""
     if axes.tensor is not None or axes.fsdp is not None:
         raise ValueError(
             f"{_FUNCTION}: tensor={axes.tensor!r}, fsdp={axes.fsdp!r} of MeshAxes with QuantizedWeights for inference,"
             " expected neither, since only the expert axis splits quantized weights; leave both None, or pass weights"
             " that are not quantized."
         )
-    return w_gate_up.shape[2:]
 
 
 def _check_explicit(mesh: Mesh | AbstractMesh, name: str, argument: Array, spec: P) -> None:

@@ -20,7 +20,7 @@ from jax_ep import lora
 from jax_ep.flax import MoE, SharedExperts
 from jax_ep.integrations.qwix import apply_rules, from_qarray, to_qarray
 from jax_ep.serving import ExpertWeights
-from jax_ep.sharding import sharded_moe
+from jax_ep.sharding import MeshAxes, sharded_moe
 from stored_experts import STORED, store
 
 pytestmark = pytest.mark.filterwarnings(
@@ -239,6 +239,15 @@ def test_qwix_array_mxfp4_with_another_scale(scale, rng):
     want = np.array(qwix.dequantize(array))
     want[0, 32:, 2] = np.nan
     same(jax.jit(lambda w: jax_ep.dequantize(w, jnp.float32))(array), want)
+
+
+def test_qwix_arrays_on_a_tensor_axis(rng):
+    """The error names the axis, also where gate and up columns have a separate axis."""
+    layer, mesh = Layer(rng, "int8"), harness.make_mesh((2, 2), ("expert", "tensor"))
+    w_gate_up = jax.tree.map(lambda part: part.reshape(8, -1, 2, 128), layer.weights[0])
+    run = sharded_moe(mesh, num_experts=8, axes=MeshAxes(tensor="tensor"))
+    with pytest.raises(ValueError, match=r"^sharded_moe: tensor='tensor', fsdp=None of MeshAxes with QuantizedWeights"):
+        run(*layer.tokens, w_gate_up, layer.weights[1])
 
 
 def test_qwix_arrays_have_no_gradient_in_layers(rng):

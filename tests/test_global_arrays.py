@@ -217,3 +217,30 @@ def test_helper_on_global_arrays(name, kind, rng):
                 got,
                 wanted,
             )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_helper_in_a_shard_map_over_another_axis(name, rng):
+    """Arrays that are split over an explicit axis, in a `shard_map` over the other axis of the mesh."""
+    if jax.device_count() < 8:
+        pytest.skip("needs 8 devices")
+    case, mesh = CASES[name], jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto, AxisType.Explicit))
+    host = [make(shape, kind_of, rng) for shape, kind_of, _ in case.arguments]
+    want = jax.device_get(jax.jit(with_gradient(case))(*host))
+    axes = LAYOUTS["both"] | {"T": None}
+    placed = [
+        value
+        if kind_of == "placement"
+        else jax.device_put(value, jax.NamedSharding(mesh, P(*(axes.get(axis) for axis in of))))
+        for value, (_, kind_of, of) in zip(host, case.arguments, strict=True)
+    ]
+    inside = jax.shard_map(case.function, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"data"}, check_vma=False)
+    with jax.set_mesh(mesh):
+        got = jax.device_get(jax.jit(with_gradient(case._replace(function=inside)))(*placed))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(
+            np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2e-5, atol=1e-5
+        ),
+        got,
+        want,
+    )

@@ -178,7 +178,8 @@ def vary_as[Tree](x: Array, tree: Tree) -> Tree:
 def on_automatic_axes(function: Callable[..., Any], out_specs: Any, *arguments: Any) -> Any:
     """Run `function(*arguments)` with explicit mesh axes made automatic; results get `out_specs`.
 
-    For functions of global arrays: scatters, gathers and `top_k` have no sharding rule for explicit axes.
+    For functions of global arrays: scatters, gathers and `top_k` have no sharding rule for explicit axes. In a
+    `shard_map` over other axes, JAX has no gradient of that, so arguments are replicated over the explicit axes there.
 
     Args:
       function: maps positional pytrees of arrays to a pytree of arrays, without closing over arrays.
@@ -189,8 +190,23 @@ def on_automatic_axes(function: Callable[..., Any], out_specs: Any, *arguments: 
     if not mesh.explicit_axes:
         return function(*arguments)
     is_spec = lambda spec: isinstance(spec, jax.sharding.PartitionSpec)  # noqa: E731
+    if mesh.manual_axes:
+        return jax.tree.map(_reshard, out_specs, function(*_reshard(_NOWHERE, arguments)), is_leaf=is_spec)
     shardings = jax.tree.map(lambda spec: jax.sharding.NamedSharding(mesh, spec), out_specs, is_leaf=is_spec)
     return jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=shardings)(*arguments)
+
+
+_NOWHERE = jax.sharding.PartitionSpec()
+
+
+def _reshard[Tree](spec: jax.sharding.PartitionSpec, tree: Tree) -> Tree:
+    """Split all arrays of a tree over explicit mesh axes by one spec; `P()` replicates them."""
+
+    def one(x: Any) -> Any:
+        is_split = isinstance(x, jax.Array) and any((*spec, *spec_of(x)))
+        return jax.sharding.reshard(x, spec) if is_split else x
+
+    return jax.tree.map(one, tree)
 
 
 def _mesh_around(arrays: list[Array]) -> jax.sharding.AbstractMesh:
@@ -207,8 +223,9 @@ def takes_global_arrays[**Arguments, Result](
 ) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
     """Decorate a single-device operation so that its arrays may be sharded over explicit mesh axes.
 
-    Outside `shard_map`, explicit axes become automatic inside the operation, and results are not sharded over them.
-    With `keeps_rows`, axis 0 of the result is sharded like axis 0 of the first argument.
+    Explicit axes become automatic inside the operation, or in a `shard_map` over other axes the arrays are replicated
+    over them. Results are not sharded over explicit axes. With `keeps_rows`, axis 0 of the result is sharded like axis
+    0 of the first argument.
     """
 
     def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -220,7 +237,7 @@ def takes_global_arrays[**Arguments, Result](
             is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
             arrays = [leaf for leaf, known in zip(leaves, is_array, strict=True) if known]
             mesh = _mesh_around(arrays)
-            if mesh.manual_axes or not mesh.explicit_axes:
+            if not mesh.explicit_axes:
                 return function(*args, **kwargs)
             others = [None if known else leaf for leaf, known in zip(leaves, is_array, strict=True)]
 

@@ -249,7 +249,10 @@ class MoE(nnx.Module):
             pair = {name: own_weights("MoE", name, getattr(weights, name)) for name in ("w_gate_up", "w_down")}
             weights = weights._replace(**pair)
         if x.shape[-1] != self.hidden_size:
-            raise ValueError(f"MoE: x has shape {x.shape}, but this MoE takes [..., hidden_size={self.hidden_size}]")
+            raise ValueError(
+                f"MoE: x has shape {x.shape}, expected [..., {self.hidden_size}], the hidden_size of this layer;"
+                f" construct it with hidden_size={x.shape[-1]}, or reshape x."
+            )
         shapes = (getattr(self.router, "shape", ())[:-2], getattr(self.w_down, "shape", ())[:-3])
         if stacked := next(filter(None, shapes), ()):
             raise ValueError(

@@ -73,6 +73,12 @@ def test_qwix_array_errors(rng):
         from_qarray(w)
     with pytest.raises(ValueError, match=r"^to_qarray: w is None .*expected weights with a format.*jax_ep.dequantize"):
         to_qarray(jax_ep.quantize(w, None))
+    array = qwix.quantize(w, jnp.int8, channelwise_axes=(0, 2))
+    with pytest.raises(TypeError, match=r"^dequantize: w is a QArray with scales of complex64, expected floats"):
+        jax_ep.dequantize(dataclasses.replace(array, scale=array.scale.astype(jnp.complex64)), jnp.float32)
+    with pytest.raises(TypeError, match=r"^dequantize: w is a QArray of dtype 'xxx") as error:
+        jax_ep.dequantize(dataclasses.replace(array, qtype="x" * 1000), jnp.float32)
+    assert len(str(error.value)) < 500
 
 
 MISTAKES = [

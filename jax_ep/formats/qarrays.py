@@ -18,6 +18,7 @@ from jax_ep.core.mesh_axes import spec_of
 from jax_ep.formats import mxfp4
 from jax_ep.formats.base import pack_nibbles, unpack_nibbles
 from jax_ep.types import Array
+from jax_ep.values import shown
 
 _BY_DTYPE = {"int8": "int8", "float8_e4m3fn": "fp8_channel", "int4": "int4"}
 _EXPECTED = (
@@ -77,12 +78,16 @@ def _format(function: str, name: str, w: QArray, values: Array, scale: Array) ->
     """Return the format with the values of a QArray, and the sizes of its tiles; raise if there is none."""
     stored = values.dtype.name
     qtype = w.qtype if isinstance(w.qtype, str) else stored
-    kind = stored if qtype == stored else f"{qtype!r} in {stored}"
+    kind = stored if qtype == stored else f"{shown(qtype)} in {stored}"
     pairs = tuple(zip(values.shape, scale.shape, strict=False))
     if scale.ndim != values.ndim or any(number < 1 or size % number for size, number in pairs):
         raise ValueError(
             f"{function}: {name} is a QArray with values {values.shape} and scales {scale.shape}, expected scales of"
             " whole tiles of the values; make it with qwix.quantize."
+        )
+    if not jnp.issubdtype(scale.dtype, jnp.floating):
+        raise TypeError(
+            f"{function}: {name} is a QArray with scales of {scale.dtype}, expected floats; make it with qwix.quantize."
         )
     tiles = tuple(size // number for size, number in pairs)
     format = _BY_DTYPE.get(stored)

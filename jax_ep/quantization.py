@@ -19,7 +19,7 @@ from jax_ep.core.check import operation
 from jax_ep.core.check_fp8 import whole_groups_per_device
 from jax_ep.core.expert_matrices import QArray, QuantizedWeights, as_transposed, has_kinds
 from jax_ep.core.fp8 import GROUP_SIZE
-from jax_ep.core.mesh_axes import is_one_device, on_automatic_axes, spec_of
+from jax_ep.core.mesh_axes import is_one_device, on_automatic_axes, resized_spec, spec_of
 from jax_ep.formats import check_quantized
 from jax_ep.formats.base import PREPACKED_K
 from jax_ep.formats.qarrays import own_weights
@@ -55,7 +55,9 @@ def quantize_fp8(x: Array, *, group_size: int = GROUP_SIZE) -> Quantized:
     x = check.floating("quantize_fp8", "x", x, "[..., H]")
     check.fp8_columns("quantize_fp8", x.shape[-1], group_size)
     remedy = "quantize_fp8 has no gradient: dispatch and combine with Schedule(wire_dtype=float8_e4m3fn) have one."
-    return call_without_gradient(remedy, partial(fp8.quantize_rows, group_size=group_size), x)
+    specs = P(*spec_of(x)), resized_spec(x, -1, x.shape[-1] // group_size)
+    run = partial(on_automatic_axes, partial(fp8.quantize_rows, group_size=group_size), specs)
+    return call_without_gradient(remedy, run, x)
 
 
 @operation
@@ -81,7 +83,9 @@ def dequantize_fp8(values: Array, scales: Array, dtype: DTypeLike) -> Array:
       1.0
     """
     values, scales = check.quantized("dequantize_fp8", values, scales, "[..., H]")
-    return fp8.dequantize_rows(values, scales, check.result_dtype("dequantize_fp8", dtype, None, "dtype"))
+    run = partial(fp8.dequantize_rows, dtype=check.result_dtype("dequantize_fp8", dtype, None, "dtype"))
+    result: Array = on_automatic_axes(run, P(*spec_of(values)), values, scales)
+    return result
 
 
 _NO_GRADIENT = (

@@ -125,6 +125,9 @@ CASES = {
     "move": Case(lambda w: move(w, PLACEMENT, NEXT, axis_name=()), (COPIES,)),
     "moe_sort": Case(lambda idx: jax_ep.moe_sort(idx, num_experts=E, block_size=16), (IDS,), has_gradient=False),
     "quantize_fp8": through(q.quantize_fp8, lambda pair: q.dequantize_fp8(*pair, jnp.float32), X),
+    "quantize_fp8 within blocks": through(
+        q.quantize_fp8, lambda pair: q.dequantize_fp8(*pair, jnp.float32), ((T, H), "float", ("", "E"))
+    ),
     "quantize for training": Case(lambda w: q.quantize(w, "fp8", for_training=True).master, (MATRICES,)),
     "serving_weights": through(
         lambda *w: serving_weights(*w, "fp8", activations="fp8"), lambda w: w.w_down.values, *LAYER

@@ -354,9 +354,9 @@ def _bits_of(w: Array) -> str:
 
 
 class _Form(NamedTuple):
-    """What becomes of weights and their copies.
+    """Static facts of a leaf of the weights.
 
-    Whether they stay in two arrays, whether anything reads copies, and whether the weights have a gradient.
+    Whether it and its copies stay in two arrays, whether anything reads the copies, and whether it has a gradient.
     """
 
     splits: bool

@@ -102,7 +102,7 @@ def checked_schedule(function: str, schedule: object, axis_name: AxisName = ()) 
     if checked.reproducible and isinstance(axis_name, Topology):
         raise NotImplementedError(
             f"{function}: reproducible=True with a Topology is not supported, since nodes round their sums; pass the"
-            f" tuple of axes {axis_name.axes} in its place."
+            f" tuple {axis_name.axes} in its place."
         )
     return checked
 

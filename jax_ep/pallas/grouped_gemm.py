@@ -84,7 +84,7 @@ def weight_gradient(
     out_dtype: DTypeLike,
     num_home: int = 0,
 ) -> GemmWeights:
-    """See xla/grouped_gemm.py."""
+    """Contract the rows of each group as in xla/grouped_gemm.py."""
     static = {"out_dtype": jnp.dtype(out_dtype), "interpret": is_interpreted()}
     found = _gradient(lhs, rhs, group_sizes, **static, num_home=num_home)
     return SplitWeights(*found) if num_home else found[0]

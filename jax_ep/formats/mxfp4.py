@@ -33,6 +33,7 @@ E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """By the low three bits of a nibble: two of exponent, one of mantissa. Bit 3 is the sign."""
 E2M1_MAX_EXPONENT = 2  # 6 = 1.5 * 2**2
 E8M0_BIAS, E8M0_NAN = 127, 255
+SMALLEST_BITS = 1 << 22  # of 2**-127 in float32
 _STEP = 128  # elements of K whose four exponents are one prepacked uint32
 BIT_PLACES: BitPlaces = ((6, 7, 8, 15), (0, 1, 2, 9), (10, 11, 12, 19), (4, 5, 14, 13))
 
@@ -61,7 +62,7 @@ def _dequantize(values: Array, exponents: Array, dtype: DTypeLike) -> Array:
     # 2**-127 is subnormal, and XLA's products on the CPU take such factors for zero.
     blocks = blocks_of(numbers, BLOCK)
     halved = jnp.where(exponents[..., None] == 0, 0.5 * blocks, blocks).reshape(numbers.shape)
-    return fp8.dequantize_rows(halved, _powers(jnp.maximum(exponents, 1)), dtype)
+    return fp8.dequantize_rows(halved, powers(jnp.maximum(exponents, 1)), dtype)
 
 
 def _e2m1(stored: Array) -> Array:
@@ -73,9 +74,9 @@ def _e2m1(stored: Array) -> Array:
     return jnp.where(stored >= 8, -magnitude, magnitude)  # of two scalars it would lose explicit mesh axes of size 1
 
 
-def _powers(exponents: Array) -> Array:
-    """2 to the power of positive biased exponents, in float32; 255 is NaN."""
-    bits = exponents.astype(jnp.int32) << 23
+def powers(exponents: Array) -> Array:
+    """2 to the power of biased exponents, in float32; 0 is the subnormal 2**-127, 255 is NaN."""
+    bits = jnp.where(exponents == 0, SMALLEST_BITS, exponents.astype(jnp.int32) << 23)
     return lax.bitcast_convert_type(jnp.where(exponents == E8M0_NAN, 0x7FC00000, bits), jnp.float32)
 
 

@@ -67,7 +67,7 @@ def to_qarray(w: QuantizedWeights) -> dict[str, Any]:
         values = (unpack_nibbles(values).astype(jnp.int8) - 8).astype(jnp.int4)
     if w.format == "mxfp4":
         values = lax.bitcast_convert_type(unpack_nibbles(values).astype(jnp.uint4), jnp.float4_e2m1fn)
-        scale = _powers_of_two(jnp.asarray(scale))
+        scale = mxfp4.powers(jnp.asarray(scale))
     scale = jnp.asarray(scale)
     scale = scale[..., None] if scale.ndim < values.ndim else scale
     fields = {"qvalue": jnp.swapaxes(values, -1, -2), "scale": jnp.swapaxes(scale, -1, -2)}
@@ -118,20 +118,13 @@ def _split_like(scale: Array, values: Array) -> Array:
 
 
 def _exponents(function: str, name: str, scale: Array) -> Array:
-    """Return the biased exponents of powers of two and of 0; NaN, 255, for other numbers, which are an eager error."""
+    """Return the biased exponents of powers of two and of 0; NaN's for other numbers, which are an eager error."""
     bits = lax.bitcast_convert_type(scale, jnp.uint32)
-    fits = (bits & np.uint32(0x807FFFFF) == 0) | (bits == 1 << 22) | jnp.isnan(scale)  # 1 << 22 is 2**-127
+    fits = (bits & np.uint32(0x807FFFFF) == 0) | (bits == mxfp4.SMALLEST_BITS) | jnp.isnan(scale)
     known = check.known_values(fits)
     if known is not None and not known.all():
         raise ValueError(
             f"{function}: {name} is a QArray of 'mxfp4' with a scale that is no power of two, expected powers of two,"
             " as only their exponents are stored; make it with qwix.quantize, or pass qwix.dequantize(w)."
         )
-    return jnp.where(fits, bits >> 23, 255).astype(jnp.uint8)
-
-
-def _powers_of_two(exponents: Array) -> Array:
-    """2 to the power of biased exponents, in float32; 0 is the subnormal 2**-127, 255 is NaN."""
-    bits = exponents.astype(jnp.uint32) << 23
-    bits = jnp.where(exponents == 0, np.uint32(1 << 22), jnp.where(exponents == 255, np.uint32(0x7FC00000), bits))
-    return lax.bitcast_convert_type(bits, jnp.float32)
+    return jnp.where(fits, bits >> 23, mxfp4.E8M0_NAN).astype(jnp.uint8)

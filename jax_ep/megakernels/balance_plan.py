@@ -9,7 +9,7 @@ from jax_ep.core.balance import PassPlan
 from jax_ep.core.kernel import Config, Kernel
 from jax_ep.core.layout import power_of_two
 from jax_ep.megakernels.kernels import balance_plan as kernels
-from jax_ep.megakernels.kernels.exchange_structs import PassSizes, PlaceSizes
+from jax_ep.megakernels.kernels.exchange_structs import CountTile, PassSizes, PlaceSizes
 from jax_ep.megakernels.launch import int32, launch, num_programs
 from jax_ep.types import Array
 
@@ -41,7 +41,7 @@ def place_assignments(topk_idx: Array, counts: Array, plan: PassPlan, rank: Arra
     """Place assignments in two kernels, with the same result as in xla/balance_plan.py."""
     num_ranks, num_experts = counts.shape
     config, sizes = place_sizes(topk_idx.size, num_ranks, num_experts, plan.copies.shape[1])
-    ids, (share_counts,) = topk_idx.reshape(-1), int32((config.num_programs, sizes.bins))
+    ids, (share_counts,) = topk_idx.reshape(-1), int32((config.num_programs, sizes.tile.bins))
     (share_counts,) = launch(_COUNT, (ids,), (share_counts,), config, {"S": sizes})
     operands = (ids, jnp.asarray(rank, jnp.int32)[None], share_counts, *plan[:4])
     slots, left = launch(_PLACE, operands, int32(ids.shape, ids.shape), config, {"S": sizes})
@@ -51,16 +51,7 @@ def place_assignments(topk_idx: Array, counts: Array, plan: PassPlan, rank: Arra
 def place_sizes(num_assignments: int, num_ranks: int, num_experts: int, spare: int) -> tuple[Config, PlaceSizes]:
     """Return config and sizes: a share of the assignments for each of as many programs as run at a time."""
     programs = num_programs(-(-num_assignments // _LANES))
-    per_program = _LANES * -(-num_assignments // (_LANES * programs))
-    bins = max(32, power_of_two(num_experts))
-    sizes = PlaceSizes(
-        num_assignments=num_assignments,
-        num_ranks=num_ranks,
-        num_experts=num_experts,
-        spare=spare,
-        per_program=per_program,
-        lanes=_LANES,
-        counted_shares=max(1, _MOST_COUNTS // bins),
-        bins=bins,
-    )
-    return Config(-(-num_assignments // per_program), num_warps=8), sizes
+    block, bins = _LANES * -(-num_assignments // (_LANES * programs)), max(32, power_of_two(num_experts))
+    tile = CountTile(block, _LANES, bins, max(1, _MOST_COUNTS // bins))
+    sizes = PlaceSizes(num_assignments, num_ranks, num_experts, spare, tile)
+    return Config(-(-num_assignments // block), num_warps=8), sizes

@@ -10,7 +10,7 @@ expert, and `place_assignments` begins with the counts of the shares before its 
 import triton
 import triton.language as tl
 
-from .plan import count_alike_before
+from .plan import count_alike_before, sum_counts
 
 
 @triton.jit
@@ -112,26 +112,13 @@ def plan_pass(counts_ptr, copies_ptr, moved_ptr, own_ptr, ends_ptr, starts_ptr, 
 @triton.jit
 def count_shares(topk_idx_ptr, counts_ptr, S: tl.constexpr):
     """Count the assignments of each program's share by expert, `[programs, bins]`."""
-    first = tl.program_id(0) * S.per_program
-    counts = tl.zeros((S.bins,), tl.int32)
-    for start in range(first, tl.minimum(first + S.per_program, S.num_assignments), S.lanes):
-        index = start + tl.arange(0, S.lanes)
+    first = tl.program_id(0) * S.tile.block
+    counts = tl.zeros((S.tile.bins,), tl.int32)
+    for start in range(first, tl.minimum(first + S.tile.block, S.num_assignments), S.tile.lanes):
+        index = start + tl.arange(0, S.tile.lanes)
         expert = tl.load(topk_idx_ptr + index, mask=index < S.num_assignments, other=-1)
-        counts += tl.histogram(tl.where(expert < 0, 0, expert), S.bins, mask=expert >= 0)
-    tl.store(counts_ptr + tl.program_id(0) * S.bins + tl.arange(0, S.bins), counts)
-
-
-@triton.jit
-def count_before(counts_ptr, S: tl.constexpr):
-    """Add up the counts of the shares before this program's, `[bins]`."""
-    counts = tl.zeros((S.bins,), tl.int32)
-    for start in range(0, tl.program_id(0), S.counted_shares):
-        shares = start + tl.arange(0, S.counted_shares)[:, None]
-        part = tl.load(
-            counts_ptr + shares * S.bins + tl.arange(0, S.bins)[None, :], mask=shares < tl.program_id(0), other=0
-        )
-        counts += tl.sum(part, axis=0)
-    return counts
+        counts += tl.histogram(tl.where(expert < 0, 0, expert), S.tile.bins, mask=expert >= 0)
+    tl.store(counts_ptr + tl.program_id(0) * S.tile.bins + tl.arange(0, S.tile.bins), counts)
 
 
 @triton.jit
@@ -143,27 +130,27 @@ def place_assignments(
     NUM_EXPERTS: tl.constexpr = S.num_experts
     LOCAL_EXPERTS: tl.constexpr = NUM_EXPERTS // NUM_RANKS
     rank = tl.load(rank_ptr)
-    first = tl.program_id(0) * S.per_program
-    counts = count_before(counts_ptr, S)
-    for start in range(first, tl.minimum(first + S.per_program, S.num_assignments), S.lanes):
-        index = start + tl.arange(0, S.lanes)
+    first = tl.program_id(0) * S.tile.block
+    counts, _ = sum_counts(counts_ptr, 0, tl.program_id(0), S.tile)
+    for start in range(first, tl.minimum(first + S.tile.block, S.num_assignments), S.tile.lanes):
+        index = start + tl.arange(0, S.tile.lanes)
         inside = index < S.num_assignments
         ids = tl.load(topk_idx_ptr + index, mask=inside, other=-1)
         used = ids >= 0
         expert = tl.where(used, ids, 0)
         # Position among this rank's assignments to the expert.
-        position = tl.gather(counts, expert, 0) + count_alike_before(tl.where(used, ids, S.bins), S.lanes)
-        counts += tl.histogram(expert, S.bins, mask=used)
+        position = tl.gather(counts, expert, 0) + count_alike_before(tl.where(used, ids, S.tile.bins), S.tile.lanes)
+        counts += tl.histogram(expert, S.tile.bins, mask=used)
         # The first ones stay; the others go to the rank whose part of the expert's rows holds their place.
         own = tl.load(own_ptr + rank * NUM_EXPERTS + expert)
         place = tl.load(starts_ptr + rank * NUM_EXPERTS + expert) + position - own
-        holder = tl.zeros((S.lanes,), tl.int32)
+        holder = tl.zeros((S.tile.lanes,), tl.int32)
         for other in range(NUM_RANKS):
             holder += (place >= tl.load(ends_ptr + other * NUM_EXPERTS + expert)).to(tl.int32)
         holder = tl.where(position < own, rank, holder)
         now = used & (holder < NUM_RANKS)
         # Its place there: the expert at home, or the first slot with a copy of it.
-        copy = tl.zeros((S.lanes,), tl.int32)
+        copy = tl.zeros((S.tile.lanes,), tl.int32)
         for slot in range(S.spare):
             back = S.spare - 1 - slot
             held = tl.load(copies_ptr + tl.minimum(holder, NUM_RANKS - 1) * S.spare + back)

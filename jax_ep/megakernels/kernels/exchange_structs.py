@@ -137,10 +137,7 @@ class PlaceSizes:
     num_ranks: int
     num_experts: int  # of all ranks
     spare: int  # slots for copies per rank
-    per_program: int  # assignments that a program places
-    lanes: int  # assignments placed at a time
-    counted_shares: int  # programs whose counts are added up at a time
-    bins: int  # power of two >= num_experts
+    tile: CountTile  # a block for each program, with bins for all experts
 
 
 @dataclasses.dataclass(frozen=True)

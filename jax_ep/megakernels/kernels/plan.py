@@ -77,14 +77,14 @@ def count_block(
 
 
 @triton.jit
-def sum_counts(counts_ptr, block, NUM_BLOCKS: tl.constexpr, TILE: tl.constexpr):
-    """Sum the counts of all blocks, and of the blocks before `block`, as int32 `[bins]` each."""
+def sum_counts(counts_ptr, block, num_blocks, TILE: tl.constexpr):
+    """Sum the counts of `num_blocks` blocks, and of the blocks before `block`, as int32 `[bins]` each."""
     bins = tl.arange(0, TILE.bins)[None, :]
     total = tl.zeros((TILE.blocks_at_once, TILE.bins), tl.int32)
     before = tl.zeros((TILE.blocks_at_once, TILE.bins), tl.int32)
-    for start in range(0, NUM_BLOCKS, TILE.blocks_at_once):
+    for start in range(0, num_blocks, TILE.blocks_at_once):
         blocks = start + tl.arange(0, TILE.blocks_at_once)[:, None]
-        counts = tl.load(counts_ptr + blocks * TILE.bins + bins, mask=blocks < NUM_BLOCKS, other=0)
+        counts = tl.load(counts_ptr + blocks * TILE.bins + bins, mask=blocks < num_blocks, other=0)
         total += counts
         before += tl.where(blocks < block, counts, 0)
     return tl.sum(total, axis=0), tl.sum(before, axis=0)

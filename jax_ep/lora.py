@@ -75,8 +75,10 @@ def init(
     dtype = check.result_dtype("lora.init", dtype, own, "dtype")
 
     def adapters(key: Array, _: Array) -> tuple[Array, Array]:
-        uniform = jax.nn.initializers.he_uniform(batch_axis=tuple(range(len(leading))))
-        return uniform(key, (*leading, depth, rank), dtype), jnp.zeros((*leading, rank, *kinds, shape[-1]), dtype)
+        # As `jax.nn.initializers.he_uniform`, which takes no symbolic sizes.
+        bound = jnp.sqrt(3 * jnp.asarray(2 / max(depth, 1), dtype))
+        a = jax.random.uniform(key, (*leading, depth, rank), dtype, -1) * bound
+        return a, jnp.zeros((*leading, rank, *kinds, shape[-1]), dtype)
 
     spec = list(spec_of(stored))
     if isinstance(w, QuantizedWeights):

@@ -7,6 +7,7 @@ import pytest
 from jax import export
 
 import jax_ep
+from jax_ep import lora
 from jax_ep.placement import plan
 from jax_ep.quantization import quantize, quantize_fp8, with_layout
 from jax_ep.routing import MoEMetrics
@@ -169,3 +170,13 @@ def test_export_of_a_symbolic_number_of_experts():
     exported = export.export(route)(jax.ShapeDtypeStruct((3, e), jnp.float32))
     logits = jnp.linspace(-1, 1, 15).reshape(3, 5)
     jax.tree.map(np.testing.assert_array_equal, tuple(exported.call(logits)), tuple(route(logits)))
+
+
+@pytest.mark.parametrize("shape", ["e, 8, 4", "4, h, 4", "4, 8, n", "e, h, 2, n"])
+def test_export_of_adapters_of_symbolic_sizes(shape):
+    init = jax.jit(lambda key, w: lora.init(key, w, 2))
+    w = jax.ShapeDtypeStruct(export.symbolic_shape(shape), jnp.float32)
+    exported = export.export(init)(jax.random.key(0), w)
+    w = jnp.ones([size if isinstance(size, int) else 8 for size in w.shape])
+    got, expected = exported.call(jax.random.key(1), w), init(jax.random.key(1), w)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)

@@ -132,6 +132,15 @@ def test_report_is_on_disk_after_every_row(tmp_path):
     assert datetime.timedelta(0) <= age < datetime.timedelta(hours=1)
 
 
+def test_report_has_no_rates_of_unresolved_times(tmp_path):
+    report = harness.Report("name", arguments(tmp_path))
+    figures = {"wire_bytes": 6, "peak_share": 946.07, "tflops": 3.0, "floor_seconds": 0.9, "error": 0.1}
+    report.add("a", {"rows": 4}, harness.Timing((-1.0, 2.0, -3.0)), **figures)
+    assert {"wire_bytes", "floor_seconds", "error"} == report.rows[0].keys() & figures
+    report.add("a", {"rows": 4}, harness.Timing((1.0, 2.0, 3.0)), **figures)
+    assert report.rows[1].keys() > figures.keys()
+
+
 def test_report_keeps_its_rows_on_a_full_disk(tmp_path, monkeypatch):
     report = harness.Report("name", arguments(tmp_path))
     report.add("a", {"rows": 4}, harness.Timing((1.0, 2.0, 3.0)))

@@ -262,6 +262,7 @@ COLUMNS: dict[str, tuple[str, str, float]] = {
     "error": ("error", "{:.2g}", 1),
 }
 """Figures of rows that tables show: title, format and factor."""
+_RATES = COLUMNS.keys() - {"floor_seconds", "dropped", "temporary_bytes", "difference", "error"}
 
 
 def figures(row: Mapping[str, Any], names: Iterable[str]) -> list[str]:
@@ -312,7 +313,9 @@ class Report:
         return self._content["summary"]
 
     def add(self, variant: str, shape: Mapping[str, Any], timing: Timing, **details: Any) -> None:
-        """Add a row: a variant, the shape it ran on, its time, and other figures."""
+        """Add a row: a variant, the shape it ran on, its time, and other figures, without rates of no measured time."""
+        if not timing.is_resolved:
+            details = {name: figure for name, figure in details.items() if name not in _RATES}
         self.rows.append({"variant": variant, "shape": dict(shape), "seconds": timing.summary(), **details})
         self._write()
 

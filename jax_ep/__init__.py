@@ -18,6 +18,7 @@ if os.path.basename("".join(sys.argv[:1])) == "jax-ep" or (sys.argv[:1] == ["-m"
 
 import importlib
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from jax_ep import lora as lora
 from jax_ep import placement as placement
@@ -44,6 +45,12 @@ from jax_ep.ops.triton_call import triton_call
 from jax_ep.quantization import dequantize, quantize
 from jax_ep.routing import load_balancing_loss, router_z_loss, topk_router, update_router_bias
 from jax_ep.types import Experts, Schedule, Topology
+
+if TYPE_CHECKING:
+    from jax_ep import checkpoints as checkpoints
+    from jax_ep import flax as flax
+    from jax_ep import integrations as integrations
+    from jax_ep import tracing as tracing
 
 __version__ = "0.1.0"
 
@@ -81,8 +88,20 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> ModuleType:
-    """`jax_ep.tracing`, which knows how kernels write, is loaded when it is asked for."""
-    if name == "tracing":
-        return importlib.import_module("jax_ep.tracing")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# Loaded when they are asked for: they need other packages, or take long.
+_ON_DEMAND = ("checkpoints", "flax", "integrations", "tracing")
+_MODULES = ("lora", "placement", "quantization", "routing", "serving", "sharding", "tuning", "types", *_ON_DEMAND)
+
+if not TYPE_CHECKING:  # A type checker takes these modules from the imports below, and reports other names.
+
+    def __getattr__(name: str) -> ModuleType:
+        if name not in _ON_DEMAND:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            return importlib.import_module(f"{__name__}.{name}")
+        except ImportError as error:  # `hasattr` and `help` expect this type; the message has the remedy.
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}: {error}") from error
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_MODULES, "__version__"])

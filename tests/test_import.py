@@ -98,6 +98,20 @@ def test_import_is_isolated():
     assert [library for library in report["new_libraries"] if "jax_ep" in library or "nvshmem" in library] == []
 
 
+def test_import_on_demand(monkeypatch):
+    """Submodules that need other packages are attributes, too, without an import; `dir` lists what is public."""
+    assert isinstance(jax_ep.checkpoints.Checkpoint, type) and jax_ep.tracing.record and jax_ep.integrations
+    assert set(jax_ep.__all__) < set(dir(jax_ep)) and {"core", "ops", "sys"}.isdisjoint(dir(jax_ep))
+    assert [name for name in dir(jax_ep) if name != "flax" and not hasattr(jax_ep, name)] == []
+    with pytest.raises(AttributeError, match="'jax_ep' has no attribute 'moee'"):
+        _ = jax_ep.moee
+    monkeypatch.delattr(jax_ep, "flax", raising=False)
+    monkeypatch.delitem(sys.modules, "jax_ep.flax", raising=False)
+    monkeypatch.setitem(sys.modules, "flax", None)
+    with pytest.raises(AttributeError, match=r"needs Flax .*pip install '\.\[flax\]'"):
+        _ = jax_ep.flax
+
+
 # A unit is a module or folder directly under jax_ep. Imports, also those inside functions, go to a strictly lower
 # level. Units of one level do not import each other.
 LEVELS = [
@@ -111,8 +125,9 @@ LEVELS = [
     {"ops"},  # loads implementations by name
     {"routing", "quantization", "placement", "tuning"},
     {"sharding", "serving", "tracing", "lora"},
-    {"flax", "checkpoints", "__init__"},  # `__init__` is for users: only tools import it.
+    {"flax", "checkpoints"},
     {"integrations"},
+    {"__init__"},  # for users: only tools import it
     {"tools"},
     {"__main__"},
 ]

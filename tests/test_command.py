@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -40,6 +41,13 @@ def test_command_error_is_one_line(error, status, line, capsys):
 def test_command_long_error_is_cut(capsys):
     assert command.status_of("tool", Mock(side_effect=ValueError("x" * 10**6))) == 2
     assert len(capsys.readouterr().err) < 320
+
+
+@pytest.mark.parametrize(("arguments", "missing"), [([], "jax-ep: .*: COMMAND"), (["bench"], "jax-ep bench: .*: WHAT")])
+def test_command_without_arguments(arguments, missing, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        __main__.main(arguments)
+    assert re.fullmatch(f"{missing}; --help describes them\n", capsys.readouterr().err)
 
 
 def test_command_exit_status():

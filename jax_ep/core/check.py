@@ -186,7 +186,7 @@ def routing(function: str, name: str, value: Any, num_tokens: int, num_experts: 
     ids = array(function, names[0], ids, "[N, K]", (jnp.int32,), remedy="return one row per token", N=num_tokens)
     remedy = "return one weight per id"
     floating(function, names[1], weights, "[N, K]", remedy=remedy, N=num_tokens, K=ids.shape[1])
-    remedy = "return scores of all experts of the layer"
+    remedy = "return scores of all experts of the layer; the router gets tokens [N, H], not their logits"
     floating(function, names[2], scores, "[N, E]", remedy=remedy, N=num_tokens, E=num_experts)
     return value
 
@@ -382,7 +382,7 @@ def capacity(function: str, value: Any, alignment: int) -> int | None:
     """Check a static number of rows, a multiple of `alignment`."""
     if value is None:
         return None
-    value = integer(function, "capacity", value)
+    value = integer(function, "capacity", value, remedy="pass rows per rank, such as 1.25 * T * K rounded to an int")
     multiple(function, "capacity", value, alignment, "alignment", f"round it up to {round_up(value, alignment)}")
     return value
 

@@ -137,7 +137,7 @@ def axis_size(axis_name: AxisName, *, function: str, of_vmap: bool = False) -> i
     where = f"the axes bound here are {bound}" if bound else "no mesh axis is bound here"
     raise ValueError(
         f"{function}: axis_name={shown(axis_name)}, but {where}. Call it inside jax.shard_map over a mesh that has the"
-        f" axis {shown(axis_name)}, or pass the axis_name of that mesh."
+        f" axis {shown(axis_name)}, pass the axis_name of that mesh, or pass axis_name=() for one device."
     )
 
 

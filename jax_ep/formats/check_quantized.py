@@ -161,7 +161,8 @@ def _check_master(function: str, name: str, value: QuantizedWeights) -> None:
 def _weights_or_array(function: str, name: str, w: Any, groups: int, tokens: str, dtype: DTypeLike | None) -> Any:
     """Check weights `[L, K, N]`: an array of `dtype`, that of `tokens` (None: floating), or `QuantizedWeights`."""
     if not isinstance(w, QuantizedWeights):
-        w = check.array(function, name, w, f"[{groups}, {_AXES[name]}]", remedy="pass one matrix per local expert")
+        remedy = "pass one matrix per local expert" + ("" if name == "rhs" else "; num_experts is that of all ranks")
+        w = check.array(function, name, w, f"[{groups}, {_AXES[name]}]", remedy=remedy)
         if dtype is None:
             check.floating(function, name, w)
         else:

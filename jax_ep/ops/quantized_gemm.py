@@ -73,7 +73,10 @@ def without_gradient[*Arguments, Result](
 
 
 def _remedy(options: Options) -> str:
-    return f"{options.function} with QuantizedWeights has no gradient: train with arrays, or with recipe='fp8'."
+    return (
+        f"{options.function} with QuantizedWeights has no gradient: train with arrays, with recipe='fp8', or with"
+        " jax_ep.lora.LoraWeights of them."
+    )
 
 
 def refuse_gradient(options: Options, matrices: Sequence[Array | QuantizedWeights]) -> None:

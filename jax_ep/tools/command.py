@@ -40,6 +40,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """End the process with one line; `--help` shows the usage."""
+        message = f"{message}; --help describes them" if "arguments are required" in message else message
         self.exit(2, f"{self.prog}: {cut(message, _LONGEST)}\n")
 
     def _print_message(self, message: str, file: Any = None) -> None:
@@ -71,7 +72,7 @@ def add_choice(
     parser: argparse.ArgumentParser
     parser = commands.add_parser(name, formatter_class=argparse.RawDescriptionHelpFormatter, **texts)
     parser.add_argument("what", choices=choices, metavar="WHAT")
-    parser.add_argument("options", nargs=argparse.REMAINDER, help=options)
+    parser.add_argument("options", nargs=argparse.REMAINDER, help=options).required = False
     return parser
 
 

@@ -72,9 +72,11 @@ DISPATCH_CASES = [
     # experts
     *value([*ROUTED_IN, "low_latency_dispatch"], {"num_experts": 10}, f"10; {W}; {DIVISIBLE}"),
     *positive([*ROUTED_IN, "low_latency_dispatch", "moe_sort"], "num_experts"),
+    *value("moe", {"num_experts": 2 * E}, f"w_gate_up; {L}; {2 * L}; num_experts is that of all ranks"),
     *value("dispatch", {"num_experts": 2**31 - 1, "axis_name": ()}, f"{2**31 - 1}; at least 1 and below 2\\*\\*31 - 1"),
     # layout
     *positive(ROUTED_IN, "capacity"),
+    *value(ROUTED_IN, {"capacity": 1.25}, r"capacity; 1\.25; \bint; rows per rank", TypeError),
     *positive(DISPATCH, "alignment"),
     *value(DISPATCH, {"capacity": 100, "alignment": 16}, "100; 16; multiple"),
     *value("dispatch", {"capacity": 2**33}, f"capacity; {2**33}; 2\\*\\*31"),

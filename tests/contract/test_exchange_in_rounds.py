@@ -13,7 +13,7 @@ from test_dispatch_combine import (  # noqa: F401
     test_dispatch_combine_shapes,
     test_dispatch_quantized_tokens_bit_for_bit,
 )
-from test_gradients import test_moe_gradients_capacity, test_moe_gradients_routings  # noqa: F401
+from test_moe import test_moe_capacity, test_moe_routings  # noqa: F401
 from test_subgroups import (  # noqa: F401
     test_subgroups_data_and_expert,
     test_subgroups_expert_axis_first,

@@ -1,4 +1,4 @@
-"""The expert layer in all its forms: moe, its two fused halves, and the single-device fused_moe with its sort."""
+"""The expert layer in all its forms, alone and with its gradients: moe, and fused_moe of one device."""
 
 import functools
 
@@ -8,9 +8,9 @@ import pytest
 
 import jax_ep
 import oracle
-from cases import BASE, BF16, F16, F32, FP8_WIRE, SHAPES, Shape, assert_close, assert_same_bits
-from harness import compiled, in_turn, run
-from layers import Layer
+from cases import BASE, BF16, F16, F32, FP8_WIRE, SHAPES, Shape, assert_close, assert_same_bits, reals
+from harness import compiled, run, to_numpy
+from layers import NAMES, Layer, check_gradients, with_gradients
 from routings import FEW_ROUTINGS, ROUTINGS
 
 VARIANTS = [(activation, gated) for activation in ("silu", "gelu", "relu") for gated in (True, False)]
@@ -20,58 +20,64 @@ def moe(shape, implementation, **options):
     return functools.partial(jax_ep.moe, num_experts=shape.num_experts, implementation=implementation, **options)
 
 
+def both(call, mesh):
+    """Compile a layer alone, and with its gradients: two programs, of which the first keeps nothing."""
+    return compiled(call, mesh), compiled(with_gradients(call), mesh)
+
+
+def check(programs, layer, rng, activation="silu", tolerance=None, **layout):
+    """Compare the results of both programs with the oracle; `tolerance` is that of the gradients."""
+    alone, differentiated = programs
+    dtype = layer.x.dtype
+    got = alone(*layer.args)
+    assert got.dtype == dtype
+    assert_close(got, layer.oracle(activation, **layout).forward(), "moe")
+    d_out = reals(rng, *layer.x.shape, dtype=dtype)
+    got = differentiated(*layer.args, d_out)
+    assert [array.dtype for array in got] == [dtype, dtype, F32, dtype, dtype]
+    check_gradients(got, layer, d_out, activation, tolerance, **layout)
+
+
 def test_moe_routings(implementation, every_mesh, rng, subtests):
-    call = compiled(moe(BASE, implementation), every_mesh)
+    programs = both(moe(BASE, implementation), every_mesh)
     for routing in ROUTINGS:
         with subtests.test(routing):
-            layer = Layer(rng, routing, every_mesh.size, BASE)
-            assert_close(call(*layer.args), layer.oracle().forward(), "moe")
+            check(programs, Layer(rng, routing, every_mesh.size, BASE), rng)
 
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.slow(unless={"name": ["prime_tokens", "one_token"]})
 def test_moe_shapes(implementation, name, expert_mesh, rng):
     num_ranks, shape = SHAPES[name]
-    layer = Layer(rng, "duplicates", num_ranks, shape)
-    got = run(moe(shape, implementation), expert_mesh(num_ranks), *layer.args)
-    assert_close(got, layer.oracle().forward(), "moe")
+    check(both(moe(shape, implementation), expert_mesh(num_ranks)), Layer(rng, "duplicates", num_ranks, shape), rng)
 
 
-def test_moe_activations(implementation, mesh, rng, subtests):
-    layers = {gated: Layer(rng, "uniform", mesh.size, BASE, gated=gated) for gated in (True, False)}
-
-    def fn(gated_args, plain_args):
-        layers = [
-            (moe(BASE, implementation, experts=jax_ep.Experts(a, gated=g)), gated_args if g else plain_args)
-            for a, g in VARIANTS
-        ]
-        return in_turn(layers)
-
-    got = run(fn, mesh, layers[True].args, layers[False].args)
-    for out, (activation, gated) in zip(got, VARIANTS, strict=True):
-        with subtests.test(f"{activation}, gated {gated}"):
-            assert_close(out, layers[gated].oracle(activation).forward(), "moe")
+@pytest.mark.parametrize(("activation", "gated"), VARIANTS)
+@pytest.mark.slow(unless={"gated": [True]})
+def test_moe_activations(implementation, activation, gated, expert_mesh, rng):
+    call = moe(BASE, implementation, experts=jax_ep.Experts(activation, gated=gated))
+    # The slope of gelu at a negative number is a difference of nearly equal numbers.
+    tolerance = 5e-5 if activation == "gelu" else None
+    check(both(call, expert_mesh(2)), Layer(rng, "duplicates", 2, BASE, gated=gated), rng, activation, tolerance)
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-def test_moe_dtypes(implementation, dtype, expert_mesh, rng):
+# Gradients are three GEMMs deep, each with its own roundings, so more than one GEMM's tolerance.
+@pytest.mark.parametrize(("dtype", "tolerance"), [(BF16, 4e-2), (F16, 6e-3)], ids=["bfloat16", "float16"])
+def test_moe_dtypes(implementation, dtype, tolerance, expert_mesh, rng):
     layer = Layer(rng, "uniform", 2, BASE, dtype)
-    got = run(moe(BASE, implementation), expert_mesh(2), *layer.args)
-    assert got.dtype == dtype
-    assert_close(got, layer.oracle().forward(), "moe")
+    check(both(moe(BASE, implementation), expert_mesh(2)), layer, rng, tolerance=tolerance)
 
 
-@pytest.mark.parametrize("capacity", [3, 16])
-@pytest.mark.slow(unless={"capacity": [3]})
+@pytest.mark.parametrize("capacity", [3, 10, 16])
+@pytest.mark.slow(unless={"capacity": [10]})
 def test_moe_capacity(implementation, capacity, expert_mesh, rng, subtests):
-    """Dropped rows are left out of the layer; the others do not change."""
-    call = compiled(moe(BASE, implementation, capacity=capacity), expert_mesh(2))
+    """Dropped rows neither contribute to nor receive gradients; the others do not change."""
+    programs = both(moe(BASE, implementation, capacity=capacity), expert_mesh(2))
     for routing in ("zipf", "one_hot_every_slot"):
         with subtests.test(routing):
             layer = Layer(rng, routing, 2, BASE)
-            want = layer.oracle(capacity=capacity)
-            assert want.lay.dropped.sum() > 0
-            assert_close(call(*layer.args), want.forward(), "moe")
+            assert layer.oracle(capacity=capacity).lay.dropped.sum() > 0
+            check(programs, layer, rng, capacity=capacity)
 
 
 def test_moe_capacity_beyond_all_rows(implementation, expert_mesh, rng):
@@ -83,16 +89,23 @@ def test_moe_capacity_beyond_all_rows(implementation, expert_mesh, rng):
 
 
 def test_moe_fp8_wire(implementation, expert_mesh, rng):
-    """The result equals the layer of the quantized tokens, up to the rounding in combine."""
+    """Results equal those of quantized tokens and cotangents, up to the rounding in combine."""
     shape = Shape(hidden=128)
     layer = Layer(rng, "uniform", 2, shape)
-    got = run(moe(shape, implementation, schedule=FP8_WIRE), expert_mesh(2), *layer.args)
-    exact = layer.oracle().forward()
+    d_out = reals(rng, *layer.x.shape)
+    alone, differentiated = both(moe(shape, implementation, schedule=FP8_WIRE), expert_mesh(2))
+    got = alone(*layer.args), *differentiated(*layer.args, d_out)
+    of = layer.oracle()
+    exact = of.forward(), of.forward(), *of.gradients(d_out)
     layer.x = oracle.to_wire(layer.x, oracle.FP8)
-    want = layer.oracle().forward()
-    assert np.linalg.norm(got - exact) > 1e-3 * np.linalg.norm(exact), "the wire lost nothing: it was not FP8"
-    # Partial sums are off by 2**-4 at most, by a third of that on average.
-    assert np.linalg.norm(got - want) < 2**-4 * np.linalg.norm(want)
+    of = layer.oracle()
+    want = of.forward(), of.forward(), *of.gradients(oracle.to_wire(d_out, oracle.FP8))
+    for name, g, e, w in zip(("y", *NAMES), got, exact, want, strict=True):
+        assert np.linalg.norm(g.reshape(e.shape) - e) > 1e-3 * np.linalg.norm(e), f"{name}: nothing was quantized"
+        if name in ("y", "dx"):  # These are sent: partial sums are off by 2**-4 at most, by a third on average.
+            assert np.linalg.norm(g - w) < 2**-4 * np.linalg.norm(w), name
+        else:  # Weight gradients are never sent: with the quantized operands they are exact.
+            assert_close(g.reshape(w.shape), w, name, tolerance=5e-5)
 
 
 def test_fused_moe(implementation, rng, subtests):
@@ -118,3 +131,12 @@ def test_fused_moe(implementation, rng, subtests):
                 with subtests.test(f"{dtype} {routing} {activation} gated {gated}"):
                     assert out.dtype == dtype
                     assert_close(np.asarray(out), layers[gated].oracle(activation).forward()[0], "fused_moe")
+
+
+def test_fused_moe_gradients(implementation, rng):
+    """The single-device layer has the same gradients."""
+    layer = Layer(rng, "some_without_expert", 1, BASE)
+    d_out = reals(rng, *layer.x.shape)
+    fn = with_gradients(functools.partial(jax_ep.fused_moe, implementation=implementation))
+    got = to_numpy(jax.jit(fn)(*(a[0] for a in layer.args), d_out[0]))
+    check_gradients(got, layer, d_out)

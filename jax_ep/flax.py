@@ -326,7 +326,7 @@ class MoE(nnx.Module):
         """
         _check_rngs(rngs)
         make = _Maker(rngs, self.mesh, self._active_mesh() is not None, nnx.LoRAParam)
-        weights, specs = self._served() or ExpertWeights(**self._parameters()), self._expert_axes().specs
+        weights, specs = self._served() or self._parameters(), self._expert_axes().specs
         for name in ("w_gate_up", "w_down"):
             found = lora.init(rngs.params(), getattr(weights, name), rank, scale=scale, dtype=jnp.float32)
             where = specs_of_parts(getattr(specs, name), found)
@@ -338,15 +338,15 @@ class MoE(nnx.Module):
         """Return the axes that split the weights: those for serving are whole on the others."""
         return dataclasses.replace(self.axes, tensor=None, fsdp=None) if self.w_gate_up is None else self.axes
 
-    def _adapted(self, weights: dict[str, Any]) -> dict[str, Any]:
+    def _adapted(self, weights: ExpertWeights) -> ExpertWeights:
         """Return weights with the adapters of the layer, if it has any."""
         if self.lora_scale is None:
             return weights
-        adapted = {}
+        adapted: dict[str, Any] = {}
         for name in ("w_gate_up", "w_down"):
             a, b = (getattr(self, f"{name}_lora_{part}").astype(self.dtype) for part in ("a", "b"))
-            adapted[name] = LoraWeights(weights[name], a, b, self.lora_scale)
-        return weights | adapted
+            adapted[name] = LoraWeights(getattr(weights, name), a, b, self.lora_scale)
+        return weights._replace(**adapted)
 
     def training_weights(self) -> ExpertWeights:
         """Quantize the expert weights once, for all microbatches of a step: `moe(x, moe.training_weights())`.
@@ -362,13 +362,12 @@ class MoE(nnx.Module):
             )
         matrices, mesh = self._matrices(), self._active_mesh()
         if mesh is None:
-            w_gate_up, w_down = (quantize(w, "fp8", for_training=True) for w in matrices.values())
-            return ExpertWeights(w_gate_up, w_down)
-        specs, shape = self.axes.specs, matrices["w_down"].shape
+            quantized = partial(quantize, format="fp8", for_training=True)
+            return ExpertWeights(quantized(matrices.w_gate_up), quantized(matrices.w_down))
+        specs, shape = self.axes.specs, matrices.w_down.shape
         check_blocks_per_rank("training_weights", mesh.shape, shape, self.axes.tensor, self.axes.fsdp)
         run = partial(quantize_per_device, self.mesh, num_leading=len(shape) - 3)
-        w_gate_up, w_down = (run(getattr(specs, name), w) for name, w in matrices.items())
-        return ExpertWeights(w_gate_up, w_down)
+        return ExpertWeights(run(specs.w_gate_up, matrices.w_gate_up), run(specs.w_down, matrices.w_down))
 
     def serving_weights(self, format: str | None, *, activations: str | None = None) -> ExpertWeights:
         """Prepare the expert weights for inference: `moe(x, moe.serving_weights("mxfp4"))`; also stacked by `nnx.vmap`.
@@ -379,10 +378,10 @@ class MoE(nnx.Module):
         if self.capacity is not None:
             raise ValueError(f"MoE: capacity={self.capacity}: serving drops nothing, and needs capacity=None")
         # Quantization begins at the parameters: a rounding to `dtype` before it would add to its error.
-        parameters, (b_gate_up, b_down) = self._parameters(), self._biases().values()
+        w_gate_up, w_down, b_gate_up, b_down = self._adapted(self._parameters())
         if self.lora_scale is not None:
-            parameters = {name: lora.merge(w) for name, w in self._adapted(parameters).items()}
-        w_gate_up, w_down = self._whole(parameters["w_gate_up"], 2), self._whole(parameters["w_down"])
+            w_gate_up, w_down = lora.merge(w_gate_up), lora.merge(w_down)
+        w_gate_up, w_down = self._whole(w_gate_up, 2), self._whole(w_down)
         if format is None:
             w_gate_up, w_down = w_gate_up.astype(self.dtype), w_down.astype(self.dtype)
         biases = None if b_gate_up is None else self._whole(b_gate_up, 2), b_down
@@ -414,41 +413,38 @@ class MoE(nnx.Module):
             w = jax.sharding.reshard(w, PartitionSpec(*kept))
         return merge_columns(w) if num_columns == 2 and self.axes.tensor is not None else w
 
-    def _biases(self) -> dict[str, Array | None]:
-        """Return the biases of both GEMMs, in `dtype`."""
-        biases = {"b_gate_up": self.b_gate_up, "b_down": self.b_down}
-        return {name: None if value is None else value.astype(self.dtype) for name, value in biases.items()}
-
-    def _parameters(self) -> dict[str, Array]:
-        """Return the expert weights."""
+    def _parameters(self) -> ExpertWeights:
+        """Return the expert weights, and biases in `dtype`."""
         if self.w_gate_up is None or self.w_down is None:
             raise ValueError("MoE: this layer is for serving only; use the layer that it was made from.")
-        return {"w_gate_up": self.w_gate_up[...], "w_down": self.w_down[...]}
+        biases = (None if bias is None else bias.astype(self.dtype) for bias in (self.b_gate_up, self.b_down))
+        return ExpertWeights(self.w_gate_up[...], self.w_down[...], *biases)
 
-    def _matrices(self) -> dict[str, Array]:
+    def _matrices(self) -> ExpertWeights:
         """Return the expert weights for the GEMMs: in `dtype`, or unrounded if `recipe="fp8"` quantizes them."""
-        matrices = self._parameters()
+        found = self._parameters()
         if self.recipe is None or self.axes.fsdp is not None:  # fewer bytes to gather
-            matrices = {name: w.astype(self.dtype) for name, w in matrices.items()}
-        return matrices
+            found = jax.tree.map(lambda w: w.astype(self.dtype), found)
+        return found
 
-    def _weights(self, weights: ExpertWeights | None) -> dict[str, Any]:
+    def _weights(self, weights: ExpertWeights | None) -> ExpertWeights:
         """Return weights and biases as `moe` takes them: the parameters, or those of a layer made by `to_serving`."""
         if self.w_gate_up is None and weights is not None and not _has_masters(weights):
-            return self._adapted(weights._asdict())
-        matrices: dict[str, Any] = self._matrices()
-        if _has_masters(weights):  # the parameters are the masters, so they get the gradient
-            matrices = {name: dataclasses.replace(getattr(weights, name), master=w) for name, w in matrices.items()}
-        return self._adapted(matrices) | self._biases()
+            return self._adapted(weights)
+        found = self._matrices()
+        if weights is not None and _has_masters(weights):  # the parameters are the masters, so they get the gradient
+            w_gate_up = dataclasses.replace(weights.w_gate_up, master=found.w_gate_up)
+            found = found._replace(w_gate_up=w_gate_up, w_down=dataclasses.replace(weights.w_down, master=found.w_down))
+        return self._adapted(found)
 
     def _decodes(self, weights: ExpertWeights) -> bool:
         """Return whether `low_latency_moe` takes these weights: they are for serving, and have no adapters."""
         has_adapters = self.lora_scale is not None and self.w_gate_up is None
         return not _has_masters(weights) and not has_adapters
 
-    def _products_of(self, weights: dict[str, Any]) -> dict[str, Any]:
+    def _products_of(self, weights: ExpertWeights) -> dict[str, Any]:
         """Return the options of the GEMMs; `QuantizedWeights` for inference determine these themselves."""
-        w = base_of(weights["w_gate_up"])
+        w = base_of(weights.w_gate_up)
         if not isinstance(w, QuantizedWeights) or w.master is not None or w.format is None:
             return {"recipe": self.recipe, "schedule": self.schedule}
         schedule = self.schedule or Schedule()
@@ -483,18 +479,20 @@ class MoE(nnx.Module):
             y = serve(tokens, routed.topk_idx, routed.topk_weights, weights, **self._low_latency(()))
         else:
             made_of = self._weights(weights)
+            w_gate_up, w_down, b_gate_up, b_down = made_of
             if self.w_gate_up is not None and self.axes.tensor is not None:
-                for name in ("w_gate_up", "b_gate_up"):
-                    made_of[name] = None if made_of[name] is None else merge_columns(made_of[name])
+                w_gate_up, b_gate_up = merge_columns(w_gate_up), None if b_gate_up is None else merge_columns(b_gate_up)
             y = fused_moe(
                 tokens,
                 routed.topk_idx,
                 routed.topk_weights,
+                w_gate_up,
+                w_down,
+                biases=(b_gate_up, b_down),
                 experts=self.experts,
                 preferred_element_type=self.preferred_element_type,
                 implementation=self.implementation,
                 **self._products_of(made_of),
-                **_arguments(made_of),
             )
         y = routed.with_identity(y, tokens)
         zero = jnp.zeros((), jnp.int32)
@@ -568,7 +566,7 @@ class MoE(nnx.Module):
         options = {name: getattr(self, name) for name in (*fields, "implementation")} | self._products_of(made_of)
         with_work = self.balance is not None and ranks_on(mesh, self.axes.expert_axes) > 1
         run = sharded_layer(self.mesh, self.num_experts, self._expert_axes(), options, with_work=with_work)
-        found = run(*arrays, **_arguments(made_of))
+        found = run(*arrays, made_of.w_gate_up, made_of.w_down, biases=(made_of.b_gate_up, made_of.b_down))
         return found if with_work else (found, {})
 
     def _dropped(self, topk_idx: Array, mesh: Mesh, spec: PartitionSpec) -> Array:
@@ -603,9 +601,3 @@ def _checked_axes(axes: MeshAxes | None) -> MeshAxes:
             " only what `capacity` drops; leave node_capacity out, or call jax_ep.moe."
         )
     return axes
-
-
-def _arguments(made_of: dict[str, Any]) -> dict[str, Any]:
-    """Return weights and biases as the layers take them."""
-    w_gate_up, w_down, *biases = (made_of[name] for name in ExpertWeights._fields)
-    return {"w_gate_up": w_gate_up, "w_down": w_down, "biases": tuple(biases)}

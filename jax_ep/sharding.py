@@ -59,11 +59,6 @@ class MoESpecs:
     b_gate_up: P
     b_down: P
 
-    @property
-    def biases(self) -> dict[str, P]:
-        """Specs of both biases, as a pair."""
-        return {"b_gate_up": self.b_gate_up, "b_down": self.b_down}
-
 
 @dataclasses.dataclass(frozen=True)
 class MeshAxes:
@@ -310,10 +305,8 @@ def _quantize_values(w: Array) -> QuantizedWeights:
     return dataclasses.replace(quantize(w, "fp8", for_training=True), master=None)
 
 
-def _specs_of_master(spec: P, transposed: P) -> QuantizedWeights:
-    parts: tuple[Any, ...] = transposed, transposed, spec, spec
-    values, scales, master, values_kn = parts
-    return QuantizedWeights(values, scales, "fp8", master=master, values_kn=values_kn)
+def _specs_of_master(spec: Any, transposed: Any) -> QuantizedWeights:
+    return QuantizedWeights(transposed, transposed, "fp8", master=spec, values_kn=spec)
 
 
 def _transposed(spec: P, rank: int) -> P:

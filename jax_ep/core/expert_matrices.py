@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple, Protocol, overload, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -177,20 +177,8 @@ def as_transposed(w: Array | QuantizedWeights) -> QuantizedWeights:
     return w if isinstance(w, QuantizedWeights) else QuantizedWeights(jnp.swapaxes(w, -1, -2))
 
 
-@overload
-def merge_columns(w: Array) -> Array: ...
-
-
-@overload
-def merge_columns(w: QuantizedWeights) -> QuantizedWeights: ...
-
-
-@overload
-def merge_columns(w: LoraWeights) -> LoraWeights: ...
-
-
-def merge_columns(w: Array | QuantizedWeights | LoraWeights) -> Array | QuantizedWeights | LoraWeights:
-    """Reshape `[..., K, 2, N]` to `[..., K, 2 * N]`: all columns of one kind, then those of the other."""
+def merge_columns(w: Any) -> Any:
+    """Reshape weights in any form from `[..., K, 2, N]` to `[..., K, 2 * N]`: the columns of one kind, then others."""
     if isinstance(w, LoraWeights):
         return dataclasses.replace(w, base=merge_columns(w.base), b=merge_columns(w.b))
     if not isinstance(w, QuantizedWeights):

@@ -362,3 +362,14 @@ def test_checkpoint_floats_beyond_the_dtype(dtype, tmp_path, rng):
             checkpoint.read(name, dtype=F16)
     assert float(checkpoint.read(EXPERT, dtype=F32)[1, 0]) == tensors[EXPERT][1, 0]
     np.testing.assert_array_equal(checkpoint.read("inf", dtype=F16), tensors["inf"])
+
+
+def test_checkpoint_largest_float32_in_bfloat16(tmp_path):
+    """Numbers from 3.396e38 on would round to infinity."""
+    numbers = {"largest": np.finfo(F32).max, "less": 3.389e38, "infinite": -np.inf}
+    save(tmp_path / "new", NO_LAYERS, {}, {name: np.full((3, 2), number, F32) for name, number in numbers.items()})
+    checkpoint = Checkpoint(tmp_path / "new")
+    with pytest.raises(ValueError, match=r"^Checkpoint.read: 'largest' .* range of bfloat16, .*float32 in place of"):
+        checkpoint.read("largest", dtype=BF16)
+    for name in ("less", "infinite"):
+        np.testing.assert_allclose(checkpoint.read(name, dtype=BF16).astype(F32), numbers[name], rtol=1e-2)

@@ -214,6 +214,58 @@ def test_save_killed_at_any_step(old, new, tmp_path, monkeypatch):
         assert all((folder / name).read_text() == "theirs" for name in FOREIGN)
 
 
+def changed(folder, place_config):
+    """Put a config into the folder of a killed save, or remove it, and return the files' content."""
+    config = folder / "config.json"
+    if place_config and not config.exists():
+        config.write_text(json.dumps(NO_LAYERS | {"made": 1}))
+    elif not place_config:
+        config.unlink(missing_ok=True)
+    return {path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.suffix == ".safetensors"}
+
+
+@SIZES
+@pytest.mark.parametrize("place_config", [False, True])
+def test_save_killed_at_any_step_and_the_config_changed(old, new, place_config, tmp_path, monkeypatch):
+    """What was killed is known from its own files: a config of the user neither ends it nor undoes it."""
+    for folder, _ in attempts(tmp_path, monkeypatch, old, new, Killed(), all_after=True):
+        committed = (folder / "config.json").exists() and found(folder) == 2
+        files = changed(folder, place_config)
+        with contextlib.suppress(FileExistsError):
+            write(folder, 3)
+        left = changed(folder, place_config)
+        if committed:
+            assert {data for data in files if np.float32(2).tobytes() in data} <= left
+        elif old is not None:
+            assert {data for data in files if np.float32(1).tobytes() in data} <= left
+
+
+def test_save_after_a_killed_one_keeps_a_new_config(tmp_path, monkeypatch):
+    """The old weights stay where they were moved, and an error names them."""
+    write(tmp_path, 1)
+    real, number = os.replace, itertools.count()
+
+    def replace(source, target):
+        if next(number) == 3:
+            raise Killed
+        real(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replace)
+        patch.setattr(transaction, "_recover", lambda *_: None)
+        with pytest.raises(Killed):
+            write(tmp_path, 2, overwrite=True)
+    (tmp_path / "config.json").write_text(json.dumps(NO_LAYERS | {"made": 7}))
+    with pytest.raises(FileNotFoundError, match="a save is running or was killed"):
+        Checkpoint(tmp_path)
+    with pytest.raises(FileExistsError, match=r"has config.json, but a killed save has moved .*; move yours away"):
+        write(tmp_path, 3, overwrite=True)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(FileExistsError, match=r"already has config\.json"):
+        write(tmp_path, 3)
+    assert found(tmp_path) == 1
+
+
 @SIZES
 def test_save_fails_at_any_step(old, new, tmp_path, monkeypatch):
     error = OSError(errno.ENOSPC, "No space left on device")

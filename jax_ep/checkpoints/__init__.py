@@ -266,8 +266,8 @@ def _in_range(function: str, name: str) -> Iterator[None]:
         yield
     except OverflowError as error:
         raise ValueError(
-            f"{function}: {shown(name)} has {error}, expected numbers that stay finite; pass a dtype with more exponent"
-            " bits, such as bfloat16 in place of float16."
+            f"{function}: {shown(name)} has {error}, expected numbers that stay finite; pass a dtype with a larger"
+            " range, such as bfloat16 in place of float16, or float32 in place of bfloat16."
         ) from None
 
 

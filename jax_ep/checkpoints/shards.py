@@ -194,8 +194,8 @@ def _converted(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Convert values; a finite number that becomes infinite is an OverflowError."""
     with np.errstate(over="ignore"):  # not raised for all dtypes
         converted = values.astype(dtype, copy=False)
-    narrows = dtype == np.float16 or (dtype.kind == "f" and values.dtype == np.float64)  # others have float32's range
-    if narrows and (np.isinf(converted) & np.isfinite(values)).any():
+    narrows = dtype == np.float16 or dtype.itemsize < values.dtype.itemsize  # Among others, both have one range.
+    if narrows and (infinite := np.isinf(converted)).any() and np.isfinite(values[infinite]).any():
         raise OverflowError(f"a number beyond the range of {dtype}")
     return converted
 

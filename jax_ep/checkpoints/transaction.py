@@ -5,8 +5,8 @@ The steps of a save, under a lock on the folder:
 2. Move the old files into `.jax_ep_save/old`, config.json first: without it there is no checkpoint.
 3. Move the new files into the folder, config.json last. This move commits.
 4. Remove `.jax_ep_save`.
-A killed save leaves `.jax_ep_save`. If config.json is missing, the next save undoes steps 3 and 2; then it continues
-with step 4. Files that the old checkpoint does not name are never changed.
+A killed save leaves `.jax_ep_save`. If its config.json is still there, the next save undoes steps 3 and 2; then it
+continues with step 4. Files that the old checkpoint does not name are never changed.
 """
 
 from __future__ import annotations
@@ -72,10 +72,13 @@ def open_complete(function: str, folder: Any) -> TensorFiles:
 
 
 def _check_ended(function: str, folder: Path) -> None:
-    """Raise if a save has moved config.json away and has not ended."""
-    if os.path.lexists(folder / _STAGE) and not os.path.lexists(folder / CONFIG):
+    """Raise if a save has moved config.json away, or was the first one, and has not ended."""
+    new, old, now = (
+        os.path.lexists(place / CONFIG) for place in (folder / _STAGE / "new", folder / _STAGE / "old", folder)
+    )
+    if new and (old or not now):
         raise FileNotFoundError(
-            f"{function}: {folder} has no {CONFIG}, because a save is running or was killed; expected a complete"
+            f"{function}: {folder} is not complete, because a save is running or was killed; expected a complete"
             " checkpoint. Open it again when the save has ended. If it was killed, call save: it restores the old"
             " checkpoint first."
         )
@@ -161,17 +164,30 @@ def _recover(function: str, folder: Path) -> None:
     parts = [stage, *(stage.iterdir() if stage.is_dir() else ())]
     if any(path.is_symlink() or not path.is_dir() for path in parts):
         raise FileExistsError(f"{function}: {stage} is not the folder of a save, expected none or one; move it away.")
-    new, old, names = stage / "new", stage / "old", stage / "names"
-    if names.is_dir():
-        if not os.path.lexists(folder / CONFIG):
-            for name in os.listdir(names):
-                if os.path.lexists(folder / name) and not os.path.lexists(new / name):
-                    os.replace(folder / name, new / name)
-            for name in _config_last(os.listdir(old)):
-                os.replace(old / name, folder / name)
-        os.replace(names, stage / "listing")  # Nothing is left to undo.
+    if (stage / "names").is_dir():
+        if os.path.lexists(stage / "new" / CONFIG):
+            _undo(function, folder)
+        os.replace(stage / "names", stage / "listing")  # Nothing is left to undo.
         _sync(folder)
     shutil.rmtree(stage)
+
+
+def _undo(function: str, folder: Path) -> None:
+    """Move the files of a save that did not commit back to where they were."""
+    stage = folder / _STAGE
+    new, old, names = stage / "new", stage / "old", os.listdir(stage / "names")
+    ours = [name for name in names if os.path.lexists(folder / name) and not os.path.lexists(new / name)]
+    moved = _config_last(os.listdir(old))
+    strangers = [name for name in moved if os.path.lexists(folder / name) and name not in ours]
+    if strangers:
+        raise FileExistsError(
+            f"{function}: {folder} has {', '.join(strangers[:5])}, but a killed save has moved the files of these names"
+            f" to {old}, from where they are restored, expected none of these names; move yours away."
+        )
+    for name in ours:
+        os.replace(folder / name, new / name)
+    for name in moved:
+        os.replace(old / name, folder / name)
 
 
 def _config_last(names: Sequence[str]) -> list[str]:

@@ -113,6 +113,18 @@ class MoE(nnx.Module):
 
     Raises:
       ValueError, TypeError: values that do not fit together, or of other types.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jax_ep.flax import MoE
+      >>> with jax.set_mesh(jax.make_mesh((jax.device_count(),), ("expert",))):
+      ...     moe = MoE(64, 32, num_experts=16, num_experts_per_tok=2, rngs=nnx.Rngs(0))
+      ...     y, metrics = nnx.jit(lambda moe, x: moe(x))(moe, jnp.ones((4, 8, 64), jnp.bfloat16))
+      >>> y.shape, y.dtype.name, int(metrics.load.sum())
+      ((4, 8, 64), 'bfloat16', 64)
+
+    Source: the layer of Mixtral (arXiv:2401.04088), with the shared experts of DeepSeekMoE (arXiv:2401.06066).
     """
 
     def __init__(

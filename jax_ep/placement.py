@@ -36,7 +36,7 @@ _ARRAYS = ("physical_to_logical", "logical_to_physical", "num_copies")
 @result_type
 @dataclasses.dataclass(frozen=True, eq=False)
 class Placement:
-    """The expert in each slot; frozen, with at least one slot per expert.
+    """The expert in each slot; frozen and hashable, with at least one slot per expert. Equal slots are equal.
 
     A pytree: as an argument of a jitted function its arrays are data, so `remap` with another placement of the same
     sizes does not recompile. Placements of several layers have a leading axis, over which `lax.scan` can run;
@@ -102,6 +102,16 @@ class Placement:
             frozen = np.array(value, np.int32)
             frozen.flags.writeable = False
             object.__setattr__(self, name, frozen)
+
+    def __eq__(self, other: object) -> bool:
+        return self._key() == other._key() if isinstance(other, Placement) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[object, ...]:
+        slots = _known("Placement", "physical_to_logical", self.physical_to_logical)
+        return slots.shape, slots.tobytes(), self.num_experts, self.num_ranks, self.num_nodes
 
     @property
     def num_slots(self) -> int:

@@ -1,5 +1,7 @@
 """Placement: plans keep their guarantees, and a layer with copies equals the layer without, including gradients."""
 
+import copy
+import pickle
 import re
 
 import jax
@@ -144,6 +146,20 @@ def test_placement_change_does_not_recompile(rng):
         placement = plan(random_loads(rng, 8), num_slots=12, num_ranks=4)
         assert (placement.physical_to_logical[remap(placement, ids)] == ids).all()
     assert remap._cache_size() == 1
+
+
+def test_placement_equality():
+    one, two = (plan([3, 1, 2, 4], num_slots=8, num_ranks=4) for _ in range(2))
+    assert one == two == pickle.loads(pickle.dumps(one)) == copy.deepcopy(one) == jax.jit(lambda p: p)(one)
+    assert hash(one) == hash(two) and one != "placement"
+    others = (
+        plan([9, 1, 2, 4], num_slots=8, num_ranks=4),
+        Placement(one.physical_to_logical, 4, 2),
+        plan([[1.0]], num_slots=1, num_ranks=1),
+    )
+    assert one not in others and len({one, two, *others}) == 4
+    with pytest.raises(TypeError, match=r"traced.* close over it"):
+        jax.jit(lambda p: p == one)(two)
 
 
 def test_placement_scan_over_layers(rng):

@@ -9,12 +9,14 @@ import pytest
 
 import jax_ep
 
-MODULES = ["jax_ep", "jax_ep.lora", "jax_ep.integrations.qwix"]
+MODULES = ["jax_ep", "jax_ep.lora", "jax_ep.integrations.qwix", "jax_ep.flax"]
 MODULES += [f"jax_ep.{n}" for n in ("sharding", "quantization", "placement", "checkpoints", "tracing", "routing")]
 # Public names that are not in the `__all__` of their module.
 NAMES = {
     "jax_ep.types": [name for name in vars(jax_ep.types) if "Dispatched" in name or name.endswith("Handle")],
     "jax_ep.context": ["Context"],
+    "jax_ep.core.expert_matrices": ["LoraWeights"],
+    "jax_ep.core.router": ["SharedExperts"],
     "jax_ep.ops.masked": ["masked_gated_activation"],
     "jax_ep.ops.moe_low_latency": ["low_latency_gemm_combine"],
 }
@@ -39,6 +41,7 @@ def _public():
 
 PUBLIC = _public()
 FUNCTIONS = {value: name for value, name in PUBLIC.items() if inspect.isfunction(value)}
+CLASSES = {value: name for value, name in PUBLIC.items() if inspect.isclass(value)}
 
 
 def test_public_names_exist():
@@ -54,6 +57,20 @@ def test_examples_run(function):
     assert test.examples, "show a call with >>> prompts"
     if function not in (jax_ep.finalize, jax_ep.triton_call):  # nothing to show; tests/test_own_triton_kernel.py
         assert any(example.want.strip() for example in test.examples), "an example without a result proves nothing"
+    _run(test)
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=CLASSES.values())
+def test_examples_of_classes_run(cls):
+    """Those that users construct, and their methods; functions return the others."""
+    tests = [test for test in doctest.DocTestFinder().find(cls, cls.__name__, globs={}) if test.examples]
+    returned = {*NAMES["jax_ep.types"], "Context", "MoESpecs", "Recording", "Trace", "RouterBias", "ServingArray"}
+    assert cls.__name__ in {test.name for test in tests} | returned, "show how to construct it"
+    for test in tests:
+        _run(test)
+
+
+def _run(test):
     output = []
     result = doctest.DocTestRunner(optionflags=OPTIONS, verbose=False).run(test, out=output.append)
     assert result.failed == 0, "".join(output)

@@ -133,6 +133,28 @@ def test_dequantize_on_explicit_axes_of_size_one(format, axis, rng):
     np.testing.assert_array_equal(dequantize(placed, jnp.float32), dequantize(quantize(w, format), jnp.float32))
 
 
+def test_quantized_weights_repr_has_no_values():
+    w = quantize(jnp.zeros((4, 128, 256)), "fp8", activations="fp8")
+    arrays = "values=float8_e4m3fn[4, 256, 128], scales=float32[4, 2, 1]"
+    assert (
+        repr(w)
+        == repr(jax.eval_shape(lambda w: w, w))
+        == f"QuantizedWeights({arrays}, format='fp8', activations='fp8')"
+    )
+    assert repr(jax_ep.lora.LoraWeights(w, scale=2.0)) == f"LoraWeights(base={w!r}, scale=2.0)"
+
+
+def test_quantized_weights_orbax(tmp_path):
+    ocp = pytest.importorskip("orbax.checkpoint")
+    w = jax_ep.lora.init(jax.random.key(0), quantize(jnp.ones((4, 128, 256)), "mxfp4"), rank=4, scale=2.0)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "w", w)
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(tmp_path / "w", jax.eval_shape(lambda: w))
+    assert jax.tree.structure(restored) == jax.tree.structure(w)
+    jax.tree.map(assert_same_bits, restored, w)
+
+
 def test_serving_weights_transposed_and_padded(rng):
     w_gate_up, w_down = reals(rng, 2, 3, 128, 2 * 72), reals(rng, 2, 3, 72, 128)
     same = served(w_gate_up, w_down, None)

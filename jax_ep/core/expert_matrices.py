@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,9 +11,23 @@ import numpy as np
 from jax_ep.types import Array, result_type
 
 
+class _Summarized:
+    """Base of dataclasses of large arrays: `repr` shows dtypes and shapes, since values are on many devices."""
+
+    def __repr__(self) -> str:
+        parts = []
+        for field in dataclasses.fields(cast(Any, self)):
+            value = getattr(self, field.name)
+            if hasattr(value, "dtype"):
+                parts.append(f"{field.name}={value.dtype}{list(value.shape)}")
+            elif value is not None and not (isinstance(value, str | float) and value == field.default):
+                parts.append(f"{field.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+
 @result_type
-@dataclasses.dataclass(frozen=True)
-class QuantizedWeights:
+@dataclasses.dataclass(frozen=True, repr=False)
+class QuantizedWeights(_Summarized):
     """Expert weights `[..., E, K, N]` in 8 or 4 bits, with their scales. Every layer and GEMM takes them.
 
     A pytree: it passes `jit`, `scan` over stacked layers and `shard_map`, and every array has the leading axes.
@@ -37,6 +51,14 @@ class QuantizedWeights:
         with `activations="int8"`.
       activations: the dtype in which tokens are multiplied: "int8", with one scale per token; "fp8", with one scale
         per 128 columns of a token; None: their own dtype.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_ep
+      >>> w = jax_ep.quantize(jnp.ones((4, 128, 256)), "fp8")
+      >>> w.shape
+      (4, 128, 256)
+      >>> w
+      QuantizedWeights(values=float8_e4m3fn[4, 256, 128], scales=float32[4, 2, 1], format='fp8')
     """
 
     values: Array
@@ -63,8 +85,8 @@ class QuantizedWeights:
 
 
 @result_type
-@dataclasses.dataclass(frozen=True)
-class LoraWeights:
+@dataclasses.dataclass(frozen=True, repr=False)
+class LoraWeights(_Summarized):
     """Frozen expert weights with LoRA adapters: they stand for `base + scale * a @ b` of each expert.
 
     `moe`, `fused_moe`, `sharded_moe` and `grouped_gemm` take them, and compute `x @ base + scale * (x @ a) @ b` with
@@ -77,6 +99,14 @@ class LoraWeights:
         of the tokens.
       b: `[..., E, r, N]` in the dtype of the tokens; `[..., E, r, 2, N]` if gate and up columns have a separate axis.
       scale: factor of the adapters, such as alpha / r; static.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_ep.lora import LoraWeights
+      >>> LoraWeights(jnp.ones((4, 128, 256)), jnp.ones((4, 128, 8)), jnp.ones((4, 8, 256)), scale=2.0)
+      LoraWeights(base=float32[4, 128, 256], a=float32[4, 128, 8], b=float32[4, 8, 256], scale=2.0)
+
+    Source: LoRA (arXiv:2106.09685), QLoRA (arXiv:2305.14314).
     """
 
     base: Any  # Array, QuantizedWeights, QArray, or SplitWeights inside a balanced layer

@@ -422,8 +422,10 @@ class HierarchicalHandle:
 
 
 @result_type
-class Dispatched(NamedTuple):
+class Dispatched[Rows: Tokens, Weights: Array | None, Source: Handle | HierarchicalHandle](NamedTuple):
     """Tokens in expert-major order on the rank that owns the experts.
+
+    Type parameters, for type checkers, are those of `tokens`, `weights` and `handle`.
 
     Attributes:
       tokens: `[R, H]`, ordered by expert, source rank, token, k; padding rows are zero. A `(values, scales)` pair if
@@ -434,10 +436,10 @@ class Dispatched(NamedTuple):
       dropped: `[]` int32, rows that did not fit this rank's `capacity`.
     """
 
-    tokens: Tokens
-    weights: Array | None
+    tokens: Rows
+    weights: Weights
     group_sizes: Array
-    handle: Handle | HierarchicalHandle
+    handle: Source
     dropped: Array
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,59 @@ _NO_GRADIENT_OF_PAIRS = (
 )
 
 
+@overload
+def dispatch[Rows: (Array, Quantized)](
+    x: Rows,
+    topk_idx: Array | None,
+    topk_weights: Array,
+    *,
+    num_experts: int,
+    axis_name: str | tuple[str, ...] = "expert",
+    capacity: int | None = None,
+    balance: Balance | None = None,
+    alignment: int = 1,
+    num_tokens: Array | int | None = None,
+    handle: Handle | None = None,
+    schedule: Schedule | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> Dispatched[Rows, Array, Handle]: ...
+
+
+@overload
+def dispatch[Rows: (Array, Quantized)](
+    x: Rows,
+    topk_idx: Array | None,
+    topk_weights: None = None,
+    *,
+    num_experts: int,
+    axis_name: str | tuple[str, ...] = "expert",
+    capacity: int | None = None,
+    balance: Balance | None = None,
+    alignment: int = 1,
+    num_tokens: Array | int | None = None,
+    handle: Handle | None = None,
+    schedule: Schedule | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> Dispatched[Rows, None, Handle]: ...
+
+
+@overload
+def dispatch[Rows: (Array, Quantized), Weights: (Array, None)](
+    x: Rows,
+    topk_idx: Array | None,
+    topk_weights: Weights = ...,
+    *,
+    num_experts: int,
+    axis_name: Topology,
+    capacity: int | None = None,
+    alignment: int = 1,
+    num_tokens: Array | int | None = None,
+    handle: HierarchicalHandle | None = None,
+    schedule: Schedule | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> Dispatched[Rows, Weights, HierarchicalHandle]: ...
+
+
 @operation
 @takes_global_arrays()
 def dispatch(
@@ -67,7 +120,7 @@ def dispatch(
     handle: Handle | HierarchicalHandle | None = None,
     schedule: Schedule | None = None,
     implementation: str | Sequence[str] | None = None,
-) -> Dispatched:
+) -> Dispatched[Any, Any, Any]:
     """Send every token to the ranks that hold its experts, and order the rows by expert.
 
     Rows are ordered by expert, then source rank, token and k. Every `(token, k)` with a valid id has a row; the same
@@ -139,7 +192,7 @@ def dispatch(
     return _dispatched(given, moved)
 
 
-def _dispatched(given: Checked, moved: dict[str, Any]) -> Dispatched:
+def _dispatched(given: Checked, moved: dict[str, Any]) -> Dispatched[Tokens, Array | None, Handle]:
     """Run the dispatch of checked arguments; `moved` are the fields of the handle that balancing adds."""
     plan = plans.exchange(given.options, given.facts)
     (x, topk_weights, handle), _ = located(plan, given, None)

@@ -122,7 +122,7 @@ def _plan(options: Options, topk_idx: Array, per_node: int, layout: Layout) -> H
 
 
 def dispatch(
-    inside: Callable[..., Dispatched],
+    inside: Callable[..., Dispatched[Any, Any, Handle]],
     x: Tokens,
     topk_idx: Array | None,
     topk_weights: Array | None,
@@ -133,7 +133,7 @@ def dispatch(
     schedule: Schedule,
     handle: HierarchicalHandle | None,
     **keywords: object,
-) -> Dispatched:
+) -> Dispatched[Tokens, Array | None, HierarchicalHandle]:
     """`dispatch` over nodes, then `inside`, which is `dispatch`, in the node with further keywords."""
     topology = axis_name
     num_experts, _ = check.experts("dispatch", num_experts, topology)
@@ -159,7 +159,7 @@ def dispatch(
         **keywords,
     )
     num_dropped = arrived.num_dropped + d.dropped
-    both = HierarchicalHandle(arrived.handle, cast(Handle, d.handle), num_invalid, num_dropped)
+    both = HierarchicalHandle(arrived.handle, d.handle, num_invalid, num_dropped)
     return Dispatched(d.tokens, d.weights, d.group_sizes, both, num_dropped)
 
 

@@ -639,22 +639,6 @@ def test_flax_wrong_option(options, error, match):
         MoE(**SIZES | {"rngs": nnx.Rngs(0)} | options)
 
 
-@pytest.mark.parametrize(
-    ("fields", "error", "match"),
-    [
-        ({"num": 0}, ValueError, "num=0, expected at least 1"),
-        ({"num": 1.0}, TypeError, "num=1.0 is a float, expected an int"),
-        ({"num": True}, TypeError, "num=True is a bool, expected an int"),
-        ({"intermediate_size": -4}, ValueError, "intermediate_size=-4, expected at least 1"),
-        ({"intermediate_size": "8"}, TypeError, "intermediate_size='8' is a str, expected an int"),
-        ({"gate": 1}, TypeError, "gate=1 is an int, expected True or False"),
-    ],
-)
-def test_shared_experts_with_a_wrong_field(fields, error, match):
-    with pytest.raises(error, match=f"^SharedExperts: {match}"):
-        SharedExperts(**fields)
-
-
 def lora_layer(where, **options):
     """Return a layer with adapters that are not zero, and its tokens."""
     axes = {"tensor": MeshAxes(tensor="data"), "fsdp": MeshAxes(batch="data", fsdp="data")}.get(where, BATCH)

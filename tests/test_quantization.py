@@ -17,7 +17,7 @@ import oracle_quantized
 import oracle_serving
 from cases import BF16, F32, assert_same_bits, reals
 from harness import make_mesh
-from jax_ep import formats
+from jax_ep import Experts, formats
 from jax_ep.quantization import dequantize, dequantize_fp8, quantize, quantize_fp8, with_layout
 from jax_ep.serving import serving_weights
 from stored_experts import dense, quantized, relaid, stand_for
@@ -411,3 +411,29 @@ MISTAKES = [(TypeError, *case) for case in WRONG_TYPES] + [(ValueError, *case) f
 def test_quantization_mistakes(error, call, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_experts_fp8_padding_with_gates(rng):
+    """Columns of zeros are added to gate and up, in either layout, and to biases."""
+    inner, hidden = 96, 128
+    w = jnp.asarray(rng.standard_normal((2, hidden, 2 * inner)), jnp.float32)
+    bias = jnp.asarray(rng.standard_normal((2, 2 * inner)), jnp.float32)
+    down = jnp.asarray(rng.standard_normal((2, inner, hidden)), jnp.float32)
+    for experts in (Experts(), Experts(interleaved=True), Experts("relu", gated=False)):
+        columns = 2 * inner if experts.gated else inner
+        make = jax.jit(partial(serving_weights, format="fp8", experts=experts))
+        found = make(w[..., :columns], down, biases=(bias[:, :columns], None))
+        values = np.asarray(dense(found.w_gate_up, dtype=jnp.float32)).mT
+        assert values.shape == (2, columns // inner * 128, hidden)
+        pick = [values, np.asarray(found.b_gate_up)[..., None]]
+        if experts.interleaved:
+            pick = [x.reshape(2, 128, 2, -1).swapaxes(1, 2) for x in pick]
+        kinds, biases = (x.reshape(2, columns // inner, 128, -1) for x in pick)
+        assert not kinds[:, :, inner:].any() and not biases[:, :, inner:].any()
+        assert kinds[:, :, :inner].any(axis=-1).all() and biases[:, :, :inner].all()
+
+
+def test_experts_custom_activation_not_padded():
+    w, down = jnp.ones((2, 128, 96)), jnp.ones((2, 96, 128))
+    with pytest.raises(ValueError, match=r"96.*128"):
+        serving_weights(w, down, "fp8", experts=Experts(jnp.tanh))

@@ -236,27 +236,6 @@ def test_sharded_moe_tensor_axis_does_not_divide(rng):
         sharded_moe(mesh, num_experts=E, axes=MeshAxes(tensor="tensor"))(x, ids, weights, w_gate_up, w_down)
 
 
-@pytest.mark.parametrize(
-    ("fields", "error", "match"),
-    [
-        ({"expert": 3}, TypeError, "expert=3 is an int"),
-        ({"expert": None}, TypeError, "expert=None is a NoneType"),
-        ({"batch": ("data", 1)}, TypeError, "batch=.* is a tuple"),
-        ({"tensor": ("tensor",)}, TypeError, "tensor=.* is a tuple, expected the name of a mesh axis"),
-        ({"fsdp": 1}, TypeError, "fsdp=1 is an int"),
-        ({"expert": ("node", "node")}, ValueError, "names an axis twice"),
-        ({"batch": "expert"}, ValueError, "name an axis twice"),
-        ({"tensor": "expert"}, ValueError, "name an axis twice"),
-        ({"expert": jax_ep.Topology("node", "local"), "batch": "node"}, ValueError, "name an axis twice"),
-        ({"fsdp": "data"}, ValueError, r"fsdp='data' is not among batch=\(\)"),
-        ({"fsdp": "expert"}, ValueError, "fsdp='expert' is not among batch"),
-    ],
-)
-def test_wrong_mesh_axes(fields, error, match):
-    with pytest.raises(error, match=f"^MeshAxes: .*{match}"):
-        MeshAxes(**fields)
-
-
 def test_init_idempotent_finalize_releases():
     mesh = harness.make_mesh((4,), ("expert",))
     jax_ep.finalize()

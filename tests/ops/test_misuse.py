@@ -264,14 +264,6 @@ def test_rows_beyond_int32(name, offending, changes):
     check(ValueError, fragments, trace, name, **changes)
 
 
-@pytest.mark.parametrize(
-    "wire_dtype", ["fp8", jnp.int8, jnp.float8_e5m2, jnp.bfloat16, 8, jnp.zeros((), jnp.float8_e4m3fn)], ids=str
-)
-def test_wire_dtype_invalid(wire_dtype):
-    with pytest.raises(TypeError, match=r"Schedule: wire_dtype=.*, expected float8_e4m3fn or None; pass"):
-        jax_ep.Schedule(wire_dtype=wire_dtype)
-
-
 IN_FLOAT32 = {"lhs": f32(L, MAX_T, H), "rhs": f32(L, H, H), "lhs_scales": None}
 IN_FP8 = {"lhs": fp8(20, H), "rhs": fp8_weights(3, H, H), "lhs_scales": f32(20, 2)}
 NO_GRADIENT = [

@@ -15,46 +15,9 @@ from jax_ep import Schedule
 from jax_ep.sharding import sharded_moe
 from mistakes import trace
 
-PROGRAMS = ("num_communicating_programs", "num_combining_programs")
-# The largest value, and how an error says what is expected.
-NUMBERS = dict.fromkeys(PROGRAMS, (1 << 16, "a number from 1 to 65536"))
-NUMBERS |= {"rows_in_flight": (10, "a number from 1 to 10")}
-NUMBERS |= {name: (most, "a power of two.*None") for name, most in (("num_warps", 16), ("tokens_per_block", 1024))}
-OTHER = Schedule(**dict.fromkeys(PROGRAMS, 3), num_warps=2, tokens_per_block=2, rows_in_flight=3)
-
-
-@pytest.mark.parametrize("field", NUMBERS)
-def test_schedule_numbers(field):
-    most, expected = NUMBERS[field]
-    for value in (1, most):
-        assert getattr(Schedule(**{field: value}), field) == value
-    for value in (-1, 0, 2 * most, most + 1, *([3] if "power" in expected else [])):
-        with pytest.raises(ValueError, match=rf"^Schedule: {field}={value}, expected {expected}"):
-            Schedule(**{field: value})
-
-
-@pytest.mark.parametrize("value", [8.0, True, "8"], ids=repr)
-@pytest.mark.parametrize("field", NUMBERS)
-def test_schedule_integer_types(field, value):
-    with pytest.raises(TypeError, match=rf"^Schedule: {field}={value!r} is a {type(value).__name__}, .* int.*None"):
-        Schedule(**{field: value})
-
-
-@pytest.mark.parametrize("value", ["reduce", "", 2])
-@pytest.mark.parametrize(("field", "known"), [("dispatch_mode", "fused"), ("combine_mode", "scatter")])
-def test_schedule_mode_names(field, known, value):
-    with pytest.raises(ValueError, match=rf"^Schedule: {field}={value!r}, expected one of .*'{known}', 'serial'.*None"):
-        Schedule(**{field: value})
-    assert Schedule(**{field: known}) != Schedule(**{field: "serial"})
-
-
-@pytest.mark.parametrize("field", ["keep_tokens", "single_launch", "reproducible"])
-def test_schedule_bool_types(field):
-    with pytest.raises(TypeError, match=rf"^Schedule: {field}='always' is a str, .*True, False, or None"):
-        Schedule(**{field: "always"})
-    assert getattr(Schedule(**{field: False}), field) is False
-
-
+OTHER = Schedule(
+    num_communicating_programs=3, num_combining_programs=3, num_warps=2, tokens_per_block=2, rows_in_flight=3
+)
 TAKES_ONE = [
     *("dispatch", "combine", "dispatch_grouped_gemm", "grouped_gemm_combine", "moe", "fused_moe"),
     *("low_latency_dispatch", "low_latency_combine", "low_latency_gemm_combine", "low_latency_moe"),

@@ -1,5 +1,6 @@
 """The implementation chosen per GPU, as in docs/features.md, and the reasons against others; with fake devices."""
 
+import logging
 import types
 
 import jax
@@ -11,9 +12,10 @@ import facts_of
 import harness
 import jax_ep
 from facts_of import LAYOUT
-from jax_ep.core.facts import LowLatencyFacts, MaskedActivationFacts, MaskedGemmFacts
+from jax_ep.core.facts import ActivationFacts, LowLatencyFacts, MaskedActivationFacts, MaskedGemmFacts
+from jax_ep.megakernels import requirements
 from jax_ep.ops import registry
-from jax_ep.types import Options, Schedule
+from jax_ep.types import Experts, Options, Schedule
 
 pytest.importorskip("triton")
 BF16, FP8 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float8_e4m3fn)
@@ -24,6 +26,7 @@ OPERATIONS = {
     "large products": facts_of.gemm(BF16, *PRODUCT),
     "small products": facts_of.gemm(BF16),
     "products in FP8": facts_of.gemm(FP8),
+    "activation": ActivationFacts(BF16, Experts(), 64, 64, 8),
     "low latency": LowLatencyFacts(BF16, 256, LAYOUT),
     "low latency in FP8": LowLatencyFacts(FP8, 256, LAYOUT),
     "masked products": MaskedGemmFacts(BF16, 256),
@@ -36,19 +39,24 @@ IN_FP8 = ("exchange in FP8", "low latency in FP8", "masked activation to FP8")
 AMPERE = WITHOUT_TMA | dict.fromkeys(IN_FP8, "xla")
 NONE = dict.fromkeys(OPERATIONS, "xla")
 USED = {"7.5": NONE, "8.0": AMPERE, "8.6": AMPERE, "8.9": WITHOUT_TMA, "9.0": HOPPER}
-USED |= {"10.0": HOPPER, "12.0": WITHOUT_TMA, "gfx942": NONE}
+USED |= {"10.0": HOPPER, "12.0": WITHOUT_TMA, "gfx942": NONE, "10.0 without Triton": NONE}
+USED |= {"9.0 without Triton": NONE | {"large products": "pallas", "small products": "pallas"}}
 
 
 @pytest.fixture
 def gpus(request, monkeypatch):
-    """Fake GPUs of that compute capability, with peer access."""
+    """Fake GPUs of that compute capability, with peer access; Triton is installed unless the name says otherwise."""
     jax_ep.finalize()
-    device = types.SimpleNamespace(platform="gpu", compute_capability=request.param, device_kind="a GPU")
+    capability, _, without = request.param.partition(" without ")
+    if without:
+        monkeypatch.setattr(requirements, "unsupported_reason", lambda *_: "not installed")
+    device = types.SimpleNamespace(platform="gpu", compute_capability=capability, device_kind="a GPU")
     monkeypatch.setattr(jax, "local_devices", lambda *_, **__: [device])
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr("jax_ep.heap.peer_access.unsupported_reason", lambda: None)
     registry._warn_once.cache_clear()
-    return request.param
+    yield request.param
+    registry._warn_once.cache_clear()
 
 
 def choose(asked, name, **options):
@@ -60,6 +68,37 @@ def choose(asked, name, **options):
 @pytest.mark.parametrize(("gpus", "used"), USED.items(), indirect=["gpus"], ids=USED)
 def test_platforms_chosen_implementation(gpus, used):
     assert {name: choose(None, name) for name in OPERATIONS} == used
+
+
+@pytest.mark.parametrize("gpus", ["9.0 without Triton"], indirect=True)
+def test_platforms_pallas_named(gpus):
+    """`xla` runs the parts next to the GEMMs of `pallas`."""
+    used = {name: choose("pallas", name) for name in ("exchange", "activation", "small products", "large products")}
+    assert used == {"exchange": "xla", "activation": "xla", "small products": "pallas", "large products": "pallas"}
+    foreign = facts_of.exchange(BF16, is_foreign=True)
+    assert registry.choose(Options("moe", (), ("pallas", "triton")), foreign).implementation == "xla"
+    only = "its GEMMs support bfloat16 and float16, not float8_e4m3fn"
+    for name, reason in {"low latency": "it has no low_latency", "products in FP8": only}.items():
+        with pytest.raises(NotImplementedError, match=rf"^moe: .*pallas: {reason}\. Leave implementation=None"):
+            choose("pallas", name)
+
+
+WARNINGS = {
+    "9.0 without Triton": "its GEMMs support bfloat16 and float16, not float8_e4m3fn",
+    "10.0 without Triton": "its kernels are for compute capability 9.0 (Hopper), these GPUs have 10.0; use `triton` or"
+    " `xla`",
+}
+
+
+@pytest.mark.parametrize(("gpus", "reason"), WARNINGS.items(), indirect=["gpus"], ids=WARNINGS)
+def test_platforms_warnings(gpus, reason, caplog):
+    """Once each; not of parts that `pallas` leaves to others everywhere."""
+    with caplog.at_level(logging.WARNING, "jax_ep"):
+        for name in (*OPERATIONS, *OPERATIONS):
+            choose(None, name)
+    missing, other = (record.getMessage() for record in caplog.records)
+    assert missing == "implementation triton is not used: not installed"
+    assert other == f"implementation pallas is not used: {reason}"
 
 
 MANY_GROUPS = {"num_rows": 1 << 14, "groups": 2000}

@@ -389,7 +389,8 @@ def capacity(function: str, value: Any, alignment: int) -> int | None:
 
 def handle(function: str, value: Any, expected: type[Handle] | type[LowLatencyHandle], axis_name: AxisName) -> Layout:
     """Check that a handle has the right kind and was made on the ranks of this axis; return its layout."""
-    instance(function, "handle", value, expected, f"the {expected.__name__} of the matching dispatch")
+    wanted = f"the {expected.__name__} of the matching dispatch"
+    instance(function, "handle", value, expected, wanted, remedy="pass the field handle of its result")
     one_rank(function, value)
     num_ranks = axis_size(axis_name, function=function)
     remedy = f"use the axis_name of the dispatch that made the handle, not {axis_name!r}"

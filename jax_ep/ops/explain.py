@@ -42,6 +42,8 @@ class Explanation:
     rows: tuple[Row, ...]
 
     def __str__(self) -> str:
+        if not self.rows:
+            return "the function calls no layer or part of jax_ep"
         seen: set[str] = set()
         lines = [_HEADER]
         for row in self.rows:

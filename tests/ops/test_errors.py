@@ -100,7 +100,7 @@ DISPATCH_CASES = [
     *value("dispatch", IN_BLOCKS | {"capacity": 40, "alignment": 8}, "handle; 40; 32"),
     *value("dispatch", IN_BLOCKS | {"alignment": 4}, "handle; 4; 8"),
     *value(DISPATCH, {"handle": "layout"}, "handle; str; dispatch", TypeError),
-    *value(COMBINE, {"handle": None}, "handle; None; dispatch", TypeError),
+    *value(COMBINE, {"handle": None}, "handle; None; dispatch; field handle", TypeError),
     *value("combine", {"handle": low_latency_handle()}, "handle; LowLatencyHandle; dispatch|combine", TypeError),
     *value("low_latency_combine", {"handle": dispatch_handle()}, "handle; LowLatencyHandle; dispatch", TypeError),
 ]

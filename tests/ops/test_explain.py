@@ -73,6 +73,10 @@ def test_explain_reasons():
     assert str(found).count("as above") > 3
 
 
+def test_explain_nothing():
+    assert str(jax_ep.explain(jnp.sin, 1.0)) == "the function calls no layer or part of jax_ep"
+
+
 def test_explain_reproducible():
     """The default for many rows says why it does not run."""
     if jax.default_backend() != "cpu":

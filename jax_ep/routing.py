@@ -468,7 +468,11 @@ class Routed(NamedTuple):
     def with_identity(self, y: Array, tokens: Array) -> Array:
         """Add the output of the identity experts."""
         weight = self.identity_weight
-        return y if weight is None else y + (weight[:, None] * tokens.astype(weight.dtype)).astype(y.dtype)
+        if weight is None:
+            return y
+        passed = jnp.any(self.chosen != self.topk_idx, axis=-1, keepdims=True)  # Others, as of padding, may be NaN.
+        tokens = jnp.where(passed, tokens, 0)
+        return y + (weight[:, None] * tokens.astype(weight.dtype)).astype(y.dtype)
 
     def metrics(self, topk_idx: Array, dropped: Array, work: dict[str, Array]) -> MoEMetrics:
         """Return the metrics of the layer."""

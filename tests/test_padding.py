@@ -70,12 +70,13 @@ def sharded_moe(mesh, batch):
     return of_ranks(None, *map(np.asarray, found))
 
 
-def flax_moe(mesh, batch):
+def flax_moe(mesh, batch, num_identity_experts=0):
     nnx = pytest.importorskip("flax.nnx")
     from jax_ep.flax import MoE
 
     sizes = {"hidden_size": H, "intermediate_size": INNER, "num_experts_per_tok": K, "dtype": jnp.float32}
-    layer = MoE(**OPTIONS, **sizes, mesh=mesh, router=jax_ep.Router(logit_bias=True), rngs=nnx.Rngs(0))
+    router = jax_ep.Router(logit_bias=True, num_identity_experts=num_identity_experts)
+    layer = MoE(**OPTIONS, **sizes, mesh=mesh, router=router, rngs=nnx.Rngs(0))
     graph, state = nnx.split(layer)
 
     @jax.jit
@@ -91,7 +92,11 @@ def flax_moe(mesh, batch):
     return of_ranks(*map(np.asarray, call(state, batch.x, batch.is_token, batch.d_out)))
 
 
-@pytest.mark.parametrize("function", [dispatched, moe, sharded_moe, flax_moe])
+def flax_identity_experts(mesh, batch):
+    return flax_moe(mesh, batch, num_identity_experts=2)
+
+
+@pytest.mark.parametrize("function", [dispatched, moe, sharded_moe, flax_moe, flax_identity_experts])
 def test_padding_changes_nothing(function, rng):
     """NaN in padding, and more of it, next to zeros: the same bits, and rows of the tokens alone."""
     mesh, seed = make_mesh((W,), ("expert",)), rng.integers(1 << 30)
@@ -105,7 +110,10 @@ def test_padding_changes_nothing(function, rng):
     assert rows is None or np.sum(more_rows) == np.sum(rows)
     for got, wanted in zip(more[:2], want[:2], strict=True):  # The result and the gradient of the tokens.
         assert not got[~long.is_token].any() and np.abs(wanted[short.is_token]).min(-1).max() > 0
-        if function is flax_moe:  # Its router is XLA's matmul, whose bits depend on the number of rows.
+        if function in (
+            flax_moe,
+            flax_identity_experts,
+        ):  # Their router is XLA's matmul, whose bits depend on the number of rows.
             np.testing.assert_allclose(got[long.is_token], wanted[short.is_token], rtol=1e-4, atol=1e-4)
         else:
             assert_same_bits(got[long.is_token], wanted[short.is_token])

@@ -11,11 +11,12 @@ import pytest
 import jax_ep
 import oracle_fp8
 from cases import BF16, F32, assert_same_bits, reals
-from fp8_layers import NAMES, SHAPE, Layer, with_gradients
+from fp8_layers import SHAPE, Layer, moe
 from harness import make_mesh, run, to_numpy
 from jax_ep.core.expert_matrices import merge_columns
 from jax_ep.quantization import dequantize, quantize
 from jax_ep.sharding import MeshAxes, sharded_moe
+from layers import NAMES, with_gradients
 from layers import Layer as PlainLayer
 
 for_training = functools.partial(quantize, format="fp8", for_training=True)
@@ -60,19 +61,13 @@ def test_fp8_weights_same_bits_as_masters(implementation, expert_mesh, rng):
     """In a mesh, with masters and gradients in float32 and tokens in bfloat16."""
     layer = Layer(rng, "duplicates", 2, dtype=BF16)
     matrices = [layer.per_rank(reals(rng, *w.shape) / 16) for w in (layer.w_gate_up, layer.w_down)]
-    plain = with_gradients(implementation=implementation)
+    plain = moe(implementation=implementation)
 
-    def quantized(x, topk_idx, topk_weights, w_gate_up, w_down, probe):
-        def layer(x, weights, up, down):
-            up, down = (quantize(w, "fp8", for_training=True) for w in (up, down))
-            options = {"num_experts": SHAPE.num_experts, "implementation": implementation, "recipe": "fp8"}
-            return jax_ep.moe(x, topk_idx, weights, up, down, **options)
-
-        y, pull = jax.vjp(layer, x, topk_weights, w_gate_up, w_down)
-        return y, *pull(probe)
+    def quantized(x, topk_idx, weights, *matrices):
+        return plain(x, topk_idx, weights, *map(for_training, matrices))
 
     args = (*layer.args[:3], *matrices, layer.probe)
-    got, want = (run(fn, expert_mesh(2), *args) for fn in (quantized, plain))
+    got, want = (run(with_gradients(fn), expert_mesh(2), *args) for fn in (quantized, plain))
     for name, g, w in zip(NAMES, got, want, strict=True):
         assert np.abs(w.astype(F32)).max() > 0
         assert_same_bits(g, w, name)

@@ -11,8 +11,9 @@ import pytest
 import jax_ep
 import oracle_fp8
 from cases import BF16, F32, Shape, reals
-from fp8_layers import NAMES, SHAPE, Layer, relative, with_gradients
+from fp8_layers import Layer, moe, relative
 from harness import compiled, make_mesh, run, to_numpy
+from layers import NAMES, with_gradients
 from routings import FEW_ROUTINGS
 
 FP8, ON_GPU = jnp.float8_e4m3fn, jax.default_backend() == "gpu"
@@ -34,7 +35,7 @@ def assert_near(got, want, limit=NEAR):
 @pytest.mark.slow_interpreted
 def test_moe_recipe_matches_oracle(implementation, num_ranks, expert_mesh, rng, subtests):
     """Results are close to the layer with the same roundings, and as far from the exact one as that layer."""
-    call = compiled(with_gradients(implementation=implementation), expert_mesh(num_ranks))
+    call = compiled(with_gradients(moe(implementation=implementation)), expert_mesh(num_ranks))
     for routing in FEW_ROUTINGS:
         with subtests.test(routing):
             layer = Layer(rng, routing, num_ranks)
@@ -52,22 +53,16 @@ def test_moe_recipe_capacity(implementation, expert_mesh, rng):
     layer = Layer(rng, "one_hot_every_slot", 2)
     want = layer.oracle(capacity=13)
     assert want.lay.dropped.sum() > 0
-    options = {"num_experts": SHAPE.num_experts, "recipe": "fp8", "implementation": implementation}
-    got = run(functools.partial(jax_ep.moe, capacity=13, **options), expert_mesh(2), *layer.args)
+    got = run(moe(capacity=13, implementation=implementation), expert_mesh(2), *layer.args)
     assert 0.01 < relative(got, want.forward()) < 0.12
 
 
 @pytest.mark.slow_interpreted
 def test_moe_recipe_fused_moe(implementation, rng):
     layer = Layer(rng, "uniform", 1)
-    call = functools.partial(jax_ep.fused_moe, recipe="fp8", implementation=implementation)
-    x, weights, up, down = (jnp.asarray(a) for a in (layer.x[0], layer.topk_weights[0], layer.w_gate_up, layer.w_down))
-
-    def fn(*arguments):
-        y, pull = jax.vjp(lambda x, *rest: call(x, layer.topk_idx[0], *rest), *arguments)
-        return y, *pull(jnp.asarray(layer.probe[0]) + 0 * y)
-
-    assert_near(to_numpy(jax.jit(fn)(x, weights, up, down)), oracle_fp8.layer(layer, layer.probe))
+    call = with_gradients(functools.partial(jax_ep.fused_moe, recipe="fp8", implementation=implementation))
+    got = to_numpy(jax.jit(call)(*(array[0] for array in layer.args), layer.probe[0]))
+    assert_near(got, oracle_fp8.layer(layer, layer.probe))
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
@@ -75,7 +70,7 @@ def test_moe_recipe_fused_moe(implementation, rng):
 @pytest.mark.slow
 def test_moe_recipe_activations(implementation, activation, gated, expert_mesh, rng):
     layer = Layer(rng, "uniform", 2, dtype=BF16, gated=gated)
-    call = with_gradients(experts=jax_ep.Experts(activation, gated=gated), implementation=implementation)
+    call = with_gradients(moe(experts=jax_ep.Experts(activation, gated=gated), implementation=implementation))
     got = run(call, expert_mesh(2), *layer.args, layer.probe)
     assert {a.dtype for i, a in enumerate(got) if i != 2} == {BF16}
     assert_near(got, oracle_fp8.layer(layer, layer.probe.astype(np.float64), activation), 0.05)
@@ -88,7 +83,7 @@ def test_moe_recipe_groups_of_several_blocks(implementation, routing, rng):
     shape = Shape(num_tokens=150, top_k=2, num_experts=3, hidden=128, intermediate=128)
     layer = Layer(rng, routing, 1, shape)
     mesh = make_mesh((1,), ("expert",))
-    call = with_gradients(num_experts=3, implementation=implementation)
+    call = with_gradients(moe(num_experts=3, implementation=implementation))
     got = run(call, mesh, *layer.args, layer.probe)
     assert_near(got, oracle_fp8.layer(layer, layer.probe))
     empty = [e for e in range(3) if not (layer.topk_idx == e).any()]
@@ -102,7 +97,7 @@ def test_moe_recipe_nan_stays_with_token(implementation, expert_mesh, rng):
     wanted = oracle_fp8.layer(layer, layer.probe)
     layer.x[1, 2, 7] = np.nan
     y, d_x, _, d_up, d_down = run(
-        with_gradients(implementation=implementation), expert_mesh(2), *layer.args, layer.probe
+        with_gradients(moe(implementation=implementation)), expert_mesh(2), *layer.args, layer.probe
     )
     for rows, want in zip((y, d_x), wanted, strict=False):
         affected = np.isnan(rows).any(-1)
@@ -120,7 +115,7 @@ def test_moe_recipe_magnitudes(implementation, factor, rng):
     """Scales follow the operands: neither large tokens nor small cotangents overflow or vanish."""
     layer = Layer(rng, "uniform", 1)
     mesh = make_mesh((1,), ("expert",))
-    call = compiled(with_gradients(implementation=implementation), mesh)
+    call = compiled(with_gradients(moe(implementation=implementation)), mesh)
     want = call(*layer.args, layer.probe)
     x, ids, weights, up, down = layer.args
     got = call(x * F32.type(factor), ids, weights, up / F32.type(factor), down, layer.probe)
@@ -140,7 +135,7 @@ def test_moe_recipe_zeros(implementation, rng):
     layer.x[..., :128] = 0
     layer.w_down[:, :, 128:] = 0
     mesh = make_mesh((1,), ("expert",))
-    call = compiled(with_gradients(implementation=implementation), mesh)
+    call = compiled(with_gradients(moe(implementation=implementation)), mesh)
     y, _, _, d_up, _ = got = call(*layer.args, layer.probe)
     assert_near(got, oracle_fp8.layer(layer, layer.probe))
     assert not y[..., 128:].any() and not d_up[:, :, :128].any()
@@ -179,7 +174,7 @@ def test_moe_recipe_over_nodes(implementation, rng):
         pytest.skip("in the interpreter, launches that do not depend on each other may wait for each other")
     layer = Layer(rng, "uniform", 4)
     topology = jax_ep.Topology(node="node", local="expert")
-    call = with_gradients(implementation=implementation, axis_name=topology)
+    call = with_gradients(moe(implementation=implementation, axis_name=topology))
     got = run(call, make_mesh((2, 2), ("node", "expert")), *layer.args, layer.probe, axes=(("node", "expert"),))
     assert_near(got, oracle_fp8.layer(layer, layer.probe), 0.05)
 
@@ -217,6 +212,6 @@ def test_moe_recipe_keeps_no_tracers(rng):
     gc.freeze()  # The check visits all objects; most belong to other tests.
     try:
         with jax.check_tracer_leaks(True):
-            jax.eval_shape(with_gradients(axis_name=()), *(a[0] for a in layer.args), layer.probe[0])
+            jax.eval_shape(with_gradients(moe(axis_name=())), *(a[0] for a in layer.args), layer.probe[0])
     finally:
         gc.unfreeze()

@@ -44,7 +44,8 @@ def with_gradients(call):
     def fn(x, topk_idx, *others):
         *others, d_out = others
         y, pull = jax.vjp(lambda x, *others: call(x, topk_idx, *others), x, *others)
-        return y, *pull(d_out)
+        # After the forward pass, like a cotangent: the interpreter does not order independent work.
+        return y, *pull(d_out + (y.reshape(-1)[:1] == 12345.678).sum().astype(d_out.dtype))
 
     return fn
 

@@ -357,6 +357,7 @@ _LANGUAGE: dict[str, Any] = {
     "load": lambda pointer, mask=None, other=0, **_: pointer.load(mask, other),
     "max": lambda x, axis: _scalar_or_tensor(x.values.max(axis)),
     "maximum": _elementwise(np.maximum),
+    "min": lambda x, axis: _scalar_or_tensor(x.values.min(axis)),
     "minimum": _elementwise(np.minimum),
     "num_programs": lambda axis: _program().count,
     "permute": lambda x, order: Tensor(x.values.transpose(order)),

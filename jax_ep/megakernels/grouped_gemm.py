@@ -315,7 +315,7 @@ def _gradient_by_gluon(
         num_rows, columns, rows, groups, group_m, part_n, is_gradient=True, home_groups=num_home
     )
     # Programs that compute few tiles get low ones of large groups, to end at about the same time.
-    num_tiles = groups * -(-rows // (3 * _WAVE)) * sizes.tiles_n
+    num_tiles = (num_home or groups) * -(-rows // (3 * _WAVE)) * sizes.tiles_n
     sizes = dataclasses.replace(sizes, low_tiles=num_tiles < _MANY_TILES * num_programs(num_tiles))
     # Rows of the operands end where the kernel chooses.
     left = Descriptor(lhs, (sizes.depth, _WAVE), bounded=True)

@@ -202,7 +202,8 @@ def weight_gradient(
       num_home: groups in the first of two arrays of the result; 0: there is one array.
 
     Returns:
-      `[G, K, N]`; zero for empty groups.
+      `[G, K, N]`; zero for empty groups. Those in the second array are spare slots without an expert: nothing reads
+      their gradients, and other implementations may leave them unwritten.
     """
     if num_home:
         whole = cast(Array, weight_gradient(lhs, rhs, group_sizes, out_dtype=out_dtype))

@@ -16,7 +16,7 @@ from test_gluon_emulator import load
 from jax_ep.core.kernel import Descriptor
 from jax_ep.interpreter import gluon
 from jax_ep.megakernels.kernels import gluon_gemm16
-from jax_ep.megakernels.kernels.gemm_structs import Activation, GluonGemm16
+from jax_ep.megakernels.kernels.gemm_structs import Activation, GluonGemm16, SplitWeights
 
 BF16 = ml_dtypes.bfloat16
 SOURCE = Path(gluon_gemm16.__file__)
@@ -47,17 +47,22 @@ def multiply(module, rng, sizes, k, n, *, programs, seed, spare=0, **changes):
 
 
 def gradient(module, rng, sizes, k, n, *, programs, seed, spare=0, **changes):
-    """Return the relative error of the weight gradient; NaN if an element is not written."""
+    """Return the relative error of the weight gradient; NaN if an element is not written, but in free spare slots."""
     groups, rows = len(sizes), sum(sizes) + spare
     lhs, rhs = (rng.standard_normal((rows, width)).astype(BF16) for width in (k, n))
     out, taken = np.full((groups, k, n), np.nan, BF16), np.zeros(1, np.int32)
     operands = described(lhs, (64, 64), bounded=True), described(rhs, (64, 256), bounded=True)
     options = dataclasses.replace(GluonGemm16(rows, n, k, groups, 4, 64, is_gradient=True), **changes)
-    arrays = np.array(sizes, np.int32), taken, described(out, (1, 64, 64)), taken
+    home = options.groups_at_home
+    parts = [described(part, (1, 64, 64)) for part in (out[:home], out[home:]) if len(part)]
+    arrays = np.array(sizes, np.int32), taken, SplitWeights(*parts) if options.home_groups else parts[0], taken
     gluon.run(module.weight_gradient16, programs, *operands, *arrays, seed=seed, S=options)
     ends = np.cumsum(sizes)
     parts = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
     want = np.stack([lhs[part].astype(np.float64).T @ rhs[part].astype(np.float64) for part in parts])
+    free = (np.array(sizes) == 0) & (np.arange(groups) >= home)
+    assert np.isnan(out[free].astype(np.float32)).all()
+    out, want = out[~free], want[~free]
     return float(np.linalg.norm(out.astype(np.float64) - want) / np.linalg.norm(want))
 
 
@@ -97,6 +102,19 @@ def activate(module, rng, sizes, k, n, *, programs, seed, spare=0, **changes):
 def test_gluon_gemm16(run, rng, sizes, k, n, programs, changes):
     seed = int(rng.integers(1 << 30))
     assert run(gluon_gemm16, rng, sizes, k, n, programs=programs, seed=seed, spare=70, **changes) < 3e-3
+
+
+@pytest.mark.parametrize("run", [multiply, gradient])
+def test_gluon_gemm16_many_empty_groups(run, rng):
+    sizes, seed = [0, 70, *[0] * 40, 130, 0], int(rng.integers(1 << 30))
+    assert run(gluon_gemm16, rng, sizes, 128, 264, programs=2, seed=seed, spare=70) < 3e-3
+
+
+@pytest.mark.parametrize("home", [1, 3])
+def test_gluon_gemm16_gradient_of_spare_slots(home, rng):
+    sizes, seed = [130, 0, 70, *[0] * 40, 65, 0], int(rng.integers(1 << 30))
+    changes = {"home_groups": home, "low_tiles": True}
+    assert gradient(gluon_gemm16, rng, sizes, 128, 264, programs=2, seed=seed, spare=70, **changes) < 3e-3
 
 
 @pytest.mark.parametrize(

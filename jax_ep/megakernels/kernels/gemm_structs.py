@@ -52,6 +52,11 @@ class GluonGemm:
     home_groups: int = 0  # of the first of two gradients; 0: there is one
 
     @property
+    def groups_at_home(self) -> int:
+        """Groups that are no spare slots."""
+        return self.home_groups or self.num_groups
+
+    @property
     def tiles_n(self) -> int:
         """Tiles that cover N."""
         return -(-self.N // self.tile_n)
@@ -80,6 +85,11 @@ class GluonGemm16:
     def tile_n(self) -> int:
         """Columns of a tile of the result."""
         return self.weights_n if self.activation is None else self.weights_n // 2
+
+    @property
+    def groups_at_home(self) -> int:
+        """Groups that are no spare slots."""
+        return self.home_groups or self.num_groups
 
     @property
     def box_n(self) -> int:

@@ -33,6 +33,7 @@ from .tiles import BOUND
 WAVE = gl.constexpr(64)  # rows of one wgmma
 HALF_N = gl.constexpr(128)  # columns of one consumer
 STEP = gl.constexpr(128)  # K of one pipeline stage, and of one scale block
+LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # a lane each of the producer warp
 LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32]))
 
 
@@ -119,13 +120,30 @@ def rows_of(group, start, sizes, S: gl.constexpr):
 
 
 @gluon.jit
+def next_group(group, sizes, ALWAYS: gl.constexpr, S: gl.constexpr):
+    """Return the group after `group` that has tiles, or S.num_groups: empty groups have none, but the first `ALWAYS`.
+
+    It looks at 32 groups at a time, since there may be many free spare slots.
+    """
+    group += 1
+    if group >= ALWAYS:
+        end = group
+        while group == end:
+            ids = end + gl.arange(0, 32, LANES)
+            end += 32
+            rows = gl.load(sizes + ids, mask=ids < S.num_groups, other=1)
+            group = gl.min(gl.where(rows > 0, ids, end), axis=0)
+    return group
+
+
+@gluon.jit
 def find_group(tile, group, first_tile, start, size, sizes, S: gl.constexpr):
     """Advance (group, first_tile, start, size) to the group of `tile`, which is above S.num_groups if there is none."""
     tiles = (size + S.tile_m - 1) // S.tile_m * S.tiles_n
     while (group <= S.num_groups) & (tile >= first_tile + tiles):
         first_tile += tiles
         start += size
-        group += 1
+        group = next_group(group, sizes, 0, S)
         size = rows_of(group, start, sizes, S)
         tiles = (size + S.tile_m - 1) // S.tile_m * S.tiles_n
     return group, first_tile, start, size

@@ -33,7 +33,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .activation import activate_halves
 from .gemm_structs import Value
-from .gluon_gemm import HALF_N, WAVE, allocate_tiles, arrive, place_in_bands, read_tile, rows_of, send_tile, wait
+from .gluon_gemm import (
+    HALF_N,
+    WAVE,
+    allocate_tiles,
+    arrive,
+    next_group,
+    place_in_bands,
+    read_tile,
+    rows_of,
+    send_tile,
+    wait,
+)
 from .tiles import BOUND
 
 MOST_WAVES = gl.constexpr(3)  # of a tile: three take 192 registers of a thread
@@ -369,13 +380,13 @@ def produce(lhs, rhs, pipeline, tiles, sizes, num_taken, S: gl.constexpr):
     while group <= LAST:
         rows = S.K if S.is_gradient else size
         # A gradient takes as long as its group has rows: that of a large group is divided into more tiles.
-        low = S.low_tiles & (size > 2 * (S.M // S.num_groups))
+        low = S.low_tiles & (size > 2 * (S.M // S.groups_at_home))
         inside = tile - first_tile
         own_tiles = row_tiles(rows, low) * S.tiles_n
         if inside >= own_tiles:
             first_tile += own_tiles
             start += size
-            group += 1
+            group = next_group(group, sizes, S.groups_at_home if S.is_gradient else 0, S)
             size = rows_of(group, start, sizes, S)
         else:
             next_tile = gl.num_programs(0) + gl.atomic_add(num_taken, 1, sem="relaxed")
@@ -457,7 +468,7 @@ def weight_gradient16(
     num_taken_after,  # `num_taken`
     S: gl.constexpr,
 ):
-    """Compute `out[g] = lhs[rows of g].T @ rhs[rows of g]`, zero for empty groups."""
+    """Compute `out[g] = lhs[rows of g].T @ rhs[rows of g]`, zero for empty groups that are at home."""
     result = out if S.home_groups == 0 else out.home
     A: gl.constexpr = [MOST_WAVES * S.stages, 1, 1, S.depth, WAVE]
     B: gl.constexpr = [S.stages, 1, 1, S.depth, S.tile_n]

@@ -24,6 +24,7 @@ from .gluon_gemm import (
     allocate,
     arrive,
     issue,
+    next_group,
     place,
     read_tile,
     send_tile,
@@ -141,29 +142,32 @@ def produce(lhs, rhs, lhs_scales, rhs_scales, pipeline, scales, tiles, sizes, nu
     count = 0
     number = 0
     group = 0
+    first_tile = 0
     start = 0
     blocks = blocks_of(group, start, sizes, S)
     tile = gl.program_id(0)
-    while tile < S.num_groups * tiles_of_group:
-        while group < tile // tiles_of_group:
+    while group < S.num_groups:
+        if tile >= first_tile + tiles_of_group:
+            first_tile += tiles_of_group
             start += blocks
-            group += 1
+            group = next_group(group, sizes, S.groups_at_home, S)
             blocks = blocks_of(group, start, sizes, S)
-        next_tile = gl.num_programs(0) + gl.atomic_add(num_taken, 1, sem="relaxed")
-        row, column = place(tile - group * tiles_of_group, S.M, S)
-        send_tile(row, column, blocks, group, number, tiles)
-        for block in range(start, start + blocks):
-            slot = count % S.stages
-            full = pipeline.full.index(slot)
-            wait(pipeline.empty.index(slot), ((count // S.stages) & 1) ^ 1)
-            mbarrier.expect(full, (S.tile_m + S.tile_n) * (STEP + 4))
-            tma.async_load(lhs, [row, block * STEP], full, pipeline.a.index(slot))
-            tma.async_load(rhs, [column, block * STEP], full, pipeline.b.index(slot))
-            tma.async_load(lhs_scales, [block, row], full, scales.a.index(slot))
-            tma.async_load(rhs_scales, [block, column], full, scales.b.index(slot))
-            count += 1
-        number += 1
-        tile = next_tile
+        else:
+            next_tile = gl.num_programs(0) + gl.atomic_add(num_taken, 1, sem="relaxed")
+            row, column = place(tile - first_tile, S.M, S)
+            send_tile(row, column, blocks, group, number, tiles)
+            for block in range(start, start + blocks):
+                slot = count % S.stages
+                full = pipeline.full.index(slot)
+                wait(pipeline.empty.index(slot), ((count // S.stages) & 1) ^ 1)
+                mbarrier.expect(full, (S.tile_m + S.tile_n) * (STEP + 4))
+                tma.async_load(lhs, [row, block * STEP], full, pipeline.a.index(slot))
+                tma.async_load(rhs, [column, block * STEP], full, pipeline.b.index(slot))
+                tma.async_load(lhs_scales, [block, row], full, scales.a.index(slot))
+                tma.async_load(rhs_scales, [block, column], full, scales.b.index(slot))
+                count += 1
+            number += 1
+            tile = next_tile
     send_tile(0, 0, 0, -1, number, tiles)
 
 
@@ -179,7 +183,7 @@ def weight_gradient_fp8(
     num_taken_after,  # `num_taken`
     S: gl.constexpr,
 ):
-    """Compute `out[g] = lhs[:, places of g] @ rhs[:, places of g].T`, zero for empty groups."""
+    """Compute `out[g] = lhs[:, places of g] @ rhs[:, places of g].T`, zero for empty groups that are at home."""
     pipeline, tiles = allocate(lhs, rhs, S)
     scales = Scales(
         gl.allocate_shared_memory(gl.float32, [S.stages, 1, S.tile_m], lhs_scales.layout),

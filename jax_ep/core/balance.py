@@ -35,7 +35,8 @@ class Balance:
     Attributes:
       rows: rows per rank and pass, as a multiple of T * K, the mean; at least 1. Smaller values move more rows.
       spare_experts: copies that a rank can hold at a time. They bound the memory for copied weights. With E / W or
-        more a single pass always suffices; None: 2, or E / W in `dispatch`, which has one pass.
+        more a single pass always suffices; None: E / W in `dispatch`, which has one pass, and where copies travel by
+        peer memory and take at most 2 GiB of it with all that their gradients need; else 2.
 
     Raises:
       ValueError: a number out of its range.
@@ -60,7 +61,7 @@ class Balance:
                 " mean."
             )
         if self.spare_experts is not None:
-            remedy = "leave it out for 2"
+            remedy = "leave it out for the default"
             check.integer("Balance", "spare_experts", self.spare_experts, most=1024, remedy=remedy)
 
     def rows_per_rank(self, num_assignments: int) -> int:

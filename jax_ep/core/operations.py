@@ -60,7 +60,9 @@ class BalancePlan(Protocol):
 class ExpertCopies(Protocol):
     """Copies of experts on other ranks, for balanced layers."""
 
-    def fetch_copies(self, axis: tuple[str, ...], copies: Array, w: Array, order: Array, /) -> tuple[Array, Array]: ...
+    def fetch_copies(
+        self, axis: tuple[str, ...], copies: Array, w: Array, order: Array, /, *, zeroed: bool
+    ) -> tuple[Array, Array]: ...
 
     def add_gradients(
         self, axis: tuple[str, ...], copies: Array, home: Array, spare: Array, order: Array, /

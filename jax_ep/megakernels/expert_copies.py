@@ -21,12 +21,12 @@ _ADD = Kernel(kernels.add_gradients, ffi.Operation.DISPATCH)
 _BLOCK_BYTES = 16 * 1024
 
 
-def fetch_copies(axis: Axis, copies: Array, w: Array, order: Array) -> tuple[Array, Array]:
+def fetch_copies(axis: Axis, copies: Array, w: Array, order: Array, *, zeroed: bool) -> tuple[Array, Array]:
     """Fetch copies by peer memory, as `fetch_copies` of xla/expert_copies.py does by rounds."""
     rows, spare = _rows(w), copies.shape[1]
     if not rows.size * spare:
         return jnp.zeros_like(w, shape=(spare, *w.shape[1:])), order
-    sizes, config = copy_sizes(copies.shape, rows, places=spare)
+    sizes, config = copy_sizes(copies.shape, rows, places=spare, zeroed=zeroed)
     _reserve(_FETCH, spare, rows)
     operands, group = (rows, known_after(copies, order)), group_on(axis, varying_axes(rows))
     out = jax.ShapeDtypeStruct((spare, rows.shape[1]), w.dtype)
@@ -48,7 +48,7 @@ def add_gradients(axis: Axis, copies: Array, home: Array, spare: Array, order: A
     return _experts(total, home), order
 
 
-def copy_sizes(slots: tuple[int, ...], rows: Array, places: int) -> tuple[CopySizes, Config]:
+def copy_sizes(slots: tuple[int, ...], rows: Array, places: int, *, zeroed: bool = False) -> tuple[CopySizes, Config]:
     """Return sizes and config of a launch for `slots` = (W, S), and experts `rows [L, .]`; a rank receives `places`."""
     elements, block = rows.shape[1], _BLOCK_BYTES // rows.dtype.itemsize
     while -(-elements // block) * places > MAX_BLOCKS:
@@ -62,6 +62,7 @@ def copy_sizes(slots: tuple[int, ...], rows: Array, places: int) -> tuple[CopySi
         num_blocks=-(-elements // block),
         padded_slots=max(32, power_of_two(num_ranks * spare)),
         padded_experts=max(32, power_of_two(rows.shape[0])),
+        zeroed=zeroed,
     )
     return sizes, Config(num_programs(num_ranks * spare * sizes.num_blocks, 2), num_warps=8)
 

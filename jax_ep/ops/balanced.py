@@ -83,7 +83,7 @@ class Passes:
     @property
     def is_one_pass(self) -> bool:
         """Whether one pass is enough for any routing."""
-        return self.spare >= self.num_local
+        return self.num_ranks == 1 or self.spare >= self.num_local
 
 
 def check_balance(
@@ -132,20 +132,19 @@ def run(
       sum_dtype: dtype of each pass and of the result.
     """
     axis, num_ranks = options.axis, lax.axis_size(options.axis)
-    num_local = num_experts // num_ranks
-    wanted = min(2, num_local) if balance.spare_experts is None else balance.spare_experts
-    rows, spare = balance.rows_per_rank(topk_idx.size), min(wanted, num_experts - num_local)
+    rows = balance.rows_per_rank(topk_idx.size)
     num_tokens, top_k = topk_idx.shape
     layout = Layout(num_ranks, num_experts, num_tokens, top_k, rows, axis=spread_axes(axis))
-    plan = plans.balanced(options, ExchangeFacts(x.dtype, x.shape[1], layout), spare, jax.tree.leaves(weights))
-    facts = num_experts, num_ranks, rows, spare, axis, sum_dtype, plan.part.implementation
+    exchange, wanted = ExchangeFacts(x.dtype, x.shape[1], layout), balance.spare_experts
+    plan = plans.balanced(options, exchange, wanted, jax.tree.leaves(weights))
+    facts = num_experts, num_ranks, rows, plan.spare, axis, sum_dtype, plan.part.implementation
     passes = Passes(*facts, plan.splits, bool(options.schedule.reproducible), layer)
     topk_idx = _only_experts(topk_idx, num_experts)
     x, topk_weights, weights, topk_idx = vary_alike((x, topk_weights, weights, topk_idx), over=axis)
     counts = _count(passes, topk_idx)
     y, work = _all_passes(passes, (topk_idx, counts), x, topk_weights, weights)
     if (found := _recorded.get()) is not None:
-        before = counts.reshape(num_ranks, num_ranks, num_local)[:, rank_on(axis)].sum(dtype=jnp.int32)
+        before = counts.reshape(num_ranks, num_ranks, -1)[:, rank_on(axis)].sum(dtype=jnp.int32)
         found.append(dict(zip(WORK, (before, *work), strict=True)))
     return y
 
@@ -159,11 +158,10 @@ def place(balance: Balance, options: Options, facts: ExchangeFacts, topk_idx: Ar
       facts: of the dispatch without balance.
       topk_idx: `[T, K]` int32; ids outside of `[0, E)` are no expert.
     """
-    layout, axis = facts.layout, options.axis
-    num_experts, num_local = layout.num_experts, layout.num_local_experts
-    rows, wanted = balance.rows_per_rank(topk_idx.size), balance.spare_experts or num_local
+    layout, axis, num_experts = facts.layout, options.axis, facts.layout.num_experts
+    rows, wanted = balance.rows_per_rank(topk_idx.size), balance.spare_experts or layout.num_local_experts
     facts = dataclasses.replace(facts, layout=dataclasses.replace(layout, capacity=rows))
-    plan = plans.balanced(options, facts, min(wanted, num_experts - num_local), ())
+    plan = plans.balanced(options, facts, wanted, ())
     passes = Passes(num_experts, layout.num_ranks, rows, plan.spare, axis, facts.dtype, plan.part.implementation)
     topk_idx = vary_alike(_only_experts(topk_idx, num_experts), over=axis)
     return passes, *_next_pass(passes, (topk_idx, _count(passes, topk_idx)))
@@ -232,10 +230,11 @@ def _next_pass(passes: Passes, state: State) -> tuple[Place, State]:
     """Plan the next pass; return also what it leaves."""
     planner, rank = registry.BALANCE_PLAN.by(passes.implementation), rank_on(passes.axis)
     plan = planner.plan_pass(state[1], passes.rows, passes.spare)
-    (topk_idx, counts), plan = _first_tokens(passes, state, plan) if passes.whole_tokens else (state, plan)
+    halves = passes.whole_tokens and not passes.is_one_pass
+    (topk_idx, counts), plan = _first_tokens(passes, state, plan) if halves else (state, plan)
     slots, left = planner.place_assignments(topk_idx, counts, plan, rank)
     left_counts = plan.left
-    if passes.whole_tokens:
+    if halves:
         left, left_counts = jnp.where(topk_idx >= 0, -1, state[0]), state[1] - counts
     return (slots, plan.copies, _work(plan, rank)), (left, left_counts)
 
@@ -388,7 +387,7 @@ def _with_copies(
     found = []
     for w, form in zip(weights, forms, strict=True):
         if form.is_read:
-            spare, slots = _transfers(passes).fetch_copies(passes.axis, copies, w, slots)
+            spare, slots = _transfers(passes).fetch_copies(passes.axis, copies, w, slots, zeroed=not form.splits)
         else:
             spare = jnp.zeros_like(w, shape=(copies.shape[1], *w.shape[1:]))
         both = SplitWeights(w, spare)

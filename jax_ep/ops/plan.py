@@ -299,6 +299,9 @@ def layer(
     return LayerPlan(first, second, between, activated)
 
 
+_MOST_SPARE_BYTES = 2 << 30
+
+
 @dataclasses.dataclass(frozen=True)
 class BalancedPlan:
     """A balanced call."""
@@ -313,11 +316,22 @@ class BalancedPlan:
 
 
 @resolution
-def balanced(options: Options, facts: ExchangeFacts, spare: int, weights: Sequence[Array]) -> BalancedPlan:
-    """Resolve a balanced call whose passes are exchanges of these facts, for experts with weights `[L, ...]`."""
+def balanced(options: Options, facts: ExchangeFacts, wanted: int | None, weights: Sequence[Array]) -> BalancedPlan:
+    """Resolve a balanced call whose passes are exchanges of these facts, for experts with weights `[L, ...]`.
+
+    `wanted` are the spare slots per rank; None: L, with which one pass is enough for any routing, where copies travel
+    by peer memory and take at most 2 GiB, else 2.
+    """
     found = registry.choose(options, facts)
     name = "triton" if found.implementation == "triton" else "xla"
-    num_bytes = spare * sum(math.prod(w.shape[1:]) * w.dtype.itemsize for w in weights)
+    sizes = [math.prod(w.shape[1:]) * w.dtype.itemsize for w in weights]
+    layout, num_local = facts.layout, facts.layout.num_local_experts
+    if wanted is None:
+        # Copies and their gradients, and the heap that the gradients of one array return through.
+        most = num_local * 2 * sum(sizes) + layout.num_experts * max(sizes, default=0)
+        wanted = num_local if name == "triton" and most <= _MOST_SPARE_BYTES else min(2, num_local)
+    spare = min(wanted, layout.num_experts - num_local)
+    num_bytes = spare * sum(sizes)
     wide = all(w.dtype in TOKEN_DTYPES for w in weights)
     joined = "" if wide else "weights in 8 bits and their copies are copied into one array"
     part = Part("balance_plan", name, reason="; ".join(filter(None, (found.reason, joined))))

@@ -11,8 +11,10 @@ from jax_ep.core.mesh_axes import Axis, known_after, permute, rank_on
 from jax_ep.types import Array
 
 
-def fetch_copies(axis: Axis, copies: Array, w: Array, order: Array) -> tuple[Array, Array]:
-    """Return the weights `[S, ...]` of the experts that `copies [W, S]` says, zero in free slots, from `w [L, ...]`.
+def fetch_copies(axis: Axis, copies: Array, w: Array, order: Array, *, zeroed: bool) -> tuple[Array, Array]:
+    """Return the weights `[S, ...]` of the experts that `copies [W, S]` says, from `w [L, ...]`.
+
+    Free slots are zero, here always, elsewhere if `zeroed`.
 
     Also return `order`, any array, with the same elements: what computes it comes before the transfer, and what uses
     the returned one after it, so that all ranks transfer in one order.

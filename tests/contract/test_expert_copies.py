@@ -44,7 +44,7 @@ def test_expert_copies(implementation, dtype, shape, expert_mesh, rng, subtests)
     copy = registry.EXPERT_COPIES.by(implementation)
 
     def fn(copies, w, gradient):
-        fetched, order = copy.fetch_copies(("expert",), copies, w, copies[0])
+        fetched, order = copy.fetch_copies(("expert",), copies, w, copies[0], zeroed=True)
         return fetched, *copy.add_gradients(("expert",), copies, gradient[:LOCAL], gradient[LOCAL:], order)
 
     for number in range(3):

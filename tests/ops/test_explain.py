@@ -132,6 +132,18 @@ def test_explain_balance(two_ranks):
     assert rows[0][:3] == ("balance: passes and copies of experts", "xla", details)
 
 
+@pytest.mark.parametrize(("chosen", "inner", "copies"), [("triton", 13056, 4), ("triton", 13184, 2), ("xla", 128, 2)])
+def test_explain_balance_default_copies(chosen, inner, copies, two_ranks):
+    """A slot for each of the four experts at home, if copies travel by peer memory and take at most 2 GiB."""
+    if chosen == "triton":
+        pytest.importorskip("triton")
+    sizes = (1024, 2048), (1024, 1), (1024, 1), (4, 2048, 2 * inner), (4, inner, 2048)
+    arrays = [jax.ShapeDtypeStruct((2, *size), jnp.int32 if i == 1 else BF16) for i, size in enumerate(sizes)]
+    options = {"num_experts": 8, "implementation": chosen, "balance": jax_ep.Balance()}
+    rows = jax_ep.explain(harness.per_rank(partial(jax_ep.moe, **options), two_ranks), *arrays).rows
+    assert rows[0].mode.endswith(f"rows and {copies} copies per rank")
+
+
 CALLS = {
     "moe": (layer(), 1),
     "moe in FP8": (layer(recipe="fp8"), 1),

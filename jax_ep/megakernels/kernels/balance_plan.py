@@ -21,14 +21,15 @@ def value_at(values, lanes, index):
 
 @triton.jit
 def make_moves(home, loads, copies_ptr, moved_ptr, S: tl.constexpr):
-    """Store the copies and the rows that they take; return the rows of each expert that stay at home."""
+    """Store copies and their rows; return the rows of each expert that stay at home, and the free slots of ranks."""
     experts = tl.arange(0, S.padded_experts)
     ranks = tl.arange(0, S.padded_ranks)
     owner = experts // S.num_local_experts
     chunk: tl.constexpr = S.rows // S.num_local_experts + 1
     free = tl.where(ranks < S.num_ranks, S.spare, 0)
     mean = tl.sum(loads, axis=0) // S.num_ranks
-    for _ in range(S.num_ranks * S.spare):
+    num_moves, count = 0, 1
+    while (count > 0) & (num_moves < S.num_ranks * S.spare):
         room = tl.where(ranks < S.num_ranks, tl.maximum(S.rows - loads, 0), 0)
         excess = tl.maximum(loads - S.rows, 0)
         usable = tl.where(free > 0, room, 0)
@@ -55,7 +56,8 @@ def make_moves(home, loads, copies_ptr, moved_ptr, S: tl.constexpr):
             free -= is_receiver
         home -= tl.where(experts == expert, count, 0)
         loads += count * direction
-    return home
+        num_moves += 1
+    return home, free
 
 
 @triton.jit
@@ -79,14 +81,14 @@ def plan_pass(counts_ptr, copies_ptr, moved_ptr, own_ptr, ends_ptr, starts_ptr, 
     tl.store(copies_ptr + slots, tl.zeros((S.padded_slots,), tl.int32) - 1, mask=slots < S.num_ranks * S.spare)
     tl.store(moved_ptr + slots, tl.zeros((S.padded_slots,), tl.int32), mask=slots < S.num_ranks * S.spare)
     tl.debug_barrier()
-    home = make_moves(home, loads, copies_ptr, moved_ptr, S)
+    home, free = make_moves(home, loads, copies_ptr, moved_ptr, S)
     tl.debug_barrier()
     # Divide the rows of each expert among the ranks that hold it.
     starts = tl.zeros((S.padded_experts,), tl.int32)
     ends = tl.zeros((S.padded_experts,), tl.int32)
     for rank in range(S.num_ranks):
         share = tl.where(owner == rank, home, 0)
-        for slot in range(S.spare):
+        for slot in range(S.spare - value_at(free, ranks, rank)):
             copied = tl.load(copies_ptr + rank * S.spare + slot)
             share += tl.where(experts == copied, tl.load(moved_ptr + rank * S.spare + slot), 0)
         # A rank that is still overloaded computes its first rows, by expert.

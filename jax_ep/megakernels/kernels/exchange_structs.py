@@ -113,6 +113,7 @@ class CopySizes:
     num_blocks: int  # per expert
     padded_slots: int  # power of two >= num_ranks * spare
     padded_experts: int  # power of two >= num_local_experts
+    zeroed: bool  # free slots become zero
 
 
 @dataclasses.dataclass(frozen=True)

@@ -83,7 +83,7 @@ def send(launch, x_ptr, leaves, experts, targets, places, not_failed, task, S: t
 def fetch_copies(w_ptr, copies_ptr, peers, out_ptr, S: tl.constexpr, HEAP: tl.constexpr):
     """Fetch the experts that `copies [num_ranks, spare]` lists for this rank: `out [spare, num_elements]`.
 
-    `w [num_local_experts, num_elements]` are those of this rank. Free slots become zero.
+    `w [num_local_experts, num_elements]` are those of this rank. Free slots become zero if `S.zeroed`.
     """
     launch, not_failed = protocol.open_launch(peers, HEAP)
     NUM_BLOCKS: tl.constexpr = S.num_blocks
@@ -92,9 +92,12 @@ def fetch_copies(w_ptr, copies_ptr, peers, out_ptr, S: tl.constexpr, HEAP: tl.co
     slots, experts, homes = load_copies(copies_ptr, (launch.rank + 1) * S.spare, S, HEAP)
     leaves = homes == launch.rank
     num_stores = tl.sum(leaves.to(tl.int32), axis=0) * NUM_BLOCKS
+    # Used slots come first.
+    comes = (slots // S.spare == launch.rank) & (experts >= 0)
+    num_places = S.spare if S.zeroed else tl.sum(comes.to(tl.int32), axis=0)
     task = protocol.next_task(launch)
     held, targets, places = experts % S.num_local_experts, slots // S.spare, slots % S.spare
-    while task < 1 + num_stores + S.spare * NUM_BLOCKS:
+    while task < 1 + num_stores + num_places * NUM_BLOCKS:
         if task <= num_stores:
             not_failed = send(launch, w_ptr, leaves, held, targets, places, not_failed, task, S, HEAP)
         else:

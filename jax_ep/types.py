@@ -12,7 +12,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.export
@@ -152,7 +152,8 @@ SCHEDULE_VALUES: Mapping[str, Values] = {
     "reproducible": FLAG,
 }
 """Values of the fields of `Schedule`, besides `wire_dtype` and None."""
-ACTIVATIONS = ("silu", "gelu", "gelu_exact", "relu", "relu_squared")
+Activation = Literal["silu", "gelu", "gelu_exact", "relu", "relu_squared"]
+ACTIVATIONS = get_args(Activation)
 
 
 def _checked_wire(value: Any) -> np.dtype | None:
@@ -265,13 +266,13 @@ class Experts:
     Source: gated linear units (arXiv:2002.05202); limits and offset as in gpt-oss (arXiv:2508.10925).
     """
 
-    activation: str | Callable[[Array], Array] = "silu"
+    activation: Activation | Callable[[Array], Array] = "silu"
     gated: bool = True
     interleaved: bool = False
     alpha: float = 1.0
     clamp: float | None = None
     up_offset: float = 0.0
-    weight_on: str = "output"
+    weight_on: Literal["output", "input"] = "output"
 
     def __post_init__(self) -> None:
         expected = f"expected one of {ACTIVATIONS}, or a JAX function of the hidden rows."

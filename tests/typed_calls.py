@@ -26,6 +26,12 @@ def other_dispatches(x: jax.Array, idx: jax.Array, weights: jax.Array | None) ->
     assert_type(jax_ep.dispatch(x, idx, num_experts=8, axis_name=nodes).handle, HierarchicalHandle)
 
 
+def names_of_configurations() -> None:
+    jax_ep.Experts("relu_squared", gated=False, weight_on="input")
+    jax_ep.Experts("relu2")  # type: ignore[arg-type]
+    jax_ep.Router("sigmod")  # type: ignore[arg-type]
+
+
 def modules_on_demand(x: jax.Array) -> None:
     assert_type(jax_ep.flax.MoE(4, 4, 4, 2, rngs=nnx.Rngs(0)), MoE)
     jax_ep.checkpoints.Checkpoint("folder").close()

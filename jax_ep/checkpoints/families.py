@@ -14,10 +14,10 @@ from jax_ep.checkpoints.shards import Region, whole
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.json_files import BOOLEAN, OBJECT, TEXT, Schema, integer, integers, mapping, number, optional, record
 from jax_ep.core.router import Router, SharedExperts
-from jax_ep.types import Experts
+from jax_ep.types import Activation, Experts
 from jax_ep.values import shown
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu_exact",

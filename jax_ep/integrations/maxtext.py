@@ -19,7 +19,7 @@ from jax_ep.core import check
 from jax_ep.core.mesh_axes import axis_tuple, vary_alike
 from jax_ep.ops import registry
 from jax_ep.ops.moe import moe
-from jax_ep.types import Array, Experts, Schedule
+from jax_ep.types import Activation, Array, Experts, Schedule
 
 _USE = "jax_ep.integrations.maxtext.use"
 _ARGUMENTS = (
@@ -41,7 +41,7 @@ _UNSUPPORTED = {
     "defer_small_all_reduces": "set it to false",
 }
 # Activations of jax.nn that `Experts` has under these names.
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu"}
+_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu"}
 
 
 def use(

@@ -43,7 +43,7 @@ def compare(implementation, mesh, topk_idx, experts, spare):
 
 
 @pytest.mark.parametrize("kind", ["uniform", "zipf", "one_rank", "one_expert"])
-@pytest.mark.parametrize(("experts", "spare"), [(8, 1), (24, 3)])
+@pytest.mark.parametrize(("experts", "spare"), [(8, 1), (24, 3), (24, 12)])
 @pytest.mark.slow(unless={"kind": ["zipf"]})
 def test_balance_plan_kernels(implementation, kind, experts, spare, expert_mesh, rng):
     num_ranks, tokens, top_k = 2, 301, 2

@@ -299,7 +299,7 @@ def layer(
     return LayerPlan(first, second, between, activated)
 
 
-_MOST_SPARE_BYTES = 2 << 30
+_MOST_SLOTS, _MOST_SPARE_BYTES = 128, 2 << 30  # of a rank, if it gets a spare slot for each expert at home
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,7 +320,7 @@ def balanced(options: Options, facts: ExchangeFacts, wanted: int | None, weights
     """Resolve a balanced call whose passes are exchanges of these facts, for experts with weights `[L, ...]`.
 
     `wanted` are the spare slots per rank; None: L, with which one pass is enough for any routing, where copies travel
-    by peer memory and take at most 2 GiB, else 2.
+    by peer memory, take at most 2 GiB, and are at most 128; else 2.
     """
     found = registry.choose(options, facts)
     name = "triton" if found.implementation == "triton" else "xla"
@@ -329,7 +329,8 @@ def balanced(options: Options, facts: ExchangeFacts, wanted: int | None, weights
     if wanted is None:
         # Copies and their gradients, and the heap that the gradients of one array return through.
         most = num_local * 2 * sum(sizes) + layout.num_experts * max(sizes, default=0)
-        wanted = num_local if name == "triton" and most <= _MOST_SPARE_BYTES else min(2, num_local)
+        is_little = num_local <= _MOST_SLOTS and most <= _MOST_SPARE_BYTES
+        wanted = num_local if name == "triton" and is_little else min(2, num_local)
     spare = min(wanted, layout.num_experts - num_local)
     num_bytes = spare * sum(sizes)
     wide = all(w.dtype in TOKEN_DTYPES for w in weights)

@@ -500,6 +500,15 @@ def test_flax_inside_shard_map_over_another_axis(kind):
         assert jax.eval_shape(layer, state, x).shape == x.shape
 
 
+def test_flax_stacked_layers_partition_spec():
+    """As docs/flax.md says: without the metadata, a checkpoint would be restored with experts' axes on layers."""
+    with jax.set_mesh(jax.make_mesh((2, 4), ("data", "expert"))):
+        stack = nnx.vmap(lambda rngs: MoE(**SIZES, rngs=rngs), in_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
+        layers = stack(nnx.Rngs(0).split(3))
+    spec = nnx.get_partition_spec(nnx.state(layers))["w_down"].get_value()
+    assert spec == P(None, "expert") and layers.w_down[...].sharding.spec == P(None, "expert", None, None)
+
+
 def _routing_of(**changes):
     ids = jnp.zeros((6, K), jnp.int32)
     fields = {"topk_idx": ids, "topk_weights": jnp.ones((6, K)), "scores": jnp.ones((6, E))} | changes

@@ -161,7 +161,7 @@ def quantize(
     (arXiv:2211.10438, section 4).
     """
     w = check.floating("quantize", "w", w, "[..., K, N]")
-    check.flag("quantize", "for_training", for_training)
+    for_training = check.flag("quantize", "for_training", for_training)
     options = {"block_size": block_size, "activations": activations, "smooth": smooth}
     given = [name for name, value in options.items() if value is not None]
     if (given and (format is None or for_training)) or (for_training and format != "fp8"):

@@ -437,3 +437,32 @@ def test_experts_custom_activation_not_padded():
     w, down = jnp.ones((2, 128, 96)), jnp.ones((2, 96, 128))
     with pytest.raises(ValueError, match=r"96.*128"):
         serving_weights(w, down, "fp8", experts=Experts(jnp.tanh))
+
+
+@pytest.mark.parametrize("part", ["values", "scales"])
+def test_quantized_weights_parts_that_are_no_jax_arrays(part):
+    """Errors name the part, not JAX's conversion."""
+    w = quantize(jnp.ones((2, 128, 8)), "int8")
+    stored = np.asarray(getattr(w, part))
+    expected = "not an array; pass", "datetime64.*cast it", "object, expected numbers", "expected numbers"
+    for array, words in zip(
+        (np.ma.array(stored), *map(stored.astype, ("M8[s]", "O", np.longdouble))), expected, strict=True
+    ):
+        wrong = dataclasses.replace(w, **{part: array})
+        with pytest.raises(TypeError, match=rf"^dequantize: w\.{part} .*{words}"):
+            dequantize(wrong, jnp.float32)
+        with pytest.raises(TypeError, match=rf"^grouped_gemm: rhs\.{part} .*{words}"):
+            jax_ep.grouped_gemm(jnp.ones((3, 128)), wrong, jnp.array([1, 2]))
+
+
+def test_quantized_weights_values_kn_without_a_master():
+    wrong = dataclasses.replace(quantize(jnp.ones((2, 128, 8)), "int8"), values_kn={"a": 1})
+    with pytest.raises(TypeError, match=r"^grouped_gemm: rhs.values_kn is a dict, not an array; make it with"):
+        jax_ep.grouped_gemm(jnp.ones((3, 128)), wrong, jnp.array([1, 2]))
+
+
+def test_quantize_for_training_of_a_numpy_flag():
+    w = jnp.ones((2, 128, 128))
+    assert quantize(w, "fp8", for_training=np.True_).master is w
+    with pytest.raises(ValueError, match=r"^quantize: .*for_training=True"):
+        quantize(w, "int8", for_training=np.True_)

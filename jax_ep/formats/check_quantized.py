@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
 from typing import Any, cast
 
 import jax
@@ -78,13 +79,16 @@ def weights(
 ) -> QuantizedWeights:
     """Check that the parts of `QuantizedWeights` fit together: one layer's of `rank` axes, or any if None."""
     parts = ("values", *(("scales",) if value.format is not None else ()))
-    parts += () if value.master is None else ("master", "values_kn")
+    parts += () if value.master is None else ("master",)
+    parts += () if value.master is None and value.values_kn is None else ("values_kn",)
     for part in parts:
         array = getattr(value, part)
         for leaf in jax.tree.leaves(array, is_leaf=lambda x: x is None) if part == "scales" else [array]:
             if not isinstance(leaf, jax.Array | np.ndarray):
                 raise TypeError(f"{function}: {name}.{part} is {type_name(leaf)}, not an array; {_REMEDY}.")
-    value = dataclasses.replace(value, **{part: jax.tree.map(jnp.asarray, getattr(value, part)) for part in parts})
+    for part in parts:
+        converted = jax.tree.map(partial(check.array, function, f"{name}.{part}", shape="[...]"), getattr(value, part))
+        value = dataclasses.replace(value, **{part: converted})
     shape = value.values.shape if value.values.ndim < 2 else value.shape
     if min(value.values.ndim, len(shape)) < 2 or len(shape) != (rank or len(shape)):
         expected = f"[{'...' if rank is None else groups or 'E'}, K, {'2, N' if rank == 4 else 'N'}]"

@@ -281,10 +281,7 @@ class MoE(nnx.Module):
         if mesh is None and jax.device_count() > 1:
             warn_of_no_mesh()
         tokens, weights = x.astype(self.dtype), self._served() if weights is None else weights
-        if mesh is None:
-            y, metrics = self._on_one_device(tokens, token_mask, topk_idx, weights)
-        else:
-            y, metrics = self._on_mesh(tokens, token_mask, topk_idx, mesh, weights)
+        y, metrics = self._through_experts(tokens, token_mask, topk_idx, mesh, weights)
         if self.shared_gate_up is not None and self.shared_down is not None:
             y = y + self._shared(tokens, self.shared_gate_up[...], self.shared_down[...]).astype(y.dtype)
         return y.astype(self.preferred_element_type or x.dtype), metrics
@@ -479,66 +476,38 @@ class MoE(nnx.Module):
             "implementation": self.implementation,
         }
 
-    def _on_one_device(
-        self, x: Array, token_mask: Array | None, topk_idx: Array | None, weights: ExpertWeights | None
-    ) -> tuple[Array, MoEMetrics]:
-        tokens = x.reshape(-1, self.hidden_size)
-        mask = None if token_mask is None else token_mask.reshape(-1)
-        how: dict[str, Any] = {"options": self.router_options, "top_k": self.num_experts_per_tok}
-        ids = None if topk_idx is None else topk_idx.reshape(-1, self.num_experts_per_tok)
-        routed = route(tokens, mask, ids, self._router(tokens), axes=(), **how)
-        if weights is not None and self._decodes(weights) and tokens.shape[0] <= LOW_LATENCY_TOKENS:
-            y = serve(tokens, routed.topk_idx, routed.topk_weights, weights, **self._low_latency(()))
-        else:
-            made_of = self._weights(weights)
-            w_gate_up, w_down, b_gate_up, b_down = made_of
-            if self.w_gate_up is not None and self.axes.tensor is not None:
-                w_gate_up, b_gate_up = merge_columns(w_gate_up), None if b_gate_up is None else merge_columns(b_gate_up)
-            y = fused_moe(
-                tokens,
-                routed.topk_idx,
-                routed.topk_weights,
-                w_gate_up,
-                w_down,
-                biases=(b_gate_up, b_down),
-                experts=self.experts,
-                preferred_element_type=self.preferred_element_type,
-                implementation=self.implementation,
-                **self._products_of(made_of),
-            )
-        y = routed.with_identity(y, tokens)
-        zero = jnp.zeros((), jnp.int32)
-        chosen = routed.chosen.reshape(*x.shape[:-1], routed.chosen.shape[-1])
-        return y.reshape(x.shape), routed.metrics(chosen, zero, {})
-
-    def _on_mesh(
+    def _through_experts(
         self,
         x: Array,
         token_mask: Array | None,
         topk_idx: Array | None,
-        mesh: Mesh,
+        mesh: Mesh | None,
         weights: ExpertWeights | None,
     ) -> tuple[Array, MoEMetrics]:
+        """Return the sums of the routed experts, and the metrics; without a mesh on one device."""
         specs, num_tokens = self.axes.specs, math.prod(x.shape[:-1])
-        padding = -num_tokens % ranks_on(mesh, self.axes.token_axes)
+        padding = 0 if mesh is None else -num_tokens % ranks_on(mesh, self.axes.token_axes)
         # Few tokens, as in decoding, may not divide among the devices: then all of them route all tokens.
         token_spec = PartitionSpec(None, None) if padding else specs.tokens
         tokens = rearrange(lambda v: v.reshape(-1, self.hidden_size), mesh, token_spec)(x)
-        mask_spec = PartitionSpec(token_spec[0])
+        mask_spec = PartitionSpec(*token_spec[:1])
         mask = None if token_mask is None else rearrange(lambda v: v.reshape(-1), mesh, mask_spec)(token_mask)
         if topk_idx is not None:
             topk_idx = rearrange(lambda v: v.reshape(-1, self.num_experts_per_tok), mesh, token_spec)(topk_idx)
-        routed = self._route_on_mesh(tokens, mask, topk_idx, token_spec, () if padding else self.axes.token_axes)
-        arrays: tuple[Array, ...] = (tokens, routed.topk_idx, routed.topk_weights)
+        routed = self._route(tokens, mask, topk_idx, mesh, token_spec, () if padding else self.axes.token_axes)
+        arrays = tokens, routed.topk_idx, routed.topk_weights
         if padding:
-            pad = [(0, padding), (0, 0)]
-            arrays = tuple(
-                rearrange(partial(jnp.pad, pad_width=pad, constant_values=fill), mesh, spec)(array)
-                for array, fill, spec in zip(
-                    arrays, (0, -1, 0), (specs.tokens, specs.routing, specs.routing), strict=True
-                )
-            )
-        y, work = self._experts_on_mesh(arrays, mesh, weights)
+
+            def padded(array: Array, fill: int, spec: PartitionSpec) -> Array:
+                pad = partial(jnp.pad, pad_width=[(0, padding), (0, 0)], constant_values=fill)
+                return rearrange(pad, mesh, spec)(array)
+
+            routing = padded(routed.topk_idx, -1, specs.routing), padded(routed.topk_weights, 0, specs.routing)
+            arrays = padded(tokens, 0, specs.tokens), *routing
+        if mesh is None:
+            y, work = self._experts_on_one_device(arrays, weights), dict[str, Array]()
+        else:
+            y, work = self._experts_on_mesh(arrays, mesh, weights)
         y = rearrange(lambda v: v[:num_tokens], mesh, token_spec)(y) if padding else y
         y = routed.with_identity(y, tokens)
         y = rearrange(lambda v: v.reshape(x.shape), mesh, jax.typeof(x).sharding.spec)(y)
@@ -546,29 +515,49 @@ class MoE(nnx.Module):
         chosen = rearrange(lambda v: v.reshape(*x.shape[:-1], v.shape[-1]), mesh, spec)(routed.chosen)
         return y, routed.metrics(chosen, self._dropped(arrays[1], mesh, specs.routing), work)
 
-    def _route_on_mesh(
+    def _route(
         self,
         tokens: Array,
         mask: Array | None,
         replayed: Array | None,
+        mesh: Mesh | None,
         token_spec: PartitionSpec,
         axes: tuple[str, ...],
     ) -> Routed:
         """Route tokens with these specs; the mean scores and loads are those over `axes`."""
+        options: dict[str, Any] = {"options": self.router_options, "top_k": self.num_experts_per_tok}
+        if mesh is None:
+            return route(tokens, mask, replayed, self._router(tokens), axes=(), **options)
         mask_spec, everywhere = PartitionSpec(token_spec[0]), PartitionSpec()
         router_spec = everywhere if self.router_fn is None else token_spec
         specs: Any = (token_spec, token_spec, token_spec, mask_spec, everywhere, everywhere, everywhere)
-        options = {"options": self.router_options, "top_k": self.num_experts_per_tok, "axes": axes}
-        run = run_sharded(route, options, self.mesh, (token_spec, mask_spec, token_spec, router_spec), Routed(*specs))
+        in_specs = token_spec, mask_spec, token_spec, router_spec
+        run = run_sharded(route, options | {"axes": axes}, self.mesh, in_specs, Routed(*specs))
         return run(tokens, mask, replayed, self._router(tokens))
 
-    def _experts_on_mesh(
-        self, arrays: tuple[Array, ...], mesh: Mesh, weights: ExpertWeights | None
-    ) -> tuple[Array, dict[str, Array]]:
-        """Compute the experts of `(tokens, topk_idx, topk_weights)`, for few tokens by the low-latency layer.
+    def _experts_on_one_device(self, arrays: tuple[Array, Array, Array], weights: ExpertWeights | None) -> Array:
+        """Compute the experts of `(tokens, topk_idx, topk_weights)`, for few tokens by the low-latency layer."""
+        if weights is not None and self._decodes(weights) and arrays[0].shape[0] <= LOW_LATENCY_TOKENS:
+            return serve(*arrays, weights, **self._low_latency(()))
+        made_of = self._weights(weights)
+        w_gate_up, w_down, b_gate_up, b_down = made_of
+        if self.w_gate_up is not None and self.axes.tensor is not None:
+            w_gate_up, b_gate_up = merge_columns(w_gate_up), None if b_gate_up is None else merge_columns(b_gate_up)
+        return fused_moe(
+            *arrays,
+            w_gate_up,
+            w_down,
+            biases=(b_gate_up, b_down),
+            experts=self.experts,
+            preferred_element_type=self.preferred_element_type,
+            implementation=self.implementation,
+            **self._products_of(made_of),
+        )
 
-        Return also what balancing did on each rank, if it did anything.
-        """
+    def _experts_on_mesh(
+        self, arrays: tuple[Array, Array, Array], mesh: Mesh, weights: ExpertWeights | None
+    ) -> tuple[Array, dict[str, Array]]:
+        """Do the same on a mesh; return also what balancing did on each rank, if it did anything."""
         specs, most = self.axes.specs, LOW_LATENCY_TOKENS * ranks_on(mesh, self.axes.token_axes)
         if weights is not None and self._decodes(weights) and arrays[0].shape[0] <= most:
             in_specs = specs.tokens, specs.routing, specs.routing, PartitionSpec(self.axes.expert_axes)
@@ -581,9 +570,9 @@ class MoE(nnx.Module):
         found = run(*arrays, made_of.w_gate_up, made_of.w_down, biases=(made_of.b_gate_up, made_of.b_down))
         return found if with_work else (found, {})
 
-    def _dropped(self, topk_idx: Array, mesh: Mesh, spec: PartitionSpec) -> Array:
+    def _dropped(self, topk_idx: Array, mesh: Mesh | None, spec: PartitionSpec) -> Array:
         """Count the assignments past `capacity` from the routing: `sharded_moe` returns only the tokens."""
-        if self.capacity is None:
+        if self.capacity is None or mesh is None:
             return jnp.zeros((), jnp.int32)
         of_ranks = {"axes": self.axes.expert_axes, "batch_axes": self.axes.batch, "capacity": self.capacity}
         of_ranks |= {"num_experts": self.num_experts, "num_ranks": ranks_on(mesh, self.axes.expert_axes)}

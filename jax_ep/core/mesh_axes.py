@@ -285,15 +285,15 @@ def _explicit_part(
 
 def rearrange(
     function: Callable[[Array], Array],
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None,
     spec: jax.sharding.PartitionSpec,
 ) -> Callable[[Array], Array]:
-    """Wrap a reshaping `function` for automatic and explicit mesh axes.
+    """Wrap a reshaping `function` for automatic and explicit mesh axes, or none.
 
     With explicit axes the output sharding must be named, because a merged or padded axis has no obvious one. With
     automatic axes the compiler chooses it.
     """
-    if not mesh.explicit_axes:
+    if mesh is None or not mesh.explicit_axes:
         return function
     spec = _explicit_part(mesh, spec)
     sharding = jax.sharding.NamedSharding(mesh, spec)

@@ -241,18 +241,25 @@ class MoE(nnx.Module):
         token_mask: Array | None = None,
         topk_idx: Array | None = None,
     ) -> tuple[Array, MoEMetrics]:
-        """Apply the layer to global `x [..., H]`; the output has the shape and, by default, the dtype of x.
+        """Apply the layer to global arrays.
 
-        Tokens where `token_mask [...]`, of bool, is False are padding: they go to no routed expert and count in no
-        metric, so they cost nothing and take no place in `capacity`. Shared experts pass them.
+        Args:
+          x: `[..., H]` tokens of any floating dtype, which the layer casts to `dtype`.
+          weights: replace the expert weights. The result of `serving_weights` is for inference: if a device has at most
+            `jax_ep.serving.LOW_LATENCY_TOKENS` tokens, the layer runs `jax_ep.low_latency_moe` with it; with more, it
+            uses its own weights. The result of `training_weights` changes neither the output nor a gradient;
+            `recipe="fp8"` then quantizes no weights.
+          token_mask: `[...]` bool. Tokens where it is False are padding: they go to no routed expert and count in no
+            metric, so they cost nothing and take no place in `capacity`. Shared experts pass them.
+          topk_idx: `[..., K]` int32, the experts of an earlier pass, its `metrics.topk_idx`: this pass sends the tokens
+            to these, with the weights that its own router gives them.
 
-        `weights` may replace the expert weights. The result of `serving_weights` is for inference: if a device has at
-        most `jax_ep.serving.LOW_LATENCY_TOKENS` tokens, the layer runs `jax_ep.low_latency_moe` with it; with more, it
-        uses its own weights. The result of `training_weights` changes neither the output nor a gradient;
-        `recipe="fp8"` then quantizes no weights.
+        Returns:
+          The output, with the shape and, by default, the dtype of x, and the `MoEMetrics` of the call.
 
-        `topk_idx [..., K]` are the experts of an earlier pass, its `metrics.topk_idx`: this pass sends the tokens to
-        these, with the weights that its own router gives them.
+        Raises:
+          ValueError: shapes, or a mesh without the axes of the layer.
+          TypeError: unsupported dtypes or kinds of arguments.
         """
         x = check.floating("MoE", "x", x, "[..., hidden_size]")
         remedy = "pass the result of serving_weights(...) or training_weights()"
@@ -288,7 +295,17 @@ class MoE(nnx.Module):
 
     @errors_begin_with("MoE")
     def update_bias(self, load: Array, *, rate: float = 1e-3) -> None:
-        """Move the `RouterBias` by one step of `update_router_bias`; call it once per training step."""
+        """Move the `RouterBias` by one step of `update_router_bias`; call it once per training step.
+
+        Args:
+          load: `[E]`, or `[layers, E]` for stacked layers: `metrics.load` of the step.
+          rate: how far each bias moves.
+
+        Raises:
+          ValueError: the router has no selection bias.
+
+        Source: auxiliary-loss-free load balancing (arXiv:2408.15664).
+        """
         if self.router_bias is None:
             raise ValueError(
                 "MoE: update_bias without a RouterBias, expected one; construct the layer with router="
@@ -331,7 +348,28 @@ class MoE(nnx.Module):
         """Give the experts new adapters and freeze their weights, also those of a layer made by `to_serving`.
 
         The adapters, see `jax_ep.lora.init`, are `nnx.LoRAParam`s in float32 under the names that qwix gives them, such
-        as `w_down_lora_a`. Freeze the router with `nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))`.
+        as `w_down_lora_a`. Freeze the router with `nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))`. New
+        adapters replace those of an earlier call.
+
+        Args:
+          rank: r of the adapters `[E, K, r]` and `[E, r, N]`.
+          scale: factor of the adapters, such as alpha / r.
+          rngs: `nnx.Rngs` with a `params` stream.
+
+        Raises:
+          ValueError, TypeError: those of `jax_ep.lora.init`.
+
+        Example:
+          >>> import jax
+          >>> from flax import nnx
+          >>> from jax_ep.flax import MoE
+          >>> mesh = jax.make_mesh((jax.device_count(),), ("expert",))
+          >>> moe = MoE(64, 32, num_experts=16, num_experts_per_tok=2, mesh=mesh, rngs=nnx.Rngs(0))
+          >>> moe.add_lora(rank=8, scale=2.0, rngs=nnx.Rngs(1))
+          >>> moe.w_down_lora_a.shape, moe.w_down_lora_b.shape
+          ((16, 32, 8), (16, 8, 64))
+
+        Source: LoRA (arXiv:2106.09685).
         """
         _check_rngs(rngs)
         make = _Maker(rngs, self.mesh, self._active_mesh() is not None, nnx.LoRAParam)
@@ -363,6 +401,12 @@ class MoE(nnx.Module):
         For layers with `recipe="fp8"`, also stacked by `nnx.vmap`. Call it inside or outside of the differentiated
         function: gradients are those of the parameters of the layer that is called, in their dtype, with the same bits
         as without. Call it again after each update of the parameters.
+
+        Returns:
+          `ExpertWeights` of `QuantizedWeights` with a master, for `__call__`.
+
+        Raises:
+          ValueError: the layer has no `recipe`, or a device's shard of the weights has no whole blocks of 128 by 128.
         """
         if self.recipe is None:
             raise ValueError(
@@ -381,11 +425,23 @@ class MoE(nnx.Module):
     def serving_weights(self, format: str | None, *, activations: str | None = None) -> ExpertWeights:
         """Prepare the expert weights for inference: `moe(x, moe.serving_weights("mxfp4"))`; also stacked by `nnx.vmap`.
 
-        See `jax_ep.serving.serving_weights` for the arguments. With format None they are in `dtype`. They include the
-        adapters of `add_lora`.
+        They include the adapters of `add_lora`.
+
+        Args:
+          format: see `jax_ep.serving.serving_weights`; None: in `dtype`.
+          activations: see `jax_ep.serving.serving_weights`.
+
+        Returns:
+          `ExpertWeights` for `__call__`.
+
+        Raises:
+          ValueError: the layer has a `capacity`, or the format does not support its sizes.
         """
         if self.capacity is not None:
-            raise ValueError(f"MoE: capacity={self.capacity}: serving drops nothing, and needs capacity=None")
+            raise ValueError(
+                f"serving_weights: capacity={self.capacity}, expected None, since serving drops nothing; set"
+                " moe.capacity = None first."
+            )
         # Quantization begins at the parameters: a rounding to `dtype` before it would add to its error.
         w_gate_up, w_down, b_gate_up, b_down = self._adapted(self._parameters())
         if self.lora_scale is not None:
@@ -400,6 +456,26 @@ class MoE(nnx.Module):
         """Return a copy of this layer that holds its expert weights only in this form, so it cannot train.
 
         All other parameters are those of this layer.
+
+        Args:
+          format: see `serving_weights`.
+          activations: see `serving_weights`.
+
+        Returns:
+          The layer. It uses these weights for batches of any size.
+
+        Raises:
+          ValueError: see `serving_weights`.
+
+        Example:
+          >>> import jax
+          >>> from flax import nnx
+          >>> from jax_ep.flax import MoE
+          >>> mesh = jax.make_mesh((jax.device_count(),), ("expert",))
+          >>> moe = MoE(64, 32, num_experts=16, num_experts_per_tok=2, mesh=mesh, rngs=nnx.Rngs(0))
+          >>> server = moe.to_serving("int8")
+          >>> server.w_down is None, sorted({str(array.dtype) for array in server.serving_arrays})
+          (True, ['float32', 'int8'])
         """
         arrays, tree = jax.tree.flatten(self.serving_weights(format, activations=activations))
         layer = nnx.merge(*nnx.split(self))

@@ -500,6 +500,14 @@ def test_flax_inside_shard_map_over_another_axis(kind):
         assert jax.eval_shape(layer, state, x).shape == x.shape
 
 
+def test_flax_serving_weights_of_layer_with_capacity():
+    moe = MoE(**SIZES, capacity=4, mesh=jax.make_mesh((1,), ("expert",), devices=jax.devices()[:1]), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"^serving_weights: capacity=4, expected None.*; set moe\.capacity = None"):
+        moe.serving_weights("int8")
+    moe.capacity = None
+    assert moe.to_serving("int8").w_down is None
+
+
 def test_flax_stacked_layers_partition_spec():
     """As docs/flax.md says: without the metadata, a checkpoint would be restored with experts' axes on layers."""
     with jax.set_mesh(jax.make_mesh((2, 4), ("data", "expert"))):

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_ep import context
@@ -483,7 +483,7 @@ def _check_serving_axes(axes: MeshAxes) -> None:
 def _check_explicit(mesh: Mesh | AbstractMesh, name: str, argument: Array, spec: P) -> None:
     """Check that the sharding on explicit axes is the one that the layer works on."""
     actual = jax.typeof(argument).sharding
-    explicit = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
+    explicit = set(mesh.explicit_axes)
     if not explicit:
         return
 

@@ -271,18 +271,6 @@ def resized_spec(x: Array, axis: int, size: int) -> jax.sharding.PartitionSpec:
     return jax.sharding.PartitionSpec(*spec)
 
 
-def _explicit_part(
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, spec: jax.sharding.PartitionSpec
-) -> jax.sharding.PartitionSpec:
-    """Remove the axes from `spec` that are not explicit; types name explicit axes only."""
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-
-    def kept(entry: str | tuple[str, ...] | None) -> tuple[str, ...] | None:
-        return tuple(name for name in axis_tuple(entry or ()) if kinds[name] == jax.sharding.AxisType.Explicit) or None
-
-    return jax.sharding.PartitionSpec(*(kept(entry) for entry in spec))
-
-
 def rearrange(
     function: Callable[[Array], Array],
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None,
@@ -295,8 +283,9 @@ def rearrange(
     """
     if mesh is None or not mesh.explicit_axes:
         return function
-    spec = _explicit_part(mesh, spec)
-    sharding = jax.sharding.NamedSharding(mesh, spec)
+    explicit = set(mesh.explicit_axes)  # types name only these
+    kept = (tuple(name for name in axis_tuple(entry or ()) if name in explicit) or None for entry in spec)
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*kept))
     return jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=sharding)
 
 

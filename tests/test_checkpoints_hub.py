@@ -94,6 +94,9 @@ def test_push_replaces_a_checkpoint(folder, api):
     """Without the old index and its files: a reader finds the new tensors or those of the parent commit."""
     push(folder, "me/model")
     strangers = {"original/model.safetensors": b"1", ".gitattributes": b"2", "model.gguf": b"3"}
+    strangers |= dict.fromkeys(
+        ("model-lora.safetensors", "model_ema.safetensors", "model.lora.safetensors.index.json"), b"4"
+    )
     api.files |= strangers
     save(folder, json.loads((folder / "config.json").read_text()), {}, {"c": np.ones(3, F32)}, overwrite=True)
     assert push(folder, "me/model", revision="v2").endswith("/2")

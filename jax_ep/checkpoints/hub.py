@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from jax_ep.checkpoints import files, transaction
-from jax_ep.checkpoints.files import CONFIG, INDEX
+from jax_ep.checkpoints.files import CONFIG, INDEX, SINGLE
 from jax_ep.core import check
 from jax_ep.values import shown
 
 _WEIGHTS = ("model*.safetensors", "model*.safetensors.index.json")
+_OF_A_CHECKPOINT = (SINGLE, INDEX, "model-?????-of-?????.safetensors")  # Others, such as adapters, are not replaced.
 _TEXTS = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "chat_template*")
 _OTHERS = (*_TEXTS, "*.tiktoken")
 
@@ -60,8 +61,9 @@ def push(
     """Upload a checkpoint folder to the Hugging Face hub, as one commit.
 
     The commit has `config.json`, the tensors' files `[...]`, and of other files in the folder the generation config,
-    the tokenizer and `README.md`. It removes the tensors' files of a previous checkpoint, so a reader finds the old
-    checkpoint or the new one. All local checks, which read the files, come before anything is sent.
+    the tokenizer and `README.md`. It removes the tensors' files of a previous checkpoint, known by the names that
+    `save` uses, so a reader finds the old checkpoint or the new one. All local checks, which read the files, come
+    before anything is sent.
 
     Args:
       folder: a checkpoint, as `save` writes it.
@@ -109,7 +111,7 @@ def push(
     api = hub.HfApi()
     api.create_repo(repo_id, private=private, exist_ok=True)
     old = api.repo_info(repo_id, revision=revision)
-    previous = _matching((file.rfilename for file in old.siblings or ()), _WEIGHTS)
+    previous = _matching((file.rfilename for file in old.siblings or ()), _OF_A_CHECKPOINT)
     operations += [hub.CommitOperationDelete(name) for name in previous if name not in names]
     options = {"commit_message": message, "revision": revision, "parent_commit": old.sha}
     return api.create_commit(repo_id, operations, **options).commit_url

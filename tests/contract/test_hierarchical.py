@@ -364,7 +364,8 @@ def test_hierarchical_misuse(two_nodes):
         return jax_ep.dispatch(x, idx, num_experts=num_experts, axis_name=axis_name, **options)
 
     missing = jax_ep.Topology(node="pod", local="expert")
-    refused(ValueError, "dispatch: axis_name=Topology.*'pod'.*axes bound here", lambda *a: dispatch(*a, 4, missing))
+    bound = "dispatch: axis_name=Topology.*'pod'.*axes bound here.* has 'pod' and 'expert', pass"
+    refused(ValueError, bound, lambda *a: dispatch(*a, 4, missing))
     refused(ValueError, "num_experts is 6, expected a multiple of 4, the ranks", lambda *a: dispatch(*a, num_experts=6))
     handle_of = lambda *a: dispatch(*a).handle  # noqa: E731
     refused(ValueError, "axis of the handle", lambda *a: jax_ep.combine(a[0], handle_of(*a), axis_name=other))

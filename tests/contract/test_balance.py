@@ -220,7 +220,8 @@ def test_balance_memory_of_large_weights(expert_mesh, rng):
     layer, mesh = Layer(rng, "uniform", 2, shape, BF16), expert_mesh(2)
     balanced_bytes = temporary_bytes(layer, shape, mesh, jax_ep.Balance(spare_experts=2))
     weight_bytes = 16 * 3 * shape.hidden * shape.intermediate * 2
-    assert balanced_bytes < temporary_bytes(layer, shape, mesh, None) + weight_bytes / 2
+    # float32 sums of all gradients would add about twice as much
+    assert balanced_bytes < temporary_bytes(layer, shape, mesh, None) + 0.7 * weight_bytes
 
 
 @pytest.mark.parametrize("spare_experts", [1, 8])

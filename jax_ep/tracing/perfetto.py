@@ -175,9 +175,19 @@ _SHOWN = record(
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read the fields of a `Trace` from a file."""
+    """Read the fields of a `Trace` from a file.
+
+    Raises:
+      OSError: the file cannot be read, or is not a regular file.
+      ValueError: it is not a trace.
+    """
     try:
         return _parsed(json_files.read(path, _MOST_BYTES))
+    except OSError as error:
+        raise type(error)(
+            f"Trace.load: cannot read {path} ({error.strerror}), expected a file of Trace.save; `jax-ep trace moe --out"
+            " FILE` records one."
+        ) from error
     except ValueError as error:
         raise ValueError(
             f"Trace.load: {path} is not a trace of this package: {error}; expected a file of Trace.save, {_FORMAT!r},"

@@ -112,6 +112,7 @@ class Trace(Timeline):
         """Read a file that `save` has written.
 
         Raises:
+          OSError: the file cannot be read.
           ValueError: it is not such a file.
         """
         return cls(**perfetto.read(Path(path)))

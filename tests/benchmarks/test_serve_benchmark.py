@@ -255,6 +255,15 @@ def test_baseline_that_ends_within_a_line(tmp_path):
     assert serve.run_baseline(MODEL, args) == [{"variant": serve.BASELINE, "failed": "exit status 3: \ufffd"}]
 
 
+def test_serve_benchmark_without_a_gpu(monkeypatch):
+    """The baseline does not run first, which may take minutes."""
+    if jax.default_backend() == "gpu":
+        pytest.skip("needs a machine without a GPU")
+    monkeypatch.setattr(serve, "run_baseline", None)
+    with pytest.raises(SystemExit, match="bench serve: needs a GPU; nothing measured"):
+        serve.main([], "bench serve")
+
+
 def test_repeated_cases_run_once(monkeypatch, tmp_path):
     seen = []
     monkeypatch.setattr(serve, "measure_all", lambda args: seen.append((args.formats, serve.cases_of(args))))

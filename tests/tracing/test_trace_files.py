@@ -225,6 +225,17 @@ def test_trace_foreign_or_hostile_file(trace, tmp_path, capsys):
         assert "not a trace of this package" in capsys.readouterr().err
 
 
+def test_trace_missing_file(tmp_path, capsys):
+    path = tmp_path / "missing.json"
+    with pytest.raises(
+        FileNotFoundError, match=r"^Trace.load: cannot read .*missing.json \(No such file or directory\)"
+    ):
+        tracing.Trace.load(path)
+    assert __main__.main(["trace", "show", str(path)]) == 2
+    message = capsys.readouterr().err
+    assert "expected a file of Trace.save" in message and "`jax-ep trace moe --out FILE`" in message
+
+
 def test_trace_invalid_arguments(trace):
     for call, message in {
         lambda: trace.only(last=0): "Trace.only: last=0, expected at least 1",

@@ -233,6 +233,12 @@ def figures(
     return found | {f"{name}_bytes": count for name, count in parts.items()}
 
 
+def sees_gpu() -> bool:
+    """Return whether JAX finds a GPU, in another process: in this one it would take the memory for the baseline."""
+    asked = [sys.executable, "-c", "import jax, sys; sys.exit(jax.default_backend() != 'gpu')"]
+    return subprocess.run(asked, check=False).returncode == 0
+
+
 def run_baseline(model: Architecture, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Run transformers_baseline.py; return its rows, and one for its failure, if it fails."""
     hidden, inner, experts, top_k = model.experts
@@ -299,6 +305,8 @@ def shape_of(args: argparse.Namespace, case: Case | None, dtype: str) -> dict[st
 def measure_all(args: argparse.Namespace) -> Report:
     """Measure the baseline, then all formats; a variant that fails leaves the others their rows."""
     model, with_baseline = MODELS[args.model], args.python and args.devices == 1
+    if with_baseline and not args.quick and not sees_gpu():
+        harness.require_devices(args, num_devices=1)
     baseline = run_baseline(model, args) if with_baseline else []  # before JAX takes the memory of the GPU
     harness.require_devices(args, num_devices=args.devices)
     mesh = inputs.expert_mesh(args.devices) if args.devices > 1 else None

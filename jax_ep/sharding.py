@@ -474,7 +474,7 @@ def _check_serving_axes(axes: MeshAxes) -> None:
     """Check that no axis but that of the experts splits quantized weights for inference."""
     if axes.tensor is not None or axes.fsdp is not None:
         raise ValueError(
-            f"{_FUNCTION}: tensor={axes.tensor!r}, fsdp={axes.fsdp!r} of MeshAxes with QuantizedWeights for inference,"
+            f"{_FUNCTION}: tensor={axes.tensor!r}, fsdp={axes.fsdp!r} of MeshAxes with quantized weights for inference,"
             " expected neither, since only the expert axis splits quantized weights; leave both None, or pass weights"
             " that are not quantized."
         )

@@ -108,7 +108,7 @@ def errors_begin_with(name: str) -> Iterator[None]:
 
 def _begun_with(name: str, message: str) -> str:
     """Prefix a message with the function's name, or replace the name of another function at its start."""
-    used = re.match(rf"(?:{'|'.join(_names)})(?=:| has no gradient| with QuantizedWeights)", message)
+    used = re.match(rf"(?:{'|'.join(_names)})(?=:| has no gradient| with quantized weights)", message)
     return f"{name}: {message}" if used is None else name + message[used.end() :]
 
 

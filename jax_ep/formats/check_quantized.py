@@ -211,16 +211,17 @@ def two_of_a_kind(function: str, w_gate_up: Any, w_down: Any) -> None:
     kinds = [_kind(w) for w in (w_gate_up, w_down)]
     if kinds[0] != kinds[1]:
         raise TypeError(
-            f"{function}: w_gate_up is {kinds[0]} and w_down is {kinds[1]}, expected two of a kind; pass both through"
-            " jax_ep.quantization.quantize with the same arguments, or none."
+            f"{function}: w_gate_up is {kinds[0]} and w_down is {kinds[1]}, expected two of a kind; quantize both in"
+            " the same way, as with jax_ep.quantization.quantize, or neither."
         )
 
 
 def _kind(w: Any) -> str:
     if not isinstance(w, QuantizedWeights):
         return "an array"
-    kind = " with a master" if w.master is not None else " without a format" if w.format is None else ""
-    return f"QuantizedWeights{kind}"
+    if w.master is not None:
+        return "QuantizedWeights with a master"
+    return "QuantizedWeights without a format" if w.format is None else "quantized"  # perhaps as a qwix.QArray
 
 
 def gemm_operands(
@@ -246,7 +247,7 @@ def gemm_operands(
     return lhs, rhs, group_sizes, check_fp8.row_scales(function, lhs_scales, lhs)
 
 
-def no_fused_gemms(options: Options, kind: str = "QuantizedWeights") -> None:
+def no_fused_gemms(options: Options, kind: str = "quantized weights") -> None:
     """Check that the schedule asks for no kernel that fuses communication with the GEMM of such weights."""
     schedule = options.schedule
     fused = [mode for mode in (schedule.dispatch_mode, schedule.combine_mode) if mode not in (None, "serial")]

@@ -98,7 +98,7 @@ def grouped_gemm(
         lhs = check.array("grouped_gemm", "lhs", lhs, "[M, K]")
         operands = check_quantized.gemm_operands("grouped_gemm", lhs, w, group_sizes, lhs_scales)
         lhs, weights, group_sizes, lhs_scales = operands
-        check.known_rows("grouped_gemm", "lhs", "with QuantizedWeights", lhs.shape[0])
+        check.known_rows("grouped_gemm", "lhs", "with quantized weights", lhs.shape[0])
         out_dtype = check_fp8.result_dtype("grouped_gemm", preferred_element_type, lhs)
         plan = plan_serving.quantized_gemm(options, lhs.shape, lhs.dtype, weights, out_dtype)
         if lhs_scales is None:

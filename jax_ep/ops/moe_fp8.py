@@ -54,8 +54,8 @@ def check_layer(options: Options, experts: Experts, b_gate_up: Array | None, w: 
     function = options.function
     if isinstance(w, QuantizedWeights) and w.master is None:
         raise ValueError(
-            f"{function}: recipe='fp8' with QuantizedWeights for inference; pass quantize(w, 'fp8', for_training=True),"
-            " or leave recipe=None."
+            f"{function}: recipe='fp8' with quantized weights for inference; pass quantize(w, 'fp8',"
+            " for_training=True), or leave recipe=None."
         )
     intermediate, hidden = w.shape[1:]
     if hidden % GROUP_SIZE or intermediate % GROUP_SIZE:

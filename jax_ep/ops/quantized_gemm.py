@@ -74,7 +74,7 @@ def without_gradient[*Arguments, Result](
 
 def _remedy(options: Options) -> str:
     return (
-        f"{options.function} with QuantizedWeights has no gradient: train with arrays, with recipe='fp8', or with"
+        f"{options.function} with quantized weights has no gradient: train with arrays, with recipe='fp8', or with"
         " jax_ep.lora.LoraWeights of them."
     )
 

@@ -346,16 +346,16 @@ def test_quantized_gemm_mistakes(implementation):
     x, ids, weights = jnp.ones((3, 128)), jnp.zeros((3, 1), jnp.int32), jnp.ones((3, 1))
     down = quantized(jnp.ones((2, 128, 128)), "int8")
     layer = partial(jax_ep.fused_moe, implementation=implementation)
-    with pytest.raises(TypeError, match="w_gate_up is QuantizedWeights and w_down is an array, expected two of a kind"):
+    with pytest.raises(TypeError, match="w_gate_up is quantized and w_down is an array, expected two of a kind"):
         layer(x, ids, weights, q, jnp.ones((2, 128, 128)))
-    with pytest.raises(ValueError, match=r"mode='fused' with QuantizedWeights"):
+    with pytest.raises(ValueError, match=r"mode='fused' with quantized weights"):
         layer(x, ids, weights, q, down, schedule=jax_ep.Schedule(dispatch_mode="fused"))
-    with pytest.raises(ValueError, match="recipe='fp8' with QuantizedWeights for inference"):
+    with pytest.raises(ValueError, match="recipe='fp8' with quantized weights for inference"):
         layer(x, ids, weights, q, down, recipe="fp8")
-    with pytest.raises(TypeError, match=r"with QuantizedWeights has no gradient: .*jax_ep\.lora\.LoraWeights"):
+    with pytest.raises(TypeError, match=r"with quantized weights has no gradient: .*jax_ep\.lora\.LoraWeights"):
         jax.eval_shape(jax.grad(lambda x: layer(x, ids, weights, q, down).sum()), x)
     both = (quantized(jnp.ones(shape), "fp8", activations="fp8") for shape in ((2, 128, 256), (2, 128, 128)))
-    with pytest.raises(TypeError, match="with QuantizedWeights has no gradient"):
+    with pytest.raises(TypeError, match="with quantized weights has no gradient"):
         jax.eval_shape(jax.grad(lambda x, *both: layer(x, ids, weights, *both).sum()), x, *both)
     gemm = partial(jax_ep.grouped_gemm, implementation=implementation)
     with pytest.raises(TypeError, match="lhs_scales are given but lhs has dtype float32"):

@@ -107,7 +107,7 @@ def test_single_launch_quantized(implementation, stored, kind, dtype, rng):
     layer = Layer(rng, "some_without_expert", 1, shape, dtype, gated=experts.gated)
     operands, matrices = operands_of(layer), [store(w, stored) for w in (layer.w_gate_up, layer.w_down)]
     check(implementation, operands, matrices, experts, drawn_biases(rng, layer, lambda: True))
-    with pytest.raises(TypeError, match="with QuantizedWeights has no gradient"):
+    with pytest.raises(TypeError, match="with quantized weights has no gradient"):
         jax.grad(lambda x: call(implementation, experts=experts)(x, *operands[1:], *matrices).sum())(operands[0])
 
 

@@ -279,7 +279,7 @@ MASKED_CASES = [
     *value(ACTIVATION, {"experts": "relu"}, r"experts; \bstr\b; jax_ep.Experts", TypeError),
     *value(ACTIVATION, {"hidden": f32(L, MAX_T, 255)}, "hidden; 255; even"),
     *value(ACTIVATION, {"hidden": f32(L, MAX_T, 400)}, "200; 128; multiple; pad"),
-    *value(LAYER, {"w_down": f32(L, H, H)}, "w_gate_up; w_down; QuantizedWeights; array; quantize", TypeError),
+    *value(LAYER, {"w_down": f32(L, H, H)}, "w_gate_up; w_down; quantized; array; quantize", TypeError),
     *value(
         LAYER,
         {"w_gate_up": replace(fp8_weights(L, H, 2 * H), values=f32(L, 2 * H, H))},

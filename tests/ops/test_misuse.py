@@ -286,7 +286,7 @@ def test_operation_without_gradient(name, argument, changes, remedy):
         leaves = jax.tree.leaves(call(others | {argument: value}))
         return sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in leaves)
 
-    fragments = [f"^{name} (with QuantizedWeights )?has no gradient: train with {remedy}"]
+    fragments = [f"^{name} (with quantized weights )?has no gradient: train with {remedy}"]
     check(TypeError, fragments, jax.eval_shape, jax.grad(loss), arrays[argument], arrays)
 
 

@@ -145,12 +145,14 @@ def activate_quantized(experts: Experts, rows: HiddenRows) -> Quantized:
 
 
 @functools.partial(jax.jit, static_argnames="transpose")
-def quantize_matrices(w: GemmWeights, *, transpose: bool = True) -> Quantized:
+def quantize_matrices(w: GemmWeights, group_sizes: Array | None = None, *, transpose: bool = True) -> Quantized:
     """Quantize `[G, K, N]` to FP8 `[G, N, K]`, one scale per block of 128 by 128: the bits of format "fp8".
 
-    The weights are in one array or two. Without `transpose`, to `[G, K, N]` with scales `[G, ceil(K / 128), N / 128]`.
+    The weights are in one array or two; then, with `group_sizes`, spare slots after the last one in use are left out.
+    Without `transpose`, to `[G, K, N]` with scales `[G, ceil(K / 128), N / 128]`.
     """
-    found = _quantize_matrices(w, transposed=transpose, untransposed=not transpose)
+    sizes = group_sizes if isinstance(w, SplitWeights) else None
+    found = _quantize_matrices(w, sizes, transposed=transpose, untransposed=not transpose)
     rows = found[0] if transpose else found[1]
     return rows.values_ptr, rows.scales_ptr
 
@@ -158,11 +160,13 @@ def quantize_matrices(w: GemmWeights, *, transpose: bool = True) -> Quantized:
 @jax.jit
 def quantize_masters(w: Array) -> tuple[Array, Array, Array]:
     """Read `[G, K, N]` once, and quantize it to FP8 `[G, N, K]`, `[G, K, N]`, and the scales of the first."""
-    transposed, untransposed = _quantize_matrices(w, transposed=True, untransposed=True)
+    transposed, untransposed = _quantize_matrices(w, None, transposed=True, untransposed=True)
     return transposed.values_ptr, untransposed.values_ptr, transposed.scales_ptr
 
 
-def _quantize_matrices(w: GemmWeights, *, transposed: bool, untransposed: bool) -> tuple[Any, ...]:
+def _quantize_matrices(
+    w: GemmWeights, group_sizes: Array | None, *, transposed: bool, untransposed: bool
+) -> tuple[Any, ...]:
     """Quantize `[G, K, N]` to `[G, N, K]`, to `[G, K, N]` or to both, with scales of blocks."""
     groups, depth, columns = w.shape
     blocks = -(-columns // GROUP_SIZE), -(-depth // GROUP_SIZE)
@@ -171,9 +175,10 @@ def _quantize_matrices(w: GemmWeights, *, transposed: bool, untransposed: bool) 
         _rows(w.shape, (groups, *blocks[::-1])) if untransposed else None,
     )
     config = matrices_config(groups * math.prod(blocks), w.dtype)
-    constants = {"K": depth, "N": columns, "NUM_GROUPS": groups, "HOME_GROUPS": num_home(w)}
+    counts = {"NUM_GROUPS": groups, "HOME_GROUPS": num_home(w), "PADDED_GROUPS": max(16, power_of_two(groups))}
+    constants = {"K": depth, "N": columns, **counts}
     operand = gemm_structs.SplitWeights(*w) if isinstance(w, SplitWeights) else w
-    return launch(_QUANTIZE_MATRICES, (operand,), results, config, constants)
+    return launch(_QUANTIZE_MATRICES, (operand, group_sizes), results, config, constants)
 
 
 @jax.jit

@@ -75,7 +75,7 @@ def _multiply(
 ) -> Array:
     """Multiply `[R, K]` rows by `w [L, K, N]`, or `[R, N]` rows by its transpose; quantize other weights."""
     if not isinstance(w, QuantizedWeights):
-        matrices, scales = plan.operands.quantize_matrices(w, transpose=not transpose)
+        matrices, scales = plan.operands.quantize_matrices(w, handle.group_sizes, transpose=not transpose)
     elif transpose:
         matrices, scales = cast(Array, w.values_kn), jnp.swapaxes(cast(Array, w.scales), 1, 2)
     else:

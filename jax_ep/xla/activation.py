@@ -53,8 +53,8 @@ def dequantize_rows(values: Array, scales: Array, group_sizes: Array, *, dtype: 
     return fp8.dequantize_rows(values, scales, dtype)
 
 
-def quantize_matrices(w: GemmWeights, *, transpose: bool = True) -> Quantized:
-    """Quantize `[G, K, N]` to FP8 `[G, N, K]` and scales `[G, ceil(N / 128), K / 128]`.
+def quantize_matrices(w: GemmWeights, group_sizes: Array | None = None, *, transpose: bool = True) -> Quantized:
+    """Quantize `[G, K, N]` to FP8 `[G, N, K]` and scales `[G, ceil(N / 128), K / 128]`, also of groups without rows.
 
     With `transpose=False`, return `[G, K, N]` and scales `[G, ceil(K / 128), N / 128]`.
     """

@@ -89,6 +89,17 @@ def test_fp8_operands_weights_in_two_arrays(pool, rng, transpose):
             same(got, want)
 
 
+@pytest.mark.parametrize("transpose", [True, False])
+@pytest.mark.parametrize(("sizes", "used"), [((0, 0, 0, 0), 1), ((3, 0, 2, 0), 3)])
+def test_fp8_operands_weights_of_slots_in_use(pool, rng, sizes, used, transpose):
+    w = jnp.asarray(magnitudes(rng, 4, 256, 256))
+    parts = SplitWeights(w[:1], w[1:])
+    found = kernels.quantize_matrices(parts, jnp.array(sizes, jnp.int32), transpose=transpose)
+    for got, want in zip(found, portable.quantize_matrices(parts, transpose=transpose), strict=True):
+        same(got[:used], want[:used])
+        assert np.isnan(np.asarray(got[used:], np.float32)).all(), "free slots were written"
+
+
 BLOCKS = jnp.array([5, 0, 130, 128, 3], jnp.int32)  # 5 blocks in use, two of them of partially filled groups.
 IN_BLOCKS, BLOCK_ROWS = 266, 290
 

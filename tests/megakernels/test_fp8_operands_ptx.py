@@ -59,9 +59,10 @@ def test_fp8_operands_ptx_activation(activation, gated):
 @pytest.mark.parametrize("num_home", [0, GROUPS - 2], ids=["one array", "two arrays"])
 def test_fp8_operands_ptx_matrices(results, element, capability, num_home):
     num_tasks = GROUPS * (HIDDEN // 128) * (2 * INNER // 128)
-    constants = {"K": HIDDEN, "N": 2 * INNER, "NUM_GROUPS": GROUPS, "HOME_GROUPS": num_home}
+    constants = {"K": HIDDEN, "N": 2 * INNER, "NUM_GROUPS": GROUPS, "HOME_GROUPS": num_home, "PADDED_GROUPS": 64}
     w = f"*{element}"
-    types = {"w": SplitWeights(w, w) if num_home else w, "transposed": None, "untransposed": None}
+    types = {"w": SplitWeights(w, w) if num_home else w, "sizes_ptr": "*i32" if num_home else None}
+    types |= {"transposed": None, "untransposed": None}
     types |= dict.fromkeys(results, Rows("*fp8e4nv", "*fp32"))
     config = kernels.matrices_config(num_tasks, jnp.float32 if element == "fp32" else jnp.bfloat16)
     check(kernels._QUANTIZE_MATRICES, types, constants, config, capability)

@@ -103,17 +103,30 @@ def store_rows(first, i: tl.constexpr, values, row, column, K: tl.constexpr, N: 
 
 
 @triton.jit
+def count_used(sizes_ptr, NUM_GROUPS: tl.constexpr, HOME_GROUPS: tl.constexpr, PADDED_GROUPS: tl.constexpr):
+    """Return the number of groups up to the last one that is at home or has rows."""
+    index = tl.arange(0, PADDED_GROUPS)
+    sizes = tl.load(sizes_ptr + index, mask=index < NUM_GROUPS, other=0)
+    return tl.maximum(tl.max(tl.where(sizes > 0, index + 1, 0), axis=0), HOME_GROUPS)
+
+
+@triton.jit
 def quantize_matrices(
-    w, transposed, untransposed, K: tl.constexpr, N: tl.constexpr, NUM_GROUPS: tl.constexpr, HOME_GROUPS: tl.constexpr
-):
+    w, sizes_ptr, transposed, untransposed, K: tl.constexpr, N: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, HOME_GROUPS: tl.constexpr, PADDED_GROUPS: tl.constexpr,
+):  # fmt: skip
     """Quantize `w [num_groups, K, N]`, or `SplitWeights` of HOME_GROUPS and the other groups, in one or both layouts.
 
+    Unless `sizes` is None, the results end after the last group at home and the last one that has rows.
     Unless `transposed` is None: values `[num_groups, N, K]`, scales `[num_groups, ceil(N / 128), K / 128]`. Unless
     `untransposed` is None: values `[num_groups, K, N]`, scales `[num_groups, ceil(K / 128), N / 128]`.
     """
     column_blocks: tl.constexpr = (N + GROUP - 1) // GROUP
     row_blocks: tl.constexpr = (K + GROUP - 1) // GROUP
-    count = num_own_tasks(NUM_GROUPS * column_blocks * row_blocks)
+    num_groups = NUM_GROUPS
+    if sizes_ptr is not None:
+        num_groups = count_used(sizes_ptr, NUM_GROUPS, HOME_GROUPS, PADDED_GROUPS)
+    count = num_own_tasks(num_groups * column_blocks * row_blocks)
     following = load_block(w, own_task(0), count > 0, K, N, HOME_GROUPS)
     for i in range(count):
         group, row, column = locate_block(own_task(i), K, N)

@@ -320,20 +320,20 @@ def balanced(options: Options, facts: ExchangeFacts, wanted: int | None, weights
     """Resolve a balanced call whose passes are exchanges of these facts, for experts with weights `[L, ...]`.
 
     `wanted` are the spare slots per rank; None: L, with which one pass is enough for any routing, where copies travel
-    by peer memory, take at most 2 GiB, and are at most 128; else 2.
+    by peer memory, are not joined with the weights, take at most 2 GiB, and are at most 128; else 2.
     """
     found = registry.choose(options, facts)
     name = "triton" if found.implementation == "triton" else "xla"
     sizes = [math.prod(w.shape[1:]) * w.dtype.itemsize for w in weights]
+    wide = all(w.dtype in TOKEN_DTYPES for w in weights)
     layout, num_local = facts.layout, facts.layout.num_local_experts
     if wanted is None:
         # Copies and their gradients, and the heap that the gradients of one array return through.
         most = num_local * 2 * sum(sizes) + layout.num_experts * max(sizes, default=0)
-        is_little = num_local <= _MOST_SLOTS and most <= _MOST_SPARE_BYTES
-        wanted = num_local if name == "triton" and is_little else min(2, num_local)
+        is_cheap = name == "triton" and wide and num_local <= _MOST_SLOTS and most <= _MOST_SPARE_BYTES
+        wanted = num_local if is_cheap else min(2, num_local)
     spare = min(wanted, layout.num_experts - num_local)
     num_bytes = spare * sum(sizes)
-    wide = all(w.dtype in TOKEN_DTYPES for w in weights)
     joined = "" if wide else "weights in 8 bits and their copies are copied into one array"
     part = Part("balance_plan", name, reason="; ".join(filter(None, (found.reason, joined))))
     return BalancedPlan(part, facts.layout.capacity, spare, num_bytes, wide or options.recipe is not None)

@@ -77,7 +77,7 @@ class MeshAxes:
         and their gradients are added up into the same parts.
 
     Raises:
-      ValueError: an axis that is named twice, or an `fsdp` that splits no tokens.
+      ValueError: an axis that is named twice, an empty name, or an `fsdp` that splits no tokens.
       TypeError: a value that does not name axes.
 
     Example:
@@ -107,6 +107,8 @@ class MeshAxes:
                     f"MeshAxes: {field}={shown(value)} is {type_name(value)}, expected the name of a mesh axis, a str,"
                     " or None; pass one."
                 )
+            if value == "":
+                raise ValueError(f"MeshAxes: {field}='', expected the name of a mesh axis, or None; pass one.")
         names = (*self.token_axes, *(() if self.tensor is None else (self.tensor,)))
         if len(set(names)) != len(names):
             raise ValueError(

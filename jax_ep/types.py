@@ -83,7 +83,7 @@ class Topology:
         all, at most the ranks of `node` times T.
 
     Raises:
-      ValueError: an axis is named twice or no axis is named, or a number is less than one.
+      ValueError: an axis is named twice, no axis or an empty name is given, or a number is less than one.
       TypeError: a value has a wrong type.
 
     Example:
@@ -137,8 +137,10 @@ class Topology:
 AxisName = str | tuple[str, ...] | Topology
 """One mesh axis, several axes with one all-to-all over all of them, or a `Topology` with a slow axis."""
 
-DISPATCH_MODES = ("fused", "serial")
-COMBINE_MODES = ("scatter", "serial")
+DispatchMode = Literal["fused", "serial"]
+CombineMode = Literal["scatter", "serial"]
+DISPATCH_MODES: tuple[DispatchMode, ...] = get_args(DispatchMode)
+COMBINE_MODES: tuple[CombineMode, ...] = get_args(CombineMode)
 SCHEDULE_VALUES: Mapping[str, Values] = {
     "dispatch_mode": Values(choices=DISPATCH_MODES),
     "combine_mode": Values(choices=COMBINE_MODES),
@@ -213,8 +215,8 @@ class Schedule:
       True
     """
 
-    dispatch_mode: str | None = None
-    combine_mode: str | None = None
+    dispatch_mode: DispatchMode | None = None
+    combine_mode: CombineMode | None = None
     wire_dtype: DTypeLike | None = None
     keep_tokens: bool | None = None
     num_communicating_programs: int | None = None

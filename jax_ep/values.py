@@ -65,6 +65,8 @@ def axis_names(what: str, value: Any, example: str) -> tuple[str, ...]:
             f"{what}={shown(value)} is {type_name(value)}, expected the name of a mesh axis, a str, or a tuple of"
             f" names; pass e.g. {example}."
         )
+    if "" in names:
+        raise ValueError(f"{what}={shown(value)} has an empty name, expected names of mesh axes; pass e.g. {example}.")
     return tuple(names)
 
 

@@ -136,8 +136,9 @@ def axis_size(axis_name: AxisName, *, function: str, of_vmap: bool = False) -> i
             return int(lax.axis_size(names))
     where = f"the axes bound here are {bound}" if bound else "no mesh axis is bound here"
     raise ValueError(
-        f"{function}: axis_name={shown(axis_name)}, but {where}. Call it inside jax.shard_map over a mesh that has"
-        f" {' and '.join(map(shown, names))}, pass the axes of that mesh, or pass axis_name=() for one device."
+        f"{function}: axis_name={shown(axis_name)}, but {where}; expected axes of the surrounding jax.shard_map. Call"
+        f" it inside jax.shard_map over a mesh that has {' and '.join(map(shown, names))}, pass the axes of that mesh,"
+        " or pass axis_name=() for one device."
     )
 
 

@@ -120,8 +120,12 @@ def weights(
 
 def _check_parts(function: str, name: str, wanted: Format, value: QuantizedWeights) -> None:
     """Check dtypes, then shapes."""
-    if value.layout not in ("transposed", *(("prepacked",) if wanted.prepacked else ())):
-        raise ValueError(f"{function}: {name} in {value.format!r} has layout={value.layout!r}; {_REMEDY}.")
+    layouts = ("transposed", "prepacked") if wanted.prepacked else ("transposed",)
+    if value.layout not in layouts:
+        raise ValueError(
+            f"{function}: {name} in {value.format!r} has layout={shown(value.layout)}, expected one of {layouts};"
+            f" {_REMEDY}."
+        )
     dtypes = value.values.dtype, jax.tree.map(lambda x: x.dtype, value.scales)
     expected = wanted.dtype, wanted.scale_dtype
     if value.layout == "prepacked" and wanted.prepacked:
@@ -134,10 +138,11 @@ def _check_parts(function: str, name: str, wanted: Format, value: QuantizedWeigh
     shapes = value.values.shape, jax.tree.map(lambda x: x.shape, value.scales)
     if value.master is not None:
         _check_master(function, name, value)
-    elif shapes[1] != wanted.scale_shape(value):
+    elif shapes[1] != (scale_shape := wanted.scale_shape(value)):
+        scales = "K of whole scale blocks" if scale_shape is None else f"scales {scale_shape}"
         raise ValueError(
-            f"{function}: {name} in {value.format!r} has values {shapes[0]} and scales {shapes[1]}, which do not belong"
-            f" together; {_REMEDY}."
+            f"{function}: {name} in {value.format!r} has values {shapes[0]} and scales {shapes[1]}, expected {scales};"
+            f" {_REMEDY}."
         )
 
 

@@ -191,6 +191,6 @@ def fused_modes(schedule: Schedule, facts: FusedFacts, *, specialized: bool) -> 
         for save_as in (None, "rows", "tokens")
     )
     settings = tuned.exchange_gemm_facts(layout, columns, hidden, dtype)
-    combine = tuned.schedule(schedule, "grouped_gemm_combine", **settings).combine_mode
+    combine: str | None = tuned.schedule(schedule, "grouped_gemm_combine", **settings).combine_mode
     combine = combine or combine_mode(layout, columns, hidden, specialized=specialized)
     return FusedModes(none, rows, tokens, combine)

@@ -169,8 +169,8 @@ def checked_max_tokens(function: str, num_tokens: int, max_tokens_per_rank: int)
     max_tokens = check.integer(function, "max_tokens_per_rank", max_tokens_per_rank)
     if num_tokens > max_tokens:
         raise ValueError(
-            f"{function}: x has {num_tokens} tokens but max_tokens_per_rank={max_tokens}; raise max_tokens_per_rank"
-            " or split the batch."
+            f"{function}: x has {num_tokens} tokens, expected at most max_tokens_per_rank={max_tokens}; raise"
+            " max_tokens_per_rank or split the batch."
         )
     return max_tokens
 

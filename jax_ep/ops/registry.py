@@ -112,13 +112,13 @@ def _names(function: str, implementation: object) -> tuple[str, ...]:
     if not isinstance(names, Sequence):
         raise TypeError(
             f"{function}: implementation={shown(implementation)} is {type_name(implementation)}, expected a name, a"
-            f" sequence of names, or None; choose from {available()}."
+            f" sequence of names, or None; choose from {available()}, or leave it None for the best one."
         )
     unknown = [name for name in names if not isinstance(name, str) or name not in _PACKAGES]
     if unknown or not names:
         raise ValueError(
-            f"{function}: implementation={shown(implementation)} names {shown(unknown) if unknown else 'nothing'};"
-            f" choose from {available()}, or leave it None for the best one."
+            f"{function}: implementation={shown(implementation)} names {shown(unknown) if unknown else 'nothing'},"
+            f" expected one or more of {available()}; pass one, or leave it None for the best one."
         )
     return tuple(names)
 

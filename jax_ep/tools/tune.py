@@ -118,7 +118,7 @@ def _sizes(args: argparse.Namespace) -> list[Any]:
     model = MODELS[args.model]._replace(**{field: value for field, value in given.items() if value is not None})
     ranks = args.ranks or len(jax.local_devices())
     if ranks > len(jax.local_devices()):
-        raise ValueError(f"tune: --ranks={ranks}, but there are {len(jax.local_devices())} devices")
+        raise ValueError(f"tune: --ranks={ranks}, expected at most {len(jax.local_devices())}, the devices; pass fewer")
     if model.experts % ranks or model.top_k > model.experts:
         raise ValueError(f"tune: {model.experts} experts on {ranks} ranks, {model.top_k} per token; pass --ranks")
     return [Sizes(number, model, ranks, args.routing) for number in args.tokens]

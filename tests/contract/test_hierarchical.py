@@ -338,6 +338,7 @@ def test_hierarchical_flax_layer(two_nodes, rng):
 MISTAKES = {
     "the same axis twice": ({"node": "node", "local": "node"}, ValueError, "name an axis twice"),
     "no axis": ({"node": (), "local": "expert"}, ValueError, "names no axis"),
+    "empty name": ({"node": "", "local": "expert"}, ValueError, "Topology: node='' has an empty name, expected"),
     "no name": ({"node": 1, "local": "expert"}, TypeError, "expected the name of a mesh axis"),
     "no block": ({"node": "node", "local": "expert", "num_blocks": 0}, ValueError, "num_blocks=0, expected at least 1"),
     "half a token": ({"node": "node", "local": "expert", "node_capacity": 1.5}, TypeError, "node_capacity=1.5"),
@@ -364,7 +365,7 @@ def test_hierarchical_misuse(two_nodes):
         return jax_ep.dispatch(x, idx, num_experts=num_experts, axis_name=axis_name, **options)
 
     missing = jax_ep.Topology(node="pod", local="expert")
-    bound = "dispatch: axis_name=Topology.*'pod'.*axes bound here.* has 'pod' and 'expert', pass"
+    bound = "dispatch: axis_name=Topology.*'pod'.*axes bound here.*; expected axes .* has 'pod' and 'expert', pass"
     refused(ValueError, bound, lambda *a: dispatch(*a, 4, missing))
     refused(ValueError, "num_experts is 6, expected a multiple of 4, the ranks", lambda *a: dispatch(*a, num_experts=6))
     handle_of = lambda *a: dispatch(*a).handle  # noqa: E731

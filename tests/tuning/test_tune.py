@@ -227,7 +227,7 @@ def test_tune_keeps_foreign_entries(tmp_path, capsys):
     ("options", "message"),
     [
         (["--model", "gpt"], "--model='gpt', expected one of deepseek-v3"),
-        (["--ranks", "99"], f"--ranks=99, but there are {len(jax.local_devices())} devices"),
+        (["--ranks", "99"], f"--ranks=99, expected at most {len(jax.local_devices())}, the devices"),
         (["--tokens", "0"], "argument --tokens: '0', expected an integer from 1 to 2147483647"),
         (["--hidden", str(10**30)], "argument --hidden: '1000000000000000000000000000000', expected an integer from 1"),
         (["--seconds", "-1"], "argument --seconds: '-1', expected a finite number of at least 0"),

@@ -212,7 +212,7 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
     args = harness.start(options(prog), arguments)
     ranks = [n for n in args.ranks if n <= jax.device_count()]
     if not ranks:
-        raise ValueError(f"--ranks {args.ranks}: there are {jax.device_count()} devices")
+        raise ValueError(f"--ranks {args.ranks}, expected at most {jax.device_count()}, the devices; pass fewer")
     model = inputs.MODELS[args.model]
     peak, engines = rates.link(*jax.devices()[:2]), {}
     settings: dict[str, Any] = {"experts": model.experts, "top_k": model.top_k, "graphs": args.graphs, "ranks": ranks}

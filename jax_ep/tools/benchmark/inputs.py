@@ -51,7 +51,7 @@ DEFAULT = Default("deepseek-v3", "tiny")
 def expert_mesh(num_ranks: int) -> jax.sharding.Mesh:
     """Return a mesh of the first devices, on the axis of the experts."""
     if num_ranks > jax.device_count():
-        raise ValueError(f"--ranks {num_ranks}: there are {jax.device_count()} devices")
+        raise ValueError(f"--ranks {num_ranks}, expected at most {jax.device_count()}, the devices; pass fewer")
     auto = (jax.sharding.AxisType.Auto,)
     return jax.make_mesh((num_ranks,), AXIS, axis_types=auto, devices=jax.devices()[:num_ranks])
 

@@ -59,7 +59,7 @@ def call_without_gradient(remedy: str, function: Callable[..., Any], *arguments:
 
 
 def _call_forward(remedy: str, function: Callable[..., Any], *arguments: Any) -> tuple[Any, None]:
-    return function(*arguments), None
+    return call_without_gradient(remedy, function, *arguments), None  # without one under an outer derivative, too
 
 
 def _refuse(remedy: str, *others: Any) -> Any:

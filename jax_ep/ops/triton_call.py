@@ -95,7 +95,7 @@ def _array(number: int, operand: Any) -> Array:
     remedy = "pass numbers as keyword constants"
     check.instance(_NAME, f"operand {number}", operand, jax.Array | np.ndarray, "an array", remedy=remedy)
     _check_dtype(f"operand {number}", operand.dtype)
-    return jnp.asarray(operand)
+    return check.array(_NAME, f"operand {number}", operand, "[...]")
 
 
 def _result(result: Any) -> jax.ShapeDtypeStruct:
@@ -164,6 +164,11 @@ def _constant(name: str, value: Any) -> Any:
             f"{_NAME}: the constant {name} is {type_name(value)}, expected a static value; pass a number, or an array"
             " as an operand."
         ) from None
+    if any(map(jax.export.is_symbolic_dim, jax.tree.leaves(value))):
+        raise TypeError(
+            f"{_NAME}: the constant {name} is {shown(value)}, a symbolic number, expected a static value; export one"
+            " program per size."
+        )
     return value.item() if isinstance(value, np.generic) else value
 
 

@@ -387,14 +387,16 @@ def record(header: np.ndarray, num_words: int) -> Iterator[Recorded]:
             "record: transport 'xla' has no kernels to record, expected 'peer', 'nvshmem' or 'shared_memory'; on GPUs"
             " call jax_ep.init() without a transport, on CPU devices jax_ep.init(mesh, transport='shared_memory')."
         )
-    the_heap = heap("record")
-    _outside_of_traces(lambda: the_heap.begin_traces(header, num_words))
+    with _lock:  # Other threads begin recordings or allocate memory.
+        the_heap = heap("record")
+        _outside_of_traces(lambda: the_heap.begin_traces(header, num_words))
     recorded = Recorded({}, _recording_kernels, the_heap.device_ids)
     try:
         with _records(True):
             yield recorded
     finally:
-        recorded.words.update(_outside_of_traces(the_heap.end_traces))
+        with _lock:
+            recorded.words.update(_outside_of_traces(the_heap.end_traces))
 
 
 class Recorded(NamedTuple):

@@ -1,5 +1,7 @@
 """Recordings of real launches: every task once, in order, without changes of results."""
 
+import threading
+import time
 from collections import Counter
 
 import jax
@@ -284,6 +286,27 @@ def test_recording_mistakes(two_ranks, rng):
     assert recording.trace.events.dtype == EVENT and not len(recording.trace.events)
     with pytest.raises(RuntimeError, match="finalized during the recording"), tracing.record():
         jax_ep.finalize()
+
+
+def test_recording_threads(two_ranks):
+    """Of recordings that threads begin at once, one records, and the others say so."""
+    found, barrier = [], threading.Barrier(4)
+
+    def begin():
+        barrier.wait()
+        try:
+            with tracing.record():
+                time.sleep(0.2)
+            found.append("recorded")
+        except RuntimeError as error:
+            found.append(str(error))
+
+    threads = [threading.Thread(target=begin) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == ["record: the context is already recording; end that recording first."] * 3 + ["recorded"]
 
 
 def test_recording_context_without_kernels():

@@ -9,6 +9,7 @@ import numpy as np
 
 from jax_ep.megakernels.kernels.trace_structs import KINDS
 from jax_ep.tracing.clocks import Timeline
+from jax_ep.values import shown
 
 # The palette of Okabe and Ito, for people with color vision deficiency; a wait is pale, because nothing happens.
 _COLORS = {
@@ -47,7 +48,12 @@ def draw(trace: Timeline, path: Path) -> None:
     rows = [len(np.unique(events["program"][events["device"] == device])) for device in devices]
     heights = [min(_MOST, max(_LEAST, _ROW * count)) for count in rows]
     figure = Figure(figsize=(_WIDTH, sum(heights) + 1.2), layout="constrained")
-    FigureCanvasAgg(figure)
+    endings = FigureCanvasAgg(figure).get_supported_filetypes()
+    if path.suffix[1:].lower() not in endings:  # Without one, matplotlib would write another file.
+        raise ValueError(
+            f"Trace.plot: path is {shown(str(path))}, expected one that ends in one of {', '.join(sorted(endings))};"
+            " pass 'trace.png', for example."
+        )
     grid = figure.subplots(len(devices), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})
     first, scale = int(events["begin"].min()), 1 if trace.is_ordered_only else 1000
     for axes, device in zip(grid[:, 0], devices, strict=True):

@@ -14,6 +14,7 @@ from jax_ep.core import check
 from jax_ep.tracing import clocks, perfetto, picture, summary
 from jax_ep.tracing.clocks import Clocks, Sent, Timeline
 from jax_ep.tracing.events import EVENT, Launch, Written
+from jax_ep.values import type_name
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -104,8 +105,11 @@ class Trace(Timeline):
 
         Args:
           path: a file; it is compressed if its name ends in ".gz". An existing file is replaced.
+
+        Raises:
+          TypeError: `path` is no path.
         """
-        perfetto.write(self, Path(path))
+        perfetto.write(self, _path("Trace.save", path))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
@@ -114,8 +118,9 @@ class Trace(Timeline):
         Raises:
           OSError: the file cannot be read.
           ValueError: it is not such a file.
+          TypeError: `path` is no path.
         """
-        return cls(**perfetto.read(Path(path)))
+        return cls(**perfetto.read(_path("Trace.load", path)))
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the time line of every device, one row per program; for few launches: `only(last=1)`.
@@ -125,9 +130,16 @@ class Trace(Timeline):
 
         Raises:
           ImportError: matplotlib is not installed.
-          ValueError: there are no events.
+          ValueError: there are no events, or the name of the file does not end in the name of a format.
+          TypeError: `path` is no path.
         """
-        picture.draw(self, Path(path))
+        picture.draw(self, _path("Trace.plot", path))
+
+
+def _path(function: str, path: Any) -> Path:
+    if not isinstance(path, str | os.PathLike) or isinstance(os.fspath(path), bytes):
+        raise TypeError(f"{function}: path is {type_name(path)}, expected a str or a Path; pass one.")
+    return Path(path)
 
 
 def merge(traces: Iterable[Trace]) -> Trace:

@@ -243,6 +243,9 @@ def test_trace_invalid_arguments(trace):
         lambda: trace.only(3): "Trace.only: no launch of 3 was recorded; there is dispatch_gemm",
         lambda: tracing.merge(trace): "merge: traces is a Trace, expected a list of Trace",
         lambda: tracing.merge([trace, 3]): "merge: one of traces is an int, expected a Trace",
+        lambda: trace.save(3): "Trace.save: path is an int, expected a str or a Path; pass one",
+        lambda: trace.plot(b"t.png"): "Trace.plot: path is a bytes, expected a str or a Path",
+        lambda: tracing.Trace.load(None): "Trace.load: path is a NoneType, expected a str or a Path",
     }.items():
         with pytest.raises((TypeError, ValueError), match=f"^{message}"):
             call()
@@ -253,6 +256,16 @@ def test_trace_picture_device_without_events(tmp_path):
     tracing.Trace.of_devices({0: written(0), 1: Written(np.zeros((0,), EVENT), {}, 3)}).plot(tmp_path / "t.png")
     with pytest.raises(ValueError, match="no events"):
         tracing.Trace.of_devices({}).plot(tmp_path / "t.png")
+
+
+@pytest.mark.parametrize("name", ["", "trace", "trace.json", "folder"])
+def test_trace_picture_name_without_format(trace, tmp_path, monkeypatch, name):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ValueError, match=r"^Trace.plot: path is .*, expected one that ends in one of .*png"):
+        trace.plot(name)
+    assert list(tmp_path.iterdir()) == [tmp_path / "folder"]
 
 
 def test_trace_command_shows_merges_draws(tmp_path, capsys):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from reports import ROOT, check_report, run, run_quickly
 
-from jax_ep.tools.benchmark import grouped_gemm, layer
+from jax_ep.tools.benchmark import grouped_gemm, harness, layer
 
 EXCHANGE = {
     *("triton dispatch to rows", "triton dispatch to rows, FP8 wire", "triton dispatch to rows, 24 programs"),
@@ -27,6 +27,12 @@ def variants(rows):
     return {row["variant"] for row in rows}
 
 
+def check_rate(row, name, amount):
+    """A rate is that of the median time, and is left out if the chains resolve no time."""
+    median = row["seconds"]["median"]
+    assert row.get(name) == (pytest.approx(amount / median) if median > harness._SHORTEST_S else None)
+
+
 def check_exchange(rows, content):
     assert variants(rows) == EXCHANGE
     failed = {row["variant"] for row in rows if "failed" in row}
@@ -34,7 +40,7 @@ def check_exchange(rows, content):
     for row in rows:
         if "failed" not in row and row["wire"] is not None:
             for name in ("logical_bytes", "wire_bytes"):
-                assert row[f"{name}_per_s"] == pytest.approx(row[name] / row["seconds"]["median"])
+                check_rate(row, f"{name}_per_s", row[name])
             share = row["wire_bytes"] / row["logical_bytes"]
             assert {"bf16": share == 1, "fp8": 0.5 < share < 0.53, "padded": share >= 1}[row["wire"]]
 
@@ -48,7 +54,7 @@ def check_low_latency(rows, content):
         assert set(found) == LOW_LATENCY
         word = found["one word"]["seconds"]["median"]
         for name, row in found.items():
-            assert row["wire_bytes_per_s"] == pytest.approx(row["wire_bytes"] / row["seconds"]["median"])
+            check_rate(row, "wire_bytes_per_s", row["wire_bytes"])
             sending = row["wire_bytes"] / content["summary"]["copy_engine_bytes_per_s"]
             assert row["floor_seconds"] == pytest.approx((2 if "round trip" in name else 1) * word + sending)
 
@@ -70,7 +76,7 @@ def check_layer(rows, content):
             assert (row["shape"]["model"], row["shape"]["ranks"], row["shape"]["capacity"]) == ("tiny", 4, 128)
             assert row["temporary_bytes"] > 0
             flops = 2 * 16 * 2 * 128 * 128 * 3 * (3 if "backward" in direction else 1)
-            assert row["tflops"] == pytest.approx(1e-12 * flops / row["seconds"]["median"])
+            check_rate(row, "tflops", 1e-12 * flops)
         assert {name for name, row in found.items() if "difference" in row} == names - {
             layer.LAYERS["moe"],
             layer.LAYERS["capacity"],
@@ -85,9 +91,9 @@ def check_grouped_gemm(rows, content):
         assert measured == {(x, y) for x in directions for y in of_variant}, variant
     for row in rows:
         flop = 2 * row["shape"]["rows"] * row["shape"]["k"] * row["shape"]["n"]
-        assert row["tflops"] * 1e12 == pytest.approx(flop / row["seconds"]["median"])
+        check_rate(row, "tflops", 1e-12 * flop)
         assert 0 <= row["error"] < (0.4 if "FP8" in row["variant"] or "activated" in row["direction"] else 0.1)
-        assert row["of_cublas"] > 0
+        assert row.get("of_cublas", 1) > 0
 
 
 def check_fused_moe(rows, content):
@@ -105,7 +111,7 @@ def check_serve(rows, content):
     assert found == [(f"jax_ep, {name}", *case) for name in ("bfloat16", "mxfp4") for case in cases]
     for row in measured:
         tokens = row["shape"]["batch"] * (row["shape"]["length"] if row["shape"]["phase"] == "prefill" else 1)
-        assert row["tokens_per_s"] == pytest.approx(tokens / row["seconds"]["median"])
+        check_rate(row, "tokens_per_s", tokens)
         if row["shape"]["phase"] == "decode":
             assert 2 <= row["touched_experts"] <= 2 * row["shape"]["batch"]
             read = row["dense_bytes"] + row["experts_bytes"] + row["cache_bytes"]
@@ -115,8 +121,8 @@ def check_serve(rows, content):
 def check_serve_on_two_devices(rows, content):
     """There is no baseline; a batch of 1 runs on both devices, and counts once."""
     assert [(row["shape"]["phase"], row["shape"]["batch"]) for row in rows] == [("prefill", 2), ("decode", 1)]
-    assert rows[0]["tokens_per_s"] == pytest.approx(2 * 64 / rows[0]["seconds"]["median"])
-    assert rows[1]["tokens_per_s"] == pytest.approx(1 / rows[1]["seconds"]["median"])
+    check_rate(rows[0], "tokens_per_s", 2 * 64)
+    check_rate(rows[1], "tokens_per_s", 1)
     assert 1 <= rows[1]["touched_experts"] <= 2
 
 

@@ -324,6 +324,8 @@ def plan(loads: Any, *, num_slots: int, num_ranks: int, num_nodes: int = 1, num_
       [[0, 2], [0, 5], [0, 1], [3, 4]]
       >>> placement.rank_loads([90, 10, 20, 30, 10, 20]).tolist()
       [50.0, 50.0, 40.0, 40.0]
+
+    Source: DeepSeek's EPLB (github.com/deepseek-ai/EPLB; arXiv:2412.19437, section 3.4).
     """
     loads = _loads("plan", loads)
     if loads.ndim not in (1, 2):

@@ -81,9 +81,12 @@ def override(operation: str, **settings: bool | int | str) -> AbstractContextMan
       ValueError: an unknown operation or setting, or a value that it cannot have.
 
     Example:
-      >>> import jax_ep
-      >>> with jax_ep.tuning.override("combine", num_combining_programs=24, rows_in_flight=4):
-      ...     pass  # call the jitted function here
+      >>> import jax, jax.numpy as jnp, jax_ep
+      >>> multiply = jax.jit(jax_ep.grouped_gemm)
+      >>> with jax_ep.tuning.override("grouped_gemm", block_m=128):
+      ...     y = multiply(jnp.ones((4, 8)), jnp.ones((2, 8, 16)), jnp.array([1, 3]))
+      >>> y.shape
+      (4, 16)
     """
     try:
         operations.check(operation, settings)

@@ -9,7 +9,7 @@ import pytest
 
 import jax_ep
 
-MODULES = ["jax_ep", "jax_ep.lora", "jax_ep.integrations.qwix", "jax_ep.flax"]
+MODULES = ["jax_ep", "jax_ep.lora", "jax_ep.integrations.qwix", "jax_ep.flax", "jax_ep.tuning"]
 MODULES += [f"jax_ep.{n}" for n in ("sharding", "quantization", "placement", "checkpoints", "tracing", "routing")]
 # Public names that are not in the `__all__` of their module.
 NAMES = {
@@ -17,6 +17,7 @@ NAMES = {
     "jax_ep.context": ["Context"],
     "jax_ep.core.expert_matrices": ["LoraWeights"],
     "jax_ep.core.router": ["SharedExperts"],
+    "jax_ep.settings.file": ["Rates", "Tuning"],
     "jax_ep.ops.masked": ["masked_gated_activation"],
     "jax_ep.ops.moe_low_latency": ["low_latency_gemm_combine"],
 }

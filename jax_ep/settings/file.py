@@ -43,6 +43,14 @@ class Rates:
       link_bytes_per_s: of one large copy from a GPU to another, in the slower direction; None with one GPU.
       memory_bytes_per_s: read by a sum over a large array.
       product_flops_per_s: of large bfloat16 GEMMs, after enough of them that clocks have settled.
+
+    Raises:
+      ValueError: a rate is not a number from 1.
+
+    Example:
+      >>> from jax_ep.tuning import Rates
+      >>> Rates(memory_bytes_per_s=4.5e12).link_bytes_per_s is None
+      True
     """
 
     link_bytes_per_s: float | None = None
@@ -63,6 +71,11 @@ class Tuning:
       entries: settings by operation and facts, see `operations.key`.
       rates: of the machine, or None.
       path: of the file, or None.
+
+    Example:
+      >>> from jax_ep.tuning import Tuning
+      >>> dict(Tuning("NVIDIA H200").entries)
+      {}
     """
 
     device_kind: str

@@ -250,9 +250,14 @@ def pytest_runtest_setup(item):
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call():
-    with harness.refusals_skip():
-        return (yield)
+def pytest_runtest_call(item):
+    """Skip tests of an implementation that does not support them; see `harness.REFUSALS`."""
+    harness.tested = _implementation(item)
+    try:
+        with harness.refusals_skip():
+            return (yield)
+    finally:
+        harness.tested = None
 
 
 @pytest.fixture(autouse=True)

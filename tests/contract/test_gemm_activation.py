@@ -9,23 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import harness
 import jax_ep
 import oracle
 from cases import BF16, F16, F32, Shape, assert_close, assert_same_bits, probabilities, reals
-from harness import per_rank
 from jax_ep.core.expert_matrices import SplitWeights
 from jax_ep.megakernels import requirements
 from layers import Layer
 from oracle_experts import GPT_OSS, LLAMA_4, expert_rows
 
 IMPLEMENTATIONS = ("triton",)
-
-
-@pytest.fixture(autouse=True)
-def _in_gluon(implementation):
-    with jax_ep.tuning.override("grouped_gemm", gluon=True):
-        yield
-
+in_gluon = harness.in_gluon("grouped_gemm")
 
 EXPERTS = (
     *(jax_ep.Experts(), jax_ep.Experts(alpha=1.702, clamp=1.5, up_offset=1.0), jax_ep.Experts("gelu")),
@@ -87,21 +81,21 @@ def test_gemm_activation_selection(expert_mesh, rng):
     """It is not used for gradients, nor for unsupported shapes."""
     mesh = expert_mesh(1)
     topk_idx, arrays = arrays_of(rng)
-    assert is_activated(per_rank(moe(), mesh), topk_idx, *arrays)
+    assert is_activated(harness.per_rank(moe(), mesh), topk_idx, *arrays)
     b_down = jnp.ones((SHAPE.num_experts, SHAPE.hidden), BF16)
-    assert is_activated(per_rank(moe(biases=(None, b_down)), mesh), topk_idx, *arrays)
+    assert is_activated(harness.per_rank(moe(biases=(None, b_down)), mesh), topk_idx, *arrays)
 
     def loss(topk_idx, *arrays):
-        return jnp.sum(per_rank(moe(), mesh)(topk_idx, *arrays).astype(F32))
+        return jnp.sum(harness.per_rank(moe(), mesh)(topk_idx, *arrays).astype(F32))
 
     assert not is_activated(jax.value_and_grad(loss, 1), topk_idx, *arrays)
     b_gate_up = jnp.ones((SHAPE.num_experts, 2 * SHAPE.intermediate), BF16)
-    assert not is_activated(per_rank(moe(biases=(b_gate_up, None)), mesh), topk_idx, *arrays)
+    assert not is_activated(harness.per_rank(moe(biases=(b_gate_up, None)), mesh), topk_idx, *arrays)
     for experts in (GPT_OSS, LLAMA_4):
-        assert not is_activated(per_rank(moe(experts), mesh), topk_idx, *arrays), experts
+        assert not is_activated(harness.per_rank(moe(experts), mesh), topk_idx, *arrays), experts
     topk_idx, arrays = arrays_of(rng, gated=False)
     for experts in (jax_ep.Experts("relu", gated=False), jax_ep.Experts(jnp.tanh, gated=False)):
-        assert not is_activated(per_rank(moe(experts), mesh), topk_idx, *arrays), experts
+        assert not is_activated(harness.per_rank(moe(experts), mesh), topk_idx, *arrays), experts
 
 
 def test_gemm_activation_supported():
@@ -117,7 +111,7 @@ def test_gemm_activation_matches_training(num_ranks, expert_mesh, rng):
     """Hidden rows are rounded only in training; with a bias of the second GEMM."""
     topk_idx, arrays = arrays_of(rng, num_ranks)
     b_down = reals(rng, SHAPE.num_experts // num_ranks, SHAPE.hidden, dtype=BF16)
-    layer = per_rank(moe(biases=(None, b_down)), expert_mesh(num_ranks))
+    layer = harness.per_rank(moe(biases=(None, b_down)), expert_mesh(num_ranks))
     trained = jax.jit(lambda *arrays: jax.vjp(functools.partial(layer, topk_idx), *arrays)[0])
     assert_close(np.asarray(jax.jit(layer)(topk_idx, *arrays)), np.asarray(trained(*arrays)))
 
@@ -127,7 +121,7 @@ def test_gemm_activation_matches_training(num_ranks, expert_mesh, rng):
 def test_gemm_activation_partial_gradients(argnums, expert_mesh, rng):
     """Gradients of some arguments have the same bits as among those of all."""
     topk_idx, arrays = arrays_of(rng)
-    layer = per_rank(moe(), expert_mesh(1))
+    layer = harness.per_rank(moe(), expert_mesh(1))
 
     def gradients(argnums):
         def loss(*arrays):
@@ -151,7 +145,7 @@ def test_gemm_activation_residuals(keep, argnums, expert_mesh, rng, monkeypatch)
 
     def kept(policy):
         call = moe(keep=keep) if policy is None else jax.checkpoint(moe(keep=keep), policy=policy)
-        layer = per_rank(call, expert_mesh(2))
+        layer = harness.per_rank(call, expert_mesh(2))
 
         def pulled(*arrays):
             def of(*some):

@@ -13,6 +13,7 @@ from test_grouped_gemm import (
     with_gradients,
 )
 
+import harness
 import jax_ep
 import oracle
 from cases import BF16, F16, F32, assert_close, assert_same_bits, reals
@@ -25,13 +26,7 @@ __all__ = [
     "test_grouped_gemm_two_arrays",
 ]
 IMPLEMENTATIONS = ("triton",)
-
-
-@pytest.fixture(autouse=True)
-def _in_gluon():
-    with jax_ep.tuning.override("grouped_gemm", gluon=True), jax_ep.tuning.override("weight_gradient", gluon=True):
-        yield
-
+in_gluon = harness.in_gluon("grouped_gemm", "weight_gradient")
 
 TILES = {
     "one to five waves": [1, 64, 65, 128, 129, 192, 200, 260],

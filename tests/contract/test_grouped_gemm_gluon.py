@@ -14,17 +14,11 @@ from test_grouped_gemm_fp8 import (  # noqa: F401
     test_grouped_gemm_fp8_vmap,
 )
 
-import jax_ep
+import harness
 from cases import BF16, assert_close
 
 IMPLEMENTATIONS = ("triton",)
-
-
-@pytest.fixture(autouse=True)
-def _in_gluon():
-    with jax_ep.tuning.override("grouped_gemm_fp8", gluon=True):
-        yield
-
+in_gluon = harness.in_gluon("grouped_gemm_fp8")
 
 TILES = {
     "one wave": [64, 1, 0, 63],

@@ -6,17 +6,13 @@ import pytest
 import test_quantized_gemm
 from test_zero_sizes import PRODUCTS, test_zero_sizes_grouped_gemm
 
+import harness
 import jax_ep
 from cases import BF16, F16, reals
 from stored_experts import PREPACKED, store
 
 IMPLEMENTATIONS = ("triton",)
-
-
-@pytest.fixture(autouse=True)
-def _in_gluon():
-    with jax_ep.tuning.override("quantized_gemm", gluon=True):
-        yield
+in_gluon = harness.in_gluon("quantized_gemm")
 
 
 @pytest.mark.parametrize("stored", PREPACKED)

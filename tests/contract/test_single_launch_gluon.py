@@ -7,6 +7,7 @@ import pytest
 import test_single_launch
 from test_single_launch import EXPERTS, call, check, check_drawn, drawn_biases, operands_of
 
+import harness
 import jax_ep
 from cases import BF16, F16, Shape
 from layers import Layer
@@ -15,12 +16,7 @@ from stored_experts import PREPACKED, store
 OPERATION = "fused_moe"
 IMPLEMENTATIONS = ("triton",)
 GATED = [name for name, experts in EXPERTS.items() if experts.gated]
-
-
-@pytest.fixture(autouse=True)
-def _in_gluon():
-    with jax_ep.tuning.override("fused_moe", gluon=True):
-        yield
+in_gluon = harness.in_gluon("fused_moe")
 
 
 @pytest.mark.parametrize("stored", PREPACKED)

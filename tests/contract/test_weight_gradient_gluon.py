@@ -12,17 +12,12 @@ from test_weight_gradient_fp8 import (  # noqa: F401
     weight_gradient,
 )
 
-import jax_ep
+import harness
 import oracle_fp8
 from cases import BF16
 
 IMPLEMENTATIONS = ("triton",)
-
-
-@pytest.fixture(autouse=True)
-def _in_gluon():
-    with jax_ep.tuning.override("weight_gradient_fp8", gluon=True):
-        yield
+in_gluon = harness.in_gluon("weight_gradient_fp8")
 
 
 @pytest.mark.parametrize(("depth", "columns"), [(128, 640), (640, 264)])

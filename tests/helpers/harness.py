@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jax_ep import tuning
+
 EXPERT = "expert"
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 200.0
@@ -127,6 +129,19 @@ def refusals_skip():
         if not (is_of_tested and any(reason in message for reason in REFUSALS[tested])):
             raise
         pytest.skip(message)
+
+
+def in_gluon(*operations):
+    """Return a fixture that runs all tests of its module with the Gluon kernels of these operations."""
+
+    @pytest.fixture(autouse=True)
+    def in_gluon():
+        with contextlib.ExitStack() as overrides:
+            for operation in operations:
+                overrides.enter_context(tuning.override(operation, gluon=True))
+            yield
+
+    return in_gluon
 
 
 def in_turn(calls):

@@ -112,7 +112,7 @@ REFUSALS = {
         *("it has no masked grouped GEMM", "takes bfloat16 and float16 without FP8 on the wire"),
     ),
     "pallas": ("its kernels are for compute capability", "it has no ", "its GEMMs support", "reproducible=True"),
-    "xla": ("it has no fused kernels", "its operations are separate kernels"),
+    "xla": ("it has no fused kernels", "its operations are separate kernels", "reproducible=True"),
 }
 """Parts of the reasons for which each implementation may refuse a call of a test of it; other refusals are failures."""
 tested = None  # The implementation that the running test has as its parameter; set by tests/conftest.py.

@@ -361,8 +361,18 @@ def test_qwix_rule_errors():
             TypeError,
             "the rule of 'blocks/1': weight_qtype=3 is not a dtype, expected a dtype such",
         ),
-        ({"weight_qtype": "int8", "act_qtype": "int4"}, ValueError, "the rule of 'blocks/1' has act_qtype='int4', exp"),
-        ({"weight_qtype": "int8", "act_qtype": jnp.float8_e5m2}, ValueError, "the rule .* act_qtype='float8_e5m2', e"),
+        ({"weight_qtype": "int8", "act_qtype": "int4"}, ValueError, "the rule of 'blocks/1' has act_qtype='int4' with"),
+        ({"weight_qtype": "int8", "act_qtype": jnp.float8_e5m2}, ValueError, "the rule .* act_qtype='float8_e5m2' w"),
+        (
+            {"weight_qtype": "float8_e4m3fn", "act_qtype": "int8"},
+            ValueError,
+            "the rule of 'blocks/1' has act_qtype='int8' with weight_qtype=float8_e4m3fn, expected None, or 'int8' wi",
+        ),
+        (
+            {"weight_qtype": "int8", "act_qtype": "float8_e4m3fn"},
+            ValueError,
+            "the rule of 'blocks/1' has act_qtype='float8_e4m3fn' with weight_qtype=int8, expected None, or 'int8' wi",
+        ),
     ],
 )
 def test_qwix_rule_with_a_wrong_field(fields, error, text):

@@ -21,7 +21,9 @@ __all__ = ["apply_rules", "from_qarray", "to_qarray"]
 
 _RULES = {("int8", None): "int8", ("int4", 128): "int4", ("float8_e4m3fn", None): "fp8_channel", ("mxfp4", 32): "mxfp4"}
 """Format of a rule's `weight_qtype` and `tile_size`."""
-_TOKENS = {None: None, "int8": "int8", "float8_e4m3fn": "fp8"}
+_WITH_INT8, _WITH_OTHERS = "int8", "float8_e4m3fn"
+"""The `act_qtype`s of rules with int8 weights, and with others."""
+_TOKENS = {None: None, _WITH_INT8: "int8", _WITH_OTHERS: "fp8"}
 """Activations of a rule's `act_qtype`."""
 _SERVED = ("w_gate_up", "w_down", "b_gate_up", "b_down", "serving_arrays", "serving_tree")
 
@@ -114,10 +116,11 @@ def _check_rule(path: str, rule: Any, rngs: nnx.Rngs | None) -> None:
             f" {calibration!r} and {dropout=}, expected one of {known}, 'absmax' and no"
             " dropout; give experts a separate rule, before others."
         )
-    if weight is not None and tokens not in _TOKENS:
+    if weight is not None and tokens not in (None, _WITH_INT8 if weight == "int8" else _WITH_OTHERS):
         raise ValueError(
-            f"apply_rules: the rule of {path!r} has act_qtype={shown(tokens)}, expected one of {tuple(_TOKENS)}; give"
-            " experts a separate rule, before others."
+            f"apply_rules: the rule of {path!r} has act_qtype={shown(tokens)} with weight_qtype={weight}, expected"
+            f" None, or {_WITH_INT8!r} with int8 and {_WITH_OTHERS!r} with others; give experts a separate rule, before"
+            " others."
         )
     if weight is not None and hasattr(rule, "bwd_qtype"):
         raise ValueError(

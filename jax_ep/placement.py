@@ -556,6 +556,11 @@ def _over(tree: Any, function: str, relayed: relayout.Relayout, move_rows: Calla
                 f"{function}: {name} has shape {leaf.shape}, expected {before} rows; pass the part of this rank inside"
                 " jax.shard_map, and whole arrays with axis_name=()."
             )
+        if move_rows is relayout.scatter and not jnp.issubdtype(leaf.dtype, jnp.number):
+            raise TypeError(
+                f"{function}: {name} has dtype {leaf.dtype}, expected numbers, which are summed; cast it with astype,"
+                " or leave it out of the tree."
+            )
         return on_automatic_axes(run, resized_spec(leaf, 0, after), relayed.own_rows, leaf)
 
     return jax.tree_util.tree_map_with_path(one, tree)

@@ -340,6 +340,12 @@ IDS = np.zeros((2, 1), np.int32)
         (lambda: THREE.sum_copies(np.ones(4), axis_name=("a", "a")), ValueError, ("sum_copies: axis_name=", "twice")),
         (lambda: THREE.expand(np.ones((4, 2)), axis_name=()), ValueError, ("(4, 2)", "3 rows", "jax.shard_map")),
         (lambda: THREE.sum_copies({"a": np.ones(3)}, axis_name=()), ValueError, ("tree['a']", "(3,)", "4 rows")),
+        (lambda: THREE.sum_copies(np.ones(4, bool), axis_name=()), TypeError, ("tree has dtype bool, expected numb",)),
+        (
+            lambda: THREE.sum_copies(jax.random.split(jax.random.key(0), 4), axis_name=()),
+            TypeError,
+            ("dtype key<fry>",),
+        ),
         (lambda: plan(np.ones((2, 3)), num_slots=4, num_ranks=2).remap(IDS), ValueError, ("2 layers",)),
         (lambda: move(np.ones(4), THREE, None), TypeError, ("NoneType", "Placement")),
         (lambda: move(np.ones(4), THREE, Placement([0, 1], 2, 2)), ValueError, ("is 2", "3", "same experts")),

@@ -394,6 +394,7 @@ WRONG_VALUES = [
         lambda: dequantize(int8(layout="prepacked"), jnp.float32),
         r"layout='prepacked', expected one of \('transposed',\); make it with",
     ),
+    (lambda: dequantize(int8(layout=np.zeros(3)), jnp.float32), r"layout=array\(\[0., 0., 0.\]\), expected one of"),
     (lambda: dequantize(prepacked(**IN_FP8), jnp.float32), "w is prepacked, with activations='fp8', expected None"),
     (lambda: with_layout(of_ones("mxfp4"), "packed"), "layout='packed', expected one of"),
     (lambda: with_layout(int8(), "prepacked"), "w is in format 'int8', expected 'int4' or 'mxfp4'"),

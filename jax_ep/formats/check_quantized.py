@@ -121,7 +121,7 @@ def weights(
 def _check_parts(function: str, name: str, wanted: Format, value: QuantizedWeights) -> None:
     """Check dtypes, then shapes."""
     layouts = ("transposed", "prepacked") if wanted.prepacked else ("transposed",)
-    if value.layout not in layouts:
+    if not isinstance(value.layout, str) or value.layout not in layouts:
         raise ValueError(
             f"{function}: {name} in {value.format!r} has layout={shown(value.layout)}, expected one of {layouts};"
             f" {_REMEDY}."

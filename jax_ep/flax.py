@@ -35,6 +35,7 @@ from jax_ep.serving import LOW_LATENCY_TOKENS, serve, serving_weights
 from jax_ep.sharding import (
     MeshAxes,
     check_blocks_per_rank,
+    check_divisible,
     quantize_per_device,
     ranks_on,
     run_sharded,
@@ -161,7 +162,10 @@ class MoE(nnx.Module):
         options = registry.options("MoE", (), implementation, schedule)
         self.schedule, self.implementation = schedule, options.implementation
         self._check(intermediate_size, shared_experts, param_dtype)
-        make = _Maker(rngs, mesh, self._active_mesh() is not None)
+        if (active := self._active_mesh()) is not None:
+            split = {"intermediate_size, I,": intermediate_size}
+            check_divisible("MoE", active, self.axes, hidden_size, split)
+        make = _Maker(rngs, mesh, active is not None)
         self._make_router(make)
         self._make_experts(make, kernel_init, intermediate_size, param_dtype, use_bias)
         self._make_shared_experts(make, shared_experts, intermediate_size, param_dtype)

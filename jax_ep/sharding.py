@@ -249,6 +249,8 @@ def _check_weights(
     check.divisible_experts(_FUNCTION, num_experts, num_shards, axes.expert)
     w_gate_up, w_down, hidden = arrays["w_gate_up"], arrays["w_down"], arrays["x"].shape[1]
     columns = _columns_of(mesh, axes, num_experts, base_of(w_gate_up), base_of(w_down))
+    split = {"axis -1 of w_gate_up, I,": w_gate_up.shape[-1], "axis 1 of w_down, I,": w_down.shape[1]}
+    check_divisible(_FUNCTION, mesh, axes, hidden, split)
     for name, w in (("w_gate_up", w_gate_up), ("w_down", w_down)):
         if isinstance(w, LoraWeights):
             checked_lora(_FUNCTION, name, w, w.base, arrays["x"].dtype)
@@ -256,9 +258,19 @@ def _check_weights(
         _check_kinds(w_gate_up.shape, w_down.shape, experts)
     check.bias(_FUNCTION, "b_gate_up", arrays["b_gate_up"], (num_experts, *columns))
     check.bias(_FUNCTION, "b_down", arrays["b_down"], (num_experts, hidden))
+
+
+def check_divisible(
+    function: str, mesh: Mesh | AbstractMesh, axes: MeshAxes, hidden: int, intermediate: Mapping[str, int]
+) -> None:
+    """Check that the tensor axis divides I, which has these names, and the fsdp axis H."""
+    if axes.tensor is not None:
+        reason, remedy = f"the ranks of the tensor axis {axes.tensor!r}", "pad I with zeros, which changes no result"
+        for name, size in intermediate.items():
+            check.multiple(function, name, size, mesh.shape[axes.tensor], reason, remedy)
     if axes.fsdp is not None:
         reason = f"the ranks of the fsdp axis {axes.fsdp!r}"
-        check.multiple(_FUNCTION, "H", hidden, mesh.shape[axes.fsdp], reason, "leave fsdp out")
+        check.multiple(function, "H", hidden, mesh.shape[axes.fsdp], reason, "leave fsdp out")
 
 
 def _moe_per_shard(arrays: dict[str, Any], *, axes: MeshAxes, **options: Any) -> Array:
@@ -420,23 +432,12 @@ def _check_tokens(
     return topk_idx
 
 
-def _check_matrices(
-    mesh: Mesh | AbstractMesh,
-    w_gate_up: Any,
-    w_down: Any,
-    num_experts: int,
-    tensor_axis: str | None,
-) -> tuple[int, ...]:
+def _check_matrices(w_gate_up: Any, w_down: Any, num_experts: int, tensor_axis: str | None) -> tuple[int, ...]:
     """Check both weights; return the axes of columns of w_gate_up."""
     # A tensor axis splits gate and up alike.
     shape, remedy = "[E, H, 2 * I]" if tensor_axis is None else "[E, H, 2 or 1, I]", "pass the weights of all experts"
     w_gate_up = check.array(_FUNCTION, "w_gate_up", w_gate_up, shape, remedy=remedy, E=num_experts)
     w_down = check.array(_FUNCTION, "w_down", w_down, "[E, I, H]", remedy=remedy, E=num_experts)
-    if tensor_axis is None:
-        return w_gate_up.shape[2:]
-    for name, columns in (("axis -1 of w_gate_up", w_gate_up.shape[-1]), ("axis 1 of w_down", w_down.shape[1])):
-        reason, remedy = f"the ranks of the tensor axis {tensor_axis!r}", "pad I with zeros, which changes no result"
-        check.multiple(_FUNCTION, f"{name}, I,", columns, mesh.shape[tensor_axis], reason, remedy)
     return w_gate_up.shape[2:]
 
 
@@ -460,7 +461,7 @@ def _columns_of(
     """Check both weights, whose scale blocks no axis may split; return the axes of columns of w_gate_up."""
     check_quantized.two_of_a_kind(_FUNCTION, w_gate_up, w_down)
     if not isinstance(w_gate_up, QuantizedWeights):
-        return _check_matrices(mesh, w_gate_up, w_down, num_experts, axes.tensor)
+        return _check_matrices(w_gate_up, w_down, num_experts, axes.tensor)
     if w_gate_up.master is None:
         _check_serving_axes(axes)
     ranks = {"w_gate_up": 3 if axes.tensor is None else 4, "w_down": 3}
@@ -468,7 +469,7 @@ def _columns_of(
         check_quantized.weights(_FUNCTION, name, w, num_experts, rank=rank)
     if w_gate_up.master is not None:
         check_blocks_per_rank(_FUNCTION, mesh.shape, w_down.shape, axes.tensor, axes.fsdp)
-        return _check_matrices(mesh, w_gate_up.master, w_down.master, num_experts, axes.tensor)
+        return _check_matrices(w_gate_up.master, w_down.master, num_experts, axes.tensor)
     return w_gate_up.shape[2:]
 
 

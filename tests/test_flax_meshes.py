@@ -259,3 +259,19 @@ def test_flax_no_tokens(kind):
         gradients, (y, metrics) = nnx.jit(nnx.grad(loss, has_aux=True))(moe, jnp.ones((2, 0, H)))
         assert (y.shape, metrics.topk_idx.shape) == ((2, 0, H), (2, 0, K))
         assert not any(np.any(leaf) for leaf in jax.tree.leaves((gradients, metrics)))
+
+
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str)
+@pytest.mark.parametrize(
+    ("axes", "changed", "match"),
+    [
+        ({"tensor": "other"}, {"intermediate_size": 5}, r"^MoE: intermediate_size, I, is 5, expected a multiple of 2"),
+        ({"batch": "other", "fsdp": "other"}, {"hidden_size": 7}, r"^MoE: H is 7, expected a multiple of 2"),
+    ],
+)
+def test_flax_sizes_that_axes_do_not_divide(axes, changed, match, kind):
+    """A layer that is made on a mesh names the size and the axis, as one that is called there does."""
+    mesh = jax.make_mesh((2, 2), ("other", "expert"), axis_types=(kind,) * 2)
+    sizes = {"hidden_size": 8, "intermediate_size": 4, "num_experts": 4, "num_experts_per_tok": 2} | changed
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=match):
+        MoE(**sizes, axes=MeshAxes(**axes), rngs=nnx.Rngs(0))

@@ -20,6 +20,7 @@ from oracle_experts import GPT_OSS, LLAMA_4, expert_rows
 
 IMPLEMENTATIONS = ("triton",)
 in_gluon = harness.in_gluon("grouped_gemm")
+pytestmark = pytest.mark.usefixtures("implementation")  # the kernels run in its interpreter
 
 EXPERTS = (
     *(jax_ep.Experts(), jax_ep.Experts(alpha=1.702, clamp=1.5, up_offset=1.0), jax_ep.Experts("gelu")),

@@ -72,7 +72,7 @@ class Passes:
     sum_dtype: DTypeLike  # dtype of each pass and of the result
     implementation: str  # of the plan and of what moves the copies
     splits: bool = False  # whether weights that are not quantized and copies of them stay in two arrays
-    whole_tokens: bool = False  # whether all assignments of a token are in one pass, so that its sums have one order
+    reproducible: bool = False  # whether all assignments of a token are in one pass, so that its sums have one order
     layer: Layer | None = None  # computes one pass, see `Layer`; None for a dispatch
 
     @property
@@ -84,6 +84,11 @@ class Passes:
     def is_one_pass(self) -> bool:
         """Whether one pass is enough for any routing."""
         return self.num_ranks == 1 or self.spare >= self.num_local
+
+    @property
+    def selects_tokens(self) -> bool:
+        """Whether a pass must select tokens that it can compute whole."""
+        return self.reproducible and not self.is_one_pass
 
 
 def check_balance(
@@ -230,11 +235,10 @@ def _next_pass(passes: Passes, state: State) -> tuple[Place, State]:
     """Plan the next pass; return also what it leaves."""
     planner, rank = registry.BALANCE_PLAN.by(passes.implementation), rank_on(passes.axis)
     plan = planner.plan_pass(state[1], passes.rows, passes.spare)
-    halves = passes.whole_tokens and not passes.is_one_pass
-    (topk_idx, counts), plan = _first_tokens(passes, state, plan) if halves else (state, plan)
+    (topk_idx, counts), plan = _first_tokens(passes, state, plan) if passes.selects_tokens else (state, plan)
     slots, left = planner.place_assignments(topk_idx, counts, plan, rank)
     left_counts = plan.left
-    if halves:
+    if passes.selects_tokens:
         left, left_counts = jnp.where(topk_idx >= 0, -1, state[0]), state[1] - counts
     return (slots, plan.copies, _work(plan, rank)), (left, left_counts)
 

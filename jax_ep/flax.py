@@ -42,7 +42,7 @@ from jax_ep.sharding import (
     sharded_layer,
     specs_of_parts,
 )
-from jax_ep.types import AxisName, Experts, Routing, Schedule, Topology
+from jax_ep.types import Experts, Routing, Schedule, Topology
 
 try:
     from flax import nnx
@@ -545,17 +545,6 @@ class MoE(nnx.Module):
         biases = (None if value is None else value[...] for value in (self.b_router, self.router_bias))
         return RouterWeights(cast(nnx.Param, self.router)[...], *biases)
 
-    def _low_latency(self, axis_name: AxisName) -> dict[str, Any]:
-        """Return the static options of `serve`."""
-        return {
-            "num_experts": self.num_experts,
-            "axis_name": axis_name,
-            "experts": self.experts,
-            "preferred_element_type": self.preferred_element_type,
-            "schedule": None if self.schedule is None else dataclasses.replace(self.schedule, wire_dtype=None),
-            "implementation": self.implementation,
-        }
-
     def _through_experts(
         self,
         x: Array,
@@ -574,7 +563,7 @@ class MoE(nnx.Module):
         mask = None if token_mask is None else rearrange(lambda v: v.reshape(-1), mesh, mask_spec)(token_mask)
         if topk_idx is not None:
             topk_idx = rearrange(lambda v: v.reshape(-1, self.num_experts_per_tok), mesh, token_spec)(topk_idx)
-        routed = self._route(tokens, mask, topk_idx, mesh, token_spec, () if padding else self.axes.token_axes)
+        routed = self._route(tokens, mask, topk_idx, mesh, token_spec)
         arrays = tokens, routed.topk_idx, routed.topk_weights
         if padding:
 
@@ -584,10 +573,7 @@ class MoE(nnx.Module):
 
             routing = padded(routed.topk_idx, -1, specs.routing), padded(routed.topk_weights, 0, specs.routing)
             arrays = padded(tokens, 0, specs.tokens), *routing
-        if mesh is None:
-            y, work = self._experts_on_one_device(arrays, weights), dict[str, Array]()
-        else:
-            y, work = self._experts_on_mesh(arrays, mesh, weights)
+        y, work = self._run_experts(arrays, mesh, weights)
         y = rearrange(lambda v: v[:num_tokens], mesh, token_spec)(y) if padding else y
         y = routed.with_identity(y, tokens)
         y = rearrange(lambda v: v.reshape(x.shape), mesh, jax.typeof(x).sharding.spec)(y)
@@ -596,59 +582,53 @@ class MoE(nnx.Module):
         return y, routed.metrics(chosen, self._dropped(arrays[1], mesh, specs.routing), work)
 
     def _route(
-        self,
-        tokens: Array,
-        mask: Array | None,
-        replayed: Array | None,
-        mesh: Mesh | None,
-        token_spec: PartitionSpec,
-        axes: tuple[str, ...],
+        self, tokens: Array, mask: Array | None, replayed: Array | None, mesh: Mesh | None, token_spec: PartitionSpec
     ) -> Routed:
-        """Route tokens with these specs; the mean scores and loads are those over `axes`."""
-        options: dict[str, Any] = {"options": self.router_options, "top_k": self.num_experts_per_tok}
-        if mesh is None:
-            return route(tokens, mask, replayed, self._router(tokens), axes=(), **options)
-        mask_spec, everywhere = PartitionSpec(token_spec[0]), PartitionSpec()
+        """Route tokens with this spec; the mean scores and loads are those over its axes."""
+        axes = self.axes.token_axes if mesh is not None and any(token_spec) else ()
+        options = {"options": self.router_options, "top_k": self.num_experts_per_tok, "axes": axes}
+        mask_spec, everywhere = PartitionSpec(*token_spec[:1]), PartitionSpec()
         router_spec = everywhere if self.router_fn is None else token_spec
         specs: Any = (token_spec, token_spec, token_spec, mask_spec, everywhere, everywhere, everywhere)
         in_specs = token_spec, mask_spec, token_spec, router_spec
-        run = run_sharded(route, options | {"axes": axes}, self.mesh, in_specs, Routed(*specs))
+        run = self._over(mesh, route, options, in_specs, Routed(*specs))
         return run(tokens, mask, replayed, self._router(tokens))
 
-    def _experts_on_one_device(self, arrays: tuple[Array, Array, Array], weights: ExpertWeights | None) -> Array:
-        """Compute the experts of `(tokens, topk_idx, topk_weights)`, for few tokens by the low-latency layer."""
-        if weights is not None and self._decodes(weights) and arrays[0].shape[0] <= LOW_LATENCY_TOKENS:
-            return serve(*arrays, weights, **self._low_latency(()))
-        made_of = self._weights(weights)
-        w_gate_up, w_down, b_gate_up, b_down = made_of
-        if self.w_gate_up is not None and self.axes.tensor is not None:
-            w_gate_up, b_gate_up = merge_columns(w_gate_up), None if b_gate_up is None else merge_columns(b_gate_up)
-        return fused_moe(
-            *arrays,
-            w_gate_up,
-            w_down,
-            biases=(b_gate_up, b_down),
-            experts=self.experts,
-            preferred_element_type=self.preferred_element_type,
-            implementation=self.implementation,
-            **self._products_of(made_of),
-        )
-
-    def _experts_on_mesh(
-        self, arrays: tuple[Array, Array, Array], mesh: Mesh, weights: ExpertWeights | None
+    def _run_experts(
+        self, arrays: tuple[Array, Array, Array], mesh: Mesh | None, weights: ExpertWeights | None
     ) -> tuple[Array, dict[str, Array]]:
-        """Do the same on a mesh; return also what balancing did on each rank, if it did anything."""
-        specs, most = self.axes.specs, LOW_LATENCY_TOKENS * ranks_on(mesh, self.axes.token_axes)
-        if weights is not None and self._decodes(weights) and arrays[0].shape[0] <= most:
+        """Compute the experts of `(tokens, topk_idx, topk_weights)`, for few tokens by the low-latency layer.
+
+        Return also what balancing did on each rank, if it did anything.
+        """
+        specs, devices = self.axes.specs, 1 if mesh is None else ranks_on(mesh, self.axes.token_axes)
+        options = {name: getattr(self, name) for name in ("experts", "preferred_element_type", "implementation")}
+        if weights is not None and self._decodes(weights) and arrays[0].shape[0] <= LOW_LATENCY_TOKENS * devices:
+            options |= {"num_experts": self.num_experts, "axis_name": () if mesh is None else self.axes.expert}
+            if self.schedule is not None:
+                options["schedule"] = dataclasses.replace(self.schedule, wire_dtype=None)
             in_specs = specs.tokens, specs.routing, specs.routing, PartitionSpec(self.axes.expert_axes)
-            options = self._low_latency(self.axes.expert)
-            return run_sharded(serve, options, self.mesh, in_specs, specs.tokens)(*arrays, weights), {}
-        made_of, fields = self._weights(weights), ("experts", "capacity", "balance", "preferred_element_type")
-        options = {name: getattr(self, name) for name in (*fields, "implementation")} | self._products_of(made_of)
+            return self._over(mesh, serve, options, in_specs, specs.tokens)(*arrays, weights), {}
+        made_of = self._weights(weights)
+        options |= self._products_of(made_of)
+        w_gate_up, w_down, b_gate_up, b_down = made_of
+        if mesh is None:
+            if self.w_gate_up is not None and self.axes.tensor is not None:
+                w_gate_up, b_gate_up = merge_columns(w_gate_up), None if b_gate_up is None else merge_columns(b_gate_up)
+            return fused_moe(*arrays, w_gate_up, w_down, biases=(b_gate_up, b_down), **options), {}
+        options |= {"capacity": self.capacity, "balance": self.balance}
         with_work = self.balance is not None and ranks_on(mesh, self.axes.expert_axes) > 1
         run = sharded_layer(self.mesh, self.num_experts, self._expert_axes(), options, with_work=with_work)
-        found = run(*arrays, made_of.w_gate_up, made_of.w_down, biases=(made_of.b_gate_up, made_of.b_down))
+        found = run(*arrays, w_gate_up, w_down, biases=(b_gate_up, b_down))
         return found if with_work else (found, {})
+
+    def _over(
+        self, mesh: Mesh | None, function: Callable[..., Any], options: dict[str, Any], in_specs: Any, out_specs: Any
+    ) -> Callable[..., Any]:
+        """Return a function of global arrays that runs `function` on each device; without a mesh, on the one."""
+        if mesh is None:
+            return partial(function, **options)
+        return run_sharded(function, options, self.mesh, in_specs, out_specs)
 
     def _dropped(self, topk_idx: Array, mesh: Mesh | None, spec: PartitionSpec) -> Array:
         """Count the assignments past `capacity` from the routing: `sharded_moe` returns only the tokens."""

@@ -65,11 +65,8 @@ def sparsemixer(logits: Any, jitter_eps: Any, key: Any) -> None:
     number(function, "jitter_eps", jitter_eps)
     if not isinstance(jitter_eps, jax.Array) and not jitter_eps >= 0:
         raise ValueError(f"{function}: jitter_eps={shown(jitter_eps)}, expected at least 0; pass 0.01, for example.")
-    if key is None:
-        return
-    if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.ndim:
-        what = f"an array of {key.dtype}, shape {key.shape}" if isinstance(key, jax.Array) else type_name(key)
-        raise TypeError(f"{function}: key is {what}, expected one key, shape (); pass jax.random.key(seed).")
+    if key is not None:
+        check.random_key(function, "key", key)
 
 
 def identity_experts(routing: Any, num_experts: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 
 import jax
@@ -27,7 +26,6 @@ _NOT_ON_CPU = "it runs on GPUs; on CPU devices only for tests that name it alone
 _MOST_GROUPS = 4095  # in shared memory, 32 of them per thread
 INTERPRETER_THREADS = 4
 """Cores or CPU devices that Mosaic's interpreter needs: fewer, and warpgroups wait for each other for good."""
-_COMPILER = "jax.experimental.mosaic.gpu"
 
 
 def unsupported_reason(facts: Facts, options: Options) -> str | None:
@@ -84,13 +82,11 @@ def _missing_on_cpu() -> str | None:
 
 
 def missing() -> str | None:
-    """Return what these GPUs, or this JAX, lack, or None."""
+    """Return what these GPUs lack, or None."""
     capability = getattr(jax.local_devices()[0], "compute_capability", "unknown")
     if capability != _CAPABILITY:
         return (
             f"its kernels are for compute capability {_CAPABILITY} (Hopper), these GPUs have {capability};"
             " use `triton` or `xla`"
         )
-    if importlib.util.find_spec(_COMPILER) is None:
-        return f"this JAX has no {_COMPILER}"
     return None

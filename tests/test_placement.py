@@ -29,10 +29,10 @@ def random_loads(rng, *shape):
     return np.where(rng.random(shape) < 0.1, 0, np.floor(loads))
 
 
-def random_placement(rng, num_ranks, *, num_experts=8, extra=4):
+def random_placement(rng, num_ranks, *, extra=4):
     """Draw any valid placement, not only those of `plan`: copies may share a rank."""
-    slots = np.concatenate([np.arange(num_experts), rng.integers(0, num_experts, extra)])
-    return Placement(rng.permutation(slots), num_experts, num_ranks)
+    slots = np.concatenate([np.arange(8), rng.integers(0, 8, extra)])
+    return Placement(rng.permutation(slots), 8, num_ranks)
 
 
 def copies_of(placement):

@@ -31,10 +31,10 @@ def _balancing_loss(scores, topk_idx):
     return num_experts * float(share @ probabilities.mean(axis=0))
 
 
-def _random_assignments(num_tokens=24, num_experts=8, k=3, invalid=0.0, seed=0):
+def _random_assignments(num_tokens=24, invalid=0.0, seed=0):
     rng = np.random.default_rng(seed)
-    scores = rng.uniform(0.05, 1.0, size=(num_tokens, num_experts)).astype(np.float32)
-    topk_idx = np.argsort(-scores, axis=1)[:, :k].astype(np.int32)
+    scores = rng.uniform(0.05, 1.0, size=(num_tokens, 8)).astype(np.float32)
+    topk_idx = np.argsort(-scores, axis=1)[:, :3].astype(np.int32)
     topk_idx[rng.uniform(size=topk_idx.shape) < invalid] = -1
     return scores, topk_idx
 

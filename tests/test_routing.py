@@ -293,11 +293,11 @@ def sparsemixer_gradient(idx, gates, d_weights):
     return ((d_weights * sparsemixer_weights(idx, gates))[:, :, None] * (one_hot - gates)).sum(axis=1)
 
 
-def _sparsemixer_logits(num_tokens, num_experts=16):
+def _sparsemixer_logits(num_tokens):
     """Draw rows with positive and negative maxima, equal and zero logits, many of them near the best."""
-    logits = _logits("normal", num_tokens, num_experts, seed=5)
+    logits = _logits("normal", num_tokens, 16, seed=5)
     logits[::4] -= 9.0
-    logits[1::4] = _logits("ties", num_tokens, num_experts, seed=6)[1::4]
+    logits[1::4] = _logits("ties", num_tokens, 16, seed=6)[1::4]
     logits[0], logits[1] = 0.0, np.minimum(logits[1], 0.0)
     return logits
 

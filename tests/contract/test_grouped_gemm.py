@@ -169,21 +169,28 @@ def test_grouped_gemm_finite_differences(implementation, rng, float64):
     check_directional_derivatives(jax.jit(jax.value_and_grad(value, argnums=(0, 1))), (lhs, rhs), rng)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("loop", ["scan", "vmap"])
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-def test_grouped_gemm_scan_stacks_results(implementation, dtype, rng, subtests):
+@pytest.mark.slow(unless={"loop": ["vmap"], "dtype": [BF16]})
+def test_grouped_gemm_in_a_loop(implementation, dtype, loop, rng, subtests):
     """Each step gives the result of a single call, although kernels may write into the stacked results."""
-    group_sizes = np.array([5, 0, 12], np.int32)
-    lhs, rhs = reals(rng, 3, 20, 32, dtype=dtype), reals(rng, 3, 3, 32, 24, dtype=dtype)
-    d_out = reals(rng, 3, 20, 24, dtype=dtype)
+    xs = (
+        integers(rng, 3, 20, 32, dtype=dtype),
+        np.array([[5, 0, 12], [0, 20, 0], [1, 9, 3]], np.int32),
+        integers(rng, 3, 20, 24, dtype=dtype),
+    )
+    rhs = integers(rng, 3, 32, 24, dtype=dtype)
 
-    def step(lhs, rhs, d_out):
+    def step(lhs, group_sizes, d_out):
         out, vjp = jax.vjp(lambda a, b: jax_ep.grouped_gemm(a, b, group_sizes, implementation=implementation), lhs, rhs)
         return out, *vjp(d_out)
 
-    stacked = to_numpy(jax.jit(lambda *xs: jax.lax.scan(lambda _, x: (None, step(*x)), None, xs)[1])(lhs, rhs, d_out))
-    alone = [to_numpy(jax.jit(step)(*xs)) for xs in zip(lhs, rhs, d_out, strict=True)]
-    for name, got, want in zip(("out", "d_lhs", "d_rhs"), stacked, zip(*alone, strict=True), strict=True):
+    def scan(*xs):
+        return jax.lax.scan(lambda _, x: (None, step(*x)), None, xs)[1]
+
+    together = to_numpy(jax.jit(jax.vmap(step) if loop == "vmap" else scan)(*xs))
+    alone = [to_numpy(jax.jit(step)(*one)) for one in zip(*xs, strict=True)]
+    for name, got, want in zip(("out", "d_lhs", "d_rhs"), together, zip(*alone, strict=True), strict=True):
         with subtests.test(name):
             assert np.abs(got.astype(F32)).max() > 0
             assert_same_bits(got, np.stack(want), name)

@@ -285,12 +285,12 @@ def test_trace_command_shows_merges_draws(tmp_path, capsys):
     assert picture.startswith(b"\x89PNG") and len(picture) > 5000
 
 
-def fake_area(rows, room, num_programs, launches):
-    header, num_words = tracing.events.area_header(num_programs, room)
+def fake_area(rows, room):
+    header, num_words = tracing.events.area_header(2, room)
     words = np.zeros((num_words,), np.int64)
     words[: header.size] = header
-    words[0] = launches
-    region = words[16:].reshape(num_programs, -1)[0]
+    words[0] = 1  # launch
+    region = words[16:].reshape(2, -1)[0]
     region[0] = len(rows)
     for i, row in enumerate(rows[:room]):
         region[16 + 5 * i :][:5] = row
@@ -303,7 +303,7 @@ def test_trace_program_events_do_not_overlap():
     times = [(10, 40), (30, 60), (50, 55), (70, 80)]  # The third was written before the second.
     rows = [[begin, end, word, 0, 9] for (begin, end), word in zip(times, what, strict=True)]
     member = [90, 90, KINDS.index("member") << 32 | 1 << 52 | 1 << 16, 1 | 6 << 32, 9]
-    found = tracing.events.read(fake_area([*rows, member], 8, 2, launches=1), 0, {})
+    found = tracing.events.read(fake_area([*rows, member], 8), 0, {})
     assert found.events[["task", "begin", "end"]].tolist() == [(1, 10, 40), (3, 50, 55), (2, 55, 60), (4, 70, 80)]
 
 
@@ -316,19 +316,19 @@ def test_trace_incomplete_launches_skipped():
 
     members = [event("member", rank | 2 << 16, 0, peer=device, block=4, epoch=6) for rank, device in enumerate((5, 2))]
     rows = [event("tile", 8, 0), event("wait", 9, 0, peer=5, block=-1), *members, event("tile", 8, 1)]
-    found = tracing.events.read(fake_area(rows, 8, 2, launches=1), 2, {})
+    found = tracing.events.read(fake_area(rows, 8), 2, {})
     assert found.launches == {0: Launch("operation 9", 9, 4, (5, 2), (6, 6))}
     assert found.events[["kind", "task", "peer", "block"]].tolist() == [
         (KINDS.index("tile"), 8, -1, 0), (KINDS.index("wait"), 9, 5, -1)
     ]  # fmt: skip
     assert found.num_dropped == 0
-    named = tracing.events.read(fake_area(rows, 8, 2, launches=1), 2, {}, [100, 101, 102, 103, 104, 105])
+    named = tracing.events.read(fake_area(rows, 8), 2, {}, [100, 101, 102, 103, 104, 105])
     assert named.launches[0].group == (105, 102) and named.launches[0].rank(102) == 1
     assert named.events[["device", "peer"]].tolist() == [(102, -1), (102, 105)]
-    few = tracing.events.read(fake_area(rows, 4, 2, launches=1), 2, {9: "tiles"})
+    few = tracing.events.read(fake_area(rows, 4), 2, {9: "tiles"})
     assert (few.num_dropped, len(few.events), few.launches[0].kernel) == (1, 2, "tiles")
     # With one member missing, the participants are unknown.
-    none = tracing.events.read(fake_area(rows, 3, 2, launches=1), 2, {})
+    none = tracing.events.read(fake_area(rows, 3), 2, {})
     assert (none.num_dropped, len(none.events), none.launches) == (2 + 2, 0, {})
 
 

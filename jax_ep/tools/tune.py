@@ -7,11 +7,13 @@ second run resumes where the first one stopped.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import fcntl
 import functools
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,27 +73,51 @@ def run(args: argparse.Namespace) -> None:
             "tune: JAX has no GPU here, expected one, since times of CPU devices mean nothing; run jax-ep doctor, or"
             " set JAX_PLATFORMS=cpu to try the command in Triton's interpreter"
         )
-    fill_in(args, quick=tune_cases.is_small())
-    all_sizes = _sizes(args)
-    results = _Results(_path(args.out), jax.local_devices()[0].device_kind)
-    if tune_cases.is_small():
-        results.path = None
-        print("CPU devices: the figures mean nothing, and no settings file is written", flush=True)
-    parts = PARTS if not args.what or "all" in args.what else [name for name in PARTS if name in args.what]
-    tuning.use(None)  # compare with the defaults
-    _begin()
-    try:
-        clock = _Clock(args.seconds)
-        if "rates" in parts:
-            clock.say("rates of this machine")
-            results.rates = rates.measure()
-            results.write()
-        _tune(list(tune_cases.makers(parts, all_sizes, args.formats)), args.routing, results, clock)
-    finally:
-        context.finalize()
+    is_small = tune_cases.is_small()
+    fill_in(args, quick=is_small)
+    all_sizes, path = _sizes(args), _path(args.out)
+    with _locked(None if is_small else path):
+        results = _Results(path, jax.local_devices()[0].device_kind)
+        if is_small:
+            results.path = None
+            print("CPU devices: the figures mean nothing, and no settings file is written", flush=True)
+        parts = PARTS if not args.what or "all" in args.what else [name for name in PARTS if name in args.what]
+        tuning.use(None)  # compare with the defaults
+        _begin()
+        try:
+            clock = _Clock(args.seconds)
+            if "rates" in parts:
+                clock.say("rates of this machine")
+                results.rates = rates.measure()
+                results.write()
+            _tune(list(tune_cases.makers(parts, all_sizes, args.formats)), args.routing, results, clock)
+        finally:
+            context.finalize()
     if not results.outcomes and "rates" not in parts:
         sys.exit("jax-ep tune: nothing measured")
     _show(results)
+
+
+def _log_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.log")
+
+
+@contextlib.contextmanager
+def _locked(path: Path | None) -> Iterator[None]:
+    """Hold a lock on the log of a file: two runs would overwrite each other's entries, and slow each other down."""
+    if path is None:
+        yield
+        return
+    check_writable(_log_path(path))
+    with _log_path(path).open("ab") as log:
+        try:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"tune: another run writes {path}, expected one at a time; wait until it has ended, or pass another"
+                " --out"
+            ) from error
+        yield
 
 
 def _path(out: Path | None) -> Path | None:
@@ -120,7 +146,10 @@ def _sizes(args: argparse.Namespace) -> list[Any]:
     if ranks > len(jax.local_devices()):
         raise ValueError(f"tune: --ranks={ranks}, expected at most {len(jax.local_devices())}, the devices; pass fewer")
     if model.experts % ranks or model.top_k > model.experts:
-        raise ValueError(f"tune: {model.experts} experts on {ranks} ranks, {model.top_k} per token; pass --ranks")
+        raise ValueError(
+            f"tune: {model.experts} experts on {ranks} ranks, {model.top_k} per token, expected ranks that divide the"
+            " experts, and at most all experts per token; pass --experts, --ranks or --top-k"
+        )
     return [Sizes(number, model, ranks, args.routing) for number in args.tokens]
 
 
@@ -132,7 +161,7 @@ def _tune(makers: Sequence[Any], routing: str, results: _Results, clock: _Clock)
         "routing": routing,
         "jax": jax.__version__,
     }
-    log = Log(results.path and results.path.with_name(f"{results.path.name}.log"), circumstances)
+    log = Log(results.path and _log_path(results.path), circumstances)
     for number, make in enumerate(makers):
         if clock.left() <= 0:
             print(f"no time left for {len(makers) - number} of {len(makers)} groups; run it again to resume")
@@ -207,16 +236,16 @@ class _Results:
             return
         try:
             content = json_files.read(self.path, file.MOST_BYTES)
-            kind, kernels = content["device_kind"], content["kernels"]
+            kind = content["device_kind"]
+            if kind == self.kind and content["kernels"] == file.kernel_sources():  # those of others are of no use
+                self.rates = file.read(self.path, self.kind).rates
+                self._before = [file.Entry(**entry) for entry in content["entries"]]
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(
                 f"{self.path} exists and is not a file of tuned settings; delete it, or pass another --out"
             ) from error
         if kind != self.kind:
             raise ValueError(f"{self.path} is for {shown(kind)}, the device here is {self.kind!r}; pass another --out")
-        if kernels == file.kernel_sources():  # entries of other kernels are of no use
-            self.rates = file.read(self.path, self.kind).rates
-            self._before = [file.Entry(**entry) for entry in content["entries"]]
 
     def write(self) -> None:
         """Write the file: new entries replace those for the same sizes; there is none if the defaults are best."""

@@ -32,7 +32,7 @@ _MAX_CALLS = 1000
 _MAX_BYTES = 256 << 20
 
 
-_TIME = json_files.value_of("a time", lambda value: type(value) in (int, float) and value > 0)
+_TIME = json_files.value_of("a time", lambda value: type(value) is float and value > 0)
 _LINE = json_files.record(
     {
         "circumstances": OBJECT,
@@ -84,7 +84,7 @@ class Log:
         self._circumstances = dict(circumstances)
         self._found: dict[str, Outcome] = {}
         self._tried: collections.Counter[str] = collections.Counter()
-        for line in read_regular(path, _MAX_BYTES).splitlines() if path and path.exists() else ():
+        for line in self._lines():
             try:
                 record = json.loads(line)
                 _LINE(record, "")
@@ -92,6 +92,14 @@ class Log:
                 continue
             if record["circumstances"] == self._circumstances:
                 self._take(record["key"], record["state"], Outcome(**record["outcome"]))
+
+    def _lines(self) -> list[bytes]:
+        if self.path is None or not self.path.exists():
+            return []
+        try:
+            return read_regular(self.path, _MAX_BYTES).splitlines()
+        except ValueError as error:
+            raise ValueError(f"tune: {self.path} is {error}; delete it to measure everything again") from error
 
     def _take(self, key: str, state: str, outcome: Outcome) -> None:
         self._tried[key] = self._tried[key] + 1 if state == "tried" else 0
@@ -118,7 +126,8 @@ class Log:
         record = {"circumstances": self._circumstances, "key": key, "state": state}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record | {"outcome": dataclasses.asdict(outcome)}) + "\n")
+            # The line feed comes first: if an earlier process ended within a line, this one is still whole.
+            file.write("\n" + json.dumps(record | {"outcome": dataclasses.asdict(outcome)}))
 
     def _key(self, case: Case, settings: Settings) -> str:
         return self._prefix(case) + name_of(settings)

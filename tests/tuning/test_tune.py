@@ -1,7 +1,9 @@
 """`jax-ep tune`: choices, output, repeated measurements, and a sweep as a user runs it."""
 
+import fcntl
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -169,7 +171,7 @@ def test_tune_crashing_settings_skipped(tmp_path):
         with pytest.raises(KeyboardInterrupt):
             search(case, Measured(time), Log(path, {}))
     with path.open("a") as log:
-        log.write('{"circumstances": {}, "key": "half a li')  # The disk was full.
+        log.write('\n{"circumstances": {}, "key": "half a li')  # The disk was full.
     again = Measured()
     assert search(case, again, Log(path, {}))[0] == {"num_combining_programs": 64}
     assert [asked for asked in again.asked if asked == {"num_combining_programs": 32}] == []
@@ -214,6 +216,7 @@ def test_tune_keeps_foreign_entries(tmp_path, capsys):
     file.write(path, "NVIDIA Z9", [], None)
     for text, message in (
         (path.read_text(), f"is for 'NVIDIA Z9', the device here is {KIND!r}; pass another --out"),
+        (path.read_text().replace('"NVIDIA Z9"', json.dumps(KIND)).replace("[]", "3"), "exists and is not a file of"),
         ('{"name": "package"}', "exists and is not a file of tuned settings; delete it, or pass another --out"),
         ("notes", "exists and is not a file of tuned settings"),
     ):
@@ -233,7 +236,7 @@ def test_tune_keeps_foreign_entries(tmp_path, capsys):
         (["--seconds", "-1"], "argument --seconds: '-1', expected a finite number of at least 0"),
         (["--seconds", "nan"], "argument --seconds: 'nan', expected a finite number"),
         (["bandwidth"], "invalid choice: 'bandwidth'"),
-        (["--experts", "7", "--ranks", "1", "--top-k", "8"], "7 experts on 1 ranks, 8 per token"),
+        (["--experts", "7", "--ranks", "1", "--top-k", "8"], "7 experts on 1 ranks, 8 per token, .* --top-k"),
     ],
 )
 def test_tune_invalid_arguments(options, message, tmp_path, capsys):
@@ -242,8 +245,23 @@ def test_tune_invalid_arguments(options, message, tmp_path, capsys):
     except SystemExit as end:  # Of the parser.
         status = end.code
     assert status == 2
-    assert message in capsys.readouterr().err
+    assert re.search(message, capsys.readouterr().err)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_tune_one_run_at_a_time(tmp_path, monkeypatch, capsys):
+    """Each run writes the entries that it found at its start, and its own."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(tune_cases, "is_small", lambda: False)
+    monkeypatch.setattr(rates_of, "measure", lambda: file.Rates(memory_bytes_per_s=1e12))
+    path = tmp_path / "tuned.json"
+    with path.with_name("tuned.json.log").open("wb") as log:
+        fcntl.flock(log, fcntl.LOCK_EX)
+        assert __main__.main(["tune", "rates", "--out", str(path)]) == 2
+        assert f"another run writes {path}, expected one at a time; wait" in capsys.readouterr().err
+        assert not path.exists()
+    assert __main__.main(["tune", "rates", "--out", str(path)]) == 0
+    assert file.read(path, KIND).rates == file.Rates(memory_bytes_per_s=1e12)
 
 
 def test_tune_log_beside_any_output(tmp_path, monkeypatch, capsys):
@@ -285,6 +303,23 @@ def test_tune_log_bad_lines_skipped(tmp_path):
     damaged += [line.replace('"measured"', "3"), line.replace("{", "[", 1), "[" * 100_000, "\0", "3", line[:40]]
     path.write_bytes(b"\xff\xfe\n" + line.encode() + "\n".join(damaged).encode())
     assert Log(path, {}).find(case, settings) == Outcome(0.5, 1e-6)
+    path.write_text(line.replace("0.5", "1" + 400 * "0"))  # More than a float holds.
+    assert Log(path, {}).find(case, settings) is None
+
+
+def test_tune_log_after_half_a_line(tmp_path):
+    path, case, settings = tmp_path / "a.log", make_case(), {"num_warps": 2}
+    path.write_text('{"circumstances": {}, "key": "half a li')
+    Log(path, {}).add(case, settings, "measured", Outcome(0.5, 1e-6))
+    assert Log(path, {}).find(case, settings) == Outcome(0.5, 1e-6)
+
+
+def test_tune_log_too_large(tmp_path, monkeypatch):
+    monkeypatch.setattr(tune_search, "_MAX_BYTES", 1 << 20)
+    path = tmp_path / "a.log"
+    path.write_bytes(bytes((1 << 20) + 1))
+    with pytest.raises(ValueError, match=f"^tune: {path} is larger than 1 MiB; delete it to measure everything again"):
+        Log(path, {})
 
 
 def test_tune_without_triton(tmp_path, monkeypatch, capsys):

@@ -167,6 +167,24 @@ def test_triton_call_wrapped_kernels(two_ranks):
         jax_ep.triton_call(tuned, jnp.ones(1), out_shape=shape, grid=1)
 
 
+def test_triton_call_parameters_that_are_taken():
+    """`grid=1` cannot also be a constant of the kernel, and Triton's interpreter has its own `warmup`."""
+    import triton
+
+    @triton.jit
+    def fill(out_ptr, grid, warmup):
+        pass
+
+    shape = jax.ShapeDtypeStruct((1,), jnp.float32)
+    with pytest.raises(TypeError, match=r"fill has parameters \['grid', 'warmup'\], expected other names.*; rename"):
+        jax_ep.triton_call(fill, out_shape=shape, grid=1)
+
+
+def test_triton_call_result_of_another_byte_order(two_ranks, rng):
+    x = jnp.asarray(rng.standard_normal((2, 12)), jnp.float32)
+    np.testing.assert_array_equal(call(x, out_shape=jax.ShapeDtypeStruct((2, 6), np.dtype(">f4"))), call(x))
+
+
 def test_triton_call_without_docstrings(tmp_path):
     """Workers have the optimization of their process, or the kernels would have another code there."""
     (tmp_path / "kernels.py").write_text(

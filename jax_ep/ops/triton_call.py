@@ -20,6 +20,7 @@ from jax_ep.types import Array
 from jax_ep.values import shown, type_name
 
 _NAME = "triton_call"
+_TAKEN = frozenset({"out_shape", "grid", "num_warps", "num_stages", "max_registers", "warmup"})
 _kernels: dict[int, Kernel] = {}  # by the identity of the function: programs share what is compiled of it
 
 
@@ -120,7 +121,8 @@ def _result(result: Any) -> jax.ShapeDtypeStruct:
 
 def _check_dtype(what: str, dtype: Any) -> np.dtype:
     try:
-        found = dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype)  # such as keys
+        # Keys of jax.random have no NumPy dtype; JAX has no other byte order.
+        found = dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype).newbyteorder("=")
         element_type(found)
     except TypeError as error:
         raise TypeError(f"{_NAME}: {what}: {str(error).rstrip('.')}; convert it.") from None
@@ -136,6 +138,11 @@ def _kernel(
         raise TypeError(
             f"{_NAME}: kernel is {type_name(kernel)}, expected a function decorated by triton.jit; decorate it by this"
             " alone, and pass it without a grid in brackets."
+        )
+    if taken := sorted(_TAKEN.intersection(names)):
+        raise TypeError(
+            f"{_NAME}: {kernel.__name__} has parameters {taken}, expected other names, since {_NAME} or Triton take"
+            " these; rename them."
         )
     unknown = sorted(constants.keys() - set(names))
     if unknown:

@@ -164,9 +164,16 @@ def _jax_array(function: str, name: str, value: Any, shape: str) -> Array:
     if not isinstance(value, jax.Array | np.ndarray) or isinstance(value, np.ma.MaskedArray):
         raise TypeError(f"{function}: {name} is {type_name(value)}, not an array; pass a JAX or NumPy array {shape}.")
     try:
-        return jnp.asarray(value)
+        found = jnp.asarray(value)
     except TypeError:
         raise TypeError(f"{function}: {name} has dtype {value.dtype}, expected numbers; cast it with astype.") from None
+    is_wide = isinstance(value, np.ndarray) and value.dtype.kind in "iu" and found.dtype != value.dtype
+    if is_wide and (wrapped := value != value.astype(found.dtype)).any():
+        raise ValueError(
+            f"{function}: {name} contains {value[wrapped][0]}, expected numbers of {found.dtype}, to which JAX converts"
+            f" {value.dtype}; pass such numbers, or set jax_enable_x64."
+        )
+    return found
 
 
 def floating(function: str, name: str, value: Any, shape: str = "[...]", *, remedy: str = "", **sizes: int) -> Array:

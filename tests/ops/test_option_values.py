@@ -162,3 +162,19 @@ def test_experts_equal_values_compile_once():
 
     layer(jnp.ones((2, 4))), layer(jnp.zeros((2, 4)))
     assert len(traced) == 1 and Experts(clamp=2.0) == Experts(clamp=2) and len({Experts(), Experts()}) == 1
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda wide: jax_ep.grouped_gemm(np.ones((2, 4)), np.ones((3, 4, 4)), wide), "grouped_gemm: group_sizes"),
+        (lambda wide: jax_ep.load_balancing_loss(np.ones((3, 3)), wide[:, None]), "load_balancing_loss: topk_idx"),
+        (lambda wide: jax_ep.update_router_bias(np.zeros(3, np.float32), wide), "update_router_bias: load"),
+    ],
+)
+def test_integers_beyond_32_bits_do_not_wrap(function, message):
+    if jax.config.jax_enable_x64:
+        pytest.skip("JAX keeps them")
+    for wide in (np.array([1, 0, 2**32 + 1]), np.array([1, 0, -(2**33)]), np.array([1, 0, 2**32 + 1], np.uint64)):
+        with pytest.raises(ValueError, match=rf"^{message} contains {wide[2]}, expected numbers of u?int32, to which"):
+            function(wide)

@@ -27,10 +27,12 @@ class Recording:
         """The recorded trace.
 
         Raises:
-          RuntimeError: the block has not ended.
+          RuntimeError: the block has not ended, or ended with an error.
         """
         if self._trace is None:
-            raise RuntimeError("Recording.trace: kernels still record; read it after the block of `record`.")
+            raise RuntimeError(
+                "Recording.trace: the block of `record` has not ended, or ended with an error; read it after the block."
+            )
         return self._trace
 
 

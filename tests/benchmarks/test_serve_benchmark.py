@@ -264,6 +264,12 @@ def test_serve_benchmark_without_a_gpu(monkeypatch):
         serve.main([], "bench serve")
 
 
+def test_serve_benchmark_layers_that_never_compile(capsys):
+    with pytest.raises(SystemExit):
+        serve.options().parse_args(["--layers", "1000"])
+    assert "argument --layers: '1000', expected an integer from 1 to 64" in capsys.readouterr().err
+
+
 def test_repeated_cases_run_once(monkeypatch, tmp_path):
     seen = []
     monkeypatch.setattr(serve, "measure_all", lambda args: seen.append((args.formats, serve.cases_of(args))))

@@ -48,7 +48,7 @@ from jax_ep.tools.benchmark.decoder import MODELS, SCOPES, State
 from jax_ep.tools.benchmark.fused_moe import FORMATS
 from jax_ep.tools.benchmark.harness import COLUMNS, Report, Timing
 from jax_ep.tools.benchmark.train import Architecture, Params, flops_per_token
-from jax_ep.tools.command import Default, count
+from jax_ep.tools.command import Default, count, layer_count
 
 STEPS = 32  # of a sample
 PROFILED = 2
@@ -367,7 +367,7 @@ def options(prog: str | None = None) -> argparse.ArgumentParser:
     parser = harness.parser(__doc__, "serve", prog=prog, rounds=5)
     add = parser.add_argument
     add("--model", choices=MODELS, default=Default("qwen3-30b", "tiny"), help="default: %(default)s")
-    add("--layers", type=int, help="default: those of the model")
+    add("--layers", type=layer_count, help="default: those of the model")
     add("--devices", type=count, default=1, help="GPUs that share experts and texts (default: 1)")
     # `serving_weights` prepacks where that is faster.
     formats = ("bfloat16", *(name for name in FORMATS if not name.endswith("_prepacked")))

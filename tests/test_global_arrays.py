@@ -189,6 +189,24 @@ def with_gradient(case):
     return jax.grad(loss, argnums=wrt, has_aux=True)
 
 
+def place(case, host, mesh, axes):
+    """Put the arguments on the mesh, split over these mesh axes."""
+    return [
+        value
+        if kind == "placement"
+        else jax.device_put(value, jax.NamedSharding(mesh, P(*(axes.get(axis) for axis in of))))
+        for value, (_, kind, of) in zip(host, case.arguments, strict=True)
+    ]
+
+
+def check(got, want, where=""):
+    def close(a, b):
+        a, b = (np.asarray(x, np.float32) for x in (a, b))
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5, err_msg=where)
+
+    jax.tree.map(close, got, want)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CASES)
 def test_helper_on_global_arrays(name, kind, rng):
@@ -199,12 +217,7 @@ def test_helper_on_global_arrays(name, kind, rng):
     host = [make(shape, kind_of, rng) for shape, kind_of, _ in case.arguments]
     want = jax.device_get(jax.jit(with_gradient(case))(*host))
     for layout, axes in LAYOUTS.items():
-        placed = [
-            value
-            if kind_of == "placement"
-            else jax.device_put(value, jax.NamedSharding(mesh, P(*(axes.get(axis) for axis in of))))
-            for value, (_, kind_of, of) in zip(host, case.arguments, strict=True)
-        ]
+        placed = place(case, host, mesh, axes)
         calls = {"jit": (jax.jit(with_gradient(case)), True)}
         if layout == "both":
             calls["eager"] = case.function, True
@@ -213,13 +226,7 @@ def test_helper_on_global_arrays(name, kind, rng):
             with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
                 got = jax.device_get(function(*placed))
             wanted = want if function is not case.function or with_gradient(case) is case.function else want[1]
-            jax.tree.map(
-                lambda a, b, where=f"{layout}, {call}": np.testing.assert_allclose(
-                    np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2e-5, atol=1e-5, err_msg=where
-                ),
-                got,
-                wanted,
-            )
+            check(got, wanted, f"{layout}, {call}")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -230,20 +237,8 @@ def test_helper_in_a_shard_map_over_another_axis(name, rng):
     case, mesh = CASES[name], jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto, AxisType.Explicit))
     host = [make(shape, kind_of, rng) for shape, kind_of, _ in case.arguments]
     want = jax.device_get(jax.jit(with_gradient(case))(*host))
-    axes = LAYOUTS["both"] | {"T": None}
-    placed = [
-        value
-        if kind_of == "placement"
-        else jax.device_put(value, jax.NamedSharding(mesh, P(*(axes.get(axis) for axis in of))))
-        for value, (_, kind_of, of) in zip(host, case.arguments, strict=True)
-    ]
+    placed = place(case, host, mesh, LAYOUTS["both"] | {"T": None})
     inside = jax.shard_map(case.function, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"data"}, check_vma=False)
     with jax.set_mesh(mesh):
         got = jax.device_get(jax.jit(with_gradient(case._replace(function=inside)))(*placed))
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(
-            np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2e-5, atol=1e-5
-        ),
-        got,
-        want,
-    )
+    check(got, want)

@@ -1,12 +1,12 @@
 """Discovery of the compiled library, the check against its sources, loading, and the C ABI."""
 
+import concurrent.futures
 import ctypes
 import dataclasses
 import re
 import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -19,14 +19,9 @@ PACKAGE = Path(library.__file__).parent
 
 
 def test_library_loaded_once_by_many_threads():
-    found = []
-    threads = [threading.Thread(target=lambda: found.append(library.load())) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 8
-    assert all(one is found[0] for one in found)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        found = [pool.submit(library.load) for _ in range(8)]
+    assert len({id(one.result()) for one in found}) == 1
 
 
 def declared_functions():

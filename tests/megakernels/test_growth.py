@@ -42,25 +42,22 @@ def test_growth_while_program_runs(mesh, fn):
     np.testing.assert_array_equal(call(x, ids), K * x)
     heap = context.heap("test")
     before = (heap.data.id, [heap.buffers.id] if fn is decode else [])
-    stop, finished, failures = threading.Event(), [], []
+    stop = threading.Event()
 
     def run():
-        try:
-            while not stop.is_set() or len(finished) < 3:
-                np.testing.assert_array_equal(call(x, ids), K * x)
-                finished.append(1)
-        except Exception as error:
-            failures.append(error)
+        finished = 0
+        while not stop.is_set() or finished < 3:
+            np.testing.assert_array_equal(call(x, ids), K * x)
+            finished += 1
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        for factor in range(1, 5):
-            lower(fn, mesh, 64 << factor, 4096)
-    finally:
-        stop.set()
-        thread.join()
-    assert failures == []
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        running = pool.submit(run)
+        try:
+            for factor in range(1, 5):
+                lower(fn, mesh, 64 << factor, 4096)
+        finally:
+            stop.set()
+        running.result()
     after = (heap.data.id, [heap.buffers.id] if fn is decode else [])
     assert after > before
     np.testing.assert_array_equal(harness.run(fn, mesh, *inputs(3 * T)), K * inputs(3 * T)[0])
@@ -70,21 +67,13 @@ def test_growth_while_program_runs(mesh, fn):
 def test_growth_concurrent_tracing(mesh):
     """Each thread gets room for its own program, whichever grows the heap first."""
     jax_ep.init(mesh, transport=TRANSPORT)
-    failures = []
 
     def trace(num_tokens):
-        try:
-            for fn in (round_trip, decode):
-                lower(fn, mesh, num_tokens, 4096)
-        except Exception as error:
-            failures.append(error)
+        for fn in (round_trip, decode):
+            lower(fn, mesh, num_tokens, 4096)
 
-    threads = [threading.Thread(target=trace, args=(128 << i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        list(pool.map(trace, [128 << i for i in range(4)]))
     assert context.heap("test").data.num_bytes >= W * 1024 * 4096 * 4
     x, ids = inputs()
     np.testing.assert_array_equal(harness.run(round_trip, mesh, x, ids), K * x)

@@ -1,5 +1,6 @@
 """Recordings of real launches: every task once, in order, without changes of results."""
 
+import concurrent.futures
 import threading
 import time
 from collections import Counter
@@ -290,23 +291,21 @@ def test_recording_mistakes(two_ranks, rng):
 
 def test_recording_threads(two_ranks):
     """Of recordings that threads begin at once, one records, and the others say so."""
-    found, barrier = [], threading.Barrier(4)
+    barrier = threading.Barrier(4)
 
     def begin():
         barrier.wait()
         try:
             with tracing.record():
                 time.sleep(0.2)
-            found.append("recorded")
+            return "recorded"
         except RuntimeError as error:
-            found.append(str(error))
+            return str(error)
 
-    threads = [threading.Thread(target=begin) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(found) == ["record: the context is already recording; end that recording first."] * 3 + ["recorded"]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        found = [pool.submit(begin) for _ in range(4)]
+    refused = "record: the context is already recording; end that recording first."
+    assert sorted(one.result() for one in found) == [refused] * 3 + ["recorded"]
 
 
 def test_recording_context_without_kernels():

@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+from harness import make_mesh
 from jax_ep import lora, update_router_bias
 from jax_ep import quantization as q
 from jax_ep.formats import FORMATS
@@ -211,9 +212,7 @@ def check(got, want, where=""):
 @pytest.mark.parametrize("name", CASES)
 def test_helper_on_global_arrays(name, kind, rng):
     """Eager, jitted, with and without `jax.set_mesh`, results match one device."""
-    if jax.device_count() < 8:
-        pytest.skip("needs 8 devices")
-    case, mesh = CASES[name], jax.make_mesh((2, 4), ("data", "expert"), axis_types=KINDS[kind])
+    case, mesh = CASES[name], make_mesh((2, 4), ("data", "expert"), KINDS[kind])
     host = [make(shape, kind_of, rng) for shape, kind_of, _ in case.arguments]
     want = jax.device_get(jax.jit(with_gradient(case))(*host))
     for layout, axes in LAYOUTS.items():
@@ -232,9 +231,7 @@ def test_helper_on_global_arrays(name, kind, rng):
 @pytest.mark.parametrize("name", CASES)
 def test_helper_in_a_shard_map_over_another_axis(name, rng):
     """Arrays that are split over an explicit axis, in a `shard_map` over the other axis of the mesh."""
-    if jax.device_count() < 8:
-        pytest.skip("needs 8 devices")
-    case, mesh = CASES[name], jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto, AxisType.Explicit))
+    case, mesh = CASES[name], make_mesh((2, 4), ("data", "expert"), (AxisType.Auto, AxisType.Explicit))
     host = [make(shape, kind_of, rng) for shape, kind_of, _ in case.arguments]
     want = jax.device_get(jax.jit(with_gradient(case))(*host))
     placed = place(case, host, mesh, LAYOUTS["both"] | {"T": None})

@@ -36,14 +36,17 @@ def run_command(*command, cwd=None, **environment):
 
 
 def make_mesh(sizes, names, axis_type=AxisType.Auto):
-    """Create a mesh over the first devices; skip if there are too few, or other processes would have nothing to do."""
+    """Create a mesh over the first devices, whose axes are of one kind, or each of its own.
+
+    Skip if there are too few devices, or other processes would have nothing to do.
+    """
     needed = math.prod(sizes)
     if needed > jax.device_count():
         pytest.skip(f"needs {needed} devices, {jax.device_count()} present")
     if needed < jax.device_count() and jax.process_count() > 1:
         pytest.skip(f"a mesh of {needed} devices leaves out some of {jax.process_count()} processes")
-    devices = jax.devices()[:needed]
-    return jax.make_mesh(tuple(sizes), tuple(names), axis_types=(axis_type,) * len(sizes), devices=devices)
+    kinds = axis_type if isinstance(axis_type, tuple) else (axis_type,) * len(sizes)
+    return jax.make_mesh(tuple(sizes), tuple(names), axis_types=kinds, devices=jax.devices()[:needed])
 
 
 def per_rank(fn, mesh, *, axes=None, replicated=(), check_vma=True):

@@ -591,6 +591,10 @@ def test_flax_metrics_items_and_attributes():
     np.testing.assert_allclose(metrics.load_share, np.arange(4) / 6, rtol=1e-6)
     with pytest.raises(AttributeError, match="MoEMetrics has no attribute 'loads'"):
         metrics.loads
+    metrics.load = 2 * metrics.load
+    assert jax.tree.leaves(metrics)[0] is metrics["load"] and int(metrics["load"].sum()) == 12
+    with pytest.raises(KeyError, match="load"):
+        MoEMetrics().summary()
 
 
 @pytest.mark.filterwarnings("default:MoE. no mesh is set")

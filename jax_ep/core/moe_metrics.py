@@ -47,6 +47,10 @@ class MoEMetrics(dict[str, Array]):
             return self[name]
         raise AttributeError(f"MoEMetrics has no attribute {name!r}, only {[*self]} and load_share")
 
+    def __setattr__(self, name: str, value: Array) -> None:
+        """Set an array by its name."""
+        self[name] = value
+
     def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], tuple[str, ...]]:
         """Return the arrays with their names, and the names."""
         return tuple((jax.tree_util.GetAttrKey(name), array) for name, array in self.items()), tuple(self)
@@ -59,7 +63,7 @@ class MoEMetrics(dict[str, Array]):
     @property
     def load_share(self) -> Array:
         """`[..., E]` share of the assignments that went to each expert."""
-        load = self.load.astype(jnp.float32)
+        load = jnp.asarray(self["load"], jnp.float32)
         return load / jnp.maximum(load.sum(axis=-1, keepdims=True), 1.0)
 
     def summary(self, num_ranks: int | None = None, *, num_identity_experts: int = 0) -> dict[str, Array]:

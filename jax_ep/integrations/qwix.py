@@ -23,6 +23,12 @@ _RULES = {("int8", None): "int8", ("int4", 128): "int4", ("float8_e4m3fn", None)
 """Format of a rule's `weight_qtype` and `tile_size`."""
 _WITH_INT8, _WITH_OTHERS = "int8", "float8_e4m3fn"
 """The `act_qtype`s of rules with int8 weights, and with others."""
+_SEPARATE = "give experts a separate rule, before others"
+_FIXED = (
+    *("weight_calibration_method", "act_calibration_method", "act_static_scale", "dropout"),
+    *("lora_a_initializer", "lora_b_initializer"),
+)
+"""Fields of rules that experts have with qwix's default only, which is "absmax" and a dynamic scale."""
 _TOKENS = {None: None, _WITH_INT8: "int8", _WITH_OTHERS: "fp8"}
 """Activations of a rule's `act_qtype`."""
 _SERVED = ("w_gate_up", "w_down", "b_gate_up", "b_down", "serving_arrays", "serving_tree")
@@ -41,7 +47,8 @@ def apply_rules(model: nnx.Module, rules: Sequence[Any], *, rngs: nnx.Rngs | Non
       model: Flax NNX model, not inside `jit`, or such a layer itself, whose path is "".
       rules: `qwix.QuantizationRule`s and `qwix.LoraRule`s, the first match first. Of `weight_qtype` with `tile_size`,
         these exist: int8, int4 with 128, float8_e4m3fn, "mxfp4" with 32. `act_qtype` is None, int8 with int8 weights,
-        or float8_e4m3fn with others. None as `weight_qtype` leaves the weights as they are.
+        or float8_e4m3fn with others. None as `weight_qtype` leaves the weights as they are. Calibration is "absmax",
+        dynamic for tokens. Adapters have qwix's default initializers and no dropout.
       rngs: initializes adapters.
 
     Returns:
@@ -107,20 +114,24 @@ def _check_rule(path: str, rule: Any, rngs: nnx.Rngs | None) -> None:
     """Check that experts support a rule."""
     if rule is None:
         return
-    calibration, dropout = rule.weight_calibration_method, getattr(rule, "dropout", 0)
     weight, tokens = (_dtype_name(path, field, getattr(rule, field)) for field in ("weight_qtype", "act_qtype"))
-    if (weight, rule.tile_size) not in {*_RULES, (None, None)} or calibration != "absmax" or dropout:
+    if (weight, rule.tile_size) not in {*_RULES, (None, None)}:
         known = ", ".join(f"{qtype} with tile_size={tile}" for qtype, tile in _RULES)
         raise ValueError(
-            f"apply_rules: the rule of {path!r} has weight_qtype={weight}, tile_size={rule.tile_size},"
-            f" {calibration!r} and {dropout=}, expected one of {known}, 'absmax' and no"
-            " dropout; give experts a separate rule, before others."
+            f"apply_rules: the rule of {path!r} has weight_qtype={weight}, tile_size={rule.tile_size}, expected one of"
+            f" {known}; {_SEPARATE}."
         )
-    if weight is not None and tokens not in (None, _WITH_INT8 if weight == "int8" else _WITH_OTHERS):
+    for name in _FIXED:
+        default = getattr(type(rule), name, None)
+        if (value := getattr(rule, name, default)) not in (default, "absmax", False):
+            expected = "the default" if callable(default) else repr(default)
+            raise ValueError(
+                f"apply_rules: the rule of {path!r} has {name}={shown(value)}, expected {expected}; {_SEPARATE}."
+            )
+    if tokens not in (None, {None: None, "int8": _WITH_INT8}.get(weight, _WITH_OTHERS)):
         raise ValueError(
             f"apply_rules: the rule of {path!r} has act_qtype={shown(tokens)} with weight_qtype={weight}, expected"
-            f" None, or {_WITH_INT8!r} with int8 and {_WITH_OTHERS!r} with others; give experts a separate rule, before"
-            " others."
+            f" None, or {_WITH_INT8!r} with int8 and {_WITH_OTHERS!r} with other weights; {_SEPARATE}."
         )
     if weight is not None and hasattr(rule, "bwd_qtype"):
         raise ValueError(

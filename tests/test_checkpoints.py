@@ -16,7 +16,6 @@ save_file = pytest.importorskip("safetensors.numpy").save_file
 
 import hub_checkpoints
 import oracle_quantized
-import oracle_serving
 from cases import BF16, F16, F32, assert_same_bits
 from harness import make_mesh
 from hub_checkpoints import EXPERTS, FP8, HIDDEN, HUB, WIDTH, assert_equal, fp8_checkpoint, written
@@ -295,7 +294,7 @@ def test_checkpoint_memory(kind, options, num_ranks, tmp_path, rng, expert_mesh,
 
 def dequantized(values, scales):
     """Dequantize [out, in] blocks to [in, out] in float32, with one rounding."""
-    return oracle_serving.dequantize_blocks(values, scales).astype(F32).T
+    return oracle_quantized.dequantize(values, scales, "fp8").astype(F32).T
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -12,9 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-import oracle
 import oracle_quantized
-import oracle_serving
 from cases import BF16, F32, assert_same_bits, reals
 from harness import make_mesh
 from jax_ep import Experts, formats
@@ -23,29 +21,6 @@ from jax_ep.serving import serving_weights
 from stored_experts import dense, quantized, relaid, stand_for
 
 served = jax.jit(serving_weights, static_argnames=("format", "activations"))
-
-
-def largest_of_blocks(w):
-    """Return the largest magnitude of each block of [..., N, K], [..., ceil(N / 128), K / 128]."""
-    rows = range(0, w.shape[-2], 128)
-    columns = range(0, w.shape[-1], 128)
-    blocks = [[np.abs(w[..., i : i + 128, j : j + 128]).max(axis=(-2, -1)) for j in columns] for i in rows]
-    return np.moveaxis(np.array(blocks), (0, 1), (-2, -1))
-
-
-@pytest.mark.parametrize(("leading", "depth", "columns"), [((3,), 256, 200), ((), 128, 1), ((2, 2), 128, 256)])
-@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-def test_quantize_fp8_error(leading, depth, columns, dtype, rng):
-    w = (reals(rng, *leading, depth, columns) * 10.0 ** rng.uniform(-6, 0, (*leading, depth, columns))).astype(dtype)
-    values, scales = map(np.asarray, jax.tree.leaves(jax.jit(partial(quantize, format="fp8"))(w)))
-    assert values.dtype == oracle.FP8 and scales.dtype == F32
-    want = np.swapaxes(w, -1, -2).astype(np.float64)
-    assert values.shape == want.shape
-    np.testing.assert_allclose(scales, largest_of_blocks(want) / 448, rtol=1e-6)
-    error = np.abs(oracle_serving.dequantize_blocks(values, scales) - want)
-    each = scales.repeat(128, -2)[..., :columns, :].repeat(128, -1)
-    bound = np.maximum(np.abs(want) * 2.0**-4, each * 2.0**-10) * (1 + 1e-6)
-    assert (error <= bound).all() and (error / bound).max() > 0.5
 
 
 def test_quantize_fp8_nan_fills_block():
@@ -161,7 +136,7 @@ def test_serving_weights_transposed_and_padded(rng):
     np.testing.assert_array_equal(same.w_gate_up.values, np.swapaxes(w_gate_up, -1, -2))
     np.testing.assert_array_equal(same.w_down.values, np.swapaxes(w_down, -1, -2))
     pair = served(w_gate_up, w_down, "fp8", activations="fp8")[:2]
-    up, down = (oracle_serving.dequantize_blocks(*map(np.asarray, (w.values, w.scales))) for w in pair)
+    up, down = (np.swapaxes(stand_for(w), -1, -2) for w in pair)
     assert up.shape == (2, 3, 256, 128) and down.shape == (2, 3, 128, 128)
     for half, start in ((0, 0), (1, 128)):
         want = np.swapaxes(w_gate_up[..., half * 72 : (half + 1) * 72], -1, -2)
@@ -207,16 +182,19 @@ def test_quantized_experts_error(leading, columns, dtype, expert_format, rng):
     q = quantized(w, expert_format, **options)
     want = np.swapaxes(w, -1, -2).astype(np.float64)
     assert q.shape == w.shape
-    stands_for = np.swapaxes(stand_for(q), -1, -2)
-    bound = oracle_quantized.largest_error(want, expert_format, **options)
-    assert np.all(np.abs(stands_for - want) <= bound)
-    assert np.any(stands_for != want)
+    stands_for, found = np.swapaxes(stand_for(q), -1, -2), oracle_quantized.FORMATS[expert_format]
+    scale = oracle_quantized.largest_of_block(want, expert_format, **options) / (found.limit or 1)
+    error, bound = np.abs(stands_for - want), found.error(want, scale)
+    assert np.all(error <= bound) and np.any(error > bound / 2)
+    if found.limit is not None:
+        scales = oracle_quantized.scale_of_each(np.asarray(q.scales), want.shape, expert_format)
+        np.testing.assert_allclose(scales, scale, rtol=1e-6)
     for result in (F32, BF16):
         np.testing.assert_array_equal(
             np.swapaxes(dense(q, dtype=result), -1, -2), stands_for.astype(F32).astype(result)
         )
-    if (stored_bits := oracle_quantized.FORMATS[expert_format].stored_bits) is not None:
-        assert 8 * sum(x.nbytes for x in jax.tree.leaves(q)) == stored_bits(64) * w.size
+    if found.stored_bits is not None:
+        assert 8 * sum(x.nbytes for x in jax.tree.leaves(q)) == found.stored_bits(64) * w.size
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**-120, 2.0**100])

@@ -7,7 +7,7 @@ import pytest
 
 import jax_ep
 import oracle
-import oracle_serving
+import oracle_quantized
 from cases import BF16, F32, Shape, assert_close, probabilities, reals
 from harness import compiled, run
 from low_latency_problems import GemmProblem, gemm_combine
@@ -100,7 +100,7 @@ def test_low_latency_gemm_combine_fp8(implementation, expert_mesh, rng):
     lhs, rhs = (x.clip(-448, 448).astype(oracle.FP8) for x in (lhs, rhs))
     lhs_scales = (2.0 ** rng.uniform(-9, 2, (*lhs.shape[:-1], 2))).astype(F32)
     rhs_scales = (2.0 ** rng.uniform(-9, 2, (*rhs.shape[:2], 2, 2))).astype(F32)
-    problem.lhs, problem.rhs = oracle.dequantize(lhs, lhs_scales), oracle_serving.dequantize_blocks(rhs, rhs_scales)
+    problem.lhs, problem.rhs = oracle.dequantize(lhs, lhs_scales), oracle_quantized.dequantize(rhs, rhs_scales, "fp8")
     want = problem.want()
     lhs, lhs_scales = problem.poisoned(lhs), problem.poisoned(lhs_scales)
     call = product_and_combine(implementation, shape)

@@ -9,6 +9,7 @@ import pytest
 
 import jax_ep
 import oracle
+import oracle_quantized
 import oracle_serving
 from cases import BF16, F16, F32, FP8_WIRE, assert_close, assert_same_bits, fp8_tolerance, integers, reals
 from harness import refusals_skip, to_numpy
@@ -80,7 +81,7 @@ def test_masked_other_block_size(implementation, group_size, rng):
     got, real = call(d.tokens, w, d.group_sizes, lhs_scales=d.scales), counted(6, d.group_sizes)
     scales = np.where(real[..., None], to_numpy(d.scales), 0)  # Rows without a token are undefined.
     lhs = oracle.dequantize(to_numpy(d.tokens), scales.repeat(2, axis=-1))
-    rhs = oracle_serving.dequantize_blocks(problem.rhs, problem.rhs_scales)
+    rhs = oracle_quantized.dequantize(problem.rhs, problem.rhs_scales, "fp8")
     want = oracle_serving.masked_grouped_gemm(np.where(real[..., None], lhs, 0), rhs)
     assert_close(got[real], want[real], tolerance=fp8_tolerance(implementation))
     # And back in FP8, with its own scale blocks.

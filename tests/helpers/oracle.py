@@ -151,7 +151,7 @@ def dequantize(values, scales, dtype=np.float32):
 def grouped_gemm(lhs, rhs, group_sizes):
     """Multiply [M, K] x [G, K, N] to float64 [M, N]; rows past the groups are zero."""
     out = np.zeros((lhs.shape[0], rhs.shape[2]))
-    for group, rows in _rows_of_groups(group_sizes):
+    for group, rows in rows_of_groups(group_sizes):
         out[rows] = lhs[rows].astype(np.float64) @ rhs[group].astype(np.float64)
     return out
 
@@ -159,13 +159,13 @@ def grouped_gemm(lhs, rhs, group_sizes):
 def grouped_gemm_gradients(lhs, rhs, group_sizes, d_out):
     """Return (d_lhs [M, K], d_rhs [G, K, N]) in float64; rows past the groups get zero."""
     d_lhs, d_rhs = np.zeros(lhs.shape), np.zeros(rhs.shape)
-    for group, rows in _rows_of_groups(group_sizes):
+    for group, rows in rows_of_groups(group_sizes):
         d_lhs[rows] = d_out[rows].astype(np.float64) @ rhs[group].astype(np.float64).T
         d_rhs[group] = lhs[rows].astype(np.float64).T @ d_out[rows].astype(np.float64)
     return d_lhs, d_rhs
 
 
-def _rows_of_groups(group_sizes):
+def rows_of_groups(group_sizes):
     """Return pairs of a group and the slice of its rows; negative sizes are 0."""
     ends = np.cumsum([0, *np.maximum(group_sizes, 0)], dtype=np.int64).tolist()
     return enumerate(map(slice, ends, ends[1:]))

@@ -36,11 +36,9 @@ def quantized_columns(x):
 
 def weight_gradient(lhs, rhs, group_sizes):
     """Multiply `[M, K]` and `[M, N]` rows, rounded column-wise, to float64 `[G, K, N]`."""
-    out, start = np.zeros((len(group_sizes), lhs.shape[1], rhs.shape[1])), 0
-    for group, size in enumerate(group_sizes):
-        rows = slice(start, start + int(size))
+    out = np.zeros((len(group_sizes), lhs.shape[1], rhs.shape[1]))
+    for group, rows in oracle.rows_of_groups(group_sizes):
         out[group] = quantized_columns(lhs[rows].astype(np.float64)).T @ quantized_columns(rhs[rows].astype(np.float64))
-        start += int(size)
     return out
 
 

@@ -94,15 +94,6 @@ def low_latency_combine(y, topk_idx, topk_weights, lay):
 # ---- the experts between dispatch and combine ---------------------------------------------------------------------
 
 
-def dequantize_blocks(values, scales):
-    """Dequantize [..., N, K] FP8 with one scale per 128 x 128 block, the last row block cut, to float64."""
-    out = values.astype(np.float64)
-    for i, j in np.ndindex(scales.shape[-2:]):
-        block = (..., slice(128 * i, 128 * (i + 1)), slice(128 * j, 128 * (j + 1)))
-        out[block] *= scales[..., i, j].astype(np.float64)[..., None, None]
-    return out
-
-
 def masked_grouped_gemm(lhs, rhs):
     """Multiply [L, M, K] by the transposed [L, N, K], float64 [L, M, N]; all rows."""
     return np.einsum("lmk,lnk->lmn", lhs.astype(np.float64), rhs.astype(np.float64))

@@ -8,7 +8,6 @@ import numpy as np
 
 import oracle
 import oracle_quantized
-import oracle_serving
 from cases import F32, reals
 from jax_ep import QuantizedWeights, formats
 from jax_ep.quantization import dequantize, quantize, with_layout
@@ -52,5 +51,5 @@ class Fp8Operands:
         self.rhs_scales = (2.0 ** rng.uniform(-9, 2, (groups, -(-columns // 128), blocks))).astype(F32)
 
     def dequantized(self):
-        rhs = oracle_serving.dequantize_blocks(self.rhs, self.rhs_scales)
+        rhs = oracle_quantized.dequantize(self.rhs, self.rhs_scales, "fp8")
         return oracle.dequantize(self.lhs, self.lhs_scales, np.float64), rhs

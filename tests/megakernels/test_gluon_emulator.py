@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("triton")
 
 import oracle
-import oracle_serving
+import oracle_quantized
 from jax_ep.core.kernel import Descriptor
 from jax_ep.interpreter import gluon
 from jax_ep.megakernels.grouped_gemm import gluon_sizes
@@ -49,7 +49,7 @@ def multiply(kernel, rng, sizes, k, n, *, programs, seed, spare=0, **changes):
     options = dataclasses.replace(gluon_sizes(rows, n, k, groups, 2, group_m=4), **{"stages": 2} | changes)
     gluon.run(kernel, programs, *operands, *arrays, seed=seed, S=options)
     rows = oracle.dequantize(lhs, padded[:-128].reshape(steps, rows).T, np.float64)
-    want = oracle.grouped_gemm(rows, oracle_serving.dequantize_blocks(rhs, rhs_scales).swapaxes(1, 2), sizes)
+    want = oracle.grouped_gemm(rows, oracle_quantized.dequantize(rhs, rhs_scales, "fp8").swapaxes(1, 2), sizes)
     return float(np.linalg.norm(out.astype(np.float64) - want) / np.linalg.norm(want))
 
 

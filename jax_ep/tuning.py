@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager
-from pathlib import Path
 
 import jax
 
-from jax_ep import context
+from jax_ep import context, values
 from jax_ep.settings import file, operations
 from jax_ep.settings.file import Rates, Tuning, TuningWarning
-from jax_ep.values import type_name
 
 __all__ = ["Rates", "Tuning", "TuningWarning", "current", "override", "use"]
 
@@ -46,10 +44,8 @@ def use(path: str | os.PathLike[str] | None) -> None:
       >>> len(jax_ep.tuning.current().entries)
       0
     """
-    if path is not None and not isinstance(path, str | os.PathLike):
-        raise TypeError(f"use: path is {type_name(path)}, expected a path, or None for no file; pass one of them.")
     kind = jax.local_devices()[0].device_kind
-    context.set_tuning(Tuning(kind) if path is None else file.read(Path(path), kind, "use"))
+    context.set_tuning(Tuning(kind) if path is None else file.read(values.path("use", "path", path), kind, "use"))
 
 
 def current() -> Tuning:

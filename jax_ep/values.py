@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import reprlib
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -119,6 +121,13 @@ def random_key(function: str, name: str, value: Any) -> jax.Array:
             f"{function}: {name} is {type_name(value)}{shape}, expected one key; pass jax.random.key(seed)."
         ) from error
     return value
+
+
+def path(function: str, name: str, value: Any) -> Path:
+    """Return a path of text."""
+    if not isinstance(value, str | os.PathLike) or isinstance(os.fspath(value), bytes):
+        raise TypeError(f"{function}: {name} is {type_name(value)}, expected a str or a Path; pass one.")
+    return Path(value)
 
 
 def flag(function: str, name: str, value: Any) -> bool:

@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike
 
-from jax_ep.core import json_files
+from jax_ep.core import check, json_files
 from jax_ep.core.json_files import OBJECT, TEXT, Schema, array, integer, mapping, record, value_of
 from jax_ep.values import shown, type_name
 
@@ -77,12 +77,11 @@ def optional(function: str, module: str) -> ModuleType:
 
 def folder_path(function: str, folder: Any) -> Path:
     """Convert a caller's folder to a `Path`."""
-    if not isinstance(folder, str | os.PathLike) or isinstance(os.fspath(folder), bytes):
-        raise TypeError(f"{function}: folder is {type_name(folder)}, expected a str or a Path; pass one.")
+    path = check.path(function, "folder", folder)
     try:
         if b"\0" in os.fsencode(folder) or not os.fspath(folder):
             raise ValueError("a NUL, or empty")
-        return Path(folder).absolute()  # The caller may change the current folder.
+        return path.absolute()  # The caller may change the current folder.
     except (OSError, ValueError) as error:
         kind = type(error) if isinstance(error, OSError) else ValueError
         raise kind(

@@ -40,6 +40,7 @@ from jax_ep.values import finite as finite
 from jax_ep.values import flag as flag
 from jax_ep.values import instance as instance
 from jax_ep.values import number as number
+from jax_ep.values import path as path
 from jax_ep.values import random_key as random_key
 
 _called: ContextVar[str | None] = ContextVar("jax_ep_called", default=None)

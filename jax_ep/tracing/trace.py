@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from jax_ep.core import check
 from jax_ep.tracing import clocks, perfetto, picture, summary
 from jax_ep.tracing.clocks import Clocks, Sent, Timeline
 from jax_ep.tracing.events import EVENT, Launch, Written
-from jax_ep.values import type_name
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -109,7 +107,7 @@ class Trace(Timeline):
         Raises:
           TypeError: `path` is no path.
         """
-        perfetto.write(self, _path("Trace.save", path))
+        perfetto.write(self, check.path("Trace.save", "path", path))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
@@ -120,7 +118,7 @@ class Trace(Timeline):
           ValueError: it is not such a file.
           TypeError: `path` is no path.
         """
-        return cls(**perfetto.read(_path("Trace.load", path)))
+        return cls(**perfetto.read(check.path("Trace.load", "path", path)))
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the time line of every device, one row per program; for few launches: `only(last=1)`.
@@ -133,13 +131,7 @@ class Trace(Timeline):
           ValueError: there are no events, or the name of the file does not end in the name of a format.
           TypeError: `path` is no path.
         """
-        picture.draw(self, _path("Trace.plot", path))
-
-
-def _path(function: str, path: Any) -> Path:
-    if not isinstance(path, str | os.PathLike) or isinstance(os.fspath(path), bytes):
-        raise TypeError(f"{function}: path is {type_name(path)}, expected a str or a Path; pass one.")
-    return Path(path)
+        picture.draw(self, check.path("Trace.plot", "path", path))
 
 
 def merge(traces: Iterable[Trace]) -> Trace:

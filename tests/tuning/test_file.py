@@ -128,7 +128,7 @@ def test_tuning_file_missing(tmp_path, monkeypatch):
     monkeypatch.delenv(file.ENVIRONMENT)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "nothing yet"))
     assert tuning.current().path is None  # The default file gives no warning.
-    with pytest.raises(TypeError, match="use: path is an int, expected a path, or None"):
+    with pytest.raises(TypeError, match="use: path is an int, expected a str or a Path"):
         tuning.use(3)  # type: ignore[arg-type]
 
 

@@ -6,14 +6,14 @@ files that it ran. The file is written after every test file, so that a killed r
 
 import collections
 import datetime
-import importlib.metadata
 import json
 import os
-import platform
 from pathlib import Path
 from typing import Any
 
 import jax
+
+from jax_ep.tools.command import versions
 
 NAME = "test_gpu"
 _PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "triton", "nvshmem4py-cu13", "numpy", "pytest")
@@ -35,16 +35,10 @@ def pytest_configure(config):
 
 def header():
     """Return the time, versions and devices."""
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     device = jax.devices()[0]
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": found,
+        "versions": versions(_PACKAGES),
         "device": {"platform": device.platform, "kind": device.device_kind, "count": jax.device_count()},
     }
 

@@ -210,7 +210,7 @@ def as_transposed(w: Array | QuantizedWeights) -> QuantizedWeights:
 def merge_columns(w: Any) -> Any:
     """Reshape weights in any form from `[..., K, 2, N]` to `[..., K, 2 * N]`: the columns of one kind, then others."""
     if isinstance(w, LoraWeights):
-        return dataclasses.replace(w, base=merge_columns(w.base), b=merge_columns(w.b))
+        return dataclasses.replace(w, base=merge_columns(w.base), b=None if w.b is None else merge_columns(w.b))
     if not isinstance(w, QuantizedWeights):
         return w.reshape(*w.shape[:-2], -1)
     parts = {name: merge_columns(part) for name in ("master", "values_kn") if (part := getattr(w, name)) is not None}

@@ -250,6 +250,14 @@ def test_lora_sharded_moe(axes, kind, rng):
     inputs.check(to_numpy(got))
 
 
+def test_lora_sharded_moe_without_adapters(rng):
+    mesh, shapes = make_mesh((2, 2), ("data", "expert"), AxisType.Auto), ((8, 6), (4, 6, 2, 8), (4, 8, 6))
+    x, *weights = (reals(rng, *shape) for shape in shapes)
+    layer = sharded_moe(mesh, num_experts=4, axes=AXES["tensor"])
+    call = jax.jit(functools.partial(layer, x, rng.integers(0, 4, (8, 2), np.int32), reals(rng, 8, 2)))
+    assert_close(to_numpy(call(*map(lora.LoraWeights, weights))), to_numpy(call(*weights)))
+
+
 @pytest.mark.parametrize("stored", [None, "int8"])
 def test_lora_grouped_gemm(implementation, stored, rng):
     sizes, groups, depth, columns, rank = np.array([3, 0, 5], np.int32), 3, 32, 24, 3

@@ -38,7 +38,7 @@ from jax_ep.types import Array, AxisName, Handle, Layout, Options, Topology
 type Tree = Any
 """A pytree of arrays."""
 Layer = Callable[..., Array]
-"""Compute one pass: `layer(x, topk_idx, topk_weights, weights, num_experts=, capacity=, preferred_element_type=)`."""
+"""One pass: `layer(x, topk_idx, topk_weights, weights, closed, num_experts=, capacity=, preferred_element_type=)`."""
 type State = tuple[Array, Array]
 """Expert ids `[T, K]` of this rank that have no place yet, and counts `[W, E]` of those of all ranks."""
 type Place = tuple[Array, Array, Array]
@@ -118,6 +118,7 @@ def run(
     topk_idx: Array,
     topk_weights: Array,
     weights: Tree,
+    closed: Tree,
     *,
     num_experts: int,
     options: Options,
@@ -132,6 +133,7 @@ def run(
       topk_idx: `[T, K]` int32; ids outside of `[0, E)` are no expert.
       topk_weights: `[T, K]`.
       weights: pytree of arrays `[L, ...]` of this rank's experts.
+      closed: pytree of further arrays for the layer, which may vary over fewer mesh axes.
       num_experts: E.
       options: of the call.
       sum_dtype: dtype of each pass and of the result.
@@ -147,7 +149,7 @@ def run(
     topk_idx = _only_experts(topk_idx, num_experts)
     x, topk_weights, weights, topk_idx = vary_alike((x, topk_weights, weights, topk_idx), over=axis)
     counts = _count(passes, topk_idx)
-    y, work = _all_passes(passes, (topk_idx, counts), x, topk_weights, weights)
+    y, work = _all_passes(passes, (topk_idx, counts), x, topk_weights, weights, closed)
     if (found := _recorded.get()) is not None:
         before = counts.reshape(num_ranks, num_ranks, -1)[:, rank_on(axis)].sum(dtype=jnp.int32)
         found.append(dict(zip(WORK, (before, *work), strict=True)))
@@ -270,10 +272,10 @@ def _work(plan: PassPlan, rank: Array | int) -> Array:
     return jnp.stack([(own + others).sum(dtype=jnp.int32), (copies >= 0).sum(dtype=jnp.int32), jnp.int32(1)])
 
 
-def _one_pass(passes: Passes, place: Place, x: Array, topk_weights: Array, weights: Tree) -> Array:
+def _one_pass(passes: Passes, place: Place, x: Array, topk_weights: Array, weights: Tree, closed: Tree) -> Array:
     slots, copies, _ = place
 
-    def compute(x: Array, topk_weights: Array, weights: Tree) -> Array:
+    def compute(x: Array, topk_weights: Array, weights: Tree, closed: Tree) -> Array:
         paths, structure = jax.tree.flatten_with_path(weights)
         leaves = tuple(_as_bits(w) for _, w in paths)
         forms = tuple(_form(passes, getattr(path[-1], "name", ""), w) for path, w in paths)
@@ -281,11 +283,11 @@ def _one_pass(passes: Passes, place: Place, x: Array, topk_weights: Array, weigh
         whole = jax.tree.unflatten(structure, map(_from_bits, whole, (w for _, w in paths)))
         sizes = {"num_experts": passes.num_experts + passes.num_ranks * passes.spare, "capacity": passes.rows}
         layer = cast(Layer, passes.layer)
-        return layer(x, slots_after, topk_weights, whole, preferred_element_type=passes.sum_dtype, **sizes)
+        return layer(x, slots_after, topk_weights, whole, closed, preferred_element_type=passes.sum_dtype, **sizes)
 
     # The backward pass fetches the copies again instead of keeping them.
     policy = jax.checkpoint_policies.save_only_these_names(HIDDEN_NAME, TOKENS_NAME)
-    return jax.checkpoint(compute, policy=policy)(x, topk_weights, weights)
+    return jax.checkpoint(compute, policy=policy)(x, topk_weights, weights, closed)
 
 
 def _add_later_passes(passes: Passes, state: State, step: Callable[[Place], Tree], first: Tree) -> Tree:

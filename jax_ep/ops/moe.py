@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
@@ -185,16 +186,37 @@ def _over_nodes(
 
 def _balanced(balance: Balance, layer: _Layer, given: exchange.Checked, parts: ExpertWeights) -> Array:
     """`moe` in passes of at most `balance.rows * T * K` rows per rank."""
-    options = given.options  # `one_pass` is static, so it must not close over arrays
+    options = given.options
+    arrays = given.x, given.topk_idx, given.topk_weights, parts
+    experts, closed = _without_closure(layer, balance, given.topk_idx, vary_alike(arrays, over=options.axis)[0])
 
-    def one_pass(x: Array, topk_idx: Array, topk_weights: Array, parts: ExpertWeights, **sizes: Any) -> Array:
+    # It is static, so it must not close over arrays.
+    def one_pass(
+        x: Array, topk_idx: Array, topk_weights: Array, parts: ExpertWeights, closed: list[Array], **sizes: Any
+    ) -> Array:
         dtype = sizes.pop("preferred_element_type")
         tokens = exchange.checked(options, x, topk_idx, topk_weights, **sizes)
-        return _on_tokens(layer._replace(capacity=sizes["capacity"], sum_dtype=dtype), tokens, parts, after=topk_idx)
+        one = _Layer(experts(closed), layer.sizes, sizes["capacity"], dtype)
+        return _on_tokens(one, tokens, parts, after=topk_idx)
 
-    arrays = given.x, given.topk_idx, given.topk_weights, parts
     sizes: dict[str, Any] = {"num_experts": given.facts.layout.num_experts, "options": options}
-    return balanced.run(balance, one_pass, *arrays, **sizes, sum_dtype=layer.sum_dtype)
+    return balanced.run(balance, one_pass, *arrays, closed, **sizes, sum_dtype=layer.sum_dtype)
+
+
+def _without_closure(
+    layer: _Layer, balance: Balance, topk_idx: Array, x: Array
+) -> tuple[Callable[[list[Array]], Experts], list[Array]]:
+    """Return the arrays that the activation closes over, and the experts as a function of such arrays."""
+    if not callable(function := layer.experts.activation):
+        return lambda closed: layer.experts, []
+    hidden = jnp.broadcast_to(x[:1, :1], (balance.rows_per_rank(topk_idx.size), layer.sizes.columns))
+    traced = jax.make_jaxpr(lambda rows: check.activation_rows("moe", function(rows), rows, None))(hidden)
+
+    def experts(closed: list[Array]) -> Experts:
+        run = jax.extend.core.jaxpr_as_fun(traced.replace(consts=closed))
+        return dataclasses.replace(layer.experts, activation=lambda rows: run(rows)[0])
+
+    return experts, traced.consts
 
 
 def _without_tokens(layer: _Layer, given: exchange.Checked, parts: ExpertWeights) -> Array:

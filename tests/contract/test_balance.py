@@ -111,6 +111,25 @@ def test_balance_padding_and_biases(implementation, expert_mesh, rng):
     assert_close(got, want.astype(np.float64), "y")
 
 
+@pytest.mark.parametrize("spare", [1, None])
+@pytest.mark.slow(unless={"spare": [1], "implementation": ["xla"]})
+def test_balance_custom_activation_closure(implementation, spare, expert_mesh, rng):
+    """An array that the activation closes over gets its gradient, also one that is the same on all ranks."""
+    layer, size = Layer(rng, "one_hot_every_slot", 2, BASE), BASE.intermediate
+
+    def loss(factor, options):
+        def own(hidden):
+            return jax.numpy.tanh(hidden[:, :size] * factor) * hidden[:, size:]
+
+        fixed = {"num_experts": BASE.num_experts, "experts": jax_ep.Experts(own), "implementation": implementation}
+        y = per_rank(functools.partial(jax_ep.moe, **fixed, **options), expert_mesh(2))(*layer.args)
+        return jax.numpy.sum(y**2)
+
+    balances = {"balance": jax_ep.Balance(1.0, spare)}, {}
+    got, want = (jax.jit(jax.value_and_grad(functools.partial(loss, options=o)))(np.float32(2)) for o in balances)
+    np.testing.assert_allclose(got, want, rtol=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["recipe", "int8"])
 @pytest.mark.slow(unless={"kind": ["recipe"]})
 def test_balance_eight_bits(implementation, kind, expert_mesh, rng):

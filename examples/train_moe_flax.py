@@ -144,9 +144,7 @@ def run(args: argparse.Namespace, trainer: Trainer, corpus: Corpus, console: Con
     held_out = corpus.held_out_windows(max(HELD_OUT_WINDOWS, config.batch_size), config.length)
     batches = WindowIterator(corpus.train, batch_size=config.batch_size, length=config.length, seed=config.seed)
     checkpoints = Checkpoints(args.out / "checkpoints")
-    if args.restart:
-        checkpoints.delete_all()
-    start = checkpoints.latest_step() or 0
+    start = 0 if args.restart else checkpoints.latest_step() or 0
     end = min(args.steps, args.stop_after or args.steps)
     if start:
         _, state, data = checkpoints.restore(trainer)
@@ -164,6 +162,8 @@ def run(args: argparse.Namespace, trainer: Trainer, corpus: Corpus, console: Con
         return state, history
     with doing(console, "compiling the training step and the held-out loss"):
         trainer.compile()
+    if args.restart:  # What this run cannot train keeps its checkpoints.
+        checkpoints.delete_all()
     with TrainingBar(console, total=args.steps, done=start) as bar:
         waiting = None  # The GPUs compute a step while the host reads the metrics of the step before.
 

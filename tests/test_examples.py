@@ -95,6 +95,13 @@ def test_train_checks_outputs_first(tmp_path, monkeypatch):
         train_moe_flax.main(["--out", str(tmp_path)])
 
 
+def test_train_restart_that_fails_keeps_checkpoints(tmp_path):
+    (tmp_path / "checkpoints" / "3").mkdir(parents=True)
+    with pytest.raises(TypeError, match="renormalize=True with one expert per token"):
+        train(tmp_path, "--restart --top-k 1")
+    assert (tmp_path / "checkpoints" / "3").is_dir()
+
+
 def test_sizes_out_of_range():
     with pytest.raises(ValueError, match=r"dropout=1\.0 must be at least 0 and less than 1"):
         ModelConfig(dropout=1.0)

@@ -59,7 +59,7 @@ class Rates:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            _RATE(getattr(self, field.name), field.name)
+            _RATE(getattr(self, field.name), f"Rates: {field.name}")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -168,6 +168,8 @@ def test_tuning_file_round_trip(tmp_path):
     with pytest.raises(ValueError, match="num_warps=3"):
         file.write(path, KIND, [file.Entry("combine", sizes, {"num_warps": 3}, {})], None)
     assert path.read_text() == before
+    with pytest.raises(ValueError, match=r"^Rates: link_bytes_per_s=0, expected a number from 1"):
+        file.Rates(link_bytes_per_s=0)
     with pytest.raises(dataclasses.FrozenInstanceError):
         read.rates = None  # type: ignore[misc]
     with pytest.raises(TypeError):

@@ -133,7 +133,7 @@ def test_triton_call_mistakes(two_ranks, subtests):
         (lambda: jax_ep.triton_call(learned_swish.activate, 3, out_shape=shape, grid=1), TypeError, "operand 0 is an"),
         (lambda: jax.grad(lambda x: call(x).sum())(x), TypeError, "triton_call has no gradient: combine activate"),
         (lambda: jax.grad(lambda x: jax.grad(lambda x: call(x).sum())(x).sum())(x), TypeError, "call has no gradient"),
-        (lambda: jax.hessian(lambda x: call(x).sum())(x), TypeError, "forward-mode"),
+        (lambda: jax.hessian(lambda x: call(x).sum())(x), TypeError, "^triton_call: .* forward-mode"),
         (lambda: call(np.ones((2, 4), ">f4")), TypeError, "triton_call: operand 0 has dtype >f4, expected numbers"),
         (lambda: call(np.ma.masked_array(np.ones((2, 4)), mask=True)), TypeError, "operand 0 is a MaskedArray, not an"),
         (lambda: call(x, BLOCK=jax.export.symbolic_shape("n")[0]), TypeError, "constant BLOCK is n, a symbolic numb"),

@@ -24,6 +24,7 @@ _TAKEN = frozenset({"out_shape", "grid", "num_warps", "num_stages", "max_registe
 _kernels: dict[int, Kernel] = {}  # by the identity of the function: programs share what is compiled of it
 
 
+@check.errors_begin_with(_NAME)
 def triton_call(
     kernel: Any,
     /,

@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import json
+import math
 import re
 import sys
 from unittest.mock import Mock
@@ -11,7 +12,7 @@ import pytest
 
 import harness
 from jax_ep import __main__, ffi
-from jax_ep.core import jax_triton
+from jax_ep.core import jax_triton, json_files
 from jax_ep.ops import registry
 from jax_ep.tools import doctor
 
@@ -69,6 +70,10 @@ def test_doctor_exit_status(monkeypatch, capsys):
         monkeypatch.setattr(doctor, "_error_of", lambda name, error=error: error)
         assert __main__.main(["doctor"]) == status
         assert shown in capsys.readouterr().out
+    monkeypatch.setattr(doctor, "_error_of", lambda name: math.nan)
+    assert __main__.main(["doctor", "--json"]) == 1
+    found = json_files.parse(capsys.readouterr().out.encode(), 1 << 20)["findings"]
+    assert ["error", {"relative_error": None}] in [[finding["state"], finding["data"]] for finding in found]
 
 
 def test_doctor_failures_are_findings(monkeypatch):

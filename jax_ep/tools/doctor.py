@@ -221,7 +221,8 @@ def _computations() -> Iterator[Finding]:
         else:
             text = f"relative error {error:.1e}, in {time.perf_counter() - start:.1f} s with compilation"
             state, remedy = (OK, "") if error < _LARGEST_ERROR else (ERROR, "do not use it here, and report it")
-            yield Finding(topic, state, text, remedy, {"relative_error": error})
+            # JSON has no NaN.
+            yield Finding(topic, state, text, remedy, {"relative_error": error if np.isfinite(error) else None})
 
 
 def _error_of(name: str) -> float:

@@ -164,10 +164,11 @@ def _jax_array(function: str, name: str, value: Any, shape: str) -> Array:
         )
     if not isinstance(value, jax.Array | np.ndarray) or isinstance(value, np.ma.MaskedArray):
         raise TypeError(f"{function}: {name} is {type_name(value)}, not an array; pass a JAX or NumPy array {shape}.")
-    try:
+    found = None
+    with contextlib.suppress(TypeError):
         found = jnp.asarray(value)
-    except TypeError:
-        raise TypeError(f"{function}: {name} has dtype {value.dtype}, expected numbers; cast it with astype.") from None
+    if found is None or jnp.issubdtype(found.dtype, jax.dtypes.extended):  # such as keys of jax.random
+        raise TypeError(f"{function}: {name} has dtype {value.dtype}, expected numbers; cast it with astype.")
     is_wide = isinstance(value, np.ndarray) and value.dtype.kind in "iu" and found.dtype != value.dtype
     if is_wide and (wrapped := value != value.astype(found.dtype)).any():
         raise ValueError(

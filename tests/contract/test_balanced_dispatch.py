@@ -150,5 +150,7 @@ def test_balanced_dispatch_mistakes(expert_mesh, rng, subtests):
         call(lambda x, ids: dispatched(None, BASE, x, ids, balance=1.1).tokens)
     with subtests.test("experts"), pytest.raises(ValueError, match=r"with_copies: weights has shape \(3, 2\)"):
         call(lambda x, ids: with_copies(jnp.ones((3, 2)), dispatched(None, BASE, x, ids).handle))
+    with subtests.test("keys"), pytest.raises(TypeError, match=r"with_copies: weights has dtype key<fry>, exp"):
+        call(lambda x, ids: with_copies(jax.random.split(jax.random.key(0), 4), dispatched(None, BASE, x, ids).handle))
     with subtests.test("no handle"), pytest.raises(TypeError, match=r"with_copies: handle is a dict"):
         with_copies(jnp.ones((3, 2)), {})

@@ -9,6 +9,7 @@ An interrupted run continues from its newest checkpoint, with the same bits as w
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from lm.devices import make_mesh, prepare_cpu_devices
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from lm.checkpoints import Checkpoints
     from lm.data import Corpus
     from lm.model import ModelConfig
     from lm.report import History
@@ -96,6 +98,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     with doing(console, "starting JAX and reading the standard library's sources"):
         import jax
 
+        from lm.checkpoints import Checkpoints
         from lm.data import read_corpus, unigram_entropy
         from lm.generation import Generator
         from lm.training import Trainer
@@ -111,7 +114,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     )
     with doing(console, "initializing the model"):
         trainer = Trainer(train, model, mesh)
-    state, history = run(args, trainer, corpus, console)
+    with contextlib.closing(Checkpoints(args.out / "checkpoints")) as checkpoints:
+        state, history = run(args, trainer, corpus, checkpoints, console)
 
     if args.stop_after is not None and args.stop_after < args.steps:
         return history.metrics
@@ -132,18 +136,18 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     return result
 
 
-def run(args: argparse.Namespace, trainer: Trainer, corpus: Corpus, console: Console) -> tuple[TrainState, History]:
+def run(
+    args: argparse.Namespace, trainer: Trainer, corpus: Corpus, checkpoints: Checkpoints, console: Console
+) -> tuple[TrainState, History]:
     """Train from the newest checkpoint, or from the start, to the last step."""
     import numpy as np
 
-    from lm.checkpoints import Checkpoints
     from lm.data import WindowIterator
     from lm.report import History, TrainingBar, doing
 
     config = trainer.config
     held_out = corpus.held_out_windows(max(HELD_OUT_WINDOWS, config.batch_size), config.length)
     batches = WindowIterator(corpus.train, batch_size=config.batch_size, length=config.length, seed=config.seed)
-    checkpoints = Checkpoints(args.out / "checkpoints")
     start = 0 if args.restart else checkpoints.latest_step() or 0
     end = min(args.steps, args.stop_after or args.steps)
     if start:
@@ -156,7 +160,6 @@ def run(args: argparse.Namespace, trainer: Trainer, corpus: Corpus, console: Con
             state = trainer.initial_state()
     history = History(args.out / "metrics.json", resume_at=start)
     if start >= end:
-        checkpoints.close()
         if not history.metrics["held_out"]:  # metrics.json is missing.
             history.metrics["held_out"] = [{"step": start, "loss": trainer.held_out_loss(state.model, held_out)}]
         return state, history
@@ -192,7 +195,6 @@ def run(args: argparse.Namespace, trainer: Trainer, corpus: Corpus, console: Con
                 checkpoints.save(step, state, batches.state(), trainer.model)
                 history.write()
             bar.pause()
-    checkpoints.close()
     return state, history
 
 

@@ -95,6 +95,17 @@ def test_train_checks_outputs_first(tmp_path, monkeypatch):
         train_moe_flax.main(["--out", str(tmp_path)])
 
 
+def test_history_ends_runs_that_are_not_finite(tmp_path):
+    """JSON has no NaN, and the newest checkpoints would replace the last finite one."""
+    history = History(tmp_path / "metrics.json", resume_at=0)
+    for row in ({"loss": np.nan, "load": [1]}, {"load": [[1.0, np.inf]]}):
+        with pytest.raises(
+            ValueError, match=r"^step 7: train has lo.* that is not finite; pass a smaller --learning-r"
+        ):
+            history.add("train", {"step": 7, **row})
+    assert not history.has_grown
+
+
 def test_train_restart_that_fails_keeps_checkpoints(tmp_path):
     (tmp_path / "checkpoints" / "3").mkdir(parents=True)
     with pytest.raises(TypeError, match="renormalize=True with one expert per token"):

@@ -75,7 +75,14 @@ class History:
             self.metrics = {key: [row for row in saved[key] if row["step"] <= resume_at] for key in self.metrics}
 
     def add(self, kind: str, row: dict[str, Any]) -> None:
-        """Append a row to `train` or `held_out`."""
+        """Append a row to `train` or `held_out`; numbers that are not finite end the run before they are saved."""
+        import numpy as np
+
+        if wrong := [name for name, value in row.items() if not np.isfinite(value).all()]:
+            raise ValueError(
+                f"step {row['step']}: {kind} has {', '.join(wrong)} that is not finite; pass a smaller --learning-rate,"
+                " to continue from the newest checkpoint, or with --restart from the start"
+            )
         self.metrics[kind].append(row)
         self.has_grown = True
 

@@ -46,6 +46,7 @@ from . import protocol, tiles
 from .exchange_structs import Rows
 from .failures import QUEUE, STARTED, poison
 from .gemm_structs import Pointer, Value
+from .indices import indices
 from .listed_sums import sum_listed, write_list
 from .router_weights import clear_weights, push_weights, return_weights, store_row_weights, take_weights
 from .token_rows import copy_tokens, send_mask
@@ -136,7 +137,7 @@ def gathered_tile(tokens, b_desc, out_ptr, group, row, size, column, S: tl.const
 def push_block(x_ptr, weights_ptr, order, launch, peer, block, num_sends, task, S: tl.constexpr, HEAP: tl.constexpr):
     """Send a block of the tokens that go to `peer`."""
     began = stamp(HEAP)
-    index = block * S.block_tokens + tl.arange(0, S.block_tokens)
+    index = block * S.block_tokens + indices(S.block_tokens)
     mask = index < num_sends
     # The send order lists the tokens of each destination.
     tokens = tl.load(order.order_ptr + peer.rank * S.num_tokens + index, mask=mask, other=0)
@@ -186,7 +187,7 @@ def communicate(
         else:
             # Copy a block of tokens to save; own tokens come first, since they need no wait.
             source = protocol.peer_of(launch, (launch.rank + (task - push_end) // num_blocks) % NUM_RANKS)
-            local = (task - push_end) % num_blocks * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+            local = (task - push_end) % num_blocks * BLOCK_TOKENS + indices(BLOCK_TOKENS)
             slots = source.rank * S.num_tokens + local
             mask = send_mask(
                 topk_idx_ptr, slots * S.top_k, local < S.num_tokens, launch.rank, S.top_k, S.gemm.num_groups

@@ -8,6 +8,8 @@ words.
 import triton
 import triton.language as tl
 
+from .indices import indices
+
 # Words of the table, from index num_devices on.
 STATUS = tl.constexpr(0)  # address of the status record
 TIMEOUT_NS = tl.constexpr(1)  # how long a wait may take
@@ -46,11 +48,10 @@ def poison(ptr, NUM: tl.constexpr):
     bits: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth
     word: tl.constexpr = tl.int8 if bits == 8 else tl.int16 if bits == 16 else tl.int32 if bits == 32 else tl.int64
     words = ptr.to(tl.pointer_type(word), bitcast=True)
-    index = tl.arange(0, POISON_BLOCK).to(tl.int64)
-    for _ in range((NUM + POISON_BLOCK - 1) // POISON_BLOCK):
-        tl.store(words + index, tl.full((POISON_BLOCK,), -1, word), mask=index < NUM)
+    for block in range((NUM + POISON_BLOCK - 1) // POISON_BLOCK):
         # int64, so that large results do not overflow the index.
-        index += POISON_BLOCK
+        index = tl.cast(block, tl.int64) * POISON_BLOCK + indices(POISON_BLOCK)
+        tl.store(words + index, -1, mask=index < NUM)
 
 
 @triton.jit

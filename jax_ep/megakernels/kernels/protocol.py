@@ -49,6 +49,7 @@ from .failures import (
     report_timeout,
 )
 from .gemm_structs import Pointer, Value
+from .indices import indices
 from .trace import (
     ANNOUNCE_EVENT,
     PUBLISH_EVENT,
@@ -187,7 +188,7 @@ def await_all_ready(launch, not_failed, task, HEAP: tl.constexpr):
     """Wait until every peer has begun this launch, polling all at once."""
     NUM_RANKS: tl.constexpr = HEAP.num_ranks
     if NUM_RANKS > 1:
-        lanes = tl.arange(0, triton.next_power_of_2(NUM_RANKS))
+        lanes = indices(triton.next_power_of_2(NUM_RANKS))
         # Lanes without a peer repeat the next rank.
         ranks = tl.where((lanes < NUM_RANKS) & (lanes != launch.rank), lanes, (launch.rank + 1) % NUM_RANKS)
         peers = tl.load(launch.group_ptr + ranks)
@@ -200,7 +201,7 @@ def await_all_ready(launch, not_failed, task, HEAP: tl.constexpr):
 @triton.jit
 def first_missing(arrived):
     """Mark the first lane whose wait has expired, as a mask `[lanes]`."""
-    lanes = tl.arange(0, arrived.shape[0])
+    lanes = indices(arrived.shape[0])
     return lanes == tl.min(tl.where(arrived == 0, lanes, arrived.shape[0]), axis=0)
 
 
@@ -274,7 +275,7 @@ def await_block(launch, peer, block, not_failed, task, HEAP: tl.constexpr):
 def await_block_of_all(launch, block, not_failed, task, HEAP: tl.constexpr):
     """Wait until `block` of every rank is complete in this heap, polling all at once."""
     began = stamp(HEAP)
-    lanes = tl.arange(0, triton.next_power_of_2(HEAP.num_ranks))
+    lanes = indices(triton.next_power_of_2(HEAP.num_ranks))
     # Lanes without a rank repeat this one.
     ranks = tl.where(lanes < HEAP.num_ranks, lanes, launch.rank)
     devices = tl.load(launch.group_ptr + ranks)
@@ -292,12 +293,12 @@ def await_blocks(launch, peer, first, end, not_failed, task, HEAP: tl.constexpr)
     epoch = next_epoch(launch, peer.device)
     flags = launch.control + flag_index(peer.device, epoch, 0, HEAP)
     timeout_ns = tl.load(launch.table_ptr + HEAP.num_devices + TIMEOUT_NS)
-    lanes = tl.arange(0, 64)
+    lanes = indices(64)
     for start in range(first, end, 64):
         if not_failed != 0:
             # Lanes past the end repeat the first block.
             block = tl.where(start + lanes < end, start + lanes, start)
-            expected = tl.zeros((64,), tl.int32) + epoch
+            expected = lanes * 0 + epoch
             arrived = tl.atomic_poll(flags + block, expected, sem="acquire", scope="sys", timeout_ns=timeout_ns)
             if tl.min(arrived.to(tl.int32), axis=0) == 0:
                 not_failed = 0
@@ -388,10 +389,10 @@ def end_counted_launch(launch, EPOCHS_AT: tl.constexpr, HEAP: tl.constexpr):
         # Reset the queues and counters for the next launch.
         tl.store(control + TICKET, 0)
         tl.store(control + EXITED, 0)
-        tl.store(control + QUEUE + tl.arange(0, 32), tl.zeros((32,), tl.int32))
+        tl.store(control + QUEUE + indices(32), 0)
         trace_members(launch, EPOCHS_AT, HEAP)
         # Count this launch with every member of the group.
-        lanes = tl.arange(0, triton.next_power_of_2(HEAP.num_ranks))
+        lanes = indices(triton.next_power_of_2(HEAP.num_ranks))
         inside = lanes < HEAP.num_ranks
         epochs = control + EPOCHS_AT + tl.load(launch.group_ptr + lanes, mask=inside, other=0)
         tl.store(epochs, tl.load(epochs, mask=inside, other=0) + 1, mask=inside)

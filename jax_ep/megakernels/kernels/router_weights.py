@@ -8,14 +8,15 @@ from there, or from the caller's own array, to the rows of the assignments. Valu
 import triton
 import triton.language as tl
 
+from .indices import as_column, indices, indices_in_row
 from .protocol import data_of
 
 
 @triton.jit
 def assignments_of(tokens, inside, TOP_K: tl.constexpr):
     """Return the assignments of tokens, `[tokens, power of two]`, and a mask of those that exist."""
-    k = tl.arange(0, triton.next_power_of_2(TOP_K))[None, :]
-    return tokens[:, None] * TOP_K + k, inside[:, None] & (k < TOP_K)
+    k = indices_in_row(triton.next_power_of_2(TOP_K))
+    return as_column(tokens) * TOP_K + k, as_column(inside) & (k < TOP_K)
 
 
 @triton.jit
@@ -38,9 +39,9 @@ def weights_to_rows(weights_ptr, assignment_to_row_ptr, tokens, mask, out_ptr, T
 @triton.jit
 def clear_weights(out_ptr, row_to_assignment_ptr, first, ROWS: tl.constexpr, NUM_ROWS: tl.constexpr):
     """Zero the weights of the padding rows among ROWS rows from `first` on."""
-    rows = first + tl.arange(0, ROWS)
+    rows = first + indices(ROWS)
     empty = tl.load(row_to_assignment_ptr + rows, mask=rows < NUM_ROWS, other=0) < 0
-    tl.store(out_ptr + rows, tl.zeros((ROWS,), out_ptr.dtype.element_ty), mask=empty)
+    tl.store(out_ptr + rows, 0, mask=empty)
 
 
 @triton.jit
@@ -59,7 +60,7 @@ def store_row_weights(
 
     Weights of this rank's tokens are in `weights [num_tokens, top_k]`, those of other tokens in the heap.
     """
-    lines = tl.arange(0, BLOCK_M)
+    lines = indices(BLOCK_M)
     assignment = tl.load(row_to_assignment_ptr + row + lines, mask=lines < size, other=-1)
     first = launch.rank * (S.num_tokens * S.top_k)
     # Own tokens did not travel.

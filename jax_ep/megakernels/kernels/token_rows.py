@@ -8,6 +8,7 @@ it for pointers from the heap, and falls back to 2-byte accesses without it.
 import triton
 import triton.language as tl
 
+from .indices import as_column, indices_in_row
 from .quantization import dequantize, scale_offsets
 
 
@@ -49,10 +50,10 @@ def send_mask(topk_idx_ptr, first_ids, in_range, rank, TOP_K: tl.constexpr, LOCA
 def copy_tokens(x_ptr, tokens, slots, mask, values_ptr, HIDDEN: tl.constexpr, BLOCK_HIDDEN: tl.constexpr):
     """Copy tokens to slots, such as those in a peer's heap."""
     for h in range(0, HIDDEN, BLOCK_HIDDEN):
-        columns = h + tl.arange(0, BLOCK_HIDDEN)[None, :]
-        inside = mask[:, None] & (columns < HIDDEN)
-        source = tl.multiple_of(x_ptr + tokens.to(tl.int64)[:, None] * HIDDEN + columns, (16, 16))
-        target = tl.multiple_of(values_ptr + slots.to(tl.int64)[:, None] * HIDDEN + columns, (16, 16))
+        columns = h + indices_in_row(BLOCK_HIDDEN)
+        inside = as_column(mask) & (columns < HIDDEN)
+        source = tl.multiple_of(x_ptr + as_column(tokens.to(tl.int64)) * HIDDEN + columns, (16, 16))
+        target = tl.multiple_of(values_ptr + as_column(slots.to(tl.int64)) * HIDDEN + columns, (16, 16))
         tl.store(target, tl.load(source, mask=inside), mask=inside)
 
 

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from .failures import TRACE
+from .indices import indices
 from .token_rows import goes_to
 from .trace_structs import AREA_LAUNCHES, AREA_LOST, AREA_PROGRAMS, AREA_ROOM, KINDS, NUM_HEADER, NUM_WORDS
 from .trace_structs import OWN as OWN_BLOCK
@@ -40,7 +41,7 @@ LOST = tl.constexpr(AREA_LOST)
 @triton.jit
 def stamp(HEAP: tl.constexpr):
     """Return the device's clock in ns, or 0 if nothing is traced."""
-    now = tl.full((), 0, tl.int64)
+    now = tl.cast(0, tl.int64)
     if HEAP.traced:
         now = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l,~{memory}", [], tl.int64, False, 1)
     return now
@@ -63,7 +64,7 @@ def trace_exchange(launch, KIND: tl.constexpr, began, task, peer, block, HEAP: t
 def trace_set(launch, KIND: tl.constexpr, began, task, ranks, block, HEAP: tl.constexpr):
     """Record a task for a set of ranks, given as bits; the event names the peer if there is only one."""
     if HEAP.traced:
-        lanes = tl.arange(0, triton.next_power_of_2(HEAP.num_ranks))
+        lanes = indices(triton.next_power_of_2(HEAP.num_ranks))
         # Name the only rank of the set, or -1.
         chosen = (lanes < HEAP.num_ranks) & goes_to(ranks, lanes)
         device = tl.load(launch.group_ptr + tl.max(tl.where(chosen, lanes, 0), axis=0))
@@ -89,7 +90,7 @@ def trace_members(launch, EPOCHS_AT: tl.constexpr, HEAP: tl.constexpr):
     The epochs are those at control low_word EPOCHS_AT, which do not count this launch yet.
     """
     if HEAP.traced:
-        lanes = tl.arange(0, triton.next_power_of_2(HEAP.num_ranks))
+        lanes = indices(triton.next_power_of_2(HEAP.num_ranks))
         devices = tl.load(launch.group_ptr + tl.where(lanes < HEAP.num_ranks, lanes, 0))
         epochs = tl.load(launch.control + EPOCHS_AT + devices) + 1
         now = stamp(HEAP)
@@ -137,4 +138,4 @@ def write_event(launch, KIND: tl.constexpr, began, ended, task, peer, block, epo
 @triton.jit
 def low_word(value, SHIFT: tl.constexpr):
     """Return the low 32 bits of a number, shifted to their place in an int64 word."""
-    return ((tl.full((), 0, tl.int64) + value) & 0xFFFFFFFF) << SHIFT
+    return (tl.cast(value, tl.int64) & 0xFFFFFFFF) << SHIFT

@@ -241,7 +241,8 @@ def _abstract(*_: Any, results: tuple[tuple[tuple[int, ...], np.dtype], ...], **
 
 
 def _implementation(*operands: Any, **params: Any) -> Any:
-    return jax.jit(lambda *args: _interpret_p.bind(*args, **params))(*operands)
+    with jax.disable_jit(False):  # eager calls under `jax.disable_jit` get here, too
+        return jax.jit(lambda *args: _interpret_p.bind(*args, **params))(*operands)
 
 
 def _lower(context: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:

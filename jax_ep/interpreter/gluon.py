@@ -17,9 +17,10 @@ import math
 import random
 import re
 import threading
+import time
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import triton.language as tl
@@ -28,8 +29,19 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.runtime.jit import KernelInterface
 
+from ..megakernels.kernels import indices
 from . import inline_asm
-from .gluon_memory import Barrier, Barriers, Descriptor, EmulationError, Pointer, Shared, Tensor, numpy_dtype, values_of
+from .gluon_memory import (
+    Barrier,
+    Barriers,
+    Descriptor,
+    EmulationError,
+    Pointer,
+    Shared,
+    Tensor,
+    numpy_dtype,
+    values_of,
+)
 
 
 class _Product:
@@ -63,6 +75,8 @@ class _Partition:
         self.groups: list[list[Callable[[], None]]] = []
         self.products: list[_Product] = []
         self.waits_for: tuple[Callable[[], bool], str] | None = None
+        self.timeout_ns: int | None = None  # of a wait for another device
+        self.gave_up = False
         self.may_run = threading.Event()
         self.is_finished = False
 
@@ -100,7 +114,7 @@ class _Program:
             raise EmulationError("another partition failed")
 
     def _choose(self) -> None:
-        while self.loads and self.random.random() < 0.3:
+        while self.error is None and self.loads and self.random.random() < 0.3:
             self._finish_load()
         while self.error is None:
             ready = [p for p in self.partitions if not p.is_finished and (p.waits_for is None or p.waits_for[0]())]
@@ -111,12 +125,31 @@ class _Program:
             if self.loads:
                 self._finish_load()
                 continue
+            if outside := [p for p in self.partitions if p.timeout_ns is not None]:
+                self._await_others(outside)
+                continue
             waits = (f"partition {p.number} waits for {p.waits_for[1]}" for p in self.partitions if p.waits_for)
             self.error = EmulationError(f"program {self.number} is deadlocked: {'; '.join(waits) or 'no partition'}")
         self.current = next(p for p in self.partitions if not p.is_finished)
 
+    def _await_others(self, partitions: Sequence[_Partition]) -> None:
+        """Wait until a partition that waits for another device can go on, or its wait expires."""
+        begin_wait, check_aborted = cast("_Waits", _waits)
+        wait = begin_wait(min(p.timeout_ns for p in partitions if p.timeout_ns is not None))
+        while not any(p.waits_for is None or p.waits_for[0]() for p in partitions):
+            if wait.expired():
+                for part in partitions:
+                    part.gave_up = True
+                return
+            check_aborted()
+            time.sleep(_POLL_S)
+        wait.succeeded()
+
     def _finish_load(self) -> None:
-        self.loads.pop(self.random.randrange(len(self.loads)))()
+        try:
+            self.loads.pop(self.random.randrange(len(self.loads)))()
+        except EmulationError as error:  # of whichever partition began it
+            self.error = error
 
     def specialize(self, functions: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]], warps: Sequence[int]) -> None:
         """Run the partitions of `warp_specialize`; the first one has the warps of the program."""
@@ -165,6 +198,15 @@ class _Active(threading.local):
 
 
 _active = _Active()
+_POLL_S = 2e-4
+type _Waits = tuple[Callable[[int | None], Any], Callable[[], None]]
+_waits: _Waits | None = None
+
+
+def wait_by(begin_wait: Callable[[int | None], Any], check_aborted: Callable[[], None]) -> None:
+    """Let polls wait for other devices, as those of Triton's interpreter do; see patches.py."""
+    global _waits
+    _waits = begin_wait, check_aborted
 
 
 def _program() -> _Program:
@@ -221,7 +263,8 @@ def _async_store(descriptor: Descriptor, coordinates: Sequence[Any], source: Sha
     _program().switch()
 
 
-def _store_wait(pendings: int) -> None:
+def _store_wait(pendings: int, *, read_only: bool = True) -> None:
+    del read_only
     stores = _program().current.stores
     while len(stores) > int(pendings):
         stores.pop(0)()
@@ -240,6 +283,20 @@ def _commit_copies() -> None:
     _program().switch()
 
 
+def _arrive_after_copies(barrier: Barrier) -> None:
+    """Let all threads of this partition arrive once its copies have ended."""
+    part = _program().current
+    copies, part.copies = part.copies, []
+
+    def finish() -> None:
+        for copy in copies:
+            copy()
+        barrier.arrive(32 * part.num_warps)
+
+    _program().loads.append(finish)
+    _program().switch()
+
+
 def _wait_for_copies(num_outstanding: int) -> None:
     """Finish all but the newest groups of this partition."""
     _program().switch()
@@ -249,10 +306,18 @@ def _wait_for_copies(num_outstanding: int) -> None:
             copy()
 
 
-def _poll(pointer: Pointer, expected: Any, **_: Any) -> bool:
-    """Wait for a value; there is no timeout, since a wait for nothing is a deadlock."""
-    _program().until(lambda: pointer.load() == expected, f"{expected} in global memory")
-    return True
+def _poll(pointer: Pointer, expected: Any, *, timeout_ns: Any = None, **_: Any) -> Tensor:
+    """Wait for values; there is no timeout without other devices, since a wait for nothing is a deadlock."""
+    part, arrived = _program().current, np.zeros(np.shape(pointer.offset), np.bool_)
+
+    def is_done() -> bool:
+        arrived[...] |= pointer.load().values == values_of(expected)  # what has arrived once stays
+        return bool(arrived.all()) or part.gave_up
+
+    part.timeout_ns = int(timeout_ns) if _waits and timeout_ns is not None else None
+    _program().until(is_done, f"{values_of(expected)} in global memory")
+    part.timeout_ns, part.gave_up = None, False
+    return Tensor(arrived)
 
 
 def _fence() -> None:
@@ -283,6 +348,7 @@ def _mma_wait(num_outstanding: int = 0, deps: Sequence[Any] = ()) -> Any:
 _STATEMENTS = [
     (re.compile(r"mbarrier\.try_wait\.parity\S* \w+, \[\$(\d+)\], \$(\d+)"), "wait"),
     (re.compile(r"mbarrier\.arrive\S* _, \[\$(\d+)\]"), "arrive"),
+    (re.compile(r"cp\.async\.mbarrier\.arrive\.noinc\S* \[\$(\d+)\]"), "arrive later"),
     (re.compile(r"red\.release\.gpu\.global\.add\.u32 \[\$(\d+)\], 1"), "count"),
     (re.compile(r"st\.shared\.v4\.b32 \[\$(\d+)\], \{(.+)\}"), "store"),
     (re.compile(r"ld\.shared\.v4\.b32 \{(.+)\}, \[\$(\d+)\]"), "load"),
@@ -304,6 +370,8 @@ def _inline_asm(asm: str, constraints: str, arguments: Sequence[Any], dtypes: An
             _wait(places[int(match[1])], places[int(match[2])])
         elif kind == "arrive" and match:
             _arrive(places[int(match[1])], _program().current.num_warps)
+        elif kind == "arrive later" and match:
+            _arrive_after_copies(places[int(match[1])])
         elif kind == "count" and match:
             places[int(match[1])].add(_program().current.num_warps)
         elif kind == "store" and match:
@@ -332,21 +400,26 @@ def _inline_asm_elementwise(
     return tuple(found)
 
 
-def _scalar_or_tensor(values: np.ndarray) -> Any:
-    return Tensor(values) if values.ndim else values[()]
-
-
 def _elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *operands: _scalar_or_tensor(np.asarray(function(*map(values_of, operands))))
+    return lambda *operands: Tensor(np.asarray(function(*map(values_of, operands))))
+
+
+def _arange(start: int, end: int, layout: Any = None) -> Tensor:
+    del layout
+    return Tensor(np.arange(int(start), int(end), dtype=np.int32))
 
 
 _LANGUAGE: dict[str, Any] = {
     "allocate_shared_memory": _allocate,
-    "arange": lambda start, end, layout=None: Tensor(np.arange(start, end, dtype=np.int32)),
+    "arange": _arange,
     "atomic_add": lambda pointer, value, **_: pointer.add(value),
+    "atomic_load": lambda pointer, **_: pointer.load(),
     "atomic_poll": _poll,
+    "atomic_store": lambda pointer, value, **_: pointer.store(value),
     "barrier": lambda: None,
+    "cast": lambda x, dtype: Tensor(np.asarray(values_of(x), numpy_dtype(dtype))),
     "convert_layout": lambda x, layout: x,
+    "debug_barrier": lambda: None,
     "cumsum": lambda x, axis: Tensor(np.cumsum(x.values, axis, x.dtype)),
     "erf": _elementwise(np.vectorize(math.erf, otypes=[np.float32])),
     "expand_dims": lambda x, axis: Tensor(np.expand_dims(x.values, axis)),
@@ -355,10 +428,12 @@ _LANGUAGE: dict[str, Any] = {
     "inline_asm_elementwise": _inline_asm_elementwise,
     "join": lambda a, b: Tensor(np.stack((a.values, b.values), -1)),
     "load": lambda pointer, mask=None, other=0, **_: pointer.load(mask, other),
-    "max": lambda x, axis: _scalar_or_tensor(x.values.max(axis)),
+    "max": lambda x, axis: Tensor(np.asarray(x.values.max(axis))),
+    "max_contiguous": lambda x, _: x,
     "maximum": _elementwise(np.maximum),
-    "min": lambda x, axis: _scalar_or_tensor(x.values.min(axis)),
+    "min": lambda x, axis: Tensor(np.asarray(x.values.min(axis))),
     "minimum": _elementwise(np.minimum),
+    "multiple_of": lambda x, _: x,
     "num_programs": lambda axis: _program().count,
     "permute": lambda x, order: Tensor(x.values.transpose(order)),
     "program_id": lambda axis: _program().number,
@@ -368,7 +443,7 @@ _LANGUAGE: dict[str, Any] = {
     "static_assert": lambda condition: None,
     "static_range": range,
     "store": lambda pointer, value, mask=None: pointer.store(value, mask),
-    "sum": lambda x, axis: _scalar_or_tensor(x.values.sum(axis, x.dtype)),
+    "sum": lambda x, axis: Tensor(np.asarray(x.values.sum(axis, x.dtype))),
     "warp_specialize": lambda parts, warps, registers=(): _program().specialize(parts, warps),
     "where": _elementwise(np.where),
     "zeros": lambda shape, dtype, layout=None: Tensor(np.zeros(shape, numpy_dtype(dtype))),
@@ -381,6 +456,9 @@ _MBARRIER: dict[str, Any] = {
 _TMA = {"async_load": _async_load, "async_store": _async_store, "store_wait": _store_wait}
 _ASYNC_COPY = {"async_load": _copy, "commit_group": _commit_copies, "wait_group": _wait_for_copies}
 _FUNCTIONS = {
+    indices.indices: lambda number: _arange(0, number),
+    indices.indices_in_row: lambda number: Tensor(_arange(0, number).values[None, :]),
+    indices.as_column: lambda x: Tensor(x.values[:, None]),
     mma_v2: lambda a, b, total: Tensor(total.values + a.values.astype(np.float32) @ b.values.astype(np.float32)),
     hopper.fence_async_shared: _fence,
     hopper.warpgroup_mma: _mma,
@@ -404,6 +482,16 @@ class _Module:
         return found
 
 
+class _Kernels:
+    """A module of kernels, whose functions are emulated."""
+
+    def __init__(self, module: types.ModuleType) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return _replaced(getattr(self._module, name))
+
+
 _MODULES = {gl: _LANGUAGE, tl: _LANGUAGE, hopper.mbarrier: _MBARRIER, hopper.tma: _TMA, async_copy: _ASYNC_COPY}
 
 
@@ -415,6 +503,8 @@ def _replaced(value: Any) -> Any:
         return value.value
     if isinstance(value, types.ModuleType) and value in _MODULES:
         return _Module(value, _MODULES[value])
+    if isinstance(value, types.ModuleType) and value.__package__ == indices.__package__:
+        return _Kernels(value)
     return _FUNCTIONS.get(value, value) if callable(value) else value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import operator
 import types
@@ -10,6 +11,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import triton.language as tl
 
 _DTYPES = {
     "int1": np.dtype(np.bool_),
@@ -36,6 +38,11 @@ def numpy_dtype(dtype: Any) -> np.dtype:
     return dtype if isinstance(dtype, np.dtype) else _DTYPES[str(dtype)]
 
 
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_NO_ADDRESS = 1 << 20  # up to here
+_MEMORY = ctypes.c_uint8 * (1 << 47)  # from an address on; where it ends is not known
+
+
 def values_of(x: Any) -> Any:
     """Return the array of a tensor, or the number itself."""
     return x.values if isinstance(x, Tensor) else x
@@ -57,8 +64,26 @@ class Tensor:
     def shape(self) -> tuple[int, ...]:
         return self.values.shape
 
-    def to(self, dtype: Any, *, bitcast: bool = False) -> Tensor:
-        """Convert to a dtype of Gluon or NumPy, or take the bits as one."""
+    def __index__(self) -> int:
+        return int(self.values)
+
+    __int__ = __index__
+
+    def __bool__(self) -> bool:
+        return bool(self.values)
+
+    def __neg__(self) -> Tensor:
+        return Tensor(-self.values)
+
+    def to(self, dtype: Any, *, bitcast: bool = False) -> Any:
+        """Convert to a dtype of Gluon or NumPy, take the bits as one, or an address as a pointer."""
+        if isinstance(dtype, tl.pointer_type):
+            element = numpy_dtype(dtype.element_ty)
+            used = self.values[self.values > _NO_ADDRESS]
+            if not used.size:
+                return Pointer(np.zeros(1, element), np.full(self.shape, -1))
+            memory = np.frombuffer(_MEMORY.from_address(int(used.min())), np.uint8).view(element)
+            return Pointer(memory, (self.values - used.min()) // element.itemsize)
         wanted = numpy_dtype(dtype)
         return Tensor(self.values.view(wanted) if bitcast else self.values.astype(wanted))
 
@@ -97,8 +122,8 @@ for _name in (
     "ne",
 ):
     setattr(Tensor, f"__{_name.strip('_')}__", _binary(_name))
-for _name in ("add", "sub", "mul"):
-    setattr(Tensor, f"__r{_name}__", _reflected(_name))
+for _name in ("add", "sub", "mul", "floordiv", "mod", "and_", "or_"):
+    setattr(Tensor, f"__r{_name.strip('_')}__", _reflected(_name))
 
 
 class Pointer:
@@ -114,10 +139,21 @@ class Pointer:
 
     __radd__ = __add__
 
+    def __sub__(self, other: Any) -> Pointer:
+        return self + -values_of(other)
+
     @property
     def dtype(self) -> Any:
         """The pointer's dtype, as far as kernels ask."""
-        return types.SimpleNamespace(element_ty=self.array.dtype)
+        return types.SimpleNamespace(element_ty=tl.str_to_ty(_NAMES[self.array.dtype], None))
+
+    def to(self, dtype: Any, *, bitcast: bool = False) -> Any:
+        """Return a pointer to elements of another dtype, or the address."""
+        del bitcast
+        if not isinstance(dtype, tl.pointer_type):
+            return Tensor(np.asarray(self.array.ctypes.data + np.int64(self.offset) * self.array.itemsize))
+        wanted = numpy_dtype(dtype.element_ty)
+        return Pointer(self.array.reshape(-1).view(wanted), self.offset * self.array.itemsize // wanted.itemsize)
 
     def _offsets(self, mask: Any) -> tuple[np.ndarray, np.ndarray]:
         """Return offsets and which of them are used, after a check of these."""
@@ -131,7 +167,7 @@ class Pointer:
     def load(self, mask: Any = None, other: Any = 0) -> Any:
         offsets, used = self._offsets(mask)
         found = np.where(used, self.array.reshape(-1)[np.where(used, offsets, 0)], np.asarray(other, self.array.dtype))
-        return Tensor(found) if found.ndim else found[()]
+        return Tensor(found)
 
     def store(self, value: Any, mask: Any = None) -> None:
         offsets, used = self._offsets(mask)

@@ -81,10 +81,16 @@ class Buffer:
         return self.bytes.ctypes.data
 
 
-def executor(kernel: Any, num_programs: int) -> tuple[Callable[..., None], Callable[..., Any]]:
-    """Return functions that run a kernel and that make an argument of a buffer and the blocks of its descriptor."""
+def executor(
+    kernel: Any, num_programs: int, waits: tuple[Callable[..., Any], Callable[[], None]]
+) -> tuple[Callable[..., None], Callable[..., Any]]:
+    """Return functions that run a kernel and that make an argument of a buffer and the blocks of its descriptor.
+
+    `waits` are the first functions that patches.py takes.
+    """
     if hasattr(kernel, "is_gluon"):  # Triton's interpreter replaces its own functions, but not those of Gluon.
         emulator = load(_HERE / "gluon.py")
+        emulator.wait_by(*waits)
         return functools.partial(emulator.run, kernel, num_programs), emulator.argument
     return kernel[(num_programs,)], describe
 
@@ -191,7 +197,7 @@ class Runner:
         buffers += results
         descriptors = launch["descriptors"] or [None] * len(buffers)
         constants = launch["constants"]
-        run, describe = executor(kernel, launch["num_programs"])
+        run, describe = executor(kernel, launch["num_programs"], (self._begin_wait, self._check_aborted))
         arguments = [describe(buffer, blocks) for buffer, blocks in zip(buffers, descriptors, strict=True)]
         names = [name for name in kernel.arg_names if name not in constants]
         parameters = launch["parameters"] or [None] * len(names)

@@ -34,6 +34,12 @@ class Device:
     launch_seconds: float = 10e-6  # cost of one more launch, which matters with few tokens (no report)
     # Part of the dispatch by which dispatch + GEMM takes longer than the GEMM (moe_layer_4_gpus.json).
     shown_dispatch: float = 0.6
+    # The same in Gluon, the part of a separate dispatch by which it and the GEMM take longer than the GEMM, and by how
+    # much longer a GEMM takes that gathers rows, per column of these (moe_layer_2_gpus_fused.json,
+    # moe_layer_dispatch_fused.json).
+    gluon_shown_dispatch: float = 0.15
+    separate_dispatch: float = 0.6
+    gather_cost: float = 8.5e-6
 
 
 H200 = Device()
@@ -160,18 +166,27 @@ def combine_times(layout: Layout, features: int, hidden: int, *, specialized: bo
     }
 
 
-def dispatch_mode(layout: Layout, hidden: int, columns: int, save_as: str | None, *, specialized: bool) -> str:
+def dispatch_mode(
+    layout: Layout, hidden: int, columns: int, save_as: str | None, *, specialized: bool, in_gluon: bool
+) -> str:
     """Choose the mode of dispatch + GEMM, `[., hidden]` times `[hidden, columns]`: "serial" unless "fused" is faster.
 
-    The fused kernel does not hide all of the dispatch. Saving tokens costs a copy in "serial", saving rows in "fused".
-    The model assumes even loads; uneven loads slow "fused" down by some percent more than "serial".
+    The fused kernel, which runs `in_gluon` or not, does not hide all of the dispatch. Saving tokens costs a copy in
+    "serial", saving rows in "fused". The model assumes even loads; uneven loads slow "fused" down by some percent more
+    than "serial".
     """
-    sent, _ = _combine_alone(layout, hidden)
-    token = 2 * 2 * hidden / _device().copy_bytes  # to read and write one
+    device, (sent, _) = _device(), _combine_alone(layout, hidden)
+    token = 2 * 2 * hidden / device.copy_bytes  # to read and write one
     rows, tokens = layout.top_k * token, _ranks_of_token(layout) * token
-    serial = _gemm_alone(layout, hidden, columns, specialized) + sent + (tokens if save_as == "tokens" else 0.0)
-    serial += _device().launch_seconds / layout.num_tokens
-    fused = _product(layout, hidden, columns) + _device().shown_dispatch * sent + (rows if save_as == "rows" else 0.0)
+    alone = _gemm_alone(layout, hidden, columns, specialized)
+    if in_gluon:
+        dispatch = device.separate_dispatch * (sent + rows / 3)  # rows are written partly while others arrive
+        fused = (1 + device.gather_cost * hidden) * alone + device.gluon_shown_dispatch * sent
+    else:
+        dispatch, fused = sent, _product(layout, hidden, columns) + device.shown_dispatch * sent
+    serial = alone + dispatch + device.launch_seconds / layout.num_tokens
+    serial += tokens if save_as == "tokens" else 0.0
+    fused += rows if save_as == "rows" else 0.0
     return "serial" if serial <= 1.03 * fused else "fused"
 
 
@@ -181,13 +196,13 @@ def combine_mode(layout: Layout, features: int, hidden: int, *, specialized: boo
     return next(mode for mode, time in times.items() if time <= 1.01 * min(times.values()))
 
 
-def fused_modes(schedule: Schedule, facts: FusedFacts, *, specialized: bool) -> FusedModes:
-    """Choose the modes of both directions; `specialized`: as for `combine_times`."""
+def fused_modes(schedule: Schedule, facts: FusedFacts, *, specialized: bool, in_gluon: bool) -> FusedModes:
+    """Choose the modes of both directions; `specialized` as for `combine_times`, `in_gluon` as for `dispatch_mode`."""
     layout, dtype, hidden, columns = facts.layout, facts.dtype, facts.hidden, facts.columns
     settings = tuned.exchange_gemm_facts(layout, hidden, columns, dtype)
     chosen = tuned.schedule(schedule, "dispatch_grouped_gemm", **settings).dispatch_mode
     none, rows, tokens = (
-        chosen or dispatch_mode(layout, hidden, columns, save_as, specialized=specialized)
+        chosen or dispatch_mode(layout, hidden, columns, save_as, specialized=specialized, in_gluon=in_gluon)
         for save_as in (None, "rows", "tokens")
     )
     settings = tuned.exchange_gemm_facts(layout, columns, hidden, dtype)

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 from jax_ep import context, ffi
 from jax_ep.core.expert_matrices import GemmWeights
-from jax_ep.core.kernel import Config, Descriptor, Kernel
+from jax_ep.core.facts import GemmFacts
+from jax_ep.core.kernel import Argument, Config, Descriptor, Kernel
 from jax_ep.core.layout import Bias, dropless_capacity, power_of_two, row_tokens
 from jax_ep.core.operations import GroupedGemm
 from jax_ep.megakernels import grouped_gemm, tuned
@@ -28,13 +29,14 @@ from jax_ep.megakernels.exchange import (
 from jax_ep.megakernels.grouped_gemm import weights_operand
 from jax_ep.megakernels.kernels import exchange_gemm as exchange_gemm_kernels
 from jax_ep.megakernels.kernels import exchange_gemm_structs as structs
-from jax_ep.megakernels.kernels import gemm_structs
+from jax_ep.megakernels.kernels import gemm_structs, gluon_dispatch_gemm
 from jax_ep.megakernels.kernels import send_order as send_order_kernels
 from jax_ep.megakernels.kernels.exchange_structs import CountTile, SendOrder, SumTile
 from jax_ep.megakernels.launch import all_programs, group_of, int32, launch, num_programs, optional
-from jax_ep.types import Array, Handle, Layout, Options, Schedule
+from jax_ep.types import Array, Experts, Handle, Layout, Options, Schedule
 
 _DISPATCH_GEMM = Kernel(exchange_gemm_kernels.dispatch_gemm, ffi.Operation.DISPATCH_GROUPED_GEMM)
+_DISPATCH_GEMM16 = Kernel(gluon_dispatch_gemm.dispatch_gemm16, ffi.Operation.DISPATCH_GROUPED_GEMM)
 _GEMM_COMBINE = Kernel(exchange_gemm_kernels.gemm_combine, ffi.Operation.GROUPED_GEMM_COMBINE)
 _COUNT = Kernel(send_order_kernels.send_order_count)
 _PLACE = Kernel(send_order_kernels.send_order_place)
@@ -54,10 +56,12 @@ def dispatch_grouped_gemm(
     save_as: str | None,
     mode: str,
     products: GroupedGemm,
+    experts: Experts | None = None,
 ) -> tuple[Array, Array | None, Array | None]:
     """Dispatch tokens `x [T, H]` and `weights [T, K]`, and multiply rows by `w [L, H, N]` (transposed: `[L, N, H]`).
 
-    `save_as` "tokens" or "rows" also returns the received tokens. In `mode` "serial", `products` has the GEMM.
+    `save_as` "tokens" or "rows" also returns the received tokens. In `mode` "serial", `products` has the GEMM. With
+    `experts`, which takes `mode` "fused" in Gluon, the rows of the result are activated, and times their weights.
 
     Returns:
       `[R, N]`, zero in padding rows; the tokens that have an expert here, or None: "tokens" are `[W * T, H]` by source
@@ -76,14 +80,25 @@ def dispatch_grouped_gemm(
     facts = tuned.exchange_gemm_facts(layout, depth, columns, x.dtype)
     schedule = tuned.schedule(options.schedule, "dispatch_grouped_gemm", **facts)
     order, saves = order_sends(handle), save_as is not None
-    config, sizes = dispatch_gemm_sizes(schedule, layout, (depth, columns), transpose, saves)
+    tiles = grouped_gemm.tiles_of(GemmFacts(x.dtype, layout.capacity, depth, columns, w.shape[0], x.dtype))
+    gemm: gemm_structs.GroupedGemm | gemm_structs.GluonGemm16
+    result: Argument
+    if tiles.gluon:
+        grouped_gemm.check_gluon("grouped_gemm", x.dtype, x.dtype)
+        kernel, config = _DISPATCH_GEMM16, Config(all_programs(), num_warps=4)
+        in_gluon = gathered_gemm16(layout, (depth, columns), tiles.group_m, transpose=transpose, experts=experts)
+        matrices, in_gluon = grouped_gemm.gluon_weights(w, in_gluon)
+        gemm, result = in_gluon, grouped_gemm.gluon_result(in_gluon, x.dtype)
+    else:
+        kernel, config = _DISPATCH_GEMM, Config(all_programs(), num_warps=8, num_stages=4)
+        matrices, gemm = weights_operand(w, _gemm_sizes(layout, depth, columns, transpose))
+        result = jax.ShapeDtypeStruct((layout.capacity, columns), x.dtype)
+    sizes = dispatch_gemm_sizes(schedule, layout, gemm, saves)
     context.reserve("dispatch_gemm", sizes.weights_offset + layout.num_ranks * num_bytes(weights))
-    shapes = (layout.capacity, sizes.gemm.N), (layout.num_ranks * layout.num_tokens if saves else 1, x.shape[1])
-    results = (*(jax.ShapeDtypeStruct(shape, x.dtype) for shape in shapes), optional((layout.capacity,), weights))
-    matrices, gemm = weights_operand(w, sizes.gemm)
+    kept = jax.ShapeDtypeStruct((layout.num_ranks * layout.num_tokens if saves else 1, x.shape[1]), x.dtype)
+    results = result, kept, optional((layout.capacity,), weights)
     operands = (x, weights, matrices, _arrays_of(handle), order)
-    constants = {"S": dataclasses.replace(sizes, gemm=gemm)}
-    hidden, saved, found = launch(_DISPATCH_GEMM, operands, results, config, constants, group=group_of(handle))
+    hidden, saved, found = launch(kernel, operands, results, config, {"S": sizes}, group=group_of(handle))
     if save_as == "rows":
         saved = gather_rows(saved, row_tokens(handle), handle.group_sizes)
     return hidden, saved if saves else None, found
@@ -125,20 +140,30 @@ def send_order_sizes(layout: Layout) -> SendOrder:
 
 
 def dispatch_gemm_sizes(
-    schedule: Schedule, layout: Layout, gemm: tuple[int, int], transpose: bool, saves: bool
-) -> tuple[Config, structs.DispatchGemm]:
-    """Return config and sizes of dispatch + GEMM, `[., hidden]` times `[hidden, columns]` = `gemm`."""
-    sizes = structs.DispatchGemm(
+    schedule: Schedule, layout: Layout, gemm: gemm_structs.GroupedGemm | gemm_structs.GluonGemm16, saves: bool
+) -> structs.DispatchGemm:
+    """Return the sizes of dispatch + GEMM with the sizes of the GEMM."""
+    in_gluon = isinstance(gemm, gemm_structs.GluonGemm16)
+    return structs.DispatchGemm(
         num_tokens=layout.num_tokens,
         top_k=layout.top_k,
         comm_programs=schedule.num_communicating_programs or 16,
         block_tokens=32,
-        block_hidden=copied_columns(gemm[0], 2),
+        block_hidden=min(copied_columns(gemm.K, 2), 512 if in_gluon else 1024),
         saves_tokens=saves,
-        weights_offset=layout.num_ranks * layout.num_tokens * gemm[0] * _ITEM_BYTES,
-        gemm=_gemm_sizes(layout, *gemm, transpose),
+        weights_offset=layout.num_ranks * layout.num_tokens * gemm.K * _ITEM_BYTES,
+        gemm=gemm,
     )
-    return Config(all_programs(), num_warps=8, num_stages=4), sizes
+
+
+def gathered_gemm16(
+    layout: Layout, widths: tuple[int, int], group_m: int, *, transpose: bool, experts: Experts | None
+) -> gemm_structs.GluonGemm16:
+    """Return the sizes of a GEMM in Gluon of dispatched tokens with weights of (rows, columns) = `widths`."""
+    depth, columns = widths
+    shape = layout.capacity, columns if experts is None else columns // 2, depth, layout.num_local_experts
+    sizes = grouped_gemm.gluon_gemm16_sizes(shape, group_m, _ITEM_BYTES, transpose=transpose, experts=experts)
+    return dataclasses.replace(sizes, gathers=True)
 
 
 def _gemm_sizes(layout: Layout, depth: int, columns: int, transpose: bool) -> gemm_structs.GroupedGemm:

@@ -191,15 +191,15 @@ def grouped_gemm(
     """Multiply as in xla/grouped_gemm.py."""
     wanted, groups = rhs.shape[1 if transpose else 2], rhs.shape[0]
     facts = _facts(lhs.dtype, lhs.shape, wanted, groups, out_dtype)
-    tiles = _tuned(forward_tiles(facts), "grouped_gemm", facts)
+    tiles = tiles_of(facts)
     rhs = jax.tree.map(lambda w: pad(w, 1, 2), rhs)
     lhs, rhs, group_sizes, bias = vary_alike((pad(lhs, 1), rhs, group_sizes, bias))
     (num_rows, depth), columns = lhs.shape, rhs.shape[1 if transpose else 2]
     if tiles.gluon:
-        part_n = _PART_BYTES // jnp.dtype(out_dtype).itemsize
-        in_gluon = gemm_structs.GluonGemm16(num_rows, columns, depth, groups, tiles.group_m, part_n, transpose)
+        shape, itemsize = (num_rows, columns, depth, groups), jnp.dtype(out_dtype).itemsize
+        sizes16 = gluon_gemm16_sizes(shape, tiles.group_m, itemsize, transpose=transpose, experts=None)
         arrays = lhs, rhs, group_sizes, bias_operand(bias, num_rows)
-        return _by_gluon(*arrays, sizes=in_gluon, out_dtype=out_dtype)[:, :wanted]
+        return _by_gluon(*arrays, sizes=sizes16, out_dtype=out_dtype)[:, :wanted]
     tile = GemmTile(tiles.block_m, tiles.block_n, tiles.block_k, tiles.group_m)
     parts = tiles.store_parts if tiles.tma_store else 0
     sizes = GroupedGemm(*gemm_shape(num_rows, columns, depth, groups), transpose, parts, tile)
@@ -222,11 +222,11 @@ def gemm_activation(lhs: Array, rhs: GemmWeights, group_sizes: Array, row_weight
     Source: a dual GEMM with the gated unit in its epilogue, as CUTLASS's, for groups of rows.
     """
     columns, facts = rhs.shape[2] // 2, _facts(lhs.dtype, lhs.shape, rhs.shape[2], rhs.shape[0], lhs.dtype)
-    tiles = _tuned(forward_tiles(facts), "grouped_gemm", facts)
+    tiles = tiles_of(facts)
     rhs = jax.tree.map(lambda w: pad(w, 1, 2), rhs)
     arrays = vary_alike((pad(lhs, 1), rhs, group_sizes, row_weights.astype(jnp.float32)))
     shape = lhs.shape[0], columns, arrays[0].shape[1], facts.groups
-    sizes = gemm_structs.GluonGemm16(*shape, tiles.group_m, _ACTIVATED_COLUMNS, activation=kind_of(experts))
+    sizes = gluon_gemm16_sizes(shape, tiles.group_m, lhs.dtype.itemsize, experts=experts)
     return _by_gluon(*arrays, sizes=sizes, out_dtype=lhs.dtype)
 
 
@@ -241,16 +241,38 @@ def _by_gluon(
 ) -> Array:
     """Multiply in tiles of up to 192 x 256; `epilogue` is a bias, or with activation the weights of rows."""
     check_gluon("grouped_gemm", lhs.dtype, out_dtype)
-    block = (sizes.box_n, sizes.depth) if sizes.transposed else (sizes.depth, sizes.box_n)
-    operand, home = _described(rhs, (1, *block))
-    sizes = dataclasses.replace(sizes, home_groups=home)
+    operand, sizes = gluon_weights(rhs, sizes)
     operands = Descriptor(lhs, (_WAVE, sizes.depth)), operand, group_sizes, epilogue, new_counters(1, lhs)
-    result = jax.ShapeDtypeStruct((sizes.M, round_up(sizes.N, _WORD)), out_dtype)
-    results: tuple[Argument, ...] = Descriptor(result, (_WAVE, sizes.part_n), bounded=True), *int32((1,))
+    results: tuple[Argument, ...] = gluon_result(sizes, out_dtype), *int32((1,))
     # Tiles have at least two waves, but for one of each group.
     num_tiles = (sizes.M // (2 * _WAVE) + sizes.num_groups + 1) * sizes.tiles_n
     config = Config(num_programs(num_tiles), num_warps=4)
     return launch(_GLUON, operands, results, config, {"S": sizes}, written={-1: -1})[0][:, : sizes.N]
+
+
+def gluon_gemm16_sizes(
+    shape: tuple[int, int, int, int], group_m: int, itemsize: int, *, transpose: bool = False, experts: Experts | None
+) -> gemm_structs.GluonGemm16:
+    """Return the sizes of a GEMM of rows `[M, K]` to `[M, N]` in groups, `shape` = (M, N, K, groups).
+
+    `itemsize` is that of the result. With experts it has activated rows, and N is half of the columns of the weights.
+    """
+    if experts is not None:
+        return gemm_structs.GluonGemm16(*shape, group_m, _ACTIVATED_COLUMNS, activation=kind_of(experts))
+    return gemm_structs.GluonGemm16(*shape, group_m, _PART_BYTES // itemsize, transpose)
+
+
+def gluon_weights(w: GemmWeights, sizes: gemm_structs.GluonGemm16) -> tuple[Argument, gemm_structs.GluonGemm16]:
+    """Describe weights for a GEMM in Gluon; return its sizes with them, too."""
+    block = (sizes.box_n, sizes.depth) if sizes.transposed else (sizes.depth, sizes.box_n)
+    operand, home = _described(w, (1, *block))
+    return operand, dataclasses.replace(sizes, home_groups=home)
+
+
+def gluon_result(sizes: gemm_structs.GluonGemm16, dtype: DTypeLike) -> Descriptor:
+    """Describe the result of a GEMM in Gluon, in rows of whole words."""
+    result = jax.ShapeDtypeStruct((sizes.M, round_up(sizes.N, _WORD)), dtype)
+    return Descriptor(result, (_WAVE, sizes.part_n), bounded=True)
 
 
 def weights_operand(w: GemmWeights, sizes: GroupedGemm) -> tuple[Argument, GroupedGemm]:
@@ -471,6 +493,11 @@ def _facts(dtype: DTypeLike, shape: tuple[int, ...], columns: int, groups: int, 
     """Return the facts of a GEMM of rows of this shape, or of a weight gradient with such a first factor."""
     num_rows, depth = shape
     return GemmFacts(jnp.dtype(dtype), num_rows, depth, columns, groups, jnp.dtype(out_dtype))
+
+
+def tiles_of(facts: GemmFacts) -> Tiles:
+    """Return the tiles of a grouped GEMM: tuned ones, or the default."""
+    return _tuned(forward_tiles(facts), "grouped_gemm", facts)
 
 
 def _tuned[T: Programs](default: T, operation: str, facts: GemmFacts) -> T:

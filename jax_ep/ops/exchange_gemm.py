@@ -32,7 +32,7 @@ from jax_ep.ops import plan as plans
 from jax_ep.ops.grouped_gemm import bias_gradient, multiply
 from jax_ep.ops.plan import ExchangeGemmPlan
 from jax_ep.ops.plan_lora import LoraLayerPlan
-from jax_ep.types import Array, AxisName, DispatchedGemm, Handle, Schedule
+from jax_ep.types import Array, AxisName, DispatchedGemm, Experts, Handle, Schedule
 
 
 @operation
@@ -166,6 +166,32 @@ def dispatch_and_multiply(
         return dispatch_then(plan, partial(multiply, plan.gemm, False, x.dtype), x, weights, w, handle)
     hidden, _, row_weights = dispatch_with_multiply(plan, False, None, x, weights, w, handle)
     return hidden, row_weights
+
+
+def dispatch_and_activate(
+    plan: ExchangeGemmPlan, experts: Experts, x: Array, weights: Array, w: GemmWeights, handle: Handle
+) -> tuple[Array, Array]:
+    """`[T, H]` tokens to rows, times `w [L, H, 2I]`, to activated and weighted rows `[R, I]`; and weights to `[R]`."""
+    from jax_ep.megakernels import exchange_gemm as fused
+    from jax_ep.megakernels.grouped_gemm import gemm_activation
+
+    if plan.fused is not None and plan.mode(None) == "fused":
+        rows, _, row_weights = fused.dispatch_grouped_gemm(
+            plan.options,
+            x,
+            weights,
+            w,
+            handle,
+            transpose=False,
+            save_as=None,
+            mode="fused",
+            products=plan.gemm.run,
+            experts=experts,
+        )
+        return rows, cast(Array, row_weights)
+    rows, found = dispatch_apart(plan, x, weights, handle)
+    row_weights = cast(Array, found)
+    return gemm_activation(rows, w, handle.group_sizes, row_weights, experts=experts), row_weights
 
 
 def multiply_and_combine(plan: ExchangeGemmPlan, h: Array, w: GemmWeights, handle: Handle, bias: Bias | None) -> Array:

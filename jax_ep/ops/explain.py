@@ -136,16 +136,19 @@ def _mode_reason(mode: str, given: str | None) -> str:
     return "the schedule asks for this mode" if given else "the cost model expects separate launches to be faster"
 
 
-def _dispatch_gemm(plan: plans.ExchangeGemmPlan, name: str, save_as: str | None, suffix: str = "") -> Iterator[Row]:
+def _dispatch_gemm(
+    plan: plans.ExchangeGemmPlan, name: str, save_as: str | None, suffix: str = "", gemm: Part | None = None
+) -> Iterator[Row]:
+    gemm = gemm or plan.gemm.forward
     if plan.fused is None:
         yield _row(f"dispatch{suffix}", plan.exchange.dispatch, reason=plan.reason)
-        yield _row(f"{name}{suffix}", plan.gemm.forward)
+        yield _row(f"{name}{suffix}", gemm)
         return
     mode = plan.mode(save_as)
     reason = _mode_reason(mode, plan.options.schedule.dispatch_mode)
     yield _row(f"dispatch + {name}{suffix}", plan.fused, mode, reason)
     if mode == "serial":
-        yield _row(f"{name}{suffix}", plan.gemm.forward)
+        yield _row(f"{name}{suffix}", gemm)
 
 
 def _gemm_combine(plan: plans.ExchangeGemmPlan, name: str, suffix: str = "") -> Iterator[Row]:
@@ -188,8 +191,7 @@ def _of_exchange_gemm(plan: plans.ExchangeGemmPlan) -> Iterator[Row]:
 def _of_layer(plan: plans.LayerPlan) -> Iterator[Row]:
     yield _row("row plan", plan.exchange.handle)
     if plan.activated is not None:
-        yield _row("dispatch", plan.exchange.dispatch)
-        yield _row("first GEMM with activation (no gradient)", plan.activated)
+        yield from _dispatch_gemm(plan.first, "first GEMM with activation", None, " (no gradient)", plan.activated)
     yield from _dispatch_gemm(plan.first, "first GEMM", None)
     yield _row("activation", plan.activation.part)
     yield from _gemm_combine(plan.second, "second GEMM")

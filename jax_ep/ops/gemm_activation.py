@@ -30,12 +30,8 @@ def with_hidden_rows(plan: plans.LayerPlan, x: Array, weights: Array, handle: Ha
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def with_activated_rows(plan: plans.LayerPlan, x: Array, weights: Array, handle: Handle, parts: ExpertWeights) -> Array:
     """`with_hidden_rows`, where the first GEMM stores activated rows, which are not enough for a gradient."""
-    from jax_ep.megakernels.grouped_gemm import gemm_activation
-
     experts = plan.activation.experts
-    rows, row_weights = exchange_gemm.dispatch_apart(plan.first, x, weights, handle)
-    row_weights = cast(Array, row_weights)
-    rows = gemm_activation(rows, parts.w_gate_up, handle.group_sizes, row_weights, experts=experts)
+    rows, row_weights = exchange_gemm.dispatch_and_activate(plan.first, experts, x, weights, parts.w_gate_up, handle)
     bias = bias_of_result(experts, parts.b_down, row_weights)
     return exchange_gemm.multiply_and_combine(plan.second, rows, parts.w_down, handle, bias)
 

@@ -217,7 +217,8 @@ def exchange_gemm(
     schedule = options.schedule
     if whole.adds_at_sources and schedule.combine_mode is None:
         schedule = dataclasses.replace(schedule, combine_mode="scatter")  # the same sums in one kernel
-    modes = fused_modes(schedule, fused, specialized=registry.is_specialized(apart.forward.implementation, product))
+    specialized = registry.is_specialized(apart.forward.implementation, product)
+    modes = fused_modes(schedule, fused, specialized=specialized, in_gluon=registry.is_specialized(name, product))
     part = Part("exchange_gemm", name)
     return ExchangeGemmPlan(whole, apart, part, modes, _saved_as(options, layout), sums)
 
@@ -291,7 +292,7 @@ def layer(
     groups = layout.num_local_experts
     between = activation(options, experts, dtype, layout.capacity, sizes.columns, groups)
     activated = None
-    if not sizes.has_bias and (first.modes is None or first.modes.dispatch == "serial"):
+    if not sizes.has_bias:
         product = GemmFacts(dtype, layout.capacity, facts.hidden, sizes.columns, groups, dtype)
         name = first.gemm.forward.implementation
         if registry.unsupported_reason(name, GemmActivationFacts(dtype, experts, product), options) is None:

@@ -56,21 +56,27 @@ def specialized(layout, sizes):
     return requirements.in_gluon(facts_of.gemm(BF16, layout.capacity, *sizes, layout.num_local_experts))
 
 
+def chosen_dispatch(layout, sizes, keep):
+    in_gluon = specialized(layout, sizes)
+    return cost_model.dispatch_mode(layout, *sizes, keep, specialized=in_gluon, in_gluon=in_gluon)
+
+
 @pytest.mark.parametrize(
     ("ranks", "sizes", "keep", "wanted"),
     [
+        (2, (7168, 4096), None, "serial"),  # Gathering rows takes longer than what one launch hides.
         (4, (7168, 4096), None, "serial"),
-        (4, (7168, 4096), "tokens", "serial"),
-        (8, (7168, 4096), "tokens", "fused"),  # More data is sent, which one launch hides.
-        (8, (7168, 2048), "rows", "serial"),  # One launch would have to copy it.
-        (4, (2048, 1536), None, "fused"),  # A GEMM with a small K gains little.
+        (4, (7168, 4096), "tokens", "fused"),
+        (8, (7168, 2048), "rows", "fused"),  # More data is sent.
+        (2, (2048, 1536), "rows", "serial"),  # One launch would have to copy it.
+        (1, (2048, 1536), None, "fused"),  # It gathers rows instead of copying them.
     ],
 )
 def test_dispatch_mode_choice(ranks, sizes, keep, wanted, on_h200):
     of, few = layout(ranks), layout(ranks, tokens=128)
-    assert cost_model.dispatch_mode(of, *sizes, keep, specialized=specialized(of, sizes)) == wanted
+    assert chosen_dispatch(of, sizes, keep) == wanted
     # Launches dominate the time.
-    assert cost_model.dispatch_mode(few, *sizes, keep, specialized=specialized(few, sizes)) == "fused"
+    assert chosen_dispatch(few, sizes, keep) == "fused"
 
 
 @pytest.mark.parametrize(

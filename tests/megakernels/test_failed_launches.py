@@ -62,6 +62,11 @@ def dispatch_gemm(x, ids, w, h):
     return d.hidden, d.weights, d.handle.row_to_assignment
 
 
+def dispatch_gemm_in_gluon(*arrays):
+    with jax_ep.tuning.override("grouped_gemm", gluon=True):
+        return dispatch_gemm(*arrays)
+
+
 def gemm_combine(mode):
     def fn(x, ids, w, h):
         handle = jax_ep.dispatch(x.astype(jnp.bfloat16), ids, **OPTIONS).handle
@@ -101,6 +106,7 @@ PROGRAMS = {
     "dispatch alone": dispatch_alone,
     "fp8 wire": quantized,
     "dispatch + GEMM": dispatch_gemm,
+    "dispatch + GEMM in Gluon": dispatch_gemm_in_gluon,
     "GEMM + combine, scatter": gemm_combine("scatter"),
     "GEMM + combine, serial": gemm_combine("serial"),
     "layer, gradients": layer_gradients,
@@ -218,7 +224,12 @@ def test_launch_identity_operation(monkeypatch, mesh, rng):
     for program in PROGRAMS.values():
         jax.eval_shape(harness.per_rank(program, mesh), *inputs(rng, 128))
     names = ["dispatch", "combine", "low_latency_dispatch", "low_latency_combine", "low_latency_gemm_combine"]
-    of_parts = {"plan": "dispatch", "dispatch_gemm": "dispatch_grouped_gemm", "gemm_combine": "grouped_gemm_combine"}
+    of_parts = {
+        "plan": "dispatch",
+        "dispatch_gemm": "dispatch_grouped_gemm",
+        "dispatch_gemm16": "dispatch_grouped_gemm",
+        "gemm_combine": "grouped_gemm_combine",
+    }
     assert found == {*((name, name) for name in names), *of_parts.items()}
     assert {operation for _, operation in found} == {x.name.lower() for x in ffi.Operation if x}
 

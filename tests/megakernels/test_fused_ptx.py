@@ -1,10 +1,13 @@
 """The fused kernels at model sizes: tensor cores, TMA, 16-byte rows, no spilled registers, memory that fits."""
 
 import dataclasses
+import re
 
 import pytest
 from compiling import TENSOR_CORES, compiled
 
+import jax_ep
+from jax_ep.core.kernel import Config
 from jax_ep.heap.symmetric import HeapLayout
 from jax_ep.megakernels import exchange_gemm
 from jax_ep.megakernels.kernels import exchange_gemm_structs, exchange_structs, gemm_structs
@@ -45,13 +48,35 @@ def in_two_arrays(sizes):
 @pytest.mark.parametrize("splits", [False, True], ids=["one array", "two arrays"])
 def test_fused_ptx_dispatch_gemm(shape, transposed, keep, splits, capability, on_h200):
     tokens, hidden, columns, _ = shape
-    config, sizes = exchange_gemm.dispatch_gemm_sizes(Schedule(), layout(tokens), (hidden, columns), transposed, keep)
+    product = exchange_gemm._gemm_sizes(layout(tokens), hidden, columns, transposed)
+    config, sizes = Config(1, 8, 4), exchange_gemm.dispatch_gemm_sizes(Schedule(), layout(tokens), product, keep)
     sizes = in_two_arrays(sizes) if splits else sizes
     types = {"handle": HANDLE, "order": exchange_gemm_structs.OrderedSends(*["*i32"] * 3)} | PEERS | WEIGHTS
     types |= {"b_desc": matrices(sizes.gemm)}
     types |= dict.fromkeys(["x_ptr", "out_ptr", "saved_ptr"], "*bf16")
     compiled(
         exchange_gemm._DISPATCH_GEMM, types, constants(sizes), config, capability, product=TENSOR_CORES[capability]
+    )
+
+
+@pytest.mark.parametrize("what", ["", "transposed", "two arrays", "activated", "saves tokens", "traced"])
+def test_fused_ptx_dispatch_gemm_gluon(what, on_h200):
+    tokens, hidden, columns, _ = DEEPSEEK
+    experts = jax_ep.Experts() if what == "activated" else None
+    options = {"transpose": what == "transposed", "experts": experts}
+    product = exchange_gemm.gathered_gemm16(layout(tokens), (hidden, columns), 8, **options)
+    sizes = exchange_gemm.dispatch_gemm_sizes(Schedule(), layout(tokens), product, what == "saves tokens")
+    sizes = in_two_arrays(sizes) if what == "two arrays" else sizes
+    box = (product.box_n, product.depth) if product.transposed else (product.depth, product.box_n)
+    name = f"tensordesc<bf16[1, {box[0]}, {box[1]}]>"
+    types = {"handle": HANDLE, "order": exchange_gemm_structs.OrderedSends(*["*i32"] * 3)} | PEERS | WEIGHTS
+    types |= {"rhs": gemm_structs.SplitWeights(name, name) if what == "two arrays" else name}
+    types |= {"out": f"tensordesc<bf16[1, 1, 64, {product.part_n}]>", "x_ptr": "*bf16", "saved_ptr": "*bf16"}
+    heap = heap_of(HeapLayout(4), 4, 1, what == "traced")
+    kernel = exchange_gemm._DISPATCH_GEMM16
+    built = compiled(kernel, types, {"S": sizes, "HEAP": heap}, Config(1, 4), product=TENSOR_CORES[90])
+    assert re.search(r"cp\.async\.cg\.shared\.global .*, 0x10", built["ptx"]), (
+        "rows are not gathered 16 bytes at a time"
     )
 
 

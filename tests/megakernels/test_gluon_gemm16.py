@@ -144,7 +144,7 @@ def test_gluon_gemm16_heights(size, low, waves, rng):
 
 STAGE_FREE = "        wait(pipeline.empty.index(slot), ((count // S.stages) & 1) ^ 1)\n"
 MISTAKES = {
-    "no wait for operands": ("        wait(pipeline.full.index(slot), (count // S.stages) & 1)\n", ""),
+    "no wait for operands": ("        await_step(pipeline, slot, count, S)\n", ""),
     "no wait for a free stage": (STAGE_FREE, ""),
     "step released too early": (
         "        totals = issue(pipeline, slot, totals, False",
@@ -166,10 +166,10 @@ MISTAKES = {
     "no fence": ("    fence_async_shared()\n", ""),
     "too many arrivals expected": ("init(pipeline.empty.index(s), count=8)", "init(pipeline.empty.index(s), count=9)"),
     "wrong number of bytes": (
-        "(WAVES * WAVE + S.weights_n) * S.depth * 2)",
-        "(WAVES * WAVE + S.weights_n) * S.depth * 2 + 1)",
+        "(ROWS + S.weights_n) * S.depth * 2)",
+        "(ROWS + S.weights_n) * S.depth * 2 + 1)",
     ),
-    "no wait at the end": ("    tma.store_wait(0)\n\n", "\n"),
+    "no wait at the end": ("    tma.store_wait(0, read_only=False)", "    pass"),
     "rows of the next group": (
         "place.row - place.end + BOUND, place.column]",
         "place.row - place.end - 9 + BOUND, place.column]",

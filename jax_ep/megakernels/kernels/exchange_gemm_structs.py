@@ -6,7 +6,7 @@ import dataclasses
 from typing import NamedTuple
 
 from .exchange_structs import SumTile
-from .gemm_structs import GroupedGemm, Pointer
+from .gemm_structs import GluonGemm16, GroupedGemm, Pointer
 
 
 class HandleArrays(NamedTuple):
@@ -41,7 +41,7 @@ class DispatchGemm:
     block_hidden: int  # columns copied at a time
     saves_tokens: bool  # whether received tokens are copied to a result
     weights_offset: int  # byte offset of router weights in the data area
-    gemm: GroupedGemm  # of all rows with the weights of the local experts
+    gemm: GroupedGemm | GluonGemm16  # of all rows with the weights of the local experts
 
 
 @dataclasses.dataclass(frozen=True)

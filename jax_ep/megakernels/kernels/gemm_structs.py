@@ -80,6 +80,7 @@ class GluonGemm16:
     weights_n: int = 256  # columns of weights that a tile multiplies
     depth: int = 64  # of a step of the sum
     stages: int = 3  # steps in shared memory
+    gathers: bool = False  # rows are those of dispatched tokens, which have no descriptor
 
     @property
     def tile_n(self) -> int:

@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .activation import activate_halves
-from .gemm_structs import Value
+from .gemm_structs import Pointer, Value
 from .gluon_gemm import (
     HALF_N,
     WAVE,
@@ -67,8 +67,18 @@ class Output(NamedTuple):
     """The result, what is added to it, and parts of one consumer's wave on their way there."""
 
     out: Value  # descriptor; `SplitWeights` of two
-    epilogue: Value  # `Bias` or None; with activation [S.M] float32, the weights of rows
+    epilogue: Value  # `Bias` or None; with activation the weights of rows, [S.M] float32 or `TokenWeights`
     staging: Value  # [2, 1, 1, WAVE, S.part_n] in shared memory; of a gradient [2, 1, WAVE, S.part_n]
+
+
+class TokenWeights(NamedTuple):
+    """Weights of assignments, of which each row has one: those of this rank's tokens, and those that arrived."""
+
+    own_ptr: Pointer  # of the assignments from `first` to `end` - 1
+    received_ptr: Pointer  # of all assignments, but none of these
+    row_to_assignment_ptr: Pointer  # [S.M] assignment of each row; -1: padding
+    first: Value
+    end: Value
 
 
 class Place(NamedTuple):
@@ -134,14 +144,29 @@ def store_columns(values, output, place, first: gl.constexpr, COLUMNS: gl.conste
 
 
 @gluon.jit
-def activate_wave(values, weights_ptr, place, S: gl.constexpr):
+def weights_of_rows(weights, rows, used, S: gl.constexpr):
+    """Load the weights of rows, which `TokenWeights` find by the rows' assignments."""
+    if S.gathers:
+        assignments = gl.load(weights.row_to_assignment_ptr + rows, mask=used, other=-1)
+        own = (assignments >= weights.first) & (assignments < weights.end)
+        received = gl.load(
+            weights.received_ptr + assignments, mask=(assignments >= 0) & (own == 0), other=0.0, cache_modifier=".cg"
+        )
+        found = gl.where(own, gl.load(weights.own_ptr + (assignments - weights.first), mask=own, other=0.0), received)
+    else:
+        found = gl.load(weights + rows, mask=used, other=0.0)
+    return found
+
+
+@gluon.jit
+def activate_wave(values, weights, place, S: gl.constexpr):
     """Return the activated columns of a wave whose left half are gates, times the weights of its rows."""
     LAYOUT: gl.constexpr = part_layout(HALF_N // 2)
     gate, up = gl.split(gl.permute(gl.reshape(values, (WAVE, 2, HALF_N // 2)), (0, 2, 1)))
     gate, up = gl.convert_layout(gate, LAYOUT), gl.convert_layout(up, LAYOUT)
     rows = place.row + gl.arange(0, WAVE, gl.SliceLayout(1, LAYOUT))
     used = (rows < place.end) & (place.group < S.num_groups)
-    weights = gl.load(weights_ptr + rows, mask=used, other=0.0)
+    weights = weights_of_rows(weights, rows, used, S)
     return activate_halves(gate, up, S.activation) * gl.expand_dims(weights, 1)
 
 
@@ -181,6 +206,14 @@ def columns_operand(pipeline, slot, consumer: gl.constexpr, S: gl.constexpr):
 
 
 @gluon.jit
+def await_step(pipeline, slot, count, S: gl.constexpr):
+    """Wait for the operands of a step."""
+    wait(pipeline.full.index(slot), (count // S.stages) & 1)
+    if S.gathers:
+        fence_async_shared()  # rows came by cp.async
+
+
+@gluon.jit
 def issue(pipeline, slot, totals, IS_FIRST: gl.constexpr, consumer: gl.constexpr, WAVES: gl.constexpr, S: gl.constexpr):
     """Issue the wgmmas of one step; those of the steps before have been added to `totals` afterwards."""
     b = columns_operand(pipeline, slot, consumer, S)
@@ -206,13 +239,13 @@ def make_tile(
     """Compute and store WAVES x 64 rows by 128 columns; return the number of pipeline steps so far."""
     zero = gl.zeros((WAVE, HALF_N), gl.float32, ACCUMULATOR)
     slot = count % S.stages
-    wait(pipeline.full.index(slot), (count // S.stages) & 1)
+    await_step(pipeline, slot, count, S)
     totals = issue(pipeline, slot, (zero, zero, zero), True, consumer, WAVES, S)
     for _ in range(steps - 1):
         last = slot
         count += 1
         slot = count % S.stages
-        wait(pipeline.full.index(slot), (count // S.stages) & 1)
+        await_step(pipeline, slot, count, S)
         totals = issue(pipeline, slot, totals, False, consumer, WAVES, S)
         arrive(pipeline.empty.index(last))
     total0, total1, total2 = totals
@@ -270,7 +303,7 @@ def consume(pipeline, tiles, output, consumer: gl.constexpr, S: gl.constexpr):
         number += 1
         wait(tiles.full.index(number % 2), (number // 2) & 1)
         place, waves = read_place(number, tiles, consumer, S)
-    tma.store_wait(0)
+    tma.store_wait(0, read_only=False)  # what has been stored can be read
 
 
 # --- producer ---------------------------------------------------------------------------------------------------------
@@ -335,8 +368,9 @@ def load_waves(lhs, rhs, pipeline, place, start, end, count, WAVES: gl.constexpr
         slot = count % S.stages
         full = pipeline.full.index(slot)
         wait(pipeline.empty.index(slot), ((count // S.stages) & 1) ^ 1)
-        mbarrier.expect(full, (WAVES * WAVE + S.weights_n) * S.depth * 2)
-        for wave in gl.static_range(WAVES):
+        ROWS: gl.constexpr = 0 if S.gathers else WAVES * WAVE
+        mbarrier.expect(full, (ROWS + S.weights_n) * S.depth * 2)
+        for wave in gl.static_range(ROWS // WAVE):
             target = pipeline.a.index(slot * MOST_WAVES + wave)
             row = place.row + wave * WAVE
             if S.is_gradient:
@@ -367,7 +401,8 @@ def load_tile(lhs, rhs, pipeline, place, waves, start, end, count, S: gl.constex
 def produce(lhs, rhs, pipeline, tiles, sizes, num_taken, S: gl.constexpr):
     """Hand tiles to the consumers, and copy their operands; tiles are numbered by group.
 
-    The first tile is that of the program's number, the others are the next that no program has taken.
+    The first tile is that of the program's number, the others are the next that no program has taken. Where others
+    gather the rows, programs start at different times, and the first tile is taken, too.
     """
     LAST: gl.constexpr = S.num_groups - 1 if S.is_gradient else S.num_groups
     count = 0
@@ -377,6 +412,10 @@ def produce(lhs, rhs, pipeline, tiles, sizes, num_taken, S: gl.constexpr):
     start = 0
     size = rows_of(group, start, sizes, S)
     tile = gl.program_id(0)
+    first_taken = gl.num_programs(0)
+    if S.gathers:
+        tile = gl.atomic_add(num_taken, 1, sem="relaxed")
+        first_taken = 0
     while group <= LAST:
         rows = S.K if S.is_gradient else size
         # A gradient takes as long as its group has rows: that of a large group is divided into more tiles.
@@ -389,7 +428,7 @@ def produce(lhs, rhs, pipeline, tiles, sizes, num_taken, S: gl.constexpr):
             group = next_group(group, sizes, S.groups_at_home if S.is_gradient else 0, S)
             size = rows_of(group, start, sizes, S)
         else:
-            next_tile = gl.num_programs(0) + gl.atomic_add(num_taken, 1, sem="relaxed")
+            next_tile = first_taken + gl.atomic_add(num_taken, 1, sem="relaxed")
             row, waves, column = locate(inside, rows, low, S)
             end = start + size
             if S.is_gradient:

@@ -93,6 +93,8 @@ def test_triton_call_under_transformations(two_ranks, rng):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
     (pair,) = jax.tree.leaves(call(x[0], out_shape={"a": jax.ShapeDtypeStruct((2, 6), jnp.float32)}))
     np.testing.assert_allclose(pair, want[0], rtol=1e-5, atol=1e-6)
+    with jax.disable_jit():
+        np.testing.assert_allclose(call(x[0]), want[0], rtol=1e-5, atol=1e-6)
 
 
 def test_triton_call_on_one_device(two_ranks, rng):

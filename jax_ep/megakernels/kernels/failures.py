@@ -48,10 +48,11 @@ def poison(ptr, NUM: tl.constexpr):
     bits: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth
     word: tl.constexpr = tl.int8 if bits == 8 else tl.int16 if bits == 16 else tl.int32 if bits == 32 else tl.int64
     words = ptr.to(tl.pointer_type(word), bitcast=True)
+    lanes = indices(POISON_BLOCK).to(tl.int64)
     for block in range((NUM + POISON_BLOCK - 1) // POISON_BLOCK):
-        # int64, so that large results do not overflow the index.
-        index = tl.cast(block, tl.int64) * POISON_BLOCK + indices(POISON_BLOCK)
-        tl.store(words + index, -1, mask=index < NUM)
+        # int64, so that large results do not overflow.
+        tl.store(words + lanes, -1, mask=lanes < NUM - tl.cast(block, tl.int64) * POISON_BLOCK)
+        words += POISON_BLOCK
 
 
 @triton.jit

@@ -6,9 +6,11 @@ The caller passes the implementation of GEMMs in separate launches.
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jax_ep import context, ffi
 from jax_ep.core.expert_matrices import GemmWeights
@@ -80,28 +82,43 @@ def dispatch_grouped_gemm(
     facts = tuned.exchange_gemm_facts(layout, depth, columns, x.dtype)
     schedule = tuned.schedule(options.schedule, "dispatch_grouped_gemm", **facts)
     order, saves = order_sends(handle), save_as is not None
-    tiles = grouped_gemm.tiles_of(GemmFacts(x.dtype, layout.capacity, depth, columns, w.shape[0], x.dtype))
-    gemm: gemm_structs.GroupedGemm | gemm_structs.GluonGemm16
-    result: Argument
-    if tiles.gluon:
-        grouped_gemm.check_gluon("grouped_gemm", x.dtype, x.dtype)
-        kernel, config = _DISPATCH_GEMM16, Config(all_programs(), num_warps=4)
-        in_gluon = gathered_gemm16(layout, (depth, columns), tiles.group_m, transpose=transpose, experts=experts)
-        matrices, in_gluon = grouped_gemm.gluon_weights(w, in_gluon)
-        gemm, result = in_gluon, grouped_gemm.gluon_result(in_gluon, x.dtype)
-    else:
-        kernel, config = _DISPATCH_GEMM, Config(all_programs(), num_warps=8, num_stages=4)
-        matrices, gemm = weights_operand(w, _gemm_sizes(layout, depth, columns, transpose))
-        result = jax.ShapeDtypeStruct((layout.capacity, columns), x.dtype)
-    sizes = dispatch_gemm_sizes(schedule, layout, gemm, saves)
+    product = _product(layout, w, x.dtype, transpose=transpose, experts=experts)
+    sizes = dispatch_gemm_sizes(schedule, layout, product.sizes, saves)
     context.reserve("dispatch_gemm", sizes.weights_offset + layout.num_ranks * num_bytes(weights))
     kept = jax.ShapeDtypeStruct((layout.num_ranks * layout.num_tokens if saves else 1, x.shape[1]), x.dtype)
-    results = result, kept, optional((layout.capacity,), weights)
-    operands = (x, weights, matrices, _arrays_of(handle), order)
-    hidden, saved, found = launch(kernel, operands, results, config, {"S": sizes}, group=group_of(handle))
+    results = product.result, kept, optional((layout.capacity,), weights)
+    operands = (x, weights, product.weights, _arrays_of(handle), order)
+    kernel, config, constants = product.kernel, product.config, {"S": sizes}
+    hidden, saved, found = launch(kernel, operands, results, config, constants, group=group_of(handle))
     if save_as == "rows":
         saved = gather_rows(saved, row_tokens(handle), handle.group_sizes)
     return hidden, saved if saves else None, found
+
+
+class _Product(NamedTuple):
+    """A kernel of dispatch + GEMM, and what is particular to its GEMM."""
+
+    kernel: Kernel
+    config: Config
+    weights: Argument
+    sizes: gemm_structs.GroupedGemm | gemm_structs.GluonGemm16
+    result: Argument
+
+
+def _product(layout: Layout, w: GemmWeights, dtype: DTypeLike, *, transpose: bool, experts: Experts | None) -> _Product:
+    """Choose Gluon where a separate GEMM does."""
+    depth, columns = (w.shape[2], w.shape[1]) if transpose else (w.shape[1], w.shape[2])
+    facts = GemmFacts(jnp.dtype(dtype), layout.capacity, depth, columns, w.shape[0], jnp.dtype(dtype))
+    tiles = grouped_gemm.tiles_of(facts)
+    if experts is None and not tiles.gluon:
+        weights, sizes = weights_operand(w, _gemm_sizes(layout, depth, columns, transpose))
+        result = jax.ShapeDtypeStruct((layout.capacity, columns), dtype)
+        return _Product(_DISPATCH_GEMM, Config(all_programs(), num_warps=8, num_stages=4), weights, sizes, result)
+    grouped_gemm.check_gluon("grouped_gemm", dtype, dtype)
+    gathered = gathered_gemm16(layout, (depth, columns), tiles.group_m, transpose=transpose, experts=experts)
+    weights, gathered = grouped_gemm.gluon_weights(w, gathered)
+    config = Config(all_programs(), num_warps=4)
+    return _Product(_DISPATCH_GEMM16, config, weights, gathered, grouped_gemm.gluon_result(gathered, dtype))
 
 
 def dispatch_apart(options: Options, x: Array, weights: Array | None, handle: Handle) -> tuple[Array, Array | None]:

@@ -29,7 +29,6 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.runtime.jit import KernelInterface
 
-from ..megakernels.kernels import indices
 from . import inline_asm
 from .gluon_memory import (
     Barrier,
@@ -455,10 +454,12 @@ _MBARRIER: dict[str, Any] = {
 }
 _TMA = {"async_load": _async_load, "async_store": _async_store, "store_wait": _store_wait}
 _ASYNC_COPY = {"async_load": _copy, "commit_group": _commit_copies, "wait_group": _wait_for_copies}
+_INDICES: dict[str, Any] = {  # the functions of indices.py
+    "indices": lambda number: _arange(0, number),
+    "indices_in_row": lambda number: Tensor(_arange(0, number).values[None, :]),
+    "as_column": lambda x: Tensor(x.values[:, None]),
+}
 _FUNCTIONS = {
-    indices.indices: lambda number: _arange(0, number),
-    indices.indices_in_row: lambda number: Tensor(_arange(0, number).values[None, :]),
-    indices.as_column: lambda x: Tensor(x.values[:, None]),
     mma_v2: lambda a, b, total: Tensor(total.values + a.values.astype(np.float32) @ b.values.astype(np.float32)),
     hopper.fence_async_shared: _fence,
     hopper.warpgroup_mma: _mma,
@@ -503,8 +504,10 @@ def _replaced(value: Any) -> Any:
         return value.value
     if isinstance(value, types.ModuleType) and value in _MODULES:
         return _Module(value, _MODULES[value])
-    if isinstance(value, types.ModuleType) and value.__package__ == indices.__package__:
+    if isinstance(value, types.ModuleType) and (value.__package__ or "").endswith(".kernels"):
         return _Kernels(value)
+    if getattr(value, "__module__", "").endswith(".kernels.indices"):
+        return _INDICES[value.__name__]
     return _FUNCTIONS.get(value, value) if callable(value) else value
 
 

@@ -231,9 +231,12 @@ def test_tuning_modes_from_file(mode, make_file):
     )
     assert tuned.schedule(Schedule(), "dispatch_grouped_gemm", **found).dispatch_mode == mode
     facts = FusedFacts(jnp.dtype("bfloat16"), H, H, LAYOUT)
-    modes = cost_model.fused_modes(Schedule(), facts, specialized=False)
+    modes = cost_model.fused_modes(Schedule(), facts, specialized=False, in_gluon=False)
     assert (modes.dispatch, modes.combine) == (mode, combine)
-    assert cost_model.fused_modes(Schedule(combine_mode="serial"), facts, specialized=False).combine == "serial"
+    assert (
+        cost_model.fused_modes(Schedule(combine_mode="serial"), facts, specialized=False, in_gluon=False).combine
+        == "serial"
+    )
 
 
 def test_tuning_rates_scale_cost_model(make_file):

@@ -30,17 +30,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.runtime.jit import KernelInterface
 
 from . import inline_asm
-from .gluon_memory import (
-    Barrier,
-    Barriers,
-    Descriptor,
-    EmulationError,
-    Pointer,
-    Shared,
-    Tensor,
-    numpy_dtype,
-    values_of,
-)
+from .gluon_memory import Barrier, Barriers, Descriptor, EmulationError, Pointer, Shared, Tensor, numpy_dtype, values_of
 
 
 class _Product:
@@ -116,8 +106,7 @@ class _Program:
         while self.error is None and self.loads and self.random.random() < 0.3:
             self._finish_load()
         while self.error is None:
-            ready = [p for p in self.partitions if not p.is_finished and (p.waits_for is None or p.waits_for[0]())]
-            if ready:
+            if ready := self._ready():
                 favored = self.favorite in ready and self.random.random() < self.bias
                 self.current = self.favorite if favored else self.random.choice(ready)
                 return
@@ -131,11 +120,15 @@ class _Program:
             self.error = EmulationError(f"program {self.number} is deadlocked: {'; '.join(waits) or 'no partition'}")
         self.current = next(p for p in self.partitions if not p.is_finished)
 
+    def _ready(self) -> list[_Partition]:
+        """Return the partitions that can go on."""
+        return [p for p in self.partitions if not p.is_finished and (p.waits_for is None or p.waits_for[0]())]
+
     def _await_others(self, partitions: Sequence[_Partition]) -> None:
         """Wait until a partition that waits for another device can go on, or its wait expires."""
         begin_wait, check_aborted = cast("_Waits", _waits)
         wait = begin_wait(min(p.timeout_ns for p in partitions if p.timeout_ns is not None))
-        while not any(p.waits_for is None or p.waits_for[0]() for p in partitions):
+        while not self._ready():
             if wait.expired():
                 for part in partitions:
                     part.gave_up = True
@@ -418,8 +411,8 @@ _LANGUAGE: dict[str, Any] = {
     "barrier": lambda: None,
     "cast": lambda x, dtype: Tensor(np.asarray(values_of(x), numpy_dtype(dtype))),
     "convert_layout": lambda x, layout: x,
-    "debug_barrier": lambda: None,
     "cumsum": lambda x, axis: Tensor(np.cumsum(x.values, axis, x.dtype)),
+    "debug_barrier": lambda: None,
     "erf": _elementwise(np.vectorize(math.erf, otypes=[np.float32])),
     "expand_dims": lambda x, axis: Tensor(np.expand_dims(x.values, axis)),
     "full": lambda shape, value, dtype, layout=None: Tensor(np.full(shape, value, numpy_dtype(dtype))),

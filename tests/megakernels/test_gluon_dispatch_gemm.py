@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from test_gluon_emulator import load
+from test_gluon_emulator import check_mistake
 from test_gluon_gemm16 import described
 
 from jax_ep.heap.symmetric import HeapLayout
@@ -76,7 +76,7 @@ MISTAKES = {
         "        for wave in gl.static_range(WAVES):\n",
         "        hand_over(pipeline.full.index(slot))\n        for wave in gl.static_range(WAVES):\n",
     ),
-    "one warp arrives": ("count=1 + 32 * GATHERERS)", "count=33)"),
+    "one warp arrives": ("ARRIVALS: gl.constexpr = 1 + 32 * GATHERERS", "ARRIVALS: gl.constexpr = 33"),
     "columns past the rows": ("exist = exist & (columns < S.K - k)", "pass"),
     "tiles not released": ("        arrive(tiles.empty.index(number % 2))\n", ""),
     "weights of other rows": ("row, min(end - row, code % 4 * WAVE)", "row + 1, min(end - row, code % 4 * WAVE)"),
@@ -86,17 +86,5 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_gluon_dispatch_gemm_mistake_is_found(mistake, tmp_path, rng):
     """Each mistake gives an error, or wrong numbers, for one of a few orders."""
-    right, wrong = MISTAKES[mistake]
-    text = SOURCE.read_text()
-    assert text.count(right) == 1, "the kernel has changed: update the mistake"
-    path = tmp_path / "broken_kernel.py"
-    path.write_text(text.replace(right, wrong))
-    module = load(path)
-    for seed in range(6):
-        try:
-            error = multiply(module, rng, seed=seed)
-        except gluon.EmulationError:
-            return
-        if not error < 3e-3:
-            return
-    pytest.fail("six orders gave the right numbers")
+    assert SOURCE.read_text().count(MISTAKES[mistake][0]) == 1
+    check_mistake(SOURCE, MISTAKES[mistake], tmp_path, 6, 3e-3, lambda broken, seed: multiply(broken, rng, seed=seed))

@@ -82,7 +82,7 @@ def dispatch_grouped_gemm(
     facts = tuned.exchange_gemm_facts(layout, depth, columns, x.dtype)
     schedule = tuned.schedule(options.schedule, "dispatch_grouped_gemm", **facts)
     order, saves = order_sends(handle), save_as is not None
-    product = _product(layout, w, x.dtype, transpose=transpose, experts=experts)
+    product = _product(layout, w, (depth, columns), x.dtype, transpose=transpose, experts=experts)
     sizes = dispatch_gemm_sizes(schedule, layout, product.sizes, saves)
     context.reserve("dispatch_gemm", sizes.weights_offset + layout.num_ranks * num_bytes(weights))
     kept = jax.ShapeDtypeStruct((layout.num_ranks * layout.num_tokens if saves else 1, x.shape[1]), x.dtype)
@@ -105,9 +105,17 @@ class _Product(NamedTuple):
     result: Argument
 
 
-def _product(layout: Layout, w: GemmWeights, dtype: DTypeLike, *, transpose: bool, experts: Experts | None) -> _Product:
-    """Choose Gluon where a separate GEMM does."""
-    depth, columns = (w.shape[2], w.shape[1]) if transpose else (w.shape[1], w.shape[2])
+def _product(
+    layout: Layout,
+    w: GemmWeights,
+    widths: tuple[int, int],
+    dtype: DTypeLike,
+    *,
+    transpose: bool,
+    experts: Experts | None,
+) -> _Product:
+    """Choose Gluon where a separate GEMM does; `widths` are rows and columns of the weights as they are multiplied."""
+    depth, columns = widths
     facts = GemmFacts(jnp.dtype(dtype), layout.capacity, depth, columns, w.shape[0], jnp.dtype(dtype))
     tiles = grouped_gemm.tiles_of(facts)
     if experts is None and not tiles.gluon:
@@ -115,7 +123,7 @@ def _product(layout: Layout, w: GemmWeights, dtype: DTypeLike, *, transpose: boo
         result = jax.ShapeDtypeStruct((layout.capacity, columns), dtype)
         return _Product(_DISPATCH_GEMM, Config(all_programs(), num_warps=8, num_stages=4), weights, sizes, result)
     grouped_gemm.check_gluon("grouped_gemm", dtype, dtype)
-    gathered = gathered_gemm16(layout, (depth, columns), tiles.group_m, transpose=transpose, experts=experts)
+    gathered = gathered_gemm16(layout, widths, tiles.group_m, transpose=transpose, experts=experts)
     weights, gathered = grouped_gemm.gluon_weights(w, gathered)
     config = Config(all_programs(), num_warps=4)
     return _Product(_DISPATCH_GEMM16, config, weights, gathered, grouped_gemm.gluon_result(gathered, dtype))

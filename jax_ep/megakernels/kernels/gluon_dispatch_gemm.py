@@ -20,14 +20,23 @@ import triton  # noqa: F401 - first and whole: other threads may be importing it
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from . import protocol
 from .exchange_gemm import await_tokens, communicate
 from .failures import QUEUE, STARTED, poison
 from .gemm_structs import Pointer, Value
 from .gluon_gemm import WAVE, allocate_tiles, arrive, read_tile, wait
-from .gluon_gemm16 import MOST_WAVES, Output, Pipeline, TokenWeights, consume, part_layout, produce
+from .gluon_gemm16 import (
+    MOST_WAVES,
+    Output,
+    TokenWeights,
+    allocate_pipeline,
+    consume,
+    part_layout,
+    produce,
+    weights_shape,
+)
 from .router_weights import clear_weights, store_row_weights
 from .tiles import BOUND
 from .trace import TILE_EVENT, stamp, trace
@@ -176,19 +185,11 @@ def dispatch_gemm16(
             x_ptr, weights_ptr, received_ptr, handle.topk_idx_ptr, order, saved_ptr, launch, not_failed, S, HEAP
         )
     b = rhs if GEMM.home_groups == 0 else rhs.home
-    STAGES: gl.constexpr = GEMM.stages
-    ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WAVE, GEMM.depth], x_ptr.dtype.element_ty)
-    BOXES: gl.constexpr = GEMM.weights_n // GEMM.box_n * STAGES
-    BOX: gl.constexpr = [GEMM.box_n, GEMM.depth] if GEMM.transposed else [GEMM.depth, GEMM.box_n]
-    pipeline = Pipeline(
-        gl.allocate_shared_memory(x_ptr.dtype.element_ty, [MOST_WAVES * STAGES, WAVE, GEMM.depth], ROWS),
-        gl.allocate_shared_memory(b.dtype, [BOXES, 1, BOX[0], BOX[1]], b.layout),
-        mbarrier.allocate_mbarrier(batch=STAGES),
-        mbarrier.allocate_mbarrier(batch=STAGES),
-    )
-    for s in gl.static_range(STAGES):
-        mbarrier.init(pipeline.full.index(s), count=1 + 32 * GATHERERS)  # the producer, threads of the gatherer
-        mbarrier.init(pipeline.empty.index(s), count=8)  # warps of the consumers
+    DTYPE: gl.constexpr = x_ptr.dtype.element_ty
+    ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WAVE, GEMM.depth], DTYPE)
+    A: gl.constexpr = [MOST_WAVES * GEMM.stages, WAVE, GEMM.depth]
+    ARRIVALS: gl.constexpr = 1 + 32 * GATHERERS  # of the producer, and of the threads of the gatherer
+    pipeline = allocate_pipeline(DTYPE, ROWS, b, A, weights_shape(GEMM), ARRIVALS, GEMM)
     tiles = allocate_tiles(8 + GATHERERS)
     addresses = gl.allocate_shared_memory(gl.int64, [LISTED], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     first_own = launch.rank * (S.num_tokens * S.top_k)

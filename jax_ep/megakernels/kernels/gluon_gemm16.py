@@ -45,6 +45,7 @@ from .gluon_gemm import (
     send_tile,
     wait,
 )
+from .router_weights import weights_of
 from .tiles import BOUND
 
 MOST_WAVES = gl.constexpr(3)  # of a tile: three take 192 registers of a thread
@@ -148,14 +149,10 @@ def weights_of_rows(weights, rows, used, S: gl.constexpr):
     """Load the weights of rows, which `TokenWeights` find by the rows' assignments."""
     if S.gathers:
         assignments = gl.load(weights.row_to_assignment_ptr + rows, mask=used, other=-1)
-        own = (assignments >= weights.first) & (assignments < weights.end)
-        received = gl.load(
-            weights.received_ptr + assignments, mask=(assignments >= 0) & (own == 0), other=0.0, cache_modifier=".cg"
-        )
-        found = gl.where(own, gl.load(weights.own_ptr + (assignments - weights.first), mask=own, other=0.0), received)
+        found = weights_of(assignments, weights.own_ptr, weights.received_ptr, weights.first, weights.end)
     else:
         found = gl.load(weights + rows, mask=used, other=0.0)
-    return found
+    return found.to(gl.float32)
 
 
 @gluon.jit
@@ -303,7 +300,7 @@ def consume(pipeline, tiles, output, consumer: gl.constexpr, S: gl.constexpr):
         number += 1
         wait(tiles.full.index(number % 2), (number // 2) & 1)
         place, waves = read_place(number, tiles, consumer, S)
-    tma.store_wait(0, read_only=False)  # what has been stored can be read
+    tma.store_wait(0, read_only=False)  # so that no store comes after the poison of a failed launch
 
 
 # --- producer ---------------------------------------------------------------------------------------------------------
@@ -445,22 +442,39 @@ def produce(lhs, rhs, pipeline, tiles, sizes, num_taken, S: gl.constexpr):
     send_tile(0, 0, 0, -1, number, tiles)
 
 
+@gluon.constexpr_function
+def weights_shape(S):
+    """Return the shape of the weights of all stages in shared memory."""
+    box = [S.box_n, S.depth] if S.transposed else [S.depth, S.box_n]
+    return [S.weights_n // S.box_n * S.stages, 1, *box]
+
+
 @gluon.jit
-def run_roles(
-    lhs, rhs, sizes, epilogue, num_taken, out, b, result,
-    A: gl.constexpr, B: gl.constexpr, RESULT: gl.constexpr, S: gl.constexpr,
+def allocate_pipeline(
+    dtype: gl.constexpr, LAYOUT: gl.constexpr, b, A: gl.constexpr, B: gl.constexpr, ARRIVALS: gl.constexpr,
+    S: gl.constexpr,
 ):  # fmt: skip
-    """Allocate shared memory in shapes `A`, `B` and `RESULT`, and start the roles."""
+    """Allocate `Pipeline` in shapes `A`, of this dtype and layout, and `B`; a step has ARRIVALS when it is full."""
     pipeline = Pipeline(
-        gl.allocate_shared_memory(lhs.dtype, A, lhs.layout),
+        gl.allocate_shared_memory(dtype, A, LAYOUT),
         gl.allocate_shared_memory(b.dtype, B, b.layout),
         mbarrier.allocate_mbarrier(batch=S.stages),
         mbarrier.allocate_mbarrier(batch=S.stages),
     )
     STAGES: gl.constexpr = S.stages
     for s in gl.static_range(STAGES):
-        mbarrier.init(pipeline.full.index(s), count=1)
+        mbarrier.init(pipeline.full.index(s), count=ARRIVALS)
         mbarrier.init(pipeline.empty.index(s), count=8)  # warps of the consumers
+    return pipeline
+
+
+@gluon.jit
+def run_roles(
+    lhs, rhs, sizes, epilogue, num_taken, out, b, result,
+    A: gl.constexpr, B: gl.constexpr, RESULT: gl.constexpr, S: gl.constexpr,
+):  # fmt: skip
+    """Allocate shared memory in shapes `A`, `B` and `RESULT`, and start the roles."""
+    pipeline = allocate_pipeline(lhs.dtype, lhs.layout, b, A, B, 1, S)
     tiles = allocate_tiles(8)
     first = Output(out, epilogue, gl.allocate_shared_memory(result.dtype, RESULT, result.layout))
     second = Output(out, epilogue, gl.allocate_shared_memory(result.dtype, RESULT, result.layout))
@@ -492,8 +506,7 @@ def grouped_gemm16(
     """
     b = rhs if S.home_groups == 0 else rhs.home
     A: gl.constexpr = [MOST_WAVES * S.stages, WAVE, S.depth]
-    BOXES: gl.constexpr = S.weights_n // S.box_n * S.stages
-    B: gl.constexpr = [BOXES, 1, S.box_n, S.depth] if S.transposed else [BOXES, 1, S.depth, S.box_n]
+    B: gl.constexpr = weights_shape(S)
     run_roles(lhs, rhs, sizes, epilogue, num_taken, out, b, out, A, B, [2, 1, 1, WAVE, S.part_n], S)
 
 

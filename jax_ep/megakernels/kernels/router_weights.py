@@ -45,6 +45,20 @@ def clear_weights(out_ptr, row_to_assignment_ptr, first, ROWS: tl.constexpr, NUM
 
 
 @triton.jit
+def weights_of(assignments, own_ptr, received_ptr, first, end):
+    """Load the weights of assignments, zero for negative ones.
+
+    Those from `first` to `end` - 1 did not travel; the others are in the heap.
+    """
+    own = (assignments >= first) & (assignments < end)
+    # From the L2 cache: peers have written what the L1 cache may hold as it was before.
+    received = tl.load(
+        received_ptr + assignments, mask=(assignments >= 0) & (own == 0), other=0.0, cache_modifier=".cg"
+    )
+    return tl.where(own, tl.load(own_ptr + (assignments - first), mask=own, other=0.0), received)
+
+
+@triton.jit
 def store_row_weights(
     weights_ptr,
     row_to_assignment_ptr,
@@ -63,12 +77,8 @@ def store_row_weights(
     lines = indices(BLOCK_M)
     assignment = tl.load(row_to_assignment_ptr + row + lines, mask=lines < size, other=-1)
     first = launch.rank * (S.num_tokens * S.top_k)
-    # Own tokens did not travel.
-    own = (assignment >= first) & (assignment < first + S.num_tokens * S.top_k)
     received_ptr = data_of(launch, launch.device, weights_ptr.dtype.element_ty, HEAP, S.weights_offset)
-    # Read the other weights from the heap.
-    received = tl.load(received_ptr + assignment, mask=(assignment >= 0) & (own == 0), other=0.0)
-    weights = tl.where(own, tl.load(weights_ptr + (assignment - first), mask=own, other=0.0), received)
+    weights = weights_of(assignment, weights_ptr, received_ptr, first, first + S.num_tokens * S.top_k)
     tl.store(out_ptr + row + lines, weights, mask=lines < size)
 
 

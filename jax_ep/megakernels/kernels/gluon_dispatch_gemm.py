@@ -79,7 +79,7 @@ def list_rows(tokens, row, end, addresses, launch, S: gl.constexpr):
 
 @gluon.jit
 def hand_over(barrier):
-    """Let each thread arrive when its copies so far have; they are no writes of the asynchronous proxy."""
+    """Let each thread arrive once its copies so far are complete; `await_step` puts the fence that wgmma needs."""
     gl.inline_asm("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", "r,~{memory}", [barrier])
 
 

@@ -1,7 +1,7 @@
 """Index tensors for functions that kernels in Triton and in Gluon share.
 
-Triton chooses how threads share a tensor; in Gluon each tensor says it. Here a thread has up to 8 elements next to each
-other: of one dimension, or of a row of two dimensions, which is that of a warp.
+Triton chooses how threads share a tensor; a kernel in Gluon says so for each tensor. In one dimension a thread has up
+to 8 neighboring elements. In two dimensions a warp has a row, and a thread 8 neighboring columns of it.
 """
 
 from typing import Any

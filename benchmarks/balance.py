@@ -189,6 +189,7 @@ def options() -> argparse.ArgumentParser:
 def main() -> None:
     """Simulate, and draw."""
     args = harness.parse(options())
+    inputs.check_ranks(args.models, args.ranks)
     report = measure(args)
     show(report)
     draw(report, args.rows)

@@ -16,12 +16,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import maxtext
+
+try:
+    import maxtext
+except ImportError as missing:
+    sys.exit(f"maxtext_step.py: needs MaxText ({missing}); `make test-maxtext` installs it in .venv-maxtext")
 from flax import nnx
 from flax.core.spmd import logical_axis_rules
 from maxtext.common import train_state_nnx

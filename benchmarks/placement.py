@@ -184,9 +184,7 @@ def main() -> None:
     """Simulate, and draw."""
     parser = options()
     args = harness.parse(parser)
-    for name in args.models:
-        if not any(inputs.MODELS[name].experts % n == 0 for n in args.ranks):
-            parser.error(f"--ranks {args.ranks}: none divides the {inputs.MODELS[name].experts} experts of {name}")
+    inputs.check_ranks(args.models, args.ranks)
     args.drifts = sorted(args.drifts)
     if wrong := [d for d in args.drifts if not 0 <= d <= 1]:
         parser.error(f"--drifts {wrong[0]}: expected shares from 0 to 1")

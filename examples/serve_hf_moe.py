@@ -172,7 +172,11 @@ def fine_tune(
     windows: WindowIterator,
     mesh: jax.sharding.Mesh | None,
 ) -> list[float]:
-    """Train the weights of `decoder`; return the loss before each step."""
+    """Train the weights of `decoder`; return the loss before each step. Numbers that are not finite are an error."""
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
     from hf.training import train
     from lm.report import TrainingBar
 
@@ -180,7 +184,15 @@ def fine_tune(
     with TrainingBar(console, total=args.train, done=0) as bar:
         for step in train(decoder, windows, steps=args.train, learning_rate=args.learning_rate, mesh=mesh):
             losses.append(step.loss)
+            if not math.isfinite(step.loss):
+                break
             bar.advance(step.loss, args.batch_size * args.length, step.load)
+    weights = jax.tree.leaves(nnx.state(decoder, nnx.Param))
+    if not (math.isfinite(losses[-1]) and all(jnp.isfinite(weight).all() for weight in weights)):
+        raise ValueError(
+            f"--train {args.train}: loss {losses[-1]} or weights after step {len(losses)} are not finite, so nothing"
+            f" was saved; pass a --learning-rate below {args.learning_rate:g}."
+        )
     console.print(f"loss {losses[0]:.3f} before the first step, {losses[-1]:.3f} before the last", highlight=False)
     return losses
 

@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import signal
+import stat
 import subprocess
 import time
 from pathlib import Path
@@ -257,6 +258,16 @@ def test_command_output_is_a_link(tmp_path):
         with pytest.raises((OSError, ValueError)):
             check_writable(tmp_path / name)
     assert sorted(os.listdir(tmp_path)) == ["device", "link", "target"]
+
+
+def test_command_output_keeps_its_mode(tmp_path):
+    path = tmp_path / "settings.json"
+    for mode in (0o600, 0o664, 0o444):
+        path.touch()
+        path.chmod(mode)
+        write_atomically(path, b"1")
+        assert (stat.S_IMODE(path.stat().st_mode), path.read_bytes()) == (mode, b"1")
+        path.unlink()
 
 
 def test_command_output_is_a_mount_point(tmp_path, monkeypatch):

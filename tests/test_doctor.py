@@ -159,3 +159,20 @@ def test_doctor_tries_every_implementation(monkeypatch):
     monkeypatch.setattr(doctor, "_error_of", lambda name: tried.append(name) or 0.001)
     list(doctor._computations())
     assert tried == list(registry.available())
+
+
+def test_doctor_ignored_tuned_settings(monkeypatch, tmp_path):
+    for content, state, text in (("{", doctor.WARNING, "ignored the tuned settings"), (None, doctor.OK, "none: those")):
+        path = tmp_path / "tuned.json"
+        path.write_text(content or "")
+        monkeypatch.setenv("JAX_EP_TUNING", "off" if content is None else str(path))
+        (finding,) = doctor._tuned_settings()
+        assert finding.state == state and finding.text.startswith(text)
+        assert content is None or "; `jax-ep tune` makes new ones" in finding.text
+
+
+def test_doctor_tuned_settings_of_other_gpus(monkeypatch):
+    monkeypatch.setenv("JAX_EP_TUNING", "off")
+    monkeypatch.setattr(doctor, "_on_gpus", lambda: True)
+    (finding,) = doctor._tuned_settings()
+    assert finding.state == doctor.WARNING and "those of the H200" in finding.text and "jax-ep tune" in finding.remedy

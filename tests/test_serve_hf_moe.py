@@ -22,7 +22,7 @@ from safetensors.numpy import load_file
 
 import serve_hf_moe
 from harness import ROOT, STRICT_PYTHON, run_command
-from hf import make_tiny_checkpoint
+from hf import make_tiny_checkpoint, training
 from hf.config import DecoderConfig, stop_tokens
 from hf.generation import Generator, Sampling, choose
 from hf.loading import load, save
@@ -314,6 +314,26 @@ def test_options_are_checked_before_weights_are_read(options, error, folders, tm
     of_training = ["--text", str(tmp_path / "text"), "--save", str(tmp_path)] if "--train" in options else []
     with pytest.raises(ValueError, match=error):
         serve_hf_moe.main([str(folders["gpt_oss"]), *options.split(), *of_training])
+
+
+@pytest.mark.usefixtures("implicit_promotion")
+def test_training_that_is_not_finite_saves_nothing(folders, tmp_path, monkeypatch):
+    (text := tmp_path / "text").write_text("To be, or not to be. " * 40)
+    options = ["--train", "9", "--text", str(text), "--save", str(tmp_path / "trained"), "--length", "16"]
+    options += [str(folders["mixtral"]), "--learning-rate", "1e37"]
+    with pytest.raises(
+        ValueError, match=r"^--train 9: loss nan or weights after step [2-9] are not finite, so nothing "
+    ):
+        serve_hf_moe.main(options)
+
+    def train(decoder, *_, **options):
+        decoder.model.norm.scale[...] = decoder.model.norm.scale[...] * np.nan
+        yield training.Step(1.0, np.ones((2, 8)))
+
+    monkeypatch.setattr(training, "train", train)
+    with pytest.raises(ValueError, match=r"loss 1\.0 or weights after step 1 are not finite"):
+        serve_hf_moe.main(options)
+    assert list((tmp_path / "trained").iterdir()) == []
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import errno
 import functools
 import hashlib
 import os
+import stat
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,13 +77,16 @@ def _beside(path: Path) -> Path:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a file, or the target of a symbolic link, atomically."""
+    """Replace a file, or the target of a symbolic link, atomically; the file keeps its mode."""
     _check_regular(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with _errors_name(path):
         new = _beside(path)
         try:
-            new.write_bytes(content)
+            with new.open("xb") as file:
+                with contextlib.suppress(FileNotFoundError):
+                    os.fchmod(file.fileno(), stat.S_IMODE(os.stat(path).st_mode))
+                file.write(content)
             new.replace(os.path.realpath(path))
         finally:
             new.unlink(missing_ok=True)

@@ -232,8 +232,9 @@ def write(path: Path, device_kind: str, entries: list[Entry], rates: Rates | Non
         "rates": None if rates is None else dataclasses.asdict(rates),
         "entries": [dataclasses.asdict(entry) | {"facts": found} for entry, found in zip(entries, facts, strict=True)],
     }
-    _parsed(content, path, device_kind)
-    write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
+    data = (json.dumps(content, indent=1) + "\n").encode()
+    _parsed(json_files.parse(data, MOST_BYTES), path, device_kind)
+    write_atomically(path, data)
 
 
 def settings_of(tuning: Tuning, operation: str, facts: Mapping[str, Any]) -> Mapping[str, Setting]:

@@ -17,6 +17,7 @@ import json
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep import context
+from jax_ep.settings.file import ENVIRONMENT
 from jax_ep.tools.command import count, in_one_line, layer_count, versions
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ class Finding:
 def examine() -> Iterator[Finding]:
     """Run all checks, and yield their results."""
     parts: dict[str, Callable[[], Iterable[Finding]]] = {"versions": _versions, "devices": _devices}
+    parts |= {"tuned settings": _tuned_settings}
     parts |= {"compiled library": _library, "jax-triton": _jax_triton, "transport": _transport, "links": _links}
     parts["computations"] = _computations
     for topic, part in parts.items():
@@ -96,14 +99,25 @@ def _devices() -> Iterator[Finding]:
     elif not requirements.has_tma():
         reason = f"fused GEMMs need GPUs of compute capability {requirements.TMA_MODELS}"
         yield Finding("devices", WARNING, f"{text}: {reason}", "all-to-alls run on kernels, GEMMs on `xla`", data)
-    elif not all(_TUNED_FOR in kind for kind in kinds):
-        reason = f"tiles and the cost model are those of the {_TUNED_FOR}"
-        if (tuned := context.tuning().path) is None:
-            yield Finding("devices", WARNING, f"{text}: {reason}", "measure them here: jax-ep tune", data)
-        else:
-            yield Finding("devices", OK, f"{text}: tuned by {tuned}", data=data)
     else:
         yield Finding("devices", OK, text, data=data)
+
+
+def _tuned_settings() -> Iterator[Finding]:
+    from jax_ep.megakernels import requirements
+
+    topic = "tuned settings"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        path = context.tuning().path
+    is_other = _on_gpus() and requirements.has_tma() and any(_TUNED_FOR not in d.device_kind for d in jax.devices())
+    if caught:
+        yield Finding(topic, WARNING, str(caught[0].message), f"or set {ENVIRONMENT}=off, so that no file is read")
+    elif path is None and is_other:
+        reason = f"none: tiles and the cost model are those of the {_TUNED_FOR}"
+        yield Finding(topic, WARNING, reason, "measure them here: jax-ep tune")
+    else:
+        yield Finding(topic, OK, f"none: those of the {_TUNED_FOR}" if path is None else str(path))
 
 
 def _library() -> Iterator[Finding]:

@@ -33,6 +33,11 @@ _LAUNCHES = 0  # the thread of a device that shows its launches
 def write(trace: Timeline, path: Path) -> None:
     """Write a trace to a file, see `Trace.save`."""
     data = json.dumps(_content(trace)).encode()
+    if len(data) > _MOST_BYTES:
+        raise ValueError(
+            f"Trace.save: a trace of {len(trace.events)} events takes {len(data) / (1 << 20):.1f} MiB, expected at most"
+            f" {_MOST_BYTES >> 20} MiB, which Trace.load reads; save a part of it, such as trace.only(last=1)."
+        )
     write_atomically(path, gzip.compress(data) if path.suffix == ".gz" else data)
 
 

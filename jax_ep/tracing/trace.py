@@ -105,6 +105,7 @@ class Trace(Timeline):
           path: a file; it is compressed if its name ends in ".gz". An existing file is replaced.
 
         Raises:
+          ValueError: the file would be larger, before compression, than `load` reads.
           TypeError: `path` is no path.
         """
         perfetto.write(self, check.path("Trace.save", "path", path))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from reports import BENCHMARKS, arguments
+from reports import BENCHMARKS, arguments, run
 
 from jax_ep.tools.benchmark import exchange, grouped_gemm, harness, inputs
 
@@ -242,3 +242,16 @@ def test_grouped_gemm_wrong_results_not_timed():
     for wrong in (right.at[1, 3, 2].add(0.2), right.at[0, 0, 0].set(jnp.nan)):
         with pytest.raises(RuntimeError, match="variant is wrong"):
             grouped_gemm.check("variant", wrong, right)
+
+
+@pytest.mark.parametrize("script", ["balance.py", "placement.py"])
+def test_simulation_ranks_divide_no_experts(script, tmp_path):
+    done = run(script, tmp_path, "--ranks", "3")
+    assert (done.returncode, os.listdir(tmp_path)) == (2, [])
+    assert done.stderr.strip() == f"{script}: --ranks 3: none divides the 8 experts of tiny; pass others."
+
+
+def test_maxtext_step_without_maxtext(tmp_path):
+    done = run("maxtext_step.py", tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert done.stderr.startswith("maxtext_step.py: needs MaxText (No module named 'maxtext'); `make test-maxtext`")

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jax_ep import __main__, tracing
-from jax_ep.tracing import KINDS
+from jax_ep.tracing import KINDS, perfetto
 from jax_ep.tracing.clocks import Message, align
 from jax_ep.tracing.events import EVENT, Launch, Written
 
@@ -386,3 +386,16 @@ def test_clock_alignment_drift_minimal_relaxation():
     clocks = align([0, 1], drifting)
     assert clocks.relaxed_ns == pytest.approx(500, abs=1)
     assert clocks.offset_ns[1] == pytest.approx(-500, abs=1)
+
+
+def test_trace_save_larger_than_load_reads(trace, tmp_path, monkeypatch):
+    path = tmp_path / "trace.json.gz"
+    trace.save(path)
+    monkeypatch.setattr(perfetto, "_MOST_BYTES", 1000)  # but more than the compressed file has
+    before = path.read_bytes()
+    assert len(before) < 1000
+    with pytest.raises(
+        ValueError, match=r"^Trace\.save: a trace of 9 events takes .* MiB, expected at most .*; save a p"
+    ):
+        trace.save(path)
+    assert path.read_bytes() == before

@@ -165,6 +165,9 @@ def test_tuning_file_round_trip(tmp_path):
     assert file.settings_of(read, "combine", FACTS | {"num_tokens": 17, "hidden": 128}) == {}
     assert json.loads(path.read_text())["entries"][0]["measured"] == {"seconds": 1e-6}
     before = path.read_text()
+    large = file.Entry("combine", sizes, {"num_warps": 2}, {"note": "x" * file.MOST_BYTES})
+    with pytest.raises(ValueError, match="larger than 4 MiB"):  # which `read` does not accept
+        file.write(path, KIND, [large], rates)
     with pytest.raises(ValueError, match="num_warps=3"):
         file.write(path, KIND, [file.Entry("combine", sizes, {"num_warps": 3}, {})], None)
     assert path.read_text() == before

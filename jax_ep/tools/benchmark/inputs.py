@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -46,6 +47,16 @@ MODELS = {
     "tiny": Model(128, 128, 8, 2),
 }
 DEFAULT = Default("deepseek-v3", "tiny")
+
+
+def check_ranks(models: Iterable[str], ranks: Sequence[int]) -> None:
+    """Check that some of these numbers of ranks divides the experts of each model."""
+    for name in models:
+        experts = MODELS[name].experts
+        if all(experts % n for n in ranks):
+            raise ValueError(
+                f"--ranks {' '.join(map(str, ranks))}: none divides the {experts} experts of {name}; pass others."
+            )
 
 
 def expert_mesh(num_ranks: int) -> jax.sharding.Mesh:

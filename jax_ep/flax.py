@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec as P
 
 from jax_ep import lora
 from jax_ep.core import check, check_router
@@ -56,7 +56,6 @@ EXPERT_INIT = nnx.initializers.lecun_normal(batch_axis=(0,))
 DENSE_INIT = nnx.initializers.lecun_normal()
 ZEROS_INIT = nnx.initializers.zeros_init()
 _ADAPTERS = ("w_gate_up_lora_a", "w_gate_up_lora_b", "w_down_lora_a", "w_down_lora_b")
-_LAUNCHES = ("dispatch_mode", "combine_mode")
 
 
 class RouterBias(nnx.Variable):
@@ -73,9 +72,9 @@ class _Maker(NamedTuple):
     rngs: nnx.Rngs
     mesh: jax.sharding.Mesh | None
     eager_sharding: bool
-    kind: type[nnx.Param] = nnx.Param
+    kind: type[nnx.Param]
 
-    def __call__(self, init: nnx.Initializer, shape: tuple[int, ...], spec: PartitionSpec, dtype: Any) -> nnx.Param:
+    def __call__(self, init: nnx.Initializer, shape: tuple[int, ...], spec: P, dtype: Any) -> nnx.Param:
         """Make a parameter. Without a mesh it keeps its spec as metadata, so that a later jit can place it."""
         where: dict[str, Any] = {} if self.mesh is None else {"mesh": self.mesh}
         value = init(self.rngs.params(), shape, dtype)
@@ -152,25 +151,21 @@ class MoE(nnx.Module):
         kernel_init: nnx.Initializer = EXPERT_INIT,
         rngs: nnx.Rngs,
     ) -> None:
-        _check_rngs(rngs)
         self.hidden_size, self.num_experts, self.num_experts_per_tok = hidden_size, num_experts, num_experts_per_tok
         self.router_options, self.router_fn = check_router.router_or_callable(router)
         self.axes, self.mesh = _checked_axes(axes), mesh
         self.experts, self.recipe = check.layer_experts("MoE", experts, self.axes.tensor), check.recipe("MoE", recipe)
         self.capacity, self.balance = capacity, balance
         self.dtype, self.preferred_element_type = dtype, preferred_element_type
+        self.serving_arrays, self.serving_tree = nnx.List[ServingArray]([]), None
+        self.lora_scale: float | None = None
         options = registry.options("MoE", (), implementation, schedule)
         self.schedule, self.implementation = schedule, options.implementation
         self._check(intermediate_size, shared_experts, param_dtype)
-        if (active := self._active_mesh()) is not None:
-            split = {"intermediate_size, I,": intermediate_size}
-            check_divisible("MoE", active, self.axes, hidden_size, split)
-        make = _Maker(rngs, mesh, active is not None)
+        make = self._maker(rngs)
         self._make_router(make)
         self._make_experts(make, kernel_init, intermediate_size, param_dtype, use_bias)
         self._make_shared_experts(make, shared_experts, intermediate_size, param_dtype)
-        self.serving_arrays, self.serving_tree = nnx.List[ServingArray]([]), None
-        self.lora_scale: float | None = None
 
     def _check(self, intermediate_size: int, shared_experts: Any, param_dtype: Any) -> None:
         check.value_of("MoE", "mesh", self.mesh, jax.sharding.Mesh, "jax.sharding.Mesh")
@@ -185,6 +180,18 @@ class MoE(nnx.Module):
         check.result_dtype("MoE", self.dtype, None, "dtype")
         check.result_dtype("MoE", param_dtype, None, "param_dtype")
         check.result_dtype("MoE", self.preferred_element_type, self.dtype)
+        if (mesh := self._active_mesh()) is not None:
+            check_divisible("MoE", mesh, self.axes, self.hidden_size, {"intermediate_size, I,": intermediate_size})
+
+    def _maker(self, rngs: nnx.Rngs, kind: type[nnx.Param] = nnx.Param) -> _Maker:
+        """Check that keys of parameters can be drawn, and return what makes parameters of this layer."""
+        check.instance("MoE", "rngs", rngs, nnx.Rngs, "an nnx.Rngs")
+        if not {"params", "default"} & set(rngs):
+            raise ValueError(
+                f"MoE: rngs has the streams {sorted(rngs)}, expected 'params' or a default one; pass nnx.Rngs(seed), or"
+                " nnx.Rngs(params=seed)."
+            )
+        return _Maker(rngs, self.mesh, self._active_mesh() is not None, kind)
 
     def _make_router(self, make: _Maker) -> None:
         """Make the router's parameters: float32, since it decides by small differences of its logits.
@@ -193,10 +200,8 @@ class MoE(nnx.Module):
         """
         options, columns = self.router_options, self.num_experts + self.router_options.num_identity_experts
         shape = (self.hidden_size, columns)
-        self.router = (
-            make(DENSE_INIT, shape, PartitionSpec(None, None), jnp.float32) if self.router_fn is None else None
-        )
-        self.b_router = make(ZEROS_INIT, shape[1:], PartitionSpec(None), jnp.float32) if options.logit_bias else None
+        self.router = make(DENSE_INIT, shape, P(None, None), jnp.float32) if self.router_fn is None else None
+        self.b_router = make(ZEROS_INIT, shape[1:], P(None), jnp.float32) if options.logit_bias else None
         self.router_bias = RouterBias(jnp.zeros(columns, jnp.float32)) if options.selection_bias else None
 
     def _make_experts(
@@ -229,7 +234,7 @@ class MoE(nnx.Module):
         width = shared_experts.num * (shared_experts.intermediate_size or intermediate_size) if shared_experts else 0
 
         def dense(inputs: int, outputs: int) -> nnx.Param | None:
-            return make(DENSE_INIT, (inputs, outputs), PartitionSpec(None, None), dtype) if width and outputs else None
+            return make(DENSE_INIT, (inputs, outputs), P(None, None), dtype) if width and outputs else None
 
         self.shared_gate_up = dense(self.hidden_size, self._columns(width))
         self.shared_down = dense(width, self.hidden_size)
@@ -364,19 +369,16 @@ class MoE(nnx.Module):
           ValueError, TypeError: those of `jax_ep.lora.init`.
 
         Example:
-          >>> import jax
           >>> from flax import nnx
           >>> from jax_ep.flax import MoE
-          >>> mesh = jax.make_mesh((jax.device_count(),), ("expert",))
-          >>> moe = MoE(64, 32, num_experts=16, num_experts_per_tok=2, mesh=mesh, rngs=nnx.Rngs(0))
+          >>> moe = MoE(64, 32, num_experts=16, num_experts_per_tok=2, rngs=nnx.Rngs(0))
           >>> moe.add_lora(rank=8, scale=2.0, rngs=nnx.Rngs(1))
           >>> moe.w_down_lora_a.shape, moe.w_down_lora_b.shape
           ((16, 32, 8), (16, 8, 64))
 
         Source: LoRA (arXiv:2106.09685).
         """
-        _check_rngs(rngs)
-        make = _Maker(rngs, self.mesh, self._active_mesh() is not None, nnx.LoRAParam)
+        make = self._maker(rngs, nnx.LoRAParam)
         weights, specs = self._served() or self._parameters(), self._expert_axes().specs
         for name in ("w_gate_up", "w_down"):
             found = lora.init(rngs.params(), getattr(weights, name), rank, scale=scale, dtype=jnp.float32)
@@ -472,11 +474,9 @@ class MoE(nnx.Module):
           ValueError: see `serving_weights`.
 
         Example:
-          >>> import jax
           >>> from flax import nnx
           >>> from jax_ep.flax import MoE
-          >>> mesh = jax.make_mesh((jax.device_count(),), ("expert",))
-          >>> moe = MoE(64, 32, num_experts=16, num_experts_per_tok=2, mesh=mesh, rngs=nnx.Rngs(0))
+          >>> moe = MoE(64, 32, num_experts=16, num_experts_per_tok=2, rngs=nnx.Rngs(0))
           >>> server = moe.to_serving("int8")
           >>> server.w_down is None, sorted({str(array.dtype) for array in server.serving_arrays})
           (True, ['float32', 'int8'])
@@ -499,7 +499,7 @@ class MoE(nnx.Module):
         """Gather `w` over tensor and fsdp axes, and merge the two axes of columns that a tensor axis needs."""
         kept = [None if entry in (self.axes.tensor, self.axes.fsdp) else entry for entry in jax.typeof(w).sharding.spec]
         if kept != list(jax.typeof(w).sharding.spec):
-            w = jax.sharding.reshard(w, PartitionSpec(*kept))
+            w = jax.sharding.reshard(w, P(*kept))
         return merge_columns(w) if num_columns == 2 and self.axes.tensor is not None else w
 
     def _parameters(self) -> ExpertWeights:
@@ -526,19 +526,6 @@ class MoE(nnx.Module):
             found = found._replace(w_gate_up=w_gate_up, w_down=dataclasses.replace(weights.w_down, master=found.w_down))
         return self._adapted(found)
 
-    def _decodes(self, weights: ExpertWeights) -> bool:
-        """Return whether `low_latency_moe` takes these weights: they are for serving, and have no adapters."""
-        has_adapters = self.lora_scale is not None and self.w_gate_up is None
-        return not _has_masters(weights) and not has_adapters
-
-    def _products_of(self, weights: ExpertWeights) -> dict[str, Any]:
-        """Return the options of the GEMMs; `QuantizedWeights` for inference determine these themselves."""
-        w = base_of(weights.w_gate_up)
-        if not isinstance(w, QuantizedWeights) or w.master is not None or w.format is None:
-            return {"recipe": self.recipe, "schedule": self.schedule}
-        schedule = self.schedule or Schedule()
-        return {"schedule": dataclasses.replace(schedule, **dict.fromkeys(_LAUNCHES))}
-
     def _router(self, tokens: Array) -> RouterWeights | Routing:
         if self.router_fn is not None:
             return check.routing("MoE", "router", self.router_fn(tokens), tokens.shape[0], self.num_experts)
@@ -557,37 +544,37 @@ class MoE(nnx.Module):
         specs, num_tokens = self.axes.specs, math.prod(x.shape[:-1])
         padding = 0 if mesh is None else -num_tokens % ranks_on(mesh, self.axes.token_axes)
         # Few tokens, as in decoding, may not divide among the devices: then all of them route all tokens.
-        token_spec = PartitionSpec(None, None) if padding else specs.tokens
-        tokens = rearrange(lambda v: v.reshape(-1, self.hidden_size), mesh, token_spec)(x)
-        mask_spec = PartitionSpec(*token_spec[:1])
-        mask = None if token_mask is None else rearrange(lambda v: v.reshape(-1), mesh, mask_spec)(token_mask)
-        if topk_idx is not None:
-            topk_idx = rearrange(lambda v: v.reshape(-1, self.num_experts_per_tok), mesh, token_spec)(topk_idx)
+        token_spec = P(None, None) if padding else specs.tokens
+
+        def reshape(array: Any, shape: tuple[int, ...], spec: P) -> Any:
+            return None if array is None else rearrange(lambda v: v.reshape(shape), mesh, spec)(array)
+
+        def pad(array: Array, fill: int, spec: P) -> Array:
+            if not padding:
+                return array
+            run = partial(jnp.pad, pad_width=[(0, padding), (0, 0)], constant_values=fill)
+            return rearrange(run, mesh, spec)(array)
+
+        tokens = reshape(x, (-1, self.hidden_size), token_spec)
+        mask = reshape(token_mask, (-1,), P(*token_spec[:1]))
+        topk_idx = reshape(topk_idx, (-1, self.num_experts_per_tok), token_spec)
         routed = self._route(tokens, mask, topk_idx, mesh, token_spec)
-        arrays = tokens, routed.topk_idx, routed.topk_weights
-        if padding:
-
-            def padded(array: Array, fill: int, spec: PartitionSpec) -> Array:
-                pad = partial(jnp.pad, pad_width=[(0, padding), (0, 0)], constant_values=fill)
-                return rearrange(pad, mesh, spec)(array)
-
-            routing = padded(routed.topk_idx, -1, specs.routing), padded(routed.topk_weights, 0, specs.routing)
-            arrays = padded(tokens, 0, specs.tokens), *routing
+        ids = pad(routed.topk_idx, -1, specs.routing)
+        arrays = pad(tokens, 0, specs.tokens), ids, pad(routed.topk_weights, 0, specs.routing)
         y, work = self._run_experts(arrays, mesh, weights)
         y = rearrange(lambda v: v[:num_tokens], mesh, token_spec)(y) if padding else y
-        y = routed.with_identity(y, tokens)
-        y = rearrange(lambda v: v.reshape(x.shape), mesh, jax.typeof(x).sharding.spec)(y)
-        spec = PartitionSpec(*jax.typeof(x).sharding.spec[:-1], None)
-        chosen = rearrange(lambda v: v.reshape(*x.shape[:-1], v.shape[-1]), mesh, spec)(routed.chosen)
-        return y, routed.metrics(chosen, self._dropped(arrays[1], mesh, specs.routing), work)
+        spec = jax.typeof(x).sharding.spec
+        y = reshape(routed.with_identity(y, tokens), x.shape, spec)
+        chosen = reshape(routed.chosen, (*x.shape[:-1], routed.chosen.shape[-1]), P(*spec[:-1], None))
+        return y, routed.metrics(chosen, self._dropped(ids, mesh, specs.routing), work)
 
     def _route(
-        self, tokens: Array, mask: Array | None, replayed: Array | None, mesh: Mesh | None, token_spec: PartitionSpec
+        self, tokens: Array, mask: Array | None, replayed: Array | None, mesh: Mesh | None, token_spec: P
     ) -> Routed:
         """Route tokens with this spec; the mean scores and loads are those over its axes."""
         axes = self.axes.token_axes if mesh is not None and any(token_spec) else ()
         options = {"options": self.router_options, "top_k": self.num_experts_per_tok, "axes": axes}
-        mask_spec, everywhere = PartitionSpec(*token_spec[:1]), PartitionSpec()
+        mask_spec, everywhere = P(*token_spec[:1]), P()
         router_spec = everywhere if self.router_fn is None else token_spec
         specs: Any = (token_spec, token_spec, token_spec, mask_spec, everywhere, everywhere, everywhere)
         in_specs = token_spec, mask_spec, token_spec, router_spec
@@ -603,15 +590,22 @@ class MoE(nnx.Module):
         """
         specs, devices = self.axes.specs, 1 if mesh is None else ranks_on(mesh, self.axes.token_axes)
         options = {name: getattr(self, name) for name in ("experts", "preferred_element_type", "implementation")}
-        if weights is not None and self._decodes(weights) and arrays[0].shape[0] <= LOW_LATENCY_TOKENS * devices:
+        # Adapters of a layer made by `to_serving` are not in its weights, and `low_latency_moe` takes none.
+        adapted, most = self.lora_scale is not None and self.w_gate_up is None, LOW_LATENCY_TOKENS * devices
+        if weights is not None and not (adapted or _has_masters(weights)) and arrays[0].shape[0] <= most:
             options |= {"num_experts": self.num_experts, "axis_name": () if mesh is None else self.axes.expert}
             if self.schedule is not None:
                 options["schedule"] = dataclasses.replace(self.schedule, wire_dtype=None)
-            in_specs = specs.tokens, specs.routing, specs.routing, PartitionSpec(self.axes.expert_axes)
+            in_specs = specs.tokens, specs.routing, specs.routing, P(self.axes.expert_axes)
             return self._over(mesh, serve, options, in_specs, specs.tokens)(*arrays, weights), {}
-        made_of = self._weights(weights)
-        options |= self._products_of(made_of)
-        w_gate_up, w_down, b_gate_up, b_down = made_of
+        w_gate_up, w_down, b_gate_up, b_down = self._weights(weights)
+        w, schedule = base_of(w_gate_up), self.schedule
+        if isinstance(w, QuantizedWeights) and w.master is None and w.format is not None:
+            # These determine themselves how their GEMMs run.
+            schedule = dataclasses.replace(schedule or Schedule(), dispatch_mode=None, combine_mode=None)
+        else:
+            options["recipe"] = self.recipe
+        options["schedule"] = schedule
         if mesh is None:
             if self.w_gate_up is not None and self.axes.tensor is not None:
                 w_gate_up, b_gate_up = merge_columns(w_gate_up), None if b_gate_up is None else merge_columns(b_gate_up)
@@ -630,28 +624,18 @@ class MoE(nnx.Module):
             return partial(function, **options)
         return run_sharded(function, options, self.mesh, in_specs, out_specs)
 
-    def _dropped(self, topk_idx: Array, mesh: Mesh | None, spec: PartitionSpec) -> Array:
+    def _dropped(self, topk_idx: Array, mesh: Mesh | None, spec: P) -> Array:
         """Count the assignments past `capacity` from the routing: `sharded_moe` returns only the tokens."""
         if self.capacity is None or mesh is None:
             return jnp.zeros((), jnp.int32)
         of_ranks = {"axes": self.axes.expert_axes, "batch_axes": self.axes.batch, "capacity": self.capacity}
         of_ranks |= {"num_experts": self.num_experts, "num_ranks": ranks_on(mesh, self.axes.expert_axes)}
-        return run_sharded(count_dropped, of_ranks, self.mesh, (spec,), PartitionSpec())(topk_idx)
+        return run_sharded(count_dropped, of_ranks, self.mesh, (spec,), P())(topk_idx)
 
 
 def _has_masters(weights: ExpertWeights | None) -> bool:
     """Return whether these weights are the result of `training_weights`."""
     return weights is not None and isinstance(w := weights.w_gate_up, QuantizedWeights) and w.master is not None
-
-
-def _check_rngs(rngs: Any) -> None:
-    """Check that keys of parameters can be drawn."""
-    check.instance("MoE", "rngs", rngs, nnx.Rngs, "an nnx.Rngs")
-    if not {"params", "default"} & set(rngs):
-        raise ValueError(
-            f"MoE: rngs has the streams {sorted(rngs)}, expected 'params' or a default one; pass nnx.Rngs(seed), or"
-            " nnx.Rngs(params=seed)."
-        )
 
 
 def _checked_axes(axes: MeshAxes | None) -> MeshAxes:

@@ -346,9 +346,8 @@ class MoE(nnx.Module):
                     " mesh=, call jax.set_mesh, or leave capacity out."
                 )
             return None
-        axes = (*self.axes.token_axes, *(() if self.axes.tensor is None else (self.axes.tensor,)))
-        check_axes("MoE", mesh, axes, "pass axes=jax_ep.sharding.MeshAxes(...) with axes of that mesh")
-        check_context("MoE", mesh, axes)
+        check_axes("MoE", mesh, self.axes.all_axes, "pass axes=jax_ep.sharding.MeshAxes(...) with axes of that mesh")
+        check_context("MoE", mesh, self.axes.all_axes)
         check.divisible_experts("MoE", self.num_experts, ranks_on(mesh, self.axes.expert_axes), self.axes.expert)
         return mesh
 
@@ -424,7 +423,7 @@ class MoE(nnx.Module):
             quantized = partial(quantize, format="fp8", for_training=True)
             return ExpertWeights(quantized(matrices.w_gate_up), quantized(matrices.w_down))
         specs, shape = self.axes.specs, matrices.w_down.shape
-        check_blocks_per_rank("training_weights", mesh.shape, shape, self.axes.tensor, self.axes.fsdp)
+        check_blocks_per_rank("training_weights", mesh, self.axes, shape)
         run = partial(quantize_per_device, self.mesh, num_leading=len(shape) - 3)
         return ExpertWeights(run(specs.w_gate_up, matrices.w_gate_up), run(specs.w_down, matrices.w_down))
 

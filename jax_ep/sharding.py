@@ -109,8 +109,7 @@ class MeshAxes:
                 )
             if value == "":
                 raise ValueError(f"MeshAxes: {field}='', expected the name of a mesh axis, or None; pass one.")
-        names = (*self.token_axes, *(() if self.tensor is None else (self.tensor,)))
-        if len(set(names)) != len(names):
+        if len(set(names := self.all_axes)) != len(names):
             raise ValueError(
                 f"MeshAxes: {names} name an axis twice, expected different axes; give expert, batch and tensor axes of"
                 " their own."
@@ -130,6 +129,11 @@ class MeshAxes:
     def token_axes(self) -> tuple[str, ...]:
         """Mesh axes that split the tokens."""
         return (*self.batch, *self.expert_axes)
+
+    @property
+    def all_axes(self) -> tuple[str, ...]:
+        """Mesh axes that split tokens or weights."""
+        return (*self.token_axes, *(() if self.tensor is None else (self.tensor,)))
 
     @property
     def specs(self) -> MoESpecs:
@@ -210,12 +214,12 @@ def sharded_layer(
         biases: Biases | None = None,
         token_mask: Array | None = None,
     ) -> Any:
-        the_mesh, pair = _mesh(mesh, axes.specs), check.biases(_FUNCTION, biases)
+        the_mesh, pair = _mesh(mesh, axes), check.biases(_FUNCTION, biases)
         if isinstance(base_of(w_gate_up), QArray):
             _check_serving_axes(axes)
         w_gate_up, w_down = own_weights(_FUNCTION, "w_gate_up", w_gate_up), own_weights(_FUNCTION, "w_down", w_down)
         arrays = dict(zip(_ARRAYS, (x, topk_idx, topk_weights, w_gate_up, w_down, *pair), strict=True))
-        masked_idx = _check_tokens(the_mesh, axes.specs, x, topk_idx, topk_weights, token_mask, num_experts)
+        masked_idx = _check_tokens(the_mesh, axes, num_experts, x, topk_idx, topk_weights, token_mask)
         if token_mask is not None:
             arrays["topk_idx"] = masked_idx
         _check_weights(the_mesh, axes, num_experts, moe_kwargs.get("experts"), arrays)
@@ -293,9 +297,7 @@ def _moe(*, b_gate_up: Array | None = None, b_down: Array | None = None, **argum
     return moe(biases=(b_gate_up, b_down), **arguments)
 
 
-def quantize_per_device(
-    mesh: Mesh | AbstractMesh | None, spec: P, w: Array, *, num_leading: int = 0
-) -> QuantizedWeights:
+def quantize_per_device(mesh: Mesh | AbstractMesh | None, spec: P, w: Array, *, num_leading: int) -> QuantizedWeights:
     """`quantize(w, "fp8", for_training=True)` of weights on a mesh, computed by each device for its part.
 
     No device needs memory for more than its part, and the kernels of its GPU round.
@@ -388,22 +390,18 @@ _ARRAYS = {
 }
 
 
-def _mesh(mesh: Mesh | AbstractMesh | None, specs: MoESpecs) -> Mesh | AbstractMesh:
-    """Return the given mesh, or the one of `jax.set_mesh`; it must have all axes of the specs."""
+def _mesh(mesh: Mesh | AbstractMesh | None, axes: MeshAxes) -> Mesh | AbstractMesh:
+    """Return the given mesh, or the one of `jax.set_mesh`; it must have all axes."""
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     check_mesh(_FUNCTION, mesh, Mesh | AbstractMesh)
     if mesh.empty:
         raise ValueError(
             "sharded_moe: mesh=None and no mesh is set, expected one; pass mesh=, or call jax.set_mesh(mesh)."
         )
-    names = _names(specs.tokens, specs.w_gate_up)
+    names = axes.all_axes
     check_axes(_FUNCTION, mesh, names, "pass axes=MeshAxes(...) with axes of that mesh")
     check_context(_FUNCTION, mesh, names)
     return mesh
-
-
-def _names(*specs: P) -> set[str]:
-    return {name for spec in specs for entry in spec if entry is not None for name in axis_tuple(entry)}
 
 
 def ranks_on(mesh: Mesh | AbstractMesh, names: Iterable[str]) -> int:
@@ -412,23 +410,17 @@ def ranks_on(mesh: Mesh | AbstractMesh, names: Iterable[str]) -> int:
 
 
 def _check_tokens(
-    mesh: Mesh | AbstractMesh,
-    specs: MoESpecs,
-    x: Any,
-    topk_idx: Any,
-    topk_weights: Any,
-    token_mask: Any,
-    num_experts: Any,
+    mesh: Mesh | AbstractMesh, axes: MeshAxes, num_experts: Any, x: Any, topk_idx: Any, weights: Any, token_mask: Any
 ) -> Array:
     """Check the tokens and their routing; return the ids, -1 for masked tokens."""
     check.integer(_FUNCTION, "num_experts", num_experts)
     x = check.floating(_FUNCTION, "x", x, "[N, H]")
-    num_shards, remedy = ranks_on(mesh, _names(specs.tokens)), "pad the batch (expert id -1 costs nothing)"
-    check.multiple(_FUNCTION, "axis 0 of x", x.shape[0], num_shards, f"the shards of {specs.tokens}", remedy)
+    num_shards, remedy = ranks_on(mesh, axes.token_axes), "pad the batch (expert id -1 costs nothing)"
+    check.multiple(_FUNCTION, "axis 0 of x", x.shape[0], num_shards, f"the shards of {axes.specs.tokens}", remedy)
     if token_mask is not None:
         check.token_mask(_FUNCTION, token_mask, (x.shape[0],))
     topk_idx = check.expert_ids(_FUNCTION, topk_idx, x.shape[0], num_experts, token_mask=token_mask)
-    check.router_weights(_FUNCTION, topk_weights, topk_idx.shape, x.dtype)
+    check.router_weights(_FUNCTION, weights, topk_idx.shape, x.dtype)
     return topk_idx
 
 
@@ -468,7 +460,7 @@ def _columns_of(
     for (name, rank), w in zip(ranks.items(), (w_gate_up, w_down), strict=True):
         check_quantized.weights(_FUNCTION, name, w, num_experts, rank=rank)
     if w_gate_up.master is not None:
-        check_blocks_per_rank(_FUNCTION, mesh.shape, w_down.shape, axes.tensor, axes.fsdp)
+        check_blocks_per_rank(_FUNCTION, mesh, axes, w_down.shape)
         return _check_matrices(w_gate_up.master, w_down.master, num_experts, axes.tensor)
     return w_gate_up.shape[2:]
 
@@ -497,23 +489,16 @@ def _check_explicit(mesh: Mesh | AbstractMesh, name: str, argument: Array, spec:
     if entries(actual.spec) != entries(spec):
         raise ValueError(
             f"sharded_moe: {name} is sharded as {actual.spec}, expected {spec}; move it with"
-            f" jax.sharding.reshard({name},"
-            f" {spec})."
+            f" jax.sharding.reshard({name}, {spec})."
         )
 
 
-def check_blocks_per_rank(
-    function: str,
-    ranks: Mapping[str, int],
-    w_down: tuple[int, ...],
-    tensor_axis: str | None,
-    fsdp_axis: str | None,
-) -> None:
+def check_blocks_per_rank(function: str, mesh: Mesh | AbstractMesh, axes: MeshAxes, w_down: tuple[int, ...]) -> None:
     """Check that a tensor axis splits I, and an fsdp axis H, of `[..., I, H]` at scale block boundaries."""
-    for name, size, axis in (("H", w_down[-1], fsdp_axis), ("I", w_down[-2], tensor_axis)):
-        if axis is not None and size % (GROUP_SIZE * ranks[axis]):
+    for name, size, axis in (("H", w_down[-1], axes.fsdp), ("I", w_down[-2], axes.tensor)):
+        if axis is not None and size % (GROUP_SIZE * (ranks := mesh.shape[axis])):
             raise ValueError(
-                f"{function}: {name}={size} of QuantizedWeights over the {ranks[axis]} ranks of {axis!r}, expected a"
+                f"{function}: {name}={size} of QuantizedWeights over the {ranks} ranks of {axis!r}, expected a"
                 f" multiple of {GROUP_SIZE} per rank, as blocks of {GROUP_SIZE} by {GROUP_SIZE} share a scale; pass"
                 " plain arrays, or shard over fewer ranks."
             )

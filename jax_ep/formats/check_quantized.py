@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from functools import partial
 from typing import Any, cast
 
 import jax
@@ -14,11 +13,11 @@ from jax.typing import DTypeLike
 
 from jax_ep.core import check, check_fp8
 from jax_ep.core.dtypes import FP8
-from jax_ep.core.expert_matrices import QuantizedWeights, has_kinds
+from jax_ep.core.expert_matrices import ExpertWeights, QuantizedWeights, has_kinds
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.formats import FORMATS, Format
 from jax_ep.formats.base import PREPACKED_DTYPE
-from jax_ep.types import Array, Options
+from jax_ep.types import Array, Experts, Options
 from jax_ep.values import shown, type_name
 
 _AXES = {"w_gate_up": "H, N", "w_down": "I, H", "rhs": "K, N"}
@@ -78,17 +77,7 @@ def weights(
     function: str, name: str, value: QuantizedWeights, groups: int | None = None, *, rank: int | None = 3
 ) -> QuantizedWeights:
     """Check that the parts of `QuantizedWeights` fit together: one layer's of `rank` axes, or any if None."""
-    parts = ("values", *(("scales",) if value.format is not None else ()))
-    parts += () if value.master is None else ("master",)
-    parts += () if value.master is None and value.values_kn is None else ("values_kn",)
-    for part in parts:
-        array = getattr(value, part)
-        for leaf in jax.tree.leaves(array, is_leaf=lambda x: x is None) if part == "scales" else [array]:
-            if not isinstance(leaf, jax.Array | np.ndarray):
-                raise TypeError(f"{function}: {name}.{part} is {type_name(leaf)}, not an array; {_REMEDY}.")
-    for part in parts:
-        converted = jax.tree.map(partial(check.array, function, f"{name}.{part}", shape="[...]"), getattr(value, part))
-        value = dataclasses.replace(value, **{part: converted})
+    value = _with_arrays(function, name, value)
     shape = value.values.shape if value.values.ndim < 2 else value.shape
     if min(value.values.ndim, len(shape)) < 2 or len(shape) != (rank or len(shape)):
         expected = f"[{'...' if rank is None else groups or 'E'}, K, {'2, N' if rank == 4 else 'N'}]"
@@ -118,6 +107,19 @@ def weights(
     return dataclasses.replace(value, smooth=smooth)
 
 
+def _with_arrays(function: str, name: str, value: QuantizedWeights) -> QuantizedWeights:
+    """Return the weights with their parts as JAX arrays, after checks that these exist."""
+    needed = {"values": True, "scales": value.format is not None, "master": value.master is not None}
+    needed["values_kn"] = needed["master"] or value.values_kn is not None
+    parts = {part: getattr(value, part) for part, is_needed in needed.items() if is_needed}
+    for part, array in parts.items():
+        if not isinstance(array, jax.Array | np.ndarray):
+            raise TypeError(f"{function}: {name}.{part} is {type_name(array)}, not an array; {_REMEDY}.")
+    arrays: dict[str, Any]
+    arrays = {part: check.array(function, f"{name}.{part}", array, "[...]") for part, array in parts.items()}
+    return dataclasses.replace(value, **arrays)
+
+
 def _check_parts(function: str, name: str, wanted: Format, value: QuantizedWeights) -> None:
     """Check dtypes, then shapes."""
     layouts = ("transposed", "prepacked") if wanted.prepacked else ("transposed",)
@@ -126,7 +128,8 @@ def _check_parts(function: str, name: str, wanted: Format, value: QuantizedWeigh
             f"{function}: {name} in {value.format!r} has layout={shown(value.layout)}, expected one of {layouts};"
             f" {_REMEDY}."
         )
-    dtypes = value.values.dtype, jax.tree.map(lambda x: x.dtype, value.scales)
+    scales = cast(Array, value.scales)
+    dtypes = value.values.dtype, scales.dtype
     expected = wanted.dtype, wanted.scale_dtype
     if value.layout == "prepacked" and wanted.prepacked:
         expected = PREPACKED_DTYPE, wanted.prepacked.scale_dtype
@@ -135,14 +138,13 @@ def _check_parts(function: str, name: str, wanted: Format, value: QuantizedWeigh
             f"{function}: {name} in {value.format!r} has values of {dtypes[0]} and scales of {dtypes[1]}, expected"
             f" {expected[0]} and {expected[1]}; {_REMEDY}."
         )
-    shapes = value.values.shape, jax.tree.map(lambda x: x.shape, value.scales)
     if value.master is not None:
         _check_master(function, name, value)
-    elif shapes[1] != (scale_shape := wanted.scale_shape(value)):
-        scales = "K of whole scale blocks" if scale_shape is None else f"scales {scale_shape}"
+    elif scales.shape != (scale_shape := wanted.scale_shape(value)):
+        wants = "K of whole scale blocks" if scale_shape is None else f"scales {scale_shape}"
         raise ValueError(
-            f"{function}: {name} in {value.format!r} has values {shapes[0]} and scales {shapes[1]}, expected {scales};"
-            f" {_REMEDY}."
+            f"{function}: {name} in {value.format!r} has values {value.values.shape} and scales {scales.shape},"
+            f" expected {wants}; {_REMEDY}."
         )
 
 
@@ -183,17 +185,18 @@ def _weights_or_array(function: str, name: str, w: Any, groups: int, tokens: str
     return w
 
 
-def layer_weights(
+def layer(
     function: str,
+    experts: Any,
+    parts: ExpertWeights,
+    num_local: int,
     hidden: int,
     token_dtype: DTypeLike,
-    w_gate_up: Any,
-    w_down: Any,
-    num_local: int,
     *,
     recipe: str | None = None,
-) -> tuple[Any, Any]:
-    """Check both weights of an expert layer, `[L, H, 2 * I]` and `[L, I, H]`, for tokens of H columns."""
+) -> tuple[Experts, ExpertWeights]:
+    """Check experts, and their weights `[L, H, 2 * I]` and `[L, I, H]` and biases, for tokens of H columns."""
+    w_gate_up, w_down, b_gate_up, b_down = parts
     two_of_a_kind(function, w_gate_up, w_down)
     if recipe is None and isinstance(w_gate_up, QuantizedWeights) and w_gate_up.master is not None:
         raise ValueError(
@@ -208,7 +211,11 @@ def layer_weights(
     remedy = "weights are [L, K, N] here, also quantized ones"
     check.size(function, "axis 1 of w_gate_up", w_gate_up.shape[1], hidden, remedy)
     check.size(function, "axis 2 of w_down", w_down.shape[2], hidden, remedy)
-    return w_gate_up, w_down
+    columns = w_gate_up.shape[2]
+    experts = check.expert_function(function, experts, columns, w_down.shape[1])
+    b_gate_up = check.bias(function, "b_gate_up", b_gate_up, (num_local, columns))
+    b_down = check.bias(function, "b_down", b_down, (num_local, hidden))
+    return experts, ExpertWeights(w_gate_up, w_down, b_gate_up, b_down)
 
 
 def two_of_a_kind(function: str, w_gate_up: Any, w_down: Any) -> None:

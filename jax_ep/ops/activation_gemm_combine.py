@@ -1,14 +1,13 @@
 """Activation, grouped GEMM and combine: the second half of the expert layer, which keeps hidden rows alone.
 
-The backward pass makes the activated rows again, in the pass of the activation's gradient, and no product: the gradient
-of a router weight is that of its activated row times the row, so what the second product gave is not needed.
+The backward pass computes the activated rows again, in the pass of the activation's gradient, and no GEMM: the gradient
+of a router weight is that of its activated row times the row, so the result of the second GEMM is not needed.
 
 Source: what is kept, and that gradient, are those of SonicMoE (arXiv:2512.14080).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -20,7 +19,7 @@ from jax_ep.core.autodiff import HIDDEN_NAME, saves_operands
 from jax_ep.core.expert_matrices import ExpertWeights, GemmWeights, num_home
 from jax_ep.core.layout import Bias
 from jax_ep.ops import activation, exchange, exchange_gemm
-from jax_ep.ops.activation import activate, is_one_pass
+from jax_ep.ops.activation import activate
 from jax_ep.ops.grouped_gemm import bias_gradient, multiply, weight_gradient
 from jax_ep.ops.plan import ActivationPlan, ExchangeGemmPlan
 from jax_ep.types import Array, Experts, Handle
@@ -49,11 +48,6 @@ def ffn_hidden(experts: Experts, hidden: Array, row_weights: Array, parts: Exper
     # Both under one name: with a policy that saves only some results of a launch, it runs again.
     hidden, row_weights = checkpoint_name((hidden, row_weights), HIDDEN_NAME)
     return FfnHidden(hidden, row_weights, parts.b_gate_up, bias_of_result(experts, parts.b_down, row_weights))
-
-
-def for_experts(experts: Experts, b_gate_up: Array | None) -> Callable[..., Array]:
-    """`activate_multiply_and_combine` or, where one pass does not activate rows, `in_several_passes`."""
-    return activate_multiply_and_combine if is_one_pass(experts, b_gate_up) else in_several_passes
 
 
 def in_several_passes(
@@ -89,21 +83,21 @@ def _backward(
     d_sums = d_sums.astype(w.dtype)
     if plan.fused is not None:
         # The cotangents are needed at once, as rows, and not kept.
-        d_rows, d_products, _ = exchange_gemm.dispatch_with_multiply(plan, True, "rows", d_sums, None, w, handle)
+        d_rows, d_results, _ = exchange_gemm.dispatch_with_multiply(plan, True, "rows", d_sums, None, w, handle)
     else:
-        d_products, _ = exchange.dispatch_tokens(plan.exchange, d_sums, None, handle)
-        d_rows = multiply(plan.gemm, True, w.dtype, d_products, w, sizes)
+        d_results, _ = exchange.dispatch_tokens(plan.exchange, d_sums, None, handle)
+        d_rows = multiply(plan.gemm, True, w.dtype, d_results, w, sizes)
     # Else XLA would find what portable formulas compute in both directions, and keep it.
     hidden, d_rows = jax.lax.optimization_barrier((between.hidden, d_rows))
     rows = between._replace(hidden=hidden).rows(sizes)
     d, activated = activation.gradient(between_plan, rows, d_rows, keep=True)
     if plan.fused is not None:
-        d_w = exchange_gemm.weight_gradient(plan, True, "rows", d_sums, d_products, activated, handle, num_home(w))
+        d_w = exchange_gemm.weight_gradient(plan, True, "rows", d_sums, d_results, activated, handle, num_home(w))
     else:
-        d_w = weight_gradient(plan.gemm, w.dtype, cast(Array, activated), d_products, sizes, num_home(w))
+        d_w = weight_gradient(plan.gemm, w.dtype, cast(Array, activated), d_results, sizes, num_home(w))
     d_down = between.b_down
     if d_down is not None:
-        d_down = bias_gradient(plan.sums, cast(Array, d_products), d_down, sizes)
+        d_down = bias_gradient(plan.sums, cast(Array, d_results), d_down, sizes)
     return FfnHidden(d.hidden, d.weights, d.bias, d_down), d_w, None
 
 

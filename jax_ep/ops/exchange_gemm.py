@@ -1,7 +1,7 @@
 """Dispatch + grouped GEMM and grouped GEMM + combine, each in one launch where the implementation has it.
 
-They are each other's transpose with the transposed matrices, so the backward pass of each is the other kernel. The
-gradient of the matrices multiplies rows with dispatched tokens, which are sent again, or were kept where the schedule
+They are each other's transpose with the transposed weights, so the backward pass of each is the other kernel. The
+gradient of the weights multiplies rows with dispatched tokens, which are sent again, or were saved where the schedule
 says so. All are closed under differentiation, so gradients of any order exist.
 
 Source: tokens that are not kept as they were dispatched are those of SonicMoE (arXiv:2512.14080).
@@ -195,7 +195,7 @@ def dispatch_and_activate(
 
 
 def multiply_and_combine(plan: ExchangeGemmPlan, h: Array, w: GemmWeights, handle: Handle, bias: Bias | None) -> Array:
-    """`[R, F]` rows times `w [L, F, H]` to sums `[T, H]`, with the bias of the product if there is one."""
+    """`[R, F]` rows times `w [L, F, H]` to sums `[T, H]`, with the bias of the GEMM if there is one."""
     if plan.fused is None:
         y = multiply(plan.gemm, False, h.dtype, h, w, handle.group_sizes, bias, plan.sums)
         return exchange.combine_tokens(plan.exchange, y, None, handle)[0]
@@ -303,7 +303,7 @@ type _Sums = tuple[Array, Array | None]
 type _Saved = tuple[Array | None, Array | None, GemmWeights, Handle]
 """Tokens `x` and what they were saved as, each None where no gradient of the weights is wanted; weights, handle."""
 type _DispatchPlan = ExchangeGemmPlan | LoraLayerPlan
-type _Product = Callable[[Array, Any, Array], Array]
+type _Gemm = Callable[[Array, Any, Array], Array]
 """Rows, weights and group sizes to rows, with a derivative."""
 
 
@@ -383,25 +383,25 @@ def _combine_backward(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def dispatch_then(
-    plan: _DispatchPlan, product: _Product, x: Array, weights: Array | None, w: Any, handle: Handle
+    plan: _DispatchPlan, gemm: _Gemm, x: Array, weights: Array | None, w: Any, handle: Handle
 ) -> tuple[Array, Array | None]:
-    """`[T, H]` tokens to rows, and `product(rows, w, group_sizes)` of them; and `[T, K]` weights to `[R]`."""
-    return _then_forward(plan, product, x, weights, w, handle)[0]
+    """`[T, H]` tokens to rows, and `gemm(rows, w, group_sizes)` of them; and `[T, K]` weights to `[R]`."""
+    return _then_forward(plan, gemm, x, weights, w, handle)[0]
 
 
 def _then_forward(
-    plan: _DispatchPlan, product: _Product, x: Array | None, weights: Array | None, w: Any, handle: Handle
+    plan: _DispatchPlan, gemm: _Gemm, x: Array | None, weights: Array | None, w: Any, handle: Handle
 ) -> tuple[_Sums, _Saved]:
     rows, row_weights = exchange.dispatch_tokens(plan.exchange, x, weights, handle)
     kept = None
     if plan.options.schedule.keep_tokens:
         rows = kept = checkpoint_name(rows, TOKENS_NAME)
         x = None
-    return (product(rows, w, handle.group_sizes), row_weights), (x, kept, w, handle)
+    return (gemm(rows, w, handle.group_sizes), row_weights), (x, kept, w, handle)
 
 
 def _then_backward(
-    plan: _DispatchPlan, product: _Product, residuals: _Saved, cotangents: _Sums
+    plan: _DispatchPlan, gemm: _Gemm, residuals: _Saved, cotangents: _Sums
 ) -> tuple[Array, Array | None, Any, None]:
     x, rows, w, handle = residuals
     d_hidden, d_row_weights = cotangents
@@ -409,7 +409,7 @@ def _then_backward(
     if rows is None:
         rows = exchange.dispatch_again(plan.exchange, cast(Array, x), handle, d_hidden)
         behind = exchange.later(handle, rows)
-    _, pull = jax.vjp(lambda rows, w: product(rows, w, behind.group_sizes), rows, w)  # XLA removes the unused product
+    _, pull = jax.vjp(lambda rows, w: gemm(rows, w, behind.group_sizes), rows, w)  # XLA removes the unused GEMM
     d_rows, d_w = pull(d_hidden)
     d_x, d_weights = exchange.combine_tokens(plan.exchange, d_rows, d_row_weights, handle)
     return d_x, d_weights, d_w, None

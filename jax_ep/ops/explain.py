@@ -206,7 +206,7 @@ def _of_fp8_layers(plan: tuple[plans.Fp8LayerPlan, plans.Fp8LayerPlan]) -> Itera
     yield _row("row plan", first.exchange.handle)
     yield _row("dispatch", first.exchange.dispatch)
     for name, half in (("first", first), ("second", second)):
-        yield _row(f"{name} GEMM in FP8", half.gemm.product)
+        yield _row(f"{name} GEMM in FP8", half.gemm.forward)
         yield _row(f"{name} GEMM: FP8 operands", half.gemm.operands)
     yield _row("combine", first.exchange.combine)
     yield _row("activation (backward)", first.activation.part)
@@ -229,7 +229,7 @@ def _separate(
 def _quantized(plan: serving.QuantizedGemmPlan, name: str) -> Iterator[Row]:
     if plan.operands is not None:
         yield _row(f"{name}: FP8 rows", plan.operands)
-    yield _row(name, plan.product)
+    yield _row(name, plan.gemm)
 
 
 def _lora(plan: plan_lora.LoraGemmPlan, name: str) -> Iterator[Row]:
@@ -253,7 +253,7 @@ def _of_low_latency_gemm(plan: serving.LowLatencyGemmPlan) -> Iterator[Row]:
     if plan.fused is not None:
         yield _row("second GEMM + combine", plan.fused)
         return
-    yield from _quantized(plan.product, "second GEMM")
+    yield from _quantized(plan.gemm, "second GEMM")
     yield _row("combine", plan.combine.part)
 
 

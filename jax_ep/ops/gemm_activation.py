@@ -12,6 +12,7 @@ from jax.custom_derivatives import CustomVJPPrimal
 from jax_ep.core.expert_matrices import ExpertWeights
 from jax_ep.ops import activation_gemm_combine, exchange_gemm
 from jax_ep.ops import plan as plans
+from jax_ep.ops.activation import is_one_pass
 from jax_ep.ops.activation_gemm_combine import bias_of_result, ffn_hidden
 from jax_ep.types import Array, Handle
 
@@ -23,7 +24,8 @@ def with_hidden_rows(plan: plans.LayerPlan, x: Array, weights: Array, handle: Ha
     hidden, row_weights = exchange_gemm.dispatch_and_multiply(plan.first, x, weights, parts.w_gate_up, handle)
     experts = plan.activation.experts
     between = ffn_hidden(experts, hidden, cast(Array, row_weights), parts)
-    run = activation_gemm_combine.for_experts(experts, parts.b_gate_up)
+    is_one = is_one_pass(experts, parts.b_gate_up)
+    run = activation_gemm_combine.activate_multiply_and_combine if is_one else activation_gemm_combine.in_several_passes
     return run(plan.second, plan.activation, between, parts.w_down, handle)
 
 

@@ -183,16 +183,16 @@ def multiply(
     group_sizes: Array,
 ) -> Array:
     """`masked_grouped_gemm` of checked operands."""
-    name = plan.product.implementation
+    name = plan.gemm.implementation
     kernels = registry.QUANTIZED_GEMM.by(name) if needs_decoder(rhs) else registry.MASKED.by(name)
     run = partial(kernels.masked_grouped_gemm, out_dtype=out_dtype, expected_rows=expected_rows)
 
-    def product(rows: Tokens, rhs: QuantizedWeights, group_sizes: Array) -> Array:
+    def gemm(rows: Tokens, rhs: QuantizedWeights, group_sizes: Array) -> Array:
         return run(prepared_rows(rows, rhs), rhs, group_sizes)
 
     operands = vary_alike((rows, rhs, group_sizes))
     remedy = f"{plan.options.function} has no gradient: train with moe or grouped_gemm."
-    return call_without_gradient(remedy, product, *operands)
+    return call_without_gradient(remedy, gemm, *operands)
 
 
 def prepared_rows(rows: Tokens, rhs: QuantizedWeights) -> Tokens:

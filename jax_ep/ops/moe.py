@@ -264,24 +264,20 @@ def _check_experts(
     function = options.function
     num_experts, num_ranks = check.experts(function, num_experts, options.axis)
     num_local, (num_tokens, hidden) = num_experts // num_ranks, shape
-    w_gate_up, w_down = map(base_of, parts[:2])
-    found = check_quantized.layer_weights(function, hidden, dtype, w_gate_up, w_down, num_local, recipe=options.recipe)
-    w_gate_up, w_down = map(as_array, found)
+    bases = parts._replace(w_gate_up=base_of(parts.w_gate_up), w_down=base_of(parts.w_down))
+    experts, found = check_quantized.layer(function, experts, bases, num_local, hidden, dtype, recipe=options.recipe)
+    w_gate_up, w_down = map(as_array, found[:2])
     is_quantized = isinstance(w_gate_up, QuantizedWeights)
-    columns, intermediate = w_gate_up.shape[2], w_down.shape[1]
-    experts = check.expert_function(function, experts, columns, intermediate)
-    b_gate_up = check.bias(function, "b_gate_up", parts.b_gate_up, (num_local, columns))
-    b_down = check.bias(function, "b_down", parts.b_down, (num_local, hidden))
     if options.recipe is not None or is_quantized:
         check.known_rows(function, "x", "in FP8 and with quantized experts", num_tokens)
     if options.recipe is not None:
-        moe_fp8.check_layer(options, experts, b_gate_up, w_down)
+        moe_fp8.check_layer(options, experts, found.b_gate_up, w_down)
     elif is_quantized:
         check_quantized.no_fused_gemms(options)
     if _has_adapters(parts):
         w_gate_up, w_down = moe_lora.checked_layer(options, parts, (w_gate_up, w_down), dtype)
-    sizes = plans.LayerSizes(columns, intermediate, b_gate_up is not None)
-    return experts, sizes, ExpertWeights(w_gate_up, w_down, b_gate_up, b_down)
+    sizes = plans.LayerSizes(w_gate_up.shape[2], w_down.shape[1], found.b_gate_up is not None)
+    return experts, sizes, found._replace(w_gate_up=w_gate_up, w_down=w_down)
 
 
 def _has_adapters(parts: ExpertWeights) -> bool:
@@ -373,11 +369,11 @@ def _by_quantized(
     if second and is_one_pass(experts, parts.b_gate_up):
         between = partial(quantized_gemm.fp8_operands(plan.second).activate_quantized, experts)
         quantized = quantized_gemm.without_gradient(options, between, hidden_rows)
-        products = quantized_gemm.multiply_fp8(plan.second, x.dtype, quantized, parts.w_down, sizes)
+        results = quantized_gemm.multiply_fp8(plan.second, x.dtype, quantized, parts.w_down, sizes)
     else:
         rows = activate(plan.activation, inner, hidden_rows)
-        products = quantized_gemm.multiply(plan.second, x.dtype, rows, parts.w_down, sizes)
+        results = quantized_gemm.multiply(plan.second, x.dtype, rows, parts.w_down, sizes)
     bias = bias_of_result(experts, parts.b_down, row_weights)
     if bias is not None:
-        products = add_bias(products, bias, sizes)
-    return exchange.combine_tokens(plan.back, products, None, handle)[0]
+        results = add_bias(results, bias, sizes)
+    return exchange.combine_tokens(plan.back, results, None, handle)[0]

@@ -75,13 +75,13 @@ def _multiply(
 ) -> Array:
     """Multiply `[R, K]` rows by `w [L, K, N]`, or `[R, N]` rows by its transpose; quantize other weights."""
     if not isinstance(w, QuantizedWeights):
-        matrices, scales = plan.operands.quantize_matrices(w, handle.group_sizes, transpose=not transpose)
+        values, scales = plan.operands.quantize_matrices(w, handle.group_sizes, transpose=not transpose)
     elif transpose:
-        matrices, scales = cast(Array, w.values_kn), jnp.swapaxes(cast(Array, w.scales), 1, 2)
+        values, scales = cast(Array, w.values_kn), jnp.swapaxes(cast(Array, w.scales), 1, 2)
     else:
-        matrices, scales = w.values, cast(Array, w.scales)
-    run = registry.FP8_GEMM.by(plan.gemm.product.implementation).grouped_gemm_fp8
-    return run(rows, (matrices, scales), handle.group_sizes, out_dtype=dtype)
+        values, scales = w.values, cast(Array, w.scales)
+    run = registry.FP8_GEMM.by(plan.gemm.forward.implementation).grouped_gemm_fp8
+    return run(rows, (values, scales), handle.group_sizes, out_dtype=dtype)
 
 
 def _weight_gradient(plan: Fp8LayerPlan, lhs: Quantized, rhs: Quantized, w: Weights, handle: Handle) -> Weights:
@@ -112,12 +112,12 @@ def _dispatch(plan: Fp8LayerPlan, x: Array, weights: Array, handle: Handle) -> t
     return (lax.bitcast_convert_type(values, jnp.uint8), scales), cast(Array, row_weights)
 
 
-def _saved_matrices(w: Weights) -> Weights:
+def _saved_weights(w: Weights) -> Weights:
     """Return weights to save: as bytes on the CPU, where saved FP8 values are lost; on GPUs that would be a copy."""
     return _bitcast(w, jnp.uint8) if platform() == "cpu" else w
 
 
-def _matrices(saved: Weights) -> Weights:
+def _weights_of(saved: Weights) -> Weights:
     return _bitcast(saved, FP8)
 
 
@@ -147,7 +147,7 @@ def _dispatch_forward(
     def multiply(plan: Fp8LayerPlan, saved: Quantized, w: Weights, handle: Handle) -> Array:
         return _multiply(plan, _as_fp8(saved), w, handle, dtype)
 
-    return (multiply(plan, saved, w, handle), row_weights), (saved, _saved_matrices(w), handle)
+    return (multiply(plan, saved, w, handle), row_weights), (saved, _saved_weights(w), handle)
 
 
 @_without_second_derivative
@@ -155,7 +155,7 @@ def _dispatch_backward(
     plan: Fp8LayerPlan, residuals: _DispatchSaved, cotangents: tuple[Array, Array]
 ) -> tuple[Array, Array | None, Weights, None]:
     saved, saved_w, handle = residuals
-    w, sizes = _matrices(saved_w), handle.group_sizes
+    w, sizes = _weights_of(saved_w), handle.group_sizes
     d_hidden, d_row_weights = cotangents
     operands = plan.operands
     rows, rhs = operands.quantize_both_ways(d_hidden, sizes)
@@ -177,22 +177,22 @@ def multiply_and_combine(plan: Fp8LayerPlan, between: FfnHidden, w: Weights, han
 
 def _combine_forward(plan: Fp8LayerPlan, between: FfnHidden, w: Weights, handle: Handle) -> tuple[Array, _CombineSaved]:
     sums = _without_second_derivative(multiply_and_combine)(plan, between, w, handle)
-    return sums, (between, _saved_matrices(w), handle)
+    return sums, (between, _saved_weights(w), handle)
 
 
 @_without_second_derivative
 def _combine_backward(plan: Fp8LayerPlan, residuals: _CombineSaved, d_sums: Array) -> tuple[FfnHidden, Weights, None]:
     plan, (between, saved_w, handle) = plan.transposed, residuals
-    w, sizes, dtype = _matrices(saved_w), handle.group_sizes, between.hidden.dtype
+    w, sizes, dtype = _weights_of(saved_w), handle.group_sizes, between.hidden.dtype
     operands, d_sums = plan.operands, d_sums.astype(dtype)
-    d_products, _ = exchange.dispatch_quantized(plan.exchange, d_sums, None, handle)
-    d_rows = _multiply(plan, d_products, w, handle, dtype, transpose=True)
+    d_results, _ = exchange.dispatch_quantized(plan.exchange, d_sums, None, handle)
+    d_rows = _multiply(plan, d_results, w, handle, dtype, transpose=True)
     d, _ = activation.gradient(plan.activation, between.rows(sizes), d_rows, keep=False)
     d_down = between.b_down
     if d_down is not None:
-        d_down = bias_gradient(plan.gemm.sums, operands.dequantize_rows(*d_products, sizes, dtype=dtype), d_down, sizes)
+        d_down = bias_gradient(plan.gemm.sums, operands.dequantize_rows(*d_results, sizes, dtype=dtype), d_down, sizes)
     lhs = operands.activate_columns(plan.activation.experts, between.rows(sizes))
-    rhs = operands.quantize_columns(d_products, sizes)
+    rhs = operands.quantize_columns(d_results, sizes)
     d_between = FfnHidden(d.hidden, d.weights, d.bias, d_down)
     return d_between, _weight_gradient(plan, lhs, rhs, w, handle), None
 

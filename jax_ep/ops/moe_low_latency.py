@@ -87,10 +87,10 @@ def low_latency_moe(
       >>> from jax_ep.quantization import quantize
       >>> x, idx, weights = jnp.ones((2, 128)), jnp.array([[0], [1]]), jnp.ones((2, 1))
       >>> w_gate_up, w_down = jnp.ones((2, 128, 256)), jnp.ones((2, 128, 128))
-      >>> matrices = [quantize(w, "fp8", activations="fp8") for w in (w_gate_up, w_down)]
+      >>> pair = [quantize(w, "fp8", activations="fp8") for w in (w_gate_up, w_down)]
       >>> experts = jax_ep.Experts("relu")
-      >>> y = jax_ep.low_latency_moe(x, idx, weights, *matrices, num_experts=2, axis_name=(), experts=experts)
-      >>> y[0, 0].item()  # 128 * 128 from the first matrix, gated by as much, times 128 from the second
+      >>> y = jax_ep.low_latency_moe(x, idx, weights, *pair, num_experts=2, axis_name=(), experts=experts)
+      >>> y[0, 0].item()  # 128 * 128 from the first GEMM, gated by as much, times 128 from the second
       2097152.0
 
     Source: the path of DeepSeek-V3's decoding (arXiv:2412.19437, section 3.4.2).
@@ -109,12 +109,14 @@ def low_latency_moe(
     num_tokens = max(1, x.shape[0]) if max_tokens_per_rank is None else max_tokens_per_rank
     num_tokens = checked_max_tokens(_NAME, x.shape[0], num_tokens)
     out_dtype = check.result_dtype(_NAME, out_dtype, x.dtype)
-    experts, matrices = _check_experts(x, *pair, num_experts // num_ranks, experts, biases)
-    tokens, matrices = vary_alike(((x, topk_idx, topk_weights), matrices), over=options.axis)
+    given = ExpertWeights(*pair, *check.biases(_NAME, biases))
+    experts, parts = check_quantized.layer(_NAME, experts, given, num_experts // num_ranks, x.shape[1], x.dtype)
+    parts = parts._replace(w_gate_up=as_transposed(parts.w_gate_up), w_down=as_transposed(parts.w_down))
+    tokens, parts = vary_alike(((x, topk_idx, topk_weights), parts), over=options.axis)
     if experts.weight_on == "output":
-        return _run_experts(options, experts, num_experts, num_tokens, out_dtype, matrices, *tokens)
+        return _run_experts(options, experts, num_experts, num_tokens, out_dtype, parts, *tokens)
     top_k, rows = topk_idx.shape[1], _one_token_per_expert(*tokens)
-    y = _run_experts(options, experts, num_experts, num_tokens * top_k, out_dtype, matrices, *rows)
+    y = _run_experts(options, experts, num_experts, num_tokens * top_k, out_dtype, parts, *rows)
     return jnp.sum(y.reshape(-1, top_k, y.shape[1]), axis=1, dtype=accumulation_dtype(y.dtype)).astype(y.dtype)
 
 
@@ -137,46 +139,29 @@ def _over_nodes(
     return hierarchical.layer(_NAME, inside, tokens, num_experts, topology, wires, sum_dtype)
 
 
-def _check_experts(
-    x: Array,
-    w_gate_up: Array | QuantizedWeights,
-    w_down: Array | QuantizedWeights,
-    num_local: int,
-    experts: Experts | None,
-    biases: Biases | None,
-) -> tuple[Experts, ExpertWeights]:
-    """Check the experts, and return them with their weights in the form that the GEMMs read."""
-    w_gate_up, w_down = check_quantized.layer_weights(_NAME, x.shape[1], x.dtype, w_gate_up, w_down, num_local)
-    experts = check.expert_function(_NAME, experts, w_gate_up.shape[2], w_down.shape[1])
-    b_gate_up, b_down = check.biases(_NAME, biases)
-    b_gate_up = check.bias(_NAME, "b_gate_up", b_gate_up, (num_local, w_gate_up.shape[2]))
-    b_down = check.bias(_NAME, "b_down", b_down, (num_local, x.shape[1]))
-    return experts, ExpertWeights(as_transposed(w_gate_up), as_transposed(w_down), b_gate_up, b_down)
-
-
 def _run_experts(
     options: Options,
     experts: Experts,
     num_experts: int,
     max_tokens: int,
     out_dtype: DTypeLike,
-    matrices: ExpertWeights,
+    parts: ExpertWeights,
     x: Array,
     topk_idx: Array,
     topk_weights: Array,
 ) -> Array:
     """Return the layer's result `[T, H]` for checked arguments."""
     layout = checked_layout(options, num_experts, max_tokens, topk_idx.shape[1])
-    plan = plan_serving.low_latency_layer(options, experts, layout, matrices, x.dtype, out_dtype)
-    group_size = GROUP_SIZE if matrices.w_gate_up.activations == "fp8" else None
+    plan = plan_serving.low_latency_layer(options, experts, layout, parts, x.dtype, out_dtype)
+    group_size = GROUP_SIZE if parts.w_gate_up.activations == "fp8" else None
     tokens, scales, sizes, handle = dispatch_tokens(plan.dispatch, layout, group_size, x, topk_idx, None)
     rows = max(1, -(-layout.num_ranks * topk_idx.size // layout.num_experts))
     arrived = tokens if scales is None else (tokens, scales)
-    hidden = multiply(plan.first, x.dtype, rows, arrived, matrices.w_gate_up, sizes)
-    quantize, inner = matrices.w_down.activations == "fp8", matrices.w_down.shape[1]
-    values, scales = activate(plan.activation, experts, inner, hidden, sizes, matrices.b_gate_up, quantize)
-    product = values if scales is None else (values, scales), matrices.w_down, sizes
-    return _multiply_and_combine(plan.second, out_dtype, rows, topk_weights, handle, matrices.b_down, *product)
+    hidden = multiply(plan.first, x.dtype, rows, arrived, parts.w_gate_up, sizes)
+    quantize, inner = parts.w_down.activations == "fp8", parts.w_down.shape[1]
+    values, scales = activate(plan.activation, experts, inner, hidden, sizes, parts.b_gate_up, quantize)
+    second = values if scales is None else (values, scales), parts.w_down, sizes
+    return _multiply_and_combine(plan.second, out_dtype, rows, topk_weights, handle, parts.b_down, *second)
 
 
 def _one_token_per_expert(x: Array, topk_idx: Array, topk_weights: Array) -> tuple[Array, Array, Array]:
@@ -255,11 +240,11 @@ def low_latency_gemm_combine(
     topk_idx, topk_weights = check_combine(function, "lhs", y, topk_idx, topk_weights, layout)
     options = registry.options(function, axis_name, implementation, schedule, has_wire=False)
     operands = topk_weights, handle, rows, rhs, group_sizes
-    topk_weights, handle, *product = cast(Any, vary_alike(operands, over=options.axis))
+    topk_weights, handle, *second = cast(Any, vary_alike(operands, over=options.axis))
     plan = plan_serving.low_latency_gemm_combine(
         options, lhs.shape, lhs.dtype, rhs, out_dtype, layout, is_foreign=handle.group is None
     )
-    return _multiply_and_combine(plan, out_dtype, expected_rows, topk_weights, handle, None, *product)
+    return _multiply_and_combine(plan, out_dtype, expected_rows, topk_weights, handle, None, *second)
 
 
 def _multiply_and_combine(
@@ -278,10 +263,10 @@ def _multiply_and_combine(
 
     def unfused(rows: Tokens, rhs: QuantizedWeights, group_sizes: Array, *rest: Any) -> Array:
         topk_weights, handle, bias = rest
-        product = multiply(plan.product, out_dtype, expected_rows, rows, rhs, group_sizes)
+        y = multiply(plan.gemm, out_dtype, expected_rows, rows, rhs, group_sizes)
         if bias is not None:
-            product = add_bias_of_blocks(product, bias)
-        return combine_tokens(plan.combine, product, topk_weights, handle)
+            y = add_bias_of_blocks(y, bias)
+        return combine_tokens(plan.combine, y, topk_weights, handle)
 
     def fused(rows: Tokens, rhs: QuantizedWeights, *others: Any) -> Array:
         from jax_ep.megakernels.low_latency import low_latency_gemm_combine

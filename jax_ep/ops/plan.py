@@ -206,19 +206,19 @@ def exchange_gemm(
     layout, columns = facts.layout, _known(facts.columns)
     whole = exchange(dataclasses.replace(options, sum_dtype=sum_dtype), facts)
     groups = layout.num_local_experts
-    product = GemmFacts(facts.dtype, layout.capacity, facts.hidden, columns, groups, facts.dtype)
+    gemm_facts = GemmFacts(facts.dtype, layout.capacity, facts.hidden, columns, groups, facts.dtype)
     sums = group_sums(options, facts.dtype, layout.capacity, out_columns, groups)
     fused, name = FusedFacts(facts.dtype, facts.hidden, columns, layout), whole.handle.implementation
     reason = registry.unsupported_reason(name, fused, options)
     if reason is not None:
-        return ExchangeGemmPlan(whole, gemm(options, product), None, None, None, sums, f"{name}: {reason}")
+        return ExchangeGemmPlan(whole, gemm(options, gemm_facts), None, None, None, sums, f"{name}: {reason}")
     # A separate GEMM is that of the fastest implementation, whichever runs the all-to-all.
-    apart = gemm(dataclasses.replace(options, implementation=None), product)
+    apart = gemm(dataclasses.replace(options, implementation=None), gemm_facts)
     schedule = options.schedule
     if whole.adds_at_sources and schedule.combine_mode is None:
         schedule = dataclasses.replace(schedule, combine_mode="scatter")  # the same sums in one kernel
-    specialized = registry.is_specialized(apart.forward.implementation, product)
-    modes = fused_modes(schedule, fused, specialized=specialized, in_gluon=registry.is_specialized(name, product))
+    specialized = registry.is_specialized(apart.forward.implementation, gemm_facts)
+    modes = fused_modes(schedule, fused, specialized=specialized, in_gluon=registry.is_specialized(name, gemm_facts))
     part = Part("exchange_gemm", name)
     return ExchangeGemmPlan(whole, apart, part, modes, _saved_as(options, layout), sums)
 
@@ -293,9 +293,9 @@ def layer(
     between = activation(options, experts, dtype, layout.capacity, sizes.columns, groups)
     activated = None
     if not sizes.has_bias:
-        product = GemmFacts(dtype, layout.capacity, facts.hidden, sizes.columns, groups, dtype)
+        gemm_facts = GemmFacts(dtype, layout.capacity, facts.hidden, sizes.columns, groups, dtype)
         name = first.gemm.forward.implementation
-        if registry.unsupported_reason(name, GemmActivationFacts(dtype, experts, product), options) is None:
+        if registry.unsupported_reason(name, GemmActivationFacts(dtype, experts, gemm_facts), options) is None:
             activated = Part("gemm_activation", name)
     return LayerPlan(first, second, between, activated)
 
@@ -344,7 +344,7 @@ def balanced(options: Options, facts: ExchangeFacts, wanted: int | None, weights
 class Fp8GemmPlan:
     """A grouped GEMM in FP8, its transpose, and the gradient of its weights; `operands` rounds their operands."""
 
-    product: Part
+    forward: Part
     gradient: Part
     operands: Part
     sums: GemmPlan
@@ -371,16 +371,16 @@ def fp8_operands(options: Options, dtype: DTypeLike, sizes: tuple[int, ...], dep
     return registry.choose(options, Fp8OperandFacts(jnp.dtype(dtype), sizes, depth % GROUP_SIZE == 0))
 
 
-def _fp8_gemm(options: Options, product: GemmFacts, weight_dtype: DTypeLike, out_columns: int) -> Fp8GemmPlan:
-    places = fp8.num_blocks(product.num_rows, product.groups) * GROUP_SIZE
+def _fp8_gemm(options: Options, gemm_facts: GemmFacts, weight_dtype: DTypeLike, out_columns: int) -> Fp8GemmPlan:
+    places = fp8.num_blocks(gemm_facts.num_rows, gemm_facts.groups) * GROUP_SIZE
     dtype = jnp.dtype(weight_dtype)
-    gradient = dataclasses.replace(product, num_rows=places, out_dtype=dtype)
-    sizes = product.num_rows, product.depth, product.columns
+    gradient = dataclasses.replace(gemm_facts, num_rows=places, out_dtype=dtype)
+    sizes = gemm_facts.num_rows, gemm_facts.depth, gemm_facts.columns
     return Fp8GemmPlan(
-        registry.choose(options, product),
+        registry.choose(options, gemm_facts),
         registry.choose(options, gradient),
-        fp8_operands(options, max(product.out_dtype, gradient.out_dtype, key=lambda dtype: dtype.itemsize), sizes),
-        group_sums(options, product.out_dtype, product.num_rows, out_columns, product.groups),
+        fp8_operands(options, max(gemm_facts.out_dtype, gradient.out_dtype, key=lambda dtype: dtype.itemsize), sizes),
+        group_sums(options, gemm_facts.out_dtype, gemm_facts.num_rows, out_columns, gemm_facts.groups),
     )
 
 

@@ -51,8 +51,8 @@ def lora_gemm(options: Options, num_rows: int, dtype: DTypeLike, w: Any, out_dty
         rank = w.a.shape[-1]
         thin = resolve(depth, rank, dtype), resolve(rank, columns, out_dtype)
     if isinstance(base, QuantizedWeights):
-        product = quantized_gemm(options, (num_rows, depth), dtype, base, out_dtype)
-        return LoraGemmPlan(product, resolve(columns, depth, dtype), thin)
+        base_gemm = quantized_gemm(options, (num_rows, depth), dtype, base, out_dtype)
+        return LoraGemmPlan(base_gemm, resolve(columns, depth, dtype), thin)
     plan = resolve(depth, columns, out_dtype)
     return LoraGemmPlan(plan, plan.transposed, thin)
 

@@ -46,7 +46,7 @@ class QuantizedGemmPlan:
     """
 
     options: Options
-    product: Part
+    gemm: Part
     operands: Part | None
 
 
@@ -95,7 +95,7 @@ def one_part(options: Options, facts: Facts) -> PartPlan:
 class LowLatencyGemmPlan:
     """The second GEMM of experts and combine, in one launch or in two."""
 
-    product: QuantizedGemmPlan
+    gemm: QuantizedGemmPlan
     combine: PartPlan
     fused: Part | None
 
@@ -222,8 +222,8 @@ def single_launch(options: Options, facts: FusedMoEFacts, others: Sequence[str])
     from jax_ep.megakernels.fused_moe import is_fastest
 
     num_experts, hidden, columns = facts.w_gate_up.shape
-    product = GemmFacts(facts.dtype, facts.num_slots, hidden, columns, num_experts, facts.dtype)
-    specialized = registry.is_specialized(name, product)
+    gemm_facts = GemmFacts(facts.dtype, facts.num_slots, hidden, columns, num_experts, facts.dtype)
+    specialized = registry.is_specialized(name, gemm_facts)
     if is_fastest(facts.num_slots, facts.dtype, facts.w_gate_up, facts.w_down, specialized=specialized):
         return Part("fused_moe", name)
     return None

@@ -24,7 +24,7 @@ def multiply(
 ) -> Array:
     """`[M, K]` rows times the weights `[K, N]` of their group, checked; zero past the groups."""
 
-    def product(lhs: Array, rhs: QuantizedWeights, group_sizes: Array) -> Array:
+    def gemm(lhs: Array, rhs: QuantizedWeights, group_sizes: Array) -> Array:
         if rhs.activations == "fp8":
             in_fp8 = fp8_operands(plan).quantize_rows(lhs, group_sizes)
             return _multiply_fp8(plan, out_dtype, in_fp8, rhs, group_sizes)
@@ -34,11 +34,11 @@ def multiply(
         rows = quantize_tokens(lhs, row_groups(group_sizes, lhs.shape[0]), rhs.smooth)
         return run(rows, rhs, group_sizes)
 
-    return call_without_gradient(_remedy(plan.options), product, *vary_alike((lhs, rhs, group_sizes)))
+    return call_without_gradient(_remedy(plan.options), gemm, *vary_alike((lhs, rhs, group_sizes)))
 
 
 def _run(plan: QuantizedGemmPlan) -> operations.QuantizedGemm:
-    return registry.QUANTIZED_GEMM.by(plan.product.implementation)
+    return registry.QUANTIZED_GEMM.by(plan.gemm.implementation)
 
 
 def fp8_operands(plan: QuantizedGemmPlan) -> operations.Activation:
@@ -51,9 +51,9 @@ def fp8_operands(plan: QuantizedGemmPlan) -> operations.Activation:
 def _multiply_fp8(
     plan: QuantizedGemmPlan, out_dtype: DTypeLike, rows: Quantized, rhs: QuantizedWeights, group_sizes: Array
 ) -> Array:
-    if plan.product.operation == "quantized_gemm":
+    if plan.gemm.operation == "quantized_gemm":
         return _run(plan).grouped_gemm(rows, rhs, group_sizes, out_dtype=out_dtype)
-    run = registry.FP8_GEMM.by(plan.product.implementation).grouped_gemm_fp8
+    run = registry.FP8_GEMM.by(plan.gemm.implementation).grouped_gemm_fp8
     return run(rows, (rhs.values, cast(Array, rhs.scales)), group_sizes, out_dtype=out_dtype)
 
 
@@ -61,8 +61,8 @@ def multiply_fp8(
     plan: QuantizedGemmPlan, out_dtype: DTypeLike, rows: Quantized, rhs: QuantizedWeights, group_sizes: Array
 ) -> Array:
     """`multiply` of rows that are in FP8 already."""
-    product = partial(_multiply_fp8, plan, out_dtype)
-    return call_without_gradient(_remedy(plan.options), product, *vary_alike((rows, rhs, group_sizes)))
+    gemm = partial(_multiply_fp8, plan, out_dtype)
+    return call_without_gradient(_remedy(plan.options), gemm, *vary_alike((rows, rhs, group_sizes)))
 
 
 def without_gradient[*Arguments, Result](
@@ -79,7 +79,7 @@ def _remedy(options: Options) -> str:
     )
 
 
-def refuse_gradient(options: Options, matrices: Sequence[Array | QuantizedWeights]) -> None:
+def refuse_gradient(options: Options, weights: Sequence[Array | QuantizedWeights]) -> None:
     """Raise the `TypeError` of a derivative if weights are quantized."""
-    if any(isinstance(w, QuantizedWeights) for w in matrices):
+    if any(isinstance(w, QuantizedWeights) for w in weights):
         raise TypeError(_remedy(options))

@@ -263,6 +263,8 @@ TENSORS = {  # By kind and mistake: a tensor, and its change.
     "awq: scales in integers": ("scales", lambda x: x.astype(np.int16)),
     "gptq, asymmetric: another group size": ("scales", lambda x: x[::2]),
     "awq: zero points of other columns": ("qzeros", lambda x: x[:, 1:]),
+    "int4: no scales": ("weight_scale", lambda x: None),
+    "int4, asymmetric: no scales": ("weight_scale", lambda x: None),
     "int4: no shape": ("weight_shape", lambda x: None),
     "int4: another shape": ("weight_shape", lambda x: x[::-1].copy()),
     "int4: 8 bits": ("weight_shape", lambda x: x // [1, 2]),
@@ -294,6 +296,20 @@ def test_integer_tensors_that_do_not_fit(mistake, tmp_path, rng):
         with pytest.raises(ValueError, match=rf"^Checkpoint: '.*up_proj.{text}") as caught:
             call()
         assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "text"),
+    [
+        ("int4", "weight", r"up_proj\.weight' and .*up_proj\.weight_packed', expected the tensor once"),
+        ("awq", "weight", r"up_proj\.weight' and .*up_proj\.qweight', expected the tensor once"),
+        ("modelopt", "pre_quant_scale", "pre_quant_scale' multiplies the tokens of .*, expected weights alone"),
+    ],
+)
+def test_integer_tensors_of_two_checkpoints(kind, more, text, tmp_path, rng):
+    checkpoint, _, _ = checkpoint_of(tmp_path, rng, kind, with_part(more, lambda x: np.ones((WIDTH, HIDDEN), F32)))
+    with pytest.raises(ValueError, match=text):
+        checkpoint.read(f"{NAME}weight", dtype=F32)
 
 
 def with_fields(**fields):

@@ -73,14 +73,19 @@ def weight_of(name: str) -> str:
 
 def decoded(files: TensorFiles, name: str) -> Any:
     """Return a tensor as floats; quantized values are multiplied by their scales when they are read."""
-    if name not in files and name + _PACKED in files:
-        name += _PACKED
-    if name.endswith(_PACKED) and name.removesuffix(_PACKED) + "_scale" in files:
-        return _packed(files, name)
-    base = weight_of(name).removesuffix("weight")
-    if name == f"{base}qweight" or (name == f"{base}weight" and name not in files and f"{base}qweight" in files):
-        return _grouped(files, base)
+    forms = [name, name + _PACKED, re.sub(r"\.weight$", ".qweight", name)]
+    there = [form for form in dict.fromkeys(forms) if form in files]
+    if len(there) > 1:
+        raise ValueError(
+            f"Checkpoint: the files have {' and '.join(map(shown, there))}, expected the tensor once; remove that of"
+            " another checkpoint, or read it as it is stored, without dtype."
+        )
+    name = there[0] if there else name
+    if name.endswith(".qweight"):
+        return _grouped(files, name.removesuffix("qweight"))
     values = files[name]
+    if name.endswith(_PACKED) and (values.dtype.kind in "iu" or name.removesuffix(_PACKED) + "_scale" in files):
+        return _packed(files, name)
     if values.dtype.itemsize > 1:
         return values
     if values.dtype == FP8 and name + SCALES in files:
@@ -117,6 +122,12 @@ def _modelopt(files: TensorFiles, name: str, values: StoredArray) -> FourBit:
     """Return a tensor in NVFP4 as ModelOpt stores it."""
     check_quantization("Checkpoint", files.config)
     scales, factor = files[f"{name}_scale"], files[name + _FACTOR]
+    smoothed = f"{name.removesuffix('weight')}pre_quant_scale"
+    if smoothed in files:
+        raise ValueError(
+            f"Checkpoint: {shown(smoothed)} multiplies the tokens of {shown(name)}, expected weights alone; export them"
+            " without AWQ, or read both as they are stored, without dtype."
+        )
     stored = [(part.dtype, part.shape) for part in (values, scales)]
     rows, blocks = scales.shape if scales.ndim == 2 else (0, 0)
     if stored != [(np.uint8, (rows, blocks * _NVFP4_BLOCK // 2)), (FP8, (rows, blocks))] or (
@@ -136,9 +147,11 @@ def _packed(files: TensorFiles, name: str) -> FourBit:
     """Return a tensor of compressed-tensors: INT4 in int32, or NVFP4 in uint8. The config must describe it too."""
     base = name.removesuffix(_PACKED)
     found = {part: files[base + part] for part in _PARTS if base + part in files}
-    values, scales, zeros = found[_PACKED], found["_scale"], found.get("_zero_point")
+    values, scales, zeros = found[_PACKED], found.get("_scale"), found.get("_zero_point")
     is_int = values.dtype == np.int32
-    (rows, words), (_, groups) = (part.shape if part.ndim == 2 else (0, 0) for part in (values, scales))
+    (rows, words), (_, groups) = (
+        part.shape if part is not None and part.ndim == 2 else (0, 0) for part in (values, scales)
+    )
     depth = words * (8 if is_int else 2)
     size = depth // groups if groups else 0
     expected: dict[str, Any] = {_PACKED: ((np.int32,), (rows, words)), "_scale": (_FLOATS, (rows, groups))}

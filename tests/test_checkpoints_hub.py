@@ -219,8 +219,41 @@ def test_download_of_no_name(repo_id):
 
 
 @pytest.mark.parametrize(
-    "call", [Checkpoint, lambda folder: save(folder, {}, {}), lambda folder: push(folder, "me/model")]
+    ("arguments", "kind", "text"),
+    [
+        ({"repo_id": "model"}, ValueError, "repo_id='model' is not valid .*, expected 'owner/name'"),
+        ({"repo_id": "me/a model"}, ValueError, "repo_id='me/a model' is not valid .*, expected 'owner/name'"),
+        ({"revision": 3}, TypeError, "revision is an int, expected a string"),
+        ({"revision": ""}, ValueError, "revision='', expected a text"),
+        ({"folder": ""}, ValueError, "folder is '' .*, expected a path"),  # not the current folder
+        ({"folder": "a\0b"}, ValueError, "folder is .*, expected a path"),
+    ],
 )
-def test_folder_that_is_an_int(call):
-    with pytest.raises(TypeError, match=r"^\w+: folder is an int, expected a str or a Path"):
-        call(3)
+def test_download_with_a_wrong_argument(arguments, kind, text, monkeypatch):
+    monkeypatch.setattr(hub, "snapshot_download", None)
+    with pytest.raises(kind, match=f"^download: {text}"):
+        download(**{"repo_id": "me/model"} | arguments)
+
+
+def test_download_has_all_files_of_tokenizers(monkeypatch, tmp_path):
+    def patterns(repo_id, *, allow_patterns, **_):
+        names = ["tokenizer.json", "tokenizer.model", "added_tokens.json", "tiktoken.model", "vocab.json", "merges.txt"]
+        assert list(hub.utils.filter_repo_objects([*names, "optimizer.pt"], allow_patterns=allow_patterns)) == names
+        return tmp_path
+
+    monkeypatch.setattr(hub, "snapshot_download", patterns)
+    assert download("moonshotai/Kimi-K2-Thinking") == tmp_path
+
+
+CALLS = {
+    "Checkpoint": Checkpoint,
+    "save": lambda folder: save(folder, {}, {}),
+    "push": lambda folder: push(folder, "me/model"),
+    "download": lambda folder: download("me/model", folder=folder),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_folder_that_is_an_int(name):
+    with pytest.raises(TypeError, match=f"^{name}: folder is an int, expected a str or a Path"):
+        CALLS[name](3)

@@ -15,8 +15,8 @@ from jax_ep.values import shown
 
 _WEIGHTS = ("model*.safetensors", "model*.safetensors.index.json")
 _OF_A_CHECKPOINT = (SINGLE, INDEX, "model-?????-of-?????.safetensors")  # Others, such as adapters, are not replaced.
-_TEXTS = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "chat_template*")
-_OTHERS = (*_TEXTS, "*.tiktoken")
+_TEXTS = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*")
+_OTHERS = (*_TEXTS, "merges.txt", "chat_template*", "*.tiktoken", "tiktoken.model")
 
 
 def download(repo_id: str, *, revision: str | None = None, folder: str | os.PathLike[str] | None = None) -> Path:
@@ -32,8 +32,8 @@ def download(repo_id: str, *, revision: str | None = None, folder: str | os.Path
 
     Raises:
       ImportError: huggingface_hub is not installed.
-      TypeError: `repo_id` is not a string.
-      ValueError: it is not valid.
+      TypeError: `repo_id` or `revision` is not a string, or `folder` no path.
+      ValueError: one of them is not valid.
 
     Example:
       >>> from jax_ep.checkpoints import Checkpoint, download
@@ -43,8 +43,14 @@ def download(repo_id: str, *, revision: str | None = None, folder: str | os.Path
 
     Source: https://huggingface.co/docs/huggingface_hub/guides/download.
     """
-    hub = files.optional("download", "huggingface_hub")
-    check.instance("download", "repo_id", repo_id, str, "a string such as 'owner/name'")
+    function = "download"
+    hub = files.optional(function, "huggingface_hub")
+    check.instance(function, "repo_id", repo_id, str, "a string such as 'owner/name'")
+    _check_repo(function, repo_id)
+    if revision is not None:
+        _check_text(function, "revision", revision)
+    if folder is not None:
+        folder = files.folder_path(function, folder)
     # Subfolders hold the same weights in other formats.
     patterns = {"allow_patterns": [CONFIG, *_WEIGHTS, *_OTHERS], "ignore_patterns": ["*/*"]}
     return Path(hub.snapshot_download(repo_id, revision=revision, local_dir=folder, **patterns))

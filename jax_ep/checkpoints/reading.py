@@ -147,11 +147,10 @@ def _packed(files: TensorFiles, name: str) -> FourBit:
     """Return a tensor of compressed-tensors: INT4 in int32, or NVFP4 in uint8. The config must describe it too."""
     base = name.removesuffix(_PACKED)
     found = {part: files[base + part] for part in _PARTS if base + part in files}
-    values, scales, zeros = found[_PACKED], found.get("_scale"), found.get("_zero_point")
+    values, zeros = found[_PACKED], found.get("_zero_point")
+    scales = found.get("_scale", values)  # Without scales, the parts do not fit.
     is_int = values.dtype == np.int32
-    (rows, words), (_, groups) = (
-        part.shape if part is not None and part.ndim == 2 else (0, 0) for part in (values, scales)
-    )
+    (rows, words), (_, groups) = (part.shape if part.ndim == 2 else (0, 0) for part in (values, scales))
     depth = words * (8 if is_int else 2)
     size = depth // groups if groups else 0
     expected: dict[str, Any] = {_PACKED: ((np.int32,), (rows, words)), "_scale": (_FLOATS, (rows, groups))}

@@ -10,7 +10,7 @@ import pytest
 
 import jax_ep
 import oracle
-from cases import BASE, BF16, F32, Shape, assert_close, reals
+from cases import BASE, BF16, F32, Shape, assert_close, reals, relative_error
 from harness import compiled, run
 from jax_ep.quantization import quantize
 from layers import Layer, with_gradients
@@ -63,7 +63,7 @@ def moe(implementation, inputs, **options):
 
 def assert_near(got, want, what):
     """Compare in the norm: a sum that rounds to the other side of a limit has another derivative."""
-    error = np.linalg.norm(got.astype(np.float64) - want) / np.linalg.norm(want)
+    error = relative_error(got, want)
     assert error < 0.05, f"{what}: off by {error}"
 
 
@@ -125,7 +125,7 @@ def test_experts_fp8_gemm(implementation, expert_mesh, rng):
     y, *gradients = run(with_gradients(call), expert_mesh(2), *inputs.args, inputs.d_out)
     want, wanted = inputs.answer()
     for g, w in zip((y, *gradients), (want, *wanted), strict=True):
-        assert np.linalg.norm(g.astype(np.float64) - w) < 0.15 * np.linalg.norm(w)
+        assert relative_error(g, w) < 0.15
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -141,8 +141,7 @@ def test_experts_low_latency(implementation, case, fp8, expert_mesh, rng):
         return jax_ep.low_latency_moe(x, topk_idx, weights, *matrices, **options)
 
     got, want = run(call, expert_mesh(2), *inputs.args), inputs.answer()[0]
-    error = np.linalg.norm(got.astype(np.float64) - want) / np.linalg.norm(want)
-    assert error < (0.12 if fp8 else 0.01)
+    assert relative_error(got, want) < (0.12 if fp8 else 0.01)
 
 
 def test_experts_custom_activation(implementation, expert_mesh, rng):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jax_ep
-from cases import BF16, Shape, assert_close
+from cases import BF16, Shape, assert_close, relative_error
 from harness import compiled
 from layers import Layer
 from stored_experts import quantized
@@ -27,10 +27,6 @@ def layer(implementation, fp8, **options):
         return jax_ep.low_latency_moe(x, topk_idx, topk_weights, *experts, **sizes, **options)
 
     return fn
-
-
-def relative_error(got, want):
-    return float(np.linalg.norm(got.astype(np.float64) - want) / np.linalg.norm(want))
 
 
 def test_low_latency_moe_routings(implementation, expert_mesh, rng, subtests):
@@ -105,8 +101,7 @@ def test_low_latency_moe_two_weight_formats(other, swapped):
     w = [quantized(m, **kind) for m, kind in zip(matrices, kinds, strict=True)]
     calls = partial(jax_ep.low_latency_moe, num_experts=4, axis_name=()), jax_ep.fused_moe
     got, want = (np.asarray(jax.jit(partial(c, implementation="xla"))(x, ids, weights, *w)) for c in calls)
-    error = np.linalg.norm(got - want) / np.linalg.norm(want)
-    assert error < 0.05, "but for the rounding of tokens on their way"
+    assert relative_error(got, want) < 0.05, "but for the rounding of tokens on their way"
 
 
 @pytest.mark.parametrize("jit", [False, True])

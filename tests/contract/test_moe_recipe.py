@@ -10,8 +10,8 @@ import pytest
 
 import jax_ep
 import oracle_fp8
-from cases import BF16, F32, Shape, reals
-from fp8_layers import Layer, moe, relative
+from cases import BF16, F32, Shape, reals, relative_error
+from fp8_layers import Layer, moe
 from harness import compiled, make_mesh, run, to_numpy
 from layers import NAMES, with_gradients
 from routings import FEW_ROUTINGS
@@ -27,7 +27,7 @@ Most layers on CPU devices agree to 1e-6; a single such value adds up to 0.016.
 def assert_near(got, want, limit=NEAR):
     for name, g, w in zip(NAMES, got, want, strict=True):
         assert np.linalg.norm(w.astype(np.float64)) > 0, name
-        assert relative(g, w) < limit, name
+        assert relative_error(g, w) < limit, name
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
@@ -46,7 +46,7 @@ def test_moe_recipe_matches_oracle(implementation, num_ranks, expert_mesh, rng, 
             exact = exact.forward(), *exact.gradients(layer.probe)
             for name, g, r, w in zip(NAMES, got, rounded, exact, strict=True):
                 # For few router weights, roundings alone exceed 0.15 with one seed in some hundreds.
-                assert 0.01 < relative(g, w) < max(0.15, 1.1 * relative(r, w)), name
+                assert 0.01 < relative_error(g, w) < max(0.15, 1.1 * relative_error(r, w)), name
 
 
 def test_moe_recipe_capacity(implementation, expert_mesh, rng):
@@ -54,7 +54,7 @@ def test_moe_recipe_capacity(implementation, expert_mesh, rng):
     want = layer.oracle(capacity=13)
     assert want.lay.dropped.sum() > 0
     got = run(moe(capacity=13, implementation=implementation), expert_mesh(2), *layer.args)
-    assert 0.01 < relative(got, want.forward()) < 0.12
+    assert 0.01 < relative_error(got, want.forward()) < 0.12
 
 
 @pytest.mark.slow_interpreted
@@ -102,7 +102,7 @@ def test_moe_recipe_nan_stays_with_token(implementation, expert_mesh, rng):
     for rows, want in zip((y, d_x), wanted, strict=False):
         affected = np.isnan(rows).any(-1)
         assert affected[1, 2] and affected.sum() == 1
-        assert relative(rows[~affected], want[~affected]) < NEAR
+        assert relative_error(rows[~affected], want[~affected]) < NEAR
     reached = set(layer.topk_idx[1, 2].tolist())
     for matrices in (d_up, d_down):
         affected = np.isnan(matrices).any((-1, -2)).reshape(-1)
@@ -122,10 +122,10 @@ def test_moe_recipe_magnitudes(implementation, factor, rng):
     factors = (1, 1 / factor, 1, factor, 1)
     for name, g, w, f in zip(NAMES, got, want, factors, strict=True):
         # The lower bound of scales, 2**-120, costs bits near it.
-        assert relative(g / f, w) < (1e-5 if abs(np.log2(factor)) < 100 else 0.1), name
+        assert relative_error(g / f, w) < (1e-5 if abs(np.log2(factor)) < 100 else 0.1), name
     got = call(*layer.args, layer.probe * F32.type(1 / factor))
     for name, g, w in zip(NAMES[1:], got[1:], want[1:], strict=True):
-        assert relative(g.astype(np.float64) * factor, w) < (1e-5 if abs(np.log2(factor)) < 100 else 0.1), name
+        assert relative_error(g.astype(np.float64) * factor, w) < (1e-5 if abs(np.log2(factor)) < 100 else 0.1), name
 
 
 @pytest.mark.slow
@@ -164,7 +164,7 @@ def test_moe_recipe_biases(implementation, weight_on, expert_mesh, rng):
         return run(fn, expert_mesh(2), *layer.args, layer.probe, *biases)
 
     for got, one in zip(gradients("fp8"), gradients(None), strict=True):
-        assert 0 < relative(got, one) < 0.12
+        assert 0 < relative_error(got, one) < 0.12
 
 
 @pytest.mark.slow

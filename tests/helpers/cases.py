@@ -85,3 +85,9 @@ def assert_close(got, want, what="", *, tolerance=None):
     if wrong.size:
         at = tuple(int(i) for i in wrong[np.argmax(np.nan_to_num(error[tuple(wrong.T)], nan=np.inf))])
         raise AssertionError(f"{what}: {len(wrong)} of {want.size} off, worst at {at}: {got[at]} != {want[at]}")
+
+
+def relative_error(got, want):
+    """Return the norm of the difference divided by that of `want`, both in float64."""
+    got, want = (np.asarray(a).astype(np.float64) for a in (got, want))
+    return float(np.linalg.norm(got.reshape(want.shape) - want) / np.linalg.norm(want))

@@ -2,8 +2,6 @@
 
 import functools
 
-import numpy as np
-
 import jax_ep
 import layers
 from cases import F32, Shape, reals
@@ -17,11 +15,6 @@ class Layer(layers.Layer):
     def __init__(self, rng, routing, num_ranks, shape=SHAPE, dtype=F32, *, gated=True):
         super().__init__(rng, routing, num_ranks, shape, dtype, gated=gated)
         self.probe = reals(rng, *self.x.shape, dtype=dtype)
-
-
-def relative(got, want):
-    want = want.astype(np.float64)
-    return float(np.linalg.norm(got.astype(np.float64).reshape(want.shape) - want) / np.linalg.norm(want))
 
 
 def moe(**options):

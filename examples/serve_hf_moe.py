@@ -85,9 +85,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         from flax import nnx
 
         from hf.config import stop_tokens
-        from hf.generation import Generator, Sampling, check_lengths, serving_weights
+        from hf.generation import Generator, Sampling
         from jax_ep.checkpoints import Checkpoint
         from jax_ep.flax import MoE
+        from lm.generation import check_lengths, serving_weights
 
         checkpoint = Checkpoint(args.folder)
         dtype = jnp.dtype(args.dtype or _dtype(checkpoint.config))

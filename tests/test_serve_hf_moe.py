@@ -301,7 +301,7 @@ def test_what_does_not_fit_is_refused(folders):
     ("options", "error"),
     [
         ("--top-p 2", "top_p=2.0, expected"),
-        ("--prompt=", r"prompts of \[0\] ids, expected"),
+        ("--prompt=", r"prompts of \[0\] tokens, expected"),
         ("--experts fp8", "is 96, expected a multiple of 128"),
         ("--max-new 2147483647", "max_new=2147483647, expected"),
         ("--train 1 --batch-size 3 --expert-parallel 2", "batch_size=3 must be"),

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
-from hf.model import Cache, Decoder, empty_cache
+from hf.model import Decoder, empty_cache
 from jax_ep.flax import MoE
 from jax_ep.serving import ExpertWeights
+from lm.attention import Cache
+from lm.generation import padded, round_up, serving_weights
 
 Array = jax.Array
 Experts = str  # "off", "same", or a format of quantize
@@ -23,7 +24,6 @@ Experts = str  # "off", "same", or a format of quantize
 STEPS_PER_PROGRAM = 8
 # Prompts are padded to a multiple of this, so that similar lengths share compiled programs.
 _LENGTH_STEP = 16
-_MOST_IDS = 2**31 - 2 * _LENGTH_STEP  # positions are int32
 
 
 class Generated(NamedTuple):
@@ -145,7 +145,7 @@ class Generator:
           ValueError: a prompt is empty, or another argument is out of range.
         """
         sampling = Sampling.of(temperature, top_p)
-        tokens, lengths = self._padded(prompts, max_new)
+        tokens, lengths = padded(prompts, max_new, self.mesh, multiple=_LENGTH_STEP)
         prefill, decode = self._compiled(tokens, lengths, max_new)
 
         began = time.perf_counter()
@@ -169,20 +169,12 @@ class Generator:
 
     def compile(self, prompts: Sequence[Sequence[int]], *, max_new: int) -> None:
         """Compile the programs for prompts of these lengths ahead of time."""
-        self._compiled(*self._padded(prompts, max_new), max_new)
-
-    def _padded(self, prompts: Sequence[Sequence[int]], max_new: int) -> tuple[Array, Array]:
-        """Return ids `[B, S]`, padded at the end, and lengths `[B]`, on the devices."""
-        check_lengths(prompts, max_new)
-        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-        tokens = np.zeros((len(prompts), _up(lengths.max())), np.int32)
-        for row, prompt in zip(tokens, prompts, strict=True):
-            row[: len(prompt)] = prompt
-        return self._put(tokens), self._put(lengths)
+        tokens, lengths = padded(prompts, max_new, self.mesh, multiple=_LENGTH_STEP)
+        self._compiled(tokens, lengths, max_new)
 
     def _compiled(self, tokens: Array, lengths: Array, max_new: int) -> tuple[Any, Any]:
         """Compile and warm up prefill and decode for these shapes, so that timings exclude both."""
-        room = tokens.shape[1] + _up(max_new)
+        room = tokens.shape[1] + round_up(max_new, _LENGTH_STEP)
         key = (*tokens.shape, room)
         if key not in self._programs:
             model, sampling, no_steps = (self._params, self._serving), Sampling.of(0.0, 1.0), jnp.int32(0)
@@ -196,13 +188,6 @@ class Generator:
             jax.block_until_ready(decode(*model, state, sampling, no_steps))
             self._programs[key] = prefill, decode
         return self._programs[key]
-
-    def _put(self, array: np.ndarray) -> Array:
-        """Shard texts over all devices if they divide evenly, else replicate them."""
-        if self.mesh is None:
-            return jnp.asarray(array)
-        spec = PartitionSpec(("data", "expert")) if len(array) % self.mesh.size == 0 else PartitionSpec()
-        return jax.device_put(array, NamedSharding(self.mesh, spec))
 
     def _prefill(
         self,
@@ -268,21 +253,6 @@ class Generator:
         return jnp.isin(token, self._stop_tokens)
 
 
-def serving_weights(moe: MoE, experts: Experts) -> ExpertWeights:
-    """Convert the weights of a layer for a `Generator`."""
-    form = {"format": None if experts == "same" else experts}
-    return moe.serving_weights(**form, **({"activations": "fp8"} if experts == "fp8" else {}))
-
-
-def check_lengths(prompts: Sequence[Sequence[int]], max_new: int) -> None:
-    """Raise a `ValueError` unless a `Generator` can continue these prompts."""
-    lengths = [len(prompt) for prompt in prompts]
-    if not lengths or not all(lengths):
-        raise ValueError(f"got prompts of {lengths} ids, expected at least one prompt with at least one id each")
-    if not 1 <= max_new <= _MOST_IDS - max(lengths):
-        raise ValueError(f"got max_new={max_new}, expected 1 or more, and with the prompt at most {_MOST_IDS} ids")
-
-
 def choose(logits: Array, sampling: Sampling, key: Array) -> Array:
     """Choose `[B]` int32 tokens from `logits [B, vocab_size]`.
 
@@ -299,8 +269,3 @@ def choose(logits: Array, sampling: Sampling, key: Array) -> Array:
         return jax.random.categorical(key, jnp.where(scaled >= least, scaled, -jnp.inf)).astype(jnp.int32)
 
     return lax.cond(sampling.temperature > 0, sample, lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32))
-
-
-def _up(length: int) -> int:
-    """Round up to a multiple of `_LENGTH_STEP`."""
-    return -(-int(length) // _LENGTH_STEP) * _LENGTH_STEP

@@ -13,19 +13,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from hf.config import DecoderConfig, Rope
+from hf.config import DecoderConfig
 from jax_ep.flax import MoE, MoEMetrics
 from jax_ep.serving import ExpertWeights
 from jax_ep.sharding import MeshAxes
+from lm.attention import Cache, RMSNorm, attend, rotate
 
 Array = jax.Array
-
-
-class Cache(NamedTuple):
-    """Keys and values of one layer at all positions so far: `[B, S, kv_heads, head_dim]`."""
-
-    keys: Array
-    values: Array
 
 
 class DecoderOutput(NamedTuple):
@@ -48,32 +42,8 @@ def empty_cache(config: DecoderConfig, batch: int, length: int, dtype: Any) -> l
     return [Cache(zeros, zeros) for _ in config.windows]
 
 
-def rotate(x: Array, positions: Array, rope: Rope) -> Array:
-    """Apply rotary embedding to `x [B, S, heads, D]` at `positions [B, S]`, in float32."""
-    angle = jnp.einsum("bs,d->bsd", positions.astype(jnp.float32), jnp.array(rope.frequencies, jnp.float32))
-    cos, sin = (rope.scale * f(angle)[:, :, None] for f in (jnp.cos, jnp.sin))
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-
-
-class RMSNorm(nnx.Module):
-    """Root-mean-square norm over the last axis, computed in float32, with a scale per channel."""
-
-    def __init__(self, size: int, eps: float, *, param_dtype: Any) -> None:
-        self.eps = eps
-        self.scale = nnx.Param(jnp.ones(size, param_dtype))
-
-    def __call__(self, x: Array) -> Array:
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return jnp.einsum("...h,h->...h", wide, self.scale[...].astype(jnp.float32)).astype(x.dtype)
-
-
 class Attention(nnx.Module):
-    """Causal self-attention with grouped heads and rotary positions, and the variants of the families.
-
-    All scores are in memory at once: a prompt of S tokens takes S * S of them per head.
-    """
+    """Causal self-attention with grouped heads and rotary positions, and the variants of the families."""
 
     def __init__(self, config: DecoderConfig, window: int | None, *, rngs: nnx.Rngs, **dtypes: Any) -> None:
         self.config, self.window = config, window
@@ -99,30 +69,11 @@ class Attention(nnx.Module):
         )
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        query, key = rotate(query, positions, config.rope), rotate(key, positions, config.rope)
-        key_positions = positions
-        if cache is not None:
-            rows = jnp.arange(batch)[:, None]
-            cache = Cache(cache.keys.at[rows, positions].set(key), cache.values.at[rows, positions].set(value))
-            key, value = cache
-            key_positions = jnp.arange(key.shape[1])[None]
-        # A cache slot past the query's position is empty or padding: the causal mask hides it.
-        ahead = positions[:, :, None] - key_positions[:, None, :]
-        visible = (ahead >= 0) if self.window is None else (ahead >= 0) & (ahead < self.window)
-        mixed = self._mix(query, key, value, visible)
+        frequencies = jnp.array(config.rope.frequencies, jnp.float32)
+        query, key = (rotate(x, positions, frequencies, config.rope.scale) for x in (query, key))
+        sinks = None if self.sinks is None else self.sinks[...]
+        mixed, cache = attend(query, key, value, positions, cache, window=self.window, sinks=sinks)
         return self.o_proj(mixed.reshape(batch, length, -1)), cache
-
-    def _mix(self, query: Array, key: Array, value: Array, visible: Array) -> Array:
-        """Return softmax-weighted values `[B, S, heads, D]` per query, masked by `visible [B, queries, keys]`."""
-        groups = self.config.num_kv_heads
-        query = query.reshape(*query.shape[:2], groups, -1, query.shape[-1])
-        scores = jnp.einsum("bqhgd,bkhd->bhgqk", query, key, preferred_element_type=jnp.float32)
-        scores = jnp.where(visible[:, None, None], scores * self.config.head_dim**-0.5, -jnp.inf)
-        if self.sinks is not None:
-            sinks = self.sinks[...].astype(jnp.float32).reshape(1, groups, -1, 1, 1)
-            scores = jnp.concatenate([scores, jnp.broadcast_to(sinks, (*scores.shape[:-1], 1))], axis=-1)
-        weights = jax.nn.softmax(scores, axis=-1)[..., : key.shape[1]].astype(value.dtype)
-        return jnp.einsum("bhgqk,bkhd->bqhgd", weights, value)
 
 
 class GatedMLP(nnx.Module):

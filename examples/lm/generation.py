@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -12,11 +13,14 @@ from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jax_ep.flax import MoE
 from jax_ep.serving import ExpertWeights
-from lm.model import Cache, LanguageModel, empty_cache
+from lm.attention import Cache
+from lm.model import LanguageModel, empty_cache
 
 Array = jax.Array
 Experts = Literal["fp8", "same", "off"]
+_MOST_TOKENS = 2**31 - 32  # padded positions are int32
 
 
 class Generated(NamedTuple):
@@ -59,8 +63,7 @@ class Generator:
         self._serving: ExpertWeights | None = None
         if experts != "off":
             # Transpose and quantize the weights in one program, so that each device processes its own.
-            form = {"format": "fp8", "activations": "fp8"} if experts == "fp8" else {"format": None}
-            self._serving = nnx.jit(lambda model: model.blocks.moe.serving_weights(**form))(model)
+            self._serving = nnx.jit(lambda model: serving_weights(model.blocks.moe, experts))(model)
         self._prefill = jax.jit(self._prefill_step, static_argnames="room")
         # No result has the shape of the donated state. On several devices XLA still reuses its memory; on one, JAX
         # warns.
@@ -81,7 +84,7 @@ class Generator:
 
         With `forced`, texts of that length, return their bytes and the logits at each of them.
         """
-        tokens, lengths = self._tokens(prompts, max_new)
+        tokens, lengths = padded(prompts, max_new, self.mesh)
         wanted = np.full((max_new, len(prompts)), -1, np.int32)
         if forced is not None:
             wanted[:] = np.array([list(text) for text in forced]).T
@@ -111,7 +114,7 @@ class Generator:
 
     def step_seconds(self, prompts: list[bytes], *, steps: int) -> np.ndarray:
         """Time single steps, each as one program that is waited for, as when every byte is streamed to a user."""
-        tokens, lengths = self._tokens(prompts, steps + 1)
+        tokens, lengths = padded(prompts, steps + 1, self.mesh)
         state = self._prefill(self._state, self._serving, tokens, lengths, room=steps + 1)
         key, free = jax.random.key(0), jnp.full(len(prompts), -1, jnp.int32)
         times = []
@@ -122,21 +125,6 @@ class Generator:
             )
             times.append(time.perf_counter() - begin)
         return np.array(times[1:])
-
-    def _tokens(self, prompts: list[bytes], max_new: int) -> tuple[Array, Array]:
-        """Return bytes and lengths of the prompts, on the devices."""
-        if min(map(len, prompts), default=0) == 0 or max_new < 1:
-            raise ValueError(f"generation needs prompts of at least one byte and max_new >= 1, got {max_new}")
-        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-        tokens = np.zeros((len(prompts), lengths.max()), np.int32)
-        for row, prompt in zip(tokens, prompts, strict=True):
-            row[: len(prompt)] = list(prompt)
-        return self._put(tokens), self._put(lengths)
-
-    def _put(self, array: np.ndarray) -> Array:
-        """Shard rows over all devices if they divide evenly, else replicate them."""
-        spec = PartitionSpec(("data", "expert")) if len(array) % self.mesh.size == 0 else PartitionSpec()
-        return jax.device_put(array, NamedSharding(self.mesh, spec))
 
     def _prefill_step(
         self, params: nnx.State, serving: ExpertWeights | None, tokens: Array, lengths: Array, *, room: int
@@ -223,3 +211,43 @@ def compare(reference: Generator, other: Generator, prompts: list[bytes], *, max
 def _choose(logits: Array, temperature: Array, key: Array) -> Array:
     sampled = jax.random.categorical(key, logits / jnp.maximum(temperature, 1e-6))
     return jnp.where(temperature > 0, sampled, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
+
+
+def serving_weights(moe: MoE, experts: str) -> ExpertWeights:
+    """Convert the weights of a layer to "fp8" with FP8 tokens, "same", or another format of `jax_ep.quantize`."""
+    form = {"format": None if experts == "same" else experts}
+    return moe.serving_weights(**form, **({"activations": "fp8"} if experts == "fp8" else {}))
+
+
+def check_lengths(prompts: Sequence[Sequence[int]], max_new: int) -> None:
+    """Raise a `ValueError` unless these prompts can be continued by `max_new` tokens."""
+    lengths = [len(prompt) for prompt in prompts]
+    if not lengths or not all(lengths):
+        raise ValueError(f"got prompts of {lengths} tokens, expected at least one prompt with at least one token each")
+    if not 1 <= max_new <= _MOST_TOKENS - max(lengths):
+        raise ValueError(
+            f"got max_new={max_new}, expected 1 or more, and with the prompt at most {_MOST_TOKENS} tokens"
+        )
+
+
+def padded(
+    prompts: Sequence[Sequence[int]], max_new: int, mesh: jax.sharding.Mesh | None, *, multiple: int = 1
+) -> tuple[Array, Array]:
+    """Return tokens `[B, S]`, padded at the end to a multiple, and lengths `[B]`.
+
+    Rows are sharded over all devices of `mesh` if they divide evenly, else replicated.
+    """
+    check_lengths(prompts, max_new)
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    tokens = np.zeros((len(prompts), round_up(lengths.max(), multiple)), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = list(prompt)
+    if mesh is None:
+        return jnp.asarray(tokens), jnp.asarray(lengths)
+    spec = PartitionSpec(("data", "expert")) if len(prompts) % mesh.size == 0 else PartitionSpec()
+    return jax.device_put((tokens, lengths), NamedSharding(mesh, spec))
+
+
+def round_up(length: int, multiple: int) -> int:
+    """Round up to a multiple."""
+    return -(-int(length) // multiple) * multiple

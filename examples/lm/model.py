@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jax_ep import Balance, Router, Schedule
 from jax_ep.flax import MoE, MoEMetrics, SharedExperts
 from jax_ep.serving import ExpertWeights
 from jax_ep.sharding import MeshAxes
+from lm.attention import Cache, RMSNorm, attend, rotate
 from lm.data import NUM_BYTES
 
 Array = jax.Array
@@ -49,43 +50,14 @@ class ModelConfig:
             raise ValueError(f"dropout={self.dropout} must be at least 0 and less than 1")
 
 
-class Cache(NamedTuple):
-    """Keys and values of earlier positions: `[layers, B, S, heads, head_dim]`; without the first axis for one layer."""
-
-    keys: Array
-    values: Array
-
-
 def empty_cache(config: ModelConfig, batch: int, length: int) -> Cache:
-    """Create a cache for `length` positions of each of `batch` rows."""
+    """Create the caches of all layers, stacked, for `length` positions of each of `batch` texts."""
     shape = (config.layers, batch, length, config.heads, config.hidden // config.heads)
     return Cache(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype))
 
 
-def rotate(x: Array, positions: Array, base: float) -> Array:
-    """Apply rotary embedding to `x [B, S, heads, D]` at `positions [B, S]`, in float32."""
-    half = x.shape[-1] // 2
-    frequency = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = positions[:, :, None, None].astype(jnp.float32) * frequency[None, None, None, :]
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-
-
 def _linear(inputs: int, outputs: int, config: ModelConfig, rngs: nnx.Rngs, **options: Any) -> nnx.Linear:
     return nnx.Linear(inputs, outputs, use_bias=False, dtype=config.dtype, rngs=rngs, **options)
-
-
-class RMSNorm(nnx.Module):
-    """Root-mean-square norm, computed in float32, with a scale per channel."""
-
-    def __init__(self, size: int) -> None:
-        self.scale = nnx.Param(jnp.ones(size, jnp.float32))
-
-    def __call__(self, x: Array) -> Array:
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
-        return jnp.einsum("...h,h->...h", wide, self.scale[...]).astype(x.dtype)
 
 
 class Attention(nnx.Module):
@@ -97,27 +69,17 @@ class Attention(nnx.Module):
         self.out = _linear(config.hidden, config.hidden, config, rngs)
 
     def __call__(self, x: Array, positions: Array, cache: Cache | None) -> tuple[Array, Cache | None]:
-        batch, length, hidden = x.shape
-        heads, base = self.config.heads, self.config.rope_base
-        qkv = self.qkv(x).reshape(batch, length, 3, heads, hidden // heads)
+        config, (batch, length, hidden) = self.config, x.shape
+        qkv = self.qkv(x).reshape(batch, length, 3, config.heads, -1)
         query, key, value = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
-        query, key = rotate(query, positions, base), rotate(key, positions, base)
+        half = query.shape[-1] // 2
+        frequencies = config.rope_base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+        query, key = rotate(query, positions, frequencies), rotate(key, positions, frequencies)
         if cache is None and jax.default_backend() == "gpu" and value.dtype.itemsize == 2:
             # The score matrix never reaches memory in cuDNN's kernel.
             mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
-            return self.out(mixed.reshape(batch, length, hidden)), cache
-        key_positions = positions
-        if cache is not None:
-            rows = jnp.arange(batch)[:, None]
-            cache = Cache(cache.keys.at[rows, positions].set(key), cache.values.at[rows, positions].set(value))
-            key, value = cache.keys, cache.values
-            key_positions = jnp.arange(key.shape[1])[None, :]
-        # A cache slot past the query's position is empty or stale: the causal mask hides it.
-        visible = key_positions[:, None, None, :] <= positions[:, None, :, None]
-        scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
-        scores = jnp.where(visible, scores * (hidden // heads) ** -0.5, -jnp.inf)
-        weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-        mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+        else:
+            mixed, cache = attend(query, key, value, positions, cache)
         return self.out(mixed.reshape(batch, length, hidden)), cache
 
 

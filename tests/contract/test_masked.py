@@ -31,9 +31,9 @@ def counted(rows, sizes):
     return np.arange(rows) < np.asarray(sizes, np.int64)[:, None]
 
 
-def poison(array, real, value=np.nan):
-    """Set rows that are not valid to `value`."""
-    return np.where(real.reshape(*real.shape, *[1] * (array.ndim - real.ndim)), array, np.array(value, array.dtype))
+def poison(array, real):
+    """Set rows that are not valid to NaN."""
+    return np.where(real.reshape(*real.shape, *[1] * (array.ndim - real.ndim)), array, np.array(np.nan, array.dtype))
 
 
 def gemm(implementation, **options):

@@ -158,16 +158,9 @@ def draw(report: Report, limit: float) -> None:
             at, before = [r["shape"]["ranks"] for r in line], [r["most_loaded_over_mean"] for r in line]
             ax.plot(at, before, marker="o", label=f"Zipf {exponent:g}, without balance")
         ax.axhline(limit, color="black", linestyle="--", label=f"Balance(rows={limit:g})")
-        ax.set(
-            title=plots.NAMES.get(name, name),
-            xlabel="ranks",
-            ylabel="most loaded rank / mean",
-            xscale="log",
-            yscale="log",
-        )
-        ax.set_xticks(at, [str(n) for n in at])
-        ax.set_yticks(ticks := [1, 2, 4, 8, 16], [str(n) for n in ticks])
-        ax.minorticks_off()
+        ax.set(title=plots.NAMES.get(name, name), xlabel="ranks", ylabel="most loaded rank / mean")
+        ax.set(xscale="log", yscale="log")
+        plots.powers_of_two(ax.xaxis, ax.yaxis)
         ax.grid(alpha=0.3)
         ax.legend(fontsize=7)
     figure.savefig(report.path.with_suffix(".png"), dpi=100)

@@ -67,7 +67,7 @@ def cases(args: argparse.Namespace) -> Iterator[tuple[str, Topology]]:
     model = inputs.MODELS[args.model]
     for num_ranks in args.ranks:
         topology = Topology(num_ranks, args.gpus_per_node, model.experts)
-        for kind in args.routings:
+        for kind in ROUTINGS:
             if kind in LIMITED:
                 size, rest = divmod(model.experts, num_groups(kind, topology))
                 if rest or min(CHOSEN_GROUPS, num_groups(kind, topology)) * size < model.top_k or size < 2:
@@ -77,7 +77,7 @@ def cases(args: argparse.Namespace) -> Iterator[tuple[str, Topology]]:
 
 def predict(args: argparse.Namespace) -> Report:
     """Predict all cases."""
-    rates = Rates(args.link_rate, args.nic_rate, args.start, args.message, args.blocks)
+    rates = Rates(args.link_rate, args.nic_rate)
     settings = {"model": args.model, "ranks": args.ranks}
     settings |= {"gpus_per_node": args.gpus_per_node, "tokens": args.tokens, "rates": rates._asdict()}
     report = Report("nodes", args, settings)
@@ -161,13 +161,9 @@ def options() -> argparse.ArgumentParser:
     add("--model", choices=inputs.MODELS, default=inputs.DEFAULT, help="default: %(default)s")
     add("--tokens", type=int, default=4096, help="of each rank (default: 4096)")
     add("--ranks", type=int, nargs="+", default=RANKS, help="of whole nodes (default: %(default)s)")
-    add("--routings", nargs="+", choices=ROUTINGS, default=ROUTINGS, metavar="ROUTING", help="default: all")
     add("--gpus-per-node", type=int, default=Default(8, 4), help="default: %(default)s")
     add("--link-rate", type=float, default=370e9, help="bytes/s of a GPU inside its node (default: 370e9)")
     add("--nic-rate", type=float, default=45e9, help="bytes/s of a GPU over the boundary (default: 45e9)")
-    add("--start", type=float, default=20e-6, help="seconds of a launch (default: 20e-6)")
-    add("--message", type=float, default=1e-6, help="seconds of the NIC for each peer (default: 1e-6)")
-    add("--blocks", type=int, default=4, help="in which both legs overlap (default: 4)")
     return parser
 
 
@@ -175,11 +171,11 @@ def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Sort the ranks, and reject partial nodes and experts that do not divide."""
     args.ranks = sorted(set(args.ranks))
     experts = inputs.MODELS[args.model].experts
-    for name in ("gpus_per_node", "tokens", "blocks", "link_rate", "nic_rate"):
+    for name in ("link_rate", "nic_rate"):
         if getattr(args, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: expected more than 0")
     for num_ranks in args.ranks:
-        if num_ranks < 1 or num_ranks % args.gpus_per_node:
+        if num_ranks % args.gpus_per_node:
             parser.error(f"--ranks {num_ranks}: expected a multiple of the {args.gpus_per_node} GPUs of a node")
         if max(experts, num_ranks) % min(experts, num_ranks):
             parser.error(f"--ranks {num_ranks}: {experts} experts must divide it, or it must divide them")

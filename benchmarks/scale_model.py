@@ -61,9 +61,9 @@ class Rates(NamedTuple):
 
     link: float
     nic: float
-    start: float
-    message: float
-    blocks: int
+    start: float = 20e-6
+    message: float = 1e-6
+    blocks: int = 4
 
 
 class Rows(NamedTuple):

@@ -23,11 +23,11 @@ class Restored(NamedTuple):
 
 
 class Checkpoints:
-    """The latest few checkpoints of a folder: parameters, optimizer, random key, data iterator, and model sizes."""
+    """The latest two checkpoints of a folder: parameters, optimizer, random key, data iterator, and model sizes."""
 
-    def __init__(self, folder: Path, *, keep: int = 2) -> None:
+    def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep)
+        options = ocp.CheckpointManagerOptions(max_to_keep=2)
         self._manager = ocp.CheckpointManager(folder.resolve(), options=options)
 
     def latest_step(self) -> int | None:

@@ -191,7 +191,7 @@ def _shapes_inside(operation: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
                 yield from _shapes_inside(inner.operation)
 
 
-def of_compiled(compiled: Any, found: Sequence[object] = ()) -> MemoryPlan:
+def of_compiled(compiled: Any, found: Sequence[object]) -> MemoryPlan:
     """Return the plan of a compiled step; `found` are the plans of `jax_ep` that its trace resolved."""
     sizes, text = compiled.memory_analysis(), compiled.as_text()
     placed = jax.tree.leaves(compiled.input_shardings)  # the devices may be those of a topology, which is not here

@@ -21,18 +21,19 @@ from stored_experts import stand_for, store
 
 SCALE = 0.5
 PLAIN = jax_ep.Experts()
+RANK = 3  # of the adapters
 LARGER = Shape(num_tokens=8, top_k=2, num_experts=4, hidden=128, intermediate=128)
 
 
 class Inputs:
     """A layer, adapters `[E, ...]` of its two weights by name, biases, and the oracle's result with merged weights."""
 
-    def __init__(self, rng, num_ranks, shape=BASE, dtype=F32, *, experts=PLAIN, rank=3, adapted=(True, True)):
+    def __init__(self, rng, num_ranks, shape=BASE, dtype=F32, *, experts=PLAIN, adapted=(True, True)):
         self.experts, self.shape, self.adapted = experts, shape, adapted
         self.layer = Layer(rng, "duplicates", num_ranks, shape, dtype)
         self.bases = self.layer.w_gate_up, self.layer.w_down
         self.adapters = [
-            (rng.standard_normal((*w.shape[:-1], rank)) / np.sqrt(w.shape[1]), reals(rng, len(w), rank, w.shape[2]))
+            (rng.standard_normal((*w.shape[:-1], RANK)) / np.sqrt(w.shape[1]), reals(rng, len(w), RANK, w.shape[2]))
             for w in self.bases
         ]
         self.adapters = [tuple(part.astype(dtype) for part in pair) for pair in self.adapters]

@@ -67,6 +67,22 @@ def test_plan_memory_kept_activations(step, layers):
     assert plan.kept == pytest.approx(layers * ONE, abs=0.02 * ONE)
 
 
+def test_plan_memory_step_of_flax():
+    """`nnx.jit` returns objects of Flax."""
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+
+    def step(model, x):
+        gradients = nnx.grad(lambda model: jnp.sum(model(x)))(model)
+        model.kernel[...] -= gradients["kernel"][...]
+
+    plan = jax_ep.plan_memory(nnx.jit(step), model, of(2, 8))
+    assert (plan.arguments["x"], sum(plan.arguments.values())) == (64, 64 + 4 * (8 * 4 + 4))
+    before = np.asarray(model.kernel[...])
+    plan.compiled(model, jnp.ones((2, 8)))
+    np.testing.assert_array_equal(np.asarray(model.kernel[...]), before - 2)
+
+
 @pytest.mark.slow
 def test_plan_memory_flax_step_agrees_with_xla_and_arrays(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples"))
@@ -201,9 +217,12 @@ def test_plan_memory_overflow_of_the_step_is_its_own():
         jax_ep.plan_memory(lambda x: x * math.exp(1e9), of(8))
 
 
-@pytest.mark.parametrize("shape", [(-1,), (0, -1), (2**63,), (2**70,), (2**62, 0), (2**40, 2**40)], ids=str)
+SHAPES = [(-1,), (0, -1), (2**63,), (2**70,), (2**62, 0), (2**40, 2**40), jax.export.symbolic_shape("b, 4")]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_plan_memory_shapes_that_xla_does_not_represent(shape):
-    with pytest.raises(ValueError, match=r"^plan_memory: kwargs\['x'\] has shape .*, expected sizes of at least 0"):
+    with pytest.raises(ValueError, match=r"^plan_memory: kwargs\['x'\] has shape .*, expected integers of at least 0"):
         jax_ep.plan_memory(lambda x: jnp.tanh(x), x=of(*shape))
 
 

@@ -129,7 +129,7 @@ def plan_memory(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Memor
         except OverflowError as error:
             _check_integers((args, kwargs), error)
             raise
-    _check_sizes(lowered)
+    _check_sizes(getattr(lowered, "lowered", lowered))  # flax.nnx wraps that of JAX.
     return of_compiled(lowered.compile(), found)
 
 
@@ -143,11 +143,11 @@ def _check_shapes(arguments: Any) -> None:
     """Check that XLA can represent the shapes of arguments."""
     for name, value in _arguments(arguments):
         shape = value.shape if isinstance(value, jax.ShapeDtypeStruct) else ()
-        sizes = [size for size in shape if type(size) is int]
-        if any(size < 0 for size in sizes) or math.prod(size for size in sizes if size) >= 1 << 60:
+        is_known = all(isinstance(size, int | np.integer) for size in shape)
+        if not is_known or any(size < 0 for size in shape) or math.prod(size for size in shape if size) >= 1 << 60:
             raise ValueError(
-                f"plan_memory: {cut(name, 100)} has shape {cut(shape, 100)}, expected sizes of at least 0 and fewer"
-                " than 2^60 elements; pass the shape of an array."
+                f"plan_memory: {cut(name, 100)} has shape {cut(shape, 100)}, expected integers of at least 0 and"
+                " fewer than 2^60 elements; pass the shape of an array."
             )
 
 

@@ -153,9 +153,9 @@ class MoE(nnx.Module):
     ) -> None:
         self.hidden_size, self.num_experts, self.num_experts_per_tok = hidden_size, num_experts, num_experts_per_tok
         self.router_options, self.router_fn = check_router.router_or_callable(router)
-        self.axes, self.mesh = _checked_axes(axes), mesh
+        self.axes = check.value_of("MoE", "axes", axes, MeshAxes, "jax_ep.sharding.MeshAxes") or MeshAxes()
         self.experts, self.recipe = check.layer_experts("MoE", experts, self.axes.tensor), check.recipe("MoE", recipe)
-        self.capacity, self.balance = capacity, balance
+        self.capacity, self.balance, self.mesh = capacity, balance, mesh
         self.dtype, self.preferred_element_type = dtype, preferred_element_type
         self.serving_arrays, self.serving_tree = nnx.List[ServingArray]([]), None
         self.lora_scale: float | None = None
@@ -169,6 +169,11 @@ class MoE(nnx.Module):
 
     def _check(self, intermediate_size: int, shared_experts: Any, param_dtype: Any) -> None:
         check.value_of("MoE", "mesh", self.mesh, jax.sharding.Mesh, "jax.sharding.Mesh")
+        if isinstance(self.axes.expert, Topology) and self.axes.expert.node_capacity is not None:
+            raise ValueError(
+                f"MoE: node_capacity={self.axes.expert.node_capacity} of the Topology, expected None: the layer's"
+                " metrics count only what `capacity` drops; leave node_capacity out, or call jax_ep.moe."
+            )
         check_balance("MoE", self.balance, self.axes.expert, self.capacity)
         check.integer("MoE", "intermediate_size", intermediate_size)
         capacity = () if self.capacity is None else ("capacity",)
@@ -270,17 +275,13 @@ class MoE(nnx.Module):
           ValueError: shapes, or a mesh without the axes of the layer.
           TypeError: unsupported dtypes or kinds of arguments.
         """
-        x = check.floating("MoE", "x", x, "[..., hidden_size]")
+        remedy = "pass tokens whose last axis is the hidden_size of the layer"
+        x = check.floating("MoE", "x", x, "[..., hidden_size]", remedy=remedy, hidden_size=self.hidden_size)
         remedy = "pass the result of serving_weights(...) or training_weights()"
         check.instance("MoE", "weights", weights, ExpertWeights | None, "ExpertWeights or None", remedy=remedy)
         if weights is not None:
             pair = {name: own_weights("MoE", name, getattr(weights, name)) for name in ("w_gate_up", "w_down")}
             weights = weights._replace(**pair)
-        if x.shape[-1] != self.hidden_size:
-            raise ValueError(
-                f"MoE: x has shape {x.shape}, expected [..., {self.hidden_size}], the hidden_size of this layer;"
-                f" construct it with hidden_size={x.shape[-1]}, or reshape x."
-            )
         shapes = (getattr(self.router, "shape", ())[:-2], getattr(self.w_down, "shape", ())[:-3])
         if stacked := next(filter(None, shapes), ()):
             raise ValueError(
@@ -415,17 +416,16 @@ class MoE(nnx.Module):
         """
         if self.recipe is None:
             raise ValueError(
-                "training_weights: recipe is None, expected recipe='fp8'; construct the layer with"
-                " that, or call it without weights"
+                "training_weights: recipe is None, expected recipe='fp8'; construct the layer with that, or call it"
+                " without weights."
             )
-        matrices, mesh = self._matrices(), self._active_mesh()
+        (w_gate_up, w_down, *_), specs, mesh = self._matrices(), self.axes.specs, self._active_mesh()
         if mesh is None:
-            quantized = partial(quantize, format="fp8", for_training=True)
-            return ExpertWeights(quantized(matrices.w_gate_up), quantized(matrices.w_down))
-        specs, shape = self.axes.specs, matrices.w_down.shape
-        check_blocks_per_rank("training_weights", mesh, self.axes, shape)
-        run = partial(quantize_per_device, self.mesh, num_leading=len(shape) - 3)
-        return ExpertWeights(run(specs.w_gate_up, matrices.w_gate_up), run(specs.w_down, matrices.w_down))
+            gate_up, down = (quantize(w, "fp8", for_training=True) for w in (w_gate_up, w_down))
+            return ExpertWeights(gate_up, down)
+        check_blocks_per_rank("training_weights", mesh, self.axes, w_down.shape)
+        run = partial(quantize_per_device, self.mesh, num_leading=w_down.ndim - 3)
+        return ExpertWeights(run(specs.w_gate_up, w_gate_up), run(specs.w_down, w_down))
 
     def serving_weights(self, format: str | None, *, activations: str | None = None) -> ExpertWeights:
         """Prepare the expert weights for inference: `moe(x, moe.serving_weights("mxfp4"))`; also stacked by `nnx.vmap`.
@@ -635,13 +635,3 @@ class MoE(nnx.Module):
 def _has_masters(weights: ExpertWeights | None) -> bool:
     """Return whether these weights are the result of `training_weights`."""
     return weights is not None and isinstance(w := weights.w_gate_up, QuantizedWeights) and w.master is not None
-
-
-def _checked_axes(axes: MeshAxes | None) -> MeshAxes:
-    axes = check.value_of("MoE", "axes", axes, MeshAxes, "jax_ep.sharding.MeshAxes") or MeshAxes()
-    if isinstance(axes.expert, Topology) and axes.expert.node_capacity is not None:
-        raise ValueError(
-            f"MoE: node_capacity={axes.expert.node_capacity} of the Topology, expected None: the layer's metrics count"
-            " only what `capacity` drops; leave node_capacity out, or call jax_ep.moe."
-        )
-    return axes

@@ -205,8 +205,8 @@ def _describe(context: Context) -> str:
     return "; ".join(parts)
 
 
-def compare(function: str, sizes: str) -> None:
-    """Compare a traced all-to-all with those of the other processes, if it is on the mesh of the context.
+def compare(function: str, sizes: object, wire_dtype: object, arrays: object) -> None:
+    """Compare a traced all-to-all of arrays with those of the other processes, if it is on the mesh of the context.
 
     Raises:
       jax.errors.JaxRuntimeError: another process has traced a different one.
@@ -215,7 +215,8 @@ def compare(function: str, sizes: str) -> None:
         if _comparison is None or _current is None:
             return
         if jax.sharding.get_abstract_mesh().shape_tuple == _current.mesh.shape_tuple:
-            _comparison.compare(function, sizes)
+            found = ", ".join(f"{array.dtype}{list(array.shape)}" for array in jax.tree.leaves(arrays))
+            _comparison.compare(function, f"{sizes}, {wire_dtype=!s}, arrays {found}")
 
 
 def _check_launcher(launcher: str | None) -> str:

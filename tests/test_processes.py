@@ -65,7 +65,11 @@ def test_processes_mismatch():
     for name, zero, one in (
         ("tokens", "num_tokens=5", "num_tokens=6"),
         ("experts", "num_experts=16", "num_experts=32"),
-        ("hidden", "tokens float32[4, 6]", "tokens float32[4, 7]"),
+        ("hidden", "arrays float32[4, 6]", "arrays float32[4, 7]"),
+        ("wire", "wire_dtype=float8_e4m3fn", "wire_dtype=None"),
+        ("recipe", "wire_dtype=float8_e4m3fn", "wire_dtype=None"),
+        ("weights", "arrays float32[4, 4], float32[4, 2]", "arrays float32[4, 4]"),
+        ("combine", "arrays bfloat16[", "arrays float32["),
         ("low latency", "dispatch, Layout", "low_latency_dispatch, Layout"),
         ("node tokens", "num_tokens=5", "num_tokens=6"),
         ("node experts", "num_experts=16, K=2", "num_experts=32, K=2"),

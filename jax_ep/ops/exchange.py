@@ -270,6 +270,7 @@ def combine(
     sum_dtype = check.result_dtype(function, preferred_element_type, y.dtype)
     wire_dtype = check.wire(function, options.wire_dtype, y.dtype, y.shape[1])
     options = dataclasses.replace(options, wire_dtype=wire_dtype, sum_dtype=sum_dtype)
+    context.compare(function, layout, wire_dtype, y)
     y, handle = vary_alike((y, handle), over=options.axis)
     flat = cast(Handle, handle)  # checked above
     plan = plans.exchange(options, plans.exchange_facts(y.dtype, y.shape[1], flat))
@@ -381,9 +382,8 @@ def located[Weights](plan: ExchangePlan, given: Checked, weights: Weights) -> tu
     options, layout = plan.options, given.facts.layout
     arrays = given.x, given.topk_idx, given.topk_weights, given.handle, weights
     x, topk_idx, topk_weights, handle, weights = vary_alike(arrays, over=options.axis)
+    context.compare(options.function, layout, given.options.wire_dtype, (x, topk_weights))
     if handle is None:
-        tokens = f"{given.facts.dtype}[{layout.num_tokens}, {given.facts.hidden}]"
-        context.compare(options.function, f"{layout}, tokens {tokens}")
         run = registry.EXCHANGE.by(plan.handle.implementation)
         handle = run.plan(options, topk_idx, layout)
     if layout.num_tokens != 0:  # without tokens, XLA of JAX 0.11.2 rejects the call whose operands are all empty

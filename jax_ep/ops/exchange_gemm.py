@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero, custom_vjp_primal_tree_values
 from jax.typing import DTypeLike
 
+from jax_ep import context
 from jax_ep.core import check
 from jax_ep.core.autodiff import TOKENS_NAME
 from jax_ep.core.check import operation
@@ -152,6 +153,7 @@ def grouped_gemm_combine(
     check.array(function, "w", w, "[L, I, H >= 1]", remedy="pass weights of at least one column")
     sum_dtype = check.result_dtype(function, preferred_element_type, h.dtype)
     options = dataclasses.replace(options, wire_dtype=check.wire(function, options.wire_dtype, h.dtype, w.shape[2]))
+    context.compare(function, layout, options.wire_dtype, (h, w))
     h, w, handle = vary_alike((h, w, handle), over=options.axis)
     facts = plans.exchange_facts(h.dtype, w.shape[2], handle).with_columns(w.shape[1])
     plan = plans.exchange_gemm(options, facts, out_columns=w.shape[2], sum_dtype=sum_dtype)

@@ -79,9 +79,8 @@ def send(
     per_node = num_experts // num_nodes
     num_tokens, top_k = topk_idx.shape
     layout = _layout(options, topology, num_tokens, top_k, num_nodes)
-    arrays = ", ".join(f"{a.dtype}{list(a.shape)}" for a in jax.tree.leaves((x, topk_weights)))
-    sizes = f"{topology}, {num_experts=}, K={top_k}, {layout}, wire_dtype={options.wire_dtype}, arrays {arrays}"
-    context.compare(options.function, f"over nodes, {sizes}")
+    sizes = f"over nodes, {topology}, {num_experts=}, K={top_k}, {layout}"
+    context.compare(options.function, sizes, options.wire_dtype, (x, topk_weights))
     handle = _plan(options, topk_idx, per_node, layout)
     ids = all_gather(topk_idx, options.axis).reshape(-1, topk_idx.shape[1]) - rank_on(options.axis) * per_node
     is_here = (ids >= 0) & (ids < per_node)
@@ -218,6 +217,7 @@ def combine(
     checked_handle(function, handle, axis_name)
     sum_dtype = check.result_dtype(function, preferred_element_type, y.dtype)
     options = _options(function, axis_name, check.wire(function, schedule.wire_dtype, y.dtype, y.shape[1]))
+    context.compare(function, f"over nodes, {axis_name}", options.wire_dtype, y)
     y, handle = vary_alike((y, handle), over=axis_name.axes)
     sums = inside(
         y, handle.local, axis_name=axis_name.local, schedule=dataclasses.replace(schedule, wire_dtype=None), **keywords

@@ -17,7 +17,6 @@ from jax_ep import context
 from jax_ep.core import check
 from jax_ep.core.autodiff import call_without_gradient
 from jax_ep.core.check import operation
-from jax_ep.core.dtypes import FP8
 from jax_ep.core.facts import LowLatencyFacts
 from jax_ep.core.mesh_axes import spread_axes, takes_global_arrays, vary_alike
 from jax_ep.ops import plan_serving, registry
@@ -151,6 +150,7 @@ def low_latency_combine(
     sum_dtype = check.result_dtype(function, preferred_element_type, y.dtype)
     wire_dtype = check.wire(function, options.wire_dtype, y.dtype, y.shape[2])
     options = dataclasses.replace(options, wire_dtype=wire_dtype, sum_dtype=sum_dtype)
+    context.compare(function, layout, wire_dtype, y)
     plan = plan_serving.one_part(options, LowLatencyFacts(y.dtype, y.shape[2], layout, handle.group is None))
     return combine_tokens(plan, *vary_alike((y, topk_weights, handle), over=options.axis))
 
@@ -204,8 +204,8 @@ def dispatch_tokens(
     `group_size` are the columns per FP8 scale; None: x travels as it is.
     """
     values = x[0] if isinstance(x, tuple) else x
-    dtype = values.dtype if group_size is None else FP8
-    context.compare(plan.options.function, f"{layout}, tokens {dtype}[{layout.num_tokens}, {values.shape[1]}]")
+    padded = jax.ShapeDtypeStruct((layout.num_tokens, values.shape[1]), values.dtype)  # ranks may have fewer tokens
+    context.compare(plan.options.function, f"{layout}, {group_size=}", plan.options.wire_dtype, padded)
     run = registry.LOW_LATENCY.by(plan.part.implementation).low_latency_dispatch
     send = partial(run, plan.options, layout=layout, group_size=group_size)
     return call_without_gradient(_remedy(plan), send, x, topk_idx, num_tokens)

@@ -18,6 +18,16 @@ SHORT_S = 0.2
 
 
 TOPOLOGY = jax_ep.Topology(node="node", local="expert")
+FLAT = {  # What each process traces over one axis.
+    "tokens": ({"tokens": 5}, {"tokens": 6}),
+    "experts": ({"experts": 16}, {"experts": 32}),
+    "hidden": ({"hidden": 6}, {"hidden": 7}),
+    "low latency": ({}, {"low_latency": True}),
+    "wire": ({"wire_dtype": jnp.float8_e4m3fn, "hidden": 128}, {"hidden": 128}),
+    "recipe": ({"layer": True, "hidden": 128, "recipe": "fp8"}, {"layer": True, "hidden": 128}),
+    "weights": ({"weights": True}, {}),
+    "combine": ({"combined": jnp.bfloat16}, {}),
+}
 OVER_NODES = {  # What each process traces over TOPOLOGY, or another axis_name.
     "node tokens": ({"tokens": 5}, {"tokens": 6}),
     "node experts": ({"experts": 16}, {"experts": 32}),
@@ -32,7 +42,19 @@ OVER_NODES = {  # What each process traces over TOPOLOGY, or another axis_name.
 
 
 def trace(
-    mesh, tokens=4, experts=8, hidden=4, top_k=2, *, low_latency=False, layer=False, axis_name="expert", wire_dtype=None
+    mesh,
+    tokens=4,
+    experts=8,
+    hidden=4,
+    top_k=2,
+    *,
+    low_latency=False,
+    layer=False,
+    axis_name="expert",
+    wire_dtype=None,
+    recipe=None,
+    weights=False,
+    combined=jnp.float32,
 ):
     """Lower an all-to-all on the mesh without running it."""
     options = {"num_experts": experts, "axis_name": axis_name}
@@ -43,10 +65,11 @@ def trace(
             return jax_ep.low_latency_dispatch(x, topk_idx, **options, **own).tokens.sum()[None]
         if layer:
             num_local = experts // mesh.size
-            matrices = jnp.ones((num_local, hidden, 4)), jnp.ones((num_local, 2, hidden))
-            return jax_ep.moe(x, topk_idx, jnp.ones(topk_idx.shape), *matrices, **options)
-        sent = jax_ep.dispatch(x, topk_idx, schedule=jax_ep.Schedule(wire_dtype=wire_dtype), **options)
-        return jax_ep.combine(sent.tokens, sent.handle, axis_name=axis_name)
+            matrices = jnp.ones((num_local, hidden, 256)), jnp.ones((num_local, 128, hidden))
+            return jax_ep.moe(x, topk_idx, jnp.ones(topk_idx.shape), *matrices, recipe=recipe, **options)
+        schedule, along = jax_ep.Schedule(wire_dtype=wire_dtype), jnp.ones(topk_idx.shape) if weights else None
+        sent = jax_ep.dispatch(x, topk_idx, along, schedule=schedule, **options)
+        return jax_ep.combine(sent.tokens.astype(combined), sent.handle, axis_name=axis_name)
 
     spread = jax.P(mesh.axis_names)
     rows, sharding = mesh.size * tokens, jax.NamedSharding(mesh, spread)
@@ -55,11 +78,11 @@ def trace(
     jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=spread, out_specs=spread)).lower(x, topk_idx)
 
 
-def over_nodes(mesh, different):
+def over(axis_name, mesh, different):
     """Return the outcome in a new context; the number of comparisons so far depends on which process notices first."""
-    jax_ep.init(mesh, axis_name=TOPOLOGY, timeout_s=PATIENCE_S)
-    trace(mesh, tokens=3, axis_name=TOPOLOGY)
-    found = outcome(lambda: trace(mesh, **{"axis_name": TOPOLOGY} | different[ME]))
+    jax_ep.init(mesh, axis_name=axis_name, timeout_s=PATIENCE_S)
+    trace(mesh, tokens=3, axis_name=axis_name)
+    found = outcome(lambda: trace(mesh, **{"axis_name": axis_name} | different[ME]))
     jax_ep.finalize()
     return found
 
@@ -79,10 +102,6 @@ def main():
     found["before init"] = outcome(lambda: trace(mesh, tokens=4 + ME))
     found["agree"] = outcome(lambda: jax_ep.init(mesh, timeout_s=PATIENCE_S))
     found["same"] = outcome(lambda: trace(mesh))
-    found["tokens"] = outcome(lambda: trace(mesh, tokens=5 + ME))
-    found["experts"] = outcome(lambda: trace(mesh, experts=16 * (1 + ME)))
-    found["hidden"] = outcome(lambda: trace(mesh, hidden=6 + ME))
-    found["low latency"] = outcome(lambda: trace(mesh, low_latency=ME == 1))
     if ME == 0:
         found["on its own devices"] = outcome(lambda: trace(own))
     found["same again"] = outcome(lambda: trace(mesh, tokens=7))
@@ -90,8 +109,9 @@ def main():
     found["new context"] = outcome(lambda: jax_ep.init(mesh, timeout_s=PATIENCE_S))
     found["same in it"] = outcome(lambda: trace(mesh, tokens=8))
     jax_ep.finalize()
+    found |= {name: over("expert", mesh, different) for name, different in FLAT.items()}
     nodes = jax.make_mesh((2, 2), TOPOLOGY.axes)
-    found |= {name: over_nodes(nodes, different) for name, different in OVER_NODES.items()}
+    found |= {name: over(TOPOLOGY, nodes, different) for name, different in OVER_NODES.items()}
     if ME == 0:
         found["missing"] = outcome(lambda: jax_ep.init(mesh, timeout_s=SHORT_S))
     print(json.dumps(found), flush=True)

@@ -297,7 +297,9 @@ class MoE(nnx.Module):
         mesh = self._active_mesh()
         if mesh is None and jax.device_count() > 1:
             warn_of_no_mesh()
-        tokens, weights = x.astype(self.dtype), self._served() if weights is None else weights
+        if weights is None and (served := self._served()) is not None:
+            weights = self._adapted(served)
+        tokens = x.astype(self.dtype)
         y, metrics = self._through_experts(tokens, token_mask, topk_idx, mesh, weights)
         if self.shared_gate_up is not None and self.shared_down is not None:
             y = y + self._shared(tokens, self.shared_gate_up[...], self.shared_down[...]).astype(y.dtype)
@@ -430,7 +432,7 @@ class MoE(nnx.Module):
     def serving_weights(self, format: str | None, *, activations: str | None = None) -> ExpertWeights:
         """Prepare the expert weights for inference: `moe(x, moe.serving_weights("mxfp4"))`; also stacked by `nnx.vmap`.
 
-        They include the adapters of `add_lora`.
+        They include the adapters of `add_lora`, also of a layer made by `to_serving`.
 
         Args:
           format: see `jax_ep.serving.serving_weights`; None: in `dtype`.
@@ -448,7 +450,8 @@ class MoE(nnx.Module):
                 " moe.capacity = None first."
             )
         # Quantization begins at the parameters: a rounding to `dtype` before it would add to its error.
-        w_gate_up, w_down, b_gate_up, b_down = self._adapted(self._parameters())
+        served = None if self.lora_scale is None else self._served()
+        w_gate_up, w_down, b_gate_up, b_down = self._adapted(served or self._parameters())
         if self.lora_scale is not None:
             w_gate_up, w_down = lora.merge(w_gate_up), lora.merge(w_down)
         w_gate_up, w_down = self._whole(w_gate_up, 2), self._whole(w_down)
@@ -485,7 +488,10 @@ class MoE(nnx.Module):
         layer.w_gate_up = layer.w_down = layer.b_gate_up = layer.b_down = layer.lora_scale = None
         for name in _ADAPTERS if self.lora_scale is not None else ():
             delattr(layer, name)
-        layer.serving_arrays, layer.serving_tree = nnx.List([ServingArray(array) for array in arrays]), tree
+        leading = (None,) * (arrays[0].ndim - 3)  # of stacked layers
+        where: dict[str, Any] = {"out_sharding": (*leading, self.axes.specs.w_down[0]), "eager_sharding": False}
+        where |= {} if self.mesh is None else {"mesh": self.mesh}
+        layer.serving_arrays, layer.serving_tree = nnx.List([ServingArray(a, **where) for a in arrays]), tree
         return layer
 
     def _served(self) -> ExpertWeights | None:
@@ -496,10 +502,11 @@ class MoE(nnx.Module):
 
     def _whole(self, w: Array, num_columns: int = 1) -> Array:
         """Gather `w` over tensor and fsdp axes, and merge the two axes of columns that a tensor axis needs."""
-        kept = [None if entry in (self.axes.tensor, self.axes.fsdp) else entry for entry in jax.typeof(w).sharding.spec]
-        if kept != list(jax.typeof(w).sharding.spec):
+        axes, spec = self._expert_axes(), list(jax.typeof(w).sharding.spec)
+        kept = [None if entry in (axes.tensor, axes.fsdp) else entry for entry in spec]
+        if kept != spec:
             w = jax.sharding.reshard(w, P(*kept))
-        return merge_columns(w) if num_columns == 2 and self.axes.tensor is not None else w
+        return merge_columns(w) if num_columns == 2 and axes.tensor is not None else w
 
     def _parameters(self) -> ExpertWeights:
         """Return the expert weights, and biases in `dtype`."""
@@ -518,7 +525,7 @@ class MoE(nnx.Module):
     def _weights(self, weights: ExpertWeights | None) -> ExpertWeights:
         """Return weights and biases as `moe` takes them: the parameters, or those of a layer made by `to_serving`."""
         if self.w_gate_up is None and weights is not None and not _has_masters(weights):
-            return self._adapted(weights)
+            return weights
         found = self._matrices()
         if weights is not None and _has_masters(weights):  # the parameters are the masters, so they get the gradient
             w_gate_up = dataclasses.replace(weights.w_gate_up, master=found.w_gate_up)
@@ -589,8 +596,8 @@ class MoE(nnx.Module):
         """
         specs, devices = self.axes.specs, 1 if mesh is None else ranks_on(mesh, self.axes.token_axes)
         options = {name: getattr(self, name) for name in ("experts", "preferred_element_type", "implementation")}
-        # Adapters of a layer made by `to_serving` are not in its weights, and `low_latency_moe` takes none.
-        adapted, most = self.lora_scale is not None and self.w_gate_up is None, LOW_LATENCY_TOKENS * devices
+        # `low_latency_moe` takes no adapters.
+        adapted, most = weights is not None and isinstance(weights.w_gate_up, LoraWeights), LOW_LATENCY_TOKENS * devices
         if weights is not None and not (adapted or _has_masters(weights)) and arrays[0].shape[0] <= most:
             options |= {"num_experts": self.num_experts, "axis_name": () if mesh is None else self.axes.expert}
             if self.schedule is not None:

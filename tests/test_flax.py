@@ -15,7 +15,7 @@ from cases import relative_error
 from harness import make_mesh
 from jax_ep import Schedule
 from jax_ep.core import mesh_axes
-from jax_ep.flax import MoE, MoEMetrics, RouterBias, SharedExperts
+from jax_ep.flax import MoE, MoEMetrics, RouterBias, ServingArray, SharedExperts
 from jax_ep.sharding import MeshAxes
 
 # Layers without a mesh are the reference, also on machines with several devices.
@@ -348,6 +348,23 @@ def test_flax_serving_path_token_limit(monkeypatch):
     assert not np.isfinite(run(broken)).any()
     monkeypatch.setattr("jax_ep.flax.LOW_LATENCY_TOKENS", 1)
     np.testing.assert_array_equal(run(broken), run(None))
+
+
+@pytest.mark.parametrize("format", [None, "int8", "fp8_channel"])
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_flax_to_serving_partition_specs(kind, format):
+    """The metadata of a layer that serves only says where its arrays are, as restoring a checkpoint needs."""
+    with jax.set_mesh(data_expert_mesh(kind)):
+        moe = MoE(**SIZES, axes=BATCH, use_bias=True, rngs=nnx.Rngs(0))
+        stacked = jax.tree.map(lambda w: jnp.stack([w, w]), nnx.state(moe, nnx.Param))
+        stack = nnx.clone(moe)
+        nnx.update(stack, stacked)
+        for layer, leading in ((moe, ()), (stack, (None,))):
+            state = nnx.state(layer.to_serving(format), ServingArray)
+            specs = jax.tree.leaves(nnx.get_partition_spec(state), is_leaf=lambda x: isinstance(x, jax.P))
+            assert set(specs) == {jax.P(*leading, "expert")}
+            for array, spec in zip(jax.tree.leaves(state), specs, strict=True):
+                assert array.sharding.is_equivalent_to(jax.NamedSharding(jax.sharding.get_mesh(), spec), array.ndim)
 
 
 @pytest.mark.slow
@@ -733,6 +750,10 @@ def test_flax_lora_of_quantized_weights(where):
         np.testing.assert_allclose(value, jnp.sum(jnp.sin(moe(x)[0])), rtol=1e-4)
         assert sorted(gradients) == sorted(f"{n}_lora_{part}" for n in ("w_gate_up", "w_down") for part in "ab")
         assert all(float(jnp.abs(g[...]).max()) > 1e-3 for g in gradients.values())
+        merged = moe.to_serving(None)
+        assert merged.lora_scale is None and not nnx.state(merged, nnx.LoRAParam)
+        np.testing.assert_allclose(merged(x)[0], moe(x)[0], rtol=1e-4, atol=1e-4)
+        assert relative_error(moe(x, moe.serving_weights("int8"))[0], moe(x)[0]) < 0.02
         moe.w_down_lora_b[...] *= 0
         moe.w_gate_up_lora_b[...] *= 0
         without = moe(x)[0]

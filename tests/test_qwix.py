@@ -352,6 +352,8 @@ def test_qwix_rule_errors():
     ):
         with pytest.raises(ValueError, match=message):
             apply_rules(moe, [rule])
+    with pytest.raises(ValueError, match=r"^apply_rules: model has no jax_ep.flax.MoE, expected"):
+        apply_rules(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), [qwix.QuantizationRule(weight_qtype=jnp.int8)])
     with pytest.raises(ValueError, match=r"^apply_rules: rank=0, expected at least 1"):
         apply_rules(moe, [qwix.LoraRule(rank=0, alpha=1.0)], rngs=nnx.Rngs(0))
 

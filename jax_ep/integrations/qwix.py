@@ -71,6 +71,10 @@ def apply_rules(model: nnx.Module, rules: Sequence[Any], *, rngs: nnx.Rngs | Non
     _check_rules(rules)
     model = nnx.clone(model)
     layers = {"/".join(map(str, path)): layer for path, layer in nnx.iter_modules(model) if isinstance(layer, MoE)}
+    if not layers:
+        raise ValueError(
+            "apply_rules: model has no jax_ep.flax.MoE, expected one or more; call qwix alone for other layers."
+        )
     found = {path: next((rule for rule in rules if _matches(rule, path)), None) for path in layers}
     if not any(found.values()):
         raise ValueError(

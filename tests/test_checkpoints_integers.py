@@ -312,6 +312,19 @@ def test_integer_tensors_of_two_checkpoints(kind, more, text, tmp_path, rng):
         checkpoint.read(f"{NAME}weight", dtype=F32)
 
 
+def test_integer_checkpoint_with_a_bias(tmp_path, rng):
+    """GPTQ stores biases of zeros."""
+    bias = with_part("bias", lambda x: np.zeros(WIDTH, F16))
+    checkpoint, _, numbers = checkpoint_of(tmp_path / "zeros", rng, "gptq", bias)
+    assert_same_bits(np.asarray(checkpoint.moe_weights(3, dtype=F32)["w_down"])[0], numbers["experts.0.down"].T)
+    bias = with_part("bias", lambda x: np.eye(1, WIDTH, dtype=BF16)[0])
+    checkpoint, _, _ = checkpoint_of(tmp_path / "one", rng, "int4", bias)
+    with pytest.raises(
+        NotImplementedError, match=r"up_proj\.bias' is not zero, expected no bias of .*up_proj\.weight'"
+    ):
+        checkpoint.moe_weights(3)
+
+
 def with_fields(**fields):
     return lambda config: config["quantization_config"].update(fields)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -64,6 +65,18 @@ def form_of(files: TensorFiles, family: Family, layer: int) -> Form:
             " those of another checkpoint."
         )
     return next(iter(present.values()), forms[0])  # Without any, tensors are packed, or an error names one.
+
+
+def check_biases(files: TensorFiles, form: Form, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Check that the weights of these parameters have no bias that is not a parameter, except zeros, as from GPTQ."""
+    read = {name for parameter, shape in shapes.items() for name, _ in form[parameter].places(shape)}
+    for name in sorted(read):
+        bias = re.sub(r"\.weight$", ".bias", name)
+        if bias not in read and bias in files and files[bias][whole(files[bias].shape)].any():
+            raise NotImplementedError(
+                f"Checkpoint: {shown(bias)} is not zero, expected no bias of {shown(name)} in this model_type, which"
+                " the layer would leave out; read the tensors with Checkpoint.read, and compute the layer yourself."
+            )
 
 
 def weight_of(name: str) -> str:

@@ -53,15 +53,24 @@ def either(weights, x):
     return jax.lax.cond(x[0, 0] > 0, lambda: gradients(weights, x), lambda: weights)
 
 
+def scanned(x, weights):
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, jnp.stack(weights))[0]
+
+
 remat = partial(gradients, layers=jax.checkpoint(chain))
+remat_of_scan = partial(gradients, layers=lambda x, weights: jax.checkpoint(scanned)(x, weights))
 CASES = {"plain": (gradients, LAYERS), "remat": (remat, 0), "microbatches": (microbatches, LAYERS / 2 + 0.5)}
-CASES |= {"cond": (either, LAYERS), "vmap": (jax.vmap(gradients, (None, 0)), LAYERS)}
+CASES |= {
+    "remat of scan": (remat_of_scan, 1),
+    "cond": (either, LAYERS),
+    "vmap": (jax.vmap(gradients, (None, 0)), LAYERS),
+}
 CASES |= {"forward": (lambda weights, x: chain(x, weights), 0)}
 
 
 @pytest.mark.parametrize(("step", "layers"), CASES.values(), ids=CASES)
 def test_plan_memory_kept_activations(step, layers):
-    """One activation per layer; with microbatches those of one, and its tokens."""
+    """One activation per layer; with microbatches those of one, and its tokens; of a scan with remat its tokens."""
     x, weights = of(ROWS, WIDTH), [of(WIDTH, WIDTH)] * LAYERS
     plan = jax_ep.plan_memory(step, weights, x)
     assert plan.kept == pytest.approx(layers * ONE, abs=0.02 * ONE)

@@ -281,6 +281,7 @@ def _kept(computations: Mapping[str, list[str]], name: str) -> int:
     buffers: dict[str, list[frozenset[tuple[str, int]]]] = {}  # of each value: those of its elements
     sizes: dict[tuple[str, int], int] = {}
     backward: set[str] = set()
+    constants: set[str] = set()  # such as the zeros that a loop fills
     kept: set[tuple[str, int]] = set()
     inside = 0
     for value in _instructions(computations.get(name, ())):
@@ -294,13 +295,22 @@ def _kept(computations: Mapping[str, list[str]], name: str) -> int:
             buffers[value.name] = operands[0][value.element : value.element + 1]
         elif value.opcode == "tuple":
             buffers[value.name] = [frozenset().union(*elements) for elements in operands]
+        elif value.opcode == "while":  # It fills what it gets as constants.
+            own = [(value.name, i) for i in range(len(value.sizes))]
+            buffers[value.name] = [
+                frozenset({mine}) if part and all(buffer[0] in constants for buffer in part) else part
+                for part, mine in zip(operands[0], own, strict=False)
+            ]
+            sizes |= dict(zip(own, value.sizes, strict=True))
         elif value.opcode in _ALIASES:
             buffers[value.name] = operands[0] if operands else [frozenset()] * len(value.sizes)
         else:
             own = [(value.name, i) for i in range(len(value.sizes))]
             buffers[value.name] = [frozenset({buffer}) for buffer in own]
             sizes |= dict(zip(own, value.sizes, strict=True))
+            if value.opcode not in _CALLS | {"custom-call"} and constants.issuperset(value.operands):
+                constants.add(value.name)
         if value.name in backward and (value.opcode not in _ALIASES or value.opcode == "while"):
             read = frozenset[tuple[str, int]]().union(*(part for elements in operands for part in elements))
-            kept |= {buffer for buffer in read if buffer[0] not in backward}
+            kept |= {buffer for buffer in read if buffer[0] not in backward | constants}
     return max(inside, sum(sizes[buffer] for buffer in kept))

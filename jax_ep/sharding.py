@@ -489,7 +489,7 @@ def _check_explicit(mesh: Mesh | AbstractMesh, name: str, argument: Array, spec:
     if entries(actual.spec) != entries(spec):
         raise ValueError(
             f"sharded_moe: {name} is sharded as {actual.spec}, expected {spec}; move it with"
-            f" jax.sharding.reshard({name}, {spec})."
+            f" jax.sharding.reshard({name}, {spec}) under jax.set_mesh(mesh)."
         )
 
 

@@ -118,7 +118,9 @@ def test_sharded_moe_explicit_sharding_mismatch(rng):
     x, *rest = place(mesh, arguments(rng), spec_list(MeshAxes().specs))
     with jax.set_mesh(mesh):
         replicated = jax.sharding.reshard(x, P(None, None))
-        with pytest.raises(ValueError, match=r"x is sharded as P\(None, None\), expected .*reshard"):
+        with pytest.raises(
+            ValueError, match=r"x is sharded as P\(None, None\), expected .*reshard.* under jax.set_mesh"
+        ):
             sharded_moe(num_experts=E)(replicated, *rest)
 
 

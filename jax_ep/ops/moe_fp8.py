@@ -60,8 +60,8 @@ def check_layer(options: Options, experts: Experts, b_gate_up: Array | None, w: 
     intermediate, hidden = w.shape[1:]
     if hidden % GROUP_SIZE or intermediate % GROUP_SIZE:
         raise ValueError(
-            f"{function}: H={hidden} and I={intermediate}, but recipe='fp8' needs multiples of {GROUP_SIZE}, the FP8"
-            " scale block; pad both with zeros, or leave recipe=None."
+            f"{function}: H={hidden} and I={intermediate} on a rank, but recipe='fp8' needs multiples of {GROUP_SIZE},"
+            " the FP8 scale block; pad both with zeros, or leave recipe=None."
         )
     if not is_one_pass(experts, b_gate_up):
         raise ValueError(

@@ -286,7 +286,7 @@ class MoE(nnx.Module):
         if stacked := next(filter(None, shapes), ()):
             raise ValueError(
                 f"MoE: the parameters have leading axes {list(stacked)}, expected those of one layer; call layers that"
-                " nnx.vmap has stacked inside nnx.scan or nnx.vmap"
+                " nnx.vmap has stacked inside nnx.scan or nnx.vmap."
             )
         if token_mask is not None:
             check.token_mask("MoE", token_mask, x.shape[:-1])
@@ -356,7 +356,8 @@ class MoE(nnx.Module):
 
     @errors_begin_with("MoE")
     def add_lora(self, rank: int, *, scale: float = 1.0, rngs: nnx.Rngs) -> None:
-        """Give the experts new adapters and freeze their weights, also those of a layer made by `to_serving`.
+        """Give the experts new adapters and freeze their weights, also those of a layer made by `to_serving`, and of
+        layers stacked by `nnx.vmap`.
 
         The adapters, see `jax_ep.lora.init`, are `nnx.LoRAParam`s in float32 under the names that qwix gives them, such
         as `w_down_lora_a`. Freeze the router with `nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))`. New
@@ -384,9 +385,10 @@ class MoE(nnx.Module):
         weights, specs = self._served() or self._parameters(), self._expert_axes().specs
         for name in ("w_gate_up", "w_down"):
             found = lora.init(rngs.params(), getattr(weights, name), rank, scale=scale, dtype=jnp.float32)
-            where = specs_of_parts(getattr(specs, name), found)
-            setattr(self, f"{name}_lora_a", make(lambda *_, a=found.a: a, found.a.shape, where.a, found.a.dtype))
-            setattr(self, f"{name}_lora_b", make(ZEROS_INIT, found.b.shape, where.b, found.b.dtype))
+            where, layers = specs_of_parts(getattr(specs, name), found), (None,) * (found.a.ndim - 3)
+            a_spec, b_spec = P(*layers, *where.a), P(*layers, *where.b)
+            setattr(self, f"{name}_lora_a", make(lambda *_, a=found.a: a, found.a.shape, a_spec, found.a.dtype))
+            setattr(self, f"{name}_lora_b", make(ZEROS_INIT, found.b.shape, b_spec, found.b.dtype))
             self.lora_scale = found.scale
 
     def _expert_axes(self) -> MeshAxes:
@@ -488,8 +490,8 @@ class MoE(nnx.Module):
         layer.w_gate_up = layer.w_down = layer.b_gate_up = layer.b_down = layer.lora_scale = None
         for name in _ADAPTERS if self.lora_scale is not None else ():
             delattr(layer, name)
-        leading = (None,) * (arrays[0].ndim - 3)  # of stacked layers
-        where: dict[str, Any] = {"out_sharding": (*leading, self.axes.specs.w_down[0]), "eager_sharding": False}
+        layers = (None,) * (arrays[0].ndim - 3)
+        where: dict[str, Any] = {"out_sharding": (*layers, self.axes.specs.w_down[0]), "eager_sharding": False}
         where |= {} if self.mesh is None else {"mesh": self.mesh}
         layer.serving_arrays, layer.serving_tree = nnx.List([ServingArray(a, **where) for a in arrays]), tree
         return layer

@@ -356,13 +356,10 @@ def test_flax_to_serving_partition_specs(kind, format):
     """The metadata of a layer that serves only says where its arrays are, as restoring a checkpoint needs."""
     with jax.set_mesh(data_expert_mesh(kind)):
         moe = MoE(**SIZES, axes=BATCH, use_bias=True, rngs=nnx.Rngs(0))
-        stacked = jax.tree.map(lambda w: jnp.stack([w, w]), nnx.state(moe, nnx.Param))
-        stack = nnx.clone(moe)
-        nnx.update(stack, stacked)
-        for layer, leading in ((moe, ()), (stack, (None,))):
+        for layer, layers in ((moe, ()), (stacked(2, None), (None,))):
             state = nnx.state(layer.to_serving(format), ServingArray)
-            specs = jax.tree.leaves(nnx.get_partition_spec(state), is_leaf=lambda x: isinstance(x, jax.P))
-            assert set(specs) == {jax.P(*leading, "expert")}
+            specs = jax.tree.leaves(nnx.get_partition_spec(state), is_leaf=lambda x: isinstance(x, P))
+            assert set(specs) == {P(*layers, "expert")}
             for array, spec in zip(jax.tree.leaves(state), specs, strict=True):
                 assert array.sharding.is_equivalent_to(jax.NamedSharding(jax.sharding.get_mesh(), spec), array.ndim)
 
@@ -738,6 +735,21 @@ def test_flax_lora_mistakes():
         assert moe.lora_scale is None and not any("lora" in name for name in nnx.state(moe, nnx.Param))
     moe.add_lora(2, scale=np.float64(0.5), rngs=nnx.Rngs(0))
     assert type(moe.lora_scale) is float
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("format", [None, "int8"])
+def test_flax_lora_of_stacked_layers(kind, format):
+    """The mesh splits the experts of the adapters, not the layers."""
+    mesh = data_expert_mesh(kind)
+    with jax.set_mesh(mesh):
+        moe = stacked(3, None)
+        moe = moe if format is None else moe.to_serving(format)
+        moe.add_lora(2, rngs=nnx.Rngs(0))
+        state = nnx.state(moe, nnx.LoRAParam)
+        specs = jax.tree.leaves(nnx.get_partition_spec(state), is_leaf=lambda x: isinstance(x, P))
+        for array, spec in zip(jax.tree.leaves(state), specs, strict=True):
+            assert tuple(spec)[:2] == (None, "expert") and array.sharding.spec[:2] == (None, "expert")
 
 
 @pytest.mark.parametrize("where", [None, "data"])

@@ -175,7 +175,8 @@ def _reason_of_bits(name: str, facts: Facts, options: Options) -> str | None:
     if isinstance(facts, QuantizedGemmFacts) or (isinstance(facts, GemmFacts) and facts.in_fp8):
         return "reproducible=True needs GEMMs in the dtype of the tokens; pass weights in it, and leave recipe None"
     if isinstance(facts, LowLatencyFacts | FusedMoEFacts | GemmActivationFacts):
-        return "reproducible=True, and its bits depend on the number of tokens or on a gradient; `moe` runs without it"
+        reason = "reproducible=True, and its bits depend on the number of tokens or on a gradient"
+        return f"{reason}; `moe` with weights that are not for serving runs without it"
     if name == "pallas" and isinstance(facts, GemmFacts):
         return "reproducible=True, and its tiles depend on the number of rows; `triton` supports that"
     if name == "xla" and isinstance(facts, GemmFacts) and not facts.is_empty and platform() == "gpu":

@@ -161,7 +161,7 @@ REJECTED = {
     "recipe": (jax_ep.moe, {"recipe": "fp8"}, "leave recipe None"),
     "single_launch": (jax_ep.moe, {"schedule": Schedule(reproducible=True, single_launch=True)}, "reproducible=True"),
     "pallas": (jax_ep.moe, {"implementation": "pallas"}, "`triton` supports"),
-    "low_latency": (jax_ep.low_latency_moe, {}, "`moe` runs without it"),
+    "low_latency": (jax_ep.low_latency_moe, {}, "`moe` with weights .* runs without it"),
     "topology": (jax_ep.moe, {"axis_name": jax_ep.Topology("a", "b")}, r"pass the tuple \('a', 'b'\)"),
 }
 

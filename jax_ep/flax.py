@@ -104,8 +104,9 @@ class MoE(nnx.Module):
       preferred_element_type: dtype of the result and of the sums of experts, see `jax_ep.moe`; None: `dtype` for sums,
         and that of the tokens for the result.
       mesh: mesh of the layer; None: the mesh of `jax.set_mesh` at each call.
-      axes: mesh axes that split experts, tokens and weights, see `jax_ep.sharding.MeshAxes`; None: `MeshAxes()`. A
-        `jax_ep.Topology` as `expert` has no `node_capacity`.
+      axes: mesh axes that split experts, tokens and weights, see `jax_ep.sharding.MeshAxes`; None: `MeshAxes()`, which
+        names only "expert". Devices along other axes repeat the same work. A `jax_ep.Topology` as `expert` has no
+        `node_capacity`.
       schedule: how kernels share the GPU, see `jax_ep.Schedule`; None: the package chooses.
       implementation: see `jax_ep.moe`.
       kernel_init: initializer of the expert weights `[E, in, out]`.

@@ -114,7 +114,11 @@ def test_triton_call_mistakes(two_ranks, subtests):
     mistakes = [
         (lambda: call(x, out_shape=(shape, shape)), ValueError, "takes the pointers .* 4 operands and 2 results"),
         (lambda: call(x, out_shape=()), ValueError, "4 operands and 0 results; .* at least one result"),
-        (lambda: jax_ep.triton_call(learned_swish.activate, x, out_shape=shape, grid=1), ValueError, "nts .'INNER'"),
+        (
+            lambda: jax_ep.triton_call(learned_swish.activate, x, out_shape=shape, grid=1),
+            ValueError,
+            "INNER.* without values",
+        ),
         (lambda: call(x, out_shape=3), TypeError, "out_shape contains an int, expected jax.ShapeDtypeStruct"),
         (lambda: call(x, out_shape=jax.ShapeDtypeStruct((-1,), jnp.float32)), ValueError, "size in out_shape=-1, exp"),
         (lambda: call(x, out_shape=jax.ShapeDtypeStruct((1,), np.float64)), TypeError, "dtype float64, .* 32 bits"),

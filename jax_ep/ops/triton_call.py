@@ -152,12 +152,13 @@ def _kernel(
     defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
     constants = {name: _constant(name, value) for name, value in (defaults | constants).items()}
     pointers = [name for name in names if name not in constants]
-    numbers = [name for name in pointers if "constexpr" in str(parameters[name].annotation)]
-    if numbers or len(pointers) != num_operands + num_results or not num_results:
+    missing = [name for name in pointers if "constexpr" in str(parameters[name].annotation)]
+    if missing:
+        raise ValueError(f"{_NAME}: {kernel.__name__} has the constants {missing} without values; pass them by name.")
+    if len(pointers) != num_operands + num_results or not num_results:
         raise ValueError(
-            f"{_NAME}: {kernel.__name__} takes the pointers {[name for name in pointers if name not in numbers]} and"
-            f" the constants {numbers}, but there are {num_operands} operands and {num_results} results; pass one"
-            " of either for each pointer, at least one result, and constants by name."
+            f"{_NAME}: {kernel.__name__} takes the pointers {pointers}, but there are {num_operands} operands and"
+            f" {num_results} results; pass one of either for each pointer, at least one result, and numbers by name."
         )
     if "<" in inspect.getfile(kernel.fn):
         raise ValueError(f"{_NAME}: {kernel.__name__} is not in a file, from which Triton reads it; move it to one.")

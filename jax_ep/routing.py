@@ -20,7 +20,7 @@ from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.core.layout import count_assignments
 from jax_ep.core.mesh_axes import axis_tuple, on_automatic_axes, spec_of
 from jax_ep.core.moe_metrics import MoEMetrics
-from jax_ep.core.router import Router
+from jax_ep.core.router import SMALLEST_SUM, Router
 from jax_ep.types import Array, AxisName, Routing
 
 __all__ = [
@@ -33,9 +33,6 @@ __all__ = [
     "update_router_bias",
 ]
 
-# DeepSeek-V3 adds 1e-20 to the sum. A lower bound of 1e-18 gives the same float32 weights for every sum above 1e-11,
-# and the gradient of the division, which squares it, stays finite for tokens whose scores all underflow.
-_SMALLEST_SUM = 1e-18
 _ONE_RENORMALIZED = (
     "topk_router: renormalize=True with one expert per token makes every weight equal to scale, so the router gets no"
     " gradient from the output; pass Router(renormalize=False), or apply jax.lax.stop_gradient to topk_weights to train"
@@ -140,7 +137,7 @@ def _choose(
     weights = jnp.take_along_axis(scores, jnp.where(is_expert, topk_idx, 0), axis=-1)
     weights = jnp.where(is_expert, weights, 0)
     if router.renormalize:
-        weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), _SMALLEST_SUM)
+        weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), SMALLEST_SUM)
     return _masked(Routing(topk_idx, weights * scale, scores), token_mask)
 
 
@@ -352,7 +349,7 @@ def _balancing_loss(
 ) -> Array:
     num_experts = scores.shape[-1]
     scores = _zero_masked(scores.astype(accumulation_dtype(scores.dtype)), token_mask)
-    normalized = scores / jnp.maximum(jnp.sum(scores, axis=-1, keepdims=True), _SMALLEST_SUM)
+    normalized = scores / jnp.maximum(jnp.sum(scores, axis=-1, keepdims=True), SMALLEST_SUM)
     if topk_idx.dtype.itemsize < 4:  # It may not hold num_experts.
         topk_idx = topk_idx.astype(jnp.int32)
     ids = topk_idx if token_mask is None else jnp.where(token_mask[:, None], topk_idx, -1)

@@ -1,4 +1,4 @@
-"""Prepare the weights of expert layers for inference, and run the layer for decode-sized batches."""
+"""Prepare the weights of expert layers for inference, and run layers for decode-sized batches."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from jax_ep.core.expert_matrices import ExpertWeights
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.mesh_axes import on_automatic_axes, resized_spec
 from jax_ep.formats import check_quantized
+from jax_ep.ops.moe import routed_moe as routed_moe
 from jax_ep.ops.moe_low_latency import low_latency_moe
 from jax_ep.quantization import quantize, with_layout
 from jax_ep.types import Array, Biases, Experts

@@ -118,12 +118,12 @@ LEVELS = [
     {"values"},
     {"types"},
     {"core", "ffi"},
-    {"formats"},
+    {"formats", "routing"},
     {"interpreter", "heap", "settings", "xla"},
     {"context", "pallas"},  # small arrays, and what no kernel takes, are for `xla`
     {"megakernels"},
     {"ops"},  # loads implementations by name
-    {"routing", "quantization", "placement", "tuning"},
+    {"quantization", "placement", "tuning"},
     {"sharding", "serving", "tracing", "lora"},
     {"flax", "checkpoints"},
     {"integrations"},

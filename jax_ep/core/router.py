@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from jax_ep.core import check
+from jax_ep.types import Array
 from jax_ep.values import shown
+
+# DeepSeek-V3 adds 1e-20 to the sum. A lower bound of 1e-18 gives the same float32 weights for every sum above 1e-11,
+# and the gradient of the division, which squares it, stays finite for tokens whose scores all underflow.
+SMALLEST_SUM = 1e-18
+"""By which the scores of a token are divided at least, to renormalize them."""
 
 _SCORES = ("softmax", "sigmoid", "sparsemixer")
 _GROUP_SCORES = ("top2_sum", "max")
@@ -129,6 +135,14 @@ class Router:
                 f"{function}: {name}={top_k} exceeds the {selectable} experts that can be chosen, expected at most that"
                 f" many; {remedy}."
             )
+
+
+class RouterInputs(NamedTuple):
+    """What a router chooses by, see `topk_router`."""
+
+    logits: Array  # `[T, E]`
+    bias: Array | None  # `[E]`
+    token_mask: Array | None  # `[T]` bool
 
 
 @dataclasses.dataclass(frozen=True)

@@ -414,6 +414,7 @@ _LANGUAGE: dict[str, Any] = {
     "cumsum": lambda x, axis: Tensor(np.cumsum(x.values, axis, x.dtype)),
     "debug_barrier": lambda: None,
     "erf": _elementwise(np.vectorize(math.erf, otypes=[np.float32])),
+    "exp2": _elementwise(np.exp2),
     "expand_dims": lambda x, axis: Tensor(np.expand_dims(x.values, axis)),
     "full": lambda shape, value, dtype, layout=None: Tensor(np.full(shape, value, numpy_dtype(dtype))),
     "inline_asm": _inline_asm,

@@ -108,10 +108,12 @@ for _name in (
     "add",
     "sub",
     "mul",
+    "truediv",
     "floordiv",
     "mod",
     "and_",
     "or_",
+    "xor",
     "lshift",
     "rshift",
     "lt",
@@ -122,7 +124,7 @@ for _name in (
     "ne",
 ):
     setattr(Tensor, f"__{_name.strip('_')}__", _binary(_name))
-for _name in ("add", "sub", "mul", "floordiv", "mod", "and_", "or_"):
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and_", "or_"):
     setattr(Tensor, f"__r{_name.strip('_')}__", _reflected(_name))
 
 

@@ -18,6 +18,7 @@ from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.kernel import Argument, Config, Descriptor, Kernel
 from jax_ep.core.layout import SortSizes, power_of_two
 from jax_ep.core.mesh_axes import vary_alike
+from jax_ep.core.router import SMALLEST_SUM, Router, RouterInputs
 from jax_ep.formats import format_of, stored_name
 from jax_ep.megakernels import tuned
 from jax_ep.megakernels.activation import kind_of, quantize_rows
@@ -32,8 +33,10 @@ from jax_ep.megakernels.kernels.fused_moe_structs import (
     GluonMoE,
     LayerScratch,
     LayerTensors,
+    RoutedLayerTensors,
     SortedLayerTensors,
 )
+from jax_ep.megakernels.kernels.route import RouterSizes
 from jax_ep.megakernels.launch import Programs, all_programs, int32, launch, new_counters, thread_registers
 from jax_ep.megakernels.moe_sort import moe_sort
 from jax_ep.megakernels.quantized_gemm import (
@@ -50,6 +53,8 @@ from jax_ep.types import Array, Experts, Schedule
 _FUSED = Kernel(fused_moe_kernels.fused_moe)
 _GLUON = Kernel(gluon_fused_moe.fused_moe)
 _MOST_UNSORTED = 512  # assignments, which every program sorts itself
+_MOST_ROUTED = 16  # tokens whose experts every program chooses itself
+_ROUTED_LOGITS = 2048  # that it holds in registers
 _FEW_BYTES = 1 << 24  # of rows of the result in float32; larger ones have the dtype of tokens
 Matrices = Array | QuantizedWeights
 
@@ -128,6 +133,19 @@ def _is_read(w: Matrices) -> bool:
     return 0 not in w.shape and all(size % 8 == 0 for size in w.shape[1:])
 
 
+class _Routing(NamedTuple):
+    """The routing of a launch: ids and weights, or what the launch chooses them by."""
+
+    top_k: int
+    arrays: tuple[Array, ...]  # ids and weights, or logits, bias and mask
+    router: RouterSizes | None  # None: ids and weights
+
+    def results(self, num_tokens: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """Describe the ids and weights that the launch chooses; of one element if it does not."""
+        shape = (1,) if self.router is None else (num_tokens, self.top_k)
+        return jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
 def fused_moe(
     experts: Experts,
     x: Array,
@@ -139,41 +157,102 @@ def fused_moe(
 ) -> Array:
     """Compute the expert layer of one device: `jax_ep.moe` without a mesh axis, with checked arguments."""
     x, topk_idx, topk_weights, parts = vary_alike((x, topk_idx, topk_weights, parts))
+    return _launch(experts, x, _Routing(topk_idx.shape[1], (topk_idx, topk_weights), None), parts, out_dtype)[0]
+
+
+def routed_moe(
+    experts: Experts,
+    router: Router,
+    top_k: int,
+    x: Array,
+    inputs: RouterInputs,
+    parts: ExpertWeights,
+    *,
+    out_dtype: DTypeLike,
+) -> tuple[Array, Array]:
+    """Choose experts and compute their layer on one device; return the output and the ids.
+
+    See `reason_against_router` for what it takes.
+    """
+    (logits, *optional), x, parts = vary_alike((inputs, x, parts))
+    sizes = router_sizes(router, top_k, logits.shape, *(array is not None for array in optional))
+    arrays = logits, *(logits if array is None else array for array in optional)
+    return _launch(experts, x, _Routing(top_k, arrays, sizes), parts, out_dtype)
+
+
+def router_sizes(router: Router, top_k: int, shape: tuple[int, ...], has_bias: bool, has_mask: bool) -> RouterSizes:
+    """Return the sizes of a router of logits `[T, E]`."""
+    num_tokens, num_experts = shape
+    padded = power_of_two(num_experts)
+    return RouterSizes(
+        score=router.score,
+        renormalize=router.renormalize,
+        scale=router.scale,
+        smallest_sum=SMALLEST_SUM,
+        has_bias=has_bias,
+        has_mask=has_mask,
+        rows=min(power_of_two(num_tokens), max(1, _ROUTED_LOGITS // padded)),
+        padded_experts=padded,
+        padded_top_k=power_of_two(top_k),
+    )
+
+
+def reason_against_router(router: Router, logits: Array) -> str:
+    """Return why the launch of the layer cannot choose the experts of these logits; empty: it can."""
+    num_tokens, num_experts = logits.shape
+    if num_tokens > _MOST_ROUTED:
+        return f"the launch of the layer chooses experts of at most {_MOST_ROUTED} tokens"
+    if router.score == "sparsemixer" or router.num_groups > 1:
+        return "the launch of the layer has no groups of experts and no SparseMixer"
+    if num_experts > _ROUTED_LOGITS or logits.dtype.itemsize > 4:
+        return f"the launch of the layer takes logits of up to 32 bits and {_ROUTED_LOGITS} experts"
+    return ""
+
+
+def _launch(
+    experts: Experts, x: Array, routing: _Routing, parts: ExpertWeights, out_dtype: DTypeLike
+) -> tuple[Array, Array]:
+    """Run the kernel; return the output and the ids that it has chosen, if it does."""
     w_gate_up, w_down, *biases = parts
-    if runs_layer_in_gluon(experts, topk_idx.size, x.dtype, w_gate_up, w_down):
-        return _by_gluon(experts, gluon_fused_moe.Inputs(x, topk_idx, topk_weights), parts, out_dtype)
-    config, sizes = fused_sizes(experts, x.shape, topk_idx.shape[1], w_gate_up, w_down)
+    if runs_layer_in_gluon(experts, x.shape[0] * routing.top_k, x.dtype, w_gate_up, w_down):
+        return _by_gluon(experts, x, routing, parts, out_dtype)
+    config, sizes = fused_sizes(experts, x.shape, routing.top_k, w_gate_up, w_down, routing.router)
     (gate_up, gate_up_scales), (down, down_scales) = (
         _operands(w, product) for w, product in ((w_gate_up, sizes.gate_up), (w_down, sizes.down))
     )
-    tokens, token_scales = x, topk_weights
+    tokens, token_scales = x, routing.arrays[1]
     if sizes.gate_up.fp8_rows:
         tokens, token_scales = quantize_rows(x, jnp.full((1,), sizes.num_tokens, jnp.int32))
-    tensors: LayerTensors | SortedLayerTensors = LayerTensors(
-        tokens, token_scales, gate_up, down, topk_idx, topk_weights
-    )
+    kind = LayerTensors if routing.router is None else RoutedLayerTensors
+    tensors: tuple[Any, ...] = kind(tokens, token_scales, gate_up, down, *routing.arrays)
     if sizes.presorted:
+        topk_idx = routing.arrays[0]
         found = moe_sort(topk_idx, None, None, SortSizes(0, sizes.num_experts, sizes.down.tile.block_m))
         tensors = SortedLayerTensors._make((*tensors, found.slots, found.block_expert, found.num_rows))
     counters = new_counters(2 + sizes.max_blocks, x)
     results: tuple[Argument, ...] = (
-        _scratch(sizes, x.dtype),
+        _scratch(sizes, routing, x.dtype),
         jax.ShapeDtypeStruct(x.shape, out_dtype),
         *int32(counters.shape),
     )
     operands = (tensors, gate_up_scales, down_scales, *biases, counters)
-    return launch(_FUSED, operands, results, config, {"KIND": kind_of(experts), "S": sizes}, written={-1: -1})[1]
+    constants = {"KIND": kind_of(experts), "S": sizes}
+    scratch, out, _ = launch(_FUSED, operands, results, config, constants, written={-1: -1})
+    return out, scratch.topk_idx_ptr
 
 
-def _scratch(sizes: FusedMoE, dtype: DTypeLike) -> LayerScratch:
+def _scratch(sizes: FusedMoE, routing: _Routing, dtype: DTypeLike) -> LayerScratch:
     """Return the scratch memory for tokens of `dtype`."""
     slots, in_fp8 = sizes.num_tokens * sizes.top_k, sizes.down.fp8_rows
     rows = (slots, sizes.down.k_splits, sizes.hidden)
+    order, blocks = int32(*((1 if sizes.presorted else size,) for size in (sizes.padded_assignments, sizes.max_blocks)))
     return LayerScratch(
         jax.ShapeDtypeStruct((slots, sizes.intermediate_size), FP8 if in_fp8 else dtype),
         jax.ShapeDtypeStruct((slots, sizes.intermediate_size // GROUP_SIZE) if in_fp8 else (1,), jnp.float32),
         _summed_rows(rows, dtype),
-        *int32(*((1 if sizes.presorted else size,) for size in (sizes.padded_assignments, sizes.max_blocks))),
+        order,
+        blocks,
+        *routing.results(sizes.num_tokens),
     )
 
 
@@ -195,7 +274,12 @@ def _operands(w: Matrices, product: FusedGemm) -> tuple[Descriptor, Array | None
 
 
 def fused_sizes(
-    experts: Experts, shape: tuple[int, ...], top_k: int, w_gate_up: Matrices, w_down: Matrices
+    experts: Experts,
+    shape: tuple[int, ...],
+    top_k: int,
+    w_gate_up: Matrices,
+    w_down: Matrices,
+    router: RouterSizes | None = None,
 ) -> tuple[Config, FusedMoE]:
     """Return config and sizes for tokens `[T, H]`, from shapes and formats of the weights."""
     (num_tokens, hidden), (num_experts, intermediate, _) = shape, w_down.shape
@@ -221,6 +305,7 @@ def fused_sizes(
         block_intermediate=tiles.hidden_columns,
         gate_up=_product(w_gate_up, tiles, wide * tiles.hidden_columns, 1, halves=halves),
         down=_product(w_down, tiles, tiles.columns, tiles.splits),
+        router=router,
     )
     # With three programs or more, limit the registers: the compiler would give a thread too many.
     registers = thread_registers(tiles.programs, tiles.num_warps, multiple=8) if tiles.programs > 2 else None
@@ -420,7 +505,13 @@ def gluon_tiles(slots: int, w_down: QuantizedWeights) -> GluonLayerTiles:
     return tuned.tiles(GluonLayerTiles(block_m, splits, programs), "fused_moe_gluon", **layer_facts(slots, w_down))
 
 
-def gluon_sizes(shape: tuple[int, ...], top_k: int, w_down: QuantizedWeights, tiles: GluonLayerTiles) -> GluonMoE:
+def gluon_sizes(
+    shape: tuple[int, ...],
+    top_k: int,
+    w_down: QuantizedWeights,
+    tiles: GluonLayerTiles,
+    router: RouterSizes | None = None,
+) -> GluonMoE:
     """Return the sizes of the kernel in Gluon for tokens `[T, H]`."""
     (num_tokens, hidden), (num_experts, intermediate, _) = shape, w_down.shape
     step = gluon_fused_moe.STEP.value
@@ -446,6 +537,7 @@ def gluon_sizes(shape: tuple[int, ...], top_k: int, w_down: QuantizedWeights, ti
         sum_hidden=_SUM_HIDDEN,
         sum_tiles=-(-hidden // _SUM_HIDDEN),
         sum_tasks=num_tokens * -(-hidden // _SUM_HIDDEN),
+        router=router,
     )
 
 
@@ -458,21 +550,26 @@ def gluon_weights(w: QuantizedWeights) -> gluon_fused_moe.Weights:
     )
 
 
-def _by_gluon(experts: Experts, inputs: gluon_fused_moe.Inputs, parts: ExpertWeights, out_dtype: DTypeLike) -> Array:
-    x, topk_idx, _ = inputs
-    slots, tiles = topk_idx.size, gluon_tiles(topk_idx.size, parts.w_down)
-    sizes = gluon_sizes(x.shape, topk_idx.shape[1], parts.w_down, tiles)
+def _by_gluon(
+    experts: Experts, x: Array, routing: _Routing, parts: ExpertWeights, out_dtype: DTypeLike
+) -> tuple[Array, Array]:
+    """Run the kernel in Gluon as `_launch` does."""
+    slots = x.shape[0] * routing.top_k
+    tiles = gluon_tiles(slots, parts.w_down)
+    sizes = gluon_sizes(x.shape, routing.top_k, parts.w_down, tiles, routing.router)
     counters = new_counters(2 + min(slots, sizes.num_experts + slots // sizes.tile_m), x)
     results: tuple[Argument, ...] = (
         gluon_fused_moe.Outputs(
             jax.ShapeDtypeStruct((slots, sizes.intermediate_size), x.dtype),
             _summed_rows((slots, sizes.k_splits, sizes.hidden), x.dtype),
             jax.ShapeDtypeStruct(x.shape, out_dtype),
+            *routing.results(sizes.num_tokens),
         ),
         *int32(counters.shape),
     )
-    operands = (*map(gluon_weights, parts[:2]), inputs, *parts[2:], counters)
+    kind = gluon_fused_moe.Inputs if routing.router is None else gluon_fused_moe.RoutedInputs
+    operands = (*map(gluon_weights, parts[:2]), kind(x, *routing.arrays), *parts[2:], counters)
     config = Config(all_programs(tiles.programs), 4, max_registers=GLUON_REGISTERS.get(tiles.programs))
-    return launch(_GLUON, operands, results, config, {"KIND": kind_of(experts), "S": sizes}, written={-1: -1})[
-        0
-    ].out_ptr
+    constants = {"KIND": kind_of(experts), "S": sizes}
+    found = launch(_GLUON, operands, results, config, constants, written={-1: -1})[0]
+    return found.out_ptr, found.topk_idx_ptr

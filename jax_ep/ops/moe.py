@@ -23,6 +23,7 @@ from jax_ep.core.expert_matrices import ExpertWeights, LoraWeights, QArray, Quan
 from jax_ep.core.facts import ExchangeFacts, FusedMoEFacts, Part
 from jax_ep.core.layout import add_bias
 from jax_ep.core.mesh_axes import takes_global_arrays, vary_alike
+from jax_ep.core.router import Router, RouterInputs
 from jax_ep.formats import check_quantized
 from jax_ep.formats.qarrays import own_weights
 from jax_ep.ops import (
@@ -40,6 +41,7 @@ from jax_ep.ops import (
 from jax_ep.ops import plan as plans
 from jax_ep.ops.activation import activate, is_one_pass
 from jax_ep.ops.activation_gemm_combine import bias_of_result, ffn_hidden
+from jax_ep.routing import topk_router
 from jax_ep.types import Array, AxisName, Biases, Experts, Handle, Options, Schedule, Topology
 
 type Plan = (
@@ -146,12 +148,110 @@ def moe(
     options = registry.options("moe", axis_name, implementation, schedule)
     options = dataclasses.replace(options, recipe=recipe, wire_dtype=wire_dtype)
     parts = ExpertWeights(w_gate_up, w_down, *check.biases("moe", biases))
-    experts, sizes, parts = _check_experts(options, x.shape, x.dtype, parts, num_experts, experts)
-    layer = _Layer(experts, sizes, capacity, check.result_dtype("moe", preferred_element_type, x.dtype))
-    given = exchange.checked(options, x, topk_idx, topk_weights, num_experts=num_experts, capacity=capacity)
-    given = exchange.without_unused_rows(given)
+    routing = topk_idx, topk_weights
+    layer, given, parts = _checked(options, x, routing, parts, num_experts, experts, capacity, preferred_element_type)
     run = _on_tokens if balance is None or given.facts.layout.num_ranks == 1 else partial(_balanced, balance)
     return checkpoint_name((run if x.shape[0] else _without_tokens)(layer, given, parts), OUTPUT_NAME)
+
+
+@operation
+@takes_global_arrays(keeps_rows=True)
+def routed_moe(
+    x: Array,
+    logits: Array,
+    k: int,
+    w_gate_up: Array | QuantizedWeights | QArray | LoraWeights,
+    w_down: Array | QuantizedWeights | QArray | LoraWeights,
+    *,
+    router: Router | None = None,
+    bias: Array | None = None,
+    token_mask: Array | None = None,
+    experts: Experts | None = None,
+    biases: Biases | None = None,
+    preferred_element_type: DTypeLike | None = None,
+    schedule: Schedule | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> tuple[Array, Array]:
+    """Choose experts and run their layer on one device: `topk_router` and `fused_moe`, for few tokens in one launch.
+
+    With up to 16 tokens, a softmax or sigmoid router without groups, and a layer that is one launch, that launch
+    chooses the experts, too; `jax_ep.explain` shows it as the part "router". Otherwise XLA does. Differentiable as the
+    two functions are; a gradient takes several launches.
+
+    Args:
+      x: `[T, H]` tokens.
+      logits: `[T, E]` floating, see `topk_router`.
+      k: experts per token.
+      w_gate_up: `[E, H, 2 * I]`, see `moe`.
+      w_down: `[E, I, H]`, see `moe`.
+      router: how experts are chosen, see `Router`, without identity experts; None: `Router()`.
+      bias: `[E]`, added to the scores for selection only, see `topk_router`.
+      token_mask: `[T]` bool, False for tokens without experts, whose rows of the output are zero.
+      experts: see `moe`.
+      biases: see `moe`.
+      preferred_element_type: see `moe`.
+      schedule: see `moe`.
+      implementation: see `dispatch`.
+
+    Returns:
+      The output `[T, H]`, and the ids `[T, k]` int32 of the chosen experts, best first; -1 for none.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: as `topk_router` and `moe` do.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_ep.serving import routed_moe
+      >>> y, topk_idx = routed_moe(
+      ...     jnp.ones((2, 4)), jnp.eye(2, 3), 1, jnp.ones((3, 4, 6)), jnp.ones((3, 3, 4))
+      ... )
+      >>> y.shape, topk_idx.tolist()
+      ((2, 4), [[0], [1]])
+
+    Source: the router in the launch of the layer as in FlashInfer's MonoMoE.
+    """
+    function = "routed_moe"
+    x, logits = check.plain_tokens(function, x), check.floating(function, "logits", logits, "[T, E]")
+    router = check.value_of(function, "router", router, Router, "jax_ep.Router") or Router()
+    if router.num_identity_experts:
+        raise ValueError(
+            f"{function}: num_identity_experts={router.num_identity_experts} of the Router, expected 0; call"
+            " topk_router, identity_experts and fused_moe."
+        )
+    check.size(function, "T of logits", logits.shape[0], x.shape[0], "pass one row per token of x")
+    routing = topk_router(logits, k, router=router, bias=bias, token_mask=token_mask)
+    options = registry.options(function, (), implementation, registry.checked_schedule(function, schedule, ()))
+    w_gate_up, w_down = own_weights(function, "w_gate_up", w_gate_up), own_weights(function, "w_down", w_down)
+    parts = ExpertWeights(w_gate_up, w_down, *check.biases(function, biases))
+    layer, given, parts = _checked(
+        options, x, routing[:2], parts, logits.shape[1], experts, None, preferred_element_type
+    )
+    if not x.shape[0]:
+        return _without_tokens(layer, given, parts), routing.topk_idx
+    whole = _single_launch(layer, given.options, given.facts, parts)
+    if plan_serving.router(whole, router, logits).implementation == "xla":
+        return checkpoint_name(_on_tokens(layer, given, parts), OUTPUT_NAME), routing.topk_idx
+    arrays = RouterInputs(logits, bias, token_mask), given.topk_idx, given.x, given.topk_weights, parts
+    y, topk_idx = _routed_launch(layer, given.options, given.facts, router, *vary_alike(arrays))
+    return checkpoint_name(y, OUTPUT_NAME), topk_idx
+
+
+def _checked(
+    options: Options,
+    x: Array,
+    routing: tuple[Array, Array],
+    parts: ExpertWeights,
+    num_experts: int,
+    experts: Experts | None,
+    capacity: int | None,
+    sum_dtype: DTypeLike | None,
+) -> tuple[_Layer, exchange.Checked, ExpertWeights]:
+    """Check the arguments of a layer of tokens `[T, H]` against each other."""
+    function = options.function
+    experts, sizes, parts = _check_experts(options, x.shape, x.dtype, parts, num_experts, experts)
+    layer = _Layer(experts, sizes, capacity, check.result_dtype(function, sum_dtype, x.dtype))
+    given = exchange.checked(options, x, *routing, num_experts=num_experts, capacity=capacity)
+    return layer, exchange.without_unused_rows(given), parts
 
 
 class _Layer(NamedTuple):
@@ -339,6 +439,36 @@ def _one_launch_forward(
 
 
 _in_one_launch.defvjp(_one_launch_forward, lambda layer, options, facts, pull, cotangent: (None, *pull(cotangent)))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _routed_launch(
+    layer: _Layer,
+    options: Options,
+    facts: ExchangeFacts,
+    router: Router,
+    inputs: RouterInputs,
+    topk_idx: Array,
+    x: Array,
+    topk_weights: Array,
+    parts: ExpertWeights,
+) -> tuple[Array, Array]:
+    """`routed_moe` by one launch, which does not read ids and weights: a gradient does, and reaches the logits so."""
+    from jax_ep.megakernels.fused_moe import routed_moe
+
+    return routed_moe(layer.experts, router, facts.layout.top_k, x, inputs, parts, out_dtype=layer.sum_dtype)
+
+
+def _routed_forward(
+    layer: _Layer, options: Options, facts: ExchangeFacts, router: Router, inputs: RouterInputs, *operands: Any
+) -> tuple[tuple[Array, Array], _Pull]:
+    y, pull = _one_launch_forward(layer, options, facts, *operands)
+    return (y, operands[0]), pull
+
+
+_routed_launch.defvjp(
+    _routed_forward, lambda layer, options, facts, router, pull, cotangents: (None, None, *pull(cotangents[0]))
+)
 
 
 def _by_fp8(

@@ -23,6 +23,7 @@ from jax_ep.core.facts import (
     Part,
     QuantizedGemmFacts,
 )
+from jax_ep.core.router import Router
 from jax_ep.formats import format_of, needs_decoder
 from jax_ep.ops import registry
 from jax_ep.ops.plan import (
@@ -35,7 +36,7 @@ from jax_ep.ops.plan import (
     fp8_operands,
     resolution,
 )
-from jax_ep.types import Experts, Layout, Options
+from jax_ep.types import Array, Experts, Layout, Options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,6 +228,17 @@ def single_launch(options: Options, facts: FusedMoEFacts, others: Sequence[str])
     if is_fastest(facts.num_slots, facts.dtype, facts.w_gate_up, facts.w_down, specialized=specialized):
         return Part("fused_moe", name)
     return None
+
+
+@resolution
+def router(layer: Part | None, routed_by: Router, logits: Array) -> Part:
+    """Resolve what chooses experts: the launch that is the whole `layer`, or XLA."""
+    if layer is None:
+        return Part("router", "xla", "the layer is not one launch")
+    from jax_ep.megakernels.fused_moe import reason_against_router
+
+    reason = reason_against_router(routed_by, logits)
+    return Part("router", "xla", reason) if reason else Part("router", layer.implementation)
 
 
 def _reason_against_one_launch(options: Options, name: str, facts: FusedMoEFacts, others: Sequence[str]) -> str | None:

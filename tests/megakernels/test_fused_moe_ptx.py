@@ -9,12 +9,17 @@ import jax.numpy as jnp
 import pytest
 from compiling import compiled, registers
 
-from jax_ep import Experts
+from jax_ep import Experts, Router
 from jax_ep.core.kernel import Config, element_type
 from jax_ep.megakernels import fused_moe
 from jax_ep.megakernels.activation import kind_of
 from jax_ep.megakernels.kernels import gluon_fused_moe
-from jax_ep.megakernels.kernels.fused_moe_structs import LayerScratch, LayerTensors, SortedLayerTensors
+from jax_ep.megakernels.kernels.fused_moe_structs import (
+    LayerScratch,
+    LayerTensors,
+    RoutedLayerTensors,
+    SortedLayerTensors,
+)
 from jax_ep.quantization import quantize, with_layout
 from oracle_experts import GPT_OSS
 
@@ -52,10 +57,19 @@ def matrices_of(w_down, expert_format):
     return matrices
 
 
-def compile_layer(tokens, top_k, w_down, experts, expert_format):
+def router_of(tokens, top_k, num_experts):
+    """Return the sizes of a router with all that it may have."""
+    return fused_moe.router_sizes(Router("sigmoid", scale=2.5), top_k, (tokens, num_experts), True, True)
+
+
+ROUTED = "*fp32", "*fp32", "*i1"  # logits, bias and mask
+
+
+def compile_layer(tokens, top_k, w_down, experts, expert_format, *, routed=False):
     hidden, matrices = w_down[2], matrices_of(w_down, expert_format)
     in_fp8 = expert_format is not None and expert_format.endswith("_tokens")
-    config, sizes = fused_moe.fused_sizes(experts, (tokens, hidden), top_k, *matrices)
+    router = router_of(tokens, top_k, w_down[0]) if routed else None
+    config, sizes = fused_moe.fused_sizes(experts, (tokens, hidden), top_k, *matrices, router)
     described, types, constants = [], dict[str, Any](), {"KIND": kind_of(experts), "S": sizes}
     for name, w, product in zip(("gate_up", "down"), matrices, (sizes.gate_up, sizes.down), strict=True):
         block_shape = []
@@ -72,8 +86,10 @@ def compile_layer(tokens, top_k, w_down, experts, expert_format):
     rows = "*fp8e4nv" if in_fp8 else "*bf16"
     tensors = LayerTensors(rows, "*fp32", *described, "*i32", "*fp32")
     types["tensors"] = SortedLayerTensors(*tensors, *["*i32"] * 3) if sizes.presorted else tensors
+    if routed:
+        types["tensors"] = RoutedLayerTensors(*tensors[:4], *ROUTED)
     types |= {"counters_ptr": "*i32", "written_counters_ptr": "*i32"}
-    types |= {"scratch": LayerScratch(rows, "*fp32", "*fp32", "*i32", "*i32"), "out_ptr": "*bf16"}
+    types |= {"scratch": LayerScratch(rows, "*fp32", "*fp32", *["*i32"] * 3, "*fp32"), "out_ptr": "*bf16"}
     types |= dict.fromkeys(("gate_up_bias_ptr", "down_bias_ptr"), "*bf16" if experts is GPT_OSS else None)
     options = {"spills": allowed_spills(expert_format, config, sizes), "programs": config.num_programs // 132 or 1}
     return compiled(fused_moe._FUSED, types, constants, config, wide=False, **options), config, sizes
@@ -103,6 +119,7 @@ def steps_of(code):
     return [line for step in found for line in step]
 
 
+@pytest.mark.parametrize("routed", [False, True])
 @pytest.mark.parametrize("expert_format", ["int4_prepacked", "mxfp4_prepacked"])
 @pytest.mark.parametrize(
     ("tokens", "model", "experts", "programs"),
@@ -115,8 +132,10 @@ def steps_of(code):
         (64, MIXTRAL, Experts(), 3),
     ],
 )
-def test_fused_moe_ptx_gluon(tokens, model, experts, programs, expert_format, monkeypatch):
+def test_fused_moe_ptx_gluon(tokens, model, experts, programs, expert_format, routed, monkeypatch):
     """The loop over K spills nothing, has no barrier among the warps, and reads packed weights by matrix loads."""
+    if routed and tokens > 16:
+        pytest.skip("the launch chooses experts of few tokens")
     monkeypatch.setattr(fused_moe, "all_programs", lambda programs: 132 * programs)
     top_k, w_down = model
     if expert_format == "int4_prepacked" and w_down[1] % 128:
@@ -127,11 +146,15 @@ def test_fused_moe_ptx_gluon(tokens, model, experts, programs, expert_format, mo
     assert tiles.programs == programs
     blocks = "tensordesc<u32[64, 16]>", f"tensordesc<{element_type(down.scales.dtype)}[1, 64]>"
     types = dict.fromkeys(("gate_up", "down"), gluon_fused_moe.Weights(*blocks))
-    types |= {"inputs": gluon_fused_moe.Inputs("*bf16", "*i32", "*fp32")}
-    types |= {"outputs": gluon_fused_moe.Outputs("*bf16", "*fp32", "*bf16")}
+    inputs = (
+        gluon_fused_moe.RoutedInputs("*bf16", *ROUTED) if routed else gluon_fused_moe.Inputs("*bf16", "*i32", "*fp32")
+    )
+    types |= {"inputs": inputs}
+    types |= {"outputs": gluon_fused_moe.Outputs("*bf16", "*fp32", "*bf16", "*i32", "*fp32")}
     types |= dict.fromkeys(("gate_up_bias_ptr", "down_bias_ptr"), "*bf16" if experts is GPT_OSS else None)
     types |= dict.fromkeys(("counters_ptr", "written_counters_ptr"), "*i32")
-    sizes = fused_moe.gluon_sizes((tokens, w_down[2]), top_k, down, tiles)
+    router = router_of(tokens, top_k, w_down[0]) if routed else None
+    sizes = fused_moe.gluon_sizes((tokens, w_down[2]), top_k, down, tiles, router)
     config = Config(1, 4, max_registers=fused_moe.GLUON_REGISTERS[programs])
     constants = {"KIND": kind_of(experts), "S": sizes}
     # The producer spills when it lists assignments: it leaves its registers to the consumer.
@@ -164,6 +187,14 @@ def test_fused_moe_ptx_layer(tokens, top_k, w_down, experts, expert_format, monk
     active = min(tokens * top_k, w_down[0])
     tasks = active * sizes.down.k_splits * -(-w_down[2] // sizes.down.tile.block_n)
     assert tasks >= 128, "multiprocessors without a task of the second product"
+
+
+@pytest.mark.parametrize("expert_format", [None, "fp8", "mxfp4_prepacked", "fp8_tokens"])
+@pytest.mark.parametrize("tokens", [1, 8, 16])
+def test_fused_moe_ptx_routed(tokens, expert_format, monkeypatch):
+    monkeypatch.setattr(fused_moe, "all_programs", lambda programs: 132 * programs)
+    built, *_ = compile_layer(tokens, 8, (256, 512, 2048), Experts(), expert_format, routed=True)
+    assert re.search(r"mma\.sync|wgmma\.mma_async", built["ptx"]), "the tensor cores are not used"
 
 
 @pytest.mark.parametrize("expert_format", ["fp8", "mxfp4", "int4"])

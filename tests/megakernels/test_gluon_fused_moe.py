@@ -49,7 +49,7 @@ def layer_error(kernel, rng, stored, ids, experts, hidden, intermediate, *, prog
     inputs = gluon_fused_moe.Inputs(*map(Pointer, (x, ids, weights)))
     counters = np.zeros(2 + ids.size, np.int32)
     operands = described(w_gate_up), described(w_down), inputs, None, None, counters
-    outputs = gluon_fused_moe.Outputs(*map(Pointer, (rows, sums, out)))
+    outputs = gluon_fused_moe.Outputs(*map(Pointer, (rows, sums, out, ids[:0], weights[:0])))
     gluon.run(kernel, programs, *operands, outputs, counters, seed=seed, KIND=kind_of(experts), S=sizes)
     return float(np.abs(out - want).max() / np.abs(want).max())
 

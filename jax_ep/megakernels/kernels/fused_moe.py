@@ -1,7 +1,8 @@
 """The expert layer of one device in one launch: both GEMMs, the activation between them, and the sums over top_k.
 
-Assignments of one expert form blocks of up to block_m. Few assignments are sorted by every program itself; many come
-sorted (moe_sort.py). Roles: programs are equal and take tasks from one queue, in three phases:
+Assignments of one expert form blocks of up to block_m. Few assignments are sorted by every program itself, which may
+also choose them (route.py); many come sorted (moe_sort.py). Roles: programs are equal and take tasks from one queue, in
+three phases:
 
     (1) hidden   a tile of columns of a block's hidden rows, activated and weighted
     (2) rows     once all hidden tiles of a block are done: a tile of its rows, or the part of them from one split of K
@@ -25,8 +26,10 @@ from jax_ep.formats.kernels import quantized
 from jax_ep.formats.kernels.prepacked import PIECE
 
 from .activation import activate_halves
+from .fused_moe_structs import LayerTensors
 from .protocol import count_task
 from .quantization import GROUP, quantize, scale_offsets
+from .route import choose_experts
 
 TIMEOUT_NS = tl.constexpr(10_000_000_000)  # of a wait within the launch
 
@@ -325,6 +328,17 @@ def fused_moe(
     block. They are updated in place; `written_counters` is the result that aliases them.
     """
     BLOCK_N: tl.constexpr = S.down.tile.block_n
+    if S.router is not None:
+        choose_experts(tensors, scratch.topk_idx_ptr, scratch.weights_ptr, S)
+        tl.debug_barrier()
+        tensors = LayerTensors(
+            tensors.x_ptr,
+            tensors.x_scales_ptr,
+            tensors.gate_up,
+            tensors.down,
+            scratch.topk_idx_ptr,
+            scratch.weights_ptr,
+        )
     num_blocks = sort_assignments(tensors, scratch, S)
     hidden_tiles: tl.constexpr = (S.intermediate_size + S.block_intermediate - 1) // S.block_intermediate
     row_tiles: tl.constexpr = (S.hidden + BLOCK_N - 1) // BLOCK_N

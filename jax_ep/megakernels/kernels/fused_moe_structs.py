@@ -6,6 +6,7 @@ import dataclasses
 from typing import NamedTuple
 
 from .gemm_structs import Pointer
+from .route import RouterSizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +51,18 @@ class SortedLayerTensors(NamedTuple):
     num_rows_ptr: Pointer  # [] rows in use
 
 
+class RoutedLayerTensors(NamedTuple):
+    """Inputs of the expert layer whose launch chooses the experts."""
+
+    x_ptr: Pointer  # as in `LayerTensors`, up to down
+    x_scales_ptr: Pointer
+    gate_up: Pointer
+    down: Pointer
+    logits_ptr: Pointer  # [num_tokens, num_experts]
+    bias_ptr: Pointer  # [num_experts] float32, or unused
+    mask_ptr: Pointer  # [num_tokens] bool, or unused
+
+
 class LayerScratch(NamedTuple):
     """Intermediate results of the expert layer, by assignment."""
 
@@ -58,6 +71,8 @@ class LayerScratch(NamedTuple):
     rows_ptr: Pointer  # [num_tokens * top_k, k_splits, hidden] rows of the result, or partial sums of them
     order_ptr: Pointer  # [padded_assignments] expert * padded_assignments + assignment, sorted; unused if presorted
     blocks_ptr: Pointer  # [max_blocks] first position of each block in it; unused if presorted
+    topk_idx_ptr: Pointer  # [num_tokens, top_k] expert ids that the launch chooses; else unused
+    weights_ptr: Pointer  # [num_tokens, top_k] float32, their router weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +118,7 @@ class FusedMoE:
     block_intermediate: int  # columns of a tile of activated rows
     gate_up: FusedGemm
     down: FusedGemm
+    router: RouterSizes | None  # None: ids and weights are given
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,3 +145,4 @@ class GluonMoE:
     sum_hidden: int  # columns per task that sums rows
     sum_tiles: int  # tasks of a token
     sum_tasks: int
+    router: RouterSizes | None  # None: ids and weights are given

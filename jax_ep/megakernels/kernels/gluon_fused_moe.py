@@ -35,6 +35,7 @@ from .fused_moe import TIMEOUT_NS
 from .gemm_structs import Pointer, Value
 from .gluon_gemm import Tiles, allocate_tiles, arrive, read_tile, send_tile, wait
 from .gluon_quantized import COLUMNS, MMA_SYNC_ROWS, ROWS_K, STEP, WORDS, Pipeline, multiply, sums_layout
+from .route import choose_experts
 
 HALF = gl.constexpr(64)  # columns of gates of a tile, and of a copy of weights
 GATHERERS = gl.constexpr(2)  # warps
@@ -61,12 +62,23 @@ class Inputs(NamedTuple):
     weights_ptr: Pointer  # [num_tokens, top_k] float32
 
 
+class RoutedInputs(NamedTuple):
+    """Inputs of the layer whose launch chooses the experts."""
+
+    x_ptr: Pointer  # [num_tokens, hidden] bfloat16
+    logits_ptr: Pointer  # [num_tokens, num_experts]
+    bias_ptr: Pointer  # [num_experts] float32, or unused
+    mask_ptr: Pointer  # [num_tokens] bool, or unused
+
+
 class Outputs(NamedTuple):
     """Results, and intermediate rows in order of assignments."""
 
     hidden_ptr: Pointer  # [num_tokens * top_k, intermediate] bfloat16
     rows_ptr: Pointer  # [num_tokens * top_k, k_splits, hidden]
     out_ptr: Pointer  # [num_tokens, hidden]
+    topk_idx_ptr: Pointer  # [num_tokens, top_k] expert ids that the launch chooses; else unused
+    weights_ptr: Pointer  # [num_tokens, top_k] float32, their router weights
 
 
 class Blocks(NamedTuple):
@@ -438,6 +450,10 @@ def fused_moe(
     S: gl.constexpr,
 ):
     """Apply the expert layer to tokens `[num_tokens, hidden]`."""
+    if S.router is not None:
+        choose_experts(inputs, outputs.topk_idx_ptr, outputs.weights_ptr, S)
+        gl.barrier()
+        inputs = Inputs(inputs.x_ptr, outputs.topk_idx_ptr, outputs.weights_ptr)
     ROW_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([S.tile_m, ROWS_K], gl.bfloat16)
     pipeline = Pipeline(
         gl.allocate_shared_memory(gl.bfloat16, [2 * S.stages, S.tile_m, ROWS_K], ROW_LAYOUT),

@@ -12,6 +12,8 @@ Variants, each forward, without gradients:
   one launch in ...        one kernel for prepacked weights, in Triton or in Gluon
   several launches in ...  several kernels, with GEMMs of prepacked weights in Triton or in Gluon
   FORMAT, first GEMM, ...  the first GEMM alone, of sorted rows and prepacked weights, in Triton and in Gluon
+  routed_moe, FORMAT       from logits on, the router in the launch; up to 16 tokens
+  topk_router + fused_moe, FORMAT  the same in the two functions
   hidden rows, bfloat16    several kernels; the first GEMM stores the FFN hidden state, and another kernel activates it
   moe_sort                 the sort alone, of all experts
   a step of the chain      the part of each measurement that is not its variant
@@ -41,6 +43,7 @@ from jax import Array
 import jax_ep
 from jax_ep import formats, tuning
 from jax_ep.quantization import quantize, with_layout
+from jax_ep.serving import routed_moe
 from jax_ep.tools.benchmark import baselines, harness, pytorch, rates
 from jax_ep.tools.benchmark.chains import calls
 from jax_ep.tools.benchmark.harness import Report, Timing
@@ -63,6 +66,17 @@ WAYS: dict[str, Callable[..., Array]] = {
     "one launch": partial(jax_ep.fused_moe, schedule=jax_ep.Schedule(single_launch=True)),
     "several launches": partial(jax_ep.fused_moe, schedule=SEVERAL),
 }
+
+
+def _routed(k: int, x: Array, logits: Array, *weights: Any) -> Array:
+    return routed_moe(x, logits, k, *weights)[0]
+
+
+def _apart(k: int, x: Array, logits: Array, *weights: Any) -> Array:
+    return jax_ep.fused_moe(x, *jax_ep.topk_router(logits, k)[:2], *weights)
+
+
+ROUTED: dict[str, Callable[..., Array]] = {"routed_moe": _routed, "topk_router + fused_moe": _apart}
 
 
 class Variant(NamedTuple):
@@ -95,7 +109,14 @@ def variants(
     rows = on_ranks(expert_mesh(1), (max(slots, 1), model.hidden), 3)  # a shard may have no rows
     sizes = jnp.asarray(np.bincount(ids[ids >= 0], minlength=num_experts), jnp.int32)
     found = {"ragged_dot": Variant(baselines.ragged_dot_layer, (*layer, *weights), bytes_of(weights))}
+    logits = np.random.default_rng(1).standard_normal((tokens, model.experts), np.float32)
+    np.put_along_axis(logits, all_ids, 9, 1)
+    routed = (x, jnp.asarray(logits))
     for expert_format, held in {"bfloat16": weights, **stored}.items():
+        if tokens <= 16 and num_experts == model.experts and expert_format != "int8_tokens":
+            for way, function in ROUTED.items():
+                of_logits = partial(function, model.top_k)
+                found[f"{way}, {expert_format}"] = Variant(of_logits, (*routed, *held), bytes_of(held))
         for way, function in WAYS.items():
             if way == "fused_moe" or expert_format != "int8_tokens":  # which no kernel fuses
                 found[f"{way}, {expert_format}"] = Variant(function, (*layer, *held), bytes_of(held))

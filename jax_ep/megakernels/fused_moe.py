@@ -53,8 +53,7 @@ from jax_ep.types import Array, Experts, Schedule
 _FUSED = Kernel(fused_moe_kernels.fused_moe)
 _GLUON = Kernel(gluon_fused_moe.fused_moe)
 _MOST_UNSORTED = 512  # assignments, which every program sorts itself
-_MOST_ROUTED = 16  # tokens whose experts every program chooses itself
-_ROUTED_LOGITS = 2048  # that it holds in registers
+_MOST_ROUTED = 1024  # experts whose logits a program holds in registers
 _FEW_BYTES = 1 << 24  # of rows of the result in float32; larger ones have the dtype of tokens
 Matrices = Array | QuantizedWeights
 
@@ -175,15 +174,13 @@ def routed_moe(
     See `reason_against_router` for what it takes.
     """
     (logits, *optional), x, parts = vary_alike((inputs, x, parts))
-    sizes = router_sizes(router, top_k, logits.shape, *(array is not None for array in optional))
+    sizes = router_sizes(router, top_k, logits.shape[1], *(array is not None for array in optional))
     arrays = logits, *(logits if array is None else array for array in optional)
     return _launch(experts, x, _Routing(top_k, arrays, sizes), parts, out_dtype)
 
 
-def router_sizes(router: Router, top_k: int, shape: tuple[int, ...], has_bias: bool, has_mask: bool) -> RouterSizes:
-    """Return the sizes of a router of logits `[T, E]`."""
-    num_tokens, num_experts = shape
-    padded = power_of_two(num_experts)
+def router_sizes(router: Router, top_k: int, num_experts: int, has_bias: bool, has_mask: bool) -> RouterSizes:
+    """Return the sizes of a router."""
     return RouterSizes(
         score=router.score,
         renormalize=router.renormalize,
@@ -191,21 +188,23 @@ def router_sizes(router: Router, top_k: int, shape: tuple[int, ...], has_bias: b
         smallest_sum=SMALLEST_SUM,
         has_bias=has_bias,
         has_mask=has_mask,
-        rows=min(power_of_two(num_tokens), max(1, _ROUTED_LOGITS // padded)),
-        padded_experts=padded,
+        padded_experts=power_of_two(num_experts),
         padded_top_k=power_of_two(top_k),
     )
 
 
-def reason_against_router(router: Router, logits: Array) -> str:
-    """Return why the launch of the layer cannot choose the experts of these logits; empty: it can."""
-    num_tokens, num_experts = logits.shape
-    if num_tokens > _MOST_ROUTED:
-        return f"the launch of the layer chooses experts of at most {_MOST_ROUTED} tokens"
+def reason_against_router(
+    experts: Experts, router: Router, top_k: int, x: Array, logits: Array, parts: ExpertWeights
+) -> str:
+    """Return why the launch of the layer of tokens `x` cannot choose experts by these logits; empty: it can."""
     if router.score == "sparsemixer" or router.num_groups > 1:
         return "the launch of the layer has no groups of experts and no SparseMixer"
-    if num_experts > _ROUTED_LOGITS or logits.dtype.itemsize > 4:
-        return f"the launch of the layer takes logits of up to 32 bits and {_ROUTED_LOGITS} experts"
+    if logits.shape[1] > _MOST_ROUTED or logits.dtype.itemsize > 4:
+        return f"the launch of the layer takes logits of up to 32 bits and {_MOST_ROUTED} experts"
+    weights = parts[:2]
+    if not runs_layer_in_gluon(experts, x.shape[0] * top_k, x.dtype, *weights):
+        if fused_sizes(experts, x.shape, top_k, *weights)[1].presorted:
+            return f"assignments are sorted before the launch: more than {_MOST_UNSORTED}, or many per expert"
     return ""
 
 
@@ -229,7 +228,7 @@ def _launch(
         topk_idx = routing.arrays[0]
         found = moe_sort(topk_idx, None, None, SortSizes(0, sizes.num_experts, sizes.down.tile.block_m))
         tensors = SortedLayerTensors._make((*tensors, found.slots, found.block_expert, found.num_rows))
-    counters = new_counters(2 + sizes.max_blocks, x)
+    counters = new_counters(3 + sizes.max_blocks, x)
     results: tuple[Argument, ...] = (
         _scratch(sizes, routing, x.dtype),
         jax.ShapeDtypeStruct(x.shape, out_dtype),
@@ -557,7 +556,7 @@ def _by_gluon(
     slots = x.shape[0] * routing.top_k
     tiles = gluon_tiles(slots, parts.w_down)
     sizes = gluon_sizes(x.shape, routing.top_k, parts.w_down, tiles, routing.router)
-    counters = new_counters(2 + min(slots, sizes.num_experts + slots // sizes.tile_m), x)
+    counters = new_counters(3 + min(slots, sizes.num_experts + slots // sizes.tile_m), x)
     results: tuple[Argument, ...] = (
         gluon_fused_moe.Outputs(
             jax.ShapeDtypeStruct((slots, sizes.intermediate_size), x.dtype),

@@ -174,9 +174,9 @@ def routed_moe(
 ) -> tuple[Array, Array]:
     """Choose experts and run their layer on one device: `topk_router` and `fused_moe`, for few tokens in one launch.
 
-    With up to 16 tokens, a softmax or sigmoid router without groups, and a layer that is one launch, that launch
-    chooses the experts, too; `jax_ep.explain` shows it as the part "router". Otherwise XLA does. Differentiable as the
-    two functions are; a gradient takes several launches.
+    If the layer is one launch for at most 512 assignments, that launch chooses the experts, too; `jax_ep.explain` shows
+    it as the part "router". Otherwise XLA does, and with groups of experts. Differentiable as the two functions are; a
+    gradient takes several launches.
 
     Args:
       x: `[T, H]` tokens.
@@ -229,7 +229,7 @@ def routed_moe(
     if not x.shape[0]:
         return _without_tokens(layer, given, parts), routing.topk_idx
     whole = _single_launch(layer, given.options, given.facts, parts)
-    if plan_serving.router(whole, router, logits).implementation == "xla":
+    if plan_serving.router(whole, partial(_reason_against_router, layer, router, given, logits, parts)).reason:
         return checkpoint_name(_on_tokens(layer, given, parts), OUTPUT_NAME), routing.topk_idx
     arrays = RouterInputs(logits, bias, token_mask), given.topk_idx, given.x, given.topk_weights, parts
     y, topk_idx = _routed_launch(layer, given.options, given.facts, router, *vary_alike(arrays))
@@ -439,6 +439,14 @@ def _one_launch_forward(
 
 
 _in_one_launch.defvjp(_one_launch_forward, lambda layer, options, facts, pull, cotangent: (None, *pull(cotangent)))
+
+
+def _reason_against_router(
+    layer: _Layer, router: Router, given: exchange.Checked, logits: Array, parts: ExpertWeights
+) -> str:
+    from jax_ep.megakernels.fused_moe import reason_against_router
+
+    return reason_against_router(layer.experts, router, given.facts.layout.top_k, cast(Array, given.x), logits, parts)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))

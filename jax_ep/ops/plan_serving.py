@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +23,6 @@ from jax_ep.core.facts import (
     Part,
     QuantizedGemmFacts,
 )
-from jax_ep.core.router import Router
 from jax_ep.formats import format_of, needs_decoder
 from jax_ep.ops import registry
 from jax_ep.ops.plan import (
@@ -36,7 +35,7 @@ from jax_ep.ops.plan import (
     fp8_operands,
     resolution,
 )
-from jax_ep.types import Array, Experts, Layout, Options
+from jax_ep.types import Experts, Layout, Options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,14 +230,12 @@ def single_launch(options: Options, facts: FusedMoEFacts, others: Sequence[str])
 
 
 @resolution
-def router(layer: Part | None, routed_by: Router, logits: Array) -> Part:
-    """Resolve what chooses experts: the launch that is the whole `layer`, or XLA."""
-    if layer is None:
-        return Part("router", "xla", "the layer is not one launch")
-    from jax_ep.megakernels.fused_moe import reason_against_router
-
-    reason = reason_against_router(routed_by, logits)
-    return Part("router", "xla", reason) if reason else Part("router", layer.implementation)
+def router(layer: Part | None, reason: Callable[[], str]) -> Part:
+    """Resolve what chooses experts: the launch that is the whole `layer`, or XLA where there is a reason against it."""
+    against = "the layer is not one launch" if layer is None else reason()
+    if layer is None or against:
+        return Part("router", "xla", against)
+    return Part("router", layer.implementation)
 
 
 def _reason_against_one_launch(options: Options, name: str, facts: FusedMoEFacts, others: Sequence[str]) -> str | None:

@@ -47,7 +47,7 @@ def layer_error(kernel, rng, stored, ids, experts, hidden, intermediate, *, prog
     sums = np.full((ids.size, chosen.splits, hidden), np.nan, np.float32)
     out = np.full(x.shape, np.nan, np.float32)
     inputs = gluon_fused_moe.Inputs(*map(Pointer, (x, ids, weights)))
-    counters = np.zeros(2 + ids.size, np.int32)
+    counters = np.zeros(3 + ids.size, np.int32)
     operands = described(w_gate_up), described(w_down), inputs, None, None, counters
     outputs = gluon_fused_moe.Outputs(*map(Pointer, (rows, sums, out, ids[:0], weights[:0])))
     gluon.run(kernel, programs, *operands, outputs, counters, seed=seed, KIND=kind_of(experts), S=sizes)

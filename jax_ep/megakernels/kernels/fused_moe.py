@@ -1,16 +1,16 @@
 """The expert layer of one device in one launch: both GEMMs, the activation between them, and the sums over top_k.
 
-Assignments of one expert form blocks of up to block_m. Few assignments are sorted by every program itself, which may
-also choose them (route.py); many come sorted (moe_sort.py). Roles: programs are equal and take tasks from one queue, in
-three phases:
+Assignments of one expert form blocks of up to block_m. Few assignments are sorted by every program itself; many come
+sorted (moe_sort.py). Roles: programs are equal and take tasks from one queue, in phases:
 
+    (0) route    the experts of a token, if they are not given (route.py)
     (1) hidden   a tile of columns of a block's hidden rows, activated and weighted
     (2) rows     once all hidden tiles of a block are done: a tile of its rows, or the part of them from one split of K
     (3) sums     once all rows are done: the sums over k of some tokens
 
-Waits. (2) polls a counter per block, (3) one counter of all row tasks. It cannot deadlock: a task waits only for tasks
-of earlier phases, which have smaller numbers and have been taken, so any order and number of resident programs
-finishes. Waits have a timeout all the same; values whose wait expired are NaN.
+Waits. (1) polls a counter of routed tokens, (2) a counter per block, (3) one counter of all row tasks. It cannot
+deadlock: a task waits only for tasks of earlier phases, which have smaller numbers and have been taken, so any order
+and number of resident programs finishes. Waits have a timeout all the same; values whose wait expired are NaN.
 
 Floor: with few tokens nearly all memory traffic is the weights, each read once by as many programs as there are tiles.
 Rows are read where tokens are, and intermediate rows stay in the order of assignments, so nothing is permuted. Sums run
@@ -324,13 +324,20 @@ def fused_moe(
 ):
     """Apply the expert layer to tokens `[num_tokens, hidden]`; store `out [num_tokens, hidden]`.
 
-    `counters [2 + max_blocks]` are zero at the start: next task, finished row tasks, finished hidden tiles of each
-    block. They are updated in place; `written_counters` is the result that aliases them.
+    `counters [3 + max_blocks]` are zero at the start: next task, finished row tasks, routed tokens, finished hidden
+    tiles of each block. They are updated in place; `written_counters` is the result that aliases them.
     """
     BLOCK_N: tl.constexpr = S.down.tile.block_n
+    # Do not prefetch the next task: it would wait in this program while idle programs could run it.
+    task = tl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
+    routed = True
     if S.router is not None:
-        choose_experts(tensors, scratch.topk_idx_ptr, scratch.weights_ptr, S)
-        tl.debug_barrier()
+        # (0) Choose the experts of a token.
+        while task < S.num_tokens:
+            choose_experts(tensors, task, scratch.topk_idx_ptr, scratch.weights_ptr, S)
+            count_task(counters_ptr + 2)
+            task = tl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
+        routed = await_tasks(counters_ptr + 2, S.num_tokens)
         tensors = LayerTensors(
             tensors.x_ptr,
             tensors.x_scales_ptr,
@@ -346,21 +353,21 @@ def fused_moe(
     sum_tiles: tl.constexpr = (S.hidden + S.sum_hidden - 1) // S.sum_hidden
     sum_tasks: tl.constexpr = (S.num_tokens + S.sum_tokens - 1) // S.sum_tokens * sum_tiles
     done_ptr = counters_ptr + 1
-    hidden_counts_ptr = counters_ptr + 2
-    first_rows = num_blocks * hidden_tiles
+    hidden_counts_ptr = counters_ptr + 3
+    first_hidden: tl.constexpr = S.num_tokens if S.router is not None else 0
+    first_rows = first_hidden + num_blocks * hidden_tiles
     first_sums = first_rows + num_blocks * row_tasks
-    # Do not prefetch the next task: it would wait in this program while idle programs could run it.
-    task = tl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
     while task < first_sums + sum_tasks:
         if task < first_rows:
             # (1) Compute a tile of a block's hidden rows.
-            block, tile = task // hidden_tiles, task % hidden_tiles
+            block, tile = (task - first_hidden) // hidden_tiles, (task - first_hidden) % hidden_tiles
             expert, assignments, exist = find_block(block, tensors, scratch, S)
             column = tile * S.block_intermediate
             compute_hidden_tile(
                 tensors, gate_up_scales_ptr, gate_up_bias_ptr, scratch, expert, assignments, exist, column, KIND, S
             )
-            count_task(hidden_counts_ptr + block)
+            if routed:  # else those that wait for it give NaN
+                count_task(hidden_counts_ptr + block)
         elif task < first_sums:
             # (2) Compute a tile of a block's rows, once the block's hidden rows are complete.
             block, inside = (task - first_rows) // row_tasks, (task - first_rows) % row_tasks
@@ -372,11 +379,12 @@ def fused_moe(
             store_block_rows(
                 total, tensors, down_bias_ptr, scratch.rows_ptr, expert, assignments, exist, column, part, KIND, S
             )
-            count_task(done_ptr)
+            if routed:
+                count_task(done_ptr)
         else:
             # (3) Sum the rows of some tokens, once all rows are complete.
             token = (task - first_sums) // sum_tiles * S.sum_tokens
             column = (task - first_sums) % sum_tiles * S.sum_hidden
             arrived = await_tasks(done_ptr, num_blocks * row_tasks)
-            sum_rows(tensors.topk_idx_ptr, scratch.rows_ptr, out_ptr, token, column, arrived, S)
+            sum_rows(tensors.topk_idx_ptr, scratch.rows_ptr, out_ptr, token, column, arrived & routed, S)
         task = tl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")

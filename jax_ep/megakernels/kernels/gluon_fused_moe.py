@@ -8,11 +8,12 @@ values. Roles in a program:
     gatherer (2 warps)       copies the rows of a block by cp.async: tokens, or hidden rows once these are complete
     consumer (1 warpgroup)   decodes, multiplies, activates and stores; sums rows over k, once these are complete
 
-Waits. Within a program each wait is for an earlier step or tile of the same program. The gatherer polls a counter per
-block, the consumer one counter of all row tasks: for tasks of earlier phases, which have smaller numbers and have been
-taken. Each program handles its tasks in order, so any order and number of resident programs finishes. The producer
-never waits for other programs: weights of the second GEMM arrive while hidden rows are still computed. Polls have a
-timeout; values whose wait expired are NaN.
+Waits. Within a program each wait is for an earlier step or tile of the same program. If the launch routes tokens, a
+program polls their counter before its roles start. The gatherer polls a counter per block, the consumer one counter of
+all row tasks. All of these wait for tasks of earlier phases, which have smaller numbers and have been taken. Each
+program handles its tasks in order, so any order and number of resident programs finishes. The producer never waits for
+other programs: weights of the second GEMM arrive while hidden rows are still computed. Polls have a timeout; values
+whose wait expired are NaN.
 
 Floor: reading the packed weights once at memory bandwidth. Every program counts the assignments of each expert itself,
 and finds those of a block by a scan over all ids, so there is no sort before.
@@ -86,6 +87,31 @@ class Blocks(NamedTuple):
 
     tiles: Tiles
     assignments: Value  # [2, 2 * S.tile_m] int32 in shared memory; -1: none; the second half is unused
+    routed: Value  # whether the wait for ids has not expired
+
+
+@gluon.jit
+def count_task(counter_ptr):
+    """Count a warp that has stored its share of a task, for those that wait for it."""
+    gl.inline_asm(
+        "{ .reg .pred p; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; bar.warp.sync -1; "
+        "@p red.release.gpu.global.add.u32 [$0], 1; }",
+        "l,~{memory}",
+        [counter_ptr],
+    )
+
+
+@gluon.jit
+def route_tokens(inputs, outputs, counters_ptr, task, S: gl.constexpr):
+    """Choose the experts of tokens, from task `task` on; return the next one, and whether all tokens have theirs."""
+    while task < S.num_tokens:
+        choose_experts(inputs, task, outputs.topk_idx_ptr, outputs.weights_ptr, S)
+        count_task(counters_ptr + 2)
+        task = gl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
+    expected = 4 * S.num_tokens  # warps
+    routed = gl.atomic_poll(counters_ptr + 2, expected, sem="acquire", scope="gpu", timeout_ns=TIMEOUT_NS)
+    gl.barrier()
+    return task - S.num_tokens, routed
 
 
 @gluon.jit
@@ -139,8 +165,11 @@ def copy_weights(
 
 
 @gluon.jit
-def produce(gate_up, down, topk_idx_ptr, counts, counters_ptr, pipeline, blocks, KIND: gl.constexpr, S: gl.constexpr):
-    """Take tasks, hand them to the other roles, and copy their weights."""
+def produce(
+    gate_up, down, topk_idx_ptr, counts, counters_ptr, task, pipeline, blocks, KIND: gl.constexpr, S: gl.constexpr
+):
+    """Take tasks from `task` on, hand them to the other roles, and copy their weights."""
+    ROUTE_TASKS: gl.constexpr = S.num_tokens if S.router is not None else 0
     BINS: gl.constexpr = gl.BlockedLayout([S.bins // 32], [32], [1], [0])
     INTERMEDIATE: gl.constexpr = S.intermediate_size
     ROW_TASKS: gl.constexpr = S.row_tiles * S.k_splits
@@ -153,7 +182,6 @@ def produce(gate_up, down, topk_idx_ptr, counts, counters_ptr, pipeline, blocks,
     end = first_sums + S.sum_tasks
     count = 0
     number = 0
-    task = gl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
     while task < end:
         # The other roles have read the tile before the last.
         wait(blocks.tiles.empty.index(number % 2), ((number // 2) & 1) ^ 1)
@@ -202,7 +230,7 @@ def produce(gate_up, down, topk_idx_ptr, counts, counters_ptr, pipeline, blocks,
         else:
             send_tile(SUMS, 0, num_blocks, task - first_sums, number, blocks.tiles)
         number += 1
-        task = gl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
+        task = gl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu") - ROUTE_TASKS
     send_tile(END, 0, 0, 0, number, blocks.tiles)
 
 
@@ -266,7 +294,7 @@ def gather(x_ptr, hidden_ptr, counters_ptr, pipeline, blocks, S: gl.constexpr):
                 count = copy_rows(x_ptr, rows, exist, True, 0, S.hidden_steps, pipeline, count, S.hidden, S)
             else:
                 expected = 4 * S.hidden_tiles  # warps
-                done_ptr = counters_ptr + 2 + block
+                done_ptr = counters_ptr + 3 + block
                 arrived = gl.atomic_poll(done_ptr, expected, sem="acquire", scope="gpu", timeout_ns=TIMEOUT_NS)
                 gl.barrier()
                 first = (task - ROWS) * S.split_steps
@@ -384,17 +412,6 @@ def sum_rows(inputs, outputs, task, arrived, S: gl.constexpr):
 
 
 @gluon.jit
-def count_task(counter_ptr):
-    """Count a warp that has stored its share of a task, for those that wait for it."""
-    gl.inline_asm(
-        "{ .reg .pred p; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; bar.warp.sync -1; "
-        "@p red.release.gpu.global.add.u32 [$0], 1; }",
-        "l,~{memory}",
-        [counter_ptr],
-    )
-
-
-@gluon.jit
 def consume(
     inputs, gate_up_bias_ptr, down_bias_ptr, outputs, counters_ptr, pipeline, blocks,
     KIND: gl.constexpr, S: gl.constexpr,
@@ -412,7 +429,7 @@ def consume(
             expected = num_blocks * (4 * S.row_tiles * S.k_splits)
             arrived = gl.atomic_poll(counters_ptr + 1, expected, sem="acquire", scope="gpu", timeout_ns=TIMEOUT_NS)
             gl.barrier()
-            sum_rows(inputs, outputs, column, arrived, S)
+            sum_rows(inputs, outputs, column, arrived & blocks.routed, S)
         else:
             listed = blocks.assignments.index(number % 2).slice(0, S.tile_m)
             steps = S.hidden_steps
@@ -424,12 +441,14 @@ def consume(
                 store_hidden(
                     total, inputs.weights_ptr, gate_up_bias_ptr, outputs.hidden_ptr, listed, expert, column, KIND, S
                 )
-                count_task(counters_ptr + 2 + block)
+                if blocks.routed:  # else those that wait for it give NaN
+                    count_task(counters_ptr + 3 + block)
             else:
                 store_rows(
                     total, inputs.weights_ptr, down_bias_ptr, outputs.rows_ptr, listed, expert, column, part, KIND, S
                 )
-                count_task(counters_ptr + 1)
+                if blocks.routed:
+                    count_task(counters_ptr + 1)
         arrive(tiles.empty.index(number % 2))
         number += 1
         wait(tiles.full.index(number % 2), (number // 2) & 1)
@@ -443,16 +462,17 @@ def fused_moe(
     inputs,
     gate_up_bias_ptr,  # [num_experts, 2 * intermediate], or None
     down_bias_ptr,  # [num_experts, hidden], or None
-    counters_ptr,  # [2 + max_blocks] int32, zero: next task, finished warps of row tasks, of hidden tasks of each block
+    counters_ptr,  # [3 + max_blocks] int32, zero: next task, finished warps of row tasks, of tokens, of each block
     outputs,
     written_counters_ptr,  # the result that aliases the counters
     KIND: gl.constexpr,
     S: gl.constexpr,
 ):
     """Apply the expert layer to tokens `[num_tokens, hidden]`."""
+    task = gl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
+    routed = task >= 0  # true
     if S.router is not None:
-        choose_experts(inputs, outputs.topk_idx_ptr, outputs.weights_ptr, S)
-        gl.barrier()
+        task, routed = route_tokens(inputs, outputs, counters_ptr, task, S)
         inputs = Inputs(inputs.x_ptr, outputs.topk_idx_ptr, outputs.weights_ptr)
     ROW_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([S.tile_m, ROWS_K], gl.bfloat16)
     pipeline = Pipeline(
@@ -468,7 +488,7 @@ def fused_moe(
         mbarrier.init(pipeline.empty.index(s), count=4)  # warps of the consumer
     LIST: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     assignments = gl.allocate_shared_memory(gl.int32, [2, 2 * S.tile_m], LIST)
-    blocks = Blocks(allocate_tiles(4 + GATHERERS), assignments)
+    blocks = Blocks(allocate_tiles(4 + GATHERERS), assignments, routed)
     counts = count_assignments(inputs.topk_idx_ptr, S)
     gl.warp_specialize(
         [
@@ -476,7 +496,7 @@ def fused_moe(
                 consume,
                 (inputs, gate_up_bias_ptr, down_bias_ptr, outputs, counters_ptr, pipeline, blocks, KIND, S),
             ),
-            (produce, (gate_up, down, inputs.topk_idx_ptr, counts, counters_ptr, pipeline, blocks, KIND, S)),
+            (produce, (gate_up, down, inputs.topk_idx_ptr, counts, counters_ptr, task, pipeline, blocks, KIND, S)),
             (gather, (inputs.x_ptr, outputs.hidden_ptr, counters_ptr, pipeline, blocks, S)),
         ],
         [1, GATHERERS],

@@ -12,7 +12,7 @@ Variants, each forward, without gradients:
   one launch in ...        one kernel for prepacked weights, in Triton or in Gluon
   several launches in ...  several kernels, with GEMMs of prepacked weights in Triton or in Gluon
   FORMAT, first GEMM, ...  the first GEMM alone, of sorted rows and prepacked weights, in Triton and in Gluon
-  routed_moe, FORMAT       from logits on, the router in the launch; up to 16 tokens
+  routed_moe, FORMAT       from logits on, the router in the launch; up to 64 tokens
   topk_router + fused_moe, FORMAT  the same in the two functions
   hidden rows, bfloat16    several kernels; the first GEMM stores the FFN hidden state, and another kernel activates it
   moe_sort                 the sort alone, of all experts
@@ -113,7 +113,7 @@ def variants(
     np.put_along_axis(logits, all_ids, 9, 1)
     routed = (x, jnp.asarray(logits))
     for expert_format, held in {"bfloat16": weights, **stored}.items():
-        if tokens <= 16 and num_experts == model.experts and expert_format != "int8_tokens":
+        if tokens <= 64 and num_experts == model.experts and expert_format != "int8_tokens":
             for way, function in ROUTED.items():
                 of_logits = partial(function, model.top_k)
                 found[f"{way}, {expert_format}"] = Variant(of_logits, (*routed, *held), bytes_of(held))

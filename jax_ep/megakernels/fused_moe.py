@@ -366,7 +366,7 @@ def fused_tiles(
         return _converted_tiles(block_m, bits, layer, many=many)
     if many:
         return FusedTiles(block_m, columns=128, programs=2 if layer.hidden_tasks(64) <= all_programs(3) else 3)
-    return _tiles_of_few_tasks(block_m, layer)
+    return _tiles_of_few_tasks(block_m, bits, layer)
 
 
 def _active_experts(slots: int, num_experts: int) -> float:
@@ -418,11 +418,16 @@ def _converted_tiles(block_m: int, bits: int, layer: _Layer, *, many: bool) -> F
     return FusedTiles(block_m, columns, 128, splits, programs=programs)
 
 
-def _tiles_of_few_tasks(block_m: int, layer: _Layer) -> FusedTiles:
-    # All programs read from the start, and each enough at a time.
-    columns = 32 if layer.hidden_tasks(32) <= all_programs(2) else 64
-    splits = _splits(layer, 64, 8, all_busy=False)
-    return FusedTiles(block_m, columns, splits=splits, num_stages=4 if block_m == 16 else 3)
+def _tiles_of_few_tasks(block_m: int, bits: int, layer: _Layer) -> FusedTiles:
+    # All programs read from the start, and each enough at a time: of small experts wide tiles of rows, if nearly all
+    # programs have one.
+    wide = layer.intermediate < 1024 and 1.1 * layer.row_tasks(128) >= all_programs()
+    columns = 128 if wide else 64
+    hidden_columns = 32 if layer.hidden_tasks(32) <= all_programs(2) else 64
+    few = wide and max(layer.row_tasks(columns), layer.hidden_tasks(hidden_columns)) <= all_programs()
+    stages = 4 if block_m == 16 and (bits == 16 or not wide) else 3
+    splits = _splits(layer, columns, 8, all_busy=False)
+    return FusedTiles(block_m, hidden_columns, columns, splits, num_stages=stages, programs=1 if few else 2)
 
 
 def _programs(tasks: float, most: int) -> int:

@@ -102,8 +102,19 @@ def count_task(counter_ptr):
 
 
 @gluon.jit
-def route_tokens(inputs, outputs, counters_ptr, task, S: gl.constexpr):
-    """Choose the experts of tokens, from task `task` on; return the next one, and whether all tokens have theirs."""
+def count_routed_task(counter_ptr, blocks, S: gl.constexpr):
+    """Count a task of rows whose tokens have their experts; else those that wait for it give NaN."""
+    if S.router is None:
+        count_task(counter_ptr)
+    else:
+        if blocks.routed:
+            count_task(counter_ptr)
+
+
+@gluon.jit
+def route_tokens(inputs, outputs, counters_ptr, S: gl.constexpr):
+    """Choose the experts of tokens; return the next task, and whether all tokens have theirs."""
+    task = gl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
     while task < S.num_tokens:
         choose_experts(inputs, task, outputs.topk_idx_ptr, outputs.weights_ptr, S)
         count_task(counters_ptr + 2)
@@ -168,7 +179,7 @@ def copy_weights(
 def produce(
     gate_up, down, topk_idx_ptr, counts, counters_ptr, task, pipeline, blocks, KIND: gl.constexpr, S: gl.constexpr
 ):
-    """Take tasks from `task` on, hand them to the other roles, and copy their weights."""
+    """Take tasks, the first of which is `task` after tokens were routed, hand them over, and copy their weights."""
     ROUTE_TASKS: gl.constexpr = S.num_tokens if S.router is not None else 0
     BINS: gl.constexpr = gl.BlockedLayout([S.bins // 32], [32], [1], [0])
     INTERMEDIATE: gl.constexpr = S.intermediate_size
@@ -182,6 +193,8 @@ def produce(
     end = first_sums + S.sum_tasks
     count = 0
     number = 0
+    if S.router is None:
+        task = gl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
     while task < end:
         # The other roles have read the tile before the last.
         wait(blocks.tiles.empty.index(number % 2), ((number // 2) & 1) ^ 1)
@@ -441,14 +454,12 @@ def consume(
                 store_hidden(
                     total, inputs.weights_ptr, gate_up_bias_ptr, outputs.hidden_ptr, listed, expert, column, KIND, S
                 )
-                if blocks.routed:  # else those that wait for it give NaN
-                    count_task(counters_ptr + 3 + block)
+                count_routed_task(counters_ptr + 3 + block, blocks, S)
             else:
                 store_rows(
                     total, inputs.weights_ptr, down_bias_ptr, outputs.rows_ptr, listed, expert, column, part, KIND, S
                 )
-                if blocks.routed:
-                    count_task(counters_ptr + 1)
+                count_routed_task(counters_ptr + 1, blocks, S)
         arrive(tiles.empty.index(number % 2))
         number += 1
         wait(tiles.full.index(number % 2), (number // 2) & 1)
@@ -469,10 +480,10 @@ def fused_moe(
     S: gl.constexpr,
 ):
     """Apply the expert layer to tokens `[num_tokens, hidden]`."""
-    task = gl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
-    routed = task >= 0  # true
+    task = 0
+    routed = gl.num_programs(0) > 0  # true
     if S.router is not None:
-        task, routed = route_tokens(inputs, outputs, counters_ptr, task, S)
+        task, routed = route_tokens(inputs, outputs, counters_ptr, S)
         inputs = Inputs(inputs.x_ptr, outputs.topk_idx_ptr, outputs.weights_ptr)
     ROW_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([S.tile_m, ROWS_K], gl.bfloat16)
     pipeline = Pipeline(

@@ -220,12 +220,11 @@ def routed_moe(
         )
     check.size(function, "T of logits", logits.shape[0], x.shape[0], "pass one row per token of x")
     routing = topk_router(logits, k, router=router, bias=bias, token_mask=token_mask)
+    pair = routing.topk_idx, routing.topk_weights.astype(jnp.float32)  # of float64 logits they are float64
     options = registry.options(function, (), implementation, registry.checked_schedule(function, schedule, ()))
     w_gate_up, w_down = own_weights(function, "w_gate_up", w_gate_up), own_weights(function, "w_down", w_down)
     parts = ExpertWeights(w_gate_up, w_down, *check.biases(function, biases))
-    layer, given, parts = _checked(
-        options, x, routing[:2], parts, logits.shape[1], experts, None, preferred_element_type
-    )
+    layer, given, parts = _checked(options, x, pair, parts, logits.shape[1], experts, None, preferred_element_type)
     if not x.shape[0]:
         return _without_tokens(layer, given, parts), routing.topk_idx
     whole = _single_launch(layer, given.options, given.facts, parts)

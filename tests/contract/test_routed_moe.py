@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from cases import BF16, F16, F32, Shape, assert_close, assert_same_bits, reals
@@ -148,6 +149,27 @@ def test_routed_moe_gradient(implementation, rng):
     for name, a, b in zip(("x", "logits", "w_gate_up", "w_down"), got, want, strict=True):
         assert_close(to_numpy(a), to_numpy(b).astype(np.float64), name, tolerance=2e-2)
         assert np.any(to_numpy(a))
+
+
+def test_routed_moe_over_devices(implementation, rng):
+    """Tokens split over devices, with gradients; logits in float64."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    layer = Layer(rng, "uniform", 1, Shape(6, 3, num_experts=12, hidden=128, intermediate=64), BF16)
+    operands = layer.x[0], reals(rng, 6, 12, dtype=np.float64), layer.w_gate_up, layer.w_down
+
+    def run(x, logits, *w):
+        return call(implementation, 3)(x, logits, w_gate_up=w[0], w_down=w[1])[0]
+
+    def loss(run, *operands):
+        return (run(*operands).astype(F32) ** 2).sum()
+
+    with jax.enable_x64(True):
+        specs = P("data"), P("data"), P(), P()
+        shared = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=P("data"))
+        assert_close(to_numpy(jax.jit(shared)(*operands)), to_numpy(run(*operands)).astype(np.float64))
+        got, want = (jax.jit(jax.grad(partial(loss, f), argnums=(0, 1, 2)))(*operands) for f in (shared, run))
+    for a, b in zip(got, want, strict=True):
+        assert_close(to_numpy(a), to_numpy(b).astype(np.float64), tolerance=2e-2)
 
 
 def test_routed_moe_in_scan(implementation, rng):

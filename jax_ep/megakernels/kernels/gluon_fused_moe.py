@@ -87,7 +87,7 @@ class Blocks(NamedTuple):
 
     tiles: Tiles
     assignments: Value  # [2, 2 * S.tile_m] int32 in shared memory; -1: none; the second half is unused
-    routed: Value  # whether the wait for ids has not expired
+    routed: Value  # whether all tokens have their experts: the wait for them has not expired
 
 
 @gluon.jit
@@ -442,7 +442,9 @@ def consume(
             expected = num_blocks * (4 * S.row_tiles * S.k_splits)
             arrived = gl.atomic_poll(counters_ptr + 1, expected, sem="acquire", scope="gpu", timeout_ns=TIMEOUT_NS)
             gl.barrier()
-            sum_rows(inputs, outputs, column, arrived & blocks.routed, S)
+            if S.router is not None:
+                arrived = arrived & blocks.routed
+            sum_rows(inputs, outputs, column, arrived, S)
         else:
             listed = blocks.assignments.index(number % 2).slice(0, S.tile_m)
             steps = S.hidden_steps
@@ -481,7 +483,7 @@ def fused_moe(
 ):
     """Apply the expert layer to tokens `[num_tokens, hidden]`."""
     task = 0
-    routed = gl.num_programs(0) > 0  # true
+    routed = True
     if S.router is not None:
         task, routed = route_tokens(inputs, outputs, counters_ptr, S)
         inputs = Inputs(inputs.x_ptr, outputs.topk_idx_ptr, outputs.weights_ptr)

@@ -421,10 +421,10 @@ def _converted_tiles(block_m: int, bits: int, layer: _Layer, *, many: bool) -> F
 def _tiles_of_few_tasks(block_m: int, bits: int, layer: _Layer) -> FusedTiles:
     # All programs read from the start, and each enough at a time: of small experts wide tiles of rows, if nearly all
     # programs have one.
-    wide = layer.intermediate < 1024 and 1.1 * layer.row_tasks(128) >= all_programs()
+    wide = layer.intermediate < 1024 and 1.1 * layer.row_tasks(128) >= all_programs(1)
     columns = 128 if wide else 64
     hidden_columns = 32 if layer.hidden_tasks(32) <= all_programs(2) else 64
-    few = wide and max(layer.row_tasks(columns), layer.hidden_tasks(hidden_columns)) <= all_programs()
+    few = wide and max(layer.row_tasks(columns), layer.hidden_tasks(hidden_columns)) <= all_programs(1)
     stages = 4 if block_m == 16 and (bits == 16 or not wide) else 3
     splits = _splits(layer, columns, 8, all_busy=False)
     return FusedTiles(block_m, hidden_columns, columns, splits, num_stages=stages, programs=1 if few else 2)

@@ -261,9 +261,9 @@ class MoE(nnx.Module):
         Args:
           x: `[..., H]` tokens of any floating dtype, which the layer casts to `dtype`.
           weights: replace the expert weights. The result of `serving_weights` is for inference: if a device has at most
-            `jax_ep.serving.LOW_LATENCY_TOKENS` tokens, the layer runs `jax_ep.low_latency_moe` with it; with more, it
-            uses its own weights. The result of `training_weights` changes neither the output nor a gradient;
-            `recipe="fp8"` then quantizes no weights.
+            `jax_ep.serving.LOW_LATENCY_TOKENS` tokens, `jax_ep.low_latency_moe`, or without a mesh `jax_ep.moe`, runs
+            with it; with more, the layer uses its own weights. The result of `training_weights` changes neither the
+            output nor a gradient; `recipe="fp8"` then quantizes no weights.
           token_mask: `[...]` bool. Tokens where it is False are padding: they go to no routed expert and count in no
             metric, so they cost nothing and take no place in `capacity`. Shared experts pass them.
           topk_idx: `[..., K]` int32, the experts of an earlier pass, its `metrics.topk_idx`: this pass sends the tokens

@@ -31,7 +31,7 @@ from jax_ep.ops.balanced import check_balance
 from jax_ep.ops.fused_moe import fused_moe
 from jax_ep.quantization import quantize
 from jax_ep.routing import MoEMetrics, Routed, RouterWeights, count_dropped, route, update_router_bias
-from jax_ep.serving import LOW_LATENCY_TOKENS, serve, serving_weights
+from jax_ep.serving import LOW_LATENCY_TOKENS, routed_moe, serve, serving_weights
 from jax_ep.sharding import (
     MeshAxes,
     check_blocks_per_rank,
@@ -261,9 +261,9 @@ class MoE(nnx.Module):
         Args:
           x: `[..., H]` tokens of any floating dtype, which the layer casts to `dtype`.
           weights: replace the expert weights. The result of `serving_weights` is for inference: if a device has at most
-            `jax_ep.serving.LOW_LATENCY_TOKENS` tokens, `jax_ep.low_latency_moe`, or without a mesh `jax_ep.moe`, runs
-            with it; with more, the layer uses its own weights. The result of `training_weights` changes neither the
-            output nor a gradient; `recipe="fp8"` then quantizes no weights.
+            `jax_ep.serving.LOW_LATENCY_TOKENS` tokens, `jax_ep.low_latency_moe`, or without a mesh
+            `jax_ep.serving.routed_moe`, runs with it; with more, the layer uses its own weights. The result of
+            `training_weights` changes neither the output nor a gradient; `recipe="fp8"` then quantizes no weights.
           token_mask: `[...]` bool. Tokens where it is False are padding: they go to no routed expert and count in no
             metric, so they cost nothing and take no place in `capacity`. Shared experts pass them.
           topk_idx: `[..., K]` int32, the experts of an earlier pass, its `metrics.topk_idx`: this pass sends the tokens
@@ -570,7 +570,8 @@ class MoE(nnx.Module):
         routed = self._route(tokens, mask, topk_idx, mesh, token_spec)
         ids = pad(routed.topk_idx, -1, specs.routing)
         arrays = pad(tokens, 0, specs.tokens), ids, pad(routed.topk_weights, 0, specs.routing)
-        y, work = self._run_experts(arrays, mesh, weights)
+        logits = self._logits(tokens, mask) if mesh is None and topk_idx is None else None
+        y, work = self._run_experts(arrays, mesh, weights, logits, mask)
         y = rearrange(lambda v: v[:num_tokens], mesh, token_spec)(y) if padding else y
         spec = jax.typeof(x).sharding.spec
         y = reshape(routed.with_identity(y, tokens), x.shape, spec)
@@ -590,8 +591,40 @@ class MoE(nnx.Module):
         run = self._over(mesh, route, options, in_specs, Routed(*specs))
         return run(tokens, mask, replayed, self._router(tokens))
 
+    def _logits(self, tokens: Array, mask: Array | None) -> Array | None:
+        """Return the logits by which a launch may choose the experts that `route` chooses; None: there are none.
+
+        With a selection bias, its scores may round differently, and so decide otherwise between nearly equal ones.
+        """
+        options = self.router_options
+        others = self.router_fn, self.recipe, options.selection_bias or options.num_identity_experts or None
+        if any(other is not None for other in others):
+            return None
+        return cast(RouterWeights, self._router(tokens)).logits(tokens, mask)
+
+    def _on_one_device(
+        self,
+        arrays: tuple[Array, Array, Array],
+        logits: Array | None,
+        mask: Array | None,
+        weights: ExpertWeights,
+        options: dict[str, Any],
+    ) -> Array:
+        """Compute the experts without a mesh, as the routing says, or from the same logits."""
+        w_gate_up, w_down, *biases = weights
+        options |= {"biases": tuple(biases)}
+        if logits is None:
+            return fused_moe(*arrays, w_gate_up, w_down, **options)
+        options |= {"router": self.router_options, "token_mask": mask}
+        return routed_moe(arrays[0], logits, self.num_experts_per_tok, w_gate_up, w_down, **options)[0]
+
     def _run_experts(
-        self, arrays: tuple[Array, Array, Array], mesh: Mesh | None, weights: ExpertWeights | None
+        self,
+        arrays: tuple[Array, Array, Array],
+        mesh: Mesh | None,
+        weights: ExpertWeights | None,
+        logits: Array | None,
+        mask: Array | None,
     ) -> tuple[Array, dict[str, Array]]:
         """Compute the experts of `(tokens, topk_idx, topk_weights)`, for few tokens by the low-latency layer.
 
@@ -602,9 +635,11 @@ class MoE(nnx.Module):
         # `low_latency_moe` takes no adapters.
         adapted, most = weights is not None and isinstance(weights.w_gate_up, LoraWeights), LOW_LATENCY_TOKENS * devices
         if weights is not None and not (adapted or _has_masters(weights)) and arrays[0].shape[0] <= most:
-            options |= {"num_experts": self.num_experts, "axis_name": () if mesh is None else self.axes.expert}
             if self.schedule is not None:
                 options["schedule"] = dataclasses.replace(self.schedule, wire_dtype=None)
+            if mesh is None:
+                return self._on_one_device(arrays, logits, mask, weights, options), {}
+            options |= {"num_experts": self.num_experts, "axis_name": self.axes.expert}
             in_specs = specs.tokens, specs.routing, specs.routing, P(self.axes.expert_axes)
             return self._over(mesh, serve, options, in_specs, specs.tokens)(*arrays, weights), {}
         w_gate_up, w_down, b_gate_up, b_down = self._weights(weights)
@@ -612,13 +647,14 @@ class MoE(nnx.Module):
         if isinstance(w, QuantizedWeights) and w.master is None and w.format is not None:
             # These determine themselves how their GEMMs run.
             schedule = dataclasses.replace(schedule or Schedule(), dispatch_mode=None, combine_mode=None)
-        else:
+        elif self.recipe is not None:
             options["recipe"] = self.recipe
         options["schedule"] = schedule
         if mesh is None:
             if self.w_gate_up is not None and self.axes.tensor is not None:
                 w_gate_up, b_gate_up = merge_columns(w_gate_up), None if b_gate_up is None else merge_columns(b_gate_up)
-            return fused_moe(*arrays, w_gate_up, w_down, biases=(b_gate_up, b_down), **options), {}
+            weights = ExpertWeights(w_gate_up, w_down, b_gate_up, b_down)
+            return self._on_one_device(arrays, logits, mask, weights, options), {}
         options |= {"capacity": self.capacity, "balance": self.balance}
         with_work = self.balance is not None and ranks_on(mesh, self.axes.expert_axes) > 1
         run = sharded_layer(self.mesh, self.num_experts, self._expert_axes(), options, with_work=with_work)

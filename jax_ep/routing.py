@@ -450,6 +450,12 @@ class RouterWeights(NamedTuple):
     bias: Array | None
     selection: Array | None
 
+    def logits(self, tokens: Array, token_mask: Array | None) -> Array:
+        """Return float32 logits `[N, E]` of tokens `[N, H]`; those of masked tokens are as of zeros."""
+        tokens = _zero_masked(tokens, token_mask)  # they may be NaN, which would reach gradients
+        logits = jnp.matmul(tokens.astype(jnp.float32), self.kernel, precision=lax.Precision.HIGHEST)
+        return logits if self.bias is None else logits + self.bias[None]
+
 
 class Routed(NamedTuple):
     """Routing of a layer's tokens, and its statistics over all ranks."""
@@ -498,15 +504,11 @@ def route(
       top_k: experts per token.
       axes: inside `shard_map`, mesh axes over which the statistics are summed.
     """
-    if token_mask is not None:
-        tokens = jnp.where(token_mask[:, None], tokens, 0)  # masked tokens may be NaN, which would reach gradients
     logits = None
     if isinstance(router, Routing):
         topk_idx, topk_weights, scores = router
     else:
-        logits = jnp.matmul(tokens.astype(jnp.float32), router.kernel, precision=lax.Precision.HIGHEST)
-        if router.bias is not None:
-            logits = logits + router.bias[None]
+        logits = router.logits(tokens, token_mask)
         topk_idx, topk_weights, scores = topk_router(
             logits, top_k, router=options, bias=router.selection, topk_idx=replayed
         )

@@ -113,4 +113,4 @@ def test_the_flax_layer_has_a_name():
     text = nnx.jit(lambda moe, x: moe(x)).lower(moe, jnp.ones((T, H))).as_text(debug_info=True)
     names = set(re.findall(r'loc\("([^"]+)"', text))
     assert in_scope(names, "jax_ep.flax.MoE") and in_scope(names, "jax_ep.topk_router")
-    assert in_scope(names, "jax_ep.fused_moe") and in_scope(names, "jax_ep.load_balancing_loss")
+    assert in_scope(names, "jax_ep.routed_moe") and in_scope(names, "jax_ep.load_balancing_loss")

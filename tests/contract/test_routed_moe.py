@@ -220,6 +220,29 @@ def test_routed_moe_in_launch(implementation, rng):
     assert rows["router"] == implementation and ("layer in one launch" in rows) == (implementation == "triton")
 
 
+@pytest.mark.filterwarnings("ignore:MoE. no mesh is set")
+@pytest.mark.parametrize("stored", [None, "mxfp4"])
+def test_routed_moe_in_flax(implementation, stored, rng):
+    """A Flax layer without a mesh chooses experts in its launch, and has the metrics of this choice."""
+    nnx = pytest.importorskip("flax.nnx")
+    from jax_ep.flax import MoE
+
+    x, mask = jnp.asarray(reals(rng, 9, 128, dtype=F32)).astype(BF16), jnp.asarray(rng.random(9) < 0.7)
+    options = {"schedule": schedule_of(implementation), "implementation": implementation}
+    layer, portable = (
+        MoE(128, 64, 6, 2, dtype=BF16, rngs=nnx.Rngs(0), **given) for given in (options, {"implementation": "xla"})
+    )
+    weights = [None if stored is None else each.serving_weights(stored) for each in (layer, portable)]
+    rows = {row.part: row.implementation for row in jax_ep.explain(layer, x, weights[0], token_mask=mask).rows}
+    assert rows["router"] == implementation
+    (got, metrics), (want, expected) = (
+        nnx.jit(lambda layer, x, w: layer(x, w, token_mask=mask))(each, x, w)
+        for each, w in zip((layer, portable), weights, strict=True)
+    )
+    assert_close(to_numpy(got), to_numpy(want).astype(np.float64), tolerance=1.5e-2)
+    np.testing.assert_array_equal(np.asarray(metrics.topk_idx), np.asarray(expected.topk_idx))
+
+
 def test_routed_moe_without_tokens(implementation, rng):
     w_gate_up, w_down = jnp.ones((3, 64, 32), BF16), jnp.ones((3, 16, 64), BF16)
     y, ids = jax.jit(call(implementation, 2))(

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 
 import harness
-from jax_ep import __main__, ffi
+from jax_ep import __main__, context, ffi
 from jax_ep.core import jax_triton, json_files
 from jax_ep.ops import registry
 from jax_ep.tools import doctor
@@ -161,7 +161,13 @@ def test_doctor_tries_every_implementation(monkeypatch):
     assert tried == list(registry.available())
 
 
-def test_doctor_ignored_tuned_settings(monkeypatch, tmp_path):
+@pytest.fixture
+def untuned():
+    """Use the settings that the environment names: another test may have chosen some."""
+    context.set_tuning(None)
+
+
+def test_doctor_ignored_tuned_settings(monkeypatch, tmp_path, untuned):
     for content, state, text in (("{", doctor.WARNING, "ignored the tuned settings"), (None, doctor.OK, "none: those")):
         path = tmp_path / "tuned.json"
         path.write_text(content or "")
@@ -171,7 +177,7 @@ def test_doctor_ignored_tuned_settings(monkeypatch, tmp_path):
         assert content is None or "; `jax-ep tune` makes new ones" in finding.text
 
 
-def test_doctor_tuned_settings_of_other_gpus(monkeypatch):
+def test_doctor_tuned_settings_of_other_gpus(monkeypatch, untuned):
     monkeypatch.setenv("JAX_EP_TUNING", "off")
     monkeypatch.setattr(doctor, "_on_gpus", lambda: True)
     (finding,) = doctor._tuned_settings()

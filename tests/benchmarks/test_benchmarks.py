@@ -4,6 +4,7 @@ import argparse
 import collections
 import datetime
 import errno
+import io
 import json
 import os
 from pathlib import Path
@@ -145,14 +146,14 @@ def test_report_keeps_its_rows_on_a_full_disk(tmp_path, monkeypatch):
     report = harness.Report("name", arguments(tmp_path))
     report.add("a", {"rows": 4}, harness.Timing((1.0, 2.0, 3.0)))
 
-    def full(path, text, *_):
-        path.open("wb").close()
-        raise OSError(errno.ENOSPC, "No space left on device")
+    class Full(io.FileIO):
+        def write(self, content):
+            raise OSError(errno.ENOSPC, "No space left on device")
 
-    for name in ("write_text", "write_bytes"):
-        monkeypatch.setattr(Path, name, full)
-    with pytest.raises(OSError, match="No space"):
-        report.summarize(ratio=1.5)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda path, mode: Full(path, mode.replace("b", "")))
+        with pytest.raises(OSError, match="No space"):
+            report.summarize(ratio=1.5)
     assert len(json.loads(report.path.read_text())["rows"]) == 1
     assert os.listdir(tmp_path) == ["name.json"]
 

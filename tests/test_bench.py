@@ -36,11 +36,11 @@ def test_bench_passes_options_on_and_names_a_folder(monkeypatch):
 
 @pytest.mark.slow
 def test_bench_runs_without_a_gpu(tmp_path):
-    done = run(tmp_path, "fused-moe", "--quick", "--tokens", "4", "--formats", "--only", "fused_moe")
+    done = run(tmp_path, "fused-moe", "--quick", "--tokens", "4", "--formats", "--only", "routed_moe")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "tiny, 4 tokens" in done.stdout
     content = json.loads((tmp_path / "runs/benchmarks/fused_moe.json").read_text())
-    assert {row["variant"] for row in content["rows"]} == {"fused_moe, bfloat16"}
+    assert {row["variant"] for row in content["rows"]} == {"routed_moe, bfloat16"}
     assert content["script"] == "benchmarks/fused_moe.py"
 
 

@@ -596,9 +596,11 @@ class MoE(nnx.Module):
 
         With a selection bias, its scores may round differently, and so decide otherwise between nearly equal ones.
         """
-        options = self.router_options
-        others = self.router_fn, self.recipe, options.selection_bias or options.num_identity_experts or None
-        if any(other is not None for other in others):
+        options, number = self.router_options, tokens.shape[0]
+        apart = self.router_fn is not None or options.selection_bias or options.num_identity_experts > 0
+        # Many tokens gain nothing, and their gradient would route twice.
+        few = isinstance(number, int) and number <= LOW_LATENCY_TOKENS
+        if apart or self.recipe is not None or not few:
             return None
         return cast(RouterWeights, self._router(tokens)).logits(tokens, mask)
 

@@ -174,9 +174,9 @@ def routed_moe(
 ) -> tuple[Array, Array]:
     """Choose experts and run their layer on one device: `topk_router` and `fused_moe`, for few tokens in one launch.
 
-    If the layer is one launch for at most 512 assignments, that launch chooses the experts, too; `jax_ep.explain` shows
-    it as the part "router". Otherwise XLA does, and with groups of experts. Differentiable as the two functions are; a
-    gradient takes several launches.
+    If the layer is one launch for at most 512 assignments, that launch chooses the experts, too, unless they form
+    groups. In all other cases XLA chooses them. `jax_ep.explain` shows which of the two does, as the part "router". The
+    gradients are those of the two functions, and take several launches.
 
     Args:
       x: `[T, H]` tokens.
@@ -202,13 +202,12 @@ def routed_moe(
     Example:
       >>> import jax.numpy as jnp
       >>> from jax_ep.serving import routed_moe
-      >>> y, topk_idx = routed_moe(
-      ...     jnp.ones((2, 4)), jnp.eye(2, 3), 1, jnp.ones((3, 4, 6)), jnp.ones((3, 3, 4))
-      ... )
+      >>> w_gate_up, w_down = jnp.ones((3, 4, 6)), jnp.ones((3, 3, 4))
+      >>> y, topk_idx = routed_moe(jnp.ones((2, 4)), jnp.eye(2, 3), 1, w_gate_up, w_down)
       >>> y.shape, topk_idx.tolist()
       ((2, 4), [[0], [1]])
 
-    Source: the router in the launch of the layer as in FlashInfer's MonoMoE.
+    Source: the router in the launch of the layer, as in FlashInfer's MonoMoE.
     """
     function = "routed_moe"
     x, logits = check.plain_tokens(function, x), check.floating(function, "logits", logits, "[T, E]")
@@ -228,7 +227,7 @@ def routed_moe(
     if not x.shape[0]:
         return _without_tokens(layer, given, parts), routing.topk_idx
     whole = _single_launch(layer, given.options, given.facts, parts)
-    if plan_serving.router(whole, partial(_reason_against_router, layer, router, given, logits, parts)).reason:
+    if plan_serving.router(whole, layer.experts, router, pair[0].shape[1], x, logits, parts).implementation == "xla":
         return checkpoint_name(_on_tokens(layer, given, parts), OUTPUT_NAME), routing.topk_idx
     arrays = RouterInputs(logits, bias, token_mask), given.topk_idx, given.x, given.topk_weights, parts
     y, topk_idx = _routed_launch(layer, given.options, given.facts, router, *vary_alike(arrays))
@@ -438,14 +437,6 @@ def _one_launch_forward(
 
 
 _in_one_launch.defvjp(_one_launch_forward, lambda layer, options, facts, pull, cotangent: (None, *pull(cotangent)))
-
-
-def _reason_against_router(
-    layer: _Layer, router: Router, given: exchange.Checked, logits: Array, parts: ExpertWeights
-) -> str:
-    from jax_ep.megakernels.fused_moe import reason_against_router
-
-    return reason_against_router(layer.experts, router, given.facts.layout.top_k, cast(Array, given.x), logits, parts)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))

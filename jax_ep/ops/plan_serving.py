@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +23,7 @@ from jax_ep.core.facts import (
     Part,
     QuantizedGemmFacts,
 )
+from jax_ep.core.router import Router
 from jax_ep.formats import format_of, needs_decoder
 from jax_ep.ops import registry
 from jax_ep.ops.plan import (
@@ -35,7 +36,7 @@ from jax_ep.ops.plan import (
     fp8_operands,
     resolution,
 )
-from jax_ep.types import Experts, Layout, Options
+from jax_ep.types import Array, Experts, Layout, Options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,12 +231,16 @@ def single_launch(options: Options, facts: FusedMoEFacts, others: Sequence[str])
 
 
 @resolution
-def router(layer: Part | None, reason: Callable[[], str]) -> Part:
+def router(
+    layer: Part | None, experts: Experts, chosen_by: Router, top_k: int, x: Array, logits: Array, parts: ExpertWeights
+) -> Part:
     """Resolve what chooses experts: the launch that is the whole `layer`, or XLA where there is a reason against it."""
-    against = "the layer is not one launch" if layer is None else reason()
-    if layer is None or against:
-        return Part("router", "xla", against)
-    return Part("router", layer.implementation)
+    if layer is None:
+        return Part("router", "xla", "the layer is not one launch")
+    from jax_ep.megakernels.fused_moe import reason_against_router
+
+    reason = reason_against_router(experts, chosen_by, top_k, x, logits, parts)
+    return Part("router", "xla" if reason else layer.implementation, reason)
 
 
 def _reason_against_one_launch(options: Options, name: str, facts: FusedMoEFacts, others: Sequence[str]) -> str | None:

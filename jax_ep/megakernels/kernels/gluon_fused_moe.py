@@ -179,7 +179,7 @@ def copy_weights(
 def produce(
     gate_up, down, topk_idx_ptr, counts, counters_ptr, task, pipeline, blocks, KIND: gl.constexpr, S: gl.constexpr
 ):
-    """Take tasks, the first of which is `task` after tokens were routed, hand them over, and copy their weights."""
+    """Take tasks, hand them to the other roles, and copy their weights. After routing, the first one is `task`."""
     ROUTE_TASKS: gl.constexpr = S.num_tokens if S.router is not None else 0
     BINS: gl.constexpr = gl.BlockedLayout([S.bins // 32], [32], [1], [0])
     INTERMEDIATE: gl.constexpr = S.intermediate_size

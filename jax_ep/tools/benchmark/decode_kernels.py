@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 
 from jax_ep.megakernels.kernels.gemm_structs import Pointer
+from jax_ep.megakernels.kernels.route import LOG2_E
 
-LOG2_E = tl.constexpr(1.4426950408889634)
 EPSILON = tl.constexpr(1e-6)  # of the norms
 HIDDEN_LOGIT = tl.constexpr(-1e30)  # of positions that are not attended to; finite, so that differences of two exist
 

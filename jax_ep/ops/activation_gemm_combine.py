@@ -1,27 +1,30 @@
-"""Activation, grouped GEMM and combine: the second half of the expert layer, which keeps hidden rows alone.
+"""The expert layer with weights in the dtype of the tokens, which keeps hidden rows alone for its backward pass.
 
-The backward pass computes the activated rows again, in the pass of the activation's gradient, and no GEMM: the gradient
-of a router weight is that of its activated row times the row, so the result of the second GEMM is not needed.
+Its second half is the activation, the second GEMM and combine. The backward pass computes activated rows again, in the
+pass of the activation's gradient, and repeats no GEMM: the gradient of a router weight is that of its activated row
+times the row, so the result of the second GEMM is not needed.
 
 Source: what is kept, and that gradient, are those of SonicMoE (arXiv:2512.14080).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import CustomVJPPrimal
 
 from jax_ep.core.activations import HiddenRows
 from jax_ep.core.autodiff import HIDDEN_NAME, saves_operands
 from jax_ep.core.expert_matrices import ExpertWeights, GemmWeights, num_home
 from jax_ep.core.layout import Bias
 from jax_ep.ops import activation, exchange, exchange_gemm
-from jax_ep.ops.activation import activate
+from jax_ep.ops.activation import activate, is_one_pass
 from jax_ep.ops.grouped_gemm import bias_gradient, multiply, weight_gradient
-from jax_ep.ops.plan import ActivationPlan, ExchangeGemmPlan
+from jax_ep.ops.plan import ActivationPlan, ExchangeGemmPlan, LayerPlan
 from jax_ep.types import Array, Experts, Handle
 
 
@@ -102,3 +105,43 @@ def _backward(
 
 
 activate_multiply_and_combine.defvjp(saves_operands(activate_multiply_and_combine), _backward)
+
+
+def with_hidden_rows(plan: LayerPlan, x: Array, weights: Array, handle: Handle, parts: ExpertWeights) -> Array:
+    """Run `moe` with weights in the dtype of the tokens; the backward pass keeps the result of the first GEMM."""
+    hidden, row_weights = exchange_gemm.dispatch_and_multiply(plan.first, x, weights, parts.w_gate_up, handle)
+    experts = plan.activation.experts
+    between = ffn_hidden(experts, hidden, cast(Array, row_weights), parts)
+    is_one = is_one_pass(experts, parts.b_gate_up)
+    run = activate_multiply_and_combine if is_one else in_several_passes
+    return run(plan.second, plan.activation, between, parts.w_down, handle)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def with_activated_rows(plan: LayerPlan, x: Array, weights: Array, handle: Handle, parts: ExpertWeights) -> Array:
+    """`with_hidden_rows`, where the first GEMM stores activated rows, which are not enough for a gradient."""
+    experts = plan.activation.experts
+    rows, row_weights = exchange_gemm.dispatch_and_activate(plan.first, experts, x, weights, parts.w_gate_up, handle)
+    bias = bias_of_result(experts, parts.b_down, row_weights)
+    return exchange_gemm.multiply_and_combine(plan.second, rows, parts.w_down, handle, bias)
+
+
+type _Pull = Callable[[Array], tuple[Any, ...]]
+
+
+def _activated_forward(plan: LayerPlan, *arguments: object) -> tuple[Array, _Pull]:
+    """Save what `with_hidden_rows` saves for those arguments alone that have a gradient."""
+    trained = jax.tree.map(lambda a: a.value if a.perturbed else None, arguments, is_leaf=_is_argument)
+
+    def of(trained: object) -> Array:
+        whole = jax.tree.map(lambda a, t: a.value if t is None else t, arguments, trained, is_leaf=_is_argument)
+        return with_hidden_rows(plan, *whole)
+
+    return jax.vjp(of, trained)
+
+
+def _is_argument(node: object) -> bool:
+    return isinstance(node, CustomVJPPrimal)
+
+
+with_activated_rows.defvjp(_activated_forward, lambda plan, pull, cotangent: pull(cotangent)[0], symbolic_zeros=True)

@@ -29,7 +29,6 @@ from jax_ep.formats.qarrays import own_weights
 from jax_ep.ops import (
     balanced,
     exchange,
-    gemm_activation,
     hierarchical,
     moe_fp8,
     moe_lora,
@@ -40,7 +39,7 @@ from jax_ep.ops import (
 )
 from jax_ep.ops import plan as plans
 from jax_ep.ops.activation import activate, is_one_pass
-from jax_ep.ops.activation_gemm_combine import bias_of_result, ffn_hidden
+from jax_ep.ops.activation_gemm_combine import bias_of_result, ffn_hidden, with_activated_rows, with_hidden_rows
 from jax_ep.routing import topk_router
 from jax_ep.types import Array, AxisName, Biases, Experts, Handle, Options, Schedule, Topology
 
@@ -346,7 +345,7 @@ def _on_tokens(layer: _Layer, given: exchange.Checked, parts: ExpertWeights, *, 
         return _by_quantized(plan, x, weights, handle, parts)
     if isinstance(plan, tuple):
         return _by_fp8(plan, x, weights, handle, parts)
-    run = gemm_activation.with_hidden_rows if plan.activated is None else gemm_activation.with_activated_rows
+    run = with_hidden_rows if plan.activated is None else with_activated_rows
     return run(plan, x, weights, handle, parts)
 
 

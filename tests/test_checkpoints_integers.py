@@ -366,6 +366,7 @@ CONFIGS = {  # By kind and mistake: a change of the config, and the message.
     "int4: bits": (with_weights(num_bits="4"), "num_bits='4', expected an integer from 1 to 64"),
     "int4: a size": (with_weights(group_size=1e9), "group_size=1000000000.0, expected an int"),
     "int4: symmetry": (with_weights(symmetric=1), "symmetric=1, expected true or false"),
+    "int4: transforms": (with_fields(transform_config={"config_groups": {"u": {"apply": [1]}}}), "expected an object"),
 }
 
 
@@ -375,6 +376,31 @@ def test_integer_config_that_does_not_fit(mistake, tmp_path, rng):
     checkpoint, _, _ = checkpoint_of(tmp_path, rng, mistake.split(": ")[0])
     change(checkpoint.config)
     with pytest.raises(ValueError, match=text):
+        checkpoint.moe_weights(3)
+
+
+@pytest.mark.parametrize("location", ["input", "output"])
+def test_packed_config_with_a_transform(location, tmp_path, rng):
+    """Transforms of weights are stored in these; those of tokens are computed in the layer."""
+    checkpoint, _, numbers = checkpoint_of(tmp_path, rng, "int4")
+    transforms = {"R1": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "weight_input"}]}}
+    for known in ({}, {"config_groups": {}}, {"config_groups": transforms}, {"config_groups": {"R2": {}}}):
+        checkpoint.config["quantization_config"]["transform_config"] = known
+        assert_same_bits(np.asarray(checkpoint.read(f"{NAME}weight", dtype=F32)), numbers["experts.0.up"])
+    transforms["R4"] = {"apply": [{"location": "weight_input"}, {"location": location}]}
+    checkpoint.config["quantization_config"]["transform_config"] = {"config_groups": transforms}
+    for call in (lambda: checkpoint.moe_weights(3), lambda: checkpoint.read(f"{NAME}weight", dtype=F32)):
+        with pytest.raises(NotImplementedError, match=r"the transform 'R4' of tokens, expected weights alone"):
+            call()
+
+
+@pytest.mark.parametrize("kind", ["gptq", "gptq, 8 bits", "gptq, version 2"])
+def test_grouped_version_that_is_not_declared(kind, tmp_path, rng):
+    """Of symmetric weights, the zero points say which version stored them."""
+    checkpoint, _, _ = checkpoint_of(tmp_path, rng, kind)
+    declared = checkpoint.config["quantization_config"]
+    declared["checkpoint_format"] = None if "checkpoint_format" in declared and "2" in kind else "gptq_v2"
+    with pytest.raises(ValueError, match=r"sym=True and checkpoint_format=.*, expected zero points of (8|128);"):
         checkpoint.moe_weights(3)
 
 

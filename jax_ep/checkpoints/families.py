@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jax_ep.checkpoints.shards import Region, whole
+from jax_ep.core import json_files
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.json_files import BOOLEAN, OBJECT, TEXT, Schema, integer, integers, mapping, number, optional, record
 from jax_ep.core.router import Router, SharedExperts
@@ -44,6 +45,7 @@ _QUANTIZED = {
     "group_size": optional(integer(-1, _MAX_SIZE)),
 }
 _GROUP = record({"weights": optional(record(_QUANTIZED, more=True, fewer=_QUANTIZED))}, more=True, fewer=("weights",))
+_TRANSFORM = record({"apply": json_files.array(record({"location": TEXT}, more=True))}, more=True, fewer=("apply",))
 SCHEMA: Mapping[str, Schema] = {
     **dict.fromkeys(("num_hidden_layers", "num_layers", *_FIRST_LAYERS), integer(0, _MAX_LAYERS)),
     "moe_layer_end_index": integer(-1, _MAX_LAYERS),
@@ -58,10 +60,11 @@ SCHEMA: Mapping[str, Schema] = {
     **dict.fromkeys(("hidden_act", "topk_method", "scoring_func", "quant_method"), TEXT),
     **dict.fromkeys(("text_config", "quantization_config"), OBJECT),
     "config_groups": mapping(_GROUP, TEXT),
+    "transform_config": record({"config_groups": mapping(_TRANSFORM, TEXT)}, more=True, fewer=("config_groups",)),
     "bits": integer(1, 64),
     "group_size": integer(-1, _MAX_SIZE),
     **dict.fromkeys(("version", "checkpoint_format"), TEXT),
-    **dict.fromkeys(("zero_point", "desc_act"), BOOLEAN),
+    **dict.fromkeys(("zero_point", "desc_act", "sym"), BOOLEAN),
 }
 """Schemas of all fields of `config.json` that any family reads; numbers are bounded."""
 
@@ -518,6 +521,13 @@ def check_quantization(function: str, config: Mapping[str, Any]) -> list[dict[st
             f"{function}: quantization_config has weight_block_size={shown(size)}, expected [{GROUP_SIZE},"
             f" {GROUP_SIZE}]; convert checkpoints with other blocks, or read tensors as they are with Checkpoint.read."
         )
+    transforms = (_field(function, quantization, "transform_config") or {}).get("config_groups", {})
+    for name, one in transforms.items():  # At other locations, a transform is a part of the stored weights.
+        if any(at["location"] in ("input", "output") for at in one.get("apply", ())):
+            raise NotImplementedError(
+                f"{function}: quantization_config has the transform {shown(name)} of tokens, expected weights alone;"
+                " quantize without it, or read tensors as they are with Checkpoint.read."
+            )
     groups = _field(function, quantization, "config_groups") or {}
     return [group["weights"] for group in groups.values() if group.get("weights")]
 
@@ -525,5 +535,5 @@ def check_quantization(function: str, config: Mapping[str, Any]) -> list[dict[st
 def grouped_options(function: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of `quantization_config` that describe the tensors of AutoAWQ and GPTQ; None if missing."""
     quantization = _field(function, config, "quantization_config") or {}
-    names = ("quant_method", "bits", "group_size", "version", "zero_point", "checkpoint_format", "desc_act")
+    names = ("quant_method", "bits", "group_size", "version", "zero_point", "checkpoint_format", "desc_act", "sym")
     return {name: _field(function, quantization, name) for name in names}

@@ -215,7 +215,14 @@ def _grouped(files: TensorFiles, base: str) -> Transposed:
     offset = 0 if declared["checkpoint_format"] == "gptq_v2" else _ONES[bits]  # The first version stores them minus 1.
     zeros = PackedColumns(found["qzeros"], bits, PLAIN, offset)
     matrix = Grouped(PackedRows(weight, bits), zeros, scales, size, order)
-    if bits == 8 or size % 2 or order is not None or (zeros[whole(zeros.shape)] != 8).any():
+    is_symmetric = (zeros[whole(zeros.shape)] == 1 << bits - 1).all()
+    if declared["sym"] and not is_symmetric:
+        raise ValueError(
+            f"Checkpoint: {shown(base)} has qzeros that are not the middle, and quantization_config has sym=True and"
+            f" checkpoint_format={declared['checkpoint_format']!r}, expected zero points of {1 << bits - 1}; write"
+            " checkpoint_format 'gptq_v2' if they are stored as they are, or download the checkpoint again."
+        )
+    if bits == 8 or size % 2 or order is not None or not is_symmetric:
         return Transposed(matrix)
     return Transposed(matrix, int4.FORMAT, (1, size), Transposed(PackedRows(weight, 8)), Transposed(scales))
 

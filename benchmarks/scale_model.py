@@ -1,14 +1,14 @@
 """Model of flat and hierarchical all-to-alls: bytes over links and between nodes, and times that follow.
 
 A row is a token on its way to a rank. Flat, a token goes once to each rank with one of its experts. Hierarchically it
-goes once to each other node with one of them, to the GPU at the same position there, and from it once to each rank of
-that node with one of its experts; inside its own node it goes directly. Combine takes the same ways back, and sums
-before it crosses, so it has as many rows.
+goes once to each other node with one of them, to the GPU at the same position there. That GPU sends it once to each
+rank of its node with one of the token's experts. Inside its own node a token goes directly. Combine takes the same ways
+back, and sums before it crosses, so it has as many rows.
 
 Tokens of all GPUs have the same routing statistics. So the rows that a GPU sends and receives follow from the shares of
-tokens that have an expert on a rank, and on a node: in closed form if all experts are equally popular, from sampled
-tokens otherwise. With more ranks than experts there are copies of all experts, each on whole nodes, and a token takes
-one of these, as in `jax_ep.placement`.
+tokens that have an expert on a rank, and on a node. These are in closed form if all experts are equally popular, and
+from sampled tokens otherwise. With more ranks than experts there are copies of all experts, each on whole nodes, and a
+token takes one of these, as in `jax_ep.placement`.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ python examples/serve_moe.py --prompt "class Queue:" --prompt "import " --temper
 python examples/serve_moe.py --experts same
 
 With at most jax_ep.serving.LOW_LATENCY_TOKENS tokens per device, as in decoding, the expert layers use the low-latency
-path, by default in FP8: dispatch, GEMM, activation, GEMM and combine of each layer, all in the one program of a step.
-The greedy output is compared with that of the throughput path. In the same dtype they agree up to rounding; FP8 changes
-the logits by a few percent of their spread, which the example prints.
+path, by default in FP8. A step is one program, with dispatch, GEMM, activation, GEMM and combine of each layer. The
+greedy output is compared with that of the throughput path. In the same dtype they agree up to rounding; FP8 changes the
+logits by a few percent of their spread, which the example prints.
 """
 
 from __future__ import annotations

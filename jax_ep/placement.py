@@ -5,7 +5,7 @@ share their tokens. Routers choose logical expert ids. Slots are physical: each 
 `moe` and all other operations treat a slot as an expert (`num_experts=P`).
 
 The policies are those of DeepSeek's Expert Parallelism Load Balancer (github.com/deepseek-ai/EPLB; arXiv:2412.19437,
-section 3.4): copies go one by one to the expert with the highest load per copy, and slots, in order of decreasing load,
+section 3.4). Copies go one by one to the expert with the highest load per copy. Slots go, in order of decreasing load,
 to the least loaded rank that has room. The hierarchical policy first assigns whole groups of experts to nodes.
 """
 

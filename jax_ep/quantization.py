@@ -133,8 +133,8 @@ def quantize(
     Returns:
       `QuantizedWeights` of the shape of w. The error of an element is at most half the step of the format times the
       scale: see `quantize_fp8` for FP8; half a scale for integers; for "mxfp4" a quarter of the element or of the
-      scale, whichever is more, except that an element next to the largest of its block that rounds down may lose a
-      third of the result. An infinity or NaN makes all elements that share its scale NaN.
+      scale, whichever is more. In "mxfp4" an element next to the largest of its block that rounds down may lose a third
+      of the result. An infinity or NaN makes all elements that share its scale NaN.
 
       With `for_training`, the gradient of w is that of the layer with w itself, bit for bit if the same implementation
       rounds: outside of `jax.shard_map` with several GPUs, that is XLA.

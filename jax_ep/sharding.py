@@ -71,8 +71,8 @@ class MeshAxes:
       expert: mesh axis, or tuple of axes, that splits the experts; or a `jax_ep.Topology`. It also splits the tokens.
       batch: further mesh axis, or axes, that split the tokens only (data parallelism).
       tensor: mesh axis that splits the intermediate size I of the experts, or None. Gate and up columns must be split
-        alike, so they have a separate axis: `w_gate_up [E, H, 2, I]`, or `[E, H, 1, I]` for experts without a gate, and
-        `b_gate_up [E, 2, I]`.
+        alike, so they have a separate axis. `w_gate_up` is `[E, H, 2, I]`, or `[E, H, 1, I]` for experts without a
+        gate, and `b_gate_up [E, 2, I]`.
       fsdp: one of `batch` that also splits H of the expert weights, or None. The weights are gathered for their GEMMs,
         and their gradients are added up into the same parts.
 

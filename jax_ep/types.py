@@ -185,8 +185,8 @@ class Schedule:
       dispatch_mode: "fused": one kernel for dispatch and grouped GEMM, which computes on rows that have arrived while
         other tokens are in flight; "serial": two kernels. "fused" exists in `triton`, for 16-bit tokens without
         `wire_dtype`.
-      combine_mode: "scatter": one kernel for grouped GEMM and combine, which stores every row at the rank of its token,
-        where the K rows of a token are added and rounded once; "serial": two kernels, which round the sum on each
+      combine_mode: "scatter": one kernel for grouped GEMM and combine. It stores every row at the rank of its token,
+        where the K rows of a token are added and rounded once. "serial": two kernels, which round the sum on each
         expert rank, then the sum over ranks. "scatter" exists where "fused" does. Gradients are the same in both modes.
       wire_dtype: dtype of the tokens between ranks, forward + backward: `jnp.float8_e4m3fn` for FP8 with one scale per
         128 columns; None: the dtype of the tokens, or FP8 with `recipe="fp8"`.

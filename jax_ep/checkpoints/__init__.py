@@ -283,7 +283,7 @@ def save(
 ) -> None:
     """Write a checkpoint with the names and the orientation of the model's family.
 
-    The save is atomic: files are written to a folder inside `folder` and moved into place when all are complete, so a
+    The save is atomic: files are written to a folder inside `folder` and moved into place when all are complete. A
     reader finds the old checkpoint, the new one, or an error. A failed save leaves the old checkpoint, or the new one
     if only its last sync to disk failed. Arrays are copied to the host one shard at a time, and stay there until their
     file is written. If several processes have the same arrays, call it in one of them.

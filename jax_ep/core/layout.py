@@ -1,7 +1,7 @@
 """Layout arithmetic in pure JAX: from expert ids to expert-major rows.
 
-One stable sort by expert decides every row, so time and memory depend on the number of assignments (token, k) and not
-on the number of experts, and the same ids always give the same rows.
+One stable sort by expert decides every row, so the same ids always give the same rows. Time and memory depend on the
+number of assignments (token, k), and not on the number of experts.
 """
 
 from __future__ import annotations

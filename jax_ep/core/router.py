@@ -138,7 +138,7 @@ class Router:
 
 
 class RouterInputs(NamedTuple):
-    """What a router chooses by, see `topk_router`."""
+    """Inputs of a router, see `topk_router`."""
 
     logits: Array  # `[T, E]`
     bias: Array | None  # `[E]`

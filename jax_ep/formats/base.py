@@ -127,9 +127,9 @@ def unpack_nibbles(values: Array) -> Array:
 def prepack_nibbles(nibbles: Array, bit_places: BitPlaces) -> Array:
     """Store `[..., K]` nibbles, K a multiple of 32, as uint32 `[..., K / 8]`.
 
-    A thread of a GPU that multiplies weights from registers holds eight of each 32 elements of a column: 8 * q + 2 * t
-    and the one behind it, q = 0 to 3, for thread t of four. These eight are one uint32. For each q a shift and a mask
-    put both elements where kernels need them, one in each half of a register (kernels/prepacked.py).
+    A thread of a GPU that multiplies weights from registers holds eight of each 32 elements of a column. Thread t of
+    four holds 8 * q + 2 * t and the one after it, for q = 0 to 3. These eight are one uint32. For each q a shift and a
+    mask put both elements where kernels need them, one in each half of a register (kernels/prepacked.py).
     """
     *leading, size = nibbles.shape
     parts = nibbles.astype(jnp.uint32).reshape(*leading, size // PREPACKED_K, 4, 4, 2)  # q, t, which of two

@@ -1,8 +1,8 @@
 """Symmetric heaps: memory of the same layout on every device, which its peers can write.
 
 Kernels find the addresses in a table that the FFI library passes to each device at run time. A program refers to its
-table by id and keeps that id. Heaps come in generations: when a program needs more than the newest generation has, a
-larger one is allocated with its own table, control words, flags and counts, and newly traced programs use that. Running
+table by id and keeps that id. Heaps come in generations. When a program needs more than the newest generation has, a
+larger one is allocated with its own table, control words, flags and counts. Newly traced programs use that. Running
 programs never lose their memory, and growing waits for no program. All memory is freed when the context ends.
 
 The data area of the throughput kernels and the buffers of the low-latency kernels grow separately: each generation
@@ -71,8 +71,7 @@ class SymmetricHeap:
 
     Ids are small numbers in tracing order, because they are compiled into programs: the same program has the same ids
     in every run, so JAX's compilation cache finds it. Each context starts again at the same ids, so that programs
-    traced for an earlier context find the heaps of this one, under an id that always has at least as much memory as
-    before.
+    traced for an earlier context find the heaps of this one. The memory of an id never shrinks.
 
     Args:
       memory: provider of the heap memory.

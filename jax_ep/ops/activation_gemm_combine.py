@@ -1,7 +1,7 @@
 """The expert layer with weights in the dtype of the tokens, which keeps hidden rows alone for its backward pass.
 
 Its second half is the activation, the second GEMM and combine. The backward pass computes activated rows again, in the
-pass of the activation's gradient, and repeats no GEMM: the gradient of a router weight is that of its activated row
+pass of the activation's gradient, and repeats no GEMM. The gradient of a router weight is that of its activated row
 times the row, so the result of the second GEMM is not needed.
 
 Source: what is kept, and that gradient, are those of SonicMoE (arXiv:2512.14080).

@@ -3,8 +3,8 @@
 Symbols: T tokens per rank, H hidden, K experts per token, E experts, W ranks on the expert axis, L = E / W local
 experts, R rows of the expert-major layout.
 
-Dispatch and combine are each other's transpose over the same handle, for tokens and for weights, so each backward pass
-is made of the functions of this file, and gradients of any order exist.
+Dispatch and combine are each other's transpose over the same handle, for tokens and for weights. So each backward pass
+consists of functions of this file, and gradients of any order exist.
 """
 
 from __future__ import annotations
@@ -224,10 +224,10 @@ def combine(
 ) -> Array:
     """Send expert outputs back to the ranks of their tokens and sum them there, unweighted.
 
-    Multiply the rows by `Dispatched.weights` first for a weighted sum. Rows of one token on one rank are added in
-    order of k in float32, rounded to the wire format, and added at the source in rank order in float32; over a
-    `Topology` the sums of a node are rounded to the wire format too, and added in node order. The result is
-    deterministic. It is differentiable in `y`: the transpose is `dispatch` over the same handle.
+    Multiply the rows by `Dispatched.weights` first for a weighted sum. Rows of one token on one rank are added in order
+    of k in float32, rounded to the wire format, and added at the source in rank order in float32. Over a `Topology` the
+    sums of a node are rounded to the wire format too, and added in node order. The result is deterministic. It is
+    differentiable in `y`: the transpose is `dispatch` over the same handle.
 
     Args:
       y: `[R, H]` rows in the order of the dispatch; padding rows are never read.

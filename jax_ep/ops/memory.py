@@ -2,7 +2,7 @@
 
 XLA plans the memory of a program when it compiles it, so its own plan is the measure: sizes of arguments, results and
 temporaries are those of `compiled.memory_analysis()`. The text of the compiled program, which has the shapes of one
-device, divides them: names of parameters are those of the arguments, and a value that an operation of the forward pass
+device, divides them. Names of parameters are those of the arguments. A value that an operation of the forward pass
 makes and one of the backward pass reads is kept for the backward pass. JAX names the operations of the backward pass
 `transpose(jvp(...))`.
 """

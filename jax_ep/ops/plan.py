@@ -320,8 +320,8 @@ class BalancedPlan:
 def balanced(options: Options, facts: ExchangeFacts, wanted: int | None, weights: Sequence[Array]) -> BalancedPlan:
     """Resolve a balanced call whose passes are exchanges of these facts, for experts with weights `[L, ...]`.
 
-    `wanted` are the spare slots per rank; None: L, with which one pass is enough for any routing, where copies travel
-    by peer memory, are not joined with the weights, take at most 2 GiB, and are at most 128; else 2.
+    `wanted` are the spare slots per rank. None: L, with which one pass is enough for any routing, if that is at most
+    128, copies travel by peer memory, are not joined with the weights, and take at most 2 GiB; else 2.
     """
     found = registry.choose(options, facts)
     name = "triton" if found.implementation == "triton" else "xla"

@@ -1,7 +1,7 @@
 """One time line for several devices, whose clocks differ, from the messages that kernels send each other.
 
 A message is sent before the wait for it ends. So the time of a message on one clock and the time of its wait on another
-bound the difference of the two clocks from one side; messages in the other direction bound it from the other side. The
+bound the difference of the two clocks from one side. Messages in the other direction bound it from the other side. The
 offset of a clock is the middle of this interval, and half of the width is its error. NTP (RFC 5905, section 8) does the
 same with a message and its answer; here the bounds of all messages count, not only those of the fastest one. Bounds of
 several devices are difference constraints. Their earliest and latest solutions are longest paths (Cormen et al.,

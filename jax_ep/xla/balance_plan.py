@@ -33,7 +33,7 @@ def plan_pass(counts: Array, rows: int, spare: int) -> PassPlan:
     free slots are then certain to hold the remaining excess. Moving down to the mean instead of to `rows` makes no more
     copies, and the layer takes as long as the most loaded rank.
 
-    One pass is enough if `sum(min(room, spare * (rows // L + 1))) >= sum(excess)`, hence always with `spare >= L`: the
+    One pass is enough if `sum(min(room, spare * (rows // L + 1))) >= sum(excess)`, hence always with `spare >= L`. The
     largest expert of an overloaded rank has at least `chunk = rows // L + 1` rows, so a filling move places this many
     or fills the receiver. Let F be the sum over ranks of `min(room, free slots * chunk)`. A filling move of n rows
     lowers F by at most n at the receiver, and what the giver hands over beyond its excess returns to F as room. So it

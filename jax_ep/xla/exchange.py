@@ -2,7 +2,7 @@
 
 There are two algorithms. "To all": all tokens go to all ranks, into fixed slots `[source rank, token]`; each rank picks
 its rows, and sums return by one all-to-all. "Segments": each token goes once to each rank that has rows for it, in
-rounds (segments.py); memory then grows with the rows and the tokens of one rank instead of those of all ranks. Small
+rounds (segments.py). Memory then grows with the rows and the tokens of one rank instead of those of all ranks. Small
 arrays use the first algorithm. On accelerators, so do routings that send most tokens to most ranks.
 
 The local steps are `pick` and `unpermute`.

@@ -14,7 +14,7 @@ from jax_ep.types import Array
 def fetch_copies(axis: Axis, copies: Array, w: Array, order: Array, *, zeroed: bool) -> tuple[Array, Array]:
     """Return the weights `[S, ...]` of the experts that `copies [W, S]` says, from `w [L, ...]`.
 
-    Free slots are zero, here always, elsewhere if `zeroed`.
+    Free slots are zero here; other implementations zero them if `zeroed`.
 
     Also return `order`, any array, with the same elements: what computes it comes before the transfer, and what uses
     the returned one after it, so that all ranks transfer in one order.

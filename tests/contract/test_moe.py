@@ -21,7 +21,7 @@ def moe(shape, implementation, **options):
 
 
 def both(call, mesh):
-    """Compile a layer alone, and with its gradients: two programs, of which the first keeps nothing."""
+    """Compile a layer alone, and with its gradients: two programs; the first keeps nothing."""
     return compiled(call, mesh), compiled(with_gradients(call), mesh)
 
 

@@ -36,7 +36,7 @@ def run_command(*command, cwd=None, **environment):
 
 
 def make_mesh(sizes, names, axis_type=AxisType.Auto):
-    """Create a mesh over the first devices, whose axes are of one kind, or each of its own.
+    """Create a mesh over the first devices, whose axes are of one kind, or of one kind each.
 
     Skip if there are too few devices, or other processes would have nothing to do.
     """

@@ -1,8 +1,9 @@
 """Baselines: the expert layer in plain JAX, on several GPUs and on one.
 
 `ragged_layer` drops no token: it sorts rows by expert and uses `lax.ragged_all_to_all` and `lax.ragged_dot`.
-`capacity_layer` is that of GShard (arXiv:2006.16668) and Switch Transformers (arXiv:2101.03961): a fixed number of rows
-for each pair of source rank and expert, `lax.all_to_all`, one batched GEMM; rows beyond the capacity are dropped.
+`capacity_layer` is that of GShard (arXiv:2006.16668) and Switch Transformers (arXiv:2101.03961). It has a fixed number
+of rows for each pair of source rank and expert, `lax.all_to_all` and one batched GEMM; rows beyond the capacity are
+dropped.
 
 These are functions of one rank inside `shard_map`, with contiguous experts per rank, and compute `jax_ep.moe` with
 SwiGLU. Rows are moved by gathers, in the backward pass too: the transpose that JAX derives for a gather is a scatter,

@@ -104,11 +104,20 @@ def test_checkpoint_options_follow_config(name, changes, wanted, tmp_path, rng):
     assert {key: options[key] for key in wanted} == wanted
 
 
-def test_checkpoint_without_shared_experts(tmp_path, rng):
-    checkpoint, want = written("deepseek_v3", tmp_path, rng, n_shared_experts=0)
+@pytest.mark.parametrize("name", [name for name, hub in HUB.items() if "shared_experts." in hub.shared_prefix])
+def test_checkpoint_without_shared_experts(name, tmp_path, rng):
+    """Without them in the config, their tensors are an error."""
+    config, number = dict(HUB[name].config), HUB[name].layers[0]
+    config.pop("n_shared_experts", None)
+    config.pop("moe_num_shared_experts", None)
+    tensors, want = hub_checkpoints.layer(HUB[name], number, rng)
+    with pytest.raises(ValueError, match=r"shared_experts\..* is a tensor of shared_.*, expected none by config.json"):
+        Checkpoint(hub_checkpoints.write(tmp_path / "all", config, tensors)).moe_weights(number)
+    routed = {key: value for key, value in tensors.items() if "shared" not in key}
+    checkpoint = Checkpoint(hub_checkpoints.write(tmp_path, config, routed))
     assert "shared_experts" not in checkpoint.moe_options()
-    got = checkpoint.moe_weights(3)
-    assert_equal(got, {name: value for name, value in want[3].items() if "shared" not in name})
+    got = checkpoint.moe_weights(number)
+    assert_equal(got, {key: value for key, value in want.items() if "shared" not in key})
 
 
 def test_checkpoint_identity_expert_router_columns(tmp_path, rng):

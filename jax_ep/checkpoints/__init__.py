@@ -204,7 +204,7 @@ class Checkpoint:
         mesh = _mesh(function, mesh, axis_name, shapes["w_down"][0])
         to = None if dtype is None else check.result_dtype(function, dtype, None, "dtype")
         form = reading.form_of(self._files, model.family, layer)
-        reading.check_biases(self._files, form, shapes)
+        reading.check_left_out(self._files, form, shapes)
         plans: dict[str, tuple[reading.Plan, ...]] = {}
         formats: dict[str, Format] = {}
         for name, shape in shapes.items():

@@ -213,16 +213,16 @@ _QWEN_ROUTER = {"renormalize": Key("norm_topk_prob", default=False)}
 _QWEN_LAYERS = Layers(step=Key("decoder_sparse_step", default=1), dense=Key("mlp_only_layers", default=()))
 _DEEPSEEK = _sizes(Key("moe_intermediate_size"), Key("n_routed_experts", "num_local_experts", "num_experts"))
 _DEEPSEEK_SHARED = {"num": Key("n_shared_experts", default=0)}
-_SCALE = {"scale": Key("routed_scaling_factor", default=1.0)}
+_SCALE = {"scale": Key("routed_scaling_factor")}
 _DEEPSEEK_V3_ROUTER = _SCALE | {
     "score": "sigmoid",
     "renormalize": Key("norm_topk_prob", default=True),
-    "num_groups": Key("n_group", default=1),
-    "topk_groups": Key("topk_group", default=1),
+    "num_groups": Key("n_group"),
+    "topk_groups": Key("topk_group"),
     "group_score": "top2_sum",
     "selection_bias": True,
 }
-_DEEPSEEK_LAYERS = Layers(first=Key("first_k_dense_replace", default=0))
+_DEEPSEEK_LAYERS = Layers(first=Key("first_k_dense_replace"))
 _EVERY_LAYER = Restriction("moe_layer_freq", (1,), "dense layers between MoE layers are not supported", "weights")
 _SIGMOID = Restriction("scoring_func", ("sigmoid",), "only sigmoid scores are supported for this family")
 _DEEPSEEK_V3_FORMS = _both(_router("mlp.gate") | _bias("mlp.gate.") | _shared("mlp.shared_experts"))
@@ -276,8 +276,8 @@ FAMILIES: Mapping[str, Family] = {
     "deepseek_v2": Family(
         forms=_both(_router("mlp.gate") | _shared("mlp.shared_experts")),
         options=_DEEPSEEK,
-        router=_SCALE
-        | {
+        router={
+            "scale": Key("routed_scaling_factor", default=1.0),
             "renormalize": False,
             "num_groups": Key("n_group", default=1, only_if=("topk_method", "group_limited_greedy")),
             "topk_groups": Key("topk_group", default=1, only_if=("topk_method", "group_limited_greedy")),

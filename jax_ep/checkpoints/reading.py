@@ -67,8 +67,14 @@ def form_of(files: TensorFiles, family: Family, layer: int) -> Form:
     return next(iter(present.values()), forms[0])  # Without any, tensors are packed, or an error names one.
 
 
-def check_biases(files: TensorFiles, form: Form, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Check that the weights of these parameters have no bias that is not a parameter, except zeros, as from GPTQ."""
+def check_left_out(files: TensorFiles, form: Form, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Check that these parameters are all of the layer, and that no other bias is there, except zeros, as of GPTQ."""
+    for parameter in form.keys() - shapes.keys():
+        if there := [name for name in form[parameter].names if name in files]:
+            raise ValueError(
+                f"Checkpoint: {shown(there[0])} is a tensor of {parameter}, expected none by config.json, which lacks"
+                " shared experts; use the config.json of the checkpoint."
+            )
     read = {name for parameter, shape in shapes.items() for name, _ in form[parameter].places(shape)}
     for name in sorted(read):
         bias = re.sub(r"\.weight$", ".bias", name)

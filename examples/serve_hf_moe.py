@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from tokenizers import Tokenizer
 
-    from hf.generation import Generated, Generator
     from hf.model import Decoder
     from lm.data import WindowIterator
+    from lm.generation import Generated, Generator
 
 EXPERTS = ("off", "same", *FORMATS)
 PROMPTS = ["The capital of France is", "Once upon a time"]
@@ -85,10 +85,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         from flax import nnx
 
         from hf.config import stop_tokens
-        from hf.generation import Generator, Sampling
         from jax_ep.checkpoints import Checkpoint
         from jax_ep.flax import MoE
-        from lm.generation import check_lengths, serving_weights
+        from lm.generation import Generator, Sampling, check_lengths, serving_weights
 
         checkpoint = Checkpoint(args.folder)
         dtype = jnp.dtype(args.dtype or _dtype(checkpoint.config))

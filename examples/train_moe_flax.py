@@ -126,9 +126,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         result = history.write(held_out_loss=loss, unigram_entropy=entropy, seconds=time.perf_counter() - began)
         plot(args.out / "curves.png", history.metrics, entropy)
     with doing(console, "compiling the generation of a sample, and generating"):
-        sample = Generator(trainer.module(state), mesh)([PROMPT], max_new=200, temperature=0.7, seed=args.seed)
+        options = {"max_new": 200, "temperature": 0.7, "seed": args.seed}
+        (sample,) = Generator(trainer.module(state), mesh)([PROMPT], **options).tokens
     console.rule("a sample at temperature 0.7")
-    console.print((PROMPT + sample.texts[0]).decode("utf-8", "replace").rstrip(), markup=False, highlight=False)
+    console.print((PROMPT + bytes(sample)).decode("utf-8", "replace").rstrip(), markup=False, highlight=False)
     console.rule()
     console.print(
         f"held-out loss {loss:.3f}, unigram entropy {entropy:.3f} nats/byte; files in {args.out}", highlight=False

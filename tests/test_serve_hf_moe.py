@@ -24,12 +24,12 @@ import serve_hf_moe
 from harness import ROOT, STRICT_PYTHON, run_command
 from hf import make_tiny_checkpoint, training
 from hf.config import DecoderConfig, stop_tokens
-from hf.generation import Generator, Sampling, choose
 from hf.loading import load, save
 from hf.training import train, windows_of
 from hub_checkpoints import in_int32, packed_config, write
 from jax_ep.checkpoints import Checkpoint
 from lm.devices import make_mesh
+from lm.generation import Generator, Sampling, choose
 
 PAGE = ROOT / "docs" / "serving.md"
 GOLDEN = Path(__file__).parent / "data" / "golden_logits.npz"

@@ -18,6 +18,7 @@ from jax_ep.flax import MoE, MoEMetrics
 from jax_ep.serving import ExpertWeights
 from jax_ep.sharding import MeshAxes
 from lm.attention import Cache, RMSNorm, attend, rotate
+from lm.generation import last_rows, serving_weights
 
 Array = jax.Array
 
@@ -34,12 +35,6 @@ class DecoderOutput(NamedTuple):
     hidden: Array
     cache: list[Cache] | None
     metrics: list[MoEMetrics]
-
-
-def empty_cache(config: DecoderConfig, batch: int, length: int, dtype: Any) -> list[Cache]:
-    """Create the caches of all layers for `length` positions of each of `batch` texts."""
-    zeros = jnp.zeros((batch, length, config.num_kv_heads, config.head_dim), dtype)
-    return [Cache(zeros, zeros) for _ in config.windows]
 
 
 class Attention(nnx.Module):
@@ -207,3 +202,20 @@ class Decoder(nnx.Module):
         """Return logits `[..., vocab_size]` float32 of the next token, from `hidden [..., H]`."""
         head = self.model.embed_tokens.attend if self.lm_head is None else self.lm_head
         return head(hidden).astype(jnp.float32)
+
+    def empty_cache(self, batch: int, length: int) -> list[Cache]:
+        """Create the caches of all layers for `length` positions of each of `batch` texts."""
+        zeros = jnp.zeros((batch, length, self.config.num_kv_heads, self.config.head_dim), self.dtype)
+        return [Cache(zeros, zeros) for _ in self.config.windows]
+
+    def serving_weights(self, experts: str) -> list[ExpertWeights | None]:
+        """Return the expert weights of each layer; None for dense layers."""
+        prepare = nnx.jit(lambda moe: serving_weights(moe, experts))
+        return [prepare(layer.mlp) if isinstance(layer.mlp, MoE) else None for layer in self.model.layers]
+
+    def decode(
+        self, tokens: Array, last: Array, cache: list[Cache], **options: Any
+    ) -> tuple[Array, list[Cache] | None]:
+        """Return logits `[B, vocab_size]` after index `last [B]` of each text, and the cache."""
+        output = self(tokens, cache=cache, **options)
+        return self.logits(last_rows(output.hidden, last)), output.cache

@@ -15,6 +15,7 @@ from jax_ep.serving import ExpertWeights
 from jax_ep.sharding import MeshAxes
 from lm.attention import Cache, RMSNorm, attend, rotate
 from lm.data import NUM_BYTES
+from lm.generation import last_rows, serving_weights
 
 Array = jax.Array
 # Saved under remat="keep-experts", because recomputing or sending them again is expensive.
@@ -48,12 +49,6 @@ class ModelConfig:
             raise ValueError(f"hidden={self.hidden} must be an even multiple of heads={self.heads}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} must be at least 0 and less than 1")
-
-
-def empty_cache(config: ModelConfig, batch: int, length: int) -> Cache:
-    """Create the caches of all layers, stacked, for `length` positions of each of `batch` texts."""
-    shape = (config.layers, batch, length, config.heads, config.hidden // config.heads)
-    return Cache(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype))
 
 
 def _linear(inputs: int, outputs: int, config: ModelConfig, rngs: nnx.Rngs, **options: Any) -> nnx.Linear:
@@ -115,12 +110,13 @@ class Block(nnx.Module):
         positions: Array,
         cache: Cache | None,
         key: Array | None,
-        weights: ExpertWeights | None = None,
+        weights: ExpertWeights | None,
+        token_mask: Array | None,
     ) -> tuple[Array, Cache | None, MoEMetrics]:
         keys = (None, None) if key is None else jax.random.split(key)
         mixed, cache = self.attention(self.attention_norm(x), positions, cache)
         x = x + self._drop(mixed, keys[0])
-        y, metrics = self.moe(self.moe_norm(x), weights)
+        y, metrics = self.moe(self.moe_norm(x), weights, token_mask=token_mask)
         return x + self._drop(y, keys[1]), cache, metrics
 
     def _drop(self, x: Array, key: Array | None) -> Array:
@@ -157,6 +153,7 @@ class LanguageModel(nnx.Module):
         cache: Cache | None = None,
         key: Array | None = None,
         weights: ExpertWeights | None = None,
+        token_mask: Array | None = None,
     ) -> tuple[Array, Cache | None, MoEMetrics]:
         """Return logits `[B, S, 256]` float32, the updated cache, and the metrics with one row per layer.
 
@@ -166,6 +163,7 @@ class LanguageModel(nnx.Module):
           cache: keys and values of earlier positions, or None to attend to `tokens` only.
           key: random key for dropout; None disables dropout.
           weights: expert weights of all layers, for serving or quantized for training; see `jax_ep.flax.MoE`.
+          token_mask: `[B, S]` bool, False for padding, which follows the text and goes to no expert.
         """
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
@@ -174,7 +172,7 @@ class LanguageModel(nnx.Module):
         def layer(
             x: Array, block: Block, cache: Cache | None, key: Array | None, weights: ExpertWeights | None
         ) -> tuple[Array, Any]:
-            x, cache, metrics = block(x, positions, cache, key, weights)
+            x, cache, metrics = block(x, positions, cache, key, weights, token_mask)
             return x, (cache, metrics)
 
         layers = nnx.scan(
@@ -187,6 +185,23 @@ class LanguageModel(nnx.Module):
         )
         x, (cache, metrics) = layers(self.embedding(tokens), self.blocks, cache, keys, weights)
         return self.head(self.norm(x)).astype(jnp.float32), cache, metrics
+
+    def empty_cache(self, batch: int, length: int) -> Cache:
+        """Create the caches of all layers, stacked, for `length` positions of each of `batch` texts."""
+        config = self.config
+        shape = (config.layers, batch, length, config.heads, config.hidden // config.heads)
+        return Cache(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype))
+
+    def serving_weights(self, experts: str) -> ExpertWeights:
+        """Return the expert weights of all layers, prepared in one program, so that each device processes its own."""
+        return nnx.jit(lambda moe: serving_weights(moe, experts))(self.blocks.moe)
+
+    def decode(
+        self, tokens: Array, last: Array, cache: Cache, *, serving: ExpertWeights | None, **options: Any
+    ) -> tuple[Array, Cache | None]:
+        """Return logits `[B, 256]` after index `last [B]` of each text, and the cache."""
+        logits, cache, _ = self(tokens, cache=cache, weights=serving, **options)
+        return last_rows(logits, last), cache
 
 
 def _remat(layer: Any, mode: str) -> Any:

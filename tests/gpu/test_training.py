@@ -87,4 +87,4 @@ def test_low_latency_decoding(one_process, experts, dtype, most):
     found = compare(Generator(model, mesh), Generator(model, mesh, experts=experts), PROMPTS, max_new=NEW)
     assert np.isfinite(found.logit_scale) and found.logit_scale > 1
     assert found.logit_error / found.logit_scale < most
-    assert found.same_bytes == 1 if dtype == "float32" else found.same_bytes > 0.75
+    assert found.same_tokens == 1 if dtype == "float32" else found.same_tokens > 0.75

@@ -31,12 +31,12 @@ class Corpus:
         return _windows(self.held_out, starts, length)
 
 
-def read_corpus(root: Path | None = None) -> Corpus:
-    """Read all sources below `root`, by default the standard library's folder, in the order of their names.
+def read_corpus() -> Corpus:
+    """Read all sources of the standard library, in the order of their names.
 
     A hash of its name decides whether a file is held out, so the split is stable across Python versions.
     """
-    root = Path(sysconfig.get_path("stdlib")) if root is None else root
+    root = Path(sysconfig.get_path("stdlib"))
     names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
     parts: dict[bool, list[bytes]] = {False: [], True: []}
     for name in names:

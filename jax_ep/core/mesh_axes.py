@@ -309,21 +309,20 @@ def rank_on(axis: Axis) -> Array | int:
 
 
 def all_gather(x: Array, axis: Axis) -> Array:
-    """Gather `[...]` of each rank into `[W, ...]`. FP8 is sent as bytes, which every platform supports."""
-    if not axis:
-        return x[None]
-    if x.dtype.itemsize > 1:
-        return lax.all_gather(x, axis)
-    return lax.bitcast_convert_type(lax.all_gather(lax.bitcast_convert_type(x, jnp.uint8), axis), x.dtype)
+    """Gather `[...]` of each rank into `[W, ...]`."""
+    return _as_bytes(lambda x: lax.all_gather(x, axis), x) if axis else x[None]
 
 
 def exchange(parts: Array, axis: Axis) -> Array:
     """Send `parts[i]` of `[W, ...]` to rank i; return `[W, ...]` with one part from each rank."""
-    if not axis:
-        return parts
-    if parts.dtype.itemsize > 1:
-        return lax.all_to_all(parts, axis, 0, 0)
-    return lax.bitcast_convert_type(lax.all_to_all(lax.bitcast_convert_type(parts, jnp.uint8), axis, 0, 0), parts.dtype)
+    return _as_bytes(lambda x: lax.all_to_all(x, axis, 0, 0), parts) if axis else parts
+
+
+def _as_bytes(send: Callable[[Array], Array], x: Array) -> Array:
+    """Send FP8 as bytes, which every platform supports."""
+    if x.dtype.itemsize > 1:
+        return send(x)
+    return lax.bitcast_convert_type(send(lax.bitcast_convert_type(x, jnp.uint8)), x.dtype)
 
 
 def permute(x: Array, axis: Axis, pairs: Sequence[tuple[int, int]]) -> Array:

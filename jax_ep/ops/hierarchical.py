@@ -74,7 +74,7 @@ def _options(function: str, topology: Topology, wire_dtype: DTypeLike | None = N
 def send(
     options: Options, topology: Topology, x: Tokens, topk_idx: Array, topk_weights: Array | None, num_experts: int
 ) -> Arrived:
-    """Brings tokens to the nodes of their experts, all arguments checked and alike in their mesh axes."""
+    """Send tokens to the nodes of their experts; all arguments are checked and vary over the same mesh axes."""
     num_nodes = axis_size(options.axis, function=options.function)
     per_node = num_experts // num_nodes
     num_tokens, top_k = topk_idx.shape
@@ -190,7 +190,7 @@ def _checked(
 
 
 def checked_handle(function: str, handle: Any, topology: Topology, num_tokens: int | None = None) -> int:
-    """K of a handle of these axes, for this many tokens."""
+    """Check a handle of these axes, for this many tokens; return K."""
     expected, remedy = "the HierarchicalHandle of the matching dispatch", f"pass one of axis_name={topology!r}"
     check.instance(function, "handle", handle, HierarchicalHandle, expected, remedy=remedy)
     layout = check.handle(function, handle.node, Handle, topology.node)

@@ -117,15 +117,6 @@ def test_notebook_prints_its_outputs():
     run_blocks([("".join(cell["source"]), printed) for cell, printed in zip(cells, outputs, strict=True)], "notebook")
 
 
-def test_docs_cookbook_speed_is_that_of_the_reports():
-    page = (DOCS / "cookbook.md").read_text()
-    for model, file in (("qwen3-30b", "serve_mxfp4"), ("gpt-oss-120b", "serve_gpt_oss")):
-        rows = json.loads((ROOT / "benchmarks" / "results" / f"{file}.json").read_text())["rows"]
-        found = [(row["shape"], row["tokens_per_s"]) for row in rows if row["variant"] == "jax_ep, mxfp4"]
-        speed = {shape["batch"]: of for shape, of in found if (shape["model"], shape["phase"]) == (model, "decode")}
-        assert f"| {speed[16]:,.0f} and {speed[64]:,.0f} |" in page, model
-
-
 def test_docs_links():
     """Links of pages outside docs/; `make docs` checks those inside."""
     for page in (page for page in TEXTS if not page.is_relative_to(DOCS)):

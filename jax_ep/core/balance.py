@@ -35,9 +35,9 @@ class Balance:
     Attributes:
       rows: rows per rank and pass, as a multiple of T * K, the mean; at least 1. Smaller values move more rows.
       spare_experts: copies that a rank can hold at a time. They bound the memory for copied weights. With E / W or
-        more a single pass always suffices. None: E / W in `dispatch`, which has one pass. In layers E / W if that is at
-        most 128, copies travel by peer memory and take at most 2 GiB with all that they need, and weights are not
-        quantized; otherwise 2.
+        more a single pass always suffices. None: E / W in `dispatch`, which has one pass. In layers None means E / W
+        if that is at most 128, weights are not quantized, and copies are sent through peer memory and take at most
+        2 GiB with all that they need; otherwise 2.
 
     Raises:
       ValueError: a number out of its range.

@@ -1,1 +1,1 @@
-"""What all layers use and what knows nothing of operations: argument checks, mesh axes, layout arithmetic."""
+"""Helpers of all layers, independent of operations: argument checks, mesh axes, layout arithmetic."""

@@ -1,7 +1,7 @@
 """What several implementations provide: one protocol per operation, which the module of that name satisfies.
 
-`jax_ep/xla` documents the functions; other implementations give the same results. Implementations know nothing of
-autodiff and argument checks, which are in `jax_ep/ops`, and take the checked `Options` of the call.
+`jax_ep/xla` documents the functions; other implementations give the same results. Implementations take the
+checked `Options` of the call; autodiff and argument checks are in `jax_ep/ops`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Which implementations exist, and which of them runs one part of a call.
 
 An implementation is a package, an operation a module of it: `xla/grouped_gemm.py` and `pallas/grouped_gemm.py` have the
-same functions. They know nothing of autodiff and argument checks, which are in this folder. The function
-`unsupported_reason(facts, options)` in `requirements.py` of each package says what it does not support, without loading
-a compiler.
+same functions. Autodiff and argument checks are in this folder. The function `unsupported_reason(facts, options)` in
+`requirements.py` of each package says what it does not support, without loading a compiler.
 
 `plan.py` asks for each part of a public call once; nothing else chooses.
 """

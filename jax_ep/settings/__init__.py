@@ -1,1 +1,1 @@
-"""What can be set of a kernel's launch, and the file that says what has been measured to be best; knows no kernel."""
+"""Settings of kernel launches and the file of the fastest measured ones; independent of the kernels."""

@@ -266,7 +266,7 @@ def _name(operation: str, facts: Mapping[str, Any]) -> str:
 
 
 class _Clock:
-    """The time since the start, and what is left of it."""
+    """The elapsed and the remaining time."""
 
     def __init__(self, seconds: float) -> None:
         self._start, self._seconds = time.monotonic(), seconds

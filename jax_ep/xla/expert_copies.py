@@ -45,7 +45,7 @@ def add_gradients(axis: Axis, copies: Array, home: Array, spare: Array, order: A
 
 
 def _rounds(axis: Axis, copies: Array, num_local: int) -> Iterator[tuple[list[tuple[int, int]], Array, Array, Array]]:
-    """Yield the permutation of each distance, the experts that the peer wants, and the slots to send and to receive."""
+    """Yield the permutation of each distance, the experts that the peer needs, and the slots to send and to receive."""
     rank, num_ranks = rank_on(axis), copies.shape[0]
     for distance in range(1, num_ranks):
         wanted = copies[(rank + distance) % num_ranks]

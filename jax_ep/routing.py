@@ -426,7 +426,8 @@ def update_router_bias(bias: Array, load: Array, *, rate: float = 1e-3) -> Array
 
 def _move_bias(bias: Array, load: Array, rate: Array) -> Array:
     load = load.astype(bias.dtype)
-    return bias + rate * jnp.sign(load.mean(axis=-1, keepdims=True) - load)
+    # A mean rounds, so that loads equal to it would move.
+    return bias + rate * jnp.sign(load.sum(axis=-1, keepdims=True) - load.shape[-1] * load)
 
 
 def _axes(axis_name: AxisName | None) -> tuple[str, ...] | None:

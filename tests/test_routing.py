@@ -484,6 +484,16 @@ def test_sparsemixer_without_rivals_has_no_gradient(jitter_eps):
     _weight_gradient(jax_ep.routing.sparsemixer_router)
 
 
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.float32])
+@pytest.mark.parametrize("num_experts", [7, 60, 384])
+def test_update_router_bias_mean_load(num_experts, dtype, rng):
+    """Experts with exactly the mean load keep their bias."""
+    load = np.full((2, num_experts), 3)
+    load[1, rng.permutation(num_experts)[:3]] = 1, 4, 4
+    bias = jax_ep.update_router_bias(jnp.zeros(load.shape), jnp.asarray(load, dtype), rate=0.5)
+    np.testing.assert_array_equal(np.asarray(bias), 0.5 * np.sign(3 - load))
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from jax_ep.core import check
 from jax_ep.core.facts import Part
@@ -61,7 +62,7 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
 
     Args:
       function: any function that JAX can trace: a layer, a loss, its gradient, a training step, jitted or not.
-      *args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
+      *args: its arguments: pytrees of arrays or `jax.ShapeDtypeStruct`s, or static values.
       **kwargs: its keyword arguments.
 
     Returns:
@@ -86,8 +87,20 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
         if hasattr(function, "eval_shape"):  # a jitted function, which knows its static arguments
             function.eval_shape(*args, **kwargs)
         else:
-            abstract = {name: value for name, value in kwargs.items() if isinstance(value, jax.ShapeDtypeStruct)}
-            jax.eval_shape(lambda args, more: function(*args, **kwargs | more), args, abstract)
+            positional = len(jax.tree.leaves(args))  # whose arrays are traced, too
+            leaves, tree = jax.tree.flatten((args, kwargs))
+            traced = {
+                i: leaf
+                for i, leaf in enumerate(leaves)
+                if isinstance(leaf, jax.ShapeDtypeStruct)
+                or (i < positional and isinstance(leaf, jax.Array | np.ndarray))
+            }
+
+            def run(arrays: dict[int, Any]) -> None:
+                args, kwargs = jax.tree.unflatten(tree, [arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
+                function(*args, **kwargs)
+
+            jax.eval_shape(run, traced)
     return Explanation(tuple(row for plan in found for row in _rows(plan)))
 
 

@@ -11,6 +11,7 @@ import jax_ep
 from cases import BF16, F32, FP8_WIRE
 from jax_ep.ops import plan, registry
 from jax_ep.quantization import quantize
+from jax_ep.serving import routed_moe
 
 T, K, E, H, INNER = 6, 2, 4, 128, 128
 FP8 = jnp.float8_e4m3fn
@@ -108,6 +109,19 @@ def test_explain_static_and_named_arguments():
     args, down = LAYER[:-1], LAYER[-1]
     found = jax_ep.explain(jax.jit(step, static_argnums=0), "xla", *args, down=down)
     assert len(found.rows) == 13 and jax_ep.explain(partial(step, "xla"), *args, down=down) == found
+
+
+def test_explain_arguments_of_every_kind():
+    """Static values by position, structures of arrays by keyword, and results that are no arrays."""
+    x, _, _, *weights = LAYER
+    biases = tuple(shapes(((E, 2 * INNER), BF16), ((E, H), BF16)))
+    found = jax_ep.explain(routed_moe, x, jax.ShapeDtypeStruct((T, E), F32), K, *weights, biases=biases)
+    assert found.rows[0].part == "router" and len(found.rows) > 10
+
+    def named(text, *args):
+        return text, layer()(*args)
+
+    assert jax_ep.explain(named, "x", *LAYER).rows == jax_ep.explain(layer(), *LAYER).rows
 
 
 def test_explain_inside_shard_map(two_ranks):

@@ -397,10 +397,9 @@ def test_config_values_out_of_range(family, folder):
         ("llama4_text", {"moe_layers": [4]}, r"\[4\] for 'moe_layers', expected layers below the number of layers, 4"),
         *(
             (family, {name: None}, f"no '{name}', expected it for this model_type")
-            for family in ("deepseek_v3", "kimi_k2", "glm4_moe")
-            for name in ("n_group", "topk_group", "routed_scaling_factor", "first_k_dense_replace")
+            for family in ("deepseek_v3", "kimi_k2")
+            for name in ("n_group", "topk_group", "routed_scaling_factor")
         ),
-        ("deepseek_v2", {"first_k_dense_replace": None}, "no 'first_k_dense_replace', expected it"),
         ("longcat_flash", {"routed_scaling_factor": None}, "no 'routed_scaling_factor', expected it"),
         ("mixtral", {"quantization_config": 5}, "quantization_config=5, expected an object"),
         ("mixtral", {"quantization_config": {"quant_method": 5}}, "quant_method=5, expected a string"),

@@ -214,15 +214,18 @@ _QWEN_LAYERS = Layers(step=Key("decoder_sparse_step", default=1), dense=Key("mlp
 _DEEPSEEK = _sizes(Key("moe_intermediate_size"), Key("n_routed_experts", "num_local_experts", "num_experts"))
 _DEEPSEEK_SHARED = {"num": Key("n_shared_experts", default=0)}
 _SCALE = {"scale": Key("routed_scaling_factor")}
-_DEEPSEEK_V3_ROUTER = _SCALE | {
+_GLM4_ROUTER = {
+    "scale": Key("routed_scaling_factor", default=1.0),
     "score": "sigmoid",
     "renormalize": Key("norm_topk_prob", default=True),
-    "num_groups": Key("n_group"),
-    "topk_groups": Key("topk_group"),
+    "num_groups": Key("n_group", default=1),
+    "topk_groups": Key("topk_group", default=1),
     "group_score": "top2_sum",
     "selection_bias": True,
 }
-_DEEPSEEK_LAYERS = Layers(first=Key("first_k_dense_replace"))
+# Without these, transformers takes values that are not 1.
+_DEEPSEEK_V3_ROUTER = _GLM4_ROUTER | _SCALE | {"num_groups": Key("n_group"), "topk_groups": Key("topk_group")}
+_DEEPSEEK_LAYERS = Layers(first=Key("first_k_dense_replace", default=0))
 _EVERY_LAYER = Restriction("moe_layer_freq", (1,), "dense layers between MoE layers are not supported", "weights")
 _SIGMOID = Restriction("scoring_func", ("sigmoid",), "only sigmoid scores are supported for this family")
 _DEEPSEEK_V3_FORMS = _both(_router("mlp.gate") | _bias("mlp.gate.") | _shared("mlp.shared_experts"))
@@ -294,7 +297,7 @@ FAMILIES: Mapping[str, Family] = {
         ),
     ),
     **dict.fromkeys(("deepseek_v3", "kimi_k2"), _DEEPSEEK_V3),
-    "glm4_moe": Family(_DEEPSEEK_V3_FORMS, _DEEPSEEK, _DEEPSEEK_V3_ROUTER, _DEEPSEEK_SHARED, layers=_DEEPSEEK_LAYERS),
+    "glm4_moe": Family(_DEEPSEEK_V3_FORMS, _DEEPSEEK, _GLM4_ROUTER, _DEEPSEEK_SHARED, layers=_DEEPSEEK_LAYERS),
     "minimax_m2": Family(
         forms=(_MIXTRAL_EACH | _bias("block_sparse_moe."), _router("mlp.gate") | _fused("mlp") | _bias("mlp.")),
         options=_LOCAL,

@@ -261,9 +261,10 @@ class MoE(nnx.Module):
         Args:
           x: `[..., H]` tokens of any floating dtype, which the layer casts to `dtype`.
           weights: replace the expert weights. The result of `serving_weights` is for inference: if a device has at most
-            `jax_ep.serving.LOW_LATENCY_TOKENS` tokens, `jax_ep.low_latency_moe`, or without a mesh
-            `jax_ep.serving.routed_moe`, runs with it; with more, the layer uses its own weights. The result of
-            `training_weights` changes neither the output nor a gradient; `recipe="fp8"` then quantizes no weights.
+            `jax_ep.serving.LOW_LATENCY_TOKENS` tokens, `jax_ep.low_latency_moe`, for experts on one device `moe`, or
+            without a mesh `jax_ep.serving.routed_moe`, runs with it; with more, the layer uses its own weights. The
+            result of `training_weights` changes neither the output nor a gradient; `recipe="fp8"` then quantizes no
+            weights.
           token_mask: `[...]` bool. Tokens where it is False are padding: they go to no routed expert and count in no
             metric, so they cost nothing and take no place in `capacity`. Shared experts pass them.
           topk_idx: `[..., K]` int32, the experts of an earlier pass, its `metrics.topk_idx`: this pass sends the tokens
@@ -638,10 +639,12 @@ class MoE(nnx.Module):
         adapted, most = weights is not None and isinstance(weights.w_gate_up, LoraWeights), LOW_LATENCY_TOKENS * devices
         if weights is not None and not (adapted or _has_masters(weights)) and arrays[0].shape[0] <= most:
             if self.schedule is not None:
-                options["schedule"] = dataclasses.replace(self.schedule, wire_dtype=None)
+                unused = dict.fromkeys(("wire_dtype", "dispatch_mode", "combine_mode"))
+                options["schedule"] = dataclasses.replace(self.schedule, **unused)
             if mesh is None:
                 return self._on_one_device(arrays, logits, mask, weights, options), {}
             options |= {"num_experts": self.num_experts, "axis_name": self.axes.expert}
+            options["num_ranks"] = ranks_on(mesh, self.axes.expert_axes)
             in_specs = specs.tokens, specs.routing, specs.routing, P(self.axes.expert_axes)
             return self._over(mesh, serve, options, in_specs, specs.tokens)(*arrays, weights), {}
         w_gate_up, w_down, b_gate_up, b_down = self._weights(weights)

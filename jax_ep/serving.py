@@ -13,6 +13,7 @@ from jax_ep.core.expert_matrices import ExpertWeights
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.mesh_axes import on_automatic_axes, resized_spec
 from jax_ep.formats import check_quantized
+from jax_ep.ops.moe import moe
 from jax_ep.ops.moe import routed_moe as routed_moe
 from jax_ep.ops.moe_low_latency import low_latency_moe
 from jax_ep.quantization import quantize, with_layout
@@ -27,10 +28,12 @@ tokens and top-8 of 256 experts, an expert has tens of rows, and its GEMMs are s
 """
 
 
-def serve(x: Array, topk_idx: Array, topk_weights: Array, weights: ExpertWeights, **options: Any) -> Array:
-    """Run `low_latency_moe` with `weights`; `options` are its other arguments."""
-    biases = weights.b_gate_up, weights.b_down
-    return low_latency_moe(x, topk_idx, topk_weights, weights.w_gate_up, weights.w_down, biases=biases, **options)
+def serve(
+    x: Array, topk_idx: Array, topk_weights: Array, weights: ExpertWeights, *, num_ranks: int, **options: Any
+) -> Array:
+    """Run `low_latency_moe`, or on one rank `moe`, which may be one launch; `options` are their other arguments."""
+    layer, biases = moe if num_ranks == 1 else low_latency_moe, (weights.b_gate_up, weights.b_down)
+    return layer(x, topk_idx, topk_weights, weights.w_gate_up, weights.w_down, biases=biases, **options)
 
 
 @operation

@@ -241,7 +241,7 @@ def load(path: Path) -> types.ModuleType:
     except Exception as error:
         raise ImportError(
             f"cannot import {path}, which has the kernel ({type(error).__name__}: {error}), expected a module that does"
-            " not run the program; move the kernels to a file of their own"
+            " not run the program; move the kernels to another file"
         ) from error
 
 

@@ -121,7 +121,7 @@ def rows_of(group, start, sizes, S: gl.constexpr):
 
 @gluon.jit
 def next_group(group, sizes, ALWAYS: gl.constexpr, S: gl.constexpr):
-    """Return the group after `group` that has tiles, or S.num_groups: empty groups have none, but the first `ALWAYS`.
+    """Return the group after `group` that has tiles, or S.num_groups. Empty groups have tiles only below `ALWAYS`.
 
     It looks at 32 groups at a time, since there may be many free spare slots.
     """

@@ -73,7 +73,7 @@ class Output(NamedTuple):
 
 
 class TokenWeights(NamedTuple):
-    """Weights of assignments, of which each row has one: those of this rank's tokens, and those that arrived."""
+    """Weights of the assignments of rows: those of this rank's tokens, and those that arrived."""
 
     own_ptr: Pointer  # of the assignments from `first` to `end` - 1
     received_ptr: Pointer  # of all assignments, but none of these

@@ -39,7 +39,7 @@ def replacing(function: str, folder: Path, names: Sequence[str], *, overwrite: b
             sync()
             try:
                 for part in (stage, stage / "new", stage / "old"):
-                    _make_private(part)
+                    _make_folder(part)
                 yield stage / "new"
                 _complete(stage, names)
                 old = _replaced(function, folder, names, overwrite)  # Others may have written files meanwhile.
@@ -145,7 +145,7 @@ def _replaced(function: str, folder: Path, names: Sequence[str], overwrite: bool
 def _complete(stage: Path, names: Sequence[str]) -> None:
     """Sync the new files to disk with the permissions of the umask, and list them."""
     mode = (stage / "new" / CONFIG).stat().st_mode
-    _make_private(stage / "listing")
+    _make_folder(stage / "listing")
     for name in names:
         os.chmod(stage / "new" / name, mode)  # The safetensors package creates files that only their owner can read.
         _sync(stage / "new" / name)
@@ -194,10 +194,13 @@ def _config_last(names: Sequence[str]) -> list[str]:
     return sorted(names, key=lambda name: name == CONFIG)
 
 
-def _make_private(folder: Path) -> None:
-    """Make a folder that can be removed whatever the umask is."""
+def _make_folder(folder: Path) -> None:
+    """Make a folder that can be removed whatever the umask is, and in which other users find a file of known name.
+
+    Otherwise, `_check_ended` would see no save of another user.
+    """
     folder.mkdir()
-    folder.chmod(0o700)
+    folder.chmod(0o711)
 
 
 @contextlib.contextmanager

@@ -639,12 +639,12 @@ class MoE(nnx.Module):
         adapted, most = weights is not None and isinstance(weights.w_gate_up, LoraWeights), LOW_LATENCY_TOKENS * devices
         if weights is not None and not (adapted or _has_masters(weights)) and arrays[0].shape[0] <= most:
             if self.schedule is not None:
-                unused = dict.fromkeys(("wire_dtype", "dispatch_mode", "combine_mode"))
-                options["schedule"] = dataclasses.replace(self.schedule, **unused)
+                options["schedule"] = dataclasses.replace(
+                    self.schedule, wire_dtype=None, dispatch_mode=None, combine_mode=None
+                )
             if mesh is None:
                 return self._on_one_device(arrays, logits, mask, weights, options), {}
             options |= {"num_experts": self.num_experts, "axis_name": self.axes.expert}
-            options["num_ranks"] = ranks_on(mesh, self.axes.expert_axes)
             in_specs = specs.tokens, specs.routing, specs.routing, P(self.axes.expert_axes)
             return self._over(mesh, serve, options, in_specs, specs.tokens)(*arrays, weights), {}
         w_gate_up, w_down, b_gate_up, b_down = self._weights(weights)

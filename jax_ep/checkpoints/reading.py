@@ -69,7 +69,7 @@ def form_of(files: TensorFiles, family: Family, layer: int) -> Form:
 
 def check_left_out(files: TensorFiles, form: Form, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Check that these parameters are all of the layer, and that no other bias is there, except zeros, as of GPTQ."""
-    for parameter in form.keys() - shapes.keys():
+    for parameter in sorted(form.keys() - shapes.keys()):
         if there := [name for name in form[parameter].names if name in files]:
             raise ValueError(
                 f"Checkpoint: {shown(there[0])} is a tensor of {parameter}, expected none by config.json, which lacks"

@@ -16,6 +16,7 @@ from jax_ep import Router
 from jax_ep.flax import MoE
 from jax_ep.routing import MoEMetrics
 from jax_ep.sharding import MeshAxes
+from oracle_experts import sigmoid_layer
 
 
 def _logits(num_tokens, num_experts):
@@ -261,23 +262,6 @@ def test_moe_replays_the_routing_of_another_pass(num_ranks, rng):
             layer(x, topk_idx=np.full((3, 5, 2), bad))
 
 
-def replayed_in_float64(x, topk_idx, router, w_gate_up, w_down):
-    """Return output, balance loss and z-loss of tokens `[N, H]` with given experts and sigmoid scores."""
-    logits = x @ router
-    scores = 1 / (1 + np.exp(-logits))
-    y, num_experts = np.zeros_like(x), router.shape[1]
-    for t, ids in enumerate(topk_idx):
-        chosen = [e for e in ids if e >= 0]
-        for e in chosen:
-            gate, up = np.split(x[t] @ w_gate_up[e], 2)
-            weight = scores[t, e] / sum(scores[t, other] for other in chosen)
-            y[t] += weight * (gate / (1 + np.exp(-gate)) * up) @ w_down[e]
-    load = np.bincount(topk_idx[topk_idx >= 0], minlength=num_experts)
-    share = (scores / scores.sum(-1, keepdims=True)).mean(0)
-    z_loss = np.mean(np.log(np.exp(logits).sum(-1)) ** 2)
-    return y, num_experts * (load / load.sum()) @ share, z_loss
-
-
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("balance", [None, jax_ep.Balance(1.0, 1)])
 @pytest.mark.parametrize("num_tokens", [16, 11])  # the layer pads 11
@@ -306,13 +290,13 @@ def test_moe_replays_other_experts_on_a_mesh(kind, balance, num_tokens, rng):
     names = ("router", "w_gate_up", "w_down")
     weights = {name: np.asarray(getattr(layer, name)[...], np.float64) for name in names}
     x = x.astype(np.float32).astype(np.float64)
-    want = replayed_in_float64(x, topk_idx, **weights)
+    want = sigmoid_layer(x, topk_idx, **weights)
     for got, exact in zip((y, metrics.load_balancing_loss, metrics.router_z_loss), want, strict=True):
         np.testing.assert_allclose(got, exact, rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(metrics.topk_idx, topk_idx)
 
     def exact_loss(x, *weights):
-        y, balance, z_loss = replayed_in_float64(x, topk_idx, *weights)
+        y, balance, z_loss = sigmoid_layer(x, topk_idx, *weights)
         return np.sin(y).sum() + balance + z_loss
 
     found = [gradients[1], *(gradients[0][name][...] for name in names)]

@@ -14,6 +14,7 @@ from cases import Shape, assert_close, assert_same_bits, integers, reals
 from harness import compiled, make_mesh
 from jax_ep.types import AxisName
 from layers import Layer
+from oracle_experts import MoE
 
 SHAPE = Shape(num_tokens=5, top_k=3, num_experts=16, hidden=8, intermediate=4)
 ROUTINGS = ("duplicates", "zipf", "some_without_expert")
@@ -39,7 +40,7 @@ class Over:
 
     def oracle(self, layer, **options):
         lay = oracle.hierarchical_layout(layer.topk_idx, SHAPE.num_experts, self.ranks_per_node, **options)
-        return oracle.MoE(layer.x, layer.topk_weights, layer.w_gate_up, layer.w_down, lay)
+        return MoE(layer.x, layer.topk_weights, layer.w_gate_up, layer.w_down, lay)
 
 
 @pytest.fixture(params=["topology", *(pytest.param(name, marks=pytest.mark.slow) for name in ("flat", "nodes"))])

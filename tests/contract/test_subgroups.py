@@ -11,6 +11,7 @@ import oracle
 import oracle_serving
 from cases import Shape, assert_close, assert_same_bits, integers, probabilities, reals
 from harness import make_mesh, per_rank, run, to_numpy
+from oracle_experts import MoE
 from routings import ROUTINGS
 
 SHAPE = Shape(num_tokens=4, top_k=2, num_experts=4, hidden=6, intermediate=4)
@@ -34,7 +35,7 @@ class Groups:
         for i in range(len(self.x)):
             lay = oracle.layout(self.topk_idx[i], SHAPE.num_experts)
             flat = self.w_gate_up.reshape(*self.w_gate_up.shape[:2], -1)
-            layer = oracle.MoE(self.x[i], self.topk_weights[i], flat, self.w_down, lay)
+            layer = MoE(self.x[i], self.topk_weights[i], flat, self.w_down, lay)
             assert_close(out[i], layer.forward(), f"group {i}")
             want = layer.gradients(self.d_out[i].astype(np.float64))
             assert_close(dx[i], want[0], f"dx of group {i}")

@@ -15,6 +15,7 @@ import oracle
 import oracle_serving
 from cases import BASE, F32, Shape, assert_close, assert_same_bits, integers, probabilities, reals
 from harness import EXPERT, compiled, make_mesh, per_rank, run, to_numpy
+from oracle_experts import MoE
 from routings import ROUTINGS
 
 SHAPE = Shape(num_tokens=5, top_k=2, num_experts=4, hidden=6, intermediate=4)
@@ -46,7 +47,7 @@ class Stack:
     def layer(self, i, x=None):
         lay = oracle.layout(self.topk_idx[:, i], SHAPE.num_experts)
         weights = (w[:, i].reshape(SHAPE.num_experts, *w.shape[3:]) for w in (self.w_gate_up, self.w_down))
-        return oracle.MoE(self.x if x is None else x, self.topk_weights[:, i], *weights, lay)
+        return MoE(self.x if x is None else x, self.topk_weights[:, i], *weights, lay)
 
     def expected(self):
         """Return the output, and gradients of x, topk_weights, w_gate_up, w_down, layer by layer."""

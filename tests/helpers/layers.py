@@ -7,6 +7,7 @@ import numpy as np
 import jax_ep
 import oracle
 from cases import F32, assert_close, probabilities, reals
+from oracle_experts import MoE
 from routings import ROUTINGS
 
 
@@ -32,7 +33,7 @@ class Layer:
 
     def oracle(self, activation="silu", **layout):
         lay = oracle.layout(self.topk_idx, len(self.w_down), **layout)
-        return oracle.MoE(self.x, self.topk_weights, self.w_gate_up, self.w_down, lay, activation)
+        return MoE(self.x, self.topk_weights, self.w_gate_up, self.w_down, lay, activation)
 
 
 NAMES = ("y", "dx", "d_topk_weights", "d_w_gate_up", "d_w_down")

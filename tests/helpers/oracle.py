@@ -1,8 +1,8 @@
 """NumPy float64 reference, in a global view, for everything that jax_ep computes across ranks.
 
 Every array has a leading rank axis: `x [W, T, H]`, `topk_idx [W, T, K]`, `y [W, R, H]`; expert weights are global,
-`[E, ...]`. Nothing here imports the package or JAX. The rules of row order, capacity and gradients are written
-independently, as plain loops over rows.
+`[E, ...]`. Nothing here imports the package or JAX. The rules of row order and capacity are written independently, as
+plain loops over rows; oracle_experts.py has the layer.
 """
 
 import dataclasses
@@ -171,7 +171,7 @@ def rows_of_groups(group_sizes):
     return enumerate(map(slice, ends, ends[1:]))
 
 
-# ---- the MoE layer ------------------------------------------------------------------------------------------------
+# ---- activations --------------------------------------------------------------------------------------------------
 
 GELU_SCALE = np.sqrt(2 / np.pi)
 GELU_CUBIC = 0.044715
@@ -194,54 +194,3 @@ def activate(name, z):
     if name == "relu_squared":
         return np.maximum(z, 0) ** 2, 2 * np.maximum(z, 0)
     raise ValueError(f"unknown activation {name!r}")
-
-
-def expert_hidden(name, z, size):
-    """Return the activated row [I] and its Jacobian's diagonals d hidden / d z, [C // I, I]."""
-    value, slope = activate(name, z[:size])
-    if z.shape[0] == size:
-        return value, slope[None]
-    return value * z[size:], np.stack([slope * z[size:], value])
-
-
-@dataclasses.dataclass(frozen=True)
-class MoE:
-    """One MoE layer with global weights `w_gate_up [E, H, 2I or I]`, `w_down [E, I, H]`, in float64."""
-
-    x: np.ndarray
-    topk_weights: np.ndarray
-    w_gate_up: np.ndarray
-    w_down: np.ndarray
-    lay: Layout
-    activation: str = "silu"
-
-    def __post_init__(self):
-        for name in ("x", "topk_weights", "w_gate_up", "w_down"):
-            object.__setattr__(self, name, getattr(self, name).astype(np.float64))
-
-    def forward(self):
-        out = np.zeros(self.x.shape)
-        for rank in range(len(self.x)):
-            for _, source, token, k, expert in self.lay.rows(rank):
-                z = self.x[source, token] @ self.w_gate_up[expert]
-                hidden, _ = expert_hidden(self.activation, z, self.w_down.shape[1])
-                out[source, token] += self.topk_weights[source, token, k] * (hidden @ self.w_down[expert])
-        return out
-
-    def gradients(self, d_out):
-        """Return (dx, dtopk_weights, dw_gate_up, dw_down) for the cotangent `d_out [W, T, H]`."""
-        arrays = (self.x, self.topk_weights, self.w_gate_up, self.w_down)
-        dx, d_weights, d_gate_up, d_down = (np.zeros(a.shape) for a in arrays)
-        for rank in range(len(self.x)):
-            for _, source, token, k, expert in self.lay.rows(rank):
-                at, weight, cotangent = (source, token), self.topk_weights[source, token, k], d_out[source, token]
-                hidden, slopes = expert_hidden(
-                    self.activation, self.x[at] @ self.w_gate_up[expert], self.w_down.shape[1]
-                )
-                d_hidden = self.w_down[expert] @ cotangent
-                d_z = (weight * d_hidden * slopes).reshape(-1)
-                d_weights[source, token, k] = hidden @ d_hidden
-                d_down[expert] += weight * np.outer(hidden, cotangent)
-                d_gate_up[expert] += np.outer(self.x[at], d_z)
-                dx[at] += self.w_gate_up[expert] @ d_z
-        return dx, d_weights, d_gate_up, d_down

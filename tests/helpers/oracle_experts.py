@@ -1,4 +1,4 @@
-"""Activations between the expert matmuls, and their derivatives, in float64."""
+"""Layers of experts, the activations between their matmuls, and derivatives of both, in float64."""
 
 from typing import NamedTuple
 
@@ -80,7 +80,7 @@ def layer(experts, arrays, lay, d_out):
     """Return the output and cotangents of the layer; hidden rows are rounded as there: derivatives jump at limits."""
     wide = Arrays(*(None if a is None else a.astype(np.float64) for a in arrays))
     found = [row[1:] for rank in range(len(arrays.x)) for row in lay.rows(rank)]
-    source, token, k, expert = np.array(found).reshape(-1, 4).T
+    source, token, k, expert = np.array(found, np.int64).reshape(-1, 4).T
     x, weights, d_y = wide.x[source, token], wide.topk_weights[source, token, k], d_out[source, token]
     hidden = np.einsum("rh,rhn->rn", x, wide.w_gate_up[expert]).astype(arrays.x.dtype).astype(np.float64)
     d_rows = np.einsum("rh,rih->ri", d_y, wide.w_down[expert])
@@ -101,3 +101,38 @@ def layer(experts, arrays, lay, d_out):
     out = np.zeros(wide.x.shape)
     np.add.at(out, (source, token), y)
     return out, gradient
+
+
+class MoE(NamedTuple):
+    """A layer with global weights `w_gate_up [E, H, 2I or I]`, `w_down [E, I, H]`, of the rows of a layout."""
+
+    x: np.ndarray
+    topk_weights: np.ndarray
+    w_gate_up: np.ndarray
+    w_down: np.ndarray
+    lay: oracle.Layout
+    activation: str = "silu"
+
+    def _layer(self, d_out):
+        experts = jax_ep.Experts(self.activation, gated=self.w_gate_up.shape[2] > self.w_down.shape[1])
+        return layer(experts, Arrays(*(a.astype(np.float64) for a in self[:4])), self.lay, d_out)
+
+    def forward(self):
+        return self._layer(np.zeros(self.x.shape))[0]
+
+    def gradients(self, d_out):
+        """Return (dx, dtopk_weights, dw_gate_up, dw_down) for the cotangent `d_out [W, T, H]`."""
+        return self._layer(d_out)[1][:4]
+
+
+def sigmoid_layer(x, topk_idx, router, w_gate_up, w_down):
+    """Return output, balance loss and z-loss of tokens `[N, H]` with these experts, by renormalized sigmoid scores."""
+    logits, num_experts = x @ router, router.shape[1]
+    scores = 1 / (1 + np.exp(-logits))
+    weights = np.where(topk_idx < 0, 0, np.take_along_axis(scores, np.maximum(topk_idx, 0), 1))
+    weights /= np.maximum(weights.sum(1, keepdims=True), 1e-300)
+    lay = oracle.layout(topk_idx[None], num_experts)
+    y = MoE(x[None], weights[None], w_gate_up, w_down, lay).forward()[0]
+    load = np.bincount(topk_idx[topk_idx >= 0], minlength=num_experts)
+    share = (scores / scores.sum(1, keepdims=True)).mean(0)
+    return y, num_experts * (load / load.sum()) @ share, np.mean(np.log(np.exp(logits).sum(1)) ** 2)

@@ -19,6 +19,7 @@ import harness
 import jax_ep
 import oracle
 from cases import assert_close, assert_same_bits, integers, probabilities, reals
+from oracle_experts import MoE
 
 # In CI the examples are the same in every run; otherwise they are new, and Hypothesis prints how to repeat a failure.
 FUZZ = settings(
@@ -172,7 +173,7 @@ def _check_layer(problem, intermediate, activation, gated, ids, seed):
     w_down = reals(rng, *local, intermediate, problem.hidden)
     out, gradients = _layer(problem, intermediate, activation, gated)(x, ids, weights, w_gate_up, w_down, d_out)
     whole = [w.reshape(problem.num_experts, *w.shape[2:]) for w in (w_gate_up, w_down)]
-    expected = oracle.MoE(x, weights, *whole, layout, activation)
+    expected = MoE(x, weights, *whole, layout, activation)
     assert_close(out, expected.forward(), "output", tolerance=2e-5)
     names = ("dx", "dtopk_weights", "dw_gate_up", "dw_down")
     for name, got, want in zip(names, gradients, expected.gradients(d_out.astype(np.float64)), strict=True):

@@ -20,7 +20,7 @@ from cases import BF16, F16, F32, assert_same_bits
 from harness import make_mesh
 from hub_checkpoints import EXPERTS, FP8, HIDDEN, HUB, WIDTH, assert_equal, fp8_checkpoint, written
 from jax_ep import Router
-from jax_ep.checkpoints import Checkpoint, download, save, shards
+from jax_ep.checkpoints import Checkpoint, download, push, save, shards
 from jax_ep.checkpoints.decoded import E2M1_PAIRS, FourBit
 from jax_ep.checkpoints.families import ACTIVATIONS
 from jax_ep.checkpoints.files import StoredArray, TensorFiles
@@ -411,13 +411,23 @@ def test_checkpoint_downloaded_files(tmp_path, monkeypatch):
 
     monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
     assert download("owner/name", revision="v1", folder=tmp_path / "here") == tmp_path
-    ((args, options),) = calls
+    assert download("owner/name") == tmp_path
+    (args, options), (_, defaults) = calls
+    assert (defaults["revision"], defaults["local_dir"]) == (None, None)
     patterns = {key: options.pop(key) for key in ("allow_patterns", "ignore_patterns")}
     assert (args, options) == (("owner/name",), {"revision": "v1", "local_dir": tmp_path / "here"})
     wanted = ["config.json", "model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
     wanted += ["tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt"]
-    others = ["README.md", "pytorch_model.bin", "original/model.safetensors", "metal/model.bin", "modeling_x.py"]
-    others += ["consolidated.safetensors", "model.gguf", "onnx/model.onnx", ".gitattributes"]
+    wanted += ["added_tokens.json", "tiktoken.model"]
+    others = [
+        "README.md",
+        "optimizer.pt",
+        "pytorch_model.bin",
+        "original/model.safetensors",
+        "metal/model.bin",
+        "modeling_x.py",
+    ]
+    others += ["optimizer.pt", "consolidated.safetensors", "model.gguf", "onnx/model.onnx", ".gitattributes"]
     assert sorted(filter_repo_objects(wanted + others, **patterns)) == sorted(wanted)
 
 
@@ -426,7 +436,8 @@ def test_checkpoint_missing_packages(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ImportError, match=r"save: needs safetensors \(.* halted.*\): pip install safetensors"):
         save(tmp_path, {}, {})
-    with pytest.raises(
-        ImportError, match=r"download: needs huggingface_hub \(.* halted.*\): pip install huggingface_hub"
-    ):
-        download("owner/name")
+    for call in (lambda: download("owner/name"), lambda: push(tmp_path, "owner/name")):
+        with pytest.raises(
+            ImportError, match=r"(download|push): needs huggingface_hub \(.* halted.*\): pip install huggingface_hub"
+        ):
+            call()

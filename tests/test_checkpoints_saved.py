@@ -256,7 +256,7 @@ def test_save_after_a_killed_one_keeps_a_new_config(tmp_path, monkeypatch):
         with pytest.raises(Killed):
             write(tmp_path, 2, overwrite=True)
     (tmp_path / "config.json").write_text(json.dumps(NO_LAYERS | {"made": 7}))
-    with pytest.raises(FileNotFoundError, match="a save is running or was killed"):
+    with pytest.raises(FileNotFoundError, match=r"a save is running or was killed.*call save: it restores"):
         Checkpoint(tmp_path)
     with pytest.raises(FileExistsError, match=r"has config.json, but a killed save has moved .*; move yours away"):
         write(tmp_path, 3, overwrite=True)
@@ -271,22 +271,6 @@ def test_save_fails_at_any_step(old, new, tmp_path, monkeypatch):
     error = OSError(errno.ENOSPC, "No space left on device")
     for folder, ended in attempts(tmp_path, monkeypatch, old, new, error, all_after=False):
         assert found(folder) in ((2,) if ended else (None if old is None else 1, 2))
-
-
-def test_save_killed_reader_error(tmp_path, monkeypatch):
-    write(tmp_path, 1)
-    real = os.replace
-
-    def replace(source, target):
-        if not (tmp_path / "config.json").exists():
-            raise Killed
-        real(source, target)
-
-    monkeypatch.setattr(os, "replace", replace)
-    with pytest.raises(Killed):
-        write(tmp_path, 2, overwrite=True)
-    with pytest.raises(FileNotFoundError, match=r"a save is running or was killed.*call save: it restores"):
-        Checkpoint(tmp_path)
 
 
 def test_save_disk_full(tmp_path):

@@ -257,11 +257,9 @@ class Placement:
             return shares.reshape(*shares.shape[:-1], self.num_ranks, -1).sum(axis=-1)
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[int, int, int]]:
-        """Return the arrays, and the static sizes."""
         return tuple(getattr(self, name) for name in _ARRAYS), (self.num_experts, self.num_ranks, self.num_nodes)
 
     def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], tuple[int, int, int]]:
-        """Return the arrays with their names, and the static sizes."""
         arrays, sizes = self.tree_flatten()
         return tuple(zip(map(jax.tree_util.GetAttrKey, _ARRAYS), arrays, strict=True)), sizes
 

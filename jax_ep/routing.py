@@ -479,7 +479,6 @@ class Routed(NamedTuple):
         return y + (weight[:, None] * tokens.astype(weight.dtype)).astype(y.dtype)
 
     def metrics(self, topk_idx: Array, dropped: Array, work: dict[str, Array]) -> MoEMetrics:
-        """Return the metrics of the layer."""
         shared = {name: getattr(self, name) for name in ("load", "load_balancing_loss", "router_z_loss")}
         return MoEMetrics(topk_idx=topk_idx, dropped=dropped, **shared, **work)
 

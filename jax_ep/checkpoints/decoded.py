@@ -54,7 +54,6 @@ class PackedRows:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of the numbers."""
         return self.words.shape[0] * 32 // self.bits, self.words.shape[1]
 
     def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
@@ -79,7 +78,6 @@ class PackedColumns:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of the numbers."""
         return self.words.shape[0], self.words.shape[1] * 32 // self.bits
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
@@ -109,7 +107,6 @@ class Grouped:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of the numbers."""
         return self.codes.shape
 
     def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
@@ -171,12 +168,10 @@ class FourBit:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the numbers."""
         return (*self.values.shape[:-1], 2 * self.values.shape[-1])
 
     @property
     def ndim(self) -> int:
-        """The number of axes."""
         return self.values.ndim
 
     def __getitem__(self, index: int | tuple[slice, slice]) -> FourBit | np.ndarray:

@@ -397,7 +397,6 @@ class Model:
         )
 
     def _check_restrictions(self, of: str, remedy: str) -> None:
-        """Raise if the config violates a restriction."""
         for name, allowed, reason, about in self.family.restrictions:
             value = _field(self._function, self._config, name)
             if about == of and value is not None and value not in allowed:
@@ -469,7 +468,6 @@ class Model:
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
-        """Return the indices of the MoE layers."""
         count, first, last, step, dense, listed = map(self._value, self.family.layers)
         if listed is None:
             end = count if last == -1 else min(last + 1, count)

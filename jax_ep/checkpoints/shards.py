@@ -47,12 +47,10 @@ class Transposed:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the matrix."""
         return swapped(self.source.shape)
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of the matrix."""
         return self.source.dtype
 
 

@@ -37,7 +37,6 @@ class Tensor(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in the file."""
         return math.prod(self.shape) * self.array.dtype.itemsize
 
 

@@ -154,7 +154,6 @@ class SplitWeights(NamedTuple):
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of both."""
         return self.home.dtype
 
 

@@ -24,7 +24,6 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        """The name of the function."""
         return str(self.body.__name__)
 
     @property

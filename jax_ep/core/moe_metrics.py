@@ -42,17 +42,14 @@ class MoEMetrics(dict[str, Array]):
     passes: Array
 
     def __getattr__(self, name: str) -> Array:
-        """Return an array by its name."""
         if name in self:
             return self[name]
         raise AttributeError(f"MoEMetrics has no attribute {name!r}, only {[*self]} and load_share")
 
     def __setattr__(self, name: str, value: Array) -> None:
-        """Set an array by its name."""
         self[name] = value
 
     def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], tuple[str, ...]]:
-        """Return the arrays with their names, and the names."""
         return tuple((jax.tree_util.GetAttrKey(name), array) for name, array in self.items()), tuple(self)
 
     @classmethod

@@ -154,19 +154,15 @@ class PeerMemory:
         )
 
     def status_address(self, device: int) -> int:
-        """Return the address of the status record as `device` sees it."""
         return self._statuses[device].device_address
 
     def statuses(self) -> list[ffi.StatusBuffer]:
-        """Return the status records as the host sees them."""
         return self._statuses
 
     def trace_area(self, header: np.ndarray, num_words: int) -> TraceArea:
-        """Allocate trace memory as `Memory.trace_area` describes."""
         return DeviceTraceArea(list(enumerate(self.devices)), header, num_words)
 
     def close(self) -> None:
-        """Free all memory."""
         self._heaps = []
         for status in self._statuses:
             status.free()

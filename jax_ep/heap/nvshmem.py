@@ -105,15 +105,12 @@ class NvshmemMemory:
         return {self._number: addresses}
 
     def status_address(self, device: int) -> int:
-        """Return the address of the status record of this process's device."""
         return self._status.device_address
 
     def statuses(self) -> list[ffi.StatusBuffer]:
-        """Return the status record of this process's device as the host sees it."""
         return [self._status]
 
     def trace_area(self, header: np.ndarray, num_words: int) -> DeviceTraceArea:
-        """Allocate trace memory as `Memory.trace_area` describes."""
         return DeviceTraceArea([(self._number, self._device)], header, num_words)
 
     def close(self) -> None:

@@ -61,7 +61,6 @@ class Wait:
         self._restart(time.monotonic_ns())
 
     def expired(self) -> bool:
-        """Record an unsuccessful poll; return whether the wait has expired."""
         self._own[LOOKS] += 1
         now = time.monotonic_ns()
         if self._timeout_ns is None or now < self._next_check:
@@ -76,7 +75,6 @@ class Wait:
         return True
 
     def succeeded(self) -> None:
-        """Mark the end of a successful wait."""
         self._own[STATE] = RUNNING
         self._own[MOVES] += 1
 

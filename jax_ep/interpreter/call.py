@@ -78,7 +78,6 @@ class SharedMemory:
             ) from error
 
     def status_address(self, device: int) -> int:
-        """Return the address of the status record of `device` as its worker sees it."""
         return self.pool.status_addresses(device)[device]
 
     def statuses(self) -> list[ffi.StatusBuffer]:
@@ -89,7 +88,6 @@ class SharedMemory:
         ]
 
     def trace_area(self, header: np.ndarray, num_words: int) -> _PoolTraceArea:
-        """Allocate trace memory as `Memory.trace_area` describes."""
         return _PoolTraceArea(self.pool, header, num_words)
 
     def close(self) -> None:

@@ -237,7 +237,6 @@ class Shared:
         self.unfenced.append(self.values)
 
     def atomic_scatter_add(self, values: Tensor, indices: Tensor, axis: int, mask: Tensor) -> None:
-        """Add values at indices of the only axis."""
         np.add.at(self.values, indices.values[mask.values], values.values[mask.values])
         self.unfenced.append(self.values)
 
@@ -299,7 +298,6 @@ class Barriers(list):
     """Barriers of one allocation."""
 
     def index(self, i: Any) -> Barrier:  # type: ignore[override]
-        """Return barrier i."""
         return self[int(i)]
 
 

@@ -165,7 +165,6 @@ class Runner:
         self._words: list[np.ndarray] = []
 
     def run(self, launch: dict[str, Any]) -> list[bytes]:
-        """Run one launch and return the bytes of its results."""
         self._prepare()
         self._serial = launch["serial"]
         own = self._words[self._index]

@@ -155,7 +155,6 @@ class AroundExchange:
 
     @property
     def options(self) -> Options:
-        """Options of the call."""
         return self.exchange.options
 
     @property

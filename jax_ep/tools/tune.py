@@ -272,15 +272,12 @@ class _Clock:
         self._start, self._seconds = time.monotonic(), seconds
 
     def elapsed(self) -> float:
-        """Return the seconds since the start."""
         return time.monotonic() - self._start
 
     def left(self) -> float:
-        """Return the remaining seconds."""
         return self._seconds - self.elapsed()
 
     def say(self, text: str) -> None:
-        """Print the current step."""
         print(f"  {text}, {max(0.0, self.left()):.0f} s left", flush=True)
 
 

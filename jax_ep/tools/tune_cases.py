@@ -55,7 +55,6 @@ class Sizes(NamedTuple):
 
     @property
     def title(self) -> str:
-        """A description for messages."""
         return f"{self.tokens} tokens x {self.model.hidden}, {self.ranks} ranks"
 
 
@@ -278,7 +277,6 @@ class _Gemm(NamedTuple):
 
     @property
     def title(self) -> str:
-        """A description for messages."""
         return f"{self.x.shape[0]} rows x {self.w.shape[1]} x {self.w.shape[2]}, {self.w.shape[0]} groups"
 
     def facts(self, num_rows: int, dtype: Any) -> dict[str, Any]:

@@ -109,7 +109,6 @@ class Log:
             self._found[key] = Outcome(error="the process ended while these settings were tried")
 
     def find(self, case: Case, settings: Settings) -> Outcome | None:
-        """Return the known outcome, or None."""
         return self._found.get(self._key(case, settings))
 
     def failures(self, case: Case) -> int:

@@ -47,7 +47,6 @@ class Launch(NamedTuple):
     epochs: tuple[int, ...]  # for each of them, the number of the launch among those of this device with that one
 
     def rank(self, device: int) -> int:
-        """Return the rank of a device of the group."""
         return self.group.index(device)
 
 

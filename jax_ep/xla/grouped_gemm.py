@@ -53,7 +53,6 @@ class Tile(NamedTuple):
     mask: Array
 
     def rows(self, x: Array) -> Array:
-        """Return the rows of the tile."""
         return lax.dynamic_slice_in_dim(x, self.start, self.mask.shape[0])
 
 

@@ -1,13 +1,15 @@
 """The expert layer with recipe "fp8" in float64, with its roundings to FP8 and to the dtype of its tokens.
 
-An independent implementation with loops over rows, forward and backward. Everything is rounded before it is sent or
+An independent implementation, expert by expert, forward and backward. Everything is rounded before it is sent or
 multiplied: rows per 128 columns, weights per 128 x 128 block, and both operands of a weight gradient per column of 128
 rows of the expert, counted from its first row.
 """
 
 import numpy as np
 
+import jax_ep
 import oracle
+from oracle_experts import expert_rows
 
 
 def quantized_blocks(w):
@@ -45,6 +47,7 @@ def weight_gradient(lhs, rhs, group_sizes):
 def layer(inputs, d_out, activation="silu"):
     """Return the result of a `layers.Layer`, and the cotangents of x, router weights and both weights for `d_out`."""
     dtype, lay = inputs.x.dtype, oracle.layout(inputs.topk_idx, len(inputs.w_down))
+    experts = jax_ep.Experts(activation, gated=inputs.w_gate_up.shape[2] > inputs.w_down.shape[1])
 
     def rounded(a):
         return a.astype(dtype).astype(np.float64)
@@ -56,20 +59,17 @@ def layer(inputs, d_out, activation="silu"):
     for rank in range(len(x)):
         rows = lay.rows(rank)
         for expert in sorted({row[4] for row in rows}):
-            parts = []
-            for row, source, token, k, _ in (r for r in rows if r[4] == expert):
-                weight = float(inputs.topk_weights[source, token, k])
-                z = rounded(x[source, token] @ up[expert])
-                hidden, slopes = oracle.expert_hidden(activation, z, down.shape[1])
-                y[rank, row] = rounded(quantized_rows(weight * hidden) @ down[expert])
-                d_row = rounded(cotangents[source, token] @ down[expert].T)
-                d_weights[source, token, k] = hidden @ d_row
-                d_z = rounded((weight * d_row * slopes).reshape(-1))
-                d_x[rank, row] = rounded(quantized_rows(d_z) @ up[expert].T)
-                parts.append((x[source, token], d_z, weight * hidden, cotangents[source, token]))
-            tokens, d_zs, activated, arrived = (np.stack(part) for part in zip(*parts, strict=True))
-            size = np.array([len(parts)])
-            d_up[expert] = weight_gradient(tokens, d_zs, size)[0]
+            row, source, token, k = np.array([row[:4] for row in rows if row[4] == expert]).T
+            tokens, arrived = x[source, token], cotangents[source, token]
+            hidden, d_rows = rounded(tokens @ up[expert]), rounded(arrived @ down[expert].T)
+            weights = inputs.topk_weights[source, token, k]
+            activated, gradient = expert_rows(experts, hidden, weights, d_rows)
+            y[rank, row] = rounded(quantized_rows(activated) @ down[expert])
+            d_weights[source, token, k] = gradient.weights
+            d_hidden = rounded(gradient.hidden)
+            d_x[rank, row] = rounded(quantized_rows(d_hidden) @ up[expert].T)
+            size = np.array([len(row)])
+            d_up[expert] = weight_gradient(tokens, d_hidden, size)[0]
             d_down[expert] = weight_gradient(activated, arrived, size)[0]
     sums, d_tokens = (oracle.combine(a, lay, oracle.FP8) for a in (y, d_x))
     return sums, d_tokens, d_weights, d_up, d_down

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,7 @@ except ImportError as error:
 
 Array = jax.Array
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+Make = Callable[[nnx.Initializer, tuple[int, ...], P, Any], nnx.Param]
 # One fan per expert: the leading axis of [E, in, out] enumerates independent experts.
 EXPERT_INIT = nnx.initializers.lecun_normal(batch_axis=(0,))
 DENSE_INIT = nnx.initializers.lecun_normal()
@@ -64,21 +65,6 @@ class RouterBias(nnx.Variable):
 
 class ServingArray(nnx.Variable):
     """A part of the experts of a layer that serves only."""
-
-
-class _Maker(NamedTuple):
-    """Function that makes parameters of one kind and places them by their partition specs."""
-
-    rngs: nnx.Rngs
-    mesh: jax.sharding.Mesh | None
-    eager_sharding: bool
-    kind: type[nnx.Param]
-
-    def __call__(self, init: nnx.Initializer, shape: tuple[int, ...], spec: P, dtype: Any) -> nnx.Param:
-        """Make a parameter. Without a mesh it keeps its spec as metadata, so that a later jit can place it."""
-        where: dict[str, Any] = {} if self.mesh is None else {"mesh": self.mesh}
-        value = init(self.rngs.params(), shape, dtype)
-        return self.kind(value, out_sharding=tuple(spec), eager_sharding=self.eager_sharding, **where)
 
 
 class MoE(nnx.Module):
@@ -189,17 +175,26 @@ class MoE(nnx.Module):
         if (mesh := self._active_mesh()) is not None:
             check_divisible("MoE", mesh, self.axes, self.hidden_size, {"intermediate_size, I,": intermediate_size})
 
-    def _maker(self, rngs: nnx.Rngs, kind: type[nnx.Param] = nnx.Param) -> _Maker:
-        """Check that keys of parameters can be drawn, and return what makes parameters of this layer."""
+    def _maker(self, rngs: nnx.Rngs, kind: type[nnx.Param] = nnx.Param) -> Make:
+        """Return a function that makes parameters of one kind and places them by their partition specs.
+
+        Without a mesh they keep their specs as metadata, so that a later jit can place them.
+        """
         check.instance("MoE", "rngs", rngs, nnx.Rngs, "an nnx.Rngs")
         if not {"params", "default"} & set(rngs):
             raise ValueError(
                 f"MoE: rngs has the streams {sorted(rngs)}, expected 'params' or a default one; pass nnx.Rngs(seed), or"
                 " nnx.Rngs(params=seed)."
             )
-        return _Maker(rngs, self.mesh, self._active_mesh() is not None, kind)
+        where: dict[str, Any] = {} if self.mesh is None else {"mesh": self.mesh}
+        where["eager_sharding"] = self._active_mesh() is not None
 
-    def _make_router(self, make: _Maker) -> None:
+        def make(init: nnx.Initializer, shape: tuple[int, ...], spec: P, dtype: Any) -> nnx.Param:
+            return kind(init(rngs.params(), shape, dtype), out_sharding=tuple(spec), **where)
+
+        return make
+
+    def _make_router(self, make: Make) -> None:
         """Make the router's parameters: float32, since it decides by small differences of its logits.
 
         A parameter that a layer does not have is None, which keeps it out of checkpoints and optimizers.
@@ -211,7 +206,7 @@ class MoE(nnx.Module):
         self.router_bias = RouterBias(jnp.zeros(columns, jnp.float32)) if options.selection_bias else None
 
     def _make_experts(
-        self, make: _Maker, kernel_init: nnx.Initializer, intermediate_size: int, dtype: Any, use_bias: bool
+        self, make: Make, kernel_init: nnx.Initializer, intermediate_size: int, dtype: Any, use_bias: bool
     ) -> None:
         check.flag("MoE", "use_bias", use_bias)
         kind = "a function such as nnx.initializers.lecun_normal()"
@@ -235,7 +230,7 @@ class MoE(nnx.Module):
         self.b_down = make(ZEROS_INIT, (experts, hidden), specs.b_down, dtype) if use_bias else None
 
     def _make_shared_experts(
-        self, make: _Maker, shared_experts: SharedExperts | None, intermediate_size: int, dtype: Any
+        self, make: Make, shared_experts: SharedExperts | None, intermediate_size: int, dtype: Any
     ) -> None:
         width = shared_experts.num * (shared_experts.intermediate_size or intermediate_size) if shared_experts else 0
 
@@ -583,14 +578,16 @@ class MoE(nnx.Module):
         self, tokens: Array, mask: Array | None, replayed: Array | None, mesh: Mesh | None, token_spec: P
     ) -> Routed:
         """Route tokens with this spec; the mean scores and loads are those over its axes."""
-        axes = self.axes.token_axes if mesh is not None and any(token_spec) else ()
-        options = {"options": self.router_options, "top_k": self.num_experts_per_tok, "axes": axes}
+        router = self._router(tokens)
+        options: dict[str, Any] = {"options": self.router_options, "top_k": self.num_experts_per_tok}
+        if mesh is None:
+            return route(tokens, mask, replayed, router, axes=(), **options)
+        options["axes"] = self.axes.token_axes if any(token_spec) else ()
         mask_spec, everywhere = P(*token_spec[:1]), P()
         router_spec = everywhere if self.router_fn is None else token_spec
         specs: Any = (token_spec, token_spec, token_spec, mask_spec, everywhere, everywhere, everywhere)
         in_specs = token_spec, mask_spec, token_spec, router_spec
-        run = self._over(mesh, route, options, in_specs, Routed(*specs))
-        return run(tokens, mask, replayed, self._router(tokens))
+        return run_sharded(route, options, self.mesh, in_specs, Routed(*specs))(tokens, mask, replayed, router)
 
     def _logits(self, tokens: Array, mask: Array | None) -> Array | None:
         """Return the logits by which a launch may choose the experts that `route` chooses; None: there are none.
@@ -646,7 +643,7 @@ class MoE(nnx.Module):
                 return self._on_one_device(arrays, logits, mask, weights, options), {}
             options |= {"num_experts": self.num_experts, "axis_name": self.axes.expert}
             in_specs = specs.tokens, specs.routing, specs.routing, P(self.axes.expert_axes)
-            return self._over(mesh, serve, options, in_specs, specs.tokens)(*arrays, weights), {}
+            return run_sharded(serve, options, self.mesh, in_specs, specs.tokens)(*arrays, weights), {}
         w_gate_up, w_down, b_gate_up, b_down = self._weights(weights)
         w, schedule = base_of(w_gate_up), self.schedule
         if isinstance(w, QuantizedWeights) and w.master is None and w.format is not None:
@@ -665,14 +662,6 @@ class MoE(nnx.Module):
         run = sharded_layer(self.mesh, self.num_experts, self._expert_axes(), options, with_work=with_work)
         found = run(*arrays, w_gate_up, w_down, biases=(b_gate_up, b_down))
         return found if with_work else (found, {})
-
-    def _over(
-        self, mesh: Mesh | None, function: Callable[..., Any], options: dict[str, Any], in_specs: Any, out_specs: Any
-    ) -> Callable[..., Any]:
-        """Return a function of global arrays that runs `function` on each device; without a mesh, on the one."""
-        if mesh is None:
-            return partial(function, **options)
-        return run_sharded(function, options, self.mesh, in_specs, out_specs)
 
     def _dropped(self, topk_idx: Array, mesh: Mesh | None, spec: P) -> Array:
         """Count the assignments past `capacity` from the routing: `sharded_moe` returns only the tokens."""

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from jax_ep.settings.operations import Setting
 
 _log = logging.getLogger("jax_ep")
-_TIMEOUT_S = 30.0
+_TIMEOUT_S, _MOST_TIMEOUT_S = 30.0, 1e6  # Nanoseconds must fit in an int64.
+_MOST_BYTES = 1 << 47
 # Processes reach a joint step less evenly than kernels reach each other: one may load a checkpoint while another
 # compiles.
 _TIMEOUTS_BETWEEN_PROCESSES = 10
@@ -184,8 +185,15 @@ def _check(
             f"init: heap_bytes={shown(heap_bytes)}, but transport 'xla' owns no memory, expected None; leave heap_bytes"
             " out."
         )
-    transports.check_heap_bytes(heap_bytes)
-    transports.check_timeout_s(timeout_s, default=_TIMEOUT_S)
+    if heap_bytes is not None:
+        remedy = "pass the bytes that one device can spare, or leave it out to allocate what programs need"
+        check.integer("init", "heap_bytes", heap_bytes, most=_MOST_BYTES, remedy=remedy)
+    check.number("init", "timeout_s", timeout_s, remedy="pass seconds")
+    if not 0 < timeout_s <= _MOST_TIMEOUT_S:
+        raise ValueError(
+            f"init: timeout_s={shown(timeout_s)}, expected more than 0 and at most {_MOST_TIMEOUT_S:g} seconds; the"
+            f" default is {_TIMEOUT_S:g}."
+        )
     num_ranks = math.prod(mesh.shape[name] for name in axes)
     return Context(mesh, axis_name, transport, num_ranks, heap_bytes, timeout_s)
 

@@ -5,17 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import re
-from typing import Any
 
 import jax
 
 from jax_ep.core import check
 from jax_ep.heap import nvshmem, peer_access
-from jax_ep.values import shown
 
 _log = logging.getLogger("jax_ep")
-_MOST_TIMEOUT_S = 1e6  # Nanoseconds must fit in an int64.
-_MOST_BYTES = 1 << 47
 REASONS = {
     "xla": "XLA's collectives, for devices whose kernels cannot write to a peer's memory",
     "peer": "one process drives several GPUs, with peer access between them",
@@ -78,24 +74,6 @@ def best() -> str:
     if reason is not None:
         _log.warning("transport %s is not used: %s", wanted, reason)
     return wanted if reason is None else "xla"
-
-
-def check_heap_bytes(value: Any) -> None:
-    """Check that `heap_bytes` is a number of bytes or None."""
-    if value is None:
-        return
-    remedy = "pass the bytes that one device can spare, or leave it out to allocate what programs need"
-    check.integer("init", "heap_bytes", value, most=_MOST_BYTES, remedy=remedy)
-
-
-def check_timeout_s(value: Any, *, default: float) -> None:
-    """Check that `timeout_s` is a positive, finite number of seconds."""
-    check.number("init", "timeout_s", value, remedy="pass seconds")
-    if not 0 < value <= _MOST_TIMEOUT_S:
-        raise ValueError(
-            f"init: timeout_s={shown(value)}, expected more than 0 and at most {_MOST_TIMEOUT_S:g} seconds; the default"
-            f" is {default:g}."
-        )
 
 
 def unordered_launches_reason() -> str | None:

@@ -161,13 +161,8 @@ def test_doctor_tries_every_implementation(monkeypatch):
     assert tried == list(registry.available())
 
 
-@pytest.fixture
-def untuned():
-    """Use the settings that the environment names: another test may have chosen some."""
-    context.set_tuning(None)
-
-
-def test_doctor_ignored_tuned_settings(monkeypatch, tmp_path, untuned):
+def test_doctor_ignored_tuned_settings(monkeypatch, tmp_path):
+    context.set_tuning(None)  # Another test may have chosen some.
     for content, state, text in (("{", doctor.WARNING, "ignored the tuned settings"), (None, doctor.OK, "none: those")):
         path = tmp_path / "tuned.json"
         path.write_text(content or "")
@@ -177,7 +172,8 @@ def test_doctor_ignored_tuned_settings(monkeypatch, tmp_path, untuned):
         assert content is None or "; `jax-ep tune` makes new ones" in finding.text
 
 
-def test_doctor_tuned_settings_of_other_gpus(monkeypatch, untuned):
+def test_doctor_tuned_settings_of_other_gpus(monkeypatch):
+    context.set_tuning(None)
     monkeypatch.setenv("JAX_EP_TUNING", "off")
     monkeypatch.setattr(doctor, "_on_gpus", lambda: True)
     (finding,) = doctor._tuned_settings()

@@ -14,11 +14,7 @@ from test_dispatch_combine import (  # noqa: F401
     test_dispatch_quantized_tokens_bit_for_bit,
 )
 from test_moe import test_moe_capacity, test_moe_routings  # noqa: F401
-from test_subgroups import (  # noqa: F401
-    test_subgroups_data_and_expert,
-    test_subgroups_expert_axis_first,
-    test_subgroups_group_over_two_axes,
-)
+from test_subgroups import test_subgroups_group_over_two_axes, test_subgroups_of_a_mesh  # noqa: F401
 from test_transforms import test_transforms_scan_over_layers, test_transforms_vmap_handles  # noqa: F401
 
 import jax_ep

@@ -334,23 +334,6 @@ def test_hierarchical_flax_layer(two_nodes, rng):
         MoE(10, 6, 8, 2, axes=MeshAxes(jax_ep.Topology("node", "expert", node_capacity=4)), rngs=nnx.Rngs(0))
 
 
-MISTAKES = {
-    "the same axis twice": ({"node": "node", "local": "node"}, ValueError, "name an axis twice"),
-    "no axis": ({"node": (), "local": "expert"}, ValueError, "names no axis"),
-    "empty name": ({"node": "", "local": "expert"}, ValueError, "Topology: node='' has an empty name, expected"),
-    "no name": ({"node": 1, "local": "expert"}, TypeError, "expected the name of a mesh axis"),
-    "no block": ({"node": "node", "local": "expert", "num_blocks": 0}, ValueError, "num_blocks=0, expected at least 1"),
-    "half a token": ({"node": "node", "local": "expert", "node_capacity": 1.5}, TypeError, "node_capacity=1.5"),
-}
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_topology_invalid(name):
-    arguments, error, message = MISTAKES[name]
-    with pytest.raises(error, match=re.escape(message)):
-        jax_ep.Topology(**arguments)
-
-
 def test_hierarchical_misuse(two_nodes):
     """Invalid axes, sizes and handles are errors that state the actual value."""
     x, idx = np.ones((4, 2, 4), F32), np.zeros((4, 2, 1), np.int32)

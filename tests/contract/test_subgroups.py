@@ -71,28 +71,20 @@ def shard_layer(implementation, mesh, *, data="data", tensor=False, **options):
     return jax.shard_map(body, mesh=mesh, in_specs=(tokens, tokens, *weights, tokens), out_specs=tokens, **options)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.slow(unless={"check_vma": [True]})
-def test_subgroups_data_and_expert(implementation, check_vma, rng):
-    mesh = make_mesh((2, 2), ("data", "expert"))
-    groups = Groups(rng, 2, 2)
-    groups.check(*value_and_vjp(shard_layer(implementation, mesh, check_vma=check_vma), groups))
+MESHES = [
+    (("data", "expert"), {}),
+    (("expert", "data"), {}),  # The ranks of one group are not adjacent: device order differs from group order.
+    (("tensor", "expert", "data"), {"tensor": True}),
+    pytest.param(("data", "expert", "tensor"), {"tensor": True}, marks=pytest.mark.slow),
+    pytest.param(("data", "expert"), {"check_vma": False}, marks=pytest.mark.slow),
+]
 
 
-def test_subgroups_expert_axis_first(implementation, rng):
-    """The ranks of one group are not adjacent: device order differs from group order."""
-    mesh = make_mesh((2, 2), ("expert", "data"))
-    groups = Groups(rng, 2, 2)
-    groups.check(*value_and_vjp(shard_layer(implementation, mesh), groups))
-
-
-@pytest.mark.parametrize("names", [("data", "expert", "tensor"), ("tensor", "expert", "data")], ids="-".join)
-@pytest.mark.slow(unless={"names": [("tensor", "expert", "data")]})
-def test_subgroups_data_expert_tensor(implementation, names, rng):
+@pytest.mark.parametrize(("names", "options"), MESHES)
+def test_subgroups_of_a_mesh(implementation, names, options, rng):
     """Tokens are replicated over tensor, the experts' hidden columns sharded over it, and partial outputs summed."""
-    mesh = make_mesh((2, 2, 2), names)
-    groups = Groups(rng, 2, 2)
-    groups.check(*value_and_vjp(shard_layer(implementation, mesh, tensor=True), groups))
+    mesh, groups = make_mesh((2,) * len(names), names), Groups(rng, 2, 2)
+    groups.check(*value_and_vjp(shard_layer(implementation, mesh, **options), groups))
 
 
 def test_subgroups_automatic_axes(implementation, rng):

@@ -3,7 +3,6 @@
 import ctypes
 import functools
 import itertools
-import shutil
 import subprocess
 import threading
 
@@ -15,7 +14,7 @@ from jax import lax
 from jax.experimental import serialize_executable
 from jax.sharding import PartitionSpec as P
 
-from ffi_calls import FAILED, ON_GPU, needs_gpu, new_id
+from ffi_calls import FAILED, ON_GPU, cxx_compiler, needs_gpu, new_id
 from harness import make_mesh
 from jax_ep import ffi
 from jax_ep.ffi import library
@@ -316,12 +315,9 @@ HANDLERS["jax_ep_launch_kernel_cuda"] = False
 
 def test_custom_calls_command_buffer_traits(tmp_path):
     """A replayed check would return the result of the time of recording."""
-    compiler = shutil.which("c++") or shutil.which("g++")
-    if compiler is None:
-        pytest.skip("needs a C++ compiler")
     source, program = tmp_path / "traits.cc", tmp_path / "traits"
     source.write_text(PROGRAM)
-    command = [compiler, "-std=c++17", f"-I{jax.ffi.include_dir()}", source, "-o", program, "-ldl"]
+    command = [cxx_compiler(), "-std=c++17", f"-I{jax.ffi.include_dir()}", source, "-o", program, "-ldl"]
     subprocess.run(command, check=True, capture_output=True, text=True)
     command = [program, library.load()._name, *HANDLERS]
     done = subprocess.run(command, check=True, capture_output=True, text=True)

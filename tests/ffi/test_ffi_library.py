@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ffi_calls import new_id
+from ffi_calls import cxx_compiler, new_id
 from jax_ep import ffi
 from jax_ep.ffi import library
 
@@ -133,14 +133,11 @@ __attribute__((constructor)) static void run() { std::ofstream(TRACE) << "was he
 @pytest.mark.parametrize("stamp", ["none", "stale", "of another version"])
 def test_library_mismatching_is_not_opened(tmp_path, csrc, stamp):
     """Opening a library runs its constructors, so its file is checked first."""
-    compiler = shutil.which("c++") or shutil.which("g++")
-    if compiler is None:
-        pytest.skip("needs a C++ compiler")
     source, intruder, trace = tmp_path / "intruder.cc", tmp_path / library.NAME, tmp_path / "trace"
     version = library.ABI_VERSION + (stamp == "of another version")
     text = "" if stamp == "none" else f"jax_ep_ffi stamp abi={version} xla=0.1 source={'0' * 64}"
     source.write_text(INTRUDER.replace("STAMP", f'"{text}"').replace("TRACE", f'"{trace}"'))
-    subprocess.run([compiler, "-shared", "-fPIC", source, "-o", intruder], check=True)
+    subprocess.run([cxx_compiler(), "-shared", "-fPIC", source, "-o", intruder], check=True)
     message = {"none": "has no version stamp", "stale": "is stale", "of another version": "has ABI version"}[stamp]
     with pytest.raises(ffi.LibraryError, match=message):
         library.open_library([intruder], csrc)

@@ -27,13 +27,17 @@ def new_id():
     return next(_ids)
 
 
+def cxx_compiler():
+    """Return the command of a C++ compiler, or skip the test."""
+    return shutil.which("c++") or shutil.which("g++") or pytest.skip("needs a C++ compiler")
+
+
 def run_with_fake_driver(folder, program):
     """Run a Python program with `tests/ffi/fake_driver.cc` as CUDA driver, built in `folder`; return its output."""
-    compiler = shutil.which("c++") or shutil.which("g++")
-    if compiler is None or sys.platform == "darwin":
-        pytest.skip("needs a C++ compiler, and the names of Linux")
+    if sys.platform == "darwin":
+        pytest.skip("needs the names of Linux")
     source, library = Path(__file__).parents[1] / "ffi" / "fake_driver.cc", folder / "libcuda.so.1"
-    subprocess.run([compiler, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", source, "-o", library], check=True)
+    subprocess.run([cxx_compiler(), "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", source, "-o", library], check=True)
     environment = {"LD_LIBRARY_PATH": str(folder), "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", program], env=os.environ | environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -113,7 +113,23 @@ AXES = [
     ({"fsdp": "data"}, ValueError, r"fsdp='data' is not among batch=\(\)"),
     ({"fsdp": "expert"}, ValueError, "fsdp='expert' is not among batch"),
 ]
-TABLE = {Schedule: SCHEDULES, Router: ROUTERS, Experts: EXPERTS, SharedExperts: SHARED, MeshAxes: AXES}
+NODES = {"node": "node", "local": "expert"}
+TOPOLOGIES = [
+    ({"node": "node", "local": "node"}, ValueError, "name an axis twice"),
+    (NODES | {"node": ()}, ValueError, "names no axis"),
+    (NODES | {"node": ""}, ValueError, "^node='' has an empty name, expected"),
+    (NODES | {"node": 1}, TypeError, "expected the name of a mesh axis"),
+    (NODES | {"num_blocks": 0}, ValueError, "num_blocks=0, expected at least 1"),
+    (NODES | {"node_capacity": 1.5}, TypeError, "node_capacity=1.5"),
+]
+TABLE = {
+    jax_ep.Topology: TOPOLOGIES,
+    Schedule: SCHEDULES,
+    Router: ROUTERS,
+    Experts: EXPERTS,
+    SharedExperts: SHARED,
+    MeshAxes: AXES,
+}
 WRONG = [
     pytest.param(kind, *case, id=f"{kind.__name__}: {case[0]}"[:60]) for kind, cases in TABLE.items() for case in cases
 ]

@@ -187,7 +187,7 @@ def _check(
         )
     if heap_bytes is not None:
         remedy = "pass the bytes that one device can spare, or leave it out to allocate what programs need"
-        check.integer("init", "heap_bytes", heap_bytes, most=_MOST_BYTES, remedy=remedy)
+        heap_bytes = check.integer("init", "heap_bytes", heap_bytes, most=_MOST_BYTES, remedy=remedy)
     check.number("init", "timeout_s", timeout_s, remedy="pass seconds")
     if not 0 < timeout_s <= _MOST_TIMEOUT_S:
         raise ValueError(

@@ -148,13 +148,14 @@ class MoE(nnx.Module):
         self.lora_scale: float | None = None
         options = registry.options("MoE", (), implementation, schedule)
         self.schedule, self.implementation = schedule, options.implementation
-        self._check(intermediate_size, shared_experts, param_dtype)
+        intermediate_size = self._check(intermediate_size, shared_experts, param_dtype)
         make = self._maker(rngs)
         self._make_router(make)
         self._make_experts(make, kernel_init, intermediate_size, param_dtype, use_bias)
         self._make_shared_experts(make, shared_experts, intermediate_size, param_dtype)
 
-    def _check(self, intermediate_size: int, shared_experts: Any, param_dtype: Any) -> None:
+    def _check(self, intermediate_size: Any, shared_experts: Any, param_dtype: Any) -> int:
+        """Check the arguments, keep sizes as ints, and return `intermediate_size`."""
         check.value_of("MoE", "mesh", self.mesh, jax.sharding.Mesh, "jax.sharding.Mesh")
         if isinstance(self.axes.expert, Topology) and self.axes.expert.node_capacity is not None:
             raise ValueError(
@@ -162,10 +163,10 @@ class MoE(nnx.Module):
                 " metrics count only what `capacity` drops; leave node_capacity out, or call jax_ep.moe."
             )
         check_balance("MoE", self.balance, self.axes.expert, self.capacity)
-        check.integer("MoE", "intermediate_size", intermediate_size)
+        intermediate_size = check.integer("MoE", "intermediate_size", intermediate_size)
         capacity = () if self.capacity is None else ("capacity",)
         for name in ("hidden_size", "num_experts", "num_experts_per_tok", *capacity):
-            check.integer("MoE", name, getattr(self, name))
+            setattr(self, name, check.integer("MoE", name, getattr(self, name)))
         all_experts = self.num_experts + self.router_options.num_identity_experts
         self.router_options.check_sizes("MoE", "num_experts_per_tok", self.num_experts_per_tok, all_experts)
         check.value_of("MoE", "shared_experts", shared_experts, SharedExperts, "jax_ep.flax.SharedExperts")
@@ -174,6 +175,7 @@ class MoE(nnx.Module):
         check.result_dtype("MoE", self.preferred_element_type, self.dtype)
         if (mesh := self._active_mesh()) is not None:
             check_divisible("MoE", mesh, self.axes, self.hidden_size, {"intermediate_size, I,": intermediate_size})
+        return intermediate_size
 
     def _maker(self, rngs: nnx.Rngs, kind: type[nnx.Param] = nnx.Param) -> Make:
         """Return a function that makes parameters of one kind and places them by their partition specs.

@@ -83,7 +83,9 @@ class Placement:
             raise ValueError(
                 f"Placement: physical_to_logical has shape {slots.shape}, expected [P] or [layers, P]; reshape it."
             )
-        _check_sizes("Placement", self.num_experts, slots.shape[-1], self.num_ranks, self.num_nodes)
+        sizes = _checked_sizes("Placement", self.num_experts, slots.shape[-1], self.num_ranks, self.num_nodes)
+        for name in ("num_experts", "num_ranks", "num_nodes"):
+            object.__setattr__(self, name, sizes[name])
         if slots.size and (slots.min() < 0 or slots.max() >= self.num_experts):
             wrong = int(slots.min() if slots.min() < 0 else slots.max())
             raise ValueError(
@@ -329,8 +331,9 @@ def plan(loads: Any, *, num_slots: int, num_ranks: int, num_nodes: int = 1, num_
     if loads.ndim not in (1, 2):
         raise ValueError(f"plan: loads have shape {loads.shape}, expected [E] or [layers, E]; reshape them.")
     num_experts = loads.shape[-1]
-    _check_sizes("plan", num_experts, num_slots, num_ranks, num_nodes)
-    check.integer("plan", "num_groups", num_groups)
+    given = _checked_sizes("plan", num_experts, num_slots, num_ranks, num_nodes)
+    num_slots, num_ranks, num_nodes = given["num_slots"], given["num_ranks"], given["num_nodes"]
+    num_groups = check.integer("plan", "num_groups", num_groups)
     if num_experts % num_groups or (num_groups > 1 and num_groups % num_nodes):
         raise ValueError(
             f"plan: num_groups={shown(num_groups)}, expected a number that divides the {num_experts} experts and is a"
@@ -525,17 +528,17 @@ def _loads(function: str, loads: Any) -> np.ndarray:
     return loads
 
 
-def _check_sizes(function: str, num_experts: Any, num_slots: Any, num_ranks: Any, num_nodes: Any) -> None:
-    sizes = {"num_experts": num_experts, "num_slots": num_slots, "num_ranks": num_ranks, "num_nodes": num_nodes}
-    for name, value in sizes.items():
-        check.integer(function, name, value)
-    if num_slots < num_experts:
+def _checked_sizes(function: str, num_experts: Any, num_slots: Any, num_ranks: Any, num_nodes: Any) -> dict[str, int]:
+    given = {"num_experts": num_experts, "num_slots": num_slots, "num_ranks": num_ranks, "num_nodes": num_nodes}
+    sizes = {name: check.integer(function, name, value) for name, value in given.items()}
+    if sizes["num_slots"] < sizes["num_experts"]:
         raise ValueError(
             f"{function}: {num_slots} slots for {num_experts} experts, expected at least as many; give each rank more."
         )
     for whole, parts in (("num_slots", "num_ranks"), ("num_ranks", "num_nodes")):
         reason = f"{parts}, because all have equally many"
         check.multiple(function, whole, sizes[whole], sizes[parts], reason, "change one of the two")
+    return sizes
 
 
 def _over(tree: Any, function: str, relayed: relayout.Relayout, move_rows: Callable[..., Array]) -> Any:

@@ -53,6 +53,7 @@ def quantize_fp8(x: Array, *, group_size: int = GROUP_SIZE) -> Quantized:
       ('float8_e4m3fn', (2, 2))
     """
     x = check.floating("quantize_fp8", "x", x, "[..., H]")
+    group_size = check.integer("quantize_fp8", "group_size", group_size)
     check.fp8_columns("quantize_fp8", x.shape[-1], group_size)
     remedy = "quantize_fp8 has no gradient: dispatch and combine with Schedule(wire_dtype=float8_e4m3fn) have one."
     specs = P(*spec_of(x)), resized_spec(x, -1, x.shape[-1] // group_size)

@@ -292,7 +292,7 @@ def identity_experts(routing: Routing, num_experts: int) -> tuple[Routing, Array
 
     Source: LongCat-Flash (arXiv:2509.01322).
     """
-    check_router.identity_experts(routing, num_experts)
+    num_experts = check_router.identity_experts(routing, num_experts)
     specs = [P(*spec_of(part)) for part in routing]
     split = partial(_split_identity_experts, num_experts)
     return on_automatic_axes(split, (Routing(*specs), P(specs[1][0])), routing)  # type: ignore[arg-type]

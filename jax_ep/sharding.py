@@ -198,6 +198,7 @@ def sharded_layer(
     _check_options(moe_kwargs)
     if isinstance(moe_kwargs.get("implementation"), list):
         moe_kwargs["implementation"] = tuple(moe_kwargs["implementation"])
+    num_experts = check.integer(_FUNCTION, "num_experts", num_experts)
     options = dict(moe_kwargs, num_experts=num_experts, axes=axes)
     tokens = axes.specs.tokens
     function, out_specs = (_moe_and_work, (tokens, P(axes.token_axes))) if with_work else (_moe_per_shard, tokens)
@@ -410,10 +411,9 @@ def ranks_on(mesh: Mesh | AbstractMesh, names: Iterable[str]) -> int:
 
 
 def _check_tokens(
-    mesh: Mesh | AbstractMesh, axes: MeshAxes, num_experts: Any, x: Any, topk_idx: Any, weights: Any, token_mask: Any
+    mesh: Mesh | AbstractMesh, axes: MeshAxes, num_experts: int, x: Any, topk_idx: Any, weights: Any, token_mask: Any
 ) -> Array:
     """Check the tokens and their routing; return the ids, -1 for masked tokens."""
-    check.integer(_FUNCTION, "num_experts", num_experts)
     x = check.floating(_FUNCTION, "x", x, "[N, H]")
     num_shards, remedy = ranks_on(mesh, axes.token_axes), "pad the batch (expert id -1 costs nothing)"
     check.multiple(_FUNCTION, "axis 0 of x", x.shape[0], num_shards, f"the shards of {axes.specs.tokens}", remedy)

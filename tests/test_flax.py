@@ -776,3 +776,18 @@ def test_flax_lora_of_quantized_weights(where):
         without = moe(x)[0]
         moe.lora_scale = None
         np.testing.assert_allclose(without, moe(x)[0], atol=0.02)
+
+
+@pytest.mark.filterwarnings("error:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize("kind", [np.int8, np.uint8], ids=lambda kind: kind.__name__)
+def test_moe_sizes_numpy_integers(kind):
+    sizes = {"hidden_size": 120, "intermediate_size": 100, "num_experts": 124, "num_experts_per_tok": 3}
+    mesh, x = make_mesh((1,), ("expert",)), jnp.cos(jnp.arange(960.0)).reshape(8, 120)
+
+    def run(of):
+        given = {name: of(size) for name, size in sizes.items()}
+        shared = SharedExperts(of(2), intermediate_size=of(100))
+        moe = MoE(**given, shared_experts=shared, dtype=jnp.float32, mesh=mesh, rngs=nnx.Rngs(0))
+        return moe(x)[0]
+
+    np.testing.assert_array_equal(run(kind), run(int))

@@ -55,15 +55,17 @@ class Balance:
     spare_experts: int | None = None
 
     def __post_init__(self) -> None:
-        check.number("Balance", "rows", self.rows, remedy="pass a float such as 1.1")
-        if not 1 <= self.rows <= 1024:
+        rows = check.number("Balance", "rows", self.rows, remedy="pass a float such as 1.1")
+        if not 1 <= rows <= 1024:
             raise ValueError(
                 f"Balance: rows={shown(self.rows)}, expected a number from 1 to 1024; pass 1.1 for 10 % more than the"
                 " mean."
             )
+        object.__setattr__(self, "rows", rows)
         if self.spare_experts is not None:
             remedy = "leave it out for the default"
-            check.integer("Balance", "spare_experts", self.spare_experts, most=1024, remedy=remedy)
+            spare_experts = check.integer("Balance", "spare_experts", self.spare_experts, most=1024, remedy=remedy)
+            object.__setattr__(self, "spare_experts", spare_experts)
 
     def rows_per_rank(self, num_assignments: int) -> int:
         """Rows per rank and pass for `num_assignments` = T * K assignments per rank.
@@ -71,8 +73,8 @@ class Balance:
         From 1024 rows on it is a multiple of 128, since the fastest kernels take whole tiles.
         """
         remedy = "pass the tokens of a rank times K"
-        check.integer("Balance.rows_per_rank", "num_assignments", num_assignments, least=0, remedy=remedy)
-        rows = math.ceil(round(float(self.rows) * num_assignments, 6))
+        number = check.integer("Balance.rows_per_rank", "num_assignments", num_assignments, least=0, remedy=remedy)
+        rows = math.ceil(round(self.rows * number, 6))
         return rows if rows < 8 * _TILE else round_up(rows, _TILE)
 
 

@@ -69,8 +69,8 @@ def sparsemixer(logits: Any, jitter_eps: Any, key: Any) -> None:
         check.random_key(function, "key", key)
 
 
-def identity_experts(routing: Any, num_experts: Any) -> None:
-    """Check the arguments of `identity_experts`."""
+def identity_experts(routing: Any, num_experts: Any) -> int:
+    """Check the arguments of `identity_experts`; return `num_experts` as an int."""
     function = "identity_experts"
     check.instance(function, "routing", routing, Routing, "a Routing", remedy="pass what topk_router returns")
     num_experts = check.integer(function, "num_experts", num_experts)
@@ -82,6 +82,7 @@ def identity_experts(routing: Any, num_experts: Any) -> None:
             f"{function}: num_experts={num_experts} exceeds the {routed} experts of the routing; pass the number of"
             " experts that compute."
         )
+    return num_experts
 
 
 def balancing_loss(scores: Any, topk_idx: Any, token_mask: Any, axis_name: AxisName | None) -> None:

@@ -94,7 +94,7 @@ class MoEMetrics(dict[str, Array]):
           2.0
         """
         function = "MoEMetrics.summary"
-        check.integer(function, "num_identity_experts", num_identity_experts, least=0)
+        num_identity_experts = check.integer(function, "num_identity_experts", num_identity_experts, least=0)
         share, total = self.load_share, jnp.maximum(self.load.sum(axis=-1), 1).astype(jnp.float32)
         entropy = -jnp.sum(jnp.where(share > 0, share * jnp.log(jnp.where(share > 0, share, 1)), 0), axis=-1)
         num_experts = share.shape[-1]
@@ -107,7 +107,7 @@ class MoEMetrics(dict[str, Array]):
             "router_z_loss": self.router_z_loss,
         }
         if num_ranks is not None:
-            check.integer(function, "num_ranks", num_ranks)
+            num_ranks = check.integer(function, "num_ranks", num_ranks)
             placed = share[..., : max(0, num_experts - num_identity_experts)]
             if not placed.shape[-1] or placed.shape[-1] % num_ranks:
                 raise ValueError(

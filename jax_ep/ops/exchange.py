@@ -404,7 +404,7 @@ def _layout(options: Options, wanted: Layout, capacity: int | None, handle: Hand
     most = dropless_capacity(wanted.num_slots, wanted.num_local_experts, alignment)
     sizes = f"{wanted.num_ranks} ranks * {wanted.num_tokens} tokens * K={wanted.top_k} with {alignment=}"
     check.int32_rows(function, sizes, most, "pass fewer tokens in each call, or a smaller alignment")
-    return dataclasses.replace(wanted, capacity=most if capacity is None else capacity)
+    return dataclasses.replace(wanted, capacity=most if capacity is None else capacity, alignment=alignment)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -56,7 +56,7 @@ class Trace(Timeline):
           []
         """
         if last is not None:
-            check.integer("Trace.only", "last", last)
+            last = check.integer("Trace.only", "last", last)
         known = {launch.kernel for launch in self.launches.values()}
         if unknown := set(kernels) - known:
             missing, there = (", ".join(sorted(map(str, names))) or "nothing" for names in (unknown, known))

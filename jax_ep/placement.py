@@ -130,6 +130,7 @@ class Placement:
         return Placement.tree_unflatten(sizes, tuple(child[layer] for child in children))
 
     @errors_begin_with("remap")
+    @jax.named_scope("jax_ep.placement.remap")
     def remap(self, topk_idx: Array, *, axis_name: AxisName = "expert", prefer_own_node: bool = False) -> Array:
         """Map expert ids to slots: token t of rank r goes to copy `(t + r) % num_copies` of an expert.
 
@@ -155,11 +156,8 @@ class Placement:
           >>> placement.remap(jnp.array([[0, 1], [0, 2], [0, -1]]), axis_name=()).tolist()
           [[0, 1], [2, 3], [0, -1]]
         """
-        with jax.named_scope("jax_ep.placement.remap"):
-            check.flag("remap", "prefer_own_node", prefer_own_node)
-            return self._remap(topk_idx, axis_tuple(axis_name), prefer_own_node)
-
-    def _remap(self, topk_idx: Array, axes: tuple[str, ...], prefer_own_node: bool) -> Array:
+        check.flag("remap", "prefer_own_node", prefer_own_node)
+        axes = axis_tuple(axis_name)
         self._check_one_layer("remap")
         topk_idx = check.expert_ids("remap", topk_idx, None, self.num_experts)
         if axes:
@@ -172,6 +170,7 @@ class Placement:
         return on_automatic_axes(choose, P(*spec_of(topk_idx)), topk_idx, self)
 
     @errors_begin_with("expand")
+    @jax.named_scope("jax_ep.placement.expand")
     def expand(self, tree: Any, *, axis_name: AxisName = "expert") -> Any:
         """Copy expert rows to slots: every copy gets the values of its expert.
 
@@ -197,11 +196,11 @@ class Placement:
           >>> placement.expand(jnp.array([5.0, 6.0, 7.0]), axis_name=()).tolist()
           [5.0, 6.0, 5.0, 7.0]
         """
-        with jax.named_scope("jax_ep.placement.expand"):
-            relayed = self._from_experts("expand", axis_tuple(axis_name))
-            return _over(tree, "expand", relayed, relayout.gather)
+        relayed = self._from_experts("expand", axis_tuple(axis_name))
+        return _over(tree, "expand", relayed, relayout.gather)
 
     @errors_begin_with("sum_copies")
+    @jax.named_scope("jax_ep.placement.sum_copies")
     def sum_copies(self, tree: Any, *, axis_name: AxisName = "expert") -> Any:
         """Sum the values of each expert's slots: the transpose of `expand`.
 
@@ -226,9 +225,8 @@ class Placement:
           >>> placement.sum_copies(jnp.array([5, 6, 7, 8]), axis_name=()).tolist()
           [12, 6, 8]
         """
-        with jax.named_scope("jax_ep.placement.sum_copies"):
-            relayed = self._from_experts("sum_copies", axis_tuple(axis_name))
-            return _over(tree, "sum_copies", relayed, relayout.scatter)
+        relayed = self._from_experts("sum_copies", axis_tuple(axis_name))
+        return _over(tree, "sum_copies", relayed, relayout.scatter)
 
     def rank_loads(self, loads: Any) -> np.ndarray:
         """Return the load of each rank for given expert loads; copies of an expert take equal shares.

@@ -214,8 +214,8 @@ _QWEN_LAYERS = Layers(step=Key("decoder_sparse_step", default=1), dense=Key("mlp
 _DEEPSEEK = _sizes(Key("moe_intermediate_size"), Key("n_routed_experts", "num_local_experts", "num_experts"))
 _DEEPSEEK_SHARED = {"num": Key("n_shared_experts", default=0)}
 _SCALE = {"scale": Key("routed_scaling_factor")}
-_GLM4_ROUTER = {
-    "scale": Key("routed_scaling_factor", default=1.0),
+_SCALE_OR_1 = {"scale": Key("routed_scaling_factor", default=1.0)}
+_GLM4_ROUTER = _SCALE_OR_1 | {
     "score": "sigmoid",
     "renormalize": Key("norm_topk_prob", default=True),
     "num_groups": Key("n_group", default=1),
@@ -226,6 +226,7 @@ _GLM4_ROUTER = {
 # Without these, transformers takes values that are not 1.
 _DEEPSEEK_V3_ROUTER = _GLM4_ROUTER | _SCALE | {"num_groups": Key("n_group"), "topk_groups": Key("topk_group")}
 _DEEPSEEK_LAYERS = Layers(first=Key("first_k_dense_replace", default=0))
+_NOT_RENORMALIZED = Restriction("norm_topk_prob", (False,), "published models of this family do not renormalize")
 _EVERY_LAYER = Restriction("moe_layer_freq", (1,), "dense layers between MoE layers are not supported", "weights")
 _SIGMOID = Restriction("scoring_func", ("sigmoid",), "only sigmoid scores are supported for this family")
 _DEEPSEEK_V3_FORMS = _both(_router("mlp.gate") | _bias("mlp.gate.") | _shared("mlp.shared_experts"))
@@ -279,8 +280,8 @@ FAMILIES: Mapping[str, Family] = {
     "deepseek_v2": Family(
         forms=_both(_router("mlp.gate") | _shared("mlp.shared_experts")),
         options=_DEEPSEEK,
-        router={
-            "scale": Key("routed_scaling_factor", default=1.0),
+        router=_SCALE_OR_1
+        | {
             "renormalize": False,
             "num_groups": Key("n_group", default=1, only_if=("topk_method", "group_limited_greedy")),
             "topk_groups": Key("topk_group", default=1, only_if=("topk_method", "group_limited_greedy")),
@@ -291,7 +292,7 @@ FAMILIES: Mapping[str, Family] = {
         restrictions=(
             Restriction("topk_method", ("greedy", "group_limited_greedy"), "DeepSeek-V2's router supports only these"),
             Restriction("scoring_func", ("softmax",), "only softmax scores are supported for DeepSeek-V2"),
-            Restriction("norm_topk_prob", (False,), "published models of this family do not renormalize"),
+            _NOT_RENORMALIZED,
             Restriction("mlp_bias", (False,), "biases of shared experts are not supported", "weights"),
             _EVERY_LAYER,
         ),
@@ -358,7 +359,7 @@ FAMILIES: Mapping[str, Family] = {
         },
         layers=Layers(count=Key("num_layers")),
         restrictions=(
-            Restriction("norm_topk_prob", (False,), "published models of this family do not renormalize"),
+            _NOT_RENORMALIZED,
             Restriction("router_bias", (False,), "no published code uses the bias of its router", "weights"),
         ),
     ),

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_ep.values import FLAG, Values, axis_names, flag, integer, number, shown, type_name
+from jax_ep.values import FLAG, Values, axis_names, choice, finite, flag, integer, number, shown, type_name
 
 Array = jax.Array
 Quantized = tuple[Array, Array]
@@ -282,21 +282,17 @@ class Experts:
             raise ValueError(f"Experts: activation={shown(self.activation)}, {expected}")
         if not isinstance(self.activation, str) and not callable(self.activation):
             raise TypeError(f"Experts: activation is {type_name(self.activation)}, {expected}")
-        if not isinstance(self.weight_on, str) or self.weight_on not in ("output", "input"):
-            raise ValueError(
-                f"Experts: weight_on={shown(self.weight_on)}, expected 'output' or 'input'; pass one of them."
-            )
+        choice("Experts", "weight_on", self.weight_on, ("output", "input"))
         for name in ("gated", "interleaved"):
             object.__setattr__(self, name, flag("Experts", name, getattr(self, name)))
-        for name in ("alpha", "clamp", "up_offset"):
-            if name == "clamp" and self.clamp is None:
-                continue
-            value = getattr(self, name)
-            kept = number("Experts", name, value)
-            object.__setattr__(self, name, kept)
-            if not math.isfinite(kept) or (name == "clamp" and kept <= 0):
-                kind = "a positive float32, or None for no limit" if name == "clamp" else "a finite float32"
-                raise ValueError(f"Experts: {name}={shown(value)}, expected {kind}; pass one.")
+        for name in ("alpha", "up_offset"):
+            object.__setattr__(self, name, finite("Experts", name, getattr(self, name)))
+        if self.clamp is not None:
+            clamp = number("Experts", "clamp", self.clamp)
+            if not 0 < clamp < math.inf:
+                expected = "expected a positive float32, or None for no limit"
+                raise ValueError(f"Experts: clamp={shown(self.clamp)}, {expected}; pass one.")
+            object.__setattr__(self, "clamp", clamp)
         self._check_fields()
 
     def _check_fields(self) -> None:

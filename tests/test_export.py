@@ -7,6 +7,7 @@ import pytest
 from jax import export
 
 import jax_ep
+from harness import make_mesh
 from jax_ep import lora
 from jax_ep.placement import plan
 from jax_ep.quantization import quantize, quantize_fp8, with_layout
@@ -131,8 +132,7 @@ def test_export_of_a_symbolic_number_of_experts_per_token(layer):
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_export_of_a_symbolic_number_of_tokens_on_a_mesh(num_ranks):
     """JAX lowers no collective of a symbolic size."""
-    kinds = (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((num_ranks,), ("expert",), axis_types=kinds, devices=jax.devices()[:num_ranks])
+    mesh = make_mesh((num_ranks,), ("expert",))
     (n,) = export.symbolic_shape("n", constraints=["n <= 64"])
     types = [jax.ShapeDtypeStruct((num_ranks * n, c), t) for c, t in ((128, "float32"), (2, "int32"), (2, "float32"))]
     layer = jax.jit(lambda *tokens: sharded_moe(mesh, num_experts=4)(*tokens, *ONES_F32))
@@ -143,8 +143,7 @@ def test_export_of_a_symbolic_number_of_tokens_on_a_mesh(num_ranks):
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
 @pytest.mark.parametrize("function", [jax_ep.moe, jax_ep.low_latency_moe, jax_ep.dispatch], ids=lambda f: f.__name__)
 def test_export_of_a_symbolic_number_of_tokens_over_nodes(function, sizes):
-    kinds, over = (jax.sharding.AxisType.Auto,) * 2, jax.P(("node", "local"))
-    mesh = jax.make_mesh(sizes, ("node", "local"), axis_types=kinds, devices=jax.devices()[:2])
+    mesh, over = make_mesh(sizes, ("node", "local")), jax.P(("node", "local"))
     (n,) = export.symbolic_shape("n")
     types = [jax.ShapeDtypeStruct((2 * n, c), t) for c, t in ((128, "float32"), (2, "int32"), (2, "float32"))]
     types += [] if function is jax_ep.dispatch else ONES_F32

@@ -264,8 +264,7 @@ def test_flax_vmap_over_a_mesh_axis():
 @pytest.mark.parametrize("balance", [None, jax_ep.Balance()])
 def test_flax_vmap_over_stages(balance, rng):
     """Output, losses and gradients of stacked layers, split over a mesh axis, are those of one layer after another."""
-    axes, kinds = ("stage", "data", "expert"), (jax.sharding.AxisType.Auto,) * 3
-    with jax.set_mesh(jax.make_mesh((2, 2, 2), axes, axis_types=kinds)):
+    with jax.set_mesh(make_mesh((2, 2, 2), ("stage", "data", "expert"))):
         options = {"axes": BATCH, "balance": balance, "shared_experts": SharedExperts()}
         make = nnx.vmap(lambda rngs: MoE(**SIZES, **options, rngs=rngs))
         graph, state = nnx.split(nnx.split_rngs(splits=4)(make)(nnx.Rngs(0)))
@@ -494,18 +493,18 @@ def test_flax_symbolic_number_of_tokens(serves):
 
 
 def test_flax_called_inside_shard_map():
-    mesh = jax.make_mesh((4,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    mesh = make_mesh((4,), ("expert",))
     moe = MoE(**SIZES, mesh=mesh, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"^MoE: called inside jax.shard_map over \['expert'\], .*jax_ep.moe"):
         jax.shard_map(lambda x: moe(x)[0], mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))(jnp.ones((4, H)))
-    other = jax.make_mesh((2,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    other = make_mesh((2,), ("expert",))
     with jax.set_mesh(other), pytest.raises(ValueError, match=r"^MoE: the mesh is .* expected that of jax.set_mesh"):
         moe(jnp.ones((4, H)))
 
 
-@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_flax_inside_shard_map_over_another_axis(kind):
-    mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(kind,) * 2)
+    mesh = data_expert_mesh(kind)
     with jax.set_mesh(mesh):
         graph, state = nnx.split(MoE(**SIZES, rngs=nnx.Rngs(0)))
 
@@ -528,7 +527,7 @@ def test_flax_serving_weights_of_layer_with_capacity():
 
 def test_flax_stacked_layers_partition_spec():
     """As docs/flax.md says: without the metadata, a checkpoint would be restored with experts' axes on layers."""
-    with jax.set_mesh(jax.make_mesh((2, 4), ("data", "expert"))):
+    with jax.set_mesh(data_expert_mesh("Explicit")):
         stack = nnx.vmap(lambda rngs: MoE(**SIZES, rngs=rngs), in_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
         layers = stack(nnx.Rngs(0).split(3))
     spec = nnx.get_partition_spec(nnx.state(layers))["w_down"].get_value()

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from cases import BF16, F16, F32, Shape, assert_close, assert_same_bits, reals
-from harness import to_numpy
+from harness import make_mesh, to_numpy
 from jax_ep.serving import routed_moe
 from layers import Layer
 from stored_experts import dense, store
@@ -153,7 +153,7 @@ def test_routed_moe_gradient(implementation, rng):
 
 def test_routed_moe_over_devices(implementation, rng):
     """Tokens split over devices, with gradients; logits in float64."""
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    mesh = make_mesh((2,), ("data",))
     layer = Layer(rng, "uniform", 1, Shape(6, 3, num_experts=12, hidden=128, intermediate=64), BF16)
     operands = layer.x[0], reals(rng, 6, 12, dtype=np.float64), layer.w_gate_up, layer.w_down
 

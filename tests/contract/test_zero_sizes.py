@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jax_ep
-from harness import compiled
+from harness import compiled, make_mesh
 from jax_ep import quantization, sharding
 
 BF16 = jnp.dtype(jnp.bfloat16)
@@ -107,8 +107,7 @@ def dispatched(x, ids, weights, w_gate_up, w_down, **options):
 
 
 def over_a_mesh(*arrays, **options):
-    mesh = jax.make_mesh((1,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
-    return sharding.sharded_moe(mesh, num_experts=arrays[4].shape[0], **options)(*arrays)
+    return sharding.sharded_moe(make_mesh((1,), ("expert",)), num_experts=arrays[4].shape[0], **options)(*arrays)
 
 
 LAYERS = {

@@ -81,7 +81,7 @@ EXPERTS = [
     ({"clamp": "7"}, TypeError, "clamp.*number"),
     ({"alpha": float("nan")}, ValueError, "alpha=nan.*finite"),
     ({"up_offset": True}, TypeError, "up_offset.*number"),
-    ({"weight_on": "both"}, ValueError, "both.*'output' or 'input'"),
+    ({"weight_on": "both"}, ValueError, "both.*'output', 'input'"),
     ({"activation": "relu", "alpha": 2.0}, ValueError, "alpha.*silu"),
     ({"gated": False, "interleaved": True}, ValueError, "interleaved.*without a gate"),
     ({"gated": False, "up_offset": 1.0}, ValueError, "up_offset.*without a gate"),

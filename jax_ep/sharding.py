@@ -20,10 +20,9 @@ from jax_ep import context
 from jax_ep.core import check
 from jax_ep.core.balance import WORK
 from jax_ep.core.check import errors_begin_with
-from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import LoraWeights, QArray, QuantizedWeights, base_of, merge_columns
 from jax_ep.core.fp8 import GROUP_SIZE
-from jax_ep.core.mesh_axes import axis_tuple, check_axes, check_context, check_mesh, vary_alike, vmap_axes
+from jax_ep.core.mesh_axes import as_bytes, axis_tuple, check_axes, check_context, check_mesh, vary_alike, vmap_axes
 from jax_ep.formats import check_quantized
 from jax_ep.formats.qarrays import own_weights
 from jax_ep.ops import balanced
@@ -352,11 +351,7 @@ def _whole_matrices(arrays: dict[str, Any], specs: MoESpecs, axis: str) -> dict[
     def whole(part: Array, spec: P) -> Array:
         if axis not in spec:
             return part
-        gather = partial(lax.all_gather, axis_name=axis, axis=tuple(spec).index(axis), tiled=True)
-        if part.dtype != FP8:
-            return gather(part)
-        # As bytes: XLA widens FP8 values for collectives of some platforms.
-        return lax.bitcast_convert_type(gather(lax.bitcast_convert_type(part, jnp.uint8)), FP8)
+        return as_bytes(partial(lax.all_gather, axis_name=axis, axis=tuple(spec).index(axis), tiled=True), part)
 
     matrices = {name: arrays[name] for name in ("w_gate_up", "w_down")}
     return arrays | {

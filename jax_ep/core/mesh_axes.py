@@ -158,22 +158,17 @@ def vary_alike[Tree](tree: Tree, *, over: tuple[str, ...] = ()) -> Tree:
     A custom VJP must return cotangents that vary exactly as its inputs did. After this cast all inputs vary alike, and
     the transpose of the cast sums the cotangents of an input that was replicated over several ranks.
     """
-    leaves, treedef = jax.tree.flatten(tree)
-    varying = [frozenset(jax.typeof(leaf).manual_axis_type.varying) for leaf in leaves]
-    union = frozenset(over).union(*varying)
-    pairs = zip(leaves, varying, strict=True)
-    cast = [lax.pcast(leaf, tuple(sorted(union - own)), to="varying") for leaf, own in pairs]
-    return jax.tree.unflatten(treedef, cast)
+    union = frozenset(over).union(*map(varying_axes, jax.tree.leaves(tree)))
+    return jax.tree.map(functools.partial(_vary_over, union), tree)
 
 
 def vary_as[Tree](x: Array, tree: Tree) -> Tree:
     """Cast all arrays of `tree` to vary over the mesh axes of `x`; kernel results lose this information."""
+    return jax.tree.map(functools.partial(_vary_over, varying_axes(x)), tree)
 
-    def cast(leaf: Array) -> Array:
-        axes = tuple(sorted(varying_axes(x) - varying_axes(leaf)))
-        return lax.pcast(leaf, axes, to="varying") if axes else leaf
 
-    return jax.tree.map(cast, tree)
+def _vary_over(axes: frozenset[str], x: Array) -> Array:
+    return lax.pcast(x, tuple(sorted(axes - varying_axes(x))), to="varying")
 
 
 def on_automatic_axes(function: Callable[..., Any], out_specs: Any, *arguments: Any) -> Any:
@@ -235,22 +230,17 @@ def takes_global_arrays[**Arguments, Result](
         @functools.wraps(function)
         def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
             leaves, tree = jax.tree.flatten((args, kwargs))
-            is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
-            arrays = [leaf for leaf, known in zip(leaves, is_array, strict=True) if known]
-            mesh = _mesh_around(arrays)
-            if not mesh.explicit_axes:
+            arrays = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}
+            if not _mesh_around(list(arrays.values())).explicit_axes:
                 return function(*args, **kwargs)
-            others = [None if known else leaf for leaf, known in zip(leaves, is_array, strict=True)]
 
-            def inside(*arrays: Array) -> Result:
-                rest = iter(arrays)
-                merged = [next(rest) if known else leaf for leaf, known in zip(others, is_array, strict=True)]
-                args, kwargs = jax.tree.unflatten(tree, merged)
+            def inside(arrays: dict[int, Array]) -> Result:
+                args, kwargs = jax.tree.unflatten(tree, [arrays.get(place, x) for place, x in enumerate(leaves)])
                 return function(*args, **kwargs)
 
             first = args[0] if args else kwargs.get(first_name)
             rows = spec_of(first)[:1] if keeps_rows and isinstance(first, jax.Array) else ()
-            return cast(Result, on_automatic_axes(inside, jax.sharding.PartitionSpec(*rows), *arrays))
+            return cast(Result, on_automatic_axes(inside, jax.sharding.PartitionSpec(*rows), arrays))
 
         return run
 
@@ -310,16 +300,16 @@ def rank_on(axis: Axis) -> Array | int:
 
 def all_gather(x: Array, axis: Axis) -> Array:
     """Gather `[...]` of each rank into `[W, ...]`."""
-    return _as_bytes(lambda x: lax.all_gather(x, axis), x) if axis else x[None]
+    return as_bytes(lambda x: lax.all_gather(x, axis), x) if axis else x[None]
 
 
 def exchange(parts: Array, axis: Axis) -> Array:
     """Send `parts[i]` of `[W, ...]` to rank i; return `[W, ...]` with one part from each rank."""
-    return _as_bytes(lambda x: lax.all_to_all(x, axis, 0, 0), parts) if axis else parts
+    return as_bytes(lambda x: lax.all_to_all(x, axis, 0, 0), parts) if axis else parts
 
 
-def _as_bytes(send: Callable[[Array], Array], x: Array) -> Array:
-    """Send FP8 as bytes, which every platform supports."""
+def as_bytes(send: Callable[[Array], Array], x: Array) -> Array:
+    """Send FP8 as bytes, which every platform supports; XLA widens FP8 values for collectives of some."""
     if x.dtype.itemsize > 1:
         return send(x)
     return lax.bitcast_convert_type(send(lax.bitcast_convert_type(x, jnp.uint8)), x.dtype)

@@ -509,6 +509,7 @@ def _known(function: str, name: str, value: Any) -> np.ndarray:
             f"{function}: {name} is traced, expected concrete values; close over it instead of passing it to the"
             " jitted function."
         )
+    check.not_deleted(function, name, value)
     try:
         return np.asarray(value)
     except (TypeError, ValueError) as error:

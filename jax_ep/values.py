@@ -111,8 +111,17 @@ def finite(function: str, name: str, value: Any) -> float:
     return found
 
 
+def not_deleted(function: str, name: str, value: Any) -> None:
+    """Check that an array still has its values, which `donate_argnums` takes away."""
+    if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer) and value.is_deleted():
+        raise ValueError(
+            f"{function}: {name} is a deleted array, expected its values; pass an array before it is donated."
+        )
+
+
 def random_key(function: str, name: str, value: Any) -> jax.Array:
     """Return one key of `jax.random`, of either kind."""
+    not_deleted(function, name, value)
     try:
         jax.eval_shape(jax.random.bits, value)
     except (OverflowError, TypeError, ValueError) as error:

@@ -16,7 +16,7 @@ from jax_ep.checkpoints.decoded import FP8, SCALES, blocks, num_blocks
 from jax_ep.checkpoints.families import Stored
 from jax_ep.checkpoints.files import SINGLE
 from jax_ep.checkpoints.shards import HostCopy, Region, swapped, whole
-from jax_ep.core import json_files
+from jax_ep.core import check, json_files
 from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.formats import fp8
@@ -151,10 +151,7 @@ def _check_array(function: str, what: str, array: Any, shape: tuple[int, ...]) -
         raise TypeError(f"{function}: {what} has dtype {array.dtype}, expected one of {names}; cast it with astype.")
     if array.shape != shape:
         raise ValueError(f"{function}: {what} has shape {array.shape}, expected {shape} for this config; reshape it.")
-    if isinstance(array, jax.Array) and array.is_deleted():
-        raise ValueError(
-            f"{function}: {what} is a deleted array, expected its values; pass an array before it is donated."
-        )
+    check.not_deleted(function, what, array)
     if isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated):
         raise ValueError(
             f"{function}: other processes have parts of {what}, expected all of it on devices of this one; gather it"

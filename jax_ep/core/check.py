@@ -39,6 +39,7 @@ from jax_ep.values import choice as choice
 from jax_ep.values import finite as finite
 from jax_ep.values import flag as flag
 from jax_ep.values import instance as instance
+from jax_ep.values import not_deleted as not_deleted
 from jax_ep.values import number as number
 from jax_ep.values import path as path
 from jax_ep.values import random_key as random_key
@@ -164,10 +165,12 @@ def _jax_array(function: str, name: str, value: Any, shape: str) -> Array:
         )
     if not isinstance(value, jax.Array | np.ndarray) or isinstance(value, np.ma.MaskedArray):
         raise TypeError(f"{function}: {name} is {type_name(value)}, not an array; pass a JAX or NumPy array {shape}.")
+    not_deleted(function, name, value)
     found = None
     with contextlib.suppress(TypeError):
         found = jnp.asarray(value)
-    if found is None or jnp.issubdtype(found.dtype, jax.dtypes.extended):  # such as keys of jax.random
+    # Extended dtypes are those of keys of jax.random, float0 that of gradients of integers.
+    if found is None or found.dtype == jax.dtypes.float0 or jnp.issubdtype(found.dtype, jax.dtypes.extended):
         raise TypeError(f"{function}: {name} has dtype {value.dtype}, expected numbers; cast it with astype.")
     is_wide = isinstance(value, np.ndarray) and value.dtype.kind in "iu" and found.dtype != value.dtype
     if is_wide and (wrapped := value != value.astype(found.dtype)).any():
@@ -316,6 +319,7 @@ def expert_ids(
     remedy: str = "pass one row of at least one expert id per token",
 ) -> Array:
     """Check ids `[T, K]` int32 and set those with a False `token_mask` to -1. Eager ids out of range are an error."""
+    not_deleted(function, "topk_idx", topk_idx)
     # Read the values first: under a trace, the conversion below hides those of a NumPy array.
     known = known_values(topk_idx)
     if isinstance(topk_idx, np.ndarray) and topk_idx.dtype == np.int64:
@@ -414,6 +418,8 @@ def handle(function: str, value: Any, expected: type[Handle] | type[LowLatencyHa
 
 def one_rank(function: str, value: Handle | LowLatencyHandle) -> None:
     """Check that the arrays of a handle are those of one rank."""
+    for part in jax.tree.leaves(value):
+        not_deleted(function, "part of the handle", part)
     if (rank := np.ndim(value.assignment_to_row)) != 3:
         raise ValueError(
             f"{function}: handle.assignment_to_row has {rank} axes, expected 3, [W, T, K] of one rank; call it inside"

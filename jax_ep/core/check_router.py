@@ -43,6 +43,7 @@ def topk(logits: Any, k: Any, router: Router, bias: Any, token_mask: Any, topk_i
 
 def number(function: str, name: str, value: Any) -> None:
     """Check that `value` is a number, which may be traced."""
+    check.not_deleted(function, name, value)
     is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
     is_real = _is_real(value.dtype) if is_array else isinstance(value, int | float) and not isinstance(value, bool)
     if not is_real or np.ndim(value) != 0:

@@ -13,6 +13,7 @@ from jax_ep.core import check
 from jax_ep.tracing import clocks, perfetto, picture, summary
 from jax_ep.tracing.clocks import Clocks, Sent, Timeline
 from jax_ep.tracing.events import EVENT, Launch, Written
+from jax_ep.values import type_name
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -154,6 +155,8 @@ def merge(traces: Iterable[Trace]) -> Trace:
       []
     """
     check.instance("merge", "traces", traces, Iterable, "a list of Trace")
+    if hasattr(traces, "shape"):  # Not all arrays can be iterated over.
+        raise TypeError(f"merge: traces is {type_name(traces)}, expected a list of Trace; pass one.")
     parts = list(traces)
     for part in parts:
         check.instance("merge", "one of traces", part, Trace, "a Trace")

@@ -22,7 +22,7 @@ from jax_ep.core.activations import activate_tokens
 from jax_ep.core.balance import Balance
 from jax_ep.core.check import errors_begin_with
 from jax_ep.core.expert_matrices import ExpertWeights, LoraWeights, QuantizedWeights, base_of, merge_columns
-from jax_ep.core.mesh_axes import check_axes, check_context, rearrange, warn_of_no_mesh
+from jax_ep.core.mesh_axes import check_axes, check_context, check_placed, rearrange, warn_of_no_mesh
 from jax_ep.core.router import Router
 from jax_ep.core.router import SharedExperts as SharedExperts
 from jax_ep.formats.qarrays import own_weights
@@ -296,6 +296,9 @@ class MoE(nnx.Module):
         mesh = self._active_mesh()
         if mesh is None and jax.device_count() > 1:
             warn_of_no_mesh()
+        for name, array in {"x": x, "token_mask": token_mask, "topk_idx": topk_idx}.items():
+            if mesh is not None and array is not None:
+                check_placed("MoE", name, array, mesh)
         if weights is None and (served := self._served()) is not None:
             weights = self._adapted(served)
         tokens = x.astype(self.dtype)

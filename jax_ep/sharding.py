@@ -22,7 +22,16 @@ from jax_ep.core.balance import WORK
 from jax_ep.core.check import errors_begin_with
 from jax_ep.core.expert_matrices import LoraWeights, QArray, QuantizedWeights, base_of, merge_columns
 from jax_ep.core.fp8 import GROUP_SIZE
-from jax_ep.core.mesh_axes import as_bytes, axis_tuple, check_axes, check_context, check_mesh, vary_alike, vmap_axes
+from jax_ep.core.mesh_axes import (
+    as_bytes,
+    axis_tuple,
+    check_axes,
+    check_context,
+    check_mesh,
+    check_placed,
+    vary_alike,
+    vmap_axes,
+)
 from jax_ep.formats import check_quantized
 from jax_ep.formats.qarrays import own_weights
 from jax_ep.ops import balanced
@@ -226,6 +235,8 @@ def sharded_layer(
         given = {name: value for name, value in arrays.items() if value is not None}
         in_specs = {name: specs_of_parts(getattr(axes.specs, _ARRAYS[name]), value) for name, value in given.items()}
         for name, argument in given.items():
+            for part in jax.tree.leaves(argument):
+                check_placed(_FUNCTION, name, part, the_mesh)
             jax.tree.map(partial(_check_explicit, the_mesh, name), argument, in_specs[name])
         return run_sharded(function, options, the_mesh, (in_specs,), out_specs)(given)
 

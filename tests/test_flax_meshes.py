@@ -275,3 +275,23 @@ def test_flax_sizes_that_axes_do_not_divide(axes, changed, match, kind):
     sizes = {"hidden_size": 8, "intermediate_size": 4, "num_experts": 4, "num_experts_per_tok": 2} | changed
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=match):
         MoE(**sizes, axes=MeshAxes(**axes), rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("other", ["Auto", "Explicit"])
+def test_moe_arrays_of_another_mesh(kind, other):
+    types = jax.sharding.AxisType
+    make_mesh((2, 2), ("data", "expert"))  # Skips if there are too few devices.
+    mesh = jax.make_mesh((2,), ("expert",), axis_types=(getattr(types, kind),), devices=jax.devices()[:2])
+    theirs = jax.make_mesh(
+        (2, 2), ("data", "expert"), axis_types=(getattr(types, other),) * 2, devices=jax.devices()[:4]
+    )
+    x = jax.device_put(jnp.ones((8, H)), jax.sharding.NamedSharding(theirs, P("data")))
+    moe = MoE(**SIZES, mesh=mesh, rngs=nnx.Rngs(0))
+    match = r"x is on another mesh, on .*devices \[0, 1, 2, 3\], expected the mesh of the layer, .*device_put"
+    with pytest.raises(ValueError, match=f"MoE: {match}"):
+        moe(x)
+    idx, (w_gate_up, w_down) = jnp.zeros((8, K), jnp.int32), (moe.w_gate_up[...], moe.w_down[...])
+    layer = jax_ep.sharding.sharded_moe(mesh, num_experts=E)
+    with pytest.raises(ValueError, match=f"sharded_moe: {match}"):
+        layer(x, idx, jnp.ones((8, K)), w_gate_up, w_down)

@@ -24,7 +24,7 @@ from numpy.typing import DTypeLike
 
 from jax_ep.core import check, json_files
 from jax_ep.core.json_files import OBJECT, TEXT, Schema, array, integer, mapping, record, value_of
-from jax_ep.values import shown, type_name
+from jax_ep.values import cut, shown, type_name
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
@@ -97,8 +97,8 @@ def _system_errors(function: str, path: str | Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise type(error)(
-            f"{function}: cannot read {path} ({error.strerror}), expected a regular file of a Hugging Face checkpoint;"
-            " check the path, or download it with jax_ep.checkpoints.download."
+            f"{function}: cannot read {cut(path, 4096)} ({error.strerror}), expected a regular file of a Hugging Face"
+            " checkpoint; check the path, or download it with jax_ep.checkpoints.download."
         ) from error
 
 

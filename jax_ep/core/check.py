@@ -299,7 +299,7 @@ def tokens(function: str, x: Any) -> Tokens:
         return plain_tokens(function, x)
     if len(x) != 2:
         raise ValueError(f"{function}: x is a tuple of {len(x)}, expected 2; pass (values, scales).")
-    return quantized(function, *x)
+    return quantized(function, *x, "[T, H >= 1]")
 
 
 def plain_tokens(function: str, x: Any) -> Array:

@@ -51,6 +51,20 @@ def check_axes(
         )
 
 
+def check_placed(function: str, name: str, array: Any, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> None:
+    """Check that an array is not sharded over axes, or placed on devices, of another mesh."""
+    entries = jax.typeof(array).sharding.spec
+    where = [f"axis {axis!r}" for entry in entries for axis in axis_tuple(entry or ()) if axis not in mesh.shape]
+    is_placed = isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and array.committed
+    if is_placed and isinstance(mesh, jax.sharding.Mesh) and array.sharding.device_set != set(mesh.devices.flat):
+        where.append(f"devices {sorted(device.id for device in array.sharding.device_set)}")
+    if where:
+        raise ValueError(
+            f"{function}: {name} is on another mesh, on {' and '.join(where)}, expected the mesh of the layer,"
+            f" {dict(mesh.shape)}; move it with jax.device_put({name}, jax.sharding.NamedSharding(mesh, spec))."
+        )
+
+
 def check_context(function: str, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, axes: Iterable[str]) -> None:
     """Check that a function of global arrays, which opens a `shard_map` over `axes` of a mesh, can do so here."""
     around = jax.sharding.get_abstract_mesh()

@@ -13,7 +13,7 @@ from jax_ep.core import check
 from jax_ep.tracing import clocks, perfetto, picture, summary
 from jax_ep.tracing.clocks import Clocks, Sent, Timeline
 from jax_ep.tracing.events import EVENT, Launch, Written
-from jax_ep.values import type_name
+from jax_ep.values import cut, type_name
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -34,6 +34,9 @@ class Trace(Timeline):
     @classmethod
     def of_devices(cls, written: Mapping[int, Written], *, is_ordered_only: bool = False) -> Trace:
         """Return the trace of these devices, without those that have written nothing."""
+        check.instance("Trace.of_devices", "written", written, Mapping, "a dict of what devices have written")
+        for one in written.values():
+            check.instance("Trace.of_devices", "a value of written", one, Written, "what one device has written")
         written = {device: one for device, one in written.items() if one.launches or one.num_dropped}
         events = np.concatenate([np.zeros((0,), EVENT), *(one.events for one in written.values())])
         launches = {(d, number): launch for d, one in written.items() for number, launch in one.launches.items()}
@@ -60,7 +63,7 @@ class Trace(Timeline):
             last = check.integer("Trace.only", "last", last)
         known = {launch.kernel for launch in self.launches.values()}
         if unknown := set(kernels) - known:
-            missing, there = (", ".join(sorted(map(str, names))) or "nothing" for names in (unknown, known))
+            missing, there = (cut(", ".join(sorted(map(str, names))), 300) or "nothing" for names in (unknown, known))
             raise ValueError(f"Trace.only: no launch of {missing} was recorded; there is {there}.")
         kept: dict[tuple[int, int], Launch] = {}
         for device in self.devices:

@@ -137,6 +137,12 @@ def test_zero_sizes_invalid(name, sizes, words, implementation):
     assert str(caught.value).startswith(f"{name}: {words}")
 
 
+def test_zero_sizes_quantized_tokens(implementation):
+    x = jnp.zeros((4, 0), jnp.float8_e4m3fn), ones(4, 1)
+    with pytest.raises(ValueError, match=r"dispatch: values has shape \(4, 0\), expected H >= 1"):
+        jax_ep.dispatch(x, jnp.zeros((4, 2), jnp.int32), num_experts=4, axis_name=(), implementation=implementation)
+
+
 COMBINES = {
     "combine": lambda d, ids, weights, **on: jax_ep.combine(d.tokens[:, :0], d.handle, **on),
     "grouped_gemm_combine": lambda d, ids, weights, **on: jax_ep.grouped_gemm_combine(

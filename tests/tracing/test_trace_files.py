@@ -145,6 +145,18 @@ def test_trace_merges_processes(trace, tmp_path):
         tracing.merge([parts[0], ordered])
 
 
+@pytest.mark.parametrize("devices", [None, [], np.array(2), {0: 1}], ids=["none", "list", "array", "number"])
+def test_trace_of_devices_mistakes(devices):
+    with pytest.raises(TypeError, match=r"Trace.of_devices: .*written is .*, expected"):
+        tracing.Trace.of_devices(devices)
+
+
+def test_trace_only_long_name():
+    with pytest.raises(ValueError, match=r"Trace.only: no launch of x+\.\.\.x+ was recorded") as caught:
+        tracing.Trace.of_devices({0: written(0)}).only("x" * 100_000)
+    assert len(str(caught.value)) < 1000
+
+
 def test_trace_order_without_time(tmp_path):
     trace = tracing.Trace.of_devices({d: written(d) for d in ROWS}, is_ordered_only=True)
     times = sorted({t for rows in ROWS.values() for row in rows for t in row[-2:]})

@@ -113,6 +113,7 @@ REFUSALS = {
     "triton": (
         *(_OLD_GPU, "cannot write to the memory of", "its fused kernels", "are not whole 16-byte words"),
         *("it has no masked grouped GEMM", "takes bfloat16 and float16 without FP8 on the wire"),
+        "tensor cores lack the precision of float32; xla: reproducible=True",
     ),
     "pallas": ("its kernels are for compute capability", "it has no ", "its GEMMs support", "reproducible=True"),
     "xla": ("it has no fused kernels", "its operations are separate kernels", "reproducible=True"),

@@ -21,6 +21,7 @@ def shapes(*arrays):
     return [jax.ShapeDtypeStruct(*array) for array in arrays]
 
 
+SEVERAL = jax_ep.Schedule(single_launch=False)
 TOKENS = ((T, H), BF16), ((T, K), jnp.int32), ((T, K), F32)
 LAYER = shapes(*TOKENS, ((E, H, 2 * INNER), BF16), ((E, INNER, H), BF16))
 
@@ -115,7 +116,8 @@ def test_explain_arguments_of_every_kind():
     """Static values by position, structures of arrays by keyword, and results that are no arrays."""
     x, _, _, *weights = LAYER
     biases = tuple(shapes(((E, 2 * INNER), BF16), ((E, H), BF16)))
-    found = jax_ep.explain(routed_moe, x, jax.ShapeDtypeStruct((T, E), F32), K, *weights, biases=biases)
+    routed = partial(routed_moe, schedule=SEVERAL)
+    found = jax_ep.explain(routed, x, jax.ShapeDtypeStruct((T, E), F32), K, *weights, biases=biases)
     assert found.rows[0].part == "router" and len(found.rows) > 10
 
     def named(text, *args):
@@ -159,7 +161,7 @@ def test_explain_balance_default_copies(chosen, inner, copies, two_ranks):
 
 
 CALLS = {
-    "moe": (layer(), 1),
+    "moe": (layer(schedule=SEVERAL), 1),
     "moe in FP8": (layer(recipe="fp8"), 1),
     "moe with FP8 on the wire": (layer(schedule=FP8_WIRE), 1),
     "dispatch and combine": (lambda *args: exchange(*args[:3]), 2),

@@ -111,6 +111,8 @@ def _moe(mode, balance, x, topk_idx, topk_weights, *weights):
 @pytest.mark.slow(unless={"layer": [_parts], "spare": [1]})
 def test_launches_of_balanced_layers_depend_on_each_other(layer, spare, implementation, expert_mesh, rng):
     """Two layers, forward and backward; with 1 spare expert, `moe` has later passes."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("it finds the launches of the interpreter in the program")
     balance, arrays = jax_ep.Balance(1.0, spare), Layer(rng, "uniform", 2, SHAPE, BF16).args
 
     def loss(x, topk_weights, w_gate_up, w_down, topk_idx):

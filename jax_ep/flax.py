@@ -21,7 +21,14 @@ from jax_ep.core import check, check_router
 from jax_ep.core.activations import activate_tokens
 from jax_ep.core.balance import Balance
 from jax_ep.core.check import errors_begin_with
-from jax_ep.core.expert_matrices import ExpertWeights, LoraWeights, QuantizedWeights, base_of, merge_columns
+from jax_ep.core.expert_matrices import (
+    ExpertWeights,
+    LoraWeights,
+    QuantizedWeights,
+    base_of,
+    is_stored_transposed,
+    merge_columns,
+)
 from jax_ep.core.mesh_axes import check_axes, check_context, check_placed, rearrange, warn_of_no_mesh
 from jax_ep.core.router import Router
 from jax_ep.core.router import SharedExperts as SharedExperts
@@ -258,10 +265,9 @@ class MoE(nnx.Module):
         Args:
           x: `[..., H]` tokens of any floating dtype, which the layer casts to `dtype`.
           weights: replace the expert weights. The result of `serving_weights` is for inference: if a device has at most
-            `jax_ep.serving.LOW_LATENCY_TOKENS` tokens, `jax_ep.low_latency_moe`, for experts on one device `moe`, or
-            without a mesh `jax_ep.serving.routed_moe`, runs with it; with more, the layer uses its own weights. The
-            result of `training_weights` changes neither the output nor a gradient; `recipe="fp8"` then quantizes no
-            weights.
+            `jax_ep.serving.LOW_LATENCY_TOKENS` tokens, `jax_ep.low_latency_moe` runs with it, or without a mesh and
+            with quantized weights `jax_ep.serving.routed_moe`; with more, the layer uses its own weights. The result of
+            `training_weights` changes neither the output nor a gradient; `recipe="fp8"` then quantizes no weights.
           token_mask: `[...]` bool. Tokens where it is False are padding: they go to no routed expert and count in no
             metric, so they cost nothing and take no place in `capacity`. Shared experts pass them.
           topk_idx: `[..., K]` int32, the experts of an earlier pass, its `metrics.topk_idx`: this pass sends the tokens
@@ -644,9 +650,12 @@ class MoE(nnx.Module):
                 options["schedule"] = dataclasses.replace(
                     self.schedule, wire_dtype=None, dispatch_mode=None, combine_mode=None
                 )
-            if mesh is None:
+            if mesh is None and not is_stored_transposed(weights.w_gate_up):
                 return self._on_one_device(arrays, logits, mask, weights, options), {}
-            options |= {"num_experts": self.num_experts, "axis_name": self.axes.expert}
+            options["num_experts"] = self.num_experts
+            if mesh is None:
+                return serve(*arrays, weights, axis_name=(), **options), {}
+            options["axis_name"] = self.axes.expert
             in_specs = specs.tokens, specs.routing, specs.routing, P(self.axes.expert_axes)
             return run_sharded(serve, options, self.mesh, in_specs, specs.tokens)(*arrays, weights), {}
         w_gate_up, w_down, b_gate_up, b_down = self._weights(weights)

@@ -11,13 +11,12 @@ from jax_ep.core import check
 from jax_ep.core.check import operation
 from jax_ep.core.expert_matrices import ExpertWeights
 from jax_ep.core.fp8 import GROUP_SIZE
-from jax_ep.core.mesh_axes import axis_size, on_automatic_axes, resized_spec
+from jax_ep.core.mesh_axes import on_automatic_axes, resized_spec
 from jax_ep.formats import check_quantized
-from jax_ep.ops.moe import moe
 from jax_ep.ops.moe import routed_moe as routed_moe
 from jax_ep.ops.moe_low_latency import low_latency_moe
 from jax_ep.quantization import quantize, with_layout
-from jax_ep.types import Array, AxisName, Biases, Experts
+from jax_ep.types import Array, Biases, Experts
 
 LOW_LATENCY_TOKENS = 128
 """Most tokens per rank for which `jax_ep.flax.MoE` takes the low-latency path; with more, it takes that of `moe`.
@@ -28,13 +27,11 @@ tokens and top-8 of 256 experts, an expert has tens of rows, and its GEMMs are s
 """
 
 
-def serve(
-    x: Array, topk_idx: Array, topk_weights: Array, weights: ExpertWeights, *, axis_name: AxisName, **options: Any
-) -> Array:
-    """Run `low_latency_moe`, or on one rank `moe`, which may be one launch; `options` are their other arguments."""
-    layer = moe if axis_size(axis_name, function="MoE") == 1 else low_latency_moe
-    options |= {"axis_name": axis_name, "biases": (weights.b_gate_up, weights.b_down)}
-    return layer(x, topk_idx, topk_weights, weights.w_gate_up, weights.w_down, **options)
+def serve(x: Array, topk_idx: Array, topk_weights: Array, weights: ExpertWeights, **options: Any) -> Array:
+    """Run `low_latency_moe`; `options` are its other arguments."""
+    w_gate_up, w_down, *biases = weights
+    options["biases"] = tuple(biases)
+    return low_latency_moe(x, topk_idx, topk_weights, w_gate_up, w_down, **options)
 
 
 @operation

@@ -201,7 +201,8 @@ class Schedule:
         sooner, more need fewer flags.
       rows_in_flight: rows that each combine program prefetches while it adds others, 1 to 10.
       single_launch: True: `fused_moe`, the whole layer on one device, is one kernel; False: several. True exists in
-        `triton`, for 16-bit tokens. With gradients the layer always uses several.
+        `triton`, for 16-bit tokens. With gradients the layer always uses several. For `low_latency_moe`, True: each
+        rank gets the tokens of all ranks, and one kernel runs its experts; False: rows go to their experts.
       reproducible: True: neither other tokens, nor the number of ranks, nor `Balance` change the bits of a token's
         result and gradient, see docs/numerics.md. False and None: rows are added where that is fastest.
 

@@ -83,6 +83,7 @@ _CONTRACT = "tests/contract/test_{}.py"
 _WHOLE = (
     *("balance_plan_kernels", "dispatch_combine", "experts", "grouped_gemm", "grouped_gemm_fp8", "grouped_gemm_gluon"),
     *("low_latency", "low_latency_gemm_combine", "low_latency_moe", "masked", "quantized_gemm", "quantized_gemm_gluon"),
+    "low_latency_gathered",
     *("reproducible", "result_dtype", "single_launch", "single_launch_gluon", "sorted_slots", "weight_gradient_gluon"),
     *("grouped_gemm16_gluon", "gemm_activation"),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeGuard, cast, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -196,9 +196,14 @@ def base_of(w: Any) -> Any:
     return w.base if isinstance(w, LoraWeights) else w
 
 
+def is_stored_transposed(w: Any) -> TypeGuard[QuantizedWeights]:
+    """Return whether these are weights without a format that are no array, as `quantize(w, None)` returns."""
+    return isinstance(w, QuantizedWeights) and w.format is None
+
+
 def as_array(w: Array | QuantizedWeights) -> Array | QuantizedWeights:
     """Return weights without a format as an array `[..., K, N]`, and others unchanged."""
-    return jnp.swapaxes(w.values, -1, -2) if isinstance(w, QuantizedWeights) and w.format is None else w
+    return jnp.swapaxes(w.values, -1, -2) if is_stored_transposed(w) else w
 
 
 def as_transposed(w: Array | QuantizedWeights) -> QuantizedWeights:

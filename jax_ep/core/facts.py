@@ -146,13 +146,19 @@ class QuantizedGemmFacts(Facts):
 
 @dataclasses.dataclass(frozen=True)
 class FusedMoEFacts(Facts):
-    """The whole expert layer of one device, of `num_slots` assignments."""
+    """The whole expert layer of one device, of `num_slots` assignments to the experts of all ranks."""
 
     operation = "fused_moe"
     experts: Experts
     num_slots: int
     w_gate_up: Weights
     w_down: Weights
+    num_ranks: int = 1
+
+    @property
+    def own_slots(self) -> int:
+        """Assignments to the experts of this device, if those of all ranks are chosen alike."""
+        return -(-self.num_slots // self.num_ranks)
 
 
 @dataclasses.dataclass(frozen=True)

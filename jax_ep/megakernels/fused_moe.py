@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jax_ep.core import check
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import ExpertWeights, QuantizedWeights
+from jax_ep.core.facts import FusedMoEFacts
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.kernel import Argument, Config, Descriptor, Kernel
 from jax_ep.core.layout import SortSizes, power_of_two
@@ -102,6 +103,15 @@ def is_fastest(num_slots: int, dtype: DTypeLike, w_gate_up: Matrices, w_down: Ma
     )
 
 
+def gathers(facts: FusedMoEFacts) -> bool:
+    """Return whether this launch takes less time for the tokens of all ranks than several for rows of its experts.
+
+    It does with prepacked weights (decode_layer_qwen3.json, decode_layer_gpt_oss.json), but not with those of 8 and 16
+    bits (no report).
+    """
+    return _takes_in_gluon(facts.experts, facts.num_slots, facts.dtype, facts.w_gate_up, facts.w_down)
+
+
 def _bits(w_down: Matrices) -> tuple[int, bool]:
     """Return the bits of an element, and whether rows are FP8, too."""
     if not isinstance(w_down, QuantizedWeights):
@@ -138,6 +148,7 @@ class _Routing(NamedTuple):
     top_k: int
     arrays: tuple[Array, ...]  # ids and weights, or logits, bias and mask
     router: RouterSizes | None  # None: ids and weights
+    num_ranks: int = 1  # about one in so many ids is that of an expert of this device
 
     def results(self, num_tokens: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         """Describe the ids and weights that the launch chooses; of one element if it does not."""
@@ -153,10 +164,15 @@ def fused_moe(
     parts: ExpertWeights,
     *,
     out_dtype: DTypeLike,
+    num_ranks: int = 1,
 ) -> Array:
-    """Compute the expert layer of one device: `jax_ep.moe` without a mesh axis, with checked arguments."""
+    """Compute the expert layer of one device: `jax_ep.moe` without a mesh axis, with checked arguments.
+
+    With more than one rank, about one in `num_ranks` ids is that of an expert here, and the others are -1.
+    """
     x, topk_idx, topk_weights, parts = vary_alike((x, topk_idx, topk_weights, parts))
-    return _launch(experts, x, _Routing(topk_idx.shape[1], (topk_idx, topk_weights), None), parts, out_dtype)[0]
+    routing = _Routing(topk_idx.shape[1], (topk_idx, topk_weights), None, num_ranks)
+    return _launch(experts, x, routing, parts, out_dtype)[0]
 
 
 def routed_moe(
@@ -213,9 +229,11 @@ def _launch(
 ) -> tuple[Array, Array]:
     """Run the kernel; return the output and the ids that it has chosen, if it does."""
     w_gate_up, w_down, *biases = parts
-    if runs_layer_in_gluon(experts, x.shape[0] * routing.top_k, x.dtype, w_gate_up, w_down):
+    slots, num_ranks = x.shape[0] * routing.top_k, routing.num_ranks
+    if runs_layer_in_gluon(experts, slots, x.dtype, w_gate_up, w_down, num_ranks=num_ranks):
         return _by_gluon(experts, x, routing, parts, out_dtype)
-    config, sizes = fused_sizes(experts, x.shape, routing.top_k, w_gate_up, w_down, routing.router)
+    weights = w_gate_up, w_down
+    config, sizes = fused_sizes(experts, x.shape, routing.top_k, *weights, routing.router, num_ranks=num_ranks)
     (gate_up, gate_up_scales), (down, down_scales) = (
         _operands(w, product) for w, product in ((w_gate_up, sizes.gate_up), (w_down, sizes.down))
     )
@@ -279,15 +297,18 @@ def fused_sizes(
     w_gate_up: Matrices,
     w_down: Matrices,
     router: RouterSizes | None = None,
+    *,
+    num_ranks: int = 1,
 ) -> tuple[Config, FusedMoE]:
     """Return config and sizes for tokens `[T, H]`, from shapes and formats of the weights."""
     (num_tokens, hidden), (num_experts, intermediate, _) = shape, w_down.shape
     slots, (bits, in_fp8) = num_tokens * top_k, _bits(w_down)
+    own_slots = -(-slots // num_ranks)
     prepacked = [isinstance(w, QuantizedWeights) and w.is_prepacked for w in (w_gate_up, w_down)]
     halves = prepacked[0] and experts.gated and not experts.interleaved
     swap_ab = any(map(_swaps_ab, (w_gate_up, w_down)))
-    default = fused_tiles(slots, num_experts, hidden, intermediate, bits, in_fp8=in_fp8, swap_ab=swap_ab)
-    tiles = tuned.tiles(default, "fused_moe", **layer_facts(slots, w_down))
+    default = fused_tiles(own_slots, num_experts, hidden, intermediate, bits, in_fp8=in_fp8, swap_ab=swap_ab)
+    tiles = tuned.tiles(default, "fused_moe", **layer_facts(own_slots, w_down))
     _check_tiles(tiles, in_fp8=in_fp8, prepacked=any(prepacked))
     wide = 2 if experts.interleaved or halves else 1
     sizes = FusedMoE(
@@ -470,14 +491,18 @@ class GluonLayerTiles:
     }
 
 
-def runs_layer_in_gluon(experts: Experts, slots: int, dtype: DTypeLike, w_gate_up: Matrices, w_down: Matrices) -> bool:
-    """Return whether the kernel in Gluon computes the layer of this many assignments of `dtype` tokens."""
-    read = [w for w in (w_gate_up, w_down) if isinstance(w, QuantizedWeights) and is_gluon_operand(w, dtype)]
-    alike = len(read) == 2 and read[0].format == read[1].format
-    takes = alike and experts.gated and slots <= _MOST_UNSORTED
-    facts = layer_facts(slots, w_down)
+def runs_layer_in_gluon(
+    experts: Experts, slots: int, dtype: DTypeLike, w_gate_up: Matrices, w_down: Matrices, *, num_ranks: int = 1
+) -> bool:
+    """Return whether the kernel in Gluon computes the layer of this many assignments of `dtype` tokens.
+
+    About one in `num_ranks` of them is to an expert of this device.
+    """
+    takes = _takes_in_gluon(experts, slots, dtype, w_gate_up, w_down)
+    own_slots = -(-slots // num_ranks)
+    facts = layer_facts(own_slots, w_down)
     # Its tiles are wide: a single token of Qwen3-30B-A3B has fewer tasks, and smaller tiles in Triton take less time.
-    wanted = takes and runs_gluon() and _gluon_layer(slots, w_down).hidden_tasks(_HALF) > all_programs(1)
+    wanted = takes and runs_gluon() and _gluon_layer(own_slots, w_down).hidden_tasks(_HALF) > all_programs(1)
     default = Language(wanted)
     if not tuned.tiles(default, "fused_moe", **facts).gluon:
         return False
@@ -490,6 +515,13 @@ def runs_layer_in_gluon(experts: Experts, slots: int, dtype: DTypeLike, w_gate_u
             " out of the settings of fused_moe."
         )
     return True
+
+
+def _takes_in_gluon(experts: Experts, slots: int, dtype: DTypeLike, w_gate_up: Matrices, w_down: Matrices) -> bool:
+    """Return whether the kernel in Gluon supports this layer, on GPUs that run it."""
+    read = [w for w in (w_gate_up, w_down) if isinstance(w, QuantizedWeights) and is_gluon_operand(w, dtype)]
+    alike = len(read) == 2 and read[0].format == read[1].format
+    return alike and experts.gated and slots <= _MOST_UNSORTED
 
 
 def _gluon_layer(slots: int, w_down: Matrices) -> _Layer:
@@ -559,7 +591,7 @@ def _by_gluon(
 ) -> tuple[Array, Array]:
     """Run the kernel in Gluon as `_launch` does."""
     slots = x.shape[0] * routing.top_k
-    tiles = gluon_tiles(slots, parts.w_down)
+    tiles = gluon_tiles(-(-slots // routing.num_ranks), parts.w_down)
     sizes = gluon_sizes(x.shape, routing.top_k, parts.w_down, tiles, routing.router)
     counters = new_counters(3 + min(slots, sizes.num_experts + slots // sizes.tile_m), x)
     results: tuple[Argument, ...] = (

@@ -271,6 +271,15 @@ def _of_low_latency_gemm(plan: serving.LowLatencyGemmPlan) -> Iterator[Row]:
 
 
 @_rows.register
+def _of_gathered_layer(plan: serving.GatheredLayerPlan) -> Iterator[Row]:
+    if plan.dispatch is not None:
+        yield _row("dispatch of all tokens to all ranks", plan.dispatch.part)
+    yield from _of_part(plan.layer)
+    if plan.combine is not None:
+        yield _row("combine", plan.combine.part)
+
+
+@_rows.register
 def _of_low_latency_layer(plan: serving.LowLatencyLayerPlan) -> Iterator[Row]:
     yield _row("dispatch", plan.dispatch.part)
     yield from _quantized(plan.first, "first GEMM")

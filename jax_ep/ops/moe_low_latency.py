@@ -8,23 +8,35 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from jax_ep.core import check, check_fp8
 from jax_ep.core.autodiff import call_without_gradient
 from jax_ep.core.check import operation
 from jax_ep.core.dtypes import FP8, accumulation_dtype
-from jax_ep.core.expert_matrices import ExpertWeights, QArray, QuantizedWeights, as_transposed
+from jax_ep.core.expert_matrices import ExpertWeights, QArray, QuantizedWeights, as_array, as_transposed
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.layout import add_bias_of_blocks
-from jax_ep.core.mesh_axes import takes_global_arrays, vary_alike
+from jax_ep.core.mesh_axes import rank_on, takes_global_arrays, vary_alike
 from jax_ep.formats import check_quantized
 from jax_ep.formats.qarrays import own_weights
 from jax_ep.ops import hierarchical, plan_serving, registry
 from jax_ep.ops.low_latency import check_combine, checked_layout, checked_max_tokens, combine_tokens, dispatch_tokens
 from jax_ep.ops.masked import activate, checked_operands, multiply, prepared_rows
-from jax_ep.ops.plan_serving import LowLatencyGemmPlan
-from jax_ep.types import Array, AxisName, Biases, Experts, LowLatencyHandle, Options, Schedule, Tokens, Topology
+from jax_ep.ops.plan_serving import GatheredLayerPlan, LowLatencyGemmPlan
+from jax_ep.types import (
+    Array,
+    AxisName,
+    Biases,
+    Experts,
+    Layout,
+    LowLatencyHandle,
+    Options,
+    Schedule,
+    Tokens,
+    Topology,
+)
 
 _NAME = "low_latency_moe"
 
@@ -49,8 +61,10 @@ def low_latency_moe(
 ) -> Array:
     """Run the expert layer for a few tokens per rank, in FP8 or in the dtype of x: `moe` for decoding.
 
-    It runs `low_latency_dispatch`, `masked_grouped_gemm`, `masked_gated_activation` and `low_latency_gemm_combine`. It
-    is for inference and has no gradient.
+    It runs `low_latency_dispatch`, `masked_grouped_gemm`, `masked_gated_activation` and `low_latency_gemm_combine`. Or
+    all ranks get all tokens, each runs its experts in one launch, as `fused_moe` does, and a combine adds the sums of
+    the ranks: with 4-bit weights that is faster, and `single_launch` in the schedule decides otherwise. It is for
+    inference and has no gradient.
 
     Args:
       x: `[T, H]` bfloat16, float16, float32 or float64 tokens of this rank.
@@ -111,7 +125,6 @@ def low_latency_moe(
     out_dtype = check.result_dtype(_NAME, out_dtype, x.dtype)
     given = ExpertWeights(*pair, *check.biases(_NAME, biases))
     experts, parts = check_quantized.layer(_NAME, experts, given, num_experts // num_ranks, x.shape[1], x.dtype)
-    parts = parts._replace(w_gate_up=as_transposed(parts.w_gate_up), w_down=as_transposed(parts.w_down))
     tokens, parts = vary_alike(((x, topk_idx, topk_weights), parts), over=options.axis)
     if experts.weight_on == "output":
         return _run_experts(options, experts, num_experts, num_tokens, out_dtype, parts, *tokens)
@@ -152,6 +165,11 @@ def _run_experts(
 ) -> Array:
     """Return the layer's result `[T, H]` for checked arguments."""
     layout = checked_layout(options, num_experts, max_tokens, topk_idx.shape[1])
+    whole = plan_serving.gathered_layer(options, experts, layout, parts, x.dtype, out_dtype)
+    if whole is not None:
+        run = partial(_gather, options, whole, experts, layout, out_dtype)
+        return call_without_gradient(_remedy(options), run, x, topk_idx, topk_weights, parts)
+    parts = parts._replace(w_gate_up=as_transposed(parts.w_gate_up), w_down=as_transposed(parts.w_down))
     plan = plan_serving.low_latency_layer(options, experts, layout, parts, x.dtype, out_dtype)
     group_size = GROUP_SIZE if parts.w_gate_up.activations == "fp8" else None
     tokens, scales, sizes, handle = dispatch_tokens(plan.dispatch, layout, group_size, x, topk_idx, None)
@@ -162,6 +180,41 @@ def _run_experts(
     values, scales = activate(plan.activation, experts, inner, hidden, sizes, parts.b_gate_up, quantize)
     second = values if scales is None else (values, scales), parts.w_down, sizes
     return _multiply_and_combine(plan.second, out_dtype, rows, topk_weights, handle, parts.b_down, *second)
+
+
+def _gather(
+    options: Options,
+    plan: GatheredLayerPlan,
+    experts: Experts,
+    layout: Layout,
+    out_dtype: DTypeLike,
+    x: Array,
+    topk_idx: Array,
+    topk_weights: Array,
+    parts: ExpertWeights,
+) -> Array:
+    """Send all tokens to all ranks; each rank sums the outputs of its experts, and combine adds these sums."""
+    from jax_ep.megakernels.fused_moe import fused_moe
+
+    parts = parts._replace(w_gate_up=as_array(parts.w_gate_up), w_down=as_array(parts.w_down))
+    if plan.dispatch is None or plan.combine is None:
+        if x.shape[0] == 0:
+            return x.astype(out_dtype)
+        return fused_moe(experts, x, topk_idx, topk_weights, parts, out_dtype=out_dtype)
+    to_ranks, top_k = plan.layout(layout), topk_idx.shape[1]
+    ranks = np.tile(np.arange(layout.num_ranks, dtype=np.int32), (x.shape[0], 1))
+    # Ids and router weights travel with their token, where FP8 tokens have scales. Float32 has all ids.
+    routing = jnp.concatenate([topk_idx.astype(jnp.float32), topk_weights.astype(jnp.float32)], axis=1)
+    x, ids, ones = vary_alike((x, jnp.asarray(ranks), jnp.ones(ranks.shape, jnp.float32)))
+    tokens, routings, sizes, handle = dispatch_tokens(plan.dispatch, to_ranks, None, (x, routing), ids, None)
+    routing = cast(Array, routings)[0]
+    local = routing[:, :top_k].astype(jnp.int32) - rank_on(options.axis) * layout.num_local_experts
+    has_row = jnp.arange(tokens.shape[1], dtype=jnp.int32)[:, None] < sizes[0]
+    is_local = has_row & (local >= 0) & (local < layout.num_local_experts)
+    local = jnp.where(is_local, local, -1)
+    weights = jnp.where(is_local, routing[:, top_k:], 0)
+    y = fused_moe(experts, tokens[0], local, weights, parts, out_dtype=out_dtype, num_ranks=layout.num_ranks)
+    return combine_tokens(plan.combine, y[None], ones, handle)
 
 
 def _one_token_per_expert(x: Array, topk_idx: Array, topk_weights: Array) -> tuple[Array, Array, Array]:
@@ -276,5 +329,8 @@ def _multiply_and_combine(
 
     operands = (rows, rhs, group_sizes, topk_weights, handle, bias)
     run_one = unfused if plan.fused is None else fused
-    remedy = f"{options.function} has no gradient: train with moe, or with a layer that is not for serving."
-    return call_without_gradient(remedy, run_one, *operands)
+    return call_without_gradient(_remedy(options), run_one, *operands)
+
+
+def _remedy(options: Options) -> str:
+    return f"{options.function} has no gradient: train with moe, or with a layer that is not for serving."

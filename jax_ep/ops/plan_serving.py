@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jax_ep.core.dtypes import FP8
-from jax_ep.core.expert_matrices import ExpertWeights, QuantizedWeights
+from jax_ep.core.expert_matrices import ExpertWeights, QuantizedWeights, as_array, is_stored_transposed
 from jax_ep.core.facts import (
     ExchangeFacts,
     Facts,
@@ -153,6 +153,49 @@ def low_latency_layer(
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class GatheredLayerPlan:
+    """The expert layer of decode-sized batches, one launch on each rank for the tokens of all ranks."""
+
+    dispatch: PartPlan | None  # of all tokens to all ranks; None: there is one rank
+    layer: Part
+    combine: PartPlan | None  # of one row per token and rank
+
+    @staticmethod
+    def layout(layout: Layout) -> Layout:
+        """Return the layout of an all-to-all whose experts are the ranks."""
+        ranks = layout.num_ranks
+        return dataclasses.replace(layout, num_experts=ranks, top_k=ranks, capacity=ranks * layout.num_tokens)
+
+
+@resolution
+def gathered_layer(
+    options: Options, experts: Experts, layout: Layout, weights: ExpertWeights, dtype: DTypeLike, out_dtype: DTypeLike
+) -> GatheredLayerPlan | None:
+    """Resolve whether the layer of tokens of `dtype` gathers them, as the schedule says or where that is faster.
+
+    Raises:
+      ValueError: the schedule asks for it, and no launch is the layer of a rank.
+    """
+    if is_stored_transposed(weights.w_gate_up) and not options.schedule.single_launch:
+        return None  # such a launch would copy these weights
+    up, down = map(as_array, weights[:2])
+    facts = FusedMoEFacts(jnp.dtype(dtype), experts, layout.num_slots, up, down, layout.num_ranks)
+    layer = single_launch(dataclasses.replace(options, axis=()), facts, ())
+    if layer is None:
+        return None
+    if layout.num_ranks == 1:
+        return GatheredLayerPlan(None, layer, None)
+    to_ranks, hidden = GatheredLayerPlan.layout(layout), down.shape[2]
+    sent, returned = (LowLatencyFacts(jnp.dtype(kind), hidden, to_ranks) for kind in (dtype, out_dtype))
+    if options.schedule.single_launch is None:
+        from jax_ep.megakernels.fused_moe import gathers
+
+        if registry.unsupported_reason(layer.implementation, sent, options) is not None or not gathers(facts):
+            return None
+    return GatheredLayerPlan(one_part(options, sent), layer, one_part(options, returned))
+
+
 def multiplied_dtype(dtype: DTypeLike, rhs: QuantizedWeights) -> np.dtype:
     """Return the dtype of rows that a GEMM with these weights reads."""
     return {None: jnp.dtype(dtype), "fp8": FP8, "int8": jnp.dtype(jnp.int8)}[rhs.activations]
@@ -223,9 +266,9 @@ def single_launch(options: Options, facts: FusedMoEFacts, others: Sequence[str])
     from jax_ep.megakernels.fused_moe import is_fastest
 
     num_experts, hidden, columns = facts.w_gate_up.shape
-    gemm_facts = GemmFacts(facts.dtype, facts.num_slots, hidden, columns, num_experts, facts.dtype)
+    gemm_facts = GemmFacts(facts.dtype, facts.own_slots, hidden, columns, num_experts, facts.dtype)
     specialized = registry.is_specialized(name, gemm_facts)
-    if is_fastest(facts.num_slots, facts.dtype, facts.w_gate_up, facts.w_down, specialized=specialized):
+    if is_fastest(facts.own_slots, facts.dtype, facts.w_gate_up, facts.w_down, specialized=specialized):
         return Part("fused_moe", name)
     return None
 

@@ -5,9 +5,11 @@
 Each part has a report in results/. Without GPUs `--quick` runs the kernels of the all-to-all in Triton's interpreter.
 
   exchange  low_latency.json: dispatch and combine on several GPUs
-  layer     decode_layer.json: the whole layer on several GPUs, in FP8 and in bfloat16:
-              low latency             dispatch, GEMM, activation, and GEMM + combine in one kernel (`low_latency_moe`)
-              low latency, separate   the same with GEMM and combine in two kernels
+  layer     decode_layer.json: the whole layer on several GPUs, by format of the weights; in FP8 tokens are FP8, too:
+              low latency             the default of `low_latency_moe`
+              low latency, rows       dispatch of rows, GEMM, activation, and GEMM + combine in one kernel
+              low latency, gathered   dispatch of all tokens, the experts of a rank in one kernel, and combine
+              low latency, separate   as "rows", with GEMM and combine in two kernels
               moe                     the path of training, in bfloat16; where its time crosses the others', a program
                                       should switch between them (`jax_ep.serving.LOW_LATENCY_TOKENS`)
 
@@ -58,6 +60,14 @@ TOKENS = Default([1, 8, 32, 128, 256, 512], [2])
 WORD = "one word"
 LENGTHS, QUICK_LENGTHS = (24, 72), (1, 2)  # the first launches wait for the slower host thread
 LAYER_LENGTHS = (4, 24)
+LAYER_FORMATS: dict[str, dict[str, str | None]] = {
+    "fp8": {"format": "fp8", "activations": "fp8"},
+    "bf16": {"format": None},
+    "mxfp4": {"format": "mxfp4"},
+    "int4": {"format": "int4"},
+}
+MOST_ERRORS = {"fp8": 0.1, "mxfp4": 0.25, "int4": 0.25}  # of the norm
+MOST_ERROR = 0.02
 
 Step = Callable[..., Any]
 
@@ -214,9 +224,10 @@ def measure_exchange(args: argparse.Namespace, model: Model) -> None:
 Layer = Callable[..., Array]  # x, ids, router weights, gate_up, down -> x
 
 
-def low_latency(model: Model, name: str | None, *arrays: Any) -> Array:
-    """Run the layer with GEMM and combine in one kernel."""
-    return jax_ep.low_latency_moe(*arrays, num_experts=model.experts, implementation=name)
+def low_latency(model: Model, name: str | None, single_launch: bool | None, *arrays: Any) -> Array:
+    """Run the layer with tokens gathered, or not, or as it chooses."""
+    options = {"num_experts": model.experts, "implementation": name}
+    return jax_ep.low_latency_moe(*arrays, schedule=Schedule(single_launch=single_launch), **options)
 
 
 def separate(model: Model, name: str | None, x: Array, ids: Array, weights: Array, gate_up: Any, down: Any) -> Array:
@@ -250,7 +261,7 @@ def measure_layer(args: argparse.Namespace, model: Model) -> None:
         if jax.default_backend() == "gpu":
             jax_ep.init(mesh)
         weights = make_weights(mesh, model)
-        serving = {dtype: served(weights, dtype) for dtype in ("fp8", "bf16")}
+        serving = {dtype: served(weights, dtype) for dtype in args.formats}
         for count in args.tokens:
             measure_decode(report, args, make_case(mesh, "uniform", count, model), weights, serving)
         jax_ep.finalize()
@@ -258,8 +269,7 @@ def measure_layer(args: argparse.Namespace, model: Model) -> None:
 
 def served(weights: tuple[Array, Array], dtype: str) -> tuple[Any, Any]:
     """Return expert weights for serving."""
-    formats = {"format": "fp8", "activations": "fp8"} if dtype == "fp8" else {"format": None}
-    found = jax.jit(partial(serving_weights, **formats))(*weights)
+    found = jax.jit(partial(serving_weights, **LAYER_FORMATS[dtype]))(*weights)
     return found.w_gate_up, found.w_down
 
 
@@ -272,12 +282,18 @@ def measure_decode(
     training = partial(jax_ep.moe, num_experts=model.experts, implementation=name)
     variants: dict[str, tuple[Layer, Any]] = {"moe": (training, (*tokens, *weights))}
     for dtype, held in serving.items():
-        variants[f"low latency, {dtype}"] = partial(low_latency, model, name), (*tokens, *held)
-        variants[f"low latency, separate, {dtype}"] = partial(separate, model, name), (*tokens, *held)
+        arrays = *tokens, *held
+        variants[f"low latency, {dtype}"] = partial(low_latency, model, name, None), arrays
+        if dtype in ("fp8", "bf16"):
+            variants[f"low latency, separate, {dtype}"] = partial(separate, model, name), arrays
+        else:
+            variants[f"low latency, rows, {dtype}"] = partial(low_latency, model, name, False), arrays
+        if name is None and dtype != "bf16":
+            variants[f"low latency, gathered, {dtype}"] = partial(low_latency, model, name, True), arrays
     results = {label: jax.jit(on_each_rank(case.mesh, layer))(*arrays) for label, (layer, arrays) in variants.items()}
     errors = {label: harness.norm_of_difference(out, results["moe"]) for label, out in results.items()}
     for label, error in errors.items():
-        if not error < (0.1 if "fp8" in label else 0.02):
+        if not error < MOST_ERRORS.get(label.rpartition(", ")[2], MOST_ERROR):
             raise RuntimeError(f"{label} differs from moe by {error} of the norm")
     count, ranks = case.layout.num_tokens, case.layout.num_ranks
     factories = {label: partial(layer_chain, case.mesh, *one) for label, one in variants.items()}
@@ -287,9 +303,9 @@ def measure_decode(
     def details(label: str, timing: Timing) -> dict[str, float]:
         return {"error": errors[label], "tokens_per_s": count * ranks / timing.median}
 
-    for dtype in ("fp8", "bf16"):
+    for dtype in serving:
         shape = {"tokens_per_rank": count, "ranks": ranks, **model._asdict(), "dtype": dtype}
-        own = {label: timing for label, timing in times.items() if ("fp8" in label) == (dtype == "fp8")}
+        own = {label: timing for label, timing in times.items() if label.endswith(f", {dtype}") or label == "moe"}
         report.record(f"{case.title}, {dtype}", shape, own, {}, details)
 
 
@@ -304,6 +320,8 @@ def options(prog: str | None = None) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", choices=MODELS, default=DEFAULT, help="default: %(default)s")
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
+    formats = "formats of the weights of the layer (default: fp8 bf16)"
+    add("--formats", nargs="+", choices=LAYER_FORMATS, default=["fp8", "bf16"], help=formats)
     ranks = "numbers of GPUs (default: 2 4 for the exchange, all for the layer)"
     add("--ranks", type=int, nargs="+", help=ranks)
     return parser

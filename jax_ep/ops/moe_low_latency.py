@@ -201,7 +201,7 @@ def _gather(
         if x.shape[0] == 0:
             return x.astype(out_dtype)
         return fused_moe(experts, x, topk_idx, topk_weights, parts, out_dtype=out_dtype)
-    to_ranks, top_k = plan.layout(layout), topk_idx.shape[1]
+    to_ranks, top_k = plan.to_ranks(layout), topk_idx.shape[1]
     ranks = np.tile(np.arange(layout.num_ranks, dtype=np.int32), (x.shape[0], 1))
     # Ids and router weights travel with their token, where FP8 tokens have scales. Float32 has all ids.
     routing = jnp.concatenate([topk_idx.astype(jnp.float32), topk_weights.astype(jnp.float32)], axis=1)

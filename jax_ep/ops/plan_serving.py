@@ -162,7 +162,7 @@ class GatheredLayerPlan:
     combine: PartPlan | None  # of one row per token and rank
 
     @staticmethod
-    def layout(layout: Layout) -> Layout:
+    def to_ranks(layout: Layout) -> Layout:
         """Return the layout of an all-to-all whose experts are the ranks."""
         ranks = layout.num_ranks
         return dataclasses.replace(layout, num_experts=ranks, top_k=ranks, capacity=ranks * layout.num_tokens)
@@ -186,7 +186,7 @@ def gathered_layer(
         return None
     if layout.num_ranks == 1:
         return GatheredLayerPlan(None, layer, None)
-    to_ranks, hidden = GatheredLayerPlan.layout(layout), down.shape[2]
+    to_ranks, hidden = GatheredLayerPlan.to_ranks(layout), down.shape[2]
     sent, returned = (LowLatencyFacts(jnp.dtype(kind), hidden, to_ranks) for kind in (dtype, out_dtype))
     if options.schedule.single_launch is None:
         from jax_ep.megakernels.fused_moe import gathers

@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -34,7 +35,7 @@ from jax_ep.types import (
     Routing,
     Tokens,
 )
-from jax_ep.values import MOST_EXPERTS, integer, shown, type_name, value_of
+from jax_ep.values import MOST_EXPERTS, cut, integer, shown, type_name, value_of
 from jax_ep.values import choice as choice
 from jax_ep.values import finite as finite
 from jax_ep.values import flag as flag
@@ -77,9 +78,37 @@ def operation[**Arguments, Result](function: Callable[Arguments, Result]) -> Cal
         except NotImplementedError:
             if _has_symbolic_zeros():
                 raise
+        except Exception as error:
+            _raise_if_apart(inspect.signature(function).bind(*args, **kwargs).arguments, error)
+            raise
         return jax.jit(lambda: function(*args, **kwargs))()
 
     return errors_begin_with(name)(jax.named_scope(f"jax_ep.{name}")(run))
+
+
+def _raise_if_apart(arguments: Mapping[str, Any], error: Exception) -> None:
+    """Raise an error if arrays are on different devices or explicit meshes: those of JAX do not name them."""
+    first: tuple[str, jax.sharding.Sharding] | None = None
+    for name, argument in arguments.items():
+        for part in jax.tree.leaves(argument):
+            if not isinstance(part, jax.Array) or isinstance(part, jax.core.Tracer) or not part.committed:
+                continue
+            first = first or (name, part.sharding)
+            if _are_apart(first[1], part.sharding):
+                raise ValueError(
+                    f"{first[0]} is on {cut(first[1], 200)}, {name} on {cut(part.sharding, 200)}, expected arrays on"
+                    " the same devices and mesh; move one of them with jax.device_put."
+                ) from error
+
+
+def _are_apart(one: jax.sharding.Sharding, other: jax.sharding.Sharding) -> bool:
+    """Return whether arrays are on different devices, or on different meshes of which one has explicit axes."""
+    if one.device_set != other.device_set:
+        return True
+    if not isinstance(one, jax.sharding.NamedSharding) or not isinstance(other, jax.sharding.NamedSharding):
+        return False
+    meshes = one.mesh.abstract_mesh, other.mesh.abstract_mesh
+    return meshes[0] != meshes[1] and any(mesh.explicit_axes for mesh in meshes)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Arrays that were donated, whose values are gone, are an error that names the argument."""
+"""Donated arrays, and arrays on different devices or meshes, are an error that names the argument."""
 
 import functools
 
@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import lora, placement, routing, tracing
+from harness import make_mesh
+from jax_ep import lora, placement, quantization, routing, tracing
 
 T, H, E, K = 8, 128, 4, 2
 ONE_DEVICE = {"num_experts": E, "axis_name": ()}
@@ -65,3 +68,28 @@ def test_float0_gradient_error():
 def test_merge_array_error(traces):
     with pytest.raises(TypeError, match=r"merge: traces is .*, expected a list of Trace"):
         tracing.merge(traces)
+
+
+APART = {
+    "load_balancing_loss": (lambda x, y: jax_ep.load_balancing_loss(x, y.astype(jnp.int32)), "scores", "topk_idx"),
+    "update_router_bias": (jax_ep.update_router_bias, "bias", "load"),
+    "topk_router": (lambda x, y: jax_ep.topk_router(x, 2, token_mask=y[:, 0] > 0), "logits", "token_mask"),
+    "dequantize_fp8": (
+        lambda x, y: quantization.dequantize_fp8(x.astype(jnp.float8_e4m3fn), y, jnp.float32),
+        "values",
+        "scales",
+    ),
+}
+
+
+@pytest.mark.parametrize("place", ["mesh", "device"])
+@pytest.mark.parametrize("name", APART)
+def test_arrays_apart_error(name, place):
+    function, first, second = APART[name]
+    mesh = make_mesh((2, 2), ("data", "expert"), AxisType.Explicit)
+    other = make_mesh((4,), ("other",), AxisType.Explicit)
+    x = jax.device_put(jnp.ones((8, 4)), jax.sharding.NamedSharding(mesh, P("data")))
+    places = {"mesh": jax.sharding.NamedSharding(other, P("other")), "device": jax.devices()[1]}
+    match = rf"{name}: {first} is on .*, {second} on .*, expected arrays on the same devices and mesh; move one"
+    with pytest.raises(ValueError, match=match):
+        function(x, jax.device_put(jnp.ones((8, 4)), places[place]))

@@ -102,7 +102,7 @@ def _raise_if_apart(arguments: Mapping[str, Any], error: Exception) -> None:
 
 
 def _are_apart(one: jax.sharding.Sharding, other: jax.sharding.Sharding) -> bool:
-    """Return whether arrays are on different devices, or on different meshes of which one has explicit axes."""
+    """Return whether arrays are on different devices, or on different meshes, one with explicit axes."""
     if one.device_set != other.device_set:
         return True
     if not isinstance(one, jax.sharding.NamedSharding) or not isinstance(other, jax.sharding.NamedSharding):

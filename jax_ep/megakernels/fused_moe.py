@@ -148,7 +148,7 @@ class _Routing(NamedTuple):
     top_k: int
     arrays: tuple[Array, ...]  # ids and weights, or logits, bias and mask
     router: RouterSizes | None  # None: ids and weights
-    num_ranks: int = 1  # about one in so many ids is that of an expert of this device
+    num_ranks: int = 1  # that share the assignments; ids of other experts are -1
 
     def results(self, num_tokens: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         """Describe the ids and weights that the launch chooses; of one element if it does not."""

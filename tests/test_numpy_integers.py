@@ -24,6 +24,13 @@ def dispatch(of):
     return jax_ep.dispatch(X, IDS, WEIGHTS, num_experts=of(E), alignment=of(8), capacity=of(120), axis_name=())
 
 
+def low_latency(of):
+    sizes = {"num_experts": of(E), "max_tokens_per_rank": of(120), "group_size": of(64), "axis_name": ()}
+    found = jax_ep.low_latency_dispatch(X, IDS, **sizes)
+    rows = jnp.arange(found.tokens.shape[1])[None, :, None] < found.group_sizes[:, None, None]
+    return jnp.where(rows, found.scales, 0), found.handle.layout
+
+
 def layer(of):
     mesh = make_mesh((1,), ("expert",))
     return sharded_moe(mesh, num_experts=of(E), capacity=of(100))(X, IDS, WEIGHTS, *MATRICES)
@@ -46,6 +53,7 @@ def summary(of):
 
 CALLS = {
     "dispatch": dispatch,
+    "low_latency_dispatch": low_latency,
     "sharded_moe": layer,
     "plan": plan,
     "Placement": copies,

@@ -77,6 +77,7 @@ def low_latency_dispatch(
     """
     function = "low_latency_dispatch"
     check.flag(function, "quantize", quantize)
+    group_size = check.integer(function, "group_size", group_size)
     x = check.tokens(function, x)
     num_experts, _ = check.experts(function, num_experts, axis_name)
     actual, hidden = (x[0] if isinstance(x, tuple) else x).shape

@@ -145,44 +145,46 @@ class MoE(nnx.Module):
         kernel_init: nnx.Initializer = EXPERT_INIT,
         rngs: nnx.Rngs,
     ) -> None:
-        self.hidden_size, self.num_experts, self.num_experts_per_tok = hidden_size, num_experts, num_experts_per_tok
         self.router_options, self.router_fn = check_router.router_or_callable(router)
         self.axes = check.value_of("MoE", "axes", axes, MeshAxes, "jax_ep.sharding.MeshAxes") or MeshAxes()
         self.experts, self.recipe = check.layer_experts("MoE", experts, self.axes.tensor), check.recipe("MoE", recipe)
-        self.capacity, self.balance, self.mesh = capacity, balance, mesh
+        # Checks come first: a container of arrays in a static field ends in an error of Flax.
+        self.mesh = check.value_of("MoE", "mesh", mesh, jax.sharding.Mesh, "jax.sharding.Mesh")
+        self._check_topology()
+        check_balance("MoE", balance, self.axes.expert, capacity)
+        self.balance, self.capacity = balance, None if capacity is None else check.integer("MoE", "capacity", capacity)
+        intermediate_size = check.integer("MoE", "intermediate_size", intermediate_size)
+        self.hidden_size = check.integer("MoE", "hidden_size", hidden_size)
+        self.num_experts = check.integer("MoE", "num_experts", num_experts)
+        self.num_experts_per_tok = check.integer("MoE", "num_experts_per_tok", num_experts_per_tok)
+        check.result_dtype("MoE", dtype, None, "dtype")
+        check.result_dtype("MoE", preferred_element_type, dtype)
         self.dtype, self.preferred_element_type = dtype, preferred_element_type
         self.serving_arrays, self.serving_tree = nnx.List[ServingArray]([]), None
         self.lora_scale: float | None = None
         options = registry.options("MoE", (), implementation, schedule)
         self.schedule, self.implementation = schedule, options.implementation
-        intermediate_size = self._check(intermediate_size, shared_experts, param_dtype)
+        self._check(intermediate_size, shared_experts, param_dtype)
         make = self._maker(rngs)
         self._make_router(make)
         self._make_experts(make, kernel_init, intermediate_size, param_dtype, use_bias)
         self._make_shared_experts(make, shared_experts, intermediate_size, param_dtype)
 
-    def _check(self, intermediate_size: Any, shared_experts: Any, param_dtype: Any) -> int:
-        """Check the arguments, keep sizes as ints, and return `intermediate_size`."""
-        check.value_of("MoE", "mesh", self.mesh, jax.sharding.Mesh, "jax.sharding.Mesh")
+    def _check_topology(self) -> None:
         if isinstance(self.axes.expert, Topology) and self.axes.expert.node_capacity is not None:
             raise ValueError(
                 f"MoE: node_capacity={self.axes.expert.node_capacity} of the Topology, expected None: the layer's"
                 " metrics count only what `capacity` drops; leave node_capacity out, or call jax_ep.moe."
             )
-        check_balance("MoE", self.balance, self.axes.expert, self.capacity)
-        intermediate_size = check.integer("MoE", "intermediate_size", intermediate_size)
-        capacity = () if self.capacity is None else ("capacity",)
-        for name in ("hidden_size", "num_experts", "num_experts_per_tok", *capacity):
-            setattr(self, name, check.integer("MoE", name, getattr(self, name)))
+
+    def _check(self, intermediate_size: int, shared_experts: Any, param_dtype: Any) -> None:
+        """Check that the arguments fit together, and with the mesh."""
         all_experts = self.num_experts + self.router_options.num_identity_experts
         self.router_options.check_sizes("MoE", "num_experts_per_tok", self.num_experts_per_tok, all_experts)
         check.value_of("MoE", "shared_experts", shared_experts, SharedExperts, "jax_ep.flax.SharedExperts")
-        check.result_dtype("MoE", self.dtype, None, "dtype")
         check.result_dtype("MoE", param_dtype, None, "param_dtype")
-        check.result_dtype("MoE", self.preferred_element_type, self.dtype)
         if (mesh := self._active_mesh()) is not None:
             check_divisible("MoE", mesh, self.axes, self.hidden_size, {"intermediate_size, I,": intermediate_size})
-        return intermediate_size
 
     def _maker(self, rngs: nnx.Rngs, kind: type[nnx.Param] = nnx.Param) -> Make:
         """Return a function that makes parameters of one kind and places them by their partition specs.
@@ -341,7 +343,8 @@ class MoE(nnx.Module):
         experts = self.experts
         if not callable(experts.activation):
             experts = dataclasses.replace(experts, interleaved=False)
-        rows = activate_tokens(experts, tokens @ w_gate_up.astype(self.dtype)).astype(self.dtype)
+        hidden = tokens @ w_gate_up.astype(self.dtype)
+        rows = activate_tokens(experts, hidden, w_down.shape[0]).astype(self.dtype)
         y = rows @ w_down.astype(self.dtype)
         if self.shared_gate is not None:
             y = y * jax.nn.sigmoid(tokens @ self.shared_gate.astype(self.dtype))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_ep.core import check
-from jax_ep.core.check import errors_begin_with
+from jax_ep.core.check import errors_begin_with, names_arrays_apart
 from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.core.expert_matrices import LoraWeights as LoraWeights
 from jax_ep.core.expert_matrices import QArray, QuantizedWeights, has_kinds
@@ -91,6 +91,7 @@ def init(
 
 
 @errors_begin_with("lora.merge")
+@names_arrays_apart
 def merge(w: LoraWeights) -> Array:
     """Add the adapters to the weights, for inference: all layers take the result.
 

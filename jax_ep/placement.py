@@ -23,7 +23,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jax_ep.core import check, relayout
-from jax_ep.core.check import errors_begin_with, operation
+from jax_ep.core.check import errors_begin_with, names_arrays_apart, operation
 from jax_ep.core.mesh_axes import axis_size, axis_tuple, on_automatic_axes, resized_spec, spec_of
 from jax_ep.ops.balanced import with_copies as with_copies
 from jax_ep.types import Array, AxisName, result_type
@@ -131,6 +131,7 @@ class Placement:
 
     @errors_begin_with("remap")
     @jax.named_scope("jax_ep.placement.remap")
+    @names_arrays_apart
     def remap(self, topk_idx: Array, *, axis_name: AxisName = "expert", prefer_own_node: bool = False) -> Array:
         """Map expert ids to slots: token t of rank r goes to copy `(t + r) % num_copies` of an expert.
 
@@ -171,6 +172,7 @@ class Placement:
 
     @errors_begin_with("expand")
     @jax.named_scope("jax_ep.placement.expand")
+    @names_arrays_apart
     def expand(self, tree: Any, *, axis_name: AxisName = "expert") -> Any:
         """Copy expert rows to slots: every copy gets the values of its expert.
 
@@ -201,6 +203,7 @@ class Placement:
 
     @errors_begin_with("sum_copies")
     @jax.named_scope("jax_ep.placement.sum_copies")
+    @names_arrays_apart
     def sum_copies(self, tree: Any, *, axis_name: AxisName = "expert") -> Any:
         """Sum the values of each expert's slots: the transpose of `expand`.
 

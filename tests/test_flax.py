@@ -582,6 +582,25 @@ def test_flax_shared_experts_custom_activation(shape):
     assert set(seen) == {2}
 
 
+@pytest.mark.parametrize(
+    ("result", "shown"), [(None, "NoneType"), (jnp.ones((1, 3)), r"\[1, 3\]")], ids=["none", "array"]
+)
+def test_flax_shared_experts_activation_invalid_result(result, shown):
+    def activation(rows):
+        return result if rows.shape[1] == 2 * 40 else jax.nn.silu(rows[:, :INNER]) * rows[:, INNER:]
+
+    layer = MoE(
+        **SIZES,
+        shared_experts=SharedExperts(intermediate_size=40),
+        experts=jax_ep.Experts(activation),
+        rngs=nnx.Rngs(0),
+    )
+    with pytest.raises(
+        ValueError, match=rf"MoE: the activation maps hidden rows \[1, 80\] to {shown}, expected \[1, 40"
+    ):
+        layer(jnp.ones((1, H)))
+
+
 @pytest.mark.parametrize("place", ["itself", "in a model"])
 @pytest.mark.slow(unless={"place": ["in a model"]})
 def test_flax_tabulate(place):
@@ -653,6 +672,11 @@ def test_flax_no_mesh_warns_once(recwarn):
         ({"implementation": "numpy"}, ValueError, "implementation='numpy' names .*'numpy'"),
         ({"implementation": 3}, TypeError, "implementation=3 is an int, expected a name"),
         ({"capacity": 0}, ValueError, "capacity=0, expected at least 1"),
+        *(
+            ({name: [jnp.ones(2)]}, TypeError, f"{name}.* is (a list|not a dtype), expected")
+            for name in ("hidden_size", "capacity", "balance", "mesh", "dtype", "preferred_element_type")
+        ),
+        ({"implementation": memoryview(b"x")}, TypeError, "implementation=.* is a memoryview, expected a name"),
         ({"capacity": "4"}, TypeError, "capacity='4' is a str, expected an int"),
         ({"dtype": jnp.int32}, TypeError, "dtype=.*int32.*, expected one of bfloat16"),
         ({"param_dtype": jnp.complex64}, TypeError, "param_dtype=.*, expected one of bfloat16"),

@@ -70,6 +70,12 @@ def test_merge_array_error(traces):
         tracing.merge(traces)
 
 
+def slots(x):
+    """Return a placement whose arrays are where x is."""
+    here = placement.Placement(np.arange(8), num_experts=8, num_ranks=1)
+    return jax.tree.map(lambda part: jax.device_put(part, x.sharding.update(spec=P())), here)
+
+
 APART = {
     "load_balancing_loss": (lambda x, y: jax_ep.load_balancing_loss(x, y.astype(jnp.int32)), "scores", "topk_idx"),
     "update_router_bias": (jax_ep.update_router_bias, "bias", "load"),
@@ -79,11 +85,22 @@ APART = {
         "values",
         "scales",
     ),
+    "lora.merge": (
+        lambda x, y: lora.merge(lora.LoraWeights(x[None], jnp.ones((1, 8, 8)), y[None])),
+        r"w\.base",
+        r"w\.b",
+    ),
+    "remap": (lambda x, y: slots(x).remap(y.astype(jnp.int32), axis_name=()), "the placement.*", "topk_idx"),
+    "expand": (lambda x, y: slots(x).expand({"w": y}, axis_name=()), "the placement.*", r"tree\['w'\]"),
+    "sum_copies": (lambda x, y: slots(x).sum_copies({"w": y}, axis_name=()), "the placement.*", r"tree\['w'\]"),
 }
 
 
-@pytest.mark.parametrize("place", ["mesh", "device"])
-@pytest.mark.parametrize("name", APART)
+# Ids on another mesh of the same devices are mapped.
+PLACES = [(name, place) for name in APART for place in ("mesh", "device") if (name, place) != ("remap", "mesh")]
+
+
+@pytest.mark.parametrize(("name", "place"), PLACES)
 def test_arrays_apart_error(name, place):
     function, first, second = APART[name]
     mesh = make_mesh((2, 2), ("data", "expert"), AxisType.Explicit)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ep.core import check
 from jax_ep.types import Array, Experts
 
 
@@ -58,13 +59,18 @@ def activate(experts: Experts, hidden: Array) -> Array:
     return _of_gate(experts, gate) * factor
 
 
-def activate_tokens(experts: Experts, hidden: Array) -> Array:
-    """Apply `activate` to `[..., N]`; a custom activation function sees rows `[R, N]`."""
-    if not callable(experts.activation) or hidden.ndim == 2:
+def activate_tokens(experts: Experts, hidden: Array, intermediate: int) -> Array:
+    """Apply `activate` to `[..., N]`; a custom activation function sees rows `[R, N]` and returns `[R, I]`."""
+    if not callable(experts.activation):
         return activate(experts, hidden)
     if hidden.ndim == 1:
-        return activate(experts, hidden[None])[0]
-    return jax.vmap(partial(activate_tokens, experts))(hidden)  # Merging the axes would move data that a mesh shards.
+        return activate_tokens(experts, hidden[None], intermediate)[0]
+    if hidden.ndim == 2:
+        rows = experts.activation(hidden)
+        return check.activation_rows("MoE", rows, hidden, intermediate)
+    return jax.vmap(partial(activate_tokens, experts, intermediate=intermediate))(
+        hidden
+    )  # Merging the axes would move data that a mesh shards.
 
 
 def _of_gate(experts: Experts, gate: Array) -> Array:

@@ -70,29 +70,43 @@ def operation[**Arguments, Result](function: Callable[Arguments, Result]) -> Cal
     """Decorate a public function: trace it in the scope `jax_ep.<function>`, and start its errors with its name."""
     name = function.__name__
     _names.add(name)
+    named = names_arrays_apart(function)
 
     @functools.wraps(function)
     def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         try:
-            return function(*args, **kwargs)
+            return named(*args, **kwargs)
         except NotImplementedError:
             if _has_symbolic_zeros():
                 raise
-        except Exception as error:
-            _raise_if_apart(inspect.signature(function).bind(*args, **kwargs).arguments, error)
-            raise
         return jax.jit(lambda: function(*args, **kwargs))()
 
     return errors_begin_with(name)(jax.named_scope(f"jax_ep.{name}")(run))
 
 
+def names_arrays_apart[**Arguments, Result](function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Decorate a function of arrays: name those that are on different devices or explicit meshes in its errors."""
+
+    @functools.wraps(function)
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            _raise_if_apart(inspect.signature(function).bind(*args, **kwargs).arguments, error)
+            raise
+
+    return run
+
+
 def _raise_if_apart(arguments: Mapping[str, Any], error: Exception) -> None:
     """Raise an error if arrays are on different devices or explicit meshes: those of JAX do not name them."""
     first: tuple[str, jax.sharding.Sharding] | None = None
-    for name, argument in arguments.items():
-        for part in jax.tree.leaves(argument):
+    for argument, value in arguments.items():
+        for place, part in jax.tree.leaves_with_path(value):
             if not isinstance(part, jax.Array) or isinstance(part, jax.core.Tracer) or not part.committed:
                 continue
+            owner = "the placement" if argument == "self" else argument
+            name = f"{owner}{cut(jax.tree_util.keystr(place), 60)}"
             first = first or (name, part.sharding)
             if _are_apart(first[1], part.sharding):
                 raise ValueError(
@@ -497,7 +511,7 @@ def expert_function(function: str, experts: Any, columns: int, intermediate: int
 
 def activation_rows(function: str, rows: Any, hidden: Array, intermediate: int | None) -> Array:
     """Check the result of a custom activation: one floating row per hidden row, as wide as `w_down` has rows."""
-    shape = getattr(rows, "shape", None)
+    shape = rows.shape if isinstance(rows, jax.Array | np.ndarray) else None
     if shape is None or len(shape) != 2 or shape[0] != hidden.shape[0] or intermediate not in (None, shape[1]):
         wanted = "I" if intermediate is None else intermediate
         raise ValueError(

@@ -108,7 +108,7 @@ def checked_schedule(function: str, schedule: object, axis_name: AxisName = ()) 
 
 def _names(function: str, implementation: object) -> tuple[str, ...]:
     names: object = (implementation,) if isinstance(implementation, str) else implementation
-    if not isinstance(names, Sequence):
+    if not isinstance(names, Sequence) or isinstance(names, memoryview):
         raise TypeError(
             f"{function}: implementation={shown(implementation)} is {type_name(implementation)}, expected a name, a"
             f" sequence of names, or None; choose from {available()}, or leave it None for the best one."

@@ -83,6 +83,15 @@ class Tuning:
     rates: Rates | None = None
     path: Path | None = None
 
+    def __post_init__(self) -> None:
+        entries = {facts: MappingProxyType(dict(settings)) for facts, settings in self.entries.items()}
+        object.__setattr__(self, "entries", MappingProxyType(entries))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle or copy the value; Python does neither with read-only mappings."""
+        entries = {facts: dict(settings) for facts, settings in self.entries.items()}
+        return Tuning, (self.device_kind, entries, self.rates, self.path)
+
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
@@ -209,13 +218,13 @@ def _parsed(content: Any, path: Path, device_kind: str) -> Tuning:
     if len(entries) < len(content["entries"]):
         raise ValueError("two entries of the same operation and facts")
     rates = None if content["rates"] is None else Rates(**content["rates"])
-    return Tuning(device_kind, MappingProxyType(entries), rates, path)
+    return Tuning(device_kind, entries, rates, path)
 
 
 def _parsed_entry(entry: Any) -> tuple[tuple[Fact, ...], Mapping[str, Setting]]:
     operation, facts, settings = entry["operation"], entry["facts"], entry["settings"]
     check_blocks(operation, settings, facts)
-    return key(operation, facts), MappingProxyType(dict(settings))
+    return key(operation, facts), settings
 
 
 def write(path: Path, device_kind: str, entries: list[Entry], rates: Rates | None) -> None:

@@ -1,10 +1,12 @@
 """The file of tuned settings: rejected content, with a one-line reason, and where the file is found."""
 
+import copy
 import dataclasses
 import functools
 import json
 import operator
 import os
+import pickle
 import tempfile
 import warnings
 from pathlib import Path
@@ -78,6 +80,17 @@ BAD = {
     "a long field": ([], {"x" * 10**6: 1}, "unknown field 'xxx"),
     "nested values": ([], {"rates": [[[[1] * 9] * 9] * 9] * 9}, "rates=[["),
 }
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+def test_tuning_copied_and_pickled(again, make_file):
+    tuning.use(make_file(ENTRY, rates=RATES))
+    want = tuning.current()
+    got = again(want)
+    assert got.entries == want.entries != {}
+    assert (got.device_kind, got.rates, got.path) == (want.device_kind, want.rates, want.path)
+    with pytest.raises(TypeError):
+        got.entries[()] = {}
 
 
 @pytest.mark.parametrize("name", BAD)

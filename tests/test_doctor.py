@@ -57,6 +57,7 @@ def test_doctor_plan_devices(monkeypatch, capsys):
     assert "--devices 3 of this machine: tiny has 8 experts" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_doctor_plan_of_arrays_that_end_the_compiler():
     """4 million windows and their logits: XLA would divide by zero, see `plan_memory`."""
     size = ("--tokens", str(2**24), "--length", "1024", "--layers", "1")

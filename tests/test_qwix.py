@@ -157,6 +157,7 @@ def test_qwix_arrays_in_layers_of_one_device(kind, rng):
 
 @pytest.mark.parametrize("kind", ["int8", "int8 of all experts", "fp8 in blocks", "mxfp4"])
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.slow(unless={"kind": ["mxfp4"], "axis_type": [AxisType.Explicit]})
 def test_qwix_arrays_in_sharded_layers(kind, axis_type, rng):
     """Scales that all experts share are repeated, so that axes split them as the values."""
     layer, mesh = Layer(rng, kind), harness.make_mesh((4,), ("expert",), axis_type)

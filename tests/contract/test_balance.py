@@ -233,6 +233,7 @@ def test_balance_memory(expert_mesh, rng):
     assert balanced_bytes < 0.4 * temporary_bytes(layer, shape, mesh, None)
 
 
+@pytest.mark.slow
 def test_balance_memory_of_large_weights(expert_mesh, rng):
     """Later passes reserve no float32 sums of the gradients of bfloat16 weights, which take twice the weights."""
     shape = Shape(num_tokens=512, top_k=4, num_experts=32, hidden=256, intermediate=192)

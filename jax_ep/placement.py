@@ -512,6 +512,8 @@ def _known(function: str, name: str, value: Any) -> np.ndarray:
             f"{function}: {name} is traced, expected concrete values; close over it instead of passing it to the"
             " jitted function."
         )
+    if isinstance(value, jax.Ref):  # While jit traces, NumPy would read its elements without end.
+        raise TypeError(f"{function}: {name} is a Ref, expected an array; pass its values, ref[...].")
     check.not_deleted(function, name, value)
     try:
         return np.asarray(value)

@@ -55,6 +55,13 @@ def test_deleted_array_error(what, call):
         call()
 
 
+@pytest.mark.parametrize("run", [lambda f: f(), jax.eval_shape], ids=["eager", "traced"])
+def test_plan_ref_error(run):
+    loads = jax.new_ref(jnp.ones(E))
+    with pytest.raises(TypeError, match=r"plan: loads is a Ref, expected an array; pass its values"):
+        run(lambda: placement.plan(loads, num_slots=E, num_ranks=1))
+
+
 def test_float0_gradient_error():
     gradient = np.zeros((4, 2), jax.dtypes.float0)  # as jax.grad(allow_int=True) has them
     here = placement.plan(np.ones(4), num_slots=4, num_ranks=1)

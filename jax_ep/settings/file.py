@@ -21,7 +21,7 @@ from jax_ep.core import json_files
 from jax_ep.core.files import sources_digest, write_atomically
 from jax_ep.core.json_files import OBJECT, TEXT, Schema, array, choice, number, optional, record, value_of
 from jax_ep.settings.operations import NAMES, OPERATIONS, Fact, Setting, bucket, check_blocks, key
-from jax_ep.values import cut
+from jax_ep.values import cut, instance, shown
 
 ENVIRONMENT = "JAX_EP_TUNING"
 """A path, or "off" for none; unset or empty: the file of this kind of device in the user's cache folder."""
@@ -84,6 +84,10 @@ class Tuning:
     path: Path | None = None
 
     def __post_init__(self) -> None:
+        expected = "mappings of settings by operation and facts"
+        instance("Tuning", "entries", self.entries, Mapping, expected)
+        for facts, settings in self.entries.items():
+            instance("Tuning", f"entries[{shown(facts)}]", settings, Mapping, "a mapping of settings")
         entries = {facts: MappingProxyType(dict(settings)) for facts, settings in self.entries.items()}
         object.__setattr__(self, "entries", MappingProxyType(entries))
 

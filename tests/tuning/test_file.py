@@ -82,6 +82,12 @@ BAD = {
 }
 
 
+@pytest.mark.parametrize(("entries", "name"), [(3, "entries"), ({("combine",): [1]}, r"entries\[\('combine',\)\]")])
+def test_tuning_wrong_entries(entries, name):
+    with pytest.raises(TypeError, match=rf"Tuning: {name} is a.*, expected "):
+        tuning.Tuning(KIND, entries)
+
+
 @pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
 def test_tuning_copied_and_pickled(again, make_file):
     tuning.use(make_file(ENTRY, rates=RATES))

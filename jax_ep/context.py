@@ -25,7 +25,7 @@ import numpy as np
 
 from jax_ep.core import check
 from jax_ep.core.check import errors_begin_with
-from jax_ep.core.mesh_axes import axis_tuple, check_axes, check_mesh
+from jax_ep.core.mesh_axes import axis_tuple, check_axes, check_mesh, mesh_in_use
 from jax_ep.heap import nvshmem, peer_access, rendezvous, transports
 from jax_ep.settings import file as settings_file
 from jax_ep.types import AxisName
@@ -255,7 +255,7 @@ def _resolve_mesh(mesh: jax.sharding.Mesh | None, axis_name: AxisName) -> jax.sh
     if mesh is not None:
         check_mesh("init", mesh, jax.sharding.Mesh)
         return mesh
-    current = jax.sharding.get_mesh()
+    current = mesh_in_use("init")
     if not current.empty:
         return current
     return _all_devices(axis_name)

@@ -105,6 +105,7 @@ MISTAKES = {
     "no dtype": (call(lambda c: c.read("other", dtype="half-ish")), TypeError, "is not a dtype, expected bfloat16"),
     "quantized": (call(lambda c: load(c, quantized=True)), ValueError, "not stored in FP8.*serving_weights"),
     "mesh": (call(lambda c: load(c, mesh="gpu")), TypeError, "mesh is a str"),
+    "no mesh under jit": (call(lambda c: jax.eval_shape(lambda: load(c))), ValueError, "mesh=None while JAX traces a"),
     "axis": (call(lambda c: load(c, mesh=make_mesh((2,), ("data",)))), ValueError, r"axes \('data',\), exp"),
     "name of the axis": (call(lambda c: load(c, axis_name=1)), TypeError, r"^Checkpoint.moe_weights: axis_name=1 is"),
     "ranks": (

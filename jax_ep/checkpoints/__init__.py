@@ -24,7 +24,7 @@ from jax_ep.checkpoints.hub import download, push
 from jax_ep.checkpoints.shards import HostMemory, Part, make_array, shard_bytes, swapped, whole
 from jax_ep.core import check
 from jax_ep.core.expert_matrices import QuantizedWeights
-from jax_ep.core.mesh_axes import axis_tuple, check_axes, check_mesh
+from jax_ep.core.mesh_axes import axis_tuple, check_axes, check_mesh, mesh_in_use
 from jax_ep.formats import Format
 from jax_ep.sharding import MeshAxes
 from jax_ep.types import Array, AxisName
@@ -236,7 +236,7 @@ def _mesh(function: str, mesh: Mesh | None, axis_name: AxisName, num_experts: in
     with check.errors_begin_with(function):
         axes = axis_tuple(axis_name)
     if mesh is None:
-        mesh = jax.sharding.get_mesh()
+        mesh = mesh_in_use(function)
         if mesh.empty:
             return None
     check_mesh(function, mesh, Mesh)

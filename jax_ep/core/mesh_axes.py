@@ -41,6 +41,17 @@ def check_mesh(function: str, mesh: object, kinds: type | UnionType) -> None:
         )
 
 
+def mesh_in_use(function: str) -> jax.sharding.Mesh:
+    """Return the mesh of `jax.set_mesh`, which may be empty."""
+    try:
+        return jax.sharding.get_mesh()
+    except ValueError as error:
+        raise ValueError(
+            f"{function}: mesh=None while JAX traces a function, expected a mesh; pass mesh=, or call it outside of"
+            " jax.jit, jax.grad and jax.vmap."
+        ) from error
+
+
 def check_axes(
     function: str, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, axes: Iterable[str], remedy: str
 ) -> None:

@@ -52,7 +52,7 @@ class Trace(Timeline):
 
         Raises:
           ValueError: a kernel was not recorded, or `last` is less than 1.
-          TypeError: `last` is not an int.
+          TypeError: a name is not a str, or `last` not an int.
 
         Example:
           >>> from jax_ep.tracing import Trace
@@ -61,9 +61,11 @@ class Trace(Timeline):
         """
         if last is not None:
             last = check.integer("Trace.only", "last", last)
+        for kernel in kernels:
+            check.instance("Trace.only", "a kernel", kernel, str, "a name", remedy="pass names, as only('dispatch')")
         known = {launch.kernel for launch in self.launches.values()}
         if unknown := set(kernels) - known:
-            missing, there = (cut(", ".join(sorted(map(str, names))), 300) or "nothing" for names in (unknown, known))
+            missing, there = (cut(", ".join(sorted(names)), 300) or "nothing" for names in (unknown, known))
             raise ValueError(f"Trace.only: no launch of {missing} was recorded; there is {there}.")
         kept: dict[tuple[int, int], Launch] = {}
         for device in self.devices:

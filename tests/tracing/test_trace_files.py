@@ -252,7 +252,9 @@ def test_trace_invalid_arguments(trace):
     for call, message in {
         lambda: trace.only(last=0): "Trace.only: last=0, expected at least 1",
         lambda: trace.only(last=1.0): "Trace.only: last=1.0 is a float",
-        lambda: trace.only(3): "Trace.only: no launch of 3 was recorded; there is dispatch_gemm",
+        lambda: trace.only("combine"): "Trace.only: no launch of combine was recorded; there is dispatch_gemm",
+        lambda: trace.only(3): "Trace.only: a kernel is an int, expected a name; pass names, as only",
+        lambda: trace.only(["dispatch_gemm"]): "Trace.only: a kernel is a list, expected a name",
         lambda: tracing.merge(trace): "merge: traces is a Trace, expected a list of Trace",
         lambda: tracing.merge([trace, 3]): "merge: one of traces is an int, expected a Trace",
         lambda: trace.save(3): "Trace.save: path is an int, expected a str or a Path; pass one",

@@ -105,7 +105,17 @@ MISTAKES = {
     "no dtype": (call(lambda c: c.read("other", dtype="half-ish")), TypeError, "is not a dtype, expected bfloat16"),
     "quantized": (call(lambda c: load(c, quantized=True)), ValueError, "not stored in FP8.*serving_weights"),
     "mesh": (call(lambda c: load(c, mesh="gpu")), TypeError, "mesh is a str"),
-    "no mesh under jit": (call(lambda c: jax.eval_shape(lambda: load(c))), ValueError, "mesh=None while JAX traces a"),
+    "read under jit": (
+        call(lambda c: jax.jit(lambda: c.read("other"))()),
+        ValueError,
+        "read: called while jax.jit trac",
+    ),
+    "weights under jit": (call(lambda c: jax.eval_shape(lambda: load(c))), ValueError, "weights: called while jax.jit"),
+    "no mesh under grad": (
+        call(lambda c: jax.grad(lambda x: x * load(c)["router"][0, 0])(1.0)),
+        ValueError,
+        "mesh=None while JAX traces a function, expected a mesh",
+    ),
     "axis": (call(lambda c: load(c, mesh=make_mesh((2,), ("data",)))), ValueError, r"axes \('data',\), exp"),
     "name of the axis": (call(lambda c: load(c, axis_name=1)), TypeError, r"^Checkpoint.moe_weights: axis_name=1 is"),
     "ranks": (

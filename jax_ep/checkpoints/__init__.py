@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jax_ep.checkpoints import families, files, reading, transaction, writing
 from jax_ep.checkpoints.files import CONFIG, INDEX
 from jax_ep.checkpoints.hub import download, push
-from jax_ep.checkpoints.shards import HostMemory, Part, make_array, shard_bytes, swapped, whole
+from jax_ep.checkpoints.shards import HostMemory, Part, check_outside_jit, make_array, shard_bytes, swapped, whole
 from jax_ep.core import check
 from jax_ep.core.expert_matrices import QuantizedWeights
 from jax_ep.core.mesh_axes import axis_tuple, check_axes, check_mesh, mesh_in_use
@@ -134,6 +134,7 @@ class Checkpoint:
             not fit in 32 bits, or a finite number is beyond the dtype.
           TypeError: the dtype is not supported, or the sharding has a wrong type.
         """
+        check_outside_jit("Checkpoint.read")
         kind, remedy = jax.sharding.Sharding, "pass NamedSharding(mesh, spec), or SingleDeviceSharding(device)"
         check.instance("Checkpoint.read", "sharding", sharding, kind | None, "a jax.sharding.Sharding", remedy=remedy)
         source = self._files[name] if dtype is None else reading.decoded(self._files, name)
@@ -195,6 +196,7 @@ class Checkpoint:
           NotImplementedError: the model has weights that `jax_ep.flax.MoE` does not support.
         """
         function = "Checkpoint.moe_weights"
+        check_outside_jit(function)
         model = families.Model(function, self.config)
         shapes, layers = model.shapes(), model.moe_layers
         if not isinstance(layer, int | np.integer) or isinstance(layer, bool) or layer not in layers:

@@ -106,6 +106,15 @@ def _has_host_memory(device: jax.Device) -> bool:
     return device.platform == "cpu"
 
 
+def check_outside_jit(function: str) -> None:
+    """Check that arrays made here have values."""
+    if isinstance(jax.device_put(np.zeros((), np.uint8)), jax.core.Tracer):
+        raise ValueError(
+            f"{function}: called while jax.jit traces a function, expected a call outside of it, since tensors become"
+            " constants of a program; read them first, and pass them as arguments."
+        )
+
+
 def make_array(
     shape: tuple[int, ...],
     dtype: np.dtype,

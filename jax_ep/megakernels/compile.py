@@ -143,6 +143,7 @@ def build(
 
     Raises:
       OSError: Triton cannot write its files.
+      RuntimeError: Triton fails, as it does if files in its cache are damaged.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -171,6 +172,11 @@ def build(
     options["ptx_options"] = "--suppress-debug-info"  # each call carries its code, which that makes three times as long
     try:
         return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise RuntimeError(
+            f"{kernel.name}: Triton could not compile this kernel ({type(error).__name__}: {error}). If a file in its"
+            f" cache is damaged, delete the folder {triton.knobs.cache.dir} and try again."
+        ) from error
     except OSError as error:
         raise OSError(
             f"{kernel.name}: Triton could not compile this kernel ({error}), expected a cache and a folder for"

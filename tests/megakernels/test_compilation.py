@@ -25,7 +25,7 @@ from jax_ep.megakernels.kernels.gemm_structs import MaskedGemm, MaskedTile, RowP
 from jax_ep.megakernels.launch import launch
 from jax_ep.quantization import quantize, with_layout
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
 BF16, I32 = np.dtype(jnp.bfloat16), np.dtype(np.int32)
 GATHER = Kernel(rows_kernels.gather_rows)
@@ -45,6 +45,22 @@ def on_hopper(monkeypatch):
 def test_compilation_parameter_types():
     assert Parameter(BF16).type_name == "*bf16"
     assert Parameter(np.dtype(jnp.float8_e4m3fn), (1, 64)).type_name == "tensordesc<fp8e4nv[1, 64]>"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Triton's own kernel
+@pytest.mark.parametrize(("pattern", "damaged"), [("gather_rows.json", b'{"hash": '), ("__grp__*", b"3")])
+def test_compilation_damaged_cache(monkeypatch, tmp_path, pattern, damaged):
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    parameters = tuple(Parameter(dtype) for dtype in (BF16, I32, I32, BF16))
+
+    def make():
+        monkeypatch.setattr(compile, "_begun", {})
+        return compile.compile_kernel(GATHER, parameters, Config(8), GATHER_SIZES, 90).result()
+
+    assert make() is not None
+    next(tmp_path.rglob(pattern)).write_bytes(damaged)
+    with pytest.raises(RuntimeError, match=f"^gather_rows: .* delete the folder {tmp_path} and try again"):
+        make()
 
 
 def test_compilation_cached(on_hopper):

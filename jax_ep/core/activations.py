@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple, cast
 
 import jax
@@ -68,9 +67,8 @@ def activate_tokens(experts: Experts, hidden: Array, intermediate: int) -> Array
     if hidden.ndim == 2:
         rows = experts.activation(hidden)
         return check.activation_rows("MoE", rows, hidden, intermediate)
-    return jax.vmap(partial(activate_tokens, experts, intermediate=intermediate))(
-        hidden
-    )  # Merging the axes would move data that a mesh shards.
+    # Merging the axes would move data that a mesh shards.
+    return jax.vmap(lambda rows: activate_tokens(experts, rows, intermediate))(hidden)
 
 
 def _of_gate(experts: Experts, gate: Array) -> Array:

@@ -62,7 +62,7 @@ def decode(mesh: jax.sharding.Mesh, name: str, tokens: int) -> Program:
     model = MODELS[name]
     case, weights = make_case(mesh, "uniform", tokens, model), low_latency.served(make_weights(mesh, model), "fp8")
     arrays = (case.x, case.topk_idx, case.topk_weights, *weights)
-    run = partial(low_latency.low_latency, model, None)
+    run = partial(low_latency.low_latency, model, None, None)
     return Program(*low_latency.layer_chain(mesh, run, arrays, DECODE_LAYERS), DECODE_LAYERS)
 
 

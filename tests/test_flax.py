@@ -352,6 +352,7 @@ def test_flax_serving_experts_on_one_device():
 
 @pytest.mark.parametrize("format", [None, "int8", "fp8_channel"])
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.slow(unless={"format": ["int8"]})
 def test_flax_to_serving_partition_specs(kind, format):
     """The metadata of a layer that serves only says where its arrays are, as restoring a checkpoint needs."""
     with jax.set_mesh(data_expert_mesh(kind)):
@@ -777,7 +778,7 @@ def test_flax_lora_of_stacked_layers(kind, format):
 
 
 @pytest.mark.parametrize("where", [None, "data"])
-@pytest.mark.slow(unless={"where": ["data"]})
+@pytest.mark.slow
 def test_flax_lora_of_quantized_weights(where):
     """A layer made by `to_serving` trains adapters, which it uses for few tokens, too."""
     moe, in_mesh, x = lora_layer(where, format="int8")
@@ -799,6 +800,7 @@ def test_flax_lora_of_quantized_weights(where):
 
 @pytest.mark.filterwarnings("error:overflow encountered:RuntimeWarning")
 @pytest.mark.parametrize("kind", [np.int8, np.uint8], ids=lambda kind: kind.__name__)
+@pytest.mark.slow(unless={"kind": [np.uint8]})
 def test_moe_sizes_numpy_integers(kind):
     sizes = {"hidden_size": 120, "intermediate_size": 100, "num_experts": 124, "num_experts_per_tok": 3}
     mesh, x = make_mesh((1,), ("expert",)), jnp.cos(jnp.arange(960.0)).reshape(8, 120)

@@ -98,6 +98,7 @@ def test_with_layout_mxfp4_whose_k_explicit_axes_split(rng):
 
 @pytest.mark.parametrize("axis", [0, 2])
 @pytest.mark.parametrize("format", ["fp8", "int8", "int4", "mxfp4", "fp8_channel"])
+@pytest.mark.slow(unless={"format": ["mxfp4"]})
 def test_dequantize_on_explicit_axes_of_size_one(format, axis, rng):
     """As the axes of a `Topology` with one rank per node, outside of jit."""
     mesh = make_mesh((2, 1), ("node", "local"), AxisType.Explicit)

@@ -175,6 +175,7 @@ def test_qwix_arrays_in_sharded_layers(kind, axis_type, rng):
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4 in tiles"])
+@pytest.mark.slow(unless={"kind": ["int4 in tiles"]})
 def test_qwix_arrays_in_shard_map(kind, rng):
     """Arrays of the experts of a rank, in every layer and GEMM between collectives."""
     layer, mesh = Layer(rng, kind), harness.make_mesh((4,), ("expert",))

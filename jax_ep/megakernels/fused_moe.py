@@ -109,7 +109,7 @@ def gathers(facts: FusedMoEFacts) -> bool:
     It does with prepacked weights (decode_layer_qwen3.json, decode_layer_gpt_oss.json), but not with those of 8 and 16
     bits (no report).
     """
-    return _takes_in_gluon(facts.experts, facts.num_slots, facts.dtype, facts.w_gate_up, facts.w_down)
+    return _takes_in_gluon(facts)
 
 
 def _bits(w_down: Matrices) -> tuple[int, bool]:
@@ -148,7 +148,7 @@ class _Routing(NamedTuple):
     top_k: int
     arrays: tuple[Array, ...]  # ids and weights, or logits, bias and mask
     router: RouterSizes | None  # None: ids and weights
-    num_ranks: int = 1  # that share the assignments; ids of other experts are -1
+    num_ranks: int = 1  # that share the assignments
 
     def results(self, num_tokens: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         """Describe the ids and weights that the launch chooses; of one element if it does not."""
@@ -168,7 +168,7 @@ def fused_moe(
 ) -> Array:
     """Compute the expert layer of one device: `jax_ep.moe` without a mesh axis, with checked arguments.
 
-    With more than one rank, about one in `num_ranks` ids is that of an expert here, and the others are -1.
+    With more than one rank, about one in `num_ranks` ids is that of an expert here, and the others are none.
     """
     x, topk_idx, topk_weights, parts = vary_alike((x, topk_idx, topk_weights, parts))
     routing = _Routing(topk_idx.shape[1], (topk_idx, topk_weights), None, num_ranks)
@@ -218,7 +218,7 @@ def reason_against_router(
     if logits.shape[1] > _MOST_ROUTED or logits.dtype.itemsize > 4:
         return f"the launch of the layer takes logits of up to 32 bits and {_MOST_ROUTED} experts"
     weights = parts[:2]
-    if not runs_layer_in_gluon(experts, x.shape[0] * top_k, x.dtype, *weights):
+    if not runs_layer_in_gluon(FusedMoEFacts(x.dtype, experts, x.shape[0] * top_k, *weights)):
         if fused_sizes(experts, x.shape, top_k, *weights)[1].presorted:
             return f"assignments are sorted before the launch: more than {_MOST_UNSORTED}, or many per expert"
     return ""
@@ -229,11 +229,11 @@ def _launch(
 ) -> tuple[Array, Array]:
     """Run the kernel; return the output and the ids that it has chosen, if it does."""
     w_gate_up, w_down, *biases = parts
-    slots, num_ranks = x.shape[0] * routing.top_k, routing.num_ranks
-    if runs_layer_in_gluon(experts, slots, x.dtype, w_gate_up, w_down, num_ranks=num_ranks):
-        return _by_gluon(experts, x, routing, parts, out_dtype)
-    weights = w_gate_up, w_down
-    config, sizes = fused_sizes(experts, x.shape, routing.top_k, *weights, routing.router, num_ranks=num_ranks)
+    facts = FusedMoEFacts(x.dtype, experts, x.shape[0] * routing.top_k, w_gate_up, w_down, routing.num_ranks)
+    if runs_layer_in_gluon(facts):
+        return _by_gluon(facts, x, routing, parts, out_dtype)
+    weights, own_slots = (w_gate_up, w_down), facts.own_slots
+    config, sizes = fused_sizes(experts, x.shape, routing.top_k, *weights, routing.router, own_slots=own_slots)
     (gate_up, gate_up_scales), (down, down_scales) = (
         _operands(w, product) for w, product in ((w_gate_up, sizes.gate_up), (w_down, sizes.down))
     )
@@ -298,12 +298,15 @@ def fused_sizes(
     w_down: Matrices,
     router: RouterSizes | None = None,
     *,
-    num_ranks: int = 1,
+    own_slots: int | None = None,
 ) -> tuple[Config, FusedMoE]:
-    """Return config and sizes for tokens `[T, H]`, from shapes and formats of the weights."""
+    """Return config and sizes for tokens `[T, H]`, from shapes and formats of the weights.
+
+    `own_slots` are the assignments to experts of this device; None: all.
+    """
     (num_tokens, hidden), (num_experts, intermediate, _) = shape, w_down.shape
     slots, (bits, in_fp8) = num_tokens * top_k, _bits(w_down)
-    own_slots = -(-slots // num_ranks)
+    own_slots = own_slots or slots
     prepacked = [isinstance(w, QuantizedWeights) and w.is_prepacked for w in (w_gate_up, w_down)]
     halves = prepacked[0] and experts.gated and not experts.interleaved
     swap_ab = any(map(_swaps_ab, (w_gate_up, w_down)))
@@ -491,25 +494,19 @@ class GluonLayerTiles:
     }
 
 
-def runs_layer_in_gluon(
-    experts: Experts, slots: int, dtype: DTypeLike, w_gate_up: Matrices, w_down: Matrices, *, num_ranks: int = 1
-) -> bool:
-    """Return whether the kernel in Gluon computes the layer of this many assignments of `dtype` tokens.
-
-    About one in `num_ranks` of them is to an expert of this device.
-    """
-    takes = _takes_in_gluon(experts, slots, dtype, w_gate_up, w_down)
-    own_slots = -(-slots // num_ranks)
-    facts = layer_facts(own_slots, w_down)
+def runs_layer_in_gluon(layer: FusedMoEFacts) -> bool:
+    """Return whether the kernel in Gluon computes this layer."""
+    takes, slots, w_down = _takes_in_gluon(layer), layer.own_slots, layer.w_down
+    facts = layer_facts(slots, w_down)
     # Its tiles are wide: a single token of Qwen3-30B-A3B has fewer tasks, and smaller tiles in Triton take less time.
-    wanted = takes and runs_gluon() and _gluon_layer(own_slots, w_down).hidden_tasks(_HALF) > all_programs(1)
+    wanted = takes and runs_gluon() and _gluon_layer(slots, w_down).hidden_tasks(_HALF) > all_programs(1)
     default = Language(wanted)
     if not tuned.tiles(default, "fused_moe", **facts).gluon:
         return False
     check_gluon("fused_moe")
     if not takes:
         raise NotImplementedError(
-            f"fused_moe: gluon=True with {slots} assignments of {jnp.dtype(dtype)} tokens to"
+            f"fused_moe: gluon=True with {layer.num_slots} assignments of {layer.dtype} tokens to"
             f" {facts['format']} weights, expected at most {_MOST_UNSORTED} assignments of bfloat16 tokens, gated"
             " experts, and both matrices prepacked MXFP4, or both prepacked INT4 with block_size=128; leave gluon"
             " out of the settings of fused_moe."
@@ -517,11 +514,12 @@ def runs_layer_in_gluon(
     return True
 
 
-def _takes_in_gluon(experts: Experts, slots: int, dtype: DTypeLike, w_gate_up: Matrices, w_down: Matrices) -> bool:
+def _takes_in_gluon(facts: FusedMoEFacts) -> bool:
     """Return whether the kernel in Gluon supports this layer, on GPUs that run it."""
-    read = [w for w in (w_gate_up, w_down) if isinstance(w, QuantizedWeights) and is_gluon_operand(w, dtype)]
+    weights = facts.w_gate_up, facts.w_down
+    read = [w for w in weights if isinstance(w, QuantizedWeights) and is_gluon_operand(w, facts.dtype)]
     alike = len(read) == 2 and read[0].format == read[1].format
-    return alike and experts.gated and slots <= _MOST_UNSORTED
+    return alike and facts.experts.gated and facts.num_slots <= _MOST_UNSORTED
 
 
 def _gluon_layer(slots: int, w_down: Matrices) -> _Layer:
@@ -587,11 +585,10 @@ def gluon_weights(w: QuantizedWeights) -> gluon_fused_moe.Weights:
 
 
 def _by_gluon(
-    experts: Experts, x: Array, routing: _Routing, parts: ExpertWeights, out_dtype: DTypeLike
+    facts: FusedMoEFacts, x: Array, routing: _Routing, parts: ExpertWeights, out_dtype: DTypeLike
 ) -> tuple[Array, Array]:
     """Run the kernel in Gluon as `_launch` does."""
-    slots = x.shape[0] * routing.top_k
-    tiles = gluon_tiles(-(-slots // routing.num_ranks), parts.w_down)
+    slots, tiles = facts.num_slots, gluon_tiles(facts.own_slots, parts.w_down)
     sizes = gluon_sizes(x.shape, routing.top_k, parts.w_down, tiles, routing.router)
     counters = new_counters(3 + min(slots, sizes.num_experts + slots // sizes.tile_m), x)
     results: tuple[Argument, ...] = (
@@ -606,6 +603,6 @@ def _by_gluon(
     kind = gluon_fused_moe.Inputs if routing.router is None else gluon_fused_moe.RoutedInputs
     operands = (*map(gluon_weights, parts[:2]), kind(x, *routing.arrays), *parts[2:], counters)
     config = Config(all_programs(tiles.programs), 4, max_registers=GLUON_REGISTERS.get(tiles.programs))
-    constants = {"KIND": kind_of(experts), "S": sizes}
+    constants = {"KIND": kind_of(facts.experts), "S": sizes}
     found = launch(_GLUON, operands, results, config, constants, written={-1: -1})[0]
     return found.out_ptr, found.topk_idx_ptr

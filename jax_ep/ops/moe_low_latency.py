@@ -17,7 +17,7 @@ from jax_ep.core.check import operation
 from jax_ep.core.dtypes import FP8, accumulation_dtype
 from jax_ep.core.expert_matrices import ExpertWeights, QArray, QuantizedWeights, as_array, as_transposed
 from jax_ep.core.fp8 import GROUP_SIZE
-from jax_ep.core.layout import add_bias_of_blocks
+from jax_ep.core.layout import add_bias_of_blocks, local_groups
 from jax_ep.core.mesh_axes import rank_on, takes_global_arrays, vary_alike
 from jax_ep.formats import check_quantized
 from jax_ep.formats.qarrays import own_weights
@@ -202,18 +202,17 @@ def _gather(
             return x.astype(out_dtype)
         return fused_moe(experts, x, topk_idx, topk_weights, parts, out_dtype=out_dtype)
     to_ranks, top_k = plan.to_ranks(layout), topk_idx.shape[1]
-    ranks = np.tile(np.arange(layout.num_ranks, dtype=np.int32), (x.shape[0], 1))
+    ranks = jnp.asarray(np.tile(np.arange(layout.num_ranks, dtype=np.int32), (x.shape[0], 1)))
     # Ids and router weights travel with their token, where FP8 tokens have scales. Float32 has all ids.
     routing = jnp.concatenate([topk_idx.astype(jnp.float32), topk_weights.astype(jnp.float32)], axis=1)
-    x, ids, ones = vary_alike((x, jnp.asarray(ranks), jnp.ones(ranks.shape, jnp.float32)))
-    tokens, routings, sizes, handle = dispatch_tokens(plan.dispatch, to_ranks, None, (x, routing), ids, None)
-    routing = cast(Array, routings)[0]
-    local = routing[:, :top_k].astype(jnp.int32) - rank_on(options.axis) * layout.num_local_experts
-    has_row = jnp.arange(tokens.shape[1], dtype=jnp.int32)[:, None] < sizes[0]
-    is_local = has_row & (local >= 0) & (local < layout.num_local_experts)
-    local = jnp.where(is_local, local, -1)
-    weights = jnp.where(is_local, routing[:, top_k:], 0)
-    y = fused_moe(experts, tokens[0], local, weights, parts, out_dtype=out_dtype, num_ranks=layout.num_ranks)
+    x, ranks, ones = vary_alike((x, ranks, jnp.ones(ranks.shape, jnp.float32)))
+    tokens, routings, sizes, handle = dispatch_tokens(plan.dispatch, to_ranks, None, (x, routing), ranks, None)
+    routing, num_local = cast(Array, routings)[0], layout.num_local_experts
+    has_token = jnp.arange(tokens.shape[1], dtype=jnp.int32)[:, None] < sizes[0]
+    ids = jnp.where(has_token, routing[:, :top_k].astype(jnp.int32), -1)
+    groups = local_groups(ids, rank_on(options.axis) * num_local, num_local).reshape(ids.shape)
+    weights = jnp.where(groups < num_local, routing[:, top_k:], 0)
+    y = fused_moe(experts, tokens[0], groups, weights, parts, out_dtype=out_dtype, num_ranks=layout.num_ranks)
     return combine_tokens(plan.combine, y[None], ones, handle)
 
 

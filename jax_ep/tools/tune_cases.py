@@ -17,7 +17,7 @@ import numpy as np
 from jax_ep import tuning
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import QuantizedWeights
-from jax_ep.core.facts import ExchangeFacts, GemmFacts
+from jax_ep.core.facts import ExchangeFacts, FusedMoEFacts, GemmFacts
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.megakernels import grouped_gemm, tuned
 from jax_ep.megakernels.fused_moe import FusedTiles, GluonLayerTiles, layer_facts, runs_layer_in_gluon
@@ -412,7 +412,7 @@ def _fused_moe(sizes: Sizes, expert_format: str | None = None) -> Iterator[Case]
     title = f"layer of {sizes.tokens} tokens x {sizes.model.hidden}, {sizes.model.experts} experts, {facts['format']}"
     arrays = (x, ids, topk_weights, *weights)
     candidates: dict[str, tuple[Setting, ...]] = {"single_launch": (False, True)}
-    if runs_layer_in_gluon(Experts(), ids.size, _BF16, *weights):
+    if runs_layer_in_gluon(FusedMoEFacts(_BF16, Experts(), ids.size, *weights)):
         yield _case("fused_moe_gluon", facts, title, GluonLayerTiles.candidates, layer, arrays, graphs=True)
     else:
         candidates |= {**FusedTiles.candidates, "depth": depths}

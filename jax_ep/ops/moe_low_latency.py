@@ -203,7 +203,7 @@ def _gather(
         return fused_moe(experts, x, topk_idx, topk_weights, parts, out_dtype=out_dtype)
     to_ranks, top_k = plan.to_ranks(layout), topk_idx.shape[1]
     ranks = jnp.asarray(np.tile(np.arange(layout.num_ranks, dtype=np.int32), (x.shape[0], 1)))
-    # Ids and router weights travel with their token, where FP8 tokens have scales. Float32 has all ids.
+    # Ids, which float32 represents exactly, and router weights travel where FP8 tokens have scales.
     routing = jnp.concatenate([topk_idx.astype(jnp.float32), topk_weights.astype(jnp.float32)], axis=1)
     x, ranks, ones = vary_alike((x, ranks, jnp.ones(ranks.shape, jnp.float32)))
     tokens, routings, sizes, handle = dispatch_tokens(plan.dispatch, to_ranks, None, (x, routing), ranks, None)

@@ -137,6 +137,7 @@ EXCHANGE = {
     "combine": "triton combine",
     "dispatch to rows, FP8 wire": "triton dispatch to rows, FP8 wire",
     "combine, FP8 wire": "triton combine, FP8 wire",
+    "dispatch to rows, 24 programs": "triton dispatch to rows, 24 programs",
     "combine, 24 programs": "triton combine, 24 programs",
     "`xla`: dispatch to rows": "xla dispatch to rows",
     "`xla`: combine": "xla combine",

@@ -46,8 +46,11 @@ FEW = 64
 ROW_BYTES, IN_FLIGHT_BYTES = 16 * 1024, 80 * 1024
 """Most bytes of a row that are added up at once, 64 sums for each thread of four warps; and of rows on their way there.
 
-More rows on their way bring nothing, nor do more warps: 24 programs are then held up by the copies to shared memory.
+More rows on their way to shared memory bring nothing, nor do more warps.
 """
+
+NARROW_BYTES, THREAD_BYTES = 4 * 1024, 256
+"""Most bytes of rows that go to registers in all programs, not in few alone; and of a thread's registers for them."""
 
 
 def plan(options: Options, topk_idx: Array, layout: Layout) -> Handle:
@@ -192,9 +195,9 @@ def copied_columns(hidden: int, itemsize: int) -> int:
 
 
 def summed_columns(hidden: int, itemsize: int) -> tuple[int, int]:
-    """Columns that are added up at once, and depth of the pipeline through which rows come; see `ROW_BYTES`."""
+    """Columns that are added up at once, and rows on their way to shared memory; see `ROW_BYTES`."""
     columns = max(GROUP_SIZE, min(power_of_two(hidden), ROW_BYTES // itemsize))
-    return columns, min(10, 1 + IN_FLIGHT_BYTES // (columns * itemsize))
+    return columns, min(9, IN_FLIGHT_BYTES // (columns * itemsize))
 
 
 def at_most(config: Config, limit: int | None) -> Config:
@@ -285,7 +288,13 @@ def combine_config(
     elif layout.num_tokens <= 4 * MAX_BLOCKS:
         block = min(4, block)
     block = schedule.tokens_per_block or block
-    columns, stages = summed_columns(hidden, dtype.itemsize)
+    columns, in_flight = summed_columns(hidden, dtype.itemsize)
+    row_bytes = columns * dtype.itemsize
+    in_registers = few or row_bytes <= NARROW_BYTES
+    # As many warps as have 16 bytes for each thread.
+    warps = schedule.num_warps or max(1, min(16 if few else 4, row_bytes // 512))
+    if in_registers:
+        in_flight = max(1, THREAD_BYTES * 32 * warps // row_bytes)
     choices, ranks = power_of_two(layout.top_k), power_of_two(layout.num_ranks)
     tile = structs.CombineTile(
         block_tokens=block,
@@ -293,10 +302,10 @@ def combine_config(
         padded_top_k=choices,
         padded_ranks=ranks,
         list_length=block * max(choices, ranks),
-        num_stages=stages if schedule.rows_in_flight is None else 1 + schedule.rows_in_flight,
+        rows_in_flight=schedule.rows_in_flight or in_flight,
+        in_registers=in_registers,
         lag=min(max(1, 256 // block), -(-layout.num_tokens // block)),
     )
     num_tasks = (layout.num_ranks + 1) * -(-layout.num_tokens // block)
-    warps = max(1, min(4, columns * dtype.itemsize // 512))  # as many as have 16 bytes for each thread
-    warps = schedule.num_warps or warps
-    return at_most(Config(num_programs(num_tasks, 1 if few else max(1, 8 // warps)), num_warps=warps), limit), tile
+    per_processor = 1 if few else max(1, (16 if in_registers else 8) // warps)
+    return at_most(Config(num_programs(num_tasks, per_processor), num_warps=warps), limit), tile

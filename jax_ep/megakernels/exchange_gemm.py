@@ -235,7 +235,7 @@ def gemm_combine_sizes(
     """Return config and sizes of GEMM + combine, `[., features]` times `[features, hidden]`."""
     # Add up all rows at the end: between tiles, sums run at a seventh of the rate (docs/design/rejected.md).
     tokens, choices = 4, power_of_two(layout.top_k)
-    columns, stages = summed_columns(hidden, 2)
+    columns, in_flight = summed_columns(hidden, 2)
     sizes = structs.GemmCombine(
         num_tokens=layout.num_tokens,
         top_k=layout.top_k,
@@ -246,7 +246,7 @@ def gemm_combine_sizes(
         weight_tokens=max(1, 1024 // choices),
         weights_offset=layout.num_tokens * layout.top_k * hidden * _ITEM_BYTES,
         padded_top_k=choices,
-        sums=SumTile(columns, tokens * choices, stages),
+        sums=SumTile(columns, tokens * choices, in_flight, in_registers=False),
         gemm=_gemm_sizes(layout, features, hidden, transpose),
     )
     return Config(all_programs(), num_warps=8, num_stages=3), sizes

@@ -72,7 +72,7 @@ def test_tuning_precedence(two_ranks, launched, make_file, rng):
     with tuning.override("combine", num_warps=1, tokens_per_block=8, num_combining_programs=1):
         np.testing.assert_array_equal(fn(x, ids), sums(x, ids))
     config, sizes = of(launched, "combine")
-    assert (config.num_warps, sizes.tile.block_tokens, sizes.tile.num_stages, config.num_programs) == (4, 8, 4, 1)
+    assert (config.num_warps, sizes.tile.block_tokens, sizes.tile.rows_in_flight, config.num_programs) == (4, 8, 3, 1)
     assert of(launched, "dispatch")[0] == Config(1, num_warps=4)
     launched.clear()
     np.testing.assert_array_equal(fn(x, ids), sums(x, ids))  # Traced again without the override.

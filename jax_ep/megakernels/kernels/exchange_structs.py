@@ -181,7 +181,8 @@ class SumTile:
 
     block_hidden: int  # columns added up at a time
     list_length: int  # capacity of a list
-    num_stages: int  # rows in flight, plus one
+    rows_in_flight: int  # rows that are on their way while others are added
+    in_registers: bool  # rows go to registers, else to shared memory first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +194,8 @@ class CombineTile:
     padded_top_k: int  # power of two >= top_k
     padded_ranks: int  # power of two >= num_ranks
     list_length: int  # capacity of a list of rows
-    num_stages: int  # rows in flight, plus one
+    rows_in_flight: int  # rows that are on their way while others are added
+    in_registers: bool  # rows go to registers, else to shared memory first
     lag: int  # blocks between sending the sums of a block and adding received ones
 
 

@@ -1,8 +1,8 @@
 """Sums of rows that a list names, one row after the other, with the next rows in flight.
 
 A program first writes the list of its task: only existing rows, the rows of one token next to each other. It then walks
-through the list in one loop, whose loads the compiler issues several rows ahead, across tokens. The loads in flight do
-not depend on how many of a token's experts are on one rank, so a few programs keep memory busy.
+through the list in one loop, which has several rows in flight, across tokens, however many of a token's experts are on
+one rank. Narrow rows, and those of a few programs, go to registers: each row by shared memory costs a barrier.
 """
 
 import triton
@@ -37,18 +37,27 @@ def write_list(list_ptr, rows, exists, targets, needed, LENGTH: tl.constexpr):
 
 
 @triton.jit
-def load_row(rows, row, h, HIDDEN: tl.constexpr, BLOCK_HIDDEN: tl.constexpr, SUM: tl.constexpr):
-    """Load columns from h of a row as SUM, `[1, BLOCK_HIDDEN]`; row -1 is zero, FP8 is multiplied by its scales."""
+def load_row(rows, row, h, HIDDEN: tl.constexpr, BLOCK_HIDDEN: tl.constexpr):
+    """Load columns from h of a row, `[1, BLOCK_HIDDEN]`, and the scales of FP8 values; row -1 is zero."""
     columns = h + tl.arange(0, BLOCK_HIDDEN)[None, :]
     source = tl.multiple_of(rows.values_ptr + row.to(tl.int64) * HIDDEN + columns, (16, 16))
     values = tl.load(source, mask=(columns < HIDDEN) & (row >= 0), other=0.0)
+    scales = values
     if rows.values_ptr.dtype.element_ty == tl.float8e4nv:
         offsets, exists = scale_offsets(row + tl.zeros((1,), tl.int32), h, HIDDEN, BLOCK_HIDDEN)
         scales = tl.load(rows.scales_ptr + offsets, mask=exists & (row >= 0), other=0.0)
-        row_values = dequantize(values, scales, 1, BLOCK_HIDDEN)
+    return values, scales
+
+
+@triton.jit
+def added(total, loaded):
+    """Return a sum with a loaded row; FP8 values are multiplied by their scales."""
+    values, scales = loaded
+    if values.dtype == tl.float8e4nv:
+        row = dequantize(values, scales, 1, values.shape[1])
     else:
-        row_values = values.to(SUM)
-    return row_values
+        row = values.to(total.dtype)
+    return total + row
 
 
 @triton.jit
@@ -66,17 +75,51 @@ def store_row(rows, values, row, h, HIDDEN: tl.constexpr, BLOCK_HIDDEN: tl.const
 
 
 @triton.jit
+def append(values, value):
+    """Return a tuple with one more value."""
+    return values + (value,)  # noqa: RUF005 - Triton unpacks no tuples
+
+
+@triton.jit
+def load_entries(list_ptr, first, count, AT_ONCE: tl.constexpr):
+    """Load AT_ONCE entries from `first` on; -1 past the end."""
+    entries = ()
+    for i in tl.static_range(AT_ONCE):
+        entries = append(entries, tl.load(list_ptr + first + i, mask=first + i < count, other=-1))
+    return entries
+
+
+@triton.jit
+def add_row(total, loaded, target, sum_row, h, HIDDEN: tl.constexpr, BLOCK_HIDDEN: tl.constexpr):
+    """Return a sum with a loaded row; after the last row of a sum, store it and return the start of the next one."""
+    total = added(total, loaded)
+    if sum_row >= 0:
+        store_row(target, total, sum_row, h, HIDDEN, BLOCK_HIDDEN)
+        total = tl.zeros_like(total)
+    return total
+
+
+@triton.jit
 def sum_listed(list_ptr, count, source, target, SUM: tl.constexpr, HIDDEN: tl.constexpr, TILE: tl.constexpr):
     """Sum `Rows` as the list says, BLOCK_HIDDEN columns at a time."""
     BLOCK_HIDDEN: tl.constexpr = TILE.block_hidden
+    AT_ONCE: tl.constexpr = TILE.rows_in_flight
+    ends_ptr = list_ptr + TILE.list_length
     for h in tl.static_range(0, HIDDEN, BLOCK_HIDDEN):
         total = tl.zeros((1, BLOCK_HIDDEN), SUM)
-        # One software-pipelined loop over all entries: later rows load while earlier ones are added.
-        for i in tl.range(0, count, num_stages=TILE.num_stages):
-            row = tl.load(list_ptr + i)
-            sum_row = tl.load(list_ptr + TILE.list_length + i)
-            total += load_row(source, row, h, HIDDEN, BLOCK_HIDDEN, SUM)
-            # The last entry of a sum: store it and start the next one.
-            if sum_row >= 0:
-                store_row(target, total, sum_row, h, HIDDEN, BLOCK_HIDDEN)
-                total = tl.zeros_like(total)
+        if TILE.in_registers:
+            rows = load_entries(list_ptr, 0, count, AT_ONCE)
+            for first in range(0, count, AT_ONCE):
+                loaded = ()
+                for i in tl.static_range(AT_ONCE):
+                    loaded = append(loaded, load_row(source, rows[i], h, HIDDEN, BLOCK_HIDDEN))
+                # The next entries load while these rows do.
+                ends = load_entries(ends_ptr, first, count, AT_ONCE)
+                rows = load_entries(list_ptr, first + AT_ONCE, count, AT_ONCE)
+                for i in tl.static_range(AT_ONCE):
+                    total = add_row(total, loaded[i], target, ends[i], h, HIDDEN, BLOCK_HIDDEN)
+        else:
+            # A software-pipelined loop: later rows are copied to shared memory while earlier ones are added.
+            for i in tl.range(0, count, num_stages=AT_ONCE + 1):
+                row = load_row(source, tl.load(list_ptr + i), h, HIDDEN, BLOCK_HIDDEN)
+                total = add_row(total, row, target, tl.load(ends_ptr + i), h, HIDDEN, BLOCK_HIDDEN)

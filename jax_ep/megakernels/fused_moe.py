@@ -26,7 +26,7 @@ from jax_ep.megakernels.activation import kind_of, quantize_rows
 from jax_ep.megakernels.cost_model import few_rows, serves_in_one_launch
 from jax_ep.megakernels.grouped_gemm import check_gluon
 from jax_ep.megakernels.kernels import fused_moe as fused_moe_kernels
-from jax_ep.megakernels.kernels import gluon_fused_moe
+from jax_ep.megakernels.kernels import gluon_fused_moe, gluon_quantized
 from jax_ep.megakernels.kernels.fused_moe_structs import (
     FusedGemm,
     FusedMoE,
@@ -41,8 +41,8 @@ from jax_ep.megakernels.kernels.route import RouterSizes
 from jax_ep.megakernels.launch import Programs, all_programs, int32, launch, new_counters, thread_registers
 from jax_ep.megakernels.moe_sort import moe_sort
 from jax_ep.megakernels.quantized_gemm import (
-    GLUON_REGISTERS,
     Language,
+    gluon_registers,
     is_gluon_operand,
     runs_in_gluon,
     storage_of,
@@ -475,6 +475,7 @@ def _splits(layer: _Layer, columns: int, programs: int, *, all_busy: bool) -> in
 _HALF, _COLUMNS = gluon_fused_moe.HALF.value, gluon_fused_moe.COLUMNS.value  # of a tile of either GEMM
 _GLUON_ROWS = {8: 5, 16: 12, 32: 26}  # rows per expert that has some, up to which a block has this many
 _COPY_REGISTERS = {8: 32, 16: 32, 32: 32, 64: 48}  # of a thread that copies, by rows of a block
+_MOST_SHARED_ROWS = gluon_quantized.MMA_SYNC_ROWS.value  # of a block whose steps two warpgroups share
 _SUM_HIDDEN = 512  # columns of a task that sums rows
 
 
@@ -486,8 +487,10 @@ class GluonLayerTiles:
     splits: int  # parts of I that are separate tasks of the second GEMM
     programs: int  # see `Programs`
     num_stages: int = 4
+    consumers: int = 1  # warpgroups that share the steps of a tile; 1 for more than 16 rows, or an odd num_stages
     candidates: ClassVar[Mapping[str, tuple[int, ...]]] = {
         "block_m": (8, 16, 32, 64),
+        "consumers": (1, 2),
         "splits": (1, 2, 4, 8),
         "num_stages": (2, 3, 4, 6),
         "programs": (1, 2, 3, 4),
@@ -498,8 +501,8 @@ def runs_layer_in_gluon(layer: FusedMoEFacts) -> bool:
     """Return whether the kernel in Gluon computes this layer."""
     takes, slots, w_down = _takes_in_gluon(layer), layer.own_slots, layer.w_down
     facts = layer_facts(slots, w_down)
-    # Its tiles are wide: a single token of Qwen3-30B-A3B has fewer tasks, and smaller tiles in Triton take less time.
-    wanted = takes and runs_gluon() and _gluon_layer(slots, w_down).hidden_tasks(_HALF) > all_programs(1)
+    # Its tiles are wide: a token of small experts has few, and smaller tiles in Triton may take less time.
+    wanted = takes and runs_gluon() and 2 * _gluon_layer(slots, w_down).hidden_tasks(_HALF) > all_programs(1)
     default = Language(wanted)
     if not tuned.tiles(default, "fused_moe", **facts).gluon:
         return False
@@ -531,12 +534,18 @@ def gluon_tiles(slots: int, w_down: QuantizedWeights) -> GluonLayerTiles:
     """Return the tiles of the kernel in Gluon for this many assignments to experts that are chosen alike."""
     layer = _gluon_layer(slots, w_down)
     block_m = next((size for size, rows in _GLUON_ROWS.items() if slots <= rows * layer.active), 64)
-    # Fewer programs divide few tasks better. More rows, and INT4, need the registers of more programs.
     tasks, most = layer.hidden_tasks(_HALF), {8: 4, 16: 4, 32: 3, 64: 2}[block_m]
+    # Fewer programs divide few tasks better. More rows, and INT4, need the registers of more programs.
     few = 2 if tasks < all_programs(4) else 3 if tasks < all_programs(10) or w_down.format != "mxfp4" else 4
-    programs = min(few, most)
+    # With about one task per multiprocessor, as of a single token, two warpgroups share its steps.
+    shared = block_m <= _MOST_SHARED_ROWS and tasks <= 1.4 * all_programs(1)
+    programs, consumers = (1, 2) if shared else (min(few, most), 1)
     splits = _splits(layer, _COLUMNS, 2 * programs, all_busy=True)
-    return tuned.tiles(GluonLayerTiles(block_m, splits, programs), "fused_moe_gluon", **layer_facts(slots, w_down))
+    default = GluonLayerTiles(block_m, splits, programs, consumers=consumers)
+    tiles = tuned.tiles(default, "fused_moe_gluon", **layer_facts(slots, w_down))
+    if tiles.block_m > _MOST_SHARED_ROWS or tiles.num_stages % 2:
+        return dataclasses.replace(tiles, consumers=1)
+    return tiles
 
 
 def gluon_sizes(
@@ -548,7 +557,7 @@ def gluon_sizes(
 ) -> GluonMoE:
     """Return the sizes of the kernel in Gluon for tokens `[T, H]`."""
     (num_tokens, hidden), (num_experts, intermediate, _) = shape, w_down.shape
-    step = gluon_fused_moe.STEP.value
+    step, copy_registers = gluon_fused_moe.STEP.value, _COPY_REGISTERS[tiles.block_m]
     row_steps = -(-intermediate // step)
     return GluonMoE(
         num_tokens=num_tokens,
@@ -561,7 +570,10 @@ def gluon_sizes(
         bins=max(128, power_of_two(num_experts + 1)),
         tile_m=tiles.block_m,
         stages=tiles.num_stages,
-        copy_registers=_COPY_REGISTERS[tiles.block_m],
+        consumers=tiles.consumers,
+        copy_registers=copy_registers,
+        # Three warpgroups have the registers of the launch: two of consumers, one of copying warps.
+        help_registers=(3 * gluon_registers(tiles.programs, 2) - copy_registers) // 16 * 8,
         hidden_tiles=-(-intermediate // _HALF),
         hidden_steps=-(-hidden // step),
         row_tiles=-(-hidden // _COLUMNS),
@@ -602,7 +614,8 @@ def _by_gluon(
     )
     kind = gluon_fused_moe.Inputs if routing.router is None else gluon_fused_moe.RoutedInputs
     operands = (*map(gluon_weights, parts[:2]), kind(x, *routing.arrays), *parts[2:], counters)
-    config = Config(all_programs(tiles.programs), 4, max_registers=GLUON_REGISTERS.get(tiles.programs))
+    registers = gluon_registers(tiles.programs, tiles.consumers)
+    config = Config(all_programs(tiles.programs), 4, max_registers=registers)
     constants = {"KIND": kind_of(facts.experts), "S": sizes}
     found = launch(_GLUON, operands, results, config, constants, written={-1: -1})[0]
     return found.out_ptr, found.topk_idx_ptr

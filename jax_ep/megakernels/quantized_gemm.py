@@ -24,7 +24,15 @@ from jax_ep.megakernels.grouped_gemm import check_gluon, gemm_shape
 from jax_ep.megakernels.kernels import gluon_quantized
 from jax_ep.megakernels.kernels import quantized_gemm as quantized_gemm_kernels
 from jax_ep.megakernels.kernels.gemm_structs import PrepackedGemm, QuantizedGemm, QuantizedTile
-from jax_ep.megakernels.launch import Programs, int32, launch, new_counters, num_programs, tile_config
+from jax_ep.megakernels.launch import (
+    Programs,
+    int32,
+    launch,
+    new_counters,
+    num_programs,
+    thread_registers,
+    tile_config,
+)
 from jax_ep.megakernels.masked import MaskedTiles, num_tiles
 from jax_ep.megakernels.requirements import runs_gluon
 from jax_ep.types import Array, Tokens
@@ -34,7 +42,6 @@ _MASKED = Kernel(quantized_gemm_kernels.quantized_masked_grouped_gemm)
 _GLUON = Kernel(gluon_quantized.prepacked_gemm)
 _MOST_GLUON_ROWS = 128  # of a group, that were measured (fused_moe_prefill_mixtral.json)
 _GLUON_COLUMNS = gluon_quantized.COLUMNS.value  # of a tile
-GLUON_REGISTERS = {2: 128, 3: 80, 4: 64}  # of a thread at the start, by programs per multiprocessor
 _DEPTH = 128  # of a block: that of the blocks of FP8, and a multiple of all other groups
 
 
@@ -216,9 +223,13 @@ def _by_gluon(lhs: Array, rhs: QuantizedWeights, group_sizes: Array, tiles: Gluo
     )
     results = jax.ShapeDtypeStruct((*lhs.shape[:-1], sizes.N), out_dtype), *int32((1,))
     most_tiles = (math.prod(lhs.shape[:-1]) // sizes.tile_m + sizes.num_groups + 1) * sizes.tiles_n
-    registers = GLUON_REGISTERS.get(tiles.programs)
-    config = Config(num_programs(most_tiles, tiles.programs), 4, max_registers=registers)
+    config = Config(num_programs(most_tiles, tiles.programs), 4, max_registers=gluon_registers(tiles.programs))
     return launch(_GLUON, operands, results, config, {"S": sizes}, written={-1: -1})[0]
+
+
+def gluon_registers(programs: int, consumers: int = 1) -> int:
+    """Return the registers of a thread at the start, with a warpgroup per consumer and one that copies."""
+    return min(255, thread_registers(programs, 4 * (consumers + 1), multiple=8))
 
 
 def gluon_sizes(shape: tuple[int, ...], rhs: QuantizedWeights, tiles: GluonTiles) -> PrepackedGemm:

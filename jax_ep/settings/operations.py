@@ -94,6 +94,7 @@ OPERATIONS: Mapping[str, Operation] = {
         {
             "block_m": Values(8, 64, power_of_two=True),
             "splits": Values(1, 64, power_of_two=True),
+            "consumers": Values(1, 2),
             **_GLUON_LAUNCH,
         },
     ),

@@ -39,6 +39,19 @@ def test_single_launch_gluon_tiles(implementation, stored, block_m, splits, rng)
         check(implementation, operands_of(layer), matrices, biases=drawn_biases(rng, layer, lambda: True))
 
 
+@pytest.mark.parametrize("stored", PREPACKED)
+@pytest.mark.parametrize("block_m", [8, 16])
+@pytest.mark.slow(unless={"stored": ["int4 prepacked"], "block_m": [8]})
+def test_single_launch_gluon_shared_steps(implementation, stored, block_m, rng):
+    """Two warpgroups share three and five steps of a tile, or its parts of two and of one."""
+    shape = Shape(num_tokens=20, top_k=3, num_experts=4, hidden=384, intermediate=640)
+    layer = Layer(rng, "some_without_expert", 1, shape, BF16)
+    matrices = [store(w, stored) for w in (layer.w_gate_up, layer.w_down)]
+    for splits in (1, 4):
+        with jax_ep.tuning.override("fused_moe_gluon", block_m=block_m, splits=splits, consumers=2):
+            check(implementation, operands_of(layer), matrices, biases=drawn_biases(rng, layer, lambda: True))
+
+
 def test_single_launch_gluon_one_token(implementation, rng):
     test_single_launch.test_single_launch_one_token(implementation, "mxfp4 prepacked", rng)
 

@@ -127,6 +127,8 @@ def steps_of(code):
 @pytest.mark.parametrize(
     ("tokens", "model", "experts", "programs"),
     [
+        (1, QWEN3, Experts(), 1),
+        (1, GPT, GPT_OSS, 1),
         (4, QWEN3, Experts(), 2),
         (16, QWEN3, Experts(), 3),
         (64, QWEN3, Experts(), 4),
@@ -156,21 +158,22 @@ def test_fused_moe_ptx_gluon(tokens, model, experts, programs, expert_format, ro
     types |= dict.fromkeys(("counters_ptr", "written_counters_ptr"), "*i32")
     router = router_of(top_k, w_down[0]) if routed else None
     sizes = fused_moe.gluon_sizes((tokens, w_down[2]), top_k, down, tiles, router)
-    config = Config(1, 4, max_registers=fused_moe.GLUON_REGISTERS[programs])
+    config = Config(1, 4, max_registers=fused_moe.gluon_registers(tiles.programs, tiles.consumers))
     constants = {"KIND": kind_of(experts), "S": sizes}
     # The producer spills when it lists assignments: it leaves its registers to the consumer.
     few = sizes.tile_m <= 16
     options = {"product": r"mma\.sync" if few else r"wgmma\.mma_async", "spills": 96, "programs": programs}
     built = compiled(fused_moe._GLUON, types, constants, config, **options)
-    assert ".reqntid 256" in built["ptx"] and programs * 256 * registers(built) <= 65536
+    threads = 128 * (1 + tiles.consumers)
+    assert f".reqntid {threads}" in built["ptx"] and programs * threads * registers(built) <= 65536
     loop = steps_of(built["code"])
     assert not any(re.search(r"\b(STL|LDL|BAR)\b", line) for line in loop)
     products = sum(("HMMA" if few else "HGMMA") in line for line in loop)
-    assert products == (2 * sizes.tile_m if few else 16) and any("LDSM" in line for line in loop)
+    assert products == tiles.consumers * (2 * sizes.tile_m if few else 16) and any("LDSM" in line for line in loop)
     if few:
         count = sum(bool(re.search(r"/\*[0-9a-f]{4,}\*/", line)) for line in loop)
         limit = {"int4_prepacked": 260, "mxfp4_prepacked": 330}[expert_format]
-        assert count <= limit + 3 * (sizes.tile_m - 8)
+        assert count <= tiles.consumers * (limit + 3 * (sizes.tile_m - 8))
 
 
 @pytest.mark.parametrize(("tokens", "top_k", "w_down", "experts", "expert_format"), CASES)

@@ -68,9 +68,11 @@ def drawn_ids(rng, tokens, top_k):
         (30, 4, 256, 384, {"splits": 2}),  # several blocks of an expert
         (30, 4, 384, 256, {"block_m": 32, "num_stages": 3, "splits": 4}),  # parts without a step
         (60, 3, 256, 128, {"block_m": 64}),
+        (5, 2, 384, 384, {"block_m": 8, "consumers": 2, "splits": 2}),  # three steps, and parts of two and one
+        (20, 4, 256, 128, {"consumers": 2, "num_stages": 4}),
     ],
 )
-@pytest.mark.slow(unless={"tokens": [3, 60]})
+@pytest.mark.slow(unless={"tokens": [3, 5, 60]})
 def test_gluon_fused_moe_layer(rng, stored, experts, tokens, top_k, hidden, intermediate, tiles):
     kernel, seed = gluon_fused_moe.fused_moe, int(rng.integers(1 << 30))
     ids = drawn_ids(rng, tokens, top_k)
@@ -126,3 +128,20 @@ def test_gluon_fused_moe_mistake_is_found(mistake, tmp_path, rng):
         return layer_error(broken.fused_moe, rng, MXFP4, ids, Experts(), *sizes, seed=seed, **tiles)
 
     check_mistake(SOURCE, MISTAKES[mistake], tmp_path, 12, 1e-2, error_of, TypeError, IndexError)
+
+
+SHARED_MISTAKES = {
+    "sums before they are complete": ("        wait(partial.full, tile & 1)\n", ""),
+    "sums in the place of others": ("            wait(partial.empty, (tile & 1) ^ 1)\n", ""),
+    "the steps of the consumer": ("S, 1, S.consumers)", "S, 0, S.consumers)"),
+    "fewer than no steps": ("* S.split_steps), 0)", "* S.split_steps), -1)"),
+}
+
+
+@pytest.mark.parametrize("mistake", SHARED_MISTAKES)
+def test_gluon_fused_moe_mistake_of_two_consumers_is_found(mistake, tmp_path, rng):
+    def error_of(broken, seed):
+        tiles = {"block_m": (8, 16)[seed % 2], "splits": 4, "num_stages": (2, 4)[seed // 2 % 2], "consumers": 2}
+        return layer_error(broken.fused_moe, rng, MXFP4, drawn_ids(rng, 12, 2), Experts(), 256, 640, seed=seed, **tiles)
+
+    check_mistake(SOURCE, SHARED_MISTAKES[mistake], tmp_path, 12, 1e-2, error_of, TypeError, IndexError)

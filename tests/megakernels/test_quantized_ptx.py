@@ -68,7 +68,7 @@ def test_quantized_ptx_gluon(rows, stored):
     blocks["scales"] = f"{element_type(rhs.scales.dtype)}[1, 128]"
     types = {name: f"tensordesc<{block}>" for name, block in blocks.items()}
     types |= {"sizes_ptr": "*i32", "num_taken": "*i32", "out_ptr": "*bf16", "num_taken_after": "*i32"}
-    config = Config(1, num_warps=4, max_registers=quantized_gemm.GLUON_REGISTERS[tiles.programs])
+    config = Config(1, num_warps=4, max_registers=quantized_gemm.gluon_registers(tiles.programs))
     constants = {"S": quantized_gemm.gluon_sizes((M, K), rhs, tiles)}
     # The producer spills when it begins: it leaves its registers to the consumer.
     few = tiles.block_m <= 16

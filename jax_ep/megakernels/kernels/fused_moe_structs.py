@@ -135,7 +135,9 @@ class GluonMoE:
     bins: int  # power of two >= num_experts, at least 128
     tile_m: int  # assignments per block
     stages: int  # steps in shared memory
+    consumers: int  # warpgroups that share the steps of a tile, 1 or 2
     copy_registers: int  # of a thread that copies
+    help_registers: int  # of a thread of the second consumer
     hidden_tiles: int  # tiles that cover intermediate_size
     hidden_steps: int  # of the sum over K of the first GEMM
     row_tiles: int  # tiles that cover hidden

@@ -7,8 +7,10 @@ values. Roles in a program:
     producer (1 warp)        takes tasks, finds the assignments of a block, copies packed weights and scales by TMA
     gatherer (2 warps)       copies the rows of a block by cp.async: tokens, or hidden rows once these are complete
     consumer (1 warpgroup)   decodes, multiplies, activates and stores; sums rows over k, once these are complete
+    helper (1 warpgroup)     with `S.consumers` of 2, multiplies every second step for the consumer
 
-Waits. Within a program each wait is for an earlier step or tile of the same program. If the launch routes tokens, a
+Waits. Within a program each wait is for an earlier step or tile of the same program; the consumer also waits for the
+helper's sums of a tile, and the helper until those of the tile before have been taken. If the launch routes tokens, a
 program polls their counter before its roles start. The gatherer polls a counter per block, the consumer one counter of
 all row tasks. All of these wait for tasks of earlier phases, which have smaller numbers and have been taken. Each
 program handles its tasks in order, so any order and number of resident programs finishes. The producer never waits for
@@ -80,6 +82,14 @@ class Outputs(NamedTuple):
     out_ptr: Pointer  # [num_tokens, hidden]
     topk_idx_ptr: Pointer  # [num_tokens, top_k] expert ids that the launch chooses; else unused
     weights_ptr: Pointer  # [num_tokens, top_k] float32, their router weights
+
+
+class Partial(NamedTuple):
+    """Sums that the second warpgroup of consumers hands to the first, in shared memory, and their barriers."""
+
+    sums: Value  # [COLUMNS, S.tile_m] float32
+    full: Value  # [1]
+    empty: Value  # [1]
 
 
 class Blocks(NamedTuple):
@@ -425,14 +435,72 @@ def sum_rows(inputs, outputs, task, arrived, S: gl.constexpr):
 
 
 @gluon.jit
+def steps_of(task, S: gl.constexpr):
+    """Return the steps of K of a task of either GEMM; the last parts of K may have none."""
+    steps = S.hidden_steps
+    if task != HIDDEN:
+        steps = gl.maximum(gl.minimum(S.split_steps, S.row_steps - (task - ROWS) * S.split_steps), 0)
+    return steps
+
+
+@gluon.jit
+def allocate_partial(S: gl.constexpr):
+    """Allocate `Partial`."""
+    partial = Partial(
+        gl.allocate_shared_memory(gl.float32, [COLUMNS, S.tile_m], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
+        mbarrier.allocate_mbarrier(batch=1).index(0),
+        mbarrier.allocate_mbarrier(batch=1).index(0),
+    )
+    mbarrier.init(partial.full, count=4)  # warps of the second consumer
+    mbarrier.init(partial.empty, count=4)  # warps of the first consumer
+    return partial
+
+
+@gluon.jit
+def multiply_tile(pipeline, partial, count, tile, steps, S: gl.constexpr):
+    """Multiply a tile together with the second warpgroup, if there is one; `tile` counts those of a GEMM."""
+    total, count = multiply(pipeline, count, steps, S, 0, S.consumers)
+    if S.consumers == 2:
+        wait(partial.full, tile & 1)
+        total += partial.sums.load(sums_layout(S.tile_m))
+        gl.inline_asm("bar.warp.sync -1;", "~{memory}", [])
+        arrive(partial.empty)
+    return total, count
+
+
+@gluon.jit
+def help_consumer(pipeline, partial, blocks, S: gl.constexpr):
+    """Sum every second step of each tile, for the first warpgroup."""
+    tiles = blocks.tiles
+    count = 0
+    number = 0
+    tile = 0
+    wait(tiles.full.index(0), 0)
+    task, _, _, _ = read_tile(number, tiles)
+    while task != END:
+        if task != SUMS:
+            total, count = multiply(pipeline, count, steps_of(task, S), S, 1, S.consumers)
+            wait(partial.empty, (tile & 1) ^ 1)
+            partial.sums.store(total)
+            gl.inline_asm("bar.warp.sync -1;", "~{memory}", [])
+            arrive(partial.full)
+            tile += 1
+        arrive(tiles.empty.index(number % 2))
+        number += 1
+        wait(tiles.full.index(number % 2), (number // 2) & 1)
+        task, _, _, _ = read_tile(number, tiles)
+
+
+@gluon.jit
 def consume(
-    inputs, gate_up_bias_ptr, down_bias_ptr, outputs, counters_ptr, pipeline, blocks,
+    inputs, gate_up_bias_ptr, down_bias_ptr, outputs, counters_ptr, pipeline, partial, blocks,
     KIND: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
     """Run the tasks that the producer hands over."""
     tiles = blocks.tiles
     count = 0
     number = 0
+    tile = 0
     wait(tiles.full.index(0), 0)
     task, expert, block, column = read_tile(number, tiles)
     while task != END:
@@ -447,11 +515,9 @@ def consume(
             sum_rows(inputs, outputs, column, arrived, S)
         else:
             listed = blocks.assignments.index(number % 2).slice(0, S.tile_m)
-            steps = S.hidden_steps
             part = task - ROWS
-            if task != HIDDEN:
-                steps = gl.minimum(S.split_steps, S.row_steps - part * S.split_steps)
-            total, count = multiply(pipeline, count, steps, S)
+            total, count = multiply_tile(pipeline, partial, count, tile, steps_of(task, S), S)
+            tile += 1
             if task == HIDDEN:
                 store_hidden(
                     total, inputs.weights_ptr, gate_up_bias_ptr, outputs.hidden_ptr, listed, expert, column, KIND, S
@@ -501,17 +567,44 @@ def fused_moe(
         mbarrier.init(pipeline.empty.index(s), count=4)  # warps of the consumer
     LIST: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     assignments = gl.allocate_shared_memory(gl.int32, [2, 2 * S.tile_m], LIST)
-    blocks = Blocks(allocate_tiles(4 + GATHERERS), assignments, routed)
+    blocks = Blocks(allocate_tiles(4 * S.consumers + GATHERERS), assignments, routed)
     counts = count_assignments(inputs.topk_idx_ptr, S)
-    gl.warp_specialize(
-        [
-            (
-                consume,
-                (inputs, gate_up_bias_ptr, down_bias_ptr, outputs, counters_ptr, pipeline, blocks, KIND, S),
-            ),
-            (produce, (gate_up, down, inputs.topk_idx_ptr, counts, counters_ptr, task, pipeline, blocks, KIND, S)),
-            (gather, (inputs.x_ptr, outputs.hidden_ptr, counters_ptr, pipeline, blocks, S)),
-        ],
-        [1, GATHERERS],
-        [S.copy_registers, S.copy_registers],
-    )
+    if S.consumers == 1:
+        gl.warp_specialize(
+            [
+                (
+                    consume,
+                    (inputs, gate_up_bias_ptr, down_bias_ptr, outputs, counters_ptr, pipeline, None, blocks, KIND, S),
+                ),
+                (produce, (gate_up, down, inputs.topk_idx_ptr, counts, counters_ptr, task, pipeline, blocks, KIND, S)),
+                (gather, (inputs.x_ptr, outputs.hidden_ptr, counters_ptr, pipeline, blocks, S)),
+            ],
+            [1, GATHERERS],
+            [S.copy_registers, S.copy_registers],
+        )
+    else:
+        partial = allocate_partial(S)
+        gl.warp_specialize(
+            [
+                (
+                    consume,
+                    (
+                        inputs,
+                        gate_up_bias_ptr,
+                        down_bias_ptr,
+                        outputs,
+                        counters_ptr,
+                        pipeline,
+                        partial,
+                        blocks,
+                        KIND,
+                        S,
+                    ),
+                ),
+                (help_consumer, (pipeline, partial, blocks, S)),
+                (produce, (gate_up, down, inputs.topk_idx_ptr, counts, counters_ptr, task, pipeline, blocks, KIND, S)),
+                (gather, (inputs.x_ptr, outputs.hidden_ptr, counters_ptr, pipeline, blocks, S)),
+            ],
+            [4, 1, GATHERERS],
+            [S.help_registers, S.copy_registers, S.copy_registers],
+        )

@@ -170,15 +170,15 @@ def await_step(pipeline, count, S: gl.constexpr):
 
 
 @gluon.jit
-def multiply_by_mma_sync(pipeline, count, steps, S: gl.constexpr):
+def multiply_by_mma_sync(pipeline, count, steps, S: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr):
     """Multiply few rows by mma.sync, see `multiply`."""
     SUMS: gl.constexpr = sums_layout(S.tile_m)
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=SUMS, k_width=2)
     MXFP4: gl.constexpr = S.decoder == "mxfp4"
     total = gl.zeros((COLUMNS, S.tile_m), gl.float32, SUMS)
-    for _ in range(steps):
-        slot, words, factors, stored_scales = await_step(pipeline, count, S)
+    for i in range((GROUP + count) % GROUPS, steps, GROUPS):
+        slot, words, factors, stored_scales = await_step(pipeline, count + i, S)
         if MXFP4:
             part = total
         else:
@@ -192,10 +192,9 @@ def multiply_by_mma_sync(pipeline, count, steps, S: gl.constexpr):
             total = part
         else:
             total += part * gl.expand_dims(scales, 1)  # one scale per column and step
-        count += 1
     if MXFP4:
         total *= UNDO_E2M1_SHIFT
-    return total, count
+    return total, count + steps
 
 
 @gluon.jit
@@ -233,11 +232,15 @@ def multiply_by_wgmma(pipeline, count, steps, S: gl.constexpr):
 
 
 @gluon.jit
-def multiply(pipeline, count, steps, S: gl.constexpr):
-    """Sum `steps` steps, from step `count` of the pipeline on: `[COLUMNS, S.tile_m]` float32; return the next, too."""
+def multiply(pipeline, count, steps, S: gl.constexpr, GROUP: gl.constexpr = 0, GROUPS: gl.constexpr = 1):
+    """Sum `steps` steps, from step `count` of the pipeline on: `[COLUMNS, S.tile_m]` float32; return the next, too.
+
+    Two warpgroups (GROUPS) share the steps of few rows by their parity: GROUP has steps in slots of the same parity.
+    """
     if S.tile_m <= MMA_SYNC_ROWS:
-        total, count = multiply_by_mma_sync(pipeline, count, steps, S)
+        total, count = multiply_by_mma_sync(pipeline, count, steps, S, GROUP, GROUPS)
     else:
+        gl.static_assert(GROUPS == 1)
         total, count = multiply_by_wgmma(pipeline, count, steps, S)
     return total, count
 

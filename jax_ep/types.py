@@ -199,7 +199,8 @@ class Schedule:
       num_warps: warps per program of dispatch and combine, a power of two up to 16.
       tokens_per_block: for dispatch and combine, tokens that share a flag, a power of two: fewer signal arrivals
         sooner, more need fewer flags.
-      rows_in_flight: rows that each combine program prefetches while it adds others, 1 to 10.
+      rows_in_flight: rows that each combine program prefetches while it adds others, 1 to 10; fewer if its registers
+        hold fewer.
       single_launch: True: `fused_moe`, the whole layer on one device, is one kernel; False: several. True exists in
         `triton`, for 16-bit tokens. With gradients the layer always uses several. For `low_latency_moe`, True: each
         rank gets the tokens of all ranks, and one kernel runs its experts; False: rows go to their experts.

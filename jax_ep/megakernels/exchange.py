@@ -49,8 +49,11 @@ ROW_BYTES, IN_FLIGHT_BYTES = 16 * 1024, 80 * 1024
 More rows on their way to shared memory bring nothing, nor do more warps.
 """
 
-NARROW_BYTES, THREAD_BYTES = 4 * 1024, 256
-"""Most bytes of rows that go to registers in all programs, not in few alone; and of a thread's registers for them."""
+NARROW_BYTES = 4 * 1024
+"""Most bytes of a row that goes to registers in all programs; wider ones go there in few programs alone."""
+
+THREAD_BYTES, MOST_ROWS = 256, 16
+"""Most bytes of rows in the registers of a thread, and most rows, on their way at once."""
 
 
 def plan(options: Options, topk_idx: Array, layout: Layout) -> Handle:
@@ -290,11 +293,13 @@ def combine_config(
     block = schedule.tokens_per_block or block
     columns, in_flight = summed_columns(hidden, dtype.itemsize)
     row_bytes = columns * dtype.itemsize
-    in_registers = few or row_bytes <= NARROW_BYTES
+    # Not in the interpreter, which would load many rows past the end of each list.
+    in_registers = few or (row_bytes <= NARROW_BYTES and jax.default_backend() != "cpu")
     # As many warps as have 16 bytes for each thread.
     warps = schedule.num_warps or max(1, min(16 if few else 4, row_bytes // 512))
+    in_flight = schedule.rows_in_flight or in_flight
     if in_registers:
-        in_flight = max(1, THREAD_BYTES * 32 * warps // row_bytes)
+        in_flight = min(schedule.rows_in_flight or MOST_ROWS, max(1, THREAD_BYTES * 32 * warps // row_bytes))
     choices, ranks = power_of_two(layout.top_k), power_of_two(layout.num_ranks)
     tile = structs.CombineTile(
         block_tokens=block,
@@ -302,7 +307,7 @@ def combine_config(
         padded_top_k=choices,
         padded_ranks=ranks,
         list_length=block * max(choices, ranks),
-        rows_in_flight=schedule.rows_in_flight or in_flight,
+        rows_in_flight=in_flight,
         in_registers=in_registers,
         lag=min(max(1, 256 // block), -(-layout.num_tokens // block)),
     )

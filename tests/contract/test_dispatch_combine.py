@@ -84,7 +84,7 @@ def test_dispatch_combine_routings(implementation, every_mesh, rng, subtests):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.slow(unless={"name": ["prime_tokens", "odd_hidden", "one_expert_in_the_world", "wide_rows"]})
+@pytest.mark.slow(unless={"name": ["prime_tokens", "odd_hidden", "one_expert_in_the_world"]})
 def test_dispatch_combine_shapes(implementation, name, expert_mesh, rng, subtests):
     num_ranks, shape = SHAPES[name]
     call = compiled(round_trip(shape, implementation), expert_mesh(num_ranks))

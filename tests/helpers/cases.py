@@ -38,7 +38,6 @@ SHAPES = {
     "one_expert_in_the_world": (1, Shape(top_k=2, num_experts=1)),
     "odd_hidden": (2, Shape(num_tokens=7, hidden=13)),
     "hidden_of_one": (2, Shape(hidden=1)),
-    "wide_rows": (2, Shape(num_tokens=5, hidden=2112)),  # which combine copies to shared memory first
     "prime_tokens": (2, Shape(num_tokens=37, top_k=2, num_experts=6, hidden=5)),
     "more_choices_than_experts": (2, Shape(num_tokens=3, top_k=5, num_experts=2)),
     "more_experts_than_slots": (2, Shape(num_tokens=1, top_k=2, num_experts=64)),

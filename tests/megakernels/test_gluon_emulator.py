@@ -73,6 +73,7 @@ WAIT_FOR_STAGE = "                wait(pipeline.empty.index(slot), ((count // S.
 FIRST_WAVE, RELEASE = "        # First wave of the next step.\n", "        arrive(pipeline.empty.index(slot))\n"
 STORED = "    tma.store_wait(0)\n\n\n@gluon.jit\ndef produce"
 ZEROS = "        if group < S.num_groups:\n            arrive(tiles.empty"
+WAIT_FOR_TILE = "    wait(tiles.full.index(number % 2), (number // 2) & 1)\n"
 MISTAKES = {
     "no wait for operands": (f"{WAIT_FOR_STEP}    part", "    part"),
     "no wait for a free stage": (WAIT_FOR_STAGE, ""),
@@ -83,6 +84,8 @@ MISTAKES = {
     "wrong number of bytes": ("(S.tile_m + S.tile_n) * STEP)", "(S.tile_m + S.tile_n) * STEP + 1)"),
     "no wait at the end": (STORED, STORED.removeprefix("    tma.store_wait(0)\n")),
     "rows of the next group": ("    tma.async_store(output", "    end += 9\n    tma.async_store(output"),
+    "no wait for the first tile": (WAIT_FOR_TILE, f"    if number > 0:\n    {WAIT_FOR_TILE}"),
+    "no wait for the next tile": (WAIT_FOR_TILE, f"    if number == 0:\n    {WAIT_FOR_TILE}"),
     "no arrival in a group of zeros": ("        arrive(tiles.empty", ZEROS),
     "sizes past the last row": ("min(max(size, 0), S.M - start)", "size"),
 }

@@ -99,8 +99,6 @@ OF_MMA = {  # Tiles of 16 rows are multiplied by mma.sync.
     "stage never released": (f"{RELEASE}        if MXFP4", "        if MXFP4"),
     "too many arrivals expected": ("init(pipeline.empty.index(s), count=4)", "init(pipeline.empty.index(s), count=5)"),
     "wrong number of bytes": ("4 * COLUMNS * (WORDS + 1)", "4 * COLUMNS * WORDS"),
-    "no wait for the first tile": ("    wait(tiles.full.index(0), 0)\n", ""),
-    "no wait for the next tile": ("        wait(tiles.full.index(number % 2), (number // 2) & 1)\n", ""),
     "tile never released": ("        arrive(tiles.empty.index(number % 2))\n", ""),
     "operands of the group of zeros": (NO_STEPS, ""),
     "rows of the next group": ("mask=(rows < end) & ", "mask="),

@@ -180,22 +180,18 @@ class SumTile:
     """How the rows of a list are added up."""
 
     block_hidden: int  # columns added up at a time
-    list_length: int  # capacity of a list
+    list_length: int  # capacity of a list of rows
     rows_in_flight: int  # rows that are on their way while others are added
     in_registers: bool  # rows go to registers, else to shared memory first
 
 
 @dataclasses.dataclass(frozen=True)
-class CombineTile:
-    """Blocks of combine."""
+class CombineTile(SumTile):
+    """Blocks of combine, and how their rows are added up."""
 
     block_tokens: int  # tokens per task and flag
-    block_hidden: int  # columns added up at a time
     padded_top_k: int  # power of two >= top_k
     padded_ranks: int  # power of two >= num_ranks
-    list_length: int  # capacity of a list of rows
-    rows_in_flight: int  # rows that are on their way while others are added
-    in_registers: bool  # rows go to registers, else to shared memory first
     lag: int  # blocks between sending the sums of a block and adding received ones
 
 

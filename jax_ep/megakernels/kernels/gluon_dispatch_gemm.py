@@ -26,7 +26,7 @@ from . import protocol
 from .exchange_gemm import await_tokens, communicate
 from .failures import QUEUE, STARTED, poison
 from .gemm_structs import Pointer, Value
-from .gluon_gemm import WAVE, allocate_tiles, arrive, read_tile, wait
+from .gluon_gemm import WAVE, allocate_tiles, arrive, next_tile, wait
 from .gluon_gemm16 import (
     MOST_WAVES,
     Output,
@@ -112,8 +112,7 @@ def gather(tokens, launch, not_failed, addresses, pipeline, tiles, S: gl.constex
     count = 0
     number = 0
     ready = -1
-    wait(tiles.full.index(0), 0)
-    row, column, end, code = read_tile(number, tiles)
+    row, column, end, code = next_tile(number, tiles)
     while code >= 0:
         group = code // 4
         if group < GEMM.num_groups:
@@ -142,8 +141,7 @@ def gather(tokens, launch, not_failed, addresses, pipeline, tiles, S: gl.constex
                 clear_weights(tokens.out_weights_ptr, tokens.row_to_assignment_ptr, row, LISTED, GEMM.M)
         arrive(tiles.empty.index(number % 2))
         number += 1
-        wait(tiles.full.index(number % 2), (number // 2) & 1)
-        row, column, end, code = read_tile(number, tiles)
+        row, column, end, code = next_tile(number, tiles)
 
 
 @gluon.jit

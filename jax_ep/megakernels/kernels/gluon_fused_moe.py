@@ -36,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .activation import activate, factor_of, limit_gate
 from .fused_moe import TIMEOUT_NS
 from .gemm_structs import Pointer, Value
-from .gluon_gemm import Tiles, allocate_tiles, arrive, read_tile, send_tile, wait
+from .gluon_gemm import Tiles, allocate_tiles, arrive, next_tile, send_tile, wait
 from .gluon_quantized import COLUMNS, MMA_SYNC_ROWS, ROWS_K, STEP, WORDS, Pipeline, multiply, sums_layout
 from .route import choose_experts
 
@@ -304,8 +304,7 @@ def gather(x_ptr, hidden_ptr, counters_ptr, pipeline, blocks, S: gl.constexpr):
     tiles = blocks.tiles
     count = 0
     number = 0
-    wait(tiles.full.index(0), 0)
-    task, _, block, _ = read_tile(number, tiles)
+    task, _, block, _ = next_tile(number, tiles)
     while task != END:
         if task != SUMS:
             listed = blocks.assignments.index(number % 2).slice(0, S.tile_m)
@@ -327,8 +326,7 @@ def gather(x_ptr, hidden_ptr, counters_ptr, pipeline, blocks, S: gl.constexpr):
                 )
         arrive(tiles.empty.index(number % 2))
         number += 1
-        wait(tiles.full.index(number % 2), (number // 2) & 1)
-        task, _, block, _ = read_tile(number, tiles)
+        task, _, block, _ = next_tile(number, tiles)
 
 
 @gluon.constexpr_function
@@ -436,7 +434,7 @@ def sum_rows(inputs, outputs, task, arrived, S: gl.constexpr):
 
 @gluon.jit
 def steps_of(task, S: gl.constexpr):
-    """Return the steps of K of a task of either GEMM; the last parts of K may have none."""
+    """Return the steps of K of a task of either GEMM; the last parts of K may be empty."""
     steps = S.hidden_steps
     if task != HIDDEN:
         steps = gl.maximum(gl.minimum(S.split_steps, S.row_steps - (task - ROWS) * S.split_steps), 0)
@@ -475,8 +473,7 @@ def help_consumer(pipeline, partial, blocks, S: gl.constexpr):
     count = 0
     number = 0
     tile = 0
-    wait(tiles.full.index(0), 0)
-    task, _, _, _ = read_tile(number, tiles)
+    task, _, _, _ = next_tile(number, tiles)
     while task != END:
         if task != SUMS:
             total, count = multiply(pipeline, count, steps_of(task, S), S, 1, S.consumers)
@@ -487,8 +484,7 @@ def help_consumer(pipeline, partial, blocks, S: gl.constexpr):
             tile += 1
         arrive(tiles.empty.index(number % 2))
         number += 1
-        wait(tiles.full.index(number % 2), (number // 2) & 1)
-        task, _, _, _ = read_tile(number, tiles)
+        task, _, _, _ = next_tile(number, tiles)
 
 
 @gluon.jit
@@ -501,8 +497,7 @@ def consume(
     count = 0
     number = 0
     tile = 0
-    wait(tiles.full.index(0), 0)
-    task, expert, block, column = read_tile(number, tiles)
+    task, expert, block, column = next_tile(number, tiles)
     while task != END:
         if task == SUMS:
             # A block has a task for each of its tiles of rows.
@@ -530,8 +525,7 @@ def consume(
                 count_routed_task(counters_ptr + 1, blocks, S)
         arrive(tiles.empty.index(number % 2))
         number += 1
-        wait(tiles.full.index(number % 2), (number // 2) & 1)
-        task, expert, block, column = read_tile(number, tiles)
+        task, expert, block, column = next_tile(number, tiles)
 
 
 @gluon.jit

@@ -113,6 +113,13 @@ def read_tile(number, tiles):
 
 
 @gluon.jit
+def next_tile(number, tiles):
+    """Wait for a tile, and read it."""
+    wait(tiles.full.index(number % 2), (number // 2) & 1)
+    return read_tile(number, tiles)
+
+
+@gluon.jit
 def rows_of(group, start, sizes, S: gl.constexpr):
     """Return the rows of a group from `start` on, none past M, whatever its size; rows past the groups are a group."""
     size = gl.load(sizes + group, mask=group < S.num_groups, other=S.M)
@@ -270,8 +277,7 @@ def consume(pipeline, tiles, staging, out, a_scales, b_scales, consumer: gl.cons
     count = 0
     issued = 0
     number = 0
-    wait(tiles.full.index(0), 0)
-    row, column, end, group = read_tile(number, tiles)
+    row, column, end, group = next_tile(number, tiles)
     while group >= 0:
         rows = row + gl.arange(0, WAVE, gl.SliceLayout(1, LAYOUT))
         a_scale = a_scales + rows.to(gl.int64)
@@ -287,8 +293,7 @@ def consume(pipeline, tiles, staging, out, a_scales, b_scales, consumer: gl.cons
             count, issued = make_tile(pipeline, tiles, output, a_scale, b_scale, number, count, issued, consumer, 1, S)
         arrive(tiles.empty.index(number % 2))
         number += 1
-        wait(tiles.full.index(number % 2), (number // 2) & 1)
-        row, column, end, group = read_tile(number, tiles)
+        row, column, end, group = next_tile(number, tiles)
     tma.store_wait(0)
 
 

@@ -25,6 +25,7 @@ from .gluon_gemm import (
     arrive,
     issue,
     next_group,
+    next_tile,
     place,
     read_tile,
     send_tile,
@@ -112,8 +113,7 @@ def consume(pipeline, scales, tiles, output, consumer: gl.constexpr, S: gl.const
     count = 0
     issued = 0
     number = 0
-    wait(tiles.full.index(0), 0)
-    row, column, blocks, group = read_tile(number, tiles)
+    row, column, blocks, group = next_tile(number, tiles)
     while group >= 0:
         if blocks == 0:
             zero = gl.zeros((WAVE, S.tile_n), gl.float32, LAYOUT)
@@ -123,8 +123,7 @@ def consume(pipeline, scales, tiles, output, consumer: gl.constexpr, S: gl.const
             count, issued = make_tile(pipeline, scales, tiles, output, number, count, issued, blocks, consumer, S)
         arrive(tiles.empty.index(number % 2))
         number += 1
-        wait(tiles.full.index(number % 2), (number // 2) & 1)
-        row, column, blocks, group = read_tile(number, tiles)
+        row, column, blocks, group = next_tile(number, tiles)
     tma.store_wait(0)
 
 

@@ -38,7 +38,7 @@ from jax_ep.formats.kernels.mxfp4 import TO_FACTORS, UNDO_E2M1_SHIFT
 from jax_ep.formats.kernels.mxfp4 import unpack_prepacked as decode_mxfp4
 
 from .gemm_structs import Pointer, Value
-from .gluon_gemm import allocate_tiles, arrive, read_tile, send_tile, wait
+from .gluon_gemm import allocate_tiles, arrive, next_tile, send_tile, wait
 
 COLUMNS = gl.constexpr(128)  # of a tile
 STEP = gl.constexpr(128)  # K of one pipeline stage
@@ -250,8 +250,7 @@ def consume(pipeline, tiles, out_ptr, S: gl.constexpr):
     """Multiply and store the tiles that the producer hands over."""
     count = 0
     number = 0
-    wait(tiles.full.index(0), 0)
-    row, column, end, group = read_tile(number, tiles)
+    row, column, end, group = next_tile(number, tiles)
     while group >= 0:
         steps = S.steps
         if group == S.num_groups:
@@ -260,8 +259,7 @@ def consume(pipeline, tiles, out_ptr, S: gl.constexpr):
         store_tile(total, out_ptr, row, column, end, S)
         arrive(tiles.empty.index(number % 2))
         number += 1
-        wait(tiles.full.index(number % 2), (number // 2) & 1)
-        row, column, end, group = read_tile(number, tiles)
+        row, column, end, group = next_tile(number, tiles)
 
 
 @gluon.jit

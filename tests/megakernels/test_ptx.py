@@ -41,7 +41,7 @@ def row_sizes(hidden, fp8):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("limit", [None, 24], ids=["all-programs", "few-programs"])
 @pytest.mark.parametrize("name", ["dispatch", "combine"])
-def test_ptx_row_kernels(name, limit, dtype, fp8, capability):
+def test_ptx_row_kernels(name, limit, dtype, fp8, capability, on_h200):
     if fp8 and capability < 89:
         pytest.skip("this architecture has no FP8 conversions")
     element = {"bfloat16": "*bf16", "float32": "*fp32"}[dtype]
@@ -71,7 +71,7 @@ def test_ptx_row_kernels(name, limit, dtype, fp8, capability):
 
 
 @pytest.mark.parametrize("hidden", [256, 512, 2048])
-def test_ptx_combine_narrow_rows(hidden):
+def test_ptx_combine_narrow_rows(hidden, on_h200):
     """Each thread still loads 16 bytes."""
     config, tile = exchange.combine_config(Schedule(), LAYOUT, hidden, jnp.dtype("bfloat16"))
     types = dict.fromkeys(["topk_idx_ptr", "assignment_to_row_ptr"], "*i32")

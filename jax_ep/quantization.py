@@ -21,7 +21,7 @@ from jax_ep.core.expert_matrices import QArray, QuantizedWeights, as_transposed,
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.mesh_axes import is_one_device, on_automatic_axes, resized_spec, spec_of
 from jax_ep.formats import check_quantized
-from jax_ep.formats.base import PREPACKED_K
+from jax_ep.formats.base import PREPACKED_K, Format, Prepacked
 from jax_ep.formats.qarrays import own_weights
 from jax_ep.ops import plan, registry
 from jax_ep.types import Array, Quantized
@@ -188,10 +188,26 @@ def quantize(
     def run(w: Array, smooth: Array | None) -> QuantizedWeights:
         if smooth is not None:
             w = on_automatic_axes(lambda w, s: w.astype(jnp.float32) * s[..., None], P(*spec_of(w)), w, smooth)
-        values, scales = wanted.quantize(w, block)
+        values, scales = _stored(wanted, w, block)
         return QuantizedWeights(values, scales, wanted.name, smooth=smooth, activations=activations)
 
     return call_without_gradient(_NO_GRADIENT, run, w, smooth)
+
+
+@partial(jax.jit, static_argnums=(0, 2))  # one compilation for eager callers, as for the two below
+def _stored(wanted: Format, w: Array, block: int) -> Quantized:
+    return wanted.quantize(w, block)
+
+
+@partial(jax.jit, static_argnames=("dtype", "kinds"))
+def _rows(w: QuantizedWeights, dtype: DTypeLike, kinds: bool) -> Array:
+    rows = formats.dequantize(w, dtype)
+    return jnp.moveaxis(rows, -1, -3) if kinds else jnp.swapaxes(rows, -1, -2)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _relaid(prepacked: Prepacked, layout: str, values: Array, scales: Array) -> Quantized:
+    return (prepacked.pack if layout == "prepacked" else prepacked.unpack)(values, scales)
 
 
 def _quantize_for_training(function: str, w: Array) -> QuantizedWeights:
@@ -245,12 +261,7 @@ def dequantize(w: QuantizedWeights | QArray, dtype: DTypeLike) -> Array:
     *leading, columns, depth = spec_of(w.values)
     kinds = w.master is not None and has_kinds(w.shape)
     spec = P(*leading[:-1], depth, leading[-1], columns) if kinds else P(*leading, depth, columns)
-
-    def run(w: QuantizedWeights) -> Array:
-        rows = formats.dequantize(w, dtype)
-        return jnp.moveaxis(rows, -1, -3) if kinds else jnp.swapaxes(rows, -1, -2)
-
-    result: Array = on_automatic_axes(run, spec, w)
+    result: Array = on_automatic_axes(partial(_rows, dtype=dtype, kinds=kinds), spec, w)
     return result
 
 
@@ -300,7 +311,7 @@ def with_layout(w: QuantizedWeights | QArray, layout: str) -> QuantizedWeights:
             " are; pass w itself to the layer."
         )
     if layout == "transposed":
-        values, scales = prepacked.unpack(w.values, cast(Array, w.scales))
+        values, scales = _relaid(prepacked, layout, w.values, cast(Array, w.scales))
         return dataclasses.replace(w, values=values, scales=scales, layout=layout)
     if w.activations is not None:
         raise ValueError(
@@ -311,7 +322,7 @@ def with_layout(w: QuantizedWeights | QArray, layout: str) -> QuantizedWeights:
     check.multiple(function, "K", w.shape[-2], PREPACKED_K, "the elements of four packed uint32", remedy)
     stored = jnp.asarray(w.values)
     whole_groups_per_device(function, stored, -1, w.shape[-2], prepacked.step, one_may_split=False)
-    values, scales = prepacked.pack(w.values, cast(Array, w.scales))
+    values, scales = _relaid(prepacked, layout, w.values, cast(Array, w.scales))
     return dataclasses.replace(w, values=values, scales=scales, layout=layout)
 
 

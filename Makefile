@@ -97,8 +97,9 @@ $(WITH_MAXTEXT)/.installed: tests/maxtext/requirements.txt $(CONSTRAINTS)
 	@touch $@
 
 test-maxtext: $(WITH_MAXTEXT)/.installed ## test the MaxText integration against its wheel
-	JAX_EP_TESTS_OF=maxtext PYTHONPATH='$(CURDIR)' '$(WITH_MAXTEXT)/bin/python' -m pytest -q -c /dev/null --rootdir . \
-	  -p no:cacheprovider -W ignore --confcutdir tests/maxtext --durations=5 $(PYTEST_ARGS) tests/maxtext
+	JAX_EP_TESTS_OF=maxtext PYTHONPATH='$(CURDIR)' '$(WITH_MAXTEXT)/bin/python' -m pytest -n auto --dist worksteal -q \
+	  -c /dev/null --rootdir . -p no:cacheprovider -W ignore --confcutdir tests/maxtext --durations=5 $(PYTEST_ARGS) \
+	  tests/maxtext
 
 test-gpu: $(INSTALLED) ## run the tests on this machine's NVIDIA GPUs; results go to RESULTS
 	RESULTS='$(RESULTS)' PYTEST_ARGS='$(PYTEST_ARGS)' tools/test_gpu.sh "$(BIN)/python" $(PARTS)

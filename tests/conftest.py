@@ -49,7 +49,9 @@ def pytest_addoption(parser):
     group.addoption("--implementation", help="comma-separated implementations to test; default: every available one")
     group.addoption("--launcher", help="see jax_ep.init; tests that call jax_ep.init themselves ignore it")
     group.addoption("--slow", action="store_true", help="on CPU devices, also the tests marked slow; on GPUs all run")
-    group.addoption("--only-slow", action="store_true", help="only the tests marked slow")
+    group.addoption(
+        "--only-slow", action="store_true", help="only tests marked slow, with one case of a test for each other GPU"
+    )
     group.addoption("--seed", type=int, help="seed of the random inputs; default: a fresh one, shown on failure")
 
 
@@ -206,13 +208,23 @@ def _is_exempt(mark, parameters):
     return bool(unless) and all(parameters[name] in values for name, values in unless.items())
 
 
+def is_for_other_gpu(item, seen):
+    """Return whether this test compiles a kernel that another case, in `seen`, compiled for the same other GPU."""
+    capability = (item.callspec.params if hasattr(item, "callspec") else {}).get("capability", MEASURED_CAPABILITY)
+    case = item.nodeid.split("[")[0], capability
+    found = capability != MEASURED_CAPABILITY and case in seen
+    seen.add(case)
+    return found
+
+
 def pytest_collection_modifyitems(config, items):
-    only_slow = config.getoption("only_slow")
+    only_slow, seen = config.getoption("only_slow"), set()
     every_speed = not only_slow and (ON_GPU or config.getoption("slow"))
     every_case = ON_GPU or config.getoption("implementation")
     chosen, others = [], []
     for item in items:
         fits = every_case or _implementation(item) != "triton" or is_on_kernels(item.nodeid)
+        fits = fits and not (only_slow and is_for_other_gpu(item, seen))
         (chosen if fits and (every_speed or is_slow(item) == only_slow) else others).append(item)
     config.hook.pytest_deselected(items=others)
     items[:] = chosen
@@ -240,7 +252,7 @@ def pytest_runtest_setup(item):
     from jax_ep import context
 
     asked = ON_GPU or item.config.getoption("implementation")
-    if _pair is not None and context._current is _pair and "two_ranks" not in item.fixturenames:
+    if _kept is not None and context._current is _kept[1] and "kept_context" not in item.fixturenames:
         jax_ep.finalize()
     needed = _implementation(item) == "triton" or (not asked and item.nodeid in ON_KERNELS)
     if needed and NUM_PROCESSES == 1 and context.transport() is None:
@@ -296,36 +308,50 @@ def expert_mesh():
     return lambda num_ranks: harness.make_mesh((num_ranks,), (harness.EXPERT,))
 
 
-_pair = None  # The context of `two_ranks`.
+_kept = None  # The arguments of `kept_context`, and the context that they made.
 
 
 @pytest.fixture
-def two_ranks():
-    """Two ranks of the kernels, in the interpreter on machines without GPUs; consecutive tests share the context."""
-    global _pair
+def kept_context():
+    """Return `kept_context(mesh, **options)`: `jax_ep.init`, whose context consecutive tests share.
+
+    On machines without GPUs the kernels run in the interpreter. Tests may run in any order: between two with this
+    fixture may be one that ends the context.
+    """
     import jax_ep
     from jax_ep import context
 
     pytest.importorskip("triton")
     if jax.process_count() > 1:
         pytest.skip("a context of several processes is not made anew")
-    mesh = harness.make_mesh((2,), (harness.EXPERT,))
-    if _pair is None or context._current is not _pair:
-        jax_ep.finalize()
-        transport = None if ON_GPU else "shared_memory"
-        jax_ep.init(mesh, transport=transport, timeout_s=harness.PATIENCE_S)
-        _pair = context._current
-    yield mesh
+
+    def init(mesh, **options):
+        global _kept
+        options.setdefault("transport", None if ON_GPU else "shared_memory")
+        options.setdefault("timeout_s", harness.PATIENCE_S)
+        if _kept is None or _kept[0] != (mesh, options) or context._current is not _kept[1]:
+            jax_ep.finalize()
+            jax_ep.init(mesh, **options)
+            _kept = (mesh, options), context._current
+        return mesh
+
+    yield init
     if context._heap is None or context._heap.failure() is not None:
         jax_ep.finalize()
 
 
-RANKS = [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4, 8))]
+@pytest.fixture
+def two_ranks(kept_context):
+    """Two ranks of the kernels, in the interpreter on machines without GPUs."""
+    return kept_context(harness.make_mesh((2,), (harness.EXPERT,)))
+
+
+RANKS = [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 8))]
 
 
 @pytest.fixture(params=RANKS, ids="ranks{}".format)
 def every_mesh(request, expert_mesh):
-    """A mesh of 1, 2, 4 and 8 ranks."""
+    """A mesh of 1, 2 and 8 ranks; `mesh` has 4."""
     return expert_mesh(request.param)
 
 

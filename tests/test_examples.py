@@ -234,7 +234,7 @@ def test_microbatches_train_the_same(recipe):
     """Each device has every other one of its windows in each of two microbatches; in FP8 both have the same weights."""
     mesh = make_mesh(max_devices=None, num_experts=8, expert_parallel=None)
     windows = np.random.default_rng(0).integers(0, 256, (16, 9)).astype(np.int32)
-    sizes = {"hidden": 128, "layers": 2, "heads": 2, "intermediate": 128, "router_balance": "bias", "dtype": "float32"}
+    sizes = {"hidden": 128, "layers": 1, "heads": 2, "intermediate": 128, "router_balance": "bias", "dtype": "float32"}
     found = []
     for count in (1, 2):
         config = TrainConfig(batch_size=16, length=8, microbatches=count)

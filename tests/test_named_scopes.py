@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import jax_ep
 from harness import make_mesh
 from jax_ep import serving, sharding
 from mistakes import GOOD, NEEDS_AXIS, E, H, K, T, f32, i32, mesh_of, program
@@ -63,14 +62,10 @@ def test_backward_passes_have_names(name):
         assert any("all_to_all" in scope or "all_gather" in scope for scope in found)
 
 
-@pytest.fixture(scope="module")
-def with_kernels():
+@pytest.fixture
+def with_kernels(kept_context):
     """Four ranks on which kernels are launched; their programs are compiled, but never run."""
-    pytest.importorskip("triton")
-    jax_ep.finalize()
-    jax_ep.init(mesh_of(), transport="shared_memory")
-    yield
-    jax_ep.finalize()
+    kept_context(mesh_of())
 
 
 def launches(fn, *args):

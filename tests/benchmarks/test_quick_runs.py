@@ -7,9 +7,10 @@ import shlex
 from pathlib import Path
 
 import pytest
-from reports import ROOT, check_report, run, run_quickly
+from reports import ROOT, arguments, check_report, run, run_quickly
 
-from jax_ep.tools.benchmark import grouped_gemm, harness, layer
+import compare
+from jax_ep.tools.benchmark import harness, layer
 
 EXCHANGE = {
     *("triton dispatch to rows", "triton dispatch to rows, FP8 wire", "triton dispatch to rows, 24 programs"),
@@ -67,9 +68,10 @@ def check_decode(rows, content):
 
 
 def check_layer(rows, content):
-    for direction, routing in itertools.product(layer.DIRECTIONS, ("uniform", "one-hot")):
-        found = {r["variant"]: r for r in rows if (r["direction"], r["shape"]["routing"]) == (direction, routing)}
-        names = {layer.LAYERS[key] for key in ("moe", "dropless", "balance", "capacity")}
+    assert {row["shape"]["routing"] for row in rows} == {"one-hot"}
+    for direction in layer.DIRECTIONS:
+        found = {row["variant"]: row for row in rows if row["direction"] == direction}
+        names = {layer.LAYERS[key] for key in ("moe", "dropless", "capacity")}
         assert "ragged-all-to-all" in found.pop(layer.LAYERS["ragged"])["failed"]
         assert set(found) == names
         for row in found.values():
@@ -84,11 +86,10 @@ def check_layer(rows, content):
 
 
 def check_grouped_gemm(rows, content):
-    directions, distributions = grouped_gemm.DIRECTIONS, ("equal", "multinomial", "zipf")
     for variant in ("triton", "pallas", "portable loop", "cuBLAS batched"):
         measured = {(row["direction"], row["distribution"]) for row in rows if row["variant"] == variant}
-        of_variant = ("equal",) if variant == "cuBLAS batched" else distributions
-        assert measured == {(x, y) for x in directions for y in of_variant}, variant
+        distributions = ("equal",) if variant == "cuBLAS batched" else ("equal", "multinomial", "zipf")
+        assert measured == set(itertools.product(GEMMS, distributions)), variant
     for row in rows:
         flop = 2 * row["shape"]["rows"] * row["shape"]["k"] * row["shape"]["n"]
         check_rate(row, "tflops", 1e-12 * flop)
@@ -152,11 +153,8 @@ def check_nodes(rows, content):
     assert {row["shape"]["routing"] for row in rows} == {"uniform", "zipf", "at most 4 nodes"}
 
 
-def check_compare(rows, content):
-    assert {"grouped_gemm", "moe, gradients", "low_latency_moe, FP8", "fused_moe"} <= set(content["summary"])
-
-
-TRAIN = ["jax_ep", "jax_ep balance", "xla", "padded"]
+TRAIN = ["jax_ep", "jax_ep balance", "padded"]
+GEMMS = ["forward, activated", "weight gradient"]
 
 
 def check_train(rows, content):
@@ -168,23 +166,28 @@ def check_train(rows, content):
     assert abs(rows[0]["losses"][0] - math.log(256)) < 2
 
 
-LAYERS = "--layers moe dropless balance capacity ragged"
+IN_TWO = f"--directions {shlex.join(GEMMS)}"
+LAYERS = "--layers moe dropless capacity ragged"
 GPT_OSS = "--model tiny-gpt-oss --devices 2"
 RUNS = [
     ("exchange.py --ranks 2 --routing uniform", "dispatch_combine", "8 tokens/rank", check_exchange),
     ("low_latency.py --parts exchange --ranks 2", "low_latency", "2 tokens/rank, 2 ranks", check_low_latency),
     ("low_latency.py --parts layer", "decode_layer", "2 tokens/rank, 4 ranks", check_decode),
-    (f"layer.py --tokens 16 --routing uniform one-hot {LAYERS}", "moe_layer", "TFLOP/s", check_layer),
-    ("grouped_gemm.py", "grouped_gemm_cpu", "72x128x24 in 2, weight gradient, zipf", check_grouped_gemm),
+    (f"layer.py --tokens 16 --routing one-hot {LAYERS}", "moe_layer", "TFLOP/s", check_layer),
+    (
+        f"grouped_gemm.py --directions {shlex.join(GEMMS)}",
+        "grouped_gemm_cpu",
+        "72x128x24 in 2, weight gradient, zipf",
+        check_grouped_gemm,
+    ),
     ("fused_moe.py --shard 2 --routing zipf --formats mxfp4", "fused_moe", "tiny, 16 tokens", check_fused_moe),
     ("serve.py --formats bfloat16 mxfp4", "serve", "of floor", check_serve),
     (f"serve.py {GPT_OSS} --formats mxfp4 --batches 1", "serve", "of floor", check_serve_on_two_devices),
-    ("compile_times.py --recipe fp8", "compile_times", "seconds to compile", check_compile_times),
+    ("compile_times.py", "compile_times", "seconds to compile", check_compile_times),
     ("placement.py --exponents 1 --drifts 0 0.5", "placement", "", check_placement),
     ("balance.py --exponents 1 --spare 1", "balance", "", check_balance),
     (f"train.py --variants {shlex.join(TRAIN)}", "train", "", check_train),
     ("nodes.py", "nodes", "uniform: a dispatch, predicted", check_nodes),
-    (f"compare.py --against {ROOT}", "compare", "this checkout against", check_compare),
 ]
 
 
@@ -196,6 +199,18 @@ def test_quick_run(command, report, printed, check, tmp_path):
     content = json.loads((tmp_path / f"{report}.json").read_text())
     check_report(content)
     check(content["rows"], content)
+
+
+def test_quick_comparison(tmp_path, capsys):
+    """The operations are timed in a process; a checkout is not slower than it is."""
+    turn = compare.run(ROOT, compare.QUICK, 3)
+    assert {"grouped_gemm", "moe, gradients", "low_latency_moe, FP8", "fused_moe"} <= set(turn)
+    settings = arguments(tmp_path, against=ROOT, tolerance=1.03)
+    assert compare.report(settings, compare.QUICK, {"this": [turn, turn], "other": [turn, turn]}) == 0
+    content = json.loads((tmp_path / "compare.json").read_text())
+    assert content["summary"] == dict.fromkeys(turn, 1) and f"against {ROOT.name}" in capsys.readouterr().out
+    slow = {name: [2 * s for s in samples] for name, samples in turn.items()}
+    assert compare.report(settings, compare.QUICK, {"this": [slow, slow], "other": [turn, turn]}) == 1
 
 
 @pytest.mark.parametrize(

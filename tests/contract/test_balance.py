@@ -19,7 +19,7 @@ from jax_ep.types import Layout, Schedule
 from layers import Layer, check_gradients, check_routings, first_tokens, with_gradients
 from routings import ROUTINGS
 
-BALANCES = [jax_ep.Balance(1.0, 1), jax_ep.Balance(1.1), jax_ep.Balance(1.0, 8)]
+ROUTED = [(2, jax_ep.Balance(1.0, 1)), (1, jax_ep.Balance(1.1)), (4, jax_ep.Balance(1.0, 8)), (8, jax_ep.Balance(1.1))]
 
 
 def layer_and_gradients(shape, implementation, balance, **options):
@@ -27,11 +27,12 @@ def layer_and_gradients(shape, implementation, balance, **options):
     return with_gradients(functools.partial(jax_ep.moe, **fixed, **options))
 
 
-@pytest.mark.parametrize("balance", BALANCES, ids=lambda b: f"{b.rows}-{b.spare_experts}")
-@pytest.mark.slow(unless={"balance": BALANCES[:1]})
-def test_balance_routings(implementation, balance, every_mesh, rng, subtests):
-    call = compiled(layer_and_gradients(BASE, implementation, balance), every_mesh)
-    check_routings(call, ROUTINGS, every_mesh, rng, subtests, BASE)
+@pytest.mark.parametrize(("num_ranks", "balance"), ROUTED)
+@pytest.mark.slow(unless={"num_ranks": [2]})
+def test_balance_routings(implementation, num_ranks, balance, expert_mesh, rng, subtests):
+    mesh = expert_mesh(num_ranks)
+    call = compiled(layer_and_gradients(BASE, implementation, balance), mesh)
+    check_routings(call, ROUTINGS, mesh, rng, subtests, BASE)
 
 
 @pytest.mark.slow

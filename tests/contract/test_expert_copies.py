@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cases import BF16, F32, assert_close
-from harness import run
+from harness import compiled
 from jax_ep.ops import registry
 
 LOCAL, SPARE = 3, 2
@@ -47,6 +47,7 @@ def test_expert_copies(implementation, dtype, shape, expert_mesh, rng, subtests)
         fetched, order = copy.fetch_copies(("expert",), copies, w, copies[0], zeroed=True)
         return fetched, *copy.add_gradients(("expert",), copies, gradient[:LOCAL], gradient[LOCAL:], order)
 
+    call, call_in_loop = compiled(fn, mesh), compiled(in_loop(copy), mesh, axes=("expert",))
     for number in range(3):
         with subtests.test(number):
             copies = random_copies(rng, num_ranks) if number else np.full((num_ranks, SPARE), -1, np.int32)
@@ -54,7 +55,7 @@ def test_expert_copies(implementation, dtype, shape, expert_mesh, rng, subtests)
             gradient = rng.standard_normal((num_ranks, LOCAL + SPARE, *shape))
             gradient = gradient.astype(BF16 if dtype == np.uint8 else dtype)
             everywhere = np.broadcast_to(copies, (num_ranks, *copies.shape))
-            fetched, total, order = run(fn, mesh, everywhere, w, gradient)
+            fetched, total, order = call(everywhere, w, gradient)
             np.testing.assert_array_equal(order, everywhere[:, 0])
             flat = w.reshape(-1, *shape)
             used = (copies >= 0)[:, :, None, None]
@@ -63,7 +64,7 @@ def test_expert_copies(implementation, dtype, shape, expert_mesh, rng, subtests)
             np.add.at(want, copies[copies >= 0], gradient[:, LOCAL:][copies >= 0].astype(np.float64))
             assert total.dtype == gradient.dtype
             # The same in a loop over layers, whose slices and updates XLA can move into the launches.
-            got = run(in_loop(copy), mesh, everywhere, gradient, axes=("expert",))
+            got = call_in_loop(everywhere, gradient)
             np.testing.assert_array_equal(got, np.stack([total, total], 1))
             # Several copies are rounded once: added in bfloat16, they would be off by more.
             assert_close(total.reshape(want.shape), want, "gradients", tolerance=1e-6 if dtype == F32 else 2**-8)

@@ -74,8 +74,9 @@ def test_fp8_weights_same_bits_as_masters(implementation, expert_mesh, rng):
     assert [a.dtype for a in got] == [BF16, BF16, F32, F32, F32]
 
 
-@pytest.mark.parametrize("explicit", [False, True], ids=["automatic", "explicit"])
-@pytest.mark.parametrize("fsdp_axis", [None, "data"])
+@pytest.mark.parametrize(
+    ("explicit", "fsdp_axis"), [(False, None), (True, "data")], ids=["automatic", "explicit, fsdp"]
+)
 @pytest.mark.slow
 def test_fp8_weights_sharded_moe(explicit, fsdp_axis, implementation, rng):
     """Global arrays are quantized in place, and gradients of masters have the same sharding."""

@@ -25,13 +25,10 @@ ALSO_ON_GPUS = True
 TRANSPORT = "shared_memory" if jax.default_backend() == "cpu" else None
 
 
-@pytest.fixture(scope="module")
-def heaps():
+@pytest.fixture
+def heaps(kept_context):
     """A context whose mesh, of four devices, is known to programs on four ranks; other programs compute their group."""
-    jax_ep.finalize()
-    jax_ep.init(harness.make_mesh((4,), (EXPERT,)), transport=TRANSPORT)
-    yield
-    jax_ep.finalize()
+    kept_context(harness.make_mesh((4,), (EXPERT,)))
 
 
 def planner(layout):

@@ -27,6 +27,11 @@ from jax_ep.ops import plan, registry
 from jax_ep.types import Array, Quantized
 from jax_ep.values import type_name
 
+# Outside of jit: one program each, where operations would be compiled one by one, as for the functions with `jax.jit`.
+_fp8_rows = jax.jit(fp8.quantize_rows, static_argnames="group_size")
+_rows_of_fp8 = jax.jit(fp8.dequantize_rows, static_argnames="dtype")
+_fp8_matrices = jax.jit(fp8.quantize_matrices)
+
 
 @operation
 def quantize_fp8(x: Array, *, group_size: int = GROUP_SIZE) -> Quantized:
@@ -57,7 +62,7 @@ def quantize_fp8(x: Array, *, group_size: int = GROUP_SIZE) -> Quantized:
     check.fp8_columns("quantize_fp8", x.shape[-1], group_size)
     remedy = "quantize_fp8 has no gradient: dispatch and combine with Schedule(wire_dtype=float8_e4m3fn) have one."
     specs = P(*spec_of(x)), resized_spec(x, -1, x.shape[-1] // group_size)
-    run = partial(on_automatic_axes, partial(fp8.quantize_rows, group_size=group_size), specs)
+    run = partial(on_automatic_axes, partial(_fp8_rows, group_size=group_size), specs)
     return call_without_gradient(remedy, run, x)
 
 
@@ -84,7 +89,7 @@ def dequantize_fp8(values: Array, scales: Array, dtype: DTypeLike) -> Array:
       1.0
     """
     values, scales = check.quantized("dequantize_fp8", values, scales, "[..., H]")
-    run = partial(fp8.dequantize_rows, dtype=check.result_dtype("dequantize_fp8", dtype, None, "dtype"))
+    run = partial(_rows_of_fp8, dtype=check.result_dtype("dequantize_fp8", dtype, None, "dtype"))
     result: Array = on_automatic_axes(run, P(*spec_of(values)), values, scales)
     return result
 
@@ -194,7 +199,7 @@ def quantize(
     return call_without_gradient(_NO_GRADIENT, run, w, smooth)
 
 
-@partial(jax.jit, static_argnums=(0, 2))  # one compilation for eager callers, as for the two below
+@partial(jax.jit, static_argnums=(0, 2))
 def _stored(wanted: Format, w: Array, block: int) -> Quantized:
     return wanted.quantize(w, block)
 
@@ -224,7 +229,7 @@ def _quantize_for_training(function: str, w: Array) -> QuantizedWeights:
 
 def _quantize_masters(w: Array) -> tuple[Array, Array, Array]:
     if not is_one_device():  # kernels know no arrays that are spread over devices
-        values, scales = fp8.quantize_matrices(w)
+        values, scales = _fp8_matrices(w)
         return values, jnp.swapaxes(values, -1, -2), scales
     options = registry.options("quantize")
     part = plan.fp8_operands(options, w.dtype, w.shape, w.shape[-2])

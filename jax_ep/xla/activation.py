@@ -61,6 +61,7 @@ def quantize_matrices(w: GemmWeights, group_sizes: Array | None = None, *, trans
     return fp8.quantize_matrices(joined(w), transpose=transpose)
 
 
+@jax.jit  # one compilation for eager callers
 def quantize_masters(w: Array) -> tuple[Array, Array, Array]:
     """Quantize `[G, K, N]`, multiples of 128, to FP8 `[G, N, K]` and `[G, K, N]`, and the scales of the first."""
     values, scales = fp8.quantize_matrices(w)

@@ -455,3 +455,23 @@ def test_quantize_for_training_of_a_numpy_flag():
     assert quantize(w, "fp8", for_training=np.True_).master is w
     with pytest.raises(ValueError, match=r"^quantize: .*for_training=True"):
         quantize(w, "int8", for_training=np.True_)
+
+
+def test_eager_calls_are_one_program_each(caplog):
+    """Not one program per operation, each of which is compiled."""
+    w = jnp.ones((3, 384, 640))
+    calls = {
+        "quantize": lambda: quantize(w, "mxfp4"),
+        "with_layout": lambda: with_layout(made["quantize"], "prepacked"),
+        "dequantize": lambda: dequantize(made["with_layout"], jnp.float32),
+        "quantize for training": lambda: quantize(w, "fp8", for_training=True),
+        "quantize_fp8": lambda: quantize_fp8(w),
+        "dequantize_fp8": lambda: dequantize_fp8(*made["quantize_fp8"], jnp.bfloat16),
+    }
+    made = {}
+    for name, call in calls.items():
+        caplog.clear()
+        with jax.log_compiles():
+            made[name] = call()
+        compiled = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Compiling ")]
+        assert len(compiled) == 1, name

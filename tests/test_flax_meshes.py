@@ -154,8 +154,9 @@ def test_flax_training_weights_tensor_and_fsdp_axes(axes, kind, rng):
         np.testing.assert_array_equal(np.asarray(g, np.float32), np.asarray(w, np.float32))
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit", "one device"])
-@pytest.mark.parametrize("fp8", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "fp8"), [("Auto", False), ("Explicit", True), ("Explicit", False), ("one device", True)]
+)
 @pytest.mark.slow
 def test_flax_serving_without_second_copy(kind, fp8, rng):
     """Small and large batches use the same FP8 experts, without another copy."""

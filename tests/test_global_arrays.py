@@ -211,7 +211,7 @@ def check(got, want, where=""):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CASES)
 def test_helper_on_global_arrays(name, kind, rng):
-    """Results match one device: jitted, and on explicit axes also eager, without `jax.set_mesh`, and in every layout."""
+    """Results match one device: jitted; on explicit axes also eager, without `jax.set_mesh`, and in every layout."""
     case, mesh = CASES[name], make_mesh((2, 4), ("data", "expert"), KINDS[kind])
     host = [make(shape, kind_of, rng) for shape, kind_of, _ in case.arguments]
     want = jax.device_get(jax.jit(with_gradient(case))(*host))

@@ -41,7 +41,8 @@ def row_sizes(hidden, fp8):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("limit", [None, 24], ids=["all-programs", "few-programs"])
 @pytest.mark.parametrize("name", ["dispatch", "combine"])
-def test_ptx_row_kernels(name, limit, dtype, fp8, capability, on_h200):
+@pytest.mark.usefixtures("on_h200")
+def test_ptx_row_kernels(name, limit, dtype, fp8, capability):
     if fp8 and capability < 89:
         pytest.skip("this architecture has no FP8 conversions")
     element = {"bfloat16": "*bf16", "float32": "*fp32"}[dtype]

@@ -27,7 +27,7 @@ from jax_ep.ops import plan, registry
 from jax_ep.types import Array, Quantized
 from jax_ep.values import type_name
 
-# Outside of jit: one program each, where operations would be compiled one by one, as for the functions with `jax.jit`.
+# With `jax.jit`, here and below, an eager call compiles one program, and not one for each operation.
 _fp8_rows = jax.jit(fp8.quantize_rows, static_argnames="group_size")
 _rows_of_fp8 = jax.jit(fp8.dequantize_rows, static_argnames="dtype")
 
@@ -226,15 +226,9 @@ def _quantize_for_training(function: str, w: Array) -> QuantizedWeights:
     return QuantizedWeights(values, scales, "fp8", master=w, values_kn=values_kn)
 
 
-@jax.jit
-def _both_layouts(w: Array) -> tuple[Array, Array, Array]:
-    values, scales = fp8.quantize_matrices(w)
-    return values, jnp.swapaxes(values, -1, -2), scales
-
-
 def _quantize_masters(w: Array) -> tuple[Array, Array, Array]:
     if not is_one_device():  # kernels know no arrays that are spread over devices
-        return _both_layouts(w)
+        return registry.ACTIVATION.by("xla").quantize_masters(w)
     options = registry.options("quantize")
     part = plan.fp8_operands(options, w.dtype, w.shape, w.shape[-2])
     run = registry.ACTIVATION.by(part.implementation).quantize_masters

@@ -51,7 +51,9 @@ def pytest_addoption(parser):
     group.addoption("--launcher", help="see jax_ep.init; tests that call jax_ep.init themselves ignore it")
     group.addoption("--slow", action="store_true", help="on CPU devices, also the tests marked slow; on GPUs all run")
     group.addoption(
-        "--only-slow", action="store_true", help="only tests marked slow, and every other case of those with many cases"
+        "--only-slow",
+        action="store_true",
+        help="only tests marked slow, and about half of the cases of those with many",
     )
     group.addoption("--seed", type=int, help="seed of the random inputs; default: a fresh one, shown on failure")
 
@@ -212,8 +214,8 @@ def _is_exempt(mark, parameters):
 MANY_CASES = 6
 
 
-def every_other_case(items):
-    """Leave out half of the cases of tests with many, by a hash: the same ones each time, of all parameters alike."""
+def half_of_many_cases(items):
+    """Leave out about half of the cases of tests with many, by a hash: the same ones in each run, of all parameters."""
     tests = collections.defaultdict(list)
     for item in items:
         tests[item.nodeid.split("[")[0]].append(item)
@@ -232,7 +234,7 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         fits = every_case or _implementation(item) != "triton" or is_on_kernels(item.nodeid)
         (chosen if fits and (every_speed or is_slow(item) == only_slow) else others).append(item)
-    items[:] = every_other_case(chosen) if only_slow and not every_case else chosen
+    items[:] = half_of_many_cases(chosen) if only_slow and not every_case else chosen
     config.hook.pytest_deselected(items=[*others, *set(chosen).difference(items)])
 
 

@@ -57,6 +57,8 @@ def test_bench_of_a_model_needs_gpus(tmp_path):
 
 FUSED = ["--dispatch-mode", "fused", "--combine-mode", "scatter"]
 CASES = {
+    "dispatch": ([], {"plan", "dispatch"}),
+    "combine": ([], {"combine"}),
     "moe": (FUSED, {"plan", "dispatch_gemm", "gemm_combine"}),
     "low-latency": ([], {"low_latency_dispatch", "low_latency_gemm_combine"}),
 }

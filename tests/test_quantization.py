@@ -458,7 +458,7 @@ def test_quantize_for_training_of_a_numpy_flag():
 
 
 def test_eager_calls_are_one_program_each(caplog):
-    """Not one program per operation, each of which is compiled."""
+    """An eager call compiles one program, and not one for each operation."""
     w = jnp.ones((3, 384, 640))
     calls = {
         "quantize": lambda: quantize(w, "mxfp4"),

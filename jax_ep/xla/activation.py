@@ -63,9 +63,9 @@ def quantize_matrices(w: GemmWeights, group_sizes: Array | None = None, *, trans
 
 @jax.jit  # one compilation for eager callers
 def quantize_masters(w: Array) -> tuple[Array, Array, Array]:
-    """Quantize `[G, K, N]`, multiples of 128, to FP8 `[G, N, K]` and `[G, K, N]`, and the scales of the first."""
+    """Quantize `[..., K, N]`, multiples of 128, to FP8 `[..., N, K]` and `[..., K, N]`, and the scales of the first."""
     values, scales = fp8.quantize_matrices(w)
-    return values, jnp.swapaxes(values, 1, 2), scales
+    return values, jnp.swapaxes(values, -1, -2), scales
 
 
 def quantize_columns(x: Tokens, group_sizes: Array) -> Quantized:

@@ -166,7 +166,6 @@ def check_train(rows, content):
     assert abs(rows[0]["losses"][0] - math.log(256)) < 2
 
 
-IN_TWO = f"--directions {shlex.join(GEMMS)}"
 LAYERS = "--layers moe dropless capacity ragged"
 GPT_OSS = "--model tiny-gpt-oss --devices 2"
 RUNS = [

@@ -1,6 +1,8 @@
 """Every kernel through jax-triton, which compiles them also on machines without GPUs."""
 
 import importlib
+import re
+import subprocess
 import sys
 import types
 from functools import partial
@@ -152,6 +154,16 @@ def compiled(mesh, monkeypatch):
     return found
 
 
+def assemble(ptx, folder):
+    """Return the assembler's report."""
+    import triton
+
+    source = folder / "kernel.ptx"
+    source.write_text(ptx)
+    command = [triton.knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", source, "-o", folder / "kernel.cubin"]
+    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True).stdout
+
+
 def lower(fn, mesh, arguments):
     """Lower a per-rank function for CUDA devices."""
     stacked = jax.tree.map(lambda x: Array((mesh.size, *x.shape), x.dtype), arguments)
@@ -159,13 +171,15 @@ def lower(fn, mesh, arguments):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_jax_triton_kernels(name, mesh, launched, compiled, on_h200):
-    """Each kernel is launched, and compiled for the right GPU; *_ptx.py look at the machine code."""
+def test_jax_triton_kernels(name, mesh, launched, compiled, on_h200, tmp_path):
     fn, arguments, kernels = CASES[name]
     text = lower(fn, mesh, arguments).as_text()
     assert "@triton_kernel_call_ffi" in text and "@jax_ep_launch_kernel" not in text
     assert kernels <= launched
-    assert all(".version 8.8" in ptx and ".target sm_90a" in ptx for ptx in compiled)
+    for ptx in compiled:
+        assert ".version 8.8" in ptx and ".target sm_90a" in ptx
+        report = assemble(ptx, tmp_path)
+        assert re.findall(r"(\d+) bytes spill stores", report) == ["0"], report
 
 
 def test_jax_triton_in_place_counters(mesh, launched, on_h200):

@@ -17,7 +17,7 @@ from jax_ep.megakernels import compile
 
 
 def compile_kernel(module, function, types, constants, config, capability):
-    kernels = importlib.import_module(f"jax_ep.megakernels.kernels.{module}")
+    kernels = importlib.import_module(module)
     built = compile.build(Kernel(getattr(kernels, function)), types, config, constants, capability)
     ptx = built.asm["ptx"]
     report, code = assemble(ptx, capability, triton.knobs.nvidia.ptxas_blackwell)

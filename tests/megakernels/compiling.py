@@ -45,7 +45,7 @@ def compiled(kernel, types, constants, config, capability=90, *, product=None, w
     types = {name: kind for name, kind in types.items() if kind is not None}
     if not isinstance(config, Config):
         config = Config(1, config.num_warps, config.num_stages)
-    built = build(kernel.path.stem, kernel.name, types, constants, config, capability)
+    built = build(kernel.body.fn.__module__, kernel.name, types, constants, config, capability)
     ptx, report = built["ptx"], built["report"]
     assert max(map(int, re.findall(r"(\d+) bytes spill stores", report))) <= spills, report
     if product:

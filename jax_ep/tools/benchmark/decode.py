@@ -77,7 +77,7 @@ def attend(
     """
     keys, values = cache
     batch, length, kv_heads, size = keys.shape
-    groups, block_heads = batch * kv_heads, max(16, power_of_two(heads // kv_heads))
+    groups, block_heads = batch * kv_heads, max(16, power_of_two(heads // kv_heads + 1))
     blocks = -(-min(window or length, length) // _BLOCK)
     parts = max(1, min(blocks, num_programs(1 << 30, 2) // groups))
     sizes = Attention(
@@ -87,6 +87,7 @@ def attend(
         length,
         window or length,
         parts,
+        power_of_two(parts),
         _BLOCK,
         block_heads,
         scale=size**-0.5,
@@ -99,6 +100,6 @@ def attend(
         Cache(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys, values, zeros))),
     )
     operands = unsliced((rows, norm, sinks, position, Cache(keys, values, zeros)))
-    config, written = Config(groups * parts, num_warps=4, num_stages=2), {-3: -3, -2: -2, -1: -1}
+    config, written = Config(groups * parts, num_warps=4, num_stages=3), {-3: -3, -2: -2, -1: -1}
     mixed, _, after = unsliced(launch(_ATTEND, operands, results, config, {"S": sizes}, written=written))
     return mixed, (after.keys_ptr, after.values_ptr), after.counters_ptr

@@ -49,8 +49,9 @@ class Attention:
     length: int  # positions of the cache
     window: int  # last positions that are attended to
     parts: int  # programs that share the positions of a key head
+    padded_parts: int  # power of two
     block: int  # positions loaded at a time
-    block_heads: int  # at least heads / kv_heads
+    block_heads: int  # more than heads / kv_heads
     scale: float  # of the logits
     log2_base: float  # of the rotary frequencies
 
@@ -172,39 +173,41 @@ def load_heads(source_ptr, norm_ptr, heads, mask, position, S: tl.constexpr):
 
 
 @triton.jit
-def store_new_position(row_ptr, norm_ptr, cache, head, entry, position, S: tl.constexpr):
-    """Store the key and the value of the step's token in the cache."""
-    lanes = tl.arange(0, S.head_dim)[None, :]
-    heads = tl.full((1,), S.heads, tl.int32) + head
-    key = load_heads(row_ptr, norm_ptr, heads, heads >= 0, position, S)
+def store_new_position(rows, is_key, row_ptr, cache, head, entry, S: tl.constexpr):
+    """Store the key, one of the rows, and the value of the step's token in the cache."""
+    lanes = tl.arange(0, S.head_dim)
     value = tl.load(row_ptr + (S.heads + S.kv_heads + head) * S.head_dim + lanes)
-    tl.store(cache.keys_ptr + entry * S.head_dim + lanes, key)
+    target = tl.broadcast_to(cache.keys_ptr + entry * S.head_dim + lanes[None, :], (S.block_heads, S.head_dim))
+    tl.store(target, rows, mask=is_key[:, None])  # of this row only
     tl.store(cache.values_ptr + entry * S.head_dim + lanes, value)
 
 
 @triton.jit
 def combine_parts(parts, sinks_ptr, heads, exist, first_part, S: tl.constexpr):
     """Add the parts of all programs of a key head; return attention `[block_heads, head_dim]` in float32."""
+    PARTS: tl.constexpr = S.parts
     rows = tl.arange(0, S.block_heads)
     lanes = tl.arange(0, S.head_dim)[None, :]
+    # The largest logit of all parts, then the weight of each.
+    numbers = tl.arange(0, S.padded_parts)[None, :]
+    source = (first_part + numbers) * S.block_heads + rows[:, None]
+    bests = tl.load(parts.max_ptr + source, mask=numbers < S.parts, other=HIDDEN_LOGIT, cache_modifier=".cg")
+    totals = tl.load(parts.sum_ptr + source, mask=numbers < S.parts, other=0.0, cache_modifier=".cg")
+    best = tl.max(bests, axis=1)
     # A sink is a logit without a value.
     if sinks_ptr is not None:
-        best = tl.load(sinks_ptr + heads, mask=exist, other=0.0).to(tl.float32) * LOG2_E
-        total = tl.full((S.block_heads,), 1.0, tl.float32)
-    else:
-        best = tl.full((S.block_heads,), HIDDEN_LOGIT, tl.float32)
-        total = tl.zeros((S.block_heads,), tl.float32)
+        sink = tl.load(sinks_ptr + heads, mask=exist, other=0.0).to(tl.float32) * LOG2_E
+        best = tl.maximum(best, sink)
+    total = tl.sum(totals * tl.exp2(bests - best[:, None]), axis=1)
+    if sinks_ptr is not None:
+        total += tl.exp2(sink - best)
     mixed = tl.zeros((S.block_heads, S.head_dim), tl.float32)
-    for part in range(S.parts):
+    for part in tl.static_range(PARTS):
         source = (first_part + part) * S.block_heads + rows
-        part_best = tl.load(parts.max_ptr + source, cache_modifier=".cg")
-        part_total = tl.load(parts.sum_ptr + source, cache_modifier=".cg")
+        weight = tl.exp2(tl.load(parts.max_ptr + source, cache_modifier=".cg") - best) / total
         part_mixed = tl.load(parts.mixed_ptr + source[:, None] * S.head_dim + lanes, cache_modifier=".cg")
-        higher = tl.maximum(best, part_best)
-        before, after = tl.exp2(best - higher), tl.exp2(part_best - higher)
-        mixed = mixed * before[:, None] + part_mixed * after[:, None]
-        total, best = total * before + part_total * after, higher
-    return mixed / total[:, None]
+        mixed += part_mixed * weight[:, None]
+    return mixed
 
 
 @triton.jit
@@ -230,8 +233,10 @@ def attend(
     position = tl.load(position_ptr)
     row_ptr += text.to(tl.int64) * (S.heads + 2 * S.kv_heads) * S.head_dim
     members = tl.arange(0, S.block_heads)
+    # A token's row has the key right after the group's query heads, and so has the block of rows here.
     heads, exist = head + members * S.kv_heads, members < S.heads // S.kv_heads
-    query = load_heads(row_ptr, norm_ptr, heads, exist, position, S)
+    is_key = members == S.heads // S.kv_heads
+    query = load_heads(row_ptr, norm_ptr, heads, exist | is_key, position, S)
     # This program's positions, in whole blocks.
     begin = tl.maximum(position + 1 - S.window, 0)
     share = tl.cdiv(position + 1 - begin, S.parts * S.block) * S.block
@@ -239,7 +244,7 @@ def attend(
     end = tl.minimum(begin + share, position + 1)
     entry = text.to(tl.int64) * S.length * S.kv_heads + head
     if (begin <= position) & (end == position + 1):
-        store_new_position(row_ptr, norm_ptr, cache, head, entry + position * S.kv_heads, position, S)
+        store_new_position(query, is_key, row_ptr, cache, head, entry + position * S.kv_heads, S)
         tl.debug_barrier()
     lanes = tl.arange(0, S.head_dim)
     best = tl.full((S.block_heads,), HIDDEN_LOGIT, tl.float32)

@@ -80,7 +80,8 @@ class MoE(nnx.Module):
     Args:
       hidden_size: H.
       intermediate_size: I of one expert.
-      num_experts: E, a multiple of the number of ranks that share the experts.
+      num_experts: E. If the ranks that share the experts do not divide it, the layer adds experts whose weights are
+        zero and which no token chooses: the parameters of experts have as many as a multiple of the ranks.
       num_experts_per_tok: K.
       router: how the router chooses, see `jax_ep.Router`; None: `Router()`. A module or function that takes tokens
         `[N, H]` and returns a `jax_ep.types.Routing` of the E experts replaces the router.
@@ -164,7 +165,11 @@ class MoE(nnx.Module):
         self.lora_scale: float | None = None
         options = registry.options("MoE", (), implementation, schedule)
         self.schedule, self.implementation = schedule, options.implementation
-        self._check(intermediate_size, shared_experts, param_dtype)
+        self._check_router(shared_experts, param_dtype)
+        self.num_stored_experts = self.num_experts
+        if (active := self._set_mesh()) is not None:
+            self.num_stored_experts += -self.num_experts % ranks_on(active, self.axes.expert_axes)
+            check_divisible("MoE", active, self.axes, self.hidden_size, {"intermediate_size, I,": intermediate_size})
         make = self._maker(rngs)
         self._make_router(make)
         self._make_experts(make, kernel_init, intermediate_size, param_dtype, use_bias)
@@ -177,14 +182,11 @@ class MoE(nnx.Module):
                 " metrics count only what `capacity` drops; leave node_capacity out, or call jax_ep.moe."
             )
 
-    def _check(self, intermediate_size: int, shared_experts: Any, param_dtype: Any) -> None:
-        """Check that the arguments fit together, and with the mesh."""
+    def _check_router(self, shared_experts: Any, param_dtype: Any) -> None:
         all_experts = self.num_experts + self.router_options.num_identity_experts
         self.router_options.check_sizes("MoE", "num_experts_per_tok", self.num_experts_per_tok, all_experts)
         check.value_of("MoE", "shared_experts", shared_experts, SharedExperts, "jax_ep.flax.SharedExperts")
         check.result_dtype("MoE", param_dtype, None, "param_dtype")
-        if (mesh := self._active_mesh()) is not None:
-            check_divisible("MoE", mesh, self.axes, self.hidden_size, {"intermediate_size, I,": intermediate_size})
 
     def _maker(self, rngs: nnx.Rngs, kind: type[nnx.Param] = nnx.Param) -> Make:
         """Return a function that makes parameters of one kind and places them by their partition specs.
@@ -198,7 +200,7 @@ class MoE(nnx.Module):
                 " nnx.Rngs(params=seed)."
             )
         where: dict[str, Any] = {} if self.mesh is None else {"mesh": self.mesh}
-        where["eager_sharding"] = self._active_mesh() is not None
+        where["eager_sharding"] = self._set_mesh() is not None
 
         def make(init: nnx.Initializer, shape: tuple[int, ...], spec: P, dtype: Any) -> nnx.Param:
             return kind(init(rngs.params(), shape, dtype), out_sharding=tuple(spec), **where)
@@ -224,13 +226,14 @@ class MoE(nnx.Module):
         check.instance("MoE", "kernel_init", kernel_init, Callable, kind)
 
         def weights_init(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-            matrices = (*shape[:2], math.prod(shape[2:]))
+            matrices = (self.num_experts, shape[1], math.prod(shape[2:]))
             remedy = "return an array of the shape that it is given"
             value = kernel_init(key, matrices, dtype)
             value = check.floating("MoE", "the result of kernel_init", value, str(list(matrices)), remedy=remedy)
-            return value.reshape(shape)
+            added = [(0, shape[0] - self.num_experts), *[(0, 0)] * (len(shape) - 1)]
+            return jnp.pad(value.reshape(-1, *shape[1:]), added)
 
-        specs, experts, hidden = self.axes.specs, self.num_experts, self.hidden_size
+        specs, experts, hidden = self.axes.specs, self.num_stored_experts, self.hidden_size
         columns: tuple[int, ...] = (self._columns(intermediate_size),)
         if self.axes.tensor is not None:
             columns = (2 if self.experts.gated else 1, intermediate_size)
@@ -351,7 +354,15 @@ class MoE(nnx.Module):
         return y
 
     def _active_mesh(self) -> Mesh | None:
-        """Return the checked mesh of this call, or None if no mesh is set."""
+        """Return the checked mesh of this call, which divides the experts, or None if no mesh is set."""
+        if (mesh := self._set_mesh()) is not None:
+            num_ranks = ranks_on(mesh, self.axes.expert_axes)
+            remedy = "construct the layer with this mesh, or while it is set, so that it adds experts"
+            check.divisible_experts("MoE", self.num_stored_experts, num_ranks, self.axes.expert, remedy)
+        return mesh
+
+    def _set_mesh(self) -> Mesh | None:
+        """Return the mesh that has the axes of the layer, or None if no mesh is set."""
         mesh = self.mesh if self.mesh is not None else jax.sharding.get_abstract_mesh()
         if mesh.empty:
             if self.capacity is not None:
@@ -362,7 +373,6 @@ class MoE(nnx.Module):
             return None
         check_axes("MoE", mesh, self.axes.all_axes, "pass axes=jax_ep.sharding.MeshAxes(...) with axes of that mesh")
         check_context("MoE", mesh, self.axes.all_axes)
-        check.divisible_experts("MoE", self.num_experts, ranks_on(mesh, self.axes.expert_axes), self.axes.expert)
         return mesh
 
     @errors_begin_with("MoE")
@@ -610,6 +620,7 @@ class MoE(nnx.Module):
         """
         options, number = self.router_options, tokens.shape[0]
         apart = self.router_fn is not None or options.selection_bias or options.num_identity_experts > 0
+        apart |= self.num_stored_experts != self.num_experts
         # Many tokens gain nothing, and their gradient would route twice.
         few = isinstance(number, int) and number <= LOW_LATENCY_TOKENS
         if apart or self.recipe is not None or not few:
@@ -655,7 +666,7 @@ class MoE(nnx.Module):
                 )
             if mesh is None and not is_stored_transposed(weights.w_gate_up):
                 return self._on_one_device(arrays, logits, mask, weights, options), {}
-            options["num_experts"] = self.num_experts
+            options["num_experts"] = self.num_stored_experts
             if mesh is None:
                 return serve(*arrays, weights, axis_name=(), **options), {}
             options["axis_name"] = self.axes.expert
@@ -676,7 +687,7 @@ class MoE(nnx.Module):
             return self._on_one_device(arrays, logits, mask, weights, options), {}
         options |= {"capacity": self.capacity, "balance": self.balance}
         with_work = self.balance is not None and ranks_on(mesh, self.axes.expert_axes) > 1
-        run = sharded_layer(self.mesh, self.num_experts, self._expert_axes(), options, with_work=with_work)
+        run = sharded_layer(self.mesh, self.num_stored_experts, self._expert_axes(), options, with_work=with_work)
         found = run(*arrays, w_gate_up, w_down, biases=(b_gate_up, b_down))
         return found if with_work else (found, {})
 
@@ -685,7 +696,7 @@ class MoE(nnx.Module):
         if self.capacity is None or mesh is None:
             return jnp.zeros((), jnp.int32)
         of_ranks = {"axes": self.axes.expert_axes, "batch_axes": self.axes.batch, "capacity": self.capacity}
-        of_ranks |= {"num_experts": self.num_experts, "num_ranks": ranks_on(mesh, self.axes.expert_axes)}
+        of_ranks |= {"num_experts": self.num_stored_experts, "num_ranks": ranks_on(mesh, self.axes.expert_axes)}
         return run_sharded(count_dropped, of_ranks, self.mesh, (spec,), P())(topk_idx)
 
 

@@ -223,33 +223,52 @@ def test_flax_bias_update_moves_load(rng):
     assert not any(isinstance(leaf, RouterBias) for _, leaf in nnx.to_flat_state(gradients))
 
 
-@pytest.mark.slow
-def test_flax_padded_experts(rng):
-    """Two of eight experts are padding: output, gradients and z-loss are those of six experts on one device."""
-    x = rng.normal(size=(8, H)).astype(np.float32)
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.slow(unless={"kind": ["Explicit"]})
+def test_flax_experts_that_ranks_do_not_divide(kind, rng):
+    """Nine experts on two or four ranks are those of one device: values, gradients, metrics, serving, balance."""
+    sizes, options = SIZES | {"num_experts": 9}, {"router": jax_ep.Router("sigmoid", selection_bias=True)}
+    options |= {"experts": jax_ep.Experts(), "use_bias": True}
+    mesh = data_expert_mesh(kind)
+    alone = MoE(**sizes, **options, rngs=nnx.Rngs(0))
+    alone.b_gate_up[...] = jnp.asarray(rng.normal(size=alone.b_gate_up.shape), jnp.float32)
+    tokens = jnp.asarray(rng.normal(size=(8, 2, H)), jnp.float32)
 
     def loss(moe, x):
         y, metrics = moe(x)
-        return jnp.sum(y**2) + metrics.router_z_loss + metrics.load_balancing_loss * (6 / moe.num_experts), metrics
+        return jnp.sum(y**2) + metrics.load_balancing_loss, (y, metrics)
 
-    step = nnx.jit(nnx.value_and_grad(loss, has_aux=True))
-    options = {**SIZES, "router": jax_ep.Router(logit_bias=True)}
-    with jax.set_mesh(data_expert_mesh("Explicit")):
-        moe = MoE(**options, axes=BATCH, rngs=nnx.Rngs(0))
-        moe.b_router[...] = jnp.where(jnp.arange(E) < 6, 0, -1e9)
-        (value, metrics), got = step(moe, jax.device_put(x, P("data")))
-    assert not np.any(metrics.load[6:]) and int(metrics.load.sum()) == 8 * K
-    six = MoE(**options | {"num_experts": 6}, rngs=nnx.Rngs(0))
-    for name in ("router", "b_router", "w_gate_up", "w_down"):
-        axis = -1 if "router" in name else 0
-        getattr(six, name).set_value(jnp.asarray(np.take(array(getattr(moe, name)), range(6), axis), jnp.float32))
-    (expected, _), want = step(six, x)
-    np.testing.assert_allclose(value, expected, rtol=1e-5)
-    for name in ("router", "b_router", "w_gate_up", "w_down"):
-        axis = -1 if "router" in name else 0
-        gradient = array(getattr(got, name))
-        np.testing.assert_allclose(np.take(gradient, range(6), axis), array(getattr(want, name)), rtol=1e-4, atol=1e-4)
-        assert not np.take(gradient, (6, 7), axis).any(), name
+    run = nnx.jit(lambda moe, x: nnx.value_and_grad(loss, has_aux=True)(moe, x))
+    (_, (want, wanted)), of_alone = run(alone, tokens)
+    x = jax.device_put(tokens, jax.NamedSharding(mesh, P(("data", "expert"))))
+    for balance in (None, jax_ep.Balance()):
+        spread = MoE(**sizes, **options, axes=BATCH, mesh=mesh, balance=balance, rngs=nnx.Rngs(0))
+        assert spread.router.shape == (H, 9) and spread.w_down.shape[0] == 9 + -9 % mesh.shape["expert"]
+        np.testing.assert_array_equal(np.asarray(spread.w_down[...])[:9], alone.w_down[...])
+        biases = np.zeros(spread.b_gate_up.shape, np.float32)
+        biases[:9] = alone.b_gate_up[...]
+        spread.b_gate_up.set_value(jax.device_put(biases, spread.b_gate_up[...].sharding))
+        (_, (got, metrics)), of_spread = run(spread, x)
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+        for name in ("load", "load_balancing_loss", "topk_idx", "dropped"):
+            np.testing.assert_allclose(getattr(metrics, name), getattr(wanted, name), rtol=1e-5, err_msg=name)
+        for name in ("router", "w_gate_up", "w_down", "b_gate_up", "b_down"):
+            gradient = np.asarray(of_spread[name][...])
+            if name != "router":
+                assert not gradient[9:].any()
+                gradient = gradient[:9]
+            np.testing.assert_allclose(gradient, of_alone[name][...], rtol=1e-3, atol=1e-4, err_msg=name)
+    spread.update_bias(metrics.load)
+    alone.update_bias(wanted.load)
+    np.testing.assert_array_equal(spread.router_bias[...], alone.router_bias[...])
+    apply = nnx.jit(lambda moe, x: moe(x)[0])
+    np.testing.assert_allclose(apply(spread.to_serving(None), x), apply(alone, tokens), rtol=1e-4, atol=1e-5)
+
+
+def test_flax_uneven_experts_made_without_the_mesh():
+    moe = MoE(**SIZES | {"num_experts": 9}, rngs=nnx.Rngs(0))
+    with jax.set_mesh(data_expert_mesh("Auto")), pytest.raises(ValueError, match=r"9, .* construct the layer with"):
+        moe(jnp.ones((8, H)))
 
 
 def test_flax_vmap_over_a_mesh_axis():
@@ -291,8 +310,6 @@ def test_flax_mistakes():
     mesh = data_expert_mesh("Auto")
     with pytest.raises(ValueError, match=r"MoE: the mesh has axes \('data', 'expert'\), expected"):
         MoE(H, INNER, 8, 2, axes=MeshAxes("model"), mesh=mesh, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"MoE: num_experts is 7, expected a multiple of .* pad them to 8 and never"):
-        MoE(H, INNER, 7, 2, mesh=mesh, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"MoE: update_bias .*selection_bias=True"):
         MoE(**SIZES, rngs=nnx.Rngs(0)).update_bias(jnp.zeros(E))
 

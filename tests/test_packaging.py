@@ -40,6 +40,16 @@ def test_constraints_name_one_version_of_all_that_is_installed(project):
     assert names - locked == set(), "`make lock` writes the file anew"
 
 
+@pytest.mark.slow
+def test_cuda12_dependencies_resolve(project):
+    """The lock is for CUDA 13; the extra for CUDA 12 has versions on the index that fit together."""
+    wanted = project["project"]["dependencies"] + project["project"]["optional-dependencies"]["cuda12"]
+    options = ["--dry-run", "--ignore-installed", "--only-binary=:all:", "--disable-pip-version-check"]
+    done = run([sys.executable, "-m", "pip", "install", *options, *wanted], os.environ)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "jax-cuda12-plugin" in done.stdout
+
+
 # Load the library from a copy of the package, without help of the installed one.
 PROBE = """
 import importlib.metadata, sys

@@ -413,10 +413,12 @@ def experts(function: str, num_experts: Any, axis_name: AxisName) -> tuple[int, 
     return num_experts, num_ranks
 
 
-def divisible_experts(function: str, num_experts: int, num_ranks: int, axis_name: AxisName) -> None:
+def divisible_experts(
+    function: str, num_experts: int, num_ranks: int, axis_name: AxisName, remedy: str | None = None
+) -> None:
     """Check that the experts divide evenly among the ranks."""
     added = -num_experts % num_ranks
-    remedy = f"pad them to {num_experts + added} and never choose the last {added}, or change the axis"
+    remedy = remedy or f"pad them to {num_experts + added} and never choose the last {added}, or change the axis"
     reason = f"the ranks of axis {axis_name!r}, which own equally many"
     multiple(function, "num_experts", num_experts, num_ranks, reason, remedy)
 

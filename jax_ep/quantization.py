@@ -324,7 +324,7 @@ def with_layout(w: QuantizedWeights | QArray, layout: str) -> QuantizedWeights:
     remedy = "pad with zeros before quantizing, or pass w itself to the layer"
     check.multiple(function, "K", w.shape[-2], PREPACKED_K, "the elements of four packed uint32", remedy)
     stored = jnp.asarray(w.values)
-    whole_groups_per_device(function, stored, -1, w.shape[-2], prepacked.step, one_may_split=False)
+    whole_groups_per_device(function, stored, -1, w.shape[-2], prepacked.step, prepacks=True)
     values, scales = _relaid(prepacked, layout, w.values, cast(Array, w.scales))
     return dataclasses.replace(w, values=values, scales=scales, layout=layout)
 

@@ -437,7 +437,11 @@ def _axes(axis_name: AxisName | None) -> tuple[str, ...] | None:
 def _mean_over_tokens(values: Array, token_mask: Array | None, axis_name: tuple[str, ...] | None) -> Array:
     """Mean of `[T, ...]` over the tokens that count on all ranks of `axis_name`; rows of other tokens are zero."""
     total = jnp.sum(values, axis=0)
-    count = values.shape[0] if token_mask is None else jnp.sum(token_mask, dtype=jnp.int32)
+    count: Any = values.shape[0]
+    if token_mask is not None:
+        count = jnp.sum(token_mask, dtype=jnp.int32)
+    elif isinstance(count, int):
+        count = float(count)  # int32 may not hold it
     if axis_name is not None:
         # Ranks may have different numbers of tokens that count, so this is not the mean of their means.
         total, count = (lax.psum(value, axis_name) for value in (total, count))

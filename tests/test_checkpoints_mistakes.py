@@ -89,6 +89,13 @@ MISTAKES = {
     "layer as text": (call(lambda c: c.moe_weights("0")), ValueError, "layer='0' is not an MoE layer"),
     "name": (call(lambda c: c.read("othre")), ValueError, r"no tensor 'othre' \(similar: 'other'\); Checkpoint.names"),
     "name of another type": (call(lambda c: c.read([])), TypeError, "name is a list, expected a str"),
+    "transpose as text": (call(lambda c: c.read("other", transpose="no")), TypeError, "read: transpose='no' is a str"),
+    "quantized as text": (call(lambda c: load(c, quantized="no")), TypeError, "moe_weights: quantized='no' is a str"),
+    "activation of gpt-oss": (
+        reading(config(model_type="gpt_oss", hidden_act="gelu"), Checkpoint.moe_options),
+        NotImplementedError,
+        "moe_options: config.json has hidden_act='gelu', expected 'silu'",
+    ),
     "layer of another type": (call(lambda c: c.moe_weights(True)), ValueError, "layer=True is not an MoE layer"),
     "model_type": (
         reading(config(model_type="llama"), lambda checkpoint: checkpoint.moe_layers),

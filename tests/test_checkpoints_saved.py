@@ -417,3 +417,33 @@ def test_save_leaves_nothing_behind_without_permissions(tmp_path, monkeypatch):
     with pytest.raises(PermissionError, match=r"^save: cannot write"):
         write(tmp_path, 2, overwrite=True)
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+
+
+def test_save_whose_lock_somebody_removed(tmp_path, monkeypatch):
+    """The checkpoint is complete by then."""
+    complete = transaction._complete
+
+    def after_a_cleanup(*arguments):
+        (tmp_path / ".jax_ep_save.lock").unlink()
+        complete(*arguments)
+
+    monkeypatch.setattr(transaction, "_complete", after_a_cleanup)
+    write(tmp_path, 1, np.int64(TWO_FILES))
+    assert found(tmp_path) == 1
+
+
+def test_save_over_a_file_whose_state_is_unknown(tmp_path, monkeypatch):
+    """A file that cannot be looked up is not missing: an error of the disk leaves the old checkpoint."""
+    write(tmp_path, 1, TWO_FILES)
+    index, original = tmp_path / "model.safetensors.index.json", os.lstat
+    with monkeypatch.context() as patched:
+
+        def broken(path, *args, **kwargs):
+            if Path(path) == index:
+                raise OSError(errno.EIO, "Input/output error")
+            return original(path, *args, **kwargs)
+
+        patched.setattr(os, "lstat", broken)
+        with pytest.raises(OSError, match="Input/output error"):
+            write(tmp_path, 2, overwrite=True)
+    assert found(tmp_path) == 1

@@ -515,6 +515,16 @@ def test_flax_called_inside_shard_map():
         moe(jnp.ones((4, H)))
 
 
+@pytest.mark.parametrize(("kind", "other"), [("Auto", "Explicit"), ("Explicit", "Auto")])
+def test_flax_mesh_with_axes_of_another_kind(kind, other):
+    mesh = data_expert_mesh(kind)
+    with (
+        jax.set_mesh(data_expert_mesh(other)),
+        pytest.raises(ValueError, match=rf"^MoE: the mesh has the axes .*{kind}.*expected those of jax.set_mesh"),
+    ):
+        MoE(**SIZES, mesh=mesh, rngs=nnx.Rngs(0))
+
+
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_flax_inside_shard_map_over_another_axis(kind):
     mesh = data_expert_mesh(kind)

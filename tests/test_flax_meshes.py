@@ -296,3 +296,38 @@ def test_moe_arrays_of_another_mesh(kind, other):
     layer = jax_ep.sharding.sharded_moe(mesh, num_experts=E)
     with pytest.raises(ValueError, match=f"sharded_moe: {match}"):
         layer(x, idx, jnp.ones((8, K)), w_gate_up, w_down)
+
+
+class Model(nnx.Module):
+    """A whole model: embedding, attention, experts, and a head."""
+
+    def __init__(self, rngs):
+        self.embed, self.norm = nnx.Embed(32, H, rngs=rngs), nnx.RMSNorm(H, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(4, H, decode=False, rngs=rngs)
+        self.moe = MoE(**SIZES, axes=MeshAxes(batch="data"), rngs=rngs)
+        self.head = nnx.Linear(H, 32, rngs=rngs)
+
+    def __call__(self, ids, spec):
+        x = self.embed(ids, out_sharding=spec)
+        x = x + self.attention(self.norm(x), is_causal=True)
+        return self.head(x + self.moe(x)[0])
+
+
+@pytest.mark.slow
+def test_whole_model_on_both_kinds_of_mesh(rng):
+    """Logits and gradients on automatic and on explicit axes are those of one device."""
+    ids, found = jnp.asarray(rng.integers(0, 32, (8, 6)), jnp.int32), {}
+
+    def loss(model, ids, spec):
+        return jnp.mean(jax.nn.logsumexp(model(ids, spec), axis=-1))
+
+    run = nnx.jit(nnx.value_and_grad(loss), static_argnums=2)
+    found["one device"] = run(Model(nnx.Rngs(0)), ids, None)
+    for kind in ("Auto", "Explicit"):
+        with jax.set_mesh(make_mesh((2, 2), ("data", "expert"), getattr(jax.sharding.AxisType, kind))):
+            spread = jax.device_put(ids, P(("data", "expert")))
+            spec = P(("data", "expert"), None, None) if kind == "Explicit" else None
+            found[kind] = run(Model(nnx.Rngs(0)), spread, spec)
+    want, *others = (jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(x[1]))) | {"": x[0]} for x in found.values())
+    for got in others:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), got, want)

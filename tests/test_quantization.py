@@ -73,7 +73,7 @@ def test_quantize_fp8_weights_blocks_split_by_axes():
         quantize(w, "fp8")
     with pytest.raises(ValueError, match=r"axis -2 of w is 384, 3 blocks of 128, .* 2 devices of .*reshard"):
         quantize(w, "int4")
-    with pytest.raises(ValueError, match=r"with_layout: axis -1 of w is 384, 3 blocks of 128, .* 2 devices"):
+    with pytest.raises(ValueError, match=r"with_layout: axis -2 of w is 384, 3 blocks of 128, .* 2 devices"):
         with_layout(quantized(w, "mxfp4"), "prepacked")
     q = quantized(w, "int4", block_size=32)  # Its scales need no steps of 128.
     back = relaid(relaid(q, layout="prepacked"), layout="transposed")
@@ -92,7 +92,7 @@ def test_with_layout_mxfp4_whose_k_explicit_axes_split(rng):
             got = with_layout(placed, "prepacked")
             for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
                 assert_same_bits(np.asarray(ours), np.asarray(theirs))
-    with pytest.raises(ValueError, match=r"with_layout: axis -1 of w is 128, 1 blocks of 128, .* 2 devices"):
+    with pytest.raises(ValueError, match=r"with_layout: axis -2 of w is 128, 1 block of 128, .* 2 devices.*prepacked"):
         with_layout(quantized(place(w[:, :128]), "mxfp4"), "prepacked")
 
 

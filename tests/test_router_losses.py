@@ -103,6 +103,13 @@ def test_router_z_loss_does_not_overflow(size):
     np.testing.assert_allclose(gradient, np.full((4, 8), 2.0 * (size + np.log(8.0)) / 32.0), rtol=1e-5)
 
 
+def test_losses_of_more_tokens_than_int32_counts():
+    """Only shapes, as `jax-ep doctor --plan` takes them."""
+    logits, ids = jax.ShapeDtypeStruct((2**31, 2), jnp.float32), jax.ShapeDtypeStruct((2**31, 1), jnp.int32)
+    assert jax.eval_shape(jax_ep.router_z_loss, logits).shape == ()
+    assert jax.eval_shape(jax_ep.load_balancing_loss, logits, ids).shape == ()
+
+
 def test_losses_of_bfloat16_inputs_are_float32():
     logits = jnp.asarray(_logits(64, 32)).astype(jnp.bfloat16)
     topk_idx = jax_ep.topk_router(logits, 4).topk_idx

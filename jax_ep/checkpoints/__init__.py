@@ -135,6 +135,7 @@ class Checkpoint:
           TypeError: the dtype is not supported, or the sharding has a wrong type.
         """
         check_outside_jit("Checkpoint.read")
+        check.flag("Checkpoint.read", "transpose", transpose)
         kind, remedy = jax.sharding.Sharding, "pass NamedSharding(mesh, spec), or SingleDeviceSharding(device)"
         check.instance("Checkpoint.read", "sharding", sharding, kind | None, "a jax.sharding.Sharding", remedy=remedy)
         source = self._files[name] if dtype is None else reading.decoded(self._files, name)
@@ -197,6 +198,7 @@ class Checkpoint:
         """
         function = "Checkpoint.moe_weights"
         check_outside_jit(function)
+        check.flag(function, "quantized", quantized)
         model = families.Model(function, self.config)
         shapes, layers = model.shapes(), model.moe_layers
         if not isinstance(layer, int | np.integer) or isinstance(layer, bool) or layer not in layers:
@@ -326,7 +328,7 @@ def save(
     Source: the file format, https://huggingface.co/docs/safetensors.
     """
     function = "save"
-    if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
+    if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int | np.integer) or max_shard_bytes < 1:
         raise ValueError(f"{function}: max_shard_bytes={shown(max_shard_bytes)}, expected a positive int; pass one.")
     check.flag(function, "overwrite", overwrite)  # "no" and "false" are true.
     safetensors = files.optional(function, "safetensors")

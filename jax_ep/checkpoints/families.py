@@ -328,6 +328,7 @@ FAMILIES: Mapping[str, Family] = {
             _GPT_OSS | _fused("mlp", suffix="_blocks"),  # MXFP4
         ),
         options=_LOCAL | {"use_bias": True},
+        restrictions=(Restriction("hidden_act", ("silu",), "gpt-oss's experts have an activation of their own"),),
         router={"logit_bias": True},
         experts={
             "interleaved": True,

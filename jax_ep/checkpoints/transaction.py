@@ -115,12 +115,13 @@ def _locked(function: str, folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            path.unlink()
+            with contextlib.suppress(OSError):  # Whoever removed it before has not undone the save.
+                path.unlink()
 
 
 def _replaced(function: str, folder: Path, names: Sequence[str], overwrite: bool) -> list[str]:
     """Return the files that the new ones replace, config.json first."""
-    there = [name for name in dict.fromkeys((CONFIG, INDEX, SINGLE, *names)) if os.path.lexists(folder / name)]
+    there = [name for name in dict.fromkeys((CONFIG, INDEX, SINGLE, *names)) if _exists(folder / name)]
     if there and not overwrite:
         raise FileExistsError(
             f"{function}: {folder} already has {', '.join(sorted(there)[:5])}, expected a folder without a checkpoint;"
@@ -133,7 +134,7 @@ def _replaced(function: str, folder: Path, names: Sequence[str], overwrite: bool
             f"{function}: {folder} has {', '.join(strangers[:5])}, which its checkpoint does not name, expected no"
             " file of that name; move it away, or pass another folder."
         )
-    old = [name for name in (CONFIG, INDEX, *{SINGLE, *shards}) if os.path.lexists(folder / name)]
+    old = [name for name in (CONFIG, INDEX, *{SINGLE, *shards}) if _exists(folder / name)]
     folders = [name for name in old if (folder / name).is_dir()]
     if folders:
         raise IsADirectoryError(
@@ -159,13 +160,13 @@ def _complete(stage: Path, names: Sequence[str]) -> None:
 def _recover(function: str, folder: Path) -> None:
     """Undo a save that moved files and did not commit, and remove its folder."""
     stage = folder / _STAGE
-    if not os.path.lexists(stage):
+    if not _exists(stage):
         return
     parts = [stage, *(stage.iterdir() if stage.is_dir() else ())]
     if any(path.is_symlink() or not path.is_dir() for path in parts):
         raise FileExistsError(f"{function}: {stage} is not the folder of a save, expected none or one; move it away.")
     if (stage / "names").is_dir():
-        if os.path.lexists(stage / "new" / CONFIG):
+        if _exists(stage / "new" / CONFIG):
             _undo(function, folder)
         os.replace(stage / "names", stage / "listing")  # Nothing is left to undo.
         _sync(folder)
@@ -176,9 +177,9 @@ def _undo(function: str, folder: Path) -> None:
     """Move the files of a save that did not commit back to where they were."""
     stage = folder / _STAGE
     new, old, names = stage / "new", stage / "old", os.listdir(stage / "names")
-    ours = [name for name in names if os.path.lexists(folder / name) and not os.path.lexists(new / name)]
+    ours = [name for name in names if _exists(folder / name) and not _exists(new / name)]
     moved = _config_last(os.listdir(old))
-    strangers = [name for name in moved if os.path.lexists(folder / name) and name not in ours]
+    strangers = [name for name in moved if _exists(folder / name) and name not in ours]
     if strangers:
         raise FileExistsError(
             f"{function}: {folder} has {', '.join(strangers[:5])}, but a killed save has moved the files of these names"
@@ -188,6 +189,15 @@ def _undo(function: str, folder: Path) -> None:
         os.replace(folder / name, new / name)
     for name in moved:
         os.replace(old / name, folder / name)
+
+
+def _exists(path: Path) -> bool:
+    """Return whether there is a file, also a broken link; `os.path.lexists` takes every error for "no"."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def _config_last(names: Sequence[str]) -> list[str]:

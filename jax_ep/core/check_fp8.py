@@ -24,21 +24,22 @@ def whole_blocks(function: str, what: str, size: int) -> None:
 
 
 def whole_groups_per_device(
-    function: str, w: Array, axis: int, size: int, group: int, *, one_may_split: bool = True
+    function: str, w: Array, axis: int, size: int, group: int, *, prepacks: bool = False
 ) -> None:
     """Check that explicit mesh axes split an axis of `size` elements into whole blocks of `group` elements.
 
-    With `one_may_split`, a single block may lie on several devices.
+    A single block may lie on several devices, unless K, the last axis of stored weights, will be prepacked.
     """
     sharding = jax.typeof(w).sharding
     names = axis_tuple(sharding.spec[axis] or ())
     devices = math.prod(sharding.mesh.shape[mesh_axis] for mesh_axis in names)
     groups = -(-size // group)
-    if groups % devices and not (one_may_split and groups == 1):
+    if groups % devices and (prepacks or groups > 1):
+        reason = "is prepacked together" if prepacks else "has one scale"
         raise ValueError(
-            f"{function}: axis {axis} of w is {size}, {groups} blocks of {group}, split over"
-            f" the {devices} devices of {names}; expected whole blocks on each, since a block has one scale: move"
-            " it with jax.sharding.reshard first."
+            f"{function}: axis {-2 if prepacks else axis} of w is {size}, {groups} block{'s' * (groups > 1)} of"
+            f" {group}, split over the {devices} devices of {names}; expected whole blocks on each, since a block"
+            f" {reason}: move it with jax.sharding.reshard first."
         )
 
 

@@ -89,6 +89,13 @@ def check_context(function: str, mesh: jax.sharding.Mesh | jax.sharding.Abstract
             f"{function}: the mesh is {dict(mesh.shape)}, expected that of jax.set_mesh, {dict(around.shape)}; pass one"
             " of them to both, or mesh=None."
         )
+    # Inside a shard_map, some axes of the mesh around are manual.
+    kinds = zip(around.axis_names, mesh.axis_types, around.axis_types, strict=True) if not around.empty else ()
+    if other := [name for name, ours, theirs in kinds if theirs not in (ours, jax.sharding.AxisType.Manual)]:
+        raise ValueError(
+            f"{function}: the mesh has the axes {other} with axis_types={mesh.axis_types}, expected those of"
+            f" jax.set_mesh, {around.axis_types}; pass one of them to both, or mesh=None."
+        )
     spread = vmap_axes()
     if explicit := sorted(spread & set(mesh.explicit_axes)):
         raise ValueError(

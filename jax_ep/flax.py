@@ -230,8 +230,9 @@ class MoE(nnx.Module):
             remedy = "return an array of the shape that it is given"
             value = kernel_init(key, matrices, dtype)
             value = check.floating("MoE", "the result of kernel_init", value, str(list(matrices)), remedy=remedy)
-            added = [(0, shape[0] - self.num_experts), *[(0, 0)] * (len(shape) - 1)]
-            return jnp.pad(value.reshape(-1, *shape[1:]), added)
+            value = value.reshape(self.num_experts, *shape[1:])
+            added = shape[0] - self.num_experts
+            return jnp.pad(value, [(0, added), *[(0, 0)] * (len(shape) - 1)]) if added else value
 
         specs, experts, hidden = self.axes.specs, self.num_stored_experts, self.hidden_size
         columns: tuple[int, ...] = (self._columns(intermediate_size),)

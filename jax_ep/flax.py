@@ -53,6 +53,7 @@ from jax_ep.types import Experts, Routing, Schedule, Topology
 
 try:
     from flax import nnx
+    from flax.nnx.nn.dtypes import promote_dtype
 except ImportError as error:
     raise ImportError(f"jax_ep.flax needs Flax ({error}): pip install '.[flax]'") from error
 
@@ -316,7 +317,7 @@ class MoE(nnx.Module):
         tokens = x.astype(self.dtype)
         y, metrics = self._through_experts(tokens, token_mask, topk_idx, mesh, weights)
         if self.shared_gate_up is not None and self.shared_down is not None:
-            y = y + self._shared(tokens, self.shared_gate_up[...], self.shared_down[...]).astype(y.dtype)
+            y = y + self._shared(tokens, self.shared_gate_up, self.shared_down).astype(y.dtype)
         return y.astype(self.preferred_element_type or x.dtype), metrics
 
     @errors_begin_with("MoE")
@@ -342,16 +343,20 @@ class MoE(nnx.Module):
     def _columns(self, intermediate_size: int) -> int:
         return 2 * intermediate_size if self.experts.gated else intermediate_size
 
-    def _shared(self, tokens: Array, w_gate_up: Array, w_down: Array) -> Array:
+    def _shared(self, tokens: Array, w_gate_up: nnx.Param, w_down: nnx.Param) -> Array:
         """Return the output of the shared experts, whose gate and up columns are in halves even if `interleaved`."""
         experts = self.experts
         if not callable(experts.activation):
             experts = dataclasses.replace(experts, interleaved=False)
-        hidden = tokens @ w_gate_up.astype(self.dtype)
-        rows = activate_tokens(experts, hidden, w_down.shape[0]).astype(self.dtype)
-        y = rows @ w_down.astype(self.dtype)
+
+        def dense(x: Array, w: nnx.Param) -> Array:  # as nnx.Linear does it, so that qwix can quantize these weights
+            x, kernel = promote_dtype((x, w[...]), dtype=self.dtype)
+            return jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))
+
+        rows = activate_tokens(experts, dense(tokens, w_gate_up), w_down.shape[0]).astype(self.dtype)
+        y = dense(rows, w_down)
         if self.shared_gate is not None:
-            y = y * jax.nn.sigmoid(tokens @ self.shared_gate.astype(self.dtype))
+            y = y * jax.nn.sigmoid(dense(tokens, self.shared_gate))
         return y
 
     def _active_mesh(self) -> Mesh | None:

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jax_ep.core import check, check_router
 from jax_ep.core.autodiff import without_gradient
 from jax_ep.core.check import operation
-from jax_ep.core.dtypes import accumulation_dtype
+from jax_ep.core.dtypes import accumulation_dtype, contract
 from jax_ep.core.layout import count_assignments
 from jax_ep.core.mesh_axes import axis_tuple, on_automatic_axes, spec_of
 from jax_ep.core.moe_metrics import MoEMetrics
@@ -458,7 +458,7 @@ class RouterWeights(NamedTuple):
     def logits(self, tokens: Array, token_mask: Array | None) -> Array:
         """Return float32 logits `[N, E]` of tokens `[N, H]`; those of masked tokens are as of zeros."""
         tokens = _zero_masked(tokens, token_mask)  # they may be NaN, which would reach gradients
-        logits = jnp.matmul(tokens.astype(jnp.float32), self.kernel, precision=lax.Precision.HIGHEST)
+        logits = contract(tokens.astype(jnp.float32), self.kernel, (1, 0))
         return logits if self.bias is None else logits + self.bias[None]
 
 

@@ -412,3 +412,38 @@ def test_qwix_rule_for_quantized_training():
     with pytest.raises(ValueError, match=r"^apply_rules: the rule of '' is a QtRule for quantized training, .*'fp8'"):
         apply_rules(moe, [quantized])
     assert apply_rules(moe, [qwix.QtRule(module_path=""), quantized]).w_down is not None
+
+
+class Dense(nnx.Module):
+    """A dense layer, then experts, also shared ones."""
+
+    def __init__(self, rngs, mesh):
+        self.dense = nnx.Linear(128, 128, rngs=rngs)
+        axes = None if mesh is None else MeshAxes(batch="data")
+        self.moe = MoE(128, 64, 8, 2, shared_experts=SharedExperts(), mesh=mesh, axes=axes, rngs=rngs)
+
+    def __call__(self, x):
+        return self.moe(self.dense(x))[0]
+
+
+@pytest.mark.usefixtures("implicit_promotion")
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.slow(unless={"spread": [False]})
+def test_qwix_without_rules_for_experts(spread, rng):
+    """A rule for everything quantizes or adapts dense layers and shared experts, but neither router nor experts."""
+    mesh = harness.make_mesh((2, 2), ("data", "expert"), AxisType.Auto) if spread else None
+    x, model = jnp.asarray(reals(rng, 16, 128)), Dense(nnx.Rngs(0), mesh)
+    want = nnx.jit(lambda model, x: model(x))(model, x)
+    for activations in (None, jnp.int8):
+        rules = [qwix.QuantizationRule(weight_qtype=jnp.int8, act_qtype=activations)]
+        quantized = qwix.quantize_model(Dense(nnx.Rngs(0), mesh), qwix.PtqProvider(rules), x)
+        changed = {name for name, param in vars(quantized.moe).items() if type(param).__name__ == "WithAux"}
+        assert changed == {"shared_gate_up", "shared_down"}
+        for name in ("router", "w_gate_up", "w_down"):
+            same(getattr(quantized.moe, name)[...], getattr(model.moe, name)[...])
+        assert 1e-4 < relative_error(quantized(x), want) < 0.05
+    rules = [qwix.LoraRule(rank=4, alpha=4.0)]
+    adapted = qwix.apply_lora_to_model(Dense(nnx.Rngs(0), mesh), qwix.LoraProvider(rules), x, rngs=nnx.Rngs(1))
+    adapters = {name for name in vars(adapted.moe) if "lora_a" in name}
+    assert {"shared_gate_up_lora_a", "shared_down_lora_a"} == adapters
+    assert relative_error(adapted(x), want) < 0.01

@@ -20,7 +20,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jax_ep.core import fp8
-from jax_ep.core.dtypes import accumulation_dtype
+from jax_ep.core.dtypes import accumulation_dtype, contract
 from jax_ep.core.expert_matrices import GemmWeights, SplitWeights, split
 from jax_ep.core.layout import Bias, add_bias
 from jax_ep.core.mesh_axes import vary_alike
@@ -54,17 +54,6 @@ class Tile(NamedTuple):
 
     def rows(self, x: Array) -> Array:
         return lax.dynamic_slice_in_dim(x, self.start, self.mask.shape[0])
-
-
-def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
-    """Contract one axis of `a` and `b`, at full precision for float32 and float64, accumulating in float32 or more."""
-    return lax.dot_general(
-        a,
-        b,
-        (((contract[0],), (contract[1],)), ((), ())),
-        precision=lax.Precision.HIGHEST if a.dtype.itemsize >= 4 else lax.Precision.DEFAULT,
-        preferred_element_type=accumulation_dtype(a.dtype),
-    )
 
 
 class Groups(NamedTuple):
@@ -140,7 +129,7 @@ def multiply_groups[Rows](
 
         def one_tile(tile: Tile, out: Array) -> Array:
             tile_rows = read(jax.tree.map(tile.rows, rows))
-            product = _dot(tile_rows, matrix, (1, 1 if transpose else 0)).astype(out.dtype)
+            product = contract(tile_rows, matrix, (1, 1 if transpose else 0)).astype(out.dtype)
             new = jnp.where(tile.mask, product, tile.rows(out))
             return lax.dynamic_update_slice_in_dim(out, new, tile.start, axis=0)
 
@@ -222,7 +211,7 @@ def weight_gradient(
         def one_tile(tile: Tile, total: Array) -> Array:
             # Rows of the tile that belong to other groups, or to none, are undefined and may be NaN.
             a, b = (jnp.where(tile.mask, tile.rows(x), 0) for x in (lhs, rhs))
-            return total + _dot(a, b, (0, 0))
+            return total + contract(a, b, (0, 0))
 
         total = vary_alike((jnp.zeros(shape[1:], accumulation_dtype(lhs.dtype)), lhs))[0]
         total = _for_each_tile(one_tile, total, groups.starts[group], groups.ends[group], num_rows, tiles)
@@ -298,7 +287,7 @@ def weight_gradient_fp8(
                 columns = lax.dynamic_slice_in_dim(values, block * fp8.GROUP_SIZE, fp8.GROUP_SIZE, axis=1)
                 scale = lax.dynamic_index_in_dim(scales, block, keepdims=False)
                 operands.append(columns.astype(jnp.float32) * scale[:, None])
-            return total + _dot(operands[0], operands[1], (1, 1))
+            return total + contract(operands[0], operands[1], (1, 1))
 
         total = vary_alike((jnp.zeros(shape[1:], jnp.float32), lhs[0]))[0]
         total = lax.fori_loop(groups.starts[group], groups.ends[group], one_block, total)

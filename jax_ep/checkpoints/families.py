@@ -328,7 +328,7 @@ FAMILIES: Mapping[str, Family] = {
             _GPT_OSS | _fused("mlp", suffix="_blocks"),  # MXFP4
         ),
         options=_LOCAL | {"use_bias": True},
-        restrictions=(Restriction("hidden_act", ("silu",), "gpt-oss's experts have an activation of their own"),),
+        restrictions=(Restriction("hidden_act", ("silu",), "the published model has one activation, a clamped SiLU"),),
         router={"logit_bias": True},
         experts={
             "interleaved": True,
